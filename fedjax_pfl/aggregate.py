@@ -1,0 +1,49 @@
+"""Reductions over the clients of a round."""
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl import trees
+from fedjax_pfl.types import Array, PyTree
+
+
+def shares(weight: PyTree, active: Array) -> PyTree:
+    """Normalises weights over the active clients.
+
+    Args:
+      weight: a pytree whose leaves are [S, ...] (or None: uniform); each trailing entry is normalised by itself, so
+        [S, C] holds one set of weights a class branch.
+      active: [S] bool.
+
+    Returns:
+      The same tree of shares that sum to 1 over the clients, or are all 0 where no active client has a weight.
+    """
+
+    def share(w: Array | None) -> Array:
+        w = jnp.ones(active.shape) if w is None else jnp.asarray(w, jnp.float32)
+        w = jnp.where(trees.expand(active, w.ndim), w, 0)
+        total = jnp.sum(w, axis=0, keepdims=True)
+        return w / jnp.where(total > 0, total, 1)
+
+    return jax.tree.map(share, weight, is_leaf=lambda w: w is None)
+
+
+def weigh(share: PyTree, tree: PyTree) -> PyTree:
+    """share * tree for one client: a share [] or [C] of a prefix multiplies the last axes of every leaf below it."""
+
+    def times(p: Array, x: Array) -> Array:
+        p = trees.align(p, x.ndim)
+        return jnp.where(p > 0, p * x, 0)  # what has no share may be anything, NaN included
+
+    return jax.tree.map(lambda p, part: jax.tree.map(lambda x: times(p, x), part), share, tree)
+
+
+def project_simplex(v: Array, mask: Array, total: float | Array = 1.0) -> Array:
+    """Euclidean projection of v [T] onto {alpha >= 0, sum alpha = total, alpha = 0 off `mask`} (Duchi 2008)."""
+    low = jnp.where(mask, v, -jnp.inf)
+    u = jnp.sort(low)[::-1]
+    finite = jnp.where(jnp.isfinite(u), u, 0)
+    excess = (jnp.cumsum(finite) - total) / jnp.arange(1, v.shape[0] + 1)
+    support = jnp.sum(jnp.isfinite(u) & (u > excess))
+    tau = excess[jnp.maximum(support - 1, 0)]
+    return jnp.where(mask, jnp.maximum(v - tau, 0), 0)

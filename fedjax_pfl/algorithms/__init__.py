@@ -1,0 +1,22 @@
+"""Every method by its name on the command line: {name: factory}, factory(task, **hyperparameters) -> Algorithm."""
+
+from fedjax_pfl.algorithms.ditto import ditto
+from fedjax_pfl.algorithms.fedavg import fedavg, fedavg_ft, fedprox
+from fedjax_pfl.algorithms.fedbn import fedbn
+from fedjax_pfl.algorithms.fedper import fedbabu, fedper, fedrep, lg_fedavg
+from fedjax_pfl.algorithms.pfedc import pfedc
+from fedjax_pfl.algorithms.standalone import local
+
+ALGORITHMS = {
+    "local": local,
+    "fedavg": fedavg,
+    "fedavg_ft": fedavg_ft,
+    "fedprox": fedprox,
+    "fedper": fedper,
+    "fedrep": fedrep,
+    "fedbn": fedbn,
+    "lg_fedavg": lg_fedavg,
+    "fedbabu": fedbabu,
+    "ditto": ditto,
+    "pfedc": pfedc,
+}

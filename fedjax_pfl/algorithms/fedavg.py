@@ -1,0 +1,37 @@
+"""FedAvg: one global model, the mean of the clients' locally trained copies; FedProx holds the copies near it.
+
+References: McMahan et al., Communication-efficient learning of deep networks from decentralized data (AISTATS 2017);
+Li et al., Federated optimization in heterogeneous networks (MLSys 2020).
+"""
+
+import math
+
+from fedjax_pfl.checks import check
+from fedjax_pfl.sharing import Phase, partial_averaging, personal_mask
+from fedjax_pfl.types import Algorithm, Task
+
+
+def fedavg(task: Task) -> Algorithm:
+    """Averages the clients' models weighted by their numbers of training examples (Algorithm 1)."""
+    return partial_averaging(task, personal=personal_mask(task))
+
+
+def fedavg_ft(task: Task, *, fine_tune_epochs: int | None = None) -> Algorithm:
+    """FedAvg whose global model each client fine-tunes before it predicts; the fine-tuned copy is discarded.
+
+    Args:
+      fine_tune_epochs: E_ft in [0, 10000]; default max(E, 5), as no paper gives a value.
+    """
+    epochs = max(task.epochs or 0, 5) if fine_tune_epochs is None else fine_tune_epochs
+    check("fine_tune_epochs", epochs, 0, 10_000)
+    return partial_averaging(task, personal=personal_mask(task), fine_tune=Phase(epochs=epochs))
+
+
+def fedprox(task: Task, *, mu: float = 0.001) -> Algorithm:
+    """FedAvg with the proximal term mu/2 ||w - w^t||^2 in the local loss (Eq. 2).
+
+    Args:
+      mu: weight of the proximal term (μ) in [0, inf); the paper's grid is {0.001, 0.01, 0.1, 1}, PFLlib uses 0.001.
+    """
+    check("mu", mu, 0, math.inf)
+    return partial_averaging(task, personal=personal_mask(task), mu=mu)

@@ -1,0 +1,82 @@
+"""Scores of one client, and statistics over clients."""
+
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_pfl import local
+from fedjax_pfl.types import Array, Batch, Client, Predictor, Scores
+
+BATCH = 256  # test examples predicted at once
+Score = Callable[[Array, Array, Array, Client], Scores]
+
+
+def classification(outputs: Array, y: Array, mask: Array, client: Client) -> Scores:
+    """The scores of logits [B, C]: `acc`, argmax over all classes, and `acc_present`, over the client's own.
+
+    A class is present if the client holds a training example of it; the rows where `mask` is False do not count.
+    """
+    count = jnp.sum(mask)
+    present = jnp.where((client.class_counts > 0)[None], outputs, -jnp.inf)
+
+    def hits(z: Array) -> Array:
+        return jnp.sum((jnp.argmax(z, axis=-1) == y) & mask)
+
+    return {"acc": (hits(outputs), count), "acc_present": (hits(present), count)}
+
+
+def ratio(total: Array, count: Array) -> Array:
+    """total / count, averaged over the last axis until a scalar is left; entries without a count do not enter (NaN)."""
+    value = jnp.where(count > 0, total / jnp.where(count > 0, count, 1), jnp.nan)
+    while value.ndim:
+        seen = ~jnp.isnan(value)
+        n = jnp.sum(seen, axis=-1)
+        value = jnp.where(n > 0, jnp.sum(jnp.where(seen, value, 0), axis=-1) / jnp.where(n > 0, n, 1), jnp.nan)
+    return value
+
+
+def client(c: Client, predictor: Predictor, score: Score = classification) -> dict[str, Array]:
+    """Scores of one client's predictor on its own test examples: {name: []}, NaN where there is nothing to score."""
+
+    def batch_scores(batch: Batch) -> Scores:
+        return score(predictor(batch.x, batch.mask), batch.y, batch.mask, c)
+
+    sums = local.sweep(c.test, batch_scores, min(BATCH, c.test.index.shape[0]))
+    return {name: ratio(*pair) for name, pair in sums.items()}
+
+
+def post(cohort, c: Client, predictor: Predictor, score: Score = classification) -> dict[str, Array]:
+    """The scores right after local training, if `cohort.evaluated`; else NaN at no cost."""
+    run = functools.partial(client, c, predictor, score)
+    nothing = {name: jnp.full(x.shape, jnp.nan, x.dtype) for name, x in jax.eval_shape(run).items()}
+    return jax.lax.cond(cohort.evaluated, run, lambda: nothing)
+
+
+def statistics(values: np.ndarray, weights: np.ndarray) -> dict[str, float]:
+    """Statistics over clients of one score.
+
+    Args:
+      values: [N], NaN where a client has none.
+      weights: [N] test examples.
+
+    Returns:
+      macro (mean over clients), micro (over examples), std, and the means of the worst and the best 10 % of clients.
+    """
+    values = np.asarray(values, np.float64)
+    seen = ~np.isnan(values)
+    if not seen.any():
+        return dict.fromkeys(("macro", "micro", "std", "worst10", "best10"), math.nan)
+    v = np.sort(values[seen])
+    tenth = max(1, math.ceil(0.1 * len(v) - 1e-9))
+    micro = float(np.average(values[seen], weights=weights[seen]))
+    return {
+        "macro": float(v.mean()),
+        "micro": micro,
+        "std": float(v.std()),
+        "worst10": float(v[:tenth].mean()),
+        "best10": float(v[-tenth:].mean()),
+    }

@@ -1,0 +1,32 @@
+"""Losses as means over the valid rows of a batch, and the loss of a model that local training takes."""
+
+import jax.numpy as jnp
+import optax
+
+from fedjax_pfl.types import Array, Batch, Model, PyTree
+
+
+def masked_mean(values: Array, mask: Array) -> Array:
+    """Mean of values [B] over the rows where `mask` [B] is not zero; 0 if there is none. `mask` may hold weights."""
+    weight = mask.astype(values.dtype)
+    return jnp.sum(jnp.where(weight > 0, values, 0) * weight) / jnp.maximum(jnp.sum(weight), 1)
+
+
+def cross_entropy(logits: Array, y: Array, mask: Array) -> Array:
+    """Mean cross entropy of logits [B, C] and labels [B] over the valid rows, []."""
+    return masked_mean(optax.losses.softmax_cross_entropy_with_integer_labels(logits, y), mask)
+
+
+def classification(model: Model):
+    """The loss of ordinary training: cross entropy of the model's logits, as `local.sgd` takes it."""
+
+    def loss(variables: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
+        logits, stats = model.apply(variables, batch.x, mask=batch.mask, train=True, key=key)
+        return cross_entropy(logits, batch.y, batch.mask), stats
+
+    return loss
+
+
+def sigmoid_bce(logits: Array, targets: Array) -> Array:
+    """Binary cross entropy of logits and targets of the same shape, elementwise."""
+    return optax.losses.sigmoid_binary_cross_entropy(logits, targets.astype(logits.dtype))

@@ -1,0 +1,95 @@
+"""Arithmetic on pytrees of arrays: a model's variables, one client's or with a leading client axis.
+
+A tree with holes has None where a leaf was left out; None is an empty pytree, so such trees pass through jax.tree.map.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl.types import Array, PyTree
+
+
+def replicate(tree: PyTree, count: int) -> PyTree:
+    """Gives every leaf [...] a leading axis: [count, ...]."""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), tree)
+
+
+def gather(tree: PyTree, ids: Array) -> PyTree:
+    """Takes rows `ids` [S] (or one row, ids []) of the leading axis of every leaf."""
+    return jax.tree.map(lambda x: x[ids], tree)
+
+
+def scatter(tree: PyTree, ids: Array, rows: PyTree, active: Array) -> PyTree:
+    """Writes rows [S, ...] into a tree [N, ...] at the distinct `ids` [S]; rows that are not `active` stay as they are."""
+
+    def put(old: Array, new: Array) -> Array:
+        return old.at[ids].set(jnp.where(expand(active, new.ndim), new, old[ids]), unique_indices=True)
+
+    return jax.tree.map(put, tree, rows)
+
+
+def expand(x: Array, ndim: int) -> Array:
+    """Appends axes of length one until `x` has `ndim` axes."""
+    return x.reshape(x.shape + (1,) * (ndim - x.ndim))
+
+
+def align(x: Array, ndim: int) -> Array:
+    """Prepends axes of length one until `x` has `ndim` axes."""
+    return x.reshape((1,) * (ndim - x.ndim) + x.shape)
+
+
+def choose(condition: Array, new: PyTree, old: PyTree) -> PyTree:
+    """Takes `new` where the condition holds, else `old`; its axes ([] or [C], say) are the last ones of every leaf."""
+    return jax.tree.map(lambda a, b: jnp.where(align(condition, a.ndim), a, b), new, old)
+
+
+def add(a: PyTree, b: PyTree) -> PyTree:
+    """a + b, leaf by leaf."""
+    return jax.tree.map(jnp.add, a, b)
+
+
+def scale(factor: float | Array, tree: PyTree) -> PyTree:
+    """factor * tree, leaf by leaf."""
+    return jax.tree.map(lambda x: factor * x, tree)
+
+
+def pull(towards: PyTree, weight: float | Array) -> Callable[[PyTree], PyTree]:
+    """The gradient of weight/2 ||w - towards||^2 as a function of w."""
+    return lambda w: jax.tree.map(lambda a, b: weight * (a - b), w, towards)
+
+
+def sq_dist(a: PyTree, b: PyTree) -> Array:
+    """||a - b||^2 over all leaves, []."""
+    return sum(
+        (jnp.sum((x - y) ** 2) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)), jnp.zeros(())
+    )
+
+
+def partition(tree: PyTree, mask: PyTree) -> tuple[PyTree, PyTree]:
+    """Splits a tree into (leaves where `mask`, the others), each with holes; `mask` holds Python booleans."""
+    chosen = jax.tree.map(lambda m, x: x if m else None, mask, tree)
+    rest = jax.tree.map(lambda m, x: None if m else x, mask, tree)
+    return chosen, rest
+
+
+def merge(a: PyTree, b: PyTree) -> PyTree:
+    """Undoes `partition`."""
+    return jax.tree.map(lambda x, y: y if x is None else x, a, b, is_leaf=lambda x: x is None)
+
+
+def parts(tree: dict, chosen: tuple[str, ...]) -> PyTree:
+    """The mask of a dict of parts ("body", "head", "stats"): True at the leaves of the chosen ones."""
+    return {name: jax.tree.map(lambda _, hit=name in chosen: hit, part) for name, part in tree.items()}
+
+
+def size(tree: PyTree) -> int:
+    """Number of scalars."""
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
+
+
+def copied(tree: PyTree) -> PyTree:
+    """A copy of every leaf, so that no buffer stands in two places when it is donated."""
+    return jax.tree.map(jnp.copy, tree)
