@@ -1,0 +1,355 @@
+"""Data sets: what is loaded, what is cached, and what is said about bad input."""
+
+import io
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl.checks import BadInput
+from fedjax_pfl.data import prepared, sources
+from fedjax_pfl.data.federate import federate
+from fedjax_pfl.data.partition import partition
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDJAX_PFL_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def npz(tmp_path):
+    """Writes arrays to an .npz and returns its name as a data set."""
+
+    def write(**arrays):
+        np.savez(tmp_path / "mine.npz", **arrays)
+        return f"npz:{tmp_path / 'mine.npz'}"
+
+    return write
+
+
+def _real(name):
+    """The folder with the real data set, or a skip that says what is missing."""
+    data_dir = os.environ.get("TFDS_DATA_DIR")
+    if not data_dir or not (Path(data_dir) / name).is_dir():
+        pytest.skip(f"TFDS_DATA_DIR={data_dir} does not hold {name}")
+    return data_dir
+
+
+# --- embedded data sets -----------------------------------------------------------------------------------------------
+
+
+def test_digits():
+    data = sources.load("digits")
+    assert data.x.shape == (1797, 8, 8, 1) and data.x.dtype == np.uint8 and data.y.dtype == np.int32
+    assert data.num_train == 1797 and set(data.y) == set(range(10))
+    prepared_x = data.prepare(jnp.asarray(data.x))
+    assert prepared_x.dtype == jnp.float32 and (prepared_x.min(), prepared_x.max()) == (-1, 1)
+
+
+def test_synthetic_is_reproducible_balanced_and_learnable():
+    one, two = sources.load("synthetic"), sources.load("synthetic")
+    assert np.array_equal(one.x, two.x) and not np.array_equal(one.x, sources.synthetic(seed=1).x)
+    assert one.x.dtype == np.float32 and np.ptp(np.bincount(one.y)) == 0
+    train, test = slice(0, one.num_train), slice(one.num_train, None)
+    means = np.stack([one.x[train][one.y[train] == label].mean(axis=0) for label in range(10)])
+    guess = np.argmin(((one.x[test][:, None] - means) ** 2).sum(axis=(2, 3, 4)), axis=1)
+    assert np.mean(guess == one.y[test]) > 0.95
+
+
+def test_images_are_prepared_to_minus_one_and_one():
+    raw = jnp.array([0, 127.5, 255])
+    assert np.allclose(sources.prepare_images(raw), [-1, 0, 1])
+
+
+@pytest.mark.parametrize("fraction", [0.001, 0.25, 0.5, 1.0])
+def test_subset_is_stratified(fraction):
+    data = sources.synthetic(1000, 7)
+    part = sources.subset(data, fraction, seed=3)
+    for side in (slice(0, data.num_train), slice(data.num_train, None)):
+        mine = slice(0, part.num_train) if side.start == 0 else slice(part.num_train, None)
+        sizes = np.bincount(data.y[side], minlength=7)
+        assert np.array_equal(np.bincount(part.y[mine], minlength=7), np.maximum(np.rint(fraction * sizes), 1))
+    assert np.array_equal(part.x, sources.subset(data, fraction, seed=3).x)
+
+
+def test_subset_keeps_inputs_and_labels_together():
+    data = sources.synthetic(200, 4, (2,))
+    part = sources.subset(data, 0.3, seed=0)
+    label = {row.tobytes(): y for row, y in zip(data.x, data.y, strict=True)}
+    assert all(label[row.tobytes()] == y for row, y in zip(part.x, part.y, strict=True))
+
+
+# --- a user's arrays --------------------------------------------------------------------------------------------------
+
+
+def test_npz_images(npz):
+    x, y = np.arange(6 * 4 * 4, dtype=np.uint8).reshape(6, 4, 4), np.array([0, 1, 2, 0, 1, 2])
+    data = sources.load(npz(x=x, y=y, x_test=x[:2], y_test=y[:2]))
+    assert data.x.shape == (8, 4, 4, 1) and data.x.dtype == np.uint8  # grey images get a channel axis
+    assert data.num_train == 6 and data.num_classes == 3 and data.y.dtype == np.int32
+    assert float(data.prepare(jnp.asarray(data.x)).min()) == -1
+
+
+def test_npz_floats_pass_unchanged(npz):
+    x = np.random.default_rng(0).normal(size=(6, 3))
+    data = sources.load(npz(x=x, y=np.array([0, 1, 0, 1, 0, 1], np.uint8)))
+    assert data.x.dtype == np.float32 and data.num_train == 6
+    assert np.array_equal(data.prepare(jnp.asarray(data.x)), x.astype(np.float32))
+
+
+_X, _Y = np.zeros((4, 2), np.float32), np.array([0, 1, 0, 1])
+_NAN = np.where(np.arange(8).reshape(4, 2) == 5, np.nan, 0.0)
+BAD_ARRAYS = {
+    "negative label": ({"x": _X, "y": _Y - 1}, r"y holds the label -1: labels must be 0 or more"),
+    "labels not integers": ({"x": _X, "y": _Y / 2}, r"y has type float64: labels must be integers"),
+    "labels one-hot": ({"x": _X, "y": np.eye(4, dtype=int)}, r"y has shape \(4, 4\): it must be \[examples\]"),
+    "labels far too large": ({"x": _X, "y": _Y * 1000}, r"label 1000 in only 4 examples cannot be a class number"),
+    "lengths": ({"x": _X, "y": _Y[:3]}, r"x has 4 rows but y has 3: store one label a row"),
+    "test lengths": ({"x": _X, "y": _Y, "x_test": _X, "y_test": _Y[:2]}, r"x_test has 4 rows but y_test has 2"),
+    "NaN": ({"x": _NAN, "y": _Y}, r"x has NaN or infinite values in float32, first in row 2"),
+    "infinite": ({"x": _X + np.inf, "y": _Y}, r"x has NaN or infinite values in float32, first in row 0"),
+    "infinite in float32": ({"x": np.full((4, 2), 1e300), "y": _Y}, r"NaN or infinite values in float32"),
+    "no examples": ({"x": _X[:0], "y": _Y[:0]}, r"x has shape \(0, 2\): it must be \[examples, ...\] and not be empty"),
+    "scalars": ({"x": _X[:, 0], "y": _Y}, r"x has shape \(4,\): it must be \[examples, ...\]"),
+    "no y": ({"x": _X}, r"lacks the array 'y': it has x"),
+    "nothing": ({}, r"lacks the array 'x': it has none"),
+    "half a test set": ({"x": _X, "y": _Y, "x_test": _X}, r"only one of x_test and y_test"),
+    "test shape": ({"x": _X, "y": _Y, "x_test": _X[:, :1], "y_test": _Y}, r"x_test is float32\[1\] a row but x is"),
+    "objects": ({"x": np.array([[1, 2], [3, None]], object), "y": _Y[:2]}, r"x holds Python objects"),
+    "text": ({"x": np.array([["a"], ["b"]]), "y": _Y[:2]}, r"x has type <U1: store uint8 images or real numbers"),
+    "complex": ({"x": _X * 1j, "y": _Y}, r"x has type complex64"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ARRAYS)
+def test_bad_arrays(case, npz):
+    arrays, sentence = BAD_ARRAYS[case]
+    with pytest.raises(BadInput, match=sentence) as error:
+        sources.load(npz(**arrays))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"not an npz", b"PK\x03\x04 half a zip", b"\x93NUMPY\x01\x00"])
+def test_file_that_is_no_npz(tmp_path, content):
+    (tmp_path / "mine.npz").write_bytes(content)
+    with pytest.raises(BadInput, match=r"cannot be read as \.npz"):
+        sources.load(f"npz:{tmp_path / 'mine.npz'}")
+
+
+def test_bytes_flipped_in_npz(tmp_path, npz):
+    name = npz(x=np.ones((100, 9), np.float32), y=np.arange(100) % 3)
+    content = bytearray((tmp_path / "mine.npz").read_bytes())
+    content[1500] ^= 255
+    (tmp_path / "mine.npz").write_bytes(content)
+    with pytest.raises(BadInput, match=r"cannot be read as \.npz"):
+        sources.load(name)
+
+
+BAD_CALLS = {
+    "unknown data set": (lambda: sources.load("mnits"), r"Unknown data set 'mnits': did you mean 'mnist'\?"),
+    "pattern": (lambda: sources.load("npz:PATH"), r"There is no file 'PATH'"),
+    "no file": (lambda: sources.load("npz:/no/such.npz"), r"There is no file '/no/such.npz': give the path"),
+    "fraction 0": (
+        lambda: sources.subset(sources.synthetic(20, 2), 0, 0),
+        r"data_fraction=0 is outside its range \(0,",
+    ),
+    "fraction 2": (lambda: sources.subset(sources.synthetic(20, 2), 2, 0), r"data_fraction=2 is outside its range"),
+    "fraction nan": (lambda: sources.subset(sources.synthetic(20, 2), np.nan, 0), r"data_fraction=nan is outside"),
+    "few examples": (lambda: sources.synthetic(5, 10), r"num_examples=5 is outside its range"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_bad_calls(case):
+    call, sentence = BAD_CALLS[case]
+    with pytest.raises(BadInput, match=sentence):
+        call()
+
+
+# --- prepared TFDS data sets ------------------------------------------------------------------------------------------
+
+
+def _image_feature(shape):
+    dimensions = {"dimensions": [str(n) for n in shape]}
+    return {
+        "pythonClassName": "tensorflow_datasets.core.features.image_feature.Image",
+        "image": {"shape": dimensions, "dtype": "uint8", "encodingFormat": "png"},
+    }
+
+
+def _label_feature(num_classes):
+    return {
+        "pythonClassName": "tensorflow_datasets.core.features.class_label_feature.ClassLabel",
+        "classLabel": {"numClasses": str(num_classes)},
+    }
+
+
+def _record(image, labels):
+    """A serialised tf.train.Example."""
+    from PIL import Image
+    from tensorflow_datasets.proto import tf_example_pb2
+
+    example, png = tf_example_pb2.Example(), io.BytesIO()
+    Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image).save(png, "png")
+    example.features.feature["image"].bytes_list.value.append(png.getvalue())
+    for name, value in labels.items():
+        example.features.feature[name].int64_list.value.append(int(value))
+    return example.SerializeToString()
+
+
+def _prepare(root, name, x, labels, num_train, version="3.1.0"):
+    """Writes a data set as `tfds build --file_format=array_record` does: the first num_train rows are `train`."""
+    module = pytest.importorskip("array_record.python.array_record_module", reason="array_record is not installed")
+    folder, flat = root / name / version, name.split("/")[0]
+    folder.mkdir(parents=True)
+    features = {"image": _image_feature(x.shape[1:])} | {key: _label_feature(200) for key in labels}
+    kind = "tensorflow_datasets.core.features.features_dict.FeaturesDict"
+    content = {"pythonClassName": kind, "featuresDict": {"features": features}}
+    (folder / "features.json").write_text(json.dumps(content))
+    template, splits = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}", []
+    for split, rows in (("train", range(num_train)), ("test", range(num_train, len(x)))):
+        writer = module.ArrayRecordWriter(str(folder / f"{flat}-{split}.array_record-00000-of-00001"), "group_size:1")
+        for row in rows:
+            writer.write(_record(x[row], {key: values[row] for key, values in labels.items()}))
+        writer.close()
+        splits.append({"name": split, "filepathTemplate": template, "shardLengths": [str(len(rows))], "numBytes": "1"})
+    info = {"name": flat, "version": version, "fileFormat": "array_record", "splits": splits}
+    info |= {"configName": name.split("/")[1]} if "/" in name else {}
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    return folder
+
+
+def _pictures(n, shape):
+    return np.random.default_rng(0).integers(0, 256, (n, *shape), np.uint8)
+
+
+def test_tfds_letters_start_at_zero(tmp_path):
+    x, y = _pictures(30, (28, 28, 1)), np.arange(30) % 26 + 1
+    _prepare(tmp_path, "emnist/letters", x, {"label": y}, 24)
+    data = sources.load("emnist/letters", str(tmp_path))
+    assert np.array_equal(data.x, x) and np.array_equal(data.y, y - 1)
+    assert data.num_classes == 26 and data.num_train == 24 and data.superclass is None
+
+
+def test_tfds_superclasses(tmp_path):
+    fine = np.arange(110) % 100
+    _prepare(tmp_path, "cifar100", _pictures(110, (32, 32, 3)), {"label": fine, "coarse_label": fine // 5}, 100)
+    data, coarse = sources.load("cifar100", str(tmp_path)), sources.load("cifar100_coarse", str(tmp_path))
+    assert np.array_equal(data.superclass, np.arange(100) // 5) and data.num_classes == 100
+    assert np.array_equal(coarse.y, data.superclass[data.y]) and coarse.num_classes == 20
+    assert len(list(prepared.cache_dir().iterdir())) == 1  # both names share one decoded copy
+
+
+def test_cache_is_used_rebuilt_when_damaged_and_renewed_with_the_data(tmp_path, monkeypatch):
+    x, y = _pictures(12, (28, 28, 1)), np.arange(12) % 10
+    folder = _prepare(tmp_path, "mnist", x, {"label": y}, 8)
+    decoded = []
+    decode = prepared._decode
+    monkeypatch.setattr(prepared, "_decode", lambda *args: decoded.append(1) or decode(*args))
+
+    def load():
+        assert np.array_equal(sources.load("mnist", str(tmp_path)).x, x)
+        return len(decoded)
+
+    assert load() == 1 and load() == 1
+    [file] = prepared.cache_dir().iterdir()
+    content = bytearray(file.read_bytes())
+    file.write_bytes(content[: len(content) // 2])  # a disk that was full
+    assert load() == 2 and load() == 2
+    content[len(content) // 2] ^= 1  # one bit
+    file.write_bytes(content)
+    assert load() == 3 and load() == 3
+    os.utime(folder / "dataset_info.json", (time.time() + 9, time.time() + 9))  # prepared anew
+    assert load() == 4
+
+
+def test_cache_that_cannot_be_written_does_not_stop_the_run(tmp_path, monkeypatch):
+    _prepare(tmp_path, "mnist", _pictures(12, (28, 28, 1)), {"label": np.arange(12) % 10}, 8)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FEDJAX_PFL_CACHE", str(tmp_path / "file"))
+    assert len(sources.load("mnist", str(tmp_path)).y) == 12
+
+
+def test_newest_version_is_read(tmp_path):
+    for version, label in (("3.0.9", 1), ("3.0.10", 2)):
+        _prepare(tmp_path, "mnist", _pictures(4, (28, 28, 1)), {"label": np.full(4, label)}, 2, version)
+    assert set(sources.load("mnist", str(tmp_path)).y) == {2}
+
+
+def test_tfds_not_prepared(tmp_path, monkeypatch):
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
+    command = f"tfds build emnist/letters --file_format=array_record --data_dir={tmp_path}"
+    with pytest.raises(BadInput, match=f"'emnist/letters' is not prepared in .*: run .*{re.escape(command)}"):
+        sources.load("emnist/letters")
+    with pytest.raises(BadInput, match="tfds build cifar100 --file_format"):
+        sources.load("cifar100_coarse")
+
+
+def test_tfds_in_another_format(tmp_path):
+    folder = tmp_path / "mnist" / "3.0.1"
+    folder.mkdir(parents=True)
+    for name in ("dataset_info.json", "mnist-train.tfrecord-00000-of-00001"):
+        (folder / name).write_text("{}")
+    with pytest.raises(BadInput, match=r"not in the array_record format.*tfds build mnist --file_format=array_record"):
+        sources.load("mnist", str(tmp_path))
+
+
+def test_tfds_damaged(tmp_path):
+    folder = _prepare(tmp_path, "mnist", _pictures(4, (28, 28, 1)), {"label": np.arange(4)}, 2)
+    for file in folder.glob("*train*"):
+        file.write_bytes(b"rubbish")
+    with pytest.raises(BadInput, match=r"'mnist' in .* cannot be read .*: prepare it anew"):
+        sources.load("mnist", str(tmp_path))
+
+
+def test_tfds_with_impossible_labels(tmp_path):
+    _prepare(tmp_path, "mnist", _pictures(4, (28, 28, 1)), {"label": np.array([0, 11, 0, 0])}, 2)
+    with pytest.raises(BadInput, match=r"mnist has 10 classes but labels 0..11: prepare it anew"):
+        sources.load("mnist", str(tmp_path))
+
+
+def test_without_tfds_only_its_data_sets_fail(tmp_path, monkeypatch):
+    folder = _prepare(tmp_path, "mnist", _pictures(4, (28, 28, 1)), {"label": np.arange(4)}, 2)
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
+    with pytest.raises(BadInput, match=r"tensorflow_datasets, which cannot be imported .*: run pip install"):
+        sources.load("mnist", str(tmp_path))
+    assert len(sources.load("digits").y) == 1797
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+def test_real_data(name):
+    data = sources.load(name, _real(name))
+    assert data.x.shape[1:] == (32, 32, 3) and data.x.dtype == np.uint8
+    assert set(data.y) == set(range(data.num_classes)) and 0 < data.num_train < len(data.y)
+    if name == "cifar100":
+        assert np.array_equal(np.bincount(data.superclass), np.full(20, 5))
+        assert np.array_equal(sources.load("cifar100_coarse", _real(name)).y, data.superclass[data.y])
+
+
+# --- to the device ----------------------------------------------------------------------------------------------------
+
+
+def test_federate():
+    data = sources.synthetic(200, 4, (3,))
+    p = partition(data, "iid", num_clients=10, seed=0)
+    f = federate(data, p)
+    assert f.train.index.shape == (10, 15) and f.test.index.shape == (10, 5) and f.val.index.shape == (10, 0)
+    assert np.array_equal(f.class_counts.sum(axis=1), f.train.size) and f.class_counts.dtype == jnp.int32
+    assert (
+        f.examples.x.shape == (200, 3) and f.train.index.dtype == f.train.size.dtype == f.examples.y.dtype == jnp.int32
+    )
+    assert f.val.size.shape == (10,) and not f.val.size.any()
+
+
+def test_federate_keeps_bytes():
+    data = sources.load("digits")
+    assert federate(data, partition(data, "iid", num_clients=3, seed=0)).examples.x.dtype == jnp.uint8

@@ -1,0 +1,312 @@
+"""Networks: sizes, the convolution against XLA's, pooling, initialisation, batch norm, and the pure functions."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+from fedjax_pfl.checks import BadInput
+from fedjax_pfl.models import MODELS, flops, layers, model, num_parameters
+
+
+@pytest.fixture(autouse=True)
+def strict():
+    with jax.numpy_rank_promotion("raise"):
+        yield
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def close(a, b, tolerance=1e-5):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), a, b)
+
+
+SIZES = [
+    ("linear", (28, 28, 1), 10, 7_850),
+    ("linear", (60,), 10, 610),
+    ("mlp", (28, 28, 1), 10, 50_890),
+    ("lenet", (28, 28, 1), 10, 61_706),
+    ("lenet_bn", (28, 28, 1), 10, 61_750),
+    ("lenet_valid", (28, 28, 1), 10, 44_426),
+    ("lenet_valid", (28, 28, 3), 10, 44_726),
+    ("lenet_valid", (28, 28, 3), 26, 46_086),
+    ("lenet_valid", (28, 28, 3), 47, 47_871),
+    ("lenet_valid", (32, 32, 3), 10, 62_006),
+    ("lenet_valid", (32, 32, 3), 100, 69_656),
+    ("cnn", (28, 28, 1), 10, 582_026),
+    ("cnn", (28, 28, 1), 26, 590_234),
+    ("cnn", (28, 28, 1), 47, 601_007),
+    ("cnn", (28, 28, 1), 62, 608_702),
+    ("cnn", (32, 32, 3), 10, 878_538),
+    ("cnn", (32, 32, 3), 100, 924_708),
+    ("cnn", (64, 64, 3), 200, 5_694_600),
+    ("cnn_same", (28, 28, 1), 10, 1_663_370),
+    ("cnn_same", (28, 28, 1), 62, 1_690_046),
+    ("cnn_same", (32, 32, 3), 10, 2_156_490),
+    ("cnn_same", (32, 32, 3), 100, 2_202_660),
+]
+
+
+@pytest.mark.parametrize("name, shape, classes, size", SIZES)
+def test_sizes_are_the_papers(name, shape, classes, size):
+    variables = jax.eval_shape(model(name, shape, classes).init, jax.random.key(0))
+    assert num_parameters(variables) == size
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_has_a_line_of_help_and_gives_logits(name):
+    net = model(name, (28, 28, 1), 10)
+    variables = jax.jit(net.init)(jax.random.key(0))
+    h, _ = net.features(variables, jnp.ones((3, 28, 28, 1)))
+    logits, stats = net.apply(variables, jnp.ones((3, 28, 28, 1)), jnp.ones(3, bool), train=True)
+    assert MODELS[name].__doc__.count("\n") == 0
+    assert h.shape == (3, net.num_features) and logits.shape == (3, 10)
+    assert jax.tree.structure(net.norms) == jax.tree.structure(variables)
+    assert jax.tree.map(jnp.shape, stats) == jax.tree.map(jnp.shape, variables["stats"])
+    assert variables["head"]["kernel"].shape == (net.num_features, 10) and variables["head"]["bias"].shape == (10,)
+    close(net.head(variables["head"], h), net.apply(variables, jnp.ones((3, 28, 28, 1)))[0])
+
+
+CONVOLUTIONS = [
+    ((2, 9, 7, 3), (5, 5, 3, 4), (1, 1), "VALID"),
+    ((2, 9, 7, 3), (5, 5, 3, 4), (1, 1), "SAME"),
+    ((2, 9, 8, 3), (3, 3, 3, 4), (2, 2), "SAME"),
+    ((2, 9, 8, 3), (3, 3, 3, 4), (2, 2), "VALID"),
+    ((2, 8, 7, 3), (3, 2, 3, 4), (2, 1), "VALID"),
+    ((2, 8, 8, 1), (3, 3, 1, 4), (2, 2), [(1, 1), (0, 2)]),
+    ((2, 8, 8, 3), (1, 1, 3, 4), (2, 2), [(0, 0), (0, 0)]),
+]
+NHWC = ("NHWC", "HWIO", "NHWC")
+
+
+@pytest.mark.parametrize("shape, kernel, strides, padding", CONVOLUTIONS)
+def test_matmul_convolution_equals_xla(shape, kernel, strides, padding):
+    x, w = normal(0, *shape), normal(1, *kernel)
+
+    def both(form):
+        def conv(x, w):
+            with layers.convolution(form):
+                return layers.conv_general_dilated(x, w, strides, padding, dimension_numbers=NHWC)
+
+        y, pullback = jax.vjp(conv, x, w)
+        return y, pullback(normal(2, *y.shape))
+
+    assert "conv_general_dilated" not in str(jax.make_jaxpr(lambda: both("matmul"))())
+    close(jax.jit(both, static_argnums=0)("matmul"), jax.jit(both, static_argnums=0)("xla"), 1e-4)
+
+
+def test_matmul_convolution_with_a_kernel_for_each_client_and_forward_over_reverse():
+    x, w = normal(0, 4, 2, 8, 8, 3), normal(1, 4, 3, 3, 3, 5)
+
+    def loss(conv, w, x):
+        return jnp.sum(jnp.tanh(conv(x, w)) ** 2)
+
+    def hessian_times_w(conv):
+        gradient = jax.grad(lambda w, x: loss(conv, w, x))
+        return jax.vmap(lambda w, x: jax.jvp(lambda w: gradient(w, x), (w,), (w,)))(w, x)
+
+    ours = hessian_times_w(lambda x, w: layers.matmul_conv(x, w, (1, 1), "SAME"))
+    xla = hessian_times_w(lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=NHWC))
+    close(ours, xla, 1e-3)
+
+
+def test_dilated_grouped_and_one_dimensional_convolutions_go_to_xla():
+    rngs = nnx.Rngs(0)
+    grouped = layers.conv(4, 4, 3, 1, rngs, feature_group_count=4)
+    dilated = layers.conv(4, 4, 3, 1, rngs, kernel_dilation=2)
+    line = nnx.Conv(4, 4, (3,), conv_general_dilated=layers.conv_general_dilated, rngs=rngs)
+    assert grouped(normal(0, 2, 6, 6, 4)).shape == (2, 6, 6, 4)
+    assert dilated(normal(0, 2, 6, 6, 4)).shape == (2, 4, 4, 4)
+    assert line(normal(0, 2, 6, 4)).shape == (2, 6, 4)
+    with pytest.raises(BadInput, match="matmul"), layers.convolution("matmull"):
+        pass
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 8, 3), (2, 7, 5, 2), (1, 2, 3, 1)])
+def test_max_pool_equals_reduce_window(shape):
+    def reduce_window(x):
+        return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+
+    x = normal(0, *shape)
+    y, pullback = jax.vjp(layers.max_pool, x)
+    reference, reference_pullback = jax.vjp(reduce_window, x)
+    close((y, pullback(y)), (reference, reference_pullback(y)))
+
+
+def test_max_pool_shares_the_gradient_where_values_tie():
+    gradient = jax.grad(lambda x: layers.max_pool(x).sum())(jnp.zeros((1, 4, 4, 1)))
+    close(gradient, jnp.full((1, 4, 4, 1), 0.25))
+
+
+@pytest.mark.parametrize("layer", [layers.linear(100, 64, nnx.Rngs(0)), layers.conv(4, 64, 5, 0, nnx.Rngs(0))])
+def test_initialisation_is_pytorchs(layer):
+    bound = 1 / math.sqrt(100)
+    for leaf, least in ((layer.kernel[...], 0.99), (layer.bias[...], 0.9)):
+        assert least * bound < jnp.abs(leaf).max() <= bound
+    assert abs(layer.kernel[...].std() / (bound / math.sqrt(3)) - 1) < 0.03
+
+
+def _normed(x, mask=None, train=True):
+    norm = layers.BatchNorm(3, rngs=nnx.Rngs(0))
+    return norm(x, mask, train), norm.mean[...], norm.var[...]
+
+
+def test_masked_batch_norm_is_that_of_the_valid_rows():
+    x = 3 + 2 * normal(0, 5, 4, 4, 3)
+    padded = jnp.concatenate([x, jnp.full((2, 4, 4, 3), jnp.nan)])
+    mask = jnp.arange(7) < 5
+    y, mean, var = _normed(padded, mask)
+    axes = (0, 1, 2)
+    flat = np.asarray(x)
+    close(y[:5], (flat - flat.mean(axes)) / np.sqrt(flat.var(axes) + 1e-5), 1e-4)
+    close(mean, 0.1 * flat.mean(axes), 1e-4)
+    close(var, 0.9 + 0.1 * flat.var(axes, ddof=1), 1e-4)
+    close((y[:5], mean, var), _normed(x))
+
+
+def test_masked_batch_norm_gradient_ignores_padding_even_nan():
+    x, target = normal(0, 5, 4, 4, 3), normal(1, 5, 4, 4, 3)
+
+    def loss(x, mask=None):
+        y = _normed(x, mask)[0][:5]
+        return jnp.sum(y * target)
+
+    padded = jnp.concatenate([x, jnp.full((2, 4, 4, 3), jnp.nan)])
+    gradient = jax.grad(loss)(padded, jnp.arange(7) < 5)
+    close(gradient[:5], jax.grad(loss)(x), 1e-4)
+    assert not gradient[5:].any()
+
+
+def test_batch_norm_without_a_valid_row_changes_nothing():
+    y, mean, var = _normed(jnp.zeros((4, 2, 2, 3)), jnp.zeros(4, bool))
+    assert jnp.isfinite(y).all() and (mean == 0).all() and (var == 1).all()
+
+
+class Custom(nnx.Module):
+    """A user's net whose normalisation has an unhelpful name, with dropout, and with more than nine layers."""
+
+    class Body(nnx.Module):
+        def __init__(self, size, rngs):
+            self.first = layers.linear(size, 8, rngs)
+            self.middle = nnx.List([layers.linear(8, 8, rngs) for _ in range(11)])
+            self.squash = layers.BatchNorm(8, rngs=rngs)
+            self.drop = nnx.Dropout(0.5)
+
+        def __call__(self, x, train=False, rngs=None):
+            x = self.first(x)
+            for layer in self.middle:
+                x = x + layer(x)
+            return self.drop(self.squash(x, None, train), deterministic=not train, rngs=rngs)
+
+    def __init__(self, input_shape, num_classes, rngs):
+        self.body, self.head = self.Body(*input_shape, rngs), layers.linear(8, num_classes, rngs)
+
+
+def test_own_module_gets_only_the_arguments_it_accepts():
+    net = model(Custom, (6,), 3)
+    variables = net.init(jax.random.key(0))
+    x, mask = normal(0, 4, 6), jnp.ones(4, bool)
+    first, second, other = (net.apply(variables, x, mask, True, jax.random.key(i))[0] for i in (1, 1, 2))
+    assert (first == second).all() and (first != other).any()
+    assert (net.apply(variables, x)[0] == net.apply(variables, x, key=jax.random.key(1))[0]).all()
+    assert net.num_features == 8
+
+
+def test_variables_go_in_and_out_in_the_same_places():
+    net = model(Custom, (6,), 3)
+    variables = net.init(jax.random.key(0))
+    module = Custom((6,), 3, nnx.Rngs(jax.random.key(0)))
+    x = normal(0, 4, 6)
+    close(net.apply(variables, x)[0], module.head(module.body(x)))
+    close(variables["body"]["middle"]["10"]["kernel"], module.body.middle[10].kernel[...])
+
+
+def test_norms_are_found_by_type_not_by_name():
+    norms = model(Custom, (6,), 3).norms
+    assert norms["body"]["squash"] == {"scale": True, "bias": True}
+    assert norms["stats"] == {"squash": {"mean": True, "var": True}}
+    assert sum(jax.tree.leaves(norms)) == 4
+
+
+def test_batch_statistics_at_test_time():
+    x = 5 + normal(0, 6, 28, 28, 1)
+    net, running = (model("lenet_bn", (28, 28, 1), 10, stats) for stats in ("batch", "local"))
+    variables, others = net.init(jax.random.key(0)), running.init(jax.random.key(0))
+    close(variables["body"], others["body"])
+    assert variables["stats"] == net.apply(variables, x, train=True)[1] == net.norms["stats"] == {}
+    train, _ = running.apply(others, x, train=True)
+    close(net.apply(variables, x, train=False)[0], train, 1e-4)
+    assert jnp.abs(running.apply(others, x)[0] - train).max() > 1e-2
+
+
+def test_running_moments_move_only_in_training():
+    net = model("lenet_bn", (28, 28, 1), 10)
+    variables = net.init(jax.random.key(0))
+    x = normal(0, 4, 28, 28, 1)
+    close(net.apply(variables, x)[1], variables["stats"], 0)
+    moved = net.apply(variables, x, train=True)[1]
+    assert all((a != b).any() for a, b in zip(*map(jax.tree.leaves, (moved, variables["stats"])), strict=True))
+
+
+def test_padding_changes_neither_logits_nor_moments_of_a_net():
+    net = model("lenet_bn", (28, 28, 1), 10)
+    variables = net.init(jax.random.key(0))
+    x = normal(0, 3, 28, 28, 1)
+    padded = jnp.concatenate([x, jnp.zeros((2, 28, 28, 1))])
+    logits, stats = net.apply(variables, padded, jnp.arange(5) < 3, train=True)
+    close((logits[:3], stats), net.apply(variables, x, train=True), 1e-4)
+
+
+def test_conv_forms_agree_in_a_net_with_a_model_for_each_client():
+    x = normal(0, 2, 3, 20, 20, 3)
+    nets = [model("cnn", (20, 20, 3), 4, conv=form) for form in ("matmul", "xla")]
+    variables = jax.vmap(nets[0].init)(jax.random.split(jax.random.key(0), 2))
+    ours, xla = (jax.vmap(jax.grad(lambda v, x, n=n: n.apply(v, x)[0].sum()))(variables, x) for n in nets)
+    close(ours, xla, 1e-3)
+
+
+def test_flops_of_cnn_by_hand():
+    step = 2 * 28 * 28 * 75 * 32 + 3 * (10 * 10 * 800 * 64 + 1600 * 512 + 512 * 10)
+    assert flops("cnn", (32, 32, 3), 10, batch=10) == 2 * 10 * step
+    assert flops("linear", (60,), 10, batch=3) == 2 * 2 * 3 * 600
+
+
+class Headless(nnx.Module):
+    def __init__(self, input_shape, num_classes, rngs):
+        self.body = layers.linear(*input_shape, num_classes, rngs)
+
+
+class Stray(Custom):
+    def __init__(self, input_shape, num_classes, rngs):
+        super().__init__(input_shape, num_classes, rngs)
+        self.temperature = nnx.Param(jnp.ones(()))
+
+
+class Foreign(Custom):
+    def __init__(self, input_shape, num_classes, rngs):
+        super().__init__(input_shape, num_classes, rngs)
+        self.body.squash = nnx.BatchNorm(8, rngs=rngs)
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (("cnnn", (28, 28, 1), 10), "did you mean 'cnn'"),
+        (("cnn", (12, 12, 3), 10), "at least 16x16 pixels, got 12x12"),
+        (("lenet", (60,), 10), "images of shape"),
+        (("mlp", (6,), 3, "bach"), "did you mean 'batch'"),
+        (("mlp", (6,), 3, "batch", "winograd"), "Choose one of auto, matmul, xla"),
+        ((Headless, (6,), 3), "Headless has no `head`"),
+        ((Stray, (6,), 3), "Stray.temperature is a Param"),
+        ((Foreign, (6,), 3, "batch"), "body.squash is another batch norm"),
+    ],
+)
+def test_what_cannot_work_is_said_at_once(args, message):
+    with pytest.raises(BadInput, match=message):
+        model(*args)

@@ -1,0 +1,367 @@
+"""Partitions: what every one of them promises, what each of them promises, their files, and bad input."""
+
+import logging
+import re
+
+import numpy as np
+import pytest
+
+from experiments import figures
+from fedjax_pfl.checks import BadInput
+from fedjax_pfl.data import dealing, sources
+from fedjax_pfl.data.partition import PARTITIONS, class_counts, digest, load_file, partition, save
+from fedjax_pfl.data.rows import flat
+
+DATA = sources.synthetic(2000, 10, (2,))
+SPECS = [name for name in PARTITIONS if name != "file:PATH"]
+
+
+def _owned(p):
+    """All rows of train, test and val, client after client."""
+    return [flat(p.train, p.train_sizes), flat(p.test, p.test_sizes), flat(p.val, p.val_sizes)]
+
+
+def _sizes(p):
+    return p.train_sizes + p.test_sizes + p.val_sizes
+
+
+def _all_counts(data, **kwargs):
+    """Counts [N, C] of everything a client owns."""
+    p = partition(data, **kwargs)
+    parts = ((p.train, p.train_sizes), (p.test, p.test_sizes))
+    return sum(class_counts(p._replace(train=index, train_sizes=sizes), data) for index, sizes in parts)
+
+
+# --- every partitioner ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("test", ["pool", "official"])
+@pytest.mark.parametrize("num_clients", [1, 7, 100])
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_example_is_dealt_exactly_once(spec, num_clients, test):
+    k = 10 if num_clients == 1 else 3
+    p = partition(DATA, spec, num_clients=num_clients, seed=1, classes_per_client=k, test=test, val_fraction=0.1)
+    train, held, val = _owned(p)
+    assert np.array_equal(np.sort(np.concatenate([train, held, val])), np.arange(2000))
+    assert min(p.train_sizes.min(), p.test_sizes.min(), p.val_sizes.min()) >= 1
+    assert p.train.shape == (num_clients, p.train_sizes.max()) and p.train.dtype == p.train_sizes.dtype == np.int32
+    if test == "official":
+        assert held.min() >= DATA.num_train > max(train.max(), val.max())
+    counts = class_counts(p, DATA)
+    assert np.array_equal(counts.sum(axis=1), p.train_sizes)
+    assert np.array_equal(counts.sum(axis=0), np.bincount(DATA.y[train], minlength=10))
+    past = np.arange(p.train.shape[1]) >= p.train_sizes[:, None]
+    assert not p.train[past].any()
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_equal_seeds_give_equal_partitions(spec):
+    one, same, other = (partition(DATA, spec, num_clients=20, seed=seed) for seed in (5, 5, 6))
+    assert all(np.array_equal(a, b) for a, b in zip(one, same, strict=True))
+    assert digest(one) == digest(same) != digest(other) and re.fullmatch("[0-9a-f]{64}", digest(one))
+
+
+@pytest.mark.parametrize("spec", [name for name in SPECS if name.startswith("dirichlet")])
+@pytest.mark.parametrize("alpha", [1e-6, 0.01, 0.1, 1.0, 1e6])
+def test_dirichlet_ends(spec, alpha):
+    p = partition(DATA, spec, num_clients=100, seed=0, alpha=alpha)
+    assert len(np.concatenate(_owned(p))) == 2000 and _sizes(p).min() >= 2
+
+
+def test_labels_and_rows_stay_random():
+    """Neither the split nor the order of a client's rows depends on the label, so any tail is a random holdout."""
+    data = sources.synthetic(20_000, 2, (1,))
+    p = partition(data, "iid", num_clients=4, seed=0)
+    labels = data.y[p.train]
+    assert abs(labels[:, :500].mean() - 0.5) < 0.05 and abs(labels[:, -500:].mean() - 0.5) < 0.05
+    assert np.corrcoef(p.train[0], np.arange(p.train.shape[1]))[0, 1] < 0.1
+
+
+@pytest.mark.parametrize(("size", "fraction", "expected"), [(4, 0.25, 1), (10, 0.25, 3), (2, 0.25, 1), (2, 0.9, 1)])
+def test_test_fraction_is_rounded_up_and_leaves_both_sides_something(size, fraction, expected):
+    data = sources.synthetic(size * 5, 2, (1,))
+    p = partition(data, "iid", num_clients=5, seed=0, test_fraction=fraction)
+    assert set(p.test_sizes) == {expected} and set(p.train_sizes) == {size - expected}
+
+
+@pytest.mark.parametrize(("fraction", "expected"), [(0.0, 0), (0.01, 1), (0.2, 30), (0.5, 75)])
+def test_val_is_a_tail_of_train(fraction, expected):
+    without = partition(DATA, "iid", num_clients=10, seed=0)
+    p = partition(DATA, "iid", num_clients=10, seed=0, val_fraction=fraction)
+    assert p.val.shape == (10, expected) and np.array_equal(np.hstack([p.train, p.val]), without.train)
+    assert np.array_equal(p.test, without.test)
+
+
+# --- each partitioner -------------------------------------------------------------------------------------------------
+
+
+def test_iid_hands_are_equal():
+    assert np.ptp(_sizes(partition(DATA, "iid", num_clients=30, seed=0))) <= 1
+
+
+@pytest.mark.parametrize(("num_clients", "k"), [(5, 2), (7, 2), (13, 3), (20, 2), (100, 7), (4, 10), (3, 9)])
+@pytest.mark.parametrize("seed", range(5))
+def test_pathological_holders(num_clients, k, seed):
+    counts = _all_counts(DATA, spec="pathological", num_clients=num_clients, classes_per_client=k, seed=seed)
+    assert set((counts > 0).sum(axis=1)) == {k}
+    holders = (counts > 0).sum(axis=0)
+    assert set(holders) <= {num_clients * k // 10, -(-num_clients * k // 10)}
+    for column in counts.T:
+        assert np.ptp(column[column > 0]) <= 1  # equal parts
+
+
+def test_pathological_pairs_are_random():
+    counts = _all_counts(DATA, spec="pathological", num_clients=200, classes_per_client=2, seed=0)
+    assert len({tuple(np.flatnonzero(row)) for row in counts}) > 35  # of 45 pairs
+
+
+def test_shards_are_few_and_equal():
+    counts = _all_counts(DATA, spec="shards", num_clients=50, classes_per_client=2, seed=0)
+    assert set(counts.sum(axis=1)) == {40} and (counts > 0).sum(axis=1).max() <= 4
+
+
+def test_label_groups_share_classes():
+    """FedCP's case: 20 clients, 10 classes, 2 each: 5 groups of 4 clients, unequal sizes."""
+    counts = _all_counts(DATA, spec="label_groups", num_clients=20, classes_per_client=2, seed=0)
+    for group in range(5):
+        holders, labels = np.nonzero(counts[4 * group : 4 * group + 4])
+        assert set(labels) == {2 * group, 2 * group + 1} and len(holders) == 8
+    assert np.ptp(counts.sum(axis=1)) > 50
+
+
+@pytest.mark.parametrize(("num_clients", "k"), [(7, 2), (3, 4), (10, 1), (1, 10), (13, 7)])
+def test_label_groups_where_places_do_not_come_out_even(num_clients, k):
+    totals = np.full(10, 50)
+    counts = dealing.label_groups(np.random.default_rng(0), totals, num_clients, k, 40)
+    assert np.array_equal(counts.sum(axis=0), totals) and counts.min() >= 0
+    assert (counts > 0).sum(axis=1).max() <= k
+
+
+def test_dirichlet_has_pfllibs_minimum_and_bounds_owners():
+    p = partition(DATA, "dirichlet", num_clients=20, seed=0, alpha=0.1)
+    assert _sizes(p).min() >= 40  # min(40, 2000 / 20 / 2)
+    counts = dealing.dirichlet(np.random.default_rng(0), np.full(10, 200), 20, 0.1)
+    sizes = np.cumsum(counts, axis=1)
+    assert np.all(counts[:, 1:][sizes[:, :-1] >= 100] == 0)  # who owns n / N gets no further class
+
+
+def test_dirichlet_concentration():
+    """Share of the largest owner of a class: near 1 for tiny alpha, near 1 / N for huge; Dir(alpha / N) is spikier."""
+    top = {}
+    for rule in (dealing.dirichlet_class, dealing.dirichlet_total):
+        for alpha in (0.01, 1.0, 1e5):
+            counts = rule(np.random.default_rng(0), np.full(200, 1000), 20, alpha)
+            top[rule.__name__, alpha] = counts.max(axis=0).mean() / 1000
+    assert top["dirichlet_class", 0.01] > 0.85 and top["dirichlet_class", 1e5] < 0.06
+    assert top["dirichlet_total", 1.0] > 0.55 > 0.25 > top["dirichlet_class", 1.0]
+
+
+def test_log_gamma_draws_are_dirichlet():
+    draws = dealing._softmax(dealing._log_gamma(np.random.default_rng(0), 0.3, (5, 40_000)))
+    assert np.allclose(draws.mean(axis=1), 0.2, atol=0.01)
+    assert np.allclose(draws.var(axis=1), 0.2 * 0.8 / (5 * 0.3 + 1), atol=0.005)
+
+
+def test_hsu_sizes_are_equal_and_skewed():
+    p = partition(DATA, "dirichlet_hsu", num_clients=40, seed=0, alpha=0.1)
+    assert np.ptp(_sizes(p)) <= 1 and (class_counts(p, DATA).max(axis=1) / p.train_sizes).mean() > 0.5
+
+
+def test_classes_without_examples_are_left_out():
+    data = DATA._replace(num_classes=15)
+    counts = _all_counts(data, spec="pathological", num_clients=10, classes_per_client=3, seed=0)
+    assert set((counts > 0).sum(axis=1)) == {3} and not counts[:, 10:].any()
+
+
+# --- minimum and the official test set --------------------------------------------------------------------------------
+
+
+def test_minimum_moves_from_the_largest_and_is_reported(caplog):
+    with caplog.at_level(logging.INFO, logger="absl"):
+        p = partition(DATA, "dirichlet_class", num_clients=100, seed=0, alpha=0.01, min_size=12)
+    assert _sizes(p).min() == 12 and p.moved > 500
+    assert f"moved {p.moved} examples" in caplog.text
+
+
+def test_fill_up_moves_no_more_than_needed():
+    counts = np.array([[0, 0], [3, 0], [50, 47]])
+    new, moved = dealing.fill_up(np.random.default_rng(0), counts, 5)
+    assert moved == 5 + 2 and np.array_equal(new.sum(axis=1), [5, 5, 90])
+    assert np.array_equal(new.sum(axis=0), counts.sum(axis=0)) and new.min() >= 0 and counts[0].sum() == 0
+
+
+def test_minimum_of_everything_is_the_iid_sizes():
+    assert set(_sizes(partition(DATA, "dirichlet", num_clients=20, seed=0, alpha=0.01, min_size=100))) == {100}
+
+
+@pytest.mark.parametrize("spec", ["pathological", "dirichlet", "label_groups"])
+def test_official_test_set_has_the_training_proportions(spec):
+    p = partition(DATA, spec, num_clients=10, seed=0, test="official")
+    train = class_counts(p, DATA)
+    held = class_counts(p._replace(train=p.test, train_sizes=p.test_sizes), DATA)
+    expected = train / train.sum(axis=0) * held.sum(axis=0)
+    assert np.abs(held - expected).max() <= 1 + p.moved
+
+
+def test_official_clients_without_a_test_example_get_one_of_their_classes():
+    data = DATA._replace(num_train=1900)
+    p = partition(data, "pathological", num_clients=90, seed=0, test="official", classes_per_client=2)
+    assert p.test_sizes.min() == 1 and p.moved > 0
+    for client in range(90):
+        mine = set(data.y[p.train[client, : p.train_sizes[client]]])
+        assert set(data.y[p.test[client, : p.test_sizes[client]]]) <= mine
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("val_fraction", [0.0, 0.2])
+def test_file_round_trip(tmp_path, val_fraction):
+    p = partition(DATA, "dirichlet", num_clients=30, seed=2, val_fraction=val_fraction)
+    path = tmp_path / "p.npz"
+    save(path, p)
+    again = partition(DATA, f"file:{path}", num_clients=30, seed=0)
+    assert digest(again) == digest(p)
+    assert all(np.array_equal(a, b) for a, b in zip(p[:6], again[:6], strict=True))
+    assert [file.name for file in tmp_path.iterdir()] == ["p.npz"]
+
+
+def test_digest_sees_every_part():
+    p = partition(DATA, "iid", num_clients=10, seed=0, val_fraction=0.2)
+    seen = {digest(p), digest(p._replace(moved=3))}
+    assert len(seen) == 1  # how it came about does not count
+    for part in ("train", "test", "val"):
+        index = getattr(p, part).copy()
+        index[0, [0, 1]] = index[0, [1, 0]]
+        seen.add(digest(p._replace(**{part: index})))
+        seen.add(digest(p._replace(**{f"{part}_sizes": getattr(p, f"{part}_sizes") - 1})))
+    assert len(seen) == 7
+
+
+_GOOD = {"train": [0, 1, 2, 3], "train_sizes": [2, 2], "test": [4, 5], "test_sizes": [1, 1]}
+BAD_FILES = {
+    "no train": ({"test": None, "train": None}, r"lacks the array 'train'"),
+    "no test sizes": ({"test_sizes": None}, r"lacks the array 'test_sizes'"),
+    "floats": ({"train": [0.0, 1, 2, 3]}, r"train is float64\[4\]: it must be a flat array of integers"),
+    "padded": ({"train": [[0, 1], [2, 3]]}, r"train is int64\[2, 2\]: it must be a flat array of integers"),
+    "sizes do not sum": ({"train_sizes": [2, 1]}, r"train_sizes sum to 3 but train has 4 rows"),
+    "negative sizes": ({"val": [6], "val_sizes": [-1, 2]}, r"val_sizes sum to 1 but val has 1"),
+    "clients differ": ({"test_sizes": [2]}, r"test_sizes has 1 clients but train_sizes 2"),
+    "no clients": ({name: np.zeros(0, int) for name in _GOOD}, r"train_sizes has 0 clients"),
+    "row too large": ({"train": [0, 1, 2, 2000]}, r"train holds the row 2000, but the data set has rows 0..1999"),
+    "row negative": ({"test": [4, -1]}, r"test holds the row -1, but the data set has rows 0..1999"),
+    "no training example": ({"train_sizes": [4, 0]}, r"client 1 has no train example"),
+    "no test example": ({"test_sizes": [0, 2]}, r"client 0 has no test example"),
+    "train in test": ({"test": [3, 5]}, r"1 rows, first 3, are in train and in test: keep them apart"),
+    "train in val": ({"val": [9, 0], "val_sizes": [1, 1]}, r"1 rows, first 0, are in train and in val"),
+    "val in test": ({"val": [9, 4], "val_sizes": [1, 1]}, r"1 rows, first 4, are in val and in test"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_bad_files(case, tmp_path):
+    changes, sentence = BAD_FILES[case]
+    arrays = {name: value for name, value in {**_GOOD, **changes}.items() if value is not None}
+    np.savez(tmp_path / "p.npz", **{name: np.array(value) for name, value in arrays.items()})
+    with pytest.raises(BadInput, match=sentence) as error:
+        load_file(tmp_path / "p.npz", DATA)
+    assert "\n" not in str(error.value)
+
+
+def test_good_file(tmp_path):
+    np.savez(tmp_path / "p.npz", **{name: np.array(value, np.uint16) for name, value in _GOOD.items()})
+    p = load_file(tmp_path / "p.npz", DATA)
+    assert np.array_equal(p.train, [[0, 1], [2, 3]]) and np.array_equal(p.test, [[4], [5]]) and p.val.shape == (2, 0)
+    with pytest.raises(BadInput, match="holds 2 clients but num_clients=3: set num_clients=2"):
+        partition(DATA, f"file:{tmp_path / 'p.npz'}", num_clients=3, seed=0)
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+BAD_INPUT = {
+    "unknown": ({"spec": "dirichlett"}, r"Unknown partition 'dirichlett': did you mean 'dirichlet'\?"),
+    "pattern": (
+        {"spec": "file:PATH"},
+        r"There is no file 'PATH': give the path of an \.npz with the arrays train, train_sizes",
+    ),
+    "no file": ({"spec": "file:/no/such"}, r"There is no file '/no/such'"),
+    "alpha 0": ({"spec": "dirichlet", "alpha": 0}, r"alpha=0 is outside its range \[1e-06, 1e\+06\]"),
+    "alpha negative": ({"spec": "dirichlet_class", "alpha": -0.5}, r"alpha=-0.5 is outside its range"),
+    "alpha nan": ({"spec": "dirichlet_hsu", "alpha": np.nan}, r"alpha=nan is outside its range"),
+    "alpha infinite": ({"spec": "dirichlet_total", "alpha": np.inf}, r"alpha=inf is outside its range"),
+    "k > C": (
+        {"spec": "pathological", "classes_per_client": 11},
+        r"classes_per_client=11 is outside its range \[1, 10\]",
+    ),
+    "k < 1": ({"spec": "shards", "classes_per_client": 0}, r"classes_per_client=0 is outside its range"),
+    "k fractional": (
+        {"spec": "pathological", "classes_per_client": 1.5},
+        r"classes_per_client=1.5 must be a whole number",
+    ),
+    "N k < C": (
+        {"spec": "pathological", "num_clients": 4},
+        r"num_clients=4 times classes_per_client=2 cannot hold all 10 classes: take at least 3 classes per client",
+    ),
+    "N k < C, groups": ({"spec": "label_groups", "num_clients": 4}, r"cannot hold all 10 classes"),
+    "N k > n": (
+        {"spec": "shards", "num_clients": 900, "classes_per_client": 5},
+        r"4500 shards need 4500 examples, but there are 2000",
+    ),
+    "N > n": ({"num_clients": 2001}, r"num_clients=2001 is outside its range \[1, 2000\]"),
+    "N > n / 2": ({"num_clients": 1500}, r"at least 2 examples each need 3000, but there are only 2000: take fewer"),
+    "N < 1": ({"num_clients": 0}, r"num_clients=0 is outside its range"),
+    "N fractional": ({"num_clients": 2.0}, r"num_clients=2.0 must be a whole number"),
+    "min_size": ({"min_size": 300}, r"num_clients=10 with at least 300 examples each need 3000"),
+    "min_size negative": ({"min_size": -1}, r"min_size=-1 is outside its range"),
+    "seed": ({"seed": -1}, r"seed=-1 is outside its range"),
+    "test": ({"test": "oficial"}, r"Unknown test 'oficial': did you mean 'official'\?"),
+    "test_fraction 0": ({"test_fraction": 0}, r"test_fraction=0 is outside its range \(0, 1\)"),
+    "test_fraction 1": ({"test_fraction": 1.0}, r"test_fraction=1.0 is outside its range"),
+    "test_fraction nan": ({"test_fraction": np.nan}, r"test_fraction=nan is outside its range"),
+    "val_fraction 1": ({"val_fraction": 1}, r"val_fraction=1 is outside its range \[0, 1\)"),
+    "val_fraction < 0": ({"val_fraction": -0.1}, r"val_fraction=-0.1 is outside its range"),
+    "too few official": (
+        {"test": "official", "num_clients": 500},
+        r"num_clients=500 but the official test set has only 400 examples: take fewer clients or test='pool'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input(case):
+    changes, sentence = BAD_INPUT[case]
+    with pytest.raises(BadInput, match=sentence) as error:
+        partition(DATA, **{"spec": "iid", "num_clients": 10, "seed": 0, **changes})
+    assert "\n" not in str(error.value)
+
+
+def test_official_without_official_test_set():
+    data = DATA._replace(num_train=2000)
+    with pytest.raises(BadInput, match="has no official test set: use test='pool'"):
+        partition(data, "iid", num_clients=10, seed=0, test="official")
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_clients", [1, 250])
+def test_draw_partition(tmp_path, num_clients):
+    p = partition(DATA, "iid", num_clients=num_clients, seed=0)
+    figures.draw_partition(p, DATA, tmp_path / "p.svg")
+    assert (tmp_path / "p.svg").stat().st_size > 2000
+    title = figures._partition_title(class_counts(p, DATA), "synthetic", 5)
+    assert ("the first 200 drawn" in title) == (num_clients > 200)
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [],
+        [{"round": 0}],
+        [{"round": 0, "loss": 2.0, "pre/acc": 0.1, "pre/acc_std": None}, {"round": 1, "loss": None, "post/acc": 0.5}],
+        [{"round": t, "loss": 1 / (t + 1), "pre/acc": 0.5, "pre/acc_std": 0.1} for t in range(40)],
+    ],
+)
+def test_draw_curves_with_holes(tmp_path, records):
+    figures.draw_curves(records, tmp_path / "c.png")
+    assert (tmp_path / "c.png").stat().st_size > 2000
