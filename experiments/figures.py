@@ -1,0 +1,119 @@
+"""Figures of a run: who owns which classes, and how accuracy and loss went."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure  # Figure directly, not pyplot: no global state, no display, nothing to close
+from matplotlib.ticker import MaxNLocator
+
+from fedjax_pfl.data.partition import Partition, class_counts
+from fedjax_pfl.data.sources import Dataset
+
+_MAX_CLIENTS = 200
+_COLOURS = {"pre": "#0072b2", "post": "#d55e00", "loss": "#444444"}  # distinguishable without red and green
+_LABELS = {"pre": "before local training", "post": "after local training"}
+_STYLE: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 150}
+
+
+def draw_partition(partition: Partition, dataset: Dataset, path: str | Path) -> None:
+    """Draws clients by classes: the area of a bubble is the number of training examples.
+
+    Args:
+      partition: N clients; only the first 200 are drawn, and the title says so.
+      dataset: whose labels are counted.
+      path: image file; its suffix chooses the format.
+    """
+    counts = class_counts(partition, dataset)
+    shown = counts[:_MAX_CLIENTS]
+    num_clients, num_classes = shown.shape
+    with matplotlib.rc_context(_STYLE):
+        width, height = np.clip(0.3 * num_clients + 2.4, 5, 18), np.clip(0.3 * num_classes + 1.6, 3.6, 12)
+        figure = Figure(figsize=(width, height), layout="constrained")
+        axes = figure.subplots()
+        pitch = 72 * min((width - 1.9) / num_clients, (height - 1.2) / num_classes)  # points between two bubbles
+        clients, classes = np.nonzero(shown)
+        largest = max(int(shown.max()), 1)
+        # The largest bubble is somewhat wider than the pitch (crowded tables are sparse), the smallest a visible dot.
+        area = np.maximum(max(1.15 * pitch, 14) ** 2 * shown[clients, classes] / largest, 1)
+        axes.scatter(clients, classes, s=area, color=_COLOURS["pre"], alpha=0.75, linewidths=0)
+        _class_axes(axes, num_clients, num_classes)
+        axes.set_title(_partition_title(counts, dataset.name, largest), fontsize=10, loc="left")
+        figure.savefig(path)
+
+
+def draw_curves(records: Sequence[dict[str, Any]], path: str | Path) -> None:
+    """Draws accuracy (macro mean, band of one standard deviation over clients) and loss against the round.
+
+    Args:
+      records: rows of metrics; `round` is required, `pre/acc`, `pre/acc_std`, `post/acc`, `post/acc_std` and `loss` may
+        be missing or None in any row; rows without a value are skipped, and the line joins its neighbours.
+      path: image file; its suffix chooses the format.
+    """
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(10, 3.8), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        for when in ("pre", "post"):
+            _accuracy(left, records, when)
+        left.set(ylabel="test accuracy, mean ± std over clients", ylim=(0, 1.02), title="Accuracy")
+        rounds, loss = _series(records, "loss")
+        right.plot(rounds, loss, color=_COLOURS["loss"], **_markers(rounds))
+        right.set(ylabel="training loss", title="Loss")
+        for axes, has_data in ((left, bool(left.lines)), (right, len(rounds) > 0)):
+            _round_axes(axes, has_data)
+        if left.lines:
+            left.legend(loc="lower right", frameon=False)
+        figure.savefig(path)
+
+
+def _accuracy(axes: Any, records: Sequence[dict[str, Any]], when: str) -> None:
+    rounds, mean = _series(records, f"{when}/acc")
+    if not len(rounds):
+        return
+    axes.plot(rounds, mean, color=_COLOURS[when], label=_LABELS[when], **_markers(rounds))
+    with_std = [row for row in records if row.get(f"{when}/acc") is not None and row.get(f"{when}/acc_std") is not None]
+    rounds, std = _series(with_std, f"{when}/acc_std")
+    mean = _series(with_std, f"{when}/acc")[1]
+    # An accuracy cannot leave [0, 1], a band of a skewed one can.
+    low, high = np.clip(mean - std, 0, 1), np.clip(mean + std, 0, 1)
+    axes.fill_between(rounds, low, high, color=_COLOURS[when], alpha=0.15, linewidth=0)
+
+
+def _series(records: Sequence[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Rounds and values of the rows that have one."""
+    rows = [(row["round"], row[key]) for row in records if row.get(key) is not None]
+    array = np.asarray(rows, float).reshape(-1, 2)
+    return array[:, 0], array[:, 1]
+
+
+def _markers(rounds: np.ndarray) -> dict[str, Any]:
+    """Few points are shown as points: one alone would draw no line."""
+    return {"marker": "o", "markersize": 4, "linewidth": 1.6} if len(rounds) <= 25 else {"linewidth": 1.6}
+
+
+def _round_axes(axes: Any, has_data: bool) -> None:
+    axes.set_xlabel("round")
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]))
+    axes.grid(alpha=0.25)
+    if not has_data:
+        axes.set(xticks=[], yticks=[])
+        axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", color="0.5")
+
+
+def _class_axes(axes: Any, num_clients: int, num_classes: int) -> None:
+    axes.set(xlabel="client", ylabel="class", xlim=(-0.8, num_clients - 0.2), ylim=(-0.8, num_classes - 0.2))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(25, integer=True, steps=[1, 2, 5, 10]))
+    axes.grid(alpha=0.2)
+    axes.set_axisbelow(True)
+
+
+def _partition_title(counts: np.ndarray, name: str, largest: int) -> str:
+    cut = f" (the first {_MAX_CLIENTS} drawn)" if len(counts) > _MAX_CLIENTS else ""
+    sizes = counts.sum(axis=1)
+    return (
+        f"{name}: {len(counts):,} clients{cut}, {sizes.min():,} to {sizes.max():,} training examples each; "
+        f"largest bubble: {largest:,}"
+    )

@@ -1,0 +1,200 @@
+"""Which client owns which example: deals a data set to clients and holds their test examples out."""
+
+import operator
+from typing import Any
+
+import numpy as np
+from absl import logging
+
+from fedjax_pfl.checks import BadInput, check, choose
+from fedjax_pfl.data import dealing
+from fedjax_pfl.data.rows import Partition, build, class_counts, digest, load_file, save
+from fedjax_pfl.data.sources import Dataset
+
+__all__ = ["PARTITIONS", "Partition", "class_counts", "digest", "load_file", "partition", "save"]
+
+PARTITIONS: dict[str, str] = {
+    "iid": "equal random hands",
+    "shards": "McMahan 2017: sorted by class, cut into shards, classes_per_client shards a client",
+    "pathological": "classes_per_client random classes a client, every class in equal parts over its holders",
+    "label_groups": "FedCP / PFLlib pathological: groups of clients share classes_per_client classes, unequal parts",
+    "dirichlet": "FedCP / PFLlib practical: per class over clients Dir(alpha), full clients left out, a minimum size",
+    "dirichlet_class": "per class over clients Dir(alpha)",
+    "dirichlet_total": "FedDVA: per class over clients Dir(alpha / N), alpha in total",
+    "dirichlet_hsu": "Hsu 2019: per client over classes Dir(alpha p), equal sizes",
+    "file:PATH": "an .npz with flat int arrays train, train_sizes, test, test_sizes (optional val, val_sizes)",
+}
+_ALPHA = (1e-6, 1e6)
+
+
+def partition(
+    dataset: Dataset,
+    spec: str,
+    *,
+    num_clients: int,
+    seed: int,
+    alpha: float = 0.1,
+    classes_per_client: int = 2,
+    test: str = "pool",
+    test_fraction: float = 0.25,
+    val_fraction: float = 0.0,
+    min_size: int | None = None,
+) -> Partition:
+    """Deals a data set to clients; every example goes to exactly one of them, and equal seeds give equal partitions.
+
+    Drawn once: while a client is below the minimum, a random example moves to it from the largest client.
+
+    Args:
+      dataset: what to deal.
+      spec: a key of `PARTITIONS`; a file says everything itself and is only checked against `num_clients`.
+      num_clients: N.
+      seed: of the deal and of the order of every client's rows (so that any tail of them is a random holdout).
+      alpha: Dirichlet concentration, in [1e-6, 1e6].
+      classes_per_client: k, in [1, C] (shards: shards a client).
+      test: `pool`: official train and test examples together, each client's rows split at random (PFLlib's protocol);
+        `official`: training examples dealt, test examples dealt in the same per-class proportions.
+      test_fraction: of a client's rows, in (0, 1), rounded up; only for `pool`.
+      val_fraction: of a client's training rows, in [0, 1), taken from them, at least one row if not 0.
+      min_size: least examples of a client (with `pool` train and test together; with `official` train only). Default:
+        for `dirichlet` PFLlib's min(40, n / N / 2) (its 10 / (1 - 0.75) for batches of 10), else what train, val and
+        test need.
+
+    Raises:
+      BadInput: a value is out of its range, or there are too few examples for so many clients.
+    """
+    _check_fractions(test, test_fraction, val_fraction)
+    rng = np.random.default_rng(_whole("seed", seed, 0, 2**63 - 1))
+    if spec.startswith("file:"):
+        return _from_file(spec.removeprefix("file:"), dataset, num_clients)
+    _check_spec(spec, test, dataset)
+    y = dataset.y[: dataset.num_train] if test == "official" else dataset.y
+    num_clients = _whole("num_clients", num_clients, 1, len(y))
+    need = 1 + (test == "pool") + (val_fraction > 0)  # one example for each part that is cut from these
+    practical = min(40, len(y) // num_clients // 2)
+    least = practical if min_size is None else _whole("min_size", min_size, 0, len(y))
+    minimum = max(need, least if spec == "dirichlet" or min_size is not None else 0)
+    _check_enough(num_clients, minimum, len(y))
+    totals = np.bincount(y, minlength=dataset.num_classes)
+    counts = _deal(rng, spec, totals, num_clients, alpha, classes_per_client, least)
+    counts, moved = dealing.fill_up(rng, counts, minimum)
+    train, sizes = _rows(rng, y, counts)
+    if test == "official":
+        test_counts, more = _official_counts(counts, dataset)
+        held, held_sizes = _rows(rng, dataset.y[dataset.num_train :], test_counts)
+        held, moved = held + dataset.num_train, moved + more
+    else:
+        held_sizes = sizes - np.clip(_floor(sizes * (1 - test_fraction)), need - 1, sizes - 1)
+        train, held = _cut(train, sizes, held_sizes)
+        sizes = sizes - held_sizes
+    val_sizes = np.maximum(_floor(sizes * val_fraction), int(val_fraction > 0))
+    train, val = _cut(train, sizes, val_sizes)
+    if moved:
+        logging.info("Partition %s: moved %d examples to clients below the minimum.", spec, moved)
+    return build(train, sizes - val_sizes, held, held_sizes, val, val_sizes, moved)
+
+
+def _deal(rng: Any, spec: str, totals: np.ndarray, num_clients: int, alpha: float, k: int, least: int) -> np.ndarray:
+    """Counts [N, C] by the named rule."""
+    if spec == "iid":
+        return dealing.iid(rng, totals, num_clients)
+    if spec.startswith("dirichlet"):
+        check("alpha", alpha, *_ALPHA)
+        return getattr(dealing, spec)(rng, totals, num_clients, alpha)
+    k = _whole("classes_per_client", k, 1, len(totals))
+    if spec == "label_groups":
+        return dealing.label_groups(rng, totals, num_clients, k, least)
+    return getattr(dealing, spec)(rng, totals, num_clients, k)
+
+
+def _official_counts(counts: np.ndarray, dataset: Dataset) -> tuple[np.ndarray, int]:
+    """Test examples per client and class [N, C], in the proportions of the training counts, at least one a client."""
+    num_clients, totals = len(counts), counts.sum(axis=0)
+    test_totals = np.bincount(dataset.y[dataset.num_train :], minlength=dataset.num_classes)
+    if test_totals.sum() < num_clients:
+        raise BadInput(
+            f"num_clients={num_clients} but the official test set has only {test_totals.sum()} examples: "
+            "take fewer clients or test='pool'."
+        )
+    by_size = np.broadcast_to(counts.sum(axis=1, keepdims=True) / counts.sum(), counts.shape)
+    shares = np.where(totals > 0, counts / np.maximum(totals, 1), by_size)  # by size: classes seen only in the test set
+    return _one_each(dealing.apportion(shares, test_totals), counts)
+
+
+def _one_each(tests: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, int]:
+    """Gives clients without a test example one of a class they train on, from the client with most of that class."""
+    sizes = tests.sum(axis=1)
+    needy = np.flatnonzero(sizes == 0)
+    for client in needy:
+        own = np.flatnonzero(counts[client])
+        spare = np.where(sizes[:, None] > 1, tests[:, own], 0)
+        if not spare.any():  # nobody can spare one of these classes: take any
+            own = np.arange(tests.shape[1])
+            spare = np.where(sizes[:, None] > 1, tests, 0)
+        donor, place = np.unravel_index(np.argmax(spare), spare.shape)
+        tests[[donor, client], own[place]] += [-1, 1]
+        sizes[[donor, client]] += [-1, 1]
+    return tests, len(needy)
+
+
+def _rows(rng: Any, y: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Random rows of y for these counts [N, C]: flat [n], client after client and shuffled within, and sizes [N]."""
+    by_class = rng.permutation(len(y))
+    by_class = by_class[np.argsort(y[by_class], kind="stable")]
+    owner = np.repeat(np.tile(np.arange(len(counts)), counts.shape[1]), counts.T.ravel())  # of by_class
+    order = rng.permutation(len(y))
+    order = order[np.argsort(owner[order], kind="stable")]
+    return by_class[order], counts.sum(axis=1)
+
+
+def _floor(x: np.ndarray) -> np.ndarray:
+    """Whole part, taking 0.75 * 4 = 2.9999999999999996 for 3."""
+    return np.floor(x + 1e-9).astype(np.int64)
+
+
+def _cut(flat: np.ndarray, sizes: np.ndarray, tails: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Splits the last `tails` [N] rows of every client off the flat rows."""
+    ends = np.repeat(np.cumsum(sizes), sizes)
+    is_tail = ends - np.arange(len(flat)) <= np.repeat(tails, sizes)
+    return flat[~is_tail], flat[is_tail]
+
+
+def _from_file(path: str, dataset: Dataset, num_clients: int) -> Partition:
+    p = load_file(path, dataset)
+    if len(p.train) != num_clients:
+        raise BadInput(
+            f"{path} holds {len(p.train)} clients but num_clients={num_clients}: set num_clients={len(p.train)}."
+        )
+    return p
+
+
+def _check_spec(spec: str, test: str, dataset: Dataset) -> None:
+    choose("partition", spec, PARTITIONS)
+    if test == "official" and dataset.num_train == len(dataset.y):
+        raise BadInput(f"Data set {dataset.name} has no official test set: use test='pool'.")
+
+
+def _check_enough(num_clients: int, minimum: int, n: int) -> None:
+    if num_clients * minimum > n:
+        raise BadInput(
+            f"num_clients={num_clients} with at least {minimum} examples each need {num_clients * minimum}, but there "
+            f"are only {n}: take fewer clients, more data or a smaller min_size."
+        )
+
+
+def _check_fractions(test: str, test_fraction: float, val_fraction: float) -> None:
+    choose("test", test, ("pool", "official"))
+    if not 0 < test_fraction < 1:
+        raise BadInput(f"test_fraction={test_fraction} is outside its range (0, 1).")
+    if not 0 <= val_fraction < 1:
+        raise BadInput(f"val_fraction={val_fraction} is outside its range [0, 1).")
+
+
+def _whole(name: str, value: Any, low: int, high: int) -> int:
+    """A whole number in [low, high]."""
+    try:
+        value = operator.index(value)
+    except TypeError:
+        raise BadInput(f"{name}={value!r} must be a whole number in [{low}, {high}].") from None
+    if not low <= value <= high:
+        raise BadInput(f"{name}={value} is outside its range [{low}, {high}].")
+    return value

@@ -1,0 +1,145 @@
+"""What a partition is: the padded rows of every client, their digest, and their file."""
+
+import hashlib
+import math
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedjax_pfl.checks import BadInput
+from fedjax_pfl.data.sources import Dataset, read_npz
+
+_PARTS = ("train", "test", "val")
+
+
+class Partition(NamedTuple):
+    """Every client's examples as row numbers of Dataset.x, shuffled, padded with 0 past the sizes."""
+
+    train: np.ndarray  # [N, M] int32
+    train_sizes: np.ndarray  # [N] int32, at least 1
+    test: np.ndarray  # [N, M'] int32
+    test_sizes: np.ndarray  # [N] int32, at least 1
+    val: np.ndarray  # [N, M''] int32; M'' is 0 without validation examples
+    val_sizes: np.ndarray  # [N] int32
+    moved: int = 0  # examples moved so that every client has its minimum
+
+
+def class_counts(p: Partition, dataset: Dataset) -> np.ndarray:
+    """Training examples of each class: [N, C] int32."""
+    client = np.repeat(np.arange(len(p.train)), p.train_sizes)
+    label = dataset.y[flat(p.train, p.train_sizes)]
+    shape = len(p.train), dataset.num_classes
+    return np.bincount(client * shape[1] + label, minlength=math.prod(shape)).reshape(shape).astype(np.int32)
+
+
+def digest(p: Partition) -> str:
+    """SHA-256 (hex) of who owns what in which order; padding and `moved` do not count, so a saved file has its own."""
+    content = hashlib.sha256()
+    for name, array in _contents(p).items():
+        content.update(f"{name} {len(array)}\n".encode())
+        content.update(array.astype("<i4").tobytes())
+    return content.hexdigest()
+
+
+def save(path: str | Path, p: Partition) -> None:
+    """Writes a partition as .npz in the format that `file:PATH` reads; the file appears whole or not at all."""
+    part = Path(f"{path}.part")
+    with open(part, "wb") as file:
+        np.savez_compressed(file, **_contents(p))  # type: ignore[arg-type]  # numpy's stub
+    os.replace(part, path)
+
+
+def load_file(path: str | Path, dataset: Dataset) -> Partition:
+    """Reads a partition from an .npz of flat int arrays, clients one after another.
+
+    Args:
+      path: train, train_sizes, test, test_sizes and optionally val, val_sizes; the entries of train, test and val are
+        row numbers of the data set's training examples followed by its test examples.
+      dataset: what the row numbers refer to.
+
+    Raises:
+      BadInput: an array is missing, not of integers or out of range, sizes do not fit, a client lacks training or test
+        examples, or one example serves both for training and for scoring.
+    """
+    arrays = read_npz(path, ("train", "train_sizes", "test", "test_sizes"), ("val", "val_sizes"))
+    if "val" not in arrays or "val_sizes" not in arrays:
+        arrays |= {"val": np.zeros(0, np.int32), "val_sizes": np.zeros(len(arrays["train_sizes"]), np.int32)}
+    for name, array in arrays.items():
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise BadInput(f"{path}: {name} is {array.dtype}{list(array.shape)}: it must be a flat array of integers.")
+    for part in _PARTS:
+        _check_part(path, part, arrays[part], arrays[f"{part}_sizes"], len(arrays["train_sizes"]), len(dataset.y))
+    _check_disjoint(path, arrays, len(dataset.y))
+    return build(**arrays)  # type: ignore[arg-type]  # `moved`, the one int, is not among the arrays
+
+
+def build(
+    train: np.ndarray,
+    train_sizes: np.ndarray,
+    test: np.ndarray,
+    test_sizes: np.ndarray,
+    val: np.ndarray,
+    val_sizes: np.ndarray,
+    moved: int = 0,
+) -> Partition:
+    """Pads flat rows (clients one after another) to one width a part."""
+    return Partition(
+        _padded(train, train_sizes),
+        train_sizes.astype(np.int32),
+        _padded(test, test_sizes),
+        test_sizes.astype(np.int32),
+        _padded(val, val_sizes),
+        val_sizes.astype(np.int32),
+        int(moved),
+    )
+
+
+def flat(index: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """The valid entries of padded rows [N, M], client after client."""
+    return index[_valid(index, sizes)]
+
+
+def _padded(rows: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    index = np.zeros((len(sizes), sizes.max()), np.int32)
+    index[_valid(index, sizes)] = rows
+    return index
+
+
+def _valid(index: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    return np.arange(index.shape[1]) < sizes[:, None]
+
+
+def _contents(p: Partition) -> dict[str, np.ndarray]:
+    """The flat arrays that say everything."""
+    arrays: dict[str, np.ndarray] = {}
+    for part in _PARTS:
+        sizes = getattr(p, f"{part}_sizes")
+        arrays |= {part: flat(getattr(p, part), sizes), f"{part}_sizes": sizes}
+    return arrays
+
+
+def _check_part(path: Any, part: str, rows: np.ndarray, sizes: np.ndarray, num_clients: int, n: int) -> None:
+    if len(sizes) != num_clients or not num_clients:
+        raise BadInput(f"{path}: {part}_sizes has {len(sizes)} clients but train_sizes {num_clients}: they must agree.")
+    if part != "val" and sizes.min() < 1:
+        raise BadInput(f"{path}: client {sizes.argmin()} has no {part} example: give every client at least one.")
+    if sizes.min() < 0 or sizes.sum() != len(rows):
+        raise BadInput(f"{path}: {part}_sizes sum to {sizes.sum()} but {part} has {len(rows)} rows: they must agree.")
+    if len(rows) and not (rows.min() >= 0 and rows.max() < n):
+        wrong = rows.min() if rows.min() < 0 else rows.max()
+        raise BadInput(
+            f"{path}: {part} holds the row {wrong}, but the data set has rows 0..{n - 1}: is it another one?"
+        )
+
+
+def _check_disjoint(path: Any, arrays: dict[str, np.ndarray], n: int) -> None:
+    for one, other in (("train", "test"), ("train", "val"), ("val", "test")):
+        shared = np.flatnonzero(
+            np.bincount(arrays[one], minlength=n).astype(bool) & np.isin(np.arange(n), arrays[other])
+        )
+        if len(shared):
+            raise BadInput(
+                f"{path}: {len(shared)} rows, first {shared[0]}, are in {one} and in {other}: keep them apart."
+            )

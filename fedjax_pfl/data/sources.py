@@ -1,0 +1,228 @@
+"""Data sets as plain arrays: digits, synthetic blobs, a user's .npz, and prepared TensorFlow Datasets."""
+
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_pfl.checks import BadInput, check, choose
+from fedjax_pfl.data import prepared
+
+
+class Dataset(NamedTuple):
+    """One labelled data set on the host: training examples first, then the official test examples."""
+
+    name: str
+    x: np.ndarray  # [n, *input], raw: uint8 images stay uint8
+    y: np.ndarray  # [n] int32, in [0, num_classes)
+    num_train: int  # rows [0, num_train) are the official training set; the rest is the official test set
+    num_classes: int
+    prepare: Callable[[jax.Array], jax.Array]  # raw [B, *input] -> float32 [B, *input]
+    superclass: np.ndarray | None = None  # [C] int32: class -> superclass, where the data set has them
+
+
+DATASETS: dict[str, str] = {
+    "digits": "scikit-learn's 1,797 digits of 8x8 pixels, 10 classes, no official test set; needs no download",
+    "synthetic": "2,500 Gaussian blobs shaped 8x8, 10 classes: what every method must learn; needs no download",
+    **prepared.DESCRIPTIONS,
+    "npz:PATH": "your own arrays: x and y, optionally x_test and y_test",
+}
+
+
+def load(name: str, data_dir: str | None = None) -> Dataset:
+    """Loads a data set by its name in `DATASETS`.
+
+    Args:
+      name: `digits`, `synthetic`, `npz:PATH`, or the name of a TensorFlow data set such as `mnist` or `emnist/letters`.
+      data_dir: where TFDS data sets were prepared; default: the variable TFDS_DATA_DIR, then ~/tensorflow_datasets.
+
+    Raises:
+      BadInput: the name is unknown, the data set is not prepared (with the command that prepares it), or the arrays
+        cannot be learned from.
+    """
+    if name.startswith("npz:"):
+        return _npz(name.removeprefix("npz:"))
+    choose("data set", name, DATASETS)
+    if name == "digits":
+        return _digits()
+    if name == "synthetic":
+        return synthetic()
+    arrays = prepared.load(name, data_dir)
+    y = arrays.y.astype(np.int32)
+    return _checked(Dataset(name, arrays.x, y, arrays.num_train, arrays.num_classes, prepare_images, arrays.superclass))
+
+
+def synthetic(
+    num_examples: int = 2500, num_classes: int = 10, shape: tuple[int, ...] = (8, 8, 1), seed: int = 0
+) -> Dataset:
+    """Returns balanced Gaussian blobs, four fifths of them for training.
+
+    Unit noise around class means that lie about 5.7 apart whatever the shape, so that a linear model is right on some
+    95 % in more than a few dimensions.
+
+    Args:
+      num_examples: n, training and test examples together.
+      num_classes: C.
+      shape: the shape of one input.
+      seed: equal seeds give equal arrays.
+    """
+    check("num_examples", num_examples, num_classes, 10**8)
+    check("num_classes", num_classes, 1, 10**6)
+    rng = np.random.default_rng(seed)
+    means = rng.normal(size=(num_classes, *shape)) * 4 / np.sqrt(np.prod(shape))
+    y = rng.permutation(np.arange(num_examples, dtype=np.int32) % num_classes)
+    x = (means[y] + rng.normal(size=(num_examples, *shape))).astype(np.float32)
+    return Dataset("synthetic", x, y, num_examples - num_examples // 5, num_classes, prepare_floats)
+
+
+def subset(dataset: Dataset, fraction: float, seed: int) -> Dataset:
+    """Returns a stratified random part: of each class, in train and in test apart, `fraction` (at least one example).
+
+    Args:
+      dataset: what to take from; the order of its examples is kept.
+      fraction: in (0, 1]; 1 returns the data set itself.
+      seed: equal seeds give equal parts.
+    """
+    check("data_fraction", fraction, 0, 1, open_low=True)
+    if fraction == 1:
+        return dataset
+    rng = np.random.default_rng(seed)
+    train = _stratified(rng, dataset.y[: dataset.num_train], fraction)
+    test = dataset.num_train + _stratified(rng, dataset.y[dataset.num_train :], fraction)
+    rows = np.concatenate([train, test])
+    return dataset._replace(x=dataset.x[rows], y=dataset.y[rows], num_train=len(train))
+
+
+def _stratified(rng: np.random.Generator, y: np.ndarray, fraction: float) -> np.ndarray:
+    """Sorted positions of round(fraction * size), at least one, random examples of every class."""
+    order = rng.permutation(len(y))
+    order = order[np.argsort(y[order], kind="stable")]
+    sizes = np.bincount(y)
+    rank = np.arange(len(y)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # position within its class
+    keep = np.maximum(np.rint(fraction * sizes), 1)
+    return np.sort(order[rank < np.repeat(keep, sizes)])
+
+
+def prepare_images(x: jax.Array) -> jax.Array:
+    """uint8 pixels to [-1, 1]: x / 255, then mean 0.5 and standard deviation 0.5 (PFLlib's)."""
+    return (x.astype(jnp.float32) / 255 - 0.5) / 0.5
+
+
+def prepare_digits(x: jax.Array) -> jax.Array:
+    """The 17 grey levels 0..16 of scikit-learn's digits to [-1, 1]."""
+    return (x.astype(jnp.float32) / 16 - 0.5) / 0.5
+
+
+def prepare_floats(x: jax.Array) -> jax.Array:
+    """Inputs that are numbers already: float32, unchanged."""
+    return x.astype(jnp.float32)
+
+
+def _digits() -> Dataset:
+    from sklearn.datasets import load_digits  # imported here: scikit-learn takes a second
+
+    bunch = load_digits()
+    x, y = bunch.images.astype(np.uint8)[..., None], bunch.target.astype(np.int32)
+    return Dataset("digits", x, y, len(y), 10, prepare_digits)
+
+
+def _npz(path: str) -> Dataset:
+    """A user's arrays; everything that can be wrong with them is said here."""
+    arrays = read_npz(path, required=("x", "y"), optional=("x_test", "y_test"))
+    if ("x_test" in arrays) != ("y_test" in arrays):
+        raise BadInput(f"{path} has only one of x_test and y_test: store both, or neither.")
+    xs, ys = [_inputs(path, "x", arrays["x"])], [_labels(path, "y", arrays["y"])]
+    if "x_test" in arrays:
+        xs.append(_inputs(path, "x_test", arrays["x_test"]))
+        ys.append(_labels(path, "y_test", arrays["y_test"]))
+        if xs[0].shape[1:] != xs[1].shape[1:] or xs[0].dtype != xs[1].dtype:
+            raise BadInput(f"{path}: x_test is {_kind(xs[1])} a row but x is {_kind(xs[0])}: store both alike.")
+    for x, y, suffix in zip(xs, ys, ("", "_test"), strict=False):
+        if len(x) != len(y):
+            raise BadInput(f"{path}: x{suffix} has {len(x)} rows but y{suffix} has {len(y)}: store one label a row.")
+    y = np.concatenate(ys)
+    num_classes = int(y.max()) + 1
+    if num_classes > max(len(y), 2):
+        raise BadInput(
+            f"{path}: label {num_classes - 1} in only {len(y)} examples cannot be a class number: number them from 0."
+        )
+    prepare = prepare_images if xs[0].dtype == np.uint8 else prepare_floats
+    return Dataset(f"npz:{path}", np.concatenate(xs), y.astype(np.int32), len(ys[0]), num_classes, prepare)
+
+
+def read_npz(path: str | Path, required: tuple[str, ...], optional: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
+    """Reads the named arrays of an .npz file.
+
+    Raises:
+      BadInput: no such file, not an .npz, a required array is missing, or an array holds Python objects.
+    """
+    if not Path(path).is_file():
+        raise BadInput(
+            f"There is no file {str(path)!r}: give the path of an .npz with the arrays {', '.join(required)}."
+        )
+    try:
+        # Opened here because np.load leaves a damaged file open.
+        with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
+            missing = [name for name in required if name not in file]
+            if missing:
+                raise BadInput(f"{path} lacks the array {missing[0]!r}: it has {', '.join(file.files) or 'none'}.")
+            return {name: _array(path, file, name) for name in (*required, *optional) if name in file}
+    except (zipfile.BadZipFile, OSError, EOFError, AttributeError, TypeError, ValueError) as error:
+        if isinstance(error, BadInput):
+            raise
+        raise BadInput(f"{path} cannot be read as .npz ({error}): write it with numpy.savez.") from error
+
+
+def _array(path: str | Path, file: Any, name: str) -> np.ndarray:
+    try:
+        return file[name]
+    except ValueError as error:
+        if "allow_pickle" not in str(error):
+            raise
+        raise BadInput(f"{path}: {name} holds Python objects: store numbers in one rectangular array.") from error
+
+
+def _inputs(path: str, name: str, x: np.ndarray) -> np.ndarray:
+    """Inputs as uint8 (grey images get a channel axis) or float32."""
+    if x.ndim < 2 or x.size == 0:
+        raise BadInput(f"{path}: {name} has shape {x.shape}: it must be [examples, ...] and not be empty.")
+    if x.dtype == np.uint8:
+        return x[..., None] if x.ndim == 3 else x
+    if x.dtype.kind not in "biuf":
+        raise BadInput(f"{path}: {name} has type {x.dtype}: store uint8 images or real numbers.")
+    with np.errstate(over="ignore"):  # a float64 beyond float32 becomes infinite, and is said to be below
+        x = x.astype(np.float32)
+    finite = np.isfinite(x).reshape(len(x), -1).all(axis=1)
+    if not finite.all():
+        raise BadInput(
+            f"{path}: {name} has NaN or infinite values in float32, first in row {np.argmin(finite)}: repair it."
+        )
+    return x
+
+
+def _labels(path: str, name: str, y: np.ndarray) -> np.ndarray:
+    if y.ndim != 1 or y.size == 0:
+        raise BadInput(f"{path}: {name} has shape {y.shape}: it must be [examples], one class number each, not empty.")
+    if y.dtype.kind not in "iu":
+        raise BadInput(f"{path}: {name} has type {y.dtype}: labels must be integers, counted from 0.")
+    if y.min() < 0:
+        raise BadInput(f"{path}: {name} holds the label {y.min()}: labels must be 0 or more; shift them to start at 0.")
+    return y
+
+
+def _kind(x: np.ndarray) -> str:
+    return f"{x.dtype}{list(x.shape[1:])}"
+
+
+def _checked(dataset: Dataset) -> Dataset:
+    """The labels of a prepared data set must fit its number of classes (a foreign or damaged copy may not)."""
+    low, high = dataset.y.min(), dataset.y.max()
+    if low < 0 or high >= dataset.num_classes:
+        raise BadInput(
+            f"Data set {dataset.name} has {dataset.num_classes} classes but labels {low}..{high}: prepare it anew."
+        )
+    return dataset

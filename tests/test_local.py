@@ -1,0 +1,91 @@
+"""One client's training: order, trip counts, padding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl import local
+from fedjax_pfl.types import Data, Examples
+
+KEY = jax.random.key(0)
+
+
+def data(size, length=None):
+    length = size if length is None else length
+    x = jnp.arange(100.0)[:, None].at[50:].set(jnp.nan)  # what padding points to
+    index = jnp.where(jnp.arange(length) < size, jnp.arange(length), 60)
+    return Data(Examples(x, jnp.arange(100)), index, jnp.int32(size), lambda x: x)
+
+
+def visits(size, length=None, **options):
+    """How often each row is seen, and the number of steps."""
+
+    def step(key, seen, *batches):
+        for batch in batches:
+            seen = seen.at[batch.row].add(batch.mask)
+            assert batch.x.shape == (4, 1)
+        return seen, jnp.sum(jnp.stack([jnp.sum(b.x) for b in batches]))
+
+    seen, mean, count = jax.jit(
+        lambda d_size: local.steps(KEY, data(size, length)._replace(size=d_size), step, jnp.zeros(40), batch_size=4, **options)
+    )(jnp.int32(size))
+    return np.asarray(seen), float(mean), int(count)
+
+
+def test_an_epoch_sees_every_row_once():
+    seen, mean, count = visits(10, 17, epochs=1)
+    np.testing.assert_array_equal(seen[:10], 1)
+    assert not seen[10:].any() and count == 3 and mean == sum(range(10)) / 3
+
+
+def test_epochs_have_their_own_orders():
+    orders = [local.shuffle(jax.random.fold_in(KEY, e), 20, jnp.int32(20)) for e in range(2)]
+    assert not np.array_equal(*orders)
+
+
+def test_shuffle_does_not_depend_on_padding():
+    short, long = (local.shuffle(KEY, length, jnp.int32(9)) for length in (9, 30))
+    np.testing.assert_array_equal(short, long[:9])
+    np.testing.assert_array_equal(np.sort(short), np.arange(9))
+
+
+@pytest.mark.parametrize("size, steps, expected", [(10, 7, 7), (3, 5, 5), (0, 5, 0), (10, 0, 0)])
+def test_a_fixed_number_of_steps(size, steps, expected):
+    seen, _, count = visits(size, 17, steps=steps)
+    assert count == expected
+    if size:
+        assert seen[:size].max() - seen[:size].min() <= 1 + (size % 4 > 0)
+
+
+def test_drop_last_drops_the_short_batch():
+    seen, _, count = visits(10, epochs=1, drop_last=True)
+    assert count == 2 and seen.sum() == 8
+
+
+def test_several_batches_a_step():
+    seen, _, count = visits(10, epochs=2, batches_per_step=2)
+    assert count == 4
+    np.testing.assert_array_equal(seen[:10], 2)
+
+
+def test_sweep_sums_every_row_once():
+    total = local.sweep(data(10, 17), lambda b: {"x": jnp.sum(b.x), "n": jnp.sum(b.mask)}, 4)
+    assert total == {"x": 45, "n": 10}
+
+
+def test_an_empty_client_takes_no_step():
+    seen, mean, count = visits(0, 5, epochs=3)
+    assert count == 0 and mean == 0 and not seen.any()
+
+
+def test_each_client_takes_its_own_steps_under_vmap():
+    sizes = jnp.array([10, 0, 3])
+
+    def one(size):
+        step = lambda key, n, batch: (n + 1, jnp.sum(batch.mask))  # noqa: E731
+        return local.steps(KEY, data(10)._replace(size=size), step, jnp.int32(0), batch_size=4, epochs=2)
+
+    done, _, count = jax.vmap(one)(sizes)
+    np.testing.assert_array_equal(done, [6, 0, 2])
+    np.testing.assert_array_equal(count, [6, 0, 2])

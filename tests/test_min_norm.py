@@ -1,0 +1,93 @@
+"""The minimum-norm point: closed forms, optimality conditions, and the projection it stands on."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl import aggregate, min_norm
+
+SOLVERS = {"fista": jax.jit(min_norm.fista), "fw": jax.jit(min_norm.frank_wolfe)}
+
+
+def gradients(seed, tasks=6, width=40):
+    rng = np.random.default_rng(seed)
+    return (rng.normal(size=(tasks, width)) + rng.normal(size=width)) * 10.0 ** rng.uniform(-1, 1, (tasks, 1))
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_two_gradients_have_a_closed_form(solver):
+    for seed in range(20):
+        d = gradients(seed, tasks=2)
+        m = jnp.asarray(d @ d.T, jnp.float32)
+        alpha = SOLVERS[solver](m, jnp.ones(2, bool))
+        gamma = np.clip((d[1] - d[0]) @ d[1] / np.sum((d[0] - d[1]) ** 2), 0, 1)
+        np.testing.assert_allclose(alpha, [gamma, 1 - gamma], atol=2e-3)
+        np.testing.assert_allclose(min_norm.two_point(m), [gamma, 1 - gamma], atol=1e-4)
+
+
+def test_equal_gradients_share_the_weight():
+    np.testing.assert_array_equal(min_norm.two_point(jnp.ones((2, 2))), [0.5, 0.5])
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("seed", range(5))
+def test_optimality_on_the_active_set(solver, seed):
+    d = gradients(seed)
+    mask = jnp.array([True, True, False, True, True, False])
+    m = jnp.asarray(d @ d.T, jnp.float32)
+    alpha = np.asarray(SOLVERS[solver](m, mask))
+    assert np.all(alpha >= 0) and abs(alpha.sum() - 1) < 1e-5 and not alpha[~np.asarray(mask)].any()
+    point = alpha @ d
+    norm = point @ point
+    slope = d @ point
+    tolerance = 1e-3 if solver == "fista" else 0.2  # Frank-Wolfe's rate is 1/k
+    assert np.all(slope[np.asarray(mask)] >= norm * (1 - tolerance))  # KKT; also: the point descends every loss
+    if solver == "fista":
+        np.testing.assert_allclose(slope[alpha > 1e-3], norm, rtol=0.05)
+
+
+def test_masked_gram_may_hold_anything():
+    m = jnp.full((3, 3), jnp.nan).at[0, 0].set(2.0)
+    np.testing.assert_array_equal(SOLVERS["fista"](m, jnp.array([True, False, False])), [1, 0, 0])
+
+
+def test_no_active_task_gives_no_weight():
+    np.testing.assert_array_equal(SOLVERS["fista"](jnp.eye(3), jnp.zeros(3, bool)), [0, 0, 0])
+
+
+def test_diagonal_gram_is_inverse_squared_norm_weighting():
+    norms = np.array([1.0, 4.0, 0.25], np.float32)
+    expected = (1 / norms) / np.sum(1 / norms)
+    np.testing.assert_allclose(SOLVERS["fista"](jnp.diag(norms), jnp.ones(3, bool)), expected, atol=1e-3)
+
+
+def test_scale_of_the_gradients_does_not_matter():
+    d = gradients(3)
+    mask = jnp.ones(6, bool)
+    small, large = (SOLVERS["fista"](jnp.asarray(d @ d.T * s, jnp.float32), mask) for s in (1e-20, 1e20))
+    np.testing.assert_allclose(small, large, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "v, total, expected",
+    [
+        ((0.5, 0.4, 0.3), 1.0, (0.433333, 0.333333, 0.233333)),
+        ((1.2, 0.3, -0.1), 1.0, (0.95, 0.05, 0)),
+        ((0.5, 0.4, 0.3), 0.6, (0.3, 0.2, 0.1)),
+    ],
+)
+def test_simplex_projection_golden_numbers(v, total, expected):
+    got = aggregate.project_simplex(jnp.array(v), jnp.ones(3, bool), total)
+    np.testing.assert_allclose(got, expected, atol=1e-6)
+
+
+def test_simplex_projection_ignores_masked_entries():
+    got = aggregate.project_simplex(jnp.array([9.0, 0.5, 0.4, 0.3]), jnp.array([False, True, True, True]))
+    np.testing.assert_allclose(got, (0, 0.433333, 0.333333, 0.233333), atol=1e-6)
+
+
+def test_shares_by_column():
+    weight = jnp.array([[1.0, 0, 0], [3, 0, 2], [5, 7, 9]])
+    got = aggregate.shares(weight, jnp.array([True, True, False]))
+    np.testing.assert_allclose(got, [[0.25, 0, 0], [0.75, 0, 1], [0, 0, 0]])

@@ -1,0 +1,115 @@
+"""Rounds against slow NumPy loops in float64, on softmax regression with full batches (no shuffling to imitate)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from toy import C, N
+
+from fedjax_pfl import simulate
+from fedjax_pfl.algorithms import ALGORITHMS
+
+LR, EPOCHS, ROUNDS = 0.3, 3, 3
+
+
+def client_arrays(f, i):
+    rows = np.asarray(f.train.index[i][: int(f.train.size[i])])
+    return np.asarray(f.examples.x, np.float64)[rows], np.asarray(f.examples.y)[rows]
+
+
+def residual_softmax(z, y):
+    p = np.exp(z - z.max(1, keepdims=True))
+    return (p / p.sum(1, keepdims=True) - np.eye(C)[y]) / len(y)
+
+
+def descend(w, x, y, residual, extra=lambda w: (0, 0)):
+    for _ in range(EPOCHS):
+        r = residual(x @ w[0] + w[1], y)
+        pull = extra(w)
+        w = (w[0] - LR * (x.T @ r + pull[0]), w[1] - LR * (r.sum(0) + pull[1]))
+    return w
+
+
+def average(models, weights):
+    return tuple(np.tensordot(weights, np.stack(parts), 1) for parts in zip(*models, strict=True))
+
+
+def run(method, **hparams):
+    """The method's own start and its state after ROUNDS rounds."""
+    task = toy.task("linear", lr=LR, batch_size=32, epochs=EPOCHS)
+    program = simulate.program(ALGORITHMS[method], task, hparams)
+    key = jax.random.key(3)
+    begin = program.init(key, program.numbers)
+    state = jax.jit(lambda: simulate.curve(program, key, program.numbers, toy.federation(), rounds=ROUNDS)[0])()
+    return begin, state
+
+
+def head(tree):
+    return np.asarray(tree["head"]["kernel"], np.float64), np.asarray(tree["head"]["bias"], np.float64)
+
+
+def check(tree, expected):
+    np.testing.assert_allclose(head(tree)[0], expected[0], atol=1e-5)
+    np.testing.assert_allclose(head(tree)[1], expected[1], atol=1e-5)
+
+
+def test_fedavg():
+    f, (begin, state) = toy.federation(), run("fedavg")
+    w, p = head(begin.server), toy.SIZES / toy.SIZES.sum()
+    for _ in range(ROUNDS):
+        w = average([descend(w, *client_arrays(f, i), residual_softmax) for i in range(N)], p)
+    check(state.server, w)
+
+
+def test_ditto():
+    lam = 0.7
+    f, (begin, state) = toy.federation(), run("ditto", lam=lam)
+    w, p = head(begin.server), toy.SIZES / toy.SIZES.sum()
+    v = [w] * N
+    for _ in range(ROUNDS):
+        pull = lambda u, w=w: tuple(lam * (a - b) for a, b in zip(u, w, strict=True))
+        v = [descend(v[i], *client_arrays(f, i), residual_softmax, pull) for i in range(N)]
+        w = average([descend(w, *client_arrays(f, i), residual_softmax) for i in range(N)], p)
+    check(state.server, w)
+    for i in range(N):
+        check(jax.tree.map(lambda x, i=i: x[i], state.clients), v[i])
+
+
+@pytest.mark.parametrize("head_weighting", ["uniform", "data", "task_count"])
+def test_pfedc_aggregation(head_weighting):
+    f = toy.federation()
+    begin, state = run("pfedc", weighting="uniform", head_weighting=head_weighting)
+    counts = np.asarray(f.class_counts)
+    holds = counts > 0
+    start, bank = head(begin.server), list(head(begin.server))
+    by = {"uniform": holds * 1.0, "data": holds * toy.SIZES[:, None], "task_count": counts}[head_weighting]
+    for _ in range(ROUNDS):
+        trained = []
+        for i in range(N):
+
+            def residual(z, y, i=i):
+                return (1 / (1 + np.exp(-z)) - np.eye(C)[y]) / len(y) * holds[i] / holds[i].sum()
+
+            own = tuple(np.where(holds[i], new, old) for new, old in zip(bank, start, strict=True))
+            trained.append(descend(own, *client_arrays(f, i), residual))
+        for part in range(2):
+            stacked = np.stack([t[part] for t in trained])  # [N, K, C] or [N, C]
+            for c in range(C):
+                bank[part][..., c] = np.average(stacked[..., c], axis=0, weights=by[:, c])
+    check(state.server, bank)
+
+
+def test_accuracy_is_counted_by_hand():
+    _, state = run("fedavg")
+    task = toy.task("linear", lr=LR, batch_size=32, epochs=EPOCHS)
+    f, w = toy.federation(), head(state.server)
+    program = simulate.program(ALGORITHMS["fedavg"], task)
+    got = program.evaluate(jax.random.key(0), program.numbers, f, state, jnp.int32(0))
+    for i in range(N):
+        rows = np.asarray(f.test.index[i][: int(f.test.size[i])])
+        z = np.asarray(f.examples.x)[rows] @ w[0] + w[1]
+        y = np.asarray(f.examples.y)[rows]
+        assert np.isclose(got["acc"][i], np.mean(z.argmax(1) == y))
+        z[:, np.asarray(f.class_counts[i]) == 0] = -np.inf
+        assert np.isclose(got["acc_present"][i], np.mean(z.argmax(1) == y))
