@@ -28,7 +28,9 @@ def visits(size, length=None, **options):
         return seen, jnp.sum(jnp.stack([jnp.sum(b.x) for b in batches]))
 
     seen, mean, count = jax.jit(
-        lambda d_size: local.steps(KEY, data(size, length)._replace(size=d_size), step, jnp.zeros(40), batch_size=4, **options)
+        lambda d_size: local.steps(
+            KEY, data(size, length)._replace(size=d_size), step, jnp.zeros(40), batch_size=4, **options
+        )
     )(jnp.int32(size))
     return np.asarray(seen), float(mean), int(count)
 

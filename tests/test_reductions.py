@@ -1,0 +1,176 @@
+"""Degenerate cases in which one method must equal another (specs 28.2), on three rounds of the toy federation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from toy import SIZES, assert_close, assert_same
+
+from fedjax_pfl import simulate, trees
+from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.sharing import partial_averaging, personal_mask
+
+KEY = jax.random.key(5)
+MLP, NORM = toy.task("mlp"), toy.task("norm")
+_compiled: dict = {}
+
+
+def train(method, task=MLP, federation=None, **hparams):
+    """(state, metrics, last scores) after three rounds; floats are traced, so one compilation serves all their values."""
+    factory = ALGORITHMS[method] if isinstance(method, str) else method
+    program = simulate.program(factory, task, hparams)
+    static = tuple(sorted((k, v) for k, v in hparams.items() if not isinstance(v, float)))
+    where = (method, id(task), static)
+    if where not in _compiled:
+        _compiled[where] = jax.jit(lambda numbers, f: simulate.curve(program, KEY, numbers, f, rounds=3))
+    return _compiled[where](program.numbers, toy.federation() if federation is None else federation)
+
+
+def equal_sizes():
+    """Every client holds the same number of training examples."""
+    f = toy.federation()
+    return f._replace(train=f.train._replace(size=jnp.full_like(f.train.size, 4)))
+
+
+def test_fedprox_without_pull_is_fedavg():
+    assert_close(train("fedprox", mu=0.0)[0], train("fedavg")[0])
+
+
+def test_fedprox_pull_acts_from_the_second_step_on():
+    one_step = toy.task("mlp", epochs=None, steps=1)
+    weak, strong = (train("fedprox", one_step, mu=mu)[0] for mu in (0.0, 100.0))
+    assert_same(weak, strong)
+    two_steps = toy.task("mlp", epochs=None, steps=2)
+    weak, strong = (train("fedprox", two_steps, mu=mu)[0] for mu in (0.0, 5.0))
+    assert trees.sq_dist(weak.server, strong.server) > 1e-4
+
+
+def test_ditto_global_model_is_fedavgs():
+    expected = train("fedavg")[0].server
+    for lam in (0.0, 2.0):
+        assert_close(train("ditto", lam=lam)[0].server, expected)
+
+
+def test_ditto_without_pull_is_local():
+    state, metrics, last = train("ditto", lam=0.0)
+    alone = train("local")
+    assert_close(state.clients, alone[0].clients)
+    assert_same(last, alone[2])
+
+
+def test_nothing_personal_is_fedavg():
+    plain = train(lambda task: partial_averaging(task, personal=personal_mask(task)))
+    assert_same(plain[0], train("fedavg")[0])
+
+
+def test_lg_fedavg_is_fedper_of_the_complement():
+    def complement(task):
+        fedper = personal_mask(task, ("head",))
+        return partial_averaging(task, personal=jax.tree.map(lambda mine: not mine, fedper))
+
+    for task in (MLP, NORM):
+        assert_same(train(complement, task)[0], train("lg_fedavg", task)[0])
+
+
+def test_fedrep_without_head_phase_is_fedbabu():
+    fedrep, fedbabu = train("fedrep", head_epochs=0)[0], train("fedbabu")[0]
+    assert_close(fedrep.server["body"], fedbabu.server["body"])
+    assert_same(fedrep.clients["head"], trees.replicate(fedbabu.server["head"], toy.N))
+
+
+def test_fedrep_without_body_phase_keeps_the_body():
+    program = simulate.program(ALGORITHMS["fedrep"], MLP, {"body_epochs": 0})
+    begin = program.init(KEY, program.numbers)
+    state = train("fedrep", body_epochs=0)[0]
+    assert_close(state.server["body"], begin.server["body"])
+    assert trees.sq_dist(state.clients["head"], begin.clients["head"]) > 0
+
+
+def test_fedbn_without_batch_norm_is_fedavg():
+    assert_same(train("fedbn")[0].server, train("fedavg")[0].server)
+
+
+def test_fedbn_keeps_norms_and_shares_the_rest():
+    state = train("fedbn", NORM)[0]
+    shared, own = (jax.tree.leaves(jax.tree_util.tree_map_with_path(lambda path, _: str(path), part)) for part in state)
+    assert own and all("norm" in path for path in own) and not any("norm" in path for path in shared)
+
+
+def test_fine_tuning_by_no_epochs_is_fedavg():
+    state, _, last = train("fedavg_ft", fine_tune_epochs=0)
+    expected, _, scores = train("fedavg")
+    assert_same(state, expected)
+    assert_same(last, scores)
+
+
+def test_fine_tuning_does_not_touch_training():
+    assert_same(train("fedavg_ft", fine_tune_epochs=3)[0], train("fedavg")[0])
+
+
+def test_fine_tuning_for_the_local_epochs_is_fedavgs_post():
+    _, metrics, _ = train("fedavg_ft", fine_tune_epochs=MLP.epochs)
+    assert_same(metrics["pre"], metrics["post"])
+
+
+def test_fedbabu_head_never_moves():
+    program = simulate.program(ALGORITHMS["fedbabu"], MLP)
+    assert_same(train("fedbabu")[0].server["head"], program.init(KEY, program.numbers).server["head"])
+
+
+def test_local_ignores_the_others():
+    f = toy.federation()
+    others = np.concatenate([np.asarray(f.train.index[i][: SIZES[i]]) for i in range(1, toy.N)])
+    changed = f._replace(examples=f.examples._replace(x=f.examples.x.at[others].multiply(-3)))
+    mine = lambda result: trees.gather(result[0].clients, 0)  # noqa: E731
+    assert_same(mine(train("local", federation=changed)), mine(train("local")))
+
+
+def test_fedper_of_equal_clients_has_equal_heads():
+    f = toy.federation()
+    same = lambda rows: type(rows)(*(x.at[1].set(x[0]) for x in rows))  # noqa: E731
+    f = f._replace(train=same(f.train), class_counts=f.class_counts.at[1].set(f.class_counts[0]))
+    full_batch = toy.task("mlp", batch_size=19)
+    heads = train("fedper", full_batch, federation=f)[0].clients["head"]
+    assert_close(trees.gather(heads, 0), trees.gather(heads, 1))
+
+
+@pytest.mark.parametrize("head_weighting, federation", [("data", toy.federation()), ("uniform", equal_sizes())])
+def test_pfedc_with_one_task_is_fedavg(head_weighting, federation):
+    state = train("pfedc", federation=federation, tasks="single", head_weighting=head_weighting)[0].server
+    expected = train("fedavg", federation=federation)[0].server
+    assert_close({part: state[part] for part in ("body", "head")}, {part: expected[part] for part in ("body", "head")})
+
+
+def test_one_client_is_centralised_sgd():
+    task = toy.task("mlp", sizes=SIZES[:1], class_counts=MLP.class_counts[:1])
+    f = toy.federation()
+    first = lambda rows: type(rows)(*(x[:1] for x in rows))  # noqa: E731
+    one = f._replace(train=first(f.train), val=first(f.val), test=first(f.test), class_counts=f.class_counts[:1])
+    averaged, alone = (train(method, task, one)[0] for method in ("fedavg", "local"))
+    assert_same(trees.replicate(averaged.server, 1), alone.clients)
+
+
+def test_identical_clients_average_to_any_of_them():
+    f = toy.federation()
+    same = lambda rows: type(rows)(*(trees.replicate(x[1], toy.N) for x in rows))  # noqa: E731
+    equal = f._replace(train=same(f.train), class_counts=trees.replicate(f.class_counts[1], toy.N))
+    full_batch = toy.task("mlp", batch_size=19)
+    average, alone = train("fedavg", full_batch, equal)[0].server, train("local", full_batch, equal)[0].clients
+    assert_close(average, trees.gather(alone, 2))
+
+
+def test_two_seeds_times_two_rates_in_one_vmap_are_four_runs():
+    program = simulate.program(ALGORITHMS["ditto"], MLP)
+    f = toy.federation()
+
+    def run(key, lam):
+        return simulate.curve(program, key, program.numbers | {"lam": lam}, f, rounds=3, eval_every=2)[1:]
+
+    keys, lams = jax.random.split(jax.random.key(1), 2), jnp.array([0.1, 1.0])
+    grid = jax.jit(jax.vmap(jax.vmap(run, (None, 0)), (0, None)))(keys, lams)
+    single = jax.jit(run)
+    for i in range(2):
+        for j in range(2):
+            got = jax.tree.map(lambda x, i=i, j=j: x[i, j], grid)
+            assert_close(got, single(keys[i], lams[j]), 1e-5)
