@@ -1,0 +1,258 @@
+"""Speed of local training: client steps a second, GFLOP/s against the matmul peak, compile time and memory.
+
+    python -m benchmarks.throughput [--markdown] [--models=mlp,lenet,cnn] [--quick]
+
+Everything is measured in one process, medians of five repetitions; compare ratios, not machines. A FLOP count has 2 per
+multiply-add, the forward pass and both gradients, without the input gradient of the first layer. `serial` is the plain
+baseline: a Python loop over clients and batches of one jitted step with Flax's stock convolution and pooling. Memory is
+XLA's own account of the compiled round (arguments, outputs and temporaries), the data apart.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import app, flags
+from flax import nnx
+
+from fedjax_pfl import models, simulate
+from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.data.federate import federate
+from fedjax_pfl.data.partition import partition
+from fedjax_pfl.data.sources import Dataset, prepare_images
+from fedjax_pfl.layout import choose_width
+from fedjax_pfl.types import Federation, Task
+
+BATCH, CLIENTS, CLASSES, REPEATS = 10, 20, 10, 5
+SHAPES = {"mlp": (28, 28, 1), "lenet": (28, 28, 1), "cnn": (32, 32, 3)}
+STEPS = {"mlp": 200, "lenet": 40, "cnn": 15}  # a client and round: about a second of work
+
+FLAGS = flags.FLAGS
+flags.DEFINE_list("models", list(SHAPES), "which models")
+flags.DEFINE_bool("markdown", False, "print the tables as Markdown")
+flags.DEFINE_bool("quick", False, "one repetition and few steps, to see that it runs")
+
+
+class Timing(NamedTuple):
+    steps_per_second: float
+    compile_seconds: float
+    megabytes: float
+
+
+def dataset(shape: tuple[int, ...], size: int) -> Dataset:
+    """Random images with labels in equal numbers."""
+    rng = np.random.default_rng(0)
+    y = np.arange(size, dtype=np.int32) % CLASSES
+    return Dataset("random", rng.integers(0, 256, (size, *shape), np.uint8), y, size, CLASSES, prepare_images)
+
+
+def build(
+    model: str,
+    *,
+    conv: str = "auto",
+    clients: int = CLIENTS,
+    split: str = "iid",
+    steps: int | None = None,
+    each: int = 100,
+) -> tuple[Task, Federation]:
+    """A task of `steps` local steps, or of one epoch if it is None, over clients with `each` images on average."""
+    data = dataset(SHAPES[model], clients * each * 4 // 3)
+    f = federate(data, partition(data, split, num_clients=clients, seed=0))
+    sizes, counts = np.asarray(f.train.size), np.asarray(f.class_counts)
+    net = models.model(model, SHAPES[model], CLASSES, conv=conv)
+    local = {"epochs": 1} if steps is None else {"epochs": None, "steps": steps}
+    return Task(net, sizes, counts, CLASSES, SHAPES[model], data.prepare, 0.01, optax.sgd, BATCH, **local), f
+
+
+def median_seconds(run: Callable[[], object]) -> float:
+    times = []
+    for _ in range(1 if FLAGS.quick else REPEATS):
+        begin = time.perf_counter()
+        jax.block_until_ready(run())
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def real_steps(task: Task) -> int:
+    return int(task.steps * len(task.sizes) if task.steps is not None else np.ceil(task.sizes / BATCH).sum())
+
+
+def fedavg(task: Task, f: Federation, width: int) -> Timing:
+    """One FedAvg round, without evaluation, of the whole federation."""
+    program = simulate.program(ALGORITHMS["fedavg"], task, width=width)
+    key = jax.random.key(0)
+    state = program.init(key, program.numbers)
+    args = (key, program.numbers, f, state, jnp.int32(0), jnp.bool(False))
+    begin = time.perf_counter()
+    compiled = jax.jit(program.round).lower(*args).compile()
+    took = time.perf_counter() - begin
+    memory = compiled.memory_analysis()
+    data = sum(x.nbytes for x in jax.tree.leaves(f))
+    total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes - data
+    jax.block_until_ready(compiled(*args))
+    seconds = median_seconds(lambda: compiled(*args))
+    return Timing(real_steps(task) / seconds, took, total / 2**20)
+
+
+class Stock(nnx.Module):
+    """The benchmark's networks as the Flax documentation would write them."""
+
+    def __init__(self, model: str, rngs: nnx.Rngs):
+        h, w, c = SHAPES[model]
+        channels, pads, widths = {
+            "mlp": ((), (), (64,)),
+            "lenet": ((6, 16), ("SAME", "VALID"), (120, 84)),
+            "cnn": ((32, 64), ("VALID", "VALID"), (512,)),
+        }[model]
+        convs = []
+        for out, pad in zip(channels, pads, strict=True):
+            convs.append(nnx.Conv(c, out, (5, 5), padding=pad, rngs=rngs))
+            c, h, w = out, (h - 4 * (pad == "VALID")) // 2, (w - 4 * (pad == "VALID")) // 2
+        sizes = (h * w * c, *widths, CLASSES)
+        self.convs = nnx.List(convs)
+        self.dense = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in zip(sizes[:-1], sizes[1:], strict=True)])
+
+    def __call__(self, x):
+        for conv in self.convs:
+            x = nnx.max_pool(nnx.relu(conv(x)), (2, 2), (2, 2))
+        x = x.reshape(x.shape[0], -1)
+        for layer in self.dense[:-1]:
+            x = nnx.relu(layer(x))
+        return self.dense[-1](x)
+
+
+def serial(model: str, f: Federation, steps: int) -> float:
+    """Client steps a second of the plain loop: each client's batches one after another, then the mean."""
+    graph, start = nnx.split(Stock(model, nnx.Rngs(0)))
+    sgd = optax.sgd(0.01)
+
+    @jax.jit
+    def step(params, opt, x, y):
+        def loss(params):
+            logits = nnx.merge(graph, params)(prepare_images(x))
+            return jnp.mean(optax.losses.softmax_cross_entropy_with_integer_labels(logits, y))
+
+        updates, opt = sgd.update(jax.grad(loss)(params), opt)
+        return optax.apply_updates(params, updates), opt
+
+    x, y, index = np.asarray(f.examples.x), np.asarray(f.examples.y), np.asarray(f.train.index)
+    sizes = np.asarray(f.train.size)
+
+    def round_of_clients():
+        total = jax.tree.map(jnp.zeros_like, start)
+        for rows, size in zip(index, sizes, strict=True):
+            order = np.random.default_rng(0).permutation(rows[:size])
+            params, opt = start, sgd.init(start)
+            for s in range(steps):
+                batch = order[(s * BATCH) % (size - BATCH) :][:BATCH]
+                params, opt = step(params, opt, x[batch], y[batch])
+            total = jax.tree.map(lambda a, b: a + b / CLIENTS, total, params)
+        return total
+
+    jax.block_until_ready(round_of_clients())
+    return steps * CLIENTS / median_seconds(round_of_clients)
+
+
+def matmul_peak() -> float:
+    """GFLOP/s of float32 2048^3 matrix products, the best of several."""
+    a = jax.random.normal(jax.random.key(0), (2048, 2048))
+    product = jax.jit(lambda a: a @ a)
+    jax.block_until_ready(product(a))
+    best = float("inf")
+    for _ in range(10):
+        begin = time.perf_counter()
+        jax.block_until_ready(product(a))
+        best = min(best, time.perf_counter() - begin)
+    return 2 * 2048**3 / best / 1e9
+
+
+def table(rows: list[tuple]) -> str:
+    """Aligned columns, or Markdown."""
+    cells = [tuple(x if isinstance(x, str) else f"{x:.3g}" if x < 100 else f"{x:.0f}" for x in row) for row in rows]
+    if FLAGS.markdown:
+        cells.insert(1, ("---",) * len(rows[0]))
+        return "\n".join("| " + " | ".join(row) + " |" for row in cells)
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join(x.rjust(w) for x, w in zip(row, widths, strict=True)) for row in cells)
+
+
+def layouts(model: str, peak: float) -> list[tuple]:
+    """The rows of one model: the serial baseline, XLA's convolution, ours, at every width."""
+    flops = models.flops(model, SHAPES[model], CLASSES, BATCH) / 1e9
+    steps = 2 if FLAGS.quick else STEPS[model]
+    task, f = build(model, steps=steps)
+    few = max(1, steps // 5) if model == "cnn" else steps  # XLA's convolution takes its time
+    base = serial(model, f, few)
+    rows = [(model, "serial", "-", base, base * flops, base * flops / peak, 1.0, "-", "-")]
+
+    def add(name: str, width: int, label: str, timing: Timing) -> None:
+        rate = timing.steps_per_second
+        speed = (rate, rate * flops, rate * flops / peak, rate / base)
+        rows.append((model, name, label, *speed, timing.compile_seconds, timing.megabytes))
+
+    for conv in ("xla", "matmul") if model != "mlp" else ("matmul",):
+        given, f = build(model, conv=conv, steps=few if conv == "xla" else steps)
+        for width in (1, 4, CLIENTS):
+            label = "all" if width == CLIENTS else str(width)
+            add({"xla": "XLA conv", "matmul": "ours"}[conv], width, label, fedavg(given, f, width))
+    width = choose_width(task, f, CLIENTS)
+    add("ours", width, f"auto ({width})", fedavg(task, f, width))
+    return rows
+
+
+def uneven() -> list[tuple]:
+    """Time of a real step on uneven clients (Dirichlet 0.1) against even ones, alternating."""
+    rows = [("clients", "sizes", "real steps", "steps/s", "time a step / even")]
+    rates: dict[str, list[float]] = {"iid": [], "dirichlet": []}
+    tasks = {split: build("cnn", split=split) for split in rates}
+    for _ in range(1 if FLAGS.quick else 3):
+        for split, (task, f) in tasks.items():
+            rates[split].append(fedavg(task, f, choose_width(task, f, CLIENTS)).steps_per_second)
+    even = statistics.median(rates["iid"])
+    for split, (task, _) in tasks.items():
+        rate = statistics.median(rates[split])
+        sizes = f"{task.sizes.min()}-{task.sizes.max()}"
+        rows.append((f"{CLIENTS} {split}", sizes, str(real_steps(task)), rate, even / rate))
+    return rows
+
+
+def memory() -> list[tuple]:
+    """XLA's memory of a FedAvg round against the number of clients at the same width."""
+    rows = [("clients", "width", "MiB, data apart", "relative")]
+    sizes = {}
+    for clients in (20, 200):
+        task, f = build("cnn", clients=clients, steps=1, each=20)
+        program = simulate.program(ALGORITHMS["fedavg"], task, width=4)
+        key = jax.random.key(0)
+        args = (key, program.numbers, f, program.init(key, program.numbers), jnp.int32(0), jnp.bool(False))
+        m = jax.jit(program.round).lower(*args).compile().memory_analysis()
+        data = sum(x.nbytes for x in jax.tree.leaves(f))
+        sizes[clients] = (m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes - data) / 2**20
+        rows.append((str(clients), "4", sizes[clients], sizes[clients] / sizes[20]))
+    return rows
+
+
+def main(argv) -> None:
+    del argv
+    device = jax.devices()[0]
+    peak = matmul_peak()
+    print(f"jax {jax.__version__}, {device.platform} {device.device_kind}, {jax.device_count()} device(s)")
+    print(f"matmul peak {peak:.0f} GFLOP/s; {CLIENTS} clients, batch {BATCH}, medians of {REPEATS}\n")
+    header = ("model", "form", "width", "steps/s", "GFLOP/s", "of peak", "of serial", "compile s", "MiB")
+    rows = [header]
+    for model in FLAGS.models:
+        rows += layouts(model, peak)
+    print(table(rows) + "\n")
+    if "cnn" in FLAGS.models:
+        print(table(uneven()) + "\n")
+        print(table(memory()))
+    print(f"\nmatmul peak at the end {matmul_peak():.0f} GFLOP/s")
+
+
+if __name__ == "__main__":
+    app.run(main)

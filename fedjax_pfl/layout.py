@@ -1,0 +1,88 @@
+"""Chooses how many clients are trained at once, by trying.
+
+The choice never changes results beyond rounding. It is remembered in the user's cache directory for each kind of model,
+batch and device.
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from absl import logging
+
+from fedjax_pfl import local, losses
+from fedjax_pfl.clients import Cohort
+from fedjax_pfl.data.prepared import cache_dir
+from fedjax_pfl.types import Array, Federation, Task
+
+LARGE = 200_000  # parameters from which, on a CPU, one client at a time has always been fastest (see benchmarks)
+SECONDS = 0.3  # a candidate is timed for
+STEPS = 8  # local steps a client takes in the probe
+
+
+def choose_width(task: Task, federation: Federation, clients: int) -> int:
+    """The number of clients to train at once, `clients` (S) at most, by timing local training of the real model."""
+    shapes = jax.eval_shape(task.model.init, jax.random.key(0))
+    size = sum(x.size for x in jax.tree.leaves(shapes))
+    candidates = _candidates(clients)
+    if len(candidates) == 1 or (jax.default_backend() == "cpu" and size > LARGE):
+        return candidates[0]
+    path = _path(task, shapes, candidates)
+    try:
+        known = json.loads(path.read_text())["width"]
+        return known if known in candidates else candidates[0]
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    times = {width: seconds_per_step(task, federation, width) for width in candidates}
+    best = min(times, key=times.__getitem__)
+    logging.info("Width: %s", ", ".join(f"{w} takes {t * 1e6:.0f} us a client step" for w, t in times.items()))
+    _remember(path, best, times)
+    return best
+
+
+def _candidates(clients: int) -> Sequence[int]:
+    tries = (1, 4) if jax.default_backend() == "cpu" else (8, 32, 128)
+    return sorted({min(width, clients) for width in tries})
+
+
+def seconds_per_step(task: Task, federation: Federation, width: int) -> float:
+    """Time of one client's SGD step when `width` clients are trained at once; the best of the repetitions."""
+    probe = task._replace(epochs=None, steps=STEPS)
+    loss = losses.classification(task.model)
+    ids = jnp.arange(max(width, min(4, task.num_clients)), dtype=jnp.int32)
+
+    @jax.jit
+    def run(key: Array, federation: Federation):
+        nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
+        cohort = Cohort(federation, task.prepare, ids, ids >= 0, key=key, width=width, **nothing)
+        start = task.model.init(key)
+        return cohort.mean(lambda c: local.sgd(c.key, c.train, loss, start, probe))
+
+    key = jax.random.key(0)
+    jax.block_until_ready(run(key, federation))
+    best, until = float("inf"), time.perf_counter() + SECONDS
+    while best == float("inf") or time.perf_counter() < until:
+        begin = time.perf_counter()
+        jax.block_until_ready(run(key, federation))
+        best = min(best, time.perf_counter() - begin)
+    return best / (STEPS * len(ids))
+
+
+def _path(task: Task, shapes, candidates: Sequence[int]) -> Path:
+    device = jax.devices()[0]
+    leaves = [str(x.shape) for x in jax.tree.leaves(shapes)]
+    parts = [jax.__version__, device.device_kind, os.cpu_count(), task.batch_size, task.input_shape, candidates, leaves]
+    return cache_dir() / "layout" / (hashlib.sha256(repr(parts).encode()).hexdigest()[:16] + ".json")
+
+
+def _remember(path: Path, width: int, times: dict[int, float]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"width": width, "seconds_per_step": times}))
+    except OSError as error:  # a cache that cannot be written costs two seconds, no more
+        logging.warning("The choice of width is not remembered: %s", error)

@@ -1,0 +1,206 @@
+"""Turns a module with a body and a head into pure functions over plain nested dicts."""
+
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.extend.core import jaxprs_in_params
+
+from fedjax_pfl.checks import BadInput, choose
+from fedjax_pfl.models import layers
+from fedjax_pfl.models.nets import MODELS
+from fedjax_pfl.types import Array, Model, PyTree
+
+Factory = Callable[[tuple[int, ...], int, nnx.Rngs], nnx.Module]
+BN_STATS = ("aggregate", "local", "batch")
+
+
+def model(
+    factory: Factory | str,
+    input_shape: tuple[int, ...],
+    num_classes: int,
+    bn_stats: str = "aggregate",
+    conv: str = "auto",
+) -> Model:
+    """Makes pure functions of a Flax NNX module.
+
+    Args:
+      factory: (input_shape, num_classes, rngs) -> a module with `body`, [B, *input] -> [B, K], and `head`, [B, K] ->
+        [B, C]; or a name in MODELS. The body gets those of the keyword arguments `mask` [B] bool, `train` bool and
+        `rngs` (nnx.Rngs of the key, or None) that its `__call__` names.
+      input_shape: of one example, without the batch axis.
+      num_classes: C.
+      bn_stats: "batch" keeps no running moments and normalises by the batch at test time too; "aggregate" and "local"
+        differ only in what the methods do with variables["stats"].
+      conv: the form of the convolutions, see `layers.convolution`.
+
+    Returns:
+      A Model; its variables are {"body": parameters, "head": parameters, "stats": the body's batch-norm moments},
+      nested dicts with string keys.
+
+    Raises:
+      BadInput: for an unknown name, a module without body or head, or one that keeps state in other places.
+    """
+    if isinstance(factory, str):
+        factory = MODELS[choose("model", factory, MODELS)]
+    choose("bn_stats", bn_stats, BN_STATS)
+    choose("conv", conv, layers.CONVOLUTIONS)
+
+    def build(rngs):
+        module = factory(tuple(input_shape), num_classes, rngs)
+        _check_parts(module)
+        return _without_moments(module) if bn_stats == "batch" else module
+
+    def init(key):
+        return _variables(build(nnx.Rngs(key)))
+
+    def apply(variables, x, mask=None, train=False, key=None):
+        h, stats = features(variables, x, mask, train, key)
+        return head(variables["head"], h), stats
+
+    template = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
+    features, head = _features(template.body, conv), _head(template.head)
+    example = jax.ShapeDtypeStruct((2, *input_shape), jnp.float32)
+    num_features = jax.eval_shape(features, _variables(template), example)[0].shape[-1]
+    return Model(init, features, head, apply, _norms(template), num_features)
+
+
+def _features(template: nnx.Module, conv: str) -> Callable[..., tuple[Array, PyTree]]:
+    graph, param_state, stat_state = nnx.split(template, nnx.Param, nnx.BatchStat)  # type: ignore[misc]
+    accepted = set(inspect.signature(template.__call__).parameters) & {"mask", "train", "rngs"}
+
+    def features(variables, x, mask=None, train=False, key=None):
+        rngs = None if key is None or "rngs" not in accepted else nnx.Rngs(key)
+        kwargs = {"mask": mask, "train": train, "rngs": rngs}
+        body = nnx.merge(graph, _fill(param_state, variables["body"]), _fill(stat_state, variables["stats"]))
+        with layers.convolution(conv):
+            h = body(x, **{name: kwargs[name] for name in accepted})
+        return h, _nest(body, nnx.BatchStat)
+
+    return features
+
+
+def _head(template: nnx.Module) -> Callable[[PyTree, Array], Array]:
+    graph, state = nnx.split(template, nnx.Param)
+    return lambda variables, h: nnx.merge(graph, _fill(state, variables))(h)
+
+
+def num_parameters(variables: PyTree) -> int:
+    """Number of scalars in the parameters; batch-norm moments do not count."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves({k: v for k, v in variables.items() if k != "stats"}))
+
+
+def flops(factory: Factory | str, input_shape: tuple[int, ...], num_classes: int = 10, batch: int = 1) -> int:
+    """Floating-point operations of one training step on `batch` examples.
+
+    Counts 2 for each multiply-add of a matrix product or convolution, forward and both gradients, without the gradient
+    for the input; element-wise work is left out.
+    """
+    net = model(factory, input_shape, num_classes, conv="matmul")
+    variables = jax.eval_shape(net.init, jax.random.key(0))
+    x = jax.ShapeDtypeStruct((batch, *input_shape), jnp.float32)
+
+    def loss(variables, x):
+        return net.apply(variables, x, train=True)[0].sum()
+
+    return _product_flops(jax.make_jaxpr(jax.grad(loss))(variables, x).jaxpr)
+
+
+def _product_flops(jaxpr) -> int:
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (axes, _), _ = eqn.params["dimension_numbers"]
+            contracted = math.prod(eqn.invars[0].aval.shape[axis] for axis in axes)
+            total += 2 * contracted * math.prod(eqn.outvars[0].aval.shape)
+        total += eqn.params.get("length", 1) * sum(map(_product_flops, jaxprs_in_params(eqn.params)))
+    return total
+
+
+def _variables(module: Any) -> PyTree:
+    return {
+        "body": _nest(module.body, nnx.Param),
+        "head": _nest(module.head, nnx.Param),
+        "stats": _nest(module.body, nnx.BatchStat),
+    }
+
+
+def _norms(module: Any) -> PyTree:
+    """The structure of the variables, True at the leaves whose own module is a batch norm."""
+
+    def marked(part, kind):
+        inside = tuple(path for path, module in nnx.iter_modules(part) if isinstance(module, nnx.BatchNorm))
+        return _to_dict((path, path[:-1] in inside) for path, _ in _flat(part, kind))
+
+    return {
+        "body": marked(module.body, nnx.Param),
+        "head": marked(module.head, nnx.Param),
+        "stats": marked(module.body, nnx.BatchStat),
+    }
+
+
+def _flat(module: nnx.Module, kind: type[nnx.Variable]) -> Iterable[tuple[tuple, nnx.Variable]]:
+    return nnx.to_flat_state(nnx.state(module, kind))
+
+
+def _nest(module: nnx.Module, kind: type[nnx.Variable]) -> PyTree:
+    """The values of the variables of one kind, as a nested dict with string keys."""
+    return _to_dict((path, variable.get_value()) for path, variable in _flat(module, kind))
+
+
+def _to_dict(items: Iterable[tuple[tuple, PyTree]]) -> PyTree:
+    tree: PyTree = {}
+    for path, value in items:
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(str(key), {})
+        node[str(path[-1])] = value
+    return tree
+
+
+def _fill(template: nnx.State, tree: PyTree) -> nnx.State:
+    """The state with the values of a nested dict with string keys: the inverse of `_nest`."""
+
+    def value(path):
+        node = tree
+        for key in path:
+            node = node[str(key)]
+        return node
+
+    return nnx.from_flat_state(
+        [(path, variable.replace(value(path))) for path, variable in nnx.to_flat_state(template)]
+    )
+
+
+def _without_moments(module: nnx.Module) -> nnx.Module:
+    """Takes the running moments from every batch norm."""
+    for path, part in nnx.iter_modules(module):
+        if isinstance(part, layers.BatchNorm):
+            part.mean = part.var = None  # type: ignore[assignment]
+        elif isinstance(part, nnx.BatchNorm):
+            name = ".".join(map(str, path))
+            raise BadInput(
+                f"bn_stats='batch' needs fedjax_pfl.models.layers.BatchNorm, but {name} is another batch norm."
+            )
+    return module
+
+
+def _check_parts(module: nnx.Module) -> None:
+    """BadInput unless all variables are parameters of body or head, or batch-norm moments of the body."""
+    for part in ("body", "head"):
+        if not isinstance(getattr(module, part, None), nnx.Module):
+            raise BadInput(
+                f"{type(module).__name__} has no `{part}`: a model needs a body, x -> h, and a head, h -> logits."
+            )
+    for path, variable in nnx.to_flat_state(nnx.state(module)):
+        kinds: tuple = {"body": (nnx.Param, nnx.BatchStat), "head": (nnx.Param,)}.get(str(path[0]), ())
+        if not isinstance(variable, kinds):
+            name = ".".join(map(str, path))
+            raise BadInput(
+                f"{type(module).__name__}.{name} is a {type(variable).__name__}: a model may hold parameters in body "
+                "and head and batch-norm moments in body; dropout takes `rngs` when called, not when built."
+            )

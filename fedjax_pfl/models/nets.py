@@ -1,0 +1,128 @@
+"""The small networks: each has a `body`, inputs to K features, and a `head`, the last linear layer."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+from flax import nnx
+
+from fedjax_pfl.checks import BadInput
+from fedjax_pfl.models import layers
+from fedjax_pfl.types import Array
+
+Shape = tuple[int, ...]
+
+
+class Net(nnx.Module):
+    """A body, x [B, *input] -> h [B, K], and a head, h -> logits [B, C]."""
+
+    def __init__(self, body: nnx.Module, head: nnx.Module):
+        self.body, self.head = body, head
+
+    def __call__(self, x: Array, **kwargs) -> Array:
+        return self.head(self.body(x, **kwargs))
+
+
+class Dense(nnx.Module):
+    """Flattens, then linear layers with ReLU of the given widths; without widths, the flat input."""
+
+    def __init__(self, din: int, widths: Sequence[int], rngs: nnx.Rngs):
+        sizes = (din, *widths)
+        self.layers = nnx.List([layers.linear(a, b, rngs) for a, b in zip(sizes[:-1], widths, strict=True)])
+
+    def __call__(self, x: Array) -> Array:
+        x = x.reshape(x.shape[0], -1)
+        for layer in self.layers:
+            x = jax.nn.relu(layer(x))
+        return x
+
+
+class Conv(nnx.Module):
+    """Blocks of 5x5 convolution, optional batch norm, ReLU and 2x2 pooling, then linear layers with ReLU."""
+
+    def __init__(
+        self, name: str, shape: Shape, channels: Shape, paddings: Shape, widths: Shape, rngs, norm: bool = False
+    ):
+        height, width = pooled_size(name, shape, paddings)
+        sizes = (shape[-1], *channels)
+        self.convs = nnx.List(
+            [layers.conv(sizes[i], sizes[i + 1], 5, padding, rngs) for i, padding in enumerate(paddings)]
+        )
+        self.norms = nnx.List([layers.BatchNorm(c, rngs=rngs) for c in channels] if norm else [])
+        self.dense = Dense(height * width * channels[-1], widths, rngs)
+
+    def __call__(self, x: Array, mask: Array | None = None, train: bool = False) -> Array:
+        for i, conv in enumerate(self.convs):
+            x = conv(x)
+            if self.norms:
+                x = self.norms[i](x, mask, train)
+            x = jax.nn.relu(layers.max_pool(x))  # the same as the pool of the ReLU, on a quarter of the pixels
+        return self.dense(x)
+
+
+def pooled_size(name: str, shape: Shape, paddings: Shape) -> tuple[int, int]:
+    """Height and width after blocks of 5x5 convolution and 2x2 pooling; BadInput if nothing is left of the image."""
+    if len(shape) != 3:
+        raise BadInput(
+            f"Model {name!r} needs images of shape (height, width, channels), got input shape {tuple(shape)}."
+        )
+
+    def after(size):
+        for padding in paddings:
+            size = max(size + 2 * padding - 4, 0) // 2
+        return size
+
+    height, width = after(shape[0]), after(shape[1])
+    if not height * width:
+        least = next(size for size in range(1, 1000) if after(size))
+        raise BadInput(f"Model {name!r} needs images of at least {least}x{least} pixels, got {shape[0]}x{shape[1]}.")
+    return height, width
+
+
+def linear(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
+    """Softmax regression: the flat input is the feature vector, K = its size."""
+    size = math.prod(input_shape)
+    return Net(Dense(size, (), rngs), layers.linear(size, num_classes, rngs))
+
+
+def mlp(input_shape: Shape, num_classes: int, rngs: nnx.Rngs, hidden: int = 64) -> Net:
+    """Multilayer perceptron with one hidden ReLU layer, K = hidden = 64."""
+    return Net(Dense(math.prod(input_shape), (hidden,), rngs), layers.linear(hidden, num_classes, rngs))
+
+
+def _lenet(name: str, shape: Shape, num_classes: int, rngs: nnx.Rngs, padding: int, norm: bool = False) -> Net:
+    body = Conv(name, shape, (6, 16), (padding, 0), (120, 84), rngs, norm)
+    return Net(body, layers.linear(84, num_classes, rngs))
+
+
+def lenet(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
+    """LeNet-5 with 2 pixels of padding: 5x5 convolutions 6 and 16, linear 120 and 84, K = 84."""
+    return _lenet("lenet", input_shape, num_classes, rngs, 2)
+
+
+def lenet_valid(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
+    """LeNet without padding, as in the KT-pFL family, K = 84."""
+    return _lenet("lenet_valid", input_shape, num_classes, rngs, 0)
+
+
+def lenet_bn(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
+    """LeNet-5 with 2 pixels of padding and batch norm after each convolution, K = 84."""
+    return _lenet("lenet_bn", input_shape, num_classes, rngs, 2, norm=True)
+
+
+def _cnn(name: str, shape: Shape, num_classes: int, rngs: nnx.Rngs, padding: int) -> Net:
+    body = Conv(name, shape, (32, 64), (padding, padding), (512,), rngs)
+    return Net(body, layers.linear(512, num_classes, rngs))
+
+
+def cnn(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
+    """The 4-layer CNN of FedCP: 5x5 convolutions 32 and 64 without padding, linear 512, K = 512."""
+    return _cnn("cnn", input_shape, num_classes, rngs, 0)
+
+
+def cnn_same(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
+    """The CNN of McMahan et al. 2017: as cnn, with SAME padding, K = 512."""
+    return _cnn("cnn_same", input_shape, num_classes, rngs, 2)
+
+
+MODELS = {f.__name__: f for f in (linear, mlp, lenet, lenet_valid, lenet_bn, cnn, cnn_same)}
