@@ -67,7 +67,8 @@ def steps(
     per_epoch = data.size // width if drop_last else (data.size + width - 1) // width
     if steps is None:
         assert epochs is not None
-        total, passes = per_epoch * epochs, epochs
+        total: Any = per_epoch * epochs
+        passes: Any = epochs
     else:
         total = jnp.where(per_epoch > 0, steps, 0)
         passes = (total + per_epoch - 1) // jnp.maximum(per_epoch, 1)

@@ -23,7 +23,7 @@ def gather(tree: PyTree, ids: Array) -> PyTree:
 
 
 def scatter(tree: PyTree, ids: Array, rows: PyTree, active: Array) -> PyTree:
-    """Writes rows [S, ...] into a tree [N, ...] at the distinct `ids` [S]; rows that are not `active` stay as they are."""
+    """Writes rows [S, ...] into a tree [N, ...] at the distinct `ids` [S]; rows not `active` stay as they are."""
 
     def put(old: Array, new: Array) -> Array:
         return old.at[ids].set(jnp.where(expand(active, new.ndim), new, old[ids]), unique_indices=True)

@@ -26,7 +26,7 @@ class Examples(NamedTuple):
 class Rows(NamedTuple):
     """Which examples a client owns."""
 
-    index: Array  # [..., M] int32, meaningless past `size`
+    index: Array  # type: ignore[assignment]  # [..., M] int32, meaningless past `size`
     size: Array  # [...] int32
 
 
@@ -44,7 +44,7 @@ class Data(NamedTuple):
     """One client's rows over the shared examples, and how raw inputs become floats."""
 
     examples: Examples
-    index: Array  # [M] int32
+    index: Array  # type: ignore[assignment]  # [M] int32
     size: Array  # [] int32
     prepare: Callable[[Array], Array]  # raw [B, *input] -> float32 [B, *input]
 
@@ -70,7 +70,7 @@ class Client(NamedTuple):
 
 
 class Model(NamedTuple):
-    """Pure functions over variables {"body": params, "head": params, "stats": batch-norm moments}, nested plain dicts."""
+    """Pure functions over variables {"body": params, "head": params, "stats": batch-norm moments}, nested dicts."""
 
     init: Callable[[Array], PyTree]  # key -> variables
     features: Callable[..., tuple[Array, PyTree]]  # (variables, x, mask=None, train=False, key=None) -> [B, K], stats

@@ -85,7 +85,7 @@ def test_each_client_takes_its_own_steps_under_vmap():
     sizes = jnp.array([10, 0, 3])
 
     def one(size):
-        step = lambda key, n, batch: (n + 1, jnp.sum(batch.mask))  # noqa: E731
+        step = lambda key, n, batch: (n + 1, jnp.sum(batch.mask))
         return local.steps(KEY, data(10)._replace(size=size), step, jnp.int32(0), batch_size=4, epochs=2)
 
     done, _, count = jax.vmap(one)(sizes)

@@ -17,7 +17,7 @@ _compiled: dict = {}
 
 
 def train(method, task=MLP, federation=None, **hparams):
-    """(state, metrics, last scores) after three rounds; floats are traced, so one compilation serves all their values."""
+    """(state, metrics, last scores) after three rounds; floats are traced: one compilation serves all their values."""
     factory = ALGORITHMS[method] if isinstance(method, str) else method
     program = simulate.program(factory, task, hparams)
     static = tuple(sorted((k, v) for k, v in hparams.items() if not isinstance(v, float)))
@@ -53,7 +53,7 @@ def test_ditto_global_model_is_fedavgs():
 
 
 def test_ditto_without_pull_is_local():
-    state, metrics, last = train("ditto", lam=0.0)
+    state, _, last = train("ditto", lam=0.0)
     alone = train("local")
     assert_close(state.clients, alone[0].clients)
     assert_same(last, alone[2])
@@ -122,13 +122,13 @@ def test_local_ignores_the_others():
     f = toy.federation()
     others = np.concatenate([np.asarray(f.train.index[i][: SIZES[i]]) for i in range(1, toy.N)])
     changed = f._replace(examples=f.examples._replace(x=f.examples.x.at[others].multiply(-3)))
-    mine = lambda result: trees.gather(result[0].clients, 0)  # noqa: E731
+    mine = lambda result: trees.gather(result[0].clients, 0)
     assert_same(mine(train("local", federation=changed)), mine(train("local")))
 
 
 def test_fedper_of_equal_clients_has_equal_heads():
     f = toy.federation()
-    same = lambda rows: type(rows)(*(x.at[1].set(x[0]) for x in rows))  # noqa: E731
+    same = lambda rows: type(rows)(*(x.at[1].set(x[0]) for x in rows))
     f = f._replace(train=same(f.train), class_counts=f.class_counts.at[1].set(f.class_counts[0]))
     full_batch = toy.task("mlp", batch_size=19)
     heads = train("fedper", full_batch, federation=f)[0].clients["head"]
@@ -145,7 +145,7 @@ def test_pfedc_with_one_task_is_fedavg(head_weighting, federation):
 def test_one_client_is_centralised_sgd():
     task = toy.task("mlp", sizes=SIZES[:1], class_counts=MLP.class_counts[:1])
     f = toy.federation()
-    first = lambda rows: type(rows)(*(x[:1] for x in rows))  # noqa: E731
+    first = lambda rows: type(rows)(*(x[:1] for x in rows))
     one = f._replace(train=first(f.train), val=first(f.val), test=first(f.test), class_counts=f.class_counts[:1])
     averaged, alone = (train(method, task, one)[0] for method in ("fedavg", "local"))
     assert_same(trees.replicate(averaged.server, 1), alone.clients)
@@ -153,7 +153,7 @@ def test_one_client_is_centralised_sgd():
 
 def test_identical_clients_average_to_any_of_them():
     f = toy.federation()
-    same = lambda rows: type(rows)(*(trees.replicate(x[1], toy.N) for x in rows))  # noqa: E731
+    same = lambda rows: type(rows)(*(trees.replicate(x[1], toy.N) for x in rows))
     equal = f._replace(train=same(f.train), class_counts=trees.replicate(f.class_counts[1], toy.N))
     full_batch = toy.task("mlp", batch_size=19)
     average, alone = train("fedavg", full_batch, equal)[0].server, train("local", full_batch, equal)[0].clients

@@ -100,7 +100,7 @@ def method_task(method: str) -> Task:
 
 @functools.cache
 def compiled_round(method: str, width: int = 1):
-    """One jitted round of a method on an explicit cohort: (key, numbers, federation, state, ids, active, t, evaluated)."""
+    """One jitted round of a method: (key, numbers, federation, state, ids, active, t, evaluated)."""
     given = method_task(method)
     defaults = simulate.hyperparameters(ALGORITHMS[method])
     static = {k: v for k, v in defaults.items() if not isinstance(v, float)}

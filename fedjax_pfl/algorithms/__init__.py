@@ -14,9 +14,9 @@ ALGORITHMS = {
     "fedprox": fedprox,
     "fedper": fedper,
     "fedrep": fedrep,
-    "fedbn": fedbn,
     "lg_fedavg": lg_fedavg,
     "fedbabu": fedbabu,
+    "fedbn": fedbn,
     "ditto": ditto,
     "pfedc": pfedc,
 }

@@ -1,0 +1,285 @@
+"""Checkpoints, and that N rounds equal k rounds, a resume and N - k rounds, bit for bit."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import build, interrupt, main, runs, settings
+from fedjax_pfl import checkpoint, simulate
+from fedjax_pfl.checks import BadInput
+
+pytestmark = pytest.mark.xdist_group("checkpoint")
+
+FLAGS = ["--algo=fedper", "--dataset=digits", "--data_fraction=0.2", "--clients=4", "--classes_per_client=3"]
+FLAGS += ["--epochs=1", "--momentum=0.9", "--lr_decay=0.9", "--participation=0.25:0.75", "--width=2"]
+FLAGS += ["--eval_every=2", "--checkpoint_every=2"]
+WRITTEN = ("metrics.jsonl", "metrics.csv", "scores.jsonl", "config.json", "partition.json")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Commands with the same settings compile once."""
+    options = {"jax_compilation_cache_dir": str(tmp_path_factory.mktemp("cache"))}
+    options |= {"jax_persistent_cache_min_compile_time_secs": 0.0, "jax_persistent_cache_min_entry_size_bytes": -1}
+    before = {name: getattr(jax.config, name) for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def tree():
+    return {
+        "server": {"a": jnp.arange(6.0).reshape(2, 3), "nothing": {}, "hole": None, "empty": jnp.zeros((4, 0))},
+        "clients": (jnp.array([True, False]), jnp.int32(7), jax.random.key(3)),
+    }
+
+
+def assert_equal(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        np.testing.assert_array_equal(x, y)
+
+
+def test_a_tree_comes_back_whole(tmp_path):
+    checkpoint.save(tmp_path, 5, tree())
+    step, back = checkpoint.restore(tmp_path, jax.eval_shape(tree))
+    assert step == 5
+    assert_equal(back, tree())
+
+
+def test_only_the_last_two_stay_and_torn_saves_are_removed(tmp_path):
+    (tmp_path / "7.orbax-checkpoint-tmp").mkdir()
+    (tmp_path / "20").mkdir()  # without its digests it was never finished
+    for step in (3, 10, 20):
+        checkpoint.save(tmp_path, step, {"a": jnp.full(2, step)})
+    assert checkpoint.steps(tmp_path) == [10, 20]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["10", "10.sha256", "20", "20.sha256"]
+    assert checkpoint.restore(tmp_path, {"a": jnp.zeros(2, jnp.int32)})[1]["a"].tolist() == [20, 20]
+
+
+def test_no_checkpoint(tmp_path):
+    with pytest.raises(BadInput, match="There is no checkpoint"):
+        checkpoint.restore(tmp_path / "nowhere", tree())
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x55
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "harm", [flip, lambda p: p.write_bytes(p.read_bytes()[:-9]), lambda p: p.unlink()], ids=["flip", "cut", "delete"]
+)
+@pytest.mark.parametrize("name", ["d/*", "ocdbt.process_0/d/*", "manifest.ocdbt", "_METADATA"])
+def test_damage_is_said_in_a_sentence(tmp_path, harm, name):
+    checkpoint.save(tmp_path, 1, tree())
+    checkpoint.save(tmp_path, 2, tree())
+    for path in (tmp_path / "2").glob(name):
+        harm(path)
+    with pytest.raises(BadInput, match=r"Checkpoint .*2 is damaged \(.*\): delete that folder to resume from step 1.$"):
+        checkpoint.restore(tmp_path, jax.eval_shape(tree))
+    shutil.rmtree(tmp_path / "2")
+    assert checkpoint.restore(tmp_path, jax.eval_shape(tree))[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        ({"a": jnp.zeros((2, 4))}, "/a is float32[2, 3] there, but float32[2, 4] here"),
+        ({"a": jnp.zeros((2, 3), jnp.int32)}, "/a is float32[2, 3] there, but int32[2, 3] here"),
+        ({"b": jnp.zeros((2, 3))}, "/a is float32[2, 3] there, but missing here"),
+        ({"a": jnp.zeros((2, 3)), "b": jnp.zeros(1)}, "/b is missing there, but float32[1] here"),
+    ],
+)
+def test_a_foreign_checkpoint(tmp_path, other, sentence):
+    checkpoint.save(tmp_path, 1, {"a": jnp.zeros((2, 3))})
+    with pytest.raises(BadInput) as error:
+        checkpoint.restore(tmp_path, other)
+    assert "is of another experiment" in str(error.value) and sentence in str(error.value)
+
+
+def test_a_full_disk(tmp_path, monkeypatch):
+    checkpoint.save(tmp_path, 1, tree())
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 0))
+    with pytest.raises(OSError, match="0 are free"):
+        checkpoint.save(tmp_path, 2, tree())
+    assert checkpoint.steps(tmp_path) == [1]
+
+
+def test_a_state_goes_on_bit_for_bit(tmp_path, cache):
+    e = build.prepare(settings.resolve(settings.given(settings.parse([*FLAGS, "--rounds=4"]))))
+    program = e.program(width=2)
+    for result in simulate.rounds(program, e.key, e.federation, rounds=4):
+        if result.round == 1:
+            checkpoint.save(tmp_path, 2, result.state)
+    start, state = checkpoint.restore(tmp_path, e.state_shapes())
+    *_, again = simulate.rounds(program, e.key, e.federation, rounds=4, start=start, state=state)
+    assert_equal(again.state, result.state)
+    assert_equal(again.pre, result.pre)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, cache):
+    """Six rounds without interruption."""
+    path = tmp_path_factory.mktemp("whole") / "run"
+    assert main.run([*FLAGS, "--rounds=6", f"--workdir={path}"]) == 0
+    return path
+
+
+def assert_same_run(a, b):
+    for name in WRITTEN:
+        assert (a / name).read_text() == (b / name).read_text(), name
+    like = build.prepare(runs.read_json(a / "config.json")).state_shapes()
+    (step_a, state_a), (step_b, state_b) = (checkpoint.restore(path / "checkpoints", like) for path in (a, b))
+    assert step_a == step_b
+    assert_equal(state_a, state_b)
+
+
+def test_a_grown_run_equals_a_long_one(whole, tmp_path):
+    assert main.run([*FLAGS, "--rounds=4", f"--workdir={tmp_path / 'run'}"]) == 0
+    short = runs.read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert (
+        "pre/acc" in short[3] and "pre/acc" not in runs.read_rows(whole / "metrics.jsonl")[3]
+    )  # evaluated as the last
+    assert main.run(["--resume", "--rounds=6", f"--workdir={tmp_path / 'run'}"]) == 0
+    assert_same_run(whole, tmp_path / "run")
+
+
+def test_a_killed_run_goes_on(whole, tmp_path):
+    path = tmp_path / "run"
+    shutil.copytree(whole, path)
+    shutil.rmtree(path / "checkpoints" / "6")  # its digests stay: not a checkpoint
+    rows = (path / "metrics.jsonl").read_text()
+    (path / "metrics.jsonl").write_text(rows[: len(rows) // 6 * 5])  # a torn line in round 5
+    assert main.run(["--resume", f"--workdir={path}"]) == 0
+    assert_same_run(whole, path)
+
+
+def test_a_run_without_a_checkpoint_starts_again(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
+    assert main.run(["--resume", f"--workdir={tmp_path / 'run'}"]) == 0
+    assert_same_run(whole, tmp_path / "run")
+
+
+def test_ctrl_c_keeps_a_resumable_run(whole, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "run"
+    rounds = simulate.rounds
+
+    def interrupted(*args, **kwargs):
+        for result in rounds(*args, **kwargs):
+            if result.round == 2:
+                signal_and_wait()
+            yield result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(simulate, "rounds", interrupted)
+        assert main.run([*FLAGS, "--rounds=6", f"--workdir={path}"]) == 130
+    said = capsys.readouterr()
+    assert "Stopped after 3 rounds; go on with" in said.err and f"--resume --workdir={path}" in said.err
+    assert "Stopping after this round" in said.out
+    assert checkpoint.steps(path / "checkpoints") == [2, 3]
+    assert json.loads((path / "summary.json").read_text())["status"] == "interrupted"
+    assert main.run([*FLAGS, "--rounds=6", "--resume", f"--workdir={path}"]) == 0
+    assert_same_run(whole, path)
+
+
+def signal_and_wait():
+    """Ctrl-C, and the time for the watching thread to see it."""
+    import os
+    import signal
+    import time
+
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.3)
+
+
+def test_a_second_ctrl_c_aborts_at_once():
+    import subprocess
+    import sys
+
+    script = (
+        "import os, signal, time; from experiments.interrupt import Interrupt\n"
+        "with Interrupt(lambda: print('once', flush=True), 'Aborted.') as i:\n"
+        "    os.kill(os.getpid(), signal.SIGINT); time.sleep(.3); print(i.asked, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGINT); time.sleep(60)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout.split()) == (130, ["once", "2"])
+    assert "Aborted." in done.stderr
+
+
+def test_signals_are_as_before_afterwards():
+    import signal
+
+    before = [signal.getsignal(number) for number in interrupt.SIGNALS]
+    with interrupt.Interrupt(lambda: None, ""):
+        assert [signal.getsignal(number) for number in interrupt.SIGNALS] != before
+    assert [signal.getsignal(number) for number in interrupt.SIGNALS] == before
+
+
+def refused(capsys, *flags):
+    assert main.run(list(flags)) == main.BAD_INPUT
+    said = capsys.readouterr().err.strip()
+    assert "\n" not in said
+    return said
+
+
+def test_other_settings_are_refused_by_name(whole, capsys):
+    said = refused(capsys, "--resume", f"--workdir={whole}", "--lr=0.3", "--seed=1", "--algo=fedrep")
+    assert "algo (recorded fedper, now fedrep), lr (recorded 0.1, now 0.3), seed (recorded 0, now 1)" in said
+    assert "rounds=3 is less than the recorded 6" in refused(capsys, "--resume", f"--workdir={whole}", "--rounds=3")
+    assert "has no hyperparameters" in refused(capsys, "--resume", f"--workdir={whole}", "--hparam", "mu=1")
+
+
+def test_what_may_change_may(whole, tmp_path):
+    path = tmp_path / "run"
+    shutil.copytree(whole, path)
+    changes = ["--width=1", "--checkpoint_every=5", "--participation=0.25:0.75"]
+    assert main.run(["--resume", f"--workdir={path}", *changes]) == 0
+    assert runs.read_json(path / "layout.json")["width"] == 2  # the recorded one is used
+    assert (path / "metrics.jsonl").read_text() == (whole / "metrics.jsonl").read_text()
+
+
+def test_another_partition_or_data_set_is_refused(whole, tmp_path, capsys):
+    path = tmp_path / "run"
+    shutil.copytree(whole, path)
+    for name, sentence in (("partition", "The partition is not the one"), ("data", "The data set digits is not the")):
+        hashes = runs.read_json(whole / "partition.json")
+        runs.write_json(path / "partition.json", hashes | {name: "0"})
+        assert sentence in refused(capsys, "--resume", f"--workdir={path}")
+
+
+def test_damage_to_a_run_directory_is_said_in_a_sentence(whole, tmp_path, capsys):
+    path = tmp_path / "run"
+    shutil.copytree(whole, path)
+    rows = (path / "scores.jsonl").read_text().splitlines(keepends=True)
+    (path / "scores.jsonl").write_text("".join(rows[:2] + rows[3:]))
+    assert "scores.jsonl does not hold the rounds 0 to 5" in refused(capsys, "--resume", f"--workdir={path}")
+    for file in (path / "checkpoints" / "6").rglob("d/*"):
+        flip(file)
+    assert "delete that folder to resume from step 4" in refused(capsys, "--resume", f"--workdir={path}")
+    (path / "config.json").write_text("{")
+    assert "config.json is damaged" in refused(capsys, "--resume", f"--workdir={path}")
+    assert "is not a run directory" in refused(capsys, "--resume", f"--workdir={tmp_path / 'none'}")
+
+
+def test_any_clients_model_can_be_had_again(whole):
+    run = runs.load(whole)
+    assert run.round == 6 and run.config["algo"] == "fedper" and len(run.metrics) == len(run.scores) == 7
+    p, dataset = run.experiment.partition, run.experiment.dataset
+    for client in (0, 3):
+        rows = p.test[client, : p.test_sizes[client]]
+        answers = np.argmax(run.predictor(client)(dataset.x[rows]), axis=1)
+        assert np.mean(answers == dataset.y[rows]) == pytest.approx(run.scores[-1]["pre"]["acc"][client])
+    with pytest.raises(BadInput, match=r"client 4 is not one of 0\.\.3"):
+        run.predictor(4)
