@@ -1,6 +1,7 @@
 """What a user can get wrong, said in one sentence before anything compiles."""
 
 import difflib
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,7 +18,8 @@ def check(name: str, value: Any, low: float, high: float, *, open_low: bool = Fa
         return
     if not (low < value if open_low else low <= value) or not value <= high:
         left = "(" if open_low else "["
-        raise BadInput(f"{name}={value} is outside its range {left}{low:g}, {high:g}].")
+        right = ")" if math.isinf(high) else "]"
+        raise BadInput(f"{name}={value} is outside its range {left}{low:g}, {high:g}{right}.")
 
 
 def choose(name: str, value: str, allowed: Iterable[str]) -> str:

@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from fedjax_pfl import evaluate, trees
 from fedjax_pfl.checks import BadInput, check
 from fedjax_pfl.clients import Cohort
-from fedjax_pfl.types import Algorithm, Array, Federation, PyTree, State, Task
+from fedjax_pfl.data.sources import Dataset
+from fedjax_pfl.types import Algorithm, Array, Federation, Model, PyTree, State, Task
 
 INIT, ROUND, SAMPLING, SERVER, CLIENTS = range(5)
 
@@ -26,12 +28,36 @@ class Program(NamedTuple):
 
     numbers: dict[str, float]
     init: Callable[..., State]  # (key, numbers) -> State
-    round: Callable[..., tuple[State, PyTree]]  # (key, numbers, federation, State[N], t, evaluated) -> State[N], metrics
+    round: Callable[..., tuple[State, PyTree]]  # (key, numbers, federation, State[N], t, evaluated) -> State, metrics
     evaluate: Callable[..., dict[str, Array]]  # (key, numbers, federation, State[N], t) -> {name: [N]}
+    predict: Callable[..., Array]  # (key, numbers, federation, State[N], t, client id [], raw x [B, *input]) -> outputs
 
 
 class Diverged(RuntimeError):
     """A client's loss is not finite any more."""
+
+
+def task(
+    dataset: Dataset,
+    class_counts: np.ndarray | Array,
+    model: Model,
+    *,
+    lr: float,
+    batch_size: int,
+    optimizer: Callable[..., Any] = optax.sgd,
+    **options: Any,
+) -> Task:
+    """Makes a Task of a data set, a partition's class counts and a model.
+
+    Args:
+      class_counts: [N, C] training examples of each client (`Federation.class_counts`).
+      optimizer: lr -> optax.GradientTransformation.
+      options: further fields of Task: epochs, steps, rounds, participation, ...
+    """
+    counts = np.asarray(class_counts)
+    sizes, shape, classes = counts.sum(axis=1), dataset.x.shape[1:], dataset.num_classes
+    made = Task(model, sizes, counts, classes, shape, dataset.prepare, lr, optimizer, batch_size)
+    return made._replace(**{"superclass": dataset.superclass} | options)
 
 
 def cohort_size(task: Task) -> int:
@@ -100,8 +126,7 @@ def program(
 
     def cohort(key: Array, federation: Federation, ids: Array, active: Array, t: Array, evaluated: Array) -> Cohort:
         key = jax.random.fold_in(_round_key(key, t), CLIENTS)
-        options = {"key": key, "round": t, "evaluated": evaluated, "width": width}
-        return Cohort(federation, task.prepare, ids, active, **options)
+        return Cohort(federation, task.prepare, ids, active, key=key, round=t, evaluated=evaluated, width=width)
 
     def init(key: Array, numbers: dict[str, Array]) -> State:
         return trees.copied(algorithm(numbers, 0).init(jax.random.fold_in(key, INIT)))
@@ -127,7 +152,16 @@ def program(
 
         return everybody.map(client, state.clients)
 
-    return Program(numbers, init, round, scores)
+    def predict(key, numbers, federation, state: State, t, id, x) -> Array:
+        method, id = algorithm(numbers, t), jnp.asarray(id, jnp.int32)[None]
+        alone = cohort(key, federation, id, id >= 0, t, jnp.bool(True))
+
+        def client(c, row):
+            return method.predict(state.server, row, c)(task.prepare(x), jnp.ones(x.shape[0], bool))
+
+        return alone.map(client, trees.gather(state.clients, id))[0]
+
+    return Program(numbers, init, round, scores, predict)
 
 
 def _round_key(key: Array, t: Array) -> Array:
@@ -149,7 +183,7 @@ def curve(
       The last state; the rounds' metrics [rounds, ...] with the scores before each under "pre" (NaN where round t is
       not evaluated); the scores after the last round.
     """
-    run = lambda state, t: program.evaluate(key, numbers, federation, state, t)  # noqa: E731
+    run = lambda state, t: program.evaluate(key, numbers, federation, state, t)
 
     def step(state: State, t: Array) -> tuple[State, PyTree]:
         evaluated = t % eval_every == 0
@@ -173,7 +207,14 @@ class Result(NamedTuple):
 
 
 def rounds(
-    program: Program, key: Array, federation: Federation, *, rounds: int, eval_every: int = 1, start: int = 0, state=None
+    program: Program,
+    key: Array,
+    federation: Federation,
+    *,
+    rounds: int,
+    eval_every: int = 1,
+    start: int = 0,
+    state=None,
 ) -> Iterator[Result]:
     """Runs an experiment round by round from `start`, and closes with the scores after the last round.
 
@@ -202,7 +243,9 @@ def _check_finite(t: int, metrics: PyTree) -> None:
     bad = metrics["active"] & ~np.isfinite(metrics["loss"])
     if bad.any():
         ids = ", ".join(map(str, metrics["ids"][bad][:20]))
-        raise Diverged(f"The loss of client {ids} is not finite in round {t}: lower --lr, or clip gradients with --clip.")
+        raise Diverged(
+            f"The loss of client {ids} is not finite in round {t}: lower --lr, or clip gradients with --clip."
+        )
 
 
 def record(result: Result, test_sizes: np.ndarray) -> dict[str, Any]:

@@ -1,0 +1,175 @@
+"""From settings to an experiment: data, partition, task, program. Everything wrong is found here, before compiling."""
+
+import hashlib
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from experiments import settings
+from fedjax_pfl import simulate, trees
+from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.checks import BadInput
+from fedjax_pfl.data import federate, partition, sources
+from fedjax_pfl.layout import choose_width
+from fedjax_pfl.models import functional, layers
+from fedjax_pfl.types import Algorithm, Federation, State, Task
+
+
+class Experiment(NamedTuple):
+    """What a run is made of; `config` says all of it."""
+
+    config: dict[str, Any]
+    dataset: sources.Dataset
+    partition: partition.Partition
+    federation: Federation
+    task: Task
+    conv: str  # the form of the convolutions
+
+    @property
+    def key(self) -> jax.Array:
+        return jax.random.key(self.config["seed"])
+
+    def program(self, width: int = 1, rounds: int | None = None) -> simulate.Program:
+        """The pure functions of this experiment."""
+        task = self.task if rounds is None else self.task._replace(rounds=rounds)
+        factory = ALGORITHMS[self.config["algo"]]
+        return simulate.program(factory, task, self.config["hparams"], lr_decay=self.config["lr_decay"], width=width)
+
+    def algorithm(self) -> Algorithm:
+        """The method as a value, at the first round's learning rate."""
+        return ALGORITHMS[self.config["algo"]](self.task, **self.config["hparams"])
+
+    def state_shapes(self) -> State:
+        """The state's structure with shapes and types in place of arrays; nothing is compiled."""
+        init = self.program().init
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        return jax.eval_shape(init, key, numbers(self.program()))
+
+
+def prepare(config: dict[str, Any], conv: str = "auto") -> Experiment:
+    """Loads, deals and checks; `conv` is "auto", or the recorded form on a resume.
+
+    Raises:
+      BadInput: the settings do not fit each other or the data.
+    """
+    dataset = sources.load(config["dataset"], config["data_dir"])
+    dataset = sources.subset(dataset, config["data_fraction"], config["seed"])
+    dealt = _deal(config, dataset)
+    config = config | {"clients": len(dealt.train)}
+    if config["model"] == "auto":
+        config["model"] = "cnn" if _is_image(dataset.x.shape[1:]) else "mlp"
+    conv = layers.form(conv)
+    task = _task(config, dataset, dealt, conv)
+    experiment = Experiment(config, dataset, dealt, None, task, conv)  # type: ignore[arg-type]
+    experiment.state_shapes()  # the method's own checks: of its numbers, and of the model's parts
+    return experiment._replace(federation=federate.federate(dataset, dealt))
+
+
+def _deal(config: dict[str, Any], dataset: sources.Dataset) -> partition.Partition:
+    spec = config["partition"]
+    if config["clients"] is None:  # the file says it
+        return partition.load_file(spec.removeprefix("file:"), dataset)
+    return partition.partition(
+        dataset,
+        spec,
+        num_clients=config["clients"],
+        seed=config["seed"],
+        alpha=config["alpha"],
+        classes_per_client=config["classes_per_client"],
+        test=config["test_split"],
+        val_fraction=config["val_fraction"],
+    )
+
+
+def _is_image(shape: tuple[int, ...]) -> bool:
+    return len(shape) == 3 and min(shape[:2]) >= 16
+
+
+def _task(config: dict[str, Any], dataset: sources.Dataset, dealt: partition.Partition, conv: str) -> Task:
+    return simulate.task(
+        dataset,
+        partition.class_counts(dealt, dataset),
+        functional.model(config["model"], dataset.x.shape[1:], dataset.num_classes, config["bn_stats"], conv),
+        lr=config["lr"],
+        optimizer=optimizer(config["momentum"], config["weight_decay"], config["clip"]),
+        batch_size=config["batch_size"],
+        epochs=config["epochs"],
+        steps=config["steps"],
+        rounds=config["rounds"],
+        participation=settings.participation(config["participation"]),
+        drop_last=config["drop_last"],
+        bn_stats=config["bn_stats"],
+    )
+
+
+def optimizer(momentum: float, weight_decay: float, clip: float | None):
+    """SGD with PyTorch's meaning of its numbers, lr -> transformation: clipped, then decayed, then momentum."""
+
+    def make(lr: float | jax.Array) -> optax.GradientTransformation:
+        parts = [optax.clip_by_global_norm(clip)] if clip is not None else []
+        parts += [optax.add_decayed_weights(weight_decay)] if weight_decay else []
+        return optax.chain(*parts, optax.sgd(lr, momentum or None))
+
+    return make
+
+
+def numbers(program: simulate.Program) -> dict[str, jax.ShapeDtypeStruct]:
+    """The traced floats of a program, as shapes."""
+    return {name: jax.ShapeDtypeStruct((), jnp.float32) for name in program.numbers}
+
+
+def layout(experiment: Experiment, width: str) -> dict[str, Any]:
+    """How clients are laid out here: `width` as given, or measured."""
+    devices = {"platform": jax.default_backend(), "kind": jax.devices()[0].device_kind, "count": jax.device_count()}
+    chosen = _auto_width(experiment) if width == "auto" else int(width)
+    return {"width": chosen, "conv": experiment.conv, "devices": devices}
+
+
+def _auto_width(experiment: Experiment) -> int:
+    clients = simulate.cohort_size(experiment.task)
+    return choose_width(experiment.task, experiment.federation, clients)
+
+
+def check_growth(experiment: Experiment, before: int) -> None:
+    """Raises BadInput if the program depends on the number of rounds, which grew from `before`."""
+    if experiment.config["rounds"] == before:
+        return
+    if _trace(experiment, before) != _trace(experiment, experiment.config["rounds"]):
+        raise BadInput(
+            f"{experiment.config['algo']} has a schedule over the rounds, so rounds cannot grow from {before} to "
+            f"{experiment.config['rounds']}: start a new run with --workdir."
+        )
+
+
+def _trace(experiment: Experiment, rounds: int) -> str:
+    """The round as text; addresses in it say nothing."""
+    program = experiment.program(rounds=rounds)
+    key, t = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), jnp.int32)
+    wanted = jax.ShapeDtypeStruct((), jnp.bool)
+    arguments = (key, numbers(program), experiment.federation, experiment.state_shapes(), t, wanted)
+    traced = jax.make_jaxpr(program.round)(*arguments)
+    constants = [(x.shape, np.asarray(x).tobytes()) for x in traced.consts if isinstance(x, np.ndarray)]
+    return re.sub(r"0x[0-9a-f]+", "", str(traced)) + str(constants)
+
+
+def data_digest(dataset: sources.Dataset) -> str:
+    """SHA-256 of the examples and labels."""
+    content = hashlib.sha256(np.ascontiguousarray(dataset.x).data)
+    content.update(np.ascontiguousarray(dataset.y).data)
+    return content.hexdigest()
+
+
+def describe(experiment: Experiment) -> str:
+    """One line: what is going to run."""
+    c = experiment.config
+    model = jax.eval_shape(experiment.task.model.init, jax.eval_shape(lambda: jax.random.key(0)))
+    size = trees.size({name: model[name] for name in ("body", "head")})
+    work = f"{c['steps']} steps" if c["steps"] is not None else f"{c['epochs']} epochs"
+    return (
+        f"{c['algo']} on {c['dataset']}: {c['clients']} clients ({c['partition']}), {c['model']} with {size:,} "
+        f"parameters, {c['rounds']} rounds of {work}, batch {c['batch_size']}, lr {c['lr']:g}"
+    )

@@ -1,0 +1,129 @@
+"""Trains one method on one federation: `python -m experiments.main --algo=pfedc`.
+
+Exit codes: 0 done; 2 something in the command is wrong (nothing was compiled); 3 the training diverged; 4 a file could
+not be written; 128 + n stopped by signal n (130: Ctrl-C). What was written is kept, and --resume continues it.
+"""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from experiments import build, describe, report, runs, settings, train
+from experiments.presets import PRESETS
+from experiments.versions import changed, versions
+from fedjax_pfl import simulate
+from fedjax_pfl.checks import BadInput
+
+BAD_INPUT, DIVERGED, UNWRITABLE, INTERRUPTED = 2, 3, 4, 130
+
+
+def run(argv: list[str]) -> int:
+    """Runs a command line (without the program's name) and returns its exit code; every failure is one sentence."""
+    errors = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    try:
+        flags = settings.parse(argv)
+        if text := _information(flags):
+            print(text)
+            return 0
+        soft_wrap = not sys.stdout.isatty()  # a file gets whole lines
+        return _train(flags, Console(highlight=False, markup=False, soft_wrap=soft_wrap))
+    except BadInput as error:
+        errors.print(str(error))
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        errors.print("Interrupted before the first round: nothing to resume.")
+        return INTERRUPTED
+
+
+def _information(flags: Any) -> str | None:
+    if flags.help:
+        return f"{__doc__}\n{flags.get_help()}"
+    if flags.list:
+        return describe.listing()
+    return describe.describe(flags.describe) if flags.describe else None
+
+
+def _train(flags: Any, console: Console) -> int:
+    user = settings.given(flags)
+    path, config = _where(flags, user)
+    layout = runs.read_json(path / "layout.json") if flags.resume else {"conv": "auto"}
+    experiment = build.prepare(config, layout["conv"])
+    partial = experiment.task.participation != (1.0, 1.0)
+    directory = runs.RunDirectory(path, experiment.partition.test_sizes, partial)
+    console.print(build.describe(experiment))
+    try:
+        if flags.resume:
+            start, state = _resume(directory, experiment, console)
+        else:
+            layout, start, state = build.layout(experiment, config["width"]), 0, None
+            directory.start(experiment, layout, versions())
+        console.print(f"Run directory: {path}; {_say(layout)}")
+        train.train(experiment, layout, directory, start, state, console)
+    except (simulate.Diverged, train.Stopped, OSError) as error:
+        return _stopped(error, directory)
+    report.tables(console, directory.rows, _published(config))
+    console.print(f"Everything is in {path}: curves.png, metrics.csv, summary.json, checkpoints, ...")
+    return 0
+
+
+def _where(flags: Any, user: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
+    """The run directory and the settings of a new run or of a resume."""
+    if flags.resume and flags.workdir:
+        path = Path(flags.workdir)
+    else:
+        config = settings.resolve(user)
+        path = Path(flags.workdir or settings.default_workdir(user, config))
+    if flags.resume:
+        return path, settings.resumed(runs.read_json(path / "config.json"), user)
+    runs.check_free(path)
+    return path, config
+
+
+def _resume(directory: runs.RunDirectory, experiment: build.Experiment, console: Console):
+    before = runs.read_json(directory.path / "config.json")["rounds"]
+    build.check_growth(experiment, before)
+    start, state = directory.reopen(experiment)
+    differing = changed(runs.read_json(directory.path / "versions.json"), versions())
+    if differing:
+        console.print(f"Not the software or device of the start ({', '.join(differing)}): the last bits may differ.")
+    console.print(f"Resuming after round {start} of {experiment.config['rounds']}.")
+    return start, state
+
+
+def _say(layout: dict[str, Any]) -> str:
+    devices = layout["devices"]
+    return f"width {layout['width']} on {devices['count']} x {devices['kind']}"
+
+
+def _published(config: dict[str, Any]) -> str | None:
+    preset = PRESETS.get(config["preset"] or "")
+    number = preset.published.get(config["algo"]) if preset else None
+    return f"The paper's {config['algo']}: {number} % (compare {preset.headline})." if preset and number else None
+
+
+def _stopped(error: Exception, directory: runs.RunDirectory) -> int:
+    """Says in one sentence why a run ended early, and how it goes on."""
+    errors = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    resume = train.command(directory.path)
+    if isinstance(error, train.Stopped):
+        done = sum("loss" in row for row in directory.rows)
+        errors.print(f"Stopped after {done} rounds; go on with {resume}")
+        return 128 + error.args[0]
+    if isinstance(error, simulate.Diverged):
+        errors.print(f"{error} What was written is kept in {directory.path}.")
+        return DIVERGED
+    errors.print(f"Cannot write to {directory.path} ({error}): make room, then go on with {resume}")
+    return UNWRITABLE
+
+
+def main() -> None:
+    """The entry point."""
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

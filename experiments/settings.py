@@ -1,0 +1,252 @@
+"""The settings of an experiment: flags, what presets and defaults fill in, and which may change on a resume."""
+
+import difflib
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from absl import flags
+
+from experiments.presets import DEFAULT_PRESETS, PRESETS
+from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.checks import BadInput, check, choose
+from fedjax_pfl.simulate import hyperparameters
+
+INF = float("inf")
+
+
+class Setting(NamedTuple):
+    """One flag of an experiment."""
+
+    kind: type  # str, int, float or bool
+    default: Any
+    help: str
+    free: bool = False  # may differ between a run and its resume
+
+
+SETTINGS = {
+    "algo": Setting(str, None, "the method; --list shows them all"),
+    "preset": Setting(str, None, "a paper's setting, which the other flags override; digits has one by default"),
+    "dataset": Setting(str, "digits", "the data set, or npz:PATH for your own"),
+    "data_fraction": Setting(float, 1.0, "the part of the data set to use, stratified, in (0, 1]"),
+    "val_fraction": Setting(float, 0.0, "the part of every client's training examples held out, in [0, 1)"),
+    "test_split": Setting(str, "pool", "pool: a quarter of each client's examples; official: the data set's own"),
+    "partition": Setting(str, "pathological", "who gets which examples, or file:PATH for your own"),
+    "alpha": Setting(float, 0.1, "the Dirichlet concentration"),
+    "classes_per_client": Setting(int, 2, "of the pathological partitions (shards: shards a client)"),
+    "clients": Setting(int, 20, "the number of clients; with file:PATH the file says it"),
+    "participation": Setting(str, "1", "the part of the clients in a round, or a range as 0.1:1 drawn each round"),
+    "rounds": Setting(int, 100, "communication rounds; may grow on a resume"),
+    "epochs": Setting(int, 1, "local epochs a round"),
+    "steps": Setting(int, None, "local steps a round, in place of epochs"),
+    "batch_size": Setting(int, 10, "examples a step"),
+    "lr": Setting(float, 0.005, "the clients' learning rate"),
+    "lr_decay": Setting(float, 1.0, "the factor on lr from round to round"),
+    "momentum": Setting(float, 0.0, "of the local SGD, in [0, 1)"),
+    "weight_decay": Setting(float, 0.0, "added to the gradient after clipping, as in PyTorch"),
+    "clip": Setting(float, None, "the largest norm of a step's gradient"),
+    "drop_last": Setting(bool, False, "skip the short last batch of an epoch"),
+    "model": Setting(str, "auto", "the network; auto: cnn for images of 16x16 and more, else mlp"),
+    "bn_stats": Setting(str, "aggregate", "batch-norm moments: aggregate, local, or batch (none kept)"),
+    "seed": Setting(int, 0, "of everything that is drawn"),
+    "eval_every": Setting(int, 1, "rounds between evaluations; the last is always evaluated, 0: only at the end"),
+    "checkpoint_every": Setting(int, 10, "rounds between checkpoints", free=True),
+    "width": Setting(str, "auto", "clients trained at once, or auto: measured for two seconds", free=True),
+    "data_dir": Setting(str, None, "where TFDS data sets were prepared (default: TFDS_DATA_DIR)", free=True),
+}
+
+_COMMANDS = {
+    "workdir": (str, None, "the run directory (default: runs/ALGO-DATASET-PARTITION-seedK and what you changed)"),
+    "resume": (bool, False, "continue the run in the run directory; settings not given are the recorded ones"),
+    "list": (bool, False, "list methods, data sets, partitions, models and presets"),
+    "describe": (str, None, "describe a method or a preset"),
+    "help": (bool, False, "show this help"),
+}
+
+_DEFINE: dict[type, Callable] = {
+    str: flags.DEFINE_string,
+    int: flags.DEFINE_integer,
+    float: flags.DEFINE_float,
+    bool: flags.DEFINE_boolean,
+}
+_NOUN: dict[Any, str] = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+_RANGES: dict[str, tuple[float, float]] = {
+    "rounds": (0, INF),
+    "eval_every": (0, INF),
+    "checkpoint_every": (1, INF),
+    "lr_decay": (0, INF),
+    "momentum": (0, 1),
+    "weight_decay": (0, INF),
+    "seed": (0, 2**32 - 1),
+}
+
+
+def parse(argv: list[str]) -> flags.FlagValues:
+    """Reads a command line (without the program's name) into flags of its own; a flag that is not given is None."""
+    values = flags.FlagValues()
+    rows = {name: (s.kind, s.default, s.help) for name, s in SETTINGS.items()} | _COMMANDS
+    for name, (kind, default, text) in rows.items():
+        shown = "" if default is None else f" (default: {default})"
+        _DEFINE[kind](name, None, text + shown, flag_values=values)
+    flags.DEFINE_multi_string("hparam", [], "a hyperparameter of the method: name=value", flag_values=values)
+    try:
+        extra = values(["experiments.main", *argv])[1:]
+    except flags.IllegalFlagValueError as error:
+        raise _illegal(str(error), rows) from None
+    except flags.UnrecognizedFlagError as error:
+        near = difflib.get_close_matches(error.flagname, list(values), n=1)
+        hint = f"did you mean --{near[0]}? " if near else ""
+        raise BadInput(f"Unknown flag --{error.flagname}: {hint}--help shows them all.") from None
+    except flags.Error as error:
+        raise BadInput(f"{error}: --help shows all flags.") from None
+    if extra:
+        raise BadInput(f"Unexpected argument {extra[0]!r}: write settings as --name=value.")
+    return values
+
+
+def _illegal(message: str, rows: dict[str, tuple]) -> BadInput:
+    found = re.match(r"flag --(\w+)=(.*?): ", message, re.DOTALL)
+    if not found or found[1] not in rows:
+        return BadInput(message)
+    return BadInput(f"--{found[1]}={found[2]} must be {_NOUN[rows[found[1]][0]]}.")
+
+
+def given(values: flags.FlagValues) -> dict[str, Any]:
+    """The settings that the user gave, hyperparameters as {"hparams": {name: text}}."""
+    settings = {name: values[name].value for name in SETTINGS if values[name].value is not None}
+    return settings | {"hparams": dict(map(_name_value, values.hparam))}
+
+
+def _name_value(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise BadInput(f"--hparam={text}: write it as --hparam name=value.")
+    return name, value
+
+
+def resolve(user: dict[str, Any]) -> dict[str, Any]:
+    """The effective settings: the user's over the preset's over the defaults.
+
+    Raises:
+      BadInput: an unknown name, or a value out of range.
+    """
+    preset = user.get("preset") or DEFAULT_PRESETS.get(user.get("dataset", "digits"))
+    chosen = PRESETS[choose("preset", preset, PRESETS)] if preset else None
+    defaults = {name: setting.default for name, setting in SETTINGS.items()}
+    config = defaults | dict(chosen.settings if chosen else {}) | user | {"preset": preset}
+    if not config["algo"]:
+        raise BadInput(f"Say which method to run with --algo=NAME: one of {', '.join(ALGORITHMS)}.")
+    factory = ALGORITHMS[choose("algo", config["algo"], ALGORITHMS)]
+    if user.get("steps") is not None and user.get("epochs") is not None:
+        raise BadInput("Local work is either --epochs or --steps: give exactly one of the two.")
+    if config["steps"] is not None:
+        config["epochs"] = None
+    by_preset = chosen.hparams.get(config["algo"], {}) if chosen else {}
+    config["hparams"] = hyperparameters(factory) | by_preset | typed_all(factory, user.get("hparams", {}))
+    check_ranges(config)
+    return config
+
+
+def check_ranges(config: dict[str, Any]) -> None:
+    """Raises BadInput for a value that no experiment can have; what a library function checks itself is left to it."""
+    for name, (low, high) in _RANGES.items():
+        check(name, config[name], low, high, open_low=name == "lr_decay")
+    if config["momentum"] == 1:
+        raise BadInput("momentum=1.0 is outside its range [0, 1).")
+    if config["clip"] is not None:
+        check("clip", config["clip"], 0, INF, open_low=True)
+    choose("test_split", config["test_split"], ("pool", "official"))
+    participation(config["participation"])
+    if config["width"] != "auto":
+        check("width", _number(int, "--width", config["width"]), 1, INF)
+
+
+def participation(text: str) -> tuple[float, float]:
+    """Reads `0.5`, or a range `0.1:1`."""
+    low, colon, high = str(text).partition(":")
+    parts = [_number(float, "--participation", part, text) for part in ((low, high) if colon else (low, low))]
+    return parts[0], parts[1]
+
+
+def _number(kind: type, name: str, text: str, whole: str | None = None) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        hint = {"--participation": ", or a range as 0.1:1", "--width": ", or auto"}.get(name, "")
+        raise BadInput(f"{name}={whole or text} must be {_NOUN[kind]}{hint}.") from None
+
+
+def typed_all(factory: Callable, texts: dict[str, str]) -> dict[str, Any]:
+    """Reads the values of hyperparameters by the types of a factory's arguments."""
+    known, hints = hyperparameters(factory), typing.get_type_hints(factory)
+    if texts and not known:
+        raise BadInput(f"{factory.__name__} has no hyperparameters, so --hparam {next(iter(texts))}=... means nothing.")
+    for name in texts:
+        choose(f"hyperparameter of {factory.__name__}", name, known)
+    return {name: typed(name, text, hints.get(name, type(known[name]))) for name, text in texts.items()}
+
+
+def typed(name: str, text: str, hint: Any) -> Any:
+    """Reads one value; `none` is None where the type allows it."""
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if text.lower() == "none" and type(None) in kinds:
+        return None
+    kind = next(kind for kind in kinds if kind is not type(None))
+    if kind is bool:
+        if text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        raise BadInput(f"--hparam {name}={text} must be {_NOUN[bool]}.")
+    return _number(kind, f"--hparam {name}", text)
+
+
+def resumed(recorded: dict[str, Any], user: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a resume: the recorded ones, with the user's where they may differ.
+
+    Raises:
+      BadInput: a setting differs that must not; all of them are named with both values.
+    """
+    factory = ALGORITHMS[choose("algo", recorded["algo"], ALGORITHMS)]
+    algo = user.get("algo", recorded["algo"])
+    hparams = typed_all(factory, user["hparams"]) if algo == recorded["algo"] else {}
+    wanted = {name: value for name, value in user.items() if name != "hparams"}
+    differing = [
+        f"{name} (recorded {recorded.get(name)}, now {value})"
+        for name, value in wanted.items()
+        if not SETTINGS[name].free and name != "rounds" and not _same(name, recorded.get(name), value)
+    ] + [
+        f"hparam {name} (recorded {recorded['hparams'].get(name)}, now {value})"
+        for name, value in hparams.items()
+        if recorded["hparams"].get(name) != value
+    ]
+    if differing:
+        raise BadInput(f"A resume continues the recorded run, but these settings differ: {', '.join(differing)}.")
+    if wanted.get("rounds", recorded["rounds"]) < recorded["rounds"]:
+        raise BadInput(f"rounds={wanted['rounds']} is less than the recorded {recorded['rounds']}: it may only grow.")
+    free = {name: value for name, value in wanted.items() if SETTINGS[name].free or name == "rounds"}
+    config = recorded | free
+    check_ranges(config)
+    return config
+
+
+def _same(name: str, a: Any, b: Any) -> bool:
+    return participation(a) == participation(b) if name == "participation" else a == b
+
+
+def default_workdir(user: dict[str, Any], config: dict[str, Any]) -> str:
+    """runs/ALGO-DATASET-PARTITION-seedK, then what the user set beside these, so that a sweep needs no names."""
+    parts = [config["algo"], config["dataset"], config["partition"], f"seed{config['seed']}"]
+    named = ("algo", "dataset", "partition", "seed", "rounds", "preset")
+    parts += [f"{n}={v}" for n, v in user.items() if n in SETTINGS and n not in named and not SETTINGS[n].free]
+    parts += [f"{name}={value}" for name, value in user["hparams"].items()]
+    if user.get("preset"):
+        parts.insert(0, user["preset"])
+    return "runs/" + "-".join(re.sub(r"[^\w.=:+-]+", "_", str(part)) for part in parts)
+
+
+def parameters(factory: Callable) -> dict[str, inspect.Parameter]:
+    """The keyword-only parameters of a factory."""
+    found = inspect.signature(factory).parameters
+    return {name: p for name, p in found.items() if p.kind is p.KEYWORD_ONLY}

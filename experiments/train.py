@@ -1,0 +1,79 @@
+"""Runs an experiment into its run directory, round by round."""
+
+import shlex
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from experiments import build, report, versions
+from experiments.interrupt import Interrupt
+from experiments.runs import RunDirectory, read_json, write_json
+from fedjax_pfl import simulate
+from fedjax_pfl.types import State
+
+
+class Stopped(Exception):
+    """The user asked to stop; args: the signal's number."""
+
+
+def train(
+    experiment: build.Experiment, layout: dict, run: RunDirectory, start: int, state: State | None, console: Console
+):
+    """Runs the rounds from `start` and keeps everything; the rows, the state and the summary are safe when it raises.
+
+    Raises:
+      Stopped: after a signal, with a checkpoint; simulate.Diverged; OSError where something cannot be written.
+    """
+    rounds, c = experiment.config["rounds"], experiment.config
+    words = f"Aborted; go on from the last checkpoint with {command(run.path)}"
+    reporter = report.Reporter(console, start, rounds)
+    clock = Clock(run.path)
+    ask = lambda: reporter.say("Stopping after this round; Ctrl-C again aborts at once.")
+    program = experiment.program(layout["width"])
+    options = {"rounds": rounds, "eval_every": c["eval_every"], "start": start, "state": state}
+    with versions.compile_clock() as compiling, reporter, Interrupt(ask, words) as interrupt:
+        try:
+            for result in simulate.rounds(program, experiment.key, experiment.federation, **options):
+                reporter.update(run.append(result))
+                done = result.round + (result.metrics is not None)
+                stop = interrupt.asked is not None and done < rounds
+                if stop or done % c["checkpoint_every"] == 0 or done == rounds:
+                    run.save(done, result.state)
+                    summarise(run, "interrupted" if stop else "running", clock, compiling())
+                if stop:
+                    raise Stopped(interrupt.asked)
+        except simulate.Diverged:
+            run.tables()
+            summarise(run, "diverged", clock, compiling())
+            raise
+    run.tables()
+    summarise(run, "complete", clock, compiling())
+
+
+class Clock:
+    """Seconds of this run, those of the sessions before a resume included."""
+
+    def __init__(self, path: Path):
+        file = path / "summary.json"
+        self.before = read_json(file)["seconds"] if file.exists() else {"compile": 0.0, "train": 0.0}
+        self._start = time.perf_counter()
+
+    def seconds(self, compiling: float) -> dict[str, float]:
+        """Compiling apart from the rest of the rounds, evaluation and writing included."""
+        spent = time.perf_counter() - self._start
+        now = {"compile": compiling, "train": spent - compiling}
+        return {name: round(self.before[name] + value, 3) for name, value in now.items()}
+
+
+def summarise(run: RunDirectory, status: str, clock: Clock, compiling: float) -> None:
+    """Writes summary.json."""
+    done = sum("loss" in row for row in run.rows)
+    content = {"status": status, "rounds": done, "seconds": clock.seconds(compiling)} | report.summary(run.rows)
+    write_json(run.path / "summary.json", content)
+
+
+def command(path: Path) -> str:
+    """The command that continues a run."""
+    return f"{Path(sys.executable).name} -m experiments.main --resume --workdir={shlex.quote(str(path))}"

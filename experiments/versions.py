@@ -1,0 +1,68 @@
+"""What software and which machine made a run, and how long it compiled."""
+
+import contextlib
+import platform
+import subprocess
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import fedjax_pfl
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint")
+
+
+def versions() -> dict[str, Any]:
+    """Versions of what decides the numbers, the device, and the git revision of the source, if it has one."""
+    return {
+        "fedjax_pfl": fedjax_pfl.__version__,
+        "git": _git_revision(),
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in _PACKAGES},
+        "platform": platform.platform(),
+        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind} ({jax.default_backend()})",
+    }
+
+
+def _git_revision() -> str | None:
+    folder = Path(fedjax_pfl.__file__).parent
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=True).stdout
+
+    try:
+        return git("rev-parse", "HEAD").strip() + ("+changes" if git("status", "--porcelain", ".").strip() else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def changed(recorded: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What differs in a way that may change the last bits of a result."""
+    names = ("jax", "jaxlib", "device")
+    return [f"{name} {recorded.get(name)} -> {now[name]}" for name in names if recorded.get(name) != now[name]]
+
+
+@contextlib.contextmanager
+def compile_clock() -> Iterator[Callable[[], float]]:
+    """Counts, within the block, the seconds in which JAX traced or compiled; the spans nest, so their union counts."""
+    spans: list[tuple[float, float]] = []
+
+    def remember(event: str, start_time: float, end_time: float, **_: Any) -> None:
+        if event.startswith("/jax/core/compile/"):
+            spans.append((start_time, end_time))
+
+    def seconds() -> float:
+        total, until = 0.0, 0.0
+        for start, end in sorted(spans):
+            total += max(end - max(start, until), 0)
+            until = max(until, end)
+        return total
+
+    jax.monitoring.register_event_time_span_listener(remember)
+    try:
+        yield seconds
+    finally:
+        jax.monitoring.unregister_event_time_span_listener(remember)
