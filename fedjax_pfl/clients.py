@@ -75,13 +75,15 @@ class Cohort:
         key = jax.random.fold_in(jax.random.fold_in(self._key, phase), id)
         return Client(id, key, data(f.train), data(f.val), data(f.test), f.class_counts[id])
 
+    def _order(self) -> Array:
+        """Positions [S], longest first, ties by id: no chunk and no sum depends on the order of the cohort."""
+        work = jnp.where(self.active, self.sizes, 0)
+        return jnp.lexsort((self.ids, -work))
+
     def _run(self, client: Callable, rows: tuple, shares: PyTree, phase: int) -> tuple[PyTree, Any]:
         """Accumulates share * first result and stacks the second results in the cohort's order."""
-        count, width = self.ids.shape[0], self._width
+        count, width, order = self.ids.shape[0], self._width, self._order()
         chunks = -(-count // width)
-        # longest first, ties by id: neither the chunks nor the order of a sum depend on the order of the cohort
-        work = jnp.where(self.active, self.sizes, 0)
-        order = jnp.lexsort((self.ids, -work))
         positions = jnp.pad(order, (0, chunks * width - count), constant_values=count).reshape(chunks, width)
 
         def one(position: Array) -> tuple[PyTree, PyTree]:
