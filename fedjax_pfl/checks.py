@@ -16,7 +16,8 @@ def check(name: str, value: Any, low: float, high: float, *, open_low: bool = Fa
     """Raises BadInput unless low <= value <= high (low < value with `open_low`); tracers pass."""
     if isinstance(value, jax.core.Tracer):
         return
-    if not (low < value if open_low else low <= value) or not value <= high:
+    below = low < value if open_low else low <= value
+    if not below or not (value < high if math.isinf(high) else value <= high):
         left = "(" if open_low else "["
         right = ")" if math.isinf(high) else "]"
         raise BadInput(f"{name}={value} is outside its range {left}{low:g}, {high:g}{right}.")
