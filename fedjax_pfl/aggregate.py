@@ -20,7 +20,7 @@ def shares(weight: PyTree, active: Array) -> PyTree:
     """
 
     def share(w: Array | None) -> Array:
-        w = jnp.ones(active.shape) if w is None else jnp.asarray(w, jnp.float32)
+        w = jnp.ones(active.shape) if w is None else jnp.asarray(w, float)
         w = jnp.where(trees.expand(active, w.ndim), w, 0)
         total = jnp.sum(w, axis=0, keepdims=True)
         return w / jnp.where(total > 0, total, 1)
@@ -36,6 +36,15 @@ def weigh(share: PyTree, tree: PyTree) -> PyTree:
         return jnp.where(p > 0, p * x, 0)  # what has no share may be anything, NaN included
 
     return jax.tree.map(lambda p, part: jax.tree.map(lambda x: times(p, x), part), share, tree)
+
+
+def filled(shares: PyTree, mean: PyTree, empty: PyTree) -> PyTree:
+    """The mean where some client has a share, else `empty`; shares as `shares` returns them."""
+
+    def fill(share: Array, mean: PyTree, empty: PyTree) -> PyTree:
+        return trees.choose(jnp.sum(share, axis=0) > 0, mean, empty)
+
+    return jax.tree.map(fill, shares, mean, empty)
 
 
 def project_simplex(v: Array, mask: Array, total: float | Array = 1.0) -> Array:

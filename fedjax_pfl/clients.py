@@ -51,26 +51,28 @@ class Cohort:
         return results
 
     def mean(
-        self, client: Callable[..., tuple], *rows: PyTree, weight: PyTree = None, phase: int = 0
+        self, client: Callable[..., tuple], *rows: PyTree, weight: PyTree = None, empty: PyTree = None, phase: int = 0
     ) -> tuple[PyTree, tuple]:
         """Maps `client`, which returns a tuple, and averages its first result over the active clients.
 
         Args:
           weight: not yet normalised; None (uniform), [S], or a prefix tree of the first result whose leaves are None,
             [S], or [S, ...] with axes that stand for the last ones of every leaf below (see `aggregate.shares`).
+          empty: a tree like the first result, taken where nobody has a weight; None: zeros.
 
         Returns:
-          (the mean, the other results [S, ...] as a tuple). Where nobody has a weight the mean is 0.
+          (the mean, in the types of the first result, and the other results [S, ...] as a tuple).
         """
-        return self._run(
-            lambda c, *rows: _head_tail(client(c, *rows)), rows, aggregate.shares(weight, self.active), phase
-        )
+        shares = aggregate.shares(weight, self.active)
+        total, rest = self._run(lambda c, *rows: _head_tail(client(c, *rows)), rows, shares, phase)
+        return total if empty is None else aggregate.filled(shares, total, empty), rest
 
     def _client(self, position: Array, active: Array, phase: int) -> Client:
         f, id = self._federation, self.ids[position]
 
         def data(rows: Rows) -> Data:
-            return Data(f.examples, rows.index[id], jnp.where(active, rows.size[id], 0), self._prepare)
+            index = rows.index[id] if rows.index.shape[1] else jnp.zeros(1, jnp.int32)  # a split that nobody has
+            return Data(f.examples, index, jnp.where(active, rows.size[id], 0), self._prepare)
 
         key = jax.random.fold_in(jax.random.fold_in(self._key, phase), id)
         return Client(id, key, data(f.train), data(f.val), data(f.test), f.class_counts[id])
@@ -86,24 +88,26 @@ class Cohort:
         chunks = -(-count // width)
         positions = jnp.pad(order, (0, chunks * width - count), constant_values=count).reshape(chunks, width)
 
-        def one(position: Array) -> tuple[PyTree, PyTree]:
+        def one(position: Array) -> tuple[PyTree, PyTree, PyTree]:
             real = position < count
             position = jnp.minimum(position, count - 1)
             c = self._client(position, self.active[position] & real, phase)
             first, rest = client(c, *trees.gather(rows, position))
             share = jax.tree.map(lambda p: jnp.where(real, p[position], 0), shares)
-            return aggregate.weigh(share, first), rest
+            return share, first, rest
 
         def chunk(total: PyTree, positions: Array) -> tuple[PyTree, PyTree]:
             if width == 1:  # no axis: no batched loop conditions, whose selects cost a copy of the state a step
-                first, rest = one(positions[0])
-                return trees.add(total, first), rest
-            first, rest = jax.vmap(one)(positions)
-            return trees.add(total, jax.tree.map(lambda x: jnp.sum(x, axis=0), first)), rest
+                share, first, rest = one(positions[0])
+                return trees.add(total, aggregate.weigh(share, first)), rest
+            share, first, rest = jax.vmap(one)(positions)
+            weighed = jax.vmap(aggregate.weigh)(share, first)
+            return trees.add(total, jax.tree.map(lambda x: jnp.sum(x, axis=0), weighed)), rest
 
-        shapes = jax.eval_shape(lambda: one(positions[0, 0])[0])
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        share, first, _ = jax.eval_shape(lambda: one(positions[0, 0]))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(aggregate.weigh, share, first))
         total, rest = jax.lax.scan(chunk, zeros, positions)
+        total = jax.tree.map(lambda x, like: x.astype(like.dtype), total, first)
         if width > 1:
             rest = jax.tree.map(lambda x: x.reshape(chunks * width, *x.shape[2:]), rest)
         return total, trees.gather(rest, jnp.argsort(order))

@@ -75,8 +75,10 @@ def seconds_per_step(task: Task, federation: Federation, width: int) -> float:
 
 def _path(task: Task, shapes, candidates: Sequence[int]) -> Path:
     device = jax.devices()[0]
-    leaves = [str(x.shape) for x in jax.tree.leaves(shapes)]
-    parts = [jax.__version__, device.device_kind, os.cpu_count(), task.batch_size, task.input_shape, candidates, leaves]
+    x = jax.ShapeDtypeStruct((task.batch_size, *task.input_shape), jnp.float32)
+    forward = str(jax.make_jaxpr(lambda w, x: task.model.apply(w, x)[0])(shapes, x))  # its form, types and sizes
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    parts = [jax.__version__, device.device_kind, cores, candidates, forward]
     return cache_dir() / "layout" / (hashlib.sha256(repr(parts).encode()).hexdigest()[:16] + ".json")
 
 

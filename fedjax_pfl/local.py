@@ -10,7 +10,7 @@ import optax
 from fedjax_pfl import trees
 from fedjax_pfl.types import Array, Batch, Data, PyTree, Task
 
-SHUFFLE, STEP, AUGMENT = 1, 2, 3  # streams of a training key
+SHUFFLE, STEP, AUGMENT, LOSS = 1, 2, 3, 4  # streams of a training key
 Loss = Callable[[PyTree, Batch, Array], tuple[Array, PyTree]]  # (variables, batch, key) -> loss [], new stats
 
 
@@ -124,7 +124,7 @@ def sgd(
             batch = batch._replace(x=task.augment(jax.random.fold_in(key, AUGMENT), batch.x))
 
         def objective(params: PyTree) -> tuple[Array, PyTree]:
-            return loss({**fixed, **params, "stats": stats}, batch, key)
+            return loss({**fixed, **params, "stats": stats}, batch, jax.random.fold_in(key, LOSS))
 
         (value, stats), grads = jax.value_and_grad(objective, has_aux=True)(params)
         if extra is not None:

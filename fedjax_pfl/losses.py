@@ -9,7 +9,8 @@ from fedjax_pfl.types import Array, Batch, Model, PyTree
 def masked_mean(values: Array, mask: Array) -> Array:
     """Mean of values [B] over the rows where `mask` [B] is not zero; 0 if there is none. `mask` may hold weights."""
     weight = mask.astype(values.dtype)
-    return jnp.sum(jnp.where(weight > 0, values, 0) * weight) / jnp.maximum(jnp.sum(weight), 1)
+    total = jnp.sum(weight)
+    return jnp.sum(jnp.where(weight > 0, values, 0) * weight) / jnp.where(total > 0, total, 1)
 
 
 def cross_entropy(logits: Array, y: Array, mask: Array) -> Array:

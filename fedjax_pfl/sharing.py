@@ -83,7 +83,8 @@ def partial_averaging(
             post = evaluate.post(cohort, c, predictor(task, variables))
             return trees.partition(variables, travels)[0], trees.partition(variables, personal)[0], value, post
 
-        mean, (own, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes)
+        last = trees.partition(state.server, travels)[0]
+        mean, (own, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, empty=last)
         return State(trees.merge(mean, state.server), own), {"loss": value, "post": post}
 
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from fedjax_pfl import evaluate, trees
-from fedjax_pfl.checks import BadInput, check
+from fedjax_pfl.checks import BadInput, check, choose
 from fedjax_pfl.clients import Cohort
 from fedjax_pfl.data.sources import Dataset
 from fedjax_pfl.types import Algorithm, Array, Federation, Model, PyTree, State, Task
@@ -112,16 +112,20 @@ def program(
     Raises:
       BadInput: for an unknown hyperparameter or a value out of range.
     """
-    hparams = hyperparameters(factory) | (hparams or {})
+    defaults = hyperparameters(factory)
+    for name in hparams or {}:
+        choose("hyperparameter", name, defaults)
+    hparams = defaults | (hparams or {})
     check_task(task)
     factory(task, **hparams)  # ranges are checked on the host, before anything is traced
-    static = {name: value for name, value in hparams.items() if not isinstance(value, float)}
-    numbers = {name: value for name, value in hparams.items() if isinstance(value, float)}
+    is_number = {name: isinstance(value, float) or isinstance(defaults[name], float) for name, value in hparams.items()}
+    static = {name: value for name, value in hparams.items() if not is_number[name]}
+    numbers = {name: float(value) for name, value in hparams.items() if is_number[name]}
     numbers |= {"lr": float(task.lr), "lr_decay": float(lr_decay)}
 
     def algorithm(numbers: dict[str, Array], t: Array | int) -> Algorithm:
         free = {name: value for name, value in numbers.items() if name not in ("lr", "lr_decay")}
-        lr = numbers["lr"] * numbers["lr_decay"] ** jnp.asarray(t, jnp.float32)
+        lr = numbers["lr"] * numbers["lr_decay"] ** jnp.asarray(t, float)
         return factory(task._replace(lr=lr), **static, **free)
 
     def cohort(key: Array, federation: Federation, ids: Array, active: Array, t: Array, evaluated: Array) -> Cohort:
@@ -186,7 +190,7 @@ def curve(
     run = lambda state, t: program.evaluate(key, numbers, federation, state, t)
 
     def step(state: State, t: Array) -> tuple[State, PyTree]:
-        evaluated = t % eval_every == 0
+        evaluated = (t % eval_every == 0) | (t == rounds - 1) if eval_every else jnp.bool(False)
         shapes = jax.eval_shape(run, state, t)
         nothing = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), shapes)
         pre = jax.lax.cond(evaluated, run, lambda *_: nothing, state, t)
@@ -226,7 +230,7 @@ def rounds(
     """
     step = jax.jit(program.round, donate_argnums=3)
     scores = jax.jit(program.evaluate)
-    numbers = {name: jnp.float32(value) for name, value in program.numbers.items()}
+    numbers = {name: jnp.asarray(value, float) for name, value in program.numbers.items()}
     if state is None:
         state = jax.jit(program.init)(key, numbers)
     for t in range(start, rounds):

@@ -37,6 +37,8 @@ def branches(task: Task, tasks: str) -> Branches:
     elif name == "superclass":
         if task.superclass is None:
             raise BadInput("tasks='superclass': this data set has no superclasses; cifar100 has.")
+        if len(task.superclass) != len(c):
+            raise BadInput(f"tasks='superclass': the map has {len(task.superclass)} entries for {len(c)} classes.")
         of = np.unique(task.superclass, return_inverse=True)[1]
     else:
         of = c if name == "class" else 0 * c

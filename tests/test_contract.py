@@ -133,12 +133,26 @@ def test_learns(method):
     _, metrics, last = jax.jit(lambda key: simulate.curve(program, key, program.numbers, toy.federation(), rounds=12))(
         KEY
     )
-    chance = 1 / C
+    chance = np.mean([1 / len(own) for own in toy.OWN])  # 0.55: argmax over the client's own classes
     assert metrics["pre"]["acc_present"].shape == (12, N)
-    assert np.mean(last["acc_present"]) > 0.6 > 2 * chance
+    assert np.mean(last["acc_present"]) > chance + 0.2
     assert metrics["loss"][-1].mean() < metrics["loss"][0].mean()
     losses = [float(metrics["loss"][t].mean()) for t in (0, 5, 11)]
     np.testing.assert_allclose(losses, GOLDEN[method], rtol=1e-3, err_msg="a default has drifted, or a stream of keys")
+
+
+def test_a_low_precision_state_keeps_its_type(method):
+    task = toy.method_task(method)
+
+    def low(key):
+        init = task.model.init(key)
+        return init | {"body": jax.tree.map(lambda x: x.astype(jnp.bfloat16), init["body"])}
+
+    program = simulate.program(ALGORITHMS[method], task._replace(model=task.model._replace(init=low)))
+    before = jax.eval_shape(program.init, KEY, program.numbers)
+    args = (KEY, program.numbers, toy.federation(), before, jnp.int32(0), jnp.bool(False))
+    after, _ = jax.eval_shape(program.round, *args)
+    assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, before)
 
 
 def formula(method: str) -> tuple[np.ndarray, np.ndarray]:

@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy
 
 from fedjax_pfl import local
+from fedjax_pfl.clients import Cohort
 from fedjax_pfl.types import Data, Examples
 
 KEY = jax.random.key(0)
@@ -79,6 +81,20 @@ def test_sweep_sums_every_row_once():
 def test_an_empty_client_takes_no_step():
     seen, mean, count = visits(0, 5, epochs=3)
     assert count == 0 and mean == 0 and not seen.any()
+
+
+def test_a_split_that_nobody_has():
+    f = toy.federation()
+    nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(True)}
+    cohort = Cohort(f, toy.task().prepare, jnp.arange(2), jnp.ones(2, bool), key=KEY, width=1, **nothing)
+
+    def client(c):
+        seen = local.sweep(c.val, lambda b: jnp.sum(b.mask), 4)
+        _, _, count = local.steps(KEY, c.val, lambda key, n, b: (n + 1, 0), 0, batch_size=4, epochs=2)
+        return seen, count
+
+    assert f.val.index.shape == (toy.N, 0)
+    np.testing.assert_array_equal(cohort.map(client), np.zeros((2, 2)))
 
 
 def test_each_client_takes_its_own_steps_under_vmap():

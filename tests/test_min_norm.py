@@ -62,6 +62,29 @@ def test_diagonal_gram_is_inverse_squared_norm_weighting():
     np.testing.assert_allclose(SOLVERS["fista"](jnp.diag(norms), jnp.ones(3, bool)), expected, atol=1e-3)
 
 
+@pytest.mark.parametrize("small", [1e-2, 1e-4, 1e-6, 1e-8])
+def test_norms_may_differ_by_orders_of_magnitude(small):
+    d = np.array([1, small, 4 * small])
+    alpha = SOLVERS["fista"](jnp.diag(jnp.asarray(d, jnp.float32)), jnp.ones(3, bool))
+    np.testing.assert_allclose(alpha, (1 / d) / np.sum(1 / d), atol=1e-4)
+
+
+@pytest.mark.parametrize("tasks, width", [(10, 64), (20, 15)])
+def test_gap_of_wide_spreads_is_below_the_sheets_bound(tasks, width):
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        d = (rng.normal(size=(tasks, width)) + rng.normal(size=width)) * 10.0 ** rng.uniform(-2, 2, (tasks, 1))
+        m = jnp.asarray(d @ d.T, jnp.float32)
+        alpha = SOLVERS["fista"](m, jnp.ones(tasks, bool))
+        assert min_norm.gap(m, jnp.ones(tasks, bool), alpha) <= 1e-3 * (alpha @ m @ alpha)
+
+
+def test_opposed_gradients_cancel():
+    d = np.array([[1.0, 0.0], [-2.0, 0.0], [0.0, 1.0]])
+    alpha = SOLVERS["fista"](jnp.asarray(d @ d.T, jnp.float32), jnp.ones(3, bool))
+    assert np.linalg.norm(alpha @ d) < 1e-3 and np.isclose(alpha.sum(), 1)
+
+
 def test_scale_of_the_gradients_does_not_matter():
     d = gradients(3)
     mask = jnp.ones(6, bool)

@@ -7,9 +7,11 @@ import pytest
 import toy
 from toy import SIZES, assert_close, assert_same
 
-from fedjax_pfl import simulate, trees
+from fedjax_pfl import local, losses, simulate, trees
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.sharing import partial_averaging, personal_mask
+from fedjax_pfl.clients import Cohort
+from fedjax_pfl.sharing import personal_mask
+from fedjax_pfl.types import Batch, Data
 
 KEY = jax.random.key(5)
 MLP, NORM = toy.task("mlp"), toy.task("norm")
@@ -59,18 +61,55 @@ def test_ditto_without_pull_is_local():
     assert_same(last, alone[2])
 
 
-def test_nothing_personal_is_fedavg():
-    plain = train(lambda task: partial_averaging(task, personal=personal_mask(task)))
-    assert_same(plain[0], train("fedavg")[0])
+@pytest.mark.parametrize("bn_stats", ["aggregate", "local"])
+def test_masks_of_the_family(bn_stats):
+    task = NORM._replace(bn_stats=bn_stats)
+    mask = {parts: personal_mask(task, parts) for parts in ((), ("head",), ("body",), ("body", "head"))}
+    leaves = lambda tree: jax.tree.leaves(tree)
+    trained = lambda tree: {part: tree[part] for part in ("body", "head")}
+    assert not any(leaves(trained(mask[()]))) and all(leaves(mask["body", "head"]))  # FedAvg and Local
+    fedper, lg_fedavg = trained(mask["head",]), trained(mask["body",])
+    assert fedper == jax.tree.map(lambda mine: not mine, lg_fedavg)
+    assert set(leaves(mask["head",]["stats"])) == {bn_stats == "local"}
 
 
-def test_lg_fedavg_is_fedper_of_the_complement():
-    def complement(task):
-        fedper = personal_mask(task, ("head",))
-        return partial_averaging(task, personal=jax.tree.map(lambda mine: not mine, fedper))
+# body 72 of which norms 16, head 36, batch-norm moments 16
+TRAFFIC = {
+    "local": (0, 0),
+    "fedavg": (124, 108),
+    "fedavg_ft": (124, 108),
+    "fedprox": (124, 108),
+    "fedper": (88, 72),
+    "fedrep": (88, 72),
+    "lg_fedavg": (36, 36),
+    "fedbabu": (88, 72),
+    "fedbn": (92, 92),
+    "ditto": (124, 108),
+    "pfedc": (88 + 9 * 2, 72 + 9 * 2),
+}
 
-    for task in (MLP, NORM):
-        assert_same(train(complement, task)[0], train("lg_fedavg", task)[0])
+
+@pytest.mark.parametrize("bn_stats", [0, 1], ids=["aggregate", "local"])
+@pytest.mark.parametrize("method", TRAFFIC)
+def test_traffic_with_batch_norm(method, bn_stats):
+    task = toy.task("norm", bn_stats=("aggregate", "local")[bn_stats])
+    algorithm = ALGORITHMS[method](task)
+    ids = jnp.array([0, 1])  # two classes each
+    nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
+    cohort = Cohort(toy.federation(), task.prepare, ids, jnp.array([True, False]), key=KEY, width=1, **nothing)
+    sent = algorithm.traffic(jax.eval_shape(algorithm.init, KEY), cohort, {})
+    np.testing.assert_array_equal(sent.down, [TRAFFIC[method][bn_stats], 0])
+    np.testing.assert_array_equal(sent.up, sent.down)
+    np.testing.assert_array_equal(sent.messages, [2 * (TRAFFIC[method][bn_stats] > 0), 0])
+    assert not np.any(sent.ints)
+
+
+@pytest.mark.parametrize("bn_stats", ["local", "batch"])
+@pytest.mark.parametrize("method", ["fedavg", "ditto", "pfedc"])
+def test_every_use_of_the_moments_learns(method, bn_stats):
+    _, metrics, last = train(method, toy.task("norm", bn_stats=bn_stats))
+    assert metrics["loss"][-1].mean() < metrics["loss"][0].mean()
+    assert np.isfinite(last["acc"]).all()
 
 
 def test_fedrep_without_head_phase_is_fedbabu():
@@ -142,7 +181,50 @@ def test_pfedc_with_one_task_is_fedavg(head_weighting, federation):
     assert_close({part: state[part] for part in ("body", "head")}, {part: expected[part] for part in ("body", "head")})
 
 
-def test_one_client_is_centralised_sgd():
+def test_one_client_is_a_plain_loop():
+    """Minibatches, their order and the short last batch against a Python loop over the same permutations."""
+    f, loss = toy.federation(), losses.classification(MLP.model)
+    size, batch = int(SIZES[1]), MLP.batch_size
+    data = Data(f.examples, f.train.index[1], f.train.size[1], MLP.prepare)
+    w = start = MLP.model.init(KEY)
+    for epoch in range(MLP.epochs):
+        key = jax.random.fold_in(jax.random.fold_in(KEY, local.SHUFFLE), epoch)
+        order = np.asarray(data.index)[np.asarray(local.shuffle(key, data.index.shape[0], size))[:size]]
+        for s in range(0, size, batch):
+            x, y = f.examples.x[order[s : s + batch]], f.examples.y[order[s : s + batch]]
+            one = Batch(x, y, jnp.ones(len(y), bool), None)
+            w = jax.tree.map(lambda a, g: a - 0.1 * g, w, jax.grad(lambda w, one=one: loss(w, one, KEY)[0])(w))
+    got, _ = jax.jit(lambda: local.sgd(KEY, data, loss, start, MLP))()
+    assert_close(got, w)
+
+
+@pytest.mark.parametrize("eval_every", [1, 2, 0])
+def test_curve_is_the_loop(eval_every):
+    task = toy.task("mlp", participation=(0.4, 0.8))
+    program, f = simulate.program(ALGORITHMS["ditto"], task), toy.federation()
+    options = {"rounds": 4, "eval_every": eval_every}
+    state, metrics, last = jax.jit(lambda: simulate.curve(program, KEY, program.numbers, f, **options))()
+    for result in simulate.rounds(program, KEY, f, **options):
+        if result.metrics is None:
+            assert_close(result.pre, last)
+            assert_close(result.state, state)
+            continue
+        here = jax.tree.map(lambda x, t=result.round: x[t], metrics)
+        pre = here.pop("pre")
+        assert_close(result.metrics, here)
+        assert_close(result.pre or jax.tree.map(lambda x: x * np.nan, pre), pre)
+
+
+def test_a_round_without_weight_keeps_the_server():
+    f = toy.federation()
+    nothing = f._replace(train=f.train._replace(size=jnp.zeros_like(f.train.size)))
+    for method in ("fedavg", "ditto", "pfedc"):
+        program = simulate.program(ALGORITHMS[method], MLP)
+        state = train(method, federation=nothing)[0]
+        assert_close(state.server, program.init(KEY, program.numbers).server)
+
+
+def test_one_client_averages_to_itself():
     task = toy.task("mlp", sizes=SIZES[:1], class_counts=MLP.class_counts[:1])
     f = toy.federation()
     first = lambda rows: type(rows)(*(x[:1] for x in rows))

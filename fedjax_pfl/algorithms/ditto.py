@@ -38,7 +38,7 @@ def ditto(task: Task, *, lam: float = 1.0, personal_epochs: int | None = None) -
             w, value = local.sgd(c.key, c.train, loss, state.server, task)
             return w, v, value, evaluate.post(cohort, c, predictor(task, v))
 
-        w, (v, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes)
+        w, (v, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, empty=state.server)
         return State(w, v), {"loss": value, "post": post}
 
     def predict(server: PyTree, v: PyTree, c: Client) -> Predictor:

@@ -179,7 +179,8 @@ class BatchNorm(nnx.BatchNorm):
     """Batch norm whose moments are those of the valid rows, with PyTorch's constants.
 
     PyTorch's momentum 0.1 is 0.9 here; as there, the running variance is the unbiased one. Rows that are not valid
-    change nothing, NaN included; a batch without a valid row leaves the running moments as they are. Where `mean` is
+    change nothing, NaN included; a batch without a valid row leaves the running moments as they are, and one with a
+    single value a channel the running variance. Where `mean` is
     None there are no running moments, and the batch's are used at test time too.
     """
 
@@ -211,10 +212,10 @@ class BatchNorm(nnx.BatchNorm):
         centred = x - mean if mask is None else jnp.where(mask, x - mean, 0)
         var = (centred * centred).sum(axes) / n
         if train and self.mean is not None:
-            self._update(mean.reshape(-1), var * n / jnp.maximum(n - 1, 1), count > 0)
+            self._update(mean.reshape(-1), var * n / jnp.maximum(n - 1, 1), count)
         return mean.reshape(-1), var
 
-    def _update(self, mean: Array, var: Array, valid: Array) -> None:
-        for old, new in ((self.mean, mean), (self.var, var)):
+    def _update(self, mean: Array, var: Array, count: Array) -> None:
+        for old, new, least in ((self.mean, mean, 1), (self.var, var, 2)):  # one value has no variance
             moved = self.momentum * old[...] + (1 - self.momentum) * lax.stop_gradient(new)
-            old[...] = jnp.where(valid, moved, old[...])
+            old[...] = jnp.where(count >= least, moved, old[...])

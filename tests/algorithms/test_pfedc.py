@@ -131,6 +131,31 @@ def test_unscaled_heads_take_the_whole_gradient_of_their_task():
     toy.assert_close(unscaled["head"], gradient(b, "sum")["head"])
 
 
+def test_unscaled_heads_learn_where_alpha_is_zero():
+    wide = BATCH._replace(x=BATCH.x * jnp.array([30.0, 1, 1, 1, 1, 1])[:, None])  # one task's gradient dominates
+    b, active = MAPS["class"], jnp.ones(C, bool)
+
+    def head(head_grad):
+        loss = branch_loss(TASK, b, active, "mgda_ub", "fw", "none", head_grad)
+        return jax.grad(lambda w: loss(w, wide, KEY)[0])(W)["head"]["kernel"]
+
+    total = branch_loss(TASK, b, active, "sum", "fw", "none", "scaled")
+    toy.assert_close(head("unscaled"), jax.grad(lambda w: total(w, wide, KEY)[0])(W)["head"]["kernel"], 1e-5)
+    assert np.any(np.abs(head("scaled")) < 0.1 * np.abs(head("unscaled")).max())
+
+
+def test_order_of_the_classes_does_not_matter():
+    order = np.array([2, 0, 3, 1])
+    place = np.argsort(order)  # class c of the permuted problem is class order[c]
+    head = jax.tree.map(lambda x: x[..., order], W["head"])
+    y = jnp.asarray(place)[BATCH.y]
+    loss = branch_loss(TASK, MAPS["class"], jnp.ones(C, bool), "mgda_ub", "fista", "none", "scaled")
+    plain = jax.grad(lambda w: loss(w, BATCH, KEY)[0])(W)
+    moved = jax.grad(lambda w: loss(w, BATCH._replace(y=y), KEY)[0])({**W, "head": head})
+    toy.assert_close(moved["body"], plain["body"], 1e-5)
+    toy.assert_close(jax.tree.map(lambda x: x[..., place], moved["head"]), plain["head"], 1e-5)
+
+
 def test_mgda_descends_every_loss():
     b, active = MAPS["class"], jnp.ones(C, bool)
     loss = branch_loss(TASK, b, active, "mgda", "fista", "none", "scaled")
