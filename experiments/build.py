@@ -80,7 +80,7 @@ def _deal(config: dict[str, Any], dataset: sources.Dataset) -> partition.Partiti
         seed=config["seed"],
         alpha=config["alpha"],
         classes_per_client=config["classes_per_client"],
-        test=config["test_split"],
+        test_split=config["test_split"],
         val_fraction=config["val_fraction"],
     )
 

@@ -283,7 +283,7 @@ BAD = [
     ("--algo=fedavg --seed=-1", "seed=-1 is outside its range"),
     ("--algo=fedavg --partition=dirichlet --alpha=0", "alpha=0.0 is outside its range"),
     ("--algo=fedavg --classes_per_client=11", "classes_per_client=11 is outside its range [1, 10]"),
-    ("--algo=fedavg --clients=5000", "num_clients=5000"),
+    ("--algo=fedavg --clients=5000", "clients=5000 is outside its range"),
     ("--algo=fedavg --data_fraction=0", "data_fraction=0.0 is outside its range (0, 1]"),
     ("--algo=fedavg --val_fraction=1", "val_fraction=1.0 is outside its range [0, 1)"),
     ("--algo=fedavg --test_split=mine", "Unknown test_split 'mine'"),
