@@ -40,7 +40,9 @@ def _all_counts(data, **kwargs):
 @pytest.mark.parametrize("spec", SPECS)
 def test_every_example_is_dealt_exactly_once(spec, num_clients, test_split):
     k = 10 if num_clients == 1 else 3
-    p = partition(DATA, spec, num_clients=num_clients, seed=1, classes_per_client=k, test_split=test_split, val_fraction=0.1)
+    p = partition(
+        DATA, spec, num_clients=num_clients, seed=1, classes_per_client=k, test_split=test_split, val_fraction=0.1
+    )
     train, held, val = _owned(p)
     assert np.array_equal(np.sort(np.concatenate([train, held, val])), np.arange(2000))
     assert min(p.train_sizes.min(), p.test_sizes.min(), p.val_sizes.min()) >= 1
@@ -308,7 +310,10 @@ BAD_INPUT = {
         r"4500 shards need 4500 examples, but there are 2000",
     ),
     "N > n": ({"num_clients": 2001}, r"clients=2001 is outside its range \[1, 2000\]"),
-    "N > n / 2": ({"num_clients": 1500}, r"1500 clients with at least 2 examples each need 3000, but there are only 2000: take fewer"),
+    "N > n / 2": (
+        {"num_clients": 1500},
+        r"1500 clients with at least 2 examples each need 3000, but there are only 2000: take fewer",
+    ),
     "N < 1": ({"num_clients": 0}, r"clients=0 is outside its range"),
     "N fractional": ({"num_clients": 2.0}, r"clients=2.0 must be a whole number"),
     "min_size": ({"min_size": 300}, r"10 clients with at least 300 examples each need 3000"),
