@@ -93,6 +93,27 @@ def test_damage_is_said_in_a_sentence(tmp_path, harm, name):
 
 
 @pytest.mark.parametrize(
+    "content", [b"", b"\xff\x00\n" * 99, b"a" * 999 + b"  " + b"b" * 999, b"0  2/manifest.ocdbt\n"]
+)
+def test_damaged_digests(tmp_path, content):
+    checkpoint.save(tmp_path, 2, tree())
+    (tmp_path / "2.sha256").write_bytes(content)
+    with pytest.raises(
+        BadInput, match=r"Checkpoint .*2 is damaged \(.*\): delete that folder to start again.*$"
+    ) as error:
+        checkpoint.restore(tmp_path, jax.eval_shape(tree))
+    assert "\n" not in str(error.value)
+
+
+def test_a_save_that_is_cut_short_is_not_finished_by_older_digests(tmp_path, monkeypatch):
+    checkpoint.save(tmp_path, 2, tree())
+    shutil.rmtree(tmp_path / "2")
+    monkeypatch.setattr(checkpoint, "_write_digests", lambda _: None)
+    checkpoint.save(tmp_path, 2, tree())
+    assert checkpoint.steps(tmp_path) == []
+
+
+@pytest.mark.parametrize(
     ("other", "sentence"),
     [
         ({"a": jnp.zeros((2, 4))}, "/a is float32[2, 3] there, but float32[2, 4] here"),

@@ -51,8 +51,8 @@ def partition(
       seed: of the deal and of the order of every client's rows (so that any tail of them is a random holdout).
       alpha: Dirichlet concentration, in [1e-6, 1e6].
       classes_per_client: k, in [1, C] (shards: shards a client).
-      test_split: `pool`: official train and test examples together, each client's rows split at random (PFLlib's protocol);
-        `official`: training examples dealt, test examples dealt in the same per-class proportions.
+      test_split: `pool`: official train and test examples together, each client's rows split at random (PFLlib's
+        protocol); `official`: training examples dealt, test examples dealt in the same per-class proportions.
       test_fraction: of a client's rows, in (0, 1), rounded up; only for `pool`.
       val_fraction: of a client's training rows, in [0, 1), taken from them, at least one row if not 0.
       min_size: least examples of a client (with `pool` train and test together; with `official` train only). Default:
