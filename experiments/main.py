@@ -77,7 +77,7 @@ def _into(path: Path, config: dict[str, Any], resume: bool, console: Console) ->
         train.train(experiment, layout, directory, start, state, console)
     except (simulate.Diverged, train.Stopped, OSError) as error:
         return _stopped(error, directory)
-    report.tables(console, directory.rows, _published(config))
+    report.tables(console, directory.rows, _published(experiment.config))
     console.print(f"Everything is in {path}: curves.png, metrics.csv, summary.json, checkpoints, ...")
     return 0
 

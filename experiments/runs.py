@@ -138,7 +138,7 @@ class RunDirectory:
             row |= statistics("post_latest", self.latest, self._test_sizes)
             row |= _clients("post_latest", self.latest)
         for name, content in (("metrics", row), ("scores", scores)):
-            with open(self.path / f"{name}.jsonl", "a", encoding="utf-8") as file:
+            with open(self.path / f"{name}.jsonl", "a", encoding="utf-8", newline="\n") as file:
                 file.write(_line(content))
         self.rows.append(row)
         return row

@@ -270,7 +270,7 @@ def differences(preset: Preset, config: dict[str, Any]) -> list[str]:
     return [
         f"{name}={config[name]} (preset: {wanted[name]})"
         for name in names
-        if not _same(name, config[name], wanted[name])
+        if not (_same(name, config[name], wanted[name]) or (name in BY_FILE and config[name] is None))
     ] + [f"{name}={value} (preset: {usual[name]})" for name, value in config["hparams"].items() if value != usual[name]]
 
 

@@ -153,7 +153,7 @@ def _write_digests(folder: Path) -> None:
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     lines = [f"{_digest(p)}  {p.relative_to(folder.parent).as_posix()}\n" for p in files]
     part = folder.with_suffix(".part")
-    part.write_text("".join(lines), encoding="utf-8")
+    part.write_text("".join(lines), encoding="utf-8", newline="\n")
     os.replace(part, folder.with_suffix(".sha256"))
 
 

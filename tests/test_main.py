@@ -269,6 +269,8 @@ def test_the_papers_number_stands_beside_what_is_comparable():
         "data_fraction=0.2 (preset: 1.0), rounds=3 (preset: 40), head_epochs=9 (preset: 1)."
     )
     assert main._published(settings.resolve({"algo": "ditto", "preset": "pfedc_mnist"})) is None
+    by_file = settings.resolve({"algo": "pfedc", "preset": "pfedc_mnist", "partition": "file:p.npz", "clients": 20})
+    assert main._published(by_file).endswith("preset: partition=file:p.npz (preset: pathological).")
 
 
 def test_clients_without_a_full_batch_are_named(caplog):
@@ -283,6 +285,22 @@ def test_examples_that_were_moved_are_said():
     user = {"algo": "fedavg", "model": "linear", "partition": "dirichlet_class", "alpha": 0.01, "clients": 50}
     experiment = build.prepare(settings.resolve(user))
     assert f"; {experiment.partition.moved} examples moved to clients below the minimum)" in build.describe(experiment)
+
+
+def test_a_width_that_was_not_given_is_said_to_be_chosen():
+    layout = {"width": 4, "devices": {"count": 1, "kind": "cpu"}}
+    assert main._say(layout, True) == "width 4 (chosen by trying; --width=N sets it) on 1 x cpu"
+    assert main._say(layout, False) == "width 4 on 1 x cpu"
+
+
+@pytest.mark.parametrize(("recorded", "accepted"), [("mlp", True), ("cnn", True), ("lenet", False)])
+def test_an_automatic_model_is_the_recorded_one(recorded, accepted):
+    config = settings.resolve({"algo": "fedavg", "model": recorded})
+    if accepted:
+        assert settings.resumed(config, {"hparams": {}, "model": "auto"}) == config
+        return
+    with pytest.raises(BadInput, match=r"differ: model \(recorded lenet, now auto\)"):
+        settings.resumed(config, {"hparams": {}, "model": "auto"})
 
 
 @pytest.mark.parametrize(("name", "differs"), [("git", True), ("optax", True), ("platform", False), ("python", False)])
