@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from absl import logging
 
 from experiments import settings
 from fedjax_pfl import simulate, trees
@@ -59,6 +60,8 @@ def prepare(config: dict[str, Any], conv: str = "auto") -> Experiment:
     dataset = sources.load(config["dataset"], config["data_dir"])
     dataset = sources.subset(dataset, config["data_fraction"], config["seed"])
     dealt = _deal(config, dataset)
+    if config["drop_last"]:
+        _check_batches(dealt.train_sizes, config["batch_size"])
     config = config | {"clients": len(dealt.train)}
     if config["model"] == "auto":
         config["model"] = "cnn" if _is_image(dataset.x.shape[1:]) else "mlp"
@@ -70,19 +73,37 @@ def prepare(config: dict[str, Any], conv: str = "auto") -> Experiment:
 
 
 def _deal(config: dict[str, Any], dataset: sources.Dataset) -> partition.Partition:
-    spec = config["partition"]
+    spec, deal = config["partition"], {"num_clients": config["clients"], "seed": config["seed"]}
     if config["clients"] is None:  # the file says it
         return partition.load_file(spec.removeprefix("file:"), dataset)
+    if spec.startswith("file:"):
+        return partition.partition(dataset, spec, **deal)
     return partition.partition(
         dataset,
         spec,
-        num_clients=config["clients"],
-        seed=config["seed"],
+        **deal,
         alpha=config["alpha"],
         classes_per_client=config["classes_per_client"],
-        test=config["test_split"],
+        test_split=config["test_split"],
         val_fraction=config["val_fraction"],
     )
+
+
+def _check_batches(sizes: np.ndarray, batch_size: int) -> None:
+    """With drop_last a client that cannot fill one batch takes no step."""
+    short = int((sizes < batch_size).sum())
+    if short == len(sizes):
+        raise BadInput(
+            f"--drop_last with batches of {batch_size} leaves nothing to train on: the largest client has "
+            f"{sizes.max()} examples. Take a smaller --batch_size, or leave --drop_last out."
+        )
+    if short:
+        logging.warning(
+            "--drop_last: %d of %d clients have fewer than %d examples and will not train.",
+            short,
+            len(sizes),
+            batch_size,
+        )
 
 
 def _is_image(shape: tuple[int, ...]) -> bool:
@@ -169,7 +190,9 @@ def describe(experiment: Experiment) -> str:
     model = jax.eval_shape(experiment.task.model.init, jax.eval_shape(lambda: jax.random.key(0)))
     size = trees.size({name: model[name] for name in ("body", "head")})
     work = f"{c['steps']} steps" if c["steps"] is not None else f"{c['epochs']} epochs"
+    moved = experiment.partition.moved
+    dealt = f"{c['partition']}; {moved} examples moved to clients below the minimum" if moved else c["partition"]
     return (
-        f"{c['algo']} on {c['dataset']}: {c['clients']} clients ({c['partition']}), {c['model']} with {size:,} "
+        f"{c['algo']} on {c['dataset']}: {c['clients']} clients ({dealt}), {c['model']} with {size:,} "
         f"parameters, {c['rounds']} rounds of {work}, batch {c['batch_size']}, lr {c['lr']:g}"
     )

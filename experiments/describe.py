@@ -65,8 +65,8 @@ def _preset(name: str) -> str:
     parts = [f"{name}: {preset.description}", _hanging("Same as: ", flags), f"Time: {preset.time}"]
     parts += [f"What --dataset={dataset} takes when no --preset is given." for dataset in default]
     if preset.published:
-        numbers = "\n".join(f"  {method:<12}{value}" for method, value in preset.published.items())
-        parts.append(f"Published, in % (here {preset.headline}):\n{numbers}")
+        rows = [f"  {name:<12}{value:<16}{preset.headline_of(name)}" for name, value in preset.published.items()]
+        parts.append("\n".join(["Published, in %, and what of a run to compare:", *rows]))
     return "\n\n".join(parts)
 
 
@@ -85,7 +85,7 @@ def _type(annotation: Any) -> str:
 
 def arguments(doc: str) -> dict[str, str]:
     """The entries of a docstring's `Args:`."""
-    entries = re.split(r"(?:^|\s)(?=\w+: )", sections(doc, join="\n").get("Args", ""), flags=re.MULTILINE)
+    entries = re.split(r"^(?=\w+: )", sections(doc, join="\n").get("Args", ""), flags=re.MULTILINE)
     return dict(re.split(r":\s+", " ".join(e.split()), maxsplit=1) for e in entries if ": " in e)  # type: ignore[misc]
 
 

@@ -29,7 +29,8 @@ class Interrupt:
         if not self._main:  # only the main thread may set handlers
             return self
         self._read, self._write = os.pipe()
-        os.set_blocking(self._write, False)
+        if hasattr(os, "set_blocking"):  # Windows has it from Python 3.12 on, and does not ask for it
+            os.set_blocking(self._write, False)
         self._old = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
         self._old_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._watch, daemon=True)

@@ -4,6 +4,7 @@ Exit codes: 0 done; 2 something in the command is wrong (nothing was compiled); 
 not be written; 128 + n stopped by signal n (130: Ctrl-C). What was written is kept, and --resume continues it.
 """
 
+import errno
 import logging
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ BAD_INPUT, DIVERGED, UNWRITABLE, INTERRUPTED = 2, 3, 4, 130
 
 def run(argv: list[str]) -> int:
     """Runs a command line (without the program's name) and returns its exit code; every failure is one sentence."""
-    errors = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    errors = _errors()
     try:
         flags = settings.parse(argv)
         if text := _information(flags):
@@ -49,22 +50,34 @@ def _information(flags: Any) -> str | None:
 def _train(flags: Any, console: Console) -> int:
     user = settings.given(flags)
     path, config = _where(flags, user)
-    layout = runs.read_json(path / "layout.json") if flags.resume else {"conv": "auto"}
+    try:
+        return _into(path, config, flags.resume, console)
+    except KeyboardInterrupt:
+        if not runs.is_run(path):
+            raise
+        _errors().print(f"Interrupted; go on with {train.command(path)}")
+        return INTERRUPTED
+
+
+def _into(path: Path, config: dict[str, Any], resume: bool, console: Console) -> int:
+    """Trains into a run directory, from its start or from where it stopped."""
+    layout = runs.read_layout(path) if resume else {"conv": "auto"}
     experiment = build.prepare(config, layout["conv"])
     partial = experiment.task.participation != (1.0, 1.0)
     directory = runs.RunDirectory(path, experiment.partition.test_sizes, partial)
     console.print(build.describe(experiment))
     try:
-        if flags.resume:
+        if resume:
             start, state = _resume(directory, experiment, console)
         else:
+            runs.make(path)
             layout, start, state = build.layout(experiment, config["width"]), 0, None
             directory.start(experiment, layout, versions())
-        console.print(f"Run directory: {path}; {_say(layout)}")
+        console.print(f"Run directory: {path}; {_say(layout, config['width'] == 'auto' and not resume)}")
         train.train(experiment, layout, directory, start, state, console)
     except (simulate.Diverged, train.Stopped, OSError) as error:
         return _stopped(error, directory)
-    report.tables(console, directory.rows, _published(config))
+    report.tables(console, directory.rows, _published(experiment.config))
     console.print(f"Everything is in {path}: curves.png, metrics.csv, summary.json, checkpoints, ...")
     return 0
 
@@ -72,41 +85,46 @@ def _train(flags: Any, console: Console) -> int:
 def _where(flags: Any, user: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
     """The run directory and the settings of a new run or of a resume."""
     if flags.resume and flags.workdir:
-        path = Path(flags.workdir)
+        path = Path(flags.workdir).expanduser()
     else:
         config = settings.resolve(user)
-        path = Path(flags.workdir or settings.default_workdir(user, config))
+        path = Path(flags.workdir or settings.default_workdir(user, config)).expanduser()
     if flags.resume:
-        return path, settings.resumed(runs.read_json(path / "config.json"), user)
+        return path, settings.resumed(runs.read_config(path), user)
     runs.check_free(path)
     return path, config
 
 
 def _resume(directory: runs.RunDirectory, experiment: build.Experiment, console: Console):
-    before = runs.read_json(directory.path / "config.json")["rounds"]
-    build.check_growth(experiment, before)
+    file = directory.path / "versions.json"
+    recorded, now = runs.read_json(file), versions()
+    build.check_growth(experiment, runs.read_config(directory.path)["rounds"])
     start, state = directory.reopen(experiment)
-    differing = changed(runs.read_json(directory.path / "versions.json"), versions())
-    if differing:
+    if differing := changed(recorded, now):
         console.print(f"Not the software or device of the start ({', '.join(differing)}): the last bits may differ.")
+    runs.write_json(file, recorded | {"resumed": [*recorded.get("resumed", []), {"round": start, **now}]})
     console.print(f"Resuming after round {start} of {experiment.config['rounds']}.")
     return start, state
 
 
-def _say(layout: dict[str, Any]) -> str:
-    devices = layout["devices"]
-    return f"width {layout['width']} on {devices['count']} x {devices['kind']}"
+def _say(layout: dict[str, Any], chosen: bool) -> str:
+    devices, how = layout["devices"], " (chosen by trying; --width=N sets it)" if chosen else ""
+    return f"width {layout['width']}{how} on {devices['count']} x {devices['kind']}"
 
 
 def _published(config: dict[str, Any]) -> str | None:
-    preset = PRESETS.get(config["preset"] or "")
-    number = preset.published.get(config["algo"]) if preset else None
-    return f"The paper's {config['algo']}: {number} % (compare {preset.headline})." if preset and number else None
+    """The paper's number, what to compare with it, and where this run is not the paper's."""
+    preset, algo = PRESETS.get(config["preset"] or ""), config["algo"]
+    if not preset or algo not in preset.published:
+        return None
+    text = f"The paper's {algo}: {preset.published[algo]} % (compare {preset.headline_of(algo)})."
+    differing = settings.differences(preset, config)
+    return text + (f" But this run differs from the preset: {', '.join(differing)}." if differing else "")
 
 
 def _stopped(error: Exception, directory: runs.RunDirectory) -> int:
     """Says in one sentence why a run ended early, and how it goes on."""
-    errors = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    errors = _errors()
     resume = train.command(directory.path)
     if isinstance(error, train.Stopped):
         done = sum("loss" in row for row in directory.rows)
@@ -115,12 +133,20 @@ def _stopped(error: Exception, directory: runs.RunDirectory) -> int:
     if isinstance(error, simulate.Diverged):
         errors.print(f"{error} What was written is kept in {directory.path}.")
         return DIVERGED
-    errors.print(f"Cannot write to {directory.path} ({error}): make room, then go on with {resume}")
+    then = ["make room"] if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) else []
+    then += [f"go on with {resume}"] if runs.is_run(directory.path) else ["start again"]
+    errors.print(f"Cannot write to {directory.path} ({error}): {', then '.join(then)}")
     return UNWRITABLE
+
+
+def _errors() -> Console:
+    return Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
 
 
 def main() -> None:
     """The entry point."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # an output that is not UTF-8 has no arrows
     logging.basicConfig(format="%(levelname)s: %(message)s")
     sys.exit(run(sys.argv[1:]))
 

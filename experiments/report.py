@@ -12,8 +12,10 @@ from rich.table import Table
 Row = dict[str, Any]
 STATISTICS = {"macro": "", "micro": "_micro", "std": "_std", "worst10": "_worst10", "best10": "_best10"}
 POINTS = {"pre": "before", "post": "after", "post_latest": "latest after"}  # local training
+_SUFFIXES = (*(suffix for suffix in STATISTICS.values() if suffix), "_clients")
 _HEADLINES = ("acc", "acc_present", "task_acc")
 _TRIVIAL = {"acc_present": "acc_trivial", "acc_groups": "acc_trivial", "recall_macro": "recall_trivial"}
+_TAIL = 10  # evaluations that a mean is taken of, if there are so many
 _LINES = 20  # at most, where the output is no terminal
 _BYTES = 4  # of a float32 or an int32
 
@@ -62,18 +64,19 @@ class Reporter:
 def score_names(rows: list[Row]) -> list[str]:
     """The scores of a run, in its own order."""
     names = dict.fromkeys(name for row in rows for name in row if name.startswith(("pre/", "post/")))
-    suffixes = tuple(suffix for suffix in STATISTICS.values() if suffix)
-    found = dict.fromkeys(name.split("/")[1] for name in names if not name.endswith(suffixes))
+    found = dict.fromkeys(name.split("/")[1] for name in names if not name.endswith(_SUFFIXES))
     return [*(name for name in _HEADLINES if name in found), *(name for name in found if name not in _HEADLINES)]
 
 
 def last(rows: list[Row], point: str, name: str) -> Row | None:
-    """The statistics of a score in the last round that has it: {"round": t, "macro": ..., ...}."""
+    """The statistics of a score in the last round that has it: {"round": t, "clients": how many, "macro": ..., ...}."""
     key = f"{point}/{name}"
     row = next((row for row in reversed(rows) if row.get(key) is not None), None)
     if row is None:
         return None
-    return {"round": row["round"]} | {title: row[key + suffix] for title, suffix in STATISTICS.items()}
+    return {"round": row["round"], "clients": row.get(f"{key}_clients")} | {
+        title: row[key + suffix] for title, suffix in STATISTICS.items()
+    }
 
 
 def course(rows: list[Row], point: str, name: str) -> Row | None:
@@ -82,7 +85,7 @@ def course(rows: list[Row], point: str, name: str) -> Row | None:
     if not series:
         return None
     best = max(series, key=lambda pair: pair[1])  # the first of equals
-    tail = [value for _, value in series[-10:]]
+    tail = [value for _, value in series[-_TAIL:]]
     return {
         "last": {"round": series[-1][0], "value": series[-1][1]},
         "best": {"round": best[0], "value": best[1], "note": "chosen on the test examples, so optimistic"},
@@ -133,29 +136,30 @@ def _clients_table(rows: list[Row], names: list[str]) -> Table:
     """Statistics over clients; "trivial" is what always answering no, or the client's majority class, would score."""
     everybody = next(row["round"] for row in reversed(rows) if any(name.startswith("pre/") for name in row))
     title = f"Clients' test scores in %, before local training (after {everybody} rounds) and after it"
-    titles = ["macro\nmean", "micro\nmean", "std", "worst\n10 %", "best\n10 %", "trivial\nmacro"]
+    titles = ["clients", "macro\nmean", "micro\nmean", "std", "worst\n10 %", "best\n10 %", "trivial\nmacro"]
     table = _table(title, ["score", "local\ntraining"], titles)
     for name, point, shown in _points(rows, names):
         found, floor = last(rows, point, name) or {}, last(rows, point, _TRIVIAL.get(name, f"{name}_trivial"))
         values = [_percent(found[statistic]) for statistic in STATISTICS]
-        table.add_row(shown, POINTS[point], *values, _percent(floor["macro"]) if floor else "")
+        clients = str(found.get("clients") or "")
+        table.add_row(shown, POINTS[point], clients, *values, _percent(floor["macro"]) if floor else "")
     return table
 
 
 def _course_table(rows: list[Row], names: list[str]) -> Table:
-    evaluations = min(10, sum("pre/acc" in row for row in rows))
     title = "Macro mean in the run, in % (best: chosen on the test examples, so optimistic)"
-    columns = ["last\nround", f"mean of last\n{evaluations} evaluations", "best\nround", "which\nround"]
+    columns = ["last\nround", f"mean of\nlast {_TAIL}", "evalu-\nations", "best\nround", "which\nround"]
     table = _table(title, ["score", "local\ntraining"], columns)
     for name, point, shown in _points(rows, names):
         found = course(rows, point, name) or {}
-        values = [_percent(found[key]["value"]) for key in ("last", "mean_of_last", "best")]
-        table.add_row(shown, POINTS[point], *values, str(found["best"]["round"]))
+        end, mean, best = (_percent(found[key]["value"]) for key in ("last", "mean_of_last", "best"))
+        evaluations, which = str(found["mean_of_last"]["evaluations"]), str(found["best"]["round"])
+        table.add_row(shown, POINTS[point], end, mean, evaluations, best, which)
     return table
 
 
 def _table(title: str, names: list[str], numbers: list[str]) -> Table:
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1), pad_edge=False)
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0), pad_edge=False)
     for name in names:
         table.add_column(name, no_wrap=True)
     for name in numbers:

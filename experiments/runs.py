@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,44 +19,61 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import build, figures
+from experiments import build, figures, settings
+from experiments.files import read_json, read_rows, write_json, write_text
 from fedjax_pfl import checkpoint, evaluate, simulate
 from fedjax_pfl.checks import BadInput
 from fedjax_pfl.data import partition
 from fedjax_pfl.types import State
 
 Row = dict[str, Any]
+_JSON = ("partition", "layout", "versions", "config")  # written before the first round, in this order
+_WHOLE = ("partition.npz", "partition.png", *(f"{name}.json" for name in _JSON))
+_STARTED = {f"{name}{suffix}" for name in _WHOLE for suffix in ("", ".part")}
 
 
 def check_free(path: Path) -> None:
-    """Raises BadInput if a new run cannot go there."""
-    if path.is_dir() and any(path.iterdir()):
+    """Raises BadInput if a new run cannot go there; what a start that was killed left may be overwritten."""
+    try:
+        if os.path.exists(path) and not os.path.isdir(path):  # Path's own fail on names that are too long
+            raise BadInput(f"The run directory {path} is a file: choose another --workdir.")
+        found = set(os.listdir(path)) if os.path.isdir(path) else set()
+    except OSError as error:
+        raise _unusable(path, error) from error
+    if is_run(path):
         raise BadInput(
             f"The run directory {path} is not empty: continue it with --resume, or choose another --workdir."
         )
-    if path.exists() and not path.is_dir():
-        raise BadInput(f"The run directory {path} is a file: choose another --workdir.")
+    if found - _STARTED:
+        raise BadInput(f"The directory {path} is not empty and holds no run: choose another --workdir.")
 
 
-def read_json(path: Path) -> Any:
-    """Reads a file of a run directory; BadInput if it is missing or damaged."""
+def make(path: Path) -> None:
+    """Makes a run directory; BadInput if nothing can be written there."""
     try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        raise BadInput(f"{path.parent} is not a run directory: it has no {path.name}.") from None
-    except ValueError as error:
-        raise BadInput(f"{path} is damaged ({error}): start a new run with another --workdir.") from None
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise _unusable(path, error) from error
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Writes a file whole or not at all."""
-    _write(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+def _unusable(path: Path, error: OSError) -> BadInput:
+    return BadInput(f"The run directory {path} cannot be used ({error.strerror or error}): choose another --workdir.")
 
 
-def _write(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(text)
-    os.replace(part, path)
+def is_run(path: Path) -> bool:
+    """Does a run directory hold all that a resume needs?"""
+    return os.path.isfile(path / "config.json")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The settings of a run, with the defaults of those that came into being since."""
+    return settings.completed(read_json(path / "config.json", ("algo", "dataset", "hparams", "rounds", "seed")))
+
+
+def read_layout(path: Path) -> Row:
+    """How the clients of a run are laid out."""
+    return read_json(path / "layout.json", ("width", "conv", "devices"))
 
 
 class RunDirectory:
@@ -74,23 +92,19 @@ class RunDirectory:
 
     def start(self, experiment: build.Experiment, layout: Row, versions: Row) -> None:
         """Writes what is known before the first round, config.json last: where it is, the others are."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        make(self.path)
         partition.save(self.path / "partition.npz", experiment.partition)
         figures.draw_partition(experiment.partition, experiment.dataset, self.path / "partition.png")
-        contents = {
-            "partition": digests(experiment),
-            "layout": layout,
-            "versions": versions,
-            "config": experiment.config,
-        }
-        for name, content in contents.items():
+        dealt = digests(experiment) | {"moved": experiment.partition.moved}
+        for name, content in zip(_JSON, (dealt, layout, versions, experiment.config), strict=True):
             write_json(self.path / f"{name}.json", content)
 
     def reopen(self, experiment: build.Experiment) -> tuple[int, State | None]:
         """Goes back to the last checkpoint: the next round and its state (None: from the start)."""
-        recorded, found = read_json(self.path / "partition.json"), digests(experiment)
+        found = digests(experiment)
+        recorded = read_json(self.path / "partition.json", tuple(found))
         for name, what in (("data", f"The data set {experiment.dataset.name}"), ("partition", "The partition")):
-            if recorded.get(name) != found[name]:
+            if recorded[name] != found[name]:
                 raise BadInput(f"{what} is not the one that {self.path} was started with: start a new run.")
         start, state = 0, None
         if checkpoint.steps(self.path / "checkpoints"):
@@ -111,17 +125,20 @@ class RunDirectory:
         self.rows = rows
         write_json(self.path / "config.json", config)
         for name, content in (("metrics", rows), ("scores", scores)):
-            _write(self.path / f"{name}.jsonl", "".join(map(_line, content)))
+            write_text(self.path / f"{name}.jsonl", "".join(map(_line, content)))
 
     def append(self, result: simulate.Result) -> Row:
         """Writes one round's rows and returns its metrics."""
         row = {name: _finite(value) for name, value in simulate.record(result, self._test_sizes).items()}
         scores = client_scores(result)
         self._remember(scores)
+        for point in ("pre", "post"):
+            row |= _clients(point, scores.get(point, {}))
         if self._partial and "post" in scores:
             row |= statistics("post_latest", self.latest, self._test_sizes)
+            row |= _clients("post_latest", self.latest)
         for name, content in (("metrics", row), ("scores", scores)):
-            with open(self.path / f"{name}.jsonl", "a") as file:
+            with open(self.path / f"{name}.jsonl", "a", encoding="utf-8", newline="\n") as file:
                 file.write(_line(content))
         self.rows.append(row)
         return row
@@ -134,7 +151,7 @@ class RunDirectory:
     def save(self, step: int, state: State) -> None:
         """Makes everything so far safe: rows on the disk first, then the state."""
         for name in ("metrics", "scores"):
-            with open(self.path / f"{name}.jsonl", "a") as file:
+            with open(self.path / f"{name}.jsonl", "a", encoding="utf-8") as file:
                 os.fsync(file.fileno())
         checkpoint.save(self.path / "checkpoints", step, state)
         self.tables()
@@ -146,7 +163,7 @@ class RunDirectory:
         writer = csv.DictWriter(text, names, lineterminator="\n")
         writer.writeheader()
         writer.writerows(self.rows)
-        _write(self.path / "metrics.csv", text.getvalue())
+        write_text(self.path / "metrics.csv", text.getvalue())
         figures.draw_curves(self.rows, self.path / "curves.png")
 
 
@@ -172,17 +189,6 @@ def complete(path: Path, count: int) -> list[Row]:
     return rows
 
 
-def read_rows(path: Path) -> list[Row]:
-    """Reads a .jsonl up to its first torn line."""
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
-    return rows
-
-
 def client_scores(result: simulate.Result) -> Row:
     """The per-client part of a round: participants' ids and losses, `post` in their order, `pre` of all clients."""
     row: Row = {"round": result.round}
@@ -204,6 +210,12 @@ def _finite(value: float) -> float | None:
 def _plain(values: np.ndarray) -> list[float | None]:
     """Short numbers that read back to the same float32; null for NaN."""
     return [None if np.isnan(x) else float(str(x)) for x in np.asarray(values, np.float32)]
+
+
+def _clients(point: str, scores: Row) -> Row:
+    """How many clients each score is about, {point/NAME_clients: number}; a client without a score has NaN or None."""
+    found = {name: int(np.isfinite(np.asarray(values, float)).sum()) for name, values in scores.items()}
+    return {f"{point}/{name}_clients": count for name, count in found.items() if count}
 
 
 def statistics(point: str, scores: dict[str, np.ndarray], weights: np.ndarray) -> Row:
@@ -247,8 +259,8 @@ def load(workdir: str | Path) -> Run:
     Raises:
       BadInput: it is not a run directory, has no checkpoint yet, or its data are not here any more.
     """
-    path = Path(workdir)
-    experiment = build.prepare(read_json(path / "config.json"), read_json(path / "layout.json")["conv"])
+    path = Path(workdir).expanduser()
+    experiment = build.prepare(read_config(path), read_layout(path)["conv"])
     step, state = checkpoint.restore(path / "checkpoints", experiment.state_shapes())
     rows = read_rows(path / "metrics.jsonl"), read_rows(path / "scores.jsonl")
     return Run(experiment.config, *rows, step, state, experiment)

@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
-from experiments.presets import DEFAULT_PRESETS, PRESETS
+from experiments.presets import DEFAULT_PRESETS, PRESETS, Preset
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.checks import BadInput, check, choose
 from fedjax_pfl.simulate import hyperparameters
 
 INF = float("inf")
+BY_FILE = ("val_fraction", "test_split", "alpha", "classes_per_client")  # None where a partition file says everything
+_AUTO_MODELS = ("cnn", "mlp")  # what --model=auto may stand for
 
 
 class Setting(NamedTuple):
@@ -142,12 +144,24 @@ def resolve(user: dict[str, Any]) -> dict[str, Any]:
     factory = ALGORITHMS[choose("algo", config["algo"], ALGORITHMS)]
     if user.get("steps") is not None and user.get("epochs") is not None:
         raise BadInput("Local work is either --epochs or --steps: give exactly one of the two.")
+    if user.get("epochs") is not None:
+        config["steps"] = None
     if config["steps"] is not None:
         config["epochs"] = None
+    if config["partition"].startswith("file:"):
+        config |= _by_file(config["partition"], user)
     by_preset = chosen.hparams.get(config["algo"], {}) if chosen else {}
     config["hparams"] = hyperparameters(factory) | by_preset | typed_all(factory, user.get("hparams", {}))
     check_ranges(config)
     return config
+
+
+def _by_file(spec: str, user: dict[str, Any]) -> dict[str, Any]:
+    """The settings that a partition file decides; the number of clients, if given, is compared with the file's."""
+    for name in BY_FILE:
+        if user.get(name) is not None:
+            raise BadInput(f"--{name} means nothing with --partition={spec}, which says everything: leave it out.")
+    return dict.fromkeys(BY_FILE) | {"clients": user.get("clients")}
 
 
 def check_ranges(config: dict[str, Any]) -> None:
@@ -158,7 +172,8 @@ def check_ranges(config: dict[str, Any]) -> None:
         raise BadInput("momentum=1.0 is outside its range [0, 1).")
     if config["clip"] is not None:
         check("clip", config["clip"], 0, INF, open_low=True)
-    choose("test_split", config["test_split"], ("pool", "official"))
+    if config["test_split"] is not None:
+        choose("test_split", config["test_split"], ("pool", "official"))
     participation(config["participation"])
     if config["width"] != "auto":
         check("width", _number(int, "--width", config["width"]), 1, INF)
@@ -203,12 +218,12 @@ def typed(name: str, text: str, hint: Any) -> Any:
 
 
 def resumed(recorded: dict[str, Any], user: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a resume: the recorded ones, with the user's where they may differ.
+    """The settings of a resume: the recorded ones (complete), with the user's where they may differ.
 
     Raises:
       BadInput: a setting differs that must not; all of them are named with both values.
     """
-    factory = ALGORITHMS[choose("algo", recorded["algo"], ALGORITHMS)]
+    factory = ALGORITHMS[recorded["algo"]]
     algo = user.get("algo", recorded["algo"])
     hparams = typed_all(factory, user["hparams"]) if algo == recorded["algo"] else {}
     wanted = {name: value for name, value in user.items() if name != "hparams"}
@@ -232,7 +247,31 @@ def resumed(recorded: dict[str, Any], user: dict[str, Any]) -> dict[str, Any]:
 
 
 def _same(name: str, a: Any, b: Any) -> bool:
+    """Are a recorded and a given value the same setting?"""
+    if name == "model" and b == "auto":
+        return a in _AUTO_MODELS
     return participation(a) == participation(b) if name == "participation" else a == b
+
+
+def completed(recorded: dict[str, Any]) -> dict[str, Any]:
+    """Recorded settings, with the defaults of those that came into being since."""
+    factory = ALGORITHMS[choose("algo", recorded["algo"], ALGORITHMS)]
+    config = {name: setting.default for name, setting in SETTINGS.items()} | recorded
+    return config | {"hparams": hyperparameters(factory) | recorded["hparams"]}
+
+
+def differences(preset: Preset, config: dict[str, Any]) -> list[str]:
+    """Where a run is not the preset's, in words; what cannot change its last scores does not count."""
+    names = [
+        n for n, setting in SETTINGS.items() if not setting.free and n not in ("algo", "preset", "seed", "eval_every")
+    ]
+    wanted = {name: setting.default for name, setting in SETTINGS.items()} | dict(preset.settings)
+    usual = hyperparameters(ALGORITHMS[config["algo"]]) | preset.hparams.get(config["algo"], {})
+    return [
+        f"{name}={config[name]} (preset: {wanted[name]})"
+        for name in names
+        if not (_same(name, config[name], wanted[name]) or (name in BY_FILE and config[name] is None))
+    ] + [f"{name}={value} (preset: {usual[name]})" for name, value in config["hparams"].items() if value != usual[name]]
 
 
 def default_workdir(user: dict[str, Any], config: dict[str, Any]) -> str:
@@ -243,7 +282,7 @@ def default_workdir(user: dict[str, Any], config: dict[str, Any]) -> str:
     parts += [f"{name}={value}" for name, value in user["hparams"].items()]
     if user.get("preset"):
         parts.insert(0, user["preset"])
-    return "runs/" + "-".join(re.sub(r"[^\w.=:+-]+", "_", str(part)) for part in parts)
+    return "runs/" + "-".join(re.sub(r"[^\w.=+-]+", "_", str(part)) for part in parts)
 
 
 def parameters(factory: Callable) -> dict[str, inspect.Parameter]:

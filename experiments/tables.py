@@ -24,7 +24,9 @@ COLUMNS = {
 
 def row(workdir: Path) -> list[str]:
     """One run: method, model, share of the data, scores, seconds of training and a round."""
-    config, summary = (json.loads((workdir / f"{name}.json").read_text()) for name in ("config", "summary"))
+    config, summary = (
+        json.loads((workdir / f"{name}.json").read_text(encoding="utf-8")) for name in ("config", "summary")
+    )
     defaults = simulate.hyperparameters(ALGORITHMS[config["algo"]])
     hparams = "".join(f", {name}={x}" for name, x in config["hparams"].items() if x != defaults[name])
     cells = [config["algo"] + hparams, config["model"], f"{config['data_fraction']:g}", str(summary["rounds"])]

@@ -8,8 +8,9 @@ from pathlib import Path
 from rich.console import Console
 
 from experiments import build, report, versions
+from experiments.files import read_json, write_json
 from experiments.interrupt import Interrupt
-from experiments.runs import RunDirectory, read_json, write_json
+from experiments.runs import RunDirectory
 from fedjax_pfl import simulate
 from fedjax_pfl.types import State
 
@@ -57,7 +58,8 @@ class Clock:
 
     def __init__(self, path: Path):
         file = path / "summary.json"
-        self.before = read_json(file)["seconds"] if file.exists() else {"compile": 0.0, "train": 0.0}
+        before = read_json(file, ("seconds",))["seconds"] if file.exists() else {}
+        self.before = {name: before.get(name, 0.0) for name in ("compile", "train")}
         self._start = time.perf_counter()
 
     def seconds(self, compiling: float) -> dict[str, float]:

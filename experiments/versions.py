@@ -28,20 +28,21 @@ def versions() -> dict[str, Any]:
 
 
 def _git_revision() -> str | None:
-    folder = Path(fedjax_pfl.__file__).parent
+    package, experiments = Path(fedjax_pfl.__file__).parent, Path(__file__).parent
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=True).stdout
+        return subprocess.run(["git", "-C", str(package), *words], capture_output=True, text=True, check=True).stdout
 
     try:
-        return git("rev-parse", "HEAD").strip() + ("+changes" if git("status", "--porcelain", ".").strip() else "")
+        changes = git("status", "--porcelain", "--", ".", str(experiments)).strip()
+        return git("rev-parse", "HEAD").strip() + ("+changes" if changes else "")
     except (OSError, subprocess.CalledProcessError):
         return None
 
 
 def changed(recorded: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What differs in a way that may change the last bits of a result."""
-    names = ("jax", "jaxlib", "device")
+    """What differs in a way that may change a result, most often in its last bits."""
+    names = [name for name in now if name not in ("platform", "python")]
     return [f"{name} {recorded.get(name)} -> {now[name]}" for name in names if recorded.get(name) != now[name]]
 
 

@@ -9,6 +9,7 @@ seconds).
 import contextlib
 import errno
 import hashlib
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +47,7 @@ def save(path: str | Path, step: int, tree: PyTree) -> None:
     leaves = {name: np.asarray(x) for name, x in _named(jax.device_get(_without_keys(tree))).items() if np.size(x)}
     path.mkdir(parents=True, exist_ok=True)
     _check_space(path, sum(x.nbytes for x in leaves.values()))
+    (path / f"{step}.sha256").unlink(missing_ok=True)  # of a folder that was deleted: it would finish the new one early
     try:
         with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             checkpointer.save(path / str(step), args=ocp.args.PyTreeSave(leaves), force=True)
@@ -149,19 +151,24 @@ def _shape(x: Any) -> tuple[tuple[int, ...], str]:
 
 def _write_digests(folder: Path) -> None:
     files = sorted(p for p in folder.rglob("*") if p.is_file())
-    lines = [f"{_digest(p)}  {p.relative_to(folder.parent)}\n" for p in files]
+    lines = [f"{_digest(p)}  {p.relative_to(folder.parent).as_posix()}\n" for p in files]
     part = folder.with_suffix(".part")
-    part.write_text("".join(lines))
-    part.rename(folder.with_suffix(".sha256"))
+    part.write_text("".join(lines), encoding="utf-8", newline="\n")
+    os.replace(part, folder.with_suffix(".sha256"))
 
 
 def _check_digests(folder: Path) -> None:
     """Before orbax reads a file: on damage it fails in many ways, some of them in other threads."""
-    for line in folder.with_suffix(".sha256").read_text().splitlines():
-        digest, _, name = line.partition("  ")
-        file = folder.parent / name
-        if not file.is_file() or _digest(file) != digest:
-            raise BadInput(f"Checkpoint {folder} is damaged ({name} is not as it was written): {_way_out(folder)}.")
+    digests = folder.with_suffix(".sha256")
+    lines = [line.partition("  ") for line in digests.read_text("utf-8", errors="replace").splitlines()]
+    wrong = [name or digests.name for digest, _, name in lines if not _is_as_written(folder.parent / name, digest)]
+    if wrong or not lines:
+        name = wrong[0] if lines else digests.name
+        raise BadInput(f"Checkpoint {folder} is damaged ({name!r} is not as it was written): {_way_out(folder)}.")
+
+
+def _is_as_written(file: Path, digest: str) -> bool:
+    return os.path.isfile(file) and _digest(file) == digest  # Path.is_file fails on names that are too long
 
 
 def _digest(path: Path) -> str:

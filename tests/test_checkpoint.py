@@ -93,6 +93,27 @@ def test_damage_is_said_in_a_sentence(tmp_path, harm, name):
 
 
 @pytest.mark.parametrize(
+    "content", [b"", b"\xff\x00\n" * 99, b"a" * 999 + b"  " + b"b" * 999, b"0  2/manifest.ocdbt\n"]
+)
+def test_damaged_digests(tmp_path, content):
+    checkpoint.save(tmp_path, 2, tree())
+    (tmp_path / "2.sha256").write_bytes(content)
+    with pytest.raises(
+        BadInput, match=r"Checkpoint .*2 is damaged \(.*\): delete that folder to start again.*$"
+    ) as error:
+        checkpoint.restore(tmp_path, jax.eval_shape(tree))
+    assert "\n" not in str(error.value)
+
+
+def test_a_save_that_is_cut_short_is_not_finished_by_older_digests(tmp_path, monkeypatch):
+    checkpoint.save(tmp_path, 2, tree())
+    shutil.rmtree(tmp_path / "2")
+    monkeypatch.setattr(checkpoint, "_write_digests", lambda _: None)
+    checkpoint.save(tmp_path, 2, tree())
+    assert checkpoint.steps(tmp_path) == []
+
+
+@pytest.mark.parametrize(
     ("other", "sentence"),
     [
         ({"a": jnp.zeros((2, 4))}, "/a is float32[2, 3] there, but float32[2, 4] here"),
@@ -244,10 +265,14 @@ def test_other_settings_are_refused_by_name(whole, capsys):
 def test_what_may_change_may(whole, tmp_path):
     path = tmp_path / "run"
     shutil.copytree(whole, path)
-    changes = ["--width=1", "--checkpoint_every=5", "--participation=0.25:0.75"]
+    changes = ["--width=1", "--checkpoint_every=5", "--participation=0.25:0.75", "--model=auto", "--data_dir=/moved"]
+    config = runs.read_json(path / "config.json")
+    del config["lr_decay"], config["clip"]  # settings that came later have their defaults
+    runs.write_json(path / "config.json", config | {"lr_decay": 0.9})
     assert main.run(["--resume", f"--workdir={path}", *changes]) == 0
     assert runs.read_json(path / "layout.json")["width"] == 2  # the recorded one is used
     assert (path / "metrics.jsonl").read_text() == (whole / "metrics.jsonl").read_text()
+    assert [session["round"] for session in runs.read_json(path / "versions.json")["resumed"]] == [6]
 
 
 def test_another_partition_or_data_set_is_refused(whole, tmp_path, capsys):
@@ -268,9 +293,16 @@ def test_damage_to_a_run_directory_is_said_in_a_sentence(whole, tmp_path, capsys
     for file in (path / "checkpoints" / "6").rglob("d/*"):
         flip(file)
     assert "delete that folder to resume from step 4" in refused(capsys, "--resume", f"--workdir={path}")
-    (path / "config.json").write_text("{")
-    assert "config.json is damaged" in refused(capsys, "--resume", f"--workdir={path}")
     assert "is not a run directory" in refused(capsys, "--resume", f"--workdir={tmp_path / 'none'}")
+
+
+@pytest.mark.parametrize("name", ["summary", "partition", "layout", "config"])
+def test_a_damaged_json_file_is_said_in_a_sentence(whole, tmp_path, capsys, name):
+    path = tmp_path / "run"
+    shutil.copytree(whole, path)
+    for content in (b"{}", b"[]", b"{", b"\x80"):
+        (path / f"{name}.json").write_bytes(content)
+        assert f"{name}.json is damaged" in refused(capsys, "--resume", f"--workdir={path}")
 
 
 def test_any_clients_model_can_be_had_again(whole):

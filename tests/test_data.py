@@ -144,19 +144,30 @@ def test_file_that_is_no_npz(tmp_path, content):
         sources.load(f"npz:{tmp_path / 'mine.npz'}")
 
 
-def test_bytes_flipped_in_npz(tmp_path, npz):
-    name = npz(x=np.ones((100, 9), np.float32), y=np.arange(100) % 3)
-    content = bytearray((tmp_path / "mine.npz").read_bytes())
-    content[1500] ^= 255
-    (tmp_path / "mine.npz").write_bytes(content)
+@pytest.mark.parametrize(("write", "place"), [(np.savez, 1500), (np.savez_compressed, 200), (np.savez_compressed, 8)])
+def test_bytes_flipped_in_npz(tmp_path, write, place):
+    """Place 200 is in the compressed data; place 8 says how they are compressed (twice: also in the list)."""
+    path = tmp_path / "mine.npz"
+    write(path, x=np.random.default_rng(0).normal(size=(100, 9)), y=np.arange(100) % 3)
+    content = bytearray(path.read_bytes())
+    for i in [place, content.index(b"PK\x01\x02") + 10] if place == 8 else [place]:
+        content[i] ^= 255
+    path.write_bytes(content)
     with pytest.raises(BadInput, match=r"cannot be read as \.npz"):
-        sources.load(name)
+        sources.load(f"npz:{path}")
+
+
+def test_home_is_where_the_tilde_is(tmp_path, npz, monkeypatch):
+    npz(x=_X, y=_Y)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert len(sources.load("npz:~/mine.npz").y) == 4
 
 
 BAD_CALLS = {
     "unknown data set": (lambda: sources.load("mnits"), r"Unknown data set 'mnits': did you mean 'mnist'\?"),
     "pattern": (lambda: sources.load("npz:PATH"), r"There is no file 'PATH'"),
     "no file": (lambda: sources.load("npz:/no/such.npz"), r"There is no file '/no/such.npz': give the path"),
+    "a name that is too long": (lambda: sources.load("npz:" + 300 * "x"), r"There is no file 'x+'"),
     "fraction 0": (
         lambda: sources.subset(sources.synthetic(20, 2), 0, 0),
         r"data_fraction=0 is outside its range \(0,",
@@ -293,6 +304,10 @@ def test_tfds_not_prepared(tmp_path, monkeypatch):
         sources.load("cifar100_coarse")
 
 
+def test_the_command_that_prepares_can_be_pasted():
+    assert prepared.command("mnist", Path("/my data")).endswith("--data_dir='/my data'")
+
+
 def test_tfds_in_another_format(tmp_path):
     folder = tmp_path / "mnist" / "3.0.1"
     folder.mkdir(parents=True)
@@ -316,10 +331,18 @@ def test_tfds_with_impossible_labels(tmp_path):
         sources.load("mnist", str(tmp_path))
 
 
-def test_without_tfds_only_its_data_sets_fail(tmp_path, monkeypatch):
+@pytest.mark.parametrize("missing", ["tensorflow_datasets", "array_record"])
+def test_without_tfds_only_its_data_sets_fail(tmp_path, monkeypatch, missing):
     folder = _prepare(tmp_path, "mnist", _pictures(4, (28, 28, 1)), {"label": np.arange(4)}, 2)
-    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
-    with pytest.raises(BadInput, match=r"tensorflow_datasets, which cannot be imported .*: run pip install"):
+
+    def without_array_record(_):
+        raise ImportError("No module named 'array_record'")
+
+    if missing == "array_record":  # which tensorflow_datasets imports on first use
+        monkeypatch.setattr("tensorflow_datasets.builder_from_directory", without_array_record)
+    else:
+        monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(BadInput, match=r"tensorflow_datasets, which cannot be used .*: run pip install"):
         sources.load("mnist", str(tmp_path))
     assert len(sources.load("digits").y) == 1797
     shutil.rmtree(folder)

@@ -3,7 +3,10 @@
 import csv
 import inspect
 import json
+import os
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from experiments import build, describe, main, report, runs, settings
+from experiments import build, describe, main, report, runs, settings, train, versions
 from experiments.presets import DEFAULT_PRESETS, PRESETS
 from experiments.versions import compile_clock
 from fedjax_pfl import simulate
@@ -56,10 +59,11 @@ def test_the_run_directory_is_complete(done):
     assert config.keys() == settings.SETTINGS.keys() | {"hparams"}
     assert (config["preset"], config["lr"], config["rounds"], config["clients"]) == ("digits", 0.1, 3, 5)
     assert config["hparams"] == {"mu": 2.0}
-    versions = json.loads((path / "versions.json").read_text())
-    assert versions["jax"] == jax.__version__ and {"python", "flax", "git", "device"} <= versions.keys()
+    software = json.loads((path / "versions.json").read_text())
+    assert software["jax"] == jax.__version__ and {"python", "flax", "git", "device"} <= software.keys()
     assert json.loads((path / "layout.json").read_text())["width"] == 1
-    assert re.fullmatch("[0-9a-f]{64}", json.loads((path / "partition.json").read_text())["partition"])
+    dealt = json.loads((path / "partition.json").read_text())
+    assert re.fullmatch("[0-9a-f]{64}", dealt["partition"]) and dealt["moved"] == 0
 
 
 def test_the_rows_of_a_run(done):
@@ -69,10 +73,12 @@ def test_the_rows_of_a_run(done):
     assert "loss" not in rows[3] and "post/acc" not in rows[3] and "pre/acc_std" in rows[3]  # the closing row
     assert len(scores[0]["pre"]["acc"]) == 5 and len(scores[0]["post"]["acc"]) == len(scores[0]["ids"]) == 2
     assert rows[0]["pre/acc"] == pytest.approx(np.mean(scores[0]["pre"]["acc"]))
+    assert (rows[0]["pre/acc_clients"], rows[0]["post/acc_clients"]) == (5, 2)
     latest = {}
     for row, score in zip(rows[:3], scores, strict=False):
         latest |= dict(zip(score["ids"], score["post"]["acc"], strict=True))
         assert row["post_latest/acc"] == pytest.approx(np.mean(list(latest.values())))
+        assert row["post_latest/acc_clients"] == len(latest)
     with open(path / "metrics.csv") as file:
         table = list(csv.DictReader(file))
     assert float(table[2]["pre/acc"]) == rows[2]["pre/acc"] and table[3]["loss"] == ""
@@ -89,12 +95,64 @@ def test_the_summary_says_what_each_number_is(done):
     assert acc["course"]["best"]["value"] == max(series) and "optimistic" in acc["course"]["best"]["note"]
     assert acc["course"]["mean_of_last"] == {"evaluations": 4, "value": pytest.approx(np.mean(series))}
     assert summary["traffic"]["down"] == sum(row["traffic/down"] for row in rows[:3]) == 3 * 2 * 650
-    assert "round 3/3" in out and "latest after" in out and "mean of last" in out and "optimistic" in out
+    assert [summary["scores"][point]["acc"]["clients"] for point in ("pre", "post")] == [5, 2]
+    assert re.search(r"^ acc +before +5 .*\n +after +2 ", out, re.MULTILINE)  # clients
+    assert re.search(r"^ acc +before +([\d.]+ +){2}4 .*\n +after +([\d.]+ +){2}3 ", out, re.MULTILINE)  # evaluations
+    assert "round 3/3" in out and "latest after" in out and "last 10" in out and "optimistic" in out
 
 
 def test_a_second_run_does_not_overwrite_the_first(done, capsys):
     assert main.run(["--algo=ditto", f"--workdir={done[0]}"]) == 2
     assert "is not empty: continue it with --resume, or choose another --workdir" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("thesis.tex", "is not empty and holds no run: choose another"),
+        ("layout.json", None),
+        ("config.json.part", None),
+    ],
+)
+def test_only_what_a_killed_start_left_is_overwritten(tmp_path, name, sentence):
+    (tmp_path / name).write_text("")
+    if sentence is None:
+        return runs.check_free(tmp_path)
+    with pytest.raises(BadInput, match=sentence):
+        runs.check_free(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["/dev/null/run", "x" * 300])
+def test_an_unusable_run_directory_is_found_before_anything_is_measured(place, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(build, "layout", None)
+    assert main.run(["--algo=fedavg", f"--workdir={place}"]) == main.BAD_INPUT
+    said = capsys.readouterr().err
+    assert "cannot be used (" in said and said.strip().endswith("choose another --workdir.")
+
+
+def test_a_partition_file_says_how_many_clients(done, tmp_path, monkeypatch, capsys):
+    """Saved with 5 clients; the settings that the file decides are recorded as none of the user's."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "p.npz").write_bytes((done[0] / "partition.npz").read_bytes())
+    user = {"algo": "fedavg", "partition": "file:~/p.npz", "data_fraction": 0.2, "model": "linear"}
+    config = build.prepare(settings.resolve(user)).config
+    assert config["clients"] == 5 and config["test_split"] is None and config["alpha"] is None
+    again = build.prepare(settings.resumed(config, {"hparams": {}, "clients": 5})).config
+    assert again == config
+    with pytest.raises(BadInput, match=r"p.npz holds 5 clients, not 4: leave their number out, or say 5"):
+        build.prepare(settings.resolve(user | {"clients": 4}))
+
+
+def test_ctrl_c_says_whether_there_is_something_to_resume(done, tmp_path, monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build, "prepare", interrupted)
+    assert main.run(["--algo=fedavg", f"--workdir={tmp_path / 'new'}"]) == main.INTERRUPTED
+    assert "Interrupted before the first round: nothing to resume." in capsys.readouterr().err
+    assert main.run(["--resume", f"--workdir={done[0]}"]) == main.INTERRUPTED
+    assert f"Interrupted; go on with {train.command(done[0])}" in capsys.readouterr().err
 
 
 def test_list_names_everything(capsys):
@@ -109,6 +167,7 @@ def test_describe_shows_paper_defaults_and_ranges(name, capsys):
     assert main.run([f"--describe={name}"]) == 0
     out = capsys.readouterr().out
     assert inspect.getdoc(ALGORITHMS[name]).splitlines()[0] in out
+    assert describe.arguments(inspect.getdoc(ALGORITHMS[name])).keys() == settings.parameters(ALGORITHMS[name]).keys()
     if name != "local":  # which is nobody's
         assert "Reference" in out
     rows = describe.hyperparameters(ALGORITHMS[name])
@@ -187,12 +246,75 @@ def test_a_run_directory_is_named_after_what_was_asked():
     assert named("--algo=ditto", "--hparam=lam=2", "--lr=0.2", "--seed=3", "--rounds=9") == (
         "runs/ditto-digits-pathological-seed3-lr=0.2-lam=2"
     )
-    assert "/" not in named("--algo=fedavg", "--dataset=npz:/a/b.npz").removeprefix("runs/")
+    name = named("--algo=fedavg", "--dataset=npz:/a/b.npz", "--participation=0.1:1").removeprefix("runs/")
+    assert "/" not in name and ":" not in name
 
 
-def test_steps_take_the_place_of_epochs():
+def test_steps_take_the_place_of_epochs_and_epochs_of_steps(monkeypatch):
     config = settings.resolve({"algo": "fedavg", "steps": 7})
     assert (config["steps"], config["epochs"]) == (7, None)
+    preset = PRESETS["digits"]
+    monkeypatch.setitem(PRESETS, "digits", preset._replace(settings={**preset.settings, "steps": 9}))
+    config = settings.resolve({"algo": "fedavg", "epochs": 2})
+    assert (config["steps"], config["epochs"]) == (None, 2)
+
+
+def test_the_papers_number_stands_beside_what_is_comparable():
+    paper = settings.resolve({"algo": "pfedc", "preset": "pfedc_mnist", "seed": 4})
+    assert main._published(paper) == "The paper's pfedc: 99.44 ± 0.41 % (compare post/task_acc)."
+    other = settings.resolve({"algo": "fedrep", "preset": "pfedc_mnist", "data_fraction": 0.2, "rounds": 3})
+    other["hparams"] |= {"head_epochs": 9}
+    assert main._published(other) == (
+        "The paper's fedrep: 97.85 ± 0.15 % (compare post/acc). But this run differs from the preset: "
+        "data_fraction=0.2 (preset: 1.0), rounds=3 (preset: 40), head_epochs=9 (preset: 1)."
+    )
+    assert main._published(settings.resolve({"algo": "ditto", "preset": "pfedc_mnist"})) is None
+    by_file = settings.resolve({"algo": "pfedc", "preset": "pfedc_mnist", "partition": "file:p.npz", "clients": 20})
+    assert main._published(by_file).endswith("preset: partition=file:p.npz (preset: pathological).")
+
+
+def test_clients_without_a_full_batch_are_named(caplog):
+    user = {"algo": "fedavg", "model": "linear", "drop_last": True, "clients": 5, "data_fraction": 0.2}
+    sizes = build.prepare(settings.resolve(user)).partition.train_sizes
+    build.prepare(settings.resolve(user | {"batch_size": int(sizes.max())}))
+    short = (sizes < sizes.max()).sum()
+    assert short and f"{short} of 5 clients have fewer than {sizes.max()} examples" in caplog.text
+
+
+def test_examples_that_were_moved_are_said():
+    user = {"algo": "fedavg", "model": "linear", "partition": "dirichlet_class", "alpha": 0.01, "clients": 50}
+    experiment = build.prepare(settings.resolve(user))
+    assert f"; {experiment.partition.moved} examples moved to clients below the minimum)" in build.describe(experiment)
+
+
+def test_a_width_that_was_not_given_is_said_to_be_chosen():
+    layout = {"width": 4, "devices": {"count": 1, "kind": "cpu"}}
+    assert main._say(layout, True) == "width 4 (chosen by trying; --width=N sets it) on 1 x cpu"
+    assert main._say(layout, False) == "width 4 on 1 x cpu"
+
+
+@pytest.mark.parametrize(("recorded", "accepted"), [("mlp", True), ("cnn", True), ("lenet", False)])
+def test_an_automatic_model_is_the_recorded_one(recorded, accepted):
+    config = settings.resolve({"algo": "fedavg", "model": recorded})
+    if accepted:
+        assert settings.resumed(config, {"hparams": {}, "model": "auto"}) == config
+        return
+    with pytest.raises(BadInput, match=r"differ: model \(recorded lenet, now auto\)"):
+        settings.resumed(config, {"hparams": {}, "model": "auto"})
+
+
+@pytest.mark.parametrize(("name", "differs"), [("git", True), ("optax", True), ("platform", False), ("python", False)])
+def test_other_software_is_noticed(name, differs):
+    now = versions.versions()
+    assert not versions.changed(now, now)
+    assert versions.changed(now | {name: "old"}, now) == ([f"{name} old -> {now[name]}"] if differs else [])
+
+
+def test_an_output_without_arrows_gets_a_question_mark():
+    code = "import sys; sys.argv[1:] = ['--describe=ditto']; from experiments import main; main.main()"
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, check=False, timeout=60)
+    assert done.returncode == 0 and b"(?)" in done.stdout
 
 
 def test_a_schedule_over_rounds_cannot_grow(monkeypatch):
@@ -230,6 +352,9 @@ def test_an_unwritable_file_ends_the_run_with_a_sentence(tmp_path, monkeypatch, 
     assert main.run(["--algo=fedavg", *TINY, f"--workdir={tmp_path / 'run'}"]) == main.UNWRITABLE
     said = capsys.readouterr().err
     assert "No space left on device" in said and "make room, then go on with" in said and "--resume" in said
+    assert main._stopped(OSError(5, "Input/output error"), runs.RunDirectory(tmp_path, np.ones(1), False)) == 4
+    said = capsys.readouterr().err
+    assert "Input/output error" in said and said.strip().endswith(": start again")
 
 
 def test_compile_time_is_the_union_of_its_spans():
@@ -283,7 +408,7 @@ BAD = [
     ("--algo=fedavg --seed=-1", "seed=-1 is outside its range"),
     ("--algo=fedavg --partition=dirichlet --alpha=0", "alpha=0.0 is outside its range"),
     ("--algo=fedavg --classes_per_client=11", "classes_per_client=11 is outside its range [1, 10]"),
-    ("--algo=fedavg --clients=5000", "num_clients=5000"),
+    ("--algo=fedavg --clients=5000", "clients=5000 is outside its range"),
     ("--algo=fedavg --data_fraction=0", "data_fraction=0.0 is outside its range (0, 1]"),
     ("--algo=fedavg --val_fraction=1", "val_fraction=1.0 is outside its range [0, 1)"),
     ("--algo=fedavg --test_split=mine", "Unknown test_split 'mine'"),
@@ -293,6 +418,16 @@ BAD = [
     ("--algo=fedavg --dataset=npz:nowhere.npz", "There is no file 'nowhere.npz'"),
     ("--algo=fedavg --dataset=mnist --data_dir=/nowhere", "is not prepared in /nowhere: run "),
     ("--algo=fedavg --partition=file:nowhere.npz", "There is no file 'nowhere.npz'"),
+    ("--algo=fedavg --partition=file:p.npz --alpha=1", "--alpha means nothing with --partition=file:p.npz"),
+    ("--algo=fedavg --partition=file:p.npz --val_fraction=0.1", "which says everything: leave it out"),
+    ("--algo=fedavg --partition=file:p.npz --test_split=pool", "--test_split means nothing with"),
+    ("--algo=fedavg --partition=file:p.npz --classes_per_client=3", "--classes_per_client means nothing with"),
+    (f"--algo=fedavg --dataset=npz:{300 * 'x'}", "There is no file 'xxx"),
+    ("--algo=fedavg --lr=inf", "lr=inf is outside its range (0, inf)"),
+    ("--algo=fedavg --clip=inf", "clip=inf is outside its range (0, inf)"),
+    ("--algo=fedavg --weight_decay=inf", "weight_decay=inf is outside its range [0, inf)"),
+    ("--algo=ditto --hparam=lam=inf", "lam=inf is outside its range [0, inf)"),
+    ("--algo=fedavg --drop_last --batch_size=1000", "--drop_last with batches of 1000 leaves nothing to train on"),
     ("--algo=pfedc --hparam=tasks=consecutive:11", "consecutive needs a number of tasks from 1 to 10"),
     ("--algo=fedavg --resume --workdir=/nowhere", "/nowhere is not a run directory"),
     ("--describe=dito", "Unknown method or preset 'dito': did you mean 'ditto'?"),

@@ -35,17 +35,19 @@ def _all_counts(data, **kwargs):
 # --- every partitioner ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("test", ["pool", "official"])
+@pytest.mark.parametrize("test_split", ["pool", "official"])
 @pytest.mark.parametrize("num_clients", [1, 7, 100])
 @pytest.mark.parametrize("spec", SPECS)
-def test_every_example_is_dealt_exactly_once(spec, num_clients, test):
+def test_every_example_is_dealt_exactly_once(spec, num_clients, test_split):
     k = 10 if num_clients == 1 else 3
-    p = partition(DATA, spec, num_clients=num_clients, seed=1, classes_per_client=k, test=test, val_fraction=0.1)
+    p = partition(
+        DATA, spec, num_clients=num_clients, seed=1, classes_per_client=k, test_split=test_split, val_fraction=0.1
+    )
     train, held, val = _owned(p)
     assert np.array_equal(np.sort(np.concatenate([train, held, val])), np.arange(2000))
     assert min(p.train_sizes.min(), p.test_sizes.min(), p.val_sizes.min()) >= 1
     assert p.train.shape == (num_clients, p.train_sizes.max()) and p.train.dtype == p.train_sizes.dtype == np.int32
-    if test == "official":
+    if test_split == "official":
         assert held.min() >= DATA.num_train > max(train.max(), val.max())
     counts = class_counts(p, DATA)
     assert np.array_equal(counts.sum(axis=1), p.train_sizes)
@@ -196,7 +198,7 @@ def test_minimum_of_everything_is_the_iid_sizes():
 
 @pytest.mark.parametrize("spec", ["pathological", "dirichlet", "label_groups"])
 def test_official_test_set_has_the_training_proportions(spec):
-    p = partition(DATA, spec, num_clients=10, seed=0, test="official")
+    p = partition(DATA, spec, num_clients=10, seed=0, test_split="official")
     train = class_counts(p, DATA)
     held = class_counts(p._replace(train=p.test, train_sizes=p.test_sizes), DATA)
     expected = train / train.sum(axis=0) * held.sum(axis=0)
@@ -205,7 +207,7 @@ def test_official_test_set_has_the_training_proportions(spec):
 
 def test_official_clients_without_a_test_example_get_one_of_their_classes():
     data = DATA._replace(num_train=1900)
-    p = partition(data, "pathological", num_clients=90, seed=0, test="official", classes_per_client=2)
+    p = partition(data, "pathological", num_clients=90, seed=0, test_split="official", classes_per_client=2)
     assert p.test_sizes.min() == 1 and p.moved > 0
     for client in range(90):
         mine = set(data.y[p.train[client, : p.train_sizes[client]]])
@@ -272,7 +274,7 @@ def test_good_file(tmp_path):
     np.savez(tmp_path / "p.npz", **{name: np.array(value, np.uint16) for name, value in _GOOD.items()})
     p = load_file(tmp_path / "p.npz", DATA)
     assert np.array_equal(p.train, [[0, 1], [2, 3]]) and np.array_equal(p.test, [[4], [5]]) and p.val.shape == (2, 0)
-    with pytest.raises(BadInput, match="holds 2 clients but num_clients=3: set num_clients=2"):
+    with pytest.raises(BadInput, match="holds 2 clients, not 3: leave their number out, or say 2"):
         partition(DATA, f"file:{tmp_path / 'p.npz'}", num_clients=3, seed=0)
 
 
@@ -300,29 +302,32 @@ BAD_INPUT = {
     ),
     "N k < C": (
         {"spec": "pathological", "num_clients": 4},
-        r"num_clients=4 times classes_per_client=2 cannot hold all 10 classes: take at least 3 classes per client",
+        r"4 clients with 2 classes each cannot hold all 10 classes: take at least 3 classes per client",
     ),
     "N k < C, groups": ({"spec": "label_groups", "num_clients": 4}, r"cannot hold all 10 classes"),
     "N k > n": (
         {"spec": "shards", "num_clients": 900, "classes_per_client": 5},
         r"4500 shards need 4500 examples, but there are 2000",
     ),
-    "N > n": ({"num_clients": 2001}, r"num_clients=2001 is outside its range \[1, 2000\]"),
-    "N > n / 2": ({"num_clients": 1500}, r"at least 2 examples each need 3000, but there are only 2000: take fewer"),
-    "N < 1": ({"num_clients": 0}, r"num_clients=0 is outside its range"),
-    "N fractional": ({"num_clients": 2.0}, r"num_clients=2.0 must be a whole number"),
-    "min_size": ({"min_size": 300}, r"num_clients=10 with at least 300 examples each need 3000"),
+    "N > n": ({"num_clients": 2001}, r"clients=2001 is outside its range \[1, 2000\]"),
+    "N > n / 2": (
+        {"num_clients": 1500},
+        r"1500 clients with at least 2 examples each need 3000, but there are only 2000: take fewer",
+    ),
+    "N < 1": ({"num_clients": 0}, r"clients=0 is outside its range"),
+    "N fractional": ({"num_clients": 2.0}, r"clients=2.0 must be a whole number"),
+    "min_size": ({"min_size": 300}, r"10 clients with at least 300 examples each need 3000"),
     "min_size negative": ({"min_size": -1}, r"min_size=-1 is outside its range"),
     "seed": ({"seed": -1}, r"seed=-1 is outside its range"),
-    "test": ({"test": "oficial"}, r"Unknown test 'oficial': did you mean 'official'\?"),
+    "test": ({"test_split": "oficial"}, r"Unknown test_split 'oficial': did you mean 'official'\?"),
     "test_fraction 0": ({"test_fraction": 0}, r"test_fraction=0 is outside its range \(0, 1\)"),
     "test_fraction 1": ({"test_fraction": 1.0}, r"test_fraction=1.0 is outside its range"),
     "test_fraction nan": ({"test_fraction": np.nan}, r"test_fraction=nan is outside its range"),
     "val_fraction 1": ({"val_fraction": 1}, r"val_fraction=1 is outside its range \[0, 1\)"),
     "val_fraction < 0": ({"val_fraction": -0.1}, r"val_fraction=-0.1 is outside its range"),
     "too few official": (
-        {"test": "official", "num_clients": 500},
-        r"num_clients=500 but the official test set has only 400 examples: take fewer clients or test='pool'",
+        {"test_split": "official", "num_clients": 500},
+        r"500 clients, but the official test set has only 400 examples: take fewer clients or test_split=pool",
     ),
 }
 
@@ -337,8 +342,8 @@ def test_bad_input(case):
 
 def test_official_without_official_test_set():
     data = DATA._replace(num_train=2000)
-    with pytest.raises(BadInput, match="has no official test set: use test='pool'"):
-        partition(data, "iid", num_clients=10, seed=0, test="official")
+    with pytest.raises(BadInput, match="has no official test set: use test_split=pool"):
+        partition(data, "iid", num_clients=10, seed=0, test_split="official")
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------

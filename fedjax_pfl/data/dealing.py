@@ -178,7 +178,7 @@ def _present(totals: np.ndarray, num_clients: int, per_client: int) -> np.ndarra
     check("classes_per_client", per_client, 1, len(present))
     if num_clients * per_client < len(present):
         raise BadInput(
-            f"num_clients={num_clients} times classes_per_client={per_client} cannot hold all {len(present)} classes: "
+            f"{num_clients} clients with {per_client} classes each cannot hold all {len(present)} classes: "
             f"take at least {math.ceil(len(present) / num_clients)} classes per client, or more clients."
         )
     return present

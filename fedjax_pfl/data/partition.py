@@ -35,7 +35,7 @@ def partition(
     seed: int,
     alpha: float = 0.1,
     classes_per_client: int = 2,
-    test: str = "pool",
+    test_split: str = "pool",
     test_fraction: float = 0.25,
     val_fraction: float = 0.0,
     min_size: int | None = None,
@@ -51,8 +51,8 @@ def partition(
       seed: of the deal and of the order of every client's rows (so that any tail of them is a random holdout).
       alpha: Dirichlet concentration, in [1e-6, 1e6].
       classes_per_client: k, in [1, C] (shards: shards a client).
-      test: `pool`: official train and test examples together, each client's rows split at random (PFLlib's protocol);
-        `official`: training examples dealt, test examples dealt in the same per-class proportions.
+      test_split: `pool`: official train and test examples together, each client's rows split at random (PFLlib's
+        protocol); `official`: training examples dealt, test examples dealt in the same per-class proportions.
       test_fraction: of a client's rows, in (0, 1), rounded up; only for `pool`.
       val_fraction: of a client's training rows, in [0, 1), taken from them, at least one row if not 0.
       min_size: least examples of a client (with `pool` train and test together; with `official` train only). Default:
@@ -62,14 +62,14 @@ def partition(
     Raises:
       BadInput: a value is out of its range, or there are too few examples for so many clients.
     """
-    _check_fractions(test, test_fraction, val_fraction)
+    _check_fractions(test_split, test_fraction, val_fraction)
     rng = np.random.default_rng(_whole("seed", seed, 0, 2**63 - 1))
     if spec.startswith("file:"):
         return _from_file(spec.removeprefix("file:"), dataset, num_clients)
-    _check_spec(spec, test, dataset)
-    y = dataset.y[: dataset.num_train] if test == "official" else dataset.y
-    num_clients = _whole("num_clients", num_clients, 1, len(y))
-    need = 1 + (test == "pool") + (val_fraction > 0)  # one example for each part that is cut from these
+    _check_spec(spec, test_split, dataset)
+    y = dataset.y[: dataset.num_train] if test_split == "official" else dataset.y
+    num_clients = _whole("clients", num_clients, 1, len(y))
+    need = 1 + (test_split == "pool") + (val_fraction > 0)  # one example for each part that is cut from these
     practical = min(40, len(y) // num_clients // 2)
     least = practical if min_size is None else _whole("min_size", min_size, 0, len(y))
     minimum = max(need, least if spec == "dirichlet" or min_size is not None else 0)
@@ -78,7 +78,7 @@ def partition(
     counts = _deal(rng, spec, totals, num_clients, alpha, classes_per_client, least)
     counts, moved = dealing.fill_up(rng, counts, minimum)
     train, sizes = _rows(rng, y, counts)
-    if test == "official":
+    if test_split == "official":
         test_counts, more = _official_counts(counts, dataset)
         held, held_sizes = _rows(rng, dataset.y[dataset.num_train :], test_counts)
         held, moved = held + dataset.num_train, moved + more
@@ -112,8 +112,8 @@ def _official_counts(counts: np.ndarray, dataset: Dataset) -> tuple[np.ndarray, 
     test_totals = np.bincount(dataset.y[dataset.num_train :], minlength=dataset.num_classes)
     if test_totals.sum() < num_clients:
         raise BadInput(
-            f"num_clients={num_clients} but the official test set has only {test_totals.sum()} examples: "
-            "take fewer clients or test='pool'."
+            f"{num_clients} clients, but the official test set has only {test_totals.sum()} examples: "
+            "take fewer clients or test_split=pool."
         )
     by_size = np.broadcast_to(counts.sum(axis=1, keepdims=True) / counts.sum(), counts.shape)
     shares = np.where(totals > 0, counts / np.maximum(totals, 1), by_size)  # by size: classes seen only in the test set
@@ -162,27 +162,27 @@ def _from_file(path: str, dataset: Dataset, num_clients: int) -> Partition:
     p = load_file(path, dataset)
     if len(p.train) != num_clients:
         raise BadInput(
-            f"{path} holds {len(p.train)} clients but num_clients={num_clients}: set num_clients={len(p.train)}."
+            f"{path} holds {len(p.train)} clients, not {num_clients}: leave their number out, or say {len(p.train)}."
         )
     return p
 
 
-def _check_spec(spec: str, test: str, dataset: Dataset) -> None:
+def _check_spec(spec: str, test_split: str, dataset: Dataset) -> None:
     choose("partition", spec, PARTITIONS)
-    if test == "official" and dataset.num_train == len(dataset.y):
-        raise BadInput(f"Data set {dataset.name} has no official test set: use test='pool'.")
+    if test_split == "official" and dataset.num_train == len(dataset.y):
+        raise BadInput(f"Data set {dataset.name} has no official test set: use test_split=pool.")
 
 
 def _check_enough(num_clients: int, minimum: int, n: int) -> None:
     if num_clients * minimum > n:
         raise BadInput(
-            f"num_clients={num_clients} with at least {minimum} examples each need {num_clients * minimum}, but there "
-            f"are only {n}: take fewer clients, more data or a smaller min_size."
+            f"{num_clients} clients with at least {minimum} examples each need {num_clients * minimum}, but there "
+            f"are only {n}: take fewer clients or more data."
         )
 
 
-def _check_fractions(test: str, test_fraction: float, val_fraction: float) -> None:
-    choose("test", test, ("pool", "official"))
+def _check_fractions(test_split: str, test_fraction: float, val_fraction: float) -> None:
+    choose("test_split", test_split, ("pool", "official"))
     if not 0 < test_fraction < 1:
         raise BadInput(f"test_fraction={test_fraction} is outside its range (0, 1).")
     if not 0 <= val_fraction < 1:

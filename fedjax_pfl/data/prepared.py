@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shlex
 import tempfile
 import time
 import zipfile
@@ -83,7 +84,8 @@ def load(name: str, data_dir: str | None = None) -> Arrays:
 
 def command(source: str, root: Path) -> str:
     """The shell command that prepares a TFDS data set the way this library reads it."""
-    return f"pip install -e '.[prepare]' && tfds build {source} --file_format=array_record --data_dir={root}"
+    folder = shlex.quote(str(root))
+    return f"pip install -e '.[prepare]' && tfds build {source} --file_format=array_record --data_dir={folder}"
 
 
 def _version_folder(root: Path, source: str) -> Path:
@@ -148,11 +150,17 @@ def _write(path: Path, arrays: dict[str, np.ndarray]) -> None:
 
 def _decode(source: str, folder: Path) -> dict[str, np.ndarray]:
     """All splits in order: x, y, coarse labels (-1 where there are none) and the number of training examples."""
-    tfds = _import_tfds()
     try:
+        import tensorflow_datasets as tfds
+
         builder = tfds.builder_from_directory(folder)  # reads the files' own description: any version works
         splits = [builder.as_data_source(split) for split in ("train", "test")]
         rows = [row for split in splits for row in _rows(split)]
+    except ImportError as error:  # array_record, which is imported here on first use, is not there on every system
+        raise BadInput(
+            f"This data set is read by tensorflow_datasets, which cannot be used ({_first_line(error)}): "
+            "run pip install tensorflow-datasets array_record, or choose digits, synthetic or npz:PATH."
+        ) from error
     except Exception as error:  # array_record and protobuf raise their own types on damaged files
         raise BadInput(
             f"Data set {source!r} in {folder} cannot be read ({_first_line(error)}): prepare it anew."
@@ -167,17 +175,6 @@ def _rows(split: Any) -> Iterator[tuple[np.ndarray, int, int]]:
         # One call for many records is five times as fast as one call each.
         for record in split.__getitems__(list(range(start, min(start + _CHUNK, len(split))))):
             yield record["image"], record["label"], record.get("coarse_label", -1)
-
-
-def _import_tfds() -> Any:
-    try:
-        import tensorflow_datasets
-    except ImportError as error:
-        raise BadInput(
-            f"This data set is read by tensorflow_datasets, which cannot be imported ({_first_line(error)}): "
-            "run pip install tensorflow-datasets array_record, or choose digits, synthetic or npz:PATH."
-        ) from error
-    return tensorflow_datasets
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,6 +1,8 @@
 """Data sets as plain arrays: digits, synthetic blobs, a user's .npz, and prepared TensorFlow Datasets."""
 
+import os
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -154,16 +156,28 @@ def _npz(path: str) -> Dataset:
     return Dataset(f"npz:{path}", np.concatenate(xs), y.astype(np.int32), len(ys[0]), num_classes, prepare)
 
 
+# What numpy raises on files that are not as they were written; NotImplementedError: an unknown way of compressing.
+_DAMAGE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    NotImplementedError,
+    OSError,
+    EOFError,
+    AttributeError,
+    TypeError,
+    ValueError,
+)
+
+
 def read_npz(path: str | Path, required: tuple[str, ...], optional: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
     """Reads the named arrays of an .npz file.
 
     Raises:
       BadInput: no such file, not an .npz, a required array is missing, or an array holds Python objects.
     """
-    if not Path(path).is_file():
-        raise BadInput(
-            f"There is no file {str(path)!r}: give the path of an .npz with the arrays {', '.join(required)}."
-        )
+    path = os.path.expanduser(path)
+    if not os.path.isfile(path):  # unlike Path.is_file, False for a name that is too long
+        raise BadInput(f"There is no file {path!r}: give the path of an .npz with the arrays {', '.join(required)}.")
     try:
         # Opened here because np.load leaves a damaged file open.
         with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
@@ -171,9 +185,9 @@ def read_npz(path: str | Path, required: tuple[str, ...], optional: tuple[str, .
             if missing:
                 raise BadInput(f"{path} lacks the array {missing[0]!r}: it has {', '.join(file.files) or 'none'}.")
             return {name: _array(path, file, name) for name in (*required, *optional) if name in file}
-    except (zipfile.BadZipFile, OSError, EOFError, AttributeError, TypeError, ValueError) as error:
-        if isinstance(error, BadInput):
-            raise
+    except BadInput:
+        raise
+    except _DAMAGE as error:
         raise BadInput(f"{path} cannot be read as .npz ({error}): write it with numpy.savez.") from error
 
 
