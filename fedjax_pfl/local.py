@@ -11,7 +11,7 @@ from fedjax_pfl import trees
 from fedjax_pfl.types import Array, Batch, Data, PyTree, Task
 
 SHUFFLE, STEP, AUGMENT, LOSS = 1, 2, 3, 4  # streams of a training key
-Loss = Callable[[PyTree, Batch, Array], tuple[Array, PyTree]]  # (variables, batch, key) -> loss [], new stats
+Loss = Callable[[PyTree, Batch, Array], tuple]  # (variables, batch, key) -> loss [], new stats (, aux)
 
 
 def shuffle(key: Array, length: int, size: Array) -> Array:
@@ -103,39 +103,42 @@ def sgd(
     train: tuple[str, ...] = ("body", "head"),
     extra: Callable[[PyTree], PyTree] | None = None,
     epochs: int | None = None,
-) -> tuple[dict[str, PyTree], Array]:
+    has_aux: bool = False,
+) -> tuple[dict[str, PyTree], Any]:
     """Trains the parts `train` of the variables by minibatch SGD with a fresh optimizer; batch-norm moments follow.
 
     Args:
       loss: (variables, batch, key) -> (mean loss over the valid rows [], new stats).
       extra: a gradient added to the loss's, a function of the trained parts (a proximal term, say).
       epochs: in place of the task's epochs or steps.
+      has_aux: the loss returns a third result, a tree of what is to be reported.
 
     Returns:
-      (variables, the mean loss over the steps []).
+      (variables, the mean loss over the steps []); with `has_aux`, in place of the loss, (loss, aux), both means.
     """
     optimizer = task.optimizer(task.lr)
     fixed = {name: part for name, part in variables.items() if name not in train}
     length: dict[str, Any] = {"epochs": task.epochs, "steps": task.steps} if epochs is None else {"epochs": epochs}
 
-    def step(key: Array, carry: PyTree, batch: Batch) -> tuple[PyTree, Array]:
+    def step(key: Array, carry: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
         params, stats, opt = carry
         if task.augment is not None:
             batch = batch._replace(x=task.augment(jax.random.fold_in(key, AUGMENT), batch.x))
 
         def objective(params: PyTree) -> tuple[Array, PyTree]:
-            return loss({**fixed, **params, "stats": stats}, batch, jax.random.fold_in(key, LOSS))
+            value, *others = loss({**fixed, **params, "stats": stats}, batch, jax.random.fold_in(key, LOSS))
+            return value, others
 
-        (value, stats), grads = jax.value_and_grad(objective, has_aux=True)(params)
+        (value, (stats, *aux)), grads = jax.value_and_grad(objective, has_aux=True)(params)
         if extra is not None:
             grads = trees.add(grads, extra(params))
         updates, opt = optimizer.update(grads, opt, params)
-        return (optax.apply_updates(params, updates), stats, opt), value
+        return (optax.apply_updates(params, updates), stats, opt), (value, *aux)
 
     params = {name: variables[name] for name in train}
     carry = (params, variables["stats"], optimizer.init(params))
-    carry, value, _ = steps(key, data, step, carry, batch_size=task.batch_size, drop_last=task.drop_last, **length)
-    return {**fixed, **carry[0], "stats": carry[1]}, value
+    carry, means, _ = steps(key, data, step, carry, batch_size=task.batch_size, drop_last=task.drop_last, **length)
+    return {**fixed, **carry[0], "stats": carry[1]}, means if has_aux else means[0]
 
 
 def sweep(data: Data, function: Callable[[Batch], PyTree], batch_size: int) -> PyTree:

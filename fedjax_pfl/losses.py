@@ -2,8 +2,11 @@
 
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from fedjax_pfl.types import Array, Batch, Model, PyTree
+
+VARIANCES = (10.0, 15.0, 20.0, 50.0)  # of the four Gaussian kernels of `mmd`, as in FedCP's code
 
 
 def masked_mean(values: Array, mask: Array) -> Array:
@@ -31,3 +34,19 @@ def classification(model: Model):
 def sigmoid_bce(logits: Array, targets: Array) -> Array:
     """Binary cross entropy of logits and targets of the same shape, elementwise."""
     return optax.losses.sigmoid_binary_cross_entropy(logits, targets.astype(logits.dtype))
+
+
+def mmd(h: Array, u: Array, mask: Array) -> Array:
+    """Squared maximum mean discrepancy of features h and u [B, K] over the valid rows, [].
+
+    The biased V-statistic, a mean over all pairs of rows, of the kernel sum_a exp(-d^2 / 2a) with a in VARIANCES.
+    """
+    weight = mask / jnp.maximum(jnp.sum(mask), 1)
+    h, u = (jnp.where(mask[:, None], x, 0) for x in (h, u))
+
+    def kernel(p: Array, q: Array) -> Array:  # [B, B]
+        square = lambda x: jnp.sum(x * x, axis=1)
+        d2 = square(p)[:, None] + square(q)[None] - 2 * jnp.dot(p, q.T, precision=lax.Precision.HIGHEST)
+        return sum((jnp.exp(-d2 / (2 * a)) for a in VARIANCES), jnp.zeros_like(d2))
+
+    return weight @ (kernel(h, h) + kernel(u, u) - 2 * kernel(h, u)) @ weight

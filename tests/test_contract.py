@@ -158,6 +158,7 @@ def test_a_low_precision_state_keeps_its_type(method):
 def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
     """Scalars down and up of the clients 3, 0, 4, 1, from the sheets' table 28.1."""
     body, head = 6 * 8 + 8, 8 * C + C
+    policy = 8 * 16 + 16 + 2 * 16
     classes = np.array([2, 2, 4, 2])
     ones = np.ones(4, int)
     table = {
@@ -166,6 +167,7 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
         "fedrep": body * ones,
         "fedbabu": body * ones,
         "lg_fedavg": head * ones,
+        "fedcp": (body + head + policy) * ones,
         "pfedc": body + classes * (8 + 1),
     }
     both = table.get(method, (body + head) * ones)

@@ -174,6 +174,14 @@ def test_fedper_of_equal_clients_has_equal_heads():
     assert_close(trees.gather(heads, 0), trees.gather(heads, 1))
 
 
+@pytest.mark.parametrize("hparams", [{"without": "cpn_gfm_gh"}, {"without": "cpn_gh", "lam": 0.0}])
+@pytest.mark.parametrize("task", [MLP, NORM])
+def test_fedcp_with_the_personal_path_only_is_fedper(task, hparams):
+    state, expected = train("fedcp", task, **hparams)[0], train("fedper", task)[0]
+    assert_close(state.server["body"], expected.server["body"])
+    assert_close(state.clients["head"], expected.clients["head"])
+
+
 @pytest.mark.parametrize("head_weighting, federation", [("data", toy.federation()), ("uniform", equal_sizes())])
 def test_pfedc_with_one_task_is_fedavg(head_weighting, federation):
     state = train("pfedc", federation=federation, tasks="single", head_weighting=head_weighting)[0].server

@@ -3,6 +3,7 @@
 from fedjax_pfl.algorithms.ditto import ditto
 from fedjax_pfl.algorithms.fedavg import fedavg, fedavg_ft, fedprox
 from fedjax_pfl.algorithms.fedbn import fedbn
+from fedjax_pfl.algorithms.fedcp import fedcp
 from fedjax_pfl.algorithms.fedper import fedbabu, fedper, fedrep, lg_fedavg
 from fedjax_pfl.algorithms.pfedc import pfedc
 from fedjax_pfl.algorithms.standalone import local
@@ -18,5 +19,6 @@ ALGORITHMS = {
     "fedbabu": fedbabu,
     "fedbn": fedbn,
     "ditto": ditto,
+    "fedcp": fedcp,
     "pfedc": pfedc,
 }
