@@ -59,6 +59,20 @@ def test_ditto_without_pull_is_local():
     assert_same(last, alone[2])
 
 
+def test_apfl_global_model_is_fedavgs():
+    expected = train("fedavg")[0].server
+    for hparams in ({}, {"alpha": 0.9}, {"mix": "outputs"}):
+        assert_close(train("apfl", **hparams)[0].server, expected)
+
+
+@pytest.mark.parametrize("mix", ["params", "outputs"])
+def test_apfl_of_personal_models_only_is_local(mix):
+    state, _, last = train("apfl", alpha=1.0, adaptive=False, mix=mix)
+    alone = train("local")
+    assert_close(state.clients["v"], alone[0].clients)
+    assert_same(last, alone[2])
+
+
 def test_nothing_personal_is_fedavg():
     plain = train(lambda task: partial_averaging(task, personal=personal_mask(task)))
     assert_same(plain[0], train("fedavg")[0])

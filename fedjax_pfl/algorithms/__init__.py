@@ -1,5 +1,6 @@
 """Every method by its name on the command line: {name: factory}, factory(task, **hyperparameters) -> Algorithm."""
 
+from fedjax_pfl.algorithms.apfl import apfl
 from fedjax_pfl.algorithms.ditto import ditto
 from fedjax_pfl.algorithms.fedavg import fedavg, fedavg_ft, fedprox
 from fedjax_pfl.algorithms.fedbn import fedbn
@@ -18,5 +19,6 @@ ALGORITHMS = {
     "fedbabu": fedbabu,
     "fedbn": fedbn,
     "ditto": ditto,
+    "apfl": apfl,
     "pfedc": pfedc,
 }
