@@ -152,6 +152,7 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
         "fedrep": body * ones,
         "fedbabu": body * ones,
         "lg_fedavg": head * ones,
+        "scaffold": 2 * (body + head) * ones,
         "pfedc": body + classes * (8 + 1),
     }
     both = table.get(method, (body + head) * ones)

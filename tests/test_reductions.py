@@ -59,6 +59,24 @@ def test_ditto_without_pull_is_local():
     assert_same(last, alone[2])
 
 
+def test_scaffolds_first_round_is_fedavgs():
+    def first(method, **hparams):
+        program, f = simulate.program(ALGORITHMS[method], MLP, hparams), toy.federation()
+        step = lambda: program.round(KEY, program.numbers, f, program.init(KEY, program.numbers), 0, jnp.bool(False))
+        return jax.jit(step)()[0].server
+
+    assert_close(first("scaffold", weights="data")["w"], first("fedavg"))
+
+
+def test_scaffold_of_identical_clients_is_fedavg():
+    f = toy.federation()
+    same = lambda rows: type(rows)(*(trees.replicate(x[1], toy.N) for x in rows))
+    equal = f._replace(train=same(f.train), class_counts=trees.replicate(f.class_counts[1], toy.N))
+    full_batch = toy.task("mlp", batch_size=19)
+    corrected, plain = (train(method, full_batch, equal)[0].server for method in ("scaffold", "fedavg"))
+    assert_close(corrected["w"], plain, 1e-5)
+
+
 def test_apfl_global_model_is_fedavgs():
     expected = train("fedavg")[0].server
     for hparams in ({}, {"alpha": 0.9}, {"mix": "outputs"}):

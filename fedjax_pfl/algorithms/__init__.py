@@ -6,6 +6,7 @@ from fedjax_pfl.algorithms.fedavg import fedavg, fedavg_ft, fedprox
 from fedjax_pfl.algorithms.fedbn import fedbn
 from fedjax_pfl.algorithms.fedper import fedbabu, fedper, fedrep, lg_fedavg
 from fedjax_pfl.algorithms.pfedc import pfedc
+from fedjax_pfl.algorithms.scaffold import scaffold
 from fedjax_pfl.algorithms.standalone import local
 
 ALGORITHMS = {
@@ -13,6 +14,7 @@ ALGORITHMS = {
     "fedavg": fedavg,
     "fedavg_ft": fedavg_ft,
     "fedprox": fedprox,
+    "scaffold": scaffold,
     "fedper": fedper,
     "fedrep": fedrep,
     "lg_fedavg": lg_fedavg,
