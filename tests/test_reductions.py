@@ -77,6 +77,12 @@ def test_scaffold_of_identical_clients_is_fedavg():
     assert_close(corrected["w"], plain, 1e-5)
 
 
+@pytest.mark.parametrize("still", [{"lam": 0.0}, {"beta": 0.0}])
+def test_pfedme_without_pull_or_mixing_keeps_the_global_model(still):
+    program = simulate.program(ALGORITHMS["pfedme"], MLP)
+    assert_close(train("pfedme", **still)[0].server, program.init(KEY, program.numbers).server)
+
+
 def test_apfl_global_model_is_fedavgs():
     expected = train("fedavg")[0].server
     for hparams in ({}, {"alpha": 0.9}, {"mix": "outputs"}):

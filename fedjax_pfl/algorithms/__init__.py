@@ -6,6 +6,7 @@ from fedjax_pfl.algorithms.fedavg import fedavg, fedavg_ft, fedprox
 from fedjax_pfl.algorithms.fedbn import fedbn
 from fedjax_pfl.algorithms.fedper import fedbabu, fedper, fedrep, lg_fedavg
 from fedjax_pfl.algorithms.pfedc import pfedc
+from fedjax_pfl.algorithms.pfedme import pfedme
 from fedjax_pfl.algorithms.scaffold import scaffold
 from fedjax_pfl.algorithms.standalone import local
 
@@ -15,6 +16,7 @@ ALGORITHMS = {
     "fedavg_ft": fedavg_ft,
     "fedprox": fedprox,
     "scaffold": scaffold,
+    "pfedme": pfedme,
     "fedper": fedper,
     "fedrep": fedrep,
     "lg_fedavg": lg_fedavg,
