@@ -77,6 +77,11 @@ def test_scaffold_of_identical_clients_is_fedavg():
     assert_close(corrected["w"], plain, 1e-5)
 
 
+def test_fedrod_without_balancing_is_fedavg():
+    for task in (MLP, NORM):
+        assert_close(train("fedrod", task, gamma=0.0)[0].server, train("fedavg", task)[0].server, 2e-6)
+
+
 @pytest.mark.parametrize("still", [{"lam": 0.0}, {"beta": 0.0}])
 def test_pfedme_without_pull_or_mixing_keeps_the_global_model(still):
     program = simulate.program(ALGORITHMS["pfedme"], MLP)

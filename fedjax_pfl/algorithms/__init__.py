@@ -5,6 +5,7 @@ from fedjax_pfl.algorithms.ditto import ditto
 from fedjax_pfl.algorithms.fedavg import fedavg, fedavg_ft, fedprox
 from fedjax_pfl.algorithms.fedbn import fedbn
 from fedjax_pfl.algorithms.fedper import fedbabu, fedper, fedrep, lg_fedavg
+from fedjax_pfl.algorithms.fedrod import fedrod
 from fedjax_pfl.algorithms.pfedc import pfedc
 from fedjax_pfl.algorithms.pfedme import pfedme
 from fedjax_pfl.algorithms.scaffold import scaffold
@@ -22,6 +23,7 @@ ALGORITHMS = {
     "lg_fedavg": lg_fedavg,
     "fedbabu": fedbabu,
     "fedbn": fedbn,
+    "fedrod": fedrod,
     "ditto": ditto,
     "apfl": apfl,
     "pfedc": pfedc,
