@@ -77,6 +77,16 @@ def test_scaffold_of_identical_clients_is_fedavg():
     assert_close(corrected["w"], plain, 1e-5)
 
 
+@pytest.mark.parametrize("variant", ["fo", "hf", "exact"])
+def test_per_fedavg_without_inner_step_is_fedavg(variant):
+    for task in (MLP, NORM):
+        state = train("per_fedavg", task, alpha=0.0, variant=variant)[0]
+        expected = train("fedavg", task)[0]
+        assert_close(state.server, expected.server, 2e-6)
+    slower = toy.task("mlp", lr=0.05)
+    assert_close(train("per_fedavg", alpha=0.0, beta=0.05)[0].server, train("fedavg", slower)[0].server)
+
+
 def test_fedrod_without_balancing_is_fedavg():
     for task in (MLP, NORM):
         assert_close(train("fedrod", task, gamma=0.0)[0].server, train("fedavg", task)[0].server, 2e-6)

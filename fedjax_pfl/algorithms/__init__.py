@@ -6,6 +6,7 @@ from fedjax_pfl.algorithms.fedavg import fedavg, fedavg_ft, fedprox
 from fedjax_pfl.algorithms.fedbn import fedbn
 from fedjax_pfl.algorithms.fedper import fedbabu, fedper, fedrep, lg_fedavg
 from fedjax_pfl.algorithms.fedrod import fedrod
+from fedjax_pfl.algorithms.perfedavg import per_fedavg
 from fedjax_pfl.algorithms.pfedc import pfedc
 from fedjax_pfl.algorithms.pfedme import pfedme
 from fedjax_pfl.algorithms.scaffold import scaffold
@@ -17,6 +18,7 @@ ALGORITHMS = {
     "fedavg_ft": fedavg_ft,
     "fedprox": fedprox,
     "scaffold": scaffold,
+    "per_fedavg": per_fedavg,
     "pfedme": pfedme,
     "fedper": fedper,
     "fedrep": fedrep,
