@@ -10,7 +10,8 @@ import optax
 from fedjax_pfl import trees
 from fedjax_pfl.types import Array, Batch, Data, PyTree, Task
 
-SHUFFLE, STEP, AUGMENT, LOSS = 1, 2, 3, 4  # streams of a training key
+SHUFFLE, STEP = 1, 2  # streams of a training key
+LOSS, AUGMENT = 3, 4  # and of a step's key; its batch i is augmented with AUGMENT + i
 Loss = Callable[[PyTree, Batch, Array], tuple]  # (variables, batch, key) -> loss [], new stats (, aux)
 
 
@@ -30,11 +31,9 @@ def take(data: Data, row: Array, mask: Array) -> Batch:
     return Batch(x, jnp.where(mask, data.examples.y[index], 0), mask, row)
 
 
-def _batches(data: Data, order: Array, start: Array, batch_size: int, count: int) -> list[Batch]:
-    row = jax.lax.dynamic_slice_in_dim(order, start, batch_size * count)
-    mask = start + jnp.arange(batch_size * count) < data.size
-    parts = [slice(i * batch_size, (i + 1) * batch_size) for i in range(count)]
-    return [take(data, row[part], mask[part]) for part in parts]
+def _batches(data: Data, orders: list[Array], start: Array, batch_size: int) -> list[Batch]:
+    mask = start + jnp.arange(batch_size) < data.size
+    return [take(data, jax.lax.dynamic_slice_in_dim(order, start, batch_size), mask) for order in orders]
 
 
 def _zeros_like_result(function: Callable[[], PyTree]) -> PyTree:
@@ -55,16 +54,17 @@ def steps(
 ) -> tuple[PyTree, PyTree, Array]:
     """Runs `carry, aux = step(key, carry, *batches)` over shuffled batches.
 
-    An epoch takes ceil(n / (B * batches_per_step)) steps (floor with `drop_last`), in a new order each epoch; with
-    `steps` the client takes that many in all, however few its examples. A client without examples takes none.
-    The trip count is dynamic: a client takes exactly its own steps, and no step consists of padding only.
+    An epoch takes ceil(n / B) steps (floor with `drop_last`), in a new order each epoch; with `steps` the client takes
+    that many in all, however few its examples. A client without examples takes none. Where a step wants several
+    batches, each comes from an order of its own, the first from the same as if it were alone: they are drawn
+    independently, have the same number of valid rows, and may share rows (all of them where n <= B).
+    The trip count is dynamic: a client takes exactly its own steps, and no batch consists of padding only.
 
     Returns:
       (carry, the mean of aux over the steps, the number of steps [] int32).
     """
-    width = batch_size * batches_per_step
     length = data.index.shape[0]
-    per_epoch = data.size // width if drop_last else (data.size + width - 1) // width
+    per_epoch = data.size // batch_size if drop_last else (data.size + batch_size - 1) // batch_size
     if steps is None:
         assert epochs is not None
         total: Any = per_epoch * epochs
@@ -73,24 +73,46 @@ def steps(
         total = jnp.where(per_epoch > 0, steps, 0)
         passes = (total + per_epoch - 1) // jnp.maximum(per_epoch, 1)
 
-    def one(e: Array, order: Array, s: Array, loop: PyTree) -> PyTree:
+    def one(e: Array, orders: list[Array], s: Array, loop: PyTree) -> PyTree:
         carry, sums = loop
         step_key = jax.random.fold_in(jax.random.fold_in(key, STEP), e * per_epoch + s)
-        carry, aux = step(step_key, carry, *_batches(data, order, s * width, batch_size, batches_per_step))
+        carry, aux = step(step_key, carry, *_batches(data, orders, s * batch_size, batch_size))
         return carry, trees.add(sums, aux)
 
     def epoch(e: Array, loop: PyTree) -> PyTree:
-        shuffle_key = jax.random.fold_in(jax.random.fold_in(key, SHUFFLE), e)
-        order = jnp.pad(shuffle(shuffle_key, length, data.size), (0, -length % width))
+        first = jax.random.fold_in(jax.random.fold_in(key, SHUFFLE), e)
+        keys = [first, *(jax.random.fold_in(first, i) for i in range(1, batches_per_step))]
+        orders = [jnp.pad(shuffle(key, length, data.size), (0, -length % batch_size)) for key in keys]
         count = jnp.minimum(per_epoch, total - e * per_epoch)
-        return jax.lax.fori_loop(0, count, lambda s, loop: one(e, order, s, loop), loop)
+        return jax.lax.fori_loop(0, count, lambda s, loop: one(e, orders, s, loop), loop)
 
-    order = jnp.zeros(length + -length % width, jnp.int32)
-    sums = _zeros_like_result(
-        lambda: step(key, carry, *_batches(data, order, jnp.int32(0), batch_size, batches_per_step))[1]
-    )
+    orders = [jnp.zeros(length + -length % batch_size, jnp.int32)] * batches_per_step
+    sums = _zeros_like_result(lambda: step(key, carry, *_batches(data, orders, jnp.int32(0), batch_size))[1])
     carry, sums = jax.lax.fori_loop(0, passes, epoch, (carry, sums))
     return carry, jax.tree.map(lambda x: x / jnp.maximum(total, 1), sums), total
+
+
+def work(
+    key: Array,
+    data: Data,
+    step: Callable[..., tuple[PyTree, PyTree]],
+    carry: PyTree,
+    task: Task,
+    *,
+    epochs: int | None = None,
+    batches_per_step: int = 1,
+) -> tuple[PyTree, PyTree, Array]:
+    """The task's local work: `steps` with its batch size, its epochs or steps (or `epochs`), and augmented batches."""
+    length: dict[str, Any] = {"epochs": task.epochs, "steps": task.steps} if epochs is None else {"epochs": epochs}
+
+    def augmented(key: Array, carry: PyTree, *batches: Batch) -> tuple[PyTree, PyTree]:
+        if task.augment is not None:
+            keys = [jax.random.fold_in(key, AUGMENT + i) for i in range(batches_per_step)]
+            batches = tuple(b._replace(x=task.augment(k, b.x)) for k, b in zip(keys, batches, strict=True))
+        return step(jax.random.fold_in(key, LOSS), carry, *batches)
+
+    options: dict[str, Any] = {"batch_size": task.batch_size, "drop_last": task.drop_last, **length}
+    return steps(key, data, augmented, carry, batches_per_step=batches_per_step, **options)
 
 
 def sgd(
@@ -118,15 +140,12 @@ def sgd(
     """
     optimizer = task.optimizer(task.lr)
     fixed = {name: part for name, part in variables.items() if name not in train}
-    length: dict[str, Any] = {"epochs": task.epochs, "steps": task.steps} if epochs is None else {"epochs": epochs}
 
     def step(key: Array, carry: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
         params, stats, opt = carry
-        if task.augment is not None:
-            batch = batch._replace(x=task.augment(jax.random.fold_in(key, AUGMENT), batch.x))
 
         def objective(params: PyTree) -> tuple[Array, PyTree]:
-            value, *others = loss({**fixed, **params, "stats": stats}, batch, jax.random.fold_in(key, LOSS))
+            value, *others = loss({**fixed, **params, "stats": stats}, batch, key)
             return value, others
 
         (value, (stats, *aux)), grads = jax.value_and_grad(objective, has_aux=True)(params)
@@ -137,7 +156,7 @@ def sgd(
 
     params = {name: variables[name] for name in train}
     carry = (params, variables["stats"], optimizer.init(params))
-    carry, means, _ = steps(key, data, step, carry, batch_size=task.batch_size, drop_last=task.drop_last, **length)
+    carry, means, _ = work(key, data, step, carry, task, epochs=epochs)
     return {**fixed, **carry[0], "stats": carry[1]}, means if has_aux else means[0]
 
 
@@ -147,8 +166,8 @@ def sweep(data: Data, function: Callable[[Batch], PyTree], batch_size: int) -> P
     order = jnp.arange(length + -length % batch_size, dtype=jnp.int32)
 
     def one(s: Array, sums: PyTree) -> PyTree:
-        (batch,) = _batches(data, order, s * batch_size, batch_size, 1)
+        (batch,) = _batches(data, [order], s * batch_size, batch_size)
         return trees.add(sums, function(batch))
 
-    zeros = _zeros_like_result(lambda: function(_batches(data, order, jnp.int32(0), batch_size, 1)[0]))
+    zeros = _zeros_like_result(lambda: function(_batches(data, [order], jnp.int32(0), batch_size)[0]))
     return jax.lax.fori_loop(0, (data.size + batch_size - 1) // batch_size, one, zeros)

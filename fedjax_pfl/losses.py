@@ -21,6 +21,15 @@ def cross_entropy(logits: Array, y: Array, mask: Array) -> Array:
     return masked_mean(optax.losses.softmax_cross_entropy_with_integer_labels(logits, y), mask)
 
 
+def balanced_softmax(logits: Array, y: Array, mask: Array, class_counts: Array, gamma: float | Array = 1.0) -> Array:
+    """Mean cross entropy of logits [B, C] + gamma log class_counts [C] over the valid rows, [].
+
+    A class without a count takes no part (unless gamma is 0), so it must not be a label.
+    """
+    prior = jnp.where(class_counts > 0, jnp.log(jnp.maximum(class_counts, 1)), -1e9)  # finite: 0 * inf is NaN
+    return cross_entropy(logits + gamma * prior[None], y, mask)
+
+
 def classification(model: Model):
     """The loss of ordinary training: cross entropy of the model's logits, as `local.sgd` takes it."""
 

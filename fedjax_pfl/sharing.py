@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl import evaluate, local, losses, traffic, trees
-from fedjax_pfl.types import Algorithm, Array, Client, Predictor, PyTree, State, Task
+from fedjax_pfl.types import Algorithm, Array, Client, Predictor, PyTree, Scores, State, Task
 
 BOTH = ("body", "head")
 HEAD_PHASE, FINE_TUNE = 11, 12  # streams beside a client's main one
@@ -27,6 +27,17 @@ class Phase(NamedTuple):
 def predictor(task: Task, variables: PyTree) -> Predictor:
     """The logits of the task's model with these variables."""
     return lambda x, mask: task.model.apply(variables, x, mask=mask, train=False)[0]
+
+
+def beside(personal: Predictor, other: Predictor) -> Predictor:
+    """The logits [B, C, 2] of a client's personal predictor and of another one, that `score_beside` scores."""
+    return lambda x, mask: jnp.stack([personal(x, mask), other(x, mask)], axis=-1)
+
+
+def score_beside(outputs: Array, y: Array, mask: Array, c: Client) -> Scores:
+    """The scores of the personal logits outputs[..., 0], and under `global_*` those of outputs[..., 1]."""
+    mine, other = (evaluate.classification(outputs[..., i], y, mask, c) for i in range(2))
+    return mine | {f"global_{name}": pair for name, pair in other.items()}
 
 
 def personal_mask(task: Task, personal: tuple[str, ...] = (), *, norms: bool = False) -> PyTree:

@@ -56,6 +56,11 @@ def scale(factor: float | Array, tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: factor * x, tree)
 
 
+def lerp(weight: float | Array, a: PyTree, b: PyTree) -> PyTree:
+    """weight * a + (1 - weight) * b, leaf by leaf."""
+    return jax.tree.map(lambda x, y: weight * x + (1 - weight) * y, a, b)
+
+
 def pull(towards: PyTree, weight: float | Array) -> Callable[[PyTree], PyTree]:
     """The gradient of weight/2 ||w - towards||^2 as a function of w."""
     return lambda w: jax.tree.map(lambda a, b: weight * (a - b), w, towards)

@@ -168,6 +168,7 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
         "fedbabu": body * ones,
         "lg_fedavg": head * ones,
         "fedcp": (body + head + policy) * ones,
+        "scaffold": 2 * (body + head) * ones,
         "pfedc": body + classes * (8 + 1),
     }
     both = table.get(method, (body + head) * ones)

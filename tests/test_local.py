@@ -69,8 +69,21 @@ def test_drop_last_drops_the_short_batch():
 
 def test_several_batches_a_step():
     seen, _, count = visits(10, epochs=2, batches_per_step=2)
-    assert count == 4
-    np.testing.assert_array_equal(seen[:10], 2)
+    assert count == 6
+    np.testing.assert_array_equal(seen[:10], 4)
+
+
+@pytest.mark.parametrize("size", [1, 5, 10])
+def test_no_batch_of_a_step_is_empty_and_the_first_is_the_usual_one(size):
+    def rows(count):
+        step = lambda key, seen, *batches: ([jnp.where(b.mask, b.row, -1) for b in batches], 0.0)
+        start = [jnp.zeros(4, jnp.int32)] * count
+        return local.steps(KEY, data(size, 17), step, start, batch_size=4, epochs=1, batches_per_step=count)[0]
+
+    (alone,), several = rows(1), rows(3)
+    np.testing.assert_array_equal(several[0], alone)
+    assert all((batch >= 0).sum() == (alone >= 0).sum() > 0 for batch in several)
+    assert size < 10 or not np.array_equal(several[1], several[2])
 
 
 def test_sweep_sums_every_row_once():

@@ -61,6 +61,59 @@ def test_ditto_without_pull_is_local():
     assert_same(last, alone[2])
 
 
+def test_scaffolds_first_round_is_fedavgs():
+    def first(method, **hparams):
+        program, f = simulate.program(ALGORITHMS[method], MLP, hparams), toy.federation()
+        step = lambda: program.round(KEY, program.numbers, f, program.init(KEY, program.numbers), 0, jnp.bool(False))
+        return jax.jit(step)()[0].server
+
+    assert_close(first("scaffold", weights="data")["w"], first("fedavg"))
+
+
+def test_scaffold_of_identical_clients_is_fedavg():
+    f = toy.federation()
+    same = lambda rows: type(rows)(*(trees.replicate(x[1], toy.N) for x in rows))
+    equal = f._replace(train=same(f.train), class_counts=trees.replicate(f.class_counts[1], toy.N))
+    full_batch = toy.task("mlp", batch_size=19)
+    corrected, plain = (train(method, full_batch, equal)[0].server for method in ("scaffold", "fedavg"))
+    assert_close(corrected["w"], plain, 1e-5)
+
+
+@pytest.mark.parametrize("variant", ["fo", "hf", "exact"])
+def test_per_fedavg_without_inner_step_is_fedavg(variant):
+    for task in (MLP, NORM):
+        state = train("per_fedavg", task, alpha=0.0, variant=variant)[0]
+        expected = train("fedavg", task)[0]
+        assert_close(state.server, expected.server, 2e-6)
+    slower = toy.task("mlp", lr=0.05)
+    assert_close(train("per_fedavg", alpha=0.0, beta=0.05)[0].server, train("fedavg", slower)[0].server)
+
+
+def test_fedrod_without_balancing_is_fedavg():
+    for task in (MLP, NORM):
+        assert_close(train("fedrod", task, gamma=0.0)[0].server, train("fedavg", task)[0].server, 2e-6)
+
+
+@pytest.mark.parametrize("still", [{"lam": 0.0}, {"beta": 0.0}])
+def test_pfedme_without_pull_or_mixing_keeps_the_global_model(still):
+    program = simulate.program(ALGORITHMS["pfedme"], MLP)
+    assert_close(train("pfedme", **still)[0].server, program.init(KEY, program.numbers).server)
+
+
+def test_apfl_global_model_is_fedavgs():
+    expected = train("fedavg")[0].server
+    for hparams in ({}, {"alpha": 0.9}, {"mix": "outputs"}):
+        assert_close(train("apfl", **hparams)[0].server, expected)
+
+
+@pytest.mark.parametrize("mix", ["params", "outputs"])
+def test_apfl_of_personal_models_only_is_local(mix):
+    state, _, last = train("apfl", alpha=1.0, adaptive=False, mix=mix)
+    alone = train("local")
+    assert_close(state.clients["v"], alone[0].clients)
+    assert_same(last, alone[2])
+
+
 @pytest.mark.parametrize("bn_stats", ["aggregate", "local"])
 def test_masks_of_the_family(bn_stats):
     task = NORM._replace(bn_stats=bn_stats)

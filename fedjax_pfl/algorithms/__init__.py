@@ -1,11 +1,16 @@
 """Every method by its name on the command line: {name: factory}, factory(task, **hyperparameters) -> Algorithm."""
 
+from fedjax_pfl.algorithms.apfl import apfl
 from fedjax_pfl.algorithms.ditto import ditto
 from fedjax_pfl.algorithms.fedavg import fedavg, fedavg_ft, fedprox
 from fedjax_pfl.algorithms.fedbn import fedbn
 from fedjax_pfl.algorithms.fedcp import fedcp
 from fedjax_pfl.algorithms.fedper import fedbabu, fedper, fedrep, lg_fedavg
+from fedjax_pfl.algorithms.fedrod import fedrod
+from fedjax_pfl.algorithms.perfedavg import per_fedavg
 from fedjax_pfl.algorithms.pfedc import pfedc
+from fedjax_pfl.algorithms.pfedme import pfedme
+from fedjax_pfl.algorithms.scaffold import scaffold
 from fedjax_pfl.algorithms.standalone import local
 
 ALGORITHMS = {
@@ -13,12 +18,17 @@ ALGORITHMS = {
     "fedavg": fedavg,
     "fedavg_ft": fedavg_ft,
     "fedprox": fedprox,
+    "scaffold": scaffold,
+    "per_fedavg": per_fedavg,
+    "pfedme": pfedme,
     "fedper": fedper,
     "fedrep": fedrep,
     "lg_fedavg": lg_fedavg,
     "fedbabu": fedbabu,
     "fedbn": fedbn,
+    "fedrod": fedrod,
     "ditto": ditto,
+    "apfl": apfl,
     "fedcp": fedcp,
     "pfedc": pfedc,
 }

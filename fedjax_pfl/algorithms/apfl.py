@@ -1,0 +1,116 @@
+"""APFL: FedAvg, and beside it a personal model a client that is predicted with in a mixture of the two.
+
+Reference: Deng, Kamani & Mahdavi, Adaptive personalized federated learning (2020), Algorithm 1.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedjax_pfl import evaluate, local, losses, traffic, trees
+from fedjax_pfl.checks import check, choose
+from fedjax_pfl.sharing import BOTH, personal_mask, predictor
+from fedjax_pfl.types import Algorithm, Array, Batch, Client, Predictor, PyTree, State, Task
+
+
+def mixture_loss(task: Task, mix: str):
+    """The loss of the mixture a v + (1 - a) w: (v, a [], w, batch, key) -> (mean loss [], moments for v).
+
+    Args:
+      mix: of the parameters, or of the outputs.
+    """
+    model = task.model
+
+    def loss(v: PyTree, a: Array, w: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
+        if mix == "params":
+            return losses.classification(model)(mixture(v, a, w), batch, key)
+        z, stats = model.apply(v, batch.x, mask=batch.mask, train=True, key=key)
+        z_global, _ = model.apply(w, batch.x, mask=batch.mask, train=True, key=key)
+        return losses.cross_entropy(trees.lerp(a, z, z_global), batch.y, batch.mask), stats
+
+    return loss
+
+
+def mixture(v: PyTree, a: Array, w: PyTree) -> PyTree:
+    """a v + (1 - a) w, with the batch-norm moments that v has seen."""
+    return {**trees.lerp(a, {part: v[part] for part in BOTH}, {part: w[part] for part in BOTH}), "stats": v["stats"]}
+
+
+def apfl(
+    task: Task,
+    *,
+    alpha: float = 0.5,
+    adaptive: bool = True,
+    lr_alpha: float | None = None,
+    alpha_decay: float = 0.0,
+    mix: str = "params",
+) -> Algorithm:
+    """Trains w as FedAvg does, and v so that the mixture a v + (1 - a) w fits the client, and a is learned.
+
+    Args:
+      alpha: a client's first mixing weight (α) in [0, 1]; 0.5 as in the authors' code (paper also 0.25, 0.75).
+      adaptive: whether a takes a gradient step at the first batch of each round, true or false.
+      lr_alpha: the step size of a in [0, inf); default the learning rate.
+      alpha_decay: weight of a's decay in [0, inf); 0.02 in the authors' code, not in the paper.
+      mix: what is mixed, one of params (the paper), outputs (the authors' code).
+
+    Note:
+      The gradients are those of the mixture's own loss; the authors' code approximates a's. The mixture's batch-norm
+      moments belong to v. The reported loss is the global model's.
+    """
+    check("alpha", alpha, 0, 1)
+    check("lr_alpha", 0 if lr_alpha is None else lr_alpha, 0, math.inf)
+    check("alpha_decay", alpha_decay, 0, math.inf)
+    choose("mix", mix, ("params", "outputs"))
+    loss, mixed_loss = losses.classification(task.model), mixture_loss(task, mix)
+    personal = personal_mask(task)
+    rate = task.lr if lr_alpha is None else lr_alpha
+    optimizer = task.optimizer(task.lr)
+
+    def mixed(v: PyTree, a: Array, w: PyTree) -> Predictor:
+        if mix == "params":
+            return predictor(task, mixture(v, a, w))
+        return lambda x, mask: trees.lerp(a, predictor(task, v)(x, mask), predictor(task, w)(x, mask))
+
+    def init(key: Array) -> State:
+        w = task.model.init(key)
+        own, shared = trees.partition(w, personal)
+        start = {"v": w, "alpha": jnp.asarray(alpha, jnp.float32), "own": own}
+        return State(shared, trees.replicate(start, task.num_clients))
+
+    def descend(gradient: PyTree, opt: PyTree, variables: PyTree, stats: PyTree) -> tuple[PyTree, PyTree]:
+        params = {part: variables[part] for part in BOTH}
+        updates, opt = optimizer.update({part: gradient[part] for part in BOTH}, opt, params)
+        return {**optax.apply_updates(params, updates), "stats": stats}, opt
+
+    def step(key: Array, carry: PyTree, batch: Batch) -> tuple[PyTree, Array]:
+        w, v, a, opts, first = carry
+        (value, stats), by_w = jax.value_and_grad(loss, has_aux=True)(w, batch, key)
+        (by_v, by_a), own_stats = jax.grad(mixed_loss, argnums=(0, 1), has_aux=True)(v, a, w, batch, key)
+        w, opt_w = descend(by_w, opts[0], w, stats)
+        v, opt_v = descend(by_v, opts[1], v, own_stats)
+        if adaptive:
+            a = jnp.where(first, jnp.clip(a - rate * (by_a + alpha_decay * a), 0, 1), a)
+        return (w, v, a, (opt_w, opt_v), jnp.zeros_like(first)), value
+
+    def round(key: Array, state: State, cohort) -> tuple[State, PyTree]:
+        def client(c: Client, mine: PyTree):
+            w = trees.merge(mine["own"], state.server)
+            opts = tuple(optimizer.init({part: x[part] for part in BOTH}) for x in (w, mine["v"]))
+            carry = (w, mine["v"], mine["alpha"], opts, jnp.bool(True))
+            (w, v, a, _, _), value, _ = local.work(c.key, c.train, step, carry, task)
+            own, shared = trees.partition(w, personal)
+            return shared, {"v": v, "alpha": a, "own": own}, value, evaluate.post(cohort, c, mixed(v, a, w))
+
+        w, (mine, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes)
+        return State(w, mine), {"loss": value, "post": post, "alpha": mine["alpha"]}
+
+    def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
+        return mixed(mine["v"], mine["alpha"], trees.merge(mine["own"], server))
+
+    def sent(state: State, cohort, metrics: PyTree):
+        return traffic.both_ways(cohort, state.server)
+
+    return Algorithm(init, round, predict, evaluate.classification, sent)

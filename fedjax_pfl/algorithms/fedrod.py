@@ -1,0 +1,80 @@
+"""FedRoD: a generic head trained with the balanced softmax is averaged, a personal head beside it corrects its logits.
+
+Reference: Chen & Chao, On bridging generic and personalized federated learning for image classification (ICLR 2022).
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedjax_pfl import evaluate, local, losses, traffic, trees
+from fedjax_pfl.checks import check
+from fedjax_pfl.sharing import personal_mask, score_beside
+from fedjax_pfl.types import Algorithm, Array, Batch, Client, Predictor, PyTree, State, Task
+
+
+def personal_loss(task: Task, own: PyTree, h: Array, z: Array, batch: Batch) -> Array:
+    """Cross entropy of the two heads' sum, with features h [B, K] and generic logits z [B, C] held fixed, []."""
+    h, z = jax.lax.stop_gradient((h, z))
+    return losses.cross_entropy(z + task.model.head(own, h), batch.y, batch.mask)
+
+
+def fedrod(task: Task, *, gamma: float = 1.0) -> Algorithm:
+    """Trains body and generic head on the balanced loss, and the personal head on the sum of both heads' logits.
+
+    Args:
+      gamma: exponent of the class counts in the balanced softmax (γ) in [0, inf); 1 as in the paper, 0 is FedAvg.
+
+    Note:
+      Both losses of a batch see the same features, those before its step. The personal head starts as a copy of the
+      generic one; the paper's variant that generates it by a hypernetwork is not built. `global_acc` scores the
+      generic head alone. The reported loss is the sum of the two.
+    """
+    check("gamma", gamma, 0, math.inf)
+    model, personal = task.model, personal_mask(task)
+
+    def separate(lr: float | Array):  # two optimizers, so that nothing of one head's gradient reaches the other
+        groups = {"generic": task.optimizer(lr), "own": task.optimizer(lr)}
+        return optax.multi_transform(groups, {"body": "generic", "head": "generic", "own": "own"})
+
+    def predictor(variables: PyTree, own: PyTree) -> Predictor:
+        def predict(x: Array, mask: Array) -> Array:
+            h, _ = model.features(variables, x, mask=mask, train=False)
+            z = model.head(variables["head"], h)
+            return jnp.stack([z + model.head(own, h), z], axis=-1)
+
+        return predict
+
+    def init(key: Array) -> State:
+        w = model.init(key)
+        stats, shared = trees.partition(w, personal)
+        return State(shared, trees.replicate({"head": w["head"], "rest": stats}, task.num_clients))
+
+    def round(key: Array, state: State, cohort) -> tuple[State, PyTree]:
+        def client(c: Client, mine: PyTree):
+            def loss(variables: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
+                h, stats = model.features(variables, batch.x, mask=batch.mask, train=True, key=key)
+                z = model.head(variables["head"], h)
+                generic = losses.balanced_softmax(z, batch.y, batch.mask, c.class_counts, gamma)
+                return generic + personal_loss(task, variables["own"], h, z, batch), stats
+
+            both = {**trees.merge(mine["rest"], state.server), "own": mine["head"]}
+            apart = task._replace(optimizer=separate)
+            both, value = local.sgd(c.key, c.train, loss, both, apart, train=("body", "head", "own"))
+            own = both.pop("own")
+            rest, shared = trees.partition(both, personal)
+            post = evaluate.post(cohort, c, predictor(both, own), score_beside)
+            return shared, {"head": own, "rest": rest}, value, post
+
+        w, (mine, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes)
+        return State(w, mine), {"loss": value, "post": post}
+
+    def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
+        return predictor(trees.merge(mine["rest"], server), mine["head"])
+
+    def sent(state: State, cohort, metrics: PyTree):
+        return traffic.both_ways(cohort, state.server)
+
+    return Algorithm(init, round, predict, score_beside, sent)

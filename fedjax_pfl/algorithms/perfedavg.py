@@ -1,0 +1,120 @@
+"""Per-FedAvg: learns a model from which one gradient step on a client's own data leads to a good model (MAML).
+
+Reference: Fallah, Mokhtari & Ozdaglar, Personalized federated learning with theoretical guarantees: a model-agnostic
+meta-learning approach (NeurIPS 2020), Algorithm 1 and its two approximations.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import optax
+from absl import logging
+
+from fedjax_pfl import evaluate, local, losses, traffic, trees
+from fedjax_pfl.checks import check, choose
+from fedjax_pfl.sharing import BOTH, FINE_TUNE, personal_mask, predictor
+from fedjax_pfl.types import Algorithm, Array, Batch, Client, Predictor, PyTree, State, Task
+
+VARIANTS = ("fo", "hf", "exact")
+
+
+def curvature(gradient: Callable[[PyTree], PyTree], w: PyTree, v: PyTree, variant: str, delta: float | Array) -> PyTree:
+    """The Hessian at w times v, h: by a central difference of gradients (hf), or exactly."""
+    if variant == "exact":
+        return jax.jvp(gradient, (w,), (v,))[1]
+    ahead, behind = (gradient(jax.tree.map(lambda x, d, s=sign: x + s * delta * d, w, v)) for sign in (1, -1))
+    return jax.tree.map(lambda a, b: (a - b) / (2 * delta), ahead, behind)
+
+
+def meta_gradient(loss, variables: PyTree, batches: tuple, key: Array, variant: str, alpha, delta):
+    """The gradient of f(w - alpha grad f(w)) by w, an estimate from two batches (fo) or three.
+
+    Args:
+      loss: as `local.sgd` takes it.
+      batches: of the inner gradient, of the outer one, and of the Hessian.
+
+    Returns:
+      (gradient over body and head, the loss after the inner step [], its batch-norm moments).
+    """
+    w, stats = {part: variables[part] for part in BOTH}, variables["stats"]
+
+    def value(w: PyTree, batch: Batch) -> tuple[Array, PyTree]:
+        return loss({**w, "stats": stats}, batch, key)
+
+    def gradient(w: PyTree, batch: Batch) -> PyTree:
+        return jax.grad(value, has_aux=True)(w, batch)[0]
+
+    inner, outer, *more = batches
+    adapted = jax.tree.map(lambda x, g: x - alpha * g, w, gradient(w, inner))
+    (after, moments), v = jax.value_and_grad(value, has_aux=True)(adapted, outer)
+    if variant != "fo":
+        h = curvature(lambda w: gradient(w, more[0]), w, v, variant, delta)
+        v = jax.tree.map(lambda v, h: v - alpha * h, v, h)
+    return v, after, moments
+
+
+def per_fedavg(
+    task: Task, *, variant: str = "fo", alpha: float | None = None, beta: float | None = None, delta: float = 0.001
+) -> Algorithm:
+    """Averages models trained on f(w - alpha grad f(w)); a client predicts after one step on one batch of its own.
+
+    Args:
+      variant: of the meta-gradient, one of fo (no Hessian), hf (Hessian by a difference of gradients), exact.
+      alpha: the inner step size (α) in [0, inf); default the learning rate.
+      beta: the outer step size (β) in [0, inf); default the learning rate.
+      delta: half the distance (δ) in (0, inf) of the difference of gradients, for hf.
+
+    Note:
+      A round has as many meta-steps as FedAvg has steps, the outer batches are FedAvg's, and the inner one (and the
+      Hessian's) come from orders of their own: independent draws, that may share examples where PFLlib's halves of a
+      batch of 2B do not, and that reuse all of them on a client with at most B. The inner step is plain SGD. `pre`
+      scores the step from the global model, `post` from the client's.
+    """
+    choose("variant", variant, VARIANTS)
+    check("alpha", 0 if alpha is None else alpha, 0, math.inf)
+    check("beta", 0 if beta is None else beta, 0, math.inf)
+    check("delta", delta, 0, math.inf, open_low=True)
+    batches = 2 if variant == "fo" else 3
+    if (short := int((task.sizes < batches * task.batch_size).sum())) > 0:
+        text = "per_fedavg: %d clients hold fewer than %d batches, so the batches of their meta-steps share examples."
+        logging.log_first_n(logging.WARNING, text, 1, short, batches)
+    loss, personal = losses.classification(task.model), personal_mask(task)
+    inner_lr = task.lr if alpha is None else alpha
+    optimizer = task.optimizer(task.lr if beta is None else beta)
+    once = task._replace(lr=inner_lr, optimizer=optax.sgd, epochs=None, steps=1, drop_last=False)
+
+    def adapt(c: Client, w: PyTree) -> PyTree:
+        """One step, which is discarded after the prediction."""
+        return local.sgd(jax.random.fold_in(c.key, FINE_TUNE), c.train, loss, w, once)[0]
+
+    def init(key: Array) -> State:
+        own, shared = trees.partition(task.model.init(key), personal)
+        return State(shared, trees.replicate(own, task.num_clients))
+
+    def step(key: Array, carry: PyTree, outer: Batch, inner: Batch, *more: Batch) -> tuple[PyTree, Array]:
+        w, opt = carry
+        v, value, stats = meta_gradient(loss, w, (inner, outer, *more), key, variant, inner_lr, delta)
+        params = {part: w[part] for part in BOTH}
+        updates, opt = optimizer.update(v, opt, params)
+        return ({**optax.apply_updates(params, updates), "stats": stats}, opt), value
+
+    def round(key: Array, state: State, cohort) -> tuple[State, PyTree]:
+        def client(c: Client, own: PyTree):
+            w = trees.merge(own, state.server)
+            start = (w, optimizer.init({part: w[part] for part in BOTH}))
+            (w, _), value, _ = local.work(c.key, c.train, step, start, task, batches_per_step=batches)
+            own, shared = trees.partition(w, personal)
+            tuned = jax.lax.cond(cohort.evaluated, lambda: adapt(c, w), lambda: w)
+            return shared, own, value, evaluate.post(cohort, c, predictor(task, tuned))
+
+        w, (own, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes)
+        return State(w, own), {"loss": value, "post": post}
+
+    def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
+        return predictor(task, adapt(c, trees.merge(own, server)))
+
+    def sent(state: State, cohort, metrics: PyTree):
+        return traffic.both_ways(cohort, state.server)
+
+    return Algorithm(init, round, predict, evaluate.classification, sent)

@@ -1,0 +1,92 @@
+"""pFedMe: a client's model is the minimiser theta of its loss plus lam/2 ||theta - w||^2, and w descends that minimum.
+
+Reference: Dinh, Tran & Nguyen, Personalized federated learning with Moreau envelopes (NeurIPS 2020), Algorithm 1.
+"""
+
+import math
+
+import jax
+import optax
+
+from fedjax_pfl import evaluate, local, losses, traffic, trees
+from fedjax_pfl.checks import check
+from fedjax_pfl.sharing import BOTH, beside, predictor, score_beside
+from fedjax_pfl.types import Algorithm, Array, Batch, Client, Predictor, PyTree, State, Task
+
+
+def pfedme(
+    task: Task,
+    *,
+    inner_steps: int = 5,
+    inner_lr: float = 0.01,
+    lam: float = 15.0,
+    beta: float = 1.0,
+    inner_decay: float = 0.0,
+) -> Algorithm:
+    """Per batch approaches theta in K steps from the last theta, then moves w by lr lam (w - theta).
+
+    Args:
+      inner_steps: K in [0, 10000], steps towards theta on each batch; 5 as in the authors' code.
+      inner_lr: the step size (η_p) in [0, inf) of theta; 0.01 as in the authors' code.
+      lam: weight of the proximal term (λ) in [0, inf); 15 as in the authors' code.
+      beta: the server's mixing weight (β) in [0, inf); 1 is the plain average.
+      inner_decay: weight decay in [0, inf) of theta; the authors' code has 0.001, the paper none.
+
+    Note:
+      A round's local work is the task's batches, as in PFLlib (the authors take 20 batches), of the participants only
+      (the authors' code trains everybody). The personal model is theta, kept as it is; in both codes it is an alias
+      of w. Batch-norm moments are theta's, also in the global model. `global_acc` scores w.
+    """
+    check("inner_steps", inner_steps, 0, 10_000)
+    for name, value in (("inner_lr", inner_lr), ("lam", lam), ("beta", beta), ("inner_decay", inner_decay)):
+        check(name, value, 0, math.inf)
+    loss, optimizer = losses.classification(task.model), task.optimizer(inner_lr)
+    own_stats = task.bn_stats == "local"
+
+    def global_model(server: PyTree, theta: PyTree) -> PyTree:
+        return {**server, "stats": theta["stats"]} if own_stats else server
+
+    def towards(key: Array, w: PyTree, start: tuple, batch: Batch) -> tuple[tuple, Array]:
+        """K steps from (theta, moments, optimizer state); also the loss before the last of them."""
+
+        def step(_, loop: tuple) -> tuple[tuple, Array]:
+            (theta, stats, opt), _ = loop
+            objective = lambda theta: loss({**theta, "stats": stats}, batch, key)
+            (value, stats), gradient = jax.value_and_grad(objective, has_aux=True)(theta)
+            pull = jax.tree.map(lambda g, t, x: g + lam * (t - x) + inner_decay * t, gradient, theta, w)
+            updates, opt = optimizer.update(pull, opt, theta)
+            return (optax.apply_updates(theta, updates), stats, opt), value
+
+        value, _ = loss({**start[0], "stats": start[1]}, batch, key)
+        return jax.lax.fori_loop(0, inner_steps, step, (start, value))
+
+    def init(key: Array) -> State:
+        w = task.model.init(key)
+        return State(w, trees.replicate(w, task.num_clients))
+
+    def round(key: Array, state: State, cohort) -> tuple[State, PyTree]:
+        def step(key: Array, carry: PyTree, batch: Batch) -> tuple[PyTree, Array]:
+            w, inner = carry
+            inner, value = towards(key, w, inner, batch)
+            return (jax.tree.map(lambda x, t: x - task.lr * lam * (x - t), w, inner[0]), inner), value
+
+        def client(c: Client, theta: PyTree):
+            received = global_model(state.server, theta)
+            w = {part: received[part] for part in BOTH}
+            start = (w, (w, received["stats"], optimizer.init(w)))
+            (w, (theta, stats, _)), value, _ = local.work(c.key, c.train, step, start, task)
+            w, theta = {**w, "stats": stats}, {**theta, "stats": stats}
+            post = evaluate.post(cohort, c, beside(predictor(task, theta), predictor(task, w)), score_beside)
+            return w, theta, value, post
+
+        w, (theta, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes)
+        parts = [{part: x[part] for part in BOTH} for x in (w, state.server)]
+        return State({**w, **trees.lerp(beta, *parts)}, theta), {"loss": value, "post": post}
+
+    def predict(server: PyTree, theta: PyTree, c: Client) -> Predictor:
+        return beside(predictor(task, theta), predictor(task, global_model(server, theta)))
+
+    def sent(state: State, cohort, metrics: PyTree):
+        return traffic.both_ways(cohort, dict(state.server, stats=() if own_stats else state.server["stats"]))
+
+    return Algorithm(init, round, predict, score_beside, sent)

@@ -1,0 +1,102 @@
+"""SCAFFOLD: FedAvg whose local steps are corrected by control variates, estimates of the clients' gradients.
+
+Reference: Karimireddy et al., SCAFFOLD: stochastic controlled averaging for federated learning (ICML 2020),
+Algorithm 1.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedjax_pfl import evaluate, local, losses, traffic, trees
+from fedjax_pfl.checks import check, choose
+from fedjax_pfl.sharing import BOTH, personal_mask, predictor
+from fedjax_pfl.types import Algorithm, Array, Batch, Client, Predictor, PyTree, State, Task
+
+
+def trainable(variables: PyTree) -> PyTree:
+    """The variables without the batch-norm moments."""
+    return {part: variables[part] for part in BOTH}
+
+
+def full_gradient(task: Task, c: Client, variables: PyTree) -> PyTree:
+    """The gradient of the mean loss over all training examples of a client."""
+    loss = losses.classification(task.model)
+
+    def summed(batch: Batch) -> PyTree:
+        by = jax.grad(lambda w: loss({**variables, **w}, batch, c.key)[0])(trainable(variables))
+        return trees.scale(jnp.sum(batch.mask), by)
+
+    return trees.scale(1 / jnp.maximum(c.train.size, 1), local.sweep(c.train, summed, task.batch_size))
+
+
+def scaffold(task: Task, *, server_lr: float = 1.0, option: int = 2, weights: str = "uniform") -> Algorithm:
+    """Takes local steps along g(y) - c_i + c, and averages the clients' changes of y and of their control variates c_i.
+
+    Args:
+      server_lr: step of the server (η_g) in [0, inf); 1 as in the paper's experiments (FedRep's script uses 0.1).
+      option: of the new c_i, in [1, 2], 1: the gradient at the received model; 2: from the steps taken.
+      weights: of the models, one of uniform (the paper), data (training examples); c is averaged uniformly.
+
+    Note:
+      Option 2 divides by the learning rate, so c_i estimates a gradient for plain SGD only. Batch-norm moments have
+      no control variate and are averaged as the models are.
+    """
+    check("server_lr", server_lr, 0, math.inf)
+    check("option", option, 1, 2)
+    choose("weights", weights, ("uniform", "data"))
+    loss, personal = losses.classification(task.model), personal_mask(task)
+    optimizer = task.optimizer(task.lr)
+
+    def init(key: Array) -> State:
+        w = task.model.init(key)
+        own, shared = trees.partition(w, personal)
+        zero = jax.tree.map(jnp.zeros_like, trainable(w))
+        return State({"w": shared, "c": zero}, trees.replicate({"c": zero, "own": own}, task.num_clients))
+
+    def train(c: Client, received: PyTree, correction: PyTree) -> tuple[PyTree, Array, Array]:
+        def step(key: Array, carry: PyTree, batch: Batch) -> tuple[PyTree, Array]:
+            y, stats, opt = carry
+            objective = lambda y: loss({**y, "stats": stats}, batch, key)
+            (value, stats), gradient = jax.value_and_grad(objective, has_aux=True)(y)
+            updates, opt = optimizer.update(trees.add(gradient, correction), opt, y)
+            return (optax.apply_updates(y, updates), stats, opt), value
+
+        y = trainable(received)
+        (y, stats, _), value, count = local.work(c.key, c.train, step, (y, received["stats"], optimizer.init(y)), task)
+        return {**y, "stats": stats}, value, count
+
+    def round(key: Array, state: State, cohort) -> tuple[State, PyTree]:
+        control = state.server["c"]
+
+        def client(c: Client, mine: PyTree):
+            received = trees.merge(mine["own"], state.server["w"])
+            correction = jax.tree.map(jnp.subtract, control, mine["c"])
+            y, value, count = train(c, received, correction)
+            if option == 1:
+                new = full_gradient(task, c, received)
+            else:
+                drift = jax.tree.map(jnp.subtract, trainable(received), trainable(y))
+                new = jax.tree.map(lambda d, x: d / (jnp.maximum(count, 1) * task.lr) - x, drift, correction)
+            new = trees.choose(count > 0, new, mine["c"])
+            change = jax.tree.map(jnp.subtract, new, mine["c"])
+            own, shared = trees.partition(y, personal)
+            post = evaluate.post(cohort, c, predictor(task, y))
+            return {"w": shared, "c": change}, {"c": new, "own": own}, value, post
+
+        weight = {"w": cohort.sizes if weights == "data" else None, "c": None}
+        mean, (mine, value, post) = cohort.mean(client, state.clients, weight=weight)
+        part = jnp.sum(cohort.active) / task.num_clients  # |S| / N
+        w = {**mean["w"], **trees.lerp(server_lr, trainable(mean["w"]), trainable(state.server["w"]))}
+        server = {"w": w, "c": jax.tree.map(lambda c, d: c + part * d, control, mean["c"])}
+        return State(server, mine), {"loss": value, "post": post}
+
+    def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
+        return predictor(task, trees.merge(mine["own"], server["w"]))
+
+    def sent(state: State, cohort, metrics: PyTree):
+        return traffic.both_ways(cohort, state.server)
+
+    return Algorithm(init, round, predict, evaluate.classification, sent)
