@@ -96,13 +96,17 @@ class Cohort:
             share = jax.tree.map(lambda p: jnp.where(real, p[position], 0), shares)
             return share, first, rest
 
+        def weighed(position: Array) -> tuple[PyTree, PyTree]:
+            share, first, rest = one(position)
+            return aggregate.weigh(share, first), rest
+
         def chunk(total: PyTree, positions: Array) -> tuple[PyTree, PyTree]:
             if width == 1:  # no axis: no batched loop conditions, whose selects cost a copy of the state a step
-                share, first, rest = one(positions[0])
-                return trees.add(total, aggregate.weigh(share, first)), rest
-            share, first, rest = jax.vmap(one)(positions)
-            weighed = jax.vmap(aggregate.weigh)(share, first)
-            return trees.add(total, jax.tree.map(lambda x: jnp.sum(x, axis=0), weighed)), rest
+                part, rest = weighed(positions[0])
+            else:
+                parts, rest = jax.vmap(weighed)(positions)
+                part = jax.tree.map(lambda x: jnp.sum(x, axis=0), parts)
+            return trees.add(total, part), rest
 
         share, first, _ = jax.eval_shape(lambda: one(positions[0, 0]))
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(aggregate.weigh, share, first))

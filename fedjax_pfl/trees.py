@@ -58,7 +58,7 @@ def scale(factor: float | Array, tree: PyTree) -> PyTree:
 
 def lerp(weight: float | Array, a: PyTree, b: PyTree) -> PyTree:
     """weight * a + (1 - weight) * b, leaf by leaf."""
-    return jax.tree.map(lambda x, y: weight * x + (1 - weight) * y, a, b)
+    return cast(jax.tree.map(lambda x, y: weight * x + (1 - weight) * y, a, b), b)
 
 
 def pull(towards: PyTree, weight: float | Array) -> Callable[[PyTree], PyTree]:
@@ -93,6 +93,11 @@ def parts(tree: dict, chosen: tuple[str, ...]) -> PyTree:
 def size(tree: PyTree) -> int:
     """Number of scalars."""
     return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
+
+
+def cast(tree: PyTree, like: PyTree) -> PyTree:
+    """The tree in the types of another: traced numbers are float32 and would lift a bfloat16 state."""
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)
 
 
 def copied(tree: PyTree) -> PyTree:

@@ -149,8 +149,9 @@ def test_a_low_precision_state_keeps_its_type(method):
         return init | {"body": jax.tree.map(lambda x: x.astype(jnp.bfloat16), init["body"])}
 
     program = simulate.program(ALGORITHMS[method], task._replace(model=task.model._replace(init=low)))
-    before = jax.eval_shape(program.init, KEY, program.numbers)
-    args = (KEY, program.numbers, toy.federation(), before, jnp.int32(0), jnp.bool(False))
+    numbers = jax.tree.map(jnp.float32, program.numbers)  # as they are traced, not as weak Python floats
+    before = jax.eval_shape(program.init, KEY, numbers)
+    args = (KEY, numbers, toy.federation(), before, jnp.int32(0), jnp.bool(False))
     after, _ = jax.eval_shape(program.round, *args)
     assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, before)
 

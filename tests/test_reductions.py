@@ -13,6 +13,7 @@ from fedjax_pfl.clients import Cohort
 from fedjax_pfl.sharing import personal_mask
 from fedjax_pfl.types import Batch, Data
 
+pytestmark = pytest.mark.xdist_group("reductions")  # one worker: most cases share their compilations
 KEY = jax.random.key(5)
 MLP, NORM = toy.task("mlp"), toy.task("norm")
 _compiled: dict = {}
@@ -257,6 +258,13 @@ def test_one_client_is_a_plain_loop():
             w = jax.tree.map(lambda a, g: a - 0.1 * g, w, jax.grad(lambda w, one=one: loss(w, one, KEY)[0])(w))
     got, _ = jax.jit(lambda: local.sgd(KEY, data, loss, start, MLP))()
     assert_close(got, w)
+
+
+def test_evaluation_does_not_depend_on_the_width():
+    f, programs = toy.federation(), [simulate.program(ALGORITHMS["ditto"], MLP, width=width) for width in (1, 3)]
+    state = train("ditto")[0]
+    one, three = (jax.jit(p.evaluate)(KEY, p.numbers, f, state, jnp.int32(0)) for p in programs)
+    assert_close(one, three)
 
 
 @pytest.mark.parametrize("eval_every", [1, 2, 0])

@@ -68,7 +68,8 @@ def pfedme(
         def step(key: Array, carry: PyTree, batch: Batch) -> tuple[PyTree, Array]:
             w, inner = carry
             inner, value = towards(key, w, inner, batch)
-            return (jax.tree.map(lambda x, t: x - task.lr * lam * (x - t), w, inner[0]), inner), value
+            moved = jax.tree.map(lambda x, t: x - task.lr * lam * (x - t), w, inner[0])
+            return (trees.cast(moved, w), inner), value
 
         def client(c: Client, theta: PyTree):
             received = global_model(state.server, theta)

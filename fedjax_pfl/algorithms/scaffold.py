@@ -80,7 +80,7 @@ def scaffold(task: Task, *, server_lr: float = 1.0, option: int = 2, weights: st
             else:
                 drift = jax.tree.map(jnp.subtract, trainable(received), trainable(y))
                 new = jax.tree.map(lambda d, x: d / (jnp.maximum(count, 1) * task.lr) - x, drift, correction)
-            new = trees.choose(count > 0, new, mine["c"])
+            new = trees.choose(count > 0, trees.cast(new, mine["c"]), mine["c"])
             change = jax.tree.map(jnp.subtract, new, mine["c"])
             own, shared = trees.partition(y, personal)
             post = evaluate.post(cohort, c, predictor(task, y))
@@ -90,7 +90,7 @@ def scaffold(task: Task, *, server_lr: float = 1.0, option: int = 2, weights: st
         mean, (mine, value, post) = cohort.mean(client, state.clients, weight=weight)
         part = jnp.sum(cohort.active) / task.num_clients  # |S| / N
         w = {**mean["w"], **trees.lerp(server_lr, trainable(mean["w"]), trainable(state.server["w"]))}
-        server = {"w": w, "c": jax.tree.map(lambda c, d: c + part * d, control, mean["c"])}
+        server = {"w": w, "c": trees.cast(jax.tree.map(lambda c, d: c + part * d, control, mean["c"]), control)}
         return State(server, mine), {"loss": value, "post": post}
 
     def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
