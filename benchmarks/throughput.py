@@ -201,11 +201,11 @@ def layouts(model: str, peak: float) -> list[tuple]:
         speed = (rate, rate * flops, rate * flops / peak, rate / base)
         rows.append((model, name, label, *speed, timing.compile_seconds, timing.megabytes))
 
-    for conv in ("xla", "matmul") if not model.startswith("mlp") else ("matmul",):
+    for conv in ("xla", "auto") if not model.startswith("mlp") else ("auto",):
         given, f = build(model, conv=conv, steps=few if conv == "xla" else steps)
         for width in (1, 4, CLIENTS):
             label = "all" if width == CLIENTS else str(width)
-            add({"xla": "XLA conv", "matmul": "ours"}[conv], width, label, fedavg(given, f, width))
+            add({"xla": "XLA conv", "auto": "ours"}[conv], width, label, fedavg(given, f, width))
     width = choose_width(task, f, CLIENTS)
     add("ours", width, f"auto ({width})", fedavg(task, f, width))
     return rows

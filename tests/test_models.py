@@ -287,6 +287,22 @@ def test_padding_changes_neither_logits_nor_moments_of_a_net():
     close(*both(normal(0, 4, 12, 12, 1)), 1e-4)
 
 
+@pytest.mark.parametrize("shape, padding", [((9, 8, 1), 2), ((10, 11, 3), 0)])
+def test_fused_pooling_is_convolution_and_pooling(shape, padding):
+    graph, state = nnx.split(layers.conv(shape[-1], 6, 5, padding, nnx.Rngs(0)))
+    x = jax.random.normal(jax.random.key(1), (3, *shape))
+
+    def run(form):
+        def total(state, x):
+            with layers.convolution(form):
+                y = layers.conv_pool(nnx.merge(graph, state), x)
+            return jnp.sum(jnp.sin(y)), y
+
+        return jax.value_and_grad(total, (0, 1), has_aux=True)(state, x)
+
+    close(run("fused"), run("xla"), 1e-4)
+
+
 @pytest.mark.parametrize("form", ["matmul", "xla"])
 def test_the_form_of_the_convolution_is_chosen_when_the_model_is_made(form):
     net = model("cnn", (16, 16, 1), 4, conv=form)
@@ -325,7 +341,7 @@ class Foreign(Custom):
         (("cnn", (12, 12, 3), 10), "at least 16x16 pixels, got 12x12"),
         (("lenet", (60,), 10), "images of shape"),
         (("mlp", (6,), 3, "bach"), "did you mean 'batch'"),
-        (("mlp", (6,), 3, "batch", "winograd"), "Choose one of auto, matmul, xla"),
+        (("mlp", (6,), 3, "batch", "winograd"), "Choose one of auto, fused, matmul, xla"),
         ((Headless, (6,), 3), "Headless has no `head`"),
         ((Stray, (6,), 3), "Stray.temperature is a Param"),
         ((Foreign, (6,), 3, "batch"), "body.squash is another batch norm"),

@@ -53,10 +53,8 @@ class Conv(nnx.Module):
 
     def __call__(self, x: Array, mask: Array | None = None, train: bool = False) -> Array:
         for i, conv in enumerate(self.convs):
-            x = conv(x)
-            if self.norms:
-                x = self.norms[i](x, mask, train)
-            x = jax.nn.relu(layers.max_pool(x))  # the same as the pool of the ReLU, on a quarter of the pixels
+            x = layers.max_pool(self.norms[i](conv(x), mask, train)) if self.norms else layers.conv_pool(conv, x)
+            x = jax.nn.relu(x)  # after the pool: the same, on a quarter of the pixels
         return self.dense(x)
 
 
