@@ -17,7 +17,7 @@ from fedjax_pfl.checks import choose
 from fedjax_pfl.types import Array
 
 CONVOLUTIONS = ("auto", "fused", "matmul", "xla")
-FEW_IN, FEW_OUT = 6, 16  # channels up to which patches are laid out as [window, pixels]: 1.4 times LeNet at width 1
+FEW_IN, FEW_OUT = 3, 8  # channels up to which pooling is fused: measured on LeNet, whose second layer is better without
 _NHWC = lax.conv_dimension_numbers((1, 1, 1, 1), (1, 1, 1, 1), ("NHWC", "HWIO", "NHWC"))
 _form = contextvars.ContextVar("convolution", default="auto")
 
@@ -106,23 +106,12 @@ def matmul_conv(
         padding = lax.padtype_to_pads(x.shape[1:3], (kh, kw), strides, padding)
     if any(before or after for before, after in padding):
         x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *((*pad, 0) for pad in padding), (0, 0, 0)])
-    if channels <= FEW_IN and out <= FEW_OUT:
-        return _few_channels(x, kernel, strides, precision)
     # One axis at a time: the gradient then adds kh + kw shifted arrays, not kh * kw. Rows are stacked on an axis of
     # their own, because XLA fuses two joins of the last axis into one slow loop.
     x = jnp.concatenate(_shifts(x, 2, kw, strides[1]), axis=-1)
     x = jnp.stack(_shifts(x, 1, kh, strides[0]), axis=3)
     y = jnp.dot(x.reshape(-1, kh * kw * channels), kernel.reshape(-1, out), precision=precision)
     return y.reshape(*x.shape[:3], out)
-
-
-def _few_channels(x: Array, kernel: Array, strides: Sequence[int], precision) -> Array:
-    """`matmul_conv` of a padded x with pixels along the last axis: with few channels the rows above would be short."""
-    kh, kw, channels, out = kernel.shape
-    x = jnp.stack(_shifts(jnp.moveaxis(x, 3, 0), 3, kw, strides[1]))
-    x = jnp.stack(_shifts(x, 3, kh, strides[0]))  # [kh, kw, C, B, H', W']
-    y = jnp.dot(kernel.reshape(-1, out).T, x.reshape(kh * kw * channels, -1), precision=precision)
-    return jnp.moveaxis(y.reshape(out, *x.shape[3:]), 0, 3)
 
 
 def _shifts(x: Array, axis: int, size: int, stride: int) -> list[Array]:
@@ -153,7 +142,7 @@ def conv_pool(conv: nnx.Conv, x: Array) -> Array:
     """
     kernel = conv.kernel[...]
     kh, kw, channels, out = kernel.shape
-    if form(_form.get()) != "fused" or channels > 3 or out > 8 or not isinstance(conv.padding, int):
+    if form(_form.get()) != "fused" or channels > FEW_IN or out > FEW_OUT or not isinstance(conv.padding, int):
         return max_pool(conv(x))
     x = jnp.moveaxis(jnp.pad(x, ((0, 0), *[(conv.padding,) * 2] * 2, (0, 0))), 3, 0)  # [C, B, H, W]
     height, width = (x.shape[2] - kh + 1) // 2, (x.shape[3] - kw + 1) // 2
