@@ -20,7 +20,7 @@ from fedjax_pfl.clients import Cohort
 from fedjax_pfl.data.prepared import cache_dir
 from fedjax_pfl.types import Array, Federation, Task
 
-LARGE = 200_000  # parameters from which, on a CPU, one client at a time has always been fastest (see benchmarks)
+LARGE = 200_000  # parameters from which, on a CPU, one client at a time is taken: fastest for the CNN (see benchmarks)
 SECONDS = 0.3  # a candidate is timed for
 STEPS = 8  # local steps a client takes in the probe
 
