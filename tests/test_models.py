@@ -141,9 +141,24 @@ def test_max_pool_equals_reduce_window(shape):
     close(*jax.jit(lambda x: (both(layers.max_pool, x), both(reduce_window, x)))(normal(0, *shape)))
 
 
-def test_max_pool_shares_the_gradient_where_values_tie():
+def test_where_values_tie_the_first_gets_the_gradient():
+    """As in PyTorch; equal pixels are common, a digit's background is all of one value."""
     gradient = jax.grad(lambda x: layers.max_pool(x).sum())(jnp.zeros((1, 4, 4, 1)))
-    close(gradient, jnp.full((1, 4, 4, 1), 0.25))
+    np.testing.assert_array_equal(gradient[0, :, :, 0], np.kron(np.ones((2, 2)), [[1, 0], [0, 0]]))
+    y = jnp.array([[3.0, 1], [3, 2], [1, 2], [3, 2]])
+    largest, pullback = jax.vjp(layers._largest, y)
+    np.testing.assert_array_equal(largest, [3, 2])
+    np.testing.assert_array_equal(pullback(jnp.array([5.0, 7]))[0], [[5, 0], [0, 7], [0, 0], [0, 0]])
+
+
+def test_pooling_can_be_differentiated_forwards_and_twice():
+    x, v = normal(0, 1, 4, 4, 1), normal(1, 1, 4, 4, 1)
+    for pool, inputs in ((layers.max_pool, (x, v)), (layers._largest, (x.reshape(4, 4), v.reshape(4, 4)))):
+        loss = lambda x, pool=pool: jnp.sum(pool(x) ** 2)
+        slope = jax.jvp(loss, inputs[:1], inputs[1:])[1]
+        close(slope, jnp.vdot(jax.grad(loss)(inputs[0]), inputs[1]))
+        curved = jax.jvp(jax.grad(loss), inputs[:1], inputs[1:])[1]
+        close(jnp.vdot(curved, inputs[1]), 2 * jnp.sum(jax.jvp(pool, inputs[:1], inputs[1:])[1] ** 2))
 
 
 @pytest.mark.parametrize("layer", [layers.linear(100, 64, nnx.Rngs(0)), layers.conv(4, 64, 5, 0, nnx.Rngs(0))])

@@ -124,13 +124,13 @@ def max_pool(x: Array) -> Array:
     """Maximum over 2x2 windows with stride 2: [B, H, W, C] -> [B, H // 2, W // 2, C].
 
     An odd last row or column is left out. The gradient of these slices is much faster than that of `reduce_window`;
-    where values tie it is shared.
+    where values tie, one of them gets it all.
     """
     batch, height, width, channels = x.shape
     x = x[:, : height // 2 * 2, : width // 2 * 2]
     x = x.reshape(batch, height // 2, 2, width // 2 * 2, channels)
-    x = jnp.maximum(x[:, :, 0], x[:, :, 1]).reshape(batch, height // 2, width // 2, 2, channels)
-    return jnp.maximum(x[:, :, :, 0], x[:, :, :, 1])
+    x = _larger(x[:, :, 0], x[:, :, 1]).reshape(batch, height // 2, width // 2, 2, channels)
+    return _larger(x[:, :, :, 0], x[:, :, :, 1])
 
 
 def conv_pool(conv: nnx.Conv, x: Array) -> Array:
@@ -151,13 +151,35 @@ def conv_pool(conv: nnx.Conv, x: Array) -> Array:
     offsets = [((i, 1 - i), (j, 1 - j), (0, 0), (0, 0)) for i in (0, 1) for j in (0, 1)]
     kernels = jnp.stack([jnp.pad(kernel, offset) for offset in offsets]).reshape(4, -1, out)
     y = jnp.dot(jnp.moveaxis(kernels, 2, 1).reshape(4 * out, -1), x.reshape(kernels.shape[1], -1))
-    y = y.reshape(2, 2, out, *x.shape[3:])
-    y = jnp.moveaxis(_max(_max(y)), 0, 3)
+    y = jnp.moveaxis(_largest(y.reshape(4, out, *x.shape[3:])), 0, 3)
     return y if conv.bias is None else y + conv.bias[...][None, None, None]
 
 
-def _max(pair: Array) -> Array:
-    return jnp.maximum(pair[0], pair[1])
+@jax.custom_jvp
+def _larger(a: Array, b: Array) -> Array:
+    """The maximum; its gradient is one selection, that of `jnp.maximum` shares ties and so divides."""
+    return jnp.maximum(a, b)
+
+
+@jax.custom_jvp
+def _largest(y: Array) -> Array:
+    """The maximum of y [4, ...] over its first axis, differentiated without slices, whose gradients pad."""
+    return jnp.max(y, axis=0)
+
+
+@_largest.defjvp
+def _largest_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (y,), (dy,) = primals, tangents
+    top = jnp.max(y, axis=0)
+    first = jnp.where(y[0] == top, 0, jnp.where(y[1] == top, 1, jnp.where(y[2] == top, 2, 3)))
+    chosen = first[None] == jnp.arange(4).reshape(4, *[1] * top.ndim)
+    return top, jnp.sum(jnp.where(chosen, dy, 0), axis=0)
+
+
+@_larger.defjvp
+def _larger_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    (a, b), (da, db) = primals, tangents
+    return jnp.maximum(a, b), jnp.where(b > a, db, da)
 
 
 def _uniform(fan_in: int) -> nnx.Initializer:
