@@ -2,7 +2,9 @@
 
     python -m benchmarks.throughput [--markdown] [--models=mlp,lenet,cnn] [--quick]
 
-Everything is measured in one process, medians of five repetitions; compare ratios, not machines. A FLOP count has 2 per
+Everything is measured in one process, medians of five repetitions; compare ratios, not machines. On a CPU every core
+is a device of its own, as in experiments.main; the rows with a plain width use one of them (whose matrix products may
+still run on all cores), `auto (D x W)` uses D. A FLOP count has 2 per
 multiply-add, the forward pass and both gradients, without the input gradient of the first layer. `serial` is the plain
 baseline: a Python loop over clients and batches of one jitted step with Flax's stock convolution and pooling. Memory is
 XLA's own account of the compiled round (arguments, outputs and temporaries), the data apart.
@@ -20,13 +22,14 @@ import numpy as np
 import optax
 from absl import app, flags
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.data.federate import federate
 from fedjax_pfl.data.partition import partition
 from fedjax_pfl.data.sources import Dataset, prepare_images
-from fedjax_pfl.layout import choose_width
+from fedjax_pfl.layout import choose_width, split_cpu
 from fedjax_pfl.types import Federation, Task
 
 BATCH, CLIENTS, CLASSES, REPEATS = 10, 20, 10, 5
@@ -87,11 +90,13 @@ def real_steps(task: Task) -> int:
     return int(task.steps * len(task.sizes) if task.steps is not None else np.ceil(task.sizes / BATCH).sum())
 
 
-def fedavg(task: Task, f: Federation, width: int) -> Timing:
+def fedavg(task: Task, f: Federation, width: int, devices: int = 1) -> Timing:
     """One FedAvg round, without evaluation, of the whole federation."""
-    program = simulate.program(ALGORITHMS["fedavg"], task, width=width)
+    program = simulate.program(ALGORITHMS["fedavg"], task, width=width, devices=devices)
     key = jax.random.key(0)
-    state = program.init(key, program.numbers)
+    state = jax.jit(program.init)(key, program.numbers)
+    if program.mesh is not None:
+        f = jax.device_put(f, NamedSharding(program.mesh, PartitionSpec()))
     args = (key, program.numbers, f, state, jnp.int32(0), jnp.bool(False))
     begin = time.perf_counter()
     compiled = jax.jit(program.round).lower(*args).compile()
@@ -206,8 +211,9 @@ def layouts(model: str, peak: float) -> list[tuple]:
         for width in (1, 4, CLIENTS):
             label = "all" if width == CLIENTS else str(width)
             add({"xla": "XLA conv", "auto": "ours"}[conv], width, label, fedavg(given, f, width))
-    width = choose_width(task, f, CLIENTS)
-    add("ours", width, f"auto ({width})", fedavg(task, f, width))
+    devices = jax.device_count()
+    width = choose_width(task, f, CLIENTS, devices)
+    add("ours", width, f"auto ({devices} x {width})", fedavg(task, f, width, devices))
     return rows
 
 
@@ -218,7 +224,8 @@ def uneven() -> list[tuple]:
     tasks = {split: build("cnn", split=split) for split in rates}
     for _ in range(1 if FLAGS.quick else 3):
         for split, (task, f) in tasks.items():
-            rates[split].append(fedavg(task, f, choose_width(task, f, CLIENTS)).steps_per_second)
+            width = choose_width(task, f, CLIENTS, jax.device_count())
+            rates[split].append(fedavg(task, f, width, jax.device_count()).steps_per_second)
     even = statistics.median(rates["iid"])
     for split, (task, _) in tasks.items():
         rate = statistics.median(rates[split])
@@ -245,6 +252,7 @@ def memory() -> list[tuple]:
 
 def main(argv) -> None:
     del argv
+    split_cpu()
     device = jax.devices()[0]
     peak = matmul_peak()
     print(f"jax {jax.__version__}, {device.platform} {device.device_kind}, {jax.device_count()} device(s)")

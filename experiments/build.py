@@ -13,7 +13,7 @@ from absl import logging
 from experiments import settings
 from fedjax_pfl import simulate, trees
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.checks import BadInput
+from fedjax_pfl.checks import BadInput, check
 from fedjax_pfl.data import federate, partition, sources
 from fedjax_pfl.layout import choose_width
 from fedjax_pfl.models import functional, layers
@@ -34,11 +34,12 @@ class Experiment(NamedTuple):
     def key(self) -> jax.Array:
         return jax.random.key(self.config["seed"])
 
-    def program(self, width: int = 1, rounds: int | None = None) -> simulate.Program:
+    def program(self, width: int = 1, devices: int = 1, rounds: int | None = None) -> simulate.Program:
         """The pure functions of this experiment."""
         task = self.task if rounds is None else self.task._replace(rounds=rounds)
         factory = ALGORITHMS[self.config["algo"]]
-        return simulate.program(factory, task, self.config["hparams"], lr_decay=self.config["lr_decay"], width=width)
+        options = {"lr_decay": self.config["lr_decay"], "width": width, "devices": devices}
+        return simulate.program(factory, task, self.config["hparams"], **options)
 
     def algorithm(self) -> Algorithm:
         """The method as a value, at the first round's learning rate."""
@@ -143,16 +144,30 @@ def numbers(program: simulate.Program) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: jax.ShapeDtypeStruct((), jnp.float32) for name in program.numbers}
 
 
-def layout(experiment: Experiment, width: str) -> dict[str, Any]:
-    """How clients are laid out here: `width` as given, or measured."""
-    devices = {"platform": jax.default_backend(), "kind": jax.devices()[0].device_kind, "count": jax.device_count()}
-    chosen = _auto_width(experiment) if width == "auto" else int(width)
-    return {"width": chosen, "conv": experiment.conv, "devices": devices}
+def layout(experiment: Experiment, width: str, count: str) -> dict[str, Any]:
+    """How clients are laid out here: `width` and the number of devices as given, or chosen."""
+    spread = devices(count, experiment)
+    machine = {"platform": jax.default_backend(), "kind": jax.devices()[0].device_kind, "count": spread}
+    chosen = int(width) if width != "auto" else _auto_width(experiment, spread)
+    return {"width": chosen, "conv": experiment.conv, "devices": machine}
 
 
-def _auto_width(experiment: Experiment) -> int:
+def _auto_width(experiment: Experiment, spread: int) -> int:
     clients = simulate.cohort_size(experiment.task)
-    return choose_width(experiment.task, experiment.federation, clients)
+    return choose_width(experiment.task, experiment.federation, clients, spread)
+
+
+def devices(count: str, experiment: Experiment, recorded: int | None = None) -> int:
+    """How many devices to use: as given, or on a resume as recorded, or as many as have clients to train.
+
+    Raises:
+      BadInput: there are not that many.
+    """
+    if count not in ("auto", "all"):
+        check("devices", int(count), 1, jax.device_count())
+        return int(count)
+    most = min(jax.device_count(), simulate.cohort_size(experiment.task))
+    return min(most, recorded) if recorded and count == "auto" else most
 
 
 def check_growth(experiment: Experiment, before: int) -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 from experiments import build, describe, report, runs, settings, train
 from experiments.presets import PRESETS
 from experiments.versions import changed, versions
-from fedjax_pfl import simulate
+from fedjax_pfl import layout, simulate
 from fedjax_pfl.checks import BadInput
 
 BAD_INPUT, DIVERGED, UNWRITABLE, INTERRUPTED = 2, 3, 4, 130
@@ -26,6 +26,7 @@ def run(argv: list[str]) -> int:
     errors = _errors()
     try:
         flags = settings.parse(argv)
+        layout.split_cpu()
         if text := _information(flags):
             print(text)
             return 0
@@ -61,20 +62,21 @@ def _train(flags: Any, console: Console) -> int:
 
 def _into(path: Path, config: dict[str, Any], resume: bool, console: Console) -> int:
     """Trains into a run directory, from its start or from where it stopped."""
-    layout = runs.read_layout(path) if resume else {"conv": "auto"}
-    experiment = build.prepare(config, layout["conv"])
+    laid: dict[str, Any] = runs.read_layout(path) if resume else {"conv": "auto"}
+    experiment = build.prepare(config, laid["conv"])
     partial = experiment.task.participation != (1.0, 1.0)
     directory = runs.RunDirectory(path, experiment.partition.test_sizes, partial)
     console.print(build.describe(experiment))
     try:
         if resume:
             start, state = _resume(directory, experiment, console)
+            laid["devices"]["count"] = build.devices(config["devices"], experiment, laid["devices"]["count"])
         else:
             runs.make(path)
-            layout, start, state = build.layout(experiment, config["width"]), 0, None
-            directory.start(experiment, layout, versions())
-        console.print(f"Run directory: {path}; {_say(layout, config['width'] == 'auto' and not resume)}")
-        train.train(experiment, layout, directory, start, state, console)
+            laid, start, state = build.layout(experiment, config["width"], config["devices"]), 0, None
+            directory.start(experiment, laid, versions())
+        console.print(f"Run directory: {path}; {_say(laid, config['width'] == 'auto' and not resume)}")
+        train.train(experiment, laid, directory, start, state, console)
     except (simulate.Diverged, train.Stopped, OSError) as error:
         return _stopped(error, directory)
     report.tables(console, directory.rows, _published(experiment.config))

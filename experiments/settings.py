@@ -57,6 +57,7 @@ SETTINGS = {
     "eval_every": Setting(int, 1, "rounds between evaluations; the last is always evaluated, 0: only at the end"),
     "checkpoint_every": Setting(int, 10, "rounds between checkpoints", free=True),
     "width": Setting(str, "auto", "clients trained at once, or auto: measured for two seconds", free=True),
+    "devices": Setting(str, "auto", "devices to spread the clients over: a number, all, or auto", free=True),
     "data_dir": Setting(str, None, "where TFDS data sets were prepared (default: TFDS_DATA_DIR)", free=True),
 }
 
@@ -177,6 +178,8 @@ def check_ranges(config: dict[str, Any]) -> None:
     participation(config["participation"])
     if config["width"] != "auto":
         check("width", _number(int, "--width", config["width"]), 1, INF)
+    if config["devices"] not in ("auto", "all"):
+        check("devices", _number(int, "--devices", config["devices"]), 1, INF)
 
 
 def participation(text: str) -> tuple[float, float]:
@@ -190,7 +193,9 @@ def _number(kind: type, name: str, text: str, whole: str | None = None) -> Any:
     try:
         return kind(text)
     except ValueError:
-        hint = {"--participation": ", or a range as 0.1:1", "--width": ", or auto"}.get(name, "")
+        hint = {"--participation": ", or a range as 0.1:1", "--width": ", or auto", "--devices": ", auto or all"}.get(
+            name, ""
+        )
         raise BadInput(f"{name}={whole or text} must be {_NOUN[kind]}{hint}.") from None
 
 

@@ -5,6 +5,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 from rich.console import Console
 
 from experiments import build, report, versions
@@ -32,8 +33,9 @@ def train(
     reporter = report.Reporter(console, start, rounds)
     clock = Clock(run.path)
     ask = lambda: reporter.say("Stopping after this round; Ctrl-C again aborts at once.")
-    program = experiment.program(layout["width"])
-    options = {"rounds": rounds, "eval_every": c["eval_every"], "start": start, "state": state}
+    program = experiment.program(layout["width"], layout["devices"]["count"])
+    placed = None if state is None else jax.jit(program.place)(state)
+    options = {"rounds": rounds, "eval_every": c["eval_every"], "start": start, "state": placed}
     with versions.compile_clock() as compiling, reporter, Interrupt(ask, words) as interrupt:
         try:
             for result in simulate.rounds(program, experiment.key, experiment.federation, **options):
@@ -41,7 +43,7 @@ def train(
                 done = result.round + (result.metrics is not None)
                 stop = interrupt.asked is not None and done < rounds
                 if stop or done % c["checkpoint_every"] == 0 or done == rounds:
-                    run.save(done, result.state)
+                    run.save(done, program.by_id(result.state))
                     summarise(run, "interrupted" if stop else "running", clock, compiling())
                 if stop:
                     raise Stopped(interrupt.asked)

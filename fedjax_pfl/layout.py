@@ -1,9 +1,10 @@
-"""Chooses how many clients are trained at once, by trying.
+"""Chooses how many clients are trained at once on each device, by trying.
 
 The choice never changes results beyond rounding. It is remembered in the user's cache directory for each kind of model,
 batch and device.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -14,9 +15,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from absl import logging
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from fedjax_pfl import local, losses
-from fedjax_pfl.clients import Cohort
+from fedjax_pfl.clients import Cohort, make_mesh
 from fedjax_pfl.data.prepared import cache_dir
 from fedjax_pfl.types import Array, Federation, Task
 
@@ -25,20 +28,41 @@ SECONDS = 0.3  # a candidate is timed for
 STEPS = 8  # local steps a client takes in the probe
 
 
-def choose_width(task: Task, federation: Federation, clients: int) -> int:
-    """The number of clients to train at once, `clients` (S) at most, by timing local training of the real model."""
+def split_cpu() -> None:
+    """Makes JAX see a device for each of up to 8 cores, where it runs on the CPU and has not started yet.
+
+    Small steps do not fill several cores: clients side by side on them are faster (see `benchmarks.throughput`).
+    """
+    with contextlib.suppress(RuntimeError):  # it has started: the devices are what they are
+        said = "JAX_NUM_CPU_DEVICES" in os.environ or "device_count" in os.environ.get("XLA_FLAGS", "")
+        if not said:
+            jax.config.update("jax_num_cpu_devices", min(_cores(), 8))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def choose_width(task: Task, federation: Federation, clients: int, devices: int = 1) -> int:
+    """The number of clients to train at once on each device, by timing local training of the real model.
+
+    Args:
+      clients: S, the clients of a round.
+      devices: over which they are spread.
+    """
+    clients = -(-clients // devices)
     shapes = jax.eval_shape(task.model.init, jax.random.key(0))
     size = sum(x.size for x in jax.tree.leaves(shapes))
     candidates = _candidates(clients)
     if len(candidates) == 1 or (jax.default_backend() == "cpu" and size > LARGE):
         return candidates[0]
-    path = _path(task, shapes, candidates)
+    path = _path(task, shapes, candidates, devices)
     try:
         known = json.loads(path.read_text())["width"]
         return known if known in candidates else candidates[0]
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    times = {width: seconds_per_step(task, federation, width) for width in candidates}
+    times = {width: seconds_per_step(task, federation, width, devices) for width in candidates}
     best = min(times, key=times.__getitem__)
     logging.info("Width: %s", ", ".join(f"{w} takes {t * 1e6:.0f} us a client step" for w, t in times.items()))
     _remember(path, best, times)
@@ -50,16 +74,20 @@ def _candidates(clients: int) -> Sequence[int]:
     return sorted({min(width, clients) for width in tries})
 
 
-def seconds_per_step(task: Task, federation: Federation, width: int) -> float:
-    """Time of one client's SGD step when `width` clients are trained at once; the best of the repetitions."""
+def seconds_per_step(task: Task, federation: Federation, width: int, devices: int = 1) -> float:
+    """Time of one client's SGD step when `width` clients are trained at once on each of the devices; the best of the
+    repetitions."""
     probe = task._replace(epochs=None, steps=STEPS)
     loss = losses.classification(task.model)
-    ids = jnp.arange(max(width, min(4, task.num_clients)), dtype=jnp.int32)
+    mesh = make_mesh(devices)
+    ids = jnp.arange(devices * max(width, min(4, -(-task.num_clients // devices))), dtype=jnp.int32)
+    if mesh is not None:
+        federation = jax.device_put(federation, NamedSharding(mesh, P()))
 
     @jax.jit
     def run(key: Array, federation: Federation):
         nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
-        cohort = Cohort(federation, task.prepare, ids, ids >= 0, key=key, width=width, **nothing)
+        cohort = Cohort(federation, task.prepare, ids, ids >= 0, key=key, width=width, mesh=mesh, **nothing)
         start = task.model.init(key)
         return cohort.mean(lambda c: local.sgd(c.key, c.train, loss, start, probe))
 
@@ -73,12 +101,11 @@ def seconds_per_step(task: Task, federation: Federation, width: int) -> float:
     return best / (STEPS * len(ids))
 
 
-def _path(task: Task, shapes, candidates: Sequence[int]) -> Path:
+def _path(task: Task, shapes, candidates: Sequence[int], devices: int) -> Path:
     device = jax.devices()[0]
     x = jax.ShapeDtypeStruct((task.batch_size, *task.input_shape), jnp.float32)
     forward = str(jax.make_jaxpr(lambda w, x: task.model.apply(w, x)[0])(shapes, x))  # its form, types and sizes
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    parts = [jax.__version__, device.device_kind, cores, candidates, forward]
+    parts = [jax.__version__, device.device_kind, _cores(), devices, candidates, forward]
     return cache_dir() / "layout" / (hashlib.sha256(repr(parts).encode()).hexdigest()[:16] + ".json")
 
 

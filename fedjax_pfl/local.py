@@ -31,6 +31,19 @@ def take(data: Data, row: Array, mask: Array) -> Batch:
     return Batch(x, jnp.where(mask, data.examples.y[index], 0), mask, row)
 
 
+def holdout(data: Data, fraction: float | Array) -> tuple[Data, Data]:
+    """Splits off the last of a client's rows: (the other rows, the held out ones), the same in every round.
+
+    Rows come shuffled from the partition, so the tail is a random sample. The nearest number to fraction * n is held
+    out, but at least one row and not all of them; a single row is not held out.
+    """
+    held = jnp.clip(jnp.round(fraction * data.size).astype(jnp.int32), 1, jnp.maximum(data.size - 1, 1))
+    held = jnp.where(data.size > 1, held, 0)
+    rest, length = data.size - held, data.index.shape[0]
+    tail = data.index[jnp.minimum(rest + jnp.arange(length), length - 1)]
+    return data._replace(size=rest), data._replace(index=tail, size=held)
+
+
 def _batches(data: Data, orders: list[Array], start: Array, batch_size: int) -> list[Batch]:
     mask = start + jnp.arange(batch_size) < data.size
     return [take(data, jax.lax.dynamic_slice_in_dim(order, start, batch_size), mask) for order in orders]
@@ -48,16 +61,16 @@ def steps(
     *,
     batch_size: int,
     epochs: int | None = None,
-    steps: int | None = None,
+    steps: int | Array | None = None,
     batches_per_step: int = 1,
     drop_last: bool = False,
 ) -> tuple[PyTree, PyTree, Array]:
     """Runs `carry, aux = step(key, carry, *batches)` over shuffled batches.
 
-    An epoch takes ceil(n / B) steps (floor with `drop_last`), in a new order each epoch; with `steps` the client takes
-    that many in all, however few its examples. A client without examples takes none. Where a step wants several
-    batches, each comes from an order of its own, the first from the same as if it were alone: they are drawn
-    independently, have the same number of valid rows, and may share rows (all of them where n <= B).
+    An epoch takes ceil(n / B) steps (floor with `drop_last`), in a new order each epoch; with `steps` (which may be
+    traced) the client takes that many in all, however few its examples. A client without examples takes none. Where a
+    step wants several batches, each comes from an order of its own, the first from the same as if it were alone: they
+    are drawn independently, have the same number of valid rows, and may share rows (all of them where n <= B).
     The trip count is dynamic: a client takes exactly its own steps, and no batch consists of padding only.
 
     Returns:
@@ -160,14 +173,20 @@ def sgd(
     return {**fixed, **carry[0], "stats": carry[1]}, means if has_aux else means[0]
 
 
-def sweep(data: Data, function: Callable[[Batch], PyTree], batch_size: int) -> PyTree:
-    """The sum of `function(batch)` over all rows in order; `function` masks its own sums by batch.mask."""
+def fold(data: Data, function: Callable[[PyTree, Batch], PyTree], carry: PyTree, batch_size: int) -> PyTree:
+    """Runs `carry = function(carry, batch)` over all rows in order."""
     length = data.index.shape[0]
     order = jnp.arange(length + -length % batch_size, dtype=jnp.int32)
 
-    def one(s: Array, sums: PyTree) -> PyTree:
+    def one(s: Array, carry: PyTree) -> PyTree:
         (batch,) = _batches(data, [order], s * batch_size, batch_size)
-        return trees.add(sums, function(batch))
+        return function(carry, batch)
 
-    zeros = _zeros_like_result(lambda: function(_batches(data, [order], jnp.int32(0), batch_size)[0]))
-    return jax.lax.fori_loop(0, (data.size + batch_size - 1) // batch_size, one, zeros)
+    return jax.lax.fori_loop(0, (data.size + batch_size - 1) // batch_size, one, carry)
+
+
+def sweep(data: Data, function: Callable[[Batch], PyTree], batch_size: int) -> PyTree:
+    """The sum of `function(batch)` over all rows in order; `function` masks its own sums by batch.mask."""
+    rows = jnp.arange(batch_size, dtype=jnp.int32)
+    zeros = _zeros_like_result(lambda: function(take(data, rows, rows < data.size)))
+    return fold(data, lambda sums, batch: trees.add(sums, function(batch)), zeros, batch_size)

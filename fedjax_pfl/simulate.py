@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from fedjax_pfl import evaluate, trees
 from fedjax_pfl.checks import BadInput, check, choose
-from fedjax_pfl.clients import Cohort
+from fedjax_pfl.clients import AXIS, Cohort, deal, make_mesh, sharded, unmarked
 from fedjax_pfl.data.sources import Dataset
 from fedjax_pfl.types import Algorithm, Array, Federation, Model, PyTree, State, Task
 
@@ -31,6 +33,9 @@ class Program(NamedTuple):
     round: Callable[..., tuple[State, PyTree]]  # (key, numbers, federation, State[N], t, evaluated) -> State, metrics
     evaluate: Callable[..., dict[str, Array]]  # (key, numbers, federation, State[N], t) -> {name: [N]}
     predict: Callable[..., Array]  # (key, numbers, federation, State[N], t, client id [], raw x [B, *input]) -> outputs
+    place: Callable[[State], State]  # rows by client id -> rows as the other functions take them, over the devices
+    by_id: Callable[[State], State]  # and back; both change nothing on a single device
+    mesh: Any = None  # jax.sharding.Mesh of several devices
 
 
 class Diverged(RuntimeError):
@@ -103,14 +108,18 @@ def program(
     *,
     lr_decay: float = 1.0,
     width: int = 1,
+    devices: int = 1,
 ) -> Program:
     """Makes an experiment of a method and a task.
+
+    Over several devices the rows of State.clients lie dealt out by work, N rounded up to a multiple of the devices:
+    `by_id` gives them in the clients' order. Round metrics come in the order of their "ids", padding included.
 
     The floats among the hyperparameters, `lr` and `lr_decay` (the factor by which lr shrinks a round) become
     `numbers`, arguments of every function, so that other values need no new compilation and can be vmapped over.
 
     Raises:
-      BadInput: for an unknown hyperparameter or a value out of range.
+      BadInput: for an unknown hyperparameter, a value out of range, or more devices than there are.
     """
     defaults = hyperparameters(factory)
     for name in hparams or {}:
@@ -128,44 +137,78 @@ def program(
         lr = numbers["lr"] * numbers["lr_decay"] ** jnp.asarray(t, float)
         return factory(task._replace(lr=lr), **static, **free)
 
-    def cohort(key: Array, federation: Federation, ids: Array, active: Array, t: Array, evaluated: Array) -> Cohort:
-        key = jax.random.fold_in(_round_key(key, t), CLIENTS)
-        return Cohort(federation, task.prepare, ids, active, key=key, round=t, evaluated=evaluated, width=width)
+    mesh, n = make_mesh(devices), task.num_clients
+    order = np.asarray(deal(jnp.asarray(task.sizes), devices)) if mesh else np.arange(n)  # the clients of the rows
+    row = np.argsort(order)  # of each client; those past N are padding
+
+    free = (lambda *args: args) if mesh is None else (lambda *args: unmarked(args))
+
+    def place(state: State) -> State:
+        rows = state.clients if mesh is None else trees.gather(state.clients, np.minimum(order, n - 1))
+        return _sharded(state._replace(clients=rows), mesh)
+
+    def by_id(state: State) -> State:
+        return state if mesh is None else state._replace(clients=trees.gather(state.clients, row[:n]))
+
+    def cohort(key, federation, ids, active, t, evaluated, mesh=mesh) -> Cohort:
+        key, options = jax.random.fold_in(_round_key(key, t), CLIENTS), {"width": width, "mesh": mesh}
+        return Cohort(federation, task.prepare, ids, active, key=key, round=t, evaluated=evaluated, **options)
 
     def init(key: Array, numbers: dict[str, Array]) -> State:
-        return trees.copied(algorithm(numbers, 0).init(jax.random.fold_in(key, INIT)))
+        return place(trees.copied(algorithm(numbers, 0).init(jax.random.fold_in(key, INIT))))
+
+    def places(ids: Array, active: Array) -> tuple[Array, Array]:
+        """A sample, dealt out to the devices: everybody stays where its row lies."""
+        if mesh is None:
+            return ids, active
+        work = jnp.where(active, jnp.asarray(task.sizes)[ids], 0)
+        dealt = jnp.asarray(order, jnp.int32) if len(ids) == n else deal(work, devices)
+        known, at = dealt < len(ids), jnp.minimum(dealt, len(ids) - 1)
+        return jnp.where(known, ids[at], n + dealt - len(ids)), active[at] & known
 
     def round(key, numbers, federation, state: State, t, evaluated) -> tuple[State, PyTree]:
+        key, numbers, federation, state, t, evaluated = free(key, numbers, federation, state, t, evaluated)
         method = algorithm(numbers, t)
-        ids, active = sample(jax.random.fold_in(_round_key(key, t), SAMPLING), task)
+        ids, active = places(*sample(jax.random.fold_in(_round_key(key, t), SAMPLING), task))
         present = cohort(key, federation, ids, active, t, evaluated)
-        everybody = ids.shape[0] == task.num_clients
-        rows = state.clients if everybody else trees.gather(state.clients, ids)
-        here = State(state.server, rows)
+        everybody = ids.shape == order.shape  # at home: no row has to move
+        at = sharded(jnp.asarray(row)[ids], mesh, P())
+        here = State(state.server, state.clients if everybody else trees.gather(state.clients, at))
         new, metrics = method.round(jax.random.fold_in(_round_key(key, t), SERVER), here, present)
         metrics = metrics | {"traffic": method.traffic(here, present, metrics), "ids": ids, "active": active}
-        return State(new.server, trees.scatter(state.clients, ids, new.clients, active)), metrics
+        if everybody:
+            clients = trees.where(active, new.clients, state.clients)
+        else:
+            moved = sharded(new.clients, mesh, P())  # told to all at once: the indices then need not travel
+            clients = trees.scatter(state.clients, at, moved, present.active)
+        return _sharded(State(new.server, clients), mesh), metrics
 
     def scores(key, numbers, federation, state: State, t) -> dict[str, Array]:
+        key, numbers, federation, state, t = free(key, numbers, federation, state, t)
         method = algorithm(numbers, t)
-        ids = jnp.arange(task.num_clients, dtype=jnp.int32)
-        everybody = cohort(key, federation, ids, ids >= 0, t, jnp.bool(True))
+        ids = jnp.asarray(order, jnp.int32)
+        everybody = cohort(key, federation, ids, ids < n, t, jnp.bool(True))
 
         def client(c, row):
             return evaluate.client(c, method.predict(state.server, row, c), method.score)
 
-        return everybody.map(client, state.clients)
+        return trees.gather(everybody.map(client, state.clients), row[:n])
 
     def predict(key, numbers, federation, state: State, t, id, x) -> Array:
-        method, id = algorithm(numbers, t), jnp.asarray(id, jnp.int32)[None]
-        alone = cohort(key, federation, id, id >= 0, t, jnp.bool(True))
+        method, ids = algorithm(numbers, t), jnp.asarray(id, jnp.int32)[None]
+        alone = cohort(key, federation, ids, ids >= 0, t, jnp.bool(True), mesh=None)
 
         def client(c, row):
             return method.predict(state.server, row, c)(task.prepare(x), jnp.ones(x.shape[0], bool))
 
-        return alone.map(client, trees.gather(state.clients, id))[0]
+        return alone.map(client, trees.gather(state.clients, jnp.asarray(row)[ids]))[0]
 
-    return Program(numbers, init, round, scores, predict)
+    return Program(numbers, init, round, scores, predict, place, by_id, mesh)
+
+
+def _sharded(state: State, mesh: Any) -> State:
+    """The server's part on every device, the clients' rows each on one."""
+    return State(sharded(state.server, mesh, P()), sharded(state.clients, mesh, P(AXIS)))
 
 
 def _round_key(key: Array, t: Array) -> Array:
@@ -231,16 +274,25 @@ def rounds(
     step = jax.jit(program.round, donate_argnums=3)
     scores = jax.jit(program.evaluate)
     numbers = {name: jnp.asarray(value, float) for name, value in program.numbers.items()}
+    if program.mesh is not None:  # once: a jitted function would copy it to the devices at every call
+        federation = jax.device_put(federation, NamedSharding(program.mesh, P()))
     if state is None:
         state = jax.jit(program.init)(key, numbers)
     for t in range(start, rounds):
         wanted = bool(eval_every) and (t % eval_every == 0 or t == rounds - 1)
         pre = jax.device_get(scores(key, numbers, federation, state, jnp.int32(t))) if wanted else None
         state, metrics = step(key, numbers, federation, state, jnp.int32(t), jnp.bool(wanted))
-        metrics = jax.device_get(metrics)
+        metrics = _without_padding(jax.device_get(metrics), len(federation.train.size))
         _check_finite(t, metrics)
         yield Result(t, state, metrics, pre)
     yield Result(rounds, state, None, jax.device_get(scores(key, numbers, federation, state, jnp.int32(rounds))))
+
+
+def _without_padding(metrics: PyTree, num_clients: int) -> PyTree:
+    """Round metrics of the cohort's clients only, by id."""
+    ids = metrics["ids"]
+    real = np.argsort(ids)[: np.sum(ids < num_clients)]
+    return jax.tree.map(lambda x: x[real] if x.shape[:1] == ids.shape else x, metrics)
 
 
 def _check_finite(t: int, metrics: PyTree) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedjax_pfl.types import Array, PyTree
 
@@ -17,7 +18,7 @@ def replicate(tree: PyTree, count: int) -> PyTree:
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), tree)
 
 
-def gather(tree: PyTree, ids: Array) -> PyTree:
+def gather(tree: PyTree, ids: Array | np.ndarray) -> PyTree:
     """Takes rows `ids` [S] (or one row, ids []) of the leading axis of every leaf."""
     return jax.tree.map(lambda x: x[ids], tree)
 
@@ -26,9 +27,15 @@ def scatter(tree: PyTree, ids: Array, rows: PyTree, active: Array) -> PyTree:
     """Writes rows [S, ...] into a tree [N, ...] at the distinct `ids` [S]; rows not `active` stay as they are."""
 
     def put(old: Array, new: Array) -> Array:
-        return old.at[ids].set(jnp.where(expand(active, new.ndim), new, old[ids]), unique_indices=True)
+        nowhere = old.shape[0] + jnp.arange(ids.shape[0])
+        return old.at[jnp.where(active, ids, nowhere)].set(new, mode="drop", unique_indices=True)
 
     return jax.tree.map(put, tree, rows)
+
+
+def where(condition: Array, new: PyTree, old: PyTree) -> PyTree:
+    """Takes the rows of `new` [S, ...] where condition [S] holds, else those of `old`."""
+    return jax.tree.map(lambda a, b: jnp.where(expand(condition, a.ndim), a, b), new, old)
 
 
 def expand(x: Array, ndim: int) -> Array:

@@ -10,3 +10,4 @@ os.environ["XLA_FLAGS"] = (
 import jax
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_num_cpu_devices", 8)  # for the tests of several devices

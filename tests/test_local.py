@@ -91,6 +91,31 @@ def test_sweep_sums_every_row_once():
     assert total == {"x": 45, "n": 10}
 
 
+@pytest.mark.parametrize("size, held", [(0, 0), (1, 0), (2, 1), (4, 1), (10, 2), (12, 2), (13, 3), (17, 3)])
+def test_a_holdout_is_the_tail(size, held):
+    rest, tail = local.holdout(data(size, 17), 0.2)
+    assert int(tail.size) == held and int(rest.size) == size - held
+    np.testing.assert_array_equal(tail.index[:held], np.arange(size - held, size))
+    np.testing.assert_array_equal(rest.index[: size - held], np.arange(size - held))
+    longer = local.holdout(data(size, 23), 0.2)[1]
+    np.testing.assert_array_equal(longer.index[:held], tail.index[:held])
+
+
+@pytest.mark.parametrize("fraction, held", [(0.0, 1), (1.0, 9), (0.5, 5)])
+def test_a_holdout_leaves_and_takes_at_least_one(fraction, held):
+    assert int(local.holdout(data(10), jnp.float32(fraction))[1].size) == held
+
+
+def test_fold_takes_the_rows_in_order():
+    def place(seen, batch):  # a row's place is the number of those before it
+        before, order = seen
+        return before + jnp.sum(batch.mask), order.at[jnp.where(batch.mask, batch.row, 99)].set(before, mode="drop")
+
+    total, batch_starts = local.fold(data(10, 17), place, (jnp.int32(0), jnp.full(17, -1)), 4)
+    assert total == 10
+    np.testing.assert_array_equal(batch_starts, [0] * 4 + [4] * 4 + [8] * 2 + [-1] * 7)
+
+
 def test_an_empty_client_takes_no_step():
     seen, mean, count = visits(0, 5, epochs=3)
     assert count == 0 and mean == 0 and not seen.any()

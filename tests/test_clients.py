@@ -1,0 +1,85 @@
+"""Clients one after another: order, absence, and what is handed back."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from toy import assert_same
+
+from fedjax_pfl.clients import Cohort
+
+KEY = jax.random.key(3)
+IDS = np.array([3, 0, 4, 1, 2], np.int32)
+
+
+def scan(ids=IDS, active=None, key=KEY, width=1, federation=None, phase=0, rows=None):
+    """The carry holds who was visited, in order; a client reports its place, its size and its row."""
+    f, ids = toy.federation() if federation is None else federation, jnp.asarray(ids)
+    active = jnp.ones(len(ids), bool) if active is None else jnp.asarray(active)
+    rows = 10.0 * ids if rows is None else rows
+
+    @jax.jit
+    def run(ids, active):
+        cohort = Cohort(
+            f, lambda x: x, ids, active, key=key, round=jnp.int32(0), evaluated=jnp.bool(False), width=width
+        )
+
+        def client(c, carry, row):
+            visited, count = carry
+            result = {"place": count, "size": c.train.size, "row": row, "key": jax.random.bits(c.key)}
+            return (visited.at[count].set(c.id), count + 1), result
+
+        return cohort.scan(client, (jnp.full(8, -1), 0), rows, phase=phase)
+
+    return jax.tree.map(np.asarray, run(ids, active))
+
+
+def test_every_client_is_visited_once_with_its_own_row():
+    (visited, count), results = scan()
+    assert count == 5 and sorted(visited[:5]) == list(range(5)) and np.all(visited[5:] == -1)
+    np.testing.assert_array_equal(visited[results["place"]], IDS)
+    np.testing.assert_array_equal(results["size"], toy.SIZES[IDS])
+    np.testing.assert_array_equal(results["row"], 10 * IDS)
+
+
+@pytest.mark.parametrize("order", [[2, 0, 3, 1, 4], [4, 3, 2, 1, 0]])
+def test_the_order_is_not_the_cohorts(order):
+    carry, results = scan()
+    carry_2, results_2 = scan(IDS[order])
+    assert_same(carry_2, carry)
+    assert_same(results_2, {name: x[order] for name, x in results.items()})
+    assert_same(scan(width=3), (carry, results))
+
+
+def test_the_order_is_random():
+    orders = {tuple(scan(key=jax.random.key(i))[0][0][:5]) for i in range(6)}
+    assert len(orders) > 3
+    assert tuple(scan(phase=1)[0][0]) != tuple(scan()[0][0])
+
+
+def test_absent_clients_are_passed_over():
+    (visited, _), results = scan()
+    active = IDS != 4
+    (fewer, count), some = scan(active=active)
+    assert count == 4
+    np.testing.assert_array_equal(fewer[:4], visited[:5][visited[:5] != 4])  # the others keep their order
+    assert_same(some["key"][active], results["key"][active])
+    assert all(x[~active] == 0 for x in some.values())
+    padded = scan(np.append(IDS, 77).astype(np.int32), np.append(active, False))
+    assert_same(padded[0], (fewer, count))
+    assert_same({name: x[:5] for name, x in padded[1].items()}, some)
+
+
+def test_nobody_changes_nothing():
+    (visited, count), results = scan(active=np.zeros(5, bool))
+    assert count == 0 and np.all(visited == -1)
+    assert all(not np.any(x) for x in results.values())
+
+
+def test_a_clients_key_is_the_one_of_a_map():
+    cohort = Cohort(
+        toy.federation(), lambda x: x, jnp.asarray(IDS), jnp.ones(5, bool),
+        key=KEY, round=jnp.int32(0), evaluated=jnp.bool(False), width=1,
+    )  # fmt: skip
+    assert_same(scan()[1]["key"], np.asarray(cohort.map(lambda c: jax.random.bits(c.key))))
