@@ -1,7 +1,9 @@
 """Task maps: classes in groups, the loss of each group, and the scores of a classifier task by task (pFedC, 26.1-26.5).
 
-A task t owns a group of classes G_t; a group of one class is a yes-or-no question about every sample, a larger group a
-softmax over the samples whose label is in it.
+A task t owns a group of classes G_t; a group of one class is a yes-or-no question about every sample. A larger group is
+by its head: group_softmax, a softmax over the samples whose label is in it; group_reject, one over all samples with the
+further answer "none of these"; group_binary, the question whether the label is in it at all. Tasks but those of
+group_softmax are open: they see every sample, and one of their answers is no.
 """
 
 from typing import NamedTuple
@@ -12,21 +14,36 @@ import numpy as np
 
 from fedjax_pfl import evaluate, losses, trees
 from fedjax_pfl.checks import BadInput, choose
-from fedjax_pfl.types import Array, Client, Scores, Task
+from fedjax_pfl.types import Array, Client, PyTree, Scores, Task
+
+HEADS = ("group_softmax", "group_reject", "group_binary")
 
 
 class Branches(NamedTuple):
-    """The task map, as host constants."""
+    """The task map, as host constants. A head has L logits, each of one task: columns [B, L]."""
 
     of: np.ndarray  # [C] int, the task of each class (tau)
     member: np.ndarray  # [T, C] bool, the classes of each task (G_t)
     binary: np.ndarray  # [T] bool: a group of one class is a yes-or-no task on all samples
+    head: str  # of larger groups, one of HEADS
+    column: np.ndarray  # [L] int, the task of each logit: of the classes, then the reject logits; or one a task
+
+    @property
+    def open(self) -> np.ndarray:
+        """[T] bool: the task sees all samples, and may answer no."""
+        return self.binary | (self.head != "group_softmax")
+
+    @property
+    def owns(self) -> np.ndarray:
+        """[T, L] bool, the logits of each task."""
+        return np.arange(len(self.member))[:, None] == self.column
 
 
-def branches(task: Task, tasks: str) -> Branches:
+def branches(task: Task, tasks: str, head: str = "group_softmax") -> Branches:
     """Reads a task map: class (T = C), single (T = 1), consecutive:T, or superclass (the data set's own)."""
     name, _, count = tasks.partition(":")
     choose("tasks", name, ("class", "single", "consecutive", "superclass"))
+    choose("head", head, HEADS)
     c = np.arange(task.num_classes)
     if name == "consecutive":
         if not count.isdigit() or not 1 <= int(count) <= len(c):
@@ -43,64 +60,126 @@ def branches(task: Task, tasks: str) -> Branches:
     else:
         of = c if name == "class" else 0 * c
     member = np.arange(of.max() + 1)[:, None] == of
-    return Branches(of, member, (member.sum(1) == 1) & (len(c) > 1))
+    binary = (member.sum(1) == 1) & (len(c) > 1)
+    if head == "group_binary" and len(member) == 1:
+        raise BadInput("head='group_binary' asks whether a label is in the group: it needs tasks other than 'single'.")
+    columns = {
+        "group_softmax": of,
+        "group_reject": np.append(of, np.flatnonzero(~binary)),
+        "group_binary": np.arange(len(member)),
+    }
+    return Branches(of, member, binary, head, columns[head])
+
+
+def columns(head: PyTree, h: Array) -> Array:
+    """All branches' logits [B, L] of a linear head and features h [B, K]."""
+    return h @ head["kernel"] + head["bias"][None]
+
+
+def gram(b: Branches, residual: Array, kernel: Array) -> Array:
+    """<D_s, D_t> of the tasks' gradients in the feature space, D_t = R_t W_t^T, in closed form for a linear head.
+
+    Args:
+      residual: R [B, L], the gradient of each logit's own task loss by it; kernel: W [K, L].
+
+    Returns:
+      [T, T]: the sums over the groups' blocks of (R^T R) * (W^T W).
+    """
+    owns = b.owns.astype(residual.dtype)
+    return owns @ ((residual.T @ residual) * (kernel.T @ kernel)) @ owns.T
+
+
+def class_logits(b: Branches, z: Array) -> Array:
+    """The logits [B, C] of columns z [B, L]; where a task is open, against a no of 0.
+
+    With group_binary the classes of a group share its logit.
+    """
+    if b.head == "group_binary":
+        return z[:, b.of]
+    return z if b.head == "group_softmax" else z[:, : len(b.of)] - _reject(b, z)[:, b.of]
+
+
+def _reject(b: Branches, z: Array) -> Array:
+    """The reject logit of every task, [B, T]; 0 where it has none."""
+    place = len(b.of) + np.cumsum(~b.binary) - 1
+    return jnp.where(b.binary[None], 0, z[:, np.where(b.binary, 0, place)])
 
 
 def task_losses(b: Branches, z: Array, y: Array, mask: Array) -> tuple[Array, Array]:
     """The loss of every task on one batch (Eq. 3; which samples enter: see the Note of `pfedc`).
 
     Args:
-      z: logits [B, C]; y: labels [B]; mask: [B] bool.
+      z: columns [B, L]; y: labels [B]; mask: [B] bool.
 
     Returns:
       losses [T], and whether the batch has a sample that the task can learn from, [T] bool.
     """
+    rows = samples(b, y, mask)
+    count = jnp.sum(rows, axis=0)
+    each = losses.sigmoid_bce(z, _inside(b, y)) if b.head == "group_binary" else _class_losses(b, z, y)
+    return jnp.sum(jnp.where(rows, each, 0), axis=0) / jnp.maximum(count, 1), count > 0
+
+
+def _class_losses(b: Branches, z: Array, y: Array) -> Array:
+    """The loss of every sample under every task whose logits are those of its classes, [B, T]."""
+    no, z = _reject(b, z) if b.head == "group_reject" else None, z[:, : len(b.of)]
     hit = jax.nn.one_hot(y, z.shape[1], dtype=bool)
     bce = losses.sigmoid_bce(z, hit) @ b.member.T.astype(z.dtype)  # [B, T], of use where a group is one class
     label = jnp.take_along_axis(z, y[:, None], axis=1)  # [B, 1]
-    ce = jax.nn.logsumexp(z[:, None, :], axis=-1, where=b.member[None]) - label  # [B, T], of use for the label's group
-    rows = samples(b, y, mask)
-    count = jnp.sum(rows, axis=0)
-    total = jnp.sum(jnp.where(rows, jnp.where(b.binary[None], bce, ce), 0), axis=0)
-    return total / jnp.maximum(count, 1), count > 0
+    ce = jax.nn.logsumexp(z[:, None, :], axis=-1, where=b.member[None])  # [B, T]
+    # without a reject logit of use for the label's own group
+    ce = ce - label if no is None else jnp.logaddexp(ce, no) - jnp.where(_inside(b, y), label, no)
+    return jnp.where(b.binary[None], bce, ce)
+
+
+def _inside(b: Branches, y: Array) -> Array:
+    """Whether the label is in the group, [B, T] bool."""
+    return jnp.asarray(b.of)[y][:, None] == np.arange(len(b.member))[None]
 
 
 def samples(b: Branches, y: Array, mask: Array) -> Array:
-    """Which samples a task looks at, [B, T] bool: all if it is binary, else those with a label in its group."""
-    inside = jnp.asarray(b.of)[y][:, None] == np.arange(len(b.member))[None]
-    return (inside | b.binary[None]) & mask[:, None]
+    """Which samples a task looks at, [B, T] bool: all if it is open, else those with a label in its group."""
+    return (_inside(b, y) | b.open[None]) & mask[:, None]
 
 
 def scores(b: Branches, z: Array, y: Array, mask: Array, c: Client) -> Scores:
-    """The metrics of logits [B, C] (26.5): `acc` and `acc_present` as every method, and the tasks' own.
+    """The metrics of class logits [B, C] (26.5): `acc` and `acc_present` as every method, and the tasks' own.
 
-    `acc_groups` is the argmax over the classes of the client's groups; `task_acc` the accuracy of each task it holds
-    (yes or no on all samples, or within the group given the group); `task_bal` (TPR + TNR) / 2 of its binary tasks;
-    `recall_macro` the mean recall of `acc_present`'s predictions; `*_trivial` what always saying no, or always the
-    client's majority class, scores on the same samples.
+    `acc_groups` is the argmax over the classes of the client's groups, and `coarse_acc` whether its group is right;
+    `task_acc` the accuracy of each task it holds (on all samples, where no is the answer to other groups' labels, or
+    within the group given the group); `task_bal` the mean of an open task's accuracy inside and outside its group, for
+    a binary one (TPR + TNR) / 2; `recall_macro` the mean recall of `acc_present`'s predictions; `*_trivial` what always
+    saying no, or always the client's majority class, scores on the same samples. With group_binary, which cannot tell
+    the classes of a group apart, a group's prediction is the client's majority class in it, and a task's is a yes.
     """
     counts = c.class_counts
     held = b.member @ counts > 0  # [T]
+    majority = jnp.argmax(jnp.where(b.member, counts[None], -1), axis=-1)  # [T]
+    if b.head == "group_binary":
+        z = jnp.where((majority[b.of] == np.arange(len(b.of)))[None], z, -jnp.inf)
     hit = jax.nn.one_hot(y, z.shape[1], dtype=bool) & mask[:, None]
     rows = samples(b, y, mask) & held[None]  # [B, T]
-    truth, yes = hit @ b.member.T, (z > 0) @ b.member.T  # [B, T], of use where binary
+    truth, yes = hit @ b.member.T, (z > 0) @ b.member.T  # [B, T], of use where open
 
     def best(allowed: Array) -> Array:
-        return jnp.argmax(jnp.where(trees.align(allowed, 2), z, -jnp.inf), axis=-1) == y
+        return jnp.argmax(jnp.where(trees.align(allowed, 2), z, -jnp.inf), axis=-1)
 
-    right = jnp.where(b.binary[None], yes == truth, best(jnp.asarray(b.member)[jnp.asarray(b.of)[y]])[:, None])
-    majority = jnp.argmax(jnp.where(b.member, counts[None], -1), axis=-1)  # [T]
-    lazy = jnp.where(b.binary[None], ~truth, y[:, None] == majority[None])
-    split = jnp.stack([rows & truth, rows & ~truth], axis=-1) & b.binary[None, :, None]  # [B, T, 2]
+    own = best(jnp.asarray(b.member)[jnp.asarray(b.of)[y]]) == y  # given the group
+    named = jnp.ones_like(own) if b.head == "group_binary" else own
+    right = jnp.where(b.open[None], jnp.where(truth, yes & named[:, None], ~yes), own[:, None])
+    lazy = jnp.where(b.open[None], ~truth, y[:, None] == majority[None])
+    split = jnp.stack([rows & truth, rows & ~truth], axis=-1) & b.open[None, :, None]  # [B, T, 2]
+    guess = best(held[b.of])
     always = y == jnp.argmax(counts)
     n, per_task, per_class = jnp.sum(mask), jnp.sum(rows, axis=0), jnp.sum(hit, axis=0)
     return evaluate.classification(z, y, mask, c) | {
-        "acc_groups": (jnp.sum(best(held[b.of]) & mask), n),
+        "acc_groups": (jnp.sum((guess == y) & mask), n),
+        "coarse_acc": (jnp.sum((jnp.asarray(b.of)[guess] == jnp.asarray(b.of)[y]) & mask), n),
         "acc_trivial": (jnp.sum(always & mask), n),
         "task_acc": (jnp.sum(right & rows, axis=0), per_task),
         "task_acc_trivial": (jnp.sum(lazy & rows, axis=0), per_task),
         "task_bal": (jnp.sum(split & right[..., None], axis=0), jnp.sum(split, axis=0)),
         "task_bal_trivial": (jnp.sum(split & lazy[..., None], axis=0), jnp.sum(split, axis=0)),
-        "recall_macro": (jnp.sum(hit & best(counts > 0)[:, None], axis=0), per_class),
+        "recall_macro": (jnp.sum(hit & (best(counts > 0) == y)[:, None], axis=0), per_class),
         "recall_trivial": (jnp.sum(hit & always[:, None], axis=0), per_class),
     }
