@@ -4,6 +4,7 @@ FedAvg, FedProx, FedPer, FedRep, FedBN, LG-FedAvg, FedBABU and Local differ in w
 trained in which phase, a proximal pull, and what is done before a prediction.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -34,10 +35,10 @@ def beside(personal: Predictor, other: Predictor) -> Predictor:
     return lambda x, mask: jnp.stack([personal(x, mask), other(x, mask)], axis=-1)
 
 
-def score_beside(outputs: Array, y: Array, mask: Array, c: Client) -> Scores:
-    """The scores of the personal logits outputs[..., 0], and under `global_*` those of outputs[..., 1]."""
+def score_beside(outputs: Array, y: Array, mask: Array, c: Client, *, name: str = "global") -> Scores:
+    """The scores of the personal logits outputs[..., 0], and under `global_*` (or another name) of outputs[..., 1]."""
     mine, other = (evaluate.classification(outputs[..., i], y, mask, c) for i in range(2))
-    return mine | {f"global_{name}": pair for name, pair in other.items()}
+    return mine | {f"{name}_{score}": pair for score, pair in other.items()}
 
 
 def personal_mask(task: Task, personal: tuple[str, ...] = (), *, norms: bool = False) -> PyTree:
@@ -62,6 +63,7 @@ def partial_averaging(
     phases: tuple[Phase, ...] = (Phase(),),
     mu: float | Array = 0.0,
     fine_tune: Phase | None = None,
+    untuned: bool = False,
 ) -> Algorithm:
     """Averages the shared leaves of the model over the round's clients, weighted by their training examples.
 
@@ -71,6 +73,7 @@ def partial_averaging(
       phases: local training, one stretch after another, each with a fresh optimizer; the loss is the last one's.
       mu: weight of the proximal term mu/2 ||w - w^t||^2 over all trained leaves.
       fine_tune: what a client does with the model before it predicts; discarded afterwards.
+      untuned: whether `pre` also scores the model before that, as `untuned_*`.
     """
     loss = losses.classification(task.model)
     moving = jax.tree.map(lambda _, on: on, personal, trees.parts(personal, tuple({*BOTH, "stats"} - {*fixed})))
@@ -99,17 +102,19 @@ def partial_averaging(
         return State(trees.merge(mean, state.server), own), {"loss": value, "post": post}
 
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
-        variables = trees.merge(own, server)
+        variables = received = trees.merge(own, server)
         if fine_tune is not None and fine_tune.epochs != 0:
             variables, _ = train(c.key, c, variables, fine_tune)
-        return predictor(task, variables)
+        tuned = predictor(task, variables)
+        return beside(tuned, predictor(task, received)) if untuned else tuned
 
     def sent(state: State, cohort, metrics: PyTree):
         return traffic.both_ways(
             cohort, trees.partition(jax.eval_shape(task.model.init, jax.random.key(0)), travels)[0]
         )
 
-    return Algorithm(init, round, predict, evaluate.classification, sent)
+    score = functools.partial(score_beside, name="untuned") if untuned else evaluate.classification
+    return Algorithm(init, round, predict, score, sent)
 
 
 def _is_zero(x: float | Array) -> bool:

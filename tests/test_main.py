@@ -174,7 +174,9 @@ def test_describe_shows_paper_defaults_and_ranges(name, capsys):
     assert rows.keys() == hyperparameters(ALGORITHMS[name]).keys()
     for hparam, row in rows.items():
         assert f"{hparam}={row['default']} (" in out
-        assert re.search(r"[\[(][\d.]+, [\w. ]+[\])]|one of|true or false", row["text"]), f"{hparam} has no range"
+        assert re.search(r"[\[(]-?(?:[\d.]+|inf), [\w. ]+[\])]|one of|true or false", row["text"]), (
+            f"{hparam} has no range"
+        )
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -403,6 +405,8 @@ BAD = [
     ("--algo=fedavg --participation=half", "--participation=half must be a number, or a range as 0.1:1"),
     ("--algo=fedavg --width=wide", "--width=wide must be a whole number, or auto"),
     ("--algo=fedavg --width=0", "width=0 is outside its range"),
+    ("--algo=fedavg --devices=many", "--devices=many must be a whole number, auto or all"),
+    ("--algo=fedavg --devices=0", "devices=0 is outside its range"),
     ("--algo=fedavg --checkpoint_every=0", "checkpoint_every=0 is outside its range"),
     ("--algo=fedavg --eval_every=-1", "eval_every=-1 is outside its range"),
     ("--algo=fedavg --seed=-1", "seed=-1 is outside its range"),

@@ -11,7 +11,7 @@ from fedjax_pfl import local, losses, simulate, trees
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.clients import Cohort
 from fedjax_pfl.sharing import personal_mask
-from fedjax_pfl.types import Batch, Data
+from fedjax_pfl.types import Batch, Data, State
 
 pytestmark = pytest.mark.xdist_group("reductions")  # one worker: most cases share their compilations
 KEY = jax.random.key(5)
@@ -115,6 +115,99 @@ def test_apfl_of_personal_models_only_is_local(mix):
     assert_same(last, alone[2])
 
 
+def test_mnfl_of_uniform_coefficients_is_fedavg():
+    state, metrics, _ = train("mnfl", federation=equal_sizes(), coef_lr=0.0)
+    expected = train("fedavg", federation=equal_sizes())
+    assert_close(jax.tree.map(lambda w: jnp.mean(w, axis=0), state.server["w"]), expected[0].server)
+    assert_close(metrics["loss"], expected[1]["loss"], 1e-5)
+    assert_same(metrics["post"], expected[1]["post"])
+
+
+def test_mnfl_of_own_models_only_is_local():
+    program, f = simulate.program(ALGORITHMS["mnfl"], MLP, {"coef_lr": 0.0}), toy.federation()
+    step = jax.jit(lambda state, t: program.round(KEY, program.numbers, f, state, t, jnp.bool(True))[0])
+    state = program.init(KEY, program.numbers)
+    state = State({**state.server, "coefficients": jnp.eye(toy.N)}, state.clients)
+    for t in range(3):
+        state = step(state, jnp.int32(t))
+    assert_close(state.server["w"], train("local")[0].clients)
+    assert_same(state.server["coefficients"], jnp.eye(toy.N))
+
+
+@pytest.mark.parametrize("task", [MLP, NORM])
+def test_fedem_of_one_component_is_fedavg(task):
+    state, metrics, last = train("fedem", task, components=1)
+    expected, plain, scores = train("fedavg", task)
+    assert_close(trees.gather(state.server, 0), expected.server, 2e-6)
+    assert_close(metrics["loss"], plain["loss"], 2e-6)
+    assert_same(last, scores)
+    assert_same(state.clients["pi"], jnp.ones((toy.N, 1)))
+
+
+@pytest.mark.parametrize("task, hparams", [(MLP, {}), (NORM, {"prox": "norm"}), (MLP, {"attention": "heur"})])
+def test_fedamp_without_attention_is_local(task, hparams):
+    state, _, last = train("fedamp", task, lam=0.0, **hparams)
+    alone = train("local", task)
+    assert_close({**state.server["w"], "stats": state.clients}, alone[0].clients)
+    assert_close(last, alone[2])
+
+
+def test_fedamp_that_sees_nobody_is_local():
+    """In a round of one step, for the pull lam/alpha (w - u) with u = w_i acts from the second step on."""
+    task = toy.task("mlp", epochs=None, steps=1)
+    state, metrics, _ = train("fedamp", task, sigma=1e-9)
+    np.testing.assert_array_equal(metrics["self_weight"][1:], 1)
+    assert_close({**state.server["w"], "stats": {}}, train("local", task)[0].clients)
+
+
+def test_fedamp_that_sees_everybody_equally_pulls_towards_the_mean():
+    """A wide attention has u_i = mean of all: with one step a round, w_i - lr (g + lam/alpha (w_i - mean))."""
+    task, sigma, lr = toy.task("mlp", epochs=None, steps=1), 1e7, 0.1
+    strength = 0.5 * sigma / toy.N  # lam, so that lam / alpha = 0.5
+    wide = {"alpha": sigma / toy.N, "sigma": sigma, "lam": strength}
+    program, f = simulate.program(ALGORITHMS["fedamp"], task, wide), toy.federation()
+    free = simulate.program(ALGORITHMS["fedamp"], task, {"lam": 0.0})
+    step = jax.jit(lambda numbers, state, t: program.round(KEY, numbers, f, state, t, jnp.bool(False))[0])
+    state = step(program.numbers, program.init(KEY, program.numbers), 0)
+    pulled, alone = (step(p.numbers, state, 1).server["w"] for p in (program, free))
+    w = state.server["w"]
+    expected = jax.tree.map(lambda a, w: a - lr * 0.5 * (w - jnp.mean(w, axis=0)[None]), alone, w)
+    assert_close(pulled, expected, 2e-6)
+    assert trees.sq_dist(pulled, alone) > 1e-4
+
+
+@pytest.mark.parametrize("task, hparams", [(MLP, {}), (NORM, {}), (MLP, {"regularizer": "kd"})])
+def test_fedphp_without_a_teacher_trains_as_fedavg(task, hparams):
+    assert_close(train("fedphp", task, lam=0.0, **hparams)[0].server, train("fedavg", task)[0].server, 2e-6)
+
+
+@pytest.mark.parametrize("task, hparams", [(MLP, {"lr_weights": 0.0}), (NORM, {"blended": "none"})])
+def test_fedala_that_takes_the_global_model_is_fedavg(task, hparams):
+    state, _, last = train("fedala", task, **hparams)
+    expected = train("fedavg", task)
+    assert_close(state.server, expected[0].server)
+    assert_close(last, expected[2])
+
+
+@pytest.mark.parametrize("blended, method", [("head", "fedper"), ("all", "local")])
+def test_fedala_that_keeps_its_own_model_is_partial_averaging(blended, method):
+    def own(task):
+        algorithm = ALGORITHMS["fedala"](task, blended=blended, lr_weights=0.0)
+
+        def init(key):
+            state = algorithm.init(key)
+            return state._replace(clients={**state.clients, "weights": trees.scale(0, state.clients["weights"])})
+
+        return algorithm._replace(init=init)
+
+    (state, _, last), expected = train(own), train(method)
+    for part in expected[0].clients["head"]:
+        assert_close(state.clients["w"]["head"][part], expected[0].clients["head"][part])
+    if method == "fedper":
+        assert_close(state.server["body"], expected[0].server["body"])
+    assert_close(last, expected[2])
+
+
 @pytest.mark.parametrize("bn_stats", ["aggregate", "local"])
 def test_masks_of_the_family(bn_stats):
     task = NORM._replace(bn_stats=bn_stats)
@@ -139,6 +232,10 @@ TRAFFIC = {
     "fedbabu": (88, 72),
     "fedbn": (92, 92),
     "ditto": (124, 108),
+    "fedem": (3 * 124, 3 * 108),
+    "fedamp": (108, 108),
+    "fedphp": (124, 108),
+    "fedala": (124, 108),
     "pfedc": (88 + 9 * 2, 72 + 9 * 2),
 }
 
@@ -206,9 +303,50 @@ def test_fine_tuning_for_the_local_epochs_is_fedavgs_post():
     assert_same(metrics["pre"], metrics["post"])
 
 
+@pytest.mark.parametrize("task", [MLP, toy.task("linear")])
+def test_fedma_of_neurons_that_stay_is_uniform_fedavg(task):
+    still = {"retrain_epochs": 0, "matching": "identity", "weights": "uniform"}
+    uniform = equal_sizes()
+    assert_close(train("fedma", task, uniform, **still)[0], train("fedavg", task, uniform)[0])
+
+
+def test_pfedma_without_fine_tuning_is_fedma():
+    state, _, last = train("pfedma", fine_tune_epochs=0)
+    expected, _, scores = train("fedma")
+    assert_same(state, expected)
+    assert_same(last, scores)
+
+
+def test_pfedma_trains_as_fedma_and_predicts_what_it_has_trained():
+    state, metrics, _ = train("pfedma", fine_tune_epochs=MLP.epochs)
+    assert_same(state, train("fedma")[0])
+    assert_same(metrics["pre"], metrics["post"])
+
+
 def test_fedbabu_head_never_moves():
     program = simulate.program(ALGORITHMS["fedbabu"], MLP)
     assert_same(train("fedbabu")[0].server["head"], program.init(KEY, program.numbers).server["head"])
+
+
+def test_fedbabu_scores_the_untuned_model_beside_the_tuned_one():
+    program, f = simulate.program(ALGORITHMS["fedbabu"], MLP), toy.federation()
+    frozen_head = simulate.program(ALGORITHMS["fedavg"], MLP)  # as `pre` scores a model that nobody tunes
+    state, _, last = train("fedbabu")
+    received = jax.jit(frozen_head.evaluate)(KEY, frozen_head.numbers, f, state, jnp.int32(3))
+    for name in ("acc", "acc_present"):
+        assert_same(last[f"untuned_{name}"], received[name])
+    assert last["acc_present"].mean() > last["untuned_acc_present"].mean()
+    still = train("fedbabu", fine_tune_epochs=0)[2]
+    assert_same(still["untuned_acc"], still["acc"])
+    outputs = jax.jit(program.predict)(KEY, program.numbers, f, state, jnp.int32(3), 1, f.examples.x[:4])
+    assert_close(outputs[..., 1], MLP.model.apply(state.server, f.examples.x[:4])[0])
+
+
+def test_fine_tuning_by_a_rate_of_zero_changes_nothing():
+    state = train("fedbabu")[0]
+    program, f = simulate.program(ALGORITHMS["fedbabu"], MLP), toy.federation()
+    still = jax.jit(program.evaluate)(KEY, program.numbers | {"lr": 0.0}, f, state, jnp.int32(3))
+    assert_same(still["untuned_acc"], still["acc"])
 
 
 def test_local_ignores_the_others():
@@ -284,13 +422,20 @@ def test_curve_is_the_loop(eval_every):
         assert_close(result.pre or jax.tree.map(lambda x: x * np.nan, pre), pre)
 
 
-def test_a_round_without_weight_keeps_the_server():
-    f = toy.federation()
-    nothing = f._replace(train=f.train._replace(size=jnp.zeros_like(f.train.size)))
-    for method in ("fedavg", "ditto", "pfedc"):
-        program = simulate.program(ALGORITHMS[method], MLP)
-        state = train(method, federation=nothing)[0]
-        assert_close(state.server, program.init(KEY, program.numbers).server)
+def test_fewer_places_than_clients_keep_the_absent_bit_for_bit():
+    """The contract has a place for everybody; here the rows of a round are gathered and scattered."""
+    program, f = simulate.program(ALGORITHMS["ditto"], toy.task("mlp", participation=(0.2, 0.8))), toy.federation()
+    step, state, numbers = jax.jit(program.round), program.init(KEY, program.numbers), set()
+    for t in range(6):
+        before = state
+        state, metrics = step(KEY, program.numbers, f, before, jnp.int32(t), jnp.bool(False))
+        absent = np.ones(toy.N, bool)
+        absent[metrics["ids"][metrics["active"]]] = False
+        assert_same(trees.gather(state.clients, absent), trees.gather(before.clients, absent))
+        kernel, old = (x.clients["head"]["kernel"] for x in (state, before))
+        assert np.any(kernel != old, axis=(1, 2))[~absent].all()
+        numbers.add(int((~absent).sum()))
+    assert len(numbers) > 1 and max(numbers) <= 4 and step._cache_size() == 1
 
 
 def test_one_client_averages_to_itself():

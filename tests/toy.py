@@ -9,9 +9,9 @@ import numpy as np
 import optax
 from flax import nnx
 
-from fedjax_pfl import models, simulate
+from fedjax_pfl import models, simulate, trees
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.clients import Cohort
+from fedjax_pfl.clients import Cohort, make_mesh
 from fedjax_pfl.models import layers, nets
 from fedjax_pfl.types import Examples, Federation, Rows, State, Task
 
@@ -90,7 +90,7 @@ def task(net: str = "mlp", **options: Any) -> Task:
 
 
 def net_of(method: str) -> str:
-    return "norm" if method == "fedbn" else "mlp"
+    return {"fedbn": "norm", "mocha": "linear"}.get(method, "mlp")
 
 
 @functools.cache
@@ -99,8 +99,9 @@ def method_task(method: str) -> Task:
 
 
 @functools.cache
-def compiled_round(method: str, width: int = 1):
+def compiled_round(method: str, width: int = 1, devices: int = 1):
     """One jitted round of a method: (key, numbers, federation, state, ids, active, t, evaluated)."""
+    mesh = make_mesh(devices)
     given = method_task(method)
     defaults = simulate.hyperparameters(ALGORITHMS[method])
     static = {k: v for k, v in defaults.items() if not isinstance(v, float)}
@@ -109,7 +110,7 @@ def compiled_round(method: str, width: int = 1):
     def run(key, numbers, f, state, ids, active, t, evaluated):
         floats = {k: v for k, v in numbers.items() if k != "lr"}
         algorithm = ALGORITHMS[method](given._replace(lr=numbers["lr"]), **static, **floats)
-        cohort = Cohort(f, given.prepare, ids, active, key=key, round=t, evaluated=evaluated, width=width)
+        cohort = Cohort(f, given.prepare, ids, active, key=key, round=t, evaluated=evaluated, width=width, mesh=mesh)
         new, metrics = algorithm.round(key, state, cohort)
         return new, metrics, algorithm.traffic(state, cohort, metrics)
 
@@ -118,11 +119,18 @@ def compiled_round(method: str, width: int = 1):
 
 @functools.cache
 def start(method: str) -> State:
-    """A state in which the clients differ, so that mixing them up would show."""
+    """A state in which everybody has trained and the clients differ, so that mixing them up would show."""
     state = ALGORITHMS[method](method_task(method)).init(jax.random.key(1))
+    on = jnp.ones(4, bool)
+    for t, ids in enumerate((jnp.array([1, 2, 3, 4], jnp.int32), jnp.array([0, 1, 2, 3], jnp.int32))):
+        rows = State(state.server, trees.gather(state.clients, ids))
+        args = (jax.random.key(3), numbers(method), federation(), rows, ids, on, jnp.int32(t), jnp.bool(False))
+        new = compiled_round(method)(*args)[0]
+        state = State(new.server, trees.scatter(state.clients, ids, new.clients, on))
     noise = [jax.random.fold_in(jax.random.key(2), i) for i in range(len(jax.tree.leaves(state.clients)))]
     leaves, structure = jax.tree.flatten(state.clients)
-    leaves = [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, noise, strict=True)]
+    real = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # a counter stays what it is
+    leaves = [x + 0.1 * jax.random.normal(k, x.shape) if real(x) else x for x, k in zip(leaves, noise, strict=True)]
     return State(state.server, jax.tree.unflatten(structure, leaves))
 
 

@@ -2,13 +2,22 @@
 
 from fedjax_pfl.algorithms.apfl import apfl
 from fedjax_pfl.algorithms.ditto import ditto
+from fedjax_pfl.algorithms.fedala import fedala
+from fedjax_pfl.algorithms.fedamp import fedamp
 from fedjax_pfl.algorithms.fedavg import fedavg, fedavg_ft, fedprox
 from fedjax_pfl.algorithms.fedbn import fedbn
 from fedjax_pfl.algorithms.fedcp import fedcp
+from fedjax_pfl.algorithms.fedem import fedem
+from fedjax_pfl.algorithms.fedfomo import fedfomo
+from fedjax_pfl.algorithms.fedma import fedma, pfedma
 from fedjax_pfl.algorithms.fedper import fedbabu, fedper, fedrep, lg_fedavg
+from fedjax_pfl.algorithms.fedphp import fedphp
 from fedjax_pfl.algorithms.fedrod import fedrod
+from fedjax_pfl.algorithms.mnfl import mnfl
+from fedjax_pfl.algorithms.mocha import mocha
 from fedjax_pfl.algorithms.perfedavg import per_fedavg
 from fedjax_pfl.algorithms.pfedc import pfedc
+from fedjax_pfl.algorithms.pfedhn import pfedhn
 from fedjax_pfl.algorithms.pfedme import pfedme
 from fedjax_pfl.algorithms.scaffold import scaffold
 from fedjax_pfl.algorithms.standalone import local
@@ -26,9 +35,19 @@ ALGORITHMS = {
     "lg_fedavg": lg_fedavg,
     "fedbabu": fedbabu,
     "fedbn": fedbn,
+    "fedma": fedma,
+    "pfedma": pfedma,
     "fedrod": fedrod,
     "ditto": ditto,
     "apfl": apfl,
+    "fedamp": fedamp,
+    "fedphp": fedphp,
+    "fedala": fedala,
+    "fedfomo": fedfomo,
+    "pfedhn": pfedhn,
+    "mocha": mocha,
+    "mnfl": mnfl,
+    "fedem": fedem,
     "fedcp": fedcp,
     "pfedc": pfedc,
 }

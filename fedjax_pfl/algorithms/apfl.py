@@ -104,7 +104,7 @@ def apfl(
             own, shared = trees.partition(w, personal)
             return shared, {"v": v, "alpha": a, "own": own}, value, evaluate.post(cohort, c, mixed(v, a, w))
 
-        w, (mine, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes)
+        w, (mine, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, empty=state.server)
         return State(w, mine), {"loss": value, "post": post, "alpha": mine["alpha"]}
 
     def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:

@@ -218,7 +218,7 @@ def fedcp(
             upload = {"body": w["body"], "head": head, "policy": w["policy"], "stats": shared}
             return upload, {"head": w["head"], "stats": stays}, value, ratio, post
 
-        server, (own, value, ratio, post) = cohort.mean(client, state.clients, weight=cohort.sizes)
+        server, (own, value, ratio, post) = cohort.mean(client, state.clients, weight=cohort.sizes, empty=state.server)
         return State(server, own), {"loss": value, "post": post, **ratio}
 
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:

@@ -44,7 +44,8 @@ def fedbabu(task: Task, *, fine_tune_epochs: int = 5) -> Algorithm:
       fine_tune_epochs: E_ft in [0, 10000]; 5 as in the paper.
 
     Note:
-      `pre` scores are of the fine-tuned model, `post` scores of the trained body under the untrained head.
+      `pre` scores are of the fine-tuned model, and as `untuned_acc` of the model as received; `post` scores are of
+      the trained body. The last two are under a head that nobody trained, and say little.
     """
     check("fine_tune_epochs", fine_tune_epochs, 0, 10_000)
     return partial_averaging(
@@ -53,4 +54,5 @@ def fedbabu(task: Task, *, fine_tune_epochs: int = 5) -> Algorithm:
         fixed=("head",),
         phases=(Phase(("body",)),),
         fine_tune=Phase(epochs=fine_tune_epochs, stream=FINE_TUNE),
+        untuned=True,
     )

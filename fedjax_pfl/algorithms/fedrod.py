@@ -68,7 +68,7 @@ def fedrod(task: Task, *, gamma: float = 1.0) -> Algorithm:
             post = evaluate.post(cohort, c, predictor(both, own), score_beside)
             return shared, {"head": own, "rest": rest}, value, post
 
-        w, (mine, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes)
+        w, (mine, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, empty=state.server)
         return State(w, mine), {"loss": value, "post": post}
 
     def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:

@@ -108,7 +108,7 @@ def per_fedavg(
             tuned = jax.lax.cond(cohort.evaluated, lambda: adapt(c, w), lambda: w)
             return shared, own, value, evaluate.post(cohort, c, predictor(task, tuned))
 
-        w, (own, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes)
+        w, (own, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, empty=state.server)
         return State(w, own), {"loss": value, "post": post}
 
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:

@@ -6,6 +6,7 @@ Reference: Dinh, Tran & Nguyen, Personalized federated learning with Moreau enve
 import math
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from fedjax_pfl import evaluate, local, losses, traffic, trees
@@ -80,9 +81,10 @@ def pfedme(
             post = evaluate.post(cohort, c, beside(predictor(task, theta), predictor(task, w)), score_beside)
             return w, theta, value, post
 
-        w, (theta, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes)
+        w, (theta, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, empty=state.server)
         parts = [{part: x[part] for part in BOTH} for x in (w, state.server)]
-        return State({**w, **trees.lerp(beta, *parts)}, theta), {"loss": value, "post": post}
+        mixed = trees.choose(jnp.any(cohort.active & (cohort.sizes > 0)), trees.lerp(beta, *parts), parts[1])
+        return State({**w, **mixed}, theta), {"loss": value, "post": post}
 
     def predict(server: PyTree, theta: PyTree, c: Client) -> Predictor:
         return beside(predictor(task, theta), predictor(task, global_model(server, theta)))

@@ -42,7 +42,7 @@ def scaffold(task: Task, *, server_lr: float = 1.0, option: int = 2, weights: st
 
     Note:
       Option 2 divides by the learning rate, so c_i estimates a gradient for plain SGD only. Batch-norm moments have
-      no control variate and are averaged as the models are.
+      no control variate and are averaged as the models are. A client without training examples is no part of S.
     """
     check("server_lr", server_lr, 0, math.inf)
     check("option", option, 1, 2)
@@ -86,10 +86,14 @@ def scaffold(task: Task, *, server_lr: float = 1.0, option: int = 2, weights: st
             post = evaluate.post(cohort, c, predictor(task, y))
             return {"w": shared, "c": change}, {"c": new, "own": own}, value, post
 
-        weight = {"w": cohort.sizes if weights == "data" else None, "c": None}
-        mean, (mine, value, post) = cohort.mean(client, state.clients, weight=weight)
-        part = jnp.sum(cohort.active) / task.num_clients  # |S| / N
-        w = {**mean["w"], **trees.lerp(server_lr, trainable(mean["w"]), trainable(state.server["w"]))}
+        last = state.server["w"]
+        here = cohort.active & (cohort.sizes > 0)
+        weight = {"w": cohort.sizes if weights == "data" else here, "c": here}
+        empty = {"w": last, "c": jax.tree.map(jnp.zeros_like, control)}
+        mean, (mine, value, post) = cohort.mean(client, state.clients, weight=weight, empty=empty)
+        part = jnp.sum(here) / task.num_clients  # |S| / N
+        moved = trees.lerp(server_lr, trainable(mean["w"]), trainable(last))
+        w = {**mean["w"], **trees.choose(jnp.any(here), moved, trainable(last))}
         server = {"w": w, "c": trees.cast(jax.tree.map(lambda c, d: c + part * d, control, mean["c"]), control)}
         return State(server, mine), {"loss": value, "post": post}
 

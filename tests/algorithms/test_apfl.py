@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 import toy
 from toy import assert_close, assert_same
@@ -40,6 +41,31 @@ def state_after(rounds=1, task=TASK, **hparams):
     f = toy.federation()
     run = jax.jit(lambda numbers: simulate.curve(program, KEY, numbers, f, rounds=rounds))
     return program.init(KEY, program.numbers), *run(program.numbers)
+
+
+def test_two_rounds_by_hand():
+    task, lr, decay = toy.task(), 0.1, 0.3
+    keys, states, _ = oracle.run(factory, task, alpha=0.4, lr_alpha=0.5, alpha_decay=decay)
+    w, f = oracle.variables(states[0].server), oracle.federation()
+    own, alpha = [w] * toy.N, [0.4] * toy.N
+    for t, here in enumerate(oracle.ROUNDS):
+        models = []
+        for i in here:
+            local, v, a = w, own[i], alpha[i]
+            for k, ((x, y),) in enumerate(oracle.batches(f, i, keys[t], task)):
+                by_mixture = oracle.gradient([a * p + (1 - a) * q for p, q in zip(v, local, strict=True)], x, y)
+                slope = sum(np.sum((p - q) * g) for p, q, g in zip(v, local, by_mixture, strict=True))
+                next_a = min(max(a - 0.5 * (slope + decay * a), 0), 1) if k == 0 else a
+                local = [p - lr * g for p, g in zip(local, oracle.gradient(local, x, y), strict=True)]
+                v = [p - lr * a * g for p, g in zip(v, by_mixture, strict=True)]
+                a = next_a
+            own[i], alpha[i] = v, a
+            models.append(local)
+        w = oracle.mean(models, [int(f.train.size[i]) for i in here])
+        oracle.close(states[t + 1].server, w)
+        np.testing.assert_allclose(states[t + 1].clients["alpha"], alpha, rtol=1e-5)
+        for i in range(toy.N):
+            oracle.close(trees.gather(states[t + 1].clients["v"], i), own[i])
 
 
 def test_the_weight_takes_one_step_a_round():

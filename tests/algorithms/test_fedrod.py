@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import oracle
 import pytest
 import toy
 from toy import C, assert_close, assert_same
@@ -71,6 +72,37 @@ def curve(task, **hparams):
     f = toy.federation()
     run = jax.jit(lambda numbers: simulate.curve(program, KEY, numbers, f, rounds=2))
     return program.init(KEY, program.numbers), *run(program.numbers)
+
+
+def test_two_rounds_by_hand():
+    task, lr, gamma = toy.task(), 0.1, 0.8
+    keys, states, reports = oracle.run(factory, task, gamma=gamma)
+    w, f = oracle.variables(states[0].server), oracle.federation()
+    own = [w[2:]] * toy.N
+    for t, here in enumerate(oracle.ROUNDS):
+        models = []
+        for i in here:
+            local, mine, counts, values = w, own[i], np.asarray(f.class_counts[i]), []
+            held = counts > 0
+            for ((x, y),) in oracle.batches(f, i, keys[t], task):
+                h, z = oracle.forward(local, x)
+                place = np.searchsorted(np.flatnonzero(held), y)
+                balanced, both = z[:, held] + gamma * np.log(counts[held]), z + h @ mine[0] + mine[1]
+                dz = np.zeros_like(z)
+                dz[:, held] = oracle.by_logits(balanced, place)
+                dp = oracle.by_logits(both, y)
+                values.append(oracle.cross_entropy(balanced, place) + oracle.cross_entropy(both, y))
+                local = [p - lr * g for p, g in zip(local, oracle.backward(local, x, dz), strict=True)]
+                mine = [mine[0] - lr * h.T @ dp, mine[1] - lr * dp.sum(axis=0)]
+            own[i] = mine
+            models.append(local)
+            np.testing.assert_allclose(reports[t]["loss"][i], np.mean(values) if values else 0, rtol=1e-4)
+        w = oracle.mean(models, [int(f.train.size[i]) for i in here])
+        oracle.close(states[t + 1].server, w)
+        for i in range(toy.N):
+            head = trees.gather(states[t + 1].clients["head"], i)
+            np.testing.assert_allclose(head["kernel"], own[i][0], rtol=2e-5, atol=2e-5)
+            np.testing.assert_allclose(head["bias"], own[i][1], rtol=2e-5, atol=2e-5)
 
 
 def test_the_personal_head_starts_as_the_generic_one():

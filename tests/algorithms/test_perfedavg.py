@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 import toy
 from toy import SIZES, assert_close, assert_same
@@ -74,6 +75,22 @@ def test_the_difference_of_gradients_is_near_the_exact_one():
 def test_without_an_inner_step_all_are_the_gradient_of_the_outer_batch(variant):
     batches = tuple(batch(i) for i in range(3 if variant != "fo" else 2))
     assert_close(meta(variant, batches, alpha=0.0), parts(jax.grad(lambda w: LOSS(w, batches[1], KEY)[0])(W)))
+
+
+def test_two_rounds_by_hand():
+    task, alpha, beta = toy.task(), 0.3, 0.05
+    keys, states, _ = oracle.run(factory, task, variant="fo", alpha=alpha, beta=beta)
+    w, f = oracle.variables(states[0].server), oracle.federation()
+    for t, here in enumerate(oracle.ROUNDS):
+        models = []
+        for i in here:
+            local = w
+            for outer, inner in oracle.batches(f, i, keys[t], task, 2):
+                adapted = [p - alpha * g for p, g in zip(local, oracle.gradient(local, *inner), strict=True)]
+                local = [p - beta * g for p, g in zip(local, oracle.gradient(adapted, *outer), strict=True)]
+            models.append(local)
+        w = oracle.mean(models, [int(f.train.size[i]) for i in here])
+        oracle.close(states[t + 1].server, w)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

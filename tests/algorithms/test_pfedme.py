@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 import toy
 from toy import assert_close, assert_same
@@ -39,6 +40,31 @@ def test_one_inner_step_of_one_batch():
     g = gradient(w, 1)
     assert_close(after.server, jax.tree.map(lambda w, g: w - lr * lam * inner_lr * g, w, g))
     assert_close(trees.gather(after.clients, 0), jax.tree.map(lambda w, g: w - inner_lr * g, w, g))
+
+
+def test_two_rounds_by_hand():
+    task, lr, inner_lr, lam, beta = toy.task(), 0.1, 0.05, 4.0, 0.6
+    keys, states, _ = oracle.run(factory, task, inner_steps=3, inner_lr=inner_lr, lam=lam, beta=beta, inner_decay=0.2)
+    w, f = oracle.variables(states[0].server), oracle.federation()
+    own = [w] * toy.N
+    for t, here in enumerate(oracle.ROUNDS):
+        models = []
+        for i in here:
+            local, theta = w, w
+            for ((x, y),) in oracle.batches(f, i, keys[t], task):
+                for _ in range(3):
+                    g = oracle.gradient(theta, x, y)
+                    theta = [
+                        p - inner_lr * (d + lam * (p - q) + 0.2 * p) for p, d, q in zip(theta, g, local, strict=True)
+                    ]
+                local = [q - lr * lam * (q - p) for q, p in zip(local, theta, strict=True)]
+            own[i] = theta
+            models.append(local)
+        average = oracle.mean(models, [int(f.train.size[i]) for i in here])
+        w = [(1 - beta) * p + beta * q for p, q in zip(w, average, strict=True)]
+        oracle.close(states[t + 1].server, w)
+        for i in range(toy.N):
+            oracle.close(trees.gather(states[t + 1].clients, i), own[i])
 
 
 def test_weight_decay_of_theta():

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 import toy
 from toy import SIZES, N, assert_close, assert_same
@@ -43,6 +44,33 @@ def test_the_servers_variate_is_the_mean_of_the_clients(hparams):
     state, _, _ = jax.jit(lambda: simulate.curve(program, KEY, program.numbers, f, rounds=3))()
     assert_close(jax.tree.map(lambda x: jnp.mean(x, axis=0), state.clients["c"]), state.server["c"], 1e-5)
     assert trees.sq_dist(state.server["c"], trees.scale(0, state.server["c"])) > 1e-4
+
+
+@pytest.mark.parametrize("weights", ["uniform", "data"])
+def test_two_rounds_by_hand(weights):
+    """Client 3 holds nothing and counts for nothing; clients 0 and 2 miss the second round."""
+    task, lr, server_lr = toy.task(), 0.1, 0.7
+    keys, states, _ = oracle.run(factory, task, server_lr=server_lr, weights=weights)
+    w, f = oracle.variables(states[0].server["w"]), oracle.federation()
+    c, own = [0 * x for x in w], [[0 * x for x in w] for _ in range(N)]
+    for t, here in enumerate(oracle.ROUNDS):
+        models, changes, here = [], [], [i for i in here if i != 3]
+        for i in here:
+            y, steps = w, oracle.batches(f, i, keys[t], task)
+            for ((x, label),) in steps:
+                g = oracle.gradient(y, x, label)
+                y = [a - lr * (b - mine + all_) for a, b, mine, all_ in zip(y, g, own[i], c, strict=True)]
+            new = [a - b + (p - q) / (len(steps) * lr) for a, b, p, q in zip(own[i], c, w, y, strict=True)]
+            changes.append([a - b for a, b in zip(new, own[i], strict=True)])
+            own[i] = new
+            models.append(y)
+        target = oracle.mean(models, [1 if weights == "uniform" else SIZES[i] for i in here])
+        w = [a + server_lr * (b - a) for a, b in zip(w, target, strict=True)]
+        c = [a + sum(change[k] for change in changes) / N for k, a in enumerate(c)]
+        oracle.close(states[t + 1].server["w"], w)
+        oracle.close(states[t + 1].server["c"], c)
+        for i in range(N):
+            oracle.close(trees.gather(states[t + 1].clients["c"], i), own[i])
 
 
 @pytest.mark.parametrize("option", [1, 2])

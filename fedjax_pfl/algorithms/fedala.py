@@ -1,0 +1,157 @@
+"""FedALA: before training, a client learns for each scalar of its last layer how far to move it to the global model's.
+
+Reference: Zhang et al., FedALA: adaptive local aggregation for personalized federated learning (AAAI 2023),
+Algorithm 1.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl import evaluate, local, losses, traffic, trees
+from fedjax_pfl.checks import check, choose
+from fedjax_pfl.sharing import BOTH, personal_mask, predictor
+from fedjax_pfl.types import Algorithm, Array, Batch, Client, Data, Predictor, PyTree, State, Task
+
+SUBSET, BLEND = 31, 32  # streams beside a client's main one
+BLENDED: dict[str, tuple[str, ...]] = {"none": (), "head": ("head",), "all": BOTH}
+
+
+class Patience(NamedTuple):
+    """When a client's first learning of its weights ends: at a steady loss, or after `cap` epochs."""
+
+    window: int  # epochs whose losses are compared
+    threshold: float | Array  # of their standard deviation
+    cap: int
+
+
+def blend(own: PyTree, received: PyTree, weights: PyTree) -> PyTree:
+    """own + (received - own) * weights, scalar by scalar."""
+    return jax.tree.map(lambda w, g, a: w + (g - w) * a, own, received, weights)
+
+
+def mean_of(weights: PyTree) -> Array:
+    """The mean over all scalars, []."""
+    total = sum((jnp.sum(x, dtype=jnp.float32) for x in jax.tree.leaves(weights)), jnp.zeros(()))
+    return total / max(trees.size(weights), 1)
+
+
+def subset(key: Array, data: Data, percent: float | Array) -> Data:
+    """A stretch of `percent` % of a client's rows, at least one, from a random place in its list."""
+    size = jnp.minimum(jnp.maximum(jnp.floor(percent * data.size / 100).astype(jnp.int32), 1), data.size)
+    first = jax.random.randint(key, (), 0, data.size - size + 1)
+    place = jnp.minimum(first + jnp.arange(data.index.shape[0]), data.index.shape[0] - 1)
+    return data._replace(index=data.index[place], size=size)
+
+
+def learn(
+    key: Array, data: Data, loss, weights: PyTree, first: Array, task: Task, lr: float | Array, patience: Patience
+) -> tuple[PyTree, Array]:
+    """Descends `loss(weights, batch, key)` within [0, 1]: one epoch, or if `first` [] until the losses are steady.
+
+    Returns:
+      (weights, the number of epochs []); none without data.
+    """
+
+    def batch(carry: PyTree, batch: Batch) -> PyTree:
+        weights, _, count = carry
+        value, slope = jax.value_and_grad(loss)(weights, batch, jax.random.fold_in(key, count))
+        moved = jax.tree.map(lambda a, g: jnp.clip(a - lr * g, 0, 1), weights, slope)
+        return trees.cast(moved, weights), value, count + 1
+
+    def epoch(loop: PyTree) -> PyTree:
+        weights, recent, epochs, count = loop
+        weights, last, count = local.fold(data, batch, (weights, jnp.zeros(()), count), task.batch_size)
+        return weights, jnp.roll(recent, -1).at[-1].set(last), epochs + 1, count
+
+    def goes_on(loop: PyTree) -> Array:
+        _, recent, epochs, _ = loop
+        steady = (epochs > patience.window) & (jnp.std(recent) < patience.threshold)
+        return (data.size > 0) & (epochs < jnp.where(first, patience.cap, 1)) & ~steady
+
+    start = (weights, jnp.zeros(patience.window), jnp.int32(0), jnp.int32(0))
+    weights, _, epochs, _ = jax.lax.while_loop(goes_on, epoch, start)
+    return weights, epochs
+
+
+def fedala(
+    task: Task,
+    *,
+    percent: float = 80.0,
+    lr_weights: float = 1.0,
+    blended: str = "head",
+    window: int = 10,
+    threshold: float = 0.1,
+    cap: int = 100,
+) -> Algorithm:
+    """Trains from w_i + (w^t - w_i) W_i, W_i learned on the client's examples, in the head; else from w^t.
+
+    Args:
+      percent: the share (s) in [0, 100] of the training examples that W_i is learned on, a new stretch each round, at
+        least one example; 80 as in the paper.
+      lr_weights: the step size (η) in [0, inf) of W_i; 1 as in the paper.
+      blended: what is blended, one of none (FedAvg), head (the paper's p = 1 layer), all.
+      window: in [1, 1000], the epochs whose losses must be steady before the first learning of W_i ends; 10 as in
+        the authors' code.
+      threshold: of the standard deviation in [0, inf) of these losses; 0.1 as there.
+      cap: in [1, 100000], the most epochs of the first learning; 100, the authors have none.
+
+    Note:
+      The first learning runs until the loss of the last batch is steady over the epochs, later ones for one epoch;
+      where w^t equals w_i (in round 0) nothing is learned. Only participants learn W_i (the authors' code blends on
+      every client in every round); a prediction of the others' blends too, and forgets it. Of w_i a client keeps what
+      is blended, as the rest is replaced. The paper's p may stop at any layer; here a model is head and body.
+      Batch-norm moments are the received ones, or the client's with bn_stats=local. `global_share` is the mean of W_i,
+      `ala_epochs` how long it was learned.
+    """
+    check("percent", percent, 0, 100)
+    check("lr_weights", lr_weights, 0, math.inf)
+    choose("blended", blended, BLENDED)
+    check("window", window, 1, 1000)
+    check("threshold", threshold, 0, math.inf)
+    check("cap", cap, 1, 100_000)
+    loss, personal = losses.classification(task.model), personal_mask(task)
+    mask, patience = trees.parts(task.model.norms, BLENDED[blended]), Patience(window, threshold, cap)
+
+    def init(key: Array) -> State:
+        w = task.model.init(key)
+        (mine, _), (own, shared) = trees.partition(w, mask), trees.partition(w, personal)
+        ones = jax.tree.map(jnp.ones_like, mine)
+        start = {"w": mine, "weights": ones, "first": jnp.bool(True), "own": own}
+        return State(shared, trees.replicate(start, task.num_clients))
+
+    def start(c: Client, server: PyTree, mine: PyTree) -> tuple[PyTree, PyTree, Array]:
+        """The model that a client trains from, its weights, and the epochs that they were learned for."""
+        received, rest = trees.partition(trees.merge(mine["own"], server), mask)
+
+        def objective(weights: PyTree, batch: Batch, key: Array) -> Array:
+            return loss(trees.merge(blend(mine["w"], received, weights), rest), batch, key)[0]
+
+        same = jax.tree.map(lambda a, b: jnp.all(a == b), mine["w"], received)
+        data = subset(jax.random.fold_in(c.key, SUBSET), c.train, percent)
+        data = data._replace(size=jnp.where(jnp.all(jnp.array(jax.tree.leaves(same), bool)), 0, data.size))
+        key = jax.random.fold_in(c.key, BLEND)
+        weights, epochs = learn(key, data, objective, mine["weights"], mine["first"], task, lr_weights, patience)
+        return trees.merge(blend(mine["w"], received, weights), rest), weights, epochs
+
+    def round(key: Array, state: State, cohort) -> tuple[State, PyTree]:
+        def client(c: Client, mine: PyTree):
+            w, weights, epochs = start(c, state.server, mine)
+            w, value = local.sgd(c.key, c.train, loss, w, task)
+            own, shared = trees.partition(w, personal)
+            kept = {"w": trees.partition(w, mask)[0], "weights": weights, "first": mine["first"] & (epochs == 0)}
+            seen = {"global_share": mean_of(weights), "ala_epochs": epochs}
+            return shared, {**kept, "own": own}, value, evaluate.post(cohort, c, predictor(task, w)), seen
+
+        w, (mine, value, post, seen) = cohort.mean(client, state.clients, weight=cohort.sizes, empty=state.server)
+        return State(w, mine), {"loss": value, "post": post, **seen}
+
+    def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
+        return predictor(task, start(c, server, mine)[0])
+
+    def sent(state: State, cohort, metrics: PyTree):
+        return traffic.both_ways(cohort, state.server)
+
+    return Algorithm(init, round, predict, evaluate.classification, sent)

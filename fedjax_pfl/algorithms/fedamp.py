@@ -1,0 +1,191 @@
+"""FedAMP: every client is pulled towards a mixture of all models of its own, in which similar models weigh more.
+
+Reference: Huang et al., Personalized cross-silo federated learning on non-IID data (AAAI 2021), Algorithm 1 and the
+heuristic of its section on deep networks (HeurFedAMP).
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl import evaluate, local, losses, traffic, trees
+from fedjax_pfl.checks import check, choose
+from fedjax_pfl.sharing import BOTH, predictor
+from fedjax_pfl.types import Algorithm, Array, Client, Predictor, PyTree, State, Task
+
+TINY = 1e-12
+
+
+def gram(a: PyTree, b: PyTree) -> Array:
+    """Inner products [S, N] of the models a [S, ...] and b [N, ...]."""
+
+    def flat(x: Array) -> Array:
+        return x.reshape(len(x), -1).astype(jnp.float32)
+
+    products = (
+        jnp.dot(flat(x), flat(y).T, precision=jax.lax.Precision.HIGHEST)
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+    return sum(products, jnp.zeros(()))
+
+
+def square_norms(w: PyTree) -> Array:
+    """||w_i||^2 [N] of models w [N, ...]."""
+    squares = (jnp.sum(x.astype(jnp.float32) ** 2, axis=tuple(range(1, x.ndim))) for x in jax.tree.leaves(w))
+    return sum(squares, jnp.zeros(()))
+
+
+def square_distances(w: PyTree, ids: Array) -> Array:
+    """||w_i - w_j||^2 [S, N] of the models `ids` [S] to all models w [N, ...]."""
+    # one matrix product instead of S passes over all models; centred, so that what they have in common cannot cancel
+    w = jax.tree.map(lambda x: x.astype(jnp.float32) - jnp.mean(x.astype(jnp.float32), axis=0, keepdims=True), w)
+    norms = square_norms(w)
+    return jnp.maximum(norms[ids][:, None] + norms[None] - 2 * gram(trees.gather(w, ids), w), 0)
+
+
+def cosines(w: PyTree, ids: Array) -> Array:
+    """cos(w_i, w_j) [S, N] of the models `ids` [S] with all models w [N, ...]."""
+    norms = jnp.sqrt(square_norms(w))
+    return gram(trees.gather(w, ids), w) / jnp.maximum(norms[ids][:, None] * norms[None], TINY)
+
+
+def amp_weights(
+    d2: Array, others: Array, alpha: float | Array, sigma: float | Array, xi_min: float | Array
+) -> tuple[Array, Array]:
+    """FedAMP's weights of the others' models: alpha A'(d2), A(x) = 1 - exp(-x / sigma); the own one has the rest.
+
+    Args:
+      d2: [S, N] squared distances.
+      others: [S, N] whose models are mixed in, without the own.
+
+    Returns:
+      (weights [S, N], whether they were shrunk to a sum of 1 - xi_min [S]).
+    """
+    xi = jnp.where(others, alpha / sigma * jnp.exp(-d2 / sigma), 0)
+    total = jnp.sum(xi, axis=1)
+    excess = total > 1 - xi_min
+    shrink = jnp.where(excess, (1 - xi_min) / jnp.where(excess, total, 1), 1)
+    return xi * shrink[:, None], excess
+
+
+def heur_weights(cosine: Array, others: Array, sigma: float | Array, xi_self: float | Array) -> tuple[Array, Array]:
+    """HeurFedAMP's: a softmax of sigma cos, cosine [S, N], that leaves xi_self to the own model; never shrunk."""
+    xi = jnp.where(others, jnp.exp(sigma * (cosine - 1)), 0)
+    total = jnp.sum(xi, axis=1, keepdims=True)
+    return (1 - xi_self) * xi / jnp.where(total > 0, total, 1), jnp.zeros(len(others), bool)
+
+
+def mixtures(xi: Array, w: PyTree, ids: Array) -> PyTree:
+    """u_i = w_i + sum_j xi_ij (w_j - w_i): [S, ...] from the others' weights [S, N], all models w [N, ...], ids [S]."""
+    total = jnp.sum(xi, axis=1)
+
+    def mix(x: Array) -> Array:
+        own, rest = x[ids].astype(jnp.float32), x.astype(jnp.float32)
+        # seen from the first model: where all are equal, or nobody else weighs, u_i is w_i to the last bit, and a
+        # norm's gradient at w_i - u_i is not that of rounding errors
+        change = jnp.tensordot(xi, rest - rest[:1], axes=1, precision=jax.lax.Precision.HIGHEST)
+        return (own + change - trees.expand(total, x.ndim) * (own - rest[:1])).astype(x.dtype)
+
+    return jax.tree.map(mix, w)
+
+
+def pull(prox: str, towards: PyTree, weight: float | Array) -> Callable[[PyTree], PyTree]:
+    """The gradient of weight/2 ||w - towards||^2 (squared) or of weight/2 ||w - towards|| (norm) as a function of w."""
+    if prox == "squared":
+        return trees.pull(towards, weight)
+
+    def unit(w: PyTree) -> PyTree:
+        square = trees.sq_dist(w, towards)  # 0 in the first step; a norm has no gradient there, 0 is a subgradient
+        length = jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), math.inf)
+        return trees.cast(jax.tree.map(lambda a, b: weight / 2 * (a - b) / length, w, towards), w)
+
+    return unit
+
+
+def fedamp(
+    task: Task,
+    *,
+    alpha: float = 1000.0,
+    lam: float = 1.0,
+    sigma: float = 0.1,
+    xi_min: float = 0.0,
+    attention: str = "amp",
+    xi_self: float = 0.1,
+    prox: str = "squared",
+) -> Algorithm:
+    """Trains each model w_i from where it stood, with the extra gradient lam/alpha (w_i - u_i), u_i its mixture.
+
+    Args:
+      alpha: the server's step (α) in (0, inf), a factor of the others' weights; 1000 as in PFLlib's examples.
+      lam: weight of the attention (λ) in [0, inf); 1 as there.
+      sigma: σ in (0, inf): squared distances are divided by it (amp), or cosines multiplied (heur); 0.1 as there. The
+        method is sensitive to it: models further apart than sqrt(σ) do not see each other.
+      xi_min: the least weight of the own model in [0, 1] (amp); the others' weights are shrunk where they exceed the
+        rest, which nothing in the paper or PFLlib prevents.
+      attention: one of amp (the paper's A), heur (HeurFedAMP: a softmax of cosines).
+      xi_self: the weight of the own model in [0, 1] with heur; 0.1 as in PFLlib's script.
+      prox: the distance to u_i in the local loss, one of squared (the paper), norm (PFLlib: lam/2alpha ||w - u||).
+
+    Note:
+      u_i mixes the models that were uploaded in the last round with examples to learn from, and the own one; before
+      round 0 everybody's is the common start. A client's model is kept once, in the server's table of all. Batch-norm
+      moments stay with the client and do not travel, as u_i predicts nothing. `self_weight` is the weight of the own
+      model: at 1 everybody learns alone, held by lam/alpha near where its round began. `rescaled` is whether the
+      others' weights were shrunk: where they were, only their ratios are FedAMP's.
+    """
+    check("alpha", alpha, 0, math.inf, open_low=True)
+    check("lam", lam, 0, math.inf)
+    check("sigma", sigma, 0, math.inf, open_low=True)
+    check("xi_min", xi_min, 0, 1)
+    check("xi_self", xi_self, 0, 1)
+    choose("attention", attention, ("amp", "heur"))
+    choose("prox", prox, ("squared", "norm"))
+    loss = losses.classification(task.model)
+
+    def init(key: Array) -> State:
+        w = task.model.init(key)
+        everybody = trees.replicate(w, task.num_clients)
+        server = {"w": {part: everybody[part] for part in BOTH}, "uploaded": jnp.ones(task.num_clients, bool)}
+        return State(server, everybody["stats"])
+
+    def weights(server: PyTree, ids: Array) -> tuple[Array, Array]:
+        others = server["uploaded"][None] & (ids[:, None] != jnp.arange(task.num_clients)[None])
+        if attention == "heur":
+            return heur_weights(cosines(server["w"], ids), others, sigma, xi_self)
+        return amp_weights(square_distances(server["w"], ids), others, alpha, sigma, xi_min)
+
+    def mix(server: PyTree, ids: Array) -> tuple[PyTree, dict[str, Array]]:
+        xi, rescaled = weights(server, ids)
+        self_weight = jnp.maximum(1 - jnp.sum(xi, axis=1), 0)
+        return mixtures(xi, server["w"], ids), {"self_weight": self_weight, "rescaled": rescaled}
+
+    def round(key: Array, state: State, cohort) -> tuple[State, PyTree]:
+        order = jnp.argsort(cohort.ids)  # a matrix product may round a row by its place: give each row its own
+        u, seen = trees.gather(mix(state.server, cohort.ids[order]), jnp.argsort(order))
+
+        def client(c: Client, u: PyTree, w: PyTree, stats: PyTree):
+            variables, value = local.sgd(
+                c.key, c.train, loss, {**w, "stats": stats}, task, extra=pull(prox, u, lam / alpha)
+            )
+            post = evaluate.post(cohort, c, predictor(task, variables))
+            return {part: variables[part] for part in BOTH}, variables["stats"], value, post
+
+        own = trees.gather(state.server["w"], cohort.ids)
+        w, stats, value, post = cohort.map(client, u, own, state.clients)
+        told = cohort.active & (cohort.sizes > 0)
+        uploaded = jnp.zeros(task.num_clients, bool).at[cohort.ids].set(told)
+        server = {
+            "w": trees.scatter(state.server["w"], cohort.ids, w, cohort.active),
+            "uploaded": jnp.where(jnp.any(told), uploaded, state.server["uploaded"]),
+        }
+        return State(server, stats), {"loss": value, "post": post, **seen}
+
+    def predict(server: PyTree, stats: PyTree, c: Client) -> Predictor:
+        return predictor(task, {**trees.gather(server["w"], c.id), "stats": stats})
+
+    def sent(state: State, cohort, metrics: PyTree):
+        return traffic.both_ways(cohort, trees.size(state.server["w"]) // task.num_clients)
+
+    return Algorithm(init, round, predict, evaluate.classification, sent)

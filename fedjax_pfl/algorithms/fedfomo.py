@@ -1,0 +1,158 @@
+"""FedFomo: a client mixes the models of others by how much each would lower its own validation loss.
+
+Reference: Zhang et al., Personalized federated learning with first order model optimization (ICLR 2021), Eq. 4-6.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl import evaluate, local, losses, trees
+from fedjax_pfl.checks import check
+from fedjax_pfl.sharing import BOTH, personal_mask, predictor
+from fedjax_pfl.types import Algorithm, Array, Batch, Client, Data, Predictor, PyTree, State, Task, Traffic
+
+SELECT = 31  # a stream beside the training key
+TINY = 1e-5  # added to a distance, as in PFLlib
+
+
+def select(key: Array, affinity: Array, known: Array, id: Array, received: int, epsilon: float | Array) -> Array:
+    """The models [M] that the server sends to client `id`: its own, then those it has the largest affinity to.
+
+    Ties are broken at random. With probability epsilon, each place after the first goes to a random model instead.
+
+    Args:
+      affinity: the client's row of Q [N].
+      known: [N] bool, uploaded; where fewer than M are, the others stand last.
+    """
+    key_tie, key_draw, key_explore = (jax.random.fold_in(key, i) for i in range(3))
+    tie, draw = (jax.random.bits(k, affinity.shape) for k in (key_tie, key_draw))
+    cost = jnp.where(known, -affinity, jnp.inf)
+    rank = jnp.argsort(jnp.lexsort((tie, jnp.where(jnp.arange(len(known)) == id, -jnp.inf, cost))))
+    greedy = received - jnp.sum(jax.random.uniform(key_explore, (received - 1,)) < epsilon)
+    place = jnp.where(rank < greedy, rank, len(known))  # behind the greedy ones `draw` decides, the unknown last
+    return jnp.lexsort((draw, ~known, place))[:received]
+
+
+def benefit(loss: Array, base_loss: Array, w: PyTree, base: PyTree) -> Array:
+    """How much lower the validation loss is at w than at `base`, per unit of distance between their parameters, []."""
+    distance = jnp.sqrt(trees.sq_dist(*({part: x[part] for part in BOTH} for x in (w, base))))
+    return (base_loss - loss) / (distance + TINY)
+
+
+def mixing(benefits: Array) -> Array:
+    """The weights of the models [M]: the positive benefits, normalised; all zero where none is positive."""
+    positive = jnp.maximum(benefits, 0)
+    total = jnp.sum(positive)
+    return positive / jnp.where(total > 0, total, 1)
+
+
+def splits(c: Client, val: float | Array) -> tuple[Data, Data]:
+    """What a client trains on and what it validates on: its own validation examples if it has any, else a holdout."""
+    rest, held = local.holdout(c.train, val)
+    given, length = c.val.size > 0, max(c.val.index.shape[0], held.index.shape[0])
+    pad = lambda index: jnp.pad(index, (0, length - index.shape[0]))
+    index = jnp.where(given, pad(c.val.index), pad(held.index))
+    held = held._replace(index=index, size=jnp.where(given, c.val.size, held.size))
+    return rest._replace(size=jnp.where(given, c.train.size, rest.size)), held
+
+
+def fedfomo(
+    task: Task, *, received: int = 5, val: float = 0.2, epsilon: float = 0.0, epsilon_decay: float = 0.05
+) -> Algorithm:
+    """Starts a client's training from the models that beat its last start on its validation examples, in a mixture.
+
+    Args:
+      received: models a round (M) in [1, inf), the own one among them; 5 as in PFLlib.
+      val: the part of a client's training examples in [0, 1] that it validates on; 0.2 as in the codes.
+      epsilon: chance in [0, 1] that a place goes to a random model in round 0; 0 as in PFLlib, 0.3 in the authors'.
+      epsilon_decay: how much less epsilon is each round, in [0, inf); 0.05 as in the authors' code (there an epoch).
+
+    Note:
+      A client trains on what it does not validate on: the holdout is the tail of its rows, at least one and not all;
+      a client with one example has none and keeps its model. Validation examples of the federation, where a client
+      has them, take the holdout's place. The candidates are the last uploads of all clients so far (both codes: of
+      the last round). The distance is Euclidean over the parameters, the server adds the raw benefits to the
+      affinities; the authors' code normalises them and takes the L1 norm by default. `acc` at `pre` is of the client's
+      own trained model, before it mixes (PFLlib); `mixed_acc` at `post` is of the mixture, before training.
+      `own_weight` is the share of the own model in it. Batch-norm moments are mixed like parameters, or stay at home.
+    """
+    check("received", received, 1, math.inf)
+    check("val", val, 0, 1)
+    check("epsilon", epsilon, 0, 1)
+    check("epsilon_decay", epsilon_decay, 0, math.inf)
+    loss, personal, n = losses.classification(task.model), personal_mask(task), task.num_clients
+    received = min(received, n)
+    # of the sizes and not of the padding, and small enough that a usual holdout is not padded many times over
+    batch_size = max(1, min(evaluate.BATCH, -(-int(task.sizes.max()) // 5)))
+
+    def validation_loss(data: Data, variables: PyTree) -> Array:
+        def summed(batch: Batch) -> Array:
+            logits = predictor(task, variables)(batch.x, batch.mask)
+            return jnp.sum(batch.mask) * losses.cross_entropy(logits, batch.y, batch.mask)
+
+        return local.sweep(data, summed, batch_size) / jnp.maximum(data.size, 1)
+
+    def init(key: Array) -> State:
+        own, shared = trees.partition(task.model.init(key), personal)
+        server = {"models": trees.replicate(shared, n), "known": jnp.zeros(n, bool), "affinity": jnp.eye(n)}
+        return State(server, trees.replicate({"start": shared, "own": own}, n))
+
+    def download(c: Client, server: PyTree, t: Array) -> tuple[Array, Array]:
+        """Step 1: the ids of the models a client receives [M], and whether they are there."""
+        chance = jnp.maximum(epsilon - epsilon_decay * t, 0)
+        affinity = server["affinity"][c.id]
+        ids = select(jax.random.fold_in(c.key, SELECT), affinity, server["known"], c.id, received, chance)
+        return ids, server["known"][ids]
+
+    def mix(models: PyTree, ids: Array, there: Array, mine: PyTree, c: Client, held: Data) -> tuple[PyTree, Array]:
+        """Step 2: the mixture, and the benefits [M]. One model is taken from the store at a time."""
+        base = trees.merge(mine["own"], mine["start"])
+        base_loss = validation_loss(held, base)
+
+        def one(j: Array) -> Array:
+            w = trees.merge(mine["own"], trees.gather(models, j))
+            return benefit(validation_loss(held, w), base_loss, w, base)
+
+        benefits = jnp.where(there, jax.lax.map(one, ids), 0)
+        weights = mixing(benefits)
+
+        def add(m: Array, total: PyTree) -> PyTree:
+            return jax.tree.map(lambda x, store: x + (weights[m] * store[ids[m]]).astype(x.dtype), total, models)
+
+        current = trees.gather(models, c.id)
+        mixed = jax.lax.fori_loop(0, received, add, jax.tree.map(jnp.zeros_like, current))
+        return trees.choose(jnp.sum(weights) > 0, mixed, current), benefits
+
+    def round(key: Array, state: State, cohort) -> tuple[State, PyTree]:
+        server = state.server
+
+        def client(c: Client, mine: PyTree):
+            rest, held = splits(c, val)
+            ids, there = download(c, server, cohort.round)
+            mixed, benefits = mix(server["models"], ids, there, mine, c, held)
+            before = trees.merge(mine["own"], mixed)
+            w, value = local.sgd(c.key, rest, loss, before, task)  # step 3
+            post = evaluate.post(cohort, c, predictor(task, w))
+            post |= {f"mixed_{k}": x for k, x in evaluate.post(cohort, c, predictor(task, before)).items()}
+            own, shared = trees.partition(w, personal)
+            more = {"received": jnp.sum(there), "own_weight": 1 - jnp.sum(mixing(benefits)[1:])}
+            affinity = server["affinity"][c.id].at[ids].add(benefits)  # step 5
+            return shared, {"start": mixed, "own": own}, affinity, value, post, more
+
+        w, mine, affinity, value, post, more = cohort.map(client, state.clients)
+        uploads = {"models": w, "known": jnp.ones(len(cohort.ids), bool), "affinity": affinity}
+        here = cohort.active & (cohort.sizes > 0)  # who has nothing to train on has nothing to offer
+        return State(trees.scatter(server, cohort.ids, uploads, here), mine), {"loss": value, "post": post, **more}
+
+    def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
+        return predictor(task, trees.merge(mine["own"], trees.gather(server["models"], c.id)))
+
+    def sent(state: State, cohort, metrics: PyTree) -> Traffic:
+        size = trees.size(jax.eval_shape(init, jax.random.key(0)).server["models"]) // n
+        active = cohort.active.astype(jnp.int32)
+        count = metrics["received"].astype(jnp.int32) * active
+        return Traffic(count * size, (size + n) * active, count, active + (count > 0))
+
+    return Algorithm(init, round, predict, evaluate.classification, sent)

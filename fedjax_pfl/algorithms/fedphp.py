@@ -1,0 +1,91 @@
+"""FedPHP: a client inherits a moving average of its trained models, which teaches the received one the next time.
+
+Reference: Li et al., FedPHP: federated personalization with inherited private models (ECML PKDD 2021), Algorithm 1.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl import evaluate, local, losses, traffic, trees
+from fedjax_pfl.checks import check, choose
+from fedjax_pfl.sharing import beside, personal_mask, predictor, score_beside
+from fedjax_pfl.types import Algorithm, Array, Batch, Client, Predictor, PyTree, State, Task
+
+TEMPERATURE = 4.0  # of the teacher in distillation, as in the authors' code
+
+
+def momentum(count: Array, mu0: float | Array, expected: float) -> Array:
+    """The weight mu [] of the old h_i after `count` [] participations, growing to mu0 over the `expected` ones."""
+    return mu0 * jnp.minimum(1, count / max(1.0, expected))
+
+
+def transfer_loss(task: Task, teacher: PyTree, lam: float | Array, regularizer: str):
+    """(1 - lam) cross entropy + lam R(w, teacher), as `local.sgd` takes it; the teacher does not move.
+
+    Args:
+      regularizer: mmd (of the features), kd (the teacher's softened predictions).
+    """
+    model = task.model
+
+    def loss(w: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
+        h, stats = model.features(w, batch.x, mask=batch.mask, train=True, key=key)
+        taught, _ = model.features(teacher, batch.x, mask=batch.mask, train=False)
+        z = model.head(w["head"], h)
+        if regularizer == "mmd":
+            r = losses.mmd(h, taught, batch.mask)
+        else:
+            p = jax.nn.softmax(model.head(teacher["head"], taught) / TEMPERATURE)
+            r = losses.masked_mean(-jnp.sum(p * jax.nn.log_softmax(z), axis=1), batch.mask)
+        return (1 - lam) * losses.cross_entropy(z, batch.y, batch.mask) + lam * r, stats
+
+    return loss
+
+
+def fedphp(task: Task, *, lam: float = 0.01, mu0: float = 0.9, regularizer: str = "mmd") -> Algorithm:
+    """Trains the received model with h_i as its teacher, then moves h_i to mu h_i + (1 - mu) w_i.
+
+    Args:
+      lam: weight of the teacher (λ) in [0, 1]; 0.01 as PFLlib's maintainer advises, 0.05 to 0.1 in the authors' code.
+      mu0: the largest weight (μ) of the old h_i in [0, 1]; 0.9 as in the paper.
+      regularizer: what w is taught, one of mmd (features), kd (predictions).
+
+    Note:
+      mu = mu0 min(1, z_i / (expected participations in all rounds)), z_i the participations before this round, as in
+      the authors' code: the first h_i is w_i, and a run's number of rounds is part of the method (PFLlib: mu0 t / T).
+      The MMD has PFLlib's fixed bandwidths (`losses.mmd`); the authors scale theirs by the batch's mean distance, and
+      clip gradients, which `--clip` does here. The teacher predicts as in a test, by its batch-norm moments, which are
+      averaged as its parameters are. `acc` scores h_i, `global_acc` the received model before local training and the
+      trained w_i after it, which is what PFLlib and FedCP's tables score. The reported loss is the weighted sum.
+    """
+    check("lam", lam, 0, 1)
+    check("mu0", mu0, 0, 1)
+    choose("regularizer", regularizer, ("mmd", "kd"))
+    personal = personal_mask(task)
+    expected = sum(task.participation) / 2 * task.rounds
+
+    def init(key: Array) -> State:
+        w = task.model.init(key)
+        own, shared = trees.partition(w, personal)
+        return State(shared, trees.replicate({"h": w, "count": jnp.zeros((), jnp.int32), "own": own}, task.num_clients))
+
+    def round(key: Array, state: State, cohort) -> tuple[State, PyTree]:
+        def client(c: Client, mine: PyTree):
+            w, loss = trees.merge(mine["own"], state.server), transfer_loss(task, mine["h"], lam, regularizer)
+            w, value = local.sgd(c.key, c.train, loss, w, task)
+            h = trees.lerp(momentum(mine["count"], mu0, expected), mine["h"], w)
+            learned = c.train.size > 0  # else w is the received model, which is nothing of the client's own
+            h, count = trees.choose(learned, h, mine["h"]), mine["count"] + learned
+            post = evaluate.post(cohort, c, beside(predictor(task, h), predictor(task, w)), score_beside)
+            own, shared = trees.partition(w, personal)
+            return shared, {"h": h, "count": count, "own": own}, value, post
+
+        w, (mine, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, empty=state.server)
+        return State(w, mine), {"loss": value, "post": post}
+
+    def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
+        return beside(predictor(task, mine["h"]), predictor(task, trees.merge(mine["own"], server)))
+
+    def sent(state: State, cohort, metrics: PyTree):
+        return traffic.both_ways(cohort, state.server)
+
+    return Algorithm(init, round, predict, score_beside, sent)

@@ -1,0 +1,149 @@
+"""MNFL with one architecture: every client receives a mixture of all clients' models, whose coefficients are learned.
+
+Reference: Zhang et al., Parameterized knowledge transfer for personalized federated learning (KT-pFL, NeurIPS 2021),
+Eq. 7 with parameters in place of predictions; MNFL is a retelling of it.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl import aggregate, evaluate, local, losses, traffic, trees
+from fedjax_pfl.checks import check, choose
+from fedjax_pfl.sharing import BOTH, personal_mask, predictor
+from fedjax_pfl.types import Algorithm, Array, Client, Predictor, PyTree, State, Task
+
+EXACT = jax.lax.Precision.HIGHEST  # models are mixed in float32 on every device
+
+
+def mix(row: Array, models: PyTree) -> PyTree:
+    """sum_m row[m] models[m], of row [N] and leaves [N, ...], in the types of the models."""
+    return trees.cast(jax.tree.map(lambda w: jnp.tensordot(row, w, 1, precision=EXACT), models), models)
+
+
+def gradient(row: Array, w: PyTree, models: PyTree) -> Array:
+    """The gradient [N] of ||mix(row, models) - w||^2 / (2 ||w||^2) with respect to the row."""
+    residual = jax.tree.map(jnp.subtract, mix(row, models), w)
+
+    def products(m: Array, r: Array) -> Array:
+        return jnp.dot(m.reshape(m.shape[0], -1), r.reshape(-1), precision=EXACT).astype(row.dtype)
+
+    inner = sum(map(products, *map(jax.tree.leaves, (models, residual))), jnp.zeros_like(row))
+    norm = sum((jnp.sum(jnp.square(x.astype(row.dtype))) for x in jax.tree.leaves(w)), jnp.zeros(()))
+    return inner / jnp.where(norm > 0, norm, 1)
+
+
+def descend(
+    row: Array, slope: Array, here: Array, lr: float | Array, rho: float | Array, penalty: str = "implicit"
+) -> Array:
+    """One step of a row [N] of coefficients along its gradient `slope` [N] and the penalty rho ||row - 1/N||^2.
+
+    Only the entries `here` [N] bool move; they stay non-negative and keep their sum.
+    """
+    pull, mean = 2 * lr * rho, 1 / row.shape[0]
+    if penalty == "implicit":
+        moved = (row - lr * slope + pull * mean) / (1 + pull)
+    else:
+        moved = row - lr * slope - pull * (row - mean)
+    mass = jnp.sum(jnp.where(here, row, 0))
+    return jnp.where(here, aggregate.project_simplex(moved, here, mass), row)
+
+
+def mnfl(
+    task: Task,
+    *,
+    coef_lr: float = 0.01,
+    rho: float = 0.7,
+    lam: float = 1.0,
+    coef_steps: int = 1,
+    penalty: str = "implicit",
+    residual: str = "sent",
+    transfer: str = "replace",
+    transfer_lr: float = 0.01,
+    transfer_steps: int = 1,
+) -> Algorithm:
+    """Sends v_n = sum_m A[n,m] w_m, trains it to w_n, and moves row n of A so that v_n comes nearer to w_n.
+
+    Args:
+      coef_lr: step size of the coefficients (η3) in [0, inf); 0.01 as in the paper's ablations, 0 freezes A at 1/N.
+      rho: weight of the penalty ||A - 1/N||^2 (ρ) in [0, inf); 0.7, the value of most of the authors' settings.
+      lam: weight of the coefficients' loss (λ) in [0, inf); the paper gives none, so 1.
+      coef_steps: steps of the coefficients a round, in [0, 10000]; 1 as in the paper.
+      penalty: how the penalty is stepped, one of implicit (stable for every rho), explicit (the paper's Eq. 7).
+      residual: what the mixture is compared in, one of sent (it is made of the models before the round, as it was
+        sent), fresh (of the models after it, of which the own one fits best).
+      transfer: what a client starts from, one of replace (v_n), step (its own model, moved towards v_n).
+      transfer_lr: step size (η2) of transfer=step in [0, 1]; 0.01 as in the paper's ablations.
+      transfer_steps: its number (R) in [0, 10000]; 1 as in the paper.
+
+    Note:
+      The paper describes this version by two lines and has no code: the coefficients' loss
+      ||v_n - w_n||^2 / (2 ||w_n||^2), weighted by the client's share of all training examples, is ours, as is the
+      projection of every row to the simplex, without which the rows' sums drift. The server keeps all N models; where
+      only some clients take part, only their rows and columns of A move. Batch-norm moments are mixed as the models
+      are, and do not count in the loss. The version with public examples and several architectures is not built.
+    """
+    for name, value in (("coef_lr", coef_lr), ("rho", rho), ("lam", lam)):
+        check(name, value, 0, math.inf)
+    check("transfer_lr", transfer_lr, 0, 1)
+    check("coef_steps", coef_steps, 0, 10_000)
+    check("transfer_steps", transfer_steps, 0, 10_000)
+    choose("penalty", penalty, ("implicit", "explicit"))
+    choose("residual", residual, ("sent", "fresh"))
+    choose("transfer", transfer, ("replace", "step"))
+    n, personal = task.num_clients, personal_mask(task)
+    loss = losses.classification(task.model)
+    everything = max(int(task.sizes.sum()), 1)
+
+    def init(key: Array) -> State:
+        own, shared = trees.partition(task.model.init(key), personal)
+        server = {"w": trees.replicate(shared, n), "coefficients": jnp.full((n, n), 1 / n)}
+        return State(server, trees.replicate(own, n))
+
+    def received(server: PyTree, c: Client) -> PyTree:
+        v = mix(server["coefficients"][c.id], server["w"])
+        if transfer == "replace":
+            return v
+        return trees.lerp((1 - transfer_lr) ** transfer_steps, trees.gather(server["w"], c.id), v)
+
+    def params(w: PyTree) -> PyTree:
+        return {part: w[part] for part in BOTH}
+
+    def round(key: Array, state: State, cohort) -> tuple[State, PyTree]:
+        server = state.server
+
+        def client(c: Client, own: PyTree):
+            start = trees.merge(own, received(server, c))
+            w, value = local.sgd(c.key, c.train, loss, start, task)
+            own, shared = trees.partition(w, personal)
+            return shared, own, value, evaluate.post(cohort, c, predictor(task, w))
+
+        w, own, value, post = cohort.map(client, state.clients)
+        trained = cohort.active & (cohort.sizes > 0)
+        models = trees.scatter(server["w"], cohort.ids, w, trained)
+        here = jnp.zeros(n, bool).at[cohort.ids].set(trained)
+        compared = params(server["w"] if residual == "sent" else models)
+
+        def coefficients(c: Client, w: PyTree) -> tuple[Array, Array]:
+            weight = lam * c.train.size / everything
+
+            def step(_, row: Array) -> Array:
+                return descend(row, weight * gradient(row, w, compared), here, coef_lr, rho, penalty)
+
+            row = jax.lax.fori_loop(0, coef_steps, step, server["coefficients"][c.id])
+            return row, row[c.id]
+
+        rows, self_weight = cohort.map(coefficients, params(w), phase=1)
+        rows = trees.scatter(server["coefficients"], cohort.ids, rows, trained)
+        metrics = {"loss": value, "post": post, "self_weight": self_weight}
+        return State({"w": models, "coefficients": rows}, own), metrics
+
+    def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
+        return predictor(task, trees.merge(own, trees.gather(server["w"], c.id)))
+
+    def sent(state: State, cohort, metrics: PyTree):
+        one = jax.eval_shape(lambda w: jax.tree.map(lambda x: x[0], w), state.server["w"])
+        return traffic.both_ways(cohort, one)
+
+    return Algorithm(init, round, predict, evaluate.classification, sent)

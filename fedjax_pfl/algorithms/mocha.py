@@ -1,0 +1,194 @@
+"""MOCHA: linear models whose relations are learned with them, by dual coordinate ascent on the clients.
+
+Reference: Smith, Chiang, Sanjabi & Talwalkar, Federated multi-task learning (NeurIPS 2017), Algorithm 1.
+
+Axes: H columns of a client's model: 1 where every client has two classes, else C; d features and a constant 1.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_pfl import evaluate, local, losses, traffic, trees
+from fedjax_pfl.checks import BadInput, check, choose
+from fedjax_pfl.types import Algorithm, Array, Batch, Client, Predictor, PyTree, State, Task
+
+EXACT = jax.lax.Precision.HIGHEST
+FLOOR = 1e-7  # of the eigenvalues of W'W, as in the authors' code
+
+
+def check_linear(task: Task) -> None:
+    """Raises BadInput unless the model is one linear layer on its inputs."""
+    variables = jax.eval_shape(task.model.init, jax.random.key(0))
+    flat = task.model.num_features == math.prod(task.input_shape)
+    one_layer = trees.size(variables["head"]) == (task.model.num_features + 1) * task.num_classes
+    if jax.tree.leaves((variables["body"], variables["stats"])) or not (flat and one_layer):
+        raise BadInput("MOCHA learns linear models only: take --model=linear.")
+
+
+def relations(w: Array) -> Array:
+    """Sigma [N, N] of models w [N, d, H]: (W'W)^(1/2) over its trace."""
+    flat = w.reshape(w.shape[0], -1)
+    values, vectors = jnp.linalg.eigh(jnp.dot(flat, flat.T, precision=EXACT))
+    root = jnp.sqrt(jnp.maximum(values, FLOOR))
+    return jnp.dot(vectors * (root / jnp.sum(root))[None], vectors.T, precision=EXACT)
+
+
+def aggregation(sigma: Array) -> Array:
+    """rho = max_t sum_s |Sigma_ts| / Sigma_tt []: how much the clients' simultaneous steps may add up."""
+    return jnp.max(jnp.sum(jnp.abs(sigma), axis=1) / jnp.diagonal(sigma))
+
+
+def ascend(alpha: Array, y: Array, x: Array, w: Array, step: Array, rho: Array) -> Array:
+    """The new dual variables [H] of one example: the exact maximum of its coordinate.
+
+    Args:
+      alpha: [H].
+      y: labels [H], -1 or 1.
+      x: [d].
+      w: the client's model [d, H] with its steps so far, these times rho.
+      step: Sigma_tt / (lambda n_t) [], what a unit of alpha x adds to the model.
+      rho: see `aggregation`.
+    """
+    margin = y * jnp.dot(x, w, precision=EXACT)
+    return y * jnp.clip((1 - margin) / (step * rho * jnp.sum(x * x)) + alpha * y, 0, 1)
+
+
+def mocha(
+    task: Task, *, lam: float = 1.0, frac: float = 0.5, relate_every: int | None = None, solver: str = "sdca"
+) -> Algorithm:
+    """Each client improves its part of the dual of a multi-task SVM; the server adds up, and learns the relations.
+
+    Args:
+      lam: weight of the regulariser (λ) in (0, inf); 1 as chosen for the pFedC paper (grid 0.001 to 10 by tens).
+      frac: examples a client visits a round, as a share of its own, in (0, 1000]; 0.5 as in the authors' code.
+      relate_every: rounds between updates of Sigma, in [1, inf); default a tenth of the run's (the authors: 100).
+      solver: one of sdca (the paper: hinge loss), sgd (cross entropy, by the task's local work).
+
+    Note:
+      Where every client has exactly two classes its model is one SVM, the lower class id is -1; elsewhere every client
+      has one SVM for each class against the rest, and all of them share Sigma. A round is one inner step. When
+      Sigma changes, W is made anew from the duals: the authors' code keeps the old one, and then its dual objective
+      may exceed its primal one. With sdca the task's lr, optimizer, batch size, epochs and augmentation are not used.
+      With sgd the penalty's step is implicit, so that it is stable for every Omega, and there are no duals.
+    """
+    check("lam", lam, 0, math.inf, open_low=True)
+    check("frac", frac, 0, 1000, open_low=True)
+    sdca = choose("solver", solver, ("sdca", "sgd")) == "sdca"
+    period = max(1, task.rounds // 10) if relate_every is None else relate_every
+    check("relate_every", period, 1, math.inf)
+    check_linear(task)
+    n, d, classes = task.num_clients, math.prod(task.input_shape) + 1, task.num_classes
+    pairs = sdca and bool(np.all(np.count_nonzero(task.class_counts, axis=1) == 2))
+    columns = 1 if pairs else classes
+
+    def inputs(x: Array) -> Array:
+        flat = x.reshape(x.shape[0], -1)
+        return jnp.concatenate([flat, jnp.ones((x.shape[0], 1), flat.dtype)], axis=1)
+
+    def signs(y: Array, c: Client) -> Array:
+        """Labels [] as -1 or 1 of every column, [H]."""
+        if pairs:
+            return jnp.where(y == jnp.argmax(c.class_counts > 0), -1.0, 1.0)[None]
+        return jnp.where(y == jnp.arange(classes), 1.0, -1.0)
+
+    def predictor(w: Array, c: Client) -> Predictor:
+        def predict(x: Array, mask: Array) -> Array:
+            z = jnp.dot(inputs(x), w)
+            if not pairs:
+                return z
+            here = c.class_counts > 0
+            low = jnp.arange(classes) == jnp.argmax(here)
+            return jnp.where(here[None], jnp.where(low[None], -z, z), -jnp.inf)
+
+        return predict
+
+    def init(key: Array) -> State:
+        zero, sigma = jnp.zeros((n, d, columns)), jnp.eye(n) / n
+        if not sdca:
+            return State({"w": zero, "sigma": sigma}, ())
+        server = {"w": zero, "b": zero, "sigma": sigma, "rho": aggregation(sigma)}
+        return State(server, {"alpha": jnp.zeros((n, int(task.sizes.max()), columns))})
+
+    def climb(server: PyTree, alpha: Array, c: Client) -> tuple[Array, Array, Array, Array]:
+        """SDCA: the new alpha [M, H], the client's change of its b and its w, and the mean hinge loss before steps."""
+        w, size = server["w"][c.id], jnp.maximum(c.train.size, 1)
+        sigma, rho = server["sigma"][c.id, c.id], server["rho"]
+
+        def step(key: Array, carry: PyTree, batch: Batch) -> tuple[PyTree, Array]:
+            alpha, dw, db = carry
+            x, y, row = inputs(batch.x)[0], signs(batch.y[0], c), batch.row[0]
+            new = ascend(alpha[row], y, x, w + rho * dw, sigma / (lam * size), rho)
+            change = x[:, None] * (new - alpha[row])[None]
+            hinge = jnp.mean(jnp.maximum(1 - y * jnp.dot(x, w + dw, precision=EXACT), 0))
+            carry = alpha.at[row].set(new), dw + sigma / (lam * size) * change, db + change / size
+            return carry, hinge
+
+        visits = jnp.ceil(frac * c.train.size).astype(jnp.int32)
+        carry = alpha, jnp.zeros_like(w), jnp.zeros_like(w)
+        (alpha, dw, db), hinge, _ = local.steps(c.key, c.train, step, carry, batch_size=1, steps=visits)
+        return alpha, db, dw, hinge
+
+    def descend(server: PyTree, omega: Array, c: Client) -> tuple[Array, Array]:
+        """SGD on the cross entropy + lam/2 tr(W Omega W') as a function of the client's own model."""
+        optimizer, w = task.optimizer(task.lr), server["w"][c.id]
+        own = omega[c.id, c.id]
+        others = jnp.tensordot(omega[c.id], server["w"], 1, precision=EXACT) - own * w
+
+        def step(key: Array, carry: PyTree, batch: Batch) -> tuple[PyTree, Array]:
+            w, opt = carry
+            loss = lambda w: losses.cross_entropy(jnp.dot(inputs(batch.x), w), batch.y, batch.mask)
+            value, gradient = jax.value_and_grad(loss)(w)
+            updates, opt = optimizer.update(gradient, opt, w)
+            return ((w + updates - task.lr * lam * others) / (1 + task.lr * lam * own), opt), value
+
+        (w, _), value, _ = local.work(c.key, c.train, step, (w, optimizer.init(w)), task)
+        return w, value
+
+    def related(server: PyTree, t: Array) -> PyTree:
+        """The server after its inner step, with new relations where round t closes an outer one."""
+        renew = (t + 1) % period == 0
+        sigma = jax.lax.cond(renew, lambda: relations(server["w"]), lambda: server["sigma"])
+        if not sdca:
+            return {**server, "sigma": sigma}
+        w = models(sigma, server["b"])
+        return {"w": w, "b": server["b"], "sigma": sigma, "rho": aggregation(sigma)}
+
+    def models(sigma: Array, b: Array) -> Array:
+        return jnp.tensordot(sigma, b, 1, precision=EXACT) / lam  # W = B Sigma / lambda, whatever Sigma has been
+
+    def round(key: Array, state: State, cohort) -> tuple[State, PyTree]:
+        server = state.server
+        if sdca:
+
+            def client(c: Client, mine: PyTree):
+                alpha, db, dw, value = climb(server, mine["alpha"], c)
+                post = evaluate.post(cohort, c, predictor(server["w"][c.id] + dw, c))
+                return {"alpha": alpha}, server["b"][c.id] + db, value, post
+
+            mine, rows, value, post = cohort.map(client, state.clients)
+            b = trees.scatter(server["b"], cohort.ids, rows, cohort.active)
+            server = {**server, "b": b, "w": models(server["sigma"], b)}
+        else:
+            omega = jnp.linalg.inv(server["sigma"])
+
+            def client(c: Client, mine: PyTree):
+                w, value = descend(server, omega, c)
+                return mine, w, value, evaluate.post(cohort, c, predictor(w, c))
+
+            mine, rows, value, post = cohort.map(client, state.clients)
+            server = {**server, "w": trees.scatter(server["w"], cohort.ids, rows, cohort.active)}
+        someone = jnp.any(cohort.active & (cohort.sizes > 0))  # else nothing was learned, of relations neither
+        server = trees.choose(someone, related(server, cohort.round), state.server)
+        return State(server, mine), {"loss": value, "post": post}
+
+    def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
+        return predictor(server["w"][c.id], c)
+
+    def sent(state: State, cohort, metrics: PyTree):
+        # down also Sigma_tt and rho; with sgd the others' pull and Omega_tt
+        return traffic.both_ways(cohort, d * columns + 2 if sdca else 2 * d * columns + 1, d * columns)
+
+    return Algorithm(init, round, predict, evaluate.classification, sent)

@@ -1,0 +1,197 @@
+"""pFedHN: a hypernetwork on the server generates every client's model from an embedding of the client.
+
+Reference: Shamsian, Navon, Fetaya & Chechik, Personalized federated learning using hypernetworks (ICML 2021),
+Algorithm 1.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedjax_pfl import evaluate, local, losses, traffic, trees
+from fedjax_pfl.checks import BadInput, check, choose
+from fedjax_pfl.sharing import BOTH, personal_mask, predictor
+from fedjax_pfl.types import Algorithm, Array, Client, Predictor, PyTree, State, Task
+
+LARGEST = 2**28  # parameters of a hypernetwork: with its momentum and gradient, 3 GiB
+
+
+def uniform(key: Array, fan_in: int, shape: tuple[int, ...]) -> Array:
+    """PyTorch's initialisation of a linear layer."""
+    bound = 1 / math.sqrt(fan_in)
+    return jax.random.uniform(key, shape, minval=-bound, maxval=bound)
+
+
+def hypernetwork(key: Array, embedding: int, hidden: int, layers: int, target: PyTree) -> PyTree:
+    """Parameters psi: 1 + `layers` hidden linear layers, and a linear head for each leaf of `target`."""
+
+    def linear(key: Array, din: int, shape: tuple[int, ...]) -> PyTree:
+        key_kernel, key_bias = jax.random.split(key)
+        return {"kernel": uniform(key_kernel, din, (din, *shape)), "bias": uniform(key_bias, din, shape)}
+
+    key_hidden, key_heads = jax.random.split(key)
+    leaves, structure = jax.tree.flatten(target)
+    sizes = (embedding, *(hidden for _ in range(layers)))
+    mlp = [linear(k, din, (hidden,)) for k, din in zip(jax.random.split(key_hidden, len(sizes)), sizes, strict=True)]
+    keys = jax.random.split(key_heads, len(leaves))
+    heads = [linear(k, hidden, x.shape) for k, x in zip(keys, leaves, strict=True)]
+    return {"hidden": mlp, "heads": jax.tree.unflatten(structure, heads)}
+
+
+def generate(psi: PyTree, e: Array, target: PyTree) -> PyTree:
+    """The client's parameters theta = h(e; psi), in the shapes and types of `target`, from its embedding e [d_e]."""
+    x = e
+    for i, layer in enumerate(psi["hidden"]):
+        x = (x if i == 0 else jax.nn.relu(x)) @ layer["kernel"] + layer["bias"]
+    head = lambda like, head: (jnp.tensordot(x, head["kernel"], 1) + head["bias"]).astype(like.dtype)
+    return jax.tree.map(head, target, psi["heads"])
+
+
+def clipped_sgd(lr, momentum, decay, clip) -> optax.GradientTransformation:
+    """PyTorch's SGD on gradients clipped to the global norm `clip`; the state is the velocity, in the types given."""
+
+    def update(gradient: PyTree, velocity: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        norm = jnp.sqrt(trees.sq_dist(gradient, trees.scale(0, gradient)))
+        factor = jnp.where(norm > clip, clip / norm, 1)
+        new = jax.tree.map(lambda v, g, x: momentum * v + factor * g + decay * x, velocity, gradient, params)
+        new = trees.cast(new, velocity)
+        return trees.scale(-lr, new), new
+
+    return optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
+
+
+def pfedhn(
+    task: Task,
+    *,
+    mode: str = "sequential",
+    hyper_lr: float = 0.01,
+    momentum: float = 0.9,
+    decay: float = 0.001,
+    embedding: int | None = None,
+    hidden: int = 100,
+    hidden_layers: int = 3,
+    inner_steps: int | None = 50,
+    inner_lr: float = 0.005,
+    inner_momentum: float = 0.9,
+    inner_decay: float = 0.00005,
+    clip: float = 50.0,
+) -> Algorithm:
+    """Sends theta = h(e_i), gets back how far the client moved it, and pulls that change back through h.
+
+    Args:
+      mode: one of sequential (a step of the hypernetwork for each client, one after another, as the authors do),
+        batched (one step a round, along the sum of the clients' gradients).
+      hyper_lr: learning rate of hypernetwork and embeddings, in [0, inf); 0.01 as in the authors' code.
+      momentum: of the hypernetwork's SGD, in [0, 1]; 0.9 as in the authors' code.
+      decay: weight decay of hypernetwork and embeddings, in [0, inf); 0.001 as in the authors' code.
+      embedding: d_e in [1, 10000]; default 1 + N // 4, as in the authors' code.
+      hidden: width of the hypernetwork in [1, 10000]; 100 as in the authors' code.
+      hidden_layers: its hidden layers after the first, in [0, 100]; 3 as in the authors' code.
+      inner_steps: k in [0, 10000], local steps; 50 as in the authors' code, none: the task's own local work.
+      inner_lr: learning rate of local training in [0, inf); 0.005 as in the authors' code.
+      inner_momentum: of local training, in [0, 1]; 0.9 as in the authors' code.
+      inner_decay: weight decay of local training, in [0, inf); 0.00005 as in the authors' code.
+      clip: largest global norm of a gradient, of the hypernetwork's and of local ones, in (0, inf); 50 as in the
+        authors' code.
+
+    Note:
+      A round is one step for each of its clients, in random order; the authors draw one client a step, with
+      replacement. The task's lr and optimizer are not used, its batch size is (the authors' is 64). Decay and momentum
+      move a client's embedding in its own steps only; in the authors' code also in the others'. Batch-norm moments
+      are not generated but averaged. The authors' variant with personal heads (pFedHN-PC) is not built.
+    """
+    choose("mode", mode, ("sequential", "batched"))
+    width = 1 + task.num_clients // 4 if embedding is None else embedding
+    for name, whole, low in (("embedding", width, 1), ("hidden", hidden, 1), ("inner_steps", inner_steps or 0, 0)):
+        check(name, whole, low, 10_000)
+    check("hidden_layers", hidden_layers, 0, 100)
+    for name, rate in (("momentum", momentum), ("inner_momentum", inner_momentum)):
+        check(name, rate, 0, 1)
+    for name, rate in (("hyper_lr", hyper_lr), ("decay", decay), ("inner_lr", inner_lr), ("inner_decay", inner_decay)):
+        check(name, rate, 0, math.inf)
+    check("clip", clip, 0, math.inf, open_low=True)
+
+    optimizer = clipped_sgd(hyper_lr, momentum, decay, clip)
+    length: dict[str, Any] = {} if inner_steps is None else {"epochs": None, "steps": inner_steps}
+    inner = task._replace(
+        lr=inner_lr, optimizer=lambda lr: clipped_sgd(lr, inner_momentum, inner_decay, clip), **length
+    )
+    loss, personal = losses.classification(task.model), personal_mask(task)["stats"]
+    shapes = jax.eval_shape(task.model.init, jax.random.key(0))
+    target = {part: shapes[part] for part in BOTH}
+    make = lambda key: hypernetwork(key, width, hidden, hidden_layers, target)
+    count = trees.size(jax.eval_shape(make, jax.random.key(0)))
+    if count > LARGEST:
+        raise BadInput(
+            f"pFedHN's hypernetwork for this model would have {count:,} parameters, more than {LARGEST:,}: "
+            "take a smaller model, or a smaller hidden."
+        )
+
+    def init(key: Array) -> State:
+        key_psi, key_embeddings, key_model = jax.random.split(key, 3)
+        h = {"psi": make(key_psi), "embeddings": jax.random.normal(key_embeddings, (task.num_clients, width))}
+        own, shared = trees.partition(task.model.init(key_model)["stats"], personal)
+        server = {"h": h, "velocity": optimizer.init(h), "stats": shared}
+        return State(server, trees.replicate(own, task.num_clients))
+
+    def generated(h: PyTree, id: Array) -> PyTree:
+        return generate(h["psi"], h["embeddings"][id], target)
+
+    def descend(h: PyTree, velocity: PyTree, gradient: PyTree, here: Array) -> tuple[PyTree, PyTree]:
+        """One step of psi and of the embeddings of the clients `here` [N]."""
+        updates, new = optimizer.update(gradient, velocity, h)
+
+        def kept(new: PyTree, old: PyTree) -> PyTree:
+            psi = trees.choose(jnp.any(here), new["psi"], old["psi"])
+            return {"psi": psi, "embeddings": jnp.where(here[:, None], new["embeddings"], old["embeddings"])}
+
+        return kept(optax.apply_updates(h, updates), h), kept(new, velocity)
+
+    def round(key: Array, state: State, cohort) -> tuple[State, PyTree]:
+        server, everybody = state.server, jnp.arange(task.num_clients)
+
+        def train(c: Client, theta: PyTree, own: PyTree) -> tuple[PyTree, PyTree]:
+            """How far theta moved against its gradient, and what is reported and kept."""
+            start = {**theta, "stats": trees.merge(own, server["stats"])}
+            w, value = local.sgd(c.key, c.train, loss, start, inner)
+            own, shared = trees.partition(w["stats"], personal)
+            change = jax.tree.map(jnp.subtract, theta, {part: w[part] for part in BOTH})
+            return change, (shared, own, value, evaluate.post(cohort, c, predictor(task, w)))
+
+        def one(c: Client, carry: PyTree, own: PyTree) -> tuple[PyTree, PyTree]:
+            h, velocity = carry
+            theta, pull = jax.vjp(lambda h: generated(h, c.id), h)
+            change, results = train(c, theta, own)
+            (gradient,) = pull(change)
+            return descend(h, velocity, gradient, (everybody == c.id) & (c.train.size > 0)), results
+
+        def together() -> tuple[PyTree, PyTree]:
+            ids = jnp.sort(cohort.ids)  # so that the sum over the clients is in one order, whatever the cohort's
+            back = jnp.argsort(jnp.argsort(cohort.ids))
+            theta, pull = jax.vjp(lambda h: jax.vmap(lambda id: generated(h, id))(ids), server["h"])
+            change, results = cohort.map(train, trees.gather(theta, back), state.clients)
+            taken = cohort.active & (cohort.sizes > 0)
+            change = jax.tree.map(lambda x: jnp.where(trees.expand(taken, x.ndim), x, 0), change)
+            (gradient,) = pull(trees.gather(change, jnp.argsort(cohort.ids)))
+            here = jnp.zeros(task.num_clients, bool).at[cohort.ids].set(taken)
+            return descend(server["h"], server["velocity"], gradient, here), results
+
+        if mode == "sequential":
+            (h, velocity), results = cohort.scan(one, (server["h"], server["velocity"]), state.clients)
+        else:
+            (h, velocity), results = together()
+        shared, own, value, post = results
+        keep = lambda c, stats: (stats,)
+        stats, _ = cohort.mean(keep, shared, weight=cohort.sizes, empty=server["stats"], phase=1)
+        return State({"h": h, "velocity": velocity, "stats": stats}, own), {"loss": value, "post": post}
+
+    def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
+        return predictor(task, {**generated(server["h"], c.id), "stats": trees.merge(own, server["stats"])})
+
+    def sent(state: State, cohort, metrics: PyTree):
+        return traffic.both_ways(cohort, {"theta": target, "stats": state.server["stats"]})
+
+    return Algorithm(init, round, predict, evaluate.classification, sent)

@@ -1,0 +1,252 @@
+"""The properties of sheet 19: how the blending weights are learned, for how long, and what starts from them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from toy import SIZES, C, N, assert_close, assert_same
+
+from fedjax_pfl import losses, simulate, trees
+from fedjax_pfl.algorithms import fedala as factory
+from fedjax_pfl.algorithms.fedala import SUBSET, Patience, blend, learn, subset
+from fedjax_pfl.checks import BadInput
+from fedjax_pfl.clients import Cohort
+from fedjax_pfl.types import Batch, Data, State
+
+KEY = jax.random.key(0)
+TASK = toy.task()
+LR, EPOCHS = 0.3, 3
+FULL = toy.task("linear", lr=LR, batch_size=32, epochs=EPOCHS)  # full batches: no shuffling to imitate
+
+
+def data(i, width=19):
+    f = toy.federation(width)
+    return Data(f.examples, f.train.index[i], f.train.size[i], TASK.prepare)
+
+
+def stretch(i, percent, key=KEY, width=19):
+    part = subset(key, data(i, width), percent)
+    return np.asarray(part.index[: int(part.size)])
+
+
+@pytest.mark.parametrize("percent, sizes", [(80.0, [5, 15, 1, 9, 3]), (0.0, [1] * 5), (100.0, list(SIZES))])
+def test_the_stretch_is_contiguous_and_of_the_right_length(percent, sizes):
+    for i in range(N):
+        got, mine = stretch(i, percent), np.asarray(data(i).index[: SIZES[i]])
+        assert len(got) == sizes[i]
+        assert list(got) == list(range(got[0], got[0] + len(got))) and set(got) <= set(mine)
+        assert_same(stretch(i, percent, width=24), got)
+
+
+def test_the_stretch_reaches_every_place():
+    firsts = {stretch(1, 80.0, jax.random.key(k))[0] - int(data(1).index[0]) for k in range(60)}
+    assert firsts == {0, 1, 2, 3, 4}  # 19 examples, 15 of them
+    empty = subset(KEY, data(1)._replace(size=jnp.int32(0)), 80.0)
+    assert empty.size == 0
+
+
+def test_the_gradient_of_the_weights_follows_the_chain_rule():
+    """dL/dW = g(w^) * (w^t - w_i), also by finite differences."""
+    with jax.enable_x64(True):
+        double = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float64), tree)
+        own, received = (double(TASK.model.init(jax.random.key(i))) for i in range(2))
+        x, y = jax.random.normal(KEY, (6, *toy.SHAPE), jnp.float64), jnp.arange(6) % C
+        batch = Batch(x, y, jnp.arange(6) < 5, jnp.arange(6))
+        loss = lambda w: losses.classification(TASK.model)(w, batch, KEY)[0]
+        a = jax.tree.map(lambda x: jax.random.uniform(KEY, x.shape, jnp.float64), own)
+        by_a = jax.grad(lambda a: loss(blend(own, received, a)))(a)
+        by_w = jax.grad(loss)(blend(own, received, a))
+        assert_close(by_a, jax.tree.map(lambda g, w, r: g * (r - w), by_w, own, received))
+        value = jax.jit(lambda e: loss(blend(own, received, jax.tree.map(lambda x: x + e, a))))
+        slope = sum(jnp.sum(x) for x in jax.tree.leaves(by_a))
+        np.testing.assert_allclose(slope, (value(1e-6) - value(-1e-6)) / 2e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "first, size, threshold, epochs",
+    [(True, 7, 1e9, 11), (True, 7, 0.0, 30), (False, 7, 0.0, 1), (True, 0, 1e9, 0), (False, 0, 1e9, 0)],
+)
+def test_how_long_the_weights_are_learned(first, size, threshold, epochs):
+    rows = data(0)._replace(size=jnp.int32(size))
+    loss = lambda a, batch, key: jnp.sum(a**2) + jnp.sum(batch.y * batch.mask)
+    patience = Patience(10, threshold, 30)
+    run = jax.jit(lambda first: learn(KEY, rows, loss, jnp.ones(3), first, TASK, 0.1, patience))
+    weights, got = run(jnp.bool(first))
+    assert got == epochs
+    steps = epochs * -(-size // TASK.batch_size)
+    np.testing.assert_allclose(weights, np.full(3, 0.8**steps), rtol=1e-5, atol=1e-6)
+
+
+def test_learning_stops_when_the_last_losses_are_steady():
+    """A loss a^2 that shrinks by a constant factor; the epoch at which its deviation is small is found by a loop."""
+    rows = data(2)  # one example: one step an epoch
+    values, a = [], 1.0
+    while not (len(values) > 4 and np.std(values[-4:]) < 0.02):
+        values.append(a**2)
+        a -= 0.05 * 2 * a
+    loss, patience = lambda a, batch, key: a**2, Patience(4, 0.02, 100)
+    _, epochs = learn(KEY, rows, loss, jnp.float32(1), jnp.bool(True), TASK, 0.05, patience)
+    assert epochs == len(values) and epochs > 6
+
+
+# --- whole rounds
+
+
+def differing(task, seed=5, **hparams):
+    """A start in which the clients' heads are their own."""
+    begin = factory(task, **hparams).init(KEY)
+    leaves, structure = jax.tree.flatten(begin.clients["w"])
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    noisy = [x + 0.5 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+    return State(begin.server, {**begin.clients, "w": jax.tree.unflatten(structure, noisy)})
+
+
+def rounds(cohorts, task=TASK, start=None, federation=None, **hparams):
+    """The states before, between and after rounds of the clients `cohorts`, a list of ids, and the metrics."""
+    f = toy.federation() if federation is None else federation
+    algorithm = factory(task, **hparams)
+
+    @jax.jit
+    def run(state, ids):
+        rows = State(state.server, trees.gather(state.clients, ids))
+        now = {"key": KEY, "round": jnp.int32(0), "evaluated": jnp.bool(True)}
+        new, metrics = algorithm.round(KEY, rows, Cohort(f, task.prepare, ids, ids >= 0, width=1, **now))
+        return State(new.server, trees.scatter(state.clients, ids, new.clients, ids >= 0)), metrics
+
+    states, metrics = [algorithm.init(KEY) if start is None else start], []
+    for ids in cohorts:
+        state, row = run(states[-1], jnp.asarray(ids, jnp.int32))
+        states.append(state)
+        metrics.append(row)
+    return states, metrics
+
+
+def by_hand(w, x, y):
+    """Loss and gradient of softmax regression w = (kernel, bias), in float64."""
+    z = x @ w[0] + w[1]
+    log_p = z - np.log(np.exp(z).sum(axis=1, keepdims=True))
+    r = (np.exp(log_p) - np.eye(C)[y]) / len(y)
+    return -np.mean(log_p[np.arange(len(y)), y]), (x.T @ r, r.sum(axis=0))
+
+
+def learned_by_hand(w, received, a, first, x, y, threshold):
+    losses, values = [], a
+    while True:
+        now = tuple(p + (g - p) * b for p, g, b in zip(w, received, values, strict=True))
+        loss, slope = by_hand(now, x, y)
+        values = tuple(np.clip(b - s * (g - p), 0, 1) for b, s, g, p in zip(values, slope, received, w, strict=True))
+        losses.append(loss)
+        if not first or (len(losses) > 3 and np.std(losses[-3:]) < threshold):
+            return values, len(losses)
+
+
+def test_rounds_by_hand():
+    f, percent, threshold = toy.federation(), 80.0, 3e-3
+    cohorts = [[0, 1, 2], [0, 1, 3], [3, 1, 4]]
+    states, metrics = rounds(cohorts, FULL, percent=percent, window=3, threshold=threshold)
+    head = lambda tree: tuple(np.asarray(tree[name], np.float64) for name in ("kernel", "bias"))
+    received = head(states[0].server["head"])
+    w, a = [received] * N, [tuple(np.ones_like(p) for p in received)] * N
+    learned, most = np.zeros(N, bool), 0
+    for ids, got, row in zip(cohorts, states[1:], metrics, strict=True):
+        for slot, i in enumerate(ids):
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(KEY, 0), i), SUBSET)
+            rows, part = np.asarray(f.train.index[i][: SIZES[i]]), stretch(i, percent, key)
+            arrays = lambda rows: (np.asarray(f.examples.x, np.float64)[rows], np.asarray(f.examples.y)[rows])
+            epochs = 0
+            if any(np.any(p != g) for p, g in zip(w[i], received, strict=True)):
+                a[i], epochs = learned_by_hand(w[i], received, a[i], not learned[i], *arrays(part), threshold)
+                learned[i] = True
+            assert row["ala_epochs"][slot] == epochs
+            most = max(most, epochs)
+            share = sum(p.sum() for p in a[i]) / sum(p.size for p in a[i])
+            np.testing.assert_allclose(row["global_share"][slot], share, atol=1e-5)
+            v = tuple(p + (g - p) * b for p, g, b in zip(w[i], received, a[i], strict=True))
+            for _ in range(EPOCHS):
+                v = tuple(p - LR * s for p, s in zip(v, by_hand(v, *arrays(rows))[1], strict=True))
+            w[i] = v
+        share = SIZES[ids] / SIZES[ids].sum()
+        received = tuple(sum(p * w[i][part] for p, i in zip(share, ids, strict=True)) for part in range(2))
+        np.testing.assert_array_equal(got.clients["first"], ~learned)
+        for part, name in enumerate(("kernel", "bias")):
+            np.testing.assert_allclose(got.server["head"][name], received[part], atol=2e-5)
+            for i in range(N):
+                np.testing.assert_allclose(got.clients["w"]["head"][name][i], w[i][part], atol=2e-5)
+                np.testing.assert_allclose(got.clients["weights"]["head"][name][i], a[i][part], atol=2e-5)
+    assert most > 4
+
+
+@pytest.mark.parametrize("blended", ["head", "all"])
+def test_weights_stay_within_bounds_and_reach_them(blended):
+    states, metrics = rounds([range(N)] * 2, start=differing(TASK, blended=blended), blended=blended, lr_weights=50.0)
+    flat = np.concatenate([np.ravel(x) for x in jax.tree.leaves(states[-1].clients["weights"])])
+    assert np.all((flat >= 0) & (flat <= 1))
+    assert np.any(flat == 0) and np.any(flat == 1)
+    assert np.all(metrics[0]["ala_epochs"] > 10)
+    assert_same(metrics[1]["ala_epochs"], jnp.ones(N, jnp.int32))
+
+
+def test_in_the_first_round_nothing_is_learned():
+    states, metrics = rounds([range(N)])
+    assert_same(states[1].clients["weights"], states[0].clients["weights"])
+    assert not metrics[0]["ala_epochs"].any() and states[1].clients["first"].all()
+
+
+def test_a_prediction_is_made_by_the_model_that_training_starts_from():
+    still = toy.task(epochs=0)  # so that the round scores what it would train from
+    start = differing(still)
+    (_, state), _ = rounds([range(N)], still, start=start)
+    f, algorithm = toy.federation(), factory(still)
+    now = {"key": KEY, "round": jnp.int32(0), "evaluated": jnp.bool(True)}
+    cohort = Cohort(f, still.prepare, jnp.arange(N), jnp.ones(N, bool), width=1, **now)
+    x = f.examples.x[:7]
+    predict = lambda c, mine: algorithm.predict(start.server, mine, c)(x, jnp.ones(7, bool))
+    got = jax.jit(lambda rows: cohort.map(predict, rows))(start.clients)
+    for i in range(N):
+        begun = {**start.server, "head": trees.gather(state.clients["w"]["head"], i)}
+        assert_close(got[i], still.model.apply(begun, x)[0], 1e-5)
+
+
+def test_blending_helps_on_the_examples_it_is_learned_on():
+    """Against w_i and w^t alone, by the loss of all training examples."""
+    start = differing(TASK)
+    still = toy.task(epochs=0)
+    (_, after), _ = rounds([range(N)], still, start=start, percent=100.0)
+    f = toy.federation()
+
+    def loss(i, head):
+        row = f.train.index[i][: SIZES[i]]
+        batch = Batch(f.examples.x[row], f.examples.y[row], jnp.ones(SIZES[i], bool), row)
+        return losses.classification(TASK.model)({**start.server, "head": head}, batch, KEY)[0]
+
+    for i in range(N):
+        mixed = loss(i, trees.gather(after.clients["w"]["head"], i))
+        assert mixed < min(loss(i, trees.gather(start.clients["w"]["head"], i)), loss(i, start.server["head"]))
+
+
+def test_a_round_without_examples_keeps_the_server():
+    f = toy.federation()
+    nothing = f._replace(train=f.train._replace(size=jnp.zeros_like(f.train.size)))
+    (before, after), (metrics,) = rounds([range(N)], start=differing(TASK), federation=nothing)
+    assert_same(after.server, before.server)
+    assert_same(after.clients["weights"], before.clients["weights"])
+    assert not metrics["ala_epochs"].any() and after.clients["first"].all()
+
+
+@pytest.mark.parametrize("blended, bn_stats", [("head", "aggregate"), ("all", "local"), ("none", "batch")])
+def test_batch_norm(blended, bn_stats):
+    program = simulate.program(factory, toy.task("norm", bn_stats=bn_stats), {"blended": blended})
+    f = toy.federation()
+    state, metrics, last = jax.jit(lambda: simulate.curve(program, KEY, program.numbers, f, rounds=2))()
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics["loss"], last)))
+    assert bool(jax.tree.leaves(state.clients["own"])) == (bn_stats == "local")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"percent": 101.0}, {"lr_weights": -1.0}, {"blended": "body"}, {"window": 0}, {"threshold": -0.1}, {"cap": 0}],
+)
+def test_bad_input(wrong):
+    with pytest.raises(BadInput):
+        factory(TASK, **wrong)

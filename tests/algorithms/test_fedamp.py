@@ -1,0 +1,291 @@
+"""The properties of sheet 9: what the attention weighs, what is mixed, and whom a client is pulled towards."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from toy import SIZES, C, N, assert_close, assert_same
+
+from fedjax_pfl import simulate, trees
+from fedjax_pfl.algorithms import fedamp as factory
+from fedjax_pfl.algorithms.fedamp import amp_weights, cosines, heur_weights, mixtures, pull, square_distances
+from fedjax_pfl.checks import BadInput
+from fedjax_pfl.clients import Cohort
+from fedjax_pfl.types import State
+
+KEY = jax.random.key(0)
+EVERY = jnp.arange(N)
+OWN = np.eye(N, dtype=bool)
+FULL = toy.task("linear", lr=0.3, batch_size=32, epochs=3)  # full batches: no shuffling to imitate
+NEAR = {"alpha": 2.0, "sigma": 8.0, "lam": 1.0}  # numbers with which the toy federation's models see each other
+
+
+def models(seed=0, scale=1.0, offset=0.0):
+    rng = np.random.default_rng(seed)
+    made = {"a": offset + scale * rng.normal(size=(N, 3, 2)), "b": offset + scale * rng.normal(size=(N, 4))}
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), made)
+
+
+def flat(w):
+    return np.concatenate([np.asarray(x, np.float64).reshape(len(x), -1) for x in jax.tree.leaves(w)], axis=1)
+
+
+def weigh(w, alpha=0.05, sigma=4.0, xi_min=0.0, others=~OWN):
+    return amp_weights(square_distances(w, EVERY), jnp.asarray(others), alpha, sigma, xi_min)
+
+
+def test_wide_attention_is_the_plain_mean():
+    sigma = 1e6
+    xi, rescaled = weigh(models(), alpha=sigma / N, sigma=sigma)
+    np.testing.assert_allclose(np.asarray(xi)[~OWN], 1 / N, rtol=1e-4)
+    assert not rescaled.any()
+    mean = jax.tree.map(lambda x: jnp.broadcast_to(jnp.mean(x, axis=0), x.shape), models())
+    assert_close(mixtures(xi, models(), EVERY), mean, 1e-4)
+
+
+@pytest.mark.parametrize("hparams", [{}, {"alpha": 1e3}, {"alpha": 1e3, "xi_min": 0.25}, {"sigma": 1e-3}])
+@pytest.mark.parametrize("absent", [[], [1, 3], [0, 1, 2, 3, 4]])
+def test_weights_lie_inside_and_leave_the_rest_to_the_own_model(hparams, absent):
+    others = ~OWN & ~np.isin(EVERY, absent)[None]
+    xi, rescaled = weigh(models(), others=others, **hparams)
+    total = np.asarray(xi, np.float64).sum(axis=1)
+    assert np.all(xi >= 0) and np.all(total <= 1 - hparams.get("xi_min", 0) + 1e-6)
+    assert not np.any(np.asarray(xi)[~others])
+    assert_same(rescaled, np.full(N, hparams.get("alpha") == 1e3 and len(absent) < N))
+    if rescaled.any():
+        np.testing.assert_allclose(total, 1 - hparams.get("xi_min", 0), rtol=1e-6)
+    if hparams.get("sigma") == 1e-3:
+        assert_same(xi, jnp.zeros((N, N)))
+    whole = np.asarray(xi, np.float64) + np.diag(1 - total)  # its rows sum to 1
+    np.testing.assert_allclose(whole.sum(axis=1), 1, rtol=1e-6)
+    np.testing.assert_allclose(flat(mixtures(xi, models(), EVERY)), whole @ flat(models()), atol=1e-6)
+
+
+def test_the_mixture_of_equal_models_or_without_others_is_the_own_to_the_last_bit():
+    w, xi = models(), weigh(models())[0]
+    assert_same(mixtures(0 * xi, w, EVERY), w)
+    equal = jax.tree.map(lambda x: jnp.broadcast_to(x[2], x.shape), w)
+    assert_same(mixtures(xi, equal, EVERY), equal)
+
+
+def test_shrinking_keeps_the_ratios_of_the_others():
+    xi, shrunk = (np.asarray(weigh(models(), alpha=alpha)[0])[0] for alpha in (0.05, 500.0))
+    np.testing.assert_allclose(shrunk / shrunk.sum(), xi / xi.sum(), rtol=1e-5)
+
+
+def test_the_mixture_is_a_gradient_step_of_the_attention():
+    """u_i = w_i - alpha/2 grad_i sum_{a<b} A(||w_a - w_b||^2), by finite differences."""
+    w, alpha, sigma = models(), 0.5, 8.0
+    u = flat(mixtures(weigh(w, alpha, sigma)[0], w, EVERY))
+    v, h = flat(w), 1e-5
+
+    def total(v):
+        d2 = ((v[:, None] - v[None]) ** 2).sum(-1)
+        return np.triu(1 - np.exp(-d2 / sigma), 1).sum()
+
+    for i in range(N):
+        for k in range(v.shape[1]):
+            step = h * (np.arange(N) == i)[:, None] * (np.arange(v.shape[1]) == k)
+            slope = (total(v + step) - total(v - step)) / (2 * h)
+            np.testing.assert_allclose(u[i, k], v[i, k] - alpha / 2 * slope, atol=1e-5)
+
+
+def test_pairs_far_apart_do_not_mix():
+    w = jax.tree.map(lambda x: x[jnp.array([0, 0, 1, 1, 2])], models(scale=10.0))
+    xi, _ = weigh(w, alpha=0.05, sigma=0.1)
+    expected = np.zeros((N, N))
+    expected[[0, 1, 2, 3], [1, 0, 3, 2]] = 0.5  # alpha / sigma
+    np.testing.assert_allclose(xi, expected, atol=1e-4)
+
+
+def test_distances_survive_a_large_common_part():
+    w = models(scale=0.01, offset=100.0)
+    v = flat(w)
+    expected = ((v[:, None] - v[None]) ** 2).sum(-1)
+    np.testing.assert_allclose(square_distances(w, EVERY), expected, atol=2e-6)
+    assert expected.max() > 1e-3
+    assert_same(square_distances(w, jnp.array([3, 1])), square_distances(w, EVERY)[jnp.array([3, 1])])
+
+
+def test_cosine_attention():
+    w, sigma, xi_self = models(), 2.0, 0.3
+    v = flat(w)
+    cosine = v @ v.T / np.linalg.norm(v, axis=1)[:, None] / np.linalg.norm(v, axis=1)[None]
+    np.testing.assert_allclose(cosines(w, EVERY), cosine, atol=1e-6)
+    present = np.array([True, False, True, True, False])
+    xi, rescaled = heur_weights(cosines(w, EVERY), present[None] & ~OWN, sigma, xi_self)
+    assert not rescaled.any()
+    for i in range(N):
+        e = np.exp(sigma * cosine[i]) * present * (i != EVERY)
+        np.testing.assert_allclose(xi[i], (1 - xi_self) * e / e.sum(), atol=1e-6)
+    nobody, _ = heur_weights(cosines(w, EVERY), jnp.zeros((N, N), bool), sigma, xi_self)
+    assert_same(nobody, jnp.zeros((N, N)))
+
+
+@pytest.mark.parametrize("prox, potential", [("squared", lambda d: d @ d), ("norm", lambda d: np.linalg.norm(d))])
+def test_the_pull_is_the_gradient_of_the_distance(prox, potential):
+    w, u = (jax.tree.map(lambda x, i=i: x[i], models()) for i in (0, 1))
+    weight, h = 0.7, 1e-5
+    got = flat(trees.replicate(pull(prox, u, weight)(w), 1))[0]
+    d = (flat(trees.replicate(w, 1)) - flat(trees.replicate(u, 1)))[0]
+    for k, step in enumerate(h * np.eye(len(d))):
+        slope = weight / 2 * (potential(d + step) - potential(d - step)) / (2 * h)
+        np.testing.assert_allclose(got[k], slope, atol=1e-5)
+    assert_same(pull(prox, u, weight)(u), trees.scale(0, u))
+
+
+# --- whole rounds
+
+
+def rounds(cohorts, task=FULL, start=None, federation=None, width=1, **hparams):
+    """The states before, between and after rounds of the given (ids, active), and their metrics."""
+    f = toy.federation() if federation is None else federation
+    algorithm = factory(task, **hparams)
+
+    @jax.jit
+    def run(state, ids, active):
+        rows = State(state.server, trees.gather(state.clients, ids))
+        now = {"key": KEY, "round": jnp.int32(0), "evaluated": jnp.bool(True)}
+        new, metrics = algorithm.round(KEY, rows, Cohort(f, task.prepare, ids, active, width=width, **now))
+        return State(new.server, trees.scatter(state.clients, ids, new.clients, active)), metrics
+
+    states, metrics = [algorithm.init(KEY) if start is None else start], []
+    for ids, active in cohorts:
+        state, row = run(states[-1], jnp.asarray(ids, jnp.int32), jnp.asarray(active))
+        states.append(state)
+        metrics.append(row)
+    return states, metrics
+
+
+def gradient(w, i):
+    """Of client i's mean cross entropy in float64; w is (kernel, bias)."""
+    f = toy.federation()
+    rows = np.asarray(f.train.index[i][: SIZES[i]])
+    x, y = np.asarray(f.examples.x, np.float64)[rows], np.asarray(f.examples.y)[rows]
+    z = x @ w[0] + w[1]
+    p = np.exp(z - z.max(axis=1, keepdims=True))
+    r = (p / p.sum(axis=1, keepdims=True) - np.eye(C)[y]) / len(y)
+    return x.T @ r, r.sum(axis=0)
+
+
+def mixture_by_hand(w, i, pool, alpha, sigma, attention):
+    """u_i of models w, a list of (kernel, bias), with those of `pool`."""
+    vector = [np.concatenate([part.ravel() for part in m]) for m in w]
+    xi = np.zeros(N)
+    for j in pool:
+        if j != i and attention == "amp":
+            xi[j] = alpha / sigma * np.exp(-(((vector[i] - vector[j]) ** 2).sum()) / sigma)
+        elif j != i:
+            norms = np.linalg.norm(vector[i]) * np.linalg.norm(vector[j])
+            xi[j] = np.exp(sigma * (vector[i] @ vector[j]) / norms)
+    if attention == "heur":
+        xi *= (1 - 0.1) / max(xi.sum(), 1e-9)
+    event = xi.sum() > 1
+    xi = xi / max(xi.sum(), 1)
+    xi[i] = 1 - xi.sum()
+    return tuple(sum(xi[j] * w[j][part] for j in range(N)) for part in range(2)), xi[i], event
+
+
+COHORTS = [
+    (np.array([3, 0, 4, 1, 2, 9]), np.array([True] * 5 + [False])),  # 9 is padding
+    (np.array([3, 0, 1, 7, 4, 5]), np.array([True, False, True, False, True, False])),  # 0 drops out, 2 is absent
+    (np.array([0, 1, 2, 3, 4, 5]), np.array([True, True, True, False, False, False])),
+]
+
+
+@pytest.mark.parametrize("attention", ["amp", "heur"])
+@pytest.mark.parametrize("prox", ["squared", "norm"])
+def test_rounds_by_hand(attention, prox):
+    alpha, sigma, lam = NEAR["alpha"], NEAR["sigma"], NEAR["lam"]
+    states, metrics = rounds(COHORTS, attention=attention, prox=prox, **NEAR)
+    head = jax.tree.map(lambda x: np.asarray(x, np.float64), states[0].server["w"]["head"])
+    w, pool = [(head["kernel"][i], head["bias"][i]) for i in range(N)], range(N)
+    for (ids, active), got, row in zip(COHORTS, states[1:], metrics, strict=True):
+        here, before = [int(i) for i in ids[active]], list(w)
+        for i in here:
+            u, own, event = mixture_by_hand(before, i, pool, alpha, sigma, attention)
+            slot = list(ids).index(i)
+            np.testing.assert_allclose(row["self_weight"][slot], own, atol=1e-5)
+            assert row["rescaled"][slot] == event
+            for _ in range(FULL.epochs):
+                d = [a - b for a, b in zip(w[i], u, strict=True)]
+                length = max(np.sqrt(sum((x**2).sum() for x in d)), 1e-9) if prox == "norm" else 0.5
+                steps = [lam / alpha / 2 * x / length if length > 1e-9 else 0 for x in d]
+                w[i] = tuple(a - 0.3 * (g + s) for a, g, s in zip(w[i], gradient(w[i], i), steps, strict=True))
+        pool = here
+        np.testing.assert_array_equal(got.server["uploaded"], np.isin(range(N), here))
+        for i in range(N):
+            np.testing.assert_allclose(got.server["w"]["head"]["kernel"][i], w[i][0], atol=2e-5)
+            np.testing.assert_allclose(got.server["w"]["head"]["bias"][i], w[i][1], atol=2e-5)
+
+
+def far_apart():
+    begin = rounds([], task=toy.task(), **NEAR)[0][0]
+    leaves, structure = jax.tree.flatten(begin.server["w"])
+    keys = jax.random.split(KEY, len(leaves))
+    noisy = [x + 0.3 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+    return State({**begin.server, "w": jax.tree.unflatten(structure, noisy)}, begin.clients)
+
+
+def test_order_and_width_do_not_matter_where_models_mix():
+    ids, active, order = *COHORTS[1], np.array([4, 2, 0, 5, 1, 3])
+    options = {"task": toy.task(), "start": far_apart(), **NEAR}
+    (_, state), (metrics,) = rounds([(ids, active)], **options)
+    assert np.all(metrics["self_weight"][active] < 0.99)  # so there is something to mix up
+    (_, permuted), (metrics_2,) = rounds([(ids[order], active[order])], **options)
+    assert_same(permuted, state)
+    for name in ("loss", "self_weight", "rescaled"):
+        assert_same(np.asarray(metrics_2[name])[active[order]], np.asarray(metrics[name])[order][active[order]])
+    assert_close(rounds([(ids, active)], width=3, **options)[0][1], state, 2e-6)
+    (_, shorter), _ = rounds([(ids[active], active[active])], **options)
+    assert_close(shorter, state)
+
+
+def test_absent_models_stay_bit_for_bit():
+    ids, active = COHORTS[1]
+    (before, after), _ = rounds([(ids, active)], task=toy.task("norm"), **NEAR)
+    absent = ~np.isin(range(N), ids[active])
+    assert_same(trees.gather(after.server["w"], absent), trees.gather(before.server["w"], absent))
+    assert_same(trees.gather(after.clients, absent), trees.gather(before.clients, absent))
+
+
+def test_a_round_without_examples_keeps_the_server():
+    f = toy.federation()
+    nothing = f._replace(train=f.train._replace(size=jnp.zeros_like(f.train.size)))
+    start = far_apart()
+    start = State({**start.server, "uploaded": jnp.array([True, False, True, True, False])}, start.clients)
+    (_, after), _ = rounds(COHORTS[:1], task=toy.task(), start=start, federation=nothing, **NEAR)
+    assert_same(after.server, start.server)
+
+
+def test_each_client_predicts_with_its_own_model():
+    state = far_apart()
+    program = simulate.program(factory, toy.task(), NEAR)
+    x = toy.federation().examples.x[:7]
+    for i in (0, 3):
+        got = program.predict(KEY, program.numbers, toy.federation(), state, 0, i, x)
+        own = {**trees.gather(state.server["w"], i), "stats": {}}
+        assert_close(got, toy.task().model.apply(own, x)[0])
+
+
+@pytest.mark.parametrize("bn_stats", ["aggregate", "local", "batch"])
+def test_batch_norm(bn_stats):
+    program = simulate.program(factory, toy.task("norm", bn_stats=bn_stats), NEAR)
+    f = toy.federation()
+    state, metrics, last = jax.jit(lambda: simulate.curve(program, KEY, program.numbers, f, rounds=2))()
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics["loss"], last)))
+    assert_same(metrics["post"], jax.tree.map(lambda a, b: jnp.stack([a[1], b]), metrics["pre"], last))
+    assert "stats" not in state.server["w"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"alpha": 0.0}, {"sigma": 0.0}, {"lam": -1.0}, {"xi_min": 1.5}, {"xi_self": -0.1}),
+        *({"attention": "softmax"}, {"prox": "square"}),
+    ],
+)
+def test_bad_input(wrong):
+    with pytest.raises(BadInput):
+        factory(toy.task(), **wrong)

@@ -1,0 +1,369 @@
+"""The properties of sheets 23 and 24: what a permutation leaves alone, which one is chosen, and a round by hand."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from flax import nnx
+from toy import SIZES, C, assert_close, assert_same
+
+from fedjax_pfl import matching, models, trees
+from fedjax_pfl.algorithms import fedma as factory
+from fedjax_pfl.algorithms import pfedma
+from fedjax_pfl.checks import BadInput
+from fedjax_pfl.clients import Cohort
+from fedjax_pfl.models import layers, nets
+from fedjax_pfl.types import State
+
+KEY = jax.random.key(0)
+STILL = (("epochs", 0),)  # no local training
+IDS, ACTIVE = np.array([3, 0, 4, 1], np.int32), np.array([True, True, False, True])
+
+
+def narrow_mlp(input_shape, num_classes, rngs):
+    return nets.mlp(input_shape, num_classes, rngs, hidden=4)
+
+
+def tiny_conv(input_shape, num_classes, rngs):
+    """One convolution with batch norm, 9 pixels where it is flattened, and one linear layer."""
+    body = nets.Conv("tiny", input_shape, (3,), (2,), (5,), rngs, norm=True)
+    return nets.Net(body, layers.linear(5, num_classes, rngs))
+
+
+def narrow_task(**options):
+    """Full batches, so that an epoch is a step and the order of examples does not matter."""
+    model = models.model(narrow_mlp, toy.SHAPE, C)
+    return toy.task(**({"model": model, "batch_size": 19, "epochs": 1, "lr": 4.0} | options))
+
+
+def conv_task(bn_stats="aggregate", **options):
+    model = models.model(tiny_conv, (6, 6, 1), C, bn_stats=bn_stats)
+    image = lambda x: (x[:, :, None] * x[:, None])[..., None]
+    return toy.task(model=model, bn_stats=bn_stats, prepare=image, lr=0.03, **options)
+
+
+def random_variables(model, seed=0):
+    """In float64, moments too, so that no two neurons are alike."""
+    shapes = jax.eval_shape(model.init, KEY)
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: jnp.asarray(rng.uniform(0.1, 1, x.shape) * rng.choice([-1, 1], x.shape)), shapes)
+
+
+def positive(variables):
+    return {**variables, "stats": jax.tree.map(jnp.abs, variables["stats"])}  # a variance is one
+
+
+def shuffled(variables, seed):
+    rng = np.random.default_rng(seed)
+    for group in matching.groups(variables):
+        variables = matching.permute(variables, group, jnp.asarray(rng.permutation(group.width)))
+    return variables
+
+
+def cohort_of(task, active=ACTIVE):
+    given = {"key": KEY, "round": jnp.int32(0), "evaluated": jnp.bool(False), "width": 1}
+    return Cohort(toy.federation(), task.prepare, jnp.asarray(IDS), jnp.asarray(active), **given)
+
+
+@functools.cache
+def compiled(task_of, options, static):
+    """One program for all states, keys, active clients and numbers."""
+    task = task_of(**dict(options))
+
+    def run(key, state, active, floats):
+        return factory(task, **dict(static), **floats).round(key, state, cohort_of(task, active=active))[0]
+
+    return jax.jit(run), factory(task).init(KEY)
+
+
+def round_of(task_of, state=None, key=KEY, active=ACTIVE, options=(), **hparams):
+    """(state before, state after) of one round of the cohort."""
+    static = tuple((name, value) for name, value in hparams.items() if not isinstance(value, float))
+    floats = {name: value for name, value in hparams.items() if isinstance(value, float)}
+    run, start = compiled(task_of, options, static)
+    state = start if state is None else state
+    rows = State(state.server, trees.gather(state.clients, IDS))
+    return state, run(key, rows, jnp.asarray(active), floats)
+
+
+# --- permutations ------------------------------------------------------------------------------------------------
+
+
+WIDTHS = {"linear": [], "mlp": [64], "cnn": [32, 64, 512], "cnn_same": [32, 64, 512]}
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_a_permutation_leaves_the_function_alone(name):
+    with jax.enable_x64(True):
+        model = models.model(name, (20, 20, 2), 3)
+        w = positive(random_variables(model))
+        assert [group.width for group in matching.groups(w)] == WIDTHS.get(name, [6, 16, 120, 84])
+        moved = shuffled(w, 1)
+        changed = [
+            not np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (w["body"], moved["body"])), strict=True)
+        ]
+        assert all(changed)
+        x = jnp.asarray(np.random.default_rng(2).normal(size=(3, 20, 20, 2)))
+        apply = jax.jit(lambda w: model.apply(w, x)[0])
+        np.testing.assert_allclose(apply(moved), apply(w), rtol=1e-12, atol=1e-12 * np.abs(apply(w)).max())
+        assert np.ptp(apply(w), axis=0).min() > 0.1  # or all neurons would be dead
+
+
+@pytest.mark.parametrize("net, shape", [(narrow_mlp, (6,)), (tiny_conv, (6, 6, 1))])
+def test_the_matched_average_of_permuted_copies_is_the_copy(net, shape):
+    with jax.enable_x64(True):
+        model = models.model(net, shape, C)
+        w = positive(random_variables(model, seed=3))
+        copies = jax.tree.map(lambda *x: jnp.stack(x), *(shuffled(w, seed) for seed in range(5)))
+        naive = jax.tree.map(lambda x: x.mean(axis=0), copies)
+        turns = jnp.asarray(np.random.default_rng(0).integers(0, 99, (5, 5)), jnp.uint32)
+        for group in matching.groups(w):
+            rows = jax.vmap(lambda w, group=group: matching.neurons(w, group))(copies)
+            assert rows.dtype == jnp.float64
+            order = matching.match(rows, jnp.arange(5), jnp.asarray(SIZES), turns)
+            copies = jax.vmap(lambda w, o, group=group: matching.permute(w, group, o))(copies, order)
+        average = jax.tree.map(lambda x: x.mean(axis=0), copies)
+        x = jnp.asarray(np.random.default_rng(2).normal(size=(4, *shape)))
+        apply = jax.jit(lambda w: model.apply(w, x)[0])
+        np.testing.assert_allclose(apply(average), apply(w), rtol=1e-12, atol=1e-12)
+        assert np.abs(apply(naive) - apply(w)).max() > 0.1 and np.ptp(apply(w), axis=0).min() > 0.1
+
+
+def clouds(count=5, width=6, d=7, seed=0):
+    return np.random.default_rng(seed).normal(size=(count, width, d)).astype(np.float32)
+
+
+def matched(rows, ids=range(5), sizes=SIZES, sweeps=30, seed=1):
+    turns = np.random.default_rng(seed).integers(0, 1000, (100, sweeps))[np.asarray(ids)]
+    args = (jnp.asarray(rows), jnp.asarray(ids, jnp.int32), jnp.asarray(sizes), jnp.asarray(turns, jnp.uint32))
+    return np.asarray(jax.jit(matching.match)(*args))
+
+
+def test_no_other_permutation_is_nearer_to_the_others():
+    rows, width = clouds().astype(np.float64), 6
+    orders = matched(rows)
+    assert_same(np.sort(orders, axis=1), np.tile(np.arange(width), (5, 1)))
+    mine = np.stack([x[order] for x, order in zip(rows, orders, strict=True)])
+    for s in range(5):
+        others = np.delete(mine, s, axis=0).mean(axis=0)
+        cost = lambda order, s=s, others=others: ((rows[s][list(order)] - others) ** 2).sum()
+        assert cost(orders[s]) <= min(map(cost, itertools.permutations(range(width)))) + 1e-9
+
+
+def test_matching_starts_from_the_client_with_most_data():
+    rows = clouds()
+    orders = matched(rows, sizes=[1, 1, 2, 9, 1], sweeps=1)
+    assert_same(orders[3], np.arange(6))
+    alone = matched(rows[[3, 0]], ids=[3, 0], sizes=[9, 1], sweeps=1)[1]
+    cost = lambda order: ((rows[0][list(order)] - rows[3]) ** 2).sum()
+    assert tuple(alone) == min(itertools.permutations(range(6)), key=cost)
+
+
+def test_matching_goes_by_ids_and_ignores_who_has_no_data():
+    rows = clouds()
+    orders = matched(rows, sizes=[4, 0, 4, 4, 4])
+    assert_same(orders[1], np.arange(6))
+    order = np.array([4, 2, 1, 3, 0])
+    wild = rows.copy()
+    wild[1] = np.nan
+    assert_same(matched(wild[order], ids=order, sizes=np.array([4, 0, 4, 4, 4])[order]), orders[order])
+    without = [0, 2, 3, 4]
+    assert_same(matched(rows[without], ids=without, sizes=[4] * 4), orders[without])
+
+
+def test_rows_that_are_not_finite_stay_where_they_are():
+    rows = clouds()
+    rows[2, 1, 0] = np.inf
+    assert_same(matched(rows), np.tile(np.arange(6), (5, 1)))
+
+
+def test_matching_can_be_vmapped():
+    rows = np.stack([clouds(seed=seed) for seed in range(3)])
+    turns = jnp.asarray(np.random.default_rng(1).integers(0, 1000, (5, 30)), jnp.uint32)
+    one = lambda rows: matching.match(rows, jnp.arange(5), jnp.asarray(SIZES), turns)
+    assert_same(jax.jit(jax.vmap(one))(jnp.asarray(rows)), np.stack([one(jnp.asarray(x)) for x in rows]))
+
+
+def test_the_gains_of_bbp_rank_assignments_of_a_fixed_width_as_distances_do():
+    """The gain of BBP-MAP for neurons l of a client and atoms g that J - 1 others have matched."""
+    rng = np.random.default_rng(0)
+    x, others = rng.normal(size=(5, 7)), rng.normal(size=(3, 5, 7))
+    mu0, s2, s02, count, clients = 0.3 * rng.normal(size=7), 0.7, 1.9, 3, 5
+    total, precision = others.sum(axis=0) / s2 + mu0 / s02, count / s2 + 1 / s02
+    gain = [
+        [((a / s2 + g) ** 2).sum() / (1 / s2 + precision) - (g**2).sum() / precision + np.log(count / (clients - count))
+         for a in x] for g in total
+    ]  # fmt: skip
+    mean = others.mean(axis=0)
+    every = list(itertools.permutations(range(5)))
+    gains = [sum(gain[g][l] for g, l in enumerate(order)) for order in every]
+    distances = [((x[list(order)] - mean) ** 2).sum() for order in every]
+    assert_same(np.argsort(gains), np.argsort(distances)[::-1])
+
+
+# --- rounds ------------------------------------------------------------------------------------------------------
+
+
+def numpy_step(w, x, y, lr, hidden=True):
+    """A gradient step of the mean cross entropy on the network w1, b1, ReLU, w2, b2; the classifier's only if asked."""
+    w1, b1, w2, b2 = w
+    h = np.maximum(x @ w1 + b1, 0)
+    z = h @ w2 + b2
+    p = np.exp(z - z.max(axis=1, keepdims=True))
+    dz = (p / p.sum(axis=1, keepdims=True) - np.eye(C)[y]) / len(y)
+    dh = (dz @ w2.T) * (h > 0)
+    new = [w1, b1, w2 - lr * h.T @ dz, b2 - lr * dz.sum(axis=0)]
+    return [w1 - lr * x.T @ dh, b1 - lr * dh.sum(axis=0), *new[2:]] if hidden else new
+
+
+def brute_force(rows, clients, turns):
+    """Orders by trying every permutation against the mean of the others' matched rows: {client: order}."""
+    start = max(clients, key=lambda i: SIZES[i])
+    orders = {start: list(range(rows[start].shape[0]))}
+    for sweep in range(turns[start].shape[0]):
+        for i in sorted(clients, key=lambda i: turns[i][sweep]):
+            others = [rows[j][orders[j]] for j in orders if j != i]
+            if others:
+                mean = np.mean(others, axis=0)
+                cost = lambda order, i=i, mean=mean: ((rows[i][list(order)] - mean) ** 2).sum()
+                orders[i] = list(min(itertools.permutations(orders[start]), key=cost))
+    return orders
+
+
+def numpy_round(w, clients, key, lr, retrain, sweeps):
+    f = jax.device_get(toy.federation())
+    data = {
+        i: (f.examples.x[f.train.index[i][: SIZES[i]]], f.examples.y[f.train.index[i][: SIZES[i]]]) for i in clients
+    }
+    own = {i: numpy_step(w, *data[i], lr) for i in clients}
+    layer = jax.random.fold_in(key, 0)
+    turns = {i: np.asarray(jax.random.bits(jax.random.fold_in(layer, i), (sweeps,))) for i in clients}
+    orders = brute_force({i: np.vstack([v[0], v[1]]).T for i, v in own.items()}, clients, turns)
+    own = {i: [v[0][:, orders[i]], v[1][orders[i]], v[2][orders[i]], v[3]] for i, v in own.items()}
+    w1, b1 = (np.mean([v[k] for v in own.values()], axis=0) for k in (0, 1))
+    for i, v in own.items():
+        own[i] = [w1, b1, v[2], v[3]]
+        for _ in range(retrain):
+            own[i] = numpy_step(own[i], *data[i], lr, hidden=False)
+    counts = np.array([np.bincount(data[i][1], minlength=C) for i in clients], float)
+    counts[:, counts.sum(axis=0) == 0] = 1
+    share = counts / counts.sum(axis=0)  # [clients, C]
+    w2, b2 = (sum(p * own[i][k] for p, i in zip(share, clients, strict=True)) for k in (2, 3))
+    return [w1, b1, w2, b2], orders
+
+
+def flat(w):
+    """w1, b1, w2, b2 of the narrow network."""
+    layer = w["body"]["layers"]["0"]
+    return [np.asarray(x, np.float64) for x in (layer["kernel"], layer["bias"], w["head"]["kernel"], w["head"]["bias"])]
+
+
+def test_two_rounds_by_hand():
+    """Clients 3, 0, 1 take part: client 4 is inactive, and nobody holds class 3."""
+    state, w, moved = None, None, 0
+    for t in range(2):
+        key = jax.random.key(t)
+        before, state = round_of(narrow_task, state, key, retrain_epochs=2, sweeps=3)
+        w = flat(before.server) if w is None else w
+        w, orders = numpy_round(w, [3, 0, 1], key, 4.0, 2, 3)
+        moved += sum(order != sorted(order) for order in orders.values())
+        for x, y in zip(flat(state.server), w, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+    assert moved  # else the matching had nothing to do
+
+
+def test_without_retraining_the_hidden_layer_is_the_same():
+    """It is averaged and frozen before anything is retrained; the classifier is what retraining moves."""
+    still, moved = (
+        round_of(conv_task, options=(("bn_stats", "aggregate"),), retrain_epochs=epochs)[1] for epochs in (0, 1)
+    )
+    first = lambda server: (server["body"]["convs"], server["body"]["norms"], server["stats"])
+    assert_close(first(moved.server), first(still.server))
+    assert trees.sq_dist(moved.server["body"]["dense"], still.server["body"]["dense"]) > 1e-4
+    assert trees.sq_dist(moved.server["head"], still.server["head"]) > 1e-4
+
+
+@pytest.mark.parametrize("bn_stats", ["aggregate", "local", "batch"])
+def test_batch_norm(bn_stats):
+    before, after = round_of(conv_task, options=(("bn_stats", bn_stats),), retrain_epochs=1)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(after))
+    assert bool(jax.tree.leaves(after.clients)) == (bn_stats == "local")
+    assert bool(jax.tree.leaves(after.server["stats"])) == (bn_stats == "aggregate")
+    moments = [state.clients if bn_stats == "local" else state.server["stats"] for state in (before, after)]
+    assert bn_stats == "batch" or not np.array_equal(*(jax.tree.leaves(x)[0][:1] for x in moments))
+
+
+@pytest.mark.parametrize("sigma, sigma0, shrink", [(1.0, 1.0, 3 / 4), (1.0, 2.0, 12 / 13), (2.0, 1.0, 3 / 7)])
+def test_bbp_of_copies_shrinks_their_rows(sigma, sigma0, shrink):
+    """Three clients take part, and do not train: J / (J + 1) where both deviations are equal."""
+    prior = {"sigma": sigma, "sigma0": sigma0, "mu0": 0.0, "mu0_bias": 0.0}
+    before, after = round_of(conv_task, options=STILL, matching="bbp", **prior)
+    rows = trees.parts(before.server["body"], ("convs", "dense"))
+    expected = jax.tree.map(lambda row, x: shrink * x if row else x, rows, before.server["body"])
+    assert_close(after.server, {**before.server, "body": expected})
+
+
+def test_the_priors_mean_draws_weights_and_biases():
+    prior = {"sigma": 1.0, "sigma0": 1.0, "mu0": 2.0, "mu0_bias": -4.0}
+    before, after = round_of(conv_task, options=STILL, matching="bbp", **prior)
+    old, new = (state.server["body"]["dense"]["layers"]["0"] for state in (before, after))
+    assert_close(new, {"kernel": (3 * old["kernel"] + 2) / 4, "bias": (3 * old["bias"] - 4) / 4})
+
+
+def test_nobody_to_learn_from_keeps_the_server():
+    for choice in ({"retrain_epochs": 2, "sweeps": 3}, {"matching": "bbp"}):
+        before, after = round_of(narrow_task, active=np.zeros(4, bool), **choice)
+        assert_same(after.server, before.server)
+
+
+@pytest.mark.parametrize("bn_stats, scalars", [("aggregate", 5 * 5 * 3 + 3 + 6 + 6), ("local", 5 * 5 * 3 + 3 + 6)])
+def test_traffic(bn_stats, scalars):
+    task = conv_task(bn_stats)
+    scalars += 27 * 5 + 5 + 5 * C + C
+    for hparams, ids in (({}, 3 + 5), ({"matching": "identity"}, 0)):
+        algorithm = factory(task, **hparams)
+        sent = algorithm.traffic(jax.eval_shape(algorithm.init, KEY), cohort_of(task), {})
+        for got, each in zip(sent, (scalars, scalars, ids, 2 * 3), strict=True):
+            assert_same(got, each * ACTIVE)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"retrain_epochs": -2}, {"matching": "hungarian"}, {"weights": "data"}, {"sweeps": 0}, {"sigma": 0.0},
+              {"sigma0": float("nan")}, {"mu0": -float("inf")}, {"mu0_bias": float("nan")}]
+)  # fmt: skip
+@pytest.mark.parametrize("make", [factory, pfedma])
+def test_bad_input(make, wrong):
+    with pytest.raises(BadInput):
+        make(toy.task(), **wrong)
+
+
+def skipping(input_shape, num_classes, rngs):
+    """A body with layers of the right names whose widths do not follow each other."""
+    body = nets.Dense(6, (8, 3), rngs)
+    body.layers[1] = layers.linear(6, 3, rngs)
+    return nets.Net(body, layers.linear(3, num_classes, rngs))
+
+
+def with_more(input_shape, num_classes, rngs):
+    """A multilayer perceptron and something that its chain of layers does not account for."""
+    net = narrow_mlp(input_shape, num_classes, rngs)
+    net.body.gate = layers.linear(6, 4, rngs)
+    return net
+
+
+@pytest.mark.parametrize("net", [toy.norm_net, skipping, with_more])
+def test_a_model_whose_connections_are_not_known_is_refused(net):
+    variables = jax.eval_shape(lambda: build(net))
+    with pytest.raises(BadInput, match=r"^Neurons can be matched in models .* but the body of this one holds [^.]*\.$"):
+        matching.groups(variables)
+
+
+def build(net):
+    """The variables of a network that need not be able to run."""
+    pure = nnx.to_pure_dict(nnx.state(net(toy.SHAPE, C, nnx.Rngs(0)), nnx.Param))
+    strings = lambda tree: {str(k): strings(v) for k, v in tree.items()} if isinstance(tree, dict) else tree
+    return strings(pure) | {"stats": {}}

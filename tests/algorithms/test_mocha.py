@@ -1,0 +1,265 @@
+"""The properties of sheet 21: duality, the identity of the models, the relations, and two rounds in plain NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+from fedjax_pfl import local, simulate, trees
+from fedjax_pfl.algorithms import mocha as factory
+from fedjax_pfl.algorithms.mocha import relations
+from fedjax_pfl.checks import BadInput
+from fedjax_pfl.clients import Cohort
+from fedjax_pfl.types import State
+
+KEY = jax.random.key(0)
+REST = toy.task("linear", rounds=20)  # some clients have other than two classes: one-vs-rest
+FEDERATION = toy.federation()
+PAIR_IDS = np.array([0, 1, 3])  # the clients with two classes: 0 and 1, 1 and 2, 2 and 0
+
+
+def only(federation, ids):
+    some = lambda rows: type(rows)(*(x[np.asarray(ids)] for x in rows))
+    parts = {name: some(getattr(federation, name)) for name in ("train", "val", "test")}
+    return federation._replace(class_counts=federation.class_counts[np.asarray(ids)], **parts)
+
+
+def task_of(federation, **options):
+    sizes, counts = np.asarray(federation.train.size), np.asarray(federation.class_counts)
+    return toy.task("linear", sizes=sizes, class_counts=counts, **{"rounds": 20} | options)
+
+
+PAIRS_FEDERATION = only(FEDERATION, PAIR_IDS)
+PAIRS = task_of(PAIRS_FEDERATION)
+CASES = {"rest": (REST, FEDERATION), "pairs": (PAIRS, PAIRS_FEDERATION)}
+cases = pytest.mark.parametrize("case", CASES)
+
+
+def examples(task, f, i):
+    """x [n, d] with the constant and labels [n, H] in float64, of the case's columns."""
+    row = np.asarray(f.train.index[i])[: int(f.train.size[i])]
+    x, y = np.asarray(f.examples.x, np.float64)[row], np.asarray(f.examples.y)[row]
+    x = np.hstack([x, np.ones((len(x), 1))])
+    if len(task.sizes) == 3:
+        return x, np.where(y == min(set(y)), -1.0, 1.0)[:, None]
+    return x, np.where(y[:, None] == np.arange(toy.C)[None], 1.0, -1.0)
+
+
+def states(task, f, rounds, **hparams):
+    program = simulate.program(factory, task, hparams)
+    step = jax.jit(lambda state, t: program.round(KEY, program.numbers, f, state, t, jnp.bool(False)))
+    state = program.init(KEY, program.numbers)
+    for t in range(rounds):
+        state, metrics = step(state, jnp.int32(t))
+        yield jax.device_get(state), metrics
+
+
+def objectives(task, f, state, lam):
+    """Primal and dual of the multi-task SVMs, summed over the columns."""
+    sigma = np.asarray(state.server["sigma"], np.float64)
+    n = len(sigma)
+    data, alpha = [examples(task, f, i) for i in range(n)], np.asarray(state.clients["alpha"], np.float64)
+    duals = [alpha[i, : len(x)] for i, (x, _) in enumerate(data)]
+    b = np.stack([x.T @ a / len(x) for (x, _), a in zip(data, duals, strict=True)])
+    w = np.einsum("nm,mdh->ndh", sigma, b) / lam
+    penalty = lam / 2 * np.einsum("ndh,nm,mdh->", w, np.linalg.inv(sigma), w)
+    hinge = sum(np.maximum(1 - y * (x @ w[i]), 0).sum() / len(x) for i, (x, y) in enumerate(data))
+    dual = sum((y * a).sum() / len(x) for (x, y), a in zip(data, duals, strict=True)) - penalty
+    return hinge + penalty, dual, w, b, [y * a for (_, y), a in zip(data, duals, strict=True)]
+
+
+@cases
+def test_duality_and_the_identity_of_the_models(case):
+    task, f = CASES[case]
+    for lam in (0.1, 1.0):
+        gaps = []
+        for state, _ in states(task, f, 20, lam=lam):  # Sigma changes every second round
+            primal, dual, w, b, scaled = objectives(task, f, state, lam)
+            assert primal >= dual - 1e-5 * abs(primal)
+            np.testing.assert_allclose(state.server["w"], w, atol=2e-5)
+            np.testing.assert_allclose(state.server["b"], b, atol=2e-5)
+            assert all(np.all((a >= 0) & (a <= 1)) for a in scaled)
+            sigma = np.asarray(state.server["sigma"], np.float64)
+            np.testing.assert_allclose(np.trace(sigma), 1, rtol=1e-5)
+            assert np.linalg.eigvalsh(sigma).min() > 0
+            gaps.append(primal - dual)
+        assert gaps[-1] < gaps[0]
+
+
+@cases
+def test_the_gap_closes(case):
+    task, f = CASES[case]
+    *_, (state, _) = states(task, f, 400, relate_every=390, lam=0.3, frac=4.0)
+    assert not np.allclose(state.server["sigma"], np.eye(len(task.sizes)) / len(task.sizes), atol=1e-2)
+    primal, dual, *_ = objectives(task, f, state, 0.3)
+    begin = sum(task.sizes > 0) * state.server["w"].shape[-1]  # the primal at w = 0
+    assert -1e-4 * begin < primal - dual < 0.02 * begin
+    *_, (state, _) = states(task, f, 60, relate_every=1000, lam=0.3, frac=4.0)
+    primal, dual, *_ = objectives(task, f, state, 0.3)
+    assert abs(primal - dual) < 1e-3 * begin
+
+
+@cases
+def test_fixed_relations_are_independent_machines(case):
+    """Sigma = I/m: each client's own SVM with m lambda; its own duality gap closes whatever the others hold."""
+    task, f = CASES[case]
+    m, lam = len(task.sizes), 0.3
+    *_, (state, _) = states(task, f, 60, relate_every=1000, lam=lam, frac=4.0)
+    np.testing.assert_allclose(state.server["sigma"], np.eye(m) / m, atol=1e-7)
+    for i in range(m):
+        x, y = examples(task, f, i)
+        a = np.asarray(state.clients["alpha"][i], np.float64)[: len(x)]
+        w = x.T @ a / (len(x) * lam * m)
+        np.testing.assert_allclose(state.server["w"][i], w, atol=1e-5)
+        penalty = lam * m / 2 * (w**2).sum()
+        primal = np.maximum(1 - y * (x @ w), 0).sum() / len(x) + penalty
+        dual = (y * a).sum() / len(x) - penalty
+        assert -1e-5 < primal - dual < 2e-3 * y.shape[1]
+
+
+def test_identical_tasks_are_found_to_be_one():
+    twins = only(FEDERATION, [1, 1, 1, 1])
+    *_, (state, _) = states(task_of(twins), twins, 40, relate_every=2, frac=4.0)
+    np.testing.assert_allclose(state.server["sigma"], np.full((4, 4), 0.25), atol=0.02)
+
+
+def test_relations_are_the_root_of_the_gram_matrix():
+    w = np.random.default_rng(0).normal(size=(4, 7, 3))
+    sigma = np.asarray(relations(jnp.asarray(w, jnp.float32)), np.float64)
+    gram = np.einsum("ndh,mdh->nm", w, w)
+    np.testing.assert_allclose(sigma @ sigma, gram / np.trace(root(gram)) ** 2, atol=1e-5)
+    np.testing.assert_allclose(relations(jnp.zeros((4, 7, 3))), np.eye(4) / 4, atol=1e-6)
+
+
+def root(gram):
+    values, vectors = np.linalg.eigh(gram)
+    return vectors @ np.diag(np.sqrt(np.maximum(values, 1e-7))) @ vectors.T
+
+
+def sdca(task, f, state, key, ids, lam, frac, renew):
+    """One round of the sheet in loops; `state` holds alpha [N] lists, b, w, sigma, rho in float64."""
+    alpha, b, w, sigma, rho = state
+    new = b.copy()
+    for i in ids:
+        x, y = examples(task, f, i)
+        n, dw, done = len(x), np.zeros_like(w[i]), 0
+        client_key = jax.random.fold_in(jax.random.fold_in(key, 0), i)
+        for epoch in range(100):
+            shuffle = jax.random.fold_in(jax.random.fold_in(client_key, local.SHUFFLE), epoch)
+            for k in np.asarray(local.shuffle(shuffle, f.train.index.shape[1], jnp.int32(n)))[:n]:
+                if done >= frac * n:
+                    break
+                done += 1
+                for h in range(w.shape[2]):
+                    u = y[k, h] * x[k] @ (w[i, :, h] + rho * dw[:, h])
+                    q = lam * n * (1 - u) / (sigma[i, i] * rho * x[k] @ x[k]) + alpha[i][k, h] * y[k, h]
+                    after = y[k, h] * min(max(q, 0), 1)
+                    dw[:, h] += sigma[i, i] * (after - alpha[i][k, h]) * x[k] / (lam * n)
+                    new[i, :, h] += (after - alpha[i][k, h]) * x[k] / n
+                    alpha[i][k, h] = after
+    w = np.einsum("nm,mdh->ndh", sigma, new) / lam
+    if renew:
+        r = root(np.einsum("ndh,mdh->nm", w, w))
+        sigma = r / np.trace(r)
+        w = np.einsum("nm,mdh->ndh", sigma, new) / lam
+        rho = max(np.abs(sigma[t]).sum() / sigma[t, t] for t in range(len(sigma)))
+    return alpha, new, w, sigma, rho
+
+
+@cases
+def test_rounds_are_the_plain_loops(case):
+    task, f = CASES[case]
+    n, lam, frac = len(task.sizes), 0.2, 1.4
+    algorithm = factory(task, lam=lam, frac=frac, relate_every=2)
+    state = algorithm.init(KEY)
+    expected = ([np.zeros((s, state.server["w"].shape[2])) for s in task.sizes],)
+    expected += (np.zeros(state.server["w"].shape), np.zeros(state.server["w"].shape), np.eye(n) / n, 1.0)
+    for t, ids in enumerate([range(n), range(n), [2, 0]]):  # Sigma after the second; then client 1 is absent
+        key, here = jax.random.key(100 + t), jnp.asarray(list(ids), jnp.int32)
+        args = {"key": key, "round": jnp.int32(t), "evaluated": jnp.bool(False), "width": 1}
+        cohort = Cohort(f, task.prepare, here, here >= 0, **args)
+        rows = State(state.server, trees.gather(state.clients, here))
+        new, _ = jax.jit(lambda rows, cohort=cohort: algorithm.round(KEY, rows, cohort))(rows)
+        state = State(new.server, trees.scatter(state.clients, here, new.clients, here >= 0))
+        expected = sdca(task, f, expected, key, list(ids), lam, frac, t == 1)
+        alpha, b, w, sigma, rho = expected
+        for name, value in (("b", b), ("w", w), ("sigma", sigma), ("rho", rho)):
+            np.testing.assert_allclose(state.server[name], value, atol=5e-4, err_msg=f"{name} of round {t}")
+        for i, a in enumerate(alpha):
+            np.testing.assert_allclose(state.clients["alpha"][i, : len(a)], a, atol=5e-4)
+            assert not np.any(state.clients["alpha"][i, len(a) :])
+
+
+def test_two_classes_are_predicted_by_a_sign():
+    program, f = simulate.program(factory, PAIRS, {"lam": 0.1}), PAIRS_FEDERATION
+    run = jax.jit(lambda: simulate.curve(program, KEY, program.numbers, f, rounds=6))
+    state, _, last = run()
+    assert state.server["w"].shape == (3, 7, 1)
+    np.testing.assert_array_equal(last["acc"], last["acc_present"])
+    assert np.mean(last["acc"]) > 0.9
+    for i, (low, high) in enumerate([(0, 1), (1, 2), (0, 2)]):
+        x = FEDERATION.examples.x[:5]
+        z = program.predict(KEY, program.numbers, f, state, jnp.int32(0), i, x)
+        score = np.asarray(x) @ state.server["w"][i, :-1, 0] + state.server["w"][i, -1, 0]
+        np.testing.assert_allclose(z[:, low], -score, atol=1e-5)
+        np.testing.assert_allclose(z[:, high], score, atol=1e-5)
+        assert np.isneginf(np.delete(z, [low, high], axis=1)).all()
+
+
+def test_sgd_is_the_plain_steps():
+    task = toy.task("linear", batch_size=19, epochs=3, rounds=100)
+    algorithm, f, lam = factory(task, lam=0.7, solver="sgd"), FEDERATION, 0.7
+    rng = np.random.default_rng(0)
+    w = rng.normal(size=(toy.N, 7, toy.C))
+    sigma = np.asarray(relations(jnp.asarray(w, jnp.float32)), np.float64)
+    state = State({"w": jnp.asarray(w, jnp.float32), "sigma": jnp.asarray(sigma, jnp.float32)}, ())
+    ids = jnp.array([3, 0, 4], jnp.int32)
+    nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
+    cohort = Cohort(f, task.prepare, ids, jnp.array([True, True, False]), key=KEY, width=1, **nothing)
+    got = jax.jit(lambda state: algorithm.round(KEY, state, cohort))(state)[0].server["w"]
+    omega, expected = np.linalg.inv(sigma), w.copy()
+    for i in (3, 0):
+        x, y = examples(task, f, i)
+        for _ in range(3):
+            z = x @ expected[i]
+            p = np.exp(z - z.max(axis=1, keepdims=True))
+            p /= p.sum(axis=1, keepdims=True)
+            others = sum(omega[i, s] * w[s] for s in range(toy.N) if s != i)
+            step = expected[i] - 0.1 * (x.T @ (p - (y > 0)) / len(x) + lam * others)
+            expected[i] = step / (1 + 0.1 * lam * omega[i, i])
+    np.testing.assert_allclose(got, expected, atol=1e-3)
+
+
+def test_sgd_learns_and_is_stable():
+    for lam in (0.01, 100.0):
+        program = simulate.program(factory, REST, {"solver": "sgd", "lam": lam})
+        run = jax.jit(lambda program=program: simulate.curve(program, KEY, program.numbers, FEDERATION, rounds=10))
+        state, metrics, _ = run()
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics["loss"])))
+        assert metrics["loss"][-1].mean() < metrics["loss"][0].mean()
+    ids = jnp.arange(2)
+    nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
+    cohort = Cohort(FEDERATION, REST.prepare, ids, jnp.array([True, False]), key=KEY, width=1, **nothing)
+    sent = factory(REST, solver="sgd").traffic(state, cohort, {})
+    np.testing.assert_array_equal([sent.down, sent.up], [[57, 0], [28, 0]])
+
+
+def test_two_class_clients_send_one_column():
+    ids = jnp.arange(3)
+    nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
+    cohort = Cohort(PAIRS_FEDERATION, PAIRS.prepare, ids, ids < 2, key=KEY, width=1, **nothing)
+    sent = factory(PAIRS).traffic(None, cohort, {})
+    np.testing.assert_array_equal([sent.down, sent.up], [[9, 9, 0], [7, 7, 0]])
+
+
+@pytest.mark.parametrize("net", ["mlp", "norm"])
+def test_other_models_are_refused(net):
+    with pytest.raises(BadInput, match="linear"):
+        factory(toy.task(net))
+
+
+@pytest.mark.parametrize("wrong", [{"lam": 0.0}, {"frac": 0.0}, {"relate_every": 0}, {"solver": "adam"}])
+def test_bad_input(wrong):
+    with pytest.raises(BadInput):
+        factory(REST, **wrong)

@@ -1,0 +1,270 @@
+"""The properties of sheet 20: the chain rule through the hypernetwork, whom a step moves, and rounds in plain NumPy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toy
+from toy import N, assert_close, assert_same
+
+from fedjax_pfl import local, losses, simulate, trees
+from fedjax_pfl.algorithms import pfedhn as factory
+from fedjax_pfl.algorithms.pfedhn import generate
+from fedjax_pfl.checks import BadInput
+from fedjax_pfl.clients import Cohort
+from fedjax_pfl.types import Batch, State
+
+KEY = jax.random.key(0)
+TASK = toy.task()
+SHAPES = jax.eval_shape(TASK.model.init, KEY)
+TARGET = {part: SHAPES[part] for part in ("body", "head")}
+PLAIN = {"momentum": 0.0, "decay": 0.0, "inner_momentum": 0.0, "inner_decay": 0.0, "clip": 1e9}
+
+
+def cohort_of(ids, active=True, task=TASK, federation=None, key=KEY):
+    ids = jnp.asarray(ids, jnp.int32)
+    f = toy.federation() if federation is None else federation
+    nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
+    active = jnp.broadcast_to(active, ids.shape)
+    return Cohort(f, task.prepare, ids, active, key=key, width=1, **nothing)
+
+
+def start(task=TASK, **hparams):
+    state = factory(task, **hparams).init(KEY)
+    noise = lambda x, i: 0.01 * jax.random.normal(jax.random.fold_in(KEY, i), x.shape)  # velocities of rounds before
+    leaves, structure = jax.tree.flatten(state.server["velocity"])
+    velocity = jax.tree.unflatten(structure, [noise(x, i) for i, x in enumerate(leaves)])
+    return state._replace(server={**state.server, "velocity": velocity})
+
+
+@functools.cache
+def compiled(steps, **hparams):
+    task = TASK if steps is None else toy.task(batch_size=19, epochs=None, steps=steps)
+
+    def run(key, f, server, rows, ids, active):
+        return factory(task, **hparams).round(KEY, State(server, rows), cohort_of(ids, active, task, f, key))[0].server
+
+    return jax.jit(run)
+
+
+def round_of(state, ids, active=None, steps=None, federation=None, key=KEY, **hparams):
+    """The server after one round; with `steps` the task's local work is that many full batches."""
+    ids = jnp.asarray(ids, jnp.int32)
+    active = jnp.ones(len(ids), bool) if active is None else jnp.asarray(active)
+    f = toy.federation() if federation is None else federation
+    return compiled(steps, **hparams)(key, f, state.server, trees.gather(state.clients, ids), ids, active)
+
+
+def order_of(ids, key):
+    """Who comes when in a sequential round."""
+    client = lambda c, carry: ((carry[0].at[carry[1]].set(c.id), carry[1] + 1), 0)
+    return np.asarray(cohort_of(ids, key=key).scan(client, (jnp.zeros(len(ids), jnp.int32), 0))[0][0])
+
+
+def mean_gradient(h, i):
+    """Of client i's mean loss at h(e_i) with respect to psi and the embeddings, by autodiff through everything."""
+    f = toy.federation()
+    row = f.train.index[i][: toy.SIZES[i]]
+    batch = Batch(f.examples.x[row], f.examples.y[row], jnp.ones(len(row), bool), row)
+    theta = lambda h: {**generate(h["psi"], h["embeddings"][i], TARGET), "stats": {}}
+    return jax.grad(lambda h: losses.classification(TASK.model)(theta(h), batch, KEY)[0])(h)
+
+
+@pytest.mark.parametrize("mode", ["sequential", "batched"])
+def test_one_plain_step_is_a_gradient_step_of_the_hypernetwork(mode):
+    state = factory(TASK).init(KEY)
+    hparams = PLAIN | {"inner_steps": None, "inner_lr": 0.3, "hyper_lr": 0.7, "mode": mode}
+    after = round_of(state, [1], steps=1, **hparams)["h"]
+    h = state.server["h"]
+    expected = jax.tree.map(lambda x, g: x - 0.7 * 0.3 * g, h, mean_gradient(h, 1))
+    assert_close(after, expected)
+    assert trees.sq_dist(after, h) > 1e-6
+
+
+@pytest.mark.parametrize("mode", ["sequential", "batched"])
+def test_without_a_change_of_the_models_only_decay_moves(mode):
+    state = factory(TASK).init(KEY)
+    after = round_of(state, [1, 4], inner_steps=0, momentum=0.0, decay=0.5, hyper_lr=0.1, mode=mode)["h"]
+    psi, embeddings = state.server["h"]["psi"], np.array(state.server["h"]["embeddings"])
+    assert_close(after["psi"], trees.scale(0.95 ** (2 if mode == "sequential" else 1), psi))
+    embeddings[[1, 4]] *= 0.95
+    np.testing.assert_allclose(after["embeddings"], embeddings, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["sequential", "batched"])
+def test_the_others_embeddings_stay(mode):
+    state = start()
+    after = round_of(state, [3, 0, 1], [True, False, True], mode=mode, inner_steps=3)
+    for name in ("h", "velocity"):
+        old, new = (np.asarray(x[name]["embeddings"]) for x in (state.server, after))
+        assert_same(new[[0, 2, 4]], old[[0, 2, 4]])
+        assert np.all(new[[1, 3]] != old[[1, 3]])
+    gradient = mean_gradient(state.server["h"], 1)["embeddings"]
+    assert np.all(gradient[1] != 0) and not np.any(np.delete(gradient, 1, axis=0))
+
+
+def test_ids_and_embeddings_may_be_permuted_together():
+    state, order = start(), np.array([2, 4, 0, 1, 3])
+    x, h = toy.federation().examples.x[:6], state.server["h"]
+    permuted = {**state.server, "h": {**h, "embeddings": h["embeddings"][order]}}
+
+    @jax.jit
+    def outputs(server, ids):
+        predict = factory(TASK).predict
+        return cohort_of(ids).map(lambda c: predict(server, {}, c)(x, jnp.ones(6, bool)))
+
+    assert_same(outputs(permuted, jnp.arange(N)), outputs(state.server, jnp.asarray(order)))
+    assert not np.array_equal(outputs(permuted, jnp.arange(N)), outputs(state.server, jnp.arange(N)))
+
+
+class Oracle:
+    """The hypernetwork in NumPy, with its gradient written out."""
+
+    def __init__(self, h):
+        self.hidden = [(np.array(x["kernel"], float), np.array(x["bias"], float)) for x in h["psi"]["hidden"]]
+        pair = lambda like, head: (np.array(head["kernel"], float), np.array(head["bias"], float))
+        pairs = jax.tree.map(pair, TARGET, h["psi"]["heads"])
+        self.heads = jax.tree.leaves(pairs, is_leaf=lambda x: isinstance(x, tuple))
+        self.embeddings = np.array(h["embeddings"], float)
+
+    def arrays(self):
+        return [x for pair in (*self.hidden, *self.heads) for x in pair]
+
+    def forward(self, e):
+        inputs, x = [e], e @ self.hidden[0][0] + self.hidden[0][1]
+        for kernel, bias in self.hidden[1:]:
+            inputs.append(np.maximum(x, 0))
+            x = inputs[-1] @ kernel + bias
+        return inputs, x, [np.tensordot(x, kernel, 1) + bias for kernel, bias in self.heads]
+
+    def backward(self, e, changes):
+        inputs, x, _ = self.forward(e)
+        heads, back = [], np.zeros_like(x)
+        for (kernel, _), change in zip(self.heads, changes, strict=True):
+            heads += [np.multiply.outer(x, change), change]
+            back += np.tensordot(kernel, change, change.ndim)
+        layers = []
+        for i in reversed(range(len(self.hidden))):
+            layers = [np.outer(inputs[i], back), back, *layers]
+            back = self.hidden[i][0] @ back
+            back = back * (inputs[i] > 0) if i else back
+        return [*layers, *heads], back
+
+    def set(self, arrays):
+        count = len(self.hidden)
+        pairs = [(arrays[2 * i], arrays[2 * i + 1]) for i in range(len(arrays) // 2)]
+        self.hidden, self.heads = pairs[:count], pairs[count:]
+
+
+HYPER = {"hyper_lr": 0.2, "momentum": 0.8, "decay": 0.05, "clip": 0.05, "inner_steps": 3, "inner_lr": 0.2}
+SMALL = {"hidden": 7, "hidden_layers": 2, "embedding": 3}
+
+
+@jax.jit
+def trained(i, key, theta):
+    """The client's model after local SGD made of optax's own parts."""
+    sgd = lambda lr: optax.chain(
+        optax.clip_by_global_norm(0.05), optax.add_decayed_weights(5e-5), optax.sgd(lr, momentum=0.9)
+    )
+    task, loss = TASK._replace(lr=0.2, optimizer=sgd, epochs=None, steps=3), losses.classification(TASK.model)
+    w = {**jax.tree.unflatten(jax.tree.structure(TARGET), theta), "stats": {}}
+    return cohort_of(i[None], key=key).map(lambda c: local.sgd(c.key, c.train, loss, w, task)[0])
+
+
+def change_of(i, theta, key):
+    """theta - theta~ of client i."""
+    after = trained(jnp.int32(i), key, [jnp.asarray(x, jnp.float32) for x in theta])
+    return [x - np.asarray(y[0], float) for x, y in zip(theta, jax.tree.leaves(after), strict=True)]
+
+
+@pytest.mark.parametrize("mode", ["sequential", "batched"])
+def test_rounds_are_the_plain_loops(mode):
+    state = factory(TASK, **SMALL).init(KEY)
+    oracle, ids = Oracle(state.server["h"]), [3, 0, 1]
+    speed, own_speed = [np.zeros_like(x) for x in oracle.arrays()], np.zeros((N, 3))
+    for t in range(2):
+        key = jax.random.key(50 + t)
+        state = State(round_of(state, ids, key=key, mode=mode, **HYPER, **SMALL), state.clients)
+        groups = [[i] for i in order_of(ids, key)] if mode == "sequential" else [ids]
+        for group in groups:
+            total, own = [np.zeros_like(x) for x in oracle.arrays()], {}
+            for i in group:
+                theta = oracle.forward(oracle.embeddings[i])[2]
+                gradient, own[i] = oracle.backward(oracle.embeddings[i], change_of(i, theta, key))
+                total = [x + y for x, y in zip(total, gradient, strict=True)]
+            norm = np.sqrt(sum((x**2).sum() for x in [*total, *own.values()]))
+            factor = min(1, 0.05 / norm)
+            assert factor < 1
+            arrays = oracle.arrays()
+            speed = [0.8 * v + factor * g + 0.05 * x for v, g, x in zip(speed, total, arrays, strict=True)]
+            oracle.set([x - 0.2 * v for x, v in zip(arrays, speed, strict=True)])
+            for i in group:
+                own_speed[i] = 0.8 * own_speed[i] + factor * own[i] + 0.05 * oracle.embeddings[i]
+                oracle.embeddings[i] = oracle.embeddings[i] - 0.2 * own_speed[i]
+        got = Oracle(state.server["h"])
+        np.testing.assert_allclose(got.embeddings, oracle.embeddings, atol=2e-5)
+        for x, y in zip(got.arrays(), oracle.arrays(), strict=True):
+            np.testing.assert_allclose(x, y, atol=2e-5)
+
+
+def test_one_client_is_the_same_in_both_modes():
+    one, other = (round_of(start(), [2, 4], [False, True], mode=mode) for mode in ("sequential", "batched"))
+    assert_close(one, other)
+
+
+def test_the_sum_of_a_batch_does_not_depend_on_the_order():
+    one = round_of(start(), [3, 0, 4], mode="batched", inner_steps=3)
+    assert_same(round_of(start(), [4, 3, 0], mode="batched", inner_steps=3), one)
+    padded = round_of(start(), [4, 99, 3, 0], [True, False, True, True], mode="batched", inner_steps=3)
+    assert_close(padded, one)
+
+
+def test_a_step_is_no_longer_than_the_clip():
+    state = factory(TASK).init(KEY)
+    after = round_of(state, [1], momentum=0.0, decay=0.0, clip=0.001, hyper_lr=2.0, inner_lr=1.0)
+    np.testing.assert_allclose(trees.sq_dist(after["h"], state.server["h"]) ** 0.5, 0.002, rtol=1e-2)
+
+
+def test_the_tasks_own_local_work():
+    assert_same(round_of(start(), [1], steps=3, inner_steps=None), round_of(start(), [1], steps=9, inner_steps=3))
+
+
+@pytest.mark.parametrize("mode", ["sequential", "batched"])
+def test_nothing_moves_without_training_examples(mode):
+    f = toy.federation()
+    f = f._replace(train=f.train._replace(size=jnp.zeros(N, jnp.int32)))
+    assert_same(round_of(start(), range(N), federation=f, mode=mode), start().server)
+
+
+@pytest.mark.parametrize(
+    "mode, bn_stats",
+    [("sequential", "aggregate"), ("batched", "aggregate"), ("sequential", "local"), ("batched", "batch")],
+)
+def test_batch_norm(mode, bn_stats):
+    program = simulate.program(factory, toy.task("norm", bn_stats=bn_stats), {"mode": mode})
+    f = toy.federation()
+    state, metrics, last = jax.jit(lambda: simulate.curve(program, KEY, program.numbers, f, rounds=5))()
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics["loss"], last)))
+    assert metrics["loss"][-1].mean() < metrics["loss"][0].mean()
+    assert bool(jax.tree.leaves(state.clients)) == (bn_stats == "local")
+    assert bool(jax.tree.leaves(state.server["stats"])) == (bn_stats == "aggregate")
+
+
+def test_the_authors_size_of_an_embedding():
+    assert factory(TASK).init(KEY).server["h"]["embeddings"].shape == (N, 1 + N // 4)
+
+
+def test_a_hypernetwork_that_is_too_large_is_refused():
+    with pytest.raises(BadInput, match=r"hypernetwork .* 300,\d{3},\d{3} parameters, more than 268,435,456"):
+        factory(TASK, hidden=10_000)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"mode": "random"}, {"hidden": 0}, {"momentum": 1.5}, {"clip": 0.0}, {"inner_steps": -1}, {"decay": -1.0}]
+)
+def test_bad_input(wrong):
+    with pytest.raises(BadInput):
+        factory(TASK, **wrong)

@@ -1,0 +1,141 @@
+"""Several devices: who gets which client, what they say to each other, and that results do not change."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from toy import N, assert_close, assert_same
+
+from fedjax_pfl import clients, simulate, trees
+from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.checks import BadInput
+from fedjax_pfl.data.partition import partition
+from fedjax_pfl.data.sources import Dataset, prepare_images
+from fedjax_pfl.types import State
+
+KEY = jax.random.key(3)
+
+
+def test_every_client_is_dealt_once_and_every_place_is_used():
+    work = np.random.default_rng(0).integers(0, 50, 21)
+    dealt = np.asarray(clients.deal(jnp.asarray(work), 8))
+    assert dealt.shape == (24,) and sorted(dealt) == list(range(24))
+
+
+def test_one_device_and_equal_work():
+    assert sorted(np.asarray(clients.deal(jnp.ones(5), 1))) == list(range(5))
+    assert (np.asarray(clients.deal(jnp.ones(6), 3)).reshape(3, 2) < 6).all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_busiest_device_has_little_more_than_the_best_deal_gives_it(seed):
+    """100 clients, Dirichlet 0.1, 8 devices, in steps: at most 10 % over longest-processing-time without places."""
+    y = np.arange(14_000, dtype=np.int32) % 10
+    data = Dataset("random", np.zeros((len(y), 1, 1, 1), np.uint8), y, len(y), 10, prepare_images)
+    sizes = partition(data, "dirichlet", num_clients=100, alpha=0.1, seed=seed).train_sizes
+    steps, best = -(-sizes // 10), np.zeros(8)
+    for n in sorted(steps)[::-1]:
+        best[best.argmin()] += n
+    dealt = np.asarray(clients.deal(jnp.asarray(sizes), 8)).reshape(8, -1)
+    loads = np.append(steps, np.zeros(dealt.size - 100))[dealt].sum(axis=1)
+    assert loads.sum() == steps.sum()
+    assert loads.max() <= 1.1 * best.max()
+
+
+def test_more_devices_than_there_are_is_one_sentence():
+    with pytest.raises(BadInput, match=r"devices=9 is outside its range \[1, 8\]"):
+        clients.make_mesh(9)
+
+
+def run(method, devices, participation, rounds=3):
+    task = toy.method_task(method)._replace(participation=participation)
+    program = simulate.program(ALGORITHMS[method], task, devices=devices)
+    return program, list(simulate.rounds(program, KEY, toy.federation(), rounds=rounds))
+
+
+@pytest.mark.parametrize("participation", [(1.0, 1.0), (0.6, 0.6), (0.3, 1.0)])
+def test_a_run_over_devices_is_the_run_on_one(participation):
+    """Everybody, a sample and drop-outs, with state that stays on the clients; N is not a multiple of the devices."""
+    _, alone = run("ditto", 1, participation)
+    many, together = run("ditto", 3, participation)
+    assert_close(many.by_id(together[-1].state), alone[-1].state, 1e-5)
+    assert len(together) == len(alone) == 4
+    for a, b in zip(together, alone, strict=True):
+        assert_close(a.pre, b.pre, 1e-5)
+        if b.metrics is not None:
+            assert_close(a.metrics, trees.gather(b.metrics, np.argsort(b.metrics["ids"])), 1e-5)
+
+
+def test_a_state_may_move_to_another_number_of_devices():
+    program, results = run("ditto", 3, (0.6, 0.6), rounds=2)
+    rest = jax.device_get(program.by_id(results[-1].state))  # through the host, as a checkpoint does
+    assert jax.tree.leaves(rest.clients)[0].shape[0] == N
+    assert_same(program.by_id(program.place(rest)), rest)
+    other, whole = run("ditto", 2, (0.6, 0.6), rounds=3)
+    *_, last = simulate.rounds(other, KEY, toy.federation(), rounds=3, start=2, state=other.place(rest))
+    assert_close(other.by_id(last.state), other.by_id(whole[-1].state), 1e-5)
+
+
+def test_one_client_can_be_asked_wherever_it_lies():
+    answers = []
+    for devices in (1, 3):
+        program, results = run("ditto", devices, (1.0, 1.0), rounds=1)
+        x = toy.federation().examples.x[:4]
+        args = (KEY, program.numbers, toy.federation(), results[-1].state, jnp.int32(1))
+        answers.append([program.predict(*args, i, x) for i in range(N)])
+    assert_close(answers[1], answers[0], 1e-5)
+
+
+def compiled(method, participation):
+    """The compiled round on 8 devices, of 16 clients with the toy's data."""
+    f = toy.federation()
+    rows = lambda x: trees.gather(x, np.arange(16) % N)
+    f = f._replace(train=rows(f.train), val=rows(f.val), test=rows(f.test), class_counts=rows(f.class_counts))
+    task = toy.task(
+        participation=participation, sizes=np.asarray(f.train.size), class_counts=np.asarray(f.class_counts)
+    )
+    program = simulate.program(ALGORITHMS[method], task, devices=8)
+    state = jax.jit(program.init)(KEY, program.numbers)
+    f = jax.device_put(f, jax.NamedSharding(program.mesh, jax.P()))
+    args = (KEY, program.numbers, f, state, jnp.int32(0), jnp.bool(False))
+    return state, jax.jit(program.round).lower(*args).compile()
+
+
+def collectives(program) -> dict[str, list[str]]:
+    """{kind: shapes} of what the devices say to each other."""
+    found: dict[str, list[str]] = {}
+    kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
+    for shape, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", program.as_text()):
+        found.setdefault(kind, []).append(shape)
+    return found
+
+
+@pytest.mark.parametrize("method", ["fedavg", "ditto", "pfedc"])
+def test_everybody_takes_part_and_only_the_aggregate_travels(method):
+    state, program = compiled(method, (1.0, 1.0))
+    (kind, shapes), *others = collectives(program).items()
+    model = sum(len(jax.tree.leaves(state.server[part])) for part in ("body", "head"))
+    assert kind == "all-reduce" and not others
+    assert len(shapes) == 1 and len(re.findall(r"\w+\[", shapes[0])) == model, shapes
+
+
+def test_a_sampled_cohort_adds_one_gather_and_one_scatter_of_its_rows():
+    """Indices apart, which are a few integers."""
+    state, program = compiled("ditto", (0.5, 0.5))
+    found = collectives(program)
+    rows = len(jax.tree.leaves(state.clients))
+    floats = {kind: len(re.findall(r"f32\[", "".join(shapes))) for kind, shapes in found.items()}
+    model = sum(len(jax.tree.leaves(state.server[part])) for part in ("body", "head"))
+    assert floats == {"all-reduce": model + rows, "all-gather": rows}, found
+
+
+def test_clients_at_rest_lie_on_their_devices():
+    state, program = compiled("ditto", (1.0, 1.0))
+    for tree in (state.clients, program.output_shardings[0].clients):
+        for x in jax.tree.leaves(tree):
+            spec = x.sharding.spec if hasattr(x, "sharding") else x.spec
+            assert spec[0] == clients.AXIS
+    assert isinstance(state, State)

@@ -1,0 +1,39 @@
+"""Several methods and seeds in one setting."""
+
+import pytest
+
+from experiments import main, runs, sweep
+from fedjax_pfl.checks import BadInput
+
+TINY = [
+    "--data_fraction=0.2",
+    "--clients=5",
+    "--width=1",
+    "--epochs=1",
+    "--model=linear",
+    "--rounds=1",
+    "--eval_every=0",
+]
+
+
+@pytest.mark.xdist_group("sweep")
+def test_a_sweep_runs_what_is_missing_and_prints_a_table(tmp_path, capsys, monkeypatch):
+    command = [*TINY, "--algo=fedavg,local", "--seed=0,1", f"--root={tmp_path}"]
+    assert sweep.run(command) == 0
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["fedavg-seed0", "fedavg-seed1", "local-seed0", "local-seed1"]
+    table = capsys.readouterr().err
+    assert table.count("| fedavg | linear |") == table.count("| local | linear |") == 2
+    started = []
+    monkeypatch.setattr(main, "run", lambda argv: started.append(argv) or 0)
+    assert sweep.run(command) == 0 and not started
+    summary = tmp_path / "local-seed1" / "summary.json"
+    runs.write_json(summary, runs.read_json(summary) | {"status": "interrupted"})
+    assert sweep.run(command) == 0
+    assert len(started) == 1 and {"--algo=local", "--seed=1", "--resume"} <= set(started[0])
+
+
+def test_a_wrong_name_stops_a_sweep_before_anything_runs(tmp_path):
+    with pytest.raises(BadInput, match="did you mean 'fedavg'"):
+        sweep.run([*TINY, "--algo=local,fedavgg", f"--root={tmp_path}"])
+    assert not list(tmp_path.iterdir())
