@@ -1,12 +1,14 @@
 """Presets: one file a paper's tables; a preset is data, and any flag the user gives overrides it."""
 
-from experiments.presets import builtin, pfedc
+from experiments.presets import builtin, fedcp, pfedc
 from experiments.presets.preset import Preset
 
 PRESETS: dict[str, Preset] = {
     "digits": builtin.DIGITS,
     "synthetic": builtin.SYNTHETIC,
     "pfedc_mnist": pfedc.MNIST,
+    "fedcp_cifar10": fedcp.CIFAR10,
+    "fedcp_cifar100": fedcp.CIFAR100,
 }
 
 DEFAULT_PRESETS = {"digits": "digits", "synthetic": "synthetic"}  # data set -> what it takes when no --preset is given

@@ -1,0 +1,74 @@
+"""Runs several methods and seeds in one setting, and prints their table:
+
+    python -m experiments.sweep --algo=local,fedavg,fedcp --seed=0,1 --preset=fedcp_cifar10 --rounds=50
+
+`--algo` and `--seed` are lists; every other flag is passed on to `experiments.main`. Each run has a directory
+ROOT/ALGO-seedK (`--root`, by default runs/PRESET). The same command again goes on where it stopped: finished runs are
+skipped, interrupted ones resumed. A run that fails does not stop the others; the exit code is the first failure's.
+"""
+
+import sys
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+from experiments import main, runs, settings, tables
+from fedjax_pfl.checks import BadInput
+
+
+def split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
+    """The sweep's own flags, and those of every run."""
+    own = {"algo": "", "seed": "0", "root": ""}
+    rest = []
+    for word in argv:
+        name, equals, value = word.removeprefix("--").partition("=")
+        if word.startswith("--") and equals and name in own:
+            own[name] = value
+        else:
+            rest.append(word)
+    return own, rest
+
+
+def is_complete(path: Path, rounds: int) -> bool:
+    """Has this run directory all its rounds?"""
+    summary = path / "summary.json"
+    if not summary.exists():
+        return False
+    content = runs.read_json(summary)
+    return content["status"] == "complete" and content["rounds"] >= rounds
+
+
+def run(argv: list[str]) -> int:
+    """Runs everything that is missing; returns the first exit code that is not 0."""
+    console, (own, rest) = Console(highlight=False, markup=False, stderr=True), split(argv)
+    user = settings.given(settings.parse(rest))
+    root = Path(own["root"] or f"runs/{user.get('preset') or user.get('dataset', 'digits')}")
+    jobs = [(algo, seed) for seed in own["seed"].split(",") for algo in own["algo"].split(",")]
+    configs = [settings.resolve(user | settings.given(settings.parse(_flags(*job)))) for job in jobs]  # all, before any
+    failed, finished = 0, []
+    for (algo, seed), config in zip(jobs, configs, strict=True):
+        path = root / f"{algo}-seed{seed}"
+        if not is_complete(path, config["rounds"]):
+            resume = ["--resume"] if runs.is_run(path) else []
+            code = main.run([*rest, *_flags(algo, seed), *resume, f"--workdir={path}"])
+            jax.clear_caches()  # the next method shares nothing with this one
+            failed = failed or code
+            if code >= main.INTERRUPTED - 2:
+                return code
+        if (path / "summary.json").exists():
+            finished.append(path)
+    if finished:
+        console.print(tables.table(finished), soft_wrap=True)
+    return failed
+
+
+def _flags(algo: str, seed: str) -> list[str]:
+    return [f"--algo={algo}", f"--seed={seed}"]
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(run(sys.argv[1:]))
+    except BadInput as error:
+        sys.exit(str(error))
