@@ -1,0 +1,81 @@
+"""Seconds a round of every method relative to FedAvg's:
+
+    python -m benchmarks.cost [--markdown] [--methods=fedavg,ditto] [--model=cnn] [--repeats=3]
+
+One process; 20 clients with 100 images each, batch 10, one local epoch, each method's own defaults; a round without
+evaluation. All methods take turns, and a ratio is to the FedAvg round of the same turn; the medians are printed.
+"""
+
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+from absl import app, flags
+from jax.sharding import NamedSharding, PartitionSpec
+
+from benchmarks.throughput import CLIENTS, build, table
+from fedjax_pfl import simulate
+from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.checks import BadInput
+from fedjax_pfl.layout import choose_width, split_cpu
+
+FLAGS = flags.FLAGS
+flags.DEFINE_list("methods", [], "which methods beside fedavg (default: all that the model allows)")
+flags.DEFINE_string("model", "cnn", "which model: mlp, mlp28, lenet or cnn")
+flags.DEFINE_integer("repeats", 3, "turns", lower_bound=1)
+
+
+class Runner:
+    """One method, compiled; each call runs a round from where the last one ended."""
+
+    def __init__(self, name: str, task, federation, width: int, devices: int):
+        self.program = simulate.program(ALGORITHMS[name], task, width=width, devices=devices)
+        self.federation = federation
+        if self.program.mesh is not None:
+            self.federation = jax.device_put(federation, NamedSharding(self.program.mesh, PartitionSpec()))
+        self.numbers = {name: jnp.asarray(x, float) for name, x in self.program.numbers.items()}
+        self.key, self.round = jax.random.key(0), 0
+        self.state = jax.jit(self.program.init)(self.key, self.numbers)
+        self.step = jax.jit(self.program.round, donate_argnums=3)
+
+    def __call__(self) -> float:
+        begin = time.perf_counter()
+        t, wanted = jnp.int32(self.round), jnp.bool(False)
+        self.state, _ = jax.block_until_ready(self.step(self.key, self.numbers, self.federation, self.state, t, wanted))
+        self.round += 1
+        return time.perf_counter() - begin
+
+
+def main(argv) -> None:
+    del argv
+    split_cpu()
+    task, federation = build(FLAGS.model)
+    devices = jax.device_count()
+    width = choose_width(task, federation, CLIENTS, devices)
+    names = ["fedavg", *(name for name in FLAGS.methods or ALGORITHMS if name != "fedavg")]
+    runners, compiling, refused = {}, {}, []
+    for name in names:
+        try:
+            runners[name] = Runner(name, task, federation, width, devices)
+        except BadInput as error:
+            refused.append(f"{name}: {error}")
+            continue
+        compiling[name] = runners[name]()
+        runners[name]()  # the first round is like no other for methods that look back
+    turns = [{name: runner() for name, runner in runners.items()} for _ in range(FLAGS.repeats)]
+    print(
+        f"jax {jax.__version__}, {jax.default_backend()}, {devices} x width {width}; {FLAGS.model}, {CLIENTS} clients"
+    )
+    print(f"medians of {FLAGS.repeats} turns\n")
+    rows: list[tuple] = [("method", "s a round", "of FedAvg", "first round s")]
+    for name in runners:
+        seconds = statistics.median(turn[name] for turn in turns)
+        ratio = statistics.median(turn[name] / turn["fedavg"] for turn in turns)
+        rows.append((name, seconds, ratio, compiling[name]))
+    print(table(rows))
+    print("\n".join(["", *refused]))
+
+
+if __name__ == "__main__":
+    app.run(main)
