@@ -12,8 +12,6 @@ from experiments import build, interrupt, main, runs, settings
 from fedjax_pfl import checkpoint, simulate
 from fedjax_pfl.checks import BadInput
 
-pytestmark = pytest.mark.xdist_group("checkpoint")
-
 FLAGS = ["--algo=fedper", "--dataset=digits", "--data_fraction=0.2", "--clients=4", "--classes_per_client=3"]
 FLAGS += ["--epochs=1", "--momentum=0.9", "--lr_decay=0.9", "--participation=0.25:0.75", "--width=2"]
 FLAGS += ["--eval_every=2", "--checkpoint_every=2"]

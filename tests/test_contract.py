@@ -17,8 +17,7 @@ from fedjax_pfl import simulate, trees
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.types import State
 
-METHODS = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ALGORITHMS]
-pytestmark = [pytest.mark.contract, pytest.mark.parametrize("method", METHODS)]
+pytestmark = [pytest.mark.contract, pytest.mark.parametrize("method", ALGORITHMS)]
 
 # Mean losses of rounds 0, 5 and 11 under each method's defaults, measured when the method was built.
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())

@@ -25,8 +25,6 @@ from fedjax_pfl.data.sources import DATASETS
 from fedjax_pfl.models import MODELS
 from fedjax_pfl.simulate import hyperparameters
 
-pytestmark = pytest.mark.xdist_group("main")
-
 TINY = ["--data_fraction=0.2", "--clients=5", "--width=1", "--epochs=1", "--model=linear", "--participation=0.5"]
 
 

@@ -16,7 +16,6 @@ TINY = [
 ]
 
 
-@pytest.mark.xdist_group("sweep")
 def test_a_sweep_runs_what_is_missing_and_prints_a_table(tmp_path, capsys, monkeypatch):
     command = [*TINY, "--algo=fedavg,local", "--seed=0,1", f"--root={tmp_path}"]
     assert sweep.run(command) == 0

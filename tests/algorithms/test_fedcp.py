@@ -15,7 +15,6 @@ from fedjax_pfl.checks import BadInput
 from fedjax_pfl.losses import VARIANCES, mmd
 from fedjax_pfl.types import State
 
-pytestmark = pytest.mark.xdist_group("fedcp")
 KEY = jax.random.key(0)
 TASK, NORM = toy.task(), toy.task("norm")
 _compiled: dict = {}
