@@ -15,18 +15,10 @@ from fedjax_pfl.types import Batch, Data, State
 
 KEY = jax.random.key(5)
 MLP, NORM = toy.task("mlp"), toy.task("norm")
-_compiled: dict = {}
 
 
 def train(method, task=MLP, federation=None, **hparams):
-    """(state, metrics, last scores) after three rounds; floats are traced: one compilation serves all their values."""
-    factory = ALGORITHMS[method] if isinstance(method, str) else method
-    program = simulate.program(factory, task, hparams)
-    static = tuple(sorted((k, v) for k, v in hparams.items() if not isinstance(v, float)))
-    where = (method, id(task), static)
-    if where not in _compiled:
-        _compiled[where] = jax.jit(lambda numbers, f: simulate.curve(program, KEY, numbers, f, rounds=3))
-    return _compiled[where](program.numbers, toy.federation() if federation is None else federation)
+    return toy.train(method, task, federation_=federation, **hparams)
 
 
 def equal_sizes():
@@ -36,29 +28,29 @@ def equal_sizes():
 
 
 def test_fedprox_without_pull_is_fedavg():
-    assert_close(train("fedprox", mu=0.0)[0], train("fedavg")[0])
+    assert_close(train("fedprox", mu=0.0).state, train("fedavg").state)
 
 
 def test_fedprox_pull_acts_from_the_second_step_on():
     one_step = toy.task("mlp", epochs=None, steps=1)
-    weak, strong = (train("fedprox", one_step, mu=mu)[0] for mu in (0.0, 100.0))
+    weak, strong = (train("fedprox", one_step, mu=mu).state for mu in (0.0, 100.0))
     assert_same(weak, strong)
     two_steps = toy.task("mlp", epochs=None, steps=2)
-    weak, strong = (train("fedprox", two_steps, mu=mu)[0] for mu in (0.0, 5.0))
+    weak, strong = (train("fedprox", two_steps, mu=mu).state for mu in (0.0, 5.0))
     assert trees.sq_dist(weak.server, strong.server) > 1e-4
 
 
 def test_ditto_global_model_is_fedavgs():
-    expected = train("fedavg")[0].server
+    expected = train("fedavg").state.server
     for lam in (0.0, 2.0):
-        assert_close(train("ditto", lam=lam)[0].server, expected)
+        assert_close(train("ditto", lam=lam).state.server, expected)
 
 
 def test_ditto_without_pull_is_local():
     state, _, last = train("ditto", lam=0.0)
     alone = train("local")
-    assert_close(state.clients, alone[0].clients)
-    assert_same(last, alone[2])
+    assert_close(state.clients, alone.state.clients)
+    assert_same(last, alone.last)
 
 
 def test_scaffolds_first_round_is_fedavgs():
@@ -75,51 +67,52 @@ def test_scaffold_of_identical_clients_is_fedavg():
     same = lambda rows: type(rows)(*(trees.replicate(x[1], toy.N) for x in rows))
     equal = f._replace(train=same(f.train), class_counts=trees.replicate(f.class_counts[1], toy.N))
     full_batch = toy.task("mlp", batch_size=19)
-    corrected, plain = (train(method, full_batch, equal)[0].server for method in ("scaffold", "fedavg"))
+    corrected, plain = (train(method, full_batch, equal).state.server for method in ("scaffold", "fedavg"))
     assert_close(corrected["w"], plain, 1e-5)
 
 
 @pytest.mark.parametrize("variant", ["fo", "hf", "exact"])
 def test_per_fedavg_without_inner_step_is_fedavg(variant):
     for task in (MLP, NORM):
-        state = train("per_fedavg", task, alpha=0.0, variant=variant)[0]
-        expected = train("fedavg", task)[0]
+        state = train("per_fedavg", task, alpha=0.0, variant=variant).state
+        expected = train("fedavg", task).state
         assert_close(state.server, expected.server, 2e-6)
     slower = toy.task("mlp", lr=0.05)
-    assert_close(train("per_fedavg", alpha=0.0, beta=0.05)[0].server, train("fedavg", slower)[0].server)
+    assert_close(train("per_fedavg", alpha=0.0, beta=0.05).state.server, train("fedavg", slower).state.server)
 
 
 def test_fedrod_without_balancing_is_fedavg():
     for task in (MLP, NORM):
-        assert_close(train("fedrod", task, gamma=0.0)[0].server, train("fedavg", task)[0].server, 2e-6)
+        assert_close(train("fedrod", task, gamma=0.0).state.server, train("fedavg", task).state.server, 2e-6)
 
 
 @pytest.mark.parametrize("still", [{"lam": 0.0}, {"beta": 0.0}])
 def test_pfedme_without_pull_or_mixing_keeps_the_global_model(still):
     program = simulate.program(ALGORITHMS["pfedme"], MLP)
-    assert_close(train("pfedme", **still)[0].server, program.init(KEY, program.numbers).server)
+    assert_close(train("pfedme", **still).state.server, program.init(KEY, program.numbers).server)
 
 
 def test_apfl_global_model_is_fedavgs():
-    expected = train("fedavg")[0].server
+    expected = train("fedavg").state.server
     for hparams in ({}, {"alpha": 0.9}, {"mix": "outputs"}):
-        assert_close(train("apfl", **hparams)[0].server, expected)
+        assert_close(train("apfl", **hparams).state.server, expected)
 
 
 @pytest.mark.parametrize("mix", ["params", "outputs"])
 def test_apfl_of_personal_models_only_is_local(mix):
     state, _, last = train("apfl", alpha=1.0, adaptive=False, mix=mix)
     alone = train("local")
-    assert_close(state.clients["v"], alone[0].clients)
-    assert_same(last, alone[2])
+    assert_close(state.clients["v"], alone.state.clients)
+    assert_same(last, alone.last)
 
 
 def test_mnfl_of_uniform_coefficients_is_fedavg():
-    state, metrics, _ = train("mnfl", federation=equal_sizes(), coef_lr=0.0)
+    got = train("mnfl", federation=equal_sizes(), coef_lr=0.0)
+    state, metrics = got.state, got.metrics
     expected = train("fedavg", federation=equal_sizes())
-    assert_close(jax.tree.map(lambda w: jnp.mean(w, axis=0), state.server["w"]), expected[0].server)
-    assert_close(metrics["loss"], expected[1]["loss"], 1e-5)
-    assert_same(metrics["post"], expected[1]["post"])
+    assert_close(jax.tree.map(lambda w: jnp.mean(w, axis=0), state.server["w"]), expected.state.server)
+    assert_close(metrics["loss"], expected.metrics["loss"], 1e-5)
+    assert_same(metrics["post"], expected.metrics["post"])
 
 
 def test_mnfl_of_own_models_only_is_local():
@@ -129,7 +122,7 @@ def test_mnfl_of_own_models_only_is_local():
     state = State({**state.server, "coefficients": jnp.eye(toy.N)}, state.clients)
     for t in range(3):
         state = step(state, jnp.int32(t))
-    assert_close(state.server["w"], train("local")[0].clients)
+    assert_close(state.server["w"], train("local").state.clients)
     assert_same(state.server["coefficients"], jnp.eye(toy.N))
 
 
@@ -147,16 +140,17 @@ def test_fedem_of_one_component_is_fedavg(task):
 def test_fedamp_without_attention_is_local(task, hparams):
     state, _, last = train("fedamp", task, lam=0.0, **hparams)
     alone = train("local", task)
-    assert_close({**state.server["w"], "stats": state.clients}, alone[0].clients)
-    assert_close(last, alone[2])
+    assert_close({**state.server["w"], "stats": state.clients}, alone.state.clients)
+    assert_close(last, alone.last)
 
 
 def test_fedamp_that_sees_nobody_is_local():
     """In a round of one step, for the pull lam/alpha (w - u) with u = w_i acts from the second step on."""
     task = toy.task("mlp", epochs=None, steps=1)
-    state, metrics, _ = train("fedamp", task, sigma=1e-9)
+    got = train("fedamp", task, sigma=1e-9)
+    state, metrics = got.state, got.metrics
     np.testing.assert_array_equal(metrics["self_weight"][1:], 1)
-    assert_close({**state.server["w"], "stats": {}}, train("local", task)[0].clients)
+    assert_close({**state.server["w"], "stats": {}}, train("local", task).state.clients)
 
 
 def test_fedamp_that_sees_everybody_equally_pulls_towards_the_mean():
@@ -177,15 +171,15 @@ def test_fedamp_that_sees_everybody_equally_pulls_towards_the_mean():
 
 @pytest.mark.parametrize("task, hparams", [(MLP, {}), (NORM, {}), (MLP, {"regularizer": "kd"})])
 def test_fedphp_without_a_teacher_trains_as_fedavg(task, hparams):
-    assert_close(train("fedphp", task, lam=0.0, **hparams)[0].server, train("fedavg", task)[0].server, 2e-6)
+    assert_close(train("fedphp", task, lam=0.0, **hparams).state.server, train("fedavg", task).state.server, 2e-6)
 
 
 @pytest.mark.parametrize("task, hparams", [(MLP, {"lr_weights": 0.0}), (NORM, {"blended": "none"})])
 def test_fedala_that_takes_the_global_model_is_fedavg(task, hparams):
     state, _, last = train("fedala", task, **hparams)
     expected = train("fedavg", task)
-    assert_close(state.server, expected[0].server)
-    assert_close(last, expected[2])
+    assert_close(state.server, expected.state.server)
+    assert_close(last, expected.last)
 
 
 @pytest.mark.parametrize("blended, method", [("head", "fedper"), ("all", "local")])
@@ -200,11 +194,11 @@ def test_fedala_that_keeps_its_own_model_is_partial_averaging(blended, method):
         return algorithm._replace(init=init)
 
     (state, _, last), expected = train(own), train(method)
-    for part in expected[0].clients["head"]:
-        assert_close(state.clients["w"]["head"][part], expected[0].clients["head"][part])
+    for part in expected.state.clients["head"]:
+        assert_close(state.clients["w"]["head"][part], expected.state.clients["head"][part])
     if method == "fedper":
-        assert_close(state.server["body"], expected[0].server["body"])
-    assert_close(last, expected[2])
+        assert_close(state.server["body"], expected.state.server["body"])
+    assert_close(last, expected.last)
 
 
 @pytest.mark.parametrize("bn_stats", ["aggregate", "local"])
@@ -263,7 +257,7 @@ def test_every_use_of_the_moments_learns(method, bn_stats):
 
 
 def test_fedrep_without_head_phase_is_fedbabu():
-    fedrep, fedbabu = train("fedrep", head_epochs=0)[0], train("fedbabu")[0]
+    fedrep, fedbabu = train("fedrep", head_epochs=0).state, train("fedbabu").state
     assert_close(fedrep.server["body"], fedbabu.server["body"])
     assert_same(fedrep.clients["head"], trees.replicate(fedbabu.server["head"], toy.N))
 
@@ -271,17 +265,17 @@ def test_fedrep_without_head_phase_is_fedbabu():
 def test_fedrep_without_body_phase_keeps_the_body():
     program = simulate.program(ALGORITHMS["fedrep"], MLP, {"body_epochs": 0})
     begin = program.init(KEY, program.numbers)
-    state = train("fedrep", body_epochs=0)[0]
+    state = train("fedrep", body_epochs=0).state
     assert_close(state.server["body"], begin.server["body"])
     assert trees.sq_dist(state.clients["head"], begin.clients["head"]) > 0
 
 
 def test_fedbn_without_batch_norm_is_fedavg():
-    assert_same(train("fedbn")[0].server, train("fedavg")[0].server)
+    assert_same(train("fedbn").state.server, train("fedavg").state.server)
 
 
 def test_fedbn_keeps_norms_and_shares_the_rest():
-    state = train("fedbn", NORM)[0]
+    state = train("fedbn", NORM).state
     shared, own = (jax.tree.leaves(jax.tree_util.tree_map_with_path(lambda path, _: str(path), part)) for part in state)
     assert own and all("norm" in path for path in own) and not any("norm" in path for path in shared)
 
@@ -294,19 +288,19 @@ def test_fine_tuning_by_no_epochs_is_fedavg():
 
 
 def test_fine_tuning_does_not_touch_training():
-    assert_same(train("fedavg_ft", fine_tune_epochs=3)[0], train("fedavg")[0])
+    assert_same(train("fedavg_ft", fine_tune_epochs=3).state, train("fedavg").state)
 
 
 def test_fine_tuning_for_the_local_epochs_is_fedavgs_post():
-    _, metrics, _ = train("fedavg_ft", fine_tune_epochs=MLP.epochs)
-    assert_same(metrics["pre"], metrics["post"])
+    before, after = (toy.train("fedavg_ft", MLP, rounds, fine_tune_epochs=MLP.epochs) for rounds in (2, 3))
+    assert_same(before.last, toy.rows(after.metrics["post"], -1))
 
 
 @pytest.mark.parametrize("task", [MLP, toy.task("linear")])
 def test_fedma_of_neurons_that_stay_is_uniform_fedavg(task):
     still = {"retrain_epochs": 0, "matching": "identity", "weights": "uniform"}
     uniform = equal_sizes()
-    assert_close(train("fedma", task, uniform, **still)[0], train("fedavg", task, uniform)[0])
+    assert_close(train("fedma", task, uniform, **still).state, train("fedavg", task, uniform).state)
 
 
 def test_pfedma_without_fine_tuning_is_fedma():
@@ -317,14 +311,14 @@ def test_pfedma_without_fine_tuning_is_fedma():
 
 
 def test_pfedma_trains_as_fedma_and_predicts_what_it_has_trained():
-    state, metrics, _ = train("pfedma", fine_tune_epochs=MLP.epochs)
-    assert_same(state, train("fedma")[0])
-    assert_same(metrics["pre"], metrics["post"])
+    before, after = (toy.train("pfedma", MLP, rounds, fine_tune_epochs=MLP.epochs) for rounds in (2, 3))
+    assert_same(after.state, train("fedma").state)
+    assert_same(before.last, toy.rows(after.metrics["post"], -1))
 
 
 def test_fedbabu_head_never_moves():
     program = simulate.program(ALGORITHMS["fedbabu"], MLP)
-    assert_same(train("fedbabu")[0].server["head"], program.init(KEY, program.numbers).server["head"])
+    assert_same(train("fedbabu").state.server["head"], program.init(KEY, program.numbers).server["head"])
 
 
 def test_fedbabu_scores_the_untuned_model_beside_the_tuned_one():
@@ -335,14 +329,14 @@ def test_fedbabu_scores_the_untuned_model_beside_the_tuned_one():
     for name in ("acc", "acc_present"):
         assert_same(last[f"untuned_{name}"], received[name])
     assert last["acc_present"].mean() > last["untuned_acc_present"].mean()
-    still = train("fedbabu", fine_tune_epochs=0)[2]
+    still = train("fedbabu", fine_tune_epochs=0).last
     assert_same(still["untuned_acc"], still["acc"])
     outputs = jax.jit(program.predict)(KEY, program.numbers, f, state, jnp.int32(3), 1, f.examples.x[:4])
     assert_close(outputs[..., 1], MLP.model.apply(state.server, f.examples.x[:4])[0])
 
 
 def test_fine_tuning_by_a_rate_of_zero_changes_nothing():
-    state = train("fedbabu")[0]
+    state = train("fedbabu").state
     program, f = simulate.program(ALGORITHMS["fedbabu"], MLP), toy.federation()
     still = jax.jit(program.evaluate)(KEY, program.numbers | {"lr": 0.0}, f, state, jnp.int32(3))
     assert_same(still["untuned_acc"], still["acc"])
@@ -352,7 +346,7 @@ def test_local_ignores_the_others():
     f = toy.federation()
     others = np.concatenate([np.asarray(f.train.index[i][: SIZES[i]]) for i in range(1, toy.N)])
     changed = f._replace(examples=f.examples._replace(x=f.examples.x.at[others].multiply(-3)))
-    mine = lambda result: trees.gather(result[0].clients, 0)
+    mine = lambda result: toy.rows(result.state.clients, 0)
     assert_same(mine(train("local", federation=changed)), mine(train("local")))
 
 
@@ -361,22 +355,22 @@ def test_fedper_of_equal_clients_has_equal_heads():
     same = lambda rows: type(rows)(*(x.at[1].set(x[0]) for x in rows))
     f = f._replace(train=same(f.train), class_counts=f.class_counts.at[1].set(f.class_counts[0]))
     full_batch = toy.task("mlp", batch_size=19)
-    heads = train("fedper", full_batch, federation=f)[0].clients["head"]
+    heads = train("fedper", full_batch, federation=f).state.clients["head"]
     assert_close(trees.gather(heads, 0), trees.gather(heads, 1))
 
 
 @pytest.mark.parametrize("hparams", [{"without": "cpn_gfm_gh"}, {"without": "cpn_gh", "lam": 0.0}])
 @pytest.mark.parametrize("task", [MLP, NORM])
 def test_fedcp_with_the_personal_path_only_is_fedper(task, hparams):
-    state, expected = train("fedcp", task, **hparams)[0], train("fedper", task)[0]
+    state, expected = train("fedcp", task, **hparams).state, train("fedper", task).state
     assert_close(state.server["body"], expected.server["body"])
     assert_close(state.clients["head"], expected.clients["head"])
 
 
 @pytest.mark.parametrize("head_weighting, federation", [("data", toy.federation()), ("uniform", equal_sizes())])
 def test_pfedc_with_one_task_is_fedavg(head_weighting, federation):
-    state = train("pfedc", federation=federation, tasks="single", head_weighting=head_weighting)[0].server
-    expected = train("fedavg", federation=federation)[0].server
+    state = train("pfedc", federation=federation, tasks="single", head_weighting=head_weighting).state.server
+    expected = train("fedavg", federation=federation).state.server
     assert_close({part: state[part] for part in ("body", "head")}, {part: expected[part] for part in ("body", "head")})
 
 
@@ -399,7 +393,7 @@ def test_one_client_is_a_plain_loop():
 
 def test_evaluation_does_not_depend_on_the_width():
     f, programs = toy.federation(), [simulate.program(ALGORITHMS["ditto"], MLP, width=width) for width in (1, 3)]
-    state = train("ditto")[0]
+    state = train("ditto").state
     one, three = (jax.jit(p.evaluate)(KEY, p.numbers, f, state, jnp.int32(0)) for p in programs)
     assert_close(one, three)
 
@@ -443,7 +437,7 @@ def test_one_client_averages_to_itself():
     f = toy.federation()
     first = lambda rows: type(rows)(*(x[:1] for x in rows))
     one = f._replace(train=first(f.train), val=first(f.val), test=first(f.test), class_counts=f.class_counts[:1])
-    averaged, alone = (train(method, task, one)[0] for method in ("fedavg", "local"))
+    averaged, alone = (train(method, task, one).state for method in ("fedavg", "local"))
     assert_same(trees.replicate(averaged.server, 1), alone.clients)
 
 
@@ -452,7 +446,7 @@ def test_identical_clients_average_to_any_of_them():
     same = lambda rows: type(rows)(*(trees.replicate(x[1], toy.N) for x in rows))
     equal = f._replace(train=same(f.train), class_counts=trees.replicate(f.class_counts[1], toy.N))
     full_batch = toy.task("mlp", batch_size=19)
-    average, alone = train("fedavg", full_batch, equal)[0].server, train("local", full_batch, equal)[0].clients
+    average, alone = train("fedavg", full_batch, equal).state.server, train("local", full_batch, equal).state.clients
     assert_close(average, trees.gather(alone, 2))
 
 
