@@ -27,6 +27,7 @@ def run(argv: list[str]) -> int:
     try:
         flags = settings.parse(argv)
         layout.split_cpu()
+        layout.keep_compilations()
         if text := _information(flags):
             print(text)
             return 0

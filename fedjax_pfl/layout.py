@@ -1,4 +1,4 @@
-"""Chooses how many clients are trained at once on each device, by trying.
+"""Prepares JAX for this machine, and chooses how many clients are trained at once on each device, by trying.
 
 The choice never changes results beyond rounding. It is remembered in the user's cache directory for each kind of model,
 batch and device.
@@ -8,12 +8,14 @@ import contextlib
 import hashlib
 import json
 import os
+import platform
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 from absl import logging
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -37,6 +39,29 @@ def split_cpu() -> None:
         said = "JAX_NUM_CPU_DEVICES" in os.environ or "device_count" in os.environ.get("XLA_FLAGS", "")
         if not said:
             jax.config.update("jax_num_cpu_devices", min(_cores(), 8))
+
+
+def keep_compilations() -> None:
+    """Lets JAX keep what it compiles in the user's cache directory, unless told where (JAX_COMPILATION_CACHE_DIR).
+
+    Code for a CPU fits machines with the same features only, and not every version of jaxlib checks that: each kind of
+    machine and each version has a folder of its own.
+    """
+    if jax.config.jax_compilation_cache_dir is None:
+        folder = hashlib.sha256(repr([jax.__version__, jaxlib.__version__, _machine()]).encode()).hexdigest()[:16]
+        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "compiled" / folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def _machine() -> list[str]:
+    """What kind of CPU this is, as exactly as the system says."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return [
+        platform.machine(),
+        platform.processor(),
+        *sorted({x for x in lines if x.startswith(("model name", "flags", "Features"))}),
+    ]
 
 
 def _cores() -> int:

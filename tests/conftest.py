@@ -11,6 +11,8 @@ if version("jaxlib").startswith("0.10."):
     FLAGS += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
 
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # the command line would fill the user's
+
 import jax  # noqa: E402  (it reads the flags)
 import pytest  # noqa: E402
 

@@ -17,7 +17,7 @@ import pytest
 from experiments import build, describe, main, report, runs, settings, train, versions
 from experiments.presets import DEFAULT_PRESETS, PRESETS
 from experiments.versions import compile_clock
-from fedjax_pfl import simulate
+from fedjax_pfl import layout, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.checks import BadInput
 from fedjax_pfl.data.partition import PARTITIONS
@@ -288,9 +288,9 @@ def test_examples_that_were_moved_are_said():
 
 
 def test_a_width_that_was_not_given_is_said_to_be_chosen():
-    layout = {"width": 4, "devices": {"count": 1, "kind": "cpu"}}
-    assert main._say(layout, True) == "width 4 (chosen by trying; --width=N sets it) on 1 x cpu"
-    assert main._say(layout, False) == "width 4 on 1 x cpu"
+    laid = {"width": 4, "devices": {"count": 1, "kind": "cpu"}}
+    assert main._say(laid, True) == "width 4 (chosen by trying; --width=N sets it) on 1 x cpu"
+    assert main._say(laid, False) == "width 4 on 1 x cpu"
 
 
 @pytest.mark.parametrize(("recorded", "accepted"), [("mlp", True), ("cnn", True), ("lenet", False)])
@@ -315,6 +315,19 @@ def test_an_output_without_arrows_gets_a_question_mark():
     environment = os.environ | {"PYTHONIOENCODING": "ascii", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, check=False, timeout=60)
     assert done.returncode == 0 and b"(?)" in done.stdout
+
+
+def test_compilations_are_kept_where_the_user_says_or_with_the_decoded_data(monkeypatch, tmp_path):
+    monkeypatch.setenv("FEDJAX_PFL_CACHE", str(tmp_path))
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        for given in (None, str(tmp_path / "mine")):
+            jax.config.update("jax_compilation_cache_dir", given)
+            layout.keep_compilations()
+            kept = jax.config.jax_compilation_cache_dir
+            assert kept == given if given else kept.startswith(str(tmp_path / "compiled"))
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
 
 
 def test_a_schedule_over_rounds_cannot_grow(monkeypatch):
