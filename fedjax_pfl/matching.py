@@ -1,7 +1,7 @@
 """Neurons of a network: which tensors share a permutation of them, and how those of several clients are matched.
 
 Reordering the neurons of a hidden layer, and the inputs of the layers that read it, leaves a network's function as it
-is. A model is an ordered list of groups, one for each permutation that is free.
+is. A model is an ordered list of layers, and each has a group of tensors for every permutation that is free.
 """
 
 import itertools
@@ -16,24 +16,37 @@ from fedjax_pfl.checks import BadInput
 from fedjax_pfl.types import Array, PyTree
 
 Path = tuple[str, ...]  # of a leaf of the variables, or of a layer's dict
+HEAD, STEM, BLOCKS = ("head",), ("body", "stem"), ("body", "blocks")
 
 
 class Group(NamedTuple):
     """Tensors that share one permutation of their output channels: those of one layer, or of a residual stream."""
 
     rows: tuple[Path, ...]  # kernels [..., width] and biases [width]: a neuron's row, by which it is matched
-    vectors: tuple[Path, ...]  # [width], which only follow: parameters and moments of batch norms
+    followers: tuple[Path, ...]  # [..., width], which only follow, as parameters and moments of batch norms do
     readers: tuple[Path, ...]  # kernels [..., pixels * width, out], whose input axis follows within each pixel
     width: int
 
     @property
     def tensors(self) -> tuple[Path, ...]:
         """What belongs to the layer itself."""
-        return self.rows + self.vectors
+        return self.rows + self.followers
 
 
-def groups(variables: PyTree) -> list[Group]:
-    """The hidden layers of a model in order, known by the names that `nets.Dense` and `nets.Conv` give to variables.
+class Layer(NamedTuple):
+    """What is averaged at once: one layer, or a residual stage, in which the layers read each other in a circle."""
+
+    groups: tuple[Group, ...]
+    turns: tuple[Group, ...]  # one group after another is matched, at first by those rows whose inputs are in order
+
+    @property
+    def tensors(self) -> tuple[Path, ...]:
+        """Those of all groups."""
+        return tuple(path for group in self.groups for path in group.tensors)
+
+
+def layers(variables: PyTree) -> list[Layer]:
+    """The hidden layers of a model in order, known by the names that `nets` and `resnet` give to variables.
 
     Args:
       variables: of a model, arrays or their shapes.
@@ -41,29 +54,95 @@ def groups(variables: PyTree) -> list[Group]:
     Raises:
       BadInput: for any other model, as names do not tell which of its layers reads which.
     """
-    convs, dense = ("body", "convs"), ("body", "dense", "layers")
-    stacks = (convs, dense) if _children(variables, convs) else (("body", "layers"),)
-    chain = [(*stack, str(i)) for stack in stacks for i in range(len(_children(variables, stack)))]
-    made = [_group(variables, *pair) for pair in itertools.pairwise([*chain, ("head",)])]
-    known = [path for group in made if group for path in group.tensors] + _tensors(variables, ("head",))
+    made = _residual(variables) if _children(variables, BLOCKS) else _chain(variables)
+    known = [path for layer in made if layer for path in layer.tensors] + _tensors(variables, HEAD)
     if not all(made) or set(known) != {_keys(path) for path, _ in jax.tree_util.tree_leaves_with_path(variables)}:
         raise BadInput(
-            "Neurons can be matched in models made of nets.Dense or nets.Conv with a linear head (mlp, lenet, cnn, "
-            f"...), but the body of this one holds {', '.join(variables['body'])}."
+            "Neurons can be matched in models made of nets.Dense, nets.Conv or, with batch norm, resnet.ResNet and a "
+            f"linear head (mlp, lenet, resnet18, ...), but the body of this one holds {', '.join(variables['body'])}."
         )
-    return [group for group in made if group]
+    return [layer for layer in made if layer]
 
 
-def _group(variables: PyTree, layer: Path, reader: Path) -> Group | None:
-    """The group of a layer that only `reader` reads; None where they do not fit each other."""
-    rows, readers = _tensors(variables, layer), _tensors(variables, reader)
-    if not rows or not readers:
+def groups(variables: PyTree) -> list[Group]:
+    """The permutations of a model's neurons that are free; arguments and errors as of `layers`."""
+    return [group for layer in layers(variables) for group in layer.groups]
+
+
+def _chain(variables: PyTree) -> list[Layer | None]:
+    """Layers of which each reads only the one before."""
+    convs, dense = ("body", "convs"), ("body", "dense", "layers")
+    stacks = (convs, dense) if _children(variables, convs) else (("body", "layers"),)
+    return _pairs(variables, [*(layer for stack in stacks for layer in _stack(variables, stack)), HEAD])
+
+
+def _pairs(variables: PyTree, chain: list[Path]) -> list[Layer | None]:
+    """The layers of a chain but the last, None where two do not fit."""
+
+    def layer(path: Path, reader: Path) -> Layer | None:
+        norms: list[Path] = [("norms", path[-1])] if path[1] == "convs" else []
+        group = _group(variables, [path], norms, [reader])
+        return Layer((group,), (group,)) if group else None
+
+    return [layer(*pair) for pair in itertools.pairwise(chain)]
+
+
+def _residual(variables: PyTree) -> list[Layer | None]:
+    """The stages of a residual network and its linear layers; a stage begins where a block projects its input."""
+    after = [*_stack(variables, ("body", "dense", "layers")), HEAD]
+    stages: list[tuple[Path, list[Path]]] = [(STEM, [])]  # what writes to the stream first, and the blocks
+    for block in _stack(variables, BLOCKS):
+        if "shortcut" in _at(variables, block):
+            stages.append(((*block, "shortcut"), []))
+        stages[-1][1].append(block)
+    nexts = [[(*blocks[0], name) for name in ("conv1", "shortcut")] for _, blocks in stages[1:]] + [after[:1]]
+    made = [_stage(variables, *stage, readers) for stage, readers in zip(stages, nexts, strict=True)]
+    return made + _pairs(variables, after)
+
+
+def _stage(variables: PyTree, first: Path, blocks: list[Path], readers: list[Path]) -> Layer | None:
+    """One permutation of the stream, to which `first` and the second convolution of each block add, and one a block.
+
+    A block's own neurons can be compared once their inputs are in order, and its second convolution after these.
+    """
+    reading = [block for block in blocks if first[:-1] != block]  # the stream; a block that projects reads the last one
+    norm = (*first[1:-1], "shortcut_norm") if len(reading) < len(blocks) else ("norm",)
+    inner = [_group(variables, [(*b, "conv1")], [(*b[1:], "norm1")], [(*b, "conv2")]) for b in blocks]
+    writers, norms = [(*b, "conv2") for b in blocks], [(*b[1:], "norm2") for b in blocks]
+    stream = _group(variables, [first, *writers], [norm, *norms], [*((*b, "conv1") for b in reading), *readers])
+    if stream is None or not all(inner):
+        return None
+    before = len(blocks) - len(reading)  # blocks whose neurons are matched before the stream, 0 or 1
+    late = tuple(row for row in stream.rows if row[:-1] in writers[before:])
+    early = stream._replace(
+        rows=tuple(row for row in stream.rows if row not in late), followers=stream.followers + late
+    )
+    own = [group for group in inner if group]
+    again = [*own[before:], stream, *own[before:]] if late else []
+    return Layer((stream, *own), (*own[:before], early, *again))
+
+
+def _stack(variables: PyTree, path: Path) -> list[Path]:
+    """The paths of the members of a list."""
+    return [(*path, str(i)) for i in range(len(_children(variables, path)))]
+
+
+def _group(variables: PyTree, written: list[Path], norms: list[Path], reading: list[Path]) -> Group | None:
+    """The group of layers that only these read; None where they do not fit each other.
+
+    Args:
+      norms: the batch norms of what is written, paths inside of body and stats.
+    """
+    rows = [path for layer in written for path in _tensors(variables, layer)]
+    readers = [path for layer in reading for path in _tensors(variables, layer)[:1]]
+    if not all(_tensors(variables, layer) for layer in (*written, *reading)):
         return None
     width = _at(variables, rows[0]).shape[-1]
-    norms = [(part, "norms", layer[-1]) for part in ("body", "stats") if layer[1] == "convs"]
-    vectors = tuple((*norm, name) for norm in norms for name in _children(variables, norm))
-    fits = _at(variables, readers[0]).shape[-2] % width == 0
-    return Group(tuple(rows), vectors, tuple(readers[:1]), width) if fits else None
+    places = [(part, *norm) for part in ("body", "stats") for norm in norms]
+    followers = [(*place, name) for place in places for name in _children(variables, place)]
+    alike = all(_at(variables, path).shape[-1] == width for path in rows)
+    fits = alike and all(_at(variables, path).shape[-2] % width == 0 for path in readers)
+    return Group(tuple(rows), tuple(followers), tuple(readers), width) if fits else None
 
 
 def _tensors(variables: PyTree, layer: Path) -> list[Path]:

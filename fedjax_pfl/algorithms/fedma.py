@@ -4,6 +4,7 @@ Reference: Wang, Yurochkin, Sun, Papailiopoulos & Khazaeni, Federated learning w
 Algorithm 1. pFedMA is FedMA whose global model is fine-tuned, in the tables of pFedC (Zhang 2025).
 """
 
+import itertools
 import math
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 
 from fedjax_pfl import evaluate, local, losses, traffic, trees
 from fedjax_pfl.checks import check, choose
-from fedjax_pfl.matching import Group, Path, groups, mask, match, neurons, permute
+from fedjax_pfl.matching import Group, Layer, Path, layers, mask, match, neurons, permute
 from fedjax_pfl.sharing import BOTH, personal_mask, predictor
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Predictor, PyTree, State, Task, Traffic
 
@@ -62,7 +63,9 @@ def fedma(
       mu0_bias: the same of a bias, in (-inf, inf); 0.1 as in the authors' code.
 
     Note:
-      A round is one pass over the L layers, 2L messages. Not built: growing widths, and with them the paper's new
+      A round is one pass over the L layers, 2L messages. A stage of a residual network is one layer of the pass: all
+      that is added shares a permutation, matched by the sum of the costs of what writes to it, and each block has one
+      more (the authors' code has no residual networks). Not built: growing widths, and with them the paper's new
       neurons and its γ. At a fixed width all neurons are matched equally often, so the gains of BBP-MAP rank the
       assignments as squared distances do, and bbp differs by its prior only, which shrinks the rows of J clients by
       J / (J + 1). As a round's clients start from one model, their neurons seldom change places: identity shows what
@@ -79,7 +82,7 @@ def fedma(
         check(name, value, low, math.inf, open_low=True)
     check("mu0_bias", mu0_bias, -math.inf, math.inf, open_low=True)
     shapes = jax.eval_shape(task.model.init, jax.random.key(0))
-    layers, personal, loss = groups(shapes), personal_mask(task), losses.classification(task.model)
+    hidden, personal, loss = layers(shapes), personal_mask(task), losses.classification(task.model)
     epochs = None if retrain_epochs == -1 else retrain_epochs
 
     def init(key: Array) -> State:
@@ -91,27 +94,26 @@ def fedma(
 
     def align(key: Array, group: Group, models: PyTree, cohort) -> Array:
         """The order [S, width] in which each client's neurons are the global ones."""
-        if matching == "identity":
-            return trees.replicate(jnp.arange(group.width, dtype=jnp.int32), cohort.ids.shape[0])
         rows = jax.vmap(lambda w: neurons(w, group))(models)
         turns = jax.vmap(lambda id: jax.random.bits(jax.random.fold_in(key, id), (sweeps,)))(cohort.ids)
         return match(rows, cohort.ids, jnp.where(cohort.active, cohort.sizes, 0), turns)
 
-    def average(group: Group, order: Array, models: PyTree, server: PyTree, cohort) -> tuple[PyTree, PyTree]:
-        """Reorders the models and averages the layer: (models, the server with this layer)."""
-        here, taking = averaged(group.tensors), cohort.sizes > 0
+    def reorder(key: Array, group: Group, models: PyTree, cohort) -> PyTree:
+        """The models with the neurons of this group in the global order."""
+        order = align(key, group, models, cohort)
+        moving, rest = trees.partition(models, mask(shapes, group.tensors + group.readers))
+        return trees.merge(cohort.map(lambda c, w, order: permute(w, group, order), moving, order), rest)
 
-        def client(c: Client, w: PyTree, order: Array):
-            w = permute(w, group, order)
-            return trees.partition(w, here)[0], w
-
-        last = trees.partition(server, here)[0]
-        layer, (models,) = cohort.mean(client, models, order, weight=taking, empty=last)
+    def average(layer: Layer, models: PyTree, server: PyTree, cohort) -> PyTree:
+        """The server with the mean of this layer."""
+        here, taking = averaged(layer.tensors), cohort.sizes > 0
+        mine, last = trees.partition(models, here)[0], trees.partition(server, here)[0]
+        mean, _ = cohort.mean(lambda c, w: (w,), mine, weight=taking, empty=last)
         if matching == "bbp":
-            rows, vectors = trees.partition(layer, averaged(group.rows))
+            rows, followers = trees.partition(mean, averaged(tuple(row for g in layer.groups for row in g.rows)))
             count = jnp.sum(taking & cohort.active)
-            layer = trees.merge(posterior(rows, count, sigma, sigma0, mu0, mu0_bias), vectors)
-        return models, trees.merge(layer, server)
+            mean = trees.merge(posterior(rows, count, sigma, sigma0, mu0, mu0_bias), followers)
+        return trees.merge(mean, server)
 
     def retrain(c: Client, w: PyTree, frozen: PyTree) -> PyTree:
         held, moving = trees.partition({part: w[part] for part in BOTH}, {part: frozen[part] for part in BOTH})
@@ -131,10 +133,12 @@ def fedma(
         models, value, post = cohort.map(client, state.clients)
         server = state.server
         done: tuple[Path, ...] = ()
-        for n, group in enumerate(layers):
-            order = align(jax.random.fold_in(key, n), group, models, cohort)
-            models, server = average(group, order, models, server, cohort)
-            done += group.tensors
+        turns = itertools.count()
+        for n, layer in enumerate(hidden):
+            for group in layer.turns if matching != "identity" else ():
+                models = reorder(jax.random.fold_in(key, next(turns)), group, models, cohort)
+            server = average(layer, models, server, cohort)
+            done += layer.tensors
             if retrain_epochs != 0:
                 frozen = averaged(done)
                 received = trees.partition(server, frozen)[0]
@@ -150,8 +154,8 @@ def fedma(
 
     def sent(state: State, cohort, metrics: PyTree) -> Traffic:
         whole = traffic.both_ways(cohort, state.server)
-        ids = sum(group.width for group in layers) if matching != "identity" else 0
-        return whole._replace(ints=ids * cohort.active, messages=whole.messages * (len(layers) + 1))
+        widths = [group.width for layer in hidden for group in layer.groups] if matching != "identity" else []
+        return whole._replace(ints=sum(widths) * cohort.active, messages=whole.messages * (len(hidden) + 1))
 
     return Algorithm(init, round, predict, evaluate.classification, sent)
 

@@ -12,7 +12,7 @@ from jax.extend.core import jaxprs_in_params
 
 from fedjax_pfl.checks import BadInput, choose
 from fedjax_pfl.models import layers
-from fedjax_pfl.models.nets import MODELS
+from fedjax_pfl.models.registry import MODELS
 from fedjax_pfl.types import Array, Model, PyTree
 
 Factory = Callable[[tuple[int, ...], int, nnx.Rngs], nnx.Module]

@@ -5,6 +5,7 @@ Axes: B batch, H and W pixels, C and O channels in and out. Images are NHWC, ker
 
 import contextlib
 import contextvars
+import functools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -133,6 +134,14 @@ def max_pool(x: Array) -> Array:
     return _larger(x[:, :, :, 0], x[:, :, :, 1])
 
 
+def max_pool_3(x: Array) -> Array:
+    """Maximum over 3x3 windows with stride 2 and one pixel of padding: [B, H, W, C] -> [B, ceil(H/2), ceil(W/2), C]."""
+    x = lax.pad(x, jnp.asarray(-jnp.inf, x.dtype), [(0, 0, 0), (1, 1, 0), (1, 1, 0), (0, 0, 0)])
+    for axis in (2, 1):
+        x = functools.reduce(_larger, _shifts(x, axis, 3, 2))
+    return x
+
+
 def conv_pool(conv: nnx.Conv, x: Array) -> Array:
     """max_pool(conv(x)) for a convolution of stride 1: [B, H, W, C] -> [B, H' // 2, W' // 2, O].
 
@@ -258,3 +267,19 @@ class BatchNorm(nnx.BatchNorm):
         for old, new, least in ((self.mean, mean, 1), (self.var, var, 2)):  # one value has no variance
             moved = self.momentum * old[...] + (1 - self.momentum) * lax.stop_gradient(new)
             old[...] = jnp.where(count >= least, moved, old[...])
+
+
+class GroupNorm(nnx.Module):
+    """Group norm (Wu & He, ECCV 2018) with PyTorch's epsilon, called as BatchNorm is; each example has its own moments.
+
+    Of 32 groups, or the most that divide the channels.
+    """
+
+    def __init__(self, num_features: int, *, rngs: nnx.Rngs, num_groups: int = 32):
+        groups = math.gcd(num_groups, num_features)
+        self.norm = nnx.GroupNorm(num_features, groups, epsilon=1e-5, use_fast_variance=False, rngs=rngs)
+
+    def __call__(self, x: Array, mask: Array | None = None, train: bool = False) -> Array:
+        """Normalises x [B, H, W, C] over the pixels and channels of each group; rows that are not valid stay apart."""
+        del mask, train
+        return self.norm(x)

@@ -121,6 +121,3 @@ def cnn(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
 def cnn_same(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
     """The CNN of McMahan et al. 2017: as cnn, with SAME padding, K = 512."""
     return _cnn("cnn_same", input_shape, num_classes, rngs, 2)
-
-
-MODELS = {f.__name__: f for f in (linear, mlp, lenet, lenet_valid, lenet_bn, cnn, cnn_same)}

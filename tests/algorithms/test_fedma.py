@@ -16,7 +16,7 @@ from fedjax_pfl.algorithms import fedma as factory
 from fedjax_pfl.algorithms import pfedma
 from fedjax_pfl.checks import BadInput
 from fedjax_pfl.clients import Cohort
-from fedjax_pfl.models import layers, nets
+from fedjax_pfl.models import layers, nets, registry, resnet
 from fedjax_pfl.types import State
 
 KEY = jax.random.key(0)
@@ -36,14 +36,23 @@ def tiny_conv(input_shape, num_classes, rngs):
     return nets.Net(body, layers.linear(5, num_classes, rngs))
 
 
+def narrow_resnet(input_shape, num_classes, rngs):
+    """A stage that begins with the stem, one that begins with a projection, and a linear layer."""
+    return resnet.resnet(input_shape, num_classes, rngs, widths=(5, 6), feature_dim=4)
+
+
+def one_stage(input_shape, num_classes, rngs):
+    return resnet.resnet(input_shape, num_classes, rngs, widths=(3,))
+
+
 def narrow_task(**options):
     """Full batches, so that an epoch is a step and the order of examples does not matter."""
     model = models.model(narrow_mlp, toy.SHAPE, C)
     return toy.task(**({"model": model, "batch_size": 19, "epochs": 1, "lr": 4.0} | options))
 
 
-def conv_task(bn_stats="aggregate", **options):
-    model = models.model(tiny_conv, (6, 6, 1), C, bn_stats, "xla")  # the form of a convolution that is traced fastest
+def conv_task(bn_stats="aggregate", net=tiny_conv, **options):
+    model = models.model(net, (6, 6, 1), C, bn_stats, "xla")  # the form of a convolution that is traced fastest
     image = lambda x: (x[:, :, None] * x[:, None])[..., None]
     return toy.task(model=model, bn_stats=bn_stats, prepare=image, lr=0.03, **options)
 
@@ -98,7 +107,7 @@ def round_of(task_of, state=None, key=KEY, active=ACTIVE, options=(), **hparams)
 WIDTHS = {"linear": [], "mlp": [64], "cnn": [32, 64, 512], "cnn_same": [32, 64, 512]}
 
 
-@pytest.mark.parametrize("name", models.MODELS)
+@pytest.mark.parametrize("name", [net.__name__ for net in registry.NETS])  # the others: with the matched average
 def test_a_permutation_leaves_the_function_alone(name):
     with jax.enable_x64(True):
         model = models.model(name, (20, 20, 2), 3)
@@ -116,7 +125,7 @@ def test_a_permutation_leaves_the_function_alone(name):
         assert np.ptp(expected, axis=0).min() > 0.1  # or all neurons would be dead
 
 
-@pytest.mark.parametrize("net, shape", [(narrow_mlp, (6,)), (tiny_conv, (6, 6, 1))])
+@pytest.mark.parametrize("net, shape", [(narrow_mlp, (6,)), (tiny_conv, (6, 6, 1)), (narrow_resnet, (8, 8, 1))])
 def test_the_matched_average_of_permuted_copies_is_the_copy(net, shape):
     with jax.enable_x64(True):
         model = models.model(net, shape, C)
@@ -127,19 +136,42 @@ def test_the_matched_average_of_permuted_copies_is_the_copy(net, shape):
 
         @jax.jit
         def aligned(copies):
-            for group in matching.groups(w):
+            for group in (group for layer in matching.layers(w) for group in layer.turns):
                 rows = jax.vmap(lambda w, group=group: matching.neurons(w, group))(copies)
                 assert rows.dtype == jnp.float64
                 order = matching.match(rows, jnp.arange(5), jnp.asarray(SIZES), turns)
                 copies = jax.vmap(lambda w, o, group=group: matching.permute(w, group, o))(copies, order)
             return copies
 
-        average = jax.tree.map(lambda x: np.mean(x, axis=0), aligned(copies))
+        matched = jax.device_get(aligned(copies))
+        one, average = (jax.tree.map(pick, matched) for pick in (lambda x: x[1], lambda x: x.mean(axis=0)))
         x = np.random.default_rng(2).normal(size=(4, *shape))
         apply = jax.jit(lambda w: model.apply(w, x)[0])
-        got, expected, unmatched = (np.asarray(apply(w)) for w in (average, w, naive))
-        np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-12)
+        expected, unmatched = np.asarray(apply(w)), np.asarray(apply(naive))
+        for same in (one, average):
+            np.testing.assert_allclose(apply(same), expected, rtol=1e-12, atol=1e-12 * np.abs(expected).max())
         assert np.abs(unmatched - expected).max() > 0.1 and np.ptp(expected, axis=0).min() > 0.1
+
+
+def test_a_residual_stage_is_one_layer():
+    """All that is added shares a permutation; it is matched by what can be compared, then by all that writes to it."""
+    w = jax.eval_shape(models.model("resnet18", (32, 32, 3), 10).init, KEY)
+    found = matching.layers(w)
+    assert [[group.width for group in layer.groups] for layer in found] == [[k] * 3 for k in (64, 128, 256, 512)]
+    names = lambda paths: ["/".join(path[1:-1]) for path in paths]
+    stream, *inner = found[1].groups
+    assert names(stream.rows) == ["blocks/2/shortcut", "blocks/2/conv2", "blocks/3/conv2"]
+    assert names(stream.readers) == ["blocks/3/conv1", "blocks/4/conv1", "blocks/4/shortcut"]
+    assert [names(group.rows + group.readers) for group in inner] == [
+        ["blocks/2/conv1", "blocks/2/conv2"],
+        ["blocks/3/conv1", "blocks/3/conv2"],
+    ]
+    norms = [f"blocks/{norm}" for norm in ("2/shortcut_norm", "2/norm2", "3/norm2") for _ in range(2)]
+    assert names(stream.followers) == norms * 2  # parameters, then moments
+    turns = [["blocks/2/conv1"], names(stream.rows)[:2], ["blocks/3/conv1"], names(stream.rows), ["blocks/3/conv1"]]
+    assert [names(group.rows) for group in found[1].turns] == turns
+    assert {*found[1].turns[1].tensors} == {*stream.tensors}
+    assert found[-1].groups[0].readers[-1] == ("head", "kernel")
 
 
 def clouds(count=5, width=6, d=7, seed=0):
@@ -313,6 +345,25 @@ def test_batch_norm(bn_stats):
     assert bn_stats == "batch" or not np.array_equal(*(jax.tree.leaves(x)[0][:1] for x in moments))
 
 
+def test_bbp_shrinks_the_rows_of_a_residual_network():
+    """Of copies that do not train, and nothing else."""
+    options = (*STILL, ("net", one_stage))
+    before, after = round_of(conv_task, options=options, matching="bbp", mu0_bias=0.0, retrain_epochs=0)
+    rows = jax.tree_util.tree_map_with_path(
+        lambda path, x: x if "norm" in jax.tree_util.keystr(path) else 3 / 4 * x, before.server["body"]
+    )
+    assert_close(after.server, {**before.server, "body": rows})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [factory, pfedma])
+def test_a_residual_network_learns(method):
+    task = conv_task(net=narrow_resnet, batch_size=19)
+    got = toy.train(method, task, rounds=6)
+    assert got.metrics["loss"][-1].mean() < 0.8 * got.metrics["loss"][0].mean()
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((got.state, got.last)))
+
+
 @pytest.mark.parametrize("sigma, sigma0, shrink", [(1.0, 1.0, 3 / 4), (1.0, 2.0, 12 / 13), (2.0, 1.0, 3 / 7)])
 def test_bbp_of_copies_shrinks_their_rows(sigma, sigma0, shrink):
     """Three clients take part, and do not train: J / (J + 1) where both deviations are equal."""
@@ -372,7 +423,12 @@ def with_more(input_shape, num_classes, rngs):
     return net
 
 
-@pytest.mark.parametrize("net", [toy.norm_net, skipping, with_more])
+def group_normed(input_shape, num_classes, rngs):
+    """A group's channels are normalised together: not every permutation leaves the function alone."""
+    return resnet.resnet((6, 6, 1), num_classes, rngs, widths=(4,), norm="group")
+
+
+@pytest.mark.parametrize("net", [toy.norm_net, skipping, with_more, group_normed])
 def test_a_model_whose_connections_are_not_known_is_refused(net):
     variables = jax.eval_shape(lambda: build(net))
     with pytest.raises(BadInput, match=r"^Neurons can be matched in models .* but the body of this one holds [^.]*\.$"):
