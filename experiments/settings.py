@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from experiments.presets import DEFAULT_PRESETS, PRESETS, Preset
+from fedjax_pfl import tasks
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.checks import BadInput, check, choose
 from fedjax_pfl.simulate import hyperparameters
@@ -206,7 +207,10 @@ def typed_all(factory: Callable, texts: dict[str, str]) -> dict[str, Any]:
         raise BadInput(f"{factory.__name__} has no hyperparameters, so --hparam {next(iter(texts))}=... means nothing.")
     for name in texts:
         choose(f"hyperparameter of {factory.__name__}", name, known)
-    return {name: typed(name, text, hints.get(name, type(known[name]))) for name, text in texts.items()}
+    found = {name: typed(name, text, hints.get(name, type(known[name]))) for name, text in texts.items()}
+    if "tasks" in found:
+        found["tasks"] = tasks.inline(found["tasks"])  # recorded, so that a resume does not need the file again
+    return found
 
 
 def typed(name: str, text: str, hint: Any) -> Any:
