@@ -110,7 +110,7 @@ def summary(rows: list[Row]) -> Row:
     return {"loss": losses[-1] if losses else None, "scores": scores, "traffic": traffic(rows)}
 
 
-def tables(console: Console, rows: list[Row], published: str | None = None) -> None:
+def tables(console: Console, rows: list[Row]) -> None:
     """Prints the closing tables."""
     names = [name for name in score_names(rows) if not name.endswith("_trivial")]
     if not names:
@@ -120,8 +120,6 @@ def tables(console: Console, rows: list[Row], published: str | None = None) -> N
     total = traffic(rows)
     parts = [f"{total[name]:,} {name}" for name in ("down", "up", "ints", "messages")]
     console.print(f"Traffic: scalars {', '.join(parts)}; {total['bytes'] / 1e6:,.1f} MB.")
-    if published:
-        console.print(published)
 
 
 def _points(rows: list[Row], names: list[str]) -> Iterator[tuple[str, str, str]]:
