@@ -12,9 +12,9 @@ from typing import Any
 
 from rich.console import Console
 
-from experiments import build, describe, published, report, runs, settings, train
+from experiments import build, describe, published, report, runs, settings, targets, train
 from experiments.versions import changed, versions
-from fedjax_pfl import layout, simulate
+from fedjax_pfl import layout, local, simulate
 from fedjax_pfl.checks import BadInput
 
 BAD_INPUT, DIVERGED, UNWRITABLE, INTERRUPTED = 2, 3, 4, 130
@@ -64,7 +64,8 @@ def _into(path: Path, config: dict[str, Any], resume: bool, console: Console) ->
     laid: dict[str, Any] = runs.read_layout(path) if resume else {"conv": "auto"}
     experiment = build.prepare(config, laid["conv"])
     partial = experiment.task.participation != (1.0, 1.0)
-    directory = runs.RunDirectory(path, experiment.partition.test_sizes, partial)
+    planned = local.planned(experiment.task, experiment.task.sizes)
+    directory = runs.RunDirectory(path, experiment.partition.test_sizes, partial, planned)
     console.print(build.describe(experiment))
     try:
         if resume:
@@ -79,6 +80,7 @@ def _into(path: Path, config: dict[str, Any], resume: bool, console: Console) ->
     except (simulate.Diverged, train.Stopped, OSError) as error:
         return _stopped(error, directory)
     report.tables(console, directory.rows)
+    targets.show(console, directory.rows, experiment.config, build.flops(experiment))
     if text := published.sentence(experiment.config):
         console.print(text)
     console.print(f"Everything is in {path}: curves.png, metrics.csv, summary.json, checkpoints, ...")

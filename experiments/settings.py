@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
+from experiments import targets
 from experiments.presets import DEFAULT_PRESETS, PRESETS
 from fedjax_pfl import tasks
 from fedjax_pfl.algorithms import ALGORITHMS
@@ -56,6 +57,7 @@ SETTINGS = {
     "bn_stats": Setting(str, "aggregate", "batch-norm moments: aggregate, local, or batch (none kept)"),
     "seed": Setting(int, 0, "of everything that is drawn"),
     "eval_every": Setting(int, 1, "rounds between evaluations; the last is always evaluated, 0: only at the end"),
+    "targets": Setting(str, None, "scores in (0, 1] whose first round is reported, as 0.8,0.9", free=True),
     "checkpoint_every": Setting(int, 10, "rounds between checkpoints", free=True),
     "width": Setting(str, "auto", "clients trained at once, or auto: measured for two seconds", free=True),
     "devices": Setting(str, "auto", "devices to spread the clients over: a number, all, or auto", free=True),
@@ -174,6 +176,7 @@ def check_ranges(config: dict[str, Any]) -> None:
         raise BadInput("momentum=1.0 is outside its range [0, 1).")
     if config["clip"] is not None:
         check("clip", config["clip"], 0, INF, open_low=True)
+    targets.levels(config["targets"])
     if config["test_split"] is not None:
         choose("test_split", config["test_split"], ("pool", "official"))
     participation(config["participation"])

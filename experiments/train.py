@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
-from experiments import build, published, report, versions
+from experiments import build, published, report, targets, versions
 from experiments.files import read_json, write_json
 from experiments.interrupt import Interrupt
 from experiments.runs import RunDirectory
@@ -74,8 +74,11 @@ class Clock:
 
 def _summarise(run: RunDirectory, experiment: build.Experiment, status: str, clock: Clock, compiling: float) -> None:
     """Writes summary.json."""
-    done = sum("loss" in row for row in run.rows)
+    done, flops = sum("loss" in row for row in run.rows), build.flops(experiment)
     content = {"status": status, "rounds": done, "seconds": clock.seconds(compiling)} | report.summary(run.rows)
+    totals = targets.spent(run.rows, flops)
+    content |= {"work": {name: totals[name] for name in ("client_steps", "client_flops")} | {"note": targets.NOTE}}
+    content |= {"targets": targets.summary(run.rows, experiment.config, flops)}
     content |= {"preset": published.comparison(experiment.config)}
     write_json(run.path / "summary.json", content)
 

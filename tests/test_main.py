@@ -99,6 +99,32 @@ def test_the_summary_says_what_each_number_is(done):
     assert "round 3/3" in out and "latest after" in out and "last 10" in out and "optimistic" in out
 
 
+def test_the_run_says_when_it_reached_its_targets_and_what_that_took(done):
+    path, out = done
+    rows, summary = runs.read_rows(path / "metrics.jsonl"), json.loads((path / "summary.json").read_text())
+    sizes = np.load(path / "partition.npz")["train_sizes"]
+    scores = runs.read_rows(path / "scores.jsonl")
+    for row, score in zip(rows[:3], scores, strict=False):  # one epoch in batches of 10
+        assert row["work/steps"] == sum(-(-sizes[i] // 10) for i in score["ids"])
+        assert row["work/examples"] == sum(sizes[i] for i in score["ids"])
+    assert "work/steps" not in rows[3]
+    assert summary["targets"]["score"] == "acc_present"  # of the digits preset
+    assert summary["work"]["client_flops"] == 2 * 2 * 640 * sum(row["work/examples"] for row in rows[:3])
+    for level in summary["targets"]["levels"]:
+        over = [row for row in rows if row["pre/acc_present"] >= level["target"]]
+        assert bool(over) == (level["pre"] is not None)
+        if over:
+            assert level["pre"]["rounds"] == level["pre"]["round"] == over[0]["round"]
+            assert level["pre"]["down"] == sum(row["traffic/down"] for row in rows[: over[0]["round"]])
+    assert summary["targets"]["levels"][0]["post"]["rounds"] >= 1
+    assert re.search(
+        r"Rounds until the macro mean of acc_present first reached a target.*\n.*\n.*\n.*\n 0.5 +before ", out, re.S
+    )
+    assert (
+        summary["preset"]["name"] == "digits" and "reduced: data_fraction 0.2 of 1" in summary["preset"]["deviations"]
+    )
+
+
 def test_a_second_run_does_not_overwrite_the_first(done, capsys):
     assert main.run(["--algo=ditto", f"--workdir={done[0]}"]) == 2
     assert "is not empty: continue it with --resume, or choose another --workdir" in capsys.readouterr().err
@@ -394,6 +420,8 @@ BAD = [
     ("--algo=fedavg --devices=many", "--devices=many must be a whole number, auto or all"),
     ("--algo=fedavg --devices=0", "devices=0 is outside its range"),
     ("--algo=fedavg --checkpoint_every=0", "checkpoint_every=0 is outside its range"),
+    ("--algo=fedavg --targets=80", "targets=80.0 is outside its range (0, 1]"),
+    ("--algo=fedavg --targets=0.8;0.9", "--targets=0.8;0.9: write scores in (0, 1], apart by commas"),
     ("--algo=pfedc --hparam=tasks=file:/nowhere", "The task map '/nowhere' cannot be read (No such file or directory)"),
     ("--algo=pfedc --hparam=tasks=map:0,1", "The task map has 2 entries for 10 classes"),
     ("--algo=fedavg --eval_every=-1", "eval_every=-1 is outside its range"),

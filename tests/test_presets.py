@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from experiments import build, published, settings
+from experiments import build, published, settings, tables
+from experiments.files import write_json
 from experiments.presets import PRESETS
 from experiments.presets.pfedc import PFEDC
 from fedjax_pfl.checks import BadInput
@@ -146,3 +147,20 @@ def test_every_published_method_can_be_chosen(name):
         assert made["hparams"].get("tasks") == (
             {"cifar100": "superclass"}.get(made["dataset"], "class") if algo == "pfedc" else None
         )
+
+
+def test_a_table_says_when_targets_were_reached_and_what_is_not_the_presets(tmp_path):
+    made = config("pfedc_mnist", "fedavg", rounds=2)
+    score = {"macro": 0.6, "std": 0.1}
+    points = {point: {"acc": score, "acc_present": score} for point in ("pre", "post")}
+    for path, rounds in ((tmp_path / "a", 2), (tmp_path / "b", 1000)):
+        path.mkdir()
+        write_json(path / "config.json", made | {"rounds": rounds})
+        write_json(path / "summary.json", {"rounds": 2, "scores": points, "seconds": {"train": 3.0}})
+        row = '{"round": %d, "loss": 1.0, "traffic/down": 250000, "traffic/up": 0, "pre/acc": %s, "post/acc": 0.8}\n'
+        (path / "metrics.jsonl").write_text(row % (0, "0.1") + row % (1, "0.6"))
+    head, _, reduced, whole = tables.main(["--targets=0.5,0.9", str(tmp_path / "a"), str(tmp_path / "b")]).splitlines()
+    assert head.endswith("| rounds to 0.5 | MB to 0.5 | rounds to 0.9 | MB to 0.9 | not as the preset |")
+    assert reduced.endswith("| 1 / 1 | 1.0 / 1.0 | never / never | - / - | reduced: rounds 2 of 1000 |")
+    assert whole.endswith("| - / - |  |")
+    assert "not as" not in tables.main([str(tmp_path / "b")]) and "rounds to" not in tables.main([str(tmp_path / "a")])

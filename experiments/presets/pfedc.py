@@ -187,7 +187,7 @@ _ACCURACY |= {"superclass": ("74.94", "76.14", "76.36"), "class": ("62.48", "62.
 
 CIFAR100_TASKS = _preset(
     "Tables 4 and 5, CIFAR-100, Dirichlet: 1, 10, 20, 100 tasks (--hparam=tasks=single, consecutive:10, superclass, "
-    "class)",
+    "class), and the rounds to a target (--targets)",
     "cifar100",
     _DIRICHLET,
     "28,000",
