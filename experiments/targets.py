@@ -10,7 +10,6 @@ beside that (a second model, inner steps, weights of tasks, fine-tuning before p
 coordinate steps) is not in it: `benchmarks.cost` has the methods' times.
 """
 
-import math
 from typing import Any
 
 from rich.console import Console
@@ -124,5 +123,5 @@ def _cells(found: Row | None) -> list[str]:
 
 
 def _short(value: float) -> str:
-    """Three digits of a number, more of one that has more before the point."""
-    return f"{value:,.0f}" if value >= 100 or value == 0 else f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
+    """A number in three digits, or with all that stand before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -72,7 +72,8 @@ def test_the_usual_levels_are_shown_where_they_were_reached_and_those_asked_for_
         targets.show(console, rows([0.1, 0.55], [0.65]), CONFIG | {"targets": text}, 10**12)
         shown = console.export_text().splitlines()[5:]
         assert [line.split()[0] for line in shown if "before" in line] == expected
-        assert ("never" in " ".join(shown)) and "30.0" in " ".join(shown)
+        assert ["after", "1", "10", "10", "9.2e-05", "4", "30"] in [line.split() for line in shown]
+        assert ("never" in " ".join(shown)) and "0.7" not in " ".join(shown)
     found = targets.summary(rows([0.1], []), CONFIG, 1)
     assert [level["target"] for level in found["levels"]] == list(targets.LEVELS)
     targets.show(console, [], CONFIG, 1)  # nothing evaluated: nothing to say
