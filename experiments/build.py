@@ -1,5 +1,6 @@
 """From settings to an experiment: data, partition, task, program. Everything wrong is found here, before compiling."""
 
+import functools
 import hashlib
 import re
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import optax
 from absl import logging
 
 from experiments import settings
-from fedjax_pfl import simulate, trees
+from fedjax_pfl import models, simulate, trees
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.checks import BadInput, check
 from fedjax_pfl.data import federate, partition, sources
@@ -190,6 +191,16 @@ def _trace(experiment: Experiment, rounds: int) -> str:
     traced = jax.make_jaxpr(program.round)(*arguments)
     constants = [(x.shape, np.asarray(x).tobytes()) for x in traced.consts if isinstance(x, np.ndarray)]
     return re.sub(r"0x[0-9a-f]+", "", str(traced)) + str(constants)
+
+
+@functools.cache
+def _flops(model: str, shape: tuple[int, ...], classes: int) -> int:
+    return models.flops(model, shape, classes)
+
+
+def flops(experiment: Experiment) -> int:
+    """Floating-point operations of the model on one example, forward and backward (see `models.flops`)."""
+    return _flops(experiment.config["model"], experiment.task.input_shape, experiment.task.num_classes)
 
 
 def data_digest(dataset: sources.Dataset) -> str:

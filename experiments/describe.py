@@ -7,7 +7,8 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-from experiments.presets import DEFAULT_PRESETS, PRESETS
+from experiments.presets import DEFAULT_PRESETS, PRESETS, Preset
+from experiments.presets.preset import Cell
 from experiments.settings import parameters
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.checks import choose
@@ -62,12 +63,33 @@ def _preset(name: str) -> str:
     preset = PRESETS[name]
     flags = " ".join(f"--{flag}={value}" for flag, value in preset.settings.items())
     default = [dataset for dataset, chosen in DEFAULT_PRESETS.items() if chosen == name]
-    parts = [f"{name}: {preset.description}", _hanging("Same as: ", flags), f"Time: {preset.time}"]
+    parts = [f"{name}: {preset.description}", f"Command: python -m experiments.main --preset={name} --algo=METHOD"]
+    parts += [_hanging("Same as: ", flags), f"Time: {preset.time}"]
+    own = [_hanging(f"  {method:<12}", _own(preset, method)) for method in sorted({*preset.methods, *preset.hparams})]
+    parts += ["\n".join(["Methods with settings of their own:", *own])] if own else []
     parts += [f"What --dataset={dataset} takes when no --preset is given." for dataset in default]
-    if preset.published:
-        rows = [f"  {name:<12}{value:<16}{preset.headline_of(name)}" for name, value in preset.published.items()]
-        parts.append("\n".join(["Published, in %, and what of a run to compare:", *rows]))
+    cells = [*([Cell({}, preset.published)] if preset.published else []), *preset.cells]
+    if cells:
+        rows = [_hanging("  ", row) for cell in cells for row in _cell(cell)]
+        compare = {preset.headline: "the others", **{x: method for method, x in preset.headlines.items()}}
+        what = ", ".join(f"{who} with {score}" for score, who in reversed(compare.items()))
+        parts.append("\n".join([f"Published, in %; compare {what}:", *rows]))
+    if preset.protocol:
+        parts.append(_hanging("The paper's protocol: ", preset.protocol))
     return "\n\n".join(parts)
+
+
+def _own(preset: Preset, method: str) -> str:
+    flags = [f"--{name}={value}" for name, value in preset.methods.get(method, {}).items()]
+    return " ".join(flags + [f"--hparam={name}={value}" for name, value in preset.hparams.get(method, {}).items()])
+
+
+def _cell(cell: Cell) -> list[str]:
+    """A cell of the paper's tables: where it is, then a line for each method."""
+    where = ", ".join(f"{name}={value}" for name, value in cell.where.items())
+    rows = [f"{method:<12}{value}" for method, value in cell.numbers.items()]
+    rows += [f"{method:<12}converged in {value} rounds" for method, value in cell.rounds.items()]
+    return [*([f"at {where}:"] if where else []), *(rows or ["no number is known"])]
 
 
 def hyperparameters(factory: Callable) -> dict[str, dict[str, Any]]:

@@ -12,10 +12,9 @@ from typing import Any
 
 from rich.console import Console
 
-from experiments import build, describe, report, runs, settings, train
-from experiments.presets import PRESETS
+from experiments import build, describe, published, report, runs, settings, targets, train
 from experiments.versions import changed, versions
-from fedjax_pfl import layout, simulate
+from fedjax_pfl import layout, local, simulate
 from fedjax_pfl.checks import BadInput
 
 BAD_INPUT, DIVERGED, UNWRITABLE, INTERRUPTED = 2, 3, 4, 130
@@ -66,7 +65,8 @@ def _into(path: Path, config: dict[str, Any], resume: bool, console: Console) ->
     laid: dict[str, Any] = runs.read_layout(path) if resume else {"conv": "auto"}
     experiment = build.prepare(config, laid["conv"])
     partial = experiment.task.participation != (1.0, 1.0)
-    directory = runs.RunDirectory(path, experiment.partition.test_sizes, partial)
+    planned = local.planned(experiment.task, experiment.task.sizes)
+    directory = runs.RunDirectory(path, experiment.partition.test_sizes, partial, planned)
     console.print(build.describe(experiment))
     try:
         if resume:
@@ -80,7 +80,10 @@ def _into(path: Path, config: dict[str, Any], resume: bool, console: Console) ->
         train.train(experiment, laid, directory, start, state, console)
     except (simulate.Diverged, train.Stopped, OSError) as error:
         return _stopped(error, directory)
-    report.tables(console, directory.rows, _published(experiment.config))
+    report.tables(console, directory.rows)
+    targets.show(console, directory.rows, experiment.config, build.flops(experiment))
+    if text := published.sentence(experiment.config):
+        console.print(text)
     console.print(f"Everything is in {path}: curves.png, metrics.csv, summary.json, checkpoints, ...")
     return 0
 
@@ -113,16 +116,6 @@ def _resume(directory: runs.RunDirectory, experiment: build.Experiment, console:
 def _say(layout: dict[str, Any], chosen: bool) -> str:
     devices, how = layout["devices"], " (chosen by trying; --width=N sets it)" if chosen else ""
     return f"width {layout['width']}{how} on {devices['count']} x {devices['kind']}"
-
-
-def _published(config: dict[str, Any]) -> str | None:
-    """The paper's number, what to compare with it, and where this run is not the paper's."""
-    preset, algo = PRESETS.get(config["preset"] or ""), config["algo"]
-    if not preset or algo not in preset.published:
-        return None
-    text = f"The paper's {algo}: {preset.published[algo]} % (compare {preset.headline_of(algo)})."
-    differing = settings.differences(preset, config)
-    return text + (f" But this run differs from the preset: {', '.join(differing)}." if differing else "")
 
 
 def _stopped(error: Exception, directory: runs.RunDirectory) -> int:

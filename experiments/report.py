@@ -110,7 +110,7 @@ def summary(rows: list[Row]) -> Row:
     return {"loss": losses[-1] if losses else None, "scores": scores, "traffic": traffic(rows)}
 
 
-def tables(console: Console, rows: list[Row], published: str | None = None) -> None:
+def tables(console: Console, rows: list[Row]) -> None:
     """Prints the closing tables."""
     names = [name for name in score_names(rows) if not name.endswith("_trivial")]
     if not names:
@@ -120,8 +120,6 @@ def tables(console: Console, rows: list[Row], published: str | None = None) -> N
     total = traffic(rows)
     parts = [f"{total[name]:,} {name}" for name in ("down", "up", "ints", "messages")]
     console.print(f"Traffic: scalars {', '.join(parts)}; {total['bytes'] / 1e6:,.1f} MB.")
-    if published:
-        console.print(published)
 
 
 def _points(rows: list[Row], names: list[str]) -> Iterator[tuple[str, str, str]]:
@@ -137,7 +135,7 @@ def _clients_table(rows: list[Row], names: list[str]) -> Table:
     everybody = next(row["round"] for row in reversed(rows) if any(name.startswith("pre/") for name in row))
     title = f"Clients' test scores in %, before local training (after {everybody} rounds) and after it"
     titles = ["clients", "macro\nmean", "micro\nmean", "std", "worst\n10 %", "best\n10 %", "trivial\nmacro"]
-    table = _table(title, ["score", "local\ntraining"], titles)
+    table = plain_table(title, ["score", "local\ntraining"], titles)
     for name, point, shown in _points(rows, names):
         found, floor = last(rows, point, name) or {}, last(rows, point, _TRIVIAL.get(name, f"{name}_trivial"))
         values = [_percent(found[statistic]) for statistic in STATISTICS]
@@ -149,7 +147,7 @@ def _clients_table(rows: list[Row], names: list[str]) -> Table:
 def _course_table(rows: list[Row], names: list[str]) -> Table:
     title = "Macro mean in the run, in % (best: chosen on the test examples, so optimistic)"
     columns = ["last\nround", f"mean of\nlast {_TAIL}", "evalu-\nations", "best\nround", "which\nround"]
-    table = _table(title, ["score", "local\ntraining"], columns)
+    table = plain_table(title, ["score", "local\ntraining"], columns)
     for name, point, shown in _points(rows, names):
         found = course(rows, point, name) or {}
         end, mean, best = (_percent(found[key]["value"]) for key in ("last", "mean_of_last", "best"))
@@ -158,7 +156,8 @@ def _course_table(rows: list[Row], names: list[str]) -> Table:
     return table
 
 
-def _table(title: str, names: list[str], numbers: list[str]) -> Table:
+def plain_table(title: str, names: list[str], numbers: list[str]) -> Table:
+    """An empty table: columns of names at the left, of numbers at the right."""
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0), pad_edge=False)
     for name in names:
         table.add_column(name, no_wrap=True)

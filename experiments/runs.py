@@ -79,16 +79,21 @@ def read_layout(path: Path) -> Row:
 class RunDirectory:
     """A run directory that is being written.
 
+    Args:
+      test_sizes: [N].
+      partial: does not everybody take part in every round?
+      planned: `local.planned`, steps and examples of each client's local work; None: not recorded.
+
     Attributes:
       rows: the rows of the metrics so far.
       latest: {score: [N]}, every client's last score after local training; NaN for clients not seen yet.
     """
 
-    def __init__(self, path: Path, test_sizes: np.ndarray, partial: bool):
+    def __init__(self, path: Path, test_sizes: np.ndarray, partial: bool, planned: tuple | None = None):
         self.path = path
         self.rows: list[Row] = []
         self.latest: dict[str, np.ndarray] = {}
-        self._test_sizes, self._partial = test_sizes, partial
+        self._test_sizes, self._partial, self._planned = test_sizes, partial, planned
 
     def start(self, experiment: build.Experiment, layout: Row, versions: Row) -> None:
         """Writes what is known before the first round, config.json last: where it is, the others are."""
@@ -130,6 +135,10 @@ class RunDirectory:
     def append(self, result: simulate.Result) -> Row:
         """Writes one round's rows and returns its metrics."""
         row = {name: _finite(value) for name, value in simulate.record(result, self._test_sizes).items()}
+        if self._planned is not None and result.metrics is not None:
+            here = result.metrics["ids"][result.metrics["active"]]
+            steps, examples = (int(work[here].sum()) for work in self._planned)
+            row |= {"work/steps": steps, "work/examples": examples}
         scores = client_scores(result)
         self._remember(scores)
         for point in ("pre", "post"):

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
-from experiments.presets import DEFAULT_PRESETS, PRESETS, Preset
+from experiments import targets
+from experiments.presets import DEFAULT_PRESETS, PRESETS
+from fedjax_pfl import tasks
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.checks import BadInput, check, choose
 from fedjax_pfl.simulate import hyperparameters
@@ -55,6 +57,7 @@ SETTINGS = {
     "bn_stats": Setting(str, "aggregate", "batch-norm moments: aggregate, local, or batch (none kept)"),
     "seed": Setting(int, 0, "of everything that is drawn"),
     "eval_every": Setting(int, 1, "rounds between evaluations; the last is always evaluated, 0: only at the end"),
+    "targets": Setting(str, None, "scores in (0, 1] whose first round is reported, as 0.8,0.9", free=True),
     "checkpoint_every": Setting(int, 10, "rounds between checkpoints", free=True),
     "width": Setting(str, "auto", "clients trained at once, or auto: measured for two seconds", free=True),
     "devices": Setting(str, "auto", "devices to spread the clients over: a number, all, or auto", free=True),
@@ -139,7 +142,7 @@ def resolve(user: dict[str, Any]) -> dict[str, Any]:
     preset = user.get("preset") or DEFAULT_PRESETS.get(user.get("dataset", "digits"))
     chosen = PRESETS[choose("preset", preset, PRESETS)] if preset else None
     defaults = {name: setting.default for name, setting in SETTINGS.items()}
-    config = defaults | dict(chosen.settings if chosen else {}) | user | {"preset": preset}
+    config = defaults | dict(chosen.settings_of(user.get("algo")) if chosen else {}) | user | {"preset": preset}
     if not config["algo"]:
         raise BadInput(f"Say which method to run with --algo=NAME: one of {', '.join(ALGORITHMS)}.")
     factory = ALGORITHMS[choose("algo", config["algo"], ALGORITHMS)]
@@ -173,6 +176,7 @@ def check_ranges(config: dict[str, Any]) -> None:
         raise BadInput("momentum=1.0 is outside its range [0, 1).")
     if config["clip"] is not None:
         check("clip", config["clip"], 0, INF, open_low=True)
+    targets.levels(config["targets"])
     if config["test_split"] is not None:
         choose("test_split", config["test_split"], ("pool", "official"))
     participation(config["participation"])
@@ -206,7 +210,10 @@ def typed_all(factory: Callable, texts: dict[str, str]) -> dict[str, Any]:
         raise BadInput(f"{factory.__name__} has no hyperparameters, so --hparam {next(iter(texts))}=... means nothing.")
     for name in texts:
         choose(f"hyperparameter of {factory.__name__}", name, known)
-    return {name: typed(name, text, hints.get(name, type(known[name]))) for name, text in texts.items()}
+    found = {name: typed(name, text, hints.get(name, type(known[name]))) for name, text in texts.items()}
+    if "tasks" in found:
+        found["tasks"] = tasks.inline(found["tasks"])  # recorded, so that a resume does not need the file again
+    return found
 
 
 def typed(name: str, text: str, hint: Any) -> Any:
@@ -235,7 +242,7 @@ def resumed(recorded: dict[str, Any], user: dict[str, Any]) -> dict[str, Any]:
     differing = [
         f"{name} (recorded {recorded.get(name)}, now {value})"
         for name, value in wanted.items()
-        if not SETTINGS[name].free and name != "rounds" and not _same(name, recorded.get(name), value)
+        if not SETTINGS[name].free and name != "rounds" and not same(name, recorded.get(name), value)
     ] + [
         f"hparam {name} (recorded {recorded['hparams'].get(name)}, now {value})"
         for name, value in hparams.items()
@@ -251,7 +258,7 @@ def resumed(recorded: dict[str, Any], user: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _same(name: str, a: Any, b: Any) -> bool:
+def same(name: str, a: Any, b: Any) -> bool:
     """Are a recorded and a given value the same setting?"""
     if name == "model" and b == "auto":
         return a in _AUTO_MODELS
@@ -265,29 +272,25 @@ def completed(recorded: dict[str, Any]) -> dict[str, Any]:
     return config | {"hparams": hyperparameters(factory) | recorded["hparams"]}
 
 
-def differences(preset: Preset, config: dict[str, Any]) -> list[str]:
-    """Where a run is not the preset's, in words; what cannot change its last scores does not count."""
-    names = [
-        n for n, setting in SETTINGS.items() if not setting.free and n not in ("algo", "preset", "seed", "eval_every")
-    ]
-    wanted = {name: setting.default for name, setting in SETTINGS.items()} | dict(preset.settings)
-    usual = hyperparameters(ALGORITHMS[config["algo"]]) | preset.hparams.get(config["algo"], {})
-    return [
-        f"{name}={config[name]} (preset: {wanted[name]})"
-        for name in names
-        if not (_same(name, config[name], wanted[name]) or (name in BY_FILE and config[name] is None))
-    ] + [f"{name}={value} (preset: {usual[name]})" for name, value in config["hparams"].items() if value != usual[name]]
-
-
 def default_workdir(user: dict[str, Any], config: dict[str, Any]) -> str:
     """runs/ALGO-DATASET-PARTITION-seedK, then what the user set beside these, so that a sweep needs no names."""
     parts = [config["algo"], config["dataset"], config["partition"], f"seed{config['seed']}"]
-    named = ("algo", "dataset", "partition", "seed", "rounds", "preset")
-    parts += [f"{n}={v}" for n, v in user.items() if n in SETTINGS and n not in named and not SETTINGS[n].free]
-    parts += [f"{name}={value}" for name, value in user["hparams"].items()]
+    parts += [change for change in changes(user) if not change.startswith(("dataset=", "partition="))]
     if user.get("preset"):
         parts.insert(0, user["preset"])
-    return "runs/" + "-".join(re.sub(r"[^\w.=+-]+", "_", str(part)) for part in parts)
+    return "runs/" + file_name(parts)
+
+
+def changes(user: dict[str, Any]) -> list[str]:
+    """What the user set, as name=value, but for the method, the seed, and what a resume may change."""
+    named = ("algo", "seed", "rounds", "preset")
+    parts = [f"{n}={v}" for n, v in user.items() if n in SETTINGS and n not in named and not SETTINGS[n].free]
+    return parts + [f"{name}={value}" for name, value in user["hparams"].items()]
+
+
+def file_name(parts: list[str]) -> str:
+    """A file's name of some words."""
+    return "-".join(re.sub(r"[^\w.=+-]+", "_", str(part)) for part in parts)
 
 
 def parameters(factory: Callable) -> dict[str, inspect.Parameter]:

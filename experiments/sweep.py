@@ -3,8 +3,9 @@
     python -m experiments.sweep --algo=local,fedavg,fedcp --seed=0,1 --preset=fedcp_cifar10 --rounds=50
 
 `--algo` and `--seed` are lists; every other flag is passed on to `experiments.main`. Each run has a directory
-ROOT/ALGO-seedK (`--root`, by default runs/PRESET). The same command again goes on where it stopped: finished runs are
-skipped, interrupted ones resumed. A run that fails does not stop the others; the exit code is the first failure's.
+ROOT/ALGO-seedK (`--root`, by default runs/PRESET-SETTINGS with the settings that were changed). The same command again
+goes on where it stopped: finished runs are skipped, interrupted ones resumed. A run that fails does not stop the
+others; the exit code is the first failure's.
 """
 
 import sys
@@ -43,7 +44,8 @@ def run(argv: list[str]) -> int:
     """Runs everything that is missing; returns the first exit code that is not 0."""
     console, (own, rest) = Console(highlight=False, markup=False, stderr=True), split(argv)
     user = settings.given(settings.parse(rest))
-    root = Path(own["root"] or f"runs/{user.get('preset') or user.get('dataset', 'digits')}")
+    named = [user.get("preset") or user.get("dataset", "digits"), *settings.changes(user)]
+    root = Path(own["root"] or f"runs/{settings.file_name(named)}")
     jobs = [(algo, seed) for seed in own["seed"].split(",") for algo in own["algo"].split(",")]
     configs = [settings.resolve(user | settings.given(settings.parse(_flags(*job)))) for job in jobs]  # all, before any
     failed, finished = 0, []

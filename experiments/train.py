@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
-from experiments import build, report, versions
+from experiments import build, published, report, targets, versions
 from experiments.files import read_json, write_json
 from experiments.interrupt import Interrupt
 from experiments.runs import RunDirectory
@@ -37,6 +37,7 @@ def train(
     placed = None if state is None else jax.jit(program.place)(state)
     options = {"rounds": rounds, "eval_every": c["eval_every"], "start": start, "state": placed}
     with versions.compile_clock() as compiling, reporter, Interrupt(ask, words) as interrupt:
+        summarise = lambda status: _summarise(run, experiment, status, clock, compiling())
         try:
             for result in simulate.rounds(program, experiment.key, experiment.federation, **options):
                 reporter.update(run.append(result))
@@ -44,15 +45,15 @@ def train(
                 stop = interrupt.asked is not None and done < rounds
                 if stop or done % c["checkpoint_every"] == 0 or done == rounds:
                     run.save(done, program.by_id(result.state))
-                    summarise(run, "interrupted" if stop else "running", clock, compiling())
+                    summarise("interrupted" if stop else "running")
                 if stop:
                     raise Stopped(interrupt.asked)
         except simulate.Diverged:
             run.tables()
-            summarise(run, "diverged", clock, compiling())
+            summarise("diverged")
             raise
     run.tables()
-    summarise(run, "complete", clock, compiling())
+    summarise("complete")
 
 
 class Clock:
@@ -71,10 +72,14 @@ class Clock:
         return {name: round(self.before[name] + value, 3) for name, value in now.items()}
 
 
-def summarise(run: RunDirectory, status: str, clock: Clock, compiling: float) -> None:
+def _summarise(run: RunDirectory, experiment: build.Experiment, status: str, clock: Clock, compiling: float) -> None:
     """Writes summary.json."""
-    done = sum("loss" in row for row in run.rows)
+    done, flops = sum("loss" in row for row in run.rows), build.flops(experiment)
     content = {"status": status, "rounds": done, "seconds": clock.seconds(compiling)} | report.summary(run.rows)
+    totals = targets.spent(run.rows, flops)
+    content |= {"work": {name: totals[name] for name in ("client_steps", "client_flops")} | {"note": targets.NOTE}}
+    content |= {"targets": targets.summary(run.rows, experiment.config, flops)}
+    content |= {"preset": published.comparison(experiment.config)}
     write_json(run.path / "summary.json", content)
 
 

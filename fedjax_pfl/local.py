@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from fedjax_pfl import trees
@@ -126,6 +127,24 @@ def work(
 
     options: dict[str, Any] = {"batch_size": task.batch_size, "drop_last": task.drop_last, **length}
     return steps(key, data, augmented, carry, batches_per_step=batches_per_step, **options)
+
+
+def planned(task: Task, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What `work` does in one round, counted on the host.
+
+    Args:
+      sizes: [N] training examples.
+
+    Returns:
+      steps [N] and examples seen [N], repetitions included, int64.
+    """
+    sizes = np.asarray(sizes, np.int64)
+    whole = sizes // task.batch_size
+    per_epoch = whole if task.drop_last else -(-sizes // task.batch_size)
+    seen = whole * task.batch_size if task.drop_last else sizes  # in an epoch
+    steps = per_epoch * task.epochs if task.steps is None else np.where(per_epoch > 0, task.steps, 0)
+    passes, rest = np.divmod(steps, np.maximum(per_epoch, 1))
+    return steps, passes * seen + np.minimum(rest * task.batch_size, seen)
 
 
 def sgd(

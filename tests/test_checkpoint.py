@@ -169,6 +169,8 @@ def whole(tmp_path_factory, cache):
 def assert_same_run(a, b):
     for name in WRITTEN:
         assert (a / name).read_text() == (b / name).read_text(), name
+    for name in ("targets", "work"):
+        assert runs.read_json(a / "summary.json")[name] == runs.read_json(b / "summary.json")[name]
     like = build.prepare(runs.read_json(a / "config.json")).state_shapes()
     (step_a, state_a), (step_b, state_b) = (checkpoint.restore(path / "checkpoints", like) for path in (a, b))
     assert step_a == step_b
@@ -275,12 +277,16 @@ def test_what_may_change_may(whole, tmp_path):
     path = tmp_path / "run"
     shutil.copytree(whole, path)
     changes = ["--width=1", "--checkpoint_every=5", "--participation=0.25:0.75", "--model=auto", "--data_dir=/moved"]
+    changes += ["--targets=0.01,1"]
     config = runs.read_json(path / "config.json")
     del config["lr_decay"], config["clip"]  # settings that came later have their defaults
     runs.write_json(path / "config.json", config | {"lr_decay": 0.9})
     assert main.run(["--resume", f"--workdir={path}", *changes]) == 0
     assert runs.read_json(path / "layout.json")["width"] == 2  # the recorded one is used
     assert (path / "metrics.jsonl").read_text() == (whole / "metrics.jsonl").read_text()
+    levels = runs.read_json(path / "summary.json")["targets"]["levels"]  # from the rows of the first session
+    assert [level["target"] for level in levels] == [0.01, 1.0] and levels[0]["pre"]["rounds"] == 0
+    assert levels[0]["post"]["down"] == runs.read_rows(path / "metrics.jsonl")[0]["traffic/down"]
     assert [session["round"] for session in runs.read_json(path / "versions.json")["resumed"]] == [6]
 
 

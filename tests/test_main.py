@@ -99,6 +99,32 @@ def test_the_summary_says_what_each_number_is(done):
     assert "round 3/3" in out and "latest after" in out and "last 10" in out and "optimistic" in out
 
 
+def test_the_run_says_when_it_reached_its_targets_and_what_that_took(done):
+    path, out = done
+    rows, summary = runs.read_rows(path / "metrics.jsonl"), json.loads((path / "summary.json").read_text())
+    sizes = np.load(path / "partition.npz")["train_sizes"]
+    scores = runs.read_rows(path / "scores.jsonl")
+    for row, score in zip(rows[:3], scores, strict=False):  # one epoch in batches of 10
+        assert row["work/steps"] == sum(-(-sizes[i] // 10) for i in score["ids"])
+        assert row["work/examples"] == sum(sizes[i] for i in score["ids"])
+    assert "work/steps" not in rows[3]
+    assert summary["targets"]["score"] == "acc_present"  # of the digits preset
+    assert summary["work"]["client_flops"] == 2 * 2 * 640 * sum(row["work/examples"] for row in rows[:3])
+    for level in summary["targets"]["levels"]:
+        over = [row for row in rows if row["pre/acc_present"] >= level["target"]]
+        assert bool(over) == (level["pre"] is not None)
+        if over:
+            assert level["pre"]["rounds"] == level["pre"]["round"] == over[0]["round"]
+            assert level["pre"]["down"] == sum(row["traffic/down"] for row in rows[: over[0]["round"]])
+    assert summary["targets"]["levels"][0]["post"]["rounds"] >= 1
+    assert re.search(
+        r"Rounds until the macro mean of acc_present first reached a target.*\n.*\n.*\n.*\n 0.5 +before ", out, re.S
+    )
+    assert (
+        summary["preset"]["name"] == "digits" and "reduced: data_fraction 0.2 of 1" in summary["preset"]["deviations"]
+    )
+
+
 def test_a_second_run_does_not_overwrite_the_first(done, capsys):
     assert main.run(["--algo=ditto", f"--workdir={done[0]}"]) == 2
     assert "is not empty: continue it with --resume, or choose another --workdir" in capsys.readouterr().err
@@ -183,8 +209,10 @@ def test_presets_are_settings(name, capsys):
     assert preset.settings.keys() <= settings.SETTINGS.keys()
     assert main.run([f"--describe={name}"]) == 0
     out = capsys.readouterr().out
-    assert preset.description in out and all(number in out for number in preset.published.values())
-    config = settings.resolve({"algo": "fedavg", "preset": name})
+    assert preset.description in out and f"--preset={name}" in out
+    for cell in (preset.published, *(cell.numbers for cell in preset.cells)):
+        assert all(number in out for number in cell.values())
+    config = settings.resolve({"algo": "fedavg", "preset": name, "hparams": {}})
     assert all(config[key] == value for key, value in preset.settings.items() if key != "algo")
     assert settings.resolve({"algo": "fedavg", "preset": name, "lr": 7.0})["lr"] == 7.0
     assert set(DEFAULT_PRESETS.values()) <= PRESETS.keys()
@@ -257,20 +285,6 @@ def test_steps_take_the_place_of_epochs_and_epochs_of_steps(monkeypatch):
     monkeypatch.setitem(PRESETS, "digits", preset._replace(settings={**preset.settings, "steps": 9}))
     config = settings.resolve({"algo": "fedavg", "epochs": 2})
     assert (config["steps"], config["epochs"]) == (None, 2)
-
-
-def test_the_papers_number_stands_beside_what_is_comparable():
-    paper = settings.resolve({"algo": "pfedc", "preset": "pfedc_mnist", "seed": 4})
-    assert main._published(paper) == "The paper's pfedc: 99.44 ± 0.41 % (compare post/task_acc)."
-    other = settings.resolve({"algo": "fedrep", "preset": "pfedc_mnist", "data_fraction": 0.2, "rounds": 3})
-    other["hparams"] |= {"head_epochs": 9}
-    assert main._published(other) == (
-        "The paper's fedrep: 97.85 ± 0.15 % (compare post/acc). But this run differs from the preset: "
-        "data_fraction=0.2 (preset: 1.0), rounds=3 (preset: 40), head_epochs=9 (preset: 1)."
-    )
-    assert main._published(settings.resolve({"algo": "ditto", "preset": "pfedc_mnist"})) is None
-    by_file = settings.resolve({"algo": "pfedc", "preset": "pfedc_mnist", "partition": "file:p.npz", "clients": 20})
-    assert main._published(by_file).endswith("preset: partition=file:p.npz (preset: pathological).")
 
 
 def test_clients_without_a_full_batch_are_named(caplog):
@@ -419,6 +433,10 @@ BAD = [
     ("--algo=fedavg --devices=many", "--devices=many must be a whole number, auto or all"),
     ("--algo=fedavg --devices=0", "devices=0 is outside its range"),
     ("--algo=fedavg --checkpoint_every=0", "checkpoint_every=0 is outside its range"),
+    ("--algo=fedavg --targets=80", "targets=80.0 is outside its range (0, 1]"),
+    ("--algo=fedavg --targets=0.8;0.9", "--targets=0.8;0.9: write scores in (0, 1], apart by commas"),
+    ("--algo=pfedc --hparam=tasks=file:/nowhere", "The task map '/nowhere' cannot be read (No such file or directory)"),
+    ("--algo=pfedc --hparam=tasks=map:0,1", "The task map has 2 entries for 10 classes"),
     ("--algo=fedavg --eval_every=-1", "eval_every=-1 is outside its range"),
     ("--algo=fedavg --seed=-1", "seed=-1 is outside its range"),
     ("--algo=fedavg --partition=dirichlet --alpha=0", "alpha=0.0 is outside its range"),

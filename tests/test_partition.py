@@ -112,6 +112,24 @@ def test_pathological_holders(num_clients, k, seed):
         assert np.ptp(column[column > 0]) <= 1  # equal parts
 
 
+@pytest.mark.parametrize("test_split", ["pool", "official"])
+@pytest.mark.parametrize(("num_clients", "k"), [(1, 1), (4, 2), (2, 3)])
+def test_a_pathological_subset_leaves_out_whole_classes(num_clients, k, test_split, caplog):
+    given = {"num_clients": num_clients, "classes_per_client": k, "seed": 3, "test_split": test_split}
+    counts = _all_counts(DATA, spec="pathological_subset", **given)
+    assert set((counts > 0).sum(axis=1)) == {k}
+    assert set(counts.sum(axis=0)) == {0, 200} and (counts.sum(axis=0) > 0).sum() == num_clients * k
+    assert f"{10 - num_clients * k} classes have no place in {num_clients} clients and are left out" in caplog.text
+
+
+@pytest.mark.parametrize("num_clients", [5, 20])
+def test_a_pathological_subset_of_all_classes_is_the_pathological_split(num_clients):
+    one, other = (
+        partition(DATA, spec, num_clients=num_clients, seed=3) for spec in ("pathological", "pathological_subset")
+    )
+    assert digest(one) == digest(other)
+
+
 def test_pathological_pairs_are_random():
     counts = _all_counts(DATA, spec="pathological", num_clients=200, classes_per_client=2, seed=0)
     assert len({tuple(np.flatnonzero(row)) for row in counts}) > 35  # of 45 pairs

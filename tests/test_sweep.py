@@ -32,6 +32,16 @@ def test_a_sweep_runs_what_is_missing_and_prints_a_table(tmp_path, capsys, monke
     assert len(started) == 1 and {"--algo=local", "--seed=1", "--resume"} <= set(started[0])
 
 
+def test_sweeps_of_other_settings_have_other_roots(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    started = []
+    monkeypatch.setattr(main, "run", lambda argv: started.append(argv[-1]) or 0)
+    for more in ([], ["--lr=0.2"], ["--hparam=mu=2"]):
+        assert sweep.run(["--algo=fedprox", "--preset=digits", "--rounds=3", *more]) == 0
+    names = ["digits", "digits-lr=0.2", "digits-mu=2"]
+    assert started == [f"--workdir=runs/{name}/fedprox-seed0" for name in names]
+
+
 def test_a_wrong_name_stops_a_sweep_before_anything_runs(tmp_path):
     with pytest.raises(BadInput, match="did you mean 'fedavg'"):
         sweep.run([*TINY, "--algo=local,fedavgg", f"--root={tmp_path}"])

@@ -6,7 +6,7 @@ from experiments.presets.preset import Preset
 PRESETS: dict[str, Preset] = {
     "digits": builtin.DIGITS,
     "synthetic": builtin.SYNTHETIC,
-    "pfedc_mnist": pfedc.MNIST,
+    **pfedc.PFEDC,
     "fedcp_cifar10": fedcp.CIFAR10,
     "fedcp_cifar100": fedcp.CIFAR100,
 }

@@ -7,6 +7,14 @@ from typing import Any, NamedTuple
 _NONE: Mapping = MappingProxyType({})
 
 
+class Cell(NamedTuple):
+    """What a paper publishes for other values of some settings than the preset's."""
+
+    where: Mapping[str, Any]  # flags and hyperparameters -> their values
+    numbers: Mapping[str, str] = _NONE  # method -> the paper's number in %; without any, they were not told
+    rounds: Mapping[str, int] = _NONE  # method -> the rounds in which it converged
+
+
 class Preset(NamedTuple):
     """The setting of an experiment, its price, and the numbers to expect."""
 
@@ -15,9 +23,17 @@ class Preset(NamedTuple):
     time: str  # how long, on what
     headline: str  # the score and the point that the paper reports, as in summary.json
     headlines: Mapping[str, str] = _NONE  # method -> its own headline, where the paper scores it otherwise
-    published: Mapping[str, str] = _NONE  # method -> the paper's number in %
+    published: Mapping[str, str] = _NONE  # method -> the paper's number in %, at these settings
     hparams: Mapping[str, dict[str, Any]] = _NONE  # method -> hyperparameter -> value, where not the method's default
+    methods: Mapping[str, Mapping[str, Any]] = _NONE  # method -> its own settings: flag -> value
+    cells: tuple[Cell, ...] = ()  # the paper's numbers at further settings
+    baselines: Mapping[str, Any] = _NONE  # flag -> value that the paper gave all methods but its own
+    protocol: str = ""  # how the paper got its numbers, and what they can be compared with
 
     def headline_of(self, method: str) -> str:
         """What of a run to compare with the paper's number."""
         return self.headlines.get(method, self.headline)
+
+    def settings_of(self, method: str | None = None) -> dict[str, Any]:
+        """Flag -> value for a method; None: for the preset's own."""
+        return {**self.settings, **self.methods.get(method or self.settings.get("algo", ""), {})}

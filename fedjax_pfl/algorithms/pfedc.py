@@ -99,7 +99,8 @@ def pfedc(
     """Averages the body over all clients and each class branch over those that hold it (Algorithm 1, Eqs. 3-7).
 
     Args:
-      tasks: one of class (T = C), single (T = 1), consecutive:T, superclass.
+      tasks: one of class (T = C), single (T = 1), consecutive:T, superclass, file:PATH (your own map: a text with the
+        task of each class, numbered from 0), or such a map itself as map:0,0,1.
       head: of a task of several classes, one of group_softmax (samples of its classes only), group_reject (all
         samples, and a further logit for none of its classes), group_binary (one logit, whether it is one of them).
       weighting: of the task losses, one of mgda_ub (the paper's), mgda (gradients by the body), uniform, sum.

@@ -1,7 +1,8 @@
 """Partitioners: how many examples of each class every client gets, as one table of counts [N, C].
 
 Each takes `(rng, totals, num_clients, ...)`, totals [C] being the examples of each class, and returns counts [N, C]
-whose columns sum to `totals`: every example is dealt exactly once. None of them retries, so all of them end.
+whose columns sum to `totals`: every example is dealt exactly once (but see pathological_subset). None of them retries,
+so all of them end.
 """
 
 import heapq
@@ -53,6 +54,16 @@ def pathological(rng: Rng, totals: np.ndarray, num_clients: int, per_client: int
         capacity[picked] -= 1
         holds[client, present[picked]] = 1
     return apportion(holds / np.maximum(holds.sum(axis=0), 1), totals)
+
+
+def pathological_subset(rng: Rng, totals: np.ndarray, num_clients: int, per_client: int) -> np.ndarray:
+    """As `pathological`; where clients cannot hold all classes, N k random ones are dealt, the others left out."""
+    present = np.flatnonzero(totals)
+    check("classes_per_client", per_client, 1, len(present))
+    if num_clients * per_client < len(present):
+        chosen = np.isin(np.arange(len(totals)), rng.choice(present, num_clients * per_client, replace=False))
+        totals = np.where(chosen, totals, 0)
+    return pathological(rng, totals, num_clients, per_client)
 
 
 def label_groups(rng: Rng, totals: np.ndarray, num_clients: int, per_client: int, least: int) -> np.ndarray:

@@ -17,6 +17,7 @@ PARTITIONS: dict[str, str] = {
     "iid": "equal random hands",
     "shards": "McMahan 2017: sorted by class, cut into shards, classes_per_client shards a client",
     "pathological": "classes_per_client random classes a client, every class in equal parts over its holders",
+    "pathological_subset": "as pathological, but few clients leave classes out, random ones, where they must",
     "label_groups": "FedCP / PFLlib pathological: groups of clients share classes_per_client classes, unequal parts",
     "dirichlet": "FedCP / PFLlib practical: per class over clients Dir(alpha), full clients left out, a minimum size",
     "dirichlet_class": "per class over clients Dir(alpha)",
@@ -41,6 +42,8 @@ def partition(
     min_size: int | None = None,
 ) -> Partition:
     """Deals a data set to clients; every example goes to exactly one of them, and equal seeds give equal partitions.
+
+    Only pathological_subset may leave examples to nobody: those of all the classes for which the clients have no place.
 
     Drawn once: while a client is below the minimum, a random example moves to it from the largest client.
 
@@ -76,6 +79,7 @@ def partition(
     _check_enough(num_clients, minimum, len(y))
     totals = np.bincount(y, minlength=dataset.num_classes)
     counts = _deal(rng, spec, totals, num_clients, alpha, classes_per_client, least)
+    _check_enough(num_clients, minimum, int(counts.sum()))
     counts, moved = dealing.fill_up(rng, counts, minimum)
     train, sizes = _rows(rng, y, counts)
     if test_split == "official":
@@ -88,6 +92,8 @@ def partition(
         sizes = sizes - held_sizes
     val_sizes = np.maximum(_floor(sizes * val_fraction), int(val_fraction > 0))
     train, val = _cut(train, sizes, val_sizes)
+    if nobodys := int((counts.sum(axis=0) < totals).sum()):
+        logging.warning("%s: %d classes have no place in %d clients and are left out.", spec, nobodys, num_clients)
     if moved:
         logging.info("Partition %s: moved %d examples to clients below the minimum.", spec, moved)
     return build(train, sizes - val_sizes, held, held_sizes, val, val_sizes, moved)
@@ -110,6 +116,8 @@ def _official_counts(counts: np.ndarray, dataset: Dataset) -> tuple[np.ndarray, 
     """Test examples per client and class [N, C], in the proportions of the training counts, at least one a client."""
     num_clients, totals = len(counts), counts.sum(axis=0)
     test_totals = np.bincount(dataset.y[dataset.num_train :], minlength=dataset.num_classes)
+    left_out = np.bincount(dataset.y[: dataset.num_train], minlength=dataset.num_classes) > totals
+    test_totals = np.where(left_out & (totals == 0), 0, test_totals)
     if test_totals.sum() < num_clients:
         raise BadInput(
             f"{num_clients} clients, but the official test set has only {test_totals.sum()} examples: "
@@ -140,10 +148,12 @@ def _rows(rng: Any, y: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.n
     """Random rows of y for these counts [N, C]: flat [n], client after client and shuffled within, and sizes [N]."""
     by_class = rng.permutation(len(y))
     by_class = by_class[np.argsort(y[by_class], kind="stable")]
-    owner = np.repeat(np.tile(np.arange(len(counts)), counts.shape[1]), counts.T.ravel())  # of by_class
+    nobodys = np.bincount(y, minlength=counts.shape[1]) - counts.sum(axis=0)  # of one client more, the last
+    everything = np.vstack([counts, nobodys])
+    owner = np.repeat(np.tile(np.arange(len(everything)), counts.shape[1]), everything.T.ravel())  # of by_class
     order = rng.permutation(len(y))
     order = order[np.argsort(owner[order], kind="stable")]
-    return by_class[order], counts.sum(axis=1)
+    return by_class[order[: counts.sum()]], counts.sum(axis=1)
 
 
 def _floor(x: np.ndarray) -> np.ndarray:

@@ -1,0 +1,108 @@
+"""The paper's number for a run, what of the run to compare with it, and where the run is not the paper's."""
+
+from typing import Any, NamedTuple
+
+from experiments.presets import PRESETS, Preset
+from experiments.presets.preset import Cell
+from experiments.settings import BY_FILE, SETTINGS, same
+from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.simulate import hyperparameters
+
+Row = dict[str, Any]
+_SIZES = ("rounds", "clients", "data_fraction", "epochs", "steps")  # less of one is a smaller experiment, else the same
+_LONG = 40  # characters of a value that are shown
+
+
+class Difference(NamedTuple):
+    """A setting of a run that is not the paper's."""
+
+    name: str
+    value: Any
+    wanted: Any
+
+    @property
+    def reduces(self) -> bool:
+        """Does it only make the experiment smaller?"""
+        known = self.value is not None and self.wanted is not None
+        return self.name in _SIZES and known and self.value < self.wanted
+
+
+def cell(preset: Preset, config: Row) -> Cell:
+    """What the paper publishes for a run's settings; of the preset itself where no other of its cells fits."""
+    algo = config["algo"]
+    for found in preset.cells:
+        methods = {**found.numbers, **found.rounds} or {algo}
+        if algo in methods and all(_value(config, n) == x for n, x in found.where.items()):
+            return found
+    return Cell({}, {algo: preset.published[algo]} if algo in preset.published else {})
+
+
+def _value(config: Row, name: str) -> Any:
+    return config[name] if name in SETTINGS else config["hparams"].get(name)
+
+
+def differences(preset: Preset, config: Row) -> list[Difference]:
+    """Where a run is not the paper's; what cannot change its last scores does not count."""
+    algo, where = config["algo"], cell(preset, config).where
+    wanted = {name: setting.default for name, setting in SETTINGS.items()} | preset.settings_of(algo)
+    if algo != preset.settings.get("algo"):
+        wanted |= preset.baselines
+    usual = hyperparameters(ALGORITHMS[algo]) | preset.hparams.get(algo, {})
+    wanted |= {name: value for name, value in where.items() if name in SETTINGS}
+    usual |= {name: value for name, value in where.items() if name not in SETTINGS}
+    names = [n for n, s in SETTINGS.items() if not s.free and n not in ("algo", "preset", "seed", "eval_every")]
+    found = [
+        Difference(name, config[name], wanted[name])
+        for name in names
+        if not (same(name, config[name], wanted[name]) or (name in BY_FILE and config[name] is None))
+    ]
+    return found + [Difference(n, x, usual[n]) for n, x in config["hparams"].items() if x != usual[n]]
+
+
+def deviations(config: Row) -> str:
+    """In words, as `reduced: rounds 3 of 40; changed: lr 0.1, not 0.005`; empty for the preset's own settings."""
+    preset = PRESETS.get(config["preset"] or "")
+    found = differences(preset, config) if preset else []
+    reduced = [f"{d.name} {shown(d.value)} of {shown(d.wanted)}" for d in found if d.reduces]
+    changed = [f"{d.name} {shown(d.value)}, not {shown(d.wanted)}" for d in found if not d.reduces]
+    parts = {"reduced": ", ".join(reduced), "changed": "; ".join(changed)}
+    return "; ".join(f"{name}: {text}" for name, text in parts.items() if text)
+
+
+def shown(value: Any) -> str:
+    """A value in a table; a long one (a task map, say) is cut."""
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= _LONG else text[: _LONG - 3] + "..."
+
+
+def comparison(config: Row) -> Row | None:
+    """For summary.json: the preset's name, what is published for it, and every setting that is not the preset's."""
+    preset, algo = PRESETS.get(config["preset"] or ""), config["algo"]
+    if not preset:
+        return None
+    found = cell(preset, config)
+    return {
+        "name": config["preset"],
+        "compare": preset.headline_of(algo),
+        "published": found.numbers.get(algo),
+        "published_rounds": found.rounds.get(algo),
+        "deviations": deviations(config),
+        "differs": [{"setting": d.name, "value": d.value, "preset": d.wanted} for d in differences(preset, config)],
+    }
+
+
+def sentence(config: Row) -> str | None:
+    """The paper's number, what to compare with it, and where this run is not the paper's; None if nothing is known."""
+    preset, algo = PRESETS.get(config["preset"] or ""), config["algo"]
+    if not preset or not (preset.published or preset.cells):
+        return None
+    found = cell(preset, config)
+    parts = []
+    if algo in found.numbers:
+        parts.append(f"The paper's {algo}: {found.numbers[algo]} % (compare {preset.headline_of(algo)}).")
+    if algo in found.rounds:
+        parts.append(f"The paper's {algo} converged in {found.rounds[algo]} rounds.")
+    if not parts:
+        parts.append(f"The paper has no number of {algo} at these settings.")
+    differing = deviations(config)
+    return " ".join([*parts, *([f"This run is not the paper's: {differing}."] if differing else [])])

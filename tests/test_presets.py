@@ -1,0 +1,166 @@
+"""The presets of the papers' tables: what is published, what a run is compared with, and that they can be run."""
+
+import numpy as np
+import pytest
+
+from experiments import build, published, settings, tables
+from experiments.files import write_json
+from experiments.presets import PRESETS
+from experiments.presets.pfedc import PFEDC
+from fedjax_pfl.checks import BadInput
+from fedjax_pfl.data import sources
+from fedjax_pfl.models import MODELS
+
+BASELINES = ("fedavg", "per_fedavg", "pfedme", "fedbn", "fedrep", "fedfomo")
+
+
+def config(preset, algo="pfedc", hparams=None, **user):
+    return settings.resolve({"preset": preset, "algo": algo, "hparams": hparams or {}, **user})
+
+
+def number(preset, algo="pfedc", hparams=None, **user):
+    """The published mean for these settings."""
+    made = config(preset, algo, hparams, **user)
+    return float(published.cell(PRESETS[preset], made).numbers[algo].split()[0])
+
+
+def image_set(name, data_dir=None):
+    """A data set of the named one's shape and classes, small."""
+    classes = 100 if name == "cifar100" else 10
+    shape = (28, 28, 1) if "mnist" in name else (32, 32, 3)
+    made = sources.synthetic(12 * classes, classes, shape)
+    return made._replace(name=name, superclass=np.arange(classes) % 20 if classes == 100 else None)
+
+
+# --- the tables as transcribed: what the paper says of them holds
+
+
+def test_table_1_pfedc_is_best_everywhere_and_fedavg_worst_on_cifar():
+    for name in ("pfedc_mnist", "pfedc_emnist", "pfedc_cifar10", "pfedc_cifar100"):
+        others = [number(name, algo) for algo in BASELINES]
+        assert number(name) > max(others) and ("cifar" not in name or number(name, "fedavg") == min(others))
+    assert (number("pfedc_mnist", "fedfomo"), number("pfedc_cifar100")) == (98.61, 93.49)
+
+
+def test_table_2_pfedc_is_best_in_all_cells_but_one():
+    lost = []
+    for name in ("mnist", "emnist", "cifar10", "cifar100"):
+        for alpha in (0.05, 0.1, 1.0):
+            preset = f"pfedc_{name}_dirichlet"
+            others = {algo: number(preset, algo, alpha=alpha) for algo in BASELINES}
+            if number(preset, alpha=alpha) < max(others.values()):
+                lost.append((name, alpha, max(others, key=others.get)))
+    assert lost == [("emnist", 0.05, "pfedme")]
+    assert number("pfedc_cifar100_dirichlet", "fedrep", alpha=1.0) == 82.25
+
+
+def test_tables_3_to_6():
+    by_alpha = [number("pfedc_cifar100_sampled", alpha=alpha) for alpha in (0.05, 0.1, 1.0)]
+    assert by_alpha == sorted(by_alpha) == [84.03, 89.25, 90.98]
+    assert number("pfedc_cifar100_sampled", "fedrep", partition="pathological_subset") == 56.47
+    order = ("single", "consecutive:10", "superclass", "class")
+    for where, rounds in (({}, None), *(({"alpha": alpha}, alpha) for alpha in (0.05, 0.1, 1.0))):
+        preset = "pfedc_cifar100_tasks" if where else "pfedc_cifar100"
+        found = [published.cell(PRESETS[preset], config(preset, hparams={"tasks": name}, **where)) for name in order]
+        assert np.all(np.diff([cell.rounds["pfedc"] for cell in found]) < 0), rounds  # fewer, the more tasks
+    assert number("pfedc_cifar100_tasks", hparams={"tasks": "class"}, alpha=0.05) == 62.48
+    assert number("pfedc_cifar10_dirichlet", "pfedma", alpha=0.1) == 75.15
+    assert number("pfedc_cifar10_linear", "mocha") == 64.75
+    assert number("pfedc_mnist_epochs", epochs=5) == 96.86
+
+
+# --- what a run is compared with
+
+
+def test_the_papers_number_stands_beside_what_is_comparable():
+    say = published.sentence
+    assert say(config("pfedc_mnist", seed=4)) == "The paper's pfedc: 99.44 ± 0.41 % (compare post/task_acc)."
+    assert say(config("pfedc_mnist", "fedavg", rounds=1000)) == (
+        "The paper's fedavg: 91.94 ± 0.76 % (compare post/acc)."
+    )
+    assert say(config("pfedc_mnist", "fedrep", {"head_epochs": "9"}, data_fraction=0.2, rounds=3, lr=0.1)) == (
+        "The paper's fedrep: 97.85 ± 0.15 % (compare post/acc). This run is not the paper's: reduced: "
+        "data_fraction 0.2 of 1, rounds 3 of 1000; changed: lr 0.1, not 0.005; head_epochs 9, not 1."
+    )
+    assert say(config("pfedc_mnist", "ditto", rounds=1000)) == "The paper has no number of ditto at these settings."
+    assert say(config("pfedc_mnist", partition="file:p.npz", clients=20)).endswith(
+        "changed: partition file:p.npz, not pathological_subset."
+    )
+    assert say(config("pfedc_cifar100_tasks", hparams={"tasks": "consecutive:10"}, alpha=0.05)) == (
+        "The paper's pfedc: 97.30 % (compare post/task_acc). The paper's pfedc converged in 58 rounds."
+    )
+    assert say(config("pfedc_cifar100_tasks", alpha=0.3)) == (
+        "The paper has no number of pfedc at these settings. This run is not the paper's: changed: alpha 0.3, not 0.1."
+    )
+    assert say(config("pfedc_mnist_epochs", epochs=20)) == "The paper has no number of pfedc at these settings."
+    assert say(config("digits", "fedavg", rounds=1)) is None and say(config(None, "fedavg", dataset="mnist")) is None
+
+
+def test_a_long_value_is_cut():
+    made = config("pfedc_cifar100", hparams={"tasks": "map:" + ",".join("0" * 100)})
+    assert published.deviations(made).endswith(
+        "changed: tasks map:0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0..., not superclass"
+    )
+
+
+def test_the_summary_names_every_setting_that_is_not_the_presets():
+    found = published.comparison(config("pfedc_cifar100_sampled", clients=50, rounds=3, alpha=1.0, batch_size=8))
+    assert found == {
+        "name": "pfedc_cifar100_sampled",
+        "compare": "post/task_acc",
+        "published": "90.98",
+        "published_rounds": None,
+        "deviations": "reduced: clients 50 of 100, rounds 3 of 40; changed: batch_size 8, not 16",
+        "differs": [
+            {"setting": "clients", "value": 50, "preset": 100},
+            {"setting": "rounds", "value": 3, "preset": 40},
+            {"setting": "batch_size", "value": 8, "preset": 16},
+        ],
+    }
+    assert published.comparison(config("pfedc_mnist", "fedbn", rounds=1000))["differs"] == []  # with its own model
+    assert published.comparison(config(None, "fedavg", dataset="mnist")) is None
+
+
+# --- they run at any size
+
+
+@pytest.mark.parametrize("name", PFEDC)
+def test_a_preset_can_be_built_at_a_small_size(name, monkeypatch):
+    """All but the network: that of the ResNets is looked up when it is used."""
+    monkeypatch.setattr(sources, "load", image_set)
+    small = {"clients": 4, "data_fraction": 0.5, "rounds": 1, "model": "linear"}
+    experiment = build.prepare(config(name, **small))
+    assert experiment.config["clients"] == 4 and experiment.program().round
+    assert published.deviations(experiment.config).startswith("reduced: data_fraction 0.5 of 1, clients 4 of ")
+    if PRESETS[name].settings["model"] in MODELS or name != "pfedc_cifar10":
+        return
+    with pytest.raises(BadInput, match="Unknown model 'resnet18'"):
+        build.prepare(config(name, clients=4, rounds=1))
+
+
+@pytest.mark.parametrize("name", PFEDC)
+def test_every_published_method_can_be_chosen(name):
+    cells = [PRESETS[name].published, *(cell.numbers for cell in PRESETS[name].cells)]
+    for algo in {algo for cell in cells for algo in cell}:
+        made = config(name, algo)
+        assert made["model"] == ("lenet_bn" if algo == "fedbn" and "lenet" in made["model"] else made["model"])
+        assert made["hparams"].get("tasks") == (
+            {"cifar100": "superclass"}.get(made["dataset"], "class") if algo == "pfedc" else None
+        )
+
+
+def test_a_table_says_when_targets_were_reached_and_what_is_not_the_presets(tmp_path):
+    made = config("pfedc_mnist", "fedavg", rounds=2)
+    score = {"macro": 0.6, "std": 0.1}
+    points = {point: {"acc": score, "acc_present": score} for point in ("pre", "post")}
+    for path, rounds in ((tmp_path / "a", 2), (tmp_path / "b", 1000)):
+        path.mkdir()
+        write_json(path / "config.json", made | {"rounds": rounds})
+        write_json(path / "summary.json", {"rounds": 2, "scores": points, "seconds": {"train": 3.0}})
+        row = '{"round": %d, "loss": 1.0, "traffic/down": 250000, "traffic/up": 0, "pre/acc": %s, "post/acc": 0.8}\n'
+        (path / "metrics.jsonl").write_text(row % (0, "0.1") + row % (1, "0.6"))
+    head, _, reduced, whole = tables.main(["--targets=0.5,0.9", str(tmp_path / "a"), str(tmp_path / "b")]).splitlines()
+    assert head.endswith("| rounds to 0.5 | MB to 0.5 | rounds to 0.9 | MB to 0.9 | not as the preset |")
+    assert reduced.endswith("| 1 / 1 | 1.0 / 1.0 | never / never | - / - | reduced: rounds 2 of 1000 |")
+    assert whole.endswith("| - / - |  |")
+    assert "not as" not in tables.main([str(tmp_path / "b")]) and "rounds to" not in tables.main([str(tmp_path / "a")])
