@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
+from fedjax_pfl import host
 from fedjax_pfl.checks import BadInput, choose
 from fedjax_pfl.types import Array, PyTree
 
@@ -122,12 +123,11 @@ def total(rows: PyTree, ids: Array, active: Array, backend: str) -> tuple[PyTree
         return whole(jnp.sum(vectors[jnp.argsort(ids)], axis=0)), nothing, nothing
     sizes = jax.ShapeDtypeStruct(ids.shape, jnp.int32)
     shapes = (jax.ShapeDtypeStruct(vectors.shape[1:], vectors.dtype), sizes, sizes)
-    vector, up, down = jax.pure_callback(_encrypted_total, shapes, vectors, active, vmap_method="sequential")
+    vector, up, down = host.call(_encrypted_total, shapes, vectors, active)
     return whole(vector), up, down
 
 
-def _encrypted_total(*args: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    rows, active = map(np.asarray, args)  # jax's own arrays: nothing in here may compute with them
+def _encrypted_total(rows: np.ndarray, active: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     here, sizes = np.flatnonzero(active), np.zeros((2, len(active)), np.int32)
     if not len(here) or not np.all(np.abs(rows) < LARGEST):
         return np.full(rows.shape[1:], np.nan if len(here) else 0, rows.dtype), *sizes

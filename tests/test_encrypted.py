@@ -16,7 +16,9 @@ RNG = np.random.default_rng(0)
 
 @pytest.fixture
 def tenseal():
-    return pytest.importorskip("tenseal", reason="TenSEAL is not installed: pip install -e '.[privacy]'")
+    return pytest.importorskip(
+        "tenseal", reason="TenSEAL is not there: pip install -e '.[privacy]'", exc_type=ImportError
+    )
 
 
 @pytest.fixture

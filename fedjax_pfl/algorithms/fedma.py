@@ -93,7 +93,7 @@ def fedma(
         """The order [S, width] in which each client's neurons are the global ones."""
         if matching == "identity":
             return trees.replicate(jnp.arange(group.width, dtype=jnp.int32), cohort.ids.shape[0])
-        rows = jax.vmap(lambda w: neurons(w, group))(models)
+        rows = cohort.everywhere(jax.vmap(lambda w: neurons(w, group))(models))
         turns = jax.vmap(lambda id: jax.random.bits(jax.random.fold_in(key, id), (sweeps,)))(cohort.ids)
         return match(rows, cohort.ids, jnp.where(cohort.active, cohort.sizes, 0), turns)
 

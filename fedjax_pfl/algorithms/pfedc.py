@@ -181,7 +181,7 @@ def privacy_pfedc(
       normalise: gradients before solving, one of none, l2, loss, loss+, as of pfedc.
       head_grad: one of scaled, unscaled, as of pfedc.
       head_weighting: of a branch's holders, one of uniform (Eq. 7), data, task_count.
-      encrypt_phi: whether the body (phi, φ) is added under encryption, too; the paper sends it in the clear.
+      encrypt_phi: true or false, whether the body (φ) is added under encryption, too; the paper sends it in the clear.
 
     Note:
       A client sends its weights of all T tasks (0 where it holds none), and all branches multiplied by them. It divides
@@ -221,7 +221,7 @@ def privacy_pfedc(
         weight = on.shares(head_weighting, cohort).astype(float)  # [S, T]
         factors = {"branches": weight[:, b.column], "phi": cohort.sizes.astype(float)}
         upload = jax.vmap(aggregate.weigh)(factors, {"branches": heads, "phi": phi}) | {"weight": weight}
-        total, up, down = encrypted.total(upload, cohort.ids, cohort.active, backend)
+        total, up, down = encrypted.total(cohort.everywhere(upload), cohort.ids, cohort.active, backend)
         # from here on as each of the round's clients does by itself, for they alone can read the sums
         mean = _ratio(total["branches"], total["weight"][b.column], heads)
         receive = jax.vmap(lambda holds, old: trees.choose(holds, mean, old))

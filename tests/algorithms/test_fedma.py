@@ -327,7 +327,7 @@ def test_traffic(bn_stats, scalars):
     for hparams, ids in (({}, 3 + 5), ({"matching": "identity"}, 0)):
         algorithm = factory(task, **hparams)
         sent = algorithm.traffic(jax.eval_shape(algorithm.init, KEY), cohort_of(task), {})
-        for got, each in zip(sent, (scalars, scalars, ids, 2 * 3), strict=True):
+        for got, each in zip(sent[:4], (scalars, scalars, ids, 2 * 3), strict=True):
             assert_same(got, each * ACTIVE)
 
 

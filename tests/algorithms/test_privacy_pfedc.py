@@ -22,7 +22,9 @@ BODY, HEAD, T = 6 * 8 + 8, 8 * toy.C + toy.C, toy.C
 
 @pytest.fixture
 def tenseal():
-    return pytest.importorskip("tenseal", reason="TenSEAL is not installed: pip install -e '.[privacy]'")
+    return pytest.importorskip(
+        "tenseal", reason="TenSEAL is not there: pip install -e '.[privacy]'", exc_type=ImportError
+    )
 
 
 @functools.cache
