@@ -47,7 +47,7 @@ def keep_compilations() -> None:
     Code for a CPU fits machines with the same features only, and not every version of jaxlib checks that: each kind of
     machine and each version has a folder of its own.
     """
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.values["jax_compilation_cache_dir"] is None:
         folder = hashlib.sha256(repr([jax.__version__, jaxlib.__version__, _machine()]).encode()).hexdigest()[:16]
         jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "compiled" / folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import build, interrupt, main, runs, settings
+from experiments import build, figures, interrupt, main, runs, settings
 from fedjax_pfl import checkpoint, simulate
 from fedjax_pfl.checks import BadInput
 
@@ -20,13 +20,24 @@ WRITTEN = ("metrics.jsonl", "metrics.csv", "scores.jsonl", "config.json", "parti
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    """Commands with the same settings compile once."""
+    """Commands with the same settings are traced and compiled once, and nobody here looks at their curves."""
     options = {"jax_compilation_cache_dir": str(tmp_path_factory.mktemp("cache"))}
     options |= {"jax_persistent_cache_min_compile_time_secs": 0.0, "jax_persistent_cache_min_entry_size_bytes": -1}
     before = {name: getattr(jax.config, name) for name in options}
     for name, value in options.items():
         jax.config.update(name, value)
-    yield
+    made, program = {}, build.Experiment.program
+
+    def once(self, *given, **options):
+        where = (repr(self.config), self.conv, given, repr(options))
+        if where not in made:
+            made[where] = program(self, *given, **options)
+        return made[where]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build.Experiment, "program", once)
+        patch.setattr(figures, "draw_curves", lambda *_, **__: None)
+        yield
     for name, value in before.items():
         jax.config.update(name, value)
 

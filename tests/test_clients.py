@@ -1,5 +1,7 @@
 """Clients one after another: order, absence, and what is handed back."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,26 +15,25 @@ KEY = jax.random.key(3)
 IDS = np.array([3, 0, 4, 1, 2], np.int32)
 
 
-def scan(ids=IDS, active=None, key=KEY, width=1, federation=None, phase=0, rows=None):
+def cohort_of(ids, active, key=KEY, width=1):
+    nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
+    return Cohort(toy.federation(), lambda x: x, ids, active, key=key, width=width, **nothing)
+
+
+@functools.partial(jax.jit, static_argnames=("width", "phase"))
+def compiled(ids, active, rows, key, width, phase):
+    def client(c, carry, row):
+        visited, count = carry
+        result = {"place": count, "size": c.train.size, "row": row, "key": jax.random.bits(c.key)}
+        return (visited.at[count].set(c.id), count + 1), result
+
+    return cohort_of(ids, active, key, width).scan(client, (jnp.full(8, -1), 0), rows, phase=phase)
+
+
+def scan(ids=IDS, active=None, key=KEY, width=1, phase=0):
     """The carry holds who was visited, in order; a client reports its place, its size and its row."""
-    f, ids = toy.federation() if federation is None else federation, jnp.asarray(ids)
-    active = jnp.ones(len(ids), bool) if active is None else jnp.asarray(active)
-    rows = 10.0 * ids if rows is None else rows
-
-    @jax.jit
-    def run(ids, active):
-        cohort = Cohort(
-            f, lambda x: x, ids, active, key=key, round=jnp.int32(0), evaluated=jnp.bool(False), width=width
-        )
-
-        def client(c, carry, row):
-            visited, count = carry
-            result = {"place": count, "size": c.train.size, "row": row, "key": jax.random.bits(c.key)}
-            return (visited.at[count].set(c.id), count + 1), result
-
-        return cohort.scan(client, (jnp.full(8, -1), 0), rows, phase=phase)
-
-    return jax.tree.map(np.asarray, run(ids, active))
+    active, rows = np.ones(len(ids), bool) if active is None else active, 10 * ids.astype(np.float32)
+    return jax.device_get(compiled(ids, active, rows, key, width, phase))
 
 
 def test_every_client_is_visited_once_with_its_own_row():
@@ -78,8 +79,5 @@ def test_nobody_changes_nothing():
 
 
 def test_a_clients_key_is_the_one_of_a_map():
-    cohort = Cohort(
-        toy.federation(), lambda x: x, jnp.asarray(IDS), jnp.ones(5, bool),
-        key=KEY, round=jnp.int32(0), evaluated=jnp.bool(False), width=1,
-    )  # fmt: skip
-    assert_same(scan()[1]["key"], np.asarray(cohort.map(lambda c: jax.random.bits(c.key))))
+    mapped = jax.jit(lambda ids: cohort_of(ids, jnp.ones(5, bool)).map(lambda c: jax.random.bits(c.key)))
+    assert_same(scan()[1]["key"], np.asarray(mapped(IDS)))

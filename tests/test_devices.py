@@ -1,5 +1,6 @@
 """Several devices: who gets which client, what they say to each other, and that results do not change."""
 
+import functools
 import re
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 import toy
 from toy import N, assert_close, assert_same
 
-from fedjax_pfl import clients, simulate, trees
+from fedjax_pfl import clients, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.checks import BadInput
 from fedjax_pfl.data.partition import partition
@@ -50,10 +51,21 @@ def test_more_devices_than_there_are_is_one_sentence():
         clients.make_mesh(9)
 
 
-def run(method, devices, participation, rounds=3):
+@functools.cache
+def program_of(method, devices, participation):
+    """One for all tests: its functions are then compiled once."""
     task = toy.method_task(method)._replace(participation=participation)
-    program = simulate.program(ALGORITHMS[method], task, devices=devices)
+    return simulate.program(ALGORITHMS[method], task, devices=devices)
+
+
+def run(method, devices, participation, rounds=3):
+    program = program_of(method, devices, participation)
     return program, list(simulate.rounds(program, KEY, toy.federation(), rounds=rounds))
+
+
+def on_host(program, state):
+    """The state by id."""
+    return jax.device_get(jax.jit(program.by_id)(state))
 
 
 @pytest.mark.parametrize("participation", [(1.0, 1.0), (0.6, 0.6), (0.3, 1.0)])
@@ -61,38 +73,39 @@ def test_a_run_over_devices_is_the_run_on_one(participation):
     """Everybody, a sample and drop-outs, with state that stays on the clients; N is not a multiple of the devices."""
     _, alone = run("ditto", 1, participation)
     many, together = run("ditto", 3, participation)
-    assert_close(many.by_id(together[-1].state), alone[-1].state, 1e-5)
+    assert_close(on_host(many, together[-1].state), alone[-1].state, 1e-5)
     assert len(together) == len(alone) == 4
     for a, b in zip(together, alone, strict=True):
         assert_close(a.pre, b.pre, 1e-5)
         if b.metrics is not None:
-            assert_close(a.metrics, trees.gather(b.metrics, np.argsort(b.metrics["ids"])), 1e-5)
+            assert_close(a.metrics, toy.rows(b.metrics, np.argsort(b.metrics["ids"])), 1e-5)
 
 
 def test_a_state_may_move_to_another_number_of_devices():
     program, results = run("ditto", 3, (0.6, 0.6), rounds=2)
-    rest = jax.device_get(program.by_id(results[-1].state))  # through the host, as a checkpoint does
+    rest = on_host(program, results[-1].state)  # through the host, as a checkpoint does
     assert jax.tree.leaves(rest.clients)[0].shape[0] == N
-    assert_same(program.by_id(program.place(rest)), rest)
+    assert_same(on_host(program, jax.jit(program.place)(rest)), rest)
     other, whole = run("ditto", 2, (0.6, 0.6), rounds=3)
-    *_, last = simulate.rounds(other, KEY, toy.federation(), rounds=3, start=2, state=other.place(rest))
-    assert_close(other.by_id(last.state), other.by_id(whole[-1].state), 1e-5)
+    *_, last = simulate.rounds(other, KEY, toy.federation(), rounds=3, start=2, state=jax.jit(other.place)(rest))
+    assert_close(on_host(other, last.state), on_host(other, whole[-1].state), 1e-5)
 
 
 def test_one_client_can_be_asked_wherever_it_lies():
     answers = []
     for devices in (1, 3):
         program, results = run("ditto", devices, (1.0, 1.0), rounds=1)
-        x = toy.federation().examples.x[:4]
+        x, ask = np.asarray(toy.federation().examples.x)[:4], jax.jit(program.predict)
         args = (KEY, program.numbers, toy.federation(), results[-1].state, jnp.int32(1))
-        answers.append([program.predict(*args, i, x) for i in range(N)])
+        answers.append([ask(*args, i, x) for i in range(N)])
     assert_close(answers[1], answers[0], 1e-5)
 
 
+@functools.cache
 def compiled(method, participation):
     """The compiled round on 8 devices, of 16 clients with the toy's data."""
     f = toy.federation()
-    rows = lambda x: trees.gather(x, np.arange(16) % N)
+    rows = lambda x: toy.rows(x, np.arange(16) % N)
     f = f._replace(train=rows(f.train), val=rows(f.val), test=rows(f.test), class_counts=rows(f.class_counts))
     task = toy.task(
         participation=participation, sizes=np.asarray(f.train.size), class_counts=np.asarray(f.class_counts)

@@ -1,16 +1,13 @@
 """Rounds against slow NumPy loops in float64, on softmax regression with full batches (no shuffling to imitate)."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
 from toy import C, N
 
-from fedjax_pfl import simulate
-from fedjax_pfl.algorithms import ALGORITHMS
-
 LR, EPOCHS, ROUNDS = 0.3, 3, 3
+TASK = toy.task("linear", lr=LR, batch_size=32, epochs=EPOCHS)
 
 
 def client_arrays(f, i):
@@ -37,12 +34,8 @@ def average(models, weights):
 
 def run(method, **hparams):
     """The method's own start and its state after ROUNDS rounds."""
-    task = toy.task("linear", lr=LR, batch_size=32, epochs=EPOCHS)
-    program = simulate.program(ALGORITHMS[method], task, hparams)
-    key = jax.random.key(3)
-    begin = program.init(key, program.numbers)
-    state = jax.jit(lambda: simulate.curve(program, key, program.numbers, toy.federation(), rounds=ROUNDS)[0])()
-    return begin, state
+    result = toy.train(method, TASK, ROUNDS, key=jax.random.key(3), **hparams)
+    return result.begin, result.state
 
 
 def head(tree):
@@ -73,7 +66,7 @@ def test_ditto():
         w = average([descend(w, *client_arrays(f, i), residual_softmax) for i in range(N)], p)
     check(state.server, w)
     for i in range(N):
-        check(jax.tree.map(lambda x, i=i: x[i], state.clients), v[i])
+        check(toy.rows(state.clients, i), v[i])
 
 
 @pytest.mark.parametrize("head_weighting", ["uniform", "data", "task_count"])
@@ -101,11 +94,8 @@ def test_pfedc_aggregation(head_weighting):
 
 
 def test_accuracy_is_counted_by_hand():
-    _, state = run("fedavg")
-    task = toy.task("linear", lr=LR, batch_size=32, epochs=EPOCHS)
-    f, w = toy.federation(), head(state.server)
-    program = simulate.program(ALGORITHMS["fedavg"], task)
-    got = program.evaluate(jax.random.key(0), program.numbers, f, state, jnp.int32(0))
+    result = toy.train("fedavg", TASK, ROUNDS, key=jax.random.key(3))
+    f, w, got = toy.federation(), head(result.state.server), jax.device_get(result.last)
     for i in range(N):
         rows = np.asarray(f.test.index[i][: int(f.test.size[i])])
         z = np.asarray(f.examples.x)[rows] @ w[0] + w[1]

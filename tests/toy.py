@@ -172,7 +172,8 @@ def train(method, given: Task, rounds: int = 3, key=None, federation_=None, begi
     """
     factory = METHODS[method] if isinstance(method, str) else method
     program = simulate.program(factory, given, hparams)
-    fixed = sorted((k, repr(v)) for k, v in hparams.items() if k not in program.numbers)
+    values = simulate.hyperparameters(factory) | hparams
+    fixed = sorted((k, repr(v)) for k, v in values.items() if k not in program.numbers)
     where = (factory, id(given), *program.numbers, *fixed)
     if where not in _compiled:
         jitted = {name: jax.jit(getattr(program, name)) for name in ("init", "round", "evaluate")}

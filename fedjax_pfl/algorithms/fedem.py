@@ -79,7 +79,7 @@ def fedem(task: Task, *, components: int = 3, average: str = "round", refit: int
         keys = [key, *(jax.random.fold_in(key, m) for m in range(1, components))]
         theta = jax.tree.map(lambda *x: jnp.stack(x), *map(model.init, keys))
         own, shared = trees.partition(theta, personal)
-        mine = {"pi": jnp.full(components, 1 / components), "own": own}
+        mine = {"pi": jnp.full(components, 1 / components, jnp.float32), "own": own}
         return State(shared, trees.replicate(mine, task.num_clients))
 
     def m_step(c: Client, theta: PyTree, q: Array) -> tuple[PyTree, Array]:

@@ -98,7 +98,7 @@ def mnfl(
 
     def init(key: Array) -> State:
         own, shared = trees.partition(task.model.init(key), personal)
-        server = {"w": trees.replicate(shared, n), "coefficients": jnp.full((n, n), 1 / n)}
+        server = {"w": trees.replicate(shared, n), "coefficients": jnp.full((n, n), 1 / n, jnp.float32)}
         return State(server, trees.replicate(own, n))
 
     def received(server: PyTree, c: Client) -> PyTree:

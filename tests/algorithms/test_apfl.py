@@ -1,14 +1,13 @@
 """The properties of sheet 18: the chain rule of the mixture, the step of its weight, and its bounds."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
 import toy
 from toy import assert_close, assert_same
 
-from fedjax_pfl import losses, simulate, trees
+from fedjax_pfl import losses
 from fedjax_pfl.algorithms import apfl as factory
 from fedjax_pfl.algorithms.apfl import mixture, mixture_loss
 from fedjax_pfl.checks import BadInput
@@ -16,31 +15,31 @@ from fedjax_pfl.types import Batch
 
 KEY = jax.random.key(0)
 TASK = toy.task()
-BATCH = Batch(jax.random.normal(KEY, (6, *toy.SHAPE)), jnp.array([0, 2, 1, 3, 2, 0]), jnp.arange(6) < 5, jnp.arange(6))
-V, W = (TASK.model.init(jax.random.key(i)) for i in range(2))
+X = np.random.default_rng(0).normal(size=(6, *toy.SHAPE)).astype(np.float32)
+BATCH = Batch(X, np.array([0, 2, 1, 3, 2, 0]), np.arange(6) < 5, np.arange(6))
+V, W = map(jax.jit(TASK.model.init), map(jax.random.key, range(2)))
 
 
 @pytest.mark.parametrize("mix", ["params", "outputs"])
 def test_the_gradient_of_the_weight_is_the_finite_difference(mix):
-    loss = lambda a: mixture_loss(TASK, mix)(V, a, W, BATCH, KEY)[0]
+    both = jax.jit(jax.value_and_grad(lambda a: mixture_loss(TASK, mix)(V, a, W, BATCH, KEY)[0]))
     h = 1e-2
-    np.testing.assert_allclose(jax.grad(loss)(0.3), (loss(0.3 + h) - loss(0.3 - h)) / (2 * h), atol=2e-3)
+    np.testing.assert_allclose(both(0.3)[1], (both(0.3 + h)[0] - both(0.3 - h)[0]) / (2 * h), atol=2e-3)
 
 
 def test_gradients_of_mixed_parameters_follow_the_chain_rule():
-    a = jnp.float32(0.3)
-    by_v, by_a = jax.grad(lambda v, a: mixture_loss(TASK, "params")(v, a, W, BATCH, KEY)[0], argnums=(0, 1))(V, a)
-    by_mixture = jax.grad(lambda u: losses.classification(TASK.model)(u, BATCH, KEY)[0])(mixture(V, a, W))
-    assert_close(by_v, trees.scale(a, by_mixture))
-    inner = sum(jnp.vdot(x - y, g) for x, y, g in zip(*map(jax.tree.leaves, (V, W, by_mixture)), strict=True))
+    a = np.float32(0.3)
+    by_both = jax.grad(lambda v, a: mixture_loss(TASK, "params")(v, a, W, BATCH, KEY)[0], argnums=(0, 1))
+    (by_v, by_a), u = jax.jit(lambda v, a: (by_both(v, a), mixture(v, a, W)))(V, a)
+    by_mixture = jax.jit(jax.grad(lambda u: losses.classification(TASK.model)(u, BATCH, KEY)[0]))(u)
+    assert_close(by_v, jax.tree.map(lambda g: a * np.asarray(g), by_mixture))
+    leaves = lambda tree: [np.asarray(x, np.float64) for x in jax.tree.leaves(tree)]
+    inner = sum(np.sum((x - y) * g) for x, y, g in zip(*map(leaves, (V, W, by_mixture)), strict=True))
     np.testing.assert_allclose(by_a, inner, rtol=1e-5)
 
 
-def state_after(rounds=1, task=TASK, **hparams):
-    program = simulate.program(factory, task, hparams)
-    f = toy.federation()
-    run = jax.jit(lambda numbers: simulate.curve(program, KEY, numbers, f, rounds=rounds))
-    return program.init(KEY, program.numbers), *run(program.numbers)
+def train(rounds=1, task=TASK, **hparams):
+    return toy.train(factory, task, rounds, key=KEY, **hparams)
 
 
 def test_two_rounds_by_hand():
@@ -65,42 +64,42 @@ def test_two_rounds_by_hand():
         oracle.close(states[t + 1].server, w)
         np.testing.assert_allclose(states[t + 1].clients["alpha"], alpha, rtol=1e-5)
         for i in range(toy.N):
-            oracle.close(trees.gather(states[t + 1].clients["v"], i), own[i])
+            oracle.close(toy.rows(states[t + 1].clients["v"], i), own[i])
 
 
 def test_the_weight_takes_one_step_a_round():
-    many = state_after(task=toy.task("linear", batch_size=1, epochs=3), lr_alpha=0.5)[1]
-    one = state_after(task=toy.task("linear", batch_size=1, epochs=None, steps=1), lr_alpha=0.5)[1]
-    assert_close(many.clients["alpha"], one.clients["alpha"])
+    tasks = [toy.task("linear", batch_size=1, **work) for work in ({"epochs": 3}, {"epochs": None, "steps": 1})]
+    many, one = (train(task=task, lr_alpha=0.5).state.clients["alpha"] for task in tasks)
+    assert_close(many, one)
 
 
 def test_the_weight_moves_against_its_gradient_and_stays_within_bounds():
-    _, state, metrics, _ = state_after(rounds=3, lr_alpha=1000.0)
-    assert np.all((metrics["alpha"] >= 0) & (metrics["alpha"] <= 1))
-    assert np.any(metrics["alpha"] == 0) or np.any(metrics["alpha"] == 1)
-    assert_same(state.clients["alpha"], metrics["alpha"][-1])
+    got = train(rounds=3, lr_alpha=1000.0)
+    alpha = got.metrics["alpha"]
+    assert np.all((alpha >= 0) & (alpha <= 1))
+    assert np.any(alpha == 0) or np.any(alpha == 1)
+    assert_same(got.state.clients["alpha"], alpha[-1])
 
 
 def test_a_fixed_weight_never_moves_and_decay_shrinks_it():
-    np.testing.assert_array_equal(state_after(rounds=2, adaptive=False)[1].clients["alpha"], 0.5)
-    alpha = state_after(lr_alpha=0.1, alpha_decay=1.0)[1].clients["alpha"]  # v = w in round 0: the gradient is 0
+    np.testing.assert_array_equal(train(rounds=2, adaptive=False).state.clients["alpha"], 0.5)
+    alpha = train(lr_alpha=0.1, alpha_decay=1.0).state.clients["alpha"]  # v = w in round 0: the gradient is 0
     np.testing.assert_allclose(alpha, 0.45, rtol=1e-6)
 
 
 def test_without_a_personal_share_the_personal_model_is_the_global_one():
-    begin, state, _, _ = state_after(rounds=2, alpha=0.0, adaptive=False)
-    assert_same(state.clients["v"], begin.clients["v"])
-    algorithm = factory(TASK, alpha=0.0)
-    mine = trees.gather(state.clients, 1)
-    x = toy.federation().examples.x[:7]
-    got = algorithm.predict(state.server, mine, None)(x, jnp.ones(7, bool))
-    assert_close(got, TASK.model.apply(state.server, x)[0])
+    got = train(rounds=2, alpha=0.0, adaptive=False)
+    assert_same(got.state.clients["v"], got.begin.clients["v"])
+    (server, clients), x = got.state, toy.federation().examples.x[:7]
+    predict = factory(TASK, alpha=0.0).predict
+    both = jax.jit(lambda mine: (predict(server, mine, None)(x, np.ones(7, bool)), TASK.model.apply(server, x)[0]))
+    assert_close(*both(toy.rows(clients, 1)))
 
 
 @pytest.mark.parametrize("mix", ["params", "outputs"])
 @pytest.mark.parametrize("bn_stats", ["aggregate", "local", "batch"])
 def test_batch_norm(mix, bn_stats):
-    _, state, metrics, last = state_after(rounds=2, task=toy.task("norm", bn_stats=bn_stats), mix=mix)
+    state, metrics, last = train(rounds=2, task=toy.task("norm", bn_stats=bn_stats), mix=mix)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics["loss"], last)))
     assert bool(jax.tree.leaves(state.clients["own"])) == (bn_stats == "local")
 

@@ -1,5 +1,7 @@
 """The properties of sheet 9: what the attention weighs, what is mixed, and whom a client is pulled towards."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,7 @@ from fedjax_pfl.clients import Cohort
 from fedjax_pfl.types import State
 
 KEY = jax.random.key(0)
-EVERY = jnp.arange(N)
+EVERY = np.arange(N)
 OWN = np.eye(N, dtype=bool)
 FULL = toy.task("linear", lr=0.3, batch_size=32, epochs=3)  # full batches: no shuffling to imitate
 NEAR = {"alpha": 2.0, "sigma": 8.0, "lam": 1.0}  # numbers with which the toy federation's models see each other
@@ -24,15 +26,24 @@ NEAR = {"alpha": 2.0, "sigma": 8.0, "lam": 1.0}  # numbers with which the toy fe
 def models(seed=0, scale=1.0, offset=0.0):
     rng = np.random.default_rng(seed)
     made = {"a": offset + scale * rng.normal(size=(N, 3, 2)), "b": offset + scale * rng.normal(size=(N, 4))}
-    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), made)
+    return jax.tree.map(np.float32, made)
 
 
 def flat(w):
     return np.concatenate([np.asarray(x, np.float64).reshape(len(x), -1) for x in jax.tree.leaves(w)], axis=1)
 
 
+@jax.jit
+def amp(w, alpha, sigma, xi_min, others):
+    return amp_weights(square_distances(w, EVERY), others, alpha, sigma, xi_min)
+
+
 def weigh(w, alpha=0.05, sigma=4.0, xi_min=0.0, others=~OWN):
-    return amp_weights(square_distances(w, EVERY), jnp.asarray(others), alpha, sigma, xi_min)
+    return map(np.asarray, amp(w, alpha, sigma, xi_min, others))
+
+
+mixed = jax.jit(lambda xi, w: mixtures(xi, w, EVERY))
+distances, similarities, heur = jax.jit(square_distances), jax.jit(cosines), jax.jit(heur_weights)
 
 
 def test_wide_attention_is_the_plain_mean():
@@ -40,8 +51,8 @@ def test_wide_attention_is_the_plain_mean():
     xi, rescaled = weigh(models(), alpha=sigma / N, sigma=sigma)
     np.testing.assert_allclose(np.asarray(xi)[~OWN], 1 / N, rtol=1e-4)
     assert not rescaled.any()
-    mean = jax.tree.map(lambda x: jnp.broadcast_to(jnp.mean(x, axis=0), x.shape), models())
-    assert_close(mixtures(xi, models(), EVERY), mean, 1e-4)
+    mean = jax.tree.map(lambda x: np.broadcast_to(np.mean(x, axis=0), x.shape), models())
+    assert_close(mixed(xi, models()), mean, 1e-4)
 
 
 @pytest.mark.parametrize("hparams", [{}, {"alpha": 1e3}, {"alpha": 1e3, "xi_min": 0.25}, {"sigma": 1e-3}])
@@ -56,28 +67,28 @@ def test_weights_lie_inside_and_leave_the_rest_to_the_own_model(hparams, absent)
     if rescaled.any():
         np.testing.assert_allclose(total, 1 - hparams.get("xi_min", 0), rtol=1e-6)
     if hparams.get("sigma") == 1e-3:
-        assert_same(xi, jnp.zeros((N, N)))
+        assert_same(xi, np.zeros((N, N)))
     whole = np.asarray(xi, np.float64) + np.diag(1 - total)  # its rows sum to 1
     np.testing.assert_allclose(whole.sum(axis=1), 1, rtol=1e-6)
-    np.testing.assert_allclose(flat(mixtures(xi, models(), EVERY)), whole @ flat(models()), atol=1e-6)
+    np.testing.assert_allclose(flat(mixed(xi, models())), whole @ flat(models()), atol=1e-6)
 
 
 def test_the_mixture_of_equal_models_or_without_others_is_the_own_to_the_last_bit():
-    w, xi = models(), weigh(models())[0]
-    assert_same(mixtures(0 * xi, w, EVERY), w)
-    equal = jax.tree.map(lambda x: jnp.broadcast_to(x[2], x.shape), w)
-    assert_same(mixtures(xi, equal, EVERY), equal)
+    w, (xi, _) = models(), weigh(models())
+    assert_same(mixed(0 * xi, w), w)
+    equal = jax.tree.map(lambda x: np.broadcast_to(x[2], x.shape), w)
+    assert_same(mixed(xi, equal), equal)
 
 
 def test_shrinking_keeps_the_ratios_of_the_others():
-    xi, shrunk = (np.asarray(weigh(models(), alpha=alpha)[0])[0] for alpha in (0.05, 500.0))
+    xi, shrunk = (next(weigh(models(), alpha=alpha))[0] for alpha in (0.05, 500.0))
     np.testing.assert_allclose(shrunk / shrunk.sum(), xi / xi.sum(), rtol=1e-5)
 
 
 def test_the_mixture_is_a_gradient_step_of_the_attention():
     """u_i = w_i - alpha/2 grad_i sum_{a<b} A(||w_a - w_b||^2), by finite differences."""
     w, alpha, sigma = models(), 0.5, 8.0
-    u = flat(mixtures(weigh(w, alpha, sigma)[0], w, EVERY))
+    u = flat(mixed(next(weigh(w, alpha, sigma)), w))
     v, h = flat(w), 1e-5
 
     def total(v):
@@ -92,7 +103,7 @@ def test_the_mixture_is_a_gradient_step_of_the_attention():
 
 
 def test_pairs_far_apart_do_not_mix():
-    w = jax.tree.map(lambda x: x[jnp.array([0, 0, 1, 1, 2])], models(scale=10.0))
+    w = toy.rows(models(scale=10.0), [0, 0, 1, 1, 2])
     xi, _ = weigh(w, alpha=0.05, sigma=0.1)
     expected = np.zeros((N, N))
     expected[[0, 1, 2, 3], [1, 0, 3, 2]] = 0.5  # alpha / sigma
@@ -103,56 +114,72 @@ def test_distances_survive_a_large_common_part():
     w = models(scale=0.01, offset=100.0)
     v = flat(w)
     expected = ((v[:, None] - v[None]) ** 2).sum(-1)
-    np.testing.assert_allclose(square_distances(w, EVERY), expected, atol=2e-6)
+    np.testing.assert_allclose(distances(w, EVERY), expected, atol=2e-6)
     assert expected.max() > 1e-3
-    assert_same(square_distances(w, jnp.array([3, 1])), square_distances(w, EVERY)[jnp.array([3, 1])])
+    assert_same(distances(w, np.array([3, 1])), toy.rows(distances(w, EVERY), [3, 1]))
 
 
 def test_cosine_attention():
     w, sigma, xi_self = models(), 2.0, 0.3
     v = flat(w)
     cosine = v @ v.T / np.linalg.norm(v, axis=1)[:, None] / np.linalg.norm(v, axis=1)[None]
-    np.testing.assert_allclose(cosines(w, EVERY), cosine, atol=1e-6)
+    np.testing.assert_allclose(similarities(w, EVERY), cosine, atol=1e-6)
     present = np.array([True, False, True, True, False])
-    xi, rescaled = heur_weights(cosines(w, EVERY), present[None] & ~OWN, sigma, xi_self)
-    assert not rescaled.any()
+    xi, rescaled = heur(similarities(w, EVERY), present[None] & ~OWN, sigma, xi_self)
+    assert not np.any(rescaled)
     for i in range(N):
         e = np.exp(sigma * cosine[i]) * present * (i != EVERY)
-        np.testing.assert_allclose(xi[i], (1 - xi_self) * e / e.sum(), atol=1e-6)
-    nobody, _ = heur_weights(cosines(w, EVERY), jnp.zeros((N, N), bool), sigma, xi_self)
-    assert_same(nobody, jnp.zeros((N, N)))
+        np.testing.assert_allclose(np.asarray(xi)[i], (1 - xi_self) * e / e.sum(), atol=1e-6)
+    nobody, _ = heur(similarities(w, EVERY), np.zeros((N, N), bool), sigma, xi_self)
+    assert_same(nobody, np.zeros((N, N)))
 
 
 @pytest.mark.parametrize("prox, potential", [("squared", lambda d: d @ d), ("norm", lambda d: np.linalg.norm(d))])
 def test_the_pull_is_the_gradient_of_the_distance(prox, potential):
     w, u = (jax.tree.map(lambda x, i=i: x[i], models()) for i in (0, 1))
     weight, h = 0.7, 1e-5
-    got = flat(trees.replicate(pull(prox, u, weight)(w), 1))[0]
-    d = (flat(trees.replicate(w, 1)) - flat(trees.replicate(u, 1)))[0]
+    force = jax.jit(lambda u, w: pull(prox, u, weight)(w))
+    vector = lambda tree: flat(jax.tree.map(lambda x: np.asarray(x)[None], tree))[0]
+    got, d = vector(force(u, w)), vector(w) - vector(u)
     for k, step in enumerate(h * np.eye(len(d))):
         slope = weight / 2 * (potential(d + step) - potential(d - step)) / (2 * h)
         np.testing.assert_allclose(got[k], slope, atol=1e-5)
-    assert_same(pull(prox, u, weight)(u), trees.scale(0, u))
+    assert_same(force(u, u), jax.tree.map(np.zeros_like, u))
 
 
 # --- whole rounds
 
 
-def rounds(cohorts, task=FULL, start=None, federation=None, width=1, **hparams):
-    """The states before, between and after rounds of the given (ids, active), and their metrics."""
-    f = toy.federation() if federation is None else federation
-    algorithm = factory(task, **hparams)
+F = toy.federation()
+TASKS = {"linear": FULL, "mlp": toy.task("mlp"), "norm": toy.task("norm")}
+
+
+@functools.cache
+def begin(net):
+    return jax.device_get(jax.jit(factory(TASKS[net], **NEAR).init)(KEY))
+
+
+@functools.cache
+def compiled(net, width, attention, prox):
+    task = TASKS[net]
+    algorithm = factory(task, attention=attention, prox=prox, **NEAR)
 
     @jax.jit
-    def run(state, ids, active):
+    def run(state, federation, ids, active):
         rows = State(state.server, trees.gather(state.clients, ids))
         now = {"key": KEY, "round": jnp.int32(0), "evaluated": jnp.bool(True)}
-        new, metrics = algorithm.round(KEY, rows, Cohort(f, task.prepare, ids, active, width=width, **now))
+        new, metrics = algorithm.round(KEY, rows, Cohort(federation, task.prepare, ids, active, width=width, **now))
         return State(new.server, trees.scatter(state.clients, ids, new.clients, active)), metrics
 
-    states, metrics = [algorithm.init(KEY) if start is None else start], []
+    return run
+
+
+def rounds(cohorts, net="mlp", start=None, federation=F, width=1, attention="amp", prox="squared"):
+    """The states before, between and after rounds of the given (ids, active), and their metrics."""
+    run = compiled(net, width, attention, prox)
+    states, metrics = [begin(net) if start is None else start], []
     for ids, active in cohorts:
-        state, row = run(states[-1], jnp.asarray(ids, jnp.int32), jnp.asarray(active))
+        state, row = jax.device_get(run(states[-1], federation, ids.astype(np.int32), active))
         states.append(state)
         metrics.append(row)
     return states, metrics
@@ -160,9 +187,8 @@ def rounds(cohorts, task=FULL, start=None, federation=None, width=1, **hparams):
 
 def gradient(w, i):
     """Of client i's mean cross entropy in float64; w is (kernel, bias)."""
-    f = toy.federation()
-    rows = np.asarray(f.train.index[i][: SIZES[i]])
-    x, y = np.asarray(f.examples.x, np.float64)[rows], np.asarray(f.examples.y)[rows]
+    rows = np.asarray(F.train.index[i])[: SIZES[i]]
+    x, y = np.asarray(F.examples.x, np.float64)[rows], np.asarray(F.examples.y)[rows]
     z = x @ w[0] + w[1]
     p = np.exp(z - z.max(axis=1, keepdims=True))
     r = (p / p.sum(axis=1, keepdims=True) - np.eye(C)[y]) / len(y)
@@ -198,7 +224,7 @@ COHORTS = [
 @pytest.mark.parametrize("prox", ["squared", "norm"])
 def test_rounds_by_hand(attention, prox):
     alpha, sigma, lam = NEAR["alpha"], NEAR["sigma"], NEAR["lam"]
-    states, metrics = rounds(COHORTS, attention=attention, prox=prox, **NEAR)
+    states, metrics = rounds(COHORTS, "linear", attention=attention, prox=prox)
     head = jax.tree.map(lambda x: np.asarray(x, np.float64), states[0].server["w"]["head"])
     w, pool = [(head["kernel"][i], head["bias"][i]) for i in range(N)], range(N)
     for (ids, active), got, row in zip(COHORTS, states[1:], metrics, strict=True):
@@ -221,62 +247,58 @@ def test_rounds_by_hand(attention, prox):
 
 
 def far_apart():
-    begin = rounds([], task=toy.task(), **NEAR)[0][0]
-    leaves, structure = jax.tree.flatten(begin.server["w"])
-    keys = jax.random.split(KEY, len(leaves))
-    noisy = [x + 0.3 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
-    return State({**begin.server, "w": jax.tree.unflatten(structure, noisy)}, begin.clients)
+    server, clients = begin("mlp")
+    rng = np.random.default_rng(0)
+    noisy = jax.tree.map(lambda x: x + 0.3 * rng.normal(size=x.shape).astype(np.float32), server["w"])
+    return State({**server, "w": noisy}, clients)
 
 
 def test_order_and_width_do_not_matter_where_models_mix():
     ids, active, order = *COHORTS[1], np.array([4, 2, 0, 5, 1, 3])
-    options = {"task": toy.task(), "start": far_apart(), **NEAR}
-    (_, state), (metrics,) = rounds([(ids, active)], **options)
+    start = far_apart()
+    (_, state), (metrics,) = rounds([(ids, active)], start=start)
     assert np.all(metrics["self_weight"][active] < 0.99)  # so there is something to mix up
-    (_, permuted), (metrics_2,) = rounds([(ids[order], active[order])], **options)
+    (_, permuted), (metrics_2,) = rounds([(ids[order], active[order])], start=start)
     assert_same(permuted, state)
     for name in ("loss", "self_weight", "rescaled"):
-        assert_same(np.asarray(metrics_2[name])[active[order]], np.asarray(metrics[name])[order][active[order]])
-    assert_close(rounds([(ids, active)], width=3, **options)[0][1], state, 2e-6)
-    (_, shorter), _ = rounds([(ids[active], active[active])], **options)
+        assert_same(metrics_2[name][active[order]], metrics[name][order][active[order]])
+    assert_close(rounds([(ids, active)], width=3, start=start)[0][1], state, 2e-6)
+    (_, shorter), _ = rounds([(ids[active], active[active])], start=start)
     assert_close(shorter, state)
 
 
 def test_absent_models_stay_bit_for_bit():
     ids, active = COHORTS[1]
-    (before, after), _ = rounds([(ids, active)], task=toy.task("norm"), **NEAR)
+    (before, after), _ = rounds([(ids, active)], "norm")
     absent = ~np.isin(range(N), ids[active])
-    assert_same(trees.gather(after.server["w"], absent), trees.gather(before.server["w"], absent))
-    assert_same(trees.gather(after.clients, absent), trees.gather(before.clients, absent))
+    assert_same(toy.rows(after.server["w"], absent), toy.rows(before.server["w"], absent))
+    assert_same(toy.rows(after.clients, absent), toy.rows(before.clients, absent))
 
 
 def test_a_round_without_examples_keeps_the_server():
-    f = toy.federation()
-    nothing = f._replace(train=f.train._replace(size=jnp.zeros_like(f.train.size)))
+    nothing = F._replace(train=F.train._replace(size=np.zeros(N, np.int32)))
     start = far_apart()
-    start = State({**start.server, "uploaded": jnp.array([True, False, True, True, False])}, start.clients)
-    (_, after), _ = rounds(COHORTS[:1], task=toy.task(), start=start, federation=nothing, **NEAR)
+    start = State({**start.server, "uploaded": np.array([True, False, True, True, False])}, start.clients)
+    (_, after), _ = rounds(COHORTS[:1], start=start, federation=nothing)
     assert_same(after.server, start.server)
 
 
 def test_each_client_predicts_with_its_own_model():
-    state = far_apart()
-    program = simulate.program(factory, toy.task(), NEAR)
-    x = toy.federation().examples.x[:7]
+    state, task, x = far_apart(), TASKS["mlp"], F.examples.x[:7]
+    program = simulate.program(factory, task, NEAR)
+    predict = jax.jit(lambda state, i: program.predict(KEY, program.numbers, F, state, 0, i, x))
+    outputs = jax.jit(lambda w: task.model.apply(w, x)[0])
     for i in (0, 3):
-        got = program.predict(KEY, program.numbers, toy.federation(), state, 0, i, x)
-        own = {**trees.gather(state.server["w"], i), "stats": {}}
-        assert_close(got, toy.task().model.apply(own, x)[0])
+        assert_close(predict(state, i), outputs({**toy.rows(state.server["w"], i), "stats": {}}))
 
 
 @pytest.mark.parametrize("bn_stats", ["aggregate", "local", "batch"])
 def test_batch_norm(bn_stats):
-    program = simulate.program(factory, toy.task("norm", bn_stats=bn_stats), NEAR)
-    f = toy.federation()
-    state, metrics, last = jax.jit(lambda: simulate.curve(program, KEY, program.numbers, f, rounds=2))()
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics["loss"], last)))
-    assert_same(metrics["post"], jax.tree.map(lambda a, b: jnp.stack([a[1], b]), metrics["pre"], last))
-    assert "stats" not in state.server["w"]
+    task = toy.task("norm", bn_stats=bn_stats)
+    one, two = (toy.train(factory, task, rounds, key=KEY, **NEAR) for rounds in (1, 2))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((two.state, two.metrics["loss"], two.last)))
+    assert_same(two.metrics["post"], jax.tree.map(lambda a, b: np.stack([a, b]), one.last, two.last))
+    assert "stats" not in two.state.server["w"]
 
 
 @pytest.mark.parametrize(

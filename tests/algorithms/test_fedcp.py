@@ -1,9 +1,12 @@
 """The properties of sheet 25: gate, kernel distance, what is frozen, what travels, and every ablation."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import oracle
 import pytest
 import toy
 from toy import C, assert_close, assert_same
@@ -16,53 +19,71 @@ from fedjax_pfl.losses import VARIANCES, mmd
 from fedjax_pfl.types import State
 
 KEY = jax.random.key(0)
-TASK, NORM = toy.task(), toy.task("norm")
-_compiled: dict = {}
+TASK, NORM = toy.task(epochs=1), toy.task("norm", epochs=1)
 K = TASK.model.num_features
-ALL = jnp.ones(6, bool)
-X = jax.random.normal(KEY, (6, *toy.SHAPE))
-ONE_STEP = {"epochs": None, "steps": 1}
+ALL = np.ones(6, bool)
 
 
 def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def start(task=TASK, **options):
+X = normal(0, 6, *toy.SHAPE)
+
+
+def sq_dist(a, b):
+    """As trees.sq_dist, on the host."""
+    return sum(np.sum((np.asarray(x) - np.asarray(y)) ** 2) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
+
+
+@functools.cache
+def start(**options):
     """The variables of client 0 and its frozen parts, with a personal head and an extractor of its own."""
-    state = factory(task, **options).init(KEY)
-    shifted = lambda tree, seed: jax.tree.map(lambda x: x + 0.3 * normal(seed, *x.shape), tree)
-    server, own = state.server, trees.gather(state.clients, 0)
+    state = jax.jit(factory(TASK, **options).init)(KEY)
+    shifted = lambda tree, seed: jax.tree.map(lambda x: np.asarray(x) + np.float32(0.3) * normal(seed, *x.shape), tree)
+    server, own = state.server, toy.rows(state.clients, 0)
     head = shifted(own["head"], 1)
     variables = {"body": shifted(server["body"], 2), "head": head, "policy": server["policy"]}
-    return {**variables, "stats": server["stats"]}, Frozen(server["body"], server["head"], client_vector(head))
+    frozen = Frozen(server["body"], server["head"], jax.jit(client_vector)(head))
+    return {**variables, "stats": server["stats"]}, frozen
 
 
-def forward(variables, frozen, policy="softmax", without="none", key=KEY, x=X, task=TASK, **cpn):
+@functools.cache
+def compiled_forward(policy, without, **cpn):
     off = set(without.split("_"))
-    network = None if "cpn" in off else policy_network(task, **cpn)
-    return gated(task, network, policy, off)(variables, frozen, x, ALL, False, key)
+    network = None if "cpn" in off else policy_network(TASK, **cpn)
+    model = gated(TASK, network, policy, off)
+    return jax.jit(lambda variables, frozen, x, key: model(variables, frozen, x, jnp.ones(len(x), bool), False, key))
 
 
-def train(task=TASK, federation=None, rounds=2, begin=None, **options):
+def forward(variables, frozen, policy="softmax", without="none", key=KEY, x=X, **cpn):
+    return compiled_forward(policy, without, **cpn)(variables, frozen, x, key)
+
+
+_compiled: dict = {}
+
+
+def train(task=TASK, federation=None, rounds=2, begin=None, lr=0.1, **options):
     """(state at the start, state after some rounds, metrics); floats are traced: one compilation serves all values."""
     program = simulate.program(factory, task, options)
     f = toy.federation() if federation is None else federation
-    begin = program.init(KEY, program.numbers) if begin is None else begin
     where = (id(task), *((k, v) for k, v in options.items() if not isinstance(v, float)))
-    _, step = _compiled.setdefault(where, (task, jax.jit(program.round)))  # holds the task: its id stays its own
+    if where not in _compiled:
+        step = jax.jit(lambda *args: program.round(*args, jnp.bool(False)))
+        _compiled[where] = task, jax.jit(program.init), step  # holds the task: its id stays its own
+    _, init, step = _compiled[where]
+    numbers = program.numbers | {"lr": lr}
+    begin = init(KEY, numbers) if begin is None else begin
     state = begin
     for t in range(rounds):
-        state, metrics = step(KEY, program.numbers, f, state, jnp.int32(t), jnp.bool(False))
+        state, metrics = step(KEY, numbers, f, state, jnp.int32(t))
     return begin, state, metrics
 
 
-def alone(**options):
-    """The toy federation of one client: client 1, with 19 examples."""
+def alone(size=19):
+    """The toy federation in which only client 1 has examples."""
     f = toy.federation()
-    second = lambda rows: type(rows)(*(x[1:2] for x in rows))
-    f = f._replace(train=second(f.train), val=second(f.val), test=second(f.test), class_counts=f.class_counts[1:2])
-    return toy.task(sizes=toy.SIZES[1:2], class_counts=TASK.class_counts[1:2], **options), f
+    return f._replace(train=f.train._replace(size=np.where(np.arange(toy.N) == 1, size, 0).astype(np.int32)))
 
 
 # --- the gate
@@ -70,61 +91,63 @@ def alone(**options):
 
 def test_shares_sum_to_one_and_lie_inside():
     a = 2 * normal(3, 6, 2 * K)
-    for key in (None, KEY):
-        r, s = gate(a, key)
+    shares, noisy = jax.jit(lambda a: (gate(a), gate(a, KEY)))(a)
+    for r, s in (shares, noisy):
         np.testing.assert_array_equal(r + s, 1)
         assert np.all((r > 0) & (r < 1) & (s > 0))
-    soft = jax.nn.softmax(a.reshape(6, 2, K), axis=1)
-    np.testing.assert_allclose(gate(a)[0], soft[:, 0], rtol=1e-5)
-    np.testing.assert_allclose(gate(a)[1], soft[:, 1], rtol=1e-5, atol=1e-6)
+    soft = np.exp(a.reshape(6, 2, K).astype(np.float64))
+    soft = soft / soft.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(shares[0], soft[:, 0], rtol=1e-5)
+    np.testing.assert_allclose(shares[1], soft[:, 1], rtol=1e-5, atol=1e-6)
 
 
 def test_gumbel_noise_belongs_to_its_key():
     w, frozen = start()
-    noisy = lambda key: forward(w, frozen, "gumbel", key=key)[2]
+    noisy = lambda key: np.asarray(forward(w, frozen, "gumbel", key=key)[2])
     assert_same(noisy(KEY), noisy(KEY))
     assert np.all(noisy(KEY) != noisy(jax.random.key(9)))
     assert_same(forward(w, frozen, key=KEY), forward(w, frozen, key=jax.random.key(9)))
-    draws = gate(jnp.zeros((1000, 2 * K)), KEY)[0]  # P(r < x) = P(logistic < logit x) = x
-    np.testing.assert_allclose(jnp.mean(draws < 0.25), 0.25, atol=0.02)
-    prefix = gate(jnp.zeros((10, 2 * K)), KEY)[0]  # padding does not change a row's noise
-    assert_same(prefix, draws[:10])
+    noise = jax.jit(lambda a: gate(a, KEY)[0])
+    draws = np.asarray(noise(np.zeros((1000, 2 * K), np.float32)))  # P(r < x) = P(logistic < logit x) = x
+    np.testing.assert_allclose(np.mean(draws < 0.25), 0.25, atol=0.02)
+    assert_same(noise(np.zeros((10, 2 * K), np.float32)), draws[:10])  # padding does not change a row's noise
 
 
 def test_training_with_gumbel_is_reproducible_and_not_softmax():
     once, again = (train(rounds=1, policy="gumbel")[1] for _ in range(2))
     assert_same(once, again)
-    assert trees.sq_dist(once.server["policy"], train(rounds=1)[1].server["policy"]) > 1e-8
+    assert sq_dist(once.server["policy"], train(rounds=1)[1].server["policy"]) > 1e-8
 
 
 @pytest.mark.parametrize("policy", ["softmax", "gumbel"])
 def test_equal_heads_see_the_whole_feature(policy):
     w, frozen = start()
     out, h, _, _ = forward(w, frozen._replace(head=w["head"]), policy)
-    assert_close(out, h @ w["head"]["kernel"] + 2 * w["head"]["bias"][None], 1e-5)
+    assert_close(out, np.asarray(h) @ w["head"]["kernel"] + 2 * w["head"]["bias"], 1e-5)
 
 
 def test_client_vector_is_the_unit_sum_of_rows():
     head = start()[0]["head"]
     v = np.asarray(head["kernel"]).T.sum(axis=0)  # C x K
-    np.testing.assert_allclose(client_vector(head), v / np.linalg.norm(v), rtol=1e-6)
-    assert_same(client_vector({"kernel": jnp.zeros((K, C))}), jnp.zeros(K))
+    vector = jax.jit(client_vector)
+    np.testing.assert_allclose(vector(head), v / np.linalg.norm(v), rtol=1e-6)
+    assert_same(vector(jax.tree.map(np.zeros_like, head)), np.zeros(K))
 
 
 def test_policy_gradient_is_the_finite_difference():
     with jax.enable_x64(True):
-        w, frozen = jax.tree.map(lambda x: x.astype(jnp.float64), start())
-        x = X.astype(jnp.float64)
+        double = functools.partial(jax.tree.map, lambda x: np.asarray(x, np.float64))
+        w, frozen = double(start())
 
+        @jax.jit
         def value(theta):
-            out = forward({**w, "policy": theta}, frozen, x=x)[0]
-            return losses.cross_entropy(out, jnp.arange(6) % C, ALL)
+            out = forward({**w, "policy": theta}, frozen, x=double(X))[0]
+            return losses.cross_entropy(out, jnp.arange(6) % C, jnp.ones(6, bool))
 
-        towards = jax.tree.map(lambda x: normal(5, *x.shape).astype(jnp.float64), w["policy"])
+        towards = double(jax.tree.map(lambda x: normal(5, *x.shape), w["policy"]))
         moved = lambda e: value(jax.tree.map(lambda a, b: a + e * b, w["policy"], towards))
-        slope = sum(
-            jax.tree.leaves(jax.tree.map(lambda a, b: jnp.sum(a * b), jax.jit(jax.grad(value))(w["policy"]), towards))
-        )
+        by = jax.jit(jax.grad(value))(w["policy"])
+        slope = sum(np.sum(a * b) for a, b in zip(*map(jax.tree.leaves, (by, towards)), strict=True))
         assert abs(slope) > 1e-4
         np.testing.assert_allclose(slope, (moved(1e-6) - moved(-1e-6)) / 2e-6, rtol=1e-6)
 
@@ -132,60 +155,69 @@ def test_policy_gradient_is_the_finite_difference():
 # --- the kernel distance
 
 
+MMD = jax.jit(jax.value_and_grad(mmd))
+
+
 def test_mmd_by_hand():
-    h, u = np.asarray(2 * normal(1, 6, K), np.float64), np.asarray(normal(2, 6, K), np.float64)
+    h, u = 2 * normal(1, 6, K).astype(np.float64), normal(2, 6, K).astype(np.float64)
     mask = np.array([1, 1, 0, 1, 1, 0], bool)
     k = lambda p, q: sum(np.exp(-np.sum((p - q) ** 2) / (2 * a)) for a in (10, 15, 20, 50))
     rows = np.flatnonzero(mask)
     expected = np.mean([k(h[p], h[q]) + k(u[p], u[q]) - 2 * k(h[p], u[q]) for p in rows for q in rows])
     h[~mask] = u[2] = np.nan
-    got, gradient = jax.value_and_grad(mmd)(jnp.asarray(h, jnp.float32), jnp.asarray(u, jnp.float32), jnp.asarray(mask))
+    got, gradient = MMD(h.astype(np.float32), u.astype(np.float32), mask)
+    gradient = np.asarray(gradient)
     np.testing.assert_allclose(got, expected, rtol=1e-4)
     assert np.isfinite(gradient).all() and not gradient[~mask].any() and gradient[mask].any()
 
 
 def test_mmd_is_a_distance_of_sets():
     h, u = normal(1, 6, K), normal(2, 6, K)
-    order = jnp.array([3, 5, 0, 1, 4, 2])
-    value, gradient = jax.value_and_grad(mmd)(h, h, ALL)
+    order = np.array([3, 5, 0, 1, 4, 2])
+    value, gradient = MMD(h, h, ALL)
     assert abs(value) < 1e-6
     np.testing.assert_allclose(gradient, 0, atol=1e-6)
-    assert mmd(h, u, ALL) > 0
-    np.testing.assert_allclose(mmd(u, h, ALL), mmd(h, u, ALL), rtol=1e-5)
-    np.testing.assert_allclose(mmd(h[order], u, ALL), mmd(h, u, ALL), rtol=1e-4)
+    between, back, reordered = (MMD(*sets, ALL)[0] for sets in ((h, u), (u, h), (h[order], u)))
+    assert between > 0
+    np.testing.assert_allclose(back, between, rtol=1e-5)
+    np.testing.assert_allclose(reordered, between, rtol=1e-4)
 
 
 def test_mmd_of_single_rows():
     h, u = normal(1, 1, K), normal(2, 1, K)
-    d2 = float(jnp.sum((h - u) ** 2))
+    d2 = np.sum((h - u).astype(np.float64) ** 2)
     expected = 2 * (4 - sum(np.exp(-d2 / (2 * a)) for a in VARIANCES))
-    np.testing.assert_allclose(mmd(h, u, ALL[:1]), expected, rtol=1e-4)
+    np.testing.assert_allclose(MMD(h, u, ALL[:1])[0], expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize("net", ["mlp", "norm"])
-def test_mmd_acts_from_the_second_step_on(net):
-    one = toy.task(net, **ONE_STEP)
-    (_, free, low), (_, tied, high) = (train(one, lam=lam) for lam in (0.0, 50.0))
+@pytest.mark.parametrize("task, cpn", [(TASK, {}), (NORM, {"norm": "batch"})], ids=["mlp", "norm"])
+def test_mmd_acts_from_the_second_step_on(task, cpn):
+    f = toy.federation()
+    size, batch = np.asarray(f.train.size), task.batch_size
+    one_batch = f._replace(train=f.train._replace(size=np.minimum(size, batch)))
+    (_, free, low), (_, tied, high) = (train(task, one_batch, lam=lam, **cpn) for lam in (0.0, 50.0))
     assert_close(free, tied, 2e-6)
     assert_close(low["loss"], high["loss"], 1e-5)
-    two = toy.task(net, epochs=None, steps=2)
-    free, tied = (train(two, lam=lam, rounds=1)[1] for lam in (0.0, 50.0))
-    assert trees.sq_dist(free.server["body"], tied.server["body"]) > 1e-8
+    two_batches = f._replace(train=f.train._replace(size=np.minimum(size, 2 * batch)))
+    free, tied = (train(task, two_batches, lam=lam, rounds=1, **cpn)[1] for lam in (0.0, 50.0))
+    assert sq_dist(free.server["body"], tied.server["body"]) > 1e-8
 
 
 # --- a round
 
 
-def by_hand(task, state, x, y, steps, lam):
-    """A client's local work in full batches, written out from the sheet's equations."""
+def by_hand(task, state, batches, lam):
+    """The local work of client 1, written out from the sheet's equations."""
     body, frozen = state.server["body"]["layers"]["0"], state.server["head"]
     start = body["kernel"], body["bias"]
-    own = trees.gather(state.clients, 0)["head"]
+    own = toy.rows(state.clients, 1)["head"]
     v = own["kernel"].sum(1)
-    c = v / jnp.sqrt((v * v).sum())
+    c = v / np.sqrt((v * v).sum())
     extract = lambda p, x: jax.nn.relu(x @ p[0] + p[1][None])
 
-    def loss(p):
+    @jax.jit
+    @jax.grad
+    def slope(p, x, y):
         body, head, theta = p
         h = extract(body, x)
         fc, ln = theta["layers"]["0"], theta["norm"]
@@ -198,62 +230,65 @@ def by_hand(task, state, x, y, steps, lam):
         return -out[jnp.arange(len(y)), y].mean() + lam * mmd(h, extract(start, x), jnp.ones(len(y), bool))
 
     p = start, own, state.server["policy"]
-    for _ in range(steps):
-        p = jax.tree.map(lambda w, g: w - task.lr * g, p, jax.grad(loss)(p))
+    for x, y in batches:
+        p = jax.tree.map(lambda w, g: np.asarray(w) - task.lr * np.asarray(g), p, slope(p, x.astype(np.float32), y))
     return p
 
 
 def test_a_round_is_the_sheets():
     """Among others: nothing frozen moves, and the client's vector stays what it was when training began."""
-    task, f = alone(batch_size=19, epochs=3)
-    begin, first, _ = train(task, f, rounds=1, lam=3.0)
-    begin, state, _ = train(task, f, rounds=1, begin=first, lam=3.0)  # its heads differ
-    own = f.train.index[0]
-    (kernel, bias), head, policy = by_hand(task, begin, f.examples.x[own], f.examples.y[own], 3, 3.0)
+    f, key = alone(), jax.random.fold_in(simulate._round_key(KEY, 0), simulate.CLIENTS)
+    begin, first, _ = train(TASK, f, rounds=1, lam=3.0)
+    begin, state, _ = train(TASK, f, rounds=1, begin=first, lam=3.0)  # its heads differ
+    batches = [pair for (pair,) in oracle.batches(f, 1, key, TASK)]
+    (kernel, bias), head, policy = by_hand(TASK, begin, batches, 3.0)
     assert_close(state.server["body"], {"layers": {"0": {"bias": bias, "kernel": kernel}}}, 1e-5)
     assert_close(state.server["policy"], policy, 1e-5)
-    assert_close(trees.gather(state.clients["head"], 0), head, 1e-5)
+    assert_close(toy.rows(state.clients["head"], 1), head, 1e-5)
 
 
-@pytest.mark.parametrize("optimizer", [optax.sgd, lambda lr: optax.adamw(lr, weight_decay=0.5)])
-def test_the_midpoint_of_the_heads_travels(optimizer):
-    task, f = alone(optimizer=optimizer)
-    begin, state, _ = train(task, f, rounds=1)
-    own = trees.gather(state.clients["head"], 0)
-    assert trees.sq_dist(own, begin.server["head"]) > 0
-    assert_same(state.server["head"], jax.tree.map(lambda a, b: 0.5 * (a + b), begin.server["head"], own))
+DECAYED = toy.task(epochs=1, optimizer=lambda lr: optax.adamw(lr, weight_decay=0.5))
+
+
+@pytest.mark.parametrize("task", [TASK, DECAYED], ids=["sgd", "adamw"])
+def test_the_midpoint_of_the_heads_travels(task):
+    begin, state, _ = train(task, alone(), rounds=1)
+    own, head = toy.rows(state.clients["head"], 1), jax.tree.map(np.asarray, begin.server["head"])
+    assert sq_dist(own, head) > 0
+    assert_same(state.server["head"], jax.tree.map(lambda a, b: np.float32(0.5) * (a + b), head, own))
 
 
 def test_the_global_head_halves_its_way_to_a_fixed_personal_head():
-    task, f = alone(optimizer=lambda lr: optax.set_to_zero())
-    begin = factory(task).init(KEY)
-    own = jax.tree.map(lambda x: x + normal(1, *x.shape), begin.clients["head"])
+    f = alone()
+    begin, _, _ = train(TASK, f, rounds=1)
+    own = jax.tree.map(lambda x: np.asarray(x) + normal(1, *x.shape), begin.clients["head"])
     begin = State(begin.server, begin.clients | {"head": own})
-    apart = lambda state: float(jnp.sqrt(trees.sq_dist(state.server["head"], trees.gather(own, 0))))
-    _, state, _ = train(task, f, rounds=3, begin=begin)
+    apart = lambda state: np.sqrt(sq_dist(state.server["head"], toy.rows(own, 1)))
+    _, state, _ = train(TASK, f, rounds=3, begin=begin, lr=0.0)
     assert_same(state.clients["head"], own)
     np.testing.assert_allclose(apart(state), apart(begin) / 8, rtol=1e-5)
 
 
 def test_the_personalisation_ratio_is_the_mean_share():
-    task, f = alone(batch_size=19, epochs=1)
-    begin, _, metrics = train(task, f, rounds=1)
-    w = {**begin.server, "head": trees.gather(begin.clients["head"], 0)}
-    frozen = Frozen(w["body"], w["head"], client_vector(w["head"]))
-    x = f.examples.x[f.train.index[0]]
-    s = gated(task, policy_network(task), "softmax", set())(w, frozen, x, jnp.ones(19, bool), True, KEY)[2]
-    np.testing.assert_allclose(metrics["pir"], [s.mean()], rtol=1e-5)
+    f = alone(4 * TASK.batch_size)  # a mean over equal batches
+    begin, _, metrics = train(TASK, f, rounds=1, lr=0.0)
+    w = {**begin.server, "head": toy.rows(begin.clients["head"], 1)}
+    frozen = Frozen(w["body"], w["head"], jax.jit(client_vector)(w["head"]))
+    x, mask = toy.rows(f.examples.x, f.train.index[1][:16]), np.ones(16, bool)
+    shares = jax.jit(lambda w: gated(TASK, policy_network(TASK), "softmax", set())(w, frozen, x, mask, True, KEY)[2])
+    np.testing.assert_allclose(metrics["pir"][1], np.mean(shares(w)), rtol=1e-5)
 
 
 @pytest.mark.parametrize("bn_stats", ["aggregate", "local", "batch"])
 def test_batch_norm_moments_follow_the_task(bn_stats):
-    begin, state, metrics = train(toy.task("norm", bn_stats=bn_stats), norm="batch", rounds=1)
+    task = NORM if bn_stats == "aggregate" else toy.task("norm", epochs=1, bn_stats=bn_stats)
+    begin, state, metrics = train(task, norm="batch", rounds=1)
     count = lambda tree: len(jax.tree.leaves(tree))
     moments = {"aggregate": (4, 0), "local": (0, 4), "batch": (0, 0)}[bn_stats]  # of the extractor and of the CPN
     assert (count(state.server["stats"]), count(state.clients["stats"])) == moments
     for part in (0, 1):
         if moments[part]:
-            assert trees.sq_dist(state[part]["stats"], begin[part]["stats"]) > 0
+            assert sq_dist(state[part]["stats"], begin[part]["stats"]) > 0
     assert np.isfinite(metrics["loss"]).all()
 
 
@@ -275,10 +310,17 @@ def test_size_of_the_policy_network(depth, size):
 @pytest.mark.parametrize("activation", ["relu", "tanh", "sigmoid"])
 def test_variants_of_the_policy_network(norm, activation):
     cpn = {"norm": norm, "activation": activation, "depth": 2}
-    w, frozen = start(**cpn)
-    out, _, s, _ = forward(w, frozen, **cpn)
+    (w, frozen), network = start(), policy_network(TASK, **cpn)
+
+    @jax.jit
+    def run():
+        server = factory(TASK, **cpn).init(KEY).server
+        variables = {**w, "policy": server["policy"], "stats": server["stats"]}
+        return gated(TASK, network, "softmax", set())(variables, frozen, X, jnp.asarray(ALL), False, KEY)
+
+    out, _, s, _ = run()
+    s, plain = np.asarray(s), np.asarray(forward(w, frozen, depth=1)[2])
     assert np.isfinite(out).all() and np.all((s > 0) & (s < 1))
-    plain = forward(*start(), depth=1)[2]
     assert np.any(s != plain)
 
 
@@ -287,8 +329,8 @@ def test_variants_of_the_policy_network(norm, activation):
 
 def shares(without, change_sample=False, change_client=False):
     w, frozen = start(without=without)
-    frozen = frozen._replace(context=-frozen.context) if change_client else frozen
-    return forward(w, frozen, without=without, x=X[::-1] if change_sample else X)[2]
+    frozen = frozen._replace(context=-np.asarray(frozen.context)) if change_client else frozen
+    return np.asarray(forward(w, frozen, without=without, x=X[::-1] if change_sample else X)[2])
 
 
 @pytest.mark.parametrize("without, sample, client", [("none", 1, 1), ("cs", 1, 0), ("ss", 0, 1), ("cs_ss", 0, 0)])
@@ -307,7 +349,8 @@ def test_without_mmd_is_lam_zero():
 def test_without_a_policy_both_heads_see_everything():
     w, frozen = start(without="cpn")
     out, h, s, _ = forward(w, frozen, without="cpn")
-    assert_close(out, TASK.model.head(frozen.head, h) + TASK.model.head(w["head"], h))
+    both = jax.jit(lambda h: TASK.model.head(frozen.head, h) + TASK.model.head(w["head"], h))
+    assert_close(out, both(h))
     assert s is None and w["policy"] == {}
 
 
@@ -315,7 +358,7 @@ def test_without_a_global_head_its_bias_goes_too():
     w, frozen = start(without="cpn_gh")
     out, h, _, _ = forward(w, frozen, without="cpn_gh")
     assert frozen.head == ()
-    assert_same(out, TASK.model.head(w["head"], h))
+    assert_same(out, jax.jit(TASK.model.head)(w["head"], h))
 
 
 @pytest.mark.parametrize("without", ABLATIONS)
@@ -324,7 +367,7 @@ def test_what_an_ablation_sends(without):
     sent = body + head * ("gh" not in without) + policy * ("cpn" not in without)
     method = factory(TASK, without=without)
     shapes = jax.eval_shape(method.init, KEY)
-    cohort = type("Cohort", (), {"active": jnp.array([True, False])})()
+    cohort = type("Cohort", (), {"active": np.array([True, False])})()
     traffic = method.traffic(shapes, cohort, {})
     np.testing.assert_array_equal(traffic.down, [sent, 0])
     np.testing.assert_array_equal(traffic.up, [sent, 0])
@@ -335,7 +378,7 @@ def test_an_ablation_trains(without):
     _, state, metrics = train(without=without)
     _, full, _ = train()
     assert np.isfinite(metrics["loss"]).all() and ("pir" in metrics) == ("cpn" not in without)
-    assert trees.sq_dist(state.server["body"], full.server["body"]) > 1e-8
+    assert sq_dist(state.server["body"], full.server["body"]) > 1e-8
 
 
 # --- bad input

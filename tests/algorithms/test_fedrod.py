@@ -1,7 +1,6 @@
 """The properties of sheet 13: the balanced softmax, and two heads that do not reach into each other."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import oracle
@@ -9,7 +8,7 @@ import pytest
 import toy
 from toy import C, assert_close, assert_same
 
-from fedjax_pfl import losses, simulate, trees
+from fedjax_pfl import losses
 from fedjax_pfl.algorithms import fedavg
 from fedjax_pfl.algorithms import fedrod as factory
 from fedjax_pfl.algorithms.fedrod import personal_loss
@@ -18,64 +17,62 @@ from fedjax_pfl.types import Batch
 
 KEY = jax.random.key(0)
 TASK = toy.task()
-BATCH = Batch(jax.random.normal(KEY, (6, *toy.SHAPE)), jnp.array([0, 2, 0, 3, 2, 0]), jnp.arange(6) < 5, jnp.arange(6))
-Z = jax.random.normal(KEY, (6, C))
-COUNTS = jnp.array([5, 0, 9, 1])
+CLIP = toy.task(optimizer=lambda lr: optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(lr)))
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(6, *toy.SHAPE)).astype(np.float32)
+BATCH = Batch(X, np.array([0, 2, 0, 3, 2, 0], np.int32), np.arange(6) < 5, np.arange(6, dtype=np.int32))
+Z = RNG.normal(size=(6, C)).astype(np.float32)
+COUNTS = np.array([5, 0, 9, 1], np.int32)
 
 
+@jax.jit
+@jax.value_and_grad
 def balanced(z, counts, gamma):
     return losses.balanced_softmax(z, BATCH.y, BATCH.mask, counts, gamma)
 
 
-@pytest.mark.parametrize("counts, gamma", [(jnp.full(C, 7), 1.0), (COUNTS, 0.0)])
+@pytest.mark.parametrize("counts, gamma", [(np.full(C, 7, np.int32), 1.0), (COUNTS, 0.0)])
 def test_balanced_softmax_without_imbalance_is_cross_entropy(counts, gamma):
-    value, slope = jax.value_and_grad(lambda z: balanced(z, counts, gamma))(Z)
-    expected, by = jax.value_and_grad(lambda z: losses.cross_entropy(z, BATCH.y, BATCH.mask))(Z)
-    assert_close((value, slope), (expected, by))
+    expected = jax.jit(jax.value_and_grad(lambda z: losses.cross_entropy(z, BATCH.y, BATCH.mask)))(Z)
+    assert_close(balanced(Z, counts, gamma), expected)
 
 
 def test_balanced_softmax_by_hand():
     present = np.array([0, 2, 3])
-    p = np.exp(np.asarray(Z))[:5, present] * np.array([5, 9, 1])
+    p = np.exp(Z)[:5, present] * np.array([5, 9, 1])
     p = p / p.sum(axis=1, keepdims=True)
     y = np.array([0, 1, 0, 2, 1])
-    np.testing.assert_allclose(balanced(Z, COUNTS, 1.0), -np.mean(np.log(p[np.arange(5), y])), rtol=1e-5)
+    np.testing.assert_allclose(balanced(Z, COUNTS, 1.0)[0], -np.mean(np.log(p[np.arange(5), y])), rtol=1e-5)
 
 
 def test_absent_classes_get_no_gradient():
-    slope = np.asarray(jax.grad(lambda z: balanced(z, COUNTS, 1.0))(Z))
+    slope = np.asarray(balanced(Z, COUNTS, 1.0)[1])
     assert not slope[:, 1].any() and slope[:5, [0, 2, 3]].all() and not slope[5].any()
 
 
 def test_the_personal_loss_moves_the_personal_head_only():
-    w = TASK.model.init(KEY)
+    w = jax.jit(TASK.model.init)(KEY)
 
     def loss(w, own):
         h, _ = TASK.model.features(w, BATCH.x, mask=BATCH.mask)
         return personal_loss(TASK, own, h, TASK.model.head(w["head"], h), BATCH)
 
-    by_w, by_own = jax.grad(loss, argnums=(0, 1))(w, w["head"])
+    by_w, by_own = jax.jit(jax.grad(loss, argnums=(0, 1)))(w, w["head"])
     assert all(not np.any(g) for g in jax.tree.leaves(by_w)) and all(np.any(g) for g in jax.tree.leaves(by_own))
 
 
 def test_a_personal_head_of_zeros_predicts_as_the_generic_one():
     algorithm = factory(TASK)
-    state = algorithm.init(KEY)
-    mine = jax.tree.map(lambda x: 0 * x[0], state.clients)
-    outputs = algorithm.predict(state.server, mine, None)(BATCH.x, BATCH.mask)
+    state = jax.jit(algorithm.init)(KEY)
+    mine = jax.tree.map(np.zeros_like, toy.rows(state.clients, 0))
+    outputs = jax.jit(lambda w: algorithm.predict(w, mine, None)(BATCH.x, BATCH.mask))(state.server)
+    outputs, expected = np.asarray(outputs), jax.jit(lambda w: TASK.model.apply(w, BATCH.x)[0])(state.server)
     assert_same(outputs[..., 0], outputs[..., 1])
-    assert_close(outputs[..., 1], TASK.model.apply(state.server, BATCH.x)[0])
-
-
-def curve(task, **hparams):
-    program = simulate.program(factory, task, hparams)
-    f = toy.federation()
-    run = jax.jit(lambda numbers: simulate.curve(program, KEY, numbers, f, rounds=2))
-    return program.init(KEY, program.numbers), *run(program.numbers)
+    assert_close(outputs[..., 1], expected)
 
 
 def test_two_rounds_by_hand():
-    task, lr, gamma = toy.task(), 0.1, 0.8
+    task, lr, gamma = TASK, 0.1, 0.8
     keys, states, reports = oracle.run(factory, task, gamma=gamma)
     w, f = oracle.variables(states[0].server), oracle.federation()
     own = [w[2:]] * toy.N
@@ -100,29 +97,30 @@ def test_two_rounds_by_hand():
         w = oracle.mean(models, [int(f.train.size[i]) for i in here])
         oracle.close(states[t + 1].server, w)
         for i in range(toy.N):
-            head = trees.gather(states[t + 1].clients["head"], i)
+            head = toy.rows(states[t + 1].clients["head"], i)
             np.testing.assert_allclose(head["kernel"], own[i][0], rtol=2e-5, atol=2e-5)
             np.testing.assert_allclose(head["bias"], own[i][1], rtol=2e-5, atol=2e-5)
 
 
 def test_the_personal_head_starts_as_the_generic_one():
-    state, after, _, last = curve(TASK)
-    assert_same(state.clients["head"], trees.replicate(state.server["head"], toy.N))
-    assert trees.sq_dist(after.clients["head"], state.clients["head"]) > 1e-3
-    assert last.keys() == {"acc", "acc_present", "global_acc", "global_acc_present"}
+    run = toy.train(factory, CLIP, 2, KEY)
+    state, after = run.begin, run.state
+    for i in range(toy.N):
+        assert_same(toy.rows(state.clients["head"], i), state.server["head"])
+    heads = zip(*(jax.tree.leaves(x.clients["head"]) for x in (after, state)), strict=True)
+    assert sum(np.sum(np.square(np.asarray(a) - np.asarray(b))) for a, b in heads) > 1e-3
+    assert run.last.keys() == {"acc", "acc_present", "global_acc", "global_acc_present"}
 
 
 def test_the_heads_have_optimizers_of_their_own():
     """Clipping by the global norm would otherwise let the personal gradient shrink the generic one's step."""
-    clip = TASK._replace(optimizer=lambda lr: optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(lr)))
-    program = simulate.program(fedavg, clip)
-    plain = jax.jit(lambda: simulate.curve(program, KEY, program.numbers, toy.federation(), rounds=2))()[0]
-    assert_close(curve(clip, gamma=0.0)[1].server, plain.server)
+    own, plain = toy.train(factory, CLIP, 2, KEY, gamma=0.0), toy.train(fedavg, CLIP, 2, KEY)
+    assert_close(own.state.server, plain.state.server)
 
 
 @pytest.mark.parametrize("bn_stats", ["aggregate", "local", "batch"])
 def test_batch_norm(bn_stats):
-    _, state, metrics, last = curve(toy.task("norm", bn_stats=bn_stats))
+    state, metrics, last = toy.train(factory, toy.task("norm", bn_stats=bn_stats), 2, KEY)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics["loss"], last)))
     assert bool(jax.tree.leaves(state.clients["rest"])) == (bn_stats == "local")
 

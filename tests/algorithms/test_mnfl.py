@@ -1,11 +1,12 @@
 """The properties of sheet 2.13.b: the coefficients' gradient and step, and two rounds against plain NumPy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from jax.flatten_util import ravel_pytree
 from toy import SIZES, N, assert_close, assert_same
 
 from fedjax_pfl import local, losses, simulate, trees
@@ -17,36 +18,75 @@ from fedjax_pfl.types import State
 
 KEY = jax.random.key(0)
 TASK = toy.task()
-EVERY = jnp.ones(N, bool)
+DEFAULTS = simulate.hyperparameters(factory)
+slope = jax.jit(gradient)
 
 
-def models(seed=3, task=TASK):
+@functools.cache
+def models(seed=3):
     """N different models, stacked, without batch-norm moments."""
-    rows = [task.model.init(jax.random.key(seed * 100 + i)) for i in range(N)]
-    return jax.tree.map(lambda *x: jnp.stack(x), *rows)
+    init = lambda seed: jax.vmap(TASK.model.init)(jax.random.split(jax.random.key(seed), N))
+    return jax.device_get(jax.jit(init)(seed))
+
+
+def copies():
+    """N equal models."""
+    return jax.tree.map(lambda x: np.repeat(x[:1], N, axis=0), models())
 
 
 def rows_of_a(seed=0):
-    a = np.random.default_rng(seed).dirichlet(np.ones(N), size=N)
-    return jnp.asarray(a, jnp.float32)
+    return np.random.default_rng(seed).dirichlet(np.ones(N), size=N).astype(np.float32)
 
 
 def flat(stacked):
     """[N, P] in float64."""
-    return np.stack([np.asarray(ravel_pytree(trees.gather(stacked, i))[0], np.float64) for i in range(N)])
+    return np.concatenate([np.reshape(x, (len(x), -1)) for x in jax.tree.leaves(stacked)], axis=1).astype(float)
 
 
-def round_of(server, ids=range(N), active=None, task=TASK, key=KEY, **hparams):
-    f, ids = toy.federation(), jnp.asarray(list(ids), jnp.int32)
-    active = jnp.ones(len(ids), bool) if active is None else jnp.asarray(active)
-    cohort = Cohort(f, task.prepare, ids, active, key=key, round=jnp.int32(0), evaluated=jnp.bool(False), width=1)
-    own = trees.gather(factory(task).init(KEY).clients, ids)
-    run = jax.jit(lambda server, own: factory(task, **hparams).round(key, State(server, own), cohort))
-    return run(server, own)
+def unflat(v):
+    """One model of its variables [P]."""
+    leaves, structure = jax.tree.flatten(toy.rows(models(), 0))
+    parts = np.split(v.astype(np.float32), np.cumsum([x.size for x in leaves])[:-1])
+    return jax.tree.unflatten(structure, [x.reshape(like.shape) for x, like in zip(parts, leaves, strict=True)])
+
+
+def cohort_of(ids, active, task=TASK):
+    nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
+    return Cohort(toy.federation(), task.prepare, ids, active, key=KEY, width=1, **nothing)
+
+
+@functools.cache
+def compiled(epochs, static):
+    """One program for all servers, clients and numbers."""
+    task = toy.task(epochs=epochs)
+
+    def run(state, ids, active, numbers):
+        return factory(task, **dict(static), **numbers).round(KEY, state, cohort_of(ids, active, task))
+
+    return jax.jit(run)
+
+
+def round_of(server, ids=range(N), active=None, epochs=TASK.epochs, **hparams):
+    """(server, metrics) after one round, whose cohort is padded to N places; the clients have no state of their own."""
+    padding = np.arange(N, 2 * N - len(ids))
+    active = np.append(np.ones(len(ids), bool) if active is None else active, padding < 0)
+    given, own = DEFAULTS | hparams, jax.tree.map(lambda x: None, models())
+    numbers = {name: value for name, value in given.items() if isinstance(value, float)}
+    static = tuple((name, value) for name, value in given.items() if name not in numbers)
+    args = (State(server, own), np.append(ids, padding).astype(np.int32), active, numbers)
+    state, metrics = jax.device_get(compiled(epochs, static)(*args))
+    return state.server, metrics
 
 
 def server_of(w=None, a=None):
     return {"w": models() if w is None else w, "coefficients": rows_of_a() if a is None else a}
+
+
+@jax.jit
+def trained(i, w):
+    """A client's model after its local SGD, by the library."""
+    loss = losses.classification(TASK.model)
+    return cohort_of(i[None], jnp.array([True])).map(lambda c: local.sgd(c.key, c.train, loss, w, TASK)[0])
 
 
 def project(v, mass):
@@ -58,26 +98,21 @@ def project(v, mass):
     return np.maximum(v - low, 0)
 
 
-def oracle(server, ids, coef_lr, rho, lam, steps=1, penalty="implicit", residual="sent", start="replace"):
+def oracle(server, ids, coef_lr, rho, lam, coef_steps=1, penalty="implicit", residual="sent", transfer="replace"):
     """One round: the clients' SGD by the library, everything between the clients in loops of NumPy."""
-    f, loss = toy.federation(), losses.classification(TASK.model)
-    a, old = np.asarray(server["coefficients"], np.float64), flat(server["w"])
-    unravel = ravel_pytree(trees.gather(server["w"], 0))[1]
+    a, old = server["coefficients"].astype(np.float64), flat(server["w"])
     new = old.copy()
     for i in ids:
         v = sum(a[i, m] * old[m] for m in range(N))
-        if start == "step":
+        if transfer == "step":
             w = old[i]
             for _ in range(3):
                 w = w - 0.25 * (w - v)
             v = w
-        nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
-        cohort = Cohort(f, TASK.prepare, jnp.array([i]), jnp.array([True]), key=KEY, width=1, **nothing)
-        train = lambda c, v=v: local.sgd(c.key, c.train, loss, unravel(jnp.asarray(v, jnp.float32)), TASK)[0]
-        new[i] = np.asarray(ravel_pytree(trees.gather(jax.jit(lambda t=train, c=cohort: c.map(t))(), 0))[0])
+        new[i] = flat(trained(np.int32(i), unflat(v)))[0]
     base, after = (old if residual == "sent" else new), a.copy()
     for i in ids:
-        for _ in range(steps):
+        for _ in range(coef_steps):
             r = sum(after[i, m] * base[m] for m in range(N)) - new[i]
             g = np.array([base[m] @ r for m in range(N)]) / (new[i] @ new[i])
             step = after[i] - coef_lr * lam * SIZES[i] / SIZES.sum() * g
@@ -89,51 +124,53 @@ def oracle(server, ids, coef_lr, rho, lam, steps=1, penalty="implicit", residual
     return new, after
 
 
+FRESH = {"coef_steps": 2, "residual": "fresh"}
+
+
 @pytest.mark.parametrize(
-    "ids, steps, penalty, residual, start",
+    "ids, names",
     [
-        (range(N), 1, "implicit", "sent", "replace"),
-        ([3, 1, 4], 3, "explicit", "sent", "step"),
-        ([2, 0, 4], 2, "implicit", "fresh", "replace"),
+        (range(N), {}),
+        ([3, 1, 4], {"coef_steps": 3, "penalty": "explicit", "transfer": "step"}),
+        ([2, 0, 4], FRESH),
     ],
 )
-def test_two_rounds_are_the_plain_loops(ids, steps, penalty, residual, start):
+def test_two_rounds_are_the_plain_loops(ids, names):
     numbers = {"coef_lr": 2.0, "rho": 0.05, "lam": 3.0}  # large, so that coefficients move and some reach 0
-    names = {"coef_steps": steps, "penalty": penalty, "residual": residual, "transfer": start}
+    transfer = {"transfer_lr": 0.25, "transfer_steps": 3} if "transfer" in names else {}
     server = server_of()
     for _ in range(2):
-        w, a = oracle(server, list(ids), steps=steps, penalty=penalty, residual=residual, start=start, **numbers)
+        w, a = oracle(server, list(ids), **names, **numbers)
         begin = server
-        server = round_of(server, ids, **numbers, **names, transfer_lr=0.25, transfer_steps=3)[0].server
+        server, _ = round_of(server, ids, **names, **numbers, **transfer)
         np.testing.assert_allclose(flat(server["w"]), w, atol=2e-5)
         np.testing.assert_allclose(server["coefficients"], a, atol=2e-5)
-        assert np.abs(a - np.asarray(begin["coefficients"])).max() > 1e-2
+        assert np.abs(a - begin["coefficients"]).max() > 1e-2
 
 
 def test_the_gradient_is_that_of_the_relative_distance():
-    w, others, row = trees.gather(models(4), 0), models(), rows_of_a()[1]
+    w, others, row = toy.rows(models(4), 0), models(), rows_of_a()[1]
     relative = lambda row: trees.sq_dist(mix(row, others), w) / (2 * trees.sq_dist(w, trees.scale(0, w)))
-    np.testing.assert_allclose(gradient(row, w, others), jax.grad(relative)(row), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(slope(row, w, others), jax.jit(jax.grad(relative))(row), rtol=1e-4, atol=1e-6)
 
 
 def test_a_step_has_the_golden_numbers():
-    slope = jnp.array([[0.927540, 1.257123], [1.153829, 0.945885]])
-    step = jax.vmap(lambda g: descend(jnp.full(2, 0.5), 0.5 * g, jnp.ones(2, bool), 0.1, 0.7))
-    np.testing.assert_allclose(step(slope), [[0.507228, 0.492772], [0.495440, 0.504560]], atol=1e-6)
+    slopes = np.array([[0.927540, 1.257123], [1.153829, 0.945885]], np.float32)
+    step = jax.jit(jax.vmap(lambda g: descend(jnp.full(2, 0.5), 0.5 * g, jnp.ones(2, bool), 0.1, 0.7)))
+    np.testing.assert_allclose(step(slopes), [[0.507228, 0.492772], [0.495440, 0.504560]], atol=1e-6)
 
 
 def test_equal_models_leave_the_coefficients():
-    w = trees.replicate(TASK.model.init(KEY), N)
-    slope = gradient(rows_of_a()[0], trees.gather(models(), 1), w)
-    np.testing.assert_allclose(slope, np.full(N, slope[0]), rtol=1e-5)
-    after = round_of(server_of(w), rho=0.0, coef_lr=1.0)[0].server
+    g = np.asarray(slope(rows_of_a()[0], toy.rows(models(), 1), copies()))
+    np.testing.assert_allclose(g, np.full(N, g[0]), rtol=1e-5)
+    after, _ = round_of(server_of(copies()), rho=0.0, coef_lr=1.0)
     np.testing.assert_allclose(after["coefficients"], rows_of_a(), atol=1e-6)
 
 
 def test_rows_stay_on_the_simplex_and_only_the_cohorts_block_moves():
     server = server_of()
-    after = round_of(server, [3, 1, 4, 0], [True, True, True, False], coef_lr=300.0, rho=0.0)[0].server
-    a, before = (np.asarray(x["coefficients"]) for x in (after, server))
+    after, _ = round_of(server, [3, 1, 4, 0], [True, True, True, False], coef_lr=300.0, rho=0.0)
+    a, before = (x["coefficients"] for x in (after, server))
     assert np.all(a >= 0) and np.any(a == 0)
     np.testing.assert_allclose(a.sum(axis=1), 1, rtol=1e-5)
     here = np.zeros(N, bool)
@@ -141,43 +178,42 @@ def test_rows_stay_on_the_simplex_and_only_the_cohorts_block_moves():
     block = here[:, None] & here[None]
     np.testing.assert_array_equal(a[~block], before[~block])
     assert np.all(np.any((a != before) & block, axis=1) == here)
-    assert_same(trees.gather(after["w"], ~here), trees.gather(server["w"], ~here))
-    assert trees.sq_dist(trees.gather(after["w"], here), trees.gather(server["w"], here)) > 1e-4
+    assert_same(toy.rows(after["w"], ~here), toy.rows(server["w"], ~here))
+    assert np.sum((flat(after["w"]) - flat(server["w"]))[here] ** 2) > 1e-4
 
 
 @pytest.mark.parametrize("rho", [1e6, 1e12])
 def test_a_strong_penalty_makes_the_coefficients_uniform(rho):
-    after = round_of(server_of(), rho=rho)[0].server
+    after, _ = round_of(server_of(), rho=rho)
     np.testing.assert_allclose(after["coefficients"], 1 / N, atol=1e-4)
 
 
 def test_no_step_of_equal_models_moves_nothing():
-    w = trees.replicate(TASK.model.init(KEY), N)
-    server = server_of(w, jnp.full((N, N), 1 / N))
-    after = round_of(server, task=toy.task(epochs=0))[0].server
+    server = server_of(copies(), np.full((N, N), 1 / N, np.float32))
+    after, _ = round_of(server, epochs=0)
     assert_close(after, server)
-    np.testing.assert_allclose(gradient(server["coefficients"][0], trees.gather(w, 0), w), 0, atol=1e-6)
+    w = toy.rows(copies(), 0)
+    np.testing.assert_allclose(slope(server["coefficients"][0], w, copies()), 0, atol=1e-6)
 
 
 def test_a_fresh_residual_prefers_the_own_model():
-    w = trees.gather(models(), 1)
-    np.testing.assert_allclose(gradient(jnp.eye(N)[1], w, models()), 0, atol=1e-7)
-    state, metrics = round_of(server_of(a=jnp.full((N, N), 1 / N)), residual="fresh", coef_lr=1.0, lam=N)
-    own = np.diagonal(state.server["coefficients"])
+    w = toy.rows(models(), 1)
+    np.testing.assert_allclose(slope(np.eye(N, dtype=np.float32)[1], w, models()), 0, atol=1e-7)
+    uniform = server_of(a=np.full((N, N), 1 / N, np.float32))
+    server, metrics = round_of(uniform, **FRESH, coef_lr=1.0, lam=float(N))
+    own = np.diagonal(server["coefficients"])
     assert np.all(own > 1 / N)
-    assert_same(metrics["self_weight"], jnp.asarray(own))
+    assert_same(metrics["self_weight"], own)
 
 
 def test_a_client_is_scored_with_the_model_it_trained():
-    program, f = simulate.program(factory, TASK), toy.federation()
-    _, metrics, last = jax.jit(lambda: simulate.curve(program, KEY, program.numbers, f, rounds=2))()
-    assert_close(jax.tree.map(lambda x: x[-1], metrics["post"]), last)
+    _, metrics, last = toy.train(factory, TASK, rounds=2)
+    assert_close(toy.rows(metrics["post"], -1), last)
 
 
 @pytest.mark.parametrize("bn_stats", ["aggregate", "local", "batch"])
 def test_batch_norm(bn_stats):
-    program, f = simulate.program(factory, toy.task("norm", bn_stats=bn_stats), {"coef_lr": 1.0}), toy.federation()
-    state, metrics, last = jax.jit(lambda: simulate.curve(program, KEY, program.numbers, f, rounds=2))()
+    state, metrics, last = toy.train(factory, toy.task("norm", bn_stats=bn_stats), rounds=2, coef_lr=1.0)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics["loss"], last)))
     assert bool(jax.tree.leaves(state.clients)) == (bn_stats == "local")
 

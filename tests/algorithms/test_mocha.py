@@ -1,5 +1,7 @@
 """The properties of sheet 21: duality, the identity of the models, the relations, and two rounds in plain NumPy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,9 +22,9 @@ PAIR_IDS = np.array([0, 1, 3])  # the clients with two classes: 0 and 1, 1 and 2
 
 
 def only(federation, ids):
-    some = lambda rows: type(rows)(*(x[np.asarray(ids)] for x in rows))
+    some = lambda rows: jax.tree.map(jnp.asarray, toy.rows(rows, ids))
     parts = {name: some(getattr(federation, name)) for name in ("train", "val", "test")}
-    return federation._replace(class_counts=federation.class_counts[np.asarray(ids)], **parts)
+    return federation._replace(class_counts=some(federation.class_counts), **parts)
 
 
 def task_of(federation, **options):
@@ -32,8 +34,10 @@ def task_of(federation, **options):
 
 PAIRS_FEDERATION = only(FEDERATION, PAIR_IDS)
 PAIRS = task_of(PAIRS_FEDERATION)
-CASES = {"rest": (REST, FEDERATION), "pairs": (PAIRS, PAIRS_FEDERATION)}
-cases = pytest.mark.parametrize("case", CASES)
+TWINS_FEDERATION = only(FEDERATION, [1, 1, 1, 1])
+TWINS = task_of(TWINS_FEDERATION)
+CASES = {"rest": (REST, FEDERATION), "pairs": (PAIRS, PAIRS_FEDERATION), "twins": (TWINS, TWINS_FEDERATION)}
+cases = pytest.mark.parametrize("case", ["rest", "pairs"])
 
 
 def examples(task, f, i):
@@ -46,13 +50,19 @@ def examples(task, f, i):
     return x, np.where(y[:, None] == np.arange(toy.C)[None], 1.0, -1.0)
 
 
-def states(task, f, rounds, **hparams):
-    program = simulate.program(factory, task, hparams)
-    step = jax.jit(lambda state, t: program.round(KEY, program.numbers, f, state, t, jnp.bool(False)))
-    state = program.init(KEY, program.numbers)
+@functools.cache
+def compiled(case, relate_every):
+    task, f = CASES[case]
+    program = simulate.program(factory, task, {"relate_every": relate_every})
+    step = lambda numbers, state, t: program.round(KEY, numbers, f, state, t, jnp.bool(False))
+    return jax.device_get(jax.jit(program.init)(KEY, program.numbers)), program.numbers, jax.jit(step)
+
+
+def states(case, rounds, relate_every=2, **numbers):
+    state, defaults, step = compiled(case, relate_every)
     for t in range(rounds):
-        state, metrics = step(state, jnp.int32(t))
-        yield jax.device_get(state), metrics
+        state = jax.device_get(step(defaults | numbers, state, np.int32(t))[0])
+        yield state
 
 
 def objectives(task, f, state, lam):
@@ -74,7 +84,7 @@ def test_duality_and_the_identity_of_the_models(case):
     task, f = CASES[case]
     for lam in (0.1, 1.0):
         gaps = []
-        for state, _ in states(task, f, 20, lam=lam):  # Sigma changes every second round
+        for state in states(case, 20, lam=lam):  # Sigma changes every second round
             primal, dual, w, b, scaled = objectives(task, f, state, lam)
             assert primal >= dual - 1e-5 * abs(primal)
             np.testing.assert_allclose(state.server["w"], w, atol=2e-5)
@@ -90,12 +100,12 @@ def test_duality_and_the_identity_of_the_models(case):
 @cases
 def test_the_gap_closes(case):
     task, f = CASES[case]
-    *_, (state, _) = states(task, f, 400, relate_every=390, lam=0.3, frac=4.0)
+    *_, state = states(case, 400, relate_every=390, lam=0.3, frac=4.0)
     assert not np.allclose(state.server["sigma"], np.eye(len(task.sizes)) / len(task.sizes), atol=1e-2)
     primal, dual, *_ = objectives(task, f, state, 0.3)
     begin = sum(task.sizes > 0) * state.server["w"].shape[-1]  # the primal at w = 0
     assert -1e-4 * begin < primal - dual < 0.02 * begin
-    *_, (state, _) = states(task, f, 60, relate_every=1000, lam=0.3, frac=4.0)
+    *_, state = states(case, 60, relate_every=390, lam=0.3, frac=4.0)  # before they change
     primal, dual, *_ = objectives(task, f, state, 0.3)
     assert abs(primal - dual) < 1e-3 * begin
 
@@ -105,7 +115,7 @@ def test_fixed_relations_are_independent_machines(case):
     """Sigma = I/m: each client's own SVM with m lambda; its own duality gap closes whatever the others hold."""
     task, f = CASES[case]
     m, lam = len(task.sizes), 0.3
-    *_, (state, _) = states(task, f, 60, relate_every=1000, lam=lam, frac=4.0)
+    *_, state = states(case, 60, relate_every=390, lam=lam, frac=4.0)  # they do not change in as few
     np.testing.assert_allclose(state.server["sigma"], np.eye(m) / m, atol=1e-7)
     for i in range(m):
         x, y = examples(task, f, i)
@@ -119,22 +129,29 @@ def test_fixed_relations_are_independent_machines(case):
 
 
 def test_identical_tasks_are_found_to_be_one():
-    twins = only(FEDERATION, [1, 1, 1, 1])
-    *_, (state, _) = states(task_of(twins), twins, 40, relate_every=2, frac=4.0)
+    *_, state = states("twins", 40, frac=4.0)
     np.testing.assert_allclose(state.server["sigma"], np.full((4, 4), 0.25), atol=0.02)
 
 
 def test_relations_are_the_root_of_the_gram_matrix():
     w = np.random.default_rng(0).normal(size=(4, 7, 3))
-    sigma = np.asarray(relations(jnp.asarray(w, jnp.float32)), np.float64)
+    of = jax.jit(relations)
+    sigma = np.asarray(of(w.astype(np.float32)), np.float64)
     gram = np.einsum("ndh,mdh->nm", w, w)
     np.testing.assert_allclose(sigma @ sigma, gram / np.trace(root(gram)) ** 2, atol=1e-5)
-    np.testing.assert_allclose(relations(jnp.zeros((4, 7, 3))), np.eye(4) / 4, atol=1e-6)
+    np.testing.assert_allclose(of(np.zeros((4, 7, 3), np.float32)), np.eye(4) / 4, atol=1e-6)
 
 
 def root(gram):
     values, vectors = np.linalg.eigh(gram)
     return vectors @ np.diag(np.sqrt(np.maximum(values, 1e-7))) @ vectors.T
+
+
+@jax.jit
+def orders(key, i, size):
+    """The library's shuffles of client i's rows in as many epochs as are begun at most."""
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, 0), i), local.SHUFFLE)
+    return [local.shuffle(jax.random.fold_in(key, epoch), 19, size) for epoch in range(2)]
 
 
 def sdca(task, f, state, key, ids, lam, frac, renew):
@@ -144,10 +161,8 @@ def sdca(task, f, state, key, ids, lam, frac, renew):
     for i in ids:
         x, y = examples(task, f, i)
         n, dw, done = len(x), np.zeros_like(w[i]), 0
-        client_key = jax.random.fold_in(jax.random.fold_in(key, 0), i)
-        for epoch in range(100):
-            shuffle = jax.random.fold_in(jax.random.fold_in(client_key, local.SHUFFLE), epoch)
-            for k in np.asarray(local.shuffle(shuffle, f.train.index.shape[1], jnp.int32(n)))[:n]:
+        for order in orders(key, i, n):
+            for k in np.asarray(order)[:n]:
                 if done >= frac * n:
                     break
                 done += 1
@@ -172,16 +187,20 @@ def test_rounds_are_the_plain_loops(case):
     task, f = CASES[case]
     n, lam, frac = len(task.sizes), 0.2, 1.4
     algorithm = factory(task, lam=lam, frac=frac, relate_every=2)
-    state = algorithm.init(KEY)
+
+    @jax.jit
+    def step(key, state, ids, t):
+        rows = State(state.server, trees.gather(state.clients, ids))
+        here = {"key": key, "round": t, "evaluated": jnp.bool(False), "width": 1}
+        new, _ = algorithm.round(KEY, rows, Cohort(f, task.prepare, ids, ids < n, **here))
+        return State(new.server, trees.scatter(state.clients, ids, new.clients, ids < n))
+
+    state = jax.device_get(jax.jit(algorithm.init)(KEY))
     expected = ([np.zeros((s, state.server["w"].shape[2])) for s in task.sizes],)
     expected += (np.zeros(state.server["w"].shape), np.zeros(state.server["w"].shape), np.eye(n) / n, 1.0)
     for t, ids in enumerate([range(n), range(n), [2, 0]]):  # Sigma after the second; then client 1 is absent
-        key, here = jax.random.key(100 + t), jnp.asarray(list(ids), jnp.int32)
-        args = {"key": key, "round": jnp.int32(t), "evaluated": jnp.bool(False), "width": 1}
-        cohort = Cohort(f, task.prepare, here, here >= 0, **args)
-        rows = State(state.server, trees.gather(state.clients, here))
-        new, _ = jax.jit(lambda rows, cohort=cohort: algorithm.round(KEY, rows, cohort))(rows)
-        state = State(new.server, trees.scatter(state.clients, here, new.clients, here >= 0))
+        key, places = jax.random.key(100 + t), np.append(list(ids), n + np.arange(n - len(ids)))
+        state = jax.device_get(step(key, state, places.astype(np.int32), np.int32(t)))
         expected = sdca(task, f, expected, key, list(ids), lam, frac, t == 1)
         alpha, b, w, sigma, rho = expected
         for name, value in (("b", b), ("w", w), ("sigma", sigma), ("rho", rho)):
@@ -193,15 +212,15 @@ def test_rounds_are_the_plain_loops(case):
 
 def test_two_classes_are_predicted_by_a_sign():
     program, f = simulate.program(factory, PAIRS, {"lam": 0.1}), PAIRS_FEDERATION
-    run = jax.jit(lambda: simulate.curve(program, KEY, program.numbers, f, rounds=6))
-    state, _, last = run()
+    state, _, last = jax.device_get(tuple(toy.train(factory, PAIRS, 6, key=KEY, federation_=f, lam=0.1)))
     assert state.server["w"].shape == (3, 7, 1)
     np.testing.assert_array_equal(last["acc"], last["acc_present"])
     assert np.mean(last["acc"]) > 0.9
+    x = np.asarray(FEDERATION.examples.x[:5])
+    predict = jax.jit(lambda state, i: program.predict(KEY, program.numbers, f, state, 0, i, jnp.asarray(x)))
     for i, (low, high) in enumerate([(0, 1), (1, 2), (0, 2)]):
-        x = FEDERATION.examples.x[:5]
-        z = program.predict(KEY, program.numbers, f, state, jnp.int32(0), i, x)
-        score = np.asarray(x) @ state.server["w"][i, :-1, 0] + state.server["w"][i, -1, 0]
+        z = np.asarray(predict(state, i))
+        score = x @ state.server["w"][i, :-1, 0] + state.server["w"][i, -1, 0]
         np.testing.assert_allclose(z[:, low], -score, atol=1e-5)
         np.testing.assert_allclose(z[:, high], score, atol=1e-5)
         assert np.isneginf(np.delete(z, [low, high], axis=1)).all()
@@ -212,8 +231,8 @@ def test_sgd_is_the_plain_steps():
     algorithm, f, lam = factory(task, lam=0.7, solver="sgd"), FEDERATION, 0.7
     rng = np.random.default_rng(0)
     w = rng.normal(size=(toy.N, 7, toy.C))
-    sigma = np.asarray(relations(jnp.asarray(w, jnp.float32)), np.float64)
-    state = State({"w": jnp.asarray(w, jnp.float32), "sigma": jnp.asarray(sigma, jnp.float32)}, ())
+    sigma = np.asarray(jax.jit(relations)(w.astype(np.float32)), np.float64)
+    state = State({"w": w.astype(np.float32), "sigma": sigma.astype(np.float32)}, ())
     ids = jnp.array([3, 0, 4], jnp.int32)
     nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
     cohort = Cohort(f, task.prepare, ids, jnp.array([True, True, False]), key=KEY, width=1, **nothing)
@@ -233,9 +252,8 @@ def test_sgd_is_the_plain_steps():
 
 def test_sgd_learns_and_is_stable():
     for lam in (0.01, 100.0):
-        program = simulate.program(factory, REST, {"solver": "sgd", "lam": lam})
-        run = jax.jit(lambda program=program: simulate.curve(program, KEY, program.numbers, FEDERATION, rounds=10))
-        state, metrics, _ = run()
+        got = toy.train(factory, REST, 10, key=KEY, federation_=FEDERATION, solver="sgd", lam=lam)
+        state, metrics = got.state, got.metrics
         assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics["loss"])))
         assert metrics["loss"][-1].mean() < metrics["loss"][0].mean()
     ids = jnp.arange(2)

@@ -1,5 +1,7 @@
 """The properties of sheet 6: the three meta-gradients, small clients, and an evaluation that leaves no trace."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,27 +10,39 @@ import pytest
 import toy
 from toy import SIZES, assert_close, assert_same
 
-from fedjax_pfl import losses, simulate, trees
+from fedjax_pfl import losses, simulate
 from fedjax_pfl.algorithms import per_fedavg as factory
 from fedjax_pfl.algorithms.perfedavg import BOTH, VARIANTS, curvature, meta_gradient
 from fedjax_pfl.checks import BadInput
-from fedjax_pfl.clients import Cohort
-from fedjax_pfl.types import Batch, State
+from fedjax_pfl.types import Batch
 
 KEY = jax.random.key(0)
-TASK = toy.task()
+TASK = toy.task(epochs=1)
 LOSS = losses.classification(TASK.model)
-W = TASK.model.init(KEY)
+W = jax.jit(TASK.model.init)(KEY)
 
 
 def batch(seed):
-    key = jax.random.key(seed)
-    x, y = jax.random.normal(key, (6, *toy.SHAPE)), jax.random.randint(key, (6,), 0, toy.C)
-    return Batch(x, y, jnp.arange(6) < 5, jnp.arange(6))
+    rng = np.random.default_rng(seed)
+    x, y = rng.normal(size=(6, *toy.SHAPE)).astype(np.float32), rng.integers(0, toy.C, 6).astype(np.int32)
+    return Batch(x, y, np.arange(6) < 5, np.arange(6, dtype=np.int32))
 
 
-def meta(variant, batches, alpha=0.3, delta=1e-3, loss=LOSS, w=W):
-    return meta_gradient(loss, w, batches, KEY, variant, alpha, delta)[0]
+@functools.cache
+def compiled(variant):
+    return jax.jit(lambda w, batches, alpha, delta: meta_gradient(LOSS, w, batches, KEY, variant, alpha, delta)[:2])
+
+
+def meta(variant, batches, alpha=0.3, delta=1e-3):
+    return compiled(variant)(W, batches, alpha, delta)[0]
+
+
+SLOPE = jax.jit(jax.grad(lambda w, batch: LOSS(w, batch, KEY)[0]))
+
+
+def sq_dist(a, b):
+    """As trees.sq_dist, on the host."""
+    return sum(np.sum((np.asarray(x) - np.asarray(y)) ** 2) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
 
 
 def parts(tree):
@@ -42,24 +56,26 @@ def test_exact_is_the_gradient_of_the_meta_loss():
         value = lambda w: LOSS(w, b, KEY)[0]
         return value(jax.tree.map(lambda x, g: x - alpha * g, w, jax.grad(value)(w)))
 
-    assert_close(meta("exact", (b, b, b), alpha), parts(jax.grad(meta_loss)(W)), 1e-5)
+    assert_close(meta("exact", (b, b, b), alpha), parts(jax.jit(jax.grad(meta_loss))(W)), 1e-5)
 
 
 def test_first_order_leaves_the_hessian_out():
     b1, b2, b3 = (batch(i) for i in range(3))
-    adapted = jax.tree.map(lambda x, g: x - 0.3 * g, W, jax.grad(lambda w: LOSS(w, b1, KEY)[0])(W))
-    v = parts(jax.grad(lambda w: LOSS(w, b2, KEY)[0])(adapted))
+    adapted = jax.tree.map(lambda x, g: np.asarray(x) - np.float32(0.3) * np.asarray(g), W, SLOPE(W, b1))
+    v = parts(SLOPE(adapted, b2))
     assert_close(meta("fo", (b1, b2)), v)
-    h = curvature(lambda w: parts(jax.grad(lambda w: LOSS(w, b3, KEY)[0])({**W, **w})), parts(W), v, "exact", 0)
-    assert_close(meta("exact", (b1, b2, b3)), jax.tree.map(lambda v, h: v - 0.3 * h, v, h), 1e-5)
+    h = jax.jit(lambda v: curvature(lambda w: parts(SLOPE({**W, **w}, b3)), parts(W), v, "exact", 0))(v)
+    expected = jax.tree.map(lambda v, h: np.asarray(v) - 0.3 * np.asarray(h), v, h)
+    assert_close(meta("exact", (b1, b2, b3)), expected, 1e-5)
 
 
 @pytest.mark.parametrize("delta", [1.0, 0.01])
 def test_the_difference_of_gradients_is_exact_on_a_quadratic(delta):
     rng = np.random.default_rng(0)
     root = rng.normal(size=(4, 4))
-    a, b, w, v = (jnp.asarray(x, jnp.float32) for x in (root @ root.T, *rng.normal(size=(3, 4))))
-    difference, exact = (curvature(lambda w: a @ w - b, w, v, variant, delta) for variant in ("hf", "exact"))
+    a, b, w, v = (x.astype(np.float32) for x in (root @ root.T, *rng.normal(size=(3, 4))))
+    both = jax.jit(lambda w: [curvature(lambda w: a @ w - b, w, v, variant, delta) for variant in ("hf", "exact")])
+    difference, exact = both(w)
     np.testing.assert_allclose(exact, a @ v, rtol=1e-5)
     np.testing.assert_allclose(difference, exact, rtol=1e-3, atol=1e-3)
 
@@ -68,13 +84,13 @@ def test_the_difference_of_gradients_is_near_the_exact_one():
     batches = tuple(batch(i) for i in range(3))
     exact = meta("exact", batches)
     assert_close(meta("hf", batches, delta=0.01), exact, 1e-3)
-    assert trees.sq_dist(exact, meta("fo", batches[:2])) > 1e-5
+    assert sq_dist(exact, meta("fo", batches[:2])) > 1e-5
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_without_an_inner_step_all_are_the_gradient_of_the_outer_batch(variant):
     batches = tuple(batch(i) for i in range(3 if variant != "fo" else 2))
-    assert_close(meta(variant, batches, alpha=0.0), parts(jax.grad(lambda w: LOSS(w, batches[1], KEY)[0])(W)))
+    assert_close(meta(variant, batches, alpha=0.0), parts(SLOPE(W, batches[1])))
 
 
 def test_two_rounds_by_hand():
@@ -95,52 +111,42 @@ def test_two_rounds_by_hand():
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_client_with_one_example_uses_it_for_every_batch(variant):
-    f, ids = toy.federation(), jnp.array([2])
-    task = TASK._replace(epochs=1)
-    algorithm = factory(task, variant=variant, delta=0.01)
-    before = algorithm.init(KEY)
-    cohort = Cohort(f, task.prepare, ids, ids >= 0, key=KEY, round=jnp.int32(0), evaluated=jnp.bool(False), width=1)
-    rows = State(before.server, trees.gather(before.clients, ids))
-    after, metrics = jax.jit(lambda rows: algorithm.round(KEY, rows, cohort))(rows)
-    row = f.train.index[2][:1]
+    f, only = toy.federation(), np.arange(toy.N) == 2
     assert SIZES[2] == 1
-    only = Batch(f.examples.x[row], f.examples.y[row], jnp.ones(1, bool), row)
-    gradient, value, _ = meta_gradient(LOSS, before.server, (only,) * 3, KEY, variant, 0.1, 0.01)
-    expected = jax.tree.map(lambda w, g: w - 0.1 * g, parts(before.server), gradient)
-    assert_close(parts(after.server), expected, 1e-5)
-    np.testing.assert_allclose(metrics["loss"], [value], rtol=1e-5)
+    f = f._replace(train=f.train._replace(size=np.where(only, f.train.size, 0)))
+    run = toy.train(factory, TASK, 1, KEY, f, variant=variant, **({"delta": 0.01} if variant == "hf" else {}))
+    before, after = run.begin.server, run.state.server
+    row = np.asarray(f.train.index)[2][:1]
+    one = Batch(*toy.rows(f.examples, row), np.ones(1, bool), row)
+    gradient, value = compiled(variant)(before, (one,) * (2 if variant == "fo" else 3), 0.1, 0.01)
+    expected = jax.tree.map(lambda w, g: np.asarray(w) - 0.1 * np.asarray(g), parts(before), gradient)
+    assert_close(parts(after), expected, 1e-5)
+    np.testing.assert_allclose(run.metrics["loss"][0, 2], value, rtol=1e-5)
 
 
 def test_evaluation_takes_one_step_and_leaves_no_trace():
-    f = toy.federation()
-    program = simulate.program(factory, toy.task("linear", batch_size=19), {"alpha": 0.5})
-    state = program.init(KEY, program.numbers)
-    x, rows = f.examples.x[:4], f.train.index[1][: SIZES[1]]
-    only = Batch(f.examples.x[rows], f.examples.y[rows], jnp.ones(SIZES[1], bool), rows)
-    task = toy.task("linear")
-    by = jax.grad(lambda w: losses.classification(task.model)(w, only, KEY)[0])(state.server)
-    expected = task.model.apply(jax.tree.map(lambda w, g: w - 0.5 * g, state.server, by), x)[0]
-    copy = trees.copied(state)
-    got = program.predict(KEY, program.numbers, f, state, jnp.int32(0), 1, x)
+    f, task = toy.federation(), toy.task("linear", batch_size=19)
+    program = simulate.program(factory, task, {"alpha": 0.5})
+    state = jax.jit(program.init)(KEY, program.numbers)
+    copy, x = jax.tree.map(np.array, state), np.asarray(f.examples.x)[:4]
+    (own, y), w = toy.rows(f.examples, f.train.index[1][: SIZES[1]]), copy.server["head"]
+    dz = oracle.by_logits(own.astype(np.float64) @ w["kernel"] + w["bias"], y)
+    expected = x @ (w["kernel"] - 0.5 * own.T @ dz) + w["bias"] - 0.5 * dz.sum(axis=0)
+    got = jax.jit(program.predict)(KEY, program.numbers, f, state, jnp.int32(0), 1, x)
     assert_close(got, expected, 1e-5)
     assert_same(state, copy)
 
 
 def test_outer_step_size():
-    f, states = toy.federation(), []
-    for beta in (0.0, None):
-        program = simulate.program(factory, TASK, {"beta": beta})
-        run = lambda p=program: simulate.curve(p, KEY, p.numbers, f, rounds=1)[0]
-        states.append((program.init(KEY, program.numbers), jax.jit(run)()))
-    assert_close(*(state.server for state in states[0]))
-    assert trees.sq_dist(*(state.server for state in states[1])) > 1e-3
+    still, moved = (toy.train(factory, TASK, 1, KEY, variant="fo", **beta) for beta in ({"beta": 0.0}, {}))
+    assert_close(still.begin.server, still.state.server)
+    assert sq_dist(moved.begin.server, moved.state.server) > 1e-3
 
 
 @pytest.mark.parametrize("bn_stats", ["aggregate", "local", "batch"])
 def test_batch_norm(bn_stats):
-    program = simulate.program(factory, toy.task("norm", bn_stats=bn_stats), {"variant": "exact"})
-    f = toy.federation()
-    state, metrics, last = jax.jit(lambda: simulate.curve(program, KEY, program.numbers, f, rounds=2))()
+    task = toy.task("norm", bn_stats=bn_stats)
+    state, metrics, last = toy.train(factory, task, 2, KEY, variant="exact")
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics["loss"], last)))
     assert bool(jax.tree.leaves(state.clients)) == (bn_stats == "local")
 

@@ -8,42 +8,47 @@ import pytest
 import toy
 from toy import assert_close, assert_same
 
-from fedjax_pfl import losses, simulate, trees
+from fedjax_pfl import losses
 from fedjax_pfl.algorithms import pfedme as factory
 from fedjax_pfl.checks import BadInput
-from fedjax_pfl.clients import Cohort
-from fedjax_pfl.types import Batch, Model, State
+from fedjax_pfl.types import Model
 
 KEY = jax.random.key(0)
+TASK = toy.task()
 ONE_STEP = toy.task("linear", batch_size=19, epochs=1)  # one full batch
 
 
 def round_of(task, ids, **hparams):
-    f, ids = toy.federation(), jnp.asarray(ids, jnp.int32)
-    algorithm = factory(task, **hparams)
-    before = algorithm.init(KEY)
-    rows = State(before.server, trees.gather(before.clients, ids))
-    cohort = Cohort(f, task.prepare, ids, ids >= 0, key=KEY, round=jnp.int32(0), evaluated=jnp.bool(False), width=1)
-    return before.server, jax.jit(lambda rows: algorithm.round(KEY, rows, cohort))(rows)[0]
+    """The server before a round of these clients, and the state after it; the others have no examples."""
+    f = toy.federation()
+    size = np.where(np.isin(np.arange(toy.N), ids), f.train.size, 0)
+    run = toy.train(factory, task, 1, KEY, f._replace(train=f.train._replace(size=size)), **hparams)
+    return run.begin.server, run.state
 
 
 def gradient(w, i):
+    """Of client i's mean loss over all its examples at w, of a linear model."""
     f = toy.federation()
-    row = f.train.index[i][: toy.SIZES[i]]
-    batch = Batch(f.examples.x[row], f.examples.y[row], jnp.ones(len(row), bool), row)
-    return jax.grad(lambda w: losses.classification(ONE_STEP.model)(w, batch, KEY)[0])(w)
+    x, y = toy.rows(f.examples, f.train.index[i][: toy.SIZES[i]])
+    x, head = x.astype(np.float64), w["head"]
+    dz = oracle.by_logits(x @ np.asarray(head["kernel"]) + np.asarray(head["bias"]), y)
+    return {"body": {}, "head": {"kernel": x.T @ dz, "bias": dz.sum(axis=0)}, "stats": {}}
+
+
+def step(w, g, by):
+    return jax.tree.map(lambda w, g: np.asarray(w) - by * g, w, g)
 
 
 def test_one_inner_step_of_one_batch():
     lr, lam, inner_lr = 0.1, 7.0, 0.03
     w, after = round_of(ONE_STEP, [1], inner_steps=1, lam=lam, inner_lr=inner_lr)
     g = gradient(w, 1)
-    assert_close(after.server, jax.tree.map(lambda w, g: w - lr * lam * inner_lr * g, w, g))
-    assert_close(trees.gather(after.clients, 0), jax.tree.map(lambda w, g: w - inner_lr * g, w, g))
+    assert_close(after.server, step(w, g, lr * lam * inner_lr))
+    assert_close(toy.rows(after.clients, 1), step(w, g, inner_lr))
 
 
 def test_two_rounds_by_hand():
-    task, lr, inner_lr, lam, beta = toy.task(), 0.1, 0.05, 4.0, 0.6
+    task, lr, inner_lr, lam, beta = TASK, 0.1, 0.05, 4.0, 0.6
     keys, states, _ = oracle.run(factory, task, inner_steps=3, inner_lr=inner_lr, lam=lam, beta=beta, inner_decay=0.2)
     w, f = oracle.variables(states[0].server), oracle.federation()
     own = [w] * toy.N
@@ -64,23 +69,23 @@ def test_two_rounds_by_hand():
         w = [(1 - beta) * p + beta * q for p, q in zip(w, average, strict=True)]
         oracle.close(states[t + 1].server, w)
         for i in range(toy.N):
-            oracle.close(trees.gather(states[t + 1].clients, i), own[i])
+            oracle.close(toy.rows(states[t + 1].clients, i), own[i])
 
 
 def test_weight_decay_of_theta():
     w, after = round_of(ONE_STEP, [1], inner_steps=1, inner_lr=0.03, inner_decay=0.5)
-    theta = jax.tree.map(lambda w, g: w - 0.03 * (g + 0.5 * w), w, gradient(w, 1))
-    assert_close(trees.gather(after.clients, 0), theta)
+    theta = jax.tree.map(lambda w, g: w - 0.03 * (g + 0.5 * np.asarray(w)), w, gradient(w, 1))
+    assert_close(toy.rows(after.clients, 1), theta)
 
 
 def test_theta_of_a_quadratic_is_the_proximal_point(monkeypatch):
     """f(theta) = theta' A theta / 2 - b' theta: theta -> (A + lam I)^-1 (b + lam w)."""
     rng = np.random.default_rng(0)
-    root, b, lam = rng.normal(size=(4, 4)), jnp.asarray(rng.normal(size=4), jnp.float32), 2.0
-    a = jnp.asarray(root @ root.T / 4, jnp.float32)
-    w = jnp.asarray(rng.normal(size=4), jnp.float32)
+    root, b, lam = rng.normal(size=(4, 4)), rng.normal(size=4).astype(np.float32), 2.0
+    a = (root @ root.T / 4).astype(np.float32)
+    w = rng.normal(size=4).astype(np.float32)
     fixed: Model = ONE_STEP.model._replace(
-        init=lambda key: {"body": {}, "head": {"w": w}, "stats": {}},
+        init=lambda key: {"body": {}, "head": {"w": jnp.asarray(w)}, "stats": {}},
         apply=lambda w, x, **options: (jnp.zeros((len(x), toy.C)), {}),
     )
 
@@ -89,15 +94,8 @@ def test_theta_of_a_quadratic_is_the_proximal_point(monkeypatch):
 
     monkeypatch.setattr(losses, "classification", quadratic)
     _, after = round_of(ONE_STEP._replace(model=fixed), [1], inner_steps=1000, inner_lr=0.1, lam=lam)
-    expected = np.linalg.solve(np.asarray(a) + lam * np.eye(4), np.asarray(b + lam * w))
-    np.testing.assert_allclose(after.clients["head"]["w"][0], expected, atol=1e-5)
-
-
-def state_after(rounds=3, task=None, **hparams):
-    program = simulate.program(factory, task or toy.task(), hparams)
-    f = toy.federation()
-    run = jax.jit(lambda numbers: simulate.curve(program, KEY, numbers, f, rounds=rounds))
-    return program.init(KEY, program.numbers), *run(program.numbers)
+    expected = np.linalg.solve(a + lam * np.eye(4), b + lam * w)
+    np.testing.assert_allclose(np.asarray(after.clients["head"]["w"])[1], expected, atol=1e-5)
 
 
 def test_beta_one_is_the_average_and_beta_a_half_stays_half_way():
@@ -105,24 +103,26 @@ def test_beta_one_is_the_average_and_beta_a_half_stays_half_way():
     _, half = round_of(ONE_STEP, [0, 1], beta=0.5)
     alone = [round_of(ONE_STEP, [i])[1].server for i in (0, 1)]
     share = toy.SIZES[0] / (toy.SIZES[0] + toy.SIZES[1])
-    assert_close(whole.server, trees.lerp(share, *alone))
-    assert_close(half.server, trees.lerp(0.5, whole.server, w))
+    between = lambda p, a, b: jax.tree.map(lambda a, b: p * np.asarray(a) + (1 - p) * np.asarray(b), a, b)
+    assert_close(whole.server, between(share, *alone))
+    assert_close(half.server, between(0.5, whole.server, w))
 
 
 def test_theta_is_a_model_of_its_own():
-    _, state, metrics, last = state_after()
-    assert trees.sq_dist(trees.gather(state.clients, 1), state.server) > 1e-4
+    state, metrics, last = toy.train(factory, TASK, 3, KEY)
+    both = zip(*map(jax.tree.leaves, (toy.rows(state.clients, 1), state.server)), strict=True)
+    assert sum(np.sum(np.square(a - b)) for a, b in both) > 1e-4
     assert not np.array_equal(metrics["post"]["acc"][-1], last["global_acc"])
     assert_same(metrics["post"]["acc_present"][-1], last["acc_present"])  # theta is kept until the next round
 
 
 @pytest.mark.parametrize("bn_stats", ["aggregate", "local", "batch"])
 def test_batch_norm(bn_stats):
-    _, state, metrics, last = state_after(rounds=2, task=toy.task("norm", bn_stats=bn_stats))
+    state, metrics, last = toy.train(factory, toy.task("norm", bn_stats=bn_stats), 2, KEY)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics["loss"], last)))
 
 
 @pytest.mark.parametrize("wrong", [{"inner_steps": -1}, {"lam": -1.0}, {"beta": -0.1}, {"inner_lr": float("nan")}])
 def test_bad_input(wrong):
     with pytest.raises(BadInput):
-        factory(toy.task(), **wrong)
+        factory(TASK, **wrong)
