@@ -94,10 +94,11 @@ def course(rows: list[Row], point: str, name: str) -> Row | None:
 
 
 def traffic(rows: list[Row]) -> dict[str, int]:
-    """Totals over clients and rounds: scalars down and up, integers, messages, and bytes at four a number."""
-    names = ("down", "up", "ints", "messages")
+    """Totals over clients and rounds: scalars down and up, integers, messages, bytes of ciphertexts, and bytes in all,
+    at four a number."""
+    names = ("down", "up", "ints", "messages", "encrypted")
     totals = {name: sum(row.get(f"traffic/{name}", 0) for row in rows) for name in names}
-    return totals | {"bytes": _BYTES * (totals["down"] + totals["up"] + totals["ints"])}
+    return totals | {"bytes": _BYTES * (totals["down"] + totals["up"] + totals["ints"]) + totals["encrypted"]}
 
 
 def summary(rows: list[Row]) -> Row:
@@ -119,7 +120,8 @@ def tables(console: Console, rows: list[Row]) -> None:
     console.print(_course_table(rows, [name for name in names if name in _HEADLINES]))
     total = traffic(rows)
     parts = [f"{total[name]:,} {name}" for name in ("down", "up", "ints", "messages")]
-    console.print(f"Traffic: scalars {', '.join(parts)}; {total['bytes'] / 1e6:,.1f} MB.")
+    secret = f", of them {total['encrypted'] / 1e6:,.1f} MB ciphertexts" if total["encrypted"] else ""
+    console.print(f"Traffic: scalars {', '.join(parts)}; {total['bytes'] / 1e6:,.1f} MB{secret}.")
 
 
 def _points(rows: list[Row], names: list[str]) -> Iterator[tuple[str, str, str]]:

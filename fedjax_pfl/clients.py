@@ -176,6 +176,10 @@ class Cohort:
         # the trip count is dynamic, so that whoever is inactive costs nothing and the carry needs no select
         return jax.lax.fori_loop(0, jnp.sum(self.active), one, (carry, results))
 
+    def everywhere(self, rows: PyTree) -> PyTree:
+        """Rows [S, ...] in the order of `ids`, all of them on every device: what a step on the host is to be given."""
+        return sharded(rows, self._mesh, P())
+
     def _client(self, f: Federation, id: Array, active: Array, phase: int) -> Client:
         row = jnp.minimum(id, f.train.size.shape[0] - 1)
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
+from fedjax_pfl import host
 from fedjax_pfl.checks import BadInput
 from fedjax_pfl.types import Array, PyTree
 
@@ -214,11 +215,10 @@ def match(rows: Array, ids: Array, sizes: Array, priority: Array) -> Array:
       and for everybody if a row is not finite.
     """
     shape = jax.ShapeDtypeStruct(rows.shape[:2], jnp.int32)
-    return jax.pure_callback(_match, shape, rows, ids, sizes, priority, vmap_method="sequential")
+    return host.call(_match, shape, rows, ids, sizes, priority)
 
 
-def _match(*args) -> np.ndarray:
-    rows, ids, sizes, priority = map(np.asarray, args)  # jax's own arrays: nothing in here may compute with them
+def _match(rows: np.ndarray, ids: np.ndarray, sizes: np.ndarray, priority: np.ndarray) -> np.ndarray:
     here = np.flatnonzero(sizes)
     orders = np.tile(np.arange(rows.shape[1], dtype=np.int32), (rows.shape[0], 1))
     if len(here) < 2 or not np.isfinite(rows[here]).all():

@@ -319,7 +319,8 @@ def record(result: Result, test_sizes: np.ndarray) -> dict[str, Any]:
         m = result.metrics
         active, ids = m["active"], m["ids"]
         row |= {"loss": float(np.mean(m["loss"][active])), "participants": int(active.sum())}
-        row |= {f"traffic/{name}": int(np.asarray(x, np.int64).sum()) for name, x in m["traffic"]._asdict().items()}
+        sent = {name: x for name, x in m["traffic"]._asdict().items() if x is not None}
+        row |= {f"traffic/{name}": int(np.asarray(x, np.int64).sum()) for name, x in sent.items()}
         row |= _statistics("post", {k: np.where(active, v, np.nan) for k, v in m["post"].items()}, test_sizes[ids])
         known = ("loss", "post", "traffic", "ids", "active")
         row |= {name: float(np.mean(x[active]) if np.ndim(x) else x) for name, x in m.items() if name not in known}

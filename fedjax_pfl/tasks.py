@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import evaluate, losses, trees
+from fedjax_pfl import evaluate, losses, min_norm, trees
 from fedjax_pfl.checks import BadInput, choose
-from fedjax_pfl.types import Array, Client, PyTree, Scores, Task
+from fedjax_pfl.types import Array, Batch, Client, PyTree, Scores, Task
 
+NEGLIGIBLE = 1e-12  # a task with less than this share of the largest squared gradient norm counts as solved
 HEADS = ("group_softmax", "group_reject", "group_binary")
 MAPS = ("class", "single", "consecutive", "superclass", "file", "map")
 
@@ -191,6 +192,68 @@ def _inside(b: Branches, y: Array) -> Array:
 def samples(b: Branches, y: Array, mask: Array) -> Array:
     """Which samples a task looks at, [B, T] bool: all if it is open, else those with a label in its group."""
     return (_inside(b, y) | b.open[None]) & mask[:, None]
+
+
+def min_norm_weights(m: Array, losses: Array, active: Array, solver: str, normalise: str) -> Array:
+    """alpha [T] on the simplex over `active` [T]; tasks with a negligible gradient are left out (26.2, step 2)."""
+    norms = jnp.diag(m)
+    scale = {"none": jnp.ones_like(norms), "l2": jnp.sqrt(norms), "loss": losses, "loss+": losses * jnp.sqrt(norms)}
+    moving = active & (norms > NEGLIGIBLE * jnp.max(jnp.where(active, norms, 0)))
+    s = jnp.where(moving & (scale[normalise] > 0), scale[normalise], 1)
+    solve = {"fista": min_norm.fista, "fw": min_norm.frank_wolfe}[solver]
+    return jnp.where(jnp.any(moving), solve(m / (s[:, None] * s[None, :]), moving), _uniform(active))
+
+
+def _uniform(active: Array) -> Array:
+    return active / jnp.maximum(jnp.sum(active), 1)
+
+
+def branch_loss(task: Task, b: Branches, active: Array, weighting: str, solver: str, normalise: str, head_grad: str):
+    """The weighted sum of a client's task losses (Eq. 5 with MGDA-UB's weights), as `local.sgd` takes it.
+
+    Args:
+      active: [T] bool, the tasks the client holds.
+    """
+    model = task.model
+
+    @jax.default_matmul_precision("highest")  # a duality gap of 1e-5 is below the noise of shorter products
+    def weights(variables: PyTree, batch: Batch, z: Array, key: Array) -> tuple[Array, Array]:
+        """alpha [T], and which tasks learn from this batch, [T] bool."""
+        values, usable = task_losses(b, z, batch.y, batch.mask)
+        on = active & usable
+        if weighting in ("uniform", "sum"):
+            return _uniform(on) if weighting == "uniform" else on.astype(z.dtype), on
+        if weighting == "mgda_ub":
+            residual = jax.grad(lambda z: jnp.sum(task_losses(b, z, batch.y, batch.mask)[0]))(z)
+            m = gram(b, residual, variables["head"]["kernel"])
+        else:
+            m = _body_gram(task, b, variables, batch, key)
+        return min_norm_weights(m, values, on, solver, normalise), on
+
+    def loss(variables: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
+        h, stats = model.features(variables, batch.x, mask=batch.mask, train=True, key=key)
+        z = columns(variables["head"], h)
+        alpha, on = jax.lax.stop_gradient(weights(*jax.lax.stop_gradient((variables, batch, z, key))))
+        if head_grad == "scaled":
+            return alpha @ task_losses(b, z, batch.y, batch.mask)[0], stats
+        by_body = columns(jax.lax.stop_gradient(variables["head"]), h)
+        by_head = columns(variables["head"], jax.lax.stop_gradient(h))
+        apart = task_losses(b, by_head, batch.y, batch.mask)[0] @ on.astype(z.dtype)
+        value = alpha @ task_losses(b, by_body, batch.y, batch.mask)[0]
+        return value + apart - jax.lax.stop_gradient(apart), stats
+
+    return loss
+
+
+def _body_gram(task: Task, b: Branches, variables: PyTree, batch: Batch, key: Array) -> Array:
+    """<grad l_s, grad l_t> by the body's parameters, [T, T]: MGDA proper, at T backward passes."""
+
+    def by_body(body: PyTree) -> Array:
+        h, _ = task.model.features({**variables, "body": body}, batch.x, mask=batch.mask, train=True, key=key)
+        return task_losses(b, columns(variables["head"], h), batch.y, batch.mask)[0]
+
+    rows = [g.reshape(g.shape[0], -1) for g in jax.tree.leaves(jax.jacrev(by_body)(variables["body"]))]
+    return sum((g @ g.T for g in rows), jnp.zeros((len(b.member),) * 2))
 
 
 def scores(b: Branches, z: Array, y: Array, mask: Array, c: Client) -> Scores:

@@ -120,6 +120,7 @@ class Traffic(NamedTuple):
     up: Array  # [S] scalars sent
     ints: Array  # [S] integers and ids, both ways
     messages: Array  # [S] messages, both ways
+    encrypted: Array | None = None  # [S] bytes of ciphertexts, both ways; None: nothing is encrypted
 
 
 class Algorithm(NamedTuple):

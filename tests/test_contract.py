@@ -78,7 +78,7 @@ def test_inactive_clients_have_no_influence(method):
 
 def test_any_number_of_clients_is_one_compilation_and_absent_ones_stay_bit_for_bit(method):
     task = toy.method_task(method)._replace(participation=(0.2, 1.0))
-    program = simulate.program(ALGORITHMS[method], task)
+    program = simulate.program(toy.METHODS[method], task)
     step, state, f, numbers = jax.jit(program.round), toy.start(method), toy.federation(), []
     for t in (3, 4, 5):
         before = state
@@ -167,7 +167,7 @@ def test_a_low_precision_state_keeps_its_type(method):
         init = task.model.init(key)
         return init | {"body": jax.tree.map(lambda x: x.astype(jnp.bfloat16), init["body"])}
 
-    program = simulate.program(ALGORITHMS[method], task._replace(model=task.model._replace(init=low)))
+    program = simulate.program(toy.METHODS[method], task._replace(model=task.model._replace(init=low)))
     numbers = jax.tree.map(jnp.float32, program.numbers)  # as they are traced, not as weak Python floats
     before = jax.eval_shape(program.init, KEY, numbers)
     args = (KEY, numbers, toy.federation(), before, jnp.int32(0), jnp.bool(False))
@@ -192,6 +192,7 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
         "fedcp": (body + head + policy) * ones,
         "scaffold": 2 * (body + head) * ones,
         "pfedc": body + classes * (8 + 1),
+        "privacy_pfedc": (body + head + C) * ones,  # all branches and the client's part in them, here unencrypted
     }
     columns = (6 + 1) * C * ones  # one-vs-rest, a constant among the features
     apart = {

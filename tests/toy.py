@@ -38,6 +38,7 @@ def tiny_mlp(input_shape, num_classes, rngs):
     return nets.mlp(input_shape, num_classes, rngs, hidden=8)
 
 
+METHODS = ALGORITHMS | {"privacy_pfedc": functools.partial(ALGORITHMS["privacy_pfedc"], backend="plain")}
 NETS = {"mlp": tiny_mlp, "norm": norm_net, "linear": nets.linear}
 
 
@@ -103,13 +104,13 @@ def compiled_round(method: str, width: int = 1, devices: int = 1):
     """One jitted round of a method: (key, numbers, federation, state, ids, active, t, evaluated)."""
     mesh = make_mesh(devices)
     given = method_task(method)
-    defaults = simulate.hyperparameters(ALGORITHMS[method])
+    defaults = simulate.hyperparameters(METHODS[method])
     static = {k: v for k, v in defaults.items() if not isinstance(v, float)}
 
     @jax.jit
     def run(key, numbers, f, state, ids, active, t, evaluated):
         floats = {k: v for k, v in numbers.items() if k != "lr"}
-        algorithm = ALGORITHMS[method](given._replace(lr=numbers["lr"]), **static, **floats)
+        algorithm = METHODS[method](given._replace(lr=numbers["lr"]), **static, **floats)
         cohort = Cohort(f, given.prepare, ids, active, key=key, round=t, evaluated=evaluated, width=width, mesh=mesh)
         new, metrics = algorithm.round(key, state, cohort)
         return new, metrics, algorithm.traffic(state, cohort, metrics)
@@ -120,7 +121,7 @@ def compiled_round(method: str, width: int = 1, devices: int = 1):
 @functools.cache
 def start(method: str) -> State:
     """A state in which everybody has trained and the clients differ, so that mixing them up would show."""
-    state = jax.jit(ALGORITHMS[method](method_task(method)).init)(jax.random.key(1))
+    state = jax.jit(METHODS[method](method_task(method)).init)(jax.random.key(1))
     on = jnp.ones(4, bool)
     for t, ids in enumerate((np.array([1, 2, 3, 4], np.int32), np.array([0, 1, 2, 3], np.int32))):
         here = State(state.server, rows(state.clients, ids))
@@ -169,7 +170,7 @@ def train(method, given: Task, rounds: int = 3, key=None, federation_=None, begi
     Its parts are compiled once for each task and each choice of what is not a float: other floats need nothing new.
     Together they take half of what compiling `simulate.curve` takes.
     """
-    factory = ALGORITHMS[method] if isinstance(method, str) else method
+    factory = METHODS[method] if isinstance(method, str) else method
     program = simulate.program(factory, given, hparams)
     values = simulate.hyperparameters(factory) | hparams
     fixed = sorted((k, repr(v)) for k, v in values.items() if k not in program.numbers)
@@ -188,7 +189,7 @@ def rows(tree, ids):
 
 
 def numbers(method: str) -> dict[str, Any]:
-    defaults = simulate.hyperparameters(ALGORITHMS[method])
+    defaults = simulate.hyperparameters(METHODS[method])
     return {"lr": 0.1} | {k: v for k, v in defaults.items() if isinstance(v, float)}
 
 

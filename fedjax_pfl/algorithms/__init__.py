@@ -16,7 +16,7 @@ from fedjax_pfl.algorithms.fedrod import fedrod
 from fedjax_pfl.algorithms.mnfl import mnfl
 from fedjax_pfl.algorithms.mocha import mocha
 from fedjax_pfl.algorithms.perfedavg import per_fedavg
-from fedjax_pfl.algorithms.pfedc import pfedc
+from fedjax_pfl.algorithms.pfedc import pfedc, privacy_pfedc
 from fedjax_pfl.algorithms.pfedhn import pfedhn
 from fedjax_pfl.algorithms.pfedme import pfedme
 from fedjax_pfl.algorithms.scaffold import scaffold
@@ -50,4 +50,5 @@ ALGORITHMS = {
     "fedem": fedem,
     "fedcp": fedcp,
     "pfedc": pfedc,
+    "privacy_pfedc": privacy_pfedc,
 }

@@ -94,7 +94,7 @@ def fedma(
 
     def align(key: Array, group: Group, models: PyTree, cohort) -> Array:
         """The order [S, width] in which each client's neurons are the global ones."""
-        rows = jax.vmap(lambda w: neurons(w, group))(models)
+        rows = cohort.everywhere(jax.vmap(lambda w: neurons(w, group))(models))
         turns = jax.vmap(lambda id: jax.random.bits(jax.random.fold_in(key, id), (sweeps,)))(cohort.ids)
         return match(rows, cohort.ids, jnp.where(cohort.active, cohort.sizes, 0), turns)
 

@@ -3,84 +3,77 @@
 A branch (a task t) owns columns of the last layer, those of its classes G_t, so the branches of all tasks together are
 one ordinary head: kernel [K, L] and bias [L], L = C unless groups have another head (`tasks.py`). A client trains the
 branches it has labels for, and weighs their losses by the minimum-norm point of their gradients in the feature space
-(MGDA-UB).
+(MGDA-UB). In Privacy-pFedC who holds which classes stays secret: branches and holders are added under encryption.
 
 Reference: the pFedC paper; journal version: Zhang et al., Model decomposition and reassembly for purified knowledge
 transfer in personalized federated learning (IEEE TMC 2025). MGDA-UB: Sener & Koltun (NeurIPS 2018).
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import evaluate, local, min_norm, trees
+from fedjax_pfl import aggregate, encrypted, evaluate, local, trees
 from fedjax_pfl.checks import BadInput, choose
-from fedjax_pfl.tasks import Branches, branches, class_logits, columns, gram, scores, task_losses
-from fedjax_pfl.types import Algorithm, Array, Batch, Client, Predictor, PyTree, Scores, State, Task, Traffic
+from fedjax_pfl.tasks import Branches, branch_loss, branches, class_logits, columns, scores
+from fedjax_pfl.types import Algorithm, Array, Client, Predictor, PyTree, Scores, State, Task, Traffic
 
 REJECT = 31  # stream of the reject logits' start, beside the key of the model's
-NEGLIGIBLE = 1e-12  # a task with less than this share of the largest squared gradient norm counts as solved
 
 
-def min_norm_weights(m: Array, losses: Array, active: Array, solver: str, normalise: str) -> Array:
-    """alpha [T] on the simplex over `active` [T]; tasks with a negligible gradient are left out (26.2, step 2)."""
-    norms = jnp.diag(m)
-    scale = {"none": jnp.ones_like(norms), "l2": jnp.sqrt(norms), "loss": losses, "loss+": losses * jnp.sqrt(norms)}
-    moving = active & (norms > NEGLIGIBLE * jnp.max(jnp.where(active, norms, 0)))
-    s = jnp.where(moving & (scale[normalise] > 0), scale[normalise], 1)
-    solve = {"fista": min_norm.fista, "fw": min_norm.frank_wolfe}[solver]
-    return jnp.where(jnp.any(moving), solve(m / (s[:, None] * s[None, :]), moving), _uniform(active))
+class _Branched(NamedTuple):
+    """What both methods share."""
+
+    b: Branches
+    start: Callable[[Array], PyTree]  # key -> the model's variables, with a head of the map's logits
+    train: Callable[[Client, PyTree], tuple[PyTree, Array]]  # (client, received variables) -> trained ones, mean loss
+    predictor: Callable[[PyTree], Predictor]
+    score: Callable[[Array, Array, Array, Client], Scores]
+
+    def held(self, class_counts: Array) -> Array:
+        """[..., C] -> [..., T], training examples of each task."""
+        return class_counts @ self.b.member.T
+
+    def shares(self, by: str, cohort) -> Array:
+        """The weights of a branch's holders, [S, T], not normalised."""
+        n = self.held(cohort.class_counts)
+        return {"uniform": n > 0, "data": cohort.sizes[:, None] * (n > 0), "task_count": n}[by]
 
 
-def _uniform(active: Array) -> Array:
-    return active / jnp.maximum(jnp.sum(active), 1)
+def _branched(
+    task: Task, tasks: str, head: str, weighting: str, solver: str, normalise: str, head_grad: str, head_weighting: str
+) -> _Branched:
+    choose("weighting", weighting, ("mgda_ub", "mgda", "uniform", "sum"))
+    choose("solver", solver, ("fista", "fw"))
+    choose("normalise", normalise, ("none", "l2", "loss", "loss+"))
+    choose("head_grad", head_grad, ("scaled", "unscaled"))
+    choose("head_weighting", head_weighting, ("uniform", "data", "task_count"))
+    b, model = branches(task, tasks, head), task.model
 
+    def start(key: Array) -> PyTree:
+        w = model.init(key)
+        if set(w["head"]) != {"kernel", "bias"} or w["head"]["kernel"].ndim != 2:
+            raise BadInput("pfedc needs a model whose head is one linear layer with a kernel [K, C] and a bias [C].")
+        reject = model.init(jax.random.fold_in(key, REJECT))["head"]
+        widest = jax.tree.map(lambda x, more: jnp.concatenate([x, more], axis=-1), w["head"], reject)
+        return {**w, "head": jax.tree.map(lambda x: x[..., : len(b.column)], widest)}
 
-def branch_loss(task: Task, b: Branches, active: Array, weighting: str, solver: str, normalise: str, head_grad: str):
-    """The weighted sum of a client's task losses (Eq. 5 with MGDA-UB's weights), as `local.sgd` takes it.
+    def train(c: Client, received: PyTree) -> tuple[PyTree, Array]:
+        holds = c.class_counts @ b.member.T > 0
+        loss = branch_loss(task, b, holds, weighting, solver, normalise, head_grad)
+        w, value = local.sgd(c.key, c.train, loss, received, task)
+        w["head"] = trees.choose(holds[b.column], w["head"], received["head"])  # weight decay moves all
+        return w, value
 
-    Args:
-      active: [T] bool, the tasks the client holds.
-    """
-    model = task.model
+    def predictor(w: PyTree) -> Predictor:
+        return lambda x, mask: class_logits(b, columns(w["head"], model.features(w, x, mask=mask, train=False)[0]))
 
-    @jax.default_matmul_precision("highest")  # a duality gap of 1e-5 is below the noise of shorter products
-    def weights(variables: PyTree, batch: Batch, z: Array, key: Array) -> tuple[Array, Array]:
-        """alpha [T], and which tasks learn from this batch, [T] bool."""
-        values, usable = task_losses(b, z, batch.y, batch.mask)
-        on = active & usable
-        if weighting in ("uniform", "sum"):
-            return _uniform(on) if weighting == "uniform" else on.astype(z.dtype), on
-        if weighting == "mgda_ub":
-            residual = jax.grad(lambda z: jnp.sum(task_losses(b, z, batch.y, batch.mask)[0]))(z)
-            m = gram(b, residual, variables["head"]["kernel"])
-        else:
-            m = _body_gram(task, b, variables, batch, key)
-        return min_norm_weights(m, values, on, solver, normalise), on
+    def score(z: Array, y: Array, mask: Array, c: Client) -> Scores:
+        return scores(b, z, y, mask, c)
 
-    def loss(variables: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
-        h, stats = model.features(variables, batch.x, mask=batch.mask, train=True, key=key)
-        z = columns(variables["head"], h)
-        alpha, on = jax.lax.stop_gradient(weights(*jax.lax.stop_gradient((variables, batch, z, key))))
-        if head_grad == "scaled":
-            return alpha @ task_losses(b, z, batch.y, batch.mask)[0], stats
-        by_body = columns(jax.lax.stop_gradient(variables["head"]), h)
-        by_head = columns(variables["head"], jax.lax.stop_gradient(h))
-        apart = task_losses(b, by_head, batch.y, batch.mask)[0] @ on.astype(z.dtype)
-        value = alpha @ task_losses(b, by_body, batch.y, batch.mask)[0]
-        return value + apart - jax.lax.stop_gradient(apart), stats
-
-    return loss
-
-
-def _body_gram(task: Task, b: Branches, variables: PyTree, batch: Batch, key: Array) -> Array:
-    """<grad l_s, grad l_t> by the body's parameters, [T, T]: MGDA proper, at T backward passes."""
-
-    def by_body(body: PyTree) -> Array:
-        h, _ = task.model.features({**variables, "body": body}, batch.x, mask=batch.mask, train=True, key=key)
-        return task_losses(b, columns(variables["head"], h), batch.y, batch.mask)[0]
-
-    rows = [g.reshape(g.shape[0], -1) for g in jax.tree.leaves(jax.jacrev(by_body)(variables["body"]))]
-    return sum((g @ g.T for g in rows), jnp.zeros((len(b.member),) * 2))
+    return _Branched(b, start, train, predictor, score)
 
 
 def pfedc(
@@ -121,19 +114,11 @@ def pfedc(
       `post`, right after local training, is the paper's evaluation point. Holders' presence (T bits each, once) is
       not counted in the traffic.
     """
-    choose("weighting", weighting, ("mgda_ub", "mgda", "uniform", "sum"))
-    choose("solver", solver, ("fista", "fw"))
-    choose("normalise", normalise, ("none", "l2", "loss", "loss+"))
-    choose("head_grad", head_grad, ("scaled", "unscaled"))
-    choose("head_weighting", head_weighting, ("uniform", "data", "task_count"))
     choose("download", download, ("bank", "stale"))
     choose("comm", comm, ("sparse", "full"))
-    b = branches(task, tasks, head)
-    model = task.model
+    on = _branched(task, tasks, head, weighting, solver, normalise, head_grad, head_weighting)
+    b, held = on.b, on.held
     own_stats, stale = task.bn_stats == "local", download == "stale"
-
-    def held(class_counts: Array) -> Array:  # [..., C] -> [..., T], training examples of each task
-        return class_counts @ b.member.T
 
     def compose(server: PyTree, own: PyTree, c: Client) -> PyTree:
         """The client's model: the received branches it holds, and the others as they started."""
@@ -141,42 +126,25 @@ def pfedc(
         mine = own["head"] if stale else trees.choose(holds, server["head"], server["start"])
         return {"body": server["body"], "head": mine, "stats": own["stats"] if own_stats else server["stats"]}
 
-    def predictor(w: PyTree) -> Predictor:
-        return lambda x, mask: class_logits(b, columns(w["head"], model.features(w, x, mask=mask, train=False)[0]))
-
-    def score(z: Array, y: Array, mask: Array, c: Client) -> Scores:
-        return scores(b, z, y, mask, c)
-
     def init(key: Array) -> State:
-        w = model.init(key)
-        if set(w["head"]) != {"kernel", "bias"} or w["head"]["kernel"].ndim != 2:
-            raise BadInput("pfedc needs a model whose head is one linear layer with a kernel [K, C] and a bias [C].")
-        reject = model.init(jax.random.fold_in(key, REJECT))["head"]
-        widest = jax.tree.map(lambda x, more: jnp.concatenate([x, more], axis=-1), w["head"], reject)
-        start = jax.tree.map(lambda x: x[..., : len(b.column)], widest)
+        w = on.start(key)
         own, shared = (w["stats"], ()) if own_stats else ((), w["stats"])
-        server = {"body": w["body"], "head": start, "start": start, "stats": shared}
-        return State(server, trees.replicate({"head": start if stale else (), "stats": own}, task.num_clients))
+        server = {"body": w["body"], "head": w["head"], "start": w["head"], "stats": shared}
+        return State(server, trees.replicate({"head": w["head"] if stale else (), "stats": own}, task.num_clients))
 
     def round(key: Array, state: State, cohort) -> tuple[State, PyTree]:
         def client(c: Client, own: PyTree):
-            received = compose(state.server, own, c)
-            holds = held(c.class_counts) > 0
-            loss = branch_loss(task, b, holds, weighting, solver, normalise, head_grad)
-            w, value = local.sgd(c.key, c.train, loss, received, task)
-            w["head"] = trees.choose(holds[b.column], w["head"], received["head"])  # weight decay moves all
+            w, value = on.train(c, compose(state.server, own, c))
             own, shared = (w["stats"], ()) if own_stats else ((), w["stats"])
-            post = evaluate.post(cohort, c, predictor(w), score)
+            post = evaluate.post(cohort, c, on.predictor(w), on.score)
             return {"body": w["body"], "head": w["head"], "stats": shared}, own, value, post
 
-        n = held(cohort.class_counts)[:, b.column]  # [S, L], of the task of each logit
-        holders = n > 0
-        by_branch = {"uniform": holders, "data": cohort.sizes[:, None] * holders, "task_count": n}[head_weighting]
+        by_branch = on.shares(head_weighting, cohort)[:, b.column]  # [S, L], of the task of each logit
         weight = {"body": cohort.sizes, "head": by_branch, "stats": cohort.sizes}
         last = {part: state.server[part] for part in weight}  # what nobody holds keeps its last value
         mean, (stats, value, post) = cohort.mean(client, state.clients, weight=weight, empty=last)
         receive = jax.vmap(lambda holds, old: trees.choose(holds, mean["head"], old))
-        own = {"head": receive(holders, state.clients["head"]) if stale else (), "stats": stats}
+        own = {"head": receive(by_branch > 0, state.clients["head"]) if stale else (), "stats": stats}
         tasks_held = jnp.sum(held(cohort.class_counts) > 0, axis=-1)
         return State(state.server | mean, own), {"loss": value, "post": post, "tasks": tasks_held}
 
@@ -187,4 +155,93 @@ def pfedc(
         scalars = (shared + a_logit * logits) * cohort.active
         return Traffic(scalars, scalars, 0 * scalars, 2 * cohort.active.astype(jnp.int32))
 
-    return Algorithm(init, round, lambda server, own, c: predictor(compose(server, own, c)), score, sent)
+    return Algorithm(init, round, lambda server, own, c: on.predictor(compose(server, own, c)), on.score, sent)
+
+
+def privacy_pfedc(
+    task: Task,
+    *,
+    backend: str = "ckks",
+    tasks: str = "class",
+    head: str = "group_softmax",
+    weighting: str = "mgda_ub",
+    solver: str = "fista",
+    normalise: str = "none",
+    head_grad: str = "scaled",
+    head_weighting: str = "uniform",
+    encrypt_phi: bool = False,
+) -> Algorithm:
+    """pFedC whose server adds encrypted branches and encrypted counts of their holders (Algorithm 2).
+
+    Args:
+      backend: of the sums, one of ckks (encrypted by TenSEAL, an optional dependency), plain (the same in the clear).
+      tasks: one of class, single, consecutive:T, superclass, as of pfedc.
+      head: of a task of several classes, one of group_softmax, group_reject, group_binary, as of pfedc.
+      weighting: of the task losses, one of mgda_ub, mgda, uniform, sum, as of pfedc.
+      solver: of the minimum-norm point, one of fista, fw, as of pfedc.
+      normalise: gradients before solving, one of none, l2, loss, loss+, as of pfedc.
+      head_grad: one of scaled, unscaled, as of pfedc.
+      head_weighting: of a branch's holders, one of uniform (Eq. 7), data, task_count.
+      encrypt_phi: true or false, whether the body (φ) is added under encryption, too; the paper sends it in the clear.
+
+    Note:
+      A client sends its weights of all T tasks (0 where it holds none), and all branches multiplied by them. It divides
+      the sums itself; Algorithm 2 does not, which multiplies a branch by the number of its holders in every round. So
+      clients, not the server, come to know how many hold a task. The body goes in the clear, as the paper has it, and
+      its change may tell of labels. All clients share the secret key: one that colludes with the server breaks the
+      secrecy. Only the clients of a round receive its sums, and the server keeps nothing of a branch: without the
+      holders it cannot tell which branches are to keep their last value. So this is pfedc with download=stale, and with
+      full participation just pfedc. Clients' numbers of examples are public. Traffic has ciphertexts in bytes, and in
+      scalars what goes in the clear; keys, sent once, are not counted. The simulator runs all parties in one process,
+      and its state is what the clients decrypt.
+    """
+    encrypted.check_backend(backend)
+    on = _branched(task, tasks, head, weighting, solver, normalise, head_grad, head_weighting)
+    b, own_stats, plain = on.b, task.bn_stats == "local", backend == "plain"
+
+    def compose(server: PyTree, own: PyTree) -> PyTree:
+        return {"body": server["body"], "head": own["head"], "stats": own["stats"] if own_stats else server["stats"]}
+
+    def init(key: Array) -> State:
+        w = on.start(key)
+        own, shared = (w["stats"], ()) if own_stats else ((), w["stats"])
+        server = {"body": w["body"], "stats": shared}
+        return State(server, trees.replicate({"head": w["head"], "stats": own}, task.num_clients))
+
+    def round(key: Array, state: State, cohort) -> tuple[State, PyTree]:
+        def client(c: Client, own: PyTree):
+            w, value = on.train(c, compose(state.server, own))
+            own, shared = (w["stats"], ()) if own_stats else ((), w["stats"])
+            phi = {"body": w["body"], "stats": shared}
+            post = evaluate.post(cohort, c, on.predictor(w), on.score)
+            return () if encrypt_phi else phi, phi if encrypt_phi else (), w["head"], own, value, post
+
+        clear, (phi, heads, stats, value, post) = cohort.mean(
+            client, state.clients, weight=cohort.sizes, empty=() if encrypt_phi else state.server
+        )
+        weight = on.shares(head_weighting, cohort).astype(float)  # [S, T]
+        factors = {"branches": weight[:, b.column], "phi": cohort.sizes.astype(float)}
+        upload = jax.vmap(aggregate.weigh)(factors, {"branches": heads, "phi": phi}) | {"weight": weight}
+        total, up, down = encrypted.total(cohort.everywhere(upload), cohort.ids, cohort.active, backend)
+        # from here on as each of the round's clients does by itself, for they alone can read the sums
+        mean = _ratio(total["branches"], total["weight"][b.column], heads)
+        receive = jax.vmap(lambda holds, old: trees.choose(holds, mean, old))
+        own = {"head": receive(factors["branches"] > 0, state.clients["head"]), "stats": stats}
+        n = jnp.sum(jnp.where(cohort.active, cohort.sizes, 0))
+        server = trees.choose(n > 0, _ratio(total["phi"], n, phi), state.server) if encrypt_phi else clear
+        metrics = {"loss": value, "post": post, "tasks": jnp.sum(weight > 0, axis=-1)}
+        return State(server, own), metrics | ({} if plain else {"encrypted_up": up, "encrypted_down": down})
+
+    def sent(state: State, cohort, metrics: PyTree) -> Traffic:
+        shared, slots = trees.size(state.server), trees.size(state.clients["head"]) // len(cohort.ids) + len(b.member)
+        clear = (shared + slots if plain else 0 if encrypt_phi else shared) * cohort.active
+        ciphertexts = None if plain else metrics["encrypted_up"] + metrics["encrypted_down"]
+        return Traffic(clear, clear, 0 * clear, 2 * cohort.active.astype(jnp.int32), ciphertexts)
+
+    return Algorithm(init, round, lambda server, own, c: on.predictor(compose(server, own)), on.score, sent)
+
+
+def _ratio(total: PyTree, weight: Array, like: PyTree) -> PyTree:
+    """total / weight over the last axes, in the types of another tree; total where the weight is 0."""
+    safe = jnp.where(weight > 0, weight, 1)
+    return trees.cast(jax.tree.map(lambda x: x / trees.align(safe, x.ndim), total), like)

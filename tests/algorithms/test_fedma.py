@@ -395,7 +395,7 @@ def test_traffic(bn_stats, scalars):
         algorithm = factory(task, **hparams)
         state = jax.eval_shape(algorithm.init, KEY)
         sent = jax.jit(lambda algorithm=algorithm, state=state: algorithm.traffic(state, cohort_of(task), {}))()
-        for got, each in zip(sent, (scalars, scalars, ids, 2 * 3), strict=True):
+        for got, each in zip(sent[:4], (scalars, scalars, ids, 2 * 3), strict=True):
             assert_same(got, each * ACTIVE)
 
 

@@ -12,9 +12,9 @@ from toy import C, assert_same
 
 from fedjax_pfl import evaluate, losses, simulate, tasks
 from fedjax_pfl.algorithms import pfedc as factory
-from fedjax_pfl.algorithms.pfedc import branch_loss, gram, min_norm_weights
 from fedjax_pfl.checks import BadInput
 from fedjax_pfl.clients import Cohort
+from fedjax_pfl.tasks import branch_loss, gram, min_norm_weights
 from fedjax_pfl.types import Batch, Client, State
 
 KEY = jax.random.key(0)
