@@ -59,8 +59,8 @@ def spent(rows: list[Row], flops: int) -> Row:
       flops: of the model on one example, forward and backward.
 
     Returns:
-      down, up, ints, messages, bytes, client_steps, client_flops; the last two None where a row does not know (a run
-      begun by an earlier version).
+      down, up, ints, messages, encrypted, bytes, client_steps, client_flops; the last two None where a row does not
+      know (a run begun by an earlier version).
     """
     trained = [row for row in rows if "loss" in row]
     known = all("work/steps" in row for row in trained)
