@@ -1,6 +1,6 @@
 """Speed of local training: client steps a second, GFLOP/s against the matmul peak, compile time and memory.
 
-    python -m benchmarks.throughput [--markdown] [--models=mlp,lenet,cnn] [--quick]
+    python -m benchmarks.throughput [--markdown] [--models=mlp,lenet,cnn,resnet18] [--quick]
 
 Everything is measured in one process, medians of five repetitions; compare ratios, not machines. On a CPU every core
 is a device of its own, as in experiments.main; the rows with a plain width use one of them (whose matrix products may
@@ -10,7 +10,6 @@ baseline: a Python loop over clients and batches of one jitted step with Flax's 
 XLA's own account of the compiled round (arguments, outputs and temporaries), the data apart.
 """
 
-import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from absl import app, flags
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from benchmarks.stock import stock
 from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.data.federate import federate
@@ -33,11 +33,12 @@ from fedjax_pfl.layout import choose_width, split_cpu
 from fedjax_pfl.types import Federation, Task
 
 BATCH, CLIENTS, CLASSES, REPEATS = 10, 20, 10, 5
-SHAPES = {"mlp": (8, 8, 1), "mlp28": (28, 28, 1), "lenet": (28, 28, 1), "cnn": (32, 32, 3)}
-STEPS = {"mlp": 400, "mlp28": 200, "lenet": 40, "cnn": 15}  # a client and round: about a second of work
+SHAPES = {"mlp": (8, 8, 1), "mlp28": (28, 28, 1), "lenet": (28, 28, 1), "cnn": (32, 32, 3), "resnet18": (32, 32, 3)}
+STEPS = {"mlp": 400, "mlp28": 200, "lenet": 40, "cnn": 15, "resnet18": 2}  # a client and round: seconds of work
+BATCHES = {"resnet18": 16}  # and a fifth of the clients
 
 FLAGS = flags.FLAGS
-flags.DEFINE_list("models", list(SHAPES), "which models")
+flags.DEFINE_list("models", ["mlp", "mlp28", "lenet", "cnn"], "which models; resnet18, too, takes minutes")
 flags.DEFINE_bool("markdown", False, "print the tables as Markdown")
 flags.DEFINE_bool("quick", False, "one repetition and few steps, to see that it runs")
 
@@ -60,21 +61,30 @@ def network(model: str) -> str:
     return "mlp" if model == "mlp28" else model
 
 
+def batch_size(model: str) -> int:
+    return BATCHES.get(model, BATCH)
+
+
+def cohort(model: str) -> int:
+    return CLIENTS // 5 if model in BATCHES else CLIENTS
+
+
 def build(
     model: str,
     *,
     conv: str = "auto",
-    clients: int = CLIENTS,
+    clients: int | None = None,
     split: str = "iid",
     steps: int | None = None,
     each: int = 100,
 ) -> tuple[Task, Federation]:
     """A task of `steps` local steps, or of one epoch if it is None, over clients with `each` images on average."""
+    clients = clients or cohort(model)
     data = dataset(SHAPES[model], clients * each * 4 // 3)
     f = federate(data, partition(data, split, num_clients=clients, seed=0))
     net = models.model(network(model), SHAPES[model], CLASSES, conv=conv)
     local = {"epochs": 1} if steps is None else {"epochs": None, "steps": steps}
-    return simulate.task(data, f.class_counts, net, lr=0.01, batch_size=BATCH, **local), f
+    return simulate.task(data, f.class_counts, net, lr=0.01, batch_size=batch_size(model), **local), f
 
 
 def median_seconds(run: Callable[[], object]) -> float:
@@ -87,7 +97,7 @@ def median_seconds(run: Callable[[], object]) -> float:
 
 
 def real_steps(task: Task) -> int:
-    return int(task.steps * len(task.sizes) if task.steps is not None else np.ceil(task.sizes / BATCH).sum())
+    return int(task.steps * len(task.sizes) if task.steps is not None else np.ceil(task.sizes / task.batch_size).sum())
 
 
 def fedavg(task: Task, f: Federation, width: int, devices: int = 1) -> Timing:
@@ -109,43 +119,16 @@ def fedavg(task: Task, f: Federation, width: int, devices: int = 1) -> Timing:
     return Timing(real_steps(task) / seconds, took, total / 2**20)
 
 
-class Stock(nnx.Module):
-    """The benchmark's networks as the Flax documentation would write them."""
-
-    def __init__(self, model: str, rngs: nnx.Rngs):
-        h, w, c = SHAPES[model]
-        channels, pads, widths = {
-            "mlp": ((), (), (64,)),
-            "mlp28": ((), (), (64,)),
-            "lenet": ((6, 16), ("SAME", "VALID"), (120, 84)),
-            "cnn": ((32, 64), ("VALID", "VALID"), (512,)),
-        }[model]
-        convs = []
-        for out, pad in zip(channels, pads, strict=True):
-            convs.append(nnx.Conv(c, out, (5, 5), padding=pad, rngs=rngs))
-            c, h, w = out, (h - 4 * (pad == "VALID")) // 2, (w - 4 * (pad == "VALID")) // 2
-        sizes = (h * w * c, *widths, CLASSES)
-        self.convs = nnx.List(convs)
-        self.dense = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in itertools.pairwise(sizes)])
-
-    def __call__(self, x):
-        for conv in self.convs:
-            x = nnx.max_pool(nnx.relu(conv(x)), (2, 2), (2, 2))
-        x = x.reshape(x.shape[0], -1)
-        for layer in self.dense[:-1]:
-            x = nnx.relu(layer(x))
-        return self.dense[-1](x)
-
-
 def serial(model: str, f: Federation, steps: int) -> float:
     """Client steps a second of the plain loop: each client's batches one after another, then the mean."""
-    graph, start = nnx.split(Stock(model, nnx.Rngs(0)))
+    graph, start, moments = nnx.split(stock(model, SHAPES[model], CLASSES), nnx.Param, nnx.BatchStat)
+    batch, clients = batch_size(model), len(f.train.size)
     sgd = optax.sgd(0.01)
 
     @jax.jit
     def step(params, opt, x, y):
         def loss(params):
-            logits = nnx.merge(graph, params)(prepare_images(x))
+            logits = nnx.merge(graph, params, moments)(prepare_images(x))
             return jnp.mean(optax.losses.softmax_cross_entropy_with_integer_labels(logits, y))
 
         updates, opt = sgd.update(jax.grad(loss)(params), opt)
@@ -156,17 +139,17 @@ def serial(model: str, f: Federation, steps: int) -> float:
 
     def round_of_clients():
         total = jax.tree.map(jnp.zeros_like, start)
-        for rows, size in zip(index, sizes, strict=True):
-            order = np.random.default_rng(0).permutation(rows[:size])
+        for own, size in zip(index, sizes, strict=True):
+            order = np.random.default_rng(0).permutation(own[:size])
             params, opt = start, sgd.init(start)
             for s in range(steps):
-                batch = order[(s * BATCH) % (size - BATCH) :][:BATCH]
-                params, opt = step(params, opt, x[batch], y[batch])
-            total = jax.tree.map(lambda a, b: a + b / CLIENTS, total, params)
+                rows = order[(s * batch) % (size - batch) :][:batch]
+                params, opt = step(params, opt, x[rows], y[rows])
+            total = jax.tree.map(lambda a, b: a + b / clients, total, params)
         return total
 
     jax.block_until_ready(round_of_clients())
-    return steps * CLIENTS / median_seconds(round_of_clients)
+    return steps * clients / median_seconds(round_of_clients)
 
 
 def matmul_peak() -> float:
@@ -194,8 +177,8 @@ def table(rows: list[tuple]) -> str:
 
 def layouts(model: str, peak: float) -> list[tuple]:
     """The rows of one model: the serial baseline, XLA's convolution, ours, at every width."""
-    flops = models.flops(network(model), SHAPES[model], CLASSES, BATCH) / 1e9
-    steps = 2 if FLAGS.quick else STEPS[model]
+    flops = models.flops(network(model), SHAPES[model], CLASSES, batch_size(model)) / 1e9
+    steps, clients = 2 if FLAGS.quick else STEPS[model], cohort(model)
     task, f = build(model, steps=steps)
     few = max(1, steps // 5) if model == "cnn" else steps  # XLA's convolution takes its time
     base = serial(model, f, few)
@@ -206,13 +189,14 @@ def layouts(model: str, peak: float) -> list[tuple]:
         speed = (rate, rate * flops, rate * flops / peak, rate / base)
         rows.append((model, name, label, *speed, timing.compile_seconds, timing.megabytes))
 
-    for conv in ("xla", "auto") if not model.startswith("mlp") else ("auto",):
+    # XLA's convolution in a loop would take ResNet-18 about 10 seconds a step on a CPU
+    for conv in ("xla", "auto") if model in ("lenet", "cnn") else ("auto",):
         given, f = build(model, conv=conv, steps=few if conv == "xla" else steps)
-        for width in (1, 4, CLIENTS):
-            label = "all" if width == CLIENTS else str(width)
+        for width in sorted({1, 4, clients}):
+            label = "all" if width == clients else str(width)
             add({"xla": "XLA conv", "auto": "ours"}[conv], width, label, fedavg(given, f, width))
     devices = jax.device_count()
-    width = choose_width(task, f, CLIENTS, devices)
+    width = choose_width(task, f, clients, devices)
     add("ours", width, f"auto ({devices} x {width})", fedavg(task, f, width, devices))
     return rows
 
