@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from scipy.optimize import linear_sum_assignment
 
 from fedjax_pfl import host
@@ -199,7 +200,7 @@ def neurons(variables: PyTree, group: Group) -> Array:
 
 
 def match(rows: Array, ids: Array, sizes: Array, priority: Array) -> Array:
-    """Orders the neurons of all clients alike, on the host in float64; every neuron has a partner at every client.
+    """Orders the neurons of all clients alike; every neuron has a partner at every client.
 
     The global neurons start as those of the client with most data. In each sweep the clients, one after another, leave
     the mean of the matched neurons and come back by the assignment with the least sum of squared distances to it.
@@ -214,28 +215,38 @@ def match(rows: Array, ids: Array, sizes: Array, priority: Array) -> Array:
       [S, width] int32: neuron [s, g] of client s is the global neuron g; 0, 1, 2, ... where a client takes no part,
       and for everybody if a row is not finite.
     """
-    shape = jax.ShapeDtypeStruct(rows.shape[:2], jnp.int32)
-    return host.call(_match, shape, rows, ids, sizes, priority)
+    rows, ids, sizes, priority = map(jnp.asarray, (rows, ids, sizes, priority))
+    here = sizes > 0
+    here &= jnp.all(jnp.isfinite(rows) | ~here[:, None, None])
+    rows = jnp.where(here[:, None, None], rows, 0)
+    start = jnp.lexsort((ids, -sizes, ~here))[0]
+    first = jnp.tile(jnp.arange(rows.shape[1], dtype=jnp.int32), (rows.shape[0], 1))
 
+    def sweep(carry):
+        n, _, total, before = carry
+        queue = jnp.lexsort((ids, priority[:, n], ~here))
 
-def _match(rows: np.ndarray, ids: np.ndarray, sizes: np.ndarray, priority: np.ndarray) -> np.ndarray:
-    here = np.flatnonzero(sizes)
-    orders = np.tile(np.arange(rows.shape[1], dtype=np.int32), (rows.shape[0], 1))
-    if len(here) < 2 or not np.isfinite(rows[here]).all():
-        return orders
-    start = here[np.lexsort((ids[here], -sizes[here]))[0]]
-    total = rows[start].astype(np.float64)  # [width, d], the sum of the matched neurons
-    for sweep in range(priority.shape[1]):
-        before = orders.copy()
-        for s in here[np.lexsort((ids[here], priority[here, sweep]))]:
-            if sweep == 0 and s == start:
-                continue
-            mine = rows[s].astype(np.float64)
-            if sweep:
-                total -= mine[orders[s]]
+        def turn(i: Array, so_far):
+            s = queue[i]
+            return lax.cond(here[s] & ((n > 0) | (s != start)), lambda: again(s, *so_far), lambda: so_far)
+
+        def again(s: Array, total: Array, orders: Array):
+            rest = jnp.where(n > 0, total - rows[s][orders[s]], total)
             # the squares in ||x - g||^2 add up to the same for every assignment, and a mean orders them as a sum does
-            orders[s] = linear_sum_assignment(total @ mine.T, maximize=True)[1]
-            total += mine[orders[s]]
-        if sweep and np.array_equal(orders, before):
-            break
-    return orders
+            order = _assignment(jnp.matmul(rest, rows[s].T, precision=lax.Precision.HIGHEST))
+            return rest + rows[s][order], orders.at[s].set(order)
+
+        total, orders = lax.fori_loop(0, rows.shape[0], turn, (total, before))
+        return n + 1, (n == 0) | jnp.any(orders != before), total, orders
+
+    going = lambda carry: (carry[0] < priority.shape[1]) & carry[1]
+    return lax.while_loop(going, sweep, (jnp.int32(0), jnp.bool(True), rows[start], first))[-1]
+
+
+def _assignment(gain: Array) -> Array:
+    """The columns [width] of a gain [width, width] whose sum over the rows is largest; on the host."""
+
+    def solve(gain: np.ndarray) -> np.ndarray:
+        return linear_sum_assignment(np.nan_to_num(gain), maximize=True)[1].astype(np.int32)
+
+    return host.call(solve, jax.ShapeDtypeStruct(gain.shape[:1], jnp.int32), gain)
