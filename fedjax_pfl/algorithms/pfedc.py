@@ -111,6 +111,10 @@ def pfedc(
       different groups are compared by their logits, of group_reject less the reject logit; group_binary is what the
       paper's count of parameters implies, and knows no classes within a group. Branches a client does not hold keep
       their start. With full participation bank and stale are the same.
+      The minimum-norm point lies near the shortest gradients. Where a client holds few examples of some class, "no" is
+      soon right for it, and that branch takes nearly all the weight from those that have much to learn: with many
+      uneven tasks a client, normalise=loss+ (as in the public code), head_grad=unscaled or weighting=uniform learn
+      where the default does not.
       `post`, right after local training, is the paper's evaluation point. Holders' presence (T bits each, once) is
       not counted in the traffic.
     """
