@@ -113,10 +113,11 @@ def _is_image(shape: tuple[int, ...]) -> bool:
 
 
 def _task(config: dict[str, Any], dataset: sources.Dataset, dealt: partition.Partition, conv: str) -> Task:
+    shape, options = dataset.x.shape[1:], (config["bn_stats"], conv, config["compute_dtype"])
     return simulate.task(
         dataset,
         partition.class_counts(dealt, dataset),
-        functional.model(config["model"], dataset.x.shape[1:], dataset.num_classes, config["bn_stats"], conv),
+        functional.model(config["model"], shape, dataset.num_classes, *options),
         lr=config["lr"],
         optimizer=optimizer(config["momentum"], config["weight_decay"], config["clip"]),
         batch_size=config["batch_size"],

@@ -55,6 +55,7 @@ SETTINGS = {
     "drop_last": Setting(bool, False, "skip the short last batch of an epoch"),
     "model": Setting(str, "auto", "the network; auto: cnn for images of 16x16 and more, else mlp"),
     "bn_stats": Setting(str, "aggregate", "batch-norm moments: aggregate, local, or batch (none kept)"),
+    "compute_dtype": Setting(str, "float32", "in which the body computes: float32, or bfloat16 for accelerators"),
     "seed": Setting(int, 0, "of everything that is drawn"),
     "eval_every": Setting(int, 1, "rounds between evaluations; the last is always evaluated, 0: only at the end"),
     "targets": Setting(str, None, "scores in (0, 1] whose first round is reported, as 0.8,0.9", free=True),

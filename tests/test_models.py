@@ -2,10 +2,12 @@
 
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax import lax
@@ -302,6 +304,38 @@ def test_running_moments_move_only_in_training():
     assert all(
         np.any(np.asarray(a) != b) for a, b in zip(*map(jax.tree.leaves, (moved, variables["stats"])), strict=True)
     )
+
+
+def test_bfloat16_computes_the_body_and_keeps_float32():
+    """8 bits are a relative error of 0.4 % an operation."""
+    x = normal(0, 6, 12, 12, 1)
+    nets = [model("lenet_bn", (12, 12, 1), 3, compute_dtype=dtype) for dtype in ("float32", "bfloat16")]
+
+    def run(net, variables):
+        def loss(variables):
+            logits, stats = net.apply(variables, x, train=True)
+            return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(6) % 3)), (logits, stats)
+
+        return jax.grad(loss, has_aux=True)(variables)
+
+    variables = jax.jit(nets[0].init)(jax.random.key(0))
+    (wide, narrow) = jax.device_get(jax.jit(lambda v: [run(net, v) for net in nets])(variables))
+    assert {a.dtype for a in jax.tree.leaves(narrow)} == {np.dtype("float32")}
+    flat = lambda tree: np.concatenate([np.ravel(a) for a in jax.tree.leaves(tree)])
+    for a, b in zip(wide[1], narrow[1], strict=True):  # logits, moments
+        error = np.linalg.norm(flat(a) - flat(b)) / np.linalg.norm(flat(a))
+        assert 1e-4 < error < 0.02
+    assert np.linalg.norm(flat(wide[0]) - flat(narrow[0])) < 0.1 * np.linalg.norm(flat(wide[0]))
+    traced = str(jax.make_jaxpr(lambda v: nets[1].features(v, x, train=True)[0])(variables))
+    assert "dot_general" in traced and not re.search(r":f32[^\n]*= dot_general", traced)
+
+
+def test_moments_of_bfloat16_are_summed_in_float32():
+    x = jnp.asarray(100 + normal(0, 512, 4, 4, 3), jnp.bfloat16)  # a bfloat16 sum of 8,192 such stands still at 32,768
+    y, mean, var = jax.device_get(_normed(x))
+    wide = np.asarray(x, np.float32)
+    close(_normed(wide)[1:], (mean, var))
+    assert y.dtype == jnp.bfloat16 and np.abs(np.asarray(_normed(wide)[0]) - y.astype(np.float32)).max() < 0.03
 
 
 def test_padding_changes_neither_logits_nor_moments_of_a_net():

@@ -17,6 +17,7 @@ from fedjax_pfl.types import Array, Model, PyTree
 
 Factory = Callable[[tuple[int, ...], int, nnx.Rngs], nnx.Module]
 BN_STATS = ("aggregate", "local", "batch")
+DTYPES = ("float32", "bfloat16")
 
 
 def model(
@@ -25,6 +26,7 @@ def model(
     num_classes: int,
     bn_stats: str = "aggregate",
     conv: str = "auto",
+    compute_dtype: str = "float32",
 ) -> Model:
     """Makes pure functions of a Flax NNX module.
 
@@ -37,6 +39,8 @@ def model(
       bn_stats: "batch" keeps no running moments and normalises by the batch at test time too; "aggregate" and "local"
         differ only in what the methods do with variables["stats"].
       conv: the form of the convolutions, see `layers.convolution`.
+      compute_dtype: in which the body computes, "float32" (whatever the variables and x are) or "bfloat16". Variables,
+        gradients, moments of batch norm, features and the head are float32 in any case.
 
     Returns:
       A Model; its variables are {"body": parameters, "head": parameters, "stats": the body's batch-norm moments},
@@ -49,6 +53,7 @@ def model(
         factory = MODELS[choose("model", factory, MODELS)]
     choose("bn_stats", bn_stats, BN_STATS)
     choose("conv", conv, layers.CONVOLUTIONS)
+    choose("compute_dtype", compute_dtype, DTYPES)
 
     def build(rngs):
         module = factory(tuple(input_shape), num_classes, rngs)
@@ -63,23 +68,26 @@ def model(
         return head(variables["head"], h), stats
 
     template = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
-    features, head = _features(template.body, conv), _head(template.head)
+    features, head = _features(template.body, conv, compute_dtype), _head(template.head)
     example = jax.ShapeDtypeStruct((2, *input_shape), jnp.float32)
     num_features = jax.eval_shape(features, _variables(template), example)[0].shape[-1]
     return Model(init, features, head, apply, _norms(template), num_features)
 
 
-def _features(template: nnx.Module, conv: str) -> Callable[..., tuple[Array, PyTree]]:
+def _features(template: nnx.Module, conv: str, dtype: str) -> Callable[..., tuple[Array, PyTree]]:
     graph, param_state, stat_state = nnx.split(template, nnx.Param, nnx.BatchStat)  # type: ignore[misc]
     accepted = set(inspect.signature(template.__call__).parameters) & {"mask", "train", "rngs"}
 
     def features(variables, x, mask=None, train=False, key=None):
         rngs = None if key is None or "rngs" not in accepted else nnx.Rngs(key)
         kwargs = {"mask": mask, "train": train, "rngs": rngs}
-        body = nnx.merge(graph, _fill(param_state, variables["body"]), _fill(stat_state, variables["stats"]))
+        params = variables["body"]
+        if dtype != "float32":  # else a float64 model stays one
+            params, x = jax.tree.map(lambda a: a.astype(dtype), (params, x))
+        body = nnx.merge(graph, _fill(param_state, params), _fill(stat_state, variables["stats"]))
         with layers.convolution(conv):
             h = body(x, **{name: kwargs[name] for name in accepted})
-        return h, _nest(body, nnx.BatchStat)
+        return h if dtype == "float32" else h.astype(jnp.float32), _nest(body, nnx.BatchStat)
 
     return features
 

@@ -237,6 +237,7 @@ class BatchNorm(nnx.BatchNorm):
 
     def __call__(self, x: Array, mask: Array | None = None, train: bool = False) -> Array:  # type: ignore[override]
         """Normalises x [B, ..., C] over all axes but the last; mask [B] bool says which rows are valid."""
+        x, dtype = x.astype(jnp.promote_types(x.dtype, jnp.float32)), x.dtype  # sums of bfloat16 would lose digits
         if mask is not None:
             mask = mask.reshape(-1, *[1] * (x.ndim - 1))
             x = jnp.where(mask, x, 0)
@@ -245,7 +246,7 @@ class BatchNorm(nnx.BatchNorm):
         else:
             mean, var = self.mean[...], self.var[...]
         mean, scale, bias = (v.reshape(*[1] * (x.ndim - 1), -1) for v in (mean, *self._affine(var)))
-        return (x - mean) * scale + bias
+        return ((x - mean) * scale + bias).astype(dtype)
 
     def _affine(self, var: Array) -> tuple[Array, Array]:
         assert self.scale is not None and self.bias is not None
