@@ -50,6 +50,8 @@ SIZES = [
     ("cnn", (32, 32, 3), 100, 924_708),
     ("cnn", (64, 64, 3), 200, 5_694_600),
     ("cnn_same", (28, 28, 1), 10, 1_663_370),
+    ("cnn_dropout", (28, 28, 1), 62, 1_206_590),
+    ("cnn_dropout", (32, 32, 3), 10, 1_626_442),
     ("cnn_same", (28, 28, 1), 62, 1_690_046),
     ("cnn_same", (32, 32, 3), 10, 2_156_490),
     ("cnn_same", (32, 32, 3), 100, 2_202_660),
@@ -268,6 +270,16 @@ def test_own_module_gets_only_the_arguments_it_accepts():
     assert (first == second).all() and (first != other).any()
     np.testing.assert_array_equal(apply(variables, x)[0], apply(variables, x, key=jax.random.key(1))[0])
     assert net.num_features == 8
+
+
+def test_dropout_draws_in_training_only():
+    net, x = model("cnn_dropout", (8, 8, 1), 3), normal(0, 4, 8, 8, 1)
+    variables = jax.jit(net.init)(jax.random.key(0))
+    features = jax.jit(lambda train, i: net.features(variables, x, None, train, jax.random.key(i))[0], static_argnums=0)
+    first, again, other, last = (np.asarray(features(True, i)) for i in (1, 1, 2, 3))
+    assert (first == again).all()
+    assert 0.4 < np.mean((first == 0)[other + last > 0]) < 0.8  # half of those that are not 0 anyway
+    np.testing.assert_array_equal(features(False, 1), features(False, 2))
 
 
 def test_variables_go_in_and_out_in_the_same_places():

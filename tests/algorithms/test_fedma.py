@@ -104,7 +104,7 @@ def round_of(task_of, state=None, key=KEY, active=ACTIVE, options=(), **hparams)
 # --- permutations ------------------------------------------------------------------------------------------------
 
 
-WIDTHS = {"linear": [], "mlp": [64], "cnn": [32, 64, 512], "cnn_same": [32, 64, 512]}
+WIDTHS = {"linear": [], "mlp": [64], "cnn": [32, 64, 512], "cnn_same": [32, 64, 512], "cnn_dropout": [32, 64, 128]}
 
 
 @pytest.mark.parametrize("name", [net.__name__ for net in registry.NETS])  # the others: with the matched average
