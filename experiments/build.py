@@ -211,6 +211,12 @@ def data_digest(dataset: sources.Dataset) -> str:
     return content.hexdigest()
 
 
+def initial_broadcast(experiment: Experiment) -> dict[str, int]:
+    """What it took that all clients begin with the same model, before the first round: in no round's traffic."""
+    model = jax.eval_shape(experiment.task.model.init, jax.eval_shape(lambda: jax.random.key(0)))
+    return {"scalars": experiment.task.num_clients * trees.size(model)}
+
+
 def describe(experiment: Experiment) -> str:
     """One line: what is going to run."""
     c = experiment.config

@@ -70,7 +70,7 @@ def spent(rows: list[Row], flops: int) -> Row:
 
 
 def reached(rows: list[Row], point: str, name: str, level: float, flops: int) -> Row | None:
-    """The first evaluated round whose macro mean is at least `level`, or None.
+    """The first evaluated round whose mean (macro; micro of a name that ends in _micro) is at least `level`, or None.
 
     Returns:
       round (of the row), rounds (communicated until then: `pre` is scored before its round, the others after its local
@@ -87,7 +87,7 @@ def reached(rows: list[Row], point: str, name: str, level: float, flops: int) ->
 def summary(rows: list[Row], config: Row, flops: int) -> Row:
     """For summary.json: {"score": name, "levels": [{"target": ..., point: `reached`}]}."""
     name = headline(config)
-    points = [point for point in report.POINTS if report.last(rows, point, name)]
+    points = [point for point in report.POINTS if any(row.get(f"{point}/{name}") is not None for row in rows)]
     found = [
         {"target": level} | {point: reached(rows, point, name, level, flops) for point in points}
         for level in levels(config["targets"])
@@ -101,7 +101,9 @@ def show(console: Console, rows: list[Row], config: Row, flops: int) -> None:
     shown = [row for row in found["levels"] if config["targets"] or any(isinstance(x, dict) for x in row.values())]
     if not shown or len(shown[0]) == 1:
         return
-    title = f"Rounds until the macro mean of {found['score']} first reached a target, and what they took ({NOTE})"
+    name = found["score"].removesuffix("_micro")
+    mean = f"{'macro' if name == found['score'] else 'micro'} mean of {name}"
+    title = f"Rounds until the {mean} first reached a target, and what they took ({NOTE})"
     numbers = ["rounds", "scalars\ndown", "scalars\nup", "MB", "client\nsteps", "client\nTFLOP"]
     table = report.plain_table(title, ["target", "local\ntraining"], numbers)
     for row in shown:

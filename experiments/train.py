@@ -78,6 +78,7 @@ def _summarise(run: RunDirectory, experiment: build.Experiment, status: str, clo
     content = {"status": status, "rounds": done, "seconds": clock.seconds(compiling)} | report.summary(run.rows)
     totals = targets.spent(run.rows, flops)
     content |= {"work": {name: totals[name] for name in ("client_steps", "client_flops")} | {"note": targets.NOTE}}
+    content |= {"initial_broadcast": build.initial_broadcast(experiment)}
     content |= {"targets": targets.summary(run.rows, experiment.config, flops)}
     content |= {"preset": published.comparison(experiment.config)}
     write_json(run.path / "summary.json", content)

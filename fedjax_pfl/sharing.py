@@ -17,6 +17,9 @@ BOTH = ("body", "head")
 HEAD_PHASE, FINE_TUNE = 11, 12  # streams beside a client's main one
 
 
+FINE_TUNED = {"all": BOTH, "head": ("head",), "body": ("body",)}  # what of a model is fine-tuned
+
+
 class Phase(NamedTuple):
     """A stretch of local SGD."""
 

@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.contract, pytest.mark.parametrize("method", ALGORITHMS
 
 # Mean losses of rounds 0, 5 and 11 under each method's defaults, measured when the method was built.
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
+DEFAULTS = json.loads((Path(__file__).parent / "defaults.json").read_text())  # losses see few of them
 IDS = np.array([3, 0, 4, 1], np.int32)
 KEY = jax.random.key(7)
 
@@ -174,6 +175,10 @@ def test_a_low_precision_state_keeps_its_type(method):
     after, _ = jax.eval_shape(program.round, *args)
     assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, before)
     assert not any(x.weak_type for x in jax.tree.leaves(before))  # round 1 would be compiled a second time
+
+
+def test_defaults_are_the_recorded_ones(method):
+    assert simulate.hyperparameters(ALGORITHMS[method]) == DEFAULTS[method]
 
 
 def formula(method: str) -> tuple[np.ndarray, np.ndarray]:

@@ -228,6 +228,14 @@ TRAFFIC = {
     "fedem": (3 * 124, 3 * 108),
     "fedamp": (108, 108),
     "fedphp": (124, 108),
+    "scaffold": (232, 216),
+    "per_fedavg": (124, 108),
+    "pfedme": (124, 108),
+    "apfl": (124, 108),
+    "fedrod": (124, 108),
+    "mnfl": (124, 108),
+    "pfedhn": (124, 108),
+    "fedcp": (300, 284),
     "fedala": (124, 108),
     "pfedc": (88 + 9 * 2, 72 + 9 * 2),
 }
@@ -294,6 +302,22 @@ def test_fine_tuning_does_not_touch_training():
 def test_fine_tuning_for_the_local_epochs_is_fedavgs_post():
     before, after = (toy.train("fedavg_ft", MLP, rounds, fine_tune_epochs=MLP.epochs) for rounds in (2, 3))
     assert_same(before.last, toy.rows(after.metrics["post"], -1))
+
+
+@pytest.mark.parametrize("method", ["fedavg_ft", "fedbabu", "pfedma"])
+def test_what_is_fine_tuned(method):
+    """Logits of a tuned head are linear in the received features."""
+    state, f = train(method).state, toy.federation()
+    h, _ = MLP.model.features(state.server, f.examples.x)
+    h = np.column_stack([h, np.ones(len(h))])
+    logits = {}
+    for part in ("head", "body", "all"):
+        program = simulate.program(ALGORITHMS[method], MLP, {"fine_tune": part})
+        tuned = jax.jit(program.predict)(KEY, program.numbers, f, state, jnp.int32(3), 1, f.examples.x)
+        logits[part] = np.asarray(tuned[..., 0] if method == "fedbabu" else tuned)
+    off = {part: np.abs(h @ np.linalg.lstsq(h, z, rcond=None)[0] - z).max() for part, z in logits.items()}
+    assert off["head"] < 1e-4 < 1e-2 < min(off["body"], off["all"])
+    assert np.abs(logits["body"] - logits["all"]).max() > 1e-2
 
 
 @pytest.mark.parametrize("task", [MLP, toy.task("linear")])

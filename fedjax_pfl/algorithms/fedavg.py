@@ -6,8 +6,8 @@ Li et al., Federated optimization in heterogeneous networks (MLSys 2020).
 
 import math
 
-from fedjax_pfl.checks import check
-from fedjax_pfl.sharing import Phase, partial_averaging, personal_mask
+from fedjax_pfl.checks import check, choose
+from fedjax_pfl.sharing import FINE_TUNED, Phase, partial_averaging, personal_mask
 from fedjax_pfl.types import Algorithm, Task
 
 
@@ -16,15 +16,17 @@ def fedavg(task: Task) -> Algorithm:
     return partial_averaging(task, personal=personal_mask(task))
 
 
-def fedavg_ft(task: Task, *, fine_tune_epochs: int | None = None) -> Algorithm:
+def fedavg_ft(task: Task, *, fine_tune_epochs: int | None = None, fine_tune: str = "all") -> Algorithm:
     """FedAvg whose global model each client fine-tunes before it predicts; the fine-tuned copy is discarded.
 
     Args:
       fine_tune_epochs: E_ft in [0, 10000]; default max(E, 5), as no paper gives a value.
+      fine_tune: what of the model moves then, one of all, head, body.
     """
     epochs = max(task.epochs or 0, 5) if fine_tune_epochs is None else fine_tune_epochs
     check("fine_tune_epochs", epochs, 0, 10_000)
-    return partial_averaging(task, personal=personal_mask(task), fine_tune=Phase(epochs=epochs))
+    phase = Phase(FINE_TUNED[choose("fine_tune", fine_tune, FINE_TUNED)], epochs)
+    return partial_averaging(task, personal=personal_mask(task), fine_tune=phase)
 
 
 def fedprox(task: Task, *, mu: float = 0.001) -> Algorithm:

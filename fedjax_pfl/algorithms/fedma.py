@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from fedjax_pfl import evaluate, local, losses, traffic, trees
 from fedjax_pfl.checks import check, choose
 from fedjax_pfl.matching import Group, Layer, Path, layers, mask, match, neurons, permute
-from fedjax_pfl.sharing import BOTH, personal_mask, predictor
+from fedjax_pfl.sharing import BOTH, FINE_TUNED, personal_mask, predictor
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Predictor, PyTree, State, Task, Traffic
 
 MATCHINGS = ("distance", "bbp", "identity")
@@ -164,6 +164,7 @@ def pfedma(
     task: Task,
     *,
     fine_tune_epochs: int | None = None,
+    fine_tune: str = "all",
     retrain_epochs: int = -1,
     matching: str = "distance",
     weights: str = "classes",
@@ -177,6 +178,7 @@ def pfedma(
 
     Args:
       fine_tune_epochs: E_ft in [0, 10000]; default max(E, 5), as no paper gives a value.
+      fine_tune: what of the model moves then, one of all, head, body.
       retrain_epochs: E_r in [-1, 10000], as of fedma; -1 is the task's local work.
       matching: one of distance, bbp, identity, as of fedma.
       weights: of the classifier, one of classes, uniform, as of fedma.
@@ -191,6 +193,7 @@ def pfedma(
     """
     epochs = max(task.epochs or 0, 5) if fine_tune_epochs is None else fine_tune_epochs
     check("fine_tune_epochs", epochs, 0, 10_000)
+    parts = FINE_TUNED[choose("fine_tune", fine_tune, FINE_TUNED)]
     prior = {"sigma": sigma, "sigma0": sigma0, "mu0": mu0, "mu0_bias": mu0_bias}
     base = fedma(task, retrain_epochs=retrain_epochs, matching=matching, weights=weights, sweeps=sweeps, **prior)
     loss = losses.classification(task.model)
@@ -198,7 +201,7 @@ def pfedma(
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
         w = trees.merge(own, server)
         if epochs:
-            w, _ = local.sgd(c.key, c.train, loss, w, task, epochs=epochs)
+            w, _ = local.sgd(c.key, c.train, loss, w, task, train=parts, epochs=epochs)
         return predictor(task, w)
 
     return base._replace(predict=predict)

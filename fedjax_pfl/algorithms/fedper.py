@@ -4,8 +4,8 @@ References: FedPer, Arivazhagan et al. (2019); FedRep, Collins et al. (ICML 2021
 FedBABU, Oh et al. (ICLR 2022).
 """
 
-from fedjax_pfl.checks import check
-from fedjax_pfl.sharing import FINE_TUNE, HEAD_PHASE, Phase, partial_averaging, personal_mask
+from fedjax_pfl.checks import check, choose
+from fedjax_pfl.sharing import FINE_TUNE, FINE_TUNED, HEAD_PHASE, Phase, partial_averaging, personal_mask
 from fedjax_pfl.types import Algorithm, Task
 
 
@@ -37,22 +37,24 @@ def lg_fedavg(task: Task) -> Algorithm:
     return partial_averaging(task, personal=personal_mask(task, ("body",)))
 
 
-def fedbabu(task: Task, *, fine_tune_epochs: int = 5) -> Algorithm:
-    """Federates the body under a head frozen at its random start; each client fine-tunes both before it predicts.
+def fedbabu(task: Task, *, fine_tune_epochs: int = 5, fine_tune: str = "all") -> Algorithm:
+    """Federates the body under a head frozen at its random start; each client fine-tunes it before it predicts.
 
     Args:
       fine_tune_epochs: E_ft in [0, 10000]; 5 as in the paper.
+      fine_tune: what of the model moves then, one of all (the paper's choice), head, body.
 
     Note:
       `pre` scores are of the fine-tuned model, and as `untuned_acc` of the model as received; `post` scores are of
       the trained body. The last two are under a head that nobody trained, and say little.
     """
     check("fine_tune_epochs", fine_tune_epochs, 0, 10_000)
+    parts = FINE_TUNED[choose("fine_tune", fine_tune, FINE_TUNED)]
     return partial_averaging(
         task,
         personal=personal_mask(task),
         fixed=("head",),
         phases=(Phase(("body",)),),
-        fine_tune=Phase(epochs=fine_tune_epochs, stream=FINE_TUNE),
+        fine_tune=Phase(parts, fine_tune_epochs, FINE_TUNE),
         untuned=True,
     )

@@ -73,7 +73,8 @@ def fedphp(task: Task, *, lam: float = 0.01, mu0: float = 0.9, regularizer: str 
             w, loss = trees.merge(mine["own"], state.server), transfer_loss(task, mine["h"], lam, regularizer)
             w, value = local.sgd(c.key, c.train, loss, w, task)
             h = trees.lerp(momentum(mine["count"], mu0, expected), mine["h"], w)
-            learned = c.train.size > 0  # else w is the received model, which is nothing of the client's own
+            least = task.batch_size if task.drop_last else 1
+            learned = c.train.size >= least  # else w is the received model, which is nothing of the client's own
             h, count = trees.choose(learned, h, mine["h"]), mine["count"] + learned
             post = evaluate.post(cohort, c, beside(predictor(task, h), predictor(task, w)), score_beside)
             own, shared = trees.partition(w, personal)

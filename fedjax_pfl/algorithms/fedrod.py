@@ -25,7 +25,8 @@ def fedrod(task: Task, *, gamma: float = 1.0) -> Algorithm:
     """Trains body and generic head on the balanced loss, and the personal head on the sum of both heads' logits.
 
     Args:
-      gamma: exponent of the class counts in the balanced softmax (γ) in [0, inf); 1 as in the paper, 0 is FedAvg.
+      gamma: exponent of the class counts in the balanced softmax (γ) in [0, inf); 1 as in the paper; with 0
+        body and generic head are FedAvg's.
 
     Note:
       Both losses of a batch see the same features, those before its step. The personal head starts as a copy of the

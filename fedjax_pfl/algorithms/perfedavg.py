@@ -4,6 +4,7 @@ Reference: Fallah, Mokhtari & Ozdaglar, Personalized federated learning with the
 meta-learning approach (NeurIPS 2020), Algorithm 1 and its two approximations.
 """
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -54,6 +55,12 @@ def meta_gradient(loss, variables: PyTree, batches: tuple, key: Array, variant: 
     return v, after, moments
 
 
+@functools.cache  # a method is made several times in a run
+def _warn(short: int, batches: int) -> None:
+    text = "per_fedavg: the batches of a meta-step must share examples at %d clients, which hold fewer than %d batches."
+    logging.warning(text, short, batches)
+
+
 def per_fedavg(
     task: Task, *, variant: str = "fo", alpha: float | None = None, beta: float | None = None, delta: float = 0.001
 ) -> Algorithm:
@@ -77,8 +84,7 @@ def per_fedavg(
     check("delta", delta, 0, math.inf, open_low=True)
     batches = 2 if variant == "fo" else 3
     if (short := int((task.sizes < batches * task.batch_size).sum())) > 0:
-        text = "per_fedavg: %d clients hold fewer than %d batches, so the batches of their meta-steps share examples."
-        logging.log_first_n(logging.WARNING, text, 1, short, batches)
+        _warn(short, batches)
     loss, personal = losses.classification(task.model), personal_mask(task)
     inner_lr = task.lr if alpha is None else alpha
     optimizer = task.optimizer(task.lr if beta is None else beta)

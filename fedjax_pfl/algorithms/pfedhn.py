@@ -101,7 +101,8 @@ def pfedhn(
       A round is one step for each of its clients, in random order; the authors draw one client a step, with
       replacement. The task's lr and optimizer are not used, its batch size is (the authors' is 64). Decay and momentum
       move a client's embedding in its own steps only; in the authors' code also in the others'. Batch-norm moments
-      are not generated but averaged. The authors' variant with personal heads (pFedHN-PC) is not built.
+      are not generated but averaged. Inner steps walk through epochs, the short last batch included, where the
+      authors' each begin a new order. Their variant with personal heads (pFedHN-PC) is not built.
     """
     choose("mode", mode, ("sequential", "batched"))
     width = 1 + task.num_clients // 4 if embedding is None else embedding

@@ -28,7 +28,8 @@ def pfedme(
 
     Args:
       inner_steps: K in [0, 10000], steps towards theta on each batch; 5 as in the authors' code.
-      inner_lr: the step size (η_p) in [0, inf) of theta; 0.01 as in the authors' code.
+      inner_lr: the step size (η_p) in [0, inf) of theta; 0.01 as in the authors' command for CIFAR-10 (their default is
+        0.09).
       lam: weight of the proximal term (λ) in [0, inf); 15 as in the authors' code.
       beta: the server's mixing weight (β) in [0, inf); 1 is the plain average.
       inner_decay: weight decay in [0, inf) of theta; the authors' code has 0.001, the paper none.

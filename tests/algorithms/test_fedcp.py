@@ -306,22 +306,53 @@ def test_size_of_the_policy_network(depth, size):
     assert trees.size((shapes["body"], shapes["head"])) == 582_026
 
 
+def policy_by_hand(policy, x, norm, activation):
+    """In NumPy; a batch norm's moments are those of its start."""
+    act = {"relu": lambda x: np.maximum(x, 0), "tanh": np.tanh, "sigmoid": lambda x: 1 / (1 + np.exp(-x))}[activation]
+    first, last = (policy["layers"][i] for i in "01")
+    x = act(x @ first["kernel"] + first["bias"]) @ last["kernel"] + last["bias"]
+    if norm == "batch":
+        x = x / np.sqrt(1 + 1e-5)
+    elif norm != "none":
+        parts = x.reshape(len(x), {"layer": 1, "group": 2}[norm], -1)
+        parts = (parts - parts.mean(-1, keepdims=True)) / np.sqrt(parts.var(-1, keepdims=True) + 1e-5)
+        x = parts.reshape(x.shape)
+    return act(x if norm == "none" else x * policy["norm"]["scale"] + policy["norm"]["bias"])
+
+
 @pytest.mark.parametrize("norm", ["layer", "batch", "group", "none"])
 @pytest.mark.parametrize("activation", ["relu", "tanh", "sigmoid"])
 def test_variants_of_the_policy_network(norm, activation):
-    cpn = {"norm": norm, "activation": activation, "depth": 2}
-    (w, frozen), network = start(), policy_network(TASK, **cpn)
+    (w, frozen), network = start(), policy_network(TASK, depth=2, norm=norm, activation=activation)
+    shapes = jax.eval_shape(network.init, KEY)
+    rng = np.random.default_rng(4)
+    policy = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), shapes["body"])
+    stats = jax.tree_util.tree_map_with_path(
+        lambda path, x: np.full(x.shape, path[-1].key == "var", x.dtype), shapes["stats"]
+    )
+    variables = {**w, "policy": policy, "stats": {"model": w["stats"]["model"], "policy": stats}}
+    run = jax.jit(lambda w: gated(TASK, network, "softmax", set())(w, frozen, X, jnp.asarray(ALL), False, KEY))
+    s = np.asarray(run(variables)[2])
+    h, _ = oracle.forward(oracle.variables(w), X.astype(np.float64))
+    first, second = np.split(policy_by_hand(policy, h * np.asarray(frozen.context), norm, activation), 2, axis=1)
+    np.testing.assert_allclose(s, 1 / (1 + np.exp(first - second)), rtol=1e-4, atol=1e-6)
 
-    @jax.jit
-    def run():
-        server = factory(TASK, **cpn).init(KEY).server
-        variables = {**w, "policy": server["policy"], "stats": server["stats"]}
-        return gated(TASK, network, "softmax", set())(variables, frozen, X, jnp.asarray(ALL), False, KEY)
 
-    out, _, s, _ = run()
-    s, plain = np.asarray(s), np.asarray(forward(w, frozen, depth=1)[2])
-    assert np.isfinite(out).all() and np.all((s > 0) & (s < 1))
-    assert np.any(s != plain)
+@pytest.mark.parametrize("policy", ["softmax", "gumbel"])
+def test_a_prediction_is_the_personal_models(policy):
+    """Under the received extractor and policy network, the vector of the client's head and both heads."""
+    _, state, _ = train(policy=policy)
+    f, program = toy.federation(), simulate.program(factory, TASK, {"policy": policy})
+    key = jax.random.fold_in(simulate._round_key(KEY, 2), simulate.CLIENTS)
+    key = jax.random.fold_in(jax.random.fold_in(key, 0), 1)  # of the client's main stream
+    server, own = state.server, toy.rows(state.clients["head"], 1)
+    w = {"body": server["body"], "head": own, "policy": server["policy"], "stats": server["stats"]}
+    frozen = Frozen(server["body"], server["head"], jax.jit(client_vector)(own))
+    x = f.examples.x[:6]
+    got = jax.jit(program.predict)(KEY, program.numbers, f, state, jnp.int32(2), 1, x)
+    assert_close(got, forward(w, frozen, policy, key=key, x=x)[0])
+    others = toy.rows(state.clients["head"], 0)
+    assert np.abs(np.asarray(got) - forward({**w, "head": others}, frozen, policy, key=key, x=x)[0]).max() > 1e-2
 
 
 # --- ablations

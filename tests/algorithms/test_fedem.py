@@ -219,3 +219,23 @@ def test_batch_norm(bn_stats):
 def test_bad_input(wrong):
     with pytest.raises(BadInput):
         factory(TASK, **wrong)
+
+
+def test_responsibilities_are_of_the_model_as_it_predicts():
+    """By its moments, not by the batch's."""
+    task = TASKS["norm"]
+    shifted = lambda i, tree: jax.tree.map(lambda x: x + 0.3 * (i + 1), tree)
+    w = [jax.device_get(jax.jit(task.model.init)(jax.random.key(i))) for i in range(2)]
+    w = [{**v, "stats": shifted(i, v["stats"])} for i, v in enumerate(w)]
+    data = Data(F.examples, F.train.index[1], F.train.size[1], task.prepare)
+    pi = np.array([0.7, 0.3], np.float32)
+
+    @jax.jit
+    def run(theta):
+        x, y = F.examples.x[data.index], F.examples.y[data.index]
+        logits = [task.model.apply(jax.tree.map(lambda a, m=m: a[m], theta), x, train=False)[0] for m in range(2)]
+        loss = [-jax.nn.log_softmax(z)[jnp.arange(len(y)), y] for z in logits]
+        return e_step(task, theta, pi, data), responsibilities(pi, jnp.stack(loss, axis=1))
+
+    (q, new), by_hand = run(jax.tree.map(lambda *x: np.stack(x), *w))
+    assert_close((q, new), (by_hand, by_hand.mean(axis=0)))

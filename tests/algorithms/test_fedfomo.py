@@ -1,5 +1,7 @@
 """The properties of sheet 14: benefits, mixing weights, who is sent what, the split, and two rounds by hand."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,6 +50,13 @@ def round_of(state, federation=F, ids=ALL, lr=TASK.lr, evaluated=True):
     """One round of the clients `ids`; with a rate of zero they mix and do not train."""
     places = np.append(ids, N + np.arange(N - len(ids))).astype(np.int32)  # every cohort is the same compilation
     return step(state, federation, places, lr, evaluated)
+
+
+def test_only_the_models_received_are_counted():
+    """28 parameters; a client that received none, and one that is absent."""
+    cohort = types.SimpleNamespace(active=np.array([True, True, True, False]))
+    sent = factory(TASK).traffic(None, cohort, {"received": np.array([0, 2, 5, 5])})
+    assert_same(tuple(sent)[:4], tuple(map(np.array, ([0, 56, 140, 0], [33, 33, 33, 0], [0, 2, 5, 0], [1, 2, 2, 0]))))
 
 
 def held_out(i):

@@ -200,3 +200,23 @@ def test_batch_norm(regularizer, bn_stats):
 def test_bad_input(wrong):
     with pytest.raises(BadInput):
         factory(TASK, **wrong)
+
+
+def test_the_average_has_the_batch_norm_of_the_model_too():
+    """With mu0 = 0 it is the trained model, which the server has, too, where nobody else trains."""
+    f = toy.federation()
+    alone = f._replace(train=f.train._replace(size=np.where(np.arange(N) == 1, SIZES, 0).astype(np.int32)))
+    state = toy.train(factory, toy.task("norm"), rounds=1, federation_=alone, mu0=0.0).state
+    h, begin = toy.rows(state.clients["h"], 1), toy.rows(state.clients["h"], 0)
+    assert_close(h, state.server)
+    assert distance(h["stats"], begin["stats"]) > 1e-4
+
+
+def test_who_takes_no_step_inherits_nothing():
+    """With drop_last, clients of fewer examples than a batch."""
+    task = toy.task(drop_last=True, batch_size=8, epochs=1)
+    trained = toy.train(factory, task, rounds=1)
+    counts = np.asarray(trained.state.clients["count"])
+    np.testing.assert_array_equal(counts, SIZES >= 8)
+    idle = SIZES < 8
+    assert_same(toy.rows(trained.state.clients["h"], idle), toy.rows(trained.begin.clients["h"], idle))

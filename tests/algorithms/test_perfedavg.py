@@ -12,7 +12,7 @@ from toy import SIZES, assert_close, assert_same
 
 from fedjax_pfl import losses, simulate
 from fedjax_pfl.algorithms import per_fedavg as factory
-from fedjax_pfl.algorithms.perfedavg import BOTH, VARIANTS, curvature, meta_gradient
+from fedjax_pfl.algorithms.perfedavg import BOTH, VARIANTS, _warn, curvature, meta_gradient
 from fedjax_pfl.checks import BadInput
 from fedjax_pfl.types import Batch
 
@@ -155,3 +155,13 @@ def test_batch_norm(bn_stats):
 def test_bad_input(wrong):
     with pytest.raises(BadInput):
         factory(TASK, **wrong)
+
+
+def test_clients_too_small_for_separate_batches_are_named(caplog):
+    """Two batches of 4: the clients of 7, 1 and 4 examples; told once, however often a method is made."""
+    _warn.cache_clear()
+    with caplog.at_level("WARNING"):
+        factory(TASK), factory(TASK)
+    assert [r.getMessage() for r in caplog.records] == [
+        "per_fedavg: the batches of a meta-step must share examples at 3 clients, which hold fewer than 2 batches."
+    ]
