@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedjax_pfl import evaluate, trees
+from fedjax_pfl import evaluate, hosts, trees
 from fedjax_pfl.checks import BadInput, check, choose
 from fedjax_pfl.clients import AXIS, Cohort, deal, make_mesh, sharded, unmarked
 from fedjax_pfl.data.sources import Dataset
@@ -275,17 +274,18 @@ def rounds(
     scores = jax.jit(program.evaluate)
     numbers = {name: jnp.asarray(value, float) for name, value in program.numbers.items()}
     if program.mesh is not None:  # once: a jitted function would copy it to the devices at every call
-        federation = jax.device_put(federation, NamedSharding(program.mesh, P()))
+        federation = hosts.replicate(federation, program.mesh)
+        hosts.meet(program.mesh)
     if state is None:
         state = jax.jit(program.init)(key, numbers)
     for t in range(start, rounds):
         wanted = bool(eval_every) and (t % eval_every == 0 or t == rounds - 1)
-        pre = jax.device_get(scores(key, numbers, federation, state, jnp.int32(t))) if wanted else None
+        pre = hosts.fetch(scores(key, numbers, federation, state, jnp.int32(t))) if wanted else None
         state, metrics = step(key, numbers, federation, state, jnp.int32(t), jnp.bool(wanted))
-        metrics = _without_padding(jax.device_get(metrics), len(federation.train.size))
+        metrics = _without_padding(hosts.fetch(metrics), len(federation.train.size))
         _check_finite(t, metrics)
         yield Result(t, state, metrics, pre)
-    yield Result(rounds, state, None, jax.device_get(scores(key, numbers, federation, state, jnp.int32(rounds))))
+    yield Result(rounds, state, None, hosts.fetch(scores(key, numbers, federation, state, jnp.int32(rounds))))
 
 
 def _without_padding(metrics: PyTree, num_clients: int) -> PyTree:
