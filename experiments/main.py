@@ -5,14 +5,16 @@ Over several processes the same command starts each, with --coordinator=HOST:POR
 the run directory. Every host needs the data.
 
 Exit codes: 0 done; 2 something in the command is wrong (nothing was compiled); 3 the training diverged; 4 a file could
-not be written; 128 + n stopped by signal n (130: Ctrl-C). What was written is kept, and --resume continues it.
+not be written; 5 another process was lost; 128 + n stopped by signal n (130: Ctrl-C). What was written is kept, and
+--resume continues it.
 """
 
 import errno
 import logging
+import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from rich.console import Console
@@ -22,7 +24,7 @@ from experiments.versions import changed, versions
 from fedjax_pfl import hosts, layout, local, simulate
 from fedjax_pfl.checks import BadInput
 
-BAD_INPUT, DIVERGED, UNWRITABLE, INTERRUPTED = 2, 3, 4, 130
+BAD_INPUT, DIVERGED, UNWRITABLE, LOST, INTERRUPTED = 2, 3, 4, 5, 130
 
 
 def run(argv: list[str]) -> int:
@@ -90,6 +92,10 @@ def _into(path: Path, config: dict[str, Any], resume: bool, console: Console) ->
         train.train(experiment, laid, directory, start, state, console)
     except (simulate.Diverged, train.Stopped, OSError) as error:
         return _stopped(error, directory)
+    except jax.errors.JaxRuntimeError as error:
+        if not hosts.several():
+            raise
+        return _lost(error, path)
     report.tables(console, directory.rows)
     targets.show(console, directory.rows, experiment.config, build.flops(experiment))
     if text := published.sentence(experiment.config):
@@ -155,8 +161,25 @@ def _stopped(error: Exception, directory: runs.RunDirectory) -> int:
     return UNWRITABLE
 
 
-def _errors() -> Console:
-    return Console(stderr=True, soft_wrap=True, highlight=False, markup=False, quiet=not hosts.first())
+def _lost(error: Exception, path: Path) -> int:
+    """Says what is left to do where a process has ended, as each of the others finds out by itself."""
+    what = str(error).splitlines()[0]
+    _errors(quiet=False).print(f"Lost another process, or failed ({what}); go on with {train.command(path)}")
+    return LOST
+
+
+def _errors(quiet: bool | None = None) -> Console:
+    """Where failures are said: process 0 knows those of all."""
+    quiet = not hosts.first() if quiet is None else quiet
+    return Console(stderr=True, soft_wrap=True, highlight=False, markup=False, quiet=quiet)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process."""
+    if code == LOST:  # JAX would wait at the exit for whoever is lost, then abort
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def main() -> None:
@@ -164,7 +187,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # an output that is not UTF-8 has no arrows
     logging.basicConfig(format="%(levelname)s: %(message)s")
-    sys.exit(run(sys.argv[1:]))
+    leave(run(sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from fedjax_pfl.simulate import hyperparameters
 
 INF = float("inf")
 BY_FILE = ("val_fraction", "test_split", "alpha", "classes_per_client")  # None where a partition file says everything
-_AUTO_MODELS = ("cnn", "mlp")  # what --model=auto may stand for
 
 
 class Setting(NamedTuple):
@@ -263,7 +262,7 @@ def resumed(recorded: dict[str, Any], user: dict[str, Any]) -> dict[str, Any]:
 def same(name: str, a: Any, b: Any) -> bool:
     """Are a recorded and a given value the same setting?"""
     if name == "model" and b == "auto":
-        return a in _AUTO_MODELS
+        return a in ("cnn", "mlp")  # what it may stand for
     return participation(a) == participation(b) if name == "participation" else a == b
 
 

@@ -60,7 +60,7 @@ def run(argv: list[str]) -> int:
             code = main.run([*rest, *_flags(algo, seed), *resume, f"--workdir={path}"])
             jax.clear_caches()  # the next method shares nothing with this one
             failed = failed or code
-            if code >= main.INTERRUPTED - 2:
+            if code == main.LOST or code >= main.INTERRUPTED - 2:
                 return code
         if hosts.on_first((path / "summary.json").exists):
             finished.append(path)
@@ -79,6 +79,6 @@ def _flags(algo: str, seed: str) -> list[str]:
 
 if __name__ == "__main__":
     try:
-        sys.exit(run(sys.argv[1:]))
+        main.leave(run(sys.argv[1:]))
     except BadInput as error:
         sys.exit(str(error))

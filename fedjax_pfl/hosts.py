@@ -50,14 +50,15 @@ def connect(coordinator: str | None, num_processes: int | None = None, process_i
     try:
         jax.distributed.initialize(address, num_processes, process_id, shutdown_timeout_seconds=SHUTDOWN)
     except (RuntimeError, ValueError) as error:
-        raise BadInput(f"--coordinator={coordinator} does not work here: {error}") from error
-    largest(0)  # all are here; see `meet`
+        why = str(error).rstrip(".")
+        raise BadInput(f"--coordinator={coordinator} does not work here ({why}): --help says what to give.") from error
+    largest(0)  # as `_meet`
 
 
 def _check_address(coordinator: str, num_processes: int | None, process_id: int | None) -> None:
     """JAX ends the process, some pages later, where process 0 cannot listen."""
     host, _, port = coordinator.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdigit() or int(port) > 65_535:
         raise BadInput(f"--coordinator={coordinator} must be HOST:PORT, where process 0 listens, or auto.")
     if num_processes is None or process_id is None:
         raise BadInput(f"--coordinator={coordinator} needs --num_processes=N and --process_id=0 to N-1 as well.")
@@ -67,7 +68,7 @@ def _check_address(coordinator: str, num_processes: int | None, process_id: int 
         socket.getaddrinfo(host.strip("[]"), int(port))
         if process_id == 0:
             socket.create_server(("", int(port))).close()
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise BadInput(f"--coordinator={coordinator} cannot be used ({error}): choose another.") from None
 
 
@@ -102,19 +103,18 @@ def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
     everywhere = NamedSharding(mesh, P())
     if not several():
         return jax.device_put(tree, everywhere)
+    _meet(mesh)
     put = lambda x: jax.make_array_from_callback(x.shape, everywhere, lambda _: x)
     return jax.tree.map(lambda x: put(np.asarray(x)), tree)
 
 
-def meet(mesh: Mesh) -> None:
-    """Waits for the processes of a mesh at a moment when they are level.
+def _meet(mesh: Mesh) -> None:
+    """Lets the devices find each other while the processes are level, before one of them compiles for longer.
 
-    Devices that speak for the first time look for each other, on a CPU for 30 seconds; later they wait for as long as
-    another process compiles (seen with JAX 0.10).
+    When they speak for the first time they wait for 30 seconds on a CPU, later without a limit (seen with JAX 0.10).
     """
-    if several():
-        parts = NamedSharding(mesh, P(mesh.axis_names))
-        fetch(jax.make_array_from_callback((mesh.size,), parts, lambda _: np.zeros(1, np.float32)))
+    each = NamedSharding(mesh, P(mesh.axis_names))
+    fetch(jax.make_array_from_callback((mesh.size,), each, lambda _: np.zeros(1, np.float32)))
 
 
 def largest(number: int) -> int:
@@ -146,7 +146,7 @@ def everywhere(action: Callable[..., T], *args: Any) -> T:
 def _outcome(action: Callable, args: tuple) -> tuple[Any, BaseException | None]:
     try:
         return action(*args), None
-    except (Exception, KeyboardInterrupt) as error:
+    except BaseException as error:  # whatever would end this process
         return None, error
 
 

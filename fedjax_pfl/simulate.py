@@ -113,12 +113,14 @@ def program(
 
     Over several devices the rows of State.clients lie dealt out by work, N rounded up to a multiple of the devices:
     `by_id` gives them in the clients' order. Round metrics come in the order of their "ids", padding included.
+    The devices may be those of several processes, which call the same functions with the same arguments: `hosts.fetch`
+    brings results to every host, as `rounds` does by itself.
 
     The floats among the hyperparameters, `lr` and `lr_decay` (the factor by which lr shrinks a round) become
     `numbers`, arguments of every function, so that other values need no new compilation and can be vmapped over.
 
     Raises:
-      BadInput: for an unknown hyperparameter, a value out of range, or more devices than there are.
+      BadInput: for an unknown hyperparameter, a value out of range, or devices that cannot be had (`clients.take`).
     """
     defaults = hyperparameters(factory)
     for name in hparams or {}:
@@ -275,7 +277,6 @@ def rounds(
     numbers = {name: jnp.asarray(value, float) for name, value in program.numbers.items()}
     if program.mesh is not None:  # once: a jitted function would copy it to the devices at every call
         federation = hosts.replicate(federation, program.mesh)
-        hosts.meet(program.mesh)
     if state is None:
         state = jax.jit(program.init)(key, numbers)
     for t in range(start, rounds):
