@@ -12,9 +12,9 @@ import optax
 from absl import logging
 
 from experiments import settings
-from fedjax_pfl import models, simulate, trees
+from fedjax_pfl import clients, hosts, models, simulate, trees
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.checks import BadInput, check
+from fedjax_pfl.checks import BadInput
 from fedjax_pfl.data import federate, partition, sources
 from fedjax_pfl.layout import choose_width
 from fedjax_pfl.models import functional, layers
@@ -155,21 +155,26 @@ def layout(experiment: Experiment, width: str, count: str) -> dict[str, Any]:
 
 
 def _auto_width(experiment: Experiment, spread: int) -> int:
-    clients = simulate.cohort_size(experiment.task)
-    return choose_width(experiment.task, experiment.federation, clients, spread)
+    """Tried by process 0, with its part of the clients on its part of the devices."""
+    processes = jax.process_count()
+    cohort = -(-simulate.cohort_size(experiment.task) // processes)
+    return hosts.on_first(choose_width, experiment.task, experiment.federation, cohort, spread // processes)
 
 
 def devices(count: str, experiment: Experiment, recorded: int | None = None) -> int:
     """How many devices to use: as given, or on a resume as recorded, or as many as have clients to train.
 
+    Of several processes each has equally many, so their number is rounded up.
+
     Raises:
-      BadInput: there are not that many.
+      BadInput: there are not that many, or they cannot be shared by the processes.
     """
     if count not in ("auto", "all"):
-        check("devices", int(count), 1, jax.device_count())
+        clients.take(int(count))
         return int(count)
     most = min(jax.device_count(), simulate.cohort_size(experiment.task))
-    return min(most, recorded) if recorded and count == "auto" else most
+    wanted = min(most, recorded) if recorded and count == "auto" else most
+    return -(-wanted // jax.process_count()) * jax.process_count()
 
 
 def check_growth(experiment: Experiment, before: int) -> None:

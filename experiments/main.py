@@ -1,43 +1,55 @@
 """Trains one method on one federation: `python -m experiments.main --algo=pfedc`.
 
+Over several processes the same command starts each, with --coordinator=HOST:PORT --num_processes=N --process_id=I, or
+--coordinator=auto where JAX finds these by itself; the settings are those of process 0, which alone reads and writes
+the run directory. Every host needs the data.
+
 Exit codes: 0 done; 2 something in the command is wrong (nothing was compiled); 3 the training diverged; 4 a file could
-not be written; 128 + n stopped by signal n (130: Ctrl-C). What was written is kept, and --resume continues it.
+not be written; 5 another process was lost; 128 + n stopped by signal n (130: Ctrl-C). What was written is kept, and
+--resume continues it.
 """
 
 import errno
 import logging
+import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import jax
 from rich.console import Console
 
 from experiments import build, describe, published, report, runs, settings, targets, train
 from experiments.versions import changed, versions
-from fedjax_pfl import layout, local, simulate
+from fedjax_pfl import hosts, layout, local, simulate
 from fedjax_pfl.checks import BadInput
 
-BAD_INPUT, DIVERGED, UNWRITABLE, INTERRUPTED = 2, 3, 4, 130
+BAD_INPUT, DIVERGED, UNWRITABLE, LOST, INTERRUPTED = 2, 3, 4, 5, 130
 
 
 def run(argv: list[str]) -> int:
     """Runs a command line (without the program's name) and returns its exit code; every failure is one sentence."""
-    errors = _errors()
     try:
         flags = settings.parse(argv)
-        layout.split_cpu()
-        layout.keep_compilations()
         if text := _information(flags):
             print(text)
             return 0
+        start(flags)
         soft_wrap = not sys.stdout.isatty()  # a file gets whole lines
-        return _train(flags, Console(highlight=False, markup=False, soft_wrap=soft_wrap))
+        return _train(flags, Console(highlight=False, markup=False, soft_wrap=soft_wrap, quiet=not hosts.first()))
     except BadInput as error:
-        errors.print(str(error))
+        _errors().print(str(error))
         return BAD_INPUT
     except KeyboardInterrupt:
-        errors.print("Interrupted before the first round: nothing to resume.")
+        _errors().print("Interrupted before the first round: nothing to resume.")
         return INTERRUPTED
+
+
+def start(flags: Any) -> None:
+    """Prepares JAX for this machine and joins the other processes, before it looks for devices."""
+    layout.split_cpu()
+    layout.keep_compilations()
+    hosts.connect(flags.coordinator, flags.num_processes, flags.process_id)
 
 
 def _information(flags: Any) -> str | None:
@@ -49,10 +61,9 @@ def _information(flags: Any) -> str | None:
 
 
 def _train(flags: Any, console: Console) -> int:
-    user = settings.given(flags)
-    path, config = _where(flags, user)
+    path, config, resume = hosts.on_first(_where, settings.given(flags), flags.workdir, flags.resume)
     try:
-        return _into(path, config, flags.resume, console)
+        return _into(path, config, resume, console)
     except KeyboardInterrupt:
         if not runs.is_run(path):
             raise
@@ -62,24 +73,29 @@ def _train(flags: Any, console: Console) -> int:
 
 def _into(path: Path, config: dict[str, Any], resume: bool, console: Console) -> int:
     """Trains into a run directory, from its start or from where it stopped."""
-    laid: dict[str, Any] = runs.read_layout(path) if resume else {"conv": "auto"}
-    experiment = build.prepare(config, laid["conv"])
+    laid: dict[str, Any] = hosts.on_first(runs.read_layout, path) if resume else {"conv": "auto"}
+    experiment = hosts.everywhere(build.prepare, config, laid["conv"])
+    _check_hosts(experiment)
     partial = experiment.task.participation != (1.0, 1.0)
     planned = local.planned(experiment.task, experiment.task.sizes)
     directory = runs.RunDirectory(path, experiment.partition.test_sizes, partial, planned)
     console.print(build.describe(experiment))
     try:
         if resume:
-            start, state = _resume(directory, experiment, console)
+            start, state = hosts.on_first(_resume, directory, experiment, console)
             laid["devices"]["count"] = build.devices(config["devices"], experiment, laid["devices"]["count"])
         else:
-            runs.make(path)
+            hosts.on_first(runs.make, path)
             laid, start, state = build.layout(experiment, config["width"], config["devices"]), 0, None
-            directory.start(experiment, laid, versions())
+            hosts.on_first(directory.start, experiment, laid, versions())
         console.print(f"Run directory: {path}; {_say(laid, config['width'] == 'auto' and not resume)}")
         train.train(experiment, laid, directory, start, state, console)
     except (simulate.Diverged, train.Stopped, OSError) as error:
         return _stopped(error, directory)
+    except jax.errors.JaxRuntimeError as error:
+        if not hosts.several():
+            raise
+        return _lost(error, path)
     report.tables(console, directory.rows)
     targets.show(console, directory.rows, experiment.config, build.flops(experiment))
     if text := published.sentence(experiment.config):
@@ -88,17 +104,26 @@ def _into(path: Path, config: dict[str, Any], resume: bool, console: Console) ->
     return 0
 
 
-def _where(flags: Any, user: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
-    """The run directory and the settings of a new run or of a resume."""
-    if flags.resume and flags.workdir:
-        path = Path(flags.workdir).expanduser()
+def _where(user: dict[str, Any], workdir: str | None, resume: bool) -> tuple[Path, dict[str, Any], bool]:
+    """The run directory and the settings of a new run or of a resume, and which of the two it is."""
+    if resume and workdir:
+        path = Path(workdir).expanduser()
     else:
         config = settings.resolve(user)
-        path = Path(flags.workdir or settings.default_workdir(user, config)).expanduser()
-    if flags.resume:
-        return path, settings.resumed(runs.read_config(path), user)
+        path = Path(workdir or settings.default_workdir(user, config)).expanduser()
+    if resume:
+        return path, settings.resumed(runs.read_config(path), user), True
     runs.check_free(path)
-    return path, config
+    return path, config, False
+
+
+def _check_hosts(experiment: build.Experiment) -> None:
+    """Raises BadInput if the processes have different data; a single one has nothing to compare."""
+    if not hosts.several():
+        return
+    here = runs.digests(experiment)
+    recorded = hosts.on_first(lambda: here)
+    hosts.everywhere(runs.check_digests, experiment, here, recorded, "process 0 has")
 
 
 def _resume(directory: runs.RunDirectory, experiment: build.Experiment, console: Console):
@@ -115,7 +140,8 @@ def _resume(directory: runs.RunDirectory, experiment: build.Experiment, console:
 
 def _say(layout: dict[str, Any], chosen: bool) -> str:
     devices, how = layout["devices"], " (chosen by trying; --width=N sets it)" if chosen else ""
-    return f"width {layout['width']}{how} on {devices['count']} x {devices['kind']}"
+    several = f" of {jax.process_count()} processes" if hosts.several() else ""
+    return f"width {layout['width']}{how} on {devices['count']} x {devices['kind']}{several}"
 
 
 def _stopped(error: Exception, directory: runs.RunDirectory) -> int:
@@ -135,8 +161,25 @@ def _stopped(error: Exception, directory: runs.RunDirectory) -> int:
     return UNWRITABLE
 
 
-def _errors() -> Console:
-    return Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+def _lost(error: Exception, path: Path) -> int:
+    """Says what is left to do where a process has ended, as each of the others finds out by itself."""
+    what = str(error).splitlines()[0]
+    _errors(quiet=False).print(f"Lost another process, or failed ({what}); go on with {train.command(path)}")
+    return LOST
+
+
+def _errors(quiet: bool | None = None) -> Console:
+    """Where failures are said: process 0 knows those of all."""
+    quiet = not hosts.first() if quiet is None else quiet
+    return Console(stderr=True, soft_wrap=True, highlight=False, markup=False, quiet=quiet)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process."""
+    if code == LOST:  # JAX would wait at the exit for whoever is lost, then abort
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def main() -> None:
@@ -144,7 +187,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # an output that is not UTF-8 has no arrows
     logging.basicConfig(format="%(levelname)s: %(message)s")
-    sys.exit(run(sys.argv[1:]))
+    leave(run(sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -108,9 +108,7 @@ class RunDirectory:
         """Goes back to the last checkpoint: the next round and its state (None: from the start)."""
         found = digests(experiment)
         recorded = read_json(self.path / "partition.json", tuple(found))
-        for name, what in (("data", f"The data set {experiment.dataset.name}"), ("partition", "The partition")):
-            if recorded[name] != found[name]:
-                raise BadInput(f"{what} is not the one that {self.path} was started with: start a new run.")
+        check_digests(experiment, found, recorded, f"{self.path} was started with: start a new run")
         start, state = 0, None
         if checkpoint.steps(self.path / "checkpoints"):
             start, state = checkpoint.restore(self.path / "checkpoints", experiment.state_shapes())
@@ -184,6 +182,13 @@ def wanted(t: int, rounds: int, eval_every: int) -> bool:
 def digests(experiment: build.Experiment) -> dict[str, str]:
     """The hashes of who owns what, and of the data."""
     return {"partition": partition.digest(experiment.partition), "data": build.data_digest(experiment.dataset)}
+
+
+def check_digests(experiment: build.Experiment, found: Row, recorded: Row, whose: str) -> None:
+    """Raises BadInput where the `digests` found are not the recorded ones; `whose` ends its sentence."""
+    for name, what in (("data", f"The data set {experiment.dataset.name}"), ("partition", "The partition")):
+        if recorded[name] != found[name]:
+            raise BadInput(f"{what} is not the one that {whose}.")
 
 
 def _line(row: Row) -> str:

@@ -19,7 +19,6 @@ from fedjax_pfl.simulate import hyperparameters
 
 INF = float("inf")
 BY_FILE = ("val_fraction", "test_split", "alpha", "classes_per_client")  # None where a partition file says everything
-_AUTO_MODELS = ("cnn", "mlp")  # what --model=auto may stand for
 
 
 class Setting(NamedTuple):
@@ -68,6 +67,9 @@ SETTINGS = {
 _COMMANDS = {
     "workdir": (str, None, "the run directory (default: runs/ALGO-DATASET-PARTITION-seedK and what you changed)"),
     "resume": (bool, False, "continue the run in the run directory; settings not given are the recorded ones"),
+    "coordinator": (str, None, "of several processes: HOST:PORT where process 0 listens, or auto (SLURM, TPU, ...)"),
+    "num_processes": (int, None, "the number of processes, each with the same command"),
+    "process_id": (int, None, "which of them this is: 0 to N-1; 0 writes the run directory and talks"),
     "list": (bool, False, "list methods, data sets, partitions, models and presets"),
     "describe": (str, None, "describe a method or a preset"),
     "help": (bool, False, "show this help"),
@@ -195,13 +197,11 @@ def participation(text: str) -> tuple[float, float]:
 
 
 def _number(kind: type, name: str, text: str, whole: str | None = None) -> Any:
+    hints = {"--participation": ", or a range as 0.1:1", "--width": ", or auto", "--devices": ", auto or all"}
     try:
         return kind(text)
     except ValueError:
-        hint = {"--participation": ", or a range as 0.1:1", "--width": ", or auto", "--devices": ", auto or all"}.get(
-            name, ""
-        )
-        raise BadInput(f"{name}={whole or text} must be {_NOUN[kind]}{hint}.") from None
+        raise BadInput(f"{name}={whole or text} must be {_NOUN[kind]}{hints.get(name, '')}.") from None
 
 
 def typed_all(factory: Callable, texts: dict[str, str]) -> dict[str, Any]:
@@ -262,7 +262,7 @@ def resumed(recorded: dict[str, Any], user: dict[str, Any]) -> dict[str, Any]:
 def same(name: str, a: Any, b: Any) -> bool:
     """Are a recorded and a given value the same setting?"""
     if name == "model" and b == "auto":
-        return a in _AUTO_MODELS
+        return a in ("cnn", "mlp")  # what it may stand for
     return participation(a) == participation(b) if name == "participation" else a == b
 
 

@@ -15,6 +15,7 @@ import jax
 from rich.console import Console
 
 from experiments import main, runs, settings, tables
+from fedjax_pfl import hosts
 from fedjax_pfl.checks import BadInput
 
 
@@ -43,7 +44,9 @@ def is_complete(path: Path, rounds: int) -> bool:
 def run(argv: list[str]) -> int:
     """Runs everything that is missing; returns the first exit code that is not 0."""
     console, (own, rest) = Console(highlight=False, markup=False, stderr=True), split(argv)
-    user = settings.given(settings.parse(rest))
+    flags = settings.parse(rest)
+    main.start(flags)
+    user = settings.given(flags)
     named = [user.get("preset") or user.get("dataset", "digits"), *settings.changes(user)]
     root = Path(own["root"] or f"runs/{settings.file_name(named)}")
     jobs = [(algo, seed) for seed in own["seed"].split(",") for algo in own["algo"].split(",")]
@@ -51,18 +54,23 @@ def run(argv: list[str]) -> int:
     failed, finished = 0, []
     for (algo, seed), config in zip(jobs, configs, strict=True):
         path = root / f"{algo}-seed{seed}"
-        if not is_complete(path, config["rounds"]):
-            resume = ["--resume"] if runs.is_run(path) else []
+        complete, begun = hosts.on_first(_found, path, config["rounds"])
+        if not complete:
+            resume = ["--resume"] if begun else []
             code = main.run([*rest, *_flags(algo, seed), *resume, f"--workdir={path}"])
             jax.clear_caches()  # the next method shares nothing with this one
             failed = failed or code
-            if code >= main.INTERRUPTED - 2:
+            if code == main.LOST or code >= main.INTERRUPTED - 2:
                 return code
-        if (path / "summary.json").exists():
+        if hosts.on_first((path / "summary.json").exists):
             finished.append(path)
-    if finished:
+    if finished and hosts.first():
         console.print(tables.table(finished), soft_wrap=True)
     return failed
+
+
+def _found(path: Path, rounds: int) -> tuple[bool, bool]:
+    return is_complete(path, rounds), runs.is_run(path)
 
 
 def _flags(algo: str, seed: str) -> list[str]:
@@ -71,6 +79,6 @@ def _flags(algo: str, seed: str) -> list[str]:
 
 if __name__ == "__main__":
     try:
-        sys.exit(run(sys.argv[1:]))
+        main.leave(run(sys.argv[1:]))
     except BadInput as error:
         sys.exit(str(error))

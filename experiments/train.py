@@ -12,7 +12,7 @@ from experiments import build, published, report, targets, versions
 from experiments.files import read_json, write_json
 from experiments.interrupt import Interrupt
 from experiments.runs import RunDirectory
-from fedjax_pfl import simulate
+from fedjax_pfl import hosts, simulate
 from fedjax_pfl.types import State
 
 
@@ -31,29 +31,37 @@ def train(
     rounds, c = experiment.config["rounds"], experiment.config
     words = f"Aborted; go on from the last checkpoint with {command(run.path)}"
     reporter = report.Reporter(console, start, rounds)
-    clock = Clock(run.path)
+    clock = hosts.on_first(Clock, run.path)
     ask = lambda: reporter.say("Stopping after this round; Ctrl-C again aborts at once.")
     program = experiment.program(layout["width"], layout["devices"]["count"])
     placed = None if state is None else jax.jit(program.place)(state)
     options = {"rounds": rounds, "eval_every": c["eval_every"], "start": start, "state": placed}
     with versions.compile_clock() as compiling, reporter, Interrupt(ask, words) as interrupt:
         summarise = lambda status: _summarise(run, experiment, status, clock, compiling())
+        show = lambda result: reporter.update(run.append(result))
+
+        def keep(status: str, done: int = 0, state: State | None = None) -> None:
+            if state is None:
+                run.tables()
+            else:
+                run.save(done, state)
+            summarise(status)
+
         try:
             for result in simulate.rounds(program, experiment.key, experiment.federation, **options):
-                reporter.update(run.append(result))
+                hosts.on_first(show, result)
                 done = result.round + (result.metrics is not None)
-                stop = interrupt.asked is not None and done < rounds
+                number = hosts.largest(interrupt.asked or 0)  # whoever was asked, all stop after the same round
+                stop = number and done < rounds
                 if stop or done % c["checkpoint_every"] == 0 or done == rounds:
-                    run.save(done, program.by_id(result.state))
-                    summarise("interrupted" if stop else "running")
+                    whole = hosts.fetch(program.by_id(result.state))
+                    hosts.on_first(keep, "interrupted" if stop else "running", done, whole)
                 if stop:
-                    raise Stopped(interrupt.asked)
+                    raise Stopped(number)
         except simulate.Diverged:
-            run.tables()
-            summarise("diverged")
+            hosts.on_first(keep, "diverged")
             raise
-    run.tables()
-    summarise("complete")
+    hosts.on_first(keep, "complete")
 
 
 class Clock:

@@ -49,7 +49,7 @@ def save(path: str | Path, step: int, tree: PyTree) -> None:
     _check_space(path, sum(x.nbytes for x in leaves.values()))
     (path / f"{step}.sha256").unlink(missing_ok=True)  # of a folder that was deleted: it would finish the new one early
     try:
-        with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        with _quiet(), _checkpointer() as checkpointer:
             checkpointer.save(path / str(step), args=ocp.args.PyTreeSave(leaves), force=True)
     except OSError:
         raise
@@ -82,13 +82,20 @@ def restore(path: str | Path, like: PyTree) -> tuple[int, PyTree]:
 
 
 def _read(folder: Path) -> dict[str, np.ndarray]:
-    import orbax.checkpoint as ocp
-
     try:
-        with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        with _quiet(), _checkpointer() as checkpointer:
             return {name: np.asarray(x) for name, x in checkpointer.restore(folder).items()}
     except Exception as error:  # orbax, tensorstore and json each raise their own types on damaged files
         raise BadInput(f"Checkpoint {folder} cannot be read ({_first_line(error)}): {_way_out(folder)}.") from error
+
+
+def _checkpointer() -> Any:
+    """Of this process alone: orbax would wait for the others."""
+    import orbax.checkpoint as ocp
+
+    here = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(primary_host=here, active_processes={here})
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(multiprocessing_options=alone), multiprocessing_options=alone)
 
 
 @contextlib.contextmanager

@@ -18,23 +18,35 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedjax_pfl import aggregate, trees
-from fedjax_pfl.checks import check
+from fedjax_pfl.checks import BadInput, check
 from fedjax_pfl.types import Array, Client, Data, Federation, PyTree, Rows
 
 AXIS = "clients"  # of the mesh
 ORDER = 0x5CA4  # the stream of a cohort's key that `scan` draws its order from; phases are smaller
 
 
-def make_mesh(devices: int) -> Mesh | None:
-    """A mesh of the first `devices` devices; None for a single one, which needs no mesh.
+def take(devices: int, local: bool = False) -> list[jax.Device]:
+    """The first `devices` devices, of each process equally many; `local`: of this process alone.
 
     Raises:
-      BadInput: there are not that many.
+      BadInput: there are not that many, or the processes cannot share them.
     """
-    check("devices", devices, 1, jax.device_count())
+    found, processes = (jax.local_devices(), 1) if local else (jax.devices(), jax.process_count())
+    check("devices", devices, 1, len(found))
+    if devices % processes:
+        raise BadInput(f"devices={devices} cannot be shared by {processes} processes: take a multiple of {processes}.")
+    if processes == 1:
+        return found[:devices]
+    own = [[device for device in found if device.process_index == i] for i in range(processes)]
+    return [device for part in own for device in part[: devices // processes]]
+
+
+def make_mesh(devices: int, local: bool = False) -> Mesh | None:
+    """A mesh of the devices that `take` gives; None for a single one, which needs no mesh (of several processes each
+    then computes everything)."""
     if devices == 1:
         return None
-    return jax.make_mesh((devices,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+    return jax.make_mesh((devices,), (AXIS,), axis_types=(AxisType.Auto,), devices=take(devices, local))
 
 
 def deal(work: Array, devices: int) -> Array:

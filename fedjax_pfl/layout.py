@@ -73,7 +73,7 @@ def choose_width(task: Task, federation: Federation, clients: int, devices: int 
 
     Args:
       clients: S, the clients of a round.
-      devices: over which they are spread.
+      devices: of this process, over which they are spread.
     """
     clients = -(-clients // devices)
     shapes = jax.eval_shape(task.model.init, jax.random.key(0))
@@ -104,7 +104,7 @@ def seconds_per_step(task: Task, federation: Federation, width: int, devices: in
     repetitions."""
     probe = task._replace(epochs=None, steps=STEPS)
     loss = losses.classification(task.model)
-    mesh = make_mesh(devices)
+    mesh = make_mesh(devices, local=True)
     ids = jnp.arange(devices * max(width, min(4, -(-task.num_clients // devices))), dtype=jnp.int32)
     if mesh is not None:
         federation = jax.device_put(federation, NamedSharding(mesh, P()))

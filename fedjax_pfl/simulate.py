@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedjax_pfl import evaluate, trees
+from fedjax_pfl import evaluate, hosts, trees
 from fedjax_pfl.checks import BadInput, check, choose
 from fedjax_pfl.clients import AXIS, Cohort, deal, make_mesh, sharded, unmarked
 from fedjax_pfl.data.sources import Dataset
@@ -114,12 +113,14 @@ def program(
 
     Over several devices the rows of State.clients lie dealt out by work, N rounded up to a multiple of the devices:
     `by_id` gives them in the clients' order. Round metrics come in the order of their "ids", padding included.
+    The devices may be those of several processes, which call the same functions with the same arguments: `hosts.fetch`
+    brings results to every host, as `rounds` does by itself.
 
     The floats among the hyperparameters, `lr` and `lr_decay` (the factor by which lr shrinks a round) become
     `numbers`, arguments of every function, so that other values need no new compilation and can be vmapped over.
 
     Raises:
-      BadInput: for an unknown hyperparameter, a value out of range, or more devices than there are.
+      BadInput: for an unknown hyperparameter, a value out of range, or devices that cannot be had (`clients.take`).
     """
     defaults = hyperparameters(factory)
     for name in hparams or {}:
@@ -275,17 +276,17 @@ def rounds(
     scores = jax.jit(program.evaluate)
     numbers = {name: jnp.asarray(value, float) for name, value in program.numbers.items()}
     if program.mesh is not None:  # once: a jitted function would copy it to the devices at every call
-        federation = jax.device_put(federation, NamedSharding(program.mesh, P()))
+        federation = hosts.replicate(federation, program.mesh)
     if state is None:
         state = jax.jit(program.init)(key, numbers)
     for t in range(start, rounds):
         wanted = bool(eval_every) and (t % eval_every == 0 or t == rounds - 1)
-        pre = jax.device_get(scores(key, numbers, federation, state, jnp.int32(t))) if wanted else None
+        pre = hosts.fetch(scores(key, numbers, federation, state, jnp.int32(t))) if wanted else None
         state, metrics = step(key, numbers, federation, state, jnp.int32(t), jnp.bool(wanted))
-        metrics = _without_padding(jax.device_get(metrics), len(federation.train.size))
+        metrics = _without_padding(hosts.fetch(metrics), len(federation.train.size))
         _check_finite(t, metrics)
         yield Result(t, state, metrics, pre)
-    yield Result(rounds, state, None, jax.device_get(scores(key, numbers, federation, state, jnp.int32(rounds))))
+    yield Result(rounds, state, None, hosts.fetch(scores(key, numbers, federation, state, jnp.int32(rounds))))
 
 
 def _without_padding(metrics: PyTree, num_clients: int) -> PyTree:

@@ -1,0 +1,162 @@
+"""Several processes: one run whose results are those of a single process, read and written by process 0 alone."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import hosts_worker
+import jax
+import numpy as np
+import pytest
+from hosts_worker import ONE
+from toy import assert_close
+
+from experiments import main, runs
+from fedjax_pfl import hosts
+from fedjax_pfl.checks import BadInput
+
+ROOT = Path(__file__).parent.parent
+
+
+def free_port() -> int:
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
+
+
+def started(process: int, port: int, folder: Path) -> subprocess.Popen:
+    """One process of two, with two devices and a directory of its own."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(ROOT / "tests" / "hosts_worker.py")]
+    command += [f"localhost:{port}", str(process), "2", str(folder / f"out{process}.npz")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=folder / f"disk{process}", env=env, **pipes)
+
+
+def alone(folder: Path, *flags: str) -> Path:
+    assert main.run([*flags, f"--workdir={folder}"]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Two processes that did what hosts_worker.py says, and the same runs by this process alone."""
+    folder = tmp_path_factory.mktemp("hosts")
+    for i in range(2):
+        (folder / f"disk{i}").mkdir()
+        x = np.arange(400, dtype=np.float32).reshape(200, 2) + i  # not the same on both disks
+        np.savez(folder / f"disk{i}" / "both.npz", x=x, y=np.arange(200) % 2)
+    shutil.copy(folder / "disk0" / "both.npz", folder / "disk0" / "data.npz")
+    fedavg = alone(folder / "fedavg", "--algo=fedavg", *ONE, "--rounds=2")
+    shutil.copytree(fedavg, folder / "disk0" / "half")
+    port = free_port()
+    both = [started(i, port, folder) for i in range(2)]
+    try:
+        alone(fedavg, "--resume", "--rounds=3")
+        alone(folder / "pfedc", "--algo=pfedc", *ONE, "--rounds=3")
+        alone(folder / "ditto", "--algo=ditto", *ONE, "--rounds=4")
+        for i, process in enumerate(both):
+            said, errors = process.communicate(timeout=300)
+            assert process.returncode == 0, errors
+            (folder / f"stdout{i}").write_text(said), (folder / f"stderr{i}").write_text(errors)
+    finally:
+        for process in both:
+            process.kill()
+    return folder
+
+
+def results(folder: Path, process: int) -> dict[str, np.ndarray]:
+    with np.load(folder / f"out{process}.npz") as file:
+        return dict(file)
+
+
+def assert_same_run(path: Path, other: Path) -> None:
+    """Rows, scores and the last state, to rounding."""
+    for name in ("metrics", "scores"):
+        mine, theirs = (runs.read_rows(p / f"{name}.jsonl") for p in (path, other))
+        assert len(mine) == len(theirs) > 3
+        assert_close(mine, theirs, 1e-5)
+    a, b = runs.load(path), runs.load(other)
+    assert a.round == b.round
+    assert_close(a.state, b.state, 1e-5)
+
+
+def test_a_run_over_processes_is_the_run_of_one(pair):
+    assert_same_run(pair / "disk0" / "pfedc", pair / "pfedc")
+    layout = runs.read_layout(pair / "disk0" / "pfedc")
+    assert layout["devices"]["count"] == 4
+
+
+def test_a_run_of_one_process_goes_on_over_two_that_share_no_disk(pair):
+    assert_same_run(pair / "disk0" / "half", pair / "fedavg")
+
+
+def test_whichever_process_is_asked_all_stop_after_the_same_round_and_one_goes_on(pair):
+    path = pair / "disk0" / "ditto"
+    assert runs.read_json(path / "summary.json")["status"] == "interrupted"
+    assert len(runs.read_rows(path / "metrics.jsonl")) == 2
+    assert_same_run(alone(path, "--resume"), pair / "ditto")
+
+
+def test_process_0_alone_writes_and_talks(pair):
+    assert sorted(p.name for p in (pair / "disk1").iterdir()) == ["both.npz"]
+    said = [line for line in (pair / "stdout1").read_text().splitlines() if not line.startswith("[Gloo]")]
+    assert not said
+    assert "4 x cpu of 2 processes" in (pair / "stdout0").read_text()
+
+
+def test_what_one_process_lacks_is_one_sentence_and_ends_all(pair):
+    done, sigterm = 0, 128 + 15
+    for process in range(2):
+        codes = [done, done, main.BAD_INPUT, main.BAD_INPUT, main.BAD_INPUT, sigterm]
+        assert results(pair, process)["codes"].tolist() == codes
+    errors, others = ((pair / f"stderr{i}").read_text() for i in range(2))
+    assert "Process 1: There is no file 'data.npz'" in errors
+    assert "Process 1: The data set npz:both.npz is not the one that process 0 has." in errors
+    assert "devices=3 cannot be shared by 2 processes: take a multiple of 2." in errors
+    assert "There is no" not in others and "devices=3" not in others
+
+
+def test_a_program_from_python_with_a_step_on_the_host(pair):
+    """FedMA's matching runs on one host, and its result reaches all."""
+    expected = hosts_worker.library("fedma", 1)
+    for process in range(2):
+        leaves = [x for name, x in results(pair, process).items() if name.startswith("leaf")]
+        assert_close(leaves, [np.asarray(x) for x in expected], 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ((None, 2, None), "--num_processes and --process_id need --coordinator=HOST:PORT"),
+        (("localhost", 2, 0), "--coordinator=localhost must be HOST:PORT, where process 0 listens, or auto"),
+        (("localhost:1234", None, 0), "needs --num_processes=N and --process_id=0 to N-1 as well"),
+        (("localhost:1234", 2, 2), "--process_id=2 is not one of the 2 processes: they count from 0"),
+        (("localhost:99999", 2, 0), "--coordinator=localhost:99999 must be HOST:PORT"),
+    ],
+)
+def test_coordinators_that_cannot_be(given, sentence):
+    with pytest.raises(BadInput) as error:
+        hosts.connect(*given)
+    assert sentence in str(error.value)
+
+
+def test_a_port_that_is_taken_is_said_by_process_0():
+    """JAX would crash."""
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(BadInput, match=rf"--coordinator=localhost:{port} cannot be used \(.*: choose another"):
+            hosts.connect(f"localhost:{port}", 2, 0)
+
+
+def test_a_single_process_only_does_its_work():
+    assert hosts.first() and not hosts.several() and hosts.largest(7) == 7
+    hosts.connect(None)
+    for run in (hosts.on_first, hosts.everywhere):
+        assert run(divmod, 7, 2) == (3, 1)
+        with pytest.raises(ZeroDivisionError):
+            run(divmod, 7, 0)
+    tree = hosts.fetch({"key": jax.random.key(0), "x": jax.numpy.ones(2)})
+    assert isinstance(tree["x"], np.ndarray)
