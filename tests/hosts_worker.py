@@ -40,7 +40,7 @@ if __name__ == "__main__":
     join = [f"--coordinator={coordinator}", f"--process_id={process}", f"--num_processes={count}"]
     small = [*ONE, "--clients=4"]
     commands = {
-        "resumed": ["--resume", "--workdir=half", "--rounds=3"],  # a directory that process 0 alone has
+        "resumed": ["--resume", "--workdir=half", "--devices=all"],  # a directory that process 0 alone has
         "pfedc": ["--algo=pfedc", *ONE, "--rounds=3", "--workdir=pfedc"],
         "lacking": ["--algo=fedavg", *small, "--dataset=npz:data.npz"],  # so is this file
         "other": ["--algo=fedavg", *small, "--dataset=npz:both.npz"],  # which differs

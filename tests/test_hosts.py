@@ -36,7 +36,7 @@ def started(process: int, port: int, folder: Path) -> subprocess.Popen:
 
 
 def alone(folder: Path, *flags: str) -> Path:
-    assert main.run([*flags, f"--workdir={folder}"]) == 0
+    assert main.run([*flags, "--devices=1", f"--workdir={folder}"]) == 0
     return folder
 
 
@@ -49,12 +49,11 @@ def pair(tmp_path_factory):
         x = np.arange(400, dtype=np.float32).reshape(200, 2) + i  # not the same on both disks
         np.savez(folder / f"disk{i}" / "both.npz", x=x, y=np.arange(200) % 2)
     shutil.copy(folder / "disk0" / "both.npz", folder / "disk0" / "data.npz")
-    fedavg = alone(folder / "fedavg", "--algo=fedavg", *ONE, "--rounds=2")
-    shutil.copytree(fedavg, folder / "disk0" / "half")
+    fedavg = alone(folder / "fedavg", "--algo=fedavg", *ONE, "--rounds=3", "--checkpoint_every=2")
+    shutil.copytree(fedavg, folder / "disk0" / "half", ignore=shutil.ignore_patterns("3", "3.sha256"))
     port = free_port()
     both = [started(i, port, folder) for i in range(2)]
     try:
-        alone(fedavg, "--resume", "--rounds=3")
         alone(folder / "pfedc", "--algo=pfedc", *ONE, "--rounds=3")
         alone(folder / "ditto", "--algo=ditto", *ONE, "--rounds=4")
         for i, process in enumerate(both):
