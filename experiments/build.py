@@ -12,7 +12,7 @@ import optax
 from absl import logging
 
 from experiments import settings
-from fedjax_pfl import models, simulate, trees
+from fedjax_pfl import memory, models, simulate, trees
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.checks import BadInput, check
 from fedjax_pfl.data import federate, partition, sources
@@ -30,17 +30,21 @@ class Experiment(NamedTuple):
     federation: Federation
     task: Task
     conv: str  # the form of the convolutions
+    programs: dict[tuple, simulate.Program]  # those made so far: what was traced for one use is there for the next
 
     @property
     def key(self) -> jax.Array:
         return jax.random.key(self.config["seed"])
 
     def program(self, width: int = 1, devices: int = 1, rounds: int | None = None) -> simulate.Program:
-        """The pure functions of this experiment."""
-        task = self.task if rounds is None else self.task._replace(rounds=rounds)
-        factory = ALGORITHMS[self.config["algo"]]
-        options = {"lr_decay": self.config["lr_decay"], "width": width, "devices": devices}
-        return simulate.program(factory, task, self.config["hparams"], **options)
+        """The pure functions of this experiment; made once for each layout."""
+        if (width, devices, rounds) not in self.programs:
+            task = self.task if rounds is None else self.task._replace(rounds=rounds)
+            factory = ALGORITHMS[self.config["algo"]]
+            options = {"lr_decay": self.config["lr_decay"], "width": width, "devices": devices}
+            made = simulate.program(factory, task, self.config["hparams"], **options)
+            self.programs[width, devices, rounds] = made
+        return self.programs[width, devices, rounds]
 
     def algorithm(self) -> Algorithm:
         """The method as a value, at the first round's learning rate."""
@@ -69,7 +73,7 @@ def prepare(config: dict[str, Any], conv: str = "auto") -> Experiment:
         config["model"] = "cnn" if _is_image(dataset.x.shape[1:]) else "mlp"
     conv = layers.form(conv)
     task = _task(config, dataset, dealt, conv)
-    experiment = Experiment(config, dataset, dealt, None, task, conv)  # type: ignore[arg-type]
+    experiment = Experiment(config, dataset, dealt, None, task, conv, {})  # type: ignore[arg-type]
     experiment.state_shapes()  # the method's own checks: of its numbers, and of the model's parts
     return experiment._replace(federation=federate.federate(dataset, dealt))
 
@@ -147,16 +151,37 @@ def numbers(program: simulate.Program) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def layout(experiment: Experiment, width: str, count: str) -> dict[str, Any]:
-    """How clients are laid out here: `width` and the number of devices as given, or chosen."""
+    """How clients are laid out here: `width` and the number of devices as given, or chosen.
+
+    Raises:
+      BadInput: there are not so many devices, or not nearly the memory.
+    """
     spread = devices(count, experiment)
     machine = {"platform": jax.default_backend(), "kind": jax.devices()[0].device_kind, "count": spread}
     chosen = int(width) if width != "auto" else _auto_width(experiment, spread)
-    return {"width": chosen, "conv": experiment.conv, "devices": machine}
+    laid = {"width": chosen, "conv": experiment.conv, "devices": machine}
+    return laid | {"memory": needed(experiment, laid)._asdict()}
+
+
+def needed(experiment: Experiment, laid: dict[str, Any]) -> memory.Memory:
+    """The memory that a run is predicted to take, laid out like this; warns or raises BadInput where it is too much."""
+    width, spread = laid["width"], laid["devices"]["count"]
+    found = _memory(experiment, width, spread)
+    alone = min(width, -(-simulate.cohort_size(experiment.task) // spread)) == 1
+    ways = [] if alone else [f"less than --width={width}"]
+    ways += [f"less than --devices={spread}"] if spread > 1 and laid["devices"]["platform"] == "cpu" else []
+    memory.check(found, f"take {' or '.join(ways) if ways else 'fewer --clients, or a smaller --model'}")
+    return found
+
+
+def _memory(experiment: Experiment, width: int, spread: int) -> memory.Memory:
+    return memory.predict(experiment.program(width, spread), experiment.key, experiment.federation)
 
 
 def _auto_width(experiment: Experiment, spread: int) -> int:
     clients = simulate.cohort_size(experiment.task)
-    return choose_width(experiment.task, experiment.federation, clients, spread)
+    fits = lambda width: _memory(experiment, width, spread).fits
+    return choose_width(experiment.task, experiment.federation, clients, spread, fits)
 
 
 def devices(count: str, experiment: Experiment, recorded: int | None = None) -> int:

@@ -17,7 +17,7 @@ import pytest
 from experiments import build, describe, main, report, runs, settings, train, versions
 from experiments.presets import DEFAULT_PRESETS, PRESETS
 from experiments.versions import compile_clock
-from fedjax_pfl import layout, simulate
+from fedjax_pfl import layout, memory, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.checks import BadInput
 from fedjax_pfl.data.partition import PARTITIONS
@@ -41,7 +41,7 @@ def done(tmp_path_factory):
 
 
 def test_the_run_directory_is_complete(done):
-    path, _ = done
+    path, out = done
     files = {
         "metrics.jsonl",
         "metrics.csv",
@@ -59,7 +59,9 @@ def test_the_run_directory_is_complete(done):
     assert config["hparams"] == {"mu": 2.0}
     software = json.loads((path / "versions.json").read_text())
     assert software["jax"] == jax.__version__ and {"python", "flax", "git", "device"} <= software.keys()
-    assert json.loads((path / "layout.json").read_text())["width"] == 1
+    laid = json.loads((path / "layout.json").read_text())
+    assert laid["width"] == 1 and 0 < laid["memory"]["peak"] < laid["memory"]["free"]
+    assert f"; {memory.say(memory.Memory(**laid['memory']))}" in out.replace("\n", " ")
     dealt = json.loads((path / "partition.json").read_text())
     assert re.fullmatch("[0-9a-f]{64}", dealt["partition"]) and dealt["moved"] == 0
 
@@ -153,6 +155,14 @@ def test_an_unusable_run_directory_is_found_before_anything_is_measured(place, t
     assert main.run(["--algo=fedavg", f"--workdir={place}"]) == main.BAD_INPUT
     said = capsys.readouterr().err
     assert "cannot be used (" in said and said.strip().endswith("choose another --workdir.")
+
+
+def test_a_run_that_cannot_fit_is_refused_before_it_begins(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(memory, "_machine", lambda: (2**10, 2**10))
+    assert main.run(["--algo=fedavg", *TINY, "--devices=2", f"--workdir={tmp_path / 'run'}"]) == main.BAD_INPUT
+    said = capsys.readouterr().err
+    assert said.startswith("The run would take about ") and said.endswith(": take less than --devices=2.\n")
+    assert not list((tmp_path / "run").iterdir())
 
 
 def test_a_partition_file_says_how_many_clients(done, tmp_path, monkeypatch, capsys):
