@@ -11,6 +11,7 @@ from rich.console import Console
 from experiments import build, published, report, targets, versions
 from experiments.files import read_json, write_json
 from experiments.interrupt import Interrupt
+from experiments.pace import Pace
 from experiments.runs import RunDirectory
 from fedjax_pfl import simulate
 from fedjax_pfl.types import State
@@ -37,7 +38,12 @@ def train(
     placed = None if state is None else jax.jit(program.place)(state)
     options = {"rounds": rounds, "eval_every": c["eval_every"], "start": start, "state": placed}
     with versions.compile_clock() as compiling, reporter, Interrupt(ask, words) as interrupt:
-        summarise = lambda status: _summarise(run, experiment, status, clock, compiling())
+
+        def show(status: str) -> None:
+            run.tables()
+            _summarise(run, experiment, status, clock, compiling())
+
+        now_and_then = Pace(show)
         try:
             for result in simulate.rounds(program, experiment.key, experiment.federation, **options):
                 reporter.update(run.append(result))
@@ -45,15 +51,13 @@ def train(
                 stop = interrupt.asked is not None and done < rounds
                 if stop or done % c["checkpoint_every"] == 0 or done == rounds:
                     run.save(done, program.by_id(result.state))
-                    summarise("interrupted" if stop else "running")
+                    show("interrupted") if stop else now_and_then("running")
                 if stop:
                     raise Stopped(interrupt.asked)
         except simulate.Diverged:
-            run.tables()
-            summarise("diverged")
+            show("diverged")
             raise
-    run.tables()
-    summarise("complete")
+    show("complete")
 
 
 class Clock:

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from experiments import build, describe, main, report, runs, settings, train, versions
+from experiments import build, describe, main, pace, report, runs, settings, train, versions
 from experiments.presets import DEFAULT_PRESETS, PRESETS
 from experiments.versions import compile_clock
 from fedjax_pfl import layout, memory, simulate
@@ -392,6 +392,23 @@ def test_an_unwritable_file_ends_the_run_with_a_sentence(tmp_path, monkeypatch, 
     assert main._stopped(OSError(5, "Input/output error"), runs.RunDirectory(tmp_path, np.ones(1), False)) == 4
     said = capsys.readouterr().err
     assert "Input/output error" in said and said.strip().endswith(": start again")
+
+
+def test_work_beside_the_rounds_takes_a_twentieth_of_the_time(monkeypatch):
+    """Rounds of 0.1 seconds, beside which work of half a second is asked for after each."""
+    clock = [0.0]
+    monkeypatch.setattr(pace.time, "perf_counter", lambda: clock[0])
+    done = []
+
+    def work(name):
+        done.append(name)
+        clock[0] += 0.5
+
+    now_and_then = pace.Pace(work)
+    for t in range(1000):
+        now_and_then(t)
+        clock[0] += 0.1
+    assert done[0] == 0 and 0.5 * len(done) / clock[0] == pytest.approx(pace.SHARE, abs=0.01)
 
 
 def test_compile_time_is_the_union_of_its_spans():
