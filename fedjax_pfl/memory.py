@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from fedjax_pfl import liveness
 from fedjax_pfl.checks import BadInput
 from fedjax_pfl.clients import AXIS
-from fedjax_pfl.simulate import Program
+from fedjax_pfl.programs import Program
 from fedjax_pfl.types import Array, Federation, PyTree, State
 
 _CGROUPS = ("memory.max", "memory/memory.limit_in_bytes")  # of the second version and of the first
