@@ -12,7 +12,7 @@ import optax
 from absl import logging
 
 from experiments import settings
-from fedjax_pfl import memory, models, simulate, trees
+from fedjax_pfl import memory, models, offload, simulate, trees
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.checks import BadInput, check
 from fedjax_pfl.data import federate, partition, sources
@@ -43,6 +43,8 @@ class Experiment(NamedTuple):
             factory = ALGORITHMS[self.config["algo"]]
             options = {"lr_decay": self.config["lr_decay"], "width": width, "devices": devices}
             made = simulate.program(factory, task, self.config["hparams"], **options)
+            if self.config["client_memory"] == "host" and rounds is None:  # else it is to be traced
+                made = offload.offloaded(made, task)
             self.programs[width, devices, rounds] = made
         return self.programs[width, devices, rounds]
 
@@ -52,7 +54,7 @@ class Experiment(NamedTuple):
 
     def state_shapes(self) -> State:
         """The state's structure with shapes and types in place of arrays; nothing is compiled."""
-        init = self.program().init
+        init = self.program().parts.init
         key = jax.eval_shape(lambda: jax.random.key(0))
         return jax.eval_shape(init, key, numbers(self.program()))
 
@@ -165,11 +167,13 @@ def layout(experiment: Experiment, width: str, count: str) -> dict[str, Any]:
 
 def needed(experiment: Experiment, laid: dict[str, Any]) -> memory.Memory:
     """The memory that a run is predicted to take, laid out like this; warns or raises BadInput where it is too much."""
-    width, spread = laid["width"], laid["devices"]["count"]
-    found = _memory(experiment, width, spread)
-    alone = min(width, -(-simulate.cohort_size(experiment.task) // spread)) == 1
-    ways = [] if alone else [f"less than --width={width}"]
-    ways += [f"less than --devices={spread}"] if spread > 1 and laid["devices"]["platform"] == "cpu" else []
+    width, spread, task = laid["width"], laid["devices"]["count"], experiment.task
+    found, cohort = _memory(experiment, width, spread), simulate.cohort_size(task)
+    ways = [f"less than --width={width}"] if min(width, -(-cohort // spread)) > 1 else []
+    if laid["devices"]["platform"] == "cpu":
+        ways += [f"less than --devices={spread}"] if spread > 1 else []
+    elif cohort < task.num_clients and experiment.config["client_memory"] == "device":
+        ways += ["--client_memory=host"]
     memory.check(found, f"take {' or '.join(ways) if ways else 'fewer --clients, or a smaller --model'}")
     return found
 

@@ -4,6 +4,7 @@ XLA's own account of the compiled round is met within a factor of 1.5 (see the t
 compiling, and a checkpoint while it is written.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,21 +40,47 @@ class Memory(NamedTuple):
 def predict(program: Program, key: Array, federation: Federation) -> Memory:
     """The memory of a program's rounds and evaluations; traces them, which running them then need not do."""
     data = sum(x.nbytes for x in jax.tree.leaves(federation))  # is there already
-    numbers = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in program.numbers}
-    state, devices = jax.eval_shape(program.init, key, numbers), 1
-    if program.mesh is not None:  # as `simulate.rounds` has them
-        devices, everywhere, apart = program.mesh.size, *(NamedSharding(program.mesh, spec) for spec in (P(), P(AXIS)))
-        federation = _placed(federation, everywhere)
-        state = State(_placed(state.server, everywhere), _placed(state.clients, apart))
-    now = (key, numbers, federation, state, jax.ShapeDtypeStruct((), jnp.int32))
-    before = _peak(jax.jit(program.evaluate).trace(*now), now, devices)
-    step = (*now, jax.ShapeDtypeStruct((), jnp.bool))
-    peak = max(before, _peak(jax.jit(program.round, donate_argnums=3).trace(*step), step, devices, donates=True))
+    devices = 1 if program.mesh is None else program.mesh.size
+    peak = max(_peak(*job, devices) for job in _jobs(program, key, federation))
     if jax.default_backend() == "cpu":
         free, total = _machine()
-        return Memory(peak * devices, free + data, total)
+        return Memory(peak * devices + _kept(program, key), free + data, total)
     most = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     return Memory(peak, most, most)
+
+
+def _jobs(program: Program, key: Array, federation: Federation) -> Iterator[tuple[Any, tuple, bool]]:
+    """What a run runs, traced, with the arguments that `simulate.rounds` gives it, and whether it takes over the state
+    among them, always the fourth."""
+    numbers = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in program.numbers}
+    t, wanted = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool)
+    state, drawn = _state(program, key), ()
+    if program.on_host:
+        drawn = jax.eval_shape(program.parts.draw, key, t)
+        rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*drawn[0].shape, *x.shape[1:]), x.dtype), state.clients)
+        state = State(state.server, rows)
+    if program.mesh is not None:
+        everywhere, apart = (NamedSharding(program.mesh, spec) for spec in (P(), P(AXIS)))
+        federation = _placed(federation, everywhere)
+        state = State(_placed(state.server, everywhere), _placed(state.clients, apart))
+    given = (key, numbers, federation, state)
+    evaluate, step = (
+        (program.parts.score, program.parts.train) if program.on_host else (program.evaluate, program.round)
+    )
+    before, during = (*given, *drawn[:1], t), (*given, *drawn, t, wanted)
+    yield jax.jit(evaluate).trace(*before), before, False
+    yield jax.jit(step, donate_argnums=3).trace(*during), during, True
+
+
+def _state(program: Program, key: Array) -> State:
+    numbers = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in program.numbers}
+    return jax.eval_shape(program.parts.init if program.on_host else program.init, key, numbers)
+
+
+def _kept(program: Program, key: Array) -> int:
+    """Bytes of the rows that are kept in main memory."""
+    rows = jax.tree.leaves(_state(program, key).clients) if program.on_host else []
+    return sum(x.size * x.dtype.itemsize for x in rows)
 
 
 def say(memory: Memory) -> str:
@@ -85,8 +112,7 @@ def _placed(tree: PyTree, where: NamedSharding) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
 
 
-def _peak(traced: Any, arguments: tuple, devices: int, donates: bool = False) -> int:
-    """Of a program that may overwrite the state, its fourth argument, or may not."""
+def _peak(traced: Any, arguments: tuple, donates: bool, devices: int) -> int:
     parts = (*arguments[:3], arguments[3].server, arguments[3].clients, *arguments[4:])
     of = [part for part, tree in enumerate(parts) for _ in jax.tree.leaves(tree)]
     donated = [donates and part in (3, 4) for part in of]

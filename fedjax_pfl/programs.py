@@ -158,6 +158,13 @@ def program(
     return Program(numbers, init, round, scores, predict, jax.jit(place), by_id, parts, mesh)
 
 
+def compiled(program: Program) -> tuple[Callable, Callable, Callable]:
+    """Its init, evaluate and round, jitted; the round overwrites the state it is given."""
+    if program.on_host:
+        return program.init, program.evaluate, program.round
+    return jax.jit(program.init), jax.jit(program.evaluate), jax.jit(program.round, donate_argnums=3)
+
+
 def _bound(factory: Callable[..., Algorithm], task: Task, hparams: dict[str, Any], lr_decay: float):
     """The method as a function of its numbers and the round, and the numbers."""
     defaults = hyperparameters(factory)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from fedjax_pfl import evaluate
 from fedjax_pfl.data.sources import Dataset
-from fedjax_pfl.programs import Program, cohort_size, hyperparameters, program, sample
+from fedjax_pfl.programs import Program, cohort_size, compiled, hyperparameters, program, sample
 from fedjax_pfl.types import Array, Federation, Model, PyTree, State, Task
 
 __all__ = [
@@ -108,13 +108,12 @@ def rounds(
     Raises:
       Diverged: when an active client's loss is not finite, after yielding nothing of that round.
     """
-    step = jax.jit(program.round, donate_argnums=3)
-    scores = jax.jit(program.evaluate)
+    init, scores, step = compiled(program)
     numbers = {name: jnp.asarray(value, float) for name, value in program.numbers.items()}
     if program.mesh is not None:  # once: a jitted function would copy it to the devices at every call
         federation = jax.device_put(federation, NamedSharding(program.mesh, P()))
     if state is None:
-        state = jax.jit(program.init)(key, numbers)
+        state = init(key, numbers)
     for t in range(start, rounds):
         wanted = bool(eval_every) and (t % eval_every == 0 or t == rounds - 1)
         pre = jax.device_get(scores(key, numbers, federation, state, jnp.int32(t))) if wanted else None

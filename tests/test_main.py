@@ -457,6 +457,8 @@ BAD = [
     ("--algo=fedavg --participation=half", "--participation=half must be a number, or a range as 0.1:1"),
     ("--algo=fedavg --width=wide", "--width=wide must be a whole number, or auto"),
     ("--algo=fedavg --width=0", "width=0 is outside its range"),
+    ("--algo=fedavg --client_memory=disk", "Unknown client_memory 'disk'"),
+    ("--algo=fedavg --client_memory=host", "with participation=1 all 20 are: leave it out"),
     ("--algo=fedavg --devices=many", "--devices=many must be a whole number, auto or all"),
     ("--algo=fedavg --devices=0", "devices=0 is outside its range"),
     ("--algo=fedavg --checkpoint_every=0", "checkpoint_every=0 is outside its range"),
