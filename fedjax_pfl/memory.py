@@ -61,7 +61,7 @@ def _jobs(program: Program, key: Array, federation: Federation) -> Iterator[tupl
         state = State(state.server, rows)
     if program.mesh is not None:
         everywhere, apart = (NamedSharding(program.mesh, spec) for spec in (P(), P(AXIS)))
-        federation = _placed(federation, everywhere)
+        key, numbers, federation = _placed((key, numbers, federation), everywhere)
         state = State(_placed(state.server, everywhere), _placed(state.clients, apart))
     given = (key, numbers, federation, state)
     evaluate, step = (

@@ -110,18 +110,18 @@ def rounds(
     """
     init, scores, step = compiled(program)
     numbers = {name: jnp.asarray(value, float) for name, value in program.numbers.items()}
-    if program.mesh is not None:  # once: a jitted function would copy it to the devices at every call
-        federation = jax.device_put(federation, NamedSharding(program.mesh, P()))
+    if program.mesh is not None:  # once: a jitted function would copy them to the devices at every call
+        key, numbers, federation = jax.device_put((key, numbers, federation), NamedSharding(program.mesh, P()))
     if state is None:
         state = init(key, numbers)
     for t in range(start, rounds):
         wanted = bool(eval_every) and (t % eval_every == 0 or t == rounds - 1)
-        pre = jax.device_get(scores(key, numbers, federation, state, jnp.int32(t))) if wanted else None
-        state, metrics = step(key, numbers, federation, state, jnp.int32(t), jnp.bool(wanted))
+        pre = jax.device_get(scores(key, numbers, federation, state, np.int32(t))) if wanted else None
+        state, metrics = step(key, numbers, federation, state, np.int32(t), np.bool_(wanted))
         metrics = _without_padding(jax.device_get(metrics), len(federation.train.size))
         _check_finite(t, metrics)
         yield Result(t, state, metrics, pre)
-    yield Result(rounds, state, None, jax.device_get(scores(key, numbers, federation, state, jnp.int32(rounds))))
+    yield Result(rounds, state, None, jax.device_get(scores(key, numbers, federation, state, np.int32(rounds))))
 
 
 def _without_padding(metrics: PyTree, num_clients: int) -> PyTree:

@@ -101,15 +101,9 @@ def test_what_was_traced_to_predict_is_not_traced_to_run(devices):
 
     program, f = simulate.program(factory, toy.task(), devices=devices), toy.federation()
     memory.predict(program, KEY, f)
-    numbers = {name: jnp.asarray(x, float) for name, x in program.numbers.items()}
-    state = jax.jit(program.init)(KEY, numbers)
-    if program.mesh is not None:
-        f = jax.device_put(f, jax.NamedSharding(program.mesh, jax.P()))
-    assert calls
-    calls.clear()
-    jax.jit(program.round, donate_argnums=3).trace(KEY, numbers, f, state, jnp.int32(3), jnp.bool(True))
-    jax.jit(program.evaluate).trace(KEY, numbers, f, state, jnp.int32(3))
-    assert not calls
+    traced = len(calls)
+    assert len(list(simulate.rounds(program, KEY, f, rounds=1))) == 2
+    assert len(calls) <= traced + 1  # that of `init`, whose shapes alone were wanted
 
 
 def test_the_width_is_bounded_by_the_memory(monkeypatch, tmp_path):
