@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import toy
 
@@ -55,10 +56,12 @@ def test_a_loop_over_clients_keeps_what_those_who_are_done_have():
     assert together - alone == pytest.approx(1, abs=0.1)
 
 
+MODEL = models.model(lambda shape, classes, rngs: nets.mlp(shape, classes, rngs, hidden=1024), toy.SHAPE, toy.C)
+
+
 def program_of(method, width, devices=1, participation=1.0):
     """With a network that is large beside the rest."""
-    model = models.model(lambda shape, classes, rngs: nets.mlp(shape, classes, rngs, hidden=1024), toy.SHAPE, toy.C)
-    task = toy.task(model=model, participation=(participation, participation))
+    task = toy.task(model=MODEL, participation=(participation, participation))
     return simulate.program(ALGORITHMS[method], task, width=width, devices=devices)
 
 
@@ -81,6 +84,20 @@ def test_the_prediction_is_xlas_account_within_a_factor(method, width, devices, 
     found = memory.predict(program, KEY, toy.federation())
     assert 1 / 1.5 < found.peak / devices / account(program) < 1.5
     assert found.free is not None and found.total is not None and 0 < found.free < found.total
+
+
+def test_few_of_many_clients_cost_their_own_rows_only():
+    """The rows of 200 clients are overwritten in place, where two of them took part."""
+    f, many = toy.federation(), np.arange(200) % toy.N
+    f = f._replace(**{name: toy.rows(getattr(f, name), many) for name in ("train", "val", "test", "class_counts")})
+    sizes, counts = np.asarray(f.train.size), np.asarray(f.class_counts)
+    task = toy.task(model=MODEL, participation=(0.01, 0.01), sizes=sizes, class_counts=counts)
+    program = simulate.program(ALGORITHMS["ditto"], task)
+    state = jax.jit(program.init)(KEY, program.numbers)
+    rows = sum(x.nbytes for x in jax.tree.leaves(state.clients))
+    args = (KEY, program.numbers, f, state, np.int32(0), np.bool_(False))
+    found = jax.jit(program.round, donate_argnums=3).lower(*args).compile().memory_analysis()
+    assert found.alias_size_in_bytes >= rows and found.temp_size_in_bytes < rows / 10
 
 
 def test_a_wider_round_takes_more():
