@@ -44,7 +44,8 @@ def predict(program: Program, key: Array, federation: Federation) -> Memory:
     peak = max(_peak(*job, devices) for job in _jobs(program, key, federation))
     if jax.default_backend() == "cpu":
         free, total = _machine()
-        return Memory(peak * devices + _kept(program, key), free + data, total)
+        here = 1 if program.mesh is None else len(program.mesh.local_devices)
+        return Memory(peak * here + _kept(program, key), free + data, total)
     most = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     return Memory(peak, most, most)
 
@@ -64,9 +65,8 @@ def _jobs(program: Program, key: Array, federation: Federation) -> Iterator[tupl
         key, numbers, federation = _placed((key, numbers, federation), everywhere)
         state = State(_placed(state.server, everywhere), _placed(state.clients, apart))
     given = (key, numbers, federation, state)
-    evaluate, step = (
-        (program.parts.score, program.parts.train) if program.on_host else (program.evaluate, program.round)
-    )
+    parts = program.parts
+    evaluate, step = (parts.score, parts.train) if program.on_host else (program.evaluate, program.round)
     before, during = (*given, *drawn[:1], t), (*given, *drawn, t, wanted)
     yield jax.jit(evaluate).trace(*before), before, False
     yield jax.jit(step, donate_argnums=3).trace(*during), during, True

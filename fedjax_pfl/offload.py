@@ -24,9 +24,11 @@ def offloaded(program: Program, task: Task) -> Program:
     Its functions are jitted where they can be, and cannot be traced themselves.
 
     Raises:
-      BadInput: everybody takes part in a round, so that no row could stay on the host.
+      BadInput: everybody takes part in a round, so that no row could stay on the host; or there are several processes.
     """
     n, most = task.num_clients, cohort_size(task)
+    if jax.process_count() > 1:
+        raise BadInput("client_memory=host is for a single process: leave it out.")
     if most == n:
         raise BadInput(
             f"client_memory=host keeps the clients that are not in the round on the host, but with participation=1 "
