@@ -12,7 +12,7 @@ import optax
 from absl import logging
 
 from experiments import settings
-from fedjax_pfl import clients, hosts, models, simulate, trees
+from fedjax_pfl import clients, hosts, memory, models, offload, simulate, trees
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.checks import BadInput
 from fedjax_pfl.data import federate, partition, sources
@@ -30,17 +30,23 @@ class Experiment(NamedTuple):
     federation: Federation
     task: Task
     conv: str  # the form of the convolutions
+    programs: dict[tuple, simulate.Program]  # those made so far: what was traced for one use is there for the next
 
     @property
     def key(self) -> jax.Array:
         return jax.random.key(self.config["seed"])
 
     def program(self, width: int = 1, devices: int = 1, rounds: int | None = None) -> simulate.Program:
-        """The pure functions of this experiment."""
-        task = self.task if rounds is None else self.task._replace(rounds=rounds)
-        factory = ALGORITHMS[self.config["algo"]]
-        options = {"lr_decay": self.config["lr_decay"], "width": width, "devices": devices}
-        return simulate.program(factory, task, self.config["hparams"], **options)
+        """The pure functions of this experiment; made once for each layout."""
+        if (width, devices, rounds) not in self.programs:
+            task = self.task if rounds is None else self.task._replace(rounds=rounds)
+            factory = ALGORITHMS[self.config["algo"]]
+            options = {"lr_decay": self.config["lr_decay"], "width": width, "devices": devices}
+            made = simulate.program(factory, task, self.config["hparams"], **options)
+            if self.config["client_memory"] == "host" and rounds is None:  # else it is to be traced
+                made = offload.offloaded(made, task)
+            self.programs[width, devices, rounds] = made
+        return self.programs[width, devices, rounds]
 
     def algorithm(self) -> Algorithm:
         """The method as a value, at the first round's learning rate."""
@@ -48,7 +54,7 @@ class Experiment(NamedTuple):
 
     def state_shapes(self) -> State:
         """The state's structure with shapes and types in place of arrays; nothing is compiled."""
-        init = self.program().init
+        init = self.program().parts.init
         key = jax.eval_shape(lambda: jax.random.key(0))
         return jax.eval_shape(init, key, numbers(self.program()))
 
@@ -69,7 +75,7 @@ def prepare(config: dict[str, Any], conv: str = "auto") -> Experiment:
         config["model"] = "cnn" if _is_image(dataset.x.shape[1:]) else "mlp"
     conv = layers.form(conv)
     task = _task(config, dataset, dealt, conv)
-    experiment = Experiment(config, dataset, dealt, None, task, conv)  # type: ignore[arg-type]
+    experiment = Experiment(config, dataset, dealt, None, task, conv, {})  # type: ignore[arg-type]
     experiment.state_shapes()  # the method's own checks: of its numbers, and of the model's parts
     return experiment._replace(federation=federate.federate(dataset, dealt))
 
@@ -147,18 +153,41 @@ def numbers(program: simulate.Program) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def layout(experiment: Experiment, width: str, count: str) -> dict[str, Any]:
-    """How clients are laid out here: `width` and the number of devices as given, or chosen."""
+    """How clients are laid out here: `width` and the number of devices as given, or chosen.
+
+    Raises:
+      BadInput: there are not so many devices, or not nearly the memory.
+    """
     spread = devices(count, experiment)
     machine = {"platform": jax.default_backend(), "kind": jax.devices()[0].device_kind, "count": spread}
     chosen = int(width) if width != "auto" else _auto_width(experiment, spread)
-    return {"width": chosen, "conv": experiment.conv, "devices": machine}
+    laid = {"width": chosen, "conv": experiment.conv, "devices": machine}
+    return laid | {"memory": needed(experiment, laid)._asdict()}
+
+
+def needed(experiment: Experiment, laid: dict[str, Any]) -> memory.Memory:
+    """The memory that a run is predicted to take, laid out like this; warns or raises BadInput where it is too much."""
+    width, spread, task = laid["width"], laid["devices"]["count"], experiment.task
+    found, cohort = _memory(experiment, width, spread), simulate.cohort_size(task)
+    ways = [f"less than --width={width}"] if min(width, -(-cohort // spread)) > 1 else []
+    if laid["devices"]["platform"] == "cpu":
+        ways += [f"less than --devices={spread}"] if spread > 1 else []
+    elif cohort < task.num_clients and experiment.config["client_memory"] == "device":
+        ways += ["--client_memory=host"]
+    memory.check(found, f"take {' or '.join(ways) if ways else 'fewer --clients, or a smaller --model'}")
+    return found
+
+
+def _memory(experiment: Experiment, width: int, spread: int) -> memory.Memory:
+    return memory.predict(experiment.program(width, spread), experiment.key, experiment.federation)
 
 
 def _auto_width(experiment: Experiment, spread: int) -> int:
     """Tried by process 0, with its part of the clients on its part of the devices."""
     processes = jax.process_count()
     cohort = -(-simulate.cohort_size(experiment.task) // processes)
-    return hosts.on_first(choose_width, experiment.task, experiment.federation, cohort, spread // processes)
+    fits = lambda width: _memory(experiment, width, spread).fits
+    return hosts.on_first(choose_width, experiment.task, experiment.federation, cohort, spread // processes, fits)
 
 
 def devices(count: str, experiment: Experiment, recorded: int | None = None) -> int:

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from experiments import build, describe, published, report, runs, settings, targets, train
 from experiments.versions import changed, versions
-from fedjax_pfl import hosts, layout, local, simulate
+from fedjax_pfl import hosts, layout, local, memory, simulate
 from fedjax_pfl.checks import BadInput
 
 BAD_INPUT, DIVERGED, UNWRITABLE, LOST, INTERRUPTED = 2, 3, 4, 5, 130
@@ -84,11 +84,13 @@ def _into(path: Path, config: dict[str, Any], resume: bool, console: Console) ->
         if resume:
             start, state = hosts.on_first(_resume, directory, experiment, console)
             laid["devices"]["count"] = build.devices(config["devices"], experiment, laid["devices"]["count"])
+            laid["memory"] = build.needed(experiment, laid)._asdict()
         else:
             hosts.on_first(runs.make, path)
             laid, start, state = build.layout(experiment, config["width"], config["devices"]), 0, None
             hosts.on_first(directory.start, experiment, laid, versions())
-        console.print(f"Run directory: {path}; {_say(laid, config['width'] == 'auto' and not resume)}")
+        takes = memory.say(memory.Memory(**laid["memory"]))
+        console.print(f"Run directory: {path}; {_say(laid, config['width'] == 'auto' and not resume)}; {takes}")
         train.train(experiment, laid, directory, start, state, console)
     except (simulate.Diverged, train.Stopped, OSError) as error:
         return _stopped(error, directory)

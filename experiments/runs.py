@@ -161,7 +161,6 @@ class RunDirectory:
             with open(self.path / f"{name}.jsonl", "a", encoding="utf-8") as file:
                 os.fsync(file.fileno())
         checkpoint.save(self.path / "checkpoints", step, state)
-        self.tables()
 
     def tables(self) -> None:
         """Writes metrics.csv and the curves anew."""

@@ -61,6 +61,7 @@ SETTINGS = {
     "checkpoint_every": Setting(int, 10, "rounds between checkpoints", free=True),
     "width": Setting(str, "auto", "clients trained at once, or auto: measured for two seconds", free=True),
     "devices": Setting(str, "auto", "devices to spread the clients over: a number, all, or auto", free=True),
+    "client_memory": Setting(str, "device", "where clients outside a round have their state: device, host", free=True),
     "data_dir": Setting(str, None, "where TFDS data sets were prepared (default: TFDS_DATA_DIR)", free=True),
 }
 
@@ -182,6 +183,7 @@ def check_ranges(config: dict[str, Any]) -> None:
     targets.levels(config["targets"])
     if config["test_split"] is not None:
         choose("test_split", config["test_split"], ("pool", "official"))
+    choose("client_memory", config["client_memory"], ("device", "host"))
     participation(config["participation"])
     if config["width"] != "auto":
         check("width", _number(int, "--width", config["width"]), 1, INF)

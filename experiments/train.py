@@ -11,6 +11,7 @@ from rich.console import Console
 from experiments import build, published, report, targets, versions
 from experiments.files import read_json, write_json
 from experiments.interrupt import Interrupt
+from experiments.pace import Pace
 from experiments.runs import RunDirectory
 from fedjax_pfl import hosts, simulate
 from fedjax_pfl.types import State
@@ -37,19 +38,21 @@ def train(
     placed = None if state is None else jax.jit(program.place)(state)
     options = {"rounds": rounds, "eval_every": c["eval_every"], "start": start, "state": placed}
     with versions.compile_clock() as compiling, reporter, Interrupt(ask, words) as interrupt:
-        summarise = lambda status: _summarise(run, experiment, status, clock, compiling())
-        show = lambda result: reporter.update(run.append(result))
 
-        def keep(status: str, done: int = 0, state: State | None = None) -> None:
-            if state is None:
-                run.tables()
-            else:
-                run.save(done, state)
-            summarise(status)
+        def show(status: str) -> None:
+            run.tables()
+            _summarise(run, experiment, status, clock, compiling())
+
+        now_and_then = Pace(show)
+        add = lambda result: reporter.update(run.append(result))
+
+        def keep(status: str, done: int, state: State) -> None:
+            run.save(done, state)
+            show(status) if status == "interrupted" else now_and_then(status)
 
         try:
             for result in simulate.rounds(program, experiment.key, experiment.federation, **options):
-                hosts.on_first(show, result)
+                hosts.on_first(add, result)
                 done = result.round + (result.metrics is not None)
                 number = hosts.largest(interrupt.asked or 0)  # whoever was asked, all stop after the same round
                 stop = number and done < rounds
@@ -59,9 +62,9 @@ def train(
                 if stop:
                     raise Stopped(number)
         except simulate.Diverged:
-            hosts.on_first(keep, "diverged")
+            hosts.on_first(show, "diverged")
             raise
-    hosts.on_first(keep, "complete")
+    hosts.on_first(show, "complete")
 
 
 class Clock:

@@ -104,8 +104,14 @@ def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
     if not several():
         return jax.device_put(tree, everywhere)
     _meet(mesh)
-    put = lambda x: jax.make_array_from_callback(x.shape, everywhere, lambda _: x)
-    return jax.tree.map(lambda x: put(np.asarray(x)), tree)
+
+    def put(x: Any) -> jax.Array:
+        if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(put(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+        x = np.asarray(x)
+        return jax.make_array_from_callback(x.shape, everywhere, lambda _: x)
+
+    return jax.tree.map(put, tree)
 
 
 def _meet(mesh: Mesh) -> None:

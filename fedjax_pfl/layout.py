@@ -10,7 +10,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -68,35 +68,44 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def choose_width(task: Task, federation: Federation, clients: int, devices: int = 1) -> int:
+def choose_width(
+    task: Task, federation: Federation, clients: int, devices: int = 1, fits: Callable[[int], bool] = lambda _: True
+) -> int:
     """The number of clients to train at once on each device, by timing local training of the real model.
 
     Args:
       clients: S, the clients of a round.
       devices: of this process, over which they are spread.
+      fits: whether a width has the memory it needs; where none has, the least is taken.
     """
     clients = -(-clients // devices)
     shapes = jax.eval_shape(task.model.init, jax.random.key(0))
     size = sum(x.size for x in jax.tree.leaves(shapes))
     candidates = _candidates(clients)
-    if len(candidates) == 1 or (jax.default_backend() == "cpu" and size > LARGE):
+    if jax.default_backend() == "cpu" and size > LARGE:
         return candidates[0]
-    path = _path(task, shapes, candidates, devices)
-    try:
-        known = json.loads(path.read_text())["width"]
-        return known if known in candidates else candidates[0]
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    times = {width: seconds_per_step(task, federation, width, devices) for width in candidates}
-    best = min(times, key=times.__getitem__)
-    logging.info("Width: %s", ", ".join(f"{w} takes {t * 1e6:.0f} us a client step" for w, t in times.items()))
-    _remember(path, best, times)
-    return best
+    while len(candidates) > 1:
+        path = _path(task, shapes, candidates, devices)
+        known = _recall(path, candidates)
+        if known is None and fits(candidates[-1]):
+            return _fastest(task, federation, candidates, devices, path)
+        if known is not None and fits(known):
+            return known
+        candidates = candidates[:-1]
+    return candidates[0]
 
 
 def _candidates(clients: int) -> Sequence[int]:
     tries = (1, 4) if jax.default_backend() == "cpu" else (8, 32, 128)
     return sorted({min(width, clients) for width in tries})
+
+
+def _fastest(task: Task, federation: Federation, candidates: Sequence[int], devices: int, path: Path) -> int:
+    times = {width: seconds_per_step(task, federation, width, devices) for width in candidates}
+    best = min(times, key=times.__getitem__)
+    logging.info("Width: %s", ", ".join(f"{w} takes {t * 1e6:.0f} us a client step" for w, t in times.items()))
+    _remember(path, best, times)
+    return best
 
 
 def seconds_per_step(task: Task, federation: Federation, width: int, devices: int = 1) -> float:
@@ -132,6 +141,14 @@ def _path(task: Task, shapes, candidates: Sequence[int], devices: int) -> Path:
     forward = str(jax.make_jaxpr(lambda w, x: task.model.apply(w, x)[0])(shapes, x))  # its form, types and sizes
     parts = [jax.__version__, device.device_kind, _cores(), devices, candidates, forward]
     return cache_dir() / "layout" / (hashlib.sha256(repr(parts).encode()).hexdigest()[:16] + ".json")
+
+
+def _recall(path: Path, candidates: Sequence[int]) -> int | None:
+    try:
+        known = json.loads(path.read_text())["width"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return known if known in candidates else candidates[0]
 
 
 def _remember(path: Path, width: int, times: dict[int, float]) -> None:

@@ -1,10 +1,5 @@
-"""The round loop: sample, gather, round, scatter, evaluate.
+"""The round loop: sample, gather, round, scatter, evaluate."""
 
-Key streams: key -> (init; round t -> (sampling, server, clients)). The sampling stream does not depend on the method,
-so two methods with one key see the same clients and, for their main local training, the same batches.
-"""
-
-import inspect
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -13,28 +8,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import PartitionSpec as P
 
-from fedjax_pfl import evaluate, hosts, trees
-from fedjax_pfl.checks import BadInput, check, choose
-from fedjax_pfl.clients import AXIS, Cohort, deal, make_mesh, sharded, unmarked
+from fedjax_pfl import evaluate, hosts
 from fedjax_pfl.data.sources import Dataset
-from fedjax_pfl.types import Algorithm, Array, Federation, Model, PyTree, State, Task
+from fedjax_pfl.programs import Program, cohort_size, compiled, hyperparameters, program, sample
+from fedjax_pfl.types import Array, Federation, Model, PyTree, State, Task
 
-INIT, ROUND, SAMPLING, SERVER, CLIENTS = range(5)
-
-
-class Program(NamedTuple):
-    """One experiment as pure functions; `numbers` are its traced floats (see `program`), t [] int32 is the round."""
-
-    numbers: dict[str, float]
-    init: Callable[..., State]  # (key, numbers) -> State
-    round: Callable[..., tuple[State, PyTree]]  # (key, numbers, federation, State[N], t, evaluated) -> State, metrics
-    evaluate: Callable[..., dict[str, Array]]  # (key, numbers, federation, State[N], t) -> {name: [N]}
-    predict: Callable[..., Array]  # (key, numbers, federation, State[N], t, client id [], raw x [B, *input]) -> outputs
-    place: Callable[[State], State]  # rows by client id -> rows as the other functions take them, over the devices
-    by_id: Callable[[State], State]  # and back; both change nothing on a single device
-    mesh: Any = None  # jax.sharding.Mesh of several devices
+__all__ = [
+    "Diverged",
+    "Program",
+    "Result",
+    "cohort_size",
+    "curve",
+    "hyperparameters",
+    "program",
+    "record",
+    "rounds",
+    "sample",
+    "task",
+]
 
 
 class Diverged(RuntimeError):
@@ -62,164 +54,6 @@ def task(
     sizes, shape, classes = counts.sum(axis=1), dataset.x.shape[1:], dataset.num_classes
     made = Task(model, sizes, counts, classes, shape, dataset.prepare, lr, optimizer, batch_size)
     return made._replace(**{"superclass": dataset.superclass} | options)
-
-
-def cohort_size(task: Task) -> int:
-    """S, the largest number of clients of a round: max(1, floor(rho N))."""
-    return max(1, math.floor(task.participation[1] * task.num_clients + 1e-9))
-
-
-def sample(key: Array, task: Task) -> tuple[Array, Array]:
-    """Draws a round's clients: ids [S] distinct, active [S].
-
-    With participation (low, high) their number is uniform on {max(1, floor(low N)), ..., floor(high N)}.
-    """
-    n, most = task.num_clients, cohort_size(task)
-    least = max(1, math.floor(task.participation[0] * n + 1e-9))
-    key_ids, key_number = jax.random.split(key)
-    number = jax.random.randint(key_number, (), min(least, most), most + 1)
-    order = jax.random.permutation(key_ids, n).astype(jnp.int32)
-    if most == n:  # everybody has a place, so nothing needs gathering
-        return jnp.arange(n, dtype=jnp.int32), jnp.argsort(order) < number
-    return order[:most], jnp.arange(most) < number
-
-
-def check_task(task: Task) -> None:
-    """Raises BadInput for numbers that no method can work with."""
-    low, high = task.participation
-    check("participation", low, 0, 1, open_low=True)
-    check("participation", high, 0, 1, open_low=True)
-    if low > high:
-        raise BadInput(f"participation={low}:{high} is a range from high to low: write it as {high}:{low}.")
-    check("lr", task.lr, 0, math.inf, open_low=True)
-    check("batch_size", task.batch_size, 1, math.inf)
-    check("rounds", task.rounds, 0, math.inf)
-    if (task.epochs is None) == (task.steps is None):
-        raise BadInput("Local work is either epochs or steps: give exactly one of the two.")
-    check("epochs", task.epochs or 0, 0, math.inf)
-    check("steps", task.steps or 0, 0, math.inf)
-
-
-def program(
-    factory: Callable[..., Algorithm],
-    task: Task,
-    hparams: dict[str, Any] | None = None,
-    *,
-    lr_decay: float = 1.0,
-    width: int = 1,
-    devices: int = 1,
-) -> Program:
-    """Makes an experiment of a method and a task.
-
-    Over several devices the rows of State.clients lie dealt out by work, N rounded up to a multiple of the devices:
-    `by_id` gives them in the clients' order. Round metrics come in the order of their "ids", padding included.
-    The devices may be those of several processes, which call the same functions with the same arguments: `hosts.fetch`
-    brings results to every host, as `rounds` does by itself.
-
-    The floats among the hyperparameters, `lr` and `lr_decay` (the factor by which lr shrinks a round) become
-    `numbers`, arguments of every function, so that other values need no new compilation and can be vmapped over.
-
-    Raises:
-      BadInput: for an unknown hyperparameter, a value out of range, or devices that cannot be had (`clients.take`).
-    """
-    defaults = hyperparameters(factory)
-    for name in hparams or {}:
-        choose("hyperparameter", name, defaults)
-    hparams = defaults | (hparams or {})
-    check_task(task)
-    factory(task, **hparams)  # ranges are checked on the host, before anything is traced
-    is_number = {name: isinstance(value, float) or isinstance(defaults[name], float) for name, value in hparams.items()}
-    static = {name: value for name, value in hparams.items() if not is_number[name]}
-    numbers = {name: float(value) for name, value in hparams.items() if is_number[name]}
-    numbers |= {"lr": float(task.lr), "lr_decay": float(lr_decay)}
-
-    def algorithm(numbers: dict[str, Array], t: Array | int) -> Algorithm:
-        free = {name: value for name, value in numbers.items() if name not in ("lr", "lr_decay")}
-        lr = numbers["lr"] * numbers["lr_decay"] ** jnp.asarray(t, float)
-        return factory(task._replace(lr=lr), **static, **free)
-
-    mesh, n = make_mesh(devices), task.num_clients
-    order = np.asarray(deal(jnp.asarray(task.sizes), devices)) if mesh else np.arange(n)  # the clients of the rows
-    row = np.argsort(order)  # of each client; those past N are padding
-
-    free = (lambda *args: args) if mesh is None else (lambda *args: unmarked(args))
-
-    def place(state: State) -> State:
-        rows = state.clients if mesh is None else trees.gather(state.clients, np.minimum(order, n - 1))
-        return _sharded(state._replace(clients=rows), mesh)
-
-    def by_id(state: State) -> State:
-        return state if mesh is None else state._replace(clients=trees.gather(state.clients, row[:n]))
-
-    def cohort(key, federation, ids, active, t, evaluated, mesh=mesh) -> Cohort:
-        key, options = jax.random.fold_in(_round_key(key, t), CLIENTS), {"width": width, "mesh": mesh}
-        return Cohort(federation, task.prepare, ids, active, key=key, round=t, evaluated=evaluated, **options)
-
-    def init(key: Array, numbers: dict[str, Array]) -> State:
-        return place(trees.copied(algorithm(numbers, 0).init(jax.random.fold_in(key, INIT))))
-
-    def places(ids: Array, active: Array) -> tuple[Array, Array]:
-        """A sample, dealt out to the devices: everybody stays where its row lies."""
-        if mesh is None:
-            return ids, active
-        work = jnp.where(active, jnp.asarray(task.sizes)[ids], 0)
-        dealt = jnp.asarray(order, jnp.int32) if len(ids) == n else deal(work, devices)
-        known, at = dealt < len(ids), jnp.minimum(dealt, len(ids) - 1)
-        return jnp.where(known, ids[at], n + dealt - len(ids)), active[at] & known
-
-    def round(key, numbers, federation, state: State, t, evaluated) -> tuple[State, PyTree]:
-        key, numbers, federation, state, t, evaluated = free(key, numbers, federation, state, t, evaluated)
-        method = algorithm(numbers, t)
-        ids, active = places(*sample(jax.random.fold_in(_round_key(key, t), SAMPLING), task))
-        present = cohort(key, federation, ids, active, t, evaluated)
-        everybody = ids.shape == order.shape  # at home: no row has to move
-        at = sharded(jnp.asarray(row)[ids], mesh, P())
-        here = State(state.server, state.clients if everybody else trees.gather(state.clients, at))
-        new, metrics = method.round(jax.random.fold_in(_round_key(key, t), SERVER), here, present)
-        metrics = metrics | {"traffic": method.traffic(here, present, metrics), "ids": ids, "active": active}
-        if everybody:
-            clients = trees.where(active, new.clients, state.clients)
-        else:
-            moved = sharded(new.clients, mesh, P())  # told to all at once: the indices then need not travel
-            clients = trees.scatter(state.clients, at, moved, present.active)
-        return _sharded(State(new.server, clients), mesh), metrics
-
-    def scores(key, numbers, federation, state: State, t) -> dict[str, Array]:
-        key, numbers, federation, state, t = free(key, numbers, federation, state, t)
-        method = algorithm(numbers, t)
-        ids = jnp.asarray(order, jnp.int32)
-        everybody = cohort(key, federation, ids, ids < n, t, jnp.bool(True))
-
-        def client(c, row):
-            return evaluate.client(c, method.predict(state.server, row, c), method.score)
-
-        return trees.gather(everybody.map(client, state.clients), row[:n])
-
-    def predict(key, numbers, federation, state: State, t, id, x) -> Array:
-        method, ids = algorithm(numbers, t), jnp.asarray(id, jnp.int32)[None]
-        alone = cohort(key, federation, ids, ids >= 0, t, jnp.bool(True), mesh=None)
-
-        def client(c, row):
-            return method.predict(state.server, row, c)(task.prepare(x), jnp.ones(x.shape[0], bool))
-
-        return alone.map(client, trees.gather(state.clients, jnp.asarray(row)[ids]))[0]
-
-    return Program(numbers, init, round, scores, predict, place, by_id, mesh)
-
-
-def _sharded(state: State, mesh: Any) -> State:
-    """The server's part on every device, the clients' rows each on one."""
-    return State(sharded(state.server, mesh, P()), sharded(state.clients, mesh, P(AXIS)))
-
-
-def _round_key(key: Array, t: Array) -> Array:
-    return jax.random.fold_in(jax.random.fold_in(key, ROUND), t)
-
-
-def hyperparameters(factory: Callable[..., Algorithm]) -> dict[str, Any]:
-    """The keyword arguments of a factory with their defaults."""
-    parameters = inspect.signature(factory).parameters.values()
-    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 def curve(
@@ -272,21 +106,20 @@ def rounds(
     Raises:
       Diverged: when an active client's loss is not finite, after yielding nothing of that round.
     """
-    step = jax.jit(program.round, donate_argnums=3)
-    scores = jax.jit(program.evaluate)
+    init, scores, step = compiled(program)
     numbers = {name: jnp.asarray(value, float) for name, value in program.numbers.items()}
-    if program.mesh is not None:  # once: a jitted function would copy it to the devices at every call
-        federation = hosts.replicate(federation, program.mesh)
+    if program.mesh is not None:  # once: a jitted function would copy them to the devices at every call
+        key, numbers, federation = hosts.replicate((key, numbers, federation), program.mesh)
     if state is None:
-        state = jax.jit(program.init)(key, numbers)
+        state = init(key, numbers)
     for t in range(start, rounds):
         wanted = bool(eval_every) and (t % eval_every == 0 or t == rounds - 1)
-        pre = hosts.fetch(scores(key, numbers, federation, state, jnp.int32(t))) if wanted else None
-        state, metrics = step(key, numbers, federation, state, jnp.int32(t), jnp.bool(wanted))
+        pre = hosts.fetch(scores(key, numbers, federation, state, np.int32(t))) if wanted else None
+        state, metrics = step(key, numbers, federation, state, np.int32(t), np.bool_(wanted))
         metrics = _without_padding(hosts.fetch(metrics), len(federation.train.size))
         _check_finite(t, metrics)
         yield Result(t, state, metrics, pre)
-    yield Result(rounds, state, None, hosts.fetch(scores(key, numbers, federation, state, jnp.int32(rounds))))
+    yield Result(rounds, state, None, hosts.fetch(scores(key, numbers, federation, state, np.int32(rounds))))
 
 
 def _without_padding(metrics: PyTree, num_clients: int) -> PyTree:

@@ -14,10 +14,10 @@ import numpy as np
 import optax
 import pytest
 
-from experiments import build, describe, main, report, runs, settings, train, versions
+from experiments import build, describe, main, pace, report, runs, settings, train, versions
 from experiments.presets import DEFAULT_PRESETS, PRESETS
 from experiments.versions import compile_clock
-from fedjax_pfl import layout, simulate
+from fedjax_pfl import layout, memory, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.checks import BadInput
 from fedjax_pfl.data.partition import PARTITIONS
@@ -41,7 +41,7 @@ def done(tmp_path_factory):
 
 
 def test_the_run_directory_is_complete(done):
-    path, _ = done
+    path, out = done
     files = {
         "metrics.jsonl",
         "metrics.csv",
@@ -59,7 +59,9 @@ def test_the_run_directory_is_complete(done):
     assert config["hparams"] == {"mu": 2.0}
     software = json.loads((path / "versions.json").read_text())
     assert software["jax"] == jax.__version__ and {"python", "flax", "git", "device"} <= software.keys()
-    assert json.loads((path / "layout.json").read_text())["width"] == 1
+    laid = json.loads((path / "layout.json").read_text())
+    assert laid["width"] == 1 and 0 < laid["memory"]["peak"] < laid["memory"]["free"]
+    assert f"; {memory.say(memory.Memory(**laid['memory']))}" in out.replace("\n", " ")
     dealt = json.loads((path / "partition.json").read_text())
     assert re.fullmatch("[0-9a-f]{64}", dealt["partition"]) and dealt["moved"] == 0
 
@@ -153,6 +155,14 @@ def test_an_unusable_run_directory_is_found_before_anything_is_measured(place, t
     assert main.run(["--algo=fedavg", f"--workdir={place}"]) == main.BAD_INPUT
     said = capsys.readouterr().err
     assert "cannot be used (" in said and said.strip().endswith("choose another --workdir.")
+
+
+def test_a_run_that_cannot_fit_is_refused_before_it_begins(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(memory, "_machine", lambda: (2**10, 2**10))
+    assert main.run(["--algo=fedavg", *TINY, "--devices=2", f"--workdir={tmp_path / 'run'}"]) == main.BAD_INPUT
+    said = capsys.readouterr().err
+    assert said.startswith("The run would take about ") and said.endswith(": take less than --devices=2.\n")
+    assert not list((tmp_path / "run").iterdir())
 
 
 def test_a_partition_file_says_how_many_clients(done, tmp_path, monkeypatch, capsys):
@@ -384,6 +394,23 @@ def test_an_unwritable_file_ends_the_run_with_a_sentence(tmp_path, monkeypatch, 
     assert "Input/output error" in said and said.strip().endswith(": start again")
 
 
+def test_work_beside_the_rounds_takes_a_twentieth_of_the_time(monkeypatch):
+    """Rounds of 0.1 seconds, beside which work of half a second is asked for after each."""
+    clock = [0.0]
+    monkeypatch.setattr(pace.time, "perf_counter", lambda: clock[0])
+    done = []
+
+    def work(name):
+        done.append(name)
+        clock[0] += 0.5
+
+    now_and_then = pace.Pace(work)
+    for t in range(1000):
+        now_and_then(t)
+        clock[0] += 0.1
+    assert done[0] == 0 and 0.5 * len(done) / clock[0] == pytest.approx(pace.SHARE, abs=0.01)
+
+
 def test_compile_time_is_the_union_of_its_spans():
     with compile_clock() as seconds:
         for start, end in ((0, 2), (1, 1.5), (4, 5), (4.5, 6)):
@@ -430,6 +457,8 @@ BAD = [
     ("--algo=fedavg --participation=half", "--participation=half must be a number, or a range as 0.1:1"),
     ("--algo=fedavg --width=wide", "--width=wide must be a whole number, or auto"),
     ("--algo=fedavg --width=0", "width=0 is outside its range"),
+    ("--algo=fedavg --client_memory=disk", "Unknown client_memory 'disk'"),
+    ("--algo=fedavg --client_memory=host", "with participation=1 all 20 are: leave it out"),
     ("--algo=fedavg --devices=many", "--devices=many must be a whole number, auto or all"),
     ("--algo=fedavg --devices=0", "devices=0 is outside its range"),
     ("--algo=fedavg --checkpoint_every=0", "checkpoint_every=0 is outside its range"),

@@ -11,7 +11,7 @@ import pytest
 import toy
 
 from experiments import build, settings
-from fedjax_pfl import models, simulate, tasks
+from fedjax_pfl import models, programs, simulate, tasks
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.checks import BadInput
 from fedjax_pfl.clients import Cohort
@@ -224,6 +224,6 @@ def one_client():
 
 def alone(task: Task, f: Federation, key, state: State, i: int) -> np.ndarray:
     """The branches [K, C] that one selected client sends."""
-    clients_key = jax.random.fold_in(simulate._round_key(key, jnp.int32(4)), simulate.CLIENTS)
+    clients_key = programs.clients_key(key, jnp.int32(4))
     rows = jax.tree.map(lambda x: x[i : i + 1], state.clients)
     return np.asarray(one_client()(clients_key, f, State(state.server, rows), np.array([i], np.int32)))

@@ -11,7 +11,7 @@ import pytest
 import toy
 from toy import C, assert_close, assert_same
 
-from fedjax_pfl import losses, models, simulate, trees
+from fedjax_pfl import losses, models, programs, simulate, trees
 from fedjax_pfl.algorithms import fedcp as factory
 from fedjax_pfl.algorithms.fedcp import ABLATIONS, Frozen, client_vector, gate, gated, policy_network
 from fedjax_pfl.checks import BadInput
@@ -237,7 +237,7 @@ def by_hand(task, state, batches, lam):
 
 def test_a_round_is_the_sheets():
     """Among others: nothing frozen moves, and the client's vector stays what it was when training began."""
-    f, key = alone(), jax.random.fold_in(simulate._round_key(KEY, 0), simulate.CLIENTS)
+    f, key = alone(), programs.clients_key(KEY, 0)
     begin, first, _ = train(TASK, f, rounds=1, lam=3.0)
     begin, state, _ = train(TASK, f, rounds=1, begin=first, lam=3.0)  # its heads differ
     batches = [pair for (pair,) in oracle.batches(f, 1, key, TASK)]

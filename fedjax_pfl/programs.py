@@ -1,0 +1,241 @@
+"""One experiment as pure functions of its key and its numbers.
+
+Key streams: key -> (init; round t -> (sampling, server, clients)). The sampling stream does not depend on the method,
+so two methods with one key see the same clients and, for their main local training, the same batches.
+"""
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from fedjax_pfl import evaluate, trees
+from fedjax_pfl.checks import BadInput, check, choose
+from fedjax_pfl.clients import AXIS, Cohort, deal, make_mesh, sharded, unmarked
+from fedjax_pfl.types import Algorithm, Array, PyTree, State, Task
+
+INIT, ROUND, SAMPLING, SERVER, CLIENTS = range(5)
+
+
+class Parts(NamedTuple):
+    """What the functions of a Program are made of, for clients whose rows are at hand: ids and rows are [S, ...]."""
+
+    init: Callable[..., State]  # (key, numbers) -> State[N], rows by client id
+    draw: Callable[..., tuple[Array, Array]]  # (key, t) -> the round's ids and which are active
+    train: Callable[..., tuple[State, PyTree]]  # (key, numbers, federation, State, ids, active, t, evaluated)
+    score: Callable[..., dict[str, Array]]  # (key, numbers, federation, State, ids, t) -> {name: [S]}
+
+
+class Program(NamedTuple):
+    """One experiment as pure functions; `numbers` are its traced floats (see `program`), t [] int32 is the round."""
+
+    numbers: dict[str, float]
+    init: Callable[..., State]  # (key, numbers) -> State
+    round: Callable[..., tuple[State, PyTree]]  # (key, numbers, federation, State[N], t, evaluated) -> State, metrics
+    evaluate: Callable[..., dict[str, Array]]  # (key, numbers, federation, State[N], t) -> {name: [N]}
+    predict: Callable[..., Array]  # (key, numbers, federation, State[N], t, client id [], raw x [B, *input]) -> outputs
+    place: Callable[[State], State]  # rows by client id -> rows as the other functions take them, over the devices
+    by_id: Callable[[State], State]  # and back; both change nothing on a single device
+    parts: Parts
+    mesh: Any = None  # jax.sharding.Mesh of several devices
+    on_host: bool = False  # are the rows NumPy arrays? Then nothing is to be jitted (see `offload`)
+
+
+def cohort_size(task: Task) -> int:
+    """S, the largest number of clients of a round: max(1, floor(rho N))."""
+    return max(1, math.floor(task.participation[1] * task.num_clients + 1e-9))
+
+
+def sample(key: Array, task: Task) -> tuple[Array, Array]:
+    """Draws a round's clients: ids [S] distinct, active [S].
+
+    With participation (low, high) their number is uniform on {max(1, floor(low N)), ..., floor(high N)}.
+    """
+    n, most = task.num_clients, cohort_size(task)
+    least = max(1, math.floor(task.participation[0] * n + 1e-9))
+    key_ids, key_number = jax.random.split(key)
+    number = jax.random.randint(key_number, (), min(least, most), most + 1)
+    order = jax.random.permutation(key_ids, n).astype(jnp.int32)
+    if most == n:  # everybody has a place, so nothing needs gathering
+        return jnp.arange(n, dtype=jnp.int32), jnp.argsort(order) < number
+    return order[:most], jnp.arange(most) < number
+
+
+def check_task(task: Task) -> None:
+    """Raises BadInput for numbers that no method can work with."""
+    low, high = task.participation
+    check("participation", low, 0, 1, open_low=True)
+    check("participation", high, 0, 1, open_low=True)
+    if low > high:
+        raise BadInput(f"participation={low}:{high} is a range from high to low: write it as {high}:{low}.")
+    check("lr", task.lr, 0, math.inf, open_low=True)
+    check("batch_size", task.batch_size, 1, math.inf)
+    check("rounds", task.rounds, 0, math.inf)
+    if (task.epochs is None) == (task.steps is None):
+        raise BadInput("Local work is either epochs or steps: give exactly one of the two.")
+    check("epochs", task.epochs or 0, 0, math.inf)
+    check("steps", task.steps or 0, 0, math.inf)
+
+
+def hyperparameters(factory: Callable[..., Algorithm]) -> dict[str, Any]:
+    """The keyword arguments of a factory with their defaults."""
+    parameters = inspect.signature(factory).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def program(
+    factory: Callable[..., Algorithm],
+    task: Task,
+    hparams: dict[str, Any] | None = None,
+    *,
+    lr_decay: float = 1.0,
+    width: int = 1,
+    devices: int = 1,
+) -> Program:
+    """Makes an experiment of a method and a task.
+
+    Over several devices the rows of State.clients lie dealt out by work, N rounded up to a multiple of the devices:
+    `by_id` gives them in the clients' order. Round metrics come in the order of their "ids", padding included.
+    The devices may be those of several processes, which call the same functions with the same arguments: `hosts.fetch`
+    brings results to every host, as `simulate.rounds` does by itself.
+
+    The floats among the hyperparameters, `lr` and `lr_decay` (the factor by which lr shrinks a round) become
+    `numbers`, arguments of every function, so that other values need no new compilation and can be vmapped over.
+
+    Raises:
+      BadInput: for an unknown hyperparameter, a value out of range, or devices that cannot be had (`clients.take`).
+    """
+    algorithm, numbers = _bound(factory, task, hparams or {}, lr_decay)
+    mesh, n = make_mesh(devices), task.num_clients
+    dealt = np.asarray(jax.jit(deal, static_argnums=1)(task.sizes, devices)) if mesh else None
+    order = np.arange(n, dtype=np.int32) if dealt is None else dealt  # the clients of the rows
+    row = np.argsort(order)  # of each client; those past N are padding
+    parts = _parts(algorithm, task, dealt, width, mesh)
+    free = (lambda *args: args) if mesh is None else (lambda *args: unmarked(args))
+
+    def place(state: State) -> State:
+        rows = state.clients if mesh is None else trees.gather(state.clients, np.minimum(order, n - 1))
+        return _sharded(state._replace(clients=rows), mesh)
+
+    def by_id(state: State) -> State:
+        return state if mesh is None else state._replace(clients=trees.gather(state.clients, row[:n]))
+
+    def init(key: Array, numbers: dict[str, Array]) -> State:
+        return place(parts.init(key, numbers))
+
+    def round(key, numbers, federation, state: State, t, evaluated) -> tuple[State, PyTree]:
+        key, numbers, federation, state, t, evaluated = free(key, numbers, federation, state, t, evaluated)
+        ids, active = parts.draw(key, t)
+        everybody = ids.shape == order.shape  # at home: no row has to move
+        at = sharded(jnp.asarray(row)[ids], mesh, P())
+        here = State(state.server, state.clients if everybody else trees.gather(state.clients, at))
+        new, metrics = parts.train(key, numbers, federation, here, ids, active, t, evaluated)
+        if everybody:
+            clients = trees.where(active, new.clients, state.clients)
+        else:
+            moved = sharded(new.clients, mesh, P())  # told to all at once: the indices then need not travel
+            clients = trees.scatter(state.clients, at, moved, sharded(active, mesh, P()))
+        return _sharded(State(new.server, clients), mesh), metrics
+
+    def scores(key, numbers, federation, state: State, t) -> dict[str, Array]:
+        key, numbers, federation, state, t = free(key, numbers, federation, state, t)
+        found = parts.score(key, numbers, federation, state, jnp.asarray(order, jnp.int32), t)
+        return trees.gather(found, row[:n])
+
+    def predict(key, numbers, federation, state: State, t, id, x) -> Array:
+        method, ids = algorithm(numbers, t), jnp.asarray(id, jnp.int32)[None]
+        options = {"key": clients_key(key, t), "round": t, "evaluated": jnp.bool(True), "width": 1}
+        alone = Cohort(federation, task.prepare, ids, ids >= 0, **options)
+
+        def client(c, row):
+            return method.predict(state.server, row, c)(task.prepare(x), jnp.ones(x.shape[0], bool))
+
+        return alone.map(client, trees.gather(state.clients, jnp.asarray(row)[ids]))[0]
+
+    return Program(numbers, init, round, scores, predict, jax.jit(place), by_id, parts, mesh)
+
+
+def compiled(program: Program) -> tuple[Callable, Callable, Callable]:
+    """Its init, evaluate and round, jitted; the round overwrites the state it is given."""
+    if program.on_host:
+        return program.init, program.evaluate, program.round
+    return jax.jit(program.init), jax.jit(program.evaluate), jax.jit(program.round, donate_argnums=3)
+
+
+def _bound(factory: Callable[..., Algorithm], task: Task, hparams: dict[str, Any], lr_decay: float):
+    """The method as a function of its numbers and the round, and the numbers."""
+    defaults = hyperparameters(factory)
+    for name in hparams:
+        choose("hyperparameter", name, defaults)
+    hparams = defaults | hparams
+    check_task(task)
+    factory(task, **hparams)  # ranges are checked on the host, before anything is traced
+    is_number = {name: isinstance(value, float) or isinstance(defaults[name], float) for name, value in hparams.items()}
+    static = {name: value for name, value in hparams.items() if not is_number[name]}
+    numbers = {name: float(value) for name, value in hparams.items() if is_number[name]}
+
+    def algorithm(numbers: dict[str, Array], t: Array | int) -> Algorithm:
+        free = {name: value for name, value in numbers.items() if name not in ("lr", "lr_decay")}
+        lr = numbers["lr"] * numbers["lr_decay"] ** jnp.asarray(t, float)
+        return factory(task._replace(lr=lr), **static, **free)
+
+    return algorithm, numbers | {"lr": float(task.lr), "lr_decay": float(lr_decay)}
+
+
+def _parts(algorithm: Callable[..., Algorithm], task: Task, dealt: np.ndarray | None, width: int, mesh: Any) -> Parts:
+    """`dealt`: the clients as they lie on several devices."""
+    n = task.num_clients
+    free = (lambda *args: args) if mesh is None else (lambda *args: unmarked(args))
+
+    def cohort(key, federation, ids, active, t, evaluated) -> Cohort:
+        options = {"key": clients_key(key, t), "width": width, "mesh": mesh}
+        return Cohort(federation, task.prepare, ids, active, round=t, evaluated=evaluated, **options)
+
+    def init(key: Array, numbers: dict[str, Array]) -> State:
+        return trees.copied(algorithm(numbers, 0).init(jax.random.fold_in(key, INIT)))
+
+    def draw(key: Array, t: Array) -> tuple[Array, Array]:
+        """A sample, dealt out to the devices: if it is everybody, each stays where its row lies."""
+        ids, active = sample(jax.random.fold_in(_round_key(key, t), SAMPLING), task)
+        if dealt is None:
+            return ids, active
+        work = jnp.where(active, jnp.asarray(task.sizes)[ids], 0)
+        places = jnp.asarray(dealt, jnp.int32) if len(ids) == n else deal(work, mesh.size)
+        known, at = places < len(ids), jnp.minimum(places, len(ids) - 1)
+        return jnp.where(known, ids[at], n + places - len(ids)), active[at] & known
+
+    def train(key, numbers, federation, here: State, ids, active, t, evaluated) -> tuple[State, PyTree]:
+        key, numbers, federation, here, ids, active = free(key, numbers, federation, here, ids, active)
+        method, present = algorithm(numbers, t), cohort(key, federation, ids, active, t, evaluated)
+        new, metrics = method.round(jax.random.fold_in(_round_key(key, t), SERVER), here, present)
+        return new, metrics | {"traffic": method.traffic(here, present, metrics), "ids": ids, "active": active}
+
+    def score(key, numbers, federation, here: State, ids, t) -> dict[str, Array]:
+        key, numbers, federation, here, ids = free(key, numbers, federation, here, ids)
+        method = algorithm(numbers, t)
+
+        def client(c, row):
+            return evaluate.client(c, method.predict(here.server, row, c), method.score)
+
+        return cohort(key, federation, ids, ids < n, t, jnp.bool(True)).map(client, here.clients)
+
+    return Parts(init, draw, train, score)
+
+
+def _sharded(state: State, mesh: Any) -> State:
+    """The server's part on every device, the clients' rows each on one."""
+    return State(sharded(state.server, mesh, P()), sharded(state.clients, mesh, P(AXIS)))
+
+
+def _round_key(key: Array, t: Array | int) -> Array:
+    return jax.random.fold_in(jax.random.fold_in(key, ROUND), t)
+
+
+def clients_key(key: Array, t: Array | int) -> Array:
+    """What the keys of round t's clients are drawn from."""
+    return jax.random.fold_in(_round_key(key, t), CLIENTS)

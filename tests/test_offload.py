@@ -1,0 +1,97 @@
+"""Clients' state in the host's memory: the same experiment."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+import toy
+from toy import N, assert_same
+
+from experiments import main, runs
+from fedjax_pfl import memory, offload, simulate
+from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.checks import BadInput
+
+KEY = jax.random.key(3)
+
+
+@functools.cache
+def programs(devices):
+    """State on the devices, and on the host."""
+    task = toy.method_task("ditto")._replace(participation=(0.3, 0.7))  # cohorts of three, some of them dropped out
+    program = simulate.program(ALGORITHMS["ditto"], task, devices=devices)
+    return program, offload.offloaded(program, task)
+
+
+def run(program, rounds=4, **options):
+    """Each round's result, with a state that stays what it was."""
+    keep = lambda result: result._replace(state=jax.device_get(program.by_id(result.state)))
+    copied = lambda result: result._replace(state=jax.tree.map(np.array, result.state))
+    return [copied(keep(r)) for r in simulate.rounds(program, KEY, toy.federation(), rounds=rounds, **options)]
+
+
+@functools.cache
+def both(devices):
+    return [run(program) for program in programs(devices)]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_run_is_bit_for_bit_that_of_state_on_the_devices(devices):
+    there, here = both(devices)
+    assert len(there) == len(here) == 5
+    for a, b in zip(there, here, strict=True):
+        assert_same(tuple(a), tuple(b))
+
+
+def test_rows_of_absent_clients_stay():
+    before, after = both(1)[1][1:3]
+    absent = np.setdiff1d(np.arange(N), after.metrics["ids"][after.metrics["active"]])
+    assert len(absent)
+    assert_same(toy.rows(before.state.clients, absent), toy.rows(after.state.clients, absent))
+
+
+def test_the_rows_are_the_hosts_and_are_overwritten_in_place():
+    _, program = programs(1)
+    places = set()
+    for result in simulate.rounds(program, KEY, toy.federation(), rounds=2, eval_every=0):
+        leaves = jax.tree.leaves(result.state.clients)
+        assert all(type(x) is np.ndarray and x.shape[0] == N for x in leaves)
+        places.add(tuple(x.ctypes.data for x in leaves))
+    assert len(places) == 1
+
+
+def test_a_run_goes_on_from_its_state_wherever_it_was():
+    """As a resume with another --client_memory does."""
+    for program, from_other in zip(programs(2), reversed(both(2)), strict=True):
+        again = run(program, start=2, state=program.place(from_other[1].state))
+        assert_same(again[-1].state, both(2)[0][-1].state)
+        assert_same(again[-1].pre, both(2)[0][-1].pre)
+
+
+def test_the_device_holds_the_rounds_rows_only():
+    """On a CPU, where the host's rows count as well, the two take about the same."""
+    program, host = programs(1)
+    rows = memory._kept(host, KEY)
+    assert rows == sum(x.nbytes for x in jax.tree.leaves(both(1)[1][0].state.clients))
+    found, other = (memory.predict(p, KEY, toy.federation()).peak for p in (program, host))
+    assert other - rows < found
+
+
+def test_everybody_in_the_round_is_one_sentence():
+    task = toy.method_task("ditto")
+    with pytest.raises(BadInput, match="with participation=1 all 5 are: leave it out"):
+        offload.offloaded(simulate.program(ALGORITHMS["ditto"], task), task)
+
+
+def test_the_command_line(tmp_path):
+    """A run, and its resume with the state on the device."""
+    flags = ["--algo=ditto", "--data_fraction=0.2", "--clients=5", "--epochs=1", "--model=linear", "--width=1"]
+    flags += ["--participation=0.4", "--devices=1", "--eval_every=3"]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    assert main.run([*flags, "--rounds=4", "--client_memory=host", f"--workdir={whole}"]) == 0
+    assert main.run([*flags, "--rounds=2", "--client_memory=host", f"--workdir={resumed}"]) == 0
+    assert main.run(["--rounds=4", "--client_memory=device", "--resume", f"--workdir={resumed}"]) == 0
+    rows = [runs.read_rows(path / "metrics.jsonl") for path in (whole, resumed)]
+    assert [row["loss"] for row in rows[0][:4]] == [row["loss"] for row in rows[1][:4]]
+    assert rows[0][-1] == rows[1][-1]
