@@ -64,13 +64,14 @@ def max_pool_3(x: Array) -> Array:
 def conv_pool(conv: nnx.Conv, x: Array) -> Array:
     """max_pool(conv(x)) for a convolution of stride 1: [B, H, W, C] -> [B, H' // 2, W' // 2, O].
 
-    In the "fused" form with few channels (LeNet's first layer) the four values of a pooling window are four outputs of
-    one product with stride 2, whose kernels are the given one at four offsets in a window that is larger by one: the
-    patches are a third as many, and the maximum runs over contiguous arrays.
+    Where channels are few (LeNet's first layer), and unless the form is "matmul" or "xla", the four values of a pooling
+    window are four outputs of one product with stride 2, whose kernels are the given one at four offsets in a window
+    that is larger by one: the patches are a third as many, and the maximum runs over contiguous arrays.
     """
     kernel = conv.kernel[...]
     kh, kw, channels, out = kernel.shape
-    if current_form() != "fused" or channels > FEW_IN or out > FEW_OUT or not isinstance(conv.padding, int):
+    many = channels > FEW_IN or out > FEW_OUT
+    if many or not isinstance(conv.padding, int) or current_form() in ("matmul", "xla"):
         return max_pool(conv(x))
     x = jnp.moveaxis(jnp.pad(x, ((0, 0), *[(conv.padding,) * 2] * 2, (0, 0))), 3, 0)  # [C, B, H, W]
     height, width = (x.shape[2] - kh + 1) // 2, (x.shape[3] - kw + 1) // 2
