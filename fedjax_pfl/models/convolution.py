@@ -21,8 +21,11 @@ from fedjax_pfl.types import Array
 CONVOLUTIONS = ("auto", "winograd", "fused", "matmul", "xla")
 NARROW = 128  # channels out up to which the order of the kernel gradient's product matters
 LEAST_CHANNELS, LEAST_TILES = 8, 32  # for Winograd: measured, see `winograd_is_faster`
-POINTS = (0, 5 / 8, -5 / 8, 3 / 2, -3 / 2)  # of Winograd's polynomials, and infinity
-SIZE = len(POINTS) + 1  # pixels a side of Winograd's windows
+TILE = 4  # outputs a side of one of Winograd's windows, which is side + 3 pixels wide
+POINTS = {  # of Winograd's polynomials for a kernel of this side, besides infinity
+    3: (0, 5 / 8, -5 / 8, 3 / 2, -3 / 2),
+    5: (0, 1 / 2, -1 / 2, 1, -1, 2, -2),
+}
 _NHWC = lax.conv_dimension_numbers((1, 1, 1, 1), (1, 1, 1, 1), ("NHWC", "HWIO", "NHWC"))
 _form = contextvars.ContextVar("convolution", default="auto")
 
@@ -93,17 +96,19 @@ def _is_nhwc(x: Array, kernel: Array, numbers) -> bool:
 def winograd_is_faster(x: Array, kernel: Array, strides: Sequence[int], pads: Sequence[tuple[int, int]]) -> bool:
     """Whether `winograd_conv` beats `matmul_conv` on a CPU; arguments as theirs.
 
-    Measured for 3x3 kernels of stride 1, forward and both gradients in a loop, on a core of an Intel Xeon with AVX-512,
-    relative to `matmul_conv`: with 1,024 tiles of the batch 1.4 (8 channels in and out), 2.2 (32), 2.5 (64); with 64
+    Measured for stride 1, forward and both gradients in a loop, on a core of an Intel Xeon with AVX-512, relative to
+    `matmul_conv`: 3x3 kernels with 1,024 tiles of the batch 1.4 (8 channels in and out), 2.2 (32), 2.5 (64); with 64
     tiles 2.1 (64), 1.7 (256), 1.4 (512); with 32 tiles 1.3 (256), 1.0 (512); with 16 tiles 0.65 (512), because the
-    kernel is transformed, too; with 3 channels in 0.5. Where the image fills 9/16 of its tiles 1.2, where 2/5 0.7.
+    kernel is transformed, too; with 3 channels in 0.5. 5x5 kernels with 160 tiles 1.1 (8), 3.7 (64); with 40 tiles 2.6
+    (128); with 3 channels in 0.6, with 6 at most 0.9. Where 9/16 of the tiles' pixels are used 1.2 (3x3), where 2/5 are
+    0.7 and 1.0 (5x5).
     """
     side, width, channels, out = kernel.shape
-    if (side, width, *strides) != (3, 3, 1, 1) or min(channels, out) < LEAST_CHANNELS or x.dtype.itemsize < 4:
+    square = side == width and side in POINTS
+    if not square or tuple(strides) != (1, 1) or min(channels, out) < LEAST_CHANNELS or x.dtype.itemsize < 4:
         return False
     high, wide, rows, columns = _tiles(x, side, pads)
-    tile = SIZE - side + 1
-    return len(x) * rows * columns >= LEAST_TILES and 2 * high * wide >= rows * columns * tile**2
+    return len(x) * rows * columns >= LEAST_TILES and 2 * high * wide >= rows * columns * TILE**2
 
 
 def matmul_conv(
@@ -169,15 +174,15 @@ def shifts(x: Array, axis: int, size: int, stride: int) -> list[Array]:
 
 
 def winograd_conv(x: Array, kernel: Array, padding: str | Sequence[tuple[int, int]], precision=None) -> Array:
-    """Convolution of stride 1 by Winograd's minimal filtering (Lavin & Gray, CVPR 2016) on windows of 6x6 pixels.
+    """Convolution of stride 1 by Winograd's minimal filtering F(4x4, side x side) (Lavin & Gray, CVPR 2016).
 
-    A window gives the outputs of a tile of 7 - side pixels a side, with 36 products in place of (7 - side)^2 side^2: a
-    quarter of them for 3x3 kernels. In float32 values and both gradients are within 1e-6 of the exact ones, relative to
-    the largest sum of absolute values; 5e-7 was measured at most, and 7e-7 for XLA's own convolution.
+    A tile of 4x4 outputs takes (side + 3)^2 products in place of 16 side^2: a quarter of them for 3x3 kernels, a sixth
+    for 5x5. In float32 values and both gradients are within 1e-6 (3x3) and 3e-6 (5x5) of the exact ones, relative to
+    the largest sum of absolute values; 5e-7 and 1.7e-6 were measured at most, 8e-7 for XLA's own convolution.
 
     Args:
       x: [B, H, W, C].
-      kernel: [side, side, C, O], side from 2 to 5.
+      kernel: [side, side, C, O], side 3 or 5.
       padding: "SAME", "VALID" or (before, after) of H and W.
       precision: of the products.
 
@@ -192,45 +197,43 @@ def winograd_conv(x: Array, kernel: Array, padding: str | Sequence[tuple[int, in
 def _winograd_conv(x: Array, kernel: Array, pads: tuple[tuple[int, int], ...], precision) -> Array:
     side, _, channels, out = kernel.shape
     window, back, weights = _winograd(side)
-    tile = len(back)
     high, wide, rows, columns = _tiles(x, side, pads)
-    more = (SIZE - 1) // tile  # tiles that a window reaches into beyond its own
+    size = side + TILE - 1  # a window begins with its tile and ends in the next one
     ends = [
-        (before, (count + more) * tile - size - before)
-        for (before, _), count, size in zip(pads, (rows, columns), x.shape[1:3], strict=True)
+        (before, (count + 1) * TILE - length - before)
+        for (before, _), count, length in zip(pads, (rows, columns), x.shape[1:3], strict=True)
     ]
-    x = _padded(x, ends).reshape(-1, rows + more, tile, columns + more, tile, channels)
-    x = _combine(window, [x[:, :, :, k // tile : k // tile + columns, k % tile] for k in range(SIZE)])
-    x = _combine(window, [x[:, :, k // tile : k // tile + rows, k % tile] for k in range(SIZE)])
+    x = _padded(x, ends).reshape(-1, rows + 1, TILE, columns + 1, TILE, channels)
+    x = _combine(window, [x[:, :, :, k // TILE : k // TILE + columns, k % TILE] for k in range(size)])
+    x = _combine(window, [x[:, :, k // TILE : k // TILE + rows, k % TILE] for k in range(size)])
     kernel = _combine(weights, [kernel[:, j] for j in range(side)])
     kernel = _combine(weights, [kernel[:, i] for i in range(side)])
-    flat = (x.reshape(SIZE**2, -1, channels), kernel.reshape(SIZE**2, channels, out))
+    flat = (x.reshape(size**2, -1, channels), kernel.reshape(size**2, channels, out))
     y = lax.dot_general(*flat, (((2,), (1,)), ((0,), (0,))), precision=precision)
     y = _combine(back, list(y.reshape(*x.shape[:-1], out)), axis=3)
-    y = _combine(back, list(y), axis=4)  # [B, rows, tile, columns, tile, O]
-    return y.reshape(-1, rows * tile, columns * tile, out)[:, :high, :wide]
+    y = _combine(back, list(y), axis=4)  # [B, rows, TILE, columns, TILE, O]
+    return y.reshape(-1, rows * TILE, columns * TILE, out)[:, :high, :wide]
 
 
 def _tiles(x: Array, side: int, pads: Sequence[tuple[int, int]]) -> tuple[int, int, int, int]:
     """Height and width of what a convolution of stride 1 gives, in pixels and in Winograd's tiles."""
-    tile = SIZE - side + 1
     high, wide = (size + before + after - side + 1 for size, (before, after) in zip(x.shape[1:3], pads, strict=True))
-    return high, wide, -(-high // tile), -(-wide // tile)
+    return high, wide, -(-high // TILE), -(-wide // TILE)
 
 
 @functools.cache
 def _winograd(side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The matrices of F(7 - side, side) by Toom and Cook: of the window [6, 6], back [7 - side, 6], kernel [6, side].
+    """The matrices of F(4, side) by Toom and Cook: of the window [n, n], back [4, n], kernel [n, side]; n = side + 3.
 
-    With POINTS the errors are the smallest of those tried, less than half of those with the usual 0, 1, -1, 2, -2.
+    The points were searched for small errors: for 3x3 they are less than half of those with 0, 1, -1, 2, -2.
     """
-    others = [[q for q in POINTS if q != p] for p in POINTS]
-    window = [[*np.poly(rest)[::-1], 0] for rest in others] + [np.poly(POINTS)[::-1]]
-    powers = lambda size: np.vander(POINTS, size, increasing=True)
+    points = POINTS[side]
+    others = [[q for q in points if q != p] for p in points]
+    window = [[*np.poly(rest)[::-1], 0] for rest in others] + [np.poly(points)[::-1]]
+    powers = lambda size: np.vander(points, size, increasing=True)
     last = lambda size: np.eye(size)[-1:]  # the point at infinity
-    scale = np.array([math.prod(p - q for q in rest) for p, rest in zip(POINTS, others, strict=True)])
-    tile = SIZE - side + 1
-    back = np.concatenate([powers(tile), last(tile)]).T
+    scale = np.array([math.prod(p - q for q in rest) for p, rest in zip(points, others, strict=True)])
+    back = np.concatenate([powers(TILE), last(TILE)]).T
     return np.array(window), back, np.concatenate([powers(side) / scale[:, None], last(side)])
 
 
