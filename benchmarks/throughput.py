@@ -2,13 +2,14 @@
 
     python -m benchmarks.throughput [--markdown] [--models=mlp,lenet,cnn,resnet18] [--pytorch] [--quick]
 
-Everything is measured in one process, medians of five repetitions; compare ratios, not machines. On a CPU every core
+Medians of five repetitions, fewer where they take over ten seconds; compare ratios, not machines. On a CPU every core
 is a device of its own, as in experiments.main; the rows with a plain width use one of them (whose matrix products may
-still run on all cores), `auto (D x W)` uses D. A FLOP count has 2 per
-multiply-add, the forward pass and both gradients, without the input gradient of the first layer. `serial` is the plain
-baseline: a Python loop over clients and batches of one jitted step with Flax's stock convolution and pooling. Memory is
-XLA's own account of the compiled round (arguments, outputs and temporaries), the data apart. With --pytorch the same
-steps are timed in PyTorch (see `benchmarks.pytorch`), next to the row `auto`, which like it uses the whole machine.
+still run on all cores), `auto (D x W)` uses D. A FLOP count has 2 per multiply-add of the plain product or convolution,
+the forward pass and both gradients, without the input gradient of the first layer; Winograd's form needs fewer.
+`serial` is the plain baseline: a Python loop over clients and batches of one jitted step with Flax's stock convolution
+and pooling. Memory is XLA's own account of the compiled round (arguments, outputs and temporaries), the data apart.
+With --pytorch the same steps are timed in PyTorch, too (see `benchmarks.pytorch`): compare them with the row `auto`,
+which uses the whole machine as they do.
 """
 
 import statistics
@@ -37,6 +38,7 @@ from fedjax_pfl.types import Federation, Task
 BATCH, CLIENTS, CLASSES, REPEATS = 10, 20, 10, 5
 SHAPES = {"mlp": (8, 8, 1), "mlp28": (28, 28, 1), "lenet": (28, 28, 1), "cnn": (32, 32, 3), "resnet18": (32, 32, 3)}
 STEPS = {"mlp": 400, "mlp28": 200, "lenet": 40, "cnn": 15, "resnet18": 2}  # a client and round: seconds of work
+SECONDS = 10  # after which nothing is repeated
 BATCHES = {"resnet18": 16}  # and a fifth of the clients; one where XLA's convolution takes 10 seconds a step
 
 FLAGS = flags.FLAGS
@@ -95,8 +97,8 @@ def repeats() -> int:
 
 
 def median_seconds(run: Callable[[], object]) -> float:
-    times = []
-    for _ in range(repeats()):
+    times: list[float] = []
+    while len(times) < repeats() and sum(times) < SECONDS:
         begin = time.perf_counter()
         jax.block_until_ready(run())
         times.append(time.perf_counter() - begin)
@@ -266,7 +268,8 @@ def main(argv) -> None:
     device = jax.devices()[0]
     peak = matmul_peak()
     print(f"jax {jax.__version__}, {device.platform} {device.device_kind}, {jax.device_count()} device(s)")
-    print(f"matmul peak {peak:.0f} GFLOP/s; {CLIENTS} clients, batch {BATCH}, medians of {REPEATS}\n")
+    sizes = [f"{model}: {cohort(model)} clients, batch {batch_size(model)}" for model in FLAGS.models]
+    print(f"matmul peak {peak:.0f} GFLOP/s; medians of {repeats()}; {'; '.join(sizes)}\n")
     header = ("model", "form", "width", "steps/s", "GFLOP/s", "of peak", "of serial", "compile s", "MiB")
     rows = [header]
     for model in FLAGS.models:
