@@ -1,13 +1,15 @@
 """Speed of local training: client steps a second, GFLOP/s against the matmul peak, compile time and memory.
 
-    python -m benchmarks.throughput [--markdown] [--models=mlp,lenet,cnn,resnet18] [--quick]
+    python -m benchmarks.throughput [--markdown] [--models=mlp,lenet,cnn,resnet18] [--pytorch] [--quick]
 
-Everything is measured in one process, medians of five repetitions; compare ratios, not machines. On a CPU every core
+Medians of five repetitions, fewer where they take over ten seconds; compare ratios, not machines. On a CPU every core
 is a device of its own, as in experiments.main; the rows with a plain width use one of them (whose matrix products may
-still run on all cores), `auto (D x W)` uses D. A FLOP count has 2 per
-multiply-add, the forward pass and both gradients, without the input gradient of the first layer. `serial` is the plain
-baseline: a Python loop over clients and batches of one jitted step with Flax's stock convolution and pooling. Memory is
-XLA's own account of the compiled round (arguments, outputs and temporaries), the data apart.
+still run on all cores), `auto (D x W)` uses D. A FLOP count has 2 per multiply-add of the plain product or convolution,
+the forward pass and both gradients, without the input gradient of the first layer; Winograd's form needs fewer.
+`serial` is the plain baseline: a Python loop over clients and batches of one jitted step with Flax's stock convolution
+and pooling. Memory is XLA's own account of the compiled round (arguments, outputs and temporaries), the data apart.
+With --pytorch the same steps are timed in PyTorch, too (see `benchmarks.pytorch`): compare them with the row `auto`,
+which uses the whole machine as they do.
 """
 
 import statistics
@@ -23,6 +25,7 @@ from absl import app, flags
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from benchmarks import pytorch
 from benchmarks.stock import stock
 from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
@@ -35,18 +38,20 @@ from fedjax_pfl.types import Federation, Task
 BATCH, CLIENTS, CLASSES, REPEATS = 10, 20, 10, 5
 SHAPES = {"mlp": (8, 8, 1), "mlp28": (28, 28, 1), "lenet": (28, 28, 1), "cnn": (32, 32, 3), "resnet18": (32, 32, 3)}
 STEPS = {"mlp": 400, "mlp28": 200, "lenet": 40, "cnn": 15, "resnet18": 2}  # a client and round: seconds of work
-BATCHES = {"resnet18": 16}  # and a fifth of the clients
+SECONDS = 10  # after which nothing is repeated
+BATCHES = {"resnet18": 16}  # and a fifth of the clients; one where XLA's convolution takes 10 seconds a step
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("models", ["mlp", "mlp28", "lenet", "cnn"], "which models; resnet18, too, takes minutes")
+flags.DEFINE_bool("pytorch", False, "time PyTorch, too: pip install -e '.[benchmarks]'")
 flags.DEFINE_bool("markdown", False, "print the tables as Markdown")
 flags.DEFINE_bool("quick", False, "one repetition and few steps, to see that it runs")
 
 
 class Timing(NamedTuple):
     steps_per_second: float
-    compile_seconds: float
-    megabytes: float
+    compile_seconds: float | None = None
+    megabytes: float | None = None
 
 
 def dataset(shape: tuple[int, ...], size: int) -> Dataset:
@@ -87,9 +92,13 @@ def build(
     return simulate.task(data, f.class_counts, net, lr=0.01, batch_size=batch_size(model), **local), f
 
 
+def repeats() -> int:
+    return 1 if FLAGS.quick else REPEATS
+
+
 def median_seconds(run: Callable[[], object]) -> float:
-    times = []
-    for _ in range(1 if FLAGS.quick else REPEATS):
+    times: list[float] = []
+    while len(times) < repeats() and sum(times) < SECONDS:
         begin = time.perf_counter()
         jax.block_until_ready(run())
         times.append(time.perf_counter() - begin)
@@ -165,9 +174,13 @@ def matmul_peak() -> float:
     return 2 * 2048**3 / best / 1e9
 
 
+def cell(x: str | float | None) -> str:
+    return x if isinstance(x, str) else "-" if x is None else f"{x:.3g}" if x < 100 else f"{x:.0f}"
+
+
 def table(rows: list[tuple]) -> str:
     """Aligned columns, or Markdown."""
-    cells = [tuple(x if isinstance(x, str) else f"{x:.3g}" if x < 100 else f"{x:.0f}" for x in row) for row in rows]
+    cells = [tuple(map(cell, row)) for row in rows]
     if FLAGS.markdown:
         cells.insert(1, ("---",) * len(rows[0]))
         return "\n".join("| " + " | ".join(row) + " |" for row in cells)
@@ -176,29 +189,42 @@ def table(rows: list[tuple]) -> str:
 
 
 def layouts(model: str, peak: float) -> list[tuple]:
-    """The rows of one model: the serial baseline, XLA's convolution, ours, at every width."""
+    """The rows of one model: the serial baseline, XLA's convolution, ours at every width, PyTorch's."""
     flops = models.flops(network(model), SHAPES[model], CLASSES, batch_size(model)) / 1e9
-    steps, clients = 2 if FLAGS.quick else STEPS[model], cohort(model)
+    steps, clients, devices = 2 if FLAGS.quick else STEPS[model], cohort(model), jax.device_count()
+    few = max(1, steps // 5)  # where steps take long
     task, f = build(model, steps=steps)
-    few = max(1, steps // 5) if model == "cnn" else steps  # XLA's convolution takes its time
     base = serial(model, f, few)
-    rows = [(model, "serial", "-", base, base * flops, base * flops / peak, 1.0, "-", "-")]
+    rows: list[tuple] = []
 
-    def add(name: str, width: int, label: str, timing: Timing) -> None:
+    def add(form: str, width: str, timing: Timing) -> None:
         rate = timing.steps_per_second
-        speed = (rate, rate * flops, rate * flops / peak, rate / base)
-        rows.append((model, name, label, *speed, timing.compile_seconds, timing.megabytes))
+        rows.append((model, form, width, rate, rate * flops, rate * flops / peak, rate / base, *timing[1:]))
 
-    # XLA's convolution in a loop would take ResNet-18 about 10 seconds a step on a CPU
-    for conv in ("xla", "auto") if model in ("lenet", "cnn") else ("auto",):
-        given, f = build(model, conv=conv, steps=few if conv == "xla" else steps)
-        for width in sorted({1, 4, clients}):
-            label = "all" if width == clients else str(width)
-            add({"xla": "XLA conv", "auto": "ours"}[conv], width, label, fedavg(given, f, width))
-    devices = jax.device_count()
+    def add_widths(form: str, task: Task, f: Federation) -> None:
+        for width in sorted({min(width, len(task.sizes)) for width in (1, 4, clients)}):
+            add(form, "all" if width == clients else str(width), fedavg(task, f, width))
+
+    add("serial", "-", Timing(base))
+    if not model.startswith("mlp"):  # ResNet-18 takes XLA's convolution 10 seconds a step: one client
+        add_widths("XLA conv", *build(model, conv="xla", clients=1 if model in BATCHES else clients, steps=few))
+    add_widths("ours", task, f)
     width = choose_width(task, f, clients, devices)
-    add("ours", width, f"auto ({devices} x {width})", fedavg(task, f, width, devices))
+    add("ours", f"auto ({devices} x {width})", fedavg(task, f, width, devices))
+    for label, rate in torch_rates(model, steps * clients).items():
+        add("PyTorch", label, Timing(rate))
     return rows
+
+
+def torch_rates(model: str, steps: int) -> dict[str, float]:
+    """Steps a second of PyTorch: one process with every core, and one a core, each in its faster memory format."""
+    cores, rates = jax.device_count(), {}
+    for processes in sorted({1, cores}) if FLAGS.pytorch else ():
+        given = (SHAPES[model], CLASSES, batch_size(model), processes, max(2, steps // (2 * processes)), repeats())
+        measured = pytorch.steps_per_second(model, *given)
+        form = max(measured, key=measured.__getitem__)
+        rates[f"{processes} x {cores // processes} threads, {form}"] = measured[form]
+    return rates
 
 
 def uneven() -> list[tuple]:
@@ -236,11 +262,14 @@ def memory() -> list[tuple]:
 
 def main(argv) -> None:
     del argv
+    if FLAGS.pytorch and not pytorch.installed():
+        raise app.UsageError("--pytorch needs PyTorch: pip install -e '.[benchmarks]'.")
     split_cpu()
     device = jax.devices()[0]
     peak = matmul_peak()
     print(f"jax {jax.__version__}, {device.platform} {device.device_kind}, {jax.device_count()} device(s)")
-    print(f"matmul peak {peak:.0f} GFLOP/s; {CLIENTS} clients, batch {BATCH}, medians of {REPEATS}\n")
+    sizes = [f"{model}: {cohort(model)} clients, batch {batch_size(model)}" for model in FLAGS.models]
+    print(f"matmul peak {peak:.0f} GFLOP/s; medians of {repeats()}; {'; '.join(sizes)}\n")
     header = ("model", "form", "width", "steps/s", "GFLOP/s", "of peak", "of serial", "compile s", "MiB")
     rows = [header]
     for model in FLAGS.models:

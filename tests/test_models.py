@@ -417,7 +417,7 @@ class Foreign(Custom):
         (("cnn", (12, 12, 3), 10), "at least 16x16 pixels, got 12x12"),
         (("lenet", (60,), 10), "images of shape"),
         (("mlp", (6,), 3, "bach"), "did you mean 'batch'"),
-        (("mlp", (6,), 3, "batch", "winograd"), "Choose one of auto, fused, matmul, xla"),
+        (("mlp", (6,), 3, "batch", "fft"), "Choose one of auto, winograd, fused, matmul, xla"),
         ((Headless, (6,), 3), "Headless has no `head`"),
         ((Stray, (6,), 3), "Stray.temperature is a Param"),
         ((Foreign, (6,), 3, "batch"), "body.squash is another batch norm"),

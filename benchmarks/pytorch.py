@@ -1,0 +1,132 @@
+"""The same local training steps in PyTorch, eager, on the same CPU; `benchmarks.throughput --pytorch` shows them.
+
+Processes of their own run them, so that PyTorch's threads and JAX's do not compete: either one that uses every core, or
+one a core with a thread each. Both memory formats are measured, NCHW and channels last.
+"""
+
+import importlib.util
+import itertools
+import multiprocessing
+import os
+import statistics
+import time
+from concurrent import futures
+from typing import Any
+
+import numpy as np
+
+WIDTHS = (64, 64, 128, 256, 512)  # of ResNet-18's stem and stages
+TIMEOUT = 300  # seconds a process waits for the others, one of which may have failed
+NETS: dict[str, tuple] = {  # channels and paddings of the 5x5 convolutions, widths of the linear layers
+    "mlp": ((), (), (64,)),
+    "mlp28": ((), (), (64,)),
+    "lenet": ((6, 16), (2, 0), (120, 84)),
+    "cnn": ((32, 64), (0, 0), (512,)),
+}
+
+
+def installed() -> bool:
+    return importlib.util.find_spec("torch") is not None
+
+
+def steps_per_second(
+    model: str, shape: tuple[int, ...], classes: int, batch: int, processes: int, steps: int, repeats: int
+) -> dict[str, float]:
+    """Steps a second of all processes together, for each memory format; the median of the repetitions.
+
+    Args:
+      model: its name in `throughput`.
+      shape: (height, width, channels) of an image.
+      classes: C.
+      batch: examples a step.
+      processes: how many train side by side, on an equal share of the cores.
+      steps: of a process in a repetition.
+      repeats: the number of repetitions.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    threads = max(1, len(os.sched_getaffinity(0)) // processes)
+    rates = {}
+    for form in ("NCHW", "channels last"):
+        args = (model, shape, classes, batch, form, threads, steps, repeats)
+        options = {"mp_context": spawn, "initializer": _meet, "initargs": (spawn.Barrier(processes),)}
+        with futures.ProcessPoolExecutor(processes, **options) as pool:
+            runs = [pool.submit(_work, *args) for _ in range(processes)]
+            rates[form] = processes * steps / statistics.median(runs[0].result())
+    return rates
+
+
+def _meet(barrier: Any) -> None:
+    global _barrier
+    _barrier = barrier
+
+
+def _work(model, shape, classes, batch, form, threads, steps, repeats) -> list[float]:
+    """Seconds of each repetition in one process, which begin and end for all processes at once."""
+    import torch
+
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    last = torch.channels_last if form == "channels last" else torch.contiguous_format
+    net = _network(model, shape, classes).to(memory_format=last)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.01)
+    rng = np.random.default_rng(0)
+    images = torch.from_numpy(rng.integers(0, 256, (100, shape[2], *shape[:2]), np.uint8))
+    labels = torch.from_numpy(rng.integers(0, classes, 100))
+
+    def step() -> None:
+        rows = torch.randperm(100)[:batch]
+        x = ((images[rows].float() / 255 - 0.5) / 0.5).contiguous(memory_format=last)
+        loss = torch.nn.functional.cross_entropy(net(x), labels[rows])
+        sgd.zero_grad()
+        loss.backward()
+        sgd.step()
+
+    step()
+    seconds = []
+    for _ in range(repeats):
+        _barrier.wait(TIMEOUT)
+        begin = time.perf_counter()
+        for _ in range(steps):
+            step()
+        _barrier.wait(TIMEOUT)
+        seconds.append(time.perf_counter() - begin)
+    return seconds
+
+
+def _network(model: str, shape: tuple[int, ...], classes: int) -> Any:
+    from torch import nn
+
+    if model == "resnet18":
+        return _resnet(classes)
+    height, width, cin = shape
+    channels, paddings, widths = NETS[model]
+    layers: list[Any] = []
+    for cout, padding in zip(channels, paddings, strict=True):
+        layers += [nn.Conv2d(cin, cout, 5, padding=padding), nn.ReLU(), nn.MaxPool2d(2)]
+        cin, height, width = cout, (height + 2 * padding - 4) // 2, (width + 2 * padding - 4) // 2
+    layers, size = [*layers, nn.Flatten()], cin * height * width
+    for width in widths:
+        layers, size = [*layers, nn.Linear(size, width), nn.ReLU()], width
+    return nn.Sequential(*layers, nn.Linear(size, classes))
+
+
+def _resnet(classes: int) -> Any:
+    """ResNet-18 for small images; torchvision has the one for large images only."""
+    from torch import nn
+
+    def conv(cin: int, cout: int, side: int, stride: int) -> list[Any]:
+        return [nn.Conv2d(cin, cout, side, stride, side // 2, bias=False), nn.BatchNorm2d(cout)]
+
+    class Block(nn.Module):
+        def __init__(self, cin: int, cout: int):
+            super().__init__()
+            stride = 1 if cin == cout else 2
+            self.main = nn.Sequential(*conv(cin, cout, 3, stride), nn.ReLU(), *conv(cout, cout, 3, 1))
+            self.shortcut = nn.Sequential(*(conv(cin, cout, 1, stride) if cin != cout else []))
+
+        def forward(self, x):
+            return nn.functional.relu(self.main(x) + self.shortcut(x))
+
+    pairs = [pair for a, b in itertools.pairwise(WIDTHS) for pair in ((a, b), (b, b))]
+    ends = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(WIDTHS[-1], classes)]
+    return nn.Sequential(*conv(3, 64, 3, 1), nn.ReLU(), *(Block(*pair) for pair in pairs), *ends)
