@@ -137,7 +137,8 @@ def serial(model: str, f: Federation, steps: int) -> float:
     @jax.jit
     def step(params, opt, x, y):
         def loss(params):
-            logits = nnx.merge(graph, params, moments)(prepare_images(x))
+            own = jax.tree.map(jnp.copy, moments)  # which Flax changes in place
+            logits = nnx.merge(graph, params, own)(prepare_images(x))
             return jnp.mean(optax.losses.softmax_cross_entropy_with_integer_labels(logits, y))
 
         updates, opt = sgd.update(jax.grad(loss)(params), opt)
