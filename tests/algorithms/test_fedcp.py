@@ -343,7 +343,7 @@ def test_a_prediction_is_the_personal_models(policy):
     """Under the received extractor and policy network, the vector of the client's head and both heads."""
     _, state, _ = train(policy=policy)
     f, program = toy.federation(), simulate.program(factory, TASK, {"policy": policy})
-    key = jax.random.fold_in(simulate._round_key(KEY, 2), simulate.CLIENTS)
+    key = jax.random.fold_in(programs._round_key(KEY, 2), programs.CLIENTS)
     key = jax.random.fold_in(jax.random.fold_in(key, 0), 1)  # of the client's main stream
     server, own = state.server, toy.rows(state.clients["head"], 1)
     w = {"body": server["body"], "head": own, "policy": server["policy"], "stats": server["stats"]}
