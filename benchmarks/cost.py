@@ -22,7 +22,7 @@ from fedjax_pfl.layout import choose_width, split_cpu
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("methods", [], "which methods beside fedavg (default: all that the model allows)")
-flags.DEFINE_string("model", "cnn", "which model: mlp, mlp28, lenet or cnn")
+flags.DEFINE_string("model", "cnn", "which model: linear, mlp, mlp28, lenet or cnn")
 flags.DEFINE_integer("repeats", 3, "turns", lower_bound=1)
 
 

@@ -36,7 +36,14 @@ from fedjax_pfl.layout import choose_width, split_cpu
 from fedjax_pfl.types import Federation, Task
 
 BATCH, CLIENTS, CLASSES, REPEATS = 10, 20, 10, 5
-SHAPES = {"mlp": (8, 8, 1), "mlp28": (28, 28, 1), "lenet": (28, 28, 1), "cnn": (32, 32, 3), "resnet18": (32, 32, 3)}
+SHAPES = {
+    "linear": (32, 32, 3),
+    "mlp": (8, 8, 1),
+    "mlp28": (28, 28, 1),
+    "lenet": (28, 28, 1),
+    "cnn": (32, 32, 3),
+    "resnet18": (32, 32, 3),
+}
 STEPS = {"mlp": 400, "mlp28": 200, "lenet": 40, "cnn": 15, "resnet18": 2}  # a client and round: seconds of work
 SECONDS = 10  # after which nothing is repeated
 BATCHES = {"resnet18": 16}  # and a fifth of the clients; one where XLA's convolution takes 10 seconds a step
