@@ -246,7 +246,10 @@ def data_digest(dataset: sources.Dataset) -> str:
 
 
 def initial_broadcast(experiment: Experiment) -> dict[str, int]:
-    """What it took that all clients begin with the same model, before the first round: in no round's traffic."""
+    """Scalars that it takes to give every client the task's model before the first round: in no round's traffic.
+
+    One model each: what a method has beside it, as FedEM its further models, is not counted.
+    """
     model = jax.eval_shape(experiment.task.model.init, jax.eval_shape(lambda: jax.random.key(0)))
     return {"scalars": experiment.task.num_clients * trees.size(model)}
 
