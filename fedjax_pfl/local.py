@@ -27,9 +27,28 @@ def take(data: Data, row: Array, mask: Array) -> Batch:
     """The batch of a client's rows `row` [B]; where `mask` [B] is False inputs and labels are zeros."""
     index = data.index[jnp.where(mask, row, 0)]
     index = jnp.where(mask, index, 0)  # an empty client's list holds nothing meaningful
-    x = data.prepare(data.examples.x[index])
+    x = data.prepare(_rows(data.examples.x, index))
     x = jnp.where(trees.expand(mask, x.ndim), x, 0)  # not a product: 0 * NaN is NaN
-    return Batch(x, jnp.where(mask, data.examples.y[index], 0), mask, row)
+    return Batch(x, jnp.where(mask, _rows(data.examples.y, index), 0), mask, row)
+
+
+def _rows(x: Array, index: Array) -> Array:
+    """x[index], on a CPU one row after another: a gather from a large array XLA splits over its threads, however few
+    the rows, and a small step then waits longer for them than it computes."""
+    return _copied_rows(x, index) if jax.default_backend() == "cpu" else x[index]
+
+
+@jax.custom_batching.custom_vmap
+def _copied_rows(x: Array, index: Array) -> Array:
+    return jax.lax.map(lambda i: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), index)
+
+
+@_copied_rows.def_vmap
+def _copied_rows_of_clients(count: int, batched: list[bool], x: Array, index: Array) -> tuple[Array, bool]:
+    if batched[0]:  # every client has a data set of its own
+        return jax.vmap(lambda x, i: x[i], in_axes=(0, 0 if batched[1] else None), axis_size=count)(x, index), True
+    rows = _copied_rows(x, index.reshape(-1))  # else several rows at once would be a gather again
+    return rows.reshape(*index.shape, *x.shape[1:]), True
 
 
 def holdout(data: Data, fraction: float | Array) -> tuple[Data, Data]:

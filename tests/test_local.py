@@ -145,3 +145,23 @@ def test_each_client_takes_its_own_steps_under_vmap():
     done, _, count = jax.vmap(one)(sizes)
     np.testing.assert_array_equal(done, [6, 0, 2])
     np.testing.assert_array_equal(count, [6, 0, 2])
+
+
+@pytest.mark.parametrize("shape", [(), (3, 2)])
+def test_rows_are_those_of_plain_indexing_for_one_client_for_many_and_for_data_sets_of_their_own(shape):
+    x = jax.random.normal(KEY, (2, 50, *shape))
+    index = jax.random.randint(KEY, (4, 6), 0, 50)
+    np.testing.assert_array_equal(local._rows(x[0], index[0]), x[0][index[0]])
+    np.testing.assert_array_equal(jax.vmap(local._rows, (None, 0))(x[0], index), x[0][index])
+    np.testing.assert_array_equal(jax.vmap(local._rows, (0, None))(x, index[0]), x[:, index[0]])
+    own = jax.jit(jax.vmap(local._rows))(x, index[:2])
+    np.testing.assert_array_equal(own, jnp.stack([x[0][index[0]], x[1][index[1]]]))
+
+
+def test_a_batch_of_a_large_data_set_is_not_split_over_a_cpus_threads():
+    """XLA's gather would be, and a small step waits longer for the threads than it computes."""
+    index = jnp.zeros((4, 10), jnp.int32)
+    large = jnp.zeros((100_000, 64), jnp.uint8)
+    for batch in (index[0], index):
+        get = local._rows if batch.ndim == 1 else jax.vmap(local._rows, (None, 0))
+        assert "outer_dimension_partitions" not in jax.jit(get).lower(large, batch).compile().as_text()
