@@ -9,7 +9,7 @@ from typing import Any
 
 from experiments.presets import DEFAULT_PRESETS, PRESETS, Preset
 from experiments.presets.preset import Cell
-from experiments.settings import parameters
+from experiments.values import parameters
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.checks import choose
 from fedjax_pfl.data.partition import PARTITIONS

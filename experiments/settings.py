@@ -1,10 +1,7 @@
 """The settings of an experiment: flags, what presets and defaults fill in, and which may change on a resume."""
 
 import difflib
-import inspect
 import re
-import types
-import typing
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,7 +9,7 @@ from absl import flags
 
 from experiments import targets
 from experiments.presets import DEFAULT_PRESETS, PRESETS
-from fedjax_pfl import tasks
+from experiments.values import NOUN, number, typed_all
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.checks import BadInput, check, choose
 from fedjax_pfl.simulate import hyperparameters
@@ -82,7 +79,6 @@ _DEFINE: dict[type, Callable] = {
     float: flags.DEFINE_float,
     bool: flags.DEFINE_boolean,
 }
-_NOUN: dict[Any, str] = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 _RANGES: dict[str, tuple[float, float]] = {
     "rounds": (0, INF),
     "eval_every": (0, INF),
@@ -121,7 +117,7 @@ def _illegal(message: str, rows: dict[str, tuple]) -> BadInput:
     found = re.match(r"flag --(\w+)=(.*?): ", message, re.DOTALL)
     if not found or found[1] not in rows:
         return BadInput(message)
-    return BadInput(f"--{found[1]}={found[2]} must be {_NOUN[rows[found[1]][0]]}.")
+    return BadInput(f"--{found[1]}={found[2]} must be {NOUN[rows[found[1]][0]]}.")
 
 
 def given(values: flags.FlagValues) -> dict[str, Any]:
@@ -186,50 +182,16 @@ def check_ranges(config: dict[str, Any]) -> None:
     choose("client_memory", config["client_memory"], ("device", "host"))
     participation(config["participation"])
     if config["width"] != "auto":
-        check("width", _number(int, "--width", config["width"]), 1, INF)
+        check("width", number(int, "--width", config["width"]), 1, INF)
     if config["devices"] not in ("auto", "all"):
-        check("devices", _number(int, "--devices", config["devices"]), 1, INF)
+        check("devices", number(int, "--devices", config["devices"]), 1, INF)
 
 
 def participation(text: str) -> tuple[float, float]:
     """Reads `0.5`, or a range `0.1:1`."""
     low, colon, high = str(text).partition(":")
-    parts = [_number(float, "--participation", part, text) for part in ((low, high) if colon else (low, low))]
+    parts = [number(float, "--participation", part, text) for part in ((low, high) if colon else (low, low))]
     return parts[0], parts[1]
-
-
-def _number(kind: type, name: str, text: str, whole: str | None = None) -> Any:
-    hints = {"--participation": ", or a range as 0.1:1", "--width": ", or auto", "--devices": ", auto or all"}
-    try:
-        return kind(text)
-    except ValueError:
-        raise BadInput(f"{name}={whole or text} must be {_NOUN[kind]}{hints.get(name, '')}.") from None
-
-
-def typed_all(factory: Callable, texts: dict[str, str]) -> dict[str, Any]:
-    """Reads the values of hyperparameters by the types of a factory's arguments."""
-    known, hints = hyperparameters(factory), typing.get_type_hints(factory)
-    if texts and not known:
-        raise BadInput(f"{factory.__name__} has no hyperparameters, so --hparam {next(iter(texts))}=... means nothing.")
-    for name in texts:
-        choose(f"hyperparameter of {factory.__name__}", name, known)
-    found = {name: typed(name, text, hints.get(name, type(known[name]))) for name, text in texts.items()}
-    if "tasks" in found:
-        found["tasks"] = tasks.inline(found["tasks"])  # recorded, so that a resume does not need the file again
-    return found
-
-
-def typed(name: str, text: str, hint: Any) -> Any:
-    """Reads one value; `none` is None where the type allows it."""
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if text.lower() == "none" and type(None) in kinds:
-        return None
-    kind = next(kind for kind in kinds if kind is not type(None))
-    if kind is bool:
-        if text.lower() in ("true", "false"):
-            return text.lower() == "true"
-        raise BadInput(f"--hparam {name}={text} must be {_NOUN[bool]}.")
-    return _number(kind, f"--hparam {name}", text)
 
 
 def resumed(recorded: dict[str, Any], user: dict[str, Any]) -> dict[str, Any]:
@@ -294,9 +256,3 @@ def changes(user: dict[str, Any]) -> list[str]:
 def file_name(parts: list[str]) -> str:
     """A file's name of some words."""
     return "-".join(re.sub(r"[^\w.=+-]+", "_", str(part)) for part in parts)
-
-
-def parameters(factory: Callable) -> dict[str, inspect.Parameter]:
-    """The keyword-only parameters of a factory."""
-    found = inspect.signature(factory).parameters
-    return {name: p for name, p in found.items() if p.kind is p.KEYWORD_ONLY}

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from experiments import build, describe, main, pace, report, runs, settings, train, versions
+from experiments import build, describe, main, pace, report, runs, settings, train, values, versions
 from experiments.presets import DEFAULT_PRESETS, PRESETS
 from experiments.versions import compile_clock
 from fedjax_pfl import layout, memory, simulate
@@ -201,7 +201,7 @@ def test_describe_shows_paper_defaults_and_ranges(name, capsys):
     assert main.run([f"--describe={name}"]) == 0
     out = capsys.readouterr().out
     assert inspect.getdoc(ALGORITHMS[name]).splitlines()[0] in out
-    assert describe.arguments(inspect.getdoc(ALGORITHMS[name])).keys() == settings.parameters(ALGORITHMS[name]).keys()
+    assert describe.arguments(inspect.getdoc(ALGORITHMS[name])).keys() == values.parameters(ALGORITHMS[name]).keys()
     if name != "local":  # which is nobody's
         assert "Reference" in out
     rows = describe.hyperparameters(ALGORITHMS[name])
@@ -240,9 +240,9 @@ def method(task, *, lam: float = 1.0, k: int | None = None, n: int = 3, fast: bo
 
 def test_hyperparameters_are_typed_by_the_factory():
     texts = {"lam": "2", "k": "4", "n": "-1", "fast": "True", "kind": "7"}
-    assert settings.typed_all(method, texts) == {"lam": 2.0, "k": 4, "n": -1, "fast": True, "kind": "7"}
-    assert type(settings.typed_all(method, {"lam": "2"})["lam"]) is float
-    assert settings.typed_all(method, {"k": "none"}) == {"k": None}
+    assert values.typed_all(method, texts) == {"lam": 2.0, "k": 4, "n": -1, "fast": True, "kind": "7"}
+    assert type(values.typed_all(method, {"lam": "2"})["lam"]) is float
+    assert values.typed_all(method, {"k": "none"}) == {"k": None}
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_hyperparameters_are_typed_by_the_factory():
 )
 def test_wrong_hyperparameters(texts, sentence):
     with pytest.raises(BadInput) as error:
-        settings.typed_all(method, texts)
+        values.typed_all(method, texts)
     assert sentence in str(error.value)
 
 
