@@ -11,14 +11,16 @@ import time
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags
+from absl import flags
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks.throughput import CLIENTS, build, table
+from benchmarks import report
+from benchmarks.report import table
+from benchmarks.throughput import CLIENTS, build
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.checks import BadInput
-from fedjax_pfl.layout import choose_width, split_cpu
+from fedjax_pfl.layout import choose_width
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("methods", [], "which methods beside fedavg (default: all that the model allows)")
@@ -49,7 +51,6 @@ class Runner:
 
 def main(argv) -> None:
     del argv
-    split_cpu()
     task, federation = build(FLAGS.model)
     devices = jax.device_count()
     width = choose_width(task, federation, CLIENTS, devices)
@@ -65,10 +66,8 @@ def main(argv) -> None:
         runners[name]()  # the first round is like no other for methods that look back
     turn = lambda: {name: (runners["fedavg"](), runner()) for name, runner in runners.items()}
     turns = [turn() for _ in range(FLAGS.repeats)]
-    print(
-        f"jax {jax.__version__}, {jax.default_backend()}, {devices} x width {width}; {FLAGS.model}, {CLIENTS} clients"
-    )
-    print(f"medians of {FLAGS.repeats} turns\n")
+    print(report.machine())
+    print(f"{FLAGS.model}, {CLIENTS} clients, {devices} x width {width}; medians of {FLAGS.repeats} turns\n")
     rows: list[tuple] = [("method", "s a round", "of FedAvg", "first round s")]
     for name in runners:
         seconds = statistics.median(turn[name][1] for turn in turns)
@@ -79,4 +78,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    report.run(main)

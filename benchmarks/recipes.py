@@ -9,25 +9,27 @@ counted as in `benchmarks.throughput`, evaluation as time without work. The memo
 on a CPU that of the process until then, data included.
 """
 
-import resource
 import statistics
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks.throughput import matmul_peak, table
+from benchmarks import report
+from benchmarks.report import matmul_peak, table
 from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.checks import choose
 from fedjax_pfl.data.federate import federate
-from fedjax_pfl.data.partition import partition
+from fedjax_pfl.data.partition import Partition, partition
 from fedjax_pfl.data.sources import Dataset, prepare_images
-from fedjax_pfl.layout import choose_width, split_cpu
+from fedjax_pfl.layout import choose_width
+from fedjax_pfl.types import Task
 
 
 class Recipe(NamedTuple):
@@ -85,38 +87,51 @@ flags.DEFINE_integer("images", None, "fewer images in all, to see that it runs")
 flags.DEFINE_string("conv", "auto", "form of the convolutions")
 
 
+class Cost(NamedTuple):
+    """Of one recipe: seconds, medians; steps and examples of a round; bytes."""
+
+    layout: str
+    start: float
+    compile: float
+    round: float
+    evaluation: float
+    steps: float
+    samples: float
+    peak: int
+
+
 def images(recipe: Recipe) -> Dataset:
     """Random bytes and labels in equal numbers."""
-    rng, size = np.random.default_rng(0), FLAGS.images or recipe.images
+    rng, size = np.random.default_rng(0), recipe.images
     x = np.frombuffer(rng.bytes(size * int(np.prod(recipe.shape))), np.uint8).reshape(size, *recipe.shape)
     y = np.arange(size, dtype=np.int32) % recipe.classes
     return Dataset("random", x, y, size, recipe.classes, prepare_images)
 
 
-def seconds(function, *args) -> tuple[float, float]:
+def dealt(recipe: Recipe) -> tuple[Dataset, Partition]:
+    """The images and who owns which, always the same."""
+    data = images(recipe)
+    return data, partition(data, recipe.split, num_clients=recipe.clients, seed=0, alpha=0.1)
+
+
+def seconds(function: Callable, *args, repeats: int) -> tuple[float, float]:
     """The first call's seconds, with compilation, and the median of the others'."""
     times = []
-    for _ in range(1 + FLAGS.repeats):
+    for _ in range(1 + repeats):
         begin = time.perf_counter()
         jax.block_until_ready(function(*args))
         times.append(time.perf_counter() - begin)
     return times[0], statistics.median(times[1:])
 
 
-def peak_memory() -> float:
-    """GiB."""
-    stats = jax.devices()[0].memory_stats() or {}
-    return stats.get("peak_bytes_in_use", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024) / 2**30
-
-
-def measure(name: str, recipe: Recipe, peak: float) -> tuple:
-    """A row of the table."""
+def measure(recipe: Recipe, conv: str = "auto", repeats: int = 3, **options) -> Cost:
+    """FedAvg by a recipe; `options` are further fields of its Task."""
     begin = time.perf_counter()
-    data, devices = images(recipe), jax.device_count()
-    f = federate(data, partition(data, recipe.split, num_clients=recipe.clients, seed=0, alpha=0.1))
-    net = models.model(recipe.model, recipe.shape, recipe.classes, conv=FLAGS.conv)
+    (data, owned), devices = dealt(recipe), jax.device_count()
+    f = federate(data, owned)
+    net = models.model(recipe.model, recipe.shape, recipe.classes, conv=conv)
     share = recipe.cohort / recipe.clients
-    options = {"epochs": 1, "participation": (share, share), "rounds": recipe.rounds}
+    options |= {"epochs": 1, "participation": (share, share), "rounds": recipe.rounds}
     task = simulate.task(data, f.class_counts, net, lr=recipe.lr, batch_size=recipe.batch, **options)
     start = time.perf_counter() - begin
     width = choose_width(task, f, recipe.cohort, devices)
@@ -126,32 +141,47 @@ def measure(name: str, recipe: Recipe, peak: float) -> tuple:
         f = jax.device_put(f, NamedSharding(program.mesh, PartitionSpec()))
     state = jax.jit(program.init)(key, numbers)
     t, wanted = jnp.int32(0), jnp.bool(False)
-    first, each = seconds(jax.jit(program.round), key, numbers, f, state, t, wanted)
-    first_scores, scores = seconds(jax.jit(program.evaluate), key, numbers, f, state, t)
-    a_round = each + scores / recipe.eval_every
-    steps = float(np.ceil(task.sizes / recipe.batch).sum() * share)
-    flops = models.flops(recipe.model, recipe.shape, recipe.classes, recipe.batch) / 1e9
+    first, each = seconds(jax.jit(program.round), key, numbers, f, state, t, wanted, repeats=repeats)
+    first_scores, scores = seconds(jax.jit(program.evaluate), key, numbers, f, state, t, repeats=repeats)
     compiling = first - each + first_scores - scores
-    rates = (steps / a_round, float(task.sizes.sum() * share) / a_round, steps / a_round * flops)
-    total = (a_round * recipe.rounds / 60, start, compiling, peak_memory())
-    return (name, f"{devices} x {width}", each, scores, a_round, *rates, rates[-1] / peak, *total)
+    steps, samples = epoch(task)
+    peak = report.device_peak() or report.process_peak()
+    return Cost(f"{devices} x {width}", start, compiling, each, scores, steps * share, samples * share, peak)
+
+
+def epoch(task: Task) -> tuple[int, int]:
+    """Steps and examples of one epoch of every client."""
+    whole = task.sizes // task.batch_size
+    if task.drop_last:
+        return int(whole.sum()), int(whole.sum() * task.batch_size)
+    return int(np.ceil(task.sizes / task.batch_size).sum()), int(task.sizes.sum())
+
+
+def row(name: str, recipe: Recipe, cost: Cost, peak: float) -> tuple:
+    """Of the table."""
+    a_round = cost.round + cost.evaluation / recipe.eval_every
+    flops = models.flops(recipe.model, recipe.shape, recipe.classes, recipe.batch)
+    rates = report.rates(cost.steps, cost.samples, a_round, flops, peak)
+    total = (a_round * recipe.rounds / 60, cost.start, cost.compile, cost.peak / 2**30)
+    return (name, cost.layout, cost.round, cost.evaluation, a_round, *rates, *total)
 
 
 def main(argv) -> None:
     del argv
-    split_cpu()
     chosen = {name: RECIPES[choose("recipe", name, RECIPES)] for name in FLAGS.recipes}
-    device, peak = jax.devices()[0], matmul_peak()
-    print(f"jax {jax.__version__}, {device.platform} {device.device_kind}, {jax.device_count()} device(s)")
+    chosen = {name: x._replace(images=FLAGS.images or x.images) for name, x in chosen.items()}
+    peak = matmul_peak()
+    print(report.machine())
     print(f"matmul peak {peak:.0f} GFLOP/s; FedAvg, medians of {FLAGS.repeats}\n")
     for name, recipe in chosen.items():
         print(f"{name}: {recipe.source}; {recipe.model}, batch {recipe.batch}, evaluation every {recipe.eval_every}")
-    measures = ("round s", "evaluation s", "s a round", "steps/s", "samples/s", "GFLOP/s", "of peak")
+    measures = ("round s", "evaluation s", "s a round", *report.RATES)
     rows: list[tuple] = [("recipe", "layout", *measures, "all rounds min", "start s", "compile s", "peak GiB")]
-    rows += [measure(name, recipe, peak) for name, recipe in chosen.items()]
+    for name, recipe in chosen.items():
+        rows.append(row(name, recipe, measure(recipe, FLAGS.conv, FLAGS.repeats), peak))
     print("\n" + table(rows))
     print(f"\nmatmul peak at the end {matmul_peak():.0f} GFLOP/s")
 
 
 if __name__ == "__main__":
-    app.run(main)
+    report.run(main)

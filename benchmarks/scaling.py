@@ -5,27 +5,25 @@
 Every row is a process of its own. Ditto (a personal model a client) with the digits' MLP; clients have 10 to 50 images
 of 8x8 pixels, batch 10, one local epoch, no evaluation. Start-up: `deal`, from a loaded data set to the federation on
 the device; `build`, the program and its trace, with the memory it predicts; `compile`, with the first round. A round
-is the median of 20, with what it fetches. `process` is what the process took at most, in MiB, and `predicted` what its
-arrays were said to take.
+is the median of 20, with what it fetches; its steps, of both models, are those of an average cohort, and `of peak` is
+against the matmul peak of the whole machine. `peak MiB` is what the device, on a CPU the process, took at most, and
+`predicted` what the arrays were said to take.
 """
 
-import multiprocessing
-import resource
 import statistics
-import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 
-from benchmarks.throughput import BATCH, CLASSES, SHAPES, dataset, table
+from benchmarks import report
+from benchmarks.report import matmul_peak, table
+from benchmarks.throughput import BATCH, CLASSES, SHAPES, dataset, real_steps
 from fedjax_pfl import memory, models, offload, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.data import federate, rows
-from fedjax_pfl.layout import split_cpu
 
 FLAGS = flags.FLAGS
 ROUNDS, LEAST, MOST = 20, 10, 50
@@ -43,12 +41,14 @@ class Case(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Seconds, and bytes."""
+    """Seconds; steps and examples of a round; bytes."""
 
     deal: float
     build: float
     compile: float
     round: float
+    steps: float
+    samples: float
     peak: int
     predicted: int
 
@@ -69,7 +69,6 @@ def _examples(clients: int) -> int:
 
 def measure(case: Case) -> Cost:
     """Runs one case in this process, which should be a fresh one."""
-    split_cpu()
     data, key = dataset(SHAPE, _examples(case.clients)), jax.random.key(0)  # starts JAX
     begin = time.perf_counter()
     federation = jax.block_until_ready(federate.federate(data, dealt(case.clients)))
@@ -87,40 +86,39 @@ def measure(case: Case) -> Cost:
         if result.metrics is not None:  # else it is the closing evaluation
             ends.append(time.perf_counter())
     first, *times = np.diff(ends)
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return Cost(ready - begin, built - ready, float(first), statistics.median(times), peak, predicted)
+    peak = report.device_peak() or report.process_peak()
+    work = 2 * part * real_steps(task), 2 * part * float(task.sizes.sum())  # Ditto trains two models
+    return Cost(ready - begin, built - ready, float(first), statistics.median(times), *work, peak, predicted)
 
 
-def measured(cases: list[Case]) -> list[tuple]:
-    """The rows of a table."""
+def measured(cases: list[Case], peak: float) -> list[tuple]:
+    """The rows of a table; `peak` in GFLOP/s."""
     names = ("clients", "cohort", "devices", "state on", "deal s", "build s", "compile s", "ms a round", "relative")
-    found: list[tuple] = [(*names, "process", "predicted")]
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as pool:
-        for case, cost in zip(cases, pool.map(measure, cases), strict=True):
-            base = found[1][7] if len(found) > 1 else cost.round * 1e3
-            names = tuple(str(x) for x in case[:3])
-            seconds = (cost.deal, cost.build, cost.compile, cost.round * 1e3, cost.round * 1e3 / base)
-            found.append((*names, case.client_memory, *seconds, cost.peak / 2**20, cost.predicted / 2**20))
+    found: list[tuple] = [(*names, *report.RATES, "peak MiB", "predicted")]
+    flops = models.flops("mlp", SHAPE, CLASSES, BATCH)
+    for case, cost in zip(cases, report.fresh(measure, cases), strict=True):
+        base = found[1][7] if len(found) > 1 else cost.round * 1e3
+        names = tuple(str(x) for x in case[:3])
+        seconds = (cost.deal, cost.build, cost.compile, cost.round * 1e3, cost.round * 1e3 / base)
+        rates = report.rates(cost.steps, cost.samples, cost.round, flops, peak)
+        found.append((*names, case.client_memory, *seconds, *rates, cost.peak / 2**20, cost.predicted / 2**20))
     return found
 
 
 def main(argv) -> None:
     del argv
-    split_cpu()
-    device, short = jax.devices()[0], {"rounds": 2} if FLAGS.quick else {}
-    many = (100, 1000) if FLAGS.quick else (100, 1000, 10_000)
-    print(f"jax {jax.__version__}, {device.platform} {device.device_kind}, {jax.device_count()} device(s)\n")
-    print("Against the clients, 100 of them in a round:\n")
+    short = {"rounds": 2} if FLAGS.quick else {}
+    many, peak = (100, 1000) if FLAGS.quick else (100, 1000, 10_000), matmul_peak()
+    show = lambda title, cases: print(f"{title}:\n\n{table(measured(cases, peak))}\n")
+    print(report.machine())
+    print(f"matmul peak {peak:.0f} GFLOP/s\n")
     memories = lambda n: ("device", "host") if n > 100 else ("device",)
-    print(table(measured([Case(n, client_memory=where, **short) for n in many for where in memories(n)])) + "\n")
-    print("Against the cohort:\n")
-    print(table(measured([Case(many[-1], cohort=s, **short) for s in (10, 100, 1000) if s < many[-1]])) + "\n")
+    cases = [Case(n, client_memory=where, **short) for n in many for where in memories(n)]
+    show("Against the clients, 100 of them in a round", cases)
+    show("Against the cohort", [Case(many[-1], cohort=s, **short) for s in (10, 100, 1000) if s < many[-1]])
     spread = [2**i for i in range(10) if 2**i <= jax.device_count()]
-    print("Against the devices:\n")
-    print(table(measured([Case(many[-1], devices=d, **short) for d in spread])))
+    show("Against the devices", [Case(many[-1], devices=d, **short) for d in spread])
 
 
 if __name__ == "__main__":
-    app.run(main)
+    report.run(main)

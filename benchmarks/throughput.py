@@ -21,18 +21,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import app, flags
+from absl import flags
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks import pytorch
+from benchmarks import pytorch, report
+from benchmarks.report import RATES, matmul_peak, table
 from benchmarks.stock import stock
 from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.checks import BadInput
 from fedjax_pfl.data.federate import federate
 from fedjax_pfl.data.partition import partition
 from fedjax_pfl.data.sources import Dataset, prepare_images
-from fedjax_pfl.layout import choose_width, split_cpu
+from fedjax_pfl.layout import choose_width
 from fedjax_pfl.types import Federation, Task
 
 BATCH, CLIENTS, CLASSES, REPEATS = 10, 20, 10, 5
@@ -51,7 +53,6 @@ BATCHES = {"resnet18": 16}  # and a fifth of the clients; one where XLA's convol
 FLAGS = flags.FLAGS
 flags.DEFINE_list("models", ["mlp", "mlp28", "lenet", "cnn"], "which models; resnet18, too, takes minutes")
 flags.DEFINE_bool("pytorch", False, "time PyTorch, too: pip install -e '.[benchmarks]'")
-flags.DEFINE_bool("markdown", False, "print the tables as Markdown")
 flags.DEFINE_bool("quick", False, "one repetition and few steps, to see that it runs")
 
 
@@ -169,36 +170,9 @@ def serial(model: str, f: Federation, steps: int) -> float:
     return steps * clients / median_seconds(round_of_clients)
 
 
-def matmul_peak() -> float:
-    """GFLOP/s of float32 2048^3 matrix products, the best of several."""
-    a = jax.random.normal(jax.random.key(0), (2048, 2048))
-    product = jax.jit(lambda a: a @ a)
-    jax.block_until_ready(product(a))
-    best = float("inf")
-    for _ in range(10):
-        begin = time.perf_counter()
-        jax.block_until_ready(product(a))
-        best = min(best, time.perf_counter() - begin)
-    return 2 * 2048**3 / best / 1e9
-
-
-def cell(x: str | float | None) -> str:
-    return x if isinstance(x, str) else "-" if x is None else f"{x:.3g}" if x < 100 else f"{x:.0f}"
-
-
-def table(rows: list[tuple]) -> str:
-    """Aligned columns, or Markdown."""
-    cells = [tuple(map(cell, row)) for row in rows]
-    if FLAGS.markdown:
-        cells.insert(1, ("---",) * len(rows[0]))
-        return "\n".join("| " + " | ".join(row) + " |" for row in cells)
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join("  ".join(x.rjust(w) for x, w in zip(row, widths, strict=True)) for row in cells)
-
-
 def layouts(model: str, peak: float) -> list[tuple]:
     """The rows of one model: the serial baseline, XLA's convolution, ours at every width, PyTorch's."""
-    flops = models.flops(network(model), SHAPES[model], CLASSES, batch_size(model)) / 1e9
+    flops = models.flops(network(model), SHAPES[model], CLASSES, batch_size(model))
     steps, clients, devices = 2 if FLAGS.quick else STEPS[model], cohort(model), jax.device_count()
     few = max(1, steps // 5)  # where steps take long
     task, f = build(model, steps=steps)
@@ -207,7 +181,8 @@ def layouts(model: str, peak: float) -> list[tuple]:
 
     def add(form: str, width: str, timing: Timing) -> None:
         rate = timing.steps_per_second
-        rows.append((model, form, width, rate, rate * flops, rate * flops / peak, rate / base, *timing[1:]))
+        rates = report.rates(rate, rate * batch_size(model), 1, flops, peak)
+        rows.append((model, form, width, *rates, rate / base, *timing[1:]))
 
     def add_widths(form: str, task: Task, f: Federation) -> None:
         for width in sorted({min(width, len(task.sizes)) for width in (1, 4, clients)}):
@@ -271,14 +246,12 @@ def memory() -> list[tuple]:
 def main(argv) -> None:
     del argv
     if FLAGS.pytorch and not pytorch.installed():
-        raise app.UsageError("--pytorch needs PyTorch: pip install -e '.[benchmarks]'.")
-    split_cpu()
-    device = jax.devices()[0]
+        raise BadInput("--pytorch needs PyTorch: pip install -e '.[benchmarks]'.")
     peak = matmul_peak()
-    print(f"jax {jax.__version__}, {device.platform} {device.device_kind}, {jax.device_count()} device(s)")
+    print(report.machine(*["torch"] * FLAGS.pytorch))
     sizes = [f"{model}: {cohort(model)} clients, batch {batch_size(model)}" for model in FLAGS.models]
     print(f"matmul peak {peak:.0f} GFLOP/s; medians of {repeats()}; {'; '.join(sizes)}\n")
-    header = ("model", "form", "width", "steps/s", "GFLOP/s", "of peak", "of serial", "compile s", "MiB")
+    header = ("model", "form", "width", *RATES, "of serial", "compile s", "MiB")
     rows = [header]
     for model in FLAGS.models:
         rows += layouts(model, peak)
@@ -290,4 +263,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    report.run(main)
