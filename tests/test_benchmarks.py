@@ -1,10 +1,65 @@
-"""What the benchmark compares with is the same network."""
+"""What the benchmarks compare with is the same work, and what they say of it is true."""
 
 import jax
+import numpy as np
 import pytest
 
-from benchmarks import pytorch
+from benchmarks import memory, peers, pytorch, recipes, report, scaling
+from fedjax_pfl.checks import BadInput
+from fedjax_pfl.data.federate import federate
 from fedjax_pfl.models import model, num_parameters
+from fedjax_pfl.simulate import task
+
+SMALL = recipes.RECIPES["pfllib_20"]._replace(clients=3, cohort=3, images=90)
+SERVER = """
+import time
+import numpy as np
+import torch
+
+
+class Client:
+    def __init__(self, args, id):
+        self.args, self.id = args, id
+        self.train_samples = len(self.read()[1])
+
+    def read(self):
+        with open(f"../dataset/{self.args.dataset}/train/{self.id}.npz", "rb") as file:
+            data = np.load(file, allow_pickle=True)["data"].tolist()
+        return torch.Tensor(data["x"]), torch.Tensor(data["y"]).long()
+
+
+class FedAvg:
+    def __init__(self, args, times):
+        self.args, self.Budget, self.evaluations = args, [], 0
+        self.clients = [Client(args, id) for id in range(int(args.join_ratio * args.num_clients))]
+
+    def train(self):
+        sgd = torch.optim.SGD(self.args.model.parameters(), self.args.local_learning_rate)
+        for t in range(self.args.global_rounds + 1):
+            begin = time.time()
+            if t % self.args.eval_gap == 0:
+                self.evaluate()
+            for client in self.clients:
+                for x, y in zip(*(part.split(self.args.batch_size) for part in client.read())):
+                    if len(y) == self.args.batch_size:
+                        loss = torch.nn.functional.cross_entropy(self.args.model(x), y)
+                        sgd.zero_grad(), loss.backward(), sgd.step()
+            self.Budget.append(time.time() - begin)
+        assert self.evaluations == 1
+
+    def evaluate(self):
+        print("accuracy")
+        self.evaluations += 1
+"""
+MODELS = """
+from torch import nn
+
+
+def FedAvgCNN(in_features=1, num_classes=10, dim=1024):
+    one = nn.Conv2d(in_features, 32, 5), nn.ReLU(), nn.MaxPool2d(2)
+    two = nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2)
+    return nn.Sequential(*one, *two, nn.Flatten(), nn.Linear(dim, 512), nn.ReLU(), nn.Linear(512, num_classes))
+"""
 
 
 @pytest.mark.parametrize("name", [*pytorch.NETS, "resnet18"])
@@ -14,3 +69,69 @@ def test_pytorchs_networks_have_our_parameters(name):
     variables = jax.eval_shape(model(name.removesuffix("28"), shape, 10).init, jax.random.key(0))
     net = pytorch._network(name, shape, 10)
     assert sum(x.numel() for x in net.parameters()) == num_parameters(variables)
+
+
+def test_pfllib_reads_our_clients(tmp_path):
+    peers.write(tmp_path, SMALL)
+    data, owned = recipes.dealt(SMALL)
+    for part in ("train", "test"):
+        index, sizes = getattr(owned, part), getattr(owned, f"{part}_sizes")
+        for client in range(SMALL.clients):
+            with open(tmp_path / "dataset" / "Cifar10" / part / f"{client}.npz", "rb") as file:
+                found = np.load(file, allow_pickle=True)["data"].tolist()
+            rows = index[client, : sizes[client]]
+            x = np.asarray(data.prepare(data.x[rows]))
+            np.testing.assert_allclose(found["x"], np.moveaxis(x, -1, 1), rtol=1e-6)
+            assert found["x"].dtype == np.float32
+            np.testing.assert_array_equal(found["y"], data.y[rows])
+
+
+def test_pfllib_is_given_the_same_work(tmp_path):
+    """A stand-in with PFLlib's interface, so far as it is used."""
+    pytest.importorskip("torch")
+    for name, text in {"servers/serveravg": SERVER, "trainmodel/models": MODELS}.items():
+        path = tmp_path / "PFLlib" / "system" / "flcore" / f"{name}.py"
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    before = sorted(tmp_path.rglob("*"))
+    (tmp_path / "run").mkdir()
+    peers.write(tmp_path / "run", SMALL)
+    case = peers.Case(SMALL, 1, peers.check(str(tmp_path / "PFLlib")), str(tmp_path / "run"))
+    ((cost, count),) = report.fresh(peers.measure, [case])
+    data, owned = recipes.dealt(SMALL)
+    net = model(SMALL.model, SMALL.shape, SMALL.classes)
+    ours = task(data, federate(data, owned).class_counts, net, lr=0.1, batch_size=SMALL.batch, drop_last=True)
+    assert (cost.steps, cost.samples) == recipes.epoch(ours)
+    assert cost.samples < recipes.epoch(ours._replace(drop_last=False))[1] == sum(owned.train_sizes)
+    assert count == num_parameters(jax.eval_shape(net.init, jax.random.key(0)))
+    assert min(cost.start, cost.round, cost.evaluation, cost.peak) > 0
+    assert before == sorted(x for x in tmp_path.rglob("*") if tmp_path / "run" not in (x, *x.parents))
+
+
+def test_what_cannot_be_compared_with_is_one_sentence(tmp_path):
+    for path, said in ((None, "give --pfllib=PATH"), (str(tmp_path), "no checkout of PFLlib")):
+        with pytest.raises(BadInput, match=said):
+            peers.check(path)
+    with pytest.raises(peers.Unknown, match="'warmup'"):
+        _ = peers.options(peers.Case(SMALL, 1), None).warmup
+
+
+def test_memory_is_predicted_of_what_is_compiled():
+    cost = memory.measure(memory.Case("ditto", client_memory="host", model="mlp"))
+    assert 1 / 1.5 < cost.predicted / cost.compiled < 1.5
+    assert cost.compile > 0 and cost.device is None
+
+
+def test_the_work_of_a_round_is_counted():
+    cost = scaling.measure(scaling.Case(20, cohort=20, rounds=1))
+    sizes = scaling.dealt(20).train_sizes
+    assert cost.samples == 2 * sizes.sum() and cost.steps == 2 * np.ceil(sizes / 10).sum()
+    rates = dict(
+        zip(report.RATES, report.rates(cost.steps, cost.samples, 2.0, flops=4e9, peak=cost.steps), strict=True)
+    )
+    assert rates == {
+        "steps/s": cost.steps / 2,
+        "samples/s": cost.samples / 2,
+        "GFLOP/s": cost.steps * 2,
+        "of peak": 2,
+    }

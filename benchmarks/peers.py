@@ -1,0 +1,194 @@
+"""A round of FedAvg beside PFLlib's, with the same clients and the same network, in one run.
+
+    python -m benchmarks.peers --pfllib=PATH [--markdown] [--clients=20] [--images=60000] [--repeats=3]
+
+PATH is a checkout of github.com/TsingZ0/PFLlib, of which its FedAvg server with its FedAvgCNN is run as it stands; it
+needs PyTorch and what else it imports. Nothing is written there. The setting is PFLlib's: SGD, one local epoch, batch
+10, everybody in each round, Dirichlet 0.1 (see `benchmarks.recipes`); random images of CIFAR-10's shape are written in
+its format to a temporary folder, from which its clients read theirs in every round. Both drop a client's last batch if
+it is short, so that the steps are the same. First we run, then PFLlib, then we again, in processes of their own with
+every core.
+
+`round s` is the median without the first, evaluation apart; PFLlib's is what its server counts. PFLlib's evaluation has
+the training examples in it. The rates are of rounds, the memory is the device's where it is told, on a CPU that of the
+process, and `speed` is relative to PFLlib's steps/s. What is called here was read in PFLlib's source and tried with a
+stand-in of the same interface only (see the tests); on an accelerator nothing of it was tried.
+"""
+
+import contextlib
+import io
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from absl import flags
+
+from benchmarks import pytorch, recipes, report
+from benchmarks.recipes import RECIPES, Cost, Recipe
+from fedjax_pfl import models
+from fedjax_pfl.checks import BadInput
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("pfllib", None, "a checkout of PFLlib")
+flags.DEFINE_integer("clients", 20, "all of them in each round", lower_bound=1)
+
+DATASET = "Cifar10"  # its name decides how PFLlib reads it
+
+
+class Case(NamedTuple):
+    """What a process of its own is to run; without a checkout it is ours."""
+
+    recipe: Recipe
+    repeats: int
+    checkout: str | None = None
+    folder: str = ""
+    device: str = "cpu"  # or cuda
+
+
+class Unknown(AttributeError):
+    """An option of PFLlib that `options` does not have."""
+
+
+class Options(SimpleNamespace):
+    """What PFLlib's command line would hand on."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise Unknown(f"it asks for an option {name!r} that is not known here")
+
+
+def write(folder: Path, recipe: Recipe) -> None:
+    """The clients' examples as PFLlib wants them: dataset/NAME/{train,test}/ID.npz, a dict of x [n, C, H, W] and y."""
+    data, owned = recipes.dealt(recipe)
+    levels = np.asarray(data.prepare(np.arange(256, dtype=np.uint8)))
+    parts = {"train": (owned.train, owned.train_sizes), "test": (owned.test, owned.test_sizes)}
+    for part, (index, sizes) in parts.items():
+        place = folder / "dataset" / DATASET / part
+        place.mkdir(parents=True)
+        for client, (rows, size) in enumerate(zip(index, sizes, strict=True)):
+            own = rows[:size]
+            x = levels[data.x[own]].transpose(0, 3, 1, 2)
+            np.savez_compressed(place / f"{client}.npz", data=np.array({"x": x, "y": data.y[own]}, object))
+    (folder / "system").mkdir()
+
+
+def measure(case: Case) -> tuple[Cost, int]:
+    """Times one side in this process, which should be a fresh one; returns its network's number of parameters, too.
+
+    Raises:
+      BadInput: PFLlib cannot be run.
+    """
+    if case.checkout is not None:
+        try:
+            return pfllib(case)
+        except (ImportError, Unknown) as error:
+            raise BadInput(f"The checkout of PFLlib cannot be run here: {error}.") from error
+    recipe = case.recipe
+    net = models.model(recipe.model, recipe.shape, recipe.classes)
+    count = models.num_parameters(jax.eval_shape(net.init, jax.random.key(0)))
+    return recipes.measure(recipe, repeats=case.repeats, drop_last=True), count
+
+
+def pfllib(case: Case) -> tuple[Cost, int]:
+    """Times PFLlib's server, whose working directory is the temporary folder."""
+    import torch
+
+    torch.set_num_threads(report.cores())
+    sys.dont_write_bytecode = True
+    sys.path.insert(0, os.path.join(os.path.abspath(str(case.checkout)), "system"))
+    os.chdir(Path(case.folder) / "system")
+    begin = time.perf_counter()
+    from flcore.servers.serveravg import FedAvg  # type: ignore
+    from flcore.trainmodel.models import FedAvgCNN  # type: ignore
+
+    recipe, on_cpu = case.recipe, case.device == "cpu"
+    net = FedAvgCNN(in_features=recipe.shape[-1], num_classes=recipe.classes, dim=1600).to(case.device)
+    with contextlib.redirect_stdout(io.StringIO()):
+        server = FedAvg(options(case, net), 0)
+        start = time.perf_counter() - begin
+        server.train()
+        begin = time.perf_counter()
+        server.evaluate()
+        evaluation = time.perf_counter() - begin
+    times = server.Budget[1:]  # the first has an evaluation in it
+    steps = sum(client.train_samples // recipe.batch for client in server.clients)
+    peak = report.process_peak() if on_cpu else torch.cuda.max_memory_allocated()
+    layout = f"{torch.get_num_threads()} threads" if on_cpu else case.device
+    cost = Cost(layout, start, 0, statistics.median(times), evaluation, steps, steps * recipe.batch, peak)
+    return cost, sum(x.numel() for x in net.parameters())
+
+
+def options(case: Case, net: Any) -> Options:
+    """The options that FedAvg's server and clients read, in any version of PFLlib since its files are .npz."""
+    recipe, rounds = case.recipe, case.repeats
+    given = {"dataset": DATASET, "model": net, "device": case.device, "algorithm": "FedAvg", "goal": "time"}
+    given |= {"num_classes": recipe.classes, "num_clients": recipe.clients, "batch_size": recipe.batch}
+    given |= {"global_rounds": rounds, "eval_gap": rounds + 1, "local_epochs": 1, "local_learning_rate": recipe.lr}
+    given |= {"learning_rate_decay": False, "learning_rate_decay_gamma": 0.99, "save_folder_name": "items"}
+    given |= {"join_ratio": 1.0, "random_join_ratio": False, "top_cnt": 100, "time_threthold": 10_000}
+    given |= dict.fromkeys(("client_drop_rate", "train_slow_rate", "send_slow_rate", "dp_sigma"), 0.0)
+    given |= dict.fromkeys(("time_select", "auto_break", "dlg_eval", "privacy"), False)
+    given |= dict.fromkeys(("few_shot", "num_new_clients", "fine_tuning_epoch", "fine_tuning_epoch_new"), 0)
+    return Options(**given, dlg_gap=100, batch_num_per_client=2)
+
+
+def check(path: str | None) -> str:
+    """Returns the checkout.
+
+    Raises:
+      BadInput: there is none, or no PyTorch.
+    """
+    if not path:
+        raise BadInput("There is nothing to compare with: give --pfllib=PATH, a checkout of github.com/TsingZ0/PFLlib.")
+    if not (Path(path) / "system" / "flcore" / "servers" / "serveravg.py").exists():
+        raise BadInput(
+            f"--pfllib={path} is no checkout of PFLlib: there is no system/flcore/servers/serveravg.py in it."
+        )
+    if not pytorch.installed():
+        raise BadInput("--pfllib needs PyTorch: pip install -e '.[benchmarks]'.")
+    return path
+
+
+def compare(recipe: Recipe, repeats: int, checkout: str) -> list[tuple[Cost, int]]:
+    """Cost and number of parameters: ours, PFLlib's and ours again."""
+    device = "cpu" if jax.default_backend() == "cpu" else "cuda"
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), recipe)
+        ours, theirs = Case(recipe, repeats), Case(recipe, repeats, checkout, folder, device)
+        return list(report.fresh(measure, (ours, theirs, ours)))
+
+
+def rows(costs: list[Cost], recipe: Recipe, peak: float) -> list[tuple]:
+    """Of the table."""
+    flops = models.flops(recipe.model, recipe.shape, recipe.classes, recipe.batch)
+    rates = [report.rates(cost.steps, cost.samples, cost.round, flops, peak) for cost in costs]
+    header = ("", "layout", "round s", "evaluation s", *report.RATES, "speed", "start s", "compile s", "GiB")
+    found: list[tuple] = [header]
+    for name, cost, own in zip(("ours", "PFLlib", "ours again"), costs, rates, strict=True):
+        last = (own[0] / rates[1][0], cost.start, cost.compile or None, cost.peak / 2**30)
+        found.append((name, cost.layout, cost.round, cost.evaluation, *own, *last))
+    return found
+
+
+def main(argv) -> None:
+    del argv
+    checkout, recipe = check(FLAGS.pfllib), RECIPES["pfllib_20"]
+    clients, images = FLAGS.clients, FLAGS.images or recipe.images
+    recipe, peak = recipe._replace(clients=clients, cohort=clients, images=images), report.matmul_peak()
+    print(report.machine("torch"))
+    print(f"matmul peak {peak:.0f} GFLOP/s; medians of {FLAGS.repeats}; {clients} clients, {images} images\n")
+    costs, counts = zip(*compare(recipe, FLAGS.repeats, checkout), strict=True)
+    print(report.table(rows(list(costs), recipe, peak)))
+    same = "the same" if counts[0] == counts[1] else "NOT the same: the rates cannot be compared"
+    print(f"\nparameters: {counts[0]:,} and PFLlib's {counts[1]:,}, {same}")
+    print(f"matmul peak at the end {report.matmul_peak():.0f} GFLOP/s")
+
+
+if __name__ == "__main__":
+    report.run(main)
