@@ -16,10 +16,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import report
 from benchmarks.report import table
-from benchmarks.throughput import CLIENTS, build
+from benchmarks.throughput import CLIENTS, SHAPES, build
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.checks import BadInput
+from fedjax_pfl.checks import BadInput, choose
 from fedjax_pfl.layout import choose_width
 
 FLAGS = flags.FLAGS
@@ -51,10 +51,11 @@ class Runner:
 
 def main(argv) -> None:
     del argv
-    task, federation = build(FLAGS.model)
+    chosen = [choose("method", name, ALGORITHMS) for name in FLAGS.methods] or list(ALGORITHMS)
+    task, federation = build(choose("model", FLAGS.model, SHAPES))
     devices = jax.device_count()
     width = choose_width(task, federation, CLIENTS, devices)
-    names = ["fedavg", *(name for name in FLAGS.methods or ALGORITHMS if name != "fedavg")]
+    names = ["fedavg", *(name for name in chosen if name != "fedavg")]
     runners, compiling, refused = {}, {}, []
     for name in names:
         try:

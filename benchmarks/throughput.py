@@ -30,7 +30,7 @@ from benchmarks.report import RATES, matmul_peak, table
 from benchmarks.stock import stock
 from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.checks import BadInput
+from fedjax_pfl.checks import BadInput, choose
 from fedjax_pfl.data.federate import federate
 from fedjax_pfl.data.partition import partition
 from fedjax_pfl.data.sources import Dataset, prepare_images
@@ -247,6 +247,8 @@ def main(argv) -> None:
     del argv
     if FLAGS.pytorch and not pytorch.installed():
         raise BadInput("--pytorch needs PyTorch: pip install -e '.[benchmarks]'.")
+    for model in FLAGS.models:
+        choose("model", model, STEPS)
     peak = matmul_peak()
     print(report.machine(*["torch"] * FLAGS.pytorch))
     sizes = [f"{model}: {cohort(model)} clients, batch {batch_size(model)}" for model in FLAGS.models]
