@@ -16,9 +16,9 @@ from fedjax_pfl import clients, hosts, memory, models, offload, simulate, trees
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.checks import BadInput
 from fedjax_pfl.data import federate, partition, sources
-from fedjax_pfl.layout import choose_width
+from fedjax_pfl.layout import choose_form, choose_width
 from fedjax_pfl.models import functional, layers
-from fedjax_pfl.types import Algorithm, Federation, State, Task
+from fedjax_pfl.types import Algorithm, Federation, Model, State, Task
 
 
 class Experiment(NamedTuple):
@@ -119,11 +119,10 @@ def _is_image(shape: tuple[int, ...]) -> bool:
 
 
 def _task(config: dict[str, Any], dataset: sources.Dataset, dealt: partition.Partition, conv: str) -> Task:
-    shape, options = dataset.x.shape[1:], (config["bn_stats"], conv, config["compute_dtype"])
     return simulate.task(
         dataset,
         partition.class_counts(dealt, dataset),
-        functional.model(config["model"], shape, dataset.num_classes, *options),
+        _model(config, dataset, conv),
         lr=config["lr"],
         optimizer=optimizer(config["momentum"], config["weight_decay"], config["clip"]),
         batch_size=config["batch_size"],
@@ -134,6 +133,11 @@ def _task(config: dict[str, Any], dataset: sources.Dataset, dealt: partition.Par
         drop_last=config["drop_last"],
         bn_stats=config["bn_stats"],
     )
+
+
+def _model(config: dict[str, Any], dataset: sources.Dataset, conv: str) -> Model:
+    shape, options = dataset.x.shape[1:], (config["bn_stats"], conv, config["compute_dtype"])
+    return functional.model(config["model"], shape, dataset.num_classes, *options)
 
 
 def optimizer(momentum: float, weight_decay: float, clip: float | None):
@@ -152,17 +156,27 @@ def numbers(program: simulate.Program) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: jax.ShapeDtypeStruct((), jnp.float32) for name in program.numbers}
 
 
-def layout(experiment: Experiment, width: str, count: str) -> dict[str, Any]:
-    """How clients are laid out here: `width` and the number of devices as given, or chosen.
+def layout(experiment: Experiment, width: str, count: str) -> tuple[Experiment, dict[str, Any]]:
+    """The experiment in the form of convolutions that is given, or chosen, and how clients are laid out here: `width`
+    and the number of devices as given, or chosen.
 
     Raises:
       BadInput: there are not so many devices, or not nearly the memory.
     """
     spread = devices(count, experiment)
+    if experiment.config["conv"] == "auto":
+        experiment = _in_form(experiment, _auto_form(experiment, width, spread))
     machine = {"platform": jax.default_backend(), "kind": jax.devices()[0].device_kind, "count": spread}
     chosen = int(width) if width != "auto" else _auto_width(experiment, spread)
     laid = {"width": chosen, "conv": experiment.conv, "devices": machine}
-    return laid | {"memory": needed(experiment, laid)._asdict()}
+    return experiment, laid | {"memory": needed(experiment, laid)._asdict()}
+
+
+def _in_form(experiment: Experiment, conv: str) -> Experiment:
+    if conv == experiment.conv:
+        return experiment
+    task = experiment.task._replace(model=_model(experiment.config, experiment.dataset, conv))
+    return experiment._replace(task=task, conv=conv, programs={})
 
 
 def needed(experiment: Experiment, laid: dict[str, Any]) -> memory.Memory:
@@ -182,12 +196,24 @@ def _memory(experiment: Experiment, width: int, spread: int) -> memory.Memory:
     return memory.predict(experiment.program(width, spread), experiment.key, experiment.federation)
 
 
+def _auto_form(experiment: Experiment, width: str, spread: int) -> str:
+    """Tried as the width is, with no more clients at once than the given width."""
+    cohort, own = _part(experiment, spread)
+    most = cohort if width == "auto" else min(cohort, int(width) * own)
+    model = functools.partial(_model, experiment.config, experiment.dataset)
+    return hosts.on_first(choose_form, experiment.task, model, experiment.federation, most, own)
+
+
 def _auto_width(experiment: Experiment, spread: int) -> int:
-    """Tried by process 0, with its part of the clients on its part of the devices."""
-    processes = jax.process_count()
-    cohort = -(-simulate.cohort_size(experiment.task) // processes)
+    cohort, own = _part(experiment, spread)
     fits = lambda width: _memory(experiment, width, spread).fits
-    return hosts.on_first(choose_width, experiment.task, experiment.federation, cohort, spread // processes, fits)
+    return hosts.on_first(choose_width, experiment.task, experiment.federation, cohort, own, fits)
+
+
+def _part(experiment: Experiment, spread: int) -> tuple[int, int]:
+    """The clients of a round and the devices that one process has: process 0 tries for all."""
+    processes = jax.process_count()
+    return -(-simulate.cohort_size(experiment.task) // processes), spread // processes
 
 
 def devices(count: str, experiment: Experiment, recorded: int | None = None) -> int:

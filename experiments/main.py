@@ -73,7 +73,7 @@ def _train(flags: Any, console: Console) -> int:
 
 def _into(path: Path, config: dict[str, Any], resume: bool, console: Console) -> int:
     """Trains into a run directory, from its start or from where it stopped."""
-    laid: dict[str, Any] = hosts.on_first(runs.read_layout, path) if resume else {"conv": "auto"}
+    laid: dict[str, Any] = hosts.on_first(runs.read_layout, path) if resume else {"conv": config["conv"]}
     experiment = hosts.everywhere(build.prepare, config, laid["conv"])
     _check_hosts(experiment)
     partial = experiment.task.participation != (1.0, 1.0)
@@ -87,7 +87,8 @@ def _into(path: Path, config: dict[str, Any], resume: bool, console: Console) ->
             laid["memory"] = build.needed(experiment, laid)._asdict()
         else:
             hosts.on_first(runs.make, path)
-            laid, start, state = build.layout(experiment, config["width"], config["devices"]), 0, None
+            experiment, laid = build.layout(experiment, config["width"], config["devices"])
+            start, state = 0, None
             hosts.on_first(directory.start, experiment, laid, versions())
         takes = memory.say(memory.Memory(**laid["memory"]))
         console.print(f"Run directory: {path}; {_say(laid, config['width'] == 'auto' and not resume)}; {takes}")
@@ -189,6 +190,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # an output that is not UTF-8 has no arrows
     logging.basicConfig(format="%(levelname)s: %(message)s")
+    logging.getLogger(layout.__name__).setLevel(logging.INFO)  # what was tried
     leave(run(sys.argv[1:]))
 
 

@@ -12,6 +12,7 @@ from experiments.presets import DEFAULT_PRESETS, PRESETS
 from experiments.values import NOUN, number, typed_all
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.checks import BadInput, check, choose
+from fedjax_pfl.models.layers import CONVOLUTIONS
 from fedjax_pfl.simulate import hyperparameters
 
 INF = float("inf")
@@ -56,6 +57,7 @@ SETTINGS = {
     "eval_every": Setting(int, 1, "rounds between evaluations; the last is always evaluated, 0: only at the end"),
     "targets": Setting(str, None, "scores in (0, 1] whose first round is reported, as 0.8,0.9", free=True),
     "checkpoint_every": Setting(int, 10, "rounds between checkpoints", free=True),
+    "conv": Setting(str, "auto", "form of the convolutions: winograd, fused, matmul, xla, or auto: timed", free=True),
     "width": Setting(str, "auto", "clients trained at once, or auto: measured for two seconds", free=True),
     "devices": Setting(str, "auto", "devices to spread the clients over: a number, all, or auto", free=True),
     "client_memory": Setting(str, "device", "where clients outside a round have their state: device, host", free=True),
@@ -179,6 +181,7 @@ def check_ranges(config: dict[str, Any]) -> None:
     targets.levels(config["targets"])
     if config["test_split"] is not None:
         choose("test_split", config["test_split"], ("pool", "official"))
+    choose("conv", config["conv"], CONVOLUTIONS)
     choose("client_memory", config["client_memory"], ("device", "host"))
     participation(config["participation"])
     if config["width"] != "auto":

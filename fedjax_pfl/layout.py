@@ -1,33 +1,44 @@
-"""Prepares JAX for this machine, and chooses how many clients are trained at once on each device, by trying.
+"""Prepares JAX for this machine; chooses the form of convolutions and how many clients are trained at once, by trying.
 
-The choice never changes results beyond rounding. It is remembered in the user's cache directory for each kind of model,
-batch and device.
+What is timed is local SGD of the real model on the real data, not the method's round, which takes too long to compile;
+most of a round is local SGD. A choice never changes results beyond rounding. It is remembered in the user's cache
+directory for each kind of model, batch and device, so that the next run on this machine makes the same.
 """
 
 import contextlib
 import hashlib
 import json
+import logging
+import math
 import os
 import platform
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import jaxlib
-from absl import logging
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedjax_pfl import local, losses
 from fedjax_pfl.clients import Cohort, make_mesh
 from fedjax_pfl.data.prepared import cache_dir
-from fedjax_pfl.types import Array, Federation, Task
+from fedjax_pfl.models import layers
+from fedjax_pfl.types import Array, Federation, Model, PyTree, Task
 
 LARGE = 200_000  # parameters from which, on a CPU, one client at a time is taken: fastest for the CNN (see benchmarks)
-SECONDS = 0.3  # a candidate is timed for
+MANY = 6  # convolutions from which forms are not tried: each takes 3 s to compile with 2 convolutions, 12 s with 20
+SECONDS = 1.0  # for which the candidates of a choice are timed
 STEPS = 8  # local steps a client takes in the probe
+MARGIN = 1.1  # how many times as fast another form must be to be taken: less may be chance
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T", int, str)
 
 
 def split_cpu() -> None:
@@ -68,29 +79,63 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def choose_form(
+    task: Task, model: Callable[[str], Model], federation: Federation, clients: int, devices: int = 1
+) -> str:
+    """The form of the convolutions (see `layers.convolution`), by timing local SGD of the real model.
+
+    Tried against what "auto" stands for are the forms that may win here and are another program: on a CPU plain matrix
+    products (XLA's own convolution is 20 to 100 times slower), elsewhere Winograd's, too. All are timed at the least
+    width that `choose_width` tries. Where nothing is tried, because the model has no convolutions or MANY, it is that
+    of "auto", which goes by what was measured for each shape.
+
+    Args:
+      task: with the model in the form that "auto" stands for.
+      model: form -> the same model in that form.
+      clients: S, the clients of a round.
+      devices: of this process, over which they are spread.
+    """
+    usual = layers.form("auto")
+    shapes = _shapes(task)
+    count = sum(x.ndim == 4 for x in jax.tree.leaves(shapes))  # kernels
+    if count >= MANY:
+        _log.info("Convolutions: %s, by their shapes; with %d of them trying takes too long to compile.", usual, count)
+    if not 0 < count < MANY:
+        return usual
+    others = ("matmul",) if jax.default_backend() == "cpu" else ("matmul", "winograd")
+    tasks = {usual: task} | {form: task._replace(model=model(form)) for form in others}
+    programs = {form: _program(task, shapes) for form, task in tasks.items()}
+    different = {program: form for form, program in reversed(programs.items())}.values()  # the first of equal ones
+    tasks = {form: task for form, task in tasks.items() if form in different}
+    width = _candidates(-(-clients // devices))[0]
+    path = _path(programs, devices, width)
+    known = usual if len(tasks) == 1 else _recall(path, tuple(tasks))
+    if known is None:
+        times = _times({form: (task, width, width) for form, task in tasks.items()}, federation, devices)
+        best = min(times, key=lambda form: times[form] * (1 if form == usual else MARGIN))
+        known = _settle("Convolutions", path, best, times)
+    return known
+
+
 def choose_width(
     task: Task, federation: Federation, clients: int, devices: int = 1, fits: Callable[[int], bool] = lambda _: True
 ) -> int:
-    """The number of clients to train at once on each device, by timing local training of the real model.
+    """The number of clients to train at once on each device, by timing local SGD of the real model.
 
     Args:
       clients: S, the clients of a round.
       devices: of this process, over which they are spread.
       fits: whether a width has the memory it needs; where none has, the least is taken.
     """
-    clients = -(-clients // devices)
-    shapes = jax.eval_shape(task.model.init, jax.random.key(0))
-    size = sum(x.size for x in jax.tree.leaves(shapes))
-    candidates = _candidates(clients)
-    if jax.default_backend() == "cpu" and size > LARGE:
+    shapes = _shapes(task)
+    candidates = _candidates(-(-clients // devices))
+    if jax.default_backend() == "cpu" and sum(x.size for x in jax.tree.leaves(shapes)) > LARGE:
         return candidates[0]
     while len(candidates) > 1:
-        path = _path(task, shapes, candidates, devices)
+        path = _path(_program(task, shapes), devices, candidates)
         known = _recall(path, candidates)
-        if known is None and fits(candidates[-1]):
-            return _fastest(task, federation, candidates, devices, path)
-        if known is not None and fits(known):
-            return known
+        if fits(candidates[-1] if known is None else known):
+            return _fastest(task, federation, candidates, devices, path) if known is None else known
         candidates = candidates[:-1]
     return candidates[0]
 
@@ -101,20 +146,22 @@ def _candidates(clients: int) -> Sequence[int]:
 
 
 def _fastest(task: Task, federation: Federation, candidates: Sequence[int], devices: int, path: Path) -> int:
-    times = {width: seconds_per_step(task, federation, width, devices) for width in candidates}
-    best = min(times, key=times.__getitem__)
-    logging.info("Width: %s", ", ".join(f"{w} takes {t * 1e6:.0f} us a client step" for w, t in times.items()))
-    _remember(path, best, times)
-    return best
+    least = min(4, -(-task.num_clients // devices))
+    times = _times({width: (task, width, max(width, least)) for width in candidates}, federation, devices)
+    return _settle("Width", path, min(times, key=times.__getitem__), times)
 
 
-def seconds_per_step(task: Task, federation: Federation, width: int, devices: int = 1) -> float:
-    """Time of one client's SGD step when `width` clients are trained at once on each of the devices; the best of the
-    repetitions."""
-    probe = task._replace(epochs=None, steps=STEPS)
+class _Trial(NamedTuple):
+    run: Callable[[], Array]  # compiled
+    steps: int  # of all clients together
+
+
+def _trial(task: Task, width: int, clients: int, federation: Federation, devices: int) -> _Trial:
+    """Local SGD of `clients` on each device, `width` at once."""
+    probe, shapes = task._replace(epochs=None, steps=STEPS), _shapes(task)
     loss = losses.classification(task.model)
     mesh = make_mesh(devices, local=True)
-    ids = jnp.arange(devices * max(width, min(4, -(-task.num_clients // devices))), dtype=jnp.int32)
+    ids = jnp.arange(devices * clients, dtype=jnp.int32)
     if mesh is not None:
         federation = jax.device_put(federation, NamedSharding(mesh, P()))
 
@@ -122,38 +169,65 @@ def seconds_per_step(task: Task, federation: Federation, width: int, devices: in
     def run(key: Array, federation: Federation):
         nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
         cohort = Cohort(federation, task.prepare, ids, ids >= 0, key=key, width=width, mesh=mesh, **nothing)
-        start = task.model.init(key)
+        start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)  # to draw it doubles the time to compile
         return cohort.mean(lambda c: local.sgd(c.key, c.train, loss, start, probe))
 
     key = jax.random.key(0)
-    jax.block_until_ready(run(key, federation))
-    best, until = float("inf"), time.perf_counter() + SECONDS
-    while best == float("inf") or time.perf_counter() < until:
-        begin = time.perf_counter()
-        jax.block_until_ready(run(key, federation))
-        best = min(best, time.perf_counter() - begin)
-    return best / (STEPS * len(ids))
+    compiled = run.lower(key, federation).compile()
+    return _Trial(lambda: compiled(key, federation), STEPS * len(ids))
 
 
-def _path(task: Task, shapes, candidates: Sequence[int], devices: int) -> Path:
-    device = jax.devices()[0]
+def _times(candidates: Mapping[T, tuple[Task, int, int]], federation: Federation, devices: int) -> dict[T, float]:
+    """Seconds of a client's step with each candidate, (task, width, clients); the best of several.
+
+    They take turns, so that what else the machine does then hits all of them.
+    """
+    with ThreadPoolExecutor() as pool:  # XLA compiles side by side
+        made = {name: pool.submit(_trial, *each, federation, devices) for name, each in candidates.items()}
+    trials = {name: trial.result() for name, trial in made.items()}
+    best, turns, until = dict.fromkeys(trials, math.inf), 0, time.perf_counter() + SECONDS
+    while turns < 2 or time.perf_counter() < until:
+        for name, trial in trials.items():
+            begin = time.perf_counter()
+            jax.block_until_ready(trial.run())
+            best[name] = min(best[name], (time.perf_counter() - begin) / trial.steps)
+        turns += 1
+    return best
+
+
+def _shapes(task: Task) -> PyTree:
+    return jax.eval_shape(task.model.init, jax.random.key(0))
+
+
+def _program(task: Task, shapes: PyTree) -> str:
+    """What the model computes of a batch: its forms, types and sizes; addresses in it say nothing."""
     x = jax.ShapeDtypeStruct((task.batch_size, *task.input_shape), jnp.float32)
-    forward = str(jax.make_jaxpr(lambda w, x: task.model.apply(w, x)[0])(shapes, x))  # its form, types and sizes
-    parts = [jax.__version__, device.device_kind, _cores(), devices, candidates, forward]
-    return cache_dir() / "layout" / (hashlib.sha256(repr(parts).encode()).hexdigest()[:16] + ".json")
+    return re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(lambda w, x: task.model.apply(w, x)[0])(shapes, x)))
 
 
-def _recall(path: Path, candidates: Sequence[int]) -> int | None:
+def _path(*parts: Any) -> Path:
+    """Where a choice is remembered that depends on these parts and on the machine."""
+    here = (jax.__version__, jax.devices()[0].device_kind, _cores())
+    return cache_dir() / "layout" / (hashlib.sha256(repr((*here, *parts)).encode()).hexdigest()[:16] + ".json")
+
+
+def _recall(path: Path, candidates: Sequence[T]) -> T | None:
     try:
-        known = json.loads(path.read_text())["width"]
+        known = json.loads(path.read_text())["choice"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return known if known in candidates else candidates[0]
 
 
-def _remember(path: Path, width: int, times: dict[int, float]) -> None:
+def _settle(what: str, path: Path, best: T, times: Mapping[T, float]) -> T:
+    """Says what was tried and remembers the best, unless another run has chosen meanwhile: then all take its choice."""
+    _log.info("%s: %s", what, ", ".join(f"{name} takes {t * 1e6:.0f} us a client step" for name, t in times.items()))
+    known = _recall(path, tuple(times))
+    if known is not None:
+        return known
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"width": width, "seconds_per_step": times}))
-    except OSError as error:  # a cache that cannot be written costs two seconds, no more
-        logging.warning("The choice of width is not remembered: %s", error)
+        path.write_text(json.dumps({"choice": best, "seconds_per_step": times}))
+    except OSError as error:  # a cache that cannot be written costs some seconds, no more
+        _log.warning("The choice by trying is not remembered: %s", error)
+    return best

@@ -277,12 +277,15 @@ def test_what_may_change_may(whole, tmp_path):
     path = tmp_path / "run"
     shutil.copytree(whole, path)
     changes = ["--width=1", "--checkpoint_every=5", "--participation=0.25:0.75", "--model=auto", "--data_dir=/moved"]
-    changes += ["--targets=0.01,1"]
+    changes += ["--targets=0.01,1", "--conv=xla"]
+    laid = runs.read_json(path / "layout.json")
+    runs.write_json(path / "layout.json", laid | {"conv": "fused"})
     config = runs.read_json(path / "config.json")
     del config["lr_decay"], config["clip"]  # settings that came later have their defaults
     runs.write_json(path / "config.json", config | {"lr_decay": 0.9})
     assert main.run(["--resume", f"--workdir={path}", *changes]) == 0
-    assert runs.read_json(path / "layout.json")["width"] == 2  # the recorded one is used
+    kept = runs.read_json(path / "layout.json")
+    assert (kept["width"], kept["conv"], runs.load(path).experiment.conv) == (2, "fused", "fused")  # as recorded
     assert (path / "metrics.jsonl").read_text() == (whole / "metrics.jsonl").read_text()
     levels = runs.read_json(path / "summary.json")["targets"]["levels"]  # from the rows of the first session
     assert [level["target"] for level in levels] == [0.01, 1.0] and levels[0]["pre"]["rounds"] == 0

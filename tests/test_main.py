@@ -455,6 +455,7 @@ BAD = [
     ("--algo=fedavg --participation=0", "participation=0.0 is outside its range (0, 1]"),
     ("--algo=fedavg --participation=1:0.5", "write it as 0.5:1.0"),
     ("--algo=fedavg --participation=half", "--participation=half must be a number, or a range as 0.1:1"),
+    ("--algo=fedavg --conv=winogrand", "Unknown conv 'winogrand': did you mean 'winograd'?"),
     ("--algo=fedavg --width=wide", "--width=wide must be a whole number, or auto"),
     ("--algo=fedavg --width=0", "width=0 is outside its range"),
     ("--algo=fedavg --client_memory=disk", "Unknown client_memory 'disk'"),

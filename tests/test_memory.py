@@ -127,7 +127,7 @@ def test_the_width_is_bounded_by_the_memory(monkeypatch, tmp_path):
     monkeypatch.setenv("FEDJAX_PFL_CACHE", str(tmp_path))
     monkeypatch.setattr(layout, "_candidates", lambda clients: (1, 2, 4))
     times = {1: 3.0, 2: 2.0, 4: 1.0}
-    monkeypatch.setattr(layout, "seconds_per_step", lambda task, f, width, devices: times.pop(width))
+    monkeypatch.setattr(layout, "_times", lambda widths, *_: {width: times.pop(width) for width in widths})
     choose = lambda most: layout.choose_width(toy.task(), toy.federation(), 5, fits=lambda width: width <= most)
     assert choose(0) == choose(1) == 1 and len(times) == 3  # nothing to try
     assert choose(3) == 2 and times.keys() == {4}  # the widest is not even tried
