@@ -1,7 +1,7 @@
 """Prepares JAX for this machine; chooses the form of convolutions and how many clients are trained at once, by trying.
 
-What is timed is local SGD of the real model on the real data, not the method's round, which takes too long to compile;
-most of a round is local SGD. A choice never changes results beyond rounding. It is remembered in the user's cache
+What is timed is local SGD of the real model on the real data, of which most of a round consists; the round of a method
+would take too long to compile. A choice never changes results beyond rounding. It is remembered in the user's cache
 directory for each kind of model, batch and device, so that the next run on this machine makes the same.
 """
 
@@ -22,18 +22,19 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import jaxlib
-from jax.sharding import NamedSharding
+import optax
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedjax_pfl import local, losses
 from fedjax_pfl.clients import Cohort, make_mesh
 from fedjax_pfl.data.prepared import cache_dir
 from fedjax_pfl.models import layers
-from fedjax_pfl.types import Array, Federation, Model, PyTree, Task
+from fedjax_pfl.types import Array, Batch, Client, Federation, Model, PyTree, Task
 
 LARGE = 200_000  # parameters from which, on a CPU, one client at a time is taken: fastest for the CNN (see benchmarks)
 MANY = 6  # convolutions from which forms are not tried: each takes 3 s to compile with 2 convolutions, 12 s with 20
-SECONDS = 1.0  # for which the candidates of a choice are timed
+SECONDS = 0.6  # for which the candidates of a choice are timed, three times at least
 STEPS = 8  # local steps a client takes in the probe
 MARGIN = 1.1  # how many times as fast another form must be to be taken: less may be chance
 
@@ -156,21 +157,30 @@ class _Trial(NamedTuple):
     steps: int  # of all clients together
 
 
-def _trial(task: Task, width: int, clients: int, federation: Federation, devices: int) -> _Trial:
-    """Local SGD of `clients` on each device, `width` at once."""
-    probe, shapes = task._replace(epochs=None, steps=STEPS), _shapes(task)
-    loss = losses.classification(task.model)
-    mesh = make_mesh(devices, local=True)
-    ids = jnp.arange(devices * clients, dtype=jnp.int32)
-    if mesh is not None:
-        federation = jax.device_put(federation, NamedSharding(mesh, P()))
+def _trial(task: Task, width: int, clients: int, federation: Federation, mesh: Mesh | None) -> _Trial:
+    """SGD of `clients` on each device, `width` at once, from zeros and in the order of their rows: a draw of the model
+    and a shuffle would take longer to compile than the rest."""
+    loss, optimizer = losses.classification(task.model), task.optimizer(task.lr)
+    shapes = _shapes(task)
+    ids = jnp.arange(clients * (1 if mesh is None else mesh.size), dtype=jnp.int32)
+
+    def train(c: Client) -> PyTree:
+        def step(carry: PyTree, batch: Batch) -> PyTree:
+            params, stats, opt = carry
+            grads, stats = jax.grad(lambda p: loss({**p, "stats": stats}, batch, c.key), has_aux=True)(params)
+            updates, opt = optimizer.update(grads, opt, params)
+            return optax.apply_updates(params, updates), stats, opt
+
+        params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        stats = params.pop("stats")
+        size = jnp.where(c.train.size > 0, STEPS * task.batch_size, 0)  # its own: side by side each ends by itself
+        carry = (params, stats, optimizer.init(params))
+        return local.fold(c.train._replace(size=size), step, carry, task.batch_size)[:2]
 
     @jax.jit
-    def run(key: Array, federation: Federation):
+    def run(key: Array, federation: Federation) -> PyTree:
         nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
-        cohort = Cohort(federation, task.prepare, ids, ids >= 0, key=key, width=width, mesh=mesh, **nothing)
-        start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)  # to draw it doubles the time to compile
-        return cohort.mean(lambda c: local.sgd(c.key, c.train, loss, start, probe))
+        return Cohort(federation, task.prepare, ids, ids >= 0, key=key, width=width, mesh=mesh, **nothing).mean(train)
 
     key = jax.random.key(0)
     compiled = run.lower(key, federation).compile()
@@ -182,11 +192,14 @@ def _times(candidates: Mapping[T, tuple[Task, int, int]], federation: Federation
 
     They take turns, so that what else the machine does then hits all of them.
     """
+    mesh = make_mesh(devices, local=True)
+    if mesh is not None:
+        federation = jax.device_put(federation, NamedSharding(mesh, P()))
     with ThreadPoolExecutor() as pool:  # XLA compiles side by side
-        made = {name: pool.submit(_trial, *each, federation, devices) for name, each in candidates.items()}
+        made = {name: pool.submit(_trial, *each, federation, mesh) for name, each in candidates.items()}
     trials = {name: trial.result() for name, trial in made.items()}
     best, turns, until = dict.fromkeys(trials, math.inf), 0, time.perf_counter() + SECONDS
-    while turns < 2 or time.perf_counter() < until:
+    while turns < 3 or time.perf_counter() < until:
         for name, trial in trials.items():
             begin = time.perf_counter()
             jax.block_until_ready(trial.run())

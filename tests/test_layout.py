@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy
 from flax import nnx
 
 from experiments import build, settings
@@ -75,6 +76,13 @@ def test_a_form_is_timed_once_said_and_remembered(cache, monkeypatch, caplog):
     for choice in ("matmul", "winograd"):
         file.write_text(json.dumps(kept | {"choice": choice}))
         assert chosen(devices=2) == choice
+
+
+def test_what_is_timed_trains(monkeypatch):
+    trial = layout._trial(toy.task(), 2, 3, toy.federation(), None)
+    params, stats = trial.run()
+    assert trial.steps == 3 * layout.STEPS and not jax.tree.leaves(stats)
+    assert np.isfinite(params["head"]["bias"]).all() and np.all(params["head"]["bias"] != 0)
 
 
 def test_a_form_must_be_clearly_faster_than_the_usual_one(tried):
