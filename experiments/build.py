@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -198,22 +199,21 @@ def _memory(experiment: Experiment, width: int, spread: int) -> memory.Memory:
 
 def _auto_form(experiment: Experiment, width: str, spread: int) -> str:
     """Tried as the width is, with no more clients at once than the given width."""
-    cohort, own = _part(experiment, spread)
+    cohort, own, fits = _part(experiment, spread)
     most = cohort if width == "auto" else min(cohort, int(width) * own)
     model = functools.partial(_model, experiment.config, experiment.dataset)
-    return hosts.on_first(choose_form, experiment.task, model, experiment.federation, most, own)
+    return hosts.on_first(choose_form, experiment.task, model, experiment.federation, most, own, fits)
 
 
 def _auto_width(experiment: Experiment, spread: int) -> int:
-    cohort, own = _part(experiment, spread)
-    fits = lambda width: _memory(experiment, width, spread).fits
-    return hosts.on_first(choose_width, experiment.task, experiment.federation, cohort, own, fits)
+    return hosts.on_first(choose_width, experiment.task, experiment.federation, *_part(experiment, spread))
 
 
-def _part(experiment: Experiment, spread: int) -> tuple[int, int]:
-    """The clients of a round and the devices that one process has: process 0 tries for all."""
+def _part(experiment: Experiment, spread: int) -> tuple[int, int, Callable[[int], bool]]:
+    """What process 0 tries with, for all: its part of the clients of a round and of the devices, and what fits."""
     processes = jax.process_count()
-    return -(-simulate.cohort_size(experiment.task) // processes), spread // processes
+    cohort = -(-simulate.cohort_size(experiment.task) // processes)
+    return cohort, spread // processes, lambda width: _memory(experiment, width, spread).fits
 
 
 def devices(count: str, experiment: Experiment, recorded: int | None = None) -> int:

@@ -81,20 +81,24 @@ def _cores() -> int:
 
 
 def choose_form(
-    task: Task, model: Callable[[str], Model], federation: Federation, clients: int, devices: int = 1
+    task: Task,
+    model: Callable[[str], Model],
+    federation: Federation,
+    clients: int,
+    devices: int = 1,
+    fits: Callable[[int], bool] = lambda _: True,
 ) -> str:
     """The form of the convolutions (see `layers.convolution`), by timing local SGD of the real model.
 
     Tried against what "auto" stands for are the forms that may win here and are another program: on a CPU plain matrix
     products (XLA's own convolution is 20 to 100 times slower), elsewhere Winograd's, too. All are timed at the least
-    width that `choose_width` tries. Where nothing is tried, because the model has no convolutions or MANY, it is that
-    of "auto", which goes by what was measured for each shape.
+    width that `choose_width` tries. Where nothing is tried, because the model has no convolutions or MANY, or that
+    width does not fit, it is that of "auto", which goes by what was measured for each shape.
 
     Args:
       task: with the model in the form that "auto" stands for.
       model: form -> the same model in that form.
-      clients: S, the clients of a round.
-      devices: of this process, over which they are spread.
+      clients, devices, fits: as in `choose_width`.
     """
     usual = layers.form("auto")
     shapes = _shapes(task)
@@ -111,11 +115,11 @@ def choose_form(
     width = _candidates(-(-clients // devices))[0]
     path = _path(programs, devices, width)
     known = usual if len(tasks) == 1 else _recall(path, tuple(tasks))
-    if known is None:
-        times = _times({form: (task, width, width) for form, task in tasks.items()}, federation, devices)
-        best = min(times, key=lambda form: times[form] * (1 if form == usual else MARGIN))
-        known = _settle("Convolutions", path, best, times)
-    return known
+    if known is not None or not fits(width):
+        return known or usual
+    times = _times({form: (task, width, width) for form, task in tasks.items()}, federation, devices)
+    best = min(times, key=lambda form: times[form] * (1 if form == usual else MARGIN))
+    return _settle("Convolutions", path, best, times)
 
 
 def choose_width(

@@ -33,7 +33,7 @@ def tiny(input_shape, num_classes, rngs):
     return nets.Net(Body(rngs), layers.linear(18, num_classes, rngs))
 
 
-def chosen(net=tiny, shape=SHAPE, clients=6, devices=1):
+def chosen(net=tiny, shape=SHAPE, clients=6, devices=1, fits=lambda _: True):
     """`choose_form` for a model on random images."""
     model = lambda form: models.model(net, shape, 3, conv=form)
     rng = np.random.default_rng(0)
@@ -41,7 +41,7 @@ def chosen(net=tiny, shape=SHAPE, clients=6, devices=1):
     data = Dataset("random", rng.normal(size=(60, *shape)).astype(np.float32), np.arange(60) % 3, 60, 3, prepare)
     f = federate.federate(data, partition.partition(data, "iid", num_clients=6, seed=0))
     task = simulate.task(data, f.class_counts, model("auto"), lr=0.1, batch_size=4, epochs=1)
-    return layout.choose_form(task, model, f, clients, devices)
+    return layout.choose_form(task, model, f, clients, devices, fits)
 
 
 @pytest.fixture
@@ -105,6 +105,7 @@ def test_an_accelerator_tries_more_forms_with_more_clients_at_once(tried, monkey
 def test_nothing_is_tried_where_there_is_nothing_to_choose(tried, monkeypatch, caplog):
     assert chosen("mlp") == "winograd"
     assert chosen("lenet_bn", (16, 16, 1)) == "winograd"  # few channels, pooled after the norm: all by matrix products
+    assert chosen(fits=lambda width: width > 1) == "winograd"
     monkeypatch.setattr(layout, "MANY", 1)
     with caplog.at_level(logging.INFO, layout.__name__):
         assert chosen() == "winograd"
@@ -132,7 +133,7 @@ def test_the_form_chosen_is_the_form_of_the_run(monkeypatch):
 
     user = {"algo": "fedavg", "model": "cnn_dropout", "data_fraction": 0.2, "clients": 5, "devices": "1"}
     given = []
-    monkeypatch.setattr(build, "choose_form", lambda task, model, f, *most: given.append(most) or "xla")
+    monkeypatch.setattr(build, "choose_form", lambda task, model, f, *most: given.append(most[:2]) or "xla")
     experiment = build.prepare(settings.resolve(user))
     assert experiment.conv == "winograd"
     for width in ("2", "9"):
@@ -149,4 +150,4 @@ def test_the_form_chosen_is_the_form_of_the_run(monkeypatch):
 def test_one_process_tries_for_all_with_its_part(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     experiment = build.prepare(settings.resolve({"algo": "fedavg", "model": "linear", "clients": 5}))
-    assert build._part(experiment, 4) == (3, 2)
+    assert build._part(experiment, 4)[:2] == (3, 2)
