@@ -204,14 +204,14 @@ def _winograd_conv(x: Array, kernel: Array, pads: tuple[tuple[int, int], ...], p
         for (before, _), count, length in zip(pads, (rows, columns), x.shape[1:3], strict=True)
     ]
     x = _padded(x, ends).reshape(-1, rows + 1, TILE, columns + 1, TILE, channels)
-    x = _combine(window, [x[:, :, :, k // TILE : k // TILE + columns, k % TILE] for k in range(size)])
-    x = _combine(window, [x[:, :, k // TILE : k // TILE + rows, k % TILE] for k in range(size)])
-    kernel = _combine(weights, [kernel[:, j] for j in range(side)])
-    kernel = _combine(weights, [kernel[:, i] for i in range(side)])
+    x = _combine(window, _windows(x, size, 3, columns))
+    x = _combine(window, _windows(x, size, 2, rows))
+    kernel = _combine(weights, jnp.unstack(kernel, axis=1))
+    kernel = _combine(weights, jnp.unstack(kernel, axis=1))
     flat = (x.reshape(size**2, -1, channels), kernel.reshape(size**2, channels, out))
     y = lax.dot_general(*flat, (((2,), (1,)), ((0,), (0,))), precision=precision)
-    y = _combine(back, list(y.reshape(*x.shape[:-1], out)), axis=3)
-    y = _combine(back, list(y), axis=4)  # [B, rows, TILE, columns, TILE, O]
+    y = _combine(back, jnp.unstack(y.reshape(*x.shape[:-1], out)), axis=3)
+    y = _combine(back, jnp.unstack(y), axis=4)  # [B, rows, TILE, columns, TILE, O]
     return y.reshape(-1, rows * TILE, columns * TILE, out)[:, :high, :wide]
 
 
@@ -219,6 +219,15 @@ def _tiles(x: Array, side: int, pads: Sequence[tuple[int, int]]) -> tuple[int, i
     """Height and width of what a convolution of stride 1 gives, in pixels and in Winograd's tiles."""
     high, wide = (size + before + after - side + 1 for size, (before, after) in zip(x.shape[1:3], pads, strict=True))
     return high, wide, -(-high // TILE), -(-wide // TILE)
+
+
+def _windows(x: Array, size: int, axis: int, count: int) -> list[Array]:
+    """The `size` pixels of the `count` windows along `axis`, the tiles; their pixels are the next axis, of TILE.
+
+    Taken apart by `unstack`, here and in the other transforms, because the gradient of indexing pads and adds.
+    """
+    pixels = jnp.unstack(x, axis=axis + 1)
+    return [lax.slice_in_dim(pixels[k % TILE], k // TILE, k // TILE + count, axis=axis) for k in range(size)]
 
 
 @functools.cache
