@@ -21,10 +21,10 @@ from fedjax_pfl.types import Array
 CONVOLUTIONS = ("auto", "winograd", "fused", "matmul", "xla")
 NARROW = 128  # channels out up to which the order of the kernel gradient's product matters
 LEAST_CHANNELS, LEAST_TILES = 8, 32  # for Winograd: measured, see `winograd_is_faster`
-TILE = 4  # outputs a side of one of Winograd's windows, which is side + 3 pixels wide
-POINTS = {  # of Winograd's polynomials for a kernel of this side, besides infinity
-    3: (0, 5 / 8, -5 / 8, 3 / 2, -3 / 2),
-    5: (0, 1 / 2, -1 / 2, 1, -1, 2, -2),
+POINTS = {  # of Winograd's polynomials for a tile and a kernel of these sides, besides infinity; 1j is i and -i
+    (4, 3): (0, 5 / 8, -5 / 8, 3 / 2, -3 / 2),
+    (4, 5): (0, 1 / 2, -1 / 2, 1, -1, 2, -2),
+    (5, 5): (0, 1 / 2, -1 / 2, 1, -1, 2, 1j),
 }
 _NHWC = lax.conv_dimension_numbers((1, 1, 1, 1), (1, 1, 1, 1), ("NHWC", "HWIO", "NHWC"))
 _form = contextvars.ContextVar("convolution", default="auto")
@@ -41,6 +41,7 @@ def convolution(form: str) -> Iterator[None]:
         winograd: the same, with Winograd's products for the shapes where they are faster, see `winograd_conv`;
         xla: XLA's own convolution;
         auto: winograd on a CPU, where XLA's convolution is many times slower inside a loop, xla elsewhere.
+        With matmul and xla dense layers are XLA's, too, see `dense.dot_general`.
 
     Raises:
       BadInput: for another form.
@@ -99,16 +100,16 @@ def winograd_is_faster(x: Array, kernel: Array, strides: Sequence[int], pads: Se
     Measured for stride 1, forward and both gradients in a loop, on a core of an Intel Xeon with AVX-512, relative to
     `matmul_conv`: 3x3 kernels with 1,024 tiles of the batch 1.4 (8 channels in and out), 2.2 (32), 2.5 (64); with 64
     tiles 2.1 (64), 1.7 (256), 1.4 (512); with 32 tiles 1.3 (256), 1.0 (512); with 16 tiles 0.65 (512), because the
-    kernel is transformed, too; with 3 channels in 0.5. 5x5 kernels with 160 tiles 1.1 (8), 3.7 (64); with 40 tiles 2.6
-    (128); with 3 channels in 0.6, with 6 at most 0.9. Where 9/16 of the tiles' pixels are used 1.2 (3x3), where 2/5 are
+    kernel is transformed, too; with 3 channels in 0.5. 5x5 kernels with 40 tiles 1.1 (8), 2.6 (32 to 64), with 90 tiles
+    2.6; with 3 channels in 0.6, with 6 at most 0.9. Where 9/16 of the tiles' pixels are used 1.2 (3x3), where 2/5 are
     0.7 and 1.0 (5x5).
     """
     side, width, channels, out = kernel.shape
-    square = side == width and side in POINTS
+    square = side == width and any(side == known for _, known in POINTS)
     if not square or tuple(strides) != (1, 1) or min(channels, out) < LEAST_CHANNELS or x.dtype.itemsize < 4:
         return False
-    high, wide, rows, columns = _tiles(x, side, pads)
-    return len(x) * rows * columns >= LEAST_TILES and 2 * high * wide >= rows * columns * TILE**2
+    high, wide, tile, rows, columns = _tiles(x, side, pads)
+    return len(x) * rows * columns >= LEAST_TILES and 2 * high * wide >= rows * columns * tile**2
 
 
 def matmul_conv(
@@ -174,11 +175,12 @@ def shifts(x: Array, axis: int, size: int, stride: int) -> list[Array]:
 
 
 def winograd_conv(x: Array, kernel: Array, padding: str | Sequence[tuple[int, int]], precision=None) -> Array:
-    """Convolution of stride 1 by Winograd's minimal filtering F(4x4, side x side) (Lavin & Gray, CVPR 2016).
+    """Convolution of stride 1 by Winograd's minimal filtering (Lavin & Gray, CVPR 2016).
 
-    A tile of 4x4 outputs takes (side + 3)^2 products in place of 16 side^2: a quarter of them for 3x3 kernels, a sixth
-    for 5x5. In float32 values and both gradients are within 1e-6 (3x3) and 3e-6 (5x5) of the exact ones, relative to
-    the largest sum of absolute values; 5e-7 and 1.7e-6 were measured at most, 8e-7 for XLA's own convolution.
+    F(4x4, 3x3) takes 36 products for a tile in place of 144; F(4x4, 5x5) 64 in place of 400; F(5x5, 5x5), with two
+    complex points, 100 in place of 625; of the last two the one that takes fewer for the whole image. In float32 values
+    and both gradients are within 1e-6 of the exact ones, 3e-6 for F(4x4, 5x5), relative to the largest sum of absolute
+    values; 5e-7, 1.7e-6 and, for F(5x5, 5x5), 3e-7 were measured at most, 8e-7 for XLA's own convolution.
 
     Args:
       x: [B, H, W, C].
@@ -196,57 +198,79 @@ def winograd_conv(x: Array, kernel: Array, padding: str | Sequence[tuple[int, in
 @functools.partial(jax.jit, static_argnums=(2, 3))  # traced once for each shape: it has hundreds of small operations
 def _winograd_conv(x: Array, kernel: Array, pads: tuple[tuple[int, int], ...], precision) -> Array:
     side, _, channels, out = kernel.shape
-    window, back, weights = _winograd(side)
-    high, wide, rows, columns = _tiles(x, side, pads)
-    size = side + TILE - 1  # a window begins with its tile and ends in the next one
-    ends = [
-        (before, (count + 1) * TILE - length - before)
+    high, wide, tile, rows, columns = _tiles(x, side, pads)
+    window, back, weights = _winograd(tile, side)
+    ends = [  # a window begins with its tile and ends in the next one
+        (before, (count + 1) * tile - length - before)
         for (before, _), count, length in zip(pads, (rows, columns), x.shape[1:3], strict=True)
     ]
-    x = _padded(x, ends).reshape(-1, rows + 1, TILE, columns + 1, TILE, channels)
-    x = _combine(window, _windows(x, size, 3, columns))
-    x = _combine(window, _windows(x, size, 2, rows))
+    x = _padded(x, ends).reshape(-1, rows + 1, tile, columns + 1, tile, channels)
+    x = _product(window, jnp.stack(_windows(x, 1, tile + side - 1)))
+    x = _combine(window, _windows(x, 3, tile + side - 1))  # [m, m, B, rows, columns, C]
+    kernel = _product(weights, kernel)
     kernel = _combine(weights, jnp.unstack(kernel, axis=1))
-    kernel = _combine(weights, jnp.unstack(kernel, axis=1))
-    flat = (x.reshape(size**2, -1, channels), kernel.reshape(size**2, channels, out))
+    flat = (x.reshape(len(weights) ** 2, -1, channels), kernel.reshape(len(weights) ** 2, channels, out))
     y = lax.dot_general(*flat, (((2,), (1,)), ((0,), (0,))), precision=precision)
-    y = _combine(back, jnp.unstack(y.reshape(*x.shape[:-1], out)), axis=3)
-    y = _combine(back, jnp.unstack(y), axis=4)  # [B, rows, TILE, columns, TILE, O]
-    return y.reshape(-1, rows * TILE, columns * TILE, out)[:, :high, :wide]
+    y = _product(back, y.reshape(*x.shape[:-1], out))
+    y = _combine(back, jnp.unstack(y, axis=1), axis=3)
+    y = jnp.moveaxis(y, 0, 4)  # [B, rows, tile, columns, tile, O]
+    return y.reshape(-1, rows * tile, columns * tile, out)[:, :high, :wide]
 
 
-def _tiles(x: Array, side: int, pads: Sequence[tuple[int, int]]) -> tuple[int, int, int, int]:
-    """Height and width of what a convolution of stride 1 gives, in pixels and in Winograd's tiles."""
+def _tiles(x: Array, side: int, pads: Sequence[tuple[int, int]]) -> tuple[int, int, int, int, int]:
+    """What a convolution of stride 1 gives: height and width, the side of Winograd's tiles that takes the fewest
+    products, and how many of them there are along both axes."""
     high, wide = (size + before + after - side + 1 for size, (before, after) in zip(x.shape[1:3], pads, strict=True))
-    return high, wide, -(-high // TILE), -(-wide // TILE)
+    covers = {tile: (-(-high // tile), -(-wide // tile)) for tile, known in POINTS if known == side}
+    tile = min(covers, key=lambda tile: math.prod(covers[tile]) * len(_winograd(tile, side)[0]) ** 2)
+    return high, wide, tile, *covers[tile]
 
 
-def _windows(x: Array, size: int, axis: int, count: int) -> list[Array]:
-    """The `size` pixels of the `count` windows along `axis`, the tiles; their pixels are the next axis, of TILE.
+def _windows(x: Array, axis: int, size: int) -> list[Array]:
+    """What each of the `size` pixels of a window sees along `axis`, the tiles; their pixels are the next axis.
 
     Taken apart by `unstack`, here and in the other transforms, because the gradient of indexing pads and adds.
     """
-    pixels = jnp.unstack(x, axis=axis + 1)
-    return [lax.slice_in_dim(pixels[k % TILE], k // TILE, k // TILE + count, axis=axis) for k in range(size)]
+    pixels, count = jnp.unstack(x, axis=axis + 1), x.shape[axis] - 1
+    tile = len(pixels)
+    return [lax.slice_in_dim(pixels[k % tile], k // tile, k // tile + count, axis=axis) for k in range(size)]
 
 
 @functools.cache
-def _winograd(side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The matrices of F(4, side) by Toom and Cook: of the window [n, n], back [4, n], kernel [n, side]; n = side + 3.
+def _winograd(tile: int, side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The matrices of F(tile, side) by Toom and Cook, for m products: of the window [m, tile + side - 1], back
+    [tile, m], of the kernel [m, side].
 
-    The points were searched for small errors: for 3x3 they are less than half of those with 0, 1, -1, 2, -2.
+    The points were searched for small errors. Those of a pair of complex ones are complex, too, and take three real
+    products: its real parts, its imaginary parts, their sums.
     """
-    points = POINTS[side]
-    others = [[q for q in points if q != p] for p in points]
-    window = [[*np.poly(rest)[::-1], 0] for rest in others] + [np.poly(points)[::-1]]
-    powers = lambda size: np.vander(points, size, increasing=True)
-    last = lambda size: np.eye(size)[-1:]  # the point at infinity
-    scale = np.array([math.prod(p - q for q in rest) for p, rest in zip(points, others, strict=True)])
-    back = np.concatenate([powers(TILE), last(TILE)]).T
-    return np.array(window), back, np.concatenate([powers(side) / scale[:, None], last(side)])
+    points = POINTS[tile, side]
+    roots = [q for p in points for q in dict.fromkeys((p, np.conj(p)))]
+    window, back, weights = [], [], []
+    for p in points:
+        rest = [q for q in roots if q not in (p, np.conj(p))]
+        basis = np.poly(rest)[::-1].real
+        values, scaled = p ** np.arange(tile), p ** np.arange(side) / math.prod(p - q for q in rest)
+        if isinstance(p, complex):
+            plain, shifted = np.array([[*basis, 0, 0], [0, *basis, 0]])
+            window += [plain - shifted, -plain - shifted, shifted]
+            back += [values.real, values.imag, values.real + values.imag]
+            weights += [scaled.real, scaled.imag, scaled.real + scaled.imag]
+        else:
+            window, back, weights = [*window, [*basis, 0]], [*back, values], [*weights, scaled.real]
+    last = lambda size: np.eye(size)[-1]  # the point at infinity
+    window, back, weights = [*window, np.poly(roots)[::-1].real], [*back, last(tile)], [*weights, last(side)]
+    return np.array(window), np.array(back).T, np.array(weights)
 
 
 def _combine(matrix: np.ndarray, parts: Sequence[Array], axis: int = 0) -> Array:
     """The rows of a matrix [n, k], each the weights of a sum of k parts; n sums, stacked along `axis`."""
     rows = [[float(c) * part for c, part in zip(row, parts, strict=True) if c] for row in matrix]
     return jnp.stack([functools.reduce(operator.add, row) for row in rows], axis)
+
+
+def _product(matrix: np.ndarray, parts: Array) -> Array:
+    """The same for parts [k, ...] that stand one after another, as one matrix product: [n, ...]."""
+    flat = parts.reshape(len(parts), -1)
+    y = jnp.dot(jnp.asarray(matrix, parts.dtype), flat, precision=lax.Precision.HIGHEST)
+    return y.reshape(len(matrix), *parts.shape[1:])
