@@ -363,9 +363,12 @@ def test_padding_changes_neither_logits_nor_moments_of_a_net():
     close(*both(normal(0, 4, 12, 12, 1)), 1e-4)
 
 
-@pytest.mark.parametrize("shape, padding", [((9, 8, 1), 2), ((10, 11, 3), 0)])
-def test_fused_pooling_is_convolution_and_pooling(shape, padding):
-    graph, state = nnx.split(layers.conv(shape[-1], 6, 5, padding, nnx.Rngs(0)))
+POOLED = [((9, 8, 1), 2, 6, 5), ((10, 11, 3), 0, 6, 5), ((9, 8, 1), 2, 16, 5), ((10, 11, 3), 0, 16, (5, 3))]
+
+
+@pytest.mark.parametrize("shape, padding, out, kernel", [*POOLED, ((10, 9, 2), 0, 16, (4, 3))])
+def test_fused_pooling_is_convolution_and_pooling(shape, padding, out, kernel):
+    graph, state = nnx.split(layers.conv(shape[-1], out, kernel, padding, nnx.Rngs(0)))
     x = normal(1, 3, *shape)
 
     def run(form, state, x):
@@ -391,6 +394,7 @@ def test_flops_of_cnn_by_hand():
     step = 2 * 28 * 28 * 75 * 32 + 3 * (10 * 10 * 800 * 64 + 1600 * 512 + 512 * 10)
     assert flops("cnn", (32, 32, 3), 10, batch=10) == 2 * 10 * step
     assert flops("linear", (60,), 10, batch=3) == 2 * 2 * 3 * 600
+    assert flops("linear", (4096,), 64, batch=3) == 2 * 2 * 3 * 2**18  # large enough for `dense`'s own gradient
 
 
 class Headless(nnx.Module):

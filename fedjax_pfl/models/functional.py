@@ -68,7 +68,7 @@ def model(
         return head(variables["head"], h), stats
 
     template = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
-    features, head = _features(template.body, conv, compute_dtype), _head(template.head)
+    features, head = _features(template.body, conv, compute_dtype), _head(template.head, conv)
     example = jax.ShapeDtypeStruct((2, *input_shape), jnp.float32)
     num_features = jax.eval_shape(features, _variables(template), example)[0].shape[-1]
     return Model(init, features, head, apply, _norms(template), num_features)
@@ -92,9 +92,14 @@ def _features(template: nnx.Module, conv: str, dtype: str) -> Callable[..., tupl
     return features
 
 
-def _head(template: nnx.Module) -> Callable[[PyTree, Array], Array]:
+def _head(template: nnx.Module, conv: str) -> Callable[[PyTree, Array], Array]:
     graph, state = nnx.split(template, nnx.Param)
-    return lambda variables, h: nnx.merge(graph, _fill(state, variables))(h)
+
+    def head(variables, h):
+        with layers.convolution(conv):
+            return nnx.merge(graph, _fill(state, variables))(h)
+
+    return head
 
 
 def num_parameters(variables: PyTree) -> int:
