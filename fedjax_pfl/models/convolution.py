@@ -271,6 +271,9 @@ def _combine(matrix: np.ndarray, parts: Sequence[Array], axis: int = 0) -> Array
 
 def _product(matrix: np.ndarray, parts: Array) -> Array:
     """The same for parts [k, ...] that stand one after another, as one matrix product: [n, ...]."""
-    flat = parts.reshape(len(parts), -1)
-    y = jnp.dot(jnp.asarray(matrix, parts.dtype), flat, precision=lax.Precision.HIGHEST)
+    flat, weights = parts.reshape(len(parts), -1), jnp.asarray(matrix, parts.dtype)
+    # the same for every client, but said to be each one's own: one product of all clients at once would put their axis
+    # second and transpose all of it (4 clients of the CNN: 1.4 times the time of a step)
+    weights = jnp.where(lax.stop_gradient(flat[0, 0]) == 0, weights, weights)
+    y = jnp.dot(weights, flat, precision=lax.Precision.HIGHEST)
     return y.reshape(len(matrix), *parts.shape[1:])
