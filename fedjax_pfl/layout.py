@@ -91,9 +91,9 @@ def choose_form(
     """The form of the convolutions (see `layers.convolution`), by timing local SGD of the real model.
 
     Tried against what "auto" stands for are the forms that may win here and are another program: on a CPU plain matrix
-    products (XLA's own convolution is 20 to 100 times slower), elsewhere Winograd's, too. All are timed at the least
-    width that `choose_width` tries. Where nothing is tried, because the model has no convolutions or MANY, or that
-    width does not fit, it is that of "auto", which goes by what was measured for each shape.
+    products (with XLA's own convolution a step takes 8 to 60 times as long), elsewhere Winograd's, too. All are timed
+    at the least width that `choose_width` tries. Where nothing is tried, because the model has no convolutions or
+    MANY, or that width does not fit, it is that of "auto", which goes by what was measured for each shape.
 
     Args:
       task: with the model in the form that "auto" stands for.

@@ -33,8 +33,8 @@ def take(data: Data, row: Array, mask: Array) -> Batch:
 
 
 def _rows(x: Array, index: Array) -> Array:
-    """x[index], on a CPU one row after another: a gather from a large array XLA splits over its threads, however few
-    the rows, and a small step then waits longer for them than it computes."""
+    """x [n, ...] and index [B] -> x[index], on a CPU one row after another: a gather from a large array XLA splits over
+    its threads, however few the rows, and a small step then waits longer for them than it computes."""
     return _copied_rows(x, index) if jax.default_backend() == "cpu" else x[index]
 
 

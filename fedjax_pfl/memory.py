@@ -1,7 +1,7 @@
 """How much memory a run takes, predicted before anything is compiled, and how much there is.
 
 XLA's own account of the compiled round is met within a factor of 1.5 (see the tests), but for FedAMP's with a large
-model: its mixtures of all models take 1.53 times the prediction, as XLA does not order them for memory
+model: its round takes 1.5 times the prediction (1.53 with everybody in it), as XLA does not order them for memory
 (`benchmarks.memory`). On top come the process itself, compiling, and a checkpoint while it is written.
 """
 

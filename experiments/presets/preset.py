@@ -5,8 +5,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 _NONE: Mapping = MappingProxyType({})
-# FedAvg's client steps a second on 2 cores of an Intel Xeon, batch 32, 10, 16 and 16 (README, Speed)
-_RATES = {"lenet": 740, "cnn": 319, "resnet18": 4.9, "linear": 8000}
+# FedAvg's client steps a second on 2 cores of an Intel Xeon, batch 32, 10, 16 and 16: the CNN's and the ResNet's of
+# `benchmarks.throughput`, the others' of runs of pfedc_mnist (one a core) and pfedc_cifar10_linear
+_RATES = {"lenet": 740, "cnn": 414, "resnet18": 4.9, "linear": 11_000}
 
 
 class Cell(NamedTuple):
