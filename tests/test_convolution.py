@@ -67,6 +67,16 @@ def test_winograd_with_a_kernel_for_each_client_and_forward_over_reverse():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), ours, exact)
 
 
+@pytest.mark.parametrize("side", [3, 5])
+def test_all_products_of_winograd_are_of_the_highest_precision(side):
+    """A GPU's default is TF32, whose rounding the transforms would magnify."""
+    x, w = jnp.zeros((2, 8, 8, 2)), jnp.zeros((side, side, 2, 2))
+    gradients = jax.grad(lambda x, w: convolution.winograd_conv(x, w, "SAME").sum(), (0, 1))
+    lowered = jax.jit(gradients).lower(x, w).as_text()
+    products = [line for line in lowered.splitlines() if "dot_general" in line]
+    assert products and all("precision = [HIGHEST, HIGHEST]" in line for line in products)
+
+
 CHOICES = [  # batch, side of the image, channels in and out, side of the kernel, stride; whether Winograd's is taken
     *((16, size, channels, channels, 3, 1, size > 4) for size, channels in ((32, 64), (16, 128), (8, 256), (4, 512))),
     (16, 32, 3, 64, 3, 1, False),

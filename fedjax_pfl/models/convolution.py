@@ -186,13 +186,14 @@ def winograd_conv(x: Array, kernel: Array, padding: str | Sequence[tuple[int, in
       x: [B, H, W, C].
       kernel: [side, side, C, O], side 3 or 5.
       padding: "SAME", "VALID" or (before, after) of H and W.
-      precision: of the products.
+      precision: of the products; the highest unless given, since the rounding of a GPU's TF32 would be many times
+        magnified.
 
     Returns:
       [B, H', W', O].
     """
     pads = tuple((before, after) for before, after in _explicit(padding, x, kernel, (1, 1)))
-    return _winograd_conv(x, kernel, pads, precision)
+    return _winograd_conv(x, kernel, pads, lax.Precision.HIGHEST if precision is None else precision)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))  # traced once for each shape: it has hundreds of small operations
