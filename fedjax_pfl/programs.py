@@ -139,6 +139,7 @@ def program(
     dealt = np.asarray(jax.jit(deal, static_argnums=1)(task.sizes, devices)) if mesh else None
     order = np.arange(n, dtype=np.int32) if dealt is None else dealt  # the clients of the rows
     row = np.argsort(order)  # of each client; those past N are padding
+    everybody = cohort_size(task) == n  # then each stays at home and no row has to move
     parts = _parts(algorithm, task, dealt, width, mesh)
     free = (lambda *args: args) if mesh is None else (lambda *args: unmarked(args))
 
@@ -155,7 +156,6 @@ def program(
     def round(key, numbers, federation, state: State, t, evaluated) -> tuple[State, PyTree]:
         key, numbers, federation, state, t, evaluated = free(key, numbers, federation, state, t, evaluated)
         ids, active = parts.draw(key, t)
-        everybody = ids.shape == order.shape  # at home: no row has to move
         at = sharded(jnp.asarray(row)[ids], mesh, P())
         here = State(state.server, state.clients if everybody else trees.gather(state.clients, at))
         new, metrics = parts.train(key, numbers, federation, here, ids, active, t, evaluated)

@@ -68,11 +68,12 @@ def on_host(program, state):
     return jax.device_get(jax.jit(program.by_id)(state))
 
 
-@pytest.mark.parametrize("participation", [(1.0, 1.0), (0.6, 0.6), (0.3, 1.0)])
-def test_a_run_over_devices_is_the_run_on_one(participation):
-    """Everybody, a sample and drop-outs, with state that stays on the clients; N is not a multiple of the devices."""
+@pytest.mark.parametrize("devices, participation", [(3, (1, 1)), (3, (0.6, 0.6)), (3, (0.3, 1)), (8, (0.6, 0.6))])
+def test_a_run_over_devices_is_the_run_on_one(devices, participation):
+    """Everybody, a sample and drop-outs, with state that stays on the clients; N is not a multiple of the devices. On
+    8 of them a sample takes as many places as everybody does."""
     _, alone = run("ditto", 1, participation)
-    many, together = run("ditto", 3, participation)
+    many, together = run("ditto", devices, participation)
     assert_close(on_host(many, together[-1].state), alone[-1].state, 1e-5)
     assert len(together) == len(alone) == 4
     for a, b in zip(together, alone, strict=True):
@@ -99,6 +100,20 @@ def test_one_client_can_be_asked_wherever_it_lies():
         args = (KEY, program.numbers, toy.federation(), results[-1].state, jnp.int32(1))
         answers.append([ask(*args, i, x) for i in range(N)])
     assert_close(answers[1], answers[0], 1e-5)
+
+
+def test_seeds_are_vmapped_over_devices_too():
+    program, keys = program_of("ditto", 2, (1.0, 1.0)), jax.random.split(KEY, 2)
+
+    @jax.jit
+    def one(key, lam):
+        numbers = program.numbers | {"lam": lam}
+        state = program.init(key, numbers)
+        return program.round(key, numbers, toy.federation(), state, jnp.int32(0), jnp.bool(True))[1]["loss"]
+
+    lam = jnp.array([0.1, 1.0])
+    together = jax.jit(jax.vmap(one))(keys, lam)
+    assert_close(together, jnp.stack([one(*pair) for pair in zip(keys, lam, strict=True)]), 1e-5)
 
 
 @functools.cache
