@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import batching, mlir
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -88,6 +88,7 @@ _unmark = Primitive("unmark")  # the identity
 _unmark.def_impl(lambda x: x)
 _unmark.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype))
 mlir.register_lowering(_unmark, lambda ctx, x: [x])
+batching.defvectorized(_unmark)
 
 
 def unmarked(tree: PyTree) -> PyTree:
