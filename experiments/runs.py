@@ -260,10 +260,10 @@ class Run(NamedTuple):
         values = {name: jnp.float32(value) for name, value in program.numbers.items()}
 
         @jax.jit
-        def predict(x):
+        def predict(values, x):
             return program.predict(e.key, values, e.federation, self.state, jnp.int32(self.round), client_id, x)
 
-        return lambda x: predict(jnp.asarray(x))
+        return lambda x: predict(values, jnp.asarray(x))
 
 
 def load(workdir: str | Path) -> Run:

@@ -5,7 +5,6 @@ import sys
 import time
 from pathlib import Path
 
-import jax
 from rich.console import Console
 
 from experiments import build, published, report, targets, versions
@@ -35,7 +34,7 @@ def train(
     clock = hosts.on_first(Clock, run.path)
     ask = lambda: reporter.say("Stopping after this round; Ctrl-C again aborts at once.")
     program = experiment.program(layout["width"], layout["devices"]["count"])
-    placed = None if state is None else jax.jit(program.place)(state)
+    placed = None if state is None else program.place(state)
     options = {"rounds": rounds, "eval_every": c["eval_every"], "start": start, "state": placed}
     with versions.compile_clock() as compiling, reporter, Interrupt(ask, words) as interrupt:
 

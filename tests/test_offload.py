@@ -85,13 +85,18 @@ def test_everybody_in_the_round_is_one_sentence():
 
 
 def test_the_command_line(tmp_path):
-    """A run, and its resume with the state on the device."""
+    """A run, its resumes with the state on the host and on the device, and its last state asked for answers."""
     flags = ["--algo=ditto", "--data_fraction=0.2", "--clients=5", "--epochs=1", "--model=linear", "--width=1"]
     flags += ["--participation=0.4", "--devices=1", "--eval_every=3"]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     assert main.run([*flags, "--rounds=4", "--client_memory=host", f"--workdir={whole}"]) == 0
     assert main.run([*flags, "--rounds=2", "--client_memory=host", f"--workdir={resumed}"]) == 0
+    assert main.run(["--rounds=3", "--resume", f"--workdir={resumed}"]) == 0
     assert main.run(["--rounds=4", "--client_memory=device", "--resume", f"--workdir={resumed}"]) == 0
     rows = [runs.read_rows(path / "metrics.jsonl") for path in (whole, resumed)]
     assert [row["loss"] for row in rows[0][:4]] == [row["loss"] for row in rows[1][:4]]
     assert rows[0][-1] == rows[1][-1]
+    x = np.zeros((2, 8, 8, 1), np.uint8)
+    answers = [runs.load(path).predictor(1)(x) for path in (whole, resumed)]
+    assert answers[0].shape == (2, 10)
+    assert_same(*answers)
