@@ -3,7 +3,8 @@
     python -m experiments.sweep --algo=local,fedavg,fedcp --seed=0,1 --preset=fedcp_cifar10 --rounds=50
 
 `--algo` and `--seed` are lists; every other flag is passed on to `experiments.main`. Each run has a directory
-ROOT/ALGO-seedK (`--root`, by default runs/PRESET-SETTINGS with the settings that were changed). The same command again
+ROOT/ALGO-seedK (`--root`, by default runs/PRESET-SETTINGS with the settings that were changed). Seeds of a method share
+what was compiled, where their clients take about as many steps (not if Dirichlet deals them). The same command again
 goes on where it stopped: finished runs are skipped, interrupted ones resumed. A run that fails does not stop the
 others; the exit code is the first failure's.
 """
@@ -49,16 +50,18 @@ def run(argv: list[str]) -> int:
     user = settings.given(flags)
     named = [user.get("preset") or user.get("dataset", "digits"), *settings.changes(user)]
     root = Path(own["root"] or f"runs/{settings.file_name(named)}")
-    jobs = [(algo, seed) for seed in own["seed"].split(",") for algo in own["algo"].split(",")]
+    jobs = [(algo, seed) for algo in own["algo"].split(",") for seed in own["seed"].split(",")]
     configs = [settings.resolve(user | settings.given(settings.parse(_flags(*job)))) for job in jobs]  # all, before any
-    failed, finished = 0, []
+    failed, finished, before = 0, [], jobs[0][0]
     for (algo, seed), config in zip(jobs, configs, strict=True):
+        if algo != before:
+            jax.clear_caches()  # the next method shares nothing with this one
+            before = algo
         path = root / f"{algo}-seed{seed}"
         complete, begun = hosts.on_first(_found, path, config["rounds"])
         if not complete:
             resume = ["--resume"] if begun else []
             code = main.run([*rest, *_flags(algo, seed), *resume, f"--workdir={path}"])
-            jax.clear_caches()  # the next method shares nothing with this one
             failed = failed or code
             if code == main.LOST or code >= main.INTERRUPTED - 2:
                 return code

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from fedjax_pfl import evaluate, trees
+from fedjax_pfl import evaluate, local, trees
 from fedjax_pfl.checks import BadInput, check, choose
 from fedjax_pfl.clients import AXIS, Cohort, deal, make_mesh, sharded, unmarked
 from fedjax_pfl.types import Algorithm, Array, PyTree, State, Task
@@ -136,7 +136,7 @@ def program(
     """
     algorithm, numbers = _bound(factory, task, hparams or {}, lr_decay)
     mesh, n = make_mesh(devices), task.num_clients
-    dealt = np.asarray(jax.jit(deal, static_argnums=1)(task.sizes, devices)) if mesh else None
+    dealt = np.asarray(jax.jit(deal, static_argnums=1)(_steps(task), devices)) if mesh else None
     order = np.arange(n, dtype=np.int32) if dealt is None else dealt  # the clients of the rows
     row = np.argsort(order)  # of each client; those past N are padding
     everybody = cohort_size(task) == n  # then each stays at home and no row has to move
@@ -228,7 +228,7 @@ def _parts(algorithm: Callable[..., Algorithm], task: Task, dealt: np.ndarray | 
         ids, active = sample(jax.random.fold_in(_round_key(key, t), SAMPLING), task)
         if dealt is None:
             return ids, active
-        work = jnp.where(active, jnp.asarray(task.sizes)[ids], 0)
+        work = jnp.where(active, jnp.asarray(_steps(task))[ids], 0)
         places = jnp.asarray(dealt, jnp.int32) if len(ids) == n else deal(work, mesh.size)
         known, at = places < len(ids), jnp.minimum(places, len(ids) - 1)
         return jnp.where(known, ids[at], n + places - len(ids)), active[at] & known
@@ -249,6 +249,12 @@ def _parts(algorithm: Callable[..., Algorithm], task: Task, dealt: np.ndarray | 
         return cohort(key, federation, ids, ids < n, t, jnp.bool(True)).map(client, here.clients)
 
     return Parts(init, draw, train, score)
+
+
+def _steps(task: Task) -> np.ndarray:
+    """The work of each client [N]: in steps, so that clients of about the same size are dealt out, and the program then
+    is, the same for every seed."""
+    return local.planned(task, task.sizes)[0].astype(np.int32)
 
 
 def _sharded(state: State, mesh: Any) -> State:

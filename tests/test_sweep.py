@@ -1,8 +1,11 @@
 """Several methods and seeds in one setting."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from experiments import main, runs, sweep
+from experiments import build, main, runs, settings, sweep
 from fedjax_pfl.checks import BadInput
 
 TINY = [
@@ -46,3 +49,20 @@ def test_a_wrong_name_stops_a_sweep_before_anything_runs(tmp_path):
     with pytest.raises(BadInput, match="did you mean 'fedavg'"):
         sweep.run([*TINY, "--algo=local,fedavgg", f"--root={tmp_path}"])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("participation", ["1", "0.5"])
+def test_seeds_have_the_same_programs(participation):
+    """Text for text, so what is compiled for one is found in the cache by the next, though their clients' sizes differ."""
+    programs, sizes = [], []
+    for seed in range(3):
+        given = {"algo": "ditto", "model": "linear", "participation": participation, "seed": seed, "hparams": {}}
+        experiment = build.prepare(settings.resolve(given))
+        program = experiment.program(width=2, devices=2)
+        state = jax.eval_shape(program.init, experiment.key, program.numbers)
+        args = (experiment.key, program.numbers, experiment.federation, state, jnp.int32(0))
+        lowered = jax.jit(program.round).lower(*args, jnp.bool(True)), jax.jit(program.evaluate).lower(*args)
+        programs.append([x.as_text() for x in lowered])
+        sizes.append(experiment.task.sizes)
+    assert programs[0] == programs[1] == programs[2]
+    assert not np.array_equal(sizes[0], sizes[1])
