@@ -259,11 +259,8 @@ class Run(NamedTuple):
         program, e = self.experiment.program(), self.experiment
         values = {name: jnp.float32(value) for name, value in program.numbers.items()}
 
-        @jax.jit
-        def predict(values, x):
-            return program.predict(e.key, values, e.federation, self.state, jnp.int32(self.round), client_id, x)
-
-        return lambda x: predict(values, jnp.asarray(x))
+        predict, t = jax.jit(program.predict), jnp.int32(self.round)
+        return lambda x: predict(e.key, values, e.federation, self.state, t, client_id, jnp.asarray(x))
 
 
 def load(workdir: str | Path) -> Run:

@@ -56,7 +56,7 @@ def train(
                 number = hosts.largest(interrupt.asked or 0)  # whoever was asked, all stop after the same round
                 stop = number and done < rounds
                 if stop or done % c["checkpoint_every"] == 0 or done == rounds:
-                    whole = hosts.fetch(program.by_id(result.state))
+                    whole = program.by_id(hosts.fetch(result.state))  # on the host: no device holds everybody's rows
                     hosts.on_first(keep, "interrupted" if stop else "running", done, whole)
                 if stop:
                     raise Stopped(number)

@@ -66,7 +66,7 @@ def restore(path: str | Path, like: PyTree) -> tuple[int, PyTree]:
       like: a tree of the same structure; of its leaves only shapes and types matter (`jax.eval_shape` will do).
 
     Returns:
-      the step and a tree of fresh device arrays, which may be donated.
+      the step and a tree of NumPy arrays (and keys): for `Program.place`, which puts each row where it belongs.
 
     Raises:
       BadInput: there is none, it is damaged, or it belongs to something else.
@@ -129,8 +129,8 @@ def _check_same(folder: Path, leaves: dict[str, np.ndarray], wanted: dict[str, A
 
 def _filled(like: PyTree, leaves: dict[str, np.ndarray]) -> PyTree:
     def fill(name: str, x: Any) -> Any:
-        array = jnp.array(leaves.get(name, np.zeros(_shape(x)[0], _shape(x)[1])))  # empty leaves are not stored
-        return jax.random.wrap_key_data(array) if _is_key(x) else array
+        array = leaves.get(name, np.zeros(*_shape(x)))  # empty leaves are not stored
+        return jax.random.wrap_key_data(jnp.asarray(array)) if _is_key(x) else array
 
     values = [fill(name, x) for name, x in _named(like).items()]
     return jax.tree.unflatten(jax.tree.structure(like), values)

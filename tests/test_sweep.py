@@ -53,7 +53,7 @@ def test_a_wrong_name_stops_a_sweep_before_anything_runs(tmp_path):
 
 @pytest.mark.parametrize("participation", ["1", "0.5"])
 def test_seeds_have_the_same_programs(participation):
-    """Text for text, so what is compiled for one is found in the cache by the next, though their clients' sizes differ."""
+    """Text for text: what is compiled for one is found in the cache by the next, though their clients' sizes differ."""
     programs, sizes = [], []
     for seed in range(3):
         given = {"algo": "ditto", "model": "linear", "participation": participation, "seed": seed, "hparams": {}}
