@@ -1,0 +1,69 @@
+"""Scores finished runs task by task, whatever their method, at the last checkpoint, before local training:
+
+    python -m experiments.within --tasks=consecutive:10 RUN ...
+
+pFedC's `task_acc` tells the model which group of classes an example is of. This asks the same of any run's model, so
+that methods, and runs of pFedC with other tasks, are compared on one question: for each client the accuracy within each
+group of which it holds a class, the group given; in %, means over clients. `trivial` is what the client's majority
+class of each group scores; `acc_groups` is over the classes of the client's groups, the group not given.
+"""
+
+import functools
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import runs
+from fedjax_pfl import simulate, tasks
+from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.checks import BadInput
+from fedjax_pfl.types import Algorithm
+
+COLUMNS = {"within": "task_acc", "trivial": "task_acc_trivial", "acc_groups": "acc_groups", "acc": "acc"}
+
+
+def scores(workdir: Path, name: str) -> dict[str, np.ndarray]:
+    """Every client's scores by the task map `name` (see `tasks.branches`): {score: [N]}.
+
+    Raises:
+      BadInput: the run cannot be read, or the map has a task of one class: a yes or no, which most methods do not say.
+    """
+    run = runs.load(workdir)
+    task, config = run.experiment.task, run.config
+    branches = tasks.branches(task, name)
+    if branches.binary.any():
+        raise BadInput(f"--tasks={name} has a task of a single class, which has nothing to choose within it.")
+    factory = ALGORITHMS[config["algo"]]
+
+    @functools.wraps(factory)
+    def scored(*args, **hparams) -> Algorithm:
+        return factory(*args, **hparams)._replace(score=functools.partial(tasks.scores, branches))
+
+    program = simulate.program(scored, task, config["hparams"], lr_decay=config["lr_decay"])
+    numbers = {name: jnp.float32(value) for name, value in program.numbers.items()}
+    state = jax.tree.map(jnp.asarray, run.state)
+    arguments = (run.experiment.key, numbers, run.experiment.federation, state, jnp.int32(run.round))
+    return jax.device_get(jax.jit(program.evaluate)(*arguments))
+
+
+def main(argv: list[str]) -> str:
+    """The Markdown table of a command line."""
+    names = [word.removeprefix("--tasks=") for word in argv if word.startswith("--tasks=")]
+    paths = [Path(word) for word in argv if not word.startswith("--")]
+    if len(names) != 1 or not paths or len(names) + len(paths) != len(argv):
+        raise BadInput("Give a task map and runs: python -m experiments.within --tasks=consecutive:10 RUN ...")
+    rows = [["run", *COLUMNS], ["---"] * (1 + len(COLUMNS))]
+    for path in paths:
+        found = scores(path, names[0])
+        rows.append([str(path), *(f"{100 * np.nanmean(found[score]):.2f}" for score in COLUMNS.values())])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+if __name__ == "__main__":
+    try:
+        print(main(sys.argv[1:]))
+    except BadInput as error:
+        sys.exit(str(error))
