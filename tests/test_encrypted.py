@@ -107,23 +107,6 @@ def test_totals_over_devices_and_under_vmap(tenseal):
         np.testing.assert_array_equal(got, times * expected["a"])
 
 
-def test_without_division_a_branch_grows_by_its_holders_in_every_round(parties):
-    """Algorithm 2 to the letter, against the division by the encrypted count; the fourth client is the one holder of
-    the second branch."""
-    clients, server = parties
-    holds = np.array([[1, 0], [1, 0], [1, 0], [1, 1]])  # [S, T]
-    start = on_grid(RNG.normal(size=(2, 3)))
-    literal, divided = start, start
-    for _ in range(3):
-        summed = []
-        for head in (literal, divided):
-            rows = [np.concatenate([(row[:, None] * head).ravel(), row]) for row in holds]
-            summed.append(clients.decrypt(server.add(map(clients.encrypt, rows))))
-        literal, divided = summed[0][:6].reshape(2, 3), summed[1][:6].reshape(2, 3) / summed[1][6:, None]
-    np.testing.assert_allclose(literal, start * np.array([[4**3], [1]]), rtol=1e-9)
-    np.testing.assert_array_equal(divided, start)
-
-
 def test_without_tenseal_one_sentence_says_what_to_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "tenseal", None)
     with pytest.raises(BadInput, match=r"TenSEAL.*pip install -e '\.\[privacy\]'.*backend='plain'"):

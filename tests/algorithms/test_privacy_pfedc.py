@@ -2,6 +2,7 @@
 
 import functools
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,37 @@ def tenseal():
     return pytest.importorskip(
         "tenseal", reason="TenSEAL is not there: pip install -e '.[privacy]'", exc_type=ImportError
     )
+
+
+@pytest.fixture
+def wire(tenseal, monkeypatch):
+    """The two parties and all that passes between them; `alter` changes a sum once the clients have decrypted it."""
+    clients, server = encrypted.parties()
+    log = SimpleNamespace(vectors=[], uploads=[], answers=[], received=[], totals=[], alter=lambda total: total)
+
+    def encrypt(vector):
+        log.vectors.append(np.array(vector))
+        return clients.encrypt(vector)
+
+    def add(uploads):
+        log.uploads.append(list(uploads))
+        log.answers.append(server.add(log.uploads[-1]))
+        return log.answers[-1]
+
+    def decrypt(ciphertexts):
+        log.received.append(ciphertexts)
+        log.totals.append(clients.decrypt(ciphertexts))
+        return log.alter(log.totals[-1])
+
+    pair = SimpleNamespace(encrypt=encrypt, decrypt=decrypt), SimpleNamespace(add=add)
+    monkeypatch.setattr(encrypted, "parties", lambda: pair)
+    return log
+
+
+def unpacked(vector):
+    """The kernel [8, C], the bias [C] and the presence indicators, or holder counts, [T] of a packed vector."""
+    bias, kernel, presence = np.split(vector, [toy.C, HEAD])
+    return kernel.reshape(8, toy.C), bias, presence
 
 
 @functools.cache
@@ -100,21 +132,62 @@ def test_with_drop_outs_other_heads_and_an_encrypted_body_it_is_stale_pfedc(tens
     assert not on.all() and len(set(on.sum(axis=1))) > 1
 
 
-def test_the_branch_of_a_single_holder_comes_back_unchanged(tenseal):
+def test_the_server_adds_ciphertexts_only_and_the_heads_are_what_the_clients_decrypt(wire):
+    """The altered sum has 1 more in every branch and twice the holders: the heads must follow, if they come from it."""
+    wire.alter = lambda total: total + np.where(np.arange(len(total)) < HEAD, 1, total)
+    heads = toy.train("privacy_pfedc", TASK, 1, backend="ckks", **QUICK).state.clients["head"]
+    (uploads,), (total,) = wire.uploads, wire.totals
+    assert len(uploads) == toy.N and all(type(part) is bytes for sent in uploads for part in sent)
+    assert wire.received == wire.answers
+    holds = np.array([[c in own for c in range(toy.C)] for own in toy.OWN])
+    assert np.shape(wire.vectors) == (toy.N, HEAD + T) and total.shape == (HEAD + T,)
+    for vector, here in zip(wire.vectors, holds, strict=True):
+        kernel, bias, presence = unpacked(vector)
+        np.testing.assert_array_equal(presence, here)
+        np.testing.assert_array_equal((np.all(kernel != 0, axis=0), bias != 0), (here, here))
+    kernel, bias, holders = unpacked(total)
+    np.testing.assert_array_equal(holders, holds.sum(axis=0))
+    for i, c in zip(*np.nonzero(holds), strict=True):
+        for part, summed in (("kernel", kernel), ("bias", bias)):
+            expected = (summed[..., c] + 1) / (2 * holders[c])
+            np.testing.assert_allclose(heads[part][i][..., c], expected, rtol=1e-6, atol=1e-7)
+
+
+def one_holder():
+    """The toy federation with client 2 left as the one holder of class 3."""
     f = toy.federation()
     rows = np.asarray(f.train.index[4][: int(f.train.size[4])])
     y = np.array(f.examples.y)
-    y[rows[y[rows] == 3]] = 0  # client 2 is left as the one holder of class 3
+    y[rows[y[rows] == 3]] = 0
     counts = np.array(f.class_counts)
     counts[4] = np.bincount(y[rows], minlength=toy.C)
-    f = f._replace(examples=f.examples._replace(y=jnp.asarray(y)), class_counts=jnp.asarray(counts))
-    heads = [
-        toy.train("privacy_pfedc", TASK, 1, federation_=f, backend=backend, **QUICK).state.clients["head"]
-        for backend in ("plain", "ckks")
-    ]
-    for mine, back in zip(*([head["kernel"][2, :, 3], head["bias"][2, 3]] for head in heads), strict=True):
-        assert np.all(np.abs(mine) > 0)  # in the clear it is divided by one
-        np.testing.assert_allclose(back, mine, rtol=0, atol=encrypted.GRID / 2)  # what is below the grid is lost
+    return f._replace(examples=f.examples._replace(y=jnp.asarray(y)), class_counts=jnp.asarray(counts))
+
+
+def test_the_branch_of_a_single_holder_comes_back_unchanged(wire):
+    for backend in ("ckks", "plain"):
+        got = toy.train("privacy_pfedc", TASK, 1, federation_=one_holder(), backend=backend, **QUICK)
+        head, (kernel, bias, presence) = got.state.clients["head"], unpacked(wire.vectors[2])
+        np.testing.assert_array_equal(presence, [0, 0, 0, 1])
+        for back, sent in ((head["kernel"][2, :, 3], kernel[:, 3]), (head["bias"][2, 3], bias[3])):
+            assert np.all(np.abs(sent) > 0)
+            np.testing.assert_allclose(back, sent, rtol=0, atol=encrypted.GRID / 2)  # what is below the grid is lost
+
+
+def test_without_division_a_branch_grows_by_its_holders_in_every_round(wire):
+    """Algorithm 2 to the letter, by clients that read 1 for every count of holders, and as it is built."""
+    still = toy.task(epochs=0)
+    run = lambda: toy.train("privacy_pfedc", still, 3, federation_=one_holder(), backend="ckks", **QUICK)
+    divided = run()
+    wire.alter = lambda total: np.where(np.arange(len(total)) < HEAD, total, 1)
+    literal = run().state.clients["head"]
+    held = np.asarray(one_holder().class_counts) > 0
+    growth = np.where(held, held.sum(axis=0) ** 3, 1)  # [N, C]
+    assert set(growth[held]) == {1, 27}
+    for part, start in divided.begin.clients["head"].items():
+        times = growth.reshape(toy.N, *[1] * (start.ndim - 2), toy.C)
+        np.testing.assert_allclose(divided.state.clients["head"][part], start, rtol=1e-6, atol=encrypted.GRID)
+        np.testing.assert_allclose(literal[part], times * start, rtol=1e-6, atol=27 * encrypted.GRID)
 
 
 def test_without_tenseal_the_method_is_refused_before_it_runs(monkeypatch):
