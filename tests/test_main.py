@@ -213,6 +213,13 @@ def test_describe_shows_paper_defaults_and_ranges(name, capsys):
         )
 
 
+def test_both_methods_of_pfedc_name_every_map_of_tasks(capsys):
+    for name in ("pfedc", "privacy_pfedc"):
+        assert main.run([f"--describe={name}"]) == 0
+        row = capsys.readouterr().out.split("\n  tasks=")[1].split("\n  head=")[0]
+        assert all(choice in row for choice in ("class", "single", "consecutive:T", "superclass", "file:PATH", "map:"))
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_settings(name, capsys):
     preset = PRESETS[name]

@@ -179,7 +179,7 @@ def privacy_pfedc(
 
     Args:
       backend: of the sums, one of ckks (encrypted by TenSEAL, an optional dependency), plain (the same in the clear).
-      tasks: one of class, single, consecutive:T, superclass, as of pfedc.
+      tasks: one of class, single, consecutive:T, superclass, file:PATH, map:0,0,1, as of pfedc.
       head: of a task of several classes, one of group_softmax, group_reject, group_binary, as of pfedc.
       weighting: of the task losses, one of mgda_ub, mgda, uniform, sum, as of pfedc.
       solver: of the minimum-norm point, one of fista, fw, as of pfedc.
