@@ -65,15 +65,13 @@ def _preset(name: str) -> str:
     default = [dataset for dataset, chosen in DEFAULT_PRESETS.items() if chosen == name]
     parts = [f"{name}: {preset.description}", f"Command: python -m experiments.main --preset={name} --algo=METHOD"]
     parts += [_hanging("Same as: ", flags), f"Time: {preset.time}"]
-    own = [_hanging(f"  {method:<12}", _own(preset, method)) for method in sorted({*preset.methods, *preset.hparams})]
+    own = [_hanging(f"  {method:<14}", _own(preset, method)) for method in sorted({*preset.methods, *preset.hparams})]
     parts += ["\n".join(["Methods with settings of their own:", *own])] if own else []
     parts += [f"What --dataset={dataset} takes when no --preset is given." for dataset in default]
     cells = [*([Cell({}, preset.published)] if preset.published else []), *preset.cells]
     if cells:
         rows = [_hanging("  ", row) for cell in cells for row in _cell(cell)]
-        compare = {preset.headline: "the others", **{x: method for method, x in preset.headlines.items()}}
-        what = ", ".join(f"{who} with {score}" for score, who in reversed(compare.items()))
-        parts.append("\n".join([f"Published, in %; compare {what}:", *rows]))
+        parts.append("\n".join([f"Published, in %; compare {_compared(preset)}:", *rows]))
     if preset.protocol:
         parts.append(_hanging("The paper's protocol: ", preset.protocol))
     return "\n\n".join(parts)
@@ -84,11 +82,17 @@ def _own(preset: Preset, method: str) -> str:
     return " ".join(flags + [f"--hparam={name}={value}" for name, value in preset.hparams.get(method, {}).items()])
 
 
+def _compared(preset: Preset) -> str:
+    scores = dict.fromkeys(preset.headlines.values())
+    methods = {x: " and ".join(m for m, own in preset.headlines.items() if own == x) for x in scores}
+    return ", ".join(f"{who} with {score}" for score, who in {**methods, preset.headline: "the others"}.items())
+
+
 def _cell(cell: Cell) -> list[str]:
     """A cell of the paper's tables: where it is, then a line for each method."""
     where = ", ".join(f"{name}={value}" for name, value in cell.where.items())
-    rows = [f"{method:<12}{value}" for method, value in cell.numbers.items()]
-    rows += [f"{method:<12}converged in {value} rounds" for method, value in cell.rounds.items()]
+    rows = [f"{method:<14}{value}" for method, value in cell.numbers.items()]
+    rows += [f"{method:<14}converged in {value} rounds" for method, value in cell.rounds.items()]
     return [*([f"at {where}:"] if where else []), *(rows or ["no number is known"])]
 
 

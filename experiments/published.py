@@ -45,7 +45,7 @@ def differences(preset: Preset, config: Row) -> list[Difference]:
     """Where a run is not the paper's; what cannot change its last scores does not count."""
     algo, where = config["algo"], cell(preset, config).where
     wanted = {name: setting.default for name, setting in SETTINGS.items()} | preset.settings_of(algo)
-    if algo != preset.settings.get("algo"):
+    if algo not in preset.own:
         wanted |= preset.baselines
     usual = hyperparameters(ALGORITHMS[algo]) | preset.hparams.get(algo, {})
     wanted |= {name: value for name, value in where.items() if name in SETTINGS}

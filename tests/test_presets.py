@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experiments import build, published, settings
+from experiments import build, describe, published, settings
 from experiments.presets import PRESETS
 from experiments.presets.pfedc import PFEDC
 from experiments.presets.preset import duration
@@ -92,6 +92,16 @@ def test_the_papers_number_stands_beside_what_is_comparable():
     )
     assert say(config("pfedc_mnist_epochs", epochs=20)) == "The paper has no number of pfedc at these settings."
     assert say(config("digits", "fedavg", rounds=1)) is None and say(config(None, "fedavg", dataset="mnist")) is None
+
+
+@pytest.mark.parametrize("name", PFEDC)
+def test_both_methods_of_the_paper_share_its_settings(name):
+    own, private = config(name), config(name, "privacy_pfedc")
+    assert all(private["hparams"][n] == x for n, x in own["hparams"].items() if n in private["hparams"])
+    assert published.comparison(private)["compare"] == "post/task_acc"
+    assert published.differences(PRESETS[name], private) == []
+    assert published.deviations(config(name, "fedavg")) == "reduced: rounds 40 of 1000"
+    assert "compare pfedc and privacy_pfedc with post/task_acc, the others with post/acc" in describe.describe(name)
 
 
 def test_a_long_value_is_cut():

@@ -21,7 +21,8 @@ _PATHOLOGICAL = {
 _DIRICHLET = {"partition": "dirichlet_class"}
 _GREY = {"clients": 20, "model": "lenet", "batch_size": 32, "epochs": 5, "lr": 0.005, "rounds": 40}
 _COLOUR = {"clients": 20, "model": "resnet18", "batch_size": 16, "epochs": 10, "lr": 0.01, "rounds": 40}
-_SUPERCLASSES = {"pfedc": {"tasks": "superclass"}}  # T = 20
+_OWN = ("pfedc", "privacy_pfedc")
+_SUPERCLASSES = {method: {"tasks": "superclass"} for method in _OWN}  # T = 20
 _METHODS = ("fedavg", "per_fedavg", "pfedme", "fedbn", "fedrep", "fedfomo", "pfedc")  # the columns of Tables 1 to 3
 
 
@@ -35,9 +36,10 @@ def _preset(what: str, dataset: str, setting: dict[str, Any], steps: int, **more
         settings=settings,
         time=duration(steps, settings["model"], settings["rounds"]),
         headline="post/acc",
-        headlines={"pfedc": "post/task_acc"},
+        headlines=dict.fromkeys(_OWN, "post/task_acc"),
         hparams={"fedfomo": {"epsilon": 0.3}, "fedphp": {"lam": 0.05}, **hparams},
         methods={"fedbn": {"model": "lenet_bn"}} if grey else {},  # without batch norm FedBN is FedAvg
+        own=_OWN,
         baselines={"rounds": 1000},
         protocol=_PROTOCOL,
     )._replace(**more)

@@ -30,7 +30,8 @@ class Preset(NamedTuple):
     hparams: Mapping[str, dict[str, Any]] = _NONE  # method -> hyperparameter -> value, where not the method's default
     methods: Mapping[str, Mapping[str, Any]] = _NONE  # method -> its own settings: flag -> value
     cells: tuple[Cell, ...] = ()  # the paper's numbers at further settings
-    baselines: Mapping[str, Any] = _NONE  # flag -> value that the paper gave all methods but its own
+    own: tuple[str, ...] = ()  # the paper's own methods
+    baselines: Mapping[str, Any] = _NONE  # flag -> value that the paper gave all others
     protocol: str = ""  # how the paper got its numbers, and what they can be compared with
 
     def headline_of(self, method: str) -> str:
