@@ -21,20 +21,25 @@ class Difference(NamedTuple):
     wanted: Any
 
     @property
-    def reduces(self) -> bool:
-        """Does it only make the experiment smaller?"""
-        known = self.value is not None and self.wanted is not None
-        return self.name in _SIZES and known and self.value < self.wanted
+    def kind(self) -> str:
+        """reduced: it only makes the experiment smaller; longer: it has more rounds; changed: all else."""
+        if self.name in _SIZES and self.value is not None and self.wanted is not None:
+            if self.value < self.wanted:
+                return "reduced"
+            if self.name == "rounds":
+                return "longer"
+        return "changed"
 
 
 def cell(preset: Preset, config: Row) -> Cell:
-    """What the paper publishes for a run's settings; of the preset itself where no other of its cells fits."""
+    """What the paper publishes for a run's settings; of the preset itself where no other of its cells fits.
+
+    A cell without a number of the method is the paper's setting all the same, but one that has it comes first.
+    """
     algo = config["algo"]
-    for found in preset.cells:
-        methods = {**found.numbers, **found.rounds} or {algo}
-        if algo in methods and all(_value(config, n) == x for n, x in found.where.items()):
-            return found
-    return Cell({}, {algo: preset.published[algo]} if algo in preset.published else {})
+    fitting = [found for found in preset.cells if all(_value(config, n) == x for n, x in found.where.items())]
+    known = [found for found in fitting if algo in {**found.numbers, **found.rounds}]
+    return next(iter(known + fitting), Cell({}, {algo: preset.published[algo]} if algo in preset.published else {}))
 
 
 def _value(config: Row, name: str) -> Any:
@@ -63,10 +68,11 @@ def deviations(config: Row) -> str:
     """In words, as `reduced: rounds 3 of 40; changed: lr 0.1, not 0.005`; empty for the preset's own settings."""
     preset = PRESETS.get(config["preset"] or "")
     found = differences(preset, config) if preset else []
-    reduced = [f"{d.name} {shown(d.value)} of {shown(d.wanted)}" for d in found if d.reduces]
-    changed = [f"{d.name} {shown(d.value)}, not {shown(d.wanted)}" for d in found if not d.reduces]
-    parts = {"reduced": ", ".join(reduced), "changed": "; ".join(changed)}
-    return "; ".join(f"{name}: {text}" for name, text in parts.items() if text)
+    parts = []
+    for kind, between, apart in (("reduced", " of ", ", "), ("longer", ", not ", "; "), ("changed", ", not ", "; ")):
+        if said := [f"{d.name} {shown(d.value)}{between}{shown(d.wanted)}" for d in found if d.kind == kind]:
+            parts.append(f"{kind}: {apart.join(said)}")
+    return "; ".join(parts)
 
 
 def shown(value: Any) -> str:

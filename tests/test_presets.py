@@ -104,6 +104,23 @@ def test_both_methods_of_the_paper_share_its_settings(name):
     assert "compare pfedc and privacy_pfedc with post/task_acc, the others with post/acc" in describe.describe(name)
 
 
+def test_a_setting_of_the_papers_is_no_change_where_it_has_no_number_of_the_method():
+    say = published.sentence
+    made = config("pfedc_cifar100_sampled", partition="pathological_subset")
+    assert say(made) == "The paper has no number of pfedc at these settings."
+    assert say(config("pfedc_mnist_dirichlet", "ditto", alpha=0.05, rounds=1000)) == (
+        "The paper has no number of ditto at these settings."
+    )
+    assert published.cell(PRESETS["pfedc_cifar10_dirichlet"], config("pfedc_cifar10_dirichlet", "fedem")).numbers
+
+
+def test_more_rounds_are_longer_and_more_of_anything_else_is_a_change():
+    made = config("pfedc_cifar100_tasks", rounds=250, clients=30)
+    assert published.deviations(made) == "longer: rounds 250, not 40; changed: clients 30, not 20"
+    assert published.deviations(config("pfedc_mnist", "fedavg", rounds=1000)) == ""
+    assert published.deviations(config("pfedc_mnist", "fedavg", rounds=2000)) == "longer: rounds 2000, not 1000"
+
+
 def test_a_long_value_is_cut():
     made = config("pfedc_cifar100", hparams={"tasks": "map:" + ",".join("0" * 100)})
     assert published.deviations(made).endswith(
