@@ -2,12 +2,13 @@
 
 Scores are macro means over clients in %, of the last round: `post`, right after local training, and `pre`, before it.
 With --targets, two columns for each: the rounds in which the run's headline score (see `experiments.targets`) first
-reached it, post / pre, and the megabytes that had travelled by then. Where runs deviate from their preset, the last
-column says in what.
+reached it, post / pre, and the megabytes that had travelled by then. A run that is not complete says
+how it stands in place of its rounds. Where runs deviate from their preset, the last column says in what.
 """
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from experiments import published, runs, targets
 from experiments.files import read_json, read_rows
@@ -15,6 +16,7 @@ from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.checks import BadInput
 
+Row = dict[str, Any]
 COLUMNS = {
     "acc post": ("post", "acc"),
     "pre": ("pre", "acc"),
@@ -33,7 +35,7 @@ def row(workdir: Path, levels: tuple[float, ...] = ()) -> list[str]:
     config = runs.read_config(workdir)
     defaults = simulate.hyperparameters(ALGORITHMS[config["algo"]])
     hparams = "".join(f", {name}={published.shown(x)}" for name, x in config["hparams"].items() if x != defaults[name])
-    cells = [config["algo"] + hparams, config["model"], f"{config['data_fraction']:g}", str(summary["rounds"])]
+    cells = [config["algo"] + hparams, config["model"], f"{config['data_fraction']:g}", _rounds(summary)]
     for point, name in COLUMNS.values():
         score = summary["scores"][point].get(name)
         cells.append(
@@ -46,7 +48,15 @@ def row(workdir: Path, levels: tuple[float, ...] = ()) -> list[str]:
         post, pre = (targets.reached(metrics, point, score, level, 0) for point in ("post", "pre"))
         rounds, sent = zip(*map(_reached, (post, pre)), strict=True)
         cells += [" / ".join(rounds), " / ".join(sent)]
-    return [*cells, published.deviations(config)]
+    return [*cells, published.deviations(config | {"rounds": summary["rounds"]})]
+
+
+def _rounds(summary: Row) -> str:
+    """The rounds of a complete run; of any other how it stands, as `diverged after 12 rounds`."""
+    done, status = summary["rounds"], summary["status"]
+    if status == "complete":
+        return str(done)
+    return f"{'running or killed' if status == 'running' else status} after {done} rounds"
 
 
 def _reached(found: dict | None) -> tuple[str, str]:

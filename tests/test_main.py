@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from experiments import build, describe, main, pace, report, runs, settings, train, values, versions
+from experiments import build, describe, main, pace, report, runs, settings, tables, train, values, versions
 from experiments.presets import DEFAULT_PRESETS, PRESETS
 from experiments.versions import compile_clock
 from fedjax_pfl import layout, memory, simulate
@@ -384,7 +384,12 @@ def test_a_diverging_run_keeps_what_it_wrote(tmp_path, capsys):
     assert main.run(["--algo=fedavg", *TINY, "--rounds=3", "--lr=1e38", f"--workdir={path}"]) == main.DIVERGED
     said = capsys.readouterr().err
     assert "is not finite in round" in said and f"kept in {path}" in said and "Traceback" not in said
-    assert json.loads((path / "summary.json").read_text())["status"] == "diverged"
+    summary = json.loads((path / "summary.json").read_text())
+    assert summary["status"] == "diverged"
+    rounds = f"rounds {summary['rounds']} of 40"  # of the preset, not of the 3 that were asked for
+    assert summary["rounds"] < 3 and rounds in summary["preset"]["deviations"]
+    table = tables.table([path])
+    assert f"| diverged after {summary['rounds']} rounds |" in table and rounds in table
 
 
 def test_an_unwritable_file_ends_the_run_with_a_sentence(tmp_path, monkeypatch, capsys):
