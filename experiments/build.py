@@ -16,7 +16,7 @@ from experiments import settings
 from fedjax_pfl import clients, hosts, memory, models, offload, simulate, trees
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.checks import BadInput
-from fedjax_pfl.data import federate, partition, sources
+from fedjax_pfl.data import federate, partition, prepared, sources
 from fedjax_pfl.layout import choose_form, choose_width
 from fedjax_pfl.models import functional, layers
 from fedjax_pfl.types import Algorithm, Federation, Model, State, Task
@@ -32,6 +32,7 @@ class Experiment(NamedTuple):
     task: Task
     conv: str  # the form of the convolutions
     programs: dict[tuple, simulate.Program]  # those made so far: what was traced for one use is there for the next
+    examples: dict[str, int]  # those used (data_fraction), available here, and of the whole data set
 
     @property
     def key(self) -> jax.Array:
@@ -67,6 +68,7 @@ def prepare(config: dict[str, Any], conv: str = "auto") -> Experiment:
       BadInput: the settings do not fit each other or the data.
     """
     dataset = sources.load(config["dataset"], config["data_dir"])
+    available = len(dataset.y)
     dataset = sources.subset(dataset, config["data_fraction"], config["seed"])
     dealt = _deal(config, dataset)
     if config["drop_last"]:
@@ -76,7 +78,9 @@ def prepare(config: dict[str, Any], conv: str = "auto") -> Experiment:
         config["model"] = "cnn" if _is_image(dataset.x.shape[1:]) else "mlp"
     conv = layers.form(conv)
     task = _task(config, dataset, dealt, conv)
-    experiment = Experiment(config, dataset, dealt, None, task, conv, {})  # type: ignore[arg-type]
+    whole = max(available, prepared.SIZES.get(dataset.name, 0))
+    examples = {"used": len(dataset.y), "available": available, "of": whole}
+    experiment = Experiment(config, dataset, dealt, None, task, conv, {}, examples)  # type: ignore[arg-type]
     experiment.state_shapes()  # the method's own checks: of its numbers, and of the model's parts
     return experiment._replace(federation=federate.federate(dataset, dealt))
 
@@ -282,13 +286,14 @@ def initial_broadcast(experiment: Experiment) -> dict[str, int]:
 
 def describe(experiment: Experiment) -> str:
     """One line: what is going to run."""
-    c = experiment.config
+    c, n = experiment.config, experiment.examples
     model = jax.eval_shape(experiment.task.model.init, jax.eval_shape(lambda: jax.random.key(0)))
     size = trees.size({name: model[name] for name in ("body", "head")})
     work = f"{c['steps']} steps" if c["steps"] is not None else f"{c['epochs']} epochs"
     moved = experiment.partition.moved
     dealt = f"{c['partition']}; {moved} examples moved to clients below the minimum" if moved else c["partition"]
+    part = f" ({n['available']:,} of its {n['of']:,} examples)" if n["available"] < n["of"] else ""
     return (
-        f"{c['algo']} on {c['dataset']}: {c['clients']} clients ({dealt}), {c['model']} with {size:,} "
+        f"{c['algo']} on {c['dataset']}{part}: {c['clients']} clients ({dealt}), {c['model']} with {size:,} "
         f"parameters, {c['rounds']} rounds of {work}, batch {c['batch_size']}, lr {c['lr']:g}"
     )

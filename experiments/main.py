@@ -101,7 +101,7 @@ def _into(path: Path, config: dict[str, Any], resume: bool, console: Console) ->
         return _lost(error, path)
     report.tables(console, directory.rows)
     targets.show(console, directory.rows, experiment.config, build.flops(experiment))
-    if text := published.sentence(experiment.config):
+    if text := published.sentence(experiment.config, experiment.examples):
         console.print(text)
     console.print(f"Everything is in {path}: curves.png, metrics.csv, summary.json, checkpoints, ...")
     return 0

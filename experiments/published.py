@@ -9,12 +9,19 @@ from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.simulate import hyperparameters
 
 Row = dict[str, Any]
-_SIZES = ("rounds", "clients", "data_fraction", "epochs", "steps")  # less of one is a smaller experiment, else the same
+_SIZES = (
+    "rounds",
+    "clients",
+    "data_fraction",
+    "epochs",
+    "steps",
+    "examples",
+)  # less of one is a smaller experiment, else the same
 _LONG = 40  # characters of a value that are shown
 
 
 class Difference(NamedTuple):
-    """A setting of a run that is not the paper's."""
+    """A setting of a run that is not the paper's, or the number of its examples."""
 
     name: str
     value: Any
@@ -46,8 +53,20 @@ def _value(config: Row, name: str) -> Any:
     return config[name] if name in SETTINGS else config["hparams"].get(name)
 
 
-def differences(preset: Preset, config: Row) -> list[Difference]:
-    """Where a run is not the paper's; what cannot change its last scores does not count."""
+def differences(config: Row, examples: Row | None = None) -> list[Difference]:
+    """Where a run is not the paper's; what cannot change its last scores does not count.
+
+    Args:
+      examples: {"used", "available", "of"}, those used, there, and of the whole data set; None: not known.
+    """
+    preset = PRESETS.get(config["preset"] or "")
+    found = _settings(preset, config) if preset else []
+    if examples and examples["available"] < examples["of"]:
+        found.append(Difference("examples", examples["used"], examples["of"]))
+    return found
+
+
+def _settings(preset: Preset, config: Row) -> list[Difference]:
     algo, where = config["algo"], cell(preset, config).where
     wanted = {name: setting.default for name, setting in SETTINGS.items()} | preset.settings_of(algo)
     if algo not in preset.own:
@@ -64,11 +83,9 @@ def differences(preset: Preset, config: Row) -> list[Difference]:
     return found + [Difference(n, x, usual[n]) for n, x in config["hparams"].items() if x != usual[n]]
 
 
-def deviations(config: Row) -> str:
+def deviations(config: Row, examples: Row | None = None) -> str:
     """In words, as `reduced: rounds 3 of 40; changed: lr 0.1, not 0.005`; empty for the preset's own settings."""
-    preset = PRESETS.get(config["preset"] or "")
-    found = differences(preset, config) if preset else []
-    parts = []
+    found, parts = differences(config, examples), []
     for kind, between, apart in (("reduced", " of ", ", "), ("longer", ", not ", "; "), ("changed", ", not ", "; ")):
         if said := [f"{d.name} {shown(d.value)}{between}{shown(d.wanted)}" for d in found if d.kind == kind]:
             parts.append(f"{kind}: {apart.join(said)}")
@@ -81,7 +98,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= _LONG else text[: _LONG - 3] + "..."
 
 
-def comparison(config: Row) -> Row | None:
+def comparison(config: Row, examples: Row | None = None) -> Row | None:
     """For summary.json: the preset's name, what is published for it, and every setting that is not the preset's."""
     preset, algo = PRESETS.get(config["preset"] or ""), config["algo"]
     if not preset:
@@ -92,12 +109,12 @@ def comparison(config: Row) -> Row | None:
         "compare": preset.headline_of(algo),
         "published": found.numbers.get(algo),
         "published_rounds": found.rounds.get(algo),
-        "deviations": deviations(config),
-        "differs": [{"setting": d.name, "value": d.value, "preset": d.wanted} for d in differences(preset, config)],
+        "deviations": deviations(config, examples),
+        "differs": [{"setting": d.name, "value": d.value, "preset": d.wanted} for d in differences(config, examples)],
     }
 
 
-def sentence(config: Row) -> str | None:
+def sentence(config: Row, examples: Row | None = None) -> str | None:
     """The paper's number, what to compare with it, and where this run is not the paper's; None if nothing is known."""
     preset, algo = PRESETS.get(config["preset"] or ""), config["algo"]
     if not preset or not (preset.published or preset.cells):
@@ -110,5 +127,5 @@ def sentence(config: Row) -> str | None:
         parts.append(f"The paper's {algo} converged in {found.rounds[algo]} rounds.")
     if not parts:
         parts.append(f"The paper has no number of {algo} at these settings.")
-    differing = deviations(config)
+    differing = deviations(config, examples)
     return " ".join([*parts, *([f"This run is not the paper's: {differing}."] if differing else [])])

@@ -3,7 +3,8 @@
 Scores are macro means over clients in %, of the last round: `post`, right after local training, and `pre`, before it.
 With --targets, two columns for each: the rounds in which the run's headline score (see `experiments.targets`) first
 reached it, post / pre, and the megabytes that had travelled by then. A run that is not complete says
-how it stands in place of its rounds. Where runs deviate from their preset, the last column says in what.
+how it stands in place of its rounds. Where runs deviate from their
+preset, or had a part of a data set only, the last column says in what.
 """
 
 import sys
@@ -48,7 +49,7 @@ def row(workdir: Path, levels: tuple[float, ...] = ()) -> list[str]:
         post, pre = (targets.reached(metrics, point, score, level, 0) for point in ("post", "pre"))
         rounds, sent = zip(*map(_reached, (post, pre)), strict=True)
         cells += [" / ".join(rounds), " / ".join(sent)]
-    return [*cells, published.deviations(config | {"rounds": summary["rounds"]})]
+    return [*cells, published.deviations(config | {"rounds": summary["rounds"]}, summary.get("examples"))]
 
 
 def _rounds(summary: Row) -> str:
@@ -69,7 +70,7 @@ def table(workdirs: list[Path], levels: tuple[float, ...] = ()) -> str:
     head += [name for level in levels for name in (f"rounds to {level:g}", f"MB to {level:g}")]
     body = [row(path, levels) for path in workdirs]
     if any(cells[-1] for cells in body):
-        head.append("not as the preset")
+        head.append("deviations")
     rows = [head, ["---"] * len(head), *(cells[: len(head)] for cells in body)]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
 

@@ -90,7 +90,8 @@ def _summarise(run: RunDirectory, experiment: build.Experiment, status: str, clo
     content |= {"work": {name: totals[name] for name in ("client_steps", "client_flops")} | {"note": targets.NOTE}}
     content |= {"initial_broadcast": build.initial_broadcast(experiment)}
     content |= {"targets": targets.summary(run.rows, experiment.config, flops)}
-    content |= {"preset": published.comparison(experiment.config | {"rounds": done})}
+    content |= {"examples": experiment.examples}
+    content |= {"preset": published.comparison(experiment.config | {"rounds": done}, experiment.examples)}
     write_json(run.path / "summary.json", content)
 
 

@@ -7,7 +7,7 @@ from experiments import build, describe, published, settings
 from experiments.presets import PRESETS
 from experiments.presets.pfedc import PFEDC
 from experiments.presets.preset import duration
-from fedjax_pfl.data import sources
+from fedjax_pfl.data import prepared, sources
 
 BASELINES = ("fedavg", "per_fedavg", "pfedme", "fedbn", "fedrep", "fedfomo")
 
@@ -99,7 +99,7 @@ def test_both_methods_of_the_paper_share_its_settings(name):
     own, private = config(name), config(name, "privacy_pfedc")
     assert all(private["hparams"][n] == x for n, x in own["hparams"].items() if n in private["hparams"])
     assert published.comparison(private)["compare"] == "post/task_acc"
-    assert published.differences(PRESETS[name], private) == []
+    assert published.differences(private) == []
     assert published.deviations(config(name, "fedavg")) == "reduced: rounds 40 of 1000"
     assert "compare pfedc and privacy_pfedc with post/task_acc, the others with post/acc" in describe.describe(name)
 
@@ -119,6 +119,31 @@ def test_more_rounds_are_longer_and_more_of_anything_else_is_a_change():
     assert published.deviations(made) == "longer: rounds 250, not 40; changed: clients 30, not 20"
     assert published.deviations(config("pfedc_mnist", "fedavg", rounds=1000)) == ""
     assert published.deviations(config("pfedc_mnist", "fedavg", rounds=2000)) == "longer: rounds 2000, not 1000"
+
+
+def test_a_part_of_a_data_set_is_a_reduction(monkeypatch):
+    """Which data_fraction is beside, and which of the user's own data nobody can say."""
+    monkeypatch.setattr(sources, "load", lambda name, _: image_set(name)._replace(name=name))  # 120 images
+    small = {"clients": 5, "rounds": 1000, "model": "linear", "data_fraction": 0.5}
+    part = build.prepare(config("pfedc_mnist", "fedavg", **small))
+    used = len(part.dataset.y)
+    assert 50 < used < 70 and part.examples == {"used": used, "available": 120, "of": 70_000}
+    assert published.sentence(part.config, part.examples).endswith(
+        f"reduced: data_fraction 0.5 of 1, clients 5 of 20, examples {used} of 70000; changed: model linear, not lenet."
+    )
+    assert published.comparison(part.config, part.examples)["differs"][-1]["preset"] == 70_000
+    assert "on mnist (120 of its 70,000 examples): 5 clients" in build.describe(part)
+    own = build.prepare(config(None, "fedavg", dataset="npz:x", **small))
+    assert own.examples == {"used": used, "available": 120, "of": 120}
+    assert published.deviations(own.config, own.examples) == "" and "examples" not in build.describe(own)
+    part = build.prepare(config(None, "fedavg", dataset="cifar10", **small))  # without a preset, too
+    assert published.deviations(part.config, part.examples) == f"reduced: examples {used} of 60000"
+
+
+def test_the_sizes_of_the_data_sets_are_those_that_are_described():
+    assert prepared.SIZES.keys() == prepared.DESCRIPTIONS.keys()
+    for name, size in prepared.SIZES.items():
+        assert f"{size:,} " in prepared.DESCRIPTIONS[name.removesuffix("_coarse")]
 
 
 def test_a_long_value_is_cut():

@@ -32,6 +32,20 @@ DESCRIPTIONS: dict[str, str] = {
     "emnist/mnist": "70,000 digits of MNIST as EMNIST stores them, 10 classes (TFDS)",
 }
 
+SIZES: dict[str, int] = {  # examples of the whole, training and test; what is prepared may be a part of it
+    "mnist": 70_000,
+    "fashion_mnist": 70_000,
+    "cifar10": 60_000,
+    "cifar100": 60_000,
+    "cifar100_coarse": 60_000,
+    "emnist/balanced": 131_600,
+    "emnist/digits": 280_000,
+    "emnist/letters": 103_600,
+    "emnist/byclass": 814_255,
+    "emnist/bymerge": 814_255,
+    "emnist/mnist": 70_000,
+}
+
 _CLASSES = {
     "cifar100": 100,
     "cifar100_coarse": 20,
