@@ -76,6 +76,8 @@ def _into(path: Path, config: dict[str, Any], resume: bool, console: Console) ->
     laid: dict[str, Any] = hosts.on_first(runs.read_layout, path) if resume else {"conv": config["conv"]}
     experiment = hosts.everywhere(build.prepare, config, laid["conv"])
     _check_hosts(experiment)
+    if targets.parse(config["targets"])[0]:
+        targets.check_score(config["targets"], targets.scores(experiment), config["algo"])
     partial = experiment.task.participation != (1.0, 1.0)
     planned = local.planned(experiment.task, experiment.task.sizes)
     directory = runs.RunDirectory(path, experiment.partition.test_sizes, partial, planned)

@@ -68,6 +68,11 @@ def score_names(rows: list[Row]) -> list[str]:
     return [*(name for name in _HEADLINES if name in found), *(name for name in found if name not in _HEADLINES)]
 
 
+def trivial(name: str) -> str:
+    """What beside a score says how always answering no, or with the client's majority class, would do, if recorded."""
+    return _TRIVIAL.get(name, f"{name}_trivial")
+
+
 def last(rows: list[Row], point: str, name: str) -> Row | None:
     """The statistics of a score in the last round that has it: {"round": t, "clients": how many, "macro": ..., ...}."""
     key = f"{point}/{name}"
@@ -133,13 +138,13 @@ def _points(rows: list[Row], names: list[str]) -> Iterator[tuple[str, str, str]]
 
 
 def _clients_table(rows: list[Row], names: list[str]) -> Table:
-    """Statistics over clients; "trivial" is what always answering no, or the client's majority class, would score."""
+    """Statistics over clients, and beside them the macro mean of the `trivial` score."""
     everybody = next(row["round"] for row in reversed(rows) if any(name.startswith("pre/") for name in row))
     title = f"Clients' test scores in %, before local training (after {everybody} rounds) and after it"
     titles = ["clients", "macro\nmean", "micro\nmean", "std", "worst\n10 %", "best\n10 %", "trivial\nmacro"]
     table = plain_table(title, ["score", "local\ntraining"], titles)
     for name, point, shown in _points(rows, names):
-        found, floor = last(rows, point, name) or {}, last(rows, point, _TRIVIAL.get(name, f"{name}_trivial"))
+        found, floor = last(rows, point, name) or {}, last(rows, point, trivial(name))
         values = [_percent(found[statistic]) for statistic in STATISTICS]
         clients = str(found.get("clients") or "")
         table.add_row(shown, POINTS[point], clients, *values, _percent(floor["macro"]) if floor else "")

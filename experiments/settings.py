@@ -55,7 +55,7 @@ SETTINGS = {
     "compute_dtype": Setting(str, "float32", "in which the body computes: float32, or bfloat16 for accelerators"),
     "seed": Setting(int, 0, "of everything that is drawn"),
     "eval_every": Setting(int, 1, "rounds between evaluations; the last is always evaluated, 0: only at the end"),
-    "targets": Setting(str, None, "scores in (0, 1] whose first round is reported, as 0.8,0.9", free=True),
+    "targets": Setting(str, None, "scores in (0, 1] whose first round is reported: 0.8,0.9 or acc:0.8,0.9", free=True),
     "checkpoint_every": Setting(int, 10, "rounds between checkpoints", free=True),
     "conv": Setting(str, "auto", "form of the convolutions: winograd, fused, matmul, xla, or auto: timed", free=True),
     "width": Setting(str, "auto", "clients trained at once, or auto: timed", free=True),
@@ -178,7 +178,7 @@ def check_ranges(config: dict[str, Any]) -> None:
         raise BadInput("momentum=1.0 is outside its range [0, 1).")
     if config["clip"] is not None:
         check("clip", config["clip"], 0, INF, open_low=True)
-    targets.levels(config["targets"])
+    targets.parse(config["targets"])
     if config["test_split"] is not None:
         choose("test_split", config["test_split"], ("pool", "official"))
     choose("conv", config["conv"], CONVOLUTIONS)

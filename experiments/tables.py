@@ -1,23 +1,24 @@
 """Prints finished runs as rows of a Markdown table: `python -m experiments.tables [--targets=0.8,0.9] runs/a runs/b`.
 
 Scores are macro means over clients in %, of the last round: `post`, right after local training, and `pre`, before it.
-With --targets, two columns for each: the rounds in which the run's headline score (see `experiments.targets`) first
-reached it, post / pre, and the megabytes that had travelled by then. A run that is not complete says
-how it stands in place of its rounds. Where runs deviate from their
-preset, or had a part of a data set only, the last column says in what.
+With --targets, two columns for each: the rounds in which a score first reached it, post / pre, and the megabytes that
+had travelled by then; of the run's headline score (see `experiments.targets`), or of the one that is named, as
+--targets=acc_present:0.8,0.9. A run that is not complete says how it stands in place of its rounds. Where runs deviate
+from their preset, or had only a part of a data set, the last column says in what.
 """
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from experiments import published, runs, targets
+from experiments import published, report, runs, targets
 from experiments.files import read_json, read_rows
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.checks import BadInput
 
 Row = dict[str, Any]
+BOUND = "≤"
 COLUMNS = {
     "acc post": ("post", "acc"),
     "pre": ("pre", "acc"),
@@ -30,8 +31,8 @@ COLUMNS = {
 }
 
 
-def row(workdir: Path, levels: tuple[float, ...] = ()) -> list[str]:
-    """One run: method, model, share of the data, scores, seconds of training and a round, targets, deviations."""
+def row(workdir: Path) -> list[str]:
+    """One run: method, model, share of the data, scores, seconds of training and a round."""
     summary = read_json(workdir / "summary.json")
     config = runs.read_config(workdir)
     defaults = simulate.hyperparameters(ALGORITHMS[config["algo"]])
@@ -43,13 +44,7 @@ def row(workdir: Path, levels: tuple[float, ...] = ()) -> list[str]:
             f"{100 * score['macro']:.2f}" + (f" ± {100 * score['std']:.2f}" if name == "acc" else "") if score else ""
         )
     seconds = summary["seconds"]["train"]
-    cells += [f"{seconds:.0f}", f"{seconds / max(summary['rounds'], 1):.2f}"]
-    metrics, score = read_rows(workdir / "metrics.jsonl") if levels else [], targets.headline(config)
-    for level in levels:
-        post, pre = (targets.reached(metrics, point, score, level, 0) for point in ("post", "pre"))
-        rounds, sent = zip(*map(_reached, (post, pre)), strict=True)
-        cells += [" / ".join(rounds), " / ".join(sent)]
-    return [*cells, published.deviations(config | {"rounds": summary["rounds"]}, summary.get("examples"))]
+    return [*cells, f"{seconds:.0f}", f"{seconds / max(summary['rounds'], 1):.2f}"]
 
 
 def _rounds(summary: Row) -> str:
@@ -60,25 +55,74 @@ def _rounds(summary: Row) -> str:
     return f"{'running or killed' if status == 'running' else status} after {done} rounds"
 
 
-def _reached(found: dict | None) -> tuple[str, str]:
-    return (str(found["rounds"]), f"{found['bytes'] / 1e6:.1f}") if found else ("never", "-")
+def _deviations(workdir: Path) -> str:
+    summary = read_json(workdir / "summary.json")
+    return published.deviations(runs.read_config(workdir) | {"rounds": summary["rounds"]}, summary.get("examples"))
 
 
-def table(workdirs: list[Path], levels: tuple[float, ...] = ()) -> str:
-    """The Markdown table of some run directories."""
+class Reached(NamedTuple):
+    """When a run reached its targets."""
+
+    score: str  # what the targets are of
+    cells: list[str]  # two for each level
+    bound: str | None  # why its rounds are upper bounds
+
+
+def _targets(workdir: Path, text: str) -> Reached:
+    """Raises BadInput if the run has not the score that `text` names."""
+    config, metrics = runs.read_config(workdir), read_rows(workdir / "metrics.jsonl")
+    targets.check_score(text, report.score_names(metrics), str(workdir))
+    score, levels = targets.wanted(config | {"targets": text})
+    bound, cells = targets.bound(config["eval_every"]), []
+    for level in levels:
+        pairs = [_reached(metrics, point, score, level, bound is not None) for point in ("post", "pre")]
+        cells += [" / ".join(texts) for texts in zip(*pairs, strict=True)]
+    return Reached(score, cells, bound)
+
+
+def _reached(metrics: list[Row], point: str, score: str, level: float, bounded: bool) -> tuple[str, str]:
+    """Rounds, with their marks, and megabytes."""
+    found, mark = targets.reached(metrics, point, score, level, 0), ""
+    if targets.is_trivial(metrics, point, score, level):
+        mark = targets.MARK
+    if found is None:
+        return f"never{mark}", "-"
+    return f"{BOUND if bounded and found['round'] else ''}{found['rounds']}{mark}", f"{found['bytes'] / 1e6:.1f}"
+
+
+def table(workdirs: list[Path], text: str | None = None) -> str:
+    """The Markdown table of some run directories; `text` is as --targets gives it."""
     head = ["method", "model", "data", "rounds", *(name.strip() for name in COLUMNS), "train s", "s a round"]
-    head += [name for level in levels for name in (f"rounds to {level:g}", f"MB to {level:g}")]
-    body = [row(path, levels) for path in workdirs]
-    if any(cells[-1] for cells in body):
-        head.append("deviations")
-    rows = [head, ["---"] * len(head), *(cells[: len(head)] for cells in body)]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
+    body, notes = [row(path) for path in workdirs], []
+    if text is not None:
+        found = [_targets(path, text) for path in workdirs]
+        scores = {run.score for run in found}
+        named = f" of {scores.pop()}" if len(scores) == 1 else ""
+        head += [] if named else ["targets of"]
+        head += [name for x in targets.parse(text)[1] for name in (f"rounds to {x:g}{named}", f"MB to {x:g}")]
+        body = [[*cells, *([] if named else [run.score]), *run.cells] for cells, run in zip(body, found, strict=True)]
+        notes = _notes(workdirs, found)
+    said = [_deviations(path) for path in workdirs]
+    if any(said):
+        head, body = [*head, "deviations"], [[*cells, last] for cells, last in zip(body, said, strict=True)]
+    lines = ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *body)]
+    return "\n".join([*lines, *(f"\n{note}" for note in notes)])
+
+
+def _notes(workdirs: list[Path], found: list[Reached]) -> list[str]:
+    """What the marks of the targets mean."""
+    marked = any(targets.MARK in cell for run in found for cell in run.cells)
+    notes = [f"`{targets.MARK}` {targets.TRIVIAL}."] if marked else []
+    for bound in dict.fromkeys(run.bound for run in found if run.bound):
+        names = ", ".join(str(path) for path, run in zip(workdirs, found, strict=True) if run.bound == bound)
+        notes.append(f"`{BOUND}` {names}: {bound}.")
+    return notes
 
 
 def main(argv: list[str]) -> str:
     """The table of a command line."""
     texts = [word.removeprefix("--targets=") for word in argv if word.startswith("--targets=")]
-    return table([Path(word) for word in argv if not word.startswith("--")], targets.levels(texts[-1]) if texts else ())
+    return table([Path(word) for word in argv if not word.startswith("--")], texts[-1] if texts else None)
 
 
 if __name__ == "__main__":

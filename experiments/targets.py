@@ -10,45 +10,91 @@ beside that (a second model, inner steps, weights of tasks, fine-tuning before p
 coordinate steps) is not in it: `benchmarks.cost` has the methods' times.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
+import jax
+import numpy as np
 from rich.console import Console
 
 from experiments import report
 from experiments.presets import PRESETS
-from fedjax_pfl.checks import BadInput, check
+from fedjax_pfl.checks import BadInput, check, choose
 
 Row = dict[str, Any]
 LEVELS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)  # where the user names none
 NOTE = "client work as --epochs or --steps ask"  # see above for what is not in it
+MARK, TRIVIAL = "*", "no more than always answering no, or with the client's majority class, scores"
 _ROUNDING = 1e-6  # scores are float32: a mean of tenths may miss 0.9 by less
 
 
-def levels(text: str | None) -> tuple[float, ...]:
-    """Reads --targets: scores in (0, 1], apart by commas, as a rising tuple; None: `LEVELS`.
+def parse(text: str | None) -> tuple[str | None, tuple[float, ...]]:
+    """Reads --targets: levels in (0, 1], apart by commas, and in front the score that they are of, as `acc:0.8,0.9`.
+
+    Returns:
+      the score's name, None where the text has none; the levels, rising; `LEVELS` where there is no text.
 
     Raises:
-      BadInput: one of them is not a number, or out of its range.
+      BadInput: a level is not a number, or out of its range; whether a run has the score is for `check_score`.
     """
     if text is None:
-        return LEVELS
-    found = set()
-    for word in text.split(","):
-        try:
-            found.add(float(word))
-        except ValueError:
-            raise BadInput(
-                f"--targets={text}: write scores in (0, 1], apart by commas, as --targets=0.8,0.9."
-            ) from None
+        return None, LEVELS
+    name, colon, numbers = text.rpartition(":")
+    try:
+        found = {float(word) for word in numbers.split(",")}
+    except ValueError:
+        found = set()
+    if not found or (colon and not name):
+        raise BadInput(
+            f"--targets={text}: write scores in (0, 1], apart by commas, as --targets=0.8,0.9, "
+            "or with the name of the score, as --targets=acc_present:0.8,0.9."
+        )
     for value in found:
         check("targets", value, 0, 1, open_low=True)
-    return tuple(sorted(found))
+    return name or None, tuple(sorted(found))
 
 
-def headline(config: Row) -> str:
-    """The score that targets are about: that of the preset's published numbers, else `acc`."""
+def wanted(config: Row) -> tuple[str, tuple[float, ...]]:
+    """The score that targets are about and its levels: as --targets says, else the preset's headline, else `acc`."""
+    name, levels = parse(config["targets"])
     preset = PRESETS.get(config["preset"] or "")
-    return preset.headline_of(config["algo"]).split("/")[1] if preset else "acc"
+    return name or (preset.headline_of(config["algo"]).split("/")[1] if preset else "acc"), levels
+
+
+def check_score(text: str | None, known: Iterable[str], whose: str) -> None:
+    """Raises BadInput if --targets names a score that is not among the known ones, or the micro mean of one."""
+    name, names = parse(text)[0], [x for x in known if not x.endswith("_trivial")]
+    if name and names:  # of a run that ended before its first evaluation nothing is known
+        choose(f"score of {whose}", name.removesuffix("_micro"), names)
+
+
+def scores(experiment: Any) -> list[str]:
+    """The names of the scores that a `build.Experiment` will have; nothing is compiled."""
+    program = experiment.program(rounds=experiment.config["rounds"])
+    arguments = experiment.key, program.numbers, experiment.federation, experiment.state_shapes(), np.int32(0)
+    return list(jax.eval_shape(program.evaluate, *arguments))
+
+
+def bound(eval_every: int) -> str | None:
+    """Why rounds to a target are upper bounds; None where every round was evaluated."""
+    if eval_every == 1:
+        return None
+    if eval_every == 0:
+        return "evaluated after the last round only, so rounds are upper bounds"
+    return f"evaluated every {eval_every} rounds only, so rounds are upper bounds, up to {eval_every - 1} too many"
+
+
+def trivial(rows: list[Row], point: str, name: str) -> float | None:
+    """The last `report.trivial` score beside a score (macro, or micro as its name says); None if it is not recorded."""
+    micro = "_micro" if name.endswith("_micro") else ""
+    key = f"{point}/{report.trivial(name.removesuffix('_micro'))}{micro}"
+    return next((row[key] for row in reversed(rows) if row.get(key) is not None), None)
+
+
+def is_trivial(rows: list[Row], point: str, name: str, level: float) -> bool:
+    """Is a level no more than the `trivial` score?"""
+    floor = trivial(rows, point, name)
+    return floor is not None and floor >= level - _ROUNDING
 
 
 def spent(rows: list[Row], flops: int) -> Row:
@@ -85,21 +131,25 @@ def reached(rows: list[Row], point: str, name: str, level: float, flops: int) ->
 
 
 def summary(rows: list[Row], config: Row, flops: int) -> Row:
-    """For summary.json: {"score": name, "levels": [{"target": ..., point: `reached`}]}."""
-    name = headline(config)
+    """For summary.json: {"score": name, "bound": `bound`, "trivial": {point: `trivial`}, "levels": [{"target": ...,
+    "trivial": is it no more than that at some point?, point: `reached`}]}."""
+    name, levels = wanted(config)
     points = [point for point in report.POINTS if any(row.get(f"{point}/{name}") is not None for row in rows)]
     found = [
-        {"target": level} | {point: reached(rows, point, name, level, flops) for point in points}
-        for level in levels(config["targets"])
+        {"target": level, "trivial": any(is_trivial(rows, point, name, level) for point in points)}
+        | {point: reached(rows, point, name, level, flops) for point in points}
+        for level in levels
     ]
-    return {"score": name, "levels": found}
+    floor = {point: trivial(rows, point, name) for point in points}
+    return {"score": name, "bound": bound(config["eval_every"]), "trivial": floor, "levels": found}
 
 
 def show(console: Console, rows: list[Row], config: Row, flops: int) -> None:
     """Prints the table of targets: those asked for, or of the usual ones those that were reached."""
     found = summary(rows, config, flops)
     shown = [row for row in found["levels"] if config["targets"] or any(isinstance(x, dict) for x in row.values())]
-    if not shown or len(shown[0]) == 1:
+    points = [*found["trivial"]]
+    if not shown or not points:
         return
     name = found["score"].removesuffix("_micro")
     mean = f"{'macro' if name == found['score'] else 'micro'} mean of {name}"
@@ -107,11 +157,14 @@ def show(console: Console, rows: list[Row], config: Row, flops: int) -> None:
     numbers = ["rounds", "scalars\ndown", "scalars\nup", "MB", "client\nsteps", "client\nTFLOP"]
     table = report.plain_table(title, ["target", "local\ntraining"], numbers)
     for row in shown:
-        points = [point for point in report.POINTS if point in row]
+        label = f"{row['target']:g}{MARK if row['trivial'] else ''}"
         for point in points:
-            label = f"{row['target']:g}" if point == points[0] else ""
-            table.add_row(label, report.POINTS[point], *_cells(row[point]))
+            table.add_row(label if point == points[0] else "", report.POINTS[point], *_cells(row[point]))
     console.print(table)
+    if any(row["trivial"] for row in shown):
+        console.print(f"{MARK} {TRIVIAL} ({max(x for x in found['trivial'].values() if x is not None):.3f}).")
+    if found["bound"]:
+        console.print(f"Targets: {found['bound']}.")
 
 
 def _cells(found: Row | None) -> list[str]:

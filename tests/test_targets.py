@@ -1,5 +1,7 @@
 """Rounds to a target: what is counted, and until when."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,12 +9,19 @@ import pytest
 import toy
 from rich.console import Console
 
-from experiments import targets
+from experiments import main, report, settings, tables, targets
+from experiments.files import write_json, write_text
 from fedjax_pfl import local
 from fedjax_pfl.checks import BadInput
 from fedjax_pfl.types import Data
 
-CONFIG = {"preset": None, "algo": "fedavg", "targets": None}
+CONFIG = {"preset": None, "algo": "fedavg", "targets": None, "eval_every": 1}
+
+
+TASK = {"task_acc": 0.95, "task_acc_trivial": 0.95}  # of always saying no
+TASK = {
+    name + suffix: value for name, value in TASK.items() for suffix in ("", "_micro", "_std", "_worst10", "_best10")
+}
 
 
 def rows(pre, post, **more):
@@ -80,14 +89,91 @@ def test_the_usual_levels_are_shown_where_they_were_reached_and_those_asked_for_
     targets.show(console, [], CONFIG, 1)  # nothing evaluated: nothing to say
 
 
-@pytest.mark.parametrize("text", ["", "0.8,", "80%", "0.8;0.9", "0", "-0.5", "1.2", "nan"])
+@pytest.mark.parametrize("text", ["", "0.8,", "80%", "0.8;0.9", "0", "-0.5", "1.2", "nan", "acc", "acc:", ":0.8"])
 def test_targets_that_cannot_be(text):
     with pytest.raises(BadInput, match=r"targets=.*\(0, 1\]"):
-        targets.levels(text)
+        targets.parse(text)
 
 
 def test_targets_are_sorted_and_single():
-    assert targets.levels("0.9,0.8, 0.9") == (0.8, 0.9)
+    assert targets.parse("0.9,0.8, 0.9") == (None, (0.8, 0.9))
+    assert targets.parse("acc_present:0.9,0.8") == ("acc_present", (0.8, 0.9))
+
+
+def shown(run, **config):
+    console = Console(record=True, width=200)
+    targets.show(console, run, CONFIG | config, 7)
+    return console.export_text()
+
+
+def test_the_score_that_is_named_is_the_one_that_is_meant():
+    run = [row | {"post/acc_present": 0.9} for row in rows([0.1, 0.6], [0.7])]
+    found = targets.summary(run, CONFIG | {"preset": "pfedc_mnist", "algo": "pfedc", "targets": "acc_present:0.8"}, 7)
+    assert found["score"] == "acc_present" and found["levels"][0]["post"]["value"] == 0.9
+    assert "the macro mean of acc_present" in shown(run, targets="acc_present:0.8")
+    assert "the micro mean of acc first" in shown(run, targets="acc_micro:0.5")
+    assert targets.wanted(CONFIG | {"preset": "pfedc_mnist", "targets": "0.8"})[0] == "acc"
+
+
+def test_a_score_that_the_run_has_not_is_said_with_those_it_has(tmp_path, capsys):
+    assert main.run(["--algo=fedavg", "--targets=task_acc:0.9", f"--workdir={tmp_path / 'run'}"]) == main.BAD_INPUT
+    assert (
+        capsys.readouterr().err
+        == "Unknown score of fedavg 'task_acc': did you mean 'acc'? Choose one of acc, acc_present.\n"
+    )
+    assert not list(tmp_path.iterdir())
+    for name in ("task_acc_trivial", "acc_std"):
+        with pytest.raises(BadInput, match="Unknown score of pfedc"):
+            targets.check_score(f"{name}:0.9", ("acc", "task_acc", "task_acc_trivial"), "pfedc")
+    targets.check_score("acc_micro:0.9", ("acc",), "fedavg")
+
+
+def test_a_target_that_saying_no_would_reach_is_marked():
+    run = [row | {"post/acc_trivial": 0.5, "pre/acc_trivial": 0.5} for row in rows([0.1, 0.6], [0.7])]
+    found = targets.summary(run, CONFIG | {"targets": "0.4,0.5,0.6"}, 7)
+    assert [level["trivial"] for level in found["levels"]] == [True, True, False]
+    assert found["trivial"] == {"pre": 0.5, "post": 0.5}
+    text = shown(run, targets="0.5,0.6")
+    assert "0.5*" in text and "0.6*" not in text and f"{targets.MARK} {targets.TRIVIAL} (0.500)." in text
+    assert targets.MARK not in shown(run, targets="0.6") and targets.MARK not in shown(rows([0.1], []), targets="0.1")
+
+
+@pytest.mark.parametrize(("every", "said"), [(1, None), (5, "every 5 rounds only"), (0, "after the last round only")])
+def test_rounds_are_upper_bounds_where_not_every_round_was_evaluated(every, said):
+    found = targets.summary(rows([0.1, 0.6], [0.7]), CONFIG | {"eval_every": every}, 7)["bound"]
+    assert (found is None) if said is None else (said in found and "upper bounds" in found)
+    assert every != 5 or "up to 4 too many" in found
+    assert ("upper bounds" in shown(rows([0.1, 0.6], [0.7]), eval_every=every)) == (said is not None)
+
+
+def finished(path, algo, more, **user):
+    """A run directory as `experiments.tables` reads it."""
+    path.mkdir()
+    made = [row | more for row in rows([0.1, None, 0.6], [0.3, 0.7])]
+    write_json(path / "config.json", settings.resolve({"algo": algo, **user}))
+    write_json(
+        path / "summary.json", report.summary(made) | {"status": "complete", "rounds": 2, "seconds": {"train": 1}}
+    )
+    write_text(path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in made))
+    return str(path)
+
+
+def test_a_table_names_the_score_of_its_targets_and_marks_what_they_are_worth(tmp_path):
+    task = {f"{point}/{name}": value for point in ("pre", "post") for name, value in TASK.items()}
+    fedavg = finished(tmp_path / "a", "fedavg", {}, preset="pfedc_mnist", eval_every=2)
+    pfedc = finished(tmp_path / "b", "pfedc", task, preset="pfedc_mnist")
+    head, _, first, second, *notes = tables.main(["--targets=0.5,0.9", fedavg, pfedc]).splitlines()
+    assert "| targets of | rounds to 0.5 | MB to 0.5 | rounds to 0.9 |" in head
+    assert "| acc | ≤2 / ≤2 | 0.0 / 0.0 | never / never |" in first  # after round 1, and before round 2
+    assert "| task_acc | 1* / 0* | 0.0 / 0.0 | 1* / 0* |" in second
+    assert [note for note in notes if note] == [
+        f"`*` {targets.TRIVIAL}.",
+        f"`≤` {fedavg}: evaluated every 2 rounds only, so rounds are upper bounds, up to 1 too many.",
+    ]
+    table = tables.main(["--targets=acc:0.5", fedavg, pfedc])
+    assert "| rounds to 0.5 of acc | MB to 0.5 |" in table and "targets of" not in table and "*" not in table
+    with pytest.raises(BadInput, match=r"Unknown score of .*a 'task_acc': did you mean 'acc'\? Choose one of acc\."):
+        tables.main(["--targets=task_acc:0.5", pfedc, fedavg])
 
 
 @pytest.mark.parametrize(
