@@ -9,14 +9,8 @@ from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.simulate import hyperparameters
 
 Row = dict[str, Any]
-_SIZES = (
-    "rounds",
-    "clients",
-    "data_fraction",
-    "epochs",
-    "steps",
-    "examples",
-)  # less of one is a smaller experiment, else the same
+# less of one is a smaller experiment, else the same
+_SIZES = ("rounds", "clients", "data_fraction", "epochs", "steps", "examples")
 _LONG = 40  # characters of a value that are shown
 
 
