@@ -157,8 +157,9 @@ def program(
         key, numbers, federation, state, t, evaluated = free(key, numbers, federation, state, t, evaluated)
         ids, active = parts.draw(key, t)
         at = sharded(jnp.asarray(row)[ids], mesh, P())
-        here = State(state.server, state.clients if everybody else trees.gather(state.clients, at))
-        new, metrics = parts.train(key, numbers, federation, here, ids, active, t, evaluated)
+        # told to all, as the sum over devices is anyway: else the indices would travel, leaf by leaf
+        rows = state.clients if everybody else sharded(trees.gather(state.clients, at), mesh, P())
+        new, metrics = parts.train(key, numbers, federation, State(state.server, rows), ids, active, t, evaluated)
         if everybody:
             clients = trees.where(active, new.clients, state.clients)
         else:

@@ -162,13 +162,11 @@ def test_everybody_takes_part_and_only_the_aggregate_travels(method):
 
 
 def test_a_sampled_cohort_adds_one_gather_and_one_scatter_of_its_rows():
-    """Indices apart, which are a few integers."""
+    """The rows come with the aggregate's sum and go back one array a leaf; nothing else travels, indices neither."""
     state, program = compiled("ditto", (0.5, 0.5))
-    found = collectives(program)
-    rows = len(jax.tree.leaves(state.clients))
-    floats = {kind: len(re.findall(r"f32\[", "".join(shapes))) for kind, shapes in found.items()}
-    model = sum(len(jax.tree.leaves(state.server[part])) for part in ("body", "head"))
-    assert floats == {"all-reduce": model + rows, "all-gather": rows}, found
+    rows, model = (len(jax.tree.leaves(x)) for x in (state.clients, [state.server[part] for part in ("body", "head")]))
+    arrays = {kind: re.findall(r"(\w+)\[", "".join(shapes)) for kind, shapes in collectives(program).items()}
+    assert arrays == {"all-reduce": ["f32"] * (model + rows), "all-gather": ["f32"] * rows}
 
 
 def test_clients_at_rest_lie_on_their_devices():
