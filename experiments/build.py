@@ -171,10 +171,16 @@ def layout(experiment: Experiment, width: str, count: str) -> tuple[Experiment, 
     spread = devices(count, experiment)
     if experiment.config["conv"] == "auto":
         experiment = _in_form(experiment, _auto_form(experiment, width, spread))
+    trying = (experiment.task, experiment.federation, *_part(experiment, spread))
+    chosen = hosts.on_first(choose_width, *trying) if width == "auto" else int(width)
+    return experiment, laid_out(experiment, chosen, spread)
+
+
+def laid_out(experiment: Experiment, width: int, spread: int) -> dict[str, Any]:
+    """What is recorded of a layout; warns or raises BadInput where it is predicted to take too much memory."""
     machine = {"platform": jax.default_backend(), "kind": jax.devices()[0].device_kind, "count": spread}
-    chosen = int(width) if width != "auto" else _auto_width(experiment, spread)
-    laid = {"width": chosen, "conv": experiment.conv, "devices": machine}
-    return experiment, laid | {"memory": needed(experiment, laid)._asdict()}
+    takes = _needed(experiment, width, spread)._asdict()
+    return {"width": width, "conv": experiment.conv, "devices": machine, "memory": takes}
 
 
 def _in_form(experiment: Experiment, conv: str) -> Experiment:
@@ -184,12 +190,10 @@ def _in_form(experiment: Experiment, conv: str) -> Experiment:
     return experiment._replace(task=task, conv=conv, programs={})
 
 
-def needed(experiment: Experiment, laid: dict[str, Any]) -> memory.Memory:
-    """The memory that a run is predicted to take, laid out like this; warns or raises BadInput where it is too much."""
-    width, spread, task = laid["width"], laid["devices"]["count"], experiment.task
-    found, cohort = _memory(experiment, width, spread), simulate.cohort_size(task)
+def _needed(experiment: Experiment, width: int, spread: int) -> memory.Memory:
+    found, cohort, task = _memory(experiment, width, spread), simulate.cohort_size(experiment.task), experiment.task
     ways = [f"less than --width={width}"] if min(width, -(-cohort // spread)) > 1 else []
-    if laid["devices"]["platform"] == "cpu":
+    if jax.default_backend() == "cpu":
         ways += [f"less than --devices={spread}"] if spread > 1 else []
     elif cohort < task.num_clients and experiment.config["client_memory"] == "device":
         ways += ["--client_memory=host"]
@@ -207,10 +211,6 @@ def _auto_form(experiment: Experiment, width: str, spread: int) -> str:
     most = cohort if width == "auto" else min(cohort, int(width) * own)
     model = functools.partial(_model, experiment.config, experiment.dataset)
     return hosts.on_first(choose_form, experiment.task, model, experiment.federation, most, own, fits)
-
-
-def _auto_width(experiment: Experiment, spread: int) -> int:
-    return hosts.on_first(choose_width, experiment.task, experiment.federation, *_part(experiment, spread))
 
 
 def _part(experiment: Experiment, spread: int) -> tuple[int, int, Callable[[int], bool]]:

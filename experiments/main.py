@@ -73,8 +73,9 @@ def _train(flags: Any, console: Console) -> int:
 
 def _into(path: Path, config: dict[str, Any], resume: bool, console: Console) -> int:
     """Trains into a run directory, from its start or from where it stopped."""
-    laid: dict[str, Any] = hosts.on_first(runs.read_layout, path) if resume else {"conv": config["conv"]}
-    experiment = hosts.everywhere(build.prepare, config, laid["conv"])
+    recorded: dict[str, Any] = hosts.on_first(runs.read_layout, path) if resume else {"conv": "auto"}
+    conv = recorded["conv"] if config["conv"] == "auto" else config["conv"]
+    experiment = hosts.everywhere(build.prepare, config, conv)
     _check_hosts(experiment)
     if targets.parse(config["targets"])[0]:
         targets.check_score(config["targets"], targets.scores(experiment), config["algo"])
@@ -84,9 +85,8 @@ def _into(path: Path, config: dict[str, Any], resume: bool, console: Console) ->
     console.print(build.describe(experiment))
     try:
         if resume:
-            start, state = hosts.on_first(_resume, directory, experiment, console)
-            laid["devices"]["count"] = build.devices(config["devices"], experiment, laid["devices"]["count"])
-            laid["memory"] = build.needed(experiment, laid)._asdict()
+            laid = hosts.everywhere(_laid_again, experiment, recorded)
+            start, state = hosts.on_first(_resume, directory, experiment, recorded, laid, console)
         else:
             hosts.on_first(runs.make, path)
             experiment, laid = build.layout(experiment, config["width"], config["devices"])
@@ -131,13 +131,40 @@ def _check_hosts(experiment: build.Experiment) -> None:
     hosts.everywhere(runs.check_digests, experiment, here, recorded, "process 0 has")
 
 
-def _resume(directory: runs.RunDirectory, experiment: build.Experiment, console: Console):
+def _laid_again(experiment: build.Experiment, recorded: dict[str, Any]) -> dict[str, Any]:
+    """How a resumed run is laid out: as its settings say, and as recorded where they say auto."""
+    c = experiment.config
+    width = recorded["width"] if c["width"] == "auto" else int(c["width"])
+    return build.laid_out(experiment, width, build.devices(c["devices"], experiment, recorded["devices"]["count"]))
+
+
+def _relaid(recorded: dict[str, Any], laid: dict[str, Any]) -> str:
+    """What differs between two layouts, as `width 3 -> 1, devices 2 -> 1`; nothing if they are the same."""
+    rows = [{**x, "devices": x["devices"]["count"]} for x in (recorded, laid)]
+    pairs = {name: [row[name] for row in rows] for name in ("width", "conv", "devices")}
+    return ", ".join(f"{name} {before} -> {now}" for name, (before, now) in pairs.items() if before != now)
+
+
+def _resume(
+    directory: runs.RunDirectory,
+    experiment: build.Experiment,
+    before: dict[str, Any],
+    laid: dict[str, Any],
+    console: Console,
+):
+    """`before`: the recorded layout."""
     file = directory.path / "versions.json"
     recorded, now = runs.read_json(file), versions()
     build.check_growth(experiment, runs.read_config(directory.path)["rounds"])
     start, state = directory.reopen(experiment)
     if differing := changed(recorded, now):
         console.print(f"Not the software or device of the start ({', '.join(differing)}): the last bits may differ.")
+    if relaid := _relaid(before, laid):
+        console.print(f"The layout changes ({relaid}): from here on the run is the same only to rounding.")
+        # where the settings leave the number of devices open, the recorded one is wanted again on a machine that has it
+        kept = {"devices": before["devices"]} if experiment.config["devices"] == "auto" else {}
+        runs.write_json(directory.path / "layout.json", laid | kept)
+        now["layout"] = relaid
     runs.write_json(file, recorded | {"resumed": [*recorded.get("resumed", []), {"round": start, **now}]})
     console.print(f"Resuming after round {start} of {experiment.config['rounds']}.")
     return start, state

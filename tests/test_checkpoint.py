@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from experiments import build, figures, interrupt, main, runs, settings
-from fedjax_pfl import checkpoint, simulate
+from fedjax_pfl import checkpoint, memory, simulate
 from fedjax_pfl.checks import BadInput
 
 FLAGS = ["--algo=fedper", "--dataset=digits", "--data_fraction=0.2", "--clients=4", "--classes_per_client=3"]
@@ -276,8 +276,8 @@ def test_other_settings_are_refused_by_name(whole, capsys):
 def test_what_may_change_may(whole, tmp_path):
     path = tmp_path / "run"
     shutil.copytree(whole, path)
-    changes = ["--width=1", "--checkpoint_every=5", "--participation=0.25:0.75", "--model=auto", "--data_dir=/moved"]
-    changes += ["--targets=0.01,1", "--conv=xla"]
+    changes = ["--width=auto", "--checkpoint_every=5", "--participation=0.25:0.75", "--model=auto"]
+    changes += ["--targets=0.01,1", "--data_dir=/moved"]
     laid = runs.read_json(path / "layout.json")
     runs.write_json(path / "layout.json", laid | {"conv": "fused"})
     config = runs.read_json(path / "config.json")
@@ -291,6 +291,42 @@ def test_what_may_change_may(whole, tmp_path):
     assert [level["target"] for level in levels] == [0.01, 1.0] and levels[0]["pre"]["rounds"] == 0
     assert levels[0]["post"]["down"] == runs.read_rows(path / "metrics.jsonl")[0]["traffic/down"]
     assert [session["round"] for session in runs.read_json(path / "versions.json")["resumed"]] == [6]
+
+
+def laid(path):
+    """The recorded layout, and what the settings say of it."""
+    found, config = runs.read_layout(path), runs.read_config(path)
+    return (found["width"], found["conv"], found["devices"]["count"]), tuple(
+        config[name] for name in ("width", "conv", "devices")
+    )
+
+
+def test_a_resume_takes_the_layout_that_is_named_and_says_so(whole, tmp_path, capsys):
+    path = tmp_path / "run"
+    shutil.copytree(whole, path)
+    assert laid(path) == ((2, "winograd", 3), ("2", "auto", "auto"))
+    resume = ["--resume", f"--workdir={path}"]
+    assert main.run([*resume, "--width=1", "--conv=matmul", "--devices=1"]) == 0
+    changes = "width 2 -> 1, conv winograd -> matmul, devices 3 -> 1"
+    assert f"The layout changes ({changes}): " in capsys.readouterr().out.replace("\n", " ")
+    assert main.run(resume) == 0
+    said = capsys.readouterr().out
+    assert "width 1 on 1 x cpu" in said and "The layout" not in said
+    assert laid(path) == ((1, "matmul", 1), ("1", "matmul", "1"))
+    assert runs.load(path).experiment.conv == "matmul"
+    assert [x.get("layout") for x in runs.read_json(path / "versions.json")["resumed"]] == [changes, None]
+    rows = [runs.read_rows(p / "metrics.jsonl")[-1] for p in (path, whole)]
+    np.testing.assert_allclose(list(rows[0].values()), list(rows[1].values()), rtol=1e-5)
+
+
+def test_a_layout_that_cannot_be_is_refused_before_anything_is_written(whole, tmp_path, capsys, monkeypatch):
+    path = tmp_path / "run"
+    shutil.copytree(whole, path)
+    resume = ["--resume", f"--workdir={path}"]
+    assert "devices=99 is outside its range" in refused(capsys, *resume, "--devices=99")
+    monkeypatch.setattr(memory, "_machine", lambda: (2**10, 2**10))
+    assert "less than --width=3" in refused(capsys, *resume, "--width=3", "--devices=1")
+    assert (path / "config.json").read_text() == (whole / "config.json").read_text()
 
 
 def test_another_partition_or_data_set_is_refused(whole, tmp_path, capsys):
