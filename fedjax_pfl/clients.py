@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -75,6 +76,24 @@ def deal(work: Array, devices: int) -> Array:
     dealt = jnp.full(devices * capacity, count, jnp.int32).at[places].set(order)
     empty = dealt == count
     return jnp.where(empty, count - 1 + jnp.cumsum(empty), dealt)
+
+
+def lanes(work: np.ndarray, width: int, devices: int = 1) -> float:
+    """How many steps are computed for each that is wanted, where clients are laid out as a Cohort does it: in a chunk
+    all go on until the longest client has ended, and a last chunk has empty places.
+
+    Args:
+      work: [S] steps of each client.
+      width: clients at once on each device.
+
+    Returns:
+      1 or more; over several devices as many as if all had as many as the slowest.
+    """
+    places = np.asarray(jax.jit(deal, static_argnums=1)(work, devices)) if devices > 1 else np.arange(len(work))
+    blocks = np.append(work, np.zeros(len(places) - len(work)))[places].reshape(devices, -1)
+    width = min(width, blocks.shape[1])
+    longest = -np.sort(-blocks)[:, ::width]  # of each chunk
+    return float(devices * width * longest.sum(axis=1).max() / work.sum()) if work.any() else 1.0
 
 
 def sharded(tree: PyTree, mesh: Mesh | None, spec: P) -> PyTree:

@@ -1,11 +1,12 @@
 """Prepares JAX for this machine; chooses the form of convolutions and how many clients are trained at once, by trying.
 
 What is timed is local SGD of the real model on the real data, of which most of a round consists; the round of a method
-would take too long to compile. A choice never changes results beyond rounding. It is remembered in the user's cache
-directory for each kind of model, batch and device, so that the next run on this machine makes the same.
+would take too long to compile. A choice never changes results beyond rounding. The times are remembered in the user's
+cache directory for each kind of model, batch and device, so that the next run on this machine chooses the same.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -22,12 +23,13 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import jaxlib
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedjax_pfl import local, losses
-from fedjax_pfl.clients import Cohort, make_mesh
+from fedjax_pfl.clients import Cohort, lanes, make_mesh
 from fedjax_pfl.data.prepared import cache_dir
 from fedjax_pfl.models import layers
 from fedjax_pfl.types import Array, Batch, Client, Federation, Model, PyTree, Task
@@ -114,12 +116,14 @@ def choose_form(
     tasks = {form: task for form, task in tasks.items() if form in different}
     width = _candidates(-(-clients // devices))[0]
     path = _path(programs, devices, width)
-    known = usual if len(tasks) == 1 else _recall(path, tuple(tasks))
-    if known is not None or not fits(width):
-        return known or usual
-    times = _times({form: (task, width, width) for form, task in tasks.items()}, federation, devices)
-    best = min(times, key=lambda form: times[form] * (1 if form == usual else MARGIN))
-    return _settle("Convolutions", path, best, times)
+    times = _recall(path, tuple(tasks))
+    if len(tasks) == 1 or (times is None and not fits(width)):
+        return usual
+    if times is None:
+        given = {form: (task, width, width) for form, task in tasks.items()}
+        times = _remembered(path, _times(given, federation, devices))
+    _say("Convolutions", times)
+    return min(times, key=lambda form: times[form] * (1 if form == usual else MARGIN))
 
 
 def choose_width(
@@ -127,22 +131,39 @@ def choose_width(
 ) -> int:
     """The number of clients to train at once on each device, by timing local SGD of the real model.
 
+    Timed are clients with equally many steps; a width then counts as many as it computes for each step that the task's
+    own clients, or so many of them, are to take (see `clients.lanes`).
+
     Args:
       clients: S, the clients of a round.
       devices: of this process, over which they are spread.
       fits: whether a width has the memory it needs; where none has, the least is taken.
     """
-    shapes = _shapes(task)
+    shapes, work, fits = _shapes(task), _work(task, clients), functools.cache(fits)
     candidates = _candidates(-(-clients // devices))
     if jax.default_backend() == "cpu" and sum(x.size for x in jax.tree.leaves(shapes)) > LARGE:
+        _log.info("Width: %d, not tried: a CPU is fastest so with models of over %d parameters.", candidates[0], LARGE)
         return candidates[0]
     while len(candidates) > 1:
         path = _path(_program(task, shapes), devices, candidates)
-        known = _recall(path, candidates)
-        if fits(candidates[-1] if known is None else known):
-            return _fastest(task, federation, candidates, devices, path) if known is None else known
+        times = _recall(path, candidates)
+        if times is None and fits(candidates[-1]):
+            times = _remembered(path, _times_of_widths(task, federation, candidates, devices))
+        if times is not None:
+            real = {width: seconds * lanes(work, width, devices) for width, seconds in times.items()}
+            best = min(real, key=real.__getitem__)
+            if fits(best):
+                _say("Width", real)
+                return best
         candidates = candidates[:-1]
+    _log.info("Width: %d, not tried: there are no more clients, or there is memory for no more.", candidates[0])
     return candidates[0]
+
+
+def _work(task: Task, clients: int) -> np.ndarray:
+    """Steps of the clients of a round [S]; where they are drawn, of as many that stand for all N."""
+    steps = np.sort(local.planned(task, task.sizes)[0])
+    return steps[(2 * np.arange(clients) + 1) * len(steps) // (2 * clients)]
 
 
 def _candidates(clients: int) -> Sequence[int]:
@@ -150,15 +171,14 @@ def _candidates(clients: int) -> Sequence[int]:
     return sorted({min(width, clients) for width in tries})
 
 
-def _fastest(task: Task, federation: Federation, candidates: Sequence[int], devices: int, path: Path) -> int:
+def _times_of_widths(task: Task, federation: Federation, candidates: Sequence[int], devices: int) -> dict[int, float]:
     least = min(4, -(-task.num_clients // devices))
-    times = _times({width: (task, width, max(width, least)) for width in candidates}, federation, devices)
-    return _settle("Width", path, min(times, key=times.__getitem__), times)
+    return _times({width: (task, width, max(width, least)) for width in candidates}, federation, devices)
 
 
 class _Trial(NamedTuple):
     run: Callable[[], Array]  # compiled
-    steps: int  # of all clients together
+    steps: int  # of all clients together, and of the empty places of the last chunk
 
 
 def _trial(task: Task, width: int, clients: int, federation: Federation, mesh: Mesh | None) -> _Trial:
@@ -188,7 +208,7 @@ def _trial(task: Task, width: int, clients: int, federation: Federation, mesh: M
 
     key = jax.random.key(0)
     compiled = run.lower(key, federation).compile()
-    return _Trial(lambda: compiled(key, federation), STEPS * len(ids))
+    return _Trial(lambda: compiled(key, federation), STEPS * len(ids) // clients * -(-clients // width) * width)
 
 
 def _times(candidates: Mapping[T, tuple[Task, int, int]], federation: Federation, devices: int) -> dict[T, float]:
@@ -228,23 +248,26 @@ def _path(*parts: Any) -> Path:
     return cache_dir() / "layout" / (hashlib.sha256(repr((*here, *parts)).encode()).hexdigest()[:16] + ".json")
 
 
-def _recall(path: Path, candidates: Sequence[T]) -> T | None:
+def _recall(path: Path, candidates: Sequence[T]) -> dict[T, float] | None:
     try:
-        known = json.loads(path.read_text())["choice"]
+        known = json.loads(path.read_text())["seconds_per_step"]
+        return {name: float(known[str(name)]) for name in candidates}
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return known if known in candidates else candidates[0]
 
 
-def _settle(what: str, path: Path, best: T, times: Mapping[T, float]) -> T:
-    """Says what was tried and remembers the best, unless another run has chosen meanwhile: then all take its choice."""
-    _log.info("%s: %s", what, ", ".join(f"{name} takes {t * 1e6:.0f} us a client step" for name, t in times.items()))
+def _remembered(path: Path, times: dict[T, float]) -> dict[T, float]:
+    """The times, which are kept, unless another run has kept its own meanwhile: then all take those."""
     known = _recall(path, tuple(times))
     if known is not None:
         return known
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"choice": best, "seconds_per_step": times}))
+        path.write_text(json.dumps({"seconds_per_step": times}))
     except OSError as error:  # a cache that cannot be written costs some seconds, no more
-        _log.warning("The choice by trying is not remembered: %s", error)
-    return best
+        _log.warning("What was tried is not remembered: %s", error)
+    return times
+
+
+def _say(what: str, times: Mapping[T, float]) -> None:
+    _log.info("%s: %s", what, ", ".join(f"{name} takes {t * 1e6:.0f} us a client step" for name, t in times.items()))

@@ -9,7 +9,7 @@ import pytest
 import toy
 from toy import assert_same
 
-from fedjax_pfl.clients import Cohort
+from fedjax_pfl.clients import Cohort, lanes
 
 KEY = jax.random.key(3)
 IDS = np.array([3, 0, 4, 1, 2], np.int32)
@@ -81,3 +81,27 @@ def test_nobody_changes_nothing():
 def test_a_clients_key_is_the_one_of_a_map():
     mapped = jax.jit(lambda ids: cohort_of(ids, jnp.ones(5, bool)).map(lambda c: jax.random.bits(c.key)))
     assert_same(scan()[1]["key"], np.asarray(mapped(IDS)))
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 5, 9])
+def test_the_steps_computed_for_each_that_is_wanted(width):
+    """Counted: a step of a chunk is one for each of its places."""
+    count = []
+
+    def client(c):
+        def step(i, x):
+            jax.debug.callback(lambda _: count.append(1), x)
+            return x + 1
+
+        return jax.lax.fori_loop(0, c.train.size, step, 0.0)
+
+    jax.jit(lambda ids, active: cohort_of(ids, active, width=width).map(client))(IDS, np.ones(5, bool))
+    jax.effects_barrier()
+    assert len(count) == pytest.approx(lanes(toy.SIZES, width) * toy.SIZES.sum())
+
+
+def test_the_slowest_device_counts():
+    """The first has clients of 10 and 2 steps, the second of 6, 4 and 2."""
+    work = np.array([4, 10, 2, 6, 2])
+    assert [lanes(work, width, 2) for width in (1, 2, 3, 9)] == [1, 2 * 2 * 10 / 24, 2 * 3 * 10 / 24, 2 * 3 * 10 / 24]
+    assert lanes(np.zeros(3), 2) == 1

@@ -69,19 +69,19 @@ def test_a_form_is_timed_once_said_and_remembered(cache, monkeypatch, caplog):
         form = chosen(devices=2)
     (said,), (file,) = caplog.messages, cache.iterdir()
     kept = json.loads(file.read_text())
-    assert kept["choice"] == form and kept["seconds_per_step"].keys() == {"winograd", "matmul"}
+    assert form in kept["seconds_per_step"] and kept["seconds_per_step"].keys() == {"winograd", "matmul"}
     assert all(0 < seconds < 60 for seconds in kept["seconds_per_step"].values())
     assert said.startswith("Convolutions: winograd takes ") and ", matmul takes " in said
     monkeypatch.setattr(layout, "_times", None)
-    for choice in ("matmul", "winograd"):
-        file.write_text(json.dumps(kept | {"choice": choice}))
+    for matmul, choice in ((1.0, "matmul"), (3.0, "winograd")):
+        file.write_text(json.dumps({"seconds_per_step": {"winograd": 2.0, "matmul": matmul}}))
         assert chosen(devices=2) == choice
 
 
 def test_what_is_timed_trains(monkeypatch):
     trial = layout._trial(toy.task(), 2, 3, toy.federation(), None)
     params, stats = trial.run()
-    assert trial.steps == 3 * layout.STEPS and not jax.tree.leaves(stats)
+    assert trial.steps == 4 * layout.STEPS and not jax.tree.leaves(stats)
     assert np.isfinite(params["head"]["bias"]).all() and np.all(params["head"]["bias"] != 0)
 
 
@@ -115,14 +115,35 @@ def test_nothing_is_tried_where_there_is_nothing_to_choose(tried, monkeypatch, c
     assert not tried[0]
 
 
-def test_runs_that_start_together_take_the_choice_of_the_first(cache, caplog):
-    times = {"winograd": 2.0, "matmul": 1.0}
+def test_runs_that_start_together_take_the_times_of_the_first(cache, caplog):
+    first, second = {1: 2.0, 4: 1.0}, {1: 1.0, 4: 2.0}
     path = cache / "x.json"
-    assert layout._settle("Convolutions", path, "winograd", times) == "winograd"
-    assert layout._settle("Convolutions", path, "matmul", times) == "winograd"
+    assert layout._remembered(path, first) == layout._remembered(path, second) == first
     path.unlink(), cache.rmdir(), cache.write_text("")  # a cache that cannot be written
-    assert layout._settle("Convolutions", path, "matmul", times) == "matmul"
-    assert "The choice by trying is not remembered" in caplog.messages[-1]
+    assert layout._remembered(path, second) == second
+    assert "What was tried is not remembered" in caplog.messages[-1]
+
+
+def test_a_width_pays_for_the_clients_that_wait(cache, monkeypatch, caplog):
+    """Each width is timed once; the choice is then that of the clients at hand, and what is said is their time."""
+    timed = [{1: 1.0, 2: 0.9, 4: 0.8}]
+    monkeypatch.setattr(layout, "_candidates", lambda clients: (1, 2, 4))
+    monkeypatch.setattr(layout, "_times", lambda *_: timed.pop())
+    choose = lambda task: layout.choose_width(task, toy.federation(), 4)
+    with caplog.at_level(logging.INFO, layout.__name__):
+        assert choose(toy.task()) == 1
+        assert choose(toy.task(sizes=np.full(5, 8))) == 4
+    takes = "Width: 1 takes 1000000 us a client step, 2 takes {} us a client step, 4 takes {} us a client step"
+    assert caplog.messages == [takes.format(1080000, 1600000), takes.format(900000, 800000)]
+
+
+def test_why_nothing_is_tried_is_said(monkeypatch, caplog):
+    choose = lambda clients: layout.choose_width(toy.task(), toy.federation(), clients)
+    with caplog.at_level(logging.INFO, layout.__name__):
+        assert choose(1) == 1
+        monkeypatch.setattr(layout, "LARGE", 10)
+        assert choose(4) == 1
+    assert ["no more clients" in caplog.messages[0], "a CPU is fastest so" in caplog.messages[1]] == [True, True]
 
 
 def test_the_form_chosen_is_the_form_of_the_run(monkeypatch):
