@@ -46,7 +46,9 @@ def run(argv: list[str]) -> int:
 
 
 def start(flags: Any) -> None:
-    """Prepares JAX for this machine and joins the other processes, before it looks for devices."""
+    """Prepares messages, and JAX for this machine, and joins the other processes, before JAX looks for devices."""
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    logging.getLogger(layout.__name__).setLevel(logging.INFO)  # what was tried
     layout.split_cpu()
     layout.keep_compilations()
     hosts.connect(flags.coordinator, flags.num_processes, flags.process_id)
@@ -171,7 +173,7 @@ def _resume(
 
 
 def _say(layout: dict[str, Any], chosen: bool) -> str:
-    devices, how = layout["devices"], " (chosen by trying; --width=N sets it)" if chosen else ""
+    devices, how = layout["devices"], " (chosen here; --width=N sets it)" if chosen else ""
     several = f" of {jax.process_count()} processes" if hosts.several() else ""
     return f"width {layout['width']}{how} on {devices['count']} x {devices['kind']}{several}"
 
@@ -218,8 +220,6 @@ def main() -> None:
     """The entry point."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # an output that is not UTF-8 has no arrows
-    logging.basicConfig(format="%(levelname)s: %(message)s")
-    logging.getLogger(layout.__name__).setLevel(logging.INFO)  # what was tried
     leave(run(sys.argv[1:]))
 
 

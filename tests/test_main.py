@@ -3,6 +3,7 @@
 import csv
 import inspect
 import json
+import logging
 import os
 import re
 import subprocess
@@ -320,8 +321,15 @@ def test_examples_that_were_moved_are_said():
 
 def test_a_width_that_was_not_given_is_said_to_be_chosen():
     laid = {"width": 4, "devices": {"count": 1, "kind": "cpu"}}
-    assert main._say(laid, True) == "width 4 (chosen by trying; --width=N sets it) on 1 x cpu"
+    assert main._say(laid, True) == "width 4 (chosen here; --width=N sets it) on 1 x cpu"
     assert main._say(laid, False) == "width 4 on 1 x cpu"
+
+
+def test_what_is_tried_is_said_by_whoever_starts():
+    logger = logging.getLogger(layout.__name__)
+    logger.setLevel(logging.NOTSET)
+    main.start(settings.parse([]))
+    assert logger.isEnabledFor(logging.INFO)
 
 
 @pytest.mark.parametrize(("recorded", "accepted"), [("mlp", True), ("cnn", True), ("lenet", False)])
