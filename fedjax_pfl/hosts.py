@@ -6,6 +6,7 @@ on its disk or its clock, it must share before all go on: a process that takes a
 In a single process each of these functions does its work and nothing more.
 """
 
+import os
 import pickle
 import socket
 from collections.abc import Callable
@@ -50,9 +51,17 @@ def connect(coordinator: str | None, num_processes: int | None = None, process_i
     try:
         jax.distributed.initialize(address, num_processes, process_id, shutdown_timeout_seconds=SHUTDOWN)
     except (RuntimeError, ValueError) as error:
-        why = str(error).rstrip(".")
+        why = _not_numbers() or str(error).rstrip(".")
         raise BadInput(f"--coordinator={coordinator} does not work here ({why}): --help says what to give.") from error
     largest(0)  # as `_meet`
+
+
+def _not_numbers() -> str | None:
+    """What in the environment is no number, though JAX reads it as one."""
+    names = [f"SLURM_{name}" for name in ("JOB_ID", "NTASKS", "PROCID", "LOCALID")]
+    names += [f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK")]
+    wrong = [f"{name}={os.environ[name]}" for name in names if not os.environ.get(name, "0").isdigit()]
+    return f"{wrong[0]} is not a whole number" if wrong else None
 
 
 def _check_address(coordinator: str, num_processes: int | None, process_id: int | None) -> None:

@@ -142,6 +142,14 @@ def test_coordinators_that_cannot_be(given, sentence):
     assert sentence in str(error.value)
 
 
+def test_an_environment_that_is_wrong_is_said_by_its_name(monkeypatch):
+    monkeypatch.setenv("SLURM_NTASKS", "x")
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: int(os.environ["SLURM_NTASKS"]))
+    sentence = r"--coordinator=auto does not work here \(SLURM_NTASKS=x is not a whole number\): --help says"
+    with pytest.raises(BadInput, match=sentence):
+        hosts.connect("auto")
+
+
 def test_a_port_that_is_taken_is_said_by_process_0():
     """JAX would crash."""
     with socket.create_server(("", 0)) as server:
