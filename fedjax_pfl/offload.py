@@ -4,7 +4,6 @@ For many clients with large personal models: the devices then hold S rows, not N
 devices. A round's rows travel both ways, and an evaluation sends everybody's, S at a time.
 """
 
-import contextlib
 from typing import Any
 
 import jax
@@ -46,9 +45,7 @@ def offloaded(program: Program, task: Task) -> Program:
         return State(jax.device_put(state.server, everywhere), jax.tree.map(np.array, state.clients))
 
     def init(key: Array, numbers: dict[str, Array]) -> State:
-        with _cpu():
-            rows = jax.device_get(jax.jit(program.parts.init)(key, numbers))
-        return place(rows)
+        return place(jax.device_get(jax.jit(program.parts.init)(*_on_cpu((key, numbers)))))
 
     def round(key, numbers, federation, state: State, t, evaluated) -> tuple[State, PyTree]:
         ids, active = jax.device_get(draw(key, t))
@@ -70,9 +67,12 @@ def offloaded(program: Program, task: Task) -> Program:
     return Program(program.numbers, *functions, program.parts, program.mesh, on_host=True)
 
 
-def _cpu() -> contextlib.AbstractContextManager:
-    """Where the N rows begin: beside an accelerator on the CPU, if JAX may use it."""
+def _on_cpu(tree: PyTree) -> PyTree:
+    """Moved to where the N rows begin: beside an accelerator on the CPU, if JAX may use it.
+
+    Arguments that lie on a mesh would be computed with on all of it, whatever the default device.
+    """
     try:
-        return jax.default_device(jax.local_devices(backend="cpu")[0])
+        return jax.device_put(tree, jax.local_devices(backend="cpu")[0])
     except RuntimeError:
-        return contextlib.nullcontext()
+        return tree

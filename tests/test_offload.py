@@ -9,7 +9,7 @@ import toy
 from toy import N, assert_same
 
 from experiments import main, runs
-from fedjax_pfl import memory, offload, simulate
+from fedjax_pfl import hosts, memory, offload, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.checks import BadInput
 
@@ -76,6 +76,16 @@ def test_the_device_holds_the_rounds_rows_only():
     assert rows == sum(x.nbytes for x in jax.tree.leaves(both(1)[1][0].state.clients))
     found, other = (memory.predict(p, KEY, toy.federation()).peak for p in (program, host))
     assert other - rows < found
+
+
+def test_the_rows_begin_on_one_cpu_wherever_the_key_is(monkeypatch):
+    """All N of them, which the devices of the mesh may have no room for."""
+    _, program = programs(2)
+    key, numbers = hosts.replicate((KEY, {name: np.float32(x) for name, x in program.numbers.items()}), program.mesh)
+    places, get = [], jax.device_get
+    monkeypatch.setattr(jax, "device_get", lambda tree: places.extend(jax.tree.leaves(tree)) or get(tree))
+    program.init(key, numbers)
+    assert places and all(x.devices() == {jax.local_devices(backend="cpu")[0]} for x in places)
 
 
 def test_everybody_in_the_round_is_one_sentence():
