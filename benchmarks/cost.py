@@ -1,6 +1,6 @@
 """Seconds a round of every method relative to FedAvg's:
 
-    python -m benchmarks.cost [--markdown] [--methods=fedavg,ditto] [--model=cnn] [--repeats=3]
+    python -m benchmarks.cost [--markdown] [--methods=fedavg,ditto] [--model=cnn] [--conv=auto] [--repeats=3]
 
 One process; 20 clients with 100 images each, batch 10, one local epoch, each method's own defaults; a round without
 evaluation. All methods take turns, and a ratio is to a FedAvg round just before; the medians are printed.
@@ -21,10 +21,13 @@ from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.checks import BadInput, choose
 from fedjax_pfl.layout import choose_width
+from fedjax_pfl.models import layers
+from fedjax_pfl.models.layers import CONVOLUTIONS
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("methods", [], "which methods beside fedavg (default: all that the model allows)")
 flags.DEFINE_string("model", "cnn", "which model: linear, mlp, mlp28, lenet or cnn")
+flags.DEFINE_string("conv", "auto", "form of the convolutions")
 flags.DEFINE_integer("repeats", 3, "turns", lower_bound=1)
 
 
@@ -52,7 +55,7 @@ class Runner:
 def main(argv) -> None:
     del argv
     chosen = [choose("method", name, ALGORITHMS) for name in FLAGS.methods] or list(ALGORITHMS)
-    task, federation = build(choose("model", FLAGS.model, SHAPES))
+    task, federation = build(choose("model", FLAGS.model, SHAPES), conv=choose("conv", FLAGS.conv, CONVOLUTIONS))
     devices = jax.device_count()
     width = choose_width(task, federation, CLIENTS, devices)
     names = ["fedavg", *(name for name in chosen if name != "fedavg")]
@@ -68,7 +71,8 @@ def main(argv) -> None:
     turn = lambda: {name: (runners["fedavg"](), runner()) for name, runner in runners.items()}
     turns = [turn() for _ in range(FLAGS.repeats)]
     print(report.machine())
-    print(f"{FLAGS.model}, {CLIENTS} clients, {devices} x width {width}; medians of {FLAGS.repeats} turns\n")
+    how = f"convolutions {layers.form(FLAGS.conv)}, {devices} x width {width}"
+    print(f"{FLAGS.model}, {CLIENTS} clients, {how}; medians of {FLAGS.repeats} turns\n")
     rows: list[tuple] = [("method", "s a round", "of FedAvg", "first round s")]
     for name in runners:
         seconds = statistics.median(turn[name][1] for turn in turns)

@@ -1,7 +1,8 @@
-"""The same local training steps in PyTorch, eager, on the same CPU; `benchmarks.throughput --pytorch` shows them.
+"""The same local training steps in PyTorch, eager, on the same CPU or a GPU; `benchmarks.throughput --pytorch` shows
+them.
 
 Processes of their own run them, so that PyTorch's threads and JAX's do not compete: either one that uses every core, or
-one a core with a thread each. Both memory formats are measured, NCHW and channels last.
+one a core with a thread each; on a GPU one. Both memory formats are measured, NCHW and channels last.
 """
 
 import importlib.util
@@ -13,7 +14,10 @@ import time
 from concurrent import futures
 from typing import Any
 
+import jax
 import numpy as np
+
+from fedjax_pfl.checks import BadInput
 
 WIDTHS = (64, 64, 128, 256, 512)  # of ResNet-18's stem and stages
 TIMEOUT = 300  # seconds a process waits for the others, one of which may have failed
@@ -29,8 +33,30 @@ def installed() -> bool:
     return importlib.util.find_spec("torch") is not None
 
 
+def device() -> str:
+    """Where PyTorch runs, `cpu` or `cuda`: where JAX does.
+
+    Raises:
+      BadInput: JAX has an accelerator, and PyTorch finds no GPU.
+    """
+    if jax.default_backend() == "cpu":
+        return "cpu"
+    import torch
+
+    if not torch.cuda.is_available():
+        raise BadInput("--pytorch: JAX runs on an accelerator and PyTorch finds no GPU, so leave it out here.")
+    return "cuda"
+
+
 def steps_per_second(
-    model: str, shape: tuple[int, ...], classes: int, batch: int, processes: int, steps: int, repeats: int
+    model: str,
+    shape: tuple[int, ...],
+    classes: int,
+    batch: int,
+    processes: int,
+    steps: int,
+    repeats: int,
+    device: str = "cpu",
 ) -> dict[str, float]:
     """Steps a second of all processes together, for each memory format; the median of the repetitions.
 
@@ -42,12 +68,13 @@ def steps_per_second(
       processes: how many train side by side, on an equal share of the cores.
       steps: of a process in a repetition.
       repeats: the number of repetitions.
+      device: see `device`.
     """
     spawn = multiprocessing.get_context("spawn")
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
     rates = {}
     for form in ("NCHW", "channels last"):
-        args = (model, shape, classes, batch, form, threads, steps, repeats)
+        args = (model, shape, classes, batch, form, threads, steps, repeats, device)
         options = {"mp_context": spawn, "initializer": _meet, "initargs": (spawn.Barrier(processes),)}
         with futures.ProcessPoolExecutor(processes, **options) as pool:
             runs = [pool.submit(_work, *args) for _ in range(processes)]
@@ -60,34 +87,36 @@ def _meet(barrier: Any) -> None:
     _barrier = barrier
 
 
-def _work(model, shape, classes, batch, form, threads, steps, repeats) -> list[float]:
+def _work(model, shape, classes, batch, form, threads, steps, repeats, device) -> list[float]:
     """Seconds of each repetition in one process, which begin and end for all processes at once."""
     import torch
 
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     last = torch.channels_last if form == "channels last" else torch.contiguous_format
-    net = _network(model, shape, classes).to(memory_format=last)
+    net = _network(model, shape, classes).to(device, memory_format=last)
     sgd = torch.optim.SGD(net.parameters(), lr=0.01)
     rng = np.random.default_rng(0)
-    images = torch.from_numpy(rng.integers(0, 256, (100, shape[2], *shape[:2]), np.uint8))
-    labels = torch.from_numpy(rng.integers(0, classes, 100))
+    images = torch.from_numpy(rng.integers(0, 256, (100, shape[2], *shape[:2]), np.uint8)).to(device)
+    labels = torch.from_numpy(rng.integers(0, classes, 100)).to(device)
+    finish = torch.cuda.synchronize if device == "cuda" else lambda: None
 
     def step() -> None:
-        rows = torch.randperm(100)[:batch]
+        rows = torch.randperm(100, device=device)[:batch]
         x = ((images[rows].float() / 255 - 0.5) / 0.5).contiguous(memory_format=last)
         loss = torch.nn.functional.cross_entropy(net(x), labels[rows])
         sgd.zero_grad()
         loss.backward()
         sgd.step()
 
-    step()
+    step(), finish()
     seconds = []
     for _ in range(repeats):
         _barrier.wait(TIMEOUT)
         begin = time.perf_counter()
         for _ in range(steps):
             step()
+        finish()
         _barrier.wait(TIMEOUT)
         seconds.append(time.perf_counter() - begin)
     return seconds

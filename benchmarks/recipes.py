@@ -6,7 +6,7 @@ Images are random, of the recipe's shape, number and distribution over clients. 
 (personalised, on a quarter of each client's examples) are compiled apart and timed by themselves, medians; `s a round`
 has the recipe's share of evaluations. The method is FedAvg. `of peak` is against the matmul peak of the same process,
 counted as in `benchmarks.throughput`, evaluation as time without work. The memory is the device's peak where it tells,
-on a CPU that of the process until then, data included.
+else that of the process, data included; either is the most until then, so for its own name one recipe a call.
 """
 
 import statistics

@@ -9,9 +9,11 @@ the forward pass and both gradients, without the input gradient of the first lay
 `serial` is the plain baseline: a Python loop over clients and batches of one jitted step with Flax's stock convolution
 and pooling. Memory is XLA's own account of the compiled round (arguments, outputs and temporaries), the data apart.
 With --pytorch the same steps are timed in PyTorch, too (see `benchmarks.pytorch`): compare them with the row `auto`,
-which uses the whole machine as they do.
+which uses the whole machine as they do. On an accelerator there are more clients and a row of each form of the
+convolutions, of which `auto` chooses as experiments.main does; Winograd's products have the highest precision.
 """
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -34,10 +36,11 @@ from fedjax_pfl.checks import BadInput, choose
 from fedjax_pfl.data.federate import federate
 from fedjax_pfl.data.partition import partition
 from fedjax_pfl.data.sources import Dataset, prepare_images
-from fedjax_pfl.layout import choose_width
-from fedjax_pfl.types import Federation, Task
+from fedjax_pfl.layout import choose_form, choose_width
+from fedjax_pfl.types import Federation, Model, Task
 
 BATCH, CLIENTS, CLASSES, REPEATS = 10, 20, 10, 5
+WIDTHS = (8, 32, 128)  # on an accelerator, with as many clients as the last
 SHAPES = {
     "linear": (32, 32, 3),
     "mlp": (8, 8, 1),
@@ -79,26 +82,45 @@ def batch_size(model: str) -> int:
     return BATCHES.get(model, BATCH)
 
 
+def on_cpu() -> bool:
+    return jax.default_backend() == "cpu"
+
+
 def cohort(model: str) -> int:
-    return CLIENTS // 5 if model in BATCHES else CLIENTS
+    clients = CLIENTS if on_cpu() else WIDTHS[-1]
+    return clients // 5 if model in BATCHES else clients
+
+
+def widths(clients: int) -> list[int]:
+    return sorted({min(width, clients) for width in ((1, 4, clients) if on_cpu() else WIDTHS)})
+
+
+def forms(model: str) -> dict[str, str]:
+    """The rows of a model, {name: form of the convolutions}; on an accelerator "auto" stands for XLA's."""
+    if network(model) in ("linear", "mlp"):
+        return {"ours": "auto"}
+    xla = {"XLA conv": "xla"}
+    return xla | {"ours": "auto"} if on_cpu() else xla | {"matmul": "matmul", "winograd": "winograd"}
+
+
+def in_form(model: str, conv: str) -> Model:
+    return models.model(network(model), SHAPES[model], CLASSES, conv=conv)
 
 
 def build(
     model: str,
     *,
     conv: str = "auto",
-    clients: int | None = None,
+    clients: int = CLIENTS,
     split: str = "iid",
     steps: int | None = None,
     each: int = 100,
 ) -> tuple[Task, Federation]:
     """A task of `steps` local steps, or of one epoch if it is None, over clients with `each` images on average."""
-    clients = clients or cohort(model)
     data = dataset(SHAPES[model], clients * each * 4 // 3)
     f = federate(data, partition(data, split, num_clients=clients, seed=0))
-    net = models.model(network(model), SHAPES[model], CLASSES, conv=conv)
     local = {"epochs": 1} if steps is None else {"epochs": None, "steps": steps}
-    return simulate.task(data, f.class_counts, net, lr=0.01, batch_size=batch_size(model), **local), f
+    return simulate.task(data, f.class_counts, in_form(model, conv), lr=0.01, batch_size=batch_size(model), **local), f
 
 
 def repeats() -> int:
@@ -172,11 +194,11 @@ def serial(model: str, f: Federation, steps: int) -> float:
 
 
 def layouts(model: str, peak: float) -> list[tuple]:
-    """The rows of one model: the serial baseline, XLA's convolution, ours at every width, PyTorch's."""
+    """The rows of one model: the serial baseline, every form at every width, what is chosen, PyTorch's."""
     flops = models.flops(network(model), SHAPES[model], CLASSES, batch_size(model))
     steps, clients, devices = 2 if FLAGS.quick else STEPS[model], cohort(model), jax.device_count()
     few = max(1, steps // 5)  # where steps take long
-    task, f = build(model, steps=steps)
+    task, f = build(model, clients=clients, steps=steps)
     base = serial(model, f, few)
     rows: list[tuple] = []
 
@@ -185,29 +207,34 @@ def layouts(model: str, peak: float) -> list[tuple]:
         rates = report.rates(rate, rate * batch_size(model), 1, flops, peak)
         rows.append((model, form, width, *rates, rate / base, *timing[1:]))
 
-    def add_widths(form: str, task: Task, f: Federation) -> None:
-        for width in sorted({min(width, len(task.sizes)) for width in (1, 4, clients)}):
-            add(form, "all" if width == clients else str(width), fedavg(task, f, width))
-
     add("serial", "-", Timing(base))
-    if not model.startswith("mlp"):  # ResNet-18 takes XLA's convolution 10 seconds a step: one client
-        add_widths("XLA conv", *build(model, conv="xla", clients=1 if model in BATCHES else clients, steps=few))
-    add_widths("ours", task, f)
+    for name, form in forms(model).items():
+        slow = on_cpu() and form == "xla"  # ResNet-18 then takes 10 seconds a step: one client
+        some = 1 if slow and model in BATCHES else clients
+        given = build(model, conv=form, clients=some, steps=few if slow else steps)
+        for width in widths(some):
+            add(name, "all" if width == clients else str(width), fedavg(*given, width))
+    chosen = ""
+    if not on_cpu():
+        form = choose_form(task, functools.partial(in_form, model), f, clients, devices)
+        task, chosen = task._replace(model=in_form(model, form)), f"{form}, "
     width = choose_width(task, f, clients, devices)
-    add("ours", f"auto ({devices} x {width})", fedavg(task, f, width, devices))
+    add("ours", f"auto ({chosen}{devices} x {width})", fedavg(task, f, width, devices))
     for label, rate in torch_rates(model, steps * clients).items():
         add("PyTorch", label, Timing(rate))
     return rows
 
 
 def torch_rates(model: str, steps: int) -> dict[str, float]:
-    """Steps a second of PyTorch: one process with every core, and one a core, each in its faster memory format."""
-    cores, rates = jax.device_count(), {}
-    for processes in sorted({1, cores}) if FLAGS.pytorch else ():
+    """Steps a second of PyTorch, each in its faster memory format: on a CPU of one process with every core, and of one
+    a core; else of one on a GPU."""
+    cores, rates, device = jax.device_count(), {}, pytorch.device() if FLAGS.pytorch else None
+    for processes in sorted({1, cores}) if device == "cpu" else [1] if device else []:
         given = (SHAPES[model], CLASSES, batch_size(model), processes, max(2, steps // (2 * processes)), repeats())
-        measured = pytorch.steps_per_second(model, *given)
+        measured = pytorch.steps_per_second(model, *given, device=device)
         form = max(measured, key=measured.__getitem__)
-        rates[f"{processes} x {cores // processes} threads, {form}"] = measured[form]
+        where = f"{processes} x {cores // processes} threads" if device == "cpu" else "1 GPU"
+        rates[f"{where}, {form}"] = measured[form]
     return rates
 
 
@@ -248,6 +275,8 @@ def main(argv) -> None:
     del argv
     if FLAGS.pytorch and not pytorch.installed():
         raise BadInput("--pytorch needs PyTorch: pip install -e '.[benchmarks]'.")
+    if FLAGS.pytorch:
+        pytorch.device()
     for model in FLAGS.models:
         choose("model", model, STEPS)
     peak = matmul_peak()

@@ -1,10 +1,13 @@
 """What the benchmarks compare with is the same work, and what they say of it is true."""
 
+import sys
+import types
+
 import jax
 import numpy as np
 import pytest
 
-from benchmarks import memory, peers, pytorch, recipes, report, scaling
+from benchmarks import memory, peers, pytorch, recipes, report, scaling, throughput
 from fedjax_pfl.checks import BadInput
 from fedjax_pfl.data.federate import federate
 from fedjax_pfl.models import model, num_parameters
@@ -69,6 +72,29 @@ def test_pytorchs_networks_have_our_parameters(name):
     variables = jax.eval_shape(model(name.removesuffix("28"), shape, 10).init, jax.random.key(0))
     net = pytorch._network(name, shape, 10)
     assert sum(x.numel() for x in net.parameters()) == num_parameters(variables)
+
+
+def test_pytorch_runs_where_jax_does(monkeypatch):
+    assert pytorch.device() == "cpu"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for found in (True, False):
+        cuda = types.SimpleNamespace(is_available=lambda found=found: found)
+        monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
+        if found:
+            assert pytorch.device() == "cuda"
+            continue
+        with pytest.raises(BadInput, match="PyTorch finds no GPU, so leave it out here"):
+            pytorch.device()
+
+
+def test_every_form_has_its_rows_on_an_accelerator(monkeypatch):
+    assert throughput.forms("cnn") == {"XLA conv": "xla", "ours": "auto"}
+    assert throughput.widths(throughput.cohort("cnn")) == [1, 4, 20]
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert list(throughput.forms("cnn").values()) == ["xla", "matmul", "winograd"]
+    assert throughput.widths(throughput.cohort("cnn")) == [8, 32, 128]
+    assert throughput.widths(throughput.cohort("resnet18")) == [8, 25]
+    assert throughput.forms("mlp28") == {"ours": "auto"}
 
 
 def test_pfllib_reads_our_clients(tmp_path):
