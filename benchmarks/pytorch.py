@@ -22,6 +22,7 @@ from fedjax_pfl.checks import BadInput
 WIDTHS = (64, 64, 128, 256, 512)  # of ResNet-18's stem and stages
 TIMEOUT = 300  # seconds a process waits for the others, one of which may have failed
 NETS: dict[str, tuple] = {  # channels and paddings of the 5x5 convolutions, widths of the linear layers
+    "linear": ((), (), ()),
     "mlp": ((), (), (64,)),
     "mlp28": ((), (), (64,)),
     "lenet": ((6, 16), (2, 0), (120, 84)),

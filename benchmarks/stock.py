@@ -47,6 +47,7 @@ class StockNet(nnx.Module):
     def __init__(self, model: str, shape: tuple[int, ...], classes: int, rngs: nnx.Rngs):
         h, w, c = shape
         channels, pads, widths = {
+            "linear": ((), (), ()),
             "mlp": ((), (), (64,)),
             "mlp28": ((), (), (64,)),
             "lenet": ((6, 16), ("SAME", "VALID"), (120, 84)),
