@@ -13,7 +13,7 @@ import optax
 from absl import logging
 
 from experiments import settings
-from fedjax_pfl import clients, hosts, memory, models, offload, simulate, trees
+from fedjax_pfl import clients, hosts, memory, offload, simulate, trees, work
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.checks import BadInput
 from fedjax_pfl.data import federate, partition, prepared, sources
@@ -31,7 +31,7 @@ class Experiment(NamedTuple):
     federation: Federation
     task: Task
     conv: str  # the form of the convolutions
-    programs: dict[tuple, simulate.Program]  # those made so far: what was traced for one use is there for the next
+    programs: dict[Any, Any]  # by layout, those made so far: what was traced for one use is there for the next; "flops"
     examples: dict[str, int]  # those used (data_fraction), available here, and of the whole data set
 
     @property
@@ -258,14 +258,14 @@ def _trace(experiment: Experiment, rounds: int) -> str:
     return re.sub(r"0x[0-9a-f]+", "", str(traced)) + str(constants)
 
 
-@functools.cache
-def _flops(model: str, shape: tuple[int, ...], classes: int) -> int:
-    return models.flops(model, shape, classes)
-
-
-def flops(experiment: Experiment) -> int:
-    """Floating-point operations of the model on one example, forward and backward (see `models.flops`)."""
-    return _flops(experiment.config["model"], experiment.task.input_shape, experiment.task.num_classes)
+def flops(experiment: Experiment) -> float:
+    """Floating-point operations of the method's local work for each example that the settings ask for, see `work`."""
+    if "flops" not in experiment.programs:
+        plain = _in_form(experiment, "matmul")
+        program = simulate.program(ALGORITHMS[plain.config["algo"]], plain.task, plain.config["hparams"])
+        counted = work.flops_of_step(program, plain.task, plain.federation)
+        experiment.programs["flops"] = counted / plain.task.batch_size
+    return experiment.programs["flops"]
 
 
 def data_digest(dataset: sources.Dataset) -> str:

@@ -4,10 +4,10 @@ All of it is computed from the rows of metrics.jsonl, so a run directory can be 
 
 What is spent: the traffic of the rounds behind the score (the round whose local training `post` scores is counted
 whole, its upload included), and the clients' local work: the steps that the settings ask of the round's participants
-(--epochs or --steps), and the floating-point operations of the model on their examples, forward and backward, 2 for a
-multiply-add of a matrix product (`models.flops`; a short last batch counts as long as it is). What a method computes
-beside that (a second model, inner steps, weights of tasks, fine-tuning before prediction) or in its place (MOCHA's
-coordinate steps) is not in it: `benchmarks.cost` has the methods' times.
+(--epochs or --steps), and the floating-point operations of the method's loops over their examples, 2 for a multiply-add
+of a matrix product, counted in the trace of a round (`fedjax_pfl.work`; a short last batch counts as long as it is).
+Second models, inner steps and weights of tasks are in it; element-wise work, evaluation and what the server computes
+are not: `benchmarks.cost` has the methods' times.
 """
 
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ from fedjax_pfl.checks import BadInput, check, choose
 
 Row = dict[str, Any]
 LEVELS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)  # where the user names none
-NOTE = "client work as --epochs or --steps ask"  # see above for what is not in it
+NOTE = "steps as --epochs or --steps ask; operations of the method's matrix products on them"  # see above
 MARK, TRIVIAL = "*", "no more than always answering no, or with the client's majority class, scores"
 _ROUNDING = 1e-6  # scores are float32: a mean of tenths may miss 0.9 by less
 
@@ -97,12 +97,12 @@ def is_trivial(rows: list[Row], point: str, name: str, level: float) -> bool:
     return floor is not None and floor >= level - _ROUNDING
 
 
-def spent(rows: list[Row], flops: int) -> Row:
+def spent(rows: list[Row], flops: float) -> Row:
     """Totals of some rounds: traffic, the clients' steps and their floating-point operations.
 
     Args:
       rows: of the metrics.
-      flops: of the model on one example, forward and backward.
+      flops: of the method on one example, see `build.flops`.
 
     Returns:
       down, up, ints, messages, encrypted, bytes, client_steps, client_flops; the last two None where a row does not
@@ -111,11 +111,11 @@ def spent(rows: list[Row], flops: int) -> Row:
     trained = [row for row in rows if "loss" in row]
     known = all("work/steps" in row for row in trained)
     steps, examples = (sum(row[f"work/{name}"] for row in trained) if known else None for name in ("steps", "examples"))
-    work = {"client_steps": steps, "client_flops": None if examples is None else examples * flops}
+    work = {"client_steps": steps, "client_flops": None if examples is None else round(examples * flops)}
     return report.traffic(trained) | work
 
 
-def reached(rows: list[Row], point: str, name: str, level: float, flops: int) -> Row | None:
+def reached(rows: list[Row], point: str, name: str, level: float, flops: float) -> Row | None:
     """The first evaluated round whose mean (macro; micro of a name that ends in _micro) is at least `level`, or None.
 
     Returns:
@@ -130,7 +130,7 @@ def reached(rows: list[Row], point: str, name: str, level: float, flops: int) ->
     return {"round": row["round"], "rounds": len(before), "value": row[key]} | spent(before, flops)
 
 
-def summary(rows: list[Row], config: Row, flops: int) -> Row:
+def summary(rows: list[Row], config: Row, flops: float) -> Row:
     """For summary.json: {"score": name, "bound": `bound`, "trivial": {point: `trivial`}, "levels": [{"target": ...,
     "trivial": is it no more than that at some point?, point: `reached`}]}."""
     name, levels = wanted(config)
@@ -144,7 +144,7 @@ def summary(rows: list[Row], config: Row, flops: int) -> Row:
     return {"score": name, "bound": bound(config["eval_every"]), "trivial": floor, "levels": found}
 
 
-def show(console: Console, rows: list[Row], config: Row, flops: int) -> None:
+def show(console: Console, rows: list[Row], config: Row, flops: float) -> None:
     """Prints the table of targets: those asked for, or of the usual ones those that were reached."""
     found = summary(rows, config, flops)
     shown = [row for row in found["levels"] if config["targets"] or any(isinstance(x, dict) for x in row.values())]

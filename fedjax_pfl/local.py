@@ -13,6 +13,7 @@ from fedjax_pfl.types import Array, Batch, Data, PyTree, Task
 
 SHUFFLE, STEP = 1, 2  # streams of a training key
 LOSS, AUGMENT = 3, 4  # and of a step's key; its batch i is augmented with AUGMENT + i
+SCOPE = "loop_over_batches"  # in the names of a trace, see `work`
 Loss = Callable[[PyTree, Batch, Array], tuple]  # (variables, batch, key) -> loss [], new stats (, aux)
 
 
@@ -121,7 +122,8 @@ def steps(
 
     orders = [jnp.zeros(length + -length % batch_size, jnp.int32)] * batches_per_step
     sums = _zeros_like_result(lambda: step(key, carry, *_batches(data, orders, jnp.int32(0), batch_size))[1])
-    carry, sums = jax.lax.fori_loop(0, passes, epoch, (carry, sums))
+    with jax.named_scope(SCOPE):
+        carry, sums = jax.lax.fori_loop(0, passes, epoch, (carry, sums))
     return carry, jax.tree.map(lambda x: x / jnp.maximum(total, 1), sums), total
 
 
@@ -220,7 +222,8 @@ def fold(data: Data, function: Callable[[PyTree, Batch], PyTree], carry: PyTree,
         (batch,) = _batches(data, [order], s * batch_size, batch_size)
         return function(carry, batch)
 
-    return jax.lax.fori_loop(0, (data.size + batch_size - 1) // batch_size, one, carry)
+    with jax.named_scope(SCOPE):
+        return jax.lax.fori_loop(0, (data.size + batch_size - 1) // batch_size, one, carry)
 
 
 def sweep(data: Data, function: Callable[[Batch], PyTree], batch_size: int) -> PyTree:

@@ -1,0 +1,61 @@
+"""What a method's local work costs, counted in its trace."""
+
+import numpy as np
+import optax
+import pytest
+import toy
+
+from fedjax_pfl import models, simulate, work
+
+STEP = models.flops(toy.tiny_mlp, toy.SHAPE, toy.C, 4)  # of the model, batches of 4
+HIDDEN, HEAD = 2 * 4 * 6 * 8, 2 * 4 * 8 * 4  # of its two products, forward
+
+
+def counted(method, *, epochs=2, scale=1, **hparams):
+    """Of a step that the settings ask for; all clients have `scale` times the toy's examples."""
+    task = toy.method_task(method)
+    task = task._replace(epochs=epochs, sizes=task.sizes * scale)
+    program = simulate.program(toy.METHODS[method], task, hparams)
+    return work.flops_of_step(program, task, toy.federation())
+
+
+def test_a_step_of_sgd_is_the_models_own():
+    assert STEP == 2 * HIDDEN + 3 * HEAD
+    for epochs, scale in ((1, 1), (2, 1), (5, 40)):
+        assert counted("fedavg", epochs=epochs, scale=scale) == STEP
+    assert counted("scaffold") == counted("fedprox") == STEP
+
+
+@pytest.mark.parametrize(
+    "method, flops",
+    [
+        ("ditto", 2 * STEP),
+        ("apfl", 2 * STEP),
+        ("per_fedavg", 2 * STEP),
+        ("fedbabu", 2 * HIDDEN + 2 * HEAD),  # the head is not trained
+        ("fedrod", STEP + 2 * HEAD),  # a second head, whose gradient for the features is stopped
+    ],
+)
+def test_what_a_method_trains_beside_it_counts(method, flops):
+    assert counted(method) == flops
+
+
+def test_inner_steps_and_models_count():
+    inner = [counted("pfedme", inner_steps=k) for k in (1, 2, 5)]
+    assert inner[1] - inner[0] == STEP and inner[2] - inner[1] == 3 * STEP
+    mixture = [counted("fedem", components=m) for m in (1, 2, 4)]
+    assert mixture[2] - mixture[1] == 2 * (mixture[1] - mixture[0]) >= 2 * STEP
+
+
+def test_a_methods_own_number_of_steps_is_related_to_the_settings():
+    """pFedHN takes steps of its own number, so relative to more epochs they are fewer."""
+    assert counted("pfedhn", epochs=2) == 2 * counted("pfedhn", epochs=4) > 0
+
+
+def test_short_batches_and_no_examples():
+    task = toy.task(sizes=np.array([3, 3, 3, 3, 3]), optimizer=optax.sgd)
+    program = simulate.program(toy.METHODS["fedavg"], task)
+    assert work.flops_of_step(program, task, toy.federation()) == STEP
+    nobody = task._replace(drop_last=True)
+    program = simulate.program(toy.METHODS["fedavg"], nobody)
+    assert work.flops_of_step(program, nobody, toy.federation()) == 0
