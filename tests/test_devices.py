@@ -82,11 +82,10 @@ def test_a_run_over_devices_is_the_run_on_one(devices, participation):
             assert_close(a.metrics, toy.rows(b.metrics, np.argsort(b.metrics["ids"])), 1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("participation", [(1, 1), (0.6, 0.6)])
+@pytest.mark.parametrize("participation", [pytest.param((1, 1), marks=pytest.mark.slow), (0.6, 0.6)])
 @pytest.mark.parametrize("method", sorted(ALGORITHMS))
 def test_every_method_on_eight_devices(method, participation):
-    """The contract has every method's round on two of them."""
+    """A sample; with everybody the contract has every method's round on two of them."""
     (_, alone), (many, together) = (run(method, devices, participation, rounds=2) for devices in (1, 8))
     assert_close(on_host(many, together[-1].state), alone[-1].state, 1e-5)
     for a, b in zip(together, alone, strict=True):
