@@ -31,7 +31,7 @@ class Experiment(NamedTuple):
     federation: Federation
     task: Task
     conv: str  # the form of the convolutions
-    programs: dict[Any, Any]  # by layout, those made so far: what was traced for one use is there for the next; "flops"
+    made: dict[Any, Any]  # what is made once: programs by layout, so that what was traced is there again; `flops`
     examples: dict[str, int]  # those used (data_fraction), available here, and of the whole data set
 
     @property
@@ -40,15 +40,15 @@ class Experiment(NamedTuple):
 
     def program(self, width: int = 1, devices: int = 1, rounds: int | None = None) -> simulate.Program:
         """The pure functions of this experiment; made once for each layout."""
-        if (width, devices, rounds) not in self.programs:
+        if (width, devices, rounds) not in self.made:
             task = self.task if rounds is None else self.task._replace(rounds=rounds)
             factory = ALGORITHMS[self.config["algo"]]
             options = {"lr_decay": self.config["lr_decay"], "width": width, "devices": devices}
             made = simulate.program(factory, task, self.config["hparams"], **options)
             if self.config["client_memory"] == "host" and rounds is None:  # else it is to be traced
                 made = offload.offloaded(made, task)
-            self.programs[width, devices, rounds] = made
-        return self.programs[width, devices, rounds]
+            self.made[width, devices, rounds] = made
+        return self.made[width, devices, rounds]
 
     def algorithm(self) -> Algorithm:
         """The method as a value, at the first round's learning rate."""
@@ -187,7 +187,7 @@ def _in_form(experiment: Experiment, conv: str) -> Experiment:
     if conv == experiment.conv:
         return experiment
     task = experiment.task._replace(model=_model(experiment.config, experiment.dataset, conv))
-    return experiment._replace(task=task, conv=conv, programs={})
+    return experiment._replace(task=task, conv=conv, made={})
 
 
 def _needed(experiment: Experiment, width: int, spread: int) -> memory.Memory:
@@ -260,12 +260,12 @@ def _trace(experiment: Experiment, rounds: int) -> str:
 
 def flops(experiment: Experiment) -> float:
     """Floating-point operations of the method's local work for each example that the settings ask for, see `work`."""
-    if "flops" not in experiment.programs:
+    if "flops" not in experiment.made:
         plain = _in_form(experiment, "matmul")
         program = simulate.program(ALGORITHMS[plain.config["algo"]], plain.task, plain.config["hparams"])
         counted = work.flops_of_step(program, plain.task, plain.federation)
-        experiment.programs["flops"] = counted / plain.task.batch_size
-    return experiment.programs["flops"]
+        experiment.made["flops"] = counted / plain.task.batch_size
+    return experiment.made["flops"]
 
 
 def data_digest(dataset: sources.Dataset) -> str:

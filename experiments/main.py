@@ -96,6 +96,7 @@ def _into(path: Path, config: dict[str, Any], resume: bool, console: Console) ->
             hosts.on_first(directory.start, experiment, laid, versions())
         takes = memory.say(memory.Memory(**laid["memory"]))
         console.print(f"Run directory: {path}; {_say(laid, config['width'] == 'auto' and not resume)}; {takes}")
+        build.flops(experiment)  # takes a trace: not in the seconds of training
         train.train(experiment, laid, directory, start, state, console)
     except (simulate.Diverged, train.Stopped, OSError) as error:
         return _stopped(error, directory)

@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from experiments import runs
@@ -43,9 +42,7 @@ def scores(workdir: Path, name: str) -> dict[str, np.ndarray]:
         return factory(*args, **hparams)._replace(score=functools.partial(tasks.scores, branches))
 
     program = simulate.program(scored, task, config["hparams"], lr_decay=config["lr_decay"])
-    numbers = {name: jnp.float32(value) for name, value in program.numbers.items()}
-    state = jax.tree.map(jnp.asarray, run.state)
-    arguments = (run.experiment.key, numbers, run.experiment.federation, state, jnp.int32(run.round))
+    arguments = (run.experiment.key, program.numbers, run.experiment.federation, run.state, np.int32(run.round))
     return jax.device_get(jax.jit(program.evaluate)(*arguments))
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from jax.extend.core import jaxprs_in_params
 
 from fedjax_pfl import local
+from fedjax_pfl.models.functional import product_flops
 from fedjax_pfl.programs import Program
 from fedjax_pfl.types import Federation, State, Task
 
@@ -72,7 +73,8 @@ def flops_of_step(program: Program, task: Task, federation: Federation) -> float
     known = known._replace(train=known.train._replace(size=np.int32(size)), val=known.val._replace(size=held_out))
     given = nothing(key), numbers, known, nothing(state), np.nan, np.bool_(True), np.int32(0), np.bool_(False)
     leaves = [None if x is np.nan else x for x in jax.tree.leaves(given)]
-    _, total = _walk(closed.jaxpr, [None] * len(closed.consts), leaves, False)
+    with np.errstate(all="ignore"):  # a known number may be the seed of a hash
+        _, total = _walk(closed.jaxpr, [None] * len(closed.consts), leaves, False)
     return total / clients / max(steps, 1)
 
 
@@ -97,7 +99,7 @@ def _equation(eqn: Any, given: list[Known], counts: bool) -> tuple[list[Known], 
     name, p = eqn.primitive.name, eqn.params
     unknown = [None] * len(eqn.outvars)
     if name == "dot_general":
-        return unknown, _product(eqn) if counts else 0
+        return unknown, product_flops(eqn) if counts else 0
     if name == "scan":
         return _scan(p, given, counts)
     if name == "while":
@@ -105,16 +107,11 @@ def _equation(eqn: Any, given: list[Known], counts: bool) -> tuple[list[Known], 
     if name == "cond":
         return _cond(p["branches"], given, counts)
     called = next((p[key] for key in ("jaxpr", "call_jaxpr", "call") if key in p), None)
-    if called is not None and name != "reduce":
-        return _walk(getattr(called, "jaxpr", called), [None] * len(getattr(called, "consts", ())), given, counts)
+    inner = getattr(called, "jaxpr", called)
+    if inner is not None and len(inner.invars) == len(given) and len(inner.outvars) == len(unknown):
+        return _walk(inner, [None] * len(inner.constvars), given, counts)
     value = _value(eqn, given) if len(unknown) == 1 else None
     return unknown if value is None else [value], 0
-
-
-def _product(eqn: Any) -> int:
-    (axes, _), _ = eqn.params["dimension_numbers"]
-    contracted = math.prod(eqn.invars[0].aval.shape[axis] for axis in axes)
-    return 2 * contracted * math.prod(eqn.outvars[0].aval.shape)
 
 
 def _value(eqn: Any, given: list[Known]) -> Known:
@@ -157,13 +154,13 @@ def _while(p: Any, given: list[Known], counts: bool) -> tuple[list[Known], int]:
     first, second = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
     carry, total, last = given[second:], 0, -1
     steady = not _has_loops(body.jaxpr)  # then a turn costs what the one before did, once it did so
-    step: list[Known] = []  # of the counters, while they alone are followed
+    steps: list[Known] | None = None  # of the counters, while they alone are followed
     while True:
         (again,), _ = _walk(condition.jaxpr, [None] * len(condition.consts), [*given[:first], *carry], False)
         if again is not None and not again:
             return carry, total
-        if step:
-            carry = [None if d is None else c + d if d else c for c, d in zip(carry, step, strict=True)]
+        if steps is not None and again is not None:
+            carry = [None if d is None else c + d if d else c for c, d in zip(carry, steps, strict=True)]
             total += last
             continue
         outs, flops = _walk(body.jaxpr, [None] * len(body.consts), [*given[first:second], *carry], counts)
@@ -171,15 +168,18 @@ def _while(p: Any, given: list[Known], counts: bool) -> tuple[list[Known], int]:
         if again is None or outs == carry:  # its end depends on the data
             return [None] * len(outs), total
         if steady and flops == last:
-            step = [_step(*pair) for pair in zip(carry, outs, strict=True)]
+            steps = _steps(carry, outs)
         carry, last = outs, flops
 
 
-def _step(before: Known, after: Known) -> Known:
-    """By how much a counter moves in a turn."""
-    if before is None or after is None:
-        return None
-    return 0 if before == after else None if isinstance(after, np.bool_) else after - before
+def _steps(before: list[Known], after: list[Known]) -> list[Known] | None:
+    """By how much each counter moves in a turn; None where none does, or something that is known moves otherwise."""
+    found: list[Known] = []
+    for a, b in zip(before, after, strict=True):
+        if a is not None and b is not None and a != b and not isinstance(b, np.integer):
+            return None
+        found.append(None if a is None or b is None else 0 if a == b else b - a)
+    return found if any(found) else None
 
 
 def _has_loops(jaxpr: Any) -> bool:

@@ -1,5 +1,7 @@
 """What a method's local work costs, counted in its trace."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -59,3 +61,21 @@ def test_short_batches_and_no_examples():
     nobody = task._replace(drop_last=True)
     program = simulate.program(toy.METHODS["fedavg"], nobody)
     assert work.flops_of_step(program, nobody, toy.federation()) == 0
+
+
+@pytest.mark.parametrize("turns, counts", [(0, 0), (1, 1), (2, 2), (7, 7), ("data", 1), ("flags", 3)])
+def test_turns_of_a_loop(turns, counts):
+    """Counted where a counter ends it; once where the data do; and where flags that are known do, turn by turn."""
+
+    def run(n, x):
+        if turns == "data":
+            return jax.lax.while_loop(lambda x: x.sum() > 0, lambda x: x @ x, x)
+        if turns == "flags":
+            yes = n > 0
+            step = lambda c: (c[1], c[2], jnp.zeros_like(yes), c[3] @ c[3])
+            return jax.lax.while_loop(lambda c: c[0], step, (yes, yes, yes, x))[3]
+        return jax.lax.fori_loop(0, n, lambda _, x: x @ x, x)
+
+    n = np.int32(turns if isinstance(turns, int) else 1)
+    closed = jax.make_jaxpr(run)(n, jnp.ones((2, 2)))
+    assert work._walk(closed.jaxpr, [], [n, None], True)[1] == counts * 2 * 2**3

@@ -124,14 +124,17 @@ def flops(factory: Factory | str, input_shape: tuple[int, ...], num_classes: int
 
 
 def _product_flops(jaxpr) -> int:
-    total = 0
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            (axes, _), _ = eqn.params["dimension_numbers"]
-            contracted = math.prod(eqn.invars[0].aval.shape[axis] for axis in axes)
-            total += 2 * contracted * math.prod(eqn.outvars[0].aval.shape)
-        total += eqn.params.get("length", 1) * sum(map(_product_flops, jaxprs_in_params(eqn.params)))
-    return total
+    inner = lambda eqn: eqn.params.get("length", 1) * sum(map(_product_flops, jaxprs_in_params(eqn.params)))
+    return sum(product_flops(eqn) + inner(eqn) for eqn in jaxpr.eqns)
+
+
+def product_flops(eqn) -> int:
+    """Floating-point operations of one equation of a trace if it is a matrix product, 2 a multiply-add; else 0."""
+    if eqn.primitive.name != "dot_general":
+        return 0
+    (axes, _), _ = eqn.params["dimension_numbers"]
+    contracted = math.prod(eqn.invars[0].aval.shape[axis] for axis in axes)
+    return 2 * contracted * math.prod(eqn.outvars[0].aval.shape)
 
 
 def _variables(module: Any) -> PyTree:
