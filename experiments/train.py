@@ -3,6 +3,7 @@
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -31,39 +32,46 @@ def train(
     rounds, c = experiment.config["rounds"], experiment.config
     words = f"Aborted; go on from the last checkpoint with {command(run.path)}"
     reporter = report.Reporter(console, start, rounds)
-    clock = hosts.on_first(Clock, run.path)
     ask = lambda: reporter.say("Stopping after this round; Ctrl-C again aborts at once.")
     program = experiment.program(layout["width"], layout["devices"]["count"])
-    placed = None if state is None else program.place(state)
-    options = {"rounds": rounds, "eval_every": c["eval_every"], "start": start, "state": placed}
+    options = {"rounds": rounds, "eval_every": c["eval_every"], "state_every": c["checkpoint_every"]}
+    options |= {"start": start, "state": None if state is None else program.place(state)}
     with versions.compile_clock() as compiling, reporter, Interrupt(ask, words) as interrupt:
-
-        def show(status: str) -> None:
-            run.tables()
-            _summarise(run, experiment, status, clock, compiling())
-
-        now_and_then = Pace(show)
+        files = _Files(run, experiment, hosts.on_first(Clock, run.path), compiling)
         add = lambda result: reporter.update(run.append(result))
-
-        def keep(status: str, done: int, state: State) -> None:
-            run.save(done, state)
-            show(status) if status == "interrupted" else now_and_then(status)
-
         try:
             for result in simulate.rounds(program, experiment.key, experiment.federation, **options):
                 hosts.on_first(add, result)
+                if result.state is None:
+                    continue
                 done = result.round + (result.metrics is not None)
                 number = hosts.largest(interrupt.asked or 0)  # whoever was asked, all stop after the same round
                 stop = number and done < rounds
                 if stop or done % c["checkpoint_every"] == 0 or done == rounds:
                     whole = program.by_id(hosts.fetch(result.state))  # on the host: no device holds everybody's rows
-                    hosts.on_first(keep, "interrupted" if stop else "running", done, whole)
+                    hosts.on_first(files.keep, "interrupted" if stop else "running", done, whole)
                 if stop:
                     raise Stopped(number)
         except simulate.Diverged:
-            hosts.on_first(show, "diverged")
+            hosts.on_first(files.show, "diverged")
             raise
-    hosts.on_first(show, "complete")
+    hosts.on_first(files.show, "complete")
+
+
+class _Files:
+    """What is written of a run beside its rows: tables and summary (`show`), and the state before them (`keep`)."""
+
+    def __init__(self, run: RunDirectory, experiment: build.Experiment, clock: "Clock", compiling: Callable):
+        self._run, self._experiment, self._clock, self._compiling = run, experiment, clock, compiling
+        self._now_and_then = Pace(self.show)
+
+    def show(self, status: str) -> None:
+        self._run.tables()
+        _summarise(self._run, self._experiment, status, self._clock, self._compiling())
+
+    def keep(self, status: str, done: int, state: State) -> None:
+        self._run.save(done, state)
+        self.show(status) if status == "interrupted" else self._now_and_then(status)
 
 
 class Clock:

@@ -1,6 +1,7 @@
 """The round loop: sample, gather, round, scatter, evaluate."""
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -27,6 +28,10 @@ __all__ = [
     "sample",
     "task",
 ]
+
+
+TOGETHER = 16  # rounds that go to the devices at once, at most
+SECONDS = 0.1  # and about how long those take, since nothing is heard of them meanwhile
 
 
 class Diverged(RuntimeError):
@@ -83,7 +88,7 @@ class Result(NamedTuple):
     """What `rounds` yields for a round: host arrays, and the state after it, valid until the next is asked for."""
 
     round: int
-    state: State
+    state: State | None  # None where not wanted, see `rounds`
     metrics: PyTree | None  # None in the closing row
     pre: dict[str, np.ndarray] | None  # {name: [N]}, scores before the round, where evaluated
 
@@ -96,12 +101,15 @@ def rounds(
     rounds: int,
     eval_every: int = 1,
     start: int = 0,
-    state=None,
+    state: State | None = None,
+    state_every: int = 1,
 ) -> Iterator[Result]:
     """Runs an experiment round by round from `start`, and closes with the scores after the last round.
 
     Each function is compiled once; the state's buffers are donated to the next round. Every `eval_every`-th round and
-    the last are evaluated, none but the closing one if it is 0.
+    the last are evaluated, none but the closing one if it is 0. The state is sure to be there after every
+    `state_every`-th round and the last: of short rounds between those and evaluations several go to the devices at
+    once, since starting one can take as long as itself.
 
     Raises:
       Diverged: when an active client's loss is not finite, after yielding nothing of that round.
@@ -112,14 +120,61 @@ def rounds(
         key, numbers, federation = hosts.replicate((key, numbers, federation), program.mesh)
     if state is None:
         state = init(key, numbers)
-    for t in range(start, rounds):
+    together = not (program.on_host or 1 in (eval_every, state_every))
+    step, few, t = (_several(program) if together else _single(step)), 1, start
+    while t < rounds:
         wanted = bool(eval_every) and (t % eval_every == 0 or t == rounds - 1)
         pre = hosts.fetch(scores(key, numbers, federation, state, np.int32(t))) if wanted else None
-        state, metrics = step(key, numbers, federation, state, np.int32(t), np.bool_(wanted))
-        metrics = _without_padding(hosts.fetch(metrics), len(federation.train.size))
-        _check_finite(t, metrics)
-        yield Result(t, state, metrics, pre)
+        count = min(few, _free(t, rounds, eval_every, state_every)) if together else 1
+        begin = time.perf_counter()
+        state, metrics = step(key, numbers, federation, state, np.int32(t), np.bool_(wanted), np.int32(count))
+        metrics = hosts.fetch(metrics)
+        if together and t > start:  # the first round is compiled, too
+            few = hosts.largest(min(TOGETHER, max(1, int(SECONDS * count / (time.perf_counter() - begin)))))
+        for i in range(count):
+            one = _without_padding(jax.tree.map(lambda x, i=i: x[i], metrics), len(federation.train.size))
+            _check_finite(t + i, one)
+            yield Result(t + i, None if i < count - 1 else state, one, None if i else pre)
+        t += count
     yield Result(rounds, state, None, hosts.fetch(scores(key, numbers, federation, state, np.int32(rounds))))
+
+
+def _free(t: int, rounds: int, eval_every: int, state_every: int) -> int:
+    """The rounds from t on to the first after which the state is wanted, or before which scores are."""
+    ends = [rounds, (t // state_every + 1) * state_every]
+    if eval_every:
+        ends += [(t // eval_every + 1) * eval_every, max(rounds - 1, t + 1)]
+    return min(ends) - t
+
+
+def _single(step: Callable[..., tuple[State, PyTree]]) -> Callable[..., tuple[State, PyTree]]:
+    """A jitted round as `_several` has it, for one."""
+
+    def run(key, numbers, federation, state, t, evaluated, _) -> tuple[State, PyTree]:
+        state, metrics = step(key, numbers, federation, state, t, evaluated)
+        return state, jax.tree.map(lambda x: x[None], metrics)
+
+    return run
+
+
+def _several(program: Program) -> Callable[..., tuple[State, PyTree]]:
+    """Rounds t to t + count - 1, jitted; `evaluated` is of the first, the metrics are [TOGETHER, ...].
+
+    However many, each is the same compiled code: a resumed run need not take as many at once.
+    """
+    step = jax.jit(program.round)  # traced once, for the shapes and in the loop
+
+    def run(key, numbers, federation, state: State, t, evaluated, count) -> tuple[State, PyTree]:
+        def one(i: Array, carry: tuple[State, PyTree]) -> tuple[State, PyTree]:
+            state, metrics = carry
+            state, found = step(key, numbers, federation, state, t + i, evaluated & (i == 0))
+            return state, jax.tree.map(lambda all, x: all.at[i].set(x), metrics, found)
+
+        shapes = jax.eval_shape(step, key, numbers, federation, state, t, evaluated)[1]
+        metrics = jax.tree.map(lambda x: jnp.zeros((TOGETHER, *x.shape), x.dtype), shapes)
+        return jax.lax.fori_loop(0, count, one, (state, metrics))
+
+    return jax.jit(run, donate_argnums=3)
 
 
 def _without_padding(metrics: PyTree, num_clients: int) -> PyTree:

@@ -215,6 +215,7 @@ def test_ctrl_c_keeps_a_resumable_run(whole, tmp_path, monkeypatch, capsys):
 
     with monkeypatch.context() as patch:
         patch.setattr(simulate, "rounds", interrupted)
+        patch.setattr(simulate, "SECONDS", 0.0)  # else it stops after those that were begun with this one
         assert main.run([*FLAGS, "--rounds=6", f"--workdir={path}"]) == 130
     said = capsys.readouterr()
     assert "Stopped after 3 rounds; go on with" in said.err and f"--resume --workdir={path}" in said.err
