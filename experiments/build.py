@@ -1,9 +1,8 @@
 """From settings to an experiment: data, partition, task, program. Everything wrong is found here, before compiling."""
 
-import functools
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,11 +12,10 @@ import optax
 from absl import logging
 
 from experiments import settings
-from fedjax_pfl import clients, hosts, memory, offload, simulate, trees, work
+from fedjax_pfl import offload, simulate, trees, work
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.checks import BadInput
 from fedjax_pfl.data import federate, partition, prepared, sources
-from fedjax_pfl.layout import choose_form, choose_width
 from fedjax_pfl.models import functional, layers
 from fedjax_pfl.types import Algorithm, Federation, Model, State, Task
 
@@ -61,8 +59,12 @@ class Experiment(NamedTuple):
         return jax.eval_shape(init, key, numbers(self.program()))
 
 
-def prepare(config: dict[str, Any], conv: str = "auto") -> Experiment:
-    """Loads, deals and checks; `conv` is "auto", or the recorded form on a resume.
+def prepare(config: dict[str, Any], conv: str = "auto", room: Sequence[int] = federate.ROOM) -> Experiment:
+    """Loads, deals and checks.
+
+    Args:
+      conv: "auto", or the recorded form on a resume.
+      room: as `federate` takes it.
 
     Raises:
       BadInput: the settings do not fit each other or the data.
@@ -82,7 +84,20 @@ def prepare(config: dict[str, Any], conv: str = "auto") -> Experiment:
     examples = {"used": len(dataset.y), "available": available, "of": whole}
     experiment = Experiment(config, dataset, dealt, None, task, conv, {}, examples)  # type: ignore[arg-type]
     experiment.state_shapes()  # the method's own checks: of its numbers, and of the model's parts
-    return experiment._replace(federation=federate.federate(dataset, dealt))
+    return experiment._replace(federation=federate.federate(dataset, dealt, room))
+
+
+def room(configs: Sequence[dict[str, Any]]) -> tuple[int, ...]:
+    """Room for the clients of each of these settings, which differ in the seed (see `federate`).
+
+    Raises:
+      BadInput: as `prepare`.
+    """
+    whole, found = sources.load(configs[0]["dataset"], configs[0]["data_dir"]), [federate.ROOM]
+    for config in configs:
+        dealt = _deal(config, sources.subset(whole, config["data_fraction"], config["seed"]))
+        found.append(tuple(rows.shape[1] for rows in (dealt.train, dealt.val, dealt.test)))
+    return tuple(map(max, zip(*found, strict=True)))
 
 
 def _deal(config: dict[str, Any], dataset: sources.Dataset) -> partition.Partition:
@@ -127,7 +142,7 @@ def _task(config: dict[str, Any], dataset: sources.Dataset, dealt: partition.Par
     return simulate.task(
         dataset,
         partition.class_counts(dealt, dataset),
-        _model(config, dataset, conv),
+        model(config, dataset, conv),
         lr=config["lr"],
         optimizer=optimizer(config["momentum"], config["weight_decay"], config["clip"]),
         batch_size=config["batch_size"],
@@ -140,7 +155,7 @@ def _task(config: dict[str, Any], dataset: sources.Dataset, dealt: partition.Par
     )
 
 
-def _model(config: dict[str, Any], dataset: sources.Dataset, conv: str) -> Model:
+def model(config: dict[str, Any], dataset: sources.Dataset, conv: str) -> Model:
     shape, options = dataset.x.shape[1:], (config["bn_stats"], conv, config["compute_dtype"])
     return functional.model(config["model"], shape, dataset.num_classes, *options)
 
@@ -161,79 +176,12 @@ def numbers(program: simulate.Program) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: jax.ShapeDtypeStruct((), jnp.float32) for name in program.numbers}
 
 
-def layout(experiment: Experiment, width: str, count: str) -> tuple[Experiment, dict[str, Any]]:
-    """The experiment in the form of convolutions that is given, or chosen, and how clients are laid out here: `width`
-    and the number of devices as given, or chosen.
-
-    Raises:
-      BadInput: there are not so many devices, or not nearly the memory.
-    """
-    spread = devices(count, experiment)
-    if experiment.config["conv"] == "auto":
-        experiment = _in_form(experiment, _auto_form(experiment, width, spread))
-    trying = (experiment.task, experiment.federation, *_part(experiment, spread))
-    chosen = hosts.on_first(choose_width, *trying) if width == "auto" else int(width)
-    return experiment, laid_out(experiment, chosen, spread)
-
-
-def laid_out(experiment: Experiment, width: int, spread: int) -> dict[str, Any]:
-    """What is recorded of a layout; warns or raises BadInput where it is predicted to take too much memory."""
-    machine = {"platform": jax.default_backend(), "kind": jax.devices()[0].device_kind, "count": spread}
-    takes = _needed(experiment, width, spread)._asdict()
-    return {"width": width, "conv": experiment.conv, "devices": machine, "memory": takes}
-
-
-def _in_form(experiment: Experiment, conv: str) -> Experiment:
+def in_form(experiment: Experiment, conv: str) -> Experiment:
+    """The experiment with convolutions in this form."""
     if conv == experiment.conv:
         return experiment
-    task = experiment.task._replace(model=_model(experiment.config, experiment.dataset, conv))
+    task = experiment.task._replace(model=model(experiment.config, experiment.dataset, conv))
     return experiment._replace(task=task, conv=conv, made={})
-
-
-def _needed(experiment: Experiment, width: int, spread: int) -> memory.Memory:
-    found, cohort, task = _memory(experiment, width, spread), simulate.cohort_size(experiment.task), experiment.task
-    ways = [f"less than --width={width}"] if min(width, -(-cohort // spread)) > 1 else []
-    if jax.default_backend() == "cpu":
-        ways += [f"less than --devices={spread}"] if spread > 1 else []
-    elif cohort < task.num_clients and experiment.config["client_memory"] == "device":
-        ways += ["--client_memory=host"]
-    memory.check(found, f"take {' or '.join(ways) if ways else 'fewer --clients, or a smaller --model'}")
-    return found
-
-
-def _memory(experiment: Experiment, width: int, spread: int) -> memory.Memory:
-    return memory.predict(experiment.program(width, spread), experiment.key, experiment.federation)
-
-
-def _auto_form(experiment: Experiment, width: str, spread: int) -> str:
-    """Tried as the width is, with no more clients at once than the given width."""
-    cohort, own, fits = _part(experiment, spread)
-    most = cohort if width == "auto" else min(cohort, int(width) * own)
-    model = functools.partial(_model, experiment.config, experiment.dataset)
-    return hosts.on_first(choose_form, experiment.task, model, experiment.federation, most, own, fits)
-
-
-def _part(experiment: Experiment, spread: int) -> tuple[int, int, Callable[[int], bool]]:
-    """What process 0 tries with, for all: its part of the clients of a round and of the devices, and what fits."""
-    processes = jax.process_count()
-    cohort = -(-simulate.cohort_size(experiment.task) // processes)
-    return cohort, spread // processes, lambda width: _memory(experiment, width, spread).fits
-
-
-def devices(count: str, experiment: Experiment, recorded: int | None = None) -> int:
-    """How many devices to use: as given, or on a resume as recorded, or as many as have clients to train.
-
-    Of several processes each has equally many, so their number is rounded up.
-
-    Raises:
-      BadInput: there are not that many, or they cannot be shared by the processes.
-    """
-    if count not in ("auto", "all"):
-        clients.take(int(count))
-        return int(count)
-    most = min(jax.device_count(), simulate.cohort_size(experiment.task))
-    wanted = min(most, recorded) if recorded and count == "auto" else most
-    return -(-wanted // jax.process_count()) * jax.process_count()
 
 
 def check_growth(experiment: Experiment, before: int) -> None:
@@ -261,7 +209,7 @@ def _trace(experiment: Experiment, rounds: int) -> str:
 def flops(experiment: Experiment) -> float:
     """Floating-point operations of the method's local work for each example that the settings ask for, see `work`."""
     if "flops" not in experiment.made:
-        plain = _in_form(experiment, "matmul")
+        plain = in_form(experiment, "matmul")
         program = simulate.program(ALGORITHMS[plain.config["algo"]], plain.task, plain.config["hparams"])
         counted = work.flops_of_step(program, plain.task, plain.federation)
         experiment.made["flops"] = counted / plain.task.batch_size

@@ -13,22 +13,27 @@ import errno
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
 from rich.console import Console
 
-from experiments import build, describe, published, report, runs, settings, targets, train
+from experiments import build, describe, layouts, published, report, runs, settings, targets, train
 from experiments.versions import changed, versions
 from fedjax_pfl import hosts, layout, local, memory, simulate
 from fedjax_pfl.checks import BadInput
+from fedjax_pfl.data.federate import ROOM
 
 BAD_INPUT, DIVERGED, UNWRITABLE, LOST, INTERRUPTED = 2, 3, 4, 5, 130
 
 
-def run(argv: list[str]) -> int:
-    """Runs a command line (without the program's name) and returns its exit code; every failure is one sentence."""
+def run(argv: list[str], room: Sequence[int] = ROOM) -> int:
+    """Runs a command line (without the program's name) and returns its exit code; every failure is one sentence.
+
+    `room`: as `federate` takes it; results do not depend on it.
+    """
     try:
         flags = settings.parse(argv)
         if text := _information(flags):
@@ -36,7 +41,8 @@ def run(argv: list[str]) -> int:
             return 0
         start(flags)
         soft_wrap = not sys.stdout.isatty()  # a file gets whole lines
-        return _train(flags, Console(highlight=False, markup=False, soft_wrap=soft_wrap, quiet=not hosts.first()))
+        console = Console(highlight=False, markup=False, soft_wrap=soft_wrap, quiet=not hosts.first())
+        return _train(flags, room, console)
     except BadInput as error:
         _errors().print(str(error))
         return BAD_INPUT
@@ -62,10 +68,10 @@ def _information(flags: Any) -> str | None:
     return describe.describe(flags.describe) if flags.describe else None
 
 
-def _train(flags: Any, console: Console) -> int:
+def _train(flags: Any, room: Sequence[int], console: Console) -> int:
     path, config, resume = hosts.on_first(_where, settings.given(flags), flags.workdir, flags.resume)
     try:
-        return _into(path, config, resume, console)
+        return _into(path, config, resume, room, console)
     except KeyboardInterrupt:
         if not runs.is_run(path):
             raise
@@ -73,11 +79,11 @@ def _train(flags: Any, console: Console) -> int:
         return INTERRUPTED
 
 
-def _into(path: Path, config: dict[str, Any], resume: bool, console: Console) -> int:
+def _into(path: Path, config: dict[str, Any], resume: bool, room: Sequence[int], console: Console) -> int:
     """Trains into a run directory, from its start or from where it stopped."""
     recorded: dict[str, Any] = hosts.on_first(runs.read_layout, path) if resume else {"conv": "auto"}
     conv = recorded["conv"] if config["conv"] == "auto" else config["conv"]
-    experiment = hosts.everywhere(build.prepare, config, conv)
+    experiment = hosts.everywhere(build.prepare, config, conv, room)
     _check_hosts(experiment)
     if targets.parse(config["targets"])[0]:
         targets.check_score(config["targets"], targets.scores(experiment), config["algo"])
@@ -91,7 +97,7 @@ def _into(path: Path, config: dict[str, Any], resume: bool, console: Console) ->
             start, state = hosts.on_first(_resume, directory, experiment, recorded, laid, console)
         else:
             hosts.on_first(runs.make, path)
-            experiment, laid = build.layout(experiment, config["width"], config["devices"])
+            experiment, laid = layouts.choose(experiment, config["width"], config["devices"])
             start, state = 0, None
             hosts.on_first(directory.start, experiment, laid, versions())
         takes = memory.say(memory.Memory(**laid["memory"]))
@@ -138,7 +144,7 @@ def _laid_again(experiment: build.Experiment, recorded: dict[str, Any]) -> dict[
     """How a resumed run is laid out: as its settings say, and as recorded where they say auto."""
     c = experiment.config
     width = recorded["width"] if c["width"] == "auto" else int(c["width"])
-    return build.laid_out(experiment, width, build.devices(c["devices"], experiment, recorded["devices"]["count"]))
+    return layouts.laid_out(experiment, width, layouts.devices(c["devices"], experiment, recorded["devices"]["count"]))
 
 
 def _relaid(recorded: dict[str, Any], laid: dict[str, Any]) -> str:

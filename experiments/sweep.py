@@ -4,20 +4,21 @@
 
 `--algo` and `--seed` are lists; every other flag is passed on to `experiments.main`. Each run has a directory
 ROOT/ALGO-seedK (`--root`, by default runs/PRESET-SETTINGS with the settings that were changed). Seeds of a method share
-what was compiled, where their clients take about as many steps (not if Dirichlet deals them). The same command again
-goes on where it stopped: finished runs are skipped, interrupted ones resumed. A run that fails does not stop the
-others; the exit code is the first failure's.
+what was compiled. The same command again goes on where it stopped: finished runs are skipped, interrupted ones resumed.
+A run that fails does not stop the others; the exit code is the first failure's.
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 from rich.console import Console
 
-from experiments import main, runs, settings, tables
+from experiments import build, main, runs, settings, tables
 from fedjax_pfl import hosts
 from fedjax_pfl.checks import BadInput
+from fedjax_pfl.data.federate import ROOM
 
 
 def split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -52,24 +53,42 @@ def run(argv: list[str]) -> int:
     root = Path(own["root"] or f"runs/{settings.file_name(named)}")
     jobs = [(algo, seed) for algo in own["algo"].split(",") for seed in own["seed"].split(",")]
     configs = [settings.resolve(user | settings.given(settings.parse(_flags(*job)))) for job in jobs]  # all, before any
-    failed, finished, before = 0, [], jobs[0][0]
+    room: dict[str, Sequence[int]] = {}
+    laid: dict[str, list[str]] = {}
+    failed, finished = 0, []
     for (algo, seed), config in zip(jobs, configs, strict=True):
-        if algo != before:
-            jax.clear_caches()  # the next method shares nothing with this one
-            before = algo
+        if algo not in room:
+            jax.clear_caches()  # a method shares nothing with the one before
+            room[algo] = _room([c for c in configs if c["algo"] == algo])
         path = root / f"{algo}-seed{seed}"
         complete, begun = hosts.on_first(_found, path, config["rounds"])
         if not complete:
-            resume = ["--resume"] if begun else []
-            code = main.run([*rest, *_flags(algo, seed), *resume, f"--workdir={path}"])
+            more = ["--resume"] if begun else laid.get(algo, [])
+            code = main.run([*more, *rest, *_flags(algo, seed), f"--workdir={path}"], room[algo])
             failed = failed or code
             if code == main.LOST or code >= main.INTERRUPTED - 2:
                 return code
+            if code == 0:
+                laid[algo] = hosts.on_first(_layout, path)
         if hosts.on_first((path / "summary.json").exists):
             finished.append(path)
     if finished and hosts.first():
         console.print(tables.table(finished), soft_wrap=True)
     return failed
+
+
+def _room(configs: list[dict]) -> Sequence[int]:
+    """So that the seeds of a method have arrays of the same shapes, and share what is compiled."""
+    try:
+        return ROOM if len(configs) == 1 else hosts.everywhere(build.room, configs)
+    except BadInput:  # of one seed: the others are to run, and its own run says why
+        return ROOM
+
+
+def _layout(path: Path) -> list[str]:
+    """So that the other seeds are laid out as this one, whatever else their clients' sizes would suggest; what the user
+    says stands behind it and counts."""
+    return [f"--width={runs.read_layout(path)['width']}"] if runs.is_run(path) else []
 
 
 def _found(path: Path, rounds: int) -> tuple[bool, bool]:

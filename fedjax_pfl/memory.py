@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from fedjax_pfl import liveness
 from fedjax_pfl.checks import BadInput
 from fedjax_pfl.clients import AXIS
-from fedjax_pfl.programs import Program
+from fedjax_pfl.programs import Program, at_home
 from fedjax_pfl.types import Array, Federation, PyTree, State
 
 _CGROUPS = ("memory.max", "memory/memory.limit_in_bytes")  # of the second version and of the first
@@ -57,7 +57,7 @@ def _jobs(program: Program, key: Array, federation: Federation) -> Iterator[tupl
     numbers = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in program.numbers}
     t, wanted = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool)
     state, drawn = _state(program, key), ()
-    if program.on_host:
+    if program.functions is None:
         drawn = jax.eval_shape(program.parts.draw, key, t)
         rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*drawn[0].shape, *x.shape[1:]), x.dtype), state.clients)
         state = State(state.server, rows)
@@ -66,21 +66,24 @@ def _jobs(program: Program, key: Array, federation: Federation) -> Iterator[tupl
         key, numbers, federation = _placed((key, numbers, federation), everywhere)
         state = State(_placed(state.server, everywhere), _placed(state.clients, apart))
     given = (key, numbers, federation, state)
-    parts = program.parts
-    evaluate, step = (parts.score, parts.train) if program.on_host else (program.evaluate, program.round)
     before, during = (*given, *drawn[:1], t), (*given, *drawn, t, wanted)
-    yield jax.jit(evaluate).trace(*before), before, False
-    yield jax.jit(step, donate_argnums=3).trace(*during), during, True
+    if program.functions is None:
+        yield jax.jit(program.parts.score).trace(*before), before, False
+        yield jax.jit(program.parts.train, donate_argnums=3).trace(*during), during, True
+        return
+    homes, place = at_home(program), lambda given: ((homes, given[0]), *given[1:])
+    yield jax.jit(program.functions.evaluate).trace(homes, *before), place(before), False
+    yield jax.jit(program.functions.round, donate_argnums=4).trace(homes, *during), place(during), True
 
 
 def _state(program: Program, key: Array) -> State:
     numbers = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in program.numbers}
-    return jax.eval_shape(program.parts.init if program.on_host else program.init, key, numbers)
+    return jax.eval_shape(program.parts.init if program.functions is None else program.init, key, numbers)
 
 
 def _kept(program: Program, key: Array) -> int:
     """Bytes of the rows that are kept in main memory."""
-    rows = jax.tree.leaves(_state(program, key).clients) if program.on_host else []
+    rows = jax.tree.leaves(_state(program, key).clients) if program.functions is None else []
     return sum(x.size * x.dtype.itemsize for x in rows)
 
 

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from fedjax_pfl.checks import BadInput
 from fedjax_pfl.clients import AXIS
-from fedjax_pfl.programs import Program, cohort_size
+from fedjax_pfl.programs import Program
+from fedjax_pfl.sampling import cohort_size
 from fedjax_pfl.types import Array, PyTree, State, Task
 
 
@@ -64,7 +65,7 @@ def offloaded(program: Program, task: Task) -> Program:
         return program.predict(key, numbers, federation, program.place(state), t, id, x)
 
     functions = (init, round, scores, predict, place, lambda state: state)
-    return Program(program.numbers, *functions, program.parts, program.mesh, on_host=True)
+    return Program(program.numbers, *functions, program.parts, None, mesh=program.mesh)
 
 
 def _on_cpu(tree: PyTree) -> PyTree:

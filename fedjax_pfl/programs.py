@@ -4,6 +4,7 @@ Key streams: key -> (init; round t -> (sampling, server, clients)). The sampling
 so two methods with one key see the same clients and, for their main local training, the same batches.
 """
 
+import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -14,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from fedjax_pfl import evaluate, local, trees
+from fedjax_pfl import evaluate, hosts, local, trees
 from fedjax_pfl.checks import BadInput, check, choose
 from fedjax_pfl.clients import AXIS, Cohort, deal, make_mesh, sharded, unmarked
+from fedjax_pfl.sampling import cohort_size, sample
 from fedjax_pfl.types import Algorithm, Array, PyTree, State, Task
 
 INIT, ROUND, SAMPLING, SERVER, CLIENTS = range(5)
-FEW = 4  # a cohort of at most one in so many clients is drawn without sorting them all
 
 
 class Parts(NamedTuple):
@@ -30,6 +31,24 @@ class Parts(NamedTuple):
     draw: Callable[..., tuple[Array, Array]]  # (key, t) -> the round's ids and which are active
     train: Callable[..., tuple[State, PyTree]]  # (key, numbers, federation, State, ids, active, t, evaluated)
     score: Callable[..., dict[str, Array]]  # (key, numbers, federation, State, ids, t) -> {name: [S]}
+
+
+class Homes(NamedTuple):
+    """Where the clients' rows lie over several devices: R of them, N rounded up to a multiple of the devices."""
+
+    client: Array  # [R] int32, whose row it is; N or more: nobody's
+    row: Array  # [R] int32, the row of each client
+    steps: Array  # [N] int32, by which they were dealt out
+
+
+class Functions(NamedTuple):
+    """Those of a Program, with the clients' homes as one more argument, at first: what is compiled of them serves every
+    partition that has arrays of the same shapes."""
+
+    init: Callable[..., State]
+    round: Callable[..., tuple[State, PyTree]]
+    evaluate: Callable[..., dict[str, Array]]
+    predict: Callable[..., Array]
 
 
 class Program(NamedTuple):
@@ -43,51 +62,9 @@ class Program(NamedTuple):
     place: Callable[[State], State]  # rows by client id -> rows as the other functions take them, over the devices
     by_id: Callable[[State], State]  # and back; both change nothing on a single device
     parts: Parts
+    functions: Functions | None  # to be jitted; None where the rows are NumPy arrays and nothing can be (`offload`)
+    homes: Homes | None = None  # None on a single device
     mesh: Any = None  # jax.sharding.Mesh of several devices
-    on_host: bool = False  # are the rows NumPy arrays? Then nothing is to be jitted (see `offload`)
-
-
-def cohort_size(task: Task) -> int:
-    """S, the largest number of clients of a round: max(1, floor(rho N))."""
-    return max(1, math.floor(task.participation[1] * task.num_clients + 1e-9))
-
-
-def sample(key: Array, task: Task) -> tuple[Array, Array]:
-    """Draws a round's clients: ids [S] distinct, active [S].
-
-    With participation (low, high) their number is uniform on {max(1, floor(low N)), ..., floor(high N)}.
-    """
-    n, most = task.num_clients, cohort_size(task)
-    least = max(1, math.floor(task.participation[0] * n + 1e-9))
-    key_ids, key_number = jax.random.split(key)
-    number = jax.random.randint(key_number, (), min(least, most), most + 1)
-    if FEW * most <= n:  # sorting all of many clients would take longer than a small cohort's training
-        return _distinct(key_ids, n, most), jnp.arange(most) < number
-    order = jax.random.permutation(key_ids, n).astype(jnp.int32)
-    if most == n:  # everybody has a place, so nothing needs gathering
-        return jnp.arange(n, dtype=jnp.int32), jnp.argsort(order) < number
-    return order[:most], jnp.arange(most) < number
-
-
-def _distinct(key: Array, n: int, count: int) -> Array:
-    """Draws `count` distinct numbers below n, in an order: [count] int32. Takes a time that does not depend on n.
-
-    Draws with replacement, and again for whoever repeats an earlier place, until nobody does. No number is treated
-    differently from another, so all ordered draws are equally likely.
-    """
-
-    def repeats(ids: Array) -> Array:
-        order = jnp.argsort(ids, stable=True)
-        again = jnp.diff(ids[order], prepend=-1) == 0
-        return jnp.zeros(count, bool).at[order].set(again, unique_indices=True)
-
-    def redraw(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        i, ids, again = carry
-        ids = jnp.where(again, jax.random.randint(jax.random.fold_in(key, i), (count,), 0, n), ids)
-        return i + 1, ids, repeats(ids)
-
-    start = jnp.int32(0), jnp.zeros(count, jnp.int32), jnp.ones(count, bool)
-    return jax.lax.while_loop(lambda carry: carry[2].any(), redraw, start)[1]
 
 
 def check_task(task: Task) -> None:
@@ -136,27 +113,26 @@ def program(
     """
     algorithm, numbers = _bound(factory, task, hparams or {}, lr_decay)
     mesh, n = make_mesh(devices), task.num_clients
-    dealt = np.asarray(jax.jit(deal, static_argnums=1)(_steps(task), devices)) if mesh else None
-    order = np.arange(n, dtype=np.int32) if dealt is None else dealt  # the clients of the rows
-    row = np.argsort(order)  # of each client; those past N are padding
+    homes = None if mesh is None else _homes(task, devices)
     everybody = cohort_size(task) == n  # then each stays at home and no row has to move
-    parts = _parts(algorithm, task, dealt, width, mesh)
+    parts = _parts(algorithm, task, width, mesh)
     free = (lambda *args: args) if mesh is None else (lambda *args: unmarked(args))
 
-    def place(state: State) -> State:
-        rows = state.clients if mesh is None else trees.gather(state.clients, np.minimum(order, n - 1))
+    def place(homes: Homes | None, state: State) -> State:
+        rows = state.clients if homes is None else trees.gather(state.clients, jnp.minimum(homes.client, n - 1))
         return _sharded(state._replace(clients=rows), mesh)
 
     def by_id(state: State) -> State:
-        return state if mesh is None else state._replace(clients=trees.gather(state.clients, row[:n]))
+        return state if homes is None else state._replace(clients=trees.gather(state.clients, homes.row[:n]))
 
-    def init(key: Array, numbers: dict[str, Array]) -> State:
-        return place(parts.init(key, numbers))
+    def init(homes, key: Array, numbers: dict[str, Array]) -> State:
+        return place(homes, parts.init(key, numbers))
 
-    def round(key, numbers, federation, state: State, t, evaluated) -> tuple[State, PyTree]:
-        key, numbers, federation, state, t, evaluated = free(key, numbers, federation, state, t, evaluated)
-        ids, active = parts.draw(key, t)
-        at = sharded(jnp.asarray(row)[ids], mesh, P())
+    def round(homes, key, numbers, federation, state: State, t, evaluated) -> tuple[State, PyTree]:
+        homes, key, numbers, federation = free(homes, key, numbers, federation)
+        state, t, evaluated = free(state, t, evaluated)
+        ids, active = parts.draw(homes, key, t)
+        at = ids if homes is None else sharded(jnp.asarray(homes.row)[ids], mesh, P())
         # told to all, as the sum over devices is anyway: else the indices would travel, leaf by leaf
         rows = state.clients if everybody else sharded(trees.gather(state.clients, at), mesh, P())
         new, metrics = parts.train(key, numbers, federation, State(state.server, rows), ids, active, t, evaluated)
@@ -167,12 +143,13 @@ def program(
             clients = trees.scatter(state.clients, at, moved, sharded(active, mesh, P()))
         return _sharded(State(new.server, clients), mesh), metrics
 
-    def scores(key, numbers, federation, state: State, t) -> dict[str, Array]:
-        key, numbers, federation, state, t = free(key, numbers, federation, state, t)
-        found = parts.score(key, numbers, federation, state, jnp.asarray(order, jnp.int32), t)
-        return trees.gather(found, row[:n])
+    def scores(homes, key, numbers, federation, state: State, t) -> dict[str, Array]:
+        homes, key, numbers, federation, state, t = free(homes, key, numbers, federation, state, t)
+        ids = jnp.arange(n, dtype=jnp.int32) if homes is None else jnp.asarray(homes.client)
+        found = parts.score(key, numbers, federation, state, ids, t)
+        return found if homes is None else trees.gather(found, homes.row[:n])
 
-    def predict(key, numbers, federation, state: State, t, id, x) -> Array:
+    def predict(homes, key, numbers, federation, state: State, t, id, x) -> Array:
         method, ids = algorithm(numbers, t), jnp.asarray(id, jnp.int32)[None]
         options = {"key": clients_key(key, t), "round": t, "evaluated": jnp.bool(True), "width": 1}
         alone = Cohort(federation, task.prepare, ids, ids >= 0, **options)
@@ -180,16 +157,28 @@ def program(
         def client(c, row):
             return method.predict(state.server, row, c)(task.prepare(x), jnp.ones(x.shape[0], bool))
 
-        return alone.map(client, trees.gather(state.clients, jnp.asarray(row)[ids]))[0]
+        at = ids if homes is None else jnp.asarray(homes.row)[ids]
+        return alone.map(client, trees.gather(state.clients, at))[0]
 
-    return Program(numbers, init, round, scores, predict, jax.jit(place), by_id, parts, mesh)
+    functions = Functions(init, round, scores, predict)
+    bound = [functools.partial(f, homes) for f in functions]
+    placed, drawn = (functools.partial(f, homes) for f in (jax.jit(place), parts.draw))
+    return Program(numbers, *bound, placed, by_id, parts._replace(draw=drawn), functions, homes, mesh)  # type: ignore
 
 
 def compiled(program: Program) -> tuple[Callable, Callable, Callable]:
     """Its init, evaluate and round, jitted; the round overwrites the state it is given."""
-    if program.on_host:
+    f, homes = program.functions, at_home(program)
+    if f is None:
         return program.init, program.evaluate, program.round
-    return jax.jit(program.init), jax.jit(program.evaluate), jax.jit(program.round, donate_argnums=3)
+    jitted = jax.jit(f.init), jax.jit(f.evaluate), jax.jit(f.round, donate_argnums=4)
+    init, scores, step = (functools.partial(function, homes) for function in jitted)
+    return init, scores, step
+
+
+def at_home(program: Program) -> Homes | None:
+    """The clients' homes, on all devices."""
+    return None if program.homes is None else hosts.replicate(program.homes, program.mesh)
 
 
 def _bound(factory: Callable[..., Algorithm], task: Task, hparams: dict[str, Any], lr_decay: float):
@@ -212,8 +201,8 @@ def _bound(factory: Callable[..., Algorithm], task: Task, hparams: dict[str, Any
     return algorithm, numbers | {"lr": float(task.lr), "lr_decay": float(lr_decay)}
 
 
-def _parts(algorithm: Callable[..., Algorithm], task: Task, dealt: np.ndarray | None, width: int, mesh: Any) -> Parts:
-    """`dealt`: the clients as they lie on several devices."""
+def _parts(algorithm: Callable[..., Algorithm], task: Task, width: int, mesh: Any) -> Parts:
+    """`draw` takes the clients' homes as well, at first."""
     n = task.num_clients
     free = (lambda *args: args) if mesh is None else (lambda *args: unmarked(args))
 
@@ -224,13 +213,13 @@ def _parts(algorithm: Callable[..., Algorithm], task: Task, dealt: np.ndarray | 
     def init(key: Array, numbers: dict[str, Array]) -> State:
         return trees.copied(algorithm(numbers, 0).init(jax.random.fold_in(key, INIT)))
 
-    def draw(key: Array, t: Array) -> tuple[Array, Array]:
+    def draw(homes: Homes | None, key: Array, t: Array) -> tuple[Array, Array]:
         """A sample, dealt out to the devices: if it is everybody, each stays where its row lies."""
         ids, active = sample(jax.random.fold_in(_round_key(key, t), SAMPLING), task)
-        if dealt is None:
+        if homes is None:
             return ids, active
-        work = jnp.where(active, jnp.asarray(_steps(task))[ids], 0)
-        places = jnp.asarray(dealt, jnp.int32) if len(ids) == n else deal(work, mesh.size)
+        work = jnp.where(active, jnp.asarray(homes.steps)[ids], 0)
+        places = jnp.asarray(homes.client) if len(ids) == n else deal(work, mesh.size)
         known, at = places < len(ids), jnp.minimum(places, len(ids) - 1)
         return jnp.where(known, ids[at], n + places - len(ids)), active[at] & known
 
@@ -252,10 +241,11 @@ def _parts(algorithm: Callable[..., Algorithm], task: Task, dealt: np.ndarray | 
     return Parts(init, draw, train, score)
 
 
-def _steps(task: Task) -> np.ndarray:
-    """The work of each client [N]: in steps, so that clients of about the same size are dealt out, and the program then
-    is, the same for every seed."""
-    return local.planned(task, task.sizes)[0].astype(np.int32)
+def _homes(task: Task, devices: int) -> Homes:
+    """The clients, dealt out by their steps."""
+    steps = local.planned(task, task.sizes)[0].astype(np.int32)
+    client = np.asarray(jax.jit(deal, static_argnums=1)(steps, devices))
+    return Homes(client, np.argsort(client).astype(np.int32), steps)  # type: ignore[arg-type]  # on the host
 
 
 def _sharded(state: State, mesh: Any) -> State:

@@ -1,5 +1,6 @@
 """The round loop: sample, gather, round, scatter, evaluate."""
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,8 @@ import optax
 
 from fedjax_pfl import evaluate, hosts
 from fedjax_pfl.data.sources import Dataset
-from fedjax_pfl.programs import Program, cohort_size, compiled, hyperparameters, program, sample
+from fedjax_pfl.programs import Program, at_home, compiled, hyperparameters, program
+from fedjax_pfl.sampling import cohort_size, sample
 from fedjax_pfl.types import Array, Federation, Model, PyTree, State, Task
 
 __all__ = [
@@ -120,7 +122,7 @@ def rounds(
         key, numbers, federation = hosts.replicate((key, numbers, federation), program.mesh)
     if state is None:
         state = init(key, numbers)
-    together = not (program.on_host or 1 in (eval_every, state_every))
+    together = program.functions is not None and 1 not in (eval_every, state_every)
     step, few, t = (_several(program) if together else _single(step)), 1, start
     while t < rounds:
         wanted = bool(eval_every) and (t % eval_every == 0 or t == rounds - 1)
@@ -162,19 +164,20 @@ def _several(program: Program) -> Callable[..., tuple[State, PyTree]]:
 
     However many, each is the same compiled code: a resumed run need not take as many at once.
     """
-    step = jax.jit(program.round)  # traced once, for the shapes and in the loop
+    assert program.functions is not None
+    step = jax.jit(program.functions.round)  # traced once, for the shapes and in the loop
 
-    def run(key, numbers, federation, state: State, t, evaluated, count) -> tuple[State, PyTree]:
+    def run(homes, key, numbers, federation, state: State, t, evaluated, count) -> tuple[State, PyTree]:
         def one(i: Array, carry: tuple[State, PyTree]) -> tuple[State, PyTree]:
             state, metrics = carry
-            state, found = step(key, numbers, federation, state, t + i, evaluated & (i == 0))
+            state, found = step(homes, key, numbers, federation, state, t + i, evaluated & (i == 0))
             return state, jax.tree.map(lambda all, x: all.at[i].set(x), metrics, found)
 
-        shapes = jax.eval_shape(step, key, numbers, federation, state, t, evaluated)[1]
+        shapes = jax.eval_shape(step, homes, key, numbers, federation, state, t, evaluated)[1]
         metrics = jax.tree.map(lambda x: jnp.zeros((TOGETHER, *x.shape), x.dtype), shapes)
         return jax.lax.fori_loop(0, count, one, (state, metrics))
 
-    return jax.jit(run, donate_argnums=3)
+    return functools.partial(jax.jit(run, donate_argnums=4), at_home(program))
 
 
 def _without_padding(metrics: PyTree, num_clients: int) -> PyTree:

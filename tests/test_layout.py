@@ -10,7 +10,7 @@ import pytest
 import toy
 from flax import nnx
 
-from experiments import build, settings
+from experiments import build, layouts, settings
 from fedjax_pfl import layout, models, simulate
 from fedjax_pfl.data import federate, partition
 from fedjax_pfl.data.sources import Dataset
@@ -154,21 +154,21 @@ def test_the_form_chosen_is_the_form_of_the_run(monkeypatch):
 
     user = {"algo": "fedavg", "model": "cnn_dropout", "data_fraction": 0.2, "clients": 5, "devices": "1"}
     given = []
-    monkeypatch.setattr(build, "choose_form", lambda task, model, f, *most: given.append(most[:2]) or "xla")
+    monkeypatch.setattr(layouts, "choose_form", lambda task, model, f, *most: given.append(most[:2]) or "xla")
     experiment = build.prepare(settings.resolve(user))
     assert experiment.conv == "winograd"
     for width in ("2", "9"):
-        new, laid = build.layout(experiment, width, "2")
+        new, laid = layouts.choose(experiment, width, "2")
         assert new.conv == laid["conv"] == "xla" and laid["memory"]["peak"] > 0
     assert "conv_general_dilated" in program(new) and "conv_general_dilated" not in program(experiment)
     assert given == [(4, 2), (5, 2)]  # clients at once on both devices, at most
-    monkeypatch.setattr(build, "choose_form", None)
+    monkeypatch.setattr(layouts, "choose_form", None)
     asked = build.prepare(settings.resolve(user | {"conv": "matmul"}), "matmul")
-    same, laid = build.layout(asked, "2", "1")
+    same, laid = layouts.choose(asked, "2", "1")
     assert same is asked and laid["conv"] == "matmul"
 
 
 def test_one_process_tries_for_all_with_its_part(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     experiment = build.prepare(settings.resolve({"algo": "fedavg", "model": "linear", "clients": 5}))
-    assert build._part(experiment, 4)[:2] == (3, 2)
+    assert layouts._part(experiment, 4)[:2] == (3, 2)

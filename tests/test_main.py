@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 
-from experiments import build, describe, main, pace, report, runs, settings, tables, train, values, versions
+from experiments import build, describe, layouts, main, pace, report, runs, settings, tables, train, values, versions
 from experiments.presets import DEFAULT_PRESETS, PRESETS
 from experiments.versions import compile_clock
 from fedjax_pfl import layout, memory, simulate
@@ -152,7 +152,7 @@ def test_only_what_a_killed_start_left_is_overwritten(tmp_path, name, sentence):
 @pytest.mark.parametrize("place", ["/dev/null/run", "x" * 300])
 def test_an_unusable_run_directory_is_found_before_anything_is_measured(place, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(build, "layout", None)
+    monkeypatch.setattr(layouts, "choose", None)
     assert main.run(["--algo=fedavg", f"--workdir={place}"]) == main.BAD_INPUT
     said = capsys.readouterr().err
     assert "cannot be used (" in said and said.strip().endswith("choose another --workdir.")

@@ -106,8 +106,9 @@ def test_a_wider_round_takes_more():
     assert peaks[2] / peaks[1] == pytest.approx(2, rel=0.3)  # the models, not the data
 
 
+@pytest.mark.parametrize("state_every", [1, 2])  # with 2, rounds can go to the devices together
 @pytest.mark.parametrize("devices", [1, 2])
-def test_what_was_traced_to_predict_is_not_traced_to_run(devices):
+def test_what_was_traced_to_predict_is_not_traced_to_run(devices, state_every):
     """A trace calls the method's factory."""
     calls = []
 
@@ -119,7 +120,7 @@ def test_what_was_traced_to_predict_is_not_traced_to_run(devices):
     program, f = simulate.program(factory, toy.task(), devices=devices), toy.federation()
     memory.predict(program, KEY, f)
     traced = len(calls)
-    assert len(list(simulate.rounds(program, KEY, f, rounds=1))) == 2
+    assert len(list(simulate.rounds(program, KEY, f, rounds=1, eval_every=0, state_every=state_every))) == 2
     assert len(calls) <= traced + 1  # that of `init`, whose shapes alone were wanted
 
 

@@ -6,7 +6,7 @@ import pytest
 import toy
 from scipy import stats
 
-from fedjax_pfl import programs
+from fedjax_pfl import sampling
 
 DRAWS = 4000
 
@@ -18,7 +18,7 @@ def task(n, low, high):
 def drawn(n, low, high):
     """ids [DRAWS, S], active [DRAWS, S]."""
     of = task(n, low, high)
-    return map(np.asarray, jax.vmap(lambda key: programs.sample(key, of))(jax.random.split(jax.random.key(0), DRAWS)))
+    return map(np.asarray, jax.vmap(lambda key: sampling.sample(key, of))(jax.random.split(jax.random.key(0), DRAWS)))
 
 
 @pytest.mark.parametrize("share", [0.2, 0.6])  # few of many clients are drawn in another way
@@ -41,5 +41,5 @@ def test_with_a_range_the_number_of_clients_varies_and_whoever_takes_part_is_ran
 
 def test_drawing_few_of_many_sorts_only_the_few():
     of = task(1000, 0.02, 0.02)
-    text = str(jax.make_jaxpr(lambda key: programs.sample(key, of))(jax.random.key(0)))
+    text = str(jax.make_jaxpr(lambda key: sampling.sample(key, of))(jax.random.key(0)))
     assert "sort" in text and "[20]" in text and "[1000]" not in text

@@ -7,6 +7,7 @@ import pytest
 
 from experiments import build, main, runs, settings, sweep
 from fedjax_pfl.checks import BadInput
+from fedjax_pfl.programs import at_home
 
 TINY = [
     "--data_fraction=0.2",
@@ -27,7 +28,7 @@ def test_a_sweep_runs_what_is_missing_and_prints_a_table(tmp_path, capsys, monke
     table = capsys.readouterr().err
     assert table.count("| fedavg | linear |") == table.count("| local | linear |") == 2
     started = []
-    monkeypatch.setattr(main, "run", lambda argv: started.append(argv) or 0)
+    monkeypatch.setattr(main, "run", lambda argv, _: started.append(argv) or 0)
     assert sweep.run(command) == 0 and not started
     summary = tmp_path / "local-seed1" / "summary.json"
     runs.write_json(summary, runs.read_json(summary) | {"status": "interrupted"})
@@ -38,7 +39,7 @@ def test_a_sweep_runs_what_is_missing_and_prints_a_table(tmp_path, capsys, monke
 def test_sweeps_of_other_settings_have_other_roots(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     started = []
-    monkeypatch.setattr(main, "run", lambda argv: started.append(argv[-1]) or 0)
+    monkeypatch.setattr(main, "run", lambda argv, _: started.append(argv[-1]) or 0)
     for more in ([], ["--lr=0.2"], ["--hparam=mu=2"]):
         assert sweep.run(["--algo=fedprox", "--preset=digits", "--rounds=3", *more]) == 0
     names = ["digits", "digits-lr=0.2", "digits-mu=2"]
@@ -51,18 +52,37 @@ def test_a_wrong_name_stops_a_sweep_before_anything_runs(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("dealt", ["pathological", "dirichlet"])
 @pytest.mark.parametrize("participation", ["1", "0.5"])
-def test_seeds_have_the_same_programs(participation):
+def test_seeds_have_the_same_programs(dealt, participation):
     """Text for text: what is compiled for one is found in the cache by the next, though their clients' sizes differ."""
+    given = {"algo": "ditto", "model": "linear", "participation": participation, "partition": dealt, "hparams": {}}
+    configs = [settings.resolve(given | {"seed": seed}) for seed in range(3)]
     programs, sizes = [], []
-    for seed in range(3):
-        given = {"algo": "ditto", "model": "linear", "participation": participation, "seed": seed, "hparams": {}}
-        experiment = build.prepare(settings.resolve(given))
+    for config in configs:
+        experiment = build.prepare(config, room=sweep._room(configs))
         program = experiment.program(width=2, devices=2)
-        state = jax.eval_shape(program.init, experiment.key, program.numbers)
-        args = (experiment.key, program.numbers, experiment.federation, state, jnp.int32(0))
-        lowered = jax.jit(program.round).lower(*args, jnp.bool(True)), jax.jit(program.evaluate).lower(*args)
+        homes, f, key, numbers = at_home(program), experiment.federation, experiment.key, program.numbers
+        state = jax.eval_shape(program.init, key, numbers)
+        lowered = [jax.jit(program.functions.init).lower(homes, key, numbers)]
+        lowered += [jax.jit(program.functions.evaluate).lower(homes, key, numbers, f, state, jnp.int32(0))]
+        lowered += [jax.jit(program.functions.round).lower(homes, key, numbers, f, state, jnp.int32(0), jnp.bool(True))]
         programs.append([x.as_text() for x in lowered])
-        sizes.append(experiment.task.sizes)
+        sizes.append(np.sort(experiment.task.sizes))
     assert programs[0] == programs[1] == programs[2]
     assert not np.array_equal(sizes[0], sizes[1])
+
+
+def test_a_seed_with_nothing_to_deal_leaves_the_others_to_run():
+    given = {"algo": "local", "partition": "file:nowhere.npz", "hparams": {}}
+    assert sweep._room([settings.resolve(given | {"seed": seed}) for seed in range(2)]) == sweep.ROOM
+
+
+def test_seeds_are_laid_out_as_the_first_was(tmp_path, monkeypatch):
+    """But for what the user says."""
+    started = []
+    monkeypatch.setattr(main, "run", lambda argv, _: started.append(settings.given(settings.parse(argv))) or 0)
+    monkeypatch.setattr(sweep, "_layout", lambda path: ["--width=3"])
+    for more in ([], ["--width=2"]):
+        assert sweep.run(["--algo=local,fedavg", "--seed=0,1", *more, f"--root={tmp_path}"]) == 0
+    assert [given.get("width") for given in started] == [None, "3", None, "3", *["2"] * 4]

@@ -11,6 +11,7 @@ from toy import assert_close
 
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.programs import at_home
 
 KEY = jax.random.key(3)
 ROUNDS = 8
@@ -98,6 +99,9 @@ def test_the_devices_say_no_more_to_each_other_than_in_one_round():
     program = program_of("ditto", 8, (0.5, 0.5))
     f = jax.device_put(toy.federation(), jax.NamedSharding(program.mesh, jax.P()))
     args = (KEY, program.numbers, f, jax.jit(program.init)(KEY, program.numbers), np.int32(0), np.bool_(False))
-    lowered = jax.jit(program.round).lower(*args), simulate._several(program).lower(*args, np.int32(3))
+    lowered = (
+        jax.jit(program.round).lower(*args),
+        simulate._several(program).func.lower(at_home(program), *args, np.int32(3)),
+    )
     one, several = (collectives(made.compile()) for made in lowered)
     assert one.keys() == several.keys() and all(len(one[kind]) == len(several[kind]) for kind in one)

@@ -1,5 +1,7 @@
 """From a data set and a partition on the host to the one big argument of a jitted round."""
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -7,23 +9,28 @@ from fedjax_pfl.data.partition import Partition, class_counts
 from fedjax_pfl.data.sources import Dataset
 from fedjax_pfl.types import Examples, Federation, Rows
 
+ROOM = (1, 0, 1)  # of a client in train, val and test, at least
 
-def federate(dataset: Dataset, partition: Partition) -> Federation:
+
+def federate(dataset: Dataset, partition: Partition, room: Sequence[int] = ROOM) -> Federation:
     """Puts the examples once on the device, and the clients' rows beside them.
 
     Args:
       dataset: n examples; uint8 images stay uint8.
       partition: rows of N clients; their order is kept, so any tail is a random holdout.
+      room: the least widths of `index` in train, val and test: partitions of which all have room share a compiled
+        program, and nothing else depends on it.
 
     Returns:
-      a Federation whose `train.index` and `test.index` are at least one wide; `val.index` may be [N, 0]. Widths are
-      rounded up by at most an eighth, so that most seeds of a partition have the same and share a compiled program.
+      a Federation whose `val.index` may be [N, 0]. Widths are rounded up by at most an eighth, so that most seeds of a
+      partition have the same.
     """
+    train, val, test = room
     return Federation(
         examples=Examples(jnp.asarray(dataset.x), jnp.asarray(dataset.y)),
-        train=_rows(partition.train, partition.train_sizes, 1),
-        val=_rows(partition.val, partition.val_sizes, 0),
-        test=_rows(partition.test, partition.test_sizes, 1),
+        train=_rows(partition.train, partition.train_sizes, train),
+        val=_rows(partition.val, partition.val_sizes, val),
+        test=_rows(partition.test, partition.test_sizes, test),
         class_counts=jnp.asarray(class_counts(partition, dataset)),
     )
 

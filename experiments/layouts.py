@@ -1,0 +1,80 @@
+"""How an experiment is laid out on this machine: the form of convolutions, devices, width, and whether it has room."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from experiments import build
+from experiments.build import Experiment
+from fedjax_pfl import clients, hosts, memory, simulate
+from fedjax_pfl.layout import choose_form, choose_width
+
+
+def choose(experiment: Experiment, width: str, count: str) -> tuple[Experiment, dict[str, Any]]:
+    """The experiment in the form of convolutions that is given, or chosen, and how clients are laid out here: `width`
+    and the number of devices as given, or chosen.
+
+    Raises:
+      BadInput: there are not so many devices, or not nearly the memory.
+    """
+    spread = devices(count, experiment)
+    if experiment.config["conv"] == "auto":
+        experiment = build.in_form(experiment, _auto_form(experiment, width, spread))
+    trying = (experiment.task, experiment.federation, *_part(experiment, spread))
+    chosen = hosts.on_first(choose_width, *trying) if width == "auto" else int(width)
+    return experiment, laid_out(experiment, chosen, spread)
+
+
+def laid_out(experiment: Experiment, width: int, spread: int) -> dict[str, Any]:
+    """What is recorded of a layout; warns or raises BadInput where it is predicted to take too much memory."""
+    machine = {"platform": jax.default_backend(), "kind": jax.devices()[0].device_kind, "count": spread}
+    takes = _needed(experiment, width, spread)._asdict()
+    return {"width": width, "conv": experiment.conv, "devices": machine, "memory": takes}
+
+
+def _needed(experiment: Experiment, width: int, spread: int) -> memory.Memory:
+    found, cohort, task = _memory(experiment, width, spread), simulate.cohort_size(experiment.task), experiment.task
+    ways = [f"less than --width={width}"] if min(width, -(-cohort // spread)) > 1 else []
+    if jax.default_backend() == "cpu":
+        ways += [f"less than --devices={spread}"] if spread > 1 else []
+    elif cohort < task.num_clients and experiment.config["client_memory"] == "device":
+        ways += ["--client_memory=host"]
+    memory.check(found, f"take {' or '.join(ways) if ways else 'fewer --clients, or a smaller --model'}")
+    return found
+
+
+def _memory(experiment: Experiment, width: int, spread: int) -> memory.Memory:
+    return memory.predict(experiment.program(width, spread), experiment.key, experiment.federation)
+
+
+def _auto_form(experiment: Experiment, width: str, spread: int) -> str:
+    """Tried as the width is, with no more clients at once than the given width."""
+    cohort, own, fits = _part(experiment, spread)
+    most = cohort if width == "auto" else min(cohort, int(width) * own)
+    model = functools.partial(build.model, experiment.config, experiment.dataset)
+    return hosts.on_first(choose_form, experiment.task, model, experiment.federation, most, own, fits)
+
+
+def _part(experiment: Experiment, spread: int) -> tuple[int, int, Callable[[int], bool]]:
+    """What process 0 tries with, for all: its part of the clients of a round and of the devices, and what fits."""
+    processes = jax.process_count()
+    cohort = -(-simulate.cohort_size(experiment.task) // processes)
+    return cohort, spread // processes, lambda width: _memory(experiment, width, spread).fits
+
+
+def devices(count: str, experiment: Experiment, recorded: int | None = None) -> int:
+    """How many devices to use: as given, or on a resume as recorded, or as many as have clients to train.
+
+    Of several processes each has equally many, so their number is rounded up.
+
+    Raises:
+      BadInput: there are not that many, or they cannot be shared by the processes.
+    """
+    if count not in ("auto", "all"):
+        clients.take(int(count))
+        return int(count)
+    most = min(jax.device_count(), simulate.cohort_size(experiment.task))
+    wanted = min(most, recorded) if recorded and count == "auto" else most
+    return -(-wanted // jax.process_count()) * jax.process_count()

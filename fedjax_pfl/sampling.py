@@ -1,0 +1,53 @@
+"""Who takes part in a round."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl.types import Array, Task
+
+FEW = 4  # a cohort of at most one in so many clients is drawn without sorting them all
+
+
+def cohort_size(task: Task) -> int:
+    """S, the largest number of clients of a round: max(1, floor(rho N))."""
+    return max(1, math.floor(task.participation[1] * task.num_clients + 1e-9))
+
+
+def sample(key: Array, task: Task) -> tuple[Array, Array]:
+    """Draws a round's clients: ids [S] distinct, active [S].
+
+    With participation (low, high) their number is uniform on {max(1, floor(low N)), ..., floor(high N)}.
+    """
+    n, most = task.num_clients, cohort_size(task)
+    least = max(1, math.floor(task.participation[0] * n + 1e-9))
+    key_ids, key_number = jax.random.split(key)
+    number = jax.random.randint(key_number, (), min(least, most), most + 1)
+    if FEW * most <= n:  # sorting all of many clients would take longer than a small cohort's training
+        return _distinct(key_ids, n, most), jnp.arange(most) < number
+    order = jax.random.permutation(key_ids, n).astype(jnp.int32)
+    if most == n:  # everybody has a place, so nothing needs gathering
+        return jnp.arange(n, dtype=jnp.int32), jnp.argsort(order) < number
+    return order[:most], jnp.arange(most) < number
+
+
+def _distinct(key: Array, n: int, count: int) -> Array:
+    """Draws `count` distinct numbers below n, in an order: [count] int32. Takes a time that does not depend on n.
+
+    Draws with replacement, and again for whoever repeats an earlier place, until nobody does. No number is treated
+    differently from another, so all ordered draws are equally likely.
+    """
+
+    def repeats(ids: Array) -> Array:
+        order = jnp.argsort(ids, stable=True)
+        again = jnp.diff(ids[order], prepend=-1) == 0
+        return jnp.zeros(count, bool).at[order].set(again, unique_indices=True)
+
+    def redraw(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        i, ids, again = carry
+        ids = jnp.where(again, jax.random.randint(jax.random.fold_in(key, i), (count,), 0, n), ids)
+        return i + 1, ids, repeats(ids)
+
+    start = jnp.int32(0), jnp.zeros(count, jnp.int32), jnp.ones(count, bool)
+    return jax.lax.while_loop(lambda carry: carry[2].any(), redraw, start)[1]
