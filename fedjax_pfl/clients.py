@@ -127,6 +127,7 @@ class Cohort:
       active: [S] bool: takes part; the others are padding or dropped out, and change nothing.
       sizes: [S] int32 training examples.
       class_counts: [S, C] int32.
+      total: [] int32 training examples of all N clients.
       round: [] int32.
       evaluated: [] bool: are test scores wanted now?
     """
@@ -147,9 +148,10 @@ class Cohort:
         self.ids, self.active, self.round, self.evaluated = ids, active, round, evaluated
         known = jnp.minimum(ids, federation.train.size.shape[0] - 1)
         self.sizes, self.class_counts = federation.train.size[known], federation.class_counts[known]
+        self.total = jnp.sum(federation.train.size)
         if mesh is not None:  # every device knows these, so that sums over them need no word between devices
-            here = (self.ids, self.active, self.sizes, self.class_counts)
-            self.ids, self.active, self.sizes, self.class_counts = sharded(here, mesh, P())
+            here = (self.ids, self.active, self.sizes, self.class_counts, self.total)
+            self.ids, self.active, self.sizes, self.class_counts, self.total = sharded(here, mesh, P())
         self._federation, self._prepare, self._key, self._mesh = federation, prepare, key, mesh
         block, rest = divmod(ids.shape[0], 1 if mesh is None else mesh.size)
         assert rest == 0, "every device gets equally many places: see `deal`"

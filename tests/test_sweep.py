@@ -52,11 +52,21 @@ def test_a_wrong_name_stops_a_sweep_before_anything_runs(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("dealt", ["pathological", "dirichlet"])
-@pytest.mark.parametrize("participation", ["1", "0.5"])
-def test_seeds_have_the_same_programs(dealt, participation):
+@pytest.mark.parametrize(
+    "algo, dealt, participation",
+    [
+        ("ditto", "pathological", "1"),
+        ("ditto", "pathological", "0.5"),
+        ("ditto", "dirichlet", "1"),
+        ("ditto", "dirichlet", "0.5"),
+        ("fedem", "dirichlet", "1"),  # these depend on the clients' sizes, too
+        ("fedfomo", "dirichlet", "1"),
+        ("mnfl", "dirichlet", "1"),
+    ],
+)
+def test_seeds_have_the_same_programs(algo, dealt, participation):
     """Text for text: what is compiled for one is found in the cache by the next, though their clients' sizes differ."""
-    given = {"algo": "ditto", "model": "linear", "participation": participation, "partition": dealt, "hparams": {}}
+    given = {"algo": algo, "model": "linear", "participation": participation, "partition": dealt, "hparams": {}}
     configs = [settings.resolve(given | {"seed": seed}) for seed in range(3)]
     programs, sizes = [], []
     for config in configs:

@@ -33,8 +33,7 @@ def responsibilities(pi: Array, loss: Array) -> Array:
 def e_step(task: Task, components: PyTree, pi: Array, data: Data) -> tuple[Array, Array]:
     """The responsibilities of a client's rows [length, M], and its new mixing weights [M], their mean."""
     shape = (data.index.shape[0], len(pi))
-    # of the sizes and not of the padding, and small enough that a short client is not padded many times over
-    batch_size = max(1, min(evaluate.BATCH, -(-int(task.sizes.max()) // 4)))
+    batch_size = evaluate.batch_size(task.sizes.max() / 4)  # small enough that a short client is not padded many times
 
     def summed(batch: Batch) -> tuple[Array, Array]:
         q = responsibilities(pi, losses_of_rows(task, components, batch))
@@ -102,7 +101,7 @@ def fedem(task: Task, *, components: int = 3, average: str = "round", refit: int
 
         mean, (mine, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, empty=state.server)
         if average == "all":
-            present = jnp.sum(jnp.where(cohort.active, cohort.sizes, 0)) / max(1, int(task.sizes.sum()))
+            present = jnp.sum(jnp.where(cohort.active, cohort.sizes, 0)) / jnp.maximum(1, cohort.total)
             mean = trees.lerp(present, mean, state.server)
         return State(mean, mine), {"loss": value, "post": post}
 

@@ -84,8 +84,7 @@ def fedfomo(
     check("epsilon_decay", epsilon_decay, 0, math.inf)
     loss, personal, n = losses.classification(task.model), personal_mask(task), task.num_clients
     received = min(received, n)
-    # of the sizes and not of the padding, and small enough that a usual holdout is not padded many times over
-    batch_size = max(1, min(evaluate.BATCH, -(-int(task.sizes.max()) // 5)))
+    batch_size = evaluate.batch_size(task.sizes.max() / 5)  # small enough that a usual holdout is not padded many times
 
     def validation_loss(data: Data, variables: PyTree) -> Array:
         def summed(batch: Batch) -> Array:

@@ -94,7 +94,6 @@ def mnfl(
     choose("transfer", transfer, ("replace", "step"))
     n, personal = task.num_clients, personal_mask(task)
     loss = losses.classification(task.model)
-    everything = max(int(task.sizes.sum()), 1)
 
     def init(key: Array) -> State:
         own, shared = trees.partition(task.model.init(key), personal)
@@ -126,7 +125,7 @@ def mnfl(
         compared = params(server["w"] if residual == "sent" else models)
 
         def coefficients(c: Client, w: PyTree) -> tuple[Array, Array]:
-            weight = lam * c.train.size / everything
+            weight = lam * c.train.size / jnp.maximum(1, cohort.total)
 
             def step(_, row: Array) -> Array:
                 return descend(row, weight * gradient(row, w, compared), here, coef_lr, rho, penalty)
