@@ -3,16 +3,20 @@
     python -m benchmarks.peers --pfllib=PATH [--markdown] [--clients=20] [--images=60000] [--repeats=3]
 
 PATH is a checkout of github.com/TsingZ0/PFLlib, of which its FedAvg server with its FedAvgCNN is run as it stands; it
-needs PyTorch and what else it imports. Nothing is written there. The setting is PFLlib's: SGD, one local epoch, batch
-10, everybody in each round, Dirichlet 0.1 (see `benchmarks.recipes`); random images of CIFAR-10's shape are written in
-its format to a temporary folder, from which its clients read theirs in every round. Both drop a client's last batch if
-it is short, so that the steps are the same. First we run, then PFLlib, then we again, in processes of their own with
-every core.
+needs PyTorch, h5py and what else it imports. Nothing is written there. The setting is PFLlib's: SGD, one local epoch,
+batch 10, everybody in each round, Dirichlet 0.1 (see `benchmarks.recipes`); random images of CIFAR-10's shape are
+written in its format to a temporary folder, from which its clients read theirs in every round. Both drop a client's
+last batch if it is short, so that the steps are the same. First we run, then PFLlib, then we again, in processes of
+their own with every core.
 
-`round s` is the median without the first, evaluation apart; PFLlib's is what its server counts. PFLlib's evaluation has
-the training examples in it. The rates are of rounds, the memory is the device's where it is told, on a CPU that of the
-process, and `speed` is relative to PFLlib's steps/s. What is called here was read in PFLlib's source and tried with a
-stand-in of the same interface only (see the tests); on an accelerator nothing of it was tried.
+`round s` is the median without the first, evaluation apart; PFLlib's is what its server counts, of which the line below
+the table has the part that its clients count as training, without reading their files. PFLlib's evaluation has the
+training examples in it. The rates are of rounds, the memory is the device's where it is told, on a CPU that of the
+process, and `speed` is relative to PFLlib's steps/s. Beside other work PFLlib, whose threads wait for each other at
+every operation, is slowed down more than we are.
+
+Known are the versions whose options are one object and whose files are named ID.npz: those with --privacy (they import
+opacus, too), those after, and those with --few_shot. On an accelerator nothing of this was tried.
 """
 
 import contextlib
@@ -22,6 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -52,6 +57,14 @@ class Case(NamedTuple):
     device: str = "cpu"  # or cuda
 
 
+class Side(NamedTuple):
+    """What one side cost."""
+
+    cost: Cost
+    parameters: int  # of its network
+    training: float | None = None  # seconds of a round, the mean, by the clients' own count, where they have one
+
+
 class Unknown(AttributeError):
     """An option of PFLlib that `options` does not have."""
 
@@ -61,6 +74,21 @@ class Options(SimpleNamespace):
 
     def __getattr__(self, name: str) -> Any:
         raise Unknown(f"it asks for an option {name!r} that is not known here")
+
+
+@contextlib.contextmanager
+def told() -> Iterator[None]:
+    """Says in one sentence what a checkout lacks that is of another version, or what it imports in vain.
+
+    Raises:
+      BadInput: PFLlib cannot be run.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise BadInput(f"The checkout of PFLlib cannot be run here: {error}.") from error
+    except (AttributeError, TypeError, FileNotFoundError) as error:
+        raise BadInput(f"The checkout of PFLlib is of another version than those known here: {error}.") from error
 
 
 def write(folder: Path, recipe: Recipe) -> None:
@@ -78,24 +106,22 @@ def write(folder: Path, recipe: Recipe) -> None:
     (folder / "system").mkdir()
 
 
-def measure(case: Case) -> tuple[Cost, int]:
-    """Times one side in this process, which should be a fresh one; returns its network's number of parameters, too.
+def measure(case: Case) -> Side:
+    """Times one side in this process, which should be a fresh one.
 
     Raises:
       BadInput: PFLlib cannot be run.
     """
     if case.checkout is not None:
-        try:
+        with told():
             return pfllib(case)
-        except (ImportError, Unknown) as error:
-            raise BadInput(f"The checkout of PFLlib cannot be run here: {error}.") from error
     recipe = case.recipe
     net = models.model(recipe.model, recipe.shape, recipe.classes)
     count = models.num_parameters(jax.eval_shape(net.init, jax.random.key(0)))
-    return recipes.measure(recipe, repeats=case.repeats, drop_last=True), count
+    return Side(recipes.measure(recipe, repeats=case.repeats, drop_last=True), count)
 
 
-def pfllib(case: Case) -> tuple[Cost, int]:
+def pfllib(case: Case) -> Side:
     """Times PFLlib's server, whose working directory is the temporary folder."""
     import torch
 
@@ -117,15 +143,16 @@ def pfllib(case: Case) -> tuple[Cost, int]:
         server.evaluate()
         evaluation = time.perf_counter() - begin
     times = server.Budget[1:]  # the first has an evaluation in it
+    training = sum(x.train_time_cost["total_cost"] / x.train_time_cost["num_rounds"] for x in server.clients)
     steps = sum(client.train_samples // recipe.batch for client in server.clients)
     peak = report.process_peak() if on_cpu else torch.cuda.max_memory_allocated()
     layout = f"{torch.get_num_threads()} threads" if on_cpu else case.device
     cost = Cost(layout, start, 0, statistics.median(times), evaluation, steps, steps * recipe.batch, peak)
-    return cost, sum(x.numel() for x in net.parameters())
+    return Side(cost, sum(x.numel() for x in net.parameters()), training)
 
 
 def options(case: Case, net: Any) -> Options:
-    """The options that FedAvg's server and clients read, in any version of PFLlib since its files are .npz."""
+    """The options that FedAvg's server and clients read in the versions that are known."""
     recipe, rounds = case.recipe, case.repeats
     given = {"dataset": DATASET, "model": net, "device": case.device, "algorithm": "FedAvg", "goal": "time"}
     given |= {"num_classes": recipe.classes, "num_clients": recipe.clients, "batch_size": recipe.batch}
@@ -155,8 +182,8 @@ def check(path: str | None) -> str:
     return path
 
 
-def compare(recipe: Recipe, repeats: int, checkout: str) -> list[tuple[Cost, int]]:
-    """Cost and number of parameters: ours, PFLlib's and ours again."""
+def compare(recipe: Recipe, repeats: int, checkout: str) -> list[Side]:
+    """Ours, PFLlib's and ours again."""
     device = "cpu" if jax.default_backend() == "cpu" else "cuda"
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), recipe)
@@ -183,10 +210,12 @@ def main(argv) -> None:
     recipe, peak = recipe._replace(clients=clients, cohort=clients, images=images), report.matmul_peak()
     print(report.machine("torch"))
     print(f"matmul peak {peak:.0f} GFLOP/s; medians of {FLAGS.repeats}; {clients} clients, {images} images\n")
-    costs, counts = zip(*compare(recipe, FLAGS.repeats, checkout), strict=True)
-    print(report.table(rows(list(costs), recipe, peak)))
-    same = "the same" if counts[0] == counts[1] else "NOT the same: the rates cannot be compared"
-    print(f"\nparameters: {counts[0]:,} and PFLlib's {counts[1]:,}, {same}")
+    sides = compare(recipe, FLAGS.repeats, checkout)
+    print(report.table(rows([side.cost for side in sides], recipe, peak)))
+    ours, theirs, _ = sides
+    same = "the same" if ours.parameters == theirs.parameters else "NOT the same: the rates cannot be compared"
+    print(f"\nparameters: {ours.parameters:,} and PFLlib's {theirs.parameters:,}, {same}")
+    print(f"training, by the count of PFLlib's clients: {theirs.training:.3g} s of its round")
     print(f"matmul peak at the end {report.matmul_peak():.0f} GFLOP/s")
 
 

@@ -1,5 +1,6 @@
 """What the benchmarks compare with is the same work, and what they say of it is true."""
 
+import importlib
 import sys
 import types
 
@@ -23,6 +24,7 @@ import torch
 class Client:
     def __init__(self, args, id):
         self.args, self.id = args, id
+        self.train_time_cost = {"num_rounds": 0, "total_cost": 0.0}
         self.train_samples = len(self.read()[1])
 
     def read(self):
@@ -43,6 +45,8 @@ class FedAvg:
             if t % self.args.eval_gap == 0:
                 self.evaluate()
             for client in self.clients:
+                client.train_time_cost["num_rounds"] += 1
+                client.train_time_cost["total_cost"] += 0.25
                 for x, y in zip(*(part.split(self.args.batch_size) for part in client.read())):
                     if len(y) == self.args.batch_size:
                         loss = torch.nn.functional.cross_entropy(self.args.model(x), y)
@@ -123,14 +127,14 @@ def test_pfllib_is_given_the_same_work(tmp_path):
     (tmp_path / "run").mkdir()
     peers.write(tmp_path / "run", SMALL)
     case = peers.Case(SMALL, 1, peers.check(str(tmp_path / "PFLlib")), str(tmp_path / "run"))
-    ((cost, count),) = report.fresh(peers.measure, [case])
+    ((cost, count, training),) = report.fresh(peers.measure, [case])
     data, owned = recipes.dealt(SMALL)
     net = model(SMALL.model, SMALL.shape, SMALL.classes)
     ours = task(data, federate(data, owned).class_counts, net, lr=0.1, batch_size=SMALL.batch, drop_last=True)
     assert (cost.steps, cost.samples) == recipes.epoch(ours)
     assert cost.samples < recipes.epoch(ours._replace(drop_last=False))[1] == sum(owned.train_sizes)
     assert count == num_parameters(jax.eval_shape(net.init, jax.random.key(0)))
-    assert min(cost.start, cost.round, cost.evaluation, cost.peak) > 0
+    assert min(cost.start, cost.round, cost.evaluation, cost.peak) > 0 and training == 0.25 * SMALL.clients
     assert before == sorted(x for x in tmp_path.rglob("*") if tmp_path / "run" not in (x, *x.parents))
 
 
@@ -138,8 +142,27 @@ def test_what_cannot_be_compared_with_is_one_sentence(tmp_path):
     for path, said in ((None, "give --pfllib=PATH"), (str(tmp_path), "no checkout of PFLlib")):
         with pytest.raises(BadInput, match=said):
             peers.check(path)
-    with pytest.raises(peers.Unknown, match="'warmup'"):
-        _ = peers.options(peers.Case(SMALL, 1), None).warmup
+    options = peers.options(peers.Case(SMALL, 1), None)
+    for lacking, said in (
+        (lambda: options.warmup, "another version than those known here: .*an option 'warmup'"),
+        (lambda: object().Budget, "another version.*Budget"),
+        (lambda: (lambda device, dataset: 0)(options, 0, 1), "another version.*positional arguments"),
+        ((tmp_path / "train0_.npz").read_bytes, "another version.*train0_.npz"),
+        (lambda: importlib.import_module("a_module_of_pfllib"), "cannot be run here: No module named"),
+    ):
+        with pytest.raises(BadInput, match=said), peers.told():
+            lacking()
+
+
+def held(megabytes):
+    return np.ones(megabytes * 2**20, np.uint8).any() and report.process_peak() / 2**20
+
+
+def test_the_peak_of_a_process_is_its_own():
+    """Not that of the one that started it."""
+    held(1500)
+    small, large = report.fresh(held, [1, 500])
+    assert small < 1000 and large > small + 400
 
 
 def test_memory_is_predicted_of_what_is_compiled():
