@@ -5,10 +5,12 @@
 20 clients with 100 images of CIFAR-10's shape, half of them in a round, the CNN, batch 10, one device. `XLA` is the
 larger of a round and an evaluation: arguments, outputs and temporaries, less what overwrites its arguments; on a CPU
 with the rows that are kept in main memory. Both have the data in them. On an accelerator every row is a process of its
-own, runs a round and an evaluation, and `device` is what the device held at most. `compile s` is of both programs.
-Speed is for `benchmarks.throughput` and `benchmarks.cost`.
+own, and `device` is what the device held at most while it ran. `compile s` is of both programs. The rates are of a
+round without evaluation, counted as in `benchmarks.cost`, medians of 3.
 """
 
+import itertools
+import statistics
 import time
 from typing import NamedTuple
 
@@ -16,7 +18,7 @@ import jax
 from absl import flags
 
 from benchmarks import report
-from benchmarks.throughput import CLIENTS, batch_size, build
+from benchmarks.throughput import CLIENTS, batch_size, build, in_form
 from fedjax_pfl import memory, offload, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.programs import Program
@@ -25,7 +27,7 @@ from fedjax_pfl.types import Array, Federation
 FLAGS = flags.FLAGS
 METHODS = ("fedavg", "ditto", "fedcp", "pfedc", "fedamp", "fedem")
 KEEPING = ("ditto", "fedcp")  # a model or a head for every client, which may lie on the host
-PARTICIPATION = 0.5
+PARTICIPATION, ROUNDS = 0.5, 3
 
 
 class Case(NamedTuple):
@@ -38,11 +40,15 @@ class Case(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Bytes, and seconds."""
+    """Bytes, and seconds; steps and examples of a round, operations of a step."""
 
     predicted: int
     compiled: int
     compile: float
+    round: float
+    steps: float
+    samples: float
+    flops: float
     device: int | None
 
 
@@ -56,37 +62,40 @@ def measure(case: Case) -> Cost:
     predicted = memory.predict(program, key, federation).peak
     begin = time.perf_counter()
     compiled = account(program, key, federation)
-    took = time.perf_counter() - begin
-    if jax.default_backend() != "cpu":
-        for _ in simulate.rounds(program, key, federation, rounds=1):
-            pass
-    return Cost(predicted, compiled, took, report.device_peak())
+    took, ends = time.perf_counter() - begin, []
+    for _ in simulate.rounds(program, key, federation, rounds=1 + ROUNDS, eval_every=0):
+        ends.append(time.perf_counter())
+    seconds = statistics.median(b - a for a, b in itertools.pairwise(ends[: 1 + ROUNDS]))  # then it is evaluated
+    steps, samples = (PARTICIPATION * x for x in report.planned(task))
+    flops = report.flops(case.method, task, federation, in_form(case.model, "matmul"))
+    return Cost(predicted, compiled, took, seconds, steps, samples, flops, report.device_peak())
 
 
 def account(program: Program, key: Array, federation: Federation) -> int:
     """XLA's, in bytes, of what a run on one device runs."""
-    jobs = [traced.lower().compile().memory_analysis() for traced, *_ in memory._jobs(program, key, federation)]
-    sizes = [
-        m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes - m.alias_size_in_bytes for m in jobs
-    ]
+    sizes = (report.account(traced.lower().compile()) for traced, *_ in memory._jobs(program, key, federation))
     return max(sizes) + (memory._kept(program, key) if jax.default_backend() == "cpu" else 0)
 
 
 def main(argv) -> None:
     del argv
     model = "mlp" if FLAGS.quick else "cnn"
+    peak = report.matmul_peak()
     print(report.machine())
-    print(f"{model}, {CLIENTS} clients, half of them in a round, batch {batch_size(model)}, one device\n")
+    print(f"{model}, {CLIENTS} clients, half of them in a round, batch {batch_size(model)}, one device")
+    print(f"matmul peak {peak:.0f} GFLOP/s; medians of {ROUNDS}\n")
     cases = [Case(method, width, model=model) for method in METHODS for width in (1, 4)]
     cases += [Case(method, 1, "host", model) for method in KEEPING]
-    names = ("method", "width", "state on", "predicted MiB", "XLA MiB", "predicted / XLA", "device MiB", "compile s")
-    rows: list[tuple] = [names]
+    sizes = ("predicted MiB", "XLA MiB", "predicted / XLA", "device MiB")
+    rows: list[tuple] = [("method", "width", "state on", *report.RATES, *sizes, "compile s")]
     costs = map(measure, cases) if jax.default_backend() == "cpu" else report.fresh(measure, cases)
     for case, cost in zip(cases, costs, strict=True):
-        sizes = (cost.predicted / 2**20, cost.compiled / 2**20, cost.predicted / cost.compiled)
+        rates = report.rates(cost.steps, cost.samples, cost.round, cost.flops, peak)
         device = None if cost.device is None else cost.device / 2**20
-        rows.append((case.method, str(case.width), case.client_memory, *sizes, device, cost.compile))
+        found = (cost.predicted / 2**20, cost.compiled / 2**20, cost.predicted / cost.compiled, device)
+        rows.append((case.method, str(case.width), case.client_memory, *rates, *found, cost.compile))
     print(report.table(rows))
+    print(f"\nmatmul peak at the end {report.matmul_peak():.0f} GFLOP/s")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ from fedjax_pfl.data.federate import federate
 from fedjax_pfl.data.partition import Partition, partition
 from fedjax_pfl.data.sources import Dataset, prepare_images
 from fedjax_pfl.layout import choose_width
-from fedjax_pfl.types import Task
 
 
 class Recipe(NamedTuple):
@@ -144,17 +143,9 @@ def measure(recipe: Recipe, conv: str = "auto", repeats: int = 3, **options) -> 
     first, each = seconds(jax.jit(program.round), key, numbers, f, state, t, wanted, repeats=repeats)
     first_scores, scores = seconds(jax.jit(program.evaluate), key, numbers, f, state, t, repeats=repeats)
     compiling = first - each + first_scores - scores
-    steps, samples = epoch(task)
+    steps, samples = report.planned(task)
     peak = report.device_peak() or report.process_peak()
     return Cost(f"{devices} x {width}", start, compiling, each, scores, steps * share, samples * share, peak)
-
-
-def epoch(task: Task) -> tuple[int, int]:
-    """Steps and examples of one epoch of every client."""
-    whole = task.sizes // task.batch_size
-    if task.drop_last:
-        return int(whole.sum()), int(whole.sum() * task.batch_size)
-    return int(np.ceil(task.sizes / task.batch_size).sum()), int(task.sizes.sum())
 
 
 def row(name: str, recipe: Recipe, cost: Cost, peak: float) -> tuple:

@@ -16,8 +16,11 @@ import jax
 from absl import app, flags
 
 from experiments.versions import versions
+from fedjax_pfl import local, simulate, work
+from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.checks import BadInput
 from fedjax_pfl.layout import split_cpu
+from fedjax_pfl.types import Federation, Model, Task
 
 FLAGS = flags.FLAGS
 flags.DEFINE_bool("markdown", False, "print the tables as Markdown")
@@ -96,6 +99,29 @@ def rates(steps: float, samples: float, seconds: float, flops: float, peak: floa
     """
     gflops = steps * flops / seconds / 1e9
     return steps / seconds, samples / seconds, gflops, gflops / peak
+
+
+def planned(task: Task) -> tuple[int, int]:
+    """Steps and examples of a round of every client."""
+    steps, examples = local.planned(task, task.sizes)
+    return int(steps.sum()), int(examples.sum())
+
+
+def flops(method: str, task: Task, federation: Federation, plain: Model) -> float:
+    """Floating-point operations of a method's own for each planned step.
+
+    Args:
+      plain: the task's model, its convolutions in the form "matmul" (see `work.flops_of_step`).
+    """
+    task = task._replace(model=plain)
+    return work.flops_of_step(simulate.program(ALGORITHMS[method], task), task, federation)
+
+
+def account(compiled: jax.stages.Compiled) -> int:
+    """XLA's, in bytes on each device: arguments, outputs and temporaries, less what overwrites its arguments."""
+    m: Any = compiled.memory_analysis()
+    taken = m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes
+    return taken - m.alias_size_in_bytes
 
 
 def device_peak() -> int | None:

@@ -20,7 +20,7 @@ from absl import flags
 
 from benchmarks import report
 from benchmarks.report import matmul_peak, table
-from benchmarks.throughput import BATCH, CLASSES, SHAPES, dataset, real_steps
+from benchmarks.throughput import BATCH, CLASSES, SHAPES, dataset
 from fedjax_pfl import memory, models, offload, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.data import federate, rows
@@ -87,8 +87,8 @@ def measure(case: Case) -> Cost:
             ends.append(time.perf_counter())
     first, *times = np.diff(ends)
     peak = report.device_peak() or report.process_peak()
-    work = 2 * part * real_steps(task), 2 * part * float(task.sizes.sum())  # Ditto trains two models
-    return Cost(ready - begin, built - ready, float(first), statistics.median(times), *work, peak, predicted)
+    steps, samples = (2 * part * x for x in report.planned(task))  # Ditto trains two models
+    return Cost(ready - begin, built - ready, float(first), statistics.median(times), steps, samples, peak, predicted)
 
 
 def measured(cases: list[Case], peak: float) -> list[tuple]:

@@ -136,10 +136,6 @@ def median_seconds(run: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def real_steps(task: Task) -> int:
-    return int(task.steps * len(task.sizes) if task.steps is not None else np.ceil(task.sizes / task.batch_size).sum())
-
-
 def fedavg(task: Task, f: Federation, width: int, devices: int = 1) -> Timing:
     """One FedAvg round, without evaluation, of the whole federation."""
     program = simulate.program(ALGORITHMS["fedavg"], task, width=width, devices=devices)
@@ -151,12 +147,10 @@ def fedavg(task: Task, f: Federation, width: int, devices: int = 1) -> Timing:
     begin = time.perf_counter()
     compiled = jax.jit(program.round).lower(*args).compile()
     took = time.perf_counter() - begin
-    memory = compiled.memory_analysis()
-    data = sum(x.nbytes for x in jax.tree.leaves(f))
-    total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes - data
+    taken = report.account(compiled) - sum(x.nbytes for x in jax.tree.leaves(f))
     jax.block_until_ready(compiled(*args))
     seconds = median_seconds(lambda: compiled(*args))
-    return Timing(real_steps(task) / seconds, took, total / 2**20)
+    return Timing(report.planned(task)[0] / seconds, took, taken / 2**20)
 
 
 def serial(model: str, f: Federation, steps: int) -> float:
@@ -238,36 +232,37 @@ def torch_rates(model: str, steps: int) -> dict[str, float]:
     return rates
 
 
-def uneven() -> list[tuple]:
+def rates(task: Task, rate: float, peak: float) -> tuple[float, ...]:
+    """The columns RATES of the CNN, at so many steps a second."""
+    steps, samples = report.planned(task)
+    return report.rates(steps, samples, steps / rate, models.flops("cnn", SHAPES["cnn"], CLASSES, BATCH), peak)
+
+
+def uneven(peak: float) -> list[tuple]:
     """Time of a real step on uneven clients (Dirichlet 0.1) against even ones, alternating."""
-    rows = [("clients", "sizes", "real steps", "steps/s", "time a step / even")]
-    rates: dict[str, list[float]] = {"iid": [], "dirichlet": []}
-    tasks = {split: build("cnn", split=split) for split in rates}
+    rows = [("clients", "sizes", "real steps", *RATES, "compile s", "MiB", "time a step / even")]
+    found: dict[str, list[Timing]] = {"iid": [], "dirichlet": []}
+    tasks = {split: build("cnn", split=split) for split in found}
     for _ in range(1 if FLAGS.quick else 3):
         for split, (task, f) in tasks.items():
             width = choose_width(task, f, CLIENTS, jax.device_count())
-            rates[split].append(fedavg(task, f, width, jax.device_count()).steps_per_second)
-    even = statistics.median(rates["iid"])
+            found[split].append(fedavg(task, f, width, jax.device_count()))
+    median = {split: statistics.median(timing.steps_per_second for timing in found[split]) for split in found}
     for split, (task, _) in tasks.items():
-        rate = statistics.median(rates[split])
-        sizes = f"{task.sizes.min()}-{task.sizes.max()}"
-        rows.append((f"{CLIENTS} {split}", sizes, str(real_steps(task)), rate, even / rate))
+        rate, sizes = median[split], f"{task.sizes.min()}-{task.sizes.max()}"
+        last = (*found[split][0][1:], median["iid"] / rate)
+        rows.append((f"{CLIENTS} {split}", sizes, str(report.planned(task)[0]), *rates(task, rate, peak), *last))
     return rows
 
 
-def memory() -> list[tuple]:
-    """XLA's memory of a FedAvg round against the number of clients at the same width."""
-    rows = [("clients", "width", "MiB, data apart", "relative")]
-    sizes = {}
+def memory(peak: float) -> list[tuple]:
+    """XLA's memory of a FedAvg round of one step against the number of clients at the same width."""
+    rows = [("clients", "width", *RATES, "compile s", "MiB", "relative")]
     for clients in (20, 200):
         task, f = build("cnn", clients=clients, steps=1, each=20)
-        program = simulate.program(ALGORITHMS["fedavg"], task, width=4)
-        key = jax.random.key(0)
-        args = (key, program.numbers, f, program.init(key, program.numbers), jnp.int32(0), jnp.bool(False))
-        m = jax.jit(program.round).lower(*args).compile().memory_analysis()
-        data = sum(x.nbytes for x in jax.tree.leaves(f))
-        sizes[clients] = (m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes - data) / 2**20
-        rows.append((str(clients), "4", sizes[clients], sizes[clients] / sizes[20]))
+        timing = fedavg(task, f, 4)
+        relative = timing.megabytes / rows[1][-2] if len(rows) > 1 else 1.0
+        rows.append((str(clients), "4", *rates(task, timing.steps_per_second, peak), *timing[1:], relative))
     return rows
 
 
@@ -289,8 +284,8 @@ def main(argv) -> None:
         rows += layouts(model, peak)
     print(table(rows) + "\n")
     if "cnn" in FLAGS.models:
-        print(table(uneven()) + "\n")
-        print(table(memory()))
+        print(table(uneven(peak)) + "\n")
+        print(table(memory(peak)))
     print(f"\nmatmul peak at the end {matmul_peak():.0f} GFLOP/s")
 
 

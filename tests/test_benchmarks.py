@@ -11,7 +11,7 @@ import pytest
 from benchmarks import memory, peers, pytorch, recipes, report, scaling, throughput
 from fedjax_pfl.checks import BadInput
 from fedjax_pfl.data.federate import federate
-from fedjax_pfl.models import model, num_parameters
+from fedjax_pfl.models import flops, model, num_parameters
 from fedjax_pfl.simulate import task
 
 SMALL = recipes.RECIPES["pfllib_20"]._replace(clients=3, cohort=3, images=90)
@@ -131,8 +131,8 @@ def test_pfllib_is_given_the_same_work(tmp_path):
     data, owned = recipes.dealt(SMALL)
     net = model(SMALL.model, SMALL.shape, SMALL.classes)
     ours = task(data, federate(data, owned).class_counts, net, lr=0.1, batch_size=SMALL.batch, drop_last=True)
-    assert (cost.steps, cost.samples) == recipes.epoch(ours)
-    assert cost.samples < recipes.epoch(ours._replace(drop_last=False))[1] == sum(owned.train_sizes)
+    assert (cost.steps, cost.samples) == report.planned(ours)
+    assert cost.samples < report.planned(ours._replace(drop_last=False))[1] == sum(owned.train_sizes)
     assert count == num_parameters(jax.eval_shape(net.init, jax.random.key(0)))
     assert min(cost.start, cost.round, cost.evaluation, cost.peak) > 0 and training == 0.25 * SMALL.clients
     assert before == sorted(x for x in tmp_path.rglob("*") if tmp_path / "run" not in (x, *x.parents))
@@ -168,7 +168,9 @@ def test_the_peak_of_a_process_is_its_own():
 def test_memory_is_predicted_of_what_is_compiled():
     cost = memory.measure(memory.Case("ditto", client_memory="host", model="mlp"))
     assert 1 / 1.5 < cost.predicted / cost.compiled < 1.5
-    assert cost.compile > 0 and cost.device is None
+    assert min(cost.compile, cost.round) > 0 and cost.device is None
+    assert (cost.steps, cost.samples) == (100, 993)  # half of 20 clients with 99 or 100 examples
+    assert cost.flops == 2 * flops("mlp", (8, 8, 1), 10, 10)  # of two models
 
 
 def test_the_work_of_a_round_is_counted():
