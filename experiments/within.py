@@ -4,8 +4,9 @@
 
 pFedC's `task_acc` tells the model which group of classes an example is of. This asks the same of any run's model, so
 that methods, and runs of pFedC with other tasks, are compared on one question: for each client the accuracy within each
-group of which it holds a class, the group given; in %, means over clients. `trivial` is what the client's majority
-class of each group scores; `acc_groups` is over the classes of the client's groups, the group not given.
+group of which it holds a class, the group given; in %, means over clients, and of the personal model where a method
+scores two. `trivial` is what the client's majority class of each group scores; `acc_groups` is over the classes of the
+client's groups, the group not given.
 """
 
 import functools
@@ -19,7 +20,7 @@ from experiments import runs
 from fedjax_pfl import simulate, tasks
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.checks import BadInput
-from fedjax_pfl.types import Algorithm
+from fedjax_pfl.types import Algorithm, Array, Client, Scores
 
 COLUMNS = {"within": "task_acc", "trivial": "task_acc_trivial", "acc_groups": "acc_groups", "acc": "acc"}
 
@@ -37,9 +38,12 @@ def scores(workdir: Path, name: str) -> dict[str, np.ndarray]:
         raise BadInput(f"--tasks={name} has a task of a single class, which has nothing to choose within it.")
     factory = ALGORITHMS[config["algo"]]
 
+    def score(z: Array, y: Array, mask: Array, c: Client) -> Scores:
+        return tasks.scores(branches, z[..., 0] if z.ndim == 3 else z, y, mask, c)  # of two models (`sharing.beside`)
+
     @functools.wraps(factory)
     def scored(*args, **hparams) -> Algorithm:
-        return factory(*args, **hparams)._replace(score=functools.partial(tasks.scores, branches))
+        return factory(*args, **hparams)._replace(score=score)
 
     program = simulate.program(scored, task, config["hparams"], lr_decay=config["lr_decay"])
     arguments = (run.experiment.key, program.numbers, run.experiment.federation, run.state, np.int32(run.round))

@@ -17,9 +17,10 @@ TINY = [
 ]
 
 
-@pytest.mark.parametrize("algo", ["pfedc", "ditto"])
+@pytest.mark.parametrize("algo", ["pfedc", "ditto", "fedrod"])
 def test_a_run_is_asked_for_the_class_within_the_group(algo, tmp_path):
-    """Of pFedC with these tasks it is its own score; of Ditto the argmax within the group, counted by hand."""
+    """Of pFedC with these tasks it is its own score; of the others the argmax within the group, counted by hand,
+    of FedRoD's two models the personal one's."""
     more = ["--hparam=tasks=consecutive:2"] if algo == "pfedc" else []
     assert main.run([*TINY, *more, f"--algo={algo}", f"--workdir={tmp_path}"]) == 0
     run = runs.load(tmp_path)
@@ -31,6 +32,7 @@ def test_a_run_is_asked_for_the_class_within_the_group(algo, tmp_path):
     for i in range(4):
         rows = e.partition.test[i, : e.partition.test_sizes[i]]
         y, z = e.dataset.y[rows], np.asarray(run.predictor(i)(e.dataset.x[rows]))
+        z = z[..., 0] if algo == "fedrod" else z
         hit = [5 * (y[k] // 5) + np.argmax(z[k, 5 * (y[k] // 5) :][:5]) == y[k] for k in range(len(y))]
         held = np.unique(e.dataset.y[e.partition.train[i, : e.partition.train_sizes[i]]] // 5)
         means = [np.mean(np.array(hit)[y // 5 == t]) for t in held if (y // 5 == t).any()]
