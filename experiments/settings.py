@@ -207,16 +207,7 @@ def resumed(recorded: dict[str, Any], user: dict[str, Any]) -> dict[str, Any]:
     algo = user.get("algo", recorded["algo"])
     hparams = typed_all(factory, user["hparams"]) if algo == recorded["algo"] else {}
     wanted = {name: value for name, value in user.items() if name != "hparams"}
-    differing = [
-        f"{name} (recorded {recorded.get(name)}, now {value})"
-        for name, value in wanted.items()
-        if not SETTINGS[name].free and name != "rounds" and not same(name, recorded.get(name), value)
-    ] + [
-        f"hparam {name} (recorded {recorded['hparams'].get(name)}, now {value})"
-        for name, value in hparams.items()
-        if recorded["hparams"].get(name) != value
-    ]
-    if differing:
+    if differing := _differing(recorded, wanted, hparams):
         raise BadInput(f"A resume continues the recorded run, but these settings differ: {', '.join(differing)}.")
     if wanted.get("rounds", recorded["rounds"]) < recorded["rounds"]:
         raise BadInput(f"rounds={wanted['rounds']} is less than the recorded {recorded['rounds']}: it may only grow.")
@@ -224,6 +215,30 @@ def resumed(recorded: dict[str, Any], user: dict[str, Any]) -> dict[str, Any]:
     config = recorded | free
     check_ranges(config)
     return config
+
+
+def check_same(recorded: dict[str, Any], config: dict[str, Any], path: Any) -> None:
+    """Raises BadInput if the run recorded at `path` is not one of the effective settings `config`; it may have other
+    rounds, and whatever a resume may change."""
+    wanted = {name: value for name, value in config.items() if name in SETTINGS}
+    if wanted["clients"] is None:  # a partition file says it
+        del wanted["clients"]
+    if differing := _differing(recorded, wanted, config["hparams"]):
+        raise BadInput(f"{path} holds a run of other settings: {', '.join(differing)}.")
+
+
+def _differing(recorded: dict[str, Any], wanted: dict[str, Any], hparams: dict[str, Any]) -> list[str]:
+    """The settings that are not the recorded ones and must be, each with both values."""
+    found = [
+        f"{name} (recorded {recorded.get(name)}, now {value})"
+        for name, value in wanted.items()
+        if not SETTINGS[name].free and name != "rounds" and not same(name, recorded.get(name), value)
+    ]
+    return found + [
+        f"hparam {name} (recorded {recorded['hparams'].get(name)}, now {value})"
+        for name, value in hparams.items()
+        if recorded["hparams"].get(name) != value
+    ]
 
 
 def same(name: str, a: Any, b: Any) -> bool:

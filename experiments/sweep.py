@@ -5,12 +5,14 @@
 `--algo` and `--seed` are lists; every other flag is passed on to `experiments.main`. Each run has a directory
 ROOT/ALGO-seedK (`--root`, by default runs/PRESET-SETTINGS with the settings that were changed). Seeds of a method share
 what was compiled. The same command again goes on where it stopped: finished runs are skipped, interrupted ones resumed.
-A run that fails does not stop the others; the exit code is the first failure's.
+A run that fails does not stop the others; the exit code is the first failure's. ROOT must not hold runs of other
+settings.
 """
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -52,17 +54,17 @@ def run(argv: list[str]) -> int:
     named = [user.get("preset") or user.get("dataset", "digits"), *settings.changes(user)]
     root = Path(own["root"] or f"runs/{settings.file_name(named)}")
     jobs = [(algo, seed) for algo in own["algo"].split(",") for seed in own["seed"].split(",")]
-    configs = [settings.resolve(user | settings.given(settings.parse(_flags(*job)))) for job in jobs]  # all, before any
+    configs = [settings.resolve(settings.given(settings.parse([*rest, *_flags(*job)]))) for job in jobs]  # before any
+    paths = [root / f"{algo}-seed{seed}" for algo, seed in jobs]
+    found = [hosts.on_first(_found, path, config) for path, config in zip(paths, configs, strict=True)]
     room: dict[str, Sequence[int]] = {}
     laid: dict[str, list[str]] = {}
     failed, finished = 0, []
-    for (algo, seed), config in zip(jobs, configs, strict=True):
-        if algo not in room:
-            jax.clear_caches()  # a method shares nothing with the one before
-            room[algo] = _room([c for c in configs if c["algo"] == algo])
-        path = root / f"{algo}-seed{seed}"
-        complete, begun = hosts.on_first(_found, path, config["rounds"])
+    for (algo, seed), path, (complete, begun) in zip(jobs, paths, found, strict=True):
         if not complete:
+            if algo not in room:
+                jax.clear_caches()  # a method shares nothing with the one before
+                room[algo] = _room([c for c in configs if c["algo"] == algo])
             more = ["--resume"] if begun else laid.get(algo, [])
             code = main.run([*more, *rest, *_flags(algo, seed), f"--workdir={path}"], room[algo])
             failed = failed or code
@@ -91,8 +93,12 @@ def _layout(path: Path) -> list[str]:
     return [f"--width={runs.read_layout(path)['width']}"] if runs.is_run(path) else []
 
 
-def _found(path: Path, rounds: int) -> tuple[bool, bool]:
-    return is_complete(path, rounds), runs.is_run(path)
+def _found(path: Path, config: dict[str, Any]) -> tuple[bool, bool]:
+    """Is the run complete, and is it begun? Raises BadInput if it is one of other settings."""
+    begun = runs.is_run(path)
+    if begun:
+        settings.check_same(runs.read_config(path), config, path)
+    return is_complete(path, config["rounds"]), begun
 
 
 def _flags(algo: str, seed: str) -> list[str]:
