@@ -227,7 +227,9 @@ def _parts(algorithm: Callable[..., Algorithm], task: Task, width: int, mesh: An
         key, numbers, federation, here, ids, active = free(key, numbers, federation, here, ids, active)
         method, present = algorithm(numbers, t), cohort(key, federation, ids, active, t, evaluated)
         new, metrics = method.round(jax.random.fold_in(_round_key(key, t), SERVER), here, present)
-        return new, metrics | {"traffic": method.traffic(here, present, metrics), "ids": ids, "active": active}
+        finite = trees.finite(new.clients, len(ids)) & trees.finite(jax.tree.map(lambda x: x[None], new.server), 1)
+        metrics |= {"traffic": method.traffic(here, present, metrics), "finite": finite}
+        return new, metrics | {"ids": ids, "active": active}
 
     def score(key, numbers, federation, here: State, ids, t) -> dict[str, Array]:
         key, numbers, federation, here, ids = free(key, numbers, federation, here, ids)

@@ -37,7 +37,7 @@ SECONDS = 0.1  # and about how long those take, since nothing is heard of them m
 
 
 class Diverged(RuntimeError):
-    """A client's loss is not finite any more."""
+    """A client's loss or state is not finite any more, or the server's."""
 
 
 def task(
@@ -114,7 +114,8 @@ def rounds(
     once, since starting one can take as long as itself.
 
     Raises:
-      Diverged: when an active client's loss is not finite, after yielding nothing of that round.
+      Diverged: when an active client's loss or state is not finite, or the server's, after yielding nothing of that
+        round.
     """
     init, scores, step = compiled(program)
     numbers = {name: jnp.asarray(value, float) for name, value in program.numbers.items()}
@@ -188,12 +189,14 @@ def _without_padding(metrics: PyTree, num_clients: int) -> PyTree:
 
 
 def _check_finite(t: int, metrics: PyTree) -> None:
-    bad = metrics["active"] & ~np.isfinite(metrics["loss"])
-    if bad.any():
-        ids = ", ".join(map(str, metrics["ids"][bad][:20]))
-        raise Diverged(
-            f"The loss of client {ids} is not finite in round {t}: lower --lr, or clip gradients with --clip."
-        )
+    # the loss may be of another model than the one that is kept, as Ditto's is
+    found = {"loss": ~np.isfinite(metrics["loss"]), "state (or the server's)": ~metrics["finite"]}
+    for what, bad in found.items():
+        if (bad := bad & metrics["active"]).any():
+            ids = ", ".join(map(str, metrics["ids"][bad][:20]))
+            raise Diverged(
+                f"The {what} of client {ids} is not finite in round {t}: lower --lr, or clip gradients with --clip."
+            )
 
 
 def record(result: Result, test_sizes: np.ndarray) -> dict[str, Any]:
@@ -214,7 +217,7 @@ def record(result: Result, test_sizes: np.ndarray) -> dict[str, Any]:
         sent = {name: x for name, x in m["traffic"]._asdict().items() if x is not None}
         row |= {f"traffic/{name}": int(np.asarray(x, np.int64).sum()) for name, x in sent.items()}
         row |= _statistics("post", {k: np.where(active, v, np.nan) for k, v in m["post"].items()}, test_sizes[ids])
-        known = ("loss", "post", "traffic", "ids", "active")
+        known = ("loss", "post", "traffic", "ids", "active", "finite")
         row |= {name: float(np.mean(x[active]) if np.ndim(x) else x) for name, x in m.items() if name not in known}
     return row | _statistics("pre", result.pre or {}, test_sizes)
 

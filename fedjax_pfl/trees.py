@@ -3,6 +3,7 @@
 A tree with holes has None where a leaf was left out; None is an empty pytree, so such trees pass through jax.tree.map.
 """
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -100,6 +101,13 @@ def parts(tree: dict, chosen: tuple[str, ...]) -> PyTree:
 def size(tree: PyTree) -> int:
     """Number of scalars."""
     return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
+
+
+def finite(tree: PyTree, count: int) -> Array:
+    """In which of the `count` rows [count, ...] of its leaves is every number finite? [count]"""
+    floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+    rows = (jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim))) for x in floats)
+    return functools.reduce(jnp.logical_and, rows, jnp.ones(count, bool))
 
 
 def cast(tree: PyTree, like: PyTree) -> PyTree:

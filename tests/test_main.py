@@ -387,11 +387,14 @@ def test_a_schedule_over_rounds_cannot_grow(monkeypatch):
             build.check_growth(experiment, 4)
 
 
-def test_a_diverging_run_keeps_what_it_wrote(tmp_path, capsys):
+@pytest.mark.parametrize("flags, what", [("fedavg --lr=1e38", "loss"), ("ditto --hparam=lam=1e30", "state")])
+def test_a_diverging_run_keeps_what_it_wrote(flags, what, tmp_path, capsys):
+    """Ditto's loss is that of the global model, and its clients predict with another one."""
     path = tmp_path / "run"
-    assert main.run(["--algo=fedavg", *TINY, "--rounds=3", "--lr=1e38", f"--workdir={path}"]) == main.DIVERGED
+    assert main.run([*f"--algo={flags}".split(), *TINY, "--rounds=3", f"--workdir={path}"]) == main.DIVERGED
     said = capsys.readouterr().err
-    assert "is not finite in round" in said and f"kept in {path}" in said and "Traceback" not in said
+    assert re.match(rf"The {what} .*of client .* is not finite in round", said)
+    assert f"kept in {path}" in said and "Traceback" not in said
     summary = json.loads((path / "summary.json").read_text())
     assert summary["status"] == "diverged"
     rounds = f"rounds {summary['rounds']} of 40"  # of the preset, not of the 3 that were asked for
