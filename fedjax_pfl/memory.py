@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from fedjax_pfl import liveness
 from fedjax_pfl.checks import BadInput
 from fedjax_pfl.clients import AXIS
-from fedjax_pfl.programs import Program, at_home
+from fedjax_pfl.programs import Program
 from fedjax_pfl.types import Array, Federation, PyTree, State
 
 _CGROUPS = ("memory.max", "memory/memory.limit_in_bytes")  # of the second version and of the first
@@ -61,9 +61,10 @@ def _jobs(program: Program, key: Array, federation: Federation) -> Iterator[tupl
         drawn = jax.eval_shape(program.parts.draw, key, t)
         rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*drawn[0].shape, *x.shape[1:]), x.dtype), state.clients)
         state = State(state.server, rows)
+    homes = program.homes
     if program.mesh is not None:
         everywhere, apart = (NamedSharding(program.mesh, spec) for spec in (P(), P(AXIS)))
-        key, numbers, federation = _placed((key, numbers, federation), everywhere)
+        homes, key, numbers, federation = _placed((homes, key, numbers, federation), everywhere)
         state = State(_placed(state.server, everywhere), _placed(state.clients, apart))
     given = (key, numbers, federation, state)
     before, during = (*given, *drawn[:1], t), (*given, *drawn, t, wanted)
@@ -71,7 +72,7 @@ def _jobs(program: Program, key: Array, federation: Federation) -> Iterator[tupl
         yield jax.jit(program.parts.score).trace(*before), before, False
         yield jax.jit(program.parts.train, donate_argnums=3).trace(*during), during, True
         return
-    homes, place = at_home(program), lambda given: ((homes, given[0]), *given[1:])
+    place = lambda given: ((homes, given[0]), *given[1:])
     yield jax.jit(program.functions.evaluate).trace(homes, *before), place(before), False
     yield jax.jit(program.functions.round, donate_argnums=4).trace(homes, *during), place(during), True
 
