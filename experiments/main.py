@@ -46,6 +46,9 @@ def run(argv: list[str], room: Sequence[int] = ROOM) -> int:
     except BadInput as error:
         _errors().print(str(error))
         return BAD_INPUT
+    except hosts.Unreachable as error:
+        _errors(quiet=False).print(str(error))
+        return LOST
     except KeyboardInterrupt:
         _errors().print("Interrupted before the first round: nothing to resume.")
         return INTERRUPTED

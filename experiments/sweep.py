@@ -110,3 +110,6 @@ if __name__ == "__main__":
         main.leave(run(sys.argv[1:]))
     except BadInput as error:
         sys.exit(str(error))
+    except hosts.Unreachable as error:
+        print(error, file=sys.stderr)
+        main.leave(main.LOST)

@@ -26,6 +26,10 @@ SHUTDOWN = 60  # seconds that a process which ends waits for the others to end
 T = TypeVar("T")
 
 
+class Unreachable(RuntimeError):
+    """The processes have met at the coordinator, but their devices cannot speak to each other."""
+
+
 def connect(coordinator: str | None, num_processes: int | None = None, process_id: int | None = None) -> None:
     """Joins the processes of a run, before JAX looks for its devices; does nothing without a coordinator, or if done.
 
@@ -37,6 +41,7 @@ def connect(coordinator: str | None, num_processes: int | None = None, process_i
 
     Raises:
       BadInput: these do not fit each other, nothing was found, or process 0 cannot listen there.
+      Unreachable: the coordinator was found, but not the other processes; this one should end at once.
     """
     if coordinator is None:
         if (num_processes, process_id) != (None, None):
@@ -53,7 +58,14 @@ def connect(coordinator: str | None, num_processes: int | None = None, process_i
     except (RuntimeError, ValueError) as error:
         why = _not_numbers() or str(error).rstrip(".")
         raise BadInput(f"--coordinator={coordinator} does not work here ({why}): --help says what to give.") from error
-    largest(0)  # as `_meet`
+    try:
+        largest(0)  # as `_meet`
+    except jax.errors.JaxRuntimeError as error:
+        raise Unreachable(
+            f"The processes have met, but {socket.gethostname()} and another host cannot reach each other "
+            f"({str(error).splitlines()[0]}): each host's own name must stand for an address that the others reach, "
+            "and often /etc/hosts says that it is 127.0.0.1 or 127.0.1.1."
+        ) from error
 
 
 def _not_numbers() -> str | None:

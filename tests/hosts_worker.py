@@ -41,7 +41,7 @@ if __name__ == "__main__":
     small = [*ONE, "--clients=4"]
     commands = {
         "resumed": ["--resume", "--workdir=half", "--devices=all"],  # a directory that process 0 alone has
-        "pfedc": ["--algo=pfedc", *ONE, "--rounds=3", "--workdir=pfedc"],
+        "pfedc": ["--algo=pfedc", *ONE, "--rounds=3", "--width=auto", "--workdir=pfedc"],  # process 0 tries it
         "lacking": ["--algo=fedavg", *small, "--dataset=npz:data.npz"],  # so is this file
         "other": ["--algo=fedavg", *small, "--dataset=npz:both.npz"],  # which differs
         "odd": ["--algo=fedavg", *ONE, "--devices=3"],

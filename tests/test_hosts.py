@@ -126,6 +126,75 @@ def test_a_program_from_python_with_a_step_on_the_host(pair):
         assert_close(leaves, [np.asarray(x) for x in expected], 1e-5)
 
 
+@pytest.fixture
+def network(tmp_path):
+    """Two hosts with a network between them, as far as Linux's namespaces are that: the words that start a command on
+    each. Given the wrong names, each takes its own for 127.0.0.1, as many systems do."""
+    tools = ("ip", "unshare", "mount", "hostname")
+    if os.name != "posix" or os.geteuid() or not all(map(shutil.which, tools)):
+        pytest.skip(f"network namespaces need root and {', '.join(tools)}")
+    names = [f"fedjax{os.getpid()}{side}" for side in "ab"]
+    (tmp_path / "wrong").write_text("127.0.0.1 localhost\n" + "".join(f"127.0.0.1 {name}\n" for name in names))
+    link = f"ip link add {names[0]} type veth peer name {names[1]}"
+    setup = [f"ip netns add {name}" for name in names] + [link]
+    for i, name in enumerate(names):
+        (tmp_path / name).write_text(f"127.0.0.1 localhost\n10.77.0.{i + 1} {name}\n")
+        inside = f"ip -n {name}"
+        setup += [f"ip link set {name} netns {name}", f"{inside} addr add 10.77.0.{i + 1}/24 dev {name}"]
+        setup += [f"{inside} link set {name} up", f"{inside} link set lo up"]
+
+    def inside(i: int, right: bool) -> list[str]:
+        enter = (
+            f'mount --bind {tmp_path / (names[i] if right else "wrong")} /etc/hosts && hostname {names[i]} && exec "$@"'
+        )
+        return ["ip", "netns", "exec", names[i], "unshare", "--uts", "--mount", "sh", "-c", enter, "sh"]
+
+    try:
+        for command in setup:
+            done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
+            if done.returncode:
+                pytest.skip(f"no network namespaces here: {command}: {done.stderr.strip()}")
+        yield inside
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+def on_two_hosts(inside, right: bool, folder: Path, *flags: str) -> list[tuple[int, str]]:
+    """The exit code and the errors of a command on each host, with a disk of its own."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "experiments.main", *flags, "--workdir=run", "--coordinator=10.77.0.1:12345"]
+    both = []
+    for i in range(2):
+        (folder / f"host{i}").mkdir()
+        given = [*inside(i, right), *command, "--num_processes=2", f"--process_id={i}"]
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        both.append(subprocess.Popen(given, cwd=folder / f"host{i}", env=env, **pipes))
+    try:
+        return [(process.wait(), errors) for process in both for _, errors in [process.communicate(timeout=300)]]
+    finally:
+        for process in both:
+            process.kill()
+
+
+def test_two_hosts_that_share_a_network_only(network, tmp_path):
+    flags = ["--algo=ditto", *ONE, "--rounds=3"]
+    for code, errors in on_two_hosts(network, True, tmp_path, *flags):
+        assert code == 0, errors
+    assert not list((tmp_path / "host1").iterdir())
+    assert_same_run(tmp_path / "host0" / "run", alone(tmp_path / "alone", *flags))
+
+
+@pytest.mark.slow  # they try for a minute
+def test_hosts_that_take_their_own_names_for_the_loopback_are_told_so(network, tmp_path):
+    """By whoever gives up first; if that is process 0, JAX ends the other."""
+    ended = on_two_hosts(network, False, tmp_path, "--algo=ditto", *ONE)
+    assert all(code for code, _ in ended)
+    assert any(code == main.LOST and "each host's own name must stand for an" in errors for code, errors in ended), (
+        ended
+    )
+
+
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
