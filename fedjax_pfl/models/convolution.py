@@ -206,15 +206,13 @@ def _winograd_conv(x: Array, kernel: Array, pads: tuple[tuple[int, int], ...], p
         for (before, _), count, length in zip(pads, (rows, columns), x.shape[1:3], strict=True)
     ]
     x = _padded(x, ends).reshape(-1, rows + 1, tile, columns + 1, tile, channels)
-    x = _product(window, jnp.stack(_windows(x, 1, tile + side - 1)))
-    x = _combine(window, _windows(x, 3, tile + side - 1))  # [m, m, B, rows, columns, C]
-    kernel = _product(weights, kernel)
-    kernel = _combine(weights, jnp.unstack(kernel, axis=1))
-    flat = (x.reshape(len(weights) ** 2, -1, channels), kernel.reshape(len(weights) ** 2, channels, out))
-    y = lax.dot_general(*flat, (((2,), (1,)), ((0,), (0,))), precision=precision)
-    y = _product(back, y.reshape(*x.shape[:-1], out))
-    y = _combine(back, jnp.unstack(y, axis=1), axis=3)
-    y = jnp.moveaxis(y, 0, 4)  # [B, rows, tile, columns, tile, O]
+    x = _product(window, jnp.stack(_windows(x, 3, tile + side - 1)))
+    x = _combine(window, _windows(x, 2, tile + side - 1))  # [m, m, B, rows, columns, C]
+    # both axes at once: fewer passes over large arrays are worth the more multiplications
+    kernel = _product(np.kron(weights, weights), kernel.reshape(side**2, channels, out))
+    y = lax.dot_general(x.reshape(len(kernel), -1, channels), kernel, (((2,), (1,)), ((0,), (0,))), precision=precision)
+    y = _product(np.kron(back, back), y).reshape(tile, tile, -1, rows, columns, out)
+    y = y.transpose(2, 3, 0, 4, 1, 5)  # [B, rows, tile, columns, tile, O]
     return y.reshape(-1, rows * tile, columns * tile, out)[:, :high, :wide]
 
 
@@ -264,10 +262,10 @@ def _winograd(tile: int, side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     return np.array(window), np.array(back).T, np.array(weights)
 
 
-def _combine(matrix: np.ndarray, parts: Sequence[Array], axis: int = 0) -> Array:
-    """The rows of a matrix [n, k], each the weights of a sum of k parts; n sums, stacked along `axis`."""
+def _combine(matrix: np.ndarray, parts: Sequence[Array]) -> Array:
+    """The rows of a matrix [n, k], each the weights of a sum of k parts; n sums, stacked."""
     rows = [[float(c) * part for c, part in zip(row, parts, strict=True) if c] for row in matrix]
-    return jnp.stack([functools.reduce(operator.add, row) for row in rows], axis)
+    return jnp.stack([functools.reduce(operator.add, row) for row in rows])
 
 
 def _product(matrix: np.ndarray, parts: Array) -> Array:
