@@ -217,6 +217,27 @@ def test_masked_batch_norm_gradient_ignores_padding_even_nan():
     assert not gradient[5:].any()
 
 
+def test_batch_norm_is_the_textbooks_to_the_second_derivative():
+    """Gradient, and the gradient's derivative, of x and of the scale and bias."""
+    target, axes = normal(0, 5, 4, 4, 3), (0, 1, 2)
+    at, along = [(1 + normal(i, 3), normal(i + 1, 3), 3 + normal(i + 2, 5, 4, 4, 3)) for i in (1, 4)]
+
+    def ours(scale, bias, x):
+        norm = layers.BatchNorm(3, rngs=nnx.Rngs(0))
+        norm.scale[...], norm.bias[...] = scale, bias
+        return norm(x, None, True)
+
+    def textbooks(scale, bias, x):
+        mean, var = x.mean(axes, keepdims=True), x.var(axes, keepdims=True)
+        return (x - mean) / jnp.sqrt(var + 1e-5) * scale.reshape(1, 1, 1, 3) + bias.reshape(1, 1, 1, 3)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def slopes(norm):
+        return jax.jvp(jax.grad(lambda *args: jnp.sum(jnp.tanh(norm(*args)) * target), (0, 1, 2)), at, along)
+
+    close(slopes(ours), slopes(textbooks), 1e-4)
+
+
 def test_batch_norm_without_a_valid_row_changes_nothing():
     y, mean, var = jax.device_get(_normed(np.zeros((4, 2, 2, 3), np.float32), np.zeros(4, bool)))
     assert np.isfinite(y).all() and (mean == 0).all() and (var == 1).all()
