@@ -17,11 +17,16 @@ KEY, N, KIB = jax.random.key(0), 256, 1024  # an array [N] of floats is one KiB
 X, A = jnp.zeros(N), jnp.zeros((N, N))
 
 
-def beside(function, *args, donated=False):
+def beside(function, *args, donated=False, eager=False):
     """KiB that a function takes beside its arguments."""
     jaxpr = jax.make_jaxpr(function)(*args).jaxpr
     on = [donated] * len(jaxpr.invars)
-    return (liveness.peak(jaxpr, on, [False] * len(on)) - sum(x.nbytes for x in args)) / KIB
+    return (liveness.peak(jaxpr, on, [False] * len(on), eager=eager) - sum(x.nbytes for x in args)) / KIB
+
+
+def wide(x):
+    """Two arrays [16, N] on the way to one [N]."""
+    return (jnp.sin(jnp.outer(jnp.ones(16), x)) @ A).sum(0)
 
 
 def loop(x, limit):
@@ -44,6 +49,31 @@ def loop(x, limit):
 )
 def test_what_is_an_array_and_for_how_long(function, args, donated, kib):
     assert beside(function, *args, donated=donated) == pytest.approx(kib, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("function", "ordered", "eager"),
+    [
+        (lambda x: (x @ A) @ A @ A + x @ A, 2, 3),  # the last product needs the argument alone: it is made first
+        (lambda x: jax.lax.scan(lambda c, _: (c @ A,) * 2, wide(x), None, 8)[1], 32, 40),  # its zeros are there before
+        (lambda x: jax.lax.scan(lambda c, _: (c @ A,) * 2, x, None, 1)[1], 1, 1),  # a single turn is no loop
+    ],
+)
+def test_on_a_cpu_what_can_run_does(function, ordered, eager):
+    assert beside(function, X) == pytest.approx(ordered, abs=0.1)
+    assert beside(function, X, eager=True) == pytest.approx(eager, abs=0.1)
+
+
+def test_a_loop_copies_what_may_be_overwritten_before_it_is_read():
+    """Nothing says that x @ A is read before x is halved; that it is, where the next x needs it."""
+    loop = lambda step: lambda x: jax.lax.while_loop(lambda c: c[0] < 3, step, (0, x, x))[1:]
+
+    def step(c, needs=0):
+        y = c[1] @ A
+        return c[0] + 1, c[1] / 2 + (y if needs else 1), y
+
+    bound = functools.partial(step, needs=1)
+    assert beside(loop(step), X) - beside(loop(bound), X) == pytest.approx(1, abs=0.1)
 
 
 def test_a_loop_over_clients_keeps_what_those_who_are_done_have():
@@ -77,12 +107,21 @@ def account(program) -> int:
 
 @pytest.mark.parametrize(
     ("method", "width", "devices", "participation"),
-    [("fedavg", 1, 1, 1.0), ("fedavg", 4, 1, 1.0), ("ditto", 4, 1, 0.6), ("ditto", 1, 2, 1.0), ("pfedc", 4, 1, 0.6)],
+    [
+        ("fedavg", 1, 1, 1.0),
+        ("fedavg", 4, 1, 1.0),
+        ("ditto", 4, 1, 0.6),
+        ("ditto", 1, 2, 1.0),
+        ("pfedc", 4, 1, 0.6),
+        ("fedcp", 1, 1, 1.0),
+        ("fedamp", 1, 1, 0.6),
+        ("fedamp", 1, 2, 1.0),
+    ],
 )
 def test_the_prediction_is_xlas_account_within_a_factor(method, width, devices, participation):
     program = program_of(method, width, devices, participation)
     found = memory.predict(program, KEY, toy.federation())
-    assert 1 / 1.5 < found.peak / devices / account(program) < 1.5
+    assert 0.8 < found.peak / devices / account(program) < 1.5
     assert found.free is not None and found.total is not None and 0 < found.free < found.total
 
 
