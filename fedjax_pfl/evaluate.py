@@ -24,13 +24,15 @@ def batch_size(rows: float) -> int:
 def classification(outputs: Array, y: Array, mask: Array, client: Client) -> Scores:
     """The scores of logits [B, C]: `acc`, argmax over all classes, and `acc_present`, over the client's own.
 
-    A class is present if the client holds a training example of it; the rows where `mask` is False do not count.
+    A class is present if the client holds a training example of it; the rows where `mask` is False do not count, and
+    one with NaN among its logits is wrong.
     """
     count = jnp.sum(mask)
     present = jnp.where((client.class_counts > 0)[None], outputs, -jnp.inf)
 
     def hits(z: Array) -> Array:
-        return jnp.sum((jnp.argmax(z, axis=-1) == y) & mask)
+        known = ~jnp.any(jnp.isnan(z), axis=-1)  # argmax would name the first NaN
+        return jnp.sum((jnp.argmax(z, axis=-1) == y) & known & mask)
 
     return {"acc": (hits(outputs), count), "acc_present": (hits(present), count)}
 

@@ -6,6 +6,8 @@ import pytest
 import toy
 from toy import C, N
 
+from fedjax_pfl import evaluate
+
 LR, EPOCHS, ROUNDS = 0.3, 3, 3
 TASK = toy.task("linear", lr=LR, batch_size=32, epochs=EPOCHS)
 
@@ -103,3 +105,15 @@ def test_accuracy_is_counted_by_hand():
         assert np.isclose(got["acc"][i], np.mean(z.argmax(1) == y))
         z[:, np.asarray(f.class_counts[i]) == 0] = -np.inf
         assert np.isclose(got["acc_present"][i], np.mean(z.argmax(1) == y))
+
+
+def test_a_prediction_that_is_no_number_is_wrong():
+    """As of a model that diverged while it was fine-tuned: its logits are NaN, and argmax would call that class 0."""
+    z = np.array([[np.nan, np.nan, np.nan], [1, 0, 0], [0, 1, np.nan]], np.float32)
+    counts = jax.numpy.array([1, 1, 0])
+    client = type("Client", (), {"class_counts": counts})()
+    found = evaluate.classification(jax.numpy.asarray(z), np.array([0, 0, 1]), np.ones(3, bool), client)
+    assert {name: (int(hits), int(rows)) for name, (hits, rows) in found.items()} == {
+        "acc": (1, 3),
+        "acc_present": (2, 3),  # the NaN of a class that the client does not hold is not looked at
+    }
