@@ -101,7 +101,8 @@ def program(
     """Makes an experiment of a method and a task.
 
     Over several devices the rows of State.clients lie dealt out by work, N rounded up to a multiple of the devices:
-    `by_id` gives them in the clients' order. Round metrics come in the order of their "ids", padding included.
+    `by_id` gives them in the clients' order. Round metrics come in the order of their "ids", padding included; "finite"
+    [S] is False for whom the state, or the server's, is not finite any more.
     The devices may be those of several processes, which call the same functions with the same arguments: `hosts.fetch`
     brings results to every host, as `simulate.rounds` does by itself.
 
