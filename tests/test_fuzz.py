@@ -1,0 +1,159 @@
+"""Random experiments: whatever the layout, the padding, where the clients' state lies and an interruption, the results
+are those of one client after another on one device, straight through."""
+
+import itertools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toy
+from toy import SHAPE, C, assert_same, rows
+
+from fedjax_pfl import checkpoint, offload, simulate
+from fedjax_pfl.types import Examples, Federation, Rows, Task
+
+ROUNDS = 3
+OPTIMIZERS = {
+    "sgd": optax.sgd,
+    "momentum": lambda lr: optax.sgd(lr, momentum=0.9),
+    "decay": lambda lr: optax.chain(optax.add_decayed_weights(0.01), optax.sgd(lr)),
+    "adam": lambda lr: optax.adam(lr, eps=0.01),  # a larger one: steps do not jump with a gradient's last bits
+}
+HPARAMS: dict[str, dict[str, tuple]] = {  # other ways through a method
+    "scaffold": {"option": (1, 2), "weights": ("uniform", "data")},
+    "per_fedavg": {"variant": ("fo", "hf", "exact")},
+    "fedrep": {"head_epochs": (0, 2)},
+    "fedma": {"matching": ("distance", "bbp"), "weights": ("classes", "uniform"), "retrain_epochs": (0, 1)},
+    "apfl": {"mix": ("params", "outputs")},
+    "fedamp": {"attention": ("amp", "heur"), "prox": ("squared", "norm")},
+    "fedphp": {"regularizer": ("mmd", "kd")},
+    "fedala": {"blended": ("none", "head", "all"), "percent": (30.0, 80.0)},
+    "fedfomo": {"received": (1, 2, 5), "epsilon": (0.0, 0.5)},
+    "pfedhn": {"mode": ("sequential", "batched"), "inner_steps": (None, 3)},
+    "mocha": {"solver": ("sdca", "sgd"), "relate_every": (1, 2)},
+    "mnfl": {"residual": ("sent", "fresh"), "transfer": ("replace", "step")},
+    "fedem": {"average": ("round", "all"), "refit": (0, 1)},
+    "fedcp": {"policy": ("softmax", "gumbel"), "norm": ("layer", "batch"), "without": ("none", "cs_ss", "cpn_gh")},
+    "pfedc": {
+        "tasks": ("class", "map:0,1,0,1"),
+        "head": ("group_softmax", "group_reject"),
+        "download": ("bank", "stale"),
+    },
+    "privacy_pfedc": {"head_weighting": ("uniform", "data"), "encrypt_phi": (False, True)},
+}
+
+
+class Case(NamedTuple):
+    """One experiment, and two other layouts for it, before and after an interruption."""
+
+    task: Task
+    hparams: dict[str, Any]
+    plain: Federation
+    padded: Federation  # with more places, that point to examples which are NaN
+    layouts: tuple[dict[str, Any], ...]  # width, devices, host
+    stop: int
+    eval_every: int
+
+
+def draw(method: str, seed: int) -> Case:
+    rng = np.random.default_rng([seed, *method.encode()])
+    one_of = lambda *values: values[rng.integers(len(values))]
+    n = int(rng.integers(2, 14))
+    net = one_of("mlp", "norm") if method not in ("mocha", "fedma", "pfedma", "fedbn") else toy.net_of(method)
+    apart = net == "norm"  # batch norm of two or three rows magnifies a last bit a thousand times
+    sizes = rng.choice([0, 1, 5, 8, 13] if apart else [0, 1, 1, 2, 3, 5, 8, 13], n), *rng.integers(0, 5, (2, n))
+    sizes[0][rng.integers(n)], sizes[1][:] = 9, sizes[1] * one_of(0, 1)  # somebody has examples
+    own = [rng.choice(C, rng.integers(1, C + 1), replace=False) for _ in range(n)]
+    low, high = np.sort(rng.integers(1, n + 1, 2)) / n
+    plain, padded = (federation(sizes, own, *more, seed) for more in ((0, 0.0), (int(rng.integers(1, 9)), np.nan)))
+    given = {
+        "sizes": sizes[0],
+        "class_counts": np.asarray(plain.class_counts),
+        "lr": 0.05,
+        "optimizer": OPTIMIZERS[one_of(*OPTIMIZERS)],
+        "batch_size": 16 if apart else one_of(1, 2, 4, 16),
+        "drop_last": not apart and one_of(True, False, False),
+        "participation": one_of((1.0, 1.0), (low, high), (high, high), ((n - 1) / n, (n - 1) / n)),
+        "bn_stats": one_of("aggregate", "local", "batch"),
+    } | one_of({"epochs": 2}, {"epochs": None, "steps": 3})
+    hparams = {name: one_of(*values) for name, values in HPARAMS.get(method, {}).items()}
+    layout = lambda: {
+        "width": int(rng.integers(1, n + 2)),
+        "devices": one_of(1, 2, 3, 5, 8),
+        "host": one_of(True, False),
+    }
+    layouts = layout(), layout()
+    return Case(toy.task(net, **given), hparams, plain, padded, layouts, one_of(1, 2), one_of(0, 1, 2))
+
+
+def federation(sizes: tuple, own: list, pad: int, nobodys: float, seed: int) -> Federation:
+    """Clients with these numbers of training, validation and test examples [N] of their own classes."""
+    rng, total = np.random.default_rng(seed), sum(sizes)
+    y = np.append(np.concatenate([np.resize(classes, count) for classes, count in zip(own, total, strict=True)]), 0)
+    x = rng.normal(size=(C, *SHAPE))[y] * 2 + rng.normal(size=(len(y), *SHAPE))
+    x[-1] = nobodys
+    ends, splits = np.cumsum(total), []
+    for i, count in enumerate(sizes):
+        first = ends - sum(sizes[i:])
+        place = np.arange(max(count.max() + pad, i != 1) if i != 1 or count.any() else 0)[None]
+        index = np.where(place < count[:, None], first[:, None] + place, len(y) - 1)
+        splits.append(Rows(jnp.asarray(index, jnp.int32), jnp.asarray(count, jnp.int32)))
+    held = [
+        np.bincount(y[end - all_ :][:count], minlength=C)
+        for end, all_, count in zip(ends, total, sizes[0], strict=True)
+    ]
+    examples = Examples(jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.int32))
+    return Federation(examples, *splits, jnp.asarray(np.stack(held), jnp.int32))
+
+
+def program(method: str, case: Case, width: int = 1, devices: int = 1, host: bool = False) -> simulate.Program:
+    made = simulate.program(toy.METHODS[method], case.task, case.hparams, width=width, devices=devices)
+    sampled = simulate.cohort_size(case.task) < case.task.num_clients
+    return offload.offloaded(made, case.task) if host and sampled else made
+
+
+def run(p: simulate.Program, f: Federation, key, rounds: int = ROUNDS, **options) -> list[simulate.Result]:
+    """Each round's result, with a state that stays what it was."""
+    keep = lambda state: jax.tree.map(np.array, jax.device_get(p.by_id(state)))
+    return [r._replace(state=keep(r.state)) for r in simulate.rounds(p, key, f, rounds=rounds, **options)]
+
+
+def interrupted(method: str, case: Case, key, path) -> list[simulate.Result]:
+    """The same run in the first layout, then from its checkpoint in the second."""
+    before, after = (program(method, case, **layout) for layout in case.layouts)
+    options = {"eval_every": case.eval_every}
+    results = run(before, case.padded, key, case.stop, **options)
+    checkpoint.save(path, case.stop, results[-1].state)
+    start, state = checkpoint.restore(path, jax.eval_shape(before.parts.init, key, before.numbers))
+    return results[:-1] + run(after, case.padded, key, start=start, state=after.place(state), **options)
+
+
+def assert_close(a: Any, b: Any) -> None:
+    toy.assert_close(a, b, 1e-4)
+
+
+def assert_absent_clients_stay(results: list[simulate.Result]) -> None:
+    for before, after in itertools.pairwise(results[:-1]):
+        absent = np.setdiff1d(np.arange(len(after.pre["acc"])), after.metrics["ids"][after.metrics["active"]])
+        assert_same(rows(before.state.clients, absent), rows(after.state.clients, absent))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("method", toy.METHODS)
+def test_the_results_are_those_of_the_plain_run(method, seed, tmp_path):
+    case, key = draw(method, seed), jax.random.key(seed)
+    plain = run(program(method, case), case.plain, key)
+    for mine, theirs in zip(interrupted(method, case, key, tmp_path), plain, strict=True):
+        assert_close(mine.state, theirs.state)
+        if mine.pre is not None:
+            assert_close(mine.pre, theirs.pre)
+        if theirs.metrics is not None:
+            assert_same(mine.metrics["ids"], theirs.metrics["ids"])
+            of = lambda r, known=mine.pre: {k: x for k, x in r.metrics.items() if k != "post" or known is not None}
+            active = theirs.metrics["active"]  # of the others they mean nothing
+            assert_close(rows(of(mine), active), rows(of(theirs), active))
+    assert_absent_clients_stay(plain)
