@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fedjax_pfl.clients import AXIS
+from fedjax_pfl.jaxprs import parameters
 
 _BODIES = ("while", "scan", "cond", "shard_map")
 _READERS = ("dot_general", "conv_general_dilated", "sort", "pure_callback", "eigh")  # read whole arrays, make new ones
@@ -154,7 +155,7 @@ class Flat:
                 outs = self._inline(getattr(called, "jaxpr", called), given)
             else:
                 outs = [self._new(v, on) for v, on in zip(eqn.outvars, self._where(eqn, given), strict=True)]
-                self.ops.append(Op(name, eqn.params, given, outs))
+                self.ops.append(Op(name, parameters(eqn), given, outs))
             at |= dict(zip(eqn.outvars, outs, strict=True))
         return [number(v) for v in jaxpr.outvars]
 

@@ -15,6 +15,7 @@ import numpy as np
 from jax.extend.core import jaxprs_in_params
 
 from fedjax_pfl import local
+from fedjax_pfl.jaxprs import parameters
 from fedjax_pfl.models.functional import product_flops
 from fedjax_pfl.programs import Program
 from fedjax_pfl.types import Federation, State, Task
@@ -96,7 +97,7 @@ def _literal(value: Any) -> Known:
 
 
 def _equation(eqn: Any, given: list[Known], counts: bool) -> tuple[list[Known], int]:
-    name, p = eqn.primitive.name, eqn.params
+    name, p = eqn.primitive.name, parameters(eqn)
     unknown = [None] * len(eqn.outvars)
     if name == "dot_general":
         return unknown, product_flops(eqn) if counts else 0

@@ -1,5 +1,7 @@
 """What a method's local work costs, counted in its trace."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 import toy
 
 from fedjax_pfl import models, simulate, work
+from fedjax_pfl.jaxprs import parameters
 
 STEP = models.flops(toy.tiny_mlp, toy.SHAPE, toy.C, 4)  # of the model, batches of 4
 HIDDEN, HEAD = 2 * 4 * 6 * 8, 2 * 4 * 8 * 4  # of its two products, forward
@@ -79,3 +82,15 @@ def test_turns_of_a_loop(turns, counts):
     n = np.int32(turns if isinstance(turns, int) else 1)
     closed = jax.make_jaxpr(run)(n, jnp.ones((2, 2)))
     assert work._walk(closed.jaxpr, [], [n, None], True)[1] == counts * 2 * 2**3
+
+
+def test_what_a_scan_takes_is_known_whatever_the_version_of_jax_says():
+    """A constant, a carried value and rows: JAX 0.12 no longer counts them."""
+    k, rows = jnp.float32(2), jnp.ones((3, 2))
+    turn = lambda c, x, k: (c * k + x.sum(), (x, c))
+    closed = jax.make_jaxpr(lambda k, c, rows: jax.lax.scan(lambda c, x: turn(c, x, k), c, rows))(k, k, rows)
+    (eqn,) = [eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "scan"]
+    assert {"num_consts": 1, "num_carry": 1}.items() <= parameters(eqn).items()
+    unsaid = {name: x for name, x in eqn.params.items() if name not in ("num_consts", "num_carry")}
+    silent = types.SimpleNamespace(primitive=eqn.primitive, params=unsaid, invars=eqn.invars, outvars=eqn.outvars)
+    assert {"num_consts": 1, "num_carry": 1}.items() <= parameters(silent).items()
