@@ -12,6 +12,8 @@ NHWC = ("NHWC", "HWIO", "NHWC")
 SHAPES = [  # images, kernels, paddings; odd sizes, tiles that reach over the edge; the error that is promised
     ((3, 9, 7, 2), (3, 3, 2, 4), "SAME", 1e-6),
     ((1, 8, 4, 3), (3, 3, 3, 2), "VALID", 1e-6),
+    ((5, 2, 2, 3), (3, 3, 3, 2), "SAME", 1e-6),
+    ((2, 4, 7, 2), (3, 3, 2, 3), [(0, 0), (0, 1)], 1e-6),
     ((2, 7, 10, 2), (5, 5, 2, 3), [(2, 0), (1, 2)], 1e-6),
     ((2, 8, 7, 2), (5, 5, 2, 3), [(0, 0), (2, 3)], 3e-6),
 ]
@@ -89,6 +91,7 @@ CHOICES = [  # batch, side of the image, channels in and out, side of the kernel
     (16, 6, 64, 64, 3, 1, True),
     (16, 5, 64, 64, 3, 1, False),
     (1, 8, 64, 64, 3, 1, False),
+    (32, 2, 64, 64, 3, 1, True),
 ]
 
 

@@ -23,6 +23,7 @@ NARROW = 128  # channels out up to which the order of the kernel gradient's prod
 LEAST_CHANNELS, LEAST_TILES = 8, 32  # for Winograd: measured, see `winograd_is_faster`
 POINTS = {  # of Winograd's polynomials for a tile and a kernel of these sides, besides infinity; 1j is i and -i
     (4, 3): (0, 5 / 8, -5 / 8, 3 / 2, -3 / 2),
+    (2, 3): (0, 1, -1),
     (4, 5): (0, 1 / 2, -1 / 2, 1, -1, 2, -2),
     (5, 5): (0, 1 / 2, -1 / 2, 1, -1, 2, 1j),
 }
@@ -100,9 +101,10 @@ def winograd_is_faster(x: Array, kernel: Array, strides: Sequence[int], pads: Se
     Measured for stride 1, forward and both gradients in a loop, on a core of an Intel Xeon with AVX-512, relative to
     `matmul_conv`: 3x3 kernels with 1,024 tiles of the batch 1.4 (8 channels in and out), 2.2 (32), 2.5 (64); with 64
     tiles 2.1 (64), 1.7 (256), 1.4 (512); with 32 tiles 1.3 (256), 1.0 (512); with 16 tiles 0.65 (512), because the
-    kernel is transformed, too; with 3 channels in 0.5. 5x5 kernels with 40 tiles 1.1 (8), 2.6 (32 to 64), with 90 tiles
-    2.6; with 3 channels in 0.6, with 6 at most 0.9. Where 9/16 of the tiles' pixels are used 1.2 (3x3), where 2/5 are
-    0.7 and 1.0 (5x5).
+    kernel is transformed, too; with 3 channels in 0.5. Tiles of 2x2, for so few pixels out: 128 of them 1.5 (256) and
+    1.9 (512), 32 of them 1.2 to 1.4 (64 to 512), 16 of them 1.0 (64). 5x5 kernels with 40 tiles 1.1 (8), 2.6 (32 to
+    64), with 90 tiles 2.6; with 3 channels in 0.6, with 6 at most 0.9. Where 9/16 of the tiles' pixels are used 1.2
+    (3x3), where 2/5 are 0.7 and 1.0 (5x5).
     """
     side, width, channels, out = kernel.shape
     square = side == width and any(side == known for _, known in POINTS)
@@ -177,10 +179,11 @@ def shifts(x: Array, axis: int, size: int, stride: int) -> list[Array]:
 def winograd_conv(x: Array, kernel: Array, padding: str | Sequence[tuple[int, int]], precision=None) -> Array:
     """Convolution of stride 1 by Winograd's minimal filtering (Lavin & Gray, CVPR 2016).
 
-    F(4x4, 3x3) takes 36 products for a tile in place of 144; F(4x4, 5x5) 64 in place of 400; F(5x5, 5x5), with two
-    complex points, 100 in place of 625; of the last two the one that takes fewer for the whole image. In float32 values
-    and both gradients are within 1e-6 of the exact ones, 3e-6 for F(4x4, 5x5), relative to the largest sum of absolute
-    values; 6e-7, 1.7e-6 and, for F(5x5, 5x5), 8e-7 were measured at most, 8e-7 for XLA's own convolution.
+    F(4x4, 3x3) takes 36 products for a tile in place of 144; F(2x2, 3x3) 16 in place of 36; F(4x4, 5x5) 64 in place of
+    400; F(5x5, 5x5), with two complex points, 100 in place of 625; of two for a kernel the one that takes fewer for the
+    whole image. In float32 values and both gradients are within 1e-6 of the exact ones, 3e-6 for F(4x4, 5x5), relative
+    to the largest sum of absolute values; 6e-7, 1.7e-6 and, for F(5x5, 5x5), 8e-7 were measured at most, 8e-7 for XLA's
+    own convolution.
 
     Args:
       x: [B, H, W, C].
