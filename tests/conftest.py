@@ -30,7 +30,10 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_runtest_teardown(item, nextitem):
-    if nextitem is not None and _group(item) != _group(nextitem) and _mappings() > MAPPINGS:
+    if nextitem is None:
+        return
+    # what a group shares is dropped only if it must be
+    if _mappings() > (2 * MAPPINGS if _group(item) == _group(nextitem) else MAPPINGS):
         jax.clear_caches()
 
 
