@@ -156,6 +156,7 @@ def _task(config: dict[str, Any], dataset: sources.Dataset, dealt: partition.Par
 
 
 def model(config: dict[str, Any], dataset: sources.Dataset, conv: str) -> Model:
+    """The settings' model for inputs of the data set's shape, with convolutions in the form `conv`."""
     shape, options = dataset.x.shape[1:], (config["bn_stats"], conv, config["compute_dtype"])
     return functional.model(config["model"], shape, dataset.num_classes, *options)
 

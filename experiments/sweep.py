@@ -4,9 +4,9 @@
 
 `--algo` and `--seed` are lists; every other flag is passed on to `experiments.main`. Each run has a directory
 ROOT/ALGO-seedK (`--root`, by default runs/PRESET-SETTINGS with the settings that were changed). Seeds of a method share
-what was compiled. The same command again goes on where it stopped: finished runs are skipped, interrupted ones resumed.
-A run that fails does not stop the others; the exit code is the first failure's. ROOT must not hold runs of other
-settings.
+what was compiled, as far as their arrays have the same shapes. The same command again goes on where it stopped:
+finished runs are skipped, interrupted ones resumed. A run that fails does not stop the others; the exit code is the
+first failure's. ROOT must not hold runs of other settings.
 """
 
 import sys
