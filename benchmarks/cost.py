@@ -5,7 +5,7 @@
 One process; 20 clients with 100 images each, batch 10, one local epoch, each method's own defaults; a round without
 evaluation. All methods take turns, and a ratio is to a FedAvg round just before; the medians are printed. The steps and
 samples are those that the settings ask for; what a method does beside them, as with further models, is in `GFLOP/s`
-(`fedjax_pfl.work` says what is counted). `MiB` is XLA's account of the round on each device, the data apart.
+(`fedjax_pfl.engine.flops` says what is counted). `MiB` is XLA's account of the round on each device, the data apart.
 """
 
 import statistics
@@ -21,8 +21,8 @@ from benchmarks.report import table
 from benchmarks.throughput import CLIENTS, SHAPES, build, in_form
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.checks import BadInput, choose
-from fedjax_pfl.layout import choose_width
+from fedjax_pfl.engine.autotune import choose_width
+from fedjax_pfl.errors import InputError, choose
 from fedjax_pfl.models import layers
 from fedjax_pfl.models.layers import CONVOLUTIONS
 
@@ -71,7 +71,7 @@ def main(argv) -> None:
     for name in names:
         try:
             runners[name] = Runner(name, task, federation, width, devices)
-        except BadInput as error:
+        except InputError as error:
             refused.append(f"{name}: {error}")
             continue
         for _ in range(2):  # the first round is like no other for methods that look back

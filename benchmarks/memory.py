@@ -19,9 +19,10 @@ from absl import flags
 
 from benchmarks import report
 from benchmarks.throughput import CLIENTS, batch_size, build, in_form
-from fedjax_pfl import memory, offload, simulate
+from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.programs import Program
+from fedjax_pfl.engine import host_state, memory
+from fedjax_pfl.engine.program import Program
 from fedjax_pfl.types import Array, Federation
 
 FLAGS = flags.FLAGS
@@ -58,7 +59,7 @@ def measure(case: Case) -> Cost:
     task = task._replace(participation=(PARTICIPATION, PARTICIPATION))
     program, key = simulate.program(ALGORITHMS[case.method], task, width=case.width), jax.random.key(0)
     if case.client_memory == "host":
-        program = offload.offloaded(program, task)
+        program = host_state.offloaded(program, task)
     predicted = memory.predict(program, key, federation).peak
     begin = time.perf_counter()
     compiled = account(program, key, federation)

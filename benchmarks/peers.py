@@ -38,7 +38,7 @@ from absl import flags
 from benchmarks import pytorch, recipes, report
 from benchmarks.recipes import RECIPES, Cost, Recipe
 from fedjax_pfl import models
-from fedjax_pfl.checks import BadInput
+from fedjax_pfl.errors import InputError
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("pfllib", None, "a checkout of PFLlib")
@@ -81,14 +81,14 @@ def told() -> Iterator[None]:
     """Says in one sentence what a checkout lacks that is of another version, or what it imports in vain.
 
     Raises:
-      BadInput: PFLlib cannot be run.
+      InputError: PFLlib cannot be run.
     """
     try:
         yield
     except ImportError as error:
-        raise BadInput(f"The checkout of PFLlib cannot be run here: {error}.") from error
+        raise InputError(f"The checkout of PFLlib cannot be run here: {error}.") from error
     except (AttributeError, TypeError, FileNotFoundError) as error:
-        raise BadInput(f"The checkout of PFLlib is of another version than those known here: {error}.") from error
+        raise InputError(f"The checkout of PFLlib is of another version than those known here: {error}.") from error
 
 
 def write(folder: Path, recipe: Recipe) -> None:
@@ -110,7 +110,7 @@ def measure(case: Case) -> Side:
     """Times one side in this process, which should be a fresh one.
 
     Raises:
-      BadInput: PFLlib cannot be run.
+      InputError: PFLlib cannot be run.
     """
     if case.checkout is not None:
         with told():
@@ -169,16 +169,18 @@ def check(path: str | None) -> str:
     """Returns the checkout.
 
     Raises:
-      BadInput: there is none, or no PyTorch.
+      InputError: there is none, or no PyTorch.
     """
     if not path:
-        raise BadInput("There is nothing to compare with: give --pfllib=PATH, a checkout of github.com/TsingZ0/PFLlib.")
+        raise InputError(
+            "There is nothing to compare with: give --pfllib=PATH, a checkout of github.com/TsingZ0/PFLlib."
+        )
     if not (Path(path) / "system" / "flcore" / "servers" / "serveravg.py").exists():
-        raise BadInput(
+        raise InputError(
             f"--pfllib={path} is no checkout of PFLlib: there is no system/flcore/servers/serveravg.py in it."
         )
     if not pytorch.installed():
-        raise BadInput("--pfllib needs PyTorch: pip install -e '.[benchmarks]'.")
+        raise InputError("--pfllib needs PyTorch: pip install -e '.[benchmarks]'.")
     return path
 
 

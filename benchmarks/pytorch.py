@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedjax_pfl.checks import BadInput
+from fedjax_pfl.errors import InputError
 
 WIDTHS = (64, 64, 128, 256, 512)  # of ResNet-18's stem and stages
 TIMEOUT = 300  # seconds a process waits for the others, one of which may have failed
@@ -38,14 +38,14 @@ def device() -> str:
     """Where PyTorch runs, `cpu` or `cuda`: where JAX does.
 
     Raises:
-      BadInput: JAX has an accelerator, and PyTorch finds no GPU.
+      InputError: JAX has an accelerator, and PyTorch finds no GPU.
     """
     if jax.default_backend() == "cpu":
         return "cpu"
     import torch
 
     if not torch.cuda.is_available():
-        raise BadInput("--pytorch: JAX runs on an accelerator and PyTorch finds no GPU, so leave it out here.")
+        raise InputError("--pytorch: JAX runs on an accelerator and PyTorch finds no GPU, so leave it out here.")
     return "cuda"
 
 

@@ -24,11 +24,11 @@ from benchmarks import report
 from benchmarks.report import matmul_peak, table
 from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.checks import choose
+from fedjax_pfl.data.datasets import Dataset, prepare_images
 from fedjax_pfl.data.federate import federate
-from fedjax_pfl.data.partition import Partition, partition
-from fedjax_pfl.data.sources import Dataset, prepare_images
-from fedjax_pfl.layout import choose_width
+from fedjax_pfl.data.partitioners import Partition, partition
+from fedjax_pfl.engine.autotune import choose_width
+from fedjax_pfl.errors import choose
 
 
 class Recipe(NamedTuple):

@@ -16,10 +16,11 @@ import jax
 from absl import app, flags
 
 from experiments.versions import versions
-from fedjax_pfl import local, simulate, work
+from fedjax_pfl import local, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.checks import BadInput
-from fedjax_pfl.layout import split_cpu
+from fedjax_pfl.engine.autotune import split_cpu
+from fedjax_pfl.engine.flops import flops_of_step
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Federation, Model, Task
 
 FLAGS = flags.FLAGS
@@ -39,7 +40,7 @@ def run(main: Callable[[list[str]], None]) -> None:
         split_cpu()
         try:
             main(argv)
-        except BadInput as error:
+        except InputError as error:
             sys.exit(str(error))
 
     app.run(guarded)
@@ -111,10 +112,10 @@ def flops(method: str, task: Task, federation: Federation, plain: Model) -> floa
     """Floating-point operations of a method's own for each planned step.
 
     Args:
-      plain: the task's model, its convolutions in the form "matmul" (see `work.flops_of_step`).
+      plain: the task's model, its convolutions in the form "matmul" (see `flops_of_step`).
     """
     task = task._replace(model=plain)
-    return work.flops_of_step(simulate.program(ALGORITHMS[method], task), task, federation)
+    return flops_of_step(simulate.program(ALGORITHMS[method], task), task, federation)
 
 
 def account(compiled: jax.stages.Compiled) -> int:

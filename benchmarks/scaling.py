@@ -21,9 +21,10 @@ from absl import flags
 from benchmarks import report
 from benchmarks.report import matmul_peak, table
 from benchmarks.throughput import BATCH, CLASSES, SHAPES, dataset
-from fedjax_pfl import memory, models, offload, simulate
+from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.data import federate, rows
+from fedjax_pfl.engine import host_state, memory
 
 FLAGS = flags.FLAGS
 ROUNDS, LEAST, MOST = 20, 10, 50
@@ -78,7 +79,7 @@ def measure(case: Case) -> Cost:
     task = simulate.task(data, federation.class_counts, models.model("mlp", SHAPE, CLASSES), **options)
     program = simulate.program(ALGORITHMS["ditto"], task, width=1, devices=case.devices)
     if case.client_memory == "host":
-        program = offload.offloaded(program, task)
+        program = host_state.offloaded(program, task)
     predicted = memory.predict(program, key, federation).peak
     built = time.perf_counter()
     ends = [built]

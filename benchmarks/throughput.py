@@ -32,11 +32,11 @@ from benchmarks.report import RATES, matmul_peak, table
 from benchmarks.stock import stock
 from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.checks import BadInput, choose
+from fedjax_pfl.data.datasets import Dataset, prepare_images
 from fedjax_pfl.data.federate import federate
-from fedjax_pfl.data.partition import partition
-from fedjax_pfl.data.sources import Dataset, prepare_images
-from fedjax_pfl.layout import choose_form, choose_width
+from fedjax_pfl.data.partitioners import partition
+from fedjax_pfl.engine.autotune import choose_form, choose_width
+from fedjax_pfl.errors import InputError, choose
 from fedjax_pfl.types import Federation, Model, Task
 
 BATCH, CLIENTS, CLASSES, REPEATS = 10, 20, 10, 5
@@ -269,7 +269,7 @@ def memory(peak: float) -> list[tuple]:
 def main(argv) -> None:
     del argv
     if FLAGS.pytorch and not pytorch.installed():
-        raise BadInput("--pytorch needs PyTorch: pip install -e '.[benchmarks]'.")
+        raise InputError("--pytorch needs PyTorch: pip install -e '.[benchmarks]'.")
     if FLAGS.pytorch:
         pytorch.device()
     for model in FLAGS.models:

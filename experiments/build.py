@@ -12,10 +12,12 @@ import optax
 from absl import logging
 
 from experiments import settings
-from fedjax_pfl import offload, simulate, trees, work
+from fedjax_pfl import simulate, trees
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.checks import BadInput
-from fedjax_pfl.data import federate, partition, prepared, sources
+from fedjax_pfl.data import datasets, federate, partitioners, tfds
+from fedjax_pfl.engine import host_state
+from fedjax_pfl.engine.flops import flops_of_step
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import functional, layers
 from fedjax_pfl.types import Algorithm, Federation, Model, State, Task
 
@@ -24,8 +26,8 @@ class Experiment(NamedTuple):
     """What a run is made of; `config` says all of it."""
 
     config: dict[str, Any]
-    dataset: sources.Dataset
-    partition: partition.Partition
+    dataset: datasets.Dataset
+    partition: partitioners.Partition
     federation: Federation
     task: Task
     conv: str  # the form of the convolutions
@@ -44,7 +46,7 @@ class Experiment(NamedTuple):
             options = {"lr_decay": self.config["lr_decay"], "width": width, "devices": devices}
             made = simulate.program(factory, task, self.config["hparams"], **options)
             if self.config["client_memory"] == "host" and rounds is None:  # else it is to be traced
-                made = offload.offloaded(made, task)
+                made = host_state.offloaded(made, task)
             self.made[width, devices, rounds] = made
         return self.made[width, devices, rounds]
 
@@ -67,11 +69,11 @@ def prepare(config: dict[str, Any], conv: str = "auto", room: Sequence[int] = fe
       room: as `federate` takes it.
 
     Raises:
-      BadInput: the settings do not fit each other or the data.
+      InputError: the settings do not fit each other or the data.
     """
-    dataset = sources.load(config["dataset"], config["data_dir"])
+    dataset = datasets.load(config["dataset"], config["data_dir"])
     available = len(dataset.y)
-    dataset = sources.subset(dataset, config["data_fraction"], config["seed"])
+    dataset = datasets.subset(dataset, config["data_fraction"], config["seed"])
     dealt = _deal(config, dataset)
     if config["drop_last"]:
         _check_batches(dealt.train_sizes, config["batch_size"])
@@ -80,7 +82,7 @@ def prepare(config: dict[str, Any], conv: str = "auto", room: Sequence[int] = fe
         config["model"] = "cnn" if _is_image(dataset.x.shape[1:]) else "mlp"
     conv = layers.form(conv)
     task = _task(config, dataset, dealt, conv)
-    whole = max(available, prepared.SIZES.get(dataset.name, 0))
+    whole = max(available, tfds.SIZES.get(dataset.name, 0))
     examples = {"used": len(dataset.y), "available": available, "of": whole}
     experiment = Experiment(config, dataset, dealt, None, task, conv, {}, examples)  # type: ignore[arg-type]
     experiment.state_shapes()  # the method's own checks: of its numbers, and of the model's parts
@@ -91,22 +93,22 @@ def room(configs: Sequence[dict[str, Any]]) -> tuple[int, ...]:
     """Room for the clients of each of these settings, which differ in the seed (see `federate`).
 
     Raises:
-      BadInput: as `prepare`.
+      InputError: as `prepare`.
     """
-    whole, found = sources.load(configs[0]["dataset"], configs[0]["data_dir"]), [federate.ROOM]
+    whole, found = datasets.load(configs[0]["dataset"], configs[0]["data_dir"]), [federate.ROOM]
     for config in configs:
-        dealt = _deal(config, sources.subset(whole, config["data_fraction"], config["seed"]))
+        dealt = _deal(config, datasets.subset(whole, config["data_fraction"], config["seed"]))
         found.append(tuple(rows.shape[1] for rows in (dealt.train, dealt.val, dealt.test)))
     return tuple(map(max, zip(*found, strict=True)))
 
 
-def _deal(config: dict[str, Any], dataset: sources.Dataset) -> partition.Partition:
+def _deal(config: dict[str, Any], dataset: datasets.Dataset) -> partitioners.Partition:
     spec, deal = config["partition"], {"num_clients": config["clients"], "seed": config["seed"]}
     if config["clients"] is None:  # the file says it
-        return partition.load_file(spec.removeprefix("file:"), dataset)
+        return partitioners.load_file(spec.removeprefix("file:"), dataset)
     if spec.startswith("file:"):
-        return partition.partition(dataset, spec, **deal)
-    return partition.partition(
+        return partitioners.partition(dataset, spec, **deal)
+    return partitioners.partition(
         dataset,
         spec,
         **deal,
@@ -121,7 +123,7 @@ def _check_batches(sizes: np.ndarray, batch_size: int) -> None:
     """With drop_last a client that cannot fill one batch takes no step."""
     short = int((sizes < batch_size).sum())
     if short == len(sizes):
-        raise BadInput(
+        raise InputError(
             f"--drop_last with batches of {batch_size} leaves nothing to train on: the largest client has "
             f"{sizes.max()} examples. Take a smaller --batch_size, or leave --drop_last out."
         )
@@ -138,10 +140,10 @@ def _is_image(shape: tuple[int, ...]) -> bool:
     return len(shape) == 3 and min(shape[:2]) >= 16
 
 
-def _task(config: dict[str, Any], dataset: sources.Dataset, dealt: partition.Partition, conv: str) -> Task:
+def _task(config: dict[str, Any], dataset: datasets.Dataset, dealt: partitioners.Partition, conv: str) -> Task:
     return simulate.task(
         dataset,
-        partition.class_counts(dealt, dataset),
+        partitioners.class_counts(dealt, dataset),
         model(config, dataset, conv),
         lr=config["lr"],
         optimizer=optimizer(config["momentum"], config["weight_decay"], config["clip"]),
@@ -155,7 +157,7 @@ def _task(config: dict[str, Any], dataset: sources.Dataset, dealt: partition.Par
     )
 
 
-def model(config: dict[str, Any], dataset: sources.Dataset, conv: str) -> Model:
+def model(config: dict[str, Any], dataset: datasets.Dataset, conv: str) -> Model:
     """The settings' model for inputs of the data set's shape, with convolutions in the form `conv`."""
     shape, options = dataset.x.shape[1:], (config["bn_stats"], conv, config["compute_dtype"])
     return functional.model(config["model"], shape, dataset.num_classes, *options)
@@ -186,11 +188,11 @@ def in_form(experiment: Experiment, conv: str) -> Experiment:
 
 
 def check_growth(experiment: Experiment, before: int) -> None:
-    """Raises BadInput if the program depends on the number of rounds, which grew from `before`."""
+    """Raises InputError if the program depends on the number of rounds, which grew from `before`."""
     if experiment.config["rounds"] == before:
         return
     if _trace(experiment, before) != _trace(experiment, experiment.config["rounds"]):
-        raise BadInput(
+        raise InputError(
             f"{experiment.config['algo']} has a schedule over the rounds, so rounds cannot grow from {before} to "
             f"{experiment.config['rounds']}: start a new run with --workdir."
         )
@@ -212,12 +214,12 @@ def flops(experiment: Experiment) -> float:
     if "flops" not in experiment.made:
         plain = in_form(experiment, "matmul")
         program = simulate.program(ALGORITHMS[plain.config["algo"]], plain.task, plain.config["hparams"])
-        counted = work.flops_of_step(program, plain.task, plain.federation)
+        counted = flops_of_step(program, plain.task, plain.federation)
         experiment.made["flops"] = counted / plain.task.batch_size
     return experiment.made["flops"]
 
 
-def data_digest(dataset: sources.Dataset) -> str:
+def data_digest(dataset: datasets.Dataset) -> str:
     """SHA-256 of the examples and labels."""
     content = hashlib.sha256(np.ascontiguousarray(dataset.x).data)
     content.update(np.ascontiguousarray(dataset.y).data)

@@ -11,9 +11,9 @@ from experiments.presets import DEFAULT_PRESETS, PRESETS, Preset
 from experiments.presets.preset import Cell
 from experiments.values import parameters
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.checks import choose
-from fedjax_pfl.data.partition import PARTITIONS
-from fedjax_pfl.data.sources import DATASETS
+from fedjax_pfl.data.datasets import DATASETS
+from fedjax_pfl.data.partitioners import PARTITIONS
+from fedjax_pfl.errors import choose
 from fedjax_pfl.models import MODELS
 
 _WIDTH = 110

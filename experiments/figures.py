@@ -9,8 +9,8 @@ import numpy as np
 from matplotlib.figure import Figure  # Figure directly, not pyplot: no global state, no display, nothing to close
 from matplotlib.ticker import MaxNLocator
 
-from fedjax_pfl.data.partition import Partition, class_counts
-from fedjax_pfl.data.sources import Dataset
+from fedjax_pfl.data.datasets import Dataset
+from fedjax_pfl.data.partitioners import Partition, class_counts
 
 _MAX_CLIENTS = 200
 _COLOURS = {"pre": "#0072b2", "post": "#d55e00", "loss": "#444444"}  # distinguishable without red and green

@@ -5,19 +5,19 @@ import os
 from pathlib import Path
 from typing import Any
 
-from fedjax_pfl.checks import BadInput
+from fedjax_pfl.errors import InputError
 
 Row = dict[str, Any]
 
 
 def read_json(path: Path, keys: tuple[str, ...] = ()) -> Any:
-    """Reads an object from a file of a run directory; BadInput if it is missing, damaged or lacks one of `keys`."""
+    """Reads an object from a file of a run directory; InputError if it is missing, damaged or lacks one of `keys`."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise BadInput(f"{path.parent} is not a run directory: it has no {path.name}.") from None
+        raise InputError(f"{path.parent} is not a run directory: it has no {path.name}.") from None
     except OSError as error:
-        raise BadInput(f"{path} cannot be read ({error.strerror or error}).") from None
+        raise InputError(f"{path} cannot be read ({error.strerror or error}).") from None
     except ValueError as error:
         raise _damaged(path, error) from None
     if not isinstance(content, dict):
@@ -27,8 +27,8 @@ def read_json(path: Path, keys: tuple[str, ...] = ()) -> Any:
     return content
 
 
-def _damaged(path: Path, why: Any) -> BadInput:
-    return BadInput(f"{path} is damaged ({why}): start a new run with another --workdir.")
+def _damaged(path: Path, why: Any) -> InputError:
+    return InputError(f"{path} is damaged ({why}): start a new run with another --workdir.")
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -8,8 +8,9 @@ import jax
 
 from experiments import build
 from experiments.build import Experiment
-from fedjax_pfl import clients, hosts, memory, simulate
-from fedjax_pfl.layout import choose_form, choose_width
+from fedjax_pfl import simulate
+from fedjax_pfl.engine import cohort, memory, multihost
+from fedjax_pfl.engine.autotune import choose_form, choose_width
 
 
 def choose(experiment: Experiment, width: str, count: str) -> tuple[Experiment, dict[str, Any]]:
@@ -17,18 +18,18 @@ def choose(experiment: Experiment, width: str, count: str) -> tuple[Experiment, 
     and the number of devices as given, or chosen.
 
     Raises:
-      BadInput: there are not so many devices, or not nearly the memory.
+      InputError: there are not so many devices, or not nearly the memory.
     """
     spread = devices(count, experiment)
     if experiment.config["conv"] == "auto":
         experiment = build.in_form(experiment, _auto_form(experiment, width, spread))
     trying = (experiment.task, experiment.federation, *_part(experiment, spread))
-    chosen = hosts.on_first(choose_width, *trying) if width == "auto" else int(width)
+    chosen = multihost.on_first(choose_width, *trying) if width == "auto" else int(width)
     return experiment, laid_out(experiment, chosen, spread)
 
 
 def laid_out(experiment: Experiment, width: int, spread: int) -> dict[str, Any]:
-    """What is recorded of a layout; warns or raises BadInput where it is predicted to take too much memory."""
+    """What is recorded of a layout; warns or raises InputError where it is predicted to take too much memory."""
     machine = {"platform": jax.default_backend(), "kind": jax.devices()[0].device_kind, "count": spread}
     takes = _needed(experiment, width, spread)._asdict()
     return {"width": width, "conv": experiment.conv, "devices": machine, "memory": takes}
@@ -54,7 +55,7 @@ def _auto_form(experiment: Experiment, width: str, spread: int) -> str:
     cohort, own, fits = _part(experiment, spread)
     most = cohort if width == "auto" else min(cohort, int(width) * own)
     model = functools.partial(build.model, experiment.config, experiment.dataset)
-    return hosts.on_first(choose_form, experiment.task, model, experiment.federation, most, own, fits)
+    return multihost.on_first(choose_form, experiment.task, model, experiment.federation, most, own, fits)
 
 
 def _part(experiment: Experiment, spread: int) -> tuple[int, int, Callable[[int], bool]]:
@@ -70,10 +71,10 @@ def devices(count: str, experiment: Experiment, recorded: int | None = None) -> 
     Of several processes each has equally many, so their number is rounded up.
 
     Raises:
-      BadInput: there are not that many, or they cannot be shared by the processes.
+      InputError: there are not that many, or they cannot be shared by the processes.
     """
     if count not in ("auto", "all"):
-        clients.take(int(count))
+        cohort.take(int(count))
         return int(count)
     most = min(jax.device_count(), simulate.cohort_size(experiment.task))
     wanted = min(most, recorded) if recorded and count == "auto" else most

@@ -22,9 +22,10 @@ from rich.console import Console
 
 from experiments import build, describe, layouts, published, report, runs, settings, targets, train
 from experiments.versions import changed, versions
-from fedjax_pfl import hosts, layout, local, memory, simulate
-from fedjax_pfl.checks import BadInput
+from fedjax_pfl import local, simulate
 from fedjax_pfl.data.federate import ROOM
+from fedjax_pfl.engine import autotune, memory, multihost
+from fedjax_pfl.errors import InputError
 
 BAD_INPUT, DIVERGED, UNWRITABLE, LOST, INTERRUPTED = 2, 3, 4, 5, 130
 
@@ -41,12 +42,12 @@ def run(argv: list[str], room: Sequence[int] = ROOM) -> int:
             return 0
         start(flags)
         soft_wrap = not sys.stdout.isatty()  # a file gets whole lines
-        console = Console(highlight=False, markup=False, soft_wrap=soft_wrap, quiet=not hosts.first())
+        console = Console(highlight=False, markup=False, soft_wrap=soft_wrap, quiet=not multihost.first())
         return _train(flags, room, console)
-    except BadInput as error:
+    except InputError as error:
         _errors().print(str(error))
         return BAD_INPUT
-    except hosts.Unreachable as error:
+    except multihost.UnreachableError as error:
         _errors(quiet=False).print(str(error))
         return LOST
     except KeyboardInterrupt:
@@ -57,10 +58,10 @@ def run(argv: list[str], room: Sequence[int] = ROOM) -> int:
 def start(flags: Any) -> None:
     """Prepares messages, and JAX for this machine, and joins the other processes, before JAX looks for devices."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
-    logging.getLogger(layout.__name__).setLevel(logging.INFO)  # what was tried
-    layout.split_cpu()
-    layout.keep_compilations()
-    hosts.connect(flags.coordinator, flags.num_processes, flags.process_id)
+    logging.getLogger(autotune.__name__).setLevel(logging.INFO)  # what was tried
+    autotune.split_cpu()
+    autotune.keep_compilations()
+    multihost.connect(flags.coordinator, flags.num_processes, flags.process_id)
 
 
 def _information(flags: Any) -> str | None:
@@ -72,7 +73,7 @@ def _information(flags: Any) -> str | None:
 
 
 def _train(flags: Any, room: Sequence[int], console: Console) -> int:
-    path, config, resume = hosts.on_first(_where, settings.given(flags), flags.workdir, flags.resume)
+    path, config, resume = multihost.on_first(_where, settings.given(flags), flags.workdir, flags.resume)
     try:
         return _into(path, config, resume, room, console)
     except KeyboardInterrupt:
@@ -84,9 +85,9 @@ def _train(flags: Any, room: Sequence[int], console: Console) -> int:
 
 def _into(path: Path, config: dict[str, Any], resume: bool, room: Sequence[int], console: Console) -> int:
     """Trains into a run directory, from its start or from where it stopped."""
-    recorded: dict[str, Any] = hosts.on_first(runs.read_layout, path) if resume else {"conv": "auto"}
+    recorded: dict[str, Any] = multihost.on_first(runs.read_layout, path) if resume else {"conv": "auto"}
     conv = recorded["conv"] if config["conv"] == "auto" else config["conv"]
-    experiment = hosts.everywhere(build.prepare, config, conv, room)
+    experiment = multihost.everywhere(build.prepare, config, conv, room)
     _check_hosts(experiment)
     if targets.parse(config["targets"])[0]:
         targets.check_score(config["targets"], targets.scores(experiment), config["algo"])
@@ -96,21 +97,21 @@ def _into(path: Path, config: dict[str, Any], resume: bool, room: Sequence[int],
     console.print(build.describe(experiment))
     try:
         if resume:
-            laid = hosts.everywhere(_laid_again, experiment, recorded)
-            start, state = hosts.on_first(_resume, directory, experiment, recorded, laid, console)
+            laid = multihost.everywhere(_laid_again, experiment, recorded)
+            start, state = multihost.on_first(_resume, directory, experiment, recorded, laid, console)
         else:
-            hosts.on_first(runs.make, path)
+            multihost.on_first(runs.make, path)
             experiment, laid = layouts.choose(experiment, config["width"], config["devices"])
             start, state = 0, None
-            hosts.on_first(directory.start, experiment, laid, versions())
+            multihost.on_first(directory.start, experiment, laid, versions())
         takes = memory.say(memory.Memory(**laid["memory"]))
         console.print(f"Run directory: {path}; {_say(laid, config['width'] == 'auto' and not resume)}; {takes}")
         build.flops(experiment)  # takes a trace: not in the seconds of training
         train.train(experiment, laid, directory, start, state, console)
-    except (simulate.Diverged, train.Stopped, OSError) as error:
+    except (simulate.DivergenceError, train.Stopped, OSError) as error:
         return _stopped(error, directory)
     except jax.errors.JaxRuntimeError as error:
-        if not hosts.several():
+        if not multihost.several():
             raise
         return _lost(error, path)
     report.tables(console, directory.rows)
@@ -135,12 +136,12 @@ def _where(user: dict[str, Any], workdir: str | None, resume: bool) -> tuple[Pat
 
 
 def _check_hosts(experiment: build.Experiment) -> None:
-    """Raises BadInput if the processes have different data; a single one has nothing to compare."""
-    if not hosts.several():
+    """Raises InputError if the processes have different data; a single one has nothing to compare."""
+    if not multihost.several():
         return
     here = runs.digests(experiment)
-    recorded = hosts.on_first(lambda: here)
-    hosts.everywhere(runs.check_digests, experiment, here, recorded, "process 0 has")
+    recorded = multihost.on_first(lambda: here)
+    multihost.everywhere(runs.check_digests, experiment, here, recorded, "process 0 has")
 
 
 def _laid_again(experiment: build.Experiment, recorded: dict[str, Any]) -> dict[str, Any]:
@@ -184,7 +185,7 @@ def _resume(
 
 def _say(layout: dict[str, Any], chosen: bool) -> str:
     devices, how = layout["devices"], " (chosen here; --width=N sets it)" if chosen else ""
-    several = f" of {jax.process_count()} processes" if hosts.several() else ""
+    several = f" of {jax.process_count()} processes" if multihost.several() else ""
     return f"width {layout['width']}{how} on {devices['count']} x {devices['kind']}{several}"
 
 
@@ -196,7 +197,7 @@ def _stopped(error: Exception, directory: runs.RunDirectory) -> int:
         done = sum("loss" in row for row in directory.rows)
         errors.print(f"Stopped after {done} rounds; go on with {resume}")
         return 128 + error.args[0]
-    if isinstance(error, simulate.Diverged):
+    if isinstance(error, simulate.DivergenceError):
         errors.print(f"{error} What was written is kept in {directory.path}.")
         return DIVERGED
     then = ["make room"] if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) else []
@@ -214,7 +215,7 @@ def _lost(error: Exception, path: Path) -> int:
 
 def _errors(quiet: bool | None = None) -> Console:
     """Where failures are said: process 0 knows those of all."""
-    quiet = not hosts.first() if quiet is None else quiet
+    quiet = not multihost.first() if quiet is None else quiet
     return Console(stderr=True, soft_wrap=True, highlight=False, markup=False, quiet=quiet)
 
 

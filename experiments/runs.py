@@ -21,9 +21,10 @@ import numpy as np
 
 from experiments import build, figures, settings
 from experiments.files import read_json, read_rows, write_json, write_text
-from fedjax_pfl import checkpoint, evaluate, simulate
-from fedjax_pfl.checks import BadInput
-from fedjax_pfl.data import partition
+from fedjax_pfl import evaluate, simulate
+from fedjax_pfl.data import partitioners
+from fedjax_pfl.engine import checkpoint
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import State
 
 Row = dict[str, Any]
@@ -33,23 +34,23 @@ _STARTED = {f"{name}{suffix}" for name in _WHOLE for suffix in ("", ".part")}
 
 
 def check_free(path: Path) -> None:
-    """Raises BadInput if a new run cannot go there; what a start that was killed left may be overwritten."""
+    """Raises InputError if a new run cannot go there; what a start that was killed left may be overwritten."""
     try:
         if os.path.exists(path) and not os.path.isdir(path):  # Path's own fail on names that are too long
-            raise BadInput(f"The run directory {path} is a file: choose another --workdir.")
+            raise InputError(f"The run directory {path} is a file: choose another --workdir.")
         found = set(os.listdir(path)) if os.path.isdir(path) else set()
     except OSError as error:
         raise _unusable(path, error) from error
     if is_run(path):
-        raise BadInput(
+        raise InputError(
             f"The run directory {path} is not empty: continue it with --resume, or choose another --workdir."
         )
     if found - _STARTED:
-        raise BadInput(f"The directory {path} is not empty and holds no run: choose another --workdir.")
+        raise InputError(f"The directory {path} is not empty and holds no run: choose another --workdir.")
 
 
 def make(path: Path) -> None:
-    """Makes a run directory; BadInput if nothing can be written there."""
+    """Makes a run directory; InputError if nothing can be written there."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
@@ -57,8 +58,8 @@ def make(path: Path) -> None:
         raise _unusable(path, error) from error
 
 
-def _unusable(path: Path, error: OSError) -> BadInput:
-    return BadInput(f"The run directory {path} cannot be used ({error.strerror or error}): choose another --workdir.")
+def _unusable(path: Path, error: OSError) -> InputError:
+    return InputError(f"The run directory {path} cannot be used ({error.strerror or error}): choose another --workdir.")
 
 
 def is_run(path: Path) -> bool:
@@ -98,7 +99,7 @@ class RunDirectory:
     def start(self, experiment: build.Experiment, layout: Row, versions: Row) -> None:
         """Writes what is known before the first round, config.json last: where it is, the others are."""
         make(self.path)
-        partition.save(self.path / "partition.npz", experiment.partition)
+        partitioners.save(self.path / "partition.npz", experiment.partition)
         figures.draw_partition(experiment.partition, experiment.dataset, self.path / "partition.png")
         dealt = digests(experiment) | {"moved": experiment.partition.moved}
         for name, content in zip(_JSON, (dealt, layout, versions, experiment.config), strict=True):
@@ -180,14 +181,14 @@ def wanted(t: int, rounds: int, eval_every: int) -> bool:
 
 def digests(experiment: build.Experiment) -> dict[str, str]:
     """The hashes of who owns what, and of the data."""
-    return {"partition": partition.digest(experiment.partition), "data": build.data_digest(experiment.dataset)}
+    return {"partition": partitioners.digest(experiment.partition), "data": build.data_digest(experiment.dataset)}
 
 
 def check_digests(experiment: build.Experiment, found: Row, recorded: Row, whose: str) -> None:
-    """Raises BadInput where the `digests` found are not the recorded ones; `whose` ends its sentence."""
+    """Raises InputError where the `digests` found are not the recorded ones; `whose` ends its sentence."""
     for name, what in (("data", f"The data set {experiment.dataset.name}"), ("partition", "The partition")):
         if recorded[name] != found[name]:
-            raise BadInput(f"{what} is not the one that {whose}.")
+            raise InputError(f"{what} is not the one that {whose}.")
 
 
 def _line(row: Row) -> str:
@@ -198,7 +199,7 @@ def complete(path: Path, count: int) -> list[Row]:
     """The rows of rounds 0 to count - 1, which must all be there; what follows, a torn last line included, may go."""
     rows = [row for row in read_rows(path) if row["round"] < count]
     if [row["round"] for row in rows] != list(range(count)):
-        raise BadInput(f"{path} does not hold the rounds 0 to {count - 1} once each, so the run cannot be continued.")
+        raise InputError(f"{path} does not hold the rounds 0 to {count - 1} once each, so the run cannot be continued.")
     return rows
 
 
@@ -255,7 +256,7 @@ class Run(NamedTuple):
     def predictor(self, client_id: int) -> Callable[[Any], jax.Array]:
         """One client's model at the last checkpoint: raw inputs [B, *input], as the data set has them, -> outputs."""
         if not 0 <= client_id < self.config["clients"]:
-            raise BadInput(f"client {client_id} is not one of 0..{self.config['clients'] - 1}.")
+            raise InputError(f"client {client_id} is not one of 0..{self.config['clients'] - 1}.")
         program, e = self.experiment.program(), self.experiment
         values = {name: jnp.float32(value) for name, value in program.numbers.items()}
 
@@ -267,7 +268,7 @@ def load(workdir: str | Path) -> Run:
     """Reads a run directory: its settings, its rows and the state of its last checkpoint.
 
     Raises:
-      BadInput: it is not a run directory, has no checkpoint yet, or its data are not here any more.
+      InputError: it is not a run directory, has no checkpoint yet, or its data are not here any more.
     """
     path = Path(workdir).expanduser()
     experiment = build.prepare(read_config(path), read_layout(path)["conv"])

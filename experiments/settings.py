@@ -11,7 +11,7 @@ from experiments import targets
 from experiments.presets import DEFAULT_PRESETS, PRESETS
 from experiments.values import NOUN, number, typed_all
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.checks import BadInput, check, choose
+from fedjax_pfl.errors import InputError, check, choose
 from fedjax_pfl.models.layers import CONVOLUTIONS
 from fedjax_pfl.simulate import hyperparameters
 
@@ -107,19 +107,19 @@ def parse(argv: list[str]) -> flags.FlagValues:
     except flags.UnrecognizedFlagError as error:
         near = difflib.get_close_matches(error.flagname, list(values), n=1)
         hint = f"did you mean --{near[0]}? " if near else ""
-        raise BadInput(f"Unknown flag --{error.flagname}: {hint}--help shows them all.") from None
+        raise InputError(f"Unknown flag --{error.flagname}: {hint}--help shows them all.") from None
     except flags.Error as error:
-        raise BadInput(f"{error}: --help shows all flags.") from None
+        raise InputError(f"{error}: --help shows all flags.") from None
     if extra:
-        raise BadInput(f"Unexpected argument {extra[0]!r}: write settings as --name=value.")
+        raise InputError(f"Unexpected argument {extra[0]!r}: write settings as --name=value.")
     return values
 
 
-def _illegal(message: str, rows: dict[str, tuple]) -> BadInput:
+def _illegal(message: str, rows: dict[str, tuple]) -> InputError:
     found = re.match(r"flag --(\w+)=(.*?): ", message, re.DOTALL)
     if not found or found[1] not in rows:
-        return BadInput(message)
-    return BadInput(f"--{found[1]}={found[2]} must be {NOUN[rows[found[1]][0]]}.")
+        return InputError(message)
+    return InputError(f"--{found[1]}={found[2]} must be {NOUN[rows[found[1]][0]]}.")
 
 
 def given(values: flags.FlagValues) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def given(values: flags.FlagValues) -> dict[str, Any]:
 def _name_value(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise BadInput(f"--hparam={text}: write it as --hparam name=value.")
+        raise InputError(f"--hparam={text}: write it as --hparam name=value.")
     return name, value
 
 
@@ -139,17 +139,17 @@ def resolve(user: dict[str, Any]) -> dict[str, Any]:
     """The effective settings: the user's over the preset's over the defaults.
 
     Raises:
-      BadInput: an unknown name, or a value out of range.
+      InputError: an unknown name, or a value out of range.
     """
     preset = user.get("preset") or DEFAULT_PRESETS.get(user.get("dataset", "digits"))
     chosen = PRESETS[choose("preset", preset, PRESETS)] if preset else None
     defaults = {name: setting.default for name, setting in SETTINGS.items()}
     config = defaults | dict(chosen.settings_of(user.get("algo")) if chosen else {}) | user | {"preset": preset}
     if not config["algo"]:
-        raise BadInput(f"Say which method to run with --algo=NAME: one of {', '.join(ALGORITHMS)}.")
+        raise InputError(f"Say which method to run with --algo=NAME: one of {', '.join(ALGORITHMS)}.")
     factory = ALGORITHMS[choose("algo", config["algo"], ALGORITHMS)]
     if user.get("steps") is not None and user.get("epochs") is not None:
-        raise BadInput("Local work is either --epochs or --steps: give exactly one of the two.")
+        raise InputError("Local work is either --epochs or --steps: give exactly one of the two.")
     if user.get("epochs") is not None:
         config["steps"] = None
     if config["steps"] is not None:
@@ -166,16 +166,16 @@ def _by_file(spec: str, user: dict[str, Any]) -> dict[str, Any]:
     """The settings that a partition file decides; the number of clients, if given, is compared with the file's."""
     for name in BY_FILE:
         if user.get(name) is not None:
-            raise BadInput(f"--{name} means nothing with --partition={spec}, which says everything: leave it out.")
+            raise InputError(f"--{name} means nothing with --partition={spec}, which says everything: leave it out.")
     return dict.fromkeys(BY_FILE) | {"clients": user.get("clients")}
 
 
 def check_ranges(config: dict[str, Any]) -> None:
-    """Raises BadInput for a value that no experiment can have; what a library function checks itself is left to it."""
+    """Raises InputError for a value that no experiment can have; a library function checks its own."""
     for name, (low, high) in _RANGES.items():
         check(name, config[name], low, high, open_low=name == "lr_decay")
     if config["momentum"] == 1:
-        raise BadInput("momentum=1.0 is outside its range [0, 1).")
+        raise InputError("momentum=1.0 is outside its range [0, 1).")
     if config["clip"] is not None:
         check("clip", config["clip"], 0, INF, open_low=True)
     targets.parse(config["targets"])
@@ -201,16 +201,16 @@ def resumed(recorded: dict[str, Any], user: dict[str, Any]) -> dict[str, Any]:
     """The settings of a resume: the recorded ones (complete), with the user's where they may differ.
 
     Raises:
-      BadInput: a setting differs that must not; all of them are named with both values.
+      InputError: a setting differs that must not; all of them are named with both values.
     """
     factory = ALGORITHMS[recorded["algo"]]
     algo = user.get("algo", recorded["algo"])
     hparams = typed_all(factory, user["hparams"]) if algo == recorded["algo"] else {}
     wanted = {name: value for name, value in user.items() if name != "hparams"}
     if differing := _differing(recorded, wanted, hparams):
-        raise BadInput(f"A resume continues the recorded run, but these settings differ: {', '.join(differing)}.")
+        raise InputError(f"A resume continues the recorded run, but these settings differ: {', '.join(differing)}.")
     if wanted.get("rounds", recorded["rounds"]) < recorded["rounds"]:
-        raise BadInput(f"rounds={wanted['rounds']} is less than the recorded {recorded['rounds']}: it may only grow.")
+        raise InputError(f"rounds={wanted['rounds']} is less than the recorded {recorded['rounds']}: it may only grow.")
     free = {name: value for name, value in wanted.items() if SETTINGS[name].free or name == "rounds"}
     config = recorded | free
     check_ranges(config)
@@ -218,13 +218,13 @@ def resumed(recorded: dict[str, Any], user: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_same(recorded: dict[str, Any], config: dict[str, Any], path: Any) -> None:
-    """Raises BadInput if the run recorded at `path` is not one of the effective settings `config`; it may have other
+    """Raises InputError if the run recorded at `path` is not one of the effective settings `config`; it may have other
     rounds, and whatever a resume may change."""
     wanted = {name: value for name, value in config.items() if name in SETTINGS}
     if wanted["clients"] is None:  # a partition file says it
         del wanted["clients"]
     if differing := _differing(recorded, wanted, config["hparams"]):
-        raise BadInput(f"{path} holds a run of other settings: {', '.join(differing)}.")
+        raise InputError(f"{path} holds a run of other settings: {', '.join(differing)}.")
 
 
 def _differing(recorded: dict[str, Any], wanted: dict[str, Any], hparams: dict[str, Any]) -> list[str]:

@@ -18,9 +18,9 @@ import jax
 from rich.console import Console
 
 from experiments import build, main, runs, settings, tables
-from fedjax_pfl import hosts
-from fedjax_pfl.checks import BadInput
 from fedjax_pfl.data.federate import ROOM
+from fedjax_pfl.engine import multihost
+from fedjax_pfl.errors import InputError
 
 
 def split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -56,7 +56,7 @@ def run(argv: list[str]) -> int:
     jobs = [(algo, seed) for algo in own["algo"].split(",") for seed in own["seed"].split(",")]
     configs = [settings.resolve(settings.given(settings.parse([*rest, *_flags(*job)]))) for job in jobs]  # before any
     paths = [root / f"{algo}-seed{seed}" for algo, seed in jobs]
-    found = [hosts.on_first(_found, path, config) for path, config in zip(paths, configs, strict=True)]
+    found = [multihost.on_first(_found, path, config) for path, config in zip(paths, configs, strict=True)]
     room: dict[str, Sequence[int]] = {}
     laid: dict[str, list[str]] = {}
     failed, finished = 0, []
@@ -71,10 +71,10 @@ def run(argv: list[str]) -> int:
             if code == main.LOST or code >= main.INTERRUPTED - 2:
                 return code
             if code == 0:
-                laid[algo] = hosts.on_first(_layout, path)
-        if hosts.on_first((path / "summary.json").exists):
+                laid[algo] = multihost.on_first(_layout, path)
+        if multihost.on_first((path / "summary.json").exists):
             finished.append(path)
-    if finished and hosts.first():
+    if finished and multihost.first():
         console.print(tables.table(finished), soft_wrap=True)
     return failed
 
@@ -82,8 +82,8 @@ def run(argv: list[str]) -> int:
 def _room(configs: list[dict]) -> Sequence[int]:
     """So that the seeds of a method have arrays of the same shapes, and share what is compiled."""
     try:
-        return ROOM if len(configs) == 1 else hosts.everywhere(build.room, configs)
-    except BadInput:  # of one seed: the others are to run, and its own run says why
+        return ROOM if len(configs) == 1 else multihost.everywhere(build.room, configs)
+    except InputError:  # of one seed: the others are to run, and its own run says why
         return ROOM
 
 
@@ -94,7 +94,7 @@ def _layout(path: Path) -> list[str]:
 
 
 def _found(path: Path, config: dict[str, Any]) -> tuple[bool, bool]:
-    """Is the run complete, and is it begun? Raises BadInput if it is one of other settings."""
+    """Is the run complete, and is it begun? Raises InputError if it is one of other settings."""
     begun = runs.is_run(path)
     if begun:
         settings.check_same(runs.read_config(path), config, path)
@@ -108,8 +108,8 @@ def _flags(algo: str, seed: str) -> list[str]:
 if __name__ == "__main__":
     try:
         main.leave(run(sys.argv[1:]))
-    except BadInput as error:
+    except InputError as error:
         sys.exit(str(error))
-    except hosts.Unreachable as error:
+    except multihost.UnreachableError as error:
         print(error, file=sys.stderr)
         main.leave(main.LOST)

@@ -15,7 +15,7 @@ from experiments import published, report, runs, targets
 from experiments.files import read_json, read_rows
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.checks import BadInput
+from fedjax_pfl.errors import InputError
 
 Row = dict[str, Any]
 BOUND = "≤"
@@ -69,7 +69,7 @@ class Reached(NamedTuple):
 
 
 def _targets(workdir: Path, text: str) -> Reached:
-    """Raises BadInput if the run has not the score that `text` names."""
+    """Raises InputError if the run has not the score that `text` names."""
     config, metrics = runs.read_config(workdir), read_rows(workdir / "metrics.jsonl")
     targets.check_score(text, report.score_names(metrics), str(workdir))
     score, levels = targets.wanted(config | {"targets": text})
@@ -128,5 +128,5 @@ def main(argv: list[str]) -> str:
 if __name__ == "__main__":
     try:
         print(main(sys.argv[1:]))
-    except BadInput as error:
+    except InputError as error:
         sys.exit(str(error))

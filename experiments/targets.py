@@ -5,7 +5,7 @@ All of it is computed from the rows of metrics.jsonl, so a run directory can be 
 What is spent: the traffic of the rounds behind the score (the round whose local training `post` scores is counted
 whole, its upload included), and the clients' local work: the steps that the settings ask of the round's participants
 (--epochs or --steps), and the floating-point operations of the method's loops over their examples, 2 for a multiply-add
-of a matrix product, counted in the trace of a round (`fedjax_pfl.work`; a short last batch counts as long as it is).
+of a matrix product, counted in the trace of a round (`fedjax_pfl.engine.flops`; short batches count by length).
 Second models, inner steps and weights of tasks are in it; element-wise work, evaluation and what the server computes
 are not: `benchmarks.cost` has the methods' times.
 """
@@ -19,7 +19,7 @@ from rich.console import Console
 
 from experiments import report
 from experiments.presets import PRESETS
-from fedjax_pfl.checks import BadInput, check, choose
+from fedjax_pfl.errors import InputError, check, choose
 
 Row = dict[str, Any]
 LEVELS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)  # where the user names none
@@ -35,7 +35,7 @@ def parse(text: str | None) -> tuple[str | None, tuple[float, ...]]:
       the score's name, None where the text has none; the levels, rising; `LEVELS` where there is no text.
 
     Raises:
-      BadInput: a level is not a number, or out of its range; whether a run has the score is for `check_score`.
+      InputError: a level is not a number, or out of its range; whether a run has the score is for `check_score`.
     """
     if text is None:
         return None, LEVELS
@@ -45,7 +45,7 @@ def parse(text: str | None) -> tuple[str | None, tuple[float, ...]]:
     except ValueError:
         found = set()
     if not found or (colon and not name):
-        raise BadInput(
+        raise InputError(
             f"--targets={text}: write scores in (0, 1], apart by commas, as --targets=0.8,0.9, "
             "or with the name of the score, as --targets=acc_present:0.8,0.9."
         )
@@ -62,7 +62,7 @@ def wanted(config: Row) -> tuple[str, tuple[float, ...]]:
 
 
 def check_score(text: str | None, known: Iterable[str], whose: str) -> None:
-    """Raises BadInput if --targets names a score that is not among the known ones, or the micro mean of one."""
+    """Raises InputError if --targets names a score that is not among the known ones, or the micro mean of one."""
     name, names = parse(text)[0], [x for x in known if not x.endswith("_trivial")]
     if name and names:  # of a run that ended before its first evaluation nothing is known
         choose(f"score of {whose}", name.removesuffix("_micro"), names)

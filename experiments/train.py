@@ -13,7 +13,8 @@ from experiments.files import read_json, write_json
 from experiments.interrupt import Interrupt
 from experiments.pace import Pace
 from experiments.runs import RunDirectory
-from fedjax_pfl import hosts, simulate
+from fedjax_pfl import simulate
+from fedjax_pfl.engine import multihost
 from fedjax_pfl.types import State
 
 
@@ -27,7 +28,7 @@ def train(
     """Runs the rounds from `start` and keeps everything; the rows, the state and the summary are safe when it raises.
 
     Raises:
-      Stopped: after a signal, with a checkpoint; simulate.Diverged; OSError where something cannot be written.
+      Stopped: after a signal, with a checkpoint; simulate.DivergenceError; OSError where something cannot be written.
     """
     rounds, c = experiment.config["rounds"], experiment.config
     words = f"Aborted; go on from the last checkpoint with {command(run.path)}"
@@ -37,25 +38,27 @@ def train(
     options = {"rounds": rounds, "eval_every": c["eval_every"], "state_every": c["checkpoint_every"]}
     options |= {"start": start, "state": None if state is None else program.place(state)}
     with versions.compile_clock() as compiling, reporter, Interrupt(ask, words) as interrupt:
-        files = _Files(run, experiment, hosts.on_first(Clock, run.path), compiling)
+        files = _Files(run, experiment, multihost.on_first(Clock, run.path), compiling)
         add = lambda result: reporter.update(run.append(result))
         try:
             for result in simulate.rounds(program, experiment.key, experiment.federation, **options):
-                hosts.on_first(add, result)
+                multihost.on_first(add, result)
                 if result.state is None:
                     continue
                 done = result.round + (result.metrics is not None)
-                number = hosts.largest(interrupt.asked or 0)  # whoever was asked, all stop after the same round
+                number = multihost.largest(interrupt.asked or 0)  # whoever was asked, all stop after the same round
                 stop = number and done < rounds
                 if stop or done % c["checkpoint_every"] == 0 or done == rounds:
-                    whole = program.by_id(hosts.fetch(result.state))  # on the host: no device holds everybody's rows
-                    hosts.on_first(files.keep, "interrupted" if stop else "running", done, whole)
+                    whole = program.by_id(
+                        multihost.fetch(result.state)
+                    )  # on the host: no device holds everybody's rows
+                    multihost.on_first(files.keep, "interrupted" if stop else "running", done, whole)
                 if stop:
                     raise Stopped(number)
-        except simulate.Diverged:
-            hosts.on_first(files.show, "diverged")
+        except simulate.DivergenceError:
+            multihost.on_first(files.show, "diverged")
             raise
-    hosts.on_first(files.show, "complete")
+    multihost.on_first(files.show, "complete")
 
 
 class _Files:

@@ -6,8 +6,8 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
-from fedjax_pfl import tasks
-from fedjax_pfl.checks import BadInput, choose
+from fedjax_pfl.errors import InputError, choose
+from fedjax_pfl.numerics import class_groups
 from fedjax_pfl.simulate import hyperparameters
 
 NOUN: dict[Any, str] = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
@@ -17,25 +17,27 @@ def number(kind: type, name: str, text: str, whole: str | None = None) -> Any:
     """Reads an int or a float; `whole` is what the text is a part of.
 
     Raises:
-      BadInput: it is none.
+      InputError: it is none.
     """
     hints = {"--participation": ", or a range as 0.1:1", "--width": ", or auto", "--devices": ", auto or all"}
     try:
         return kind(text)
     except ValueError:
-        raise BadInput(f"{name}={whole or text} must be {NOUN[kind]}{hints.get(name, '')}.") from None
+        raise InputError(f"{name}={whole or text} must be {NOUN[kind]}{hints.get(name, '')}.") from None
 
 
 def typed_all(factory: Callable, texts: dict[str, str]) -> dict[str, Any]:
     """Reads the values of hyperparameters by the types of a factory's arguments."""
     known, hints = hyperparameters(factory), typing.get_type_hints(factory)
     if texts and not known:
-        raise BadInput(f"{factory.__name__} has no hyperparameters, so --hparam {next(iter(texts))}=... means nothing.")
+        raise InputError(
+            f"{factory.__name__} has no hyperparameters, so --hparam {next(iter(texts))}=... means nothing."
+        )
     for name in texts:
         choose(f"hyperparameter of {factory.__name__}", name, known)
     found = {name: typed(name, text, hints.get(name, type(known[name]))) for name, text in texts.items()}
     if "tasks" in found:
-        found["tasks"] = tasks.inline(found["tasks"])  # recorded, so that a resume does not need the file again
+        found["tasks"] = class_groups.inline(found["tasks"])  # recorded, so that a resume does not need the file again
     return found
 
 
@@ -48,7 +50,7 @@ def typed(name: str, text: str, hint: Any) -> Any:
     if kind is bool:
         if text.lower() in ("true", "false"):
             return text.lower() == "true"
-        raise BadInput(f"--hparam {name}={text} must be {NOUN[bool]}.")
+        raise InputError(f"--hparam {name}={text} must be {NOUN[bool]}.")
     return number(kind, f"--hparam {name}", text)
 
 

@@ -17,29 +17,31 @@ import jax
 import numpy as np
 
 from experiments import runs
-from fedjax_pfl import simulate, tasks
+from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.checks import BadInput
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.numerics import class_groups
 from fedjax_pfl.types import Algorithm, Array, Client, Scores
 
 COLUMNS = {"within": "task_acc", "trivial": "task_acc_trivial", "acc_groups": "acc_groups", "acc": "acc"}
 
 
 def scores(workdir: Path, name: str) -> dict[str, np.ndarray]:
-    """Every client's scores by the task map `name` (see `tasks.branches`): {score: [N]}.
+    """Every client's scores by the task map `name` (see `class_groups.branches`): {score: [N]}.
 
     Raises:
-      BadInput: the run cannot be read, or the map has a task of one class: a yes or no, which most methods do not say.
+      InputError: the run cannot be read, or the map has a task of one class: a yes or no, which most methods lack.
     """
     run = runs.load(workdir)
     task, config = run.experiment.task, run.config
-    branches = tasks.branches(task, name)
+    branches = class_groups.branches(task, name)
     if branches.binary.any():
-        raise BadInput(f"--tasks={name} has a task of a single class, which has nothing to choose within it.")
+        raise InputError(f"--tasks={name} has a task of a single class, which has nothing to choose within it.")
     factory = ALGORITHMS[config["algo"]]
 
     def score(z: Array, y: Array, mask: Array, c: Client) -> Scores:
-        return tasks.scores(branches, z[..., 0] if z.ndim == 3 else z, y, mask, c)  # of two models (`sharing.beside`)
+        personal = z[..., 0] if z.ndim == 3 else z  # of two models (`averaging.beside`)
+        return class_groups.scores(branches, personal, y, mask, c)
 
     @functools.wraps(factory)
     def scored(*args, **hparams) -> Algorithm:
@@ -55,7 +57,7 @@ def main(argv: list[str]) -> str:
     names = [word.removeprefix("--tasks=") for word in argv if word.startswith("--tasks=")]
     paths = [Path(word) for word in argv if not word.startswith("--")]
     if len(names) != 1 or not paths or len(names) + len(paths) != len(argv):
-        raise BadInput("Give a task map and runs: python -m experiments.within --tasks=consecutive:10 RUN ...")
+        raise InputError("Give a task map and runs: python -m experiments.within --tasks=consecutive:10 RUN ...")
     rows = [["run", *COLUMNS], ["---"] * (1 + len(COLUMNS))]
     for path in paths:
         found = scores(path, names[0])
@@ -66,5 +68,5 @@ def main(argv: list[str]) -> str:
 if __name__ == "__main__":
     try:
         print(main(sys.argv[1:]))
-    except BadInput as error:
+    except InputError as error:
         sys.exit(str(error))

@@ -11,14 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fedjax_pfl import evaluate, hosts
-from fedjax_pfl.data.sources import Dataset
-from fedjax_pfl.programs import Program, at_home, compiled, hyperparameters, program
-from fedjax_pfl.sampling import cohort_size, sample
+from fedjax_pfl import evaluate
+from fedjax_pfl.data.datasets import Dataset
+from fedjax_pfl.engine import multihost
+from fedjax_pfl.engine.program import Program, at_home, compiled, hyperparameters, program
+from fedjax_pfl.engine.sampling import cohort_size, sample
 from fedjax_pfl.types import Array, Federation, Model, PyTree, State, Task
 
 __all__ = [
-    "Diverged",
+    "DivergenceError",
     "Program",
     "Result",
     "cohort_size",
@@ -36,7 +37,7 @@ TOGETHER = 16  # rounds that go to the devices at once, at most
 SECONDS = 0.1  # and about how long those take, since nothing is heard of them meanwhile
 
 
-class Diverged(RuntimeError):
+class DivergenceError(RuntimeError):
     """A client's loss or state is not finite any more, or the server's."""
 
 
@@ -114,32 +115,31 @@ def rounds(
     once, since starting one can take as long as itself.
 
     Raises:
-      Diverged: when an active client's loss or state is not finite, or the server's, after yielding nothing of that
-        round.
+      DivergenceError: an active client's loss or state, or the server's, is not finite; that round is not yielded.
     """
     init, scores, step = compiled(program)
     numbers = {name: jnp.asarray(value, float) for name, value in program.numbers.items()}
     if program.mesh is not None:  # once: a jitted function would copy them to the devices at every call
-        key, numbers, federation = hosts.replicate((key, numbers, federation), program.mesh)
+        key, numbers, federation = multihost.replicate((key, numbers, federation), program.mesh)
     if state is None:
         state = init(key, numbers)
     together = program.functions is not None and 1 not in (eval_every, state_every)
     step, few, t = (_several(program) if together else _single(step)), 1, start
     while t < rounds:
         wanted = bool(eval_every) and (t % eval_every == 0 or t == rounds - 1)
-        pre = hosts.fetch(scores(key, numbers, federation, state, np.int32(t))) if wanted else None
+        pre = multihost.fetch(scores(key, numbers, federation, state, np.int32(t))) if wanted else None
         count = min(few, _free(t, rounds, eval_every, state_every)) if together else 1
         begin = time.perf_counter()
         state, metrics = step(key, numbers, federation, state, np.int32(t), np.bool_(wanted), np.int32(count))
-        metrics = hosts.fetch(metrics)
+        metrics = multihost.fetch(metrics)
         if together and t > start:  # the first round is compiled, too
-            few = hosts.largest(min(TOGETHER, max(1, int(SECONDS * count / (time.perf_counter() - begin)))))
+            few = multihost.largest(min(TOGETHER, max(1, int(SECONDS * count / (time.perf_counter() - begin)))))
         for i in range(count):
             one = _without_padding(jax.tree.map(lambda x, i=i: x[i], metrics), len(federation.train.size))
             _check_finite(t + i, one)
             yield Result(t + i, None if i < count - 1 else state, one, None if i else pre)
         t += count
-    yield Result(rounds, state, None, hosts.fetch(scores(key, numbers, federation, state, np.int32(rounds))))
+    yield Result(rounds, state, None, multihost.fetch(scores(key, numbers, federation, state, np.int32(rounds))))
 
 
 def _free(t: int, rounds: int, eval_every: int, state_every: int) -> int:
@@ -194,7 +194,7 @@ def _check_finite(t: int, metrics: PyTree) -> None:
     for what, bad in found.items():
         if (bad := bad & metrics["active"]).any():
             ids = ", ".join(map(str, metrics["ids"][bad][:20]))
-            raise Diverged(
+            raise DivergenceError(
                 f"The {what} of client {ids} is not finite in round {t}: lower --lr, or clip gradients with --clip."
             )
 

@@ -6,7 +6,7 @@ import numpy as np
 import toy
 
 from fedjax_pfl import local, trees
-from fedjax_pfl.clients import Cohort
+from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.types import State
 
 

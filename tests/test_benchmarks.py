@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from benchmarks import memory, peers, pytorch, recipes, report, scaling, throughput
-from fedjax_pfl.checks import BadInput
 from fedjax_pfl.data.federate import federate
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import flops, model, num_parameters
 from fedjax_pfl.simulate import task
 
@@ -87,7 +87,7 @@ def test_pytorch_runs_where_jax_does(monkeypatch):
         if found:
             assert pytorch.device() == "cuda"
             continue
-        with pytest.raises(BadInput, match="PyTorch finds no GPU, so leave it out here"):
+        with pytest.raises(InputError, match="PyTorch finds no GPU, so leave it out here"):
             pytorch.device()
 
 
@@ -140,7 +140,7 @@ def test_pfllib_is_given_the_same_work(tmp_path):
 
 def test_what_cannot_be_compared_with_is_one_sentence(tmp_path):
     for path, said in ((None, "give --pfllib=PATH"), (str(tmp_path), "no checkout of PFLlib")):
-        with pytest.raises(BadInput, match=said):
+        with pytest.raises(InputError, match=said):
             peers.check(path)
     options = peers.options(peers.Case(SMALL, 1), None)
     for lacking, said in (
@@ -150,7 +150,7 @@ def test_what_cannot_be_compared_with_is_one_sentence(tmp_path):
         ((tmp_path / "train0_.npz").read_bytes, "another version.*train0_.npz"),
         (lambda: importlib.import_module("a_module_of_pfllib"), "cannot be run here: No module named"),
     ):
-        with pytest.raises(BadInput, match=said), peers.told():
+        with pytest.raises(InputError, match=said), peers.told():
             lacking()
 
 

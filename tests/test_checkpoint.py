@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from experiments import build, figures, interrupt, main, runs, settings
-from fedjax_pfl import checkpoint, memory, simulate
-from fedjax_pfl.checks import BadInput
+from fedjax_pfl import simulate
+from fedjax_pfl.engine import checkpoint, memory
+from fedjax_pfl.errors import InputError
 
 FLAGS = ["--algo=fedper", "--dataset=digits", "--data_fraction=0.2", "--clients=4", "--classes_per_client=3"]
 FLAGS += ["--epochs=1", "--momentum=0.9", "--lr_decay=0.9", "--participation=0.25:0.75", "--width=2"]
@@ -76,7 +77,7 @@ def test_only_the_last_two_stay_and_torn_saves_are_removed(tmp_path):
 
 
 def test_no_checkpoint(tmp_path):
-    with pytest.raises(BadInput, match="There is no checkpoint"):
+    with pytest.raises(InputError, match="There is no checkpoint"):
         checkpoint.restore(tmp_path / "nowhere", tree())
 
 
@@ -95,7 +96,9 @@ def test_damage_is_said_in_a_sentence(tmp_path, harm, name):
     checkpoint.save(tmp_path, 2, tree())
     for path in (tmp_path / "2").glob(name):
         harm(path)
-    with pytest.raises(BadInput, match=r"Checkpoint .*2 is damaged \(.*\): delete that folder to resume from step 1.$"):
+    with pytest.raises(
+        InputError, match=r"Checkpoint .*2 is damaged \(.*\): delete that folder to resume from step 1.$"
+    ):
         checkpoint.restore(tmp_path, jax.eval_shape(tree))
     shutil.rmtree(tmp_path / "2")
     assert checkpoint.restore(tmp_path, jax.eval_shape(tree))[0] == 1
@@ -108,7 +111,7 @@ def test_damaged_digests(tmp_path, content):
     checkpoint.save(tmp_path, 2, tree())
     (tmp_path / "2.sha256").write_bytes(content)
     with pytest.raises(
-        BadInput, match=r"Checkpoint .*2 is damaged \(.*\): delete that folder to start again.*$"
+        InputError, match=r"Checkpoint .*2 is damaged \(.*\): delete that folder to start again.*$"
     ) as error:
         checkpoint.restore(tmp_path, jax.eval_shape(tree))
     assert "\n" not in str(error.value)
@@ -133,7 +136,7 @@ def test_a_save_that_is_cut_short_is_not_finished_by_older_digests(tmp_path, mon
 )
 def test_a_foreign_checkpoint(tmp_path, other, sentence):
     checkpoint.save(tmp_path, 1, {"a": jnp.zeros((2, 3))})
-    with pytest.raises(BadInput) as error:
+    with pytest.raises(InputError) as error:
         checkpoint.restore(tmp_path, other)
     assert "is of another experiment" in str(error.value) and sentence in str(error.value)
 
@@ -368,5 +371,5 @@ def test_any_clients_model_can_be_had_again(whole):
         rows = p.test[client, : p.test_sizes[client]]
         answers = np.argmax(run.predictor(client)(dataset.x[rows]), axis=1)
         assert np.mean(answers == dataset.y[rows]) == pytest.approx(run.scores[-1]["pre"]["acc"][client])
-    with pytest.raises(BadInput, match=r"client 4 is not one of 0\.\.3"):
+    with pytest.raises(InputError, match=r"client 4 is not one of 0\.\.3"):
         run.predictor(4)

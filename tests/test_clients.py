@@ -9,7 +9,7 @@ import pytest
 import toy
 from toy import assert_same
 
-from fedjax_pfl.clients import Cohort, lanes
+from fedjax_pfl.engine.cohort import Cohort, lanes
 
 KEY = jax.random.key(3)
 IDS = np.array([3, 0, 4, 1, 2], np.int32)

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl.checks import BadInput
-from fedjax_pfl.data import prepared, sources
+from fedjax_pfl.data import datasets, tfds
 from fedjax_pfl.data.federate import federate
-from fedjax_pfl.data.partition import partition
+from fedjax_pfl.data.partitioners import partition
+from fedjax_pfl.errors import InputError
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def _real(name):
 
 
 def test_digits():
-    data = sources.load("digits")
+    data = datasets.load("digits")
     assert data.x.shape == (1797, 8, 8, 1) and data.x.dtype == np.uint8 and data.y.dtype == np.int32
     assert data.num_train == 1797 and set(data.y) == set(range(10))
     prepared_x = data.prepare(jnp.asarray(data.x))
@@ -55,8 +55,8 @@ def test_digits():
 
 
 def test_synthetic_is_reproducible_balanced_and_learnable():
-    one, two = sources.load("synthetic"), sources.load("synthetic")
-    assert np.array_equal(one.x, two.x) and not np.array_equal(one.x, sources.synthetic(seed=1).x)
+    one, two = datasets.load("synthetic"), datasets.load("synthetic")
+    assert np.array_equal(one.x, two.x) and not np.array_equal(one.x, datasets.synthetic(seed=1).x)
     assert one.x.dtype == np.float32 and np.ptp(np.bincount(one.y)) == 0
     train, test = slice(0, one.num_train), slice(one.num_train, None)
     means = np.stack([one.x[train][one.y[train] == label].mean(axis=0) for label in range(10)])
@@ -66,23 +66,23 @@ def test_synthetic_is_reproducible_balanced_and_learnable():
 
 def test_images_are_prepared_to_minus_one_and_one():
     raw = jnp.array([0, 127.5, 255])
-    assert np.allclose(sources.prepare_images(raw), [-1, 0, 1])
+    assert np.allclose(datasets.prepare_images(raw), [-1, 0, 1])
 
 
 @pytest.mark.parametrize("fraction", [0.001, 0.25, 0.5, 1.0])
 def test_subset_is_stratified(fraction):
-    data = sources.synthetic(1000, 7)
-    part = sources.subset(data, fraction, seed=3)
+    data = datasets.synthetic(1000, 7)
+    part = datasets.subset(data, fraction, seed=3)
     for side in (slice(0, data.num_train), slice(data.num_train, None)):
         mine = slice(0, part.num_train) if side.start == 0 else slice(part.num_train, None)
         sizes = np.bincount(data.y[side], minlength=7)
         assert np.array_equal(np.bincount(part.y[mine], minlength=7), np.maximum(np.rint(fraction * sizes), 1))
-    assert np.array_equal(part.x, sources.subset(data, fraction, seed=3).x)
+    assert np.array_equal(part.x, datasets.subset(data, fraction, seed=3).x)
 
 
 def test_subset_keeps_inputs_and_labels_together():
-    data = sources.synthetic(200, 4, (2,))
-    part = sources.subset(data, 0.3, seed=0)
+    data = datasets.synthetic(200, 4, (2,))
+    part = datasets.subset(data, 0.3, seed=0)
     label = {row.tobytes(): y for row, y in zip(data.x, data.y, strict=True)}
     assert all(label[row.tobytes()] == y for row, y in zip(part.x, part.y, strict=True))
 
@@ -92,7 +92,7 @@ def test_subset_keeps_inputs_and_labels_together():
 
 def test_npz_images(npz):
     x, y = np.arange(6 * 4 * 4, dtype=np.uint8).reshape(6, 4, 4), np.array([0, 1, 2, 0, 1, 2])
-    data = sources.load(npz(x=x, y=y, x_test=x[:2], y_test=y[:2]))
+    data = datasets.load(npz(x=x, y=y, x_test=x[:2], y_test=y[:2]))
     assert data.x.shape == (8, 4, 4, 1) and data.x.dtype == np.uint8  # grey images get a channel axis
     assert data.num_train == 6 and data.num_classes == 3 and data.y.dtype == np.int32
     assert float(data.prepare(jnp.asarray(data.x)).min()) == -1
@@ -100,7 +100,7 @@ def test_npz_images(npz):
 
 def test_npz_floats_pass_unchanged(npz):
     x = np.random.default_rng(0).normal(size=(6, 3))
-    data = sources.load(npz(x=x, y=np.array([0, 1, 0, 1, 0, 1], np.uint8)))
+    data = datasets.load(npz(x=x, y=np.array([0, 1, 0, 1, 0, 1], np.uint8)))
     assert data.x.dtype == np.float32 and data.num_train == 6
     assert np.array_equal(data.prepare(jnp.asarray(data.x)), x.astype(np.float32))
 
@@ -132,16 +132,16 @@ BAD_ARRAYS = {
 @pytest.mark.parametrize("case", BAD_ARRAYS)
 def test_bad_arrays(case, npz):
     arrays, sentence = BAD_ARRAYS[case]
-    with pytest.raises(BadInput, match=sentence) as error:
-        sources.load(npz(**arrays))
+    with pytest.raises(InputError, match=sentence) as error:
+        datasets.load(npz(**arrays))
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("content", [b"", b"not an npz", b"PK\x03\x04 half a zip", b"\x93NUMPY\x01\x00"])
 def test_file_that_is_no_npz(tmp_path, content):
     (tmp_path / "mine.npz").write_bytes(content)
-    with pytest.raises(BadInput, match=r"cannot be read as \.npz"):
-        sources.load(f"npz:{tmp_path / 'mine.npz'}")
+    with pytest.raises(InputError, match=r"cannot be read as \.npz"):
+        datasets.load(f"npz:{tmp_path / 'mine.npz'}")
 
 
 @pytest.mark.parametrize(("write", "place"), [(np.savez, 1500), (np.savez_compressed, 200), (np.savez_compressed, 8)])
@@ -153,35 +153,35 @@ def test_bytes_flipped_in_npz(tmp_path, write, place):
     for i in [place, content.index(b"PK\x01\x02") + 10] if place == 8 else [place]:
         content[i] ^= 255
     path.write_bytes(content)
-    with pytest.raises(BadInput, match=r"cannot be read as \.npz"):
-        sources.load(f"npz:{path}")
+    with pytest.raises(InputError, match=r"cannot be read as \.npz"):
+        datasets.load(f"npz:{path}")
 
 
 def test_home_is_where_the_tilde_is(tmp_path, npz, monkeypatch):
     npz(x=_X, y=_Y)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert len(sources.load("npz:~/mine.npz").y) == 4
+    assert len(datasets.load("npz:~/mine.npz").y) == 4
 
 
 BAD_CALLS = {
-    "unknown data set": (lambda: sources.load("mnits"), r"Unknown data set 'mnits': did you mean 'mnist'\?"),
-    "pattern": (lambda: sources.load("npz:PATH"), r"There is no file 'PATH'"),
-    "no file": (lambda: sources.load("npz:/no/such.npz"), r"There is no file '/no/such.npz': give the path"),
-    "a name that is too long": (lambda: sources.load("npz:" + 300 * "x"), r"There is no file 'x+'"),
+    "unknown data set": (lambda: datasets.load("mnits"), r"Unknown data set 'mnits': did you mean 'mnist'\?"),
+    "pattern": (lambda: datasets.load("npz:PATH"), r"There is no file 'PATH'"),
+    "no file": (lambda: datasets.load("npz:/no/such.npz"), r"There is no file '/no/such.npz': give the path"),
+    "a name that is too long": (lambda: datasets.load("npz:" + 300 * "x"), r"There is no file 'x+'"),
     "fraction 0": (
-        lambda: sources.subset(sources.synthetic(20, 2), 0, 0),
+        lambda: datasets.subset(datasets.synthetic(20, 2), 0, 0),
         r"data_fraction=0 is outside its range \(0,",
     ),
-    "fraction 2": (lambda: sources.subset(sources.synthetic(20, 2), 2, 0), r"data_fraction=2 is outside its range"),
-    "fraction nan": (lambda: sources.subset(sources.synthetic(20, 2), np.nan, 0), r"data_fraction=nan is outside"),
-    "few examples": (lambda: sources.synthetic(5, 10), r"num_examples=5 is outside its range"),
+    "fraction 2": (lambda: datasets.subset(datasets.synthetic(20, 2), 2, 0), r"data_fraction=2 is outside its range"),
+    "fraction nan": (lambda: datasets.subset(datasets.synthetic(20, 2), np.nan, 0), r"data_fraction=nan is outside"),
+    "few examples": (lambda: datasets.synthetic(5, 10), r"num_examples=5 is outside its range"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_CALLS)
 def test_bad_calls(case):
     call, sentence = BAD_CALLS[case]
-    with pytest.raises(BadInput, match=sentence):
+    with pytest.raises(InputError, match=sentence):
         call()
 
 
@@ -245,7 +245,7 @@ def _pictures(n, shape):
 def test_tfds_letters_start_at_zero(tmp_path):
     x, y = _pictures(30, (28, 28, 1)), np.arange(30) % 26 + 1
     _prepare(tmp_path, "emnist/letters", x, {"label": y}, 24)
-    data = sources.load("emnist/letters", str(tmp_path))
+    data = datasets.load("emnist/letters", str(tmp_path))
     assert np.array_equal(data.x, x) and np.array_equal(data.y, y - 1)
     assert data.num_classes == 26 and data.num_train == 24 and data.superclass is None
 
@@ -253,25 +253,25 @@ def test_tfds_letters_start_at_zero(tmp_path):
 def test_tfds_superclasses(tmp_path):
     fine = np.arange(110) % 100
     _prepare(tmp_path, "cifar100", _pictures(110, (32, 32, 3)), {"label": fine, "coarse_label": fine // 5}, 100)
-    data, coarse = sources.load("cifar100", str(tmp_path)), sources.load("cifar100_coarse", str(tmp_path))
+    data, coarse = datasets.load("cifar100", str(tmp_path)), datasets.load("cifar100_coarse", str(tmp_path))
     assert np.array_equal(data.superclass, np.arange(100) // 5) and data.num_classes == 100
     assert np.array_equal(coarse.y, data.superclass[data.y]) and coarse.num_classes == 20
-    assert len(list(prepared.cache_dir().iterdir())) == 1  # both names share one decoded copy
+    assert len(list(tfds.cache_dir().iterdir())) == 1  # both names share one decoded copy
 
 
 def test_cache_is_used_rebuilt_when_damaged_and_renewed_with_the_data(tmp_path, monkeypatch):
     x, y = _pictures(12, (28, 28, 1)), np.arange(12) % 10
     folder = _prepare(tmp_path, "mnist", x, {"label": y}, 8)
     decoded = []
-    decode = prepared._decode
-    monkeypatch.setattr(prepared, "_decode", lambda *args: decoded.append(1) or decode(*args))
+    decode = tfds._decode
+    monkeypatch.setattr(tfds, "_decode", lambda *args: decoded.append(1) or decode(*args))
 
     def load():
-        assert np.array_equal(sources.load("mnist", str(tmp_path)).x, x)
+        assert np.array_equal(datasets.load("mnist", str(tmp_path)).x, x)
         return len(decoded)
 
     assert load() == 1 and load() == 1
-    [file] = prepared.cache_dir().iterdir()
+    [file] = tfds.cache_dir().iterdir()
     content = bytearray(file.read_bytes())
     file.write_bytes(content[: len(content) // 2])  # a disk that was full
     assert load() == 2 and load() == 2
@@ -286,26 +286,26 @@ def test_cache_that_cannot_be_written_does_not_stop_the_run(tmp_path, monkeypatc
     _prepare(tmp_path, "mnist", _pictures(12, (28, 28, 1)), {"label": np.arange(12) % 10}, 8)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FEDJAX_PFL_CACHE", str(tmp_path / "file"))
-    assert len(sources.load("mnist", str(tmp_path)).y) == 12
+    assert len(datasets.load("mnist", str(tmp_path)).y) == 12
 
 
 def test_newest_version_is_read(tmp_path):
     for version, label in (("3.0.9", 1), ("3.0.10", 2)):
         _prepare(tmp_path, "mnist", _pictures(4, (28, 28, 1)), {"label": np.full(4, label)}, 2, version)
-    assert set(sources.load("mnist", str(tmp_path)).y) == {2}
+    assert set(datasets.load("mnist", str(tmp_path)).y) == {2}
 
 
 def test_tfds_not_prepared(tmp_path, monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
     command = f"tfds build emnist/letters --file_format=array_record --data_dir={tmp_path}"
-    with pytest.raises(BadInput, match=f"'emnist/letters' is not prepared in .*: run .*{re.escape(command)}"):
-        sources.load("emnist/letters")
-    with pytest.raises(BadInput, match="tfds build cifar100 --file_format"):
-        sources.load("cifar100_coarse")
+    with pytest.raises(InputError, match=f"'emnist/letters' is not prepared in .*: run .*{re.escape(command)}"):
+        datasets.load("emnist/letters")
+    with pytest.raises(InputError, match="tfds build cifar100 --file_format"):
+        datasets.load("cifar100_coarse")
 
 
 def test_the_command_that_prepares_can_be_pasted():
-    assert prepared.command("mnist", Path("/my data")).endswith("--data_dir='/my data'")
+    assert tfds.command("mnist", Path("/my data")).endswith("--data_dir='/my data'")
 
 
 def test_tfds_in_another_format(tmp_path):
@@ -313,22 +313,24 @@ def test_tfds_in_another_format(tmp_path):
     folder.mkdir(parents=True)
     for name in ("dataset_info.json", "mnist-train.tfrecord-00000-of-00001"):
         (folder / name).write_text("{}")
-    with pytest.raises(BadInput, match=r"not in the array_record format.*tfds build mnist --file_format=array_record"):
-        sources.load("mnist", str(tmp_path))
+    with pytest.raises(
+        InputError, match=r"not in the array_record format.*tfds build mnist --file_format=array_record"
+    ):
+        datasets.load("mnist", str(tmp_path))
 
 
 def test_tfds_damaged(tmp_path):
     folder = _prepare(tmp_path, "mnist", _pictures(4, (28, 28, 1)), {"label": np.arange(4)}, 2)
     for file in folder.glob("*train*"):
         file.write_bytes(b"rubbish")
-    with pytest.raises(BadInput, match=r"'mnist' in .* cannot be read .*: prepare it anew"):
-        sources.load("mnist", str(tmp_path))
+    with pytest.raises(InputError, match=r"'mnist' in .* cannot be read .*: prepare it anew"):
+        datasets.load("mnist", str(tmp_path))
 
 
 def test_tfds_with_impossible_labels(tmp_path):
     _prepare(tmp_path, "mnist", _pictures(4, (28, 28, 1)), {"label": np.array([0, 11, 0, 0])}, 2)
-    with pytest.raises(BadInput, match=r"mnist has 10 classes but labels 0..11: prepare it anew"):
-        sources.load("mnist", str(tmp_path))
+    with pytest.raises(InputError, match=r"mnist has 10 classes but labels 0..11: prepare it anew"):
+        datasets.load("mnist", str(tmp_path))
 
 
 @pytest.mark.parametrize("missing", ["tensorflow_datasets", "array_record"])
@@ -342,27 +344,27 @@ def test_without_tfds_only_its_data_sets_fail(tmp_path, monkeypatch, missing):
         monkeypatch.setattr("tensorflow_datasets.builder_from_directory", without_array_record)
     else:
         monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(BadInput, match=r"tensorflow_datasets, which cannot be used .*: run pip install"):
-        sources.load("mnist", str(tmp_path))
-    assert len(sources.load("digits").y) == 1797
+    with pytest.raises(InputError, match=r"tensorflow_datasets, which cannot be used .*: run pip install"):
+        datasets.load("mnist", str(tmp_path))
+    assert len(datasets.load("digits").y) == 1797
     shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100"])
 def test_real_data(name):
-    data = sources.load(name, _real(name))
+    data = datasets.load(name, _real(name))
     assert data.x.shape[1:] == (32, 32, 3) and data.x.dtype == np.uint8
     assert set(data.y) == set(range(data.num_classes)) and 0 < data.num_train < len(data.y)
     if name == "cifar100":
         assert np.array_equal(np.bincount(data.superclass), np.full(20, 5))
-        assert np.array_equal(sources.load("cifar100_coarse", _real(name)).y, data.superclass[data.y])
+        assert np.array_equal(datasets.load("cifar100_coarse", _real(name)).y, data.superclass[data.y])
 
 
 # --- to the device ----------------------------------------------------------------------------------------------------
 
 
 def test_federate():
-    data = sources.synthetic(200, 4, (3,))
+    data = datasets.synthetic(200, 4, (3,))
     p = partition(data, "iid", num_clients=10, seed=0)
     f = federate(data, p)
     assert f.train.index.shape == (10, 15) and f.test.index.shape == (10, 5) and f.val.index.shape == (10, 0)
@@ -374,5 +376,5 @@ def test_federate():
 
 
 def test_federate_keeps_bytes():
-    data = sources.load("digits")
+    data = datasets.load("digits")
     assert federate(data, partition(data, "iid", num_clients=3, seed=0)).examples.x.dtype == jnp.uint8

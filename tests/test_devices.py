@@ -10,11 +10,12 @@ import pytest
 import toy
 from toy import N, assert_close, assert_same
 
-from fedjax_pfl import clients, simulate
+from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.checks import BadInput
-from fedjax_pfl.data.partition import partition
-from fedjax_pfl.data.sources import Dataset, prepare_images
+from fedjax_pfl.data.datasets import Dataset, prepare_images
+from fedjax_pfl.data.partitioners import partition
+from fedjax_pfl.engine import cohort
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import State
 
 KEY = jax.random.key(3)
@@ -22,13 +23,13 @@ KEY = jax.random.key(3)
 
 def test_every_client_is_dealt_once_and_every_place_is_used():
     work = np.random.default_rng(0).integers(0, 50, 21)
-    dealt = np.asarray(clients.deal(jnp.asarray(work), 8))
+    dealt = np.asarray(cohort.deal(jnp.asarray(work), 8))
     assert dealt.shape == (24,) and sorted(dealt) == list(range(24))
 
 
 def test_one_device_and_equal_work():
-    assert sorted(np.asarray(clients.deal(jnp.ones(5), 1))) == list(range(5))
-    assert (np.asarray(clients.deal(jnp.ones(6), 3)).reshape(3, 2) < 6).all()
+    assert sorted(np.asarray(cohort.deal(jnp.ones(5), 1))) == list(range(5))
+    assert (np.asarray(cohort.deal(jnp.ones(6), 3)).reshape(3, 2) < 6).all()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -40,15 +41,15 @@ def test_the_busiest_device_has_little_more_than_the_best_deal_gives_it(seed):
     steps, best = -(-sizes // 10), np.zeros(8)
     for n in sorted(steps)[::-1]:
         best[best.argmin()] += n
-    dealt = np.asarray(clients.deal(jnp.asarray(sizes), 8)).reshape(8, -1)
+    dealt = np.asarray(cohort.deal(jnp.asarray(sizes), 8)).reshape(8, -1)
     loads = np.append(steps, np.zeros(dealt.size - 100))[dealt].sum(axis=1)
     assert loads.sum() == steps.sum()
     assert loads.max() <= 1.1 * best.max()
 
 
 def test_more_devices_than_there_are_is_one_sentence():
-    with pytest.raises(BadInput, match=r"devices=9 is outside its range \[1, 8\]"):
-        clients.make_mesh(9)
+    with pytest.raises(InputError, match=r"devices=9 is outside its range \[1, 8\]"):
+        cohort.make_mesh(9)
 
 
 @functools.cache
@@ -173,5 +174,5 @@ def test_clients_at_rest_lie_on_their_devices():
     for tree in (state.clients, program.output_shardings[0].clients):
         for x in jax.tree.leaves(tree):
             spec = x.sharding.spec if hasattr(x, "sharding") else x.spec
-            assert spec[0] == clients.AXIS
+            assert spec[0] == cohort.AXIS
     assert isinstance(state, State)

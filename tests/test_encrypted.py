@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl import encrypted
-from fedjax_pfl.checks import BadInput
-from fedjax_pfl.clients import AXIS, make_mesh
+from fedjax_pfl.engine.cohort import AXIS, make_mesh
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.privacy import encryption
 
 RNG = np.random.default_rng(0)
 
@@ -23,11 +23,11 @@ def tenseal():
 
 @pytest.fixture
 def parties(tenseal):
-    return encrypted.parties()
+    return encryption.parties()
 
 
 def on_grid(x):
-    return np.round(x / encrypted.GRID) * encrypted.GRID
+    return np.round(x / encryption.GRID) * encryption.GRID
 
 
 @pytest.mark.parametrize("length", [3, 4096, 5000])
@@ -54,7 +54,7 @@ def test_the_server_has_no_secret_key(tenseal, parties):
 def test_a_server_that_is_given_the_secret_key_refuses_it(parties):
     clients, _ = parties
     with pytest.raises(ValueError, match="secret key"):
-        encrypted.Aggregator(clients._context.serialize(save_secret_key=True))
+        encryption.Aggregator(clients._context.serialize(save_secret_key=True))
 
 
 def test_ciphertexts_do_not_tell_what_is_in_them_by_number_or_size(parties):
@@ -70,10 +70,10 @@ def test_ciphertexts_do_not_tell_what_is_in_them_by_number_or_size(parties):
 
 ROWS = {"a": RNG.normal(size=(4, 3, 2)).astype(np.float32), "b": RNG.normal(size=(4,)).astype(np.float32)}
 IDS, ACTIVE = np.array([3, 0, 4, 1], np.int32), np.array([True, True, False, True])
-run = jax.jit(encrypted.total, static_argnums=3)
+run = jax.jit(encryption.total, static_argnums=3)
 
 
-@pytest.mark.parametrize("backend", encrypted.BACKENDS)
+@pytest.mark.parametrize("backend", encryption.BACKENDS)
 def test_totals_are_those_of_the_active_rows(request, backend):
     if backend == "ckks":
         request.getfixturevalue("tenseal")
@@ -99,18 +99,18 @@ def test_totals_over_devices_and_under_vmap(tenseal):
     spread = jax.device_put(ROWS, jax.NamedSharding(make_mesh(2), jax.P(AXIS)))
     jax.tree.map(
         np.testing.assert_array_equal,
-        jax.jit(encrypted.total, static_argnums=3)(spread, IDS, ACTIVE, "ckks")[0],
+        jax.jit(encryption.total, static_argnums=3)(spread, IDS, ACTIVE, "ckks")[0],
         expected,
     )
-    twice = jax.jit(jax.vmap(lambda s: encrypted.total({"a": s * ROWS["a"]}, IDS, ACTIVE, "ckks")[0]["a"]))
+    twice = jax.jit(jax.vmap(lambda s: encryption.total({"a": s * ROWS["a"]}, IDS, ACTIVE, "ckks")[0]["a"]))
     for got, times in zip(twice(jnp.array([1.0, 2.0])), (1, 2), strict=True):
         np.testing.assert_array_equal(got, times * expected["a"])
 
 
 def test_without_tenseal_one_sentence_says_what_to_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "tenseal", None)
-    with pytest.raises(BadInput, match=r"TenSEAL.*pip install -e '\.\[privacy\]'.*backend='plain'"):
-        encrypted.check_backend("ckks")
-    encrypted.check_backend("plain")
-    with pytest.raises(BadInput, match="backend"):
-        encrypted.check_backend("paillier")
+    with pytest.raises(InputError, match=r"TenSEAL.*pip install -e '\.\[privacy\]'.*backend='plain'"):
+        encryption.check_backend("ckks")
+    encryption.check_backend("plain")
+    with pytest.raises(InputError, match="backend"):
+        encryption.check_backend("paillier")

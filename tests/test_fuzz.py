@@ -12,7 +12,8 @@ import pytest
 import toy
 from toy import SHAPE, C, assert_same, rows
 
-from fedjax_pfl import checkpoint, offload, simulate
+from fedjax_pfl import simulate
+from fedjax_pfl.engine import checkpoint, host_state
 from fedjax_pfl.types import Examples, Federation, Rows, Task
 
 ROUNDS = 6  # enough for several to go to the devices at once
@@ -113,7 +114,7 @@ def federation(sizes: tuple, own: list, pad: int, nobodys: float, seed: int) -> 
 def program(method: str, case: Case, width: int = 1, devices: int = 1, host: bool = False) -> simulate.Program:
     made = simulate.program(toy.METHODS[method], case.task, case.hparams, width=width, devices=devices)
     sampled = simulate.cohort_size(case.task) < case.task.num_clients
-    return offload.offloaded(made, case.task) if host and sampled else made
+    return host_state.offloaded(made, case.task) if host and sampled else made
 
 
 def run(p: simulate.Program, f: Federation, key, rounds: int = ROUNDS, **options) -> list[simulate.Result]:

@@ -15,8 +15,8 @@ from hosts_worker import ONE
 from toy import assert_close
 
 from experiments import main, runs
-from fedjax_pfl import hosts
-from fedjax_pfl.checks import BadInput
+from fedjax_pfl.engine import multihost
+from fedjax_pfl.errors import InputError
 
 ROOT = Path(__file__).parent.parent
 
@@ -206,8 +206,8 @@ def test_hosts_that_take_their_own_names_for_the_loopback_are_told_so(network, t
     ],
 )
 def test_coordinators_that_cannot_be(given, sentence):
-    with pytest.raises(BadInput) as error:
-        hosts.connect(*given)
+    with pytest.raises(InputError) as error:
+        multihost.connect(*given)
     assert sentence in str(error.value)
 
 
@@ -215,24 +215,24 @@ def test_an_environment_that_is_wrong_is_said_by_its_name(monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS", "x")
     monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: int(os.environ["SLURM_NTASKS"]))
     sentence = r"--coordinator=auto does not work here \(SLURM_NTASKS=x is not a whole number\): --help says"
-    with pytest.raises(BadInput, match=sentence):
-        hosts.connect("auto")
+    with pytest.raises(InputError, match=sentence):
+        multihost.connect("auto")
 
 
 def test_a_port_that_is_taken_is_said_by_process_0():
     """JAX would crash."""
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(BadInput, match=rf"--coordinator=localhost:{port} cannot be used \(.*: choose another"):
-            hosts.connect(f"localhost:{port}", 2, 0)
+        with pytest.raises(InputError, match=rf"--coordinator=localhost:{port} cannot be used \(.*: choose another"):
+            multihost.connect(f"localhost:{port}", 2, 0)
 
 
 def test_a_single_process_only_does_its_work():
-    assert hosts.first() and not hosts.several() and hosts.largest(7) == 7
-    hosts.connect(None)
-    for run in (hosts.on_first, hosts.everywhere):
+    assert multihost.first() and not multihost.several() and multihost.largest(7) == 7
+    multihost.connect(None)
+    for run in (multihost.on_first, multihost.everywhere):
         assert run(divmod, 7, 2) == (3, 1)
         with pytest.raises(ZeroDivisionError):
             run(divmod, 7, 0)
-    tree = hosts.fetch({"key": jax.random.key(0), "x": jax.numpy.ones(2)})
+    tree = multihost.fetch({"key": jax.random.key(0), "x": jax.numpy.ones(2)})
     assert isinstance(tree["x"], np.ndarray)

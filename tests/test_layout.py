@@ -11,9 +11,10 @@ import toy
 from flax import nnx
 
 from experiments import build, layouts, settings
-from fedjax_pfl import layout, models, simulate
-from fedjax_pfl.data import federate, partition
-from fedjax_pfl.data.sources import Dataset
+from fedjax_pfl import models, simulate
+from fedjax_pfl.data import federate, partitioners
+from fedjax_pfl.data.datasets import Dataset
+from fedjax_pfl.engine import autotune
 from fedjax_pfl.models import layers, nets
 
 SHAPE = (8, 8, 1)
@@ -39,9 +40,9 @@ def chosen(net=tiny, shape=SHAPE, clients=6, devices=1, fits=lambda _: True):
     rng = np.random.default_rng(0)
     prepare = lambda x: x.astype(jnp.float32)
     data = Dataset("random", rng.normal(size=(60, *shape)).astype(np.float32), np.arange(60) % 3, 60, 3, prepare)
-    f = federate.federate(data, partition.partition(data, "iid", num_clients=6, seed=0))
+    f = federate.federate(data, partitioners.partition(data, "iid", num_clients=6, seed=0))
     task = simulate.task(data, f.class_counts, model("auto"), lr=0.1, batch_size=4, epochs=1)
-    return layout.choose_form(task, model, f, clients, devices, fits)
+    return autotune.choose_form(task, model, f, clients, devices, fits)
 
 
 @pytest.fixture
@@ -59,29 +60,29 @@ def tried(monkeypatch, cache):
         seen.append({form: (*candidate[1:], devices) for form, candidate in candidates.items()})
         return {form: seconds[form] for form in candidates}
 
-    monkeypatch.setattr(layout, "_times", times)
+    monkeypatch.setattr(autotune, "_times", times)
     return seen, seconds
 
 
 def test_a_form_is_timed_once_said_and_remembered(cache, monkeypatch, caplog):
-    monkeypatch.setattr(layout, "SECONDS", 0.0)
-    with caplog.at_level(logging.INFO, layout.__name__):
+    monkeypatch.setattr(autotune, "SECONDS", 0.0)
+    with caplog.at_level(logging.INFO, autotune.__name__):
         form = chosen(devices=2)
     (said,), (file,) = caplog.messages, cache.iterdir()
     kept = json.loads(file.read_text())
     assert form in kept["seconds_per_step"] and kept["seconds_per_step"].keys() == {"winograd", "matmul"}
     assert all(0 < seconds < 60 for seconds in kept["seconds_per_step"].values())
     assert said.startswith("Convolutions: winograd takes ") and ", matmul takes " in said
-    monkeypatch.setattr(layout, "_times", None)
+    monkeypatch.setattr(autotune, "_times", None)
     for matmul, choice in ((1.0, "matmul"), (3.0, "winograd")):
         file.write_text(json.dumps({"seconds_per_step": {"winograd": 2.0, "matmul": matmul}}))
         assert chosen(devices=2) == choice
 
 
 def test_what_is_timed_trains(monkeypatch):
-    trial = layout._trial(toy.task(), 2, 3, toy.federation(), None)
+    trial = autotune._trial(toy.task(), 2, 3, toy.federation(), None)
     params, stats = trial.run()
-    assert trial.steps == 4 * layout.STEPS and not jax.tree.leaves(stats)
+    assert trial.steps == 4 * autotune.STEPS and not jax.tree.leaves(stats)
     assert np.isfinite(params["head"]["bias"]).all() and np.all(params["head"]["bias"] != 0)
 
 
@@ -106,8 +107,8 @@ def test_nothing_is_tried_where_there_is_nothing_to_choose(tried, monkeypatch, c
     assert chosen("mlp") == "winograd"
     assert chosen("lenet_bn", (16, 16, 1)) == "winograd"  # few channels, pooled after the norm: all by matrix products
     assert chosen(fits=lambda width: width > 1) == "winograd"
-    monkeypatch.setattr(layout, "MANY", 1)
-    with caplog.at_level(logging.INFO, layout.__name__):
+    monkeypatch.setattr(autotune, "MANY", 1)
+    with caplog.at_level(logging.INFO, autotune.__name__):
         assert chosen() == "winograd"
     assert caplog.messages == [
         "Convolutions: winograd, by their shapes; with 1 of them trying takes too long to compile."
@@ -118,19 +119,19 @@ def test_nothing_is_tried_where_there_is_nothing_to_choose(tried, monkeypatch, c
 def test_runs_that_start_together_take_the_times_of_the_first(cache, caplog):
     first, second = {1: 2.0, 4: 1.0}, {1: 1.0, 4: 2.0}
     path = cache / "x.json"
-    assert layout._remembered(path, first) == layout._remembered(path, second) == first
+    assert autotune._remembered(path, first) == autotune._remembered(path, second) == first
     path.unlink(), cache.rmdir(), cache.write_text("")  # a cache that cannot be written
-    assert layout._remembered(path, second) == second
+    assert autotune._remembered(path, second) == second
     assert "What was tried is not remembered" in caplog.messages[-1]
 
 
 def test_a_width_pays_for_the_clients_that_wait(cache, monkeypatch, caplog):
     """Each width is timed once; the choice is then that of the clients at hand, and what is said is their time."""
     timed = [{1: 1.0, 2: 0.9, 4: 0.8}]
-    monkeypatch.setattr(layout, "_candidates", lambda clients: (1, 2, 4))
-    monkeypatch.setattr(layout, "_times", lambda *_: timed.pop())
-    choose = lambda task: layout.choose_width(task, toy.federation(), 4)
-    with caplog.at_level(logging.INFO, layout.__name__):
+    monkeypatch.setattr(autotune, "_candidates", lambda clients: (1, 2, 4))
+    monkeypatch.setattr(autotune, "_times", lambda *_: timed.pop())
+    choose = lambda task: autotune.choose_width(task, toy.federation(), 4)
+    with caplog.at_level(logging.INFO, autotune.__name__):
         assert choose(toy.task()) == 1
         assert choose(toy.task(sizes=np.full(5, 8))) == 4
     takes = "Width: 1 takes 1000000 us a client step, 2 takes {} us a client step, 4 takes {} us a client step"
@@ -138,10 +139,10 @@ def test_a_width_pays_for_the_clients_that_wait(cache, monkeypatch, caplog):
 
 
 def test_why_nothing_is_tried_is_said(monkeypatch, caplog):
-    choose = lambda clients: layout.choose_width(toy.task(), toy.federation(), clients)
-    with caplog.at_level(logging.INFO, layout.__name__):
+    choose = lambda clients: autotune.choose_width(toy.task(), toy.federation(), clients)
+    with caplog.at_level(logging.INFO, autotune.__name__):
         assert choose(1) == 1
-        monkeypatch.setattr(layout, "LARGE", 10)
+        monkeypatch.setattr(autotune, "LARGE", 10)
         assert choose(4) == 1
     assert ["no more clients" in caplog.messages[0], "a CPU is fastest so" in caplog.messages[1]] == [True, True]
 

@@ -7,7 +7,7 @@ import pytest
 import toy
 
 from fedjax_pfl import local
-from fedjax_pfl.clients import Cohort
+from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.types import Data, Examples
 
 KEY = jax.random.key(0)

@@ -18,11 +18,12 @@ import pytest
 from experiments import build, describe, layouts, main, pace, report, runs, settings, tables, train, values, versions
 from experiments.presets import DEFAULT_PRESETS, PRESETS
 from experiments.versions import compile_clock
-from fedjax_pfl import layout, memory, simulate
+from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.checks import BadInput
-from fedjax_pfl.data.partition import PARTITIONS
-from fedjax_pfl.data.sources import DATASETS
+from fedjax_pfl.data.datasets import DATASETS
+from fedjax_pfl.data.partitioners import PARTITIONS
+from fedjax_pfl.engine import autotune, memory
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import MODELS
 from fedjax_pfl.simulate import hyperparameters
 
@@ -145,7 +146,7 @@ def test_only_what_a_killed_start_left_is_overwritten(tmp_path, name, sentence):
     (tmp_path / name).write_text("")
     if sentence is None:
         return runs.check_free(tmp_path)
-    with pytest.raises(BadInput, match=sentence):
+    with pytest.raises(InputError, match=sentence):
         runs.check_free(tmp_path)
 
 
@@ -175,7 +176,7 @@ def test_a_partition_file_says_how_many_clients(done, tmp_path, monkeypatch, cap
     assert config["clients"] == 5 and config["test_split"] is None and config["alpha"] is None
     again = build.prepare(settings.resumed(config, {"hparams": {}, "clients": 5})).config
     assert again == config
-    with pytest.raises(BadInput, match=r"p.npz holds 5 clients, not 4: leave their number out, or say 5"):
+    with pytest.raises(InputError, match=r"p.npz holds 5 clients, not 4: leave their number out, or say 5"):
         build.prepare(settings.resolve(user | {"clients": 4}))
 
 
@@ -264,7 +265,7 @@ def test_hyperparameters_are_typed_by_the_factory():
     ],
 )
 def test_wrong_hyperparameters(texts, sentence):
-    with pytest.raises(BadInput) as error:
+    with pytest.raises(InputError) as error:
         values.typed_all(method, texts)
     assert sentence in str(error.value)
 
@@ -326,7 +327,7 @@ def test_a_width_that_was_not_given_is_said_to_be_chosen():
 
 
 def test_what_is_tried_is_said_by_whoever_starts():
-    logger = logging.getLogger(layout.__name__)
+    logger = logging.getLogger(autotune.__name__)
     logger.setLevel(logging.NOTSET)
     main.start(settings.parse([]))
     assert logger.isEnabledFor(logging.INFO)
@@ -338,7 +339,7 @@ def test_an_automatic_model_is_the_recorded_one(recorded, accepted):
     if accepted:
         assert settings.resumed(config, {"hparams": {}, "model": "auto"}) == config
         return
-    with pytest.raises(BadInput, match=r"differ: model \(recorded lenet, now auto\)"):
+    with pytest.raises(InputError, match=r"differ: model \(recorded lenet, now auto\)"):
         settings.resumed(config, {"hparams": {}, "model": "auto"})
 
 
@@ -362,7 +363,7 @@ def test_compilations_are_kept_where_the_user_says_or_with_the_decoded_data(monk
     try:
         for given in (None, str(tmp_path / "mine")):
             jax.config.update("jax_compilation_cache_dir", given)
-            layout.keep_compilations()
+            autotune.keep_compilations()
             kept = jax.config.jax_compilation_cache_dir
             assert kept == given if given else kept.startswith(str(tmp_path / "compiled"))
     finally:
@@ -382,7 +383,7 @@ def test_a_schedule_over_rounds_cannot_grow(monkeypatch):
             build.check_growth(experiment, 4)
             continue
         with pytest.raises(
-            BadInput, match="scheduled has a schedule over the rounds, so rounds cannot grow from 4 to 6"
+            InputError, match="scheduled has a schedule over the rounds, so rounds cannot grow from 4 to 6"
         ):
             build.check_growth(experiment, 4)
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import toy
 
-from fedjax_pfl import layout, liveness, memory, models, simulate
+from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.checks import BadInput
+from fedjax_pfl.engine import autotune, liveness, memory
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import nets
 
 KEY, N, KIB = jax.random.key(0), 256, 1024  # an array [N] of floats is one KiB
@@ -165,10 +166,10 @@ def test_what_was_traced_to_predict_is_not_traced_to_run(devices, state_every):
 
 def test_the_width_is_bounded_by_the_memory(monkeypatch, tmp_path):
     monkeypatch.setenv("FEDJAX_PFL_CACHE", str(tmp_path))
-    monkeypatch.setattr(layout, "_candidates", lambda clients: (1, 2, 4))
+    monkeypatch.setattr(autotune, "_candidates", lambda clients: (1, 2, 4))
     times = {1: 3.0, 2: 2.0, 4: 1.0}
-    monkeypatch.setattr(layout, "_times", lambda widths, *_: {width: times.pop(width) for width in widths})
-    choose = lambda most: layout.choose_width(toy.task(), toy.federation(), 5, fits=lambda width: width <= most)
+    monkeypatch.setattr(autotune, "_times", lambda widths, *_: {width: times.pop(width) for width in widths})
+    choose = lambda most: autotune.choose_width(toy.task(), toy.federation(), 5, fits=lambda width: width <= most)
     assert choose(0) == choose(1) == 1 and len(times) == 3  # nothing to try
     assert choose(3) == 2 and times.keys() == {4}  # the widest is not even tried
     times |= {1: 3.0, 2: 2.0}
@@ -183,7 +184,7 @@ def test_too_little_memory_is_a_warning_and_far_too_little_an_error(caplog):
     assert not caplog.records
     memory.check(memory.Memory(20 * gib, 8 * gib, 12 * gib), "take less")
     assert caplog.messages == ["The run will take about 20 GiB, but 8 GiB are free: take less."]
-    with pytest.raises(BadInput, match=r"The run would take about 25 GiB, and there are 12 GiB: take less.$"):
+    with pytest.raises(InputError, match=r"The run would take about 25 GiB, and there are 12 GiB: take less.$"):
         memory.check(memory.Memory(25 * gib, 11 * gib, 12 * gib), "take less")
     assert memory.say(memory.Memory(int(1.21 * gib), 23 * gib, 24 * gib)) == "memory: about 1.2 GiB of 23 GiB"
     assert memory.say(memory.Memory(2**20, None, None)) == "memory: about 1 MiB"

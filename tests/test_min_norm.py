@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl import aggregate, min_norm
+from fedjax_pfl import aggregate
+from fedjax_pfl.numerics import min_norm
 
 SOLVERS = {"fista": jax.jit(min_norm.fista), "fw": jax.jit(min_norm.frank_wolfe)}
 

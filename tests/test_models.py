@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from jax import lax
 
-from fedjax_pfl.checks import BadInput
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import MODELS, flops, layers, model, num_parameters
 
 
@@ -130,7 +130,7 @@ def test_dilated_grouped_and_one_dimensional_convolutions_go_to_xla():
         x = jax.ShapeDtypeStruct((2, *shape, 4), jnp.float32)
         assert jax.eval_shape(layer, x).shape == (2, *expected, 4)
         assert "conv_general_dilated" in str(jax.make_jaxpr(layer)(x))
-    with pytest.raises(BadInput, match="matmul"), layers.convolution("matmull"):
+    with pytest.raises(InputError, match="matmul"), layers.convolution("matmull"):
         pass
 
 
@@ -449,5 +449,5 @@ class Foreign(Custom):
     ],
 )
 def test_what_cannot_work_is_said_at_once(args, message):
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(InputError, match=message):
         model(*args)

@@ -9,9 +9,10 @@ import toy
 from toy import N, assert_same
 
 from experiments import main, runs
-from fedjax_pfl import hosts, memory, offload, simulate
+from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.checks import BadInput
+from fedjax_pfl.engine import host_state, memory, multihost
+from fedjax_pfl.errors import InputError
 
 KEY = jax.random.key(3)
 
@@ -21,7 +22,7 @@ def programs(devices):
     """State on the devices, and on the host."""
     task = toy.method_task("ditto")._replace(participation=(0.3, 0.7))  # cohorts of three, some of them dropped out
     program = simulate.program(ALGORITHMS["ditto"], task, devices=devices)
-    return program, offload.offloaded(program, task)
+    return program, host_state.offloaded(program, task)
 
 
 def run(program, rounds=4, **options):
@@ -81,7 +82,9 @@ def test_the_device_holds_the_rounds_rows_only():
 def test_the_rows_begin_on_one_cpu_wherever_the_key_is(monkeypatch):
     """All N of them, which the devices of the mesh may have no room for."""
     _, program = programs(2)
-    key, numbers = hosts.replicate((KEY, {name: np.float32(x) for name, x in program.numbers.items()}), program.mesh)
+    key, numbers = multihost.replicate(
+        (KEY, {name: np.float32(x) for name, x in program.numbers.items()}), program.mesh
+    )
     places, get = [], jax.device_get
     monkeypatch.setattr(jax, "device_get", lambda tree: places.extend(jax.tree.leaves(tree)) or get(tree))
     program.init(key, numbers)
@@ -90,8 +93,8 @@ def test_the_rows_begin_on_one_cpu_wherever_the_key_is(monkeypatch):
 
 def test_everybody_in_the_round_is_one_sentence():
     task = toy.method_task("ditto")
-    with pytest.raises(BadInput, match="with participation=1 all 5 are: leave it out"):
-        offload.offloaded(simulate.program(ALGORITHMS["ditto"], task), task)
+    with pytest.raises(InputError, match="with participation=1 all 5 are: leave it out"):
+        host_state.offloaded(simulate.program(ALGORITHMS["ditto"], task), task)
 
 
 def test_the_command_line(tmp_path):

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from experiments import figures
-from fedjax_pfl.checks import BadInput
-from fedjax_pfl.data import dealing, sources
-from fedjax_pfl.data.partition import PARTITIONS, class_counts, digest, load_file, partition, save
+from fedjax_pfl.data import assignment, datasets
+from fedjax_pfl.data.partitioners import PARTITIONS, class_counts, digest, load_file, partition, save
 from fedjax_pfl.data.rows import flat
+from fedjax_pfl.errors import InputError
 
-DATA = sources.synthetic(2000, 10, (2,))
+DATA = datasets.synthetic(2000, 10, (2,))
 SPECS = [name for name in PARTITIONS if name != "file:PATH"]
 
 
@@ -72,7 +72,7 @@ def test_dirichlet_ends(spec, alpha):
 
 def test_labels_and_rows_stay_random():
     """Neither the split nor the order of a client's rows depends on the label, so any tail is a random holdout."""
-    data = sources.synthetic(20_000, 2, (1,))
+    data = datasets.synthetic(20_000, 2, (1,))
     p = partition(data, "iid", num_clients=4, seed=0)
     labels = data.y[p.train]
     assert abs(labels[:, :500].mean() - 0.5) < 0.05 and abs(labels[:, -500:].mean() - 0.5) < 0.05
@@ -81,7 +81,7 @@ def test_labels_and_rows_stay_random():
 
 @pytest.mark.parametrize(("size", "fraction", "expected"), [(4, 0.25, 1), (10, 0.25, 3), (2, 0.25, 1), (2, 0.9, 1)])
 def test_test_fraction_is_rounded_up_and_leaves_both_sides_something(size, fraction, expected):
-    data = sources.synthetic(size * 5, 2, (1,))
+    data = datasets.synthetic(size * 5, 2, (1,))
     p = partition(data, "iid", num_clients=5, seed=0, test_fraction=fraction)
     assert set(p.test_sizes) == {expected} and set(p.train_sizes) == {size - expected}
 
@@ -152,7 +152,7 @@ def test_label_groups_share_classes():
 @pytest.mark.parametrize(("num_clients", "k"), [(7, 2), (3, 4), (10, 1), (1, 10), (13, 7)])
 def test_label_groups_where_places_do_not_come_out_even(num_clients, k):
     totals = np.full(10, 50)
-    counts = dealing.label_groups(np.random.default_rng(0), totals, num_clients, k, 40)
+    counts = assignment.label_groups(np.random.default_rng(0), totals, num_clients, k, 40)
     assert np.array_equal(counts.sum(axis=0), totals) and counts.min() >= 0
     assert (counts > 0).sum(axis=1).max() <= k
 
@@ -160,7 +160,7 @@ def test_label_groups_where_places_do_not_come_out_even(num_clients, k):
 def test_dirichlet_has_pfllibs_minimum_and_bounds_owners():
     p = partition(DATA, "dirichlet", num_clients=20, seed=0, alpha=0.1)
     assert _sizes(p).min() >= 40  # min(40, 2000 / 20 / 2)
-    counts = dealing.dirichlet(np.random.default_rng(0), np.full(10, 200), 20, 0.1)
+    counts = assignment.dirichlet(np.random.default_rng(0), np.full(10, 200), 20, 0.1)
     sizes = np.cumsum(counts, axis=1)
     assert np.all(counts[:, 1:][sizes[:, :-1] >= 100] == 0)  # who owns n / N gets no further class
 
@@ -168,7 +168,7 @@ def test_dirichlet_has_pfllibs_minimum_and_bounds_owners():
 def test_dirichlet_concentration():
     """Share of the largest owner of a class: near 1 for tiny alpha, near 1 / N for huge; Dir(alpha / N) is spikier."""
     top = {}
-    for rule in (dealing.dirichlet_class, dealing.dirichlet_total):
+    for rule in (assignment.dirichlet_class, assignment.dirichlet_total):
         for alpha in (0.01, 1.0, 1e5):
             counts = rule(np.random.default_rng(0), np.full(200, 1000), 20, alpha)
             top[rule.__name__, alpha] = counts.max(axis=0).mean() / 1000
@@ -177,7 +177,7 @@ def test_dirichlet_concentration():
 
 
 def test_log_gamma_draws_are_dirichlet():
-    draws = dealing._softmax(dealing._log_gamma(np.random.default_rng(0), 0.3, (5, 40_000)))
+    draws = assignment._softmax(assignment._log_gamma(np.random.default_rng(0), 0.3, (5, 40_000)))
     assert np.allclose(draws.mean(axis=1), 0.2, atol=0.01)
     assert np.allclose(draws.var(axis=1), 0.2 * 0.8 / (5 * 0.3 + 1), atol=0.005)
 
@@ -205,7 +205,7 @@ def test_minimum_moves_from_the_largest_and_is_reported(caplog):
 
 def test_fill_up_moves_no_more_than_needed():
     counts = np.array([[0, 0], [3, 0], [50, 47]])
-    new, moved = dealing.fill_up(np.random.default_rng(0), counts, 5)
+    new, moved = assignment.fill_up(np.random.default_rng(0), counts, 5)
     assert moved == 5 + 2 and np.array_equal(new.sum(axis=1), [5, 5, 90])
     assert np.array_equal(new.sum(axis=0), counts.sum(axis=0)) and new.min() >= 0 and counts[0].sum() == 0
 
@@ -283,7 +283,7 @@ def test_bad_files(case, tmp_path):
     changes, sentence = BAD_FILES[case]
     arrays = {name: value for name, value in {**_GOOD, **changes}.items() if value is not None}
     np.savez(tmp_path / "p.npz", **{name: np.array(value) for name, value in arrays.items()})
-    with pytest.raises(BadInput, match=sentence) as error:
+    with pytest.raises(InputError, match=sentence) as error:
         load_file(tmp_path / "p.npz", DATA)
     assert "\n" not in str(error.value)
 
@@ -292,7 +292,7 @@ def test_good_file(tmp_path):
     np.savez(tmp_path / "p.npz", **{name: np.array(value, np.uint16) for name, value in _GOOD.items()})
     p = load_file(tmp_path / "p.npz", DATA)
     assert np.array_equal(p.train, [[0, 1], [2, 3]]) and np.array_equal(p.test, [[4], [5]]) and p.val.shape == (2, 0)
-    with pytest.raises(BadInput, match="holds 2 clients, not 3: leave their number out, or say 2"):
+    with pytest.raises(InputError, match="holds 2 clients, not 3: leave their number out, or say 2"):
         partition(DATA, f"file:{tmp_path / 'p.npz'}", num_clients=3, seed=0)
 
 
@@ -353,14 +353,14 @@ BAD_INPUT = {
 @pytest.mark.parametrize("case", BAD_INPUT)
 def test_bad_input(case):
     changes, sentence = BAD_INPUT[case]
-    with pytest.raises(BadInput, match=sentence) as error:
+    with pytest.raises(InputError, match=sentence) as error:
         partition(DATA, **{"spec": "iid", "num_clients": 10, "seed": 0, **changes})
     assert "\n" not in str(error.value)
 
 
 def test_official_without_official_test_set():
     data = DATA._replace(num_train=2000)
-    with pytest.raises(BadInput, match="has no official test set: use test_split=pool"):
+    with pytest.raises(InputError, match="has no official test set: use test_split=pool"):
         partition(data, "iid", num_clients=10, seed=0, test_split="official")
 
 

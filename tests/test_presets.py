@@ -7,7 +7,7 @@ from experiments import build, describe, published, settings
 from experiments.presets import PRESETS
 from experiments.presets.pfedc import PFEDC
 from experiments.presets.preset import duration
-from fedjax_pfl.data import prepared, sources
+from fedjax_pfl.data import datasets, tfds
 
 BASELINES = ("fedavg", "per_fedavg", "pfedme", "fedbn", "fedrep", "fedfomo")
 
@@ -26,7 +26,7 @@ def image_set(name, data_dir=None):
     """A data set of the named one's shape and classes, small."""
     classes = 100 if name == "cifar100" else 10
     shape = (28, 28, 1) if "mnist" in name else (32, 32, 3)
-    made = sources.synthetic(12 * classes, classes, shape)
+    made = datasets.synthetic(12 * classes, classes, shape)
     return made._replace(name=name, superclass=np.arange(classes) % 20 if classes == 100 else None)
 
 
@@ -123,7 +123,7 @@ def test_more_rounds_are_longer_and_more_of_anything_else_is_a_change():
 
 def test_a_part_of_a_data_set_is_a_reduction(monkeypatch):
     """Which data_fraction is beside, and which of the user's own data nobody can say."""
-    monkeypatch.setattr(sources, "load", lambda name, _: image_set(name)._replace(name=name))  # 120 images
+    monkeypatch.setattr(datasets, "load", lambda name, _: image_set(name)._replace(name=name))  # 120 images
     small = {"clients": 5, "rounds": 1000, "model": "linear", "data_fraction": 0.5}
     part = build.prepare(config("pfedc_mnist", "fedavg", **small))
     used = len(part.dataset.y)
@@ -141,9 +141,9 @@ def test_a_part_of_a_data_set_is_a_reduction(monkeypatch):
 
 
 def test_the_sizes_of_the_data_sets_are_those_that_are_described():
-    assert prepared.SIZES.keys() == prepared.DESCRIPTIONS.keys()
-    for name, size in prepared.SIZES.items():
-        assert f"{size:,} " in prepared.DESCRIPTIONS[name.removesuffix("_coarse")]
+    assert tfds.SIZES.keys() == tfds.DESCRIPTIONS.keys()
+    for name, size in tfds.SIZES.items():
+        assert f"{size:,} " in tfds.DESCRIPTIONS[name.removesuffix("_coarse")]
 
 
 def test_a_long_value_is_cut():
@@ -177,7 +177,7 @@ def test_the_summary_names_every_setting_that_is_not_the_presets():
 @pytest.mark.parametrize("name", PFEDC)
 def test_a_preset_can_be_built_at_a_small_size(name, monkeypatch):
     """With the network of the paper, up to the program that would be compiled."""
-    monkeypatch.setattr(sources, "load", image_set)
+    monkeypatch.setattr(datasets, "load", image_set)
     small = {"clients": 4, "data_fraction": 0.5, "rounds": 1}
     experiment = build.prepare(config(name, **small))
     assert experiment.config["clients"] == 4 and experiment.program().round

@@ -9,8 +9,8 @@ from toy import SIZES, assert_close, assert_same
 
 from fedjax_pfl import local, losses, simulate, trees
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.clients import Cohort
-from fedjax_pfl.sharing import personal_mask
+from fedjax_pfl.averaging import personal_mask
+from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.types import Batch, Data, State
 
 KEY = jax.random.key(5)

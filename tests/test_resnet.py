@@ -12,8 +12,8 @@ from flax import nnx
 
 from fedjax_pfl import models
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.checks import BadInput
-from fedjax_pfl.clients import Cohort
+from fedjax_pfl.engine.cohort import Cohort
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import MODELS, resnet
 
 KEY = jax.random.key(0)
@@ -219,5 +219,5 @@ def test_fedbn_keeps_all_twenty_norms(bn_stats, scalars):
     ],
 )
 def test_bad_input(shape, options, message):
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(InputError, match=message):
         models.model(functools.partial(resnet.resnet, **options), shape, 3)

@@ -6,7 +6,7 @@ import pytest
 import toy
 from scipy import stats
 
-from fedjax_pfl import sampling
+from fedjax_pfl.engine import sampling
 
 DRAWS = 4000
 

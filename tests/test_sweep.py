@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from experiments import build, main, runs, settings, sweep
-from fedjax_pfl.checks import BadInput
-from fedjax_pfl.programs import at_home
+from fedjax_pfl.engine.program import at_home
+from fedjax_pfl.errors import InputError
 
 TINY = [
     "--data_fraction=0.2",
@@ -36,7 +36,7 @@ def test_a_sweep_runs_what_is_missing_and_prints_a_table(tmp_path, capsys, monke
     assert len(started) == 1 and {"--algo=local", "--seed=1", "--resume"} <= set(started[0])
     assert sweep.run([*command, "--rounds=2"]) == 0 and len(started) == 5  # more rounds are the same runs
     for other, said in (("--lr=0.5", r"lr \(recorded 0.1, now 0.5\)"), ("--epochs=2", "epochs")):
-        with pytest.raises(BadInput, match=f"fedavg-seed0 holds a run of other settings: {said}"):
+        with pytest.raises(InputError, match=f"fedavg-seed0 holds a run of other settings: {said}"):
             sweep.run([*command, other])
     assert len(started) == 5  # its table would be that of the old runs, or of old and new ones
 
@@ -45,7 +45,7 @@ def test_hyperparameters_are_among_the_settings(tmp_path):
     command = [*TINY, "--algo=fedprox", "--rounds=0", "--hparam=mu=2", f"--root={tmp_path}"]
     assert sweep.run(command) == 0
     assert sweep.run(command) == 0
-    with pytest.raises(BadInput, match=r"other settings: hparam mu \(recorded 2.0, now 0.001\)"):
+    with pytest.raises(InputError, match=r"other settings: hparam mu \(recorded 2.0, now 0.001\)"):
         sweep.run([word for word in command if "mu" not in word])
 
 
@@ -60,7 +60,7 @@ def test_sweeps_of_other_settings_have_other_roots(tmp_path, monkeypatch):
 
 
 def test_a_wrong_name_stops_a_sweep_before_anything_runs(tmp_path):
-    with pytest.raises(BadInput, match="did you mean 'fedavg'"):
+    with pytest.raises(InputError, match="did you mean 'fedavg'"):
         sweep.run([*TINY, "--algo=local,fedavgg", f"--root={tmp_path}"])
     assert not list(tmp_path.iterdir())
 

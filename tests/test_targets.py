@@ -12,7 +12,7 @@ from rich.console import Console
 from experiments import main, report, settings, tables, targets
 from experiments.files import write_json, write_text
 from fedjax_pfl import local
-from fedjax_pfl.checks import BadInput
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Data
 
 CONFIG = {"preset": None, "algo": "fedavg", "targets": None, "eval_every": 1}
@@ -91,7 +91,7 @@ def test_the_usual_levels_are_shown_where_they_were_reached_and_those_asked_for_
 
 @pytest.mark.parametrize("text", ["", "0.8,", "80%", "0.8;0.9", "0", "-0.5", "1.2", "nan", "acc", "acc:", ":0.8"])
 def test_targets_that_cannot_be(text):
-    with pytest.raises(BadInput, match=r"targets=.*\(0, 1\]"):
+    with pytest.raises(InputError, match=r"targets=.*\(0, 1\]"):
         targets.parse(text)
 
 
@@ -123,7 +123,7 @@ def test_a_score_that_the_run_has_not_is_said_with_those_it_has(tmp_path, capsys
     )
     assert not list(tmp_path.iterdir())
     for name in ("task_acc_trivial", "acc_std"):
-        with pytest.raises(BadInput, match="Unknown score of pfedc"):
+        with pytest.raises(InputError, match="Unknown score of pfedc"):
             targets.check_score(f"{name}:0.9", ("acc", "task_acc", "task_acc_trivial"), "pfedc")
     targets.check_score("acc_micro:0.9", ("acc",), "fedavg")
 
@@ -172,7 +172,7 @@ def test_a_table_names_the_score_of_its_targets_and_marks_what_they_are_worth(tm
     ]
     table = tables.main(["--targets=acc:0.5", fedavg, pfedc])
     assert "| rounds to 0.5 of acc | MB to 0.5 |" in table and "targets of" not in table and "*" not in table
-    with pytest.raises(BadInput, match=r"Unknown score of .*a 'task_acc': did you mean 'acc'\? Choose one of acc\."):
+    with pytest.raises(InputError, match=r"Unknown score of .*a 'task_acc': did you mean 'acc'\? Choose one of acc\."):
         tables.main(["--targets=task_acc:0.5", pfedc, fedavg])
 
 

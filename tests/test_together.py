@@ -11,7 +11,7 @@ from toy import assert_close
 
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.programs import at_home
+from fedjax_pfl.engine.program import at_home
 
 KEY = jax.random.key(3)
 ROUNDS = 8
@@ -87,7 +87,7 @@ def test_what_diverges_among_them_is_not_given_out():
     program = program_of("fedavg", 1, (1.0, 1.0))
     program = program._replace(numbers=program.numbers | {"lr": 1e-9, "lr_decay": 1e3})
     got, options = [], {"rounds": 12, "eval_every": 0, "state_every": 12}
-    with pytest.raises(simulate.Diverged) as error:
+    with pytest.raises(simulate.DivergenceError) as error:
         for result in simulate.rounds(program, KEY, toy.federation(), **options):
             got.append(result)
     assert f"not finite in round {len(got)}:" in str(error.value) and len(got) > 2

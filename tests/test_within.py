@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from experiments import main, runs, within
-from fedjax_pfl.checks import BadInput
+from fedjax_pfl.errors import InputError
 
 TINY = [
     "--data_fraction=0.2",
@@ -43,8 +43,8 @@ def test_a_run_is_asked_for_the_class_within_the_group(algo, tmp_path):
 
 def test_what_cannot_be_asked_is_one_sentence(tmp_path):
     for argv in (["--tasks=single"], [str(tmp_path)], ["--tasks=single", "--what", str(tmp_path)]):
-        with pytest.raises(BadInput, match="Give a task map and runs"):
+        with pytest.raises(InputError, match="Give a task map and runs"):
             within.main(argv)
     assert main.run([*TINY, "--algo=local", f"--workdir={tmp_path}"]) == 0
-    with pytest.raises(BadInput, match="single class"):
+    with pytest.raises(InputError, match="single class"):
         within.main(["--tasks=class", str(tmp_path)])

@@ -9,8 +9,9 @@ import optax
 import pytest
 import toy
 
-from fedjax_pfl import models, simulate, work
-from fedjax_pfl.jaxprs import parameters
+from fedjax_pfl import models, simulate
+from fedjax_pfl.engine import flops
+from fedjax_pfl.engine.jaxprs import parameters
 
 STEP = models.flops(toy.tiny_mlp, toy.SHAPE, toy.C, 4)  # of the model, batches of 4
 HIDDEN, HEAD = 2 * 4 * 6 * 8, 2 * 4 * 8 * 4  # of its two products, forward
@@ -21,7 +22,7 @@ def counted(method, *, epochs=2, scale=1, **hparams):
     task = toy.method_task(method)
     task = task._replace(epochs=epochs, sizes=task.sizes * scale)
     program = simulate.program(toy.METHODS[method], task, hparams)
-    return work.flops_of_step(program, task, toy.federation())
+    return flops.flops_of_step(program, task, toy.federation())
 
 
 def test_a_step_of_sgd_is_the_models_own():
@@ -60,10 +61,10 @@ def test_a_methods_own_number_of_steps_is_related_to_the_settings():
 def test_short_batches_and_no_examples():
     task = toy.task(sizes=np.array([3, 3, 3, 3, 3]), optimizer=optax.sgd)
     program = simulate.program(toy.METHODS["fedavg"], task)
-    assert work.flops_of_step(program, task, toy.federation()) == STEP
+    assert flops.flops_of_step(program, task, toy.federation()) == STEP
     nobody = task._replace(drop_last=True)
     program = simulate.program(toy.METHODS["fedavg"], nobody)
-    assert work.flops_of_step(program, nobody, toy.federation()) == 0
+    assert flops.flops_of_step(program, nobody, toy.federation()) == 0
 
 
 @pytest.mark.parametrize("turns, counts", [(0, 0), (1, 1), (2, 2), (7, 7), ("data", 1), ("flags", 3)])
@@ -81,7 +82,7 @@ def test_turns_of_a_loop(turns, counts):
 
     n = np.int32(turns if isinstance(turns, int) else 1)
     closed = jax.make_jaxpr(run)(n, jnp.ones((2, 2)))
-    assert work._walk(closed.jaxpr, [], [n, None], True)[1] == counts * 2 * 2**3
+    assert flops._walk(closed.jaxpr, [], [n, None], True)[1] == counts * 2 * 2**3
 
 
 def test_what_a_scan_takes_is_known_whatever_the_version_of_jax_says():

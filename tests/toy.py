@@ -11,7 +11,7 @@ from flax import nnx
 
 from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.clients import Cohort, make_mesh
+from fedjax_pfl.engine.cohort import Cohort, make_mesh
 from fedjax_pfl.models import layers, nets
 from fedjax_pfl.types import Examples, Federation, Rows, State, Task
 

@@ -6,8 +6,8 @@ Reference: Li et al., Ditto: fair and robust federated learning through personal
 import math
 
 from fedjax_pfl import evaluate, local, losses, traffic, trees
-from fedjax_pfl.checks import check
-from fedjax_pfl.sharing import BOTH, predictor
+from fedjax_pfl.averaging import BOTH, predictor
+from fedjax_pfl.errors import check
 from fedjax_pfl.types import Algorithm, Array, Client, Predictor, PyTree, State, Task
 
 

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl import evaluate, local, losses, traffic, trees
-from fedjax_pfl.checks import check, choose
-from fedjax_pfl.sharing import BOTH, predictor
+from fedjax_pfl.averaging import BOTH, predictor
+from fedjax_pfl.errors import check, choose
 from fedjax_pfl.types import Algorithm, Array, Client, Predictor, PyTree, State, Task
 
 TINY = 1e-12

@@ -6,8 +6,8 @@ Li et al., Federated optimization in heterogeneous networks (MLSys 2020).
 
 import math
 
-from fedjax_pfl.checks import check, choose
-from fedjax_pfl.sharing import FINE_TUNED, Phase, partial_averaging, personal_mask
+from fedjax_pfl.averaging import FINE_TUNED, Phase, partial_averaging, personal_mask
+from fedjax_pfl.errors import check, choose
 from fedjax_pfl.types import Algorithm, Task
 
 

@@ -6,7 +6,7 @@ Reference: Li et al., FedBN: federated learning on non-IID features via local ba
 import jax
 from absl import logging
 
-from fedjax_pfl.sharing import partial_averaging, personal_mask
+from fedjax_pfl.averaging import partial_averaging, personal_mask
 from fedjax_pfl.types import Algorithm, Task
 
 

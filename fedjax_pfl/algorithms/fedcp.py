@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fedjax_pfl import evaluate, local, losses, models, traffic, trees
-from fedjax_pfl.checks import BadInput, check, choose
+from fedjax_pfl.errors import InputError, check, choose
 from fedjax_pfl.models import layers, nets
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Model, Predictor, PyTree, State, Task
 
@@ -181,7 +181,7 @@ def fedcp(
     def init(key: Array) -> State:
         w = model.init(key)
         if set(w["head"]) != {"kernel", "bias"} or w["head"]["kernel"].ndim != 2:
-            raise BadInput("fedcp needs a model whose head is one linear layer with a kernel [K, C] and a bias [C].")
+            raise InputError("fedcp needs a model whose head is one linear layer with a kernel [K, C] and a bias [C].")
         theta = {"body": {}, "stats": {}} if network is None else network.init(jax.random.fold_in(key, POLICY))
         stays, shared = keep({"model": w["stats"], "policy": theta["stats"]})
         head = () if "gh" in off else w["head"]

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_pfl import evaluate, local, losses, traffic, trees
-from fedjax_pfl.checks import check, choose
-from fedjax_pfl.sharing import personal_mask, predictor
+from fedjax_pfl.averaging import personal_mask, predictor
+from fedjax_pfl.errors import check, choose
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Data, Predictor, PyTree, State, Task
 
 TINY = 1e-30  # a weight that has underflowed to zero has a logarithm

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl import evaluate, local, losses, trees
-from fedjax_pfl.checks import check
-from fedjax_pfl.sharing import BOTH, personal_mask, predictor
+from fedjax_pfl.averaging import BOTH, personal_mask, predictor
+from fedjax_pfl.errors import check
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Data, Predictor, PyTree, State, Task, Traffic
 
 SELECT = 31  # a stream beside the training key

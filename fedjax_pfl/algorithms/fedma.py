@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl import evaluate, local, losses, traffic, trees
-from fedjax_pfl.checks import check, choose
-from fedjax_pfl.matching import Group, Layer, Path, layers, mask, match, neurons, permute
-from fedjax_pfl.sharing import BOTH, FINE_TUNED, personal_mask, predictor
+from fedjax_pfl.averaging import BOTH, FINE_TUNED, personal_mask, predictor
+from fedjax_pfl.errors import check, choose
+from fedjax_pfl.numerics.matching import Group, Layer, Path, layers, mask, match, neurons, permute
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Predictor, PyTree, State, Task, Traffic
 
 MATCHINGS = ("distance", "bbp", "identity")

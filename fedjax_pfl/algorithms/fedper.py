@@ -4,8 +4,8 @@ References: FedPer, Arivazhagan et al. (2019); FedRep, Collins et al. (ICML 2021
 FedBABU, Oh et al. (ICLR 2022).
 """
 
-from fedjax_pfl.checks import check, choose
-from fedjax_pfl.sharing import FINE_TUNE, FINE_TUNED, HEAD_PHASE, Phase, partial_averaging, personal_mask
+from fedjax_pfl.averaging import FINE_TUNE, FINE_TUNED, HEAD_PHASE, Phase, partial_averaging, personal_mask
+from fedjax_pfl.errors import check, choose
 from fedjax_pfl.types import Algorithm, Task
 
 

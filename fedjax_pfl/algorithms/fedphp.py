@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl import evaluate, local, losses, traffic, trees
-from fedjax_pfl.checks import check, choose
-from fedjax_pfl.sharing import beside, personal_mask, predictor, score_beside
+from fedjax_pfl.averaging import beside, personal_mask, predictor, score_beside
+from fedjax_pfl.errors import check, choose
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Predictor, PyTree, State, Task
 
 TEMPERATURE = 4.0  # of the teacher in distillation, as in the authors' code

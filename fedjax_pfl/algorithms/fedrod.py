@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_pfl import evaluate, local, losses, traffic, trees
-from fedjax_pfl.checks import check
-from fedjax_pfl.sharing import personal_mask, score_beside
+from fedjax_pfl.averaging import personal_mask, score_beside
+from fedjax_pfl.errors import check
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Predictor, PyTree, State, Task
 
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl import aggregate, evaluate, local, losses, traffic, trees
-from fedjax_pfl.checks import check, choose
-from fedjax_pfl.sharing import BOTH, personal_mask, predictor
+from fedjax_pfl.averaging import BOTH, personal_mask, predictor
+from fedjax_pfl.errors import check, choose
 from fedjax_pfl.types import Algorithm, Array, Client, Predictor, PyTree, State, Task
 
 EXACT = jax.lax.Precision.HIGHEST  # models are mixed in float32 on every device

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl import evaluate, local, losses, traffic, trees
-from fedjax_pfl.checks import BadInput, check, choose
+from fedjax_pfl.errors import InputError, check, choose
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Predictor, PyTree, State, Task
 
 EXACT = jax.lax.Precision.HIGHEST
@@ -20,12 +20,12 @@ FLOOR = 1e-7  # of the eigenvalues of W'W, as in the authors' code
 
 
 def check_linear(task: Task) -> None:
-    """Raises BadInput unless the model is one linear layer on its inputs."""
+    """Raises InputError unless the model is one linear layer on its inputs."""
     variables = jax.eval_shape(task.model.init, jax.random.key(0))
     flat = task.model.num_features == math.prod(task.input_shape)
     one_layer = trees.size(variables["head"]) == (task.model.num_features + 1) * task.num_classes
     if jax.tree.leaves((variables["body"], variables["stats"])) or not (flat and one_layer):
-        raise BadInput("MOCHA learns linear models only: take --model=linear.")
+        raise InputError("MOCHA learns linear models only: take --model=linear.")
 
 
 def relations(w: Array) -> Array:

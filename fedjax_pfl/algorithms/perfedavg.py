@@ -13,8 +13,8 @@ import optax
 from absl import logging
 
 from fedjax_pfl import evaluate, local, losses, traffic, trees
-from fedjax_pfl.checks import check, choose
-from fedjax_pfl.sharing import BOTH, FINE_TUNE, personal_mask, predictor
+from fedjax_pfl.averaging import BOTH, FINE_TUNE, personal_mask, predictor
+from fedjax_pfl.errors import check, choose
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Predictor, PyTree, State, Task
 
 VARIANTS = ("fo", "hf", "exact")

@@ -1,9 +1,10 @@
 """pFedC: the classifier is split into class branches, each averaged over the clients that hold its classes only.
 
 A branch (a task t) owns columns of the last layer, those of its classes G_t, so the branches of all tasks together are
-one ordinary head: kernel [K, L] and bias [L], L = C unless groups have another head (`tasks.py`). A client trains the
-branches it has labels for, and weighs their losses by the minimum-norm point of their gradients in the feature space
-(MGDA-UB). In Privacy-pFedC who holds which classes stays secret: branches and holders are added under encryption.
+one ordinary head: kernel [K, L] and bias [L], L = C unless groups have another head (see `class_groups`). A client
+trains the branches it has labels for, and weighs their losses by the minimum-norm point of their gradients in the
+feature space (MGDA-UB). In Privacy-pFedC who holds which classes stays secret: branches and holders are added under
+encryption.
 
 Reference: the pFedC paper; journal version: Zhang et al., Model decomposition and reassembly for purified knowledge
 transfer in personalized federated learning (IEEE TMC 2025). MGDA-UB: Sener & Koltun (NeurIPS 2018).
@@ -15,9 +16,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import aggregate, encrypted, evaluate, local, trees
-from fedjax_pfl.checks import BadInput, choose
-from fedjax_pfl.tasks import Branches, branch_loss, branches, class_logits, columns, scores
+from fedjax_pfl import aggregate, evaluate, local, trees
+from fedjax_pfl.errors import InputError, choose
+from fedjax_pfl.numerics.class_groups import Branches, branch_loss, branches, class_logits, columns, scores
+from fedjax_pfl.privacy import encryption
 from fedjax_pfl.types import Algorithm, Array, Client, Predictor, PyTree, Scores, State, Task, Traffic
 
 REJECT = 31  # stream of the reject logits' start, beside the key of the model's
@@ -55,7 +57,7 @@ def _branched(
     def start(key: Array) -> PyTree:
         w = model.init(key)
         if set(w["head"]) != {"kernel", "bias"} or w["head"]["kernel"].ndim != 2:
-            raise BadInput("pfedc needs a model whose head is one linear layer with a kernel [K, C] and a bias [C].")
+            raise InputError("pfedc needs a model whose head is one linear layer with a kernel [K, C] and a bias [C].")
         reject = model.init(jax.random.fold_in(key, REJECT))["head"]
         widest = jax.tree.map(lambda x, more: jnp.concatenate([x, more], axis=-1), w["head"], reject)
         return {**w, "head": jax.tree.map(lambda x: x[..., : len(b.column)], widest)}
@@ -199,7 +201,7 @@ def privacy_pfedc(
       scalars what goes in the clear; keys, sent once, are not counted. The simulator runs all parties in one process,
       and its state is what the clients decrypt.
     """
-    encrypted.check_backend(backend)
+    encryption.check_backend(backend)
     on = _branched(task, tasks, head, weighting, solver, normalise, head_grad, head_weighting)
     b, own_stats, plain = on.b, task.bn_stats == "local", backend == "plain"
 
@@ -226,7 +228,7 @@ def privacy_pfedc(
         weight = on.shares(head_weighting, cohort).astype(float)  # [S, T]
         factors = {"branches": weight[:, b.column], "phi": cohort.sizes.astype(float)}
         upload = jax.vmap(aggregate.weigh)(factors, {"branches": heads, "phi": phi}) | {"weight": weight}
-        total, up, down = encrypted.total(cohort.everywhere(upload), cohort.ids, cohort.active, backend)
+        total, up, down = encryption.total(cohort.everywhere(upload), cohort.ids, cohort.active, backend)
         # from here on as each of the round's clients does by itself, for they alone can read the sums
         mean = _ratio(total["branches"], total["weight"][b.column], heads)
         receive = jax.vmap(lambda holds, old: trees.choose(holds, mean, old))

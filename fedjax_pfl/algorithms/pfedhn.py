@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_pfl import evaluate, local, losses, traffic, trees
-from fedjax_pfl.checks import BadInput, check, choose
-from fedjax_pfl.sharing import BOTH, personal_mask, predictor
+from fedjax_pfl.averaging import BOTH, personal_mask, predictor
+from fedjax_pfl.errors import InputError, check, choose
 from fedjax_pfl.types import Algorithm, Array, Client, Predictor, PyTree, State, Task
 
 LARGEST = 2**28  # parameters of a hypernetwork: with its momentum and gradient, 3 GiB
@@ -126,7 +126,7 @@ def pfedhn(
     make = lambda key: hypernetwork(key, width, hidden, hidden_layers, target)
     count = trees.size(jax.eval_shape(make, jax.random.key(0)))
     if count > LARGEST:
-        raise BadInput(
+        raise InputError(
             f"pFedHN's hypernetwork for this model would have {count:,} parameters, more than {LARGEST:,}: "
             "take a smaller model, or a smaller hidden."
         )

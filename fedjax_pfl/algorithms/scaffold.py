@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_pfl import evaluate, local, losses, traffic, trees
-from fedjax_pfl.checks import check, choose
-from fedjax_pfl.sharing import BOTH, personal_mask, predictor
+from fedjax_pfl.averaging import BOTH, personal_mask, predictor
+from fedjax_pfl.errors import check, choose
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Predictor, PyTree, State, Task
 
 

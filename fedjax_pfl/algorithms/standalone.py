@@ -1,6 +1,6 @@
 """Local: every client trains alone from the common start; the floor that federation has to beat."""
 
-from fedjax_pfl.sharing import BOTH, partial_averaging, personal_mask
+from fedjax_pfl.averaging import BOTH, partial_averaging, personal_mask
 from fedjax_pfl.types import Algorithm, Task
 
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.data.partition import Partition, class_counts
-from fedjax_pfl.data.sources import Dataset
+from fedjax_pfl.data.datasets import Dataset
+from fedjax_pfl.data.partitioners import Partition, class_counts
 from fedjax_pfl.types import Examples, Federation, Rows
 
 ROOM = (1, 0, 1)  # of a client in train, val and test, at least

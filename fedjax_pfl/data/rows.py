@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedjax_pfl.checks import BadInput
-from fedjax_pfl.data.sources import Dataset, read_npz
+from fedjax_pfl.data.datasets import Dataset, read_npz
+from fedjax_pfl.errors import InputError
 
 _PARTS = ("train", "test", "val")
 
@@ -60,15 +60,17 @@ def load_file(path: str | Path, dataset: Dataset) -> Partition:
       dataset: what the row numbers refer to.
 
     Raises:
-      BadInput: an array is missing, not of integers or out of range, sizes do not fit, a client lacks training or test
-        examples, or one example serves both for training and for scoring.
+      InputError: an array is missing, not of integers or out of range, sizes do not fit, a client lacks training or
+        test examples, or one example serves both for training and for scoring.
     """
     arrays = read_npz(path, ("train", "train_sizes", "test", "test_sizes"), ("val", "val_sizes"))
     if "val" not in arrays or "val_sizes" not in arrays:
         arrays |= {"val": np.zeros(0, np.int32), "val_sizes": np.zeros(len(arrays["train_sizes"]), np.int32)}
     for name, array in arrays.items():
         if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise BadInput(f"{path}: {name} is {array.dtype}{list(array.shape)}: it must be a flat array of integers.")
+            raise InputError(
+                f"{path}: {name} is {array.dtype}{list(array.shape)}: it must be a flat array of integers."
+            )
     for part in _PARTS:
         _check_part(path, part, arrays[part], arrays[f"{part}_sizes"], len(arrays["train_sizes"]), len(dataset.y))
     _check_disjoint(path, arrays, len(dataset.y))
@@ -122,14 +124,16 @@ def _contents(p: Partition) -> dict[str, np.ndarray]:
 
 def _check_part(path: Any, part: str, rows: np.ndarray, sizes: np.ndarray, num_clients: int, n: int) -> None:
     if len(sizes) != num_clients or not num_clients:
-        raise BadInput(f"{path}: {part}_sizes has {len(sizes)} clients but train_sizes {num_clients}: they must agree.")
+        raise InputError(
+            f"{path}: {part}_sizes has {len(sizes)} clients but train_sizes {num_clients}: they must agree."
+        )
     if part != "val" and sizes.min() < 1:
-        raise BadInput(f"{path}: client {sizes.argmin()} has no {part} example: give every client at least one.")
+        raise InputError(f"{path}: client {sizes.argmin()} has no {part} example: give every client at least one.")
     if sizes.min() < 0 or sizes.sum() != len(rows):
-        raise BadInput(f"{path}: {part}_sizes sum to {sizes.sum()} but {part} has {len(rows)} rows: they must agree.")
+        raise InputError(f"{path}: {part}_sizes sum to {sizes.sum()} but {part} has {len(rows)} rows: they must agree.")
     if len(rows) and not (rows.min() >= 0 and rows.max() < n):
         wrong = rows.min() if rows.min() < 0 else rows.max()
-        raise BadInput(
+        raise InputError(
             f"{path}: {part} holds the row {wrong}, but the data set has rows 0..{n - 1}: is it another one?"
         )
 
@@ -140,6 +144,6 @@ def _check_disjoint(path: Any, arrays: dict[str, np.ndarray], n: int) -> None:
             np.bincount(arrays[one], minlength=n).astype(bool) & np.isin(np.arange(n), arrays[other])
         )
         if len(shared):
-            raise BadInput(
+            raise InputError(
                 f"{path}: {len(shared)} rows, first {shared[0]}, are in {one} and in {other}: keep them apart."
             )

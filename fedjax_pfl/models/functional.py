@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
-from fedjax_pfl.checks import BadInput, choose
+from fedjax_pfl.errors import InputError, choose
 from fedjax_pfl.models import layers
 from fedjax_pfl.models.registry import MODELS
 from fedjax_pfl.types import Array, Model, PyTree
@@ -47,7 +47,7 @@ def model(
       nested dicts with string keys.
 
     Raises:
-      BadInput: for an unknown name, a module without body or head, or one that keeps state in other places.
+      InputError: for an unknown name, a module without body or head, or one that keeps state in other places.
     """
     if isinstance(factory, str):
         factory = MODELS[choose("model", factory, MODELS)]
@@ -199,24 +199,24 @@ def _without_moments(module: nnx.Module) -> nnx.Module:
             part.mean = part.var = None  # type: ignore[assignment]
         elif isinstance(part, nnx.BatchNorm):
             name = ".".join(map(str, path))
-            raise BadInput(
+            raise InputError(
                 f"bn_stats='batch' needs fedjax_pfl.models.layers.BatchNorm, but {name} is another batch norm."
             )
     return module
 
 
 def _check_parts(module: nnx.Module) -> None:
-    """BadInput unless all variables are parameters of body or head, or batch-norm moments of the body."""
+    """InputError unless all variables are parameters of body or head, or batch-norm moments of the body."""
     for part in ("body", "head"):
         if not isinstance(getattr(module, part, None), nnx.Module):
-            raise BadInput(
+            raise InputError(
                 f"{type(module).__name__} has no `{part}`: a model needs a body, x -> h, and a head, h -> logits."
             )
     for path, variable in nnx.to_flat_state(nnx.state(module)):
         kinds: tuple = {"body": (nnx.Param, nnx.BatchStat), "head": (nnx.Param,)}.get(str(path[0]), ())
         if not isinstance(variable, kinds):
             name = ".".join(map(str, path))
-            raise BadInput(
+            raise InputError(
                 f"{type(module).__name__}.{name} is a {type(variable).__name__}: a model may hold parameters in body "
                 "and head and batch-norm moments in body; dropout takes `rngs` when called, not when built."
             )

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from fedjax_pfl.models import dense
-from fedjax_pfl.models.convolution import (
+from fedjax_pfl.models.kernels import dense
+from fedjax_pfl.models.kernels.convolution import (
     CONVOLUTIONS,
     conv_general_dilated,
     convolution,

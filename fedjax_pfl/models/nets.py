@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 from flax import nnx
 
-from fedjax_pfl.checks import BadInput
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import layers
 from fedjax_pfl.types import Array
 
@@ -75,9 +75,9 @@ class ConvDropout(nnx.Module):
 
 
 def pooled_size(name: str, shape: Shape, paddings: Shape) -> tuple[int, int]:
-    """Height and width after blocks of 5x5 convolution and 2x2 pooling; BadInput if nothing is left of the image."""
+    """Height and width after blocks of 5x5 convolution and 2x2 pooling; InputError if nothing is left of the image."""
     if len(shape) != 3:
-        raise BadInput(
+        raise InputError(
             f"Model {name!r} needs images of shape (height, width, channels), got input shape {tuple(shape)}."
         )
 
@@ -89,7 +89,7 @@ def pooled_size(name: str, shape: Shape, paddings: Shape) -> tuple[int, int]:
     height, width = after(shape[0]), after(shape[1])
     if not height * width:
         least = next(size for size in range(1, 1000) if after(size))
-        raise BadInput(f"Model {name!r} needs images of at least {least}x{least} pixels, got {shape[0]}x{shape[1]}.")
+        raise InputError(f"Model {name!r} needs images of at least {least}x{least} pixels, got {shape[0]}x{shape[1]}.")
     return height, width
 
 
@@ -142,5 +142,5 @@ def cnn_same(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
 def cnn_dropout(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
     """The CNN with dropout (0.25, 0.5) of Reddi et al. 2021 for EMNIST: 3x3 convolutions 32 and 64, K = 128."""
     if len(input_shape) != 3 or min(input_shape[:2]) < 6:
-        raise BadInput(f"Model 'cnn_dropout' needs images of at least 6x6 pixels, got shape {tuple(input_shape)}.")
+        raise InputError(f"Model 'cnn_dropout' needs images of at least 6x6 pixels, got shape {tuple(input_shape)}.")
     return Net(ConvDropout(input_shape, 128, (0.25, 0.5), rngs), layers.linear(128, num_classes, rngs))

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from fedjax_pfl.checks import BadInput, choose
+from fedjax_pfl.errors import InputError, choose
 from fedjax_pfl.models import layers
 from fedjax_pfl.models.nets import Dense, Net, Shape
 from fedjax_pfl.types import Array
@@ -94,10 +94,10 @@ def resnet(
       feature_dim: width of a linear layer with ReLU before the head, which is then K.
 
     Raises:
-      BadInput: for inputs that are not images, or an unknown norm or stem.
+      InputError: for inputs that are not images, or an unknown norm or stem.
     """
     if len(input_shape) != 3:
-        raise BadInput(
+        raise InputError(
             f"A residual network needs images of shape (height, width, channels), got input shape {tuple(input_shape)}."
         )
     dense = () if feature_dim is None else (feature_dim,)

@@ -10,7 +10,7 @@ from toy import assert_close, assert_same
 from fedjax_pfl import losses
 from fedjax_pfl.algorithms import apfl as factory
 from fedjax_pfl.algorithms.apfl import mixture, mixture_loss
-from fedjax_pfl.checks import BadInput
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Batch
 
 KEY = jax.random.key(0)
@@ -106,5 +106,5 @@ def test_batch_norm(mix, bn_stats):
 
 @pytest.mark.parametrize("wrong", [{"alpha": 1.5}, {"lr_alpha": -1.0}, {"alpha_decay": -1.0}, {"mix": "models"}])
 def test_bad_input(wrong):
-    with pytest.raises(BadInput):
+    with pytest.raises(InputError):
         factory(TASK, **wrong)

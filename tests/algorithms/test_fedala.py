@@ -13,8 +13,8 @@ from toy import SIZES, C, N, assert_close, assert_same
 from fedjax_pfl import losses, trees
 from fedjax_pfl.algorithms import fedala as factory
 from fedjax_pfl.algorithms.fedala import SUBSET, Patience, blend, learn, subset
-from fedjax_pfl.checks import BadInput
-from fedjax_pfl.clients import Cohort
+from fedjax_pfl.engine.cohort import Cohort
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Batch, Data, State
 
 KEY = jax.random.key(0)
@@ -269,5 +269,5 @@ def test_batch_norm(blended, bn_stats):
     [{"percent": 101.0}, {"lr_weights": -1.0}, {"blended": "body"}, {"window": 0}, {"threshold": -0.1}, {"cap": 0}],
 )
 def test_bad_input(wrong):
-    with pytest.raises(BadInput):
+    with pytest.raises(InputError):
         factory(TASK, **wrong)

@@ -12,8 +12,8 @@ from toy import SIZES, C, N, assert_close, assert_same
 from fedjax_pfl import simulate, trees
 from fedjax_pfl.algorithms import fedamp as factory
 from fedjax_pfl.algorithms.fedamp import amp_weights, cosines, heur_weights, mixtures, pull, square_distances
-from fedjax_pfl.checks import BadInput
-from fedjax_pfl.clients import Cohort
+from fedjax_pfl.engine.cohort import Cohort
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import State
 
 KEY = jax.random.key(0)
@@ -309,5 +309,5 @@ def test_batch_norm(bn_stats):
     ],
 )
 def test_bad_input(wrong):
-    with pytest.raises(BadInput):
+    with pytest.raises(InputError):
         factory(toy.task(), **wrong)

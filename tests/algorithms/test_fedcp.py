@@ -11,10 +11,11 @@ import pytest
 import toy
 from toy import C, assert_close, assert_same
 
-from fedjax_pfl import losses, models, programs, simulate, trees
+from fedjax_pfl import losses, models, simulate, trees
 from fedjax_pfl.algorithms import fedcp as factory
 from fedjax_pfl.algorithms.fedcp import ABLATIONS, Frozen, client_vector, gate, gated, policy_network
-from fedjax_pfl.checks import BadInput
+from fedjax_pfl.engine import program
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.losses import VARIANCES, mmd
 from fedjax_pfl.types import State
 
@@ -237,7 +238,7 @@ def by_hand(task, state, batches, lam):
 
 def test_a_round_is_the_sheets():
     """Among others: nothing frozen moves, and the client's vector stays what it was when training began."""
-    f, key = alone(), programs.clients_key(KEY, 0)
+    f, key = alone(), program.clients_key(KEY, 0)
     begin, first, _ = train(TASK, f, rounds=1, lam=3.0)
     begin, state, _ = train(TASK, f, rounds=1, begin=first, lam=3.0)  # its heads differ
     batches = [pair for (pair,) in oracle.batches(f, 1, key, TASK)]
@@ -343,7 +344,7 @@ def test_a_prediction_is_the_personal_models(policy):
     """Under the received extractor and policy network, the vector of the client's head and both heads."""
     _, state, _ = train(policy=policy)
     f, program = toy.federation(), simulate.program(factory, TASK, {"policy": policy})
-    key = jax.random.fold_in(programs._round_key(KEY, 2), programs.CLIENTS)
+    key = jax.random.fold_in(program._round_key(KEY, 2), program.CLIENTS)
     key = jax.random.fold_in(jax.random.fold_in(key, 0), 1)  # of the client's main stream
     server, own = state.server, toy.rows(state.clients["head"], 1)
     w = {"body": server["body"], "head": own, "policy": server["policy"], "stats": server["stats"]}
@@ -419,11 +420,11 @@ def test_an_ablation_trains(without):
     "options", [{"lam": -1.0}, {"depth": 5}, {"policy": "hard"}, {"without": "gh"}, {"norm": "x"}, {"activation": "x"}]
 )
 def test_bad_options(options):
-    with pytest.raises(BadInput, match=next(iter(options))):
+    with pytest.raises(InputError, match=next(iter(options))):
         factory(TASK, **options)
 
 
 def test_a_head_that_is_not_linear_is_refused():
     model = TASK.model._replace(init=lambda key: {"body": {}, "head": {"w": jnp.zeros(3)}, "stats": {}})
-    with pytest.raises(BadInput, match="one linear layer"):
+    with pytest.raises(InputError, match="one linear layer"):
         factory(TASK._replace(model=model)).init(KEY)

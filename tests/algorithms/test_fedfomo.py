@@ -12,9 +12,9 @@ from toy import SIZES, N, assert_close, assert_same
 from fedjax_pfl import local, trees
 from fedjax_pfl.algorithms import fedfomo as factory
 from fedjax_pfl.algorithms.fedfomo import benefit, mixing, select
-from fedjax_pfl.checks import BadInput
-from fedjax_pfl.clients import Cohort
-from fedjax_pfl.sharing import personal_mask
+from fedjax_pfl.averaging import personal_mask
+from fedjax_pfl.engine.cohort import Cohort
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Rows, State
 
 KEY = jax.random.key(0)
@@ -265,5 +265,5 @@ def test_batch_norm(bn_stats):
 
 @pytest.mark.parametrize("wrong", [{"received": 0}, {"val": 1.5}, {"epsilon": -0.1}, {"epsilon_decay": -1.0}])
 def test_bad_input(wrong):
-    with pytest.raises(BadInput):
+    with pytest.raises(InputError):
         factory(TASK, **wrong)

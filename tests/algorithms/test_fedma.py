@@ -12,12 +12,13 @@ import toy
 from flax import nnx
 from toy import SIZES, C, assert_close, assert_same
 
-from fedjax_pfl import local, matching, models, simulate, trees
+from fedjax_pfl import local, models, simulate, trees
 from fedjax_pfl.algorithms import fedma as factory
 from fedjax_pfl.algorithms import pfedma
-from fedjax_pfl.checks import BadInput
-from fedjax_pfl.clients import Cohort
+from fedjax_pfl.engine.cohort import Cohort
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import layers, nets, registry, resnet
+from fedjax_pfl.numerics import matching
 from fedjax_pfl.types import State
 
 KEY = jax.random.key(0)
@@ -440,7 +441,7 @@ def test_traffic(bn_stats, scalars):
 )  # fmt: skip
 @pytest.mark.parametrize("make", [factory, pfedma])
 def test_bad_input(make, wrong):
-    with pytest.raises(BadInput):
+    with pytest.raises(InputError):
         make(toy.task(), **wrong)
 
 
@@ -466,7 +467,9 @@ def group_normed(input_shape, num_classes, rngs):
 @pytest.mark.parametrize("net", [toy.norm_net, skipping, with_more, group_normed])
 def test_a_model_whose_connections_are_not_known_is_refused(net):
     variables = jax.eval_shape(lambda: build(net))
-    with pytest.raises(BadInput, match=r"^Neurons can be matched in models .* but the body of this one holds [^.]*\.$"):
+    with pytest.raises(
+        InputError, match=r"^Neurons can be matched in models .* but the body of this one holds [^.]*\.$"
+    ):
         matching.groups(variables)
 
 

@@ -13,8 +13,8 @@ from toy import SIZES, C, N, assert_close, assert_same
 from fedjax_pfl import simulate, trees
 from fedjax_pfl.algorithms import fedphp as factory
 from fedjax_pfl.algorithms.fedphp import momentum, transfer_loss
-from fedjax_pfl.checks import BadInput
-from fedjax_pfl.clients import Cohort
+from fedjax_pfl.engine.cohort import Cohort
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Batch, State
 
 KEY = jax.random.key(0)
@@ -198,7 +198,7 @@ def test_batch_norm(regularizer, bn_stats):
 
 @pytest.mark.parametrize("wrong", [{"lam": 1.5}, {"mu0": -0.1}, {"regularizer": "l2"}])
 def test_bad_input(wrong):
-    with pytest.raises(BadInput):
+    with pytest.raises(InputError):
         factory(TASK, **wrong)
 
 

@@ -12,7 +12,7 @@ from fedjax_pfl import losses
 from fedjax_pfl.algorithms import fedavg
 from fedjax_pfl.algorithms import fedrod as factory
 from fedjax_pfl.algorithms.fedrod import personal_loss
-from fedjax_pfl.checks import BadInput
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Batch
 
 KEY = jax.random.key(0)
@@ -126,5 +126,5 @@ def test_batch_norm(bn_stats):
 
 
 def test_bad_input():
-    with pytest.raises(BadInput, match="gamma"):
+    with pytest.raises(InputError, match="gamma"):
         factory(TASK, gamma=-1.0)

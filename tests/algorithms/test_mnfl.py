@@ -12,8 +12,8 @@ from toy import SIZES, N, assert_close, assert_same
 from fedjax_pfl import local, losses, simulate, trees
 from fedjax_pfl.algorithms import mnfl as factory
 from fedjax_pfl.algorithms.mnfl import descend, gradient, mix
-from fedjax_pfl.checks import BadInput
-from fedjax_pfl.clients import Cohort
+from fedjax_pfl.engine.cohort import Cohort
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import State
 
 KEY = jax.random.key(0)
@@ -222,5 +222,5 @@ def test_batch_norm(bn_stats):
     "wrong", [{"rho": -1.0}, {"coef_lr": float("nan")}, {"transfer_lr": 2.0}, {"penalty": "l1"}, {"transfer": "sum"}]
 )
 def test_bad_input(wrong):
-    with pytest.raises(BadInput):
+    with pytest.raises(InputError):
         factory(TASK, **wrong)

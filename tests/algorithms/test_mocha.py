@@ -11,8 +11,8 @@ import toy
 from fedjax_pfl import local, simulate, trees
 from fedjax_pfl.algorithms import mocha as factory
 from fedjax_pfl.algorithms.mocha import relations
-from fedjax_pfl.checks import BadInput
-from fedjax_pfl.clients import Cohort
+from fedjax_pfl.engine.cohort import Cohort
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import State
 
 KEY = jax.random.key(0)
@@ -273,11 +273,11 @@ def test_two_class_clients_send_one_column():
 
 @pytest.mark.parametrize("net", ["mlp", "norm"])
 def test_other_models_are_refused(net):
-    with pytest.raises(BadInput, match="linear"):
+    with pytest.raises(InputError, match="linear"):
         factory(toy.task(net))
 
 
 @pytest.mark.parametrize("wrong", [{"lam": 0.0}, {"frac": 0.0}, {"relate_every": 0}, {"solver": "adam"}])
 def test_bad_input(wrong):
-    with pytest.raises(BadInput):
+    with pytest.raises(InputError):
         factory(REST, **wrong)

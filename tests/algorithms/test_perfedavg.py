@@ -13,7 +13,7 @@ from toy import SIZES, assert_close, assert_same
 from fedjax_pfl import losses, simulate
 from fedjax_pfl.algorithms import per_fedavg as factory
 from fedjax_pfl.algorithms.perfedavg import BOTH, VARIANTS, _warn, curvature, meta_gradient
-from fedjax_pfl.checks import BadInput
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Batch
 
 KEY = jax.random.key(0)
@@ -153,7 +153,7 @@ def test_batch_norm(bn_stats):
 
 @pytest.mark.parametrize("wrong", [{"variant": "second"}, {"alpha": -1.0}, {"beta": -1.0}, {"delta": 0.0}])
 def test_bad_input(wrong):
-    with pytest.raises(BadInput):
+    with pytest.raises(InputError):
         factory(TASK, **wrong)
 
 

@@ -10,11 +10,12 @@ import pytest
 import toy
 from toy import C, assert_same
 
-from fedjax_pfl import evaluate, losses, simulate, tasks
+from fedjax_pfl import evaluate, losses, simulate
 from fedjax_pfl.algorithms import pfedc as factory
-from fedjax_pfl.checks import BadInput
-from fedjax_pfl.clients import Cohort
-from fedjax_pfl.tasks import branch_loss, gram, min_norm_weights
+from fedjax_pfl.engine.cohort import Cohort
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.numerics import class_groups
+from fedjax_pfl.numerics.class_groups import branch_loss, gram, min_norm_weights
 from fedjax_pfl.types import Batch, Client, State
 
 KEY = jax.random.key(0)
@@ -23,16 +24,20 @@ TASK = toy.task(optimizer=lambda lr: optax.chain(optax.add_decayed_weights(0.01)
 PLAIN = {"weighting": "uniform"}  # where the weights of the tasks do not matter: their solver takes long to compile
 PAIRS = {"tasks": "consecutive:2", "head_weighting": "task_count"}
 SUPER = TASK._replace(superclass=np.array([5, 2, 5, 9]))
-MIXED = tasks.branches(SUPER, "superclass")  # {1}, {0, 2}, {3}
+MIXED = class_groups.branches(SUPER, "superclass")  # {1}, {0, 2}, {3}
 BATCH = Batch(
     np.random.default_rng(0).normal(size=(6, *toy.SHAPE)).astype(np.float32),
     np.array([0, 2, 1, 3, 2, 0], np.int32),
     np.array([True, True, True, True, True, False]),
     np.arange(6, dtype=np.int32),
 )
-MAPS = {"class": tasks.branches(TASK, "class"), "pairs": tasks.branches(TASK, "consecutive:2"), "mixed": MIXED}
+MAPS = {
+    "class": class_groups.branches(TASK, "class"),
+    "pairs": class_groups.branches(TASK, "consecutive:2"),
+    "mixed": MIXED,
+}
 SPECS = {"class": (TASK, "class"), "pairs": (TASK, "consecutive:2"), "mixed": (SUPER, "superclass")}
-HEADED = {(name, head): tasks.branches(*SPECS[name], head) for name in SPECS for head in tasks.HEADS}
+HEADED = {(name, head): class_groups.branches(*SPECS[name], head) for name in SPECS for head in class_groups.HEADS}
 W = jax.jit(TASK.model.init)(KEY)
 ALL = np.ones(C, bool)
 DEFAULTS = simulate.hyperparameters(factory)
@@ -49,7 +54,7 @@ def logits(head):
 
 
 def task_losses(b, z, y=BATCH.y):
-    return jax.jit(functools.partial(tasks.task_losses, b))(np.asarray(z, np.float32), y, BATCH.mask)
+    return jax.jit(functools.partial(class_groups.task_losses, b))(np.asarray(z, np.float32), y, BATCH.mask)
 
 
 def normal(seed, *shape):
@@ -60,18 +65,18 @@ def test_maps():
     np.testing.assert_array_equal(MAPS["pairs"].of, [0, 0, 1, 1])
     np.testing.assert_array_equal(MIXED.of, [1, 0, 1, 2])
     np.testing.assert_array_equal(MIXED.binary, [True, False, True])
-    assert not tasks.branches(TASK, "single").binary.any()
+    assert not class_groups.branches(TASK, "single").binary.any()
 
 
 @pytest.mark.parametrize("spec", ["consecutive", "consecutive:9", "superclass", "clas"])
 def test_bad_maps(spec):
-    with pytest.raises(BadInput, match="tasks"):
-        tasks.branches(TASK, spec)
+    with pytest.raises(InputError, match="tasks"):
+        class_groups.branches(TASK, spec)
 
 
 def test_one_task_is_cross_entropy():
     z = np.asarray(logits(W["head"]), np.float32)
-    value, usable = task_losses(tasks.branches(TASK, "single"), z)
+    value, usable = task_losses(class_groups.branches(TASK, "single"), z)
     expected = jax.jit(losses.cross_entropy)(z, BATCH.y, BATCH.mask)
     np.testing.assert_allclose(value[0], expected, rtol=1e-6)
     assert usable.all()
@@ -99,8 +104,8 @@ def test_logits_of_the_other_heads():
     assert [len(HEADED[name, "group_reject"].column) for name in SPECS] == [4, 4 + 2, 4 + 1]
     assert [len(HEADED[name, "group_binary"].column) for name in SPECS] == [4, 2, 3]
     z = np.arange(5, dtype=np.float32)[None] ** 2  # classes 0 to 3, and none of {0, 2}
-    np.testing.assert_array_equal(tasks.class_logits(HEADED["mixed", "group_reject"], z), [[-16, 1, -12, 9]])
-    np.testing.assert_array_equal(tasks.class_logits(HEADED["mixed", "group_binary"], z[:, :3]), [[1, 0, 1, 4]])
+    np.testing.assert_array_equal(class_groups.class_logits(HEADED["mixed", "group_reject"], z), [[-16, 1, -12, 9]])
+    np.testing.assert_array_equal(class_groups.class_logits(HEADED["mixed", "group_binary"], z[:, :3]), [[1, 0, 1, 4]])
 
 
 @pytest.mark.parametrize("head", ["group_reject", "group_binary"])
@@ -135,7 +140,7 @@ def test_a_reject_logit_that_is_never_chosen_leaves_the_softmax():
 
 
 def test_group_binary_is_binary_on_coarse_labels():
-    b, coarse = HEADED["mixed", "group_binary"], tasks.branches(TASK._replace(num_classes=3), "class")
+    b, coarse = HEADED["mixed", "group_binary"], class_groups.branches(TASK._replace(num_classes=3), "class")
     z = normal(1, 6, 3)
     assert_same(task_losses(b, z), task_losses(coarse, z, b.of[BATCH.y]))
 
@@ -146,16 +151,16 @@ def start(b):
     return {"kernel": normal(3, 8, width), "bias": normal(4, width)}
 
 
-@pytest.mark.parametrize("head", tasks.HEADS)
+@pytest.mark.parametrize("head", class_groups.HEADS)
 @pytest.mark.parametrize("name", MAPS)
 def test_gram_in_closed_form_is_autodiffs(name, head):
     b = HEADED[name, head]
 
     @jax.jit
     def both(w, h):
-        value = lambda z: tasks.task_losses(b, z, BATCH.y, BATCH.mask)[0]
-        d = jax.jacrev(lambda h: value(tasks.columns(w, h)))(h).reshape(len(b.member), -1)
-        return gram(b, jax.grad(lambda z: jnp.sum(value(z)))(tasks.columns(w, h)), w["kernel"]), d
+        value = lambda z: class_groups.task_losses(b, z, BATCH.y, BATCH.mask)[0]
+        d = jax.jacrev(lambda h: value(class_groups.columns(w, h)))(h).reshape(len(b.member), -1)
+        return gram(b, jax.grad(lambda z: jnp.sum(value(z)))(class_groups.columns(w, h)), w["kernel"]), d
 
     m, d = (np.asarray(x) for x in both(start(b), features()))
     np.testing.assert_allclose(m, d @ d.T, rtol=1e-5, atol=1e-6)
@@ -239,7 +244,7 @@ def test_mgda_descends_every_loss():
 
     def each(body):
         z = TASK.model.apply({**W, "body": body}, BATCH.x)[0]
-        return tasks.task_losses(MAPS["class"], z, BATCH.y, BATCH.mask)[0]
+        return class_groups.task_losses(MAPS["class"], z, BATCH.y, BATCH.mask)[0]
 
     slopes = jax.jit(lambda: jax.jvp(each, (W["body"],), (step,))[1])()
     norm = sum(np.sum(np.square(x)) for x in jax.tree.leaves(step))
@@ -302,8 +307,8 @@ def test_only_held_columns_move_and_never_mix(head, columns_of):
 
 
 def test_of_tasks_of_one_class_all_heads_are_the_same():
-    slopes = [slope("mgda_ub", "fista", "scaled", head)(W, BATCH, ALL) for head in tasks.HEADS]
-    servers = [round_of([0, 1, 4], head=head, **PLAIN)[1] for head in tasks.HEADS]
+    slopes = [slope("mgda_ub", "fista", "scaled", head)(W, BATCH, ALL) for head in class_groups.HEADS]
+    servers = [round_of([0, 1, 4], head=head, **PLAIN)[1] for head in class_groups.HEADS]
     for expected, *others in (slopes, servers):
         for other in others:
             assert_same(other, expected)
@@ -321,7 +326,7 @@ def test_traffic_counts_the_logits_of_held_tasks(head, per_task):
         np.testing.assert_array_equal(sent.up, sent.down)
 
 
-@pytest.mark.parametrize("head", tasks.HEADS)
+@pytest.mark.parametrize("head", class_groups.HEADS)
 def test_every_head_learns(head):
     run = train(10, head=head, **PAIRS)
     loss = run.metrics["loss"].mean(axis=1)
@@ -394,7 +399,7 @@ def test_a_newcomer_begins_with_the_banks_branches_or_with_its_own():
         @jax.jit
         def both(after, mine, used, algorithm=algorithm):
             h = TASK.model.features({"body": after["body"], "head": used, "stats": {}}, x)[0]
-            return algorithm.predict(after, mine, c)(x, jnp.ones(5, bool)), tasks.columns(used, h)
+            return algorithm.predict(after, mine, c)(x, jnp.ones(5, bool)), class_groups.columns(used, h)
 
         outputs[download], expected = both(after, toy.rows(begin.clients, 4), used)
         toy.assert_close(outputs[download], expected)
@@ -424,7 +429,7 @@ def scores(b, z, y, mask, counts):
 
     @jax.jit
     def run(z, y, mask, c):
-        return {name: evaluate.ratio(*pair) for name, pair in tasks.scores(b, z, y, mask, c).items()}
+        return {name: evaluate.ratio(*pair) for name, pair in class_groups.scores(b, z, y, mask, c).items()}
 
     return {name: float(x) for name, x in run(z, y, mask, c).items()}
 
@@ -461,7 +466,7 @@ def test_scores_of_the_other_heads_by_hand(head):
     """The client holds the group {0, 2}, of which mostly 2, and class 3, not class 1."""
     b, rng = HEADED["mixed", head], np.random.default_rng(1)
     columns, y = rng.normal(size=(40, len(b.column))), rng.integers(0, C, 40)
-    z = np.asarray(jax.jit(functools.partial(tasks.class_logits, b))(columns))
+    z = np.asarray(jax.jit(functools.partial(class_groups.class_logits, b))(columns))
     mask, counts = np.arange(40) < 33, np.array([3, 0, 7, 5])
     got = scores(b, z, y, mask, counts)
     right, fine, present = {1: [], 2: []}, [], []  # (answer right, label in the group) of each task
@@ -498,11 +503,11 @@ def test_scores_of_the_other_heads_by_hand(head):
     "wrong", [{"head": "softmax"}, {"download": "fresh"}, {"tasks": "single", "head": "group_binary"}]
 )
 def test_bad_input(wrong):
-    with pytest.raises(BadInput, match=next(iter(wrong)) if len(wrong) == 1 else "group_binary"):
+    with pytest.raises(InputError, match=next(iter(wrong)) if len(wrong) == 1 else "group_binary"):
         factory(TASK, **wrong)
 
 
 def test_a_head_that_is_not_linear_is_refused():
     model = TASK.model._replace(init=lambda key: {"body": {}, "head": {"w": jnp.zeros(3)}, "stats": {}})
-    with pytest.raises(BadInput, match="one linear layer"):
+    with pytest.raises(InputError, match="one linear layer"):
         factory(TASK._replace(model=model)).init(KEY)

@@ -13,8 +13,8 @@ from toy import N, assert_close, assert_same
 from fedjax_pfl import local, losses, simulate
 from fedjax_pfl.algorithms import pfedhn as factory
 from fedjax_pfl.algorithms.pfedhn import generate
-from fedjax_pfl.checks import BadInput
-from fedjax_pfl.clients import Cohort
+from fedjax_pfl.engine.cohort import Cohort
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Batch, State
 
 KEY = jax.random.key(0)
@@ -272,7 +272,7 @@ def test_the_authors_size_of_an_embedding():
 
 
 def test_a_hypernetwork_that_is_too_large_is_refused():
-    with pytest.raises(BadInput, match=r"hypernetwork .* 300,\d{3},\d{3} parameters, more than 268,435,456"):
+    with pytest.raises(InputError, match=r"hypernetwork .* 300,\d{3},\d{3} parameters, more than 268,435,456"):
         factory(TASK, hidden=10_000)
 
 
@@ -280,5 +280,5 @@ def test_a_hypernetwork_that_is_too_large_is_refused():
     "wrong", [{"mode": "random"}, {"hidden": 0}, {"momentum": 1.5}, {"clip": 0.0}, {"inner_steps": -1}, {"decay": -1.0}]
 )
 def test_bad_input(wrong):
-    with pytest.raises(BadInput):
+    with pytest.raises(InputError):
         factory(TASK, **wrong)

@@ -10,7 +10,7 @@ from toy import assert_close, assert_same
 
 from fedjax_pfl import losses
 from fedjax_pfl.algorithms import pfedme as factory
-from fedjax_pfl.checks import BadInput
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Model
 
 KEY = jax.random.key(0)
@@ -124,5 +124,5 @@ def test_batch_norm(bn_stats):
 
 @pytest.mark.parametrize("wrong", [{"inner_steps": -1}, {"lam": -1.0}, {"beta": -0.1}, {"inner_lr": float("nan")}])
 def test_bad_input(wrong):
-    with pytest.raises(BadInput):
+    with pytest.raises(InputError):
         factory(TASK, **wrong)

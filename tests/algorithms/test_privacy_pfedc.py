@@ -12,9 +12,10 @@ import toy
 from toy import assert_close, assert_same
 
 from experiments import report
-from fedjax_pfl import encrypted, simulate
+from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import privacy_pfedc as factory
-from fedjax_pfl.checks import BadInput
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.privacy import encryption
 
 TASK = toy.task()
 QUICK = {"weighting": "uniform"}  # compiles in half the time; the contract's golden losses are those of the default
@@ -31,7 +32,7 @@ def tenseal():
 @pytest.fixture
 def wire(tenseal, monkeypatch):
     """The two parties and all that passes between them; `alter` changes a sum once the clients have decrypted it."""
-    clients, server = encrypted.parties()
+    clients, server = encryption.parties()
     log = SimpleNamespace(vectors=[], uploads=[], answers=[], received=[], totals=[], alter=lambda total: total)
 
     def encrypt(vector):
@@ -49,7 +50,7 @@ def wire(tenseal, monkeypatch):
         return log.alter(log.totals[-1])
 
     pair = SimpleNamespace(encrypt=encrypt, decrypt=decrypt), SimpleNamespace(add=add)
-    monkeypatch.setattr(encrypted, "parties", lambda: pair)
+    monkeypatch.setattr(encryption, "parties", lambda: pair)
     return log
 
 
@@ -98,7 +99,7 @@ def test_encrypted_runs_are_alike_bit_for_bit(tenseal):
 def test_bytes_on_the_wire_are_counted_and_say_nothing_of_the_holders(tenseal):
     metrics = train("privacy_pfedc", backend="ckks").metrics
     sent = metrics["traffic"]
-    one = len(encrypted.parties()[0].encrypt(np.zeros(HEAD + T))[0])
+    one = len(encryption.parties()[0].encrypt(np.zeros(HEAD + T))[0])
     for each in (metrics["encrypted_up"], metrics["encrypted_down"]):  # clients hold 1, 2 or 4 of the classes
         np.testing.assert_allclose(each, one, rtol=1e-2)
     np.testing.assert_array_equal(sent.encrypted, metrics["encrypted_up"] + metrics["encrypted_down"])
@@ -171,7 +172,7 @@ def test_the_branch_of_a_single_holder_comes_back_unchanged(wire):
         np.testing.assert_array_equal(presence, [0, 0, 0, 1])
         for back, sent in ((head["kernel"][2, :, 3], kernel[:, 3]), (head["bias"][2, 3], bias[3])):
             assert np.all(np.abs(sent) > 0)
-            np.testing.assert_allclose(back, sent, rtol=0, atol=encrypted.GRID / 2)  # what is below the grid is lost
+            np.testing.assert_allclose(back, sent, rtol=0, atol=encryption.GRID / 2)  # what is below the grid is lost
 
 
 def test_without_division_a_branch_grows_by_its_holders_in_every_round(wire):
@@ -186,13 +187,13 @@ def test_without_division_a_branch_grows_by_its_holders_in_every_round(wire):
     assert set(growth[held]) == {1, 27}
     for part, start in divided.begin.clients["head"].items():
         times = growth.reshape(toy.N, *[1] * (start.ndim - 2), toy.C)
-        np.testing.assert_allclose(divided.state.clients["head"][part], start, rtol=1e-6, atol=encrypted.GRID)
-        np.testing.assert_allclose(literal[part], times * start, rtol=1e-6, atol=27 * encrypted.GRID)
+        np.testing.assert_allclose(divided.state.clients["head"][part], start, rtol=1e-6, atol=encryption.GRID)
+        np.testing.assert_allclose(literal[part], times * start, rtol=1e-6, atol=27 * encryption.GRID)
 
 
 def test_without_tenseal_the_method_is_refused_before_it_runs(monkeypatch):
     monkeypatch.setitem(sys.modules, "tenseal", None)
-    with pytest.raises(BadInput, match="privacy"):
+    with pytest.raises(InputError, match="privacy"):
         factory(TASK)
-    with pytest.raises(BadInput, match="backend"):
+    with pytest.raises(InputError, match="backend"):
         factory(TASK, backend="aes")

@@ -8,7 +8,7 @@ import toy
 from toy import SIZES, N, assert_close, assert_same
 
 from fedjax_pfl.algorithms import scaffold as factory
-from fedjax_pfl.checks import BadInput
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import State
 
 KEY = jax.random.key(0)
@@ -119,5 +119,5 @@ def test_batch_norm(bn_stats):
 
 @pytest.mark.parametrize("wrong", [{"server_lr": -1.0}, {"option": 3}, {"weights": "size"}])
 def test_bad_input(wrong):
-    with pytest.raises(BadInput):
+    with pytest.raises(InputError):
         factory(TASK, **wrong)

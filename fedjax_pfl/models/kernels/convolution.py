@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fedjax_pfl.checks import choose
+from fedjax_pfl.errors import choose
 from fedjax_pfl.types import Array
 
 CONVOLUTIONS = ("auto", "winograd", "fused", "matmul", "xla")
@@ -45,7 +45,7 @@ def convolution(form: str) -> Iterator[None]:
         With matmul and xla dense layers are XLA's, too, see `dense.dot_general`.
 
     Raises:
-      BadInput: for another form.
+      InputError: for another form.
     """
     token = _form.set(choose("conv", form, CONVOLUTIONS))
     try:

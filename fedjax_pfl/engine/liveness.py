@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fedjax_pfl.clients import AXIS
-from fedjax_pfl.jaxprs import parameters
+from fedjax_pfl.engine.cohort import AXIS
+from fedjax_pfl.engine.jaxprs import parameters
 
 _BODIES = ("while", "scan", "cond", "shard_map")
 _READERS = ("dot_general", "conv_general_dilated", "sort", "pure_callback", "eigh")  # read whole arrays, make new ones

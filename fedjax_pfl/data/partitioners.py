@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from fedjax_pfl.checks import BadInput, check, choose
-from fedjax_pfl.data import dealing
+from fedjax_pfl.data import assignment
+from fedjax_pfl.data.datasets import Dataset
 from fedjax_pfl.data.rows import Partition, build, class_counts, digest, load_file, save
-from fedjax_pfl.data.sources import Dataset
+from fedjax_pfl.errors import InputError, check, choose
 
 __all__ = ["PARTITIONS", "Partition", "class_counts", "digest", "load_file", "partition", "save"]
 
@@ -63,7 +63,7 @@ def partition(
         test need.
 
     Raises:
-      BadInput: a value is out of its range, or there are too few examples for so many clients.
+      InputError: a value is out of its range, or there are too few examples for so many clients.
     """
     _check_fractions(test_split, test_fraction, val_fraction)
     rng = np.random.default_rng(_whole("seed", seed, 0, 2**63 - 1))
@@ -80,7 +80,7 @@ def partition(
     totals = np.bincount(y, minlength=dataset.num_classes)
     counts = _deal(rng, spec, totals, num_clients, alpha, classes_per_client, least)
     _check_enough(num_clients, minimum, int(counts.sum()))
-    counts, moved = dealing.fill_up(rng, counts, minimum)
+    counts, moved = assignment.fill_up(rng, counts, minimum)
     train, sizes = _rows(rng, y, counts)
     if test_split == "official":
         test_counts, more = _official_counts(counts, dataset)
@@ -102,14 +102,14 @@ def partition(
 def _deal(rng: Any, spec: str, totals: np.ndarray, num_clients: int, alpha: float, k: int, least: int) -> np.ndarray:
     """Counts [N, C] by the named rule."""
     if spec == "iid":
-        return dealing.iid(rng, totals, num_clients)
+        return assignment.iid(rng, totals, num_clients)
     if spec.startswith("dirichlet"):
         check("alpha", alpha, *_ALPHA)
-        return getattr(dealing, spec)(rng, totals, num_clients, alpha)
+        return getattr(assignment, spec)(rng, totals, num_clients, alpha)
     k = _whole("classes_per_client", k, 1, len(totals))
     if spec == "label_groups":
-        return dealing.label_groups(rng, totals, num_clients, k, least)
-    return getattr(dealing, spec)(rng, totals, num_clients, k)
+        return assignment.label_groups(rng, totals, num_clients, k, least)
+    return getattr(assignment, spec)(rng, totals, num_clients, k)
 
 
 def _official_counts(counts: np.ndarray, dataset: Dataset) -> tuple[np.ndarray, int]:
@@ -119,13 +119,13 @@ def _official_counts(counts: np.ndarray, dataset: Dataset) -> tuple[np.ndarray, 
     left_out = np.bincount(dataset.y[: dataset.num_train], minlength=dataset.num_classes) > totals
     test_totals = np.where(left_out & (totals == 0), 0, test_totals)
     if test_totals.sum() < num_clients:
-        raise BadInput(
+        raise InputError(
             f"{num_clients} clients, but the official test set has only {test_totals.sum()} examples: "
             "take fewer clients or test_split=pool."
         )
     by_size = np.broadcast_to(counts.sum(axis=1, keepdims=True) / counts.sum(), counts.shape)
     shares = np.where(totals > 0, counts / np.maximum(totals, 1), by_size)  # by size: classes seen only in the test set
-    return _one_each(dealing.apportion(shares, test_totals), counts)
+    return _one_each(assignment.apportion(shares, test_totals), counts)
 
 
 def _one_each(tests: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, int]:
@@ -171,7 +171,7 @@ def _cut(flat: np.ndarray, sizes: np.ndarray, tails: np.ndarray) -> tuple[np.nda
 def _from_file(path: str, dataset: Dataset, num_clients: int) -> Partition:
     p = load_file(path, dataset)
     if len(p.train) != num_clients:
-        raise BadInput(
+        raise InputError(
             f"{path} holds {len(p.train)} clients, not {num_clients}: leave their number out, or say {len(p.train)}."
         )
     return p
@@ -180,12 +180,12 @@ def _from_file(path: str, dataset: Dataset, num_clients: int) -> Partition:
 def _check_spec(spec: str, test_split: str, dataset: Dataset) -> None:
     choose("partition", spec, PARTITIONS)
     if test_split == "official" and dataset.num_train == len(dataset.y):
-        raise BadInput(f"Data set {dataset.name} has no official test set: use test_split=pool.")
+        raise InputError(f"Data set {dataset.name} has no official test set: use test_split=pool.")
 
 
 def _check_enough(num_clients: int, minimum: int, n: int) -> None:
     if num_clients * minimum > n:
-        raise BadInput(
+        raise InputError(
             f"{num_clients} clients with at least {minimum} examples each need {num_clients * minimum}, but there "
             f"are only {n}: take fewer clients or more data."
         )
@@ -194,9 +194,9 @@ def _check_enough(num_clients: int, minimum: int, n: int) -> None:
 def _check_fractions(test_split: str, test_fraction: float, val_fraction: float) -> None:
     choose("test_split", test_split, ("pool", "official"))
     if not 0 < test_fraction < 1:
-        raise BadInput(f"test_fraction={test_fraction} is outside its range (0, 1).")
+        raise InputError(f"test_fraction={test_fraction} is outside its range (0, 1).")
     if not 0 <= val_fraction < 1:
-        raise BadInput(f"val_fraction={val_fraction} is outside its range [0, 1).")
+        raise InputError(f"val_fraction={val_fraction} is outside its range [0, 1).")
 
 
 def _whole(name: str, value: Any, low: int, high: int) -> int:
@@ -204,7 +204,7 @@ def _whole(name: str, value: Any, low: int, high: int) -> int:
     try:
         value = operator.index(value)
     except TypeError:
-        raise BadInput(f"{name}={value!r} must be a whole number in [{low}, {high}].") from None
+        raise InputError(f"{name}={value!r} must be a whole number in [{low}, {high}].") from None
     if not low <= value <= high:
-        raise BadInput(f"{name}={value} is outside its range [{low}, {high}].")
+        raise InputError(f"{name}={value} is outside its range [{low}, {high}].")
     return value

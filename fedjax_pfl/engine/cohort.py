@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedjax_pfl import aggregate, trees
-from fedjax_pfl.checks import BadInput, check
+from fedjax_pfl.errors import InputError, check
 from fedjax_pfl.types import Array, Client, Data, Federation, PyTree, Rows
 
 AXIS = "clients"  # of the mesh
@@ -30,12 +30,14 @@ def take(devices: int, local: bool = False) -> list[jax.Device]:
     """The first `devices` devices, of each process equally many; `local`: of this process alone.
 
     Raises:
-      BadInput: there are not that many, or the processes cannot share them.
+      InputError: there are not that many, or the processes cannot share them.
     """
     found, processes = (jax.local_devices(), 1) if local else (jax.devices(), jax.process_count())
     check("devices", devices, 1, len(found))
     if devices % processes:
-        raise BadInput(f"devices={devices} cannot be shared by {processes} processes: take a multiple of {processes}.")
+        raise InputError(
+            f"devices={devices} cannot be shared by {processes} processes: take a multiple of {processes}."
+        )
     if processes == 1:
         return found[:devices]
     own = [[device for device in found if device.process_index == i] for i in range(processes)]

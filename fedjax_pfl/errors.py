@@ -8,26 +8,26 @@ from typing import Any
 import jax
 
 
-class BadInput(ValueError):
+class InputError(ValueError):
     """A value the user gave that cannot work; the message is one sentence for the user."""
 
 
 def check(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
-    """Raises BadInput unless low <= value <= high (low < value with `open_low`); tracers pass."""
+    """Raises InputError unless low <= value <= high (low < value with `open_low`); tracers pass."""
     if isinstance(value, jax.core.Tracer):
         return
     below = low < value if open_low else low <= value
     if not below or not (value < high if math.isinf(high) else value <= high):
         left = "(" if open_low else "["
         right = ")" if math.isinf(high) else "]"
-        raise BadInput(f"{name}={value} is outside its range {left}{low:g}, {high:g}{right}.")
+        raise InputError(f"{name}={value} is outside its range {left}{low:g}, {high:g}{right}.")
 
 
 def choose(name: str, value: str, allowed: Iterable[str]) -> str:
-    """Returns `value` if it is allowed, else raises BadInput with the nearest name and the whole list."""
+    """Returns `value` if it is allowed, else raises InputError with the nearest name and the whole list."""
     allowed = list(allowed)
     if value in allowed:
         return value
     near = difflib.get_close_matches(value, allowed, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    raise BadInput(f"Unknown {name} {value!r}: {hint}Choose one of {', '.join(allowed)}.")
+    raise InputError(f"Unknown {name} {value!r}: {hint}Choose one of {', '.join(allowed)}.")

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.checks import BadInput, check, choose
-from fedjax_pfl.data import prepared
+from fedjax_pfl.data import tfds
+from fedjax_pfl.errors import InputError, check, choose
 
 
 class Dataset(NamedTuple):
@@ -30,7 +30,7 @@ class Dataset(NamedTuple):
 DATASETS: dict[str, str] = {
     "digits": "scikit-learn's 1,797 digits of 8x8 pixels, 10 classes, no official test set; needs no download",
     "synthetic": "2,500 Gaussian blobs shaped 8x8, 10 classes: what every method must learn; needs no download",
-    **prepared.DESCRIPTIONS,
+    **tfds.DESCRIPTIONS,
     "npz:PATH": "your own arrays: x and y, optionally x_test and y_test",
 }
 
@@ -43,7 +43,7 @@ def load(name: str, data_dir: str | None = None) -> Dataset:
       data_dir: where TFDS data sets were prepared; default: the variable TFDS_DATA_DIR, then ~/tensorflow_datasets.
 
     Raises:
-      BadInput: the name is unknown, the data set is not prepared (with the command that prepares it), or the arrays
+      InputError: the name is unknown, the data set is not prepared (with the command that prepares it), or the arrays
         cannot be learned from.
     """
     if name.startswith("npz:"):
@@ -53,7 +53,7 @@ def load(name: str, data_dir: str | None = None) -> Dataset:
         return _digits()
     if name == "synthetic":
         return synthetic()
-    arrays = prepared.load(name, data_dir)
+    arrays = tfds.load(name, data_dir)
     y = arrays.y.astype(np.int32)
     return _checked(Dataset(name, arrays.x, y, arrays.num_train, arrays.num_classes, prepare_images, arrays.superclass))
 
@@ -136,20 +136,20 @@ def _npz(path: str) -> Dataset:
     """A user's arrays; everything that can be wrong with them is said here."""
     arrays = read_npz(path, required=("x", "y"), optional=("x_test", "y_test"))
     if ("x_test" in arrays) != ("y_test" in arrays):
-        raise BadInput(f"{path} has only one of x_test and y_test: store both, or neither.")
+        raise InputError(f"{path} has only one of x_test and y_test: store both, or neither.")
     xs, ys = [_inputs(path, "x", arrays["x"])], [_labels(path, "y", arrays["y"])]
     if "x_test" in arrays:
         xs.append(_inputs(path, "x_test", arrays["x_test"]))
         ys.append(_labels(path, "y_test", arrays["y_test"]))
         if xs[0].shape[1:] != xs[1].shape[1:] or xs[0].dtype != xs[1].dtype:
-            raise BadInput(f"{path}: x_test is {_kind(xs[1])} a row but x is {_kind(xs[0])}: store both alike.")
+            raise InputError(f"{path}: x_test is {_kind(xs[1])} a row but x is {_kind(xs[0])}: store both alike.")
     for x, y, suffix in zip(xs, ys, ("", "_test"), strict=False):
         if len(x) != len(y):
-            raise BadInput(f"{path}: x{suffix} has {len(x)} rows but y{suffix} has {len(y)}: store one label a row.")
+            raise InputError(f"{path}: x{suffix} has {len(x)} rows but y{suffix} has {len(y)}: store one label a row.")
     y = np.concatenate(ys)
     num_classes = int(y.max()) + 1
     if num_classes > max(len(y), 2):
-        raise BadInput(
+        raise InputError(
             f"{path}: label {num_classes - 1} in only {len(y)} examples cannot be a class number: number them from 0."
         )
     prepare = prepare_images if xs[0].dtype == np.uint8 else prepare_floats
@@ -173,22 +173,22 @@ def read_npz(path: str | Path, required: tuple[str, ...], optional: tuple[str, .
     """Reads the named arrays of an .npz file.
 
     Raises:
-      BadInput: no such file, not an .npz, a required array is missing, or an array holds Python objects.
+      InputError: no such file, not an .npz, a required array is missing, or an array holds Python objects.
     """
     path = os.path.expanduser(path)
     if not os.path.isfile(path):  # unlike Path.is_file, False for a name that is too long
-        raise BadInput(f"There is no file {path!r}: give the path of an .npz with the arrays {', '.join(required)}.")
+        raise InputError(f"There is no file {path!r}: give the path of an .npz with the arrays {', '.join(required)}.")
     try:
         # Opened here because np.load leaves a damaged file open.
         with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
             missing = [name for name in required if name not in file]
             if missing:
-                raise BadInput(f"{path} lacks the array {missing[0]!r}: it has {', '.join(file.files) or 'none'}.")
+                raise InputError(f"{path} lacks the array {missing[0]!r}: it has {', '.join(file.files) or 'none'}.")
             return {name: _array(path, file, name) for name in (*required, *optional) if name in file}
-    except BadInput:
+    except InputError:
         raise
     except _DAMAGE as error:
-        raise BadInput(f"{path} cannot be read as .npz ({error}): write it with numpy.savez.") from error
+        raise InputError(f"{path} cannot be read as .npz ({error}): write it with numpy.savez.") from error
 
 
 def _array(path: str | Path, file: Any, name: str) -> np.ndarray:
@@ -197,22 +197,22 @@ def _array(path: str | Path, file: Any, name: str) -> np.ndarray:
     except ValueError as error:
         if "allow_pickle" not in str(error):
             raise
-        raise BadInput(f"{path}: {name} holds Python objects: store numbers in one rectangular array.") from error
+        raise InputError(f"{path}: {name} holds Python objects: store numbers in one rectangular array.") from error
 
 
 def _inputs(path: str, name: str, x: np.ndarray) -> np.ndarray:
     """Inputs as uint8 (grey images get a channel axis) or float32."""
     if x.ndim < 2 or x.size == 0:
-        raise BadInput(f"{path}: {name} has shape {x.shape}: it must be [examples, ...] and not be empty.")
+        raise InputError(f"{path}: {name} has shape {x.shape}: it must be [examples, ...] and not be empty.")
     if x.dtype == np.uint8:
         return x[..., None] if x.ndim == 3 else x
     if x.dtype.kind not in "biuf":
-        raise BadInput(f"{path}: {name} has type {x.dtype}: store uint8 images or real numbers.")
+        raise InputError(f"{path}: {name} has type {x.dtype}: store uint8 images or real numbers.")
     with np.errstate(over="ignore"):  # a float64 beyond float32 becomes infinite, and is said to be below
         x = x.astype(np.float32)
     finite = np.isfinite(x).reshape(len(x), -1).all(axis=1)
     if not finite.all():
-        raise BadInput(
+        raise InputError(
             f"{path}: {name} has NaN or infinite values in float32, first in row {np.argmin(finite)}: repair it."
         )
     return x
@@ -220,11 +220,15 @@ def _inputs(path: str, name: str, x: np.ndarray) -> np.ndarray:
 
 def _labels(path: str, name: str, y: np.ndarray) -> np.ndarray:
     if y.ndim != 1 or y.size == 0:
-        raise BadInput(f"{path}: {name} has shape {y.shape}: it must be [examples], one class number each, not empty.")
+        raise InputError(
+            f"{path}: {name} has shape {y.shape}: it must be [examples], one class number each, not empty."
+        )
     if y.dtype.kind not in "iu":
-        raise BadInput(f"{path}: {name} has type {y.dtype}: labels must be integers, counted from 0.")
+        raise InputError(f"{path}: {name} has type {y.dtype}: labels must be integers, counted from 0.")
     if y.min() < 0:
-        raise BadInput(f"{path}: {name} holds the label {y.min()}: labels must be 0 or more; shift them to start at 0.")
+        raise InputError(
+            f"{path}: {name} holds the label {y.min()}: labels must be 0 or more; shift them to start at 0."
+        )
     return y
 
 
@@ -236,7 +240,7 @@ def _checked(dataset: Dataset) -> Dataset:
     """The labels of a prepared data set must fit its number of classes (a foreign or damaged copy may not)."""
     low, high = dataset.y.min(), dataset.y.max()
     if low < 0 or high >= dataset.num_classes:
-        raise BadInput(
+        raise InputError(
             f"Data set {dataset.name} has {dataset.num_classes} classes but labels {low}..{high}: prepare it anew."
         )
     return dataset

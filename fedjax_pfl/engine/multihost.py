@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedjax_pfl.checks import BadInput
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import PyTree
 
 PIECE = 2**24  # bytes that are sent at once
@@ -26,7 +26,7 @@ SHUTDOWN = 60  # seconds that a process which ends waits for the others to end
 T = TypeVar("T")
 
 
-class Unreachable(RuntimeError):
+class UnreachableError(RuntimeError):
     """The processes have met at the coordinator, but their devices cannot speak to each other."""
 
 
@@ -40,12 +40,12 @@ def connect(coordinator: str | None, num_processes: int | None = None, process_i
       process_id: of 0 to num_processes - 1; needed with HOST:PORT.
 
     Raises:
-      BadInput: these do not fit each other, nothing was found, or process 0 cannot listen there.
-      Unreachable: the coordinator was found, but not the other processes; this one should end at once.
+      InputError: these do not fit each other, nothing was found, or process 0 cannot listen there.
+      UnreachableError: the coordinator was found, but not the other processes; this one should end at once.
     """
     if coordinator is None:
         if (num_processes, process_id) != (None, None):
-            raise BadInput("--num_processes and --process_id need --coordinator=HOST:PORT, where process 0 listens.")
+            raise InputError("--num_processes and --process_id need --coordinator=HOST:PORT, where process 0 listens.")
         return
     if jax.distributed.is_initialized():
         return
@@ -57,11 +57,13 @@ def connect(coordinator: str | None, num_processes: int | None = None, process_i
         jax.distributed.initialize(address, num_processes, process_id, shutdown_timeout_seconds=SHUTDOWN)
     except (RuntimeError, ValueError) as error:
         why = _not_numbers() or str(error).rstrip(".")
-        raise BadInput(f"--coordinator={coordinator} does not work here ({why}): --help says what to give.") from error
+        raise InputError(
+            f"--coordinator={coordinator} does not work here ({why}): --help says what to give."
+        ) from error
     try:
         largest(0)  # as `_meet`
     except jax.errors.JaxRuntimeError as error:
-        raise Unreachable(
+        raise UnreachableError(
             f"The processes have met, but {socket.gethostname()} and another host cannot reach each other "
             f"({str(error).splitlines()[0]}): each host's own name must stand for an address that the others reach, "
             "and often /etc/hosts says that it is 127.0.0.1 or 127.0.1.1."
@@ -80,17 +82,17 @@ def _check_address(coordinator: str, num_processes: int | None, process_id: int 
     """JAX ends the process, some pages later, where process 0 cannot listen."""
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65_535:
-        raise BadInput(f"--coordinator={coordinator} must be HOST:PORT, where process 0 listens, or auto.")
+        raise InputError(f"--coordinator={coordinator} must be HOST:PORT, where process 0 listens, or auto.")
     if num_processes is None or process_id is None:
-        raise BadInput(f"--coordinator={coordinator} needs --num_processes=N and --process_id=0 to N-1 as well.")
+        raise InputError(f"--coordinator={coordinator} needs --num_processes=N and --process_id=0 to N-1 as well.")
     if not 0 <= process_id < num_processes:
-        raise BadInput(f"--process_id={process_id} is not one of the {num_processes} processes: they count from 0.")
+        raise InputError(f"--process_id={process_id} is not one of the {num_processes} processes: they count from 0.")
     try:
         socket.getaddrinfo(host.strip("[]"), int(port))
         if process_id == 0:
             socket.create_server(("", int(port))).close()
     except OSError as error:
-        raise BadInput(f"--coordinator={coordinator} cannot be used ({error}): choose another.") from None
+        raise InputError(f"--coordinator={coordinator} cannot be used ({error}): choose another.") from None
 
 
 def several() -> bool:
@@ -165,8 +167,8 @@ def everywhere(action: Callable[..., T], *args: Any) -> T:
     if not failed.any():
         return value
     source = int(np.argmax(failed))
-    if source and isinstance(error, BadInput):
-        error = BadInput(f"Process {source}: {error}")
+    if source and isinstance(error, InputError):
+        error = InputError(f"Process {source}: {error}")
     return _settled(_shared((None, error), source))
 
 

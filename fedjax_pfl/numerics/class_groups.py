@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import evaluate, losses, min_norm, trees
-from fedjax_pfl.checks import BadInput, choose
+from fedjax_pfl import evaluate, losses, trees
+from fedjax_pfl.errors import InputError, choose
+from fedjax_pfl.numerics import min_norm
 from fedjax_pfl.types import Array, Batch, Client, PyTree, Scores, Task
 
 NEGLIGIBLE = 1e-12  # a task with less than this share of the largest squared gradient norm counts as solved
@@ -50,7 +51,9 @@ def branches(task: Task, tasks: str, head: str = "group_softmax") -> Branches:
     member = np.arange(of.max() + 1)[:, None] == of
     binary = (member.sum(1) == 1) & (len(of) > 1)
     if head == "group_binary" and len(member) == 1:
-        raise BadInput("head='group_binary' asks whether a label is in the group: it needs tasks other than 'single'.")
+        raise InputError(
+            "head='group_binary' asks whether a label is in the group: it needs tasks other than 'single'."
+        )
     columns = {
         "group_softmax": of,
         "group_reject": np.append(of, np.flatnonzero(~binary)),
@@ -66,15 +69,15 @@ def _tasks_of_classes(task: Task, tasks: str) -> np.ndarray:
     c = np.arange(task.num_classes)
     if name == "consecutive":
         if not value.isdigit() or not 1 <= int(value) <= len(c):
-            raise BadInput(
+            raise InputError(
                 f"tasks={tasks!r}: consecutive needs a number of tasks from 1 to {len(c)}, as consecutive:2."
             )
         return c * int(value) // len(c)
     if name == "superclass":
         if task.superclass is None:
-            raise BadInput("tasks='superclass': this data set has no superclasses; cifar100 has.")
+            raise InputError("tasks='superclass': this data set has no superclasses; cifar100 has.")
         if len(task.superclass) != len(c):
-            raise BadInput(f"tasks='superclass': the map has {len(task.superclass)} entries for {len(c)} classes.")
+            raise InputError(f"tasks='superclass': the map has {len(task.superclass)} entries for {len(c)} classes.")
         return np.unique(task.superclass, return_inverse=True)[1]
     if name == "map":
         return _checked_map(value, len(c))
@@ -87,7 +90,7 @@ def inline(tasks: str) -> str:
     The file is text: one whole number a class, apart by commas or white space, or a JSON list; # begins a comment.
 
     Raises:
-      BadInput: the file cannot be read, or holds something else.
+      InputError: the file cannot be read, or holds something else.
     """
     if not tasks.startswith("file:"):
         return tasks
@@ -96,14 +99,14 @@ def inline(tasks: str) -> str:
         text = Path(path).expanduser().read_text(encoding="utf-8-sig")
     except (OSError, ValueError, RuntimeError) as error:  # no such file; not text; no home directory
         why = getattr(error, "strerror", None) or "it is no text"
-        raise BadInput(
+        raise InputError(
             f"The task map {path!r} cannot be read ({why}): give a text with the task of each class."
         ) from None
     text = re.sub(r"#.*", "", text).strip().removeprefix("[").removesuffix("]").strip()
     words = re.split(r"\s*,\s*|\s+", text)
     for word in words:
         if not re.fullmatch("[0-9]{1,9}", word):
-            raise BadInput(
+            raise InputError(
                 f"The task map {path!r} holds {word[:40]!r}, no whole number from 0: write the task of each class."
             )
     return "map:" + ",".join(str(int(word)) for word in words)
@@ -113,13 +116,15 @@ def _checked_map(value: str, num_classes: int) -> np.ndarray:
     """Reads what follows map: as the task of each class."""
     words = value.split(",")
     if not all(re.fullmatch("[0-9]{1,9}", word) for word in words):
-        raise BadInput(f"tasks='map:{value[:40]}': write the task of each class as whole numbers from 0, as map:0,0,1.")
+        raise InputError(
+            f"tasks='map:{value[:40]}': write the task of each class as whole numbers from 0, as map:0,0,1."
+        )
     of = np.array([int(word) for word in words])
     if len(of) != num_classes:
-        raise BadInput(f"The task map has {len(of)} entries for {num_classes} classes: write the task of each class.")
+        raise InputError(f"The task map has {len(of)} entries for {num_classes} classes: write the task of each class.")
     missing = np.setdiff1d(np.arange(of.max()), of)
     if missing.size:
-        raise BadInput(f"The task map has a task {of.max()} but no class of task {missing[0]}: leave no number out.")
+        raise InputError(f"The task map has a task {of.max()} but no class of task {missing[0]}: leave no number out.")
     return of
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from absl import logging
 
-from fedjax_pfl.checks import BadInput
+from fedjax_pfl.errors import InputError
 
 DESCRIPTIONS: dict[str, str] = {
     "mnist": "70,000 handwritten digits, 28x28 grey, 10 classes (TFDS)",
@@ -78,7 +78,7 @@ def load(name: str, data_dir: str | None = None) -> Arrays:
       data_dir: TFDS's data directory; default: TFDS_DATA_DIR, then ~/tensorflow_datasets.
 
     Raises:
-      BadInput: the data set is not there, not in the array_record format, or cannot be read.
+      InputError: the data set is not there, not in the array_record format, or cannot be read.
     """
     source = name.removesuffix("_coarse")  # both cifar100s are one decoded copy
     root = Path(data_dir or os.environ.get("TFDS_DATA_DIR") or Path.home() / "tensorflow_datasets").expanduser()
@@ -106,10 +106,10 @@ def _version_folder(root: Path, source: str) -> Path:
     """The folder of the newest prepared version."""
     found = [path.parent for path in (root / source).glob("*/dataset_info.json")]
     if not found:
-        raise BadInput(f"Data set {source!r} is not prepared in {root}: run {command(source, root)}")
+        raise InputError(f"Data set {source!r} is not prepared in {root}: run {command(source, root)}")
     folder = max(found, key=lambda path: [int(part) if part.isdigit() else -1 for part in path.name.split(".")])
     if not any(".array_record" in path.name for path in folder.iterdir()):
-        raise BadInput(
+        raise InputError(
             f"Data set {source!r} in {folder} is not in the array_record format, the only one that is read without "
             f"TensorFlow: delete that folder and run {command(source, root)}"
         )
@@ -171,12 +171,12 @@ def _decode(source: str, folder: Path) -> dict[str, np.ndarray]:
         splits = [builder.as_data_source(split) for split in ("train", "test")]
         rows = [row for split in splits for row in _rows(split)]
     except ImportError as error:  # array_record, which is imported here on first use, is not there on every system
-        raise BadInput(
+        raise InputError(
             f"This data set is read by tensorflow_datasets, which cannot be used ({_first_line(error)}): "
             "run pip install tensorflow-datasets array_record, or choose digits, synthetic or npz:PATH."
         ) from error
     except Exception as error:  # array_record and protobuf raise their own types on damaged files
-        raise BadInput(
+        raise InputError(
             f"Data set {source!r} in {folder} cannot be read ({_first_line(error)}): prepare it anew."
         ) from error
     x, y, coarse = (np.asarray(column) for column in zip(*rows, strict=True))

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from fedjax_pfl import host
-from fedjax_pfl.checks import BadInput, choose
+from fedjax_pfl.errors import InputError, choose
+from fedjax_pfl.numerics import callbacks
 from fedjax_pfl.types import Array, PyTree
 
 BACKENDS = ("ckks", "plain")
@@ -34,12 +34,12 @@ def tenseal() -> Any:
     """The module.
 
     Raises:
-      BadInput: it is not installed.
+      InputError: it is not installed.
     """
     try:
         import tenseal
     except ImportError as error:
-        raise BadInput(
+        raise InputError(
             f"backend='ckks' encrypts with TenSEAL, which cannot be imported ({error}): "
             "pip install -e '.[privacy]' adds it, and backend='plain' computes the same without encryption."
         ) from None
@@ -47,7 +47,7 @@ def tenseal() -> Any:
 
 
 def check_backend(name: str) -> None:
-    """Raises BadInput unless the backend is known and can be used."""
+    """Raises InputError unless the backend is known and can be used."""
     if choose("backend", name, BACKENDS) == "ckks":
         tenseal()
 
@@ -123,7 +123,7 @@ def total(rows: PyTree, ids: Array, active: Array, backend: str) -> tuple[PyTree
         return whole(jnp.sum(vectors[jnp.argsort(ids)], axis=0)), nothing, nothing
     sizes = jax.ShapeDtypeStruct(ids.shape, jnp.int32)
     shapes = (jax.ShapeDtypeStruct(vectors.shape[1:], vectors.dtype), sizes, sizes)
-    vector, up, down = host.call(_encrypted_total, shapes, vectors, active)
+    vector, up, down = callbacks.call(_encrypted_total, shapes, vectors, active)
     return whole(vector), up, down
 
 

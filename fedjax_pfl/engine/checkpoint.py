@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from fedjax_pfl.checks import BadInput
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import PyTree
 
 KEEP = 2  # checkpoints that stay
@@ -69,11 +69,11 @@ def restore(path: str | Path, like: PyTree) -> tuple[int, PyTree]:
       the step and a tree of NumPy arrays (and keys): for `Program.place`, which puts each row where it belongs.
 
     Raises:
-      BadInput: there is none, it is damaged, or it belongs to something else.
+      InputError: there is none, it is damaged, or it belongs to something else.
     """
     found = steps(path)
     if not found:
-        raise BadInput(f"There is no checkpoint in {path}.")
+        raise InputError(f"There is no checkpoint in {path}.")
     folder = Path(path).absolute() / str(found[-1])
     _check_digests(folder)
     leaves = _read(folder)
@@ -86,7 +86,7 @@ def _read(folder: Path) -> dict[str, np.ndarray]:
         with _quiet(), _checkpointer() as checkpointer:
             return {name: np.asarray(x) for name, x in checkpointer.restore(folder).items()}
     except Exception as error:  # orbax, tensorstore and json each raise their own types on damaged files
-        raise BadInput(f"Checkpoint {folder} cannot be read ({_first_line(error)}): {_way_out(folder)}.") from error
+        raise InputError(f"Checkpoint {folder} cannot be read ({_first_line(error)}): {_way_out(folder)}.") from error
 
 
 def _checkpointer() -> Any:
@@ -121,7 +121,7 @@ def _check_same(folder: Path, leaves: dict[str, np.ndarray], wanted: dict[str, A
     found = {name: (x.shape, str(x.dtype)) for name, x in leaves.items()}
     for name in sorted(shapes.keys() | found.keys()):
         if shapes.get(name) != found.get(name):
-            raise BadInput(
+            raise InputError(
                 f"Checkpoint {folder} is of another experiment: {name} is {_say(found.get(name))} there, "
                 f"but {_say(shapes.get(name))} here."
             )
@@ -171,7 +171,7 @@ def _check_digests(folder: Path) -> None:
     wrong = [name or digests.name for digest, _, name in lines if not _is_as_written(folder.parent / name, digest)]
     if wrong or not lines:
         name = wrong[0] if lines else digests.name
-        raise BadInput(f"Checkpoint {folder} is damaged ({name!r} is not as it was written): {_way_out(folder)}.")
+        raise InputError(f"Checkpoint {folder} is damaged ({name!r} is not as it was written): {_way_out(folder)}.")
 
 
 def _is_as_written(file: Path, digest: str) -> bool:

@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 from scipy.optimize import linear_sum_assignment
 
-from fedjax_pfl import host
-from fedjax_pfl.checks import BadInput
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.numerics import callbacks
 from fedjax_pfl.types import Array, PyTree
 
 Path = tuple[str, ...]  # of a leaf of the variables, or of a layer's dict
@@ -54,12 +54,12 @@ def layers(variables: PyTree) -> list[Layer]:
       variables: of a model, arrays or their shapes.
 
     Raises:
-      BadInput: for any other model, as names do not tell which of its layers reads which.
+      InputError: for any other model, as names do not tell which of its layers reads which.
     """
     made = _residual(variables) if _children(variables, BLOCKS) else _chain(variables)
     known = [path for layer in made if layer for path in layer.tensors] + _tensors(variables, HEAD)
     if not all(made) or set(known) != {_keys(path) for path, _ in jax.tree_util.tree_leaves_with_path(variables)}:
-        raise BadInput(
+        raise InputError(
             "Neurons can be matched in models made of nets.Dense, nets.Conv or, with batch norm, resnet.ResNet and a "
             f"linear head (mlp, lenet, resnet18, ...), but the body of this one holds {', '.join(variables['body'])}."
         )
@@ -249,4 +249,4 @@ def _assignment(gain: Array) -> Array:
     def solve(gain: np.ndarray) -> np.ndarray:
         return linear_sum_assignment(np.nan_to_num(gain), maximize=True)[1].astype(np.int32)
 
-    return host.call(solve, jax.ShapeDtypeStruct(gain.shape[:1], jnp.int32), gain)
+    return callbacks.call(solve, jax.ShapeDtypeStruct(gain.shape[:1], jnp.int32), gain)

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from fedjax_pfl.checks import BadInput, check
+from fedjax_pfl.errors import InputError, check
 
 Rng = np.random.Generator
 
@@ -28,7 +28,7 @@ def shards(rng: Rng, totals: np.ndarray, num_clients: int, per_client: int) -> n
     """
     slots = num_clients * per_client
     if slots > totals.sum():
-        raise BadInput(
+        raise InputError(
             f"{slots} shards need {slots} examples, but there are {totals.sum()}: take fewer clients or shards."
         )
     labels = np.repeat(np.arange(len(totals)), totals)
@@ -188,7 +188,7 @@ def _present(totals: np.ndarray, num_clients: int, per_client: int) -> np.ndarra
     present = np.flatnonzero(totals)
     check("classes_per_client", per_client, 1, len(present))
     if num_clients * per_client < len(present):
-        raise BadInput(
+        raise InputError(
             f"{num_clients} clients with {per_client} classes each cannot hold all {len(present)} classes: "
             f"take at least {math.ceil(len(present) / num_clients)} classes per client, or more clients."
         )

@@ -16,10 +16,10 @@ from absl import logging
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedjax_pfl import liveness
-from fedjax_pfl.checks import BadInput
-from fedjax_pfl.clients import AXIS
-from fedjax_pfl.programs import Program
+from fedjax_pfl.engine import liveness
+from fedjax_pfl.engine.cohort import AXIS
+from fedjax_pfl.engine.program import Program
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Array, Federation, PyTree, State
 
 _CGROUPS = ("memory.max", "memory/memory.limit_in_bytes")  # of the second version and of the first
@@ -98,13 +98,15 @@ def check(memory: Memory, advice: str) -> None:
     """Warns of a run that will hardly fit, with what may help.
 
     Raises:
-      BadInput: it is predicted to take more than twice of all the memory that there is.
+      InputError: it is predicted to take more than twice of all the memory that there is.
     """
     if memory.fits:
         return
     assert memory.free is not None and memory.total is not None
     if memory.peak > 2 * memory.total:
-        raise BadInput(f"The run would take about {_size(memory.peak)}, and there are {_size(memory.total)}: {advice}.")
+        raise InputError(
+            f"The run would take about {_size(memory.peak)}, and there are {_size(memory.total)}: {advice}."
+        )
     logging.warning("The run will take about %s, but %s are free: %s.", _size(memory.peak), _size(memory.free), advice)
 
 

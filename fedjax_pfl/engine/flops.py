@@ -15,9 +15,9 @@ import numpy as np
 from jax.extend.core import jaxprs_in_params
 
 from fedjax_pfl import local
-from fedjax_pfl.jaxprs import parameters
+from fedjax_pfl.engine.jaxprs import parameters
+from fedjax_pfl.engine.program import Program
 from fedjax_pfl.models.functional import product_flops
-from fedjax_pfl.programs import Program
 from fedjax_pfl.types import Federation, State, Task
 
 Known = Any  # a NumPy scalar, the value of every element; None where it is not known

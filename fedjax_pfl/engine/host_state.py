@@ -11,10 +11,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedjax_pfl.checks import BadInput
-from fedjax_pfl.clients import AXIS
-from fedjax_pfl.programs import Program
-from fedjax_pfl.sampling import cohort_size
+from fedjax_pfl.engine.cohort import AXIS
+from fedjax_pfl.engine.program import Program
+from fedjax_pfl.engine.sampling import cohort_size
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Array, PyTree, State, Task
 
 
@@ -24,13 +24,13 @@ def offloaded(program: Program, task: Task) -> Program:
     Its functions are jitted where they can be, and cannot be traced themselves.
 
     Raises:
-      BadInput: everybody takes part in a round, so that no row could stay on the host; or there are several processes.
+      InputError: everybody takes part in a round, so that no row could stay on the host; or several processes.
     """
     n, most = task.num_clients, cohort_size(task)
     if jax.process_count() > 1:
-        raise BadInput("client_memory=host is for a single process: leave it out.")
+        raise InputError("client_memory=host is for a single process: leave it out.")
     if most == n:
-        raise BadInput(
+        raise InputError(
             f"client_memory=host keeps the clients that are not in the round on the host, but with participation=1 "
             f"all {n} are: leave it out."
         )

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from fedjax_pfl import evaluate, hosts, local, trees
-from fedjax_pfl.checks import BadInput, check, choose
-from fedjax_pfl.clients import AXIS, Cohort, deal, make_mesh, sharded, unmarked
-from fedjax_pfl.sampling import cohort_size, sample
+from fedjax_pfl import evaluate, local, trees
+from fedjax_pfl.engine import multihost
+from fedjax_pfl.engine.cohort import AXIS, Cohort, deal, make_mesh, sharded, unmarked
+from fedjax_pfl.engine.sampling import cohort_size, sample
+from fedjax_pfl.errors import InputError, check, choose
 from fedjax_pfl.types import Algorithm, Array, PyTree, State, Task
 
 INIT, ROUND, SAMPLING, SERVER, CLIENTS = range(5)
@@ -68,17 +69,17 @@ class Program(NamedTuple):
 
 
 def check_task(task: Task) -> None:
-    """Raises BadInput for numbers that no method can work with."""
+    """Raises InputError for numbers that no method can work with."""
     low, high = task.participation
     check("participation", low, 0, 1, open_low=True)
     check("participation", high, 0, 1, open_low=True)
     if low > high:
-        raise BadInput(f"participation={low}:{high} is a range from high to low: write it as {high}:{low}.")
+        raise InputError(f"participation={low}:{high} is a range from high to low: write it as {high}:{low}.")
     check("lr", task.lr, 0, math.inf, open_low=True)
     check("batch_size", task.batch_size, 1, math.inf)
     check("rounds", task.rounds, 0, math.inf)
     if (task.epochs is None) == (task.steps is None):
-        raise BadInput("Local work is either epochs or steps: give exactly one of the two.")
+        raise InputError("Local work is either epochs or steps: give exactly one of the two.")
     check("epochs", task.epochs or 0, 0, math.inf)
     check("steps", task.steps or 0, 0, math.inf)
 
@@ -103,14 +104,14 @@ def program(
     Over several devices the rows of State.clients lie dealt out by work, N rounded up to a multiple of the devices:
     `by_id` gives them in the clients' order. Round metrics come in the order of their "ids", padding included; "finite"
     [S] is False for whom the state, or the server's, is not finite any more.
-    The devices may be those of several processes, which call the same functions with the same arguments: `hosts.fetch`
-    brings results to every host, as `simulate.rounds` does by itself.
+    The devices may be those of several processes, which call the same functions with the same arguments:
+    `multihost.fetch` brings results to every host, as `simulate.rounds` does by itself.
 
     The floats among the hyperparameters, `lr` and `lr_decay` (the factor by which lr shrinks a round) become
     `numbers`, arguments of every function, so that other values need no new compilation and can be vmapped over.
 
     Raises:
-      BadInput: for an unknown hyperparameter, a value out of range, or devices that cannot be had (`clients.take`).
+      InputError: for an unknown hyperparameter, a value out of range, or devices that cannot be had (`clients.take`).
     """
     algorithm, numbers = _bound(factory, task, hparams or {}, lr_decay)
     mesh, n = make_mesh(devices), task.num_clients
@@ -179,7 +180,7 @@ def compiled(program: Program) -> tuple[Callable, Callable, Callable]:
 
 def at_home(program: Program) -> Homes | None:
     """The clients' homes, on all devices."""
-    return None if program.homes is None else hosts.replicate(program.homes, program.mesh)
+    return None if program.homes is None else multihost.replicate(program.homes, program.mesh)
 
 
 def _bound(factory: Callable[..., Algorithm], task: Task, hparams: dict[str, Any], lr_decay: float):

@@ -29,8 +29,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedjax_pfl import local, losses
-from fedjax_pfl.clients import Cohort, lanes, make_mesh
-from fedjax_pfl.data.prepared import cache_dir
+from fedjax_pfl.data.tfds import cache_dir
+from fedjax_pfl.engine.cohort import Cohort, lanes, make_mesh
 from fedjax_pfl.models import layers
 from fedjax_pfl.types import Array, Batch, Client, Federation, Model, PyTree, Task
 

@@ -1,0 +1,1 @@
+"""Forms of convolutions and dense layers that are fast on a CPU."""

@@ -1,0 +1,1 @@
+"""Pure numerical kernels of single methods, free of the federation."""

@@ -1,0 +1,1 @@
+"""What protects or attacks uploads."""
