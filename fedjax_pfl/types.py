@@ -69,8 +69,16 @@ class Client(NamedTuple):
     class_counts: Array  # [C] int32, training examples of each class
 
 
+class Network(NamedTuple):
+    """Any network, as pure functions over variables {"params": parameters, "stats": running statistics}."""
+
+    init: Callable[[Array], PyTree]  # key -> variables
+    apply: Callable[..., tuple[Any, PyTree]]  # (variables, x, mask=None, train=False, key=None) -> outputs, new stats
+    norms: PyTree  # the structure of the variables, bool: does this leaf belong to a batch-norm module?
+
+
 class Model(NamedTuple):
-    """Pure functions over variables {"body": params, "head": params, "stats": batch-norm moments}, nested dicts."""
+    """A classifier, as pure functions over variables {"body": params, "head": params, "stats": running statistics}."""
 
     init: Callable[[Array], PyTree]  # key -> variables
     features: Callable[..., tuple[Array, PyTree]]  # (variables, x, mask=None, train=False, key=None) -> [B, K], stats

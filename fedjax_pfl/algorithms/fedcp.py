@@ -18,8 +18,8 @@ from flax import nnx
 
 from fedjax_pfl import evaluate, local, losses, models, traffic, trees
 from fedjax_pfl.errors import InputError, check, choose
-from fedjax_pfl.models import layers, nets
-from fedjax_pfl.types import Algorithm, Array, Batch, Client, Model, Predictor, PyTree, State, Task
+from fedjax_pfl.models import layers
+from fedjax_pfl.types import Algorithm, Array, Batch, Client, Network, Predictor, PyTree, State, Task
 
 GUMBEL, POLICY = 21, 22  # streams beside the training key and the key of the model's start
 PARTS = ("body", "head", "policy")  # W_i^fe, W_i^hd and Theta_i: what local training moves
@@ -53,20 +53,10 @@ class Policy(nnx.Module):
         return act(x)
 
 
-class Nothing(nnx.Module):
-    """The head of a network that has none."""
-
-    def __call__(self, x: Array) -> Array:
-        return x
-
-
-def policy_network(task: Task, depth: int = 1, norm: str = "layer", activation: str = "relu") -> Model:
-    """The CPN of K = `task.model.num_features` as pure functions; its parameters are variables["body"]."""
-
-    def build(shape: tuple[int, ...], _: int, rngs: nnx.Rngs) -> nets.Net:
-        return nets.Net(Policy(shape[0], depth, norm, activation, rngs), Nothing())
-
-    return models.model(build, (task.model.num_features,), 2, bn_stats=task.bn_stats)
+def policy_network(task: Task, depth: int = 1, norm: str = "layer", activation: str = "relu") -> Network:
+    """The conditional policy network for K = `task.model.num_features` as pure functions."""
+    width = task.model.num_features
+    return models.network(lambda rngs: Policy(width, depth, norm, activation, rngs), bn_stats=task.bn_stats)
 
 
 def client_vector(head: PyTree) -> Array:
@@ -97,7 +87,7 @@ class Frozen(NamedTuple):
     context: Array  # [K], the client's vector
 
 
-def gated(task: Task, network: Model | None, policy: str, off: set[str]):
+def gated(task: Task, network: Network | None, policy: str, off: set[str]):
     """The personal model: (variables, frozen, x, mask, train, key) -> (logits [B, C], h [B, K], s, new stats).
 
     Args:
@@ -120,8 +110,8 @@ def gated(task: Task, network: Model | None, policy: str, off: set[str]):
         stats = {"model": moments, "policy": variables["stats"]["policy"]}
         shared, mine, s = h, h, None
         if network is not None:
-            theta = {"body": variables["policy"], "stats": stats["policy"]}
-            a, stats["policy"] = network.features(theta, seen(h, frozen.context), mask=mask, train=train)
+            theta = {"params": variables["policy"], "stats": stats["policy"]}
+            a, stats["policy"] = network.apply(theta, seen(h, frozen.context), mask=mask, train=train)
             r, s = gate(a, jax.random.fold_in(key, GUMBEL) if policy == "gumbel" else None)
             shared, mine = r * h, s * h
         out = model.head(variables["head"], mine)
@@ -182,10 +172,10 @@ def fedcp(
         w = model.init(key)
         if set(w["head"]) != {"kernel", "bias"} or w["head"]["kernel"].ndim != 2:
             raise InputError("fedcp needs a model whose head is one linear layer with a kernel [K, C] and a bias [C].")
-        theta = {"body": {}, "stats": {}} if network is None else network.init(jax.random.fold_in(key, POLICY))
+        theta = {"params": {}, "stats": {}} if network is None else network.init(jax.random.fold_in(key, POLICY))
         stays, shared = keep({"model": w["stats"], "policy": theta["stats"]})
         head = () if "gh" in off else w["head"]
-        server = {"body": w["body"], "head": head, "policy": theta["body"], "stats": shared}
+        server = {"body": w["body"], "head": head, "policy": theta["params"], "stats": shared}
         return State(server, trees.replicate({"head": w["head"], "stats": stays}, task.num_clients))
 
     def receive(server: PyTree, own: PyTree) -> tuple[PyTree, Frozen]:

@@ -1,6 +1,6 @@
 """Networks with a body and a head, and the pure functions made of them."""
 
-from fedjax_pfl.models.functional import flops, model, num_parameters
+from fedjax_pfl.models.functional import flops, model, network, num_parameters
 from fedjax_pfl.models.registry import MODELS
 
-__all__ = ["MODELS", "flops", "model", "num_parameters"]
+__all__ = ["MODELS", "flops", "model", "network", "num_parameters"]

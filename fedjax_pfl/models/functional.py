@@ -13,11 +13,60 @@ from jax.extend.core import jaxprs_in_params
 from fedjax_pfl.errors import InputError, choose
 from fedjax_pfl.models import layers
 from fedjax_pfl.models.registry import MODELS
-from fedjax_pfl.types import Array, Model, PyTree
+from fedjax_pfl.types import Array, Model, Network, PyTree
 
 Factory = Callable[[tuple[int, ...], int, nnx.Rngs], nnx.Module]
 BN_STATS = ("aggregate", "local", "batch")
 DTYPES = ("float32", "bfloat16")
+
+
+def network(
+    build: Callable[[nnx.Rngs], nnx.Module],
+    bn_stats: str = "aggregate",
+    conv: str = "auto",
+    compute_dtype: str = "float32",
+) -> Network:
+    """Makes pure functions of any Flax NNX module, such as an encoder, a policy network or a hypernetwork.
+
+    Args:
+      build: rngs -> a module. It gets those of the keyword arguments `mask` [B] bool, `train` bool and `rngs` (nnx.Rngs
+        of the key, or None) that its `__call__` names; its outputs may be any tree.
+      bn_stats: one of aggregate, local, batch; "batch" keeps no running statistics.
+      conv: the form of the convolutions, see `layers.convolution`.
+      compute_dtype: one of float32, bfloat16; variables, gradients, running statistics and outputs stay float32.
+
+    Returns:
+      A Network; its variables are nested dicts with string keys.
+
+    Raises:
+      InputError: the module keeps state other than parameters and running statistics, or has a batch norm that does
+        not know `mask`.
+    """
+    choose("bn_stats", bn_stats, BN_STATS)
+    choose("conv", conv, layers.CONVOLUTIONS)
+    choose("compute_dtype", compute_dtype, DTYPES)
+
+    def made(rngs: nnx.Rngs) -> nnx.Module:
+        module = build(rngs)
+        for path, variable in nnx.to_flat_state(nnx.state(module)):
+            if not isinstance(variable, (nnx.Param, nnx.BatchStat)):
+                raise InputError(
+                    f"{type(module).__name__}.{'.'.join(map(str, path))} is a {type(variable).__name__}: a network may "
+                    "hold parameters and running statistics; dropout takes `rngs` when called, not when built."
+                )
+        return _without_moments(module) if bn_stats == "batch" else module
+
+    def init(key: Array) -> PyTree:
+        module = made(nnx.Rngs(key))
+        return {"params": _nest(module, nnx.Param), "stats": _nest(module, nnx.BatchStat)}
+
+    template = nnx.eval_shape(lambda: made(nnx.Rngs(0)))
+    run = _apply(template, conv, compute_dtype)
+
+    def apply(variables, x, mask=None, train=False, key=None):
+        return run(variables["params"], variables["stats"], x, mask, train, key)
+
+    return Network(init, apply, {"params": _marked(template, nnx.Param), "stats": _marked(template, nnx.BatchStat)})
 
 
 def model(
@@ -68,28 +117,34 @@ def model(
         return head(variables["head"], h), stats
 
     template = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
-    features, head = _features(template.body, conv, compute_dtype), _head(template.head, conv)
+    run, head = _apply(template.body, conv, compute_dtype), _head(template.head, conv)
+
+    def features(variables, x, mask=None, train=False, key=None):
+        return run(variables["body"], variables["stats"], x, mask, train, key)
+
     example = jax.ShapeDtypeStruct((2, *input_shape), jnp.float32)
     num_features = jax.eval_shape(features, _variables(template), example)[0].shape[-1]
     return Model(init, features, head, apply, _norms(template), num_features)
 
 
-def _features(template: nnx.Module, conv: str, dtype: str) -> Callable[..., tuple[Array, PyTree]]:
+def _apply(template: nnx.Module, conv: str, dtype: str) -> Callable[..., tuple[Any, PyTree]]:
+    """A module as a function of (parameters, running statistics, x, mask, train, key)."""
     graph, param_state, stat_state = nnx.split(template, nnx.Param, nnx.BatchStat)  # type: ignore[misc]
     accepted = set(inspect.signature(template.__call__).parameters) & {"mask", "train", "rngs"}
 
-    def features(variables, x, mask=None, train=False, key=None):
+    def run(params, stats, x, mask, train, key):
         rngs = None if key is None or "rngs" not in accepted else nnx.Rngs(key)
         kwargs = {"mask": mask, "train": train, "rngs": rngs}
-        params = variables["body"]
         if dtype != "float32":  # else a float64 model stays one
             params, x = jax.tree.map(lambda a: a.astype(dtype), (params, x))
-        body = nnx.merge(graph, _fill(param_state, params), _fill(stat_state, variables["stats"]))
+        module = nnx.merge(graph, _fill(param_state, params), _fill(stat_state, stats))
         with layers.convolution(conv):
-            h = body(x, **{name: kwargs[name] for name in accepted})
-        return h if dtype == "float32" else h.astype(jnp.float32), _nest(body, nnx.BatchStat)
+            out = module(x, **{name: kwargs[name] for name in accepted})
+        if dtype != "float32":
+            out = jax.tree.map(lambda a: a.astype(jnp.float32), out)
+        return out, _nest(module, nnx.BatchStat)
 
-    return features
+    return run
 
 
 def _head(template: nnx.Module, conv: str) -> Callable[[PyTree, Array], Array]:
@@ -148,15 +203,16 @@ def _variables(module: Any) -> PyTree:
 def _norms(module: Any) -> PyTree:
     """The structure of the variables, True at the leaves whose own module is a batch norm."""
 
-    def marked(part, kind):
-        inside = tuple(path for path, module in nnx.iter_modules(part) if isinstance(module, nnx.BatchNorm))
-        return _to_dict((path, path[:-1] in inside) for path, _ in _flat(part, kind))
-
     return {
-        "body": marked(module.body, nnx.Param),
-        "head": marked(module.head, nnx.Param),
-        "stats": marked(module.body, nnx.BatchStat),
+        "body": _marked(module.body, nnx.Param),
+        "head": _marked(module.head, nnx.Param),
+        "stats": _marked(module.body, nnx.BatchStat),
     }
+
+
+def _marked(module: nnx.Module, kind: type[nnx.Variable]) -> PyTree:
+    inside = tuple(path for path, part in nnx.iter_modules(module) if isinstance(part, nnx.BatchNorm))
+    return _to_dict((path, path[:-1] in inside) for path, _ in _flat(module, kind))
 
 
 def _flat(module: nnx.Module, kind: type[nnx.Variable]) -> Iterable[tuple[tuple, nnx.Variable]]:

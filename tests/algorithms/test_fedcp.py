@@ -327,7 +327,7 @@ def test_variants_of_the_policy_network(norm, activation):
     (w, frozen), network = start(), policy_network(TASK, depth=2, norm=norm, activation=activation)
     shapes = jax.eval_shape(network.init, KEY)
     rng = np.random.default_rng(4)
-    policy = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), shapes["body"])
+    policy = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), shapes["params"])
     stats = jax.tree_util.tree_map_with_path(
         lambda path, x: np.full(x.shape, path[-1].key == "var", x.dtype), shapes["stats"]
     )
