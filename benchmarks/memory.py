@@ -1,10 +1,10 @@
-"""The memory that a run is predicted to take, beside XLA's own account of the programs that it compiles.
+"""The memory that a run takes, as XLA accounts for the programs that it compiles.
 
     python -m benchmarks.memory [--markdown] [--quick]
 
 20 clients with 100 images of CIFAR-10's shape, half of them in a round, the CNN, batch 10, one device. `XLA` is the
-larger of a round and an evaluation: arguments, outputs and temporaries, less what overwrites its arguments; on a CPU
-with the rows that are kept in main memory. Both have the data in them. On an accelerator every row is a process of its
+larger of a round and an evaluation: arguments, outputs and temporaries, less what overwrites its arguments, the data
+among them; of rows that are kept in main memory it knows nothing. On an accelerator every row is a process of its
 own, and `device` is what the device held at most while it ran. `compile s` is of both programs. The rates are of a
 round without evaluation, counted as in `benchmarks.cost`, medians of 3.
 """
@@ -21,9 +21,7 @@ from benchmarks import report
 from benchmarks.throughput import CLIENTS, batch_size, build, in_form
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.engine import host_state, memory
-from fedjax_pfl.engine.program import Program
-from fedjax_pfl.types import Array, Federation
+from fedjax_pfl.engine import host_state
 
 FLAGS = flags.FLAGS
 METHODS = ("fedavg", "ditto", "fedcp", "pfedc", "fedamp", "fedem")
@@ -43,8 +41,7 @@ class Case(NamedTuple):
 class Cost(NamedTuple):
     """Bytes, and seconds; steps and examples of a round, operations of a step."""
 
-    predicted: int
-    compiled: int
+    compiled: int | None
     compile: float
     round: float
     steps: float
@@ -54,28 +51,20 @@ class Cost(NamedTuple):
 
 
 def measure(case: Case) -> Cost:
-    """Predicts a case's memory, then compiles it; the device's peak is that of the whole process."""
+    """Compiles a case and runs some rounds; the device's peak is that of the whole process."""
     task, federation = build(case.model)
     task = task._replace(participation=(PARTICIPATION, PARTICIPATION))
-    program, key = simulate.program(ALGORITHMS[case.method], task, width=case.width), jax.random.key(0)
-    if case.client_memory == "host":
-        program = host_state.offloaded(program, task)
-    predicted = memory.predict(program, key, federation).peak
+    make = host_state.program if case.client_memory == "host" else simulate.program
+    program, key = make(ALGORITHMS[case.method], task, width=case.width), jax.random.key(0)
     begin = time.perf_counter()
-    compiled = account(program, key, federation)
+    functions = simulate.compiled(program, key, federation, eval_every=0)
     took, ends = time.perf_counter() - begin, []
-    for _ in simulate.rounds(program, key, federation, rounds=1 + ROUNDS, eval_every=0):
+    for _ in simulate.rounds(program, key, federation, rounds=1 + ROUNDS, eval_every=0, functions=functions):
         ends.append(time.perf_counter())
     seconds = statistics.median(b - a for a, b in itertools.pairwise(ends[: 1 + ROUNDS]))  # then it is evaluated
     steps, samples = (PARTICIPATION * x for x in report.planned(task))
     flops = report.flops(case.method, task, federation, in_form(case.model, "matmul"))
-    return Cost(predicted, compiled, took, seconds, steps, samples, flops, report.device_peak())
-
-
-def account(program: Program, key: Array, federation: Federation) -> int:
-    """XLA's, in bytes, of what a run on one device runs."""
-    sizes = (report.account(traced.lower().compile()) for traced, *_ in memory._jobs(program, key, federation))
-    return max(sizes) + (memory._kept(program, key) if jax.default_backend() == "cpu" else 0)
+    return Cost(functions.memory.peak, took, seconds, steps, samples, flops, report.device_peak())
 
 
 def main(argv) -> None:
@@ -87,13 +76,13 @@ def main(argv) -> None:
     print(f"matmul peak {peak:.0f} GFLOP/s; medians of {ROUNDS}\n")
     cases = [Case(method, width, model=model) for method in METHODS for width in (1, 4)]
     cases += [Case(method, 1, "host", model) for method in KEEPING]
-    sizes = ("predicted MiB", "XLA MiB", "predicted / XLA", "device MiB")
+    sizes = ("XLA MiB", "device MiB")
     rows: list[tuple] = [("method", "width", "state on", *report.RATES, *sizes, "compile s")]
     costs = map(measure, cases) if jax.default_backend() == "cpu" else report.fresh(measure, cases)
     for case, cost in zip(cases, costs, strict=True):
         rates = report.rates(cost.steps, cost.samples, cost.round, cost.flops, peak)
         device = None if cost.device is None else cost.device / 2**20
-        found = (cost.predicted / 2**20, cost.compiled / 2**20, cost.predicted / cost.compiled, device)
+        found = (cost.compiled and cost.compiled / 2**20, device)
         rows.append((case.method, str(case.width), case.client_memory, *rates, *found, cost.compile))
     print(report.table(rows))
     print(f"\nmatmul peak at the end {report.matmul_peak():.0f} GFLOP/s")

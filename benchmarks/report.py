@@ -16,7 +16,7 @@ import jax
 from absl import app, flags
 
 from experiments.versions import versions
-from fedjax_pfl import local, simulate
+from fedjax_pfl import local
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.engine.autotune import split_cpu
 from fedjax_pfl.engine.flops import flops_of_step
@@ -114,8 +114,7 @@ def flops(method: str, task: Task, federation: Federation, plain: Model) -> floa
     Args:
       plain: the task's model, its convolutions in the form "matmul" (see `flops_of_step`).
     """
-    task = task._replace(model=plain)
-    return flops_of_step(simulate.program(ALGORITHMS[method], task), task, federation)
+    return flops_of_step(ALGORITHMS[method], task._replace(models=(plain,)), federation)
 
 
 def account(compiled: jax.stages.Compiled) -> int:

@@ -4,7 +4,7 @@
 
 Every row is a process of its own. Ditto (a personal model a client) with the digits' MLP; clients have 10 to 50 images
 of 8x8 pixels, batch 10, one local epoch, no evaluation. Start-up: `deal`, from a loaded data set to the federation on
-the device; `build`, the program and its trace, with the memory it predicts; `compile`, with the first round. A round
+the device; `build`, the program and its trace; `compile`, with the first round. A round
 is the median of 20, with what it fetches; its steps, of both models, are those of an average cohort, and `of peak` is
 against the matmul peak of the whole machine. `peak MiB` is what the device, on a CPU the process, took at most, and
 `predicted` what the arrays were said to take.
@@ -24,7 +24,7 @@ from benchmarks.throughput import BATCH, CLASSES, SHAPES, dataset
 from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.data import federate, rows
-from fedjax_pfl.engine import host_state, memory
+from fedjax_pfl.engine import host_state
 
 FLAGS = flags.FLAGS
 ROUNDS, LEAST, MOST = 20, 10, 50
@@ -51,7 +51,7 @@ class Cost(NamedTuple):
     steps: float
     samples: float
     peak: int
-    predicted: int
+    account: int | None
 
 
 def dealt(clients: int) -> rows.Partition:
@@ -77,32 +77,33 @@ def measure(case: Case) -> Cost:
     part = case.cohort / case.clients
     options = {"lr": 0.01, "batch_size": BATCH, "epochs": 1, "participation": (part, part)}
     task = simulate.task(data, federation.class_counts, models.model("mlp", SHAPE, CLASSES), **options)
-    program = simulate.program(ALGORITHMS["ditto"], task, width=1, devices=case.devices)
-    if case.client_memory == "host":
-        program = host_state.offloaded(program, task)
-    predicted = memory.predict(program, key, federation).peak
+    make = host_state.program if case.client_memory == "host" else simulate.program
+    program = make(ALGORITHMS["ditto"], task, width=1, devices=case.devices)
     built = time.perf_counter()
-    ends = [built]
-    for result in simulate.rounds(program, key, federation, rounds=case.rounds + 1, eval_every=0):
+    functions, ends = simulate.compiled(program, key, federation, eval_every=0), [built]
+    account = functions.memory.peak
+    for result in simulate.rounds(program, key, federation, rounds=case.rounds + 1, eval_every=0, functions=functions):
         if result.metrics is not None:  # else it is the closing evaluation
             ends.append(time.perf_counter())
     first, *times = np.diff(ends)
     peak = report.device_peak() or report.process_peak()
     steps, samples = (2 * part * x for x in report.planned(task))  # Ditto trains two models
-    return Cost(ready - begin, built - ready, float(first), statistics.median(times), steps, samples, peak, predicted)
+    return Cost(ready - begin, built - ready, float(first), statistics.median(times), steps, samples, peak, account)
 
 
 def measured(cases: list[Case], peak: float) -> list[tuple]:
     """The rows of a table; `peak` in GFLOP/s."""
     names = ("clients", "cohort", "devices", "state on", "deal s", "build s", "compile s", "ms a round", "relative")
-    found: list[tuple] = [(*names, *report.RATES, "peak MiB", "predicted")]
+    found: list[tuple] = [(*names, *report.RATES, "peak MiB", "XLA MiB")]
     flops = models.flops("mlp", SHAPE, CLASSES, BATCH)
     for case, cost in zip(cases, report.fresh(measure, cases), strict=True):
         base = found[1][7] if len(found) > 1 else cost.round * 1e3
         names = tuple(str(x) for x in case[:3])
         seconds = (cost.deal, cost.build, cost.compile, cost.round * 1e3, cost.round * 1e3 / base)
         rates = report.rates(cost.steps, cost.samples, cost.round, flops, peak)
-        found.append((*names, case.client_memory, *seconds, *rates, cost.peak / 2**20, cost.predicted / 2**20))
+        found.append(
+            (*names, case.client_memory, *seconds, *rates, cost.peak / 2**20, cost.account and cost.account / 2**20)
+        )
     return found
 
 

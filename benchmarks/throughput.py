@@ -211,7 +211,7 @@ def layouts(model: str, peak: float) -> list[tuple]:
     chosen = ""
     if not on_cpu():
         form = choose_form(task, functools.partial(in_form, model), f, clients, devices)
-        task, chosen = task._replace(model=in_form(model, form)), f"{form}, "
+        task, chosen = task._replace(models=(in_form(model, form),)), f"{form}, "
     width = choose_width(task, f, clients, devices)
     add("ours", f"auto ({chosen}{devices} x {width})", fedavg(task, f, width, devices))
     for label, rate in torch_rates(model, steps * clients).items():

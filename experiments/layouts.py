@@ -1,7 +1,6 @@
 """How an experiment is laid out on this machine: the form of convolutions, devices, width, and whether it has room."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,7 +8,7 @@ import jax
 from experiments import build
 from experiments.build import Experiment
 from fedjax_pfl import simulate
-from fedjax_pfl.engine import cohort, memory, multihost
+from fedjax_pfl.engine import memory, multihost, placement
 from fedjax_pfl.engine.autotune import choose_form, choose_width
 
 
@@ -18,7 +17,7 @@ def choose(experiment: Experiment, width: str, count: str) -> tuple[Experiment, 
     and the number of devices as given, or chosen.
 
     Raises:
-      InputError: there are not so many devices, or not nearly the memory.
+      InputError: there are not so many devices.
     """
     spread = devices(count, experiment)
     if experiment.config["conv"] == "auto":
@@ -29,40 +28,34 @@ def choose(experiment: Experiment, width: str, count: str) -> tuple[Experiment, 
 
 
 def laid_out(experiment: Experiment, width: int, spread: int) -> dict[str, Any]:
-    """What is recorded of a layout; warns or raises InputError where it is predicted to take too much memory."""
+    """What is recorded of a layout."""
     machine = {"platform": jax.default_backend(), "kind": jax.devices()[0].device_kind, "count": spread}
-    takes = _needed(experiment, width, spread)._asdict()
-    return {"width": width, "conv": experiment.conv, "devices": machine, "memory": takes}
+    return {"width": width, "conv": experiment.conv, "devices": machine}
 
 
-def _needed(experiment: Experiment, width: int, spread: int) -> memory.Memory:
-    found, cohort, task = _memory(experiment, width, spread), simulate.cohort_size(experiment.task), experiment.task
+def check_memory(found: memory.Memory, experiment: Experiment, laid: dict[str, Any]) -> None:
+    """Raises InputError if the compiled run takes more memory than there is, with what would take less."""
+    cohort, width, spread = simulate.cohort_size(experiment.task), laid["width"], laid["devices"]["count"]
     ways = [f"less than --width={width}"] if min(width, -(-cohort // spread)) > 1 else []
     if jax.default_backend() == "cpu":
         ways += [f"less than --devices={spread}"] if spread > 1 else []
-    elif cohort < task.num_clients and experiment.config["client_memory"] == "device":
+    elif cohort < experiment.task.num_clients and experiment.config["client_memory"] == "device":
         ways += ["--client_memory=host"]
     memory.check(found, f"take {' or '.join(ways) if ways else 'fewer --clients, or a smaller --model'}")
-    return found
-
-
-def _memory(experiment: Experiment, width: int, spread: int) -> memory.Memory:
-    return memory.predict(experiment.program(width, spread), experiment.key, experiment.federation)
 
 
 def _auto_form(experiment: Experiment, width: str, spread: int) -> str:
     """Tried as the width is, with no more clients at once than the given width."""
-    cohort, own, fits = _part(experiment, spread)
+    cohort, own = _part(experiment, spread)
     most = cohort if width == "auto" else min(cohort, int(width) * own)
     model = functools.partial(build.model, experiment.config, experiment.dataset)
-    return multihost.on_first(choose_form, experiment.task, model, experiment.federation, most, own, fits)
+    return multihost.on_first(choose_form, experiment.task, model, experiment.federation, most, own)
 
 
-def _part(experiment: Experiment, spread: int) -> tuple[int, int, Callable[[int], bool]]:
-    """What process 0 tries with, for all: its part of the clients of a round and of the devices, and what fits."""
+def _part(experiment: Experiment, spread: int) -> tuple[int, int]:
+    """What process 0 tries with, for all: its part of the clients of a round and of the devices."""
     processes = jax.process_count()
-    cohort = -(-simulate.cohort_size(experiment.task) // processes)
-    return cohort, spread // processes, lambda width: _memory(experiment, width, spread).fits
+    return -(-simulate.cohort_size(experiment.task) // processes), spread // processes
 
 
 def devices(count: str, experiment: Experiment, recorded: int | None = None) -> int:
@@ -74,7 +67,7 @@ def devices(count: str, experiment: Experiment, recorded: int | None = None) -> 
       InputError: there are not that many, or they cannot be shared by the processes.
     """
     if count not in ("auto", "all"):
-        cohort.take(int(count))
+        placement.take(int(count))
         return int(count)
     most = min(jax.device_count(), simulate.cohort_size(experiment.task))
     wanted = min(most, recorded) if recorded and count == "auto" else most

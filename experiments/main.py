@@ -21,7 +21,7 @@ import jax
 from rich.console import Console
 
 from experiments import build, describe, layouts, published, report, runs, settings, targets, train
-from experiments.versions import changed, versions
+from experiments.versions import changed, compile_clock, versions
 from fedjax_pfl import local, simulate
 from fedjax_pfl.data.federate import ROOM
 from fedjax_pfl.engine import autotune, memory, multihost
@@ -98,16 +98,22 @@ def _into(path: Path, config: dict[str, Any], resume: bool, room: Sequence[int],
     try:
         if resume:
             laid = multihost.everywhere(_laid_again, experiment, recorded)
-            start, state = multihost.on_first(_resume, directory, experiment, recorded, laid, console)
         else:
             multihost.on_first(runs.make, path)
             experiment, laid = layouts.choose(experiment, config["width"], config["devices"])
-            start, state = 0, None
-            multihost.on_first(directory.start, experiment, laid, versions())
-        takes = memory.say(memory.Memory(**laid["memory"]))
-        console.print(f"Run directory: {path}; {_say(laid, config['width'] == 'auto' and not resume)}; {takes}")
-        build.flops(experiment)  # takes a trace: not in the seconds of training
-        train.train(experiment, laid, directory, start, state, console)
+        with compile_clock() as compiling:
+            clock = train.Clock(path, compiling)
+            functions = train.compiled(experiment, laid)
+            multihost.everywhere(layouts.check_memory, functions.memory, experiment, laid)
+            laid |= {"memory": functions.memory._asdict()}
+            if resume:
+                start, state = multihost.on_first(_resume, directory, experiment, recorded, laid, console)
+            else:
+                start, state = 0, None
+                multihost.on_first(directory.start, experiment, laid, versions())
+            said = [_say(laid, config["width"] == "auto" and not resume), memory.say(functions.memory)]
+            console.print(f"Run directory: {path}; {'; '.join(filter(None, said))}")
+            train.train(experiment, laid, directory, start, state, console, functions, clock)
     except (simulate.DivergenceError, train.Stopped, OSError) as error:
         return _stopped(error, directory)
     except jax.errors.JaxRuntimeError as error:
@@ -115,7 +121,8 @@ def _into(path: Path, config: dict[str, Any], resume: bool, room: Sequence[int],
             raise
         return _lost(error, path)
     report.tables(console, directory.rows)
-    targets.show(console, directory.rows, experiment.config, build.flops(experiment))
+    if config["targets"]:
+        targets.show(console, directory.rows, experiment.config, build.flops(experiment))
     if text := published.sentence(experiment.config, experiment.examples):
         console.print(text)
     console.print(f"Everything is in {path}: curves.png, metrics.csv, summary.json, checkpoints, ...")

@@ -135,7 +135,7 @@ class RunDirectory:
         """Writes one round's rows and returns its metrics."""
         row = {name: _finite(value) for name, value in simulate.record(result, self._test_sizes).items()}
         if self._planned is not None and result.metrics is not None:
-            here = result.metrics["ids"][result.metrics["active"]]
+            here = result.metrics.ids[result.metrics.active]
             steps, examples = (int(work[here].sum()) for work in self._planned)
             row |= {"work/steps": steps, "work/examples": examples}
         scores = client_scores(result)
@@ -207,9 +207,9 @@ def client_scores(result: simulate.Result) -> Row:
     """The per-client part of a round: participants' ids and losses, `post` in their order, `pre` of all clients."""
     row: Row = {"round": result.round}
     if result.metrics is not None:
-        active = result.metrics["active"]
-        row |= {"ids": result.metrics["ids"][active].tolist(), "loss": _plain(result.metrics["loss"][active])}
-        post = {name: values[active] for name, values in result.metrics["post"].items()}
+        active = result.metrics.active
+        row |= {"ids": result.metrics.ids[active].tolist(), "loss": _plain(result.metrics.loss[active])}
+        post = {name: values[active] for name, values in result.metrics.post.items()}
         if any(np.isfinite(values).any() for values in post.values()):
             row["post"] = {name: _plain(values) for name, values in post.items()}
     if result.pre is not None:
@@ -221,7 +221,7 @@ def _finite(value: float) -> float | None:
     return value if np.isfinite(value) else None  # JSON has no NaN
 
 
-def _plain(values: np.ndarray) -> list[float | None]:
+def _plain(values: Any) -> list[float | None]:
     """Short numbers that read back to the same float32; null for NaN."""
     return [None if np.isnan(x) else float(str(x)) for x in np.asarray(values, np.float32)]
 

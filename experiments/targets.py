@@ -97,12 +97,12 @@ def is_trivial(rows: list[Row], point: str, name: str, level: float) -> bool:
     return floor is not None and floor >= level - _ROUNDING
 
 
-def spent(rows: list[Row], flops: float) -> Row:
+def spent(rows: list[Row], flops: float | None) -> Row:
     """Totals of some rounds: traffic, the clients' steps and their floating-point operations.
 
     Args:
       rows: of the metrics.
-      flops: of the method on one example, see `build.flops`.
+      flops: of the method on one example, see `build.flops`; None: not counted.
 
     Returns:
       down, up, ints, messages, encrypted, bytes, client_steps, client_flops; the last two None where a row does not
@@ -111,11 +111,14 @@ def spent(rows: list[Row], flops: float) -> Row:
     trained = [row for row in rows if "loss" in row]
     known = all("work/steps" in row for row in trained)
     steps, examples = (sum(row[f"work/{name}"] for row in trained) if known else None for name in ("steps", "examples"))
-    work = {"client_steps": steps, "client_flops": None if examples is None else round(examples * flops)}
+    work = {
+        "client_steps": steps,
+        "client_flops": None if examples is None or flops is None else round(examples * flops),
+    }
     return report.traffic(trained) | work
 
 
-def reached(rows: list[Row], point: str, name: str, level: float, flops: float) -> Row | None:
+def reached(rows: list[Row], point: str, name: str, level: float, flops: float | None) -> Row | None:
     """The first evaluated round whose mean (macro; micro of a name that ends in _micro) is at least `level`, or None.
 
     Returns:
@@ -130,7 +133,7 @@ def reached(rows: list[Row], point: str, name: str, level: float, flops: float) 
     return {"round": row["round"], "rounds": len(before), "value": row[key]} | spent(before, flops)
 
 
-def summary(rows: list[Row], config: Row, flops: float) -> Row:
+def summary(rows: list[Row], config: Row, flops: float | None) -> Row:
     """For summary.json: {"score": name, "bound": `bound`, "trivial": {point: `trivial`}, "levels": [{"target": ...,
     "trivial": is it no more than that at some point?, point: `reached`}]}."""
     name, levels = wanted(config)
@@ -144,12 +147,11 @@ def summary(rows: list[Row], config: Row, flops: float) -> Row:
     return {"score": name, "bound": bound(config["eval_every"]), "trivial": floor, "levels": found}
 
 
-def show(console: Console, rows: list[Row], config: Row, flops: float) -> None:
-    """Prints the table of targets: those asked for, or of the usual ones those that were reached."""
+def show(console: Console, rows: list[Row], config: Row, flops: float | None) -> None:
+    """Prints the table of the targets that were asked for."""
     found = summary(rows, config, flops)
-    shown = [row for row in found["levels"] if config["targets"] or any(isinstance(x, dict) for x in row.values())]
-    points = [*found["trivial"]]
-    if not shown or not points:
+    shown, points = found["levels"], [*found["trivial"]]
+    if not points:
         return
     name = found["score"].removesuffix("_micro")
     mean = f"{'macro' if name == found['score'] else 'micro'} mean of {name}"
@@ -172,7 +174,8 @@ def _cells(found: Row | None) -> list[str]:
         return ["never", *[""] * 5]
     work = ["", ""]
     if found["client_steps"] is not None:
-        work = [f"{found['client_steps']:,}", _short(found["client_flops"] / 1e12)]
+        counted = found["client_flops"]
+        work = [f"{found['client_steps']:,}", "not counted" if counted is None else _short(counted / 1e12)]
     scalars = [_short(found[name]) for name in ("down", "up")]
     return [str(found["rounds"]), *scalars, _short(found["bytes"] / 1e6), *work]
 

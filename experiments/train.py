@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from experiments import build, published, report, targets, versions
+from experiments import build, published, report, targets
 from experiments.files import read_json, write_json
 from experiments.interrupt import Interrupt
 from experiments.pace import Pace
@@ -22,8 +22,22 @@ class Stopped(Exception):
     """The user asked to stop; args: the signal's number."""
 
 
+def compiled(experiment: build.Experiment, layout: dict) -> simulate.Compiled:
+    """What the rounds of an experiment run, compiled for a layout."""
+    program, c = experiment.program(layout["width"], layout["devices"]["count"]), experiment.config
+    options = {"eval_every": c["eval_every"], "state_every": c["checkpoint_every"]}
+    return simulate.compiled(program, experiment.key, experiment.federation, **options)
+
+
 def train(
-    experiment: build.Experiment, layout: dict, run: RunDirectory, start: int, state: State | None, console: Console
+    experiment: build.Experiment,
+    layout: dict,
+    run: RunDirectory,
+    start: int,
+    state: State | None,
+    console: Console,
+    functions: simulate.Compiled,
+    clock: "Clock",
 ):
     """Runs the rounds from `start` and keeps everything; the rows, the state and the summary are safe when it raises.
 
@@ -36,9 +50,9 @@ def train(
     ask = lambda: reporter.say("Stopping after this round; Ctrl-C again aborts at once.")
     program = experiment.program(layout["width"], layout["devices"]["count"])
     options = {"rounds": rounds, "eval_every": c["eval_every"], "state_every": c["checkpoint_every"]}
-    options |= {"start": start, "state": None if state is None else program.place(state)}
-    with versions.compile_clock() as compiling, reporter, Interrupt(ask, words) as interrupt:
-        files = _Files(run, experiment, multihost.on_first(Clock, run.path), compiling)
+    options |= {"start": start, "state": None if state is None else program.place(state), "functions": functions}
+    with reporter, Interrupt(ask, words) as interrupt:
+        files = _Files(run, experiment, clock)
         add = lambda result: reporter.update(run.append(result))
         try:
             for result in simulate.rounds(program, experiment.key, experiment.federation, **options):
@@ -49,7 +63,7 @@ def train(
                 number = multihost.largest(interrupt.asked or 0)  # whoever was asked, all stop after the same round
                 stop = number and done < rounds
                 if stop or done % c["checkpoint_every"] == 0 or done == rounds:
-                    whole = program.by_id(
+                    whole = program.unplace(
                         multihost.fetch(result.state)
                     )  # on the host: no device holds everybody's rows
                     multihost.on_first(files.keep, "interrupted" if stop else "running", done, whole)
@@ -64,13 +78,13 @@ def train(
 class _Files:
     """What is written of a run beside its rows: tables and summary (`show`), and the state before them (`keep`)."""
 
-    def __init__(self, run: RunDirectory, experiment: build.Experiment, clock: "Clock", compiling: Callable):
-        self._run, self._experiment, self._clock, self._compiling = run, experiment, clock, compiling
+    def __init__(self, run: RunDirectory, experiment: build.Experiment, clock: "Clock"):
+        self._run, self._experiment, self._clock = run, experiment, clock
         self._now_and_then = Pace(self.show)
 
     def show(self, status: str) -> None:
         self._run.tables()
-        _summarise(self._run, self._experiment, status, self._clock, self._compiling())
+        _summarise(self._run, self._experiment, status, self._clock.seconds())
 
     def keep(self, status: str, done: int, state: State) -> None:
         self._run.save(done, state)
@@ -78,29 +92,35 @@ class _Files:
 
 
 class Clock:
-    """Seconds of this run, those of the sessions before a resume included."""
+    """Seconds of this run, those of the sessions before a resume included.
 
-    def __init__(self, path: Path):
+    Args:
+      compiling: gives the seconds in which was compiled so far, see `versions.compile_clock`.
+    """
+
+    def __init__(self, path: Path, compiling: Callable[[], float]):
         file = path / "summary.json"
         before = read_json(file, ("seconds",))["seconds"] if file.exists() else {}
         self.before = {name: before.get(name, 0.0) for name in ("compile", "train")}
-        self._start = time.perf_counter()
+        self._start, self._compiling = time.perf_counter(), compiling
 
-    def seconds(self, compiling: float) -> dict[str, float]:
+    def seconds(self) -> dict[str, float]:
         """Compiling apart from the rest of the rounds, evaluation and writing included."""
-        spent = time.perf_counter() - self._start
+        spent, compiling = time.perf_counter() - self._start, self._compiling()
         now = {"compile": compiling, "train": spent - compiling}
         return {name: round(self.before[name] + value, 3) for name, value in now.items()}
 
 
-def _summarise(run: RunDirectory, experiment: build.Experiment, status: str, clock: Clock, compiling: float) -> None:
+def _summarise(run: RunDirectory, experiment: build.Experiment, status: str, seconds: dict) -> None:
     """Writes summary.json."""
-    done, flops = sum("loss" in row for row in run.rows), build.flops(experiment)
-    content = {"status": status, "rounds": done, "seconds": clock.seconds(compiling)} | report.summary(run.rows)
+    done = sum("loss" in row for row in run.rows)
+    flops = build.flops(experiment) if experiment.config["targets"] else None
+    content = {"status": status, "rounds": done, "seconds": seconds} | report.summary(run.rows)
     totals = targets.spent(run.rows, flops)
     content |= {"work": {name: totals[name] for name in ("client_steps", "client_flops")} | {"note": targets.NOTE}}
     content |= {"initial_broadcast": build.initial_broadcast(experiment)}
-    content |= {"targets": targets.summary(run.rows, experiment.config, flops)}
+    if experiment.config["targets"]:
+        content |= {"targets": targets.summary(run.rows, experiment.config, flops)}
     content |= {"examples": experiment.examples}
     content |= {"preset": published.comparison(experiment.config | {"rounds": done}, experiment.examples)}
     write_json(run.path / "summary.json", content)

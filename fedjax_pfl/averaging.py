@@ -10,13 +10,24 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import evaluate, local, losses, traffic, trees
-from fedjax_pfl.types import Algorithm, Array, Client, Predictor, PyTree, Scores, State, Task
+from fedjax_pfl import evaluate, groups, keys, local, losses, trees
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.types import (
+    Algorithm,
+    Array,
+    Client,
+    Cohort,
+    Metrics,
+    Model,
+    Own,
+    Predictor,
+    PyTree,
+    Scores,
+    State,
+    Task,
+)
 
 BOTH = ("body", "head")
-HEAD_PHASE, FINE_TUNE = 11, 12  # streams beside a client's main one
-
-
 FINE_TUNED = {"all": BOTH, "head": ("head",), "body": ("body",)}  # what of a model is fine-tuned
 
 
@@ -25,12 +36,12 @@ class Phase(NamedTuple):
 
     train: tuple[str, ...] = BOTH  # the parts that move
     epochs: int | None = None  # None: the task's own local work
-    stream: int | None = None  # None: the client's main key
+    stream: keys.Client | None = None  # None: the client's main key
 
 
-def predictor(task: Task, variables: PyTree) -> Predictor:
-    """The logits of the task's model with these variables."""
-    return lambda x, mask: task.model.apply(variables, x, mask=mask, train=False)[0]
+def predictor(model: Model, variables: PyTree) -> Predictor:
+    """The logits of a model with these variables."""
+    return lambda x, mask: model.apply(variables, x, mask=mask, train=False)[0]
 
 
 def beside(personal: Predictor, other: Predictor) -> Predictor:
@@ -44,80 +55,117 @@ def score_beside(outputs: Array, y: Array, mask: Array, c: Client, *, name: str 
     return mine | {f"{name}_{score}": pair for score, pair in other.items()}
 
 
-def personal_mask(task: Task, personal: tuple[str, ...] = (), *, norms: bool = False) -> PyTree:
-    """Which leaves of the model's variables stay with the client, as a tree of Python booleans.
+class Split(NamedTuple):
+    """Which leaves of the variables are sent to the server and which stay with the client: the only place that knows
+    `bn_stats`."""
 
-    Batch-norm moments stay where the body stays, and with `norms` every leaf of a batch-norm module does; with
-    bn_stats=local they are personal in any case.
+    task: Task
+    personal: tuple[PyTree, ...]  # per architecture, a tree of Python booleans over the variables: True where it stays
+
+    def init(self, key: Array) -> tuple[PyTree, PyTree]:
+        """The common start: what the server has, and the clients' rows (`groups.stack`).
+
+        Raises:
+          InputError: what is shared differs between the architectures.
+        """
+        starts = [self.send(model.init(key), group) for group, model in enumerate(self.task.models)]
+        shapes = [jax.tree.map(jnp.shape, shared) for shared, _ in starts]
+        for group, other in enumerate(shapes):
+            if other != shapes[0]:
+                raise InputError(
+                    "What the clients share must have the same shape in every architecture, but it is "
+                    f"{shapes[0]} in the first and {other} in number {group + 1}: take models of one feature width K."
+                )
+        own = iter([own for _, own in starts])
+        return starts[0][0], groups.stack(self.task, lambda _: next(own))
+
+    def receive(self, server: PyTree, own: PyTree) -> PyTree:
+        """The client's variables, of what the server sends and what the client has kept."""
+        return trees.merge(own, server)
+
+    def send(self, variables: PyTree, group: int = 0) -> tuple[PyTree, PyTree]:
+        """(what is sent, what stays) of the variables, each with None in place of the other's leaves."""
+        own, shared = trees.partition(variables, self.personal[group])
+        return shared, own
+
+
+def split(task: Task, personal: tuple[str, ...] = (), *, norms: bool = False, variables: PyTree = None) -> Split:
+    """Divides a model's variables into what is sent and what stays with the client.
+
+    Running statistics stay where the body stays, and with bn_stats=local in any case.
+
+    Args:
+      personal: the parts that stay, of body, head, stats.
+      norms: whether every leaf of a batch-norm module stays, too.
+      variables: a dict with a part "stats" that is divided in place of the model's variables.
     """
-    mask = trees.parts(task.model.norms, (*personal, *(("stats",) if "body" in personal else ())))
+    stay = {*personal, *(("stats",) if "body" in personal or task.bn_stats == "local" else ())}
+    wholes = [variables] if variables is not None else [model.norms for model in task.models]
+    masks = [trees.parts(whole, tuple(stay)) for whole in wholes]
     if norms:
-        mask = jax.tree.map(lambda a, b: a or b, mask, task.model.norms)
-    if task.bn_stats == "local":
-        mask["stats"] = jax.tree.map(lambda _: True, mask["stats"])
-    return mask
+        masks = [jax.tree.map(lambda a, b: a or b, *pair) for pair in zip(masks, wholes, strict=True)]
+    return Split(task, tuple(masks))
 
 
 def partial_averaging(
     task: Task,
+    split: Split,
     *,
-    personal: PyTree,
     fixed: tuple[str, ...] = (),
     phases: tuple[Phase, ...] = (Phase(),),
     mu: float | Array = 0.0,
     fine_tune: Phase | None = None,
     untuned: bool = False,
+    one_architecture: bool = True,
 ) -> Algorithm:
     """Averages the shared leaves of the model over the round's clients, weighted by their training examples.
 
     Args:
-      personal: a tree of booleans over the variables, True where a leaf stays with its client.
+      split: which leaves are shared.
       fixed: parts that never move and never travel (FedBABU's head).
       phases: local training, one stretch after another, each with a fresh optimizer; the loss is the last one's.
       mu: weight of the proximal term mu/2 ||w - w^t||^2 over all trained leaves.
       fine_tune: what a client does with the model before it predicts; discarded afterwards.
       untuned: whether `pre` also scores the model before that, as `untuned_*`.
+      one_architecture: see `types.Algorithm`.
     """
-    loss = losses.classification(task.model)
-    moving = jax.tree.map(lambda _, on: on, personal, trees.parts(personal, tuple({*BOTH, "stats"} - {*fixed})))
-    travels = jax.tree.map(lambda mine, moves: moves and not mine, personal, moving)
+    moves = [trees.parts(mask, tuple({*BOTH, "stats"} - {*fixed})) for mask in split.personal]
+    travels = [
+        jax.tree.map(lambda mine, on: on and not mine, *pair) for pair in zip(split.personal, moves, strict=True)
+    ]
 
     def init(key: Array) -> State:
-        own, shared = trees.partition(task.model.init(key), personal)
-        return State(shared, trees.replicate(own, task.num_clients))
+        return State(*split.init(key))
 
     def train(key: Array, c: Client, variables: PyTree, phase: Phase, extra=None) -> tuple[PyTree, Array]:
-        key = key if phase.stream is None else jax.random.fold_in(key, phase.stream)
+        key = key if phase.stream is None else keys.fold(key, phase.stream)
+        loss = losses.classification(c.model)
         return local.sgd(key, c.train, loss, variables, task, train=phase.train, epochs=phase.epochs, extra=extra)
 
-    def round(key: Array, state: State, cohort) -> tuple[State, PyTree]:
+    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def client(c: Client, own: PyTree):
-            variables = received = trees.merge(own, state.server)
+            variables = received = split.receive(state.server, own)
             value = jnp.zeros(())
             for phase in phases:
                 pull = trees.pull({name: received[name] for name in phase.train}, mu) if not _is_zero(mu) else None
                 variables, value = train(c.key, c, variables, phase, pull)
-            post = evaluate.post(cohort, c, predictor(task, variables))
-            return trees.partition(variables, travels)[0], trees.partition(variables, personal)[0], value, post
+            post = evaluate.post(cohort, c, predictor(c.model, variables))
+            upload = trees.partition(variables, travels[c.group])[0]
+            return upload, Own(split.send(variables, c.group)[1]), value, post
 
-        last = trees.partition(state.server, travels)[0]
-        mean, (own, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, empty=last)
-        return State(trees.merge(mean, state.server), own), {"loss": value, "post": post}
+        last = trees.partition(state.server, travels[0])[0]
+        mean, (own, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, default=last)
+        return State(trees.merge(mean, state.server), own), Metrics(value, post)
 
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
-        variables = received = trees.merge(own, server)
+        variables = received = split.receive(server, own)
         if fine_tune is not None and fine_tune.epochs != 0:
             variables, _ = train(c.key, c, variables, fine_tune)
-        tuned = predictor(task, variables)
-        return beside(tuned, predictor(task, received)) if untuned else tuned
-
-    def sent(state: State, cohort, metrics: PyTree):
-        return traffic.both_ways(
-            cohort, trees.partition(jax.eval_shape(task.model.init, jax.random.key(0)), travels)[0]
-        )
+        tuned = predictor(c.model, variables)
+        return beside(tuned, predictor(c.model, received)) if untuned else tuned
 
     score = functools.partial(score_beside, name="untuned") if untuned else evaluate.classification
-    return Algorithm(init, round, predict, score, sent)
+    return Algorithm(init, round, predict, score, one_architecture=one_architecture)
 
 
 def _is_zero(x: float | Array) -> bool:

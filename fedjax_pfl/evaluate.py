@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl import local
-from fedjax_pfl.types import Array, Batch, Client, Predictor, Scores
+from fedjax_pfl.types import Array, Batch, Client, Cohort, Predictor, Scores
 
 BATCH = 256  # test examples predicted at once
 Score = Callable[[Array, Array, Array, Client], Scores]
@@ -57,7 +57,7 @@ def client(c: Client, predictor: Predictor, score: Score = classification) -> di
     return {name: ratio(*pair) for name, pair in sums.items()}
 
 
-def post(cohort, c: Client, predictor: Predictor, score: Score = classification) -> dict[str, Array]:
+def post(cohort: Cohort, c: Client, predictor: Predictor, score: Score = classification) -> dict[str, Array]:
     """The scores right after local training, if `cohort.evaluated`; else NaN at no cost."""
     run = functools.partial(client, c, predictor, score)
     nothing = {name: jnp.full(x.shape, jnp.nan, x.dtype) for name, x in jax.eval_shape(run).items()}

@@ -8,11 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fedjax_pfl import trees
+from fedjax_pfl import keys, trees
 from fedjax_pfl.types import Array, Batch, Data, PyTree, Task
 
-SHUFFLE, STEP = 1, 2  # streams of a training key
-LOSS, AUGMENT = 3, 4  # and of a step's key; its batch i is augmented with AUGMENT + i
 SCOPE = "loop_over_batches"  # in the names of a trace, see `work`
 Loss = Callable[[PyTree, Batch, Array], tuple]  # (variables, batch, key) -> loss [], new stats (, aux)
 
@@ -25,12 +23,13 @@ def shuffle(key: Array, length: int, size: Array) -> Array:
 
 
 def take(data: Data, row: Array, mask: Array) -> Batch:
-    """The batch of a client's rows `row` [B]; where `mask` [B] is False inputs and labels are zeros."""
+    """The batch of a client's rows `row` [B]; where `mask` [B] is False it holds zeros, or `data.masked`."""
     index = data.index[jnp.where(mask, row, 0)]
     index = jnp.where(mask, index, 0)  # an empty client's list holds nothing meaningful
     x = data.prepare(_rows(data.examples.x, index))
-    x = jnp.where(trees.expand(mask, x.ndim), x, 0)  # not a product: 0 * NaN is NaN
-    return Batch(x, jnp.where(mask, _rows(data.examples.y, index), 0), mask, row)
+    empty_x, empty_y = (0, 0) if data.masked is None else (data.masked.x[None], data.masked.y)
+    x = jnp.where(trees.expand(mask, x.ndim), x, empty_x)  # not a product: 0 * NaN is NaN
+    return Batch(x, jnp.where(mask, _rows(data.examples.y, index), empty_y), mask, row)
 
 
 def _rows(x: Array, index: Array) -> Array:
@@ -109,14 +108,14 @@ def steps(
 
     def one(e: Array, orders: list[Array], s: Array, loop: PyTree) -> PyTree:
         carry, sums = loop
-        step_key = jax.random.fold_in(jax.random.fold_in(key, STEP), e * per_epoch + s)
+        step_key = jax.random.fold_in(keys.fold(key, keys.Client.STEP), e * per_epoch + s)
         carry, aux = step(step_key, carry, *_batches(data, orders, s * batch_size, batch_size))
         return carry, trees.add(sums, aux)
 
     def epoch(e: Array, loop: PyTree) -> PyTree:
-        first = jax.random.fold_in(jax.random.fold_in(key, SHUFFLE), e)
-        keys = [first, *(jax.random.fold_in(first, i) for i in range(1, batches_per_step))]
-        orders = [jnp.pad(shuffle(key, length, data.size), (0, -length % batch_size)) for key in keys]
+        first = jax.random.fold_in(keys.fold(key, keys.Client.SHUFFLE), e)
+        draws = [first, *(jax.random.fold_in(first, i) for i in range(1, batches_per_step))]
+        orders = [jnp.pad(shuffle(key, length, data.size), (0, -length % batch_size)) for key in draws]
         count = jnp.minimum(per_epoch, total - e * per_epoch)
         return jax.lax.fori_loop(0, count, lambda s, loop: one(e, orders, s, loop), loop)
 
@@ -142,9 +141,9 @@ def work(
 
     def augmented(key: Array, carry: PyTree, *batches: Batch) -> tuple[PyTree, PyTree]:
         if task.augment is not None:
-            keys = [jax.random.fold_in(key, AUGMENT + i) for i in range(batches_per_step)]
-            batches = tuple(b._replace(x=task.augment(k, b.x)) for k, b in zip(keys, batches, strict=True))
-        return step(jax.random.fold_in(key, LOSS), carry, *batches)
+            draws = [keys.fold(key, keys.Step.AUGMENT, i) for i in range(batches_per_step)]
+            batches = tuple(b._replace(x=task.augment(k, b.x)) for k, b in zip(draws, batches, strict=True))
+        return step(keys.fold(key, keys.Step.LOSS), carry, *batches)
 
     options: dict[str, Any] = {"batch_size": task.batch_size, "drop_last": task.drop_last, **length}
     return steps(key, data, augmented, carry, batches_per_step=batches_per_step, **options)

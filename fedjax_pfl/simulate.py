@@ -1,9 +1,8 @@
 """The round loop: sample, gather, round, scatter, evaluate."""
 
-import functools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,16 +12,21 @@ import optax
 
 from fedjax_pfl import evaluate
 from fedjax_pfl.data.datasets import Dataset
-from fedjax_pfl.engine import multihost
-from fedjax_pfl.engine.program import Program, at_home, compiled, hyperparameters, program
+from fedjax_pfl.engine import memory, multihost
+from fedjax_pfl.engine.memory import Memory
+from fedjax_pfl.engine.program import Program, Round, hyperparameters, program
 from fedjax_pfl.engine.sampling import cohort_size, sample
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Array, Federation, Model, PyTree, State, Task
 
 __all__ = [
+    "Compiled",
     "DivergenceError",
     "Program",
     "Result",
+    "Round",
     "cohort_size",
+    "compiled",
     "curve",
     "hyperparameters",
     "program",
@@ -44,7 +48,7 @@ class DivergenceError(RuntimeError):
 def task(
     dataset: Dataset,
     class_counts: np.ndarray | Array,
-    model: Model,
+    model: Model | Sequence[Model],
     *,
     lr: float,
     batch_size: int,
@@ -55,23 +59,49 @@ def task(
 
     Args:
       class_counts: [N, C] training examples of each client (`Federation.class_counts`).
+      model: of every client, or several architectures: client i has model i mod G, unless `architecture` [N] is given.
       optimizer: lr -> optax.GradientTransformation.
       options: further fields of Task: epochs, steps, rounds, participation, ...
     """
     counts = np.asarray(class_counts)
-    sizes, shape, classes = counts.sum(axis=1), dataset.x.shape[1:], dataset.num_classes
-    made = Task(model, sizes, counts, classes, shape, dataset.prepare, lr, optimizer, batch_size)
-    return made._replace(**{"superclass": dataset.superclass} | options)
+    models = (model,) if isinstance(model, Model) else tuple(model)
+    example = jax.ShapeDtypeStruct(dataset.x.shape[1:], dataset.x.dtype)
+    made = Task(
+        models,
+        architecture=np.arange(len(counts)) % len(models),
+        sizes=counts.sum(axis=1),
+        class_counts=counts,
+        num_classes=dataset.num_classes,
+        input=example,
+        prepare=dataset.prepare,
+        lr=lr,
+        optimizer=optimizer,
+        batch_size=batch_size,
+        superclass=dataset.superclass,
+    )
+    made = made._replace(**options)
+    check_architectures(made)
+    return made
+
+
+def check_architectures(task: Task) -> None:
+    """Raises InputError unless every client has one of the task's models, and every model a client."""
+    of = np.asarray(task.architecture)
+    if of.shape != (task.num_clients,) or sorted(set(of.tolist())) != list(range(len(task.models))):
+        raise InputError(
+            f"There are {len(task.models)} architectures and {task.num_clients} clients: each client needs one, "
+            "and each architecture a client."
+        )
 
 
 def curve(
     program: Program, key: Array, numbers: dict[str, Array], federation: Federation, *, rounds: int, eval_every: int = 1
-) -> tuple[State, PyTree, PyTree]:
+) -> tuple[State, Round, dict[str, Array], dict[str, Array]]:
     """A whole experiment as one pure function of its key and its numbers, for jax.vmap over seeds and values.
 
     Returns:
-      The last state; the rounds' metrics [rounds, ...] with the scores before each under "pre" (NaN where round t is
-      not evaluated); the scores after the last round.
+      The last state; what is known of the rounds, [rounds, ...]; the scores before each, {name: [rounds, N]} (NaN where
+      round t is not evaluated); the scores after the last round, {name: [N]}.
     """
     run = lambda state, t: program.evaluate(key, numbers, federation, state, t)
 
@@ -81,10 +111,10 @@ def curve(
         nothing = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), shapes)
         pre = jax.lax.cond(evaluated, run, lambda *_: nothing, state, t)
         state, metrics = program.round(key, numbers, federation, state, t, evaluated)
-        return state, metrics | {"pre": pre}
+        return state, (metrics, pre)
 
-    state, metrics = jax.lax.scan(step, program.init(key, numbers), jnp.arange(rounds))
-    return state, metrics, run(state, jnp.int32(rounds))
+    state, (metrics, pre) = jax.lax.scan(step, program.init(key, numbers), jnp.arange(rounds))
+    return state, metrics, pre, run(state, jnp.int32(rounds))
 
 
 class Result(NamedTuple):
@@ -92,8 +122,50 @@ class Result(NamedTuple):
 
     round: int
     state: State | None  # None where not wanted, see `rounds`
-    metrics: PyTree | None  # None in the closing row
+    metrics: Round | None  # None in the closing row
     pre: dict[str, np.ndarray] | None  # {name: [N]}, scores before the round, where evaluated
+
+
+class Compiled(NamedTuple):
+    """What `rounds` runs, compiled ahead of time."""
+
+    init: Callable[..., State]  # (key, numbers, placement)
+    evaluate: Callable[..., dict[str, Array]]  # (key, numbers, federation, State, t)
+    step: Callable[
+        ..., tuple[State, Round]
+    ]  # (key, numbers, federation, State, t, evaluated, count): metrics [count, ...]
+    memory: Memory  # of the larger of evaluation and step
+
+
+def compiled(
+    program: Program, key: Array, federation: Federation, *, eval_every: int = 1, state_every: int = 1
+) -> Compiled:
+    """Compiles the functions that `rounds` runs with these arguments, and accounts for their memory."""
+    if program.on_host:
+        return Compiled(program.init, program.evaluate, _single(program.round), Memory(None, None, None))
+    key, numbers, federation = _arguments(program, key, federation)
+    init = jax.jit(program.init).lower(key, numbers, federation.placement).compile()
+    shapes = jax.eval_shape(program.init, key, numbers, federation.placement)
+    where = init.output_shardings
+    state = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, where)
+    t = np.int32(0)
+    together = 1 not in (eval_every, state_every)
+    run = _several(program) if together else _single(program.round)
+    given = (key, numbers, federation, state, t)
+    step = jax.jit(run, donate_argnums=3).lower(*given, np.bool_(True), np.int32(1)).compile()
+    evaluate = jax.jit(program.evaluate).lower(*given).compile()
+    devices = 1 if program.mesh is None else len(program.mesh.local_devices)
+    return Compiled(init, evaluate, step, memory.of([evaluate, step], devices=devices))
+
+
+def _arguments(program: Program, key: Array, federation: Federation) -> tuple[Array, dict[str, Array], Federation]:
+    """Key, numbers and federation as the compiled functions take them."""
+    numbers = {name: jnp.asarray(value, float) for name, value in program.numbers.items()}
+    if not program.on_host:
+        federation = federation._replace(placement=program.placement)
+    if program.mesh is not None:  # once: a jitted function would copy them to the devices at every call
+        key, numbers, federation = multihost.replicate((key, numbers, federation), program.mesh)
+    return key, numbers, federation
 
 
 def rounds(
@@ -106,6 +178,7 @@ def rounds(
     start: int = 0,
     state: State | None = None,
     state_every: int = 1,
+    functions: Compiled | None = None,
 ) -> Iterator[Result]:
     """Runs an experiment round by round from `start`, and closes with the scores after the last round.
 
@@ -114,32 +187,33 @@ def rounds(
     `state_every`-th round and the last: of short rounds between those and evaluations several go to the devices at
     once, since starting one can take as long as itself.
 
+    Args:
+      functions: what `compiled` returned for the same arguments; None: compiled here.
+
     Raises:
       DivergenceError: an active client's loss or state, or the server's, is not finite; that round is not yielded.
     """
-    init, scores, step = compiled(program)
-    numbers = {name: jnp.asarray(value, float) for name, value in program.numbers.items()}
-    if program.mesh is not None:  # once: a jitted function would copy them to the devices at every call
-        key, numbers, federation = multihost.replicate((key, numbers, federation), program.mesh)
+    run = functions or compiled(program, key, federation, eval_every=eval_every, state_every=state_every)
+    key, numbers, federation = _arguments(program, key, federation)
     if state is None:
-        state = init(key, numbers)
-    together = program.functions is not None and 1 not in (eval_every, state_every)
-    step, few, t = (_several(program) if together else _single(step)), 1, start
+        state = run.init(key, numbers, federation.placement)
+    together = not program.on_host and 1 not in (eval_every, state_every)
+    few, t = 1, start
     while t < rounds:
         wanted = bool(eval_every) and (t % eval_every == 0 or t == rounds - 1)
-        pre = multihost.fetch(scores(key, numbers, federation, state, np.int32(t))) if wanted else None
+        pre = multihost.fetch(run.evaluate(key, numbers, federation, state, np.int32(t))) if wanted else None
         count = min(few, _free(t, rounds, eval_every, state_every)) if together else 1
         begin = time.perf_counter()
-        state, metrics = step(key, numbers, federation, state, np.int32(t), np.bool_(wanted), np.int32(count))
+        state, metrics = run.step(key, numbers, federation, state, np.int32(t), np.bool_(wanted), np.int32(count))
         metrics = multihost.fetch(metrics)
-        if together and t > start:  # the first round is compiled, too
+        if together:
             few = multihost.largest(min(TOGETHER, max(1, int(SECONDS * count / (time.perf_counter() - begin)))))
         for i in range(count):
-            one = _without_padding(jax.tree.map(lambda x, i=i: x[i], metrics), len(federation.train.size))
+            one = without_padding(jax.tree.map(lambda x, i=i: x[i], metrics), len(federation.train.size))
             _check_finite(t + i, one)
             yield Result(t + i, None if i < count - 1 else state, one, None if i else pre)
         t += count
-    yield Result(rounds, state, None, multihost.fetch(scores(key, numbers, federation, state, np.int32(rounds))))
+    yield Result(rounds, state, None, multihost.fetch(run.evaluate(key, numbers, federation, state, np.int32(rounds))))
 
 
 def _free(t: int, rounds: int, eval_every: int, state_every: int) -> int:
@@ -150,50 +224,49 @@ def _free(t: int, rounds: int, eval_every: int, state_every: int) -> int:
     return min(ends) - t
 
 
-def _single(step: Callable[..., tuple[State, PyTree]]) -> Callable[..., tuple[State, PyTree]]:
-    """A jitted round as `_several` has it, for one."""
+def _single(step: Callable[..., tuple[State, Round]]) -> Callable[..., tuple[State, Round]]:
+    """A round as `_several` has it, for one."""
 
-    def run(key, numbers, federation, state, t, evaluated, _) -> tuple[State, PyTree]:
+    def run(key, numbers, federation, state, t, evaluated, _) -> tuple[State, Round]:
         state, metrics = step(key, numbers, federation, state, t, evaluated)
         return state, jax.tree.map(lambda x: x[None], metrics)
 
     return run
 
 
-def _several(program: Program) -> Callable[..., tuple[State, PyTree]]:
-    """Rounds t to t + count - 1, jitted; `evaluated` is of the first, the metrics are [TOGETHER, ...].
+def _several(program: Program) -> Callable[..., tuple[State, Round]]:
+    """Rounds t to t + count - 1; `evaluated` is of the first, the metrics are [TOGETHER, ...].
 
     However many, each is the same compiled code: a resumed run need not take as many at once.
     """
-    assert program.functions is not None
-    step = jax.jit(program.functions.round)  # traced once, for the shapes and in the loop
+    step = jax.jit(program.round)  # traced once, for the shapes and in the loop
 
-    def run(homes, key, numbers, federation, state: State, t, evaluated, count) -> tuple[State, PyTree]:
-        def one(i: Array, carry: tuple[State, PyTree]) -> tuple[State, PyTree]:
+    def run(key, numbers, federation, state: State, t, evaluated, count) -> tuple[State, Round]:
+        def one(i: Array, carry: tuple[State, Round]) -> tuple[State, Round]:
             state, metrics = carry
-            state, found = step(homes, key, numbers, federation, state, t + i, evaluated & (i == 0))
+            state, found = step(key, numbers, federation, state, t + i, evaluated & (i == 0))
             return state, jax.tree.map(lambda all, x: all.at[i].set(x), metrics, found)
 
-        shapes = jax.eval_shape(step, homes, key, numbers, federation, state, t, evaluated)[1]
+        shapes = jax.eval_shape(step, key, numbers, federation, state, t, evaluated)[1]
         metrics = jax.tree.map(lambda x: jnp.zeros((TOGETHER, *x.shape), x.dtype), shapes)
         return jax.lax.fori_loop(0, count, one, (state, metrics))
 
-    return functools.partial(jax.jit(run, donate_argnums=4), at_home(program))
+    return run
 
 
-def _without_padding(metrics: PyTree, num_clients: int) -> PyTree:
-    """Round metrics of the cohort's clients only, by id."""
-    ids = metrics["ids"]
-    real = np.argsort(ids)[: np.sum(ids < num_clients)]
-    return jax.tree.map(lambda x: x[real] if x.shape[:1] == ids.shape else x, metrics)
+def without_padding(metrics: Round, num_clients: int) -> Round:
+    """What is known of the cohort's clients only, by id."""
+    real = np.argsort(metrics.ids)[: np.sum(metrics.ids < num_clients)]
+    own = jax.tree.map(lambda x: x[real], metrics._replace(server={}))
+    return own._replace(server=metrics.server)
 
 
-def _check_finite(t: int, metrics: PyTree) -> None:
+def _check_finite(t: int, metrics: Round) -> None:
     # the loss may be of another model than the one that is kept, as Ditto's is
-    found = {"loss": ~np.isfinite(metrics["loss"]), "state (or the server's)": ~metrics["finite"]}
+    found: dict[str, Any] = {"loss": ~np.isfinite(metrics.loss), "state (or the server's)": ~metrics.finite}
     for what, bad in found.items():
-        if (bad := bad & metrics["active"]).any():
-            ids = ", ".join(map(str, metrics["ids"][bad][:20]))
+        if (bad := bad & metrics.active).any():
+            ids = ", ".join(map(str, metrics.ids[bad][:20]))
             raise DivergenceError(
                 f"The {what} of client {ids} is not finite in round {t}: lower --lr, or clip gradients with --clip."
             )
@@ -212,13 +285,18 @@ def record(result: Result, test_sizes: np.ndarray) -> dict[str, Any]:
     row: dict[str, Any] = {"round": result.round}
     if result.metrics is not None:
         m = result.metrics
-        active, ids = m["active"], m["ids"]
-        row |= {"loss": float(np.mean(m["loss"][active])), "participants": int(active.sum())}
-        sent = {name: x for name, x in m["traffic"]._asdict().items() if x is not None}
+        active, ids = m.active, m.ids
+        row |= {"loss": float(np.mean(m.loss[active])), "participants": int(active.sum())}
+        sent = {name: x for name, x in m.traffic._asdict().items() if x is not None}
         row |= {f"traffic/{name}": int(np.asarray(x, np.int64).sum()) for name, x in sent.items()}
-        row |= _statistics("post", {k: np.where(active, v, np.nan) for k, v in m["post"].items()}, test_sizes[ids])
-        known = ("loss", "post", "traffic", "ids", "active", "finite")
-        row |= {name: float(np.mean(x[active]) if np.ndim(x) else x) for name, x in m.items() if name not in known}
+        row |= _statistics("post", {k: np.where(active, v, np.nan) for k, v in m.post.items()}, test_sizes[ids])
+        row |= {name: float(np.mean(x[active])) for name, x in m.clients.items()}
+        row |= {name: float(x) for name, x in m.server.items() if np.ndim(x) == 0}
+        for name, x in m.server.items():
+            if np.ndim(x):
+                row |= {
+                    f"{name}/{what}": float(f(x)) for what, f in (("mean", np.mean), ("min", np.min), ("max", np.max))
+                }
     return row | _statistics("pre", result.pre or {}, test_sizes)
 
 

@@ -1,15 +1,40 @@
 """What travels between the server and the clients, in scalars, integers and messages."""
 
+import math
+
+import jax
 import jax.numpy as jnp
 
 from fedjax_pfl import trees
-from fedjax_pfl.types import PyTree, Traffic
+from fedjax_pfl.types import Array, Cohort, Metrics, PyTree, State, Traffic
 
 
-def both_ways(cohort, down: PyTree | int, up: PyTree | int | None = None) -> Traffic:
-    """One message each way a round; `down` and `up` (None: the same) are trees that travel whole, or scalar counts."""
+def both_ways(cohort: Cohort, down: PyTree | int | Array, up: PyTree | int | Array | None = None) -> Traffic:
+    """One message each way per round.
+
+    Args:
+      down: a tree that travels whole, a count of scalars, or counts per client [S]; what is received.
+      up: likewise, what is sent; None: the same.
+    """
     up = down if up is None else up
-    counts = [tree if isinstance(tree, int) else trees.size(tree) for tree in (down, up)]
     active = cohort.active.astype(jnp.int32)
-    messages = sum(count > 0 for count in counts)
-    return Traffic(counts[0] * active, counts[1] * active, 0 * active, messages * active)
+    counts = [_count(tree, len(active)) * active for tree in (down, up)]
+    messages = (counts[0] > 0).astype(jnp.int32) + (counts[1] > 0)
+    return Traffic(counts[0], counts[1], 0 * active, messages)
+
+
+def uploads(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
+    """The size of what `Cohort.mean` averaged, both ways: the default of a method that counts nothing else."""
+    lengths = cohort.places  # type: ignore[attr-defined]  # the engine's
+    sizes = [[trees.size(upload) for upload in call] for call in cohort.uploads]  # type: ignore[attr-defined]
+    per_group = [sum(call[group] for call in sizes) for group in range(len(lengths))]
+    each = jnp.concatenate([jnp.full(n, size, jnp.int32) for n, size in zip(lengths, per_group, strict=True)])
+    return both_ways(cohort, each)
+
+
+def _count(tree: PyTree | int | Array, clients: int) -> int | Array:
+    if isinstance(tree, int):
+        return tree
+    if isinstance(tree, jax.Array) and tree.shape == (clients,) and jnp.issubdtype(tree.dtype, jnp.integer):
+        return tree
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))

@@ -24,7 +24,7 @@ def library(method: str, devices: int) -> list[np.ndarray]:
     """The last state and the last round's metrics of a run from Python, whatever the devices are."""
     program = simulate.program(ALGORITHMS[method], toy.method_task(method), devices=devices)
     *_, last, closing = simulate.rounds(program, jax.random.key(3), toy.federation(), rounds=2)
-    return jax.tree.leaves((multihost.fetch(program.by_id(closing.state)), last.metrics["loss"], closing.pre))
+    return jax.tree.leaves((multihost.fetch(program.unplace(closing.state)), last.metrics.loss, closing.pre))
 
 
 def interrupted(*args, **options):

@@ -88,7 +88,7 @@ def run(factory, task, **hparams):
 
     @jax.jit
     def step(key, state, active):
-        cohort = Cohort(f, task.prepare, ids, active, key=key, round=0, evaluated=jnp.bool(False), width=1)
+        cohort = Cohort(f, task, ids, active, key=key, round=0, evaluated=jnp.bool(False), width=1)
         new, metrics = algorithm.round(key, state, cohort)
         return State(new.server, trees.scatter(state.clients, ids, new.clients, active)), metrics
 

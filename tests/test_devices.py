@@ -14,26 +14,26 @@ from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.data.datasets import Dataset, prepare_images
 from fedjax_pfl.data.partitioners import partition
-from fedjax_pfl.engine import cohort
+from fedjax_pfl.engine import placement
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import State
 
 KEY = jax.random.key(3)
 
 
-def test_every_client_is_dealt_once_and_every_place_is_used():
+def test_every_client_is_assigned_once_and_every_place_is_used():
     work = np.random.default_rng(0).integers(0, 50, 21)
-    dealt = np.asarray(cohort.deal(jnp.asarray(work), 8))
-    assert dealt.shape == (24,) and sorted(dealt) == list(range(24))
+    assigned = np.asarray(placement.assign(jnp.asarray(work), 8))
+    assert assigned.shape == (24,) and sorted(assigned) == list(range(24))
 
 
 def test_one_device_and_equal_work():
-    assert sorted(np.asarray(cohort.deal(jnp.ones(5), 1))) == list(range(5))
-    assert (np.asarray(cohort.deal(jnp.ones(6), 3)).reshape(3, 2) < 6).all()
+    assert sorted(np.asarray(placement.assign(jnp.ones(5), 1))) == list(range(5))
+    assert (np.asarray(placement.assign(jnp.ones(6), 3)).reshape(3, 2) < 6).all()
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_busiest_device_has_little_more_than_the_best_deal_gives_it(seed):
+def test_the_busiest_device_has_little_more_than_the_best_assignment_gives_it(seed):
     """100 clients, Dirichlet 0.1, 8 devices, in steps: at most 10 % over longest-processing-time without places."""
     y = np.arange(14_000, dtype=np.int32) % 10
     data = Dataset("random", np.zeros((len(y), 1, 1, 1), np.uint8), y, len(y), 10, prepare_images)
@@ -41,15 +41,15 @@ def test_the_busiest_device_has_little_more_than_the_best_deal_gives_it(seed):
     steps, best = -(-sizes // 10), np.zeros(8)
     for n in sorted(steps)[::-1]:
         best[best.argmin()] += n
-    dealt = np.asarray(cohort.deal(jnp.asarray(sizes), 8)).reshape(8, -1)
-    loads = np.append(steps, np.zeros(dealt.size - 100))[dealt].sum(axis=1)
+    assigned = np.asarray(placement.assign(jnp.asarray(sizes), 8)).reshape(8, -1)
+    loads = np.append(steps, np.zeros(assigned.size - 100))[assigned].sum(axis=1)
     assert loads.sum() == steps.sum()
     assert loads.max() <= 1.1 * best.max()
 
 
 def test_more_devices_than_there_are_is_one_sentence():
     with pytest.raises(InputError, match=r"devices=9 is outside its range \[1, 8\]"):
-        cohort.make_mesh(9)
+        placement.make_mesh(9)
 
 
 @functools.cache
@@ -66,7 +66,7 @@ def run(method, devices, participation, rounds=3):
 
 def on_host(program, state):
     """The state by id."""
-    return jax.device_get(jax.jit(program.by_id)(state))
+    return jax.device_get(jax.jit(program.unplace)(state))
 
 
 @pytest.mark.parametrize("devices, participation", [(3, (1, 1)), (3, (0.6, 0.6)), (3, (0.3, 1)), (8, (0.6, 0.6))])
@@ -80,7 +80,7 @@ def test_a_run_over_devices_is_the_run_on_one(devices, participation):
     for a, b in zip(together, alone, strict=True):
         assert_close(a.pre, b.pre, 1e-5)
         if b.metrics is not None:
-            assert_close(a.metrics, toy.rows(b.metrics, np.argsort(b.metrics["ids"])), 1e-5)
+            assert_close(a.metrics, toy.rows(b.metrics, np.argsort(b.metrics.ids)), 1e-5)
 
 
 @pytest.mark.parametrize("participation", [pytest.param((1, 1), marks=pytest.mark.slow), (0.6, 0.6)])
@@ -120,7 +120,7 @@ def test_seeds_are_vmapped_over_devices_too():
     def one(key, lam):
         numbers = program.numbers | {"lam": lam}
         state = program.init(key, numbers)
-        return program.round(key, numbers, toy.federation(), state, jnp.int32(0), jnp.bool(True))[1]["loss"]
+        return program.round(key, numbers, toy.federation(), state, jnp.int32(0), jnp.bool(True))[1].loss
 
     lam = jnp.array([0.1, 1.0])
     together = jax.jit(jax.vmap(one))(keys, lam)
@@ -174,5 +174,5 @@ def test_clients_at_rest_lie_on_their_devices():
     for tree in (state.clients, program.output_shardings[0].clients):
         for x in jax.tree.leaves(tree):
             spec = x.sharding.spec if hasattr(x, "sharding") else x.spec
-            assert spec[0] == cohort.AXIS
+            assert spec[0] == placement.AXIS
     assert isinstance(state, State)

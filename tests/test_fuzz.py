@@ -112,14 +112,14 @@ def federation(sizes: tuple, own: list, pad: int, nobodys: float, seed: int) -> 
 
 
 def program(method: str, case: Case, width: int = 1, devices: int = 1, host: bool = False) -> simulate.Program:
-    made = simulate.program(toy.METHODS[method], case.task, case.hparams, width=width, devices=devices)
     sampled = simulate.cohort_size(case.task) < case.task.num_clients
-    return host_state.offloaded(made, case.task) if host and sampled else made
+    make = host_state.program if host and sampled else simulate.program
+    return make(toy.METHODS[method], case.task, case.hparams, width=width, devices=devices, checked=False)
 
 
 def run(p: simulate.Program, f: Federation, key, rounds: int = ROUNDS, **options) -> list[simulate.Result]:
     """Each round's result, with a state that stays what it was."""
-    keep = lambda state: None if state is None else jax.tree.map(np.array, jax.device_get(p.by_id(state)))
+    keep = lambda state: None if state is None else jax.tree.map(np.array, jax.device_get(p.unplace(state)))
     return [r._replace(state=keep(r.state)) for r in simulate.rounds(p, key, f, rounds=rounds, **options)]
 
 
@@ -128,7 +128,7 @@ def interrupted(method: str, case: Case, key, path) -> list[simulate.Result]:
     before, after = (program(method, case, **layout) for layout in case.layouts)
     results = run(before, case.padded, key, case.stop, **case.every)
     checkpoint.save(path, case.stop, results[-1].state)
-    start, state = checkpoint.restore(path, jax.eval_shape(before.parts.init, key, before.numbers))
+    start, state = checkpoint.restore(path, jax.eval_shape(lambda: results[-1].state))
     return results[:-1] + run(after, case.padded, key, start=start, state=after.place(state), **case.every)
 
 
@@ -138,7 +138,7 @@ def assert_close(a: Any, b: Any) -> None:
 
 def assert_absent_clients_stay(results: list[simulate.Result]) -> None:
     for before, after in itertools.pairwise(results[:-1]):
-        absent = np.setdiff1d(np.arange(len(after.pre["acc"])), after.metrics["ids"][after.metrics["active"]])
+        absent = np.setdiff1d(np.arange(len(after.pre["acc"])), after.metrics.ids[after.metrics.active])
         assert_same(rows(before.state.clients, absent), rows(after.state.clients, absent))
 
 
@@ -154,8 +154,8 @@ def test_the_results_are_those_of_the_plain_run(method, seed, tmp_path):
         if mine.pre is not None:
             assert_close(mine.pre, theirs.pre)
         if theirs.metrics is not None:
-            assert_same(mine.metrics["ids"], theirs.metrics["ids"])
+            assert_same(mine.metrics.ids, theirs.metrics.ids)
             of = lambda r, known=mine.pre: {k: x for k, x in r.metrics.items() if k != "post" or known is not None}
-            active = theirs.metrics["active"]  # of the others they mean nothing
+            active = theirs.metrics.active  # of the others they mean nothing
             assert_close(rows(of(mine), active), rows(of(theirs), active))
     assert_absent_clients_stay(plain)

@@ -124,7 +124,7 @@ def test_an_empty_client_takes_no_step():
 def test_a_split_that_nobody_has():
     f = toy.federation()
     nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(True)}
-    cohort = Cohort(f, toy.task().prepare, jnp.arange(2), jnp.ones(2, bool), key=KEY, width=1, **nothing)
+    cohort = Cohort(f, toy.task(), jnp.arange(2), jnp.ones(2, bool), key=KEY, width=1, **nothing)
 
     def client(c):
         seen = local.sweep(c.val, lambda b: jnp.sum(b.mask), 4)

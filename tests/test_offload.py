@@ -11,7 +11,7 @@ from toy import N, assert_same
 from experiments import main, runs
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.engine import host_state, memory, multihost
+from fedjax_pfl.engine import host_state, multihost
 from fedjax_pfl.errors import InputError
 
 KEY = jax.random.key(3)
@@ -22,12 +22,12 @@ def programs(devices):
     """State on the devices, and on the host."""
     task = toy.method_task("ditto")._replace(participation=(0.3, 0.7))  # cohorts of three, some of them dropped out
     program = simulate.program(ALGORITHMS["ditto"], task, devices=devices)
-    return program, host_state.offloaded(program, task)
+    return program, host_state.program(ALGORITHMS["ditto"], task, devices=devices)
 
 
 def run(program, rounds=4, **options):
     """Each round's result, with a state that stays what it was."""
-    keep = lambda result: result._replace(state=jax.device_get(program.by_id(result.state)))
+    keep = lambda result: result._replace(state=jax.device_get(program.unplace(result.state)))
     copied = lambda result: result._replace(state=jax.tree.map(np.array, result.state))
     return [copied(keep(r)) for r in simulate.rounds(program, KEY, toy.federation(), rounds=rounds, **options)]
 
@@ -47,7 +47,7 @@ def test_a_run_is_bit_for_bit_that_of_state_on_the_devices(devices):
 
 def test_rows_of_absent_clients_stay():
     before, after = both(1)[1][1:3]
-    absent = np.setdiff1d(np.arange(N), after.metrics["ids"][after.metrics["active"]])
+    absent = np.setdiff1d(np.arange(N), after.metrics.ids[after.metrics.active])
     assert len(absent)
     assert_same(toy.rows(before.state.clients, absent), toy.rows(after.state.clients, absent))
 
@@ -70,15 +70,6 @@ def test_a_run_goes_on_from_its_state_wherever_it_was():
         assert_same(again[-1].pre, both(2)[0][-1].pre)
 
 
-def test_the_device_holds_the_rounds_rows_only():
-    """On a CPU, where the host's rows count as well, the two take about the same."""
-    program, host = programs(1)
-    rows = memory._kept(host, KEY)
-    assert rows == sum(x.nbytes for x in jax.tree.leaves(both(1)[1][0].state.clients))
-    found, other = (memory.predict(p, KEY, toy.federation()).peak for p in (program, host))
-    assert other - rows < found
-
-
 def test_the_rows_begin_on_one_cpu_wherever_the_key_is(monkeypatch):
     """All N of them, which the devices of the mesh may have no room for."""
     _, program = programs(2)
@@ -94,7 +85,7 @@ def test_the_rows_begin_on_one_cpu_wherever_the_key_is(monkeypatch):
 def test_everybody_in_the_round_is_one_sentence():
     task = toy.method_task("ditto")
     with pytest.raises(InputError, match="with participation=1 all 5 are: leave it out"):
-        host_state.offloaded(simulate.program(ALGORITHMS["ditto"], task), task)
+        host_state.program(ALGORITHMS["ditto"], task)
 
 
 def test_the_command_line(tmp_path):

@@ -49,7 +49,7 @@ def test_ditto_global_model_is_fedavgs():
 def test_ditto_without_pull_is_local():
     state, _, last = train("ditto", lam=0.0)
     alone = train("local")
-    assert_close(state.clients, alone.state.clients)
+    assert_close(state.clients["v"], alone.state.clients)
     assert_same(last, alone.last)
 
 
@@ -111,8 +111,8 @@ def test_mnfl_of_uniform_coefficients_is_fedavg():
     state, metrics = got.state, got.metrics
     expected = train("fedavg", federation=equal_sizes())
     assert_close(jax.tree.map(lambda w: jnp.mean(w, axis=0), state.server["w"]), expected.state.server)
-    assert_close(metrics["loss"], expected.metrics["loss"], 1e-5)
-    assert_same(metrics["post"], expected.metrics["post"])
+    assert_close(metrics.loss, expected.metrics.loss, 1e-5)
+    assert_same(metrics.post, expected.metrics.post)
 
 
 def test_mnfl_of_own_models_only_is_local():
@@ -131,7 +131,7 @@ def test_fedem_of_one_component_is_fedavg(task):
     state, metrics, last = train("fedem", task, components=1)
     expected, plain, scores = train("fedavg", task)
     assert_close(trees.gather(state.server, 0), expected.server, 2e-6)
-    assert_close(metrics["loss"], plain["loss"], 2e-6)
+    assert_close(metrics.loss, plain["loss"], 2e-6)
     assert_same(last, scores)
     assert_same(state.clients["pi"], jnp.ones((toy.N, 1)))
 
@@ -149,7 +149,7 @@ def test_fedamp_that_sees_nobody_is_local():
     task = toy.task("mlp", epochs=None, steps=1)
     got = train("fedamp", task, sigma=1e-9)
     state, metrics = got.state, got.metrics
-    np.testing.assert_array_equal(metrics["self_weight"][1:], 1)
+    np.testing.assert_array_equal(metrics.clients["self_weight"][1:], 1)
     assert_close({**state.server["w"], "stats": {}}, train("local", task).state.clients)
 
 
@@ -248,7 +248,7 @@ def test_traffic_with_batch_norm(method, bn_stats):
     algorithm = ALGORITHMS[method](task)
     ids = jnp.array([0, 1])  # two classes each
     nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
-    cohort = Cohort(toy.federation(), task.prepare, ids, jnp.array([True, False]), key=KEY, width=1, **nothing)
+    cohort = Cohort(toy.federation(), task, ids, jnp.array([True, False]), key=KEY, width=1, **nothing)
     sent = algorithm.traffic(jax.eval_shape(algorithm.init, KEY), cohort, {})
     np.testing.assert_array_equal(sent.down, [TRAFFIC[method][bn_stats], 0])
     np.testing.assert_array_equal(sent.up, sent.down)
@@ -260,7 +260,7 @@ def test_traffic_with_batch_norm(method, bn_stats):
 @pytest.mark.parametrize("method", ["fedavg", "ditto", "pfedc"])
 def test_every_use_of_the_moments_learns(method, bn_stats):
     _, metrics, last = train(method, toy.task("norm", bn_stats=bn_stats))
-    assert metrics["loss"][-1].mean() < metrics["loss"][0].mean()
+    assert metrics.loss[-1].mean() < metrics.loss[0].mean()
     assert np.isfinite(last["acc"]).all()
 
 
@@ -301,7 +301,7 @@ def test_fine_tuning_does_not_touch_training():
 
 def test_fine_tuning_for_the_local_epochs_is_fedavgs_post():
     before, after = (toy.train("fedavg_ft", MLP, rounds, fine_tune_epochs=MLP.epochs) for rounds in (2, 3))
-    assert_same(before.last, toy.rows(after.metrics["post"], -1))
+    assert_same(before.last, toy.rows(after.metrics.post, -1))
 
 
 @pytest.mark.parametrize("method", ["fedavg_ft", "fedbabu", "pfedma"])
@@ -337,7 +337,7 @@ def test_pfedma_without_fine_tuning_is_fedma():
 def test_pfedma_trains_as_fedma_and_predicts_what_it_has_trained():
     before, after = (toy.train("pfedma", MLP, rounds, fine_tune_epochs=MLP.epochs) for rounds in (2, 3))
     assert_same(after.state, train("fedma").state)
-    assert_same(before.last, toy.rows(after.metrics["post"], -1))
+    assert_same(before.last, toy.rows(after.metrics.post, -1))
 
 
 def test_fedbabu_head_never_moves():
@@ -427,15 +427,14 @@ def test_curve_is_the_loop(eval_every):
     task = toy.task("mlp", participation=(0.4, 0.8))
     program, f = simulate.program(ALGORITHMS["ditto"], task), toy.federation()
     options = {"rounds": 4, "eval_every": eval_every}
-    state, metrics, last = jax.jit(lambda: simulate.curve(program, KEY, program.numbers, f, **options))()
+    state, metrics, scores, last = jax.jit(lambda: simulate.curve(program, KEY, program.numbers, f, **options))()
     for result in simulate.rounds(program, KEY, f, **options):
         if result.metrics is None:
             assert_close(result.pre, last)
             assert_close(result.state, state)
             continue
-        here = jax.tree.map(lambda x, t=result.round: x[t], metrics)
-        pre = here.pop("pre")
-        order = np.argsort(here["ids"])  # the loop gives its rows by id
+        here, pre = jax.tree.map(lambda x, t=result.round: x[t], (metrics, scores))
+        order = np.argsort(here.ids)  # the loop gives its rows by id
         assert_close(result.metrics, jax.tree.map(lambda x, order=order: x[order], here))
         assert_close(result.pre or jax.tree.map(lambda x: x * np.nan, pre), pre)
 
@@ -448,7 +447,7 @@ def test_fewer_places_than_clients_keep_the_absent_bit_for_bit():
         before = state
         state, metrics = step(KEY, program.numbers, f, before, jnp.int32(t), jnp.bool(False))
         absent = np.ones(toy.N, bool)
-        absent[metrics["ids"][metrics["active"]]] = False
+        absent[metrics.ids[metrics.active]] = False
         assert_same(trees.gather(state.clients, absent), trees.gather(before.clients, absent))
         kernel, old = (x.clients["head"]["kernel"] for x in (state, before))
         assert np.any(kernel != old, axis=(1, 2))[~absent].all()

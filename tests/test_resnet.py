@@ -199,7 +199,7 @@ def test_fedbn_keeps_all_twenty_norms(bn_stats, scalars):
     """The three of the shortcuts too, which a search for names misses; what FedAvg sends of the moments follows."""
     task = toy.task(model=resnet18(), bn_stats=bn_stats)
     given = {"round": jnp.int32(0), "evaluated": jnp.bool(False), "key": KEY, "width": 1}
-    cohort = Cohort(toy.federation(), task.prepare, jnp.arange(2), jnp.array([True, False]), **given)
+    cohort = Cohort(toy.federation(), task, jnp.arange(2), jnp.array([True, False]), **given)
     fedbn, fedavg = (ALGORITHMS[name](task) for name in ("fedbn", "fedavg"))
     state = jax.eval_shape(fedbn.init, KEY)
     own = {jax.tree_util.keystr(path[1:-1]) for path, _ in jax.tree_util.tree_leaves_with_path(state.clients)}

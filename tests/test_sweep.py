@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from experiments import build, main, runs, settings, sweep
-from fedjax_pfl.engine.program import at_home
 from fedjax_pfl.errors import InputError
 
 TINY = [
@@ -85,11 +84,12 @@ def test_seeds_have_the_same_programs(algo, dealt, participation):
     for config in configs:
         experiment = build.prepare(config, room=sweep._room(configs))
         program = experiment.program(width=2, devices=2)
-        homes, f, key, numbers = at_home(program), experiment.federation, experiment.key, program.numbers
+        f = experiment.federation._replace(placement=program.placement)
+        key, numbers = experiment.key, program.numbers
         state = jax.eval_shape(program.init, key, numbers)
-        lowered = [jax.jit(program.functions.init).lower(homes, key, numbers)]
-        lowered += [jax.jit(program.functions.evaluate).lower(homes, key, numbers, f, state, jnp.int32(0))]
-        lowered += [jax.jit(program.functions.round).lower(homes, key, numbers, f, state, jnp.int32(0), jnp.bool(True))]
+        lowered = [jax.jit(program.init).lower(key, numbers, f.placement)]
+        lowered += [jax.jit(program.evaluate).lower(key, numbers, f, state, jnp.int32(0))]
+        lowered += [jax.jit(program.round).lower(key, numbers, f, state, jnp.int32(0), jnp.bool(True))]
         programs.append([x.as_text() for x in lowered])
         sizes.append(np.sort(experiment.task.sizes))
     assert programs[0] == programs[1] == programs[2]

@@ -13,8 +13,8 @@ import toy
 from experiments import build, settings
 from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.engine import program
 from fedjax_pfl.engine.cohort import Cohort
+from fedjax_pfl.engine.program import clients_key as key_of_clients
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.numerics import class_groups
 from fedjax_pfl.types import Examples, Federation, Rows, State, Task
@@ -126,7 +126,7 @@ def test_the_tasks_of_a_hundred_classes(spec, count, head, logits):
     wanted = jax.ShapeDtypeStruct((), jnp.bool)
     new, metrics = jax.eval_shape(program.round, key, numbers, f, state, t, wanted)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
-    assert {name: x.shape for name, x in metrics["post"].items()} == {name: (20,) for name in metrics["post"]}
+    assert {name: x.shape for name, x in metrics.post.items()} == {name: (20,) for name in metrics.post}
     client = jax.ShapeDtypeStruct((), jnp.int32)
     x = jax.ShapeDtypeStruct((3, 6), jnp.float32)
     assert jax.eval_shape(program.predict, key, numbers, f, state, t, client, x).shape == (3, 100)
@@ -185,8 +185,8 @@ def test_masks_are_of_the_selected_and_the_bank_keeps_what_none_of_them_holds():
     begin = worn(jax.jit(program.init)(key, program.numbers))
     run = jax.jit(program.round)
     state, metrics = run(key, program.numbers, f, begin, jnp.int32(4), jnp.bool(False))
-    ids = np.asarray(metrics["ids"])
-    assert len(ids) == 10 and metrics["active"].all()
+    ids = np.asarray(metrics.ids)
+    assert len(ids) == 10 and metrics.active.all()
     counts = np.asarray(f.class_counts)
     absent = np.setdiff1d(np.arange(MANY), ids)
     held, elsewhere = (counts[ids] > 0).any(0), (counts[absent] > 0).any(0)
@@ -218,7 +218,7 @@ def one_client():
 
     @jax.jit
     def run(key, f, state, ids):
-        cohort = Cohort(f, task.prepare, ids, ids >= 0, key=key, round=jnp.int32(4), evaluated=jnp.bool(False), width=1)
+        cohort = Cohort(f, task, ids, ids >= 0, key=key, round=jnp.int32(4), evaluated=jnp.bool(False), width=1)
         return ALGORITHMS["pfedc"](task, **UNIFORM).round(key, state, cohort)[0].server["head"]["kernel"]
 
     return run
@@ -226,6 +226,6 @@ def one_client():
 
 def alone(task: Task, f: Federation, key, state: State, i: int) -> np.ndarray:
     """The branches [K, C] that one selected client sends."""
-    clients_key = program.clients_key(key, jnp.int32(4))
+    clients_key = key_of_clients(key, jnp.int32(4))
     rows = jax.tree.map(lambda x: x[i : i + 1], state.clients)
     return np.asarray(one_client()(clients_key, f, State(state.server, rows), np.array([i], np.int32)))

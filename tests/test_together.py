@@ -11,7 +11,6 @@ from toy import assert_close
 
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.engine.program import at_home
 
 KEY = jax.random.key(3)
 ROUNDS = 8
@@ -37,7 +36,7 @@ def plain(metrics):
     if metrics is None:
         return None
     kept = {name: x for name, x in metrics.items() if not name.startswith("encrypted")}
-    return kept | {"traffic": metrics["traffic"]._replace(encrypted=None)}
+    return kept | {"traffic": metrics.traffic._replace(encrypted=None)}
 
 
 @pytest.mark.parametrize("method, devices, participation", [*QUICK, *ALL])
@@ -92,7 +91,7 @@ def test_what_diverges_among_them_is_not_given_out():
             got.append(result)
     assert f"not finite in round {len(got)}:" in str(error.value) and len(got) > 2
     assert got[2].state is None  # it was among those that went together
-    assert all(np.isfinite(r.metrics["loss"]).all() for r in got)
+    assert all(np.isfinite(r.metrics.loss).all() for r in got)
 
 
 def test_the_devices_say_no_more_to_each_other_than_in_one_round():
@@ -101,7 +100,7 @@ def test_the_devices_say_no_more_to_each_other_than_in_one_round():
     args = (KEY, program.numbers, f, jax.jit(program.init)(KEY, program.numbers), np.int32(0), np.bool_(False))
     lowered = (
         jax.jit(program.round).lower(*args),
-        simulate._several(program).func.lower(at_home(program), *args, np.int32(3)),
+        jax.jit(simulate._several(program)).lower(*args, np.int32(3)),
     )
     one, several = (collectives(made.compile()) for made in lowered)
     assert one.keys() == several.keys() and all(len(one[kind]) == len(several[kind]) for kind in one)

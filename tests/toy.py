@@ -9,9 +9,10 @@ import numpy as np
 import optax
 from flax import nnx
 
-from fedjax_pfl import models, simulate
+from fedjax_pfl import models, simulate, traffic
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.engine.cohort import Cohort, make_mesh
+from fedjax_pfl.engine.cohort import Cohort
+from fedjax_pfl.engine.placement import make_mesh
 from fedjax_pfl.models import layers, nets
 from fedjax_pfl.types import Examples, Federation, Rows, State, Task
 
@@ -75,11 +76,12 @@ def task(net: str = "mlp", **options: Any) -> Task:
     f = federation()
     bn_stats = options.get("bn_stats", "aggregate")
     given = {
-        "model": models.model(NETS[net], SHAPE, C, bn_stats=bn_stats),
+        "models": (models.model(NETS[net], SHAPE, C, bn_stats=bn_stats),),
+        "architecture": np.zeros(N, np.int32),
         "sizes": np.asarray(f.train.size),
         "class_counts": np.asarray(f.class_counts),
         "num_classes": C,
-        "input_shape": SHAPE,
+        "input": jax.ShapeDtypeStruct(SHAPE, jnp.float32),
         "prepare": lambda x: x.astype(jnp.float32),
         "lr": 0.1,
         "optimizer": optax.sgd,
@@ -87,6 +89,8 @@ def task(net: str = "mlp", **options: Any) -> Task:
         "epochs": 2,
         "rounds": 3,
     }
+    if "model" in options:
+        options["models"] = (options.pop("model"),)
     return Task(**(given | options))
 
 
@@ -111,9 +115,9 @@ def compiled_round(method: str, width: int = 1, devices: int = 1):
     def run(key, numbers, f, state, ids, active, t, evaluated):
         floats = {k: v for k, v in numbers.items() if k != "lr"}
         algorithm = METHODS[method](given._replace(lr=numbers["lr"]), **static, **floats)
-        cohort = Cohort(f, given.prepare, ids, active, key=key, round=t, evaluated=evaluated, width=width, mesh=mesh)
+        cohort = Cohort(f, given, ids, active, key=key, round=t, evaluated=evaluated, width=width, mesh=mesh)
         new, metrics = algorithm.round(key, state, cohort)
-        return new, metrics, algorithm.traffic(state, cohort, metrics)
+        return new, metrics, (algorithm.traffic or traffic.uploads)(state, cohort, metrics)
 
     return run
 
@@ -171,7 +175,7 @@ def train(method, given: Task, rounds: int = 3, key=None, federation_=None, begi
     Together they take half of what compiling `simulate.curve` takes.
     """
     factory = METHODS[method] if isinstance(method, str) else method
-    program = simulate.program(factory, given, hparams)
+    program = simulate.program(factory, given, hparams, checked=False)  # as it is traced, which is soon
     values = simulate.hyperparameters(factory) | hparams
     fixed = sorted((k, repr(v)) for k, v in values.items() if k not in program.numbers)
     where = (factory, id(given), *program.numbers, *fixed)

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_pfl import evaluate, local, losses, traffic, trees
-from fedjax_pfl.averaging import BOTH, personal_mask, predictor
+from fedjax_pfl import averaging, evaluate, local, losses, trees
+from fedjax_pfl.averaging import BOTH, predictor
 from fedjax_pfl.errors import check, choose
-from fedjax_pfl.types import Algorithm, Array, Batch, Client, Predictor, PyTree, State, Task
+from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task
 
 
 def mixture_loss(task: Task, mix: str):
@@ -65,18 +65,18 @@ def apfl(
     check("alpha_decay", alpha_decay, 0, math.inf)
     choose("mix", mix, ("params", "outputs"))
     loss, mixed_loss = losses.classification(task.model), mixture_loss(task, mix)
-    personal = personal_mask(task)
+    split = averaging.split(task)
     rate = task.lr if lr_alpha is None else lr_alpha
     optimizer = task.optimizer(task.lr)
 
     def mixed(v: PyTree, a: Array, w: PyTree) -> Predictor:
         if mix == "params":
-            return predictor(task, mixture(v, a, w))
-        return lambda x, mask: trees.lerp(a, predictor(task, v)(x, mask), predictor(task, w)(x, mask))
+            return predictor(task.model, mixture(v, a, w))
+        return lambda x, mask: trees.lerp(a, predictor(task.model, v)(x, mask), predictor(task.model, w)(x, mask))
 
     def init(key: Array) -> State:
         w = task.model.init(key)
-        own, shared = trees.partition(w, personal)
+        shared, own = split.send(w)
         start = {"v": w, "alpha": jnp.asarray(alpha, jnp.float32), "own": own}
         return State(shared, trees.replicate(start, task.num_clients))
 
@@ -95,22 +95,19 @@ def apfl(
             a = jnp.where(first, jnp.clip(a - rate * (by_a + alpha_decay * a), 0, 1), a)
         return (w, v, a, (opt_w, opt_v), jnp.zeros_like(first)), value
 
-    def round(key: Array, state: State, cohort) -> tuple[State, PyTree]:
+    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def client(c: Client, mine: PyTree):
-            w = trees.merge(mine["own"], state.server)
+            w = split.receive(state.server, mine["own"])
             opts = tuple(optimizer.init({part: x[part] for part in BOTH}) for x in (w, mine["v"]))
             carry = (w, mine["v"], mine["alpha"], opts, jnp.bool(True))
             (w, v, a, _, _), value, _ = local.work(c.key, c.train, step, carry, task)
-            own, shared = trees.partition(w, personal)
+            shared, own = split.send(w)
             return shared, {"v": v, "alpha": a, "own": own}, value, evaluate.post(cohort, c, mixed(v, a, w))
 
-        w, (mine, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, empty=state.server)
-        return State(w, mine), {"loss": value, "post": post, "alpha": mine["alpha"]}
+        w, (mine, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, default=state.server)
+        return State(w, mine), Metrics(value, post, {"alpha": mine["alpha"]})
 
     def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
-        return mixed(mine["v"], mine["alpha"], trees.merge(mine["own"], server))
+        return mixed(mine["v"], mine["alpha"], split.receive(server, mine["own"]))
 
-    def sent(state: State, cohort, metrics: PyTree):
-        return traffic.both_ways(cohort, state.server)
-
-    return Algorithm(init, round, predict, evaluate.classification, sent)
+    return Algorithm(init, round, predict, evaluate.classification)

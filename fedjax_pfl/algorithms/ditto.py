@@ -5,10 +5,10 @@ Reference: Li et al., Ditto: fair and robust federated learning through personal
 
 import math
 
-from fedjax_pfl import evaluate, local, losses, traffic, trees
+from fedjax_pfl import averaging, evaluate, local, losses, trees
 from fedjax_pfl.averaging import BOTH, predictor
 from fedjax_pfl.errors import check
-from fedjax_pfl.types import Algorithm, Array, Client, Predictor, PyTree, State, Task
+from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Predictor, PyTree, State, Task
 
 
 def ditto(task: Task, *, lam: float = 1.0, personal_epochs: int | None = None) -> Algorithm:
@@ -20,32 +20,30 @@ def ditto(task: Task, *, lam: float = 1.0, personal_epochs: int | None = None) -
 
     Note:
       The global model is averaged by training examples; the authors average uniformly over clients drawn by size.
-      Nobody predicts with w, so what becomes of its batch-norm moments shows in the traffic only.
     """
     check("lam", lam, 0, math.inf)
     check("personal_epochs", personal_epochs or 0, 0, 10_000)
-    loss = losses.classification(task.model)
+    loss, split = losses.classification(task.model), averaging.split(task)
 
     def init(key: Array) -> State:
         w = task.model.init(key)
-        return State(w, trees.replicate(w, task.num_clients))
+        shared, own = split.send(w)
+        return State(shared, trees.replicate({"v": w, "own": own}, task.num_clients))
 
-    def round(key: Array, state: State, cohort) -> tuple[State, PyTree]:
-        towards = trees.pull({name: state.server[name] for name in BOTH}, lam)
+    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
+        proximal = trees.pull({name: state.server[name] for name in BOTH}, lam)
 
-        def client(c: Client, v: PyTree):
-            v, _ = local.sgd(c.key, c.train, loss, v, task, extra=towards, epochs=personal_epochs)
-            w, value = local.sgd(c.key, c.train, loss, state.server, task)
-            return w, v, value, evaluate.post(cohort, c, predictor(task, v))
+        def client(c: Client, mine: PyTree):
+            v, _ = local.sgd(c.key, c.train, loss, mine["v"], task, extra=proximal, epochs=personal_epochs)
+            w = split.receive(state.server, mine["own"])
+            w, value = local.sgd(c.key, c.train, loss, w, task)
+            shared, own = split.send(w)
+            return shared, {"v": v, "own": own}, value, evaluate.post(cohort, c, predictor(task.model, v))
 
-        w, (v, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, empty=state.server)
-        return State(w, v), {"loss": value, "post": post}
+        w, (mine, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, default=state.server)
+        return State(w, mine), Metrics(value, post)
 
-    def predict(server: PyTree, v: PyTree, c: Client) -> Predictor:
-        return predictor(task, v)
+    def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
+        return predictor(task.model, mine["v"])
 
-    def sent(state: State, cohort, metrics: PyTree):
-        w = dict(state.server, stats=() if task.bn_stats == "local" else state.server["stats"])
-        return traffic.both_ways(cohort, w)
-
-    return Algorithm(init, round, predict, evaluate.classification, sent)
+    return Algorithm(init, round, predict, evaluate.classification)

@@ -10,12 +10,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import evaluate, local, losses, traffic, trees
-from fedjax_pfl.averaging import BOTH, personal_mask, predictor
+from fedjax_pfl import averaging, evaluate, keys, local, losses, trees
+from fedjax_pfl.averaging import BOTH, predictor
 from fedjax_pfl.errors import check, choose
-from fedjax_pfl.types import Algorithm, Array, Batch, Client, Data, Predictor, PyTree, State, Task
+from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Data, Metrics, Predictor, PyTree, State, Task
 
-SUBSET, BLEND = 31, 32  # streams beside a client's main one
 BLENDED: dict[str, tuple[str, ...]] = {"none": (), "head": ("head",), "all": BOTH}
 
 
@@ -112,46 +111,43 @@ def fedala(
     check("window", window, 1, 1000)
     check("threshold", threshold, 0, math.inf)
     check("cap", cap, 1, 100_000)
-    loss, personal = losses.classification(task.model), personal_mask(task)
+    loss, split = losses.classification(task.model), averaging.split(task)
     mask, patience = trees.parts(task.model.norms, BLENDED[blended]), Patience(window, threshold, cap)
 
     def init(key: Array) -> State:
         w = task.model.init(key)
-        (mine, _), (own, shared) = trees.partition(w, mask), trees.partition(w, personal)
+        (mine, _), (shared, own) = trees.partition(w, mask), split.send(w)
         ones = jax.tree.map(jnp.ones_like, mine)
         start = {"w": mine, "weights": ones, "first": jnp.bool(True), "own": own}
         return State(shared, trees.replicate(start, task.num_clients))
 
     def start(c: Client, server: PyTree, mine: PyTree) -> tuple[PyTree, PyTree, Array]:
         """The model that a client trains from, its weights, and the epochs that they were learned for."""
-        received, rest = trees.partition(trees.merge(mine["own"], server), mask)
+        received, rest = trees.partition(split.receive(server, mine["own"]), mask)
 
         def objective(weights: PyTree, batch: Batch, key: Array) -> Array:
             return loss(trees.merge(blend(mine["w"], received, weights), rest), batch, key)[0]
 
         same = jax.tree.map(lambda a, b: jnp.all(a == b), mine["w"], received)
-        data = subset(jax.random.fold_in(c.key, SUBSET), c.train, percent)
+        data = subset(keys.fold(c.key, keys.Client.SUBSET), c.train, percent)
         data = data._replace(size=jnp.where(jnp.all(jnp.array(jax.tree.leaves(same), bool)), 0, data.size))
-        key = jax.random.fold_in(c.key, BLEND)
+        key = keys.fold(c.key, keys.Client.BLEND)
         weights, epochs = learn(key, data, objective, mine["weights"], mine["first"], task, lr_weights, patience)
         return trees.merge(blend(mine["w"], received, weights), rest), weights, epochs
 
-    def round(key: Array, state: State, cohort) -> tuple[State, PyTree]:
+    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def client(c: Client, mine: PyTree):
             w, weights, epochs = start(c, state.server, mine)
             w, value = local.sgd(c.key, c.train, loss, w, task)
-            own, shared = trees.partition(w, personal)
+            shared, own = split.send(w)
             kept = {"w": trees.partition(w, mask)[0], "weights": weights, "first": mine["first"] & (epochs == 0)}
             seen = {"global_share": mean_of(weights), "ala_epochs": epochs}
-            return shared, {**kept, "own": own}, value, evaluate.post(cohort, c, predictor(task, w)), seen
+            return shared, {**kept, "own": own}, value, evaluate.post(cohort, c, predictor(task.model, w)), seen
 
-        w, (mine, value, post, seen) = cohort.mean(client, state.clients, weight=cohort.sizes, empty=state.server)
-        return State(w, mine), {"loss": value, "post": post, **seen}
+        w, (mine, value, post, seen) = cohort.mean(client, state.clients, weight=cohort.sizes, default=state.server)
+        return State(w, mine), Metrics(value, post, seen)
 
     def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
-        return predictor(task, start(c, server, mine)[0])
+        return predictor(task.model, start(c, server, mine)[0])
 
-    def sent(state: State, cohort, metrics: PyTree):
-        return traffic.both_ways(cohort, state.server)
-
-    return Algorithm(init, round, predict, evaluate.classification, sent)
+    return Algorithm(init, round, predict, evaluate.classification)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from fedjax_pfl import evaluate, local, losses, traffic, trees
 from fedjax_pfl.averaging import BOTH, predictor
 from fedjax_pfl.errors import check, choose
-from fedjax_pfl.types import Algorithm, Array, Client, Predictor, PyTree, State, Task
+from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Predictor, PyTree, State, Task, Traffic
 
 TINY = 1e-12
 
@@ -161,7 +161,7 @@ def fedamp(
         self_weight = jnp.maximum(1 - jnp.sum(xi, axis=1), 0)
         return mixtures(xi, server["w"], ids), {"self_weight": self_weight, "rescaled": rescaled}
 
-    def round(key: Array, state: State, cohort) -> tuple[State, PyTree]:
+    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         order = jnp.argsort(cohort.ids)  # a matrix product may round a row by its place: give each row its own
         u, seen = trees.gather(mix(state.server, cohort.ids[order]), jnp.argsort(order))
 
@@ -169,23 +169,22 @@ def fedamp(
             variables, value = local.sgd(
                 c.key, c.train, loss, {**w, "stats": stats}, task, extra=pull(prox, u, lam / alpha)
             )
-            post = evaluate.post(cohort, c, predictor(task, variables))
+            post = evaluate.post(cohort, c, predictor(task.model, variables))
             return {part: variables[part] for part in BOTH}, variables["stats"], value, post
 
         own = trees.gather(state.server["w"], cohort.ids)
         w, stats, value, post = cohort.map(client, u, own, state.clients)
-        told = cohort.active & (cohort.sizes > 0)
-        uploaded = jnp.zeros(task.num_clients, bool).at[cohort.ids].set(told)
+        uploaded = jnp.zeros(task.num_clients, bool).at[cohort.ids].set(cohort.trained)
         server = {
             "w": trees.scatter(state.server["w"], cohort.ids, w, cohort.active),
-            "uploaded": jnp.where(jnp.any(told), uploaded, state.server["uploaded"]),
+            "uploaded": jnp.where(jnp.any(cohort.trained), uploaded, state.server["uploaded"]),
         }
-        return State(server, stats), {"loss": value, "post": post, **seen}
+        return State(server, stats), Metrics(value, post, seen)
 
     def predict(server: PyTree, stats: PyTree, c: Client) -> Predictor:
-        return predictor(task, {**trees.gather(server["w"], c.id), "stats": stats})
+        return predictor(task.model, {**trees.gather(server["w"], c.id), "stats": stats})
 
-    def sent(state: State, cohort, metrics: PyTree):
+    def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
         return traffic.both_ways(cohort, trees.size(state.server["w"]) // task.num_clients)
 
     return Algorithm(init, round, predict, evaluate.classification, sent)

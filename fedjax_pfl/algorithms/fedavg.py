@@ -6,14 +6,14 @@ Li et al., Federated optimization in heterogeneous networks (MLSys 2020).
 
 import math
 
-from fedjax_pfl.averaging import FINE_TUNED, Phase, partial_averaging, personal_mask
+from fedjax_pfl.averaging import FINE_TUNED, Phase, partial_averaging, split
 from fedjax_pfl.errors import check, choose
 from fedjax_pfl.types import Algorithm, Task
 
 
 def fedavg(task: Task) -> Algorithm:
     """Averages the clients' models weighted by their numbers of training examples (Algorithm 1)."""
-    return partial_averaging(task, personal=personal_mask(task))
+    return partial_averaging(task, split(task))
 
 
 def fedavg_ft(task: Task, *, fine_tune_epochs: int | None = None, fine_tune: str = "all") -> Algorithm:
@@ -26,7 +26,7 @@ def fedavg_ft(task: Task, *, fine_tune_epochs: int | None = None, fine_tune: str
     epochs = max(task.epochs or 0, 5) if fine_tune_epochs is None else fine_tune_epochs
     check("fine_tune_epochs", epochs, 0, 10_000)
     phase = Phase(FINE_TUNED[choose("fine_tune", fine_tune, FINE_TUNED)], epochs)
-    return partial_averaging(task, personal=personal_mask(task), fine_tune=phase)
+    return partial_averaging(task, split(task), fine_tune=phase)
 
 
 def fedprox(task: Task, *, mu: float = 0.001) -> Algorithm:
@@ -36,4 +36,4 @@ def fedprox(task: Task, *, mu: float = 0.001) -> Algorithm:
       mu: weight of the proximal term (μ) in [0, inf); the paper's grid is {0.001, 0.01, 0.1, 1}, PFLlib uses 0.001.
     """
     check("mu", mu, 0, math.inf)
-    return partial_averaging(task, personal=personal_mask(task), mu=mu)
+    return partial_averaging(task, split(task), mu=mu)

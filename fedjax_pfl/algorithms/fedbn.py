@@ -6,7 +6,7 @@ Reference: Li et al., FedBN: federated learning on non-IID features via local ba
 import jax
 from absl import logging
 
-from fedjax_pfl.averaging import partial_averaging, personal_mask
+from fedjax_pfl.averaging import partial_averaging, split
 from fedjax_pfl.types import Algorithm, Task
 
 
@@ -14,4 +14,4 @@ def fedbn(task: Task) -> Algorithm:
     """Averages all but the batch-norm layers, which are found by module type; equals FedAvg where there are none."""
     if not any(jax.tree.leaves(task.model.norms)):
         logging.log_first_n(logging.WARNING, "fedbn: this model has no batch norm, so FedBN is FedAvg here.", 1)
-    return partial_averaging(task, personal=personal_mask(task, norms=True))
+    return partial_averaging(task, split(task, norms=True))

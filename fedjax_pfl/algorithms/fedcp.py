@@ -16,12 +16,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from fedjax_pfl import evaluate, local, losses, models, traffic, trees
+from fedjax_pfl import averaging, evaluate, keys, local, losses, models, trees
 from fedjax_pfl.errors import InputError, check, choose
 from fedjax_pfl.models import layers
-from fedjax_pfl.types import Algorithm, Array, Batch, Client, Network, Predictor, PyTree, State, Task
+from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Network, Predictor, PyTree, State, Task
 
-GUMBEL, POLICY = 21, 22  # streams beside the training key and the key of the model's start
 PARTS = ("body", "head", "policy")  # W_i^fe, W_i^hd and Theta_i: what local training moves
 TINY = 1e-12
 ABLATIONS = ("none", "cs", "ss", "cs_ss", "gfm", "cpn", "cpn_gfm", "cpn_gh", "cpn_gfm_gh")
@@ -112,7 +111,7 @@ def gated(task: Task, network: Network | None, policy: str, off: set[str]):
         if network is not None:
             theta = {"params": variables["policy"], "stats": stats["policy"]}
             a, stats["policy"] = network.apply(theta, seen(h, frozen.context), mask=mask, train=train)
-            r, s = gate(a, jax.random.fold_in(key, GUMBEL) if policy == "gumbel" else None)
+            r, s = gate(a, keys.fold(key, keys.Loss.GUMBEL) if policy == "gumbel" else None)
             shared, mine = r * h, s * h
         out = model.head(variables["head"], mine)
         if "gh" not in off:
@@ -160,28 +159,31 @@ def fedcp(
     off = set(choose("without", without, ABLATIONS).split("_"))
     choose("norm", norm, NORMS)
     choose("activation", activation, ACTIVATIONS)
-    model, own_stats = task.model, task.bn_stats == "local"
+    model = task.model
     network = None if "cpn" in off else policy_network(task, depth, norm, activation)
     apply = gated(task, network, policy, off)
 
-    def keep(stats: PyTree) -> tuple[PyTree, PyTree]:
-        """The batch-norm moments that stay, and those that travel."""
-        return (stats, ()) if own_stats else ((), stats)
-
-    def init(key: Array) -> State:
+    def start(key: Array) -> PyTree:
+        """The variables of the personal model."""
         w = model.init(key)
         if set(w["head"]) != {"kernel", "bias"} or w["head"]["kernel"].ndim != 2:
             raise InputError("fedcp needs a model whose head is one linear layer with a kernel [K, C] and a bias [C].")
-        theta = {"params": {}, "stats": {}} if network is None else network.init(jax.random.fold_in(key, POLICY))
-        stays, shared = keep({"model": w["stats"], "policy": theta["stats"]})
+        policy_key = keys.fold(key, keys.Init.POLICY)
+        theta = {"params": {}, "stats": {}} if network is None else network.init(policy_key)
+        stats = {"model": w["stats"], "policy": theta["stats"]}
+        return {"body": w["body"], "head": w["head"], "policy": theta["params"], "stats": stats}
+
+    split = averaging.split(task, variables=jax.eval_shape(start, jax.random.key(0)))
+
+    def init(key: Array) -> State:
+        w = start(key)
+        shared, own = split.send(w)
         head = () if "gh" in off else w["head"]
-        server = {"body": w["body"], "head": head, "policy": theta["params"], "stats": shared}
-        return State(server, trees.replicate({"head": w["head"], "stats": stays}, task.num_clients))
+        return State(shared | {"head": head}, trees.replicate({"head": w["head"], "rest": own}, task.num_clients))
 
     def receive(server: PyTree, own: PyTree) -> tuple[PyTree, Frozen]:
         """The personal model at the start of a round, and what of it is frozen."""
-        stats = own["stats"] if own_stats else server["stats"]
-        variables = {"body": server["body"], "head": own["head"], "policy": server["policy"], "stats": stats}
+        variables = split.receive(server | {"head": own["head"]}, own["rest"])
         return variables, Frozen(server["body"], server["head"], client_vector(own["head"]))
 
     def objective(frozen: Frozen):
@@ -200,23 +202,21 @@ def fedcp(
     def predictor(variables: PyTree, frozen: Frozen, c: Client) -> Predictor:
         return lambda x, mask: apply(variables, frozen, x, mask, False, c.key)[0]
 
-    def round(key: Array, state: State, cohort) -> tuple[State, PyTree]:
+    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def client(c: Client, own: PyTree):
             w, frozen = receive(state.server, own)
             w, (value, ratio) = local.sgd(c.key, c.train, objective(frozen), w, task, train=PARTS, has_aux=True)
             post = evaluate.post(cohort, c, predictor(w, frozen, c))
             head = () if "gh" in off else trees.scale(0.5, trees.add(frozen.head, w["head"]))  # Eq. 6
-            stays, shared = keep(w["stats"])
-            upload = {"body": w["body"], "head": head, "policy": w["policy"], "stats": shared}
-            return upload, {"head": w["head"], "stats": stays}, value, ratio, post
+            shared, own = split.send(w)
+            return shared | {"head": head}, {"head": w["head"], "rest": own}, value, ratio, post
 
-        server, (own, value, ratio, post) = cohort.mean(client, state.clients, weight=cohort.sizes, empty=state.server)
-        return State(server, own), {"loss": value, "post": post, **ratio}
+        server, (own, value, ratio, post) = cohort.mean(
+            client, state.clients, weight=cohort.sizes, default=state.server
+        )
+        return State(server, own), Metrics(value, post, ratio)
 
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
         return predictor(*receive(server, own), c)
 
-    def sent(state: State, cohort, metrics: PyTree):
-        return traffic.both_ways(cohort, state.server)
-
-    return Algorithm(init, round, predict, evaluate.classification, sent)
+    return Algorithm(init, round, predict, evaluate.classification)

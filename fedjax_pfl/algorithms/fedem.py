@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_pfl import evaluate, local, losses, traffic, trees
-from fedjax_pfl.averaging import personal_mask, predictor
+from fedjax_pfl import averaging, evaluate, local, losses, trees
+from fedjax_pfl.averaging import predictor
 from fedjax_pfl.errors import check, choose
-from fedjax_pfl.types import Algorithm, Array, Batch, Client, Data, Predictor, PyTree, State, Task
+from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Data, Metrics, Predictor, PyTree, State, Task
 
 TINY = 1e-30  # a weight that has underflowed to zero has a logarithm
 
@@ -19,7 +19,7 @@ def losses_of_rows(task: Task, components: PyTree, batch: Batch) -> Array:
     """The cross entropy of every row under every component, in evaluation mode, [B, M]."""
 
     def one(theta: PyTree) -> Array:
-        logits = predictor(task, theta)(batch.x, batch.mask)
+        logits = predictor(task.model, theta)(batch.x, batch.mask)
         return optax.losses.softmax_cross_entropy_with_integer_labels(logits, batch.y)
 
     return jax.lax.map(one, components).T
@@ -48,7 +48,9 @@ def mixture(task: Task, components: PyTree, pi: Array) -> Predictor:
     """The logarithm of sum_m pi(m) softmax(h_m(x)), which serves as logits."""
 
     def predict(x: Array, mask: Array) -> Array:
-        log_p = jax.lax.map(lambda theta: jax.nn.log_softmax(predictor(task, theta)(x, mask)), components)  # [M, B, C]
+        log_p = jax.lax.map(
+            lambda theta: jax.nn.log_softmax(predictor(task.model, theta)(x, mask)), components
+        )  # [M, B, C]
         return jax.nn.logsumexp(log_p + jnp.log(jnp.maximum(pi, TINY))[:, None, None], axis=0)
 
     return predict
@@ -72,12 +74,12 @@ def fedem(task: Task, *, components: int = 3, average: str = "round", refit: int
     check("components", components, 1, 100)
     choose("average", average, ("round", "all"))
     check("refit", refit, 0, 1000)
-    model, personal = task.model, personal_mask(task)
+    model, split = task.model, averaging.split(task)
 
     def init(key: Array) -> State:
         keys = [key, *(jax.random.fold_in(key, m) for m in range(1, components))]
         theta = jax.tree.map(lambda *x: jnp.stack(x), *map(model.init, keys))
-        own, shared = trees.partition(theta, personal)
+        shared, own = split.send(theta)
         mine = {"pi": jnp.full(components, 1 / components, jnp.float32), "own": own}
         return State(shared, trees.replicate(mine, task.num_clients))
 
@@ -91,26 +93,23 @@ def fedem(task: Task, *, components: int = 3, average: str = "round", refit: int
 
         return local.sgd(c.key, c.train, loss, theta, task)
 
-    def round(key: Array, state: State, cohort) -> tuple[State, PyTree]:
+    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def client(c: Client, mine: PyTree):
-            theta = trees.merge(mine["own"], state.server)
+            theta = split.receive(state.server, mine["own"])
             q, pi = e_step(task, theta, mine["pi"], c.train)
             theta, value = jax.lax.map(lambda given: m_step(c, *given), (theta, q.T))
-            own, shared = trees.partition(theta, personal)
+            shared, own = split.send(theta)
             return shared, {"pi": pi, "own": own}, jnp.sum(value), evaluate.post(cohort, c, mixture(task, theta, pi))
 
-        mean, (mine, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, empty=state.server)
+        mean, (mine, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, default=state.server)
         if average == "all":
             present = jnp.sum(jnp.where(cohort.active, cohort.sizes, 0)) / jnp.maximum(1, cohort.total)
             mean = trees.lerp(present, mean, state.server)
-        return State(mean, mine), {"loss": value, "post": post}
+        return State(mean, mine), Metrics(value, post)
 
     def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
-        theta, pi = trees.merge(mine["own"], server), mine["pi"]
+        theta, pi = split.receive(server, mine["own"]), mine["pi"]
         pi = jax.lax.fori_loop(0, refit, lambda _, pi: e_step(task, theta, pi, c.train)[1], pi)
         return mixture(task, theta, pi)
 
-    def sent(state: State, cohort, metrics: PyTree):
-        return traffic.both_ways(cohort, state.server)
-
-    return Algorithm(init, round, predict, evaluate.classification, sent)
+    return Algorithm(init, round, predict, evaluate.classification)

@@ -8,12 +8,24 @@ import math
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import evaluate, local, losses, trees
-from fedjax_pfl.averaging import BOTH, personal_mask, predictor
+from fedjax_pfl import averaging, evaluate, keys, local, losses, trees
+from fedjax_pfl.averaging import BOTH, predictor
 from fedjax_pfl.errors import check
-from fedjax_pfl.types import Algorithm, Array, Batch, Client, Data, Predictor, PyTree, State, Task, Traffic
+from fedjax_pfl.types import (
+    Algorithm,
+    Array,
+    Batch,
+    Client,
+    Cohort,
+    Data,
+    Metrics,
+    Predictor,
+    PyTree,
+    State,
+    Task,
+    Traffic,
+)
 
-SELECT = 31  # a stream beside the training key
 TINY = 1e-5  # added to a distance, as in PFLlib
 
 
@@ -82,19 +94,19 @@ def fedfomo(
     check("val", val, 0, 1)
     check("epsilon", epsilon, 0, 1)
     check("epsilon_decay", epsilon_decay, 0, math.inf)
-    loss, personal, n = losses.classification(task.model), personal_mask(task), task.num_clients
+    loss, split, n = losses.classification(task.model), averaging.split(task), task.num_clients
     received = min(received, n)
     batch_size = evaluate.batch_size(task.sizes.max() / 5)  # small enough that a usual holdout is not padded many times
 
     def validation_loss(data: Data, variables: PyTree) -> Array:
         def summed(batch: Batch) -> Array:
-            logits = predictor(task, variables)(batch.x, batch.mask)
+            logits = predictor(task.model, variables)(batch.x, batch.mask)
             return jnp.sum(batch.mask) * losses.cross_entropy(logits, batch.y, batch.mask)
 
         return local.sweep(data, summed, batch_size) / jnp.maximum(data.size, 1)
 
     def init(key: Array) -> State:
-        own, shared = trees.partition(task.model.init(key), personal)
+        shared, own = split.send(task.model.init(key))
         server = {"models": trees.replicate(shared, n), "known": jnp.zeros(n, bool), "affinity": jnp.eye(n)}
         return State(server, trees.replicate({"start": shared, "own": own}, n))
 
@@ -102,16 +114,16 @@ def fedfomo(
         """Step 1: the ids of the models a client receives [M], and whether they are there."""
         chance = jnp.maximum(epsilon - epsilon_decay * t, 0)
         affinity = server["affinity"][c.id]
-        ids = select(jax.random.fold_in(c.key, SELECT), affinity, server["known"], c.id, received, chance)
+        ids = select(keys.fold(c.key, keys.Client.SELECT), affinity, server["known"], c.id, received, chance)
         return ids, server["known"][ids]
 
     def mix(models: PyTree, ids: Array, there: Array, mine: PyTree, c: Client, held: Data) -> tuple[PyTree, Array]:
         """Step 2: the mixture, and the benefits [M]. One model is taken from the store at a time."""
-        base = trees.merge(mine["own"], mine["start"])
+        base = split.receive(mine["start"], mine["own"])
         base_loss = validation_loss(held, base)
 
         def one(j: Array) -> Array:
-            w = trees.merge(mine["own"], trees.gather(models, j))
+            w = split.receive(trees.gather(models, j), mine["own"])
             return benefit(validation_loss(held, w), base_loss, w, base)
 
         benefits = jnp.where(there, jax.lax.map(one, ids), 0)
@@ -124,34 +136,34 @@ def fedfomo(
         mixed = jax.lax.fori_loop(0, received, add, jax.tree.map(jnp.zeros_like, current))
         return trees.choose(jnp.sum(weights) > 0, mixed, current), benefits
 
-    def round(key: Array, state: State, cohort) -> tuple[State, PyTree]:
+    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         server = state.server
 
         def client(c: Client, mine: PyTree):
             rest, held = splits(c, val)
             ids, there = download(c, server, cohort.round)
             mixed, benefits = mix(server["models"], ids, there, mine, c, held)
-            before = trees.merge(mine["own"], mixed)
+            before = split.receive(mixed, mine["own"])
             w, value = local.sgd(c.key, rest, loss, before, task)  # step 3
-            post = evaluate.post(cohort, c, predictor(task, w))
-            post |= {f"mixed_{k}": x for k, x in evaluate.post(cohort, c, predictor(task, before)).items()}
-            own, shared = trees.partition(w, personal)
+            post = evaluate.post(cohort, c, predictor(task.model, w))
+            post |= {f"mixed_{k}": x for k, x in evaluate.post(cohort, c, predictor(task.model, before)).items()}
+            shared, own = split.send(w)
             more = {"received": jnp.sum(there), "own_weight": 1 - jnp.sum(mixing(benefits)[1:])}
             affinity = server["affinity"][c.id].at[ids].add(benefits)  # step 5
             return shared, {"start": mixed, "own": own}, affinity, value, post, more
 
         w, mine, affinity, value, post, more = cohort.map(client, state.clients)
         uploads = {"models": w, "known": jnp.ones(len(cohort.ids), bool), "affinity": affinity}
-        here = cohort.active & (cohort.sizes > 0)  # who has nothing to train on has nothing to offer
-        return State(trees.scatter(server, cohort.ids, uploads, here), mine), {"loss": value, "post": post, **more}
+        # who has nothing to train on has nothing to offer
+        return State(trees.scatter(server, cohort.ids, uploads, cohort.trained), mine), Metrics(value, post, more)
 
     def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
-        return predictor(task, trees.merge(mine["own"], trees.gather(server["models"], c.id)))
+        return predictor(task.model, split.receive(trees.gather(server["models"], c.id), mine["own"]))
 
-    def sent(state: State, cohort, metrics: PyTree) -> Traffic:
+    def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
         size = trees.size(jax.eval_shape(init, jax.random.key(0)).server["models"]) // n
         active = cohort.active.astype(jnp.int32)
-        count = metrics["received"].astype(jnp.int32) * active
+        count = metrics.clients["received"].astype(jnp.int32) * active
         return Traffic(count * size, (size + n) * active, count, active + (count > 0))
 
     return Algorithm(init, round, predict, evaluate.classification, sent)

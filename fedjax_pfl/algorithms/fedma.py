@@ -11,11 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import evaluate, local, losses, traffic, trees
-from fedjax_pfl.averaging import BOTH, FINE_TUNED, personal_mask, predictor
+from fedjax_pfl import averaging, evaluate, local, losses, traffic, trees
+from fedjax_pfl.averaging import BOTH, FINE_TUNED, predictor
 from fedjax_pfl.errors import check, choose
 from fedjax_pfl.numerics.matching import Group, Layer, Path, layers, mask, match, neurons, permute
-from fedjax_pfl.types import Algorithm, Array, Batch, Client, Predictor, PyTree, State, Task, Traffic
+from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task, Traffic
 
 MATCHINGS = ("distance", "bbp", "identity")
 
@@ -82,15 +82,15 @@ def fedma(
         check(name, value, low, math.inf, open_low=True)
     check("mu0_bias", mu0_bias, -math.inf, math.inf, open_low=True)
     shapes = jax.eval_shape(task.model.init, jax.random.key(0))
-    hidden, personal, loss = layers(shapes), personal_mask(task), losses.classification(task.model)
+    hidden, split, loss = layers(shapes), averaging.split(task), losses.classification(task.model)
     epochs = None if retrain_epochs == -1 else retrain_epochs
 
     def init(key: Array) -> State:
-        own, shared = trees.partition(task.model.init(key), personal)
+        shared, own = split.send(task.model.init(key))
         return State(shared, trees.replicate(own, task.num_clients))
 
     def averaged(paths: tuple[Path, ...]) -> PyTree:
-        return jax.tree.map(lambda chosen, mine: chosen and not mine, mask(shapes, paths), personal)
+        return jax.tree.map(lambda chosen, mine: chosen and not mine, mask(shapes, paths), split.personal[0])
 
     def align(key: Array, group: Group, models: PyTree, cohort) -> Array:
         """The order [S, width] in which each client's neurons are the global ones."""
@@ -102,13 +102,13 @@ def fedma(
         """The models with the neurons of this group in the global order."""
         order = align(key, group, models, cohort)
         moving, rest = trees.partition(models, mask(shapes, group.tensors + group.readers))
-        return trees.merge(cohort.map(lambda c, w, order: permute(w, group, order), moving, order), rest)
+        return trees.merge(cohort.map(lambda c, w, order: permute(w, group, order), moving, order, phase=None), rest)
 
     def average(layer: Layer, models: PyTree, server: PyTree, cohort) -> PyTree:
         """The server with the mean of this layer."""
         here, taking = averaged(layer.tensors), cohort.sizes > 0
         mine, last = trees.partition(models, here)[0], trees.partition(server, here)[0]
-        mean, _ = cohort.mean(lambda c, w: (w,), mine, weight=taking, empty=last)
+        mean, _ = cohort.mean(lambda c, w: (w,), mine, weight=taking, default=last, phase=None)
         if matching == "bbp":
             rows, followers = trees.partition(mean, averaged(tuple(row for g in layer.groups for row in g.rows)))
             count = jnp.sum(taking & cohort.active)
@@ -125,10 +125,10 @@ def fedma(
         v, _ = local.sgd(c.key, c.train, objective, v, task, train=("moving",), epochs=epochs)
         return {**trees.merge(v["moving"], held), "stats": v["stats"]}  # the server has frozen layers' moments already
 
-    def round(key: Array, state: State, cohort) -> tuple[State, PyTree]:
+    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def client(c: Client, own: PyTree):
-            w, value = local.sgd(c.key, c.train, loss, trees.merge(own, state.server), task)
-            return w, value, evaluate.post(cohort, c, predictor(task, w))
+            w, value = local.sgd(c.key, c.train, loss, split.receive(state.server, own), task)
+            return w, value, evaluate.post(cohort, c, predictor(task.model, w))
 
         models, value, post = cohort.map(client, state.clients)
         server = state.server
@@ -146,13 +146,13 @@ def fedma(
                 models = cohort.map(again, models, phase=n + 1)
         weight = class_weights(cohort) if weights == "classes" else cohort.sizes > 0
         last = lambda c, w: ({"head": w["head"]},)
-        head, _ = cohort.mean(last, models, weight=weight, empty={"head": server["head"]})
-        return State({**server, **head}, trees.partition(models, personal)[0]), {"loss": value, "post": post}
+        head, _ = cohort.mean(last, models, weight=weight, default={"head": server["head"]}, phase=None)
+        return State({**server, **head}, split.send(models)[1]), Metrics(value, post)
 
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
-        return predictor(task, trees.merge(own, server))
+        return predictor(task.model, split.receive(server, own))
 
-    def sent(state: State, cohort, metrics: PyTree) -> Traffic:
+    def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
         whole = traffic.both_ways(cohort, state.server)
         widths = [group.width for layer in hidden for group in layer.groups] if matching != "identity" else []
         return whole._replace(ints=sum(widths) * cohort.active, messages=whole.messages * (len(hidden) + 1))
@@ -196,12 +196,12 @@ def pfedma(
     parts = FINE_TUNED[choose("fine_tune", fine_tune, FINE_TUNED)]
     prior = {"sigma": sigma, "sigma0": sigma0, "mu0": mu0, "mu0_bias": mu0_bias}
     base = fedma(task, retrain_epochs=retrain_epochs, matching=matching, weights=weights, sweeps=sweeps, **prior)
-    loss = losses.classification(task.model)
+    loss, split = losses.classification(task.model), averaging.split(task)
 
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
-        w = trees.merge(own, server)
+        w = split.receive(server, own)
         if epochs:
             w, _ = local.sgd(c.key, c.train, loss, w, task, train=parts, epochs=epochs)
-        return predictor(task, w)
+        return predictor(task.model, w)
 
     return base._replace(predict=predict)

@@ -4,14 +4,15 @@ References: FedPer, Arivazhagan et al. (2019); FedRep, Collins et al. (ICML 2021
 FedBABU, Oh et al. (ICLR 2022).
 """
 
-from fedjax_pfl.averaging import FINE_TUNE, FINE_TUNED, HEAD_PHASE, Phase, partial_averaging, personal_mask
+from fedjax_pfl import keys
+from fedjax_pfl.averaging import FINE_TUNED, Phase, partial_averaging, split
 from fedjax_pfl.errors import check, choose
 from fedjax_pfl.types import Algorithm, Task
 
 
 def fedper(task: Task) -> Algorithm:
     """Shares the body and keeps the head, the last layer, personal; both are trained together."""
-    return partial_averaging(task, personal=personal_mask(task, ("head",)))
+    return partial_averaging(task, split(task, ("head",)))
 
 
 def fedrep(task: Task, *, head_epochs: int = 1, body_epochs: int | None = None) -> Algorithm:
@@ -23,9 +24,9 @@ def fedrep(task: Task, *, head_epochs: int = 1, body_epochs: int | None = None) 
     """
     check("head_epochs", head_epochs, 0, 10_000)
     check("body_epochs", body_epochs or 0, 0, 10_000)
-    head = (Phase(("head",), head_epochs, HEAD_PHASE),) if head_epochs else ()
+    head = (Phase(("head",), head_epochs, keys.Client.HEAD_PHASE),) if head_epochs else ()
     phases = (*head, Phase(("body",), body_epochs))
-    return partial_averaging(task, personal=personal_mask(task, ("head",)), phases=phases)
+    return partial_averaging(task, split(task, ("head",)), phases=phases)
 
 
 def lg_fedavg(task: Task) -> Algorithm:
@@ -34,7 +35,7 @@ def lg_fedavg(task: Task) -> Algorithm:
     Note:
       Weighted by training examples, where the authors' code averages uniformly, and without their FedAvg warm start.
     """
-    return partial_averaging(task, personal=personal_mask(task, ("body",)))
+    return partial_averaging(task, split(task, ("body",)), one_architecture=False)
 
 
 def fedbabu(task: Task, *, fine_tune_epochs: int = 5, fine_tune: str = "all") -> Algorithm:
@@ -52,9 +53,9 @@ def fedbabu(task: Task, *, fine_tune_epochs: int = 5, fine_tune: str = "all") ->
     parts = FINE_TUNED[choose("fine_tune", fine_tune, FINE_TUNED)]
     return partial_averaging(
         task,
-        personal=personal_mask(task),
+        split(task),
         fixed=("head",),
         phases=(Phase(("body",)),),
-        fine_tune=Phase(parts, fine_tune_epochs, FINE_TUNE),
+        fine_tune=Phase(parts, fine_tune_epochs, keys.Client.FINE_TUNE),
         untuned=True,
     )

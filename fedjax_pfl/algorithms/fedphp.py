@@ -6,10 +6,10 @@ Reference: Li et al., FedPHP: federated personalization with inherited private m
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import evaluate, local, losses, traffic, trees
-from fedjax_pfl.averaging import beside, personal_mask, predictor, score_beside
+from fedjax_pfl import averaging, evaluate, local, losses, trees
+from fedjax_pfl.averaging import beside, predictor, score_beside
 from fedjax_pfl.errors import check, choose
-from fedjax_pfl.types import Algorithm, Array, Batch, Client, Predictor, PyTree, State, Task
+from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task
 
 TEMPERATURE = 4.0  # of the teacher in distillation, as in the authors' code
 
@@ -60,33 +60,30 @@ def fedphp(task: Task, *, lam: float = 0.01, mu0: float = 0.9, regularizer: str 
     check("lam", lam, 0, 1)
     check("mu0", mu0, 0, 1)
     choose("regularizer", regularizer, ("mmd", "kd"))
-    personal = personal_mask(task)
+    split = averaging.split(task)
     expected = sum(task.participation) / 2 * task.rounds
 
     def init(key: Array) -> State:
         w = task.model.init(key)
-        own, shared = trees.partition(w, personal)
+        shared, own = split.send(w)
         return State(shared, trees.replicate({"h": w, "count": jnp.zeros((), jnp.int32), "own": own}, task.num_clients))
 
-    def round(key: Array, state: State, cohort) -> tuple[State, PyTree]:
+    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def client(c: Client, mine: PyTree):
-            w, loss = trees.merge(mine["own"], state.server), transfer_loss(task, mine["h"], lam, regularizer)
+            w, loss = split.receive(state.server, mine["own"]), transfer_loss(task, mine["h"], lam, regularizer)
             w, value = local.sgd(c.key, c.train, loss, w, task)
             h = trees.lerp(momentum(mine["count"], mu0, expected), mine["h"], w)
             least = task.batch_size if task.drop_last else 1
             learned = c.train.size >= least  # else w is the received model, which is nothing of the client's own
             h, count = trees.choose(learned, h, mine["h"]), mine["count"] + learned
-            post = evaluate.post(cohort, c, beside(predictor(task, h), predictor(task, w)), score_beside)
-            own, shared = trees.partition(w, personal)
+            post = evaluate.post(cohort, c, beside(predictor(task.model, h), predictor(task.model, w)), score_beside)
+            shared, own = split.send(w)
             return shared, {"h": h, "count": count, "own": own}, value, post
 
-        w, (mine, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, empty=state.server)
-        return State(w, mine), {"loss": value, "post": post}
+        w, (mine, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, default=state.server)
+        return State(w, mine), Metrics(value, post)
 
     def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
-        return beside(predictor(task, mine["h"]), predictor(task, trees.merge(mine["own"], server)))
+        return beside(predictor(task.model, mine["h"]), predictor(task.model, split.receive(server, mine["own"])))
 
-    def sent(state: State, cohort, metrics: PyTree):
-        return traffic.both_ways(cohort, state.server)
-
-    return Algorithm(init, round, predict, score_beside, sent)
+    return Algorithm(init, round, predict, score_beside)

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_pfl import evaluate, local, losses, traffic, trees
-from fedjax_pfl.averaging import personal_mask, score_beside
+from fedjax_pfl import averaging, evaluate, local, losses, trees
+from fedjax_pfl.averaging import score_beside
 from fedjax_pfl.errors import check
-from fedjax_pfl.types import Algorithm, Array, Batch, Client, Predictor, PyTree, State, Task
+from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task
 
 
 def personal_loss(task: Task, own: PyTree, h: Array, z: Array, batch: Batch) -> Array:
@@ -34,7 +34,7 @@ def fedrod(task: Task, *, gamma: float = 1.0) -> Algorithm:
       generic head alone. The reported loss is the sum of the two.
     """
     check("gamma", gamma, 0, math.inf)
-    model, personal = task.model, personal_mask(task)
+    model, split = task.model, averaging.split(task)
 
     def separate(lr: float | Array):  # two optimizers, so that nothing of one head's gradient reaches the other
         groups = {"generic": task.optimizer(lr), "own": task.optimizer(lr)}
@@ -50,10 +50,10 @@ def fedrod(task: Task, *, gamma: float = 1.0) -> Algorithm:
 
     def init(key: Array) -> State:
         w = model.init(key)
-        stats, shared = trees.partition(w, personal)
+        shared, stats = split.send(w)
         return State(shared, trees.replicate({"head": w["head"], "rest": stats}, task.num_clients))
 
-    def round(key: Array, state: State, cohort) -> tuple[State, PyTree]:
+    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def client(c: Client, mine: PyTree):
             def loss(variables: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
                 h, stats = model.features(variables, batch.x, mask=batch.mask, train=True, key=key)
@@ -61,21 +61,18 @@ def fedrod(task: Task, *, gamma: float = 1.0) -> Algorithm:
                 generic = losses.balanced_softmax(z, batch.y, batch.mask, c.class_counts, gamma)
                 return generic + personal_loss(task, variables["own"], h, z, batch), stats
 
-            both = {**trees.merge(mine["rest"], state.server), "own": mine["head"]}
+            both = {**split.receive(state.server, mine["rest"]), "own": mine["head"]}
             apart = task._replace(optimizer=separate)
             both, value = local.sgd(c.key, c.train, loss, both, apart, train=("body", "head", "own"))
             own = both.pop("own")
-            rest, shared = trees.partition(both, personal)
+            shared, rest = split.send(both)
             post = evaluate.post(cohort, c, predictor(both, own), score_beside)
             return shared, {"head": own, "rest": rest}, value, post
 
-        w, (mine, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, empty=state.server)
-        return State(w, mine), {"loss": value, "post": post}
+        w, (mine, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, default=state.server)
+        return State(w, mine), Metrics(value, post)
 
     def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
-        return predictor(trees.merge(mine["rest"], server), mine["head"])
+        return predictor(split.receive(server, mine["rest"]), mine["head"])
 
-    def sent(state: State, cohort, metrics: PyTree):
-        return traffic.both_ways(cohort, state.server)
-
-    return Algorithm(init, round, predict, score_beside, sent)
+    return Algorithm(init, round, predict, score_beside)

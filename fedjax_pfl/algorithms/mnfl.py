@@ -9,10 +9,10 @@ import math
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import aggregate, evaluate, local, losses, traffic, trees
-from fedjax_pfl.averaging import BOTH, personal_mask, predictor
+from fedjax_pfl import aggregate, averaging, evaluate, local, losses, traffic, trees
+from fedjax_pfl.averaging import BOTH, predictor
 from fedjax_pfl.errors import check, choose
-from fedjax_pfl.types import Algorithm, Array, Client, Predictor, PyTree, State, Task
+from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Predictor, PyTree, State, Task, Traffic
 
 EXACT = jax.lax.Precision.HIGHEST  # models are mixed in float32 on every device
 
@@ -92,11 +92,11 @@ def mnfl(
     choose("penalty", penalty, ("implicit", "explicit"))
     choose("residual", residual, ("sent", "fresh"))
     choose("transfer", transfer, ("replace", "step"))
-    n, personal = task.num_clients, personal_mask(task)
+    n, split = task.num_clients, averaging.split(task)
     loss = losses.classification(task.model)
 
     def init(key: Array) -> State:
-        own, shared = trees.partition(task.model.init(key), personal)
+        shared, own = split.send(task.model.init(key))
         server = {"w": trees.replicate(shared, n), "coefficients": jnp.full((n, n), 1 / n, jnp.float32)}
         return State(server, trees.replicate(own, n))
 
@@ -109,19 +109,18 @@ def mnfl(
     def params(w: PyTree) -> PyTree:
         return {part: w[part] for part in BOTH}
 
-    def round(key: Array, state: State, cohort) -> tuple[State, PyTree]:
+    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         server = state.server
 
         def client(c: Client, own: PyTree):
-            start = trees.merge(own, received(server, c))
+            start = split.receive(received(server, c), own)
             w, value = local.sgd(c.key, c.train, loss, start, task)
-            own, shared = trees.partition(w, personal)
-            return shared, own, value, evaluate.post(cohort, c, predictor(task, w))
+            shared, own = split.send(w)
+            return shared, own, value, evaluate.post(cohort, c, predictor(task.model, w))
 
         w, own, value, post = cohort.map(client, state.clients)
-        trained = cohort.active & (cohort.sizes > 0)
-        models = trees.scatter(server["w"], cohort.ids, w, trained)
-        here = jnp.zeros(n, bool).at[cohort.ids].set(trained)
+        models = trees.scatter(server["w"], cohort.ids, w, cohort.trained)
+        here = jnp.zeros(n, bool).at[cohort.ids].set(cohort.trained)
         compared = params(server["w"] if residual == "sent" else models)
 
         def coefficients(c: Client, w: PyTree) -> tuple[Array, Array]:
@@ -134,14 +133,14 @@ def mnfl(
             return row, row[c.id]
 
         rows, self_weight = cohort.map(coefficients, params(w), phase=1)
-        rows = trees.scatter(server["coefficients"], cohort.ids, rows, trained)
-        metrics = {"loss": value, "post": post, "self_weight": self_weight}
+        rows = trees.scatter(server["coefficients"], cohort.ids, rows, cohort.trained)
+        metrics = Metrics(value, post, {"self_weight": self_weight}, {"coefficients": rows})
         return State({"w": models, "coefficients": rows}, own), metrics
 
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
-        return predictor(task, trees.merge(own, trees.gather(server["w"], c.id)))
+        return predictor(task.model, split.receive(trees.gather(server["w"], c.id), own))
 
-    def sent(state: State, cohort, metrics: PyTree):
+    def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
         one = jax.eval_shape(lambda w: jax.tree.map(lambda x: x[0], w), state.server["w"])
         return traffic.both_ways(cohort, one)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from fedjax_pfl import evaluate, local, losses, traffic, trees
 from fedjax_pfl.errors import InputError, check, choose
-from fedjax_pfl.types import Algorithm, Array, Batch, Client, Predictor, PyTree, State, Task
+from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task, Traffic
 
 EXACT = jax.lax.Precision.HIGHEST
 FLOOR = 1e-7  # of the eigenvalues of W'W, as in the authors' code
@@ -22,7 +22,7 @@ FLOOR = 1e-7  # of the eigenvalues of W'W, as in the authors' code
 def check_linear(task: Task) -> None:
     """Raises InputError unless the model is one linear layer on its inputs."""
     variables = jax.eval_shape(task.model.init, jax.random.key(0))
-    flat = task.model.num_features == math.prod(task.input_shape)
+    flat = task.model.num_features == math.prod(task.input.shape)
     one_layer = trees.size(variables["head"]) == (task.model.num_features + 1) * task.num_classes
     if jax.tree.leaves((variables["body"], variables["stats"])) or not (flat and one_layer):
         raise InputError("MOCHA learns linear models only: take --model=linear.")
@@ -80,7 +80,7 @@ def mocha(
     period = max(1, task.rounds // 10) if relate_every is None else relate_every
     check("relate_every", period, 1, math.inf)
     check_linear(task)
-    n, d, classes = task.num_clients, math.prod(task.input_shape) + 1, task.num_classes
+    n, d, classes = task.num_clients, math.prod(task.input.shape) + 1, task.num_classes
     pairs = sdca and bool(np.all(np.count_nonzero(task.class_counts, axis=1) == 2))
     columns = 1 if pairs else classes
 
@@ -159,7 +159,7 @@ def mocha(
     def models(sigma: Array, b: Array) -> Array:
         return jnp.tensordot(sigma, b, 1, precision=EXACT) / lam  # W = B Sigma / lambda, whatever Sigma has been
 
-    def round(key: Array, state: State, cohort) -> tuple[State, PyTree]:
+    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         server = state.server
         if sdca:
 
@@ -180,14 +180,14 @@ def mocha(
 
             mine, rows, value, post = cohort.map(client, state.clients)
             server = {**server, "w": trees.scatter(server["w"], cohort.ids, rows, cohort.active)}
-        someone = jnp.any(cohort.active & (cohort.sizes > 0))  # else nothing was learned, of relations neither
+        someone = jnp.any(cohort.trained)  # else nothing was learned, of relations neither
         server = trees.choose(someone, related(server, cohort.round), state.server)
-        return State(server, mine), {"loss": value, "post": post}
+        return State(server, mine), Metrics(value, post)
 
     def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
         return predictor(server["w"][c.id], c)
 
-    def sent(state: State, cohort, metrics: PyTree):
+    def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
         # down also Sigma_tt and rho; with sgd the others' pull and Omega_tt
         return traffic.both_ways(cohort, d * columns + 2 if sdca else 2 * d * columns + 1, d * columns)
 

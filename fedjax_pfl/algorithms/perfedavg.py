@@ -12,10 +12,10 @@ import jax
 import optax
 from absl import logging
 
-from fedjax_pfl import evaluate, local, losses, traffic, trees
-from fedjax_pfl.averaging import BOTH, FINE_TUNE, personal_mask, predictor
+from fedjax_pfl import averaging, evaluate, keys, local, losses, trees
+from fedjax_pfl.averaging import BOTH, predictor
 from fedjax_pfl.errors import check, choose
-from fedjax_pfl.types import Algorithm, Array, Batch, Client, Predictor, PyTree, State, Task
+from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task
 
 VARIANTS = ("fo", "hf", "exact")
 
@@ -85,17 +85,17 @@ def per_fedavg(
     batches = 2 if variant == "fo" else 3
     if (short := int((task.sizes < batches * task.batch_size).sum())) > 0:
         _warn(short, batches)
-    loss, personal = losses.classification(task.model), personal_mask(task)
+    loss, split = losses.classification(task.model), averaging.split(task)
     inner_lr = task.lr if alpha is None else alpha
     optimizer = task.optimizer(task.lr if beta is None else beta)
     once = task._replace(lr=inner_lr, optimizer=optax.sgd, epochs=None, steps=1, drop_last=False)
 
     def adapt(c: Client, w: PyTree) -> PyTree:
         """One step, which is discarded after the prediction."""
-        return local.sgd(jax.random.fold_in(c.key, FINE_TUNE), c.train, loss, w, once)[0]
+        return local.sgd(keys.fold(c.key, keys.Client.FINE_TUNE), c.train, loss, w, once)[0]
 
     def init(key: Array) -> State:
-        own, shared = trees.partition(task.model.init(key), personal)
+        shared, own = split.send(task.model.init(key))
         return State(shared, trees.replicate(own, task.num_clients))
 
     def step(key: Array, carry: PyTree, outer: Batch, inner: Batch, *more: Batch) -> tuple[PyTree, Array]:
@@ -105,22 +105,19 @@ def per_fedavg(
         updates, opt = optimizer.update(v, opt, params)
         return ({**optax.apply_updates(params, updates), "stats": stats}, opt), value
 
-    def round(key: Array, state: State, cohort) -> tuple[State, PyTree]:
+    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def client(c: Client, own: PyTree):
-            w = trees.merge(own, state.server)
+            w = split.receive(state.server, own)
             start = (w, optimizer.init({part: w[part] for part in BOTH}))
             (w, _), value, _ = local.work(c.key, c.train, step, start, task, batches_per_step=batches)
-            own, shared = trees.partition(w, personal)
+            shared, own = split.send(w)
             tuned = jax.lax.cond(cohort.evaluated, lambda: adapt(c, w), lambda: w)
-            return shared, own, value, evaluate.post(cohort, c, predictor(task, tuned))
+            return shared, own, value, evaluate.post(cohort, c, predictor(task.model, tuned))
 
-        w, (own, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, empty=state.server)
-        return State(w, own), {"loss": value, "post": post}
+        w, (own, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, default=state.server)
+        return State(w, own), Metrics(value, post)
 
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
-        return predictor(task, adapt(c, trees.merge(own, server)))
+        return predictor(task.model, adapt(c, split.receive(server, own)))
 
-    def sent(state: State, cohort, metrics: PyTree):
-        return traffic.both_ways(cohort, state.server)
-
-    return Algorithm(init, round, predict, evaluate.classification, sent)
+    return Algorithm(init, round, predict, evaluate.classification)

@@ -16,13 +16,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import aggregate, evaluate, local, trees
+from fedjax_pfl import aggregate, averaging, evaluate, keys, local, trees
 from fedjax_pfl.errors import InputError, choose
 from fedjax_pfl.numerics.class_groups import Branches, branch_loss, branches, class_logits, columns, scores
 from fedjax_pfl.privacy import encryption
-from fedjax_pfl.types import Algorithm, Array, Client, Predictor, PyTree, Scores, State, Task, Traffic
-
-REJECT = 31  # stream of the reject logits' start, beside the key of the model's
+from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Predictor, PyTree, Scores, State, Task, Traffic
 
 
 class _Branched(NamedTuple):
@@ -58,7 +56,7 @@ def _branched(
         w = model.init(key)
         if set(w["head"]) != {"kernel", "bias"} or w["head"]["kernel"].ndim != 2:
             raise InputError("pfedc needs a model whose head is one linear layer with a kernel [K, C] and a bias [C].")
-        reject = model.init(jax.random.fold_in(key, REJECT))["head"]
+        reject = model.init(keys.fold(key, keys.Init.REJECT))["head"]
         widest = jax.tree.map(lambda x, more: jnp.concatenate([x, more], axis=-1), w["head"], reject)
         return {**w, "head": jax.tree.map(lambda x: x[..., : len(b.column)], widest)}
 
@@ -124,37 +122,36 @@ def pfedc(
     choose("comm", comm, ("sparse", "full"))
     on = _branched(task, tasks, head, weighting, solver, normalise, head_grad, head_weighting)
     b, held = on.b, on.held
-    own_stats, stale = task.bn_stats == "local", download == "stale"
+    split, stale = averaging.split(task), download == "stale"
 
     def compose(server: PyTree, own: PyTree, c: Client) -> PyTree:
         """The client's model: the received branches it holds, and the others as they started."""
         holds = (held(c.class_counts) > 0)[b.column]
         mine = own["head"] if stale else trees.choose(holds, server["head"], server["start"])
-        return {"body": server["body"], "head": mine, "stats": own["stats"] if own_stats else server["stats"]}
+        return split.receive({"body": server["body"], "head": mine, "stats": server["stats"]}, own["rest"])
 
     def init(key: Array) -> State:
         w = on.start(key)
-        own, shared = (w["stats"], ()) if own_stats else ((), w["stats"])
-        server = {"body": w["body"], "head": w["head"], "start": w["head"], "stats": shared}
-        return State(server, trees.replicate({"head": w["head"] if stale else (), "stats": own}, task.num_clients))
+        shared, own = split.send(w)
+        row = {"head": w["head"] if stale else (), "rest": own}
+        return State(shared | {"start": w["head"]}, trees.replicate(row, task.num_clients))
 
-    def round(key: Array, state: State, cohort) -> tuple[State, PyTree]:
+    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def client(c: Client, own: PyTree):
             w, value = on.train(c, compose(state.server, own, c))
-            own, shared = (w["stats"], ()) if own_stats else ((), w["stats"])
-            post = evaluate.post(cohort, c, on.predictor(w), on.score)
-            return {"body": w["body"], "head": w["head"], "stats": shared}, own, value, post
+            shared, own = split.send(w)
+            return shared, own, value, evaluate.post(cohort, c, on.predictor(w), on.score)
 
         by_branch = on.shares(head_weighting, cohort)[:, b.column]  # [S, L], of the task of each logit
         weight = {"body": cohort.sizes, "head": by_branch, "stats": cohort.sizes}
         last = {part: state.server[part] for part in weight}  # what nobody holds keeps its last value
-        mean, (stats, value, post) = cohort.mean(client, state.clients, weight=weight, empty=last)
+        mean, (rest, value, post) = cohort.mean(client, state.clients, weight=weight, default=last)
         receive = jax.vmap(lambda holds, old: trees.choose(holds, mean["head"], old))
-        own = {"head": receive(by_branch > 0, state.clients["head"]) if stale else (), "stats": stats}
+        own = {"head": receive(by_branch > 0, state.clients["head"]) if stale else (), "rest": rest}
         tasks_held = jnp.sum(held(cohort.class_counts) > 0, axis=-1)
-        return State(state.server | mean, own), {"loss": value, "post": post, "tasks": tasks_held}
+        return State(state.server | mean, own), Metrics(value, post, {"tasks": tasks_held})
 
-    def sent(state: State, cohort, metrics: PyTree) -> Traffic:
+    def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
         shared = trees.size((state.server["body"], state.server["stats"]))
         a_logit = trees.size(state.server["head"]) // len(b.column)
         logits = jnp.sum((held(cohort.class_counts) > 0)[:, b.column], axis=-1) if comm == "sparse" else len(b.column)
@@ -203,27 +200,27 @@ def privacy_pfedc(
     """
     encryption.check_backend(backend)
     on = _branched(task, tasks, head, weighting, solver, normalise, head_grad, head_weighting)
-    b, own_stats, plain = on.b, task.bn_stats == "local", backend == "plain"
+    b, split, plain = on.b, averaging.split(task), backend == "plain"
 
     def compose(server: PyTree, own: PyTree) -> PyTree:
-        return {"body": server["body"], "head": own["head"], "stats": own["stats"] if own_stats else server["stats"]}
+        return split.receive(server | {"head": own["head"]}, own["rest"])
 
     def init(key: Array) -> State:
         w = on.start(key)
-        own, shared = (w["stats"], ()) if own_stats else ((), w["stats"])
-        server = {"body": w["body"], "stats": shared}
-        return State(server, trees.replicate({"head": w["head"], "stats": own}, task.num_clients))
+        shared, own = split.send(w)
+        server = {"body": shared["body"], "stats": shared["stats"]}
+        return State(server, trees.replicate({"head": w["head"], "rest": own}, task.num_clients))
 
-    def round(key: Array, state: State, cohort) -> tuple[State, PyTree]:
+    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def client(c: Client, own: PyTree):
             w, value = on.train(c, compose(state.server, own))
-            own, shared = (w["stats"], ()) if own_stats else ((), w["stats"])
-            phi = {"body": w["body"], "stats": shared}
+            shared, own = split.send(w)
+            phi = {"body": shared["body"], "stats": shared["stats"]}
             post = evaluate.post(cohort, c, on.predictor(w), on.score)
             return () if encrypt_phi else phi, phi if encrypt_phi else (), w["head"], own, value, post
 
-        clear, (phi, heads, stats, value, post) = cohort.mean(
-            client, state.clients, weight=cohort.sizes, empty=() if encrypt_phi else state.server
+        clear, (phi, heads, rest, value, post) = cohort.mean(
+            client, state.clients, weight=cohort.sizes, default=() if encrypt_phi else state.server
         )
         weight = on.shares(head_weighting, cohort).astype(float)  # [S, T]
         factors = {"branches": weight[:, b.column], "phi": cohort.sizes.astype(float)}
@@ -232,16 +229,16 @@ def privacy_pfedc(
         # from here on as each of the round's clients does by itself, for they alone can read the sums
         mean = _ratio(total["branches"], total["weight"][b.column], heads)
         receive = jax.vmap(lambda holds, old: trees.choose(holds, mean, old))
-        own = {"head": receive(factors["branches"] > 0, state.clients["head"]), "stats": stats}
+        own = {"head": receive(factors["branches"] > 0, state.clients["head"]), "rest": rest}
         n = jnp.sum(jnp.where(cohort.active, cohort.sizes, 0))
         server = trees.choose(n > 0, _ratio(total["phi"], n, phi), state.server) if encrypt_phi else clear
-        metrics = {"loss": value, "post": post, "tasks": jnp.sum(weight > 0, axis=-1)}
-        return State(server, own), metrics | ({} if plain else {"encrypted_up": up, "encrypted_down": down})
+        bytes_sent = {} if plain else {"encrypted_up": up, "encrypted_down": down}
+        return State(server, own), Metrics(value, post, {"tasks": jnp.sum(weight > 0, axis=-1), **bytes_sent})
 
-    def sent(state: State, cohort, metrics: PyTree) -> Traffic:
+    def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
         shared, slots = trees.size(state.server), trees.size(state.clients["head"]) // len(cohort.ids) + len(b.member)
         clear = (shared + slots if plain else 0 if encrypt_phi else shared) * cohort.active
-        ciphertexts = None if plain else metrics["encrypted_up"] + metrics["encrypted_down"]
+        ciphertexts = None if plain else metrics.clients["encrypted_up"] + metrics.clients["encrypted_down"]
         return Traffic(clear, clear, 0 * clear, 2 * cohort.active.astype(jnp.int32), ciphertexts)
 
     return Algorithm(init, round, lambda server, own, c: on.predictor(compose(server, own)), on.score, sent)

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_pfl import evaluate, local, losses, traffic, trees
-from fedjax_pfl.averaging import BOTH, personal_mask, predictor
+from fedjax_pfl import averaging, evaluate, local, losses, traffic, trees
+from fedjax_pfl.averaging import BOTH, predictor
 from fedjax_pfl.errors import InputError, check, choose
-from fedjax_pfl.types import Algorithm, Array, Client, Predictor, PyTree, State, Task
+from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Predictor, PyTree, State, Task, Traffic
 
 LARGEST = 2**28  # parameters of a hypernetwork: with its momentum and gradient, 3 GiB
 
@@ -120,7 +120,7 @@ def pfedhn(
     inner = task._replace(
         lr=inner_lr, optimizer=lambda lr: clipped_sgd(lr, inner_momentum, inner_decay, clip), **length
     )
-    loss, personal = losses.classification(task.model), personal_mask(task)["stats"]
+    loss, split = losses.classification(task.model), averaging.split(task)
     shapes = jax.eval_shape(task.model.init, jax.random.key(0))
     target = {part: shapes[part] for part in BOTH}
     make = lambda key: hypernetwork(key, width, hidden, hidden_layers, target)
@@ -134,8 +134,8 @@ def pfedhn(
     def init(key: Array) -> State:
         key_psi, key_embeddings, key_model = jax.random.split(key, 3)
         h = {"psi": make(key_psi), "embeddings": jax.random.normal(key_embeddings, (task.num_clients, width))}
-        own, shared = trees.partition(task.model.init(key_model)["stats"], personal)
-        server = {"h": h, "velocity": optimizer.init(h), "stats": shared}
+        shared, own = split.send(task.model.init(key_model))
+        server = {"h": h, "velocity": optimizer.init(h), "stats": shared["stats"]}
         return State(server, trees.replicate(own, task.num_clients))
 
     def generated(h: PyTree, id: Array) -> PyTree:
@@ -151,16 +151,16 @@ def pfedhn(
 
         return kept(optax.apply_updates(h, updates), h), kept(new, velocity)
 
-    def round(key: Array, state: State, cohort) -> tuple[State, PyTree]:
+    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         server, everybody = state.server, jnp.arange(task.num_clients)
 
         def train(c: Client, theta: PyTree, own: PyTree) -> tuple[PyTree, PyTree]:
             """How far theta moved against its gradient, and what is reported and kept."""
-            start = {**theta, "stats": trees.merge(own, server["stats"])}
+            start = split.receive({**theta, "stats": server["stats"]}, own)
             w, value = local.sgd(c.key, c.train, loss, start, inner)
-            own, shared = trees.partition(w["stats"], personal)
+            shared, own = split.send(w)
             change = jax.tree.map(jnp.subtract, theta, {part: w[part] for part in BOTH})
-            return change, (shared, own, value, evaluate.post(cohort, c, predictor(task, w)))
+            return change, (shared["stats"], own, value, evaluate.post(cohort, c, predictor(task.model, w)))
 
         def one(c: Client, carry: PyTree, own: PyTree) -> tuple[PyTree, PyTree]:
             h, velocity = carry
@@ -174,10 +174,9 @@ def pfedhn(
             back = jnp.argsort(jnp.argsort(cohort.ids))
             theta, pull = jax.vjp(lambda h: jax.vmap(lambda id: generated(h, id))(ids), server["h"])
             change, results = cohort.map(train, trees.gather(theta, back), state.clients)
-            taken = cohort.active & (cohort.sizes > 0)
-            change = jax.tree.map(lambda x: jnp.where(trees.expand(taken, x.ndim), x, 0), change)
+            change = jax.tree.map(lambda x: jnp.where(trees.expand(cohort.trained, x.ndim), x, 0), change)
             (gradient,) = pull(trees.gather(change, jnp.argsort(cohort.ids)))
-            here = jnp.zeros(task.num_clients, bool).at[cohort.ids].set(taken)
+            here = jnp.zeros(task.num_clients, bool).at[cohort.ids].set(cohort.trained)
             return descend(server["h"], server["velocity"], gradient, here), results
 
         if mode == "sequential":
@@ -186,13 +185,13 @@ def pfedhn(
             (h, velocity), results = together()
         shared, own, value, post = results
         keep = lambda c, stats: (stats,)
-        stats, _ = cohort.mean(keep, shared, weight=cohort.sizes, empty=server["stats"], phase=1)
-        return State({"h": h, "velocity": velocity, "stats": stats}, own), {"loss": value, "post": post}
+        stats, _ = cohort.mean(keep, shared, weight=cohort.sizes, default=server["stats"], phase=1)
+        return State({"h": h, "velocity": velocity, "stats": stats}, own), Metrics(value, post)
 
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
-        return predictor(task, {**generated(server["h"], c.id), "stats": trees.merge(own, server["stats"])})
+        return predictor(task.model, split.receive({**generated(server["h"], c.id), "stats": server["stats"]}, own))
 
-    def sent(state: State, cohort, metrics: PyTree):
+    def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
         return traffic.both_ways(cohort, {"theta": target, "stats": state.server["stats"]})
 
     return Algorithm(init, round, predict, evaluate.classification, sent)

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_pfl import evaluate, local, losses, traffic, trees
+from fedjax_pfl import averaging, evaluate, local, losses, trees
 from fedjax_pfl.averaging import BOTH, beside, predictor, score_beside
 from fedjax_pfl.errors import check
-from fedjax_pfl.types import Algorithm, Array, Batch, Client, Predictor, PyTree, State, Task
+from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task
 
 
 def pfedme(
@@ -43,10 +43,7 @@ def pfedme(
     for name, value in (("inner_lr", inner_lr), ("lam", lam), ("beta", beta), ("inner_decay", inner_decay)):
         check(name, value, 0, math.inf)
     loss, optimizer = losses.classification(task.model), task.optimizer(inner_lr)
-    own_stats = task.bn_stats == "local"
-
-    def global_model(server: PyTree, theta: PyTree) -> PyTree:
-        return {**server, "stats": theta["stats"]} if own_stats else server
+    split = averaging.split(task)
 
     def towards(key: Array, w: PyTree, start: tuple, batch: Batch) -> tuple[tuple, Array]:
         """K steps from (theta, moments, optimizer state); also the loss before the last of them."""
@@ -64,33 +61,35 @@ def pfedme(
 
     def init(key: Array) -> State:
         w = task.model.init(key)
-        return State(w, trees.replicate(w, task.num_clients))
+        shared, own = split.send(w)
+        return State(shared, trees.replicate({"theta": w, "own": own}, task.num_clients))
 
-    def round(key: Array, state: State, cohort) -> tuple[State, PyTree]:
+    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def step(key: Array, carry: PyTree, batch: Batch) -> tuple[PyTree, Array]:
             w, inner = carry
             inner, value = towards(key, w, inner, batch)
             moved = jax.tree.map(lambda x, t: x - task.lr * lam * (x - t), w, inner[0])
             return (trees.cast(moved, w), inner), value
 
-        def client(c: Client, theta: PyTree):
-            received = global_model(state.server, theta)
+        def client(c: Client, mine: PyTree):
+            received = split.receive(state.server, mine["own"])
             w = {part: received[part] for part in BOTH}
             start = (w, (w, received["stats"], optimizer.init(w)))
             (w, (theta, stats, _)), value, _ = local.work(c.key, c.train, step, start, task)
             w, theta = {**w, "stats": stats}, {**theta, "stats": stats}
-            post = evaluate.post(cohort, c, beside(predictor(task, theta), predictor(task, w)), score_beside)
-            return w, theta, value, post
+            post = evaluate.post(
+                cohort, c, beside(predictor(task.model, theta), predictor(task.model, w)), score_beside
+            )
+            shared, own = split.send(w)
+            return shared, {"theta": theta, "own": own}, value, post
 
-        w, (theta, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, empty=state.server)
+        w, (mine, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, default=state.server)
         parts = [{part: x[part] for part in BOTH} for x in (w, state.server)]
-        mixed = trees.choose(jnp.any(cohort.active & (cohort.sizes > 0)), trees.lerp(beta, *parts), parts[1])
-        return State({**w, **mixed}, theta), {"loss": value, "post": post}
+        mixed = trees.choose(jnp.any(cohort.trained), trees.lerp(beta, *parts), parts[1])
+        return State({**w, **mixed}, mine), Metrics(value, post)
 
-    def predict(server: PyTree, theta: PyTree, c: Client) -> Predictor:
-        return beside(predictor(task, theta), predictor(task, global_model(server, theta)))
+    def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
+        received = split.receive(server, mine["own"])
+        return beside(predictor(task.model, mine["theta"]), predictor(task.model, received))
 
-    def sent(state: State, cohort, metrics: PyTree):
-        return traffic.both_ways(cohort, dict(state.server, stats=() if own_stats else state.server["stats"]))
-
-    return Algorithm(init, round, predict, score_beside, sent)
+    return Algorithm(init, round, predict, score_beside)

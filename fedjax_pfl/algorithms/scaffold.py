@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_pfl import evaluate, local, losses, traffic, trees
-from fedjax_pfl.averaging import BOTH, personal_mask, predictor
+from fedjax_pfl import averaging, evaluate, local, losses, trees
+from fedjax_pfl.averaging import BOTH, predictor
 from fedjax_pfl.errors import check, choose
-from fedjax_pfl.types import Algorithm, Array, Batch, Client, Predictor, PyTree, State, Task
+from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task
 
 
 def trainable(variables: PyTree) -> PyTree:
@@ -47,12 +47,12 @@ def scaffold(task: Task, *, server_lr: float = 1.0, option: int = 2, weights: st
     check("server_lr", server_lr, 0, math.inf)
     check("option", option, 1, 2)
     choose("weights", weights, ("uniform", "data"))
-    loss, personal = losses.classification(task.model), personal_mask(task)
+    loss, split = losses.classification(task.model), averaging.split(task)
     optimizer = task.optimizer(task.lr)
 
     def init(key: Array) -> State:
         w = task.model.init(key)
-        own, shared = trees.partition(w, personal)
+        shared, own = split.send(w)
         zero = jax.tree.map(jnp.zeros_like, trainable(w))
         return State({"w": shared, "c": zero}, trees.replicate({"c": zero, "own": own}, task.num_clients))
 
@@ -68,11 +68,11 @@ def scaffold(task: Task, *, server_lr: float = 1.0, option: int = 2, weights: st
         (y, stats, _), value, count = local.work(c.key, c.train, step, (y, received["stats"], optimizer.init(y)), task)
         return {**y, "stats": stats}, value, count
 
-    def round(key: Array, state: State, cohort) -> tuple[State, PyTree]:
+    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         control = state.server["c"]
 
         def client(c: Client, mine: PyTree):
-            received = trees.merge(mine["own"], state.server["w"])
+            received = split.receive(state.server["w"], mine["own"])
             correction = jax.tree.map(jnp.subtract, control, mine["c"])
             y, value, count = train(c, received, correction)
             if option == 1:
@@ -82,25 +82,22 @@ def scaffold(task: Task, *, server_lr: float = 1.0, option: int = 2, weights: st
                 new = jax.tree.map(lambda d, x: d / (jnp.maximum(count, 1) * task.lr) - x, drift, correction)
             new = trees.choose(count > 0, trees.cast(new, mine["c"]), mine["c"])
             change = jax.tree.map(jnp.subtract, new, mine["c"])
-            own, shared = trees.partition(y, personal)
-            post = evaluate.post(cohort, c, predictor(task, y))
+            shared, own = split.send(y)
+            post = evaluate.post(cohort, c, predictor(task.model, y))
             return {"w": shared, "c": change}, {"c": new, "own": own}, value, post
 
         last = state.server["w"]
-        here = cohort.active & (cohort.sizes > 0)
+        here = cohort.trained
         weight = {"w": cohort.sizes if weights == "data" else here, "c": here}
-        empty = {"w": last, "c": jax.tree.map(jnp.zeros_like, control)}
-        mean, (mine, value, post) = cohort.mean(client, state.clients, weight=weight, empty=empty)
+        default = {"w": last, "c": jax.tree.map(jnp.zeros_like, control)}
+        mean, (mine, value, post) = cohort.mean(client, state.clients, weight=weight, default=default)
         part = jnp.sum(here) / task.num_clients  # |S| / N
         moved = trees.lerp(server_lr, trainable(mean["w"]), trainable(last))
         w = {**mean["w"], **trees.choose(jnp.any(here), moved, trainable(last))}
         server = {"w": w, "c": trees.cast(jax.tree.map(lambda c, d: c + part * d, control, mean["c"]), control)}
-        return State(server, mine), {"loss": value, "post": post}
+        return State(server, mine), Metrics(value, post)
 
     def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
-        return predictor(task, trees.merge(mine["own"], server["w"]))
+        return predictor(task.model, split.receive(server["w"], mine["own"]))
 
-    def sent(state: State, cohort, metrics: PyTree):
-        return traffic.both_ways(cohort, state.server)
-
-    return Algorithm(init, round, predict, evaluate.classification, sent)
+    return Algorithm(init, round, predict, evaluate.classification)

@@ -1,9 +1,9 @@
 """Local: every client trains alone from the common start; the floor that federation has to beat."""
 
-from fedjax_pfl.averaging import BOTH, partial_averaging, personal_mask
+from fedjax_pfl.averaging import BOTH, partial_averaging, split
 from fedjax_pfl.types import Algorithm, Task
 
 
 def local(task: Task) -> Algorithm:
     """Trains each participant's own model; nothing is sent."""
-    return partial_averaging(task, personal=personal_mask(task, BOTH))
+    return partial_averaging(task, split(task, BOTH), one_architecture=False)

@@ -1,12 +1,11 @@
-"""Prepares JAX for this machine; chooses the form of convolutions and how many clients are trained at once, by trying.
+"""Prepares JAX for this machine; chooses the form of convolutions and how many clients are trained at once.
 
-What is timed is local SGD of the real model on the real data, of which most of a round consists; the round of a method
-would take too long to compile. A choice never changes results beyond rounding. The times are remembered in the user's
-cache directory for each kind of model, batch and device, so that the next run on this machine chooses the same.
+On a CPU both come from what was measured once (`choose_width`, `layers.form`). On an accelerator candidates are timed:
+local SGD of the real model on the real data, of which most of a round consists. A choice never changes results beyond
+rounding. The times are remembered in the user's cache directory for each kind of model, batch and device.
 """
 
 import contextlib
-import functools
 import hashlib
 import json
 import logging
@@ -16,7 +15,7 @@ import platform
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,12 +29,13 @@ from jax.sharding import PartitionSpec as P
 
 from fedjax_pfl import local, losses
 from fedjax_pfl.data.tfds import cache_dir
-from fedjax_pfl.engine.cohort import Cohort, lanes, make_mesh
+from fedjax_pfl.engine.cohort import Cohort
+from fedjax_pfl.engine.placement import make_mesh, padding_overhead
 from fedjax_pfl.models import layers
 from fedjax_pfl.types import Array, Batch, Client, Federation, Model, PyTree, Task
 
-LARGE = 200_000  # parameters from which, on a CPU, one client at a time is taken: fastest for the CNN (see benchmarks)
-MANY = 6  # convolutions from which forms are not tried: each takes 3 s to compile with 2 convolutions, 12 s with 20
+LARGE = 50_000  # parameters from which, on a CPU, one client at a time is taken
+MANY = 6  # convolutions from which forms are not tried: each takes 12 s to compile with 20
 SECONDS = 0.6  # for which the candidates of a choice are timed, three times at least
 STEPS = 8  # local steps a client takes in the probe
 MARGIN = 1.1  # how many times as fast another form must be to be taken: less may be chance
@@ -83,81 +83,68 @@ def _cores() -> int:
 
 
 def choose_form(
-    task: Task,
-    model: Callable[[str], Model],
-    federation: Federation,
-    clients: int,
-    devices: int = 1,
-    fits: Callable[[int], bool] = lambda _: True,
+    task: Task, model: Callable[[str], Model], federation: Federation, clients: int, devices: int = 1
 ) -> str:
-    """The form of the convolutions (see `layers.convolution`), by timing local SGD of the real model.
+    """The form of the convolutions (see `layers.convolution`).
 
-    Tried against what "auto" stands for are the forms that may win here and are another program: on a CPU plain matrix
-    products (with XLA's own convolution a step takes 8 to 60 times as long), elsewhere Winograd's, too. All are timed
-    at the least width that `choose_width` tries. Where nothing is tried, because the model has no convolutions or
-    MANY, or that width does not fit, it is that of "auto", which goes by what was measured for each shape.
+    On a CPU that of "auto", which goes by what was measured for each shape. Elsewhere matrix products and Winograd's
+    form are timed beside it at the least width of `choose_width`, unless the model has no convolutions or MANY; a
+    candidate that cannot be compiled or run is dropped.
 
     Args:
       task: with the model in the form that "auto" stands for.
       model: form -> the same model in that form.
-      clients, devices, fits: as in `choose_width`.
+      clients: S, the clients of a round.
+      devices: of this process, over which they are spread.
     """
     usual = layers.form("auto")
     shapes = _shapes(task)
     count = sum(x.ndim == 4 for x in jax.tree.leaves(shapes))  # kernels
-    if count >= MANY:
-        _log.info("Convolutions: %s, by their shapes; with %d of them trying takes too long to compile.", usual, count)
-    if not 0 < count < MANY:
+    if jax.default_backend() == "cpu" or not 0 < count < MANY:
         return usual
-    others = ("matmul",) if jax.default_backend() == "cpu" else ("matmul", "winograd")
-    tasks = {usual: task} | {form: task._replace(model=model(form)) for form in others}
+    tasks = {usual: task} | {form: task._replace(models=(model(form),)) for form in ("matmul", "winograd")}
     programs = {form: _program(task, shapes) for form, task in tasks.items()}
     different = {program: form for form, program in reversed(programs.items())}.values()  # the first of equal ones
     tasks = {form: task for form, task in tasks.items() if form in different}
     width = _candidates(-(-clients // devices))[0]
     path = _path(programs, devices, width)
     times = _recall(path, tuple(tasks))
-    if len(tasks) == 1 or (times is None and not fits(width)):
-        return usual
     if times is None:
-        given = {form: (task, width, width) for form, task in tasks.items()}
-        times = _remembered(path, _times(given, federation, devices))
+        times = _remembered(
+            path, _times({form: (task, width, width) for form, task in tasks.items()}, federation, devices)
+        )
     _say("Convolutions", times)
     return min(times, key=lambda form: times[form] * (1 if form == usual else MARGIN))
 
 
-def choose_width(
-    task: Task, federation: Federation, clients: int, devices: int = 1, fits: Callable[[int], bool] = lambda _: True
-) -> int:
-    """The number of clients to train at once on each device, by timing local SGD of the real model.
+def choose_width(task: Task, federation: Federation, clients: int, devices: int = 1) -> int:
+    """The number of clients to train at once on each device.
 
-    Timed are clients with equally many steps; a width then counts as many as it computes for each step that the task's
-    own clients, or so many of them, are to take (see `clients.lanes`).
+    On a CPU 4 for models of less than LARGE parameters without convolutions, else 1: measured on 2 cores, one client at
+    a time on each of them is fastest for every convolutional network. Elsewhere widths are timed on clients with
+    equally many steps, and each counts as many steps as it computes for every one that the task's own clients take
+    (see `placement.padding_overhead`); a candidate that cannot be compiled or run is dropped.
 
     Args:
       clients: S, the clients of a round.
       devices: of this process, over which they are spread.
-      fits: whether a width has the memory it needs; where none has, the least is taken.
     """
-    shapes, work, fits = _shapes(task), _work(task, clients), functools.cache(fits)
-    candidates = _candidates(-(-clients // devices))
-    if jax.default_backend() == "cpu" and sum(x.size for x in jax.tree.leaves(shapes)) > LARGE:
-        _log.info("Width: %d, not tried: a CPU is fastest so with models of over %d parameters.", candidates[0], LARGE)
+    shapes, here = _shapes(task), -(-clients // devices)
+    if jax.default_backend() == "cpu":
+        sizes = jax.tree.leaves(shapes)
+        small = sum(x.size for x in sizes) < LARGE and all(x.ndim < 4 for x in sizes)
+        return min(4 if small else 1, here)
+    candidates = _candidates(here)
+    if len(candidates) == 1:
         return candidates[0]
-    while len(candidates) > 1:
-        path = _path(_program(task, shapes), devices, candidates)
-        times = _recall(path, candidates)
-        if times is None and fits(candidates[-1]):
-            times = _remembered(path, _times_of_widths(task, federation, candidates, devices))
-        if times is not None:
-            real = {width: seconds * lanes(work, width, devices) for width, seconds in times.items()}
-            best = min(real, key=real.__getitem__)
-            if fits(best):
-                _say("Width", real)
-                return best
-        candidates = candidates[:-1]
-    _log.info("Width: %d, not tried: there are no more clients, or there is memory for no more.", candidates[0])
-    return candidates[0]
+    path = _path(_program(task, shapes), devices, candidates)
+    times = _recall(path, candidates)
+    if times is None:
+        times = _remembered(path, _times_of_widths(task, federation, candidates, devices))
+    work = _work(task, clients)
+    real = {width: seconds * padding_overhead(work, width, devices) for width, seconds in times.items()}
+    _say("Width", real)
+    return min(real, key=real.__getitem__)
 
 
 def _work(task: Task, clients: int) -> np.ndarray:
@@ -167,8 +154,7 @@ def _work(task: Task, clients: int) -> np.ndarray:
 
 
 def _candidates(clients: int) -> Sequence[int]:
-    tries = (1, 4) if jax.default_backend() == "cpu" else (8, 32, 128)
-    return sorted({min(width, clients) for width in tries})
+    return sorted({min(width, clients) for width in (8, 32, 128)})
 
 
 def _times_of_widths(task: Task, federation: Federation, candidates: Sequence[int], devices: int) -> dict[int, float]:
@@ -188,6 +174,10 @@ def _trial(task: Task, width: int, clients: int, federation: Federation, mesh: M
     shapes = _shapes(task)
     ids = jnp.arange(clients * (1 if mesh is None else mesh.size), dtype=jnp.int32)
 
+    def zeros() -> PyTree:
+        params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return params, params.pop("stats")
+
     def train(c: Client) -> PyTree:
         def step(carry: PyTree, batch: Batch) -> PyTree:
             params, stats, opt = carry
@@ -195,8 +185,7 @@ def _trial(task: Task, width: int, clients: int, federation: Federation, mesh: M
             updates, opt = optimizer.update(grads, opt, params)
             return optax.apply_updates(params, updates), stats, opt
 
-        params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        stats = params.pop("stats")
+        params, stats = zeros()
         size = jnp.where(c.train.size > 0, STEPS * task.batch_size, 0)  # its own: side by side each ends by itself
         carry = (params, stats, optimizer.init(params))
         return local.fold(c.train._replace(size=size), step, carry, task.batch_size)[:2]
@@ -204,7 +193,8 @@ def _trial(task: Task, width: int, clients: int, federation: Federation, mesh: M
     @jax.jit
     def run(key: Array, federation: Federation) -> PyTree:
         nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
-        return Cohort(federation, task.prepare, ids, ids >= 0, key=key, width=width, mesh=mesh, **nothing).mean(train)
+        cohort = Cohort(federation, task, ids, ids >= 0, key=key, width=width, mesh=mesh, **nothing)
+        return cohort.mean(lambda c: (train(c),), default=zeros())[0]
 
     key = jax.random.key(0)
     compiled = run.lower(key, federation).compile()
@@ -221,7 +211,7 @@ def _times(candidates: Mapping[T, tuple[Task, int, int]], federation: Federation
         federation = jax.device_put(federation, NamedSharding(mesh, P()))
     with ThreadPoolExecutor() as pool:  # XLA compiles side by side
         made = {name: pool.submit(_trial, *each, federation, mesh) for name, each in candidates.items()}
-    trials = {name: trial.result() for name, trial in made.items()}
+    trials = {name: trial for name, future in made.items() if (trial := _runs(name, future)) is not None}
     best, turns, until = dict.fromkeys(trials, math.inf), 0, time.perf_counter() + SECONDS
     while turns < 3 or time.perf_counter() < until:
         for name, trial in trials.items():
@@ -232,14 +222,27 @@ def _times(candidates: Mapping[T, tuple[Task, int, int]], federation: Federation
     return best
 
 
+def _runs(name: T, future: Future) -> _Trial | None:
+    """The compiled trial if it can be compiled and run, else None; the first candidate must."""
+    try:
+        trial = future.result()
+        jax.block_until_ready(trial.run())
+    except jax.errors.JaxRuntimeError as error:
+        _log.info("%s is left out: %s", name, str(error).splitlines()[0])
+        return None
+    return trial
+
+
 def _shapes(task: Task) -> PyTree:
     return jax.eval_shape(task.model.init, jax.random.key(0))
 
 
 def _program(task: Task, shapes: PyTree) -> str:
     """What the model computes of a batch: its forms, types and sizes; addresses in it say nothing."""
-    x = jax.ShapeDtypeStruct((task.batch_size, *task.input_shape), jnp.float32)
-    return re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(lambda w, x: task.model.apply(w, x)[0])(shapes, x)))
+    x = jax.ShapeDtypeStruct((task.batch_size, *task.input.shape), task.input.dtype)
+    return re.sub(
+        r"0x[0-9a-f]+", "", str(jax.make_jaxpr(lambda w, x: task.model.apply(w, task.prepare(x))[0])(shapes, x))
+    )
 
 
 def _path(*parts: Any) -> Path:

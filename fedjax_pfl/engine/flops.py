@@ -6,7 +6,7 @@ through it: sizes, counters, the ends of loops. A loop whose end depends on the 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,10 +15,9 @@ import numpy as np
 from jax.extend.core import jaxprs_in_params
 
 from fedjax_pfl import local
-from fedjax_pfl.engine.jaxprs import parameters
-from fedjax_pfl.engine.program import Program
+from fedjax_pfl.engine.program import parts
 from fedjax_pfl.models.functional import product_flops
-from fedjax_pfl.types import Federation, State, Task
+from fedjax_pfl.types import Algorithm, Federation, State, Task
 
 Known = Any  # a NumPy scalar, the value of every element; None where it is not known
 # operations that give elements of their first operand
@@ -48,7 +47,9 @@ _NUMPY: dict[str, Any] = {
 }
 
 
-def flops_of_step(program: Program, task: Task, federation: Federation) -> float:
+def flops_of_step(
+    factory: Callable[..., Algorithm], task: Task, federation: Federation, hparams: dict[str, Any] | None = None
+) -> float:
     """Floating-point operations of a client for each of the steps that its settings ask for (`local.planned`).
 
     Counts 2 for each multiply-add of a matrix product in the loops over batches of a round without evaluation, batches
@@ -56,19 +57,20 @@ def flops_of_step(program: Program, task: Task, federation: Federation) -> float
     client's and of the server's work is not, nor is element-wise work.
 
     Args:
-      program: on a single device, of a model whose convolutions have the form "matmul": others save or hide products.
+      task: with a model whose convolutions have the form "matmul": others save or hide products.
       federation: of which only the shapes matter, and the sizes of the validation splits.
     """
     size = max(1, int(np.median(task.sizes)))
     steps = int(local.planned(task, np.array([size]))[0][0])
     key = jax.eval_shape(lambda: jax.random.key(0))
-    numbers = {name: np.float32(value) for name, value in program.numbers.items()}
-    drawn, state = jax.eval_shape(program.parts.draw, key, 0), jax.eval_shape(program.parts.init, key, numbers)
+    on = parts(factory, task, hparams)
+    numbers = {name: np.float32(value) for name, value in on.numbers.items()}
+    drawn, state = jax.eval_shape(on.draw, None, key, 0), jax.eval_shape(on.init, key, numbers)
     clients = drawn[0].shape[0]
     rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((clients, *x.shape[1:]), x.dtype), state.clients)
     state = State(state.server, rows)
     shapes = key, numbers, federation, state, *drawn, jnp.int32(0), jnp.bool(False)
-    closed = jax.make_jaxpr(program.parts.train)(*shapes)
+    closed = jax.make_jaxpr(on.train)(*shapes)
     nothing: Any = lambda tree: jax.tree.map(lambda _: np.nan, tree)  # a leaf, unlike None
     known, held_out = nothing(federation), np.int32(np.median(federation.val.size))
     known = known._replace(train=known.train._replace(size=np.int32(size)), val=known.val._replace(size=held_out))
@@ -77,6 +79,17 @@ def flops_of_step(program: Program, task: Task, federation: Federation) -> float
     with np.errstate(all="ignore"):  # a known number may be the seed of a hash
         _, total = _walk(closed.jaxpr, [None] * len(closed.consts), leaves, False)
     return total / clients / max(steps, 1)
+
+
+def parameters(eqn: Any) -> dict[str, Any]:
+    """An equation's parameters; a scan's always say `num_consts` and `num_carry`, which JAX's own do up to 0.11."""
+    p = eqn.params
+    if eqn.primitive.name != "scan" or "num_carry" in p:
+        return p
+    body = getattr(p["jaxpr"], "jaxpr", p["jaxpr"])
+    whole = lambda outer, inner: sum(a.aval.ndim == b.aval.ndim for a, b in zip(outer, inner, strict=True))
+    carry = whole(eqn.outvars, body.outvars)  # what is stacked has an axis more, as have the rows that are read
+    return p | {"num_carry": carry, "num_consts": whole(eqn.invars, body.invars) - carry}
 
 
 def _walk(jaxpr: Any, consts: Sequence[Known], given: Sequence[Known], counts: bool) -> tuple[list[Known], int]:

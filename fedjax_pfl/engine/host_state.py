@@ -4,6 +4,8 @@ For many clients with large personal models: the devices then hold S rows, not N
 devices. A round's rows travel both ways, and an evaluation sends everybody's, S at a time.
 """
 
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -11,15 +13,19 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedjax_pfl.engine.cohort import AXIS
-from fedjax_pfl.engine.program import Program
+from fedjax_pfl import groups
+from fedjax_pfl.engine.placement import AXIS, starts
+from fedjax_pfl.engine.program import Program, Round, parts
+from fedjax_pfl.engine.program import program as whole_program
 from fedjax_pfl.engine.sampling import cohort_size
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import Array, PyTree, State, Task
+from fedjax_pfl.types import Algorithm, Array, Placement, PyTree, State, Task
 
 
-def offloaded(program: Program, task: Task) -> Program:
-    """The same experiment with State.clients as NumPy arrays [N, ...] by client id, which rounds overwrite in place.
+def program(
+    factory: Callable[..., Algorithm], task: Task, hparams: dict[str, Any] | None = None, **options: Any
+) -> Program:
+    """As `engine.program.program`, with State.clients as NumPy arrays by client id, which rounds overwrite in place.
 
     Its functions are jitted where they can be, and cannot be traced themselves.
 
@@ -34,38 +40,62 @@ def offloaded(program: Program, task: Task) -> Program:
             f"client_memory=host keeps the clients that are not in the round on the host, but with participation=1 "
             f"all {n} are: leave it out."
         )
-    everywhere, apart = (program.mesh and NamedSharding(program.mesh, spec) for spec in (P(), P(AXIS)))
-    draw, score = jax.jit(program.parts.draw), jax.jit(program.parts.score)
-    train = jax.jit(program.parts.train, donate_argnums=3)
+    on_device = whole_program(factory, task, hparams, **options)
+    on = parts(factory, task, hparams, **{name: x for name, x in options.items() if name != "checked"})
+    everywhere, apart = (on.mesh and NamedSharding(on.mesh, spec) for spec in (P(), P(AXIS)))
+    draw, score = jax.jit(functools.partial(on.draw, on.placement)), jax.jit(on.score, static_argnums=6)
+    train = jax.jit(on.train, donate_argnums=3)
+    begin, slot, architecture = starts(on.lengths), groups.slots(task), np.asarray(task.architecture)
 
-    def here(state: State, ids: np.ndarray) -> State:
-        rows = jax.tree.map(lambda x: x[np.minimum(ids, n - 1)], state.clients)
+    def here(state: State, ids: np.ndarray, lengths: tuple[int, ...]) -> State:
+        known, ends = np.minimum(ids, n - 1), starts(lengths)
+        inside = lambda g, x: x[np.minimum(slot[known[ends[g] : ends[g + 1]]], len(x) - 1)]
+        rows = groups.per_group(lambda x: x[known], inside, len(lengths), state.clients)
         return State(state.server, jax.device_put(rows, apart))
 
     def place(state: State) -> State:
         return State(jax.device_put(state.server, everywhere), jax.tree.map(np.array, state.clients))
 
-    def init(key: Array, numbers: dict[str, Array]) -> State:
-        return place(jax.device_get(jax.jit(program.parts.init)(*_on_cpu((key, numbers)))))
+    def init(key: Array, numbers: dict[str, Array], where: Placement | None = None) -> State:
+        return place(jax.device_get(jax.jit(on.init)(*_on_cpu((key, numbers)))))
 
-    def round(key, numbers, federation, state: State, t, evaluated) -> tuple[State, PyTree]:
+    def round(key, numbers, federation, state: State, t, evaluated) -> tuple[State, Round]:
         ids, active = jax.device_get(draw(key, t))
-        new, metrics = train(key, numbers, federation, here(state, ids), ids, active, t, evaluated)
-        for old, rows in zip(jax.tree.leaves(state.clients), jax.tree.leaves(new.clients), strict=True):
-            old[ids[active]] = np.asarray(rows)[active]
-        return State(new.server, state.clients), metrics
+        new, known = train(key, numbers, federation, here(state, ids, on.lengths), ids, active, t, evaluated)
+
+        def put(old: np.ndarray, rows: Array, at: np.ndarray, on: np.ndarray) -> np.ndarray:
+            old[at[on]] = np.asarray(rows)[on]
+            return old
+
+        def inside(g: int, old: np.ndarray, rows: Array) -> np.ndarray:
+            part = slice(begin[g], begin[g + 1])
+            return put(old, rows, slot[np.minimum(ids[part], n - 1)], active[part])
+
+        groups.per_group(
+            lambda old, rows: put(old, rows, ids, active), inside, len(on.lengths), state.clients, new.clients
+        )
+        return State(new.server, state.clients), known
+
+    def blocks() -> Iterator[tuple[np.ndarray, tuple[int, ...]]]:
+        """All clients, as many at once as a round has places for."""
+        for g, length in enumerate(on.lengths):
+            members = np.flatnonzero(architecture == g)
+            members = np.append(members, n + np.arange(-len(members) % length)).astype(np.int32)
+            only = tuple(length if h == g else 0 for h in range(len(on.lengths)))
+            yield from ((ids, only) for ids in members.reshape(-1, length))
 
     def scores(key, numbers, federation, state: State, t) -> dict[str, Any]:
-        size = len(jax.eval_shape(program.parts.draw, key, t)[0])
-        blocks = np.arange(n + -n % size, dtype=np.int32).reshape(-1, size)
-        found = [jax.device_get(score(key, numbers, federation, here(state, ids), ids, t)) for ids in blocks]
-        return {name: np.concatenate([block[name] for block in found])[:n] for name in found[0]}
+        found: dict[str, np.ndarray] = {}
+        for ids, lengths in blocks():
+            block = jax.device_get(score(key, numbers, federation, here(state, ids, lengths), ids, t, lengths))
+            for name, values in block.items():
+                found.setdefault(name, np.full(n, np.nan, values.dtype))[ids[ids < n]] = values[ids < n]
+        return found
 
-    def predict(key, numbers, federation, state: State, t, id, x) -> Array:
-        return program.predict(key, numbers, federation, program.place(state), t, id, x)
+    def predict(key, numbers, federation, state: State, t, id, x) -> PyTree:
+        return on_device.predict(key, numbers, federation, on_device.place(state), t, id, x)
 
-    functions = (init, round, scores, predict, place, lambda state: state)
-    return Program(program.numbers, *functions, program.parts, None, mesh=program.mesh)
+    return Program(on.numbers, init, round, scores, predict, place, lambda state: state, on.placement, on.mesh, True)
 
 
 def _on_cpu(tree: PyTree) -> PyTree:

@@ -1,10 +1,9 @@
-"""One experiment as pure functions of its key and its numbers.
+"""One experiment as pure functions of its key and its traced hyperparameters.
 
-Key streams: key -> (init; round t -> (sampling, server, clients)). The sampling stream does not depend on the method,
-so two methods with one key see the same clients and, for their main local training, the same batches.
+Key streams: see `keys.Run` and `keys.Round`. The sampling stream does not depend on the method, so two methods with one
+key see the same clients and, for their main local training, the same batches.
 """
 
-import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -13,59 +12,69 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from fedjax_pfl import evaluate, local, trees
-from fedjax_pfl.engine import multihost
-from fedjax_pfl.engine.cohort import AXIS, Cohort, deal, make_mesh, sharded, unmarked
+from fedjax_pfl import evaluate, groups, keys, traffic, trees
+from fedjax_pfl.engine import contract
+from fedjax_pfl.engine.cohort import Cohort, Transform
+from fedjax_pfl.engine.placement import (
+    AXIS,
+    StateRows,
+    arrange,
+    make_mesh,
+    placement,
+    segments,
+    sharded,
+    starts,
+    unmarked,
+)
 from fedjax_pfl.engine.sampling import cohort_size, sample
 from fedjax_pfl.errors import InputError, check, choose
-from fedjax_pfl.types import Algorithm, Array, PyTree, State, Task
+from fedjax_pfl.types import Algorithm, Array, Examples, Federation, Placement, PyTree, Rows, State, Task, Traffic
 
-INIT, ROUND, SAMPLING, SERVER, CLIENTS = range(5)
+
+class Round(NamedTuple):
+    """What is known of a round: the method's Metrics and what the engine adds; [S] in the order of `ids`."""
+
+    loss: Array  # [S]
+    post: dict[str, Array]  # {score: [S]}
+    clients: dict[str, Array]  # {name: [S]}
+    server: dict[str, Array]  # {name: any shape}
+    traffic: Traffic
+    ids: Array  # [S] int32, padding included
+    active: Array  # [S] bool
+    finite: Array  # [S] bool: is the client's state finite, and the server's?
 
 
 class Parts(NamedTuple):
     """What the functions of a Program are made of, for clients whose rows are at hand: ids and rows are [S, ...]."""
 
     init: Callable[..., State]  # (key, numbers) -> State[N], rows by client id
-    draw: Callable[..., tuple[Array, Array]]  # (key, t) -> the round's ids and which are active
-    train: Callable[..., tuple[State, PyTree]]  # (key, numbers, federation, State, ids, active, t, evaluated)
-    score: Callable[..., dict[str, Array]]  # (key, numbers, federation, State, ids, t) -> {name: [S]}
-
-
-class Homes(NamedTuple):
-    """Where the clients' rows lie over several devices: R of them, N rounded up to a multiple of the devices."""
-
-    client: Array  # [R] int32, whose row it is; N or more: nobody's
-    row: Array  # [R] int32, the row of each client
-    steps: Array  # [N] int32, by which they were dealt out
-
-
-class Functions(NamedTuple):
-    """Those of a Program, with the clients' homes as one more argument, at first: what is compiled of them serves every
-    partition that has arrays of the same shapes."""
-
-    init: Callable[..., State]
-    round: Callable[..., tuple[State, PyTree]]
-    evaluate: Callable[..., dict[str, Array]]
-    predict: Callable[..., Array]
+    draw: Callable[..., tuple[Array, Array]]  # (placement, key, t) -> the round's ids and which are active
+    train: Callable[..., tuple[State, Round]]  # (key, numbers, federation, State, ids, active, t, evaluated)
+    score: Callable[..., dict[str, Array]]  # (key, numbers, federation, State, ids, t, lengths) -> {name: [S]}
+    numbers: dict[str, float]  # the traced hyperparameters
+    placement: Placement | None
+    lengths: tuple[int, ...]  # places per architecture in a round
+    mesh: Mesh | None
 
 
 class Program(NamedTuple):
-    """One experiment as pure functions; `numbers` are its traced floats (see `program`), t [] int32 is the round."""
+    """One experiment as pure functions; `numbers` are its traced hyperparameters (see `program`), t [] is the round."""
 
     numbers: dict[str, float]
-    init: Callable[..., State]  # (key, numbers) -> State
-    round: Callable[..., tuple[State, PyTree]]  # (key, numbers, federation, State[N], t, evaluated) -> State, metrics
+    init: Callable[..., State]  # (key, numbers, placement=None) -> State
+    round: Callable[..., tuple[State, Round]]  # (key, numbers, federation, State[N], t, evaluated) -> State, Round
     evaluate: Callable[..., dict[str, Array]]  # (key, numbers, federation, State[N], t) -> {name: [N]}
-    predict: Callable[..., Array]  # (key, numbers, federation, State[N], t, client id [], raw x [B, *input]) -> outputs
+    predict: Callable[
+        ..., PyTree
+    ]  # (key, numbers, federation, State[N], t, client id: int, raw x [B, *input]) -> outputs
     place: Callable[[State], State]  # rows by client id -> rows as the other functions take them, over the devices
-    by_id: Callable[[State], State]  # and back; both change nothing on a single device
-    parts: Parts
-    functions: Functions | None  # to be jitted; None where the rows are NumPy arrays and nothing can be (`offload`)
-    homes: Homes | None = None  # None on a single device
-    mesh: Any = None  # jax.sharding.Mesh of several devices
+    unplace: Callable[[State], State]  # and back; both change nothing on a single device with one architecture
+    placement: Placement | None = None  # belongs into Federation.placement where one compiled program serves several
+    mesh: Mesh | None = None  # of several devices
+    on_host: bool = False  # rows are NumPy arrays in the host's memory, and no function can be traced
 
 
 def check_task(task: Task) -> None:
@@ -98,89 +107,199 @@ def program(
     lr_decay: float = 1.0,
     width: int = 1,
     devices: int = 1,
+    transform: Transform | None = None,
+    checked: bool = True,
 ) -> Program:
     """Makes an experiment of a method and a task.
-
-    Over several devices the rows of State.clients lie dealt out by work, N rounded up to a multiple of the devices:
-    `by_id` gives them in the clients' order. Round metrics come in the order of their "ids", padding included; "finite"
-    [S] is False for whom the state, or the server's, is not finite any more.
-    The devices may be those of several processes, which call the same functions with the same arguments:
-    `multihost.fetch` brings results to every host, as `simulate.rounds` does by itself.
 
     The floats among the hyperparameters, `lr` and `lr_decay` (the factor by which lr shrinks a round) become
     `numbers`, arguments of every function, so that other values need no new compilation and can be vmapped over.
 
+    Over several devices, and with several architectures, the rows of State.clients lie in the order of the placement:
+    `unplace` gives them in the clients' order. The devices may be those of several processes, which call the same
+    functions with the same arguments: `multihost.fetch` brings results to every host, as `simulate.rounds` does by
+    itself.
+
+    Args:
+      transform: (key, upload, default) -> upload, what is done to every client's upload before the server averages it,
+        such as clipping or noise; see `types.Cohort.mean`.
+      checked: whether shapes of one round are evaluated at once, so that a method's mistakes are found here; else they
+        are when the round is traced.
+
     Raises:
-      InputError: for an unknown hyperparameter, a value out of range, or devices that cannot be had (`clients.take`).
+      InputError: for an unknown hyperparameter, a value out of range, devices that cannot be had (`placement.take`), or
+        a method that breaks the contract.
     """
-    algorithm, numbers = _bound(factory, task, hparams or {}, lr_decay)
-    mesh, n = make_mesh(devices), task.num_clients
-    homes = None if mesh is None else _homes(task, devices)
-    everybody = cohort_size(task) == n  # then each stays at home and no row has to move
-    parts = _parts(algorithm, task, width, mesh)
-    free = (lambda *args: args) if mesh is None else (lambda *args: unmarked(args))
+    made = parts(factory, task, hparams, lr_decay=lr_decay, width=width, devices=devices, transform=transform)
+    found = _program(made, task, devices, _predict(factory, task, hparams, lr_decay))
+    if checked:
+        _check(found, task)
+    return found
 
-    def place(homes: Homes | None, state: State) -> State:
-        rows = state.clients if homes is None else trees.gather(state.clients, jnp.minimum(homes.client, n - 1))
-        return _sharded(state._replace(clients=rows), mesh)
 
-    def by_id(state: State) -> State:
-        return state if homes is None else state._replace(clients=trees.gather(state.clients, homes.row[:n]))
+def _check(program: Program, task: Task) -> None:
+    """Traces one round and one evaluation on shapes alone."""
+    key, t = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), jnp.int32)
+    numbers, flag = dict.fromkeys(program.numbers, jax.ShapeDtypeStruct((), float)), jax.ShapeDtypeStruct((), bool)
+    federation = abstract(task)
+    state = jax.eval_shape(program.init, key, numbers)
+    jax.eval_shape(program.round, key, numbers, federation, state, t, flag)
+    jax.eval_shape(program.evaluate, key, numbers, federation, state, t)
 
-    def init(homes, key: Array, numbers: dict[str, Array]) -> State:
-        return place(homes, parts.init(key, numbers))
 
-    def round(homes, key, numbers, federation, state: State, t, evaluated) -> tuple[State, PyTree]:
-        homes, key, numbers, federation = free(homes, key, numbers, federation)
-        state, t, evaluated = free(state, t, evaluated)
-        ids, active = parts.draw(homes, key, t)
-        at = ids if homes is None else sharded(jnp.asarray(homes.row)[ids], mesh, P())
-        # told to all, as the sum over devices is anyway: else the indices would travel, leaf by leaf
-        rows = state.clients if everybody else sharded(trees.gather(state.clients, at), mesh, P())
-        new, metrics = parts.train(key, numbers, federation, State(state.server, rows), ids, active, t, evaluated)
+def abstract(task: Task) -> Federation:
+    """A federation like the task's own: shapes and types only."""
+    array: Any = lambda shape, dtype=jnp.int32: jax.ShapeDtypeStruct(shape, dtype)
+    n, most = task.num_clients, max(1, int(np.max(task.sizes)))
+    split = lambda width: Rows(array((n, width)), array((n,)))
+    examples = Examples(array((n, *task.input.shape), task.input.dtype), array((n,)))
+    pool = (
+        None
+        if task.public is None
+        else Examples(array(task.public.shape, task.public.dtype), array(task.public.shape[:1]))
+    )
+    return Federation(examples, split(most), split(0), split(1), array((n, task.num_classes)), pool)
+
+
+def _program(on: Parts, task: Task, devices: int, predict: Callable[..., PyTree]) -> Program:
+    n, mesh = task.num_clients, on.mesh
+    everybody = cohort_size(task) == n  # then each stays where its row lies
+    whole = segments(task, n, devices)
+    free: Callable = (lambda *args: args) if mesh is None else (lambda *args: unmarked(args))
+    given = lambda federation: on.placement if federation.placement is None else federation.placement
+    rows = lambda where: StateRows(task, where, devices)
+
+    def place(state: State, where: Placement | None = None) -> State:
+        return _sharded(rows(on.placement if where is None else where).place(state), mesh)
+
+    def init(key: Array, numbers: dict[str, Array], where: Placement | None = None) -> State:
+        return place(on.init(key, numbers), where)
+
+    def round(key, numbers, federation: Federation, state: State, t, evaluated) -> tuple[State, Round]:
+        key, numbers, federation, state, t, evaluated = free(key, numbers, federation, state, t, evaluated)
+        ids, active = on.draw(given(federation), key, t)
+        at = sharded(rows(given(federation)).of(ids), mesh, P())
+        # on every device, as the sum over them is anyway: else the indices would travel, leaf by leaf
+        here = rows(given(federation)).gather(state.clients, at, on.lengths) if not everybody else state.clients
+        here = here if everybody else sharded(here, mesh, P())
+        new, known = on.train(key, numbers, federation, State(state.server, here), ids, active, t, evaluated)
         if everybody:
-            clients = trees.where(active, new.clients, state.clients)
+            clients = rows(given(federation)).keep(new.clients, state.clients, active)
         else:
-            moved = sharded(new.clients, mesh, P())  # told to all at once: the indices then need not travel
-            clients = trees.scatter(state.clients, at, moved, sharded(active, mesh, P()))
-        return _sharded(State(new.server, clients), mesh), metrics
+            moved = sharded(new.clients, mesh, P())  # on all devices at once: the indices then need not travel
+            on_all = sharded(active, mesh, P())
+            clients = rows(given(federation)).scatter(state.clients, at, moved, on_all, on.lengths)
+        return _sharded(State(new.server, clients), mesh), known
 
-    def scores(homes, key, numbers, federation, state: State, t) -> dict[str, Array]:
-        homes, key, numbers, federation, state, t = free(homes, key, numbers, federation, state, t)
-        ids = jnp.arange(n, dtype=jnp.int32) if homes is None else jnp.asarray(homes.client)
-        found = parts.score(key, numbers, federation, state, ids, t)
-        return found if homes is None else trees.gather(found, homes.row[:n])
+    def scores(key, numbers, federation: Federation, state: State, t) -> dict[str, Array]:
+        key, numbers, federation, state, t = free(key, numbers, federation, state, t)
+        where = given(federation)
+        ids = jnp.arange(n, dtype=jnp.int32) if where is None else jnp.asarray(where.client)
+        found = on.score(key, numbers, federation, state, ids, t, whole)
+        return found if where is None else trees.gather(found, jnp.asarray(where.row)[:n])
 
-    def predict(homes, key, numbers, federation, state: State, t, id, x) -> Array:
-        method, ids = algorithm(numbers, t), jnp.asarray(id, jnp.int32)[None]
+    def one(key, numbers, federation: Federation, state: State, t, id, x) -> PyTree:
+        return predict(rows(given(federation)), key, numbers, federation, state, t, id, x)
+
+    placed = jax.jit(place)  # the placement is an argument: other partitions need no new compilation
+    to_rows = lambda state: placed(state, on.placement)
+    return Program(on.numbers, init, round, scores, one, to_rows, rows(on.placement).unplace, on.placement, mesh)
+
+
+def _predict(factory: Callable, task: Task, hparams: dict[str, Any] | None, lr_decay: float) -> Callable[..., PyTree]:
+    """One client's predictions; with several architectures its id must be a number on the host."""
+    algorithm, _ = _bound(factory, task, hparams or {}, lr_decay)
+
+    def predict(rows: StateRows, key, numbers, federation: Federation, state: State, t, id, x) -> PyTree:
+        method, several = algorithm(numbers, t), len(task.models) > 1
+        if several and isinstance(id, jax.core.Tracer):
+            raise InputError("With several architectures the client id must be a Python integer: it chooses the model.")
+        group = int(task.architecture[int(id)]) if several else 0
+        ids = jnp.asarray(id, jnp.int32)[None]
+        lengths = tuple(int(g == group) for g in range(len(task.models)))
         options = {"key": clients_key(key, t), "round": t, "evaluated": jnp.bool(True), "width": 1}
-        alone = Cohort(federation, task.prepare, ids, ids >= 0, **options)
+        alone = Cohort(federation, task, ids, ids >= 0, lengths=lengths, **options)
 
         def client(c, row):
             return method.predict(state.server, row, c)(task.prepare(x), jnp.ones(x.shape[0], bool))
 
-        at = ids if homes is None else jnp.asarray(homes.row)[ids]
-        return alone.map(client, trees.gather(state.clients, at))[0]
+        found = alone.map(client, rows.gather(state.clients, rows.of(ids), lengths))
+        return jax.tree.map(lambda x: x[0], found)
 
-    functions = Functions(init, round, scores, predict)
-    bound = [functools.partial(f, homes) for f in functions]
-    placed, drawn = (functools.partial(f, homes) for f in (jax.jit(place), parts.draw))
-    return Program(numbers, *bound, placed, by_id, parts._replace(draw=drawn), functions, homes, mesh)  # type: ignore
+    return predict
 
 
-def compiled(program: Program) -> tuple[Callable, Callable, Callable]:
-    """Its init, evaluate and round, jitted; the round overwrites the state it is given."""
-    f, homes = program.functions, at_home(program)
-    if f is None:
-        return program.init, program.evaluate, program.round
-    jitted = jax.jit(f.init), jax.jit(f.evaluate), jax.jit(f.round, donate_argnums=4)
-    init, scores, step = (functools.partial(function, homes) for function in jitted)
-    return init, scores, step
+def parts(
+    factory: Callable[..., Algorithm],
+    task: Task,
+    hparams: dict[str, Any] | None = None,
+    *,
+    lr_decay: float = 1.0,
+    width: int = 1,
+    devices: int = 1,
+    transform: Transform | None = None,
+) -> Parts:
+    """The functions of an experiment for clients whose rows are at hand; arguments as of `program`."""
+    algorithm, numbers = _bound(factory, task, hparams or {}, lr_decay)
+    mesh, where = make_mesh(devices), placement(task, devices)
+    lengths = segments(task, cohort_size(task), devices)
+    free: Callable = (lambda *args: args) if mesh is None else (lambda *args: unmarked(args))
+
+    def cohort(key, federation, ids, active, t, evaluated, lengths) -> Cohort:
+        options = {"key": clients_key(key, t), "width": width, "mesh": mesh, "lengths": lengths}
+        return Cohort(federation, task, ids, active, round=t, evaluated=evaluated, transform=transform, **options)
+
+    def init(key: Array, numbers: dict[str, Array]) -> State:
+        return trees.copied(algorithm(numbers, 0).init(keys.fold(key, keys.Run.INIT)))
+
+    def draw(where: Placement | None, key: Array, t: Array) -> tuple[Array, Array]:
+        """A sample, arranged by architecture and over the devices."""
+        ids, active = sample(keys.fold(_round_key(key, t), keys.Round.SAMPLING), task)
+        return arrange(task, where, ids, active, devices)
+
+    def train(key, numbers, federation, here: State, ids, active, t, evaluated) -> tuple[State, Round]:
+        key, numbers, federation, here, ids, active = free(key, numbers, federation, here, ids, active)
+        method, present = algorithm(numbers, t), cohort(key, federation, ids, active, t, evaluated, lengths)
+        with contract.named(factory):
+            result = method.round(keys.fold(_round_key(key, t), keys.Round.SERVER), here, present)
+            contract.check_round(here, result, len(ids))
+            new, metrics = result
+            sent = (method.traffic or traffic.uploads)(here, present, metrics)
+            contract.check_traffic(sent, len(ids))
+        known = (metrics.loss, metrics.post, metrics.clients, metrics.server)
+        return new, Round(*known, sent, ids, active, _finite(new, len(ids), lengths))
+
+    def score(key, numbers, federation, here: State, ids, t, lengths) -> dict[str, Array]:
+        key, numbers, federation, here, ids = free(key, numbers, federation, here, ids)
+        method = algorithm(numbers, t)
+
+        def client(c, row):
+            predictor = method.predict(here.server, row, c)
+            contract.check_predictor(predictor)
+            return evaluate.client(c, predictor, checked)
+
+        def checked(outputs, y, mask, c):
+            found = method.score(outputs, y, mask, c)
+            contract.check_scores(found, method.headline[0])
+            return found
+
+        with contract.named(factory):
+            return cohort(key, federation, ids, ids < task.num_clients, t, jnp.bool(True), lengths).map(
+                client, here.clients
+            )
+
+    return Parts(init, draw, train, score, numbers, where, lengths, mesh)
 
 
-def at_home(program: Program) -> Homes | None:
-    """The clients' homes, on all devices."""
-    return None if program.homes is None else multihost.replicate(program.homes, program.mesh)
+def _finite(state: State, count: int, lengths: tuple[int, ...]) -> Array:
+    """In which of the `count` places is every number of the client's row finite, and of the server? [count]"""
+    if len(lengths) == 1:
+        clients = trees.finite(state.clients, count)
+    else:
+        begin = starts(lengths)
+        cut = lambda g: groups.rows_of(state.clients, g, slice(begin[g], begin[g + 1]))
+        clients = jnp.concatenate([trees.finite(cut(g), length) for g, length in enumerate(lengths)])
+    return clients & trees.finite(jax.tree.map(lambda x: x[None], state.server), 1)
 
 
 def _bound(factory: Callable[..., Algorithm], task: Task, hparams: dict[str, Any], lr_decay: float):
@@ -190,7 +309,11 @@ def _bound(factory: Callable[..., Algorithm], task: Task, hparams: dict[str, Any
         choose("hyperparameter", name, defaults)
     hparams = defaults | hparams
     check_task(task)
-    factory(task, **hparams)  # ranges are checked on the host, before anything is traced
+    with contract.named(factory):
+        made = factory(task, **hparams)  # ranges are checked on the host, before anything is traced
+        contract.check_algorithm(made)
+    if len(task.models) > 1 and made.one_architecture:
+        raise InputError(f"This method needs clients of one architecture, and there are {len(task.models)}.")
     is_number = {name: isinstance(value, float) or isinstance(defaults[name], float) for name, value in hparams.items()}
     static = {name: value for name, value in hparams.items() if not is_number[name]}
     numbers = {name: float(value) for name, value in hparams.items() if is_number[name]}
@@ -203,64 +326,15 @@ def _bound(factory: Callable[..., Algorithm], task: Task, hparams: dict[str, Any
     return algorithm, numbers | {"lr": float(task.lr), "lr_decay": float(lr_decay)}
 
 
-def _parts(algorithm: Callable[..., Algorithm], task: Task, width: int, mesh: Any) -> Parts:
-    """`draw` takes the clients' homes as well, at first."""
-    n = task.num_clients
-    free = (lambda *args: args) if mesh is None else (lambda *args: unmarked(args))
-
-    def cohort(key, federation, ids, active, t, evaluated) -> Cohort:
-        options = {"key": clients_key(key, t), "width": width, "mesh": mesh}
-        return Cohort(federation, task.prepare, ids, active, round=t, evaluated=evaluated, **options)
-
-    def init(key: Array, numbers: dict[str, Array]) -> State:
-        return trees.copied(algorithm(numbers, 0).init(jax.random.fold_in(key, INIT)))
-
-    def draw(homes: Homes | None, key: Array, t: Array) -> tuple[Array, Array]:
-        """A sample, dealt out to the devices: if it is everybody, each stays where its row lies."""
-        ids, active = sample(jax.random.fold_in(_round_key(key, t), SAMPLING), task)
-        if homes is None:
-            return ids, active
-        work = jnp.where(active, jnp.asarray(homes.steps)[ids], 0)
-        places = jnp.asarray(homes.client) if len(ids) == n else deal(work, mesh.size)
-        known, at = places < len(ids), jnp.minimum(places, len(ids) - 1)
-        return jnp.where(known, ids[at], n + places - len(ids)), active[at] & known
-
-    def train(key, numbers, federation, here: State, ids, active, t, evaluated) -> tuple[State, PyTree]:
-        key, numbers, federation, here, ids, active = free(key, numbers, federation, here, ids, active)
-        method, present = algorithm(numbers, t), cohort(key, federation, ids, active, t, evaluated)
-        new, metrics = method.round(jax.random.fold_in(_round_key(key, t), SERVER), here, present)
-        finite = trees.finite(new.clients, len(ids)) & trees.finite(jax.tree.map(lambda x: x[None], new.server), 1)
-        metrics |= {"traffic": method.traffic(here, present, metrics), "finite": finite}
-        return new, metrics | {"ids": ids, "active": active}
-
-    def score(key, numbers, federation, here: State, ids, t) -> dict[str, Array]:
-        key, numbers, federation, here, ids = free(key, numbers, federation, here, ids)
-        method = algorithm(numbers, t)
-
-        def client(c, row):
-            return evaluate.client(c, method.predict(here.server, row, c), method.score)
-
-        return cohort(key, federation, ids, ids < n, t, jnp.bool(True)).map(client, here.clients)
-
-    return Parts(init, draw, train, score)
-
-
-def _homes(task: Task, devices: int) -> Homes:
-    """The clients, dealt out by their steps."""
-    steps = local.planned(task, task.sizes)[0].astype(np.int32)
-    client = np.asarray(jax.jit(deal, static_argnums=1)(steps, devices))
-    return Homes(client, np.argsort(client).astype(np.int32), steps)  # type: ignore[arg-type]  # on the host
-
-
-def _sharded(state: State, mesh: Any) -> State:
+def _sharded(state: State, mesh: Mesh | None) -> State:
     """The server's part on every device, the clients' rows each on one."""
     return State(sharded(state.server, mesh, P()), sharded(state.clients, mesh, P(AXIS)))
 
 
 def _round_key(key: Array, t: Array | int) -> Array:
-    return jax.random.fold_in(jax.random.fold_in(key, ROUND), t)
+    return jax.random.fold_in(keys.fold(key, keys.Run.ROUND), t)
 
 
 def clients_key(key: Array, t: Array | int) -> Array:
     """What the keys of round t's clients are drawn from."""
-    return jax.random.fold_in(_round_key(key, t), CLIENTS)
+    return keys.fold(_round_key(key, t), keys.Round.CLIENTS)

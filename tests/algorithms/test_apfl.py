@@ -75,7 +75,7 @@ def test_the_weight_takes_one_step_a_round():
 
 def test_the_weight_moves_against_its_gradient_and_stays_within_bounds():
     got = train(rounds=3, lr_alpha=1000.0)
-    alpha = got.metrics["alpha"]
+    alpha = got.metrics.clients["alpha"]
     assert np.all((alpha >= 0) & (alpha <= 1))
     assert np.any(alpha == 0) or np.any(alpha == 1)
     assert_same(got.state.clients["alpha"], alpha[-1])
@@ -100,7 +100,7 @@ def test_without_a_personal_share_the_personal_model_is_the_global_one():
 @pytest.mark.parametrize("bn_stats", ["aggregate", "local", "batch"])
 def test_batch_norm(mix, bn_stats):
     state, metrics, last = train(rounds=2, task=toy.task("norm", bn_stats=bn_stats), mix=mix)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics["loss"], last)))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics.loss, last)))
     assert bool(jax.tree.leaves(state.clients["own"])) == (bn_stats == "local")
 
 

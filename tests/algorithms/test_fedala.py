@@ -135,7 +135,7 @@ def compiled(net, blended, window):
         algorithm = factory(task._replace(lr=numbers["lr"]), **static, **{k: numbers[k] for k in numbers if k != "lr"})
         rows = State(state.server, trees.gather(state.clients, ids))
         now = {"key": KEY, "round": jnp.int32(0), "evaluated": jnp.bool(True)}
-        new, metrics = algorithm.round(KEY, rows, Cohort(federation, task.prepare, ids, ids >= 0, width=1, **now))
+        new, metrics = algorithm.round(KEY, rows, Cohort(federation, task, ids, ids >= 0, width=1, **now))
         return State(new.server, trees.scatter(state.clients, ids, new.clients, ids >= 0)), metrics
 
     return jax.jit(factory(task, **static).init), run
@@ -188,10 +188,10 @@ def test_rounds_by_hand():
             if any(np.any(p != g) for p, g in zip(w[i], received, strict=True)):
                 a[i], epochs = learned_by_hand(w[i], received, a[i], not learned[i], X[part], Y[part], threshold)
                 learned[i] = True
-            assert row["ala_epochs"][slot] == epochs
+            assert row.clients["ala_epochs"][slot] == epochs
             most = max(most, epochs)
             share = sum(p.sum() for p in a[i]) / sum(p.size for p in a[i])
-            np.testing.assert_allclose(row["global_share"][slot], share, atol=1e-5)
+            np.testing.assert_allclose(row.clients["global_share"][slot], share, atol=1e-5)
             v = tuple(p + (g - p) * b for p, g, b in zip(w[i], received, a[i], strict=True))
             for _ in range(EPOCHS):
                 v = tuple(p - LR * s for p, s in zip(v, by_hand(v, *examples(i))[1], strict=True))
@@ -213,21 +213,21 @@ def test_weights_stay_within_bounds_and_reach_them(blended):
     flat = np.concatenate([np.ravel(x) for x in jax.tree.leaves(states[-1].clients["weights"])])
     assert np.all((flat >= 0) & (flat <= 1))
     assert np.any(flat == 0) and np.any(flat == 1)
-    assert np.all(metrics[0]["ala_epochs"] > 10)
-    assert_same(metrics[1]["ala_epochs"], np.ones(N))
+    assert np.all(metrics[0].clients["ala_epochs"] > 10)
+    assert_same(metrics[1].clients["ala_epochs"], np.ones(N))
 
 
 def test_in_the_first_round_nothing_is_learned():
     states, metrics = rounds([range(N)])
     assert_same(states[1].clients["weights"], states[0].clients["weights"])
-    assert not metrics[0]["ala_epochs"].any() and states[1].clients["first"].all()
+    assert not metrics[0].clients["ala_epochs"].any() and states[1].clients["first"].all()
 
 
 def test_a_prediction_is_made_by_the_model_that_training_starts_from():
     start = differing()
     (_, state), _ = rounds([range(N)], start=start, lr=0.0)  # so that the round scores what it would train from
     now = {"key": KEY, "round": jnp.int32(0), "evaluated": jnp.bool(True)}
-    cohort = Cohort(F, TASK.prepare, jnp.arange(N), jnp.ones(N, bool), width=1, **now)
+    cohort = Cohort(F, TASK, jnp.arange(N), jnp.ones(N, bool), width=1, **now)
     predict = lambda c, mine: factory(TASK).predict(start.server, mine, c)(F.examples.x[:7], jnp.ones(7, bool))
     got = jax.jit(lambda rows: cohort.map(predict, rows))(start.clients)
     for i in range(N):
@@ -254,13 +254,13 @@ def test_a_round_without_examples_keeps_the_server():
     (before, after), (metrics,) = rounds([range(N)], start=differing(), federation=nothing)
     assert_same(after.server, before.server)
     assert_same(after.clients["weights"], before.clients["weights"])
-    assert not metrics["ala_epochs"].any() and after.clients["first"].all()
+    assert not metrics.clients["ala_epochs"].any() and after.clients["first"].all()
 
 
 @pytest.mark.parametrize("blended, bn_stats", [("head", "aggregate"), ("all", "local"), ("none", "batch")])
 def test_batch_norm(blended, bn_stats):
     state, metrics, last = toy.train(factory, toy.task("norm", bn_stats=bn_stats), 2, key=KEY, blended=blended)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics["loss"], last)))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics.loss, last)))
     assert bool(jax.tree.leaves(state.clients["own"])) == (bn_stats == "local")
 
 

@@ -168,7 +168,7 @@ def compiled(net, width, attention, prox):
     def run(state, federation, ids, active):
         rows = State(state.server, trees.gather(state.clients, ids))
         now = {"key": KEY, "round": jnp.int32(0), "evaluated": jnp.bool(True)}
-        new, metrics = algorithm.round(KEY, rows, Cohort(federation, task.prepare, ids, active, width=width, **now))
+        new, metrics = algorithm.round(KEY, rows, Cohort(federation, task, ids, active, width=width, **now))
         return State(new.server, trees.scatter(state.clients, ids, new.clients, active)), metrics
 
     return run
@@ -232,8 +232,8 @@ def test_rounds_by_hand(attention, prox):
         for i in here:
             u, own, event = mixture_by_hand(before, i, pool, alpha, sigma, attention)
             slot = list(ids).index(i)
-            np.testing.assert_allclose(row["self_weight"][slot], own, atol=1e-5)
-            assert row["rescaled"][slot] == event
+            np.testing.assert_allclose(row.clients["self_weight"][slot], own, atol=1e-5)
+            assert row.clients["rescaled"][slot] == event
             for _ in range(FULL.epochs):
                 d = [a - b for a, b in zip(w[i], u, strict=True)]
                 length = max(np.sqrt(sum((x**2).sum() for x in d)), 1e-9) if prox == "norm" else 0.5
@@ -257,11 +257,11 @@ def test_order_and_width_do_not_matter_where_models_mix():
     ids, active, order = *COHORTS[1], np.array([4, 2, 0, 5, 1, 3])
     start = far_apart()
     (_, state), (metrics,) = rounds([(ids, active)], start=start)
-    assert np.all(metrics["self_weight"][active] < 0.99)  # so there is something to mix up
+    assert np.all(metrics.clients["self_weight"][active] < 0.99)  # so there is something to mix up
     (_, permuted), (metrics_2,) = rounds([(ids[order], active[order])], start=start)
     assert_same(permuted, state)
     for name in ("loss", "self_weight", "rescaled"):
-        assert_same(metrics_2[name][active[order]], metrics[name][order][active[order]])
+        assert_same(metrics_2.clients[name][active[order]], metrics.clients[name][order][active[order]])
     assert_close(rounds([(ids, active)], width=3, start=start)[0][1], state, 2e-6)
     (_, shorter), _ = rounds([(ids[active], active[active])], start=start)
     assert_close(shorter, state)
@@ -296,8 +296,8 @@ def test_each_client_predicts_with_its_own_model():
 def test_batch_norm(bn_stats):
     task = toy.task("norm", bn_stats=bn_stats)
     one, two = (toy.train(factory, task, rounds, key=KEY, **NEAR) for rounds in (1, 2))
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves((two.state, two.metrics["loss"], two.last)))
-    assert_same(two.metrics["post"], jax.tree.map(lambda a, b: np.stack([a, b]), one.last, two.last))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((two.state, two.metrics.loss, two.last)))
+    assert_same(two.metrics.post, jax.tree.map(lambda a, b: np.stack([a, b]), one.last, two.last))
     assert "stats" not in two.state.server["w"]
 
 

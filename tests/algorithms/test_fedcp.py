@@ -14,7 +14,7 @@ from toy import C, assert_close, assert_same
 from fedjax_pfl import losses, models, simulate, trees
 from fedjax_pfl.algorithms import fedcp as factory
 from fedjax_pfl.algorithms.fedcp import ABLATIONS, Frozen, client_vector, gate, gated, policy_network
-from fedjax_pfl.engine import program
+from fedjax_pfl.engine.program import clients_key
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.losses import VARIANCES, mmd
 from fedjax_pfl.types import State
@@ -238,7 +238,7 @@ def by_hand(task, state, batches, lam):
 
 def test_a_round_is_the_sheets():
     """Among others: nothing frozen moves, and the client's vector stays what it was when training began."""
-    f, key = alone(), program.clients_key(KEY, 0)
+    f, key = alone(), clients_key(KEY, 0)
     begin, first, _ = train(TASK, f, rounds=1, lam=3.0)
     begin, state, _ = train(TASK, f, rounds=1, begin=first, lam=3.0)  # its heads differ
     batches = [pair for (pair,) in oracle.batches(f, 1, key, TASK)]
@@ -277,7 +277,7 @@ def test_the_personalisation_ratio_is_the_mean_share():
     frozen = Frozen(w["body"], w["head"], jax.jit(client_vector)(w["head"]))
     x, mask = toy.rows(f.examples.x, f.train.index[1][:16]), np.ones(16, bool)
     shares = jax.jit(lambda w: gated(TASK, policy_network(TASK), "softmax", set())(w, frozen, x, mask, True, KEY)[2])
-    np.testing.assert_allclose(metrics["pir"][1], np.mean(shares(w)), rtol=1e-5)
+    np.testing.assert_allclose(metrics.clients["pir"][1], np.mean(shares(w)), rtol=1e-5)
 
 
 @pytest.mark.parametrize("bn_stats", ["aggregate", "local", "batch"])
@@ -290,14 +290,14 @@ def test_batch_norm_moments_follow_the_task(bn_stats):
     for part in (0, 1):
         if moments[part]:
             assert sq_dist(state[part]["stats"], begin[part]["stats"]) > 0
-    assert np.isfinite(metrics["loss"]).all()
+    assert np.isfinite(metrics.loss).all()
 
 
 # --- the policy network
 
 
 def cnn_task():
-    return TASK._replace(model=models.model("cnn", (28, 28, 1), 10), num_classes=10)
+    return TASK._replace(models=(models.model("cnn", (28, 28, 1), 10),), num_classes=10)
 
 
 @pytest.mark.parametrize("depth, size", [(1, 527_360), (2, 790_016), (3, 1_052_672), (4, 1_315_328)])
@@ -344,7 +344,7 @@ def test_a_prediction_is_the_personal_models(policy):
     """Under the received extractor and policy network, the vector of the client's head and both heads."""
     _, state, _ = train(policy=policy)
     f, program = toy.federation(), simulate.program(factory, TASK, {"policy": policy})
-    key = jax.random.fold_in(program._round_key(KEY, 2), program.CLIENTS)
+    key = clients_key(KEY, 2)
     key = jax.random.fold_in(jax.random.fold_in(key, 0), 1)  # of the client's main stream
     server, own = state.server, toy.rows(state.clients["head"], 1)
     w = {"body": server["body"], "head": own, "policy": server["policy"], "stats": server["stats"]}
@@ -409,7 +409,7 @@ def test_what_an_ablation_sends(without):
 def test_an_ablation_trains(without):
     _, state, metrics = train(without=without)
     _, full, _ = train()
-    assert np.isfinite(metrics["loss"]).all() and ("pir" in metrics) == ("cpn" not in without)
+    assert np.isfinite(metrics.loss).all() and ("pir" in metrics) == ("cpn" not in without)
     assert sq_dist(state.server["body"], full.server["body"]) > 1e-8
 
 
@@ -427,4 +427,4 @@ def test_bad_options(options):
 def test_a_head_that_is_not_linear_is_refused():
     model = TASK.model._replace(init=lambda key: {"body": {}, "head": {"w": jnp.zeros(3)}, "stats": {}})
     with pytest.raises(InputError, match="one linear layer"):
-        factory(TASK._replace(model=model)).init(KEY)
+        factory(TASK._replace(models=(model,))).init(KEY)

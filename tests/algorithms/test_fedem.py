@@ -40,7 +40,7 @@ def compiled(net, average="round"):
     def run(state, federation, ids):
         rows = State(state.server, trees.gather(state.clients, ids))
         here = {"key": KEY, "round": jnp.int32(0), "evaluated": jnp.bool(False), "width": 1}
-        cohort = Cohort(federation, task.prepare, ids, ids < N, **here)
+        cohort = Cohort(federation, task, ids, ids < N, **here)
         new, metrics = factory(task, average=average).round(KEY, rows, cohort)
         return State(new.server, trees.scatter(state.clients, ids, new.clients, ids < N)), metrics
 
@@ -177,7 +177,7 @@ def test_the_prediction_mixes_probabilities():
 def test_refitting_finds_the_weights_of_a_client_that_never_trained():
     pi, ids = np.full(3, 1 / 3, np.float32), jnp.array([1], jnp.int32)
     here = {"key": KEY, "round": jnp.int32(0), "evaluated": jnp.bool(False), "width": 1}
-    cohort = Cohort(F, TASK.prepare, ids, ids >= 0, **here)
+    cohort = Cohort(F, TASK, ids, ids >= 0, **here)
 
     def outputs(refit):
         predict = factory(TASK, refit=refit).predict
@@ -211,7 +211,7 @@ def test_a_client_without_examples_keeps_its_weights():
 @pytest.mark.parametrize("bn_stats", ["aggregate", "local", "batch"])
 def test_batch_norm(bn_stats):
     state, metrics, last = toy.train(factory, toy.task("norm", bn_stats=bn_stats), 2, key=KEY, components=2)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics["loss"], last)))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics.loss, last)))
     assert bool(jax.tree.leaves(state.clients["own"])) == (bn_stats == "local")
 
 

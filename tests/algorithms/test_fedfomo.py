@@ -43,7 +43,7 @@ def store(models):
 def step(state, federation, ids, lr, evaluated):
     rows = State(state.server, trees.gather(state.clients, ids))
     here = {"key": KEY, "round": jnp.int32(0), "evaluated": evaluated, "width": 1}
-    return factory(TASK._replace(lr=lr)).round(KEY, rows, Cohort(federation, TASK.prepare, ids, ids < N, **here))
+    return factory(TASK._replace(lr=lr)).round(KEY, rows, Cohort(federation, TASK, ids, ids < N, **here))
 
 
 def round_of(state, federation=F, ids=ALL, lr=TASK.lr, evaluated=True):
@@ -87,7 +87,7 @@ def test_models_like_the_start_have_no_weight_and_change_nothing():
     state, metrics = round_of(store([W[0]] * N), lr=0.0)
     assert_same(state.server["models"], replicated(W[0]))
     assert_same(state.server["affinity"], np.eye(N))
-    np.testing.assert_array_equal(metrics["own_weight"], 1)
+    np.testing.assert_array_equal(metrics.clients["own_weight"], 1)
 
 
 def stepped(i, rate):
@@ -105,7 +105,7 @@ def test_the_only_better_model_is_taken_over():
     assert val_loss(GOOD, 1) < val_loss(W[0], 1) < val_loss(WORSE, 1)
     state, metrics = round_of(store(models), lr=0.0)
     assert_same(toy.rows(state.server["models"], 1), GOOD)
-    assert metrics["own_weight"][1] == 0
+    assert metrics.clients["own_weight"][1] == 0
     assert state.server["affinity"][1, 3] > 0 > state.server["affinity"][1, 2]
 
 
@@ -113,7 +113,7 @@ def test_without_a_better_model_the_own_stays():
     state, metrics = round_of(store([WORSE] * N), lr=0.0)
     assert_same(toy.rows(state.server["models"], 1), WORSE)
     assert_same(toy.rows(state.clients["start"], 1), WORSE)
-    assert metrics["own_weight"][1] == 1
+    assert metrics.clients["own_weight"][1] == 1
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -141,8 +141,8 @@ def test_with_its_own_model_only_it_is_local_on_the_split():
     alone, _, alone_scores = toy.train("local", TASK, key=KEY, federation_=split)
     assert_close(mine.server["models"], alone.clients)
     assert_same(scores["acc"], alone_scores["acc"])
-    np.testing.assert_array_equal(metrics["received"], [[0] * N, [1] * N, [1] * N])
-    np.testing.assert_array_equal(metrics["own_weight"], 1)
+    np.testing.assert_array_equal(metrics.clients["received"], [[0] * N, [1] * N, [1] * N])
+    np.testing.assert_array_equal(metrics.clients["own_weight"], 1)
 
 
 @jax.jit
@@ -228,11 +228,11 @@ def test_absent_clients_are_not_candidates_until_they_upload():
     begin = jax.jit(factory(TASK).init)(KEY)
     state, metrics = round_of(begin, ids=[3, 1])
     np.testing.assert_array_equal(state.server["known"], [False, True, False, True, False])
-    np.testing.assert_array_equal(metrics["received"][:2], 0)
+    np.testing.assert_array_equal(metrics.clients["received"][:2], 0)
     away = [0, 2, 4]
     assert_same(toy.rows(state.server["models"], away), toy.rows(begin.server["models"], away))
     state, metrics = round_of(State(state.server, begin.clients), ids=[0, 1])
-    np.testing.assert_array_equal(metrics["received"][:2], 2)
+    np.testing.assert_array_equal(metrics.clients["received"][:2], 2)
     np.testing.assert_array_equal((np.asarray(state.server["affinity"]) - np.eye(N))[:, away], 0)
     assert state.server["affinity"][0, 3] != 0
 
@@ -259,7 +259,7 @@ def test_the_mixture_is_scored_before_and_the_model_after_training():
 @pytest.mark.parametrize("bn_stats", ["aggregate", "local", "batch"])
 def test_batch_norm(bn_stats):
     state, metrics, last = toy.train(factory, toy.task("norm", bn_stats=bn_stats), key=KEY)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics["loss"], last)))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics.loss, last)))
     assert bool(jax.tree.leaves(state.clients["own"])) == (bn_stats == "local")
 
 

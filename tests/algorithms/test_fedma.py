@@ -86,7 +86,7 @@ def shuffled(variables, seed):
 
 def cohort_of(task, active=ACTIVE):
     given = {"key": KEY, "round": jnp.int32(0), "evaluated": jnp.bool(False), "width": 1}
-    return Cohort(toy.federation(), task.prepare, jnp.asarray(IDS), jnp.asarray(active), **given)
+    return Cohort(toy.federation(), task, jnp.asarray(IDS), jnp.asarray(active), **given)
 
 
 @functools.cache
@@ -394,9 +394,9 @@ def test_a_residual_network_learns_however_its_clients_number_their_neurons():
     """
     task = conv_task(net=two_blocks, batch_size=19)._replace(lr=0.4)
     common = toy.train(renumbered, task, 5, own=0.0)
-    run = lambda **hparams: toy.train(renumbered, task, 5, begin=common.begin, **hparams).metrics["loss"]
+    run = lambda **hparams: toy.train(renumbered, task, 5, begin=common.begin, **hparams).metrics.loss
     matched, unmatched = run(), run(matching="identity")
-    np.testing.assert_allclose(matched, common.metrics["loss"], rtol=1e-4)
+    np.testing.assert_allclose(matched, common.metrics.loss, rtol=1e-4)
     assert matched[-1].mean() < 0.6 * matched[0].mean() < unmatched[-1].mean()
 
 

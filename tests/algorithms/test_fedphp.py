@@ -90,7 +90,7 @@ def compiled(regularizer):
     def run(state, federation, ids, numbers):
         rows = State(state.server, trees.gather(state.clients, ids))
         now = {"key": KEY, "round": jnp.int32(0), "evaluated": jnp.bool(False)}
-        cohort = Cohort(federation, task.prepare, ids, ids < N, width=1, **now)
+        cohort = Cohort(federation, task, ids, ids < N, width=1, **now)
         new, _ = factory(task, regularizer=regularizer, **numbers).round(KEY, rows, cohort)
         return State(new.server, trees.scatter(state.clients, ids, new.clients, ids < N))
 
@@ -177,8 +177,8 @@ def test_without_examples_nothing_is_inherited():
 
 def test_both_models_are_scored():
     state, metrics, last = toy.train(factory, TASK, key=KEY, mu0=1.0)
-    assert_same(metrics["post"]["acc"][-1], last["acc"])  # h_i is kept until the next round
-    assert not np.array_equal(metrics["post"]["global_acc"][-1], last["global_acc"])  # w_i is not
+    assert_same(metrics.post["acc"][-1], last["acc"])  # h_i is kept until the next round
+    assert not np.array_equal(metrics.post["global_acc"][-1], last["global_acc"])  # w_i is not
     program, x, model = simulate.program(factory, TASK, {"mu0": 1.0}), F.examples.x[:7], TASK.model
     predict = lambda state: program.predict(KEY, program.numbers, F, state, 0, 1, x)
     both = lambda h, w: (model.apply(h, x)[0], model.apply(w, x)[0])
@@ -191,7 +191,7 @@ def test_both_models_are_scored():
 def test_batch_norm(regularizer, bn_stats):
     task = toy.task("norm", bn_stats=bn_stats)
     state, metrics, last = toy.train(factory, task, 2, key=KEY, regularizer=regularizer)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics["loss"], last)))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics.loss, last)))
     assert bool(jax.tree.leaves(state.clients["own"])) == (bn_stats == "local")
     assert bool(jax.tree.leaves(state.clients["h"]["stats"])) == (bn_stats != "batch")
 

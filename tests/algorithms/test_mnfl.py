@@ -52,7 +52,7 @@ def unflat(v):
 
 def cohort_of(ids, active, task=TASK):
     nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
-    return Cohort(toy.federation(), task.prepare, ids, active, key=KEY, width=1, **nothing)
+    return Cohort(toy.federation(), task, ids, active, key=KEY, width=1, **nothing)
 
 
 @functools.cache
@@ -203,18 +203,18 @@ def test_a_fresh_residual_prefers_the_own_model():
     server, metrics = round_of(uniform, **FRESH, coef_lr=1.0, lam=float(N))
     own = np.diagonal(server["coefficients"])
     assert np.all(own > 1 / N)
-    assert_same(metrics["self_weight"], own)
+    assert_same(metrics.clients["self_weight"], own)
 
 
 def test_a_client_is_scored_with_the_model_it_trained():
     _, metrics, last = toy.train(factory, TASK, rounds=2)
-    assert_close(toy.rows(metrics["post"], -1), last)
+    assert_close(toy.rows(metrics.post, -1), last)
 
 
 @pytest.mark.parametrize("bn_stats", ["aggregate", "local", "batch"])
 def test_batch_norm(bn_stats):
     state, metrics, last = toy.train(factory, toy.task("norm", bn_stats=bn_stats), rounds=2, coef_lr=1.0)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics["loss"], last)))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics.loss, last)))
     assert bool(jax.tree.leaves(state.clients)) == (bn_stats == "local")
 
 

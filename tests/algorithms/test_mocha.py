@@ -192,7 +192,7 @@ def test_rounds_are_the_plain_loops(case):
     def step(key, state, ids, t):
         rows = State(state.server, trees.gather(state.clients, ids))
         here = {"key": key, "round": t, "evaluated": jnp.bool(False), "width": 1}
-        new, _ = algorithm.round(KEY, rows, Cohort(f, task.prepare, ids, ids < n, **here))
+        new, _ = algorithm.round(KEY, rows, Cohort(f, task, ids, ids < n, **here))
         return State(new.server, trees.scatter(state.clients, ids, new.clients, ids < n))
 
     state = jax.device_get(jax.jit(algorithm.init)(KEY))
@@ -235,7 +235,7 @@ def test_sgd_is_the_plain_steps():
     state = State({"w": w.astype(np.float32), "sigma": sigma.astype(np.float32)}, ())
     ids = jnp.array([3, 0, 4], jnp.int32)
     nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
-    cohort = Cohort(f, task.prepare, ids, jnp.array([True, True, False]), key=KEY, width=1, **nothing)
+    cohort = Cohort(f, task, ids, jnp.array([True, True, False]), key=KEY, width=1, **nothing)
     got = jax.jit(lambda state: algorithm.round(KEY, state, cohort))(state)[0].server["w"]
     omega, expected = np.linalg.inv(sigma), w.copy()
     for i in (3, 0):
@@ -254,11 +254,11 @@ def test_sgd_learns_and_is_stable():
     for lam in (0.01, 100.0):
         got = toy.train(factory, REST, 10, key=KEY, federation_=FEDERATION, solver="sgd", lam=lam)
         state, metrics = got.state, got.metrics
-        assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics["loss"])))
-        assert metrics["loss"][-1].mean() < metrics["loss"][0].mean()
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics.loss)))
+        assert metrics.loss[-1].mean() < metrics.loss[0].mean()
     ids = jnp.arange(2)
     nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
-    cohort = Cohort(FEDERATION, REST.prepare, ids, jnp.array([True, False]), key=KEY, width=1, **nothing)
+    cohort = Cohort(FEDERATION, REST, ids, jnp.array([True, False]), key=KEY, width=1, **nothing)
     sent = factory(REST, solver="sgd").traffic(state, cohort, {})
     np.testing.assert_array_equal([sent.down, sent.up], [[57, 0], [28, 0]])
 
@@ -266,7 +266,7 @@ def test_sgd_learns_and_is_stable():
 def test_two_class_clients_send_one_column():
     ids = jnp.arange(3)
     nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
-    cohort = Cohort(PAIRS_FEDERATION, PAIRS.prepare, ids, ids < 2, key=KEY, width=1, **nothing)
+    cohort = Cohort(PAIRS_FEDERATION, PAIRS, ids, ids < 2, key=KEY, width=1, **nothing)
     sent = factory(PAIRS).traffic(None, cohort, {})
     np.testing.assert_array_equal([sent.down, sent.up], [[9, 9, 0], [7, 7, 0]])
 

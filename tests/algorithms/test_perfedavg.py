@@ -121,7 +121,7 @@ def test_a_client_with_one_example_uses_it_for_every_batch(variant):
     gradient, value = compiled(variant)(before, (one,) * (2 if variant == "fo" else 3), 0.1, 0.01)
     expected = jax.tree.map(lambda w, g: np.asarray(w) - 0.1 * np.asarray(g), parts(before), gradient)
     assert_close(parts(after), expected, 1e-5)
-    np.testing.assert_allclose(run.metrics["loss"][0, 2], value, rtol=1e-5)
+    np.testing.assert_allclose(run.metrics.loss[0, 2], value, rtol=1e-5)
 
 
 def test_evaluation_takes_one_step_and_leaves_no_trace():
@@ -147,7 +147,7 @@ def test_outer_step_size():
 def test_batch_norm(bn_stats):
     task = toy.task("norm", bn_stats=bn_stats)
     state, metrics, last = toy.train(factory, task, 2, KEY, variant="exact")
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics["loss"], last)))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics.loss, last)))
     assert bool(jax.tree.leaves(state.clients)) == (bn_stats == "local")
 
 

@@ -317,7 +317,7 @@ def test_of_tasks_of_one_class_all_heads_are_the_same():
 @pytest.mark.parametrize("head, per_task", [("group_softmax", 2), ("group_reject", 3), ("group_binary", 1)])
 def test_traffic_counts_the_logits_of_held_tasks(head, per_task):
     given = {"round": jnp.int32(0), "evaluated": jnp.bool(False), "key": KEY, "width": 1}
-    cohort = Cohort(toy.federation(), TASK.prepare, jnp.array([0, 1, 2]), jnp.array([True, True, False]), **given)
+    cohort = Cohort(toy.federation(), TASK, jnp.array([0, 1, 2]), jnp.array([True, True, False]), **given)
     for comm, held in (("sparse", np.array([1, 2, 0])), ("full", np.array([2, 2, 0]))):
         algorithm = factory(TASK, tasks="consecutive:2", head=head, comm=comm)
         shapes = jax.eval_shape(algorithm.init, KEY)
@@ -329,7 +329,7 @@ def test_traffic_counts_the_logits_of_held_tasks(head, per_task):
 @pytest.mark.parametrize("head", class_groups.HEADS)
 def test_every_head_learns(head):
     run = train(10, head=head, **PAIRS)
-    loss = run.metrics["loss"].mean(axis=1)
+    loss = run.metrics.loss.mean(axis=1)
     assert loss[-1] < 0.7 * loss[0]
     coarse = np.nanmean(run.last["coarse_acc"])
     fine = np.nanmean(run.last["acc_present"])
@@ -373,7 +373,7 @@ def test_a_stale_download_is_equation_7():
     for t in range(4):
         old = np.asarray(state.clients["head"]["kernel"])
         state, metrics = ROUND_OF_ANY_NUMBER(KEY, numbers, f, state, jnp.int32(t), jnp.bool(False))
-        here = np.asarray(metrics["ids"])[np.asarray(metrics["active"])]
+        here = np.asarray(metrics.ids)[np.asarray(metrics.active)]
         before = expected.copy()
         for i in here:
             for c in toy.OWN[i]:
@@ -410,13 +410,13 @@ def test_a_round_that_happens_to_draw_everybody_is_one_of_full_participation():
     everybody = train(1, **STALE)
     args = (KEY, ANY_NUMBER.numbers, toy.federation(), everybody.begin, jnp.int32(0), jnp.bool(True))
     state, metrics = ROUND_OF_ANY_NUMBER(*args)
-    assert np.all(metrics["active"])
+    assert np.all(metrics.active)
     assert_same(state, everybody.state)
 
 
 def test_stale_heads_with_moments_of_their_own():
     state, metrics, last = train(2, toy.task("norm", bn_stats="local", epochs=1), **STALE)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics["loss"], last["acc"])))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics.loss, last["acc"])))
     assert jax.tree.leaves(state.clients["stats"]) and not jax.tree.leaves(state.server["stats"])
 
 
@@ -510,4 +510,4 @@ def test_bad_input(wrong):
 def test_a_head_that_is_not_linear_is_refused():
     model = TASK.model._replace(init=lambda key: {"body": {}, "head": {"w": jnp.zeros(3)}, "stats": {}})
     with pytest.raises(InputError, match="one linear layer"):
-        factory(TASK._replace(model=model)).init(KEY)
+        factory(TASK._replace(models=(model,))).init(KEY)

@@ -30,7 +30,7 @@ def cohort_of(ids, active=True, federation=None, key=KEY):
     f = toy.federation() if federation is None else federation
     nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
     active = jnp.broadcast_to(active, ids.shape)
-    return Cohort(f, TASK.prepare, ids, active, key=key, width=1, **nothing)
+    return Cohort(f, TASK, ids, active, key=key, width=1, **nothing)
 
 
 @functools.cache
@@ -261,8 +261,8 @@ NORMED = {bn_stats: toy.task("norm", bn_stats=bn_stats) for bn_stats in ("aggreg
 def test_batch_norm(mode, bn_stats):
     begin = toy.train(factory, NORMED[bn_stats], rounds=0, **SMALL).begin  # the same in both modes
     state, metrics, last = toy.train(factory, NORMED[bn_stats], rounds=5, begin=begin, mode=mode, **SMALL)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics["loss"], last)))
-    assert metrics["loss"][-1].mean() < metrics["loss"][0].mean()
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics.loss, last)))
+    assert metrics.loss[-1].mean() < metrics.loss[0].mean()
     assert bool(jax.tree.leaves(state.clients)) == (bn_stats == "local")
     assert bool(jax.tree.leaves(state.server["stats"])) == (bn_stats == "aggregate")
 

@@ -93,7 +93,7 @@ def test_theta_of_a_quadratic_is_the_proximal_point(monkeypatch):
         return lambda v, batch, key: (v["head"]["w"] @ a @ v["head"]["w"] / 2 - b @ v["head"]["w"], v["stats"])
 
     monkeypatch.setattr(losses, "classification", quadratic)
-    _, after = round_of(ONE_STEP._replace(model=fixed), [1], inner_steps=1000, inner_lr=0.1, lam=lam)
+    _, after = round_of(ONE_STEP._replace(models=(fixed,)), [1], inner_steps=1000, inner_lr=0.1, lam=lam)
     expected = np.linalg.solve(a + lam * np.eye(4), b + lam * w)
     np.testing.assert_allclose(np.asarray(after.clients["head"]["w"])[1], expected, atol=1e-5)
 
@@ -110,16 +110,16 @@ def test_beta_one_is_the_average_and_beta_a_half_stays_half_way():
 
 def test_theta_is_a_model_of_its_own():
     state, metrics, last = toy.train(factory, TASK, 3, KEY)
-    both = zip(*map(jax.tree.leaves, (toy.rows(state.clients, 1), state.server)), strict=True)
+    both = zip(*map(jax.tree.leaves, (toy.rows(state.clients["theta"], 1), state.server)), strict=True)
     assert sum(np.sum(np.square(a - b)) for a, b in both) > 1e-4
-    assert not np.array_equal(metrics["post"]["acc"][-1], last["global_acc"])
-    assert_same(metrics["post"]["acc_present"][-1], last["acc_present"])  # theta is kept until the next round
+    assert not np.array_equal(metrics.post["acc"][-1], last["global_acc"])
+    assert_same(metrics.post["acc_present"][-1], last["acc_present"])  # theta is kept until the next round
 
 
 @pytest.mark.parametrize("bn_stats", ["aggregate", "local", "batch"])
 def test_batch_norm(bn_stats):
     state, metrics, last = toy.train(factory, toy.task("norm", bn_stats=bn_stats), 2, KEY)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics["loss"], last)))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics.loss, last)))
 
 
 @pytest.mark.parametrize("wrong", [{"inner_steps": -1}, {"lam": -1.0}, {"beta": -0.1}, {"inner_lr": float("nan")}])

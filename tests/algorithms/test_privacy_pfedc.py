@@ -67,8 +67,8 @@ def train(method, **hparams):
 
 def test_plain_is_pfedc():
     got, expected = train("privacy_pfedc", backend="plain"), train("pfedc", comm="full")
-    others = {name: x for name, x in expected.metrics.items() if name != "traffic"}
-    assert_close({name: got.metrics[name] for name in others}, others, 1e-5)
+    others = {"traffic": None, "clients": {"tasks": expected.metrics.clients["tasks"]}}
+    assert_close(got.metrics._replace(**others), expected.metrics._replace(**others), 1e-5)
     assert_close(got.last, expected.last)
     assert_close(got.state.server["body"], expected.state.server["body"])
     for i, own in enumerate(toy.OWN):  # holders have the bank's branches, and the others are as they started
@@ -80,7 +80,7 @@ def test_plain_is_pfedc():
 
 
 def test_plain_counts_the_packed_vector():
-    sent = train("privacy_pfedc", backend="plain").metrics["traffic"]
+    sent = train("privacy_pfedc", backend="plain").metrics.traffic
     np.testing.assert_array_equal(sent.down, BODY + HEAD + T)
     assert sent.encrypted is None and np.all(sent.up == sent.down) and np.all(sent.messages == 2)
 
@@ -88,7 +88,7 @@ def test_plain_counts_the_packed_vector():
 def test_encrypted_is_plain_after_five_rounds(tenseal):
     got, expected = (train("privacy_pfedc", backend=backend) for backend in ("ckks", "plain"))
     assert_close(got.state, expected.state, 1e-5)
-    assert_close((got.metrics["loss"], got.metrics["post"]), (expected.metrics["loss"], expected.metrics["post"]), 1e-5)
+    assert_close((got.metrics.loss, got.metrics.post), (expected.metrics.loss, expected.metrics.post), 1e-5)
 
 
 def test_encrypted_runs_are_alike_bit_for_bit(tenseal):
@@ -98,15 +98,18 @@ def test_encrypted_runs_are_alike_bit_for_bit(tenseal):
 
 def test_bytes_on_the_wire_are_counted_and_say_nothing_of_the_holders(tenseal):
     metrics = train("privacy_pfedc", backend="ckks").metrics
-    sent = metrics["traffic"]
+    sent = metrics.traffic
     one = len(encryption.parties()[0].encrypt(np.zeros(HEAD + T))[0])
-    for each in (metrics["encrypted_up"], metrics["encrypted_down"]):  # clients hold 1, 2 or 4 of the classes
+    for each in (
+        metrics.clients["encrypted_up"],
+        metrics.clients["encrypted_down"],
+    ):  # clients hold 1, 2 or 4 of the classes
         np.testing.assert_allclose(each, one, rtol=1e-2)
-    np.testing.assert_array_equal(sent.encrypted, metrics["encrypted_up"] + metrics["encrypted_down"])
+    np.testing.assert_array_equal(sent.encrypted, metrics.clients["encrypted_up"] + metrics.clients["encrypted_down"])
     np.testing.assert_array_equal((sent.down, sent.up), BODY)
     first = jax.tree.map(lambda x: x[0], metrics)
     row = simulate.record(simulate.Result(0, None, first, None), np.ones(toy.N))
-    assert row["traffic/encrypted"] == first["traffic"].encrypted.sum()
+    assert row["traffic/encrypted"] == first.traffic.encrypted.sum()
     assert row["encrypted_up"] == pytest.approx(one, rel=1e-2)
     totals = report.traffic([row, row])
     assert totals["bytes"] == 4 * (totals["down"] + totals["up"]) + 2 * row["traffic/encrypted"]
@@ -127,9 +130,9 @@ def test_with_drop_outs_other_heads_and_an_encrypted_body_it_is_stale_pfedc(tens
     got = toy.train("privacy_pfedc", some, 4, backend="ckks", encrypt_phi=True, **OTHERS)
     assert_close(got.state.server["body"], expected.state.server["body"], 1e-5)
     assert_close(got.state.clients, expected.state.clients, 1e-5)
-    assert not np.any(got.metrics["traffic"].down) and not np.any(got.metrics["traffic"].up)
-    on = got.metrics["active"]
-    np.testing.assert_array_equal(got.metrics["traffic"].encrypted > 0, on)
+    assert not np.any(got.metrics.traffic.down) and not np.any(got.metrics.traffic.up)
+    on = got.metrics.active
+    np.testing.assert_array_equal(got.metrics.traffic.encrypted > 0, on)
     assert not on.all() and len(set(on.sum(axis=1))) > 1
 
 

@@ -113,7 +113,7 @@ def test_without_a_step_a_variate_stays(drop_last, task):
 @pytest.mark.parametrize("bn_stats", ["aggregate", "local", "batch"])
 def test_batch_norm(bn_stats):
     state, metrics, last = toy.train(factory, toy.task("norm", bn_stats=bn_stats), 2, KEY)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics["loss"], last)))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics.loss, last)))
     assert bool(jax.tree.leaves(state.clients["own"])) == (bn_stats == "local")
 
 

@@ -1,0 +1,139 @@
+"""What a method must return, checked while it is traced: each mistake is one sentence, before anything compiles."""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.types import Algorithm, Metrics, PyTree, State, Traffic
+
+RESERVED = ("round", "participants", "loss", "traffic", "work", "pre", "post", "post_latest")  # columns of the tables
+
+
+def shapes(tree: PyTree) -> PyTree:
+    """The tree with shapes and types in place of arrays."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
+
+
+@contextlib.contextmanager
+def named(factory: Callable[..., Any]) -> Iterator[None]:
+    """Puts the method's name before what it is said to do wrong."""
+    try:
+        yield
+    except ContractError as error:
+        raise InputError(f"{getattr(factory, '__name__', factory)}: {error}") from None
+
+
+class ContractError(InputError):
+    """A method does not return what the contract asks for."""
+
+
+def check_algorithm(algorithm: Any) -> None:
+    """Raises ContractError unless this is an Algorithm whose functions take the contract's arguments."""
+    if not isinstance(algorithm, Algorithm):
+        raise ContractError(f"the factory must return an Algorithm, not {type(algorithm).__name__}.")
+    signatures = {"init": ("key",), "round": ("key", "state", "cohort"), "predict": ("server", "row", "client")}
+    signatures |= {"score": ("outputs", "y", "mask", "client"), "traffic": ("state", "cohort", "metrics")}
+    signatures |= {"personalise": ("server", "row", "client")}
+    for name, arguments in signatures.items():
+        function = getattr(algorithm, name)
+        if function is None:
+            continue
+        try:
+            inspect.signature(function).bind(*arguments)
+        except TypeError:
+            raise ContractError(f"`{name}` must take the arguments ({', '.join(arguments)}).") from None
+    if len(algorithm.headline) != 2 or algorithm.headline[1] not in ("max", "min"):
+        raise ContractError(f"`headline` must be (score, 'max' or 'min'), not {algorithm.headline!r}.")
+
+
+def check_upload(upload: PyTree, default: PyTree) -> None:
+    """Raises ContractError unless what a client sends is like the mean's default."""
+    if difference := _difference(shapes(default), shapes(upload)):
+        raise ContractError(
+            f"the first result of the function given to cohort.mean, the upload, must be like `default`: {difference}."
+        )
+
+
+def check_round(before: State, result: Any, places: int) -> None:
+    """Raises ContractError unless a round returned a state like the one before and complete metrics of `places`."""
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], State)):
+        raise ContractError("`round` must return (State, Metrics).")
+    state, metrics = result
+    if not isinstance(metrics, Metrics):
+        raise ContractError(
+            f"`round` must return Metrics(loss=..., post=...) beside the state, not {type(metrics).__name__}."
+        )
+    if metrics.loss is None:
+        raise ContractError("its Metrics have no `loss`: give each client's mean training loss, [S].")
+    if not metrics.post:
+        raise ContractError(
+            "its Metrics have no `post`: give what evaluate.post returned for each client, {score: [S]}."
+        )
+    vectors = {"loss": metrics.loss} | {f"post[{name!r}]": x for name, x in metrics.post.items()}
+    vectors |= {f"clients[{name!r}]": x for name, x in metrics.clients.items()}
+    for name, x in vectors.items():
+        if jnp.shape(x) != (places,):
+            raise ContractError(
+                f"its metric {name} has the shape {list(jnp.shape(x))} and must be one number per client, [S]; "
+                "what is not of single clients belongs to Metrics.server."
+            )
+    for name in (*metrics.clients, *metrics.server):
+        if name.split("/")[0] in RESERVED or (name in metrics.clients and name in metrics.server):
+            raise ContractError(f"a metric cannot be named {name!r}: that name is taken.")
+    if difference := _difference(shapes(before), shapes(state)):
+        raise ContractError(f"`round` must return a state of the same structure, shapes and types: {difference}.")
+
+
+def check_traffic(sent: Any, places: int) -> None:
+    """Raises ContractError unless `traffic` returned counts per client."""
+    if not isinstance(sent, Traffic):
+        raise ContractError(f"`traffic` must return a Traffic, not {type(sent).__name__}.")
+    for name, x in sent._asdict().items():
+        if x is not None and jnp.shape(x) != (places,):
+            raise ContractError(
+                f"its traffic `{name}` has the shape {list(jnp.shape(x))} and must be one count per client, [S]."
+            )
+
+
+def check_predictor(predictor: Any) -> None:
+    """Raises ContractError unless `predict` returned a function of (x, mask)."""
+    if not callable(predictor):
+        raise ContractError("`predict` must return a function (x, mask) -> outputs.")
+    try:
+        inspect.signature(predictor).bind("x", "mask")
+    except TypeError:
+        raise ContractError("`predict` must return a function of the arguments (x, mask).") from None
+
+
+def check_scores(scores: Any, headline: str) -> None:
+    """Raises ContractError unless `score` returned {name: (sum, count)} with the headline among them."""
+    fits = isinstance(scores, dict) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in scores.values())
+    if not fits:
+        raise ContractError("`score` must return {name: (sum, count)}.")
+    if headline not in scores:
+        raise ContractError(f"`score` does not return the headline {headline!r}, only {', '.join(scores)}.")
+
+
+def _difference(wanted: PyTree, found: PyTree) -> str | None:
+    """The first place where two trees of shapes differ, in words."""
+    a, b = (dict(_leaves(tree)) for tree in (wanted, found))
+    for path in (*a, *b):
+        before, after = a.get(path), b.get(path)
+        if before != after:
+            return f"{path or 'it'} is {_say(after)} and must be {_say(before)}"
+    same = jax.tree.structure(wanted) == jax.tree.structure(found)  # type: ignore[operator]
+    return None if same else "the containers of its leaves differ"
+
+
+def _leaves(tree: PyTree) -> Iterator[tuple[str, tuple]]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        yield jax.tree_util.keystr(path), (leaf.shape, leaf.dtype)
+
+
+def _say(leaf: tuple | None) -> str:
+    return "missing" if leaf is None else f"{leaf[1]}{list(leaf[0])}"

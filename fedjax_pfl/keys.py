@@ -1,0 +1,79 @@
+"""Every random stream by name: one enum for each kind of parent key.
+
+A key is split by folding in the number of a stream. The main local training of a client uses the client's key
+unchanged, and every further stream is folded in by its name here, so that methods coincide exactly where their papers
+say that they do. The numbers below one parent key must differ within what one method folds into it; their values are
+part of every recorded result and never change.
+"""
+
+import enum
+
+import jax
+
+from fedjax_pfl.types import Array
+
+
+class Stream(enum.Enum):
+    """A stream: its number, and who draws from it. Two streams may share a number if no method uses both."""
+
+    def __init__(self, number: int, use: str):
+        self.number, self.use = number, use
+
+
+class Run(Stream):
+    """Below the key of an experiment."""
+
+    INIT = 0, "the method's initial state"
+    ROUND = 1, "round t, folded in next"
+
+
+class Round(Stream):
+    """Below the key of round t."""
+
+    SAMPLING = 2, "which clients take part; does not depend on the method"
+    SERVER = 3, "the server's own draws, the key that Algorithm.round is given"
+    CLIENTS = 4, "the clients: phase and id are folded in next"
+
+
+class Cohort(Stream):
+    """Below Round.CLIENTS, beside the phases 0, 1, ..."""
+
+    ORDER = 0x5CA4, "the order of Cohort.scan"
+    UPLOAD = 0x7F00, "the transformation of uploads, + the number of the call of Cohort.mean"
+
+
+class Client(Stream):
+    """Below a client's key in one phase."""
+
+    SHUFFLE = 1, "the order of its examples, epoch by epoch"
+    STEP = 2, "its steps, one by one"
+    HEAD_PHASE = 11, "FedRep: training of the head"
+    FINE_TUNE = 12, "fine-tuning before a prediction"
+    SELECT = 31, "FedFomo: which models are received"
+    SUBSET = 31, "FedALA: the examples that blending looks at"
+    BLEND = 32, "FedALA: batches of blending"
+
+
+class Step(Stream):
+    """Below the key of one local step."""
+
+    LOSS = 3, "the loss: dropout and alike"
+    AUGMENT = 4, "augmentation, + the number of the batch"
+
+
+class Loss(Stream):
+    """Below Step.LOSS."""
+
+    GUMBEL = 21, "FedCP: the gate's noise; in a prediction below the client's key"
+
+
+class Init(Stream):
+    """Below Run.INIT, beside the key unchanged for the model of every client."""
+
+    POLICY = 22, "FedCP: the policy network"
+    REJECT = 31, "pFedC: the reject logits"
+
+
+def fold(key: Array, stream: Stream, offset: int | Array = 0) -> Array:
+    """The key of a stream below `key`; `offset` is added to its number."""
+    return jax.random.fold_in(key, stream.number + offset)
