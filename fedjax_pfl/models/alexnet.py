@@ -1,4 +1,4 @@
-"""AlexNet for small images (Krizhevsky et al., NeurIPS 2012), as in the experiments of the KT-pFL family."""
+"""AlexNet for small images (Krizhevsky et al., NeurIPS 2012), as in KT-pFL's experiments."""
 
 import jax
 from flax import nnx
@@ -14,10 +14,10 @@ WIDTH = 4096
 
 
 class AlexNet(nnx.Module):
-    """Five 3x3 convolutions with ReLU, the first of stride 2, three of them pooled; two linear layers of 4,096.
+    """Five 3x3 convolutions with ReLU, three of them pooled, and two linear layers of 4,096.
 
-    Dropout stands before each linear layer and is active where `train` and `rngs` are given. Images [B, H, W, C] ->
-    [B, 4096].
+    The first convolution has stride 2. Dropout stands before each linear layer and is active where
+    `train` and `rngs` are given. Images [B, H, W, C] -> [B, 4096].
     """
 
     def __init__(self, shape: Shape, rngs: nnx.Rngs, rate: float = 0.5):
@@ -44,7 +44,7 @@ def _pooled(size: int) -> int:
 
 
 def alexnet(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
-    """AlexNet for small images: five 3x3 convolutions, linear 4096 and 4096 with dropout 0.5, K = 4096."""
+    """AlexNet for small images: 3x3 convolutions, two linear layers with dropout 0.5, K = 4096."""
     if len(input_shape) != 3 or not min(map(_pooled, input_shape[:2])):
         raise InputError(f"Model 'alexnet' needs images of at least 15x15 pixels, got shape {tuple(input_shape)}.")
     return Net(AlexNet(input_shape, rngs), layers.linear(WIDTH, num_classes, rngs))

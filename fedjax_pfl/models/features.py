@@ -24,7 +24,8 @@ WIDTH_BY = ("pool", "linear")
 def adaptive_average_pool(h: Array, features: int) -> Array:
     """Averages neighbouring features, as PyTorch's AdaptiveAvgPool1d does: [B, L] -> [B, K].
 
-    Output i is the mean of the inputs floor(i L / K) to ceil((i + 1) L / K) - 1; K may be larger than L.
+    Output i is the mean of the inputs floor(i L / K) to ceil((i + 1) L / K) - 1; K may be larger
+    than L.
     """
     size = h.shape[-1]
     if size % features == 0:
@@ -36,16 +37,16 @@ def adaptive_average_pool(h: Array, features: int) -> Array:
 
 
 class Widened(nnx.Module):
-    """A body and then a map of its features to K: a linear layer, or adaptive average pooling where it is None."""
+    """A body and a map of its features to K: a linear layer or, where it is None, pooling."""
 
-    def __init__(self, body: Any, features: int, project: nnx.Module | None):
+    def __init__(self, body: Any, features: int, project: nnx.Linear | None):
         self.body, self.features, self.project = body, features, project
 
     def __call__(self, x: Array, mask: Array | None = None, train: bool = False, rngs: nnx.Rngs | None = None) -> Array:
         given = {"mask": mask, "train": train, "rngs": rngs}
         accepted = inspect.signature(self.body.__call__).parameters
         h = self.body(x, **{name: value for name, value in given.items() if name in accepted})
-        return adaptive_average_pool(h, self.features) if self.project is None else self.project(h)  # type: ignore
+        return adaptive_average_pool(h, self.features) if self.project is None else self.project(h)
 
 
 def widened(module: Any, input_shape: Shape, num_classes: int, features: int, by: str, rngs: nnx.Rngs) -> Net:
@@ -69,7 +70,9 @@ def widened(module: Any, input_shape: Shape, num_classes: int, features: int, by
     """
     choose("width_by", by, WIDTH_BY)
     check("features", features, 1, math.inf)
-    example = jax.ShapeDtypeStruct((1, *input_shape), jnp.float32)
-    size = jax.eval_shape(lambda x: module.body(x), example).shape[-1]
-    project = layers.linear(size, features, rngs) if by == "linear" else None
+    project = None
+    if by == "linear":
+        example = jax.ShapeDtypeStruct((1, *input_shape), jnp.float32)
+        size = jax.eval_shape(lambda x: module.body(x), example).shape[-1]
+        project = layers.linear(size, features, rngs)
     return Net(Widened(module.body, features, project), layers.linear(features, num_classes, rngs))

@@ -1,5 +1,6 @@
 """ShuffleNetV2 1x for small images (Ma et al., ShuffleNet V2, ECCV 2018)."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -33,8 +34,9 @@ class ConvNorm(nnx.Module):
 class Unit(nnx.Module):
     """Two branches of half the channels out each, joined and shuffled: [B, H, W, C] -> [B, H', W', O].
 
-    The right branch is 1x1, depthwise 3x3, 1x1. With stride 1 the channels are split between the branches and the left
-    half passes unchanged; with stride 2 both branches see all of them and the left one is depthwise 3x3, 1x1.
+    The right branch is 1x1, depthwise 3x3, 1x1. With stride 1 the channels are split between the
+    branches and the left half passes unchanged; with stride 2 both branches see all of them and the
+    left one is depthwise 3x3, 1x1.
     """
 
     def __init__(self, cin: int, cout: int, strides: int, rngs: nnx.Rngs):
@@ -54,27 +56,35 @@ class Unit(nnx.Module):
 
 
 def shuffle(left: Array, right: Array) -> Array:
-    """Joins two halves [..., C] so that their channels alternate: [..., 2 C], the channel shuffle of two groups."""
+    """Shuffles the channels of two groups: two halves [..., C], joined alternately to [..., 2 C]."""
     return jnp.stack([left, right], axis=-1).reshape(*left.shape[:-1], -1)
 
 
 class ShuffleNet(nnx.Module):
-    """A stem, three stages of units whose first halves the image, a 1x1 convolution, the mean over pixels.
+    """A stem, stages of units, a 1x1 convolution and the mean over pixels.
 
-    A ReLU after the stem's batch norm is an option: KT-pFL's code has none. Images [B, H, W, C] -> [B, 1024].
+    Each stage is (channels out, units), and its first unit halves the image. `last` is K. A ReLU
+    after the stem's batch norm is an option: KT-pFL's code has none. Images [B, H, W, C] -> [B, K].
     """
 
-    def __init__(self, channels: int, rngs: nnx.Rngs, stem_relu: bool = False):
+    def __init__(
+        self,
+        channels: int,
+        rngs: nnx.Rngs,
+        stages: Sequence[tuple[int, int]] = STAGES,
+        last: int = LAST,
+        stem_relu: bool = False,
+    ):
         self.stem = ConvNorm(channels, STEM, 3, rngs, relu=stem_relu)
-        widths = (STEM, *(width for width, _ in STAGES))
+        widths = (STEM, *(width for width, _ in stages))
         self.units = nnx.List(
             [
                 Unit(widths[i], width, 2, rngs) if first else Unit(width, width, 1, rngs)
-                for i, (width, count) in enumerate(STAGES)
+                for i, (width, count) in enumerate(stages)
                 for first in [True, *[False] * (count - 1)]
             ]
         )
-        self.last = ConvNorm(widths[-1], LAST, 1, rngs)
+        self.last = ConvNorm(widths[-1], last, 1, rngs)
 
     def __call__(self, x: Array, mask: Array | None = None, train: bool = False) -> Array:
         for layer in (self.stem, *self.units, self.last):
@@ -88,4 +98,4 @@ def shufflenet(input_shape: Shape, num_classes: int, rngs: nnx.Rngs, stem_relu: 
         raise InputError(
             f"Model 'shufflenet' needs images of shape (height, width, channels), got input shape {tuple(input_shape)}."
         )
-    return Net(ShuffleNet(input_shape[-1], rngs, stem_relu), layers.linear(LAST, num_classes, rngs))
+    return Net(ShuffleNet(input_shape[-1], rngs, stem_relu=stem_relu), layers.linear(LAST, num_classes, rngs))

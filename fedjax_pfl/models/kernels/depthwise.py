@@ -17,10 +17,11 @@ from fedjax_pfl.types import Array
 def depthwise_conv(x: Array, kernel: Array, strides: Sequence[int], pads: Sequence[tuple[int, int]]) -> Array:
     """Convolves each channel with a kernel of its own, as a sum of shifted copies of the image.
 
-    Measured against XLA's convolution with feature_group_count = C, forward and both gradients in a fori_loop, float32,
-    3x3 kernels, batch 16, medians in one process on a core of a noisy machine: 75 times as fast (16x16 pixels, 58
-    channels), 150 (8x8, 116), 170 (4x4, 232); with stride 2, 42 (32x32, 24), 73 (32x32, 58), 180 (16x16, 116). Gradients
-    written by hand, or one axis at a time, were as fast within the noise.
+    Measured against XLA's convolution with feature_group_count = C, forward and both gradients in
+    a fori_loop, float32, 3x3 kernels, batch 16, medians in one process on one core of a noisy
+    machine: 75 times as fast (16x16 pixels, 58 channels), 150 (8x8, 116), 170 (4x4, 232); with
+    stride 2, 42 (32x32, 24), 73 (32x32, 58), 180 (16x16, 116). Gradients written by hand and sums
+    over one axis at a time were as fast within the noise.
 
     Args:
       x: [B, H, W, C].
