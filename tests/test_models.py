@@ -123,7 +123,7 @@ def test_matmul_convolution_with_a_kernel_for_each_client_and_forward_over_rever
 
 def test_dilated_grouped_and_one_dimensional_convolutions_go_to_xla():
     rngs = nnx.Rngs(0)
-    grouped = layers.conv(4, 4, 3, 1, rngs, feature_group_count=4)
+    grouped = layers.conv(4, 4, 3, 1, rngs, feature_group_count=2)
     dilated = layers.conv(4, 4, 3, 1, rngs, kernel_dilation=2)
     line = nnx.Conv(4, 4, (3,), conv_general_dilated=layers.conv_general_dilated, rngs=rngs)
     for layer, shape, expected in ((grouped, (6, 6), (6, 6)), (dilated, (6, 6), (4, 4)), (line, (6,), (6,))):

@@ -2,5 +2,6 @@
 
 from fedjax_pfl.models.functional import flops, model, network, num_parameters
 from fedjax_pfl.models.registry import MODELS
+from fedjax_pfl.models.superset import native_size, pad_to_superset
 
-__all__ = ["MODELS", "flops", "model", "network", "num_parameters"]
+__all__ = ["MODELS", "flops", "model", "native_size", "network", "num_parameters", "pad_to_superset"]

@@ -12,6 +12,7 @@ from jax.extend.core import jaxprs_in_params
 
 from fedjax_pfl.errors import InputError, choose
 from fedjax_pfl.models import layers
+from fedjax_pfl.models.features import WIDTH_BY, widened
 from fedjax_pfl.models.registry import MODELS
 from fedjax_pfl.types import Array, Model, Network, PyTree
 
@@ -76,6 +77,8 @@ def model(
     bn_stats: str = "aggregate",
     conv: str = "auto",
     compute_dtype: str = "float32",
+    features: int | None = None,
+    width_by: str = "pool",
 ) -> Model:
     """Makes pure functions of a Flax NNX module.
 
@@ -90,6 +93,8 @@ def model(
       conv: the form of the convolutions, see `layers.convolution`.
       compute_dtype: in which the body computes, "float32" (whatever the variables and x are) or "bfloat16". Variables,
         gradients, moments of batch norm, features and the head are float32 in any case.
+      features: K, where it is not the network's own: its features are mapped to as many, and the head is a new one.
+      width_by: how, "pool" (adaptive average pooling) or "linear" (a trainable layer), see `features.widened`.
 
     Returns:
       A Model; its variables are {"body": parameters, "head": parameters, "stats": the body's batch-norm moments},
@@ -103,28 +108,31 @@ def model(
     choose("bn_stats", bn_stats, BN_STATS)
     choose("conv", conv, layers.CONVOLUTIONS)
     choose("compute_dtype", compute_dtype, DTYPES)
+    choose("width_by", width_by, WIDTH_BY)
 
     def build(rngs):
         module = factory(tuple(input_shape), num_classes, rngs)
         _check_parts(module)
+        if features is not None:
+            module = widened(module, input_shape, num_classes, features, width_by, rngs)
         return _without_moments(module) if bn_stats == "batch" else module
 
     def init(key):
         return _variables(build(nnx.Rngs(key)))
 
     def apply(variables, x, mask=None, train=False, key=None):
-        h, stats = features(variables, x, mask, train, key)
+        h, stats = extract(variables, x, mask, train, key)
         return head(variables["head"], h), stats
 
     template = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
     run, head = _apply(template.body, conv, compute_dtype), _head(template.head, conv)
 
-    def features(variables, x, mask=None, train=False, key=None):
+    def extract(variables, x, mask=None, train=False, key=None):
         return run(variables["body"], variables["stats"], x, mask, train, key)
 
     example = jax.ShapeDtypeStruct((2, *input_shape), jnp.float32)
-    num_features = jax.eval_shape(features, _variables(template), example)[0].shape[-1]
-    return Model(init, features, head, apply, _norms(template), num_features)
+    num_features = jax.eval_shape(extract, _variables(template), example)[0].shape[-1]
+    return Model(init, extract, head, apply, _norms(template), num_features)
 
 
 def _apply(template: nnx.Module, conv: str, dtype: str) -> Callable[..., tuple[Any, PyTree]]:

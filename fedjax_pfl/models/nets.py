@@ -11,6 +11,9 @@ from fedjax_pfl.models import layers
 from fedjax_pfl.types import Array
 
 Shape = tuple[int, ...]
+# of CNN-k: channels of the second convolution, width of the first linear layer (pFedAFM, Table 1). The 3.81 MiB printed
+# there for CNN-4 would be a width of 753; its code has 800.
+AFM = {"cnn1": (32, 2000), "cnn2": (16, 2000), "cnn3": (32, 1000), "cnn4": (32, 800), "cnn5": (32, 500)}
 
 
 class Net(nnx.Module):
@@ -137,6 +140,37 @@ def cnn(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
 def cnn_same(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
     """The CNN of McMahan et al. 2017: as cnn, with SAME padding, K = 512."""
     return _cnn("cnn_same", input_shape, num_classes, rngs, 2)
+
+
+def _afm(name: str, shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
+    channels, width = AFM[name]
+    body = Conv(name, shape, (16, channels), (0, 0), (width, 500), rngs)
+    return Net(body, layers.linear(500, num_classes, rngs))
+
+
+def cnn1(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
+    """CNN-1 of pFedAFM: 5x5 convolutions 16 and 32 without padding, linear 2000 and 500, K = 500."""
+    return _afm("cnn1", input_shape, num_classes, rngs)
+
+
+def cnn2(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
+    """CNN-2 of pFedAFM: 5x5 convolutions 16 and 16 without padding, linear 2000 and 500, K = 500."""
+    return _afm("cnn2", input_shape, num_classes, rngs)
+
+
+def cnn3(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
+    """CNN-3 of pFedAFM: 5x5 convolutions 16 and 32 without padding, linear 1000 and 500, K = 500."""
+    return _afm("cnn3", input_shape, num_classes, rngs)
+
+
+def cnn4(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
+    """CNN-4 of pFedAFM: 5x5 convolutions 16 and 32 without padding, linear 800 and 500, K = 500."""
+    return _afm("cnn4", input_shape, num_classes, rngs)
+
+
+def cnn5(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
+    """CNN-5 of pFedAFM: 5x5 convolutions 16 and 32 without padding, linear 500 and 500, K = 500."""
+    return _afm("cnn5", input_shape, num_classes, rngs)
 
 
 def cnn_dropout(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:

@@ -1,8 +1,24 @@
 """The networks that have a name."""
 
-from fedjax_pfl.models.nets import cnn, cnn_dropout, cnn_same, lenet, lenet_bn, lenet_valid, linear, mlp
+from fedjax_pfl.models.alexnet import alexnet
+from fedjax_pfl.models.nets import (
+    cnn,
+    cnn1,
+    cnn2,
+    cnn3,
+    cnn4,
+    cnn5,
+    cnn_dropout,
+    cnn_same,
+    lenet,
+    lenet_bn,
+    lenet_valid,
+    linear,
+    mlp,
+)
 from fedjax_pfl.models.resnet import resnet18, resnet18_50, resnet18_gn, resnet18_imagenet
+from fedjax_pfl.models.shufflenet import shufflenet
 
-NETS = (linear, mlp, lenet, lenet_valid, lenet_bn, cnn, cnn_same, cnn_dropout)
-RESNETS = (resnet18, resnet18_gn, resnet18_50, resnet18_imagenet)
-MODELS = {f.__name__: f for f in (*NETS, *RESNETS)}
+NETS = (linear, mlp, lenet, lenet_valid, lenet_bn, cnn, cnn_same, cnn_dropout, cnn1, cnn2, cnn3, cnn4, cnn5)
+LARGE = (resnet18, resnet18_gn, resnet18_50, resnet18_imagenet, alexnet, shufflenet)
+MODELS = {f.__name__: f for f in (*NETS, *LARGE)}

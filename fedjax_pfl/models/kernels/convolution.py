@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from fedjax_pfl.errors import choose
+from fedjax_pfl.models.kernels.depthwise import depthwise_conv
 from fedjax_pfl.types import Array
 
 CONVOLUTIONS = ("auto", "winograd", "fused", "matmul", "xla")
@@ -77,15 +78,19 @@ def conv_general_dilated(
 ) -> Array:
     """Like `lax.conv_general_dilated`, in the form chosen by `convolution`; give it to `nnx.Conv`.
 
-    Dilated, grouped, sharded, not two-dimensional and not NHWC convolutions always go to lax.
+    Depthwise ones, of as many groups as channels in and out, are `depthwise_conv` in all forms but "xla". Dilated,
+    otherwise grouped, sharded, not two-dimensional and not NHWC convolutions always go to lax.
     """
-    unit = all(d == 1 for d in (*(lhs_dilation or ()), *(rhs_dilation or ()), feature_group_count))
+    depthwise = 1 < feature_group_count == lhs.shape[-1] == rhs.shape[-1]
+    unit = all(d == 1 for d in (*(lhs_dilation or ()), *(rhs_dilation or ()), 1 if depthwise else feature_group_count))
     plain = unit and lhs.ndim == 4 and set(kwargs) <= {"precision", "out_sharding"} and not kwargs.get("out_sharding")
     chosen = current_form()
     if not plain or chosen == "xla" or not _is_nhwc(lhs, rhs, dimension_numbers):
         others = (lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count)
         return lax.conv_general_dilated(lhs, rhs, window_strides, padding, *others, **kwargs)
     pads = _explicit(padding, lhs, rhs, window_strides)
+    if depthwise:
+        return depthwise_conv(lhs, rhs, window_strides, pads)
     if chosen == "winograd" and winograd_is_faster(lhs, rhs, window_strides, pads):
         return winograd_conv(lhs, rhs, pads, kwargs.get("precision"))
     return matmul_conv(lhs, rhs, window_strides, pads, kwargs.get("precision"))

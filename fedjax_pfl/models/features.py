@@ -1,0 +1,78 @@
+"""A feature width that networks of different architectures share.
+
+Axes: B batch, C classes, L features of the network itself, K features asked for.
+"""
+
+import inspect
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from fedjax_pfl.errors import check, choose
+from fedjax_pfl.models import layers
+from fedjax_pfl.models.nets import Net, Shape
+from fedjax_pfl.types import Array
+
+WIDTH_BY = ("pool", "linear")
+
+
+def adaptive_average_pool(h: Array, features: int) -> Array:
+    """Averages neighbouring features, as PyTorch's AdaptiveAvgPool1d does: [B, L] -> [B, K].
+
+    Output i is the mean of the inputs floor(i L / K) to ceil((i + 1) L / K) - 1; K may be larger
+    than L.
+    """
+    size = h.shape[-1]
+    if size % features == 0:
+        return h.reshape(len(h), features, -1).mean(-1)
+    first = np.arange(features) * size // features
+    last = -(-np.arange(1, features + 1) * size // features)  # exclusive
+    inside = (first <= np.arange(size)[:, None]) & (np.arange(size)[:, None] < last)  # [L, K]
+    return jnp.dot(h, jnp.asarray(inside / (last - first), h.dtype), precision=lax.Precision.HIGHEST)
+
+
+class Widened(nnx.Module):
+    """A body and a map of its features to K: a linear layer or, where it is None, pooling."""
+
+    def __init__(self, body: Any, features: int, project: nnx.Linear | None):
+        self.body, self.features, self.project = body, features, project
+
+    def __call__(self, x: Array, mask: Array | None = None, train: bool = False, rngs: nnx.Rngs | None = None) -> Array:
+        given = {"mask": mask, "train": train, "rngs": rngs}
+        accepted = inspect.signature(self.body.__call__).parameters
+        h = self.body(x, **{name: value for name, value in given.items() if name in accepted})
+        return adaptive_average_pool(h, self.features) if self.project is None else self.project(h)
+
+
+def widened(module: Any, input_shape: Shape, num_classes: int, features: int, by: str, rngs: nnx.Rngs) -> Net:
+    """Gives a network another number of features and a new linear head.
+
+    Args:
+      module: has a `body`, [B, *input] -> [B, L]; its head is dropped.
+      input_shape: of one example, without the batch axis.
+      num_classes: C.
+      features: K.
+      by: one of
+        pool: adaptive average pooling, without parameters, as HtFLlib does;
+        linear: a trainable linear layer L -> K without activation.
+      rngs: for the initialisation of the new layers, PyTorch's default.
+
+    Returns:
+      A Net whose head is one linear layer, kernel [K, C] and bias [C].
+
+    Raises:
+      InputError: for less than one feature, or an unknown `by`.
+    """
+    choose("width_by", by, WIDTH_BY)
+    check("features", features, 1, math.inf)
+    project = None
+    if by == "linear":
+        example = jax.ShapeDtypeStruct((1, *input_shape), jnp.float32)
+        size = jax.eval_shape(lambda x: module.body(x), example).shape[-1]
+        project = layers.linear(size, features, rngs)
+    return Net(Widened(module.body, features, project), layers.linear(features, num_classes, rngs))

@@ -1,0 +1,303 @@
+"""CNN-1 to CNN-5, AlexNet and ShuffleNetV2, the common feature width, and CNN-k inside CNN-1."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+
+from fedjax_pfl import models
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.models import MODELS, features, layers, nets, shufflenet
+from fedjax_pfl.models.kernels.depthwise import depthwise_conv
+
+KEY = jax.random.key(0)
+CIFAR, MNIST_RGB = (32, 32, 3), (28, 28, 3)
+SIZES = [
+    *[("cnn1", CIFAR, c, n) for c, n in ((10, 2_621_558), (100, 2_666_648))],
+    *[("cnn2", CIFAR, c, n) for c, n in ((10, 1_815_142), (100, 1_860_232))],
+    *[("cnn3", CIFAR, c, n) for c, n in ((10, 1_320_558), (100, 1_365_648))],
+    *[("cnn4", CIFAR, c, n) for c, n in ((10, 1_060_358), (100, 1_105_448))],
+    *[("cnn5", CIFAR, c, n) for c, n in ((10, 670_058), (100, 715_148))],
+    *[("alexnet", CIFAR, c, n) for c, n in ((10, 23_272_266), (100, 23_640_996))],
+    *[("alexnet", MNIST_RGB, c, n) for c, n in ((10, 20_126_538), (26, 20_192_090), (47, 20_278_127))],
+    *[("shufflenet", CIFAR, c, n) for c, n in ((10, 1_263_854), (100, 1_356_104), (26, 1_280_254), (47, 1_301_779))],
+]
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def close(a, b, tolerance=1e-5):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), a, b)
+
+
+def size(tree):
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
+
+
+@functools.cache
+def body(name, shape):
+    """The body's parameters and running statistics, as shapes, and the number of features."""
+    net = nnx.eval_shape(lambda: MODELS[name](shape, 7, nnx.Rngs(0)))
+    return [nnx.to_pure_dict(nnx.state(net.body, kind)) for kind in (nnx.Param, nnx.BatchStat)], net.head.in_features
+
+
+@pytest.mark.parametrize("name, shape, classes, expected", SIZES)
+def test_sizes_are_the_papers(name, shape, classes, expected):
+    (params, _), width = body(name, shape)
+    assert size(params) + width * classes + classes == expected
+
+
+def test_sizes_of_the_parts():
+    (params, stats), width = body("shufflenet", CIFAR)
+    units = [size(params["units"][i]) for i in range(16)]
+    assert [sum(units[:4]), sum(units[4:12]), sum(units[12:])] == [30_192, 244_180, 501_352]
+    assert (size(params["stem"]), size(params["last"]), size(stats), width) == (696, 477_184, 16_180, 1024)
+    (params, _), width = body("alexnet", CIFAR)
+    assert [size(params["convs"][i]) for i in range(5)] == [1_792, 110_784, 663_936, 884_992, 590_080]
+    (params, _), width = body("cnn5", CIFAR)
+    assert size(params) == 665_048  # pFedAFM's shared extractor
+    assert {body(f"cnn{k}", CIFAR)[1] for k in range(1, 6)} == {500}
+
+
+# --- depthwise convolution ---------------------------------------------------------------------------------------
+
+DEPTHWISE = [
+    ((2, 7, 6, 4), (3, 3), (1, 1), [(1, 1), (1, 1)]),
+    ((2, 7, 6, 4), (3, 3), (2, 2), [(1, 1), (1, 1)]),
+    ((1, 8, 8, 3), (3, 2), (2, 1), [(0, 0), (0, 2)]),
+]
+
+
+def xla(x, w, strides, pads):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(x, w, strides, pads, dimension_numbers=numbers, feature_group_count=x.shape[-1])
+
+
+@pytest.mark.parametrize("shape, sides, strides, pads", DEPTHWISE)
+def test_depthwise_convolution_equals_xla(shape, sides, strides, pads):
+    x, w = normal(0, *shape), normal(1, *sides, 1, shape[-1])
+
+    def both(conv):
+        y, pullback = jax.vjp(lambda x, w: conv(x, w, strides, pads), x, w)
+        return y, pullback(jnp.sin(y))
+
+    close(*jax.jit(lambda: (both(depthwise_conv), both(xla)))(), 1e-5)
+
+
+def test_depthwise_sums_of_bfloat16_are_of_float32():
+    x, w = jnp.asarray(normal(0, 2, 6, 6, 4), jnp.bfloat16), jnp.asarray(1 + normal(1, 3, 3, 1, 4), jnp.bfloat16)
+    pads = [(1, 1), (1, 1)]
+    y = jax.jit(lambda: depthwise_conv(x, w, (1, 1), pads))()
+    exact = jax.jit(lambda: depthwise_conv(x.astype(jnp.float32), w.astype(jnp.float32), (1, 1), pads))()
+    assert y.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(y, exact.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("form, grouped", [("matmul", False), ("winograd", False), ("xla", True)])
+def test_the_form_of_a_depthwise_convolution_is_the_models(form, grouped):
+    layer = layers.conv(4, 4, 3, 1, nnx.Rngs(0), feature_group_count=4)
+    with layers.convolution(form):
+        program = str(jax.make_jaxpr(lambda x: layer(x))(jnp.ones((2, 6, 6, 4))))
+    assert ("feature_group_count=4" in program) == grouped
+
+
+# --- ShuffleNetV2 ------------------------------------------------------------------------------------------------
+
+
+def test_the_shuffle_alternates_channels():
+    left, right = np.arange(3.0).reshape(1, 3), 10 + np.arange(3.0).reshape(1, 3)
+    np.testing.assert_array_equal(shufflenet.shuffle(left, right), [[0, 10, 1, 11, 2, 12]])
+
+
+def test_a_plain_unit_passes_its_left_half():
+    unit = shufflenet.Unit(8, 8, 1, nnx.Rngs(0))
+    x = normal(0, 2, 4, 4, 8)
+    y = np.asarray(jax.jit(lambda x: unit(x))(x))
+    np.testing.assert_array_equal(y[..., ::2], x[..., :4])
+    moved = np.asarray(jax.jit(lambda x: unit(x))(x + np.r_[np.ones(4), np.zeros(4)].astype(np.float32)))
+    np.testing.assert_array_equal(moved[..., 1::2], y[..., 1::2])
+
+
+def small(input_shape, num_classes, rngs):
+    """ShuffleNetV2 with one stage of two units, few channels and a ReLU after the stem."""
+    body = shufflenet.ShuffleNet(input_shape[-1], rngs, stages=((16, 2),), last=12, stem_relu=True)
+    return nets.Net(body, layers.linear(12, num_classes, rngs))
+
+
+def step(net, variables, x, mask=None, key=None):
+    """(logits, new statistics, gradients) in training."""
+
+    def loss(variables):
+        logits, stats = net.apply(variables, x, mask, True, key)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(len(x)) % 3)
+        return (losses if mask is None else jnp.where(mask, losses, 0)).sum(), (logits, stats)
+
+    gradients, (logits, stats) = jax.grad(loss, has_aux=True)(variables)
+    return logits, stats, {part: gradients[part] for part in ("body", "head")}
+
+
+def test_forms_of_convolution_agree_in_shufflenet():
+    x = normal(0, 3, 9, 8, 3)
+    nets_ = [models.model(small, x.shape[1:], 3, conv=form) for form in ("matmul", "winograd", "xla")]
+    run = jax.jit(lambda x: [step(net, nets_[0].init(KEY), x) for net in nets_])
+    matmul, winograd, reference = run(x)
+    close(matmul, reference, 1e-4)
+    close(winograd, reference, 1e-4)
+    assert all(np.isfinite(a).all() and np.any(np.asarray(a) != 0) for a in jax.tree.leaves(matmul[2]))
+
+
+def test_padding_changes_nothing_in_shufflenet():
+    net, x = models.model(small, (8, 8, 3), 3), normal(0, 3, 8, 8, 3)
+    padded = np.concatenate([x, np.full((2, 8, 8, 3), 7, np.float32)])
+
+    @jax.jit
+    def both(x, padded):
+        variables = net.init(KEY)
+        logits, *others = step(net, variables, padded, jnp.arange(5) < 3)
+        return (logits[:3], *others), step(net, variables, x)
+
+    close(*both(x, padded), 1e-4)
+
+
+# --- AlexNet -----------------------------------------------------------------------------------------------------
+
+
+def test_alexnet_draws_dropout_in_training_only():
+    net, x = models.model("alexnet", (15, 15, 1), 3), normal(0, 2, 15, 15, 1)
+
+    @jax.jit
+    def runs(x):
+        variables = net.init(KEY)
+        run = lambda train, i: net.features(variables, x, None, train, None if i is None else jax.random.key(i))[0]
+        drawn = [run(True, i) for i in (1, 1, 2)]
+        return drawn, [run(False, 1), run(False, None), run(True, None)], step(net, variables, x, None, KEY)
+
+    (first, again, other), (plain, *same), (logits, _, gradients) = jax.device_get(runs(x))
+    assert (first == again).all() and (first != other).any()
+    assert all((plain == h).all() for h in same) and (plain != first).any()
+    assert logits.shape == (2, 3) and first.shape == (2, 4096)
+    assert all(np.isfinite(a).all() and a.any() for a in jax.tree.leaves(gradients))
+
+
+# --- the common feature width ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size, width", [(4, 3), (84, 512), (1024, 512), (500, 512), (512, 512), (10, 7), (3, 7)])
+def test_adaptive_pooling_is_the_mean_of_each_bin(size, width):
+    h = normal(0, 2, size)
+    bins = [h[:, i * size // width : math.ceil((i + 1) * size / width)].mean(1) for i in range(width)]
+    close(jax.jit(lambda h: features.adaptive_average_pool(h, width))(h), np.stack(bins, 1), 1e-6)
+
+
+def test_adaptive_pooling_from_84_to_512_averages_inputs_0_and_1_in_output_6():
+    slope = jax.jit(jax.grad(lambda h: features.adaptive_average_pool(h, 512)[0, 6]))(np.zeros((1, 84), np.float32))
+    np.testing.assert_array_equal(slope[0], [0.5, 0.5, *[0] * 82])
+
+
+@pytest.mark.parametrize("name, native", [("lenet_valid", 84), ("cnn5", 500), ("alexnet", 4096), (small, 12)])
+@pytest.mark.parametrize("by", features.WIDTH_BY)
+def test_any_network_can_have_512_features(name, native, by):
+    plain, net = (models.model(name, CIFAR, 7, **o) for o in ({}, {"features": 512, "width_by": by}))
+    before, after = (jax.eval_shape(net.init, KEY) for net in (plain, net))
+    added = native * 512 + 512 if by == "linear" else 0
+    assert net.num_features == 512
+    assert jax.tree.map(jnp.shape, after["head"]) == {"kernel": (512, 7), "bias": (7,)}
+    assert size(after["body"]) == size(before["body"]) + added
+    assert sum(jax.tree.leaves(net.norms)) == sum(jax.tree.leaves(plain.norms))
+    assert size(after["stats"]) == size(before["stats"])
+
+
+def test_pooled_features_are_the_networks_own_averaged():
+    plain, net = (models.model(small, (8, 8, 3), 3, features=width) for width in (None, 5))
+    x, mask = normal(0, 4, 8, 8, 3), np.arange(4) < 3
+
+    @jax.jit
+    def both(x, mask):
+        a, b = plain.init(KEY), net.init(KEY)
+        h, stats = plain.features(a, x, mask, True)
+        pooled, moved = net.features(b, x, mask, True)
+        return features.adaptive_average_pool(h, 5), pooled, stats, moved["body"]
+
+    h, pooled, stats, moved = both(x, mask)
+    close(h, pooled)
+    close(stats, moved)
+
+
+def test_a_linear_map_of_features_is_trained():
+    net = models.model("mlp", (6,), 3, features=5, width_by="linear")
+    _, _, gradients = jax.jit(lambda x: step(net, net.init(KEY), x))(normal(0, 4, 6))
+    project = gradients["body"]["project"]
+    assert project["kernel"].shape == (64, 5) and np.all(np.any(np.asarray(project["kernel"]) != 0, axis=0))
+
+
+# --- CNN-k inside CNN-1 ------------------------------------------------------------------------------------------
+
+
+def train(net, variables, x, y, steps=5):
+    """Steps of SGD with momentum and weight decay, PyTorch's order; the variables."""
+    optimizer = optax.chain(optax.add_decayed_weights(1e-3), optax.sgd(0.01, momentum=0.9))
+
+    def loss(variables):
+        return optax.softmax_cross_entropy_with_integer_labels(net.apply(variables, x)[0], y).mean()
+
+    def body(_, carry):
+        variables, state = carry
+        updates, state = optimizer.update(jax.grad(loss)(variables), state, variables)
+        return optax.apply_updates(variables, updates), state
+
+    return lax.fori_loop(0, steps, body, (variables, optimizer.init(variables)))[0]
+
+
+@pytest.mark.parametrize("name", ["cnn2", "cnn5"])
+def test_training_padded_equals_native(name):
+    shape = (16, 20, 3)  # 1 x 2 pixels are left, so that the order of pixels and channels matters
+    native, padded = models.model(name, shape, 4), models.pad_to_superset(name, shape, 4)
+    x, y = normal(0, 4, *shape), np.arange(4)
+
+    @jax.jit
+    def run(x, y):
+        start = native.init(KEY), padded.init(KEY)
+        ours = train(native, start[0], x, y)
+        within = train(padded, start[1], x, y)
+        return start, (ours, within), native.apply(ours, x)[0], padded.apply(within, x)[0]
+
+    start, end, logits, same = jax.device_get(run(x, y))
+    np.testing.assert_allclose(logits, same, atol=1e-6)
+    for (a, b), (old, new) in zip(
+        zip(*map(jax.tree.leaves, end), strict=True), zip(*map(jax.tree.leaves, start), strict=True), strict=True
+    ):
+        assert np.abs(a - old).max() > 1e-5  # it has trained
+        kept, extra = b[new != 0], b[new == 0]
+        np.testing.assert_allclose(kept, a.ravel(), atol=1e-6)
+        assert not extra.any() and extra.size == b.size - a.size
+
+
+def test_all_five_have_the_shapes_of_cnn1_and_travel_as_themselves():
+    shapes = [jax.eval_shape(models.pad_to_superset(name, CIFAR, 10).init, KEY) for name in nets.AFM]
+    assert all(shape == shapes[0] for shape in shapes)
+    sizes = [models.native_size(name, CIFAR, 10) for name in nets.AFM]
+    assert sizes == [2_621_558, 1_815_142, 1_320_558, 1_060_358, 670_058]
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: models.model("alexnet", (14, 32, 3), 10), "at least 15x15 pixels"),
+        (lambda: models.model("shufflenet", (60,), 10), "images of shape"),
+        (lambda: models.model("cnn2", (12, 12, 3), 10), "'cnn2' needs images of at least 16x16"),
+        (lambda: models.pad_to_superset("cnn", CIFAR, 10), "Unknown model 'cnn'"),
+        (lambda: models.model("mlp", (6,), 3, features=0), "features=0 is outside"),
+        (lambda: models.model("mlp", (6,), 3, features=5, width_by="pol"), "did you mean 'pool'"),
+    ],
+)
+def test_what_cannot_work_is_said_at_once(make, message):
+    with pytest.raises(InputError, match=message):
+        make()
