@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from fedjax_pfl import aggregate, evaluate, local, trees
 from fedjax_pfl.errors import InputError, choose
-from fedjax_pfl.numerics.class_groups import Branches, branch_loss, branches, class_logits, columns, scores
+from fedjax_pfl.numerics.class_groups import TASK_LOSSES, Branches, branch_loss, branches, class_logits, columns, scores
 from fedjax_pfl.privacy import encryption
 from fedjax_pfl.types import Algorithm, Array, Client, Predictor, PyTree, Scores, State, Task, Traffic
 
@@ -30,7 +30,8 @@ class _Branched(NamedTuple):
 
     b: Branches
     start: Callable[[Array], PyTree]  # key -> the model's variables, with a head of the map's logits
-    train: Callable[[Client, PyTree], tuple[PyTree, Array]]  # (client, received variables) -> trained ones, mean loss
+    train: Callable[[Client, PyTree], tuple[PyTree, dict[str, Array]]]  # (client, received variables) -> trained ones,
+    #   and the means over the steps
     predictor: Callable[[PyTree], Predictor]
     score: Callable[[Array, Array, Array, Client], Scores]
 
@@ -45,8 +46,17 @@ class _Branched(NamedTuple):
 
 
 def _branched(
-    task: Task, tasks: str, head: str, weighting: str, solver: str, normalise: str, head_grad: str, head_weighting: str
+    task: Task,
+    tasks: str,
+    head: str,
+    task_loss: str,
+    weighting: str,
+    solver: str,
+    normalise: str,
+    head_grad: str,
+    head_weighting: str,
 ) -> _Branched:
+    choose("task_loss", task_loss, TASK_LOSSES)
     choose("weighting", weighting, ("mgda_ub", "mgda", "uniform", "sum"))
     choose("solver", solver, ("fista", "fw"))
     choose("normalise", normalise, ("none", "l2", "loss", "loss+"))
@@ -62,12 +72,12 @@ def _branched(
         widest = jax.tree.map(lambda x, more: jnp.concatenate([x, more], axis=-1), w["head"], reject)
         return {**w, "head": jax.tree.map(lambda x: x[..., : len(b.column)], widest)}
 
-    def train(c: Client, received: PyTree) -> tuple[PyTree, Array]:
+    def train(c: Client, received: PyTree) -> tuple[PyTree, dict[str, Array]]:
         holds = c.class_counts @ b.member.T > 0
-        loss = branch_loss(task, b, holds, weighting, solver, normalise, head_grad)
-        w, value = local.sgd(c.key, c.train, loss, received, task)
+        loss = branch_loss(task, b, holds, weighting, solver, normalise, head_grad, task_loss)
+        w, (value, share) = local.sgd(c.key, c.train, loss, received, task, has_aux=True)
         w["head"] = trees.choose(holds[b.column], w["head"], received["head"])  # weight decay moves all
-        return w, value
+        return w, {"loss": value, "weight_on_positives": share}
 
     def predictor(w: PyTree) -> Predictor:
         return lambda x, mask: class_logits(b, columns(w["head"], model.features(w, x, mask=mask, train=False)[0]))
@@ -83,6 +93,7 @@ def pfedc(
     *,
     tasks: str = "class",
     head: str = "group_softmax",
+    task_loss: str = "class",
     weighting: str = "mgda_ub",
     solver: str = "fista",
     normalise: str = "none",
@@ -98,6 +109,8 @@ def pfedc(
         task of each class, numbered from 0), or such a map itself as map:0,0,1.
       head: of a task of several classes, one of group_softmax (samples of its classes only), group_reject (all
         samples, and a further logit for none of its classes), group_binary (one logit, whether it is one of them).
+      task_loss: what the sum over a task's samples in a minibatch is divided by, one of class (those
+        of its classes, D_i^c of Eq. 3; a task without one is left out), batch (all of them).
       weighting: of the task losses, one of mgda_ub (the paper's), mgda (gradients by the body), uniform, sum.
       solver: of the minimum-norm point, one of fista, fw (the paper's Frank-Wolfe).
       normalise: gradients before solving, one of none, l2, loss, loss+.
@@ -108,21 +121,29 @@ def pfedc(
       comm: what travels, one of sparse (the client's own branches), full (all).
 
     Note:
-      A task of one class is binary and sees all samples: over its own class only, as Eq. 3 prints, it would have no
-      negatives. A larger group is a softmax over its samples, so that T = 1 is an ordinary classifier. Classes of
-      different groups are compared by their logits, of group_reject less the reject logit; group_binary is what the
-      paper's count of parameters implies, and knows no classes within a group. Branches a client does not hold keep
-      their start. With full participation bank and stale are the same.
-      The minimum-norm point lies near the shortest gradients. Where a client holds few examples of some class, "no" is
-      soon right for it, and that branch takes nearly all the weight from those that have much to learn: with many
-      uneven tasks a client, normalise=loss+ (as in the public code), head_grad=unscaled or weighting=uniform learn
-      where the default does not.
+      A task of one class is binary and sees all samples. Eq. 3 sums over the D_i^c samples of the
+      class alone, which leaves no negatives, and divides by their number; here the sum is over the
+      minibatch, and task_loss says which of the two is divided by. A larger group is a softmax over
+      its samples, the same under both, so that T = 1 is an ordinary classifier. Classes of different
+      groups are compared by their logits, of group_reject less the reject logit; group_binary is
+      what the paper's count of parameters implies, and knows no classes within a group. Branches a
+      client does not hold keep their start. With full participation bank and stale are the same.
+
+      The minimum-norm point lies near the shortest gradients. With task_loss=batch these are of the
+      tasks that only answer "no" to the batch: on the digits at Dirichlet 0.5 the weight on the
+      others (the metric `weight_on_positives`) is 0.37 in the first round, 0.05 in the fourth and
+      0.03 in the fifteenth, and `acc` before local training 1.6 %, against 89.0 with
+      task_loss=class. With task_loss=batch, normalise=loss+ (as in the public code),
+      head_grad=unscaled or weighting=uniform learn where the default weights do not. group_reject
+      and group_binary follow the same rule, a positive being a sample of the group: five tasks of
+      two digits each have `task_bal` 95.4 and 94.6 with class, 67.1 and 64.0 with batch.
+
       `post`, right after local training, is the paper's evaluation point. Holders' presence (T bits each, once) is
       not counted in the traffic.
     """
     choose("download", download, ("bank", "stale"))
     choose("comm", comm, ("sparse", "full"))
-    on = _branched(task, tasks, head, weighting, solver, normalise, head_grad, head_weighting)
+    on = _branched(task, tasks, head, task_loss, weighting, solver, normalise, head_grad, head_weighting)
     b, held = on.b, on.held
     own_stats, stale = task.bn_stats == "local", download == "stale"
 
@@ -140,19 +161,19 @@ def pfedc(
 
     def round(key: Array, state: State, cohort) -> tuple[State, PyTree]:
         def client(c: Client, own: PyTree):
-            w, value = on.train(c, compose(state.server, own, c))
+            w, means = on.train(c, compose(state.server, own, c))
             own, shared = (w["stats"], ()) if own_stats else ((), w["stats"])
             post = evaluate.post(cohort, c, on.predictor(w), on.score)
-            return {"body": w["body"], "head": w["head"], "stats": shared}, own, value, post
+            return {"body": w["body"], "head": w["head"], "stats": shared}, own, means, post
 
         by_branch = on.shares(head_weighting, cohort)[:, b.column]  # [S, L], of the task of each logit
         weight = {"body": cohort.sizes, "head": by_branch, "stats": cohort.sizes}
         last = {part: state.server[part] for part in weight}  # what nobody holds keeps its last value
-        mean, (stats, value, post) = cohort.mean(client, state.clients, weight=weight, empty=last)
+        mean, (stats, means, post) = cohort.mean(client, state.clients, weight=weight, empty=last)
         receive = jax.vmap(lambda holds, old: trees.choose(holds, mean["head"], old))
         own = {"head": receive(by_branch > 0, state.clients["head"]) if stale else (), "stats": stats}
         tasks_held = jnp.sum(held(cohort.class_counts) > 0, axis=-1)
-        return State(state.server | mean, own), {"loss": value, "post": post, "tasks": tasks_held}
+        return State(state.server | mean, own), {**means, "post": post, "tasks": tasks_held}
 
     def sent(state: State, cohort, metrics: PyTree) -> Traffic:
         shared = trees.size((state.server["body"], state.server["stats"]))
@@ -170,6 +191,7 @@ def privacy_pfedc(
     backend: str = "ckks",
     tasks: str = "class",
     head: str = "group_softmax",
+    task_loss: str = "class",
     weighting: str = "mgda_ub",
     solver: str = "fista",
     normalise: str = "none",
@@ -183,6 +205,7 @@ def privacy_pfedc(
       backend: of the sums, one of ckks (encrypted by TenSEAL, an optional dependency), plain (the same in the clear).
       tasks: one of class, single, consecutive:T, superclass, file:PATH, map:0,0,1, as of pfedc.
       head: of a task of several classes, one of group_softmax, group_reject, group_binary, as of pfedc.
+      task_loss: what a task's summed loss is divided by, one of class, batch, as of pfedc.
       weighting: of the task losses, one of mgda_ub, mgda, uniform, sum, as of pfedc.
       solver: of the minimum-norm point, one of fista, fw, as of pfedc.
       normalise: gradients before solving, one of none, l2, loss, loss+, as of pfedc.
@@ -202,7 +225,7 @@ def privacy_pfedc(
       and its state is what the clients decrypt.
     """
     encryption.check_backend(backend)
-    on = _branched(task, tasks, head, weighting, solver, normalise, head_grad, head_weighting)
+    on = _branched(task, tasks, head, task_loss, weighting, solver, normalise, head_grad, head_weighting)
     b, own_stats, plain = on.b, task.bn_stats == "local", backend == "plain"
 
     def compose(server: PyTree, own: PyTree) -> PyTree:
@@ -216,13 +239,13 @@ def privacy_pfedc(
 
     def round(key: Array, state: State, cohort) -> tuple[State, PyTree]:
         def client(c: Client, own: PyTree):
-            w, value = on.train(c, compose(state.server, own))
+            w, means = on.train(c, compose(state.server, own))
             own, shared = (w["stats"], ()) if own_stats else ((), w["stats"])
             phi = {"body": w["body"], "stats": shared}
             post = evaluate.post(cohort, c, on.predictor(w), on.score)
-            return () if encrypt_phi else phi, phi if encrypt_phi else (), w["head"], own, value, post
+            return () if encrypt_phi else phi, phi if encrypt_phi else (), w["head"], own, means, post
 
-        clear, (phi, heads, stats, value, post) = cohort.mean(
+        clear, (phi, heads, stats, means, post) = cohort.mean(
             client, state.clients, weight=cohort.sizes, empty=() if encrypt_phi else state.server
         )
         weight = on.shares(head_weighting, cohort).astype(float)  # [S, T]
@@ -235,7 +258,7 @@ def privacy_pfedc(
         own = {"head": receive(factors["branches"] > 0, state.clients["head"]), "stats": stats}
         n = jnp.sum(jnp.where(cohort.active, cohort.sizes, 0))
         server = trees.choose(n > 0, _ratio(total["phi"], n, phi), state.server) if encrypt_phi else clear
-        metrics = {"loss": value, "post": post, "tasks": jnp.sum(weight > 0, axis=-1)}
+        metrics = {**means, "post": post, "tasks": jnp.sum(weight > 0, axis=-1)}
         return State(server, own), metrics | ({} if plain else {"encrypted_up": up, "encrypted_down": down})
 
     def sent(state: State, cohort, metrics: PyTree) -> Traffic:
