@@ -71,10 +71,13 @@ def test_ditto():
         check(toy.rows(state.clients, i), v[i])
 
 
-@pytest.mark.parametrize("head_weighting", ["uniform", "data", "task_count"])
-def test_pfedc_aggregation(head_weighting):
+@pytest.mark.parametrize(
+    ("head_weighting", "task_loss"),
+    [("uniform", "class"), ("data", "class"), ("task_count", "class"), ("uniform", "batch")],
+)
+def test_pfedc_aggregation(head_weighting, task_loss):
     f = toy.federation()
-    begin, state = run("pfedc", weighting="uniform", head_weighting=head_weighting)
+    begin, state = run("pfedc", weighting="uniform", head_weighting=head_weighting, task_loss=task_loss)
     counts = np.asarray(f.class_counts)
     holds = counts > 0
     start, bank = head(begin.server), list(head(begin.server))
@@ -84,7 +87,8 @@ def test_pfedc_aggregation(head_weighting):
         for i in range(N):
 
             def residual(z, y, i=i):
-                return (1 / (1 + np.exp(-z)) - np.eye(C)[y]) / len(y) * holds[i] / holds[i].sum()
+                of = np.maximum(np.bincount(y, minlength=C), 1) if task_loss == "class" else len(y)
+                return (1 / (1 + np.exp(-z)) - np.eye(C)[y]) / of * holds[i] / holds[i].sum()
 
             own = tuple(np.where(holds[i], new, old) for new, old in zip(bank, start, strict=True))
             trained.append(descend(own, *client_arrays(f, i), residual))

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from fedjax_pfl import aggregate, averaging, evaluate, keys, local, trees
 from fedjax_pfl.errors import InputError, choose
-from fedjax_pfl.numerics.class_groups import Branches, branch_loss, branches, class_logits, columns, scores
+from fedjax_pfl.numerics.class_groups import TASK_LOSSES, Branches, branch_loss, branches, class_logits, columns, scores
 from fedjax_pfl.privacy import encryption
 from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Predictor, PyTree, Scores, State, Task, Traffic
 
@@ -28,7 +28,8 @@ class _Branched(NamedTuple):
 
     b: Branches
     start: Callable[[Array], PyTree]  # key -> the model's variables, with a head of the map's logits
-    train: Callable[[Client, PyTree], tuple[PyTree, Array]]  # (client, received variables) -> trained ones, mean loss
+    # (client, received variables) -> trained ones, and means over the steps: the loss, and what else is reported
+    train: Callable[[Client, PyTree], tuple[PyTree, Array, dict[str, Array]]]
     predictor: Callable[[PyTree], Predictor]
     score: Callable[[Array, Array, Array, Client], Scores]
 
@@ -43,8 +44,17 @@ class _Branched(NamedTuple):
 
 
 def _branched(
-    task: Task, tasks: str, head: str, weighting: str, solver: str, normalise: str, head_grad: str, head_weighting: str
+    task: Task,
+    tasks: str,
+    head: str,
+    task_loss: str,
+    weighting: str,
+    solver: str,
+    normalise: str,
+    head_grad: str,
+    head_weighting: str,
 ) -> _Branched:
+    choose("task_loss", task_loss, TASK_LOSSES)
     choose("weighting", weighting, ("mgda_ub", "mgda", "uniform", "sum"))
     choose("solver", solver, ("fista", "fw"))
     choose("normalise", normalise, ("none", "l2", "loss", "loss+"))
@@ -60,12 +70,12 @@ def _branched(
         widest = jax.tree.map(lambda x, more: jnp.concatenate([x, more], axis=-1), w["head"], reject)
         return {**w, "head": jax.tree.map(lambda x: x[..., : len(b.column)], widest)}
 
-    def train(c: Client, received: PyTree) -> tuple[PyTree, Array]:
+    def train(c: Client, received: PyTree) -> tuple[PyTree, Array, dict[str, Array]]:
         holds = c.class_counts @ b.member.T > 0
-        loss = branch_loss(task, b, holds, weighting, solver, normalise, head_grad)
-        w, value = local.sgd(c.key, c.train, loss, received, task)
+        loss = branch_loss(task, b, holds, weighting, solver, normalise, head_grad, task_loss)
+        w, (value, share) = local.sgd(c.key, c.train, loss, received, task, has_aux=True)
         w["head"] = trees.choose(holds[b.column], w["head"], received["head"])  # weight decay moves all
-        return w, value
+        return w, value, {"weight_on_positives": share}
 
     def predictor(w: PyTree) -> Predictor:
         return lambda x, mask: class_logits(b, columns(w["head"], model.features(w, x, mask=mask, train=False)[0]))
@@ -81,6 +91,7 @@ def pfedc(
     *,
     tasks: str = "class",
     head: str = "group_softmax",
+    task_loss: str = "class",
     weighting: str = "mgda_ub",
     solver: str = "fista",
     normalise: str = "none",
@@ -96,6 +107,8 @@ def pfedc(
         task of each class, numbered from 0), or such a map itself as map:0,0,1.
       head: of a task of several classes, one of group_softmax (samples of its classes only), group_reject (all
         samples, and a further logit for none of its classes), group_binary (one logit, whether it is one of them).
+      task_loss: what the sum over a task's samples in a minibatch is divided by, one of class (those
+        of its classes, D_i^c of Eq. 3; a task without one is left out), batch (all of them).
       weighting: of the task losses, one of mgda_ub (the paper's), mgda (gradients by the body), uniform, sum.
       solver: of the minimum-norm point, one of fista, fw (the paper's Frank-Wolfe).
       normalise: gradients before solving, one of none, l2, loss, loss+.
@@ -106,21 +119,29 @@ def pfedc(
       comm: what travels, one of sparse (the client's own branches), full (all).
 
     Note:
-      A task of one class is binary and sees all samples: over its own class only, as Eq. 3 prints, it would have no
-      negatives. A larger group is a softmax over its samples, so that T = 1 is an ordinary classifier. Classes of
-      different groups are compared by their logits, of group_reject less the reject logit; group_binary is what the
-      paper's count of parameters implies, and knows no classes within a group. Branches a client does not hold keep
-      their start. With full participation bank and stale are the same.
-      The minimum-norm point lies near the shortest gradients. Where a client holds few examples of some class, "no" is
-      soon right for it, and that branch takes nearly all the weight from those that have much to learn: with many
-      uneven tasks a client, normalise=loss+ (as in the public code), head_grad=unscaled or weighting=uniform learn
-      where the default does not.
+      A task of one class is binary and sees all samples. Eq. 3 sums over the D_i^c samples of the
+      class alone, which leaves no negatives, and divides by their number; here the sum is over the
+      minibatch, and task_loss says which of the two is divided by. A larger group is a softmax over
+      its samples, the same under both, so that T = 1 is an ordinary classifier. Classes of different
+      groups are compared by their logits, of group_reject less the reject logit; group_binary is
+      what the paper's count of parameters implies, and knows no classes within a group. Branches a
+      client does not hold keep their start. With full participation bank and stale are the same.
+
+      The minimum-norm point lies near the shortest gradients. With task_loss=batch these are of the
+      tasks that only answer "no" to the batch: on the digits at Dirichlet 0.5 the weight on the
+      others (the metric `weight_on_positives`) is 0.37 in the first round, 0.05 in the fourth and
+      0.03 in the fifteenth, and `acc` before local training 1.6 %, against 89.0 with
+      task_loss=class. With task_loss=batch, normalise=loss+ (as in the public code),
+      head_grad=unscaled or weighting=uniform learn where the default weights do not. group_reject
+      and group_binary follow the same rule, a positive being a sample of the group: five tasks of
+      two digits each have `task_bal` 95.4 and 94.6 with class, 67.1 and 64.0 with batch.
+
       `post`, right after local training, is the paper's evaluation point. Holders' presence (T bits each, once) is
       not counted in the traffic.
     """
     choose("download", download, ("bank", "stale"))
     choose("comm", comm, ("sparse", "full"))
-    on = _branched(task, tasks, head, weighting, solver, normalise, head_grad, head_weighting)
+    on = _branched(task, tasks, head, task_loss, weighting, solver, normalise, head_grad, head_weighting)
     b, held = on.b, on.held
     split, stale = averaging.split(task), download == "stale"
 
@@ -138,18 +159,18 @@ def pfedc(
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def client(c: Client, own: PyTree):
-            w, value = on.train(c, compose(state.server, own, c))
+            w, value, seen = on.train(c, compose(state.server, own, c))
             shared, own = split.send(w)
-            return shared, own, value, evaluate.post(cohort, c, on.predictor(w), on.score)
+            return shared, own, value, seen, evaluate.post(cohort, c, on.predictor(w), on.score)
 
         by_branch = on.shares(head_weighting, cohort)[:, b.column]  # [S, L], of the task of each logit
         weight = {"body": cohort.sizes, "head": by_branch, "stats": cohort.sizes}
         last = {part: state.server[part] for part in weight}  # what nobody holds keeps its last value
-        mean, (rest, value, post) = cohort.mean(client, state.clients, weight=weight, default=last)
+        mean, (rest, value, seen, post) = cohort.mean(client, state.clients, weight=weight, default=last)
         receive = jax.vmap(lambda holds, old: trees.choose(holds, mean["head"], old))
         own = {"head": receive(by_branch > 0, state.clients["head"]) if stale else (), "rest": rest}
         tasks_held = jnp.sum(held(cohort.class_counts) > 0, axis=-1)
-        return State(state.server | mean, own), Metrics(value, post, {"tasks": tasks_held})
+        return State(state.server | mean, own), Metrics(value, post, {"tasks": tasks_held, **seen})
 
     def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
         shared = trees.size((state.server["body"], state.server["stats"]))
@@ -167,6 +188,7 @@ def privacy_pfedc(
     backend: str = "ckks",
     tasks: str = "class",
     head: str = "group_softmax",
+    task_loss: str = "class",
     weighting: str = "mgda_ub",
     solver: str = "fista",
     normalise: str = "none",
@@ -180,6 +202,7 @@ def privacy_pfedc(
       backend: of the sums, one of ckks (encrypted by TenSEAL, an optional dependency), plain (the same in the clear).
       tasks: one of class, single, consecutive:T, superclass, file:PATH, map:0,0,1, as of pfedc.
       head: of a task of several classes, one of group_softmax, group_reject, group_binary, as of pfedc.
+      task_loss: what a task's summed loss is divided by, one of class, batch, as of pfedc.
       weighting: of the task losses, one of mgda_ub, mgda, uniform, sum, as of pfedc.
       solver: of the minimum-norm point, one of fista, fw, as of pfedc.
       normalise: gradients before solving, one of none, l2, loss, loss+, as of pfedc.
@@ -199,7 +222,7 @@ def privacy_pfedc(
       and its state is what the clients decrypt.
     """
     encryption.check_backend(backend)
-    on = _branched(task, tasks, head, weighting, solver, normalise, head_grad, head_weighting)
+    on = _branched(task, tasks, head, task_loss, weighting, solver, normalise, head_grad, head_weighting)
     b, split, plain = on.b, averaging.split(task), backend == "plain"
 
     def compose(server: PyTree, own: PyTree) -> PyTree:
@@ -213,13 +236,13 @@ def privacy_pfedc(
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def client(c: Client, own: PyTree):
-            w, value = on.train(c, compose(state.server, own))
+            w, value, seen = on.train(c, compose(state.server, own))
             shared, own = split.send(w)
             phi = {"body": shared["body"], "stats": shared["stats"]}
             post = evaluate.post(cohort, c, on.predictor(w), on.score)
-            return () if encrypt_phi else phi, phi if encrypt_phi else (), w["head"], own, value, post
+            return () if encrypt_phi else phi, phi if encrypt_phi else (), w["head"], own, value, seen, post
 
-        clear, (phi, heads, rest, value, post) = cohort.mean(
+        clear, (phi, heads, rest, value, seen, post) = cohort.mean(
             client, state.clients, weight=cohort.sizes, default=() if encrypt_phi else state.server
         )
         weight = on.shares(head_weighting, cohort).astype(float)  # [S, T]
@@ -232,8 +255,9 @@ def privacy_pfedc(
         own = {"head": receive(factors["branches"] > 0, state.clients["head"]), "rest": rest}
         n = jnp.sum(jnp.where(cohort.active, cohort.sizes, 0))
         server = trees.choose(n > 0, _ratio(total["phi"], n, phi), state.server) if encrypt_phi else clear
-        bytes_sent = {} if plain else {"encrypted_up": up, "encrypted_down": down}
-        return State(server, own), Metrics(value, post, {"tasks": jnp.sum(weight > 0, axis=-1), **bytes_sent})
+        seen |= {"tasks": jnp.sum(weight > 0, axis=-1)}
+        seen |= {} if plain else {"encrypted_up": up, "encrypted_down": down}
+        return State(server, own), Metrics(value, post, seen)
 
     def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
         shared, slots = trees.size(state.server), trees.size(state.clients["head"]) // len(cohort.ids) + len(b.member)

@@ -7,6 +7,7 @@ group_softmax are open: they see every sample, and one of their answers is no.
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from fedjax_pfl.types import Array, Batch, Client, PyTree, Scores, Task
 
 NEGLIGIBLE = 1e-12  # a task with less than this share of the largest squared gradient norm counts as solved
 HEADS = ("group_softmax", "group_reject", "group_binary")
+TASK_LOSSES = ("class", "batch")
 MAPS = ("class", "single", "consecutive", "superclass", "file", "map")
 
 
@@ -162,19 +164,21 @@ def _reject(b: Branches, z: Array) -> Array:
     return jnp.where(b.binary[None], 0, z[:, np.where(b.binary, 0, place)])
 
 
-def task_losses(b: Branches, z: Array, y: Array, mask: Array) -> tuple[Array, Array]:
-    """The loss of every task on one batch (Eq. 3; which samples enter: see the Note of `pfedc`).
+def task_losses(b: Branches, z: Array, y: Array, mask: Array, task_loss: str = "class") -> tuple[Array, Array]:
+    """Computes the loss of every task on one batch (Eq. 3; which samples enter: see the Note of `pfedc`).
 
     Args:
       z: columns [B, L]; y: labels [B]; mask: [B] bool.
+      task_loss: what the sum over a task's samples is divided by: "class", its samples within the group (D_i^c of
+        Eq. 3, per minibatch); "batch", all of them. group_softmax has no others.
 
     Returns:
-      losses [T], and whether the batch has a sample that the task can learn from, [T] bool.
+      losses [T], 0 where there is nothing to divide by; and whether there is, [T] bool.
     """
     rows = samples(b, y, mask)
-    count = jnp.sum(rows, axis=0)
+    count = jnp.sum(rows & _inside(b, y) if task_loss == "class" else rows, axis=0)
     each = losses.sigmoid_bce(z, _inside(b, y)) if b.head == "group_binary" else _class_losses(b, z, y)
-    return jnp.sum(jnp.where(rows, each, 0), axis=0) / jnp.maximum(count, 1), count > 0
+    return jnp.sum(jnp.where(rows & (count > 0)[None], each, 0), axis=0) / jnp.maximum(count, 1), count > 0
 
 
 def _class_losses(b: Branches, z: Array, y: Array) -> Array:
@@ -213,49 +217,73 @@ def _uniform(active: Array) -> Array:
     return active / jnp.maximum(jnp.sum(active), 1)
 
 
-def branch_loss(task: Task, b: Branches, active: Array, weighting: str, solver: str, normalise: str, head_grad: str):
+def share_on_positives(b: Branches, alpha: Array, y: Array, mask: Array) -> Array:
+    """Share [] of the weights alpha [T] on tasks with a sample of their group in the batch; the others answer "no"."""
+    positive = jnp.any(_inside(b, y) & mask[:, None], axis=0)
+    return alpha @ positive / jnp.maximum(jnp.sum(alpha), jnp.finfo(alpha.dtype).tiny)
+
+
+def branch_loss(
+    task: Task,
+    b: Branches,
+    active: Array,
+    weighting: str,
+    solver: str,
+    normalise: str,
+    head_grad: str,
+    task_loss: str = "class",
+):
     """The weighted sum of a client's task losses (Eq. 5 with MGDA-UB's weights), as `local.sgd` takes it.
 
     Args:
       active: [T] bool, the tasks the client holds.
+
+    Returns:
+      (variables, batch, key) -> (loss [], new stats, `share_on_positives` []).
     """
     model = task.model
+
+    def each(z: Array, batch: Batch) -> tuple[Array, Array]:
+        return task_losses(b, z, batch.y, batch.mask, task_loss)
 
     @jax.default_matmul_precision("highest")  # a duality gap of 1e-5 is below the noise of shorter products
     def weights(variables: PyTree, batch: Batch, z: Array, key: Array) -> tuple[Array, Array]:
         """alpha [T], and which tasks learn from this batch, [T] bool."""
-        values, usable = task_losses(b, z, batch.y, batch.mask)
+        values, usable = each(z, batch)
         on = active & usable
         if weighting in ("uniform", "sum"):
             return _uniform(on) if weighting == "uniform" else on.astype(z.dtype), on
         if weighting == "mgda_ub":
-            residual = jax.grad(lambda z: jnp.sum(task_losses(b, z, batch.y, batch.mask)[0]))(z)
+            residual = jax.grad(lambda z: jnp.sum(each(z, batch)[0]))(z)
             m = gram(b, residual, variables["head"]["kernel"])
         else:
-            m = _body_gram(task, b, variables, batch, key)
+            m = _body_gram(task, b, lambda z: each(z, batch)[0], variables, batch, key)
         return min_norm_weights(m, values, on, solver, normalise), on
 
-    def loss(variables: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
+    def loss(variables: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree, Array]:
         h, stats = model.features(variables, batch.x, mask=batch.mask, train=True, key=key)
         z = columns(variables["head"], h)
         alpha, on = jax.lax.stop_gradient(weights(*jax.lax.stop_gradient((variables, batch, z, key))))
+        share = share_on_positives(b, alpha, batch.y, batch.mask)
         if head_grad == "scaled":
-            return alpha @ task_losses(b, z, batch.y, batch.mask)[0], stats
+            return alpha @ each(z, batch)[0], stats, share
         by_body = columns(jax.lax.stop_gradient(variables["head"]), h)
         by_head = columns(variables["head"], jax.lax.stop_gradient(h))
-        apart = task_losses(b, by_head, batch.y, batch.mask)[0] @ on.astype(z.dtype)
-        value = alpha @ task_losses(b, by_body, batch.y, batch.mask)[0]
-        return value + apart - jax.lax.stop_gradient(apart), stats
+        apart = each(by_head, batch)[0] @ on.astype(z.dtype)
+        value = alpha @ each(by_body, batch)[0]
+        return value + apart - jax.lax.stop_gradient(apart), stats, share
 
     return loss
 
 
-def _body_gram(task: Task, b: Branches, variables: PyTree, batch: Batch, key: Array) -> Array:
+def _body_gram(
+    task: Task, b: Branches, each: Callable[[Array], Array], variables: PyTree, batch: Batch, key: Array
+) -> Array:
     """<grad l_s, grad l_t> by the body's parameters, [T, T]: MGDA proper, at T backward passes."""
 
     def by_body(body: PyTree) -> Array:
         h, _ = task.model.features({**variables, "body": body}, batch.x, mask=batch.mask, train=True, key=key)
-        return task_losses(b, columns(variables["head"], h), batch.y, batch.mask)[0]
+        return each(columns(variables["head"], h))
 
     rows = [g.reshape(g.shape[0], -1) for g in jax.tree.leaves(jax.jacrev(by_body)(variables["body"]))]
     return sum((g @ g.T for g in rows), jnp.zeros((len(b.member),) * 2))

@@ -53,8 +53,9 @@ def logits(head):
     return np.asarray(features(), np.float64) @ np.asarray(head["kernel"]) + np.asarray(head["bias"])
 
 
-def task_losses(b, z, y=BATCH.y):
-    return jax.jit(functools.partial(class_groups.task_losses, b))(np.asarray(z, np.float32), y, BATCH.mask)
+def task_losses(b, z, y=BATCH.y, task_loss="class"):
+    value = functools.partial(class_groups.task_losses, b, task_loss=task_loss)
+    return jax.jit(value)(np.asarray(z, np.float32), y, BATCH.mask)
 
 
 def normal(seed, *shape):
@@ -82,13 +83,14 @@ def test_one_task_is_cross_entropy():
     assert usable.all()
 
 
-def test_losses_by_hand():
+@pytest.mark.parametrize("task_loss", class_groups.TASK_LOSSES)
+def test_losses_by_hand(task_loss):
     z = logits(W["head"])
     y, n = BATCH.y[:5], 5
-    value, usable = task_losses(MIXED, z)
+    value, usable = task_losses(MIXED, z, task_loss=task_loss)
     for t, c in ((0, 1), (2, 3)):
-        p = 1 / (1 + np.exp(-z[:n, c]))
-        assert np.isclose(value[t], -np.mean(np.where(y == c, np.log(p), np.log(1 - p))), rtol=1e-5)
+        p, of = 1 / (1 + np.exp(-z[:n, c])), np.sum(y == c) if task_loss == "class" else n
+        assert np.isclose(value[t], -np.sum(np.where(y == c, np.log(p), np.log(1 - p))) / of, rtol=1e-5)
     rows = [b for b in range(n) if y[b] in (0, 2)]
     inside = [np.log(np.exp(z[b, y[b]]) / (np.exp(z[b, 0]) + np.exp(z[b, 2]))) for b in rows]
     assert np.isclose(value[1], -np.mean(inside), rtol=1e-5)
@@ -108,8 +110,9 @@ def test_logits_of_the_other_heads():
     np.testing.assert_array_equal(class_groups.class_logits(HEADED["mixed", "group_binary"], z[:, :3]), [[1, 0, 1, 4]])
 
 
+@pytest.mark.parametrize("task_loss", class_groups.TASK_LOSSES)
 @pytest.mark.parametrize("head", ["group_reject", "group_binary"])
-def test_losses_of_the_other_heads_by_hand(head):
+def test_losses_of_the_other_heads_by_hand(head, task_loss):
     b = HEADED["mixed", head]
     z = logits(start(b))
     y, expected = BATCH.y[:5], np.zeros(3)
@@ -119,15 +122,16 @@ def test_losses_of_the_other_heads_by_hand(head):
             if head == "group_reject" and len(group) > 1:
                 answers = {**{c: z[k, c] for c in group}, "none": z[k, 4]}
                 chosen = answers[y[k] if inside else "none"]
-                expected[t] -= (chosen - np.log(sum(np.exp(a) for a in answers.values()))) / 5
+                expected[t] -= chosen - np.log(sum(np.exp(a) for a in answers.values()))
             else:
                 p = 1 / (1 + np.exp(-z[k, group[0] if head == "group_reject" else t]))
-                expected[t] -= np.log(p if inside else 1 - p) / 5
-    value, usable = task_losses(b, z)
-    np.testing.assert_allclose(value, expected, rtol=1e-5)
+                expected[t] -= np.log(p if inside else 1 - p)
+    value, usable = task_losses(b, z, task_loss=task_loss)
+    np.testing.assert_allclose(value, expected / ([1, 3, 1] if task_loss == "class" else 5), rtol=1e-5)
     assert usable.all()
-    _, usable = task_losses(b, z, np.zeros(6, np.int32))
-    assert usable.all()  # they learn from the others' samples
+    value, usable = task_losses(b, z, np.zeros(6, np.int32), task_loss)
+    np.testing.assert_array_equal(usable, [False, True, False] if task_loss == "class" else [True] * 3)
+    np.testing.assert_array_equal(value == 0, ~usable)
 
 
 def test_a_reject_logit_that_is_never_chosen_leaves_the_softmax():
@@ -151,14 +155,15 @@ def start(b):
     return {"kernel": normal(3, 8, width), "bias": normal(4, width)}
 
 
+@pytest.mark.parametrize("task_loss", class_groups.TASK_LOSSES)
 @pytest.mark.parametrize("head", class_groups.HEADS)
 @pytest.mark.parametrize("name", MAPS)
-def test_gram_in_closed_form_is_autodiffs(name, head):
+def test_gram_in_closed_form_is_autodiffs(name, head, task_loss):
     b = HEADED[name, head]
 
     @jax.jit
     def both(w, h):
-        value = lambda z: class_groups.task_losses(b, z, BATCH.y, BATCH.mask)[0]
+        value = lambda z: class_groups.task_losses(b, z, BATCH.y, BATCH.mask, task_loss)[0]
         d = jax.jacrev(lambda h: value(class_groups.columns(w, h)))(h).reshape(len(b.member), -1)
         return gram(b, jax.grad(lambda z: jnp.sum(value(z)))(class_groups.columns(w, h)), w["kernel"]), d
 
@@ -188,24 +193,38 @@ def test_weights_are_uniform_when_all_is_solved():
 
 
 @functools.cache
-def slope(weighting, solver, head_grad, head="group_softmax"):
+def slope(weighting, solver, head_grad, head="group_softmax", task_loss="class"):
     def loss(w, batch, active):
-        return branch_loss(TASK, HEADED["class", head], active, weighting, solver, "none", head_grad)(w, batch, KEY)[0]
+        how = (active, weighting, solver, "none", head_grad, task_loss)
+        return branch_loss(TASK, HEADED["class", head], *how)(w, batch, KEY)[0]
 
     return jax.jit(jax.grad(loss))
 
 
-def gradient(weighting="sum", head_grad="scaled", active=ALL, solver="fista", w=W, batch=BATCH):
+def gradient(weighting="sum", head_grad="scaled", active=ALL, solver="fista", w=W, batch=BATCH, task_loss="class"):
     """Of the tasks of one class each."""
-    return slope(weighting, solver, head_grad)(w, batch, active)
+    return slope(weighting, solver, head_grad, task_loss=task_loss)(w, batch, active)
 
 
-def test_sum_weighting_adds_the_binary_losses():
+@pytest.mark.parametrize("task_loss", class_groups.TASK_LOSSES)
+def test_sum_weighting_adds_the_binary_losses(task_loss):
+    hit = jax.nn.one_hot(BATCH.y[:5], C)
+    of = hit.sum(0) if task_loss == "class" else 5
+
     def total(w):
         z = TASK.model.apply(w, BATCH.x)[0][:5]
-        return jnp.sum(jnp.mean(losses.sigmoid_bce(z, jax.nn.one_hot(BATCH.y[:5], C)), axis=0))
+        return jnp.sum(jnp.sum(losses.sigmoid_bce(z, hit), axis=0) / of)
 
-    toy.assert_close(gradient("sum"), jax.jit(jax.grad(total))(W))
+    toy.assert_close(gradient("sum", task_loss=task_loss), jax.jit(jax.grad(total))(W), 1e-5)
+
+
+@pytest.mark.parametrize("weighting", ["mgda_ub", "mgda", "uniform", "sum"])
+@pytest.mark.parametrize("task_loss", class_groups.TASK_LOSSES)
+def test_a_task_without_a_positive_in_the_batch_is_left_out(weighting, task_loss):
+    """The one sample of class 0 that counts is relabelled; another stands in a row that is masked."""
+    batch = BATCH._replace(y=np.array([2, 2, 1, 3, 2, 0], np.int32))
+    kernel = np.asarray(gradient(weighting, batch=batch, task_loss=task_loss)["head"]["kernel"])
+    assert kernel[:, 0].any() == (task_loss == "batch") and kernel[:, 1:].any()
 
 
 @pytest.mark.parametrize("weighting", ["mgda_ub", "mgda", "uniform", "sum"])
@@ -239,12 +258,13 @@ def test_order_of_the_classes_does_not_matter():
     toy.assert_close(jax.tree.map(lambda x: np.asarray(x)[..., place], moved["head"]), plain["head"], 1e-5)
 
 
-def test_mgda_descends_every_loss():
-    step = gradient("mgda")["body"]
+@pytest.mark.parametrize("task_loss", class_groups.TASK_LOSSES)
+def test_mgda_descends_every_loss(task_loss):
+    step = gradient("mgda", task_loss=task_loss)["body"]
 
     def each(body):
         z = TASK.model.apply({**W, "body": body}, BATCH.x)[0]
-        return class_groups.task_losses(MAPS["class"], z, BATCH.y, BATCH.mask)[0]
+        return class_groups.task_losses(MAPS["class"], z, BATCH.y, BATCH.mask, task_loss)[0]
 
     slopes = jax.jit(lambda: jax.jvp(each, (W["body"],), (step,))[1])()
     norm = sum(np.sum(np.square(x)) for x in jax.tree.leaves(step))
@@ -500,7 +520,8 @@ def test_scores_of_the_other_heads_by_hand(head):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"head": "softmax"}, {"download": "fresh"}, {"tasks": "single", "head": "group_binary"}]
+    "wrong",
+    [{"head": "softmax"}, {"task_loss": "mean"}, {"download": "fresh"}, {"tasks": "single", "head": "group_binary"}],
 )
 def test_bad_input(wrong):
     with pytest.raises(InputError, match=next(iter(wrong)) if len(wrong) == 1 else "group_binary"):

@@ -1,0 +1,101 @@
+"""What a task's loss is divided by: minibatch SGD against a NumPy loop, and the weight on tasks with a positive."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from toy import SIZES, C, N
+
+from fedjax_pfl import local
+from fedjax_pfl.engine import program
+from fedjax_pfl.numerics import class_groups, min_norm
+
+KEY = jax.random.key(7)
+LINEAR = toy.task("linear", lr=0.3)  # batches of 4: most lack a sample of some class
+BATCH_LOSSES = [0.629285, 0.362609, 0.212951]  # rounds 0, 5 and 11, measured when whole batches were the default
+
+
+@pytest.mark.parametrize("method", ["pfedc", "privacy_pfedc"])
+def test_whole_batches_have_the_losses_they_had_as_the_default(method):
+    got = toy.train(method, toy.method_task(method), 12, KEY, task_loss="batch")
+    loss = got.metrics["loss"].mean(axis=1)
+    np.testing.assert_allclose(loss[[0, 5, 11]], BATCH_LOSSES, rtol=1e-3, atol=1e-5)
+
+
+# --- a round against NumPy
+
+
+def batches(key, i):
+    """The minibatches (x [b, F], y [b]) of client i in the order of `local.sgd`."""
+    f, size = toy.federation(), SIZES[i]
+    index = np.asarray(f.train.index[i])
+    for epoch in range(LINEAR.epochs):
+        stream = jax.random.fold_in(jax.random.fold_in(key, local.SHUFFLE), epoch)
+        order = index[np.asarray(local.shuffle(stream, len(index), jnp.int32(size)))[:size]]
+        for first in range(0, size, LINEAR.batch_size):
+            rows = order[first : first + LINEAR.batch_size]
+            yield np.asarray(f.examples.x, np.float64)[rows], np.asarray(f.examples.y)[rows]
+
+
+def trained(kernel, bias, key, i, task_loss):
+    """Client i's head after local training with alpha uniform over the tasks that have a loss; its weight on positives.
+
+    Returns:
+      kernel [F, C], bias [C], and the share of alpha on classes in the batch, mean over the steps.
+    """
+    held, shares = np.isin(np.arange(C), toy.OWN[i]), []
+    for x, y in batches(key, i):
+        positives = np.bincount(y, minlength=C)
+        on = held & (positives > 0) if task_loss == "class" else held
+        of = np.maximum(positives, 1) if task_loss == "class" else len(y)
+        residual = (1 / (1 + np.exp(-(x @ kernel + bias))) - np.eye(C)[y]) / of * on / on.sum()
+        kernel, bias = kernel - 0.3 * x.T @ residual, bias - 0.3 * residual.sum(0)
+        shares.append((on & (positives > 0)).sum() / on.sum())
+    return kernel, bias, np.mean(shares)
+
+
+@pytest.mark.parametrize("task_loss", class_groups.TASK_LOSSES)
+def test_minibatches_of_uneven_classes(task_loss):
+    run = toy.train("pfedc", LINEAR, 1, KEY, task_loss=task_loss, weighting="uniform", download="stale")
+    begin = run.begin.server["head"]
+    start = np.asarray(begin["kernel"], np.float64), np.asarray(begin["bias"], np.float64)
+    stream = jax.random.fold_in(program.clients_key(KEY, 0), 0)  # of the first map over clients
+    each = [trained(*start, jax.random.fold_in(stream, i), i, task_loss) for i in range(N)]
+    shares = np.array([share for *_, share in each])[np.asarray(run.metrics["ids"][0])]
+    np.testing.assert_allclose(run.metrics["weight_on_positives"][0], shares, rtol=1e-5)
+    assert np.all(shares == 1) if task_loss == "class" else np.any(shares < 0.9)
+    for c in range(C):
+        holders = [each[i] for i in range(N) if c in toy.OWN[i]]
+        expected = np.mean([kernel[:, c] for kernel, _, _ in holders], axis=0)
+        np.testing.assert_allclose(run.state.server["head"]["kernel"][:, c], expected, atol=1e-5)
+        np.testing.assert_allclose(
+            run.state.server["head"]["bias"][c], np.mean([bias[c] for _, bias, _ in holders]), atol=1e-5
+        )
+
+
+# --- the weights
+
+
+@pytest.mark.parametrize("head", class_groups.HEADS)
+@pytest.mark.parametrize("solver", ["fista", "fw"])
+def test_weights_are_the_minimum_norm_point_of_the_tasks_in_the_batch(solver, head):
+    """Ten of twenty classes, in pairs but for the last; a batch of six: most tasks have no sample in it."""
+    spec = "map:" + ",".join(str(c // 2 + (c == 19)) for c in range(20))
+    b = class_groups.branches(toy.task()._replace(num_classes=20), spec, head)
+    rng = np.random.default_rng(3)
+    z, kernel = (rng.normal(size=(n, len(b.column))).astype(np.float32) for n in (6, 5))
+    y, mask = rng.integers(0, 20, 6).astype(np.int32), np.arange(6) < 5
+    held = np.arange(len(b.member)) < 10
+
+    @jax.jit
+    def solve(z, y):
+        values, usable = class_groups.task_losses(b, z, y, mask)
+        m = class_groups.gram(b, jax.grad(lambda z: jnp.sum(class_groups.task_losses(b, z, y, mask)[0]))(z), kernel)
+        return m, class_groups.min_norm_weights(m, values, held & usable, solver, "none"), held & usable
+
+    m, alpha, on = (np.asarray(x) for x in solve(z, y))
+    moving = on & (np.diag(m) > 0)
+    assert 2 <= moving.sum() <= 5 and not alpha[~moving].any() and np.isclose(alpha.sum(), 1) and np.all(alpha >= 0)
+    assert set(np.flatnonzero(on)) == set(b.of[y[:5]]) & set(np.flatnonzero(held))
+    assert float(min_norm.gap(m, moving, alpha)) <= 1e-3 * (alpha @ m @ alpha)
