@@ -21,11 +21,13 @@ from fedjax_pfl.models.kernels.convolution import (
     matmul_conv,
     shifts,
 )
+from fedjax_pfl.models.kernels.transposed import conv_transpose
 from fedjax_pfl.types import Array
 
 __all__ = [
     "CONVOLUTIONS",
     "BatchNorm",
+    "ConvTranspose",
     "GroupNorm",
     "conv",
     "conv_general_dilated",
@@ -164,6 +166,24 @@ def conv(
     init = _uniform(math.prod(size) * cin // kwargs.get("feature_group_count", 1))
     kwargs = {"kernel_init": init, "bias_init": init, "conv_general_dilated": conv_general_dilated} | kwargs
     return nnx.Conv(cin, cout, size, (strides, strides), padding=padding, rngs=rngs, **kwargs)
+
+
+class ConvTranspose(nnx.Module):
+    """Transposed convolution with a bias and PyTorch's default initialisation, see `transposed.conv_transpose`.
+
+    The fan-in is PyTorch's for this layer, O * side^2: that of the kernel's second axis there.
+    """
+
+    def __init__(self, cin: int, cout: int, side: int, padding: int, rngs: nnx.Rngs, stride: int = 1):
+        init = _uniform(cout * side**2)
+        self.kernel = nnx.Param(init(rngs.params(), (side, side, cin, cout)))
+        self.bias = nnx.Param(init(rngs.params(), (cout,)))
+        self.stride, self.padding = stride, padding
+
+    def __call__(self, x: Array) -> Array:
+        """Maps x [B, H, W, C] to [B, (H - 1) * stride + side - 2 * padding, the same of W, O]."""
+        y = conv_transpose(x, self.kernel[...], self.stride, self.padding)
+        return y + self.bias[...][None, None, None]
 
 
 class BatchNorm(nnx.BatchNorm):
