@@ -1,0 +1,67 @@
+"""Strided 4x4 convolutions from an image to one pixel: FedDVA's backbone, and the CNN of its comparisons."""
+
+from collections.abc import Sequence
+
+import jax
+from flax import nnx
+
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.models import layers
+from fedjax_pfl.models.nets import Dense, Net, Shape
+from fedjax_pfl.types import Array
+
+HIDDEN = (64, 128, 256, 512)  # the published channels; for 64x64 pixels (32, 64, 128, 256, 512)
+SIDE, SMALLEST = 4, 4  # of every kernel; of the image that the last convolution maps to one pixel
+
+
+class Backbone(nnx.Module):
+    """4x4 convolutions of given channels, each with batch norm and LeakyReLU: [B, H, W, C] -> [B, hidden[-1]].
+
+    All have stride 2 but the last, which maps 4x4 pixels to one; the first pads smaller images up.
+    """
+
+    def __init__(self, shape: Shape, hidden: Sequence[int], rngs: nnx.Rngs):
+        paddings = (first_padding(shape, hidden), *[1] * (len(hidden) - 2), 0)
+        strides = (*[2] * (len(hidden) - 1), 1)
+        sizes = zip((shape[-1], *hidden), hidden, paddings, strides, strict=False)
+        self.convs = nnx.List([layers.conv(a, b, SIDE, pad, rngs, stride) for a, b, pad, stride in sizes])
+        self.norms = nnx.List([layers.BatchNorm(width, rngs=rngs) for width in hidden])
+
+    def __call__(self, x: Array, mask: Array | None = None, train: bool = False) -> Array:
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = jax.nn.leaky_relu(norm(conv(x), mask, train))
+        return x.reshape(len(x), -1)
+
+
+class Features(nnx.Module):
+    """A backbone and linear layers on it."""
+
+    def __init__(self, backbone: Backbone, dense: Dense):
+        self.backbone, self.dense = backbone, dense
+
+    def __call__(self, x: Array, mask: Array | None = None, train: bool = False) -> Array:
+        return self.dense(self.backbone(x, mask, train))
+
+
+def first_padding(shape: Shape, hidden: Sequence[int]) -> int:
+    """Pixels on every side with which the first convolution of stride 2 leads to 4x4 pixels before the last one.
+
+    Raises:
+      InputError: not a square image of even side, or a side that these layers do not reduce to 4 pixels.
+    """
+    if len(hidden) < 2 or min(hidden) < 2:
+        raise InputError(f"hidden={tuple(hidden)}: give at least two layers of at least two channels.")
+    full = SMALLEST * 2 ** (len(hidden) - 1)
+    if len(shape) != 3 or shape[0] != shape[1] or shape[0] % 2 or not full - 4 <= shape[0] <= full:
+        raise InputError(
+            f"{len(hidden)} strided 4x4 convolutions need square images of {full - 4}, {full - 2} or {full} pixels a "
+            f"side, got input shape {tuple(shape)}: 28 and 32 pixels take 4 of them, 64 take 5."
+        )
+    return 1 + (full - shape[0]) // 2
+
+
+def cnn_dva(input_shape: Shape, num_classes: int, rngs: nnx.Rngs, hidden: Sequence[int] = HIDDEN) -> Net:
+    """The CNN beside which FedDVA classifies: 4x4 convolutions 64 to 512 with batch norm, linear 256, K = 256."""
+    width = hidden[-1]
+    body = Features(Backbone(tuple(input_shape), hidden, rngs), Dense(width, (width // 2,), rngs))
+    return Net(body, layers.linear(width // 2, num_classes, rngs))
