@@ -66,7 +66,7 @@ def forward(
     Args:
       key: of one draw of each latent; without it they are the posterior means.
       train: normalises by the batch's statistics and moves the running ones.
-      prior_c: draws c from N(0, I) and leaves its encoder out, for which a key is needed.
+      prior_c: takes N(0, I) in place of q(c|x, z), whose encoder is left out.
     """
     stats = dict(variables["stats"])
 
@@ -82,8 +82,8 @@ def forward(
     q_z = run("z", x)
     z = draw(key_z, q_z)
     q_c = None if prior_c else run("c", (x, z))
-    c = jax.random.normal(key_c, (len(x), nets.personal)) if q_c is None else draw(key_c, q_c)
-    latents = jnp.concatenate([z, c], axis=-1)
+    prior = Gaussian(*[jnp.zeros((len(x), nets.personal), z.dtype)] * 2)
+    latents = jnp.concatenate([z, draw(key_c, prior if q_c is None else q_c)], axis=-1)
     return Pass(q_z, q_c, latents, run("decoder", latents), stats)
 
 
