@@ -176,6 +176,14 @@ def test_dirichlet_concentration():
     assert top["dirichlet_total", 1.0] > 0.55 > 0.25 > top["dirichlet_class", 1.0]
 
 
+@pytest.mark.parametrize("alpha", [0.5, 5.0, 1e4])
+def test_dirichlet_total_is_feddvas(alpha):
+    """Shares over N clients ~ Dir((alpha / N) 1_N): mean 1 / N, variance (1 / N)(1 - 1 / N) / (alpha + 1)."""
+    shares = assignment.dirichlet_total(np.random.default_rng(0), np.full(4000, 100_000), 20, alpha) / 100_000
+    assert np.allclose(shares.sum(axis=0), 1) and np.allclose(shares.mean(axis=1), 1 / 20, rtol=0.2)
+    assert shares.var() == pytest.approx(0.05 * 0.95 / (alpha + 1), rel=0.05)
+
+
 def test_log_gamma_draws_are_dirichlet():
     draws = assignment._softmax(assignment._log_gamma(np.random.default_rng(0), 0.3, (5, 40_000)))
     assert np.allclose(draws.mean(axis=1), 0.2, atol=0.01)

@@ -66,6 +66,18 @@ def pathological_subset(rng: Rng, totals: np.ndarray, num_clients: int, per_clie
     return pathological(rng, totals, num_clients, per_client)
 
 
+def round_robin(rng: Rng, totals: np.ndarray, num_clients: int) -> np.ndarray:
+    """Classes go round: class k mod C to client k, k < N, in equal parts over its holders (FedDVA's CelebA).
+
+    Where there are more classes than clients, class c goes to client c mod N.
+    """
+    present = np.flatnonzero(totals)
+    pair = np.arange(max(num_clients, len(present)))
+    holds = np.zeros((num_clients, len(totals)))
+    holds[pair % num_clients, present[pair % len(present)]] = 1
+    return apportion(holds / np.maximum(holds.sum(axis=0), 1), totals)
+
+
 def label_groups(rng: Rng, totals: np.ndarray, num_clients: int, per_client: int, least: int) -> np.ndarray:
     """PFLlib's unbalanced pathological split, used by FedCP: consecutive clients share the same classes.
 

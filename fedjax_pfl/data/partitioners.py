@@ -18,6 +18,7 @@ PARTITIONS: dict[str, str] = {
     "shards": "McMahan 2017: sorted by class, cut into shards, classes_per_client shards a client",
     "pathological": "classes_per_client random classes a client, every class in equal parts over its holders",
     "pathological_subset": "as pathological, but few clients leave classes out, random ones, where they must",
+    "round_robin": "FedDVA's CelebA: client k holds class k mod C, every class in equal parts over its holders",
     "label_groups": "FedCP / PFLlib pathological: groups of clients share classes_per_client classes, unequal parts",
     "dirichlet": "FedCP / PFLlib practical: per class over clients Dir(alpha), full clients left out, a minimum size",
     "dirichlet_class": "per class over clients Dir(alpha)",
@@ -101,8 +102,8 @@ def partition(
 
 def _deal(rng: Any, spec: str, totals: np.ndarray, num_clients: int, alpha: float, k: int, least: int) -> np.ndarray:
     """Counts [N, C] by the named rule."""
-    if spec == "iid":
-        return assignment.iid(rng, totals, num_clients)
+    if spec in ("iid", "round_robin"):
+        return getattr(assignment, spec)(rng, totals, num_clients)
     if spec.startswith("dirichlet"):
         check("alpha", alpha, *_ALPHA)
         return getattr(assignment, spec)(rng, totals, num_clients, alpha)
