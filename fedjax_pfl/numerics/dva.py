@@ -63,7 +63,9 @@ def mixture_bound(q: Gaussian, mask: Array, detach: bool = True) -> Array:
     return 0.5 * jnp.sum(total, axis=-1)
 
 
-def personal_term(q: Gaussian, mask: Array, xi: float | Array, regulariser: str = "paper_max", detach: bool = True):
+def personal_term(
+    q: Gaussian, mask: Array, xi: float | Array, regulariser: str = "paper_max", detach: bool = True
+) -> Array:
     """The regulariser R_c of the personal latent for each example, [B].
 
     Args:
