@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +28,7 @@ class Experiment(NamedTuple):
 
     config: dict[str, Any]
     dataset: datasets.Dataset
+    public: datasets.Dataset | None
     partition: partitioners.Partition
     federation: Federation
     task: Task
@@ -79,13 +81,15 @@ def prepare(config: dict[str, Any], conv: str = "auto", room: Sequence[int] = fe
     config = config | {"clients": len(dealt.train)}
     if config["model"] == "auto":
         config["model"] = "cnn" if _is_image(dataset.x.shape[1:]) else "mlp"
-    conv = layers.form(conv)
+    conv, public = layers.form(conv), _public(config)
     task = _task(config, dataset, dealt, conv)
+    if public is not None:
+        task = simulate.with_public(task, public)
     whole = max(available, tfds.SIZES.get(dataset.name, 0))
     examples = {"used": len(dataset.y), "available": available, "of": whole}
-    experiment = Experiment(config, dataset, dealt, None, task, conv, {}, examples)  # type: ignore[arg-type]
-    experiment.state_shapes()  # the method's own checks: of its numbers, and of the model's parts
-    return experiment._replace(federation=federate.federate(dataset, dealt, room))
+    experiment = Experiment(config, dataset, public, dealt, None, task, conv, {}, examples)  # type: ignore[arg-type]
+    experiment.program()  # checks the method: its hyperparameters, the model's parts, the shapes of a round
+    return experiment._replace(federation=federate.federate(dataset, dealt, room, public))
 
 
 def room(configs: Sequence[dict[str, Any]]) -> tuple[int, ...]:
@@ -140,10 +144,14 @@ def _is_image(shape: tuple[int, ...]) -> bool:
 
 
 def _task(config: dict[str, Any], dataset: datasets.Dataset, dealt: partitioners.Partition, conv: str) -> Task:
+    names, of = architectures(config["model"], len(dealt.train))
+    made = {name: model(config, dataset, conv, name) for name in dict.fromkeys(names)}
     return simulate.task(
         dataset,
         partitioners.class_counts(dealt, dataset),
-        model(config, dataset, conv),
+        [made[name] for name in names],
+        architecture=of,
+        shared=_shared(config, dataset, conv, made),
         lr=config["lr"],
         optimizer=optimizer(config["momentum"], config["weight_decay"], config["clip"]),
         batch_size=config["batch_size"],
@@ -156,10 +164,66 @@ def _task(config: dict[str, Any], dataset: datasets.Dataset, dealt: partitioners
     )
 
 
-def model(config: dict[str, Any], dataset: datasets.Dataset, conv: str) -> Model:
-    """The settings' model for inputs of the data set's shape, with convolutions in the form `conv`."""
-    shape, options = dataset.x.shape[1:], (config["bn_stats"], conv, config["compute_dtype"])
-    return functional.model(config["model"], shape, dataset.num_classes, *options)
+def architectures(spec: str, num_clients: int) -> tuple[list[str], np.ndarray]:
+    """Reads --model.
+
+    Returns:
+      the names of the networks [G], and which of them each client has [N].
+
+    Raises:
+      InputError: a file cannot be read or has not one name per client, or there are more networks than clients.
+    """
+    if not spec.startswith("file:"):
+        names = spec.split(",")
+        if len(names) > num_clients:
+            raise InputError(f"--model={spec} has {len(names)} networks for {num_clients} clients: name fewer.")
+        return names, np.arange(num_clients) % len(names)
+    path = Path(spec.removeprefix("file:")).expanduser()
+    try:
+        words = path.read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--model={spec} cannot be read ({error}): write the name of a network per client.") from None
+    if len(words) != num_clients:
+        raise InputError(f"--model={spec} names {len(words)} networks for {num_clients} clients: write one per client.")
+    names = list(dict.fromkeys(words))
+    return names, np.array([names.index(word) for word in words])
+
+
+def model(config: dict[str, Any], dataset: datasets.Dataset, conv: str, name: str) -> Model:
+    """A network for inputs of the data set's shape, with convolutions in the form `conv`."""
+    example = jax.ShapeDtypeStruct((1, *dataset.x.shape[1:]), dataset.x.dtype)
+    prepared = jax.eval_shape(dataset.prepare, example)
+    options = (config["bn_stats"], conv, config["compute_dtype"], config["features"])
+    shape, dtype = prepared.shape[1:], prepared.dtype
+    return functional.model(name, shape, dataset.num_classes, *options, input_dtype=dtype)
+
+
+def _shared(config: dict[str, Any], dataset: datasets.Dataset, conv: str, made: dict[str, Model]) -> Model:
+    """The network that all clients exchange: as --shared_model says, else the smallest of the clients' own."""
+    if config["shared_model"] is not None:
+        return model(config, dataset, conv, config["shared_model"])
+    return min(made.values(), key=num_parameters)
+
+
+def num_parameters(model: Model) -> int:
+    """Parameters of a network."""
+    return functional.num_parameters(jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0))))
+
+
+def _public(config: dict[str, Any]) -> datasets.Dataset | None:
+    """The examples of --public."""
+    if config["public"] is None:
+        return None
+    name, colon, count = config["public"].rpartition(":")
+    if not colon or not count.isdigit():
+        name, count = config["public"], ""
+    dataset = datasets.load(name, config["data_dir"])
+    if not count:
+        return dataset
+    if not 1 <= int(count) <= len(dataset.y):
+        raise InputError(f"--public={config['public']}: {name} has 1 to {len(dataset.y)} examples to take.")
+    rows = np.sort(np.random.default_rng(config["seed"]).permutation(len(dataset.y))[: int(count)])
+    return dataset._replace(x=dataset.x[rows], y=dataset.y[rows], num_train=len(rows))
 
 
 def optimizer(momentum: float, weight_decay: float, clip: float | None):
@@ -182,7 +246,10 @@ def in_form(experiment: Experiment, conv: str) -> Experiment:
     """The experiment with convolutions in this form."""
     if conv == experiment.conv:
         return experiment
-    task = experiment.task._replace(models=(model(experiment.config, experiment.dataset, conv),))
+    config, dataset, task = experiment.config, experiment.dataset, experiment.task
+    names, _ = architectures(config["model"], task.num_clients)
+    made = {name: model(config, dataset, conv, name) for name in dict.fromkeys(names)}
+    task = task._replace(models=tuple(made[name] for name in names), shared=_shared(config, dataset, conv, made))
     return experiment._replace(task=task, conv=conv, made={})
 
 
@@ -231,24 +298,26 @@ def data_digest(dataset: datasets.Dataset) -> str:
 
 
 def initial_broadcast(experiment: Experiment) -> dict[str, int]:
-    """Scalars that it takes to give every client the task's model before the first round: in no round's traffic.
+    """Scalars that it takes to give every client its model before the first round: in no round's traffic.
 
     One model each: what a method has beside it, as FedEM its further models, is not counted.
     """
-    model = jax.eval_shape(experiment.task.model.init, jax.eval_shape(lambda: jax.random.key(0)))
-    return {"scalars": experiment.task.num_clients * trees.size(model)}
+    task, key = experiment.task, jax.eval_shape(lambda: jax.random.key(0))
+    sizes = np.array([trees.size(jax.eval_shape(model.init, key)) for model in task.models])
+    return {"scalars": int(sizes[task.architecture].sum())}
 
 
 def describe(experiment: Experiment) -> str:
     """One line: what is going to run."""
     c, n = experiment.config, experiment.examples
-    model = jax.eval_shape(experiment.task.model.init, jax.eval_shape(lambda: jax.random.key(0)))
-    size = trees.size({name: model[name] for name in ("body", "head")})
+    names, _ = architectures(c["model"], c["clients"])
+    sizes = [f"{num_parameters(model):,}" for model in experiment.task.models]
+    networks = ", ".join(f"{name} with {size} parameters" for name, size in zip(names, sizes, strict=True))
     work = f"{c['steps']} steps" if c["steps"] is not None else f"{c['epochs']} epochs"
     moved = experiment.partition.moved
     dealt = f"{c['partition']}; {moved} examples moved to clients below the minimum" if moved else c["partition"]
     part = f" ({n['available']:,} of its {n['of']:,} examples)" if n["available"] < n["of"] else ""
     return (
-        f"{c['algo']} on {c['dataset']}{part}: {c['clients']} clients ({dealt}), {c['model']} with {size:,} "
-        f"parameters, {c['rounds']} rounds of {work}, batch {c['batch_size']}, lr {c['lr']:g}"
+        f"{c['algo']} on {c['dataset']}{part}: {c['clients']} clients ({dealt}), {networks}, "
+        f"{c['rounds']} rounds of {work}, batch {c['batch_size']}, lr {c['lr']:g}"
     )

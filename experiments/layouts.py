@@ -1,6 +1,5 @@
 """How an experiment is laid out on this machine: the form of convolutions, devices, width, and whether it has room."""
 
-import functools
 from typing import Any
 
 import jax
@@ -48,7 +47,7 @@ def _auto_form(experiment: Experiment, width: str, spread: int) -> str:
     """Tried as the width is, with no more clients at once than the given width."""
     cohort, own = _part(experiment, spread)
     most = cohort if width == "auto" else min(cohort, int(width) * own)
-    model = functools.partial(build.model, experiment.config, experiment.dataset)
+    model = lambda form: build.in_form(experiment, form).task.models[0]
     return multihost.on_first(choose_form, experiment.task, model, experiment.federation, most, own)
 
 

@@ -50,7 +50,15 @@ SETTINGS = {
     "weight_decay": Setting(float, 0.0, "added to the gradient after clipping, as in PyTorch"),
     "clip": Setting(float, None, "the largest norm of a step's gradient"),
     "drop_last": Setting(bool, False, "skip the short last batch of an epoch"),
-    "model": Setting(str, "auto", "the network; auto: cnn for images of 16x16 and more, else mlp"),
+    "model": Setting(
+        str,
+        "auto",
+        "the network; several as cnn,lenet (client i has number i mod G), or file:PATH with a name per client; "
+        "auto: cnn for images of 16x16 and more, else mlp",
+    ),
+    "features": Setting(int, None, "K, to which every network's features are brought by adaptive average pooling"),
+    "shared_model": Setting(str, None, "the small network that all clients exchange; default: the smallest of --model"),
+    "public": Setting(str, None, "public examples: a data set, or its first examples as cifar100:10000"),
     "bn_stats": Setting(str, "aggregate", "batch-norm moments: aggregate, local, or batch (none kept)"),
     "compute_dtype": Setting(str, "float32", "in which the body computes: float32, or bfloat16 for accelerators"),
     "seed": Setting(int, 0, "of everything that is drawn"),

@@ -34,6 +34,7 @@ __all__ = [
     "rounds",
     "sample",
     "task",
+    "with_public",
 ]
 
 
@@ -82,6 +83,23 @@ def task(
     made = made._replace(**options)
     check_architectures(made)
     return made
+
+
+def with_public(task: Task, public: Dataset) -> Task:
+    """The task with a pool of public examples, those of `federate(..., public=public)`.
+
+    Raises:
+      InputError: prepared, they are not like the clients' own examples.
+    """
+    batch = jax.ShapeDtypeStruct(public.x.shape, public.x.dtype)
+    own = jax.eval_shape(task.prepare, jax.ShapeDtypeStruct((1, *task.input.shape), task.input.dtype))
+    pool = jax.eval_shape(public.prepare, batch)
+    if (own.shape[1:], own.dtype) != (pool.shape[1:], pool.dtype):
+        raise InputError(
+            f"Public examples must be like the clients' own, {own.dtype}{list(own.shape[1:])} prepared, but those of "
+            f"{public.name} are {pool.dtype}{list(pool.shape[1:])}."
+        )
+    return task._replace(public=batch, prepare_public=public.prepare)
 
 
 def check_architectures(task: Task) -> None:

@@ -328,7 +328,7 @@ def test_a_layout_that_cannot_be_is_refused_before_anything_is_written(whole, tm
     shutil.copytree(whole, path)
     resume = ["--resume", f"--workdir={path}"]
     assert "devices=99 is outside its range" in refused(capsys, *resume, "--devices=99")
-    monkeypatch.setattr(memory, "_machine", lambda: (2**10, 2**10))
+    monkeypatch.setattr(memory, "machine", lambda: (2**10, 2**10))
     assert "less than --width=3" in refused(capsys, *resume, "--width=3", "--devices=1")
     assert (path / "config.json").read_text() == (whole / "config.json").read_text()
 

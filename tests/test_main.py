@@ -160,7 +160,7 @@ def test_an_unusable_run_directory_is_found_before_anything_is_measured(place, t
 
 
 def test_a_run_that_cannot_fit_is_refused_before_it_begins(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(memory, "_machine", lambda: (2**10, 2**10))
+    monkeypatch.setattr(memory, "machine", lambda: (2**10, 2**10))
     assert main.run(["--algo=fedavg", *TINY, "--devices=2", f"--workdir={tmp_path / 'run'}"]) == main.BAD_INPUT
     said = capsys.readouterr().err
     assert said.startswith("The run would take about ") and said.endswith(": take less than --devices=2.\n")

@@ -41,5 +41,5 @@ def test_the_method_shown_is_the_method():
     source = (ROOT / "fedjax_pfl" / "algorithms" / "ditto.py").read_text()
     start = source.index("    def round")
     found = textwrap.dedent(source[start : source.index("    def predict")])
-    found = re.sub(r": (PyTree|Array|State|Client)\b|, epochs=personal_epochs| -> [^:\n]*(?=:\n)", "", found)
+    found = re.sub(r": (PyTree|Array|State|Client|Cohort)\b|, epochs=personal_epochs| -> [^:\n]*(?=:\n)", "", found)
     assert found.split() == shown.split()

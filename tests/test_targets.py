@@ -76,8 +76,8 @@ def test_rows_of_an_earlier_version_know_no_work():
     assert "0.5     before         1" in console.export_text()
 
 
-def test_the_usual_levels_are_shown_where_they_were_reached_and_those_asked_for_always():
-    for text, expected in ((None, ["0.5", "0.6"]), ("0.6,0.95", ["0.6", "0.95"])):
+def test_the_levels_asked_for_are_shown():
+    for text, expected in (("0.5,0.6,0.8", ["0.5", "0.6", "0.8"]), ("0.6,0.95", ["0.6", "0.95"])):
         console = Console(record=True, width=100)
         targets.show(console, rows([0.1, 0.55], [0.65]), CONFIG | {"targets": text}, 10**12)
         shown = console.export_text().splitlines()[5:]

@@ -23,7 +23,7 @@ class Dataset(NamedTuple):
     y: np.ndarray  # [n] int32, in [0, num_classes)
     num_train: int  # rows [0, num_train) are the official training set; the rest is the official test set
     num_classes: int
-    prepare: Callable[[jax.Array], jax.Array]  # raw [B, *input] -> float32 [B, *input]
+    prepare: Callable[[jax.Array], jax.Array]  # raw [B, *input] -> what a model takes, float32 or int32
     superclass: np.ndarray | None = None  # [C] int32: class -> superclass, where the data set has them
 
 
@@ -124,6 +124,18 @@ def prepare_floats(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
 
 
+def prepare_integers(x: jax.Array) -> jax.Array:
+    """Tokens and other whole numbers: int32, unchanged."""
+    return x.astype(jnp.int32)
+
+
+def _preparation(dtype: np.dtype) -> Callable[[jax.Array], jax.Array]:
+    """uint8 are pixels, other integers stay integers, the rest becomes float32."""
+    if dtype == np.uint8:
+        return prepare_images
+    return prepare_integers if np.issubdtype(dtype, np.integer) else prepare_floats
+
+
 def _digits() -> Dataset:
     from sklearn.datasets import load_digits  # imported here: scikit-learn takes a second
 
@@ -152,7 +164,7 @@ def _npz(path: str) -> Dataset:
         raise InputError(
             f"{path}: label {num_classes - 1} in only {len(y)} examples cannot be a class number: number them from 0."
         )
-    prepare = prepare_images if xs[0].dtype == np.uint8 else prepare_floats
+    prepare = _preparation(xs[0].dtype)
     return Dataset(f"npz:{path}", np.concatenate(xs), y.astype(np.int32), len(ys[0]), num_classes, prepare)
 
 

@@ -12,7 +12,9 @@ from fedjax_pfl.types import Examples, Federation, Rows
 ROOM = (1, 0, 1)  # of a client in train, val and test, at least
 
 
-def federate(dataset: Dataset, partition: Partition, room: Sequence[int] = ROOM) -> Federation:
+def federate(
+    dataset: Dataset, partition: Partition, room: Sequence[int] = ROOM, public: Dataset | None = None
+) -> Federation:
     """Puts the examples once on the device, and the clients' rows beside them.
 
     Args:
@@ -20,18 +22,21 @@ def federate(dataset: Dataset, partition: Partition, room: Sequence[int] = ROOM)
       partition: rows of N clients; their order is kept, so any tail is a random holdout.
       room: the least widths of `index` in train, val and test: partitions of which all have room share a compiled
         program, and nothing else depends on it.
+      public: whose examples are the public pool; None: there is none.
 
     Returns:
       a Federation whose `val.index` may be [N, 0]. Widths are rounded up by at most an eighth, so that most seeds of a
       partition have the same.
     """
     train, val, test = room
+    pool = None if public is None else Examples(jnp.asarray(public.x), jnp.asarray(public.y))
     return Federation(
         examples=Examples(jnp.asarray(dataset.x), jnp.asarray(dataset.y)),
         train=_rows(partition.train, partition.train_sizes, train),
         val=_rows(partition.val, partition.val_sizes, val),
         test=_rows(partition.test, partition.test_sizes, test),
         class_counts=jnp.asarray(class_counts(partition, dataset)),
+        public=pool,
     )
 
 

@@ -98,9 +98,11 @@ def choose_form(
       devices: of this process, over which they are spread.
     """
     usual = layers.form("auto")
+    if jax.default_backend() == "cpu" or len(task.models) > 1:
+        return usual
     shapes = _shapes(task)
     count = sum(x.ndim == 4 for x in jax.tree.leaves(shapes))  # kernels
-    if jax.default_backend() == "cpu" or not 0 < count < MANY:
+    if not 0 < count < MANY:
         return usual
     tasks = {usual: task} | {form: task._replace(models=(model(form),)) for form in ("matmul", "winograd")}
     programs = {form: _program(task, shapes) for form, task in tasks.items()}
@@ -129,15 +131,13 @@ def choose_width(task: Task, federation: Federation, clients: int, devices: int 
       clients: S, the clients of a round.
       devices: of this process, over which they are spread.
     """
-    shapes, here = _shapes(task), -(-clients // devices)
+    here = -(-clients // devices)
     if jax.default_backend() == "cpu":
-        sizes = jax.tree.leaves(shapes)
-        small = sum(x.size for x in sizes) < LARGE and all(x.ndim < 4 for x in sizes)
-        return min(4 if small else 1, here)
+        return min(4 if all(map(_is_small, task.models)) else 1, here)
     candidates = _candidates(here)
-    if len(candidates) == 1:
+    if len(candidates) == 1 or len(task.models) > 1:
         return candidates[0]
-    path = _path(_program(task, shapes), devices, candidates)
+    path = _path(_program(task, _shapes(task)), devices, candidates)
     times = _recall(path, candidates)
     if times is None:
         times = _remembered(path, _times_of_widths(task, federation, candidates, devices))
@@ -145,6 +145,12 @@ def choose_width(task: Task, federation: Federation, clients: int, devices: int 
     real = {width: seconds * padding_overhead(work, width, devices) for width, seconds in times.items()}
     _say("Width", real)
     return min(real, key=real.__getitem__)
+
+
+def _is_small(model: Model) -> bool:
+    """Has a model less than LARGE parameters and no convolution?"""
+    leaves = jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0)))
+    return sum(x.size for x in leaves) < LARGE and all(x.ndim < 4 for x in leaves)
 
 
 def _work(task: Task, clients: int) -> np.ndarray:

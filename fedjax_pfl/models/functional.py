@@ -79,6 +79,7 @@ def model(
     compute_dtype: str = "float32",
     features: int | None = None,
     width_by: str = "pool",
+    input_dtype: Any = jnp.float32,
 ) -> Model:
     """Makes pure functions of a Flax NNX module.
 
@@ -95,6 +96,7 @@ def model(
         gradients, moments of batch norm, features and the head are float32 in any case.
       features: K, where it is not the network's own: its features are mapped to as many, and the head is a new one.
       width_by: how, "pool" (adaptive average pooling) or "linear" (a trainable layer), see `features.widened`.
+      input_dtype: of a prepared example, such as jnp.int32 for tokens.
 
     Returns:
       A Model; its variables are {"body": parameters, "head": parameters, "stats": the body's batch-norm moments},
@@ -130,7 +132,7 @@ def model(
     def extract(variables, x, mask=None, train=False, key=None):
         return run(variables["body"], variables["stats"], x, mask, train, key)
 
-    example = jax.ShapeDtypeStruct((2, *input_shape), jnp.float32)
+    example = jax.ShapeDtypeStruct((2, *input_shape), input_dtype)
     num_features = jax.eval_shape(extract, _variables(template), example)[0].shape[-1]
     return Model(init, extract, head, apply, _norms(template), num_features)
 
@@ -144,7 +146,8 @@ def _apply(template: nnx.Module, conv: str, dtype: str) -> Callable[..., tuple[A
         rngs = None if key is None or "rngs" not in accepted else nnx.Rngs(key)
         kwargs = {"mask": mask, "train": train, "rngs": rngs}
         if dtype != "float32":  # else a float64 model stays one
-            params, x = jax.tree.map(lambda a: a.astype(dtype), (params, x))
+            lower = lambda a: a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a
+            params, x = jax.tree.map(lower, (params, x))
         module = nnx.merge(graph, _fill(param_state, params), _fill(stat_state, stats))
         with layers.convolution(conv):
             out = module(x, **{name: kwargs[name] for name in accepted})
