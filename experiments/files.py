@@ -2,8 +2,9 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from fedjax_pfl.errors import InputError
 
@@ -40,6 +41,14 @@ def write_text(path: Path, text: str) -> None:
     """Writes a file whole or not at all."""
     part = path.with_name(path.name + ".part")
     part.write_text(text, encoding="utf-8", newline="\n")
+    os.replace(part, path)
+
+
+def write_bytes(path: Path, write: Callable[[BinaryIO], Any]) -> None:
+    """Writes a file whole or not at all; `write` is given the open file."""
+    part = path.with_name(path.name + ".part")
+    with open(part, "wb") as file:
+        write(file)
     os.replace(part, path)
 
 

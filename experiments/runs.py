@@ -4,6 +4,7 @@ config.json     the effective settings             versions.json   software, dev
 layout.json     width, convolution form, devices   partition.*     who owns what: .npz, hashes (.json), picture (.png)
 metrics.jsonl   one row a round, and .csv          scores.jsonl    one row a round with every client's scores
 curves.png, summary.json (results, traffic, times), checkpoints/ (orbax, the last two)
+matrices/NAME/  what a method reports of pairs of clients, a file per evaluated round
 """
 
 import csv
@@ -19,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import build, figures, settings
+from experiments import build, figures, matrices, settings
 from experiments.files import read_json, read_rows, write_json, write_text
 from fedjax_pfl import evaluate, simulate
 from fedjax_pfl.data import partitioners
@@ -127,6 +128,7 @@ class RunDirectory:
                 score.pop("pre", None), score.pop("post", None)
             self._remember(score)
         self.rows = rows
+        matrices.rewind(self.path, start)
         write_json(self.path / "config.json", config)
         for name, content in (("metrics", rows), ("scores", scores)):
             write_text(self.path / f"{name}.jsonl", "".join(map(_line, content)))
@@ -139,6 +141,8 @@ class RunDirectory:
             steps, examples = (int(work[here].sum()) for work in self._planned)
             row |= {"work/steps": steps, "work/examples": examples}
         scores = client_scores(result)
+        if "post" in scores and result.metrics is not None:
+            matrices.save(self.path, result.round, result.metrics.server)
         self._remember(scores)
         for point in ("pre", "post"):
             row |= _clients(point, scores.get(point, {}))

@@ -69,24 +69,27 @@ class Split(NamedTuple):
           InputError: what is shared differs between the architectures.
         """
         starts = [self.send(model.init(key), group) for group, model in enumerate(self.task.models)]
-        shapes = [jax.tree.map(jnp.shape, shared) for shared, _ in starts]
+        shapes = [dict(trees.named_shapes(shared)) for shared, _ in starts]
         for group, other in enumerate(shapes):
-            if other != shapes[0]:
-                raise InputError(
-                    "What the clients share must have the same shape in every architecture, but it is "
-                    f"{shapes[0]} in the first and {other} in number {group + 1}: take models of one feature width K."
-                )
+            for name in {**shapes[0], **other}:
+                first, here = (shape.get(name, "missing") for shape in (shapes[0], other))
+                if first != here:
+                    raise InputError(
+                        f"What the clients share must be the same in every architecture, but {name} is {first} in the "
+                        f"first and {here} in number {group + 1}: take networks of one feature width K (`features`)."
+                    )
         own = iter([own for _, own in starts])
         return starts[0][0], groups.stack(self.task, lambda _: next(own))
 
     def receive(self, server: PyTree, own: PyTree) -> PyTree:
         """The client's variables, of what the server sends and what the client has kept."""
-        return trees.merge(own, server)
+        return trees.overlay(own, server)
 
     def send(self, variables: PyTree, group: int = 0) -> tuple[PyTree, PyTree]:
-        """(what is sent, what stays) of the variables, each with None in place of the other's leaves."""
+        """(what is sent, what stays) of the variables, each with None in place of the other's leaves; of several
+        architectures what is sent has only what they share."""
         own, shared = trees.partition(variables, self.personal[group])
-        return shared, own
+        return (shared if len(self.task.models) == 1 else trees.pruned(shared)), own
 
 
 def split(task: Task, personal: tuple[str, ...] = (), *, norms: bool = False, variables: PyTree = None) -> Split:
@@ -129,10 +132,9 @@ def partial_averaging(
       untuned: whether `pre` also scores the model before that, as `untuned_*`.
       one_architecture: see `types.Algorithm`.
     """
-    moves = [trees.parts(mask, tuple({*BOTH, "stats"} - {*fixed})) for mask in split.personal]
-    travels = [
-        jax.tree.map(lambda mine, on: on and not mine, *pair) for pair in zip(split.personal, moves, strict=True)
-    ]
+
+    def moving(shared: PyTree) -> PyTree:
+        return {name: part for name, part in shared.items() if name not in fixed}
 
     def init(key: Array) -> State:
         return State(*split.init(key))
@@ -150,12 +152,12 @@ def partial_averaging(
                 pull = trees.pull({name: received[name] for name in phase.train}, mu) if not _is_zero(mu) else None
                 variables, value = train(c.key, c, variables, phase, pull)
             post = evaluate.post(cohort, c, predictor(c.model, variables))
-            upload = trees.partition(variables, travels[c.group])[0]
-            return upload, Own(split.send(variables, c.group)[1]), value, post
+            shared, own = split.send(variables, c.group)
+            return moving(shared), Own(own), value, post
 
-        last = trees.partition(state.server, travels[0])[0]
+        last = moving(state.server)
         mean, (own, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, default=last)
-        return State(trees.merge(mean, state.server), own), Metrics(value, post)
+        return State(state.server | mean, own), Metrics(value, post)
 
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
         variables = received = split.receive(server, own)

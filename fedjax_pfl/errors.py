@@ -12,6 +12,10 @@ class InputError(ValueError):
     """A value the user gave that cannot work; the message is one sentence for the user."""
 
 
+class ArchitectureError(InputError):
+    """A method needs clients of one architecture, and there are several."""
+
+
 def check(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
     """Raises InputError unless low <= value <= high (low < value with `open_low`); tracers pass."""
     if isinstance(value, jax.core.Tracer):

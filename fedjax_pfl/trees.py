@@ -93,6 +93,27 @@ def merge(a: PyTree, b: PyTree) -> PyTree:
     return jax.tree.map(lambda x, y: y if x is None else x, a, b, is_leaf=lambda x: x is None)
 
 
+def overlay(own: PyTree, other: PyTree) -> PyTree:
+    """`own` with the leaves of `other` in its holes; of nested dicts, of which `other` may lack what has no hole."""
+    if isinstance(own, dict):
+        return {name: overlay(part, (other or {}).get(name)) for name, part in own.items()}
+    return other if own is None else own
+
+
+def pruned(tree: PyTree) -> PyTree:
+    """A nested dict without its holes and without what is then empty."""
+    if not isinstance(tree, dict):
+        return tree
+    found = {name: pruned(part) for name, part in tree.items()}
+    return {name: part for name, part in found.items() if not (part is None or (isinstance(part, dict) and not part))}
+
+
+def named_shapes(tree: PyTree) -> list[tuple[str, tuple[int, ...]]]:
+    """The path and the shape of every leaf."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path, simple=True, separator="/"), jnp.shape(leaf)) for path, leaf in leaves]
+
+
 def parts(tree: dict, chosen: tuple[str, ...]) -> PyTree:
     """The mask of a dict of parts ("body", "head", "stats"): True at the leaves of the chosen ones."""
     return {name: jax.tree.map(lambda _, hit=name in chosen: hit, part) for name, part in tree.items()}

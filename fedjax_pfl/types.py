@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from fedjax_pfl.errors import InputError
+from fedjax_pfl.errors import ArchitectureError
 
 Array = jax.Array
 PyTree = Any
@@ -136,9 +136,9 @@ class Task(NamedTuple):
 
     @property
     def model(self) -> Model:
-        """The only architecture; InputError if there are several."""
+        """The only architecture; ArchitectureError if there are several."""
         if len(self.models) > 1:
-            raise InputError(f"This method needs clients of one architecture, and there are {len(self.models)}.")
+            raise ArchitectureError(f"This needs clients of one architecture, and there are {len(self.models)}.")
         return self.models[0]
 
 

@@ -52,3 +52,5 @@ ALGORITHMS = {
     "pfedc": pfedc,
     "privacy_pfedc": privacy_pfedc,
 }
+
+ANY_ARCHITECTURE = ("local", "lg_fedavg")  # their clients may be of several architectures

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from fedjax_pfl import evaluate, groups, keys, traffic, trees
+from fedjax_pfl.algorithms import ANY_ARCHITECTURE
 from fedjax_pfl.engine import contract
 from fedjax_pfl.engine.cohort import Cohort, Transform
 from fedjax_pfl.engine.placement import (
@@ -30,7 +31,7 @@ from fedjax_pfl.engine.placement import (
     unmarked,
 )
 from fedjax_pfl.engine.sampling import cohort_size, sample
-from fedjax_pfl.errors import InputError, check, choose
+from fedjax_pfl.errors import ArchitectureError, InputError, check, choose
 from fedjax_pfl.types import Algorithm, Array, Examples, Federation, Placement, PyTree, Rows, State, Task, Traffic
 
 
@@ -309,11 +310,18 @@ def _bound(factory: Callable[..., Algorithm], task: Task, hparams: dict[str, Any
         choose("hyperparameter", name, defaults)
     hparams = defaults | hparams
     check_task(task)
-    with contract.named(factory):
-        made = factory(task, **hparams)  # ranges are checked on the host, before anything is traced
-        contract.check_algorithm(made)
-    if len(task.models) > 1 and made.one_architecture:
-        raise InputError(f"This method needs clients of one architecture, and there are {len(task.models)}.")
+    try:
+        with contract.named(factory):
+            made = factory(task, **hparams)  # ranges are checked on the host, before anything is traced
+            contract.check_algorithm(made)
+        if made.one_architecture and len(task.models) > 1:
+            raise ArchitectureError
+    except ArchitectureError:
+        name = getattr(factory, "__name__", "The method")
+        raise InputError(
+            f"{name} needs clients of one architecture, and there are {len(task.models)}: methods for several are "
+            f"{', '.join(ANY_ARCHITECTURE)}."
+        ) from None
     is_number = {name: isinstance(value, float) or isinstance(defaults[name], float) for name, value in hparams.items()}
     static = {name: value for name, value in hparams.items() if not is_number[name]}
     numbers = {name: float(value) for name, value in hparams.items() if is_number[name]}

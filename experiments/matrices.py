@@ -1,0 +1,36 @@
+"""Matrices that a method reports, such as coefficients between clients: a file for each evaluated round."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.files import write_bytes
+
+FOLDER = "matrices"
+
+
+def save(path: Path, round: int, server: dict[str, Any]) -> None:
+    """Writes what has axes among a round's server metrics to matrices/NAME/00020.npy, each file whole or not at all."""
+    for name, value in server.items():
+        if np.ndim(value):
+            folder = path / FOLDER / name
+            folder.mkdir(parents=True, exist_ok=True)
+            write_bytes(folder / f"{round:05d}.npy", lambda file, value=value: np.save(file, np.asarray(value)))
+
+
+def load(path: Path, name: str) -> dict[int, np.ndarray]:
+    """{round: matrix} of a run directory, in the order of the rounds."""
+    return {int(file.stem): np.load(file) for file in sorted((path / FOLDER / name).glob("*.npy"))}
+
+
+def names(path: Path) -> list[str]:
+    """The matrices of a run directory."""
+    return sorted(folder.name for folder in (path / FOLDER).glob("*") if folder.is_dir())
+
+
+def rewind(path: Path, start: int) -> None:
+    """Deletes those of round `start` and later."""
+    for file in (path / FOLDER).glob("*/*.npy"):
+        if int(file.stem) >= start:
+            file.unlink()
