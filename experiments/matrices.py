@@ -1,5 +1,6 @@
 """Matrices that a method reports, such as coefficients between clients: a file for each evaluated round."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ def save(path: Path, round: int, server: dict[str, Any]) -> None:
         if np.ndim(value):
             folder = path / FOLDER / name
             folder.mkdir(parents=True, exist_ok=True)
-            write_bytes(folder / f"{round:05d}.npy", lambda file, value=value: np.save(file, np.asarray(value)))
+            write_bytes(folder / f"{round:05d}.npy", functools.partial(np.save, arr=np.asarray(value)))
 
 
 def load(path: Path, name: str) -> dict[int, np.ndarray]:
