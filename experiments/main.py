@@ -9,6 +9,7 @@ not be written; 5 another process was lost; 128 + n stopped by signal n (130: Ct
 --resume continues it.
 """
 
+import contextlib
 import errno
 import logging
 import os
@@ -20,7 +21,7 @@ from typing import Any, NoReturn
 import jax
 from rich.console import Console
 
-from experiments import build, describe, layouts, published, report, runs, settings, targets, train
+from experiments import build, describe, layouts, lock, published, report, runs, settings, targets, train
 from experiments.versions import changed, versions
 from fedjax_pfl import local, simulate
 from fedjax_pfl.data.federate import ROOM
@@ -73,17 +74,25 @@ def _information(flags: Any) -> str | None:
 
 
 def _train(flags: Any, room: Sequence[int], console: Console) -> int:
-    path, config, resume = multihost.on_first(_where, settings.given(flags), flags.workdir, flags.resume)
-    try:
-        return _into(path, config, resume, room, console)
-    except KeyboardInterrupt:
-        if not runs.is_run(path):
-            raise
-        _errors().print(f"Interrupted; go on with {train.command(path)}")
-        return INTERRUPTED
+    with contextlib.ExitStack() as held:  # the lock of the run directory
+        path, config, resume = multihost.on_first(_where, settings.given(flags), flags.workdir, flags.resume, held)
+        try:
+            return _into(path, config, resume, room, console, held)
+        except KeyboardInterrupt:
+            if not runs.is_run(path):
+                raise
+            _errors().print(f"Interrupted; go on with {train.command(path)}")
+            return INTERRUPTED
 
 
-def _into(path: Path, config: dict[str, Any], resume: bool, room: Sequence[int], console: Console) -> int:
+def _into(
+    path: Path,
+    config: dict[str, Any],
+    resume: bool,
+    room: Sequence[int],
+    console: Console,
+    held: contextlib.ExitStack,
+) -> int:
     """Trains into a run directory, from its start or from where it stopped."""
     recorded: dict[str, Any] = multihost.on_first(runs.read_layout, path) if resume else {"conv": "auto"}
     conv = recorded["conv"] if config["conv"] == "auto" else config["conv"]
@@ -100,7 +109,7 @@ def _into(path: Path, config: dict[str, Any], resume: bool, room: Sequence[int],
             laid = multihost.everywhere(_laid_again, experiment, recorded)
             start, state = multihost.on_first(_resume, directory, experiment, recorded, laid, console)
         else:
-            multihost.on_first(runs.make, path)
+            multihost.on_first(_make, path, held)
             experiment, laid = layouts.choose(experiment, config["width"], config["devices"])
             start, state = 0, None
             multihost.on_first(directory.start, experiment, laid, versions())
@@ -122,17 +131,35 @@ def _into(path: Path, config: dict[str, Any], resume: bool, room: Sequence[int],
     return 0
 
 
-def _where(user: dict[str, Any], workdir: str | None, resume: bool) -> tuple[Path, dict[str, Any], bool]:
-    """The run directory and the settings of a new run or of a resume, and which of the two it is."""
+def _where(
+    user: dict[str, Any], workdir: str | None, resume: bool, held: contextlib.ExitStack
+) -> tuple[Path, dict[str, Any], bool]:
+    """The run directory, locked if there is one to resume, the settings of the run, and whether it is a resume."""
     if resume and workdir:
         path = Path(workdir).expanduser()
     else:
         config = settings.resolve(user)
         path = Path(workdir or settings.default_workdir(user, config)).expanduser()
     if resume:
+        if runs.is_run(path):
+            _lock(path, held)
         return path, settings.resumed(runs.read_config(path), user), True
     runs.check_free(path)
     return path, config, False
+
+
+def _make(path: Path, held: contextlib.ExitStack) -> None:
+    """Makes and locks the directory of a new run."""
+    runs.make(path)
+    _lock(path, held)
+    runs.check_free(path)  # another process may have been faster
+
+
+def _lock(path: Path, held: contextlib.ExitStack) -> None:
+    try:
+        held.enter_context(lock.held(path))
+    except OSError as error:
+        raise runs.unusable(path, error) from error
 
 
 def _check_hosts(experiment: build.Experiment) -> None:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import build, figures, settings
+from experiments import build, figures, lock, settings
 from experiments.files import read_json, read_rows, write_json, write_text
 from fedjax_pfl import evaluate, simulate
 from fedjax_pfl.data import partitioners
@@ -30,7 +30,7 @@ from fedjax_pfl.types import State
 Row = dict[str, Any]
 _JSON = ("partition", "layout", "versions", "config")  # written before the first round, in this order
 _WHOLE = ("partition.npz", "partition.png", *(f"{name}.json" for name in _JSON))
-_STARTED = {f"{name}{suffix}" for name in _WHOLE for suffix in ("", ".part")}
+_STARTED = {f"{name}{suffix}" for name in _WHOLE for suffix in ("", ".part")} | {lock.NAME}
 
 
 def check_free(path: Path) -> None:
@@ -40,7 +40,7 @@ def check_free(path: Path) -> None:
             raise InputError(f"The run directory {path} is a file: choose another --workdir.")
         found = set(os.listdir(path)) if os.path.isdir(path) else set()
     except OSError as error:
-        raise _unusable(path, error) from error
+        raise unusable(path, error) from error
     if is_run(path):
         raise InputError(
             f"The run directory {path} is not empty: continue it with --resume, or choose another --workdir."
@@ -55,10 +55,11 @@ def make(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
-        raise _unusable(path, error) from error
+        raise unusable(path, error) from error
 
 
-def _unusable(path: Path, error: OSError) -> InputError:
+def unusable(path: Path, error: OSError) -> InputError:
+    """What is said of a run directory that cannot be read or written."""
     return InputError(f"The run directory {path} cannot be used ({error.strerror or error}): choose another --workdir.")
 
 
