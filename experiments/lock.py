@@ -45,9 +45,8 @@ def _locked(path: Path) -> int | None:
         except BlockingIOError:
             owner = os.read(file, 1000).decode(errors="replace").strip() or "another process"
             os.close(file)
-            raise InputError(
-                f"The run directory {path} is being written by {owner}: wait until it ends, or choose another --workdir."
-            ) from None
+            way = "wait until it ends, or choose another --workdir"
+            raise InputError(f"The run directory {path} is being written by {owner}: {way}.") from None
         except OSError:  # a file system without locks
             os.close(file)
             return None
