@@ -173,9 +173,7 @@ def _by_file(spec: str, user: dict[str, Any]) -> dict[str, Any]:
 def check_ranges(config: dict[str, Any]) -> None:
     """Raises InputError for a value that no experiment can have; a library function checks its own."""
     for name, (low, high) in _RANGES.items():
-        check(name, config[name], low, high, open_low=name == "lr_decay")
-    if config["momentum"] == 1:
-        raise InputError("momentum=1.0 is outside its range [0, 1).")
+        check(name, config[name], low, high, open_low=name == "lr_decay", open_high=name == "momentum")
     if config["clip"] is not None:
         check("clip", config["clip"], 0, INF, open_low=True)
     targets.parse(config["targets"])

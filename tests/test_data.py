@@ -329,7 +329,7 @@ def test_tfds_damaged(tmp_path):
 
 def test_tfds_with_impossible_labels(tmp_path):
     _prepare(tmp_path, "mnist", _pictures(4, (28, 28, 1)), {"label": np.array([0, 11, 0, 0])}, 2)
-    with pytest.raises(InputError, match=r"mnist has 10 classes but labels 0..11: prepare it anew"):
+    with pytest.raises(InputError, match=r"mnist has 10 classes but labels 0..11: number them from 0, or prepare"):
         datasets.load("mnist", str(tmp_path))
 
 

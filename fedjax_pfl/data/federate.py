@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.data.datasets import Dataset
+from fedjax_pfl.data.datasets import Dataset, checked
 from fedjax_pfl.data.partitioners import Partition, class_counts
 from fedjax_pfl.types import Examples, Federation, Rows
 
@@ -25,6 +25,7 @@ def federate(dataset: Dataset, partition: Partition, room: Sequence[int] = ROOM)
       a Federation whose `val.index` may be [N, 0]. Widths are rounded up by at most an eighth, so that most seeds of a
       partition have the same.
     """
+    checked(dataset)
     train, val, test = room
     return Federation(
         examples=Examples(jnp.asarray(dataset.x), jnp.asarray(dataset.y)),

@@ -73,6 +73,7 @@ def load_file(path: str | Path, dataset: Dataset) -> Partition:
             raise InputError(
                 f"{path}: {name} is {array.dtype}{list(array.shape)}: it must be a flat array of integers."
             )
+        arrays[name] = array.astype(np.int64)  # what does not fit is negative, and out of range
     for part in _PARTS:
         _check_part(path, part, arrays[part], arrays[f"{part}_sizes"], len(arrays["train_sizes"]), len(dataset.y))
     _check_disjoint(path, arrays, len(dataset.y))
@@ -131,7 +132,7 @@ def _check_part(path: Any, part: str, rows: np.ndarray, sizes: np.ndarray, num_c
         )
     if part != "val" and sizes.min() < 1:
         raise InputError(f"{path}: client {sizes.argmin()} has no {part} example: give every client at least one.")
-    if sizes.min() < 0 or sizes.sum() != len(rows):
+    if sizes.min() < 0 or sizes.max() > len(rows) or sizes.sum() != len(rows):
         raise InputError(f"{path}: {part}_sizes sum to {sizes.sum()} but {part} has {len(rows)} rows: they must agree.")
     if len(rows) and not (rows.min() >= 0 and rows.max() < n):
         wrong = rows.min() if rows.min() < 0 else rows.max()

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
-from fedjax_pfl.errors import InputError, choose
+from fedjax_pfl.errors import InputError, check, check_shape, choose
 from fedjax_pfl.models import layers
 from fedjax_pfl.models.registry import MODELS
 from fedjax_pfl.types import Array, Model, Network, PyTree
@@ -99,14 +99,16 @@ def model(
       InputError: for an unknown name, a module without body or head, one that keeps state in other places, or a batch
         norm that is not `layers.BatchNorm` or does not get `mask`.
     """
-    if isinstance(factory, str):
+    if not callable(factory):
         factory = MODELS[choose("model", factory, MODELS)]
+    input_shape = check_shape("input_shape", input_shape)
+    check("num_classes", num_classes, 1, math.inf, whole=True)
     choose("bn_stats", bn_stats, BN_STATS)
     choose("conv", conv, layers.CONVOLUTIONS)
     choose("compute_dtype", compute_dtype, DTYPES)
 
     def build(rngs):
-        module = factory(tuple(input_shape), num_classes, rngs)
+        module = factory(input_shape, num_classes, rngs)
         _check_parts(module)
         return _normalised(module, bn_stats)
 
