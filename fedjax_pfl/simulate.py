@@ -12,10 +12,11 @@ import numpy as np
 import optax
 
 from fedjax_pfl import evaluate
-from fedjax_pfl.data.datasets import Dataset
-from fedjax_pfl.engine import multihost
+from fedjax_pfl.data.datasets import Dataset, checked
+from fedjax_pfl.engine import multihost, validate
 from fedjax_pfl.engine.program import Program, at_home, compiled, hyperparameters, program
 from fedjax_pfl.engine.sampling import cohort_size, sample
+from fedjax_pfl.errors import choose
 from fedjax_pfl.types import Array, Federation, Model, PyTree, State, Task
 
 __all__ = [
@@ -58,10 +59,14 @@ def task(
       optimizer: lr -> optax.GradientTransformation.
       options: further fields of Task: epochs, steps, rounds, participation, ...
     """
-    counts = np.asarray(class_counts)
+    checked(dataset)
+    validate.model(model, dataset)
+    for name in options:
+        choose("option of a task", name, Task._fields)
+    counts = validate.class_counts(class_counts, dataset.num_classes)
     sizes, shape, classes = counts.sum(axis=1), dataset.x.shape[1:], dataset.num_classes
     made = Task(model, sizes, counts, classes, shape, dataset.prepare, lr, optimizer, batch_size)
-    return made._replace(**{"superclass": dataset.superclass} | options)
+    return validate.task(made._replace(**{"superclass": dataset.superclass} | options))
 
 
 def curve(
@@ -117,6 +122,9 @@ def rounds(
     Raises:
       DivergenceError: an active client's loss or state, or the server's, is not finite; that round is not yielded.
     """
+    validate.rounds(rounds, eval_every, start, state, state_every)
+    if program.task is not None:
+        validate.federation(program.task, federation)
     init, scores, step = compiled(program)
     numbers = {name: jnp.asarray(value, float) for name, value in program.numbers.items()}
     if program.mesh is not None:  # once: a jitted function would copy them to the devices at every call

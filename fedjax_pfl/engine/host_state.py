@@ -65,7 +65,7 @@ def offloaded(program: Program, task: Task) -> Program:
         return program.predict(key, numbers, federation, program.place(state), t, id, x)
 
     functions = (init, round, scores, predict, place, lambda state: state)
-    return Program(program.numbers, *functions, program.parts, None, mesh=program.mesh)
+    return Program(program.numbers, *functions, program.parts, None, mesh=program.mesh, task=program.task)
 
 
 def _on_cpu(tree: PyTree) -> PyTree:

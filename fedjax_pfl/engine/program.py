@@ -6,7 +6,6 @@ so two methods with one key see the same clients and, for their main local train
 
 import functools
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,10 +15,9 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from fedjax_pfl import evaluate, local, trees
-from fedjax_pfl.engine import multihost
+from fedjax_pfl.engine import multihost, validate
 from fedjax_pfl.engine.cohort import AXIS, Cohort, deal, make_mesh, sharded, unmarked
 from fedjax_pfl.engine.sampling import cohort_size, sample
-from fedjax_pfl.errors import InputError, check, choose
 from fedjax_pfl.types import Algorithm, Array, PyTree, State, Task
 
 INIT, ROUND, SAMPLING, SERVER, CLIENTS = range(5)
@@ -66,22 +64,7 @@ class Program(NamedTuple):
     functions: Functions | None  # to be jitted; None where the rows are NumPy arrays and nothing can be (`offload`)
     homes: Homes | None = None  # None on a single device
     mesh: Any = None  # jax.sharding.Mesh of several devices
-
-
-def check_task(task: Task) -> None:
-    """Raises InputError for numbers that no method can work with."""
-    low, high = task.participation
-    check("participation", low, 0, 1, open_low=True)
-    check("participation", high, 0, 1, open_low=True)
-    if low > high:
-        raise InputError(f"participation={low}:{high} is a range from high to low: write it as {high}:{low}.")
-    check("lr", task.lr, 0, math.inf, open_low=True)
-    check("batch_size", task.batch_size, 1, math.inf)
-    check("rounds", task.rounds, 0, math.inf)
-    if (task.epochs is None) == (task.steps is None):
-        raise InputError("Local work is either epochs or steps: give exactly one of the two.")
-    check("epochs", task.epochs or 0, 0, math.inf)
-    check("steps", task.steps or 0, 0, math.inf)
+    task: Task | None = None  # that it was made for
 
 
 def hyperparameters(factory: Callable[..., Algorithm]) -> dict[str, Any]:
@@ -91,7 +74,7 @@ def hyperparameters(factory: Callable[..., Algorithm]) -> dict[str, Any]:
 
 
 def program(
-    factory: Callable[..., Algorithm],
+    factory: Callable[..., Algorithm] | str,
     task: Task,
     hparams: dict[str, Any] | None = None,
     *,
@@ -113,6 +96,8 @@ def program(
     Raises:
       InputError: for an unknown hyperparameter, a value out of range, or devices that cannot be had (`clients.take`).
     """
+    factory, task = validate.method(factory), validate.task(task)
+    validate.layout(lr_decay, width, devices)
     algorithm, numbers = _bound(factory, task, hparams or {}, lr_decay)
     mesh, n = make_mesh(devices), task.num_clients
     homes = None if mesh is None else _homes(task, devices)
@@ -165,7 +150,7 @@ def program(
     functions = Functions(init, round, scores, predict)
     bound = [functools.partial(f, homes) for f in functions]
     placed, drawn = (functools.partial(f, homes) for f in (jax.jit(place), parts.draw))
-    return Program(numbers, *bound, placed, by_id, parts._replace(draw=drawn), functions, homes, mesh)  # type: ignore
+    return Program(numbers, *bound, placed, by_id, parts._replace(draw=drawn), functions, homes, mesh, task)  # type: ignore
 
 
 def compiled(program: Program) -> tuple[Callable, Callable, Callable]:
@@ -186,10 +171,8 @@ def at_home(program: Program) -> Homes | None:
 def _bound(factory: Callable[..., Algorithm], task: Task, hparams: dict[str, Any], lr_decay: float):
     """The method as a function of its numbers and the round, and the numbers."""
     defaults = hyperparameters(factory)
-    for name in hparams:
-        choose("hyperparameter", name, defaults)
+    validate.hyperparameters(factory, hparams)
     hparams = defaults | hparams
-    check_task(task)
     factory(task, **hparams)  # ranges are checked on the host, before anything is traced
     is_number = {name: isinstance(value, float) or isinstance(defaults[name], float) for name, value in hparams.items()}
     static = {name: value for name, value in hparams.items() if not is_number[name]}
