@@ -21,7 +21,8 @@ from typing import Any, NoReturn
 import jax
 from rich.console import Console
 
-from experiments import build, describe, layouts, lock, published, report, runs, settings, targets, train
+from experiments import build, describe, layouts, lock, published, report, runs, schema, settings, targets, train
+from experiments.files import read_derived
 from experiments.versions import changed, versions
 from fedjax_pfl import local, simulate
 from fedjax_pfl.data.federate import ROOM
@@ -194,10 +195,10 @@ def _resume(
 ):
     """`before`: the recorded layout."""
     file = directory.path / "versions.json"
-    recorded, now = runs.read_json(file), versions()
+    recorded, now = read_derived(file, schema.VERSIONS), versions()
     build.check_growth(experiment, runs.read_config(directory.path)["rounds"])
     start, state = directory.reopen(experiment)
-    if differing := changed(recorded, now):
+    if differing := changed(recorded, now) if recorded else []:
         console.print(f"Not the software or device of the start ({', '.join(differing)}): the last bits may differ.")
     if relaid := _relaid(before, laid):
         console.print(f"The layout changes ({relaid}): from here on the run is the same only to rounding.")

@@ -19,8 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import build, figures, lock, settings
+from experiments import build, figures, lock, schema
 from experiments.files import read_json, read_rows, write_json, write_text
+from experiments.recorded import read_config, read_layout, signed
 from fedjax_pfl import evaluate, simulate
 from fedjax_pfl.data import partitioners
 from fedjax_pfl.engine import checkpoint
@@ -68,16 +69,6 @@ def is_run(path: Path) -> bool:
     return os.path.isfile(path / "config.json")
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """The settings of a run, with the defaults of those that came into being since."""
-    return settings.completed(read_json(path / "config.json", ("algo", "dataset", "hparams", "rounds", "seed")))
-
-
-def read_layout(path: Path) -> Row:
-    """How the clients of a run are laid out."""
-    return read_json(path / "layout.json", ("width", "conv", "devices"))
-
-
 class RunDirectory:
     """A run directory that is being written.
 
@@ -103,13 +94,13 @@ class RunDirectory:
         partitioners.save(self.path / "partition.npz", experiment.partition)
         figures.draw_partition(experiment.partition, experiment.dataset, self.path / "partition.png")
         dealt = digests(experiment) | {"moved": experiment.partition.moved}
-        for name, content in zip(_JSON, (dealt, layout, versions, experiment.config), strict=True):
+        for name, content in zip(_JSON, (dealt, layout, versions, signed(experiment.config)), strict=True):
             write_json(self.path / f"{name}.json", content)
 
     def reopen(self, experiment: build.Experiment) -> tuple[int, State | None]:
         """Goes back to the last checkpoint: the next round and its state (None: from the start)."""
         found = digests(experiment)
-        recorded = read_json(self.path / "partition.json", tuple(found))
+        recorded = read_json(self.path / "partition.json", schema.PARTITION)
         check_digests(experiment, found, recorded, f"{self.path} was started with: start a new run")
         start, state = 0, None
         if checkpoint.steps(self.path / "checkpoints"):
@@ -128,7 +119,7 @@ class RunDirectory:
                 score.pop("pre", None), score.pop("post", None)
             self._remember(score)
         self.rows = rows
-        write_json(self.path / "config.json", config)
+        write_json(self.path / "config.json", signed(config))
         for name, content in (("metrics", rows), ("scores", scores)):
             write_text(self.path / f"{name}.jsonl", "".join(map(_line, content)))
 

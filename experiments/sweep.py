@@ -17,7 +17,8 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from experiments import build, main, runs, settings, tables
+from experiments import build, main, runs, schema, settings, tables
+from experiments.files import read_derived
 from fedjax_pfl.data.federate import ROOM
 from fedjax_pfl.engine import multihost
 from fedjax_pfl.errors import InputError
@@ -38,11 +39,8 @@ def split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
 
 def is_complete(path: Path, rounds: int) -> bool:
     """Has this run directory all its rounds?"""
-    summary = path / "summary.json"
-    if not summary.exists():
-        return False
-    content = runs.read_json(summary)
-    return content["status"] == "complete" and content["rounds"] >= rounds
+    content = read_derived(path / "summary.json", schema.SUMMARY)
+    return bool(content) and content["status"] == "complete" and content["rounds"] >= rounds
 
 
 def run(argv: list[str]) -> int:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments import published, report, runs, targets
+from experiments import published, report, runs, schema, targets
 from experiments.files import read_json, read_rows
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import ALGORITHMS
@@ -33,7 +33,7 @@ COLUMNS = {
 
 def row(workdir: Path) -> list[str]:
     """One run: method, model, share of the data, scores, seconds of training and a round."""
-    summary = read_json(workdir / "summary.json")
+    summary = read_json(workdir / "summary.json", schema.SUMMARY)
     config = runs.read_config(workdir)
     defaults = simulate.hyperparameters(ALGORITHMS[config["algo"]])
     hparams = "".join(f", {name}={published.shown(x)}" for name, x in config["hparams"].items() if x != defaults[name])
@@ -56,7 +56,7 @@ def _rounds(summary: Row) -> str:
 
 
 def _deviations(workdir: Path) -> str:
-    summary = read_json(workdir / "summary.json")
+    summary = read_json(workdir / "summary.json", schema.SUMMARY)
     return published.deviations(runs.read_config(workdir) | {"rounds": summary["rounds"]}, summary.get("examples"))
 
 
