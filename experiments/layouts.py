@@ -11,6 +11,7 @@ from experiments.build import Experiment
 from fedjax_pfl import simulate
 from fedjax_pfl.engine import cohort, memory, multihost
 from fedjax_pfl.engine.autotune import choose_form, choose_width
+from fedjax_pfl.errors import check
 
 
 def choose(experiment: Experiment, width: str, count: str) -> tuple[Experiment, dict[str, Any]]:
@@ -30,6 +31,7 @@ def choose(experiment: Experiment, width: str, count: str) -> tuple[Experiment, 
 
 def laid_out(experiment: Experiment, width: int, spread: int) -> dict[str, Any]:
     """What is recorded of a layout; warns or raises InputError where it is predicted to take too much memory."""
+    width = min(width, simulate.cohort_size(experiment.task))  # more clients at once there are not
     machine = {"platform": jax.default_backend(), "kind": jax.devices()[0].device_kind, "count": spread}
     takes = _needed(experiment, width, spread)._asdict()
     return {"width": width, "conv": experiment.conv, "devices": machine, "memory": takes}
@@ -74,6 +76,7 @@ def devices(count: str, experiment: Experiment, recorded: int | None = None) -> 
       InputError: there are not that many, or they cannot be shared by the processes.
     """
     if count not in ("auto", "all"):
+        check("devices", int(count), 1, jax.device_count(), why=f"JAX finds so many here ({jax.default_backend()})")
         cohort.take(int(count))
         return int(count)
     most = min(jax.device_count(), simulate.cohort_size(experiment.task))

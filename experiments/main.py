@@ -21,15 +21,14 @@ from typing import Any, NoReturn
 import jax
 from rich.console import Console
 
-from experiments import build, describe, layouts, lock, published, report, runs, schema, settings, targets, train
+from experiments import build, describe, entry, layouts, lock, published, report, runs, schema, settings, targets, train
+from experiments.entry import BAD_INPUT, DIVERGED, INTERRUPTED, LOST, UNWRITABLE
 from experiments.files import read_derived
 from experiments.versions import changed, versions
 from fedjax_pfl import local, simulate
 from fedjax_pfl.data.federate import ROOM
 from fedjax_pfl.engine import autotune, memory, multihost
 from fedjax_pfl.errors import InputError
-
-BAD_INPUT, DIVERGED, UNWRITABLE, LOST, INTERRUPTED = 2, 3, 4, 5, 130
 
 
 def run(argv: list[str], room: Sequence[int] = ROOM) -> int:
@@ -44,7 +43,7 @@ def run(argv: list[str], room: Sequence[int] = ROOM) -> int:
             return 0
         start(flags)
         soft_wrap = not sys.stdout.isatty()  # a file gets whole lines
-        console = Console(highlight=False, markup=False, soft_wrap=soft_wrap, quiet=not multihost.first())
+        console = Console(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap, quiet=not multihost.first())
         return _train(flags, room, console)
     except InputError as error:
         _errors().print(str(error))
@@ -63,6 +62,8 @@ def start(flags: Any) -> None:
     logging.getLogger(autotune.__name__).setLevel(logging.INFO)  # what was tried
     autotune.split_cpu()
     autotune.keep_compilations()
+    if flags.coordinator is None:  # else JAX must not have started
+        entry.check_platform()
     multihost.connect(flags.coordinator, flags.num_processes, flags.process_id)
 
 
@@ -137,10 +138,12 @@ def _where(
 ) -> tuple[Path, dict[str, Any], bool]:
     """The run directory, locked if there is one to resume, the settings of the run, and whether it is a resume."""
     if resume and workdir:
-        path = Path(workdir).expanduser()
+        path = entry.directory(workdir)
+    elif resume and not user.get("algo"):
+        raise InputError("--resume needs --workdir=DIRECTORY: the run that it is to continue.")
     else:
         config = settings.resolve(user)
-        path = Path(workdir or settings.default_workdir(user, config)).expanduser()
+        path = entry.directory(workdir or settings.default_workdir(user, config))
     if resume:
         if runs.is_run(path):
             _lock(path, held)
@@ -244,7 +247,7 @@ def _lost(error: Exception, path: Path) -> int:
 def _errors(quiet: bool | None = None) -> Console:
     """Where failures are said: process 0 knows those of all."""
     quiet = not multihost.first() if quiet is None else quiet
-    return Console(stderr=True, soft_wrap=True, highlight=False, markup=False, quiet=quiet)
+    return Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False, quiet=quiet)
 
 
 def leave(code: int) -> NoReturn:
@@ -257,8 +260,7 @@ def leave(code: int) -> NoReturn:
 
 def main() -> None:
     """The entry point."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # an output that is not UTF-8 has no arrows
+    entry.begin()
     leave(run(sys.argv[1:]))
 
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import build, figures, lock, schema
+from experiments.entry import directory
 from experiments.files import read_json, read_rows, write_json, write_text
 from experiments.recorded import read_config, read_layout, signed
 from fedjax_pfl import evaluate, simulate
@@ -163,7 +164,9 @@ class RunDirectory:
         writer.writeheader()
         writer.writerows(self.rows)
         write_text(self.path / "metrics.csv", text.getvalue())
-        figures.draw_curves(self.rows, self.path / "curves.png")
+        part = self.path / "curves.part.png"  # the suffix says in which format
+        figures.draw_curves(self.rows, part)
+        os.replace(part, self.path / "curves.png")
 
 
 def wanted(t: int, rounds: int, eval_every: int) -> bool:
@@ -262,7 +265,7 @@ def load(workdir: str | Path) -> Run:
     Raises:
       InputError: it is not a run directory, has no checkpoint yet, or its data are not here any more.
     """
-    path = Path(workdir).expanduser()
+    path = directory(str(workdir))
     experiment = build.prepare(read_config(path), read_layout(path)["conv"])
     step, state = checkpoint.restore(path / "checkpoints", experiment.state_shapes())
     rows = read_rows(path / "metrics.jsonl"), read_rows(path / "scores.jsonl")

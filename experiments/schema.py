@@ -36,7 +36,11 @@ LAYOUT = Object(
 )
 PARTITION = Object({"partition": str, "data": str})
 VERSIONS = Object({}, {"resumed": List(Object({"round": COUNT}))})
-_STATISTICS = Object({}, {"clients": (COUNT, type(None)), "round": COUNT, "course": (Object({}), type(None))}, Number)
+_STATISTICS = Object(
+    {"macro": float, "std": float},
+    {"clients": (COUNT, type(None)), "round": COUNT, "course": (Object({}), type(None))},
+    Number,
+)
 _POINTS = Object({}, others=Object({}, others=_STATISTICS))
 SECONDS = Object({"seconds": Object({"train": float}, {"compile": float})})
 SUMMARY = Object(

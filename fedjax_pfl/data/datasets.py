@@ -181,6 +181,9 @@ def read_npz(path: str | Path, required: tuple[str, ...], optional: tuple[str, .
     path = os.path.expanduser(path)
     if not os.path.isfile(path):  # unlike Path.is_file, False for a name that is too long
         raise InputError(f"There is no file {path!r}: give the path of an .npz with the arrays {', '.join(required)}.")
+    if not zipfile.is_zipfile(path) and os.access(path, os.R_OK) and not _was_zip(path):
+        what = "it is a .npy of one array, a text, or another file"
+        raise InputError(f"{path} cannot be read as .npz ({what}): write it with numpy.savez.")
     try:
         # Opened here because np.load leaves a damaged file open.
         with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
@@ -192,6 +195,12 @@ def read_npz(path: str | Path, required: tuple[str, ...], optional: tuple[str, .
         raise
     except _DAMAGE as error:
         raise InputError(f"{path} cannot be read as .npz ({error}): write it with numpy.savez.") from error
+
+
+def _was_zip(path: str) -> bool:
+    """Does a file begin as an .npz does? Then it is one that was damaged."""
+    with open(path, "rb") as file:
+        return file.read(4) == b"PK\x03\x04"
 
 
 def _array(path: str | Path, file: Any, name: str) -> np.ndarray:
