@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +57,19 @@ def write_text(path: Path, text: str) -> None:
 
 def read_rows(path: Path) -> list[Row]:
     """Reads a .jsonl up to its first line that is torn or no row."""
-    rows: list[Row] = []
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            break
-        if not isinstance(row, dict) or "round" not in row:
-            break
-        rows.append(row)
-    return rows
+    return [row for _, row in lines(path)]
+
+
+def lines(path: Path, wanted: schema.Object = schema.ROW) -> Iterator[tuple[bytes, Row]]:
+    """The lines of a .jsonl, one after another, and the rows that they say, up to the first that is torn or none."""
+    if not path.is_file():
+        return
+    with open(path, "rb") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                return
+            if not line.endswith(b"\n") or schema.problem(row, wanted):
+                return
+            yield line, row

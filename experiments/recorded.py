@@ -1,14 +1,15 @@
-"""What a run directory records of its run, read back: the settings, which nobody may have edited, and the layout."""
+"""What a run directory records, read back: the settings, which nobody may have edited, the layout, and the rows."""
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from experiments import schema, settings
-from experiments.files import damaged, read_json
+from experiments.files import damaged, lines, read_json
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.engine import validate
+from fedjax_pfl.engine import checkpoint, validate
 from fedjax_pfl.errors import InputError, choose
 
 Row = dict[str, Any]
@@ -47,6 +48,30 @@ def read_config(path: Path) -> Row:
 def read_layout(path: Path) -> Row:
     """How the clients of a run are laid out."""
     return read_json(path / "layout.json", schema.LAYOUT)
+
+
+def complete(path: Path, count: int) -> Iterator[tuple[bytes, Row]]:
+    """The lines and rows of rounds 0 to count - 1; what follows, a torn last line included, may go.
+
+    Raises:
+      InputError: one of them is not there, or not in its place; the message says from where the run can go on.
+    """
+    found = 0
+    for line, row in lines(path, schema.METRICS if path.stem == "metrics" else schema.SCORES):
+        if found == count or row["round"] != found:
+            break
+        found += 1
+        yield line, row
+    if found < count:
+        folder = path.parent / "checkpoints"
+        known = checkpoint.steps(folder)
+        later = ", ".join(str(step) for step in known if step > found)
+        earlier = [step for step in known if step <= found]
+        way = f"resume from step {earlier[-1]}" if earlier else "start again from round 0"
+        raise InputError(
+            f"{path} does not hold the rounds 0 to {count - 1} once each, but only the first {found}: delete the "
+            f"folders {later} in {folder} to {way}, or take another --workdir."
+        )
 
 
 def _digest(value: Any) -> str:

@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +22,8 @@ import numpy as np
 
 from experiments import build, figures, lock, schema
 from experiments.entry import directory
-from experiments.files import read_json, read_rows, write_json, write_text
-from experiments.recorded import read_config, read_layout, signed
+from experiments.files import damaged, read_json, read_rows, write_json, write_text
+from experiments.recorded import complete, read_config, read_layout, signed
 from fedjax_pfl import evaluate, simulate
 from fedjax_pfl.data import partitioners
 from fedjax_pfl.engine import checkpoint
@@ -32,7 +33,7 @@ from fedjax_pfl.types import State
 Row = dict[str, Any]
 _JSON = ("partition", "layout", "versions", "config")  # written before the first round, in this order
 _WHOLE = ("partition.npz", "partition.png", *(f"{name}.json" for name in _JSON))
-_STARTED = {f"{name}{suffix}" for name in _WHOLE for suffix in ("", ".part")} | {lock.NAME}
+_STARTED = {f"{name}{suffix}" for name in _WHOLE for suffix in ("", ".part")} | {"partition.part.png", lock.NAME}
 
 
 def check_free(path: Path) -> None:
@@ -110,19 +111,35 @@ class RunDirectory:
         return start, state
 
     def _rewind(self, start: int, config: dict[str, Any]) -> None:
-        """Drops rows from round `start` on, and scores of rounds that the (grown) run does not evaluate."""
-        rows = complete(self.path / "metrics.jsonl", start)
-        scores = complete(self.path / "scores.jsonl", start)
-        for row, score in zip(rows, scores, strict=True):
-            if not wanted(row["round"], config["rounds"], config["eval_every"]):
-                for name in [name for name in row if name.startswith(("pre/", "post/", "post_latest/"))]:
-                    del row[name]
-                score.pop("pre", None), score.pop("post", None)
-            self._remember(score)
+        """Drops rows from round `start` on, and scores of rounds that the (grown) run does not evaluate.
+
+        Everything is read and checked before the first file is replaced; rows are never in memory together.
+        """
+        paths = [self.path / f"{name}.jsonl" for name in ("metrics", "scores")]
+        parts = [path.with_name(path.name + ".part") for path in paths]
+        pairs = zip(*(complete(path, start) for path in paths), strict=True)
+        rows = []
+        try:
+            with open(parts[0], "wb") as metrics, open(parts[1], "wb") as scores:
+                for (line, row), (scored, score) in pairs:
+                    if not wanted(row["round"], config["rounds"], config["eval_every"]):
+                        for name in [name for name in row if name.startswith(("pre/", "post/", "post_latest/"))]:
+                            del row[name]
+                        score.pop("pre", None), score.pop("post", None)
+                        line, scored = _line(row).encode(), _line(score).encode()
+                    metrics.write(line), scores.write(scored)
+                    try:
+                        self._remember(score)
+                    except (KeyError, IndexError, ValueError):
+                        raise damaged(paths[1], f"round {row['round']} is of other clients") from None
+                    rows.append(_interned(row))
+            write_json(self.path / "config.json", signed(config))
+            for part, path in zip(parts, paths, strict=True):
+                os.replace(part, path)
+        finally:
+            for part in parts:
+                part.unlink(missing_ok=True)
         self.rows = rows
-        write_json(self.path / "config.json", signed(config))
-        for name, content in (("metrics", rows), ("scores", scores)):
-            write_text(self.path / f"{name}.jsonl", "".join(map(_line, content)))
 
     def append(self, result: simulate.Result) -> Row:
         """Writes one round's rows and returns its metrics."""
@@ -141,7 +158,7 @@ class RunDirectory:
         for name, content in (("metrics", row), ("scores", scores)):
             with open(self.path / f"{name}.jsonl", "a", encoding="utf-8", newline="\n") as file:
                 file.write(_line(content))
-        self.rows.append(row)
+        self.rows.append(_interned(row))
         return row
 
     def _remember(self, scores: Row) -> None:
@@ -164,9 +181,7 @@ class RunDirectory:
         writer.writeheader()
         writer.writerows(self.rows)
         write_text(self.path / "metrics.csv", text.getvalue())
-        part = self.path / "curves.part.png"  # the suffix says in which format
-        figures.draw_curves(self.rows, part)
-        os.replace(part, self.path / "curves.png")
+        figures.draw_curves(self.rows, self.path / "curves.png")
 
 
 def wanted(t: int, rounds: int, eval_every: int) -> bool:
@@ -190,12 +205,9 @@ def _line(row: Row) -> str:
     return json.dumps(row) + "\n"
 
 
-def complete(path: Path, count: int) -> list[Row]:
-    """The rows of rounds 0 to count - 1, which must all be there; what follows, a torn last line included, may go."""
-    rows = [row for row in read_rows(path) if row["round"] < count]
-    if [row["round"] for row in rows] != list(range(count)):
-        raise InputError(f"{path} does not hold the rounds 0 to {count - 1} once each, so the run cannot be continued.")
-    return rows
+def _interned(row: Row) -> Row:
+    """The row with the names that all rows share: else each has its own copies."""
+    return {sys.intern(name): value for name, value in row.items()}
 
 
 def client_scores(result: simulate.Result) -> Row:

@@ -47,6 +47,7 @@ SUMMARY = Object(
     SECONDS.required | {"status": str, "rounds": COUNT, "scores": _POINTS},
     {"examples": (Object({"used": COUNT, "available": COUNT, "of": COUNT}), type(None))},
 )
+ROW = Object({"round": COUNT})
 METRICS = Object({"round": COUNT}, others=Number)
 _PER_CLIENT = Object({}, others=List(Number))
 SCORES = Object({"round": COUNT}, {"ids": List(COUNT), "loss": List(Number), "post": _PER_CLIENT, "pre": _PER_CLIENT})

@@ -365,6 +365,38 @@ def test_a_damaged_json_file_is_said_in_a_sentence(whole, tmp_path, capsys, name
         assert f"{name}.json is damaged" in refused(capsys, "--resume", f"--workdir={path}")
 
 
+def contents(path):
+    return {p.relative_to(path): p.read_bytes() for p in path.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize(("kept", "way"), [(5, "folders 6 in .* to resume from step 4"), (1, "folders 4, 6 in .* 0")])
+@pytest.mark.parametrize("name", ["metrics", "scores"])
+def test_missing_rows_offer_the_earlier_checkpoint_or_a_fresh_start(whole, tmp_path, capsys, name, kept, way):
+    path = tmp_path / "run"
+    shutil.copytree(whole, path)
+    rows = (path / f"{name}.jsonl").read_text().splitlines(keepends=True)
+    (path / f"{name}.jsonl").write_text("".join(rows[:kept]))
+    before = contents(path)
+    said = refused(capsys, "--resume", f"--workdir={path}")
+    assert re.search(way, said) and contents(path) == before
+    for step in ("4", "6")[kept == 5 :]:
+        shutil.rmtree(path / "checkpoints" / step)
+    assert main.run(["--resume", f"--workdir={path}"]) == 0
+    assert_same_run(whole, path)
+
+
+@pytest.mark.parametrize("row", [{"loss": "low"}, {"pre/acc": [1]}, {"round": 2.0}, {"loss": True}])
+def test_a_row_with_a_value_of_a_wrong_type_is_refused(whole, tmp_path, capsys, row):
+    path = tmp_path / "run"
+    shutil.copytree(whole, path)
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    rows[2] |= row
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    before = contents(path)
+    assert "but only the first 2" in refused(capsys, "--resume", f"--workdir={path}")
+    assert contents(path) == before
+
+
 WRONG_KINDS = [
     ("config", {"rounds": "six"}, "rounds is 'six', not a whole number from 0"),
     ("config", {"lr": [0.1]}, r"lr is \[0.1\], not a number or null"),

@@ -101,7 +101,7 @@ def test_a_run_s_curves_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
         Path(path).write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(figures, "draw_curves", torn)
+    monkeypatch.setattr(figures.Figure, "savefig", torn)
     (tmp_path / "curves.png").write_bytes(b"whole")
     with pytest.raises(OSError, match="No space"):
         runs.RunDirectory(tmp_path, [1], False).tables()
