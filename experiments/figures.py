@@ -1,5 +1,6 @@
 """Figures of a run: who owns which classes, and how accuracy and loss went."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def draw_partition(partition: Partition, dataset: Dataset, path: str | Path) -> 
         axes.scatter(clients, classes, s=area, color=_COLOURS["pre"], alpha=0.75, linewidths=0)
         _class_axes(axes, num_clients, num_classes)
         axes.set_title(_partition_title(counts, dataset.name, largest), fontsize=10, loc="left")
-        figure.savefig(path)
+        _save(figure, Path(path))
 
 
 def draw_curves(records: Sequence[dict[str, Any]], path: str | Path) -> None:
@@ -65,7 +66,14 @@ def draw_curves(records: Sequence[dict[str, Any]], path: str | Path) -> None:
             _round_axes(axes, has_data)
         if left.lines:
             left.legend(loc="lower right", frameon=False)
-        figure.savefig(path)
+        _save(figure, Path(path))
+
+
+def _save(figure: Figure, path: Path) -> None:
+    """Writes a figure whole or not at all."""
+    part = path.with_name(f"{path.stem}.part{path.suffix}")  # the suffix says in which format
+    figure.savefig(part)
+    os.replace(part, path)
 
 
 def _accuracy(axes: Any, records: Sequence[dict[str, Any]], when: str) -> None:

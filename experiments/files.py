@@ -2,34 +2,45 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from experiments import schema
 from fedjax_pfl.errors import InputError
 
 Row = dict[str, Any]
+_OBJECT = schema.Object({})  # any
 
 
-def read_json(path: Path, keys: tuple[str, ...] = ()) -> Any:
-    """Reads an object from a file of a run directory; InputError if it is missing, damaged or lacks one of `keys`."""
+def read_json(path: Path, wanted: schema.Object = _OBJECT) -> Any:
+    """Reads an object from a file of a run directory; InputError if it is missing, or is not as `wanted` says."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path.parent} is not a run directory: it has no {path.name}.") from None
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror or error}).") from None
-    except ValueError as error:
-        raise _damaged(path, error) from None
-    if not isinstance(content, dict):
-        raise _damaged(path, "it holds no object")
-    if missing := [key for key in keys if key not in content]:
-        raise _damaged(path, f"it lacks {missing[0]!r}")
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, error) from None
+    if found := schema.problem(content, wanted):
+        raise damaged(path, found)
     return content
 
 
-def _damaged(path: Path, why: Any) -> InputError:
-    return InputError(f"{path} is damaged ({why}): start a new run with another --workdir.")
+def read_derived(path: Path, wanted: schema.Object) -> Any:
+    """As `read_json` of a file that is written anew anyway: {} if it is missing or damaged."""
+    try:
+        return read_json(path, wanted)
+    except InputError:
+        return {}
+
+
+def damaged(path: Path, why: Any) -> InputError:
+    """What is said of a file that nothing can be made of."""
+    derived = path.name in ("summary.json", "versions.json")
+    way = "--resume writes it anew" if derived else "start a new run with another --workdir"
+    return InputError(f"{path} is damaged ({str(why).splitlines()[0]}): {way}.")
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -54,13 +65,19 @@ def write_bytes(path: Path, write: Callable[[BinaryIO], Any]) -> None:
 
 def read_rows(path: Path) -> list[Row]:
     """Reads a .jsonl up to its first line that is torn or no row."""
-    rows: list[Row] = []
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            break
-        if not isinstance(row, dict) or "round" not in row:
-            break
-        rows.append(row)
-    return rows
+    return [row for _, row in lines(path)]
+
+
+def lines(path: Path, wanted: schema.Object = schema.ROW) -> Iterator[tuple[bytes, Row]]:
+    """The lines of a .jsonl, one after another, and the rows that they say, up to the first that is torn or none."""
+    if not path.is_file():
+        return
+    with open(path, "rb") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                return
+            if not line.endswith(b"\n") or schema.problem(row, wanted):
+                return
+            yield line, row

@@ -9,6 +9,7 @@ from experiments.build import Experiment
 from fedjax_pfl import simulate
 from fedjax_pfl.engine import memory, multihost, placement
 from fedjax_pfl.engine.autotune import choose_form, choose_width
+from fedjax_pfl.errors import check
 
 
 def choose(experiment: Experiment, width: str, count: str) -> tuple[Experiment, dict[str, Any]]:
@@ -28,6 +29,7 @@ def choose(experiment: Experiment, width: str, count: str) -> tuple[Experiment, 
 
 def laid_out(experiment: Experiment, width: int, spread: int) -> dict[str, Any]:
     """What is recorded of a layout."""
+    width = min(width, simulate.cohort_size(experiment.task))  # more clients at once there are not
     machine = {"platform": jax.default_backend(), "kind": jax.devices()[0].device_kind, "count": spread}
     return {"width": width, "conv": experiment.conv, "devices": machine}
 
@@ -66,6 +68,7 @@ def devices(count: str, experiment: Experiment, recorded: int | None = None) -> 
       InputError: there are not that many, or they cannot be shared by the processes.
     """
     if count not in ("auto", "all"):
+        check("devices", int(count), 1, jax.device_count(), why=f"JAX finds so many here ({jax.default_backend()})")
         placement.take(int(count))
         return int(count)
     most = min(jax.device_count(), simulate.cohort_size(experiment.task))

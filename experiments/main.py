@@ -9,6 +9,7 @@ not be written; 5 another process was lost; 128 + n stopped by signal n (130: Ct
 --resume continues it.
 """
 
+import contextlib
 import errno
 import logging
 import os
@@ -20,14 +21,14 @@ from typing import Any, NoReturn
 import jax
 from rich.console import Console
 
-from experiments import build, describe, layouts, published, report, runs, settings, targets, train
+from experiments import build, describe, entry, layouts, lock, published, report, runs, schema, settings, targets, train
+from experiments.entry import BAD_INPUT, DIVERGED, INTERRUPTED, LOST, UNWRITABLE
+from experiments.files import read_derived
 from experiments.versions import changed, compile_clock, versions
 from fedjax_pfl import local, simulate
 from fedjax_pfl.data.federate import ROOM
 from fedjax_pfl.engine import autotune, memory, multihost
 from fedjax_pfl.errors import InputError
-
-BAD_INPUT, DIVERGED, UNWRITABLE, LOST, INTERRUPTED = 2, 3, 4, 5, 130
 
 
 def run(argv: list[str], room: Sequence[int] = ROOM) -> int:
@@ -42,7 +43,7 @@ def run(argv: list[str], room: Sequence[int] = ROOM) -> int:
             return 0
         start(flags)
         soft_wrap = not sys.stdout.isatty()  # a file gets whole lines
-        console = Console(highlight=False, markup=False, soft_wrap=soft_wrap, quiet=not multihost.first())
+        console = Console(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap, quiet=not multihost.first())
         return _train(flags, room, console)
     except InputError as error:
         _errors().print(str(error))
@@ -61,6 +62,8 @@ def start(flags: Any) -> None:
     logging.getLogger(autotune.__name__).setLevel(logging.INFO)  # what was tried
     autotune.split_cpu()
     autotune.keep_compilations()
+    if flags.coordinator is None:  # else JAX must not have started
+        entry.check_platform()
     multihost.connect(flags.coordinator, flags.num_processes, flags.process_id)
 
 
@@ -73,17 +76,25 @@ def _information(flags: Any) -> str | None:
 
 
 def _train(flags: Any, room: Sequence[int], console: Console) -> int:
-    path, config, resume = multihost.on_first(_where, settings.given(flags), flags.workdir, flags.resume)
-    try:
-        return _into(path, config, resume, room, console)
-    except KeyboardInterrupt:
-        if not runs.is_run(path):
-            raise
-        _errors().print(f"Interrupted; go on with {train.command(path)}")
-        return INTERRUPTED
+    with contextlib.ExitStack() as held:  # the lock of the run directory
+        path, config, resume = multihost.on_first(_where, settings.given(flags), flags.workdir, flags.resume, held)
+        try:
+            return _into(path, config, resume, room, console, held)
+        except KeyboardInterrupt:
+            if not runs.is_run(path):
+                raise
+            _errors().print(f"Interrupted; go on with {train.command(path)}")
+            return INTERRUPTED
 
 
-def _into(path: Path, config: dict[str, Any], resume: bool, room: Sequence[int], console: Console) -> int:
+def _into(
+    path: Path,
+    config: dict[str, Any],
+    resume: bool,
+    room: Sequence[int],
+    console: Console,
+    held: contextlib.ExitStack,
+) -> int:
     """Trains into a run directory, from its start or from where it stopped."""
     recorded: dict[str, Any] = multihost.on_first(runs.read_layout, path) if resume else {"conv": "auto"}
     conv = recorded["conv"] if config["conv"] == "auto" else config["conv"]
@@ -99,7 +110,7 @@ def _into(path: Path, config: dict[str, Any], resume: bool, room: Sequence[int],
         if resume:
             laid = multihost.everywhere(_laid_again, experiment, recorded)
         else:
-            multihost.on_first(runs.make, path)
+            multihost.on_first(_make, path, held)
             experiment, laid = layouts.choose(experiment, config["width"], config["devices"])
         with compile_clock() as compiling:
             clock = train.Clock(path, compiling)
@@ -129,17 +140,37 @@ def _into(path: Path, config: dict[str, Any], resume: bool, room: Sequence[int],
     return 0
 
 
-def _where(user: dict[str, Any], workdir: str | None, resume: bool) -> tuple[Path, dict[str, Any], bool]:
-    """The run directory and the settings of a new run or of a resume, and which of the two it is."""
+def _where(
+    user: dict[str, Any], workdir: str | None, resume: bool, held: contextlib.ExitStack
+) -> tuple[Path, dict[str, Any], bool]:
+    """The run directory, locked if there is one to resume, the settings of the run, and whether it is a resume."""
     if resume and workdir:
-        path = Path(workdir).expanduser()
+        path = entry.directory(workdir)
+    elif resume and not user.get("algo"):
+        raise InputError("--resume needs --workdir=DIRECTORY: the run that it is to continue.")
     else:
         config = settings.resolve(user)
-        path = Path(workdir or settings.default_workdir(user, config)).expanduser()
+        path = entry.directory(workdir or settings.default_workdir(user, config))
     if resume:
+        if runs.is_run(path):
+            _lock(path, held)
         return path, settings.resumed(runs.read_config(path), user), True
     runs.check_free(path)
     return path, config, False
+
+
+def _make(path: Path, held: contextlib.ExitStack) -> None:
+    """Makes and locks the directory of a new run."""
+    runs.make(path)
+    _lock(path, held)
+    runs.check_free(path)  # another process may have been faster
+
+
+def _lock(path: Path, held: contextlib.ExitStack) -> None:
+    try:
+        held.enter_context(lock.held(path))
+    except OSError as error:
+        raise runs.unusable(path, error) from error
 
 
 def _check_hosts(experiment: build.Experiment) -> None:
@@ -174,10 +205,10 @@ def _resume(
 ):
     """`before`: the recorded layout."""
     file = directory.path / "versions.json"
-    recorded, now = runs.read_json(file), versions()
+    recorded, now = read_derived(file, schema.VERSIONS), versions()
     build.check_growth(experiment, runs.read_config(directory.path)["rounds"])
     start, state = directory.reopen(experiment)
-    if differing := changed(recorded, now):
+    if differing := changed(recorded, now) if recorded else []:
         console.print(f"Not the software or device of the start ({', '.join(differing)}): the last bits may differ.")
     if relaid := _relaid(before, laid):
         console.print(f"The layout changes ({relaid}): from here on the run is the same only to rounding.")
@@ -223,7 +254,7 @@ def _lost(error: Exception, path: Path) -> int:
 def _errors(quiet: bool | None = None) -> Console:
     """Where failures are said: process 0 knows those of all."""
     quiet = not multihost.first() if quiet is None else quiet
-    return Console(stderr=True, soft_wrap=True, highlight=False, markup=False, quiet=quiet)
+    return Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False, quiet=quiet)
 
 
 def leave(code: int) -> NoReturn:
@@ -236,8 +267,7 @@ def leave(code: int) -> NoReturn:
 
 def main() -> None:
     """The entry point."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # an output that is not UTF-8 has no arrows
+    entry.begin()
     leave(run(sys.argv[1:]))
 
 

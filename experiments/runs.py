@@ -11,6 +11,7 @@ import csv
 import io
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import build, figures, matrices, settings
-from experiments.files import read_json, read_rows, write_json, write_text
+from experiments import build, figures, lock, matrices, schema
+from experiments.entry import directory
+from experiments.files import damaged, read_json, read_rows, write_json, write_text
+from experiments.recorded import complete, read_config, read_layout, signed
 from fedjax_pfl import evaluate, simulate
 from fedjax_pfl.data import partitioners
 from fedjax_pfl.engine import checkpoint
@@ -31,7 +34,7 @@ from fedjax_pfl.types import State
 Row = dict[str, Any]
 _JSON = ("partition", "layout", "versions", "config")  # written before the first round, in this order
 _WHOLE = ("partition.npz", "partition.png", *(f"{name}.json" for name in _JSON))
-_STARTED = {f"{name}{suffix}" for name in _WHOLE for suffix in ("", ".part")}
+_STARTED = {f"{name}{suffix}" for name in _WHOLE for suffix in ("", ".part")} | {"partition.part.png", lock.NAME}
 
 
 def check_free(path: Path) -> None:
@@ -41,7 +44,7 @@ def check_free(path: Path) -> None:
             raise InputError(f"The run directory {path} is a file: choose another --workdir.")
         found = set(os.listdir(path)) if os.path.isdir(path) else set()
     except OSError as error:
-        raise _unusable(path, error) from error
+        raise unusable(path, error) from error
     if is_run(path):
         raise InputError(
             f"The run directory {path} is not empty: continue it with --resume, or choose another --workdir."
@@ -56,26 +59,17 @@ def make(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
-        raise _unusable(path, error) from error
+        raise unusable(path, error) from error
 
 
-def _unusable(path: Path, error: OSError) -> InputError:
+def unusable(path: Path, error: OSError) -> InputError:
+    """What is said of a run directory that cannot be read or written."""
     return InputError(f"The run directory {path} cannot be used ({error.strerror or error}): choose another --workdir.")
 
 
 def is_run(path: Path) -> bool:
     """Does a run directory hold all that a resume needs?"""
     return os.path.isfile(path / "config.json")
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """The settings of a run, with the defaults of those that came into being since."""
-    return settings.completed(read_json(path / "config.json", ("algo", "dataset", "hparams", "rounds", "seed")))
-
-
-def read_layout(path: Path) -> Row:
-    """How the clients of a run are laid out."""
-    return read_json(path / "layout.json", ("width", "conv", "devices"))
 
 
 class RunDirectory:
@@ -103,13 +97,13 @@ class RunDirectory:
         partitioners.save(self.path / "partition.npz", experiment.partition)
         figures.draw_partition(experiment.partition, experiment.dataset, self.path / "partition.png")
         dealt = digests(experiment) | {"moved": experiment.partition.moved}
-        for name, content in zip(_JSON, (dealt, layout, versions, experiment.config), strict=True):
+        for name, content in zip(_JSON, (dealt, layout, versions, signed(experiment.config)), strict=True):
             write_json(self.path / f"{name}.json", content)
 
     def reopen(self, experiment: build.Experiment) -> tuple[int, State | None]:
         """Goes back to the last checkpoint: the next round and its state (None: from the start)."""
         found = digests(experiment)
-        recorded = read_json(self.path / "partition.json", tuple(found))
+        recorded = read_json(self.path / "partition.json", schema.PARTITION)
         check_digests(experiment, found, recorded, f"{self.path} was started with: start a new run")
         start, state = 0, None
         if checkpoint.steps(self.path / "checkpoints"):
@@ -118,20 +112,36 @@ class RunDirectory:
         return start, state
 
     def _rewind(self, start: int, config: dict[str, Any]) -> None:
-        """Drops rows from round `start` on, and scores of rounds that the (grown) run does not evaluate."""
-        rows = complete(self.path / "metrics.jsonl", start)
-        scores = complete(self.path / "scores.jsonl", start)
-        for row, score in zip(rows, scores, strict=True):
-            if not wanted(row["round"], config["rounds"], config["eval_every"]):
-                for name in [name for name in row if name.startswith(("pre/", "post/", "post_latest/"))]:
-                    del row[name]
-                score.pop("pre", None), score.pop("post", None)
-            self._remember(score)
+        """Drops rows from round `start` on, and scores of rounds that the (grown) run does not evaluate.
+
+        Everything is read and checked before the first file is replaced; rows are never in memory together.
+        """
+        paths = [self.path / f"{name}.jsonl" for name in ("metrics", "scores")]
+        parts = [path.with_name(path.name + ".part") for path in paths]
+        pairs = zip(*(complete(path, start) for path in paths), strict=True)
+        rows = []
+        try:
+            with open(parts[0], "wb") as metrics, open(parts[1], "wb") as scores:
+                for (line, row), (scored, score) in pairs:
+                    if not wanted(row["round"], config["rounds"], config["eval_every"]):
+                        for name in [name for name in row if name.startswith(("pre/", "post/", "post_latest/"))]:
+                            del row[name]
+                        score.pop("pre", None), score.pop("post", None)
+                        line, scored = _line(row).encode(), _line(score).encode()
+                    metrics.write(line), scores.write(scored)
+                    try:
+                        self._remember(score)
+                    except (KeyError, IndexError, ValueError):
+                        raise damaged(paths[1], f"round {row['round']} is of other clients") from None
+                    rows.append(_interned(row))
+            write_json(self.path / "config.json", signed(config))
+            for part, path in zip(parts, paths, strict=True):
+                os.replace(part, path)
+        finally:
+            for part in parts:
+                part.unlink(missing_ok=True)
         self.rows = rows
         matrices.rewind(self.path, start)
-        write_json(self.path / "config.json", config)
-        for name, content in (("metrics", rows), ("scores", scores)):
-            write_text(self.path / f"{name}.jsonl", "".join(map(_line, content)))
 
     def append(self, result: simulate.Result) -> Row:
         """Writes one round's rows and returns its metrics."""
@@ -152,7 +162,7 @@ class RunDirectory:
         for name, content in (("metrics", row), ("scores", scores)):
             with open(self.path / f"{name}.jsonl", "a", encoding="utf-8", newline="\n") as file:
                 file.write(_line(content))
-        self.rows.append(row)
+        self.rows.append(_interned(row))
         return row
 
     def _remember(self, scores: Row) -> None:
@@ -199,12 +209,9 @@ def _line(row: Row) -> str:
     return json.dumps(row) + "\n"
 
 
-def complete(path: Path, count: int) -> list[Row]:
-    """The rows of rounds 0 to count - 1, which must all be there; what follows, a torn last line included, may go."""
-    rows = [row for row in read_rows(path) if row["round"] < count]
-    if [row["round"] for row in rows] != list(range(count)):
-        raise InputError(f"{path} does not hold the rounds 0 to {count - 1} once each, so the run cannot be continued.")
-    return rows
+def _interned(row: Row) -> Row:
+    """The row with the names that all rows share: else each has its own copies."""
+    return {sys.intern(name): value for name, value in row.items()}
 
 
 def client_scores(result: simulate.Result) -> Row:
@@ -274,7 +281,7 @@ def load(workdir: str | Path) -> Run:
     Raises:
       InputError: it is not a run directory, has no checkpoint yet, or its data are not here any more.
     """
-    path = Path(workdir).expanduser()
+    path = directory(str(workdir))
     experiment = build.prepare(read_config(path), read_layout(path)["conv"])
     step, state = checkpoint.restore(path / "checkpoints", experiment.state_shapes())
     rows = read_rows(path / "metrics.jsonl"), read_rows(path / "scores.jsonl")

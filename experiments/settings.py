@@ -1,6 +1,5 @@
 """The settings of an experiment: flags, what presets and defaults fill in, and which may change on a resume."""
 
-import difflib
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ from experiments import targets
 from experiments.presets import DEFAULT_PRESETS, PRESETS
 from experiments.values import NOUN, number, typed_all
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.errors import InputError, check, choose
+from fedjax_pfl.errors import InputError, check, choose, nearest
 from fedjax_pfl.models.layers import CONVOLUTIONS
 from fedjax_pfl.simulate import hyperparameters
 
@@ -113,10 +112,10 @@ def parse(argv: list[str]) -> flags.FlagValues:
     except flags.IllegalFlagValueError as error:
         raise _illegal(str(error), rows) from None
     except flags.UnrecognizedFlagError as error:
-        near = difflib.get_close_matches(error.flagname, list(values), n=1)
-        hint = f"did you mean --{near[0]}? " if near else ""
+        near = nearest(error.flagname, values)
+        hint = f"did you mean --{near}? " if near else ""
         raise InputError(f"Unknown flag --{error.flagname}: {hint}--help shows them all.") from None
-    except flags.Error as error:
+    except (flags.Error, ValueError) as error:  # the latter: a value where none may be
         raise InputError(f"{error}: --help shows all flags.") from None
     if extra:
         raise InputError(f"Unexpected argument {extra[0]!r}: write settings as --name=value.")
@@ -181,9 +180,7 @@ def _by_file(spec: str, user: dict[str, Any]) -> dict[str, Any]:
 def check_ranges(config: dict[str, Any]) -> None:
     """Raises InputError for a value that no experiment can have; a library function checks its own."""
     for name, (low, high) in _RANGES.items():
-        check(name, config[name], low, high, open_low=name == "lr_decay")
-    if config["momentum"] == 1:
-        raise InputError("momentum=1.0 is outside its range [0, 1).")
+        check(name, config[name], low, high, open_low=name == "lr_decay", open_high=name == "momentum")
     if config["clip"] is not None:
         check("clip", config["clip"], 0, INF, open_low=True)
     targets.parse(config["targets"])

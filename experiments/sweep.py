@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
 
-from experiments import build, main, runs, settings, tables
+from experiments import build, entry, main, runs, schema, settings, tables
+from experiments.files import read_derived
 from fedjax_pfl.data.federate import ROOM
 from fedjax_pfl.engine import multihost
 from fedjax_pfl.errors import InputError
@@ -38,21 +38,22 @@ def split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
 
 def is_complete(path: Path, rounds: int) -> bool:
     """Has this run directory all its rounds?"""
-    summary = path / "summary.json"
-    if not summary.exists():
-        return False
-    content = runs.read_json(summary)
-    return content["status"] == "complete" and content["rounds"] >= rounds
+    content = read_derived(path / "summary.json", schema.SUMMARY)
+    return bool(content) and content["status"] == "complete" and content["rounds"] >= rounds
 
 
 def run(argv: list[str]) -> int:
     """Runs everything that is missing; returns the first exit code that is not 0."""
-    console, (own, rest) = Console(highlight=False, markup=False, stderr=True), split(argv)
+    own, rest = split(argv)
     flags = settings.parse(rest)
+    if flags.help:
+        print(f"{__doc__}\n{flags.get_help()}")
+        return 0
+    _check_single(own)
     main.start(flags)
     user = settings.given(flags)
     named = [user.get("preset") or user.get("dataset", "digits"), *settings.changes(user)]
-    root = Path(own["root"] or f"runs/{settings.file_name(named)}")
+    root = entry.directory(own["root"] or f"runs/{settings.file_name(named)}")
     jobs = [(algo, seed) for algo in own["algo"].split(",") for seed in own["seed"].split(",")]
     configs = [settings.resolve(settings.given(settings.parse([*rest, *_flags(*job)]))) for job in jobs]  # before any
     paths = [root / f"{algo}-seed{seed}" for algo, seed in jobs]
@@ -75,8 +76,15 @@ def run(argv: list[str]) -> int:
         if multihost.on_first((path / "summary.json").exists):
             finished.append(path)
     if finished and multihost.first():
-        console.print(tables.table(finished), soft_wrap=True)
+        print(tables.table(finished))
     return failed
+
+
+def _check_single(own: dict[str, str]) -> None:
+    for name in ("algo", "seed"):
+        listed = own[name].split(",")
+        if twice := [x for x in listed if listed.count(x) > 1]:
+            raise InputError(f"--{name}={own[name]} lists {twice[0]} twice: each run has one directory.")
 
 
 def _room(configs: list[dict]) -> Sequence[int]:
@@ -105,11 +113,20 @@ def _flags(algo: str, seed: str) -> list[str]:
     return [f"--algo={algo}", f"--seed={seed}"]
 
 
-if __name__ == "__main__":
+def _main() -> int:
+    entry.begin()
     try:
-        main.leave(run(sys.argv[1:]))
+        return run(sys.argv[1:])
     except InputError as error:
-        sys.exit(str(error))
+        print(error, file=sys.stderr)
+        return entry.BAD_INPUT
     except multihost.UnreachableError as error:
         print(error, file=sys.stderr)
-        main.leave(main.LOST)
+        return entry.LOST
+    except KeyboardInterrupt:
+        print("Interrupted; the same command goes on.", file=sys.stderr)
+        return entry.INTERRUPTED
+
+
+if __name__ == "__main__":
+    main.leave(_main())

@@ -11,11 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments import published, report, runs, targets
+from experiments import entry, published, report, runs, schema, targets
 from experiments.files import read_json, read_rows
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.errors import InputError
 
 Row = dict[str, Any]
 BOUND = "≤"
@@ -33,13 +32,13 @@ COLUMNS = {
 
 def row(workdir: Path) -> list[str]:
     """One run: method, model, share of the data, scores, seconds of training and a round."""
-    summary = read_json(workdir / "summary.json")
+    summary = read_json(workdir / "summary.json", schema.SUMMARY)
     config = runs.read_config(workdir)
     defaults = simulate.hyperparameters(ALGORITHMS[config["algo"]])
     hparams = "".join(f", {name}={published.shown(x)}" for name, x in config["hparams"].items() if x != defaults[name])
     cells = [config["algo"] + hparams, config["model"], f"{config['data_fraction']:g}", _rounds(summary)]
     for point, name in COLUMNS.values():
-        score = summary["scores"][point].get(name)
+        score = summary["scores"].get(point, {}).get(name)
         cells.append(
             f"{100 * score['macro']:.2f}" + (f" ± {100 * score['std']:.2f}" if name == "acc" else "") if score else ""
         )
@@ -56,7 +55,7 @@ def _rounds(summary: Row) -> str:
 
 
 def _deviations(workdir: Path) -> str:
-    summary = read_json(workdir / "summary.json")
+    summary = read_json(workdir / "summary.json", schema.SUMMARY)
     return published.deviations(runs.read_config(workdir) | {"rounds": summary["rounds"]}, summary.get("examples"))
 
 
@@ -121,12 +120,9 @@ def _notes(workdirs: list[Path], found: list[Reached]) -> list[str]:
 
 def main(argv: list[str]) -> str:
     """The table of a command line."""
-    texts = [word.removeprefix("--targets=") for word in argv if word.startswith("--targets=")]
-    return table([Path(word) for word in argv if not word.startswith("--")], texts[-1] if texts else None)
+    given, paths = entry.options(argv, ("targets",))
+    return table(paths, given.get("targets"))
 
 
 if __name__ == "__main__":
-    try:
-        print(main(sys.argv[1:]))
-    except InputError as error:
-        sys.exit(str(error))
+    sys.exit(entry.enter(main, __doc__))

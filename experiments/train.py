@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from experiments import build, published, report, targets
-from experiments.files import read_json, write_json
+from experiments import build, published, report, schema, targets
+from experiments.files import read_derived, write_json
 from experiments.interrupt import Interrupt
 from experiments.pace import Pace
 from experiments.runs import RunDirectory
@@ -100,7 +100,7 @@ class Clock:
 
     def __init__(self, path: Path, compiling: Callable[[], float]):
         file = path / "summary.json"
-        before = read_json(file, ("seconds",))["seconds"] if file.exists() else {}
+        before = read_derived(file, schema.SECONDS).get("seconds", {})
         self.before = {name: before.get(name, 0.0) for name in ("compile", "train")}
         self._start, self._compiling = time.perf_counter(), compiling
 

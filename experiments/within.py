@@ -16,7 +16,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from experiments import runs
+from experiments import entry, runs
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.errors import InputError
@@ -54,19 +54,16 @@ def scores(workdir: Path, name: str) -> dict[str, np.ndarray]:
 
 def main(argv: list[str]) -> str:
     """The Markdown table of a command line."""
-    names = [word.removeprefix("--tasks=") for word in argv if word.startswith("--tasks=")]
-    paths = [Path(word) for word in argv if not word.startswith("--")]
-    if len(names) != 1 or not paths or len(names) + len(paths) != len(argv):
+    given, paths = entry.options(argv, ("tasks",))
+    if "tasks" not in given:
         raise InputError("Give a task map and runs: python -m experiments.within --tasks=consecutive:10 RUN ...")
+    entry.check_platform()
     rows = [["run", *COLUMNS], ["---"] * (1 + len(COLUMNS))]
     for path in paths:
-        found = scores(path, names[0])
+        found = scores(path, given["tasks"])
         rows.append([str(path), *(f"{100 * np.nanmean(found[score]):.2f}" for score in COLUMNS.values())])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 if __name__ == "__main__":
-    try:
-        print(main(sys.argv[1:]))
-    except InputError as error:
-        sys.exit(str(error))
+    sys.exit(entry.enter(main, __doc__))

@@ -2,10 +2,12 @@
 
 import difflib
 import math
+import numbers
 from collections.abc import Iterable
 from typing import Any
 
 import jax
+import numpy as np
 
 
 class InputError(ValueError):
@@ -16,22 +18,57 @@ class ArchitectureError(InputError):
     """A method needs clients of one architecture, and there are several."""
 
 
-def check(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
-    """Raises InputError unless low <= value <= high (low < value with `open_low`); tracers pass."""
+def check(
+    name: str,
+    value: Any,
+    low: float,
+    high: float,
+    *,
+    open_low: bool = False,
+    open_high: bool = False,
+    whole: bool = False,
+    why: str = "",
+) -> None:
+    """Raises InputError unless `value` is a number with low <= value <= high; tracers pass.
+
+    Args:
+      open_low: `low` itself is outside, as `high` is with `open_high`; infinity always is.
+      whole: only whole numbers will do.
+      why: the reason of the range, for the message.
+    """
     if isinstance(value, jax.core.Tracer):
         return
-    below = low < value if open_low else low <= value
-    if not below or not (value < high if math.isinf(high) else value <= high):
+    given, value = value, value.item() if isinstance(value, np.ndarray | jax.Array) and value.ndim == 0 else value
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral if whole else numbers.Real):
+        raise InputError(f"{name}={given!r} must be {'a whole number' if whole else 'a number'}.")
+    number: Any = value  # which mypy cannot compare
+    below = low < number if open_low else low <= number
+    if not below or not (number < high if open_high or math.isinf(high) else number <= high):
         left = "(" if open_low else "["
-        right = ")" if math.isinf(high) else "]"
-        raise InputError(f"{name}={value} is outside its range {left}{low:g}, {high:g}{right}.")
+        right = ")" if open_high or math.isinf(high) else "]"
+        bounds = [format(x, "g" if isinstance(x, float) or abs(x) < 10**5 else ",") for x in (low, high)]
+        raise InputError(f"{name}={value} is outside its range {left}{', '.join(bounds)}{right}{why and f': {why}'}.")
 
 
 def choose(name: str, value: str, allowed: Iterable[str]) -> str:
     """Returns `value` if it is allowed, else raises InputError with the nearest name and the whole list."""
     allowed = list(allowed)
-    if value in allowed:
+    if isinstance(value, str) and value in allowed:
         return value
-    near = difflib.get_close_matches(value, allowed, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    hint = f"did you mean {near!r}? " if (near := nearest(str(value), allowed)) else ""
     raise InputError(f"Unknown {name} {value!r}: {hint}Choose one of {', '.join(allowed)}.")
+
+
+def check_shape(name: str, value: Any) -> tuple[int, ...]:
+    """Returns a shape of one input as a tuple; InputError unless all its lengths are whole numbers from 1 on."""
+    lengths = value if isinstance(value, tuple | list) and value else (None,)
+    if not all(isinstance(x, int | np.integer) and x > 0 for x in lengths):
+        raise InputError(f"{name}={value!r} must be a shape, such as (28, 28, 1).")
+    return tuple(value)
+
+
+def nearest(value: str, allowed: Iterable[str]) -> str | None:
+    """The allowed name that is most like `value`, whatever the case, or None if none is."""
+    names = {name.lower(): name for name in reversed(list(allowed))}
+    near = difflib.get_close_matches(value.lower(), names, n=1, cutoff=0.5)
+    return names[near[0]] if near else None

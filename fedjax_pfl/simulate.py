@@ -11,12 +11,12 @@ import numpy as np
 import optax
 
 from fedjax_pfl import evaluate
-from fedjax_pfl.data.datasets import Dataset
-from fedjax_pfl.engine import memory, multihost
+from fedjax_pfl.data.datasets import Dataset, checked
+from fedjax_pfl.engine import memory, multihost, validate
 from fedjax_pfl.engine.memory import Memory
 from fedjax_pfl.engine.program import Program, Round, hyperparameters, program
 from fedjax_pfl.engine.sampling import cohort_size, sample
-from fedjax_pfl.errors import InputError
+from fedjax_pfl.errors import InputError, choose
 from fedjax_pfl.types import Array, Federation, Model, PyTree, State, Task
 
 __all__ = [
@@ -64,8 +64,13 @@ def task(
       optimizer: lr -> optax.GradientTransformation.
       options: further fields of Task: epochs, steps, rounds, participation, ...
     """
-    counts = np.asarray(class_counts)
-    models = (model,) if isinstance(model, Model) else tuple(model)
+    checked(dataset)
+    models = tuple(model) if isinstance(model, Sequence) and not isinstance(model, Model) else (model,)
+    for each in models:
+        validate.model(each, dataset)
+    for name in options:
+        choose("option of a task", name, Task._fields)
+    counts = validate.class_counts(class_counts, dataset.num_classes)
     example = jax.ShapeDtypeStruct(dataset.x.shape[1:], dataset.x.dtype)
     made = Task(
         models,
@@ -80,9 +85,7 @@ def task(
         batch_size=batch_size,
         superclass=dataset.superclass,
     )
-    made = made._replace(**options)
-    check_architectures(made)
-    return made
+    return validate.task(made._replace(**options))
 
 
 def with_public(task: Task, public: Dataset) -> Task:
@@ -100,16 +103,6 @@ def with_public(task: Task, public: Dataset) -> Task:
             f"{public.name} are {pool.dtype}{list(pool.shape[1:])}."
         )
     return task._replace(public=batch, prepare_public=public.prepare)
-
-
-def check_architectures(task: Task) -> None:
-    """Raises InputError unless every client has one of the task's models, and every model a client."""
-    of = np.asarray(task.architecture)
-    if of.shape != (task.num_clients,) or sorted(set(of.tolist())) != list(range(len(task.models))):
-        raise InputError(
-            f"There are {len(task.models)} architectures and {task.num_clients} clients: each client needs one, "
-            "and each architecture a client."
-        )
 
 
 def curve(
@@ -211,6 +204,9 @@ def rounds(
     Raises:
       DivergenceError: an active client's loss or state, or the server's, is not finite; that round is not yielded.
     """
+    validate.rounds(rounds, eval_every, start, state, state_every)
+    if program.task is not None:
+        validate.federation(program.task, federation)
     run = functions or compiled(program, key, federation, eval_every=eval_every, state_every=state_every)
     key, numbers, federation = _arguments(program, key, federation)
     if state is None:

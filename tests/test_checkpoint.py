@@ -1,6 +1,7 @@
 """Checkpoints, and that N rounds equal k rounds, a resume and N - k rounds, bit for bit."""
 
 import json
+import re
 import shutil
 
 import jax
@@ -174,7 +175,7 @@ def assert_same_run(a, b):
         assert (a / name).read_text() == (b / name).read_text(), name
     for name in ("targets", "work"):
         assert runs.read_json(a / "summary.json")[name] == runs.read_json(b / "summary.json")[name]
-    like = build.prepare(runs.read_json(a / "config.json")).state_shapes()
+    like = build.prepare(runs.read_config(a)).state_shapes()
     (step_a, state_a), (step_b, state_b) = (checkpoint.restore(path / "checkpoints", like) for path in (a, b))
     assert step_a == step_b
     assert_equal(state_a, state_b)
@@ -285,8 +286,9 @@ def test_what_may_change_may(whole, tmp_path):
     laid = runs.read_json(path / "layout.json")
     runs.write_json(path / "layout.json", laid | {"conv": "fused"})
     config = runs.read_json(path / "config.json")
-    del config["lr_decay"], config["clip"]  # settings that came later have their defaults
-    runs.write_json(path / "config.json", config | {"lr_decay": 0.9})
+    for content in (config, config["digests"]):
+        del content["clip"]  # settings that came later have their defaults
+    runs.write_json(path / "config.json", config)
     assert main.run(["--resume", f"--workdir={path}", *changes]) == 0
     kept = runs.read_json(path / "layout.json")
     assert (kept["width"], kept["conv"], runs.load(path).experiment.conv) == (2, "fused", "fused")  # as recorded
@@ -354,13 +356,92 @@ def test_damage_to_a_run_directory_is_said_in_a_sentence(whole, tmp_path, capsys
     assert "is not a run directory" in refused(capsys, "--resume", f"--workdir={tmp_path / 'none'}")
 
 
-@pytest.mark.parametrize("name", ["summary", "partition", "layout", "config"])
+@pytest.mark.parametrize("name", ["partition", "layout", "config"])
 def test_a_damaged_json_file_is_said_in_a_sentence(whole, tmp_path, capsys, name):
     path = tmp_path / "run"
     shutil.copytree(whole, path)
     for content in (b"{}", b"[]", b"{", b"\x80"):
         (path / f"{name}.json").write_bytes(content)
         assert f"{name}.json is damaged" in refused(capsys, "--resume", f"--workdir={path}")
+
+
+def contents(path):
+    return {p.relative_to(path): p.read_bytes() for p in path.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize(("kept", "way"), [(5, "folders 6 in .* to resume from step 4"), (1, "folders 4, 6 in .* 0")])
+@pytest.mark.parametrize("name", ["metrics", "scores"])
+def test_missing_rows_offer_the_earlier_checkpoint_or_a_fresh_start(whole, tmp_path, capsys, name, kept, way):
+    path = tmp_path / "run"
+    shutil.copytree(whole, path)
+    rows = (path / f"{name}.jsonl").read_text().splitlines(keepends=True)
+    (path / f"{name}.jsonl").write_text("".join(rows[:kept]))
+    before = contents(path)
+    said = refused(capsys, "--resume", f"--workdir={path}")
+    assert re.search(way, said) and contents(path) == before
+    for step in ("4", "6")[kept == 5 :]:
+        shutil.rmtree(path / "checkpoints" / step)
+    assert main.run(["--resume", f"--workdir={path}"]) == 0
+    assert_same_run(whole, path)
+
+
+@pytest.mark.parametrize("row", [{"loss": "low"}, {"pre/acc": [1]}, {"round": 2.0}, {"loss": True}])
+def test_a_row_with_a_value_of_a_wrong_type_is_refused(whole, tmp_path, capsys, row):
+    path = tmp_path / "run"
+    shutil.copytree(whole, path)
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    rows[2] |= row
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    before = contents(path)
+    assert "but only the first 2" in refused(capsys, "--resume", f"--workdir={path}")
+    assert contents(path) == before
+
+
+WRONG_KINDS = [
+    ("config", {"rounds": "six"}, "rounds is 'six', not a whole number from 0"),
+    ("config", {"lr": [0.1]}, r"lr is \[0.1\], not a number or null"),
+    ("config", {"hparams": None}, "hparams is None, not an object"),
+    ("config", {"algo": "fedperr", "digests": None}, "digests is None, not an object"),
+    ("layout", {"width": "two"}, "width is 'two', not a whole number from 1"),
+    ("layout", {"width": 0}, "width is 0, not a whole number from 1"),
+    ("layout", {"width": True}, "width is True, not"),
+    ("layout", {"conv": "fft"}, "conv is 'fft', not one of auto, fused"),
+    ("layout", {"devices": 3}, "devices is 3, not an object"),
+    ("layout", {"devices": {"count": 1.5, "kind": "", "platform": ""}}, "devices.count is 1.5, not a whole number"),
+    ("partition", {"data": 7}, "data is 7, not text"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "sentence"), WRONG_KINDS)
+def test_a_value_of_a_wrong_type_is_named(whole, tmp_path, capsys, name, change, sentence):
+    path = tmp_path / "run"
+    shutil.copytree(whole, path)
+    file = path / f"{name}.json"
+    runs.write_json(file, runs.read_json(file) | change)
+    said = refused(capsys, "--resume", f"--workdir={path}")
+    assert re.search(rf"{name}.json is damaged \({sentence}", said), said
+
+
+@pytest.mark.parametrize("change", [{"lr": 0.2}, {"rounds": 5}, {"hparams": {"mu": 1.0}}, {"seed": 1}, {"clip": 1.0}])
+def test_an_edited_setting_is_named(whole, tmp_path, capsys, change):
+    path = tmp_path / "run"
+    shutil.copytree(whole, path)
+    runs.write_json(path / "config.json", runs.read_json(path / "config.json") | change)
+    said = refused(capsys, "--resume", f"--workdir={path}")
+    assert f"config.json was edited ({next(iter(change))})" in said
+    with pytest.raises(InputError, match="was edited"):
+        runs.load(path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"seconds": 7}', '{"seconds": {"train": "x"}, "resumed": [7]}'])
+def test_a_damaged_derived_file_is_written_anew(whole, tmp_path, content):
+    path = tmp_path / "run"
+    shutil.copytree(whole, path)
+    for name in ("summary", "versions"):
+        (path / f"{name}.json").write_text(content)
+    assert main.run(["--resume", f"--workdir={path}"]) == 0
+    assert_same_run(whole, path)
+    assert runs.read_json(path / "versions.json")["resumed"][0]["round"] == 6
 
 
 def test_any_clients_model_can_be_had_again(whole):

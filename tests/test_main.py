@@ -56,7 +56,7 @@ def test_the_run_directory_is_complete(done):
     files |= {f"{name}.json" for name in ("config", "versions", "layout", "partition", "summary")}
     assert {p.name for p in path.iterdir()} == files
     config = json.loads((path / "config.json").read_text())
-    assert config.keys() == settings.SETTINGS.keys() | {"hparams"}
+    assert config.keys() == settings.SETTINGS.keys() | {"hparams", "digests"}
     assert (config["preset"], config["lr"], config["rounds"], config["clients"]) == ("digits", 0.1, 3, 5)
     assert config["hparams"] == {"mu": 2.0}
     software = json.loads((path / "versions.json").read_text())

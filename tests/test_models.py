@@ -14,6 +14,7 @@ from jax import lax
 
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import MODELS, flops, layers, model, num_parameters
+from fedjax_pfl.models.functional import BN_STATS
 
 
 @pytest.fixture(autouse=True)
@@ -274,11 +275,11 @@ class Custom(nnx.Module):
             self.squash = layers.BatchNorm(8, rngs=rngs)
             self.drop = nnx.Dropout(0.5)
 
-        def __call__(self, x, train=False, rngs=None):
+        def __call__(self, x, mask=None, train=False, rngs=None):
             x = self.first(x)
             for layer in self.middle:
                 x = x + layer(x)
-            return self.drop(self.squash(x, None, train), deterministic=not train, rngs=rngs)
+            return self.drop(self.squash(x, mask, train), deterministic=not train, rngs=rngs)
 
     def __init__(self, input_shape, num_classes, rngs):
         self.body, self.head = self.Body(*input_shape, rngs), layers.linear(8, num_classes, rngs)
@@ -435,6 +436,12 @@ class Foreign(Custom):
         self.body.squash = nnx.BatchNorm(8, rngs=rngs)
 
 
+class Deaf(Custom):
+    def __init__(self, input_shape, num_classes, rngs):
+        super().__init__(input_shape, num_classes, rngs)
+        self.body = nnx.Sequential(layers.BatchNorm(*input_shape, rngs=rngs), layers.linear(*input_shape, 8, rngs))
+
+
 @pytest.mark.parametrize(
     "args, message",
     [
@@ -445,7 +452,8 @@ class Foreign(Custom):
         (("mlp", (6,), 3, "batch", "fft"), "Choose one of auto, winograd, fused, matmul, xla"),
         ((Headless, (6,), 3), "Headless has no `head`"),
         ((Stray, (6,), 3), "Stray.temperature is a Param"),
-        ((Foreign, (6,), 3, "batch"), "body.squash is another batch norm"),
+        ((Deaf, (6,), 3), "Sequential has batch norm: let its __call__ take `mask` and `train`"),
+        *(((Foreign, (6,), 3, bn_stats), "Foreign.body.squash is Flax's own batch norm") for bn_stats in BN_STATS),
     ],
 )
 def test_what_cannot_work_is_said_at_once(args, message):

@@ -24,7 +24,7 @@ def test_a_sweep_runs_what_is_missing_and_prints_a_table(tmp_path, capsys, monke
     assert sweep.run(command) == 0
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["fedavg-seed0", "fedavg-seed1", "local-seed0", "local-seed1"]
-    table = capsys.readouterr().err
+    table = capsys.readouterr().out
     assert table.count("| fedavg | linear |") == table.count("| local | linear |") == 2
     started = []
     monkeypatch.setattr(main, "run", lambda argv, _: started.append(argv) or 0)
@@ -94,6 +94,12 @@ def test_seeds_have_the_same_programs(algo, dealt, participation):
         sizes.append(np.sort(experiment.task.sizes))
     assert programs[0] == programs[1] == programs[2]
     assert not np.array_equal(sizes[0], sizes[1])
+
+
+@pytest.mark.parametrize("twice", ["--seed=0,1,0", "--algo=local,local"])
+def test_a_run_that_is_listed_twice_is_refused(twice, tmp_path):
+    with pytest.raises(InputError, match=r"lists (0|local) twice: each run has one directory"):
+        sweep.run([*TINY, "--algo=local", twice, f"--root={tmp_path}"])
 
 
 def test_a_seed_with_nothing_to_deal_leaves_the_others_to_run():

@@ -42,9 +42,10 @@ def test_a_run_is_asked_for_the_class_within_the_group(algo, tmp_path):
 
 
 def test_what_cannot_be_asked_is_one_sentence(tmp_path):
-    for argv in (["--tasks=single"], [str(tmp_path)], ["--tasks=single", "--what", str(tmp_path)]):
-        with pytest.raises(InputError, match="Give a task map and runs"):
-            within.main(argv)
+    wrong = {"--tasks=single": "Name the run directories", str(tmp_path): "Give a task map and runs"}
+    for argv, said in (wrong | {f"--tasks=single --task {tmp_path}": "Unknown flag '--task'"}).items():
+        with pytest.raises(InputError, match=said):
+            within.main(argv.split())
     assert main.run([*TINY, "--algo=local", f"--workdir={tmp_path}"]) == 0
     with pytest.raises(InputError, match="single class"):
         within.main(["--tasks=class", str(tmp_path)])

@@ -1,5 +1,6 @@
 """Data sets as plain arrays: digits, synthetic blobs, a user's .npz, and prepared TensorFlow Datasets."""
 
+import math
 import os
 import zipfile
 import zlib
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl.data import tfds
-from fedjax_pfl.errors import InputError, check, choose
+from fedjax_pfl.errors import InputError, check, check_shape, choose
 
 
 class Dataset(NamedTuple):
@@ -46,7 +47,7 @@ def load(name: str, data_dir: str | None = None) -> Dataset:
       InputError: the name is unknown, the data set is not prepared (with the command that prepares it), or the arrays
         cannot be learned from.
     """
-    if name.startswith("npz:"):
+    if isinstance(name, str) and name.startswith("npz:"):
         return _npz(name.removeprefix("npz:"))
     choose("data set", name, DATASETS)
     if name == "digits":
@@ -55,7 +56,7 @@ def load(name: str, data_dir: str | None = None) -> Dataset:
         return synthetic()
     arrays = tfds.load(name, data_dir)
     y = arrays.y.astype(np.int32)
-    return _checked(Dataset(name, arrays.x, y, arrays.num_train, arrays.num_classes, prepare_images, arrays.superclass))
+    return checked(Dataset(name, arrays.x, y, arrays.num_train, arrays.num_classes, prepare_images, arrays.superclass))
 
 
 def synthetic(
@@ -72,8 +73,10 @@ def synthetic(
       shape: the shape of one input.
       seed: equal seeds give equal arrays.
     """
-    check("num_examples", num_examples, num_classes, 10**8)
-    check("num_classes", num_classes, 1, 10**6)
+    check("num_classes", num_classes, 1, 10**6, whole=True)
+    check("num_examples", num_examples, num_classes, 10**8, whole=True, why="each class has one, and memory an end")
+    check("seed", seed, 0, math.inf, whole=True)
+    shape = check_shape("shape", shape)
     rng = np.random.default_rng(seed)
     means = rng.normal(size=(num_classes, *shape)) * 4 / np.sqrt(np.prod(shape))
     y = rng.permutation(np.arange(num_examples, dtype=np.int32) % num_classes)
@@ -190,6 +193,9 @@ def read_npz(path: str | Path, required: tuple[str, ...], optional: tuple[str, .
     path = os.path.expanduser(path)
     if not os.path.isfile(path):  # unlike Path.is_file, False for a name that is too long
         raise InputError(f"There is no file {path!r}: give the path of an .npz with the arrays {', '.join(required)}.")
+    if not zipfile.is_zipfile(path) and os.access(path, os.R_OK) and not _was_zip(path):
+        what = "it is a .npy of one array, a text, or another file"
+        raise InputError(f"{path} cannot be read as .npz ({what}): write it with numpy.savez.")
     try:
         # Opened here because np.load leaves a damaged file open.
         with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
@@ -201,6 +207,12 @@ def read_npz(path: str | Path, required: tuple[str, ...], optional: tuple[str, .
         raise
     except _DAMAGE as error:
         raise InputError(f"{path} cannot be read as .npz ({error}): write it with numpy.savez.") from error
+
+
+def _was_zip(path: str) -> bool:
+    """Does a file begin as an .npz does? Then it is one that was damaged."""
+    with open(path, "rb") as file:
+        return file.read(4) == b"PK\x03\x04"
 
 
 def _array(path: str | Path, file: Any, name: str) -> np.ndarray:
@@ -248,11 +260,26 @@ def _kind(x: np.ndarray) -> str:
     return f"{x.dtype}{list(x.shape[1:])}"
 
 
-def _checked(dataset: Dataset) -> Dataset:
-    """The labels of a prepared data set must fit its number of classes (a foreign or damaged copy may not)."""
-    low, high = dataset.y.min(), dataset.y.max()
-    if low < 0 or high >= dataset.num_classes:
+def checked(dataset: Dataset) -> Dataset:
+    """Returns the data set.
+
+    Raises:
+      InputError: its parts do not fit each other (of a user's program, or of a prepared copy that is damaged).
+    """
+    x, y, name = np.asarray(dataset.x), np.asarray(dataset.y), f"Data set {dataset.name}"
+    if x.ndim < 2 or y.ndim != 1 or y.dtype.kind not in "iu" or not y.size:
         raise InputError(
-            f"Data set {dataset.name} has {dataset.num_classes} classes but labels {low}..{high}: prepare it anew."
+            f"{name} has x {_kind(x[None])} and y {_kind(y[None])}: x must be [examples, ...], y [examples] integers."
         )
+    if len(x) != len(y):
+        raise InputError(f"{name} has {len(x)} inputs x but {len(y)} labels y: store one label each.")
+    check(f"{name}: num_train", dataset.num_train, 1, len(y), whole=True, why="it has so many examples")
+    check(f"{name}: num_classes", dataset.num_classes, 1, 2**31 - 1, whole=True)
+    if y.min() < 0 or y.max() >= dataset.num_classes:
+        raise InputError(
+            f"{name} has {dataset.num_classes} classes but labels {y.min()}..{y.max()}: number them from 0, or prepare "
+            "it anew."
+        )
+    if dataset.superclass is not None and np.shape(dataset.superclass) != (dataset.num_classes,):
+        raise InputError(f"{name} has {dataset.num_classes} classes but {len(dataset.superclass)} in superclass.")
     return dataset

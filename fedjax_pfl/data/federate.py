@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.data.datasets import Dataset
+from fedjax_pfl.data.datasets import Dataset, checked
 from fedjax_pfl.data.partitioners import Partition, class_counts
 from fedjax_pfl.types import Examples, Federation, Rows
 
@@ -28,6 +28,7 @@ def federate(
       a Federation whose `val.index` may be [N, 0]. Widths are rounded up by at most an eighth, so that most seeds of a
       partition have the same.
     """
+    checked(dataset)
     train, val, test = room
     pool = None if public is None else Examples(jnp.asarray(public.x), jnp.asarray(public.y))
     return Federation(

@@ -7,7 +7,7 @@ import numpy as np
 from absl import logging
 
 from fedjax_pfl.data import assignment
-from fedjax_pfl.data.datasets import Dataset
+from fedjax_pfl.data.datasets import Dataset, checked
 from fedjax_pfl.data.rows import Partition, build, class_counts, digest, load_file, save
 from fedjax_pfl.errors import InputError, check, choose
 
@@ -66,13 +66,14 @@ def partition(
     Raises:
       InputError: a value is out of its range, or there are too few examples for so many clients.
     """
+    checked(dataset)
     _check_fractions(test_split, test_fraction, val_fraction)
     rng = np.random.default_rng(_whole("seed", seed, 0, 2**63 - 1))
-    if spec.startswith("file:"):
+    if isinstance(spec, str) and spec.startswith("file:"):
         return _from_file(spec.removeprefix("file:"), dataset, num_clients)
     _check_spec(spec, test_split, dataset)
     y = dataset.y[: dataset.num_train] if test_split == "official" else dataset.y
-    num_clients = _whole("clients", num_clients, 1, len(y))
+    num_clients = _whole("clients", num_clients, 1, len(y), "there are so many examples")
     need = 1 + (test_split == "pool") + (val_fraction > 0)  # one example for each part that is cut from these
     practical = min(40, len(y) // num_clients // 2)
     least = practical if min_size is None else _whole("min_size", min_size, 0, len(y))
@@ -107,7 +108,7 @@ def _deal(rng: Any, spec: str, totals: np.ndarray, num_clients: int, alpha: floa
     if spec.startswith("dirichlet"):
         check("alpha", alpha, *_ALPHA)
         return getattr(assignment, spec)(rng, totals, num_clients, alpha)
-    k = _whole("classes_per_client", k, 1, len(totals))
+    k = _whole("classes_per_client", k, 1, len(totals), "there are so many classes")
     if spec == "label_groups":
         return assignment.label_groups(rng, totals, num_clients, k, least)
     return getattr(assignment, spec)(rng, totals, num_clients, k)
@@ -194,18 +195,11 @@ def _check_enough(num_clients: int, minimum: int, n: int) -> None:
 
 def _check_fractions(test_split: str, test_fraction: float, val_fraction: float) -> None:
     choose("test_split", test_split, ("pool", "official"))
-    if not 0 < test_fraction < 1:
-        raise InputError(f"test_fraction={test_fraction} is outside its range (0, 1).")
-    if not 0 <= val_fraction < 1:
-        raise InputError(f"val_fraction={val_fraction} is outside its range [0, 1).")
+    check("test_fraction", test_fraction, 0, 1, open_low=True, open_high=True)
+    check("val_fraction", val_fraction, 0, 1, open_high=True)
 
 
-def _whole(name: str, value: Any, low: int, high: int) -> int:
+def _whole(name: str, value: Any, low: int, high: int, why: str = "") -> int:
     """A whole number in [low, high]."""
-    try:
-        value = operator.index(value)
-    except TypeError:
-        raise InputError(f"{name}={value!r} must be a whole number in [{low}, {high}].") from None
-    if not low <= value <= high:
-        raise InputError(f"{name}={value} is outside its range [{low}, {high}].")
-    return value
+    check(name, value, low, high, whole=True, why=why)
+    return operator.index(value)

@@ -61,16 +61,19 @@ def load_file(path: str | Path, dataset: Dataset) -> Partition:
 
     Raises:
       InputError: an array is missing, not of integers or out of range, sizes do not fit, a client lacks training or
-        test examples, or one example serves both for training and for scoring.
+        test examples, or an example is there more than once.
     """
     arrays = read_npz(path, ("train", "train_sizes", "test", "test_sizes"), ("val", "val_sizes"))
-    if "val" not in arrays or "val_sizes" not in arrays:
+    if ("val" in arrays) != ("val_sizes" in arrays):
+        raise InputError(f"{path} has only one of val and val_sizes: store both, or neither.")
+    if "val" not in arrays:
         arrays |= {"val": np.zeros(0, np.int32), "val_sizes": np.zeros(len(arrays["train_sizes"]), np.int32)}
     for name, array in arrays.items():
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise InputError(
                 f"{path}: {name} is {array.dtype}{list(array.shape)}: it must be a flat array of integers."
             )
+        arrays[name] = array.astype(np.int64)  # what does not fit is negative, and out of range
     for part in _PARTS:
         _check_part(path, part, arrays[part], arrays[f"{part}_sizes"], len(arrays["train_sizes"]), len(dataset.y))
     _check_disjoint(path, arrays, len(dataset.y))
@@ -129,13 +132,16 @@ def _check_part(path: Any, part: str, rows: np.ndarray, sizes: np.ndarray, num_c
         )
     if part != "val" and sizes.min() < 1:
         raise InputError(f"{path}: client {sizes.argmin()} has no {part} example: give every client at least one.")
-    if sizes.min() < 0 or sizes.sum() != len(rows):
+    if sizes.min() < 0 or sizes.max() > len(rows) or sizes.sum() != len(rows):
         raise InputError(f"{path}: {part}_sizes sum to {sizes.sum()} but {part} has {len(rows)} rows: they must agree.")
     if len(rows) and not (rows.min() >= 0 and rows.max() < n):
         wrong = rows.min() if rows.min() < 0 else rows.max()
         raise InputError(
             f"{path}: {part} holds the row {wrong}, but the data set has rows 0..{n - 1}: is it another one?"
         )
+    repeated = np.flatnonzero(np.bincount(rows, minlength=n) > 1)
+    if len(repeated):
+        raise InputError(f"{path}: {len(repeated)} rows, first {repeated[0]}, are in {part} more than once: keep one.")
 
 
 def _check_disjoint(path: Any, arrays: dict[str, np.ndarray], n: int) -> None:

@@ -95,7 +95,8 @@ def program(
     def predict(key, numbers, federation, state: State, t, id, x) -> PyTree:
         return on_device.predict(key, numbers, federation, on_device.place(state), t, id, x)
 
-    return Program(on.numbers, init, round, scores, predict, place, lambda state: state, on.placement, on.mesh, True)
+    functions = (init, round, scores, predict, place, lambda state: state)
+    return Program(on.numbers, *functions, on.placement, on.mesh, True, on_device.task)
 
 
 def _on_cpu(tree: PyTree) -> PyTree:

@@ -5,7 +5,6 @@ key see the same clients and, for their main local training, the same batches.
 """
 
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from fedjax_pfl import evaluate, groups, keys, traffic, trees
 from fedjax_pfl.algorithms import ANY_ARCHITECTURE
-from fedjax_pfl.engine import contract
+from fedjax_pfl.engine import contract, validate
 from fedjax_pfl.engine.cohort import Cohort, Transform
 from fedjax_pfl.engine.placement import (
     AXIS,
@@ -31,7 +30,7 @@ from fedjax_pfl.engine.placement import (
     unmarked,
 )
 from fedjax_pfl.engine.sampling import cohort_size, sample
-from fedjax_pfl.errors import ArchitectureError, InputError, check, choose
+from fedjax_pfl.errors import ArchitectureError, InputError
 from fedjax_pfl.types import Algorithm, Array, Examples, Federation, Placement, PyTree, Rows, State, Task, Traffic
 
 
@@ -76,22 +75,7 @@ class Program(NamedTuple):
     placement: Placement | None = None  # belongs into Federation.placement where one compiled program serves several
     mesh: Mesh | None = None  # of several devices
     on_host: bool = False  # rows are NumPy arrays in the host's memory, and no function can be traced
-
-
-def check_task(task: Task) -> None:
-    """Raises InputError for numbers that no method can work with."""
-    low, high = task.participation
-    check("participation", low, 0, 1, open_low=True)
-    check("participation", high, 0, 1, open_low=True)
-    if low > high:
-        raise InputError(f"participation={low}:{high} is a range from high to low: write it as {high}:{low}.")
-    check("lr", task.lr, 0, math.inf, open_low=True)
-    check("batch_size", task.batch_size, 1, math.inf)
-    check("rounds", task.rounds, 0, math.inf)
-    if (task.epochs is None) == (task.steps is None):
-        raise InputError("Local work is either epochs or steps: give exactly one of the two.")
-    check("epochs", task.epochs or 0, 0, math.inf)
-    check("steps", task.steps or 0, 0, math.inf)
+    task: Task | None = None  # that it was made for
 
 
 def hyperparameters(factory: Callable[..., Algorithm]) -> dict[str, Any]:
@@ -101,7 +85,7 @@ def hyperparameters(factory: Callable[..., Algorithm]) -> dict[str, Any]:
 
 
 def program(
-    factory: Callable[..., Algorithm],
+    factory: Callable[..., Algorithm] | str,
     task: Task,
     hparams: dict[str, Any] | None = None,
     *,
@@ -131,6 +115,8 @@ def program(
       InputError: for an unknown hyperparameter, a value out of range, devices that cannot be had (`placement.take`), or
         a method that breaks the contract.
     """
+    factory, task = validate.method(factory), validate.task(task)
+    validate.layout(lr_decay, width, devices)
     made = parts(factory, task, hparams, lr_decay=lr_decay, width=width, devices=devices, transform=transform)
     found = _program(made, task, devices, _predict(factory, task, hparams, lr_decay))
     if checked:
@@ -204,7 +190,9 @@ def _program(on: Parts, task: Task, devices: int, predict: Callable[..., PyTree]
 
     placed = jax.jit(place)  # the placement is an argument: other partitions need no new compilation
     to_rows = lambda state: placed(state, on.placement)
-    return Program(on.numbers, init, round, scores, one, to_rows, rows(on.placement).unplace, on.placement, mesh)
+    return Program(
+        on.numbers, init, round, scores, one, to_rows, rows(on.placement).unplace, on.placement, mesh, task=task
+    )
 
 
 def _predict(factory: Callable, task: Task, hparams: dict[str, Any] | None, lr_decay: float) -> Callable[..., PyTree]:
@@ -306,10 +294,8 @@ def _finite(state: State, count: int, lengths: tuple[int, ...]) -> Array:
 def _bound(factory: Callable[..., Algorithm], task: Task, hparams: dict[str, Any], lr_decay: float):
     """The method as a function of its numbers and the round, and the numbers."""
     defaults = hyperparameters(factory)
-    for name in hparams:
-        choose("hyperparameter", name, defaults)
+    validate.hyperparameters(factory, hparams)
     hparams = defaults | hparams
-    check_task(task)
     try:
         with contract.named(factory):
             made = factory(task, **hparams)  # ranges are checked on the host, before anything is traced

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
-from fedjax_pfl.errors import InputError, choose
+from fedjax_pfl.errors import InputError, check, check_shape, choose
 from fedjax_pfl.models import layers
 from fedjax_pfl.models.features import WIDTH_BY, widened
 from fedjax_pfl.models.registry import MODELS
@@ -40,8 +40,8 @@ def network(
       A Network; its variables are nested dicts with string keys.
 
     Raises:
-      InputError: the module keeps state other than parameters and running statistics, or has a batch norm that does
-        not know `mask`.
+      InputError: the module keeps state other than parameters and running statistics, or has a batch norm that is not
+        `layers.BatchNorm` or does not get `mask`.
     """
     choose("bn_stats", bn_stats, BN_STATS)
     choose("conv", conv, layers.CONVOLUTIONS)
@@ -55,7 +55,7 @@ def network(
                     f"{type(module).__name__}.{'.'.join(map(str, path))} is a {type(variable).__name__}: a network may "
                     "hold parameters and running statistics; dropout takes `rngs` when called, not when built."
                 )
-        return _without_moments(module) if bn_stats == "batch" else module
+        return _normalised(module, bn_stats)
 
     def init(key: Array) -> PyTree:
         module = made(nnx.Rngs(key))
@@ -103,21 +103,24 @@ def model(
       nested dicts with string keys.
 
     Raises:
-      InputError: for an unknown name, a module without body or head, or one that keeps state in other places.
+      InputError: for an unknown name, a module without body or head, one that keeps state in other places, or a batch
+        norm that is not `layers.BatchNorm` or does not get `mask`.
     """
-    if isinstance(factory, str):
+    if not callable(factory):
         factory = MODELS[choose("model", factory, MODELS)]
+    input_shape = check_shape("input_shape", input_shape)
+    check("num_classes", num_classes, 1, math.inf, whole=True)
     choose("bn_stats", bn_stats, BN_STATS)
     choose("conv", conv, layers.CONVOLUTIONS)
     choose("compute_dtype", compute_dtype, DTYPES)
     choose("width_by", width_by, WIDTH_BY)
 
     def build(rngs):
-        module = factory(tuple(input_shape), num_classes, rngs)
+        module = factory(input_shape, num_classes, rngs)
         _check_parts(module)
         if features is not None:
             module = widened(module, input_shape, num_classes, features, width_by, rngs)
-        return _without_moments(module) if bn_stats == "batch" else module
+        return _normalised(module, bn_stats)
 
     def init(key):
         return _variables(build(nnx.Rngs(key)))
@@ -141,6 +144,9 @@ def _apply(template: nnx.Module, conv: str, dtype: str) -> Callable[..., tuple[A
     """A module as a function of (parameters, running statistics, x, mask, train, key)."""
     graph, param_state, stat_state = nnx.split(template, nnx.Param, nnx.BatchStat)  # type: ignore[misc]
     accepted = set(inspect.signature(template.__call__).parameters) & {"mask", "train", "rngs"}
+    norms = any(isinstance(part, nnx.BatchNorm) for _, part in nnx.iter_modules(template))
+    if norms and not accepted >= {"mask", "train"}:
+        raise InputError(f"{type(template).__name__} has batch norm: let its __call__ take `mask` and `train`, for it.")
 
     def run(params, stats, x, mask, train, key):
         rngs = None if key is None or "rngs" not in accepted else nnx.Rngs(key)
@@ -259,16 +265,18 @@ def _fill(template: nnx.State, tree: PyTree) -> nnx.State:
     )
 
 
-def _without_moments(module: nnx.Module) -> nnx.Module:
-    """Takes the running moments from every batch norm."""
+def _normalised(module: nnx.Module, bn_stats: str) -> nnx.Module:
+    """The module, its batch norms without running statistics for "batch"; Flax's own would count padding."""
     for path, part in nnx.iter_modules(module):
-        if isinstance(part, layers.BatchNorm):
-            part.mean = part.var = None  # type: ignore[assignment]
-        elif isinstance(part, nnx.BatchNorm):
-            name = ".".join(map(str, path))
+        if not isinstance(part, nnx.BatchNorm):
+            continue
+        if not isinstance(part, layers.BatchNorm):
             raise InputError(
-                f"bn_stats='batch' needs fedjax_pfl.models.layers.BatchNorm, but {name} is another batch norm."
+                f"{type(module).__name__}.{'.'.join(map(str, path))} is Flax's own batch norm, whose statistics count "
+                "the padding of a batch: use fedjax_pfl.models.layers.BatchNorm, and hand it `mask` and `train`."
             )
+        if bn_stats == "batch":
+            part.mean = part.var = None  # type: ignore[assignment]
     return module
 
 

@@ -1,0 +1,78 @@
+"""What a run directory records, read back: the settings, which nobody may have edited, the layout, and the rows."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from experiments import schema, settings
+from experiments.files import damaged, lines, read_json
+from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.engine import checkpoint, validate
+from fedjax_pfl.errors import InputError, choose
+
+Row = dict[str, Any]
+
+
+def signed(config: Row) -> Row:
+    """The settings as they are written, with a digest of each."""
+    return config | {"digests": {name: _digest(value) for name, value in config.items()}}
+
+
+def read_config(path: Path) -> Row:
+    """The settings of a run, with the defaults of those that came into being since.
+
+    Raises:
+      InputError: there are none, the file is damaged, or a setting is not the one that was written.
+    """
+    file = path / "config.json"
+    config = read_json(file, schema.CONFIG)
+    digests = config.pop("digests", None)  # None: of an earlier version
+    if digests is not None:
+        names = [name for name in config | digests if _digest(config.get(name)) != digests.get(name, _digest(None))]
+        if names:
+            raise InputError(
+                f"{file} was edited ({', '.join(names)}), so the run would not be the one that was begun: undo that, "
+                "or start a new run with another --workdir."
+            )
+    try:
+        factory = ALGORITHMS[choose("algo", config["algo"], ALGORITHMS)]
+        validate.hyperparameters(factory, config["hparams"])
+        settings.check_ranges(found := settings.completed(config))
+    except InputError as error:
+        raise damaged(file, str(error).rstrip(".")) from None
+    return found
+
+
+def read_layout(path: Path) -> Row:
+    """How the clients of a run are laid out."""
+    return read_json(path / "layout.json", schema.LAYOUT)
+
+
+def complete(path: Path, count: int) -> Iterator[tuple[bytes, Row]]:
+    """The lines and rows of rounds 0 to count - 1; what follows, a torn last line included, may go.
+
+    Raises:
+      InputError: one of them is not there, or not in its place; the message says from where the run can go on.
+    """
+    found = 0
+    for line, row in lines(path, schema.METRICS if path.stem == "metrics" else schema.SCORES):
+        if found == count or row["round"] != found:
+            break
+        found += 1
+        yield line, row
+    if found < count:
+        folder = path.parent / "checkpoints"
+        known = checkpoint.steps(folder)
+        later = ", ".join(str(step) for step in known if step > found)
+        earlier = [step for step in known if step <= found]
+        way = f"resume from step {earlier[-1]}" if earlier else "start again from round 0"
+        raise InputError(
+            f"{path} does not hold the rounds 0 to {count - 1} once each, but only the first {found}: delete the "
+            f"folders {later} in {folder} to {way}, or take another --workdir."
+        )
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]

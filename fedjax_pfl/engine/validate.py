@@ -1,0 +1,234 @@
+"""What a program hands to the library, checked where it enters: its kinds, its ranges, and that it belongs together."""
+
+import inspect
+import math
+import numbers
+import types
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from fedjax_pfl.data.datasets import Dataset
+from fedjax_pfl.errors import InputError, check, choose
+from fedjax_pfl.models.functional import BN_STATS
+from fedjax_pfl.types import Algorithm, Federation, Model, Rows, Task
+
+LARGEST = 2**31 - 1  # steps and examples are counted in int32
+_COUNTED = "it is counted in 32 bits"
+_ONE_SOURCE = "make both of one data set and one partition"
+_NOUNS = {bool: "True or False", int: "a whole number", float: "a number", str: "text", type(None): "None"}
+
+
+def task(given: Task) -> Task:
+    """Returns the task, a single participation as the range that it stands for.
+
+    Raises:
+      InputError: a field of a wrong kind or out of its range, or fields that do not fit each other.
+    """
+    given = given._replace(participation=_participation(given.participation))
+    for model in given.models:
+        if not isinstance(model, Model):
+            raise InputError(f"model={model!r} must be a Model, as fedjax_pfl.models.model makes it.")
+    _architectures(given)
+    choose("bn_stats", given.bn_stats, BN_STATS)
+    check("lr", given.lr, 0, math.inf, open_low=True)
+    check("batch_size", given.batch_size, 1, LARGEST, whole=True, why=_COUNTED)
+    check("rounds", given.rounds, 0, LARGEST, whole=True, why=_COUNTED)
+    if (given.epochs is None) == (given.steps is None):
+        raise InputError("Local work is either epochs or steps: give exactly one of the two.")
+    if given.drop_last not in (True, False):
+        raise InputError(f"drop_last={given.drop_last!r} must be True or False.")
+    if given.augment is not None and not callable(given.augment):
+        raise InputError(f"augment={given.augment!r} must be a function, (key, x) -> x, or None.")
+    if not np.array_equal(given.sizes, class_counts(given.class_counts, given.num_classes).sum(axis=1)):
+        raise InputError(f"The task's sizes are not the sums of class_counts over the classes: {_ONE_SOURCE}.")
+    passes = -(-int(max(np.max(given.sizes), 1)) // given.batch_size)  # steps of the largest client's epoch
+    why = f"{_COUNTED}, and an epoch of the largest client has {passes:,} steps"
+    check("epochs", given.epochs or 0, 0, LARGEST // passes, whole=True, why=why)
+    check("steps", given.steps or 0, 0, LARGEST // min(given.batch_size, 2**20), whole=True, why=_COUNTED)
+    _optimizer(given.optimizer)
+    return given
+
+
+def _architectures(given: Task) -> None:
+    """Raises InputError unless every client has one of the task's models, and every model a client."""
+    of = np.asarray(given.architecture)
+    if of.shape != (given.num_clients,) or sorted(set(of.tolist())) != list(range(len(given.models))):
+        raise InputError(
+            f"There are {len(given.models)} architectures and {given.num_clients} clients: each client needs one, and "
+            "each architecture a client."
+        )
+
+
+def class_counts(given: Any, num_classes: int) -> np.ndarray:
+    """Returns the training examples of each client and class, [N, C], on the host; InputError if they cannot be."""
+    counts = np.asarray(given)
+    if counts.ndim != 2 or counts.dtype.kind not in "iu" or not counts.size:
+        raise InputError(
+            f"class_counts is {counts.dtype}{list(counts.shape)}: it must be [clients, classes], integers."
+        )
+    if counts.shape[1] != num_classes or counts.min() < 0:
+        raise InputError(
+            f"class_counts has {counts.shape[1]} classes, the least count {counts.min()}: the data set has "
+            f"{num_classes}, and no count is negative."
+        )
+    return counts
+
+
+def model(given: Model, dataset: Dataset) -> None:
+    """Raises InputError unless the model takes the data set's inputs and has an output for each class."""
+    x = jax.ShapeDtypeStruct((2, *dataset.x.shape[1:]), dataset.x.dtype)
+    if not isinstance(given, Model):
+        raise InputError(f"model={given!r} must be a Model, as fedjax_pfl.models.model makes it.")
+    try:
+        logits = jax.eval_shape(
+            lambda key, x: given.apply(given.init(key), dataset.prepare(x))[0], jax.random.key(0), x
+        )
+    except (TypeError, ValueError, AssertionError) as error:
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputError(
+            f"The model does not take the inputs of {dataset.name}, of shape {x.shape[1:]} ({said}): "
+            "make it with dataset.x.shape[1:]."
+        ) from error
+    if logits.shape[0] != 2 or logits.shape[-1] != dataset.num_classes:
+        raise InputError(
+            f"The model has {logits.shape[-1]} outputs, but {dataset.name} has {dataset.num_classes} classes: "
+            "make it with dataset.num_classes."
+        )
+
+
+def method(factory: Callable[..., Algorithm] | str) -> Callable[..., Algorithm]:
+    """Returns the factory of a method, which may be given by its name in ALGORITHMS.
+
+    Raises:
+      InputError: there is no method of that name, or what is given is none.
+    """
+    from fedjax_pfl.algorithms import ALGORITHMS  # imported here: most callers bring their own
+
+    if isinstance(factory, str):
+        return ALGORITHMS[choose("method", factory, ALGORITHMS)]
+    if not callable(factory):
+        raise InputError(
+            f"{factory!r} is no method: give a factory, (task, **hyperparameters) -> Algorithm, or a name."
+        )
+    return factory
+
+
+def hyperparameters(factory: Callable[..., Algorithm], given: dict[str, Any]) -> None:
+    """Raises InputError for a hyperparameter that the factory does not have, or a value not of its type."""
+    parameters = inspect.signature(factory).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    if not isinstance(given, dict):
+        raise InputError(f"hparams must be a dict, {{name: value}}, not {type(given).__name__}.")
+    hints = typing.get_type_hints(inspect.unwrap(getattr(factory, "func", factory)))
+    for name, value in given.items():
+        choose("hyperparameter", name, defaults)
+        hint = hints.get(name, type(defaults[name]))
+        kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        if not any(_is(value, kind) for kind in kinds):
+            nouns = [_NOUNS[kind] for kind in kinds if kind in _NOUNS]
+            raise InputError(f"{name}={value!r} must be {' or '.join(nouns)}.")
+
+
+def layout(lr_decay: Any, width: Any, devices: Any) -> None:
+    """Raises InputError for a decay that is not positive, or a width or a number of devices that is none."""
+    check("lr_decay", lr_decay, 0, math.inf, open_low=True)
+    check("width", width, 1, LARGEST, whole=True)
+    check("devices", devices, 1, LARGEST, whole=True)
+
+
+def rounds(rounds: Any, eval_every: Any, start: Any, state: Any, state_every: Any) -> None:
+    """Raises InputError for numbers that no loop of rounds can have; 0 rounds have their closing scores only."""
+    check("rounds", rounds, 0, LARGEST, whole=True, why=_COUNTED)
+    check("eval_every", eval_every, 0, math.inf, whole=True)
+    check("state_every", state_every, 1, math.inf, whole=True)
+    check("start", start, 0, rounds, whole=True, why="so many rounds are asked for")
+    if start and state is None:
+        raise InputError(f"start={start} needs the state after so many rounds: give `state`, or start at 0.")
+
+
+def federation(task: Task, given: Federation) -> None:
+    """Raises InputError unless these are the clients that the task was made for, whose rows are examples.
+
+    What is traced, or lies on other hosts, is not checked.
+    """
+    if not isinstance(given, Federation):
+        raise InputError(f"federation={given!r} must be a Federation, as fedjax_pfl.data.federate makes it.")
+    leaves = jax.tree.leaves(given)
+    if any(isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable) for x in leaves):
+        return
+    n = len(given.train.size)
+    if n != task.num_clients:
+        raise InputError(
+            f"The federation has {n} clients, but the task was made for {task.num_clients}: {_ONE_SOURCE}."
+        )
+    if not np.array_equal(given.class_counts, task.class_counts) or not np.array_equal(given.train.size, task.sizes):
+        raise InputError(f"The federation's clients hold other training examples than the task's: {_ONE_SOURCE}.")
+    x, y = given.examples
+    if len(x) != len(y):
+        raise InputError(f"The federation's examples have {len(x)} inputs x but {len(y)} labels y: {_ONE_SOURCE}.")
+    for part in ("train", "val", "test"):
+        rows = _rows(part, getattr(given, part), len(y))
+        labels = np.asarray(y)[rows]
+        if len(labels) and not (labels.min() >= 0 and labels.max() < task.num_classes):
+            raise InputError(
+                f"The federation has labels {labels.min()}..{labels.max()} in {part}, but the task has "
+                f"{task.num_classes} classes: {_ONE_SOURCE}."
+            )
+
+
+def _is(value: Any, kind: Any) -> bool:
+    if isinstance(value, jax.core.Tracer):
+        return True
+    if kind not in _NOUNS:
+        return True
+    if isinstance(value, (bool, np.bool_)) or kind is bool:
+        return kind is bool and isinstance(value, (bool, np.bool_))
+    if isinstance(value, (np.ndarray, jax.Array)) and value.ndim == 0:
+        value = value.item()
+    return isinstance(value, {int: numbers.Integral, float: numbers.Real}.get(kind, kind))
+
+
+def _participation(given: Any) -> tuple[float, float]:
+    """A fraction, or a range of them."""
+    pair = given if isinstance(given, tuple | list) else (given, given)
+    if len(pair) != 2:
+        raise InputError(f"participation={given!r} must be a number, or a range of two.")
+    for value in pair:
+        check("participation", value, 0, 1, open_low=True)
+    low, high = map(float, pair)
+    if low > high:
+        raise InputError(f"participation={low}:{high} is a range from high to low: write it as {high}:{low}.")
+    return low, high
+
+
+def _optimizer(given: Any) -> None:
+    try:
+        made = given(0.1)
+    except TypeError:  # not callable, or of other arguments
+        made = None
+    if not isinstance(made, optax.GradientTransformation):
+        raise InputError(
+            "optimizer must be a function of the learning rate, such as optax.sgd or lambda lr: optax.sgd(lr, 0.9), "
+            f"not {type(given).__name__}: else lr and its decay would not reach it."
+        )
+
+
+def _rows(part: str, rows: Rows, n: int) -> np.ndarray:
+    """The rows of one part, client after client."""
+    index, size = np.asarray(rows.index), np.asarray(rows.size)
+    if index.ndim != 2 or len(index) != len(size) or (len(size) and size.max() > index.shape[1]):
+        raise InputError(
+            f"{part} has {size.max()} examples of a client in an index {list(index.shape)}: it has no room."
+        )
+    valid = index[np.arange(index.shape[1]) < size[:, None]]
+    if len(valid) and not (valid.min() >= 0 and valid.max() < n):
+        wrong = valid.min() if valid.min() < 0 else valid.max()
+        raise InputError(
+            f"{part} holds the row {wrong}, but the examples have rows 0..{n - 1}: is it another data set?"
+        )
+    return valid

@@ -1,0 +1,246 @@
+"""What a program hands to the library: every wrong call is one sentence, before anything is compiled."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toy
+
+from fedjax_pfl import models, simulate
+from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.data import datasets, partitioners
+from fedjax_pfl.data.federate import federate
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.types import Rows
+
+NAN, INF = float("nan"), float("inf")
+
+
+@functools.cache
+def blobs() -> datasets.Dataset:
+    return datasets.synthetic(200, toy.C, toy.SHAPE)
+
+
+@functools.cache
+def dealt():
+    return partitioners.partition(blobs(), "iid", num_clients=5, seed=0)
+
+
+@functools.cache
+def net(classes: int = toy.C, shape: tuple = toy.SHAPE):
+    return models.model("linear", shape, classes)
+
+
+def make_task(dataset=None, counts=None, model=None, **options):
+    dataset = blobs()._replace(**(dataset or {}))
+    counts = partitioners.class_counts(dealt(), blobs()) if counts is None else counts
+    return simulate.task(dataset, counts, model or net(), **({"lr": 0.1, "batch_size": 4} | options))
+
+
+@functools.cache
+def given_task():
+    return make_task(epochs=1, participation=0.6)
+
+
+def make_program(factory=ALGORITHMS["ditto"], task=None, **options):
+    return simulate.program(factory, given_task()._replace(**(task or {})), **options)
+
+
+@functools.cache
+def federation():
+    return federate(blobs(), dealt())
+
+
+@functools.cache
+def compiled():
+    return make_program()
+
+
+def run(change=lambda f: f, **options):
+    return list(simulate.rounds(compiled(), jax.random.key(0), change(federation()), **({"rounds": 1} | options)))
+
+
+def deal(spec="iid", dataset=None, **options):
+    return partitioners.partition(
+        blobs()._replace(**(dataset or {})), spec, **({"num_clients": 5, "seed": 0} | options)
+    )
+
+
+def rows_of(part, change):
+    return lambda f: f._replace(**{part: change(getattr(f, part))})
+
+
+def other_clients(f):
+    return f._replace(**{part: Rows(*(x[:4] for x in getattr(f, part))) for part in ("train", "val", "test")})
+
+
+y = blobs().y
+WRONG = [
+    (make_task, {"dataset": {"y": y[:-1]}}, "has 200 inputs x but 199 labels y"),
+    (make_task, {"dataset": {"x": blobs().x[:150]}}, "has 150 inputs x but 200 labels"),
+    (make_task, {"dataset": {"num_train": 201}}, "num_train=201 is outside its range [1, 200]"),
+    (make_task, {"dataset": {"num_train": -1}}, "num_train=-1 is outside"),
+    (make_task, {"dataset": {"num_train": 10.5}}, "num_train=10.5 must be a whole number"),
+    (make_task, {"dataset": {"y": y + 1}}, "has 4 classes but labels 1..4"),
+    (make_task, {"dataset": {"y": y - 1}}, "has 4 classes but labels -1..2"),
+    (make_task, {"dataset": {"num_classes": 2}}, "has 2 classes but labels 0..3"),
+    (make_task, {"dataset": {"num_classes": 0}}, "num_classes=0 is outside"),
+    (make_task, {"dataset": {"num_classes": "4"}}, "num_classes='4' must be a whole number"),
+    (make_task, {"dataset": {"y": y.astype(float)}}, "y [examples] integers"),
+    (make_task, {"dataset": {"y": y[:, None]}}, "y [examples] integers"),
+    (make_task, {"dataset": {"y": []}}, "y [examples] integers"),
+    (make_task, {"dataset": {"x": np.zeros(200)}}, "x must be [examples, ...]"),
+    (make_task, {"dataset": {"superclass": np.zeros(3, int)}}, "has 4 classes but 3 in superclass"),
+    (make_task, {"model": net(3)}, "The model has 3 outputs, but synthetic has 4 classes"),
+    (make_task, {"model": net(5)}, "The model has 5 outputs, but synthetic has 4 classes"),
+    (make_task, {"model": net(4, (7,))}, "The model does not take the inputs of synthetic, of shape (6,)"),
+    (make_task, {"model": "linear"}, "model='linear' must be a Model"),
+    (make_task, {"counts": np.ones(5, int)}, "class_counts is int64[5]: it must be [clients, classes]"),
+    (make_task, {"counts": np.ones((5, 4))}, "class_counts is float64[5, 4]"),
+    (make_task, {"counts": np.ones((5, 3), int)}, "class_counts has 3 classes"),
+    (make_task, {"counts": -np.ones((5, 4), int)}, "the least count -1"),
+    (make_task, {"counts": np.ones((0, 4), int)}, "class_counts is int64[0, 4]"),
+    (make_task, {"counts": "iid"}, "class_counts is <U3[]"),
+    (make_task, {"bn_stats": "foo"}, "Unknown bn_stats 'foo': Choose one of aggregate, local, batch"),
+    (make_task, {"bn_stats": "Local"}, "Unknown bn_stats 'Local': did you mean 'local'?"),
+    (make_task, {"bn_stats": None}, "Unknown bn_stats None"),
+    *((make_task, {"lr": x}, f"lr={x} is outside its range (0, inf)") for x in (0, -1, NAN, INF)),
+    *((make_task, {"lr": x}, f"lr={x!r} must be a number") for x in ("fast", None, [0.1], True, 1j)),
+    *(
+        (make_task, {"batch_size": x}, f"batch_size={x} is outside its range [1, 2,147,483,647]")
+        for x in (0, -4, 2**31)
+    ),
+    *((make_task, {"batch_size": x}, f"batch_size={x!r} must be a whole number") for x in (2.5, "10", None, NAN)),
+    *((make_task, {"rounds": x}, f"rounds={x} is outside") for x in (-1, 2**40)),
+    *((make_task, {"rounds": x}, f"rounds={x!r} must be a whole number") for x in (2.5, "3", None, True)),
+    *((make_task, {"epochs": x}, f"epochs={x} is outside") for x in (-1, 2**31)),
+    *((make_task, {"epochs": x}, f"epochs={x!r} must be a whole number") for x in (0.5, "one")),
+    *((make_task, {"epochs": None, "steps": x}, f"steps={x} is outside") for x in (-1, 2**31)),
+    *((make_task, {"epochs": None, "steps": x}, f"steps={x!r} must be a whole number") for x in (0.5, "one")),
+    (make_task, {"epochs": 1, "steps": 1}, "give exactly one of the two"),
+    (make_task, {"epochs": None}, "give exactly one of the two"),
+    *((make_task, {"participation": x}, f"participation={x} is outside") for x in (0, 1.5, -0.1, NAN)),
+    *((make_task, {"participation": (0.1, x)}, f"participation={x} is outside") for x in (0, 1.5, -0.1, NAN)),
+    (make_task, {"participation": (0.9, 0.1)}, "write it as 0.1:0.9"),
+    (make_task, {"participation": (0.1, 0.2, 0.3)}, "must be a number, or a range of two"),
+    (make_task, {"participation": "half"}, "participation='half' must be a number"),
+    (make_task, {"participation": None}, "participation=None must be a number"),
+    (make_task, {"drop_last": "yes"}, "drop_last='yes' must be True or False"),
+    (make_task, {"drop_last": 2}, "drop_last=2 must be True or False"),
+    (make_task, {"optimizer": optax.sgd(0.1)}, "optimizer must be a function of the learning rate"),
+    (make_task, {"optimizer": "sgd"}, "optimizer must be a function of the learning rate"),
+    (make_task, {"optimizer": lambda lr: lr}, "optimizer must be a function of the learning rate"),
+    (make_task, {"optimizer": lambda: optax.sgd(0.1)}, "optimizer must be a function of the learning rate"),
+    (make_task, {"epoch": 2}, "Unknown option of a task 'epoch': did you mean 'epochs'?"),
+    (make_task, {"augment": "flip"}, "augment='flip' must be a function"),
+    (make_program, {"factory": "fedavgg"}, "Unknown method 'fedavgg': did you mean 'fedavg'?"),
+    (make_program, {"factory": "Ditto "}, "Unknown method 'Ditto ': did you mean 'ditto'?"),
+    (make_program, {"factory": None}, "None is no method"),
+    (make_program, {"factory": 7}, "7 is no method"),
+    (make_program, {"hparams": {"lamda": 1.0}}, "Unknown hyperparameter 'lamda': did you mean 'lam'?"),
+    *((make_program, {"hparams": {"lam": x}}, f"lam={x!r} must be a number") for x in ("2", None, [1.0], True)),
+    *((make_program, {"hparams": {"lam": x}}, f"lam={x} is outside") for x in (-1, NAN, INF)),
+    (make_program, {"hparams": [("lam", 1)]}, "hparams must be a dict"),
+    (make_program, {"factory": "fedrep", "hparams": {"head_epochs": 1.5}}, "head_epochs=1.5 must be a whole number"),
+    (make_program, {"factory": "fedrep", "hparams": {"head_epochs": "2"}}, "head_epochs='2' must be a whole number"),
+    (make_program, {"factory": "scaffold", "hparams": {"weights": 3}}, "weights=3 must be text"),
+    (make_program, {"factory": "scaffold", "hparams": {"weights": "Dat"}}, "did you mean 'data'?"),
+    (make_program, {"factory": "privacy_pfedc", "hparams": {"encrypt_phi": 1}}, "encrypt_phi=1 must be True or False"),
+    *((make_program, {"lr_decay": x}, f"lr_decay={x} is outside its range (0, inf)") for x in (0, -1, NAN, INF)),
+    *((make_program, {"lr_decay": x}, f"lr_decay={x!r} must be a number") for x in ("0.9", None)),
+    *((make_program, {"width": x}, f"width={x} is outside") for x in (0, -1)),
+    *((make_program, {"width": x}, f"width={x!r} must be a whole number") for x in (1.5, "auto", None)),
+    *((make_program, {"devices": x}, f"devices={x} is outside its range") for x in (0, -1, 99)),
+    *((make_program, {"devices": x}, f"devices={x!r} must be a whole number") for x in (1.5, "all", None)),
+    *((make_program, {"task": {"bn_stats": x}}, "Unknown bn_stats") for x in ("foo", 1)),
+    *((make_program, {"task": {"lr": x}}, "lr=") for x in (0, "fast")),
+    *((make_program, {"task": {"batch_size": x}}, "batch_size=") for x in (0, 2.5)),
+    *((make_program, {"task": {"participation": x}}, "participation=") for x in (0, "all")),
+    (make_program, {"task": {"model": None}}, "model=None must be a Model"),
+    (make_program, {"task": {"class_counts": np.ones((5, 7), int)}}, "class_counts has 7 classes"),
+    (make_program, {"task": {"sizes": np.ones(4, int)}}, "sizes are not the sums of class_counts"),
+    (run, {"change": other_clients}, "The federation has 4 clients, but the task was made for 5"),
+    (run, {"change": lambda f: toy.federation()}, "hold other training examples than the task's"),
+    (run, {"change": rows_of("train", lambda r: r._replace(size=r.size - 1))}, "hold other training examples"),
+    (run, {"change": rows_of("train", lambda r: r._replace(index=r.index + 200))}, "train holds the row"),
+    (run, {"change": rows_of("test", lambda r: r._replace(index=r.index - 200))}, "test holds the row"),
+    (run, {"change": rows_of("test", lambda r: r._replace(size=r.size + 99))}, "it has no room"),
+    (run, {"change": rows_of("class_counts", lambda c: c[::-1])}, "hold other training examples"),
+    (run, {"change": rows_of("examples", lambda e: e._replace(y=e.y[:50]))}, "200 inputs x but 50 labels y"),
+    (run, {"change": rows_of("examples", lambda e: e.__class__(e.x[:50], e.y[:50]))}, "is it another data set?"),
+    (run, {"change": rows_of("examples", lambda e: e._replace(x=e.x[:50]))}, "50 inputs x but 200 labels y"),
+    (run, {"change": rows_of("examples", lambda e: e._replace(y=e.y + 2))}, "labels"),
+    (run, {"change": lambda f: None}, "federation=None must be a Federation"),
+    *((run, {"rounds": x}, f"rounds={x!r} must be a whole number") for x in (2.5, "3", None, NAN)),
+    *((run, {"rounds": x}, f"rounds={x} is outside") for x in (-1, 2**31)),
+    *((run, {"eval_every": x}, f"eval_every={x} is outside") for x in (-1, -10)),
+    *((run, {"eval_every": x}, f"eval_every={x!r} must be a whole number") for x in (0.5, "1", None)),
+    *((run, {"state_every": x}, f"state_every={x} is outside") for x in (0, -1)),
+    *((run, {"start": x}, f"start={x} is outside its range [0, 1]") for x in (-1, 2)),
+    *((run, {"start": x}, f"start={x!r} must be a whole number") for x in (0.5, None)),
+    (run, {"start": 1}, "start=1 needs the state after so many rounds"),
+    *((deal, {"dataset": {"y": y[:-1]}, "spec": spec}, "200 inputs x but 199 labels") for spec in ("iid", "dirichlet")),
+    (deal, {"dataset": {"num_train": 500}}, "num_train=500 is outside"),
+    (deal, {"dataset": {"num_classes": 3}}, "3 classes but labels 0..3"),
+    (deal, {"num_clients": "5"}, "clients='5' must be a whole number"),
+    (deal, {"seed": "x"}, "seed='x' must be a whole number"),
+    (deal, {"spec": "dirichlet", "alpha": "small"}, "alpha='small' must be a number"),
+    (deal, {"val_fraction": "none"}, "val_fraction='none' must be a number"),
+    (deal, {"test_fraction": None}, "test_fraction=None must be a number"),
+    (deal, {"test_split": None}, "Unknown test_split None"),
+    (deal, {"spec": None}, "Unknown partition None"),
+    (models.model, {"factory": "linearr", "input_shape": (6,), "num_classes": 4}, "did you mean 'linear'?"),
+    (models.model, {"factory": None, "input_shape": (6,), "num_classes": 4}, "Unknown model None"),
+    (models.model, {"factory": "linear", "input_shape": 6, "num_classes": 4}, "input_shape=6 must be a shape"),
+    (models.model, {"factory": "linear", "input_shape": (6,), "num_classes": 0}, "num_classes=0 is outside"),
+    (models.model, {"factory": "linear", "input_shape": (6,), "num_classes": 2.5}, "num_classes=2.5 must be a whole"),
+    (models.model, {"factory": "linear", "input_shape": (6.5,), "num_classes": 4}, "must be a shape"),
+    (models.model, {"factory": "linear", "input_shape": (0,), "num_classes": 4}, "must be a shape"),
+    (datasets.load, {"name": "digit"}, "did you mean 'digits'?"),
+    (datasets.load, {"name": None}, "Unknown data set None"),
+    (datasets.load, {"name": "DIGITS"}, "did you mean 'digits'?"),
+    (datasets.synthetic, {"num_examples": 2.5}, "num_examples=2.5 must be a whole number"),
+    (datasets.synthetic, {"num_classes": "4"}, "num_classes='4' must be a whole number"),
+    (datasets.synthetic, {"num_examples": 3}, "num_examples=3 is outside"),
+    (datasets.synthetic, {"shape": 8}, "shape=8 must be a shape"),
+    (datasets.synthetic, {"seed": -1}, "seed=-1 is outside"),
+    (datasets.subset, {"dataset": blobs(), "fraction": 0, "seed": 0}, "data_fraction=0 is outside"),
+    (datasets.subset, {"dataset": blobs(), "fraction": "half", "seed": 0}, "data_fraction='half' must be a number"),
+]
+
+
+@pytest.mark.parametrize("case", range(len(WRONG)))
+def test_a_wrong_call_is_one_sentence(case):
+    function, arguments, sentence = WRONG[case]
+    events = []
+    listen = lambda name, *_, **__: events.append(name)
+    federation(), compiled()
+    jax.monitoring.register_event_time_span_listener(listen)
+    try:
+        with pytest.raises(InputError) as error:
+            function(**arguments)
+    finally:
+        jax.monitoring.unregister_event_time_span_listener(listen)
+    assert sentence in str(error.value) and "\n" not in str(error.value)
+    assert function is run or "/jax/core/compile/backend_compile_duration" not in events
+
+
+def test_there_are_enough_of_them():
+    assert len(WRONG) >= 150
+
+
+def test_a_single_participation_and_the_name_of_a_method_are_accepted():
+    assert given_task().participation == (0.6, 0.6)
+    by_name, by_value = (simulate.program(m, given_task()).numbers for m in ("ditto", ALGORITHMS["ditto"]))
+    assert by_name == by_value
+    assert make_task(lr=jnp.float32(0.1), batch_size=np.int64(4), rounds=np.int32(3)).rounds == 3
+    assert make_program(hparams={"lam": 2}).numbers["lam"] == 2.0
+
+
+def test_what_is_right_is_not_refused():
+    results = run(rounds=1)
+    assert [r.round for r in results] == [0, 1]
+    assert run(rounds=1, start=1, state=results[-1].state)[0].round == 1
