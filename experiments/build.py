@@ -14,7 +14,7 @@ from absl import logging
 
 from experiments import settings
 from fedjax_pfl import simulate, trees
-from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data import datasets, federate, partitioners, tfds
 from fedjax_pfl.engine import host_state
 from fedjax_pfl.engine.flops import flops_of_step
@@ -48,13 +48,13 @@ class Experiment(NamedTuple):
             make = simulate.program if rounds or self.config["client_memory"] == "device" else host_state.program
             options = {"lr_decay": self.config["lr_decay"], "width": width, "devices": devices}
             options["checked"] = not self.made  # the first time
-            factory = ALGORITHMS[self.config["algo"]]
+            factory = find(self.config["algo"])
             self.made[width, devices, rounds] = make(factory, task, self.config["hparams"], **options)
         return self.made[width, devices, rounds]
 
     def algorithm(self) -> Algorithm:
         """The method as a value, at the first round's learning rate."""
-        return ALGORITHMS[self.config["algo"]](self.task, **self.config["hparams"])
+        return find(self.config["algo"])(self.task, **self.config["hparams"])
 
     def state_shapes(self) -> State:
         """The state's structure with shapes and types in place of arrays; nothing is compiled."""
@@ -280,7 +280,7 @@ def flops(experiment: Experiment) -> float | None:
     `engine.flops`; None if they cannot be counted."""
     if "flops" not in experiment.made:
         plain = in_form(experiment, "matmul")
-        factory = ALGORITHMS[plain.config["algo"]]
+        factory = find(plain.config["algo"])
         try:
             counted = flops_of_step(factory, plain.task, plain.federation, plain.config["hparams"])
             experiment.made["flops"] = counted / plain.task.batch_size

@@ -11,6 +11,7 @@ from experiments.presets import DEFAULT_PRESETS, PRESETS, Preset
 from experiments.presets.preset import Cell
 from experiments.values import parameters
 from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data.datasets import DATASETS
 from fedjax_pfl.data.partitioners import PARTITIONS
 from fedjax_pfl.errors import choose
@@ -44,13 +45,16 @@ def describe(name: str) -> str:
     """A method or a preset in full."""
     if name in PRESETS:
         return _preset(name)
+    if ":" in name:
+        return _method(find(name), name)
     return _method(ALGORITHMS[choose("method or preset", name, [*ALGORITHMS, *PRESETS])], name)
 
 
 def _method(factory: Callable, name: str) -> str:
     doc = inspect.getdoc(factory) or ""
-    about = inspect.getdoc(sys.modules[factory.__module__]) or ""
-    parts = [f"{name}: {doc.split(chr(10) * 2)[0]}", f"From {factory.__module__}:\n{textwrap.indent(about, '  ')}"]
+    module = sys.modules[factory.__module__]
+    about, place = inspect.getdoc(module) or "", module.__file__ if ":" in name else module.__name__
+    parts = [f"{name}: {doc.split(chr(10) * 2)[0]}", f"From {place}:\n{textwrap.indent(about, '  ')}"]
     rows = hyperparameters(factory)
     lines = [_hanging(f"  {n}={row['default']} ({row['type']})  ", row["text"]) for n, row in rows.items()]
     parts.append("\n".join(["Hyperparameters (--hparam name=value):", *lines]) if lines else "No hyperparameters.")

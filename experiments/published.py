@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from experiments.presets import PRESETS, Preset
 from experiments.presets.preset import Cell
 from experiments.settings import BY_FILE, SETTINGS, same
-from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.simulate import hyperparameters
 
 Row = dict[str, Any]
@@ -65,7 +65,7 @@ def _settings(preset: Preset, config: Row) -> list[Difference]:
     wanted = {name: setting.default for name, setting in SETTINGS.items()} | preset.settings_of(algo)
     if algo not in preset.own:
         wanted |= preset.baselines
-    usual = hyperparameters(ALGORITHMS[algo]) | preset.hparams.get(algo, {})
+    usual = hyperparameters(find(algo)) | preset.hparams.get(algo, {})
     wanted |= {name: value for name, value in where.items() if name in SETTINGS}
     usual |= {name: value for name, value in where.items() if name not in SETTINGS}
     names = [n for n, s in SETTINGS.items() if not s.free and n not in ("algo", "preset", "seed", "eval_every")]

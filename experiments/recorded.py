@@ -8,9 +8,9 @@ from typing import Any
 
 from experiments import schema, settings
 from experiments.files import damaged, lines, read_json
-from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.engine import checkpoint, validate
-from fedjax_pfl.errors import InputError, choose
+from fedjax_pfl.errors import InputError
 
 Row = dict[str, Any]
 
@@ -37,12 +37,21 @@ def read_config(path: Path) -> Row:
                 "or start a new run with another --workdir."
             )
     try:
-        factory = ALGORITHMS[choose("algo", config["algo"], ALGORITHMS)]
+        factory = find(config["algo"])
         validate.hyperparameters(factory, config["hparams"])
         settings.check_ranges(found := settings.completed(config))
     except InputError as error:
         raise damaged(file, str(error).rstrip(".")) from None
     return found
+
+
+def check_format(path: Path) -> None:
+    """Raises InputError for a run of an earlier version, whose state has another form."""
+    if "digests" not in read_json(path / "config.json", schema.CONFIG):
+        raise InputError(
+            f"{path} was written by an earlier version of fedjax_pfl, in another format: continue with that version, "
+            "or start a new run with another --workdir."
+        )
 
 
 def read_layout(path: Path) -> Row:

@@ -24,8 +24,9 @@ import numpy as np
 from experiments import build, figures, lock, matrices, schema
 from experiments.entry import directory
 from experiments.files import damaged, read_json, read_rows, write_json, write_text
-from experiments.recorded import complete, read_config, read_layout, signed
+from experiments.recorded import check_format, complete, read_config, read_layout, signed
 from fedjax_pfl import evaluate, simulate
+from fedjax_pfl.algorithms.find import digest
 from fedjax_pfl.data import partitioners
 from fedjax_pfl.engine import checkpoint
 from fedjax_pfl.errors import InputError
@@ -194,14 +195,20 @@ def wanted(t: int, rounds: int, eval_every: int) -> bool:
 
 
 def digests(experiment: build.Experiment) -> dict[str, str]:
-    """The hashes of who owns what, and of the data."""
-    return {"partition": partitioners.digest(experiment.partition), "data": build.data_digest(experiment.dataset)}
+    """The hashes of who owns what, of the data, and of a user's own method."""
+    found = {"partition": partitioners.digest(experiment.partition), "data": build.data_digest(experiment.dataset)}
+    if experiment.public is not None:
+        found["public"] = build.data_digest(experiment.public)
+    own = digest(experiment.config["algo"])
+    return found | ({} if own is None else {"algo": own})
 
 
 def check_digests(experiment: build.Experiment, found: Row, recorded: Row, whose: str) -> None:
     """Raises InputError where the `digests` found are not the recorded ones; `whose` ends its sentence."""
-    for name, what in (("data", f"The data set {experiment.dataset.name}"), ("partition", "The partition")):
-        if recorded[name] != found[name]:
+    names = {"data": f"The data set {experiment.dataset.name}", "partition": "The partition"}
+    names |= {"public": f"The public data set {experiment.config['public']}", "algo": "The file of the method"}
+    for name, what in names.items():
+        if recorded.get(name) != found.get(name):
             raise InputError(f"{what} is not the one that {whose}.")
 
 
@@ -282,6 +289,7 @@ def load(workdir: str | Path) -> Run:
       InputError: it is not a run directory, has no checkpoint yet, or its data are not here any more.
     """
     path = directory(str(workdir))
+    check_format(path)
     experiment = build.prepare(read_config(path), read_layout(path)["conv"])
     step, state = checkpoint.restore(path / "checkpoints", experiment.state_shapes())
     rows = read_rows(path / "metrics.jsonl"), read_rows(path / "scores.jsonl")

@@ -34,7 +34,7 @@ CONFIG = Object(
 LAYOUT = Object(
     {"width": _PLACES, "conv": set(CONVOLUTIONS), "devices": Object({"count": _PLACES, "kind": str, "platform": str})}
 )
-PARTITION = Object({"partition": str, "data": str})
+PARTITION = Object({"partition": str, "data": str}, {"public": str, "algo": str})
 VERSIONS = Object({}, {"resumed": List(Object({"round": COUNT}))})
 _STATISTICS = Object(
     {"macro": float, "std": float},

@@ -10,6 +10,7 @@ from experiments import targets
 from experiments.presets import DEFAULT_PRESETS, PRESETS
 from experiments.values import NOUN, number, typed_all
 from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.errors import InputError, check, choose, nearest
 from fedjax_pfl.models.layers import CONVOLUTIONS
 from fedjax_pfl.simulate import hyperparameters
@@ -28,7 +29,7 @@ class Setting(NamedTuple):
 
 
 SETTINGS = {
-    "algo": Setting(str, None, "the method; --list shows them all"),
+    "algo": Setting(str, None, "the method; --list shows them all; or your own, as FILE.py:FACTORY"),
     "preset": Setting(str, None, "a paper's setting, which the other flags override; digits has one by default"),
     "dataset": Setting(str, "digits", "the data set, or npz:PATH for your own"),
     "data_fraction": Setting(float, 1.0, "the part of the data set to use, stratified, in (0, 1]"),
@@ -154,7 +155,7 @@ def resolve(user: dict[str, Any]) -> dict[str, Any]:
     config = defaults | dict(chosen.settings_of(user.get("algo")) if chosen else {}) | user | {"preset": preset}
     if not config["algo"]:
         raise InputError(f"Say which method to run with --algo=NAME: one of {', '.join(ALGORITHMS)}.")
-    factory = ALGORITHMS[choose("algo", config["algo"], ALGORITHMS)]
+    factory = find(config["algo"])
     if user.get("steps") is not None and user.get("epochs") is not None:
         raise InputError("Local work is either --epochs or --steps: give exactly one of the two.")
     if user.get("epochs") is not None:
@@ -208,7 +209,7 @@ def resumed(recorded: dict[str, Any], user: dict[str, Any]) -> dict[str, Any]:
     Raises:
       InputError: a setting differs that must not; all of them are named with both values.
     """
-    factory = ALGORITHMS[recorded["algo"]]
+    factory = find(recorded["algo"])
     algo = user.get("algo", recorded["algo"])
     hparams = typed_all(factory, user["hparams"]) if algo == recorded["algo"] else {}
     wanted = {name: value for name, value in user.items() if name != "hparams"}
@@ -255,14 +256,14 @@ def same(name: str, a: Any, b: Any) -> bool:
 
 def completed(recorded: dict[str, Any]) -> dict[str, Any]:
     """Recorded settings, with the defaults of those that came into being since."""
-    factory = ALGORITHMS[choose("algo", recorded["algo"], ALGORITHMS)]
+    factory = find(recorded["algo"])
     config = {name: setting.default for name, setting in SETTINGS.items()} | recorded
     return config | {"hparams": hyperparameters(factory) | recorded["hparams"]}
 
 
 def default_workdir(user: dict[str, Any], config: dict[str, Any]) -> str:
     """runs/ALGO-DATASET-PARTITION-seedK, then what the user set beside these, so that a sweep needs no names."""
-    parts = [config["algo"], config["dataset"], config["partition"], f"seed{config['seed']}"]
+    parts = [config["algo"].rpartition(":")[2], config["dataset"], config["partition"], f"seed{config['seed']}"]
     parts += [change for change in changes(user) if not change.startswith(("dataset=", "partition="))]
     if user.get("preset"):
         parts.insert(0, user["preset"])

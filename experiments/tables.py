@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from experiments import entry, published, report, runs, schema, targets
 from experiments.files import read_json, read_rows
 from fedjax_pfl import simulate
-from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.algorithms.find import find
 
 Row = dict[str, Any]
 BOUND = "≤"
@@ -34,7 +34,7 @@ def row(workdir: Path) -> list[str]:
     """One run: method, model, share of the data, scores, seconds of training and a round."""
     summary = read_json(workdir / "summary.json", schema.SUMMARY)
     config = runs.read_config(workdir)
-    defaults = simulate.hyperparameters(ALGORITHMS[config["algo"]])
+    defaults = simulate.hyperparameters(find(config["algo"]))
     hparams = "".join(f", {name}={published.shown(x)}" for name, x in config["hparams"].items() if x != defaults[name])
     cells = [config["algo"] + hparams, config["model"], f"{config['data_fraction']:g}", _rounds(summary)]
     for point, name in COLUMNS.values():

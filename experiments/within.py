@@ -18,7 +18,7 @@ import numpy as np
 
 from experiments import entry, runs
 from fedjax_pfl import simulate
-from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.numerics import class_groups
 from fedjax_pfl.types import Algorithm, Array, Client, Scores
@@ -37,7 +37,7 @@ def scores(workdir: Path, name: str) -> dict[str, np.ndarray]:
     branches = class_groups.branches(task, name)
     if branches.binary.any():
         raise InputError(f"--tasks={name} has a task of a single class, which has nothing to choose within it.")
-    factory = ALGORITHMS[config["algo"]]
+    factory = find(config["algo"])
 
     def score(z: Array, y: Array, mask: Array, c: Client) -> Scores:
         personal = z[..., 0] if z.ndim == 3 else z  # of two models (`averaging.beside`)

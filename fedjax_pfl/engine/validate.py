@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import optax
 
+from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data.datasets import Dataset
 from fedjax_pfl.errors import InputError, check, choose
 from fedjax_pfl.models.functional import BN_STATS
@@ -102,15 +103,13 @@ def model(given: Model, dataset: Dataset) -> None:
 
 
 def method(factory: Callable[..., Algorithm] | str) -> Callable[..., Algorithm]:
-    """Returns the factory of a method, which may be given by its name in ALGORITHMS.
+    """Returns the factory of a method, which may be given by its name, see `algorithms.find`.
 
     Raises:
       InputError: there is no method of that name, or what is given is none.
     """
-    from fedjax_pfl.algorithms import ALGORITHMS  # imported here: most callers bring their own
-
     if isinstance(factory, str):
-        return ALGORITHMS[choose("method", factory, ALGORITHMS)]
+        return find(factory)
     if not callable(factory):
         raise InputError(
             f"{factory!r} is no method: give a factory, (task, **hyperparameters) -> Algorithm, or a name."

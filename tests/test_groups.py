@@ -1,0 +1,129 @@
+"""Clients of several architectures: each trains as it would among its own, wherever its row lies."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+import toy
+from toy import N, assert_close, assert_same
+
+from fedjax_pfl import groups, models, simulate
+from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.engine import checkpoint, host_state
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.models import nets
+
+KEY = jax.random.key(3)
+WIDE = lambda shape, classes, rngs: nets.mlp(shape, classes, rngs, hidden=12)
+SMALL, LARGE = (models.model(net, toy.SHAPE, toy.C) for net in (toy.tiny_mlp, WIDE))
+OF = np.array([0, 1, 0, 0, 1])
+
+
+@functools.cache
+def task(participation=(1.0, 1.0), mixed=True):
+    of = OF if mixed else np.zeros(N, np.int32)
+    return toy.task(
+        models=(SMALL, LARGE) if mixed else (SMALL,), architecture=of, participation=participation, drop_last=False
+    )
+
+
+def run(program, rounds=4, **options):
+    """The states after each round by id, on the host, and the results."""
+    found = []
+    for result in simulate.rounds(program, KEY, toy.federation(), rounds=rounds, **options):
+        state = jax.tree.map(np.array, jax.device_get(program.unplace(result.state)))
+        found.append(result._replace(state=state))
+    return found
+
+
+@functools.cache
+def mixed(method="local", participation=(1.0, 1.0), devices=1):
+    return run(simulate.program(ALGORITHMS[method], task(participation), devices=devices))
+
+
+def test_a_client_alone_trains_as_among_clients_of_its_own_architecture():
+    """Local: rows and scores of architecture 0 are those of a run in which everybody has it, bit for bit."""
+    same = run(simulate.program(ALGORITHMS["local"], task(mixed=False)))
+    for a, b in zip(mixed(), same, strict=True):
+        assert_same(groups.select(a.state.clients, 0), toy.rows(b.state.clients, groups.members(task(), 0)))
+        for name in a.pre:
+            np.testing.assert_array_equal(a.pre[name][OF == 0], b.pre[name][OF == 0])
+        if a.metrics is not None:
+            np.testing.assert_array_equal(a.metrics.loss[OF == 0], b.metrics.loss[OF == 0])
+    assert a.state.clients.trees[1]["head"]["kernel"].shape == (2, 12, toy.C)
+
+
+@pytest.mark.parametrize("devices", [2, 8])
+@pytest.mark.parametrize("participation", [(1.0, 1.0), (0.3, 0.7)])
+def test_devices_do_not_matter(participation, devices):
+    for a, b in zip(mixed("local", participation), mixed("local", participation, devices), strict=True):
+        assert_close(a.state, b.state, 1e-5)
+        assert_close(a.pre, b.pre, 1e-5)
+        if a.metrics is not None:
+            assert_close(a.metrics._replace(traffic=None), b.metrics._replace(traffic=None), 1e-5)
+
+
+def test_a_sample_is_the_one_of_a_single_architecture_and_the_others_stay():
+    """Who takes part does not depend on the architectures; absent rows are unchanged, bit for bit."""
+    program = simulate.program(ALGORITHMS["local"], task((0.3, 0.7), mixed=False))
+    same, before = run(program), None
+    for a, b in zip(mixed("local", (0.3, 0.7)), same, strict=True):
+        if a.metrics is None:
+            continue
+        took_part = [sorted(m.ids[m.active]) for m in (a.metrics, b.metrics)]
+        assert took_part[0] == took_part[1]
+        absent = np.setdiff1d(np.arange(N), took_part[0])
+        for group in range(2):
+            slots = groups.slots(task())[absent[OF[absent] == group]]
+            if before is not None:
+                assert_same(
+                    toy.rows(groups.select(a.state.clients, group), slots),
+                    toy.rows(groups.select(before.clients, group), slots),
+                )
+        before = a.state
+
+
+def test_state_on_the_host_and_from_a_checkpoint(tmp_path):
+    whole = mixed("local", (0.3, 0.7))
+    host = host_state.program(ALGORITHMS["local"], task((0.3, 0.7)))
+    for a, b in zip(whole, run(host), strict=True):
+        assert_same((a.state, a.pre), (b.state, b.pre))
+    checkpoint.save(tmp_path, 2, whole[1].state)
+    step, state = checkpoint.restore(tmp_path, jax.eval_shape(lambda: whole[1].state))
+    program = simulate.program(ALGORITHMS["local"], task((0.3, 0.7)))
+    again = run(program, start=step, state=program.place(state))
+    assert_same(again[-1].state, whole[-1].state)
+
+
+def test_one_prediction_per_architecture():
+    program, f = simulate.program(ALGORITHMS["local"], task()), toy.federation()
+    state, x = jax.jit(program.init)(KEY, program.numbers), f.examples.x[:3]
+    for id, model in ((0, SMALL), (4, LARGE)):
+        row = toy.rows(groups.select(state.clients, int(OF[id])), int(groups.slots(task())[id]))
+        expected = model.apply(row, x)[0]
+        assert_close(program.predict(KEY, program.numbers, f, state, 0, id, x), expected)
+
+
+def test_what_is_shared_is_averaged_over_all_and_must_have_one_shape():
+    same_width = (SMALL, models.model(toy.norm_net, toy.SHAPE, toy.C))  # both of 8 features
+    given = toy.task(models=same_width, architecture=OF)
+    results = run(simulate.program(ALGORITHMS["lg_fedavg"], given), rounds=1)
+    first, begin = results[0], jax.eval_shape(SMALL.init, KEY)
+    assert jax.tree.map(np.shape, first.state.server) == {"head": jax.tree.map(lambda x: x.shape, begin["head"])}
+    np.testing.assert_array_equal(first.metrics.traffic.up, 8 * toy.C + toy.C)
+    with pytest.raises(InputError, match=r"head/kernel is \(8, 4\) in the first and \(12, 4\) in number 2"):
+        simulate.program(ALGORITHMS["lg_fedavg"], task()).init(KEY, {"lr": 0.1, "lr_decay": 1.0})
+
+
+def test_a_method_of_one_architecture_names_those_of_several():
+    for several in ((SMALL, LARGE), (SMALL, SMALL)):
+        given = toy.task(models=several, architecture=OF)
+        with pytest.raises(InputError, match=r"^ditto needs clients of one architecture, and there are 2: .* local, "):
+            simulate.program(ALGORITHMS["ditto"], given)
+
+
+@pytest.mark.parametrize("of", [np.zeros(N), np.arange(N), np.array([0, 1])])
+def test_architectures_that_do_not_fit_are_one_sentence(of):
+    with pytest.raises(InputError, match="each client needs one, and each architecture a client"):
+        simulate.program(ALGORITHMS["local"], toy.task(models=(SMALL, LARGE), architecture=of))
