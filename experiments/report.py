@@ -76,7 +76,8 @@ def trivial(name: str) -> str:
 def last(rows: list[Row], point: str, name: str) -> Row | None:
     """The statistics of a score in the last round that has it: {"round": t, "clients": how many, "macro": ..., ...}."""
     key = f"{point}/{name}"
-    row = next((row for row in reversed(rows) if row.get(key) is not None), None)
+    names = [key + suffix for suffix in STATISTICS.values()]
+    row = next((row for row in reversed(rows) if all(row.get(name) is not None for name in names)), None)
     if row is None:
         return None
     return {"round": row["round"], "clients": row.get(f"{key}_clients")} | {
