@@ -38,6 +38,8 @@ def _rows(rows: dict[str, str]) -> str:
 
 
 def _hanging(head: str, text: str) -> str:
+    if not text:
+        return head.rstrip()
     return textwrap.fill(text, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
 
 
