@@ -199,7 +199,7 @@ def test_mmd_acts_from_the_second_step_on(task, cpn):
     one_batch = f._replace(train=f.train._replace(size=np.minimum(size, batch)))
     (_, free, low), (_, tied, high) = (train(task, one_batch, lam=lam, **cpn) for lam in (0.0, 50.0))
     assert_close(free, tied, 2e-6)
-    assert_close(low["loss"], high["loss"], 1e-5)
+    assert_close(low.loss, high.loss, 1e-5)
     two_batches = f._replace(train=f.train._replace(size=np.minimum(size, 2 * batch)))
     free, tied = (train(task, two_batches, lam=lam, rounds=1, **cpn)[1] for lam in (0.0, 50.0))
     assert sq_dist(free.server["body"], tied.server["body"]) > 1e-8

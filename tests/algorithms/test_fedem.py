@@ -160,7 +160,7 @@ def test_permuting_the_components_permutes_everything():
     (a, losses), (b, other) = (round_of(state, net="norm") for state in (start, turned))
     assert_close(toy.rows(a.server, order), b.server)
     assert_close(a.clients["pi"][:, order], b.clients["pi"])
-    assert_close(losses["loss"], other["loss"])
+    assert_close(losses.loss, other.loss)
 
 
 X = np.asarray(F.examples.x[:7])
@@ -176,9 +176,9 @@ def test_the_prediction_mixes_probabilities():
 def test_refitting_finds_the_weights_of_a_client_that_never_trained():
     pi, ids = np.full(3, 1 / 3, np.float32), jnp.array([1], jnp.int32)
     here = {"key": KEY, "round": jnp.int32(0), "evaluated": jnp.bool(False), "width": 1}
-    cohort = Cohort(F, TASK, ids, ids >= 0, **here)
 
     def outputs(refit):
+        cohort = Cohort(F, TASK, ids, ids >= 0, **here)
         predict = factory(TASK, refit=refit).predict
         client = lambda c, row: predict(THETA, row, c)(jnp.asarray(X), jnp.ones(7, bool))
         return np.asarray(jax.jit(lambda mine: cohort.map(client, mine)[0])(toy.rows(state_of(THETA, pi).clients, [1])))

@@ -249,10 +249,10 @@ def test_validation_examples_of_the_federation_replace_the_holdout():
 
 def test_the_mixture_is_scored_before_and_the_model_after_training():
     _, still = round_of(store(W), lr=0.0)
-    assert_same(still["post"]["mixed_acc"], still["post"]["acc"])
+    assert_same(still.post["mixed_acc"], still.post["acc"])
     _, trained = round_of(store(W))
-    assert_same(trained["post"]["mixed_acc"], still["post"]["mixed_acc"])
-    assert np.any(np.asarray(trained["post"]["acc"]) != np.asarray(still["post"]["acc"]))
+    assert_same(trained.post["mixed_acc"], still.post["mixed_acc"])
+    assert np.any(np.asarray(trained.post["acc"]) != np.asarray(still.post["acc"]))
 
 
 @pytest.mark.parametrize("bn_stats", ["aggregate", "local", "batch"])
