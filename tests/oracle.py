@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import toy
 
-from fedjax_pfl import local, trees
+from fedjax_pfl import keys, local, trees
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.types import State
 
@@ -53,9 +53,9 @@ def batches(f, i, key, task, count=1):
     size, own = int(f.train.size[i]), np.asarray(f.train.index[i])
     x, y, steps = np.asarray(f.examples.x, np.float64), np.asarray(f.examples.y), []
     for epoch in range(task.epochs):
-        first = jax.random.fold_in(jax.random.fold_in(key, local.SHUFFLE), epoch)
-        keys = [first, *(jax.random.fold_in(first, k) for k in range(1, count))]
-        orders = [own[np.asarray(local.shuffle(key, len(own), size))[:size]] for key in keys]
+        first = jax.random.fold_in(keys.fold(key, keys.Client.SHUFFLE), epoch)
+        draws = [first, *(jax.random.fold_in(first, k) for k in range(1, count))]
+        orders = [own[np.asarray(local.shuffle(draw, len(own), size))[:size]] for draw in draws]
         for s in range(0, size, task.batch_size):
             rows = [order[s : s + task.batch_size] for order in orders]
             steps.append([(x[row], y[row]) for row in rows])
@@ -92,9 +92,9 @@ def run(factory, task, **hparams):
         new, metrics = algorithm.round(key, state, cohort)
         return State(new.server, trees.scatter(state.clients, ids, new.clients, active)), metrics
 
-    states, keys, reports = [algorithm.init(jax.random.key(0))], [jax.random.key(10 + t) for t in range(2)], []
-    for key, here in zip(keys, ROUNDS, strict=True):
+    states, rounds, reports = [algorithm.init(jax.random.key(0))], [jax.random.key(10 + t) for t in range(2)], []
+    for key, here in zip(rounds, ROUNDS, strict=True):
         state, metrics = step(key, states[-1], jnp.isin(ids, jnp.array(here)))
         states.append(state)
         reports.append(jax.device_get(metrics))
-    return keys, states, reports
+    return rounds, states, reports

@@ -18,7 +18,7 @@ IDS = np.array([3, 0, 4, 1, 2], np.int32)
 
 def cohort_of(ids, active, key=KEY, width=1):
     nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
-    return Cohort(toy.federation(), lambda x: x, ids, active, key=key, width=width, **nothing)
+    return Cohort(toy.federation(), toy.method_task("fedavg"), ids, active, key=key, width=width, **nothing)
 
 
 @functools.partial(jax.jit, static_argnames=("width", "phase"))

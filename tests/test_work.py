@@ -9,9 +9,9 @@ import optax
 import pytest
 import toy
 
-from fedjax_pfl import models, simulate
+from fedjax_pfl import models
 from fedjax_pfl.engine import flops
-from fedjax_pfl.engine.jaxprs import parameters
+from fedjax_pfl.engine.flops import parameters
 
 STEP = models.flops(toy.tiny_mlp, toy.SHAPE, toy.C, 4)  # of the model, batches of 4
 HIDDEN, HEAD = 2 * 4 * 6 * 8, 2 * 4 * 8 * 4  # of its two products, forward
@@ -21,8 +21,7 @@ def counted(method, *, epochs=2, scale=1, **hparams):
     """Of a step that the settings ask for; all clients have `scale` times the toy's examples."""
     task = toy.method_task(method)
     task = task._replace(epochs=epochs, sizes=task.sizes * scale)
-    program = simulate.program(toy.METHODS[method], task, hparams)
-    return flops.flops_of_step(program, task, toy.federation())
+    return flops.flops_of_step(toy.METHODS[method], task, toy.federation(), hparams)
 
 
 def test_a_step_of_sgd_is_the_models_own():
@@ -60,11 +59,9 @@ def test_a_methods_own_number_of_steps_is_related_to_the_settings():
 
 def test_short_batches_and_no_examples():
     task = toy.task(sizes=np.array([3, 3, 3, 3, 3]), optimizer=optax.sgd)
-    program = simulate.program(toy.METHODS["fedavg"], task)
-    assert flops.flops_of_step(program, task, toy.federation()) == STEP
+    assert flops.flops_of_step(toy.METHODS["fedavg"], task, toy.federation()) == STEP
     nobody = task._replace(drop_last=True)
-    program = simulate.program(toy.METHODS["fedavg"], nobody)
-    assert flops.flops_of_step(program, nobody, toy.federation()) == 0
+    assert flops.flops_of_step(toy.METHODS["fedavg"], nobody, toy.federation()) == 0
 
 
 @pytest.mark.parametrize("turns, counts", [(0, 0), (1, 1), (2, 2), (7, 7), ("data", 1), ("flags", 3)])

@@ -14,7 +14,7 @@ from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.engine.placement import make_mesh
 from fedjax_pfl.models import layers, nets
-from fedjax_pfl.types import Examples, Federation, Rows, State, Task
+from fedjax_pfl.types import Algorithm, Examples, Federation, Metrics, Rows, State, Task, Traffic
 
 N, C, SHAPE = 5, 4, (6,)
 SIZES = np.array([7, 19, 1, 12, 4])  # training examples: uneven, one client with a single example
@@ -77,7 +77,7 @@ def task(net: str = "mlp", **options: Any) -> Task:
     bn_stats = options.get("bn_stats", "aggregate")
     given = {
         "models": (models.model(NETS[net], SHAPE, C, bn_stats=bn_stats),),
-        "architecture": np.zeros(N, np.int32),
+        "architecture": np.zeros(len(options.get("sizes", SIZES)), np.int32),
         "sizes": np.asarray(f.train.size),
         "class_counts": np.asarray(f.class_counts),
         "num_classes": C,
@@ -142,6 +142,18 @@ def _put(x, ids, new) -> np.ndarray:
     x = np.array(x)
     x[ids] = np.asarray(new)
     return x
+
+
+def sent(algorithm: Algorithm, cohort: Cohort) -> Traffic:
+    """What a round of this cohort sends by the shapes of its uploads, which tracing it tells; nothing is computed."""
+
+    def trace(key) -> State:
+        state = algorithm.init(key)
+        algorithm.round(key, State(state.server, jax.tree.map(lambda x: x[: len(cohort.ids)], state.clients)), cohort)
+        return state
+
+    state = jax.eval_shape(trace, jax.random.key(0))
+    return (algorithm.traffic or traffic.uploads)(state, cohort, Metrics())
 
 
 class Trained:

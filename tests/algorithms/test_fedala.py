@@ -10,9 +10,9 @@ import pytest
 import toy
 from toy import SIZES, C, N, assert_close, assert_same
 
-from fedjax_pfl import losses, trees
+from fedjax_pfl import keys, losses, trees
 from fedjax_pfl.algorithms import fedala as factory
-from fedjax_pfl.algorithms.fedala import SUBSET, Patience, blend, learn, subset
+from fedjax_pfl.algorithms.fedala import Patience, blend, learn, subset
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Batch, Data, State
@@ -182,7 +182,7 @@ def test_rounds_by_hand():
     learned, most = np.zeros(N, bool), 0
     for ids, got, row in zip(cohorts, states[1:], metrics, strict=True):
         for slot, i in enumerate(ids):
-            key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(KEY, 0), i), SUBSET)
+            key = keys.fold(jax.random.fold_in(jax.random.fold_in(KEY, 0), i), keys.Client.SUBSET)
             part = stretch(i, percent, key)
             epochs = 0
             if any(np.any(p != g) for p, g in zip(w[i], received, strict=True)):

@@ -14,6 +14,7 @@ from toy import C, assert_close, assert_same
 from fedjax_pfl import losses, models, simulate, trees
 from fedjax_pfl.algorithms import fedcp as factory
 from fedjax_pfl.algorithms.fedcp import ABLATIONS, Frozen, client_vector, gate, gated, policy_network
+from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.engine.program import clients_key
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.losses import VARIANCES, mmd
@@ -198,7 +199,7 @@ def test_mmd_acts_from_the_second_step_on(task, cpn):
     one_batch = f._replace(train=f.train._replace(size=np.minimum(size, batch)))
     (_, free, low), (_, tied, high) = (train(task, one_batch, lam=lam, **cpn) for lam in (0.0, 50.0))
     assert_close(free, tied, 2e-6)
-    assert_close(low["loss"], high["loss"], 1e-5)
+    assert_close(low.loss, high.loss, 1e-5)
     two_batches = f._replace(train=f.train._replace(size=np.minimum(size, 2 * batch)))
     free, tied = (train(task, two_batches, lam=lam, rounds=1, **cpn)[1] for lam in (0.0, 50.0))
     assert sq_dist(free.server["body"], tied.server["body"]) > 1e-8
@@ -286,10 +287,11 @@ def test_batch_norm_moments_follow_the_task(bn_stats):
     begin, state, metrics = train(task, norm="batch", rounds=1)
     count = lambda tree: len(jax.tree.leaves(tree))
     moments = {"aggregate": (4, 0), "local": (0, 4), "batch": (0, 0)}[bn_stats]  # of the extractor and of the CPN
-    assert (count(state.server["stats"]), count(state.clients["stats"])) == moments
+    stats = lambda state: (state.server["stats"], state.clients["rest"]["stats"])
+    assert tuple(map(count, stats(state))) == moments
     for part in (0, 1):
         if moments[part]:
-            assert sq_dist(state[part]["stats"], begin[part]["stats"]) > 0
+            assert sq_dist(stats(state)[part], stats(begin)[part]) > 0
     assert np.isfinite(metrics.loss).all()
 
 
@@ -398,9 +400,9 @@ def test_what_an_ablation_sends(without):
     body, head, policy = 6 * 8 + 8, 8 * C + C, 8 * 16 + 16 + 2 * 16
     sent = body + head * ("gh" not in without) + policy * ("cpn" not in without)
     method = factory(TASK, without=without)
-    shapes = jax.eval_shape(method.init, KEY)
-    cohort = type("Cohort", (), {"active": np.array([True, False])})()
-    traffic = method.traffic(shapes, cohort, {})
+    given = {"round": jnp.int32(0), "evaluated": jnp.bool(False), "key": KEY, "width": 1}
+    cohort = Cohort(toy.federation(), TASK, jnp.arange(2), jnp.array([True, False]), **given)
+    traffic = toy.sent(method, cohort)
     np.testing.assert_array_equal(traffic.down, [sent, 0])
     np.testing.assert_array_equal(traffic.up, [sent, 0])
 
@@ -409,7 +411,7 @@ def test_what_an_ablation_sends(without):
 def test_an_ablation_trains(without):
     _, state, metrics = train(without=without)
     _, full, _ = train()
-    assert np.isfinite(metrics.loss).all() and ("pir" in metrics) == ("cpn" not in without)
+    assert np.isfinite(metrics.loss).all() and ("pir" in metrics.clients) == ("cpn" not in without)
     assert sq_dist(state.server["body"], full.server["body"]) > 1e-8
 
 

@@ -9,10 +9,9 @@ import pytest
 import toy
 from toy import SIZES, N, assert_close, assert_same
 
-from fedjax_pfl import local, trees
+from fedjax_pfl import averaging, keys, local, trees
 from fedjax_pfl.algorithms import fedem as factory
 from fedjax_pfl.algorithms.fedem import e_step, mixture, responsibilities
-from fedjax_pfl.averaging import personal_mask
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Data, State
@@ -23,7 +22,7 @@ TASKS = {"linear": TASK, "norm": toy.task("norm")}
 ALL = np.arange(N)
 W = list(map(jax.device_get, map(jax.jit(TASK.model.init), map(jax.random.key, range(3)))))
 THETA = jax.tree.map(lambda *x: 3 * np.stack(x), *W)  # far apart
-OWN = trees.partition(THETA, personal_mask(TASK))[0]  # nothing stays at home
+OWN = trees.partition(THETA, averaging.split(TASK).personal[0])[0]  # nothing stays at home
 PI = np.array([0.5, 0.3, 0.2], np.float32)
 F = toy.federation()
 
@@ -81,7 +80,7 @@ def q_by_hand(heads, pi, i):
 @jax.jit
 def orders(i, size):
     """The library's shuffles of client i's rows, one an epoch."""
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(KEY, 0), i), local.SHUFFLE)
+    key = keys.fold(jax.random.fold_in(jax.random.fold_in(KEY, 0), i), keys.Client.SHUFFLE)
     return [local.shuffle(jax.random.fold_in(key, epoch), 19, size) for epoch in range(TASK.epochs)]
 
 
@@ -155,13 +154,13 @@ def test_permuting_the_components_permutes_everything():
     order, task = [2, 0, 1], TASKS["norm"]
     init = jax.jit(task.model.init)
     theta = jax.tree.map(lambda *x: np.stack(x), *(init(jax.random.key(m)) for m in range(3)))
-    own = trees.partition(theta, personal_mask(task))[0]
+    own = trees.partition(theta, averaging.split(task).personal[0])[0]
     start = State(theta, {"pi": np.stack([PI] * N), "own": own})
     turned = State(toy.rows(theta, order), {"pi": start.clients["pi"][:, order], "own": own})
     (a, losses), (b, other) = (round_of(state, net="norm") for state in (start, turned))
     assert_close(toy.rows(a.server, order), b.server)
     assert_close(a.clients["pi"][:, order], b.clients["pi"])
-    assert_close(losses["loss"], other["loss"])
+    assert_close(losses.loss, other.loss)
 
 
 X = np.asarray(F.examples.x[:7])
@@ -177,9 +176,9 @@ def test_the_prediction_mixes_probabilities():
 def test_refitting_finds_the_weights_of_a_client_that_never_trained():
     pi, ids = np.full(3, 1 / 3, np.float32), jnp.array([1], jnp.int32)
     here = {"key": KEY, "round": jnp.int32(0), "evaluated": jnp.bool(False), "width": 1}
-    cohort = Cohort(F, TASK, ids, ids >= 0, **here)
 
     def outputs(refit):
+        cohort = Cohort(F, TASK, ids, ids >= 0, **here)
         predict = factory(TASK, refit=refit).predict
         client = lambda c, row: predict(THETA, row, c)(jnp.asarray(X), jnp.ones(7, bool))
         return np.asarray(jax.jit(lambda mine: cohort.map(client, mine)[0])(toy.rows(state_of(THETA, pi).clients, [1])))

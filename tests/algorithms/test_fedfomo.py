@@ -9,18 +9,17 @@ import pytest
 import toy
 from toy import SIZES, N, assert_close, assert_same
 
-from fedjax_pfl import local, trees
+from fedjax_pfl import averaging, keys, local, trees
 from fedjax_pfl.algorithms import fedfomo as factory
 from fedjax_pfl.algorithms.fedfomo import benefit, mixing, select
-from fedjax_pfl.averaging import personal_mask
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import Rows, State
+from fedjax_pfl.types import Metrics, Rows, State
 
 KEY = jax.random.key(0)
 TASK = toy.task("linear")
 W = list(map(jax.device_get, map(jax.jit(TASK.model.init), map(jax.random.key, range(N)))))
-OWN = trees.partition(W[0], personal_mask(TASK))[0]  # nothing stays at home
+OWN = trees.partition(W[0], averaging.split(TASK).personal[0])[0]  # nothing stays at home
 ALL = np.arange(N)
 HELD = np.array([1, 4, 0, 2, 1])  # a fifth of 7, 19, 1, 12, 4 examples
 ROOM = Rows(toy.federation().test.index, np.zeros(N, np.int32))  # for validation examples, which nobody has yet
@@ -55,7 +54,7 @@ def round_of(state, federation=F, ids=ALL, lr=TASK.lr, evaluated=True):
 def test_only_the_models_received_are_counted():
     """28 parameters; a client that received none, and one that is absent."""
     cohort = types.SimpleNamespace(active=np.array([True, True, True, False]))
-    sent = factory(TASK).traffic(None, cohort, {"received": np.array([0, 2, 5, 5])})
+    sent = factory(TASK).traffic(None, cohort, Metrics(clients={"received": np.array([0, 2, 5, 5])}))
     assert_same(tuple(sent)[:4], tuple(map(np.array, ([0, 56, 140, 0], [33, 33, 33, 0], [0, 2, 5, 0], [1, 2, 2, 0]))))
 
 
@@ -148,7 +147,7 @@ def test_with_its_own_model_only_it_is_local_on_the_split():
 @jax.jit
 def orders(i, size):
     """The library's shuffles of client i's rows, [epochs, 19]."""
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(KEY, 0), i), local.SHUFFLE)
+    key = keys.fold(jax.random.fold_in(jax.random.fold_in(KEY, 0), i), keys.Client.SHUFFLE)
     return [local.shuffle(jax.random.fold_in(key, epoch), 19, size) for epoch in range(TASK.epochs)]
 
 
@@ -206,13 +205,13 @@ def test_the_server_sends_the_own_model_and_the_nearest_uploaded():
 def test_exploration_and_ties_are_random():
     known = np.ones(N, bool)
     draw = jax.jit(jax.vmap(lambda k, q, e: select(k, q, known, jnp.int32(0), 3, e), (0, None, None)))
-    keys = jax.random.split(KEY, 400)
+    draws = jax.random.split(KEY, 400)
     for q, epsilon in ((np.zeros_like(AFFINITY), 0.0), (AFFINITY, 1.0)):
-        ids = np.asarray(draw(keys, q, epsilon))
+        ids = np.asarray(draw(draws, q, epsilon))
         assert np.all(ids[:, 0] == 0) and np.all(np.diff(np.sort(ids)) > 0)
         np.testing.assert_allclose([np.mean(ids == j) * 3 for j in range(1, N)], 0.5, atol=0.1)
     explored = np.mean(
-        np.any(np.asarray(draw(keys, AFFINITY, 0.3)) == 3, axis=1)
+        np.any(np.asarray(draw(draws, AFFINITY, 0.3)) == 3, axis=1)
     )  # the farthest comes only by exploring
     np.testing.assert_allclose(explored, 0.42 / 3 + 0.09 * 2 / 4, atol=0.06)
 
@@ -250,10 +249,10 @@ def test_validation_examples_of_the_federation_replace_the_holdout():
 
 def test_the_mixture_is_scored_before_and_the_model_after_training():
     _, still = round_of(store(W), lr=0.0)
-    assert_same(still["post"]["mixed_acc"], still["post"]["acc"])
+    assert_same(still.post["mixed_acc"], still.post["acc"])
     _, trained = round_of(store(W))
-    assert_same(trained["post"]["mixed_acc"], still["post"]["mixed_acc"])
-    assert np.any(np.asarray(trained["post"]["acc"]) != np.asarray(still["post"]["acc"]))
+    assert_same(trained.post["mixed_acc"], still.post["mixed_acc"])
+    assert np.any(np.asarray(trained.post["acc"]) != np.asarray(still.post["acc"]))
 
 
 @pytest.mark.parametrize("bn_stats", ["aggregate", "local", "batch"])

@@ -114,6 +114,7 @@ def round_of(task_of, state=None, key=KEY, active=ACTIVE, options=(), **hparams)
 
 
 WIDTHS = {"linear": [], "mlp": [64], "cnn": [32, 64, 512], "cnn_same": [32, 64, 512], "cnn_dropout": [32, 64, 128]}
+WIDTHS |= {name: [16, channels, width, 500] for name, (channels, width) in nets.AFM.items()}
 
 
 @pytest.mark.parametrize("name", [net.__name__ for net in registry.NETS])  # the others: with the matched average

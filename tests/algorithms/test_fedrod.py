@@ -93,7 +93,7 @@ def test_two_rounds_by_hand():
                 mine = [mine[0] - lr * h.T @ dp, mine[1] - lr * dp.sum(axis=0)]
             own[i] = mine
             models.append(local)
-            np.testing.assert_allclose(reports[t]["loss"][i], np.mean(values) if values else 0, rtol=1e-4)
+            np.testing.assert_allclose(reports[t].loss[i], np.mean(values) if values else 0, rtol=1e-4)
         w = oracle.mean(models, [int(f.train.size[i]) for i in here])
         oracle.close(states[t + 1].server, w)
         for i in range(toy.N):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import toy
 
-from fedjax_pfl import local, simulate, trees
+from fedjax_pfl import keys, local, simulate, trees
 from fedjax_pfl.algorithms import mocha as factory
 from fedjax_pfl.algorithms.mocha import relations
 from fedjax_pfl.engine.cohort import Cohort
@@ -150,7 +150,7 @@ def root(gram):
 @jax.jit
 def orders(key, i, size):
     """The library's shuffles of client i's rows in as many epochs as are begun at most."""
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, 0), i), local.SHUFFLE)
+    key = keys.fold(jax.random.fold_in(jax.random.fold_in(key, 0), i), keys.Client.SHUFFLE)
     return [local.shuffle(jax.random.fold_in(key, epoch), 19, size) for epoch in range(2)]
 
 

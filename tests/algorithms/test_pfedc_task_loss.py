@@ -7,7 +7,7 @@ import pytest
 import toy
 from toy import SIZES, C, N
 
-from fedjax_pfl import local
+from fedjax_pfl import keys, local
 from fedjax_pfl.engine import program
 from fedjax_pfl.numerics import class_groups, min_norm
 
@@ -19,7 +19,7 @@ BATCH_LOSSES = [0.629285, 0.362609, 0.212951]  # rounds 0, 5 and 11, measured wh
 @pytest.mark.parametrize("method", ["pfedc", "privacy_pfedc"])
 def test_whole_batches_have_the_losses_they_had_as_the_default(method):
     got = toy.train(method, toy.method_task(method), 12, KEY, task_loss="batch")
-    loss = got.metrics["loss"].mean(axis=1)
+    loss = got.metrics.loss.mean(axis=1)
     np.testing.assert_allclose(loss[[0, 5, 11]], BATCH_LOSSES, rtol=1e-3, atol=1e-5)
 
 
@@ -31,7 +31,7 @@ def batches(key, i):
     f, size = toy.federation(), SIZES[i]
     index = np.asarray(f.train.index[i])
     for epoch in range(LINEAR.epochs):
-        stream = jax.random.fold_in(jax.random.fold_in(key, local.SHUFFLE), epoch)
+        stream = jax.random.fold_in(keys.fold(key, keys.Client.SHUFFLE), epoch)
         order = index[np.asarray(local.shuffle(stream, len(index), jnp.int32(size)))[:size]]
         for first in range(0, size, LINEAR.batch_size):
             rows = order[first : first + LINEAR.batch_size]
@@ -62,8 +62,8 @@ def test_minibatches_of_uneven_classes(task_loss):
     start = np.asarray(begin["kernel"], np.float64), np.asarray(begin["bias"], np.float64)
     stream = jax.random.fold_in(program.clients_key(KEY, 0), 0)  # of the first map over clients
     each = [trained(*start, jax.random.fold_in(stream, i), i, task_loss) for i in range(N)]
-    shares = np.array([share for *_, share in each])[np.asarray(run.metrics["ids"][0])]
-    np.testing.assert_allclose(run.metrics["weight_on_positives"][0], shares, rtol=1e-5)
+    shares = np.array([share for *_, share in each])[np.asarray(run.metrics.ids[0])]
+    np.testing.assert_allclose(run.metrics.clients["weight_on_positives"][0], shares, rtol=1e-5)
     assert np.all(shares == 1) if task_loss == "class" else np.any(shares < 0.9)
     for c in range(C):
         holders = [each[i] for i in range(N) if c in toy.OWN[i]]

@@ -44,7 +44,7 @@ def test_one_inner_step_of_one_batch():
     w, after = round_of(ONE_STEP, [1], inner_steps=1, lam=lam, inner_lr=inner_lr)
     g = gradient(w, 1)
     assert_close(after.server, step(w, g, lr * lam * inner_lr))
-    assert_close(toy.rows(after.clients, 1), step(w, g, inner_lr))
+    assert_close(toy.rows(after.clients["theta"], 1), step(w, g, inner_lr))
 
 
 def test_two_rounds_by_hand():
@@ -69,13 +69,13 @@ def test_two_rounds_by_hand():
         w = [(1 - beta) * p + beta * q for p, q in zip(w, average, strict=True)]
         oracle.close(states[t + 1].server, w)
         for i in range(toy.N):
-            oracle.close(toy.rows(states[t + 1].clients, i), own[i])
+            oracle.close(toy.rows(states[t + 1].clients["theta"], i), own[i])
 
 
 def test_weight_decay_of_theta():
     w, after = round_of(ONE_STEP, [1], inner_steps=1, inner_lr=0.03, inner_decay=0.5)
     theta = jax.tree.map(lambda w, g: w - 0.03 * (g + 0.5 * np.asarray(w)), w, gradient(w, 1))
-    assert_close(toy.rows(after.clients, 1), theta)
+    assert_close(toy.rows(after.clients["theta"], 1), theta)
 
 
 def test_theta_of_a_quadratic_is_the_proximal_point(monkeypatch):
@@ -87,6 +87,7 @@ def test_theta_of_a_quadratic_is_the_proximal_point(monkeypatch):
     fixed: Model = ONE_STEP.model._replace(
         init=lambda key: {"body": {}, "head": {"w": jnp.asarray(w)}, "stats": {}},
         apply=lambda w, x, **options: (jnp.zeros((len(x), toy.C)), {}),
+        norms={"body": {}, "head": {"w": False}, "stats": {}},
     )
 
     def quadratic(model):
@@ -95,7 +96,7 @@ def test_theta_of_a_quadratic_is_the_proximal_point(monkeypatch):
     monkeypatch.setattr(losses, "classification", quadratic)
     _, after = round_of(ONE_STEP._replace(models=(fixed,)), [1], inner_steps=1000, inner_lr=0.1, lam=lam)
     expected = np.linalg.solve(a + lam * np.eye(4), b + lam * w)
-    np.testing.assert_allclose(np.asarray(after.clients["head"]["w"])[1], expected, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(after.clients["theta"]["head"]["w"])[1], expected, atol=1e-5)
 
 
 def test_beta_one_is_the_average_and_beta_a_half_stays_half_way():
