@@ -1,4 +1,4 @@
-"""The toy federation every method must learn, and one cache of compiled rounds for the tests of a worker."""
+"""Tasks of the synthetic federation that every method must learn, and runs of a few rounds."""
 
 import functools
 from typing import Any
@@ -6,19 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
-from fedjax_pfl import models, simulate, traffic
+from fedjax_pfl import models, simulate, testing, traffic
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.engine.cohort import Cohort
-from fedjax_pfl.engine.placement import make_mesh
 from fedjax_pfl.models import layers, nets
-from fedjax_pfl.types import Algorithm, Examples, Federation, Metrics, Rows, State, Task, Traffic
-
-N, C, SHAPE = 5, 4, (6,)
-SIZES = np.array([7, 19, 1, 12, 4])  # training examples: uneven, one client with a single example
-OWN = [(0, 1), (1, 2), (3,), (2, 0), (0, 1, 2, 3)]  # the classes of each client
+from fedjax_pfl.testing.synthetic import OWN, SHAPE, SIZES, C, N, federation  # noqa: F401  (the tests take them here)
+from fedjax_pfl.types import Algorithm, Cohort, Metrics, State, Task, Traffic
 
 
 class NormNet(nnx.Module):
@@ -43,55 +37,12 @@ METHODS = ALGORITHMS | {"privacy_pfedc": functools.partial(ALGORITHMS["privacy_p
 NETS = {"mlp": tiny_mlp, "norm": norm_net, "linear": nets.linear}
 
 
-def federation(width: int = 19, seed: int = 0) -> Federation:
-    """N clients over shared Gaussian blobs; `width` is the padded length of the training rows."""
-    rng = np.random.default_rng(seed)
-    centres = rng.normal(size=(C, *SHAPE)) * 2
-    test = np.maximum(SIZES // 3, 2)
-    y = np.concatenate([np.resize(own, n + m) for own, n, m in zip(OWN, SIZES, test, strict=True)])
-    x = (centres[y] + rng.normal(size=(len(y), *SHAPE))).astype(np.float32)
-    x = np.concatenate([x, np.zeros((1, *SHAPE), np.float32)])  # the last example is nobody's: padding points to it
-    y = np.append(y, 0).astype(np.int32)
-    starts = np.concatenate([[0], np.cumsum(SIZES + test)])[:-1]
-
-    def rows(first, sizes, width):
-        index = np.full((N, width), len(y) - 1, np.int32)
-        for i in range(N):
-            index[i, : sizes[i]] = first[i] + np.arange(sizes[i])
-        return Rows(jnp.asarray(index), jnp.asarray(sizes, jnp.int32))
-
-    counts = np.stack([np.bincount(y[s : s + n], minlength=C) for s, n in zip(starts, SIZES, strict=True)])
-    nothing = Rows(jnp.zeros((N, 0), jnp.int32), jnp.zeros(N, jnp.int32))
-    return Federation(
-        Examples(jnp.asarray(x), jnp.asarray(y)),
-        rows(starts, SIZES, width),
-        nothing,
-        rows(starts + SIZES, test, int(test.max())),
-        jnp.asarray(counts, jnp.int32),
-    )
-
-
 def task(net: str = "mlp", **options: Any) -> Task:
     """Local work of two epochs in batches of 4 on the toy federation."""
-    f = federation()
     bn_stats = options.get("bn_stats", "aggregate")
-    given = {
-        "models": (models.model(NETS[net], SHAPE, C, bn_stats=bn_stats),),
-        "architecture": np.zeros(len(options.get("sizes", SIZES)), np.int32),
-        "sizes": np.asarray(f.train.size),
-        "class_counts": np.asarray(f.class_counts),
-        "num_classes": C,
-        "input": jax.ShapeDtypeStruct(SHAPE, jnp.float32),
-        "prepare": lambda x: x.astype(jnp.float32),
-        "lr": 0.1,
-        "optimizer": optax.sgd,
-        "batch_size": 4,
-        "epochs": 2,
-        "rounds": 3,
-    }
     if "model" in options:
         options["models"] = (options.pop("model"),)
-    return Task(**(given | options))
+    return testing.task(**({"models": (models.model(NETS[net], SHAPE, C, bn_stats=bn_stats),)} | options))
 
 
 def net_of(method: str) -> str:
@@ -101,47 +52,6 @@ def net_of(method: str) -> str:
 @functools.cache
 def method_task(method: str) -> Task:
     return task(net_of(method))
-
-
-@functools.cache
-def compiled_round(method: str, width: int = 1, devices: int = 1):
-    """One jitted round of a method: (key, numbers, federation, state, ids, active, t, evaluated)."""
-    mesh = make_mesh(devices)
-    given = method_task(method)
-    defaults = simulate.hyperparameters(METHODS[method])
-    static = {k: v for k, v in defaults.items() if not isinstance(v, float)}
-
-    @jax.jit
-    def run(key, numbers, f, state, ids, active, t, evaluated):
-        floats = {k: v for k, v in numbers.items() if k != "lr"}
-        algorithm = METHODS[method](given._replace(lr=numbers["lr"]), **static, **floats)
-        cohort = Cohort(f, given, ids, active, key=key, round=t, evaluated=evaluated, width=width, mesh=mesh)
-        new, metrics = algorithm.round(key, state, cohort)
-        return new, metrics, (algorithm.traffic or traffic.uploads)(state, cohort, metrics)
-
-    return run
-
-
-@functools.cache
-def start(method: str) -> State:
-    """A state in which everybody has trained and the clients differ, so that mixing them up would show."""
-    state = jax.jit(METHODS[method](method_task(method)).init)(jax.random.key(1))
-    on = jnp.ones(4, bool)
-    for t, ids in enumerate((np.array([1, 2, 3, 4], np.int32), np.array([0, 1, 2, 3], np.int32))):
-        here = State(state.server, rows(state.clients, ids))
-        args = (jax.random.key(3), numbers(method), federation(), here, ids, on, jnp.int32(t), jnp.bool(False))
-        new = compiled_round(method)(*args)[0]
-        state = State(new.server, jax.tree.map(lambda x, n, ids=ids: _put(x, ids, n), state.clients, new.clients))
-    rng = np.random.default_rng(2)
-    real = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # a counter stays what it is
-    noisy = lambda x: jnp.asarray(x + 0.1 * rng.normal(size=x.shape).astype(x.dtype) if real(x) else x)
-    return State(state.server, jax.tree.map(noisy, state.clients))
-
-
-def _put(x, ids, new) -> np.ndarray:
-    x = np.array(x)
-    x[ids] = np.asarray(new)
-    return x
 
 
 def sent(algorithm: Algorithm, cohort: Cohort) -> Traffic:
@@ -202,11 +112,6 @@ def train(method, given: Task, rounds: int = 3, key=None, federation_=None, begi
 def rows(tree, ids):
     """The rows of a tree, on the host: an indexing that compiles nothing."""
     return jax.tree.map(lambda x: np.asarray(x)[np.asarray(ids)], tree)
-
-
-def numbers(method: str) -> dict[str, Any]:
-    defaults = simulate.hyperparameters(METHODS[method])
-    return {"lr": 0.1} | {k: v for k, v in defaults.items() if isinstance(v, float)}
 
 
 def assert_same(a, b) -> None:

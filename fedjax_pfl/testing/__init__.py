@@ -1,0 +1,60 @@
+"""The contract as checks that anybody can run on a method of their own: `check_algorithm(factory)`."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from fedjax_pfl.engine import program
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.testing import synthetic
+from fedjax_pfl.testing.rounds import ContractViolation, Subject, evaluate, mistakes, name, run, subject
+from fedjax_pfl.testing.rules import RULES
+from fedjax_pfl.testing.synthetic import federation, task
+from fedjax_pfl.types import Algorithm, Task
+
+__all__ = [
+    "RULES",
+    "ContractViolation",
+    "Subject",
+    "check",
+    "check_algorithm",
+    "evaluate",
+    "federation",
+    "run",
+    "subject",
+    "task",
+]
+
+
+def check(rule: str, s: Subject) -> None:
+    """Raises ContractViolation if a method breaks one of RULES."""
+    try:
+        RULES[rule](s)
+    except (ContractViolation, InputError) as error:
+        sentence = f"{name(s.factory)} breaks the rule {rule!r} ({_sentence(rule)}): {str(error).rstrip('.')}."
+        raise ContractViolation(sentence) from None
+
+
+def check_algorithm(factory: Callable[..., Algorithm], task: Task | None = None) -> None:
+    """Checks a method against every rule of the contract, on a synthetic federation of five clients.
+
+    Args:
+      factory: factory(task, **hyperparameters) -> Algorithm, with a default for each hyperparameter.
+      task: as the function `task` makes it, of one architecture; for methods that need other models or public data.
+
+    Raises:
+      ContractViolation: a rule is broken; the message names the rule and where.
+      InputError: what the method returns has a wrong shape, structure or signature.
+    """
+    given = synthetic.task() if task is None else task
+    if len(given.models) != 1 or not np.array_equal(given.sizes, synthetic.SIZES):
+        raise InputError("check_algorithm needs a Task made by testing.task, with clients of one architecture.")
+    with mistakes(factory):
+        program.program(factory, given)
+    made = subject(factory, given)
+    for rule in RULES:
+        check(rule, made)
+
+
+def _sentence(rule: str) -> str:
+    return (RULES[rule].__doc__ or "").rstrip(".")

@@ -1,0 +1,174 @@
+"""A method and its compiled round on the synthetic federation, and how two of its rounds are compared."""
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_pfl.engine import placement, program
+from fedjax_pfl.testing.synthetic import N, federation
+from fedjax_pfl.types import Algorithm, Array, Examples, Federation, PyTree, State, Task
+
+IDS = np.array([3, 0, 4, 1, N + 2], np.int32)  # a cohort without client 2, and with a padded place
+ACTIVE = IDS < N
+Round = program.Round
+
+
+class ContractViolation(AssertionError):
+    """A method breaks a rule of the contract; the message names the rule and where."""
+
+
+class Subject(NamedTuple):
+    """A method on the synthetic federation, see `subject`."""
+
+    factory: Callable[..., Algorithm]
+    task: Task
+    federation: Federation
+    numbers: dict[str, Any]  # the traced hyperparameters, float32
+    init: Callable[..., State]  # (key, numbers) -> State, rows by client id
+    round: Callable[..., tuple[State, Round]]  # (key, numbers, federation, State, ids, active, t, evaluated)
+    evaluate: Callable[..., dict[str, Array]]  # (key, numbers, federation, State, t) -> {name: [N]}
+    start: State  # all clients have trained and differ
+
+
+def subject(
+    factory: Callable[..., Algorithm], task: Task, *, width: int = 1, devices: int = 1, start: State | None = None
+) -> Subject:
+    """Compiles the round of a method on an explicit cohort; State and metrics are by client id, not by place.
+
+    Args:
+      task: as `task` makes it.
+      width: clients at once on each of the `devices`.
+      start: the state in which the checks begin; default that after two rounds of everybody.
+    """
+    made = program.parts(factory, task, width=width, devices=devices)
+    numbers = {name: np.float32(value) for name, value in made.numbers.items()}
+    where = made.placement if len(task.models) > 1 else None
+    rows = placement.StateRows(task, where, 1)
+
+    def round(key, numbers, f, state, ids, active, t, evaluated) -> tuple[State, Round]:
+        if where is not None:
+            ids, active = placement.arrange(task, where, ids, active, 1)
+        state, at = rows.place(state), rows.of(ids)
+        here = State(state.server, rows.gather(state.clients, at, made.lengths))
+        new, metrics = made.train(key, numbers, f, here, ids, active, t, evaluated)
+        clients = rows.scatter(state.clients, at, new.clients, active, made.lengths)
+        return rows.unplace(State(new.server, clients)), metrics
+
+    def evaluate(key, numbers, f, state, t) -> dict[str, Array]:
+        return made.score(key, numbers, f, state, jnp.arange(N, dtype=jnp.int32), t, (N,))
+
+    example = jax.eval_shape(task.prepare, jax.ShapeDtypeStruct((1, *task.input.shape), task.input.dtype))
+    masked = Examples(jnp.zeros(example.shape[1:], example.dtype), jnp.int32(0))
+    f = federation(input=task.input, public=task.public)._replace(masked=masked)
+    jitted = (jax.jit(made.init), jax.jit(round), jax.jit(evaluate))
+    found = Subject(factory, task, f, numbers, *jitted, State(None, None))
+    with mistakes(factory):
+        return found._replace(start=_started(found) if start is None else start)
+
+
+def _started(s: Subject) -> State:
+    state = jax.device_get(s.init(jax.random.key(1), s.numbers))
+    for t in range(2):
+        state, _ = run(s, state=state, ids=np.arange(N, dtype=np.int32), active=np.ones(N, bool), t=t)
+    rng = np.random.default_rng(2)
+    real = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # a counter stays what it is
+    noisy = lambda x: (x + rng.uniform(0, 0.2, x.shape).astype(x.dtype)) if real(x) else x  # a variance stays positive
+    return State(state.server, jax.tree.map(noisy, state.clients))
+
+
+def arguments(
+    s: Subject,
+    ids=IDS,
+    active=ACTIVE,
+    federation=None,
+    state=None,
+    t: int = 2,
+    evaluated: bool = True,
+    **numbers: float,
+) -> tuple:
+    numbers = s.numbers | {name: np.float32(value) for name, value in numbers.items()}
+    f, state = federation or s.federation, s.start if state is None else state
+    return jax.random.key(7), numbers, f, state, ids, active, np.int32(t), np.bool_(evaluated)
+
+
+def run(s: Subject, **changes: Any) -> tuple[State, Round]:
+    """One round of a subject: the state and the metrics on the host; `changes` of its arguments or its numbers."""
+    return jax.device_get(s.round(*arguments(s, **changes)))
+
+
+def evaluate(s: Subject, federation: Federation | None = None, state: State | None = None, t: int = 2) -> dict:
+    """The scores of all clients before round t, {name: [N]} on the host."""
+    state, f = s.start if state is None else state, federation or s.federation
+    return jax.device_get(s.evaluate(jax.random.key(7), s.numbers, f, state, np.int32(t)))
+
+
+def rows_of(tree: PyTree, at: Any) -> PyTree:
+    return jax.tree.map(lambda x: np.asarray(x)[at], tree)
+
+
+def reported(metrics: Round, clients: np.ndarray) -> PyTree:
+    """What was reported of these clients."""
+    at = [int(np.flatnonzero(metrics.ids == i)[0]) for i in clients]
+    kept = {name: getattr(metrics, name) for name in ("loss", "post", "clients")}
+    return rows_of(kept | {"traffic": metrics.traffic._asdict()}, at)
+
+
+def same(what: str, found: PyTree, wanted: PyTree, clients: Any = None, tolerance: float = 0.0) -> None:
+    """Raises ContractViolation at the first place where two trees of equal structure differ; NaN equals NaN.
+
+    Args:
+      clients: whose the rows are, if the leaves have a client axis.
+      tolerance: relative and absolute; 0: bit for bit.
+    """
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        off = ~np.isclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
+        if off.any():
+            at = tuple(np.argwhere(off)[0])
+            whose = "" if clients is None else f" of client {np.asarray(clients)[at[0]]}"
+            raise ContractViolation(f"{what}{jax.tree_util.keystr(path)}{whose} is {a[at]:.7g} in place of {b[at]:.7g}")
+
+
+def same_round(found: tuple[State, Round], wanted: tuple[State, Round], clients: Any, tolerance: float = 0.0) -> None:
+    """Compares the server, the rows of `clients` and what is reported of them."""
+    same("server", found[0].server, wanted[0].server, tolerance=tolerance)
+    own = lambda result: rows_of(result[0].clients, clients)
+    same("clients", own(found), own(wanted), clients, tolerance)
+    same("metrics", reported(found[1], clients), reported(wanted[1], clients), clients, tolerance)
+
+
+def name(factory: Any) -> str:
+    return getattr(factory, "__name__", None) or name(getattr(factory, "func", type(factory)))
+
+
+@contextlib.contextmanager
+def mistakes(factory: Callable[..., Algorithm]) -> Iterator[None]:
+    """Puts what Python and JAX say while a method is traced into the contract's words, with the line of the method."""
+    try:
+        yield
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+        rule, where = "traced", _line(factory, error)
+        said = (
+            "A float hyperparameter is traced, so that no Python branch or conversion may depend on it: use jnp.where"
+        )
+    except TypeError as error:
+        if "required keyword-only argument: 'default'" not in str(error):
+            raise
+        rule, where = "default", _line(factory, error)
+        said = "cohort.mean needs `default`, what is taken where nobody has a weight"
+    else:
+        return
+    raise ContractViolation(f"{name(factory)} breaks the rule {rule!r} ({said}): {where}.")
+
+
+def _line(factory: Any, error: BaseException) -> str:
+    """Where in the method's own file the error arose."""
+    inner = getattr(factory, "func", factory)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == inner.__code__.co_filename] or frames
+    return f"line {own[-1].lineno} of {own[-1].filename}: {own[-1].line}"
