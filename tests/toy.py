@@ -39,6 +39,10 @@ def tiny_mlp(input_shape, num_classes, rngs):
     return nets.mlp(input_shape, num_classes, rngs, hidden=8)
 
 
+def small_mlp(input_shape, num_classes, rngs):
+    return nets.mlp(input_shape, num_classes, rngs, hidden=5)
+
+
 METHODS = ALGORITHMS | {"privacy_pfedc": functools.partial(ALGORITHMS["privacy_pfedc"], backend="plain")}
 NETS = {"mlp": tiny_mlp, "norm": norm_net, "linear": nets.linear}
 
@@ -88,6 +92,7 @@ def task(net: str = "mlp", **options: Any) -> Task:
         "batch_size": 4,
         "epochs": 2,
         "rounds": 3,
+        "shared": models.model(small_mlp, SHAPE, C, bn_stats=bn_stats),
     }
     if "model" in options:
         options["models"] = (options.pop("model"),)
