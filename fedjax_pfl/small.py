@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from fedjax_pfl import averaging, groups, local, losses, trees
@@ -92,7 +93,7 @@ def learn(
         return value, stats, reported
 
     def apart(lr: float | Array) -> optax.GradientTransformation:
-        one = task.optimizer(lr) if clip is None else optax.chain(optax.clip_by_global_norm(clip), task.optimizer(lr))
+        one = task.optimizer(lr) if clip is None else optax.chain(clipped(clip), task.optimizer(lr))
         return optax.multi_transform(dict.fromkeys(parts, one), {part: part for part in parts})
 
     v = {name: {part: w[part] for part in BOTH} for name, (_, w) in models.items()}
@@ -102,6 +103,15 @@ def learn(
     w, theta = ({**v[name], "stats": v["stats"][name]} for name in models)
     upload, kept = small.split.send(theta)
     return upload, {**mine, **{name: v[name] for name in also}, "w": w, "kept": kept}, value
+
+
+def clipped(largest: float | Array) -> optax.GradientTransformation:
+    """Scales gradients of any type down to a largest norm, which may be traced."""
+
+    def clip(gradient: PyTree, _) -> PyTree:
+        return trees.cast(trees.scale(jnp.minimum(1, largest / optax.tree.norm(gradient)), gradient), gradient)
+
+    return optax.stateless(clip)
 
 
 def marked(mine: PyTree, names: tuple[str, ...] = ("w",)) -> PyTree:
