@@ -114,7 +114,7 @@ def fedkd(
       As in the authors' code gradients go through everything, the weight 1 / (CE + CE) included, and
       the loss of the features counts twice; the loss of attention maps has no counterpart here. The
       own loss is reported. With svd a matrix that takes no less room so travels whole, and what
-      remains of a change is lost, as in the paper.
+      is cut off a change is lost, as in the paper.
     """
     choose("reduction", reduction, ("sum", "mean"))
     check("energy_start", energy_start, 0, 1, open_low=True)
@@ -206,8 +206,8 @@ def fedapen(
       lam_lr: step size of the weight in [0, inf); 0.001 as in the authors' code.
       lam_epochs: its epochs over the held-out examples per round, in [0, 10000]; 10 as in the
         authors' code; 0 is the ablation FedEN.
-      held_out: share of a client's examples that the weight is learned from, in [0, 1]; 0.05 as in
-        the paper.
+      held_out: share of a client's examples that the weight is learned from, at least one, in [0, 1];
+        0.05 as in the paper.
 
     Note:
       The rate of the models is constant (the paper decays it, to no effect in its code). The weight
