@@ -46,7 +46,7 @@ def exchanged(task: Task) -> Small:
         raise InputError(f"The task's `shared` model does not take inputs of shape {list(x.shape[1:])}.") from None
     if logits.shape[1] != task.num_classes:
         raise InputError(f"The task's `shared` model has {logits.shape[1]} classes instead of {task.num_classes}.")
-    return Small(model, averaging.split(task, variables=model.norms))
+    return Small(model, averaging.split(task._replace(models=(model,))))  # one for all clients
 
 
 def start(key: Array, task: Task, small: Small) -> State:

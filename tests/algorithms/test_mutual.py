@@ -99,6 +99,15 @@ def test_fml_by_hand():
             oracle.close(toy.rows(states[t + 1].clients["w"], i), w[i])
 
 
+@pytest.mark.parametrize("bn_stats, kept", [("aggregate", 0), ("local", 16)])
+def test_running_statistics_of_the_small_model_travel_or_stay(bn_stats, kept):
+    task = toy.task("norm", bn_stats=bn_stats)
+    got = toy.train("fml", task._replace(shared=task.model), 1)
+    assert (got.metrics.traffic.up == 72 + 36 + 16 - kept).all()  # body, head, statistics
+    assert sum(x[0].size for x in jax.tree.leaves(got.state.clients["kept"])) == kept
+    assert np.isfinite(got.last["acc"]).all()
+
+
 @pytest.mark.parametrize("largest", [0.5, 100.0])
 def test_clipping_is_optaxs(largest):
     tree = {"a": Z[0], "b": H[0]}
