@@ -72,6 +72,7 @@ class Init(Stream):
 
     POLICY = 22, "FedCP: the policy network"
     REJECT = 31, "pFedC: the reject logits"
+    MAP = 40, "FedKD: the map of the student's features"
 
 
 def fold(key: Array, stream: Stream, offset: int | Array = 0) -> Array:

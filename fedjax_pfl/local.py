@@ -230,3 +230,14 @@ def sweep(data: Data, function: Callable[[Batch], PyTree], batch_size: int) -> P
     rows = jnp.arange(batch_size, dtype=jnp.int32)
     zeros = _zeros_like_result(lambda: function(take(data, rows, rows < data.size)))
     return fold(data, lambda sums, batch: trees.add(sums, function(batch)), zeros, batch_size)
+
+
+def class_means(data: Data, values: Callable[[Batch], Array], num_classes: int, batch_size: int) -> Array:
+    """Means [D, C] of values(batch) [B, D] over the rows of each class; 0 for a class without rows."""
+
+    def sums(batch: Batch) -> tuple[Array, Array]:
+        member = jax.nn.one_hot(batch.y, num_classes) * batch.mask[:, None]
+        return jnp.dot(values(batch).T, member, precision=jax.lax.Precision.HIGHEST), jnp.sum(member, axis=0)
+
+    total, count = sweep(data, sums, batch_size)
+    return total / jnp.maximum(count, 1)[None]

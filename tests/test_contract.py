@@ -98,10 +98,14 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
         "pfedc": body + classes * (8 + 1),
         "privacy_pfedc": (body + head + C) * ones,  # all branches and the client's part in them, here unencrypted
     }
+    small = 6 * 5 + 5 + 5 * C + C
+    table |= dict.fromkeys(("fml", "fedkd", "fedapen"), small * ones)
     columns = (6 + 1) * C * ones  # one-vs-rest, a constant among the features
     apart = {
         "fedfomo": (5 * (body + head) * ones, (body + head + N) * ones),  # M = 5 models down
         "mocha": (columns + 2, columns),  # Sigma_tt and rho
+        "fedproto": (8 * C * ones, 8 * classes),  # all classes are known
+        "fd": (C * C * ones, C * classes),  # every class has been sent by somebody else
     }
     both = table.get(method, (body + head) * ones)
     return apart.get(method, (both, both))

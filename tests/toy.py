@@ -33,6 +33,10 @@ def tiny_mlp(input_shape, num_classes, rngs):
     return nets.mlp(input_shape, num_classes, rngs, hidden=8)
 
 
+def small_mlp(input_shape, num_classes, rngs):
+    return nets.mlp(input_shape, num_classes, rngs, hidden=5)
+
+
 METHODS = ALGORITHMS | {"privacy_pfedc": functools.partial(ALGORITHMS["privacy_pfedc"], backend="plain")}
 NETS = {"mlp": tiny_mlp, "norm": norm_net, "linear": nets.linear}
 
@@ -42,7 +46,8 @@ def task(net: str = "mlp", **options: Any) -> Task:
     bn_stats = options.get("bn_stats", "aggregate")
     if "model" in options:
         options["models"] = (options.pop("model"),)
-    return testing.task(**({"models": (models.model(NETS[net], SHAPE, C, bn_stats=bn_stats),)} | options))
+    given = {"models": (models.model(NETS[net], SHAPE, C, bn_stats=bn_stats),)}
+    return testing.task(**(given | {"shared": models.model(small_mlp, SHAPE, C, bn_stats=bn_stats)} | options))
 
 
 def net_of(method: str) -> str:

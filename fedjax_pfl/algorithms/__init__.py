@@ -2,6 +2,7 @@
 
 from fedjax_pfl.algorithms.apfl import apfl
 from fedjax_pfl.algorithms.ditto import ditto
+from fedjax_pfl.algorithms.fd import fd
 from fedjax_pfl.algorithms.fedala import fedala
 from fedjax_pfl.algorithms.fedamp import fedamp
 from fedjax_pfl.algorithms.fedavg import fedavg, fedavg_ft, fedprox
@@ -12,9 +13,11 @@ from fedjax_pfl.algorithms.fedfomo import fedfomo
 from fedjax_pfl.algorithms.fedma import fedma, pfedma
 from fedjax_pfl.algorithms.fedper import fedbabu, fedper, fedrep, lg_fedavg
 from fedjax_pfl.algorithms.fedphp import fedphp
+from fedjax_pfl.algorithms.fedproto import fedproto
 from fedjax_pfl.algorithms.fedrod import fedrod
 from fedjax_pfl.algorithms.mnfl import mnfl
 from fedjax_pfl.algorithms.mocha import mocha
+from fedjax_pfl.algorithms.mutual import fedapen, fedkd, fml
 from fedjax_pfl.algorithms.perfedavg import per_fedavg
 from fedjax_pfl.algorithms.pfedc import pfedc, privacy_pfedc
 from fedjax_pfl.algorithms.pfedhn import pfedhn
@@ -46,6 +49,11 @@ ALGORITHMS = {
     "fedfomo": fedfomo,
     "pfedhn": pfedhn,
     "mocha": mocha,
+    "fedproto": fedproto,
+    "fd": fd,
+    "fml": fml,
+    "fedkd": fedkd,
+    "fedapen": fedapen,
     "mnfl": mnfl,
     "fedem": fedem,
     "fedcp": fedcp,

@@ -1,0 +1,99 @@
+"""FedProto: clients of different architectures exchange the mean features of each class, called prototypes.
+
+Reference: Tan et al., FedProto: federated prototype learning across heterogeneous clients (AAAI 2022), Algorithm 1.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl import averaging, evaluate, groups, local, losses, traffic
+from fedjax_pfl.errors import InputError, check, choose
+from fedjax_pfl.types import (
+    Algorithm,
+    Array,
+    Batch,
+    Client,
+    Cohort,
+    Metrics,
+    Model,
+    Own,
+    Predictor,
+    PyTree,
+    State,
+    Task,
+    Traffic,
+)
+
+
+def predictor(model: Model, w: PyTree, server: PyTree) -> Predictor:
+    """Logits [B, C, 2]: the head's, and <h, P_l> - |P_l|^2 / 2, largest for the known prototype nearest to h."""
+
+    def predict(x: Array, mask: Array) -> Array:
+        h, _ = model.features(w, x, mask=mask, train=False)
+        near = jnp.dot(h, server["proto"], precision=jax.lax.Precision.HIGHEST)
+        near = near - jnp.sum(server["proto"] ** 2, axis=0)[None] / 2
+        return jnp.stack([model.head(w["head"], h), jnp.where(server["known"][None], near, -jnp.inf)], axis=-1)
+
+    return predict
+
+
+def fedproto(task: Task, *, lam: float = 1.0, proto_weight: str = "uniform") -> Algorithm:
+    """Trains each client's own model, its features drawn to the global prototype of their class.
+
+    Args:
+      lam: weight of the distance to the prototypes (λ) in [0, inf); 1 as in the authors' code.
+      proto_weight: of a client in the mean of a class, one of uniform (the authors' code), size (its
+        examples of that class, as in the paper).
+
+    Note:
+      The distance is the authors' code's: squared, per example, a mean over batch and features.
+      Prototypes are taken by one more pass after training; the code collects them while the model
+      moves. A class that nobody holds in a round keeps its prototype. `acc` is of the head, and
+      `proto_acc` of the nearest prototype received, which names class 0 as long as there is none.
+      All architectures must have the same feature width.
+    """
+    check("lam", lam, 0, math.inf)
+    choose("proto_weight", proto_weight, ("uniform", "size"))
+    widths, classes = sorted({model.num_features for model in task.models}), task.num_classes
+    if len(widths) > 1:
+        raise InputError(f"FedProto needs one feature width K in all architectures, not {widths}: set it to one value.")
+    batch_size = evaluate.batch_size(max(task.sizes))
+    score = functools.partial(averaging.score_beside, name="proto")
+
+    def init(key: Array) -> State:
+        server = {"proto": jnp.zeros((widths[0], classes)), "known": jnp.zeros(classes, bool)}
+        return State(server, groups.stack(task, lambda model: model.init(key)))
+
+    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
+        proto, known = state.server["proto"], state.server["known"]  # [K, C], [C]
+
+        def client(c: Client, w: PyTree):
+            def loss(w: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
+                h, stats = c.model.features(w, batch.x, mask=batch.mask, train=True, key=key)
+                value = losses.cross_entropy(c.model.head(w["head"], h), batch.y, batch.mask)
+                gap = jnp.where(known[batch.y], jnp.mean((h - proto.T[batch.y]) ** 2, axis=1), 0)
+                return value + lam * losses.masked_mean(gap, batch.mask), stats
+
+            w, value = local.sgd(c.key, c.train, loss, w, task)
+            features = lambda batch: c.model.features(w, batch.x, mask=batch.mask, train=False)[0]
+            means = local.class_means(c.train, features, classes, batch_size)
+            post = evaluate.post(cohort, c, predictor(c.model, w, state.server), score)
+            return means, Own(w), value, post
+
+        has = (cohort.class_counts > 0) & cohort.active[:, None]
+        weight = cohort.class_counts if proto_weight == "size" else has
+        proto, (w, value, post) = cohort.mean(client, state.clients, weight=weight, default=proto)
+        return State({"proto": proto, "known": known | jnp.any(has, axis=0)}, w), Metrics(value, post)
+
+    def predict(server: PyTree, w: PyTree, c: Client) -> Predictor:
+        return predictor(c.model, w, server)
+
+    def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
+        own = jnp.sum(cohort.class_counts > 0, axis=1)
+        down = jnp.full_like(own, widths[0]) * jnp.sum(state.server["known"])
+        return traffic.both_ways(cohort, down, widths[0] * own)._replace(ints=own * cohort.active)  # which classes
+
+    return Algorithm(init, round, predict, score, sent, one_architecture=False)

@@ -1,0 +1,262 @@
+"""Mutual learning: a client's own model and a small one, which all clients exchange, teach each other.
+
+FML, FedKD and FedAPEN differ in the losses, and in what happens to the small model after it is averaged.
+
+References: FML, Shen et al., Federated mutual learning (2020); FedKD, Wu et al., Communication-efficient federated
+learning via knowledge distillation (Nature Communications 2022); FedAPEN, Qin et al., FedAPEN: personalized cross-silo
+federated learning with adaptability to statistical heterogeneity (KDD 2023).
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl import evaluate, groups, keys, local, losses, traffic, trees
+from fedjax_pfl.averaging import predictor
+from fedjax_pfl.errors import check, choose
+from fedjax_pfl.numerics.low_rank import compress
+from fedjax_pfl.small import Objective, Outputs, divergence, exchanged, learn, marked, start
+from fedjax_pfl.types import (
+    Algorithm,
+    Array,
+    Batch,
+    Client,
+    Cohort,
+    Metrics,
+    Predictor,
+    PyTree,
+    Scores,
+    State,
+    Task,
+    Traffic,
+)
+
+TINY = 1e-6  # the least sum of two task losses that FedKD divides by
+stop = jax.lax.stop_gradient
+
+
+def predict_own(server: PyTree, mine: PyTree, c: Client) -> Predictor:
+    """The client's own model, by which FML and FedKD are scored."""
+    return predictor(c.model, mine["w"])
+
+
+def fml(
+    task: Task, *, alpha: float = 0.5, beta: float = 0.5, clip: float = 10.0, weights: str = "uniform"
+) -> Algorithm:
+    """FML: each of the two models fits the labels and the other one's predictions.
+
+    Args:
+      alpha: weight of the labels for a client's own model (α) in [0, 1]; 0.5 as in the authors' code.
+      beta: weight of the labels for the small model (β) in [0, 1]; 0.5 as in the authors' code.
+      clip: largest norm of each model's gradient in (0, inf); 10 as in HtFLlib.
+      weights: of the small models, one of uniform (the authors' code), data (training examples).
+
+    Note:
+      The divergences are sums over the classes, and each model takes the other's predictions as
+      given. HtFLlib averages over the classes, lets gradients into both, and has α = β = 1. The
+      reported loss is the own model's.
+    """
+    check("alpha", alpha, 0, 1)
+    check("beta", beta, 0, 1)
+    check("clip", clip, 0, math.inf, open_low=True)
+    choose("weights", weights, ("uniform", "data"))
+    small = exchanged(task)
+
+    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
+        def client(c: Client, mine: PyTree):
+            objective = fml_objective(alpha, beta)
+            upload, mine, value = learn(c, c.train, mine, state.server, small, objective, task, clip=clip)
+            return upload, marked(mine), value, evaluate.post(cohort, c, predictor(c.model, mine["w"]))
+
+        weight = cohort.sizes if weights == "data" else cohort.trained
+        theta, (mine, value, post) = cohort.mean(client, state.clients, weight=weight, default=state.server)
+        return State(theta, mine), Metrics(value, post)
+
+    init = lambda key: start(key, task, small)
+    return Algorithm(init, round, predict_own, evaluate.classification, one_architecture=False)
+
+
+def fml_objective(alpha: float | Array, beta: float | Array) -> Objective:
+    """FML's two losses."""
+
+    def objective(v: PyTree, own: Outputs, small: Outputs, batch: Batch) -> tuple[Array, Array]:
+        def loss(weight: float | Array, mine: Array, other: Array) -> Array:
+            fit = losses.cross_entropy(mine, batch.y, batch.mask)
+            return weight * fit + (1 - weight) * divergence(stop(other), mine, batch.mask)
+
+        private, meme = loss(alpha, own.z, small.z), loss(beta, small.z, own.z)
+        return private + meme, private
+
+    return objective
+
+
+def fedkd(
+    task: Task,
+    *,
+    detach: bool = False,
+    reduction: str = "sum",
+    svd: bool = False,
+    energy_start: float = 0.95,
+    energy_end: float = 0.98,
+) -> Algorithm:
+    """FedKD: two models distil into each other, predictions and features, the more the better both fit the labels.
+
+    Args:
+      detach: whether each model takes the other's outputs, and the weight, as given, true or false.
+      reduction: of the predictions' divergence, one of sum, mean (over the classes; mean as in the code libraries).
+      svd: whether changes of the small model are sent as matrices of low rank, true or false.
+      energy_start: share of the squared singular values kept in round 0, in (0, 1]; 0.95 as in the
+        authors' code.
+      energy_end: share kept in the end, in (0, 1]; 0.98 as in the authors' code.
+
+    Note:
+      As in the authors' code gradients go through everything, the weight 1 / (CE + CE) included, and
+      the loss of the features counts twice; the loss of attention maps has no counterpart here. The
+      own loss is reported. With svd a matrix that takes no less room so travels whole, and what
+      is cut off a change is lost, as in the paper.
+    """
+    choose("reduction", reduction, ("sum", "mean"))
+    check("energy_start", energy_start, 0, 1, open_low=True)
+    check("energy_end", energy_end, 0, 1, open_low=True)
+    small = exchanged(task)
+    objective = fedkd_objective(detach, 1 if reduction == "sum" else 1 / task.num_classes)
+
+    def init(key: Array) -> State:
+        state, fan_in = start(key, task, small), small.model.num_features
+        draw = lambda model: jax.random.uniform(
+            keys.fold(key, keys.Init.MAP), (model.num_features, fan_in), minval=-1, maxval=1
+        )
+        return state._replace(clients={**state.clients, "map": groups.stack(task, lambda m: draw(m) / fan_in**0.5)})
+
+    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
+        def squeeze(theta: PyTree) -> tuple[PyTree, Array]:
+            energy = energy_start + (energy_end - energy_start) * cohort.round / max(task.rounds, 1)
+            return compress(theta, state.server, energy) if svd else (theta, jnp.int32(trees.size(theta)))
+
+        def client(c: Client, mine: PyTree):
+            upload, mine, value = learn(c, c.train, mine, state.server, small, objective, task, also=("map",))
+            upload, up = squeeze(upload)
+            post = evaluate.post(cohort, c, predictor(c.model, mine["w"]))
+            return upload, marked(mine, ("w", "map")), value, post, up
+
+        theta, (mine, value, post, up) = cohort.mean(client, state.clients, weight=cohort.trained, default=state.server)
+        theta, down = squeeze(theta)
+        scalars: tuple = ({"scalars_up": up}, {"scalars_down": down}) if svd else ()
+        return State(theta, mine), Metrics(value, post, *scalars)
+
+    def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
+        up = metrics.clients["scalars_up"]
+        return traffic.both_ways(cohort, jnp.full_like(up, 1) * metrics.server["scalars_down"], up)
+
+    return Algorithm(init, round, predict_own, evaluate.classification, sent if svd else None, one_architecture=False)
+
+
+def fedkd_objective(detach: bool, scale: float) -> Objective:
+    """FedKD's losses; the divergence of predictions is multiplied by `scale`."""
+    given = stop if detach else lambda x: x
+
+    def objective(v: PyTree, own: Outputs, small: Outputs, batch: Batch) -> tuple[Array, Array]:
+        teacher, student = (losses.cross_entropy(out.z, batch.y, batch.mask) for out in (own, small))
+        weight = given(1 / jnp.maximum(teacher + student, TINY))
+        mapped = jnp.dot(small.h, v["map"].T)
+
+        def from_other(z: Array, h: Array, other_z: Array, other_h: Array) -> Array:
+            gap = losses.masked_mean(jnp.mean((h - given(other_h)) ** 2, axis=1), batch.mask)
+            return weight * (scale * divergence(given(other_z), z, batch.mask) + gap)
+
+        teacher += from_other(own.z, own.h, small.z, mapped)
+        student += from_other(small.z, mapped, own.z, own.h)
+        return teacher + student, teacher
+
+    return objective
+
+
+def mixed(lam: float | Array, own: Array, small: Array) -> Array:
+    """lam own + (1 - lam) small, of logits [B, C]."""
+    return small + lam * (own - small)  # so that equal logits give lam no gradient at all
+
+
+def fedapen_objective(lam: Array) -> Objective:
+    """FedAPEN's two losses: the labels, the other's predictions, and the labels by the ensemble."""
+
+    def objective(v: PyTree, own: Outputs, small: Outputs, batch: Batch) -> tuple[Array, Array]:
+        fit = lambda z: losses.cross_entropy(z, batch.y, batch.mask)
+        private = fit(own.z) + divergence(stop(small.z), own.z, batch.mask) + fit(mixed(lam, own.z, stop(small.z)))
+        shared = fit(small.z) + divergence(stop(own.z), small.z, batch.mask) + fit(mixed(lam, stop(own.z), small.z))
+        return private + shared, private
+
+    return objective
+
+
+def ensemble_scores(outputs: Array, y: Array, mask: Array, c: Client) -> Scores:
+    """Scores of logits [B, C, 4]: of the ensemble, and under own_*, shared_* and equal_* of its parts and their sum."""
+    names = ("", "own_", "shared_", "equal_")
+    found = [evaluate.classification(outputs[..., i], y, mask, c) for i in range(len(names))]
+    return {prefix + name: pair for prefix, scores in zip(names, found, strict=True) for name, pair in scores.items()}
+
+
+def fedapen(
+    task: Task, *, lam: float = 0.5, lam_lr: float = 0.001, lam_epochs: int = 10, held_out: float = 0.05
+) -> Algorithm:
+    """FedAPEN: the two models predict together, in a mixture that each client learns from examples held out.
+
+    Args:
+      lam: the first weight of the own model's logits (λ) in [0, 1]; 0.5 as in the paper.
+      lam_lr: step size of the weight in [0, inf); 0.001 as in the authors' code.
+      lam_epochs: its epochs over the held-out examples per round, in [0, 10000]; 10 as in the
+        authors' code; 0 is the ablation FedEN.
+      held_out: share of a client's examples that the weight is learned from, at least one, in [0, 1];
+        0.05 as in the paper.
+
+    Note:
+      The rate of the models is constant (the paper decays it, to no effect in its code). The weight
+      is learned with the averaged small model, also where only some clients take part. A client with
+      a single example keeps its weight. `acc` is the ensemble's, `own_acc`, `shared_acc` and
+      `equal_acc` are of the own model, the small one and both alike. The own loss is reported.
+    """
+    check("lam", lam, 0, 1)
+    check("lam_lr", lam_lr, 0, math.inf)
+    check("lam_epochs", lam_epochs, 0, 10_000)
+    check("held_out", held_out, 0, 1)
+    small = exchanged(task)
+
+    def both(server: PyTree, mine: PyTree, c: Client) -> tuple[Predictor, Predictor]:
+        theta = small.split.receive(server, mine["kept"])
+        return predictor(c.model, mine["w"]), predictor(small.model, theta)
+
+    def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
+        def run(x: Array, mask: Array) -> Array:
+            own, shared = (f(x, mask) for f in both(server, mine, c))
+            return jnp.stack([mixed(lam, own, shared) for lam in (mine["lam"], 1, 0, 0.5)], axis=-1)
+
+        return run
+
+    def init(key: Array) -> State:
+        state = start(key, task, small)
+        first = trees.replicate(jnp.asarray(lam, jnp.float32), task.num_clients)
+        return state._replace(clients={**state.clients, "lam": first})
+
+    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
+        def client(c: Client, mine: PyTree):
+            data, _ = local.holdout(c.train, held_out)
+            upload, mine, value = learn(c, data, mine, state.server, small, fedapen_objective(mine["lam"]), task)
+            return upload, marked(mine), value
+
+        def adapt(c: Client, mine: PyTree):
+            own, shared = both(theta, mine, c)
+
+            def step(key: Array, lam: Array, batch: Batch) -> tuple[Array, tuple]:
+                z = own(batch.x, batch.mask), shared(batch.x, batch.mask)
+                slope = jax.grad(lambda lam: losses.cross_entropy(mixed(lam, *z), batch.y, batch.mask))(lam)
+                return jnp.clip(lam - lam_lr * slope, 0, 1), ()
+
+            _, data = local.holdout(c.train, held_out)
+            learned, _, _ = local.steps(c.key, data, step, mine["lam"], batch_size=task.batch_size, epochs=lam_epochs)
+            return learned, evaluate.post(cohort, c, predict(theta, {**mine, "lam": learned}, c), ensemble_scores)
+
+        theta, (mine, value) = cohort.mean(client, state.clients, weight=cohort.trained, default=state.server)
+        learned, post = cohort.map(adapt, mine, phase=1)
+        return State(theta, {**mine, "lam": learned}), Metrics(value, post, {"lam": learned})
+
+    return Algorithm(init, round, predict, ensemble_scores, one_architecture=False)

@@ -1,0 +1,125 @@
+"""A small model that all clients exchange, each of which trains it together with its own model of any architecture."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedjax_pfl import averaging, groups, local, losses, trees
+from fedjax_pfl.averaging import BOTH, Split
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.types import Array, Batch, Client, Data, Model, Own, PyTree, State, Task
+
+
+class Small(NamedTuple):
+    """The model that all clients exchange."""
+
+    model: Model
+    split: Split  # which of its leaves are sent
+
+
+class Outputs(NamedTuple):
+    """What a model makes of a batch."""
+
+    h: Array  # [B, K]
+    z: Array  # [B, C] logits
+
+
+# (trained parts, outputs of the own model, of the small one, batch) -> (what is minimised [], what is reported [])
+Objective = Callable[[PyTree, Outputs, Outputs, Batch], tuple[Array, Array]]
+
+
+def exchanged(task: Task) -> Small:
+    """The task's shared model.
+
+    Raises:
+      InputError: there is none, or it does not take the clients' inputs or has not their classes.
+    """
+    if (model := task.shared) is None:
+        raise InputError("This method exchanges a small model that every client has: give the task one as `shared`.")
+    x = jax.eval_shape(lambda x: task.prepare(x[None]), task.input)
+    try:
+        logits = jax.eval_shape(lambda x: model.apply(model.init(jax.random.key(0)), x)[0], x)
+    except (TypeError, ValueError):
+        raise InputError(f"The task's `shared` model does not take inputs of shape {list(x.shape[1:])}.") from None
+    if logits.shape[1] != task.num_classes:
+        raise InputError(f"The task's `shared` model has {logits.shape[1]} classes instead of {task.num_classes}.")
+    return Small(model, averaging.split(task._replace(models=(model,))))  # one for all clients
+
+
+def start(key: Array, task: Task, small: Small) -> State:
+    """The state that all methods here have: the small model, each client's own model, and what it keeps of the small
+    one."""
+    shared, kept = small.split.send(small.model.init(key))
+    own = groups.stack(task, lambda model: model.init(key))
+    return State(shared, {"w": own, "kept": trees.replicate(kept, task.num_clients)})
+
+
+def learn(
+    c: Client,
+    data: Data,
+    mine: PyTree,
+    server: PyTree,
+    small: Small,
+    objective: Objective,
+    task: Task,
+    *,
+    also: tuple[str, ...] = (),
+    clip: float | Array | None = None,
+) -> tuple[PyTree, PyTree, Array]:
+    """Trains a client's own model mine["w"] and the small model, as received, together on the same batches.
+
+    Each has its own optimizer, so that nothing but the objective joins them.
+
+    Args:
+      server: what was sent of the small model.
+      also: further rows of the client that are trained.
+      clip: the largest norm of the gradient of each; None: any.
+
+    Returns:
+      (what is sent of the small model, the client's new rows, the mean of what the objective reports []).
+    """
+    models = {"own": (c.model, mine["w"]), "small": (small.model, small.split.receive(server, mine["kept"]))}
+
+    def loss(v: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree, Array]:
+        out, stats = {}, {}
+        for name, (model, _) in models.items():
+            w = {**v[name], "stats": v["stats"][name]}
+            h, stats[name] = model.features(w, batch.x, mask=batch.mask, train=True, key=key)
+            out[name] = Outputs(h, model.head(w["head"], h))
+        value, reported = objective(v, out["own"], out["small"], batch)
+        return value, stats, reported
+
+    def apart(lr: float | Array) -> optax.GradientTransformation:
+        one = task.optimizer(lr) if clip is None else optax.chain(clipped(clip), task.optimizer(lr))
+        return optax.multi_transform(dict.fromkeys(parts, one), {part: part for part in parts})
+
+    v = {name: {part: w[part] for part in BOTH} for name, (_, w) in models.items()}
+    v |= {name: mine[name] for name in also}
+    parts, v["stats"] = tuple(v), {name: w["stats"] for name, (_, w) in models.items()}
+    v, (_, value) = local.sgd(c.key, data, loss, v, task._replace(optimizer=apart), train=parts, has_aux=True)
+    w, theta = ({**v[name], "stats": v["stats"][name]} for name in models)
+    upload, kept = small.split.send(theta)
+    return upload, {**mine, **{name: v[name] for name in also}, "w": w, "kept": kept}, value
+
+
+def clipped(largest: float | Array) -> optax.GradientTransformation:
+    """Scales gradients of any type down to a largest norm, which may be traced."""
+
+    def clip(gradient: PyTree, _) -> PyTree:
+        return trees.cast(trees.scale(jnp.minimum(1, largest / optax.tree.norm(gradient)), gradient), gradient)
+
+    return optax.stateless(clip)
+
+
+def marked(mine: PyTree, names: tuple[str, ...] = ("w",)) -> PyTree:
+    """A client's rows, those marked `Own` whose structure is its architecture's."""
+    return {name: Own(x) if name in names else x for name, x in mine.items()}
+
+
+def divergence(target: Array, z: Array, mask: Array) -> Array:
+    """Mean KL(softmax(target) || softmax(z)) of logits [B, C] over the valid rows, []."""
+    log_p, log_q = jax.nn.log_softmax(target), jax.nn.log_softmax(z)
+    return losses.masked_mean(optax.losses.kl_divergence_with_log_targets(log_q, log_p), mask)

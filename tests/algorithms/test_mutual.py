@@ -1,0 +1,291 @@
+"""FML, FedKD and FedAPEN: what the two models teach each other, and what becomes of the small one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracle
+import pytest
+import toy
+from toy import C, N, assert_close, assert_same
+
+from fedjax_pfl.algorithms import ALGORITHMS, fml, mutual
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.numerics.low_rank import compress, low_rank
+from fedjax_pfl.small import Outputs, clipped, divergence
+from fedjax_pfl.types import Batch, State
+
+TASK = toy.task()
+TWINS = toy.task(shared=TASK.model)  # the small model is the own one
+RNG = np.random.default_rng(0)
+ONE = Batch(np.zeros((1, 1)), np.array([0]), np.array([True]), np.array([0]))
+OWN, SMALL = (Outputs(np.zeros((1, 1)), jnp.array([z])) for z in ([2.0, 0.0], [0.0, 1.0]))
+EYE = {"map": jnp.eye(1)}
+X = RNG.normal(size=(6, *toy.SHAPE)).astype(np.float32)
+BATCH = Batch(X, np.array([0, 2, 0, 3, 2, 0], np.int32), np.arange(6) < 5, np.arange(6, dtype=np.int32))
+Z = [RNG.normal(size=(6, C)).astype(np.float32) for _ in range(2)]
+H = [RNG.normal(size=(6, k)).astype(np.float32) for k in (3, 2)]
+OUT = [Outputs(*pair) for pair in zip(H, Z, strict=True)]
+
+
+@functools.cache
+def train(method, **hparams):
+    return toy.train(method, TASK, **hparams)
+
+
+@pytest.mark.parametrize("method", ["fml", "fedkd", "fedapen"])
+def test_a_missing_or_unfit_shared_model_is_one_sentence(method):
+    other, more = toy.models.model(toy.small_mlp, (7,), C), toy.models.model(toy.small_mlp, toy.SHAPE, C + 1)
+    for shared, said in (
+        (None, "give the task one"),
+        (other, r"inputs of shape \[6\]"),
+        (more, "5 classes instead of 4"),
+    ):
+        with pytest.raises(InputError, match=said):
+            ALGORITHMS[method](toy.task(shared=shared))
+
+
+# ------------------------------------------------------------------------------------------------ FML
+
+
+def test_fml_golden_numbers():
+    total, private = mutual.fml_objective(0.5, 0.5)({}, OWN, SMALL, ONE)
+    np.testing.assert_allclose([private, total - private], [0.56688504, 1.07099330], rtol=1e-6)
+
+
+def test_divergence_pulls_each_model_by_the_difference_of_probabilities():
+    slope = jax.grad(lambda z: divergence(Z[1], z, BATCH.mask))(Z[0])
+    expected = (jax.nn.softmax(Z[0]) - jax.nn.softmax(Z[1])) * BATCH.mask[:, None] / 5
+    assert_close(slope, expected)
+
+
+def test_fml_learning_from_labels_only_is_local_and_fedavg():
+    got, alone = train("fml", alpha=1.0, beta=1.0, weights="data"), toy.train("local", TASK)
+    assert_close(got.state.clients["w"], alone.state.clients)
+    assert_same(got.last, alone.last)
+    assert_close(got.metrics.loss, alone.metrics.loss)
+    assert_close(got.state.server, toy.train("fedavg", toy.task(models=(TASK.shared,))).state.server)
+
+
+def test_fml_twins_stay_twins_and_follow_the_labels():
+    got = toy.train("fml", TWINS, 1, alpha=0.5, beta=0.5)
+    assert_close(jax.tree.map(lambda x: jnp.mean(x, axis=0), got.state.clients["w"]), got.state.server, 1e-5)
+    half = toy.train("local", toy.task(lr=0.05), 1)  # half the gradient
+    assert_close(got.state.clients["w"], half.state.clients, 1e-5)
+
+
+def test_fml_by_hand():
+    """Two rounds in plain NumPy; in the second some are absent, and one client never has examples."""
+    f, (keys, states, _) = oracle.federation(), oracle.run(fml, TASK, alpha=0.3, beta=0.6)
+    w = [oracle.variables(toy.rows(states[0].clients["w"], i)) for i in range(N)]
+    theta = oracle.variables(states[0].server)
+    for t, here in enumerate(oracle.ROUNDS):
+        sent = []
+        for i in here:
+            small, steps = theta, oracle.batches(f, i, keys[t], TASK)
+            for ((x, y),) in steps:
+                p, q = (oracle.softmax(oracle.forward(m, x)[1]) for m in (w[i], small))
+                by_own = (0.3 * (p - np.eye(C)[y]) + 0.7 * (p - q)) / len(y)
+                by_small = (0.6 * (q - np.eye(C)[y]) + 0.4 * (q - p)) / len(y)
+                own = oracle.backward(w[i], x, by_own)
+                small = [a - 0.1 * g for a, g in zip(small, oracle.backward(small, x, by_small), strict=True)]
+                w[i] = [a - 0.1 * g for a, g in zip(w[i], own, strict=True)]
+            sent += [small] if steps else []
+        theta = oracle.mean(sent, [1] * len(sent))
+        oracle.close(states[t + 1].server, theta)
+        for i in range(N):
+            oracle.close(toy.rows(states[t + 1].clients["w"], i), w[i])
+
+
+@pytest.mark.parametrize("bn_stats, kept", [("aggregate", 0), ("local", 16)])
+def test_running_statistics_of_the_small_model_travel_or_stay(bn_stats, kept):
+    task = toy.task("norm", bn_stats=bn_stats)
+    got = toy.train("fml", task._replace(shared=task.model), 1)
+    assert (got.metrics.traffic.up == 72 + 36 + 16 - kept).all()  # body, head, statistics
+    assert sum(x[0].size for x in jax.tree.leaves(got.state.clients["kept"])) == kept
+    assert np.isfinite(got.last["acc"]).all()
+
+
+@pytest.mark.parametrize("largest", [0.5, 100.0])
+def test_clipping_is_optaxs(largest):
+    tree = {"a": Z[0], "b": H[0]}
+    ours, theirs = clipped(largest), optax.clip_by_global_norm(largest)
+    assert_close(ours.update(tree, ours.init(tree))[0], theirs.update(tree, theirs.init(tree))[0])
+    zero = jax.tree.map(jnp.zeros_like, tree)
+    assert_same(ours.update(zero, ours.init(zero))[0], zero)
+
+
+# ------------------------------------------------------------------------------------------------ FedKD
+
+
+def fedkd_terms(detach=False, scale=1.0):
+    return mutual.fedkd_objective(detach, scale)
+
+
+def test_fedkd_golden_numbers():
+    total, teacher = fedkd_terms()(EYE, OWN, SMALL, ONE)
+    np.testing.assert_allclose(teacher - 0.12692801, 0.69910378, rtol=1e-5)
+    np.testing.assert_allclose(total - teacher - 1.31326169, 0.57542761, rtol=1e-5)
+
+
+def test_fedkd_by_hand():
+    w = RNG.normal(size=(3, 2)).astype(np.float32)
+    on = np.arange(5)
+    p, q = (oracle.softmax(z.astype(float))[on] for z in Z)
+    fit = [oracle.cross_entropy(z[on].astype(float), BATCH.y[on]) for z in Z]
+    gap = np.mean((H[0] - H[1] @ w.T)[on] ** 2)
+    kl = [np.mean(np.sum(a * np.log(a / b), axis=1)) for a, b in ((q, p), (p, q))]
+    for scale in (1.0, 1 / C):
+        expected = sum(fit) + (scale * sum(kl) + 2 * gap) / sum(fit)
+        for detach in (False, True):
+            total, _ = fedkd_terms(detach, scale)({"map": w}, *OUT, BATCH)
+            np.testing.assert_allclose(total, expected, rtol=1e-5)
+
+
+def test_fedkd_detached_gives_each_model_its_own_half():
+    w = RNG.normal(size=(3, 2)).astype(np.float32)
+
+    def half(i, detach):
+        def loss(own, small, w):
+            total, teacher = fedkd_terms(detach)({"map": w}, own, small, BATCH)
+            return teacher if i == 0 else total - teacher
+
+        return jax.grad(loss, argnums=(0, 1, 2))(*OUT, w)
+
+    by_own, by_small, by_map = half(0, True)
+    assert not any(np.any(x) for x in (*by_small, by_map)) and all(np.any(x) for x in by_own)
+    by_own, by_small, by_map = half(1, True)
+    assert not any(np.any(x) for x in by_own) and all(np.any(x) for x in (*by_small, by_map))
+    assert all(np.any(x) for x in half(0, False)[1])
+
+
+def test_fedkd_twins_start_as_the_labels_alone():
+    same = [OUT[0], Outputs(H[0], Z[0])]
+    grads = jax.grad(lambda own, small: fedkd_terms()({"map": jnp.eye(3)}, own, small, BATCH)[0], argnums=(0, 1))(*same)
+    expected = jax.grad(lambda z: mutual.losses.cross_entropy(z, BATCH.y, BATCH.mask))(Z[0])
+    for by_h, by_z in grads:
+        assert_close(by_z, expected)
+        np.testing.assert_allclose(by_h, 0, atol=1e-7)
+
+
+@pytest.mark.parametrize("energy, rank", [(0.90, 2), (0.95, 3), (0.5, 1), (0.999, 3)])
+def test_rank_of_singular_values_3_2_1(energy, rank):
+    u, _ = np.linalg.qr(RNG.normal(size=(9, 3)))
+    v, _ = np.linalg.qr(RNG.normal(size=(9, 3)))
+    x = (u * [3, 2, 1] @ v.T).astype(np.float32)
+    near, count = low_rank(x, energy)
+    assert count == rank * (9 + 9 + 1)
+    assert_close(near, np.float32(u * ([3, 2, 1] * (np.arange(3) < rank)) @ v.T), 1e-5)
+
+
+def test_rank_is_the_least_that_keeps_the_energy():
+    x = RNG.normal(size=(3, 4, 2, 20)).astype(np.float32)  # a convolution's kernel: [24, 20]
+    s = np.linalg.svd(x.reshape(24, 20), compute_uv=False) ** 2
+    for energy in (0.3, 0.6, 0.9, 1.0):
+        rank = min(r for r in range(1, 21) if s[:r].sum() >= energy * s.sum() * (1 - 1e-6))
+        near, count = low_rank(x, energy)
+        assert count == min(x.size, rank * 45)
+        assert near.shape == x.shape
+        if count == x.size:
+            assert_same(near, x)
+    assert low_rank(jnp.zeros((4, 4)), 0.9)[1] == 0
+
+
+def test_compressed_to_all_energy_is_the_model():
+    old = {"k": RNG.normal(size=(30, 40)).astype(np.float32), "b": Z[0][0]}
+    flat = RNG.normal(size=(30, 2)) @ RNG.normal(size=(2, 40))
+    new = {"k": old["k"] + flat.astype(np.float32), "b": Z[1][0]}
+    near, count = compress(new, old, 1.0)
+    assert_close(near["b"], new["b"])
+    assert np.linalg.norm(near["k"] - new["k"]) < 1e-5 * np.linalg.norm(flat)
+    assert count <= 30 * 40 + C
+    assert compress(new, old, 0.99)[1] == 2 * (30 + 40 + 1) + C
+
+
+def test_fedkd_with_svd_sends_less_and_with_all_energy_the_same():
+    wide = toy.task(shared=toy.models.model(lambda *args: toy.nets.mlp(*args, hidden=24), toy.SHAPE, C))
+    plain = toy.train("fedkd", wide, 2)
+    whole = toy.train("fedkd", wide, 2, svd=True, energy_start=1.0, energy_end=1.0)
+    assert_close(whole.state, plain.state, 2e-5)
+    few = toy.train("fedkd", wide, 2, svd=True, energy_start=0.5, energy_end=0.5)
+    sizes, vectors = np.array([24 + 6 + 1, 24 + 4 + 1]), 24 + 4
+    for x in (*few.metrics.traffic.up.ravel(), *few.metrics.traffic.down.ravel()):
+        ranks = [(a, b) for a in range(5) for b in range(4) if (a, b) @ sizes + vectors == x]
+        assert ranks and x < plain.metrics.traffic.up.min()
+
+
+# ---------------------------------------------------------------------------------------------- FedAPEN
+
+
+def ensemble(lam):
+    return mutual.losses.cross_entropy(mutual.mixed(lam, *Z), BATCH.y, BATCH.mask)
+
+
+def test_fedapen_golden_numbers():
+    loss = lambda lam: mutual.losses.cross_entropy(mutual.mixed(lam, OWN.z, SMALL.z), ONE.y, ONE.mask)
+    np.testing.assert_allclose(jax.value_and_grad(loss)(0.25), [0.82593942, -1.68652950], rtol=1e-6)
+
+
+def test_slope_of_the_weight_by_hand_and_by_differences():
+    lam = 0.3
+    p = jax.nn.softmax(mutual.mixed(lam, *Z))
+    expected = np.mean(np.sum((p - np.eye(C)[BATCH.y]) * (Z[0] - Z[1]), axis=1)[:5])
+    np.testing.assert_allclose(jax.grad(ensemble)(lam), expected, rtol=1e-5)
+    np.testing.assert_allclose((ensemble(lam + 0.01) - ensemble(lam - 0.01)) / 0.02, expected, rtol=1e-2)
+
+
+def test_an_ensemble_of_the_own_model_alone():
+    def terms(own, small, lam):
+        total, private = mutual.fedapen_objective(lam)({}, OUT[0]._replace(z=own), OUT[1]._replace(z=small), BATCH)
+        return private, total - private
+
+    fit, pulled = mutual.losses.cross_entropy, divergence
+    own, _ = terms(*Z, 1.0)
+    np.testing.assert_allclose(own, 2 * fit(Z[0], BATCH.y, BATCH.mask) + pulled(Z[1], Z[0], BATCH.mask), rtol=1e-5)
+    slope = jax.grad(lambda small: terms(Z[0], small, 1.0)[1])(Z[1])
+    expected = jax.grad(lambda z: fit(z, BATCH.y, BATCH.mask) + pulled(Z[0], z, BATCH.mask))(Z[1])
+    assert_close(slope, expected)
+
+
+def test_the_weight_stays_between_0_and_1_and_is_learned():
+    lam = np.asarray(train("fedapen", lam_lr=1.0).metrics.clients["lam"])
+    assert (lam >= 0).all() and (lam <= 1).all() and len(set(lam[-1].tolist())) > 2
+    assert lam[-1, 2] == 0.5  # a single example is not held out
+
+
+def test_equal_logits_do_not_move_the_weight():
+    loss = lambda lam: mutual.losses.cross_entropy(mutual.mixed(lam, Z[0], Z[0]), BATCH.y, BATCH.mask)
+    assert jax.grad(loss)(0.3) == 0
+
+
+def test_fedapen_of_a_frozen_weight_is_feden():
+    frozen, without = train("fedapen", lam_lr=0.0), train("fedapen", lam_epochs=0)
+    assert_same(frozen.state, without.state)
+    assert_same(without.last["acc"], without.last["equal_acc"])
+
+
+def test_fedapen_trains_on_what_it_does_not_hold_out_and_adapts_with_the_new_small_model():
+    f = toy.federation()
+    held = np.asarray(f.train.index[1][f.train.size[1] - 1])  # one of 19
+    poisoned = f._replace(examples=f.examples._replace(x=f.examples.x.at[held].multiply(9)))
+    got, expected = (toy.train("fedapen", TASK, 1, federation_=g, lam_lr=1.0).state for g in (poisoned, f))
+    assert_same(got.server, expected.server)
+    assert_same(got.clients["w"], expected.clients["w"])
+    assert got.clients["lam"][1] != expected.clients["lam"][1]
+    w, row = toy.rows(expected.clients["w"], 1), held[None]
+    z = [m.apply(v, f.examples.x[row])[0] for m, v in ((TASK.model, w), (TASK.shared, expected.server))]
+    lam = 0.5
+    for _ in range(10):
+        slope = jax.grad(lambda lam: -jax.nn.log_softmax(mutual.mixed(lam, *z))[0, f.examples.y[held]])(lam)
+        lam = jnp.clip(lam - slope, 0, 1)
+    np.testing.assert_allclose(expected.clients["lam"][1], lam, rtol=1e-4)
+
+
+def test_scores_of_an_ensemble_and_its_parts():
+    got = train("fedapen")
+    for name, lam in (("own_acc", 1.0), ("shared_acc", 0.0), ("equal_acc", 0.5), ("acc", None)):
+        clients = got.state.clients if lam is None else {**got.state.clients, "lam": jnp.full(N, lam)}
+        again = toy.train("fedapen", TASK, 0, begin=State(got.state.server, clients)).last
+        assert_same(again["acc"], got.last[name])
