@@ -89,6 +89,7 @@ def task(net: str = "mlp", **options: Any) -> Task:
         "epochs": 2,
         "rounds": 3,
     }
+    given["shared"] = given["models"][0]
     if "model" in options:
         options["models"] = (options.pop("model"),)
     return Task(**(given | options))
