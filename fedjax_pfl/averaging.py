@@ -5,6 +5,7 @@ trained in which phase, a proximal pull, and what is done before a prediction.
 """
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -27,6 +28,7 @@ from fedjax_pfl.types import (
     Task,
 )
 
+Path = tuple[str, ...]  # of a layer in the variables
 BOTH = ("body", "head")
 FINE_TUNED = {"all": BOTH, "head": ("head",), "body": ("body",)}  # what of a model is fine-tuned
 
@@ -76,7 +78,8 @@ class Split(NamedTuple):
                 if first != here:
                     raise InputError(
                         f"What the clients share must be the same in every architecture, but {name} is {first} in the "
-                        f"first and {here} in number {group + 1}: take networks of one feature width K (`features`)."
+                        f"first and {here} in number {group + 1}: take networks of one feature width K (`features`), "
+                        "or share less."
                     )
         own = iter([own for _, own in starts])
         return starts[0][0], groups.stack(self.task, lambda _: next(own))
@@ -108,6 +111,29 @@ def split(task: Task, personal: tuple[str, ...] = (), *, norms: bool = False, va
     if norms:
         masks = [jax.tree.map(lambda a, b: a or b, *pair) for pair in zip(masks, wholes, strict=True)]
     return Split(task, tuple(masks))
+
+
+def split_layers(task: Task, shared: Callable[[Model], Sequence[Path]]) -> Split:
+    """Divides a model's variables by layers: those that `shared` names of an architecture are sent.
+
+    A batch norm's running statistics go with its parameters, unless bn_stats=local.
+
+    Args:
+      shared: model -> paths of layers, such as ("body", "convs", "0").
+    """
+
+    def mask(model: Model) -> PyTree:
+        paths = set(shared(model))
+
+        def stays(path: tuple, _: bool) -> bool:
+            part, *inside, _name = (key.key for key in path)
+            if part == "stats":
+                return task.bn_stats == "local" or ("body", *inside) not in paths
+            return (part, *inside) not in paths
+
+        return jax.tree_util.tree_map_with_path(stays, model.norms)
+
+    return Split(task, tuple(map(mask, task.models)))
 
 
 def partial_averaging(

@@ -52,6 +52,7 @@ class Client(Stream):
     SELECT = 31, "FedFomo: which models are received"
     SUBSET = 31, "FedALA: the examples that blending looks at"
     BLEND = 32, "FedALA: batches of blending"
+    EXTRACTOR = 45, "pFedAFM: training of the shared extractor"
 
 
 class Step(Stream):
@@ -73,6 +74,7 @@ class Init(Stream):
     POLICY = 22, "FedCP: the policy network"
     REJECT = 31, "pFedC: the reject logits"
     MAP = 40, "FedKD: the map of the student's features"
+    EXTRACTOR = 45, "pFedAFM: the shared extractor"
 
 
 def fold(key: Array, stream: Stream, offset: int | Array = 0) -> Array:

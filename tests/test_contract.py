@@ -92,6 +92,7 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
         "fedrep": body * ones,
         "fedbabu": body * ones,
         "lg_fedavg": head * ones,
+        "pfedafm": body * ones,
         "fedem": 3 * (body + head) * ones,
         "fedcp": (body + head + policy) * ones,
         "scaffold": 2 * (body + head) * ones,

@@ -19,6 +19,7 @@ from fedjax_pfl.algorithms.mnfl import mnfl
 from fedjax_pfl.algorithms.mocha import mocha
 from fedjax_pfl.algorithms.mutual import fedapen, fedkd, fml
 from fedjax_pfl.algorithms.perfedavg import per_fedavg
+from fedjax_pfl.algorithms.pfedafm import pfedafm
 from fedjax_pfl.algorithms.pfedc import pfedc, privacy_pfedc
 from fedjax_pfl.algorithms.pfedhn import pfedhn
 from fedjax_pfl.algorithms.pfedme import pfedme
@@ -59,6 +60,7 @@ ALGORITHMS = {
     "fedcp": fedcp,
     "pfedc": pfedc,
     "privacy_pfedc": privacy_pfedc,
+    "pfedafm": pfedafm,
 }
 
 ANY_ARCHITECTURE = ("local", "lg_fedavg")  # their clients may be of several architectures

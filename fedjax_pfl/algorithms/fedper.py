@@ -4,10 +4,13 @@ References: FedPer, Arivazhagan et al. (2019); FedRep, Collins et al. (ICML 2021
 FedBABU, Oh et al. (ICLR 2022).
 """
 
+import jax
+
 from fedjax_pfl import keys
-from fedjax_pfl.averaging import FINE_TUNED, Phase, partial_averaging, split
-from fedjax_pfl.errors import check, choose
-from fedjax_pfl.types import Algorithm, Task
+from fedjax_pfl.averaging import FINE_TUNED, Path, Phase, partial_averaging, split, split_layers
+from fedjax_pfl.errors import InputError, check, choose
+from fedjax_pfl.models.order import layers
+from fedjax_pfl.types import Algorithm, Model, Task
 
 
 def fedper(task: Task) -> Algorithm:
@@ -29,13 +32,34 @@ def fedrep(task: Task, *, head_epochs: int = 1, body_epochs: int | None = None) 
     return partial_averaging(task, split(task, ("head",)), phases=phases)
 
 
-def lg_fedavg(task: Task) -> Algorithm:
-    """The mirror of FedPer: shares the head and keeps the body personal; both are trained together.
+def lg_fedavg(task: Task, *, shared: str = "head", upper_layers: int = 3) -> Algorithm:
+    """The mirror of FedPer: shares the upper layers and keeps the others personal; all are trained together.
+
+    Args:
+      shared: what is averaged, one of head (the last layer), upper (the last layers, the paper), conv (the
+        convolutions, the authors' code on CIFAR), conv1+head (the first convolution and the last layer).
+      upper_layers: of `shared=upper`, in [0, 10000]; 3 as in the authors' code on MNIST; 0 is Local, all FedAvg.
 
     Note:
       Weighted by training examples, where the authors' code averages uniformly, and without their FedAvg warm start.
+      What is shared must have the same shape in every architecture. A batch norm goes with the layer before it.
     """
-    return partial_averaging(task, split(task, ("body",)), one_architecture=False)
+    check("upper_layers", upper_layers, 0, 10_000)
+    choose("shared", shared, ("head", "upper", "conv", "conv1+head"))
+    if shared == "head":
+        return partial_averaging(task, split(task, ("body",)), one_architecture=False)
+    example = jax.ShapeDtypeStruct((1, *task.input.shape), task.input.dtype)
+
+    def chosen(model: Model) -> list[Path]:
+        found = layers(model, jax.eval_shape(task.prepare, example))
+        convs = [layer for layer in found if any(len(shape) == 4 for shape in next(iter(layer.values())))]
+        if shared != "upper" and not convs:
+            raise InputError(f"shared={shared} needs networks with convolutions, and one has none: take shared=head.")
+        parts = {"upper": found[max(len(found) - upper_layers, 0) :], "conv": convs}
+        parts["conv1+head"] = [*convs[:1], found[-1]]
+        return [path for layer in parts[shared] for path in layer]
+
+    return partial_averaging(task, split_layers(task, chosen), one_architecture=False)
 
 
 def fedbabu(task: Task, *, fine_tune_epochs: int = 5, fine_tune: str = "all") -> Algorithm:

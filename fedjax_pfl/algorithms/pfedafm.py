@@ -1,0 +1,160 @@
+"""pFedAFM: clients of any architecture exchange one small extractor and mix its features with their own, elementwise.
+
+Reference: Yi, Yu, Ren, Wang, Liu & Li, pFedAFM: adaptive feature mixture for data-level personalization in
+heterogeneous federated learning on mobile edge devices (2024), Algorithm 1.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedjax_pfl import averaging, evaluate, groups, keys, local, losses, trees
+from fedjax_pfl.averaging import score_beside
+from fedjax_pfl.errors import InputError, check, choose
+from fedjax_pfl.types import (
+    Algorithm,
+    Array,
+    Batch,
+    Client,
+    Cohort,
+    Metrics,
+    Model,
+    Own,
+    Predictor,
+    PyTree,
+    Scores,
+    State,
+    Task,
+)
+
+
+def small_model(task: Task) -> Model:
+    """The task's shared model; InputError if there is none, or its features are not as many as the clients'."""
+    widths, small = sorted({model.num_features for model in task.models}), task.shared
+    if small is not None and widths == [small.num_features]:
+        return small
+    raise InputError(
+        "pFedAFM needs a small model of all clients (Task.shared) with as many features as every architecture, but "
+        f"{f'it has {small.num_features}' if small else 'it is missing'} and the architectures have {widths}."
+    )
+
+
+def mixture(alpha: Array, g: Array, G: Array) -> Array:
+    """alpha g + (1 - alpha) G of own features g [B, K] and shared ones G [B, K], alpha [K] or [1]."""
+    return trees.lerp(alpha[None], g, G)
+
+
+def bounded_sgd(lr: float | Array, decay: float | Array, momentum: float = 0.9) -> optax.GradientTransformation:
+    """SGD with momentum and weight decay whose steps end in [0, 1]."""
+    inside = optax.stateless(lambda step, x: jax.tree.map(lambda s, x: jnp.clip(x + s, 0, 1) - x, step, x))
+    return optax.chain(optax.add_decayed_weights(decay), optax.sgd(lr, momentum), inside)
+
+
+def random_one(key: Array, cohort: Cohort) -> Array:
+    """One of the clients that trained, drawn by their ids alone, [S] bool; none where nobody trained."""
+    draws = jax.vmap(lambda id: jax.random.uniform(jax.random.fold_in(key, id)))(cohort.ids)
+    return cohort.trained & (draws == jnp.max(draws, where=cohort.trained, initial=-1))
+
+
+def score(outputs: Array, y: Array, mask: Array, c: Client) -> Scores:
+    """The scores of the logits [B, C, 3] of mixed features, and as `large_*`, `small_*` of own and of shared ones."""
+    large = score_beside(outputs[..., :2], y, mask, c, name="large")
+    return large | score_beside(outputs[..., ::2], y, mask, c, name="small")
+
+
+def pfedafm(
+    task: Task,
+    *,
+    training: str = "iterative",
+    mix: str = "vector",
+    alpha: float = 1.0,
+    lr_alpha: float = 0.01,
+    wd_alpha: float = 1e-3,
+    aggregation: str = "mean",
+) -> Algorithm:
+    """Trains model and mixing vector on mixed features, then the shared extractor alone under the trained head.
+
+    Args:
+      training: one of iterative (the paper's two phases), end_to_end (one loss of all at once, the ablation).
+      mix: what is learned, one of vector (a weight for each feature, the paper), scalar (one for all).
+      alpha: the first weight (α) of the client's own features in [0, 1]; 1 as in the authors' code, purely local.
+      lr_alpha: the step size of α in [0, inf); 0.01 as in the authors' code (paper 0.001 to 1); 0 freezes it.
+      wd_alpha: the weight decay of α in [0, inf); 0.001 as in the authors' code, which pulls it to 0.
+      aggregation: of the extractors, one of mean (the paper), relay (the last of a random order, as in
+        effect in the authors' code).
+
+    Note:
+      After each step α is clipped to [0, 1], as in the authors' code. Both phases are the task's local
+      work with its optimizer. The frozen extractor uses its running statistics and no dropout.
+      `large_acc` and `small_acc` score the head on the client's own features and on the shared ones
+      alone. In the authors' code one α and the optimizers' momentum pass from client to client; here
+      each client has its own.
+    """
+    choose("training", training, ("iterative", "end_to_end"))
+    choose("mix", mix, ("vector", "scalar"))
+    choose("aggregation", aggregation, ("mean", "relay"))
+    for name, value, high in (("alpha", alpha, 1), ("lr_alpha", lr_alpha, math.inf), ("wd_alpha", wd_alpha, math.inf)):
+        check(name, value, 0, high)
+    shared = small_model(task)
+    phases = [("w", "alpha", "theta")] if training == "end_to_end" else [("w", "alpha"), ("theta",)]
+    stays = averaging.split(task, variables=shared.norms).personal[0]
+    theirs = {"theta": {"body": stays["body"]}, "stats": {"w": True, "theta": stays["stats"]}}
+    split = averaging.Split(task, ({**theirs, "w": True, "alpha": True},))
+
+    def optimizer(lr: float | Array) -> optax.GradientTransformation:  # each part clips its own gradient
+        each = {"w": task.optimizer(lr), "theta": task.optimizer(lr), "alpha": bounded_sgd(lr_alpha, wd_alpha)}
+        return optax.multi_transform(each, lambda params: {part: part for part in params})
+
+    def features(c: Client, part: str, v: PyTree, *args: Any, **options: Any) -> tuple[Array, PyTree]:
+        model = c.model if part == "w" else shared
+        return model.features({**v[part], "stats": v["stats"][part]}, *args, **options)
+
+    def train(c: Client, key: Array, v: PyTree, moving: tuple[str, ...]) -> tuple[PyTree, Array]:
+        def loss(v: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
+            r, theirs = features(c, "theta", v, batch.x, mask=batch.mask, train="theta" in moving, key=key)
+            stats = {**v["stats"], "theta": theirs}
+            if "w" in moving:
+                g, stats["w"] = features(c, "w", v, batch.x, mask=batch.mask, train=True, key=key)
+                r = mixture(v["alpha"], g, r)
+            return losses.cross_entropy(c.model.head(v["w"]["head"], r), batch.y, batch.mask), stats
+
+        return local.sgd(key, c.train, loss, v, task._replace(optimizer=optimizer), train=moving)
+
+    def predictor(c: Client, v: PyTree) -> Predictor:
+        def predict(x: Array, mask: Array) -> Array:
+            g, G = (features(c, part, v, x, mask=mask)[0] for part in ("w", "theta"))
+            return jnp.stack([c.model.head(v["w"]["head"], r) for r in (mixture(v["alpha"], g, G), g, G)], axis=-1)
+
+        return predict
+
+    def init(key: Array) -> State:
+        theta = shared.init(keys.fold(key, keys.Init.EXTRACTOR))
+        first = jnp.full(shared.num_features if mix == "vector" else 1, alpha, jnp.float32)
+
+        def start(model: Model) -> tuple[PyTree, PyTree]:
+            w = model.init(key)
+            stats = {"w": w.pop("stats"), "theta": theta["stats"]}
+            return split.send({"w": w, "theta": {"body": theta["body"]}, "alpha": first, "stats": stats})
+
+        return State(start(task.models[0])[0], groups.stack(task, lambda model: start(model)[1]))
+
+    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
+        def client(c: Client, own: PyTree):
+            v, value = train(c, c.key, split.receive(state.server, own), phases[0])
+            post = evaluate.post(cohort, c, predictor(c, v), score)
+            if phases[1:]:
+                v, _ = train(c, keys.fold(c.key, keys.Client.EXTRACTOR), v, phases[1])
+            upload, own = split.send(v)
+            return upload, Own(own), value, post, jnp.mean(v["alpha"])
+
+        weight = random_one(key, cohort) if aggregation == "relay" else cohort.sizes
+        server, (own, value, post, mean) = cohort.mean(client, state.clients, weight=weight, default=state.server)
+        return State(server, own), Metrics(value, post, {"alpha": mean})
+
+    def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
+        return predictor(c, split.receive(server, own))
+
+    return Algorithm(init, round, predict, score, one_architecture=False)

@@ -1,0 +1,264 @@
+"""pFedAFM: the mixture and its gradient, the phases, and what it is without one of its parts."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from toy import C, N, assert_close, assert_same
+
+from fedjax_pfl import groups, losses, models, simulate, trees
+from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.algorithms.pfedafm import mixture, random_one
+from fedjax_pfl.averaging import Phase, partial_averaging, split
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.types import State
+
+KEY = jax.random.key(5)
+
+
+def task_of(net="mlp", **options):
+    """The toy task whose shared model is the clients' own."""
+    given = toy.task(net, **options)
+    return given if "shared" in options else given._replace(shared=given.models[0])
+
+
+MLP = task_of()
+FULL = task_of(epochs=None, steps=1, batch_size=19)  # one step on all of a client's examples
+FROZEN = {"lr_alpha": 0.0}
+MIXED = np.array([0, 1, 0, 1, 1])
+
+
+def train(task=MLP, rounds=3, method="pfedafm", begin=None, federation=None, **hparams):
+    return toy.train(method, task, rounds, begin=begin, federation_=federation, **hparams)
+
+
+def start(task=MLP, **hparams):
+    program = simulate.program(ALGORITHMS["pfedafm"], task, hparams, checked=False)
+    return program.init(KEY, program.numbers)
+
+
+def with_rows(state, **parts):
+    """The state with parts of the clients' rows replaced, the same for all."""
+    return state._replace(clients={**state.clients, **trees.replicate(parts, N)})
+
+
+def local_rows(rows):
+    return {**rows["w"], "stats": rows["stats"]["w"]}
+
+
+def test_golden_mixture():
+    g, G, a = jnp.array([[1.0, 2.0]]), jnp.array([[3.0, 0.0]]), jnp.array([0.25, 0.5])
+    ce = lambda a: losses.cross_entropy(mixture(a, g, G), jnp.array([0]), jnp.array([True]))  # the head is the identity
+    assert_close(mixture(a, g, G), jnp.array([[2.5, 1.0]]))
+    np.testing.assert_allclose(ce(a), 0.20141328, rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(ce)(a), [0.364851, 0.364851], rtol=1e-5)
+
+
+@pytest.mark.parametrize("training", ["iterative", "end_to_end"])
+def test_the_step_of_alpha_is_the_formula(training):
+    """da = mean over the batch of (g - G) * (p - y) h^T, and of plain SGD at the first step."""
+    begin = start(FULL, alpha=0.5)
+    got = train(FULL, 1, begin=begin, training=training, alpha=0.5, lr_alpha=0.1, wd_alpha=0.0)
+    f, model = toy.federation(), FULL.models[0]
+    for i, n in enumerate(toy.SIZES):
+        x, y = (part[f.train.index[i][:n]] for part in f.examples)
+        w = local_rows(toy.rows(begin.clients, i))
+        theta = {"body": begin.server["theta"]["body"], "stats": {}}
+        g, G = (np.asarray(model.features(v, x)[0], np.float64) for v in (w, theta))
+        kernel, bias = (np.asarray(w["head"][part], np.float64) for part in ("kernel", "bias"))
+
+        def ce(a, g=g, G=G, kernel=kernel, bias=bias, y=y):
+            z = (a * g + (1 - a) * G) @ kernel + bias
+            return np.mean(np.log(np.exp(z).sum(axis=1)) - z[np.arange(len(y)), y]), z
+
+        a = np.full(8, 0.5)
+        p = np.exp(ce(a)[1])
+        p /= p.sum(axis=1, keepdims=True)
+        da = np.mean((g - G) * ((p - np.eye(C)[np.asarray(y)]) @ kernel.T), axis=0)
+        numeric = [(ce(a + 1e-5 * e)[0] - ce(a - 1e-5 * e)[0]) / 2e-5 for e in np.eye(8)]
+        np.testing.assert_allclose(da, numeric, atol=1e-8)
+        np.testing.assert_allclose(got.state.clients["alpha"][i], np.clip(a - 0.1 * da, 0, 1), atol=1e-6)
+
+
+@pytest.mark.parametrize("training", ["iterative", "end_to_end"])
+@pytest.mark.parametrize("net", ["mlp", "norm"])
+def test_own_features_alone_are_local(net, training):
+    """Whatever the extractor is; end to end it then learns nothing."""
+    task = task_of(net)
+    begin = start(task)
+    other = begin._replace(server=trees.scale(3.0, begin.server))
+    alone = train(task, method="local")
+    for first in (begin, other):
+        got = train(task, begin=first, training=training, **FROZEN)
+        assert_close(local_rows(got.state.clients), alone.state.clients)
+        assert_close(got.metrics.loss, alone.metrics.loss)
+        for name, score in alone.last.items():
+            assert_same(got.last[name], score)
+            assert_same(got.last[f"large_{name}"], score)
+        assert_same(got.state.clients["alpha"], jnp.ones((N, 8)))
+        if training == "end_to_end":
+            assert_close(got.state.server["theta"], first.server["theta"])
+        else:
+            assert trees.sq_dist(got.state.server["theta"], first.server["theta"]) > 1e-3
+
+
+def test_shared_features_alone_train_the_head_on_them():
+    cut = split(MLP, ("body", "head"))
+
+    def head_only(task):
+        return partial_averaging(task, cut, phases=(Phase(("head",)),))
+
+    begin = start(alpha=0.0)
+    on_shared = State(cut.init(KEY)[0], {**local_rows(begin.clients), **trees.replicate(begin.server["theta"], N)})
+    got = train(rounds=1, begin=begin, alpha=0.0, **FROZEN)
+    expected = train(rounds=1, method=head_only, begin=on_shared)
+    assert_close(got.state.clients["w"]["head"], expected.state.clients["head"])
+    assert_same(got.state.clients["w"]["body"], begin.clients["w"]["body"])
+    assert_close(got.metrics.loss, expected.metrics.loss)
+    assert_same(got.metrics.post["small_acc"], expected.metrics.post["acc"])
+    assert_same(got.metrics.post["small_acc"], got.metrics.post["acc"])
+
+
+@pytest.mark.parametrize("net", ["mlp", "norm"])
+def test_shared_features_alone_end_to_end_are_fedper(net):
+    task = task_of(net)
+    begin, fedper = start(task, alpha=0.0), simulate.program(ALGORITHMS["fedper"], task)
+    other = fedper.init(KEY, fedper.numbers)
+    server = {**begin.server, "theta": {"body": other.server["body"]}}  # the same first extractor
+    got = train(task, begin=begin._replace(server=server), alpha=0.0, training="end_to_end", **FROZEN)
+    expected = train(task, method="fedper")
+    assert_close(got.state.server["theta"]["body"], expected.state.server["body"])
+    assert_close(got.state.server["stats"]["theta"], expected.state.server["stats"])
+    assert_close(got.state.clients["w"]["head"], expected.state.clients["head"])
+    assert_same(got.last["acc"], expected.last["acc"])
+
+
+def test_the_first_phase_moves_the_client_and_the_second_the_extractor():
+    """A shared model without a gradient in training mode cannot move in the second phase, its only one in that mode."""
+
+    def still(variables, x, mask=None, train=False, key=None):
+        h, stats = MLP.models[0].features(variables, x, mask=mask, train=train, key=key)
+        return (jax.lax.stop_gradient(h) if train else h), stats
+
+    task = MLP._replace(shared=MLP.models[0]._replace(features=still))
+    begin = start(alpha=0.5)
+    one, two = (train(each, 1, begin=begin, alpha=0.5, lr_alpha=0.1) for each in (task, MLP))
+    assert_close(one.state.server["theta"], begin.server["theta"])
+    assert trees.sq_dist(two.state.server["theta"], begin.server["theta"]) > 1e-3
+    assert_same(one.state.clients, two.state.clients)
+    assert_same(one.metrics.post, two.metrics.post)  # scored with the received extractor
+
+
+@pytest.mark.parametrize("mix, width", [("vector", 8), ("scalar", 1)])
+def test_alpha_stays_between_0_and_1(mix, width):
+    got = train(mix=mix, alpha=0.5, lr_alpha=10.0)
+    alpha = np.asarray(got.state.clients["alpha"])
+    assert alpha.shape == (N, width)
+    assert alpha.min() == 0 and alpha.max() == 1
+    np.testing.assert_allclose(got.metrics.clients["alpha"][-1], alpha.mean(axis=1), rtol=1e-6)
+
+
+def test_a_frozen_scalar_is_a_frozen_vector():
+    scalar, vector = (train(mix=mix, alpha=0.3, **FROZEN) for mix in ("scalar", "vector"))
+    assert_close(scalar.state.server, vector.state.server)
+    assert_close(scalar.state.clients["w"], vector.state.clients["w"])
+
+
+def test_equal_extractors_leave_alpha_to_its_decay():
+    begin = start(FULL, alpha=0.5)
+    equal = with_rows(begin, w={**toy.rows(begin.clients["w"], 0), **begin.server["theta"]})
+    rounds = lambda wd: train(FULL, 1, begin=equal, alpha=0.5, lr_alpha=0.1, wd_alpha=wd).state.clients["alpha"]
+    assert_same(rounds(0.0), jnp.full((N, 8), 0.5))
+    assert_close(rounds(0.2), jnp.full((N, 8), 0.5 * (1 - 0.1 * 0.2)))
+    scores = [train(FULL, 0, begin=with_rows(equal, alpha=jnp.full(8, a)), alpha=0.5).last for a in (0.0, 0.3, 1.0)]
+    for score in scores:
+        assert_same(score["acc"], scores[0]["large_acc"])
+
+
+def test_equal_extractors_average_to_themselves():
+    begin = start()
+    still = task_of(lr=1e-12)
+    assert_close(train(still, 1, begin=begin).state.server, begin.server, 1e-7)
+
+
+def test_the_extractor_of_the_paper_is_counted():
+    net = lambda name: models.model(name, (32, 32, 3), 10)
+    task = task_of(
+        models=tuple(net(f"cnn{k}") for k in range(1, 6)),
+        architecture=np.arange(N),
+        shared=net("cnn5"),
+        input=jax.ShapeDtypeStruct((32, 32, 3), jnp.float32),
+    )
+    state = jax.eval_shape(ALGORITHMS["pfedafm"](task).init, KEY)
+    assert trees.size(state.server) == 665_048
+
+
+def test_the_relayed_extractor_is_one_clients():
+    f = toy.federation()
+
+    def only(i):
+        here = jnp.arange(N) == i
+        return f._replace(train=f.train._replace(size=jnp.where(here, f.train.size, 0)))
+
+    relayed = train(rounds=1, aggregation="relay").state.server["theta"]
+    each = [train(rounds=1, federation=only(i)).state.server["theta"] for i in range(N)]
+    distances = np.array([trees.sq_dist(relayed, theta) for theta in each])
+    assert (distances < 1e-10).sum() == 1 and (distances > 1e-4).sum() == N - 1
+
+
+def test_the_relaying_client_is_drawn_from_those_that_trained():
+    ids, trained = jnp.array([4, 0, 2, 7]), jnp.array([True, False, True, True])
+    cohort = lambda order, on=trained: SimpleNamespace(ids=ids[order], trained=on[order])
+    drawn, order, chosen = (
+        jax.jit(lambda key, order, on: random_one(key, cohort(order, on))),
+        np.array([2, 3, 0, 1]),
+        set(),
+    )
+    for seed in range(12):
+        one = drawn(jax.random.key(seed), np.arange(4), trained)
+        assert one.sum() == 1 and not one[1]
+        assert_same(drawn(jax.random.key(seed), order, trained), one[order])
+        chosen.add(int(ids[jnp.argmax(one)]))
+    assert chosen == {4, 2, 7}
+    assert not drawn(KEY, order, jnp.zeros(4, bool)).any()
+
+
+def test_grouping_does_not_matter():
+    model = MLP.models[0]
+    two = task_of(models=(model, model), architecture=MIXED)
+    one, apart = train(alpha=0.7), train(two, alpha=0.7)
+    assert_close(apart.state.server["theta"], one.state.server["theta"])
+    ids = [groups.members(two, group) for group in (0, 1)]
+    for group, members in enumerate(ids):
+        assert_close(groups.select(apart.state.clients, group), toy.rows(one.state.clients, members))
+    assert_close(apart.metrics.loss[:, np.argsort(np.concatenate(ids))], one.metrics.loss)
+    assert_close(apart.last["acc"], one.last["acc"])
+
+
+@pytest.mark.parametrize("training", ["iterative", "end_to_end"])
+def test_clients_of_two_architectures_learn(training):
+    nets = tuple(models.model(toy.NETS[name], toy.SHAPE, C) for name in ("mlp", "norm"))
+    task = task_of(models=nets, architecture=MIXED, shared=nets[0])
+    got = train(task, rounds=6, training=training, lr_alpha=0.1)
+    assert got.metrics.loss[-1].mean() < got.metrics.loss[0].mean() - 0.3
+    assert np.mean(got.metrics.post["acc_present"][-1]) > 0.75
+    mean = got.metrics.clients["alpha"]  # [rounds, N]
+    assert mean.min() > 0 and mean.max() <= 1 and len(np.unique(mean[-1])) == N
+
+
+@pytest.mark.parametrize("bn_stats", ["aggregate", "local"])
+def test_the_extractors_running_statistics(bn_stats):
+    state = start(task_of("norm", bn_stats=bn_stats))
+    local = bn_stats == "local"
+    assert trees.size(state.server["stats"]) == (0 if local else 16)
+    assert trees.size(state.clients["stats"]) == N * (32 if local else 16)
+
+
+def test_small_models_that_do_not_fit():
+    with pytest.raises(InputError, match=r"needs a small model .* but it is missing .*\[8\]"):
+        ALGORITHMS["pfedafm"](MLP._replace(shared=None))
+    with pytest.raises(InputError, match=r"but it has 6 and the architectures have \[8\]"):
+        ALGORITHMS["pfedafm"](MLP._replace(shared=task_of("linear").models[0]))
