@@ -199,6 +199,7 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
         "pfedc": body + classes * (8 + 1),
         "privacy_pfedc": (body + head + C) * ones,  # all branches and the client's part in them, here unencrypted
     }
+    table |= dict.fromkeys(("fedmd", "sim_pfd", "topk_pfd", "mnfl_het"), toy.PUBLIC * C * ones)
     columns = (6 + 1) * C * ones  # one-vs-rest, a constant among the features
     apart = {
         "fedfomo": (5 * (body + head) * ones, (body + head + N) * ones),  # M = 5 models down

@@ -16,7 +16,7 @@ from fedjax_pfl.engine.placement import make_mesh
 from fedjax_pfl.models import layers, nets
 from fedjax_pfl.types import Examples, Federation, Rows, State, Task
 
-N, C, SHAPE = 5, 4, (6,)
+N, C, SHAPE, PUBLIC = 5, 4, (6,), 11  # clients, classes, the shape of an example, public examples
 SIZES = np.array([7, 19, 1, 12, 4])  # training examples: uneven, one client with a single example
 OWN = [(0, 1), (1, 2), (3,), (2, 0), (0, 1, 2, 3)]  # the classes of each client
 
@@ -62,12 +62,14 @@ def federation(width: int = 19, seed: int = 0) -> Federation:
 
     counts = np.stack([np.bincount(y[s : s + n], minlength=C) for s, n in zip(starts, SIZES, strict=True)])
     nothing = Rows(jnp.zeros((N, 0), jnp.int32), jnp.zeros(N, jnp.int32))
+    pool = (2 * rng.normal(size=(PUBLIC, *SHAPE))).astype(np.float32)
     return Federation(
         Examples(jnp.asarray(x), jnp.asarray(y)),
         rows(starts, SIZES, width),
         nothing,
         rows(starts + SIZES, test, int(test.max())),
         jnp.asarray(counts, jnp.int32),
+        Examples(jnp.asarray(pool), jnp.zeros(PUBLIC, jnp.int32)),
     )
 
 
@@ -88,6 +90,7 @@ def task(net: str = "mlp", **options: Any) -> Task:
         "batch_size": 4,
         "epochs": 2,
         "rounds": 3,
+        "public": jax.ShapeDtypeStruct((PUBLIC, *SHAPE), jnp.float32),
     }
     if "model" in options:
         options["models"] = (options.pop("model"),)

@@ -13,6 +13,7 @@ from fedjax_pfl.algorithms.fedma import fedma, pfedma
 from fedjax_pfl.algorithms.fedper import fedbabu, fedper, fedrep, lg_fedavg
 from fedjax_pfl.algorithms.fedphp import fedphp
 from fedjax_pfl.algorithms.fedrod import fedrod
+from fedjax_pfl.algorithms.knowledge_transfer import fedmd, mnfl_het, sim_pfd, topk_pfd
 from fedjax_pfl.algorithms.mnfl import mnfl
 from fedjax_pfl.algorithms.mocha import mocha
 from fedjax_pfl.algorithms.perfedavg import per_fedavg
@@ -47,6 +48,10 @@ ALGORITHMS = {
     "pfedhn": pfedhn,
     "mocha": mocha,
     "mnfl": mnfl,
+    "mnfl_het": mnfl_het,
+    "fedmd": fedmd,
+    "sim_pfd": sim_pfd,
+    "topk_pfd": topk_pfd,
     "fedem": fedem,
     "fedcp": fedcp,
     "pfedc": pfedc,
