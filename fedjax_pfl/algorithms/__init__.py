@@ -7,6 +7,7 @@ from fedjax_pfl.algorithms.fedamp import fedamp
 from fedjax_pfl.algorithms.fedavg import fedavg, fedavg_ft, fedprox
 from fedjax_pfl.algorithms.fedbn import fedbn
 from fedjax_pfl.algorithms.fedcp import fedcp
+from fedjax_pfl.algorithms.feddf import feddf, pfeddf
 from fedjax_pfl.algorithms.fedem import fedem
 from fedjax_pfl.algorithms.fedfomo import fedfomo
 from fedjax_pfl.algorithms.fedma import fedma, pfedma
@@ -52,6 +53,8 @@ ALGORITHMS = {
     "fedmd": fedmd,
     "sim_pfd": sim_pfd,
     "topk_pfd": topk_pfd,
+    "feddf": feddf,
+    "pfeddf": pfeddf,
     "fedem": fedem,
     "fedcp": fedcp,
     "pfedc": pfedc,
