@@ -56,3 +56,29 @@ def project_simplex(v: Array, mask: Array, total: float | Array = 1.0) -> Array:
     support = jnp.sum(jnp.isfinite(u) & (u > excess))
     tau = excess[jnp.maximum(support - 1, 0)]
     return jnp.where(mask, jnp.maximum(v - tau, 0), 0)
+
+
+def descend(
+    row: Array,
+    slope: Array,
+    here: Array,
+    lr: float | Array,
+    rho: float | Array,
+    penalty: str = "implicit",
+    mean: float | None = None,
+) -> Array:
+    """One step of a row [N] of coefficients along its gradient `slope` [N] and the penalty rho ||row - mean||^2.
+
+    Only the entries `here` [N] bool move; they stay non-negative and keep their sum.
+
+    Args:
+      penalty: how it is stepped, implicit or explicit.
+      mean: what the penalty pulls every entry to; None: 1/N.
+    """
+    pull, mean = 2 * lr * rho, 1 / row.shape[0] if mean is None else mean
+    if penalty == "implicit":
+        moved = (row - lr * slope + pull * mean) / (1 + pull)
+    else:
+        moved = row - lr * slope - pull * (row - mean)
+    mass = jnp.sum(jnp.where(here, row, 0))
+    return jnp.where(here, project_simplex(moved, here, mass), row)

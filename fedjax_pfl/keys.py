@@ -35,6 +35,13 @@ class Round(Stream):
     CLIENTS = 4, "the clients: phase and id are folded in next"
 
 
+class Server(Stream):
+    """Below Round.SERVER."""
+
+    PUBLIC = 40, "the public examples of a round"
+    STUDENT = 41, "FedDF: training of the server's models on them"
+
+
 class Cohort(Stream):
     """Below Round.CLIENTS, beside the phases 0, 1, ..."""
 
@@ -52,6 +59,8 @@ class Client(Stream):
     SELECT = 31, "FedFomo: which models are received"
     SUBSET = 31, "FedALA: the examples that blending looks at"
     BLEND = 32, "FedALA: batches of blending"
+    TRANSFER = 42, "knowledge transfer: training on the public examples"
+    WARM_UP = 43, "knowledge transfer: private training before the first exchange"
     EXTRACTOR = 45, "pFedAFM: training of the shared extractor"
 
 

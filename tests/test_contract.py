@@ -101,6 +101,7 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
     }
     small = 6 * 5 + 5 + 5 * C + C
     table |= dict.fromkeys(("fml", "fedkd", "fedapen"), small * ones)
+    table |= dict.fromkeys(("fedmd", "sim_pfd", "topk_pfd", "mnfl_het"), toy.PUBLIC * C * ones)
     columns = (6 + 1) * C * ones  # one-vs-rest, a constant among the features
     apart = {
         "fedfomo": (5 * (body + head) * ones, (body + head + N) * ones),  # M = 5 models down

@@ -11,8 +11,13 @@ from flax import nnx
 from fedjax_pfl import models, simulate, testing, traffic
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.models import layers, nets
-from fedjax_pfl.testing.synthetic import OWN, SHAPE, SIZES, C, N, federation  # noqa: F401  (the tests take them here)
-from fedjax_pfl.types import Algorithm, Cohort, Metrics, State, Task, Traffic
+from fedjax_pfl.testing import synthetic
+from fedjax_pfl.testing.synthetic import OWN, SHAPE, SIZES, C, N  # noqa: F401  (the tests take them here)
+from fedjax_pfl.types import Algorithm, Cohort, Federation, Metrics, State, Task, Traffic
+
+PUBLIC = 11  # public examples
+POOL = jax.ShapeDtypeStruct((PUBLIC, *SHAPE), jnp.float32)
+ON_PUBLIC = ("fedmd", "sim_pfd", "topk_pfd", "mnfl_het", "feddf", "pfeddf")  # methods that need them
 
 
 class NormNet(nnx.Module):
@@ -41,13 +46,19 @@ METHODS = ALGORITHMS | {"privacy_pfedc": functools.partial(ALGORITHMS["privacy_p
 NETS = {"mlp": tiny_mlp, "norm": norm_net, "linear": nets.linear}
 
 
+def federation(width: int = 19, seed: int = 0) -> Federation:
+    """The synthetic federation with a pool of public examples."""
+    return synthetic.federation(width, seed, public=POOL)
+
+
 def task(net: str = "mlp", **options: Any) -> Task:
     """Local work of two epochs in batches of 4 on the toy federation."""
     bn_stats = options.get("bn_stats", "aggregate")
     if "model" in options:
         options["models"] = (options.pop("model"),)
     given = {"models": (models.model(NETS[net], SHAPE, C, bn_stats=bn_stats),)}
-    return testing.task(**(given | {"shared": models.model(small_mlp, SHAPE, C, bn_stats=bn_stats)} | options))
+    small = models.model(small_mlp, SHAPE, C, bn_stats=bn_stats)
+    return testing.task(**(given | {"shared": small, "public": POOL} | options))
 
 
 def net_of(method: str) -> str:
@@ -56,7 +67,7 @@ def net_of(method: str) -> str:
 
 @functools.cache
 def method_task(method: str) -> Task:
-    given = task(net_of(method))
+    given = task(net_of(method), public=POOL if method in ON_PUBLIC else None)
     return given._replace(shared=given.models[0]) if method == "pfedafm" else given  # of one feature width
 
 

@@ -8,6 +8,7 @@ from fedjax_pfl.algorithms.fedamp import fedamp
 from fedjax_pfl.algorithms.fedavg import fedavg, fedavg_ft, fedprox
 from fedjax_pfl.algorithms.fedbn import fedbn
 from fedjax_pfl.algorithms.fedcp import fedcp
+from fedjax_pfl.algorithms.feddf import feddf, pfeddf
 from fedjax_pfl.algorithms.fedem import fedem
 from fedjax_pfl.algorithms.fedfomo import fedfomo
 from fedjax_pfl.algorithms.fedma import fedma, pfedma
@@ -15,6 +16,7 @@ from fedjax_pfl.algorithms.fedper import fedbabu, fedper, fedrep, lg_fedavg
 from fedjax_pfl.algorithms.fedphp import fedphp
 from fedjax_pfl.algorithms.fedproto import fedproto
 from fedjax_pfl.algorithms.fedrod import fedrod
+from fedjax_pfl.algorithms.knowledge_transfer import fedmd, mnfl_het, sim_pfd, topk_pfd
 from fedjax_pfl.algorithms.mnfl import mnfl
 from fedjax_pfl.algorithms.mocha import mocha
 from fedjax_pfl.algorithms.mutual import fedapen, fedkd, fml
@@ -56,6 +58,12 @@ ALGORITHMS = {
     "fedkd": fedkd,
     "fedapen": fedapen,
     "mnfl": mnfl,
+    "mnfl_het": mnfl_het,
+    "fedmd": fedmd,
+    "sim_pfd": sim_pfd,
+    "topk_pfd": topk_pfd,
+    "feddf": feddf,
+    "pfeddf": pfeddf,
     "fedem": fedem,
     "fedcp": fedcp,
     "pfedc": pfedc,

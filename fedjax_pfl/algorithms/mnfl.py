@@ -9,7 +9,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import aggregate, averaging, evaluate, local, losses, traffic, trees
+from fedjax_pfl import averaging, evaluate, local, losses, traffic, trees
+from fedjax_pfl.aggregate import descend
 from fedjax_pfl.averaging import BOTH, predictor
 from fedjax_pfl.errors import check, choose
 from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Predictor, PyTree, State, Task, Traffic
@@ -32,22 +33,6 @@ def gradient(row: Array, w: PyTree, models: PyTree) -> Array:
     inner = sum(map(products, *map(jax.tree.leaves, (models, residual))), jnp.zeros_like(row))
     norm = sum((jnp.sum(jnp.square(x.astype(row.dtype))) for x in jax.tree.leaves(w)), jnp.zeros(()))
     return inner / jnp.where(norm > 0, norm, 1)
-
-
-def descend(
-    row: Array, slope: Array, here: Array, lr: float | Array, rho: float | Array, penalty: str = "implicit"
-) -> Array:
-    """One step of a row [N] of coefficients along its gradient `slope` [N] and the penalty rho ||row - 1/N||^2.
-
-    Only the entries `here` [N] bool move; they stay non-negative and keep their sum.
-    """
-    pull, mean = 2 * lr * rho, 1 / row.shape[0]
-    if penalty == "implicit":
-        moved = (row - lr * slope + pull * mean) / (1 + pull)
-    else:
-        moved = row - lr * slope - pull * (row - mean)
-    mass = jnp.sum(jnp.where(here, row, 0))
-    return jnp.where(here, aggregate.project_simplex(moved, here, mass), row)
 
 
 def mnfl(
@@ -82,7 +67,7 @@ def mnfl(
       ||v_n - w_n||^2 / (2 ||w_n||^2), weighted by the client's share of all training examples, is ours, as is the
       projection of every row to the simplex, without which the rows' sums drift. The server keeps all N models; where
       only some clients take part, only their rows and columns of A move. Batch-norm moments are mixed as the models
-      are, and do not count in the loss. The version with public examples and several architectures is not built.
+      are, and do not count in the loss. With public examples and several architectures it is mnfl_het.
     """
     for name, value in (("coef_lr", coef_lr), ("rho", rho), ("lam", lam)):
         check(name, value, 0, math.inf)

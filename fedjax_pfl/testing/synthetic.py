@@ -49,7 +49,7 @@ def federation(
     splits = (rows(starts, SIZES, width), rows(starts, 0 * SIZES, 0), rows(starts + SIZES, test, int(test.max())))
     pool = None
     if public is not None:
-        drawn = rng.normal(size=public.shape)
+        drawn = 2 * rng.normal(size=public.shape)
         pool = Examples(jnp.asarray(_typed(drawn, public.dtype)), jnp.zeros(len(drawn), jnp.int32))
     return Federation(Examples(jnp.asarray(x), jnp.asarray(y)), *splits, jnp.asarray(counts, jnp.int32), pool)
 

@@ -1,0 +1,157 @@
+"""FedDF: the server averages the models of each architecture, then trains them on what all clients' models predict.
+
+Reference: Lin et al., Ensemble distillation for robust model fusion in federated learning (NeurIPS 2020), Algorithm 3.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedjax_pfl import averaging, evaluate, groups, keys, local, losses, public, trees
+from fedjax_pfl.averaging import predictor
+from fedjax_pfl.errors import check, choose
+from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Own, Predictor, PyTree, State, Task
+
+
+def feddf(
+    task: Task,
+    *,
+    passes: int = 1,
+    public_size: int = 3000,
+    public_batch: int = 256,
+    student_lr: float = 0.001,
+    student_optimizer: str = "adam",
+    clip: float = 5.0,
+    temperature: float = 1.0,
+) -> Algorithm:
+    """Averages the models within each architecture and distils the mean logits of all clients' models into each mean.
+
+    Args:
+      passes: over the public examples in each round, in [0, 10000]; 1 as KT-pFL runs it (12 steps; the authors take up
+        to 10000 with early stopping).
+      public_size: public examples per round in [1, inf), at most the pool; 3000 as in KT-pFL.
+      public_batch: their batch size in [1, inf); 256 as in KT-pFL (the authors take 128).
+      student_lr: the server's learning rate in [0, inf), decaying to 0 along a cosine; 0.001 as in the authors' code.
+      student_optimizer: the server's, one of adam (the authors' choice), sgd.
+      clip: greatest norm in (0, inf) of the server's gradients; 5 as in the authors' code.
+      temperature: of the softmax, in (0, inf); 1 as in the authors' code.
+
+    Note:
+      A client's model is its architecture's, which `pre` scores as fused; `post` scores it after local training. The
+      teachers' logits are averaged uniformly over the round's clients of all architectures; an architecture without a
+      client in the round learns from them, too. Its last step is kept: there is no validation split on the server.
+      With bn_stats=local running statistics are not sent: teachers have their own, students those of each batch.
+    """
+    for name, value in (("public_size", public_size), ("public_batch", public_batch)):
+        check(name, value, 1, math.inf)
+    check("passes", passes, 0, 10_000)
+    check("student_lr", student_lr, 0, math.inf)
+    check("clip", clip, 0, math.inf, open_low=True)
+    check("temperature", temperature, 0, math.inf, open_low=True)
+    rule = {"adam": optax.adam, "sgd": optax.sgd}[choose("student_optimizer", student_optimizer, ("adam", "sgd"))]
+    steps = passes * -(-public.count(task, public_size) // public_batch)
+    decayed = optax.cosine_decay_schedule(student_lr, max(steps, 1))  # type: ignore[arg-type]  # may be traced
+    clipped = optax.stateless(lambda g, _: _clipped(g, clip))
+    optimizer = optax.chain(clipped, rule(decayed))  # type: ignore[arg-type]
+    server_task = task._replace(optimizer=lambda lr: optimizer, batch_size=public_batch, drop_last=False, augment=None)
+    split = averaging.split(task)
+
+    def start(key: Array) -> list[tuple[PyTree, PyTree]]:
+        return [split.send(model.init(key), group) for group, model in enumerate(task.models)]
+
+    def init(key: Array) -> State:
+        starts = start(key)
+        own = iter([own for _, own in starts])
+        return State(groups.grouped([shared for shared, _ in starts]), groups.stack(task, lambda _: next(own)))
+
+    def divergence(target: Array, z: Array) -> Array:
+        return public.divergence(target, z, temperature)
+
+    def distil(key: Array, fused: PyTree, cohort: Cohort, index: Array, target: Array) -> tuple[PyTree, Array]:
+        data, students, gaps = public.subset(cohort.public, index, jnp.any(cohort.trained)), [], []
+        for group, (_, own) in enumerate(start(key)):
+            w = split.receive(groups.select(fused, group), own)
+            loss = public.distillation(task.models[group], target, divergence)
+            stream = keys.fold(key, keys.Server.STUDENT)  # the same batches for every student
+            w, gap = local.sgd(stream, data, loss, w, server_task, epochs=passes)
+            students.append(split.send(w, group)[0])
+            gaps.append(gap)
+        return groups.grouped(students), jnp.mean(jnp.stack(gaps))
+
+    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
+        index = public.draw(key, task, public_size)
+
+        def client(c: Client, own: PyTree):
+            w = split.receive(groups.select(state.server, c.group), own)
+            w, value = local.sgd(c.key, c.train, losses.classification(c.model), w, task)
+            shared, own = split.send(w, c.group)
+            data = public.subset(c.public, index, c.train.size > 0)
+            z = public.logits(c.model, w, data, task.num_classes, public_batch)
+            return Own(shared), Own(own), z, value, evaluate.post(cohort, c, predictor(c.model, w))
+
+        fused, (own, z, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, default=state.server)
+        teachers = public.gathered(cohort, z)
+        uniform = public.normalised(jnp.ones(len(teachers.ids)), teachers.here)
+        target = jax.nn.softmax(public.mean(uniform, teachers) / temperature)
+        students, gap = distil(key, fused, cohort, index, target)
+        return State(students, own), Metrics(value, post, server={"distillation_loss": gap})
+
+    def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
+        return predictor(c.model, split.receive(groups.select(server, c.group), own))
+
+    return Algorithm(init, round, predict, evaluate.classification, one_architecture=False)
+
+
+def _clipped(gradient: PyTree, greatest: float | Array) -> PyTree:
+    """The gradient with at most this norm; `optax.clip_by_global_norm` takes no traced one for types below float32."""
+    norm = optax.tree.norm(gradient)
+    factor = jnp.minimum(1, greatest / jnp.where(norm > 0, norm, 1))
+    return trees.cast(trees.scale(factor, gradient), gradient)
+
+
+def pfeddf(
+    task: Task,
+    *,
+    fine_tune_epochs: int | None = None,
+    passes: int = 1,
+    public_size: int = 3000,
+    public_batch: int = 256,
+    student_lr: float = 0.001,
+    student_optimizer: str = "adam",
+    clip: float = 5.0,
+    temperature: float = 1.0,
+) -> Algorithm:
+    """FedDF whose fused model each client fine-tunes before it predicts; the fine-tuned copy is discarded (KT-pFL).
+
+    Args:
+      fine_tune_epochs: E_ft in [0, 10000]; default the task's local work, as KT-pFL says "several epochs".
+      passes: over the public examples in each round, in [0, 10000], as of feddf.
+      public_size: public examples per round in [1, inf), at most the pool.
+      public_batch: their batch size in [1, inf).
+      student_lr: the server's learning rate in [0, inf), as of feddf.
+      student_optimizer: the server's, one of adam, sgd.
+      clip: greatest norm in (0, inf) of the server's gradients.
+      temperature: of the softmax, in (0, inf).
+    """
+    check("fine_tune_epochs", fine_tune_epochs or 0, 0, 10_000)
+    split = averaging.split(task)
+    base = feddf(
+        task,
+        passes=passes,
+        public_size=public_size,
+        public_batch=public_batch,
+        student_lr=student_lr,
+        student_optimizer=student_optimizer,
+        clip=clip,
+        temperature=temperature,
+    )
+
+    def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
+        w = split.receive(groups.select(server, c.group), own)
+        if fine_tune_epochs != 0:
+            w, _ = local.sgd(c.key, c.train, losses.classification(c.model), w, task, epochs=fine_tune_epochs)
+        return predictor(c.model, w)
+
+    return base._replace(predict=predict)

@@ -1,0 +1,365 @@
+"""Knowledge transfer: clients of any architectures exchange predictions on public examples and learn from a mixture.
+
+References: FedMD, Li & Wang, FedMD: heterogenous federated learning via model distillation (2019); KT-pFL, Zhang et
+al., Parameterized knowledge transfer for personalized federated learning (NeurIPS 2021), whose baselines Sim-pFD and
+TopK-pFD are, and of which MNFL is a retelling.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl import aggregate, evaluate, groups, keys, local, losses, public, traffic, trees
+from fedjax_pfl.averaging import predictor
+from fedjax_pfl.errors import check, choose
+from fedjax_pfl.public import Predictions
+from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Own, Predictor, PyTree, State, Task, Traffic
+
+EXACT = jax.lax.Precision.HIGHEST  # predictions are compared in float32 on every device
+
+
+class Exchange(NamedTuple):
+    """How predictions are exchanged and learnt from, whatever the coefficients."""
+
+    public_size: int
+    public_batch: int
+    passes: int
+    public_lr: float | Array | None
+    temperature: float | Array
+    order: str
+    warmup_epochs: int
+    reduction: str
+    distil_stats: str
+    space: str = "prob"
+
+
+class Asked(NamedTuple):
+    """What a rule knows of the student and of its teachers, the clients of the round."""
+
+    row: Array  # [S] the student's coefficients so far; 0 if none are kept
+    own: Array  # [S] bool: which of the teachers it is itself
+    outputs: Array  # [D, C] its own predictions
+    given: Predictions
+    share: Array  # [] of all training examples
+
+
+class Rule(NamedTuple):
+    """How the coefficients are found: the weights [S] of this round's mixture, and the row [S] to be kept."""
+
+    coefficients: Callable[[Asked], tuple[Array, Array]]
+    start: float | None = None  # every coefficient before round 0; None: found anew in each round
+
+
+def cosines(asked: Asked) -> Array:
+    """The cosine [S] of the student's predictions with each teacher's, rounded so that ties do not depend on the
+    layout."""
+    flat = asked.given.outputs.reshape(len(asked.own), -1)
+    mine = asked.outputs.reshape(-1)
+    norm = jnp.sqrt(jnp.sum(flat * flat, axis=1) * jnp.sum(mine * mine))
+    return jnp.round(jnp.dot(flat, mine, precision=EXACT) / jnp.where(norm > 0, norm, 1), 6)
+
+
+def similar(asked: Asked, norm: str) -> tuple[Array, Array]:
+    """Sim-pFD: weights proportional to the cosine, or to what it exceeds the least one by."""
+    here, cosine = asked.given.here, cosines(asked)
+    least = jnp.min(jnp.where(here, cosine, jnp.inf)) if norm == "minmax" else 0
+    weight = public.normalised(jnp.where(here, cosine - least, 0), here)
+    return weight, weight
+
+
+def nearest(asked: Asked, neighbours: int, weights: str) -> tuple[Array, Array]:
+    """TopK-pFD: the student itself and the most similar others, of equal ones the lower id."""
+    here, cosine = asked.given.here, cosines(asked)
+    _, best = jax.lax.top_k(jnp.where(here, cosine + asked.own, -jnp.inf), min(neighbours, len(here)))
+    chosen = jnp.zeros_like(here).at[best].set(True) & here
+    weight = public.normalised(cosine if weights == "cos" else jnp.ones_like(cosine), chosen)
+    return weight, weight
+
+
+def slope(row: Array, asked: Asked) -> Array:
+    """The gradient [S] of KL(t || s) with respect to the normalised row, t its mixture and s the student's own
+    predictions, as a mean over the public examples."""
+    t = public.mean(row, asked.given)
+    ratio = jnp.log(jnp.maximum(t, public.TINY) / jnp.maximum(asked.outputs, public.TINY)) + 1
+    return jnp.tensordot(asked.given.outputs, ratio, 2, precision=EXACT) / len(t)
+
+
+def transfer(task: Task, rule: Rule, on: Exchange) -> Algorithm:
+    """The round that the methods of this family share, which differ in their coefficients (KT-pFL, Algorithm 1).
+
+    Private training, predictions, their mixture, training on it; with order=code the predictions come first and the
+    private training last. A client without training examples neither teaches nor learns.
+    """
+    _check(on)
+    n, size = task.num_clients, public.count(task, on.public_size)
+    lr = task.lr if on.public_lr is None else on.public_lr
+    public_task = task._replace(lr=lr, batch_size=on.public_batch, drop_last=False, augment=None)
+
+    def init(key: Array) -> State:
+        server = {} if rule.start is None else {"coefficients": jnp.full((n, n), rule.start, jnp.float32)}
+        return State(server, groups.stack(task, lambda model: model.init(key)))
+
+    def train(c: Client, w: PyTree) -> tuple[PyTree, Array]:
+        return local.sgd(c.key, c.train, losses.classification(c.model), w, task)
+
+    def warm_up(c: Client, w: PyTree, epochs: Array) -> PyTree:
+        key = keys.fold(c.key, keys.Client.WARM_UP)
+        return local.sgd(key, c.train, losses.classification(c.model), w, task, epochs=epochs)[0]  # type: ignore
+
+    def predictions(c: Client, w: PyTree, index: Array) -> Array:
+        data = public.subset(c.public, index, c.train.size > 0)
+        z = public.logits(c.model, w, data, task.num_classes, on.public_batch)
+        return z if on.space == "logit" else jax.nn.softmax(z / on.temperature)
+
+    def distance(target: Array, z: Array) -> Array:
+        if on.space == "logit":
+            return jnp.mean(jnp.abs(z - target), axis=-1)
+        kl = public.divergence(target, z, on.temperature)
+        return kl / task.num_classes if on.reduction == "mean" else kl
+
+    def distil(c: Client, w: PyTree, index: Array, target: Array) -> tuple[PyTree, Array]:
+        data = public.subset(c.public, index, c.train.size > 0)
+        loss = public.distillation(c.model, target, distance, frozen=on.distil_stats == "frozen")
+        return local.sgd(keys.fold(c.key, keys.Client.TRANSFER), data, loss, w, public_task, epochs=on.passes)
+
+    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
+        index, first = public.draw(key, task, on.public_size), on.order == "paper"
+
+        def teach(c: Client, w: PyTree):
+            value = jnp.zeros(())
+            if first:
+                w, value = train(c, w)
+            elif on.warmup_epochs:
+                w = warm_up(c, w, jnp.where(cohort.round == 0, on.warmup_epochs, 0))
+            return Own(w), predictions(c, w, index), value
+
+        # the private training has the key of phase 0, as everywhere
+        w, outputs, value = cohort.map(teach, state.clients, phase=0 if first else 1)
+        given = public.gathered(cohort, outputs)
+        a = state.server["coefficients"] if rule.start is not None else jnp.zeros((n, n), jnp.float32)
+        columns = jnp.where(given.here, given.ids, n + jnp.arange(len(given.ids)))
+
+        def learn(c: Client, w: PyTree, outputs: Array, value: Array):
+            share = c.train.size / jnp.maximum(1, cohort.total)
+            used, kept = rule.coefficients(Asked(a[c.id][given.ids], given.ids == c.id, outputs, given, share))
+            w, gap = distil(c, w, index, public.mean(public.normalised(used, given.here), given))
+            if not first:
+                w, value = train(c, w)
+            row = a[c.id].at[columns].set(kept, mode="drop")
+            return Own(w), row, value, gap, evaluate.post(cohort, c, predictor(c.model, w))
+
+        w, rows, value, gap, post = cohort.map(learn, w, outputs, value, phase=1 if first else 0)
+        a = trees.scatter(a, cohort.ids, rows, cohort.trained)
+        metrics = Metrics(value, post, {"transfer_loss": gap}, {"coefficients": a})
+        return State({} if rule.start is None else {"coefficients": a}, w), metrics
+
+    def predict(server: PyTree, w: PyTree, c: Client) -> Predictor:
+        return predictor(c.model, w)
+
+    def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
+        # down the ids of the examples, up the predictions, down their mixture
+        active = cohort.active.astype(jnp.int32)
+        return traffic.both_ways(cohort, size * task.num_classes)._replace(ints=size * active, messages=3 * active)
+
+    return Algorithm(init, round, predict, evaluate.classification, sent, one_architecture=False)
+
+
+def _check(on: Exchange) -> None:
+    for name in ("public_size", "public_batch"):
+        check(name, getattr(on, name), 1, math.inf)
+    for name in ("passes", "warmup_epochs"):
+        check(name, getattr(on, name), 0, 10_000)
+    check("public_lr", 0 if on.public_lr is None else on.public_lr, 0, math.inf)
+    check("temperature", on.temperature, 0, math.inf, open_low=True)
+    choose("order", on.order, ("paper", "code"))
+    choose("reduction", on.reduction, ("batchmean", "mean"))
+    choose("distil_stats", on.distil_stats, ("train", "frozen"))
+    choose("space", on.space, ("prob", "logit"))
+
+
+def uniform(asked: Asked) -> tuple[Array, Array]:
+    """FedMD: the same weight for all."""
+    weight = public.normalised(jnp.ones(asked.row.shape), asked.given.here)
+    return weight, weight
+
+
+def fedmd(
+    task: Task,
+    *,
+    space: str = "prob",
+    public_size: int = 3000,
+    public_batch: int = 256,
+    passes: int = 1,
+    public_lr: float | None = None,
+    temperature: float = 1.0,
+    order: str = "paper",
+    warmup_epochs: int = 1,
+    reduction: str = "batchmean",
+    distil_stats: str = "train",
+) -> Algorithm:
+    """Trains each client's own model on its examples, then on the mean prediction of all for public examples.
+
+    Args:
+      space: what is averaged, one of prob (softmax outputs, learnt by KL divergence, as KT-pFL runs it), logit (logits,
+        learnt by absolute error, as the authors' code does).
+      public_size: public examples per round in [1, inf), at most the pool; 3000 as in KT-pFL (the authors take 5000).
+      public_batch: their batch size in [1, inf); 256 as in both papers.
+      passes: over them in each round (R), in [0, 10000]; 1 as in both papers.
+      public_lr: learning rate on them (η2) in [0, inf); default the task's.
+      temperature: of the softmax, in (0, inf); 1, as the papers give none.
+      order: one of paper (private training comes first), code (last, and predictions first: as KT-pFL's code does).
+      warmup_epochs: private epochs in [0, 10000] before round 0 with order=code; 1 as there.
+      reduction: of the KL divergence, one of batchmean, mean (a mean over the classes, too, as in KT-pFL's code).
+      distil_stats: batch norm on public examples, one of train (by the batch, and it moves the running statistics),
+        frozen (by the running statistics, which stay, without dropout).
+
+    Note:
+      The authors' models have the public classes among their outputs and start by training on public labels; here
+      public labels are not used, as in KT-pFL. `post` scores are of the model at the end of the round: with order=paper
+      after the training on public examples. With order=code the warm-up is of round 0's clients only.
+    """
+    on = Exchange(
+        public_size, public_batch, passes, public_lr, temperature, order, warmup_epochs, reduction, distil_stats, space
+    )
+    return transfer(task, Rule(uniform), on)
+
+
+def sim_pfd(
+    task: Task,
+    *,
+    sim_norm: str = "sum",
+    public_size: int = 3000,
+    public_batch: int = 256,
+    passes: int = 1,
+    public_lr: float | None = None,
+    temperature: float = 1.0,
+    order: str = "paper",
+    warmup_epochs: int = 1,
+    reduction: str = "batchmean",
+    distil_stats: str = "train",
+) -> Algorithm:
+    """FedMD whose clients weigh each other's predictions by how similar they are to their own (Sim-pFD).
+
+    Args:
+      sim_norm: weights proportional to, one of sum (the cosine), minmax (what it exceeds the least similar one's by).
+      public_size: public examples per round in [1, inf), as of fedmd.
+      public_batch: their batch size in [1, inf).
+      passes: over them in each round (R), in [0, 10000].
+      public_lr: learning rate on them (η2) in [0, inf); default the task's.
+      temperature: of the softmax, in (0, inf).
+      order: one of paper, code, as of fedmd.
+      warmup_epochs: private epochs in [0, 10000] before round 0 with order=code.
+      reduction: of the KL divergence, one of batchmean, mean, as of fedmd.
+      distil_stats: batch norm on public examples, one of train, frozen, as of fedmd.
+    """
+    choose("sim_norm", sim_norm, ("sum", "minmax"))
+    on = Exchange(
+        public_size, public_batch, passes, public_lr, temperature, order, warmup_epochs, reduction, distil_stats
+    )
+    return transfer(task, Rule(functools.partial(similar, norm=sim_norm)), on)
+
+
+def topk_pfd(
+    task: Task,
+    *,
+    neighbours: int = 5,
+    weights: str = "uniform",
+    public_size: int = 3000,
+    public_batch: int = 256,
+    passes: int = 1,
+    public_lr: float | None = None,
+    temperature: float = 1.0,
+    order: str = "paper",
+    warmup_epochs: int = 1,
+    reduction: str = "batchmean",
+    distil_stats: str = "train",
+) -> Algorithm:
+    """FedMD among the K clients whose predictions are the most similar, each with its own (TopK-pFD).
+
+    Args:
+      neighbours: K in [1, inf), itself included; 5 as in KT-pFL (its code takes half of the clients).
+      weights: of these, one of uniform, cos (proportional to the cosine).
+      public_size: public examples per round in [1, inf), as of fedmd.
+      public_batch: their batch size in [1, inf).
+      passes: over them in each round (R), in [0, 10000].
+      public_lr: learning rate on them (η2) in [0, inf); default the task's.
+      temperature: of the softmax, in (0, inf).
+      order: one of paper, code, as of fedmd.
+      warmup_epochs: private epochs in [0, 10000] before round 0 with order=code.
+      reduction: of the KL divergence, one of batchmean, mean, as of fedmd.
+      distil_stats: batch norm on public examples, one of train, frozen, as of fedmd.
+    """
+    check("neighbours", neighbours, 1, math.inf)
+    choose("weights", weights, ("uniform", "cos"))
+    on = Exchange(
+        public_size, public_batch, passes, public_lr, temperature, order, warmup_epochs, reduction, distil_stats
+    )
+    return transfer(task, Rule(functools.partial(nearest, neighbours=neighbours, weights=weights)), on)
+
+
+def mnfl_het(
+    task: Task,
+    *,
+    coef_lr: float = 0.01,
+    rho: float = 0.7,
+    lam: float = 1.0,
+    coef_steps: int = 1,
+    penalty: str = "implicit",
+    public_size: int = 3000,
+    public_batch: int = 256,
+    passes: int = 1,
+    public_lr: float | None = None,
+    temperature: float = 1.0,
+    order: str = "paper",
+    warmup_epochs: int = 1,
+    reduction: str = "batchmean",
+    distil_stats: str = "train",
+) -> Algorithm:
+    """FedMD whose mixtures t_n = sum_m A[n,m] s_m have learned coefficients, rows of a simplex (KT-pFL, Eq. 7).
+
+    Args:
+      coef_lr: step size of the coefficients (η3) in [0, inf); 0.01 as in the paper's ablations, 0 freezes A at 1/N.
+      rho: weight of the penalty ||A - 1/N||^2 (ρ) in [0, inf); 0.7, the value of most of the authors' settings.
+      lam: weight of the coefficients' loss KL(t_n || s_n) (λ) in [0, inf); the paper gives none, so 1.
+      coef_steps: steps of the coefficients per round, in [0, 10000]; 1 as in the paper.
+      penalty: how the penalty is stepped, one of implicit (stable for every rho), explicit (the paper's Eq. 7).
+      public_size: public examples per round in [1, inf), as of fedmd.
+      public_batch: their batch size in [1, inf).
+      passes: over them in each round (R), in [0, 10000].
+      public_lr: learning rate on them (η2) in [0, inf); default the task's.
+      temperature: of the softmax, in (0, inf).
+      order: one of paper, code, as of fedmd; with code the mixture has the coefficients after their step.
+      warmup_epochs: private epochs in [0, 10000] before round 0 with order=code.
+      reduction: of the KL divergence in training, one of batchmean, mean, as of fedmd.
+      distil_stats: batch norm on public examples, one of train, frozen, as of fedmd.
+
+    Note:
+      The projection to the simplex is ours: without it the rows' sums drift. The coefficients follow the uploaded
+      predictions, from before the training on public examples. Of a round's clients the block of rows and columns
+      moves, normalised in their mixtures, and each row keeps what it weighs there. The authors' code differs: squared
+      error, a step size by powers of 5, and a softmax of 5 times the rows; not built.
+    """
+    for name, value in (("coef_lr", coef_lr), ("rho", rho), ("lam", lam)):
+        check(name, value, 0, math.inf)
+    check("coef_steps", coef_steps, 0, 10_000)
+    choose("penalty", penalty, ("implicit", "explicit"))
+    on = Exchange(
+        public_size, public_batch, passes, public_lr, temperature, order, warmup_epochs, reduction, distil_stats
+    )
+
+    def learned(asked: Asked) -> tuple[Array, Array]:
+        here = asked.given.here
+
+        def step(_, row: Array) -> Array:
+            mass = jnp.maximum(jnp.sum(jnp.where(here, row, 0)), public.TINY)
+            gradient = lam * asked.share * slope(public.normalised(row, here), asked) / mass
+            return aggregate.descend(row, gradient, here, coef_lr, rho, penalty, mean=1 / task.num_clients)
+
+        kept = jax.lax.fori_loop(0, coef_steps, step, asked.row)
+        return kept if order == "code" else asked.row, kept
+
+    return transfer(task, Rule(learned, 1 / task.num_clients), on)

@@ -1,0 +1,104 @@
+"""Public examples, which the server and all clients have: what models predict for them, and training on predictions."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl import keys, local, losses, trees
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.types import Array, Batch, Cohort, Data, Model, PyTree, Task
+
+TINY = 1e-8  # probabilities are at least this before a logarithm
+
+
+def count(task: Task, size: int) -> int:
+    """How many public examples a round uses, at most the pool: D.
+
+    Raises:
+      InputError: the task has no pool.
+    """
+    if task.public is None:
+        raise InputError("This method needs public examples: give Task.public, and Federation.public with the pool.")
+    return min(size, task.public.shape[0])
+
+
+def draw(key: Array, task: Task, size: int) -> Array:
+    """The public examples of a round, drawn without replacement: ascending indices [D] into the pool.
+
+    Args:
+      key: the server's, of the round.
+    """
+    drawn = count(task, size)
+    pool = task.public.shape[0]  # type: ignore[union-attr]  # else `count` has raised
+    if drawn == pool:
+        return jnp.arange(pool, dtype=jnp.int32)
+    index = jax.random.choice(keys.fold(key, keys.Server.PUBLIC), pool, (drawn,), replace=False)
+    return jnp.sort(index).astype(jnp.int32)
+
+
+def subset(pool: Data | None, index: Array, wanted: Array) -> Data:
+    """The examples `index` [D] of the pool; none where not wanted []."""
+    assert pool is not None  # the task has one
+    return pool._replace(index=index, size=jnp.where(wanted, len(index), 0).astype(jnp.int32))
+
+
+def logits(model: Model, variables: PyTree, data: Data, num_classes: int, batch_size: int) -> Array:
+    """A model's logits [M, C] for all rows of the data, without dropout and with running statistics."""
+
+    def one(found: Array, batch: Batch) -> Array:
+        z, _ = model.apply(variables, batch.x, mask=batch.mask, train=False)
+        return found.at[batch.row].set(z.astype(found.dtype), mode="drop")  # past the end there is only padding
+
+    return local.fold(data, one, jnp.zeros((data.index.shape[0], num_classes)), batch_size)
+
+
+class Predictions(NamedTuple):
+    """What the clients of a round predict for its public examples, by ascending id: no sum depends on their order."""
+
+    ids: Array  # [S] int32
+    here: Array  # [S] bool: does it take part?
+    outputs: Array  # [S, D, C], zeros where not
+
+
+def gathered(cohort: Cohort, outputs: Array) -> Predictions:
+    """The predictions [S, D, C] of those who have trained."""
+    order = jnp.argsort(cohort.ids)
+    here = cohort.trained[order]
+    outputs = cohort.everywhere(outputs)[order]
+    return Predictions(cohort.ids[order], here, jnp.where(trees.expand(here, outputs.ndim), outputs, 0))
+
+
+def mean(weight: Array, given: Predictions) -> Array:
+    """The mean [D, C] of all predictions with normalised weights [S]."""
+    return jnp.tensordot(weight, given.outputs, 1, precision=jax.lax.Precision.HIGHEST)
+
+
+def normalised(weight: Array, here: Array) -> Array:
+    """Weights [S] that sum to 1 over `here` [S]: uniform ones where they hardly weigh anything, 0 if nobody is here."""
+    weight = jnp.where(here, weight, 0)
+    total = jnp.sum(weight)
+    return jnp.where(total > TINY, weight / jnp.maximum(total, TINY), here / jnp.maximum(jnp.sum(here), 1))
+
+
+def divergence(target: Array, z: Array, temperature: float | Array = 1.0) -> Array:
+    """KL(target || softmax(z / T)) of probabilities and logits [B, C] for each row, [B]."""
+    return jnp.sum(target * (jnp.log(jnp.maximum(target, TINY)) - jax.nn.log_softmax(z / temperature)), axis=-1)
+
+
+def distillation(model: Model, target: Array, distance: Callable[[Array, Array], Array], *, frozen: bool = False):
+    """The loss of training on targets: the mean of `distance` over the valid rows, as `local.sgd` takes it.
+
+    Args:
+      target: [D, C], for the rows of the data.
+      distance: (target [B, C], logits [B, C]) -> [B].
+      frozen: whether the model has its running statistics, which stay as they are, and no dropout.
+    """
+
+    def loss(variables: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
+        z, stats = model.apply(variables, batch.x, mask=batch.mask, train=not frozen, key=key)
+        value = losses.masked_mean(distance(target[batch.row], z), batch.mask)
+        return value, variables["stats"] if frozen else stats
+
+    return loss
