@@ -39,7 +39,15 @@ def tiny_mlp(input_shape, num_classes, rngs):
     return nets.mlp(input_shape, num_classes, rngs, hidden=8)
 
 
-METHODS = ALGORITHMS | {"privacy_pfedc": functools.partial(ALGORITHMS["privacy_pfedc"], backend="plain")}
+def images(x):
+    """The toy's inputs [B, 6] as images [B, 6, 6, 1] in (-1, 1): every row is the one above, rotated."""
+    return jnp.tanh(x / 2)[:, (np.arange(6)[:, None] + np.arange(6)) % 6, None].astype(jnp.float32)
+
+
+SMALL: dict = {"privacy_pfedc": {"backend": "plain"}}
+SMALL["feddva"] = {"hidden": 8, "latent": 4, "personal": 4, "head": "personal", "cls": 30.0}
+METHODS = ALGORITHMS | {name: functools.partial(ALGORITHMS[name], **options) for name, options in SMALL.items()}
+TASKS = {"feddva": {"prepare": images, "optimizer": lambda lr: optax.adam(lr / 5)}}  # method -> task options
 NETS = {"mlp": tiny_mlp, "norm": norm_net, "linear": nets.linear}
 
 
@@ -100,7 +108,7 @@ def net_of(method: str) -> str:
 
 @functools.cache
 def method_task(method: str) -> Task:
-    return task(net_of(method))
+    return task(net_of(method), **TASKS.get(method, {}))
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from fedjax_pfl.algorithms.fedamp import fedamp
 from fedjax_pfl.algorithms.fedavg import fedavg, fedavg_ft, fedprox
 from fedjax_pfl.algorithms.fedbn import fedbn
 from fedjax_pfl.algorithms.fedcp import fedcp
+from fedjax_pfl.algorithms.feddva import feddva
 from fedjax_pfl.algorithms.fedem import fedem
 from fedjax_pfl.algorithms.fedfomo import fedfomo
 from fedjax_pfl.algorithms.fedma import fedma, pfedma
@@ -49,6 +50,7 @@ ALGORITHMS = {
     "mnfl": mnfl,
     "fedem": fedem,
     "fedcp": fedcp,
+    "feddva": feddva,
     "pfedc": pfedc,
     "privacy_pfedc": privacy_pfedc,
 }
