@@ -31,7 +31,8 @@ def compiled(**fixed):
     @jax.jit
     def run(active, numbers):
         algorithm = factory(TASK, **SIZE, **fixed, **numbers)
-        cohort = Cohort(F, TASK, IDS, active, key=KEY, width=1, round=jnp.int32(0), evaluated=jnp.bool(False))
+        options = {"width": 1, "round": jnp.int32(0), "evaluated": jnp.bool(False)}
+        cohort = Cohort(F, TASK, jnp.asarray(IDS), active, key=KEY, **options)
         state = algorithm.init(KEY)
         return algorithm.round(KEY, State(state.server, trees.gather(state.clients, IDS)), cohort)
 
