@@ -12,15 +12,17 @@ import numpy as np
 import optax
 from absl import logging
 
-from experiments import settings
+from experiments import scores, settings
 from fedjax_pfl import simulate, trees
 from fedjax_pfl.algorithms.find import find
-from fedjax_pfl.data import datasets, federate, partitioners, tfds
+from fedjax_pfl.data import datasets, federate, marks, partitioners, tfds
 from fedjax_pfl.engine import host_state
 from fedjax_pfl.engine.flops import flops_of_step
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import functional, layers
 from fedjax_pfl.types import Algorithm, Federation, Model, State, Task
+
+OWN_NETWORKS = ("feddva",)  # methods that make their networks of the inputs' shape: of --model they take nothing
 
 
 class Experiment(NamedTuple):
@@ -35,6 +37,7 @@ class Experiment(NamedTuple):
     conv: str  # the form of the convolutions
     made: dict[Any, Any]  # what is made once: programs by layout, so that what was traced is there again; `flops`
     examples: dict[str, int]  # those used (data_fraction), available here, and of the whole data set
+    marks: tuple[str, ...] = ()  # [N] the type of mark on each client's images; empty without --marks
 
     @property
     def key(self) -> jax.Array:
@@ -56,6 +59,11 @@ class Experiment(NamedTuple):
         """The method as a value, at the first round's learning rate."""
         return find(self.config["algo"])(self.task, **self.config["hparams"])
 
+    @property
+    def headline(self) -> scores.Headline:
+        """The score that decides, and whether more or less of it is better."""
+        return self.algorithm().headline
+
     def state_shapes(self) -> State:
         """The state's structure with shapes and types in place of arrays; nothing is compiled."""
         program, key = self.program(rounds=self.config["rounds"]), jax.eval_shape(lambda: jax.random.key(0))
@@ -75,7 +83,9 @@ def prepare(config: dict[str, Any], conv: str = "auto", room: Sequence[int] = fe
     dataset = datasets.load(config["dataset"], config["data_dir"])
     available = len(dataset.y)
     dataset = datasets.subset(dataset, config["data_fraction"], config["seed"])
-    dealt = _deal(config, dataset)
+    dealt, kinds = _deal(config, dataset), ()
+    if config["marks"]:
+        dataset, kinds = marks.mark(dataset, dealt, config["seed"])
     if config["drop_last"]:
         _check_batches(dealt.train_sizes, config["batch_size"])
     config = config | {"clients": len(dealt.train)}
@@ -87,7 +97,7 @@ def prepare(config: dict[str, Any], conv: str = "auto", room: Sequence[int] = fe
         task = simulate.with_public(task, public)
     whole = max(available, tfds.SIZES.get(dataset.name, 0))
     examples = {"used": len(dataset.y), "available": available, "of": whole}
-    experiment = Experiment(config, dataset, public, dealt, None, task, conv, {}, examples)  # type: ignore[arg-type]
+    experiment = Experiment(config, dataset, public, dealt, None, task, conv, {}, examples, kinds)  # type: ignore[arg-type]
     experiment.program()  # checks the method: its hyperparameters, the model's parts, the shapes of a round
     return experiment._replace(federation=federate.federate(dataset, dealt, room, public))
 
@@ -153,7 +163,7 @@ def _task(config: dict[str, Any], dataset: datasets.Dataset, dealt: partitioners
         architecture=of,
         shared=_shared(config, dataset, conv, made),
         lr=config["lr"],
-        optimizer=optimizer(config["momentum"], config["weight_decay"], config["clip"]),
+        optimizer=optimizer(config["momentum"], config["weight_decay"], config["clip"], config["optimizer"]),
         batch_size=config["batch_size"],
         epochs=config["epochs"],
         steps=config["steps"],
@@ -226,13 +236,19 @@ def _public(config: dict[str, Any]) -> datasets.Dataset | None:
     return dataset._replace(x=dataset.x[rows], y=dataset.y[rows], num_train=len(rows))
 
 
-def optimizer(momentum: float, weight_decay: float, clip: float | None):
-    """SGD with PyTorch's meaning of its numbers, lr -> transformation: clipped, then decayed, then momentum."""
+def optimizer(momentum: float, weight_decay: float, clip: float | None, name: str = "sgd"):
+    """An optimizer with PyTorch's meaning of its numbers, lr -> transformation: gradients clipped, then decayed.
+
+    Args:
+      momentum: of SGD.
+      name: one of `settings.optimizers`, with optax's defaults but for the learning rate.
+    """
 
     def make(lr: float | jax.Array) -> optax.GradientTransformation:
         parts = [optax.clip_by_global_norm(clip)] if clip is not None else []
         parts += [optax.add_decayed_weights(weight_decay)] if weight_decay else []
-        return optax.chain(*parts, optax.sgd(lr, momentum or None))
+        last = optax.sgd(lr, momentum or None) if name == "sgd" else getattr(optax, name)(lr)
+        return optax.chain(*parts, last)
 
     return make
 
@@ -303,8 +319,17 @@ def initial_broadcast(experiment: Experiment) -> dict[str, int]:
     One model each: what a method has beside it, as FedEM its further models, is not counted.
     """
     task, key = experiment.task, jax.eval_shape(lambda: jax.random.key(0))
+    if experiment.config["algo"] in OWN_NETWORKS:
+        return {"scalars": task.num_clients * own_parameters(experiment)}
     sizes = np.array([trees.size(jax.eval_shape(model.init, key)) for model in task.models])
     return {"scalars": int(sizes[task.architecture].sum())}
+
+
+def own_parameters(experiment: Experiment) -> int:
+    """Parameters of one client's networks, of a method in OWN_NETWORKS."""
+    state = experiment.state_shapes()
+    own = trees.size({name: part for name, part in state.clients.items() if name != "stats"})
+    return trees.size(state.server) + own // experiment.task.num_clients
 
 
 def describe(experiment: Experiment) -> str:
@@ -313,11 +338,15 @@ def describe(experiment: Experiment) -> str:
     names, _ = architectures(c["model"], c["clients"])
     sizes = [f"{num_parameters(model):,}" for model in experiment.task.models]
     networks = ", ".join(f"{name} with {size} parameters" for name, size in zip(names, sizes, strict=True))
+    if c["algo"] in OWN_NETWORKS:
+        networks = f"own networks with {own_parameters(experiment):,} parameters"
+    marked = " with marks" if experiment.marks else ""
+    how = "" if c["optimizer"] == "sgd" else f"{c['optimizer']}, "
     work = f"{c['steps']} steps" if c["steps"] is not None else f"{c['epochs']} epochs"
     moved = experiment.partition.moved
     dealt = f"{c['partition']}; {moved} examples moved to clients below the minimum" if moved else c["partition"]
     part = f" ({n['available']:,} of its {n['of']:,} examples)" if n["available"] < n["of"] else ""
     return (
-        f"{c['algo']} on {c['dataset']}{part}: {c['clients']} clients ({dealt}), {networks}, "
-        f"{c['rounds']} rounds of {work}, batch {c['batch_size']}, lr {c['lr']:g}"
+        f"{c['algo']} on {c['dataset']}{marked}{part}: {c['clients']} clients ({dealt}), {networks}, "
+        f"{c['rounds']} rounds of {work}, batch {c['batch_size']}, {how}lr {c['lr']:g}"
     )

@@ -1,4 +1,4 @@
-"""Figures of a run: who owns which classes, and how accuracy and loss went."""
+"""Figures of a run: who owns which classes, and how its score and the loss went."""
 
 import os
 from collections.abc import Sequence
@@ -10,6 +10,8 @@ import numpy as np
 from matplotlib.figure import Figure  # Figure directly, not pyplot: no global state, no display, nothing to close
 from matplotlib.ticker import MaxNLocator
 
+from experiments import scores
+from experiments.scores import ACCURACY, Headline
 from fedjax_pfl.data.datasets import Dataset
 from fedjax_pfl.data.partitioners import Partition, class_counts
 
@@ -45,27 +47,28 @@ def draw_partition(partition: Partition, dataset: Dataset, path: str | Path) -> 
         _save(figure, Path(path))
 
 
-def draw_curves(records: Sequence[dict[str, Any]], path: str | Path) -> None:
-    """Draws accuracy (macro mean, band of one standard deviation over clients) and loss against the round.
+def draw_curves(records: Sequence[dict[str, Any]], path: str | Path, headline: Headline = ACCURACY) -> None:
+    """Draws a score (macro mean, band of one standard deviation over clients) and loss against the round.
 
     Args:
       records: rows of metrics; `round` is required, `pre/acc`, `pre/acc_std`, `post/acc`, `post/acc_std` and `loss` may
         be missing or None in any row; rows without a value are skipped, and the line joins its neighbours.
       path: image file; its suffix chooses the format.
+      headline: the score in place of `acc`.
     """
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(10, 3.8), layout="constrained")
         left, right = figure.subplots(1, 2)
         for when in ("pre", "post"):
-            _accuracy(left, records, when)
-        left.set(ylabel="test accuracy, mean ± std over clients", ylim=(0, 1.02), title="Accuracy")
+            _score(left, records, when, headline[0])
+        _score_axes(left, headline)
         rounds, loss = _series(records, "loss")
         right.plot(rounds, loss, color=_COLOURS["loss"], **_markers(rounds))
         right.set(ylabel="training loss", title="Loss")
         for axes, has_data in ((left, bool(left.lines)), (right, len(rounds) > 0)):
             _round_axes(axes, has_data)
         if left.lines:
-            left.legend(loc="lower right", frameon=False)
+            left.legend(loc="lower right" if headline[1] == "max" else "upper right", frameon=False)
         _save(figure, Path(path))
 
 
@@ -76,16 +79,27 @@ def _save(figure: Figure, path: Path) -> None:
     os.replace(part, path)
 
 
-def _accuracy(axes: Any, records: Sequence[dict[str, Any]], when: str) -> None:
-    rounds, mean = _series(records, f"{when}/acc")
+def _score_axes(axes: Any, headline: Headline) -> None:
+    name, way = headline[0], "higher" if headline[1] == "max" else "lower"
+    if name == "acc":
+        axes.set(ylabel="test accuracy, mean ± std over clients", title="Accuracy")
+    else:
+        axes.set(ylabel=f"{name} on test examples, mean ± std over clients", title=f"{name} ({way} is better)")
+    if scores.is_share(name):
+        axes.set_ylim(0, 1.02)
+
+
+def _score(axes: Any, records: Sequence[dict[str, Any]], when: str, name: str) -> None:
+    rounds, mean = _series(records, f"{when}/{name}")
     if not len(rounds):
         return
     axes.plot(rounds, mean, color=_COLOURS[when], label=_LABELS[when], **_markers(rounds))
-    with_std = [row for row in records if row.get(f"{when}/acc") is not None and row.get(f"{when}/acc_std") is not None]
-    rounds, std = _series(with_std, f"{when}/acc_std")
-    mean = _series(with_std, f"{when}/acc")[1]
-    # An accuracy cannot leave [0, 1], a band of a skewed one can.
-    low, high = np.clip(mean - std, 0, 1), np.clip(mean + std, 0, 1)
+    keys = (f"{when}/{name}", f"{when}/{name}_std")
+    with_std = [row for row in records if all(row.get(key) is not None for key in keys)]
+    (rounds, mean), (_, std) = (_series(with_std, key) for key in keys)
+    low, high = mean - std, mean + std
+    if scores.is_share(name):  # an accuracy cannot leave [0, 1], a band of a skewed one can
+        low, high = np.clip(low, 0, 1), np.clip(high, 0, 1)
     axes.fill_between(rounds, low, high, color=_COLOURS[when], alpha=0.15, linewidth=0)
 
 

@@ -101,10 +101,10 @@ def _into(
     experiment = multihost.everywhere(build.prepare, config, conv, room)
     _check_hosts(experiment)
     if targets.parse(config["targets"])[0]:
-        targets.check_score(config["targets"], targets.scores(experiment), config["algo"])
+        targets.check_score(config["targets"], targets.score_names(experiment), config["algo"])
     partial = experiment.task.participation != (1.0, 1.0)
     planned = local.planned(experiment.task, experiment.task.sizes)
-    directory = runs.RunDirectory(path, experiment.partition.test_sizes, partial, planned)
+    directory = runs.RunDirectory(path, experiment.partition.test_sizes, partial, planned, experiment.headline)
     console.print(build.describe(experiment))
     try:
         if resume:
@@ -131,9 +131,10 @@ def _into(
         if not multihost.several():
             raise
         return _lost(error, path)
-    report.tables(console, directory.rows)
+    headline = experiment.headline
+    report.tables(console, directory.rows, headline)
     if config["targets"]:
-        targets.show(console, directory.rows, experiment.config, build.flops(experiment))
+        targets.show(console, directory.rows, experiment.config, build.flops(experiment), headline)
     if text := published.sentence(experiment.config, experiment.examples):
         console.print(text)
     console.print(f"Everything is in {path}: curves.png, metrics.csv, summary.json, checkpoints, ...")

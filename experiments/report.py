@@ -9,11 +9,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from experiments import scores
+from experiments.scores import ACCURACY, Headline
+
 Row = dict[str, Any]
 STATISTICS = {"macro": "", "micro": "_micro", "std": "_std", "worst10": "_worst10", "best10": "_best10"}
 POINTS = {"pre": "before", "post": "after", "post_latest": "latest after"}  # local training
 _SUFFIXES = (*(suffix for suffix in STATISTICS.values() if suffix), "_clients")
-_HEADLINES = ("acc", "acc_present", "task_acc")
 _TRIVIAL = {"acc_present": "acc_trivial", "acc_groups": "acc_trivial", "recall_macro": "recall_trivial"}
 _TAIL = 10  # evaluations that a mean is taken of, if there are so many
 _LINES = 20  # at most, where the output is no terminal
@@ -23,8 +25,8 @@ _BYTES = 4  # of a float32 or an int32
 class Reporter:
     """Shows the rounds as they come: a bar on a terminal, else some lines."""
 
-    def __init__(self, console: Console, start: int, rounds: int):
-        self._console, self._rounds = console, rounds
+    def __init__(self, console: Console, start: int, rounds: int, headline: Headline = ACCURACY):
+        self._console, self._rounds, self._score = console, rounds, headline[0]
         self._seen: Row = {}
         columns = ("[bold]{task.description}", BarColumn(bar_width=12), "{task.fields[shown]}")
         texts = [TextColumn(column) if isinstance(column, str) else column for column in columns]
@@ -57,15 +59,16 @@ class Reporter:
 
     def _text(self, left: int) -> str:
         parts = [f"loss {self._seen['loss']:.3g}"] if "loss" in self._seen else []
-        acc = [f"{self._seen[name]:.1%}" for name in ("pre/acc", "post/acc") if name in self._seen]
-        return "  ".join([*parts, *(["acc " + " → ".join(acc)] if acc else []), f"{left} left"])
+        name = self._score
+        found = [scores.labelled(name, self._seen[key]) for key in (f"pre/{name}", f"post/{name}") if key in self._seen]
+        return "  ".join([*parts, *([f"{name} " + " → ".join(found)] if found else []), f"{left} left"])
 
 
-def score_names(rows: list[Row]) -> list[str]:
-    """The scores of a run, in its own order."""
+def score_names(rows: list[Row], headline: Headline = ACCURACY) -> list[str]:
+    """The scores of a run, in its own order but for the first ones, see `scores.ordered`."""
     names = dict.fromkeys(name for row in rows for name in row if name.startswith(("pre/", "post/")))
     found = dict.fromkeys(name.split("/")[1] for name in names if not name.endswith(_SUFFIXES))
-    return [*(name for name in _HEADLINES if name in found), *(name for name in found if name not in _HEADLINES)]
+    return scores.ordered(found, headline)
 
 
 def trivial(name: str) -> str:
@@ -73,24 +76,31 @@ def trivial(name: str) -> str:
     return _TRIVIAL.get(name, f"{name}_trivial")
 
 
-def last(rows: list[Row], point: str, name: str) -> Row | None:
-    """The statistics of a score in the last round that has it: {"round": t, "clients": how many, "macro": ..., ...}."""
+def last(rows: list[Row], point: str, name: str, headline: Headline = ACCURACY) -> Row | None:
+    """The statistics of a score in the last round that has it: {"round": t, "clients": how many, "macro": ..., ...}.
+
+    The worst tenth of a score of which less is better are its highest values (in the rows `worst10` is the lowest).
+    """
     key = f"{point}/{name}"
     names = [key + suffix for suffix in STATISTICS.values()]
     row = next((row for row in reversed(rows) if all(row.get(name) is not None for name in names)), None)
     if row is None:
         return None
+    suffixes = STATISTICS
+    if scores.better(name, headline) == "min":
+        suffixes = STATISTICS | {"worst10": STATISTICS["best10"], "best10": STATISTICS["worst10"]}
     return {"round": row["round"], "clients": row.get(f"{key}_clients")} | {
-        title: row[key + suffix] for title, suffix in STATISTICS.items()
+        title: row[key + suffix] for title, suffix in suffixes.items()
     }
 
 
-def course(rows: list[Row], point: str, name: str) -> Row | None:
+def course(rows: list[Row], point: str, name: str, headline: Headline = ACCURACY) -> Row | None:
     """Last, best and mean of the last ten evaluations of a score (macro), each with what it is."""
     series = [(row["round"], row[f"{point}/{name}"]) for row in rows if row.get(f"{point}/{name}") is not None]
     if not series:
         return None
-    best = max(series, key=lambda pair: pair[1])  # the first of equals
+    choose = min if scores.better(name, headline) == "min" else max
+    best = choose(series, key=lambda pair: pair[1])  # the first of equals
     tail = [value for _, value in series[-_TAIL:]]
     return {
         "last": {"round": series[-1][0], "value": series[-1][1]},
@@ -107,23 +117,29 @@ def traffic(rows: list[Row]) -> dict[str, int]:
     return totals | {"bytes": _BYTES * (totals["down"] + totals["up"] + totals["ints"]) + totals["encrypted"]}
 
 
-def summary(rows: list[Row]) -> Row:
+def summary(rows: list[Row], headline: Headline = ACCURACY) -> Row:
     """The results of a run: {point: {score: statistics in its last round, and its course}}, and the traffic."""
-    names, scores = score_names(rows), {}
+    names, results = score_names(rows, headline), {}
     for point in POINTS:
-        found = {name: last(rows, point, name) for name in names}
-        scores[point] = {n: row | {"course": course(rows, point, n)} for n, row in found.items() if row}
+        found = {name: last(rows, point, name, headline) for name in names}
+        results[point] = {n: row | {"course": course(rows, point, n, headline)} for n, row in found.items() if row}
     losses = [row["loss"] for row in rows if row.get("loss") is not None]
-    return {"loss": losses[-1] if losses else None, "scores": scores, "traffic": traffic(rows)}
+    said = {"score": headline[0], "better": headline[1]}
+    return {"loss": losses[-1] if losses else None, "headline": said, "scores": results, "traffic": traffic(rows)}
 
 
-def tables(console: Console, rows: list[Row]) -> None:
-    """Prints the closing tables."""
-    names = [name for name in score_names(rows) if not name.endswith("_trivial")]
+def tables(console: Console, rows: list[Row], headline: Headline = ACCURACY) -> None:
+    """Prints the closing tables: of scores in %, and of the others."""
+    names = [name for name in score_names(rows, headline) if not name.endswith("_trivial")]
     if not names:
         return
-    console.print(_clients_table(rows, names))
-    console.print(_course_table(rows, [name for name in names if name in _HEADLINES]))
+    for share in (True, False):
+        if kind := [name for name in names if scores.is_share(name) == share]:
+            console.print(_clients_table(rows, kind, headline))
+    for share in (True, False):
+        leading = [name for name in names if not share or name in (headline[0], *scores.LEADING)]
+        if kind := [name for name in leading if scores.is_share(name) == share]:
+            console.print(_course_table(rows, kind, headline))
     total = traffic(rows)
     parts = [f"{total[name]:,} {name}" for name in ("down", "up", "ints", "messages")]
     secret = f", of them {total['encrypted'] / 1e6:,.1f} MB ciphertexts" if total["encrypted"] else ""
@@ -138,27 +154,31 @@ def _points(rows: list[Row], names: list[str]) -> Iterator[tuple[str, str, str]]
             yield name, point, "" if i else name
 
 
-def _clients_table(rows: list[Row], names: list[str]) -> Table:
-    """Statistics over clients, and beside them the macro mean of the `trivial` score."""
+def _clients_table(rows: list[Row], names: list[str], headline: Headline) -> Table:
+    """Statistics over clients, and beside them the macro mean of the `trivial` score; all shares, or none."""
     everybody = next(row["round"] for row in reversed(rows) if any(name.startswith("pre/") for name in row))
-    title = f"Clients' test scores in %, before local training (after {everybody} rounds) and after it"
-    titles = ["clients", "macro\nmean", "micro\nmean", "std", "worst\n10 %", "best\n10 %", "trivial\nmacro"]
+    shares = scores.is_share(names[0])
+    unit = " in %" if shares else f" ({scores.directions(names, headline)})"
+    title = f"Clients' test scores{unit}, before local training (after {everybody} rounds) and after it"
+    titles = ["clients", "macro\nmean", "micro\nmean", "std", "worst\n10 %", "best\n10 %"]
+    titles += ["trivial\nmacro"] if shares else []
     table = plain_table(title, ["score", "local\ntraining"], titles)
     for name, point, shown in _points(rows, names):
-        found, floor = last(rows, point, name) or {}, last(rows, point, trivial(name))
-        values = [_percent(found[statistic]) for statistic in STATISTICS]
-        clients = str(found.get("clients") or "")
-        table.add_row(shown, POINTS[point], clients, *values, _percent(floor["macro"]) if floor else "")
+        found, floor = last(rows, point, name, headline) or {}, last(rows, point, trivial(name))
+        values = [scores.shown(name, found[statistic]) for statistic in STATISTICS]
+        values += [scores.shown(name, floor["macro"]) if floor else ""] if shares else []
+        table.add_row(shown, POINTS[point], str(found.get("clients") or ""), *values)
     return table
 
 
-def _course_table(rows: list[Row], names: list[str]) -> Table:
-    title = "Macro mean in the run, in % (best: chosen on the test examples, so optimistic)"
+def _course_table(rows: list[Row], names: list[str], headline: Headline) -> Table:
+    unit = "in %" if scores.is_share(names[0]) else scores.directions(names, headline)
+    title = f"Macro mean in the run, {unit} (best: chosen on the test examples, so optimistic)"
     columns = ["last\nround", f"mean of\nlast {_TAIL}", "evalu-\nations", "best\nround", "which\nround"]
     table = plain_table(title, ["score", "local\ntraining"], columns)
     for name, point, shown in _points(rows, names):
-        found = course(rows, point, name) or {}
-        end, mean, best = (_percent(found[key]["value"]) for key in ("last", "mean_of_last", "best"))
+        found = course(rows, point, name, headline) or {}
+        end, mean, best = (scores.shown(name, found[key]["value"]) for key in ("last", "mean_of_last", "best"))
         evaluations, which = str(found["mean_of_last"]["evaluations"]), str(found["best"]["round"])
         table.add_row(shown, POINTS[point], end, mean, evaluations, best, which)
     return table
@@ -172,7 +192,3 @@ def plain_table(title: str, names: list[str], numbers: list[str]) -> Table:
     for name in numbers:
         table.add_column(name, justify="right")
     return table
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.1f}"

@@ -25,6 +25,7 @@ from experiments import build, figures, lock, matrices, schema
 from experiments.entry import directory
 from experiments.files import damaged, read_json, read_rows, write_json, write_text
 from experiments.recorded import check_format, complete, read_config, read_layout, signed
+from experiments.scores import ACCURACY, Headline
 from fedjax_pfl import evaluate, simulate
 from fedjax_pfl.algorithms.find import digest
 from fedjax_pfl.data import partitioners
@@ -80,24 +81,33 @@ class RunDirectory:
       test_sizes: [N].
       partial: does not everybody take part in every round?
       planned: `local.planned`, steps and examples of each client's local work; None: not recorded.
+      headline: the score of the curves.
 
     Attributes:
       rows: the rows of the metrics so far.
       latest: {score: [N]}, every client's last score after local training; NaN for clients not seen yet.
     """
 
-    def __init__(self, path: Path, test_sizes: np.ndarray, partial: bool, planned: tuple | None = None):
+    def __init__(
+        self,
+        path: Path,
+        test_sizes: np.ndarray,
+        partial: bool,
+        planned: tuple | None = None,
+        headline: Headline = ACCURACY,
+    ):
         self.path = path
         self.rows: list[Row] = []
         self.latest: dict[str, np.ndarray] = {}
-        self._test_sizes, self._partial, self._planned = test_sizes, partial, planned
+        self._test_sizes, self._partial, self._planned, self._headline = test_sizes, partial, planned, headline
 
     def start(self, experiment: build.Experiment, layout: Row, versions: Row) -> None:
         """Writes what is known before the first round, config.json last: where it is, the others are."""
         make(self.path)
         partitioners.save(self.path / "partition.npz", experiment.partition)
         figures.draw_partition(experiment.partition, experiment.dataset, self.path / "partition.png")
-        dealt = digests(experiment) | {"moved": experiment.partition.moved}
+        dealt: Row = digests(experiment) | {"moved": experiment.partition.moved}
+        dealt |= {"marks": list(experiment.marks)} if experiment.marks else {}
         for name, content in zip(_JSON, (dealt, layout, versions, signed(experiment.config)), strict=True):
             write_json(self.path / f"{name}.json", content)
 
@@ -186,7 +196,7 @@ class RunDirectory:
         writer.writeheader()
         writer.writerows(self.rows)
         write_text(self.path / "metrics.csv", text.getvalue())
-        figures.draw_curves(self.rows, self.path / "curves.png")
+        figures.draw_curves(self.rows, self.path / "curves.png", self._headline)
 
 
 def wanted(t: int, rounds: int, eval_every: int) -> bool:

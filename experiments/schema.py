@@ -45,7 +45,10 @@ _POINTS = Object({}, others=Object({}, others=_STATISTICS))
 SECONDS = Object({"seconds": Object({"train": float}, {"compile": float})})
 SUMMARY = Object(
     SECONDS.required | {"status": str, "rounds": COUNT, "scores": _POINTS},
-    {"examples": (Object({"used": COUNT, "available": COUNT, "of": COUNT}), type(None))},
+    {
+        "headline": Object({"score": str, "better": {"max", "min"}}),
+        "examples": (Object({"used": COUNT, "available": COUNT, "of": COUNT}), type(None)),
+    },
 )
 ROW = Object({"round": COUNT})
 METRICS = Object({"round": COUNT}, others=Number)

@@ -1,9 +1,12 @@
 """The settings of an experiment: flags, what presets and defaults fill in, and which may change on a resume."""
 
+import functools
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import optax
 from absl import flags
 
 from experiments import targets
@@ -33,6 +36,7 @@ SETTINGS = {
     "preset": Setting(str, None, "a paper's setting, which the other flags override; digits has one by default"),
     "dataset": Setting(str, "digits", "the data set, or npz:PATH for your own"),
     "data_fraction": Setting(float, 1.0, "the part of the data set to use, stratified, in (0, 1]"),
+    "marks": Setting(bool, False, "draw FedDVA's marks on square images: client k has type k mod 4"),
     "val_fraction": Setting(float, 0.0, "the part of every client's training examples held out, in [0, 1)"),
     "test_split": Setting(str, "pool", "pool: a quarter of each client's examples; official: the data set's own"),
     "partition": Setting(str, "pathological", "who gets which examples, or file:PATH for your own"),
@@ -46,6 +50,7 @@ SETTINGS = {
     "batch_size": Setting(int, 10, "examples a step"),
     "lr": Setting(float, 0.005, "the clients' learning rate"),
     "lr_decay": Setting(float, 1.0, "the factor on lr from round to round"),
+    "optimizer": Setting(str, "sgd", "of the clients: sgd, adam, or another of optax's by its name there"),
     "momentum": Setting(float, 0.0, "of the local SGD, in [0, 1)"),
     "weight_decay": Setting(float, 0.0, "added to the gradient after clipping, as in PyTorch"),
     "clip": Setting(float, None, "the largest norm of a step's gradient"),
@@ -182,6 +187,11 @@ def check_ranges(config: dict[str, Any]) -> None:
     """Raises InputError for a value that no experiment can have; a library function checks its own."""
     for name, (low, high) in _RANGES.items():
         check(name, config[name], low, high, open_low=name == "lr_decay", open_high=name == "momentum")
+    choose("optimizer", config["optimizer"], optimizers())
+    if config["momentum"] and config["optimizer"] != "sgd":
+        raise InputError(
+            f"--momentum={config['momentum']} is of --optimizer=sgd; {config['optimizer']} has its own: leave it out."
+        )
     if config["clip"] is not None:
         check("clip", config["clip"], 0, INF, open_low=True)
     targets.parse(config["targets"])
@@ -194,6 +204,19 @@ def check_ranges(config: dict[str, Any]) -> None:
         check("width", number(int, "--width", config["width"]), 1, INF)
     if config["devices"] not in ("auto", "all"):
         check("devices", number(int, "--devices", config["devices"]), 1, INF)
+
+
+@functools.cache
+def optimizers() -> tuple[str, ...]:
+    """The names of optax's optimizers that take a learning rate first, have defaults for the rest, and need no more
+    than a gradient."""
+    found = []
+    for name, thing in vars(optax).items():
+        arguments = list(inspect.signature(thing).parameters.values()) if inspect.isfunction(thing) else []
+        first = [p.name for p in arguments[:1]] == ["learning_rate"] and not name.startswith("scale_by")
+        if first and all(p.default is not p.empty or p.kind is p.VAR_KEYWORD for p in arguments[1:]):
+            found.append(name)
+    return tuple(name for name in found if name != "lbfgs")  # which also asks for the loss, as a function
 
 
 def participation(text: str) -> tuple[float, float]:

@@ -1,6 +1,7 @@
 """Prints finished runs as rows of a Markdown table: `python -m experiments.tables [--targets=0.8,0.9] runs/a runs/b`.
 
 Scores are macro means over clients in %, of the last round: `post`, right after local training, and `pre`, before it.
+Scores that are no accuracies stand in columns of their own, which say where less is better, as they are.
 With --targets, two columns for each: the rounds in which a score first reached it, post / pre, and the megabytes that
 had travelled by then; of the run's headline score (see `experiments.targets`), or of the one that is named, as
 --targets=acc_present:0.8,0.9. A run that is not complete says how it stands in place of its rounds. Where runs deviate
@@ -11,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments import entry, published, report, runs, schema, targets
+from experiments import build, entry, published, report, runs, schema, scores, targets
 from experiments.files import read_json, read_rows
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms.find import find
@@ -30,20 +31,39 @@ COLUMNS = {
 }
 
 
-def row(workdir: Path) -> list[str]:
+def row(workdir: Path, columns: dict[str, tuple[str, str]]) -> list[str]:
     """One run: method, model, share of the data, scores, seconds of training and a round."""
     summary = read_json(workdir / "summary.json", schema.SUMMARY)
     config = runs.read_config(workdir)
     defaults = simulate.hyperparameters(find(config["algo"]))
     hparams = "".join(f", {name}={published.shown(x)}" for name, x in config["hparams"].items() if x != defaults[name])
-    cells = [config["algo"] + hparams, config["model"], f"{config['data_fraction']:g}", _rounds(summary)]
-    for point, name in COLUMNS.values():
+    model = "own" if config["algo"] in build.OWN_NETWORKS else config["model"]
+    cells = [config["algo"] + hparams, model, f"{config['data_fraction']:g}", _rounds(summary)]
+    spread = {"acc", _headline(summary)[0]}
+    for point, name in columns.values():
         score = summary["scores"].get(point, {}).get(name)
-        cells.append(
-            f"{100 * score['macro']:.2f}" + (f" ± {100 * score['std']:.2f}" if name == "acc" else "") if score else ""
-        )
+        values = [score[x] for x in ("macro", *(("std",) if name in spread else ()))] if score else []
+        cells.append(" ± ".join(scores.shown(name, value, 2) for value in values))
     seconds = summary["seconds"]["train"]
     return [*cells, f"{seconds:.0f}", f"{seconds / max(summary['rounds'], 1):.2f}"]
+
+
+def _headline(summary: Row) -> scores.Headline:
+    found = summary.get("headline")  # not in runs of an earlier version
+    return (found["score"], found["better"]) if found else scores.ACCURACY
+
+
+def _columns(workdirs: list[Path]) -> dict[str, tuple[str, str]]:
+    """The scores' columns, {title: (point, score)}: the accuracies if a run has any, then all others of the runs."""
+    summaries = [read_json(path / "summary.json", schema.SUMMARY) for path in workdirs]
+    more: dict[str, tuple[str, str]] = {}
+    for summary in summaries:
+        headline, found = _headline(summary), summary["scores"].get("post", {})
+        for name in scores.ordered((x for x in found if not scores.is_share(x)), headline):
+            less = " (lower is better)" if scores.better(name, headline) == "min" else ""
+            more |= {f"{name} post{less}": ("post", name), f"{name} pre": ("pre", name)}
+    known = [name for summary in summaries for name in summary["scores"].get("post", {})]
+    return (COLUMNS if not more or any(map(scores.is_share, known)) else {}) | more
 
 
 def _rounds(summary: Row) -> str:
@@ -71,17 +91,20 @@ def _targets(workdir: Path, text: str) -> Reached:
     """Raises InputError if the run has not the score that `text` names."""
     config, metrics = runs.read_config(workdir), read_rows(workdir / "metrics.jsonl")
     targets.check_score(text, report.score_names(metrics), str(workdir))
-    score, levels = targets.wanted(config | {"targets": text})
+    headline = _headline(read_json(workdir / "summary.json", schema.SUMMARY))
+    score, levels = targets.wanted(config | {"targets": text}, headline)
     bound, cells = targets.bound(config["eval_every"]), []
     for level in levels:
-        pairs = [_reached(metrics, point, score, level, bound is not None) for point in ("post", "pre")]
+        pairs = [_reached(metrics, point, score, level, bound is not None, headline) for point in ("post", "pre")]
         cells += [" / ".join(texts) for texts in zip(*pairs, strict=True)]
     return Reached(score, cells, bound)
 
 
-def _reached(metrics: list[Row], point: str, score: str, level: float, bounded: bool) -> tuple[str, str]:
+def _reached(
+    metrics: list[Row], point: str, score: str, level: float, bounded: bool, headline: scores.Headline
+) -> tuple[str, str]:
     """Rounds, with their marks, and megabytes."""
-    found, mark = targets.reached(metrics, point, score, level, 0), ""
+    found, mark = targets.reached(metrics, point, score, level, 0, headline), ""
     if targets.is_trivial(metrics, point, score, level):
         mark = targets.MARK
     if found is None:
@@ -91,8 +114,9 @@ def _reached(metrics: list[Row], point: str, score: str, level: float, bounded: 
 
 def table(workdirs: list[Path], text: str | None = None) -> str:
     """The Markdown table of some run directories; `text` is as --targets gives it."""
-    head = ["method", "model", "data", "rounds", *(name.strip() for name in COLUMNS), "train s", "s a round"]
-    body, notes = [row(path) for path in workdirs], []
+    columns = _columns(workdirs)
+    head = ["method", "model", "data", "rounds", *(name.strip() for name in columns), "train s", "s a round"]
+    body, notes = [row(path, columns) for path in workdirs], []
     if text is not None:
         found = [_targets(path, text) for path in workdirs]
         scores = {run.score for run in found}

@@ -10,6 +10,7 @@ Second models, inner steps and weights of tasks are in it; element-wise work, ev
 are not: `benchmarks.cost` has the methods' times.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,8 +18,9 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from experiments import report
+from experiments import report, scores
 from experiments.presets import PRESETS
+from experiments.scores import ACCURACY, Headline
 from fedjax_pfl.errors import InputError, check, choose
 
 Row = dict[str, Any]
@@ -29,7 +31,9 @@ _ROUNDING = 1e-6  # scores are float32: a mean of tenths may miss 0.9 by less
 
 
 def parse(text: str | None) -> tuple[str | None, tuple[float, ...]]:
-    """Reads --targets: levels in (0, 1], apart by commas, and in front the score that they are of, as `acc:0.8,0.9`.
+    """Reads --targets: levels apart by commas, and in front the score that they are of, as `acc:0.8,0.9`.
+
+    Levels are in (0, 1] but for a named score that is no share of examples, as `reconstruction:40,30`.
 
     Returns:
       the score's name, None where the text has none; the levels, rising; `LEVELS` where there is no text.
@@ -49,16 +53,21 @@ def parse(text: str | None) -> tuple[str | None, tuple[float, ...]]:
             f"--targets={text}: write scores in (0, 1], apart by commas, as --targets=0.8,0.9, "
             "or with the name of the score, as --targets=acc_present:0.8,0.9."
         )
+    share = not name or scores.is_share(name)
     for value in found:
-        check("targets", value, 0, 1, open_low=True)
+        check("targets", value, 0 if share else -math.inf, 1 if share else math.inf, open_low=share)
     return name or None, tuple(sorted(found))
 
 
-def wanted(config: Row) -> tuple[str, tuple[float, ...]]:
-    """The score that targets are about and its levels: as --targets says, else the preset's headline, else `acc`."""
+def wanted(config: Row, headline: Headline = ACCURACY) -> tuple[str, tuple[float, ...]]:
+    """The score that targets are about and its levels: as --targets says, else the preset's headline, else `headline`.
+
+    The preset's counts where it is of the kind of the method's own, an accuracy or not.
+    """
     name, levels = parse(config["targets"])
-    preset = PRESETS.get(config["preset"] or "")
-    return name or (preset.headline_of(config["algo"]).split("/")[1] if preset else "acc"), levels
+    preset, own = PRESETS.get(config["preset"] or ""), headline[0]
+    said = preset.headline_of(config["algo"]).split("/")[1] if preset else own
+    return name or (said if scores.is_share(said) == scores.is_share(own) else own), levels
 
 
 def check_score(text: str | None, known: Iterable[str], whose: str) -> None:
@@ -68,7 +77,7 @@ def check_score(text: str | None, known: Iterable[str], whose: str) -> None:
         choose(f"score of {whose}", name.removesuffix("_micro"), names)
 
 
-def scores(experiment: Any) -> list[str]:
+def score_names(experiment: Any) -> list[str]:
     """The names of the scores that a `build.Experiment` will have; nothing is compiled."""
     program = experiment.program(rounds=experiment.config["rounds"])
     arguments = experiment.key, program.numbers, experiment.federation, experiment.state_shapes(), np.int32(0)
@@ -118,43 +127,48 @@ def spent(rows: list[Row], flops: float | None) -> Row:
     return report.traffic(trained) | work
 
 
-def reached(rows: list[Row], point: str, name: str, level: float, flops: float | None) -> Row | None:
-    """The first evaluated round whose mean (macro; micro of a name that ends in _micro) is at least `level`, or None.
+def reached(
+    rows: list[Row], point: str, name: str, level: float, flops: float | None, headline: Headline = ACCURACY
+) -> Row | None:
+    """The first evaluated round whose mean (macro; micro of a name that ends in _micro) is at least `level`, or None;
+    at most `level` where less of the score is better.
 
     Returns:
       round (of the row), rounds (communicated until then: `pre` is scored before its round, the others after its local
       training), value, and what was `spent`.
     """
-    key = f"{point}/{name}"
-    row = next((row for row in rows if row.get(key) is not None and row[key] >= level - _ROUNDING), None)
+    key, sign = f"{point}/{name}", -1 if scores.better(name, headline) == "min" else 1
+    least = sign * level - _ROUNDING * max(1, abs(level))
+    row = next((row for row in rows if row.get(key) is not None and sign * row[key] >= least), None)
     if row is None:
         return None
     before = [r for r in rows if r["round"] < row["round"] + (point != "pre") and "loss" in r]
     return {"round": row["round"], "rounds": len(before), "value": row[key]} | spent(before, flops)
 
 
-def summary(rows: list[Row], config: Row, flops: float | None) -> Row:
+def summary(rows: list[Row], config: Row, flops: float | None, headline: Headline = ACCURACY) -> Row:
     """For summary.json: {"score": name, "bound": `bound`, "trivial": {point: `trivial`}, "levels": [{"target": ...,
     "trivial": is it no more than that at some point?, point: `reached`}]}."""
-    name, levels = wanted(config)
+    name, levels = wanted(config, headline)
     points = [point for point in report.POINTS if any(row.get(f"{point}/{name}") is not None for row in rows)]
     found = [
         {"target": level, "trivial": any(is_trivial(rows, point, name, level) for point in points)}
-        | {point: reached(rows, point, name, level, flops) for point in points}
+        | {point: reached(rows, point, name, level, flops, headline) for point in points}
         for level in levels
     ]
     floor = {point: trivial(rows, point, name) for point in points}
     return {"score": name, "bound": bound(config["eval_every"]), "trivial": floor, "levels": found}
 
 
-def show(console: Console, rows: list[Row], config: Row, flops: float | None) -> None:
+def show(console: Console, rows: list[Row], config: Row, flops: float | None, headline: Headline = ACCURACY) -> None:
     """Prints the table of the targets that were asked for."""
-    found = summary(rows, config, flops)
+    found = summary(rows, config, flops, headline)
     shown, points = found["levels"], [*found["trivial"]]
     if not points:
         return
     name = found["score"].removesuffix("_micro")
     mean = f"{'macro' if name == found['score'] else 'micro'} mean of {name}"
+    mean += " (lower is better)" if scores.better(name, headline) == "min" else ""
     title = f"Rounds until the {mean} first reached a target, and what they took ({NOTE})"
     numbers = ["rounds", "scalars\ndown", "scalars\nup", "MB", "client\nsteps", "client\nTFLOP"]
     table = report.plain_table(title, ["target", "local\ntraining"], numbers)

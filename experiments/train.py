@@ -46,7 +46,7 @@ def train(
     """
     rounds, c = experiment.config["rounds"], experiment.config
     words = f"Aborted; go on from the last checkpoint with {command(run.path)}"
-    reporter = report.Reporter(console, start, rounds)
+    reporter = report.Reporter(console, start, rounds, experiment.headline)
     ask = lambda: reporter.say("Stopping after this round; Ctrl-C again aborts at once.")
     program = experiment.program(layout["width"], layout["devices"]["count"])
     options = {"rounds": rounds, "eval_every": c["eval_every"], "state_every": c["checkpoint_every"]}
@@ -115,12 +115,12 @@ def _summarise(run: RunDirectory, experiment: build.Experiment, status: str, sec
     """Writes summary.json."""
     done = sum("loss" in row for row in run.rows)
     flops = build.flops(experiment) if experiment.config["targets"] else None
-    content = {"status": status, "rounds": done, "seconds": seconds} | report.summary(run.rows)
+    content = {"status": status, "rounds": done, "seconds": seconds} | report.summary(run.rows, experiment.headline)
     totals = targets.spent(run.rows, flops)
     content |= {"work": {name: totals[name] for name in ("client_steps", "client_flops")} | {"note": targets.NOTE}}
     content |= {"initial_broadcast": build.initial_broadcast(experiment)}
     if experiment.config["targets"]:
-        content |= {"targets": targets.summary(run.rows, experiment.config, flops)}
+        content |= {"targets": targets.summary(run.rows, experiment.config, flops, experiment.headline)}
     content |= {"examples": experiment.examples}
     content |= {"preset": published.comparison(experiment.config | {"rounds": done}, experiment.examples)}
     write_json(run.path / "summary.json", content)

@@ -59,6 +59,8 @@ class Client(Stream):
     SELECT = 31, "FedFomo: which models are received"
     SUBSET = 31, "FedALA: the examples that blending looks at"
     BLEND = 32, "FedALA: batches of blending"
+    SECOND_PHASE = 41, "FedDVA: the encoders; the released code's encoder of z"
+    THIRD_PHASE = 42, "FedDVA: the released code's encoder of c, with the decoder"
     TRANSFER = 42, "knowledge transfer: training on the public examples"
     WARM_UP = 43, "knowledge transfer: private training before the first exchange"
     EXTRACTOR = 45, "pFedAFM: training of the shared extractor"

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
 from fedjax_pfl import models, simulate, testing, traffic
@@ -42,7 +43,18 @@ def small_mlp(input_shape, num_classes, rngs):
     return nets.mlp(input_shape, num_classes, rngs, hidden=5)
 
 
-METHODS = ALGORITHMS | {"privacy_pfedc": functools.partial(ALGORITHMS["privacy_pfedc"], backend="plain")}
+def images(x):
+    """The toy's inputs [B, 6] as images [B, 6, 6, 1] in (-1, 1): every row is the one above, rotated."""
+    return jnp.tanh(x / 2)[:, (np.arange(6)[:, None] + np.arange(6)) % 6, None].astype(jnp.float32)
+
+
+SMALL: dict = {"privacy_pfedc": {"backend": "plain"}}
+SMALL["feddva"] = {"hidden": 8, "latent": 4, "personal": 4, "head": "personal", "cls": 30.0}
+METHODS = ALGORITHMS | {name: functools.partial(ALGORITHMS[name], **options) for name, options in SMALL.items()}
+# Adam would turn the zero gradient of a bias before a batch norm, which is rounding, into steps of full length.
+TASKS: dict = {
+    "feddva": {"prepare": images, "optimizer": lambda lr: optax.chain(optax.clip_by_global_norm(3.0), optax.sgd(lr))}
+}
 NETS = {"mlp": tiny_mlp, "norm": norm_net, "linear": nets.linear}
 
 
@@ -67,7 +79,7 @@ def net_of(method: str) -> str:
 
 @functools.cache
 def method_task(method: str) -> Task:
-    given = task(net_of(method), public=POOL if method in ON_PUBLIC else None)
+    given = task(net_of(method), public=POOL if method in ON_PUBLIC else None, **TASKS.get(method, {}))
     return given._replace(shared=given.models[0]) if method == "pfedafm" else given  # of one feature width
 
 

@@ -1,6 +1,6 @@
 """Presets: one file a paper's tables; a preset is data, and any flag the user gives overrides it."""
 
-from experiments.presets import builtin, fedcp, pfedc
+from experiments.presets import builtin, fedcp, feddva, pfedc
 from experiments.presets.preset import Preset
 
 PRESETS: dict[str, Preset] = {
@@ -9,6 +9,8 @@ PRESETS: dict[str, Preset] = {
     **pfedc.PFEDC,
     "fedcp_cifar10": fedcp.CIFAR10,
     "fedcp_cifar100": fedcp.CIFAR100,
+    "feddva_marks": feddva.MARKS,
+    "feddva_small": feddva.SMALL,
 }
 
 DEFAULT_PRESETS = {"digits": "digits", "synthetic": "synthetic"}  # data set -> what it takes when no --preset is given

@@ -9,6 +9,7 @@ from fedjax_pfl.algorithms.fedavg import fedavg, fedavg_ft, fedprox
 from fedjax_pfl.algorithms.fedbn import fedbn
 from fedjax_pfl.algorithms.fedcp import fedcp
 from fedjax_pfl.algorithms.feddf import feddf, pfeddf
+from fedjax_pfl.algorithms.feddva import feddva
 from fedjax_pfl.algorithms.fedem import fedem
 from fedjax_pfl.algorithms.fedfomo import fedfomo
 from fedjax_pfl.algorithms.fedma import fedma, pfedma
@@ -66,9 +67,26 @@ ALGORITHMS = {
     "pfeddf": pfeddf,
     "fedem": fedem,
     "fedcp": fedcp,
+    "feddva": feddva,
     "pfedc": pfedc,
     "privacy_pfedc": privacy_pfedc,
     "pfedafm": pfedafm,
 }
 
-ANY_ARCHITECTURE = ("local", "lg_fedavg")  # their clients may be of several architectures
+# methods whose clients may be of several architectures
+ANY_ARCHITECTURE = (
+    "local",
+    "lg_fedavg",
+    "fedproto",
+    "fd",
+    "fml",
+    "fedkd",
+    "fedapen",
+    "mnfl_het",
+    "fedmd",
+    "sim_pfd",
+    "topk_pfd",
+    "feddf",
+    "pfeddf",
+    "pfedafm",
+)

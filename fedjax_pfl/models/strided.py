@@ -1,5 +1,6 @@
 """Strided 4x4 convolutions from an image to one pixel: FedDVA's backbone, and the CNN of its comparisons."""
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -58,6 +59,16 @@ def first_padding(shape: Shape, hidden: Sequence[int]) -> int:
             f"side, got input shape {tuple(shape)}: 28 and 32 pixels take 4 of them, 64 take 5."
         )
     return 1 + (full - shape[0]) // 2
+
+
+def channels(shape: Shape, last: int = HIDDEN[-1]) -> tuple[int, ...]:
+    """Channels of as many convolutions as lead from images of this side to 4x4 pixels and then to one.
+
+    Args:
+      last: of the last one; each before it has half. 512 gives the published ones for 28, 32 and 64 pixels a side.
+    """
+    count = max(2, 1 + math.ceil(math.log2(max(shape[0], 1) / SMALLEST))) if len(shape) == 3 else 4
+    return tuple(last // 2 ** (count - 1 - i) for i in range(count))
 
 
 def cnn_dva(input_shape: Shape, num_classes: int, rngs: nnx.Rngs, hidden: Sequence[int] = HIDDEN) -> Net:

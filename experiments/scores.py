@@ -1,0 +1,48 @@
+"""What is known of a score by its name and by the method's headline: its unit, and which way it is better."""
+
+from collections.abc import Iterable
+
+Headline = tuple[str, str]  # the score that decides, and "max" or "min": `Algorithm.headline`
+ACCURACY: Headline = ("acc", "max")
+LEADING = ("acc", "acc_present", "task_acc")  # shown before the others
+_SHARES = ("acc", "recall", "bal")
+_LOWER = ("reconstruction", "kl_", "loss", "error", "perplexity")
+
+
+def is_share(name: str) -> bool:
+    """Is it a share of examples in [0, 1], shown in %? All that have acc, recall or bal in their name."""
+    return any(word in name for word in _SHARES)
+
+
+def better(name: str, headline: Headline = ACCURACY) -> str:
+    """Which of two values is the better one, "max" or "min"; `_micro` behind a name does not count."""
+    name = name.removesuffix("_micro")
+    if name == headline[0]:
+        return headline[1]
+    return "min" if any(word in name for word in _LOWER) and not is_share(name) else "max"
+
+
+def ordered(names: Iterable[str], headline: Headline = ACCURACY) -> list[str]:
+    """The names of scores, the headline and the leading ones first."""
+    found = list(dict.fromkeys(names))
+    first = [name for name in dict.fromkeys((headline[0], *LEADING)) if name in found]
+    return [*first, *(name for name in found if name not in first)]
+
+
+def directions(names: Iterable[str], headline: Headline = ACCURACY) -> str:
+    """In words which of these scores are the better the higher, and which the lower."""
+    found = list(names)
+    parts = {
+        how: [n for n in found if better(n, headline) == way] for way, how in (("max", "higher"), ("min", "lower"))
+    }
+    return "; ".join(f"{', '.join(of)}: {how} is better" for how, of in parts.items() if of)
+
+
+def shown(name: str, value: float, digits: int = 1) -> str:
+    """A value without its unit: a share in %, with so many digits behind the point; else with four in all."""
+    return f"{100 * value:.{digits}f}" if is_share(name) else f"{value:.4g}"
+
+
+def labelled(name: str, value: float) -> str:
+    """A value with its unit."""
+    return f"{value:.1%}" if is_share(name) else f"{value:.4g}"

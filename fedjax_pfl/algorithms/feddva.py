@@ -1,0 +1,127 @@
+"""FedDVA: clients share the two encoders of a dual variational autoencoder, and each keeps a decoder of its own.
+
+The latent z is to hold what all clients have in common, c what is a client's own; there need not be labels.
+
+Reference: FedDVA, "Federated learning with heterogeneous data by a dual variational autoencoder", Algorithm 1.
+"""
+
+import math
+
+import jax
+
+from fedjax_pfl import averaging, evaluate, keys, local, trees
+from fedjax_pfl.errors import check, choose
+from fedjax_pfl.models import strided, vae
+from fedjax_pfl.numerics import dva_phases
+from fedjax_pfl.types import (
+    Algorithm,
+    Array,
+    Client,
+    Cohort,
+    Metrics,
+    Predictor,
+    PyTree,
+    Scores,
+    State,
+    Task,
+)
+
+LATER = (keys.Client.SECOND_PHASE, keys.Client.THIRD_PHASE)  # the first phase has the client's key
+HEADS = ("none", *dva_phases.HEADS)
+
+
+def networks(task: Task, latent: int = 4, personal: int = 4, hidden: int = 512, head: str = "none") -> vae.DualVAE:
+    """The networks for the task's prepared inputs, see `feddva`; nothing of `task.model` is in them."""
+    raw = jax.ShapeDtypeStruct((1, *task.input.shape), task.input.dtype)
+    shape = jax.eval_shape(task.prepare, raw).shape[1:]
+    classes = None if choose("head", head, HEADS) == "none" else task.num_classes
+    widths = strided.channels(shape, hidden)
+    return vae.dual_vae(shape, latent, personal, widths, classes, bn_stats=task.bn_stats)
+
+
+def score(outputs: dict[str, Array], y: Array, mask: Array, c: Client) -> Scores:
+    """The terms of `dva.terms`, and with a classifier the scores of its logits."""
+    terms = dva_phases.totals(outputs, mask)
+    return terms | (evaluate.classification(outputs["logits"], y, mask, c) if "logits" in outputs else {})
+
+
+def feddva(
+    task: Task,
+    *,
+    latent: int = 4,
+    personal: int = 4,
+    hidden: int = 512,
+    alpha: float = 1.0,
+    beta: float = 0.75,
+    xi: float = 8.0,
+    head: str = "none",
+    cls: float = 1.0,
+    mode: str = "paper",
+    regulariser: str = "paper_max",
+    reconstruction: str = "gaussian",
+    detach: bool = True,
+) -> Algorithm:
+    """Trains the decoder with frozen encoders, then the encoders with a frozen decoder; averages the encoders.
+
+    Args:
+      latent: d_z, dimensions of what is common, in [1, 1000000]; 4 in the paper, 8 where it classifies.
+      personal: d_c, dimensions of what is a client's own, likewise.
+      hidden: channels of the last convolution, each before it having half: 512 as published (64 to 512 for 28 and 32
+        pixels a side, 32 to 512 for 64), 128 a network of a sixteenth.
+      alpha: weight of KL(q(z|x) || N(0, I)) (α) in [0, inf); 1 in the paper.
+      beta: weight of the personal regulariser R_c (β) in [0, inf); 0.75 in the paper, 1 in its code.
+      xi: slack of R_c in nats for each dimension of c; 8 in the paper (ξ = 8 d_c), 0.5 in its notebooks.
+      head: a classifier of [z; c], one of none, personal (it stays with its client), shared.
+      cls: weight of its cross entropy in [0, inf); 1 in the code.
+      mode: one of paper (two phases), code (three, see `dva_phases.phases`).
+      regulariser: R_c, one of paper_max (Eq. 7), code_hinge (see `dva.personal_term`).
+      reconstruction: one of gaussian (unit variance), focal (see `dva.reconstruction`).
+      detach: whether the batch's mixture counts as a constant in R_c's gradient, as in the code.
+
+    Raises:
+      InputError: inputs that are not square images of 4 to 8, 28 to 32 or 60 to 64 pixels a side, or a value out of
+        range.
+
+    Note:
+      Each phase is the task's whole local work with a fresh optimizer; the paper's is Adam with rate 0.001. The server
+      weights encoders by training examples (the paper's sum over all clients, of losses that are sums over examples,
+      counts sizes twice). Running statistics always stay with their client, as in the code. Scores are taken at the
+      posterior means; `loss` is the last phase's.
+    """
+    for name, value in (("alpha", alpha), ("beta", beta), ("cls", cls)):
+        check(name, value, 0, math.inf)
+    nets = networks(task, latent, personal, hidden, head)
+    owner = "personal" if head == "none" else head
+    weights = {"alpha": alpha, "beta": beta, "xi": xi * personal, "cls": cls}
+    kinds: dict = {"regulariser": regulariser, "reconstruction": reconstruction, "detach": detach}
+    phases = dva_phases.phases(nets, mode, owner, **weights, **kinds)
+    start = jax.eval_shape(lambda: dva_phases.init(nets, jax.random.key(0)))
+    stay = tuple(set(start) - set(dva_phases.shared_parts(nets, owner)))
+    split = averaging.split(task, stay, variables=start)
+
+    def init(key: Array) -> State:
+        shared, own = split.send(dva_phases.init(nets, key))
+        return State(shared, trees.replicate(own, task.num_clients))
+
+    def predictor(variables: PyTree) -> Predictor:
+        return lambda x, mask: dva_phases.outputs(nets, variables, x, mask)
+
+    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
+        def client(c: Client, own: PyTree):
+            w, losses = split.receive(state.server, own), []
+            streams = (c.key, *(keys.fold(c.key, stream) for stream in LATER))
+            for phase, stream in zip(phases, streams, strict=False):
+                w, loss = local.sgd(stream, c.train, phase.loss, w, task, train=phase.parts)
+                losses.append(loss)
+            shared, own = split.send(w)
+            return shared, own, losses, evaluate.post(cohort, c, predictor(w), score)
+
+        sent = cohort.mean(client, state.clients, weight=cohort.sizes, default=state.server)
+        server, (own, losses, post) = sent
+        before = {f"loss_{phase.parts[0]}": loss for phase, loss in zip(phases, losses[:-1], strict=False)}
+        return State(server, own), Metrics(losses[-1], post, before)
+
+    def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
+        return predictor(split.receive(server, own))
+
+    return Algorithm(init, round, predict, score, headline=("elbo", "max") if head == "none" else ("acc", "max"))
