@@ -83,7 +83,7 @@ def prepare(config: dict[str, Any], conv: str = "auto", room: Sequence[int] = fe
     dataset = datasets.load(config["dataset"], config["data_dir"])
     available = len(dataset.y)
     dataset = datasets.subset(dataset, config["data_fraction"], config["seed"])
-    dealt, kinds = _deal(config, dataset), ()
+    dealt, kinds = _deal(config, dataset), tuple[str, ...]()
     if config["marks"]:
         dataset, kinds = marks.mark(dataset, dealt, config["seed"])
     if config["drop_last"]:

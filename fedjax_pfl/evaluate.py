@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from fedjax_pfl import local
 from fedjax_pfl.types import Array, Batch, Client, Cohort, Predictor, Scores
 
 BATCH = 256  # test examples predicted at once
-Score = Callable[[Array, Array, Array, Client], Scores]
+Score = Callable[[Any, Array, Array, Client], Scores]
 
 
 def batch_size(rows: float) -> int:

@@ -96,8 +96,8 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
         "fedem": 3 * (body + head) * ones,
         "fedcp": (body + head + policy) * ones,
         "scaffold": 2 * (body + head) * ones,
-        "feddva": (76 + 536 + 112 + (180 + 2) + 140 + 536 + 112)
-        * ones,  # two convolutions, posterior; embeddings first
+        # two convolutions and a posterior of z; of c, after embeddings of the labels
+        "feddva": (76 + 536 + 112 + (180 + 2) + 140 + 536 + 112) * ones,
         "pfedc": body + classes * (8 + 1),
         "privacy_pfedc": (body + head + C) * ones,  # all branches and the client's part in them, here unencrypted
     }

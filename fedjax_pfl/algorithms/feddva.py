@@ -92,7 +92,7 @@ def feddva(
         check(name, value, 0, math.inf)
     nets = networks(task, latent, personal, hidden, head)
     owner = "personal" if head == "none" else head
-    weights = {"alpha": alpha, "beta": beta, "xi": xi * personal, "cls": cls}
+    weights: dict = {"alpha": alpha, "beta": beta, "xi": xi * personal, "cls": cls}
     kinds: dict = {"regulariser": regulariser, "reconstruction": reconstruction, "detach": detach}
     phases = dva_phases.phases(nets, mode, owner, **weights, **kinds)
     start = jax.eval_shape(lambda: dva_phases.init(nets, jax.random.key(0)))
