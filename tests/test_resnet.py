@@ -10,9 +10,8 @@ import pytest
 import toy
 from flax import nnx
 
-from fedjax_pfl import models
+from fedjax_pfl import models, trees
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import MODELS, resnet
 
@@ -198,16 +197,13 @@ def resnet18():
 def test_fedbn_keeps_all_twenty_norms(bn_stats, scalars):
     """The three of the shortcuts too, which a search for names misses; what FedAvg sends of the moments follows."""
     task = toy.task(model=resnet18(), bn_stats=bn_stats)
-    given = {"round": jnp.int32(0), "evaluated": jnp.bool(False), "key": KEY, "width": 1}
-    cohort = lambda: Cohort(toy.federation(), task, jnp.arange(2), jnp.array([True, False]), **given)
-    fedbn, fedavg = (ALGORITHMS[name](task) for name in ("fedbn", "fedavg"))
-    state = jax.eval_shape(fedbn.init, KEY)
+    state, fedavg = (jax.eval_shape(ALGORITHMS[name](task).init, KEY) for name in ("fedbn", "fedavg"))
     own = {jax.tree_util.keystr(path[1:-1]) for path, _ in jax.tree_util.tree_leaves_with_path(state.clients)}
     assert len(own) == 20 and sum("shortcut" in name for name in own) == 3
     assert len(jax.tree.leaves(state.clients)) == 80
     total = 11_168_832 + 512 * toy.C + toy.C
-    assert toy.sent(fedbn, cohort()).up[0] == total - 9_600
-    assert toy.sent(fedavg, cohort()).up[0] == total + scalars
+    assert trees.size(state.server) == total - 9_600
+    assert trees.size(fedavg.server) == total + scalars
 
 
 @pytest.mark.parametrize(
