@@ -1,6 +1,7 @@
 """The checks of fedjax_pfl.testing: each planted mistake is answered by a sentence that says which rule and where."""
 
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 import stranger
 
 from fedjax_pfl import averaging, evaluate, local, losses, testing, traffic, trees
+from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.averaging import predictor
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.testing import ContractViolation
@@ -94,6 +96,7 @@ def planted(mistake):
             "signature of predict": {"predict": lambda server, c: None},
             "signature of score": {"score": lambda outputs, y: {}},
             "headline": {"headline": ("f1", "max")},
+            "only architecture": {"one_architecture": False},  # but it uses task.model
         }
         return Algorithm(init, round, predict, evaluate.classification, sent)._replace(**changes.get(mistake, {}))
 
@@ -129,6 +132,7 @@ BROKEN = {
     "always scored": ("scores", r"post\['acc'\] is scored though"),
     "traffic of the inactive": ("inactive", "traffic.down is not 0"),
     "weak type": ("dtype", r"\['scale'\] has a weak type"),
+    "only architecture": ("grouping", "needs clients of one architecture, and there are 2"),
     "lifted": ("dtype", r"\['body'\].* is float32.* and must be bfloat16"),
 }
 
@@ -140,6 +144,33 @@ def test_a_broken_rule_is_named_with_its_place(mistake):
         if rule == "bn_stats":  # alone: it compiles a round of its own
             testing.check(rule, testing.subject(planted(mistake), testing.task(), start=State(None, None)))
         testing.check_algorithm(planted(mistake))
+
+
+def test_a_result_that_depends_on_the_grouping():
+    def factory(task):
+        made = ALGORITHMS["lg_fedavg"](task)
+
+        def round(key, state, cohort):
+            new, metrics = made.round(key, state, cohort)
+            return new._replace(server=trees.scale(1 + len(task.models), new.server)), metrics
+
+        return made._replace(round=round)
+
+    with pytest.raises(ContractViolation, match=r"'grouping' .*server\['head'\]\['bias'\] is"):
+        testing.check("grouping", testing.subject(factory, testing.task()))
+
+
+def test_a_task_that_is_not_the_synthetic_one():
+    with pytest.raises(InputError, match=r"needs a Task made by testing\.task"):
+        testing.check_algorithm(ALGORITHMS["fedavg"], testing.task(sizes=np.full(5, 3)))
+
+
+def test_traffic_counts_an_array_per_client():
+    cohort = SimpleNamespace(active=jnp.array([True, False, True]))
+    sent = traffic.both_ways(cohort, jnp.array([25, 25, 25]), {"w": jnp.zeros((43, 3))})
+    np.testing.assert_array_equal(sent.down, [25, 0, 25])
+    np.testing.assert_array_equal(sent.up, [129, 0, 129])
+    np.testing.assert_array_equal(sent.messages, [2, 0, 2])
 
 
 REFUSED = {
