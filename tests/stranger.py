@@ -1,6 +1,6 @@
 """A method as somebody writes it outside of the package: FedAvg, and a personal head that is mixed with the global one.
 
-Used by test_testing.py; `mixed` is what a round should be, its length that of Ditto.
+Used by test_testing.py; as long as Ditto.
 """
 
 from fedjax_pfl import averaging, evaluate, local, losses, trees
@@ -29,12 +29,8 @@ def mixed(task: Task, *, beta: float = 0.3) -> Algorithm:
             w, value = local.sgd(c.key, c.train, loss, w, task)
             v = trees.lerp(beta, mine["v"], w["head"])
             shared, own = split.send(w)
-            return (
-                shared,
-                {"v": v, "own": own},
-                value,
-                evaluate.post(cohort, c, predictor(task.model, {**w, "head": v})),
-            )
+            post = evaluate.post(cohort, c, predictor(task.model, {**w, "head": v}))
+            return shared, {"v": v, "own": own}, value, post
 
         w, (mine, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, default=state.server)
         return State(w, mine), Metrics(value, post)

@@ -8,14 +8,15 @@ import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
 from toy import C, N
 
-from fedjax_pfl import keys, simulate, testing
+from fedjax_pfl import keys, simulate, testing, trees
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.testing.rounds import ACTIVE
+from fedjax_pfl.testing.rounds import ACTIVE, IDS
 
 pytestmark = pytest.mark.contract
 each = pytest.mark.parametrize("method", ALGORITHMS)
@@ -23,12 +24,24 @@ each = pytest.mark.parametrize("method", ALGORITHMS)
 # Mean losses of rounds 0, 5 and 11 under each method's defaults, measured when the method was built.
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
 DEFAULTS = json.loads((Path(__file__).parent / "defaults.json").read_text())  # losses see few of them
+SEND_NOTHING = ("local", "fedamp", "fedfomo", "pfedhn", "mocha", "mnfl")  # through Cohort.mean, on these networks
 PARTICULAR = ("mocha", "fedma", "pfedma")  # refuse the network with batch norm of the rule bn_stats
 
 
 @functools.cache
 def subject(method):
-    return testing.subject(toy.METHODS[method], toy.method_task(method))
+    """Its uploads can be clipped and made noisy; by default they are not."""
+    off = np.float32([-1, 0])
+    return testing.subject(toy.METHODS[method], toy.method_task(method), transform=clip_and_add_noise, options=off)
+
+
+def clip_and_add_noise(options, key, upload, default):
+    """How far the upload is from the default is clipped to options[0], unless that is negative; options[1] is the
+    standard deviation of a number that is added."""
+    bound, sigma = options
+    norm = jnp.sqrt(trees.sq_dist(upload, default))
+    factor, noise = jnp.minimum(1, bound / jnp.maximum(norm, 1e-9)), sigma * jax.random.normal(key)
+    return jax.tree.map(lambda x, d: jnp.where(bound < 0, x, d + factor * (x - d) + noise), upload, default)
 
 
 def applies(method, rule):
@@ -54,6 +67,30 @@ def test_learns(method):
     assert losses[-1] < losses[0]
     drifted = "a default has drifted, or a stream of keys"
     np.testing.assert_allclose(np.array(losses)[[0, 5, 11]], GOLDEN[method], rtol=1e-3, atol=1e-5, err_msg=drifted)
+
+
+@pytest.mark.parametrize("method", [method for method in ALGORITHMS if method not in SEND_NOTHING])
+def test_every_upload_is_transformed(method):
+    """Clipped to the default, nothing arrives; noise is drawn for each client, whatever its place."""
+    s, mixed = subject(method), np.array([2, 0, 4, 3, 1])
+    clipped = testing.run(s, options=np.float32([0, 0]))[0].server
+    toy.assert_close(clipped, s.start.server, 1e-5)
+    noisy = {"options": np.float32([0, 1])}
+    both = testing.run(s, **noisy)[0].server
+    toy.assert_same(testing.run(s, ids=IDS[mixed], active=ACTIVE[mixed], **noisy)[0].server, both)
+    one, two = (testing.run(s, active=i == IDS, **noisy)[0].server for i in (0, 4))
+    apart = [
+        [np.any(np.abs(x - y) > 1e-3) for x, y in zip(*map(jax.tree.leaves, pair), strict=True)]
+        for pair in ((both, clipped), (one, clipped), (two, clipped), (one, two))
+    ]
+    assert all(map(any, apart))
+
+
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "pfedc"])
+def test_a_transformation_that_changes_nothing_costs_no_bit(method):
+    plain = testing.subject(toy.METHODS[method], toy.method_task(method), start=subject(method).start)
+    (state, metrics), (state_2, metrics_2) = testing.run(plain), testing.run(subject(method))
+    toy.assert_same((state.server, state.clients, metrics), (state_2.server, state_2.clients, metrics_2))
 
 
 @each

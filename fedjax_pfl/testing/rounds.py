@@ -1,6 +1,7 @@
 """A method and its compiled round on the synthetic federation, and how two of its rounds are compared."""
 
 import contextlib
+import functools
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -30,13 +31,21 @@ class Subject(NamedTuple):
     federation: Federation
     numbers: dict[str, Any]  # the traced hyperparameters, float32
     init: Callable[..., State]  # (key, numbers) -> State, rows by client id
-    round: Callable[..., tuple[State, Round]]  # (key, numbers, federation, State, ids, active, t, evaluated)
+    round: Callable[..., tuple[State, Round]]  # (key, numbers, federation, State, ids, active, t, evaluated, options)
     evaluate: Callable[..., dict[str, Array]]  # (key, numbers, federation, State, t) -> {name: [N]}
     start: State  # all clients have trained and differ
+    options: PyTree = None
 
 
 def subject(
-    factory: Callable[..., Algorithm], task: Task, *, width: int = 1, devices: int = 1, start: State | None = None
+    factory: Callable[..., Algorithm],
+    task: Task,
+    *,
+    width: int = 1,
+    devices: int = 1,
+    start: State | None = None,
+    transform: Callable[..., PyTree] | None = None,
+    options: PyTree = None,
 ) -> Subject:
     """Compiles the round of a method on an explicit cohort; State and metrics are by client id, not by place.
 
@@ -44,18 +53,23 @@ def subject(
       task: as `task` makes it.
       width: clients at once on each of the `devices`.
       start: the state in which the checks begin; default that after two rounds of everybody.
+      transform: of uploads, as of `program.program`, but with the round's `options` as its first argument.
+      options: what it is given by default.
     """
-    made = program.parts(factory, task, width=width, devices=devices)
+    parts = functools.partial(program.parts, factory, task, width=width, devices=devices)
+    made = parts()
     numbers = {name: np.float32(value) for name, value in made.numbers.items()}
     where = made.placement if len(task.models) > 1 else None
     rows = placement.StateRows(task, where, 1)
 
-    def round(key, numbers, f, state, ids, active, t, evaluated) -> tuple[State, Round]:
+    def round(key, numbers, f, state, ids, active, t, evaluated, options) -> tuple[State, Round]:
+        with jax.ensure_compile_time_eval():  # the placement is made on the host
+            train = parts(transform=transform and functools.partial(transform, options)).train
         if where is not None:
             ids, active = placement.arrange(task, where, ids, active, 1)
         state, at = rows.place(state), rows.of(ids)
         here = State(state.server, rows.gather(state.clients, at, made.lengths))
-        new, metrics = made.train(key, numbers, f, here, ids, active, t, evaluated)
+        new, metrics = train(key, numbers, f, here, ids, active, t, evaluated)
         clients = rows.scatter(state.clients, at, new.clients, active, made.lengths)
         return rows.unplace(State(new.server, clients)), metrics
 
@@ -66,7 +80,7 @@ def subject(
     masked = Examples(jnp.zeros(example.shape[1:], example.dtype), jnp.int32(0))
     f = federation(input=task.input, public=task.public)._replace(masked=masked)
     jitted = (jax.jit(made.init), jax.jit(round), jax.jit(evaluate))
-    found = Subject(factory, task, f, numbers, *jitted, State(None, None))
+    found = Subject(factory, task, f, numbers, *jitted, State(None, None), options)
     with mistakes(factory):
         return found._replace(start=_started(found) if start is None else start)
 
@@ -89,11 +103,13 @@ def arguments(
     state=None,
     t: int = 2,
     evaluated: bool = True,
+    options=None,
     **numbers: float,
 ) -> tuple:
     numbers = s.numbers | {name: np.float32(value) for name, value in numbers.items()}
     f, state = federation or s.federation, s.start if state is None else state
-    return jax.random.key(7), numbers, f, state, ids, active, np.int32(t), np.bool_(evaluated)
+    options = s.options if options is None else options
+    return jax.random.key(7), numbers, f, state, ids, active, np.int32(t), np.bool_(evaluated), options
 
 
 def run(s: Subject, **changes: Any) -> tuple[State, Round]:

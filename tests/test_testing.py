@@ -1,0 +1,193 @@
+"""The checks of fedjax_pfl.testing: each planted mistake is answered by a sentence that says which rule and where."""
+
+import re
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import stranger
+
+from fedjax_pfl import averaging, evaluate, local, losses, testing, traffic, trees
+from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.averaging import predictor
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.testing import ContractViolation
+from fedjax_pfl.types import Algorithm, Metrics, State
+
+
+def planted(mistake):
+    """FedAvg with a table of the clients' last losses at the server, and one mistake."""
+
+    def factory(task, *, lam: float = 0.5):
+        split = averaging.split(task)
+        if mistake == "python branch" and lam > 1:
+            lam = 1.0
+
+        def loss(variables, batch, key):
+            mask = None if mistake == "unmasked norm" else batch.mask
+            logits, stats = task.model.apply(variables, batch.x, mask=mask, train=True)
+            if mistake == "unmasked loss":
+                return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch.y)), stats
+            return losses.cross_entropy(logits, batch.y, batch.mask), stats
+
+        def init(key):
+            shared, own = split.send(task.model.init(key))
+            if mistake == "statistics travel":
+                shared, own = trees.merge(shared, own), jax.tree.map(lambda x: None, own)
+            weak = 0.0 if mistake == "weak type" else jnp.float32(0)
+            server = {"w": shared, "table": jnp.zeros(task.num_clients), "scale": jnp.asarray(weak)}
+            return State(server, {"own": trees.replicate(own, task.num_clients), "last": jnp.zeros(task.num_clients)})
+
+        def round(key, state, cohort):
+            server = state.server
+
+            def client(c, mine):
+                w, value = local.sgd(c.key, c.train, loss, split.receive(server["w"], mine["own"]), task)
+                predict = predictor(task.model, w)
+                post = evaluate.client(c, predict) if mistake == "always scored" else evaluate.post(cohort, c, predict)
+                post = {} if mistake == "no post" else post
+                shared, own = split.send(w)
+                if mistake == "statistics travel":
+                    shared, own = w, mine["own"]
+                upload = shared["head"] if mistake == "upload unlike default" else shared
+                return upload, {"own": own, "last": value}, value, post
+
+            default = {} if mistake == "missing default" else {"default": server["w"]}
+            w, (mine, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, **default)
+            if mistake == "same phase":
+                cohort.map(lambda c: jax.random.normal(c.key))
+            if mistake == "counts the inactive":
+                share = (1 + jnp.sum(cohort.sizes * cohort.active)) / (1 + jnp.sum(cohort.sizes))
+                w = w | {"head": jax.tree.map(lambda x: x * share, w["head"])}
+            if mistake == "counts places":
+                share = jnp.where(jnp.any(cohort.trained), jnp.sum(cohort.trained) / len(cohort.ids), 1)
+                w = w | {"head": jax.tree.map(lambda x: x * share, w["head"])}
+            if mistake == "order":
+                w = w | {"head": jax.tree.map(lambda x: x * (1 + value[0]), w["head"])}
+            if mistake == "server decays":
+                w = jax.tree.map(lambda x: x * (1 - 0.1 * lam), w)
+            if mistake == "random":
+                w = w | {"head": jax.tree.map(lambda x: x + _random(), w["head"])}
+            ids = cohort.ids if mistake == "absent" else jnp.where(cohort.trained, cohort.ids, task.num_clients)
+            table = server["table"].at[ids].set(value, mode="drop")
+            new = {"w": w, "table": table, "scale": server["scale"]}
+            if mistake == "state grows":
+                new["table"] = jnp.append(table, 0.0)
+            if mistake == "lifted":
+                new["w"] = trees.scale(jnp.float32(1) * lam / lam, w)
+            metrics = Metrics(None if mistake == "no loss" else value, post)
+            if mistake == "metric":
+                metrics = metrics._replace(clients={"drift": table[:2]})
+            return State(new, state.clients if mistake == "nothing moves" else mine), metrics
+
+        def predict(server, mine, c):
+            return predictor(task.model, split.receive(server["w"], mine["own"]))
+
+        def sent(state, cohort, metrics):
+            found = traffic.both_ways(cohort, state.server["w"])
+            if mistake == "traffic":
+                return found._replace(up=jnp.sum(found.up))
+            return found._replace(down=0 * found.down + 7) if mistake == "traffic of the inactive" else found
+
+        changes = {
+            "signature of predict": {"predict": lambda server, c: None},
+            "signature of score": {"score": lambda outputs, y: {}},
+            "headline": {"headline": ("f1", "max")},
+            "only architecture": {"one_architecture": False},  # but it uses task.model
+        }
+        return Algorithm(init, round, predict, evaluate.classification, sent)._replace(**changes.get(mistake, {}))
+
+    return factory
+
+
+def _random():
+    draw = np.random.default_rng().normal
+    return jax.pure_callback(lambda: np.float32(draw()), jax.ShapeDtypeStruct((), jnp.float32))
+
+
+def test_without_a_mistake_every_rule_holds():
+    testing.check_algorithm(planted(None))
+
+
+def test_a_strangers_method_passes():
+    testing.check_algorithm(stranger.mixed)
+
+
+BROKEN = {
+    "unmasked loss": ("mask", r"server\['table'\] is .* in place of"),
+    "counts the inactive": ("inactive", r"server\['w'\]\['head'\]"),
+    "order": ("order", r"server\['w'\]\['head'\]"),
+    "absent": ("inactive", r"server\['table'\]"),
+    "python branch": ("traced", r"line \d+ of .*test_testing.py: if mistake == .python branch. and lam > 1"),
+    "missing default": ("default", r"line \d+ of .*test_testing.py: w, .* = cohort.mean"),
+    "unmasked norm": ("bn_stats", "masked rows"),
+    "statistics travel": ("bn_stats", r"server\['w'\]\['stats'\]\['mark'\]\['mean'\]"),
+    "counts places": ("layout", r"server\['w'\]\['head'\]"),
+    "server decays": ("nobody", r"server\['w'\]"),
+    "random": ("order", r"server\['w'\]\['head'\]"),
+    "nothing moves": ("absent", "no row of State.clients changes"),
+    "always scored": ("scores", r"post\['acc'\] is scored though"),
+    "traffic of the inactive": ("inactive", "traffic.down is not 0"),
+    "weak type": ("dtype", r"\['scale'\] has a weak type"),
+    "only architecture": ("grouping", "needs clients of one architecture, and there are 2"),
+    "lifted": ("dtype", r"\['body'\].* is float32.* and must be bfloat16"),
+}
+
+
+@pytest.mark.parametrize("mistake", BROKEN)
+def test_a_broken_rule_is_named_with_its_place(mistake):
+    rule, where = BROKEN[mistake]
+    with pytest.raises(ContractViolation, match=f"^factory breaks the rule '{rule}' (.|\n)*{where}"):
+        if rule == "bn_stats":  # alone: it compiles a round of its own
+            testing.check(rule, testing.subject(planted(mistake), testing.task(), start=State(None, None)))
+        testing.check_algorithm(planted(mistake))
+
+
+def test_a_result_that_depends_on_the_grouping():
+    def factory(task):
+        made = ALGORITHMS["lg_fedavg"](task)
+
+        def round(key, state, cohort):
+            new, metrics = made.round(key, state, cohort)
+            return new._replace(server=trees.scale(1 + len(task.models), new.server)), metrics
+
+        return made._replace(round=round)
+
+    with pytest.raises(ContractViolation, match=r"'grouping' .*server\['head'\]\['bias'\] is"):
+        testing.check("grouping", testing.subject(factory, testing.task()))
+
+
+def test_a_task_that_is_not_the_synthetic_one():
+    with pytest.raises(InputError, match=r"needs a Task made by testing\.task"):
+        testing.check_algorithm(ALGORITHMS["fedavg"], testing.task(sizes=np.full(5, 3)))
+
+
+def test_traffic_counts_an_array_per_client():
+    cohort = SimpleNamespace(active=jnp.array([True, False, True]))
+    sent = traffic.both_ways(cohort, jnp.array([25, 25, 25]), {"w": jnp.zeros((43, 3))})
+    np.testing.assert_array_equal(sent.down, [25, 0, 25])
+    np.testing.assert_array_equal(sent.up, [129, 0, 129])
+    np.testing.assert_array_equal(sent.messages, [2, 0, 2])
+
+
+REFUSED = {
+    "same phase": "Two calls of map, mean or scan in one round have phase=0",
+    "metric": "its metric clients['drift'] has the shape [2] and must be one number per client",
+    "state grows": "same structure, shapes and types: .server['table'] is float32[6] and must be float32[5]",
+    "traffic": "its traffic `up` has the shape [] and must be one count per client",
+    "no loss": "its Metrics have no `loss`",
+    "no post": "its Metrics have no `post`",
+    "upload unlike default": "the upload, must be like `default`: ['body']",
+    "signature of predict": "`predict` must take the arguments (server, row, client)",
+    "signature of score": "`score` must take the arguments (outputs, y, mask, client)",
+    "headline": "`score` does not return the headline 'f1', only acc, acc_present",
+}
+
+
+@pytest.mark.parametrize("mistake", REFUSED)
+def test_what_the_engine_refuses(mistake):
+    with pytest.raises(InputError, match=re.escape(REFUSED[mistake])):
+        testing.check_algorithm(planted(mistake))
