@@ -25,7 +25,7 @@ each = pytest.mark.parametrize("method", ALGORITHMS)
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
 DEFAULTS = json.loads((Path(__file__).parent / "defaults.json").read_text())  # losses see few of them
 SEND_NOTHING = ("local", "fedamp", "fedfomo", "pfedhn", "mocha", "mnfl")  # through Cohort.mean, on these networks
-PARTICULAR = ("mocha", "fedma", "pfedma")  # refuse the network with batch norm of the rule bn_stats
+PARTICULAR = ("mocha", "fedma", "pfedma", "feddva")  # have networks of their own, or refuse that of the rule bn_stats
 
 
 @functools.cache

@@ -207,7 +207,8 @@ def bn_stats(s: Subject) -> None:
     shape = _masked(s.federation).x.shape
     net = lambda shape, classes, rngs: nets.Net(_Marked(shape, rngs), layers.linear(8, classes, rngs))
     model = models.model(net, shape, s.task.num_classes)
-    t = s.task._replace(models=(model,), bn_stats="local")
+    shared = None if s.task.shared is None else model  # the other inputs of a small model would influence all
+    t = s.task._replace(models=(model,), shared=shared, bn_stats="local")
     try:
         s.factory(t)
     except InputError:
@@ -265,7 +266,9 @@ def grouping(s: Subject) -> None:
         return jax.tree.map(lambda *x: np.concatenate(x)[by_id], *node.trees)
 
     clients = jax.tree.map(divided, like.clients, s.start.clients, is_leaf=groups.is_grouped)
-    other = subject(s.factory, t, start=State(s.start.server, clients))
+    # what the architectures share is the same leaves, in containers of what both have
+    server = jax.tree.unflatten(jax.tree.structure(like.server), jax.tree.leaves(s.start.server))
+    other = subject(s.factory, t, start=State(server, clients))
     state, metrics = run(other, ids=IDS[ACTIVE], active=np.ones(4, bool))
     state = state._replace(clients=jax.tree.map(joined, state.clients, is_leaf=groups.is_grouped))
     same_round((state, metrics), run(s), IDS[ACTIVE], 1e-5)
