@@ -137,7 +137,8 @@ def test_shared_features_alone_end_to_end_are_fedper(net):
 
 
 def test_the_first_phase_moves_the_client_and_the_second_the_extractor():
-    """A shared model without a gradient in training mode cannot move in the second phase, its only one in that mode."""
+    """A shared model without a gradient in training mode moves neither in the second phase nor end to end, which then
+    is the first phase alone."""
 
     def still(variables, x, mask=None, train=False, key=None):
         h, stats = MLP.models[0].features(variables, x, mask=mask, train=train, key=key)
@@ -145,10 +146,13 @@ def test_the_first_phase_moves_the_client_and_the_second_the_extractor():
 
     task = MLP._replace(shared=MLP.models[0]._replace(features=still))
     begin = start(alpha=0.5)
-    one, two = (train(each, 1, begin=begin, alpha=0.5, lr_alpha=0.1) for each in (task, MLP))
-    assert_close(one.state.server["theta"], begin.server["theta"])
+    run = lambda task, training="iterative": train(task, 1, begin=begin, training=training, alpha=0.5, lr_alpha=0.1)
+    one, two, first_phase = run(task), run(MLP), run(task, "end_to_end")
+    for still_there in (one, first_phase):
+        assert_close(still_there.state.server["theta"], begin.server["theta"])
     assert trees.sq_dist(two.state.server["theta"], begin.server["theta"]) > 1e-3
     assert_same(one.state.clients, two.state.clients)
+    assert_close(one.state.clients, first_phase.state.clients)
     assert_same(one.metrics.post, two.metrics.post)  # scored with the received extractor
 
 
