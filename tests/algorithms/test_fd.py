@@ -39,8 +39,8 @@ def test_leave_one_out_by_hand():
         table, known = received(tables, holds, [True] * 3, id)
         assert_close(table[:, 0], np.float32(expected))
         assert known.all()
-    table, _ = received(tables, holds, [True, True, False], 2)  # who was absent receives the mean of all others
-    assert_close(table[:, 0], np.float32([0.7, 0.3]))
+    table, _ = received(tables, holds, [False, True, True], 0)  # who was absent has nothing to leave out
+    assert_close(table[:, 0], np.float32([0.65, 0.35]))
 
 
 def test_two_clients_receive_each_others_tables():
