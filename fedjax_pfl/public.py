@@ -39,8 +39,13 @@ def draw(key: Array, task: Task, size: int) -> Array:
 
 
 def subset(pool: Data | None, index: Array, wanted: Array) -> Data:
-    """The examples `index` [D] of the pool; none where not wanted []."""
-    assert pool is not None  # the task has one
+    """The examples `index` [D] of the pool; none where not wanted [].
+
+    Raises:
+      InputError: the federation has no pool.
+    """
+    if pool is None:
+        raise InputError("The task has public examples and the federation has none: give Federation.public.")
     return pool._replace(index=index, size=jnp.where(wanted, len(index), 0).astype(jnp.int32))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 import toy
-from toy import SHAPE, C, assert_same, rows
+from toy import PUBLIC, SHAPE, C, assert_same, rows
 
 from fedjax_pfl import simulate
 from fedjax_pfl.engine import checkpoint, host_state
@@ -36,6 +36,11 @@ HPARAMS: dict[str, dict[str, tuple]] = {  # other ways through a method
     "pfedhn": {"mode": ("sequential", "batched"), "inner_steps": (None, 3)},
     "mocha": {"solver": ("sdca", "sgd"), "relate_every": (1, 2)},
     "mnfl": {"residual": ("sent", "fresh"), "transfer": ("replace", "step")},
+    "mnfl_het": {"order": ("paper", "code"), "penalty": ("implicit", "explicit"), "public_size": (4, 3000)},
+    "fedmd": {"space": ("prob", "logit"), "passes": (0, 2), "public_batch": (3, 256)},
+    "sim_pfd": {"sim_norm": ("sum", "minmax"), "order": ("paper", "code")},
+    "topk_pfd": {"neighbours": (1, 2, 5), "weights": ("uniform", "cos")},
+    "feddf": {"student_optimizer": ("adam", "sgd"), "public_batch": (3, 256)},
     "fedem": {"average": ("round", "all"), "refit": (0, 1)},
     "fedcp": {"policy": ("softmax", "gumbel"), "norm": ("layer", "batch"), "without": ("none", "cs_ss", "cpn_gh")},
     "pfedc": {
@@ -108,7 +113,8 @@ def federation(sizes: tuple, own: list, pad: int, nobodys: float, seed: int) -> 
         for end, all_, count in zip(ends, total, sizes[0], strict=True)
     ]
     examples = Examples(jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.int32))
-    return Federation(examples, *splits, jnp.asarray(np.stack(held), jnp.int32))
+    pool = Examples(jnp.asarray(2 * rng.normal(size=(PUBLIC, *SHAPE)), jnp.float32), jnp.zeros(PUBLIC, jnp.int32))
+    return Federation(examples, *splits, jnp.asarray(np.stack(held), jnp.int32), pool)
 
 
 def program(method: str, case: Case, width: int = 1, devices: int = 1, host: bool = False) -> simulate.Program:

@@ -1,0 +1,133 @@
+"""The properties of sheet 2.10: what the fused models become, and the cases in which FedDF is FedAvg."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from toy import SHAPE, SIZES, C, N, assert_close, assert_same
+
+from fedjax_pfl import models, simulate, trees
+from fedjax_pfl.algorithms import feddf, pfeddf
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.models import nets
+
+MLP = toy.task()
+
+
+def net(hidden):
+    return models.model(lambda shape, classes, rngs: nets.mlp(shape, classes, rngs, hidden=hidden), SHAPE, C)
+
+
+MIXED = toy.task(models=(net(3), net(8)), architecture=np.array([0, 1, 0, 1, 1], np.int32))
+
+
+@pytest.mark.parametrize("net", ["mlp", "norm"])
+def test_without_distillation_it_is_fedavg(net):
+    task = MLP if net == "mlp" else toy.task(net)
+    got, plain = toy.train("feddf", task, passes=0), toy.train("fedavg", task)
+    assert_same(got.state, plain.state)
+    assert_same(got.metrics.post, plain.metrics.post)
+
+
+def test_a_student_that_agrees_with_its_teachers_stays():
+    """No private training, so all models are the fused one."""
+    task = toy.task(epochs=0)
+    got = toy.train("feddf", task, student_optimizer="sgd", student_lr=1.0)
+    assert_close(got.state.server, got.begin.server)
+    assert np.abs(got.metrics.server["distillation_loss"]).max() < 1e-6
+
+
+def test_a_step_is_that_of_the_divergence_from_the_mean_logits():
+    """All public examples are one batch, and the first step of a cosine has the whole learning rate."""
+    x = toy.federation().public.x
+    logits = lambda w: MLP.model.apply(w, x, train=False)[0]
+    alone = toy.train("local", MLP, rounds=1).state.clients
+    teacher = jax.nn.softmax(sum(logits(toy.rows(alone, i)) for i in range(N)) / N / 2.0)
+    fused = jax.tree.map(lambda w: np.tensordot(SIZES / SIZES.sum(), w, 1).astype(np.float32), alone)
+
+    def kl(w):
+        return jnp.mean(jnp.sum(teacher * (jnp.log(teacher) - jax.nn.log_softmax(logits(w) / 2.0)), axis=1))
+
+    value, slope = jax.value_and_grad(kl)(fused)
+    length = np.sqrt(sum(float(jnp.sum(g**2)) for g in jax.tree.leaves(slope)))
+    run = functools.partial(toy.train, "feddf", MLP, rounds=1, student_optimizer="sgd", student_lr=0.5, temperature=2.0)
+    for clip in (5.0, length / 4):
+        step = 0.5 * min(1, clip / length)
+        expected = jax.tree.map(lambda w, g, step=step: w - step * g, fused, slope)
+        got = run(clip=clip)
+        assert_close(got.state.server, expected, 1e-5)
+        np.testing.assert_allclose(got.metrics.server["distillation_loss"], value, rtol=1e-4)
+    assert value > 1e-3
+
+
+def test_more_examples_of_everybody_weigh_the_same():
+    f = toy.federation()
+    index = np.tile(np.asarray(f.train.index), 2)
+    for i, n in enumerate(SIZES):
+        index[i, n : 2 * n] = index[i, :n]
+    twice = f._replace(train=f.train._replace(index=jnp.asarray(index), size=2 * f.train.size))
+    task = toy.task(batch_size=64)  # all of them are one batch, whose mean loss is the same
+    got, other = (toy.train("feddf", task, federation_=each, rounds=2) for each in (f, twice))
+    assert_close(other.state.server, got.state.server, 1e-5)
+
+
+def test_fine_tuning():
+    """By no epochs it is FedDF, and without distillation FedAvg, fine-tuned."""
+    got = toy.train("feddf", MLP, rounds=2)
+    assert_same(toy.train("pfeddf", MLP, rounds=2, fine_tune_epochs=0).last, got.last)
+    tuned = toy.train("pfeddf", MLP, rounds=2, fine_tune_epochs=3, passes=0)
+    plain = toy.train("fedavg_ft", MLP, rounds=2, fine_tune_epochs=3)
+    assert_same(tuned.state, plain.state)
+    assert_same(tuned.last, plain.last)
+
+
+def test_each_architecture_has_a_student():
+    """Within an architecture models are averaged; teachers are all clients."""
+    got = toy.train("feddf", MIXED, rounds=6, passes=20)
+    of = np.asarray(MIXED.architecture)
+    sizes = np.array([trees.size(jax.eval_shape(model.init, jax.random.key(0))) for model in MIXED.models])
+    np.testing.assert_array_equal(got.metrics.traffic.up[0], sizes[of[got.metrics.ids[0]]])
+    first = toy.train("local", MIXED, rounds=1).state.clients.trees
+    begin = toy.train("feddf", MIXED, rounds=1, passes=0).state.server.trees
+    for group in range(2):
+        weight = SIZES[of == group] / SIZES[of == group].sum()
+        assert_close(begin[group], jax.tree.map(lambda w, p=weight: np.tensordot(p, w, 1), first[group]), 1e-6)
+    assert np.mean(got.metrics.post["acc_present"][-1]) > 0.75
+
+
+def trees_differ(a, b):
+    return any(np.any(x != y) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
+
+
+def test_an_absent_architecture_learns_from_the_others():
+    task = MIXED._replace(participation=(0.2, 0.2))  # a single client
+    program = simulate.program(feddf, task, {"student_lr": 0.1})
+    key, f = jax.random.key(2), toy.federation()
+    state = program.init(key, program.numbers)
+    new, metrics = jax.jit(program.round)(key, program.numbers, f, state, jnp.int32(0), jnp.bool(False))
+    (present,) = np.asarray(MIXED.architecture)[metrics.ids[metrics.active]]
+    assert trees_differ(new.server.trees[1 - present], state.server.trees[1 - present])
+
+
+@pytest.mark.parametrize("bn_stats", ["aggregate", "local"])
+def test_batch_norm(bn_stats):
+    task = toy.task("norm", bn_stats=bn_stats)
+    got = toy.train("feddf", task, rounds=2)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((got.state, got.metrics.loss)))
+    assert bool(jax.tree.leaves(got.state.clients)) == (bn_stats == "local")
+    np.testing.assert_array_equal(got.metrics.traffic.up[0], 124 if bn_stats == "aggregate" else 108)
+
+
+@pytest.mark.parametrize("wrong", [{"passes": -1}, {"clip": 0.0}, {"student_optimizer": "lamb"}, {"student_lr": -1.0}])
+def test_bad_input(wrong):
+    for factory in (feddf, pfeddf):
+        with pytest.raises(InputError):
+            factory(MLP, **wrong)
+
+
+def test_without_public_examples_it_is_one_sentence():
+    with pytest.raises(InputError, match=r"needs public examples: give Task\.public"):
+        feddf(MLP._replace(public=None))

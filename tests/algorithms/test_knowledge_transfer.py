@@ -1,0 +1,276 @@
+"""The properties of sheets 2.8, 2.9 and 2.11 to 2.13.a: coefficients, mixtures, and the cases in which methods meet."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from toy import PUBLIC, SHAPE, SIZES, C, N, assert_close, assert_same
+
+from fedjax_pfl import aggregate, models, public
+from fedjax_pfl.algorithms import knowledge_transfer as kt
+from fedjax_pfl.engine.cohort import Cohort
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.models import nets
+from fedjax_pfl.public import Predictions
+from fedjax_pfl.types import State
+
+MLP, NORM = toy.task(), toy.task("norm")
+ONE = toy.task(batch_size=32, epochs=1)  # one step on all of a client's examples: their order does not matter
+METHODS = ("fedmd", "sim_pfd", "topk_pfd", "mnfl_het")
+GOLDEN = np.array([[[0.9, 0.1]], [[0.6, 0.4]]], np.float32)  # [S, D, C]
+
+
+def asked(outputs, student, row=None, here=None):
+    """What student number `student` of clients with these predictions [S, D, C] asks its rule."""
+    s = len(outputs)
+    here = np.ones(s, bool) if here is None else np.asarray(here)
+    given = Predictions(jnp.arange(s), jnp.asarray(here), jnp.where(here[:, None, None], outputs, 0))
+    row = jnp.full(s, 1 / s) if row is None else jnp.asarray(row)
+    return kt.Asked(row, jnp.arange(s) == student, jnp.asarray(outputs[student]), given, jnp.float32(1 / s))
+
+
+def some(s=6, d=7, seed=0):
+    return np.random.default_rng(seed).dirichlet(np.ones(C), size=(s, d)).astype(np.float32)
+
+
+def matrix(rule, outputs, **options):
+    return np.stack([rule(asked(outputs, n, **options))[0] for n in range(len(outputs))])
+
+
+similar, minmax = (functools.partial(kt.similar, norm=norm) for norm in ("sum", "minmax"))
+nearest = functools.partial(kt.nearest, weights="uniform")
+
+
+def test_the_gradient_and_a_step_have_the_golden_numbers():
+    half = jnp.full(2, 0.5)
+    slopes = np.stack([kt.slope(half, asked(GOLDEN, n)) for n in range(2)])
+    np.testing.assert_allclose(slopes, [[0.927540, 1.257123], [1.153829, 0.945885]], atol=1e-6)
+    step = lambda g: aggregate.descend(half, 0.5 * g, jnp.ones(2, bool), 0.1, 0.7)
+    np.testing.assert_allclose([*map(step, slopes)], [[0.507228, 0.492772], [0.495440, 0.504560]], atol=1e-6)
+    kl = [public.divergence(jnp.array([[0.75, 0.25]]), jnp.log(GOLDEN[n])) for n in range(2)]
+    np.testing.assert_allclose(np.concatenate(kl), [0.09233152, 0.04985676], atol=1e-7)
+
+
+def test_similarities_have_the_golden_numbers():
+    np.testing.assert_allclose(similar(asked(GOLDEN, 0))[0], [0.529600, 0.470400], atol=1e-6)
+    np.testing.assert_array_equal(minmax(asked(GOLDEN, 0))[0], [1, 0])
+
+
+def test_the_gradient_is_that_of_the_divergence():
+    outputs, row = some(), jnp.asarray(np.random.default_rng(1).dirichlet(np.ones(6)).astype(np.float32))
+    ask = asked(outputs, 2)
+    kl = lambda row: jnp.mean(public.divergence(public.mean(row, ask.given), jnp.log(ask.outputs)))
+    np.testing.assert_allclose(kt.slope(row, ask), jax.grad(kl)(row), rtol=1e-5)
+
+
+def test_own_coefficients_are_stationary():
+    ask = asked(some(), 2)
+    np.testing.assert_allclose(kt.slope(jnp.eye(6)[2], ask), np.ones(6), rtol=1e-5)
+
+
+def test_equal_clients_are_weighed_equally():
+    same = np.repeat(some(1), 5, axis=0)
+    for rule in (similar, minmax):
+        np.testing.assert_array_equal(matrix(rule, same), np.full((5, 5), np.float32(1 / 5)))
+    np.testing.assert_allclose(kt.slope(jnp.full(5, 0.2), asked(same, 0)), np.ones(5), rtol=1e-5)
+    np.testing.assert_array_equal(nearest(asked(same, 4), neighbours=3)[0] > 0, [1, 1, 0, 0, 1])  # itself, lower ids
+
+
+def test_similar_clients_weigh_more():
+    outputs = some()
+    a = matrix(similar, outputs)
+    np.testing.assert_allclose(a.sum(axis=1), 1, rtol=1e-6)
+    ratio = a / np.diag(a)[:, None]
+    np.testing.assert_allclose(ratio, ratio.T, rtol=1e-5)
+    scaled = outputs * np.where(np.arange(6) == 3, 7.0, 1.0)[:, None, None].astype(np.float32)
+    np.testing.assert_allclose(matrix(similar, scaled), a, atol=2e-6)
+    assert np.all(matrix(minmax, outputs).min(axis=1) == 0) and np.all(a.min(axis=1) > 0)
+
+
+def test_only_the_nearest_weigh():
+    a = matrix(functools.partial(nearest, neighbours=3), some())
+    assert np.all((a > 0).sum(axis=1) == 3) and np.all(np.diag(a) > 0)
+    np.testing.assert_allclose(a[a > 0], 1 / 3, rtol=1e-6)
+    np.testing.assert_array_equal(matrix(functools.partial(nearest, neighbours=1), np.repeat(some(1), 4, 0)), np.eye(4))
+    two = np.repeat(np.eye(C, dtype=np.float32)[:2, None].repeat(7, axis=1), 5, axis=0)  # five clients each
+    a = matrix(functools.partial(nearest, neighbours=5), two)
+    np.testing.assert_allclose(a, np.kron(np.eye(2), np.full((5, 5), 0.2)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("rule", [similar, minmax, functools.partial(nearest, neighbours=4), kt.uniform])
+def test_who_is_absent_weighs_nothing(rule):
+    here = np.array([1, 1, 0, 1, 0, 1], bool)
+    outputs = np.where(here[:, None, None], some(), np.nan)
+    a = matrix(rule, outputs, here=here)[here]
+    np.testing.assert_allclose(a.sum(axis=1), 1, rtol=1e-6)
+    assert np.all(a[:, ~here] == 0)
+
+
+def test_a_constant_among_the_logits_shifts_their_mean_only():
+    z = np.random.default_rng(0).normal(size=(3, 7, C)).astype(np.float32)
+    moved = z + np.array([0, 5, 0], np.float32)[:, None, None]
+    mean = lambda z: public.mean(jnp.full(3, 1 / 3), asked(z, 0).given)
+    np.testing.assert_allclose(mean(moved), mean(z) + 5 / 3, rtol=1e-5)
+    np.testing.assert_allclose(jax.nn.softmax(mean(moved)), jax.nn.softmax(mean(z)), rtol=1e-5)
+
+
+def test_public_examples_are_drawn_without_replacement_in_every_round():
+    draws = [np.asarray(public.draw(jax.random.key(i), MLP, 5)) for i in range(4)]
+    assert all(len(set(d)) == 5 and d.max() < PUBLIC and np.all(np.diff(d) > 0) for d in draws)
+    assert len({tuple(d) for d in draws}) > 1
+    np.testing.assert_array_equal(public.draw(jax.random.key(0), MLP, 3000), np.arange(PUBLIC))
+
+
+@pytest.mark.parametrize("method, order", [("mnfl_het", "paper"), ("mnfl_het", "code"), ("topk_pfd", "paper")])
+def test_no_passes_is_local(method, order):
+    got, alone = toy.train(method, MLP, passes=0, order=order, warmup_epochs=0), toy.train("local", MLP)
+    assert_same((got.state.clients, got.metrics.post), (alone.state.clients, alone.metrics.post))
+    assert_same(got.metrics.loss, alone.metrics.loss)
+
+
+@pytest.mark.parametrize("order", ["paper", "code"])
+def test_a_client_that_hears_itself_only_is_local(order):
+    got = toy.train("topk_pfd", MLP, neighbours=1, warmup_epochs=0, order=order)
+    assert_close(got.state.clients, toy.train("local", MLP).state.clients, 1e-5)
+
+
+def test_fedmd_is_mnfl_of_frozen_coefficients_and_topk_of_all():
+    got = toy.train("fedmd", MLP)
+    others = toy.train("mnfl_het", MLP, coef_lr=0.0), toy.train("topk_pfd", MLP, neighbours=N)
+    for other in others:
+        assert_same(other.state.clients, got.state.clients)
+        assert_same(other.metrics.server, got.metrics.server)
+    assert np.abs(got.metrics.clients["transfer_loss"]).min() > 1e-4
+
+
+@functools.cache
+def alone():
+    """The models [N] after round 0's private training."""
+    return jax.device_get(toy.train("local", MLP, rounds=1).state.clients)
+
+
+def softmax(z):
+    e = np.exp(z - z.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def predicted(i):
+    x = toy.federation().public.x
+    return softmax(np.asarray(MLP.model.apply(toy.rows(alone(), i), x, train=False)[0], np.float64))  # [D, C]
+
+
+def test_a_round_of_mnfl_is_the_plain_loops():
+    """In float64 from the models before the exchange; one batch holds all public examples, so the loss of training on
+    them is that of the mixture."""
+    numbers = {"coef_lr": 3.0, "rho": 0.05, "lam": 2.0}
+    got = toy.train("mnfl_het", MLP, rounds=1, **numbers)
+    s = [predicted(i) for i in range(N)]
+    t = sum(s) / N
+    np.testing.assert_allclose(
+        got.metrics.clients["transfer_loss"][0],
+        [np.mean(np.sum(t * np.log(t / s[n]), axis=1)) for n in range(N)],
+        rtol=1e-4,
+    )
+    a = np.full((N, N), 1 / N)
+    for n in range(N):
+        g = np.array([np.mean(np.sum(s[m] * (np.log(t / s[n]) + 1), axis=1)) for m in range(N)])
+        v = (a[n] - 3.0 * 2.0 * SIZES[n] / SIZES.sum() * g + 2 * 3.0 * 0.05 / N) / (1 + 2 * 3.0 * 0.05)
+        u = np.sort(v)[::-1]
+        excess = (np.cumsum(u) - 1) / np.arange(1, N + 1)
+        a[n] = np.maximum(v - excess[np.flatnonzero(u > excess)[-1]], 0)
+    np.testing.assert_allclose(got.metrics.server["coefficients"][0], a, atol=1e-5)
+    assert np.abs(a - 1 / N).max() > 0.05
+    assert_same(got.state.server["coefficients"], got.metrics.server["coefficients"][0])
+
+
+@pytest.mark.parametrize("still", [{"rho": 1e12}, {"lam": 0.0}])
+def test_mnfl_keeps_uniform_coefficients(still):
+    a = toy.train("mnfl_het", MLP, coef_lr=1.0, **still).state.server["coefficients"]
+    np.testing.assert_allclose(a, 1 / N, atol=1e-6)
+
+
+def test_only_the_block_of_the_cohort_moves():
+    """The step is large: some coefficients end at 0, and rows keep what they weigh in the block."""
+    before = np.random.default_rng(0).dirichlet(np.ones(N), size=N).astype(np.float32)
+    ids, active = np.array([3, 1, 4, 0], np.int32), np.array([True, True, True, False])
+    here, clients = ids[:3], jax.tree.map(jnp.asarray, toy.rows(alone(), ids))
+
+    @jax.jit
+    def run(a):
+        given = {"round": jnp.int32(0), "evaluated": jnp.bool(False), "width": 1, "key": jax.random.key(1)}
+        cohort = Cohort(toy.federation(), MLP, jnp.asarray(ids), jnp.asarray(active), **given)
+        method = kt.mnfl_het(MLP, coef_lr=100.0, rho=0.0)
+        start = State({"coefficients": a}, clients)
+        return method.round(jax.random.key(2), start, cohort)[0].server["coefficients"]
+
+    a = np.asarray(run(before))
+    block = np.isin(np.arange(N), here)[:, None] & np.isin(np.arange(N), here)[None]
+    np.testing.assert_array_equal(a[~block], before[~block])
+    assert np.all(a >= 0) and np.any(a[block] == 0) and np.all((a != before)[block])
+    np.testing.assert_allclose(a.sum(axis=1), 1, rtol=1e-5)
+
+
+def test_permuted_clients_permute_the_coefficients():
+    order, f = np.array([2, 0, 4, 1, 3]), toy.federation()
+    moved = f._replace(**{name: jax.tree.map(lambda x: x[order], getattr(f, name)) for name in ("train", "test")})
+    moved = moved._replace(class_counts=f.class_counts[order])
+    got, other = (toy.train("mnfl_het", ONE, federation_=each, coef_lr=1.0) for each in (f, moved))
+    a, b = (x.metrics.server["coefficients"] for x in (got, other))
+    np.testing.assert_allclose(b, a[:, order][:, :, order], atol=1e-5)
+    np.testing.assert_allclose(other.metrics.post["acc"], got.metrics.post["acc"][:, order])
+    assert np.abs(a[-1] - a[-1][order][:, order]).max() > 1e-3
+
+
+def test_public_examples_move_the_running_statistics_unless_frozen():
+    """A client that hears itself only has nothing to learn by frozen statistics; one round, as the batch norm of a
+    single example magnifies a last bit."""
+    hears = functools.partial(toy.train, "topk_pfd", NORM, neighbours=1, rounds=1)
+    free, frozen = (hears(distil_stats=how).state.clients for how in ("train", "frozen"))
+    private = toy.train("local", NORM, rounds=1).state.clients
+    assert_close(frozen, private, 1e-6)
+    assert trees_differ(free["stats"], private["stats"]) and trees_differ(free["body"], private["body"])
+
+
+def trees_differ(a, b):
+    return any(np.any(x != y) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
+
+
+def net(hidden):
+    return models.model(lambda shape, classes, rngs: nets.mlp(shape, classes, rngs, hidden=hidden), SHAPE, C)
+
+
+def test_architectures_of_one_model_are_one():
+    """Grouping does not matter."""
+    two = toy.task(models=MLP.models * 2, architecture=np.array([0, 1, 0, 0, 1], np.int32))
+    got, other = (toy.train("mnfl_het", task, coef_lr=1.0) for task in (MLP, two))
+    assert_close(other.metrics.server, got.metrics.server, 1e-5)
+    assert_close(other.state.clients.trees[1], toy.rows(got.state.clients, [1, 4]), 1e-5)
+    assert np.abs(got.metrics.server["coefficients"] - 1 / N).max() > 1e-2
+
+
+def test_different_architectures_learn_from_each_other():
+    task = toy.task(models=(net(3), net(17)), architecture=np.array([0, 1, 1, 1, 0], np.int32))
+    got = toy.train("fedmd", task, rounds=8, space="logit", public_size=7)
+    assert got.metrics.loss[-1].mean() < 0.5 * got.metrics.loss[0].mean()
+    gap = got.metrics.clients["transfer_loss"]
+    assert np.all(np.isfinite(gap)) and np.all(gap > 0)
+    assert np.mean(got.metrics.post["acc_present"][-1]) > 0.75
+    np.testing.assert_array_equal(got.metrics.traffic.ints[0], 7)
+    np.testing.assert_array_equal(got.metrics.traffic.up[0], 7 * C)
+
+
+def test_without_public_examples_it_is_one_sentence():
+    for method in METHODS:
+        with pytest.raises(InputError, match=r"needs public examples: give Task\.public"):
+            toy.METHODS[method](MLP._replace(public=None))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"public_size": 0}, {"temperature": 0.0}, {"order": "both"}, {"passes": -1}, {"reduction": "sum"}]
+)
+def test_bad_input(wrong):
+    with pytest.raises(InputError):
+        kt.fedmd(MLP, **wrong)
