@@ -10,7 +10,7 @@ import numpy as np
 from experiments import dva_figures, runs, scores
 from experiments.files import write_json
 from fedjax_pfl import trees
-from fedjax_pfl.algorithms import feddva
+from fedjax_pfl.algorithms.feddva import networks
 from fedjax_pfl.numerics import dva_phases
 
 PER_CLIENT = 200  # test images of each client, at most
@@ -20,7 +20,7 @@ REFERENCE = 3000  # images that the classifier of the swaps is fitted on, at mos
 def views(run: runs.Run) -> list[dva_figures.View]:
     """Every client's test images and model at the last checkpoint."""
     e, h = run.experiment, run.config["hparams"]
-    nets = feddva.networks(e.task, *(h[name] for name in ("latent", "personal", "hidden", "head")))
+    nets = networks(e.task, *(h[name] for name in ("latent", "personal", "hidden", "head")))
 
     @jax.jit
     def encode(w: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
