@@ -1,6 +1,13 @@
-"""Figures of a run: who owns which classes, and how its score and the loss went."""
+"""Figures of a run: who owns which classes, and how its score and the loss went.
+
+    python -m experiments.figures RUN ...
+
+draws both anew into each run directory, and of a run of FedDVA, into its folder figures, what its latents hold:
+reconstructions, manifolds, t-SNE and swaps as PNG and PDF, and what linear probes find in them (probes.json).
+"""
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -139,3 +146,24 @@ def _partition_title(counts: np.ndarray, name: str, largest: int) -> str:
         f"{name}: {len(counts):,} clients{cut}, {sizes.min():,} to {sizes.max():,} training examples each; "
         f"largest bubble: {largest:,}"
     )
+
+
+def main(argv: list[str]) -> str:
+    """Draws the figures of the run directories of a command line, and says what was drawn."""
+    from experiments import dva_run, entry, runs  # imported here: a run directory draws with this module
+
+    said = []
+    for path in entry.options(argv, ())[1]:
+        run = runs.load(path)
+        draw_partition(run.experiment.partition, run.experiment.dataset, path / "partition.png")
+        draw_curves(run.metrics, path / "curves.png", run.experiment.headline)
+        said.append(f"{path}: partition.png, curves.png")
+        if run.config["algo"] == "feddva":
+            said.append(f"{path / 'figures'}: {dva_run.draw(run, path / 'figures')}")
+    return "\n".join(said)
+
+
+if __name__ == "__main__":
+    from experiments import entry
+
+    sys.exit(entry.enter(main, __doc__))

@@ -1,0 +1,82 @@
+"""FedDVA's figures and probes of a run directory, see `dva_figures`."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import dva_figures, runs, scores
+from experiments.files import write_json
+from fedjax_pfl import trees
+from fedjax_pfl.algorithms.feddva import networks
+from fedjax_pfl.numerics import dva_phases
+
+PER_CLIENT = 200  # test images of each client, at most
+REFERENCE = 3000  # images that the classifier of the swaps is fitted on, at most
+
+
+def views(run: runs.Run) -> list[dva_figures.View]:
+    """Every client's test images and model at the last checkpoint."""
+    e, h = run.experiment, run.config["hparams"]
+    nets = networks(e.task, *(h[name] for name in ("latent", "personal", "hidden", "head")))
+
+    @jax.jit
+    def encode(w: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        out = dva_phases.forward(nets, w, x)
+        return out.z.mean, out.latents[:, -nets.personal :]
+
+    @jax.jit
+    def decode(w: Any, latents: jax.Array) -> jax.Array:
+        return nets.decoder.apply({"params": w["decoder"], "stats": w["stats"]["decoder"]}, latents)[0]
+
+    def view(k: int) -> dva_figures.View:
+        w = trees.merge(jax.tree.map(lambda x: x[k], run.state.clients), run.state.server)
+        index = e.partition.test[k, : min(PER_CLIENT, e.partition.test_sizes[k])]
+        name = f"client {k}" + (f", {e.marks[k].replace('_', ' ')}" if e.marks else "")
+        latents = lambda z, c: jnp.asarray(np.concatenate([z, c], axis=-1), jnp.float32)
+        x = np.asarray(e.dataset.prepare(e.dataset.x[index]))
+        return dva_figures.View(
+            name, x, e.dataset.y[index], lambda x: encode(w, x), lambda z, c: decode(w, latents(z, c))
+        )
+
+    return [view(k) for k in range(e.task.num_clients)]
+
+
+def probes(run: runs.Run, found: list[dva_figures.View]) -> dict[str, float]:
+    """`dva_figures.probes` by type of mark, or by client without marks; and with marks `swap_accuracy`: of the client
+    without any, judged by a classifier of such images."""
+    e = run.experiment
+    values = dva_figures.probes(found, e.marks or [view.name for view in found])
+    if "plain" in e.marks:
+        plain = e.marks.index("plain")
+        values["swap_accuracy"] = dva_figures.swap_accuracy(found[plain], _classifier(run, plain))
+    return values
+
+
+def _classifier(run: runs.Run, k: int):
+    """Of a client's training images: a support vector machine on pixels."""
+    from sklearn.svm import SVC  # imported here: scikit-learn takes a second
+
+    e = run.experiment
+    index = e.partition.train[k, : min(REFERENCE, e.partition.train_sizes[k])]
+    flat = lambda x: np.asarray(x).reshape(len(x), -1)
+    model = SVC().fit(flat(e.dataset.prepare(e.dataset.x[index])), e.dataset.y[index])
+    return lambda x: model.predict(flat(x))
+
+
+def draw(run: runs.Run, folder: Path) -> str:
+    """Draws all figures into a folder, as PNG and PDF, and measures the probes: probes.json, and as a text."""
+    folder.mkdir(exist_ok=True)
+    found = views(run)
+    dva_figures.reconstructions(folder / "reconstructions", found[:8])
+    for k, view in enumerate(found[:4]):
+        (folder / f"client{k}").mkdir(exist_ok=True)
+        dva_figures.manifolds(folder / f"client{k}", view, dva_figures.latents(found)[1])
+    dva_figures.scatter(folder / "latents", found)
+    if len(found) > 1:
+        dva_figures.swaps(folder / "swaps", found[0], found[1])
+    values = probes(run, found)
+    write_json(folder / "probes.json", values | {"round": run.round})
+    return f"After {run.round} rounds: " + ", ".join(f"{name} {scores.labelled('', x)}" for name, x in values.items())

@@ -1,0 +1,153 @@
+"""Scores that are no accuracies, and those of which less is better: in tables, summary, curves and targets."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from experiments import build, figures, report, runs, scores, settings, tables, targets
+from experiments.files import write_json, write_text
+from fedjax_pfl.data import datasets, marks
+from fedjax_pfl.errors import InputError
+
+DVA, ERROR = ("elbo", "max"), ("reconstruction", "min")
+CONFIG = {"preset": None, "algo": "feddva", "targets": None, "eval_every": 1}
+
+
+def rows():
+    """Three evaluations: the middle one is best by reconstruction, the last by the bound."""
+    made = []
+    for t, (error, elbo) in enumerate(((80.0, -99.0), (40.0, -60.5), (50.0, -60.25))):
+        row = {"round": t, "loss": 1.0, "traffic/down": 10, "traffic/up": 10}
+        row |= {"work/steps": 4, "work/examples": 30}
+        for name, value in (("reconstruction", error), ("elbo", elbo)):
+            spread = {"": 0, "_micro": 0, "_std": 1, "_worst10": -5, "_best10": 5}
+            row |= {
+                f"{point}/{name}{s}": (1 if s == "_std" else value + d)
+                for point in ("pre", "post")
+                for s, d in spread.items()
+            }
+        made.append(row)
+    return made
+
+
+@pytest.mark.parametrize(
+    "name, headline, way",
+    [
+        ("acc", scores.ACCURACY, "max"),
+        ("recall_macro", scores.ACCURACY, "max"),
+        ("elbo", DVA, "max"),
+        ("kl_z", DVA, "min"),
+        ("reconstruction_micro", DVA, "min"),
+        ("my_own", ("my_own", "min"), "min"),
+        ("my_own_micro", ("my_own", "min"), "min"),
+    ],
+)
+def test_which_way_a_score_is_better(name, headline, way):
+    assert scores.better(name, headline) == way
+
+
+def test_the_best_round_and_the_worst_clients_are_those_of_the_scores_direction():
+    found = report.summary(rows(), DVA)
+    assert found["headline"] == {"score": "elbo", "better": "max"}
+    error, elbo = (found["scores"]["post"][name] for name in ("reconstruction", "elbo"))
+    assert (error["course"]["best"]["round"], error["course"]["best"]["value"]) == (1, 40)
+    assert elbo["course"]["best"]["round"] == 2
+    assert (error["worst10"], error["best10"]) == (55, 45) and (elbo["worst10"], elbo["best10"]) == (-65.25, -55.25)
+    assert report.score_names(rows(), DVA)[0] == "elbo"
+
+
+def test_the_tables_say_what_is_better_and_show_no_percent():
+    console = Console(file=io.StringIO(), width=200)
+    report.tables(console, rows(), DVA)
+    text = " ".join(console.file.getvalue().split())
+    assert "elbo: higher is better; reconstruction: lower is better" in text
+    assert "-60.25" in text and "4000" not in text and "trivial" not in text and "in %" not in text
+
+
+def test_progress_shows_the_headline_in_its_unit():
+    console = Console(file=io.StringIO(), width=100)
+    with report.Reporter(console, 0, 3, ERROR) as reporter:
+        for row in rows():
+            reporter.update(row)
+    assert "reconstruction 40 → 40" in console.file.getvalue()
+
+
+def test_a_target_of_which_less_is_better_is_reached_from_above():
+    assert targets.reached(rows(), "post", "reconstruction", 45, 1)["round"] == 1
+    assert targets.reached(rows(), "post", "reconstruction", 39, 1) is None
+    assert targets.reached(rows(), "post", "elbo", -60.5, 1, DVA)["round"] == 1
+    found = targets.summary(rows(), CONFIG | {"targets": "reconstruction:45,100"}, 1, DVA)
+    assert [level["post"]["rounds"] for level in found["levels"]] == [2, 1]
+    console = Console(file=io.StringIO(), width=200)
+    targets.show(console, rows(), CONFIG | {"targets": "reconstruction:45"}, 1, DVA)
+    assert "(lower is better)" in console.file.getvalue()
+
+
+def test_levels_may_leave_0_and_1_only_with_such_a_name():
+    assert targets.parse("elbo:-60,-80") == ("elbo", (-80.0, -60.0))
+    for text in ("45", "acc:45", "-60"):
+        with pytest.raises(InputError, match="outside its range"):
+            targets.parse(text)
+    assert targets.wanted(CONFIG | {"preset": "feddva_small"}, DVA)[0] == "elbo"
+    assert targets.wanted(CONFIG | {"preset": "feddva_small", "algo": "fedavg"}, scores.ACCURACY)[0] == "acc"
+
+
+def test_the_curves_are_of_the_headline(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(figures, "_save", lambda figure, path: drawn.append(figure))
+    figures.draw_curves(rows(), tmp_path / "c.png", ERROR)
+    axes = drawn[0].axes[0]
+    assert axes.get_title() == "reconstruction (lower is better)" and axes.get_ylim()[1] > 50
+    np.testing.assert_array_equal(axes.lines[1].get_ydata(), [80, 40, 50])
+
+
+def finished(path, algo, config, summary):
+    path.mkdir()
+    config = settings.resolve({"algo": algo, "hparams": {}, "dataset": "synthetic", **config})
+    write_json(path / "config.json", config)
+    write_text(path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows()))
+    write_json(path / "summary.json", summary | {"status": "complete", "rounds": 3, "seconds": {"train": 1}})
+    return path
+
+
+def test_the_table_of_runs_has_columns_of_their_own_for_them(tmp_path):
+    path = finished(tmp_path / "a", "feddva", {"rounds": 3}, report.summary(rows(), DVA))
+    head, _, body = tables.table([path]).splitlines()[:3]
+    cells = dict(zip(head.split(" | "), body.split(" | "), strict=True))
+    assert cells["elbo post"] == "-60.25 ± 1" and cells["reconstruction post (lower is better)"] == "50"
+    assert "acc post" not in head and cells["model"] == "own"
+    text = tables.table([path], "reconstruction:45")
+    assert "rounds to 45 of reconstruction" in text
+
+
+# --- what FedDVA brought to the command line
+
+
+def config(**user):
+    return settings.resolve({"algo": "fedavg", "hparams": {}, **user})
+
+
+def test_the_optimizer_is_one_of_optaxs_by_its_name():
+    assert {"adam", "adamw", "rmsprop", "sgd"} <= set(settings.optimizers())
+    adam = build.optimizer(0.0, 0.0, None, "adam")(0.1)
+    updates, _ = adam.update({"w": np.float32(5)}, adam.init({"w": np.float32(0)}), {"w": np.float32(0)})
+    np.testing.assert_allclose(updates["w"], -0.1, rtol=1e-5)  # the first step of Adam is of length lr
+    with pytest.raises(InputError, match="Unknown optimizer 'adamm': did you mean 'adam'"):
+        config(optimizer="adamm")
+    with pytest.raises(InputError, match=r"momentum=0\.9 is of --optimizer=sgd"):
+        config(optimizer="adam", momentum=0.9)
+
+
+def test_marks_are_drawn_and_written(tmp_path):
+    made = build.prepare(config(dataset="digits", marks=True, clients=5, model="mlp"))
+    assert made.marks == (*marks.MARKS, "plain")
+    plain = datasets.load("digits")
+    for k, kind in enumerate(made.marks):
+        rows = made.partition.train[k, : made.partition.train_sizes[k]]
+        changed = (made.dataset.x[rows] != plain.x[rows]).any(axis=(1, 2, 3))
+        assert changed.any() == (kind != "plain")
+    runs.RunDirectory(tmp_path / "run", made.partition.test_sizes, False).start(made, {}, {})
+    assert json.loads((tmp_path / "run" / "partition.json").read_text())["marks"] == list(made.marks)
