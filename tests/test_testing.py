@@ -156,7 +156,7 @@ def test_a_result_that_depends_on_the_grouping():
 
         return made._replace(round=round)
 
-    with pytest.raises(ContractViolation, match="'grouping' (.|\n)*server"):
+    with pytest.raises(ContractViolation, match=r"'grouping' (.|\n)*server"):
         testing.check("grouping", testing.subject(factory, testing.task()))
 
 
