@@ -91,7 +91,7 @@ def _score_axes(axes: Any, headline: Headline) -> None:
     if name == "acc":
         axes.set(ylabel="test accuracy, mean ± std over clients", title="Accuracy")
     else:
-        axes.set(ylabel=f"{name} on test examples, mean ± std over clients", title=f"{name} ({way} is better)")
+        axes.set(ylabel=f"test {name}, mean ± std over clients", title=f"{name} ({way} is better)")
     if scores.is_share(name):
         axes.set_ylim(0, 1.02)
 
