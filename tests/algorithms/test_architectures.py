@@ -37,5 +37,6 @@ MIXED = [
 def test_architectures_mix(method, other):
     task = toy.task(models=(toy.task().model, toy.task(other).model), architecture=OF)
     got = toy.train(method, task, 8)
-    assert got.metrics.loss[-1].mean() < got.metrics.loss[0].mean()
+    loss = got.metrics.loss.mean(axis=1)
+    assert loss[-1] < loss[1]  # from the second round on, when there is something to learn from the others
     assert got.metrics.finite.all() and np.mean(got.last["acc_present"]) > 0.75
