@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_pfl import averaging, evaluate, groups, keys, local, losses, public, trees
+from fedjax_pfl import averaging, evaluate, groups, keys, local, losses, public
 from fedjax_pfl.averaging import predictor
 from fedjax_pfl.errors import check, choose
+from fedjax_pfl.small import clipped
 from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Own, Predictor, PyTree, State, Task
 
 
@@ -53,8 +54,7 @@ def feddf(
     rule = {"adam": optax.adam, "sgd": optax.sgd}[choose("student_optimizer", student_optimizer, ("adam", "sgd"))]
     steps = passes * -(-public.count(task, public_size) // public_batch)
     decayed = optax.cosine_decay_schedule(student_lr, max(steps, 1))  # type: ignore[arg-type]  # may be traced
-    clipped = optax.stateless(lambda g, _: _clipped(g, clip))
-    optimizer = optax.chain(clipped, rule(decayed))  # type: ignore[arg-type]
+    optimizer = optax.chain(clipped(clip), rule(decayed))  # type: ignore[arg-type]
     server_task = task._replace(optimizer=lambda lr: optimizer, batch_size=public_batch, drop_last=False, augment=None)
     split = averaging.split(task)
 
@@ -102,13 +102,6 @@ def feddf(
         return predictor(c.model, split.receive(groups.select(server, c.group), own))
 
     return Algorithm(init, round, predict, evaluate.classification, one_architecture=False)
-
-
-def _clipped(gradient: PyTree, greatest: float | Array) -> PyTree:
-    """The gradient with at most this norm; `optax.clip_by_global_norm` takes no traced one for types below float32."""
-    norm = optax.tree.norm(gradient)
-    factor = jnp.minimum(1, greatest / jnp.where(norm > 0, norm, 1))
-    return trees.cast(trees.scale(factor, gradient), gradient)
 
 
 def pfeddf(
