@@ -218,6 +218,8 @@ def _times(candidates: Mapping[T, tuple[Task, int, int]], federation: Federation
     with ThreadPoolExecutor() as pool:  # XLA compiles side by side
         made = {name: pool.submit(_trial, *each, federation, mesh) for name, each in candidates.items()}
     trials = {name: trial for name, future in made.items() if (trial := _runs(name, future)) is not None}
+    if not trials:  # the run itself then says why
+        return {next(iter(candidates)): 1.0}
     best, turns, until = dict.fromkeys(trials, math.inf), 0, time.perf_counter() + SECONDS
     while turns < 3 or time.perf_counter() < until:
         for name, trial in trials.items():
@@ -229,7 +231,7 @@ def _times(candidates: Mapping[T, tuple[Task, int, int]], federation: Federation
 
 
 def _runs(name: T, future: Future) -> _Trial | None:
-    """The compiled trial if it can be compiled and run, else None; the first candidate must."""
+    """The compiled trial if it can be compiled and run, else None."""
     try:
         trial = future.result()
         jax.block_until_ready(trial.run())
