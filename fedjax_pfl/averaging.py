@@ -1,7 +1,7 @@
 """Partial averaging: the family of methods that average some leaves of one model and keep the others.
 
 FedAvg, FedProx, FedPer, FedRep, FedBN, LG-FedAvg, FedBABU and Local differ in which leaves are personal, which are
-trained in which phase, a proximal pull, and what is done before a prediction.
+trained in which phase, a proximal term, and what is done before a prediction.
 """
 
 import functools
@@ -175,8 +175,8 @@ def partial_averaging(
             variables = received = split.receive(state.server, own)
             value = jnp.zeros(())
             for phase in phases:
-                pull = trees.pull({name: received[name] for name in phase.train}, mu) if not _is_zero(mu) else None
-                variables, value = train(c.key, c, variables, phase, pull)
+                extra = trees.proximal({name: received[name] for name in phase.train}, mu) if not _is_zero(mu) else None
+                variables, value = train(c.key, c, variables, phase, extra)
             post = evaluate.post(cohort, c, predictor(c.model, variables))
             shared, own = split.send(variables, c.group)
             return moving(shared), Own(own), value, post

@@ -69,9 +69,9 @@ def lerp(weight: float | Array, a: PyTree, b: PyTree) -> PyTree:
     return cast(jax.tree.map(lambda x, y: weight * x + (1 - weight) * y, a, b), b)
 
 
-def pull(towards: PyTree, weight: float | Array) -> Callable[[PyTree], PyTree]:
-    """The gradient of weight/2 ||w - towards||^2 as a function of w."""
-    return lambda w: jax.tree.map(lambda a, b: weight * (a - b), w, towards)
+def proximal(anchor: PyTree, weight: float | Array) -> Callable[[PyTree], PyTree]:
+    """The gradient of the proximal term weight/2 ||w - anchor||^2 as a function of w."""
+    return lambda w: jax.tree.map(lambda a, b: weight * (a - b), w, anchor)
 
 
 def sq_dist(a: PyTree, b: PyTree) -> Array:

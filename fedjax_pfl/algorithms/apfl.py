@@ -1,4 +1,4 @@
-"""APFL: FedAvg, and beside it a personal model a client that is predicted with in a mixture of the two.
+"""APFL: FedAvg, and beside it a personal model per client that is predicted with in a mixture of the two.
 
 Reference: Deng, Kamani & Mahdavi, Adaptive personalized federated learning (2020), Algorithm 1.
 """

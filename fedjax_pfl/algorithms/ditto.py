@@ -1,4 +1,4 @@
-"""Ditto: FedAvg, and beside it a personal model a client that is pulled towards the global one.
+"""Ditto: FedAvg, and beside it a personal model per client that a proximal term holds near the global one.
 
 Reference: Li et al., Ditto: fair and robust federated learning through personalization (ICML 2021), Algorithm 1.
 """
@@ -15,7 +15,7 @@ def ditto(task: Task, *, lam: float = 1.0, personal_epochs: int | None = None) -
     """Trains w as FedAvg does and v with the extra gradient lam (v - w^t), w^t the received global model (Eq. 1).
 
     Args:
-      lam: pull towards the global model (λ) in [0, inf); 1 as in the authors' script (their grid: 0.1, 1, 2).
+      lam: weight of the proximal term (λ) in [0, inf); 1 as in the authors' script (their grid: 0.1, 1, 2).
       personal_epochs: E_p in [0, 10000]; default the task's local work.
 
     Note:
@@ -31,7 +31,7 @@ def ditto(task: Task, *, lam: float = 1.0, personal_epochs: int | None = None) -
         return State(shared, trees.replicate({"v": w, "own": own}, task.num_clients))
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        proximal = trees.pull({name: state.server[name] for name in BOTH}, lam)
+        proximal = trees.proximal({name: state.server[name] for name in BOTH}, lam)
 
         def client(c: Client, mine: PyTree):
             v, _ = local.sgd(c.key, c.train, loss, mine["v"], task, extra=proximal, epochs=personal_epochs)

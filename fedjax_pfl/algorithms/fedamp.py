@@ -1,4 +1,4 @@
-"""FedAMP: every client is pulled towards a mixture of all models of its own, in which similar models weigh more.
+"""FedAMP: a proximal term holds every client near its own mixture of all models, in which similar ones weigh more.
 
 Reference: Huang et al., Personalized cross-silo federated learning on non-IID data (AAAI 2021), Algorithm 1 and the
 heuristic of its section on deep networks (HeurFedAMP).
@@ -91,15 +91,15 @@ def mixtures(xi: Array, w: PyTree, ids: Array) -> PyTree:
     return jax.tree.map(mix, w)
 
 
-def pull(prox: str, towards: PyTree, weight: float | Array) -> Callable[[PyTree], PyTree]:
-    """The gradient of weight/2 ||w - towards||^2 (squared) or of weight/2 ||w - towards|| (norm) as a function of w."""
+def proximal(prox: str, anchor: PyTree, weight: float | Array) -> Callable[[PyTree], PyTree]:
+    """The gradient of weight/2 ||w - anchor||^2 (squared) or of weight/2 ||w - anchor|| (norm) as a function of w."""
     if prox == "squared":
-        return trees.pull(towards, weight)
+        return trees.proximal(anchor, weight)
 
     def unit(w: PyTree) -> PyTree:
-        square = trees.sq_dist(w, towards)  # 0 in the first step; a norm has no gradient there, 0 is a subgradient
+        square = trees.sq_dist(w, anchor)  # 0 in the first step; a norm has no gradient there, 0 is a subgradient
         length = jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), math.inf)
-        return trees.cast(jax.tree.map(lambda a, b: weight / 2 * (a - b) / length, w, towards), w)
+        return trees.cast(jax.tree.map(lambda a, b: weight / 2 * (a - b) / length, w, anchor), w)
 
     return unit
 
@@ -167,7 +167,7 @@ def fedamp(
 
         def client(c: Client, u: PyTree, w: PyTree, stats: PyTree):
             variables, value = local.sgd(
-                c.key, c.train, loss, {**w, "stats": stats}, task, extra=pull(prox, u, lam / alpha)
+                c.key, c.train, loss, {**w, "stats": stats}, task, extra=proximal(prox, u, lam / alpha)
             )
             post = evaluate.post(cohort, c, predictor(task.model, variables))
             return {part: variables[part] for part in BOTH}, variables["stats"], value, post

@@ -58,7 +58,7 @@ def mnfl(
       penalty: how the penalty is stepped, one of implicit (stable for every rho), explicit (the paper's Eq. 7).
       residual: what the mixture is compared in, one of sent (it is made of the models before the round, as it was
         sent), fresh (of the models after it, of which the own one fits best).
-      transfer: what a client starts from, one of replace (v_n), step (its own model, moved towards v_n).
+      transfer: what a client starts from, one of replace (v_n), step (its own model, moved a part of the way to v_n).
       transfer_lr: step size (η2) of transfer=step in [0, 1]; 0.01 as in the paper's ablations.
       transfer_steps: its number (R) in [0, 10000]; 1 as in the paper.
 

@@ -27,7 +27,7 @@ def pfedme(
     """Per batch approaches theta in K steps from the last theta, then moves w by lr lam (w - theta).
 
     Args:
-      inner_steps: K in [0, 10000], steps towards theta on each batch; 5 as in the authors' code.
+      inner_steps: K in [0, 10000], steps of theta on each batch; 5 as in the authors' code.
       inner_lr: the step size (η_p) in [0, inf) of theta; 0.01 as in the authors' command for CIFAR-10 (their default is
         0.09).
       lam: weight of the proximal term (λ) in [0, inf); 15 as in the authors' code.
@@ -45,7 +45,7 @@ def pfedme(
     loss, optimizer = losses.classification(task.model), task.optimizer(inner_lr)
     split = averaging.split(task)
 
-    def towards(key: Array, w: PyTree, start: tuple, batch: Batch) -> tuple[tuple, Array]:
+    def approach(key: Array, w: PyTree, start: tuple, batch: Batch) -> tuple[tuple, Array]:
         """K steps from (theta, moments, optimizer state); also the loss before the last of them."""
 
         def step(_, loop: tuple) -> tuple[tuple, Array]:
@@ -67,7 +67,7 @@ def pfedme(
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def step(key: Array, carry: PyTree, batch: Batch) -> tuple[PyTree, Array]:
             w, inner = carry
-            inner, value = towards(key, w, inner, batch)
+            inner, value = approach(key, w, inner, batch)
             moved = jax.tree.map(lambda x, t: x - task.lr * lam * (x - t), w, inner[0])
             return (trees.cast(moved, w), inner), value
 

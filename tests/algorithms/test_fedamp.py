@@ -11,7 +11,7 @@ from toy import SIZES, C, N, assert_close, assert_same
 
 from fedjax_pfl import simulate, trees
 from fedjax_pfl.algorithms import fedamp as factory
-from fedjax_pfl.algorithms.fedamp import amp_weights, cosines, heur_weights, mixtures, pull, square_distances
+from fedjax_pfl.algorithms.fedamp import amp_weights, cosines, heur_weights, mixtures, proximal, square_distances
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import State
@@ -138,7 +138,7 @@ def test_cosine_attention():
 def test_the_pull_is_the_gradient_of_the_distance(prox, potential):
     w, u = (jax.tree.map(lambda x, i=i: x[i], models()) for i in (0, 1))
     weight, h = 0.7, 1e-5
-    force = jax.jit(lambda u, w: pull(prox, u, weight)(w))
+    force = jax.jit(lambda u, w: proximal(prox, u, weight)(w))
     vector = lambda tree: flat(jax.tree.map(lambda x: np.asarray(x)[None], tree))[0]
     got, d = vector(force(u, w)), vector(w) - vector(u)
     for k, step in enumerate(h * np.eye(len(d))):
