@@ -64,7 +64,7 @@ SETTINGS = {
     "features": Setting(int, None, "K, to which every network's features are brought by adaptive average pooling"),
     "shared_model": Setting(str, None, "the small network that all clients exchange; default: the smallest of --model"),
     "public": Setting(str, None, "public examples: a data set, or its first examples as cifar100:10000"),
-    "bn_stats": Setting(str, "aggregate", "batch-norm moments: aggregate, local, or batch (none kept)"),
+    "bn_stats": Setting(str, "aggregate", "running statistics: aggregate, local, or batch (none kept)"),
     "compute_dtype": Setting(str, "float32", "in which the body computes: float32, or bfloat16 for accelerators"),
     "seed": Setting(int, 0, "of everything that is drawn"),
     "eval_every": Setting(int, 1, "rounds between evaluations; the last is always evaluated, 0: only at the end"),

@@ -179,7 +179,7 @@ def sgd(
     epochs: int | None = None,
     has_aux: bool = False,
 ) -> tuple[dict[str, PyTree], Any]:
-    """Trains the parts `train` of the variables by minibatch SGD with a fresh optimizer; batch-norm moments follow.
+    """Trains the parts `train` of the variables by minibatch SGD with a fresh optimizer; running statistics follow.
 
     Args:
       loss: (variables, batch, key) -> (mean loss over the valid rows [], new stats).

@@ -34,7 +34,7 @@ def mixture_loss(task: Task, mix: str):
 
 
 def mixture(v: PyTree, a: Array, w: PyTree) -> PyTree:
-    """a v + (1 - a) w, with the batch-norm moments that v has seen."""
+    """a v + (1 - a) w, with the running statistics that v has seen."""
     return {**trees.lerp(a, {part: v[part] for part in BOTH}, {part: w[part] for part in BOTH}), "stats": v["stats"]}
 
 

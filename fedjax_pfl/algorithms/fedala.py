@@ -102,7 +102,7 @@ def fedala(
       where w^t equals w_i (in round 0) nothing is learned. Only participants learn W_i (the authors' code blends on
       every client in every round); a prediction of the others' blends too, and forgets it. Of w_i a client keeps what
       is blended, as the rest is replaced. The paper's p may stop at any layer; here a model is head and body.
-      Batch-norm moments are the received ones, or the client's with bn_stats=local. `global_share` is the mean of W_i,
+      Running statistics are the received ones, or the client's with bn_stats=local. `global_share` is the mean of W_i,
       `ala_epochs` how long it was learned.
     """
     check("percent", percent, 0, 100)

@@ -148,7 +148,7 @@ def fedcp(
       code's (`losses.mmd`). The client's vector is the head's sum of rows in round 0 too (their code draws it at
       random), and follows from the personal head at any time, so it is not stored. Only clients of the round receive
       (their code sends the extractor to all). The frozen extractor normalises by the batch, as in their code; the
-      batch-norm moments of extractor and CPN follow bn_stats. `pir` is the personalisation ratio, the mean of s over
+      running statistics of extractor and CPN follow bn_stats. `pir` is the personalisation ratio, the mean of s over
       samples and features, averaged over the local steps. Layers added to the CPN end in its activation. The head is
       one linear layer: the product of several layers' weights, which their code takes the vector from, is not built.
       With gumbel, the examples in the same place of two test batches are predicted under the same noise.

@@ -53,7 +53,7 @@ def fedphp(task: Task, *, lam: float = 0.01, mu0: float = 0.9, regularizer: str 
       mu = mu0 min(1, z_i / (expected participations in all rounds)), z_i the participations before this round, as in
       the authors' code: the first h_i is w_i, and a run's number of rounds is part of the method (PFLlib: mu0 t / T).
       The MMD has PFLlib's fixed bandwidths (`losses.mmd`); the authors scale theirs by the batch's mean distance, and
-      clip gradients, which `--clip` does here. The teacher predicts as in a test, by its batch-norm moments, which are
+      clip gradients, which `--clip` does here. The teacher predicts as in a test, by its running statistics, which are
       averaged as its parameters are. `acc` scores h_i, `global_acc` the received model before local training and the
       trained w_i after it, which is what PFLlib and FedCP's tables score. The reported loss is the weighted sum.
     """

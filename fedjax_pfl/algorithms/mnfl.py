@@ -66,7 +66,7 @@ def mnfl(
       The paper describes this version by two lines and has no code: the coefficients' loss
       ||v_n - w_n||^2 / (2 ||w_n||^2), weighted by the client's share of all training examples, is ours, as is the
       projection of every row to the simplex, without which the rows' sums drift. The server keeps all N models; where
-      only some clients take part, only their rows and columns of A move. Batch-norm moments are mixed as the models
+      only some clients take part, only their rows and columns of A move. Running statistics are mixed as the models
       are, and do not count in the loss. With public examples and several architectures it is mnfl_het.
     """
     for name, value in (("coef_lr", coef_lr), ("rho", rho), ("lam", lam)):

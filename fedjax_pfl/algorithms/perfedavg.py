@@ -36,7 +36,7 @@ def meta_gradient(loss, variables: PyTree, batches: tuple, key: Array, variant: 
       batches: of the inner gradient, of the outer one, and of the Hessian.
 
     Returns:
-      (gradient over body and head, the loss after the inner step [], its batch-norm moments).
+      (gradient over body and head, the loss after the inner step [], its running statistics).
     """
     w, stats = {part: variables[part] for part in BOTH}, variables["stats"]
 

@@ -100,7 +100,7 @@ def pfedhn(
     Note:
       A round is one step for each of its clients, in random order; the authors draw one client a step, with
       replacement. The task's lr and optimizer are not used, its batch size is (the authors' is 64). Decay and momentum
-      move a client's embedding in its own steps only; in the authors' code also in the others'. Batch-norm moments
+      move a client's embedding in its own steps only; in the authors' code also in the others'. Running statistics
       are not generated but averaged. Inner steps walk through epochs, the short last batch included, where the
       authors' each begin a new order. Their variant with personal heads (pFedHN-PC) is not built.
     """

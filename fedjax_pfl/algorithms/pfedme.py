@@ -37,7 +37,7 @@ def pfedme(
     Note:
       A round's local work is the task's batches, as in PFLlib (the authors take 20 batches), of the participants only
       (the authors' code trains everybody). The personal model is theta, kept as it is; in both codes it is an alias
-      of w. Batch-norm moments are theta's, also in the global model. `global_acc` scores w.
+      of w. Running statistics are theta's, also in the global model. `global_acc` scores w.
     """
     check("inner_steps", inner_steps, 0, 10_000)
     for name, value in (("inner_lr", inner_lr), ("lam", lam), ("beta", beta), ("inner_decay", inner_decay)):

@@ -17,7 +17,7 @@ from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, P
 
 
 def trainable(variables: PyTree) -> PyTree:
-    """The variables without the batch-norm moments."""
+    """The variables without the running statistics."""
     return {part: variables[part] for part in BOTH}
 
 
@@ -41,7 +41,7 @@ def scaffold(task: Task, *, server_lr: float = 1.0, option: int = 2, weights: st
       weights: of the models, one of uniform (the paper), data (training examples); c is averaged uniformly.
 
     Note:
-      Option 2 divides by the learning rate, so c_i estimates a gradient for plain SGD only. Batch-norm moments have
+      Option 2 divides by the learning rate, so c_i estimates a gradient for plain SGD only. Running statistics have
       no control variate and are averaged as the models are. A client without training examples is no part of S.
     """
     check("server_lr", server_lr, 0, math.inf)

@@ -89,17 +89,17 @@ def model(
         `rngs` (nnx.Rngs of the key, or None) that its `__call__` names.
       input_shape: of one example, without the batch axis.
       num_classes: C.
-      bn_stats: "batch" keeps no running moments and normalises by the batch at test time too; "aggregate" and "local"
-        differ only in what the methods do with variables["stats"].
+      bn_stats: "batch" keeps no running statistics and normalises by the batch at test time, too; "aggregate" and
+        "local" differ only in what the methods do with variables["stats"].
       conv: the form of the convolutions, see `layers.convolution`.
       compute_dtype: in which the body computes, "float32" (whatever the variables and x are) or "bfloat16". Variables,
-        gradients, moments of batch norm, features and the head are float32 in any case.
+        gradients, running statistics, features and the head are float32 in any case.
       features: K, where it is not the network's own: its features are mapped to as many, and the head is a new one.
       width_by: how, "pool" (adaptive average pooling) or "linear" (a trainable layer), see `features.widened`.
       input_dtype: of a prepared example, such as jnp.int32 for tokens.
 
     Returns:
-      A Model; its variables are {"body": parameters, "head": parameters, "stats": the body's batch-norm moments},
+      A Model; its variables are {"body": parameters, "head": parameters, "stats": the body's running statistics},
       nested dicts with string keys.
 
     Raises:
@@ -175,7 +175,7 @@ def _head(template: nnx.Module, conv: str) -> Callable[[PyTree, Array], Array]:
 
 
 def num_parameters(variables: PyTree) -> int:
-    """Number of scalars in the parameters; batch-norm moments do not count."""
+    """Number of scalars in the parameters; running statistics do not count."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves({k: v for k, v in variables.items() if k != "stats"}))
 
 
@@ -281,7 +281,7 @@ def _normalised(module: nnx.Module, bn_stats: str) -> nnx.Module:
 
 
 def _check_parts(module: nnx.Module) -> None:
-    """InputError unless all variables are parameters of body or head, or batch-norm moments of the body."""
+    """InputError unless all variables are parameters of body or head, or running statistics of the body."""
     for part in ("body", "head"):
         if not isinstance(getattr(module, part, None), nnx.Module):
             raise InputError(
@@ -293,5 +293,5 @@ def _check_parts(module: nnx.Module) -> None:
             name = ".".join(map(str, path))
             raise InputError(
                 f"{type(module).__name__}.{name} is a {type(variable).__name__}: a model may hold parameters in body "
-                "and head and batch-norm moments in body; dropout takes `rngs` when called, not when built."
+                "and head and running statistics in body; dropout takes `rngs` when called, not when built."
             )

@@ -190,9 +190,9 @@ class BatchNorm(nnx.BatchNorm):
     """Batch norm whose moments are those of the valid rows, with PyTorch's constants.
 
     PyTorch's momentum 0.1 is 0.9 here; as there, the running variance is the unbiased one. Rows that are not valid
-    change nothing, NaN included; a batch without a valid row leaves the running moments as they are, and one with a
+    change nothing, NaN included; a batch without a valid row leaves the running statistics as they are, and one with a
     single value a channel the running variance. Where `mean` is
-    None there are no running moments, and the batch's are used at test time too.
+    None there are no running statistics, and the batch's are used at test time too.
     """
 
     def __init__(self, num_features: int, *, rngs: nnx.Rngs, momentum: float = 0.9, epsilon: float = 1e-5):

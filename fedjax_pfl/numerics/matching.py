@@ -25,7 +25,7 @@ class Group(NamedTuple):
     """Tensors that share one permutation of their output channels: those of one layer, or of a residual stream."""
 
     rows: tuple[Path, ...]  # kernels [..., width] and biases [width]: a neuron's row, by which it is matched
-    followers: tuple[Path, ...]  # [..., width], which only follow, as parameters and moments of batch norms do
+    followers: tuple[Path, ...]  # [..., width], which only follow, as parameters and running statistics do
     readers: tuple[Path, ...]  # kernels [..., pixels * width, out], whose input axis follows within each pixel
     width: int
 
