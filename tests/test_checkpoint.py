@@ -173,8 +173,8 @@ def whole(tmp_path_factory, cache):
 def assert_same_run(a, b):
     for name in WRITTEN:
         assert (a / name).read_text() == (b / name).read_text(), name
-    for name in ("targets", "work"):
-        assert runs.read_json(a / "summary.json")[name] == runs.read_json(b / "summary.json")[name]
+    for name in ("targets", "work"):  # targets where they are asked for
+        assert runs.read_json(a / "summary.json").get(name) == runs.read_json(b / "summary.json").get(name)
     like = build.prepare(runs.read_config(a)).state_shapes()
     (step_a, state_a), (step_b, state_b) = (checkpoint.restore(path / "checkpoints", like) for path in (a, b))
     assert step_a == step_b

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl.engine.cohort import AXIS, make_mesh
+from fedjax_pfl.engine.placement import AXIS, make_mesh
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.privacy import encryption
 

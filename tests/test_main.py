@@ -38,7 +38,10 @@ def done(tmp_path_factory):
 
     path, out = tmp_path_factory.mktemp("runs") / "run", io.StringIO()
     with contextlib.redirect_stdout(out):
-        assert main.run(["--algo=fedprox", *TINY, "--rounds=3", "--hparam=mu=2", f"--workdir={path}"]) == 0
+        assert (
+            main.run(["--algo=fedprox", *TINY, "--rounds=3", "--hparam=mu=2", "--targets=0.5,0.9", f"--workdir={path}"])
+            == 0
+        )
     return path, out.getvalue()
 
 

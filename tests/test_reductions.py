@@ -449,7 +449,7 @@ def test_fewer_places_than_clients_keep_the_absent_bit_for_bit():
         absent = np.ones(toy.N, bool)
         absent[metrics.ids[metrics.active]] = False
         assert_same(trees.gather(state.clients, absent), trees.gather(before.clients, absent))
-        kernel, old = (x.clients["head"]["kernel"] for x in (state, before))
+        kernel, old = (x.clients["v"]["head"]["kernel"] for x in (state, before))
         assert np.any(kernel != old, axis=(1, 2))[~absent].all()
         numbers.add(int((~absent).sum()))
     assert len(numbers) > 1 and max(numbers) <= 4 and step._cache_size() == 1

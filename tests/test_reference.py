@@ -68,7 +68,7 @@ def test_ditto():
         w = average([descend(w, *client_arrays(f, i), residual_softmax) for i in range(N)], p)
     check(state.server, w)
     for i in range(N):
-        check(toy.rows(state.clients, i), v[i])
+        check(toy.rows(state.clients["v"], i), v[i])
 
 
 @pytest.mark.parametrize(

@@ -98,8 +98,9 @@ def test_a_resume_does_not_need_the_file_again(tmp_path):
 def hundred(num_clients: int = 20) -> Task:
     counts = np.random.default_rng(0).integers(0, 2, (num_clients, 100)) * 5
     model = models.model("linear", (6,), 100)
-    given = (model, counts.sum(1), counts, 100, (6,), lambda x: x, 0.1, optax.sgd, 16)
-    return Task(*given, superclass=SUPERCLASS)
+    like = jax.ShapeDtypeStruct((6,), jnp.float32)
+    of, prepare = np.zeros(num_clients, int), lambda x: x
+    return Task((model,), of, counts.sum(1), counts, 100, like, prepare, 0.1, optax.sgd, 16, superclass=SUPERCLASS)
 
 
 @pytest.mark.parametrize(
@@ -166,8 +167,8 @@ def sparse() -> tuple[Task, Federation]:
     nothing = Rows(jnp.zeros((MANY, 0), jnp.int32), jnp.zeros(MANY, jnp.int32))
     f = Federation(Examples(jnp.asarray(x), jnp.asarray(y.ravel())), rows, nothing, rows, jnp.asarray(counts))
     model = models.model("linear", (5,), CLASSES)
-    task = Task(model, counts.sum(1), counts, CLASSES, (5,), lambda x: x, 0.5, optax.sgd, 4, participation=(0.1, 0.1))
-    return task, f
+    given = (np.zeros(MANY, int), counts.sum(1), counts, CLASSES, jax.ShapeDtypeStruct((5,), jnp.float32), lambda x: x)
+    return Task((model,), *given, 0.5, optax.sgd, 4, participation=(0.1, 0.1)), f
 
 
 def worn(state: State) -> State:

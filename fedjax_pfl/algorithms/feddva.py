@@ -65,7 +65,7 @@ def feddva(
 
     Args:
       latent: d_z, dimensions of what is common, in [1, 1000000]; 4 in the paper, 8 where it classifies.
-      personal: d_c, dimensions of what is a client's own, likewise.
+      personal: d_c, dimensions of what is a client's own, in [1, 1000000], likewise.
       hidden: channels of the last convolution, each before it having half: 512 as published (64 to 512 for 28 and 32
         pixels a side, 32 to 512 for 64), 128 a network of a sixteenth.
       alpha: weight of KL(q(z|x) || N(0, I)) (α) in [0, inf); 1 in the paper.

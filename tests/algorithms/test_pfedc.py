@@ -409,7 +409,7 @@ def test_a_stale_download_is_equation_7():
 def test_a_newcomer_begins_with_the_banks_branches_or_with_its_own():
     """Client 4, of all classes, held nothing when 0 and 1 trained."""
     f, outputs = toy.federation(), {}
-    x, c = f.examples.x[:5], Client(None, None, None, None, None, f.class_counts[4])
+    x, c = f.examples.x[:5], Client(*[None] * 6, f.class_counts[4], None, None)
     for download in ("bank", "stale"):
         algorithm = factory(TASK, download=download)
         begin = train(0, download=download, **PLAIN).begin
@@ -445,7 +445,7 @@ def test_stale_heads_with_moments_of_their_own():
 
 def scores(b, z, y, mask, counts):
     """Of a client with these counts of its classes: {name: mean}."""
-    c = Client(None, None, None, None, None, counts)
+    c = Client(*[None] * 6, counts, None, None)
 
     @jax.jit
     def run(z, y, mask, c):
