@@ -66,17 +66,17 @@ def feddva(
     Args:
       latent: d_z, dimensions of what is common, in [1, 1000000]; 4 in the paper, 8 where it classifies.
       personal: d_c, dimensions of what is a client's own, in [1, 1000000], likewise.
-      hidden: channels of the last convolution, each before it having half: 512 as published (64 to 512 for 28 and 32
-        pixels a side, 32 to 512 for 64), 128 a network of a sixteenth.
+      hidden: channels in [1, inf) of the last convolution, each before it having half: 512 as published (64 to 512 for
+        28 and 32 pixels a side, 32 to 512 for 64), 128 a network of a sixteenth.
       alpha: weight of KL(q(z|x) || N(0, I)) (α) in [0, inf); 1 in the paper.
       beta: weight of the personal regulariser R_c (β) in [0, inf); 0.75 in the paper, 1 in its code.
-      xi: slack of R_c in nats for each dimension of c; 8 in the paper (ξ = 8 d_c), 0.5 in its notebooks.
+      xi: slack of R_c in [0, inf), in nats for each dimension of c; 8 in the paper (ξ = 8 d_c), 0.5 in its notebooks.
       head: a classifier of [z; c], one of none, personal (it stays with its client), shared.
       cls: weight of its cross entropy in [0, inf); 1 in the code.
       mode: one of paper (two phases), code (three, see `dva_phases.phases`).
       regulariser: R_c, one of paper_max (Eq. 7), code_hinge (see `dva.personal_term`).
       reconstruction: one of gaussian (unit variance), focal (see `dva.reconstruction`).
-      detach: whether the batch's mixture counts as a constant in R_c's gradient, as in the code.
+      detach: whether the batch's mixture counts as a constant in R_c's gradient, as in the code, true or false.
 
     Raises:
       InputError: inputs that are not square images of 4 to 8, 28 to 32 or 60 to 64 pixels a side, or a value out of
