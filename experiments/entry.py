@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -16,9 +17,30 @@ _PLATFORMS = ("cpu", "cuda", "gpu", "rocm", "tpu", "METAL", "proxy")
 _EXTRAS = {"cuda": "cuda", "gpu": "cuda", "tpu": "tpu"}
 
 
+_interrupts: list[int] = []
+
+
+def _interrupt(number: int, _frame: object) -> None:
+    _interrupts.append(number)
+    raise KeyboardInterrupt
+
+
+def check_interrupt() -> None:
+    """Raises KeyboardInterrupt if Ctrl-C was pressed: raised in a callback of another library, it would be lost."""
+    if _interrupts:
+        raise KeyboardInterrupt
+
+
+def _unraisable(args: Any) -> None:
+    """Says what was raised in a callback and lost, but for Ctrl-C, which `check_interrupt` finds."""
+    if not issubclass(args.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(args)
+
+
 def begin() -> None:
     """Prepares signals, output and warnings of a process that is a command line."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, _interrupt)
+    sys.unraisablehook = _unraisable
     if not sys.warnoptions:  # other libraries warn of what no user can change
         warnings.simplefilter("ignore")
     for stream in (sys.stdout, sys.stderr):

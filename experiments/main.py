@@ -124,6 +124,7 @@ def _into(
                 multihost.on_first(directory.start, experiment, laid, versions())
             said = [_say(laid, config["width"] == "auto" and not resume), memory.say(functions.memory)]
             console.print(f"Run directory: {path}; {'; '.join(filter(None, said))}")
+            entry.check_interrupt()
             train.train(experiment, laid, directory, start, state, console, functions, clock)
     except (simulate.DivergenceError, train.Stopped, OSError) as error:
         return _stopped(error, directory)
@@ -261,7 +262,8 @@ def _errors(quiet: bool | None = None) -> Console:
 
 def leave(code: int) -> NoReturn:
     """Ends the process."""
-    if code == LOST:  # JAX would wait at the exit for whoever is lost, then abort
+    # JAX would wait at the exit for whoever is lost, then abort; and crash in what was interrupted while it compiles
+    if code == LOST or (code == INTERRUPTED and not multihost.several()):
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
