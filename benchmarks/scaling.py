@@ -7,7 +7,7 @@ of 8x8 pixels, batch 10, one local epoch, no evaluation. Start-up: `deal`, from 
 the device; `build`, the program and its trace; `compile`, with the first round. A round
 is the median of 20, with what it fetches; its steps, of both models, are those of an average cohort, and `of peak` is
 against the matmul peak of the whole machine. `peak MiB` is what the device, on a CPU the process, took at most, and
-`predicted` what the arrays were said to take.
+`XLA` what XLA accounts for the compiled functions.
 """
 
 import statistics

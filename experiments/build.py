@@ -71,7 +71,7 @@ class Experiment(NamedTuple):
 
 
 def prepare(config: dict[str, Any], conv: str = "auto", room: Sequence[int] = federate.ROOM) -> Experiment:
-    """Loads, deals and checks.
+    """Loads, partitions and checks.
 
     Args:
       conv: "auto", or the recorded form on a resume.
@@ -83,23 +83,23 @@ def prepare(config: dict[str, Any], conv: str = "auto", room: Sequence[int] = fe
     dataset = datasets.load(config["dataset"], config["data_dir"])
     available = len(dataset.y)
     dataset = datasets.subset(dataset, config["data_fraction"], config["seed"])
-    dealt, kinds = _deal(config, dataset), tuple[str, ...]()
+    assigned, kinds = _partition(config, dataset), tuple[str, ...]()
     if config["marks"]:
-        dataset, kinds = marks.mark(dataset, dealt, config["seed"])
+        dataset, kinds = marks.mark(dataset, assigned, config["seed"])
     if config["drop_last"]:
-        _check_batches(dealt.train_sizes, config["batch_size"])
-    config = config | {"clients": len(dealt.train)}
+        _check_batches(assigned.train_sizes, config["batch_size"])
+    config = config | {"clients": len(assigned.train)}
     if config["model"] == "auto":
         config["model"] = "cnn" if _is_image(dataset.x.shape[1:]) else "mlp"
     conv, public = layers.form(conv), _public(config)
-    task = _task(config, dataset, dealt, conv)
+    task = _task(config, dataset, assigned, conv)
     if public is not None:
         task = simulate.with_public(task, public)
     whole = max(available, tfds.SIZES.get(dataset.name, 0))
     examples = {"used": len(dataset.y), "available": available, "of": whole}
-    experiment = Experiment(config, dataset, public, dealt, None, task, conv, {}, examples, kinds)  # type: ignore[arg-type]
+    experiment = Experiment(config, dataset, public, assigned, None, task, conv, {}, examples, kinds)  # type: ignore[arg-type]
     experiment.program()  # checks the method: its hyperparameters, the model's parts, the shapes of a round
-    return experiment._replace(federation=federate.federate(dataset, dealt, room, public))
+    return experiment._replace(federation=federate.federate(dataset, assigned, room, public))
 
 
 def room(configs: Sequence[dict[str, Any]]) -> tuple[int, ...]:
@@ -110,21 +110,21 @@ def room(configs: Sequence[dict[str, Any]]) -> tuple[int, ...]:
     """
     whole, found = datasets.load(configs[0]["dataset"], configs[0]["data_dir"]), [federate.ROOM]
     for config in configs:
-        dealt = _deal(config, datasets.subset(whole, config["data_fraction"], config["seed"]))
-        found.append(tuple(rows.shape[1] for rows in (dealt.train, dealt.val, dealt.test)))
+        assigned = _partition(config, datasets.subset(whole, config["data_fraction"], config["seed"]))
+        found.append(tuple(rows.shape[1] for rows in (assigned.train, assigned.val, assigned.test)))
     return tuple(map(max, zip(*found, strict=True)))
 
 
-def _deal(config: dict[str, Any], dataset: datasets.Dataset) -> partitioners.Partition:
-    spec, deal = config["partition"], {"num_clients": config["clients"], "seed": config["seed"]}
+def _partition(config: dict[str, Any], dataset: datasets.Dataset) -> partitioners.Partition:
+    spec, draw = config["partition"], {"num_clients": config["clients"], "seed": config["seed"]}
     if config["clients"] is None:  # the file says it
         return partitioners.load_file(spec.removeprefix("file:"), dataset)
     if spec.startswith("file:"):
-        return partitioners.partition(dataset, spec, **deal)
+        return partitioners.partition(dataset, spec, **draw)
     return partitioners.partition(
         dataset,
         spec,
-        **deal,
+        **draw,
         alpha=config["alpha"],
         classes_per_client=config["classes_per_client"],
         test_split=config["test_split"],
@@ -153,12 +153,12 @@ def _is_image(shape: tuple[int, ...]) -> bool:
     return len(shape) == 3 and min(shape[:2]) >= 16
 
 
-def _task(config: dict[str, Any], dataset: datasets.Dataset, dealt: partitioners.Partition, conv: str) -> Task:
-    names, of = architectures(config["model"], len(dealt.train))
+def _task(config: dict[str, Any], dataset: datasets.Dataset, assigned: partitioners.Partition, conv: str) -> Task:
+    names, of = architectures(config["model"], len(assigned.train))
     made = {name: model(config, dataset, conv, name) for name in dict.fromkeys(names)}
     return simulate.task(
         dataset,
-        partitioners.class_counts(dealt, dataset),
+        partitioners.class_counts(assigned, dataset),
         [made[name] for name in names],
         architecture=of,
         shared=_shared(config, dataset, conv, made),
@@ -344,9 +344,9 @@ def describe(experiment: Experiment) -> str:
     how = "" if c["optimizer"] == "sgd" else f"{c['optimizer']}, "
     work = f"{c['steps']} steps" if c["steps"] is not None else f"{c['epochs']} epochs"
     moved = experiment.partition.moved
-    dealt = f"{c['partition']}; {moved} examples moved to clients below the minimum" if moved else c["partition"]
+    assigned = f"{c['partition']}; {moved} examples moved to clients below the minimum" if moved else c["partition"]
     part = f" ({n['available']:,} of its {n['of']:,} examples)" if n["available"] < n["of"] else ""
     return (
-        f"{c['algo']} on {c['dataset']}{marked}{part}: {c['clients']} clients ({dealt}), {networks}, "
+        f"{c['algo']} on {c['dataset']}{marked}{part}: {c['clients']} clients ({assigned}), {networks}, "
         f"{c['rounds']} rounds of {work}, batch {c['batch_size']}, {how}lr {c['lr']:g}"
     )

@@ -106,9 +106,9 @@ class RunDirectory:
         make(self.path)
         partitioners.save(self.path / "partition.npz", experiment.partition)
         figures.draw_partition(experiment.partition, experiment.dataset, self.path / "partition.png")
-        dealt: Row = digests(experiment) | {"moved": experiment.partition.moved}
-        dealt |= {"marks": list(experiment.marks)} if experiment.marks else {}
-        for name, content in zip(_JSON, (dealt, layout, versions, signed(experiment.config)), strict=True):
+        hashes: Row = digests(experiment) | {"moved": experiment.partition.moved}
+        hashes |= {"marks": list(experiment.marks)} if experiment.marks else {}
+        for name, content in zip(_JSON, (hashes, layout, versions, signed(experiment.config)), strict=True):
             write_json(self.path / f"{name}.json", content)
 
     def reopen(self, experiment: build.Experiment) -> tuple[int, State | None]:

@@ -88,7 +88,7 @@ def fedfomo(
       the last round). The distance is Euclidean over the parameters, the server adds the raw benefits to the
       affinities; the authors' code normalises them and takes the L1 norm by default. `acc` at `pre` is of the client's
       own trained model, before it mixes (PFLlib); `mixed_acc` at `post` is of the mixture, before training.
-      `own_weight` is the share of the own model in it. Running statistics are mixed like parameters, or stay at home.
+      `own_weight` is the share of the own model in it. Running statistics are mixed, or stay.
     """
     check("received", received, 1, math.inf)
     check("val", val, 0, 1)

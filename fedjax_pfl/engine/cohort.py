@@ -1,4 +1,4 @@
-"""How the clients of a round are laid out on devices. The only file that knows about chunks, widths and meshes.
+"""How the clients of a round are laid out on devices. The only file that knows about chunks and widths.
 
 On each device `width` clients are trained at once (vmap), the chunks one after another (scan), the longest clients
 first; within a chunk each client takes exactly its own steps, and a mean is accumulated inside the scan, so that
