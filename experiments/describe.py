@@ -1,6 +1,7 @@
 """What there is to choose from, in words: `--list` and `--describe`."""
 
 import inspect
+import math
 import re
 import sys
 import textwrap
@@ -9,15 +10,15 @@ from typing import Any
 
 from experiments.presets import DEFAULT_PRESETS, PRESETS, Preset
 from experiments.presets.preset import Cell
-from experiments.values import parameters
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data.datasets import DATASETS
 from fedjax_pfl.data.partitioners import PARTITIONS
-from fedjax_pfl.errors import choose
+from fedjax_pfl.errors import choose, interval
+from fedjax_pfl.hyperparameters import Hyperparameter, of
 from fedjax_pfl.models import MODELS
 
-_WIDTH = 110
+_WIDTH, _INDENT = 110, 32
 
 
 def listing() -> str:
@@ -40,7 +41,7 @@ def _rows(rows: dict[str, str]) -> str:
 def _hanging(head: str, text: str) -> str:
     if not text:
         return head.rstrip()
-    return textwrap.fill(text, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
+    return textwrap.fill(text, _WIDTH, initial_indent=head, subsequent_indent=" " * min(len(head), _INDENT))
 
 
 def describe(name: str) -> str:
@@ -103,16 +104,28 @@ def _cell(cell: Cell) -> list[str]:
 
 
 def hyperparameters(factory: Callable) -> dict[str, dict[str, Any]]:
-    """For every hyperparameter its default, its type and what the docstring says: meaning, range, source."""
+    """For every hyperparameter its default, its type and range, and what the docstring says: meaning, source."""
     texts = arguments(inspect.getdoc(factory) or "")
     return {
-        name: {"default": p.default, "type": _type(p.annotation), "text": texts.get(name, "")}
-        for name, p in parameters(factory).items()
+        name: {"default": known.default, "type": _type(known), "text": texts.get(name, "")}
+        for name, known in of(factory).items()
     }
 
 
-def _type(annotation: Any) -> str:
-    return inspect.formatannotation(annotation).replace(" | None", " or none")
+def _type(known: Hyperparameter) -> str:
+    """Such as `float >= 0`, `int in [1, 4] or none`, `one of uniform, data`."""
+    return _values(known) + (" or none" if known.optional else "")
+
+
+def _values(known: Hyperparameter) -> str:
+    if known.choices:
+        return f"one of {', '.join(map(str, known.choices))}"
+    low, high, open_low, open_high = known.low, known.high, known.open_low, known.open_high
+    if math.isfinite(low) and math.isinf(high):
+        return f"{known.kind.__name__} {'>' if open_low else '>='} {low:g}"
+    if known.ranged:
+        return f"{known.kind.__name__} in {interval(low, high, open_low=open_low, open_high=open_high)}"
+    return known.kind.__name__
 
 
 def arguments(doc: str) -> dict[str, str]:

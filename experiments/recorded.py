@@ -8,8 +8,9 @@ from typing import Any
 
 from experiments import schema, settings
 from experiments.files import damaged, lines, read_json
+from fedjax_pfl import hyperparameters
 from fedjax_pfl.algorithms.find import find
-from fedjax_pfl.engine import checkpoint, validate
+from fedjax_pfl.engine import checkpoint
 from fedjax_pfl.errors import InputError
 
 Row = dict[str, Any]
@@ -38,7 +39,7 @@ def read_config(path: Path) -> Row:
             )
     try:
         factory = find(config["algo"])
-        validate.hyperparameters(factory, config["hparams"])
+        hyperparameters.check(factory, config["hparams"])
         settings.check_ranges(found := settings.completed(config))
     except InputError as error:
         raise damaged(file, str(error).rstrip(".")) from None

@@ -1,14 +1,12 @@
 """Values read from text: numbers, and the hyperparameters of a method by the types of its factory's arguments."""
 
-import inspect
-import types
-import typing
 from collections.abc import Callable
 from typing import Any
 
+from fedjax_pfl import hyperparameters
 from fedjax_pfl.errors import InputError, choose
+from fedjax_pfl.hyperparameters import Hyperparameter
 from fedjax_pfl.numerics import class_groups
-from fedjax_pfl.simulate import hyperparameters
 
 NOUN: dict[Any, str] = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 
@@ -28,33 +26,25 @@ def number(kind: type, name: str, text: str, whole: str | None = None) -> Any:
 
 def typed_all(factory: Callable, texts: dict[str, str]) -> dict[str, Any]:
     """Reads the values of hyperparameters by the types of a factory's arguments."""
-    known, hints = hyperparameters(factory), typing.get_type_hints(factory)
+    known = hyperparameters.of(factory)
     if texts and not known:
         raise InputError(
             f"{factory.__name__} has no hyperparameters, so --hparam {next(iter(texts))}=... means nothing."
         )
     for name in texts:
         choose(f"hyperparameter of {factory.__name__}", name, known)
-    found = {name: typed(name, text, hints.get(name, type(known[name]))) for name, text in texts.items()}
+    found = {name: typed(known[name], text) for name, text in texts.items()}
     if "tasks" in found:
         found["tasks"] = class_groups.inline(found["tasks"])  # recorded, so that a resume does not need the file again
     return found
 
 
-def typed(name: str, text: str, hint: Any) -> Any:
+def typed(known: Hyperparameter, text: str) -> Any:
     """Reads one value; `none` is None where the type allows it."""
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if text.lower() == "none" and type(None) in kinds:
+    if text.lower() == "none" and known.optional and "none" not in known.choices:
         return None
-    kind = next(kind for kind in kinds if kind is not type(None))
-    if kind is bool:
+    if known.kind is bool:
         if text.lower() in ("true", "false"):
             return text.lower() == "true"
-        raise InputError(f"--hparam {name}={text} must be {NOUN[bool]}.")
-    return number(kind, f"--hparam {name}", text)
-
-
-def parameters(factory: Callable) -> dict[str, inspect.Parameter]:
-    """The keyword-only parameters of a factory."""
-    found = inspect.signature(factory).parameters
-    return {name: p for name, p in found.items() if p.kind is p.KEYWORD_ONLY}
+        raise InputError(f"--hparam {known.name}={text} must be {NOUN[bool]}.")
+    return number(known.kind, f"--hparam {known.name}", text)

@@ -44,10 +44,14 @@ def check(
     number: Any = value  # which mypy cannot compare
     below = low < number if open_low else low <= number
     if not below or not (number < high if open_high or math.isinf(high) else number <= high):
-        left = "(" if open_low else "["
-        right = ")" if open_high or math.isinf(high) else "]"
-        bounds = [format(x, "g" if isinstance(x, float) or abs(x) < 10**5 else ",") for x in (low, high)]
-        raise InputError(f"{name}={value} is outside its range {left}{', '.join(bounds)}{right}{why and f': {why}'}.")
+        span = interval(low, high, open_low=open_low, open_high=open_high)
+        raise InputError(f"{name}={value} is outside its range {span}{why and f': {why}'}.")
+
+
+def interval(low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> str:
+    """A range as text, such as [0, inf)."""
+    bounds = [format(x, "g" if isinstance(x, float) or abs(x) < 10**5 else ",") for x in (low, high)]
+    return f"{'(' if open_low else '['}{', '.join(bounds)}{')' if open_high or math.isinf(high) else ']'}"
 
 
 def choose(name: str, value: str, allowed: Iterable[str]) -> str:

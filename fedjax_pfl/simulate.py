@@ -14,9 +14,10 @@ from fedjax_pfl import evaluate
 from fedjax_pfl.data.datasets import Dataset, checked
 from fedjax_pfl.engine import memory, multihost, validate
 from fedjax_pfl.engine.memory import Memory
-from fedjax_pfl.engine.program import Program, Round, hyperparameters, program
+from fedjax_pfl.engine.program import Program, Round, program
 from fedjax_pfl.engine.sampling import cohort_size, sample
 from fedjax_pfl.errors import InputError, choose
+from fedjax_pfl.hyperparameters import defaults as hyperparameters
 from fedjax_pfl.types import Array, Federation, Model, PyTree, State, Task
 
 __all__ = [

@@ -206,7 +206,7 @@ def test_describe_shows_paper_defaults_and_ranges(name, capsys):
     assert main.run([f"--describe={name}"]) == 0
     out = capsys.readouterr().out
     assert inspect.getdoc(ALGORITHMS[name]).splitlines()[0] in out
-    assert describe.arguments(inspect.getdoc(ALGORITHMS[name])).keys() == values.parameters(ALGORITHMS[name]).keys()
+    assert describe.arguments(inspect.getdoc(ALGORITHMS[name])).keys() == hyperparameters(ALGORITHMS[name]).keys()
     if name != "local":  # which is nobody's
         assert "Reference" in out
     rows = describe.hyperparameters(ALGORITHMS[name])

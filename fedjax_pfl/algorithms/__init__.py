@@ -1,4 +1,9 @@
-"""Every method by its name on the command line: {name: factory}, factory(task, **hyperparameters) -> Algorithm."""
+"""Every method by its name on the command line: {name: factory}, factory(task, **hyperparameters) -> Algorithm.
+
+These factories check their hyperparameters by their signatures, see `fedjax_pfl.hyperparameters`.
+"""
+
+from collections.abc import Callable
 
 from fedjax_pfl.algorithms.apfl import apfl
 from fedjax_pfl.algorithms.ditto import ditto
@@ -28,8 +33,10 @@ from fedjax_pfl.algorithms.pfedhn import pfedhn
 from fedjax_pfl.algorithms.pfedme import pfedme
 from fedjax_pfl.algorithms.scaffold import scaffold
 from fedjax_pfl.algorithms.standalone import local
+from fedjax_pfl.hyperparameters import checked
+from fedjax_pfl.types import Algorithm
 
-ALGORITHMS = {
+_FACTORIES: dict[str, Callable[..., Algorithm]] = {
     "local": local,
     "fedavg": fedavg,
     "fedavg_ft": fedavg_ft,
@@ -72,6 +79,7 @@ ALGORITHMS = {
     "privacy_pfedc": privacy_pfedc,
     "pfedafm": pfedafm,
 }
+ALGORITHMS = {name: checked(factory) for name, factory in _FACTORIES.items()}
 
 # methods whose clients may be of several architectures
 ANY_ARCHITECTURE = (

@@ -3,15 +3,15 @@
 Reference: Deng, Kamani & Mahdavi, Adaptive personalized federated learning (2020), Algorithm 1.
 """
 
-import math
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
+from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, evaluate, local, losses, trees
 from fedjax_pfl.averaging import BOTH, predictor
-from fedjax_pfl.errors import check, choose
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task
 
 
@@ -41,11 +41,11 @@ def mixture(v: PyTree, a: Array, w: PyTree) -> PyTree:
 def apfl(
     task: Task,
     *,
-    alpha: float = 0.5,
+    alpha: Annotated[float, Interval(ge=0, le=1)] = 0.5,
     adaptive: bool = True,
-    lr_alpha: float | None = None,
-    alpha_decay: float = 0.0,
-    mix: str = "params",
+    lr_alpha: Annotated[float, Ge(0)] | None = None,
+    alpha_decay: Annotated[float, Ge(0)] = 0.0,
+    mix: Literal["params", "outputs"] = "params",
 ) -> Algorithm:
     """Trains w as FedAvg does, and v so that the mixture a v + (1 - a) w fits the client, and a is learned.
 
@@ -60,10 +60,6 @@ def apfl(
       The gradients are those of the mixture's own loss; the authors' code approximates a's. The mixture's batch-norm
       moments belong to v. The reported loss is the global model's.
     """
-    check("alpha", alpha, 0, 1)
-    check("lr_alpha", 0 if lr_alpha is None else lr_alpha, 0, math.inf)
-    check("alpha_decay", alpha_decay, 0, math.inf)
-    choose("mix", mix, ("params", "outputs"))
     loss, mixed_loss = losses.classification(task.model), mixture_loss(task, mix)
     split = averaging.split(task)
     rate = task.lr if lr_alpha is None else lr_alpha

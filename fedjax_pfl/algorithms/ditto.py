@@ -3,15 +3,21 @@
 Reference: Li et al., Ditto: fair and robust federated learning through personalization (ICML 2021), Algorithm 1.
 """
 
-import math
+from typing import Annotated
+
+from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, evaluate, local, losses, trees
 from fedjax_pfl.averaging import BOTH, predictor
-from fedjax_pfl.errors import check
 from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Predictor, PyTree, State, Task
 
 
-def ditto(task: Task, *, lam: float = 1.0, personal_epochs: int | None = None) -> Algorithm:
+def ditto(
+    task: Task,
+    *,
+    lam: Annotated[float, Ge(0)] = 1.0,
+    personal_epochs: Annotated[int, Interval(ge=0, le=10_000)] | None = None,
+) -> Algorithm:
     """Trains w as FedAvg does and v with the extra gradient lam (v - w^t), w^t the received global model (Eq. 1).
 
     Args:
@@ -21,8 +27,6 @@ def ditto(task: Task, *, lam: float = 1.0, personal_epochs: int | None = None) -
     Note:
       The global model is averaged by training examples; the authors average uniformly over clients drawn by size.
     """
-    check("lam", lam, 0, math.inf)
-    check("personal_epochs", personal_epochs or 0, 0, 10_000)
     loss, split = losses.classification(task.model), averaging.split(task)
 
     def init(key: Array) -> State:

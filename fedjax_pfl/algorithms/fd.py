@@ -4,15 +4,15 @@ Reference: Jeong et al., Communication-efficient on-device machine learning: fed
 under non-IID private data (2018).
 """
 
-import math
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import optax
+from annotated_types import Ge
 
 from fedjax_pfl import evaluate, groups, local, losses, traffic, trees
 from fedjax_pfl.averaging import predictor
-from fedjax_pfl.errors import check
 from fedjax_pfl.types import (
     Algorithm,
     Array,
@@ -46,7 +46,7 @@ def teacher(server: PyTree, mine: PyTree, id: Array, class_counts: Array) -> tup
     return received, mine["known"] | (count > 0)
 
 
-def fd(task: Task, *, gamma: float = 1.0) -> Algorithm:
+def fd(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
     """Trains each client's own model on labels, and on the others' mean prediction for the label.
 
     Args:
@@ -57,7 +57,6 @@ def fd(task: Task, *, gamma: float = 1.0) -> Algorithm:
       average runs along with training. Code libraries average logits, own ones included, and take
       them for probabilities: that loss has no lower bound, and is not built.
     """
-    check("gamma", gamma, 0, math.inf)
     classes, batch_size = task.num_classes, evaluate.batch_size(max(task.sizes))
 
     def init(key: Array) -> State:

@@ -4,15 +4,14 @@ Reference: Zhang et al., FedALA: adaptive local aggregation for personalized fed
 Algorithm 1.
 """
 
-import math
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, evaluate, keys, local, losses, trees
 from fedjax_pfl.averaging import BOTH, predictor
-from fedjax_pfl.errors import check, choose
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Data, Metrics, Predictor, PyTree, State, Task
 
 BLENDED: dict[str, tuple[str, ...]] = {"none": (), "head": ("head",), "all": BOTH}
@@ -78,12 +77,12 @@ def learn(
 def fedala(
     task: Task,
     *,
-    percent: float = 80.0,
-    lr_weights: float = 1.0,
-    blended: str = "head",
-    window: int = 10,
-    threshold: float = 0.1,
-    cap: int = 100,
+    percent: Annotated[float, Interval(ge=0, le=100)] = 80.0,
+    lr_weights: Annotated[float, Ge(0)] = 1.0,
+    blended: Literal["none", "head", "all"] = "head",
+    window: Annotated[int, Interval(ge=1, le=1000)] = 10,
+    threshold: Annotated[float, Ge(0)] = 0.1,
+    cap: Annotated[int, Interval(ge=1, le=100_000)] = 100,
 ) -> Algorithm:
     """Trains from w_i + (w^t - w_i) W_i, W_i learned on the client's examples, in the head; else from w^t.
 
@@ -105,12 +104,6 @@ def fedala(
       Running statistics are the received ones, or the client's with bn_stats=local. `global_share` is the mean of W_i,
       `ala_epochs` how long it was learned.
     """
-    check("percent", percent, 0, 100)
-    check("lr_weights", lr_weights, 0, math.inf)
-    choose("blended", blended, BLENDED)
-    check("window", window, 1, 1000)
-    check("threshold", threshold, 0, math.inf)
-    check("cap", cap, 1, 100_000)
     loss, split = losses.classification(task.model), averaging.split(task)
     mask, patience = trees.parts(task.model.norms, BLENDED[blended]), Patience(window, threshold, cap)
 

@@ -6,13 +6,14 @@ heuristic of its section on deep networks (HeurFedAMP).
 
 import math
 from collections.abc import Callable
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
+from annotated_types import Ge, Gt, Interval
 
 from fedjax_pfl import evaluate, local, losses, traffic, trees
 from fedjax_pfl.averaging import BOTH, predictor
-from fedjax_pfl.errors import check, choose
 from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Predictor, PyTree, State, Task, Traffic
 
 TINY = 1e-12
@@ -107,13 +108,13 @@ def proximal(prox: str, anchor: PyTree, weight: float | Array) -> Callable[[PyTr
 def fedamp(
     task: Task,
     *,
-    alpha: float = 1000.0,
-    lam: float = 1.0,
-    sigma: float = 0.1,
-    xi_min: float = 0.0,
-    attention: str = "amp",
-    xi_self: float = 0.1,
-    prox: str = "squared",
+    alpha: Annotated[float, Gt(0)] = 1000.0,
+    lam: Annotated[float, Ge(0)] = 1.0,
+    sigma: Annotated[float, Gt(0)] = 0.1,
+    xi_min: Annotated[float, Interval(ge=0, le=1)] = 0.0,
+    attention: Literal["amp", "heur"] = "amp",
+    xi_self: Annotated[float, Interval(ge=0, le=1)] = 0.1,
+    prox: Literal["squared", "norm"] = "squared",
 ) -> Algorithm:
     """Trains each model w_i from where it stood, with the extra gradient lam/alpha (w_i - u_i), u_i its mixture.
 
@@ -135,13 +136,6 @@ def fedamp(
       model: at 1 everybody learns alone, held by lam/alpha near where its round began. `rescaled` is whether the
       others' weights were shrunk: where they were, only their ratios are FedAMP's.
     """
-    check("alpha", alpha, 0, math.inf, open_low=True)
-    check("lam", lam, 0, math.inf)
-    check("sigma", sigma, 0, math.inf, open_low=True)
-    check("xi_min", xi_min, 0, 1)
-    check("xi_self", xi_self, 0, 1)
-    choose("attention", attention, ("amp", "heur"))
-    choose("prox", prox, ("squared", "norm"))
     loss = losses.classification(task.model)
 
     def init(key: Array) -> State:

@@ -4,10 +4,11 @@ References: McMahan et al., Communication-efficient learning of deep networks fr
 Li et al., Federated optimization in heterogeneous networks (MLSys 2020).
 """
 
-import math
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Interval
 
 from fedjax_pfl.averaging import FINE_TUNED, Phase, partial_averaging, split
-from fedjax_pfl.errors import check, choose
 from fedjax_pfl.types import Algorithm, Task
 
 
@@ -16,7 +17,12 @@ def fedavg(task: Task) -> Algorithm:
     return partial_averaging(task, split(task))
 
 
-def fedavg_ft(task: Task, *, fine_tune_epochs: int | None = None, fine_tune: str = "all") -> Algorithm:
+def fedavg_ft(
+    task: Task,
+    *,
+    fine_tune_epochs: Annotated[int, Interval(ge=0, le=10_000)] | None = None,
+    fine_tune: Literal["all", "head", "body"] = "all",
+) -> Algorithm:
     """FedAvg whose global model each client fine-tunes before it predicts; the fine-tuned copy is discarded.
 
     Args:
@@ -24,16 +30,14 @@ def fedavg_ft(task: Task, *, fine_tune_epochs: int | None = None, fine_tune: str
       fine_tune: what of the model moves then, one of all, head, body.
     """
     epochs = max(task.epochs or 0, 5) if fine_tune_epochs is None else fine_tune_epochs
-    check("fine_tune_epochs", epochs, 0, 10_000)
-    phase = Phase(FINE_TUNED[choose("fine_tune", fine_tune, FINE_TUNED)], epochs)
+    phase = Phase(FINE_TUNED[fine_tune], epochs)
     return partial_averaging(task, split(task), fine_tune=phase)
 
 
-def fedprox(task: Task, *, mu: float = 0.001) -> Algorithm:
+def fedprox(task: Task, *, mu: Annotated[float, Ge(0)] = 0.001) -> Algorithm:
     """FedAvg with the proximal term mu/2 ||w - w^t||^2 in the local loss (Eq. 2).
 
     Args:
       mu: weight of the proximal term (μ) in [0, inf); the paper's grid is {0.001, 0.01, 0.1, 1}, PFLlib uses 0.001.
     """
-    check("mu", mu, 0, math.inf)
     return partial_averaging(task, split(task), mu=mu)

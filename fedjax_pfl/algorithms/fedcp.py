@@ -8,22 +8,23 @@ policy (KDD 2023), Algorithm 1.
 """
 
 import itertools
-import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+from annotated_types import Ge, Interval
 from flax import nnx
 
 from fedjax_pfl import averaging, evaluate, keys, local, losses, models, trees
-from fedjax_pfl.errors import InputError, check, choose
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import layers
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Network, Predictor, PyTree, State, Task
 
 PARTS = ("body", "head", "policy")  # W_i^fe, W_i^hd and Theta_i: what local training moves
 TINY = 1e-12
-ABLATIONS = ("none", "cs", "ss", "cs_ss", "gfm", "cpn", "cpn_gfm", "cpn_gh", "cpn_gfm_gh")
+Ablation = Literal["none", "cs", "ss", "cs_ss", "gfm", "cpn", "cpn_gfm", "cpn_gh", "cpn_gfm_gh"]
+ABLATIONS = get_args(Ablation)
 NORMS: dict[str, Callable[..., Any]] = {
     "layer": lambda size, rngs: nnx.LayerNorm(size, epsilon=1e-5, use_fast_variance=False, rngs=rngs),
     "batch": lambda size, rngs: layers.BatchNorm(size, rngs=rngs),
@@ -124,12 +125,12 @@ def gated(task: Task, network: Network | None, policy: str, off: set[str]):
 def fedcp(
     task: Task,
     *,
-    lam: float = 5.0,
-    policy: str = "softmax",
-    without: str = "none",
-    depth: int = 1,
-    norm: str = "layer",
-    activation: str = "relu",
+    lam: Annotated[float, Ge(0)] = 5.0,
+    policy: Literal["softmax", "gumbel"] = "softmax",
+    without: Ablation = "none",
+    depth: Annotated[int, Interval(ge=1, le=4)] = 1,
+    norm: Literal["layer", "batch", "group", "none"] = "layer",
+    activation: Literal["relu", "tanh", "sigmoid"] = "relu",
 ) -> Algorithm:
     """Averages extractor, policy network and the midpoint of global and personal head; the personal head stays.
 
@@ -153,12 +154,7 @@ def fedcp(
       one linear layer: the product of several layers' weights, which their code takes the vector from, is not built.
       With gumbel, the examples in the same place of two test batches are predicted under the same noise.
     """
-    check("lam", lam, 0, math.inf)
-    check("depth", depth, 1, 4)
-    choose("policy", policy, ("softmax", "gumbel"))
-    off = set(choose("without", without, ABLATIONS).split("_"))
-    choose("norm", norm, NORMS)
-    choose("activation", activation, ACTIVATIONS)
+    off = set(without.split("_"))
     model = task.model
     network = None if "cpn" in off else policy_network(task, depth, norm, activation)
     apply = gated(task, network, policy, off)

@@ -3,15 +3,15 @@
 Reference: Lin et al., Ensemble distillation for robust model fusion in federated learning (NeurIPS 2020), Algorithm 3.
 """
 
-import math
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
+from annotated_types import Ge, Gt, Interval
 
 from fedjax_pfl import averaging, evaluate, groups, keys, local, losses, public
 from fedjax_pfl.averaging import predictor
-from fedjax_pfl.errors import check, choose
 from fedjax_pfl.small import clipped
 from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Own, Predictor, PyTree, State, Task
 
@@ -19,13 +19,13 @@ from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Own, Pre
 def feddf(
     task: Task,
     *,
-    passes: int = 1,
-    public_size: int = 3000,
-    public_batch: int = 256,
-    student_lr: float = 0.001,
-    student_optimizer: str = "adam",
-    clip: float = 5.0,
-    temperature: float = 1.0,
+    passes: Annotated[int, Interval(ge=0, le=10_000)] = 1,
+    public_size: Annotated[int, Ge(1)] = 3000,
+    public_batch: Annotated[int, Ge(1)] = 256,
+    student_lr: Annotated[float, Ge(0)] = 0.001,
+    student_optimizer: Literal["adam", "sgd"] = "adam",
+    clip: Annotated[float, Gt(0)] = 5.0,
+    temperature: Annotated[float, Gt(0)] = 1.0,
 ) -> Algorithm:
     """Averages the models within each architecture and distils the mean logits of all clients' models into each mean.
 
@@ -45,13 +45,7 @@ def feddf(
       client in the round learns from them, too. Its last step is kept: there is no validation split on the server.
       With bn_stats=local running statistics are not sent: teachers have their own, students those of each batch.
     """
-    for name, value in (("public_size", public_size), ("public_batch", public_batch)):
-        check(name, value, 1, math.inf)
-    check("passes", passes, 0, 10_000)
-    check("student_lr", student_lr, 0, math.inf)
-    check("clip", clip, 0, math.inf, open_low=True)
-    check("temperature", temperature, 0, math.inf, open_low=True)
-    rule = {"adam": optax.adam, "sgd": optax.sgd}[choose("student_optimizer", student_optimizer, ("adam", "sgd"))]
+    rule = {"adam": optax.adam, "sgd": optax.sgd}[student_optimizer]
     steps = passes * -(-public.count(task, public_size) // public_batch)
     decayed = optax.cosine_decay_schedule(student_lr, max(steps, 1))  # type: ignore[arg-type]  # may be traced
     optimizer = optax.chain(clipped(clip), rule(decayed))  # type: ignore[arg-type]
@@ -107,14 +101,14 @@ def feddf(
 def pfeddf(
     task: Task,
     *,
-    fine_tune_epochs: int | None = None,
-    passes: int = 1,
-    public_size: int = 3000,
-    public_batch: int = 256,
-    student_lr: float = 0.001,
-    student_optimizer: str = "adam",
-    clip: float = 5.0,
-    temperature: float = 1.0,
+    fine_tune_epochs: Annotated[int, Interval(ge=0, le=10_000)] | None = None,
+    passes: Annotated[int, Interval(ge=0, le=10_000)] = 1,
+    public_size: Annotated[int, Ge(1)] = 3000,
+    public_batch: Annotated[int, Ge(1)] = 256,
+    student_lr: Annotated[float, Ge(0)] = 0.001,
+    student_optimizer: Literal["adam", "sgd"] = "adam",
+    clip: Annotated[float, Gt(0)] = 5.0,
+    temperature: Annotated[float, Gt(0)] = 1.0,
 ) -> Algorithm:
     """FedDF whose fused model each client fine-tunes before it predicts; the fine-tuned copy is discarded (KT-pFL).
 
@@ -128,7 +122,6 @@ def pfeddf(
       clip: greatest norm in (0, inf) of the server's gradients.
       temperature: of the softmax, in (0, inf).
     """
-    check("fine_tune_epochs", fine_tune_epochs or 0, 0, 10_000)
     split = averaging.split(task)
     base = feddf(
         task,

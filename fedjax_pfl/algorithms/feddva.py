@@ -5,12 +5,13 @@ The latent z is to hold what all clients have in common, c what is a client's ow
 Reference: FedDVA, "Federated learning with heterogeneous data by a dual variational autoencoder", Algorithm 1.
 """
 
-import math
+from typing import Annotated, Literal
 
 import jax
+from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, evaluate, keys, local, trees
-from fedjax_pfl.errors import check, choose
+from fedjax_pfl.errors import choose
 from fedjax_pfl.models import strided, vae
 from fedjax_pfl.numerics import dva_phases
 from fedjax_pfl.types import (
@@ -48,17 +49,17 @@ def score(outputs: dict[str, Array], y: Array, mask: Array, c: Client) -> Scores
 def feddva(
     task: Task,
     *,
-    latent: int = 4,
-    personal: int = 4,
-    hidden: int = 512,
-    alpha: float = 1.0,
-    beta: float = 0.75,
-    xi: float = 8.0,
-    head: str = "none",
-    cls: float = 1.0,
-    mode: str = "paper",
-    regulariser: str = "paper_max",
-    reconstruction: str = "gaussian",
+    latent: Annotated[int, Interval(ge=1, le=1_000_000)] = 4,
+    personal: Annotated[int, Interval(ge=1, le=1_000_000)] = 4,
+    hidden: Annotated[int, Ge(1)] = 512,
+    alpha: Annotated[float, Ge(0)] = 1.0,
+    beta: Annotated[float, Ge(0)] = 0.75,
+    xi: Annotated[float, Ge(0)] = 8.0,
+    head: Literal["none", "personal", "shared"] = "none",
+    cls: Annotated[float, Ge(0)] = 1.0,
+    mode: Literal["paper", "code"] = "paper",
+    regulariser: Literal["paper_max", "code_hinge"] = "paper_max",
+    reconstruction: Literal["gaussian", "focal"] = "gaussian",
     detach: bool = True,
 ) -> Algorithm:
     """Trains the decoder with frozen encoders, then the encoders with a frozen decoder; averages the encoders.
@@ -88,8 +89,6 @@ def feddva(
       counts sizes twice). Running statistics always stay with their client, as in the code. Scores are taken at the
       posterior means; `loss` is the last phase's.
     """
-    for name, value in (("alpha", alpha), ("beta", beta), ("cls", cls)):
-        check(name, value, 0, math.inf)
     nets = networks(task, latent, personal, hidden, head)
     owner = "personal" if head == "none" else head
     weights: dict = {"alpha": alpha, "beta": beta, "xi": xi * personal, "cls": cls}

@@ -3,13 +3,15 @@
 Reference: Marfoq et al., Federated multi-task learning under a mixture of distributions (NeurIPS 2021), Algorithm 1.
 """
 
+from typing import Annotated, Literal
+
 import jax
 import jax.numpy as jnp
 import optax
+from annotated_types import Interval
 
 from fedjax_pfl import averaging, evaluate, local, losses, trees
 from fedjax_pfl.averaging import predictor
-from fedjax_pfl.errors import check, choose
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Data, Metrics, Predictor, PyTree, State, Task
 
 TINY = 1e-30  # a weight that has underflowed to zero has a logarithm
@@ -56,7 +58,13 @@ def mixture(task: Task, components: PyTree, pi: Array) -> Predictor:
     return predict
 
 
-def fedem(task: Task, *, components: int = 3, average: str = "round", refit: int = 0) -> Algorithm:
+def fedem(
+    task: Task,
+    *,
+    components: Annotated[int, Interval(ge=1, le=100)] = 3,
+    average: Literal["round", "all"] = "round",
+    refit: Annotated[int, Interval(ge=0, le=1000)] = 0,
+) -> Algorithm:
     """Trains M models on all examples, each weighted by how likely the model made it, and averages them as FedAvg does.
 
     Args:
@@ -71,9 +79,6 @@ def fedem(task: Task, *, components: int = 3, average: str = "round", refit: int
       client's last E-step, and the reported loss is the components' weighted sum. Components are trained one after
       another, clients in parallel.
     """
-    check("components", components, 1, 100)
-    choose("average", average, ("round", "all"))
-    check("refit", refit, 0, 1000)
     model, split = task.model, averaging.split(task)
 
     def init(key: Array) -> State:

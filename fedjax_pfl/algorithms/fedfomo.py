@@ -3,14 +3,14 @@
 Reference: Zhang et al., Personalized federated learning with first order model optimization (ICLR 2021), Eq. 4-6.
 """
 
-import math
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
+from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, evaluate, keys, local, losses, trees
 from fedjax_pfl.averaging import BOTH, predictor
-from fedjax_pfl.errors import check
 from fedjax_pfl.types import (
     Algorithm,
     Array,
@@ -71,7 +71,12 @@ def splits(c: Client, val: float | Array) -> tuple[Data, Data]:
 
 
 def fedfomo(
-    task: Task, *, received: int = 5, val: float = 0.2, epsilon: float = 0.0, epsilon_decay: float = 0.05
+    task: Task,
+    *,
+    received: Annotated[int, Ge(1)] = 5,
+    val: Annotated[float, Interval(ge=0, le=1)] = 0.2,
+    epsilon: Annotated[float, Interval(ge=0, le=1)] = 0.0,
+    epsilon_decay: Annotated[float, Ge(0)] = 0.05,
 ) -> Algorithm:
     """Starts a client's training from the models that beat its last start on its validation examples, in a mixture.
 
@@ -90,10 +95,6 @@ def fedfomo(
       own trained model, before it mixes (PFLlib); `mixed_acc` at `post` is of the mixture, before training.
       `own_weight` is the share of the own model in it. Running statistics are mixed, or stay.
     """
-    check("received", received, 1, math.inf)
-    check("val", val, 0, 1)
-    check("epsilon", epsilon, 0, 1)
-    check("epsilon_decay", epsilon_decay, 0, math.inf)
     loss, split, n = losses.classification(task.model), averaging.split(task), task.num_clients
     received = min(received, n)
     batch_size = evaluate.batch_size(task.sizes.max() / 5)  # small enough that a usual holdout is not padded many times

@@ -6,18 +6,16 @@ Algorithm 1. pFedMA is FedMA whose global model is fine-tuned, in the tables of 
 
 import itertools
 import math
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
+from annotated_types import Gt, Interval
 
 from fedjax_pfl import averaging, evaluate, local, losses, traffic, trees
 from fedjax_pfl.averaging import BOTH, FINE_TUNED, predictor
-from fedjax_pfl.errors import check, choose
 from fedjax_pfl.numerics.matching import Group, Layer, Path, layers, mask, match, neurons, permute
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task, Traffic
-
-MATCHINGS = ("distance", "bbp", "identity")
 
 
 def posterior(mean: PyTree, count: Array, sigma: Any, sigma0: Any, mu0: Any, mu0_bias: Any) -> PyTree:
@@ -40,14 +38,14 @@ def class_weights(cohort) -> Array:
 def fedma(
     task: Task,
     *,
-    retrain_epochs: int = -1,
-    matching: str = "distance",
-    weights: str = "classes",
-    sweeps: int = 5,
-    sigma: float = 1.0,
-    sigma0: float = 1.0,
-    mu0: float = 0.0,
-    mu0_bias: float = 0.1,
+    retrain_epochs: Annotated[int, Interval(ge=-1, le=10_000)] = -1,
+    matching: Literal["distance", "bbp", "identity"] = "distance",
+    weights: Literal["classes", "uniform"] = "classes",
+    sweeps: Annotated[int, Interval(ge=1, le=1000)] = 5,
+    sigma: Annotated[float, Gt(0)] = 1.0,
+    sigma0: Annotated[float, Gt(0)] = 1.0,
+    mu0: Annotated[float, Interval(gt=-math.inf, lt=math.inf)] = 0.0,
+    mu0_bias: Annotated[float, Interval(gt=-math.inf, lt=math.inf)] = 0.1,
 ) -> Algorithm:
     """Trains, then layer by layer matches the clients' neurons, averages them, freezes the layer and retrains the rest.
 
@@ -74,13 +72,6 @@ def fedma(
       convolution and freeze with it; with bn_stats=local an absent client's moments stay in the order of its last
       round. All models of a round are held between the layers: memory grows with its clients.
     """
-    check("retrain_epochs", retrain_epochs, -1, 10_000)
-    choose("matching", matching, MATCHINGS)
-    choose("weights", weights, ("classes", "uniform"))
-    check("sweeps", sweeps, 1, 1000)
-    for name, value, low in (("sigma", sigma, 0), ("sigma0", sigma0, 0), ("mu0", mu0, -math.inf)):
-        check(name, value, low, math.inf, open_low=True)
-    check("mu0_bias", mu0_bias, -math.inf, math.inf, open_low=True)
     shapes = jax.eval_shape(task.model.init, jax.random.key(0))
     hidden, split, loss = layers(shapes), averaging.split(task), losses.classification(task.model)
     epochs = None if retrain_epochs == -1 else retrain_epochs
@@ -163,16 +154,16 @@ def fedma(
 def pfedma(
     task: Task,
     *,
-    fine_tune_epochs: int | None = None,
-    fine_tune: str = "all",
-    retrain_epochs: int = -1,
-    matching: str = "distance",
-    weights: str = "classes",
-    sweeps: int = 5,
-    sigma: float = 1.0,
-    sigma0: float = 1.0,
-    mu0: float = 0.0,
-    mu0_bias: float = 0.1,
+    fine_tune_epochs: Annotated[int, Interval(ge=0, le=10_000)] | None = None,
+    fine_tune: Literal["all", "head", "body"] = "all",
+    retrain_epochs: Annotated[int, Interval(ge=-1, le=10_000)] = -1,
+    matching: Literal["distance", "bbp", "identity"] = "distance",
+    weights: Literal["classes", "uniform"] = "classes",
+    sweeps: Annotated[int, Interval(ge=1, le=1000)] = 5,
+    sigma: Annotated[float, Gt(0)] = 1.0,
+    sigma0: Annotated[float, Gt(0)] = 1.0,
+    mu0: Annotated[float, Interval(gt=-math.inf, lt=math.inf)] = 0.0,
+    mu0_bias: Annotated[float, Interval(gt=-math.inf, lt=math.inf)] = 0.1,
 ) -> Algorithm:
     """FedMA whose global model each client fine-tunes before it predicts; the fine-tuned copy is discarded.
 
@@ -192,8 +183,7 @@ def pfedma(
       Training is FedMA's: see there for what is not built.
     """
     epochs = max(task.epochs or 0, 5) if fine_tune_epochs is None else fine_tune_epochs
-    check("fine_tune_epochs", epochs, 0, 10_000)
-    parts = FINE_TUNED[choose("fine_tune", fine_tune, FINE_TUNED)]
+    parts = FINE_TUNED[fine_tune]
     prior = {"sigma": sigma, "sigma0": sigma0, "mu0": mu0, "mu0_bias": mu0_bias}
     base = fedma(task, retrain_epochs=retrain_epochs, matching=matching, weights=weights, sweeps=sweeps, **prior)
     loss, split = losses.classification(task.model), averaging.split(task)

@@ -4,11 +4,14 @@ References: FedPer, Arivazhagan et al. (2019); FedRep, Collins et al. (ICML 2021
 FedBABU, Oh et al. (ICLR 2022).
 """
 
+from typing import Annotated, Literal
+
 import jax
+from annotated_types import Interval
 
 from fedjax_pfl import keys
 from fedjax_pfl.averaging import FINE_TUNED, Path, Phase, partial_averaging, split, split_layers
-from fedjax_pfl.errors import InputError, check, choose
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.models.order import layers
 from fedjax_pfl.types import Algorithm, Model, Task
 
@@ -18,21 +21,29 @@ def fedper(task: Task) -> Algorithm:
     return partial_averaging(task, split(task, ("head",)))
 
 
-def fedrep(task: Task, *, head_epochs: int = 1, body_epochs: int | None = None) -> Algorithm:
+def fedrep(
+    task: Task,
+    *,
+    head_epochs: Annotated[int, Interval(ge=0, le=10_000)] = 1,
+    body_epochs: Annotated[int, Interval(ge=0, le=10_000)] | None = None,
+) -> Algorithm:
     """FedPer in two phases: first the personal head on the received body, then the body under that head.
 
     Args:
       head_epochs: E_h in [0, 10000]; 1 as in PFLlib (the authors' code uses 10).
       body_epochs: E_b in [0, 10000]; default the task's local work.
     """
-    check("head_epochs", head_epochs, 0, 10_000)
-    check("body_epochs", body_epochs or 0, 0, 10_000)
     head = (Phase(("head",), head_epochs, keys.Client.HEAD_PHASE),) if head_epochs else ()
     phases = (*head, Phase(("body",), body_epochs))
     return partial_averaging(task, split(task, ("head",)), phases=phases)
 
 
-def lg_fedavg(task: Task, *, shared: str = "head", upper_layers: int = 3) -> Algorithm:
+def lg_fedavg(
+    task: Task,
+    *,
+    shared: Literal["head", "upper", "conv", "conv1+head"] = "head",
+    upper_layers: Annotated[int, Interval(ge=0, le=10_000)] = 3,
+) -> Algorithm:
     """The mirror of FedPer: shares the upper layers and keeps the others personal; all are trained together.
 
     Args:
@@ -44,8 +55,6 @@ def lg_fedavg(task: Task, *, shared: str = "head", upper_layers: int = 3) -> Alg
       Weighted by training examples, where the authors' code averages uniformly, and without their FedAvg warm start.
       What is shared must have the same shape in every architecture. A batch norm goes with the layer before it.
     """
-    check("upper_layers", upper_layers, 0, 10_000)
-    choose("shared", shared, ("head", "upper", "conv", "conv1+head"))
     if shared == "head":
         return partial_averaging(task, split(task, ("body",)), one_architecture=False)
     example = jax.ShapeDtypeStruct((1, *task.input.shape), task.input.dtype)
@@ -62,7 +71,12 @@ def lg_fedavg(task: Task, *, shared: str = "head", upper_layers: int = 3) -> Alg
     return partial_averaging(task, split_layers(task, chosen), one_architecture=False)
 
 
-def fedbabu(task: Task, *, fine_tune_epochs: int = 5, fine_tune: str = "all") -> Algorithm:
+def fedbabu(
+    task: Task,
+    *,
+    fine_tune_epochs: Annotated[int, Interval(ge=0, le=10_000)] = 5,
+    fine_tune: Literal["all", "head", "body"] = "all",
+) -> Algorithm:
     """Federates the body under a head frozen at its random start; each client fine-tunes it before it predicts.
 
     Args:
@@ -73,8 +87,7 @@ def fedbabu(task: Task, *, fine_tune_epochs: int = 5, fine_tune: str = "all") ->
       `pre` scores are of the fine-tuned model, and as `untuned_acc` of the model as received; `post` scores are of
       the trained body. The last two are under a head that nobody trained, and say little.
     """
-    check("fine_tune_epochs", fine_tune_epochs, 0, 10_000)
-    parts = FINE_TUNED[choose("fine_tune", fine_tune, FINE_TUNED)]
+    parts = FINE_TUNED[fine_tune]
     return partial_averaging(
         task,
         split(task),

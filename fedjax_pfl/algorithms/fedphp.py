@@ -3,12 +3,14 @@
 Reference: Li et al., FedPHP: federated personalization with inherited private models (ECML PKDD 2021), Algorithm 1.
 """
 
+from typing import Annotated, Literal
+
 import jax
 import jax.numpy as jnp
+from annotated_types import Interval
 
 from fedjax_pfl import averaging, evaluate, local, losses, trees
 from fedjax_pfl.averaging import beside, predictor, score_beside
-from fedjax_pfl.errors import check, choose
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task
 
 TEMPERATURE = 4.0  # of the teacher in distillation, as in the authors' code
@@ -41,7 +43,13 @@ def transfer_loss(task: Task, teacher: PyTree, lam: float | Array, regularizer: 
     return loss
 
 
-def fedphp(task: Task, *, lam: float = 0.01, mu0: float = 0.9, regularizer: str = "mmd") -> Algorithm:
+def fedphp(
+    task: Task,
+    *,
+    lam: Annotated[float, Interval(ge=0, le=1)] = 0.01,
+    mu0: Annotated[float, Interval(ge=0, le=1)] = 0.9,
+    regularizer: Literal["mmd", "kd"] = "mmd",
+) -> Algorithm:
     """Trains the received model with h_i as its teacher, then moves h_i to mu h_i + (1 - mu) w_i.
 
     Args:
@@ -57,9 +65,6 @@ def fedphp(task: Task, *, lam: float = 0.01, mu0: float = 0.9, regularizer: str 
       averaged as its parameters are. `acc` scores h_i, `global_acc` the received model before local training and the
       trained w_i after it, which is what PFLlib and FedCP's tables score. The reported loss is the weighted sum.
     """
-    check("lam", lam, 0, 1)
-    check("mu0", mu0, 0, 1)
-    choose("regularizer", regularizer, ("mmd", "kd"))
     split = averaging.split(task)
     expected = sum(task.participation) / 2 * task.rounds
 

@@ -4,13 +4,14 @@ Reference: Tan et al., FedProto: federated prototype learning across heterogeneo
 """
 
 import functools
-import math
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
+from annotated_types import Ge
 
 from fedjax_pfl import averaging, evaluate, groups, local, losses, traffic
-from fedjax_pfl.errors import InputError, check, choose
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import (
     Algorithm,
     Array,
@@ -40,7 +41,9 @@ def predictor(model: Model, w: PyTree, server: PyTree) -> Predictor:
     return predict
 
 
-def fedproto(task: Task, *, lam: float = 1.0, proto_weight: str = "uniform") -> Algorithm:
+def fedproto(
+    task: Task, *, lam: Annotated[float, Ge(0)] = 1.0, proto_weight: Literal["uniform", "size"] = "uniform"
+) -> Algorithm:
     """Trains each client's own model, its features drawn to the global prototype of their class.
 
     Args:
@@ -55,8 +58,6 @@ def fedproto(task: Task, *, lam: float = 1.0, proto_weight: str = "uniform") -> 
       `proto_acc` of the nearest prototype received, which names class 0 as long as there is none.
       All architectures must have the same feature width.
     """
-    check("lam", lam, 0, math.inf)
-    choose("proto_weight", proto_weight, ("uniform", "size"))
     widths, classes = sorted({model.num_features for model in task.models}), task.num_classes
     if len(widths) > 1:
         raise InputError(f"FedProto needs one feature width K in all architectures, not {widths}: set it to one value.")

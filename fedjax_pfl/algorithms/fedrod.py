@@ -3,15 +3,15 @@
 Reference: Chen & Chao, On bridging generic and personalized federated learning for image classification (ICLR 2022).
 """
 
-import math
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import optax
+from annotated_types import Ge
 
 from fedjax_pfl import averaging, evaluate, local, losses, trees
 from fedjax_pfl.averaging import score_beside
-from fedjax_pfl.errors import check
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task
 
 
@@ -21,7 +21,7 @@ def personal_loss(task: Task, own: PyTree, h: Array, z: Array, batch: Batch) -> 
     return losses.cross_entropy(z + task.model.head(own, h), batch.y, batch.mask)
 
 
-def fedrod(task: Task, *, gamma: float = 1.0) -> Algorithm:
+def fedrod(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
     """Trains body and generic head on the balanced loss, and the personal head on the sum of both heads' logits.
 
     Args:
@@ -33,7 +33,6 @@ def fedrod(task: Task, *, gamma: float = 1.0) -> Algorithm:
       generic one; the paper's variant that generates it by a hypernetwork is not built. `global_acc` scores the
       generic head alone. The reported loss is the sum of the two.
     """
-    check("gamma", gamma, 0, math.inf)
     model, split = task.model, averaging.split(task)
 
     def separate(lr: float | Array):  # two optimizers, so that nothing of one head's gradient reaches the other

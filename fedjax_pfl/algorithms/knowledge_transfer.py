@@ -6,19 +6,21 @@ TopK-pFD are, and of which MNFL is a retelling.
 """
 
 import functools
-import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from annotated_types import Ge, Gt, Interval
 
 from fedjax_pfl import aggregate, evaluate, groups, keys, local, losses, public, traffic, trees
 from fedjax_pfl.averaging import predictor
-from fedjax_pfl.errors import check, choose
 from fedjax_pfl.public import Predictions
 from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Own, Predictor, PyTree, State, Task, Traffic
 
+Order = Literal["paper", "code"]
+Reduction = Literal["batchmean", "mean"]
+DistilStats = Literal["train", "frozen"]
 EXACT = jax.lax.Precision.HIGHEST  # predictions are compared in float32 on every device
 
 
@@ -94,7 +96,6 @@ def transfer(task: Task, rule: Rule, on: Exchange) -> Algorithm:
     Private training, predictions, their mixture, training on it; with order=code the predictions come first and the
     private training last. A client without training examples neither teaches nor learns.
     """
-    _check(on)
     n, size = task.num_clients, public.count(task, on.public_size)
     lr = task.lr if on.public_lr is None else on.public_lr
     public_task = task._replace(lr=lr, batch_size=on.public_batch, drop_last=False, augment=None)
@@ -168,19 +169,6 @@ def transfer(task: Task, rule: Rule, on: Exchange) -> Algorithm:
     return Algorithm(init, round, predict, evaluate.classification, sent, one_architecture=False)
 
 
-def _check(on: Exchange) -> None:
-    for name in ("public_size", "public_batch"):
-        check(name, getattr(on, name), 1, math.inf)
-    for name in ("passes", "warmup_epochs"):
-        check(name, getattr(on, name), 0, 10_000)
-    check("public_lr", 0 if on.public_lr is None else on.public_lr, 0, math.inf)
-    check("temperature", on.temperature, 0, math.inf, open_low=True)
-    choose("order", on.order, ("paper", "code"))
-    choose("reduction", on.reduction, ("batchmean", "mean"))
-    choose("distil_stats", on.distil_stats, ("train", "frozen"))
-    choose("space", on.space, ("prob", "logit"))
-
-
 def uniform(asked: Asked) -> tuple[Array, Array]:
     """FedMD: the same weight for all."""
     weight = public.normalised(jnp.ones(asked.row.shape), asked.given.here)
@@ -190,16 +178,16 @@ def uniform(asked: Asked) -> tuple[Array, Array]:
 def fedmd(
     task: Task,
     *,
-    space: str = "prob",
-    public_size: int = 3000,
-    public_batch: int = 256,
-    passes: int = 1,
-    public_lr: float | None = None,
-    temperature: float = 1.0,
-    order: str = "paper",
-    warmup_epochs: int = 1,
-    reduction: str = "batchmean",
-    distil_stats: str = "train",
+    space: Literal["prob", "logit"] = "prob",
+    public_size: Annotated[int, Ge(1)] = 3000,
+    public_batch: Annotated[int, Ge(1)] = 256,
+    passes: Annotated[int, Interval(ge=0, le=10_000)] = 1,
+    public_lr: Annotated[float, Ge(0)] | None = None,
+    temperature: Annotated[float, Gt(0)] = 1.0,
+    order: Order = "paper",
+    warmup_epochs: Annotated[int, Interval(ge=0, le=10_000)] = 1,
+    reduction: Reduction = "batchmean",
+    distil_stats: DistilStats = "train",
 ) -> Algorithm:
     """Trains each client's own model on its examples, then on the mean prediction of all for public examples.
 
@@ -231,16 +219,16 @@ def fedmd(
 def sim_pfd(
     task: Task,
     *,
-    sim_norm: str = "sum",
-    public_size: int = 3000,
-    public_batch: int = 256,
-    passes: int = 1,
-    public_lr: float | None = None,
-    temperature: float = 1.0,
-    order: str = "paper",
-    warmup_epochs: int = 1,
-    reduction: str = "batchmean",
-    distil_stats: str = "train",
+    sim_norm: Literal["sum", "minmax"] = "sum",
+    public_size: Annotated[int, Ge(1)] = 3000,
+    public_batch: Annotated[int, Ge(1)] = 256,
+    passes: Annotated[int, Interval(ge=0, le=10_000)] = 1,
+    public_lr: Annotated[float, Ge(0)] | None = None,
+    temperature: Annotated[float, Gt(0)] = 1.0,
+    order: Order = "paper",
+    warmup_epochs: Annotated[int, Interval(ge=0, le=10_000)] = 1,
+    reduction: Reduction = "batchmean",
+    distil_stats: DistilStats = "train",
 ) -> Algorithm:
     """FedMD whose clients weigh each other's predictions by how similar they are to their own (Sim-pFD).
 
@@ -256,7 +244,6 @@ def sim_pfd(
       reduction: of the KL divergence, one of batchmean, mean, as of fedmd.
       distil_stats: batch norm on public examples, one of train, frozen, as of fedmd.
     """
-    choose("sim_norm", sim_norm, ("sum", "minmax"))
     on = Exchange(
         public_size, public_batch, passes, public_lr, temperature, order, warmup_epochs, reduction, distil_stats
     )
@@ -266,17 +253,17 @@ def sim_pfd(
 def topk_pfd(
     task: Task,
     *,
-    neighbours: int = 5,
-    weights: str = "uniform",
-    public_size: int = 3000,
-    public_batch: int = 256,
-    passes: int = 1,
-    public_lr: float | None = None,
-    temperature: float = 1.0,
-    order: str = "paper",
-    warmup_epochs: int = 1,
-    reduction: str = "batchmean",
-    distil_stats: str = "train",
+    neighbours: Annotated[int, Ge(1)] = 5,
+    weights: Literal["uniform", "cos"] = "uniform",
+    public_size: Annotated[int, Ge(1)] = 3000,
+    public_batch: Annotated[int, Ge(1)] = 256,
+    passes: Annotated[int, Interval(ge=0, le=10_000)] = 1,
+    public_lr: Annotated[float, Ge(0)] | None = None,
+    temperature: Annotated[float, Gt(0)] = 1.0,
+    order: Order = "paper",
+    warmup_epochs: Annotated[int, Interval(ge=0, le=10_000)] = 1,
+    reduction: Reduction = "batchmean",
+    distil_stats: DistilStats = "train",
 ) -> Algorithm:
     """FedMD among the K clients whose predictions are the most similar, each with its own (TopK-pFD).
 
@@ -293,8 +280,6 @@ def topk_pfd(
       reduction: of the KL divergence, one of batchmean, mean, as of fedmd.
       distil_stats: batch norm on public examples, one of train, frozen, as of fedmd.
     """
-    check("neighbours", neighbours, 1, math.inf)
-    choose("weights", weights, ("uniform", "cos"))
     on = Exchange(
         public_size, public_batch, passes, public_lr, temperature, order, warmup_epochs, reduction, distil_stats
     )
@@ -304,20 +289,20 @@ def topk_pfd(
 def mnfl_het(
     task: Task,
     *,
-    coef_lr: float = 0.01,
-    rho: float = 0.7,
-    lam: float = 1.0,
-    coef_steps: int = 1,
-    penalty: str = "implicit",
-    public_size: int = 3000,
-    public_batch: int = 256,
-    passes: int = 1,
-    public_lr: float | None = None,
-    temperature: float = 1.0,
-    order: str = "paper",
-    warmup_epochs: int = 1,
-    reduction: str = "batchmean",
-    distil_stats: str = "train",
+    coef_lr: Annotated[float, Ge(0)] = 0.01,
+    rho: Annotated[float, Ge(0)] = 0.7,
+    lam: Annotated[float, Ge(0)] = 1.0,
+    coef_steps: Annotated[int, Interval(ge=0, le=10_000)] = 1,
+    penalty: Literal["implicit", "explicit"] = "implicit",
+    public_size: Annotated[int, Ge(1)] = 3000,
+    public_batch: Annotated[int, Ge(1)] = 256,
+    passes: Annotated[int, Interval(ge=0, le=10_000)] = 1,
+    public_lr: Annotated[float, Ge(0)] | None = None,
+    temperature: Annotated[float, Gt(0)] = 1.0,
+    order: Order = "paper",
+    warmup_epochs: Annotated[int, Interval(ge=0, le=10_000)] = 1,
+    reduction: Reduction = "batchmean",
+    distil_stats: DistilStats = "train",
 ) -> Algorithm:
     """FedMD whose mixtures t_n = sum_m A[n,m] s_m have learned coefficients, rows of a simplex (KT-pFL, Eq. 7).
 
@@ -343,10 +328,6 @@ def mnfl_het(
       moves, normalised in their mixtures, and each row keeps what it weighs there. The authors' code differs: squared
       error, a step size by powers of 5, and a softmax of 5 times the rows; not built.
     """
-    for name, value in (("coef_lr", coef_lr), ("rho", rho), ("lam", lam)):
-        check(name, value, 0, math.inf)
-    check("coef_steps", coef_steps, 0, 10_000)
-    choose("penalty", penalty, ("implicit", "explicit"))
     on = Exchange(
         public_size, public_batch, passes, public_lr, temperature, order, warmup_epochs, reduction, distil_stats
     )

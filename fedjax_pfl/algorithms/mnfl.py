@@ -4,15 +4,15 @@ Reference: Zhang et al., Parameterized knowledge transfer for personalized feder
 Eq. 7 with parameters in place of predictions; MNFL is a retelling of it.
 """
 
-import math
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
+from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, evaluate, local, losses, traffic, trees
 from fedjax_pfl.aggregate import descend
 from fedjax_pfl.averaging import BOTH, predictor
-from fedjax_pfl.errors import check, choose
 from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Predictor, PyTree, State, Task, Traffic
 
 EXACT = jax.lax.Precision.HIGHEST  # models are mixed in float32 on every device
@@ -38,15 +38,15 @@ def gradient(row: Array, w: PyTree, models: PyTree) -> Array:
 def mnfl(
     task: Task,
     *,
-    coef_lr: float = 0.01,
-    rho: float = 0.7,
-    lam: float = 1.0,
-    coef_steps: int = 1,
-    penalty: str = "implicit",
-    residual: str = "sent",
-    transfer: str = "replace",
-    transfer_lr: float = 0.01,
-    transfer_steps: int = 1,
+    coef_lr: Annotated[float, Ge(0)] = 0.01,
+    rho: Annotated[float, Ge(0)] = 0.7,
+    lam: Annotated[float, Ge(0)] = 1.0,
+    coef_steps: Annotated[int, Interval(ge=0, le=10_000)] = 1,
+    penalty: Literal["implicit", "explicit"] = "implicit",
+    residual: Literal["sent", "fresh"] = "sent",
+    transfer: Literal["replace", "step"] = "replace",
+    transfer_lr: Annotated[float, Interval(ge=0, le=1)] = 0.01,
+    transfer_steps: Annotated[int, Interval(ge=0, le=10_000)] = 1,
 ) -> Algorithm:
     """Sends v_n = sum_m A[n,m] w_m, trains it to w_n, and moves row n of A so that v_n comes nearer to w_n.
 
@@ -69,14 +69,6 @@ def mnfl(
       only some clients take part, only their rows and columns of A move. Running statistics are mixed as the models
       are, and do not count in the loss. With public examples and several architectures it is mnfl_het.
     """
-    for name, value in (("coef_lr", coef_lr), ("rho", rho), ("lam", lam)):
-        check(name, value, 0, math.inf)
-    check("transfer_lr", transfer_lr, 0, 1)
-    check("coef_steps", coef_steps, 0, 10_000)
-    check("transfer_steps", transfer_steps, 0, 10_000)
-    choose("penalty", penalty, ("implicit", "explicit"))
-    choose("residual", residual, ("sent", "fresh"))
-    choose("transfer", transfer, ("replace", "step"))
     n, split = task.num_clients, averaging.split(task)
     loss = losses.classification(task.model)
 

@@ -6,13 +6,15 @@ Axes: H columns of a client's model: 1 where every client has two classes, else 
 """
 
 import math
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from annotated_types import Ge, Gt, Interval
 
 from fedjax_pfl import evaluate, local, losses, traffic, trees
-from fedjax_pfl.errors import InputError, check, choose
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task, Traffic
 
 EXACT = jax.lax.Precision.HIGHEST
@@ -57,7 +59,12 @@ def ascend(alpha: Array, y: Array, x: Array, w: Array, step: Array, rho: Array) 
 
 
 def mocha(
-    task: Task, *, lam: float = 1.0, frac: float = 0.5, relate_every: int | None = None, solver: str = "sdca"
+    task: Task,
+    *,
+    lam: Annotated[float, Gt(0)] = 1.0,
+    frac: Annotated[float, Interval(gt=0, le=1000)] = 0.5,
+    relate_every: Annotated[int, Ge(1)] | None = None,
+    solver: Literal["sdca", "sgd"] = "sdca",
 ) -> Algorithm:
     """Each client improves its part of the dual of a multi-task SVM; the server adds up, and learns the relations.
 
@@ -74,11 +81,8 @@ def mocha(
       may exceed its primal one. With sdca the task's lr, optimizer, batch size, epochs and augmentation are not used.
       With sgd the penalty's step is implicit, so that it is stable for every Omega, and there are no duals.
     """
-    check("lam", lam, 0, math.inf, open_low=True)
-    check("frac", frac, 0, 1000, open_low=True)
-    sdca = choose("solver", solver, ("sdca", "sgd")) == "sdca"
+    sdca = solver == "sdca"
     period = max(1, task.rounds // 10) if relate_every is None else relate_every
-    check("relate_every", period, 1, math.inf)
     check_linear(task)
     n, d, classes = task.num_clients, math.prod(task.input.shape) + 1, task.num_classes
     pairs = sdca and bool(np.all(np.count_nonzero(task.class_counts, axis=1) == 2))

@@ -7,14 +7,14 @@ learning via knowledge distillation (Nature Communications 2022); FedAPEN, Qin e
 federated learning with adaptability to statistical heterogeneity (KDD 2023).
 """
 
-import math
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
+from annotated_types import Ge, Gt, Interval
 
 from fedjax_pfl import evaluate, groups, keys, local, losses, traffic, trees
 from fedjax_pfl.averaging import predictor
-from fedjax_pfl.errors import check, choose
 from fedjax_pfl.numerics.low_rank import compress
 from fedjax_pfl.small import Objective, Outputs, divergence, exchanged, learn, marked, start
 from fedjax_pfl.types import (
@@ -42,7 +42,12 @@ def predict_own(server: PyTree, mine: PyTree, c: Client) -> Predictor:
 
 
 def fml(
-    task: Task, *, alpha: float = 0.5, beta: float = 0.5, clip: float = 10.0, weights: str = "uniform"
+    task: Task,
+    *,
+    alpha: Annotated[float, Interval(ge=0, le=1)] = 0.5,
+    beta: Annotated[float, Interval(ge=0, le=1)] = 0.5,
+    clip: Annotated[float, Gt(0)] = 10.0,
+    weights: Literal["uniform", "data"] = "uniform",
 ) -> Algorithm:
     """FML: each of the two models fits the labels and the other one's predictions.
 
@@ -57,10 +62,6 @@ def fml(
       given. HtFLlib averages over the classes, lets gradients into both, and has α = β = 1. The
       reported loss is the own model's.
     """
-    check("alpha", alpha, 0, 1)
-    check("beta", beta, 0, 1)
-    check("clip", clip, 0, math.inf, open_low=True)
-    choose("weights", weights, ("uniform", "data"))
     small = exchanged(task)
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
@@ -95,10 +96,10 @@ def fedkd(
     task: Task,
     *,
     detach: bool = False,
-    reduction: str = "sum",
+    reduction: Literal["sum", "mean"] = "sum",
     svd: bool = False,
-    energy_start: float = 0.95,
-    energy_end: float = 0.98,
+    energy_start: Annotated[float, Interval(gt=0, le=1)] = 0.95,
+    energy_end: Annotated[float, Interval(gt=0, le=1)] = 0.98,
 ) -> Algorithm:
     """FedKD: two models distil into each other, predictions and features, the more the better both fit the labels.
 
@@ -116,9 +117,6 @@ def fedkd(
       own loss is reported. With svd a matrix that takes no less room so travels whole, and what
       is cut off a change is lost, as in the paper.
     """
-    choose("reduction", reduction, ("sum", "mean"))
-    check("energy_start", energy_start, 0, 1, open_low=True)
-    check("energy_end", energy_end, 0, 1, open_low=True)
     small = exchanged(task)
     objective = fedkd_objective(detach, 1 if reduction == "sum" else 1 / task.num_classes)
 
@@ -197,7 +195,12 @@ def ensemble_scores(outputs: Array, y: Array, mask: Array, c: Client) -> Scores:
 
 
 def fedapen(
-    task: Task, *, lam: float = 0.5, lam_lr: float = 0.001, lam_epochs: int = 10, held_out: float = 0.05
+    task: Task,
+    *,
+    lam: Annotated[float, Interval(ge=0, le=1)] = 0.5,
+    lam_lr: Annotated[float, Ge(0)] = 0.001,
+    lam_epochs: Annotated[int, Interval(ge=0, le=10_000)] = 10,
+    held_out: Annotated[float, Interval(ge=0, le=1)] = 0.05,
 ) -> Algorithm:
     """FedAPEN: the two models predict together, in a mixture that each client learns from examples held out.
 
@@ -215,10 +218,6 @@ def fedapen(
       a single example keeps its weight. `acc` is the ensemble's, `own_acc`, `shared_acc` and
       `equal_acc` are of the own model, the small one and both alike. The own loss is reported.
     """
-    check("lam", lam, 0, 1)
-    check("lam_lr", lam_lr, 0, math.inf)
-    check("lam_epochs", lam_epochs, 0, 10_000)
-    check("held_out", held_out, 0, 1)
     small = exchanged(task)
 
     def both(server: PyTree, mine: PyTree, c: Client) -> tuple[Predictor, Predictor]:

@@ -5,19 +5,20 @@ meta-learning approach (NeurIPS 2020), Algorithm 1 and its two approximations.
 """
 
 import functools
-import math
 from collections.abc import Callable
+from typing import Annotated, Literal, get_args
 
 import jax
 import optax
 from absl import logging
+from annotated_types import Ge, Gt
 
 from fedjax_pfl import averaging, evaluate, keys, local, losses, trees
 from fedjax_pfl.averaging import BOTH, predictor
-from fedjax_pfl.errors import check, choose
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task
 
-VARIANTS = ("fo", "hf", "exact")
+Variant = Literal["fo", "hf", "exact"]
+VARIANTS = get_args(Variant)
 
 
 def curvature(gradient: Callable[[PyTree], PyTree], w: PyTree, v: PyTree, variant: str, delta: float | Array) -> PyTree:
@@ -62,7 +63,12 @@ def _warn(short: int, batches: int) -> None:
 
 
 def per_fedavg(
-    task: Task, *, variant: str = "fo", alpha: float | None = None, beta: float | None = None, delta: float = 0.001
+    task: Task,
+    *,
+    variant: Variant = "fo",
+    alpha: Annotated[float, Ge(0)] | None = None,
+    beta: Annotated[float, Ge(0)] | None = None,
+    delta: Annotated[float, Gt(0)] = 0.001,
 ) -> Algorithm:
     """Averages models trained on f(w - alpha grad f(w)); a client predicts after one step on one batch of its own.
 
@@ -78,10 +84,6 @@ def per_fedavg(
       batch of 2B do not, and that reuse all of them on a client with at most B. The inner step is plain SGD. `pre`
       scores the step from the global model, `post` from the client's.
     """
-    choose("variant", variant, VARIANTS)
-    check("alpha", 0 if alpha is None else alpha, 0, math.inf)
-    check("beta", 0 if beta is None else beta, 0, math.inf)
-    check("delta", delta, 0, math.inf, open_low=True)
     batches = 2 if variant == "fo" else 3
     if (short := int((task.sizes < batches * task.batch_size).sum())) > 0:
         _warn(short, batches)

@@ -4,16 +4,16 @@ Reference: Yi, Yu, Ren, Wang, Liu & Li, pFedAFM: adaptive feature mixture for da
 heterogeneous federated learning on mobile edge devices (2024), Algorithm 1.
 """
 
-import math
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
+from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, evaluate, groups, keys, local, losses, trees
 from fedjax_pfl.averaging import score_beside
-from fedjax_pfl.errors import InputError, check, choose
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import (
     Algorithm,
     Array,
@@ -68,12 +68,12 @@ def score(outputs: Array, y: Array, mask: Array, c: Client) -> Scores:
 def pfedafm(
     task: Task,
     *,
-    training: str = "iterative",
-    mix: str = "vector",
-    alpha: float = 1.0,
-    lr_alpha: float = 0.01,
-    wd_alpha: float = 1e-3,
-    aggregation: str = "mean",
+    training: Literal["iterative", "end_to_end"] = "iterative",
+    mix: Literal["vector", "scalar"] = "vector",
+    alpha: Annotated[float, Interval(ge=0, le=1)] = 1.0,
+    lr_alpha: Annotated[float, Ge(0)] = 0.01,
+    wd_alpha: Annotated[float, Ge(0)] = 1e-3,
+    aggregation: Literal["mean", "relay"] = "mean",
 ) -> Algorithm:
     """Trains model and mixing vector on mixed features, then the shared extractor alone under the trained head.
 
@@ -93,11 +93,6 @@ def pfedafm(
       alone. In the authors' code one α and the optimizers' momentum pass from client to client; here
       each client has its own.
     """
-    choose("training", training, ("iterative", "end_to_end"))
-    choose("mix", mix, ("vector", "scalar"))
-    choose("aggregation", aggregation, ("mean", "relay"))
-    for name, value, high in (("alpha", alpha, 1), ("lr_alpha", lr_alpha, math.inf), ("wd_alpha", wd_alpha, math.inf)):
-        check(name, value, 0, high)
     shared = small_model(task)
     phases = [("w", "alpha", "theta")] if training == "end_to_end" else [("w", "alpha"), ("theta",)]
     stays = averaging.split(task, variables=shared.norms).personal[0]

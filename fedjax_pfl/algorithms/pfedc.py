@@ -11,14 +11,14 @@ transfer in personalized federated learning (IEEE TMC 2025). MGDA-UB: Sener & Ko
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from fedjax_pfl import aggregate, averaging, evaluate, keys, local, trees
-from fedjax_pfl.errors import InputError, choose
-from fedjax_pfl.numerics.class_groups import TASK_LOSSES, Branches, branch_loss, branches, class_logits, columns, scores
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.numerics.class_groups import Branches, branch_loss, branches, class_logits, columns, scores
 from fedjax_pfl.privacy import encryption
 from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Predictor, PyTree, Scores, State, Task, Traffic
 
@@ -54,12 +54,6 @@ def _branched(
     head_grad: str,
     head_weighting: str,
 ) -> _Branched:
-    choose("task_loss", task_loss, TASK_LOSSES)
-    choose("weighting", weighting, ("mgda_ub", "mgda", "uniform", "sum"))
-    choose("solver", solver, ("fista", "fw"))
-    choose("normalise", normalise, ("none", "l2", "loss", "loss+"))
-    choose("head_grad", head_grad, ("scaled", "unscaled"))
-    choose("head_weighting", head_weighting, ("uniform", "data", "task_count"))
     b, model = branches(task, tasks, head), task.model
 
     def start(key: Array) -> PyTree:
@@ -90,15 +84,15 @@ def pfedc(
     task: Task,
     *,
     tasks: str = "class",
-    head: str = "group_softmax",
-    task_loss: str = "class",
-    weighting: str = "mgda_ub",
-    solver: str = "fista",
-    normalise: str = "none",
-    head_grad: str = "scaled",
-    head_weighting: str = "uniform",
-    download: str = "bank",
-    comm: str = "sparse",
+    head: Literal["group_softmax", "group_reject", "group_binary"] = "group_softmax",
+    task_loss: Literal["class", "batch"] = "class",
+    weighting: Literal["mgda_ub", "mgda", "uniform", "sum"] = "mgda_ub",
+    solver: Literal["fista", "fw"] = "fista",
+    normalise: Literal["none", "l2", "loss", "loss+"] = "none",
+    head_grad: Literal["scaled", "unscaled"] = "scaled",
+    head_weighting: Literal["uniform", "data", "task_count"] = "uniform",
+    download: Literal["bank", "stale"] = "bank",
+    comm: Literal["sparse", "full"] = "sparse",
 ) -> Algorithm:
     """Averages the body over all clients and each class branch over those that hold it (Algorithm 1, Eqs. 3-7).
 
@@ -139,8 +133,6 @@ def pfedc(
       `post`, right after local training, is the paper's evaluation point. Holders' presence (T bits each, once) is
       not counted in the traffic.
     """
-    choose("download", download, ("bank", "stale"))
-    choose("comm", comm, ("sparse", "full"))
     on = _branched(task, tasks, head, task_loss, weighting, solver, normalise, head_grad, head_weighting)
     b, held = on.b, on.held
     split, stale = averaging.split(task), download == "stale"
@@ -185,15 +177,15 @@ def pfedc(
 def privacy_pfedc(
     task: Task,
     *,
-    backend: str = "ckks",
+    backend: Literal["ckks", "plain"] = "ckks",
     tasks: str = "class",
-    head: str = "group_softmax",
-    task_loss: str = "class",
-    weighting: str = "mgda_ub",
-    solver: str = "fista",
-    normalise: str = "none",
-    head_grad: str = "scaled",
-    head_weighting: str = "uniform",
+    head: Literal["group_softmax", "group_reject", "group_binary"] = "group_softmax",
+    task_loss: Literal["class", "batch"] = "class",
+    weighting: Literal["mgda_ub", "mgda", "uniform", "sum"] = "mgda_ub",
+    solver: Literal["fista", "fw"] = "fista",
+    normalise: Literal["none", "l2", "loss", "loss+"] = "none",
+    head_grad: Literal["scaled", "unscaled"] = "scaled",
+    head_weighting: Literal["uniform", "data", "task_count"] = "uniform",
     encrypt_phi: bool = False,
 ) -> Algorithm:
     """pFedC whose server adds encrypted branches and encrypted counts of their holders (Algorithm 2).

@@ -5,15 +5,16 @@ Algorithm 1.
 """
 
 import math
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
+from annotated_types import Ge, Gt, Interval
 
 from fedjax_pfl import averaging, evaluate, local, losses, traffic, trees
 from fedjax_pfl.averaging import BOTH, predictor
-from fedjax_pfl.errors import InputError, check, choose
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Predictor, PyTree, State, Task, Traffic
 
 LARGEST = 2**28  # parameters of a hypernetwork: with its momentum and gradient, 3 GiB
@@ -66,18 +67,18 @@ def clipped_sgd(lr, momentum, decay, clip) -> optax.GradientTransformation:
 def pfedhn(
     task: Task,
     *,
-    mode: str = "sequential",
-    hyper_lr: float = 0.01,
-    momentum: float = 0.9,
-    decay: float = 0.001,
-    embedding: int | None = None,
-    hidden: int = 100,
-    hidden_layers: int = 3,
-    inner_steps: int | None = 50,
-    inner_lr: float = 0.005,
-    inner_momentum: float = 0.9,
-    inner_decay: float = 0.00005,
-    clip: float = 50.0,
+    mode: Literal["sequential", "batched"] = "sequential",
+    hyper_lr: Annotated[float, Ge(0)] = 0.01,
+    momentum: Annotated[float, Interval(ge=0, le=1)] = 0.9,
+    decay: Annotated[float, Ge(0)] = 0.001,
+    embedding: Annotated[int, Interval(ge=1, le=10_000)] | None = None,
+    hidden: Annotated[int, Interval(ge=1, le=10_000)] = 100,
+    hidden_layers: Annotated[int, Interval(ge=0, le=100)] = 3,
+    inner_steps: Annotated[int, Interval(ge=0, le=10_000)] | None = 50,
+    inner_lr: Annotated[float, Ge(0)] = 0.005,
+    inner_momentum: Annotated[float, Interval(ge=0, le=1)] = 0.9,
+    inner_decay: Annotated[float, Ge(0)] = 0.00005,
+    clip: Annotated[float, Gt(0)] = 50.0,
 ) -> Algorithm:
     """Sends theta = h(e_i), gets back how far the client moved it, and pulls that change back through h.
 
@@ -104,17 +105,7 @@ def pfedhn(
       are not generated but averaged. Inner steps walk through epochs, the short last batch included, where the
       authors' each begin a new order. Their variant with personal heads (pFedHN-PC) is not built.
     """
-    choose("mode", mode, ("sequential", "batched"))
     width = 1 + task.num_clients // 4 if embedding is None else embedding
-    for name, whole, low in (("embedding", width, 1), ("hidden", hidden, 1), ("inner_steps", inner_steps or 0, 0)):
-        check(name, whole, low, 10_000)
-    check("hidden_layers", hidden_layers, 0, 100)
-    for name, rate in (("momentum", momentum), ("inner_momentum", inner_momentum)):
-        check(name, rate, 0, 1)
-    for name, rate in (("hyper_lr", hyper_lr), ("decay", decay), ("inner_lr", inner_lr), ("inner_decay", inner_decay)):
-        check(name, rate, 0, math.inf)
-    check("clip", clip, 0, math.inf, open_low=True)
-
     optimizer = clipped_sgd(hyper_lr, momentum, decay, clip)
     length: dict[str, Any] = {} if inner_steps is None else {"epochs": None, "steps": inner_steps}
     inner = task._replace(

@@ -3,26 +3,26 @@
 Reference: Dinh, Tran & Nguyen, Personalized federated learning with Moreau envelopes (NeurIPS 2020), Algorithm 1.
 """
 
-import math
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import optax
+from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, evaluate, local, losses, trees
 from fedjax_pfl.averaging import BOTH, beside, predictor, score_beside
-from fedjax_pfl.errors import check
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task
 
 
 def pfedme(
     task: Task,
     *,
-    inner_steps: int = 5,
-    inner_lr: float = 0.01,
-    lam: float = 15.0,
-    beta: float = 1.0,
-    inner_decay: float = 0.0,
+    inner_steps: Annotated[int, Interval(ge=0, le=10_000)] = 5,
+    inner_lr: Annotated[float, Ge(0)] = 0.01,
+    lam: Annotated[float, Ge(0)] = 15.0,
+    beta: Annotated[float, Ge(0)] = 1.0,
+    inner_decay: Annotated[float, Ge(0)] = 0.0,
 ) -> Algorithm:
     """Per batch approaches theta in K steps from the last theta, then moves w by lr lam (w - theta).
 
@@ -39,9 +39,6 @@ def pfedme(
       (the authors' code trains everybody). The personal model is theta, kept as it is; in both codes it is an alias
       of w. Running statistics are theta's, also in the global model. `global_acc` scores w.
     """
-    check("inner_steps", inner_steps, 0, 10_000)
-    for name, value in (("inner_lr", inner_lr), ("lam", lam), ("beta", beta), ("inner_decay", inner_decay)):
-        check(name, value, 0, math.inf)
     loss, optimizer = losses.classification(task.model), task.optimizer(inner_lr)
     split = averaging.split(task)
 

@@ -4,15 +4,15 @@ Reference: Karimireddy et al., SCAFFOLD: stochastic controlled averaging for fed
 Algorithm 1.
 """
 
-import math
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
+from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, evaluate, local, losses, trees
 from fedjax_pfl.averaging import BOTH, predictor
-from fedjax_pfl.errors import check, choose
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task
 
 
@@ -32,7 +32,13 @@ def full_gradient(task: Task, c: Client, variables: PyTree) -> PyTree:
     return trees.scale(1 / jnp.maximum(c.train.size, 1), local.sweep(c.train, summed, task.batch_size))
 
 
-def scaffold(task: Task, *, server_lr: float = 1.0, option: int = 2, weights: str = "uniform") -> Algorithm:
+def scaffold(
+    task: Task,
+    *,
+    server_lr: Annotated[float, Ge(0)] = 1.0,
+    option: Annotated[int, Interval(ge=1, le=2)] = 2,
+    weights: Literal["uniform", "data"] = "uniform",
+) -> Algorithm:
     """Takes local steps along g(y) - c_i + c, and averages the clients' changes of y and of their control variates c_i.
 
     Args:
@@ -44,9 +50,6 @@ def scaffold(task: Task, *, server_lr: float = 1.0, option: int = 2, weights: st
       Option 2 divides by the learning rate, so c_i estimates a gradient for plain SGD only. Running statistics have
       no control variate and are averaged as the models are. A client without training examples is no part of S.
     """
-    check("server_lr", server_lr, 0, math.inf)
-    check("option", option, 1, 2)
-    choose("weights", weights, ("uniform", "data"))
     loss, split = losses.classification(task.model), averaging.split(task)
     optimizer = task.optimizer(task.lr)
 

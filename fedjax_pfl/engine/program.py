@@ -4,7 +4,6 @@ Key streams: see `keys.Run` and `keys.Round`. The sampling stream does not depen
 key see the same clients and, for their main local training, the same batches.
 """
 
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from fedjax_pfl import evaluate, groups, keys, traffic, trees
+from fedjax_pfl import evaluate, groups, hyperparameters, keys, traffic, trees
 from fedjax_pfl.algorithms import ANY_ARCHITECTURE
 from fedjax_pfl.engine import contract, validate
 from fedjax_pfl.engine.cohort import Cohort, Transform
@@ -76,12 +75,6 @@ class Program(NamedTuple):
     mesh: Mesh | None = None  # of several devices
     on_host: bool = False  # rows are NumPy arrays in the host's memory, and no function can be traced
     task: Task | None = None  # that it was made for
-
-
-def hyperparameters(factory: Callable[..., Algorithm]) -> dict[str, Any]:
-    """The keyword arguments of a factory with their defaults."""
-    parameters = inspect.signature(factory).parameters.values()
-    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 def program(
@@ -293,12 +286,12 @@ def _finite(state: State, count: int, lengths: tuple[int, ...]) -> Array:
 
 def _bound(factory: Callable[..., Algorithm], task: Task, hparams: dict[str, Any], lr_decay: float):
     """The method as a function of its numbers and the round, and the numbers."""
-    defaults = hyperparameters(factory)
-    validate.hyperparameters(factory, hparams)
-    hparams = defaults | hparams
+    hyperparameters.check(factory, hparams)
+    known = hyperparameters.of(factory)
+    hparams = hyperparameters.defaults(factory) | hparams
     try:
         with contract.named(factory):
-            made = factory(task, **hparams)  # ranges are checked on the host, before anything is traced
+            made = factory(task, **hparams)  # what depends on the task is checked here, before anything is traced
             contract.check_algorithm(made)
         if made.one_architecture and len(task.models) > 1:
             raise ArchitectureError
@@ -308,9 +301,8 @@ def _bound(factory: Callable[..., Algorithm], task: Task, hparams: dict[str, Any
             f"{name} needs clients of one architecture, and there are {len(task.models)}: methods for several are "
             f"{', '.join(ANY_ARCHITECTURE)}."
         ) from None
-    is_number = {name: isinstance(value, float) or isinstance(defaults[name], float) for name, value in hparams.items()}
-    static = {name: value for name, value in hparams.items() if not is_number[name]}
-    numbers = {name: float(value) for name, value in hparams.items() if is_number[name]}
+    numbers = {name: float(value) for name, value in hparams.items() if known[name].traced and value is not None}
+    static = {name: value for name, value in hparams.items() if name not in numbers}
 
     def algorithm(numbers: dict[str, Array], t: Array | int) -> Algorithm:
         free = {name: value for name, value in numbers.items() if name not in ("lr", "lr_decay")}

@@ -1,10 +1,6 @@
 """What a program hands to the library, checked where it enters: its kinds, its ranges, and that it belongs together."""
 
-import inspect
 import math
-import numbers
-import types
-import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +17,6 @@ from fedjax_pfl.types import Algorithm, Federation, Model, Rows, Task
 LARGEST = 2**31 - 1  # steps and examples are counted in int32
 _COUNTED = "it is counted in 32 bits"
 _ONE_SOURCE = "make both of one data set and one partition"
-_NOUNS = {bool: "True or False", int: "a whole number", float: "a number", str: "text", type(None): "None"}
 
 
 def task(given: Task) -> Task:
@@ -117,22 +112,6 @@ def method(factory: Callable[..., Algorithm] | str) -> Callable[..., Algorithm]:
     return factory
 
 
-def hyperparameters(factory: Callable[..., Algorithm], given: dict[str, Any]) -> None:
-    """Raises InputError for a hyperparameter that the factory does not have, or a value not of its type."""
-    parameters = inspect.signature(factory).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-    if not isinstance(given, dict):
-        raise InputError(f"hparams must be a dict, {{name: value}}, not {type(given).__name__}.")
-    hints = typing.get_type_hints(inspect.unwrap(getattr(factory, "func", factory)))
-    for name, value in given.items():
-        choose("hyperparameter", name, defaults)
-        hint = hints.get(name, type(defaults[name]))
-        kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-        if not any(_is(value, kind) for kind in kinds):
-            nouns = [_NOUNS[kind] for kind in kinds if kind in _NOUNS]
-            raise InputError(f"{name}={value!r} must be {' or '.join(nouns)}.")
-
-
 def layout(lr_decay: Any, width: Any, devices: Any) -> None:
     """Raises InputError for a decay that is not positive, or a width or a number of devices that is none."""
     check("lr_decay", lr_decay, 0, math.inf, open_low=True)
@@ -178,18 +157,6 @@ def federation(task: Task, given: Federation) -> None:
                 f"The federation has labels {labels.min()}..{labels.max()} in {part}, but the task has "
                 f"{task.num_classes} classes: {_ONE_SOURCE}."
             )
-
-
-def _is(value: Any, kind: Any) -> bool:
-    if isinstance(value, jax.core.Tracer):
-        return True
-    if kind not in _NOUNS:
-        return True
-    if isinstance(value, (bool, np.bool_)) or kind is bool:
-        return kind is bool and isinstance(value, (bool, np.bool_))
-    if isinstance(value, (np.ndarray, jax.Array)) and value.ndim == 0:
-        value = value.item()
-    return isinstance(value, {int: numbers.Integral, float: numbers.Real}.get(kind, kind))
 
 
 def _participation(given: Any) -> tuple[float, float]:

@@ -1,0 +1,145 @@
+"""Hyperparameters of a method, read from its factory's signature: kind, range, choices, traced or static.
+
+The keyword-only arguments of a factory are its hyperparameters, and their annotations the only source of what is known
+of them: `lam: Annotated[float, Ge(0)] = 1.0`, `order: Literal["paper", "code"] = "paper"`, `steps: int | None = None`.
+The constraints are those of the package annotated-types. An argument without an annotation has the type of its default.
+"""
+
+import functools
+import inspect
+import math
+import numbers
+import types
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, NamedTuple
+
+import annotated_types
+import jax
+import numpy as np
+
+from fedjax_pfl import errors
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.types import Algorithm, Task
+
+NOUNS: dict[Any, str] = {bool: "True or False", int: "a whole number", float: "a number", str: "text"}
+
+
+class Hyperparameter(NamedTuple):
+    """What is known of one hyperparameter."""
+
+    name: str
+    kind: Any  # bool, int, float or str; of any other annotation the type of the default, and no value is checked
+    default: Any
+    low: float = -math.inf  # the range of a number; closed and infinite on both sides where none is given
+    high: float = math.inf
+    open_low: bool = False
+    open_high: bool = False
+    choices: tuple[Any, ...] = ()  # all allowed values; () where any of the kind is
+    optional: bool = False  # None is allowed, too
+    known: bool = True  # False: of another annotation
+
+    @property
+    def traced(self) -> bool:
+        """Is it an argument of the compiled functions, as floats are, or a constant of the program?"""
+        return self.known and self.kind is float
+
+    @property
+    def ranged(self) -> bool:
+        """Has it a range? (-inf, inf) is one, that of finite numbers."""
+        return (self.low, self.high, self.open_low, self.open_high) != (-math.inf, math.inf, False, False)
+
+
+def of(factory: Callable[..., Algorithm]) -> dict[str, Hyperparameter]:
+    """The hyperparameters of a factory by name, in the order of its signature."""
+    parameters = inspect.signature(factory, eval_str=True).parameters.values()
+    return {p.name: _read(p) for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def defaults(factory: Callable[..., Algorithm]) -> dict[str, Any]:
+    """The hyperparameters of a factory with their defaults."""
+    return {name: known.default for name, known in of(factory).items()}
+
+
+def check(factory: Callable[..., Algorithm], values: Any) -> None:
+    """Raises InputError unless `values`, {name: value}, are hyperparameters of the factory, of the kinds and in the
+    ranges that its signature gives; tracers pass."""
+    if not isinstance(values, dict):
+        raise InputError(f"hparams must be a dict, {{name: value}}, not {type(values).__name__}.")
+    known = of(factory)
+    try:
+        for name, value in values.items():
+            errors.choose("hyperparameter", name, known)
+            _check(known[name], value)
+    except InputError as error:
+        method = getattr(inspect.unwrap(getattr(factory, "func", factory)), "__name__", "the method")
+        raise InputError(f"{method}: {error}") from None
+
+
+def checked(factory: Callable[..., Algorithm]) -> Callable[..., Algorithm]:
+    """The factory that checks what it is called with, see `check`; its signature and its docstring are the same."""
+
+    @functools.wraps(factory)
+    def make(task: Task, **values: Any) -> Algorithm:
+        check(factory, values)
+        return factory(task, **values)
+
+    return make
+
+
+def _check(known: Hyperparameter, value: Any) -> None:
+    if isinstance(value, jax.core.Tracer) or not known.known or (value is None and known.optional):
+        return
+    if not _is(value, known.kind):
+        raise InputError(f"{known.name}={value!r} must be {NOUNS[known.kind]}{' or None' if known.optional else ''}.")
+    if known.choices:
+        errors.choose(known.name, str(value), map(str, known.choices))
+    elif known.ranged:
+        low, high, open_low, open_high = known.low, known.high, known.open_low, known.open_high
+        errors.check(known.name, value, low, high, open_low=open_low, open_high=open_high)
+
+
+def _is(value: Any, kind: type) -> bool:
+    if isinstance(value, np.ndarray | np.generic | jax.Array) and value.ndim == 0:
+        value = value.item()
+    if isinstance(value, bool) or kind is bool:
+        return isinstance(value, bool) and kind is bool
+    wider: dict[type, type] = {int: numbers.Integral, float: numbers.Real}
+    return isinstance(value, wider.get(kind, kind))
+
+
+def _read(parameter: inspect.Parameter) -> Hyperparameter:
+    name, default, annotation = parameter.name, parameter.default, parameter.annotation
+    constraints: list[Any] = []
+    choices: tuple[Any, ...] = ()
+    optional = False
+    while (origin := typing.get_origin(annotation)) in (Annotated, typing.Union, types.UnionType):
+        if origin is Annotated:
+            annotation, *more = typing.get_args(annotation)
+            constraints += more
+            continue
+        kinds = [kind for kind in typing.get_args(annotation) if kind is not type(None)]
+        optional = optional or type(None) in typing.get_args(annotation)
+        annotation = kinds[0] if len(kinds) == 1 else None
+    if origin is Literal:
+        choices = typing.get_args(annotation)
+        annotation = type(choices[0])
+    if annotation is parameter.empty:
+        annotation = type(default)
+    if annotation not in NOUNS:
+        return Hyperparameter(name, type(default), default, optional=optional, known=False)
+    return Hyperparameter(name, annotation, default, **_range(constraints), choices=choices, optional=optional)
+
+
+def _range(constraints: list[Any]) -> dict[str, Any]:
+    """The range that the constraints leave; an infinite end is open as soon as there is one."""
+    found: dict[str, Any] = {}
+    for constraint in constraints:
+        for one in constraint if isinstance(constraint, annotated_types.GroupedMetadata) else [constraint]:
+            for end, closed, opened in (("low", "ge", "gt"), ("high", "le", "lt")):
+                for attribute in (closed, opened):
+                    if isinstance(one, getattr(annotated_types, attribute.capitalize())):
+                        found |= {end: getattr(one, attribute), f"open_{end}": attribute == opened}
+    if found:
+        found = {"low": -math.inf, "high": math.inf, "open_low": True, "open_high": True} | found
+    return found
