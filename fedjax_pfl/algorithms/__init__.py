@@ -1,6 +1,7 @@
 """Every method by its name on the command line: {name: factory}, factory(task, **hyperparameters) -> Algorithm.
 
-These factories check their hyperparameters by their signatures, see `fedjax_pfl.hyperparameters`.
+The factories of this package check their hyperparameters by their signatures, see `fedjax_pfl.hyperparameters`; as
+they stand in their modules they do not.
 """
 
 from collections.abc import Callable
@@ -80,6 +81,7 @@ _FACTORIES: dict[str, Callable[..., Algorithm]] = {
     "pfedafm": pfedafm,
 }
 ALGORITHMS = {name: checked(factory) for name, factory in _FACTORIES.items()}
+globals().update({factory.__name__: factory for factory in ALGORITHMS.values()})  # what is imported from here, too
 
 # methods whose clients may be of several architectures
 ANY_ARCHITECTURE = (

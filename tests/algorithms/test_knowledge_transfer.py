@@ -273,4 +273,4 @@ def test_without_public_examples_it_is_one_sentence():
 )
 def test_bad_input(wrong):
     with pytest.raises(InputError):
-        kt.fedmd(MLP, **wrong)
+        toy.METHODS["fedmd"](MLP, **wrong)
