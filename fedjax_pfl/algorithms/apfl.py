@@ -3,6 +3,7 @@
 Reference: Deng, Kamani & Mahdavi, Adaptive personalized federated learning (2020), Algorithm 1.
 """
 
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 import jax
@@ -15,8 +16,8 @@ from fedjax_pfl.averaging import BOTH, predictor
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task
 
 
-def mixture_loss(task: Task, mix: str):
-    """The loss of the mixture a v + (1 - a) w: (v, a [], w, batch, key) -> (mean loss [], moments for v).
+def mixture_loss(task: Task, mix: str) -> Callable[[PyTree, Array, PyTree, Batch, Array], tuple[Array, PyTree]]:
+    """The loss of the mixture a v + (1 - a) w: (v, a [], w, batch, key) -> (mean loss [], running statistics for v).
 
     Args:
       mix: of the parameters, or of the outputs.
@@ -92,7 +93,7 @@ def apfl(
         return (w, v, a, (opt_w, opt_v), jnp.zeros_like(first)), value
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(c: Client, mine: PyTree):
+        def client(c: Client, mine: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
             w = split.receive(state.server, mine["own"])
             opts = tuple(optimizer.init({part: x[part] for part in BOTH}) for x in (w, mine["v"]))
             carry = (w, mine["v"], mine["alpha"], opts, jnp.bool(True))

@@ -37,7 +37,7 @@ def ditto(
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         proximal = trees.proximal({name: state.server[name] for name in BOTH}, lam)
 
-        def client(c: Client, mine: PyTree):
+        def client(c: Client, mine: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
             v, _ = local.sgd(c.key, c.train, loss, mine["v"], task, extra=proximal, epochs=personal_epochs)
             w = split.receive(state.server, mine["own"])
             w, value = local.sgd(c.key, c.train, loss, w, task)

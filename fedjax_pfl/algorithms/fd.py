@@ -31,7 +31,8 @@ from fedjax_pfl.types import (
 
 def others(server: PyTree, id: Array, class_counts: Array) -> Array:
     """How many other clients sent a prediction of each class in the last round, [C] int32."""
-    return server["count"] - (server["took"][id] & (class_counts > 0))
+    count: Array = server["count"] - (server["took"][id] & (class_counts > 0))
+    return count
 
 
 def teacher(server: PyTree, mine: PyTree, id: Array, class_counts: Array) -> tuple[Array, Array]:
@@ -66,7 +67,7 @@ def fd(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
         return State(server, {"w": groups.stack(task, lambda model: model.init(key)), **mine})
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(c: Client, mine: PyTree):
+        def client(c: Client, mine: PyTree) -> tuple[Array, PyTree, Array, dict[str, Array]]:
             table, known = teacher(state.server, mine, c.id, c.class_counts)
 
             def loss(w: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:

@@ -4,6 +4,7 @@ Reference: Zhang et al., FedALA: adaptive local aggregation for personalized fed
 Algorithm 1.
 """
 
+from collections.abc import Callable
 from typing import Annotated, Literal, NamedTuple
 
 import jax
@@ -23,6 +24,9 @@ class Patience(NamedTuple):
     window: int  # epochs whose losses are compared
     threshold: float | Array  # of their standard deviation
     cap: int
+
+
+Loop = tuple[PyTree, Array, Array, Array]  # the weights, the last epochs' losses, epochs, batches
 
 
 def blend(own: PyTree, received: PyTree, weights: PyTree) -> PyTree:
@@ -45,7 +49,14 @@ def subset(key: Array, data: Data, percent: float | Array) -> Data:
 
 
 def learn(
-    key: Array, data: Data, loss, weights: PyTree, first: Array, task: Task, lr: float | Array, patience: Patience
+    key: Array,
+    data: Data,
+    loss: Callable[[PyTree, Batch, Array], Array],
+    weights: PyTree,
+    first: Array,
+    task: Task,
+    lr: float | Array,
+    patience: Patience,
 ) -> tuple[PyTree, Array]:
     """Descends `loss(weights, batch, key)` within [0, 1]: one epoch, or if `first` [] until the losses are steady.
 
@@ -59,12 +70,12 @@ def learn(
         moved = jax.tree.map(lambda a, g: jnp.clip(a - lr * g, 0, 1), weights, slope)
         return trees.cast(moved, weights), value, count + 1
 
-    def epoch(loop: PyTree) -> PyTree:
+    def epoch(loop: Loop) -> Loop:
         weights, recent, epochs, count = loop
         weights, last, count = local.fold(data, batch, (weights, jnp.zeros(()), count), task.batch_size)
         return weights, jnp.roll(recent, -1).at[-1].set(last), epochs + 1, count
 
-    def goes_on(loop: PyTree) -> Array:
+    def goes_on(loop: Loop) -> Array:
         _, recent, epochs, _ = loop
         steady = (epochs > patience.window) & (jnp.std(recent) < patience.threshold)
         return (data.size > 0) & (epochs < jnp.where(first, patience.cap, 1)) & ~steady
@@ -129,7 +140,7 @@ def fedala(
         return trees.merge(blend(mine["w"], received, weights), rest), weights, epochs
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(c: Client, mine: PyTree):
+        def client(c: Client, mine: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array], dict[str, Array]]:
             w, weights, epochs = start(c, state.server, mine)
             w, value = local.sgd(c.key, c.train, loss, w, task)
             shared, own = split.send(w)

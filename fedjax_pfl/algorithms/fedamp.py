@@ -159,7 +159,7 @@ def fedamp(
         order = jnp.argsort(cohort.ids)  # a matrix product may round a row by its place: give each row its own
         u, seen = trees.gather(mix(state.server, cohort.ids[order]), jnp.argsort(order))
 
-        def client(c: Client, u: PyTree, w: PyTree, stats: PyTree):
+        def client(c: Client, u: PyTree, w: PyTree, stats: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
             variables, value = local.sgd(
                 c.key, c.train, loss, {**w, "stats": stats}, task, extra=proximal(prox, u, lam / alpha)
             )

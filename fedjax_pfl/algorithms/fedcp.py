@@ -87,8 +87,12 @@ class Frozen(NamedTuple):
     context: Array  # [K], the client's vector
 
 
-def gated(task: Task, network: Network | None, policy: str, off: set[str]):
-    """The personal model: (variables, frozen, x, mask, train, key) -> (logits [B, C], h [B, K], s, new stats).
+# (variables, frozen, x, mask, train, key) -> logits [B, C], h [B, K], s [B, K], new stats
+Apply = Callable[[PyTree, Frozen, Array, Array, bool, Array], tuple[Array, Array, Array | None, PyTree]]
+
+
+def gated(task: Task, network: Network | None, policy: str, off: set[str]) -> Apply:
+    """The personal model.
 
     Args:
       network: the CPN; without it (None) features go whole through each head, and s is None.
@@ -104,7 +108,9 @@ def gated(task: Task, network: Network | None, policy: str, off: set[str]):
             return jnp.broadcast_to(context, h.shape)
         return h if "cs" in off else h * context[None]
 
-    def apply(variables: PyTree, frozen: Frozen, x: Array, mask: Array, train: bool, key: Array):
+    def apply(
+        variables: PyTree, frozen: Frozen, x: Array, mask: Array, train: bool, key: Array
+    ) -> tuple[Array, Array, Array | None, PyTree]:
         own = {"body": variables["body"], "stats": variables["stats"]["model"]}
         h, moments = model.features(own, x, mask=mask, train=train, key=key)
         stats = {"model": moments, "policy": variables["stats"]["policy"]}
@@ -199,7 +205,7 @@ def fedcp(
         return lambda x, mask: apply(variables, frozen, x, mask, False, c.key)[0]
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(c: Client, own: PyTree):
+        def client(c: Client, own: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array], dict[str, Array]]:
             w, frozen = receive(state.server, own)
             w, (value, ratio) = local.sgd(c.key, c.train, objective(frozen), w, task, train=PARTS, has_aux=True)
             post = evaluate.post(cohort, c, predictor(w, frozen, c))

@@ -47,8 +47,8 @@ def feddf(
     """
     rule = {"adam": optax.adam, "sgd": optax.sgd}[student_optimizer]
     steps = passes * -(-public.count(task, public_size) // public_batch)
-    decayed = optax.cosine_decay_schedule(student_lr, max(steps, 1))  # type: ignore[arg-type]  # may be traced
-    optimizer = optax.chain(clipped(clip), rule(decayed))  # type: ignore[arg-type]
+    decayed = optax.cosine_decay_schedule(student_lr, max(steps, 1))  # which may be traced
+    optimizer = optax.chain(clipped(clip), rule(decayed))
     server_task = task._replace(optimizer=lambda lr: optimizer, batch_size=public_batch, drop_last=False, augment=None)
     split = averaging.split(task)
 
@@ -77,7 +77,7 @@ def feddf(
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         index = public.draw(key, task, public_size)
 
-        def client(c: Client, own: PyTree):
+        def client(c: Client, own: PyTree) -> tuple[Own, Own, Array, Array, dict[str, Array]]:
             w = split.receive(groups.select(state.server, c.group), own)
             w, value = local.sgd(c.key, c.train, losses.classification(c.model), w, task)
             shared, own = split.send(w, c.group)

@@ -5,7 +5,7 @@ The latent z is to hold what all clients have in common, c what is a client's ow
 Reference: FedDVA, "Federated learning with heterogeneous data by a dual variational autoencoder", Algorithm 1.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 from annotated_types import Ge, Interval
@@ -91,8 +91,8 @@ def feddva(
     """
     nets = networks(task, latent, personal, hidden, head)
     owner = "personal" if head == "none" else head
-    weights: dict = {"alpha": alpha, "beta": beta, "xi": xi * personal, "cls": cls}
-    kinds: dict = {"regulariser": regulariser, "reconstruction": reconstruction, "detach": detach}
+    weights: dict[str, Any] = {"alpha": alpha, "beta": beta, "xi": xi * personal, "cls": cls}
+    kinds: dict[str, Any] = {"regulariser": regulariser, "reconstruction": reconstruction, "detach": detach}
     phases = dva_phases.phases(nets, mode, owner, **weights, **kinds)
     start = jax.eval_shape(lambda: dva_phases.init(nets, jax.random.key(0)))
     stay = tuple(set(start) - set(dva_phases.shared_parts(nets, owner)))
@@ -106,7 +106,7 @@ def feddva(
         return lambda x, mask: dva_phases.outputs(nets, variables, x, mask)
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(c: Client, own: PyTree):
+        def client(c: Client, own: PyTree) -> tuple[PyTree, PyTree, list[Array], dict[str, Array]]:
             w, losses = split.receive(state.server, own), []
             streams = (c.key, *(keys.fold(c.key, stream) for stream in LATER))
             for phase, stream in zip(phases, streams, strict=False):

@@ -22,9 +22,11 @@ def losses_of_rows(task: Task, components: PyTree, batch: Batch) -> Array:
 
     def one(theta: PyTree) -> Array:
         logits = predictor(task.model, theta)(batch.x, batch.mask)
-        return optax.losses.softmax_cross_entropy_with_integer_labels(logits, batch.y)
+        each: Array = optax.losses.softmax_cross_entropy_with_integer_labels(logits, batch.y)
+        return each
 
-    return jax.lax.map(one, components).T
+    loss: Array = jax.lax.map(one, components)  # [M, B]
+    return loss.T
 
 
 def responsibilities(pi: Array, loss: Array) -> Array:
@@ -99,7 +101,7 @@ def fedem(
         return local.sgd(c.key, c.train, loss, theta, task)
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(c: Client, mine: PyTree):
+        def client(c: Client, mine: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
             theta = split.receive(state.server, mine["own"])
             q, pi = e_step(task, theta, mine["pi"], c.train)
             theta, value = jax.lax.map(lambda given: m_step(c, *given), (theta, q.T))

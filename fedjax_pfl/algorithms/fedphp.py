@@ -21,7 +21,7 @@ def momentum(count: Array, mu0: float | Array, expected: float) -> Array:
     return mu0 * jnp.minimum(1, count / max(1.0, expected))
 
 
-def transfer_loss(task: Task, teacher: PyTree, lam: float | Array, regularizer: str):
+def transfer_loss(task: Task, teacher: PyTree, lam: float | Array, regularizer: str) -> local.Loss:
     """(1 - lam) cross entropy + lam R(w, teacher), as `local.sgd` takes it; the teacher does not move.
 
     Args:
@@ -74,7 +74,7 @@ def fedphp(
         return State(shared, trees.replicate({"h": w, "count": jnp.zeros((), jnp.int32), "own": own}, task.num_clients))
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(c: Client, mine: PyTree):
+        def client(c: Client, mine: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
             w, loss = split.receive(state.server, mine["own"]), transfer_loss(task, mine["h"], lam, regularizer)
             w, value = local.sgd(c.key, c.train, loss, w, task)
             h = trees.lerp(momentum(mine["count"], mu0, expected), mine["h"], w)

@@ -71,7 +71,7 @@ def fedproto(
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         proto, known = state.server["proto"], state.server["known"]  # [K, C], [C]
 
-        def client(c: Client, w: PyTree):
+        def client(c: Client, w: PyTree) -> tuple[Array, Own, Array, dict[str, Array]]:
             def loss(w: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
                 h, stats = c.model.features(w, batch.x, mask=batch.mask, train=True, key=key)
                 value = losses.cross_entropy(c.model.head(w["head"], h), batch.y, batch.mask)

@@ -35,7 +35,8 @@ def fedrod(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
     """
     model, split = task.model, averaging.split(task)
 
-    def separate(lr: float | Array):  # two optimizers, so that nothing of one head's gradient reaches the other
+    # two optimizers, so that nothing of one head's gradient reaches the other
+    def separate(lr: float | Array) -> optax.GradientTransformation:
         groups = {"generic": task.optimizer(lr), "own": task.optimizer(lr)}
         return optax.multi_transform(groups, {"body": "generic", "head": "generic", "own": "own"})
 
@@ -53,7 +54,7 @@ def fedrod(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
         return State(shared, trees.replicate({"head": w["head"], "rest": stats}, task.num_clients))
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(c: Client, mine: PyTree):
+        def client(c: Client, mine: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
             def loss(variables: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
                 h, stats = model.features(variables, batch.x, mask=batch.mask, train=True, key=key)
                 z = model.head(variables["head"], h)

@@ -26,7 +26,7 @@ def find(name: str) -> Callable[..., Algorithm]:
     if not colon:
         return ALGORITHMS[choose("algo", name, ALGORITHMS)]
     module = _from_file(Path(place)) if place.endswith(".py") else _from_package(place, name)
-    found = getattr(module, factory, None)
+    found: Callable[..., Algorithm] | None = getattr(module, factory, None)
     if not callable(found):
         functions = [x for x, value in vars(module).items() if callable(value) and not x.startswith("_")]
         raise InputError(f"algo={name}: there is no function {factory!r}, only {', '.join(functions) or 'none'}.")

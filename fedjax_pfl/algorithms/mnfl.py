@@ -89,7 +89,7 @@ def mnfl(
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         server = state.server
 
-        def client(c: Client, own: PyTree):
+        def client(c: Client, own: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
             start = split.receive(received(server, c), own)
             w, value = local.sgd(c.key, c.train, loss, start, task)
             shared, own = split.send(w)
@@ -103,7 +103,7 @@ def mnfl(
         def coefficients(c: Client, w: PyTree) -> tuple[Array, Array]:
             weight = lam * c.train.size / jnp.maximum(1, cohort.total)
 
-            def step(_, row: Array) -> Array:
+            def step(_: Array, row: Array) -> Array:
                 return descend(row, weight * gradient(row, w, compared), here, coef_lr, rho, penalty)
 
             row = jax.lax.fori_loop(0, coef_steps, step, server["coefficients"][c.id])

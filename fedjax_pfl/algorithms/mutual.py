@@ -7,6 +7,7 @@ learning via knowledge distillation (Nature Communications 2022); FedAPEN, Qin e
 federated learning with adaptability to statistical heterogeneity (KDD 2023).
 """
 
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 import jax
@@ -24,6 +25,7 @@ from fedjax_pfl.types import (
     Client,
     Cohort,
     Metrics,
+    Model,
     Predictor,
     PyTree,
     Scores,
@@ -65,7 +67,7 @@ def fml(
     small = exchanged(task)
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(c: Client, mine: PyTree):
+        def client(c: Client, mine: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
             objective = fml_objective(alpha, beta)
             upload, mine, value = learn(c, c.train, mine, state.server, small, objective, task, clip=clip)
             return upload, marked(mine), value, evaluate.post(cohort, c, predictor(c.model, mine["w"]))
@@ -122,7 +124,7 @@ def fedkd(
 
     def init(key: Array) -> State:
         state, fan_in = start(key, task, small), small.model.num_features
-        draw = lambda model: jax.random.uniform(
+        draw: Callable[[Model], Array] = lambda model: jax.random.uniform(
             keys.fold(key, keys.Init.MAP), (model.num_features, fan_in), minval=-1, maxval=1
         )
         return state._replace(clients={**state.clients, "map": groups.stack(task, lambda m: draw(m) / fan_in**0.5)})
@@ -132,7 +134,7 @@ def fedkd(
             energy = energy_start + (energy_end - energy_start) * cohort.round / max(task.rounds, 1)
             return compress(theta, state.server, energy) if svd else (theta, jnp.int32(trees.size(theta)))
 
-        def client(c: Client, mine: PyTree):
+        def client(c: Client, mine: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array], Array]:
             upload, mine, value = learn(c, c.train, mine, state.server, small, objective, task, also=("map",))
             upload, up = squeeze(upload)
             post = evaluate.post(cohort, c, predictor(c.model, mine["w"]))
@@ -140,7 +142,7 @@ def fedkd(
 
         theta, (mine, value, post, up) = cohort.mean(client, state.clients, weight=cohort.trained, default=state.server)
         theta, down = squeeze(theta)
-        scalars: tuple = ({"scalars_up": up}, {"scalars_down": down}) if svd else ()
+        scalars: tuple[dict[str, Array], ...] = ({"scalars_up": up}, {"scalars_down": down}) if svd else ()
         return State(theta, mine), Metrics(value, post, *scalars)
 
     def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
@@ -152,7 +154,7 @@ def fedkd(
 
 def fedkd_objective(detach: bool, scale: float) -> Objective:
     """FedKD's losses; the divergence of predictions is multiplied by `scale`."""
-    given = stop if detach else lambda x: x
+    given: Callable[[Array], Array] = stop if detach else lambda x: x
 
     def objective(v: PyTree, own: Outputs, small: Outputs, batch: Batch) -> tuple[Array, Array]:
         teacher, student = (losses.cross_entropy(out.z, batch.y, batch.mask) for out in (own, small))
@@ -179,7 +181,7 @@ def fedapen_objective(lam: Array) -> Objective:
     """FedAPEN's two losses: the labels, the other's predictions, and the labels by the ensemble."""
 
     def objective(v: PyTree, own: Outputs, small: Outputs, batch: Batch) -> tuple[Array, Array]:
-        fit = lambda z: losses.cross_entropy(z, batch.y, batch.mask)
+        fit: Callable[[Array], Array] = lambda z: losses.cross_entropy(z, batch.y, batch.mask)
         private = fit(own.z) + divergence(stop(small.z), own.z, batch.mask) + fit(mixed(lam, own.z, stop(small.z)))
         shared = fit(small.z) + divergence(stop(own.z), small.z, batch.mask) + fit(mixed(lam, stop(own.z), small.z))
         return private + shared, private
@@ -237,15 +239,15 @@ def fedapen(
         return state._replace(clients={**state.clients, "lam": first})
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(c: Client, mine: PyTree):
+        def client(c: Client, mine: PyTree) -> tuple[PyTree, PyTree, Array]:
             data, _ = local.holdout(c.train, held_out)
             upload, mine, value = learn(c, data, mine, state.server, small, fedapen_objective(mine["lam"]), task)
             return upload, marked(mine), value
 
-        def adapt(c: Client, mine: PyTree):
+        def adapt(c: Client, mine: PyTree) -> tuple[Array, dict[str, Array]]:
             own, shared = both(theta, mine, c)
 
-            def step(key: Array, lam: Array, batch: Batch) -> tuple[Array, tuple]:
+            def step(key: Array, lam: Array, batch: Batch) -> tuple[Array, tuple[()]]:
                 z = own(batch.x, batch.mask), shared(batch.x, batch.mask)
                 slope = jax.grad(lambda lam: losses.cross_entropy(mixed(lam, *z), batch.y, batch.mask))(lam)
                 return jnp.clip(lam - lam_lr * slope, 0, 1), ()

@@ -29,7 +29,15 @@ def curvature(gradient: Callable[[PyTree], PyTree], w: PyTree, v: PyTree, varian
     return jax.tree.map(lambda a, b: (a - b) / (2 * delta), ahead, behind)
 
 
-def meta_gradient(loss, variables: PyTree, batches: tuple, key: Array, variant: str, alpha, delta):
+def meta_gradient(
+    loss: Callable[[PyTree, Batch, Array], tuple[Array, PyTree]],
+    variables: PyTree,
+    batches: tuple[Batch, ...],
+    key: Array,
+    variant: str,
+    alpha: float | Array,
+    delta: float | Array,
+) -> tuple[PyTree, Array, PyTree]:
     """The gradient of f(w - alpha grad f(w)) by w, an estimate from two batches (fo) or three.
 
     Args:
@@ -108,7 +116,7 @@ def per_fedavg(
         return ({**optax.apply_updates(params, updates), "stats": stats}, opt), value
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(c: Client, own: PyTree):
+        def client(c: Client, own: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
             w = split.receive(state.server, own)
             start = (w, optimizer.init({part: w[part] for part in BOTH}))
             (w, _), value, _ = local.work(c.key, c.train, step, start, task, batches_per_step=batches)

@@ -35,9 +35,10 @@ class _Branched(NamedTuple):
 
     def held(self, class_counts: Array) -> Array:
         """[..., C] -> [..., T], training examples of each task."""
-        return class_counts @ self.b.member.T
+        count: Array = class_counts @ self.b.member.T
+        return count
 
-    def shares(self, by: str, cohort) -> Array:
+    def shares(self, by: str, cohort: Cohort) -> Array:
         """The weights of a branch's holders, [S, T], not normalised."""
         n = self.held(cohort.class_counts)
         return {"uniform": n > 0, "data": cohort.sizes[:, None] * (n > 0), "task_count": n}[by]
@@ -150,7 +151,7 @@ def pfedc(
         return State(shared | {"start": w["head"]}, trees.replicate(row, task.num_clients))
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(c: Client, own: PyTree):
+        def client(c: Client, own: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array], dict[str, Array]]:
             w, value, seen = on.train(c, compose(state.server, own, c))
             shared, own = split.send(w)
             return shared, own, value, seen, evaluate.post(cohort, c, on.predictor(w), on.score)
@@ -159,7 +160,7 @@ def pfedc(
         weight = {"body": cohort.sizes, "head": by_branch, "stats": cohort.sizes}
         last = {part: state.server[part] for part in weight}  # what nobody holds keeps its last value
         mean, (rest, value, seen, post) = cohort.mean(client, state.clients, weight=weight, default=last)
-        receive = jax.vmap(lambda holds, old: trees.choose(holds, mean["head"], old))
+        receive: Callable[[Array, PyTree], PyTree] = jax.vmap(lambda holds, old: trees.choose(holds, mean["head"], old))
         own = {"head": receive(by_branch > 0, state.clients["head"]) if stale else (), "rest": rest}
         tasks_held = jnp.sum(held(cohort.class_counts) > 0, axis=-1)
         return State(state.server | mean, own), Metrics(value, post, {"tasks": tasks_held, **seen})
@@ -227,7 +228,7 @@ def privacy_pfedc(
         return State(server, trees.replicate({"head": w["head"], "rest": own}, task.num_clients))
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(c: Client, own: PyTree):
+        def client(c: Client, own: PyTree) -> tuple[PyTree, ...]:
             w, value, seen = on.train(c, compose(state.server, own))
             shared, own = split.send(w)
             phi = {"body": shared["body"], "stats": shared["stats"]}
@@ -243,7 +244,7 @@ def privacy_pfedc(
         total, up, down = encryption.total(cohort.everywhere(upload), cohort.ids, cohort.active, backend)
         # from here on as each of the round's clients does by itself, for they alone can read the sums
         mean = _ratio(total["branches"], total["weight"][b.column], heads)
-        receive = jax.vmap(lambda holds, old: trees.choose(holds, mean, old))
+        receive: Callable[[Array, PyTree], PyTree] = jax.vmap(lambda holds, old: trees.choose(holds, mean, old))
         own = {"head": receive(factors["branches"] > 0, state.clients["head"]), "rest": rest}
         n = jnp.sum(jnp.where(cohort.active, cohort.sizes, 0))
         server = trees.choose(n > 0, _ratio(total["phi"], n, phi), state.server) if encrypt_phi else clear

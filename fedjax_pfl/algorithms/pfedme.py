@@ -14,6 +14,8 @@ from fedjax_pfl import averaging, evaluate, local, losses, trees
 from fedjax_pfl.averaging import BOTH, beside, predictor, score_beside
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task
 
+Inner = tuple[PyTree, PyTree, PyTree]  # theta, its running statistics, the optimizer's state
+
 
 def pfedme(
     task: Task,
@@ -42,10 +44,10 @@ def pfedme(
     loss, optimizer = losses.classification(task.model), task.optimizer(inner_lr)
     split = averaging.split(task)
 
-    def approach(key: Array, w: PyTree, start: tuple, batch: Batch) -> tuple[tuple, Array]:
-        """K steps from (theta, moments, optimizer state); also the loss before the last of them."""
+    def approach(key: Array, w: PyTree, start: Inner, batch: Batch) -> tuple[Inner, Array]:
+        """K steps from (theta, running statistics, optimizer state); also the loss before the last of them."""
 
-        def step(_, loop: tuple) -> tuple[tuple, Array]:
+        def step(_: Array, loop: tuple[Inner, Array]) -> tuple[Inner, Array]:
             (theta, stats, opt), _ = loop
             objective = lambda theta: loss({**theta, "stats": stats}, batch, key)
             (value, stats), gradient = jax.value_and_grad(objective, has_aux=True)(theta)
@@ -54,7 +56,8 @@ def pfedme(
             return (optax.apply_updates(theta, updates), stats, opt), value
 
         value, _ = loss({**start[0], "stats": start[1]}, batch, key)
-        return jax.lax.fori_loop(0, inner_steps, step, (start, value))
+        last: tuple[Inner, Array] = jax.lax.fori_loop(0, inner_steps, step, (start, value))
+        return last
 
     def init(key: Array) -> State:
         w = task.model.init(key)
@@ -68,7 +71,7 @@ def pfedme(
             moved = jax.tree.map(lambda x, t: x - task.lr * lam * (x - t), w, inner[0])
             return (trees.cast(moved, w), inner), value
 
-        def client(c: Client, mine: PyTree):
+        def client(c: Client, mine: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
             received = split.receive(state.server, mine["own"])
             w = {part: received[part] for part in BOTH}
             start = (w, (w, received["stats"], optimizer.init(w)))

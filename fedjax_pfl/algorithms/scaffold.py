@@ -74,7 +74,7 @@ def scaffold(
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         control = state.server["c"]
 
-        def client(c: Client, mine: PyTree):
+        def client(c: Client, mine: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
             received = split.receive(state.server["w"], mine["own"])
             correction = jax.tree.map(jnp.subtract, control, mine["c"])
             y, value, count = train(c, received, correction)
