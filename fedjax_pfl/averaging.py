@@ -41,6 +41,11 @@ class Phase(NamedTuple):
     stream: keys.Client | None = None  # None: the client's main key
 
 
+def params(variables: PyTree) -> PyTree:
+    """A model's parameters, without its running statistics."""
+    return {part: variables[part] for part in BOTH}
+
+
 def predictor(model: Model, variables: PyTree) -> Predictor:
     """The logits of a model with these variables."""
     return lambda x, mask: model.apply(variables, x, mask=mask, train=False)[0]

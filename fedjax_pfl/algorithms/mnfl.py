@@ -12,7 +12,7 @@ from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, evaluate, local, losses, traffic, trees
 from fedjax_pfl.aggregate import descend
-from fedjax_pfl.averaging import BOTH, predictor
+from fedjax_pfl.averaging import params, predictor
 from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Predictor, PyTree, State, Task, Traffic
 
 EXACT = jax.lax.Precision.HIGHEST  # models are mixed in float32 on every device
@@ -83,12 +83,10 @@ def mnfl(
             return v
         return trees.lerp((1 - transfer_lr) ** transfer_steps, trees.gather(server["w"], c.id), v)
 
-    def params(w: PyTree) -> PyTree:
-        return {part: w[part] for part in BOTH}
-
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         server = state.server
 
+        # each client trains the mixture that it receives
         def client(c: Client, own: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
             start = split.receive(received(server, c), own)
             w, value = local.sgd(c.key, c.train, loss, start, task)
@@ -96,6 +94,7 @@ def mnfl(
             return shared, own, value, evaluate.post(cohort, c, predictor(task.model, w))
 
         w, own, value, post = cohort.map(client, state.clients)
+        # the server keeps the models, and moves the coefficients of those that trained them (Eq. 7)
         models = trees.scatter(server["w"], cohort.ids, w, cohort.trained)
         here = jnp.zeros(n, bool).at[cohort.ids].set(cohort.trained)
         compared = params(server["w"] if residual == "sent" else models)
