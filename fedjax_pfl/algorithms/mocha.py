@@ -58,6 +58,74 @@ def ascend(alpha: Array, y: Array, x: Array, w: Array, step: Array, rho: Array) 
     return y * jnp.clip((1 - margin) / (step * rho * jnp.sum(x * x)) + alpha * y, 0, 1)
 
 
+def inputs(x: Array) -> Array:
+    """Examples [B, ...] as rows [B, d]: flattened, and a constant 1."""
+    flat = x.reshape(x.shape[0], -1)
+    return jnp.concatenate([flat, jnp.ones((x.shape[0], 1), flat.dtype)], axis=1)
+
+
+def signs(y: Array, c: Client, pairs: bool) -> Array:
+    """The label [] as -1 or 1 of every column, [H]; in `pairs` of classes the lower id is -1."""
+    if pairs:
+        return jnp.where(y == jnp.argmax(c.class_counts > 0), -1.0, 1.0)[None]
+    return jnp.where(y == jnp.arange(len(c.class_counts)), 1.0, -1.0)
+
+
+def predictor(w: Array, c: Client, pairs: bool) -> Predictor:
+    """The logits [B, C] of a client's model [d, H]; in `pairs` of classes -z and z at its two, -inf at the others."""
+
+    def predict(x: Array, mask: Array) -> Array:
+        z = jnp.dot(inputs(x), w)
+        if not pairs:
+            return z
+        here = c.class_counts > 0
+        low = jnp.arange(len(here)) == jnp.argmax(here)
+        return jnp.where(here[None], jnp.where(low[None], -z, z), -jnp.inf)
+
+    return predict
+
+
+def climb(
+    server: PyTree, alpha: Array, c: Client, lam: float | Array, frac: float | Array, pairs: bool
+) -> tuple[Array, Array, Array, Array]:
+    """SDCA on a client's subproblem (Eq. 4): its new alpha [M, H], the changes of its b and w [d, H], and the mean
+    hinge loss [] before the steps."""
+    w, size = server["w"][c.id], jnp.maximum(c.train.size, 1)
+    sigma, rho = server["sigma"][c.id, c.id], server["rho"]
+
+    def step(key: Array, carry: PyTree, batch: Batch) -> tuple[PyTree, Array]:
+        alpha, dw, db = carry
+        x, y, row = inputs(batch.x)[0], signs(batch.y[0], c, pairs), batch.row[0]
+        new = ascend(alpha[row], y, x, w + rho * dw, sigma / (lam * size), rho)
+        change = x[:, None] * (new - alpha[row])[None]
+        hinge = jnp.mean(jnp.maximum(1 - y * jnp.dot(x, w + dw, precision=EXACT), 0))
+        carry = alpha.at[row].set(new), dw + sigma / (lam * size) * change, db + change / size
+        return carry, hinge
+
+    visits = jnp.ceil(frac * c.train.size).astype(jnp.int32)
+    carry = alpha, jnp.zeros_like(w), jnp.zeros_like(w)
+    (alpha, dw, db), hinge, _ = local.steps(c.key, c.train, step, carry, batch_size=1, steps=visits)
+    return alpha, db, dw, hinge
+
+
+def descend(server: PyTree, omega: Array, c: Client, lam: float | Array, task: Task) -> tuple[Array, Array]:
+    """SGD on the cross entropy + lam/2 tr(W Omega W') as a function of the client's own model [d, H]: it and the mean
+    cross entropy []."""
+    optimizer, w = task.optimizer(task.lr), server["w"][c.id]
+    own = omega[c.id, c.id]
+    others = jnp.tensordot(omega[c.id], server["w"], 1, precision=EXACT) - own * w
+
+    def step(key: Array, carry: PyTree, batch: Batch) -> tuple[PyTree, Array]:
+        w, opt = carry
+        loss = lambda w: losses.cross_entropy(jnp.dot(inputs(batch.x), w), batch.y, batch.mask)
+        value, gradient = jax.value_and_grad(loss)(w)
+        updates, opt = optimizer.update(gradient, opt, w)
+        return ((w + updates - task.lr * lam * others) / (1 + task.lr * lam * own), opt), value
+
+    (w, _), value, _ = local.work(c.key, c.train, step, (w, optimizer.init(w)), task)
+    return w, value
+
+
 def mocha(
     task: Task,
     *,
@@ -88,26 +156,8 @@ def mocha(
     pairs = sdca and bool(np.all(np.count_nonzero(task.class_counts, axis=1) == 2))
     columns = 1 if pairs else classes
 
-    def inputs(x: Array) -> Array:
-        flat = x.reshape(x.shape[0], -1)
-        return jnp.concatenate([flat, jnp.ones((x.shape[0], 1), flat.dtype)], axis=1)
-
-    def signs(y: Array, c: Client) -> Array:
-        """Labels [] as -1 or 1 of every column, [H]."""
-        if pairs:
-            return jnp.where(y == jnp.argmax(c.class_counts > 0), -1.0, 1.0)[None]
-        return jnp.where(y == jnp.arange(classes), 1.0, -1.0)
-
-    def predictor(w: Array, c: Client) -> Predictor:
-        def predict(x: Array, mask: Array) -> Array:
-            z = jnp.dot(inputs(x), w)
-            if not pairs:
-                return z
-            here = c.class_counts > 0
-            low = jnp.arange(classes) == jnp.argmax(here)
-            return jnp.where(here[None], jnp.where(low[None], -z, z), -jnp.inf)
-
-        return predict
+    def models(sigma: Array, b: Array) -> Array:
+        return jnp.tensordot(sigma, b, 1, precision=EXACT) / lam  # W = B Sigma / lambda, whatever Sigma has been
 
     def init(key: Array) -> State:
         zero, sigma = jnp.zeros((n, d, columns)), jnp.eye(n) / n
@@ -116,80 +166,37 @@ def mocha(
         server = {"w": zero, "b": zero, "sigma": sigma, "rho": aggregation(sigma)}
         return State(server, {"alpha": jnp.zeros((n, int(task.sizes.max()), columns))})
 
-    def climb(server: PyTree, alpha: Array, c: Client) -> tuple[Array, Array, Array, Array]:
-        """SDCA: the new alpha [M, H], the client's change of its b and its w, and the mean hinge loss before steps."""
-        w, size = server["w"][c.id], jnp.maximum(c.train.size, 1)
-        sigma, rho = server["sigma"][c.id, c.id], server["rho"]
-
-        def step(key: Array, carry: PyTree, batch: Batch) -> tuple[PyTree, Array]:
-            alpha, dw, db = carry
-            x, y, row = inputs(batch.x)[0], signs(batch.y[0], c), batch.row[0]
-            new = ascend(alpha[row], y, x, w + rho * dw, sigma / (lam * size), rho)
-            change = x[:, None] * (new - alpha[row])[None]
-            hinge = jnp.mean(jnp.maximum(1 - y * jnp.dot(x, w + dw, precision=EXACT), 0))
-            carry = alpha.at[row].set(new), dw + sigma / (lam * size) * change, db + change / size
-            return carry, hinge
-
-        visits = jnp.ceil(frac * c.train.size).astype(jnp.int32)
-        carry = alpha, jnp.zeros_like(w), jnp.zeros_like(w)
-        (alpha, dw, db), hinge, _ = local.steps(c.key, c.train, step, carry, batch_size=1, steps=visits)
-        return alpha, db, dw, hinge
-
-    def descend(server: PyTree, omega: Array, c: Client) -> tuple[Array, Array]:
-        """SGD on the cross entropy + lam/2 tr(W Omega W') as a function of the client's own model."""
-        optimizer, w = task.optimizer(task.lr), server["w"][c.id]
-        own = omega[c.id, c.id]
-        others = jnp.tensordot(omega[c.id], server["w"], 1, precision=EXACT) - own * w
-
-        def step(key: Array, carry: PyTree, batch: Batch) -> tuple[PyTree, Array]:
-            w, opt = carry
-            loss = lambda w: losses.cross_entropy(jnp.dot(inputs(batch.x), w), batch.y, batch.mask)
-            value, gradient = jax.value_and_grad(loss)(w)
-            updates, opt = optimizer.update(gradient, opt, w)
-            return ((w + updates - task.lr * lam * others) / (1 + task.lr * lam * own), opt), value
-
-        (w, _), value, _ = local.work(c.key, c.train, step, (w, optimizer.init(w)), task)
-        return w, value
-
-    def related(server: PyTree, t: Array) -> PyTree:
-        """The server after its inner step, with new relations where round t closes an outer one."""
-        renew = (t + 1) % period == 0
-        sigma = jax.lax.cond(renew, lambda: relations(server["w"]), lambda: server["sigma"])
-        if not sdca:
-            return {**server, "sigma": sigma}
-        w = models(sigma, server["b"])
-        return {"w": w, "b": server["b"], "sigma": sigma, "rho": aggregation(sigma)}
-
-    def models(sigma: Array, b: Array) -> Array:
-        return jnp.tensordot(sigma, b, 1, precision=EXACT) / lam  # W = B Sigma / lambda, whatever Sigma has been
-
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         server = state.server
+        omega = None if sdca else jnp.linalg.inv(server["sigma"])
+
+        # each client solves its subproblem approximately: its dual variables and what they change, or its model
+        def client(c: Client, mine: PyTree):
+            if omega is None:
+                alpha, db, dw, value = climb(server, mine["alpha"], c, lam, frac, pairs)
+                mine, row, w = {"alpha": alpha}, server["b"][c.id] + db, server["w"][c.id] + dw
+            else:
+                w, value = descend(server, omega, c, lam, task)
+                row = w
+            return mine, row, value, evaluate.post(cohort, c, predictor(w, c, pairs))
+
+        mine, rows, value, post = cohort.map(client, state.clients)
+        # the server adds up, and makes the models of the sums
+        name = "b" if sdca else "w"
+        server = {**server, name: trees.scatter(server[name], cohort.ids, rows, cohort.active)}
         if sdca:
-
-            def client(c: Client, mine: PyTree):
-                alpha, db, dw, value = climb(server, mine["alpha"], c)
-                post = evaluate.post(cohort, c, predictor(server["w"][c.id] + dw, c))
-                return {"alpha": alpha}, server["b"][c.id] + db, value, post
-
-            mine, rows, value, post = cohort.map(client, state.clients)
-            b = trees.scatter(server["b"], cohort.ids, rows, cohort.active)
-            server = {**server, "b": b, "w": models(server["sigma"], b)}
-        else:
-            omega = jnp.linalg.inv(server["sigma"])
-
-            def client(c: Client, mine: PyTree):
-                w, value = descend(server, omega, c)
-                return mine, w, value, evaluate.post(cohort, c, predictor(w, c))
-
-            mine, rows, value, post = cohort.map(client, state.clients)
-            server = {**server, "w": trees.scatter(server["w"], cohort.ids, rows, cohort.active)}
+            server["w"] = models(server["sigma"], server["b"])
+        # where an outer iteration ends it learns Sigma of the models, and rho and the models follow
+        renew = (cohort.round + 1) % period == 0
+        sigma = jax.lax.cond(renew, lambda: relations(server["w"]), lambda: server["sigma"])
+        server = {**server, "sigma": sigma}
+        if sdca:
+            server |= {"w": models(sigma, server["b"]), "rho": aggregation(sigma)}
         someone = jnp.any(cohort.trained)  # else nothing was learned, of relations neither
-        server = trees.choose(someone, related(server, cohort.round), state.server)
-        return State(server, mine), Metrics(value, post)
+        return State(trees.choose(someone, server, state.server), mine), Metrics(value, post)
 
     def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
-        return predictor(server["w"][c.id], c)
+        return predictor(server["w"][c.id], c, pairs)
 
     def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
         # down also Sigma_tt and rho; with sgd the others' pull and Omega_tt
