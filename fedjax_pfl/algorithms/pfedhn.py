@@ -5,7 +5,8 @@ Algorithm 1.
 """
 
 import math
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import optax
 from annotated_types import Ge, Gt, Interval
 
 from fedjax_pfl import averaging, evaluate, local, losses, traffic, trees
-from fedjax_pfl.averaging import BOTH, predictor
+from fedjax_pfl.averaging import params, predictor
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Predictor, PyTree, State, Task, Traffic
 
@@ -42,6 +43,16 @@ def hypernetwork(key: Array, embedding: int, hidden: int, layers: int, target: P
     return {"hidden": mlp, "heads": jax.tree.unflatten(structure, heads)}
 
 
+def check_size(make: Callable[[Array], PyTree]) -> None:
+    """Raises InputError if the hypernetwork that `make` (key -> psi) makes has more than LARGEST parameters."""
+    count = trees.size(jax.eval_shape(make, jax.random.key(0)))
+    if count > LARGEST:
+        raise InputError(
+            f"pFedHN's hypernetwork for this model would have {count:,} parameters, more than {LARGEST:,}: "
+            "take a smaller model, or a smaller hidden."
+        )
+
+
 def generate(psi: PyTree, e: Array, target: PyTree) -> PyTree:
     """The client's parameters theta = h(e; psi), in the shapes and types of `target`, from its embedding e [d_e]."""
     x = e
@@ -62,6 +73,57 @@ def clipped_sgd(lr, momentum, decay, clip) -> optax.GradientTransformation:
         return trees.scale(-lr, new), new
 
     return optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
+
+
+class Hypernetwork(NamedTuple):
+    """The generator of the clients' parameters: h = {"psi", "embeddings" [N, d_e]} and how it is trained."""
+
+    target: PyTree  # the shapes and types of a client's parameters
+    optimizer: optax.GradientTransformation
+
+    def generated(self, h: PyTree, id: Array) -> PyTree:
+        """theta of client `id` []."""
+        return generate(h["psi"], h["embeddings"][id], self.target)
+
+    def descend(self, h: PyTree, velocity: PyTree, gradient: PyTree, here: Array) -> tuple[PyTree, PyTree]:
+        """One step of psi and of the embeddings of the clients `here` [N]: the new h and velocity."""
+        updates, new = self.optimizer.update(gradient, velocity, h)
+
+        def kept(new: PyTree, old: PyTree) -> PyTree:
+            psi = trees.choose(jnp.any(here), new["psi"], old["psi"])
+            return {"psi": psi, "embeddings": jnp.where(here[:, None], new["embeddings"], old["embeddings"])}
+
+        return kept(optax.apply_updates(h, updates), h), kept(new, velocity)
+
+
+# (client, its theta, its row) -> how far training moved theta against its gradient, and what is reported and kept
+Train = Callable[[Client, PyTree, PyTree], tuple[PyTree, PyTree]]
+
+
+def sequential(hyper: Hypernetwork, train: Train, state: State, cohort: Cohort) -> tuple[tuple[PyTree, PyTree], PyTree]:
+    """A step of the hypernetwork after each client: (h, velocity), and the clients' results."""
+    everybody = jnp.arange(state.server["h"]["embeddings"].shape[0])
+
+    def one(c: Client, carry: PyTree, own: PyTree) -> tuple[PyTree, PyTree]:
+        h, velocity = carry
+        theta, pull = jax.vjp(lambda h: hyper.generated(h, c.id), h)  # theta = h(e_i; psi) is sent
+        change, results = train(c, theta, own)  # its change comes back
+        (gradient,) = pull(change)  # by the chain rule of psi and of e_i
+        return hyper.descend(h, velocity, gradient, (everybody == c.id) & (c.train.size > 0)), results
+
+    return cohort.scan(one, (state.server["h"], state.server["velocity"]), state.clients)
+
+
+def batched(hyper: Hypernetwork, train: Train, state: State, cohort: Cohort) -> tuple[tuple[PyTree, PyTree], PyTree]:
+    """One step of the hypernetwork along the sum of the clients' gradients; returns as `sequential`."""
+    h, velocity = state.server["h"], state.server["velocity"]
+    order = jnp.argsort(cohort.ids)  # so that the sum over the clients is in one order, whatever the cohort's
+    theta, pull = jax.vjp(lambda h: jax.vmap(lambda id: hyper.generated(h, id))(cohort.ids[order]), h)
+    change, results = cohort.map(train, trees.gather(theta, jnp.argsort(order)), state.clients)
+    change = jax.tree.map(lambda x: jnp.where(trees.expand(cohort.trained, x.ndim), x, 0), change)
+    (gradient,) = pull(trees.gather(change, order))
+    here = jnp.zeros(h["embeddings"].shape[0], bool).at[cohort.ids].set(cohort.trained)
+    return hyper.descend(h, velocity, gradient, here), results
 
 
 def pfedhn(
@@ -106,83 +168,44 @@ def pfedhn(
       authors' each begin a new order. Their variant with personal heads (pFedHN-PC) is not built.
     """
     width = 1 + task.num_clients // 4 if embedding is None else embedding
-    optimizer = clipped_sgd(hyper_lr, momentum, decay, clip)
     length: dict[str, Any] = {} if inner_steps is None else {"epochs": None, "steps": inner_steps}
     inner = task._replace(
         lr=inner_lr, optimizer=lambda lr: clipped_sgd(lr, inner_momentum, inner_decay, clip), **length
     )
     loss, split = losses.classification(task.model), averaging.split(task)
     shapes = jax.eval_shape(task.model.init, jax.random.key(0))
-    target = {part: shapes[part] for part in BOTH}
-    make = lambda key: hypernetwork(key, width, hidden, hidden_layers, target)
-    count = trees.size(jax.eval_shape(make, jax.random.key(0)))
-    if count > LARGEST:
-        raise InputError(
-            f"pFedHN's hypernetwork for this model would have {count:,} parameters, more than {LARGEST:,}: "
-            "take a smaller model, or a smaller hidden."
-        )
+    hyper = Hypernetwork(params(shapes), clipped_sgd(hyper_lr, momentum, decay, clip))
+    make = lambda key: hypernetwork(key, width, hidden, hidden_layers, hyper.target)
+    check_size(make)
+    step = {"sequential": sequential, "batched": batched}[mode]
 
     def init(key: Array) -> State:
         key_psi, key_embeddings, key_model = jax.random.split(key, 3)
         h = {"psi": make(key_psi), "embeddings": jax.random.normal(key_embeddings, (task.num_clients, width))}
         shared, own = split.send(task.model.init(key_model))
-        server = {"h": h, "velocity": optimizer.init(h), "stats": shared["stats"]}
+        server = {"h": h, "velocity": hyper.optimizer.init(h), "stats": shared["stats"]}
         return State(server, trees.replicate(own, task.num_clients))
 
-    def generated(h: PyTree, id: Array) -> PyTree:
-        return generate(h["psi"], h["embeddings"][id], target)
-
-    def descend(h: PyTree, velocity: PyTree, gradient: PyTree, here: Array) -> tuple[PyTree, PyTree]:
-        """One step of psi and of the embeddings of the clients `here` [N]."""
-        updates, new = optimizer.update(gradient, velocity, h)
-
-        def kept(new: PyTree, old: PyTree) -> PyTree:
-            psi = trees.choose(jnp.any(here), new["psi"], old["psi"])
-            return {"psi": psi, "embeddings": jnp.where(here[:, None], new["embeddings"], old["embeddings"])}
-
-        return kept(optax.apply_updates(h, updates), h), kept(new, velocity)
-
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        server, everybody = state.server, jnp.arange(task.num_clients)
+        last = state.server["stats"]
 
+        # k local steps from theta; the client sends how far they moved it
         def train(c: Client, theta: PyTree, own: PyTree) -> tuple[PyTree, PyTree]:
-            """How far theta moved against its gradient, and what is reported and kept."""
-            start = split.receive({**theta, "stats": server["stats"]}, own)
-            w, value = local.sgd(c.key, c.train, loss, start, inner)
+            w, value = local.sgd(c.key, c.train, loss, split.receive({**theta, "stats": last}, own), inner)
             shared, own = split.send(w)
-            change = jax.tree.map(jnp.subtract, theta, {part: w[part] for part in BOTH})
+            change = jax.tree.map(jnp.subtract, theta, params(w))
             return change, (shared["stats"], own, value, evaluate.post(cohort, c, predictor(task.model, w)))
 
-        def one(c: Client, carry: PyTree, own: PyTree) -> tuple[PyTree, PyTree]:
-            h, velocity = carry
-            theta, pull = jax.vjp(lambda h: generated(h, c.id), h)
-            change, results = train(c, theta, own)
-            (gradient,) = pull(change)
-            return descend(h, velocity, gradient, (everybody == c.id) & (c.train.size > 0)), results
-
-        def together() -> tuple[PyTree, PyTree]:
-            ids = jnp.sort(cohort.ids)  # so that the sum over the clients is in one order, whatever the cohort's
-            back = jnp.argsort(jnp.argsort(cohort.ids))
-            theta, pull = jax.vjp(lambda h: jax.vmap(lambda id: generated(h, id))(ids), server["h"])
-            change, results = cohort.map(train, trees.gather(theta, back), state.clients)
-            change = jax.tree.map(lambda x: jnp.where(trees.expand(cohort.trained, x.ndim), x, 0), change)
-            (gradient,) = pull(trees.gather(change, jnp.argsort(cohort.ids)))
-            here = jnp.zeros(task.num_clients, bool).at[cohort.ids].set(cohort.trained)
-            return descend(server["h"], server["velocity"], gradient, here), results
-
-        if mode == "sequential":
-            (h, velocity), results = cohort.scan(one, (server["h"], server["velocity"]), state.clients)
-        else:
-            (h, velocity), results = together()
-        shared, own, value, post = results
+        (h, velocity), (shared, own, value, post) = step(hyper, train, state, cohort)
         keep = lambda c, stats: (stats,)
-        stats, _ = cohort.mean(keep, shared, weight=cohort.sizes, default=server["stats"], phase=1)
+        stats, _ = cohort.mean(keep, shared, weight=cohort.sizes, default=last, phase=1)
         return State({"h": h, "velocity": velocity, "stats": stats}, own), Metrics(value, post)
 
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
-        return predictor(task.model, split.receive({**generated(server["h"], c.id), "stats": server["stats"]}, own))
+        theta = hyper.generated(server["h"], c.id)
+        return predictor(task.model, split.receive({**theta, "stats": server["stats"]}, own))
 
     def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
-        return traffic.both_ways(cohort, {"theta": target, "stats": state.server["stats"]})
+        return traffic.both_ways(cohort, {"theta": hyper.target, "stats": state.server["stats"]})
 
     return Algorithm(init, round, predict, evaluate.classification, sent)
