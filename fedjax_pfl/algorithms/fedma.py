@@ -13,26 +13,59 @@ import jax.numpy as jnp
 from annotated_types import Gt, Interval
 
 from fedjax_pfl import averaging, evaluate, local, losses, traffic, trees
-from fedjax_pfl.averaging import BOTH, FINE_TUNED, predictor
-from fedjax_pfl.numerics.matching import Group, Layer, Path, layers, mask, match, neurons, permute
+from fedjax_pfl.averaging import FINE_TUNED, params, predictor
+from fedjax_pfl.numerics.matching import Group, Path, layers, mask, match, neurons, permute
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task, Traffic
 
 
-def posterior(mean: PyTree, count: Array, sigma: Any, sigma0: Any, mu0: Any, mu0_bias: Any) -> PyTree:
-    """Where `count` rows N(g, sigma^2) have this mean, the posterior mean of g under the prior N(mu0, sigma0^2)."""
+def average(cohort: Cohort, models: PyTree, server: PyTree, here: PyTree, weight: Array) -> PyTree:
+    """The mean over the clients of the leaves `here` of their models, the server's where nobody has a weight."""
+    mine, last = (trees.partition(tree, here)[0] for tree in (models, server))
+    return cohort.mean(lambda c, w: (w,), mine, weight=weight, default=last, phase=None)[0]
+
+
+def posterior(mean: PyTree, rows: PyTree, count: Array, sigma: Any, sigma0: Any, mu0: Any, mu0_bias: Any) -> PyTree:
+    """Where `count` rows N(g, sigma^2) have this mean, the posterior mean of g under the prior N(mu0, sigma0^2).
+
+    Args:
+      rows: Python booleans: which leaves are rows; the others stay.
+    """
     seen, prior = count / sigma**2, 1 / sigma0**2
 
-    def shrunk(path: tuple, x: Array) -> Array:
+    def shrunk(path: tuple, chosen: bool, x: Any) -> Any:
         mu = mu0_bias if path[-1].key == "bias" else mu0
-        return jnp.where(count > 0, (seen * x + prior * mu) / (seen + prior), x).astype(x.dtype)
+        return jnp.where(count > 0, (seen * x + prior * mu) / (seen + prior), x).astype(x.dtype) if chosen else x
 
-    return jax.tree_util.tree_map_with_path(shrunk, mean)
+    return jax.tree_util.tree_map_with_path(shrunk, rows, mean)
 
 
 def class_weights(cohort) -> Array:
     """n_i(c) [S, C], and one for every client with examples where no client of the round holds the class."""
     held = jnp.sum(jnp.where(cohort.active[:, None], cohort.class_counts, 0), axis=0) > 0
     return jnp.where(held[None], cohort.class_counts, cohort.sizes[:, None] > 0)
+
+
+def reorder(key: Array, group: Group, models: PyTree, cohort: Cohort, sweeps: int) -> PyTree:
+    """The models [S] with the neurons of this group in the order of the global ones that they match."""
+    rows = cohort.everywhere(jax.vmap(lambda w: neurons(w, group))(models))
+    turns = jax.vmap(lambda id: jax.random.bits(jax.random.fold_in(key, id), (sweeps,)))(cohort.ids)
+    order = match(rows, cohort.ids, jnp.where(cohort.active, cohort.sizes, 0), turns)  # [S, width]
+    moving, rest = trees.partition(models, mask(models, group.tensors + group.readers))
+    return trees.merge(cohort.map(lambda c, w, order: permute(w, group, order), moving, order, phase=None), rest)
+
+
+def retrain(c: Client, w: PyTree, frozen: PyTree, task: Task, epochs: int | None) -> PyTree:
+    """The client's variables after training with the leaves `frozen` as they are; None: the task's local work."""
+    held, moving = trees.partition(params(w), params(frozen))
+    loss = losses.classification(task.model)
+
+    def objective(v: PyTree, batch: Batch, key: Array) -> tuple:
+        return loss({**trees.merge(v["moving"], held), "stats": v["stats"]}, batch, key)
+
+    v = {"moving": moving, "stats": w["stats"]}
+    v, _ = local.sgd(c.key, c.train, objective, v, task, train=("moving",), epochs=epochs)
+    # the server has frozen layers' running statistics already
+    return {**trees.merge(v["moving"], held), "stats": v["stats"]}
 
 
 def fedma(
@@ -83,39 +116,6 @@ def fedma(
     def averaged(paths: tuple[Path, ...]) -> PyTree:
         return jax.tree.map(lambda chosen, mine: chosen and not mine, mask(shapes, paths), split.personal[0])
 
-    def align(key: Array, group: Group, models: PyTree, cohort) -> Array:
-        """The order [S, width] in which each client's neurons are the global ones."""
-        rows = cohort.everywhere(jax.vmap(lambda w: neurons(w, group))(models))
-        turns = jax.vmap(lambda id: jax.random.bits(jax.random.fold_in(key, id), (sweeps,)))(cohort.ids)
-        return match(rows, cohort.ids, jnp.where(cohort.active, cohort.sizes, 0), turns)
-
-    def reorder(key: Array, group: Group, models: PyTree, cohort) -> PyTree:
-        """The models with the neurons of this group in the global order."""
-        order = align(key, group, models, cohort)
-        moving, rest = trees.partition(models, mask(shapes, group.tensors + group.readers))
-        return trees.merge(cohort.map(lambda c, w, order: permute(w, group, order), moving, order, phase=None), rest)
-
-    def average(layer: Layer, models: PyTree, server: PyTree, cohort) -> PyTree:
-        """The server with the mean of this layer."""
-        here, taking = averaged(layer.tensors), cohort.sizes > 0
-        mine, last = trees.partition(models, here)[0], trees.partition(server, here)[0]
-        mean, _ = cohort.mean(lambda c, w: (w,), mine, weight=taking, default=last, phase=None)
-        if matching == "bbp":
-            rows, followers = trees.partition(mean, averaged(tuple(row for g in layer.groups for row in g.rows)))
-            count = jnp.sum(taking & cohort.active)
-            mean = trees.merge(posterior(rows, count, sigma, sigma0, mu0, mu0_bias), followers)
-        return trees.merge(mean, server)
-
-    def retrain(c: Client, w: PyTree, frozen: PyTree) -> PyTree:
-        held, moving = trees.partition({part: w[part] for part in BOTH}, {part: frozen[part] for part in BOTH})
-
-        def objective(v: PyTree, batch: Batch, key: Array):
-            return loss({**trees.merge(v["moving"], held), "stats": v["stats"]}, batch, key)
-
-        v = {"moving": moving, "stats": w["stats"]}
-        v, _ = local.sgd(c.key, c.train, objective, v, task, train=("moving",), epochs=epochs)
-        return {**trees.merge(v["moving"], held), "stats": v["stats"]}  # the server has frozen layers' moments already
-
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def client(c: Client, own: PyTree):
             w, value = local.sgd(c.key, c.train, loss, split.receive(state.server, own), task)
@@ -126,19 +126,25 @@ def fedma(
         done: tuple[Path, ...] = ()
         turns = itertools.count()
         for n, layer in enumerate(hidden):
+            # the permutations of the layer's neurons, and the mean of what they put in one place
             for group in layer.turns if matching != "identity" else ():
-                models = reorder(jax.random.fold_in(key, next(turns)), group, models, cohort)
-            server = average(layer, models, server, cohort)
+                models = reorder(jax.random.fold_in(key, next(turns)), group, models, cohort, sweeps)
+            mean = average(cohort, models, server, averaged(layer.tensors), cohort.trained)
+            if matching == "bbp":
+                rows = averaged(tuple(row for group in layer.groups for row in group.rows))
+                mean = posterior(mean, rows, jnp.sum(cohort.trained), sigma, sigma0, mu0, mu0_bias)
+            server = trees.merge(mean, server)
             done += layer.tensors
+            # the clients take the layer over, freeze it, and train the layers above
             if retrain_epochs != 0:
                 frozen = averaged(done)
                 received = trees.partition(server, frozen)[0]
-                again = lambda c, w, x=received, frozen=frozen: retrain(c, trees.merge(x, w), frozen)
+                again = lambda c, w, x=received, frozen=frozen: retrain(c, trees.merge(x, w), frozen, task, epochs)
                 models = cohort.map(again, models, phase=n + 1)
-        weight = class_weights(cohort) if weights == "classes" else cohort.sizes > 0
-        last = lambda c, w: ({"head": w["head"]},)
-        head, _ = cohort.mean(last, models, weight=weight, default={"head": server["head"]}, phase=None)
-        return State({**server, **head}, split.send(models)[1]), Metrics(value, post)
+        # the classifier is averaged by the classes that the clients hold
+        weight = class_weights(cohort) if weights == "classes" else cohort.trained
+        head = average(cohort, models, server, trees.parts(shapes, ("head",)), weight)
+        return State(trees.merge(head, server), split.send(models)[1]), Metrics(value, post)
 
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
         return predictor(task.model, split.receive(server, own))
