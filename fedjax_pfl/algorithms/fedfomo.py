@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, evaluate, keys, local, losses, trees
-from fedjax_pfl.averaging import BOTH, predictor
+from fedjax_pfl.averaging import params, predictor
 from fedjax_pfl.types import (
     Algorithm,
     Array,
@@ -19,6 +19,7 @@ from fedjax_pfl.types import (
     Cohort,
     Data,
     Metrics,
+    Model,
     Predictor,
     PyTree,
     State,
@@ -49,7 +50,7 @@ def select(key: Array, affinity: Array, known: Array, id: Array, received: int, 
 
 def benefit(loss: Array, base_loss: Array, w: PyTree, base: PyTree) -> Array:
     """How much lower the validation loss is at w than at `base`, per unit of distance between their parameters, []."""
-    distance = jnp.sqrt(trees.sq_dist(*({part: x[part] for part in BOTH} for x in (w, base))))
+    distance = jnp.sqrt(trees.sq_dist(params(w), params(base)))
     return (base_loss - loss) / (distance + TINY)
 
 
@@ -68,6 +69,16 @@ def splits(c: Client, val: float | Array) -> tuple[Data, Data]:
     index = jnp.where(given, pad(c.val.index), pad(held.index))
     held = held._replace(index=index, size=jnp.where(given, c.val.size, held.size))
     return rest._replace(size=jnp.where(given, c.train.size, rest.size)), held
+
+
+def mean_loss(model: Model, variables: PyTree, data: Data, batch_size: int) -> Array:
+    """The mean cross entropy [] of a model over all rows of the data; 0 without any."""
+
+    def summed(batch: Batch) -> Array:
+        logits = predictor(model, variables)(batch.x, batch.mask)
+        return jnp.sum(batch.mask) * losses.cross_entropy(logits, batch.y, batch.mask)
+
+    return local.sweep(data, summed, batch_size) / jnp.maximum(data.size, 1)
 
 
 def fedfomo(
@@ -99,33 +110,26 @@ def fedfomo(
     received = min(received, n)
     batch_size = evaluate.batch_size(task.sizes.max() / 5)  # small enough that a usual holdout is not padded many times
 
-    def validation_loss(data: Data, variables: PyTree) -> Array:
-        def summed(batch: Batch) -> Array:
-            logits = predictor(task.model, variables)(batch.x, batch.mask)
-            return jnp.sum(batch.mask) * losses.cross_entropy(logits, batch.y, batch.mask)
-
-        return local.sweep(data, summed, batch_size) / jnp.maximum(data.size, 1)
-
     def init(key: Array) -> State:
         shared, own = split.send(task.model.init(key))
         server = {"models": trees.replicate(shared, n), "known": jnp.zeros(n, bool), "affinity": jnp.eye(n)}
         return State(server, trees.replicate({"start": shared, "own": own}, n))
 
     def download(c: Client, server: PyTree, t: Array) -> tuple[Array, Array]:
-        """Step 1: the ids of the models a client receives [M], and whether they are there."""
+        """The ids of the models a client receives [M], and whether they are there."""
         chance = jnp.maximum(epsilon - epsilon_decay * t, 0)
         affinity = server["affinity"][c.id]
         ids = select(keys.fold(c.key, keys.Client.SELECT), affinity, server["known"], c.id, received, chance)
         return ids, server["known"][ids]
 
     def mix(models: PyTree, ids: Array, there: Array, mine: PyTree, c: Client, held: Data) -> tuple[PyTree, Array]:
-        """Step 2: the mixture, and the benefits [M]. One model is taken from the store at a time."""
+        """The mixture, and the benefits [M]. One model is taken from the store at a time."""
         base = split.receive(mine["start"], mine["own"])
-        base_loss = validation_loss(held, base)
+        base_loss = mean_loss(task.model, base, held, batch_size)
 
         def one(j: Array) -> Array:
             w = split.receive(trees.gather(models, j), mine["own"])
-            return benefit(validation_loss(held, w), base_loss, w, base)
+            return benefit(mean_loss(task.model, w, held, batch_size), base_loss, w, base)
 
         benefits = jnp.where(there, jax.lax.map(one, ids), 0)
         weights = mixing(benefits)
@@ -142,15 +146,18 @@ def fedfomo(
 
         def client(c: Client, mine: PyTree):
             rest, held = splits(c, val)
+            # the client receives the models it has the largest affinity to, and mixes them by their benefits (Eq. 4-6)
             ids, there = download(c, server, cohort.round)
             mixed, benefits = mix(server["models"], ids, there, mine, c, held)
             before = split.receive(mixed, mine["own"])
-            w, value = local.sgd(c.key, rest, loss, before, task)  # step 3
+            # it trains the mixture, the base of the next round's benefits
+            w, value = local.sgd(c.key, rest, loss, before, task)
             post = evaluate.post(cohort, c, predictor(task.model, w))
             post |= {f"mixed_{k}": x for k, x in evaluate.post(cohort, c, predictor(task.model, before)).items()}
+            # it sends its model and the benefits, which the server adds to its affinities
             shared, own = split.send(w)
             more = {"received": jnp.sum(there), "own_weight": 1 - jnp.sum(mixing(benefits)[1:])}
-            affinity = server["affinity"][c.id].at[ids].add(benefits)  # step 5
+            affinity = server["affinity"][c.id].at[ids].add(benefits)
             return shared, {"start": mixed, "own": own}, affinity, value, post, more
 
         w, mine, affinity, value, post, more = cohort.map(client, state.clients)
