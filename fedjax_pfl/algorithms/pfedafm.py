@@ -65,6 +65,43 @@ def score(outputs: Array, y: Array, mask: Array, c: Client) -> Scores:
     return large | score_beside(outputs[..., ::2], y, mask, c, name="small")
 
 
+def exchanged(task: Task, shared: Model) -> averaging.Split:
+    """Which leaves of {"w", "theta", "alpha", "stats"} are sent: the extractor theta, and its running statistics unless
+    they stay with bn_stats=local."""
+    stays = averaging.split(task, variables=shared.norms).personal[0]
+    theirs = {"theta": {"body": stays["body"]}, "stats": {"w": True, "theta": stays["stats"]}}
+    return averaging.Split(task, ({**theirs, "w": True, "alpha": True},))
+
+
+def features(model: Model, v: PyTree, part: str, *args: Any, **options: Any) -> tuple[Array, PyTree]:
+    """The features [B, K] of the extractor `part` of v, and its new running statistics."""
+    return model.features({**v[part], "stats": v["stats"][part]}, *args, **options)
+
+
+def objective(model: Model, shared: Model, moving: tuple[str, ...]) -> local.Loss:
+    """The cross entropy of the head on mixed features, or on those of theta alone where only that is `moving`."""
+
+    def loss(v: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
+        r, theirs = features(shared, v, "theta", batch.x, mask=batch.mask, train="theta" in moving, key=key)
+        stats = {**v["stats"], "theta": theirs}
+        if "w" in moving:
+            g, stats["w"] = features(model, v, "w", batch.x, mask=batch.mask, train=True, key=key)
+            r = mixture(v["alpha"], g, r)
+        return losses.cross_entropy(model.head(v["w"]["head"], r), batch.y, batch.mask), stats
+
+    return loss
+
+
+def predictor(model: Model, shared: Model, v: PyTree) -> Predictor:
+    """The logits [B, C, 3] of the head on mixed, own and shared features, which `score` scores."""
+
+    def predict(x: Array, mask: Array) -> Array:
+        g, G = (features(m, v, part, x, mask=mask)[0] for m, part in ((model, "w"), (shared, "theta")))
+        return jnp.stack([model.head(v["w"]["head"], r) for r in (mixture(v["alpha"], g, G), g, G)], axis=-1)
+
+    return predict
+
+
 def pfedafm(
     task: Task,
     *,
@@ -95,35 +132,15 @@ def pfedafm(
     """
     shared = small_model(task)
     phases = [("w", "alpha", "theta")] if training == "end_to_end" else [("w", "alpha"), ("theta",)]
-    stays = averaging.split(task, variables=shared.norms).personal[0]
-    theirs = {"theta": {"body": stays["body"]}, "stats": {"w": True, "theta": stays["stats"]}}
-    split = averaging.Split(task, ({**theirs, "w": True, "alpha": True},))
+    split = exchanged(task, shared)
 
     def optimizer(lr: float | Array) -> optax.GradientTransformation:  # each part clips its own gradient
         each = {"w": task.optimizer(lr), "theta": task.optimizer(lr), "alpha": bounded_sgd(lr_alpha, wd_alpha)}
         return optax.multi_transform(each, lambda params: {part: part for part in params})
 
-    def features(c: Client, part: str, v: PyTree, *args: Any, **options: Any) -> tuple[Array, PyTree]:
-        model = c.model if part == "w" else shared
-        return model.features({**v[part], "stats": v["stats"][part]}, *args, **options)
-
     def train(c: Client, key: Array, v: PyTree, moving: tuple[str, ...]) -> tuple[PyTree, Array]:
-        def loss(v: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
-            r, theirs = features(c, "theta", v, batch.x, mask=batch.mask, train="theta" in moving, key=key)
-            stats = {**v["stats"], "theta": theirs}
-            if "w" in moving:
-                g, stats["w"] = features(c, "w", v, batch.x, mask=batch.mask, train=True, key=key)
-                r = mixture(v["alpha"], g, r)
-            return losses.cross_entropy(c.model.head(v["w"]["head"], r), batch.y, batch.mask), stats
-
+        loss = objective(c.model, shared, moving)
         return local.sgd(key, c.train, loss, v, task._replace(optimizer=optimizer), train=moving)
-
-    def predictor(c: Client, v: PyTree) -> Predictor:
-        def predict(x: Array, mask: Array) -> Array:
-            g, G = (features(c, part, v, x, mask=mask)[0] for part in ("w", "theta"))
-            return jnp.stack([c.model.head(v["w"]["head"], r) for r in (mixture(v["alpha"], g, G), g, G)], axis=-1)
-
-        return predict
 
     def init(key: Array) -> State:
         theta = shared.init(keys.fold(key, keys.Init.EXTRACTOR))
@@ -138,18 +155,21 @@ def pfedafm(
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def client(c: Client, own: PyTree):
+            # model and mixing vector, on mixed features
             v, value = train(c, c.key, split.receive(state.server, own), phases[0])
-            post = evaluate.post(cohort, c, predictor(c, v), score)
+            post = evaluate.post(cohort, c, predictor(c.model, shared, v), score)
+            # the extractor, under the trained head
             if phases[1:]:
                 v, _ = train(c, keys.fold(c.key, keys.Client.EXTRACTOR), v, phases[1])
             upload, own = split.send(v)
             return upload, Own(own), value, post, jnp.mean(v["alpha"])
 
+        # the server averages the extractors
         weight = random_one(key, cohort) if aggregation == "relay" else cohort.sizes
         server, (own, value, post, mean) = cohort.mean(client, state.clients, weight=weight, default=state.server)
         return State(server, own), Metrics(value, post, {"alpha": mean})
 
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
-        return predictor(c, split.receive(server, own))
+        return predictor(c.model, shared, split.receive(server, own))
 
     return Algorithm(init, round, predict, score, one_architecture=False)
