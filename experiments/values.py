@@ -6,7 +6,7 @@ from typing import Any
 from fedjax_pfl import hyperparameters
 from fedjax_pfl.errors import InputError, choose
 from fedjax_pfl.hyperparameters import Hyperparameter
-from fedjax_pfl.numerics import class_groups
+from fedjax_pfl.numerics import task_maps
 
 NOUN: dict[Any, str] = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 
@@ -35,7 +35,7 @@ def typed_all(factory: Callable, texts: dict[str, str]) -> dict[str, Any]:
         choose(f"hyperparameter of {factory.__name__}", name, known)
     found = {name: typed(known[name], text) for name, text in texts.items()}
     if "tasks" in found:
-        found["tasks"] = class_groups.inline(found["tasks"])  # recorded, so that a resume does not need the file again
+        found["tasks"] = task_maps.inline(found["tasks"])  # recorded, so that a resume does not need the file again
     return found
 
 

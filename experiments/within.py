@@ -20,21 +20,21 @@ from experiments import entry, runs
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.numerics import class_groups
+from fedjax_pfl.numerics import class_groups, task_maps
 from fedjax_pfl.types import Algorithm, Array, Client, Scores
 
 COLUMNS = {"within": "task_acc", "trivial": "task_acc_trivial", "acc_groups": "acc_groups", "acc": "acc"}
 
 
 def scores(workdir: Path, name: str) -> dict[str, np.ndarray]:
-    """Every client's scores by the task map `name` (see `class_groups.branches`): {score: [N]}.
+    """Every client's scores by the task map `name` (see `task_maps.branches`): {score: [N]}.
 
     Raises:
       InputError: the run cannot be read, or the map has a task of one class: a yes or no, which most methods lack.
     """
     run = runs.load(workdir)
     task, config = run.experiment.task, run.config
-    branches = class_groups.branches(task, name)
+    branches = task_maps.branches(task, name)
     if branches.binary.any():
         raise InputError(f"--tasks={name} has a task of a single class, which has nothing to choose within it.")
     factory = find(config["algo"])

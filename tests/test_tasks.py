@@ -16,7 +16,7 @@ from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.engine.program import clients_key as key_of_clients
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.numerics import class_groups
+from fedjax_pfl.numerics import task_maps
 from fedjax_pfl.types import Examples, Federation, Rows, State, Task
 
 # fmt: off
@@ -38,13 +38,13 @@ SUPERCLASS = np.array([  # of each class of CIFAR-100
 def test_a_map_from_a_file(tmp_path, text):
     (tmp_path / "map.txt").write_text(text, encoding="utf-8")
     spec = f"file:{tmp_path / 'map.txt'}"
-    assert class_groups.inline(spec) == "map:0,1,0,2"
+    assert task_maps.inline(spec) == "map:0,1,0,2"
     for given in (spec, "map:0,1,0,2"):
-        b = class_groups.branches(toy.task(), given)
+        b = task_maps.branches(toy.task(), given)
         np.testing.assert_array_equal(b.of, [0, 1, 0, 2])
         np.testing.assert_array_equal(b.binary, [False, True, True])
     named = toy.task()._replace(superclass=np.array([3, 5, 3, 8]))
-    toy.assert_same(list(b), list(class_groups.branches(named, "superclass")))
+    toy.assert_same(list(b), list(task_maps.branches(named, "superclass")))
 
 
 @pytest.mark.parametrize(
@@ -67,14 +67,14 @@ def test_a_map_that_cannot_be_used(tmp_path, text, sentence):
     if text is not None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(InputError) as error:
-        class_groups.branches(toy.task(), f"file:{path}")
+        task_maps.branches(toy.task(), f"file:{path}")
     assert sentence in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("spec", ["map", "map:", "map:0,a", "map:0,-1", "map:0 1"])
 def test_a_map_that_is_mistyped(spec):
     with pytest.raises(InputError, match="write the task of each class as whole numbers from 0, as map:0,0,1"):
-        class_groups.branches(toy.task(), spec)
+        task_maps.branches(toy.task(), spec)
 
 
 def test_a_resume_does_not_need_the_file_again(tmp_path):
@@ -116,7 +116,7 @@ def hundred(num_clients: int = 20) -> Task:
 def test_the_tasks_of_a_hundred_classes(spec, count, head, logits):
     """The paper's 1, 10, 20 and 100 tasks: who owns what, and the shapes of a round; nothing is compiled."""
     task, f = hundred(), shapes(100)
-    b = class_groups.branches(task, spec, head)
+    b = task_maps.branches(task, spec, head)
     assert len(b.member) == count and set(b.member.sum(1)) == {100 // count} and b.owns.shape == (count, logits)
     assert (b.owns.sum(0) == 1).all() and b.binary.all() == (count == 100)
     program = simulate.program(ALGORITHMS["pfedc"], task, {"tasks": spec, "head": head})
@@ -142,7 +142,7 @@ def shapes(num_classes: int, num_clients: int = 20, length: int = 30) -> Federat
 
 
 def test_consecutive_and_superclass_tasks_of_cifar100():
-    b = {spec: class_groups.branches(hundred(), spec) for spec in ("consecutive:10", "superclass")}
+    b = {spec: task_maps.branches(hundred(), spec) for spec in ("consecutive:10", "superclass")}
     np.testing.assert_array_equal(b["consecutive:10"].of, np.arange(100) // 10)
     np.testing.assert_array_equal(b["superclass"].of, SUPERCLASS)
     np.testing.assert_array_equal(np.flatnonzero(b["superclass"].member[0]), [4, 30, 55, 72, 95])  # aquatic mammals

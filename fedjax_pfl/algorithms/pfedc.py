@@ -1,7 +1,7 @@
 """pFedC: the classifier is split into class branches, each averaged over the clients that hold its classes only.
 
 A branch (a task t) owns columns of the last layer, those of its classes G_t, so the branches of all tasks together are
-one ordinary head: kernel [K, L] and bias [L], L = C unless groups have another head (see `class_groups`). A client
+one ordinary head: kernel [K, L] and bias [L], L = C unless groups have another head (see `task_maps`). A client
 trains the branches it has labels for, and weighs their losses by the minimum-norm point of their gradients in the
 feature space (MGDA-UB). In Privacy-pFedC who holds which classes stays secret: branches and holders are added under
 encryption.
@@ -18,7 +18,8 @@ import jax.numpy as jnp
 
 from fedjax_pfl import aggregate, averaging, evaluate, keys, local, trees
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.numerics.class_groups import Branches, branch_loss, branches, class_logits, columns, scores
+from fedjax_pfl.numerics.class_groups import branch_loss, class_logits, columns, scores
+from fedjax_pfl.numerics.task_maps import Branches, branches
 from fedjax_pfl.privacy import encryption
 from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Predictor, PyTree, Scores, State, Task, Traffic
 

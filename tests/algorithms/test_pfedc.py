@@ -14,7 +14,7 @@ from fedjax_pfl import evaluate, losses, simulate
 from fedjax_pfl.algorithms import pfedc as factory
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.numerics import class_groups
+from fedjax_pfl.numerics import class_groups, task_maps
 from fedjax_pfl.numerics.class_groups import branch_loss, gram, min_norm_weights
 from fedjax_pfl.types import Batch, Client, State
 
@@ -24,7 +24,7 @@ TASK = toy.task(optimizer=lambda lr: optax.chain(optax.add_decayed_weights(0.01)
 PLAIN = {"weighting": "uniform"}  # where the weights of the tasks do not matter: their solver takes long to compile
 PAIRS = {"tasks": "consecutive:2", "head_weighting": "task_count"}
 SUPER = TASK._replace(superclass=np.array([5, 2, 5, 9]))
-MIXED = class_groups.branches(SUPER, "superclass")  # {1}, {0, 2}, {3}
+MIXED = task_maps.branches(SUPER, "superclass")  # {1}, {0, 2}, {3}
 BATCH = Batch(
     np.random.default_rng(0).normal(size=(6, *toy.SHAPE)).astype(np.float32),
     np.array([0, 2, 1, 3, 2, 0], np.int32),
@@ -32,12 +32,12 @@ BATCH = Batch(
     np.arange(6, dtype=np.int32),
 )
 MAPS = {
-    "class": class_groups.branches(TASK, "class"),
-    "pairs": class_groups.branches(TASK, "consecutive:2"),
+    "class": task_maps.branches(TASK, "class"),
+    "pairs": task_maps.branches(TASK, "consecutive:2"),
     "mixed": MIXED,
 }
 SPECS = {"class": (TASK, "class"), "pairs": (TASK, "consecutive:2"), "mixed": (SUPER, "superclass")}
-HEADED = {(name, head): class_groups.branches(*SPECS[name], head) for name in SPECS for head in class_groups.HEADS}
+HEADED = {(name, head): task_maps.branches(*SPECS[name], head) for name in SPECS for head in task_maps.HEADS}
 W = jax.jit(TASK.model.init)(KEY)
 ALL = np.ones(C, bool)
 DEFAULTS = simulate.hyperparameters(factory)
@@ -66,18 +66,18 @@ def test_maps():
     np.testing.assert_array_equal(MAPS["pairs"].of, [0, 0, 1, 1])
     np.testing.assert_array_equal(MIXED.of, [1, 0, 1, 2])
     np.testing.assert_array_equal(MIXED.binary, [True, False, True])
-    assert not class_groups.branches(TASK, "single").binary.any()
+    assert not task_maps.branches(TASK, "single").binary.any()
 
 
 @pytest.mark.parametrize("spec", ["consecutive", "consecutive:9", "superclass", "clas"])
 def test_bad_maps(spec):
     with pytest.raises(InputError, match="tasks"):
-        class_groups.branches(TASK, spec)
+        task_maps.branches(TASK, spec)
 
 
 def test_one_task_is_cross_entropy():
     z = np.asarray(logits(W["head"]), np.float32)
-    value, usable = task_losses(class_groups.branches(TASK, "single"), z)
+    value, usable = task_losses(task_maps.branches(TASK, "single"), z)
     expected = jax.jit(losses.cross_entropy)(z, BATCH.y, BATCH.mask)
     np.testing.assert_allclose(value[0], expected, rtol=1e-6)
     assert usable.all()
@@ -144,7 +144,7 @@ def test_a_reject_logit_that_is_never_chosen_leaves_the_softmax():
 
 
 def test_group_binary_is_binary_on_coarse_labels():
-    b, coarse = HEADED["mixed", "group_binary"], class_groups.branches(TASK._replace(num_classes=3), "class")
+    b, coarse = HEADED["mixed", "group_binary"], task_maps.branches(TASK._replace(num_classes=3), "class")
     z = normal(1, 6, 3)
     assert_same(task_losses(b, z), task_losses(coarse, z, b.of[BATCH.y]))
 
@@ -156,7 +156,7 @@ def start(b):
 
 
 @pytest.mark.parametrize("task_loss", class_groups.TASK_LOSSES)
-@pytest.mark.parametrize("head", class_groups.HEADS)
+@pytest.mark.parametrize("head", task_maps.HEADS)
 @pytest.mark.parametrize("name", MAPS)
 def test_gram_in_closed_form_is_autodiffs(name, head, task_loss):
     b = HEADED[name, head]
@@ -327,8 +327,8 @@ def test_only_held_columns_move_and_never_mix(head, columns_of):
 
 
 def test_of_tasks_of_one_class_all_heads_are_the_same():
-    slopes = [slope("mgda_ub", "fista", "scaled", head)(W, BATCH, ALL) for head in class_groups.HEADS]
-    servers = [round_of([0, 1, 4], head=head, **PLAIN)[1] for head in class_groups.HEADS]
+    slopes = [slope("mgda_ub", "fista", "scaled", head)(W, BATCH, ALL) for head in task_maps.HEADS]
+    servers = [round_of([0, 1, 4], head=head, **PLAIN)[1] for head in task_maps.HEADS]
     for expected, *others in (slopes, servers):
         for other in others:
             assert_same(other, expected)
@@ -346,7 +346,7 @@ def test_traffic_counts_the_logits_of_held_tasks(head, per_task):
         np.testing.assert_array_equal(sent.up, sent.down)
 
 
-@pytest.mark.parametrize("head", class_groups.HEADS)
+@pytest.mark.parametrize("head", task_maps.HEADS)
 def test_every_head_learns(head):
     run = train(10, head=head, **PAIRS)
     loss = run.metrics.loss.mean(axis=1)

@@ -9,7 +9,7 @@ from toy import SIZES, C, N
 
 from fedjax_pfl import keys, local
 from fedjax_pfl.engine import program
-from fedjax_pfl.numerics import class_groups, min_norm
+from fedjax_pfl.numerics import class_groups, min_norm, task_maps
 
 KEY = jax.random.key(7)
 LINEAR = toy.task("linear", lr=0.3)  # batches of 4: most lack a sample of some class
@@ -77,12 +77,12 @@ def test_minibatches_of_uneven_classes(task_loss):
 # --- the weights
 
 
-@pytest.mark.parametrize("head", class_groups.HEADS)
+@pytest.mark.parametrize("head", task_maps.HEADS)
 @pytest.mark.parametrize("solver", ["fista", "fw"])
 def test_weights_are_the_minimum_norm_point_of_the_tasks_in_the_batch(solver, head):
     """Ten of twenty classes, in pairs but for the last; a batch of six: most tasks have no sample in it."""
     spec = "map:" + ",".join(str(c // 2 + (c == 19)) for c in range(20))
-    b = class_groups.branches(toy.task()._replace(num_classes=20), spec, head)
+    b = task_maps.branches(toy.task()._replace(num_classes=20), spec, head)
     rng = np.random.default_rng(3)
     z, kernel = (rng.normal(size=(n, len(b.column))).astype(np.float32) for n in (6, 5))
     y, mask = rng.integers(0, 20, 6).astype(np.int32), np.arange(6) < 5
