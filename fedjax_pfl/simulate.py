@@ -1,6 +1,5 @@
 """The round loop: sample, gather, round, scatter, evaluate."""
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -10,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fedjax_pfl import evaluate
 from fedjax_pfl.data.datasets import Dataset, checked
 from fedjax_pfl.engine import memory, multihost, validate
 from fedjax_pfl.engine.memory import Memory
 from fedjax_pfl.engine.program import Program, Round, program
+from fedjax_pfl.engine.results import Result, check_finite, record, without_padding
 from fedjax_pfl.engine.sampling import cohort_size, sample
-from fedjax_pfl.errors import InputError, choose
+from fedjax_pfl.errors import DivergenceError, InputError, choose
 from fedjax_pfl.hyperparameters import defaults as hyperparameters
 from fedjax_pfl.types import Array, Federation, Model, PyTree, State, Task
 
@@ -41,10 +40,6 @@ __all__ = [
 
 TOGETHER = 16  # rounds that go to the devices at once, at most
 SECONDS = 0.1  # and about how long those take, since nothing is heard of them meanwhile
-
-
-class DivergenceError(RuntimeError):
-    """A client's loss or state is not finite any more, or the server's."""
 
 
 def task(
@@ -127,15 +122,6 @@ def curve(
 
     state, (metrics, pre) = jax.lax.scan(step, program.init(key, numbers), jnp.arange(rounds))
     return state, metrics, pre, run(state, jnp.int32(rounds))
-
-
-class Result(NamedTuple):
-    """What `rounds` yields for a round: host arrays, and the state after it, valid until the next is asked for."""
-
-    round: int
-    state: State | None  # None where not wanted, see `rounds`
-    metrics: Round | None  # None in the closing row
-    pre: dict[str, np.ndarray] | None  # {name: [N]}, scores before the round, where evaluated
 
 
 class Compiled(NamedTuple):
@@ -225,7 +211,7 @@ def rounds(
             few = multihost.largest(min(TOGETHER, max(1, int(SECONDS * count / (time.perf_counter() - begin)))))
         for i in range(count):
             one = without_padding(jax.tree.map(lambda x, i=i: x[i], metrics), len(federation.train.size))
-            _check_finite(t + i, one)
+            check_finite(t + i, one)
             yield Result(t + i, None if i < count - 1 else state, one, None if i else pre)
         t += count
     yield Result(rounds, state, None, multihost.fetch(run.evaluate(key, numbers, federation, state, np.int32(rounds))))
@@ -267,58 +253,3 @@ def _several(program: Program) -> Callable[..., tuple[State, Round]]:
         return jax.lax.fori_loop(0, count, one, (state, metrics))
 
     return run
-
-
-def without_padding(metrics: Round, num_clients: int) -> Round:
-    """What is known of the cohort's clients only, by id."""
-    real = np.argsort(metrics.ids)[: np.sum(metrics.ids < num_clients)]
-    own = jax.tree.map(lambda x: x[real], metrics._replace(server={}))
-    return own._replace(server=metrics.server)
-
-
-def _check_finite(t: int, metrics: Round) -> None:
-    # the loss may be of another model than the one that is kept, as Ditto's is
-    found: dict[str, Any] = {"loss": ~np.isfinite(metrics.loss), "state (or the server's)": ~metrics.finite}
-    for what, bad in found.items():
-        if (bad := bad & metrics.active).any():
-            ids = ", ".join(map(str, metrics.ids[bad][:20]))
-            raise DivergenceError(
-                f"The {what} of client {ids} is not finite in round {t}: lower --lr, or clip gradients with --clip."
-            )
-
-
-def record(result: Result, test_sizes: np.ndarray) -> dict[str, Any]:
-    """The row of a metrics table for one round: statistics over clients, without per-client vectors.
-
-    Args:
-      test_sizes: [N] test examples.
-
-    Returns:
-      round, loss (mean over participants), participants, traffic, and for every score pre/NAME (macro),
-      pre/NAME_micro, _std, _worst10 and _best10, likewise post/.
-    """
-    row: dict[str, Any] = {"round": result.round}
-    if result.metrics is not None:
-        m = result.metrics
-        active, ids = m.active, m.ids
-        row |= {"loss": float(np.mean(m.loss[active])), "participants": int(active.sum())}
-        sent = {name: x for name, x in m.traffic._asdict().items() if x is not None}
-        row |= {f"traffic/{name}": int(np.asarray(x, np.int64).sum()) for name, x in sent.items()}
-        row |= _statistics("post", {k: np.where(active, v, np.nan) for k, v in m.post.items()}, test_sizes[ids])
-        row |= {name: float(np.mean(x[active])) for name, x in m.clients.items()}
-        row |= {name: float(x) for name, x in m.server.items() if np.ndim(x) == 0}
-        for name, x in m.server.items():
-            if np.ndim(x):
-                row |= {
-                    f"{name}/{what}": float(f(x)) for what, f in (("mean", np.mean), ("min", np.min), ("max", np.max))
-                }
-    return row | _statistics("pre", result.pre or {}, test_sizes)
-
-
-def _statistics(point: str, scores: dict[str, np.ndarray], weights: np.ndarray) -> dict[str, float]:
-    row = {}
-    for name, values in scores.items():
-        for statistic, value in evaluate.statistics(values, weights).items():
-            if not math.isnan(value):
-                row[f"{point}/{name}" + ("" if statistic == "macro" else f"_{statistic}")] = value
-    return row
