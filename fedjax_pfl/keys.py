@@ -91,3 +91,13 @@ class Init(Stream):
 def fold(key: Array, stream: Stream, offset: int | Array = 0) -> Array:
     """The key of a stream below `key`; `offset` is added to its number."""
     return jax.random.fold_in(key, stream.number + offset)
+
+
+def round_key(key: Array, t: Array | int) -> Array:
+    """The key of round t of the experiment with this key."""
+    return jax.random.fold_in(fold(key, Run.ROUND), t)
+
+
+def clients_key(key: Array, t: Array | int) -> Array:
+    """What the keys of round t's clients are drawn from."""
+    return fold(round_key(key, t), Round.CLIENTS)

@@ -11,10 +11,9 @@ import pytest
 import toy
 
 from experiments import build, settings
-from fedjax_pfl import models, simulate
+from fedjax_pfl import keys, models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.engine.cohort import Cohort
-from fedjax_pfl.engine.program import clients_key as key_of_clients
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.numerics import task_maps
 from fedjax_pfl.types import Examples, Federation, Rows, State, Task
@@ -227,6 +226,6 @@ def one_client():
 
 def alone(task: Task, f: Federation, key, state: State, i: int) -> np.ndarray:
     """The branches [K, C] that one selected client sends."""
-    clients_key = key_of_clients(key, jnp.int32(4))
+    clients_key = keys.clients_key(key, jnp.int32(4))
     rows = jax.tree.map(lambda x: x[i : i + 1], state.clients)
     return np.asarray(one_client()(clients_key, f, State(state.server, rows), np.array([i], np.int32)))

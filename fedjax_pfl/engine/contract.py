@@ -7,9 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import Algorithm, Metrics, PyTree, State, Traffic
+from fedjax_pfl.types import Algorithm, Examples, Federation, Metrics, PyTree, Rows, State, Task, Traffic
 
 RESERVED = ("round", "participants", "loss", "traffic", "work", "pre", "post", "post_latest")  # columns of the tables
 
@@ -30,6 +31,16 @@ def named(factory: Callable[..., Any]) -> Iterator[None]:
 
 class ContractError(InputError):
     """A method does not return what the contract asks for."""
+
+
+def check_shapes(task: Task, numbers: dict[str, float], init: Callable, round: Callable, evaluate: Callable) -> None:
+    """Traces one round and one evaluation of a program's functions on shapes alone, which checks what they return."""
+    key, t = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), jnp.int32)
+    given, flag = dict.fromkeys(numbers, jax.ShapeDtypeStruct((), float)), jax.ShapeDtypeStruct((), bool)
+    federation = _abstract(task)
+    state = jax.eval_shape(init, key, given)
+    jax.eval_shape(round, key, given, federation, state, t, flag)
+    jax.eval_shape(evaluate, key, given, federation, state, t)
 
 
 def check_algorithm(algorithm: Any) -> None:
@@ -117,6 +128,20 @@ def check_scores(scores: Any, headline: str) -> None:
         raise ContractError("`score` must return {name: (sum, count)}.")
     if headline not in scores:
         raise ContractError(f"`score` does not return the headline {headline!r}, only {', '.join(scores)}.")
+
+
+def _abstract(task: Task) -> Federation:
+    """A federation like the task's own: shapes and types only."""
+    array: Any = lambda shape, dtype=jnp.int32: jax.ShapeDtypeStruct(shape, dtype)
+    n, most = task.num_clients, max(1, int(np.max(task.sizes)))
+    split = lambda width: Rows(array((n, width)), array((n,)))
+    examples = Examples(array((n, *task.input.shape), task.input.dtype), array((n,)))
+    pool = (
+        None
+        if task.public is None
+        else Examples(array(task.public.shape, task.public.dtype), array(task.public.shape[:1]))
+    )
+    return Federation(examples, split(most), split(0), split(1), array((n, task.num_classes)), pool)
 
 
 def _difference(wanted: PyTree, found: PyTree) -> str | None:

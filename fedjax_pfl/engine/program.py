@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -30,7 +29,7 @@ from fedjax_pfl.engine.placement import (
 )
 from fedjax_pfl.engine.sampling import cohort_size, sample
 from fedjax_pfl.errors import ArchitectureError, InputError
-from fedjax_pfl.types import Algorithm, Array, Examples, Federation, Placement, PyTree, Rows, State, Task, Traffic
+from fedjax_pfl.types import Algorithm, Array, Federation, Placement, PyTree, State, Task, Traffic
 
 
 class Round(NamedTuple):
@@ -113,32 +112,8 @@ def program(
     made = parts(factory, task, hparams, lr_decay=lr_decay, width=width, devices=devices, transform=transform)
     found = _program(made, task, devices, _predict(factory, task, hparams, lr_decay))
     if checked:
-        _check(found, task)
+        contract.check_shapes(task, found.numbers, found.init, found.round, found.evaluate)
     return found
-
-
-def _check(program: Program, task: Task) -> None:
-    """Traces one round and one evaluation on shapes alone."""
-    key, t = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), jnp.int32)
-    numbers, flag = dict.fromkeys(program.numbers, jax.ShapeDtypeStruct((), float)), jax.ShapeDtypeStruct((), bool)
-    federation = abstract(task)
-    state = jax.eval_shape(program.init, key, numbers)
-    jax.eval_shape(program.round, key, numbers, federation, state, t, flag)
-    jax.eval_shape(program.evaluate, key, numbers, federation, state, t)
-
-
-def abstract(task: Task) -> Federation:
-    """A federation like the task's own: shapes and types only."""
-    array: Any = lambda shape, dtype=jnp.int32: jax.ShapeDtypeStruct(shape, dtype)
-    n, most = task.num_clients, max(1, int(np.max(task.sizes)))
-    split = lambda width: Rows(array((n, width)), array((n,)))
-    examples = Examples(array((n, *task.input.shape), task.input.dtype), array((n,)))
-    pool = (
-        None
-        if task.public is None
-        else Examples(array(task.public.shape, task.public.dtype), array(task.public.shape[:1]))
-    )
-    return Federation(examples, split(most), split(0), split(1), array((n, task.num_classes)), pool)
 
 
 def _program(on: Parts, task: Task, devices: int, predict: Callable[..., PyTree]) -> Program:
@@ -199,7 +174,7 @@ def _predict(factory: Callable, task: Task, hparams: dict[str, Any] | None, lr_d
         group = int(task.architecture[int(id)]) if several else 0
         ids = jnp.asarray(id, jnp.int32)[None]
         lengths = tuple(int(g == group) for g in range(len(task.models)))
-        options = {"key": clients_key(key, t), "round": t, "evaluated": jnp.bool(True), "width": 1}
+        options = {"key": keys.clients_key(key, t), "round": t, "evaluated": jnp.bool(True), "width": 1}
         alone = Cohort(federation, task, ids, ids >= 0, lengths=lengths, **options)
 
         def client(c, row):
@@ -228,7 +203,7 @@ def parts(
     free: Callable = (lambda *args: args) if mesh is None else (lambda *args: unmarked(args))
 
     def cohort(key, federation, ids, active, t, evaluated, lengths) -> Cohort:
-        options = {"key": clients_key(key, t), "width": width, "mesh": mesh, "lengths": lengths}
+        options = {"key": keys.clients_key(key, t), "width": width, "mesh": mesh, "lengths": lengths}
         return Cohort(federation, task, ids, active, round=t, evaluated=evaluated, transform=transform, **options)
 
     def init(key: Array, numbers: dict[str, Array]) -> State:
@@ -236,14 +211,14 @@ def parts(
 
     def draw(where: Placement | None, key: Array, t: Array) -> tuple[Array, Array]:
         """A sample, arranged by architecture and over the devices."""
-        ids, active = sample(keys.fold(_round_key(key, t), keys.Round.SAMPLING), task)
+        ids, active = sample(keys.fold(keys.round_key(key, t), keys.Round.SAMPLING), task)
         return arrange(task, where, ids, active, devices)
 
     def train(key, numbers, federation, here: State, ids, active, t, evaluated) -> tuple[State, Round]:
         key, numbers, federation, here, ids, active = free(key, numbers, federation, here, ids, active)
         method, present = algorithm(numbers, t), cohort(key, federation, ids, active, t, evaluated, lengths)
         with contract.named(factory):
-            result = method.round(keys.fold(_round_key(key, t), keys.Round.SERVER), here, present)
+            result = method.round(keys.fold(keys.round_key(key, t), keys.Round.SERVER), here, present)
             contract.check_round(here, result, len(ids))
             new, metrics = result
             sent = (method.traffic or traffic.uploads)(here, present, metrics)
@@ -315,12 +290,3 @@ def _bound(factory: Callable[..., Algorithm], task: Task, hparams: dict[str, Any
 def _sharded(state: State, mesh: Mesh | None) -> State:
     """The server's part on every device, the clients' rows each on one."""
     return State(sharded(state.server, mesh, P()), sharded(state.clients, mesh, P(AXIS)))
-
-
-def _round_key(key: Array, t: Array | int) -> Array:
-    return jax.random.fold_in(keys.fold(key, keys.Run.ROUND), t)
-
-
-def clients_key(key: Array, t: Array | int) -> Array:
-    """What the keys of round t's clients are drawn from."""
-    return keys.fold(_round_key(key, t), keys.Round.CLIENTS)

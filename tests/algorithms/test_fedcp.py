@@ -15,8 +15,8 @@ from fedjax_pfl import losses, models, simulate, trees
 from fedjax_pfl.algorithms import fedcp as factory
 from fedjax_pfl.algorithms.fedcp import ABLATIONS, Frozen, client_vector, gate, gated, policy_network
 from fedjax_pfl.engine.cohort import Cohort
-from fedjax_pfl.engine.program import clients_key
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.keys import clients_key
 from fedjax_pfl.losses import VARIANCES, mmd
 from fedjax_pfl.types import State
 

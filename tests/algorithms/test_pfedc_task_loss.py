@@ -8,7 +8,6 @@ import toy
 from toy import SIZES, C, N
 
 from fedjax_pfl import keys, local
-from fedjax_pfl.engine import program
 from fedjax_pfl.numerics import class_groups, min_norm, task_maps
 
 KEY = jax.random.key(7)
@@ -60,7 +59,7 @@ def test_minibatches_of_uneven_classes(task_loss):
     run = toy.train("pfedc", LINEAR, 1, KEY, task_loss=task_loss, weighting="uniform", download="stale")
     begin = run.begin.server["head"]
     start = np.asarray(begin["kernel"], np.float64), np.asarray(begin["bias"], np.float64)
-    stream = jax.random.fold_in(program.clients_key(KEY, 0), 0)  # of the first map over clients
+    stream = jax.random.fold_in(keys.clients_key(KEY, 0), 0)  # of the first map over clients
     each = [trained(*start, jax.random.fold_in(stream, i), i, task_loss) for i in range(N)]
     shares = np.array([share for *_, share in each])[np.asarray(run.metrics.ids[0])]
     np.testing.assert_allclose(run.metrics.clients["weight_on_positives"][0], shares, rtol=1e-5)
