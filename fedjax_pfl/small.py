@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_pfl import averaging, groups, local, losses, trees
-from fedjax_pfl.averaging import BOTH, Split
+from fedjax_pfl.averaging import Split
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Array, Batch, Client, Data, Model, Own, PyTree, State, Task
 
@@ -96,7 +96,7 @@ def learn(
         one = task.optimizer(lr) if clip is None else optax.chain(clipped(clip), task.optimizer(lr))
         return optax.multi_transform(dict.fromkeys(parts, one), {part: part for part in parts})
 
-    v = {name: {part: w[part] for part in BOTH} for name, (_, w) in models.items()}
+    v = {name: averaging.params(w) for name, (_, w) in models.items()}
     v |= {name: mine[name] for name in also}
     parts, v["stats"] = tuple(v), {name: w["stats"] for name, (_, w) in models.items()}
     v, (_, value) = local.sgd(c.key, data, loss, v, task._replace(optimizer=apart), train=parts, has_aux=True)

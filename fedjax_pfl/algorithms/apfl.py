@@ -12,7 +12,7 @@ import optax
 from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, evaluate, local, losses, trees
-from fedjax_pfl.averaging import BOTH, predictor
+from fedjax_pfl.averaging import predictor
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task
 
 
@@ -36,7 +36,7 @@ def mixture_loss(task: Task, mix: str) -> Callable[[PyTree, Array, PyTree, Batch
 
 def mixture(v: PyTree, a: Array, w: PyTree) -> PyTree:
     """a v + (1 - a) w, with the running statistics that v has seen."""
-    return {**trees.lerp(a, {part: v[part] for part in BOTH}, {part: w[part] for part in BOTH}), "stats": v["stats"]}
+    return {**trees.lerp(a, averaging.params(v), averaging.params(w)), "stats": v["stats"]}
 
 
 def apfl(
@@ -78,8 +78,8 @@ def apfl(
         return State(shared, trees.replicate(start, task.num_clients))
 
     def descend(gradient: PyTree, opt: PyTree, variables: PyTree, stats: PyTree) -> tuple[PyTree, PyTree]:
-        params = {part: variables[part] for part in BOTH}
-        updates, opt = optimizer.update({part: gradient[part] for part in BOTH}, opt, params)
+        params = averaging.params(variables)
+        updates, opt = optimizer.update(averaging.params(gradient), opt, params)
         return {**optax.apply_updates(params, updates), "stats": stats}, opt
 
     def step(key: Array, carry: PyTree, batch: Batch) -> tuple[PyTree, Array]:
@@ -95,7 +95,7 @@ def apfl(
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def client(c: Client, mine: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
             w = split.receive(state.server, mine["own"])
-            opts = tuple(optimizer.init({part: x[part] for part in BOTH}) for x in (w, mine["v"]))
+            opts = tuple(optimizer.init(averaging.params(x)) for x in (w, mine["v"]))
             carry = (w, mine["v"], mine["alpha"], opts, jnp.bool(True))
             (w, v, a, _, _), value, _ = local.work(c.key, c.train, step, carry, task)
             shared, own = split.send(w)

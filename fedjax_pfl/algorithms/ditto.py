@@ -8,7 +8,7 @@ from typing import Annotated
 from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, evaluate, local, losses, trees
-from fedjax_pfl.averaging import BOTH, predictor
+from fedjax_pfl.averaging import predictor
 from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Predictor, PyTree, State, Task
 
 
@@ -35,7 +35,7 @@ def ditto(
         return State(shared, trees.replicate({"v": w, "own": own}, task.num_clients))
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        proximal = trees.proximal({name: state.server[name] for name in BOTH}, lam)
+        proximal = trees.proximal(averaging.params(state.server), lam)
 
         def client(c: Client, mine: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
             v, _ = local.sgd(c.key, c.train, loss, mine["v"], task, extra=proximal, epochs=personal_epochs)

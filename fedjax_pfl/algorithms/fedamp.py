@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from annotated_types import Ge, Gt, Interval
 
 from fedjax_pfl import evaluate, local, losses, traffic, trees
-from fedjax_pfl.averaging import BOTH, predictor
+from fedjax_pfl.averaging import params, predictor
 from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Predictor, PyTree, State, Task, Traffic
 
 TINY = 1e-12
@@ -141,7 +141,7 @@ def fedamp(
     def init(key: Array) -> State:
         w = task.model.init(key)
         everybody = trees.replicate(w, task.num_clients)
-        server = {"w": {part: everybody[part] for part in BOTH}, "uploaded": jnp.ones(task.num_clients, bool)}
+        server = {"w": params(everybody), "uploaded": jnp.ones(task.num_clients, bool)}
         return State(server, everybody["stats"])
 
     def weights(server: PyTree, ids: Array) -> tuple[Array, Array]:
@@ -164,7 +164,7 @@ def fedamp(
                 c.key, c.train, loss, {**w, "stats": stats}, task, extra=proximal(prox, u, lam / alpha)
             )
             post = evaluate.post(cohort, c, predictor(task.model, variables))
-            return {part: variables[part] for part in BOTH}, variables["stats"], value, post
+            return params(variables), variables["stats"], value, post
 
         own = trees.gather(state.server["w"], cohort.ids)
         w, stats, value, post = cohort.map(client, u, own, state.clients)

@@ -14,7 +14,7 @@ from absl import logging
 from annotated_types import Ge, Gt
 
 from fedjax_pfl import averaging, evaluate, keys, local, losses, trees
-from fedjax_pfl.averaging import BOTH, predictor
+from fedjax_pfl.averaging import predictor
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task
 
 Variant = Literal["fo", "hf", "exact"]
@@ -47,7 +47,7 @@ def meta_gradient(
     Returns:
       (gradient over body and head, the loss after the inner step [], its running statistics).
     """
-    w, stats = {part: variables[part] for part in BOTH}, variables["stats"]
+    w, stats = averaging.params(variables), variables["stats"]
 
     def value(w: PyTree, batch: Batch) -> tuple[Array, PyTree]:
         return loss({**w, "stats": stats}, batch, key)
@@ -111,14 +111,14 @@ def per_fedavg(
     def step(key: Array, carry: PyTree, outer: Batch, inner: Batch, *more: Batch) -> tuple[PyTree, Array]:
         w, opt = carry
         v, value, stats = meta_gradient(loss, w, (inner, outer, *more), key, variant, inner_lr, delta)
-        params = {part: w[part] for part in BOTH}
+        params = averaging.params(w)
         updates, opt = optimizer.update(v, opt, params)
         return ({**optax.apply_updates(params, updates), "stats": stats}, opt), value
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def client(c: Client, own: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
             w = split.receive(state.server, own)
-            start = (w, optimizer.init({part: w[part] for part in BOTH}))
+            start = (w, optimizer.init(averaging.params(w)))
             (w, _), value, _ = local.work(c.key, c.train, step, start, task, batches_per_step=batches)
             shared, own = split.send(w)
             tuned = jax.lax.cond(cohort.evaluated, lambda: adapt(c, w), lambda: w)

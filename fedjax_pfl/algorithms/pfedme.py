@@ -11,7 +11,7 @@ import optax
 from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, evaluate, local, losses, trees
-from fedjax_pfl.averaging import BOTH, beside, predictor, score_beside
+from fedjax_pfl.averaging import beside, predictor, score_beside
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task
 
 Inner = tuple[PyTree, PyTree, PyTree]  # theta, its running statistics, the optimizer's state
@@ -73,7 +73,7 @@ def pfedme(
 
         def client(c: Client, mine: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
             received = split.receive(state.server, mine["own"])
-            w = {part: received[part] for part in BOTH}
+            w = averaging.params(received)
             start = (w, (w, received["stats"], optimizer.init(w)))
             (w, (theta, stats, _)), value, _ = local.work(c.key, c.train, step, start, task)
             w, theta = {**w, "stats": stats}, {**theta, "stats": stats}
@@ -84,7 +84,7 @@ def pfedme(
             return shared, {"theta": theta, "own": own}, value, post
 
         w, (mine, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, default=state.server)
-        parts = [{part: x[part] for part in BOTH} for x in (w, state.server)]
+        parts = [averaging.params(x) for x in (w, state.server)]
         mixed = trees.choose(jnp.any(cohort.trained), trees.lerp(beta, *parts), parts[1])
         return State({**w, **mixed}, mine), Metrics(value, post)
 

@@ -12,13 +12,8 @@ import optax
 from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, evaluate, local, losses, trees
-from fedjax_pfl.averaging import BOTH, predictor
+from fedjax_pfl.averaging import params, predictor
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task
-
-
-def trainable(variables: PyTree) -> PyTree:
-    """The variables without the running statistics."""
-    return {part: variables[part] for part in BOTH}
 
 
 def full_gradient(task: Task, c: Client, variables: PyTree) -> PyTree:
@@ -26,7 +21,7 @@ def full_gradient(task: Task, c: Client, variables: PyTree) -> PyTree:
     loss = losses.classification(task.model)
 
     def summed(batch: Batch) -> PyTree:
-        by = jax.grad(lambda w: loss({**variables, **w}, batch, c.key)[0])(trainable(variables))
+        by = jax.grad(lambda w: loss({**variables, **w}, batch, c.key)[0])(params(variables))
         return trees.scale(jnp.sum(batch.mask), by)
 
     return trees.scale(1 / jnp.maximum(c.train.size, 1), local.sweep(c.train, summed, task.batch_size))
@@ -56,7 +51,7 @@ def scaffold(
     def init(key: Array) -> State:
         w = task.model.init(key)
         shared, own = split.send(w)
-        zero = jax.tree.map(jnp.zeros_like, trainable(w))
+        zero = jax.tree.map(jnp.zeros_like, params(w))
         return State({"w": shared, "c": zero}, trees.replicate({"c": zero, "own": own}, task.num_clients))
 
     def train(c: Client, received: PyTree, correction: PyTree) -> tuple[PyTree, Array, Array]:
@@ -67,7 +62,7 @@ def scaffold(
             updates, opt = optimizer.update(trees.add(gradient, correction), opt, y)
             return (optax.apply_updates(y, updates), stats, opt), value
 
-        y = trainable(received)
+        y = params(received)
         (y, stats, _), value, count = local.work(c.key, c.train, step, (y, received["stats"], optimizer.init(y)), task)
         return {**y, "stats": stats}, value, count
 
@@ -81,7 +76,7 @@ def scaffold(
             if option == 1:
                 new = full_gradient(task, c, received)
             else:
-                drift = jax.tree.map(jnp.subtract, trainable(received), trainable(y))
+                drift = jax.tree.map(jnp.subtract, params(received), params(y))
                 new = jax.tree.map(lambda d, x: d / (jnp.maximum(count, 1) * task.lr) - x, drift, correction)
             new = trees.choose(count > 0, trees.cast(new, mine["c"]), mine["c"])
             change = jax.tree.map(jnp.subtract, new, mine["c"])
@@ -95,8 +90,8 @@ def scaffold(
         default = {"w": last, "c": jax.tree.map(jnp.zeros_like, control)}
         mean, (mine, value, post) = cohort.mean(client, state.clients, weight=weight, default=default)
         part = jnp.sum(here) / task.num_clients  # |S| / N
-        moved = trees.lerp(server_lr, trainable(mean["w"]), trainable(last))
-        w = {**mean["w"], **trees.choose(jnp.any(here), moved, trainable(last))}
+        moved = trees.lerp(server_lr, params(mean["w"]), params(last))
+        w = {**mean["w"], **trees.choose(jnp.any(here), moved, params(last))}
         server = {"w": w, "c": trees.cast(jax.tree.map(lambda c, d: c + part * d, control, mean["c"]), control)}
         return State(server, mine), Metrics(value, post)
 
