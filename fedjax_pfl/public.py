@@ -1,16 +1,14 @@
 """Public examples, which the server and all clients have: what models predict for them, and training on predictions."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from fedjax_pfl import keys, local, losses, trees
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.numerics.mixtures import Predictions
 from fedjax_pfl.types import Array, Batch, Cohort, Data, Model, PyTree, Task
-
-TINY = 1e-8  # probabilities are at least this before a logarithm
 
 
 def count(task: Task, size: int) -> int:
@@ -59,37 +57,12 @@ def logits(model: Model, variables: PyTree, data: Data, num_classes: int, batch_
     return local.fold(data, one, jnp.zeros((data.index.shape[0], num_classes)), batch_size)
 
 
-class Predictions(NamedTuple):
-    """What the clients of a round predict for its public examples, by ascending id: no sum depends on their order."""
-
-    ids: Array  # [S] int32
-    here: Array  # [S] bool: does it take part?
-    outputs: Array  # [S, D, C], zeros where not
-
-
 def gathered(cohort: Cohort, outputs: Array) -> Predictions:
     """The predictions [S, D, C] of those who have trained."""
     order = jnp.argsort(cohort.ids)
     here = cohort.trained[order]
     outputs = cohort.everywhere(outputs)[order]
     return Predictions(cohort.ids[order], here, jnp.where(trees.expand(here, outputs.ndim), outputs, 0))
-
-
-def mean(weight: Array, given: Predictions) -> Array:
-    """The mean [D, C] of all predictions with normalised weights [S]."""
-    return jnp.tensordot(weight, given.outputs, 1, precision=jax.lax.Precision.HIGHEST)
-
-
-def normalised(weight: Array, here: Array) -> Array:
-    """Weights [S] that sum to 1 over `here` [S]: uniform ones where they hardly weigh anything, 0 if nobody is here."""
-    weight = jnp.where(here, weight, 0)
-    total = jnp.sum(weight)
-    return jnp.where(total > TINY, weight / jnp.maximum(total, TINY), here / jnp.maximum(jnp.sum(here), 1))
-
-
-def divergence(target: Array, z: Array, temperature: float | Array = 1.0) -> Array:
-    """KL(target || softmax(z / T)) of probabilities and logits [B, C] for each row, [B]."""
-    return jnp.sum(target * (jnp.log(jnp.maximum(target, TINY)) - jax.nn.log_softmax(z / temperature)), axis=-1)
 
 
 def distillation(model: Model, target: Array, distance: Callable[[Array, Array], Array], *, frozen: bool = False):

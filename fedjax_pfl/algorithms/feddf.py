@@ -12,6 +12,7 @@ from annotated_types import Ge, Gt, Interval
 
 from fedjax_pfl import averaging, evaluate, groups, keys, local, losses, public
 from fedjax_pfl.averaging import predictor
+from fedjax_pfl.numerics import mixtures
 from fedjax_pfl.small import clipped
 from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Own, Predictor, PyTree, State, Task
 
@@ -61,7 +62,7 @@ def feddf(
         return State(groups.grouped([shared for shared, _ in starts]), groups.stack(task, lambda _: next(own)))
 
     def divergence(target: Array, z: Array) -> Array:
-        return public.divergence(target, z, temperature)
+        return mixtures.divergence(target, z, temperature)
 
     def distil(key: Array, fused: PyTree, cohort: Cohort, index: Array, target: Array) -> tuple[PyTree, Array]:
         data, students, gaps = public.subset(cohort.public, index, jnp.any(cohort.trained)), [], []
@@ -87,8 +88,8 @@ def feddf(
 
         fused, (own, z, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, default=state.server)
         teachers = public.gathered(cohort, z)
-        uniform = public.normalised(jnp.ones(len(teachers.ids)), teachers.here)
-        target = jax.nn.softmax(public.mean(uniform, teachers) / temperature)
+        uniform = mixtures.normalised(jnp.ones(len(teachers.ids)), teachers.here)
+        target = jax.nn.softmax(mixtures.mean(uniform, teachers) / temperature)
         students, gap = distil(key, fused, cohort, index, target)
         return State(students, own), Metrics(value, post, server={"distillation_loss": gap})
 

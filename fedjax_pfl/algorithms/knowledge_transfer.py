@@ -6,8 +6,7 @@ TopK-pFD are, and of which MNFL is a retelling.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +14,13 @@ from annotated_types import Ge, Gt, Interval
 
 from fedjax_pfl import aggregate, evaluate, groups, keys, local, losses, public, traffic, trees
 from fedjax_pfl.averaging import predictor
-from fedjax_pfl.public import Predictions
+from fedjax_pfl.numerics import mixtures
+from fedjax_pfl.numerics.mixtures import Asked, Rule, nearest, similar, slope, uniform
 from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Own, Predictor, PyTree, State, Task, Traffic
 
 Order = Literal["paper", "code"]
 Reduction = Literal["batchmean", "mean"]
 DistilStats = Literal["train", "frozen"]
-EXACT = jax.lax.Precision.HIGHEST  # predictions are compared in float32 on every device
 
 
 class Exchange(NamedTuple):
@@ -39,57 +38,6 @@ class Exchange(NamedTuple):
     space: str = "prob"
 
 
-class Asked(NamedTuple):
-    """What a rule knows of the student and of its teachers, the clients of the round."""
-
-    row: Array  # [S] the student's coefficients so far; 0 if none are kept
-    own: Array  # [S] bool: which of the teachers it is itself
-    outputs: Array  # [D, C] its own predictions
-    given: Predictions
-    share: Array  # [] of all training examples
-
-
-class Rule(NamedTuple):
-    """How the coefficients are found: the weights [S] of this round's mixture, and the row [S] to be kept."""
-
-    coefficients: Callable[[Asked], tuple[Array, Array]]
-    start: float | None = None  # every coefficient before round 0; None: found anew in each round
-
-
-def cosines(asked: Asked) -> Array:
-    """The cosine [S] of the student's predictions with each teacher's, rounded so that ties do not depend on the
-    layout."""
-    flat = asked.given.outputs.reshape(len(asked.own), -1)
-    mine = asked.outputs.reshape(-1)
-    norm = jnp.sqrt(jnp.sum(flat * flat, axis=1) * jnp.sum(mine * mine))
-    return jnp.round(jnp.dot(flat, mine, precision=EXACT) / jnp.where(norm > 0, norm, 1), 6)
-
-
-def similar(asked: Asked, norm: str) -> tuple[Array, Array]:
-    """Sim-pFD: weights proportional to the cosine, or to what it exceeds the least one by."""
-    here, cosine = asked.given.here, cosines(asked)
-    least = jnp.min(jnp.where(here, cosine, jnp.inf)) if norm == "minmax" else 0
-    weight = public.normalised(jnp.where(here, cosine - least, 0), here)
-    return weight, weight
-
-
-def nearest(asked: Asked, neighbours: int, weights: str) -> tuple[Array, Array]:
-    """TopK-pFD: the student itself and the most similar others, of equal ones the lower id."""
-    here, cosine = asked.given.here, cosines(asked)
-    _, best = jax.lax.top_k(jnp.where(here, cosine + asked.own, -jnp.inf), min(neighbours, len(here)))
-    chosen = jnp.zeros_like(here).at[best].set(True) & here
-    weight = public.normalised(cosine if weights == "cos" else jnp.ones_like(cosine), chosen)
-    return weight, weight
-
-
-def slope(row: Array, asked: Asked) -> Array:
-    """The gradient [S] of KL(t || s) with respect to the normalised row, t its mixture and s the student's own
-    predictions, as a mean over the public examples."""
-    t = public.mean(row, asked.given)
-    ratio = jnp.log(jnp.maximum(t, public.TINY) / jnp.maximum(asked.outputs, public.TINY)) + 1
-    return jnp.tensordot(asked.given.outputs, ratio, 2, precision=EXACT) / len(t)
-
-
 def transfer(task: Task, rule: Rule, on: Exchange) -> Algorithm:
     """The round that the methods of this family share, which differ in their coefficients (KT-pFL, Algorithm 1).
 
@@ -98,29 +46,20 @@ def transfer(task: Task, rule: Rule, on: Exchange) -> Algorithm:
     """
     n, size = task.num_clients, public.count(task, on.public_size)
     lr = task.lr if on.public_lr is None else on.public_lr
+    distance = functools.partial(mixtures.distance, temperature=on.temperature, space=on.space, reduction=on.reduction)
     public_task = task._replace(lr=lr, batch_size=on.public_batch, drop_last=False, augment=None)
 
     def init(key: Array) -> State:
         server = {} if rule.start is None else {"coefficients": jnp.full((n, n), rule.start, jnp.float32)}
         return State(server, groups.stack(task, lambda model: model.init(key)))
 
-    def train(c: Client, w: PyTree) -> tuple[PyTree, Array]:
-        return local.sgd(c.key, c.train, losses.classification(c.model), w, task)
-
-    def warm_up(c: Client, w: PyTree, epochs: Array) -> PyTree:
-        key = keys.fold(c.key, keys.Client.WARM_UP)
-        return local.sgd(key, c.train, losses.classification(c.model), w, task, epochs=epochs)[0]  # type: ignore
+    def train(c: Client, key: Array, w: PyTree, epochs: Any = None) -> tuple[PyTree, Array]:
+        return local.sgd(key, c.train, losses.classification(c.model), w, task, epochs=epochs)
 
     def predictions(c: Client, w: PyTree, index: Array) -> Array:
         data = public.subset(c.public, index, c.train.size > 0)
         z = public.logits(c.model, w, data, task.num_classes, on.public_batch)
         return z if on.space == "logit" else jax.nn.softmax(z / on.temperature)
-
-    def distance(target: Array, z: Array) -> Array:
-        if on.space == "logit":
-            return jnp.mean(jnp.abs(z - target), axis=-1)
-        kl = public.divergence(target, z, on.temperature)
-        return kl / task.num_classes if on.reduction == "mean" else kl
 
     def distil(c: Client, w: PyTree, index: Array, target: Array) -> tuple[PyTree, Array]:
         data = public.subset(c.public, index, c.train.size > 0)
@@ -130,12 +69,14 @@ def transfer(task: Task, rule: Rule, on: Exchange) -> Algorithm:
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         index, first = public.draw(key, task, on.public_size), on.order == "paper"
 
+        # private training, and the predictions of the model for the round's public examples
         def teach(c: Client, w: PyTree):
             value = jnp.zeros(())
             if first:
-                w, value = train(c, w)
+                w, value = train(c, c.key, w)
             elif on.warmup_epochs:
-                w = warm_up(c, w, jnp.where(cohort.round == 0, on.warmup_epochs, 0))
+                epochs = jnp.where(cohort.round == 0, on.warmup_epochs, 0)
+                w, _ = train(c, keys.fold(c.key, keys.Client.WARM_UP), w, epochs)
             return Own(w), predictions(c, w, index), value
 
         # the private training has the key of phase 0, as everywhere
@@ -144,12 +85,13 @@ def transfer(task: Task, rule: Rule, on: Exchange) -> Algorithm:
         a = state.server["coefficients"] if rule.start is not None else jnp.zeros((n, n), jnp.float32)
         columns = jnp.where(given.here, given.ids, n + jnp.arange(len(given.ids)))
 
+        # the coefficients of the student's mixture, and training on it
         def learn(c: Client, w: PyTree, outputs: Array, value: Array):
             share = c.train.size / jnp.maximum(1, cohort.total)
             used, kept = rule.coefficients(Asked(a[c.id][given.ids], given.ids == c.id, outputs, given, share))
-            w, gap = distil(c, w, index, public.mean(public.normalised(used, given.here), given))
+            w, gap = distil(c, w, index, mixtures.mean(mixtures.normalised(used, given.here), given))
             if not first:
-                w, value = train(c, w)
+                w, value = train(c, c.key, w)
             row = a[c.id].at[columns].set(kept, mode="drop")
             return Own(w), row, value, gap, evaluate.post(cohort, c, predictor(c.model, w))
 
@@ -167,12 +109,6 @@ def transfer(task: Task, rule: Rule, on: Exchange) -> Algorithm:
         return traffic.both_ways(cohort, size * task.num_classes)._replace(ints=size * active, messages=3 * active)
 
     return Algorithm(init, round, predict, evaluate.classification, sent, one_architecture=False)
-
-
-def uniform(asked: Asked) -> tuple[Array, Array]:
-    """FedMD: the same weight for all."""
-    weight = public.normalised(jnp.ones(asked.row.shape), asked.given.here)
-    return weight, weight
 
 
 def fedmd(
@@ -336,8 +272,8 @@ def mnfl_het(
         here = asked.given.here
 
         def step(_, row: Array) -> Array:
-            mass = jnp.maximum(jnp.sum(jnp.where(here, row, 0)), public.TINY)
-            gradient = lam * asked.share * slope(public.normalised(row, here), asked) / mass
+            mass = jnp.maximum(jnp.sum(jnp.where(here, row, 0)), mixtures.TINY)
+            gradient = lam * asked.share * slope(mixtures.normalised(row, here), asked) / mass
             return aggregate.descend(row, gradient, here, coef_lr, rho, penalty, mean=1 / task.num_clients)
 
         kept = jax.lax.fori_loop(0, coef_steps, step, asked.row)

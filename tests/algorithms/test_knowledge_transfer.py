@@ -14,7 +14,8 @@ from fedjax_pfl.algorithms import knowledge_transfer as kt
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import nets
-from fedjax_pfl.public import Predictions
+from fedjax_pfl.numerics import mixtures
+from fedjax_pfl.numerics.mixtures import Predictions
 from fedjax_pfl.types import State
 
 MLP, NORM = toy.task(), toy.task("norm")
@@ -29,7 +30,7 @@ def asked(outputs, student, row=None, here=None):
     here = np.ones(s, bool) if here is None else np.asarray(here)
     given = Predictions(jnp.arange(s), jnp.asarray(here), jnp.where(here[:, None, None], outputs, 0))
     row = jnp.full(s, 1 / s) if row is None else jnp.asarray(row)
-    return kt.Asked(row, jnp.arange(s) == student, jnp.asarray(outputs[student]), given, jnp.float32(1 / s))
+    return mixtures.Asked(row, jnp.arange(s) == student, jnp.asarray(outputs[student]), given, jnp.float32(1 / s))
 
 
 def some(s=6, d=7, seed=0):
@@ -40,18 +41,26 @@ def matrix(rule, outputs, **options):
     return np.stack([rule(asked(outputs, n, **options))[0] for n in range(len(outputs))])
 
 
-similar, minmax = (functools.partial(kt.similar, norm=norm) for norm in ("sum", "minmax"))
-nearest = functools.partial(kt.nearest, weights="uniform")
+similar, minmax = (functools.partial(mixtures.similar, norm=norm) for norm in ("sum", "minmax"))
+nearest = functools.partial(mixtures.nearest, weights="uniform")
 
 
 def test_the_gradient_and_a_step_have_the_golden_numbers():
     half = jnp.full(2, 0.5)
-    slopes = np.stack([kt.slope(half, asked(GOLDEN, n)) for n in range(2)])
+    slopes = np.stack([mixtures.slope(half, asked(GOLDEN, n)) for n in range(2)])
     np.testing.assert_allclose(slopes, [[0.927540, 1.257123], [1.153829, 0.945885]], atol=1e-6)
     step = lambda g: aggregate.descend(half, 0.5 * g, jnp.ones(2, bool), 0.1, 0.7)
     np.testing.assert_allclose([*map(step, slopes)], [[0.507228, 0.492772], [0.495440, 0.504560]], atol=1e-6)
-    kl = [public.divergence(jnp.array([[0.75, 0.25]]), jnp.log(GOLDEN[n])) for n in range(2)]
+    kl = [mixtures.divergence(jnp.array([[0.75, 0.25]]), jnp.log(GOLDEN[n])) for n in range(2)]
     np.testing.assert_allclose(np.concatenate(kl), [0.09233152, 0.04985676], atol=1e-7)
+
+
+def test_the_distance_of_a_space_has_the_golden_numbers():
+    target, z = jnp.array([[0.75, 0.25]]), jnp.log(GOLDEN[0])
+    distance = functools.partial(mixtures.distance, temperature=1.0)
+    for reduction, value in (("batchmean", 0.09233152), ("mean", 0.09233152 / 2)):
+        np.testing.assert_allclose(distance(target, z, space="prob", reduction=reduction), [value], atol=1e-7)
+    np.testing.assert_allclose(distance(z + jnp.array([1, -3]), z, space="logit", reduction="mean"), [2], rtol=1e-6)
 
 
 def test_similarities_have_the_golden_numbers():
@@ -62,20 +71,20 @@ def test_similarities_have_the_golden_numbers():
 def test_the_gradient_is_that_of_the_divergence():
     outputs, row = some(), jnp.asarray(np.random.default_rng(1).dirichlet(np.ones(6)).astype(np.float32))
     ask = asked(outputs, 2)
-    kl = lambda row: jnp.mean(public.divergence(public.mean(row, ask.given), jnp.log(ask.outputs)))
-    np.testing.assert_allclose(kt.slope(row, ask), jax.grad(kl)(row), rtol=1e-5)
+    kl = lambda row: jnp.mean(mixtures.divergence(mixtures.mean(row, ask.given), jnp.log(ask.outputs)))
+    np.testing.assert_allclose(mixtures.slope(row, ask), jax.grad(kl)(row), rtol=1e-5)
 
 
 def test_own_coefficients_are_stationary():
     ask = asked(some(), 2)
-    np.testing.assert_allclose(kt.slope(jnp.eye(6)[2], ask), np.ones(6), rtol=1e-5)
+    np.testing.assert_allclose(mixtures.slope(jnp.eye(6)[2], ask), np.ones(6), rtol=1e-5)
 
 
 def test_equal_clients_are_weighed_equally():
     same = np.repeat(some(1), 5, axis=0)
     for rule in (similar, minmax):
         np.testing.assert_array_equal(matrix(rule, same), np.full((5, 5), np.float32(1 / 5)))
-    np.testing.assert_allclose(kt.slope(jnp.full(5, 0.2), asked(same, 0)), np.ones(5), rtol=1e-5)
+    np.testing.assert_allclose(mixtures.slope(jnp.full(5, 0.2), asked(same, 0)), np.ones(5), rtol=1e-5)
     np.testing.assert_array_equal(nearest(asked(same, 4), neighbours=3)[0] > 0, [1, 1, 0, 0, 1])  # itself, lower ids
 
 
@@ -100,7 +109,7 @@ def test_only_the_nearest_weigh():
     np.testing.assert_allclose(a, np.kron(np.eye(2), np.full((5, 5), 0.2)), rtol=1e-6)
 
 
-@pytest.mark.parametrize("rule", [similar, minmax, functools.partial(nearest, neighbours=4), kt.uniform])
+@pytest.mark.parametrize("rule", [similar, minmax, functools.partial(nearest, neighbours=4), mixtures.uniform])
 def test_who_is_absent_weighs_nothing(rule):
     here = np.array([1, 1, 0, 1, 0, 1], bool)
     outputs = np.where(here[:, None, None], some(), np.nan)
@@ -112,7 +121,7 @@ def test_who_is_absent_weighs_nothing(rule):
 def test_a_constant_among_the_logits_shifts_their_mean_only():
     z = np.random.default_rng(0).normal(size=(3, 7, C)).astype(np.float32)
     moved = z + np.array([0, 5, 0], np.float32)[:, None, None]
-    mean = lambda z: public.mean(jnp.full(3, 1 / 3), asked(z, 0).given)
+    mean = lambda z: mixtures.mean(jnp.full(3, 1 / 3), asked(z, 0).given)
     np.testing.assert_allclose(mean(moved), mean(z) + 5 / 3, rtol=1e-5)
     np.testing.assert_allclose(jax.nn.softmax(mean(moved)), jax.nn.softmax(mean(z)), rtol=1e-5)
 

@@ -1,0 +1,112 @@
+"""Mixtures of the clients' predictions for public examples: their means, and the weights with which each enters.
+
+References: FedMD, Li & Wang (2019): uniform weights; KT-pFL, Zhang et al. (NeurIPS 2021): those of its baselines
+Sim-pFD and TopK-pFD, and the gradient of its own.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl.types import Array
+
+TINY = 1e-8  # probabilities are at least this before a logarithm
+EXACT = jax.lax.Precision.HIGHEST  # predictions are compared in float32 on every device
+
+
+class Predictions(NamedTuple):
+    """What the clients of a round predict for its public examples, by ascending id: no sum depends on their order."""
+
+    ids: Array  # [S] int32
+    here: Array  # [S] bool: does it take part?
+    outputs: Array  # [S, D, C], zeros where not
+
+
+class Asked(NamedTuple):
+    """What a rule knows of the student and of its teachers, the clients of the round."""
+
+    row: Array  # [S] the student's coefficients so far; 0 if none are kept
+    own: Array  # [S] bool: which of the teachers it is itself
+    outputs: Array  # [D, C] its own predictions
+    given: Predictions
+    share: Array  # [] of all training examples
+
+
+class Rule(NamedTuple):
+    """How the coefficients are found: the weights [S] of this round's mixture, and the row [S] to be kept."""
+
+    coefficients: Callable[[Asked], tuple[Array, Array]]
+    start: float | None = None  # every coefficient before round 0; None: found anew in each round
+
+
+def mean(weight: Array, given: Predictions) -> Array:
+    """The mean [D, C] of all predictions with normalised weights [S]."""
+    return jnp.tensordot(weight, given.outputs, 1, precision=EXACT)
+
+
+def normalised(weight: Array, here: Array) -> Array:
+    """Weights [S] that sum to 1 over `here` [S]: uniform ones where they hardly weigh anything, 0 if nobody is here."""
+    weight = jnp.where(here, weight, 0)
+    total = jnp.sum(weight)
+    return jnp.where(total > TINY, weight / jnp.maximum(total, TINY), here / jnp.maximum(jnp.sum(here), 1))
+
+
+def divergence(target: Array, z: Array, temperature: float | Array = 1.0) -> Array:
+    """KL(target || softmax(z / T)) of probabilities and logits [B, C] for each row, [B]."""
+    return jnp.sum(target * (jnp.log(jnp.maximum(target, TINY)) - jax.nn.log_softmax(z / temperature)), axis=-1)
+
+
+def distance(target: Array, z: Array, temperature: float | Array, space: str, reduction: str) -> Array:
+    """What training on a target minimises for each row, [B]: KL(target || softmax(z / T)), or the absolute error.
+
+    Args:
+      target: [B, C], probabilities, or logits if the space is "logit".
+      z: logits [B, C].
+      reduction: of the divergence, "mean" divides it by the number of classes.
+    """
+    if space == "logit":
+        return jnp.mean(jnp.abs(z - target), axis=-1)
+    kl = divergence(target, z, temperature)
+    return kl / z.shape[-1] if reduction == "mean" else kl
+
+
+def uniform(asked: Asked) -> tuple[Array, Array]:
+    """FedMD: the same weight for all."""
+    weight = normalised(jnp.ones(asked.row.shape), asked.given.here)
+    return weight, weight
+
+
+def cosines(asked: Asked) -> Array:
+    """The cosine [S] of the student's predictions with each teacher's, rounded so that ties do not depend on the
+    layout."""
+    flat = asked.given.outputs.reshape(len(asked.own), -1)
+    mine = asked.outputs.reshape(-1)
+    norm = jnp.sqrt(jnp.sum(flat * flat, axis=1) * jnp.sum(mine * mine))
+    return jnp.round(jnp.dot(flat, mine, precision=EXACT) / jnp.where(norm > 0, norm, 1), 6)
+
+
+def similar(asked: Asked, norm: str) -> tuple[Array, Array]:
+    """Sim-pFD: weights proportional to the cosine, or to what it exceeds the least one by."""
+    here, cosine = asked.given.here, cosines(asked)
+    least = jnp.min(jnp.where(here, cosine, jnp.inf)) if norm == "minmax" else 0
+    weight = normalised(jnp.where(here, cosine - least, 0), here)
+    return weight, weight
+
+
+def nearest(asked: Asked, neighbours: int, weights: str) -> tuple[Array, Array]:
+    """TopK-pFD: the student itself and the most similar others, of equal ones the lower id."""
+    here, cosine = asked.given.here, cosines(asked)
+    _, best = jax.lax.top_k(jnp.where(here, cosine + asked.own, -jnp.inf), min(neighbours, len(here)))
+    chosen = jnp.zeros_like(here).at[best].set(True) & here
+    weight = normalised(cosine if weights == "cos" else jnp.ones_like(cosine), chosen)
+    return weight, weight
+
+
+def slope(row: Array, asked: Asked) -> Array:
+    """The gradient [S] of KL(t || s) with respect to the normalised row, t its mixture and s the student's own
+    predictions, as a mean over the public examples."""
+    t = mean(row, asked.given)
+    ratio = jnp.log(jnp.maximum(t, TINY) / jnp.maximum(asked.outputs, TINY)) + 1
+    return jnp.tensordot(asked.given.outputs, ratio, 2, precision=EXACT) / len(t)
