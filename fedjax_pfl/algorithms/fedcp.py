@@ -19,20 +19,7 @@ from flax import nnx
 from fedjax_pfl import averaging, evaluate, keys, local, losses, models, trees
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import layers
-from fedjax_pfl.types import (
-    Algorithm,
-    Array,
-    Batch,
-    Client,
-    Cohort,
-    Metrics,
-    Model,
-    Network,
-    Predictor,
-    PyTree,
-    State,
-    Task,
-)
+from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Network, Predictor, PyTree, State, Task
 
 PARTS = ("body", "head", "policy")  # W_i^fe, W_i^hd and Theta_i: what local training moves
 TINY = 1e-12
@@ -141,7 +128,7 @@ def gated(task: Task, network: Network | None, policy: str, off: set[str]) -> Ap
     return apply
 
 
-def objective(model: Model, apply: Callable, frozen: Frozen, lam: float | Array | None) -> local.Loss:
+def objective(task: Task, apply: Callable, frozen: Frozen, lam: float | Array | None) -> local.Loss:
     """The loss of a client: cross entropy and lam times the MMD between own and global features (None: without).
 
     Returns:
@@ -153,7 +140,7 @@ def objective(model: Model, apply: Callable, frozen: Frozen, lam: float | Array 
         value = losses.cross_entropy(out, batch.y, batch.mask)
         if lam is not None:
             received = {"body": frozen.body, "stats": variables["stats"]["model"]}
-            u, _ = model.features(received, batch.x, mask=batch.mask, train=True, key=key)
+            u, _ = task.model.features(received, batch.x, mask=batch.mask, train=True, key=key)
             value += lam * losses.mmd(h, u, batch.mask)
         ratio = {} if s is None else {"pir": losses.masked_mean(jnp.mean(s, axis=1), batch.mask)}
         return value, stats, ratio
@@ -227,7 +214,7 @@ def fedcp(
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def client(c: Client, own: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array], dict[str, Array]]:
             w, frozen = receive(state.server, own)
-            loss = objective(model, apply, frozen, None if "gfm" in off else lam)
+            loss = objective(task, apply, frozen, None if "gfm" in off else lam)
             w, (value, ratio) = local.sgd(c.key, c.train, loss, w, task, train=PARTS, has_aux=True)
             post = evaluate.post(cohort, c, predictor(w, frozen, c))
             head = () if "gh" in off else trees.scale(0.5, trees.add(frozen.head, w["head"]))  # Eq. 6
