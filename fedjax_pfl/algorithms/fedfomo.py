@@ -144,7 +144,7 @@ def fedfomo(
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         server = state.server
 
-        def client(c: Client, mine: PyTree):
+        def client(c: Client, mine: PyTree) -> tuple[PyTree, PyTree, Array, Array, dict[str, Array], dict[str, Array]]:
             rest, held = splits(c, val)
             # the client receives the models it has the largest affinity to, and mixes them by their benefits (Eq. 4-6)
             ids, there = download(c, server, cohort.round)

@@ -39,7 +39,7 @@ def posterior(mean: PyTree, rows: PyTree, count: Array, sigma: Any, sigma0: Any,
     return jax.tree_util.tree_map_with_path(shrunk, rows, mean)
 
 
-def class_weights(cohort) -> Array:
+def class_weights(cohort: Cohort) -> Array:
     """n_i(c) [S, C], and one for every client with examples where no client of the round holds the class."""
     held = jnp.sum(jnp.where(cohort.active[:, None], cohort.class_counts, 0), axis=0) > 0
     return jnp.where(held[None], cohort.class_counts, cohort.sizes[:, None] > 0)
@@ -117,7 +117,7 @@ def fedma(
         return jax.tree.map(lambda chosen, mine: chosen and not mine, mask(shapes, paths), split.personal[0])
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(c: Client, own: PyTree):
+        def client(c: Client, own: PyTree) -> tuple[PyTree, Array, dict[str, Array]]:
             w, value = local.sgd(c.key, c.train, loss, split.receive(state.server, own), task)
             return w, value, evaluate.post(cohort, c, predictor(task.model, w))
 

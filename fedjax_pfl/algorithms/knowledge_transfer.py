@@ -70,7 +70,7 @@ def transfer(task: Task, rule: Rule, on: Exchange) -> Algorithm:
         index, first = public.draw(key, task, on.public_size), on.order == "paper"
 
         # private training, and the predictions of the model for the round's public examples
-        def teach(c: Client, w: PyTree):
+        def teach(c: Client, w: PyTree) -> tuple[Own, Array, Array]:
             value = jnp.zeros(())
             if first:
                 w, value = train(c, c.key, w)
@@ -86,7 +86,7 @@ def transfer(task: Task, rule: Rule, on: Exchange) -> Algorithm:
         columns = jnp.where(given.here, given.ids, n + jnp.arange(len(given.ids)))
 
         # the coefficients of the student's mixture, and training on it
-        def learn(c: Client, w: PyTree, outputs: Array, value: Array):
+        def learn(c: Client, w: PyTree, outputs: Array, value: Array) -> tuple[Any, ...]:
             share = c.train.size / jnp.maximum(1, cohort.total)
             used, kept = rule.coefficients(Asked(a[c.id][given.ids], given.ids == c.id, outputs, given, share))
             w, gap = distil(c, w, index, mixtures.mean(mixtures.normalised(used, given.here), given))
@@ -271,7 +271,7 @@ def mnfl_het(
     def learned(asked: Asked) -> tuple[Array, Array]:
         here = asked.given.here
 
-        def step(_, row: Array) -> Array:
+        def step(_: Array, row: Array) -> Array:
             mass = jnp.maximum(jnp.sum(jnp.where(here, row, 0)), mixtures.TINY)
             gradient = lam * asked.share * slope(mixtures.normalised(row, here), asked) / mass
             return aggregate.descend(row, gradient, here, coef_lr, rho, penalty, mean=1 / task.num_clients)

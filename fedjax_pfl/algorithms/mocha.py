@@ -171,7 +171,7 @@ def mocha(
         omega = None if sdca else jnp.linalg.inv(server["sigma"])
 
         # each client solves its subproblem approximately: its dual variables and what they change, or its model
-        def client(c: Client, mine: PyTree):
+        def client(c: Client, mine: PyTree) -> tuple[PyTree, Array, Array, dict[str, Array]]:
             if omega is None:
                 alpha, db, dw, value = climb(server, mine["alpha"], c, lam, frac, pairs)
                 mine, row, w = {"alpha": alpha}, server["b"][c.id] + db, server["w"][c.id] + dw

@@ -154,7 +154,7 @@ def pfedafm(
         return State(start(task.models[0])[0], groups.stack(task, lambda model: start(model)[1]))
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(c: Client, own: PyTree):
+        def client(c: Client, own: PyTree) -> tuple[PyTree, Own, Array, dict[str, Array], Array]:
             # model and mixing vector, on mixed features
             v, value = train(c, c.key, split.receive(state.server, own), phases[0])
             post = evaluate.post(cohort, c, predictor(c.model, shared, v), score)

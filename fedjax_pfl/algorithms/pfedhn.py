@@ -62,7 +62,7 @@ def generate(psi: PyTree, e: Array, target: PyTree) -> PyTree:
     return jax.tree.map(head, target, psi["heads"])
 
 
-def clipped_sgd(lr, momentum, decay, clip) -> optax.GradientTransformation:
+def clipped_sgd(lr: Any, momentum: Any, decay: Any, clip: Any) -> optax.GradientTransformation:
     """PyTorch's SGD on gradients clipped to the global norm `clip`; the state is the velocity, in the types given."""
 
     def update(gradient: PyTree, velocity: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:

@@ -60,7 +60,7 @@ def test_the_distance_of_a_space_has_the_golden_numbers():
     distance = functools.partial(mixtures.distance, temperature=1.0)
     for reduction, value in (("batchmean", 0.09233152), ("mean", 0.09233152 / 2)):
         np.testing.assert_allclose(distance(target, z, space="prob", reduction=reduction), [value], atol=1e-7)
-    np.testing.assert_allclose(distance(z + jnp.array([1, -3]), z, space="logit", reduction="mean"), [2], rtol=1e-6)
+    np.testing.assert_allclose(distance(z + jnp.array([[1, -3]]), z, space="logit", reduction="mean"), [2], rtol=1e-6)
 
 
 def test_similarities_have_the_golden_numbers():
