@@ -3,19 +3,21 @@
 Used by test_testing.py; as long as Ditto.
 """
 
+from typing import Annotated
+
+from annotated_types import Interval
+
 from fedjax_pfl import averaging, evaluate, local, losses, trees
 from fedjax_pfl.averaging import predictor
-from fedjax_pfl.errors import check
 from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Predictor, PyTree, State, Task
 
 
-def mixed(task: Task, *, beta: float = 0.3) -> Algorithm:
+def mixed(task: Task, *, beta: Annotated[float, Interval(ge=0, le=1)] = 0.3) -> Algorithm:
     """Trains the global model as FedAvg does, and keeps beta v + (1 - beta) w of the heads for predictions.
 
     Args:
       beta: how much of a client's old head v stays, in [0, 1].
     """
-    check("beta", beta, 0, 1)
     loss, split = losses.classification(task.model), averaging.split(task)
 
     def init(key: Array) -> State:

@@ -89,8 +89,9 @@ def program(
 ) -> Program:
     """Makes an experiment of a method and a task.
 
-    The floats among the hyperparameters, `lr` and `lr_decay` (the factor by which lr shrinks a round) become
-    `numbers`, arguments of every function, so that other values need no new compilation and can be vmapped over.
+    The hyperparameters that are floats by their annotation, `lr` and `lr_decay` (the factor by which lr shrinks a
+    round) become `numbers`, arguments of every function, so that other values need no new compilation and can be
+    vmapped over.
 
     Over several devices, and with several architectures, the rows of State.clients lie in the order of the placement:
     `unplace` gives them in the clients' order. The devices may be those of several processes, which call the same
