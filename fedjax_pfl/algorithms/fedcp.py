@@ -128,7 +128,7 @@ def gated(task: Task, network: Network | None, policy: str, off: set[str]) -> Ap
     return apply
 
 
-def objective(task: Task, apply: Callable, frozen: Frozen, lam: float | Array | None) -> local.Loss:
+def objective(task: Task, apply: Apply, frozen: Frozen, lam: float | Array | None) -> local.Loss:
     """The loss of a client: cross entropy and lam times the MMD between own and global features (None: without).
 
     Returns:

@@ -3,6 +3,7 @@
 Reference: Zhang et al., Personalized federated learning with first order model optimization (ICLR 2021), Eq. 4-6.
 """
 
+from collections.abc import Callable
 from typing import Annotated
 
 import jax
@@ -65,7 +66,7 @@ def splits(c: Client, val: float | Array) -> tuple[Data, Data]:
     """What a client trains on and what it validates on: its own validation examples if it has any, else a holdout."""
     rest, held = local.holdout(c.train, val)
     given, length = c.val.size > 0, max(c.val.index.shape[0], held.index.shape[0])
-    pad = lambda index: jnp.pad(index, (0, length - index.shape[0]))
+    pad: Callable[[Array], Array] = lambda index: jnp.pad(index, (0, length - index.shape[0]))
     index = jnp.where(given, pad(c.val.index), pad(held.index))
     held = held._replace(index=index, size=jnp.where(given, c.val.size, held.size))
     return rest._replace(size=jnp.where(given, c.train.size, rest.size)), held
@@ -78,7 +79,8 @@ def mean_loss(model: Model, variables: PyTree, data: Data, batch_size: int) -> A
         logits = predictor(model, variables)(batch.x, batch.mask)
         return jnp.sum(batch.mask) * losses.cross_entropy(logits, batch.y, batch.mask)
 
-    return local.sweep(data, summed, batch_size) / jnp.maximum(data.size, 1)
+    total: Array = local.sweep(data, summed, batch_size)
+    return total / jnp.maximum(data.size, 1)
 
 
 def fedfomo(

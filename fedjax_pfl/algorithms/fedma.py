@@ -32,7 +32,7 @@ def posterior(mean: PyTree, rows: PyTree, count: Array, sigma: Any, sigma0: Any,
     """
     seen, prior = count / sigma**2, 1 / sigma0**2
 
-    def shrunk(path: tuple, chosen: bool, x: Any) -> Any:
+    def shrunk(path: tuple[jax.tree_util.DictKey, ...], chosen: bool, x: Any) -> Any:
         mu = mu0_bias if path[-1].key == "bias" else mu0
         return jnp.where(count > 0, (seen * x + prior * mu) / (seen + prior), x).astype(x.dtype) if chosen else x
 
@@ -59,7 +59,7 @@ def retrain(c: Client, w: PyTree, frozen: PyTree, task: Task, epochs: int | None
     held, moving = trees.partition(params(w), params(frozen))
     loss = losses.classification(task.model)
 
-    def objective(v: PyTree, batch: Batch, key: Array) -> tuple:
+    def objective(v: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
         return loss({**trees.merge(v["moving"], held), "stats": v["stats"]}, batch, key)
 
     v = {"moving": moving, "stats": w["stats"]}

@@ -44,7 +44,8 @@ def small_model(task: Task) -> Model:
 
 def mixture(alpha: Array, g: Array, G: Array) -> Array:
     """alpha g + (1 - alpha) G of own features g [B, K] and shared ones G [B, K], alpha [K] or [1]."""
-    return trees.lerp(alpha[None], g, G)
+    mixed: Array = trees.lerp(alpha[None], g, G)
+    return mixed
 
 
 def bounded_sgd(lr: float | Array, decay: float | Array, momentum: float = 0.9) -> optax.GradientTransformation:

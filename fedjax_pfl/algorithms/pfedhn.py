@@ -175,7 +175,7 @@ def pfedhn(
     loss, split = losses.classification(task.model), averaging.split(task)
     shapes = jax.eval_shape(task.model.init, jax.random.key(0))
     hyper = Hypernetwork(params(shapes), clipped_sgd(hyper_lr, momentum, decay, clip))
-    make = lambda key: hypernetwork(key, width, hidden, hidden_layers, hyper.target)
+    make: Callable[[Array], PyTree] = lambda key: hypernetwork(key, width, hidden, hidden_layers, hyper.target)
     check_size(make)
     step = {"sequential": sequential, "batched": batched}[mode]
 
