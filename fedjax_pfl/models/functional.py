@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from fedjax_pfl.errors import InputError, check, check_shape, choose
 from fedjax_pfl.models import layers
@@ -64,7 +64,9 @@ def network(
     template = nnx.eval_shape(lambda: made(nnx.Rngs(0)))
     run = _apply(template, conv, compute_dtype)
 
-    def apply(variables, x, mask=None, train=False, key=None):
+    def apply(
+        variables: PyTree, x: Array, mask: Array | None = None, train: bool = False, key: Array | None = None
+    ) -> tuple[Any, PyTree]:
         return run(variables["params"], variables["stats"], x, mask, train, key)
 
     return Network(init, apply, {"params": _marked(template, nnx.Param), "stats": _marked(template, nnx.BatchStat)})
@@ -115,24 +117,28 @@ def model(
     choose("compute_dtype", compute_dtype, DTYPES)
     choose("width_by", width_by, WIDTH_BY)
 
-    def build(rngs):
+    def build(rngs: nnx.Rngs) -> Any:  # a module with body and head
         module = factory(input_shape, num_classes, rngs)
         _check_parts(module)
         if features is not None:
             module = widened(module, input_shape, num_classes, features, width_by, rngs)
         return _normalised(module, bn_stats)
 
-    def init(key):
+    def init(key: Array) -> PyTree:
         return _variables(build(nnx.Rngs(key)))
 
-    def apply(variables, x, mask=None, train=False, key=None):
+    def apply(
+        variables: PyTree, x: Array, mask: Array | None = None, train: bool = False, key: Array | None = None
+    ) -> tuple[Array, PyTree]:
         h, stats = extract(variables, x, mask, train, key)
         return head(variables["head"], h), stats
 
     template = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
     run, head = _apply(template.body, conv, compute_dtype), _head(template.head, conv)
 
-    def extract(variables, x, mask=None, train=False, key=None):
+    def extract(
+        variables: PyTree, x: Array, mask: Array | None = None, train: bool = False, key: Array | None = None
+    ) -> tuple[Array, PyTree]:
         return run(variables["body"], variables["stats"], x, mask, train, key)
 
     example = jax.ShapeDtypeStruct((2, *input_shape), input_dtype)
@@ -142,13 +148,15 @@ def model(
 
 def _apply(template: nnx.Module, conv: str, dtype: str) -> Callable[..., tuple[Any, PyTree]]:
     """A module as a function of (parameters, running statistics, x, mask, train, key)."""
-    graph, param_state, stat_state = nnx.split(template, nnx.Param, nnx.BatchStat)  # type: ignore[misc]
+    graph, param_state, stat_state = nnx.split(template, nnx.Param, nnx.BatchStat)  # type: ignore[misc]  # its results are of unknown number
     accepted = set(inspect.signature(template.__call__).parameters) & {"mask", "train", "rngs"}
     norms = any(isinstance(part, nnx.BatchNorm) for _, part in nnx.iter_modules(template))
     if norms and not accepted >= {"mask", "train"}:
         raise InputError(f"{type(template).__name__} has batch norm: let its __call__ take `mask` and `train`, for it.")
 
-    def run(params, stats, x, mask, train, key):
+    def run(
+        params: PyTree, stats: PyTree, x: PyTree, mask: Array | None, train: bool, key: Array | None
+    ) -> tuple[Any, PyTree]:
         rngs = None if key is None or "rngs" not in accepted else nnx.Rngs(key)
         kwargs = {"mask": mask, "train": train, "rngs": rngs}
         if dtype != "float32":  # else a float64 model stays one
@@ -167,7 +175,7 @@ def _apply(template: nnx.Module, conv: str, dtype: str) -> Callable[..., tuple[A
 def _head(template: nnx.Module, conv: str) -> Callable[[PyTree, Array], Array]:
     graph, state = nnx.split(template, nnx.Param)
 
-    def head(variables, h):
+    def head(variables: PyTree, h: Array) -> Array:
         with layers.convolution(conv):
             return nnx.merge(graph, _fill(state, variables))(h)
 
@@ -189,18 +197,20 @@ def flops(factory: Factory | str, input_shape: tuple[int, ...], num_classes: int
     variables = jax.eval_shape(net.init, jax.random.key(0))
     x = jax.ShapeDtypeStruct((batch, *input_shape), jnp.float32)
 
-    def loss(variables, x):
+    def loss(variables: PyTree, x: Array) -> Array:
         return net.apply(variables, x, train=True)[0].sum()
 
     return _product_flops(jax.make_jaxpr(jax.grad(loss))(variables, x).jaxpr)
 
 
-def _product_flops(jaxpr) -> int:
-    inner = lambda eqn: eqn.params.get("length", 1) * sum(map(_product_flops, jaxprs_in_params(eqn.params)))
+def _product_flops(jaxpr: Jaxpr) -> int:
+    def inner(eqn: JaxprEqn) -> int:
+        return eqn.params.get("length", 1) * sum(map(_product_flops, jaxprs_in_params(eqn.params)))
+
     return sum(product_flops(eqn) + inner(eqn) for eqn in jaxpr.eqns)
 
 
-def product_flops(eqn) -> int:
+def product_flops(eqn: Any) -> int:
     """Floating-point operations of one equation of a trace if it is a matrix product, 2 a multiply-add; else 0."""
     if eqn.primitive.name != "dot_general":
         return 0
@@ -227,21 +237,21 @@ def _norms(module: Any) -> PyTree:
     }
 
 
-def _marked(module: nnx.Module, kind: type[nnx.Variable]) -> PyTree:
+def _marked(module: nnx.Module, kind: type[nnx.Variable[Any]]) -> PyTree:
     inside = tuple(path for path, part in nnx.iter_modules(module) if isinstance(part, nnx.BatchNorm))
     return _to_dict((path, path[:-1] in inside) for path, _ in _flat(module, kind))
 
 
-def _flat(module: nnx.Module, kind: type[nnx.Variable]) -> Iterable[tuple[tuple, nnx.Variable]]:
+def _flat(module: nnx.Module, kind: type[nnx.Variable[Any]]) -> Iterable[tuple[tuple[Any, ...], nnx.Variable[Any]]]:
     return nnx.to_flat_state(nnx.state(module, kind))
 
 
-def _nest(module: nnx.Module, kind: type[nnx.Variable]) -> PyTree:
+def _nest(module: nnx.Module, kind: type[nnx.Variable[Any]]) -> PyTree:
     """The values of the variables of one kind, as a nested dict with string keys."""
     return _to_dict((path, variable.get_value()) for path, variable in _flat(module, kind))
 
 
-def _to_dict(items: Iterable[tuple[tuple, PyTree]]) -> PyTree:
+def _to_dict(items: Iterable[tuple[tuple[Any, ...], PyTree]]) -> PyTree:
     tree: PyTree = {}
     for path, value in items:
         node = tree
@@ -251,10 +261,10 @@ def _to_dict(items: Iterable[tuple[tuple, PyTree]]) -> PyTree:
     return tree
 
 
-def _fill(template: nnx.State, tree: PyTree) -> nnx.State:
+def _fill(template: nnx.State[Any, Any], tree: PyTree) -> nnx.State[Any, Any]:
     """The state with the values of a nested dict with string keys: the inverse of `_nest`."""
 
-    def value(path):
+    def value(path: tuple[Any, ...]) -> Array:
         node = tree
         for key in path:
             node = node[str(key)]
@@ -276,20 +286,20 @@ def _normalised(module: nnx.Module, bn_stats: str) -> nnx.Module:
                 "the padding of a batch: use fedjax_pfl.models.layers.BatchNorm, and hand it `mask` and `train`."
             )
         if bn_stats == "batch":
-            part.mean = part.var = None  # type: ignore[assignment]
+            part.mean = part.var = None  # type: ignore[assignment]  # layers.BatchNorm takes None
     return module
 
 
 def _check_parts(module: nnx.Module) -> None:
     """InputError unless all variables are parameters of body or head, or running statistics of the body."""
+    kinds: dict[str, tuple[type[nnx.Variable[Any]], ...]] = {"body": (nnx.Param, nnx.BatchStat), "head": (nnx.Param,)}
     for part in ("body", "head"):
         if not isinstance(getattr(module, part, None), nnx.Module):
             raise InputError(
                 f"{type(module).__name__} has no `{part}`: a model needs a body, x -> h, and a head, h -> logits."
             )
     for path, variable in nnx.to_flat_state(nnx.state(module)):
-        kinds: tuple = {"body": (nnx.Param, nnx.BatchStat), "head": (nnx.Param,)}.get(str(path[0]), ())
-        if not isinstance(variable, kinds):
+        if not isinstance(variable, kinds.get(str(path[0]), ())):
             name = ".".join(map(str, path))
             raise InputError(
                 f"{type(module).__name__}.{name} is a {type(variable).__name__}: a model may hold parameters in body "

@@ -5,6 +5,8 @@ Axes: B batch, H and W pixels, C and O channels in and out. Images are NHWC, ker
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -141,7 +143,7 @@ def _uniform(fan_in: int) -> nnx.Initializer:
     return lambda key, shape, dtype=jnp.float32: jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
-def linear(din: int, dout: int, rngs: nnx.Rngs, **kwargs) -> nnx.Linear:
+def linear(din: int, dout: int, rngs: nnx.Rngs, **kwargs: Any) -> nnx.Linear:
     """Returns `nnx.Linear` (kernel [din, dout], bias [dout]) with PyTorch's default initialisation."""
     init = _uniform(din)
     kwargs = {"kernel_init": init, "bias_init": init, "dot_general": dense.dot_general} | kwargs
@@ -149,7 +151,13 @@ def linear(din: int, dout: int, rngs: nnx.Rngs, **kwargs) -> nnx.Linear:
 
 
 def conv(
-    cin: int, cout: int, kernel: int | tuple[int, int], padding: int | str, rngs: nnx.Rngs, strides: int = 1, **kwargs
+    cin: int,
+    cout: int,
+    kernel: int | tuple[int, int],
+    padding: int | str,
+    rngs: nnx.Rngs,
+    strides: int = 1,
+    **kwargs: Any,
 ) -> nnx.Conv:
     """Returns `nnx.Conv` with PyTorch's default initialisation and the convolution chosen by `convolution`.
 
@@ -198,13 +206,16 @@ class BatchNorm(nnx.BatchNorm):
     def __init__(self, num_features: int, *, rngs: nnx.Rngs, momentum: float = 0.9, epsilon: float = 1e-5):
         super().__init__(num_features, momentum=momentum, epsilon=epsilon, rngs=rngs)
 
-    def __call__(self, x: Array, mask: Array | None = None, train: bool = False) -> Array:  # type: ignore[override]
+    def __call__(self, x: Array, mask: Array | None = None, train: bool = False) -> Array:  # type: ignore[override]  # Flax's takes other arguments
         """Normalises x [B, ..., C] over all axes but the last; mask [B] bool says which rows are valid."""
         assert self.scale is not None and self.bias is not None
         x, dtype = x.astype(jnp.promote_types(x.dtype, jnp.float32)), x.dtype  # sums of bfloat16 would lose digits
         axes = tuple(range(x.ndim - 1))
-        wide = lambda v: v.reshape(*[1] * len(axes), -1)
-        valid = lambda x: x if mask is None else jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
+        wide: Callable[[Array], Array] = lambda v: v.reshape(*[1] * len(axes), -1)
+
+        def valid(x: Array) -> Array:
+            return x if mask is None else jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
+
         count = jnp.asarray((len(x) if mask is None else mask.sum()) * math.prod(x.shape[1:-1]), x.dtype)
         n, of_batch = jnp.maximum(count, 1), train or self.mean is None
         mean = valid(x.sum(axes[1:])).sum(0) / n if of_batch else self.mean[...]

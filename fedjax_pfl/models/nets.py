@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from flax import nnx
@@ -22,7 +23,7 @@ class Net(nnx.Module):
     def __init__(self, body: nnx.Module, head: nnx.Module):
         self.body, self.head = body, head
 
-    def __call__(self, x: Array, **kwargs) -> Array:
+    def __call__(self, x: Array, **kwargs: Any) -> Array:
         return self.head(self.body(x, **kwargs))
 
 
@@ -44,7 +45,14 @@ class Conv(nnx.Module):
     """Blocks of 5x5 convolution, optional batch norm, ReLU and 2x2 pooling, then linear layers with ReLU."""
 
     def __init__(
-        self, name: str, shape: Shape, channels: Shape, paddings: Shape, widths: Shape, rngs, norm: bool = False
+        self,
+        name: str,
+        shape: Shape,
+        channels: Shape,
+        paddings: Shape,
+        widths: Shape,
+        rngs: nnx.Rngs,
+        norm: bool = False,
     ):
         height, width = pooled_size(name, shape, paddings)
         sizes = (shape[-1], *channels)
@@ -71,7 +79,9 @@ class ConvDropout(nnx.Module):
         self.drops = nnx.List([nnx.Dropout(rate) for rate in rates])
 
     def __call__(self, x: Array, train: bool = False, rngs: nnx.Rngs | None = None) -> Array:
-        drop = lambda i, h: self.drops[i](h, deterministic=not train or rngs is None, rngs=rngs)
+        def drop(i: int, h: Array) -> Array:
+            return self.drops[i](h, deterministic=not train or rngs is None, rngs=rngs)
+
         x = jax.nn.relu(self.convs[0](x))
         x = drop(0, jax.nn.relu(layers.conv_pool(self.convs[1], x)))
         return drop(1, self.dense(x))
@@ -84,7 +94,7 @@ def pooled_size(name: str, shape: Shape, paddings: Shape) -> tuple[int, int]:
             f"Model {name!r} needs images of shape (height, width, channels), got input shape {tuple(shape)}."
         )
 
-    def after(size):
+    def after(size: int) -> int:
         for padding in paddings:
             size = max(size + 2 * padding - 4, 0) // 2
         return size

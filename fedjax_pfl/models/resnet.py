@@ -22,7 +22,7 @@ WIDTHS = (64, 128, 256, 512)
 class Block(nnx.Module):
     """conv3x3, norm, ReLU, conv3x3, norm, plus the input or, where the shape changes, its 1x1 projection; ReLU."""
 
-    def __init__(self, cin: int, cout: int, strides: int, norm: Norm, rngs: nnx.Rngs, **kwargs):
+    def __init__(self, cin: int, cout: int, strides: int, norm: Norm, rngs: nnx.Rngs, **kwargs: Any):
         self.conv1 = layers.conv(cin, cout, 3, 1, rngs, strides, use_bias=False, **kwargs)
         self.norm1 = norm(cout, rngs=rngs)
         self.conv2 = layers.conv(cout, cout, 3, 1, rngs, use_bias=False, **kwargs)

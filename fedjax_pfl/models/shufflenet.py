@@ -1,6 +1,6 @@
 """ShuffleNetV2 1x for small images (Ma et al., ShuffleNet V2, ECCV 2018)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -41,7 +41,7 @@ class Unit(nnx.Module):
 
     def __init__(self, cin: int, cout: int, strides: int, rngs: nnx.Rngs):
         half, self.down = cout // 2, strides > 1
-        depthwise = lambda c: ConvNorm(c, c, 3, rngs, strides, relu=False, groups=c)
+        depthwise: Callable[[int], ConvNorm] = lambda c: ConvNorm(c, c, 3, rngs, strides, relu=False, groups=c)
         seen = cin if self.down else half
         self.right = nnx.List([ConvNorm(seen, half, 1, rngs), depthwise(half), ConvNorm(half, half, 1, rngs)])
         self.left = nnx.List([depthwise(cin), ConvNorm(cin, half, 1, rngs)] if self.down else [])

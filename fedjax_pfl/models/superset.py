@@ -1,5 +1,7 @@
 """CNN-2 to CNN-5 of pFedAFM inside CNN-1: clients of all five train as one architecture."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -11,7 +13,7 @@ from fedjax_pfl.types import Array, Model, PyTree
 SUPERSET = "cnn1"
 
 
-def pad_to_superset(name: str, input_shape: Shape, num_classes: int, **options) -> Model:
+def pad_to_superset(name: str, input_shape: Shape, num_classes: int, **options: Any) -> Model:
     """Makes CNN-k a CNN-1 whose further channels and units are zero.
 
     The weights are drawn in CNN-k's own shapes, so with its fan-in, and padded. A unit whose incoming
@@ -35,7 +37,7 @@ def pad_to_superset(name: str, input_shape: Shape, num_classes: int, **options) 
     native, whole = (model(each, input_shape, num_classes, **options) for each in (name, SUPERSET))
     shapes = jax.eval_shape(whole.init, jax.random.key(0))
 
-    def pad(path, leaf: Array, like: jax.ShapeDtypeStruct) -> Array:
+    def pad(path: tuple[jax.tree_util.DictKey, ...], leaf: Array, like: jax.ShapeDtypeStruct) -> Array:
         inner, outer = leaf.shape, like.shape
         if [key.key for key in path[-4:]] == ["dense", "layers", "0", "kernel"]:  # its inputs are pixels x channels
             inner = (inner[0] // channels, channels, inner[1])
@@ -49,6 +51,6 @@ def pad_to_superset(name: str, input_shape: Shape, num_classes: int, **options) 
     return whole._replace(init=init)
 
 
-def native_size(name: str, input_shape: Shape, num_classes: int, **options) -> int:
+def native_size(name: str, input_shape: Shape, num_classes: int, **options: Any) -> int:
     """Number of parameters of the model as it is without padding; arguments as `models.model`'s."""
     return num_parameters(jax.eval_shape(model(name, input_shape, num_classes, **options).init, jax.random.key(0)))

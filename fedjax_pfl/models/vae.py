@@ -3,7 +3,7 @@
 Axes: B batch, H and W pixels, C channels; images are in [-1, 1].
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -36,7 +36,9 @@ class Posterior(nnx.Module):
     """A diagonal Gaussian of h [B, K]: mean and log variance by two MLPs with K // 2 hidden ReLU units each."""
 
     def __init__(self, width: int, latent: int, rngs: nnx.Rngs):
-        make = lambda: Net(Dense(width, (width // 2,), rngs), layers.linear(width // 2, latent, rngs))
+        def make() -> Net:
+            return Net(Dense(width, (width // 2,), rngs), layers.linear(width // 2, latent, rngs))
+
         self.mean, self.log_var = make(), make()
 
     def __call__(self, h: Array) -> Gaussian:
@@ -135,7 +137,7 @@ def dual_vae(
     check("personal", personal, 1, 10**6)
     shape, both = tuple(input_shape), latent + personal
     first_padding(shape, hidden)
-    make = lambda module, *args: network(lambda rngs: module(*args, rngs), **options)
+    make: Callable[..., Network] = lambda module, *args: network(lambda rngs: module(*args, rngs), **options)
     return DualVAE(
         make(RepresentationEncoder, shape, latent, hidden),
         make(PersonalEncoder, shape, latent, personal, hidden),

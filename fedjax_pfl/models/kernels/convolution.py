@@ -8,7 +8,8 @@ import contextvars
 import functools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,9 +73,9 @@ def conv_general_dilated(
     padding: str | Sequence[tuple[int, int]],
     lhs_dilation: Sequence[int] | None = None,
     rhs_dilation: Sequence[int] | None = None,
-    dimension_numbers=None,
+    dimension_numbers: lax.ConvGeneralDilatedDimensionNumbers = None,
     feature_group_count: int = 1,
-    **kwargs,
+    **kwargs: Any,
 ) -> Array:
     """Like `lax.conv_general_dilated`, in the form chosen by `convolution`; give it to `nnx.Conv`.
 
@@ -96,7 +97,7 @@ def conv_general_dilated(
     return matmul_conv(lhs, rhs, window_strides, pads, kwargs.get("precision"))
 
 
-def _is_nhwc(x: Array, kernel: Array, numbers) -> bool:
+def _is_nhwc(x: Array, kernel: Array, numbers: lax.ConvGeneralDilatedDimensionNumbers) -> bool:
     return lax.conv_dimension_numbers(x.shape, kernel.shape, numbers) == _NHWC
 
 
@@ -120,7 +121,11 @@ def winograd_is_faster(x: Array, kernel: Array, strides: Sequence[int], pads: Se
 
 
 def matmul_conv(
-    x: Array, kernel: Array, strides: Sequence[int], padding: str | Sequence[tuple[int, int]], precision=None
+    x: Array,
+    kernel: Array,
+    strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    precision: lax.PrecisionLike = None,
 ) -> Array:
     """Convolution as shifted slices and one matrix product.
 
@@ -181,7 +186,9 @@ def shifts(x: Array, axis: int, size: int, stride: int) -> list[Array]:
     return [lax.slice_in_dim(x, i, i + span, stride, axis) for i in range(size)]
 
 
-def winograd_conv(x: Array, kernel: Array, padding: str | Sequence[tuple[int, int]], precision=None) -> Array:
+def winograd_conv(
+    x: Array, kernel: Array, padding: str | Sequence[tuple[int, int]], precision: lax.PrecisionLike = None
+) -> Array:
     """Convolution of stride 1 by Winograd's minimal filtering (Lavin & Gray, CVPR 2016).
 
     F(4x4, 3x3) takes 36 products for a tile in place of 144; F(2x2, 3x3) 16 in place of 36; F(4x4, 5x5) 64 in place of
@@ -205,7 +212,7 @@ def winograd_conv(x: Array, kernel: Array, padding: str | Sequence[tuple[int, in
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))  # traced once for each shape: it has hundreds of small operations
-def _winograd_conv(x: Array, kernel: Array, pads: tuple[tuple[int, int], ...], precision) -> Array:
+def _winograd_conv(x: Array, kernel: Array, pads: tuple[tuple[int, int], ...], precision: lax.PrecisionLike) -> Array:
     side, _, channels, out = kernel.shape
     high, wide, tile, rows, columns = _tiles(x, side, pads)
     window, back, weights = _winograd(tile, side)
@@ -265,7 +272,7 @@ def _winograd(tile: int, side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]
             weights += [scaled.real, scaled.imag, scaled.real + scaled.imag]
         else:
             window, back, weights = [*window, [*basis, 0]], [*back, values], [*weights, scaled.real]
-    last = lambda size: np.eye(size)[-1]  # the point at infinity
+    last: Callable[[int], np.ndarray] = lambda size: np.eye(size)[-1]  # the point at infinity
     window, back, weights = [*window, np.poly(roots)[::-1].real], [*back, last(tile)], [*weights, last(side)]
     return np.array(window), np.array(back).T, np.array(weights)
 

@@ -18,7 +18,13 @@ from fedjax_pfl.types import Array
 MOST_ROWS, LEAST_OUT, LEAST_SIZE = 12, 32, 2**18  # see `dot_general`
 
 
-def dot_general(x: Array, kernel: Array, dimension_numbers, precision=None, **kwargs) -> Array:
+def dot_general(
+    x: Array,
+    kernel: Array,
+    dimension_numbers: lax.DotDimensionNumbers,
+    precision: lax.PrecisionLike = None,
+    **kwargs: Any,
+) -> Array:
     """Like `lax.dot_general` of x [B, I] and a kernel [I, O]; give it to `nnx.Linear`.
 
     For few rows and a large kernel, and unless the form chosen by `convolution` is "matmul" or "xla", the kernel's
@@ -37,12 +43,14 @@ def dot_general(x: Array, kernel: Array, dimension_numbers, precision=None, **kw
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _product(x: Array, kernel: Array, precision) -> Array:
+def _product(x: Array, kernel: Array, precision: lax.PrecisionLike) -> Array:
     return jnp.dot(x, kernel, precision=precision)
 
 
 @functools.partial(_product.defjvp, symbolic_zeros=True)
-def _product_jvp(precision, primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tuple[Array, Array]:
+def _product_jvp(
+    precision: lax.PrecisionLike, primals: tuple[Array, Array], tangents: tuple[Any, Any]
+) -> tuple[Array, Array]:
     (x, kernel), (dx, dkernel) = primals, tangents
     parts = []
     if not isinstance(dx, SymbolicZero):  # its gradient is kernel g^T, transposed: faster than g kernel^T

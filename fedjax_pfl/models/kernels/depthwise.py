@@ -6,7 +6,7 @@ Axes: B batch, H and W pixels, C channels. Images are NHWC, kernels [kh, kw, 1, 
 import functools
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 from jax import lax
@@ -38,6 +38,6 @@ def depthwise_conv(x: Array, kernel: Array, strides: Sequence[int], pads: Sequen
     spans = [(size - side) // by * by + 1 for size, side, by in zip(x.shape[1:3], (kh, kw), strides, strict=True)]
     steps = (1, *strides, 1)
     taps = jnp.unstack(kernel.astype(wide).reshape(kh * kw, 1, 1, 1, channels))
-    ends = lambda i, j: (len(x), i + spans[0], j + spans[1], channels)
+    ends: Callable[[int, int], tuple[int, ...]] = lambda i, j: (len(x), i + spans[0], j + spans[1], channels)
     seen = [lax.slice(x, (0, i, j, 0), ends(i, j), steps) for i, j in itertools.product(range(kh), range(kw))]
     return functools.reduce(operator.add, map(operator.mul, seen, taps)).astype(dtype)

@@ -13,7 +13,7 @@ from fedjax_pfl.models.kernels.convolution import current_form
 from fedjax_pfl.types import Array
 
 
-def conv_transpose(x: Array, kernel: Array, stride: int, padding: int, precision=None) -> Array:
+def conv_transpose(x: Array, kernel: Array, stride: int, padding: int, precision: lax.PrecisionLike = None) -> Array:
     """Transposed convolution, y[i * stride + a - padding] = sum x[i] kernel[a] along both axes, as PyTorch defines it.
 
     In the form chosen by `convolution`: XLA's own with "xla", `product_and_add` with all others.
@@ -36,7 +36,7 @@ def conv_transpose(x: Array, kernel: Array, stride: int, padding: int, precision
     return lax.conv_general_dilated(x, flipped, (1, 1), pads, (stride, stride), None, numbers, precision=precision)
 
 
-def product_and_add(x: Array, kernel: Array, stride: int, padding: int, precision=None) -> Array:
+def product_and_add(x: Array, kernel: Array, stride: int, padding: int, precision: lax.PrecisionLike = None) -> Array:
     """`conv_transpose` as one matrix product, [B H W, C] by [C, side^2 O], whose overlapping windows are added.
 
     Without a product by the zeros between dilated pixels. Medians of a step of forward and both gradients in a loop,
@@ -60,5 +60,8 @@ def _overlap(y: Array, axis: int, blocks: int) -> Array:
     """Adds block k of each window, those along the axis `blocks`, at k places further along `axis`."""
     parts, zero = jnp.unstack(y, axis=blocks), jnp.zeros((), y.dtype)
     rest = [(0, 0, 0)] * (y.ndim - 2 - axis)
-    ends = lambda k: [*[(0, 0, 0)] * axis, (k, len(parts) - 1 - k, 0), *rest]
+
+    def ends(k: int) -> list[tuple[int, int, int]]:
+        return [*[(0, 0, 0)] * axis, (k, len(parts) - 1 - k, 0), *rest]
+
     return functools.reduce(operator.add, (lax.pad(part, zero, ends(k)) for k, part in enumerate(parts)))
