@@ -120,7 +120,7 @@ def branch_loss(
     normalise: str,
     head_grad: str,
     task_loss: str = "class",
-):
+) -> Callable[[PyTree, Batch, Array], tuple[Array, PyTree, Array]]:
     """The weighted sum of a client's task losses (Eq. 5 with MGDA-UB's weights), as `local.sgd` takes it.
 
     Args:
@@ -134,7 +134,8 @@ def branch_loss(
     def each(z: Array, batch: Batch) -> tuple[Array, Array]:
         return task_losses(b, z, batch.y, batch.mask, task_loss)
 
-    @jax.default_matmul_precision("highest")  # a duality gap of 1e-5 is below the noise of shorter products
+    # a duality gap of 1e-5 is below the noise of shorter products
+    @jax.default_matmul_precision("highest")  # type: ignore[untyped-decorator]  # of JAX, without types
     def weights(variables: PyTree, batch: Batch, z: Array, key: Array) -> tuple[Array, Array]:
         """alpha [T], and which tasks learn from this batch, [T] bool."""
         values, usable = each(z, batch)

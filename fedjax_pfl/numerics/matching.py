@@ -160,13 +160,13 @@ def _at(tree: PyTree, path: Path) -> PyTree:
     return tree
 
 
-def _children(tree: PyTree, path: Path) -> dict:
+def _children(tree: PyTree, path: Path) -> dict[str, PyTree]:
     """The dict at a path of nested dicts; empty where there is none."""
     found = _at(tree, path)
     return found if isinstance(found, dict) else {}
 
 
-def _keys(path: tuple) -> Path:
+def _keys(path: tuple[jax.tree_util.DictKey, ...]) -> Path:
     return tuple(key.key for key in path)
 
 
@@ -182,7 +182,7 @@ def permute(variables: PyTree, group: Group, order: Array) -> PyTree:
       order: [width] int32.
     """
 
-    def moved(path: tuple, x: Array) -> Array:
+    def moved(path: tuple[jax.tree_util.DictKey, ...], x: Array) -> Array:
         if _keys(path) in group.tensors:
             x = x[..., order]
         if _keys(path) in group.readers:
@@ -222,15 +222,15 @@ def match(rows: Array, ids: Array, sizes: Array, priority: Array) -> Array:
     start = jnp.lexsort((ids, -sizes, ~here))[0]
     first = jnp.tile(jnp.arange(rows.shape[1], dtype=jnp.int32), (rows.shape[0], 1))
 
-    def sweep(carry):
+    def sweep(carry: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
         n, _, total, before = carry
         queue = jnp.lexsort((ids, priority[:, n], ~here))
 
-        def turn(i: Array, so_far):
+        def turn(i: Array, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
             s = queue[i]
             return lax.cond(here[s] & ((n > 0) | (s != start)), lambda: again(s, *so_far), lambda: so_far)
 
-        def again(s: Array, total: Array, orders: Array):
+        def again(s: Array, total: Array, orders: Array) -> tuple[Array, Array]:
             rest = jnp.where(n > 0, total - rows[s][orders[s]], total)
             # the squares in ||x - g||^2 add up to the same for every assignment, and a mean orders them as a sum does
             order = _assignment(jnp.matmul(rest, rows[s].T, precision=lax.Precision.HIGHEST))

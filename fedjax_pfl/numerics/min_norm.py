@@ -54,7 +54,7 @@ def fista(gram: Array, mask: Array) -> Array:
         total = jnp.sum(beta / s)
         return jnp.where(total > 0, beta / s / jnp.where(total > 0, total, 1), _uniform(mask, gram.dtype))
 
-    def improve(loop):
+    def improve(loop: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
         i, beta, ahead, t = loop
         new = jnp.maximum(ahead - rate * (scaled @ ahead - pull), 0)
         t_new = (1 + jnp.sqrt(1 + 4 * t * t)) / 2
@@ -72,7 +72,7 @@ def frank_wolfe(gram: Array, mask: Array) -> Array:
     """The paper's solver, Frank-Wolfe with exact line search, from the uniform point; arguments as in `fista`."""
     gram = _restrict(gram, mask)
 
-    def improve(loop):
+    def improve(loop: tuple[Array, Array]) -> tuple[Array, Array]:
         i, alpha = loop
         slope = gram @ alpha
         t = jnp.argmin(jnp.where(mask, slope, jnp.inf))
@@ -90,5 +90,5 @@ def _restrict(gram: Array, mask: Array) -> Array:
     return gram / jnp.maximum(jnp.max(jnp.abs(gram)), jnp.finfo(gram.dtype).tiny)
 
 
-def _uniform(mask: Array, dtype) -> Array:
+def _uniform(mask: Array, dtype: jnp.dtype) -> Array:
     return mask.astype(dtype) / jnp.maximum(jnp.sum(mask), 1)

@@ -91,7 +91,7 @@ class Aggregator:
 
     def add(self, uploads: Iterable[list[bytes]]) -> list[bytes]:
         """The ciphertexts of the sum of vectors of one length, at least one of them."""
-        total: list = []
+        total: list[Any] = []
         for upload in uploads:
             vectors = [self._tenseal.ckks_vector_from(self._context, part) for part in upload]
             total = [a + b for a, b in zip(total, vectors, strict=True)] if total else vectors
