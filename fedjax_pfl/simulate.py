@@ -12,7 +12,7 @@ import optax
 from fedjax_pfl.data.datasets import Dataset, checked
 from fedjax_pfl.engine import memory, multihost, validate
 from fedjax_pfl.engine.memory import Memory
-from fedjax_pfl.engine.program import Program, Round, program
+from fedjax_pfl.engine.program import Numbers, Program, Round, program
 from fedjax_pfl.engine.results import Result, check_finite, record, without_padding
 from fedjax_pfl.engine.sampling import cohort_size, sample
 from fedjax_pfl.errors import DivergenceError, InputError, choose
@@ -49,7 +49,7 @@ def task(
     *,
     lr: float,
     batch_size: int,
-    optimizer: Callable[..., Any] = optax.sgd,
+    optimizer: Callable[..., optax.GradientTransformation] = optax.sgd,
     **options: Any,
 ) -> Task:
     """Makes a Task of a data set, a partition's class counts and a model.
@@ -102,7 +102,7 @@ def with_public(task: Task, public: Dataset) -> Task:
 
 
 def curve(
-    program: Program, key: Array, numbers: dict[str, Array], federation: Federation, *, rounds: int, eval_every: int = 1
+    program: Program, key: Array, numbers: Numbers, federation: Federation, *, rounds: int, eval_every: int = 1
 ) -> tuple[State, Round, dict[str, Array], dict[str, Array]]:
     """A whole experiment as one pure function of its key and its numbers, for jax.vmap over seeds and values.
 
@@ -110,7 +110,9 @@ def curve(
       The last state; what is known of the rounds, [rounds, ...]; the scores before each, {name: [rounds, N]} (NaN where
       round t is not evaluated); the scores after the last round, {name: [N]}.
     """
-    run = lambda state, t: program.evaluate(key, numbers, federation, state, t)
+
+    def run(state: State, t: Array) -> dict[str, Array]:
+        return program.evaluate(key, numbers, federation, state, t)
 
     def step(state: State, t: Array) -> tuple[State, PyTree]:
         evaluated = (t % eval_every == 0) | (t == rounds - 1) if eval_every else jnp.bool(False)
@@ -156,7 +158,7 @@ def compiled(
     return Compiled(init, evaluate, step, memory.of([evaluate, step], devices=devices))
 
 
-def _arguments(program: Program, key: Array, federation: Federation) -> tuple[Array, dict[str, Array], Federation]:
+def _arguments(program: Program, key: Array, federation: Federation) -> tuple[Array, Numbers, Federation]:
     """Key, numbers and federation as the compiled functions take them."""
     numbers = {name: jnp.asarray(value, float) for name, value in program.numbers.items()}
     if not program.on_host:
@@ -228,7 +230,9 @@ def _free(t: int, rounds: int, eval_every: int, state_every: int) -> int:
 def _single(step: Callable[..., tuple[State, Round]]) -> Callable[..., tuple[State, Round]]:
     """A round as `_several` has it, for one."""
 
-    def run(key, numbers, federation, state, t, evaluated, _) -> tuple[State, Round]:
+    def run(
+        key: Array, numbers: Numbers, federation: Federation, state: State, t: Array, evaluated: Array, _: Array
+    ) -> tuple[State, Round]:
         state, metrics = step(key, numbers, federation, state, t, evaluated)
         return state, jax.tree.map(lambda x: x[None], metrics)
 
@@ -242,7 +246,9 @@ def _several(program: Program) -> Callable[..., tuple[State, Round]]:
     """
     step = jax.jit(program.round)  # traced once, for the shapes and in the loop
 
-    def run(key, numbers, federation, state: State, t, evaluated, count) -> tuple[State, Round]:
+    def run(
+        key: Array, numbers: Numbers, federation: Federation, state: State, t: Array, evaluated: Array, count: Array
+    ) -> tuple[State, Round]:
         def one(i: Array, carry: tuple[State, Round]) -> tuple[State, Round]:
             state, metrics = carry
             state, found = step(key, numbers, federation, state, t + i, evaluated & (i == 0))

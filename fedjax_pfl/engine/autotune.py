@@ -62,7 +62,8 @@ def keep_compilations() -> None:
     machine and each version has a folder of its own.
     """
     if jax.config.values["jax_compilation_cache_dir"] is None:
-        folder = hashlib.sha256(repr([jax.__version__, jaxlib.__version__, _machine()]).encode()).hexdigest()[:16]
+        kind = repr([jax.__version__, jaxlib.version.__version__, _machine()])
+        folder = hashlib.sha256(kind.encode()).hexdigest()[:16]
         jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "compiled" / folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
@@ -230,7 +231,7 @@ def _times(candidates: Mapping[T, tuple[Task, int, int]], federation: Federation
     return best
 
 
-def _runs(name: T, future: Future) -> _Trial | None:
+def _runs(name: T, future: Future[_Trial]) -> _Trial | None:
     """The compiled trial if it can be compiled and run, else None."""
     try:
         trial = future.result()

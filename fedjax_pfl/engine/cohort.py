@@ -10,7 +10,6 @@ another. The result is the same for every layout, to rounding.
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +23,7 @@ from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Array, Client, Data, Examples, Federation, Own, PyTree, Rows, Task
 
 Transform = Callable[[Array, PyTree, PyTree], PyTree]  # (key, upload, default) -> upload
+Sender = Callable[..., tuple[PyTree, PyTree]]  # (client, *rows) -> what is summed over the clients, what is not
 
 
 class Cohort:
@@ -73,8 +73,13 @@ class Cohort:
         return results
 
     def mean(
-        self, client: Callable[..., tuple], *rows: PyTree, weight: PyTree = None, default: PyTree, phase: int | None = 0
-    ) -> tuple[PyTree, tuple]:
+        self,
+        client: Callable[..., tuple[PyTree, ...]],
+        *rows: PyTree,
+        weight: PyTree = None,
+        default: PyTree,
+        phase: int | None = 0,
+    ) -> tuple[PyTree, tuple[PyTree, ...]]:
         """See `types.Cohort`."""
         self._once(phase)
         own = groups.is_grouped(default)  # then each architecture's clients are averaged apart
@@ -139,10 +144,10 @@ class Cohort:
             )
         self._phases |= set() if phase is None else {phase}
 
-    def _sender(self, default: PyTree, client: Callable[..., tuple], call: int) -> Callable[..., tuple[PyTree, tuple]]:
+    def _sender(self, default: PyTree, client: Callable[..., tuple[PyTree, ...]], call: int) -> Sender:
         """`client` with its first result as it is sent: transformed, and like `default`."""
 
-        def send(c: Client, *rows: PyTree) -> tuple[PyTree, tuple]:
+        def send(c: Client, *rows: PyTree) -> tuple[PyTree, tuple[PyTree, ...]]:
             first, *rest = client(c, *rows)
             upload = first.tree if isinstance(first, Own) else first
             like = groups.select(default, c.group)
@@ -164,19 +169,24 @@ class Cohort:
 
         key = None if phase is None else jax.random.fold_in(jax.random.fold_in(self._key, phase), id)
         splits, public = (data(f.train), data(f.val), data(f.test)), _public(f, self._task, active)
-        return Client(id, key, *splits, public, f.class_counts[row], self._task.models[group], group)  # type: ignore
+        counts, model = f.class_counts[row], self._task.models[group]
+        return Client(id, key, *splits, public, counts, model, group)  # type: ignore[arg-type]  # see Client.key
 
-    def _run(self, client: Callable, rows: tuple, shares: PyTree, phase: int | None) -> tuple[list[PyTree], Any]:
+    def _run(
+        self, client: Sender, rows: tuple[PyTree, ...], shares: PyTree, phase: int | None
+    ) -> tuple[list[PyTree], PyTree]:
         """Per architecture the sum of share * first result, and the second results in the cohort's order."""
         some = [group for group, length in enumerate(self.places) if length]
         found = [self._run_group(client, rows, shares, phase, group) for group in some]
         return [total for total, _ in found], groups.join([results for _, results in found])
 
-    def _run_group(self, client: Callable, rows: tuple, shares: PyTree, phase: int | None, group: int):
+    def _run_group(
+        self, client: Sender, rows: tuple[PyTree, ...], shares: PyTree, phase: int | None, group: int
+    ) -> tuple[PyTree, PyTree]:
         arrays = (self.ids, self.active, self.sizes, rows, shares)
         if len(self.places) > 1:
             arrays = groups.rows_of(arrays, group, self._slices[group])
-        block: Callable = functools.partial(self._block, client, phase, group)
+        block: Callable[..., tuple[PyTree, PyTree]] = functools.partial(self._block, client, phase, group)
         if self._mesh is not None:
             # check_vma would refuse loops that start from the server's state, which `client` closes over
             inside, outside = (P(), *[P(AXIS)] * 5), (P(), P(AXIS))
@@ -186,16 +196,16 @@ class Cohort:
 
     def _block(
         self,
-        client: Callable,
+        client: Sender,
         phase: int | None,
         group: int,
         federation: Federation,
         ids: Array,
         active: Array,
         sizes: Array,
-        rows: tuple,
+        rows: tuple[PyTree, ...],
         shares: PyTree,
-    ) -> tuple[PyTree, Any]:
+    ) -> tuple[PyTree, PyTree]:
         """What one device does: `_run_group` over its own clients, all arrays with as many rows."""
         count = ids.shape[0]
         width = min(self._width, count)

@@ -151,14 +151,14 @@ def _difference(wanted: PyTree, found: PyTree) -> str | None:
         before, after = a.get(path), b.get(path)
         if before != after:
             return f"{path or 'it'} is {_say(after)} and must be {_say(before)}"
-    same = jax.tree.structure(wanted) == jax.tree.structure(found)  # type: ignore[operator]
+    same = jax.tree.structure(wanted) == jax.tree.structure(found)  # type: ignore[operator]  # PyTreeDef has no type
     return None if same else "the containers of its leaves differ"
 
 
-def _leaves(tree: PyTree) -> Iterator[tuple[str, tuple]]:
+def _leaves(tree: PyTree) -> Iterator[tuple[str, tuple[tuple[int, ...], jnp.dtype]]]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         yield jax.tree_util.keystr(path), (leaf.shape, leaf.dtype)
 
 
-def _say(leaf: tuple | None) -> str:
+def _say(leaf: tuple[tuple[int, ...], jnp.dtype] | None) -> str:
     return "missing" if leaf is None else f"{leaf[1]}{list(leaf[0])}"

@@ -87,7 +87,10 @@ def parameters(eqn: Any) -> dict[str, Any]:
     if eqn.primitive.name != "scan" or "num_carry" in p:
         return p
     body = getattr(p["jaxpr"], "jaxpr", p["jaxpr"])
-    whole = lambda outer, inner: sum(a.aval.ndim == b.aval.ndim for a, b in zip(outer, inner, strict=True))
+
+    def whole(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+        return sum(a.aval.ndim == b.aval.ndim for a, b in zip(outer, inner, strict=True))
+
     carry = whole(eqn.outvars, body.outvars)  # what is stacked has an axis more, as have the rows that are read
     return p | {"num_carry": carry, "num_consts": whole(eqn.invars, body.invars) - carry}
 
@@ -95,7 +98,7 @@ def parameters(eqn: Any) -> dict[str, Any]:
 def _walk(jaxpr: Any, consts: Sequence[Known], given: Sequence[Known], counts: bool) -> tuple[list[Known], int]:
     """The results, as far as they are known, and the operations; `counts`: is this inside a loop over batches?"""
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *given], strict=True))
-    read = lambda v: _literal(v.val) if hasattr(v, "val") else values[v]
+    read: Callable[[Any], Known] = lambda v: _literal(v.val) if hasattr(v, "val") else values[v]
     total = 0
     for eqn in jaxpr.eqns:
         inside = counts or local.SCOPE in str(eqn.source_info.name_stack)
@@ -136,7 +139,7 @@ def _value(eqn: Any, given: list[Known]) -> Known:
         return None if None in given[1:] else max(given[1:])
     if name in _SAME:
         return given[0]
-    if None in given or not given or jax.dtypes.issubdtype(out.dtype, jax.dtypes.prng_key):
+    if None in given or not given or jnp.issubdtype(out.dtype, jax.dtypes.prng_key):
         return None
     cast = np.dtype(out.dtype).type
     if name == "convert_element_type":

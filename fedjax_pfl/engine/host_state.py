@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec as P
 
 from fedjax_pfl import groups
 from fedjax_pfl.engine.placement import AXIS, starts
-from fedjax_pfl.engine.program import Program, Round, parts
+from fedjax_pfl.engine.program import Numbers, Program, Round, parts
 from fedjax_pfl.engine.program import program as whole_program
 from fedjax_pfl.engine.sampling import cohort_size
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import Algorithm, Array, Placement, PyTree, State, Task
+from fedjax_pfl.types import Algorithm, Array, Federation, Placement, PyTree, State, Task
 
 
 def program(
@@ -56,10 +56,12 @@ def program(
     def place(state: State) -> State:
         return State(jax.device_put(state.server, everywhere), jax.tree.map(np.array, state.clients))
 
-    def init(key: Array, numbers: dict[str, Array], where: Placement | None = None) -> State:
+    def init(key: Array, numbers: Numbers, where: Placement | None = None) -> State:
         return place(jax.device_get(jax.jit(on.init)(*_on_cpu((key, numbers)))))
 
-    def round(key, numbers, federation, state: State, t, evaluated) -> tuple[State, Round]:
+    def round(
+        key: Array, numbers: Numbers, federation: Federation, state: State, t: Array, evaluated: Array
+    ) -> tuple[State, Round]:
         ids, active = jax.device_get(draw(key, t))
         new, known = train(key, numbers, federation, here(state, ids, on.lengths), ids, active, t, evaluated)
 
@@ -84,7 +86,7 @@ def program(
             only = tuple(length if h == g else 0 for h in range(len(on.lengths)))
             yield from ((ids, only) for ids in members.reshape(-1, length))
 
-    def scores(key, numbers, federation, state: State, t) -> dict[str, Any]:
+    def scores(key: Array, numbers: Numbers, federation: Federation, state: State, t: Array) -> dict[str, Any]:
         found: dict[str, np.ndarray] = {}
         for ids, lengths in blocks():
             block = jax.device_get(score(key, numbers, federation, here(state, ids, lengths), ids, t, lengths))
@@ -92,7 +94,9 @@ def program(
                 found.setdefault(name, np.full(n, np.nan, values.dtype))[ids[ids < n]] = values[ids < n]
         return found
 
-    def predict(key, numbers, federation, state: State, t, id, x) -> PyTree:
+    def predict(
+        key: Array, numbers: Numbers, federation: Federation, state: State, t: Array, id: int, x: Array
+    ) -> PyTree:
         return on_device.predict(key, numbers, federation, on_device.place(state), t, id, x)
 
     functions = (init, round, scores, predict, place, lambda state: state)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
@@ -116,7 +117,7 @@ def fetch(tree: PyTree) -> PyTree:
 def _whole(x: Any) -> Any:
     if not isinstance(x, jax.Array) or x.is_fully_addressable:
         return x
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(_whole(jax.random.key_data(x)), impl=jax.random.key_impl(x))
     return x.addressable_data(0) if x.is_fully_replicated else multihost_utils.process_allgather(x, tiled=True)
 
@@ -129,7 +130,7 @@ def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
     _meet(mesh)
 
     def put(x: Any) -> jax.Array:
-        if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return jax.random.wrap_key_data(put(jax.random.key_data(x)), impl=jax.random.key_impl(x))
         x = np.asarray(x)
         return jax.make_array_from_callback(x.shape, everywhere, lambda _: x)
@@ -172,7 +173,7 @@ def everywhere(action: Callable[..., T], *args: Any) -> T:
     return _settled(_shared((None, error), source))
 
 
-def _outcome(action: Callable, args: tuple) -> tuple[Any, BaseException | None]:
+def _outcome(action: Callable[..., T], args: tuple[Any, ...]) -> tuple[Any, BaseException | None]:
     try:
         return action(*args), None
     except BaseException as error:  # whatever would end this process
@@ -190,7 +191,7 @@ def _shared(outcome: Any, source: int) -> Any:
     """The outcome of one process on every process, pickled; (None, None) travels as nothing."""
     mine = jax.process_index() == source
     content = b"" if not mine or outcome == (None, None) else _pickled(outcome)
-    send = lambda x: multihost_utils.broadcast_one_to_all(x, is_source=mine)
+    send: Callable[[np.ndarray], np.ndarray] = lambda x: multihost_utils.broadcast_one_to_all(x, is_source=mine)
     pieces, rest = send(np.array(divmod(len(content), PIECE), np.int32)).tolist()
     whole = np.frombuffer(content, np.uint8) if mine else np.zeros(pieces * PIECE + rest, np.uint8)
     parts = [send(whole[i : i + PIECE]).tobytes() for i in range(0, len(whole), PIECE)]

@@ -29,7 +29,20 @@ from fedjax_pfl.engine.placement import (
 )
 from fedjax_pfl.engine.sampling import cohort_size, sample
 from fedjax_pfl.errors import ArchitectureError, InputError
-from fedjax_pfl.types import Algorithm, Array, Federation, Placement, PyTree, State, Task, Traffic
+from fedjax_pfl.types import (
+    Algorithm,
+    Array,
+    Client,
+    Federation,
+    Placement,
+    PyTree,
+    Scores,
+    State,
+    Task,
+    Traffic,
+)
+
+Numbers = dict[str, Array]  # the traced hyperparameters by name
 
 
 class Round(NamedTuple):
@@ -121,17 +134,22 @@ def _program(on: Parts, task: Task, devices: int, predict: Callable[..., PyTree]
     n, mesh = task.num_clients, on.mesh
     everybody = cohort_size(task) == n  # then each stays where its row lies
     whole = segments(task, n, devices)
-    free: Callable = (lambda *args: args) if mesh is None else (lambda *args: unmarked(args))
-    given = lambda federation: on.placement if federation.placement is None else federation.placement
-    rows = lambda where: StateRows(task, where, devices)
+    free: Callable[..., Any] = (lambda *args: args) if mesh is None else (lambda *args: unmarked(args))
+
+    def given(federation: Federation) -> Placement | None:
+        return on.placement if federation.placement is None else federation.placement
+
+    rows: Callable[[Placement | None], StateRows] = lambda where: StateRows(task, where, devices)
 
     def place(state: State, where: Placement | None = None) -> State:
         return _sharded(rows(on.placement if where is None else where).place(state), mesh)
 
-    def init(key: Array, numbers: dict[str, Array], where: Placement | None = None) -> State:
+    def init(key: Array, numbers: Numbers, where: Placement | None = None) -> State:
         return place(on.init(key, numbers), where)
 
-    def round(key, numbers, federation: Federation, state: State, t, evaluated) -> tuple[State, Round]:
+    def round(
+        key: Array, numbers: Numbers, federation: Federation, state: State, t: Array, evaluated: Array
+    ) -> tuple[State, Round]:
         key, numbers, federation, state, t, evaluated = free(key, numbers, federation, state, t, evaluated)
         ids, active = on.draw(given(federation), key, t)
         at = sharded(rows(given(federation)).of(ids), mesh, P())
@@ -147,28 +165,34 @@ def _program(on: Parts, task: Task, devices: int, predict: Callable[..., PyTree]
             clients = rows(given(federation)).scatter(state.clients, at, moved, on_all, on.lengths)
         return _sharded(State(new.server, clients), mesh), known
 
-    def scores(key, numbers, federation: Federation, state: State, t) -> dict[str, Array]:
+    def scores(key: Array, numbers: Numbers, federation: Federation, state: State, t: Array) -> dict[str, Array]:
         key, numbers, federation, state, t = free(key, numbers, federation, state, t)
         where = given(federation)
         ids = jnp.arange(n, dtype=jnp.int32) if where is None else jnp.asarray(where.client)
         found = on.score(key, numbers, federation, state, ids, t, whole)
         return found if where is None else trees.gather(found, jnp.asarray(where.row)[:n])
 
-    def one(key, numbers, federation: Federation, state: State, t, id, x) -> PyTree:
+    def one(
+        key: Array, numbers: Numbers, federation: Federation, state: State, t: Array, id: int | Array, x: Array
+    ) -> PyTree:
         return predict(rows(given(federation)), key, numbers, federation, state, t, id, x)
 
     placed = jax.jit(place)  # the placement is an argument: other partitions need no new compilation
-    to_rows = lambda state: placed(state, on.placement)
+    to_rows: Callable[[State], State] = lambda state: placed(state, on.placement)
     return Program(
         on.numbers, init, round, scores, one, to_rows, rows(on.placement).unplace, on.placement, mesh, task=task
     )
 
 
-def _predict(factory: Callable, task: Task, hparams: dict[str, Any] | None, lr_decay: float) -> Callable[..., PyTree]:
+def _predict(
+    factory: Callable[..., Algorithm], task: Task, hparams: dict[str, Any] | None, lr_decay: float
+) -> Callable[..., PyTree]:
     """One client's predictions; with several architectures its id must be a number on the host."""
     algorithm, _ = _bound(factory, task, hparams or {}, lr_decay)
 
-    def predict(rows: StateRows, key, numbers, federation: Federation, state: State, t, id, x) -> PyTree:
+    def predict(
+        rows: StateRows, key: Array, numbers: Numbers, f: Federation, state: State, t: Array, id: int | Array, x: Array
+    ) -> PyTree:
         method, several = algorithm(numbers, t), len(task.models) > 1
         if several and isinstance(id, jax.core.Tracer):
             raise InputError("With several architectures the client id must be a Python integer: it chooses the model.")
@@ -176,9 +200,9 @@ def _predict(factory: Callable, task: Task, hparams: dict[str, Any] | None, lr_d
         ids = jnp.asarray(id, jnp.int32)[None]
         lengths = tuple(int(g == group) for g in range(len(task.models)))
         options = {"key": keys.clients_key(key, t), "round": t, "evaluated": jnp.bool(True), "width": 1}
-        alone = Cohort(federation, task, ids, ids >= 0, lengths=lengths, **options)
+        alone = Cohort(f, task, ids, ids >= 0, lengths=lengths, **options)
 
-        def client(c, row):
+        def client(c: Client, row: PyTree) -> PyTree:
             return method.predict(state.server, row, c)(task.prepare(x), jnp.ones(x.shape[0], bool))
 
         found = alone.map(client, rows.gather(state.clients, rows.of(ids), lengths))
@@ -201,13 +225,15 @@ def parts(
     algorithm, numbers = _bound(factory, task, hparams or {}, lr_decay)
     mesh, where = make_mesh(devices), placement(task, devices)
     lengths = segments(task, cohort_size(task), devices)
-    free: Callable = (lambda *args: args) if mesh is None else (lambda *args: unmarked(args))
+    free: Callable[..., Any] = (lambda *args: args) if mesh is None else (lambda *args: unmarked(args))
 
-    def cohort(key, federation, ids, active, t, evaluated, lengths) -> Cohort:
-        options = {"key": keys.clients_key(key, t), "width": width, "mesh": mesh, "lengths": lengths}
-        return Cohort(federation, task, ids, active, round=t, evaluated=evaluated, transform=transform, **options)
+    def cohort(
+        key: Array, f: Federation, ids: Array, active: Array, t: Array, evaluated: Array, lengths: tuple[int, ...]
+    ) -> Cohort:
+        options: dict[str, Any] = {"key": keys.clients_key(key, t), "width": width, "mesh": mesh, "lengths": lengths}
+        return Cohort(f, task, ids, active, round=t, evaluated=evaluated, transform=transform, **options)
 
-    def init(key: Array, numbers: dict[str, Array]) -> State:
+    def init(key: Array, numbers: Numbers) -> State:
         return trees.copied(algorithm(numbers, 0).init(keys.fold(key, keys.Run.INIT)))
 
     def draw(where: Placement | None, key: Array, t: Array) -> tuple[Array, Array]:
@@ -215,9 +241,11 @@ def parts(
         ids, active = sample(keys.fold(keys.round_key(key, t), keys.Round.SAMPLING), task)
         return arrange(task, where, ids, active, devices)
 
-    def train(key, numbers, federation, here: State, ids, active, t, evaluated) -> tuple[State, Round]:
-        key, numbers, federation, here, ids, active = free(key, numbers, federation, here, ids, active)
-        method, present = algorithm(numbers, t), cohort(key, federation, ids, active, t, evaluated, lengths)
+    def train(
+        key: Array, numbers: Numbers, f: Federation, here: State, ids: Array, active: Array, t: Array, evaluated: Array
+    ) -> tuple[State, Round]:
+        key, numbers, f, here, ids, active = free(key, numbers, f, here, ids, active)
+        method, present = algorithm(numbers, t), cohort(key, f, ids, active, t, evaluated, lengths)
         with contract.named(factory):
             result = method.round(keys.fold(keys.round_key(key, t), keys.Round.SERVER), here, present)
             contract.check_round(here, result, len(ids))
@@ -227,24 +255,25 @@ def parts(
         known = (metrics.loss, metrics.post, metrics.clients, metrics.server)
         return new, Round(*known, sent, ids, active, _finite(new, len(ids), lengths))
 
-    def score(key, numbers, federation, here: State, ids, t, lengths) -> dict[str, Array]:
-        key, numbers, federation, here, ids = free(key, numbers, federation, here, ids)
+    def score(
+        key: Array, numbers: Numbers, f: Federation, here: State, ids: Array, t: Array, lengths: tuple[int, ...]
+    ) -> dict[str, Array]:
+        key, numbers, f, here, ids = free(key, numbers, f, here, ids)
         method = algorithm(numbers, t)
 
-        def client(c, row):
+        def client(c: Client, row: PyTree) -> dict[str, Array]:
             predictor = method.predict(here.server, row, c)
             contract.check_predictor(predictor)
             return evaluate.client(c, predictor, checked)
 
-        def checked(outputs, y, mask, c):
+        def checked(outputs: PyTree, y: Array, mask: Array, c: Client) -> Scores:
             found = method.score(outputs, y, mask, c)
             contract.check_scores(found, method.headline[0])
             return found
 
         with contract.named(factory):
-            return cohort(key, federation, ids, ids < task.num_clients, t, jnp.bool(True), lengths).map(
-                client, here.clients
-            )
+            present = cohort(key, f, ids, ids < task.num_clients, t, jnp.bool(True), lengths)
+            return present.map(client, here.clients)
 
     return Parts(init, draw, train, score, numbers, where, lengths, mesh)
 
@@ -255,12 +284,14 @@ def _finite(state: State, count: int, lengths: tuple[int, ...]) -> Array:
         clients = trees.finite(state.clients, count)
     else:
         begin = starts(lengths)
-        cut = lambda g: groups.rows_of(state.clients, g, slice(begin[g], begin[g + 1]))
+        cut: Callable[[int], PyTree] = lambda g: groups.rows_of(state.clients, g, slice(begin[g], begin[g + 1]))
         clients = jnp.concatenate([trees.finite(cut(g), length) for g, length in enumerate(lengths)])
     return clients & trees.finite(jax.tree.map(lambda x: x[None], state.server), 1)
 
 
-def _bound(factory: Callable[..., Algorithm], task: Task, hparams: dict[str, Any], lr_decay: float):
+def _bound(
+    factory: Callable[..., Algorithm], task: Task, hparams: dict[str, Any], lr_decay: float
+) -> tuple[Callable[[Numbers, Array | int], Algorithm], dict[str, float]]:
     """The method as a function of its numbers and the round, and the numbers."""
     hyperparameters.check(factory, hparams)
     known = hyperparameters.of(factory)
@@ -280,7 +311,7 @@ def _bound(factory: Callable[..., Algorithm], task: Task, hparams: dict[str, Any
     numbers = {name: float(value) for name, value in hparams.items() if known[name].traced and value is not None}
     static = {name: value for name, value in hparams.items() if name not in numbers}
 
-    def algorithm(numbers: dict[str, Array], t: Array | int) -> Algorithm:
+    def algorithm(numbers: Numbers, t: Array | int) -> Algorithm:
         free = {name: value for name, value in numbers.items() if name not in ("lr", "lr_decay")}
         lr = numbers["lr"] * numbers["lr_decay"] ** jnp.asarray(t, float)
         return factory(task._replace(lr=lr), **static, **free)

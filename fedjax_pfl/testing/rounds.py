@@ -62,7 +62,17 @@ def subject(
     where = made.placement if len(task.models) > 1 else None
     rows = placement.StateRows(task, where, 1)
 
-    def round(key, numbers, f, state, ids, active, t, evaluated, options) -> tuple[State, Round]:
+    def round(
+        key: Array,
+        numbers: program.Numbers,
+        f: Federation,
+        state: State,
+        ids: Array,
+        active: Array,
+        t: Array,
+        evaluated: Array,
+        options: PyTree,
+    ) -> tuple[State, Round]:
         with jax.ensure_compile_time_eval():  # the placement is made on the host
             train = parts(transform=transform and functools.partial(transform, options)).train
         if where is not None:
@@ -73,7 +83,7 @@ def subject(
         clients = rows.scatter(state.clients, at, new.clients, active, made.lengths)
         return rows.unplace(State(new.server, clients)), metrics
 
-    def evaluate(key, numbers, f, state, t) -> dict[str, Array]:
+    def evaluate(key: Array, numbers: program.Numbers, f: Federation, state: State, t: Array) -> dict[str, Array]:
         return made.score(key, numbers, f, state, jnp.arange(N, dtype=jnp.int32), t, (N,))
 
     example = jax.eval_shape(task.prepare, jax.ShapeDtypeStruct((1, *task.input.shape), task.input.dtype))
@@ -90,22 +100,25 @@ def _started(s: Subject) -> State:
     for t in range(2):
         state, _ = run(s, state=state, ids=np.arange(N, dtype=np.int32), active=np.ones(N, bool), t=t)
     rng = np.random.default_rng(2)
-    real = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # a counter stays what it is
-    noisy = lambda x: (x + rng.uniform(0, 0.2, x.shape).astype(x.dtype)) if real(x) else x  # a variance stays positive
+    real: Callable[[Any], bool] = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # a counter stays what it is
+
+    def noisy(x: np.ndarray) -> np.ndarray:
+        return x + rng.uniform(0, 0.2, x.shape).astype(x.dtype) if real(x) else x  # a variance stays positive
+
     return State(state.server, jax.tree.map(noisy, state.clients))
 
 
 def arguments(
     s: Subject,
-    ids=IDS,
-    active=ACTIVE,
-    federation=None,
-    state=None,
+    ids: np.ndarray = IDS,
+    active: np.ndarray = ACTIVE,
+    federation: Federation | None = None,
+    state: State | None = None,
     t: int = 2,
     evaluated: bool = True,
-    options=None,
+    options: PyTree = None,
     **numbers: float,
-) -> tuple:
+) -> tuple[Any, ...]:
     numbers = s.numbers | {name: np.float32(value) for name, value in numbers.items()}
     f, state = federation or s.federation, s.start if state is None else state
     options = s.options if options is None else options
@@ -117,7 +130,9 @@ def run(s: Subject, **changes: Any) -> tuple[State, Round]:
     return jax.device_get(s.round(*arguments(s, **changes)))
 
 
-def evaluate(s: Subject, federation: Federation | None = None, state: State | None = None, t: int = 2) -> dict:
+def evaluate(
+    s: Subject, federation: Federation | None = None, state: State | None = None, t: int = 2
+) -> dict[str, np.ndarray]:
     """The scores of all clients before round t, {name: [N]} on the host."""
     state, f = s.start if state is None else state, federation or s.federation
     return jax.device_get(s.evaluate(jax.random.key(7), s.numbers, f, state, np.int32(t)))
@@ -153,7 +168,7 @@ def same(what: str, found: PyTree, wanted: PyTree, clients: Any = None, toleranc
 def same_round(found: tuple[State, Round], wanted: tuple[State, Round], clients: Any, tolerance: float = 0.0) -> None:
     """Compares the server, the rows of `clients` and what is reported of them."""
     same("server", found[0].server, wanted[0].server, tolerance=tolerance)
-    own = lambda result: rows_of(result[0].clients, clients)
+    own: Callable[[tuple[State, Round]], PyTree] = lambda result: rows_of(result[0].clients, clients)
     same("clients", own(found), own(wanted), clients, tolerance)
     same("metrics", reported(found[1], clients), reported(wanted[1], clients), clients, tolerance)
 

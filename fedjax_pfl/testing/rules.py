@@ -32,7 +32,7 @@ from fedjax_pfl.testing.rounds import (
     subject,
 )
 from fedjax_pfl.testing.synthetic import SIZES, C, N, federation
-from fedjax_pfl.types import Array, Examples, Federation, Grouped, PyTree, State
+from fedjax_pfl.types import Array, Examples, Federation, Grouped, Model, PyTree, State
 
 TWO_GROUPS = np.array([0, 1, 0, 1, 1])  # architecture of each client
 
@@ -142,7 +142,7 @@ def compilation(s: Subject) -> None:
     """One compilation serves every cohort, state, round and traced hyperparameter."""
     state, _ = s.round(*arguments(s))
     s.round(*arguments(s, state=jax.device_get(state), t=9, lr=0.03, ids=IDS[::-1], active=~ACTIVE, evaluated=False))
-    if (count := s.round._cache_size()) != 1:  # type: ignore[attr-defined]
+    if (count := s.round._cache_size()) != 1:  # type: ignore[attr-defined]  # it is jitted
         raise ContractViolation(f"the round was compiled {count} times")
 
 
@@ -173,7 +173,7 @@ def traffic(s: Subject) -> None:
 def dtype(s: Subject) -> None:
     """A state of low precision keeps its types, and no type is weak."""
 
-    def low(model):
+    def low(model: Model) -> Model:
         init = lambda key: (
             model.init(key) | {"body": jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.init(key)["body"])}
         )
