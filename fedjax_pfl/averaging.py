@@ -130,7 +130,7 @@ def split_layers(task: Task, shared: Callable[[Model], Sequence[Path]]) -> Split
     def mask(model: Model) -> PyTree:
         paths = set(shared(model))
 
-        def stays(path: tuple, _: bool) -> bool:
+        def stays(path: tuple[jax.tree_util.DictKey, ...], _: bool) -> bool:
             part, *inside, _name = (key.key for key in path)
             if part == "stats":
                 return task.bn_stats == "local" or ("body", *inside) not in paths
@@ -170,13 +170,15 @@ def partial_averaging(
     def init(key: Array) -> State:
         return State(*split.init(key))
 
-    def train(key: Array, c: Client, variables: PyTree, phase: Phase, extra=None) -> tuple[PyTree, Array]:
+    def train(
+        key: Array, c: Client, variables: PyTree, phase: Phase, extra: Callable[[PyTree], PyTree] | None = None
+    ) -> tuple[PyTree, Array]:
         key = key if phase.stream is None else keys.fold(key, phase.stream)
         loss = losses.classification(c.model)
         return local.sgd(key, c.train, loss, variables, task, train=phase.train, epochs=phase.epochs, extra=extra)
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(c: Client, own: PyTree):
+        def client(c: Client, own: PyTree) -> tuple[PyTree, Own, Array, dict[str, Array]]:
             variables = received = split.receive(state.server, own)
             value = jnp.zeros(())
             for phase in phases:

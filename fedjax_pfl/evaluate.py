@@ -19,7 +19,7 @@ Score = Callable[[Any, Array, Array, Client], Scores]
 def batch_size(rows: float) -> int:
     """The power of two from `rows` on, at most BATCH: of clients' sizes and not of their padding, which must not count,
     and for seeds with about the same sizes the same, so that they share what is compiled."""
-    return min(BATCH, 2 ** max(0, math.ceil(math.log2(max(rows, 1)))))
+    return min(BATCH, 1 << max(0, math.ceil(math.log2(max(rows, 1)))))
 
 
 def classification(outputs: Array, y: Array, mask: Array, client: Client) -> Scores:

@@ -65,7 +65,7 @@ def per_group(plain: Callable[..., Any], own: Callable[..., Any], count: int, tr
 def join(results: list[PyTree]) -> PyTree:
     """The results of each architecture's clients as one tree: what is marked `Own` Grouped, the rest one after
     another."""
-    own = lambda x: isinstance(x, Own)
+    own: Callable[[Any], bool] = lambda x: isinstance(x, Own)
     if len(results) == 1:
         return jax.tree.map(lambda x: x.tree if own(x) else x, results[0], is_leaf=own)
 

@@ -12,7 +12,8 @@ from fedjax_pfl import keys, trees
 from fedjax_pfl.types import Array, Batch, Data, PyTree, Task
 
 SCOPE = "loop_over_batches"  # in the names of a trace, see `work`
-Loss = Callable[[PyTree, Batch, Array], tuple]  # (variables, batch, key) -> loss [], new stats (, aux)
+# (variables, batch, key) -> loss [], new stats (, aux)
+Loss = Callable[[PyTree, Batch, Array], tuple[Array, PyTree] | tuple[Array, PyTree, PyTree]]
 
 
 def shuffle(key: Array, length: int, size: Array) -> Array:

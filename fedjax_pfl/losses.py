@@ -1,5 +1,7 @@
 """Losses as means over the valid rows of a batch, and the loss of a model that local training takes."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 import optax
 from jax import lax
@@ -30,7 +32,7 @@ def balanced_softmax(logits: Array, y: Array, mask: Array, class_counts: Array, 
     return cross_entropy(logits + gamma * prior[None], y, mask)
 
 
-def classification(model: Model):
+def classification(model: Model) -> Callable[[PyTree, Batch, Array], tuple[Array, PyTree]]:
     """The loss of ordinary training: cross entropy of the model's logits, as `local.sgd` takes it."""
 
     def loss(variables: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
@@ -54,7 +56,7 @@ def mmd(h: Array, u: Array, mask: Array) -> Array:
     h, u = (jnp.where(mask[:, None], x, 0) for x in (h, u))
 
     def kernel(p: Array, q: Array) -> Array:  # [B, B]
-        square = lambda x: jnp.sum(x * x, axis=1)
+        square: Callable[[Array], Array] = lambda x: jnp.sum(x * x, axis=1)
         d2 = square(p)[:, None] + square(q)[None] - 2 * jnp.dot(p, q.T, precision=lax.Precision.HIGHEST)
         return sum((jnp.exp(-d2 / (2 * a)) for a in VARIANCES), jnp.zeros_like(d2))
 

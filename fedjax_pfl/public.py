@@ -65,7 +65,9 @@ def gathered(cohort: Cohort, outputs: Array) -> Predictions:
     return Predictions(cohort.ids[order], here, jnp.where(trees.expand(here, outputs.ndim), outputs, 0))
 
 
-def distillation(model: Model, target: Array, distance: Callable[[Array, Array], Array], *, frozen: bool = False):
+def distillation(
+    model: Model, target: Array, distance: Callable[[Array, Array], Array], *, frozen: bool = False
+) -> Callable[[PyTree, Batch, Array], tuple[Array, PyTree]]:
     """The loss of training on targets: the mean of `distance` over the valid rows, as `local.sgd` takes it.
 
     Args:

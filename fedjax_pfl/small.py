@@ -108,7 +108,7 @@ def learn(
 def clipped(largest: float | Array) -> optax.GradientTransformation:
     """Scales gradients of any type down to a largest norm, which may be traced."""
 
-    def clip(gradient: PyTree, _) -> PyTree:
+    def clip(gradient: PyTree, _: PyTree) -> PyTree:
         return trees.cast(trees.scale(jnp.minimum(1, largest / optax.tree.norm(gradient)), gradient), gradient)
 
     return optax.stateless(clip)

@@ -114,7 +114,7 @@ def named_shapes(tree: PyTree) -> list[tuple[str, tuple[int, ...]]]:
     return [(jax.tree_util.keystr(path, simple=True, separator="/"), jnp.shape(leaf)) for path, leaf in leaves]
 
 
-def parts(tree: dict, chosen: tuple[str, ...]) -> PyTree:
+def parts(tree: dict[str, PyTree], chosen: tuple[str, ...]) -> PyTree:
     """The mask of a dict of parts ("body", "head", "stats"): True at the leaves of the chosen ones."""
     return {name: jax.tree.map(lambda _, hit=name in chosen: hit, part) for name, part in tree.items()}
 

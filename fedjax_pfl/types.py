@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
+import optax
 
 from fedjax_pfl.errors import ArchitectureError
 
@@ -28,7 +29,7 @@ class Examples(NamedTuple):
 class Rows(NamedTuple):
     """Which examples a client owns."""
 
-    index: Array  # type: ignore[assignment]  # [..., M] int32, meaningless past `size`
+    index: Array  # type: ignore[assignment]  # hides tuple.index; [..., M] int32, meaningless past `size`
     size: Array  # [...] int32
 
 
@@ -57,7 +58,7 @@ class Data(NamedTuple):
     """One client's rows over the shared examples, and how raw inputs become what a model takes."""
 
     examples: Examples
-    index: Array  # type: ignore[assignment]  # [M] int32
+    index: Array  # type: ignore[assignment]  # hides tuple.index; [M] int32
     size: Array  # [] int32
     prepare: Callable[[Array], Array]  # raw [B, *input] -> the model's input [B, ...]
     masked: Examples | None = None  # what masked rows of a batch hold, x prepared [...] and y []; None: zeros
@@ -116,7 +117,7 @@ class Task(NamedTuple):
     input: jax.ShapeDtypeStruct  # one raw example, as a row of `Examples.x`
     prepare: Callable[[Array], Array]  # raw [B, *input] -> the models' input [B, ...]
     lr: float | Array
-    optimizer: Callable[[float | Array], Any]  # lr -> optax.GradientTransformation
+    optimizer: Callable[[float | Array], optax.GradientTransformation]  # of the learning rate
     batch_size: int
     epochs: int | None = 1  # local epochs a round, or
     steps: int | None = None  # local steps a round: exactly one of the two is set
@@ -151,7 +152,7 @@ class Own(NamedTuple):
 class Grouped(NamedTuple):
     """Stacked trees, one per architecture; where there is only one architecture, its plain tree stands instead."""
 
-    trees: tuple  # [G] trees, leading axis: the clients of that architecture
+    trees: tuple[PyTree, ...]  # [G] trees, leading axis: the clients of that architecture
 
 
 class State(NamedTuple):
@@ -192,8 +193,13 @@ class Cohort(Protocol):
         """
 
     def mean(
-        self, client: Callable[..., tuple], *rows: PyTree, weight: PyTree = None, default: PyTree, phase: int | None = 0
-    ) -> tuple[PyTree, tuple]:
+        self,
+        client: Callable[..., tuple[PyTree, ...]],
+        *rows: PyTree,
+        weight: PyTree = None,
+        default: PyTree,
+        phase: int | None = 0,
+    ) -> tuple[PyTree, tuple[PyTree, ...]]:
         """Maps `client`, which returns a tuple, and averages its first result, the upload, over the active clients.
 
         Args:
