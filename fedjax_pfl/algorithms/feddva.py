@@ -61,6 +61,7 @@ def feddva(
     regulariser: Literal["paper_max", "code_hinge"] = "paper_max",
     reconstruction: Literal["gaussian", "focal"] = "gaussian",
     detach: bool = True,
+    exchange: str = "encoders",
 ) -> Algorithm:
     """Trains the decoder with frozen encoders, then the encoders with a frozen decoder; averages the encoders.
 
@@ -78,6 +79,7 @@ def feddva(
       regulariser: R_c, one of paper_max (Eq. 7), code_hinge (see `dva.personal_term`).
       reconstruction: one of gaussian (unit variance), focal (see `dva.reconstruction`).
       detach: whether the batch's mixture counts as a constant in R_c's gradient, as in the code, true or false.
+      exchange: what clients share, one of encoders (both, Algorithm 1), z (the encoder of c stays with its client).
 
     Raises:
       InputError: inputs that are not square images of 4 to 8, 28 to 32 or 60 to 64 pixels a side, or a value out of
@@ -87,7 +89,8 @@ def feddva(
       Each phase is the task's whole local work with a fresh optimizer; the paper's is Adam with rate 0.001. The server
       weights encoders by training examples (the paper's sum over all clients, of losses that are sums over examples,
       counts sizes twice). Running statistics always stay with their client, as in the code. Scores are taken at the
-      posterior means; `loss` is the last phase's.
+      posterior means; `loss` is the last phase's. No term asks c to differ between clients: a client's decoder knows
+      its client, R_c binds examples of one client only. With a shared encoder of c, c tells clients apart by accident.
     """
     nets = networks(task, latent, personal, hidden, head)
     owner = "personal" if head == "none" else head
@@ -95,7 +98,7 @@ def feddva(
     kinds: dict[str, Any] = {"regulariser": regulariser, "reconstruction": reconstruction, "detach": detach}
     phases = dva_phases.phases(nets, mode, owner, **weights, **kinds)
     start = jax.eval_shape(lambda: dva_phases.init(nets, jax.random.key(0)))
-    stay = tuple(set(start) - set(dva_phases.shared_parts(nets, owner)))
+    stay = tuple(set(start) - set(dva_phases.shared_parts(nets, owner, exchange)))
     split = averaging.split(task, stay, variables=start)
 
     def init(key: Array) -> State:

@@ -19,6 +19,7 @@ from fedjax_pfl.types import Array, Batch, Network, PyTree, Scores
 MODES = ("paper", "code")
 PARTS = ("z", "c", "decoder", "head")
 HEADS = ("personal", "shared")
+EXCHANGES = ("encoders", "z")
 
 
 class Phase(NamedTuple):
@@ -46,9 +47,10 @@ def init(nets: DualVAE, key: Array) -> PyTree:
     return params | {"stats": {name: variables["stats"] for name, variables in made.items()}}
 
 
-def shared_parts(nets: DualVAE, head: str = "personal") -> tuple[str, ...]:
-    """The parts that clients exchange: both encoders, and with head="shared" the classifier."""
-    return ("z", "c", "head") if nets.head and choose("head", head, HEADS) == "shared" else ("z", "c")
+def shared_parts(nets: DualVAE, head: str = "personal", exchange: str = "encoders") -> tuple[str, ...]:
+    """The parts that clients exchange: both encoders or that of z, and with head="shared" the classifier."""
+    encoders = ("z", "c") if choose("exchange", exchange, EXCHANGES) == "encoders" else ("z",)
+    return (*encoders, "head") if nets.head and choose("head", head, HEADS) == "shared" else encoders
 
 
 def forward(

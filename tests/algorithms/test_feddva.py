@@ -114,6 +114,13 @@ def test_the_encoders_travel_and_the_rest_stays():
     assert trees.size(shapes(head="shared")[1].server) == 6_047_202 + 8 * 4 + 4 + 4 * 4 + 4
 
 
+def test_the_encoder_of_c_may_stay():
+    state = shapes(exchange="z")[1]
+    assert trees.size(state.server) == 2_756_416 + 264_712
+    row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.clients)
+    assert trees.size(row["c"]) == 3_920 + 2 + 2_757_440 + 264_712
+
+
 @pytest.mark.parametrize("head, headline", [("none", ("elbo", "max")), ("personal", ("acc", "max"))])
 def test_the_headline(head, headline):
     assert shapes(head=head)[0].headline == headline
@@ -125,6 +132,7 @@ def test_the_headline(head, headline):
         ({"alpha": -1.0}, "alpha=-1.0"),
         ({"head": "own"}, "Unknown head"),
         ({"mode": "papr"}, "Unknown mode"),
+        ({"exchange": "c"}, "Unknown exchange"),
         ({"latent": 0}, "latent=0"),
         ({"hidden": 4}, "channels"),
     ],
