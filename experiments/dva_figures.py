@@ -179,6 +179,25 @@ def swap_accuracy(view: View, classify: Callable[[Array], Array], seed: int = 0)
     return float(np.mean(np.asarray(classify(np.asarray(images))) == view.y[differs]))
 
 
+def swap_kind(views: Sequence[View], kinds: Sequence[str], classify: Callable[[Array], Array]) -> float:
+    """How often z of one client's image, decoded with the mean c and the decoder of another, shows the other's kind.
+
+    Args:
+      views: the clients; each gets z of the next client of another kind.
+      kinds: of each client.
+      classify: images -> kinds [n], of a classifier that was trained on images of all clients.
+    """
+    hits, kinds = [], list(kinds)
+    for k, view in enumerate(views):
+        others = [j % len(views) for j in range(k + 1, k + len(views)) if kinds[j % len(views)] != kinds[k]]
+        if others:
+            z = np.asarray(views[others[0]].encode(views[others[0]].x)[0])
+            c = np.asarray(view.encode(view.x)[1]).mean(axis=0)
+            images = np.asarray(view.decode(z, np.broadcast_to(c, (len(z), len(c)))))
+            hits.append(np.mean(np.asarray(classify(images)) == kinds[k]))
+    return float(np.mean(hits)) if hits else float("nan")
+
+
 def _probe(points: Array, target: Array, seed: int) -> float:
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline

@@ -45,24 +45,27 @@ def views(run: runs.Run) -> list[dva_figures.View]:
 
 
 def probes(run: runs.Run, found: list[dva_figures.View]) -> dict[str, float]:
-    """`dva_figures.probes` by type of mark, or by client without marks; and with marks `swap_accuracy`: of the client
-    without any, judged by a classifier of such images."""
+    """`dva_figures.probes` by type of mark, or by client without marks; and with marks, by classifiers of training
+    images, `swap_kind` (of types) and, of the client without any, `swap_accuracy` (of its digits)."""
     e = run.experiment
     values = dva_figures.probes(found, e.marks or [view.name for view in found])
     if "plain" in e.marks:
-        plain = e.marks.index("plain")
-        values["swap_accuracy"] = dva_figures.swap_accuracy(found[plain], _classifier(run, plain))
+        plain, train = e.marks.index("plain"), e.partition.train
+        index = train[plain, : min(REFERENCE, e.partition.train_sizes[plain])]
+        values["swap_accuracy"] = dva_figures.swap_accuracy(found[plain], _classifier(run, index, e.dataset.y[index]))
+        share = min(e.partition.train_sizes.min(), REFERENCE // len(train))
+        of_all = _classifier(run, train[:, :share].reshape(-1), np.repeat(e.marks, share))
+        values["swap_kind"] = dva_figures.swap_kind(found, e.marks, of_all)
     return values
 
 
-def _classifier(run: runs.Run, k: int):
-    """Of a client's training images: a support vector machine on pixels."""
+def _classifier(run: runs.Run, index: np.ndarray, target: np.ndarray):
+    """Of the data set's rows `index`: a support vector machine on pixels."""
     from sklearn.svm import SVC  # imported here: scikit-learn takes a second
 
-    e = run.experiment
-    index = e.partition.train[k, : min(REFERENCE, e.partition.train_sizes[k])]
+    dataset = run.experiment.dataset
     flat = lambda x: np.asarray(x).reshape(len(x), -1)
-    model = SVC().fit(flat(e.dataset.prepare(e.dataset.x[index])), e.dataset.y[index])
+    model = SVC().fit(flat(dataset.prepare(dataset.x[index])), target)
     return lambda x: model.predict(flat(x))
 
 

@@ -107,3 +107,12 @@ def test_swapping_c_keeps_the_class():
     mixed = client._replace(encode=lambda x: (encode(x)[1], encode(x)[0]))
     assert figures.swap_accuracy(mixed, by_blob) < 0.6
     assert np.isnan(figures.swap_accuracy(client._replace(y=np.zeros(40, int)), by_blob))
+
+
+def test_a_foreign_z_shows_the_decoders_kind():
+    clients, kinds = views(), [KINDS[k % 2] for k in range(4)]
+    by_edge = lambda x: np.where(encode(x)[1][:, 0] > 0, *KINDS)
+    assert figures.swap_kind(clients, kinds, by_edge) == 1
+    foreign = [view._replace(x=clients[k - 1].x) for k, view in enumerate(clients)]
+    assert figures.swap_kind(foreign, kinds, by_edge) == 0
+    assert np.isnan(figures.swap_kind(clients, ["plain"] * 4, by_edge))
