@@ -36,8 +36,8 @@ flags.DEFINE_integer("repeats", 3, "turns", lower_bound=1)
 class Runner:
     """One method, compiled; each call runs a round from where the last one ended."""
 
-    def __init__(self, name: str, task, federation, width: int, devices: int):
-        self.program = simulate.program(ALGORITHMS[name], task, width=width, devices=devices)
+    def __init__(self, factory, task, federation, width: int, devices: int):
+        self.program = simulate.program(factory, task, width=width, devices=devices)
         self.federation = federation
         if self.program.mesh is not None:
             self.federation = jax.device_put(federation, NamedSharding(self.program.mesh, PartitionSpec()))
@@ -70,7 +70,7 @@ def main(argv) -> None:
     runners, refused, peak = {}, [], report.matmul_peak()
     for name in names:
         try:
-            runners[name] = Runner(name, task, federation, width, devices)
+            runners[name] = Runner(ALGORITHMS[name], task, federation, width, devices)
         except InputError as error:
             refused.append(f"{name}: {error}")
             continue
