@@ -185,7 +185,8 @@ def swap_kind(views: Sequence[View], kinds: Sequence[str], classify: Callable[[A
     Args:
       views: the clients; each gets z of the next client of another kind.
       kinds: of each client.
-      classify: images -> kinds [n], of a classifier that was trained on images of all clients.
+      classify: images -> kinds [n], of a classifier of images of all clients, or of their reconstructions: a mark
+        that z does not place comes out as the mean of such marks.
     """
     hits, kinds = [], list(kinds)
     for k, view in enumerate(views):

@@ -45,27 +45,26 @@ def views(run: runs.Run) -> list[dva_figures.View]:
 
 
 def probes(run: runs.Run, found: list[dva_figures.View]) -> dict[str, float]:
-    """`dva_figures.probes` by type of mark, or by client without marks; and with marks, by classifiers of training
-    images, `swap_kind` (of types) and, of the client without any, `swap_accuracy` (of its digits)."""
+    """`dva_figures.probes` by type of mark, or by client without marks; and with marks `swap_accuracy`, of the client
+    without any, judged by a classifier of its training images, and `swap_kind`, judged by one of reconstructions."""
     e = run.experiment
     values = dva_figures.probes(found, e.marks or [view.name for view in found])
     if "plain" in e.marks:
-        plain, train = e.marks.index("plain"), e.partition.train
-        index = train[plain, : min(REFERENCE, e.partition.train_sizes[plain])]
-        values["swap_accuracy"] = dva_figures.swap_accuracy(found[plain], _classifier(run, index, e.dataset.y[index]))
-        share = min(e.partition.train_sizes.min(), REFERENCE // len(train))
-        of_all = _classifier(run, train[:, :share].reshape(-1), np.repeat(e.marks, share))
-        values["swap_kind"] = dva_figures.swap_kind(found, e.marks, of_all)
+        plain, own = e.marks.index("plain"), [np.asarray(view.decode(*view.encode(view.x))) for view in found]
+        index = e.partition.train[plain, : min(REFERENCE, e.partition.train_sizes[plain])]
+        digits = _classifier(e.dataset.prepare(e.dataset.x[index]), e.dataset.y[index])
+        values["swap_accuracy"] = dva_figures.swap_accuracy(found[plain], digits)
+        kinds = _classifier(np.concatenate(own), np.repeat(e.marks, [len(x) for x in own]))
+        values["swap_kind"] = dva_figures.swap_kind(found, e.marks, kinds)
     return values
 
 
-def _classifier(run: runs.Run, index: np.ndarray, target: np.ndarray):
-    """Of the data set's rows `index`: a support vector machine on pixels."""
+def _classifier(x: Any, target: np.ndarray):
+    """Of images [n, H, W, C]: a support vector machine on pixels."""
     from sklearn.svm import SVC  # imported here: scikit-learn takes a second
 
-    dataset = run.experiment.dataset
     flat = lambda x: np.asarray(x).reshape(len(x), -1)
-    model = SVC().fit(flat(dataset.prepare(dataset.x[index])), target)
+    model = SVC().fit(flat(x), target)
     return lambda x: model.predict(flat(x))
 
 
