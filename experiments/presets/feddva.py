@@ -37,7 +37,7 @@ SMALL = Preset(
         "rounds": 20,
         "eval_every": 5,
     },
-    time="about 3 minutes on 2 CPU cores, estimated on a busy machine; a third of it compiling",
+    time="about 4 minutes on one busy CPU core, so within 3 on 2 quiet ones",
     headline="post/elbo",
     hparams={"feddva": {"hidden": 128, "exchange": "z"}},
     protocol=_PROTOCOL
