@@ -33,7 +33,13 @@ class ContractError(InputError):
     """A method does not return what the contract asks for."""
 
 
-def check_shapes(task: Task, numbers: dict[str, float], init: Callable, round: Callable, evaluate: Callable) -> None:
+def check_shapes(
+    task: Task,
+    numbers: dict[str, float],
+    init: Callable[..., State],
+    round: Callable[..., PyTree],
+    evaluate: Callable[..., PyTree],
+) -> None:
     """Traces one round and one evaluation of a program's functions on shapes alone, which checks what they return."""
     key, t = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), jnp.int32)
     given, flag = dict.fromkeys(numbers, jax.ShapeDtypeStruct((), float)), jax.ShapeDtypeStruct((), bool)
@@ -134,7 +140,7 @@ def _abstract(task: Task) -> Federation:
     """A federation like the task's own: shapes and types only."""
     array: Any = lambda shape, dtype=jnp.int32: jax.ShapeDtypeStruct(shape, dtype)
     n, most = task.num_clients, max(1, int(np.max(task.sizes)))
-    split = lambda width: Rows(array((n, width)), array((n,)))
+    split: Callable[[int], Rows] = lambda width: Rows(array((n, width)), array((n,)))
     examples = Examples(array((n, *task.input.shape), task.input.dtype), array((n,)))
     pool = (
         None
