@@ -19,7 +19,7 @@ REFERENCE = 3000  # images that the classifier of the swaps is fitted on, at mos
 
 def views(run: runs.Run) -> list[dva_figures.View]:
     """Every client's test images and model at the last checkpoint."""
-    e, h = run.experiment, run.config["hparams"]
+    e, h = run.experiment, run.config.hparams
     nets = networks(e.task, *(h[name] for name in ("latent", "personal", "hidden", "head")))
 
     @jax.jit

@@ -1,15 +1,19 @@
 """What the command lines have in common: how they begin, and that each failure is one sentence and an exit code."""
 
+import io
 import os
 import signal
 import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
+from rich.console import Console
 
+from experiments import flags
+from fedjax_pfl.engine import multihost
 from fedjax_pfl.errors import InputError, choose
 
 BAD_INPUT, DIVERGED, UNWRITABLE, LOST, INTERRUPTED = 2, 3, 4, 5, 130
@@ -43,44 +47,76 @@ def begin() -> None:
     sys.unraisablehook = _unraisable
     if not sys.warnoptions:  # other libraries warn of what no user can change
         warnings.simplefilter("ignore")
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # an output that is not UTF-8 has no arrows
+    sys.stdout, sys.stderr = (_lenient(stream) for stream in (sys.stdout, sys.stderr))
+
+
+def guarded(command: Callable[[], int], interrupted: str = "Interrupted.") -> int:
+    """Runs a command and returns its exit code; every failure is one sentence.
+
+    Of several processes process 0 says it, for it knows the failures of all, but that another process is lost.
+    """
+    try:
+        return command()
+    except InputError as error:
+        errors().print(str(error))
+        return BAD_INPUT
+    except multihost.UnreachableError as error:
+        errors(quiet=False).print(str(error))
+        return LOST
+    except KeyboardInterrupt:
+        errors().print(interrupted)
+        return INTERRUPTED
+
+
+def errors(quiet: bool | None = None) -> Console:
+    """Where failures are said."""
+    quiet = not multihost.first() if quiet is None else quiet
+    return Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False, quiet=quiet)
+
+
+class _Output(io.FileIO):
+    """A standard stream that goes on without a reader: a run does not end where `| head` has seen enough."""
+
+    def write(self, content: Any) -> int:
+        try:
+            return super().write(content)
+        except BrokenPipeError:
+            return len(memoryview(content))
+
+
+def _lenient(stream: Any) -> io.TextIOWrapper:
+    """The stream, without errors where nobody reads or where the encoding lacks a letter."""
+    raw = _Output(stream.fileno(), "w", closefd=False)
+    made = io.BufferedWriter(raw)
+    return io.TextIOWrapper(made, stream.encoding, errors="replace", line_buffering=True)
 
 
 def enter(command: Callable[[list[str]], str], usage: str | None) -> int:
     """Runs a command line that prints a text, and returns its exit code."""
     begin()
     argv = sys.argv[1:]
-    try:
+
+    def printed() -> int:
         print(usage if {"--help", "-h"} & set(argv) else command(argv))
         return 0
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return BAD_INPUT
-    except KeyboardInterrupt:
-        print("Interrupted.", file=sys.stderr)
-        return INTERRUPTED
+
+    return guarded(printed)
 
 
-def options(argv: list[str], known: tuple[str, ...]) -> tuple[dict[str, str], list[Path]]:
-    """Reads `--name=value` of the known names, and paths.
+def leave(code: int) -> NoReturn:
+    """Ends the process."""
+    # JAX would wait at the exit for whoever is lost, then abort; and crash in what was interrupted while it compiles
+    if code == LOST or (code == INTERRUPTED and not multihost.several()):
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
-    Raises:
-      InputError: a flag is unknown, or there is no path.
-    """
-    given, paths = {}, []
-    for word in argv:
-        name, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--"):
-            paths.append(directory(word))
-            continue
-        choose("flag", f"--{name}", [f"--{x}" for x in known])
-        if not equals or not value:
-            raise InputError(f"{word}: write it as --{name}=VALUE.")
-        given[name] = value
-    if not paths:
+
+def paths(parsed: flags.Parsed) -> list[Path]:
+    """The run directories that a command line names; InputError if there is none."""
+    if not parsed.words:
         raise InputError("Name the run directories: --help says how.")
-    return given, paths
+    return [directory(word) for word in parsed.words]
 
 
 def directory(text: str) -> Path:

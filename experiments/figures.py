@@ -150,15 +150,15 @@ def _partition_title(counts: np.ndarray, name: str, largest: int) -> str:
 
 def main(argv: list[str]) -> str:
     """Draws the figures of the run directories of a command line, and says what was drawn."""
-    from experiments import dva_run, entry, runs  # imported here: a run directory draws with this module
+    from experiments import dva_run, entry, flags, runs  # imported here: a run directory draws with this module
 
     said = []
-    for path in entry.options(argv, ())[1]:
+    for path in entry.paths(flags.parse(argv, {}, words=True)):
         run = runs.load(path)
         draw_partition(run.experiment.partition, run.experiment.dataset, path / "partition.png")
         draw_curves(run.metrics, path / "curves.png", run.experiment.headline)
         said.append(f"{path}: partition.png, curves.png")
-        if run.config["algo"] == "feddva":
+        if run.config.algo == "feddva":
             said.append(f"{path / 'figures'}: {dva_run.draw(run, path / 'figures')}")
     return "\n".join(said)
 

@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 
-from experiments import build
 from experiments.build import Experiment
 from fedjax_pfl import simulate
 from fedjax_pfl.engine import memory, multihost, placement
@@ -20,8 +19,8 @@ def choose(experiment: Experiment, width: str, count: str) -> tuple[Experiment, 
       InputError: there are not so many devices.
     """
     spread = devices(count, experiment)
-    if experiment.config["conv"] == "auto":
-        experiment = build.in_form(experiment, _auto_form(experiment, width, spread))
+    if experiment.config.conv == "auto":
+        experiment = experiment.in_form(_auto_form(experiment, width, spread))
     trying = (experiment.task, experiment.federation, *_part(experiment, spread))
     chosen = multihost.on_first(choose_width, *trying) if width == "auto" else int(width)
     return experiment, laid_out(experiment, chosen, spread)
@@ -40,7 +39,7 @@ def check_memory(found: memory.Memory, experiment: Experiment, laid: dict[str, A
     ways = [f"less than --width={width}"] if min(width, -(-cohort // spread)) > 1 else []
     if jax.default_backend() == "cpu":
         ways += [f"less than --devices={spread}"] if spread > 1 else []
-    elif cohort < experiment.task.num_clients and experiment.config["client_memory"] == "device":
+    elif cohort < experiment.task.num_clients and experiment.config.client_memory == "device":
         ways += ["--client_memory=host"]
     memory.check(found, f"take {' or '.join(ways) if ways else 'fewer --clients, or a smaller --model'}")
 
@@ -49,7 +48,7 @@ def _auto_form(experiment: Experiment, width: str, spread: int) -> str:
     """Tried as the width is, with no more clients at once than the given width."""
     cohort, own = _part(experiment, spread)
     most = cohort if width == "auto" else min(cohort, int(width) * own)
-    model = lambda form: build.in_form(experiment, form).task.models[0]
+    model = lambda form: experiment.in_form(form).task.models[0]
     return multihost.on_first(choose_form, experiment.task, model, experiment.federation, most, own)
 
 

@@ -11,118 +11,135 @@ not be written; 5 another process was lost; 128 + n stopped by signal n (130: Ct
 
 import contextlib
 import errno
+import functools
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 from rich.console import Console
 
-from experiments import build, describe, entry, layouts, lock, published, report, runs, schema, settings, targets, train
-from experiments.entry import BAD_INPUT, DIVERGED, INTERRUPTED, LOST, UNWRITABLE
+from experiments import (
+    account,
+    build,
+    describe,
+    entry,
+    flags,
+    layouts,
+    lock,
+    published,
+    report,
+    runs,
+    schema,
+    settings,
+    targets,
+    train,
+)
+from experiments.config import Config
+from experiments.entry import DIVERGED, INTERRUPTED, LOST, UNWRITABLE
 from experiments.files import read_derived
 from experiments.versions import changed, compile_clock, versions
 from fedjax_pfl import local, simulate
 from fedjax_pfl.data.federate import ROOM
 from fedjax_pfl.engine import autotune, memory, multihost
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.types import State
+
+NOTHING = "Interrupted before the first round: nothing to resume."
+_FLAGS = {
+    **flags.OF_A_RUN,
+    "workdir": flags.Flag(str, "the run directory (default: runs/ALGO-DATASET-PARTITION-seedK and what you changed)"),
+    "resume": flags.Flag(
+        bool, "continue the run in the run directory; settings not given are the recorded ones", False
+    ),
+    **flags.OF_A_PROCESS,
+    "list": flags.Flag(bool, "list methods, data sets, partitions, models and presets", False),
+    "describe": flags.Flag(str, "describe a method or a preset"),
+}
 
 
-def run(argv: list[str], room: Sequence[int] = ROOM) -> int:
-    """Runs a command line (without the program's name) and returns its exit code; every failure is one sentence.
+def run(argv: list[str]) -> int:
+    """Runs a command line (without the program's name) and returns its exit code; every failure is one sentence."""
 
-    `room`: as `federate` takes it; results do not depend on it.
-    """
-    try:
-        flags = settings.parse(argv)
-        if text := _information(flags):
+    def command() -> int:
+        parsed = flags.parse(argv, _FLAGS)
+        if text := _information(parsed):
             print(text)
             return 0
-        start(flags)
-        soft_wrap = not sys.stdout.isatty()  # a file gets whole lines
-        console = Console(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap, quiet=not multihost.first())
-        return _train(flags, room, console)
-    except InputError as error:
-        _errors().print(str(error))
-        return BAD_INPUT
-    except multihost.UnreachableError as error:
-        _errors(quiet=False).print(str(error))
-        return LOST
-    except KeyboardInterrupt:
-        _errors().print("Interrupted before the first round: nothing to resume.")
-        return INTERRUPTED
+        start(parsed)
+        return train_into(parsed.settings(), parsed.get("workdir"), parsed.get("resume", False))
+
+    return entry.guarded(command, NOTHING)
 
 
-def start(flags: Any) -> None:
+def start(parsed: flags.Parsed) -> None:
     """Prepares messages, and JAX for this machine, and joins the other processes, before JAX looks for devices."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger(autotune.__name__).setLevel(logging.INFO)  # what was tried
     autotune.split_cpu()
     autotune.keep_compilations()
-    if flags.coordinator is None:  # else JAX must not have started
+    coordinator, count, number = (parsed.get(name) for name in flags.OF_A_PROCESS)
+    if coordinator is None:  # else JAX must not have started
         entry.check_platform()
-    multihost.connect(flags.coordinator, flags.num_processes, flags.process_id)
+    multihost.connect(coordinator, count, number)
 
 
-def _information(flags: Any) -> str | None:
-    if flags.help:
-        return f"{__doc__}\n{flags.get_help()}"
-    if flags.list:
+def _information(parsed: flags.Parsed) -> str | None:
+    if parsed.get("help"):
+        return f"{__doc__}\n{parsed.usage}"
+    if parsed.get("list"):
         return describe.listing()
-    return describe.describe(flags.describe) if flags.describe else None
+    return describe.describe(parsed.given["describe"]) if parsed.get("describe") else None
 
 
-def _train(flags: Any, room: Sequence[int], console: Console) -> int:
+def train_into(user: dict[str, Any], workdir: str | None, resume: bool, room: Sequence[int] = ROOM) -> int:
+    """Trains with the settings that a user gave and returns the exit code.
+
+    Args:
+      user: as `flags.Parsed.settings`.
+      room: as `federate` takes it; results do not depend on it.
+
+    Raises:
+      InputError, multihost.UnreachableError, KeyboardInterrupt: before there is anything to resume.
+    """
+    soft_wrap = not sys.stdout.isatty()  # a file gets whole lines
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap, quiet=not multihost.first())
     with contextlib.ExitStack() as held:  # the lock of the run directory
-        path, config, resume = multihost.on_first(_where, settings.given(flags), flags.workdir, flags.resume, held)
+        path, config, resume = multihost.on_first(_where, user, workdir, resume, held)
         try:
             return _into(path, config, resume, room, console, held)
         except KeyboardInterrupt:
             if not runs.is_run(path):
                 raise
-            _errors().print(f"Interrupted; go on with {train.command(path)}")
+            entry.errors().print(f"Interrupted; go on with {train.command(path)}")
             return INTERRUPTED
 
 
 def _into(
-    path: Path,
-    config: dict[str, Any],
-    resume: bool,
-    room: Sequence[int],
-    console: Console,
-    held: contextlib.ExitStack,
+    path: Path, config: Config, resume: bool, room: Sequence[int], console: Console, held: contextlib.ExitStack
 ) -> int:
     """Trains into a run directory, from its start or from where it stopped."""
-    recorded: dict[str, Any] = multihost.on_first(runs.read_layout, path) if resume else {"conv": "auto"}
-    conv = recorded["conv"] if config["conv"] == "auto" else config["conv"]
-    experiment = multihost.everywhere(build.prepare, config, conv, room)
-    _check_hosts(experiment)
-    if targets.parse(config["targets"])[0]:
-        targets.check_score(config["targets"], targets.score_names(experiment), config["algo"])
-    partial = experiment.task.participation != (1.0, 1.0)
-    planned = local.planned(experiment.task, experiment.task.sizes)
-    directory = runs.RunDirectory(path, experiment.partition.test_sizes, partial, planned, experiment.headline)
-    console.print(build.describe(experiment))
+    recorded = multihost.on_first(runs.read_layout, path) if resume else None
+    experiment = multihost.everywhere(_prepared, config, recorded, room)
+    multihost.same(runs.digests(experiment), functools.partial(runs.check_digests, experiment, whose="process 0 has"))
+    directory = _directory(path, experiment)
+    console.print(account.describe(experiment))
     try:
-        if resume:
+        if recorded is not None:
             laid = multihost.everywhere(_laid_again, experiment, recorded)
         else:
             multihost.on_first(_make, path, held)
-            experiment, laid = layouts.choose(experiment, config["width"], config["devices"])
+            experiment, laid = layouts.choose(experiment, config.width, config.devices)
         with compile_clock() as compiling:
             clock = train.Clock(path, compiling)
             functions = train.compiled(experiment, laid)
             multihost.everywhere(layouts.check_memory, functions.memory, experiment, laid)
             laid |= {"memory": functions.memory._asdict()}
-            if resume:
-                start, state = multihost.on_first(_resume, directory, experiment, recorded, laid, console)
-            else:
-                start, state = 0, None
-                multihost.on_first(directory.start, experiment, laid, versions())
-            said = [_say(laid, config["width"] == "auto" and not resume), memory.say(functions.memory)]
+            begin = (_resume, recorded, console) if recorded is not None else (_start,)
+            start, state = multihost.on_first(begin[0], directory, experiment, laid, *begin[1:])
+            said = [_say(laid, config.width == "auto" and not resume), memory.say(functions.memory)]
             console.print(f"Run directory: {path}; {'; '.join(filter(None, said))}")
             entry.check_interrupt()
             train.train(experiment, laid, directory, start, state, console, functions, clock)
@@ -132,19 +149,44 @@ def _into(
         if not multihost.several():
             raise
         return _lost(error, path)
-    headline = experiment.headline
-    report.tables(console, directory.rows, headline)
-    if config["targets"]:
-        targets.show(console, directory.rows, experiment.config, build.flops(experiment), headline)
+    _report(console, directory, experiment)
+    return 0
+
+
+def _prepared(config: Config, recorded: dict[str, Any] | None, room: Sequence[int]) -> build.Experiment:
+    """The experiment, with what was recorded of a run that goes on; everything wrong is found here."""
+    conv = recorded["conv"] if recorded is not None and config.conv == "auto" else config.conv
+    experiment = build.prepare(config, conv, room)
+    if targets.parse(config.targets)[0]:
+        targets.check_score(config.targets, targets.score_names(experiment), config.algo)
+    return experiment
+
+
+def _directory(path: Path, experiment: build.Experiment) -> runs.RunDirectory:
+    partial = experiment.task.participation != (1.0, 1.0)
+    planned = local.planned(experiment.task, experiment.task.sizes)
+    return runs.RunDirectory(path, experiment.partition.test_sizes, partial, planned, experiment.headline)
+
+
+def _start(directory: runs.RunDirectory, experiment: build.Experiment, laid: dict[str, Any]) -> tuple[int, None]:
+    directory.start(experiment, laid, versions())
+    return 0, None
+
+
+def _report(console: Console, directory: runs.RunDirectory, experiment: build.Experiment) -> None:
+    """Says what came out."""
+    report.tables(console, directory.rows, experiment.headline)
+    if experiment.config.targets:
+        flops = account.flops(experiment)
+        targets.show(console, directory.rows, experiment.config, flops, experiment.headline)
     if text := published.sentence(experiment.config, experiment.examples):
         console.print(text)
-    console.print(f"Everything is in {path}: curves.png, metrics.csv, summary.json, checkpoints, ...")
-    return 0
+    console.print(f"Everything is in {directory.path}: curves.png, metrics.csv, summary.json, checkpoints, ...")
 
 
 def _where(
     user: dict[str, Any], workdir: str | None, resume: bool, held: contextlib.ExitStack
-) -> tuple[Path, dict[str, Any], bool]:
+) -> tuple[Path, Config, bool]:
     """The run directory, locked if there is one to resume, the settings of the run, and whether it is a resume."""
     if resume and workdir:
         path = entry.directory(workdir)
@@ -176,20 +218,11 @@ def _lock(path: Path, held: contextlib.ExitStack) -> None:
         raise runs.unusable(path, error) from error
 
 
-def _check_hosts(experiment: build.Experiment) -> None:
-    """Raises InputError if the processes have different data; a single one has nothing to compare."""
-    if not multihost.several():
-        return
-    here = runs.digests(experiment)
-    recorded = multihost.on_first(lambda: here)
-    multihost.everywhere(runs.check_digests, experiment, here, recorded, "process 0 has")
-
-
 def _laid_again(experiment: build.Experiment, recorded: dict[str, Any]) -> dict[str, Any]:
     """How a resumed run is laid out: as its settings say, and as recorded where they say auto."""
     c = experiment.config
-    width = recorded["width"] if c["width"] == "auto" else int(c["width"])
-    return layouts.laid_out(experiment, width, layouts.devices(c["devices"], experiment, recorded["devices"]["count"]))
+    width = recorded["width"] if c.width == "auto" else int(c.width)
+    return layouts.laid_out(experiment, width, layouts.devices(c.devices, experiment, recorded["devices"]["count"]))
 
 
 def _relaid(recorded: dict[str, Any], laid: dict[str, Any]) -> str:
@@ -202,25 +235,25 @@ def _relaid(recorded: dict[str, Any], laid: dict[str, Any]) -> str:
 def _resume(
     directory: runs.RunDirectory,
     experiment: build.Experiment,
-    before: dict[str, Any],
     laid: dict[str, Any],
+    before: dict[str, Any],
     console: Console,
-):
-    """`before`: the recorded layout."""
+) -> tuple[int, State | None]:
+    """Goes back to the last checkpoint; `before`: the recorded layout."""
     file = directory.path / "versions.json"
     recorded, now = read_derived(file, schema.VERSIONS), versions()
-    build.check_growth(experiment, runs.read_config(directory.path)["rounds"])
+    build.check_growth(experiment, runs.read_config(directory.path).rounds)
     start, state = directory.reopen(experiment)
     if differing := changed(recorded, now) if recorded else []:
         console.print(f"Not the software or device of the start ({', '.join(differing)}): the last bits may differ.")
     if relaid := _relaid(before, laid):
         console.print(f"The layout changes ({relaid}): from here on the run is the same only to rounding.")
         # where the settings leave the number of devices open, the recorded one is wanted again on a machine that has it
-        kept = {"devices": before["devices"]} if experiment.config["devices"] == "auto" else {}
+        kept = {"devices": before["devices"]} if experiment.config.devices == "auto" else {}
         runs.write_json(directory.path / "layout.json", laid | kept)
         now["layout"] = relaid
     runs.write_json(file, recorded | {"resumed": [*recorded.get("resumed", []), {"round": start, **now}]})
-    console.print(f"Resuming after round {start} of {experiment.config['rounds']}.")
+    console.print(f"Resuming after round {start} of {experiment.config.rounds}.")
     return start, state
 
 
@@ -232,7 +265,7 @@ def _say(layout: dict[str, Any], chosen: bool) -> str:
 
 def _stopped(error: Exception, directory: runs.RunDirectory) -> int:
     """Says in one sentence why a run ended early, and how it goes on."""
-    errors = _errors()
+    errors = entry.errors()
     resume = train.command(directory.path)
     if isinstance(error, train.Stopped):
         done = sum("loss" in row for row in directory.rows)
@@ -250,29 +283,14 @@ def _stopped(error: Exception, directory: runs.RunDirectory) -> int:
 def _lost(error: Exception, path: Path) -> int:
     """Says what is left to do where a process has ended, as each of the others finds out by itself."""
     what = str(error).splitlines()[0]
-    _errors(quiet=False).print(f"Lost another process, or failed ({what}); go on with {train.command(path)}")
+    entry.errors(quiet=False).print(f"Lost another process, or failed ({what}); go on with {train.command(path)}")
     return LOST
-
-
-def _errors(quiet: bool | None = None) -> Console:
-    """Where failures are said: process 0 knows those of all."""
-    quiet = not multihost.first() if quiet is None else quiet
-    return Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False, quiet=quiet)
-
-
-def leave(code: int) -> NoReturn:
-    """Ends the process."""
-    # JAX would wait at the exit for whoever is lost, then abort; and crash in what was interrupted while it compiles
-    if code == LOST or (code == INTERRUPTED and not multihost.several()):
-        sys.stdout.flush(), sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
 
 
 def main() -> None:
     """The entry point."""
     entry.begin()
-    leave(run(sys.argv[1:]))
+    entry.leave(run(sys.argv[1:]))
 
 
 if __name__ == "__main__":

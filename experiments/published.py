@@ -2,9 +2,9 @@
 
 from typing import Any, NamedTuple
 
+from experiments.config import BY_FILE, SETTINGS, Config, same
 from experiments.presets import PRESETS, Preset
 from experiments.presets.preset import Cell
-from experiments.settings import BY_FILE, SETTINGS, same
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.simulate import hyperparameters
 
@@ -32,36 +32,36 @@ class Difference(NamedTuple):
         return "changed"
 
 
-def cell(preset: Preset, config: Row) -> Cell:
+def cell(preset: Preset, config: Config) -> Cell:
     """What the paper publishes for a run's settings; of the preset itself where no other of its cells fits.
 
     A cell without a number of the method is the paper's setting all the same, but one that has it comes first.
     """
-    algo = config["algo"]
+    algo = config.algo
     fitting = [found for found in preset.cells if all(_value(config, n) == x for n, x in found.where.items())]
     known = [found for found in fitting if algo in {**found.numbers, **found.rounds}]
     return next(iter(known + fitting), Cell({}, {algo: preset.published[algo]} if algo in preset.published else {}))
 
 
-def _value(config: Row, name: str) -> Any:
-    return config[name] if name in SETTINGS else config["hparams"].get(name)
+def _value(config: Config, name: str) -> Any:
+    return getattr(config, name) if name in SETTINGS else config.hparams.get(name)
 
 
-def differences(config: Row, examples: Row | None = None) -> list[Difference]:
+def differences(config: Config, examples: Row | None = None) -> list[Difference]:
     """Where a run is not the paper's; what cannot change its last scores does not count.
 
     Args:
       examples: {"used", "available", "of"}, those used, there, and of the whole data set; None: not known.
     """
-    preset = PRESETS.get(config["preset"] or "")
+    preset = PRESETS.get(config.preset or "")
     found = _settings(preset, config) if preset else []
     if examples and examples["available"] < examples["of"]:
         found.append(Difference("examples", examples["used"], examples["of"]))
     return found
 
 
-def _settings(preset: Preset, config: Row) -> list[Difference]:
-    algo, where = config["algo"], cell(preset, config).where
+def _settings(preset: Preset, config: Config) -> list[Difference]:
+    algo, where = config.algo, cell(preset, config).where
     wanted = {name: setting.default for name, setting in SETTINGS.items()} | preset.settings_of(algo)
     if algo not in preset.own:
         wanted |= preset.baselines
@@ -70,14 +70,14 @@ def _settings(preset: Preset, config: Row) -> list[Difference]:
     usual |= {name: value for name, value in where.items() if name not in SETTINGS}
     names = [n for n, s in SETTINGS.items() if not s.free and n not in ("algo", "preset", "seed", "eval_every")]
     found = [
-        Difference(name, config[name], wanted[name])
-        for name in names
-        if not (same(name, config[name], wanted[name]) or (name in BY_FILE and config[name] is None))
+        Difference(name, value, wanted[name])
+        for name, value in ((name, getattr(config, name)) for name in names)
+        if not (same(name, value, wanted[name]) or (name in BY_FILE and value is None))
     ]
-    return found + [Difference(n, x, usual[n]) for n, x in config["hparams"].items() if x != usual[n]]
+    return found + [Difference(n, x, usual[n]) for n, x in config.hparams.items() if x != usual[n]]
 
 
-def deviations(config: Row, examples: Row | None = None) -> str:
+def deviations(config: Config, examples: Row | None = None) -> str:
     """In words, as `reduced: rounds 3 of 40; changed: lr 0.1, not 0.005`; empty for the preset's own settings."""
     found, parts = differences(config, examples), []
     for kind, between, apart in (("reduced", " of ", ", "), ("longer", ", not ", "; "), ("changed", ", not ", "; ")):
@@ -92,14 +92,14 @@ def shown(value: Any) -> str:
     return text if len(text) <= _LONG else text[: _LONG - 3] + "..."
 
 
-def comparison(config: Row, examples: Row | None = None) -> Row | None:
+def comparison(config: Config, examples: Row | None = None) -> Row | None:
     """For summary.json: the preset's name, what is published for it, and every setting that is not the preset's."""
-    preset, algo = PRESETS.get(config["preset"] or ""), config["algo"]
+    preset, algo = PRESETS.get(config.preset or ""), config.algo
     if not preset:
         return None
     found = cell(preset, config)
     return {
-        "name": config["preset"],
+        "name": config.preset,
         "compare": preset.headline_of(algo),
         "published": found.numbers.get(algo),
         "published_rounds": found.rounds.get(algo),
@@ -108,9 +108,9 @@ def comparison(config: Row, examples: Row | None = None) -> Row | None:
     }
 
 
-def sentence(config: Row, examples: Row | None = None) -> str | None:
+def sentence(config: Config, examples: Row | None = None) -> str | None:
     """The paper's number, what to compare with it, and where this run is not the paper's; None if nothing is known."""
-    preset, algo = PRESETS.get(config["preset"] or ""), config["algo"]
+    preset, algo = PRESETS.get(config.preset or ""), config.algo
     if not preset or not (preset.published or preset.cells):
         return None
     found = cell(preset, config)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import schema, settings
+from experiments.config import SETTINGS, Config
 from experiments.files import damaged, lines, read_json
 from fedjax_pfl import hyperparameters
 from fedjax_pfl.algorithms.find import find
@@ -16,12 +17,13 @@ from fedjax_pfl.errors import InputError
 Row = dict[str, Any]
 
 
-def signed(config: Row) -> Row:
+def signed(config: Config) -> Row:
     """The settings as they are written, with a digest of each."""
-    return config | {"digests": {name: _digest(value) for name, value in config.items()}}
+    values = config.asdict()
+    return values | {"digests": {name: _digest(value) for name, value in values.items()}}
 
 
-def read_config(path: Path) -> Row:
+def read_config(path: Path) -> Config:
     """The settings of a run, with the defaults of those that came into being since.
 
     Raises:
@@ -37,9 +39,10 @@ def read_config(path: Path) -> Row:
                 f"{file} was edited ({', '.join(names)}), so the run would not be the one that was begun: undo that, "
                 "or start a new run with another --workdir."
             )
+    if unknown := [name for name in config if name not in SETTINGS and name != "hparams"]:
+        raise damaged(file, f"it has a setting {unknown[0]!r}, which this version does not know")
     try:
-        factory = find(config["algo"])
-        hyperparameters.check(factory, config["hparams"])
+        hyperparameters.check(find(config["algo"]), config["hparams"])
         settings.check_ranges(found := settings.completed(config))
     except InputError as error:
         raise damaged(file, str(error).rstrip(".")) from None

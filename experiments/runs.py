@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import build, figures, lock, matrices, schema
+from experiments.config import Config
 from experiments.entry import directory
 from experiments.files import damaged, read_json, read_rows, write_json, write_text
 from experiments.recorded import check_format, complete, read_config, read_layout, signed
@@ -122,7 +123,7 @@ class RunDirectory:
         self._rewind(start, experiment.config)
         return start, state
 
-    def _rewind(self, start: int, config: dict[str, Any]) -> None:
+    def _rewind(self, start: int, config: Config) -> None:
         """Drops rows from round `start` on, and scores of rounds that the (grown) run does not evaluate.
 
         Everything is read and checked before the first file is replaced; rows are never in memory together.
@@ -134,7 +135,7 @@ class RunDirectory:
         try:
             with open(parts[0], "wb") as metrics, open(parts[1], "wb") as scores:
                 for (line, row), (scored, score) in pairs:
-                    if not wanted(row["round"], config["rounds"], config["eval_every"]):
+                    if not wanted(row["round"], config.rounds, config.eval_every):
                         for name in [name for name in row if name.startswith(("pre/", "post/", "post_latest/"))]:
                             del row[name]
                         score.pop("pre", None), score.pop("post", None)
@@ -209,14 +210,14 @@ def digests(experiment: build.Experiment) -> dict[str, str]:
     found = {"partition": partitioners.digest(experiment.partition), "data": build.data_digest(experiment.dataset)}
     if experiment.public is not None:
         found["public"] = build.data_digest(experiment.public)
-    own = digest(experiment.config["algo"])
+    own = digest(experiment.config.algo)
     return found | ({} if own is None else {"algo": own})
 
 
 def check_digests(experiment: build.Experiment, found: Row, recorded: Row, whose: str) -> None:
     """Raises InputError where the `digests` found are not the recorded ones; `whose` ends its sentence."""
     names = {"data": f"The data set {experiment.dataset.name}", "partition": "The partition"}
-    names |= {"public": f"The public data set {experiment.config['public']}", "algo": "The file of the method"}
+    names |= {"public": f"The public data set {experiment.config.public}", "algo": "The file of the method"}
     for name, what in names.items():
         if recorded.get(name) != found.get(name):
             raise InputError(f"{what} is not the one that {whose}.")
@@ -274,7 +275,7 @@ def statistics(point: str, scores: dict[str, np.ndarray], weights: np.ndarray) -
 class Run(NamedTuple):
     """A run directory that was read."""
 
-    config: dict[str, Any]
+    config: Config
     metrics: list[Row]
     scores: list[Row]
     round: int  # rounds that `state` has behind it
@@ -283,9 +284,9 @@ class Run(NamedTuple):
 
     def predictor(self, client_id: int) -> Callable[[Any], jax.Array]:
         """One client's model at the last checkpoint: raw inputs [B, *input], as the data set has them, -> outputs."""
-        if not 0 <= client_id < self.config["clients"]:
-            raise InputError(f"client {client_id} is not one of 0..{self.config['clients'] - 1}.")
         program, e = self.experiment.program(), self.experiment
+        if not 0 <= client_id < e.task.num_clients:
+            raise InputError(f"client {client_id} is not one of 0..{e.task.num_clients - 1}.")
         values = {name: jnp.float32(value) for name, value in program.numbers.items()}
 
         predict, t = jax.jit(program.predict), jnp.int32(self.round)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from experiments.settings import SETTINGS
+from experiments.config import SETTINGS
 from fedjax_pfl.models.layers import CONVOLUTIONS
 
 
@@ -29,7 +29,8 @@ _PLACES = range(1, 2**31)
 
 CONFIG = Object(
     {"algo": str, "dataset": str, "hparams": Object({}), "rounds": COUNT, "seed": COUNT},
-    {name: (setting.kind, type(None)) for name, setting in SETTINGS.items()} | {"digests": Object({}, others=str)},
+    {name: (s.kind, type(None)) if s.optional else s.kind for name, s in SETTINGS.items()}
+    | {"digests": Object({}, others=str)},
 )
 LAYOUT = Object(
     {"width": _PLACES, "conv": set(CONVOLUTIONS), "devices": Object({"count": _PLACES, "kind": str, "platform": str})}

@@ -9,6 +9,7 @@ finished runs are skipped, interrupted ones resumed. A run that fails does not s
 first failure's. ROOT must not hold runs of other settings.
 """
 
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,24 +17,21 @@ from typing import Any
 
 import jax
 
-from experiments import build, entry, main, runs, schema, settings, tables
+from experiments import build, entry, flags, main, runs, schema, settings, tables
+from experiments.config import Config
 from experiments.files import read_derived
+from experiments.values import number
 from fedjax_pfl.data.federate import ROOM
 from fedjax_pfl.engine import multihost
 from fedjax_pfl.errors import InputError
 
-
-def split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The sweep's own flags, and those of every run."""
-    own = {"algo": "", "seed": "0", "root": ""}
-    rest = []
-    for word in argv:
-        name, equals, value = word.removeprefix("--").partition("=")
-        if word.startswith("--") and equals and name in own:
-            own[name] = value
-        else:
-            rest.append(word)
-    return own, rest
+_FLAGS = {
+    **flags.OF_A_RUN,
+    "algo": flags.Flag(str, "the methods, apart by commas"),
+    "seed": flags.Flag(str, "the seeds, apart by commas", "0"),
+    "root": flags.Flag(str, "where the run directories are"),
+    **flags.OF_A_PROCESS,
+}
 
 
 def is_complete(path: Path, rounds: int) -> bool:
@@ -44,35 +42,35 @@ def is_complete(path: Path, rounds: int) -> bool:
 
 def run(argv: list[str]) -> int:
     """Runs everything that is missing; returns the first exit code that is not 0."""
-    own, rest = split(argv)
-    flags = settings.parse(rest)
-    if flags.help:
-        print(f"{__doc__}\n{flags.get_help()}")
+    parsed = flags.parse(argv, _FLAGS)
+    if parsed.get("help"):
+        print(f"{__doc__}\n{parsed.usage}")
         return 0
-    _check_single(own)
-    main.start(flags)
-    user = settings.given(flags)
-    named = [user.get("preset") or user.get("dataset", "digits"), *settings.changes(user)]
-    root = entry.directory(own["root"] or f"runs/{settings.file_name(named)}")
-    jobs = [(algo, seed) for algo in own["algo"].split(",") for seed in own["seed"].split(",")]
-    configs = [settings.resolve(settings.given(settings.parse([*rest, *_flags(*job)]))) for job in jobs]  # before any
-    paths = [root / f"{algo}-seed{seed}" for algo, seed in jobs]
+    algos, seeds = (_listed(name, parsed.get(name, "0" if name == "seed" else "")) for name in ("algo", "seed"))
+    main.start(parsed)
+    user = parsed.settings()
+    own = [user | {"algo": algo, "seed": _seed(seed)} for algo in algos for seed in seeds]
+    configs = [settings.resolve(one) for one in own]  # before anything runs
+    root = _root(parsed, user)
+    paths = [root / f"{config.algo}-seed{config.seed}" for config in configs]
     found = [multihost.on_first(_found, path, config) for path, config in zip(paths, configs, strict=True)]
     room: dict[str, Sequence[int]] = {}
-    laid: dict[str, list[str]] = {}
+    width: dict[str, Any] = {}  # of a method's first run: the others are laid out as it, unless the user says a width
     failed, finished = 0, []
-    for (algo, seed), path, (complete, begun) in zip(jobs, paths, found, strict=True):
+    for config, given, path, (complete, begun) in zip(configs, own, paths, found, strict=True):
+        algo = config.algo
         if not complete:
             if algo not in room:
                 jax.clear_caches()  # a method shares nothing with the one before
-                room[algo] = _room([c for c in configs if c["algo"] == algo])
-            more = ["--resume"] if begun else laid.get(algo, [])
-            code = main.run([*more, *rest, *_flags(algo, seed), f"--workdir={path}"], room[algo])
+                room[algo] = _room([c for c in configs if c.algo == algo])
+            more = {} if begun else width.get(algo, {})
+            train = functools.partial(main.train_into, more | given, str(path), begun, room[algo])
+            code = entry.guarded(train, main.NOTHING)
             failed = failed or code
-            if code == main.LOST or code >= main.INTERRUPTED - 2:
+            if code == entry.LOST or code >= entry.INTERRUPTED - 2:
                 return code
             if code == 0:
-                laid[algo] = multihost.on_first(_layout, path)
+                width[algo] = multihost.on_first(_width, path)
         if multihost.on_first((path / "summary.json").exists):
             finished.append(path)
     if finished and multihost.first():
@@ -80,14 +78,24 @@ def run(argv: list[str]) -> int:
     return failed
 
 
-def _check_single(own: dict[str, str]) -> None:
-    for name in ("algo", "seed"):
-        listed = own[name].split(",")
-        if twice := [x for x in listed if listed.count(x) > 1]:
-            raise InputError(f"--{name}={own[name]} lists {twice[0]} twice: each run has one directory.")
+def _listed(name: str, text: str) -> list[str]:
+    """The methods or seeds of a sweep."""
+    listed = text.split(",")
+    if twice := [x for x in listed if listed.count(x) > 1]:
+        raise InputError(f"--{name}={text} lists {twice[0]} twice: each run has one directory.")
+    return listed
 
 
-def _room(configs: list[dict]) -> Sequence[int]:
+def _seed(text: str) -> int:
+    return number(int, "--seed", text)
+
+
+def _root(parsed: flags.Parsed, user: dict[str, Any]) -> Path:
+    named = [user.get("preset") or user.get("dataset", "digits"), *settings.changes(user)]
+    return entry.directory(parsed.get("root") or f"runs/{settings.file_name(named)}")
+
+
+def _room(configs: list[Config]) -> Sequence[int]:
     """So that the seeds of a method have arrays of the same shapes, and share what is compiled."""
     try:
         return ROOM if len(configs) == 1 else multihost.everywhere(build.room, configs)
@@ -95,38 +103,19 @@ def _room(configs: list[dict]) -> Sequence[int]:
         return ROOM
 
 
-def _layout(path: Path) -> list[str]:
-    """So that the other seeds are laid out as this one, whatever else their clients' sizes would suggest; what the user
-    says stands behind it and counts."""
-    return [f"--width={runs.read_layout(path)['width']}"] if runs.is_run(path) else []
+def _width(path: Path) -> dict[str, str]:
+    """The width of a run, as a setting."""
+    return {"width": str(runs.read_layout(path)["width"])} if runs.is_run(path) else {}
 
 
-def _found(path: Path, config: dict[str, Any]) -> tuple[bool, bool]:
+def _found(path: Path, config: Config) -> tuple[bool, bool]:
     """Is the run complete, and is it begun? Raises InputError if it is one of other settings."""
     begun = runs.is_run(path)
     if begun:
         settings.check_same(runs.read_config(path), config, path)
-    return is_complete(path, config["rounds"]), begun
-
-
-def _flags(algo: str, seed: str) -> list[str]:
-    return [f"--algo={algo}", f"--seed={seed}"]
-
-
-def _main() -> int:
-    entry.begin()
-    try:
-        return run(sys.argv[1:])
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return entry.BAD_INPUT
-    except multihost.UnreachableError as error:
-        print(error, file=sys.stderr)
-        return entry.LOST
-    except KeyboardInterrupt:
-        print("Interrupted; the same command goes on.", file=sys.stderr)
-        return entry.INTERRUPTED
+    return is_complete(path, config.rounds), begun
 
 
 if __name__ == "__main__":
-    main.leave(_main())
+    entry.begin()
+    entry.leave(entry.guarded(lambda: run(sys.argv[1:]), "Interrupted; the same command goes on."))

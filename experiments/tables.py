@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments import build, entry, published, report, runs, schema, scores, targets
+from experiments import entry, flags, networks, published, report, runs, schema, scores, targets
 from experiments.files import read_json, read_rows
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms.find import find
@@ -35,10 +35,10 @@ def row(workdir: Path, columns: dict[str, tuple[str, str]]) -> list[str]:
     """One run: method, model, share of the data, scores, seconds of training and a round."""
     summary = read_json(workdir / "summary.json", schema.SUMMARY)
     config = runs.read_config(workdir)
-    defaults = simulate.hyperparameters(find(config["algo"]))
-    hparams = "".join(f", {name}={published.shown(x)}" for name, x in config["hparams"].items() if x != defaults[name])
-    model = "own" if config["algo"] in build.OWN_NETWORKS else config["model"]
-    cells = [config["algo"] + hparams, model, f"{config['data_fraction']:g}", _rounds(summary)]
+    defaults = simulate.hyperparameters(find(config.algo))
+    hparams = "".join(f", {name}={published.shown(x)}" for name, x in config.hparams.items() if x != defaults[name])
+    model = "own" if config.algo in networks.OWN else config.model
+    cells = [config.algo + hparams, model, f"{config.data_fraction:g}", _rounds(summary)]
     spread = {"acc", _headline(summary)[0]}
     for point, name in columns.values():
         score = summary["scores"].get(point, {}).get(name)
@@ -76,7 +76,8 @@ def _rounds(summary: Row) -> str:
 
 def _deviations(workdir: Path) -> str:
     summary = read_json(workdir / "summary.json", schema.SUMMARY)
-    return published.deviations(runs.read_config(workdir) | {"rounds": summary["rounds"]}, summary.get("examples"))
+    config = runs.read_config(workdir).replace(rounds=summary["rounds"])
+    return published.deviations(config, summary.get("examples"))
 
 
 class Reached(NamedTuple):
@@ -92,8 +93,8 @@ def _targets(workdir: Path, text: str) -> Reached:
     config, metrics = runs.read_config(workdir), read_rows(workdir / "metrics.jsonl")
     targets.check_score(text, report.score_names(metrics), str(workdir))
     headline = _headline(read_json(workdir / "summary.json", schema.SUMMARY))
-    score, levels = targets.wanted(config | {"targets": text}, headline)
-    bound, cells = targets.bound(config["eval_every"]), []
+    score, levels = targets.wanted(config.replace(targets=text), headline)
+    bound, cells = targets.bound(config.eval_every), []
     for level in levels:
         pairs = [_reached(metrics, point, score, level, bound is not None, headline) for point in ("post", "pre")]
         cells += [" / ".join(texts) for texts in zip(*pairs, strict=True)]
@@ -144,8 +145,8 @@ def _notes(workdirs: list[Path], found: list[Reached]) -> list[str]:
 
 def main(argv: list[str]) -> str:
     """The table of a command line."""
-    given, paths = entry.options(argv, ("targets",))
-    return table(paths, given.get("targets"))
+    parsed = flags.parse(argv, {"targets": flags.OF_A_RUN["targets"]}, words=True)
+    return table(entry.paths(parsed), parsed.get("targets"))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import numpy as np
 from rich.console import Console
 
 from experiments import report, scores
+from experiments.config import Config
 from experiments.presets import PRESETS
 from experiments.scores import ACCURACY, Headline
 from fedjax_pfl.errors import InputError, check, choose
@@ -59,14 +60,14 @@ def parse(text: str | None) -> tuple[str | None, tuple[float, ...]]:
     return name or None, tuple(sorted(found))
 
 
-def wanted(config: Row, headline: Headline = ACCURACY) -> tuple[str, tuple[float, ...]]:
+def wanted(config: Config, headline: Headline = ACCURACY) -> tuple[str, tuple[float, ...]]:
     """The score that targets are about and its levels: as --targets says, else the preset's headline, else `headline`.
 
     The preset's counts where it is of the kind of the method's own, an accuracy or not.
     """
-    name, levels = parse(config["targets"])
-    preset, own = PRESETS.get(config["preset"] or ""), headline[0]
-    said = preset.headline_of(config["algo"]).split("/")[1] if preset else own
+    name, levels = parse(config.targets)
+    preset, own = PRESETS.get(config.preset or ""), headline[0]
+    said = preset.headline_of(config.algo).split("/")[1] if preset else own
     return name or (said if scores.is_share(said) == scores.is_share(own) else own), levels
 
 
@@ -79,7 +80,7 @@ def check_score(text: str | None, known: Iterable[str], whose: str) -> None:
 
 def score_names(experiment: Any) -> list[str]:
     """The names of the scores that a `build.Experiment` will have; nothing is compiled."""
-    program = experiment.program(rounds=experiment.config["rounds"])
+    program = experiment.program(rounds=experiment.config.rounds)
     arguments = experiment.key, program.numbers, experiment.federation, experiment.state_shapes(), np.int32(0)
     return list(jax.eval_shape(program.evaluate, *arguments))
 
@@ -111,7 +112,7 @@ def spent(rows: list[Row], flops: float | None) -> Row:
 
     Args:
       rows: of the metrics.
-      flops: of the method on one example, see `build.flops`; None: not counted.
+      flops: of the method on one example, see `account.flops`; None: not counted.
 
     Returns:
       down, up, ints, messages, encrypted, bytes, client_steps, client_flops; the last two None where a row does not
@@ -146,7 +147,7 @@ def reached(
     return {"round": row["round"], "rounds": len(before), "value": row[key]} | spent(before, flops)
 
 
-def summary(rows: list[Row], config: Row, flops: float | None, headline: Headline = ACCURACY) -> Row:
+def summary(rows: list[Row], config: Config, flops: float | None, headline: Headline = ACCURACY) -> Row:
     """For summary.json: {"score": name, "bound": `bound`, "trivial": {point: `trivial`}, "levels": [{"target": ...,
     "trivial": is it no more than that at some point?, point: `reached`}]}."""
     name, levels = wanted(config, headline)
@@ -157,10 +158,10 @@ def summary(rows: list[Row], config: Row, flops: float | None, headline: Headlin
         for level in levels
     ]
     floor = {point: trivial(rows, point, name) for point in points}
-    return {"score": name, "bound": bound(config["eval_every"]), "trivial": floor, "levels": found}
+    return {"score": name, "bound": bound(config.eval_every), "trivial": floor, "levels": found}
 
 
-def show(console: Console, rows: list[Row], config: Row, flops: float | None, headline: Headline = ACCURACY) -> None:
+def show(console: Console, rows: list[Row], config: Config, flops: float | None, headline: Headline = ACCURACY) -> None:
     """Prints the table of the targets that were asked for."""
     found = summary(rows, config, flops, headline)
     shown, points = found["levels"], [*found["trivial"]]

@@ -5,10 +5,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from experiments import build, published, report, schema, targets
+from experiments import account, build, published, report, schema, targets
 from experiments.files import read_derived, write_json
 from experiments.interrupt import Interrupt
 from experiments.pace import Pace
@@ -25,7 +26,7 @@ class Stopped(Exception):
 def compiled(experiment: build.Experiment, layout: dict) -> simulate.Compiled:
     """What the rounds of an experiment run, compiled for a layout."""
     program, c = experiment.program(layout["width"], layout["devices"]["count"]), experiment.config
-    options = {"eval_every": c["eval_every"], "state_every": c["checkpoint_every"]}
+    options = {"eval_every": c.eval_every, "state_every": c.checkpoint_every}
     return simulate.compiled(program, experiment.key, experiment.federation, **options)
 
 
@@ -44,12 +45,12 @@ def train(
     Raises:
       Stopped: after a signal, with a checkpoint; simulate.DivergenceError; OSError where something cannot be written.
     """
-    rounds, c = experiment.config["rounds"], experiment.config
+    rounds, c = experiment.config.rounds, experiment.config
     words = f"Aborted; go on from the last checkpoint with {command(run.path)}"
     reporter = report.Reporter(console, start, rounds, experiment.headline)
     ask = lambda: reporter.say("Stopping after this round; Ctrl-C again aborts at once.")
     program = experiment.program(layout["width"], layout["devices"]["count"])
-    options = {"rounds": rounds, "eval_every": c["eval_every"], "state_every": c["checkpoint_every"]}
+    options: dict[str, Any] = {"rounds": rounds, "eval_every": c.eval_every, "state_every": c.checkpoint_every}
     options |= {"start": start, "state": None if state is None else program.place(state), "functions": functions}
     with reporter, Interrupt(ask, words) as interrupt:
         files = _Files(run, experiment, clock)
@@ -62,7 +63,7 @@ def train(
                 done = result.round + (result.metrics is not None)
                 number = multihost.largest(interrupt.asked or 0)  # whoever was asked, all stop after the same round
                 stop = number and done < rounds
-                if stop or done % c["checkpoint_every"] == 0 or done == rounds:
+                if stop or done % c.checkpoint_every == 0 or done == rounds:
                     whole = program.unplace(
                         multihost.fetch(result.state)
                     )  # on the host: no device holds everybody's rows
@@ -114,15 +115,15 @@ class Clock:
 def _summarise(run: RunDirectory, experiment: build.Experiment, status: str, seconds: dict) -> None:
     """Writes summary.json."""
     done = sum("loss" in row for row in run.rows)
-    flops = build.flops(experiment) if experiment.config["targets"] else None
+    flops = account.flops(experiment) if experiment.config.targets else None
     content = {"status": status, "rounds": done, "seconds": seconds} | report.summary(run.rows, experiment.headline)
     totals = targets.spent(run.rows, flops)
     content |= {"work": {name: totals[name] for name in ("client_steps", "client_flops")} | {"note": targets.NOTE}}
-    content |= {"initial_broadcast": build.initial_broadcast(experiment)}
-    if experiment.config["targets"]:
+    content |= {"initial_broadcast": account.initial_broadcast(experiment)}
+    if experiment.config.targets:
         content |= {"targets": targets.summary(run.rows, experiment.config, flops, experiment.headline)}
     content |= {"examples": experiment.examples}
-    content |= {"preset": published.comparison(experiment.config | {"rounds": done}, experiment.examples)}
+    content |= {"preset": published.comparison(experiment.config.replace(rounds=done), experiment.examples)}
     write_json(run.path / "summary.json", content)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from experiments import entry, runs
+from experiments import entry, flags, runs
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.errors import InputError
@@ -37,7 +37,7 @@ def scores(workdir: Path, name: str) -> dict[str, np.ndarray]:
     branches = task_maps.branches(task, name)
     if branches.binary.any():
         raise InputError(f"--tasks={name} has a task of a single class, which has nothing to choose within it.")
-    factory = find(config["algo"])
+    factory = find(config.algo)
 
     def score(z: Array, y: Array, mask: Array, c: Client) -> Scores:
         personal = z[..., 0] if z.ndim == 3 else z  # of two models (`averaging.beside`)
@@ -47,20 +47,21 @@ def scores(workdir: Path, name: str) -> dict[str, np.ndarray]:
     def scored(*args, **hparams) -> Algorithm:
         return factory(*args, **hparams)._replace(score=score)
 
-    program = simulate.program(scored, task, config["hparams"], lr_decay=config["lr_decay"])
+    program = simulate.program(scored, task, config.hparams, lr_decay=config.lr_decay)
     arguments = (run.experiment.key, program.numbers, run.experiment.federation, run.state, np.int32(run.round))
     return jax.device_get(jax.jit(program.evaluate)(*arguments))
 
 
 def main(argv: list[str]) -> str:
     """The Markdown table of a command line."""
-    given, paths = entry.options(argv, ("tasks",))
-    if "tasks" not in given:
+    parsed = flags.parse(argv, {"tasks": flags.Flag(str, "a task map, see `class_groups.branches`")}, words=True)
+    tasks, paths = parsed.get("tasks"), entry.paths(parsed)
+    if tasks is None:
         raise InputError("Give a task map and runs: python -m experiments.within --tasks=consecutive:10 RUN ...")
     entry.check_platform()
     rows = [["run", *COLUMNS], ["---"] * (1 + len(COLUMNS))]
     for path in paths:
-        found = scores(path, given["tasks"])
+        found = scores(path, tasks)
         rows.append([str(path), *(f"{100 * np.nanmean(found[score]):.2f}" for score in COLUMNS.values())])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 

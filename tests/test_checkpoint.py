@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import build, figures, interrupt, main, runs, settings
+from experiments import build, entry, figures, flags, interrupt, main, runs, settings
 from fedjax_pfl import simulate
 from fedjax_pfl.engine import checkpoint, memory
 from fedjax_pfl.errors import InputError
@@ -151,7 +151,7 @@ def test_a_full_disk(tmp_path, monkeypatch):
 
 
 def test_a_state_goes_on_bit_for_bit(tmp_path, cache):
-    e = build.prepare(settings.resolve(settings.given(settings.parse([*FLAGS, "--rounds=4"]))))
+    e = build.prepare(settings.resolve(flags.parse([*FLAGS, "--rounds=4"], flags.OF_A_RUN).settings()))
     program = e.program(width=2)
     for result in simulate.rounds(program, e.key, e.federation, rounds=4):
         if result.round == 1:
@@ -265,7 +265,7 @@ def test_signals_are_as_before_afterwards():
 
 
 def refused(capsys, *flags):
-    assert main.run(list(flags)) == main.BAD_INPUT
+    assert main.run(list(flags)) == entry.BAD_INPUT
     said = capsys.readouterr().err.strip()
     assert "\n" not in said
     return said
@@ -446,7 +446,7 @@ def test_a_damaged_derived_file_is_written_anew(whole, tmp_path, content):
 
 def test_any_clients_model_can_be_had_again(whole):
     run = runs.load(whole)
-    assert run.round == 6 and run.config["algo"] == "fedper" and len(run.metrics) == len(run.scores) == 7
+    assert run.round == 6 and run.config.algo == "fedper" and len(run.metrics) == len(run.scores) == 7
     p, dataset = run.experiment.partition, run.experiment.dataset
     for client in (0, 3):
         rows = p.test[client, : p.test_sizes[client]]

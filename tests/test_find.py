@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from experiments import main, runs
+from experiments import entry, main, runs
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.errors import InputError
 
@@ -36,12 +36,12 @@ def test_it_runs_resumes_and_is_the_method_it_says(file, tmp_path, capsys):
     for path, algo in ((own, f"{file}:mine"), (fedprox, "fedprox")):
         assert main.run([f"--algo={algo}", "--hparam=mu=0.5", "--rounds=2", *TINY, f"--workdir={path}"]) == 0
     assert rows(own) == rows(fedprox)
-    assert runs.load(own).config["algo"] == f"{file}:mine"
+    assert runs.load(own).config.algo == f"{file}:mine"
     assert main.run(["--resume", "--rounds=3", f"--workdir={own}"]) == 0 and len(rows(own)) == 4
 
     file.write_text(OWN + "# changed\n")
     capsys.readouterr()
-    assert main.run(["--resume", "--rounds=4", f"--workdir={own}"]) == main.BAD_INPUT
+    assert main.run(["--resume", "--rounds=4", f"--workdir={own}"]) == entry.BAD_INPUT
     assert "The file of the method is not the one that" in capsys.readouterr().err
 
 
@@ -78,5 +78,5 @@ def test_a_run_of_an_earlier_format_is_one_sentence(tmp_path, capsys):
     del config["digests"]  # as runs were written before clients could be of several architectures
     (path / "config.json").write_text(json.dumps(config))
     capsys.readouterr()
-    assert main.run(["--resume", "--rounds=2", f"--workdir={path}"]) == main.BAD_INPUT
+    assert main.run(["--resume", "--rounds=2", f"--workdir={path}"]) == entry.BAD_INPUT
     assert "earlier version of fedjax_pfl, in another format" in capsys.readouterr().err

@@ -14,7 +14,7 @@ import pytest
 from hosts_worker import ONE
 from toy import assert_close
 
-from experiments import main, runs
+from experiments import entry, main, runs
 from fedjax_pfl.engine import multihost
 from fedjax_pfl.errors import InputError
 
@@ -109,7 +109,7 @@ def test_process_0_alone_writes_and_talks(pair):
 def test_what_one_process_lacks_is_one_sentence_and_ends_all(pair):
     done, sigterm = 0, 128 + 15
     for process in range(2):
-        codes = [done, done, main.BAD_INPUT, main.BAD_INPUT, main.BAD_INPUT, sigterm]
+        codes = [done, done, entry.BAD_INPUT, entry.BAD_INPUT, entry.BAD_INPUT, sigterm]
         assert results(pair, process)["codes"].tolist() == codes
     errors, others = ((pair / f"stderr{i}").read_text() for i in range(2))
     assert "Process 1: There is no file 'data.npz'" in errors
@@ -190,7 +190,7 @@ def test_hosts_that_take_their_own_names_for_the_loopback_are_told_so(network, t
     """By whoever gives up first; if that is process 0, JAX ends the other."""
     ended = on_two_hosts(network, False, tmp_path, "--algo=ditto", *ONE)
     assert all(code for code, _ in ended)
-    assert any(code == main.LOST and "each host's own name must stand for an" in errors for code, errors in ended), (
+    assert any(code == entry.LOST and "each host's own name must stand for an" in errors for code, errors in ended), (
         ended
     )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import lock, main, runs
+from experiments import entry, lock, main, runs
 from fedjax_pfl.errors import InputError
 
 ROOT = Path(__file__).parent.parent
@@ -54,7 +54,7 @@ def test_a_run_directory_in_use_is_refused_and_left_as_it_is(begun, tmp_path, ca
     before = {p.name: p.read_bytes() for p in path.iterdir() if p.is_file()}
     capsys.readouterr()
     with lock.held(path):
-        assert main.run(flags) == main.BAD_INPUT
+        assert main.run(flags) == entry.BAD_INPUT
         (path / lock.NAME).unlink()
         assert {p.name: p.read_bytes() for p in path.iterdir() if p.is_file()} == before
     said = capsys.readouterr().err

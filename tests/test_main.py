@@ -15,7 +15,25 @@ import numpy as np
 import optax
 import pytest
 
-from experiments import build, describe, layouts, main, pace, report, runs, settings, tables, train, values, versions
+from experiments import (
+    account,
+    build,
+    describe,
+    entry,
+    flags,
+    layouts,
+    main,
+    networks,
+    pace,
+    report,
+    runs,
+    settings,
+    tables,
+    train,
+    values,
+    versions,
+)
+from experiments.config import SETTINGS
 from experiments.presets import DEFAULT_PRESETS, PRESETS
 from experiments.versions import compile_clock
 from fedjax_pfl import simulate
@@ -59,7 +77,7 @@ def test_the_run_directory_is_complete(done):
     files |= {f"{name}.json" for name in ("config", "versions", "layout", "partition", "summary")}
     assert {p.name for p in path.iterdir()} == files
     config = json.loads((path / "config.json").read_text())
-    assert config.keys() == settings.SETTINGS.keys() | {"hparams", "digests"}
+    assert config.keys() == SETTINGS.keys() | {"hparams", "digests"}
     assert (config["preset"], config["lr"], config["rounds"], config["clients"]) == ("digits", 0.1, 3, 5)
     assert config["hparams"] == {"mu": 2.0}
     software = json.loads((path / "versions.json").read_text())
@@ -157,14 +175,14 @@ def test_only_what_a_killed_start_left_is_overwritten(tmp_path, name, sentence):
 def test_an_unusable_run_directory_is_found_before_anything_is_measured(place, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(layouts, "choose", None)
-    assert main.run(["--algo=fedavg", f"--workdir={place}"]) == main.BAD_INPUT
+    assert main.run(["--algo=fedavg", f"--workdir={place}"]) == entry.BAD_INPUT
     said = capsys.readouterr().err
     assert "cannot be used (" in said and said.strip().endswith("choose another --workdir.")
 
 
 def test_a_run_that_cannot_fit_is_refused_before_it_begins(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(memory, "machine", lambda: (2**10, 2**10))
-    assert main.run(["--algo=fedavg", *TINY, "--devices=2", f"--workdir={tmp_path / 'run'}"]) == main.BAD_INPUT
+    assert main.run(["--algo=fedavg", *TINY, "--devices=2", f"--workdir={tmp_path / 'run'}"]) == entry.BAD_INPUT
     said = capsys.readouterr().err
     assert said.startswith("The run would take about ") and said.endswith(": take less than --devices=2.\n")
     assert not list((tmp_path / "run").iterdir())
@@ -176,7 +194,7 @@ def test_a_partition_file_says_how_many_clients(done, tmp_path, monkeypatch, cap
     (tmp_path / "p.npz").write_bytes((done[0] / "partition.npz").read_bytes())
     user = {"algo": "fedavg", "partition": "file:~/p.npz", "data_fraction": 0.2, "model": "linear"}
     config = build.prepare(settings.resolve(user)).config
-    assert config["clients"] == 5 and config["test_split"] is None and config["alpha"] is None
+    assert config.clients == 5 and config.test_split is None and config.alpha is None
     again = build.prepare(settings.resumed(config, {"hparams": {}, "clients": 5})).config
     assert again == config
     with pytest.raises(InputError, match=r"p.npz holds 5 clients, not 4: leave their number out, or say 5"):
@@ -188,9 +206,9 @@ def test_ctrl_c_says_whether_there_is_something_to_resume(done, tmp_path, monkey
         raise KeyboardInterrupt
 
     monkeypatch.setattr(build, "prepare", interrupted)
-    assert main.run(["--algo=fedavg", f"--workdir={tmp_path / 'new'}"]) == main.INTERRUPTED
+    assert main.run(["--algo=fedavg", f"--workdir={tmp_path / 'new'}"]) == entry.INTERRUPTED
     assert "Interrupted before the first round: nothing to resume." in capsys.readouterr().err
-    assert main.run(["--resume", f"--workdir={done[0]}"]) == main.INTERRUPTED
+    assert main.run(["--resume", f"--workdir={done[0]}"]) == entry.INTERRUPTED
     assert f"Interrupted; go on with {train.command(done[0])}" in capsys.readouterr().err
 
 
@@ -228,22 +246,22 @@ def test_both_methods_of_pfedc_name_every_map_of_tasks(capsys):
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_settings(name, capsys):
     preset = PRESETS[name]
-    assert preset.settings.keys() <= settings.SETTINGS.keys()
+    assert preset.settings.keys() <= SETTINGS.keys()
     assert main.run([f"--describe={name}"]) == 0
     out = capsys.readouterr().out
     assert preset.description in out and f"--preset={name}" in out
     for cell in (preset.published, *(cell.numbers for cell in preset.cells)):
         assert all(number in out for number in cell.values())
     config = settings.resolve({"algo": "fedavg", "preset": name, "hparams": {}})
-    assert all(config[key] == value for key, value in preset.settings.items() if key != "algo")
-    assert settings.resolve({"algo": "fedavg", "preset": name, "lr": 7.0})["lr"] == 7.0
+    assert all(getattr(config, key) == value for key, value in preset.settings.items() if key != "algo")
+    assert settings.resolve({"algo": "fedavg", "preset": name, "lr": 7.0}).lr == 7.0
     assert set(DEFAULT_PRESETS.values()) <= PRESETS.keys()
 
 
 def test_help_shows_every_flag(capsys):
     assert main.run(["--help"]) == 0
     out = capsys.readouterr().out
-    assert all(f"--{name}" in out or f"--[no]{name}" in out for name in (*settings.SETTINGS, "hparam", "resume"))
+    assert all(f"--{name}" in out or f"--[no]{name}" in out for name in (*SETTINGS, "hparam", "resume"))
 
 
 def method(task, *, lam: float = 1.0, k: int | None = None, n: int = 3, fast: bool = False, kind: str = "a"):
@@ -277,7 +295,7 @@ def test_the_optimizer_is_pytorchs():
     """Clip, then decay, then momentum: two steps by hand."""
     lr, momentum, decay, clip = 0.1, 0.9, 0.01, 1.0
     w, g = np.array([1.0, -2.0]), np.array([3.0, 4.0])
-    optimizer = build.optimizer(momentum, decay, clip)(lr)
+    optimizer = networks.optimizer(momentum, decay, clip)(lr)
     params, state, buffer = jnp.asarray(w), optimizer.init(jnp.asarray(w)), 0
     for _ in range(2):
         updates, state = optimizer.update(jnp.asarray(g), state, params)
@@ -288,8 +306,8 @@ def test_the_optimizer_is_pytorchs():
 
 
 def test_a_run_directory_is_named_after_what_was_asked():
-    def named(*flags):
-        user = settings.given(settings.parse(list(flags)))
+    def named(*given):
+        user = flags.parse(list(given), flags.OF_A_RUN).settings()
         return settings.default_workdir(user, settings.resolve(user))
 
     assert named("--algo=pfedc") == "runs/pfedc-digits-pathological-seed0"
@@ -302,11 +320,11 @@ def test_a_run_directory_is_named_after_what_was_asked():
 
 def test_steps_take_the_place_of_epochs_and_epochs_of_steps(monkeypatch):
     config = settings.resolve({"algo": "fedavg", "steps": 7})
-    assert (config["steps"], config["epochs"]) == (7, None)
+    assert (config.steps, config.epochs) == (7, None)
     preset = PRESETS["digits"]
     monkeypatch.setitem(PRESETS, "digits", preset._replace(settings={**preset.settings, "steps": 9}))
     config = settings.resolve({"algo": "fedavg", "epochs": 2})
-    assert (config["steps"], config["epochs"]) == (None, 2)
+    assert (config.steps, config.epochs) == (None, 2)
 
 
 def test_clients_without_a_full_batch_are_named(caplog):
@@ -320,7 +338,9 @@ def test_clients_without_a_full_batch_are_named(caplog):
 def test_examples_that_were_moved_are_said():
     user = {"algo": "fedavg", "model": "linear", "partition": "dirichlet_class", "alpha": 0.01, "clients": 50}
     experiment = build.prepare(settings.resolve(user))
-    assert f"; {experiment.partition.moved} examples moved to clients below the minimum)" in build.describe(experiment)
+    assert f"; {experiment.partition.moved} examples moved to clients below the minimum)" in account.describe(
+        experiment
+    )
 
 
 def test_a_width_that_was_not_given_is_said_to_be_chosen():
@@ -332,7 +352,7 @@ def test_a_width_that_was_not_given_is_said_to_be_chosen():
 def test_what_is_tried_is_said_by_whoever_starts():
     logger = logging.getLogger(autotune.__name__)
     logger.setLevel(logging.NOTSET)
-    main.start(settings.parse([]))
+    main.start(flags.parse([], {}))
     assert logger.isEnabledFor(logging.INFO)
 
 
@@ -395,7 +415,7 @@ def test_a_schedule_over_rounds_cannot_grow(monkeypatch):
 def test_a_diverging_run_keeps_what_it_wrote(flags, what, tmp_path, capsys):
     """Ditto's loss is that of the global model, and its clients predict with another one."""
     path = tmp_path / "run"
-    assert main.run([*f"--algo={flags}".split(), *TINY, "--rounds=3", f"--workdir={path}"]) == main.DIVERGED
+    assert main.run([*f"--algo={flags}".split(), *TINY, "--rounds=3", f"--workdir={path}"]) == entry.DIVERGED
     said = capsys.readouterr().err
     assert re.match(rf"The {what} .*of client .* is not finite in round", said)
     assert f"kept in {path}" in said and "Traceback" not in said
@@ -413,7 +433,7 @@ def test_an_unwritable_file_ends_the_run_with_a_sentence(tmp_path, monkeypatch, 
 
     monkeypatch.setattr(runs.RunDirectory, "append", full)
     monkeypatch.setattr(simulate, "rounds", lambda *_, **__: iter([simulate.Result(0, None, {}, None)]))
-    assert main.run(["--algo=fedavg", *TINY, f"--workdir={tmp_path / 'run'}"]) == main.UNWRITABLE
+    assert main.run(["--algo=fedavg", *TINY, f"--workdir={tmp_path / 'run'}"]) == entry.UNWRITABLE
     said = capsys.readouterr().err
     assert "No space left on device" in said and "make room, then go on with" in said and "--resume" in said
     assert main._stopped(OSError(5, "Input/output error"), runs.RunDirectory(tmp_path, np.ones(1), False)) == 4
@@ -531,7 +551,7 @@ def test_bad_input_is_one_sentence_and_compiles_nothing(flags, sentence, tmp_pat
     listen = lambda name, _start, _end, **_: events.append(name)
     jax.monitoring.register_event_time_span_listener(listen)
     try:
-        assert main.run(flags.split()) == main.BAD_INPUT
+        assert main.run(flags.split()) == entry.BAD_INPUT
     finally:
         jax.monitoring.unregister_event_time_span_listener(listen)
     out, said = capsys.readouterr()

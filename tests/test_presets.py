@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experiments import build, describe, published, settings
+from experiments import account, build, describe, published, settings
 from experiments.presets import PRESETS
 from experiments.presets.pfedc import PFEDC
 from experiments.presets.preset import duration
@@ -132,10 +132,10 @@ def test_a_part_of_a_data_set_is_a_reduction(monkeypatch):
         f"reduced: data_fraction 0.5 of 1, clients 5 of 20, examples {used} of 70000; changed: model linear, not lenet."
     )
     assert published.comparison(part.config, part.examples)["differs"][-1]["preset"] == 70_000
-    assert "on mnist (120 of its 70,000 examples): 5 clients" in build.describe(part)
+    assert "on mnist (120 of its 70,000 examples): 5 clients" in account.describe(part)
     own = build.prepare(config(None, "fedavg", dataset="npz:x", **small))
     assert own.examples == {"used": used, "available": 120, "of": 120}
-    assert published.deviations(own.config, own.examples) == "" and "examples" not in build.describe(own)
+    assert published.deviations(own.config, own.examples) == "" and "examples" not in account.describe(own)
     part = build.prepare(config(None, "fedavg", dataset="cifar10", **small))  # without a preset, too
     assert published.deviations(part.config, part.examples) == f"reduced: examples {used} of 60000"
 
@@ -180,7 +180,7 @@ def test_a_preset_can_be_built_at_a_small_size(name, monkeypatch):
     monkeypatch.setattr(datasets, "load", image_set)
     small = {"clients": 4, "data_fraction": 0.5, "rounds": 1}
     experiment = build.prepare(config(name, **small))
-    assert experiment.config["clients"] == 4 and experiment.program().round
+    assert experiment.config.clients == 4 and experiment.program().round
     assert published.deviations(experiment.config).startswith("reduced: data_fraction 0.5 of 1, clients 4 of ")
 
 

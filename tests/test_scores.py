@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from experiments import build, figures, report, runs, scores, settings, tables, targets
+from experiments import build, figures, networks, report, runs, scores, settings, tables, targets
+from experiments.config import Config, optimizers
 from experiments.files import write_json, write_text
 from fedjax_pfl.data import datasets, marks
 from fedjax_pfl.errors import InputError
 
 DVA, ERROR = ("elbo", "max"), ("reconstruction", "min")
-CONFIG = {"preset": None, "algo": "feddva", "targets": None, "eval_every": 1}
+CONFIG = Config(algo="feddva")
 
 
 def rows():
@@ -79,10 +80,10 @@ def test_a_target_of_which_less_is_better_is_reached_from_above():
     assert targets.reached(rows(), "post", "reconstruction", 45, 1)["round"] == 1
     assert targets.reached(rows(), "post", "reconstruction", 39, 1) is None
     assert targets.reached(rows(), "post", "elbo", -60.5, 1, DVA)["round"] == 1
-    found = targets.summary(rows(), CONFIG | {"targets": "reconstruction:45,100"}, 1, DVA)
+    found = targets.summary(rows(), CONFIG.replace(targets="reconstruction:45,100"), 1, DVA)
     assert [level["post"]["rounds"] for level in found["levels"]] == [2, 1]
     console = Console(file=io.StringIO(), width=200)
-    targets.show(console, rows(), CONFIG | {"targets": "reconstruction:45"}, 1, DVA)
+    targets.show(console, rows(), CONFIG.replace(targets="reconstruction:45"), 1, DVA)
     assert "(lower is better)" in console.file.getvalue()
 
 
@@ -91,8 +92,8 @@ def test_levels_may_leave_0_and_1_only_with_such_a_name():
     for text in ("45", "acc:45", "-60"):
         with pytest.raises(InputError, match="outside its range"):
             targets.parse(text)
-    assert targets.wanted(CONFIG | {"preset": "feddva_small"}, DVA)[0] == "elbo"
-    assert targets.wanted(CONFIG | {"preset": "feddva_small", "algo": "fedavg"}, scores.ACCURACY)[0] == "acc"
+    assert targets.wanted(CONFIG.replace(preset="feddva_small"), DVA)[0] == "elbo"
+    assert targets.wanted(CONFIG.replace(preset="feddva_small", algo="fedavg"), scores.ACCURACY)[0] == "acc"
 
 
 def test_the_curves_are_of_the_headline(tmp_path, monkeypatch):
@@ -107,7 +108,7 @@ def test_the_curves_are_of_the_headline(tmp_path, monkeypatch):
 def finished(path, algo, config, summary):
     path.mkdir()
     config = settings.resolve({"algo": algo, "hparams": {}, "dataset": "synthetic", **config})
-    write_json(path / "config.json", config)
+    write_json(path / "config.json", config.asdict())
     write_text(path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows()))
     write_json(path / "summary.json", summary | {"status": "complete", "rounds": 3, "seconds": {"train": 1}})
     return path
@@ -131,8 +132,8 @@ def config(**user):
 
 
 def test_the_optimizer_is_one_of_optaxs_by_its_name():
-    assert {"adam", "adamw", "rmsprop", "sgd"} <= set(settings.optimizers())
-    adam = build.optimizer(0.0, 0.0, None, "adam")(0.1)
+    assert {"adam", "adamw", "rmsprop", "sgd"} <= set(optimizers())
+    adam = networks.optimizer(0.0, 0.0, None, "adam")(0.1)
     updates, _ = adam.update({"w": np.float32(5)}, adam.init({"w": np.float32(0)}), {"w": np.float32(0)})
     np.testing.assert_allclose(updates["w"], -0.1, rtol=1e-5)  # the first step of Adam is of length lr
     with pytest.raises(InputError, match="Unknown optimizer 'adamm': did you mean 'adam'"):

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from experiments import figures, main
+from experiments import entry, figures, main
 
 FLAGS = ["--algo=fedper", "--data_fraction=0.2", "--clients=5", "--model=linear", "--participation=0.6", "--width=1"]
 FLAGS += ["--devices=1", "--rounds=4", "--checkpoint_every=2"]
@@ -77,7 +77,7 @@ def test_a_tampered_directory(whole, tmp_path, capsys, seed):
     capsys.readouterr()
     code = main.run(["--resume", f"--workdir={path}"])
     said = capsys.readouterr().err
-    assert code in (0, main.BAD_INPUT, main.UNWRITABLE), what
+    assert code in (0, entry.BAD_INPUT, entry.UNWRITABLE), what
     assert "Traceback" not in said and (code == 0 or said.count("\n") == 1), (what, said)
-    if code == main.BAD_INPUT:
+    if code == entry.BAD_INPUT:
         assert contents(path) == before, what

@@ -9,13 +9,14 @@ import pytest
 import toy
 from rich.console import Console
 
-from experiments import main, report, settings, tables, targets
+from experiments import entry, main, report, settings, tables, targets
+from experiments.config import Config
 from experiments.files import write_json, write_text
 from fedjax_pfl import local
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Data
 
-CONFIG = {"preset": None, "algo": "fedavg", "targets": None, "eval_every": 1}
+CONFIG = Config(algo="fedavg")
 
 
 TASK = {"task_acc": 0.95, "task_acc_trivial": 0.95}  # of always saying no
@@ -79,7 +80,7 @@ def test_rows_of_an_earlier_version_know_no_work():
 def test_the_levels_asked_for_are_shown():
     for text, expected in (("0.5,0.6,0.8", ["0.5", "0.6", "0.8"]), ("0.6,0.95", ["0.6", "0.95"])):
         console = Console(record=True, width=100)
-        targets.show(console, rows([0.1, 0.55], [0.65]), CONFIG | {"targets": text}, 10**12)
+        targets.show(console, rows([0.1, 0.55], [0.65]), CONFIG.replace(targets=text), 10**12)
         shown = console.export_text().splitlines()[5:]
         assert [line.split()[0] for line in shown if "before" in line] == expected
         assert ["after", "1", "10", "10", "9.2e-05", "4", "30"] in [line.split() for line in shown]
@@ -102,21 +103,21 @@ def test_targets_are_sorted_and_single():
 
 def shown(run, **config):
     console = Console(record=True, width=200)
-    targets.show(console, run, CONFIG | config, 7)
+    targets.show(console, run, CONFIG.replace(**config), 7)
     return console.export_text()
 
 
 def test_the_score_that_is_named_is_the_one_that_is_meant():
     run = [row | {"post/acc_present": 0.9} for row in rows([0.1, 0.6], [0.7])]
-    found = targets.summary(run, CONFIG | {"preset": "pfedc_mnist", "algo": "pfedc", "targets": "acc_present:0.8"}, 7)
+    found = targets.summary(run, CONFIG.replace(preset="pfedc_mnist", algo="pfedc", targets="acc_present:0.8"), 7)
     assert found["score"] == "acc_present" and found["levels"][0]["post"]["value"] == 0.9
     assert "the macro mean of acc_present" in shown(run, targets="acc_present:0.8")
     assert "the micro mean of acc first" in shown(run, targets="acc_micro:0.5")
-    assert targets.wanted(CONFIG | {"preset": "pfedc_mnist", "targets": "0.8"})[0] == "acc"
+    assert targets.wanted(CONFIG.replace(preset="pfedc_mnist", targets="0.8"))[0] == "acc"
 
 
 def test_a_score_that_the_run_has_not_is_said_with_those_it_has(tmp_path, capsys):
-    assert main.run(["--algo=fedavg", "--targets=task_acc:0.9", f"--workdir={tmp_path / 'run'}"]) == main.BAD_INPUT
+    assert main.run(["--algo=fedavg", "--targets=task_acc:0.9", f"--workdir={tmp_path / 'run'}"]) == entry.BAD_INPUT
     assert (
         capsys.readouterr().err
         == "Unknown score of fedavg 'task_acc': did you mean 'acc'? Choose one of acc, acc_present.\n"
@@ -130,7 +131,7 @@ def test_a_score_that_the_run_has_not_is_said_with_those_it_has(tmp_path, capsys
 
 def test_a_target_that_saying_no_would_reach_is_marked():
     run = [row | {"post/acc_trivial": 0.5, "pre/acc_trivial": 0.5} for row in rows([0.1, 0.6], [0.7])]
-    found = targets.summary(run, CONFIG | {"targets": "0.4,0.5,0.6"}, 7)
+    found = targets.summary(run, CONFIG.replace(targets="0.4,0.5,0.6"), 7)
     assert [level["trivial"] for level in found["levels"]] == [True, True, False]
     assert found["trivial"] == {"pre": 0.5, "post": 0.5}
     text = shown(run, targets="0.5,0.6")
@@ -140,7 +141,7 @@ def test_a_target_that_saying_no_would_reach_is_marked():
 
 @pytest.mark.parametrize(("every", "said"), [(1, None), (5, "every 5 rounds only"), (0, "after the last round only")])
 def test_rounds_are_upper_bounds_where_not_every_round_was_evaluated(every, said):
-    found = targets.summary(rows([0.1, 0.6], [0.7]), CONFIG | {"eval_every": every}, 7)["bound"]
+    found = targets.summary(rows([0.1, 0.6], [0.7]), CONFIG.replace(eval_every=every), 7)["bound"]
     assert (found is None) if said is None else (said in found and "upper bounds" in found)
     assert every != 5 or "up to 4 too many" in found
     assert ("upper bounds" in shown(rows([0.1, 0.6], [0.7]), eval_every=every)) == (said is not None)
@@ -150,7 +151,7 @@ def finished(path, algo, more, **user):
     """A run directory as `experiments.tables` reads it."""
     path.mkdir()
     made = [row | more for row in rows([0.1, None, 0.6], [0.3, 0.7])]
-    write_json(path / "config.json", settings.resolve({"algo": algo, **user}))
+    write_json(path / "config.json", settings.resolve({"algo": algo, **user}).asdict())
     write_json(
         path / "summary.json", report.summary(made) | {"status": "complete", "rounds": 2, "seconds": {"train": 1}}
     )

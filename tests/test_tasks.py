@@ -11,6 +11,7 @@ import pytest
 import toy
 
 from experiments import build, settings
+from experiments.config import Config
 from fedjax_pfl import keys, models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.engine.cohort import Cohort
@@ -80,8 +81,8 @@ def test_a_resume_does_not_need_the_file_again(tmp_path):
     path = tmp_path / "map.txt"
     path.write_text("0 0 0 0 0 1 1 1 1 1")
     user = {"algo": "pfedc", "model": "linear", "clients": 5, "hparams": {"tasks": f"file:{path}"}}
-    config = json.loads(json.dumps(build.prepare(settings.resolve(user)).config))
-    assert config["hparams"]["tasks"] == "map:0,0,0,0,0,1,1,1,1,1"
+    config = Config(**json.loads(json.dumps(build.prepare(settings.resolve(user)).config.asdict())))
+    assert config.hparams["tasks"] == "map:0,0,0,0,0,1,1,1,1,1"
     assert settings.resumed(config, user) == config  # the same command
     path.write_text("0 1 0 1 0 1 0 1 0 1")
     with pytest.raises(InputError, match=r"differ: hparam tasks \(recorded map:0,0,0,0,0,1"):

@@ -173,6 +173,12 @@ def everywhere(action: Callable[..., T], *args: Any) -> T:
     return _settled(_shared((None, error), source))
 
 
+def same(here: T, check: Callable[[T, T], None]) -> None:
+    """`check(here, what process 0 has)` on every process, as `everywhere`; nothing where there is only one."""
+    if several():
+        everywhere(check, here, on_first(lambda: here))
+
+
 def _outcome(action: Callable[..., T], args: tuple[Any, ...]) -> tuple[Any, BaseException | None]:
     try:
         return action(*args), None

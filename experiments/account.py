@@ -1,0 +1,65 @@
+"""What an experiment consists of and costs, in words and in numbers; nothing is compiled."""
+
+import jax
+import numpy as np
+from absl import logging
+
+from experiments import networks
+from experiments.build import Experiment
+from fedjax_pfl import trees
+from fedjax_pfl.algorithms.find import find
+from fedjax_pfl.engine.flops import flops_of_step
+
+
+def flops(experiment: Experiment) -> float | None:
+    """Floating-point operations of the method's local work for each example that the settings ask for, see
+    `engine.flops`; None if they cannot be counted."""
+    if "flops" not in experiment.made:
+        plain = experiment.in_form("matmul")
+        factory = find(plain.config.algo)
+        try:
+            counted = flops_of_step(factory, plain.task, plain.federation, plain.config.hparams)
+            experiment.made["flops"] = counted / plain.task.batch_size
+        except Exception as error:  # another version of JAX may write another trace; a run does not depend on it
+            logging.warning("Floating-point operations are not counted (%s: %s).", type(error).__name__, error)
+            experiment.made["flops"] = None
+    return experiment.made["flops"]
+
+
+def initial_broadcast(experiment: Experiment) -> dict[str, int]:
+    """Scalars that it takes to give every client its model before the first round: in no round's traffic.
+
+    One model each: what a method has beside it, as FedEM its further models, is not counted.
+    """
+    task, key = experiment.task, jax.eval_shape(lambda: jax.random.key(0))
+    if experiment.config.algo in networks.OWN:
+        return {"scalars": task.num_clients * own_parameters(experiment)}
+    sizes = np.array([trees.size(jax.eval_shape(model.init, key)) for model in task.models])
+    return {"scalars": int(sizes[task.architecture].sum())}
+
+
+def own_parameters(experiment: Experiment) -> int:
+    """Parameters of one client's networks, of a method in networks.OWN."""
+    state = experiment.state_shapes()
+    own = trees.size({name: part for name, part in state.clients.items() if name != "stats"})
+    return trees.size(state.server) + own // experiment.task.num_clients
+
+
+def describe(experiment: Experiment) -> str:
+    """One line: what is going to run."""
+    c, n = experiment.config, experiment.examples
+    names, _ = networks.architectures(c.model, experiment.task.num_clients)
+    sizes = [f"{networks.num_parameters(model):,}" for model in experiment.task.models]
+    nets = ", ".join(f"{name} with {size} parameters" for name, size in zip(names, sizes, strict=True))
+    if c.algo in networks.OWN:
+        nets = f"own networks with {own_parameters(experiment):,} parameters"
+    marked = " with marks" if experiment.marks else ""
+    how = "" if c.optimizer == "sgd" else f"{c.optimizer}, "
+    done = f"{c.steps} steps" if c.steps is not None else f"{c.epochs} epochs"
+    moved = experiment.partition.moved
+    assigned = f"{c.partition}; {moved} examples moved to clients below the minimum" if moved else c.partition
+    part = f" ({n['available']:,} of its {n['of']:,} examples)" if n["available"] < n["of"] else ""
+    return (
+        f"{c.algo} on {c.dataset}{marked}{part}: {c.clients} clients ({assigned}), {nets}, "
+        f"{c.rounds} rounds of {done}, batch {c.batch_size}, {how}lr {c.lr:g}"
+    )

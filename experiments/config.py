@@ -1,0 +1,176 @@
+"""The settings of an experiment: `Config` is their one source, for flags, checks, config.json and presets."""
+
+import dataclasses
+import functools
+import inspect
+import math
+import types
+import typing
+from typing import Annotated, Any, Literal, NamedTuple
+
+import optax
+from annotated_types import Ge, Gt, Interval
+
+from experiments.values import number
+from fedjax_pfl.errors import check, choose
+
+BY_FILE = ("val_fraction", "test_split", "alpha", "classes_per_client")  # None where a partition file says everything
+
+
+def _setting(default: Any, help: str, free: bool = False) -> Any:
+    """A field with its help; `free`: it may differ between a run and its resume."""
+    return dataclasses.field(default=default, metadata={"help": help, "free": free})
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The effective settings of one run, as config.json holds them.
+
+    Each field is a flag of the same name; its annotation says the flag's type, range and choices. None is allowed where
+    the annotation says so.
+    """
+
+    algo: str = _setting("", "the method; --list shows them all; or your own, as FILE.py:FACTORY")
+    preset: str | None = _setting(None, "a paper's setting, which the other flags override; digits has one by default")
+    dataset: str = _setting("digits", "the data set, or npz:PATH for your own")
+    data_fraction: float = _setting(1.0, "the part of the data set to use, stratified, in (0, 1]")
+    marks: bool = _setting(False, "draw FedDVA's marks on square images: client k has type k mod 4")
+    val_fraction: float | None = _setting(0.0, "the part of every client's training examples held out, in [0, 1)")
+    test_split: Literal["pool", "official"] | None = _setting(
+        "pool", "pool: a quarter of each client's examples; official: the data set's own"
+    )
+    partition: str = _setting("pathological", "who gets which examples, or file:PATH for your own")
+    alpha: float | None = _setting(0.1, "the Dirichlet concentration")
+    classes_per_client: int | None = _setting(2, "of the pathological partitions (shards: shards per client)")
+    clients: int | None = _setting(20, "the number of clients; with file:PATH the file says it")
+    participation: str = _setting("1", "the part of the clients in a round, or a range as 0.1:1 drawn each round")
+    rounds: Annotated[int, Ge(0)] = _setting(100, "communication rounds; may grow on a resume")
+    epochs: int | None = _setting(1, "local epochs per round")
+    steps: int | None = _setting(None, "local steps per round, in place of epochs")
+    batch_size: int = _setting(10, "examples per step")
+    lr: float = _setting(0.005, "the clients' learning rate")
+    lr_decay: Annotated[float, Gt(0)] = _setting(1.0, "the factor on lr from round to round")
+    optimizer: str = _setting("sgd", "of the clients: sgd, adam, or another of optax's by its name there")
+    momentum: Annotated[float, Interval(ge=0, lt=1)] = _setting(0.0, "of the local SGD, in [0, 1)")
+    weight_decay: Annotated[float, Ge(0)] = _setting(0.0, "added to the gradient after clipping, as in PyTorch")
+    clip: Annotated[float, Gt(0)] | None = _setting(None, "the largest norm of a step's gradient")
+    drop_last: bool = _setting(False, "skip the short last batch of an epoch")
+    model: str = _setting(
+        "auto",
+        "the network; several as cnn,lenet (client i has number i mod G), or file:PATH with a name per client; "
+        "auto: cnn for images of 16x16 and more, else mlp",
+    )
+    features: int | None = _setting(
+        None, "K, to which every network's features are brought by adaptive average pooling"
+    )
+    shared_model: str | None = _setting(
+        None, "the small network that all clients exchange; default: the smallest of --model"
+    )
+    public: str | None = _setting(None, "public examples: a data set, or its first examples as cifar100:10000")
+    bn_stats: str = _setting("aggregate", "running statistics: aggregate, local, or batch (none kept)")
+    compute_dtype: str = _setting("float32", "in which the body computes: float32, or bfloat16 for accelerators")
+    seed: Annotated[int, Interval(ge=0, le=2**32 - 1)] = _setting(0, "of everything that is drawn")
+    eval_every: Annotated[int, Ge(0)] = _setting(
+        1, "rounds between evaluations; the last is always evaluated, 0: only at the end"
+    )
+    targets: str | None = _setting(
+        None, "scores in (0, 1] whose first round is reported: 0.8,0.9 or acc:0.8,0.9", free=True
+    )
+    checkpoint_every: Annotated[int, Ge(1)] = _setting(10, "rounds between checkpoints", free=True)
+    conv: str = _setting("auto", "form of the convolutions: winograd, fused, matmul, xla, or auto: timed", free=True)
+    width: str = _setting("auto", "clients trained at once, or auto: timed", free=True)
+    devices: str = _setting("auto", "devices to spread the clients over: a number, all, or auto", free=True)
+    client_memory: Literal["device", "host"] = _setting(
+        "device", "where clients outside a round have their state: device, host", free=True
+    )
+    data_dir: str | None = _setting(None, "where TFDS data sets were prepared (default: TFDS_DATA_DIR)", free=True)
+    hparams: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the method, complete
+
+    def replace(self, **values: Any) -> "Config":
+        """The settings with some of them changed."""
+        return dataclasses.replace(self, **values)
+
+    def asdict(self) -> dict[str, Any]:
+        """The settings by name, as config.json holds them."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+class Setting(NamedTuple):
+    """What a field of `Config` says of its flag."""
+
+    kind: type  # str, int, float or bool
+    default: Any
+    help: str
+    free: bool  # may differ between a run and its resume
+    optional: bool  # may it be None?
+    low: float = -math.inf
+    high: float = math.inf
+    open_low: bool = False
+    open_high: bool = False
+    choices: tuple[str, ...] = ()
+
+
+def _read(field: dataclasses.Field, hint: Any) -> Setting:
+    """Reads a field's annotation."""
+    optional = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    given = (field.default, field.metadata["help"], field.metadata["free"], optional)
+    if optional:
+        hint = next(part for part in typing.get_args(hint) if part is not type(None))
+    if typing.get_origin(hint) is Literal:
+        return Setting(str, *given, choices=typing.get_args(hint))
+    if typing.get_origin(hint) is not Annotated:
+        return Setting(hint, *given)
+    kind, bound = typing.get_args(hint)
+    ge, gt, le, lt = (getattr(bound, name, None) for name in ("ge", "gt", "le", "lt"))
+    low, high = (next((x for x in pair if x is not None), None) for pair in ((ge, gt), (le, lt)))
+    return Setting(
+        kind,
+        *given,
+        -math.inf if low is None else low,
+        math.inf if high is None else high,
+        gt is not None,
+        lt is not None,
+    )
+
+
+_HINTS = typing.get_type_hints(Config, include_extras=True)
+SETTINGS = {field.name: _read(field, _HINTS[field.name]) for field in dataclasses.fields(Config) if field.metadata}
+
+
+def check_fields(config: Config) -> None:
+    """Raises InputError for a value outside the range or choices of its field."""
+    for name, setting in SETTINGS.items():
+        value = getattr(config, name)
+        if value is None:
+            continue
+        if setting.choices:
+            choose(name, value, setting.choices)
+        elif (setting.low, setting.high) != (-math.inf, math.inf):
+            check(name, value, setting.low, setting.high, open_low=setting.open_low, open_high=setting.open_high)
+
+
+@functools.cache
+def optimizers() -> tuple[str, ...]:
+    """The names of optax's optimizers that take a learning rate first, have defaults for the rest, and need no more
+    than a gradient."""
+    found = []
+    for name, thing in vars(optax).items():
+        arguments = list(inspect.signature(thing).parameters.values()) if inspect.isfunction(thing) else []
+        first = [p.name for p in arguments[:1]] == ["learning_rate"] and not name.startswith("scale_by")
+        if first and all(p.default is not p.empty or p.kind is p.VAR_KEYWORD for p in arguments[1:]):
+            found.append(name)
+    return tuple(name for name in found if name != "lbfgs")  # which also asks for the loss, as a function
+
+
+def participation(text: str) -> tuple[float, float]:
+    """Reads `0.5`, or a range `0.1:1`."""
+    low, colon, high = str(text).partition(":")
+    parts = [number(float, "--participation", part, text) for part in ((low, high) if colon else (low, low))]
+    return parts[0], parts[1]
+
+
+def same(name: str, a: Any, b: Any) -> bool:
+    """Are a recorded and a given value the same setting?"""
+    if name == "model" and b == "auto":
+        return a in ("cnn", "mlp")  # what it may stand for
+    return participation(a) == participation(b) if name == "participation" else a == b

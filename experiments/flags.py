@@ -1,0 +1,97 @@
+"""Command lines read into values: one parser for all of them, which answers what it cannot read in one sentence."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from absl import flags
+
+from experiments.config import SETTINGS
+from experiments.values import NOUN
+from fedjax_pfl.errors import InputError, nearest
+
+
+class Flag(NamedTuple):
+    """One flag of a command line."""
+
+    kind: type  # str, int, float or bool
+    help: str
+    default: Any = None  # only shown
+
+
+OF_A_RUN = {name: Flag(setting.kind, setting.help, setting.default or None) for name, setting in SETTINGS.items()}
+OF_A_PROCESS = {
+    "coordinator": Flag(str, "of several processes: HOST:PORT where process 0 listens, or auto (SLURM, TPU, ...)"),
+    "num_processes": Flag(int, "the number of processes, each with the same command"),
+    "process_id": Flag(int, "which of them this is: 0 to N-1; 0 writes the run directory and talks"),
+}
+HELP = {"help": Flag(bool, "show this help", False)}
+
+_DEFINE: dict[type, Callable[..., Any]] = {
+    str: flags.DEFINE_string,
+    int: flags.DEFINE_integer,
+    float: flags.DEFINE_float,
+    bool: flags.DEFINE_boolean,
+}
+
+
+class Parsed(NamedTuple):
+    """A command line that was read."""
+
+    given: dict[str, Any]  # the flags that were given, by name
+    hparams: dict[str, str]  # {name: text} of --hparam
+    words: list[str]  # what is no flag
+    usage: str  # the help of all flags
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A flag's value; `default` where it was not given."""
+        return self.given.get(name, default)
+
+    def settings(self) -> dict[str, Any]:
+        """The settings of a run that were given, hyperparameters as {"hparams": {name: text}}."""
+        return {name: value for name, value in self.given.items() if name in SETTINGS} | {"hparams": self.hparams}
+
+
+def parse(argv: Iterable[str], known: Mapping[str, Flag], words: bool = False) -> Parsed:
+    """Reads a command line (without the program's name).
+
+    Args:
+      known: its flags by name; --hparam and --help are always among them.
+      words: may it have arguments that are no flags?
+
+    Raises:
+      InputError: a flag is unknown or its value of another kind, or there is an argument where none may be.
+    """
+    values, known = flags.FlagValues(), {**known, **HELP}
+    for name, flag in known.items():
+        shown = "" if flag.default is None else f" (default: {flag.default})"
+        _DEFINE[flag.kind](name, None, flag.help + shown, flag_values=values)
+    flags.DEFINE_multi_string("hparam", [], "a hyperparameter of the method: name=value", flag_values=values)
+    try:
+        extra = values(["", *argv])[1:]
+    except flags.IllegalFlagValueError as error:
+        raise _illegal(str(error), known) from None
+    except flags.UnrecognizedFlagError as error:
+        near = nearest(error.flagname, values)
+        hint = f"did you mean --{near}? " if near else ""
+        raise InputError(f"Unknown flag --{error.flagname}: {hint}--help shows them all.") from None
+    except (flags.Error, ValueError) as error:  # the latter: a value where none may be
+        raise InputError(f"{error}: --help shows all flags.") from None
+    if extra and not words:
+        raise InputError(f"Unexpected argument {extra[0]!r}: write settings as --name=value.")
+    given = {name: values[name].value for name in known if values[name].value is not None}
+    return Parsed(given, dict(map(_name_value, values.hparam)), extra, values.get_help())
+
+
+def _illegal(message: str, known: Mapping[str, Flag]) -> InputError:
+    found = re.match(r"flag --(\w+)=(.*?): ", message, re.DOTALL)
+    if not found or found[1] not in known:
+        return InputError(message)
+    return InputError(f"--{found[1]}={found[2]} must be {NOUN[known[found[1]].kind]}.")
+
+
+def _name_value(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise InputError(f"--hparam={text}: write it as --hparam name=value.")
+    return name, value

@@ -1,0 +1,78 @@
+"""The networks of --model and --shared_model, and the clients' optimizer."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+
+from experiments.config import Config
+from fedjax_pfl.data import datasets
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.models import functional
+from fedjax_pfl.types import Model
+
+OWN = ("feddva",)  # methods that make their networks of the inputs' shape: of --model they take nothing
+
+
+def architectures(spec: str, num_clients: int) -> tuple[list[str], np.ndarray]:
+    """Reads --model.
+
+    Returns:
+      the names of the networks [G], and which of them each client has [N].
+
+    Raises:
+      InputError: a file cannot be read or has not one name per client, or there are more networks than clients.
+    """
+    if not spec.startswith("file:"):
+        names = spec.split(",")
+        if len(names) > num_clients:
+            raise InputError(f"--model={spec} has {len(names)} networks for {num_clients} clients: name fewer.")
+        return names, np.arange(num_clients) % len(names)
+    path = Path(spec.removeprefix("file:")).expanduser()
+    try:
+        words = path.read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--model={spec} cannot be read ({error}): write the name of a network per client.") from None
+    if len(words) != num_clients:
+        raise InputError(f"--model={spec} names {len(words)} networks for {num_clients} clients: write one per client.")
+    names = list(dict.fromkeys(words))
+    return names, np.array([names.index(word) for word in words])
+
+
+def model(config: Config, dataset: datasets.Dataset, conv: str, name: str) -> Model:
+    """A network for inputs of the data set's shape, with convolutions in the form `conv`."""
+    example = jax.ShapeDtypeStruct((1, *dataset.x.shape[1:]), dataset.x.dtype)
+    prepared = jax.eval_shape(dataset.prepare, example)
+    options = (config.bn_stats, conv, config.compute_dtype, config.features)
+    shape, dtype = prepared.shape[1:], prepared.dtype
+    return functional.model(name, shape, dataset.num_classes, *options, input_dtype=dtype)
+
+
+def shared(config: Config, dataset: datasets.Dataset, conv: str, made: dict[str, Model]) -> Model:
+    """The network that all clients exchange: as --shared_model says, else the smallest of the clients' own."""
+    if config.shared_model is not None:
+        return model(config, dataset, conv, config.shared_model)
+    return min(made.values(), key=num_parameters)
+
+
+def num_parameters(model: Model) -> int:
+    """Parameters of a network."""
+    return functional.num_parameters(jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0))))
+
+
+def optimizer(momentum: float, weight_decay: float, clip: float | None, name: str = "sgd"):
+    """An optimizer with PyTorch's meaning of its numbers, lr -> transformation: gradients clipped, then decayed.
+
+    Args:
+      momentum: of SGD.
+      name: one of `settings.optimizers`, with optax's defaults but for the learning rate.
+    """
+
+    def make(lr: float | jax.Array) -> optax.GradientTransformation:
+        parts = [optax.clip_by_global_norm(clip)] if clip is not None else []
+        parts += [optax.add_decayed_weights(weight_decay)] if weight_decay else []
+        last = optax.sgd(lr, momentum or None) if name == "sgd" else getattr(optax, name)(lr)
+        return optax.chain(*parts, last)
+
+    return make
