@@ -22,12 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import build, figures, lock, matrices, schema
+from experiments import rows as rows_of
 from experiments.config import Config
 from experiments.entry import directory
 from experiments.files import damaged, read_json, read_rows, write_json, write_text
 from experiments.recorded import check_format, complete, read_config, read_layout, signed
 from experiments.scores import ACCURACY, Headline
-from fedjax_pfl import evaluate, simulate
+from fedjax_pfl import simulate
 from fedjax_pfl.algorithms.find import digest
 from fedjax_pfl.data import partitioners
 from fedjax_pfl.engine import checkpoint
@@ -157,20 +158,20 @@ class RunDirectory:
 
     def append(self, result: simulate.Result) -> Row:
         """Writes one round's rows and returns its metrics."""
-        row = {name: _finite(value) for name, value in simulate.record(result, self._test_sizes).items()}
+        row = {name: rows_of.finite(value) for name, value in simulate.record(result, self._test_sizes).items()}
         if self._planned is not None and result.metrics is not None:
             here = result.metrics.ids[result.metrics.active]
             steps, examples = (int(work[here].sum()) for work in self._planned)
             row |= {"work/steps": steps, "work/examples": examples}
-        scores = client_scores(result)
+        scores = rows_of.client_scores(result)
         if "post" in scores and result.metrics is not None:
             matrices.save(self.path, result.round, result.metrics.server)
         self._remember(scores)
         for point in ("pre", "post"):
-            row |= _clients(point, scores.get(point, {}))
+            row |= rows_of.clients(point, scores.get(point, {}))
         if self._partial and "post" in scores:
-            row |= statistics("post_latest", self.latest, self._test_sizes)
-            row |= _clients("post_latest", self.latest)
+            row |= rows_of.statistics("post_latest", self.latest, self._test_sizes)
+            row |= rows_of.clients("post_latest", self.latest)
         for name, content in (("metrics", row), ("scores", scores)):
             with open(self.path / f"{name}.jsonl", "a", encoding="utf-8", newline="\n") as file:
                 file.write(_line(content))
@@ -230,46 +231,6 @@ def _line(row: Row) -> str:
 def _interned(row: Row) -> Row:
     """The row with the names that all rows share: else each has its own copies."""
     return {sys.intern(name): value for name, value in row.items()}
-
-
-def client_scores(result: simulate.Result) -> Row:
-    """The per-client part of a round: participants' ids and losses, `post` in their order, `pre` of all clients."""
-    row: Row = {"round": result.round}
-    if result.metrics is not None:
-        active = result.metrics.active
-        row |= {"ids": result.metrics.ids[active].tolist(), "loss": _plain(result.metrics.loss[active])}
-        post = {name: values[active] for name, values in result.metrics.post.items()}
-        if any(np.isfinite(values).any() for values in post.values()):
-            row["post"] = {name: _plain(values) for name, values in post.items()}
-    if result.pre is not None:
-        row["pre"] = {name: _plain(values) for name, values in result.pre.items()}
-    return row
-
-
-def _finite(value: float) -> float | None:
-    return value if np.isfinite(value) else None  # JSON has no NaN
-
-
-def _plain(values: Any) -> list[float | None]:
-    """Short numbers that read back to the same float32; null for NaN."""
-    return [None if np.isnan(x) else float(str(x)) for x in np.asarray(values, np.float32)]
-
-
-def _clients(point: str, scores: Row) -> Row:
-    """How many clients each score is about, {point/NAME_clients: number}; a client without a score has NaN or None."""
-    found = {name: int(np.isfinite(np.asarray(values, float)).sum()) for name, values in scores.items()}
-    return {f"{point}/{name}_clients": count for name, count in found.items() if count}
-
-
-def statistics(point: str, scores: dict[str, np.ndarray], weights: np.ndarray) -> Row:
-    """Statistics over the clients that have a score, named as `simulate.record` names them."""
-    row = {}
-    for name, values in scores.items():
-        if np.isnan(values).all():
-            continue
-        for statistic, value in evaluate.statistics(values, weights).items():
-            row[f"{point}/{name}" + ("" if statistic == "macro" else f"_{statistic}")] = value
-    return row
 
 
 class Run(NamedTuple):

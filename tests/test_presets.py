@@ -97,7 +97,7 @@ def test_the_papers_number_stands_beside_what_is_comparable():
 @pytest.mark.parametrize("name", PFEDC)
 def test_both_methods_of_the_paper_share_its_settings(name):
     own, private = config(name), config(name, "privacy_pfedc")
-    assert all(private["hparams"][n] == x for n, x in own["hparams"].items() if n in private["hparams"])
+    assert all(private.hparams[n] == x for n, x in own.hparams.items() if n in private.hparams)
     assert published.comparison(private)["compare"] == "post/task_acc"
     assert published.differences(private) == []
     assert published.deviations(config(name, "fedavg")) == "reduced: rounds 40 of 1000"

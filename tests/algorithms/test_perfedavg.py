@@ -10,9 +10,9 @@ import pytest
 import toy
 from toy import SIZES, assert_close, assert_same
 
-from fedjax_pfl import losses, simulate
+from fedjax_pfl import averaging, losses, simulate
 from fedjax_pfl.algorithms import per_fedavg as factory
-from fedjax_pfl.algorithms.perfedavg import BOTH, VARIANTS, _warn, curvature, meta_gradient
+from fedjax_pfl.algorithms.perfedavg import VARIANTS, _warn, curvature, meta_gradient
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Batch
 
@@ -46,7 +46,7 @@ def sq_dist(a, b):
 
 
 def parts(tree):
-    return {part: tree[part] for part in BOTH}
+    return averaging.params(tree)
 
 
 def test_exact_is_the_gradient_of_the_meta_loss():

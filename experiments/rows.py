@@ -1,0 +1,49 @@
+"""A round's scores per client, and their statistics, as rows of the run directory's files."""
+
+from typing import Any
+
+import numpy as np
+
+from fedjax_pfl import evaluate, simulate
+
+Row = dict[str, Any]
+
+
+def client_scores(result: simulate.Result) -> Row:
+    """The per-client part of a round: participants' ids and losses, `post` in their order, `pre` of all clients."""
+    row: Row = {"round": result.round}
+    if result.metrics is not None:
+        active = result.metrics.active
+        row |= {"ids": result.metrics.ids[active].tolist(), "loss": _plain(result.metrics.loss[active])}
+        post = {name: values[active] for name, values in result.metrics.post.items()}
+        if any(np.isfinite(values).any() for values in post.values()):
+            row["post"] = {name: _plain(values) for name, values in post.items()}
+    if result.pre is not None:
+        row["pre"] = {name: _plain(values) for name, values in result.pre.items()}
+    return row
+
+
+def finite(value: float) -> float | None:
+    return value if np.isfinite(value) else None  # JSON has no NaN
+
+
+def _plain(values: Any) -> list[float | None]:
+    """Short numbers that read back to the same float32; null for NaN."""
+    return [None if np.isnan(x) else float(str(x)) for x in np.asarray(values, np.float32)]
+
+
+def clients(point: str, scores: Row) -> Row:
+    """How many clients each score is about, {point/NAME_clients: number}; a client without a score has NaN or None."""
+    found = {name: int(np.isfinite(np.asarray(values, float)).sum()) for name, values in scores.items()}
+    return {f"{point}/{name}_clients": count for name, count in found.items() if count}
+
+
+def statistics(point: str, scores: dict[str, np.ndarray], weights: np.ndarray) -> Row:
+    """Statistics over the clients that have a score, named as `simulate.record` names them."""
+    row = {}
+    for name, values in scores.items():
+        if np.isnan(values).all():
+            continue
+        for statistic, value in evaluate.statistics(values, weights).items():
+            row[f"{point}/{name}" + ("" if statistic == "macro" else f"_{statistic}")] = value
+    return row
