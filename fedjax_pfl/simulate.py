@@ -12,7 +12,8 @@ import optax
 from fedjax_pfl.data.datasets import Dataset, checked
 from fedjax_pfl.engine import memory, multihost, validate
 from fedjax_pfl.engine.memory import Memory
-from fedjax_pfl.engine.program import Numbers, Program, Round, program
+from fedjax_pfl.engine.method import Numbers
+from fedjax_pfl.engine.program import Program, Round, program
 from fedjax_pfl.engine.results import Result, check_finite, record, without_padding
 from fedjax_pfl.engine.sampling import cohort_size, sample
 from fedjax_pfl.errors import DivergenceError, InputError, choose

@@ -14,8 +14,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedjax_pfl import groups
+from fedjax_pfl.engine.method import Numbers
 from fedjax_pfl.engine.placement import AXIS, starts
-from fedjax_pfl.engine.program import Numbers, Program, Round, parts
+from fedjax_pfl.engine.program import Program, Round, parts
 from fedjax_pfl.engine.program import program as whole_program
 from fedjax_pfl.engine.sampling import cohort_size
 from fedjax_pfl.errors import InputError

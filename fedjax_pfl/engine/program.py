@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from fedjax_pfl import evaluate, groups, hyperparameters, keys, traffic, trees
-from fedjax_pfl.algorithms import ANY_ARCHITECTURE
+from fedjax_pfl import evaluate, groups, keys, traffic, trees
 from fedjax_pfl.engine import contract, validate
 from fedjax_pfl.engine.cohort import Cohort, Transform
+from fedjax_pfl.engine.method import Numbers, bound
 from fedjax_pfl.engine.placement import (
     AXIS,
     StateRows,
@@ -28,7 +28,7 @@ from fedjax_pfl.engine.placement import (
     unmarked,
 )
 from fedjax_pfl.engine.sampling import cohort_size, sample
-from fedjax_pfl.errors import ArchitectureError, InputError
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import (
     Algorithm,
     Array,
@@ -41,8 +41,6 @@ from fedjax_pfl.types import (
     Task,
     Traffic,
 )
-
-Numbers = dict[str, Array]  # the traced hyperparameters by name
 
 
 class Round(NamedTuple):
@@ -188,7 +186,7 @@ def _predict(
     factory: Callable[..., Algorithm], task: Task, hparams: dict[str, Any] | None, lr_decay: float
 ) -> Callable[..., PyTree]:
     """One client's predictions; with several architectures its id must be a number on the host."""
-    algorithm, _ = _bound(factory, task, hparams or {}, lr_decay)
+    algorithm, _ = bound(factory, task, hparams or {}, lr_decay)
 
     def predict(
         rows: StateRows, key: Array, numbers: Numbers, f: Federation, state: State, t: Array, id: int | Array, x: Array
@@ -222,7 +220,7 @@ def parts(
     transform: Transform | None = None,
 ) -> Parts:
     """The functions of an experiment for clients whose rows are at hand; arguments as of `program`."""
-    algorithm, numbers = _bound(factory, task, hparams or {}, lr_decay)
+    algorithm, numbers = bound(factory, task, hparams or {}, lr_decay)
     mesh, where = make_mesh(devices), placement(task, devices)
     lengths = segments(task, cohort_size(task), devices)
     free: Callable[..., Any] = (lambda *args: args) if mesh is None else (lambda *args: unmarked(args))
@@ -287,36 +285,6 @@ def _finite(state: State, count: int, lengths: tuple[int, ...]) -> Array:
         cut: Callable[[int], PyTree] = lambda g: groups.rows_of(state.clients, g, slice(begin[g], begin[g + 1]))
         clients = jnp.concatenate([trees.finite(cut(g), length) for g, length in enumerate(lengths)])
     return clients & trees.finite(jax.tree.map(lambda x: x[None], state.server), 1)
-
-
-def _bound(
-    factory: Callable[..., Algorithm], task: Task, hparams: dict[str, Any], lr_decay: float
-) -> tuple[Callable[[Numbers, Array | int], Algorithm], dict[str, float]]:
-    """The method as a function of its numbers and the round, and the numbers."""
-    hyperparameters.check(factory, hparams)
-    known = hyperparameters.of(factory)
-    hparams = hyperparameters.defaults(factory) | hparams
-    try:
-        with contract.named(factory):
-            made = factory(task, **hparams)  # what depends on the task is checked here, before anything is traced
-            contract.check_algorithm(made)
-        if made.one_architecture and len(task.models) > 1:
-            raise ArchitectureError
-    except ArchitectureError:
-        name = getattr(factory, "__name__", "The method")
-        raise InputError(
-            f"{name} needs clients of one architecture, and there are {len(task.models)}: methods for several are "
-            f"{', '.join(ANY_ARCHITECTURE)}."
-        ) from None
-    numbers = {name: float(value) for name, value in hparams.items() if known[name].traced and value is not None}
-    static = {name: value for name, value in hparams.items() if name not in numbers}
-
-    def algorithm(numbers: Numbers, t: Array | int) -> Algorithm:
-        free = {name: value for name, value in numbers.items() if name not in ("lr", "lr_decay")}
-        lr = numbers["lr"] * numbers["lr_decay"] ** jnp.asarray(t, float)
-        return factory(task._replace(lr=lr), **static, **free)
-
-    return algorithm, numbers | {"lr": float(task.lr), "lr_decay": float(lr_decay)}
 
 
 def _sharded(state: State, mesh: Mesh | None) -> State:

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from fedjax_pfl.errors import InputError, check, check_shape, choose
 from fedjax_pfl.models import layers
@@ -185,38 +184,6 @@ def _head(template: nnx.Module, conv: str) -> Callable[[PyTree, Array], Array]:
 def num_parameters(variables: PyTree) -> int:
     """Number of scalars in the parameters; running statistics do not count."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves({k: v for k, v in variables.items() if k != "stats"}))
-
-
-def flops(factory: Factory | str, input_shape: tuple[int, ...], num_classes: int = 10, batch: int = 1) -> int:
-    """Floating-point operations of one training step on `batch` examples.
-
-    Counts 2 for each multiply-add of a matrix product or convolution, forward and both gradients, without the gradient
-    for the input; element-wise work is left out.
-    """
-    net = model(factory, input_shape, num_classes, conv="matmul")
-    variables = jax.eval_shape(net.init, jax.random.key(0))
-    x = jax.ShapeDtypeStruct((batch, *input_shape), jnp.float32)
-
-    def loss(variables: PyTree, x: Array) -> Array:
-        return net.apply(variables, x, train=True)[0].sum()
-
-    return _product_flops(jax.make_jaxpr(jax.grad(loss))(variables, x).jaxpr)
-
-
-def _product_flops(jaxpr: Jaxpr) -> int:
-    def inner(eqn: JaxprEqn) -> int:
-        return eqn.params.get("length", 1) * sum(map(_product_flops, jaxprs_in_params(eqn.params)))
-
-    return sum(product_flops(eqn) + inner(eqn) for eqn in jaxpr.eqns)
-
-
-def product_flops(eqn: Any) -> int:
-    """Floating-point operations of one equation of a trace if it is a matrix product, 2 a multiply-add; else 0."""
-    if eqn.primitive.name != "dot_general":
-        return 0
-    (axes, _), _ = eqn.params["dimension_numbers"]
-    contracted = math.prod(eqn.invars[0].aval.shape[axis] for axis in axes)
-    return 2 * contracted * math.prod(eqn.outvars[0].aval.shape)
 
 
 def _variables(module: Any) -> PyTree:

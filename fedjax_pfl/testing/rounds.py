@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl.engine import placement, program
+from fedjax_pfl.engine.method import Numbers
 from fedjax_pfl.testing.synthetic import N, federation
 from fedjax_pfl.types import Algorithm, Array, Examples, Federation, PyTree, State, Task
 
@@ -64,7 +65,7 @@ def subject(
 
     def round(
         key: Array,
-        numbers: program.Numbers,
+        numbers: Numbers,
         f: Federation,
         state: State,
         ids: Array,
@@ -83,7 +84,7 @@ def subject(
         clients = rows.scatter(state.clients, at, new.clients, active, made.lengths)
         return rows.unplace(State(new.server, clients)), metrics
 
-    def evaluate(key: Array, numbers: program.Numbers, f: Federation, state: State, t: Array) -> dict[str, Array]:
+    def evaluate(key: Array, numbers: Numbers, f: Federation, state: State, t: Array) -> dict[str, Array]:
         return made.score(key, numbers, f, state, jnp.arange(N, dtype=jnp.int32), t, (N,))
 
     example = jax.eval_shape(task.prepare, jax.ShapeDtypeStruct((1, *task.input.shape), task.input.dtype))

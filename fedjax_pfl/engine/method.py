@@ -1,0 +1,48 @@
+"""A method and its hyperparameters: checked, then bound as a function of the traced ones and of the round."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from fedjax_pfl import hyperparameters
+from fedjax_pfl.algorithms import ANY_ARCHITECTURE
+from fedjax_pfl.engine import contract
+from fedjax_pfl.errors import ArchitectureError, InputError
+from fedjax_pfl.types import Algorithm, Array, Task
+
+Numbers = dict[str, Array]  # the traced hyperparameters by name
+
+
+def bound(
+    factory: Callable[..., Algorithm], task: Task, hparams: dict[str, Any], lr_decay: float
+) -> tuple[Callable[[Numbers, Array | int], Algorithm], dict[str, float]]:
+    """The method as a function of its traced hyperparameters and the round, and their values.
+
+    Raises:
+      InputError: a hyperparameter, the task, or the clients' architectures are not as the method takes them.
+    """
+    hyperparameters.check(factory, hparams)
+    known = hyperparameters.of(factory)
+    hparams = hyperparameters.defaults(factory) | hparams
+    try:
+        with contract.named(factory):
+            made = factory(task, **hparams)  # what depends on the task is checked here, before anything is traced
+            contract.check_algorithm(made)
+        if made.one_architecture and len(task.models) > 1:
+            raise ArchitectureError
+    except ArchitectureError:
+        name = getattr(factory, "__name__", "The method")
+        raise InputError(
+            f"{name} needs clients of one architecture, and there are {len(task.models)}: methods for several are "
+            f"{', '.join(ANY_ARCHITECTURE)}."
+        ) from None
+    numbers = {name: float(value) for name, value in hparams.items() if known[name].traced and value is not None}
+    static = {name: value for name, value in hparams.items() if name not in numbers}
+
+    def algorithm(numbers: Numbers, t: Array | int) -> Algorithm:
+        free = {name: value for name, value in numbers.items() if name not in ("lr", "lr_decay")}
+        lr = numbers["lr"] * numbers["lr_decay"] ** jnp.asarray(t, float)
+        return factory(task._replace(lr=lr), **static, **free)
+
+    return algorithm, numbers | {"lr": float(task.lr), "lr_decay": float(lr_decay)}

@@ -1,0 +1,43 @@
+"""Floating-point operations of a network's training step, counted in its trace."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+
+from fedjax_pfl.models.functional import Factory, model
+from fedjax_pfl.types import Array, PyTree
+
+
+def flops(factory: Factory | str, input_shape: tuple[int, ...], num_classes: int = 10, batch: int = 1) -> int:
+    """Floating-point operations of one training step on `batch` examples.
+
+    Counts 2 for each multiply-add of a matrix product or convolution, forward and both gradients, without the gradient
+    for the input; element-wise work is left out.
+    """
+    net = model(factory, input_shape, num_classes, conv="matmul")
+    variables = jax.eval_shape(net.init, jax.random.key(0))
+    x = jax.ShapeDtypeStruct((batch, *input_shape), jnp.float32)
+
+    def loss(variables: PyTree, x: Array) -> Array:
+        return net.apply(variables, x, train=True)[0].sum()
+
+    return _product_flops(jax.make_jaxpr(jax.grad(loss))(variables, x).jaxpr)
+
+
+def _product_flops(jaxpr: Jaxpr) -> int:
+    def inner(eqn: JaxprEqn) -> int:
+        return eqn.params.get("length", 1) * sum(map(_product_flops, jaxprs_in_params(eqn.params)))
+
+    return sum(product_flops(eqn) + inner(eqn) for eqn in jaxpr.eqns)
+
+
+def product_flops(eqn: Any) -> int:
+    """Floating-point operations of one equation of a trace if it is a matrix product, 2 a multiply-add; else 0."""
+    if eqn.primitive.name != "dot_general":
+        return 0
+    (axes, _), _ = eqn.params["dimension_numbers"]
+    contracted = math.prod(eqn.invars[0].aval.shape[axis] for axis in axes)
+    return 2 * contracted * math.prod(eqn.outvars[0].aval.shape)
