@@ -61,7 +61,7 @@ def feddva(
     regulariser: Literal["paper_max", "code_hinge"] = "paper_max",
     reconstruction: Literal["gaussian", "focal"] = "gaussian",
     detach: bool = True,
-    exchange: str = "encoders",
+    exchange: Literal["encoders", "z"] = "encoders",
 ) -> Algorithm:
     """Trains the decoder with frozen encoders, then the encoders with a frozen decoder; averages the encoders.
 
