@@ -71,7 +71,8 @@ def _preset(name: str) -> str:
     flags = " ".join(f"--{flag}={value}" for flag, value in preset.settings.items())
     default = [dataset for dataset, chosen in DEFAULT_PRESETS.items() if chosen == name]
     parts = [f"{name}: {preset.description}", f"Command: python -m experiments.main --preset={name} --algo=METHOD"]
-    parts += [_hanging("Same as: ", flags), f"Time: {preset.time}"]
+    parts += [_hanging("Same as: ", flags)]
+    parts += [f"Work: {preset.steps:,} client steps per round on all of the data."] if preset.steps else []
     own = [_hanging(f"  {method:<14}", _own(preset, method)) for method in sorted({*preset.methods, *preset.hparams})]
     parts += ["\n".join(["Methods with settings of their own:", *own])] if own else []
     parts += [f"What --dataset={dataset} takes when no --preset is given." for dataset in default]

@@ -1,5 +1,6 @@
 """What the user sees: a progress bar or occasional lines while it works, and tables and a summary at the end."""
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +29,7 @@ class Reporter:
     def __init__(self, console: Console, start: int, rounds: int, headline: Headline = ACCURACY):
         self._console, self._rounds, self._score = console, rounds, headline[0]
         self._seen: Row = {}
+        self._first: tuple[int, float] | None = None  # rounds done when one was first seen here, and when that was
         columns = ("[bold]{task.description}", BarColumn(bar_width=12), "{task.fields[shown]}")
         texts = [TextColumn(column) if isinstance(column, str) else column for column in columns]
         hide = not console.is_terminal
@@ -51,17 +53,35 @@ class Reporter:
         """Shows one round's row; scores stay shown until newer ones come."""
         self._seen |= {name: value for name, value in row.items() if value is not None}
         done = row["round"] + ("loss" in row)
-        title, shown = f"round {done}/{self._rounds}", self._text(self._rounds - done)
+        title, shown = f"round {done}/{self._rounds}", self._text(self._rounds - done, self._seconds(done))
         self._bar.update(self._task, completed=done, description=title, shown=shown)
         every = max(1, self._rounds // _LINES)
         if not self._console.is_terminal and "loss" in row and (done % every == 0 or done in (1, self._rounds)):
             self._console.print(f"{title}  {shown}")
 
-    def _text(self, left: int) -> str:
+    def _seconds(self, done: int) -> float | None:
+        """How long the rest takes, by the rounds since the first that was seen here."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = done, now
+        begin, since = self._first
+        return (now - since) / (done - begin) * (self._rounds - done) if done > begin else None
+
+    def _text(self, left: int, seconds: float | None) -> str:
         parts = [f"loss {self._seen['loss']:.3g}"] if "loss" in self._seen else []
         name = self._score
         found = [scores.labelled(name, self._seen[key]) for key in (f"pre/{name}", f"post/{name}") if key in self._seen]
-        return "  ".join([*parts, *([f"{name} " + " → ".join(found)] if found else []), f"{left} left"])
+        return "  ".join(
+            [*parts, *([f"{name} " + " → ".join(found)] if found else []), f"{left} left{_duration(seconds)}"]
+        )
+
+
+def _duration(seconds: float | None) -> str:
+    """The rest of a run in words, where it is worth a word."""
+    if seconds is None or seconds < 10:
+        return ""
+    size, unit = next((s, u) for s, u in ((3600, "h"), (60, "min"), (1, "s")) if seconds >= 2 * s or s == 1)
+    return f", about {seconds / size:.0f} {unit}"
 
 
 def score_names(rows: list[Row], headline: Headline = ACCURACY) -> list[str]:

@@ -303,7 +303,7 @@ def laid(path):
     """The recorded layout, and what the settings say of it."""
     found, config = runs.read_layout(path), runs.read_config(path)
     return (found["width"], found["conv"], found["devices"]["count"]), tuple(
-        config[name] for name in ("width", "conv", "devices")
+        getattr(config, name) for name in ("width", "conv", "devices")
     )
 
 
@@ -399,7 +399,7 @@ def test_a_row_with_a_value_of_a_wrong_type_is_refused(whole, tmp_path, capsys, 
 
 WRONG_KINDS = [
     ("config", {"rounds": "six"}, "rounds is 'six', not a whole number from 0"),
-    ("config", {"lr": [0.1]}, r"lr is \[0.1\], not a number or null"),
+    ("config", {"lr": [0.1]}, r"lr is \[0.1\], not a number"),
     ("config", {"hparams": None}, "hparams is None, not an object"),
     ("config", {"algo": "fedperr", "digests": None}, "digests is None, not an object"),
     ("layout", {"width": "two"}, "width is 'two', not a whole number from 1"),

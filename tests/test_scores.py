@@ -152,3 +152,15 @@ def test_marks_are_drawn_and_written(tmp_path):
         assert changed.any() == (kind != "plain")
     runs.RunDirectory(tmp_path / "run", made.partition.test_sizes, False).start(made, {}, {})
     assert json.loads((tmp_path / "run" / "partition.json").read_text())["marks"] == list(made.marks)
+
+
+def test_the_run_says_how_long_the_rest_takes(monkeypatch):
+    """By its own rounds, the first of which compiles and does not count."""
+    clock = iter([100.0, 104.0])
+    monkeypatch.setattr(report.time, "monotonic", lambda: next(clock))
+    console = Console(file=io.StringIO(), width=100)
+    reporter = report.Reporter(console, 0, 40)
+    for t in (0, 1):
+        reporter.update({"round": t, "loss": 1.0})
+    lines = console.file.getvalue().splitlines()
+    assert lines[0].endswith("39 left") and lines[1].endswith("38 left, about 3 min")

@@ -1,6 +1,6 @@
 """The FedCP paper's main results; its numbers are micro means before local training (`pre`), of the best round."""
 
-from experiments.presets.preset import Preset, duration
+from experiments.presets.preset import Preset
 
 _SETTINGS = {
     "algo": "fedcp",
@@ -14,7 +14,7 @@ _SETTINGS = {
     "rounds": 2000,  # the paper: up to 2000, until convergence
 }
 
-_TIME = duration(4500, "cnn", 2000)
+_STEPS = 4500
 _HEADLINES = {"fedphp": "post/global_acc_micro"}  # the paper's code scores w_i, not the average h_i that it inherits
 _PROTOCOL = (
     "mean of 5 repetitions; correct answers over all test examples of all clients (acc_micro), before local training "
@@ -24,7 +24,7 @@ _PROTOCOL = (
 CIFAR10 = Preset(
     description="FedCP, Table 2, Cifar10, practical setting: 20 clients, Dirichlet 0.1, the 4-layer CNN",
     settings={"dataset": "cifar10", **_SETTINGS},
-    time=_TIME,
+    steps=_STEPS,
     headline="pre/acc_micro",
     headlines=_HEADLINES,
     protocol=_PROTOCOL,
@@ -47,7 +47,7 @@ CIFAR10 = Preset(
 CIFAR100 = Preset(
     description="FedCP, Table 2, Cifar100, practical setting: 20 clients, Dirichlet 0.1, the 4-layer CNN",
     settings={"dataset": "cifar100", **_SETTINGS},
-    time=_TIME,
+    steps=_STEPS,
     headline="pre/acc_micro",
     headlines=_HEADLINES,
     protocol=_PROTOCOL,

@@ -6,7 +6,7 @@ accuracy, after 1000. Here all methods have 40, as equal rounds are the fairer c
 
 from typing import Any
 
-from experiments.presets.preset import Cell, Preset, duration
+from experiments.presets.preset import Cell, Preset
 
 _PROTOCOL = (
     "mean of 3 repetitions; pFedC after 40 rounds as mean accuracy on a client's tasks, right after local training; "
@@ -34,7 +34,7 @@ def _preset(what: str, dataset: str, setting: dict[str, Any], steps: int, **more
     return Preset(
         description=f"pFedC, {what}",
         settings=settings,
-        time=duration(steps, settings["model"], settings["rounds"]),
+        steps=steps,
         headline="post/acc",
         headlines=dict.fromkeys(_OWN, "post/task_acc"),
         hparams={"fedfomo": {"epsilon": 0.3}, "fedphp": {"lam": 0.05}, **hparams},

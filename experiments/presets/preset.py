@@ -5,9 +5,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 _NONE: Mapping = MappingProxyType({})
-# FedAvg's client steps a second on 2 cores of an Intel Xeon, batch 32, 10, 16 and 16: the CNN's and the ResNet's of
-# `benchmarks.throughput`, the others' of runs of pfedc_mnist (one a core) and pfedc_cifar10_linear
-_RATES = {"lenet": 740, "cnn": 414, "resnet18": 4.9, "linear": 11_000}
 
 
 class Cell(NamedTuple):
@@ -19,12 +16,12 @@ class Cell(NamedTuple):
 
 
 class Preset(NamedTuple):
-    """The setting of an experiment, its price, and the numbers to expect."""
+    """The setting of an experiment, its size, and the numbers to expect."""
 
     description: str  # one line, shown by --list
     settings: Mapping[str, Any]  # flag -> value
-    time: str  # how long, on what
     headline: str  # the score and the point that the paper reports, as in summary.json
+    steps: int | None = None  # client steps per round, on all of the data
     headlines: Mapping[str, str] = _NONE  # method -> its own headline, where the paper scores it otherwise
     published: Mapping[str, str] = _NONE  # method -> the paper's number in %, at these settings
     hparams: Mapping[str, dict[str, Any]] = _NONE  # method -> hyperparameter -> value, where not the method's default
@@ -41,13 +38,3 @@ class Preset(NamedTuple):
     def settings_of(self, method: str | None = None) -> dict[str, Any]:
         """Flag -> value for a method; None: for the preset's own."""
         return {**self.settings, **self.methods.get(method or self.settings.get("algo", ""), {})}
-
-
-def duration(steps: int, model: str, rounds: int) -> str:
-    """How long a preset takes: its client steps a round on all of the data, and its rounds at the speed measured."""
-    seconds = steps * rounds / _RATES[model]
-    size, unit = next((s, u) for s, u in ((3600, "hours"), (60, "minutes")) if seconds > 2 * s or s == 60)
-    return (
-        f"{steps:,} client steps a round on all of the data; {rounds:,} rounds take about {seconds / size:.2g} "
-        f"{unit} on 2 CPU cores, times what the method costs against FedAvg (README, `time`)"
-    )
