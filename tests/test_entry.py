@@ -111,3 +111,14 @@ def test_a_run_s_curves_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
 def test_a_path_of_a_user_that_is_none():
     with pytest.raises(InputError, match="There is no user"):
         entry.directory("~nobody_here")
+
+
+def test_an_output_that_nobody_reads_ends_nothing():
+    """As of `| head`."""
+    read, write = os.pipe()
+    os.close(read)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "experiments.main", "--list"]
+    done = subprocess.run(command, env=environment, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
