@@ -225,13 +225,17 @@ def _array(path: str | Path, file: Any, name: str) -> np.ndarray:
 
 
 def _inputs(path: str, name: str, x: np.ndarray) -> np.ndarray:
-    """Inputs as uint8 (grey images get a channel axis) or float32."""
+    """Inputs as uint8 (grey images get a channel axis), int32 (other integers) or float32."""
     if x.ndim < 2 or x.size == 0:
         raise InputError(f"{path}: {name} has shape {x.shape}: it must be [examples, ...] and not be empty.")
     if x.dtype == np.uint8:
         return x[..., None] if x.ndim == 3 else x
     if x.dtype.kind not in "biuf":
         raise InputError(f"{path}: {name} has type {x.dtype}: store uint8 images or real numbers.")
+    if x.dtype.kind in "iu":
+        if x.min() < -(2**31) or x.max() >= 2**31:
+            raise InputError(f"{path}: {name} has integers that int32 cannot hold: store them smaller, or as floats.")
+        return x.astype(np.int32)
     with np.errstate(over="ignore"):  # a float64 beyond float32 becomes infinite, and is said to be below
         x = x.astype(np.float32)
     finite = np.isfinite(x).reshape(len(x), -1).all(axis=1)

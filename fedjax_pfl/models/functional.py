@@ -97,7 +97,7 @@ def model(
         gradients, running statistics, features and the head are float32 in any case.
       features: K, where it is not the network's own: its features are mapped to as many, and the head is a new one.
       width_by: how, "pool" (adaptive average pooling) or "linear" (a trainable layer), see `features.widened`.
-      input_dtype: of a prepared example, such as jnp.int32 for tokens.
+      input_dtype: of a prepared example, such as jnp.int32 for tokens; networks of MODELS take integers as float32.
 
     Returns:
       A Model; its variables are {"body": parameters, "head": parameters, "stats": the body's running statistics},
@@ -107,6 +107,7 @@ def model(
       InputError: for an unknown name, a module without body or head, one that keeps state in other places, or a batch
         norm that is not `layers.BatchNorm` or does not get `mask`.
     """
+    named = not callable(factory)
     if not callable(factory):
         factory = MODELS[choose("model", factory, MODELS)]
     input_shape = check_shape("input_shape", input_shape)
@@ -138,6 +139,8 @@ def model(
     def extract(
         variables: PyTree, x: Array, mask: Array | None = None, train: bool = False, key: Array | None = None
     ) -> tuple[Array, PyTree]:
+        if named and jnp.issubdtype(x.dtype, jnp.integer):
+            x = x.astype(jnp.float32)
         return run(variables["body"], variables["stats"], x, mask, train, key)
 
     example = jax.ShapeDtypeStruct((2, *input_shape), input_dtype)
