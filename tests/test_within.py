@@ -43,7 +43,9 @@ def test_a_run_is_asked_for_the_class_within_the_group(algo, tmp_path):
 
 def test_what_cannot_be_asked_is_one_sentence(tmp_path):
     wrong = {"--tasks=single": "Name the run directories", str(tmp_path): "Give a task map and runs"}
-    for argv, said in (wrong | {f"--tasks=single --task {tmp_path}": "Unknown flag --task: did you mean --tasks"}).items():
+    for argv, said in (
+        wrong | {f"--tasks=single --task {tmp_path}": "Unknown flag --task: did you mean --tasks"}
+    ).items():
         with pytest.raises(InputError, match=said):
             within.main(argv.split())
     assert main.run([*TINY, "--algo=local", f"--workdir={tmp_path}"]) == 0
