@@ -3,16 +3,13 @@
 import dataclasses
 import functools
 import inspect
-import math
-import types
-import typing
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import optax
 from annotated_types import Ge, Gt, Interval
 
 from experiments.values import number
-from fedjax_pfl.errors import check, choose
+from fedjax_pfl import hyperparameters
 
 BY_FILE = ("val_fraction", "test_split", "alpha", "classes_per_client")  # None where a partition file says everything
 
@@ -22,7 +19,7 @@ def _setting(default: Any, help: str, free: bool = False) -> Any:
     return dataclasses.field(default=default, metadata={"help": help, "free": free})
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """The effective settings of one run, as config.json holds them.
 
@@ -95,58 +92,17 @@ class Config:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
-class Setting(NamedTuple):
-    """What a field of `Config` says of its flag."""
-
-    kind: type  # str, int, float or bool
-    default: Any
-    help: str
-    free: bool  # may differ between a run and its resume
-    optional: bool  # may it be None?
-    low: float = -math.inf
-    high: float = math.inf
-    open_low: bool = False
-    open_high: bool = False
-    choices: tuple[str, ...] = ()
-
-
-def _read(field: dataclasses.Field, hint: Any) -> Setting:
-    """Reads a field's annotation."""
-    optional = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-    given = (field.default, field.metadata["help"], field.metadata["free"], optional)
-    if optional:
-        hint = next(part for part in typing.get_args(hint) if part is not type(None))
-    if typing.get_origin(hint) is Literal:
-        return Setting(str, *given, choices=typing.get_args(hint))
-    if typing.get_origin(hint) is not Annotated:
-        return Setting(hint, *given)
-    kind, bound = typing.get_args(hint)
-    ge, gt, le, lt = (getattr(bound, name, None) for name in ("ge", "gt", "le", "lt"))
-    low, high = (next((x for x in pair if x is not None), None) for pair in ((ge, gt), (le, lt)))
-    return Setting(
-        kind,
-        *given,
-        -math.inf if low is None else low,
-        math.inf if high is None else high,
-        gt is not None,
-        lt is not None,
-    )
-
-
-_HINTS = typing.get_type_hints(Config, include_extras=True)
-SETTINGS = {field.name: _read(field, _HINTS[field.name]) for field in dataclasses.fields(Config) if field.metadata}
+_FIELDS = [field for field in dataclasses.fields(Config) if field.metadata]
+_KNOWN = hyperparameters.of(Config)
+SETTINGS = {field.name: _KNOWN[field.name] for field in _FIELDS}  # by name: kind, default, range and choices
+HELP = {field.name: field.metadata["help"] for field in _FIELDS}
+FREE = {field.name for field in _FIELDS if field.metadata["free"]}  # may differ between a run and its resume
 
 
 def check_fields(config: Config) -> None:
     """Raises InputError for a value outside the range or choices of its field."""
-    for name, setting in SETTINGS.items():
-        value = getattr(config, name)
-        if value is None:
-            continue
-        if setting.choices:
-            choose(name, value, setting.choices)
-        elif (setting.low, setting.high) != (-math.inf, math.inf):
-            check(name, value, setting.low, setting.high, open_low=setting.open_low, open_high=setting.open_high)
+    for name, known in SETTINGS.items():
+        hyperparameters.check_value(known, getattr(config, name))
 
 
 @functools.cache

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
-from experiments.config import SETTINGS
+from experiments.config import HELP, SETTINGS
 from experiments.values import NOUN
 from fedjax_pfl.errors import InputError, nearest
 
@@ -14,24 +14,30 @@ from fedjax_pfl.errors import InputError, nearest
 class Flag(NamedTuple):
     """One flag of a command line."""
 
-    kind: type  # str, int, float or bool
+    kind: type  # str, int, float, bool, or list: texts, one for each time that it is given
     help: str
     default: Any = None  # only shown
 
 
-OF_A_RUN = {name: Flag(setting.kind, setting.help, setting.default or None) for name, setting in SETTINGS.items()}
+OF_A_RUN = {
+    **{
+        name: Flag(known.kind, HELP[name], None if known.default == "" else known.default)
+        for name, known in SETTINGS.items()
+    },
+    "hparam": Flag(list, "a hyperparameter of the method: name=value"),
+}
 OF_A_PROCESS = {
     "coordinator": Flag(str, "of several processes: HOST:PORT where process 0 listens, or auto (SLURM, TPU, ...)"),
     "num_processes": Flag(int, "the number of processes, each with the same command"),
     "process_id": Flag(int, "which of them this is: 0 to N-1; 0 writes the run directory and talks"),
 }
-HELP = {"help": Flag(bool, "show this help", False)}
 
 _DEFINE: dict[type, Callable[..., Any]] = {
     str: flags.DEFINE_string,
     int: flags.DEFINE_integer,
     float: flags.DEFINE_float,
     bool: flags.DEFINE_boolean,
+    list: flags.DEFINE_multi_string,
 }
 
 
@@ -39,7 +45,6 @@ class Parsed(NamedTuple):
     """A command line that was read."""
 
     given: dict[str, Any]  # the flags that were given, by name
-    hparams: dict[str, str]  # {name: text} of --hparam
     words: list[str]  # what is no flag
     usage: str  # the help of all flags
 
@@ -49,24 +54,24 @@ class Parsed(NamedTuple):
 
     def settings(self) -> dict[str, Any]:
         """The settings of a run that were given, hyperparameters as {"hparams": {name: text}}."""
-        return {name: value for name, value in self.given.items() if name in SETTINGS} | {"hparams": self.hparams}
+        hparams = dict(map(_name_value, self.get("hparam", [])))
+        return {name: value for name, value in self.given.items() if name in SETTINGS} | {"hparams": hparams}
 
 
 def parse(argv: Iterable[str], known: Mapping[str, Flag], words: bool = False) -> Parsed:
     """Reads a command line (without the program's name).
 
     Args:
-      known: its flags by name; --hparam and --help are always among them.
+      known: its flags by name; --help is always among them.
       words: may it have arguments that are no flags?
 
     Raises:
       InputError: a flag is unknown or its value of another kind, or there is an argument where none may be.
     """
-    values, known = flags.FlagValues(), {**known, **HELP}
+    values, known = flags.FlagValues(), {**known, "help": Flag(bool, "show this help", False)}
     for name, flag in known.items():
         shown = "" if flag.default is None else f" (default: {flag.default})"
         _DEFINE[flag.kind](name, None, flag.help + shown, flag_values=values)
-    flags.DEFINE_multi_string("hparam", [], "a hyperparameter of the method: name=value", flag_values=values)
     try:
         extra = values(["", *argv])[1:]
     except flags.IllegalFlagValueError as error:
@@ -80,7 +85,7 @@ def parse(argv: Iterable[str], known: Mapping[str, Flag], words: bool = False) -
     if extra and not words:
         raise InputError(f"Unexpected argument {extra[0]!r}: write settings as --name=value.")
     given = {name: values[name].value for name in known if values[name].value is not None}
-    return Parsed(given, dict(map(_name_value, values.hparam)), extra, values.get_help())
+    return Parsed(given, extra, values.get_help())
 
 
 def _illegal(message: str, known: Mapping[str, Flag]) -> InputError:

@@ -137,8 +137,11 @@ def _into(
             functions = train.compiled(experiment, laid)
             multihost.everywhere(layouts.check_memory, functions.memory, experiment, laid)
             laid |= {"memory": functions.memory._asdict()}
-            begin = (_resume, recorded, console) if recorded is not None else (_start,)
-            start, state = multihost.on_first(begin[0], directory, experiment, laid, *begin[1:])
+            start, state = 0, None
+            if recorded is not None:
+                start, state = multihost.on_first(_resume, directory, experiment, recorded, laid, console)
+            else:
+                multihost.on_first(directory.start, experiment, laid, versions())
             said = [_say(laid, config.width == "auto" and not resume), memory.say(functions.memory)]
             console.print(f"Run directory: {path}; {'; '.join(filter(None, said))}")
             entry.check_interrupt()
@@ -166,11 +169,6 @@ def _directory(path: Path, experiment: build.Experiment) -> runs.RunDirectory:
     partial = experiment.task.participation != (1.0, 1.0)
     planned = local.planned(experiment.task, experiment.task.sizes)
     return runs.RunDirectory(path, experiment.partition.test_sizes, partial, planned, experiment.headline)
-
-
-def _start(directory: runs.RunDirectory, experiment: build.Experiment, laid: dict[str, Any]) -> tuple[int, None]:
-    directory.start(experiment, laid, versions())
-    return 0, None
 
 
 def _report(console: Console, directory: runs.RunDirectory, experiment: build.Experiment) -> None:
@@ -235,8 +233,8 @@ def _relaid(recorded: dict[str, Any], laid: dict[str, Any]) -> str:
 def _resume(
     directory: runs.RunDirectory,
     experiment: build.Experiment,
-    laid: dict[str, Any],
     before: dict[str, Any],
+    laid: dict[str, Any],
     console: Console,
 ) -> tuple[int, State | None]:
     """Goes back to the last checkpoint; `before`: the recorded layout."""

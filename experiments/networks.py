@@ -66,7 +66,7 @@ def optimizer(momentum: float, weight_decay: float, clip: float | None, name: st
 
     Args:
       momentum: of SGD.
-      name: one of `settings.optimizers`, with optax's defaults but for the learning rate.
+      name: one of `config.optimizers`, with optax's defaults but for the learning rate.
     """
 
     def make(lr: float | jax.Array) -> optax.GradientTransformation:

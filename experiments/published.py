@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from experiments.config import BY_FILE, SETTINGS, Config, same
+from experiments.config import BY_FILE, FREE, SETTINGS, Config, same
 from experiments.presets import PRESETS, Preset
 from experiments.presets.preset import Cell
 from fedjax_pfl.algorithms.find import find
@@ -68,7 +68,7 @@ def _settings(preset: Preset, config: Config) -> list[Difference]:
     usual = hyperparameters(find(algo)) | preset.hparams.get(algo, {})
     wanted |= {name: value for name, value in where.items() if name in SETTINGS}
     usual |= {name: value for name, value in where.items() if name not in SETTINGS}
-    names = [n for n, s in SETTINGS.items() if not s.free and n not in ("algo", "preset", "seed", "eval_every")]
+    names = [n for n in SETTINGS if n not in FREE and n not in ("algo", "preset", "seed", "eval_every")]
     found = [
         Difference(name, value, wanted[name])
         for name, value in ((name, getattr(config, name)) for name in names)

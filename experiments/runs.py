@@ -21,8 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import build, figures, lock, matrices, schema
-from experiments import rows as rows_of
+from experiments import build, figures, lock, matrices, records, schema
 from experiments.config import Config
 from experiments.entry import directory
 from experiments.files import damaged, read_json, read_rows, write_json, write_text
@@ -31,7 +30,7 @@ from experiments.scores import ACCURACY, Headline
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms.find import digest
 from fedjax_pfl.data import partitioners
-from fedjax_pfl.engine import checkpoint
+from fedjax_pfl.engine import checkpoint, results
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import State
 
@@ -158,20 +157,20 @@ class RunDirectory:
 
     def append(self, result: simulate.Result) -> Row:
         """Writes one round's rows and returns its metrics."""
-        row = {name: rows_of.finite(value) for name, value in simulate.record(result, self._test_sizes).items()}
+        row = {name: records.finite(value) for name, value in simulate.record(result, self._test_sizes).items()}
         if self._planned is not None and result.metrics is not None:
             here = result.metrics.ids[result.metrics.active]
             steps, examples = (int(work[here].sum()) for work in self._planned)
             row |= {"work/steps": steps, "work/examples": examples}
-        scores = rows_of.client_scores(result)
+        scores = records.client_scores(result)
         if "post" in scores and result.metrics is not None:
             matrices.save(self.path, result.round, result.metrics.server)
         self._remember(scores)
         for point in ("pre", "post"):
-            row |= rows_of.clients(point, scores.get(point, {}))
+            row |= records.clients(point, scores.get(point, {}))
         if self._partial and "post" in scores:
-            row |= rows_of.statistics("post_latest", self.latest, self._test_sizes)
-            row |= rows_of.clients("post_latest", self.latest)
+            row |= results.statistics("post_latest", self.latest, self._test_sizes)
+            row |= records.clients("post_latest", self.latest)
         for name, content in (("metrics", row), ("scores", scores)):
             with open(self.path / f"{name}.jsonl", "a", encoding="utf-8", newline="\n") as file:
                 file.write(_line(content))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from experiments import targets
-from experiments.config import BY_FILE, SETTINGS, Config, check_fields, optimizers, participation, same
+from experiments.config import BY_FILE, FREE, SETTINGS, Config, check_fields, optimizers, participation, same
 from experiments.presets import DEFAULT_PRESETS, PRESETS
 from experiments.values import number, typed_all
 from fedjax_pfl.algorithms import ALGORITHMS
@@ -84,7 +84,7 @@ def resumed(recorded: Config, user: Mapping[str, Any]) -> Config:
         raise InputError(f"A resume continues the recorded run, but these settings differ: {', '.join(differing)}.")
     if wanted.get("rounds", recorded.rounds) < recorded.rounds:
         raise InputError(f"rounds={wanted['rounds']} is less than the recorded {recorded.rounds}: it may only grow.")
-    config = recorded.replace(**{n: x for n, x in wanted.items() if SETTINGS[n].free or n == "rounds"})
+    config = recorded.replace(**{n: x for n, x in wanted.items() if n in FREE or n == "rounds"})
     check_ranges(config)
     return config
 
@@ -105,7 +105,7 @@ def _differing(recorded: Config, wanted: Mapping[str, Any], hparams: Mapping[str
     found = [
         f"{name} (recorded {before[name]}, now {value})"
         for name, value in wanted.items()
-        if not SETTINGS[name].free and name != "rounds" and not same(name, before[name], value)
+        if name not in FREE and name != "rounds" and not same(name, before[name], value)
     ]
     return found + [
         f"hparam {name} (recorded {recorded.hparams.get(name)}, now {value})"
@@ -131,7 +131,7 @@ def default_workdir(user: Mapping[str, Any], config: Config) -> str:
 def changes(user: Mapping[str, Any]) -> list[str]:
     """What the user set, as name=value, but for the method, the seed, and what a resume may change."""
     named = ("algo", "seed", "rounds", "preset")
-    parts = [f"{n}={v}" for n, v in user.items() if n in SETTINGS and n not in named and not SETTINGS[n].free]
+    parts = [f"{n}={v}" for n, v in user.items() if n in SETTINGS and n not in named and n not in FREE]
     return parts + [f"{name}={value}" for name, value in user["hparams"].items()]
 
 

@@ -50,8 +50,8 @@ class Hyperparameter(NamedTuple):
         return (self.low, self.high, self.open_low, self.open_high) != (-math.inf, math.inf, False, False)
 
 
-def of(factory: Callable[..., Algorithm]) -> dict[str, Hyperparameter]:
-    """The hyperparameters of a factory by name, in the order of its signature."""
+def of(factory: Callable[..., Any]) -> dict[str, Hyperparameter]:
+    """The keyword-only arguments of a factory, its hyperparameters, by name and in the order of its signature."""
     parameters = inspect.signature(factory, eval_str=True).parameters.values()
     return {p.name: _read(p) for p in parameters if p.kind is p.KEYWORD_ONLY}
 
@@ -70,7 +70,7 @@ def check(factory: Callable[..., Algorithm], values: Any) -> None:
     try:
         for name, value in values.items():
             errors.choose("hyperparameter", name, known)
-            _check(known[name], value)
+            check_value(known[name], value)
     except InputError as error:
         method = getattr(inspect.unwrap(getattr(factory, "func", factory)), "__name__", "the method")
         raise InputError(f"{method}: {error}") from None
@@ -87,7 +87,8 @@ def checked(factory: Callable[..., Algorithm]) -> Callable[..., Algorithm]:
     return make
 
 
-def _check(known: Hyperparameter, value: Any) -> None:
+def check_value(known: Hyperparameter, value: Any) -> None:
+    """Raises InputError unless a value is of the kind, in the range or among the choices of what is known of it."""
     if isinstance(value, jax.core.Tracer) or not known.known or (value is None and known.optional):
         return
     if not _is(value, known.kind):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import entry, main, train
+from experiments import entry, main, tables, train
 from fedjax_pfl.errors import InputError
 
 ROOT = Path(__file__).parent.parent
@@ -122,3 +122,14 @@ def test_an_output_that_nobody_reads_ends_nothing():
     done = subprocess.run(command, env=environment, stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_flag_of_a_run_means_nothing_to_the_other_commands(tmp_path):
+    with pytest.raises(InputError, match="Unknown flag --hparam"):
+        tables.main(["--hparam=mu=1", str(tmp_path)])
+
+
+def test_the_help_shows_defaults_that_are_zero(capsys):
+    assert main.run(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert "(default: 0.0)" in said and "(default: 0)" in said and "(default: False)" in said

@@ -57,7 +57,7 @@ def record(result: Result, test_sizes: np.ndarray) -> dict[str, Any]:
         row |= {"loss": float(np.mean(m.loss[active])), "participants": int(active.sum())}
         sent = {name: x for name, x in m.traffic._asdict().items() if x is not None}
         row |= {f"traffic/{name}": int(np.asarray(x, np.int64).sum()) for name, x in sent.items()}
-        row |= _statistics("post", {k: np.where(active, v, np.nan) for k, v in m.post.items()}, test_sizes[ids])
+        row |= statistics("post", {k: np.where(active, v, np.nan) for k, v in m.post.items()}, test_sizes[ids])
         row |= {name: float(np.mean(x[active])) for name, x in m.clients.items()}
         row |= {name: float(x) for name, x in m.server.items() if np.ndim(x) == 0}
         for name, x in m.server.items():
@@ -65,10 +65,11 @@ def record(result: Result, test_sizes: np.ndarray) -> dict[str, Any]:
                 row |= {
                     f"{name}/{what}": float(f(x)) for what, f in (("mean", np.mean), ("min", np.min), ("max", np.max))
                 }
-    return row | _statistics("pre", result.pre or {}, test_sizes)
+    return row | statistics("pre", result.pre or {}, test_sizes)
 
 
-def _statistics(point: str, scores: dict[str, np.ndarray], weights: np.ndarray) -> dict[str, float]:
+def statistics(point: str, scores: dict[str, np.ndarray], weights: np.ndarray) -> dict[str, float]:
+    """Statistics of scores [N], NaN where a client has none, with weights [N], under the names of `record`."""
     row = {}
     for name, values in scores.items():
         for statistic, value in evaluate.statistics(values, weights).items():

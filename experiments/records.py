@@ -1,10 +1,10 @@
-"""A round's scores per client, and their statistics, as rows of the run directory's files."""
+"""A round's scores per client as rows of the run directory's files."""
 
 from typing import Any
 
 import numpy as np
 
-from fedjax_pfl import evaluate, simulate
+from fedjax_pfl import simulate
 
 Row = dict[str, Any]
 
@@ -24,7 +24,8 @@ def client_scores(result: simulate.Result) -> Row:
 
 
 def finite(value: float) -> float | None:
-    return value if np.isfinite(value) else None  # JSON has no NaN
+    """The number, or None for NaN and infinity, which JSON has not."""
+    return value if np.isfinite(value) else None
 
 
 def _plain(values: Any) -> list[float | None]:
@@ -36,14 +37,3 @@ def clients(point: str, scores: Row) -> Row:
     """How many clients each score is about, {point/NAME_clients: number}; a client without a score has NaN or None."""
     found = {name: int(np.isfinite(np.asarray(values, float)).sum()) for name, values in scores.items()}
     return {f"{point}/{name}_clients": count for name, count in found.items() if count}
-
-
-def statistics(point: str, scores: dict[str, np.ndarray], weights: np.ndarray) -> Row:
-    """Statistics over the clients that have a score, named as `simulate.record` names them."""
-    row = {}
-    for name, values in scores.items():
-        if np.isnan(values).all():
-            continue
-        for statistic, value in evaluate.statistics(values, weights).items():
-            row[f"{point}/{name}" + ("" if statistic == "macro" else f"_{statistic}")] = value
-    return row
