@@ -351,7 +351,7 @@ def test_without_tfds_only_its_data_sets_fail(tmp_path, monkeypatch, missing):
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+@pytest.mark.parametrize("name", ["cifar10", pytest.param("cifar100", marks=pytest.mark.slow)])
 def test_real_data(name):
     data = datasets.load(name, _real(name))
     assert data.x.shape[1:] == (32, 32, 3) and data.x.dtype == np.uint8

@@ -70,7 +70,9 @@ def on_host(program, state):
     return jax.device_get(jax.jit(program.unplace)(state))
 
 
-@pytest.mark.parametrize("devices, participation", [(3, (1, 1)), (3, (0.6, 0.6)), (3, (0.3, 1)), (8, (0.6, 0.6))])
+@pytest.mark.parametrize(
+    "devices, participation", [(3, (1, 1)), toy.slow(3, (0.6, 0.6)), (3, (0.3, 1)), toy.slow(8, (0.6, 0.6))]
+)
 def test_a_run_over_devices_is_the_run_on_one(devices, participation):
     """Everybody, a sample and drop-outs, with state that stays on the clients; N is not a multiple of the devices. On
     8 of them a sample takes as many places as everybody does."""
@@ -84,8 +86,13 @@ def test_a_run_over_devices_is_the_run_on_one(devices, participation):
             assert_close(a.metrics, b.metrics, 1e-5)
 
 
-@pytest.mark.parametrize("participation", [pytest.param((1, 1), marks=pytest.mark.slow), (0.6, 0.6)])
-@pytest.mark.parametrize("method", sorted(ALGORITHMS))
+# models kept by the server, rows that others read, several kinds of rows, public data, steps on the host
+QUICK = {"ditto", "scaffold", "fedfomo", "pfedhn", "fd", "mnfl_het", "pfedafm", "privacy_pfedc"}
+ON_EIGHT = [(method, (0.6, 0.6)) if method in QUICK else toy.slow(method, (0.6, 0.6)) for method in sorted(ALGORITHMS)]
+ON_EIGHT += [toy.slow(method, (1, 1)) for method in sorted(ALGORITHMS)]
+
+
+@pytest.mark.parametrize("method, participation", ON_EIGHT)
 def test_every_method_on_eight_devices(method, participation):
     """A sample; with everybody the contract has every method's round on two of them."""
     (_, alone), (many, together) = (run(method, devices, participation, rounds=2) for devices in (1, 8))

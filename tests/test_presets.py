@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import toy
 
 from experiments import account, build, describe, published, settings
 from experiments.presets import PRESETS
@@ -173,7 +174,11 @@ def test_the_summary_names_every_setting_that_is_not_the_presets():
 # --- they run at any size
 
 
-@pytest.mark.parametrize("name", PFEDC)
+RESNETS = [name for name in PFEDC if PRESETS[name].settings["model"] == "resnet18"]  # seconds to trace
+SMALL = [name for name in PFEDC if name not in RESNETS]
+
+
+@pytest.mark.parametrize("name", [*SMALL, RESNETS[0], *map(toy.slow, RESNETS[1:])])
 def test_a_preset_can_be_built_at_a_small_size(name, monkeypatch):
     """With the network of the paper, up to the program that would be compiled."""
     monkeypatch.setattr(datasets, "load", image_set)

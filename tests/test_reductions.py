@@ -255,7 +255,7 @@ def test_traffic_with_batch_norm(method, bn_stats):
     assert not np.any(sent.ints)
 
 
-@pytest.mark.parametrize("bn_stats", ["local", "batch"])
+@pytest.mark.parametrize("bn_stats", [toy.slow("local"), "batch"])
 @pytest.mark.parametrize("method", ["fedavg", "ditto", "pfedc"])
 def test_every_use_of_the_moments_learns(method, bn_stats):
     _, metrics, last = train(method, toy.task("norm", bn_stats=bn_stats))
@@ -421,7 +421,7 @@ def test_evaluation_does_not_depend_on_the_width():
     assert_close(one, three)
 
 
-@pytest.mark.parametrize("eval_every", [1, 2, 0])
+@pytest.mark.parametrize("eval_every", [toy.slow(1), 2, toy.slow(0)])
 def test_curve_is_the_loop(eval_every):
     task = toy.task("mlp", participation=(0.4, 0.8))
     program, f = simulate.program(ALGORITHMS["ditto"], task), toy.federation()

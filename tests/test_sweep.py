@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy
 
 from experiments import build, main, runs, settings, sweep
 from fedjax_pfl.errors import InputError
@@ -68,13 +69,13 @@ def test_a_wrong_name_stops_a_sweep_before_anything_runs(tmp_path):
 @pytest.mark.parametrize(
     "algo, dealt, participation",
     [
-        ("ditto", "pathological", "1"),
-        ("ditto", "pathological", "0.5"),
-        ("ditto", "dirichlet", "1"),
+        toy.slow("ditto", "pathological", "1"),
+        toy.slow("ditto", "pathological", "0.5"),
+        toy.slow("ditto", "dirichlet", "1"),
         ("ditto", "dirichlet", "0.5"),
-        ("fedem", "dirichlet", "1"),  # these depend on the clients' sizes, too
+        toy.slow("fedem", "dirichlet", "1"),  # these depend on the clients' sizes, too
         ("fedfomo", "dirichlet", "1"),
-        ("mnfl", "dirichlet", "1"),
+        toy.slow("mnfl", "dirichlet", "1"),
     ],
 )
 def test_seeds_have_the_same_programs(algo, dealt, participation):

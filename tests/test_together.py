@@ -15,10 +15,7 @@ from fedjax_pfl.algorithms import ALGORITHMS
 KEY = jax.random.key(3)
 ROUNDS = 8
 QUICK = [("ditto", 3, (0.3, 0.7)), ("pfedma", 2, (1, 1)), ("privacy_pfedc", 1, (0.6, 0.6)), ("pfedhn", 2, (0.6, 0.6))]
-ALL = [
-    pytest.param(method, devices, (0.6, 0.6), marks=pytest.mark.slow)
-    for method, devices in itertools.product(sorted(ALGORITHMS), (1, 8))
-]
+ALL = [toy.slow(*case, (0.6, 0.6)) for case in itertools.product(sorted(ALGORITHMS), (1, 8))]
 
 
 @pytest.fixture(autouse=True)

@@ -144,6 +144,7 @@ def step(net, variables, x, mask=None, key=None):
     return logits, stats, {part: gradients[part] for part in ("body", "head")}
 
 
+@pytest.mark.slow
 def test_forms_of_convolution_agree_in_shufflenet():
     x = normal(0, 3, 9, 8, 3)
     nets_ = [models.model(small, x.shape[1:], 3, conv=form) for form in ("matmul", "winograd", "xla")]

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 
 from fedjax_pfl import models, simulate, testing, traffic
@@ -56,6 +57,15 @@ TASKS: dict = {
     "feddva": {"prepare": images, "optimizer": lambda lr: optax.chain(optax.clip_by_global_norm(3.0), optax.sgd(lr))}
 }
 NETS = {"mlp": tiny_mlp, "norm": norm_net, "linear": nets.linear}
+
+
+def slow(*values: Any):
+    """A case of a parametrised test that is like another one, for `pytest -m slow`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+# the contract has a round of every method with statistics that stay local
+each_bn_stats = pytest.mark.parametrize("bn_stats", ["aggregate", slow("local"), slow("batch")])
 
 
 def federation(width: int = 19, seed: int = 0) -> Federation:

@@ -5,7 +5,7 @@ import numpy as np
 import oracle
 import pytest
 import toy
-from toy import assert_close, assert_same
+from toy import assert_close, assert_same, each_bn_stats
 
 from fedjax_pfl import losses
 from fedjax_pfl.algorithms import apfl as factory
@@ -97,7 +97,7 @@ def test_without_a_personal_share_the_personal_model_is_the_global_one():
 
 
 @pytest.mark.parametrize("mix", ["params", "outputs"])
-@pytest.mark.parametrize("bn_stats", ["aggregate", "local", "batch"])
+@each_bn_stats
 def test_batch_norm(mix, bn_stats):
     state, metrics, last = train(rounds=2, task=toy.task("norm", bn_stats=bn_stats), mix=mix)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics.loss, last)))

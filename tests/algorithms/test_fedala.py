@@ -257,7 +257,9 @@ def test_a_round_without_examples_keeps_the_server():
     assert not metrics.clients["ala_epochs"].any() and after.clients["first"].all()
 
 
-@pytest.mark.parametrize("blended, bn_stats", [("head", "aggregate"), ("all", "local"), ("none", "batch")])
+@pytest.mark.parametrize(
+    "blended, bn_stats", [("head", "aggregate"), toy.slow("all", "local"), toy.slow("none", "batch")]
+)
 def test_batch_norm(blended, bn_stats):
     state, metrics, last = toy.train(factory, toy.task("norm", bn_stats=bn_stats), 2, key=KEY, blended=blended)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics.loss, last)))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from toy import SIZES, C, N, assert_close, assert_same
+from toy import SIZES, C, N, assert_close, assert_same, each_bn_stats
 
 from fedjax_pfl import simulate, trees
 from fedjax_pfl.algorithms import fedamp as factory
@@ -292,7 +292,7 @@ def test_each_client_predicts_with_its_own_model():
         assert_close(predict(state, i), outputs({**toy.rows(state.server["w"], i), "stats": {}}))
 
 
-@pytest.mark.parametrize("bn_stats", ["aggregate", "local", "batch"])
+@each_bn_stats
 def test_batch_norm(bn_stats):
     task = toy.task("norm", bn_stats=bn_stats)
     one, two = (toy.train(factory, task, rounds, key=KEY, **NEAR) for rounds in (1, 2))

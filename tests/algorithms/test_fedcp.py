@@ -9,7 +9,7 @@ import optax
 import oracle
 import pytest
 import toy
-from toy import C, assert_close, assert_same
+from toy import C, assert_close, assert_same, each_bn_stats
 
 from fedjax_pfl import losses, models, simulate, trees
 from fedjax_pfl.algorithms import fedcp as factory
@@ -281,7 +281,7 @@ def test_the_personalisation_ratio_is_the_mean_share():
     np.testing.assert_allclose(metrics.clients["pir"][1], np.mean(shares(w)), rtol=1e-5)
 
 
-@pytest.mark.parametrize("bn_stats", ["aggregate", "local", "batch"])
+@each_bn_stats
 def test_batch_norm_moments_follow_the_task(bn_stats):
     task = NORM if bn_stats == "aggregate" else toy.task("norm", epochs=1, bn_stats=bn_stats)
     begin, state, metrics = train(task, norm="batch", rounds=1)

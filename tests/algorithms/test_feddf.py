@@ -113,7 +113,7 @@ def test_an_absent_architecture_learns_from_the_others():
     assert trees_differ(new.server.trees[1 - present], state.server.trees[1 - present])
 
 
-@pytest.mark.parametrize("bn_stats", ["aggregate", "local"])
+@pytest.mark.parametrize("bn_stats", ["aggregate", toy.slow("local")])
 def test_batch_norm(bn_stats):
     task = toy.task("norm", bn_stats=bn_stats)
     got = toy.train("feddf", task, rounds=2)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from toy import SIZES, N, assert_close, assert_same
+from toy import SIZES, N, assert_close, assert_same, each_bn_stats
 
 from fedjax_pfl import averaging, keys, local, trees
 from fedjax_pfl.algorithms import fedem as factory
@@ -207,7 +207,7 @@ def test_a_client_without_examples_keeps_its_weights():
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
 
 
-@pytest.mark.parametrize("bn_stats", ["aggregate", "local", "batch"])
+@each_bn_stats
 def test_batch_norm(bn_stats):
     state, metrics, last = toy.train(factory, toy.task("norm", bn_stats=bn_stats), 2, key=KEY, components=2)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics.loss, last)))

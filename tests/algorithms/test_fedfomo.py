@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from toy import SIZES, N, assert_close, assert_same
+from toy import SIZES, N, assert_close, assert_same, each_bn_stats
 
 from fedjax_pfl import averaging, keys, local, trees
 from fedjax_pfl.algorithms import fedfomo as factory
@@ -255,7 +255,7 @@ def test_the_mixture_is_scored_before_and_the_model_after_training():
     assert np.any(np.asarray(trained.post["acc"]) != np.asarray(still.post["acc"]))
 
 
-@pytest.mark.parametrize("bn_stats", ["aggregate", "local", "batch"])
+@each_bn_stats
 def test_batch_norm(bn_stats):
     state, metrics, last = toy.train(factory, toy.task("norm", bn_stats=bn_stats), key=KEY)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics.loss, last)))

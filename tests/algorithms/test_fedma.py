@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import toy
 from flax import nnx
-from toy import SIZES, C, assert_close, assert_same
+from toy import SIZES, C, assert_close, assert_same, each_bn_stats
 
 from fedjax_pfl import local, models, simulate, trees
 from fedjax_pfl.algorithms import fedma as factory
@@ -345,7 +345,7 @@ def test_without_retraining_the_hidden_layer_is_the_same():
         assert sum(np.sum((a - b) ** 2) for a, b in pairs) > 1e-4
 
 
-@pytest.mark.parametrize("bn_stats", ["aggregate", "local", "batch"])
+@each_bn_stats
 def test_batch_norm(bn_stats):
     before, after = round_of(conv_task, options=(("bn_stats", bn_stats),), retrain_epochs=1)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(after))
@@ -388,6 +388,7 @@ def renumbered(task, *, own=1.0, matching="distance"):
     return algorithm._replace(round=round)
 
 
+@pytest.mark.slow
 def test_a_residual_network_learns_however_its_clients_number_their_neurons():
     """With matching the order changes nothing; without, it undoes much of what a round learns.
 

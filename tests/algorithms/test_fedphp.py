@@ -187,7 +187,9 @@ def test_both_models_are_scored():
         assert_close(np.asarray(got)[..., i], expected[i])
 
 
-@pytest.mark.parametrize("regularizer, bn_stats", [("mmd", "aggregate"), ("kd", "local"), ("mmd", "batch")])
+@pytest.mark.parametrize(
+    "regularizer, bn_stats", [("mmd", "aggregate"), toy.slow("kd", "local"), toy.slow("mmd", "batch")]
+)
 def test_batch_norm(regularizer, bn_stats):
     task = toy.task("norm", bn_stats=bn_stats)
     state, metrics, last = toy.train(factory, task, 2, key=KEY, regularizer=regularizer)

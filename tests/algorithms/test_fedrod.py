@@ -6,7 +6,7 @@ import optax
 import oracle
 import pytest
 import toy
-from toy import C, assert_close, assert_same
+from toy import C, assert_close, assert_same, each_bn_stats
 
 from fedjax_pfl import losses
 from fedjax_pfl.algorithms import fedavg
@@ -118,7 +118,7 @@ def test_the_heads_have_optimizers_of_their_own():
     assert_close(own.state.server, plain.state.server)
 
 
-@pytest.mark.parametrize("bn_stats", ["aggregate", "local", "batch"])
+@each_bn_stats
 def test_batch_norm(bn_stats):
     state, metrics, last = toy.train(factory, toy.task("norm", bn_stats=bn_stats), 2, KEY)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics.loss, last)))

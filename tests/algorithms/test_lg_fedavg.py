@@ -35,7 +35,7 @@ def shared_size(task, **hparams):
     return trees.size(jax.eval_shape(ALGORITHMS["lg_fedavg"](task, **hparams).init, KEY).server)
 
 
-@pytest.mark.parametrize("net", ["mlp", "norm"])
+@pytest.mark.parametrize("net", [toy.slow("mlp"), "norm"])
 @pytest.mark.parametrize("count, method", [(0, "local"), (1, "lg_fedavg"), (99, "fedavg")])
 def test_upper_layers_reach_from_local_to_fedavg(net, count, method):
     task = toy.task(net)

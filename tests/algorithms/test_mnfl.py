@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from toy import SIZES, N, assert_close, assert_same
+from toy import SIZES, N, assert_close, assert_same, each_bn_stats
 
 from fedjax_pfl import local, losses, simulate, trees
 from fedjax_pfl.algorithms import mnfl as factory
@@ -211,7 +211,7 @@ def test_a_client_is_scored_with_the_model_it_trained():
     assert_close(toy.rows(metrics.post, -1), last)
 
 
-@pytest.mark.parametrize("bn_stats", ["aggregate", "local", "batch"])
+@each_bn_stats
 def test_batch_norm(bn_stats):
     state, metrics, last = toy.train(factory, toy.task("norm", bn_stats=bn_stats), rounds=2, coef_lr=1.0)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics.loss, last)))

@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 import pytest
 import toy
-from toy import SIZES, assert_close, assert_same
+from toy import SIZES, assert_close, assert_same, each_bn_stats
 
 from fedjax_pfl import averaging, losses, simulate
 from fedjax_pfl.algorithms import per_fedavg as factory
@@ -143,7 +143,7 @@ def test_outer_step_size():
     assert sq_dist(moved.begin.server, moved.state.server) > 1e-3
 
 
-@pytest.mark.parametrize("bn_stats", ["aggregate", "local", "batch"])
+@each_bn_stats
 def test_batch_norm(bn_stats):
     task = toy.task("norm", bn_stats=bn_stats)
     state, metrics, last = toy.train(factory, task, 2, KEY, variant="exact")

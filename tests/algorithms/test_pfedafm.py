@@ -84,7 +84,7 @@ def test_the_step_of_alpha_is_the_formula(training):
 
 
 @pytest.mark.parametrize("training", ["iterative", "end_to_end"])
-@pytest.mark.parametrize("net", ["mlp", "norm"])
+@pytest.mark.parametrize("net", [toy.slow("mlp"), "norm"])
 def test_own_features_alone_are_local(net, training):
     """Whatever the extractor is; end to end it then learns nothing."""
     task = task_of(net)
@@ -122,7 +122,7 @@ def test_shared_features_alone_train_the_head_on_them():
     assert_same(got.metrics.post["small_acc"], got.metrics.post["acc"])
 
 
-@pytest.mark.parametrize("net", ["mlp", "norm"])
+@pytest.mark.parametrize("net", [toy.slow("mlp"), "norm"])
 def test_shared_features_alone_end_to_end_are_fedper(net):
     task = task_of(net)
     begin, fedper = start(task, alpha=0.0), simulate.program(ALGORITHMS["fedper"], task)

@@ -256,7 +256,12 @@ NORMED = {bn_stats: toy.task("norm", bn_stats=bn_stats) for bn_stats in ("aggreg
 
 @pytest.mark.parametrize(
     "mode, bn_stats",
-    [("sequential", "aggregate"), ("batched", "aggregate"), ("sequential", "local"), ("batched", "batch")],
+    [
+        ("sequential", "aggregate"),
+        toy.slow("batched", "aggregate"),
+        toy.slow("sequential", "local"),
+        toy.slow("batched", "batch"),
+    ],
 )
 def test_batch_norm(mode, bn_stats):
     begin = toy.train(factory, NORMED[bn_stats], rounds=0, **SMALL).begin  # the same in both modes

@@ -6,7 +6,7 @@ import numpy as np
 import oracle
 import pytest
 import toy
-from toy import assert_close, assert_same
+from toy import assert_close, assert_same, each_bn_stats
 
 from fedjax_pfl import losses
 from fedjax_pfl.algorithms import pfedme as factory
@@ -117,7 +117,7 @@ def test_theta_is_a_model_of_its_own():
     assert_same(metrics.post["acc_present"][-1], last["acc_present"])  # theta is kept until the next round
 
 
-@pytest.mark.parametrize("bn_stats", ["aggregate", "local", "batch"])
+@each_bn_stats
 def test_batch_norm(bn_stats):
     state, metrics, last = toy.train(factory, toy.task("norm", bn_stats=bn_stats), 2, KEY)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics.loss, last)))

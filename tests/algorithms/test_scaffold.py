@@ -5,7 +5,7 @@ import numpy as np
 import oracle
 import pytest
 import toy
-from toy import SIZES, N, assert_close, assert_same
+from toy import SIZES, N, assert_close, assert_same, each_bn_stats
 
 from fedjax_pfl.algorithms import scaffold as factory
 from fedjax_pfl.errors import InputError
@@ -110,7 +110,7 @@ def test_without_a_step_a_variate_stays(drop_last, task):
     assert_same(toy.rows(after.clients["c"], idle), toy.rows(noisy.clients["c"], idle))
 
 
-@pytest.mark.parametrize("bn_stats", ["aggregate", "local", "batch"])
+@each_bn_stats
 def test_batch_norm(bn_stats):
     state, metrics, last = toy.train(factory, toy.task("norm", bn_stats=bn_stats), 2, KEY)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics.loss, last)))
