@@ -6,7 +6,6 @@ from typing import Any
 from fedjax_pfl import hyperparameters
 from fedjax_pfl.errors import InputError, choose
 from fedjax_pfl.hyperparameters import Hyperparameter
-from fedjax_pfl.numerics import task_maps
 
 NOUN: dict[Any, str] = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 
@@ -33,10 +32,11 @@ def typed_all(factory: Callable, texts: dict[str, str]) -> dict[str, Any]:
         )
     for name in texts:
         choose(f"hyperparameter of {factory.__name__}", name, known)
-    found = {name: typed(known[name], text) for name, text in texts.items()}
-    if "tasks" in found:
-        found["tasks"] = task_maps.inline(found["tasks"])  # recorded, so that a resume does not need the file again
-    return found
+    return {name: _recorded(known[name], typed(known[name], text)) for name, text in texts.items()}
+
+
+def _recorded(known: Hyperparameter, value: Any) -> Any:
+    return value if known.recorded is None else known.recorded.value(value)
 
 
 def typed(known: Hyperparameter, text: str) -> Any:

@@ -1,3 +1,51 @@
-"""Vectorised simulation of personalised federated learning in JAX and Flax."""
+"""Vectorised simulation of personalised federated learning in JAX and Flax.
+
+From data to results: `load` a data set, `partition` it among clients, `federate` it onto the device; `task` says how
+clients train, `program` binds a method of `ALGORITHMS` to it, and `rounds` runs it round by round (`curve` inside one
+compiled function). A method of one's own is a factory of an `Algorithm`, whose round maps over the `Client`s of a
+`Cohort`; `check_algorithm` checks it against the rules of the contract.
+"""
+
+from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.data.datasets import Dataset, load
+from fedjax_pfl.data.federate import federate
+from fedjax_pfl.data.partitioners import Partition, partition
+from fedjax_pfl.engine.program import Program, program
+from fedjax_pfl.engine.results import Result, record
+from fedjax_pfl.errors import DivergenceError, InputError
+from fedjax_pfl.models import MODELS, model
+from fedjax_pfl.simulate import curve, rounds, task
+from fedjax_pfl.testing import check_algorithm
+from fedjax_pfl.types import Algorithm, Client, Cohort, Federation, Metrics, Model, Own, State, Task, Traffic
 
 __version__ = "0.1.0"
+__all__ = [
+    "ALGORITHMS",
+    "MODELS",
+    "Algorithm",
+    "Client",
+    "Cohort",
+    "Dataset",
+    "DivergenceError",
+    "Federation",
+    "InputError",
+    "Metrics",
+    "Model",
+    "Own",
+    "Partition",
+    "Program",
+    "Result",
+    "State",
+    "Task",
+    "Traffic",
+    "check_algorithm",
+    "curve",
+    "federate",
+    "load",
+    "model",
+    "partition",
+    "program",
+    "record",
+    "rounds",
+    "task",
+]

@@ -25,6 +25,12 @@ from fedjax_pfl.types import Algorithm, Task
 NOUNS: dict[Any, str] = {bool: "True or False", int: "a whole number", float: "a number", str: "text"}
 
 
+class Recorded(NamedTuple):
+    """Annotates a hyperparameter that may name a file: what a run records instead, to need no file again."""
+
+    value: Callable[[Any], Any]
+
+
 class Hyperparameter(NamedTuple):
     """What is known of one hyperparameter."""
 
@@ -38,6 +44,7 @@ class Hyperparameter(NamedTuple):
     choices: tuple[Any, ...] = ()  # all allowed values; () where any of the kind is
     optional: bool = False  # None is allowed, too
     known: bool = True  # False: of another annotation
+    recorded: Recorded | None = None
 
     @property
     def traced(self) -> bool:
@@ -129,7 +136,9 @@ def _read(parameter: inspect.Parameter) -> Hyperparameter:
         annotation = type(default)
     if annotation not in NOUNS:
         return Hyperparameter(name, type(default), default, optional=optional, known=False)
-    return Hyperparameter(name, annotation, default, **_range(constraints), choices=choices, optional=optional)
+    recorded = next((one for one in constraints if isinstance(one, Recorded)), None)
+    limits = _range(constraints)
+    return Hyperparameter(name, annotation, default, **limits, choices=choices, optional=optional, recorded=recorded)
 
 
 def _range(constraints: list[Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The checks a machine can make of the source: lint, format, types, sizes, the direction of imports."""
 
 import ast
+import inspect
 import io
 import subprocess
 import sys
@@ -8,6 +9,8 @@ import tokenize
 from pathlib import Path
 
 import pytest
+
+import fedjax_pfl
 
 ROOT = Path(__file__).parent.parent
 MOST_OF_A_FUNCTION, MOST_OF_A_FILE = 60, 300  # lines of code; lines
@@ -60,3 +63,10 @@ def test_methods_import_neither_the_loop_nor_each_other():
             source = path.read_text()
             assert "simulate" not in source and "fedjax_pfl.data" not in source
             assert not [name for name in families if f"algorithms.{name} import" in source]
+
+
+def test_the_public_names_are_few_and_documented():
+    assert len(fedjax_pfl.__all__) <= 30
+    for name in fedjax_pfl.__all__:
+        found = getattr(fedjax_pfl, name)
+        assert isinstance(found, dict) or (inspect.getdoc(found) or "").split("\n")[0].endswith((".", ";", ":")), name

@@ -11,15 +11,16 @@ transfer in personalized federated learning (IEEE TMC 2025). MGDA-UB: Sener & Ko
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from fedjax_pfl import aggregate, averaging, evaluate, keys, local, trees
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.hyperparameters import Recorded
 from fedjax_pfl.numerics.class_groups import branch_loss, class_logits, columns, scores
-from fedjax_pfl.numerics.task_maps import Branches, branches
+from fedjax_pfl.numerics.task_maps import Branches, branches, inline
 from fedjax_pfl.privacy import encryption
 from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Predictor, PyTree, Scores, State, Task, Traffic
 
@@ -85,7 +86,7 @@ def _branched(
 def pfedc(
     task: Task,
     *,
-    tasks: str = "class",
+    tasks: Annotated[str, Recorded(inline)] = "class",
     head: Literal["group_softmax", "group_reject", "group_binary"] = "group_softmax",
     task_loss: Literal["class", "batch"] = "class",
     weighting: Literal["mgda_ub", "mgda", "uniform", "sum"] = "mgda_ub",
@@ -180,7 +181,7 @@ def privacy_pfedc(
     task: Task,
     *,
     backend: Literal["ckks", "plain"] = "ckks",
-    tasks: str = "class",
+    tasks: Annotated[str, Recorded(inline)] = "class",
     head: Literal["group_softmax", "group_reject", "group_binary"] = "group_softmax",
     task_loss: Literal["class", "batch"] = "class",
     weighting: Literal["mgda_ub", "mgda", "uniform", "sum"] = "mgda_ub",
