@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -155,13 +156,14 @@ def rows(tree, ids):
 
 def assert_same(a, b) -> None:
     """Equal trees, bit for bit; NaN equals NaN."""
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+    chex.assert_trees_all_equal(_on_host(a), _on_host(b))
 
 
 def assert_close(a, b, tolerance: float = 1e-6) -> None:
     """Equal trees to rounding."""
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=tolerance, atol=tolerance)
+    chex.assert_trees_all_close(_on_host(a), _on_host(b), rtol=tolerance, atol=tolerance)
+
+
+def _on_host(tree):
+    """Arrays of NumPy, for lists and numbers are compared with arrays, too."""
+    return jax.tree.map(np.asarray, tree)
