@@ -1,7 +1,5 @@
 """Data sets: what is loaded, what is cached, and what is said about bad input."""
 
-import io
-import json
 import os
 import re
 import shutil
@@ -11,6 +9,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+import prepared
 import pytest
 
 from fedjax_pfl.data import datasets, tfds
@@ -189,63 +188,13 @@ def test_bad_calls(case):
 # --- prepared TFDS data sets ------------------------------------------------------------------------------------------
 
 
-def _image_feature(shape):
-    dimensions = {"dimensions": [str(n) for n in shape]}
-    return {
-        "pythonClassName": "tensorflow_datasets.core.features.image_feature.Image",
-        "image": {"shape": dimensions, "dtype": "uint8", "encodingFormat": "png"},
-    }
-
-
-def _label_feature(num_classes):
-    return {
-        "pythonClassName": "tensorflow_datasets.core.features.class_label_feature.ClassLabel",
-        "classLabel": {"numClasses": str(num_classes)},
-    }
-
-
-def _record(image, labels):
-    """A serialised tf.train.Example."""
-    from PIL import Image
-    from tensorflow_datasets.proto import tf_example_pb2
-
-    example, png = tf_example_pb2.Example(), io.BytesIO()
-    Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image).save(png, "png")
-    example.features.feature["image"].bytes_list.value.append(png.getvalue())
-    for name, value in labels.items():
-        example.features.feature[name].int64_list.value.append(int(value))
-    return example.SerializeToString()
-
-
-def _prepare(root, name, x, labels, num_train, version="3.1.0"):
-    """Writes a data set as `tfds build --file_format=array_record` does: the first num_train rows are `train`."""
-    module = pytest.importorskip("array_record.python.array_record_module", reason="array_record is not installed")
-    folder, flat = root / name / version, name.split("/")[0]
-    folder.mkdir(parents=True)
-    features = {"image": _image_feature(x.shape[1:])} | {key: _label_feature(200) for key in labels}
-    kind = "tensorflow_datasets.core.features.features_dict.FeaturesDict"
-    content = {"pythonClassName": kind, "featuresDict": {"features": features}}
-    (folder / "features.json").write_text(json.dumps(content))
-    template, splits = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}", []
-    for split, rows in (("train", range(num_train)), ("test", range(num_train, len(x)))):
-        writer = module.ArrayRecordWriter(str(folder / f"{flat}-{split}.array_record-00000-of-00001"), "group_size:1")
-        for row in rows:
-            writer.write(_record(x[row], {key: values[row] for key, values in labels.items()}))
-        writer.close()
-        splits.append({"name": split, "filepathTemplate": template, "shardLengths": [str(len(rows))], "numBytes": "1"})
-    info = {"name": flat, "version": version, "fileFormat": "array_record", "splits": splits}
-    info |= {"configName": name.split("/")[1]} if "/" in name else {}
-    (folder / "dataset_info.json").write_text(json.dumps(info))
-    return folder
-
-
 def _pictures(n, shape):
     return np.random.default_rng(0).integers(0, 256, (n, *shape), np.uint8)
 
 
 def test_tfds_letters_start_at_zero(tmp_path):
     x, y = _pictures(30, (28, 28, 1)), np.arange(30) % 26 + 1
-    _prepare(tmp_path, "emnist/letters", x, {"label": y}, 24)
+    prepared.dataset(tmp_path, "emnist/letters", x, {"label": y}, 24)
     data = datasets.load("emnist/letters", str(tmp_path))
     assert np.array_equal(data.x, x) and np.array_equal(data.y, y - 1)
     assert data.num_classes == 26 and data.num_train == 24 and data.superclass is None
@@ -253,7 +202,7 @@ def test_tfds_letters_start_at_zero(tmp_path):
 
 def test_tfds_superclasses(tmp_path):
     fine = np.arange(110) % 100
-    _prepare(tmp_path, "cifar100", _pictures(110, (32, 32, 3)), {"label": fine, "coarse_label": fine // 5}, 100)
+    prepared.dataset(tmp_path, "cifar100", _pictures(110, (32, 32, 3)), {"label": fine, "coarse_label": fine // 5}, 100)
     data, coarse = datasets.load("cifar100", str(tmp_path)), datasets.load("cifar100_coarse", str(tmp_path))
     assert np.array_equal(data.superclass, np.arange(100) // 5) and data.num_classes == 100
     assert np.array_equal(coarse.y, data.superclass[data.y]) and coarse.num_classes == 20
@@ -262,7 +211,7 @@ def test_tfds_superclasses(tmp_path):
 
 def test_cache_is_used_rebuilt_when_damaged_and_renewed_with_the_data(tmp_path, monkeypatch):
     x, y = _pictures(12, (28, 28, 1)), np.arange(12) % 10
-    folder = _prepare(tmp_path, "mnist", x, {"label": y}, 8)
+    folder = prepared.dataset(tmp_path, "mnist", x, {"label": y}, 8)
     decoded = []
     decode = tfds._decode
     monkeypatch.setattr(tfds, "_decode", lambda *args: decoded.append(1) or decode(*args))
@@ -284,7 +233,7 @@ def test_cache_is_used_rebuilt_when_damaged_and_renewed_with_the_data(tmp_path, 
 
 
 def test_cache_that_cannot_be_written_does_not_stop_the_run(tmp_path, monkeypatch):
-    _prepare(tmp_path, "mnist", _pictures(12, (28, 28, 1)), {"label": np.arange(12) % 10}, 8)
+    prepared.dataset(tmp_path, "mnist", _pictures(12, (28, 28, 1)), {"label": np.arange(12) % 10}, 8)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FEDJAX_PFL_CACHE", str(tmp_path / "file"))
     assert len(datasets.load("mnist", str(tmp_path)).y) == 12
@@ -292,7 +241,7 @@ def test_cache_that_cannot_be_written_does_not_stop_the_run(tmp_path, monkeypatc
 
 def test_newest_version_is_read(tmp_path):
     for version, label in (("3.0.9", 1), ("3.0.10", 2)):
-        _prepare(tmp_path, "mnist", _pictures(4, (28, 28, 1)), {"label": np.full(4, label)}, 2, version)
+        prepared.dataset(tmp_path, "mnist", _pictures(4, (28, 28, 1)), {"label": np.full(4, label)}, 2, version)
     assert set(datasets.load("mnist", str(tmp_path)).y) == {2}
 
 
@@ -321,7 +270,7 @@ def test_tfds_in_another_format(tmp_path):
 
 
 def test_tfds_damaged(tmp_path):
-    folder = _prepare(tmp_path, "mnist", _pictures(4, (28, 28, 1)), {"label": np.arange(4)}, 2)
+    folder = prepared.dataset(tmp_path, "mnist", _pictures(4, (28, 28, 1)), {"label": np.arange(4)}, 2)
     for file in folder.glob("*train*"):
         file.write_bytes(b"rubbish")
     with pytest.raises(InputError, match=r"'mnist' in .* cannot be read .*: prepare it anew"):
@@ -329,14 +278,14 @@ def test_tfds_damaged(tmp_path):
 
 
 def test_tfds_with_impossible_labels(tmp_path):
-    _prepare(tmp_path, "mnist", _pictures(4, (28, 28, 1)), {"label": np.array([0, 11, 0, 0])}, 2)
+    prepared.dataset(tmp_path, "mnist", _pictures(4, (28, 28, 1)), {"label": np.array([0, 11, 0, 0])}, 2)
     with pytest.raises(InputError, match=r"mnist has 10 classes but labels 0..11: number them from 0, or prepare"):
         datasets.load("mnist", str(tmp_path))
 
 
 @pytest.mark.parametrize("missing", ["tensorflow_datasets", "array_record"])
 def test_without_tfds_only_its_data_sets_fail(tmp_path, monkeypatch, missing):
-    folder = _prepare(tmp_path, "mnist", _pictures(4, (28, 28, 1)), {"label": np.arange(4)}, 2)
+    folder = prepared.dataset(tmp_path, "mnist", _pictures(4, (28, 28, 1)), {"label": np.arange(4)}, 2)
 
     def without_array_record(_):
         raise ImportError("No module named 'array_record'")

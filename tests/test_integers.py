@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import prepared
 import pytest
 from flax import nnx
 
@@ -29,26 +30,61 @@ class Text(nnx.Module):
         self.body, self.head = Body(rngs), nnx.Linear(16, num_classes, rngs=rngs)
 
 
+def sequences():
+    """Sequences whose tokens are those of their class, all above 255 so that bytes would not hold them."""
+    draw = np.random.default_rng(0)
+    y = np.arange(400) % CLASSES
+    return 300 + CLASSES * draw.integers(0, 5, (400, LENGTH)) + y[:, None], y
+
+
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory):
-    """Sequences whose tokens are those of their class, all above 255 so that bytes would not hold them."""
-    path, draw = tmp_path_factory.mktemp("data") / "tokens.npz", np.random.default_rng(0)
-    y = np.arange(400) % CLASSES
-    x = 300 + CLASSES * draw.integers(0, 5, (400, LENGTH)) + y[:, None]
+    path, (x, y) = tmp_path_factory.mktemp("data") / "tokens.npz", sequences()
     np.savez(path, x=x.astype(np.int32), y=y.astype(np.int32))
     return datasets.load(f"npz:{path}")
 
 
-def test_an_embedding_learns_from_integers(tokens):
-    assert tokens.x.dtype == np.int32
+def learns(tokens, *algorithms):
     federation = federate.federate(tokens, partitioners.partition(tokens, "pathological", num_clients=4, seed=0))
     model = models.model(Text, (LENGTH,), CLASSES, input_dtype=jnp.int32)
     task = simulate.task(tokens, federation.class_counts, model, lr=1.0, batch_size=10, epochs=3)
     assert task.input == jax.ShapeDtypeStruct((LENGTH,), np.int32)
-    for algo in ("fedavg", "fedper"):
+    for algo in algorithms:
         program = simulate.program(ALGORITHMS[algo], task)
         *_, last = simulate.rounds(program, jax.random.key(0), federation, rounds=4, eval_every=4)
         assert np.mean(last.pre["acc"]) > 0.9, algo
+
+
+def test_an_embedding_learns_from_integers(tokens):
+    assert tokens.x.dtype == np.int32
+    learns(tokens, "fedavg", "fedper")
+
+
+def test_an_embedding_learns_from_integers_that_tfds_prepared(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDJAX_PFL_CACHE", str(tmp_path / "cache"))
+    x, y = sequences()
+    prepared.dataset(tmp_path, "words/plain", x.astype(np.int64), {"label": y}, 300)
+    data = datasets.load("tfds:words/plain", str(tmp_path))
+    assert data.x.dtype == np.int32 and np.array_equal(data.x, x) and np.array_equal(data.y, y)
+    assert (data.num_train, data.num_classes) == (300, CLASSES)
+    learns(data, "fedavg")
+
+
+def test_bytes_of_tfds_that_are_no_image_stay_integers(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDJAX_PFL_CACHE", str(tmp_path / "cache"))
+    x = np.arange(24, dtype=np.uint8).reshape(8, 3)
+    prepared.dataset(tmp_path, "bytes", x, {"label": np.arange(8) % 2}, 6)
+    data = datasets.load("tfds:bytes", str(tmp_path))
+    assert data.x.dtype == np.int32 and np.array_equal(data.prepare(data.x), x)
+
+
+def test_what_tfds_has_of_no_fixed_shape_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDJAX_PFL_CACHE", str(tmp_path / "cache"))
+    folder = prepared.dataset(tmp_path, "ragged", np.zeros((4, 3), np.int64), {"label": np.zeros(4)}, 2)
+    features = folder / "features.json"
+    features.write_text(features.read_text().replace('"length": "3"', '"length": "-1"'))
+    with pytest.raises(InputError, match=r"'ragged' cannot be used: its tokens is Sequence\(int64\), and what is read"):
+        datasets.load("tfds:ragged", str(tmp_path))
 
 
 def test_networks_of_the_library_take_integers_as_floats(tokens):

@@ -32,6 +32,7 @@ DATASETS: dict[str, str] = {
     "digits": "scikit-learn's 1,797 digits of 8x8 pixels, 10 classes, no official test set; needs no download",
     "synthetic": "2,500 Gaussian blobs shaped 8x8, 10 classes: what every method must learn; needs no download",
     **tfds.DESCRIPTIONS,
+    "tfds:NAME": "another data set of TFDS: images, or numbers such as tokens, of one shape, with an integer label",
     "npz:PATH": "your own arrays: x and y, optionally x_test and y_test",
 }
 
@@ -40,7 +41,7 @@ def load(name: str, data_dir: str | None = None) -> Dataset:
     """Loads a data set by its name in `DATASETS`.
 
     Args:
-      name: `digits`, `synthetic`, `npz:PATH`, or the name of a TensorFlow data set such as `mnist` or `emnist/letters`.
+      name: `digits`, `synthetic`, `npz:PATH`, `tfds:NAME`, or one of TensorFlow's data sets such as `mnist`.
       data_dir: where TFDS data sets were prepared; default: the variable TFDS_DATA_DIR, then ~/tensorflow_datasets.
 
     Raises:
@@ -49,14 +50,16 @@ def load(name: str, data_dir: str | None = None) -> Dataset:
     """
     if isinstance(name, str) and name.startswith("npz:"):
         return _npz(name.removeprefix("npz:"))
-    choose("data set", name, DATASETS)
+    if not (isinstance(name, str) and name.startswith("tfds:")):
+        choose("data set", name, DATASETS)
     if name == "digits":
         return _digits()
     if name == "synthetic":
         return synthetic()
-    arrays = tfds.load(name, data_dir)
-    y = arrays.y.astype(np.int32)
-    return checked(Dataset(name, arrays.x, y, arrays.num_train, arrays.num_classes, prepare_images, arrays.superclass))
+    arrays = tfds.load(name.removeprefix("tfds:"), data_dir)
+    x, y = _inputs(name, "x", arrays.x), arrays.y.astype(np.int32)
+    prepare = _preparation(x.dtype)
+    return checked(Dataset(name, x, y, arrays.num_train, arrays.num_classes, prepare, arrays.superclass))
 
 
 def synthetic(

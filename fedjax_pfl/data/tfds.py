@@ -65,7 +65,7 @@ _CHUNK = 2000  # examples decoded at a time: bounds the memory held as separate 
 class Arrays(NamedTuple):
     """A prepared data set, decoded."""
 
-    x: np.ndarray  # [n, H, W, channels] uint8
+    x: np.ndarray  # [n, *input]: uint8 images, or numbers as they are
     y: np.ndarray  # [n]
     num_train: int
     num_classes: int
@@ -73,18 +73,18 @@ class Arrays(NamedTuple):
 
 
 def load(name: str, data_dir: str | None = None) -> Arrays:
-    """Reads one of `DESCRIPTIONS`, from the cache where that is fresh.
+    """Reads a prepared data set of images, or of numbers of one shape, from the cache where that is fresh.
 
     Note: TFDS stores EMNIST transposed, as its authors do; it is left so.
 
     Args:
-      name: a key of `DESCRIPTIONS`.
+      name: a key of `DESCRIPTIONS`, or what TFDS calls any other, whose label's classes are counted.
       data_dir: TFDS's data directory; default: TFDS_DATA_DIR, then ~/tensorflow_datasets.
 
     Raises:
-      InputError: the data set is not there, not in the array_record format, or cannot be read.
+      InputError: the data set is not there, not in the array_record format, without such inputs, or cannot be read.
     """
-    source = name.removesuffix("_coarse")  # both cifar100s are one decoded copy
+    source = "cifar100" if name == "cifar100_coarse" else name  # both cifar100s are one decoded copy
     root = Path(data_dir or os.environ.get("TFDS_DATA_DIR") or Path.home() / "tensorflow_datasets").expanduser()
     folder = _version_folder(root, source)
     arrays = _cached(_cache_path(source, folder), source, folder)
@@ -97,7 +97,8 @@ def load(name: str, data_dir: str | None = None) -> Arrays:
         superclass[y] = arrays["coarse"]
     if name == "cifar100_coarse":
         y = arrays["coarse"]
-    return Arrays(x, y, num_train, _CLASSES.get(name, 10), superclass)
+    num_classes = _CLASSES.get(name, 10) if name in DESCRIPTIONS else int(y.max(initial=0)) + 1
+    return Arrays(x, y, num_train, num_classes, superclass)
 
 
 def command(source: str, root: Path) -> str:
@@ -174,27 +175,51 @@ def _decode(source: str, folder: Path) -> dict[str, np.ndarray]:
         builder = tfds.builder_from_directory(folder)  # reads the files' own description: any version works
         if source == "celeb_a":  # which has attributes for labels, and more images than are wanted
             return celeba.decode(builder)
-        splits = [builder.as_data_source(split) for split in ("train", "test")]
-        rows = [row for split in splits for row in _rows(split)]
+        x_name, y_name = _columns(builder.info.features, builder.info.supervised_keys)
+        splits = [builder.as_data_source(split) for split in ("train", "test") if split in builder.info.splits]
+        rows = [row for split in splits for row in _rows(split, x_name, y_name)]
+        pixels = isinstance(builder.info.features[x_name], tfds.features.Image)
     except ImportError as error:  # array_record, which is imported here on first use, is not there on every system
         raise InputError(
             f"This data set is read by tensorflow_datasets, which cannot be used ({_first_line(error)}): "
             "run pip install tensorflow-datasets array_record, or choose digits, synthetic or npz:PATH."
         ) from error
+    except InputError as error:
+        raise InputError(f"Data set {source!r} {error}") from None
     except Exception as error:  # array_record and protobuf raise their own types on damaged files
         raise InputError(
             f"Data set {source!r} in {folder} cannot be read ({_first_line(error)}): prepare it anew."
         ) from error
     x, y, coarse = (np.asarray(column) for column in zip(*rows, strict=True))
+    if x.dtype == np.uint8 and not pixels:
+        x = x.astype(np.int32)  # bytes are taken for pixels
     num_train = np.asarray(len(splits[0]))
     return {"x": x, "y": y.astype(np.int32), "coarse": coarse.astype(np.int32), "num_train": num_train}
 
 
-def _rows(split: Any) -> Iterator[tuple[np.ndarray, int, int]]:
+def _columns(features: Any, supervised: tuple[str, ...] | None) -> tuple[str, str]:
+    """The names of a record's input and label.
+
+    Raises:
+      InputError: they are not numbers of one shape; its sentence begins after the data set's name.
+    """
+    x, y = (supervised or ("image", "label"))[:2]
+    for name, kinds in ((x, "biuf"), (y, "iu")):
+        shape = features[name].shape if name in features else None
+        if not isinstance(shape, tuple) or None in shape or np.dtype(features[name].np_dtype).kind not in kinds:
+            found = " ".join(repr(features[name]).split()) if name in features else "missing"
+            raise InputError(
+                f"cannot be used: its {name} is {found}, and what is read are images or numbers of one shape with an "
+                "integer label. Store what you make of it as npz:PATH."
+            )
+    return x, y
+
+
+def _rows(split: Any, x_name: str, y_name: str) -> Iterator[tuple[np.ndarray, int, int]]:
     for start in range(0, len(split), _CHUNK):
         # One call for many records is five times as fast as one call each.
         for record in split.__getitems__(list(range(start, min(start + _CHUNK, len(split))))):
-            yield record["image"], record["label"], record.get("coarse_label", -1)
+            yield record[x_name], record[y_name], record.get("coarse_label", -1)
 
 
 def _first_line(error: BaseException) -> str:
