@@ -1,7 +1,7 @@
 """One client's training: shuffling, batching, masks, steps. The only file that scans over batches."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import optax
 from fedjax_pfl import keys, trees
 from fedjax_pfl.types import Array, Batch, Data, PyTree, Task
 
+T = TypeVar("T")
 SCOPE = "loop_over_batches"  # in the names of a trace, see `work`
 # (variables, batch, key) -> loss [], new stats (, aux)
 Loss = Callable[[PyTree, Batch, Array], tuple[Array, PyTree] | tuple[Array, PyTree, PyTree]]
@@ -41,7 +42,8 @@ def _rows(x: Array, index: Array) -> Array:
 
 @jax.custom_batching.custom_vmap
 def _copied_rows(x: Array, index: Array) -> Array:
-    return jax.lax.map(lambda i: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), index)
+    rows: Array = jax.lax.map(lambda i: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), index)
+    return rows
 
 
 @_copied_rows.def_vmap
@@ -213,23 +215,24 @@ def sgd(
     return {**fixed, **carry[0], "stats": carry[1]}, means if has_aux else means[0]
 
 
-def fold(data: Data, function: Callable[[PyTree, Batch], PyTree], carry: PyTree, batch_size: int) -> PyTree:
+def fold(data: Data, function: Callable[[T, Batch], T], carry: T, batch_size: int) -> T:
     """Runs `carry = function(carry, batch)` over all rows in order."""
     length = data.index.shape[0]
     order = jnp.arange(length + -length % batch_size, dtype=jnp.int32)
 
-    def one(s: Array, carry: PyTree) -> PyTree:
+    def one(s: Array, carry: T) -> T:
         (batch,) = _batches(data, [order], s * batch_size, batch_size)
         return function(carry, batch)
 
     with jax.named_scope(SCOPE):
-        return jax.lax.fori_loop(0, (data.size + batch_size - 1) // batch_size, one, carry)
+        last: T = jax.lax.fori_loop(0, (data.size + batch_size - 1) // batch_size, one, carry)
+    return last
 
 
-def sweep(data: Data, function: Callable[[Batch], PyTree], batch_size: int) -> PyTree:
+def sweep(data: Data, function: Callable[[Batch], T], batch_size: int) -> T:
     """The sum of `function(batch)` over all rows in order; `function` masks its own sums by batch.mask."""
     rows = jnp.arange(batch_size, dtype=jnp.int32)
-    zeros = _zeros_like_result(lambda: function(take(data, rows, rows < data.size)))
+    zeros: T = _zeros_like_result(lambda: function(take(data, rows, rows < data.size)))
     return fold(data, lambda sums, batch: trees.add(sums, function(batch)), zeros, batch_size)
 
 

@@ -19,7 +19,8 @@ def count(task: Task, size: int) -> int:
     """
     if task.public is None:
         raise InputError("This method needs public examples: give Task.public, and Federation.public with the pool.")
-    return min(size, task.public.shape[0])
+    pool: int = task.public.shape[0]
+    return min(size, pool)
 
 
 def draw(key: Array, task: Task, size: int) -> Array:

@@ -257,6 +257,7 @@ def _several(program: Program) -> Callable[..., tuple[State, Round]]:
 
         shapes = jax.eval_shape(step, key, numbers, federation, state, t, evaluated)[1]
         metrics = jax.tree.map(lambda x: jnp.zeros((TOGETHER, *x.shape), x.dtype), shapes)
-        return jax.lax.fori_loop(0, count, one, (state, metrics))
+        state, metrics = jax.lax.fori_loop(0, count, one, (state, metrics))
+        return state, metrics
 
     return run

@@ -228,4 +228,4 @@ def _log_gamma(rng: Rng, alpha: float | np.ndarray, shape: tuple[int, ...]) -> n
 def _softmax(x: np.ndarray) -> np.ndarray:
     """Over axis 0; -inf takes no part."""
     e = np.exp(x - x.max(axis=0))
-    return e / e.sum(axis=0)
+    return np.asarray(e / e.sum(axis=0))

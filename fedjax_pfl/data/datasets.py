@@ -220,7 +220,7 @@ def _was_zip(path: str) -> bool:
 
 def _array(path: str | Path, file: Any, name: str) -> np.ndarray:
     try:
-        return file[name]
+        return np.asarray(file[name])
     except ValueError as error:
         if "allow_pickle" not in str(error):
             raise

@@ -90,7 +90,7 @@ def _ellipse(phase: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _pixel(place: np.ndarray, side: int) -> np.ndarray:
-    return np.clip(np.rint(place), 1, side - 2).astype(np.int64)
+    return np.asarray(np.clip(np.rint(place), 1, side - 2), np.int64)
 
 
 def _owners(partition: Partition, n: int) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Which client owns which example: deals a data set to clients and holds their test examples out."""
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -103,15 +104,16 @@ def partition(
 
 def _deal(rng: Any, spec: str, totals: np.ndarray, num_clients: int, alpha: float, k: int, least: int) -> np.ndarray:
     """Counts [N, C] by the named rule."""
+    rule: Callable[..., np.ndarray] = getattr(assignment, spec)
     if spec in ("iid", "round_robin"):
-        return getattr(assignment, spec)(rng, totals, num_clients)
+        return rule(rng, totals, num_clients)
     if spec.startswith("dirichlet"):
         check("alpha", alpha, *_ALPHA)
-        return getattr(assignment, spec)(rng, totals, num_clients, alpha)
+        return rule(rng, totals, num_clients, alpha)
     k = _whole("classes_per_client", k, 1, len(totals), "there are so many classes")
     if spec == "label_groups":
-        return assignment.label_groups(rng, totals, num_clients, k, least)
-    return getattr(assignment, spec)(rng, totals, num_clients, k)
+        return rule(rng, totals, num_clients, k, least)
+    return rule(rng, totals, num_clients, k)
 
 
 def _official_counts(counts: np.ndarray, dataset: Dataset) -> tuple[np.ndarray, int]:

@@ -103,7 +103,7 @@ def build(
 
 def flat(index: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """The valid entries of padded rows [N, M], client after client."""
-    return index[_valid(index, sizes)]
+    return np.extract(_valid(index, sizes), index)
 
 
 def _padded(rows: np.ndarray, sizes: np.ndarray) -> np.ndarray:

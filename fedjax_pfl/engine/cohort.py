@@ -124,7 +124,8 @@ class Cohort:
         shapes = jax.eval_shape(first)
         results = jax.tree.map(lambda x: jnp.zeros((len(self.ids), *x.shape), x.dtype), shapes)
         # the trip count is dynamic, so that whoever is inactive costs nothing and the carry needs no select
-        return jax.lax.fori_loop(0, jnp.sum(self.active), one, (carry, results))
+        carry, results = jax.lax.fori_loop(0, jnp.sum(self.active), one, (carry, results))
+        return carry, results
 
     def everywhere(self, rows: PyTree) -> PyTree:
         """See `types.Cohort`."""

@@ -78,12 +78,12 @@ def flops_of_step(
     leaves = [None if x is np.nan else x for x in jax.tree.leaves(given)]
     with np.errstate(all="ignore"):  # a known number may be the seed of a hash
         _, total = _walk(closed.jaxpr, [None] * len(closed.consts), leaves, False)
-    return total / clients / max(steps, 1)
+    return float(total / clients / max(steps, 1))
 
 
 def parameters(eqn: Any) -> dict[str, Any]:
     """An equation's parameters; a scan's always say `num_consts` and `num_carry`, which JAX's own do up to 0.11."""
-    p = eqn.params
+    p: dict[str, Any] = eqn.params
     if eqn.primitive.name != "scan" or "num_carry" in p:
         return p
     body = getattr(p["jaxpr"], "jaxpr", p["jaxpr"])

@@ -24,7 +24,7 @@ def account(compiled: Any) -> int | None:
     m = compiled.memory_analysis()
     if m is None:
         return None
-    return m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes - m.alias_size_in_bytes
+    return int(m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes - m.alias_size_in_bytes)
 
 
 def of(executables: list[Any], kept: int = 0, devices: int = 1) -> Memory:

@@ -131,7 +131,8 @@ def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
 
     def put(x: Any) -> jax.Array:
         if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return jax.random.wrap_key_data(put(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+            key: jax.Array = jax.random.wrap_key_data(put(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+            return key
         x = np.asarray(x)
         return jax.make_array_from_callback(x.shape, everywhere, lambda _: x)
 
@@ -156,21 +157,23 @@ def on_first(action: Callable[..., T], *args: Any) -> T:
     """`action(*args)` on process 0 alone; what it returns or raises, on every process (it must be picklable)."""
     if not several():
         return action(*args)
-    return _settled(_shared(_outcome(action, args) if first() else None, 0))
+    outcome: tuple[T, BaseException | None] = _shared(_outcome(action, args) if first() else None, 0)
+    return _settled(outcome)
 
 
 def everywhere(action: Callable[..., T], *args: Any) -> T:
     """`action(*args)` on every process; where it raises on some, the first one's error on every process."""
     if not several():
         return action(*args)
-    value, error = _outcome(action, args)
-    failed = multihost_utils.process_allgather(np.int32(error is not None))
+    outcome: tuple[T, BaseException | None] = _outcome(action, args)
+    failed = multihost_utils.process_allgather(np.int32(outcome[1] is not None))
     if not failed.any():
-        return value
-    source = int(np.argmax(failed))
+        return outcome[0]
+    source, error = int(np.argmax(failed)), outcome[1]
     if source and isinstance(error, InputError):
         error = InputError(f"Process {source}: {error}")
-    return _settled(_shared((None, error), source))
+    outcome = _shared((None, error), source)
+    return _settled(outcome)
 
 
 def same(here: T, check: Callable[[T, T], None]) -> None:
@@ -186,7 +189,7 @@ def _outcome(action: Callable[..., T], args: tuple[Any, ...]) -> tuple[Any, Base
         return None, error
 
 
-def _settled(outcome: tuple[Any, BaseException | None]) -> Any:
+def _settled(outcome: tuple[T, BaseException | None]) -> T:
     value, error = outcome
     if error is not None:
         raise error

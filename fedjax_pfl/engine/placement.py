@@ -182,7 +182,7 @@ class StateRows:
         """The rows with those of the active clients of a round replaced."""
         begin = starts(lengths)
 
-        def inside(g: int, old: Array, rows: Array) -> Array:
+        def inside(g: int, old: Array, rows: Array) -> PyTree:
             return trees.scatter(old, self._part(at, g, lengths), rows, active[begin[g] : begin[g + 1]])
 
         return groups.per_group(

@@ -232,7 +232,8 @@ def parts(
         return Cohort(f, task, ids, active, round=t, evaluated=evaluated, transform=transform, **options)
 
     def init(key: Array, numbers: Numbers) -> State:
-        return trees.copied(algorithm(numbers, 0).init(keys.fold(key, keys.Run.INIT)))
+        state: State = trees.copied(algorithm(numbers, 0).init(keys.fold(key, keys.Run.INIT)))
+        return state
 
     def draw(where: Placement | None, key: Array, t: Array) -> tuple[Array, Array]:
         """A sample, arranged by architecture and over the devices."""
@@ -271,7 +272,8 @@ def parts(
 
         with contract.named(factory):
             present = cohort(key, f, ids, ids < task.num_clients, t, jnp.bool(True), lengths)
-            return present.map(client, here.clients)
+            found: dict[str, Array] = present.map(client, here.clients)
+        return found
 
     return Parts(init, draw, train, score, numbers, where, lengths, mesh)
 

@@ -24,7 +24,7 @@ class Result(NamedTuple):
 def without_padding(metrics: Round, num_clients: int) -> Round:
     """What is known of the cohort's clients only, by id."""
     real = np.argsort(metrics.ids)[: np.sum(metrics.ids < num_clients)]
-    own = jax.tree.map(lambda x: x[real], metrics._replace(server={}))
+    own: Round = jax.tree.map(lambda x: x[real], metrics._replace(server={}))
     return own._replace(server=metrics.server)
 
 

@@ -179,7 +179,8 @@ def _head(template: nnx.Module, conv: str) -> Callable[[PyTree, Array], Array]:
 
     def head(variables: PyTree, h: Array) -> Array:
         with layers.convolution(conv):
-            return nnx.merge(graph, _fill(state, variables))(h)
+            logits: Array = nnx.merge(graph, _fill(state, variables))(h)
+        return logits
 
     return head
 
@@ -234,7 +235,7 @@ def _to_dict(items: Iterable[tuple[tuple[Any, ...], PyTree]]) -> PyTree:
 def _fill(template: nnx.State[Any, Any], tree: PyTree) -> nnx.State[Any, Any]:
     """The state with the values of a nested dict with string keys: the inverse of `_nest`."""
 
-    def value(path: tuple[Any, ...]) -> Array:
+    def value(path: tuple[Any, ...]) -> PyTree:
         node = tree
         for key in path:
             node = node[str(key)]

@@ -248,4 +248,5 @@ class GroupNorm(nnx.Module):
     def __call__(self, x: Array, mask: Array | None = None, train: bool = False) -> Array:
         """Normalises x [B, H, W, C] over the pixels and channels of each group; rows that are not valid stay apart."""
         del mask, train
-        return self.norm(x)
+        normalised: Array = self.norm(x)
+        return normalised

@@ -24,7 +24,8 @@ class Net(nnx.Module):
         self.body, self.head = body, head
 
     def __call__(self, x: Array, **kwargs: Any) -> Array:
-        return self.head(self.body(x, **kwargs))
+        logits: Array = self.head(self.body(x, **kwargs))
+        return logits
 
 
 class Dense(nnx.Module):

@@ -52,7 +52,7 @@ def first_padding(shape: Shape, hidden: Sequence[int]) -> int:
     """
     if len(hidden) < 2 or min(hidden) < 2:
         raise InputError(f"hidden={tuple(hidden)}: give at least two layers of at least two channels.")
-    full = SMALLEST * 2 ** (len(hidden) - 1)
+    full: int = SMALLEST * 2 ** (len(hidden) - 1)
     if len(shape) != 3 or shape[0] != shape[1] or shape[0] % 2 or not full - 4 <= shape[0] <= full:
         raise InputError(
             f"{len(hidden)} strided 4x4 convolutions need square images of {full - 4}, {full - 2} or {full} pixels a "

@@ -29,7 +29,8 @@ def flops(factory: Factory | str, input_shape: tuple[int, ...], num_classes: int
 
 def _product_flops(jaxpr: Jaxpr) -> int:
     def inner(eqn: JaxprEqn) -> int:
-        return eqn.params.get("length", 1) * sum(map(_product_flops, jaxprs_in_params(eqn.params)))
+        length: int = eqn.params.get("length", 1)
+        return length * sum(map(_product_flops, jaxprs_in_params(eqn.params)))
 
     return sum(product_flops(eqn) + inner(eqn) for eqn in jaxpr.eqns)
 
@@ -39,5 +40,6 @@ def product_flops(eqn: Any) -> int:
     if eqn.primitive.name != "dot_general":
         return 0
     (axes, _), _ = eqn.params["dimension_numbers"]
-    contracted = math.prod(eqn.invars[0].aval.shape[axis] for axis in axes)
-    return 2 * contracted * math.prod(eqn.outvars[0].aval.shape)
+    contracted: int = math.prod(eqn.invars[0].aval.shape[axis] for axis in axes)
+    results: int = math.prod(eqn.outvars[0].aval.shape)
+    return 2 * contracted * results

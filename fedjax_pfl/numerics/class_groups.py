@@ -20,7 +20,8 @@ TASK_LOSSES = ("class", "batch")
 
 def columns(head: PyTree, h: Array) -> Array:
     """All branches' logits [B, L] of a linear head and features h [B, K]."""
-    return h @ head["kernel"] + head["bias"][None]
+    logits: Array = h @ head["kernel"] + head["bias"][None]
+    return logits
 
 
 def gram(b: Branches, residual: Array, kernel: Array) -> Array:
@@ -32,7 +33,7 @@ def gram(b: Branches, residual: Array, kernel: Array) -> Array:
     Returns:
       [T, T]: the sums over the groups' blocks of (R^T R) * (W^T W).
     """
-    owns = b.owns.astype(residual.dtype)
+    owns = jnp.asarray(b.owns, residual.dtype)
     return owns @ ((residual.T @ residual) * (kernel.T @ kernel)) @ owns.T
 
 

@@ -175,4 +175,6 @@ def _networks(nets: DualVAE) -> dict[str, Network]:
 
 def _logits(nets: DualVAE, variables: PyTree, latents: Array) -> Array:
     assert nets.head is not None
-    return nets.head.apply({"params": variables["head"], "stats": variables["stats"]["head"]}, latents)[0]
+    logits: Array
+    logits, _ = nets.head.apply({"params": variables["head"], "stats": variables["stats"]["head"]}, latents)
+    return logits

@@ -228,7 +228,8 @@ def match(rows: Array, ids: Array, sizes: Array, priority: Array) -> Array:
 
         def turn(i: Array, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
             s = queue[i]
-            return lax.cond(here[s] & ((n > 0) | (s != start)), lambda: again(s, *so_far), lambda: so_far)
+            total, orders = lax.cond(here[s] & ((n > 0) | (s != start)), lambda: again(s, *so_far), lambda: so_far)
+            return total, orders
 
         def again(s: Array, total: Array, orders: Array) -> tuple[Array, Array]:
             rest = jnp.where(n > 0, total - rows[s][orders[s]], total)
@@ -247,6 +248,8 @@ def _assignment(gain: Array) -> Array:
     """The columns [width] of a gain [width, width] whose sum over the rows is largest; on the host."""
 
     def solve(gain: np.ndarray) -> np.ndarray:
-        return linear_sum_assignment(np.nan_to_num(gain), maximize=True)[1].astype(np.int32)
+        _, columns = linear_sum_assignment(np.nan_to_num(gain), maximize=True)
+        return np.asarray(columns, np.int32)
 
-    return callbacks.call(solve, jax.ShapeDtypeStruct(gain.shape[:1], jnp.int32), gain)
+    found: Array = callbacks.call(solve, jax.ShapeDtypeStruct(gain.shape[:1], jnp.int32), gain)
+    return found

@@ -36,7 +36,7 @@ class Branches(NamedTuple):
     @property
     def owns(self) -> np.ndarray:
         """[T, L] bool, the logits of each task."""
-        return np.arange(len(self.member))[:, None] == self.column
+        return np.asarray(np.arange(len(self.member))[:, None] == self.column)
 
 
 def branches(task: Task, tasks: str, head: str = "group_softmax") -> Branches:

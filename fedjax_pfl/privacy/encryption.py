@@ -62,7 +62,7 @@ class KeyHolder:
 
     def public(self) -> bytes:
         """What the server needs in order to add: the parameters and the public key."""
-        return self._context.serialize(save_secret_key=False, save_galois_keys=False, save_relin_keys=False)
+        return bytes(self._context.serialize(save_secret_key=False, save_galois_keys=False, save_relin_keys=False))
 
     def encrypt(self, vector: np.ndarray) -> list[bytes]:
         """The ciphertexts of a vector [d] whose entries are below 2^30; their number depends on d alone."""

@@ -128,7 +128,8 @@ def arguments(
 
 def run(s: Subject, **changes: Any) -> tuple[State, Round]:
     """One round of a subject: the state and the metrics on the host; `changes` of its arguments or its numbers."""
-    return jax.device_get(s.round(*arguments(s, **changes)))
+    state, metrics = jax.device_get(s.round(*arguments(s, **changes)))
+    return state, metrics
 
 
 def evaluate(
@@ -136,7 +137,8 @@ def evaluate(
 ) -> dict[str, np.ndarray]:
     """The scores of all clients before round t, {name: [N]} on the host."""
     state, f = s.start if state is None else state, federation or s.federation
-    return jax.device_get(s.evaluate(jax.random.key(7), s.numbers, f, state, np.int32(t)))
+    found: dict[str, np.ndarray] = jax.device_get(s.evaluate(jax.random.key(7), s.numbers, f, state, np.int32(t)))
+    return found
 
 
 def rows_of(tree: PyTree, at: Any) -> PyTree:
