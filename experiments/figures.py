@@ -24,6 +24,7 @@ from fedjax_pfl.data.partitioners import Partition, class_counts
 
 _MAX_CLIENTS = 200
 _COLOURS = {"pre": "#0072b2", "post": "#d55e00", "loss": "#444444"}  # distinguishable without red and green
+_PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#000000")  # of Okabe and Ito
 _LABELS = {"pre": "before local training", "post": "after local training"}
 _STYLE: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 150}
 
@@ -57,6 +58,8 @@ def draw_partition(partition: Partition, dataset: Dataset, path: str | Path) -> 
 def draw_curves(records: Sequence[dict[str, Any]], path: str | Path, headline: Headline = ACCURACY) -> None:
     """Draws a score (macro mean, band of one standard deviation over clients) and loss against the round.
 
+    Where clients are of several architectures, a third part has the score's mean for each.
+
     Args:
       records: rows of metrics; `round` is required, `pre/acc`, `pre/acc_std`, `post/acc`, `post/acc_std` and `loss` may
         be missing or None in any row; rows without a value are skipped, and the line joins its neighbours.
@@ -64,15 +67,18 @@ def draw_curves(records: Sequence[dict[str, Any]], path: str | Path, headline: H
       headline: the score in place of `acc`.
     """
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(10, 3.8), layout="constrained")
-        left, right = figure.subplots(1, 2)
+        kinds = _architectures(records, headline[0])
+        figure = Figure(figsize=(15 if kinds else 10, 3.8), layout="constrained")
+        left, *middle, right = figure.subplots(1, 3 if kinds else 2)
         for when in ("pre", "post"):
             _score(left, records, when, headline[0])
         _score_axes(left, headline)
         rounds, loss = _series(records, "loss")
         right.plot(rounds, loss, color=_COLOURS["loss"], **_markers(rounds))
         right.set(ylabel="training loss", title="Loss")
-        for axes, has_data in ((left, bool(left.lines)), (right, len(rounds) > 0)):
+        for axes in middle:
+            _draw_architectures(axes, records, kinds, headline)
+        for axes, has_data in ((left, bool(left.lines)), *((axes, True) for axes in middle), (right, len(rounds) > 0)):
             _round_axes(axes, has_data)
         if left.lines:
             left.legend(loc="lower right" if headline[1] == "max" else "upper right", frameon=False)
@@ -84,6 +90,27 @@ def _save(figure: Figure, path: Path) -> None:
     part = path.with_name(f"{path.stem}.part{path.suffix}")  # the suffix says in which format
     figure.savefig(part)
     os.replace(part, path)
+
+
+def _architectures(records: Sequence[dict[str, Any]], name: str) -> list[str]:
+    """The architectures of which a score is recorded, in the order of the records."""
+    starts = tuple(f"{when}/{name}{scores.OF}" for when in ("pre", "post"))
+    known = dict.fromkeys(key for row in records for key in row if key.startswith(starts) and key.endswith("_clients"))
+    return list(dict.fromkeys(key.partition(scores.OF)[2].removesuffix("_clients") for key in known))
+
+
+def _draw_architectures(axes: Any, records: Sequence[dict[str, Any]], kinds: list[str], headline: Headline) -> None:
+    """Draws the mean over the clients of each architecture, dashed before local training."""
+    for i, kind in enumerate(kinds):
+        colour, name = _PALETTE[i % len(_PALETTE)], f"{headline[0]}{scores.OF}{kind}"
+        clients = max(row.get(f"{when}/{name}_clients") or 0 for row in records for when in ("pre", "post"))
+        for when, line in (("pre", "--"), ("post", "-")):
+            rounds, mean = _series(records, f"{when}/{name}")
+            label = f"{kind} ({clients} clients)" if when == "post" else None
+            axes.plot(rounds, mean, line, color=colour, label=label, **_markers(rounds))
+    _score_axes(axes, headline)
+    axes.set(ylabel=f"test {headline[0]}, mean over its clients", title="By architecture (dashed: before)")
+    axes.legend(loc="lower right" if headline[1] == "max" else "upper right", frameon=False, fontsize=8)
 
 
 def _score_axes(axes: Any, headline: Headline) -> None:

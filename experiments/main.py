@@ -29,6 +29,7 @@ from experiments import (
     flags,
     layouts,
     lock,
+    networks,
     published,
     report,
     runs,
@@ -168,7 +169,8 @@ def _prepared(config: Config, recorded: dict[str, Any] | None, room: Sequence[in
 def _directory(path: Path, experiment: build.Experiment) -> runs.RunDirectory:
     partial = experiment.task.participation != (1.0, 1.0)
     planned = local.planned(experiment.task, experiment.task.sizes)
-    return runs.RunDirectory(path, experiment.partition.test_sizes, partial, planned, experiment.headline)
+    sizes, of = experiment.partition.test_sizes, networks.names(experiment.config, experiment.task.num_clients)
+    return runs.RunDirectory(path, sizes, partial, planned, experiment.headline, of)
 
 
 def _report(console: Console, directory: runs.RunDirectory, experiment: build.Experiment) -> None:

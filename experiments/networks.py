@@ -40,6 +40,14 @@ def architectures(spec: str, num_clients: int) -> tuple[list[str], np.ndarray]:
     return names, np.array([names.index(word) for word in words])
 
 
+def names(config: Config, num_clients: int) -> np.ndarray:
+    """The name of each client's network [N], "own" of a method that makes its own."""
+    if config.algo in OWN:
+        return np.full(num_clients, "own")
+    found, of = architectures(config.model, num_clients)
+    return np.array(found)[of]
+
+
 def model(config: Config, dataset: datasets.Dataset, conv: str, name: str) -> Model:
     """A network for inputs of the data set's shape, with convolutions in the form `conv`."""
     example = jax.ShapeDtypeStruct((1, *dataset.x.shape[1:]), dataset.x.dtype)

@@ -1,9 +1,11 @@
 """A round's scores per client as rows of the run directory's files."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from experiments.scores import OF
 from fedjax_pfl import simulate
 
 Row = dict[str, Any]
@@ -21,6 +23,29 @@ def client_scores(result: simulate.Result) -> Row:
     if result.pre is not None:
         row["pre"] = {name: _plain(values) for name, values in result.pre.items()}
     return row
+
+
+def by_architecture(result: simulate.Result, architectures: np.ndarray, name: str) -> simulate.Result:
+    """The result with the score `name` of each architecture's clients beside its scores, see `parts`.
+
+    Args:
+      architectures: [N] names.
+    """
+    if result.metrics is not None:
+        post: Any = parts(result.metrics.post, architectures[result.metrics.ids], name)
+        result = result._replace(metrics=result.metrics._replace(post=post))
+    return result if result.pre is None else result._replace(pre=parts(result.pre, architectures, name))
+
+
+def parts(scores: Mapping[str, Any], architectures: np.ndarray, name: str) -> dict[str, Any]:
+    """Scores {name: [S]} and `name` for each architecture, as `acc@lenet`, NaN for the clients of others.
+
+    Args:
+      architectures: [S] names; without any, where all N clients have the same, nothing is added.
+    """
+    kinds = [kind for kind in dict.fromkeys(architectures) if kind] if name in scores else []
+    own = {f"{name}{OF}{kind}": np.where(architectures == kind, scores[name], np.nan) for kind in kinds}
+    return {**scores, **own}
 
 
 def finite(value: float) -> float | None:

@@ -180,7 +180,7 @@ def _clients_table(rows: list[Row], names: list[str], headline: Headline) -> Tab
     shares = scores.is_share(names[0])
     unit = " in %" if shares else f" ({scores.directions(names, headline)})"
     title = f"Clients' test scores{unit}, before local training (after {everybody} rounds) and after it"
-    titles = ["clients", "macro\nmean", "micro\nmean", "std", "worst\n10 %", "best\n10 %"]
+    titles = ["cli-\nents", "macro\nmean", "micro\nmean", "std", "worst\n10 %", "best\n10 %"]
     titles += ["trivial\nmacro"] if shares else []
     table = plain_table(title, ["score", "local\ntraining"], titles)
     for name, point, shown in _points(rows, names):

@@ -83,6 +83,7 @@ class RunDirectory:
       partial: does not everybody take part in every round?
       planned: `local.planned`, steps and examples of each client's local work; None: not recorded.
       headline: the score of the curves.
+      architectures: [N] names of the networks; where they differ, the headline is also recorded for each.
 
     Attributes:
       rows: the rows of the metrics so far.
@@ -96,11 +97,14 @@ class RunDirectory:
         partial: bool,
         planned: tuple | None = None,
         headline: Headline = ACCURACY,
+        architectures: np.ndarray | None = None,
     ):
         self.path = path
         self.rows: list[Row] = []
         self.latest: dict[str, np.ndarray] = {}
         self._test_sizes, self._partial, self._planned, self._headline = test_sizes, partial, planned, headline
+        one = architectures is None or len(set(architectures)) == 1
+        self._architectures = np.full(len(test_sizes), "") if one else np.asarray(architectures)
 
     def start(self, experiment: build.Experiment, layout: Row, versions: Row) -> None:
         """Writes what is known before the first round, config.json last: where it is, the others are."""
@@ -157,7 +161,8 @@ class RunDirectory:
 
     def append(self, result: simulate.Result) -> Row:
         """Writes one round's rows and returns its metrics."""
-        row = {name: records.finite(value) for name, value in simulate.record(result, self._test_sizes).items()}
+        wide = records.by_architecture(result, self._architectures, self._headline[0])
+        row = {name: records.finite(value) for name, value in simulate.record(wide, self._test_sizes).items()}
         if self._planned is not None and result.metrics is not None:
             here = result.metrics.ids[result.metrics.active]
             steps, examples = (int(work[here].sum()) for work in self._planned)
@@ -166,11 +171,13 @@ class RunDirectory:
         if "post" in scores and result.metrics is not None:
             matrices.save(self.path, result.round, result.metrics.server)
         self._remember(scores)
+        counted = records.client_scores(wide)
         for point in ("pre", "post"):
-            row |= records.clients(point, scores.get(point, {}))
+            row |= records.clients(point, counted.get(point, {}))
         if self._partial and "post" in scores:
-            row |= results.statistics("post_latest", self.latest, self._test_sizes)
-            row |= records.clients("post_latest", self.latest)
+            latest = records.parts(self.latest, self._architectures, self._headline[0])
+            row |= results.statistics("post_latest", latest, self._test_sizes)
+            row |= records.clients("post_latest", latest)
         for name, content in (("metrics", row), ("scores", scores)):
             with open(self.path / f"{name}.jsonl", "a", encoding="utf-8", newline="\n") as file:
                 file.write(_line(content))

@@ -6,6 +6,7 @@ Headline = tuple[str, str]  # the score that decides, and "max" or "min": `Algor
 ACCURACY: Headline = ("acc", "max")
 LEADING = ("acc", "acc_present", "task_acc")  # shown before the others
 _SHARES = ("acc", "recall", "bal")
+OF = "@"  # in the name of a score of some clients only: acc@lenet, of those whose network is a LeNet
 _LOWER = ("reconstruction", "kl_", "loss", "error", "perplexity")
 
 
@@ -15,17 +16,18 @@ def is_share(name: str) -> bool:
 
 
 def better(name: str, headline: Headline = ACCURACY) -> str:
-    """Which of two values is the better one, "max" or "min"; `_micro` behind a name does not count."""
-    name = name.removesuffix("_micro")
+    """The better of two values, "max" or "min", by the name without `_micro` and without an architecture."""
+    name = name.removesuffix("_micro").partition(OF)[0]
     if name == headline[0]:
         return headline[1]
     return "min" if any(word in name for word in _LOWER) and not is_share(name) else "max"
 
 
 def ordered(names: Iterable[str], headline: Headline = ACCURACY) -> list[str]:
-    """The names of scores, the headline and the leading ones first."""
+    """The names of scores, the headline with its architectures' and the leading ones first."""
     found = list(dict.fromkeys(names))
-    first = [name for name in dict.fromkeys((headline[0], *LEADING)) if name in found]
+    parts = [name for name in found if name.startswith(headline[0] + OF)]
+    first = [name for name in dict.fromkeys((headline[0], *parts, *LEADING)) if name in found]
     return [*first, *(name for name in found if name not in first)]
 
 

@@ -1,0 +1,58 @@
+"""What a run of several architectures records, prints and draws for each of them."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from experiments import figures, main, report
+
+MIXED = ["--algo=local", "--model=linear,mlp,linear", "--data_fraction=0.2", "--clients=7", "--epochs=1"]
+OF = np.array(["linear", "mlp", "linear"])[np.arange(7) % 3]
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    path = tmp_path_factory.mktemp("runs") / "mixed"
+    flags = ["--rounds=3", "--participation=0.6", "--width=1", "--devices=1", f"--workdir={path}"]
+    assert main.run([*MIXED, *flags]) == 0
+    read = lambda name: [json.loads(line) for line in (path / f"{name}.jsonl").read_text().splitlines()]
+    return path, read("metrics"), read("scores")
+
+
+def test_the_headline_of_each_architecture_is_the_mean_of_its_clients(mixed):
+    _, rows, scores = mixed
+    for row, score in zip(rows, scores, strict=True):
+        of = {"pre": OF, "post": OF[score.get("ids", [])]}
+        for point in [point for point in of if point in score]:
+            for kind in set(OF):
+                own = [x for x, k in zip(score[point]["acc"], of[point], strict=True) if k == kind]
+                assert row.get(f"{point}/acc@{kind}_clients", 0) == len(own)
+                np.testing.assert_allclose(row.get(f"{point}/acc@{kind}", 0), np.mean(own or 0), rtol=1e-6)
+    assert "acc@mlp" not in scores[0]["pre"] and "pre/acc_present@mlp" not in rows[0]
+
+
+def test_table_summary_and_curves_have_it(mixed, monkeypatch):
+    path, rows, _ = mixed
+    summary = json.loads((path / "summary.json").read_text())["scores"]
+    assert [summary["pre"][f"acc@{kind}"]["clients"] for kind in ("linear", "mlp")] == [5, 2]
+    assert summary["post_latest"]["acc@linear"]["course"]["last"]["round"] == 2
+    console = Console(file=io.StringIO(), width=200)
+    report.tables(console, rows)
+    lines = map(str.split, console.file.getvalue().splitlines())
+    first = [line[0] for line in lines if line and line[0].startswith("acc")]
+    assert first == ["acc", "acc@linear", "acc@mlp", "acc_present", "acc", "acc_present"]
+
+    drawn = []
+    monkeypatch.setattr(figures, "_save", lambda figure, _: drawn.append(figure))
+    figures.draw_curves(rows, path / "curves.png")
+    axes = drawn[0].axes[1]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["linear (5 clients)", "mlp (2 clients)"]
+    np.testing.assert_allclose(axes.lines[2].get_ydata(), [row["pre/acc@mlp"] for row in rows])
+
+
+def test_of_a_single_architecture_nothing_is_added(tmp_path):
+    assert main.run([*MIXED[:1], "--model=linear,linear", *MIXED[2:], "--rounds=1", f"--workdir={tmp_path / 'a'}"]) == 0
+    assert "@" not in (tmp_path / "a" / "metrics.jsonl").read_text()
