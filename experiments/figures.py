@@ -2,8 +2,9 @@
 
     python -m experiments.figures RUN ...
 
-draws both anew into each run directory, and of a run of FedDVA, into its folder figures, what its latents hold:
-reconstructions, manifolds, t-SNE and swaps as PNG and PDF, and what linear probes find in them (probes.json).
+draws both anew into each run directory. Into its folder figures go, as PNG and PDF, heat maps of the matrices that the
+method reports of pairs of clients, some rounds side by side, and of a run of FedDVA what its latents hold:
+reconstructions, manifolds, t-SNE and swaps, and what linear probes find in them (probes.json).
 """
 
 import os
@@ -177,7 +178,13 @@ def _partition_title(counts: np.ndarray, name: str, largest: int) -> str:
 
 def main(argv: list[str]) -> str:
     """Draws the figures of the run directories of a command line, and says what was drawn."""
-    from experiments import dva_run, entry, flags, runs  # imported here: a run directory draws with this module
+    from experiments import (
+        dva_run,
+        entry,
+        flags,
+        matrices,
+        runs,
+    )  # imported here: a run directory draws with this module
 
     said = []
     for path in entry.paths(flags.parse(argv, {}, words=True)):
@@ -185,6 +192,7 @@ def main(argv: list[str]) -> str:
         draw_partition(run.experiment.partition, run.experiment.dataset, path / "partition.png")
         draw_curves(run.metrics, path / "curves.png", run.experiment.headline)
         said.append(f"{path}: partition.png, curves.png")
+        said += [f"{path / 'figures'}: {name}.png, {name}.pdf" for name in matrices.draw(path, run)]
         if run.config.algo == "feddva":
             said.append(f"{path / 'figures'}: {dva_run.draw(run, path / 'figures')}")
     return "\n".join(said)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments import matrix_figures, networks
 from experiments.files import write_bytes
 
 FOLDER = "matrices"
@@ -28,6 +29,19 @@ def load(path: Path, name: str) -> dict[int, np.ndarray]:
 def names(path: Path) -> list[str]:
     """The matrices of a run directory."""
     return sorted(folder.name for folder in (path / FOLDER).glob("*") if folder.is_dir())
+
+
+def draw(path: Path, run: Any) -> list[str]:
+    """Draws those of a run, a `runs.Run`, that are of pairs of its clients, into its folder figures; their names."""
+    task, drawn = run.experiment.task, []
+    for name in names(path):
+        found = load(path, name)
+        if found and all(np.shape(matrix) == (task.num_clients,) * 2 for matrix in found.values()):
+            (path / "figures").mkdir(exist_ok=True)
+            of = networks.names(run.config, task.num_clients)
+            matrix_figures.draw(path / "figures" / name, name, found, of, task.class_counts)
+            drawn.append(name)
+    return drawn
 
 
 def rewind(path: Path, start: int) -> None:
