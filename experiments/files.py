@@ -18,6 +18,8 @@ def read_json(path: Path, wanted: schema.Object = _OBJECT) -> Any:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        if (path.parent / "config.json").exists():
+            raise InputError(f"{path.parent} has no {path.name}: {_way(path)}.") from None
         raise InputError(f"{path.parent} is not a run directory: it has no {path.name}.") from None
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror or error}).") from None
@@ -38,9 +40,13 @@ def read_derived(path: Path, wanted: schema.Object) -> Any:
 
 def damaged(path: Path, why: Any) -> InputError:
     """What is said of a file that nothing can be made of."""
+    return InputError(f"{path} is damaged ({str(why).splitlines()[0]}): {_way(path)}.")
+
+
+def _way(path: Path) -> str:
+    """What to do where a file is missing or damaged."""
     derived = path.name in ("summary.json", "versions.json")
-    way = "--resume writes it anew" if derived else "start a new run with another --workdir"
-    return InputError(f"{path} is damaged ({str(why).splitlines()[0]}): {way}.")
+    return "--resume writes it anew" if derived else "start a new run with another --workdir"
 
 
 def write_json(path: Path, content: Any) -> None:

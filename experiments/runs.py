@@ -109,8 +109,7 @@ class RunDirectory:
     def start(self, experiment: build.Experiment, layout: Row, versions: Row) -> None:
         """Writes what is known before the first round, config.json last: where it is, the others are."""
         make(self.path)
-        partitioners.save(self.path / "partition.npz", experiment.partition)
-        figures.draw_partition(experiment.partition, experiment.dataset, self.path / "partition.png")
+        self._partition(experiment)
         hashes: Row = digests(experiment) | {"moved": experiment.partition.moved}
         hashes |= {"marks": list(experiment.marks)} if experiment.marks else {}
         for name, content in zip(_JSON, (hashes, layout, versions, signed(experiment.config)), strict=True):
@@ -125,7 +124,13 @@ class RunDirectory:
         if checkpoint.steps(self.path / "checkpoints"):
             start, state = checkpoint.restore(self.path / "checkpoints", experiment.state_shapes())
         self._rewind(start, experiment.config)
+        self._partition(experiment)  # derived: what was damaged is written anew
         return start, state
+
+    def _partition(self, experiment: build.Experiment) -> None:
+        """Writes who owns what, as numbers and as a picture."""
+        partitioners.save(self.path / "partition.npz", experiment.partition)
+        figures.draw_partition(experiment.partition, experiment.dataset, self.path / "partition.png")
 
     def _rewind(self, start: int, config: Config) -> None:
         """Drops rows from round `start` on, and scores of rounds that the (grown) run does not evaluate.

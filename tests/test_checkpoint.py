@@ -444,6 +444,24 @@ def test_a_damaged_derived_file_is_written_anew(whole, tmp_path, content):
     assert runs.read_json(path / "versions.json")["resumed"][0]["round"] == 6
 
 
+def test_a_damaged_file_of_the_partition_is_written_anew(whole, tmp_path):
+    path = tmp_path / "run"
+    shutil.copytree(whole, path)
+    (path / "partition.npz").write_bytes(b"torn")
+    (path / "partition.png").unlink()
+    assert main.run(["--resume", f"--workdir={path}"]) == 0
+    for name in ("partition.npz", "partition.png"):
+        assert (path / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_a_lost_file_is_named(whole, tmp_path, capsys):
+    path = tmp_path / "run"
+    shutil.copytree(whole, path)
+    (path / "layout.json").unlink()
+    said = refused(capsys, "--resume", f"--workdir={path}")
+    assert said == f"{path} has no layout.json: start a new run with another --workdir."
+
+
 def test_any_clients_model_can_be_had_again(whole):
     run = runs.load(whole)
     assert run.round == 6 and run.config.algo == "fedper" and len(run.metrics) == len(run.scores) == 7
