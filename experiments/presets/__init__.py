@@ -9,8 +9,7 @@ PRESETS: dict[str, Preset] = {
     **pfedc.PFEDC,
     "fedcp_cifar10": fedcp.CIFAR10,
     "fedcp_cifar100": fedcp.CIFAR100,
-    "feddva_marks": feddva.MARKS,
-    "feddva_small": feddva.SMALL,
+    **feddva.FEDDVA,
 }
 
 DEFAULT_PRESETS = {"digits": "digits", "synthetic": "synthetic"}  # data set -> what it takes when no --preset is given
