@@ -1,17 +1,16 @@
 """How an experiment is laid out on this machine: the form of convolutions, devices, width, and whether it has room."""
 
-from typing import Any
-
 import jax
 
 from experiments.build import Experiment
+from experiments.recorded import Devices, Layout
 from fedjax_pfl import simulate
 from fedjax_pfl.engine import memory, multihost, placement
 from fedjax_pfl.engine.autotune import choose_form, choose_width
 from fedjax_pfl.errors import check
 
 
-def choose(experiment: Experiment, width: str, count: str) -> tuple[Experiment, dict[str, Any]]:
+def choose(experiment: Experiment, width: str, count: str) -> tuple[Experiment, Layout]:
     """The experiment in the form of convolutions that is given, or chosen, and how clients are laid out here: `width`
     and the number of devices as given, or chosen.
 
@@ -26,16 +25,15 @@ def choose(experiment: Experiment, width: str, count: str) -> tuple[Experiment, 
     return experiment, laid_out(experiment, chosen, spread)
 
 
-def laid_out(experiment: Experiment, width: int, spread: int) -> dict[str, Any]:
-    """What is recorded of a layout."""
+def laid_out(experiment: Experiment, width: int, spread: int) -> Layout:
+    """The layout of a width and a number of devices."""
     width = min(width, simulate.cohort_size(experiment.task))  # more clients at once there are not
-    machine = {"platform": jax.default_backend(), "kind": jax.devices()[0].device_kind, "count": spread}
-    return {"width": width, "conv": experiment.conv, "devices": machine}
+    return Layout(width, experiment.conv, Devices(jax.default_backend(), jax.devices()[0].device_kind, spread))
 
 
-def check_memory(found: memory.Memory, experiment: Experiment, laid: dict[str, Any]) -> None:
+def check_memory(found: memory.Memory, experiment: Experiment, laid: Layout) -> None:
     """Raises InputError if the compiled run takes more memory than there is, with what would take less."""
-    cohort, width, spread = simulate.cohort_size(experiment.task), laid["width"], laid["devices"]["count"]
+    cohort, width, spread = simulate.cohort_size(experiment.task), laid.width, laid.devices.count
     ways = [f"less than --width={width}"] if min(width, -(-cohort // spread)) > 1 else []
     if jax.default_backend() == "cpu":
         ways += [f"less than --devices={spread}"] if spread > 1 else []

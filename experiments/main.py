@@ -41,6 +41,7 @@ from experiments import (
 from experiments.config import Config
 from experiments.entry import DIVERGED, INTERRUPTED, LOST, UNWRITABLE
 from experiments.files import read_derived
+from experiments.recorded import Layout
 from experiments.versions import changed, compile_clock, versions
 from fedjax_pfl import local, simulate
 from fedjax_pfl.data.federate import ROOM
@@ -137,12 +138,13 @@ def _into(
             clock = train.Clock(path, compiling)
             functions = train.compiled(experiment, laid)
             multihost.everywhere(layouts.check_memory, functions.memory, experiment, laid)
-            laid |= {"memory": functions.memory._asdict()}
             start, state = 0, None
             if recorded is not None:
-                start, state = multihost.on_first(_resume, directory, experiment, recorded, laid, console)
+                start, state = multihost.on_first(
+                    _resume, directory, experiment, recorded, laid, functions.memory, console
+                )
             else:
-                multihost.on_first(directory.start, experiment, laid, versions())
+                multihost.on_first(directory.start, experiment, laid.content(functions.memory), versions())
             said = [_say(laid, config.width == "auto" and not resume), memory.say(functions.memory)]
             console.print(f"Run directory: {path}; {'; '.join(filter(None, said))}")
             entry.check_interrupt()
@@ -157,9 +159,9 @@ def _into(
     return 0
 
 
-def _prepared(config: Config, recorded: dict[str, Any] | None, room: Sequence[int]) -> build.Experiment:
+def _prepared(config: Config, recorded: Layout | None, room: Sequence[int]) -> build.Experiment:
     """The experiment, with what was recorded of a run that goes on; everything wrong is found here."""
-    conv = recorded["conv"] if recorded is not None and config.conv == "auto" else config.conv
+    conv = recorded.conv if recorded is not None and config.conv == "auto" else config.conv
     experiment = build.prepare(config, conv, room)
     if targets.parse(config.targets)[0]:
         targets.check_score(config.targets, targets.score_names(experiment), config.algo)
@@ -218,25 +220,19 @@ def _lock(path: Path, held: contextlib.ExitStack) -> None:
         raise runs.unusable(path, error) from error
 
 
-def _laid_again(experiment: build.Experiment, recorded: dict[str, Any]) -> dict[str, Any]:
+def _laid_again(experiment: build.Experiment, recorded: Layout) -> Layout:
     """How a resumed run is laid out: as its settings say, and as recorded where they say auto."""
     c = experiment.config
-    width = recorded["width"] if c.width == "auto" else int(c.width)
-    return layouts.laid_out(experiment, width, layouts.devices(c.devices, experiment, recorded["devices"]["count"]))
-
-
-def _relaid(recorded: dict[str, Any], laid: dict[str, Any]) -> str:
-    """What differs between two layouts, as `width 3 -> 1, devices 2 -> 1`; nothing if they are the same."""
-    rows = [{**x, "devices": x["devices"]["count"]} for x in (recorded, laid)]
-    pairs = {name: [row[name] for row in rows] for name in ("width", "conv", "devices")}
-    return ", ".join(f"{name} {before} -> {now}" for name, (before, now) in pairs.items() if before != now)
+    width = recorded.width if c.width == "auto" else int(c.width)
+    return layouts.laid_out(experiment, width, layouts.devices(c.devices, experiment, recorded.devices.count))
 
 
 def _resume(
     directory: runs.RunDirectory,
     experiment: build.Experiment,
-    before: dict[str, Any],
-    laid: dict[str, Any],
+    before: Layout,
+    laid: Layout,
+    found: memory.Memory,
     console: Console,
 ) -> tuple[int, State | None]:
     """Goes back to the last checkpoint; `before`: the recorded layout."""
@@ -246,21 +242,21 @@ def _resume(
     start, state = directory.reopen(experiment)
     if differing := changed(recorded, now) if recorded else []:
         console.print(f"Not the software or device of the start ({', '.join(differing)}): the last bits may differ.")
-    if relaid := _relaid(before, laid):
+    if relaid := before.changes(laid):
         console.print(f"The layout changes ({relaid}): from here on the run is the same only to rounding.")
         # where the settings leave the number of devices open, the recorded one is wanted again on a machine that has it
-        kept = {"devices": before["devices"]} if experiment.config.devices == "auto" else {}
-        runs.write_json(directory.path / "layout.json", laid | kept)
+        kept = laid._replace(devices=before.devices) if experiment.config.devices == "auto" else laid
+        runs.write_json(directory.path / "layout.json", kept.content(found))
         now["layout"] = relaid
     runs.write_json(file, recorded | {"resumed": [*recorded.get("resumed", []), {"round": start, **now}]})
     console.print(f"Resuming after round {start} of {experiment.config.rounds}.")
     return start, state
 
 
-def _say(layout: dict[str, Any], chosen: bool) -> str:
-    devices, how = layout["devices"], " (chosen here; --width=N sets it)" if chosen else ""
+def _say(laid: Layout, chosen: bool) -> str:
+    devices, how = laid.devices, " (chosen here; --width=N sets it)" if chosen else ""
     several = f" of {jax.process_count()} processes" if multihost.several() else ""
-    return f"width {layout['width']}{how} on {devices['count']} x {devices['kind']}{several}"
+    return f"width {laid.width}{how} on {devices.count} x {devices.kind}{several}"
 
 
 def _stopped(error: Exception, directory: runs.RunDirectory) -> int:

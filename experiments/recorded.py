@@ -1,10 +1,11 @@
 """What a run directory records, read back: the settings, which nobody may have edited, the layout, and the rows."""
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from experiments import schema, settings
 from experiments.config import SETTINGS, Config
@@ -12,9 +13,37 @@ from experiments.files import damaged, lines, read_json
 from fedjax_pfl import hyperparameters
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.engine import checkpoint
+from fedjax_pfl.engine.memory import Memory
 from fedjax_pfl.errors import InputError
 
 Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """The devices of a run."""
+
+    platform: str
+    kind: str
+    count: int
+
+
+class Layout(NamedTuple):
+    """How the clients of a run are laid out on a machine."""
+
+    width: int  # clients trained at once per device
+    conv: str  # the form of convolutions
+    devices: Devices
+
+    def content(self, memory: Memory) -> Row:
+        """What layout.json holds of it."""
+        return self._asdict() | {"devices": dataclasses.asdict(self.devices), "memory": memory._asdict()}
+
+    def changes(self, now: "Layout") -> str:
+        """What differs in another one, as `width 3 -> 1, devices 2 -> 1`; nothing if it is the same."""
+        rows = [layout._replace(devices=layout.devices.count) for layout in (self, now)]  # type: ignore[arg-type]
+        pairs = zip(self._fields, *rows, strict=True)
+        return ", ".join(f"{name} {before} -> {after}" for name, before, after in pairs if before != after)
 
 
 def signed(config: Config) -> Row:
@@ -58,9 +87,11 @@ def check_format(path: Path) -> None:
         )
 
 
-def read_layout(path: Path) -> Row:
+def read_layout(path: Path) -> Layout:
     """How the clients of a run are laid out."""
-    return read_json(path / "layout.json", schema.LAYOUT)
+    found = read_json(path / "layout.json", schema.LAYOUT)
+    devices = (found["devices"][name] for name in ("platform", "kind", "count"))
+    return Layout(found["width"], found["conv"], Devices(*devices))
 
 
 def complete(path: Path, count: int) -> Iterator[tuple[bytes, Row]]:

@@ -273,7 +273,7 @@ def load(workdir: str | Path) -> Run:
     """
     path = directory(str(workdir))
     check_format(path)
-    experiment = build.prepare(read_config(path), read_layout(path)["conv"])
+    experiment = build.prepare(read_config(path), read_layout(path).conv)
     step, state = checkpoint.restore(path / "checkpoints", experiment.state_shapes())
     rows = read_rows(path / "metrics.jsonl"), read_rows(path / "scores.jsonl")
     return Run(experiment.config, *rows, step, state, experiment)

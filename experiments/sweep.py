@@ -105,7 +105,7 @@ def _room(configs: list[Config]) -> Sequence[int]:
 
 def _width(path: Path) -> dict[str, str]:
     """The width of a run, as a setting."""
-    return {"width": str(runs.read_layout(path)["width"])} if runs.is_run(path) else {}
+    return {"width": str(runs.read_layout(path).width)} if runs.is_run(path) else {}
 
 
 def _found(path: Path, config: Config) -> tuple[bool, bool]:

@@ -13,6 +13,7 @@ from experiments import account, build, published, report, schema, targets
 from experiments.files import read_derived, write_json
 from experiments.interrupt import Interrupt
 from experiments.pace import Pace
+from experiments.recorded import Layout
 from experiments.runs import RunDirectory
 from fedjax_pfl import simulate
 from fedjax_pfl.engine import multihost
@@ -23,16 +24,16 @@ class Stopped(Exception):
     """The user asked to stop; args: the signal's number."""
 
 
-def compiled(experiment: build.Experiment, layout: dict) -> simulate.Compiled:
+def compiled(experiment: build.Experiment, layout: Layout) -> simulate.Compiled:
     """What the rounds of an experiment run, compiled for a layout."""
-    program, c = experiment.program(layout["width"], layout["devices"]["count"]), experiment.config
+    program, c = experiment.program(layout.width, layout.devices.count), experiment.config
     options = {"eval_every": c.eval_every, "state_every": c.checkpoint_every}
     return simulate.compiled(program, experiment.key, experiment.federation, **options)
 
 
 def train(
     experiment: build.Experiment,
-    layout: dict,
+    layout: Layout,
     run: RunDirectory,
     start: int,
     state: State | None,
@@ -49,7 +50,7 @@ def train(
     words = f"Aborted; go on from the last checkpoint with {command(run.path)}"
     reporter = report.Reporter(console, start, rounds, experiment.headline)
     ask = lambda: reporter.say("Stopping after this round; Ctrl-C again aborts at once.")
-    program = experiment.program(layout["width"], layout["devices"]["count"])
+    program = experiment.program(layout.width, layout.devices.count)
     options: dict[str, Any] = {"rounds": rounds, "eval_every": c.eval_every, "state_every": c.checkpoint_every}
     options |= {"start": start, "state": None if state is None else program.place(state), "functions": functions}
     with reporter, Interrupt(ask, words) as interrupt:

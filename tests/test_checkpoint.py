@@ -302,7 +302,7 @@ def test_what_may_change_may(whole, tmp_path):
 def laid(path):
     """The recorded layout, and what the settings say of it."""
     found, config = runs.read_layout(path), runs.read_config(path)
-    return (found["width"], found["conv"], found["devices"]["count"]), tuple(
+    return (found.width, found.conv, found.devices.count), tuple(
         getattr(config, name) for name in ("width", "conv", "devices")
     )
 

@@ -85,7 +85,7 @@ def assert_same_run(path: Path, other: Path) -> None:
 def test_a_run_over_processes_is_the_run_of_one(pair):
     assert_same_run(pair / "disk0" / "pfedc", pair / "pfedc")
     layout = runs.read_layout(pair / "disk0" / "pfedc")
-    assert layout["devices"]["count"] == 4
+    assert layout.devices.count == 4
 
 
 def test_a_run_of_one_process_goes_on_over_two_that_share_no_disk(pair):

@@ -35,6 +35,7 @@ from experiments import (
 )
 from experiments.config import SETTINGS
 from experiments.presets import DEFAULT_PRESETS, PRESETS
+from experiments.recorded import Devices, Layout
 from experiments.versions import compile_clock
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import ALGORITHMS
@@ -344,7 +345,7 @@ def test_examples_that_were_moved_are_said():
 
 
 def test_a_width_that_was_not_given_is_said_to_be_chosen():
-    laid = {"width": 4, "devices": {"count": 1, "kind": "cpu"}}
+    laid = Layout(4, "xla", Devices("cpu", "cpu", 1))
     assert main._say(laid, True) == "width 4 (chosen here; --width=N sets it) on 1 x cpu"
     assert main._say(laid, False) == "width 4 on 1 x cpu"
 
