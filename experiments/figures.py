@@ -9,7 +9,7 @@ reconstructions, manifolds, t-SNE and swaps, and what linear probes find in them
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ from matplotlib.figure import Figure  # Figure directly, not pyplot: no global s
 from matplotlib.ticker import MaxNLocator
 
 from experiments import scores
+from experiments.files import Rows
 from experiments.scores import ACCURACY, Headline
 from fedjax_pfl.data.datasets import Dataset
 from fedjax_pfl.data.partitioners import Partition, class_counts
 
-_MAX_CLIENTS = 200
+_MAX_CLIENTS, _MAX_POINTS = 200, 2000
 _COLOURS = {"pre": "#0072b2", "post": "#d55e00", "loss": "#444444"}  # distinguishable without red and green
 _PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#000000")  # of Okabe and Ito
 _LABELS = {"pre": "before local training", "post": "after local training"}
@@ -56,29 +57,33 @@ def draw_partition(partition: Partition, dataset: Dataset, path: str | Path) -> 
         _save(figure, Path(path))
 
 
-def draw_curves(records: Sequence[dict[str, Any]], path: str | Path, headline: Headline = ACCURACY) -> None:
+def draw_curves(records: Iterable[dict[str, Any]], path: str | Path, headline: Headline = ACCURACY) -> None:
     """Draws a score (macro mean, band of one standard deviation over clients) and loss against the round.
 
     Where clients are of several architectures, a third part has the score's mean for each.
 
     Args:
-      records: rows of metrics; `round` is required, `pre/acc`, `pre/acc_std`, `post/acc`, `post/acc_std` and `loss` may
-        be missing or None in any row; rows without a value are skipped, and the line joins its neighbours.
+      records: rows of metrics, read twice; `round` is required, `pre/acc`, `pre/acc_std`, `post/acc`, `post/acc_std` and
+        `loss` may be missing or None in any row; rows without a value are skipped, and the line joins its neighbours.
       path: image file; its suffix chooses the format.
       headline: the score in place of `acc`.
     """
+    keys = {when: (f"{when}/{headline[0]}", f"{when}/{headline[0]}_std") for when in ("pre", "post")}
+    kinds = _architectures(records, headline[0])
+    each = {(when, kind): f"{when}/{headline[0]}{scores.OF}{kind}" for kind in kinds for when in keys}
+    wanted = {of: (name, f"{name}_clients") for of, name in each.items()}
+    series = _series(records, {**keys, "loss": ("loss",), **wanted})
     with matplotlib.rc_context(_STYLE):
-        kinds = _architectures(records, headline[0])
         figure = Figure(figsize=(15 if kinds else 10, 3.8), layout="constrained")
         left, *middle, right = figure.subplots(1, 3 if kinds else 2)
-        for when in ("pre", "post"):
-            _score(left, records, when, headline[0])
+        for when in keys:
+            _score(left, series[when], when, headline[0])
         _score_axes(left, headline)
-        rounds, loss = _series(records, "loss")
+        rounds, loss = series["loss"].T
         right.plot(rounds, loss, color=_COLOURS["loss"], **_markers(rounds))
         right.set(ylabel="training loss", title="Loss")
         for axes in middle:
-            _draw_architectures(axes, records, kinds, headline)
+            _draw_architectures(axes, series, kinds, headline)
         for axes, has_data in ((left, bool(left.lines)), *((axes, True) for axes in middle), (right, len(rounds) > 0)):
             _round_axes(axes, has_data)
         if left.lines:
@@ -93,22 +98,21 @@ def _save(figure: Figure, path: Path) -> None:
     os.replace(part, path)
 
 
-def _architectures(records: Sequence[dict[str, Any]], name: str) -> list[str]:
+def _architectures(records: Iterable[dict[str, Any]], name: str) -> list[str]:
     """The architectures of which a score is recorded, in the order of the records."""
     starts = tuple(f"{when}/{name}{scores.OF}" for when in ("pre", "post"))
     known = dict.fromkeys(key for row in records for key in row if key.startswith(starts) and key.endswith("_clients"))
     return list(dict.fromkeys(key.partition(scores.OF)[2].removesuffix("_clients") for key in known))
 
 
-def _draw_architectures(axes: Any, records: Sequence[dict[str, Any]], kinds: list[str], headline: Headline) -> None:
+def _draw_architectures(axes: Any, series: dict[Any, np.ndarray], kinds: list[str], headline: Headline) -> None:
     """Draws the mean over the clients of each architecture, dashed before local training."""
     for i, kind in enumerate(kinds):
-        colour, name = _PALETTE[i % len(_PALETTE)], f"{headline[0]}{scores.OF}{kind}"
-        clients = max(row.get(f"{when}/{name}_clients") or 0 for row in records for when in ("pre", "post"))
+        clients = int(max(np.nanmax(series[when, kind][:, 2], initial=0) for when in ("pre", "post")))
         for when, line in (("pre", "--"), ("post", "-")):
-            rounds, mean = _series(records, f"{when}/{name}")
+            rounds, mean = series[when, kind][:, :2].T
             label = f"{kind} ({clients} clients)" if when == "post" else None
-            axes.plot(rounds, mean, line, color=colour, label=label, **_markers(rounds))
+            axes.plot(rounds, mean, line, color=_PALETTE[i % len(_PALETTE)], label=label, **_markers(rounds))
     _score_axes(axes, headline)
     axes.set(ylabel=f"test {headline[0]}, mean over its clients", title="By architecture (dashed: before)")
     axes.legend(loc="lower right" if headline[1] == "max" else "upper right", frameon=False, fontsize=8)
@@ -124,30 +128,34 @@ def _score_axes(axes: Any, headline: Headline) -> None:
         axes.set_ylim(0, 1.02)
 
 
-def _score(axes: Any, records: Sequence[dict[str, Any]], when: str, name: str) -> None:
-    rounds, mean = _series(records, f"{when}/{name}")
-    if not len(rounds):
+def _score(axes: Any, series: np.ndarray, when: str, name: str) -> None:
+    if not len(series):
         return
-    axes.plot(rounds, mean, color=_COLOURS[when], label=_LABELS[when], **_markers(rounds))
-    keys = (f"{when}/{name}", f"{when}/{name}_std")
-    with_std = [row for row in records if all(row.get(key) is not None for key in keys)]
-    (rounds, mean), (_, std) = (_series(with_std, key) for key in keys)
+    axes.plot(*series[:, :2].T, color=_COLOURS[when], label=_LABELS[when], **_markers(series))
+    rounds, mean, std = series[~np.isnan(series[:, 2])].T
     low, high = mean - std, mean + std
     if scores.is_share(name):  # an accuracy cannot leave [0, 1], a band of a skewed one can
         low, high = np.clip(low, 0, 1), np.clip(high, 0, 1)
     axes.fill_between(rounds, low, high, color=_COLOURS[when], alpha=0.15, linewidth=0)
 
 
-def _series(records: Sequence[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Rounds and values of the rows that have one."""
-    rows = [(row["round"], row[key]) for row in records if row.get(key) is not None]
-    array = np.asarray(rows, float).reshape(-1, 2)
-    return array[:, 0], array[:, 1]
+def _series(records: Iterable[dict[str, Any]], keys: dict[Any, tuple[str, ...]]) -> dict[Any, np.ndarray]:
+    """{name: [points, 1 + keys]}: rounds and values of the rows that have the first value, the last one of a stretch of
+    rounds where there are more than `_MAX_POINTS`; NaN for another value that is missing."""
+    stride, kept = 1, {name: dict[int, list]() for name in keys}
+    for row in records:
+        for name, wanted in keys.items():
+            if row.get(wanted[0]) is not None:
+                kept[name][row["round"] // stride] = [row["round"], *map(row.get, wanted)]
+        if max(map(len, kept.values())) > _MAX_POINTS:
+            stride *= 2
+            kept = {name: {place // 2: point for place, point in points.items()} for name, points in kept.items()}
+    return {name: np.array([*points.values()], float).reshape(-1, 1 + len(keys[name])) for name, points in kept.items()}
 
 
-def _markers(rounds: np.ndarray) -> dict[str, Any]:
+def _markers(points: np.ndarray) -> dict[str, Any]:
     """Few points are shown as points: one alone would draw no line."""
-    return {"marker": "o", "markersize": 4, "linewidth": 1.6} if len(rounds) <= 25 else {"linewidth": 1.6}
+    return {"marker": "o", "markersize": 4, "linewidth": 1.6} if len(points) <= 25 else {"linewidth": 1.6}
 
 
 def _round_axes(axes: Any, has_data: bool) -> None:
@@ -190,7 +198,7 @@ def main(argv: list[str]) -> str:
     for path in entry.paths(flags.parse(argv, {}, words=True)):
         run = runs.load(path)
         draw_partition(run.experiment.partition, run.experiment.dataset, path / "partition.png")
-        draw_curves(run.metrics, path / "curves.png", run.experiment.headline)
+        draw_curves(Rows(path / "metrics.jsonl"), path / "curves.png", run.experiment.headline)
         said.append(f"{path}: partition.png, curves.png")
         said += [f"{path / 'figures'}: {name}.png, {name}.pdf" for name in matrices.draw(path, run)]
         if run.config.algo == "feddva":

@@ -1,5 +1,6 @@
 """The files of a run directory: written whole or not at all, and read with a sentence where they are damaged."""
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -69,9 +70,19 @@ def write_bytes(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     os.replace(part, path)
 
 
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The rows of a .jsonl, up to the first line that is torn or none; read anew each time, never held together."""
+
+    path: Path
+
+    def __iter__(self) -> Iterator[Row]:
+        return (row for _, row in lines(self.path))
+
+
 def read_rows(path: Path) -> list[Row]:
     """Reads a .jsonl up to its first line that is torn or no row."""
-    return [row for _, row in lines(path)]
+    return list(Rows(path))
 
 
 def lines(path: Path, wanted: schema.Object = schema.ROW) -> Iterator[tuple[bytes, Row]]:

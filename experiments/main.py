@@ -177,7 +177,7 @@ def _directory(path: Path, experiment: build.Experiment) -> runs.RunDirectory:
 
 def _report(console: Console, directory: runs.RunDirectory, experiment: build.Experiment) -> None:
     """Says what came out."""
-    report.tables(console, directory.rows, experiment.headline)
+    report.tables(console, report.summary(directory.rows, experiment.headline))
     if experiment.config.targets:
         flops = account.flops(experiment)
         targets.show(console, directory.rows, experiment.config, flops, experiment.headline)
@@ -264,9 +264,9 @@ def _stopped(error: Exception, directory: runs.RunDirectory) -> int:
     errors = entry.errors()
     resume = train.command(directory.path)
     if isinstance(error, train.Stopped):
-        done = sum("loss" in row for row in directory.rows)
+        done, number = error.args
         errors.print(f"Stopped after {done} rounds; go on with {resume}")
-        return 128 + error.args[0]
+        return 128 + number
     if isinstance(error, simulate.DivergenceError):
         errors.print(f"{error} What was written is kept in {directory.path}.")
         return DIVERGED

@@ -1,8 +1,9 @@
 """What the user sees: a progress bar or occasional lines while it works, and tables and a summary at the end."""
 
+import functools
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich import box
@@ -19,6 +20,7 @@ POINTS = {"pre": "before", "post": "after", "post_latest": "latest after"}  # lo
 _SUFFIXES = (*(suffix for suffix in STATISTICS.values() if suffix), "_clients")
 _TRIVIAL = {"acc_present": "acc_trivial", "acc_groups": "acc_trivial", "recall_macro": "recall_trivial"}
 _TAIL = 10  # evaluations that a mean is taken of, if there are so many
+_BEST = "chosen on the test examples, so optimistic"
 _LINES = 20  # at most, where the output is no terminal
 _BYTES = 4  # of a float32 or an int32
 
@@ -84,11 +86,17 @@ def _duration(seconds: float | None) -> str:
     return f", about {seconds / size:.0f} {unit}"
 
 
-def score_names(rows: list[Row], headline: Headline = ACCURACY) -> list[str]:
+def score_names(rows: Iterable[Row], headline: Headline = ACCURACY) -> list[str]:
     """The scores of a run, in its own order but for the first ones, see `scores.ordered`."""
-    names = dict.fromkeys(name for row in rows for name in row if name.startswith(("pre/", "post/")))
-    found = dict.fromkeys(name.split("/")[1] for name in names if not name.endswith(_SUFFIXES))
-    return scores.ordered(found, headline)
+    found = dict.fromkeys(place for row in rows for key in row if (place := _place(key)))
+    return scores.ordered((name for point, name in found if point != "post_latest"), headline)
+
+
+@functools.cache
+def _place(key: str) -> tuple[str, str] | None:
+    """The point and the score of which a row's entry is the macro mean; None if it is something else."""
+    point, slash, name = key.partition("/")
+    return (point, name) if slash and point in POINTS and not name.endswith(_SUFFIXES) else None
 
 
 def trivial(name: str) -> str:
@@ -96,108 +104,130 @@ def trivial(name: str) -> str:
     return _TRIVIAL.get(name, f"{name}_trivial")
 
 
-def last(rows: list[Row], point: str, name: str, headline: Headline = ACCURACY) -> Row | None:
-    """The statistics of a score in the last round that has it: {"round": t, "clients": how many, "macro": ..., ...}.
+class _Course(NamedTuple):
+    """What stays of the evaluations of a score: rounds and macro means."""
+
+    best: tuple[int, float]
+    tail: tuple[tuple[int, float], ...]  # the last `_TAIL`
+
+    def said(self) -> Row:
+        """The last, the best and the mean of the last ten, each with what it is."""
+        values = [value for _, value in self.tail]
+        return {
+            "last": {"round": self.tail[-1][0], "value": values[-1]},
+            "best": {"round": self.best[0], "value": self.best[1], "note": _BEST},
+            "mean_of_last": {"evaluations": len(values), "value": float(np.mean(values))},
+        }
+
+
+def _longer(course: _Course | None, here: tuple[int, float], way: str) -> _Course:
+    """The course with one evaluation more."""
+    if course is None:
+        return _Course(here, (here,))
+    better = here[1] < course.best[1] if way == "min" else here[1] > course.best[1]  # of equals the first
+    return _Course(here if better else course.best, (*course.tail, here)[-_TAIL:])
+
+
+def _statistics(row: Row, point: str, name: str, headline: Headline) -> Row | None:
+    """The statistics of a score in a row: {"round": t, "clients": how many, "macro": ..., ...}; None if one is missing.
 
     The worst tenth of a score of which less is better are its highest values (in the rows `worst10` is the lowest).
     """
-    key = f"{point}/{name}"
-    names = [key + suffix for suffix in STATISTICS.values()]
-    row = next((row for row in reversed(rows) if all(row.get(name) is not None for name in names)), None)
-    if row is None:
-        return None
-    suffixes = STATISTICS
+    key, suffixes = f"{point}/{name}", STATISTICS
     if scores.better(name, headline) == "min":
         suffixes = STATISTICS | {"worst10": STATISTICS["best10"], "best10": STATISTICS["worst10"]}
-    return {"round": row["round"], "clients": row.get(f"{key}_clients")} | {
-        title: row[key + suffix] for title, suffix in suffixes.items()
-    }
-
-
-def course(rows: list[Row], point: str, name: str, headline: Headline = ACCURACY) -> Row | None:
-    """Last, best and mean of the last ten evaluations of a score (macro), each with what it is."""
-    series = [(row["round"], row[f"{point}/{name}"]) for row in rows if row.get(f"{point}/{name}") is not None]
-    if not series:
+    found = {title: row.get(key + suffix) for title, suffix in suffixes.items()}
+    if None in found.values():
         return None
-    choose = min if scores.better(name, headline) == "min" else max
-    best = choose(series, key=lambda pair: pair[1])  # the first of equals
-    tail = [value for _, value in series[-_TAIL:]]
-    return {
-        "last": {"round": series[-1][0], "value": series[-1][1]},
-        "best": {"round": best[0], "value": best[1], "note": "chosen on the test examples, so optimistic"},
-        "mean_of_last": {"evaluations": len(tail), "value": float(np.mean(tail))},
-    }
+    return {"round": row["round"], "clients": row.get(f"{key}_clients")} | found
 
 
-def traffic(rows: list[Row]) -> dict[str, int]:
+def traffic(rows: Iterable[Row]) -> dict[str, int]:
     """Totals over clients and rounds: scalars down and up, integers, messages, bytes of ciphertexts, and bytes in all,
     at four a number."""
-    names = ("down", "up", "ints", "messages", "encrypted")
-    totals = {name: sum(row.get(f"traffic/{name}", 0) for row in rows) for name in names}
+    totals = dict.fromkeys(("down", "up", "ints", "messages", "encrypted"), 0)
+    for row in rows:
+        for name in totals:
+            totals[name] += row.get(f"traffic/{name}", 0)
     return totals | {"bytes": _BYTES * (totals["down"] + totals["up"] + totals["ints"]) + totals["encrypted"]}
 
 
-def summary(rows: list[Row], headline: Headline = ACCURACY) -> Row:
-    """The results of a run: {point: {score: statistics in its last round, and its course}}, and the traffic."""
-    names, results = score_names(rows, headline), {}
-    for point in POINTS:
-        found = {name: last(rows, point, name, headline) for name in names}
-        results[point] = {n: row | {"course": course(rows, point, n, headline)} for n, row in found.items() if row}
-    losses = [row["loss"] for row in rows if row.get("loss") is not None]
+def summary(rows: Iterable[Row], headline: Headline = ACCURACY) -> Row:
+    """The results of a run: {point: {score: statistics in its last round, and its course}}, and the traffic.
+
+    The rows are read one after another, and none is kept but the last of each score.
+    """
+    loss, ends, courses = None, dict[tuple[str, str], Row](), dict[tuple[str, str], _Course]()
+    for row in rows:
+        loss = row["loss"] if row.get("loss") is not None else loss
+        for point, name in filter(None, map(_place, row)):
+            if (value := row[f"{point}/{name}"]) is None:
+                continue
+            way = scores.better(name, headline)
+            courses[point, name] = _longer(courses.get((point, name)), (row["round"], value), way)
+            if found := _statistics(row, point, name, headline):
+                ends[point, name] = found
+    names = scores.ordered((name for point, name in courses if point != "post_latest"), headline)
+    results = {
+        point: {n: ends[point, n] | {"course": courses[point, n].said()} for n in names if (point, n) in ends}
+        for point in POINTS
+    }
     said = {"score": headline[0], "better": headline[1]}
-    return {"loss": losses[-1] if losses else None, "headline": said, "scores": results, "traffic": traffic(rows)}
+    return {"loss": loss, "headline": said, "scores": results, "traffic": traffic(rows)}
 
 
-def tables(console: Console, rows: list[Row], headline: Headline = ACCURACY) -> None:
-    """Prints the closing tables: of scores in %, and of the others."""
-    names = [name for name in score_names(rows, headline) if not name.endswith("_trivial")]
+def tables(console: Console, found: Row) -> None:
+    """Prints the closing tables of a `summary`: of scores in %, and of the others."""
+    headline = found["headline"]["score"], found["headline"]["better"]
+    results, total = found["scores"], found["traffic"]
+    known = scores.ordered((name for point in ("pre", "post") for name in results[point]), headline)
+    names = [name for name in known if not name.endswith("_trivial")]
     if not names:
         return
     for share in (True, False):
         if kind := [name for name in names if scores.is_share(name) == share]:
-            console.print(_clients_table(rows, kind, headline))
+            console.print(_clients_table(results, kind, headline))
     for share in (True, False):
         leading = [name for name in names if not share or name in (headline[0], *scores.LEADING)]
         if kind := [name for name in leading if scores.is_share(name) == share]:
-            console.print(_course_table(rows, kind, headline))
-    total = traffic(rows)
+            console.print(_course_table(results, kind, headline))
     parts = [f"{total[name]:,} {name}" for name in ("down", "up", "ints", "messages")]
     secret = f", of them {total['encrypted'] / 1e6:,.1f} MB ciphertexts" if total["encrypted"] else ""
     console.print(f"Traffic: scalars {', '.join(parts)}; {total['bytes'] / 1e6:,.1f} MB{secret}.")
 
 
-def _points(rows: list[Row], names: list[str]) -> Iterator[tuple[str, str, str]]:
+def _points(results: Row, names: list[str]) -> Iterator[tuple[str, str, str]]:
     """The lines of a table: (score, point, the score's name where it is shown)."""
     for name in names:
-        present = [point for point in POINTS if last(rows, point, name)]
+        present = [point for point in POINTS if name in results[point]]
         for i, point in enumerate(present):
             yield name, point, "" if i else name
 
 
-def _clients_table(rows: list[Row], names: list[str], headline: Headline) -> Table:
+def _clients_table(results: Row, names: list[str], headline: Headline) -> Table:
     """Statistics over clients, and beside them the macro mean of the `trivial` score; all shares, or none."""
-    everybody = next(row["round"] for row in reversed(rows) if any(name.startswith("pre/") for name in row))
+    everybody = max(found["round"] for found in results["pre"].values())
     shares = scores.is_share(names[0])
     unit = " in %" if shares else f" ({scores.directions(names, headline)})"
     title = f"Clients' test scores{unit}, before local training (after {everybody} rounds) and after it"
     titles = ["cli-\nents", "macro\nmean", "micro\nmean", "std", "worst\n10 %", "best\n10 %"]
     titles += ["trivial\nmacro"] if shares else []
     table = plain_table(title, ["score", "local\ntraining"], titles)
-    for name, point, shown in _points(rows, names):
-        found, floor = last(rows, point, name, headline) or {}, last(rows, point, trivial(name))
+    for name, point, shown in _points(results, names):
+        found, floor = results[point][name], results[point].get(trivial(name))
         values = [scores.shown(name, found[statistic]) for statistic in STATISTICS]
         values += [scores.shown(name, floor["macro"]) if floor else ""] if shares else []
-        table.add_row(shown, POINTS[point], str(found.get("clients") or ""), *values)
+        table.add_row(shown, POINTS[point], str(found["clients"] or ""), *values)
     return table
 
 
-def _course_table(rows: list[Row], names: list[str], headline: Headline) -> Table:
+def _course_table(results: Row, names: list[str], headline: Headline) -> Table:
     unit = "in %" if scores.is_share(names[0]) else scores.directions(names, headline)
-    title = f"Macro mean in the run, {unit} (best: chosen on the test examples, so optimistic)"
+    title = f"Macro mean in the run, {unit} (best: {_BEST})"
     columns = ["last\nround", f"mean of\nlast {_TAIL}", "evalu-\nations", "best\nround", "which\nround"]
     table = plain_table(title, ["score", "local\ntraining"], columns)
-    for name, point, shown in _points(rows, names):
-        found = course(rows, point, name, headline) or {}
+    for name, point, shown in _points(results, names):
+        found = results[point][name]["course"]
         end, mean, best = (scores.shown(name, found[key]["value"]) for key in ("last", "mean_of_last", "best"))
         evaluations, which = str(found["mean_of_last"]["evaluations"]), str(found["best"]["round"])
         table.add_row(shown, POINTS[point], end, mean, evaluations, best, which)

@@ -11,11 +11,10 @@ import csv
 import io
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ import numpy as np
 from experiments import build, figures, lock, matrices, records, schema
 from experiments.config import Config
 from experiments.entry import directory
-from experiments.files import damaged, read_json, read_rows, write_json, write_text
+from experiments.files import Rows, damaged, read_json, read_rows, write_bytes, write_json
 from experiments.recorded import check_format, complete, read_config, read_layout, signed
 from experiments.scores import ACCURACY, Headline
 from fedjax_pfl import simulate
@@ -86,7 +85,7 @@ class RunDirectory:
       architectures: [N] names of the networks; where they differ, the headline is also recorded for each.
 
     Attributes:
-      rows: the rows of the metrics so far.
+      rows: the rows of the metrics so far, read from the disk whenever they are asked for.
       latest: {score: [N]}, every client's last score after local training; NaN for clients not seen yet.
     """
 
@@ -100,7 +99,7 @@ class RunDirectory:
         architectures: np.ndarray | None = None,
     ):
         self.path = path
-        self.rows: list[Row] = []
+        self.rows = Rows(path / "metrics.jsonl")
         self.latest: dict[str, np.ndarray] = {}
         self._test_sizes, self._partial, self._planned, self._headline = test_sizes, partial, planned, headline
         one = architectures is None or len(set(architectures)) == 1
@@ -140,7 +139,6 @@ class RunDirectory:
         paths = [self.path / f"{name}.jsonl" for name in ("metrics", "scores")]
         parts = [path.with_name(path.name + ".part") for path in paths]
         pairs = zip(*(complete(path, start) for path in paths), strict=True)
-        rows = []
         try:
             with open(parts[0], "wb") as metrics, open(parts[1], "wb") as scores:
                 for (line, row), (scored, score) in pairs:
@@ -154,14 +152,12 @@ class RunDirectory:
                         self._remember(score)
                     except (KeyError, IndexError, ValueError):
                         raise damaged(paths[1], f"round {row['round']} is of other clients") from None
-                    rows.append(_interned(row))
             write_json(self.path / "config.json", signed(config))
             for part, path in zip(parts, paths, strict=True):
                 os.replace(part, path)
         finally:
             for part in parts:
                 part.unlink(missing_ok=True)
-        self.rows = rows
         matrices.rewind(self.path, start)
 
     def append(self, result: simulate.Result) -> Row:
@@ -186,7 +182,6 @@ class RunDirectory:
         for name, content in (("metrics", row), ("scores", scores)):
             with open(self.path / f"{name}.jsonl", "a", encoding="utf-8", newline="\n") as file:
                 file.write(_line(content))
-        self.rows.append(_interned(row))
         return row
 
     def _remember(self, scores: Row) -> None:
@@ -203,13 +198,15 @@ class RunDirectory:
 
     def tables(self) -> None:
         """Writes metrics.csv and the curves anew."""
-        names = list(dict.fromkeys(name for row in self.rows for name in row))
-        text = io.StringIO()
-        writer = csv.DictWriter(text, names, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self.rows)
-        write_text(self.path / "metrics.csv", text.getvalue())
+        write_bytes(self.path / "metrics.csv", self._csv)
         figures.draw_curves(self.rows, self.path / "curves.png", self._headline)
+
+    def _csv(self, file: BinaryIO) -> None:
+        names = dict.fromkeys(name for row in self.rows for name in row)
+        with io.TextIOWrapper(file, "utf-8", newline="") as text:
+            writer = csv.DictWriter(text, list(names), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(self.rows)
 
 
 def wanted(t: int, rounds: int, eval_every: int) -> bool:
@@ -239,20 +236,24 @@ def _line(row: Row) -> str:
     return json.dumps(row) + "\n"
 
 
-def _interned(row: Row) -> Row:
-    """The row with the names that all rows share: else each has its own copies."""
-    return {sys.intern(name): value for name, value in row.items()}
-
-
 class Run(NamedTuple):
     """A run directory that was read."""
 
+    path: Path
     config: Config
-    metrics: list[Row]
-    scores: list[Row]
     round: int  # rounds that `state` has behind it
     state: State
     experiment: build.Experiment
+
+    @property
+    def metrics(self) -> list[Row]:
+        """The rows of the metrics; they are read when asked for."""
+        return read_rows(self.path / "metrics.jsonl")
+
+    @property
+    def scores(self) -> list[Row]:
+        """The rows with every client's scores; they are read when asked for, and may be many."""
+        return read_rows(self.path / "scores.jsonl")
 
     def predictor(self, client_id: int) -> Callable[[Any], jax.Array]:
         """One client's model at the last checkpoint: raw inputs [B, *input], as the data set has them, -> outputs."""
@@ -266,7 +267,7 @@ class Run(NamedTuple):
 
 
 def load(workdir: str | Path) -> Run:
-    """Reads a run directory: its settings, its rows and the state of its last checkpoint.
+    """Reads a run directory: its settings and the state of its last checkpoint.
 
     Raises:
       InputError: it is not a run directory, has no checkpoint yet, or its data are not here any more.
@@ -275,5 +276,4 @@ def load(workdir: str | Path) -> Run:
     check_format(path)
     experiment = build.prepare(read_config(path), read_layout(path).conv)
     step, state = checkpoint.restore(path / "checkpoints", experiment.state_shapes())
-    rows = read_rows(path / "metrics.jsonl"), read_rows(path / "scores.jsonl")
-    return Run(experiment.config, *rows, step, state, experiment)
+    return Run(path, experiment.config, step, state, experiment)

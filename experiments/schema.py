@@ -82,7 +82,8 @@ def _object(value: Any, wanted: Object, name: str) -> str | None:
     if missing := [key for key in wanted.required if key not in value]:
         return f"{name} lacks {missing[0]!r}"
     kinds, prefix = dict(wanted.optional) | wanted.required, "" if name == "it" else f"{name}."
-    found = (problem(item, kinds.get(key, wanted.others), prefix + key) for key, item in value.items())
+    limited = [(key, kind) for key in value if (kind := kinds.get(key, wanted.others)) is not None]
+    found = (problem(value[key], kind, prefix + key) for key, kind in limited)
     return next((x for x in found if x), None)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments import entry, flags, networks, published, report, runs, schema, scores, targets
-from experiments.files import read_json, read_rows
+from experiments.files import Rows, read_json
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms.find import find
 
@@ -90,24 +90,21 @@ class Reached(NamedTuple):
 
 def _targets(workdir: Path, text: str) -> Reached:
     """Raises InputError if the run has not the score that `text` names."""
-    config, metrics = runs.read_config(workdir), read_rows(workdir / "metrics.jsonl")
+    config, metrics = runs.read_config(workdir), Rows(workdir / "metrics.jsonl")
     targets.check_score(text, report.score_names(metrics), str(workdir))
     headline = _headline(read_json(workdir / "summary.json", schema.SUMMARY))
     score, levels = targets.wanted(config.replace(targets=text), headline)
     bound, cells = targets.bound(config.eval_every), []
+    found = targets.reached(metrics, score, levels, 0, headline)
     for level in levels:
-        pairs = [_reached(metrics, point, score, level, bound is not None, headline) for point in ("post", "pre")]
+        pairs = [_reached(found, point, level, bound is not None) for point in ("post", "pre")]
         cells += [" / ".join(texts) for texts in zip(*pairs, strict=True)]
     return Reached(score, cells, bound)
 
 
-def _reached(
-    metrics: list[Row], point: str, score: str, level: float, bounded: bool, headline: scores.Headline
-) -> tuple[str, str]:
+def _reached(run: targets.Reached, point: str, level: float, bounded: bool) -> tuple[str, str]:
     """Rounds, with their marks, and megabytes."""
-    found, mark = targets.reached(metrics, point, score, level, 0, headline), ""
-    if targets.is_trivial(metrics, point, score, level):
-        mark = targets.MARK
+    found, mark = run.first.get((point, level)), targets.MARK if run.is_trivial(point, level) else ""
     if found is None:
         return f"never{mark}", "-"
     return f"{BOUND if bounded and found['round'] else ''}{found['rounds']}{mark}", f"{found['bytes'] / 1e6:.1f}"

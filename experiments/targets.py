@@ -12,7 +12,8 @@ are not: `benchmarks.cost` has the methods' times.
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -94,74 +95,97 @@ def bound(eval_every: int) -> str | None:
     return f"evaluated every {eval_every} rounds only, so rounds are upper bounds, up to {eval_every - 1} too many"
 
 
-def trivial(rows: list[Row], point: str, name: str) -> float | None:
-    """The last `report.trivial` score beside a score (macro, or micro as its name says); None if it is not recorded."""
+def _trivial_key(point: str, name: str) -> str:
+    """The row's entry of the `report.trivial` score beside a score, macro, or micro as its name says."""
     micro = "_micro" if name.endswith("_micro") else ""
-    key = f"{point}/{report.trivial(name.removesuffix('_micro'))}{micro}"
-    return next((row[key] for row in reversed(rows) if row.get(key) is not None), None)
+    return f"{point}/{report.trivial(name.removesuffix('_micro'))}{micro}"
 
 
-def is_trivial(rows: list[Row], point: str, name: str, level: float) -> bool:
-    """Is a level no more than the `trivial` score?"""
-    floor = trivial(rows, point, name)
-    return floor is not None and floor >= level - _ROUNDING
+class Spent(NamedTuple):
+    """What some rounds took; steps and examples of the clients are None where a row does not know (a run begun by an
+    earlier version)."""
+
+    rounds: int = 0
+    traffic: Row = MappingProxyType({})  # type: ignore[assignment]  # as the entries of a row
+    steps: int | None = 0
+    examples: int | None = 0
+
+    def after(self, row: Row) -> "Spent":
+        """With one row more; the closing one took nothing."""
+        if "loss" not in row:
+            return self
+        names = [*self.traffic, *(name for name in row if name.startswith("traffic/") and name not in self.traffic)]
+        sent = {name: self.traffic.get(name, 0) + row.get(name, 0) for name in names}
+        more = (row.get("work/steps"), row.get("work/examples"))
+        work = [None if a is None or b is None else a + b for a, b in zip(self[2:], more, strict=True)]
+        return Spent(self.rounds + 1, sent, *work)
+
+    def total(self, flops: float | None) -> Row:
+        """{down, up, ints, messages, encrypted, bytes, client_steps, client_flops}; the last two None if not known.
+
+        Args:
+          flops: of the method on one example, see `account.flops`; None: not counted.
+        """
+        counted = None if self.examples is None or flops is None else round(self.examples * flops)
+        return report.traffic([self.traffic]) | {"client_steps": self.steps, "client_flops": counted}
 
 
-def spent(rows: list[Row], flops: float | None) -> Row:
-    """Totals of some rounds: traffic, the clients' steps and their floating-point operations.
+class Reached(NamedTuple):
+    """What the rows say of a score and some levels of it."""
 
-    Args:
-      rows: of the metrics.
-      flops: of the method on one example, see `account.flops`; None: not counted.
+    first: dict[tuple[str, float], Row]  # of point and level, where it was reached
+    floor: dict[str, float | None]  # of every evaluated point: the last `report.trivial` score, if recorded
 
-    Returns:
-      down, up, ints, messages, encrypted, bytes, client_steps, client_flops; the last two None where a row does not
-      know (a run begun by an earlier version).
-    """
-    trained = [row for row in rows if "loss" in row]
-    known = all("work/steps" in row for row in trained)
-    steps, examples = (sum(row[f"work/{name}"] for row in trained) if known else None for name in ("steps", "examples"))
-    work = {
-        "client_steps": steps,
-        "client_flops": None if examples is None or flops is None else round(examples * flops),
-    }
-    return report.traffic(trained) | work
+    def is_trivial(self, point: str, level: float) -> bool:
+        """Is a level no more than the `trivial` score?"""
+        floor = self.floor.get(point)
+        return floor is not None and floor >= level - _ROUNDING
 
 
 def reached(
-    rows: list[Row], point: str, name: str, level: float, flops: float | None, headline: Headline = ACCURACY
-) -> Row | None:
-    """The first evaluated round whose mean (macro; micro of a name that ends in _micro) is at least `level`, or None;
-    at most `level` where less of the score is better.
+    rows: Iterable[Row], name: str, levels: Iterable[float], flops: float | None, headline: Headline = ACCURACY
+) -> Reached:
+    """When a score (macro mean; micro of a name that ends in _micro) was first at least each of the levels; at most,
+    where less of it is better. The rows are read once, and none is kept.
 
     Returns:
-      round (of the row), rounds (communicated until then: `pre` is scored before its round, the others after its local
-      training), value, and what was `spent`.
+      `first`: round (of the row), rounds (communicated until then: `pre` is scored before its round, the others after
+      its local training), value, and what was `Spent`.
     """
-    key, sign = f"{point}/{name}", -1 if scores.better(name, headline) == "min" else 1
-    least = sign * level - _ROUNDING * max(1, abs(level))
-    row = next((row for row in rows if row.get(key) is not None and sign * row[key] >= least), None)
-    if row is None:
-        return None
-    before = [r for r in rows if r["round"] < row["round"] + (point != "pre") and "loss" in r]
-    return {"round": row["round"], "rounds": len(before), "value": row[key]} | spent(before, flops)
+    sign, spent = -1 if scores.better(name, headline) == "min" else 1, Spent()
+    first, floors, seen = dict[tuple[str, float], Row](), dict[str, float](), set[str]()
+    least = {level: sign * level - _ROUNDING * max(1, abs(level)) for level in levels}
+    for row in rows:
+        before, spent = spent, spent.after(row)
+        for point in report.POINTS:
+            if (floor := row.get(_trivial_key(point, name))) is not None:
+                floors[point] = floor
+            if (value := row.get(f"{point}/{name}")) is None:
+                continue
+            seen.add(point)
+            total = before if point == "pre" else spent
+            for level in [x for x in least if (point, x) not in first and sign * value >= least[x]]:
+                here = {"round": row["round"], "rounds": total.rounds, "value": value}
+                first[point, level] = here | total.total(flops)
+    return Reached(first, {point: floors.get(point) for point in report.POINTS if point in seen})
 
 
-def summary(rows: list[Row], config: Config, flops: float | None, headline: Headline = ACCURACY) -> Row:
-    """For summary.json: {"score": name, "bound": `bound`, "trivial": {point: `trivial`}, "levels": [{"target": ...,
-    "trivial": is it no more than that at some point?, point: `reached`}]}."""
+def summary(rows: Iterable[Row], config: Config, flops: float | None, headline: Headline = ACCURACY) -> Row:
+    """For summary.json: {"score": name, "bound": `bound`, "trivial": {point: the trivial score}, "levels": [{"target":
+    ..., "trivial": is it no more than that at some point?, point: what `reached` says, None: never}]}."""
     name, levels = wanted(config, headline)
-    points = [point for point in report.POINTS if any(row.get(f"{point}/{name}") is not None for row in rows)]
-    found = [
-        {"target": level, "trivial": any(is_trivial(rows, point, name, level) for point in points)}
-        | {point: reached(rows, point, name, level, flops, headline) for point in points}
+    found = reached(rows, name, levels, flops, headline)
+    said = [
+        {"target": level, "trivial": any(found.is_trivial(point, level) for point in found.floor)}
+        | {point: found.first.get((point, level)) for point in found.floor}
         for level in levels
     ]
-    floor = {point: trivial(rows, point, name) for point in points}
-    return {"score": name, "bound": bound(config.eval_every), "trivial": floor, "levels": found}
+    return {"score": name, "bound": bound(config.eval_every), "trivial": found.floor, "levels": said}
 
 
-def show(console: Console, rows: list[Row], config: Config, flops: float | None, headline: Headline = ACCURACY) -> None:
+def show(
+    console: Console, rows: Iterable[Row], config: Config, flops: float | None, headline: Headline = ACCURACY
+) -> None:
     """Prints the table of the targets that were asked for."""
     found = summary(rows, config, flops, headline)
     shown, points = found["levels"], [*found["trivial"]]

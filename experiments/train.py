@@ -1,5 +1,6 @@
 """Runs an experiment into its run directory, round by round."""
 
+import functools
 import shlex
 import sys
 import time
@@ -21,7 +22,7 @@ from fedjax_pfl.types import State
 
 
 class Stopped(Exception):
-    """The user asked to stop; args: the signal's number."""
+    """The user asked to stop; args: the rounds that are done, and the signal's number."""
 
 
 def compiled(experiment: build.Experiment, layout: Layout) -> simulate.Compiled:
@@ -70,7 +71,7 @@ def train(
                     )  # on the host: no device holds everybody's rows
                     multihost.on_first(files.keep, "interrupted" if stop else "running", done, whole)
                 if stop:
-                    raise Stopped(number)
+                    raise Stopped(done, number)
         except simulate.DivergenceError:
             multihost.on_first(files.show, "diverged")
             raise
@@ -115,10 +116,10 @@ class Clock:
 
 def _summarise(run: RunDirectory, experiment: build.Experiment, status: str, seconds: dict) -> None:
     """Writes summary.json."""
-    done = sum("loss" in row for row in run.rows)
     flops = account.flops(experiment) if experiment.config.targets else None
+    spent = functools.reduce(targets.Spent.after, run.rows, targets.Spent())
+    done, totals = spent.rounds, spent.total(flops)
     content = {"status": status, "rounds": done, "seconds": seconds} | report.summary(run.rows, experiment.headline)
-    totals = targets.spent(run.rows, flops)
     content |= {"work": {name: totals[name] for name in ("client_steps", "client_flops")} | {"note": targets.NOTE}}
     content |= {"initial_broadcast": account.initial_broadcast(experiment)}
     if experiment.config.targets:

@@ -468,11 +468,13 @@ def test_compile_time_is_the_union_of_its_spans():
 
 
 def test_the_course_of_a_score():
-    rows = [{"round": t, "pre/acc": value} for t, value in enumerate((0.1, 0.9, 0.9, None, 0.5))]
-    course = report.course(rows, "pre", "acc")
+    keys = [f"pre/acc{suffix}" for suffix in report.STATISTICS.values()]
+    rows = [{"round": t} | dict.fromkeys(keys, value) for t, value in enumerate((0.1, 0.9, 0.9, None, 0.5))]
+    results = report.summary(iter(rows))["scores"]  # read once
+    course = results["pre"]["acc"]["course"]
     assert course["last"] == {"round": 4, "value": 0.5} and course["best"]["round"] == 1
     assert course["mean_of_last"] == {"evaluations": 4, "value": pytest.approx(0.6)}
-    assert report.course(rows, "post", "acc") is None
+    assert not results["post"]
 
 
 BAD = [

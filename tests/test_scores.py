@@ -62,7 +62,7 @@ def test_the_best_round_and_the_worst_clients_are_those_of_the_scores_direction(
 
 def test_the_tables_say_what_is_better_and_show_no_percent():
     console = Console(file=io.StringIO(), width=200)
-    report.tables(console, rows(), DVA)
+    report.tables(console, report.summary(rows(), DVA))
     text = " ".join(console.file.getvalue().split())
     assert "elbo: higher is better; reconstruction: lower is better" in text
     assert "-60.25" in text and "4000" not in text and "trivial" not in text and "in %" not in text
@@ -77,9 +77,9 @@ def test_progress_shows_the_headline_in_its_unit():
 
 
 def test_a_target_of_which_less_is_better_is_reached_from_above():
-    assert targets.reached(rows(), "post", "reconstruction", 45, 1)["round"] == 1
-    assert targets.reached(rows(), "post", "reconstruction", 39, 1) is None
-    assert targets.reached(rows(), "post", "elbo", -60.5, 1, DVA)["round"] == 1
+    first = targets.reached(rows(), "reconstruction", (39, 45), 1).first
+    assert first["post", 45]["round"] == 1 and ("post", 39) not in first
+    assert targets.reached(rows(), "elbo", (-60.5,), 1, DVA).first["post", -60.5]["round"] == 1
     found = targets.summary(rows(), CONFIG.replace(targets="reconstruction:45,100"), 1, DVA)
     assert [level["post"]["rounds"] for level in found["levels"]] == [2, 1]
     console = Console(file=io.StringIO(), width=200)

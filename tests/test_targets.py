@@ -39,8 +39,8 @@ def rows(pre, post, **more):
 
 def test_the_first_round_that_reaches_it_and_what_was_spent_until_then():
     run = rows([0.1, None, 0.5, None, 0.8], [0.3, None, 0.5, 0.9])  # evaluated every second round, and the last
-    before = targets.reached(run, "pre", "acc", 0.5, flops=7)
-    assert before == {
+    first = targets.reached(iter(run), "acc", (0.1, 0.5, 0.8, 0.91), flops=7).first  # the rows are read once
+    assert first["pre", 0.5] == {
         "round": 2,
         "rounds": 2,  # before the third begins
         "value": 0.5,
@@ -53,24 +53,23 @@ def test_the_first_round_that_reaches_it_and_what_was_spent_until_then():
         "client_steps": 8,
         "client_flops": 2 * 30 * 7,
     }
-    after = targets.reached(run, "post", "acc", 0.5, flops=7)
+    after = first["post", 0.5]
     assert (after["round"], after["rounds"], after["down"], after["client_steps"]) == (2, 3, 30, 12)
-    closing = targets.reached(run, "pre", "acc", 0.8, flops=7)
+    closing = first["pre", 0.8]
     assert (closing["round"], closing["rounds"], closing["up"]) == (4, 4, 40)
-    assert targets.reached(run, "pre", "acc", 0.1, flops=7)["down"] == 0  # before anything was sent
-    assert targets.reached(run, "post", "acc", 0.91, flops=7) is None
-    assert targets.reached(run, "post", "task_acc", 0.1, flops=7) is None
+    assert first["pre", 0.1]["down"] == 0  # before anything was sent
+    assert ("post", 0.91) not in first and not targets.reached(run, "task_acc", (0.1,), flops=7).first
 
 
 def test_a_mean_of_float32_scores_reaches_what_it_is():
     mean = float(np.mean(np.full(4, 0.9, np.float32), dtype=np.float64))
     assert mean < 0.9
-    assert targets.reached(rows([mean], []), "pre", "acc", 0.9, 1)
+    assert targets.reached(rows([mean], []), "acc", (0.9,), 1).first
 
 
 def test_rows_of_an_earlier_version_know_no_work():
     run = [{k: v for k, v in row.items() if not k.startswith("work/")} for row in rows([0.1, 0.6], [0.7])]
-    found = targets.reached(run, "post", "acc", 0.5, 7)
+    found = targets.reached(run, "acc", (0.5,), 7).first["post", 0.5]
     assert found["client_steps"] is found["client_flops"] is None and found["down"] == 10
     console = Console(record=True, width=100)
     targets.show(console, run, CONFIG, 7)
