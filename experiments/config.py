@@ -11,6 +11,7 @@ from annotated_types import Ge, Gt, Interval
 from experiments.values import number
 from fedjax_pfl import hyperparameters
 
+_MOST = 2**31 - 1  # rounds are counted in int32
 BY_FILE = ("val_fraction", "test_split", "alpha", "classes_per_client")  # None where a partition file says everything
 
 
@@ -67,13 +68,13 @@ class Config:
     bn_stats: str = _setting("aggregate", "running statistics: aggregate, local, or batch (none kept)")
     compute_dtype: str = _setting("float32", "in which the body computes: float32, or bfloat16 for accelerators")
     seed: Annotated[int, Interval(ge=0, le=2**32 - 1)] = _setting(0, "of everything that is drawn")
-    eval_every: Annotated[int, Ge(0)] = _setting(
+    eval_every: Annotated[int, Interval(ge=0, le=_MOST)] = _setting(
         1, "rounds between evaluations; the last is always evaluated, 0: only at the end"
     )
     targets: str | None = _setting(
         None, "scores in (0, 1] whose first round is reported: 0.8,0.9 or acc:0.8,0.9", free=True
     )
-    checkpoint_every: Annotated[int, Ge(1)] = _setting(10, "rounds between checkpoints", free=True)
+    checkpoint_every: Annotated[int, Interval(ge=1, le=_MOST)] = _setting(10, "rounds between checkpoints", free=True)
     conv: str = _setting("auto", "form of the convolutions: winograd, fused, matmul, xla, or auto: timed", free=True)
     width: str = _setting("auto", "clients trained at once, or auto: timed", free=True)
     devices: str = _setting("auto", "devices to spread the clients over: a number, all, or auto", free=True)

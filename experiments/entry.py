@@ -58,7 +58,7 @@ def guarded(command: Callable[[], int], interrupted: str = "Interrupted.") -> in
     try:
         return command()
     except InputError as error:
-        errors().print(str(error))
+        errors().print(" ".join(str(error).splitlines()))  # what the user gave may have several lines
         return BAD_INPUT
     except multihost.UnreachableError as error:
         errors(quiet=False).print(str(error))

@@ -163,6 +163,8 @@ def _prepared(config: Config, recorded: Layout | None, room: Sequence[int]) -> b
     """The experiment, with what was recorded of a run that goes on; everything wrong is found here."""
     conv = recorded.conv if recorded is not None and config.conv == "auto" else config.conv
     experiment = build.prepare(config, conv, room)
+    if recorded is None:
+        layouts.devices(config.devices, experiment)  # those of a resume: see `_laid_again`
     if targets.parse(config.targets)[0]:
         targets.check_score(config.targets, targets.score_names(experiment), config.algo)
     return experiment

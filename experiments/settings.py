@@ -22,8 +22,9 @@ def resolve(user: Mapping[str, Any]) -> Config:
     Raises:
       InputError: an unknown name, or a value out of range.
     """
-    preset = user.get("preset") or DEFAULT_PRESETS.get(user.get("dataset", "digits"))
-    chosen = PRESETS[choose("preset", preset, PRESETS)] if preset else None
+    preset = user.get("preset")
+    preset = DEFAULT_PRESETS.get(user.get("dataset", "digits")) if preset is None else preset
+    chosen = None if preset is None else PRESETS[choose("preset", preset, PRESETS)]
     values = dict(chosen.settings_of(user.get("algo")) if chosen else {}) | dict(user) | {"preset": preset}
     if not values.get("algo"):
         raise InputError(f"Say which method to run with --algo=NAME: one of {', '.join(ALGORITHMS)}.")

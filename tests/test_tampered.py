@@ -6,17 +6,32 @@ import shutil
 
 import pytest
 
-from experiments import entry, figures, main
+from experiments import build, entry, figures, main, train
 
 FLAGS = ["--algo=fedper", "--data_fraction=0.2", "--clients=5", "--model=linear", "--participation=0.6", "--width=1"]
 FLAGS += ["--devices=1", "--rounds=4", "--checkpoint_every=2"]
 VALUES = (None, True, -1, 0, 1.5, 1e300, 2**70, "x", "", [], [1], ["a"], {}, {"a": 1}, "nan", [[[]]])
 
 
+def once(function):
+    """The function, which does not make again what it made: the same settings give the same."""
+    made = {}
+
+    def given(first, *rest):
+        config = getattr(first, "config", first)
+        key = json.dumps([config.asdict(), rest], default=str)
+        return made[key] if key in made else made.setdefault(key, function(first, *rest))
+
+    return given
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(figures, "draw_curves", lambda *_, **__: None)
+        for name in ("draw_curves", "draw_partition"):
+            patch.setattr(figures, name, lambda *_, **__: None)
+        patch.setattr(build, "prepare", once(build.prepare))
+        patch.setattr(train, "compiled", once(train.compiled))
         path = tmp_path_factory.mktemp("whole") / "run"
         assert main.run([*FLAGS, f"--workdir={path}"]) == 0
         yield path

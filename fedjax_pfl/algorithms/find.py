@@ -61,5 +61,5 @@ def _from_file(path: Path) -> Any:
 def _from_package(place: str, name: str) -> Any:
     try:
         return importlib.import_module(place)
-    except ImportError as error:
-        raise InputError(f"algo={name}: {place} cannot be imported ({error}).") from error
+    except Exception as error:  # no such module, no name of one, or whatever is wrong with the user's
+        raise InputError(f"algo={name}: {place!r} cannot be imported ({error}).") from error

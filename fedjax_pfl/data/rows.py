@@ -67,7 +67,7 @@ def load_file(path: str | Path, dataset: Dataset) -> Partition:
     if ("val" in arrays) != ("val_sizes" in arrays):
         raise InputError(f"{path} has only one of val and val_sizes: store both, or neither.")
     if "val" not in arrays:
-        arrays |= {"val": np.zeros(0, np.int32), "val_sizes": np.zeros(len(arrays["train_sizes"]), np.int32)}
+        arrays |= {"val": np.zeros(0, np.int32), "val_sizes": np.zeros_like(arrays["train_sizes"])}
     for name, array in arrays.items():
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise InputError(

@@ -1,5 +1,6 @@
 """A method and its hyperparameters: checked, then bound as a function of the traced ones and of the round."""
 
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ def bound(
     hparams = hyperparameters.defaults(factory) | hparams
     try:
         with contract.named(factory):
-            made = factory(task, **hparams)  # what depends on the task is checked here, before anything is traced
+            made = _made(factory, task, hparams)  # what depends on the task is checked here, before anything is traced
             contract.check_algorithm(made)
         if made.one_architecture and len(task.models) > 1:
             raise ArchitectureError
@@ -46,3 +47,16 @@ def bound(
         return factory(task._replace(lr=lr), **static, **free)
 
     return algorithm, numbers | {"lr": float(task.lr), "lr_decay": float(lr_decay)}
+
+
+def _made(factory: Callable[..., Algorithm], task: Task, hparams: dict[str, Any]) -> Algorithm:
+    """What a factory returns; ContractError where it fails, for it may be the user's own."""
+    try:
+        return factory(task, **hparams)
+    except InputError:
+        raise
+    except Exception as error:
+        *_, last = traceback.extract_tb(error.__traceback__)
+        where = f"{last.filename}:{last.lineno}"
+        why = f"{type(error).__name__}: {error}"
+        raise contract.ContractError(f"the factory fails for this task ({why}, at {where}).") from error

@@ -4,7 +4,6 @@ Axes: B batch, C classes, L features of the network itself, K features asked for
 """
 
 import inspect
-import math
 from typing import Any
 
 import jax
@@ -69,7 +68,7 @@ def widened(module: Any, input_shape: Shape, num_classes: int, features: int, by
       InputError: for less than one feature, or an unknown `by`.
     """
     choose("width_by", by, WIDTH_BY)
-    check("features", features, 1, math.inf)
+    check("features", features, 1, 10**6, whole=True, why="the head has a row of weights for each")
     project = None
     if by == "linear":
         example = jax.ShapeDtypeStruct((1, *input_shape), jnp.float32)
