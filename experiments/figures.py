@@ -64,7 +64,7 @@ def draw_curves(records: Iterable[dict[str, Any]], path: str | Path, headline: H
 
     Args:
       records: rows of metrics, read twice; `round` is required, `pre/acc`, `pre/acc_std`, `post/acc`, `post/acc_std`
-        and `loss` may be missing or None in any row; rows without a value are skipped, and the line joins its neighbours.
+        and `loss` may be missing or None in any row; rows without a value are skipped, the line joins its neighbours.
       path: image file; its suffix chooses the format.
       headline: the score in place of `acc`.
     """
