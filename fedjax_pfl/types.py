@@ -1,7 +1,8 @@
 """The contract: the types every part of the library shares, and the legend of the axis letters.
 
-Axes: N clients of the federation, S clients of a round, M padded rows of a client, B batch, C classes, K features,
-T class groups (pFedC's tasks), P public examples, G architectures, Z parameters, n examples of the whole data set.
+Axes: N clients of the federation, S clients of a round, M padded rows of a client, B batch, C
+classes, K features, T class groups (pFedC's tasks), P public examples, G architectures, Z
+parameters, n examples of the whole data set.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,8 @@ Predictor = Callable[[Array, Array], PyTree]  # (x [B, ...] prepared, mask [B]) 
 
 
 class Examples(NamedTuple):
-    """The whole data set, once, on device; official training examples first, then the official test examples."""
+    """The whole data set, once, on device; official training examples first, then the official test
+    examples."""
 
     x: Array  # [n, *input], raw: uint8 images stay uint8 until a batch is taken
     y: Array  # [n] int32
@@ -34,7 +36,8 @@ class Rows(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """In which row of State.clients each client lies: by architecture, and over the devices; R rows in all."""
+    """In which row of State.clients each client lies: by architecture, and over the devices; R rows
+    in all, empty ones included."""
 
     client: Array  # [R] int32, whose row it is; N or more: an empty row
     row: Array  # [N] int32, the row of each client
@@ -51,7 +54,7 @@ class Federation(NamedTuple):
     class_counts: Array  # [N, C] int32, training examples of each class
     public: Examples | None = None  # the pool of public examples, P of them; their labels may be meaningless
     placement: Placement | None = None  # set by the engine; None: row i is client i's
-    masked: Examples | None = None  # see `Data`; other values must change nothing, which a test checks
+    masked: Examples | None = None  # see `Data`; no result may depend on it, which a test checks
 
 
 class Data(NamedTuple):
@@ -61,7 +64,7 @@ class Data(NamedTuple):
     index: Array  # type: ignore[assignment]  # hides tuple.index; [M] int32
     size: Array  # [] int32
     prepare: Callable[[Array], Array]  # raw [B, *input] -> the model's input [B, ...]
-    masked: Examples | None = None  # what masked rows of a batch hold, x prepared [...] and y []; None: zeros
+    masked: Examples | None = None  # fills masked rows of a batch: x prepared [...], y []; None: zeros
 
 
 class Batch(NamedTuple):
@@ -74,7 +77,8 @@ class Batch(NamedTuple):
 
 
 class Network(NamedTuple):
-    """Any network, as pure functions over variables {"params": parameters, "stats": running statistics}."""
+    """Any network, as pure functions over variables {"params": parameters, "stats": running
+    statistics}."""
 
     init: Callable[[Array], PyTree]  # key -> variables
     apply: Callable[..., tuple[Any, PyTree]]  # (variables, x, mask=None, train=False, key=None) -> outputs, new stats
@@ -82,7 +86,8 @@ class Network(NamedTuple):
 
 
 class Model(NamedTuple):
-    """A classifier, as pure functions over variables {"body": params, "head": params, "stats": running statistics}."""
+    """A classifier, as pure functions over variables {"body": params, "head": params, "stats":
+    running statistics}."""
 
     init: Callable[[Array], PyTree]  # key -> variables
     features: Callable[..., tuple[Array, PyTree]]  # (variables, x, mask=None, train=False, key=None) -> [B, K], stats
@@ -93,21 +98,26 @@ class Model(NamedTuple):
 
 
 class Client(NamedTuple):
-    """One client of this round, as the inner function of a method gets it; closed over, no argument of jax.vmap."""
+    """One client of this round, as a method's inner function gets it: without a client axis, under
+    `jax.vmap`.
 
-    id: Array  # [] int32, global
-    key: Array  # a function of (run, round, phase, id), never of the rank in the cohort; None with phase=None
+    Where the client is inactive, all its data have size 0.
+    """
+
+    id: Array  # [] int32 among all N; N or more in padding
+    key: Array  # a function of (run, round, phase, id), not of the place in the cohort; None with phase=None
     train: Data
     val: Data
     test: Data
-    public: Data | None  # the pool of public examples; of size 0 where the client is inactive
+    public: Data | None  # the pool of public examples
     class_counts: Array  # [C] int32, training examples of each class
     model: Model  # of the client's architecture; static
     group: int  # which architecture it is, 0 to G - 1; static
 
 
 class Task(NamedTuple):
-    """What is given, as opposed to what a method chooses; host values except `lr`, which may be traced."""
+    """What is given, as opposed to what a method chooses; host values except `lr`, which may be
+    traced."""
 
     models: tuple[Model, ...]  # [G] architectures
     architecture: np.ndarray  # [N] of each client, 0 to G - 1
@@ -119,13 +129,13 @@ class Task(NamedTuple):
     lr: float | Array
     optimizer: Callable[[float | Array], optax.GradientTransformation]  # of the learning rate
     batch_size: int
-    epochs: int | None = 1  # local epochs a round, or
-    steps: int | None = None  # local steps a round: exactly one of the two is set
+    epochs: int | None = 1  # local epochs per round
+    steps: int | None = None  # local steps per round; one of `epochs` and `steps` is None
     rounds: int = 1
-    participation: tuple[float, float] = (1.0, 1.0)  # the fraction of clients a round: drawn from [low, high]
+    participation: tuple[float, float] = (1.0, 1.0)  # fraction of the clients in a round, drawn from [low, high]
     drop_last: bool = False  # drop the short last batch, to copy a paper that did
     augment: Callable[[Array, Array], Array] | None = None  # (key, x) -> x, on training batches
-    bn_stats: str = "aggregate"  # aggregate | local | batch
+    bn_stats: str = "aggregate"  # running statistics: averaged; "local": the client's own; "batch": none
     superclass: np.ndarray | None = None  # [C] -> superclass, where the data set has them
     shared: Model | None = None  # the small model that all clients exchange (FML, FedKD, ...)
     public: jax.ShapeDtypeStruct | None = None  # the pool of public examples [P, *input], raw; None: there is none
@@ -144,13 +154,18 @@ class Task(NamedTuple):
 
 
 class Own(NamedTuple):
-    """Marks a result of the function for one client whose structure is that of the client's architecture."""
+    """Marks a result of a client's function whose structure is that of the client's architecture,
+    as a whole model's.
+
+    If an upload is marked, `default` is `Grouped` and the mean is taken within each architecture.
+    """
 
     tree: PyTree
 
 
 class Grouped(NamedTuple):
-    """Stacked trees, one per architecture; where there is only one architecture, its plain tree stands instead."""
+    """Stacked trees, one per architecture; where there is only one architecture, its plain tree
+    stands instead."""
 
     trees: tuple[PyTree, ...]  # [G] trees, leading axis: the clients of that architecture
 
@@ -159,7 +174,7 @@ class State(NamedTuple):
     """What a method carries from round to round."""
 
     server: PyTree  # no client axis, or a leading N where the server must see every client
-    clients: PyTree  # leading client axis: N at rest, S inside a round; parts of it may be Grouped
+    clients: PyTree  # leading client axis: N between rounds, S inside one; parts of it may be Grouped
 
 
 class Metrics(NamedTuple):
@@ -172,24 +187,31 @@ class Metrics(NamedTuple):
 
 
 class Cohort(Protocol):
-    """The clients of a round and how to run a function over them; padded places are inactive and change nothing."""
+    """The clients of a round and how to run a function over them; `engine.cohort.Cohort` is the one
+    there is.
+
+    Padding is inactive and changes nothing. Of inactive clients the engine keeps the rows that they
+    had.
+    """
 
     ids: Array  # [S] int32, distinct; N or more in padding, where jax's indexing reads some row and writes nothing
-    active: Array  # [S] bool: takes part; the others are padding or dropped out
+    active: Array  # [S] bool: takes part; the others are padding or have dropped out
     sizes: Array  # [S] int32 training examples
     trained: Array  # [S] bool: takes part and has training examples
     class_counts: Array  # [S, C] int32
     total: Array  # [] int32 training examples of all N clients
     round: Array  # [] int32
-    evaluated: Array  # [] bool: are test scores wanted now?
+    evaluated: Array  # [] bool: is this round evaluated?
     public: Data | None  # the pool of public examples, for the server
 
     def map(self, client: Callable[..., PyTree], *rows: PyTree, phase: int | None = 0) -> PyTree:
-        """Results [S, ...] of client(c, *rows); those marked `Own` come back Grouped; of inactive clients undefined.
+        """Results [S, ...] of client(c, *rows); those marked `Own` come back Grouped; of inactive
+        clients undefined.
 
         Args:
           rows: trees with the axis S, or Grouped.
-          phase: distinguishes the calls of one round, whose clients else had the same keys; None: no c.key.
+          phase: separates the random streams of the calls in one round, so each call needs its own
+            (else InputError); None: the function draws nothing, and c.key is None.
         """
 
     def mean(
@@ -200,23 +222,27 @@ class Cohort(Protocol):
         default: PyTree,
         phase: int | None = 0,
     ) -> tuple[PyTree, tuple[PyTree, ...]]:
-        """Maps `client`, which returns a tuple, and averages its first result, the upload, over the active clients.
+        """Maps `client`, which returns a tuple, and averages its first result, the upload, over the
+        active clients.
 
         Args:
-          weight: not yet normalised; None (uniform), [S], or a prefix tree of the first result whose leaves are None,
-            [S], or [S, ...] with axes that stand for the last ones of every leaf below (see `aggregate.shares`).
-          default: a tree like the first result, taken where nobody has a weight. If the first result is marked `Own`,
-            it is averaged within each architecture, and `default` is Grouped as the mean is.
+          weight: not normalised; None (uniform), [S], or a prefix tree of the upload whose leaves
+            are None, [S], or [S, ...], broadcast against the trailing axes of every leaf below (see
+            `aggregate.shares`).
+          default: a tree like the upload, taken where the weights of the active clients sum to
+            zero; usually the server's present value. Grouped where the upload is marked `Own`, as
+            the mean then is.
 
         Returns:
-          (the mean, in the types of the first result, and the other results [S, ...] as a tuple).
+          (the mean, in the dtypes of the upload, and the other results [S, ...] as a tuple).
         """
 
     def scan(
         self, client: Callable[..., tuple[PyTree, PyTree]], carry: PyTree, *rows: PyTree, phase: int | None = 0
     ) -> tuple[PyTree, PyTree]:
-        """Active clients of one architecture one after another, in random order: carry, results = client(c, carry,
-        *rows); returns the last carry and the results [S, ...], zeros where inactive."""
+        """Active clients of one architecture one after another, in random order: carry, results =
+        client(c, carry, *rows); returns the last carry and the results [S, ...], zeros where
+        inactive."""
 
     def everywhere(self, rows: PyTree) -> PyTree:
         """Rows [S, ...] on every device: what a step on the host is given."""
@@ -233,13 +259,19 @@ class Traffic(NamedTuple):
 
 
 class Algorithm(NamedTuple):
-    """A method as a value: pure functions, and what is known of them."""
+    """A method as a value: pure functions, and what is known of them.
+
+    They are traced under jit, so they branch in Python on nothing that is an array. A round reaches
+    clients through `cohort.map`, `mean` and `scan` only, and returns a State of the structure,
+    shapes and dtypes that it was given. Its key is for the server's draws; a client draws from
+    `c.key`, by `keys.fold` where it needs more than one stream.
+    """
 
     init: Callable[[Array], State]  # key -> State, rows by client id
     round: Callable[[Array, State, Cohort], tuple[State, Metrics]]  # (key, State[S], Cohort) -> State[S], Metrics
-    predict: Callable[[PyTree, PyTree, Client], Predictor]  # (server, row, client): ONE client; adapts once
+    predict: Callable[[PyTree, PyTree, Client], Predictor]  # (server, row, client): one client; it adapts here, once
     score: Callable[[PyTree, Array, Array, Client], Scores]  # (outputs [B, ...], y, mask, client)
     traffic: Callable[[State, Cohort, Metrics], Traffic] | None = None  # None: the size of the upload, both ways
-    headline: tuple[str, str] = ("acc", "max")  # the score that decides, and whether more or less of it is better
+    headline: tuple[str, str] = ("acc", "max")  # the score of targets and best rounds, and its better end
     personalise: Callable[[PyTree, PyTree, Client], PyTree] | None = None  # (server, row, client) -> row, untrained
     one_architecture: bool = True  # False: clients may be of several architectures

@@ -42,4 +42,5 @@ def test_the_method_shown_is_the_method():
     start = source.index("    def round")
     found = textwrap.dedent(source[start : source.index("    def predict")])
     found = re.sub(r": (PyTree|Array|State|Client|Cohort)\b|, epochs=personal_epochs| -> [^:\n]*(?=:\n)", "", found)
+    found = re.sub(r"\n *#[^\n]*", "", found)
     assert found.split() == shown.split()

@@ -1,6 +1,8 @@
-"""Ditto: FedAvg, and beside it a personal model per client that a proximal term holds near the global one.
+"""Ditto: FedAvg, and beside it a personal model per client that a proximal term holds near the
+global one.
 
-Reference: Li et al., Ditto: fair and robust federated learning through personalization (ICML 2021), Algorithm 1.
+Reference: Li et al., Ditto: fair and robust federated learning through personalization (ICML 2021),
+Algorithm 1.
 """
 
 from typing import Annotated
@@ -18,15 +20,21 @@ def ditto(
     lam: Annotated[float, Ge(0)] = 1.0,
     personal_epochs: Annotated[int, Interval(ge=0, le=10_000)] | None = None,
 ) -> Algorithm:
-    """Trains w as FedAvg does and v with the extra gradient lam (v - w^t), w^t the received global model (Eq. 1).
+    """Trains w as FedAvg does and v with the extra gradient lam (v - w^t), w^t the received global
+    model (Eq. 1).
 
     Args:
-      lam: weight of the proximal term (λ) in [0, inf); 1 as in the authors' script (their grid: 0.1, 1, 2).
-      personal_epochs: E_p in [0, 10000]; default the task's local work.
+      lam: weight of the proximal term (λ) in [0, inf); 1 as in the authors' script (their grid:
+        0.1, 1, 2).
+      personal_epochs: local epochs of v per round in [0, 10000] (the paper counts steps, s);
+        default the task's.
 
     Note:
-      The global model is averaged by training examples; the authors average uniformly over clients drawn by size.
+      The global model is averaged by training examples; the authors average uniformly over clients
+      sampled in proportion to their size. v and w see the same batches in the same order:
+      `local.sgd` is given the same key.
     """
+    # `split.send` divides variables into (what is uploaded, what stays), as bn_stats says; `receive` joins them
     loss, split = losses.classification(task.model), averaging.split(task)
 
     def init(key: Array) -> State:
@@ -38,7 +46,9 @@ def ditto(
         proximal = trees.proximal(averaging.params(state.server), lam)
 
         def client(c: Client, mine: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
+            # the personal model near w^t: the gradient of Eq. 1
             v, _ = local.sgd(c.key, c.train, loss, mine["v"], task, extra=proximal, epochs=personal_epochs)
+            # the client's part of the global problem, from w^t
             w = split.receive(state.server, mine["own"])
             w, value = local.sgd(c.key, c.train, loss, w, task)
             shared, own = split.send(w)

@@ -1,10 +1,12 @@
-"""FedCP: a learned gate splits every sample's features between a frozen global head and the client's own head.
+"""FedCP: a learned gate splits every sample's features between a frozen global head and the
+client's own head.
 
-The gate is a conditional policy network (CPN), which sees a sample's features h and a vector of the client; it sends
-r * h through the head received from the server and s * h, s = 1 - r, through the personal one.
+The gate is a conditional policy network (CPN), which sees a sample's features h and a vector of the
+client; it sends r * h through the head received from the server and s * h, s = 1 - r, through the
+personal one.
 
-Reference: Zhang et al., FedCP: separating feature information for personalized federated learning via conditional
-policy (KDD 2023), Algorithm 1.
+Reference: Zhang et al., FedCP: separating feature information for personalized federated learning
+via conditional policy (KDD 2023), Algorithm 1.
 """
 
 import itertools
@@ -21,7 +23,7 @@ from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import layers
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Network, Predictor, PyTree, State, Task
 
-PARTS = ("body", "head", "policy")  # W_i^fe, W_i^hd and Theta_i: what local training moves
+PARTS = ("body", "head", "policy")  # W_i^fe, W_i^hd and Theta_i: what local training updates
 TINY = 1e-12
 Ablation = Literal["none", "cs", "ss", "cs_ss", "gfm", "cpn", "cpn_gfm", "cpn_gh", "cpn_gfm_gh"]
 ABLATIONS = get_args(Ablation)
@@ -35,7 +37,8 @@ ACTIVATIONS = {"relu": jax.nn.relu, "tanh": jnp.tanh, "sigmoid": jax.nn.sigmoid}
 
 
 class Policy(nnx.Module):
-    """The CPN before its softmax: [B, K] -> [B, 2K]. Deeper ones begin with further linear layers K -> K."""
+    """The CPN before its softmax: [B, K] -> [B, 2K]. Deeper ones begin with further linear layers K
+    -> K."""
 
     def __init__(self, width: int, depth: int, norm: str, activation: str, rngs: nnx.Rngs):
         sizes = [*[width] * depth, 2 * width]
@@ -60,7 +63,8 @@ def policy_network(task: Task, depth: int = 1, norm: str = "layer", activation: 
 
 
 def client_vector(head: PyTree) -> Array:
-    """v_i / ||v_i|| [K]: the sum over the classes of a linear head's weights (kernel [K, C]), without the bias."""
+    """v_i / ||v_i|| [K]: the sum over the classes of a linear head's weights (kernel [K, C]),
+    without the bias."""
     return _unit(jnp.sum(head["kernel"], axis=1))
 
 
@@ -69,9 +73,11 @@ def _unit(v: Array) -> Array:
 
 
 def gate(a: Array, key: Array | None = None) -> tuple[Array, Array]:
-    """r and s, both [B, K], of the policy's outputs a [B, 2K] (Eq. 4); with a key, Gumbel-softmax of temperature 1.
+    """r and s, both [B, K], of the policy's outputs a [B, 2K] (Eq. 4); with a key, Gumbel-softmax
+    of temperature 1.
 
-    A softmax over two entries is a sigmoid of their difference, and two Gumbel variables differ by a logistic one.
+    A softmax over two entries is a sigmoid of their difference, and two Gumbel variables differ by
+    a logistic one.
     """
     first, second = jnp.split(a, 2, axis=-1)
     noise = 0 if key is None else jax.random.logistic(key, first.shape)
@@ -80,11 +86,11 @@ def gate(a: Array, key: Array | None = None) -> tuple[Array, Array]:
 
 
 class Frozen(NamedTuple):
-    """What a client holds still while it trains."""
+    """What is frozen during local training."""
 
     body: PyTree  # W^fe, the received extractor
     head: PyTree  # W^hd, the received head; () without it
-    context: Array  # [K], the client's vector
+    vector: Array  # [K], of the client
 
 
 # (variables, frozen, x, mask, train, key) -> logits [B, C], h [B, K], s [B, K], new stats
@@ -96,40 +102,41 @@ def gated(task: Task, network: Network | None, policy: str, off: set[str]) -> Ap
 
     Args:
       network: the CPN; without it (None) features go whole through each head, and s is None.
-      off: parts of the method that are left out, of cs, ss, gh.
+      off: parts of the method that are left out; cs, ss and gh are of the model.
     """
     model = task.model
 
-    def seen(h: Array, context: Array) -> Array:
-        """What the CPN sees of features h [B, K] of a client with this vector [K]."""
-        if {"cs", "ss"} <= off:
-            context = _unit(jax.random.normal(jax.random.key(0), context.shape))
+    def seen(h: Array, vector: Array) -> Array:
+        """The CPN's input of features h [B, K] of a client with this vector [K]."""
+        if {"cs", "ss"} <= off:  # one random vector for all clients and runs
+            vector = _unit(jax.random.normal(jax.random.key(0), vector.shape))
         if "ss" in off:
-            return jnp.broadcast_to(context, h.shape)
-        return h if "cs" in off else h * context[None]
+            return jnp.broadcast_to(vector, h.shape)
+        return h if "cs" in off else h * vector[None]
 
     def apply(
         variables: PyTree, frozen: Frozen, x: Array, mask: Array, train: bool, key: Array
     ) -> tuple[Array, Array, Array | None, PyTree]:
-        own = {"body": variables["body"], "stats": variables["stats"]["model"]}
-        h, moments = model.features(own, x, mask=mask, train=train, key=key)
-        stats = {"model": moments, "policy": variables["stats"]["policy"]}
-        shared, mine, s = h, h, None
+        extractor = {"body": variables["body"], "stats": variables["stats"]["model"]}
+        h, new = model.features(extractor, x, mask=mask, train=train, key=key)
+        stats = {"model": new, "policy": variables["stats"]["policy"]}
+        h_global, h_personal, s = h, h, None
         if network is not None:
             theta = {"params": variables["policy"], "stats": stats["policy"]}
-            a, stats["policy"] = network.apply(theta, seen(h, frozen.context), mask=mask, train=train)
+            a, stats["policy"] = network.apply(theta, seen(h, frozen.vector), mask=mask, train=train)
             r, s = gate(a, keys.fold(key, keys.Loss.GUMBEL) if policy == "gumbel" else None)
-            shared, mine = r * h, s * h
-        out = model.head(variables["head"], mine)
+            h_global, h_personal = r * h, s * h
+        out = model.head(variables["head"], h_personal)
         if "gh" not in off:
-            out = model.head(frozen.head, shared) + out  # Eq. 5; both heads add their bias
+            out = model.head(frozen.head, h_global) + out  # Eq. 5; both heads add their bias
         return out, h, s, stats
 
     return apply
 
 
 def objective(task: Task, apply: Apply, frozen: Frozen, lam: float | Array | None) -> local.Loss:
-    """The loss of a client: cross entropy and lam times the MMD between own and global features (None: without).
+    """The loss of a client: cross entropy and lam times the MMD between own and global features
+    (None: without).
 
     Returns:
       As `local.sgd` takes it, with the aux {"pir": the mean of s []} where there is a gate.
@@ -158,27 +165,33 @@ def fedcp(
     norm: Literal["layer", "batch", "group", "none"] = "layer",
     activation: Literal["relu", "tanh", "sigmoid"] = "relu",
 ) -> Algorithm:
-    """Averages extractor, policy network and the midpoint of global and personal head; the personal head stays.
+    """Averages extractor, policy network and the midpoint of global and personal head; the personal
+    head stays.
 
     Args:
-      lam: weight of the MMD between own and global features (λ) in [0, inf); 5 as in the paper for its CNN at
-        lr 0.005, which takes 1 for ResNet-18 and fastText at lr 0.1 (5 at lr 0.1 collapses on the digits).
-      policy: one of softmax (Eq. 4), gumbel (noisy in training and in prediction, as the authors' code is).
-      without: what Table 1 leaves out, one of none, cs (the client's vector at the CPN), ss (the sample there), cs_ss
-        (both, in their place a fixed random vector), gfm (MMD), cpn, cpn_gfm, cpn_gh (no global head), cpn_gfm_gh.
+      lam: weight of the MMD between own and global features (λ) in [0, inf); 5 as in the paper for
+        its CNN at lr 0.005, which takes 1 for ResNet-18 and fastText at lr 0.1 (5 at lr 0.1
+        collapses on the digits).
+      policy: one of softmax (Eq. 4), gumbel (noisy in training and in prediction, as the authors'
+        code is).
+      without: what Table 1 leaves out, one of none, cs (the client's vector at the CPN), ss (the
+        sample there), cs_ss (both, in their place a fixed random vector), gfm (MMD), cpn, cpn_gfm,
+        cpn_gh (no global head), cpn_gfm_gh.
       depth: linear layers of the CPN (Table 10) in [1, 4]; 1 as in the paper.
       norm: of the CPN's last layer, one of layer, batch, group (two groups), none.
       activation: of the CPN, one of relu, tanh, sigmoid.
 
     Note:
-      Eq. 7 prints one kernel's mean over paired features, which would push them apart: the MMD here is the authors'
-      code's (`losses.mmd`). The client's vector is the head's sum of rows in round 0 too (their code draws it at
-      random), and follows from the personal head at any time, so it is not stored. Only clients of the round receive
-      (their code sends the extractor to all). The frozen extractor normalises by the batch, as in their code; the
-      running statistics of extractor and CPN follow bn_stats. `pir` is the personalisation ratio, the mean of s over
-      samples and features, averaged over the local steps. Layers added to the CPN end in its activation. The head is
-      one linear layer: the product of several layers' weights, which their code takes the vector from, is not built.
-      With gumbel, the examples in the same place of two test batches are predicted under the same noise.
+      Eq. 7 as printed, one kernel's mean over paired features, would push them apart: the MMD is
+      that of the authors' code (`losses.mmd`). The client's vector is the sum over classes of the
+      head's kernel in round 0 too (their code draws it at random), and follows from the personal
+      head at any time, so it is not stored. Only clients of the round receive (their code sends the
+      extractor to all). The frozen extractor normalises by the batch, as in their code; the running
+      statistics of extractor and CPN follow bn_stats. `pir` is the paper's personalisation ratio,
+      the mean of s over samples and features, averaged over the local steps. Layers added to the
+      CPN end in its activation. The head must be one linear layer: their code's product of several
+      layers' weights is not implemented. With gumbel, the examples in the same place of two test
+      batches are predicted under the same noise.
     """
     off = set(without.split("_"))
     model = task.model
@@ -204,7 +217,8 @@ def fedcp(
         return State(shared | {"head": head}, trees.replicate({"head": w["head"], "rest": own}, task.num_clients))
 
     def receive(server: PyTree, own: PyTree) -> tuple[PyTree, Frozen]:
-        """The personal model at the start of a round, and what of it is frozen."""
+        """The personal model at the start of a round, W^fe, W_i^hd and Theta, and what is frozen in
+        it."""
         variables = split.receive(server | {"head": own["head"]}, own["rest"])
         return variables, Frozen(server["body"], server["head"], client_vector(own["head"]))
 
@@ -213,12 +227,13 @@ def fedcp(
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def client(c: Client, own: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array], dict[str, Array]]:
-            w, frozen = receive(state.server, own)
+            w, frozen = receive(state.server, own)  # the vector is that of the head before training
             loss = objective(task, apply, frozen, None if "gfm" in off else lam)
             w, (value, ratio) = local.sgd(c.key, c.train, loss, w, task, train=PARTS, has_aux=True)
             post = evaluate.post(cohort, c, predictor(w, frozen, c))
             head = () if "gh" in off else trees.scale(0.5, trees.add(frozen.head, w["head"]))  # Eq. 6
             shared, own = split.send(w)
+            # in place of the personal head, which is never sent, its midpoint with the global one
             return shared | {"head": head}, {"head": w["head"], "rest": own}, value, ratio, post
 
         server, (own, value, ratio, post) = cohort.mean(

@@ -1,9 +1,11 @@
-"""How the clients of a round are laid out on devices. The only file that knows about chunks and widths.
+"""How the clients of a round are laid out on devices. The only file that knows about chunks and
+widths.
 
-On each device `width` clients are trained at once (vmap), the chunks one after another (scan), the longest clients
-first; within a chunk each client takes exactly its own steps, and a mean is accumulated inside the scan, so that
-`width` models are held, not S. Over several devices each trains its own block of the cohort (shard_map), without
-communication until the partial means are summed, once. Clients of several architectures are one such block after
+On each device `width` clients are trained at once (vmap), chunks of as many one after another
+(scan), the clients with the most training examples first; within a chunk each client takes exactly
+its own steps, and a mean is accumulated inside the scan, so that `width` models are held, not S.
+Over several devices each trains its own block of the cohort (shard_map), without communication
+until the partial means are summed, once. Clients of several architectures are one such block after
 another. The result is the same for every layout, to rounding.
 """
 
@@ -22,16 +24,17 @@ from fedjax_pfl.engine.placement import AXIS, sharded, starts, unmarked
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Array, Client, Data, Examples, Federation, Own, PyTree, Rows, Task
 
-Transform = Callable[[Array, PyTree, PyTree], PyTree]  # (key, upload, default) -> upload
+Transform = Callable[[Array, PyTree, PyTree], PyTree]  # (key, upload, default) -> upload, as clipping or noise
 Sender = Callable[..., tuple[PyTree, PyTree]]  # (client, *rows) -> what is summed over the clients, what is not
 
 
 class Cohort:
-    """What a round is given, see `types.Cohort`.
+    """The cohort of a round, see `types.Cohort`, which is what methods may use of it.
 
     Attributes:
-      places: [G] of the cohort per architecture.
-      uploads: per architecture the shapes of what `mean` averaged, in the order of the calls; known once traced.
+      places: [G] clients of each architecture, padding included, in the order of Task.models.
+      uploads: per architecture the shapes of what `mean` averaged, in the order of the calls; known
+        once traced.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class Cohort:
         known = jnp.minimum(ids, federation.train.size.shape[0] - 1)
         self.sizes, self.class_counts = federation.train.size[known], federation.class_counts[known]
         self.total = jnp.sum(federation.train.size)
-        if mesh is not None:  # every device knows these, so that sums over them need no word between devices
+        if mesh is not None:  # every device knows these, so that sums over them need no communication
             here = (self.ids, self.active, self.sizes, self.class_counts, self.total)
             self.ids, self.active, self.sizes, self.class_counts, self.total = sharded(here, mesh, P())
         self.trained = self.active & (self.sizes > 0)
@@ -82,15 +85,15 @@ class Cohort:
     ) -> tuple[PyTree, tuple[PyTree, ...]]:
         """See `types.Cohort`."""
         self._once(phase)
-        own = groups.is_grouped(default)  # then each architecture's clients are averaged apart
+        apart = groups.is_grouped(default)  # then each architecture's clients are averaged apart
         cut = lambda here: (jax.tree.map(lambda w: w[here], weight), self.active[here])
-        shares = [aggregate.shares(*each) for each in (map(cut, self._slices) if own else [(weight, self.active)])]
+        shares = [aggregate.shares(*each) for each in (map(cut, self._slices) if apart else [(weight, self.active)])]
         shares = sharded(shares, self._mesh, P())
         send = self._sender(default, client, len(self.uploads))
         self.uploads.append([])
-        joined = jax.tree.map(lambda *x: jnp.concatenate(x), *shares) if own else shares[0]
+        joined = jax.tree.map(lambda *x: jnp.concatenate(x), *shares) if apart else shares[0]
         totals, rest = self._run(send, rows, joined, phase)
-        if not own:
+        if not apart:
             return aggregate.filled(joined, functools.reduce(trees.add, totals), default), rest
         means = [aggregate.filled(*each) for each in zip(shares, totals, default.trees, strict=True)]
         return groups.grouped(means), rest
@@ -100,8 +103,9 @@ class Cohort:
     ) -> tuple[PyTree, PyTree]:
         """See `types.Cohort`.
 
-        The order is drawn from the key of the round by the clients' ids: it does not depend on the order of the cohort,
-        and the others keep theirs when one is absent.
+        Each client's place comes from a random number of (round, phase, id; None as phase 0), so
+        neither the order of the cohort nor an absent client changes the relative order of the
+        others.
         """
         if len(self.places) > 1:
             raise InputError(f"cohort.scan is for clients of one architecture, and there are {len(self.places)}.")
@@ -117,7 +121,7 @@ class Cohort:
             carry, result = client(c, carry, *trees.gather(rows, position))
             return carry, jax.tree.map(lambda all, x: all.at[position].set(x), results, result)
 
-        def first() -> PyTree:
+        def first() -> PyTree:  # traced for its shapes only
             c = self._client(self._federation, self.ids[0], self.active[0], phase, 0)
             return client(c, carry, *trees.gather(rows, order[0]))[1]
 
@@ -137,7 +141,8 @@ class Cohort:
         return [slice(a, b) for a, b in itertools.pairwise(begin)]
 
     def _once(self, phase: int | None) -> None:
-        """Raises InputError if a phase is used again: its clients would draw the same random numbers."""
+        """Raises InputError if a phase is used again: its clients would draw the same random
+        numbers."""
         if phase in self._phases:
             raise InputError(
                 f"Two calls of map, mean or scan in one round have phase={phase}, so their clients draw the same "
@@ -176,7 +181,8 @@ class Cohort:
     def _run(
         self, client: Sender, rows: tuple[PyTree, ...], shares: PyTree, phase: int | None
     ) -> tuple[list[PyTree], PyTree]:
-        """Per architecture the sum of share * first result, and the second results in the cohort's order."""
+        """Per architecture the sum of share * first result, and the second results in the cohort's
+        order."""
         some = [group for group, length in enumerate(self.places) if length]
         found = [self._run_group(client, rows, shares, phase, group) for group in some]
         return [total for total, _ in found], groups.join([results for _, results in found])

@@ -337,7 +337,7 @@ def test_variants_of_the_policy_network(norm, activation):
     run = jax.jit(lambda w: gated(TASK, network, "softmax", set())(w, frozen, X, jnp.asarray(ALL), False, KEY))
     s = np.asarray(run(variables)[2])
     h, _ = oracle.forward(oracle.variables(w), X.astype(np.float64))
-    first, second = np.split(policy_by_hand(policy, h * np.asarray(frozen.context), norm, activation), 2, axis=1)
+    first, second = np.split(policy_by_hand(policy, h * np.asarray(frozen.vector), norm, activation), 2, axis=1)
     np.testing.assert_allclose(s, 1 / (1 + np.exp(first - second)), rtol=1e-4, atol=1e-6)
 
 
@@ -363,7 +363,7 @@ def test_a_prediction_is_the_personal_models(policy):
 
 def shares(without, change_sample=False, change_client=False):
     w, frozen = start(without=without)
-    frozen = frozen._replace(context=-np.asarray(frozen.context)) if change_client else frozen
+    frozen = frozen._replace(vector=-np.asarray(frozen.vector)) if change_client else frozen
     return np.asarray(forward(w, frozen, without=without, x=X[::-1] if change_sample else X)[2])
 
 
