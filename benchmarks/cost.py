@@ -9,17 +9,14 @@ samples are those that the settings ask for; what a method does beside them, as 
 """
 
 import statistics
-import time
 
 import jax
-import jax.numpy as jnp
 from absl import flags
-from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import report
 from benchmarks.report import table
+from benchmarks.runner import Runner
 from benchmarks.throughput import CLIENTS, SHAPES, build, in_form
-from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.engine.autotune import choose_width
 from fedjax_pfl.errors import InputError, choose
@@ -31,33 +28,6 @@ flags.DEFINE_list("methods", [], "which methods beside fedavg (default: all that
 flags.DEFINE_string("model", "cnn", "which model: linear, mlp, mlp28, lenet or cnn")
 flags.DEFINE_string("conv", "auto", "form of the convolutions")
 flags.DEFINE_integer("repeats", 3, "turns", lower_bound=1)
-
-
-class Runner:
-    """One method, compiled; each call runs a round from where the last one ended."""
-
-    def __init__(self, factory, task, federation, width: int, devices: int):
-        self.program = simulate.program(factory, task, width=width, devices=devices)
-        self.federation = federation
-        if self.program.mesh is not None:
-            self.federation = jax.device_put(federation, NamedSharding(self.program.mesh, PartitionSpec()))
-        self.numbers = {name: jnp.asarray(x, float) for name, x in self.program.numbers.items()}
-        self.key, self.round = jax.random.key(0), 0
-        self.state = jax.jit(self.program.init)(self.key, self.numbers)
-        begin = time.perf_counter()
-        self.step = jax.jit(self.program.round, donate_argnums=3).lower(*self._arguments()).compile()
-        self.compile = time.perf_counter() - begin
-        self.bytes = report.account(self.step) - sum(x.nbytes for x in jax.tree.leaves(federation))
-
-    def _arguments(self) -> tuple:
-        t, wanted = jnp.int32(self.round), jnp.bool(False)
-        return self.key, self.numbers, self.federation, self.state, t, wanted
-
-    def __call__(self) -> float:
-        begin = time.perf_counter()
-        self.state, _ = jax.block_until_ready(self.step(*self._arguments()))
-        self.round += 1
-        return time.perf_counter() - begin
 
 
 def main(argv) -> None:

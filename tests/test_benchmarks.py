@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import memory, peers, pytorch, recipes, report, scaling, throughput
+from benchmarks import memory, mixed, peers, pytorch, recipes, report, scaling, throughput
+from fedjax_pfl import simulate
 from fedjax_pfl.data.federate import federate
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import flops, model, num_parameters
@@ -186,3 +187,30 @@ def test_the_work_of_a_round_is_counted():
         "GFLOP/s": cost.steps * 2,
         "of peak": 2,
     }
+
+
+def test_a_mixed_federation_is_compared_with_what_it_is_made_of(monkeypatch):
+    """By seconds that a stand-in makes up; the programs are traced as they are."""
+    made = []
+
+    class Runner:
+        def __init__(self, factory, task, federation, width, devices):
+            simulate.program(factory, task, width=width, devices=devices)
+            self.clients, self.compile = len(federation.train.size), 10.0
+            self.name = f"{getattr(factory, 'func', factory).__name__}{len(task.models)}"
+            made.append(self)
+
+        def __call__(self):
+            seconds = {"local2": 4.0, "local1": 1.0 if self.clients < 5 else 2.0, "passes2": 1.5}
+            return seconds.get(self.name, 6.0)
+
+    monkeypatch.setattr(mixed, "Runner", Runner)
+    lines = mixed.measure(mixed.Setting(("mlp", "linear"), (8, 8, 1), clients=5, each=12, public=20), 1)
+    assert [(line.name, line.ratio) for line in lines] == [
+        ("mixed", 4 / 2),
+        ("FedProto", 6 / 4),
+        ("FML", 6 / (4 + 2)),
+        ("MNFL", 6 / (4 + 1.5)),
+    ]
+    assert [line.compile_ratio for line in lines] == [0.5, 1, 0.5, 0.5]
+    assert [runner.clients for runner in made[:3]] == [3, 2, 5] and len(made) == 8

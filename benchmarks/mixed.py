@@ -1,0 +1,150 @@
+"""What clients of several architectures in one federation cost:
+
+    python -m benchmarks.mixed [--markdown] [--architectures=cnn1,...,cnn5] [--turns=3] [--mixed_clients=10]
+
+Each line divides the seconds of a round by those of what it is made of: the mixed federation by the sum of a federation
+for each architecture's clients alone (all by Local), FedProto by Local, FML by Local and Local of everybody's small
+model, MNFL by Local and by its passes over the public examples alone. Compilation is divided likewise, apart. One
+process, a round without evaluation; all take turns, a ratio is of one turn, and the medians are printed. Clients have
+100 images of 32x32x3, batches of 10 and one epoch; 300 public images in batches of 256.
+"""
+
+import functools
+import statistics
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+from benchmarks import report
+from benchmarks.runner import Runner
+from benchmarks.throughput import BATCH, CLASSES, dataset
+from fedjax_pfl import evaluate, groups, local, models, public, simulate
+from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.averaging import predictor
+from fedjax_pfl.data.datasets import Dataset
+from fedjax_pfl.data.federate import federate
+from fedjax_pfl.data.partitioners import partition
+from fedjax_pfl.numerics import mixtures
+from fedjax_pfl.types import Algorithm, Federation, Metrics, Own, State, Task
+
+FLAGS = flags.FLAGS
+flags.DEFINE_list("architectures", ["cnn1", "cnn2", "cnn3", "cnn4", "cnn5"], "client i has number i mod G")
+flags.DEFINE_integer("mixed_clients", 10, "clients in all", lower_bound=1)
+flags.DEFINE_integer("turns", 3, "of which a ratio is the median", lower_bound=1)
+
+PUBLIC_BATCH = 256
+AIMS = {"mixed": 1.10, "FedProto": 1.3, "FML": 1.15, "MNFL": 1.25}
+
+
+class Setting(NamedTuple):
+    """What is federated."""
+
+    architectures: tuple[str, ...]
+    shape: tuple[int, ...] = (32, 32, 3)
+    clients: int = 10
+    each: int = 100  # images of a client
+    public: int = 300
+
+
+class Line(NamedTuple):
+    """One comparison: a round, or compiling it, divided by the sum of what it is made of."""
+
+    name: str
+    seconds: float  # of a round, the median
+    ratio: float
+    aim: float
+    compile: float
+    compile_ratio: float
+
+
+def passes(task: Task) -> Algorithm:
+    """The client's part of an exchange of predictions: those for the public examples, and a pass of training on them.
+
+    Nothing is exchanged, and nobody trains on private examples.
+    """
+    public_task = task._replace(batch_size=PUBLIC_BATCH)
+
+    def round(key, state, cohort):
+        index = jnp.arange(task.public.shape[0])
+
+        def client(c, w):
+            data = public.subset(c.public, index, c.train.size > 0)
+            target = jax.nn.softmax(public.logits(c.model, w, data, task.num_classes, PUBLIC_BATCH))
+            loss = public.distillation(c.model, target, mixtures.divergence)
+            w, value = local.sgd(c.key, data, loss, w, public_task, epochs=1)
+            return Own(w), value, evaluate.post(cohort, c, predictor(c.model, w))
+
+        w, value, post = cohort.map(client, state.clients)
+        return State((), w), Metrics(value, post)
+
+    init = lambda key: State((), groups.stack(task, lambda model: model.init(key)))
+    predict = lambda server, w, c: predictor(c.model, w)
+    return Algorithm(init, round, predict, evaluate.classification, one_architecture=False)
+
+
+def made(setting: Setting) -> tuple[Dataset, Federation, Task]:
+    """The mixed federation."""
+    data = dataset(setting.shape, setting.clients * setting.each * 4 // 3)
+    pool = dataset(setting.shape, setting.public)
+    f = federate(data, partition(data, "iid", num_clients=setting.clients, seed=0), public=pool)
+    nets = [models.model(name, setting.shape, CLASSES) for name in setting.architectures]
+    own = {"lr": 0.01, "batch_size": BATCH, "epochs": 1, "shared": nets[-1]}
+    return data, f, simulate.with_public(simulate.task(data, f.class_counts, nets, **own), pool)
+
+
+def part(task: Task, f: Federation, ids: np.ndarray, group: int) -> tuple[Task, Federation]:
+    """Some clients alone, all of one architecture."""
+    rows = {name: jax.tree.map(lambda x: x[ids], getattr(f, name)) for name in ("train", "val", "test", "class_counts")}
+    fields = {"sizes": task.sizes[ids], "class_counts": task.class_counts[ids], "models": (task.models[group],)}
+    return task._replace(**fields, architecture=np.zeros(len(ids), int)), f._replace(**rows)
+
+
+def measure(setting: Setting, repeats: int) -> list[Line]:
+    """Times all that is compared, in turns."""
+    _, f, task = made(setting)
+    everybody, devices = np.arange(setting.clients), jax.device_count()
+    run = lambda factory, given: Runner(factory, *given, 1, devices)
+    runners = {
+        f"part{g}": run(ALGORITHMS["local"], part(task, f, groups.members(task, g), g)) for g in range(len(task.models))
+    }
+    runners["small"] = run(ALGORITHMS["local"], part(task, f, everybody, len(task.models) - 1))
+    mnfl = functools.partial(ALGORITHMS["mnfl_het"], public_batch=PUBLIC_BATCH, public_size=setting.public)
+    factories = {"mixed": ALGORITHMS["local"], "FedProto": ALGORITHMS["fedproto"], "FML": ALGORITHMS["fml"]}
+    factories |= {"MNFL": mnfl, "passes": passes}
+    runners |= {name: run(factory, (task, f)) for name, factory in factories.items()}
+    of = {"mixed": [name for name in runners if name.startswith("part")], "FedProto": ["mixed"]}
+    of |= {"FML": ["mixed", "small"], "MNFL": ["mixed", "passes"]}
+    for runner in runners.values():
+        runner(), runner()
+    turns = [{name: runner() for name, runner in runners.items()} for _ in range(repeats)]
+    compile = {name: runner.compile for name, runner in runners.items()}
+    ratio = lambda seconds, name: seconds[name] / sum(seconds[other] for other in of[name])
+    median = lambda values: statistics.median(list(values))
+    return [
+        Line(
+            name,
+            median(turn[name] for turn in turns),
+            median(ratio(turn, name) for turn in turns),
+            aim,
+            compile[name],
+            ratio(compile, name),
+        )
+        for name, aim in AIMS.items()
+    ]
+
+
+def main(argv) -> None:
+    del argv
+    setting = Setting(tuple(FLAGS.architectures), clients=FLAGS.mixed_clients)
+    print(report.machine())
+    nets = ", ".join(setting.architectures)
+    print(f"{setting.clients} clients of {nets}; {jax.device_count()} x width 1; medians of {FLAGS.turns} turns\n")
+    header = ("round", "s", "of its parts", "aim", "compile s", "of its parts'")
+    print(report.table([header, *measure(setting, FLAGS.turns)]))
+
+
+if __name__ == "__main__":
+    report.run(main)

@@ -1,0 +1,37 @@
+"""One method, compiled, round by round."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from benchmarks import report
+from fedjax_pfl import simulate
+
+
+class Runner:
+    """One method, compiled; each call runs a round from where the last one ended."""
+
+    def __init__(self, factory, task, federation, width: int, devices: int):
+        self.program = simulate.program(factory, task, width=width, devices=devices)
+        self.federation = federation
+        if self.program.mesh is not None:
+            self.federation = jax.device_put(federation, NamedSharding(self.program.mesh, PartitionSpec()))
+        self.numbers = {name: jnp.asarray(x, float) for name, x in self.program.numbers.items()}
+        self.key, self.round = jax.random.key(0), 0
+        self.state = jax.jit(self.program.init)(self.key, self.numbers)
+        begin = time.perf_counter()
+        self.step = jax.jit(self.program.round, donate_argnums=3).lower(*self._arguments()).compile()
+        self.compile = time.perf_counter() - begin
+        self.bytes = report.account(self.step) - sum(x.nbytes for x in jax.tree.leaves(federation))
+
+    def _arguments(self) -> tuple:
+        t, wanted = jnp.int32(self.round), jnp.bool(False)
+        return self.key, self.numbers, self.federation, self.state, t, wanted
+
+    def __call__(self) -> float:
+        begin = time.perf_counter()
+        self.state, _ = jax.block_until_ready(self.step(*self._arguments()))
+        self.round += 1
+        return time.perf_counter() - begin
