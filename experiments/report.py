@@ -143,13 +143,14 @@ def _statistics(row: Row, point: str, name: str, headline: Headline) -> Row | No
 
 
 def traffic(rows: Iterable[Row]) -> dict[str, int]:
-    """Totals over clients and rounds: scalars down and up, integers, messages, bytes of ciphertexts, and bytes in all,
-    at four a number."""
-    totals = dict.fromkeys(("down", "up", "ints", "messages", "encrypted"), 0)
+    """Totals over clients and rounds: scalars down and up, integers, messages, bytes of ciphertexts, scalars of public
+    examples, and bytes in all, at four a number."""
+    totals = dict.fromkeys(("down", "up", "ints", "messages", "encrypted", "public_data"), 0)
     for row in rows:
         for name in totals:
             totals[name] += row.get(f"traffic/{name}", 0)
-    return totals | {"bytes": _BYTES * (totals["down"] + totals["up"] + totals["ints"]) + totals["encrypted"]}
+    numbers = sum(totals[name] for name in ("down", "up", "ints", "public_data"))
+    return totals | {"bytes": _BYTES * numbers + totals["encrypted"]}
 
 
 def summary(rows: Iterable[Row], headline: Headline = ACCURACY) -> Row:
@@ -193,6 +194,7 @@ def tables(console: Console, found: Row) -> None:
             console.print(_course_table(results, kind, headline))
     parts = [f"{total[name]:,} {name}" for name in ("down", "up", "ints", "messages")]
     secret = f", of them {total['encrypted'] / 1e6:,.1f} MB ciphertexts" if total["encrypted"] else ""
+    parts += [f"{total['public_data']:,} of public examples"] if total["public_data"] else []
     console.print(f"Traffic: scalars {', '.join(parts)}; {total['bytes'] / 1e6:,.1f} MB{secret}.")
 
 

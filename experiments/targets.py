@@ -121,7 +121,7 @@ class Spent(NamedTuple):
         return Spent(self.rounds + 1, sent, *work)
 
     def total(self, flops: float | None) -> Row:
-        """{down, up, ints, messages, encrypted, bytes, client_steps, client_flops}; the last two None if not known.
+        """What `report.traffic` has, client_steps and client_flops; the last two None if not known.
 
         Args:
           flops: of the method on one example, see `account.flops`; None: not counted.

@@ -94,6 +94,42 @@ def checked(factory: Callable[..., Algorithm]) -> Callable[..., Algorithm]:
     return make
 
 
+def shared(options: type[Any]) -> Callable[[Callable[..., Algorithm]], Callable[..., Algorithm]]:
+    """Gives a factory the fields of a NamedTuple as further hyperparameters, which it gets together, as `on`.
+
+    Their annotations, defaults and entries below `Args:` are those of the NamedTuple, whatever factories share them.
+    """
+
+    def decorate(factory: Callable[..., Algorithm]) -> Callable[..., Algorithm]:
+        @functools.wraps(factory)
+        def make(task: Task, **values: Any) -> Algorithm:
+            given = {name: values.pop(name) for name in options._fields if name in values}
+            return factory(task, on=options(**given), **values)
+
+        hints, kind = typing.get_type_hints(options, include_extras=True), inspect.Parameter.KEYWORD_ONLY
+        own = [p for p in inspect.signature(factory).parameters.values() if p.name != "on"]
+        more = [
+            inspect.Parameter(name, kind, default=options._field_defaults[name], annotation=hints[name])
+            for name in options._fields
+        ]
+        make.__signature__ = inspect.Signature([*own, *more])  # type: ignore[attr-defined]
+        make.__doc__ = _with_arguments(inspect.getdoc(factory) or "", inspect.getdoc(options) or "")
+        return make
+
+    return decorate
+
+
+def _with_arguments(doc: str, other: str) -> str:
+    """A docstring with what another one has below `Args:` at the end of its own."""
+    paragraphs, entries = doc.split("\n\n"), other.split("Args:\n")[1]
+    place = next((i for i, text in enumerate(paragraphs) if text.startswith("Args:")), None)
+    if place is None:
+        paragraphs.insert(1, "Args:\n" + entries)
+    else:
+        paragraphs[place] += "\n" + entries
+    return "\n\n".join(paragraphs)
+
+
 def check_value(known: Hyperparameter, value: Any) -> None:
     """Raises InputError unless a value is of the kind, in the range or among the choices of what is known of it."""
     if isinstance(value, jax.core.Tracer) or not known.known or (value is None and known.optional):

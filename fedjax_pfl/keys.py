@@ -40,6 +40,7 @@ class Server(Stream):
 
     PUBLIC = 40, "the public examples of a round"
     STUDENT = 41, "FedDF: training of the server's models on them"
+    HELD_OUT = 42, "FedDF: which of them its models are validated on"
 
 
 class Cohort(Stream):
@@ -63,6 +64,7 @@ class Client(Stream):
     THIRD_PHASE = 42, "FedDVA: the released code's encoder of c, with the decoder"
     TRANSFER = 42, "knowledge transfer: training on the public examples"
     WARM_UP = 43, "knowledge transfer: private training before the first exchange"
+    PUBLIC_LABELS = 44, "FedMD: training on labelled public examples before round 0; below it, their outputs"
     EXTRACTOR = 45, "pFedAFM: training of the shared extractor"
 
 

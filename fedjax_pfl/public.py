@@ -1,14 +1,16 @@
 """Public examples, which the server and all clients have: what models predict for them, and training on predictions."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from fedjax_pfl import keys, local, losses, trees
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.numerics.mixtures import Predictions
-from fedjax_pfl.types import Array, Batch, Cohort, Data, Model, PyTree, Task
+from fedjax_pfl.types import Array, Batch, Client, Cohort, Data, Model, PyTree, Task
 
 
 def count(task: Task, size: int) -> int:
@@ -66,6 +68,33 @@ def gathered(cohort: Cohort, outputs: Array) -> Predictions:
     return Predictions(cohort.ids[order], here, jnp.where(trees.expand(here, outputs.ndim), outputs, 0))
 
 
+def pretrain(c: Client, variables: PyTree, task: Task, epochs: Any) -> PyTree:
+    """The client's model after epochs over all public examples with their labels (FedMD).
+
+    Meanwhile the public classes stand beside the private ones, as outputs of a linear layer that is dropped then.
+
+    Raises:
+      InputError: their labels are meaningless.
+    """
+    classes, width, own = task.public_classes, c.model.num_features, task.num_classes
+    if not classes:
+        raise InputError(
+            "Training on public examples needs their labels: give Task.public_classes, or public_epochs=0."
+        )
+
+    def loss(v: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
+        h, stats = c.model.features(v, batch.x, mask=batch.mask, train=True, key=key)
+        z = jnp.concatenate([c.model.head(v["head"], h), jnp.dot(h, v["public"])], axis=1)
+        return losses.cross_entropy(z, own + batch.y, batch.mask), stats
+
+    key = keys.fold(c.key, keys.Client.PUBLIC_LABELS)
+    outputs = jax.random.uniform(keys.fold(key, keys.Client.PUBLIC_LABELS), (width, classes), minval=-1, maxval=1)
+    data = subset(c.public, jnp.arange(task.public.shape[0]), c.train.size > 0)  # type: ignore[union-attr]
+    v = {**variables, "public": outputs / width**0.5}
+    v, _ = local.sgd(key, data, loss, v, task, train=("body", "head", "public"), epochs=epochs)
+    return {part: v[part] for part in variables}
+
+
 def distillation(
     model: Model, target: Array, distance: Callable[[Array, Array], Array], *, frozen: bool = False
 ) -> Callable[[PyTree, Batch, Array], tuple[Array, PyTree]]:
@@ -83,3 +112,70 @@ def distillation(
         return value, variables["stats"] if frozen else stats
 
     return loss
+
+
+def validation(data: Data, target: Array, fraction: float | Array) -> tuple[Data, Data, Array]:
+    """Splits off the last of the examples: (the others, those held out, and these' targets), at least one of each.
+
+    Args:
+      target: [D, C], for the rows of the data.
+    """
+    held = jnp.clip(jnp.round(fraction * data.size).astype(jnp.int32), 1, jnp.maximum(data.size - 1, 1))
+    rest = data.size - held
+    part = data._replace(index=jnp.roll(data.index, -rest), size=jnp.minimum(held, data.size))
+    return data._replace(size=rest), part, jnp.roll(target, -rest, axis=0)
+
+
+def early_stopped(
+    key: Array,
+    parts: tuple[Data, Data, Array],
+    loss: Callable[..., local.Loss],
+    target: Array,
+    variables: PyTree,
+    task: Task,
+    passes: int,
+    patience: int,
+) -> tuple[PyTree, Array]:
+    """Trains on targets until `patience` passes have brought nothing on the examples held out; the best pass is kept.
+
+    Args:
+      parts: what `validation` returned.
+      loss: `distillation` but for its target [D, C].
+
+    Returns:
+      (variables, the loss of the best pass on the examples held out []).
+    """
+    data, held, held_target = parts
+    optimizer, fit, check = task.optimizer(task.lr), loss(target=target), loss(target=held_target, frozen=True)
+    per_pass = (data.size + task.batch_size - 1) // task.batch_size
+
+    def validate(w: PyTree) -> Array:
+        def sums(batch: Batch) -> tuple[Array, Array]:
+            count = jnp.sum(batch.mask)
+            return check(w, batch, key)[0] * count, count
+
+        total, count = local.sweep(held, sums, task.batch_size)
+        return total / jnp.maximum(count, 1)
+
+    def step(key: Array, carry: PyTree, batch: Batch) -> tuple[PyTree, tuple[()]]:
+        return jax.lax.cond(carry["idle"] < patience, lambda: trained(key, carry, batch), lambda: carry), ()
+
+    def trained(key: Array, carry: PyTree, batch: Batch) -> PyTree:
+        w, count = carry["w"], carry["count"] + 1
+        params = {name: part for name, part in w.items() if name != "stats"}
+        objective = lambda params: fit({**params, "stats": w["stats"]}, batch, key)[:2]
+        (_, stats), grads = jax.value_and_grad(objective, has_aux=True)(params)
+        updates, opt = optimizer.update(grads, carry["opt"], params)
+        w = {**optax.apply_updates(params, updates), "stats": stats}
+        ended = count % per_pass == 0
+        found = jax.lax.cond(ended, validate, lambda _: jnp.full((), jnp.inf), w)
+        better = found < carry["least"]
+        idle = jnp.where(better, 0, carry["idle"] + ended)
+        best, least = trees.choose(better, w, carry["best"]), jnp.minimum(found, carry["least"])
+        return {"w": w, "opt": opt, "count": count, "best": best, "least": least, "idle": idle}
+
+    params = {name: part for name, part in variables.items() if name != "stats"}
+    start = {"w": variables, "opt": optimizer.init(params), "best": variables, "least": jnp.full((), jnp.inf)}
+    start |= {"count": jnp.int32(0), "idle": jnp.int32(0)}
+    end, _, _ = local.work(key, data, step, start, task, epochs=passes)
+    return end["best"], jnp.where(jnp.isfinite(end["least"]), end["least"], 0)

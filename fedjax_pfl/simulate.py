@@ -99,7 +99,7 @@ def with_public(task: Task, public: Dataset) -> Task:
             f"Public examples must be like the clients' own, {own.dtype}{list(own.shape[1:])} prepared, but those of "
             f"{public.name} are {pool.dtype}{list(pool.shape[1:])}."
         )
-    return task._replace(public=batch, prepare_public=public.prepare)
+    return task._replace(public=batch, prepare_public=public.prepare, public_classes=public.num_classes)
 
 
 def curve(

@@ -140,6 +140,7 @@ class Task(NamedTuple):
     shared: Model | None = None  # the small model that all clients exchange (FML, FedKD, ...)
     public: jax.ShapeDtypeStruct | None = None  # the pool of public examples [P, *input], raw; None: there is none
     prepare_public: Callable[[Array], Array] | None = None  # as `prepare`
+    public_classes: int = 0  # of the pool's labels; 0: they are meaningless
 
     @property
     def num_clients(self) -> int:
@@ -256,6 +257,7 @@ class Traffic(NamedTuple):
     ints: Array  # [S] integers and ids, both ways
     messages: Array  # [S] messages, both ways
     encrypted: Array | None = None  # [S] bytes of ciphertexts, both ways; None: nothing is encrypted
+    public_data: Array | None = None  # [S] scalars of public examples received; None: whoever needs them has them
 
 
 class Algorithm(NamedTuple):

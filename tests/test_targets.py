@@ -49,6 +49,7 @@ def test_the_first_round_that_reaches_it_and_what_was_spent_until_then():
         "ints": 6,
         "messages": 4,
         "encrypted": 0,
+        "public_data": 0,
         "bytes": 4 * 46,
         "client_steps": 8,
         "client_flops": 2 * 30 * 7,

@@ -3,32 +3,23 @@
 Reference: Lin et al., Ensemble distillation for robust model fusion in federated learning (NeurIPS 2020), Algorithm 3.
 """
 
-from typing import Annotated, Literal
+import functools
+from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from annotated_types import Ge, Gt, Interval
 
-from fedjax_pfl import averaging, evaluate, groups, keys, local, losses, public
+from fedjax_pfl import averaging, evaluate, groups, hyperparameters, keys, local, losses, public
 from fedjax_pfl.averaging import predictor
 from fedjax_pfl.numerics import mixtures
 from fedjax_pfl.small import clipped
 from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Own, Predictor, PyTree, State, Task
 
 
-def feddf(
-    task: Task,
-    *,
-    passes: Annotated[int, Interval(ge=0, le=10_000)] = 1,
-    public_size: Annotated[int, Ge(1)] = 3000,
-    public_batch: Annotated[int, Ge(1)] = 256,
-    student_lr: Annotated[float, Ge(0)] = 0.001,
-    student_optimizer: Literal["adam", "sgd"] = "adam",
-    clip: Annotated[float, Gt(0)] = 5.0,
-    temperature: Annotated[float, Gt(0)] = 1.0,
-) -> Algorithm:
-    """Averages the models within each architecture and distils the mean logits of all clients' models into each mean.
+class Students(NamedTuple):
+    """How the server trains the fused models.
 
     Args:
       passes: over the public examples in each round, in [0, 10000]; 1 as KT-pFL runs it (12 steps; the authors take up
@@ -39,18 +30,40 @@ def feddf(
       student_optimizer: the server's, one of adam (the authors' choice), sgd.
       clip: greatest norm in (0, inf) of the server's gradients; 5 as in the authors' code.
       temperature: of the softmax, in (0, inf); 1 as in the authors' code.
+      patience: passes without a better one after which a student stops, in [1, 10000], and its best pass is kept (the
+        authors wait for 1000 steps); default: it does not stop, and its last pass is kept, as in KT-pFL.
+      held_out: share of the round's public examples in (0, 1) that, with patience, a student is only validated on, by
+        the divergence from its teachers; 0.1 is our choice.
+    """
+
+    passes: Annotated[int, Interval(ge=0, le=10_000)] = 1
+    public_size: Annotated[int, Ge(1)] = 3000
+    public_batch: Annotated[int, Ge(1)] = 256
+    student_lr: Annotated[float, Ge(0)] = 0.001
+    student_optimizer: Literal["adam", "sgd"] = "adam"
+    clip: Annotated[float, Gt(0)] = 5.0
+    temperature: Annotated[float, Gt(0)] = 1.0
+    patience: Annotated[int, Interval(ge=1, le=10_000)] | None = None
+    held_out: Annotated[float, Interval(gt=0, lt=1)] = 0.1
+
+
+@hyperparameters.shared(Students)
+def feddf(task: Task, *, on: Students) -> Algorithm:
+    """Averages the models within each architecture and distils the mean logits of all clients' models into each mean.
 
     Note:
       A client's model is its architecture's, which `pre` scores as fused; `post` scores it after local training. The
       teachers' logits are averaged uniformly over the round's clients of all architectures; an architecture without a
-      client in the round learns from them, too. Its last step is kept: there is no validation split on the server.
+      client in the round learns from them, too. The server has no labelled examples, by which the authors' stops.
       With bn_stats=local running statistics are not sent: teachers have their own, students those of each batch.
     """
-    rule = {"adam": optax.adam, "sgd": optax.sgd}[student_optimizer]
-    steps = passes * -(-public.count(task, public_size) // public_batch)
-    decayed = optax.cosine_decay_schedule(student_lr, max(steps, 1))  # which may be traced
-    optimizer = optax.chain(clipped(clip), rule(decayed))
-    server_task = task._replace(optimizer=lambda lr: optimizer, batch_size=public_batch, drop_last=False, augment=None)
+    rule = {"adam": optax.adam, "sgd": optax.sgd}[on.student_optimizer]
+    steps = on.passes * -(-public.count(task, on.public_size) // on.public_batch)
+    decayed = optax.cosine_decay_schedule(on.student_lr, max(steps, 1))  # which may be traced
+    optimizer = optax.chain(clipped(on.clip), rule(decayed))
+    server_task = task._replace(
+        optimizer=lambda lr: optimizer, batch_size=on.public_batch, drop_last=False, augment=None
+    )
     split = averaging.split(task)
 
     def start(key: Array) -> list[tuple[PyTree, PyTree]]:
@@ -62,34 +75,40 @@ def feddf(
         return State(groups.grouped([shared for shared, _ in starts]), groups.stack(task, lambda _: next(own)))
 
     def divergence(target: Array, z: Array) -> Array:
-        return mixtures.divergence(target, z, temperature)
+        return mixtures.divergence(target, z, on.temperature)
 
     def distil(key: Array, fused: PyTree, cohort: Cohort, index: Array, target: Array) -> tuple[PyTree, Array]:
         data, students, gaps = public.subset(cohort.public, index, jnp.any(cohort.trained)), [], []
         for group, (_, own) in enumerate(start(key)):
             w = split.receive(groups.select(fused, group), own)
-            loss = public.distillation(task.models[group], target, divergence)
+            loss = functools.partial(public.distillation, task.models[group], distance=divergence)
             stream = keys.fold(key, keys.Server.STUDENT)  # the same batches for every student
-            w, gap = local.sgd(stream, data, loss, w, server_task, epochs=passes)
+            if on.patience is None:
+                w, gap = local.sgd(stream, data, loss(target=target), w, server_task, epochs=on.passes)
+            else:
+                part = public.validation(data, target, on.held_out)
+                w, gap = public.early_stopped(stream, part, loss, target, w, server_task, on.passes, on.patience)
             students.append(split.send(w, group)[0])
             gaps.append(gap)
         return groups.grouped(students), jnp.mean(jnp.stack(gaps))
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        index = public.draw(key, task, public_size)
+        index = public.draw(key, task, on.public_size)
+        if on.patience is not None:  # the last of them are for validation
+            index = jax.random.permutation(keys.fold(key, keys.Server.HELD_OUT), index)
 
         def client(c: Client, own: PyTree) -> tuple[Own, Own, Array, Array, dict[str, Array]]:
             w = split.receive(groups.select(state.server, c.group), own)
             w, value = local.sgd(c.key, c.train, losses.classification(c.model), w, task)
             shared, own = split.send(w, c.group)
             data = public.subset(c.public, index, c.train.size > 0)
-            z = public.logits(c.model, w, data, task.num_classes, public_batch)
+            z = public.logits(c.model, w, data, task.num_classes, on.public_batch)
             return Own(shared), Own(own), z, value, evaluate.post(cohort, c, predictor(c.model, w))
 
         fused, (own, z, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, default=state.server)
         teachers = public.gathered(cohort, z)
         uniform = mixtures.normalised(jnp.ones(len(teachers.ids)), teachers.here)
-        target = jax.nn.softmax(mixtures.mean(uniform, teachers) / temperature)
+        target = jax.nn.softmax(mixtures.mean(uniform, teachers) / on.temperature)
         students, gap = distil(key, fused, cohort, index, target)
         return State(students, own), Metrics(value, post, server={"distillation_loss": gap})
 
@@ -99,41 +118,16 @@ def feddf(
     return Algorithm(init, round, predict, evaluate.classification, one_architecture=False)
 
 
+@hyperparameters.shared(Students)
 def pfeddf(
-    task: Task,
-    *,
-    fine_tune_epochs: Annotated[int, Interval(ge=0, le=10_000)] | None = None,
-    passes: Annotated[int, Interval(ge=0, le=10_000)] = 1,
-    public_size: Annotated[int, Ge(1)] = 3000,
-    public_batch: Annotated[int, Ge(1)] = 256,
-    student_lr: Annotated[float, Ge(0)] = 0.001,
-    student_optimizer: Literal["adam", "sgd"] = "adam",
-    clip: Annotated[float, Gt(0)] = 5.0,
-    temperature: Annotated[float, Gt(0)] = 1.0,
+    task: Task, *, on: Students, fine_tune_epochs: Annotated[int, Interval(ge=0, le=10_000)] | None = None
 ) -> Algorithm:
     """FedDF whose fused model each client fine-tunes before it predicts; the fine-tuned copy is discarded (KT-pFL).
 
     Args:
       fine_tune_epochs: E_ft in [0, 10000]; default the task's local work, as KT-pFL says "several epochs".
-      passes: over the public examples in each round, in [0, 10000], as of feddf.
-      public_size: public examples per round in [1, inf), at most the pool.
-      public_batch: their batch size in [1, inf).
-      student_lr: the server's learning rate in [0, inf), as of feddf.
-      student_optimizer: the server's, one of adam, sgd.
-      clip: greatest norm in (0, inf) of the server's gradients.
-      temperature: of the softmax, in (0, inf).
     """
     split = averaging.split(task)
-    base = feddf(
-        task,
-        passes=passes,
-        public_size=public_size,
-        public_batch=public_batch,
-        student_lr=student_lr,
-        student_optimizer=student_optimizer,
-        clip=clip,
-        temperature=temperature,
-    )
 
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
         w = split.receive(groups.select(server, c.group), own)
@@ -141,4 +135,4 @@ def pfeddf(
             w, _ = local.sgd(c.key, c.train, losses.classification(c.model), w, task, epochs=fine_tune_epochs)
         return predictor(c.model, w)
 
-    return base._replace(predict=predict)
+    return feddf(task, **on._asdict())._replace(predict=predict)

@@ -12,33 +12,44 @@ import jax
 import jax.numpy as jnp
 from annotated_types import Ge, Gt, Interval
 
-from fedjax_pfl import aggregate, evaluate, groups, keys, local, losses, public, traffic, trees
+from fedjax_pfl import aggregate, evaluate, groups, hyperparameters, keys, local, losses, public, traffic, trees
 from fedjax_pfl.averaging import predictor
 from fedjax_pfl.numerics import mixtures
-from fedjax_pfl.numerics.mixtures import Asked, Rule, nearest, similar, slope, uniform
+from fedjax_pfl.numerics.mixtures import Asked, Predictions, Rule, nearest, similar, slope, uniform
 from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Own, Predictor, PyTree, State, Task, Traffic
-
-Order = Literal["paper", "code"]
-Reduction = Literal["batchmean", "mean"]
-DistilStats = Literal["train", "frozen"]
 
 
 class Exchange(NamedTuple):
-    """How predictions are exchanged and learnt from, whatever the coefficients."""
+    """How predictions are exchanged and learnt from, whatever the coefficients.
 
-    public_size: int
-    public_batch: int
-    passes: int
-    public_lr: float | Array | None
-    temperature: float | Array
-    order: str
-    warmup_epochs: int
-    reduction: str
-    distil_stats: str
-    space: str = "prob"
+    Args:
+      public_size: public examples per round in [1, inf), at most the pool; 3000 as in KT-pFL (FedMD's authors: 5000).
+      public_batch: their batch size in [1, inf); 256 as in both papers.
+      passes: over them in each round (R), in [0, 10000]; 1 as in both papers.
+      public_lr: learning rate on them (η2) in [0, inf); default the task's.
+      temperature: of the softmax, in (0, inf); 1, as the papers give none.
+      order: one of paper (private training comes first), code (last, and predictions first: as KT-pFL's code does).
+      warmup_epochs: private epochs in [0, 10000] before round 0 with order=code; 1 as there.
+      reduction: of the KL divergence, one of batchmean, mean (over the classes, too, as in KT-pFL's code).
+      distil_stats: batch norm on public examples, one of train (by the batch, and it moves the running statistics),
+        frozen (by the running statistics, which stay, without dropout).
+      public_at: where the public examples are, one of clients (who are sent their ids), server (and are sent
+        with them in each round: counted as `public_data`).
+    """
+
+    public_size: Annotated[int, Ge(1)] = 3000
+    public_batch: Annotated[int, Ge(1)] = 256
+    passes: Annotated[int, Interval(ge=0, le=10_000)] = 1
+    public_lr: Annotated[float, Ge(0)] | None = None
+    temperature: Annotated[float, Gt(0)] = 1.0
+    order: Literal["paper", "code"] = "paper"
+    warmup_epochs: Annotated[int, Interval(ge=0, le=10_000)] = 1
+    reduction: Literal["batchmean", "mean"] = "batchmean"
+    distil_stats: Literal["train", "frozen"] = "train"
+    public_at: Literal["clients", "server"] = "clients"
 
 
-def transfer(task: Task, rule: Rule, on: Exchange) -> Algorithm:
+def transfer(task: Task, rule: Rule, on: Exchange, space: str = "prob", public_epochs: int = 0) -> Algorithm:
     """The round that the methods of this family share, which differ in their coefficients (KT-pFL, Algorithm 1).
 
     Private training, predictions, their mixture, training on it; with order=code the predictions come first and the
@@ -46,7 +57,7 @@ def transfer(task: Task, rule: Rule, on: Exchange) -> Algorithm:
     """
     n, size = task.num_clients, public.count(task, on.public_size)
     lr = task.lr if on.public_lr is None else on.public_lr
-    distance = functools.partial(mixtures.distance, temperature=on.temperature, space=on.space, reduction=on.reduction)
+    distance = functools.partial(mixtures.distance, temperature=on.temperature, space=space, reduction=on.reduction)
     public_task = task._replace(lr=lr, batch_size=on.public_batch, drop_last=False, augment=None)
 
     def init(key: Array) -> State:
@@ -59,7 +70,7 @@ def transfer(task: Task, rule: Rule, on: Exchange) -> Algorithm:
     def predictions(c: Client, w: PyTree, index: Array) -> Array:
         data = public.subset(c.public, index, c.train.size > 0)
         z = public.logits(c.model, w, data, task.num_classes, on.public_batch)
-        return z if on.space == "logit" else jax.nn.softmax(z / on.temperature)
+        return z if space == "logit" else jax.nn.softmax(z / on.temperature)
 
     def distil(c: Client, w: PyTree, index: Array, target: Array) -> tuple[PyTree, Array]:
         data = public.subset(c.public, index, c.train.size > 0)
@@ -67,15 +78,17 @@ def transfer(task: Task, rule: Rule, on: Exchange) -> Algorithm:
         return local.sgd(keys.fold(c.key, keys.Client.TRANSFER), data, loss, w, public_task, epochs=on.passes)
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        index, first = public.draw(key, task, on.public_size), on.order == "paper"
+        index, first, start = public.draw(key, task, on.public_size), on.order == "paper", cohort.round == 0
 
         # private training, and the predictions of the model for the round's public examples
         def teach(c: Client, w: PyTree) -> tuple[Own, Array, Array]:
             value = jnp.zeros(())
+            if public_epochs:
+                w = public.pretrain(c, w, public_task, jnp.where(start, public_epochs, 0))
             if first:
                 w, value = train(c, c.key, w)
             elif on.warmup_epochs:
-                epochs = jnp.where(cohort.round == 0, on.warmup_epochs, 0)
+                epochs = jnp.where(start, on.warmup_epochs, 0)
                 w, _ = train(c, keys.fold(c.key, keys.Client.WARM_UP), w, epochs)
             return Own(w), predictions(c, w, index), value
 
@@ -83,19 +96,21 @@ def transfer(task: Task, rule: Rule, on: Exchange) -> Algorithm:
         w, outputs, value = cohort.map(teach, state.clients, phase=0 if first else 1)
         given = public.gathered(cohort, outputs)
         a = state.server["coefficients"] if rule.start is not None else jnp.zeros((n, n), jnp.float32)
-        columns = jnp.where(given.here, given.ids, n + jnp.arange(len(given.ids)))
 
         # the coefficients of the student's mixture, and training on it
         def learn(c: Client, w: PyTree, outputs: Array, value: Array) -> tuple[Any, ...]:
-            share = c.train.size / jnp.maximum(1, cohort.total)
-            used, kept = rule.coefficients(Asked(a[c.id][given.ids], given.ids == c.id, outputs, given, share))
+            used, kept = rule.coefficients(asked(c, cohort, a, outputs, given))
             w, gap = distil(c, w, index, mixtures.mean(mixtures.normalised(used, given.here), given))
             if not first:
                 w, value = train(c, c.key, w)
-            row = a[c.id].at[columns].set(kept, mode="drop")
-            return Own(w), row, value, gap, evaluate.post(cohort, c, predictor(c.model, w))
+            return Own(w), written(a[c.id], kept, given), value, gap, evaluate.post(cohort, c, predictor(c.model, w))
 
         w, rows, value, gap, post = cohort.map(learn, w, outputs, value, phase=1 if first else 0)
+        if rule.after:  # the coefficients follow what the models predict in the end
+            outputs = cohort.map(lambda c, w: predictions(c, w, index), w, phase=None)
+            given = public.gathered(cohort, outputs)
+            follow = lambda c, out: written(a[c.id], rule.coefficients(asked(c, cohort, a, out, given))[1], given)
+            rows = cohort.map(follow, outputs, phase=None)
         a = trees.scatter(a, cohort.ids, rows, cohort.trained)
         metrics = Metrics(value, post, {"transfer_loss": gap}, {"coefficients": a})
         return State({} if rule.start is None else {"coefficients": a}, w), metrics
@@ -104,179 +119,121 @@ def transfer(task: Task, rule: Rule, on: Exchange) -> Algorithm:
         return predictor(c.model, w)
 
     def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
-        # down the ids of the examples, up the predictions, down their mixture
-        active = cohort.active.astype(jnp.int32)
-        return traffic.both_ways(cohort, size * task.num_classes)._replace(ints=size * active, messages=3 * active)
+        # down the ids of the examples, up the predictions, down their mixture, and up what the models predict then
+        active, count = cohort.active.astype(jnp.int32), size * task.num_classes
+        whole = traffic.both_ways(cohort, count, count * (1 + rule.after))
+        whole = whole._replace(ints=size * active, messages=(3 + rule.after) * active)
+        return whole if on.public_at == "clients" else traffic.with_public(whole, task, size, active)
 
     return Algorithm(init, round, predict, evaluate.classification, sent, one_architecture=False)
 
 
+def asked(c: Client, cohort: Cohort, a: Array, outputs: Array, given: Predictions) -> Asked:
+    """What a client's rule is given; a [N, N] are the coefficients so far."""
+    share = c.train.size / jnp.maximum(1, cohort.total)
+    return Asked(a[c.id][given.ids], given.ids == c.id, outputs, given, share)
+
+
+def written(row: Array, kept: Array, given: Predictions) -> Array:
+    """A row [N] of the coefficients with those of the round's clients, kept [S]."""
+    columns = jnp.where(given.here, given.ids, len(row) + jnp.arange(len(given.ids)))
+    return row.at[columns].set(kept, mode="drop")
+
+
+@hyperparameters.shared(Exchange)
 def fedmd(
     task: Task,
     *,
+    on: Exchange,
     space: Literal["prob", "logit"] = "prob",
-    public_size: Annotated[int, Ge(1)] = 3000,
-    public_batch: Annotated[int, Ge(1)] = 256,
-    passes: Annotated[int, Interval(ge=0, le=10_000)] = 1,
-    public_lr: Annotated[float, Ge(0)] | None = None,
-    temperature: Annotated[float, Gt(0)] = 1.0,
-    order: Order = "paper",
-    warmup_epochs: Annotated[int, Interval(ge=0, le=10_000)] = 1,
-    reduction: Reduction = "batchmean",
-    distil_stats: DistilStats = "train",
+    public_epochs: Annotated[int, Interval(ge=0, le=10_000)] = 0,
 ) -> Algorithm:
     """Trains each client's own model on its examples, then on the mean prediction of all for public examples.
 
     Args:
       space: what is averaged, one of prob (softmax outputs, learnt by KL divergence, as KT-pFL runs it), logit (logits,
         learnt by absolute error, as the authors' code does).
-      public_size: public examples per round in [1, inf), at most the pool; 3000 as in KT-pFL (the authors take 5000).
-      public_batch: their batch size in [1, inf); 256 as in both papers.
-      passes: over them in each round (R), in [0, 10000]; 1 as in both papers.
-      public_lr: learning rate on them (η2) in [0, inf); default the task's.
-      temperature: of the softmax, in (0, inf); 1, as the papers give none.
-      order: one of paper (private training comes first), code (last, and predictions first: as KT-pFL's code does).
-      warmup_epochs: private epochs in [0, 10000] before round 0 with order=code; 1 as there.
-      reduction: of the KL divergence, one of batchmean, mean (a mean over the classes, too, as in KT-pFL's code).
-      distil_stats: batch norm on public examples, one of train (by the batch, and it moves the running statistics),
-        frozen (by the running statistics, which stay, without dropout).
+      public_epochs: over all public examples with their labels before round 0, in [0, 10000]; the authors train until
+        this stops to help, KT-pFL does not, so 0.
 
     Note:
-      The authors' models have the public classes among their outputs and start by training on public labels; here
-      public labels are not used, as in KT-pFL. `post` scores are of the model at the end of the round: with order=paper
-      after the training on public examples. With order=code the warm-up is of round 0's clients only.
+      The authors' models have the public classes among their outputs; here these are outputs of the first epochs only,
+      and what is exchanged are the private classes, as in KT-pFL. `post` scores are of the model at the end of the
+      round: with order=paper after the training on public examples. What is trained before round 0, on public labels
+      (then order=paper goes on with round 0's private training, order=code with its warm-up), is of round 0's clients.
     """
-    on = Exchange(
-        public_size, public_batch, passes, public_lr, temperature, order, warmup_epochs, reduction, distil_stats, space
-    )
-    return transfer(task, Rule(uniform), on)
+    return transfer(task, Rule(uniform), on, space, public_epochs)
 
 
-def sim_pfd(
-    task: Task,
-    *,
-    sim_norm: Literal["sum", "minmax"] = "sum",
-    public_size: Annotated[int, Ge(1)] = 3000,
-    public_batch: Annotated[int, Ge(1)] = 256,
-    passes: Annotated[int, Interval(ge=0, le=10_000)] = 1,
-    public_lr: Annotated[float, Ge(0)] | None = None,
-    temperature: Annotated[float, Gt(0)] = 1.0,
-    order: Order = "paper",
-    warmup_epochs: Annotated[int, Interval(ge=0, le=10_000)] = 1,
-    reduction: Reduction = "batchmean",
-    distil_stats: DistilStats = "train",
-) -> Algorithm:
+@hyperparameters.shared(Exchange)
+def sim_pfd(task: Task, *, on: Exchange, sim_norm: Literal["sum", "minmax"] = "sum") -> Algorithm:
     """FedMD whose clients weigh each other's predictions by how similar they are to their own (Sim-pFD).
 
     Args:
       sim_norm: weights proportional to, one of sum (the cosine), minmax (what it exceeds the least similar one's by).
-      public_size: public examples per round in [1, inf), as of fedmd.
-      public_batch: their batch size in [1, inf).
-      passes: over them in each round (R), in [0, 10000].
-      public_lr: learning rate on them (η2) in [0, inf); default the task's.
-      temperature: of the softmax, in (0, inf).
-      order: one of paper, code, as of fedmd.
-      warmup_epochs: private epochs in [0, 10000] before round 0 with order=code.
-      reduction: of the KL divergence, one of batchmean, mean, as of fedmd.
-      distil_stats: batch norm on public examples, one of train, frozen, as of fedmd.
     """
-    on = Exchange(
-        public_size, public_batch, passes, public_lr, temperature, order, warmup_epochs, reduction, distil_stats
-    )
     return transfer(task, Rule(functools.partial(similar, norm=sim_norm)), on)
 
 
+@hyperparameters.shared(Exchange)
 def topk_pfd(
     task: Task,
     *,
+    on: Exchange,
     neighbours: Annotated[int, Ge(1)] = 5,
     weights: Literal["uniform", "cos"] = "uniform",
-    public_size: Annotated[int, Ge(1)] = 3000,
-    public_batch: Annotated[int, Ge(1)] = 256,
-    passes: Annotated[int, Interval(ge=0, le=10_000)] = 1,
-    public_lr: Annotated[float, Ge(0)] | None = None,
-    temperature: Annotated[float, Gt(0)] = 1.0,
-    order: Order = "paper",
-    warmup_epochs: Annotated[int, Interval(ge=0, le=10_000)] = 1,
-    reduction: Reduction = "batchmean",
-    distil_stats: DistilStats = "train",
 ) -> Algorithm:
     """FedMD among the K clients whose predictions are the most similar, each with its own (TopK-pFD).
 
     Args:
       neighbours: K in [1, inf), itself included; 5 as in KT-pFL (its code takes half of the clients).
       weights: of these, one of uniform, cos (proportional to the cosine).
-      public_size: public examples per round in [1, inf), as of fedmd.
-      public_batch: their batch size in [1, inf).
-      passes: over them in each round (R), in [0, 10000].
-      public_lr: learning rate on them (η2) in [0, inf); default the task's.
-      temperature: of the softmax, in (0, inf).
-      order: one of paper, code, as of fedmd.
-      warmup_epochs: private epochs in [0, 10000] before round 0 with order=code.
-      reduction: of the KL divergence, one of batchmean, mean, as of fedmd.
-      distil_stats: batch norm on public examples, one of train, frozen, as of fedmd.
     """
-    on = Exchange(
-        public_size, public_batch, passes, public_lr, temperature, order, warmup_epochs, reduction, distil_stats
-    )
     return transfer(task, Rule(functools.partial(nearest, neighbours=neighbours, weights=weights)), on)
 
 
+@hyperparameters.shared(Exchange)
 def mnfl_het(
     task: Task,
     *,
+    on: Exchange,
+    coef_rule: Literal["paper", "post", "code"] = "paper",
     coef_lr: Annotated[float, Ge(0)] = 0.01,
     rho: Annotated[float, Ge(0)] = 0.7,
     lam: Annotated[float, Ge(0)] = 1.0,
     coef_steps: Annotated[int, Interval(ge=0, le=10_000)] = 1,
     penalty: Literal["implicit", "explicit"] = "implicit",
-    public_size: Annotated[int, Ge(1)] = 3000,
-    public_batch: Annotated[int, Ge(1)] = 256,
-    passes: Annotated[int, Interval(ge=0, le=10_000)] = 1,
-    public_lr: Annotated[float, Ge(0)] | None = None,
-    temperature: Annotated[float, Gt(0)] = 1.0,
-    order: Order = "paper",
-    warmup_epochs: Annotated[int, Interval(ge=0, le=10_000)] = 1,
-    reduction: Reduction = "batchmean",
-    distil_stats: DistilStats = "train",
 ) -> Algorithm:
     """FedMD whose mixtures t_n = sum_m A[n,m] s_m have learned coefficients, rows of a simplex (KT-pFL, Eq. 7).
 
     Args:
+      coef_rule: how they are learned, one of paper (by the uploaded predictions, from before the training on
+        public examples), post (by those of the models after it, a second upload, as Eq. 7 is printed), code (as the
+        authors' code: squared error, a step of its own size, and the softmax of 5 times each row).
       coef_lr: step size of the coefficients (η3) in [0, inf); 0.01 as in the paper's ablations, 0 freezes A at 1/N.
       rho: weight of the penalty ||A - 1/N||^2 (ρ) in [0, inf); 0.7, the value of most of the authors' settings.
       lam: weight of the coefficients' loss KL(t_n || s_n) (λ) in [0, inf); the paper gives none, so 1.
       coef_steps: steps of the coefficients per round, in [0, 10000]; 1 as in the paper.
       penalty: how the penalty is stepped, one of implicit (stable for every rho), explicit (the paper's Eq. 7).
-      public_size: public examples per round in [1, inf), as of fedmd.
-      public_batch: their batch size in [1, inf).
-      passes: over them in each round (R), in [0, 10000].
-      public_lr: learning rate on them (η2) in [0, inf); default the task's.
-      temperature: of the softmax, in (0, inf).
-      order: one of paper, code, as of fedmd; with code the mixture has the coefficients after their step.
-      warmup_epochs: private epochs in [0, 10000] before round 0 with order=code.
-      reduction: of the KL divergence in training, one of batchmean, mean, as of fedmd.
-      distil_stats: batch norm on public examples, one of train, frozen, as of fedmd.
 
     Note:
-      The projection to the simplex is ours: without it the rows' sums drift. The coefficients follow the uploaded
-      predictions, from before the training on public examples. Of a round's clients the block of rows and columns
-      moves, normalised in their mixtures, and each row keeps what it weighs there. The authors' code differs: squared
-      error, a step size by powers of 5, and a softmax of 5 times the rows; not built.
+      The projection to the simplex is ours: without it the rows' sums drift. Of a round's clients the block of rows and
+      columns moves, normalised in their mixtures, and each row keeps what it weighs there. With order=code a mixture
+      has the coefficients after their step, but for coef_rule=post. Of the coefficients' hyperparameters coef_rule=code
+      takes rho, of the mean of the squares, and coef_steps.
     """
-    on = Exchange(
-        public_size, public_batch, passes, public_lr, temperature, order, warmup_epochs, reduction, distil_stats
-    )
 
     def learned(asked: Asked) -> tuple[Array, Array]:
         here = asked.given.here
 
         def step(_: Array, row: Array) -> Array:
+            if coef_rule == "code":
+                return mixtures.sharpened(row, asked, rho, 1 / task.num_clients)
             mass = jnp.maximum(jnp.sum(jnp.where(here, row, 0)), mixtures.TINY)
             gradient = lam * asked.share * slope(mixtures.normalised(row, here), asked) / mass
             return aggregate.descend(row, gradient, here, coef_lr, rho, penalty, mean=1 / task.num_clients)
 
         kept = jax.lax.fori_loop(0, coef_steps, step, asked.row)
-        return kept if order == "code" else asked.row, kept
+        return kept if on.order == "code" and coef_rule != "post" else asked.row, kept
 
-    return transfer(task, Rule(learned, 1 / task.num_clients), on)
+    return transfer(task, Rule(learned, 1 / task.num_clients, coef_rule == "post"), on)

@@ -1,10 +1,13 @@
 """Methods whose clients may be of several architectures: grouping does not matter, and mixed federations learn."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
 from toy import N, assert_close, assert_same
+
+from fedjax_pfl import models, trees
 
 METHODS = ("fedproto", "fd", "fml", "fedkd", "fedapen")
 OF = np.array([0, 1, 0, 1, 0])
@@ -39,3 +42,25 @@ def test_architectures_mix(method, other):
     loss = got.metrics.loss.mean(axis=1)
     assert loss[-1] < loss[1]  # from the second round on, when there is something to learn from the others
     assert got.metrics.finite.all() and np.mean(got.last["acc_present"]) > 0.75
+
+
+def test_padded_clients_of_one_architecture_train_as_grouped_ones():
+    """FedProto of CNN-2 and CNN-5 in two groups, and of one group of CNN-1 that holds both, padded."""
+    shape, of = (16, 16, 1), np.array([0, 1, 1, 0, 1])
+    small = {"prepare": lambda x: jnp.tanh(x)[:, (np.arange(16)[:, None] + np.arange(16)) % 6, None], "epochs": 1}
+
+    def task(make, *names, architecture=of):
+        return toy.task(models=tuple(make(name, shape, toy.C) for name in names), architecture=architecture, **small)
+
+    grouped = toy.train("fedproto", task(models.model, "cnn2", "cnn5"), 2)
+    padded = jax.device_get(toy.train("fedproto", task(models.pad_to_superset, "cnn2", "cnn5"), 0).begin)
+    rows = jax.tree.map(
+        lambda a, b: np.where(trees.expand(of == 0, a.ndim), a[[0, 0, 0, 1, 1]], b[[0, 0, 1, 1, 2]]),
+        *padded.clients.trees,
+    )
+    one = task(models.model, "cnn1", architecture=np.zeros(N, int))
+    whole = toy.train("fedproto", one, 2, begin=jax.tree.map(jnp.asarray, padded._replace(clients=rows)))
+    assert_close(whole.state.server, grouped.state.server, 1e-5)
+    assert_close(by_id(whole.metrics), by_id(grouped.metrics), 1e-5)
+    assert_same(whole.last, grouped.last)
+    assert trees.size(whole.state.clients) > 1.3 * trees.size(grouped.state.clients)  # it is the padded network

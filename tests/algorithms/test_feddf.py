@@ -5,16 +5,18 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import toy
 from toy import SHAPE, SIZES, C, N, assert_close, assert_same
 
-from fedjax_pfl import models, simulate, trees
+from fedjax_pfl import models, public, simulate, trees
 from fedjax_pfl.algorithms import feddf, pfeddf
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import nets
+from fedjax_pfl.types import Data, Examples
 
-MLP = toy.task()
+KEY, MLP = jax.random.key(0), toy.task()
 
 
 def net(hidden):
@@ -120,6 +122,41 @@ def test_batch_norm(bn_stats):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((got.state, got.metrics.loss)))
     assert bool(jax.tree.leaves(got.state.clients)) == (bn_stats == "local")
     np.testing.assert_array_equal(got.metrics.traffic.up[0], 124 if bn_stats == "aggregate" else 108)
+
+
+@pytest.mark.parametrize("patience, kept", [(2, 3.0), (9, 9.0)])
+def test_a_student_stops_where_nothing_comes_of_it_and_keeps_its_best_pass(patience, kept):
+    """Every step adds 1 to w. Held out, 3 is better than all until 9; two steps a pass."""
+    pool = Examples(jnp.zeros((10, 1)), jnp.zeros(10, jnp.int32))
+    data = Data(pool, jnp.arange(10), jnp.int32(10), lambda x: x)
+
+    def loss(target, frozen=False):
+        def value(v, batch, key):
+            if frozen:  # rows and targets belong together
+                np.testing.assert_array_equal(target.shape, (10,))
+                gap = jnp.sum(jnp.where(batch.mask, jnp.abs(target[batch.row] - 8 - batch.row), 0))
+                return jnp.minimum(jnp.abs(v["w"] - 3) + 1, jnp.abs(v["w"] - 9)) + gap, v["stats"]
+            return -v["w"], v["stats"]
+
+        return value
+
+    task = MLP._replace(lr=0.5, optimizer=optax.sgd, batch_size=4, augment=None, drop_last=False)
+    target = jnp.arange(10.0)
+    parts = public.validation(data, target, 0.2)
+    assert (int(parts[0].size), int(parts[1].size)) == (8, 2)
+    begin = {"w": jnp.zeros(()), "stats": ()}
+    run = jax.jit(lambda: public.early_stopped(KEY, parts, loss, target, begin, task, 12, patience))
+    w, least = run()
+    assert w["w"] == kept and least == (1 if patience == 2 else 0)
+
+
+def test_a_student_that_is_validated_learns_and_reports_the_divergence_held_out():
+    """Of the last pass, as each is better than the one before."""
+    options = {"passes": 6, "student_lr": 0.02, "patience": 3, "held_out": 0.3}
+    got = toy.train("feddf", MLP, rounds=1, **options)
+    early = toy.train("feddf", MLP, rounds=1, **{**options, "passes": 1})
+    gap = [run.metrics.server["distillation_loss"][0] for run in (got, early)]
+    assert 0 < gap[0] < gap[1]
 
 
 @pytest.mark.parametrize("wrong", [{"passes": -1}, {"clip": 0.0}, {"student_optimizer": "lamb"}, {"student_lr": -1.0}])

@@ -9,14 +9,15 @@ import pytest
 import toy
 from toy import PUBLIC, SHAPE, SIZES, C, N, assert_close, assert_same
 
-from fedjax_pfl import aggregate, models, public
+from fedjax_pfl import aggregate, models, public, simulate
+from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.algorithms import knowledge_transfer as kt
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import nets
 from fedjax_pfl.numerics import mixtures
 from fedjax_pfl.numerics.mixtures import Predictions
-from fedjax_pfl.types import State
+from fedjax_pfl.types import Client, Data, Examples, State
 
 MLP, NORM = toy.task(), toy.task("norm")
 ONE = toy.task(batch_size=32, epochs=1)  # one step on all of a client's examples: their order does not matter
@@ -193,6 +194,101 @@ def test_a_round_of_mnfl_is_the_plain_loops():
     np.testing.assert_allclose(got.metrics.server["coefficients"][0], a, atol=1e-5)
     assert np.abs(a - 1 / N).max() > 0.05
     assert_same(got.state.server["coefficients"], got.metrics.server["coefficients"][0])
+
+
+def test_the_codes_rule_is_the_plain_loops():
+    """Squared error, a step size by powers of 5, and the softmax of 5 times the row."""
+    got = toy.train("mnfl_het", MLP, rounds=1, coef_rule="code", rho=0.05)
+    s = np.array([predicted(i) for i in range(N)])
+    a = np.full((N, N), 1 / N)
+    for n in range(N):
+        error = np.tensordot(a[n], s, 1) - s[n]
+        gradient = 2 * np.array([np.mean(error * s[m]) for m in range(N)]) + 2 * 0.05 / N * (a[n] - 1 / N)
+        average, size = np.abs(gradient).sum() / N, 1.0
+        for _ in range(5):
+            if average > 0.01:
+                average, size = average / 5, size / 5
+            if average < 0.01:
+                average, size = average * 5, size * 5
+        a[n] = np.exp(5 * (a[n] - size * gradient))
+        a[n] /= a[n].sum()
+    np.testing.assert_allclose(got.metrics.server["coefficients"][0], a, atol=1e-5)
+    assert np.abs(a - 1 / N).max() > 0.01
+
+
+def test_the_codes_rule_keeps_what_absent_clients_have():
+    row, here = np.array([0.1, 0.2, 0.3, 0.4], np.float32), np.array([True, False, True, True])
+    moved = mixtures.sharpened(jnp.asarray(row), asked(some(4), 0, row=row, here=here), 0.7, 0.25)
+    assert moved[1] == row[1] and np.abs(moved - row)[here].min() > 1e-3
+    np.testing.assert_allclose(moved[here].sum(), 0.8, rtol=1e-6)
+
+
+def test_after_the_training_the_coefficients_follow_a_second_upload():
+    """What the models predict in the end, and so without passes what they predicted before."""
+    post, paper = (toy.train("mnfl_het", MLP, rounds=1, coef_rule=rule, coef_lr=3.0) for rule in ("post", "paper"))
+    assert_same(post.state.clients, paper.state.clients)
+    x, w = toy.federation().public.x, jax.device_get(post.state.clients)
+    s = np.array([softmax(np.asarray(MLP.model.apply(toy.rows(w, i), x, train=False)[0])) for i in range(N)])
+    share = lambda n: np.float32(SIZES[n] / SIZES.sum())
+    step = lambda n: aggregate.descend(
+        jnp.full(N, 1 / N), share(n) * mixtures.slope(jnp.full(N, 1 / N), asked(s, n)), jnp.ones(N, bool), 3.0, 0.7
+    )
+    a = post.metrics.server["coefficients"][0]
+    np.testing.assert_allclose(a, [step(n) for n in range(N)], atol=1e-5)
+    assert np.abs(a - paper.metrics.server["coefficients"][0]).max() > 1e-4
+    np.testing.assert_array_equal(post.metrics.traffic.up[0], 2 * PUBLIC * C)
+    np.testing.assert_array_equal(post.metrics.traffic.messages[0], 4)
+    same = [toy.train("mnfl_het", MLP, rounds=1, coef_rule=rule, passes=0) for rule in ("post", "paper")]
+    assert_close(*(run.metrics.server for run in same))
+
+
+def test_public_examples_on_the_server_travel():
+    at = {where: toy.train("fedmd", MLP, rounds=1, public_at=where).metrics.traffic for where in ("clients", "server")}
+    assert at["clients"].public_data is None
+    np.testing.assert_array_equal(at["server"].public_data[0], PUBLIC * SHAPE[0])
+    assert_same(at["server"]._replace(public_data=None), at["clients"])
+
+
+LABELLED = MLP._replace(public_classes=3)
+
+
+def labelled(public_epochs, t, **hparams):
+    """The state after round t, from the state after round 0's."""
+    program = simulate.program(ALGORITHMS["fedmd"], LABELLED, {"passes": 0, "public_epochs": public_epochs, **hparams})
+    state = toy.train("local", MLP, rounds=1).state._replace(server={})
+    key, flag = jax.random.key(5), jnp.bool(False)
+    return jax.jit(program.round)(key, program.numbers, toy.federation(), state, jnp.int32(t), flag)[0].clients
+
+
+@pytest.mark.parametrize("order", ["paper", "code"])
+def test_public_labels_are_learnt_before_round_0_only(order):
+    """At a rate of 0 nothing is; the outputs of the public classes are gone afterwards."""
+    given = {"order": order, "warmup_epochs": 0}
+    without, still = labelled(0, 0, **given), labelled(2, 0, public_lr=0.0, **given)
+    assert_same(still, without)
+    assert trees_differ(labelled(2, 0, **given), without)
+    assert_same(labelled(2, 1, **given), labelled(0, 1, **given))
+
+
+def test_training_on_public_labels_fits_them():
+    """The loss of the joint outputs falls: seen through the body, from which a new linear layer tells the labels."""
+    f = toy.federation()
+    y = np.arange(PUBLIC) % 3
+    x = np.asarray(f.public.x) + 4 * np.eye(3, SHAPE[0])[y]
+    pool = Examples(jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.int32))
+    data = Data(pool, jnp.arange(PUBLIC), jnp.int32(PUBLIC), MLP.prepare)
+    c = Client(0, jax.random.key(0), data, data, data, data, None, MLP.model, 0)
+    w = MLP.model.init(jax.random.key(1))
+    task = LABELLED._replace(public=jax.ShapeDtypeStruct(x.shape, x.dtype), lr=0.1)
+    trained = jax.jit(lambda w: public.pretrain(c, w, task, 60))(w)
+    assert jax.tree.structure(trained) == jax.tree.structure(w)
+    private = lambda w: np.mean(jax.nn.logsumexp(MLP.model.apply(w, pool.x)[0], axis=1))
+    assert private(trained) < private(w) - 0.5  # the private outputs lose against the public ones
+
+
+def test_public_labels_without_meaning_are_one_sentence():
+    with pytest.raises(InputError, match=r"needs their labels: give Task\.public_classes"):
+        simulate.program(ALGORITHMS["fedmd"], MLP, {"public_epochs": 1})
 
 
 @pytest.mark.parametrize("still", [{"rho": 1e12}, {"lam": 0.0}])
