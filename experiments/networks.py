@@ -5,6 +5,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import optax
+from chex import Numeric
 
 from experiments.config import Config
 from fedjax_pfl.data import datasets
@@ -77,7 +78,7 @@ def optimizer(momentum: float, weight_decay: float, clip: float | None, name: st
       name: one of `config.optimizers`, with optax's defaults but for the learning rate.
     """
 
-    def make(lr: float | jax.Array) -> optax.GradientTransformation:
+    def make(lr: Numeric) -> optax.GradientTransformation:
         parts = [optax.clip_by_global_norm(clip)] if clip is not None else []
         parts += [optax.add_decayed_weights(weight_decay)] if weight_decay else []
         last = optax.sgd(lr, momentum or None) if name == "sgd" else getattr(optax, name)(lr)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from chex import Numeric
 
 from fedjax_pfl import trees
 from fedjax_pfl.types import Array, PyTree
@@ -47,7 +48,7 @@ def filled(shares: PyTree, mean: PyTree, empty: PyTree) -> PyTree:
     return jax.tree.map(fill, shares, mean, empty)
 
 
-def project_simplex(v: Array, mask: Array, total: float | Array = 1.0) -> Array:
+def project_simplex(v: Array, mask: Array, total: Numeric = 1.0) -> Array:
     """Euclidean projection of v [T] onto {alpha >= 0, sum alpha = total, alpha = 0 off `mask`} (Duchi 2008)."""
     low = jnp.where(mask, v, -jnp.inf)
     u = jnp.sort(low)[::-1]
@@ -62,8 +63,8 @@ def descend(
     row: Array,
     slope: Array,
     here: Array,
-    lr: float | Array,
-    rho: float | Array,
+    lr: Numeric,
+    rho: Numeric,
     penalty: str = "implicit",
     mean: float | None = None,
 ) -> Array:

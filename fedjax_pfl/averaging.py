@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from chex import Numeric
 
 from fedjax_pfl import evaluate, groups, keys, local, losses, trees
 from fedjax_pfl.errors import InputError
@@ -147,7 +148,7 @@ def partial_averaging(
     *,
     fixed: tuple[str, ...] = (),
     phases: tuple[Phase, ...] = (Phase(),),
-    mu: float | Array = 0.0,
+    mu: Numeric = 0.0,
     fine_tune: Phase | None = None,
     untuned: bool = False,
     one_architecture: bool = True,
@@ -203,5 +204,5 @@ def partial_averaging(
     return Algorithm(init, round, predict, score, one_architecture=one_architecture)
 
 
-def _is_zero(x: float | Array) -> bool:
+def _is_zero(x: Numeric) -> bool:
     return isinstance(x, int | float) and x == 0

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from chex import Numeric
 
 from fedjax_pfl import keys, trees
 from fedjax_pfl.types import Array, Batch, Data, PyTree, Task
@@ -54,7 +55,7 @@ def _copied_rows_of_clients(count: int, batched: list[bool], x: Array, index: Ar
     return rows.reshape(*index.shape, *x.shape[1:]), True
 
 
-def holdout(data: Data, fraction: float | Array) -> tuple[Data, Data]:
+def holdout(data: Data, fraction: Numeric) -> tuple[Data, Data]:
     """Splits off the last of a client's rows: (the other rows, the held out ones), the same in every round.
 
     Rows come shuffled from the partition, so the tail is a random sample. The nearest number to fraction * n is held

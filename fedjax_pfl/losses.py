@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 import optax
+from chex import Numeric
 from jax import lax
 
 from fedjax_pfl.types import Array, Batch, Model, PyTree
@@ -23,7 +24,7 @@ def cross_entropy(logits: Array, y: Array, mask: Array) -> Array:
     return masked_mean(optax.losses.softmax_cross_entropy_with_integer_labels(logits, y), mask)
 
 
-def balanced_softmax(logits: Array, y: Array, mask: Array, class_counts: Array, gamma: float | Array = 1.0) -> Array:
+def balanced_softmax(logits: Array, y: Array, mask: Array, class_counts: Array, gamma: Numeric = 1.0) -> Array:
     """Mean cross entropy of logits [B, C] + gamma log class_counts [C] over the valid rows, [].
 
     A class without a count takes no part (unless gamma is 0), so it must not be a label.

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from chex import Numeric
 
 from fedjax_pfl import keys, local, losses, trees
 from fedjax_pfl.errors import InputError
@@ -114,7 +115,7 @@ def distillation(
     return loss
 
 
-def validation(data: Data, target: Array, fraction: float | Array) -> tuple[Data, Data, Array]:
+def validation(data: Data, target: Array, fraction: Numeric) -> tuple[Data, Data, Array]:
     """Splits off the last of the examples: (the others, those held out, and these' targets), at least one of each.
 
     Args:

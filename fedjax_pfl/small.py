@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from chex import Numeric
 
 from fedjax_pfl import averaging, groups, local, losses, trees
 from fedjax_pfl.averaging import Split
@@ -67,7 +68,7 @@ def learn(
     task: Task,
     *,
     also: tuple[str, ...] = (),
-    clip: float | Array | None = None,
+    clip: Numeric | None = None,
 ) -> tuple[PyTree, PyTree, Array]:
     """Trains a client's own model mine["w"] and the small model, as received, together on the same batches.
 
@@ -92,7 +93,7 @@ def learn(
         value, reported = objective(v, out["own"], out["small"], batch)
         return value, stats, reported
 
-    def apart(lr: float | Array) -> optax.GradientTransformation:
+    def apart(lr: Numeric) -> optax.GradientTransformation:
         one = task.optimizer(lr) if clip is None else optax.chain(clipped(clip), task.optimizer(lr))
         return optax.multi_transform(dict.fromkeys(parts, one), {part: part for part in parts})
 
@@ -105,7 +106,7 @@ def learn(
     return upload, {**mine, **{name: v[name] for name in also}, "w": w, "kept": kept}, value
 
 
-def clipped(largest: float | Array) -> optax.GradientTransformation:
+def clipped(largest: Numeric) -> optax.GradientTransformation:
     """Scales gradients of any type down to a largest norm, which may be traced."""
 
     def clip(gradient: PyTree, _: PyTree) -> PyTree:

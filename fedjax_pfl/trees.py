@@ -10,6 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from chex import Numeric
 
 from fedjax_pfl.types import Array, PyTree
 
@@ -59,17 +60,17 @@ def add(a: PyTree, b: PyTree) -> PyTree:
     return jax.tree.map(jnp.add, a, b)
 
 
-def scale(factor: float | Array, tree: PyTree) -> PyTree:
+def scale(factor: Numeric, tree: PyTree) -> PyTree:
     """factor * tree, leaf by leaf."""
     return jax.tree.map(lambda x: factor * x, tree)
 
 
-def lerp(weight: float | Array, a: PyTree, b: PyTree) -> PyTree:
+def lerp(weight: Numeric, a: PyTree, b: PyTree) -> PyTree:
     """weight * a + (1 - weight) * b, leaf by leaf."""
     return cast(jax.tree.map(lambda x, y: weight * x + (1 - weight) * y, a, b), b)
 
 
-def proximal(anchor: PyTree, weight: float | Array) -> Callable[[PyTree], PyTree]:
+def proximal(anchor: PyTree, weight: Numeric) -> Callable[[PyTree], PyTree]:
     """The gradient of the proximal term weight/2 ||w - anchor||^2 as a function of w."""
     return lambda w: jax.tree.map(lambda a, b: weight * (a - b), w, anchor)
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 import optax
+from chex import Numeric
 
 from fedjax_pfl.errors import ArchitectureError
 
@@ -126,8 +127,8 @@ class Task(NamedTuple):
     num_classes: int
     input: jax.ShapeDtypeStruct  # one raw example, as a row of `Examples.x`
     prepare: Callable[[Array], Array]  # raw [B, *input] -> the models' input [B, ...]
-    lr: float | Array
-    optimizer: Callable[[float | Array], optax.GradientTransformation]  # of the learning rate
+    lr: Numeric
+    optimizer: Callable[[Numeric], optax.GradientTransformation]  # of the learning rate
     batch_size: int
     epochs: int | None = 1  # local epochs per round
     steps: int | None = None  # local steps per round; one of `epochs` and `steps` is None

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from annotated_types import Ge, Interval
+from chex import Numeric
 
 from fedjax_pfl import averaging, evaluate, keys, local, losses, trees
 from fedjax_pfl.averaging import BOTH, predictor
@@ -22,7 +23,7 @@ class Patience(NamedTuple):
     """When a client's first learning of its weights ends: at a steady loss, or after `cap` epochs."""
 
     window: int  # epochs whose losses are compared
-    threshold: float | Array  # of their standard deviation
+    threshold: Numeric  # of their standard deviation
     cap: int
 
 
@@ -40,7 +41,7 @@ def mean_of(weights: PyTree) -> Array:
     return total / max(trees.size(weights), 1)
 
 
-def subset(key: Array, data: Data, percent: float | Array) -> Data:
+def subset(key: Array, data: Data, percent: Numeric) -> Data:
     """A stretch of `percent` % of a client's rows, at least one, from a random place in its list."""
     size = jnp.minimum(jnp.maximum(jnp.floor(percent * data.size / 100).astype(jnp.int32), 1), data.size)
     first = jax.random.randint(key, (), 0, data.size - size + 1)
@@ -55,7 +56,7 @@ def learn(
     weights: PyTree,
     first: Array,
     task: Task,
-    lr: float | Array,
+    lr: Numeric,
     patience: Patience,
 ) -> tuple[PyTree, Array]:
     """Descends `loss(weights, batch, key)` within [0, 1]: one epoch, or if `first` [] until the losses are steady.
@@ -77,7 +78,7 @@ def learn(
 
     def goes_on(loop: Loop) -> Array:
         _, recent, epochs, _ = loop
-        steady = (epochs > patience.window) & (jnp.std(recent) < patience.threshold)
+        steady: Array = (epochs > patience.window) & (jnp.std(recent) < patience.threshold)
         return (data.size > 0) & (epochs < jnp.where(first, patience.cap, 1)) & ~steady
 
     start = (weights, jnp.zeros(patience.window), jnp.int32(0), jnp.int32(0))

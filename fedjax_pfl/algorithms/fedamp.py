@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import jax
 import jax.numpy as jnp
 from annotated_types import Ge, Gt, Interval
+from chex import Numeric
 
 from fedjax_pfl import evaluate, local, losses, traffic, trees
 from fedjax_pfl.averaging import params, predictor
@@ -52,9 +53,7 @@ def cosines(w: PyTree, ids: Array) -> Array:
     return gram(trees.gather(w, ids), w) / jnp.maximum(norms[ids][:, None] * norms[None], TINY)
 
 
-def amp_weights(
-    d2: Array, others: Array, alpha: float | Array, sigma: float | Array, xi_min: float | Array
-) -> tuple[Array, Array]:
+def amp_weights(d2: Array, others: Array, alpha: Numeric, sigma: Numeric, xi_min: Numeric) -> tuple[Array, Array]:
     """FedAMP's weights of the others' models: alpha A'(d2), A(x) = 1 - exp(-x / sigma); the own one has the rest.
 
     Args:
@@ -71,7 +70,7 @@ def amp_weights(
     return xi * shrink[:, None], excess
 
 
-def heur_weights(cosine: Array, others: Array, sigma: float | Array, xi_self: float | Array) -> tuple[Array, Array]:
+def heur_weights(cosine: Array, others: Array, sigma: Numeric, xi_self: Numeric) -> tuple[Array, Array]:
     """HeurFedAMP's: a softmax of sigma cos, cosine [S, N], that leaves xi_self to the own model; never shrunk."""
     xi = jnp.where(others, jnp.exp(sigma * (cosine - 1)), 0)
     total = jnp.sum(xi, axis=1, keepdims=True)
@@ -92,7 +91,7 @@ def mixtures(xi: Array, w: PyTree, ids: Array) -> PyTree:
     return jax.tree.map(mix, w)
 
 
-def proximal(prox: str, anchor: PyTree, weight: float | Array) -> Callable[[PyTree], PyTree]:
+def proximal(prox: str, anchor: PyTree, weight: Numeric) -> Callable[[PyTree], PyTree]:
     """The gradient of weight/2 ||w - anchor||^2 (squared) or of weight/2 ||w - anchor|| (norm) as a function of w."""
     if prox == "squared":
         return trees.proximal(anchor, weight)

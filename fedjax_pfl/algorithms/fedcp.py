@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 from annotated_types import Ge, Interval
+from chex import Numeric
 from flax import nnx
 
 from fedjax_pfl import averaging, evaluate, keys, local, losses, models, trees
@@ -134,7 +135,7 @@ def gated(task: Task, network: Network | None, policy: str, off: set[str]) -> Ap
     return apply
 
 
-def objective(task: Task, apply: Apply, frozen: Frozen, lam: float | Array | None) -> local.Loss:
+def objective(task: Task, apply: Apply, frozen: Frozen, lam: Numeric | None) -> local.Loss:
     """The loss of a client: cross entropy and lam times the MMD between own and global features
     (None: without).
 

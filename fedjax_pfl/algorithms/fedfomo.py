@@ -9,6 +9,7 @@ from typing import Annotated
 import jax
 import jax.numpy as jnp
 from annotated_types import Ge, Interval
+from chex import Numeric
 
 from fedjax_pfl import averaging, evaluate, keys, local, losses, trees
 from fedjax_pfl.averaging import params, predictor
@@ -31,7 +32,7 @@ from fedjax_pfl.types import (
 TINY = 1e-5  # added to a distance, as in PFLlib
 
 
-def select(key: Array, affinity: Array, known: Array, id: Array, received: int, epsilon: float | Array) -> Array:
+def select(key: Array, affinity: Array, known: Array, id: Array, received: int, epsilon: Numeric) -> Array:
     """The models [M] that the server sends to client `id`: its own, then those it has the largest affinity to.
 
     Ties are broken at random. With probability epsilon, each place after the first goes to a random model instead.
@@ -62,7 +63,7 @@ def mixing(benefits: Array) -> Array:
     return positive / jnp.where(total > 0, total, 1)
 
 
-def splits(c: Client, val: float | Array) -> tuple[Data, Data]:
+def splits(c: Client, val: Numeric) -> tuple[Data, Data]:
     """What a client trains on and what it validates on: its own validation examples if it has any, else a holdout."""
     rest, held = local.holdout(c.train, val)
     given, length = c.val.size > 0, max(c.val.index.shape[0], held.index.shape[0])

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import jax
 import jax.numpy as jnp
 from annotated_types import Interval
+from chex import Numeric
 
 from fedjax_pfl import averaging, evaluate, local, losses, trees
 from fedjax_pfl.averaging import beside, predictor, score_beside
@@ -16,12 +17,13 @@ from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, P
 TEMPERATURE = 4.0  # of the teacher in distillation, as in the authors' code
 
 
-def momentum(count: Array, mu0: float | Array, expected: float) -> Array:
+def momentum(count: Array, mu0: Numeric, expected: float) -> Array:
     """The weight mu [] of the old h_i after `count` [] participations, growing to mu0 over the `expected` ones."""
-    return mu0 * jnp.minimum(1, count / max(1.0, expected))
+    weight: Array = mu0 * jnp.minimum(1, count / max(1.0, expected))
+    return weight
 
 
-def transfer_loss(task: Task, teacher: PyTree, lam: float | Array, regularizer: str) -> local.Loss:
+def transfer_loss(task: Task, teacher: PyTree, lam: Numeric, regularizer: str) -> local.Loss:
     """(1 - lam) cross entropy + lam R(w, teacher), as `local.sgd` takes it; the teacher does not move.
 
     Args:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from annotated_types import Ge
+from chex import Numeric
 
 from fedjax_pfl import averaging, evaluate, local, losses, trees
 from fedjax_pfl.averaging import score_beside
@@ -36,7 +37,7 @@ def fedrod(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
     model, split = task.model, averaging.split(task)
 
     # two optimizers, so that nothing of one head's gradient reaches the other
-    def separate(lr: float | Array) -> optax.GradientTransformation:
+    def separate(lr: Numeric) -> optax.GradientTransformation:
         groups = {"generic": task.optimizer(lr), "own": task.optimizer(lr)}
         return optax.multi_transform(groups, {"body": "generic", "head": "generic", "own": "own"})
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from annotated_types import Ge, Gt, Interval
+from chex import Numeric
 
 from fedjax_pfl import evaluate, local, losses, traffic, trees
 from fedjax_pfl.errors import InputError
@@ -86,7 +87,7 @@ def predictor(w: Array, c: Client, pairs: bool) -> Predictor:
 
 
 def climb(
-    server: PyTree, alpha: Array, c: Client, lam: float | Array, frac: float | Array, pairs: bool
+    server: PyTree, alpha: Array, c: Client, lam: Numeric, frac: Numeric, pairs: bool
 ) -> tuple[Array, Array, Array, Array]:
     """SDCA on a client's subproblem (Eq. 4): its new alpha [M, H], the changes of its b and w [d, H], and the mean
     hinge loss [] before the steps."""
@@ -108,7 +109,7 @@ def climb(
     return alpha, db, dw, hinge
 
 
-def descend(server: PyTree, omega: Array, c: Client, lam: float | Array, task: Task) -> tuple[Array, Array]:
+def descend(server: PyTree, omega: Array, c: Client, lam: Numeric, task: Task) -> tuple[Array, Array]:
     """SGD on the cross entropy + lam/2 tr(W Omega W') as a function of the client's own model [d, H]: it and the mean
     cross entropy []."""
     optimizer, w = task.optimizer(task.lr), server["w"][c.id]

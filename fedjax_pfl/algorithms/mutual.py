@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import jax
 import jax.numpy as jnp
 from annotated_types import Ge, Gt, Interval
+from chex import Numeric
 
 from fedjax_pfl import evaluate, groups, keys, local, losses, traffic, trees
 from fedjax_pfl.averaging import predictor
@@ -80,13 +81,14 @@ def fml(
     return Algorithm(init, round, predict_own, evaluate.classification, one_architecture=False)
 
 
-def fml_objective(alpha: float | Array, beta: float | Array) -> Objective:
+def fml_objective(alpha: Numeric, beta: Numeric) -> Objective:
     """FML's two losses."""
 
     def objective(v: PyTree, own: Outputs, small: Outputs, batch: Batch) -> tuple[Array, Array]:
-        def loss(weight: float | Array, mine: Array, other: Array) -> Array:
+        def loss(weight: Numeric, mine: Array, other: Array) -> Array:
             fit = losses.cross_entropy(mine, batch.y, batch.mask)
-            return weight * fit + (1 - weight) * divergence(stop(other), mine, batch.mask)
+            value: Array = weight * fit + (1 - weight) * divergence(stop(other), mine, batch.mask)
+            return value
 
         private, meme = loss(alpha, own.z, small.z), loss(beta, small.z, own.z)
         return private + meme, private
@@ -172,9 +174,10 @@ def fedkd_objective(detach: bool, scale: float) -> Objective:
     return objective
 
 
-def mixed(lam: float | Array, own: Array, small: Array) -> Array:
+def mixed(lam: Numeric, own: Array, small: Array) -> Array:
     """lam own + (1 - lam) small, of logits [B, C]."""
-    return small + lam * (own - small)  # so that equal logits give lam no gradient at all
+    mixture: Array = small + lam * (own - small)  # so that equal logits give lam no gradient at all
+    return mixture
 
 
 def fedapen_objective(lam: Array) -> Objective:

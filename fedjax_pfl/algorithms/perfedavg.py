@@ -12,6 +12,7 @@ import jax
 import optax
 from absl import logging
 from annotated_types import Ge, Gt
+from chex import Numeric
 
 from fedjax_pfl import averaging, evaluate, keys, local, losses, trees
 from fedjax_pfl.averaging import predictor
@@ -21,7 +22,7 @@ Variant = Literal["fo", "hf", "exact"]
 VARIANTS = get_args(Variant)
 
 
-def curvature(gradient: Callable[[PyTree], PyTree], w: PyTree, v: PyTree, variant: str, delta: float | Array) -> PyTree:
+def curvature(gradient: Callable[[PyTree], PyTree], w: PyTree, v: PyTree, variant: str, delta: Numeric) -> PyTree:
     """The Hessian at w times v, h: by a central difference of gradients (hf), or exactly."""
     if variant == "exact":
         return jax.jvp(gradient, (w,), (v,))[1]
@@ -35,8 +36,8 @@ def meta_gradient(
     batches: tuple[Batch, ...],
     key: Array,
     variant: str,
-    alpha: float | Array,
-    delta: float | Array,
+    alpha: Numeric,
+    delta: Numeric,
 ) -> tuple[PyTree, Array, PyTree]:
     """The gradient of f(w - alpha grad f(w)) by w, an estimate from two batches (fo) or three.
 

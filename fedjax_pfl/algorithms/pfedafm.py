@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from annotated_types import Ge, Interval
+from chex import Numeric
 
 from fedjax_pfl import averaging, evaluate, groups, keys, local, losses, trees
 from fedjax_pfl.averaging import score_beside
@@ -48,7 +49,7 @@ def mixture(alpha: Array, g: Array, G: Array) -> Array:
     return mixed
 
 
-def bounded_sgd(lr: float | Array, decay: float | Array, momentum: float = 0.9) -> optax.GradientTransformation:
+def bounded_sgd(lr: Numeric, decay: Numeric, momentum: float = 0.9) -> optax.GradientTransformation:
     """SGD with momentum and weight decay whose steps end in [0, 1]."""
     inside = optax.stateless(lambda step, x: jax.tree.map(lambda s, x: jnp.clip(x + s, 0, 1) - x, step, x))
     return optax.chain(optax.add_decayed_weights(decay), optax.sgd(lr, momentum), inside)
@@ -135,7 +136,7 @@ def pfedafm(
     phases = [("w", "alpha", "theta")] if training == "end_to_end" else [("w", "alpha"), ("theta",)]
     split = exchanged(task, shared)
 
-    def optimizer(lr: float | Array) -> optax.GradientTransformation:  # each part clips its own gradient
+    def optimizer(lr: Numeric) -> optax.GradientTransformation:  # each part clips its own gradient
         each = {"w": task.optimizer(lr), "theta": task.optimizer(lr), "alpha": bounded_sgd(lr_alpha, wd_alpha)}
         return optax.multi_transform(each, lambda params: {part: part for part in params})
 

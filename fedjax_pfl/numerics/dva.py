@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from chex import Numeric
 from jax import lax
 
 from fedjax_pfl.errors import choose
@@ -63,9 +64,7 @@ def mixture_bound(q: Gaussian, mask: Array, detach: bool = True) -> Array:
     return 0.5 * jnp.sum(total, axis=-1)
 
 
-def personal_term(
-    q: Gaussian, mask: Array, xi: float | Array, regulariser: str = "paper_max", detach: bool = True
-) -> Array:
+def personal_term(q: Gaussian, mask: Array, xi: Numeric, regulariser: str = "paper_max", detach: bool = True) -> Array:
     """The regulariser R_c of the personal latent for each example, [B].
 
     Args:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from chex import Numeric
 
 from fedjax_pfl import losses
 from fedjax_pfl.errors import choose
@@ -94,10 +95,10 @@ def phases(
     mode: str = "paper",
     head: str = "personal",
     *,
-    alpha: float | Array = 1.0,
-    beta: float | Array = 0.75,
-    xi: float | Array = 32.0,
-    cls: float | Array = 1.0,
+    alpha: Numeric = 1.0,
+    beta: Numeric = 0.75,
+    xi: Numeric = 32.0,
+    cls: Numeric = 1.0,
     regulariser: str = "paper_max",
     reconstruction: str = "gaussian",
     detach: bool = True,

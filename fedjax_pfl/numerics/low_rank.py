@@ -2,11 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+from chex import Numeric
 
 from fedjax_pfl.types import Array, PyTree
 
 
-def low_rank(x: Array, energy: float | Array) -> tuple[Array, Array]:
+def low_rank(x: Array, energy: Numeric) -> tuple[Array, Array]:
     """A leaf's matrix [m, n], n its last axis, of the least rank r that keeps a share `energy` of the squared singular
     values, and how many scalars are sent: r (m + n + 1), or whole and unchanged where that is no more."""
     matrix = x.reshape(-1, x.shape[-1])
@@ -18,7 +19,7 @@ def low_rank(x: Array, energy: float | Array) -> tuple[Array, Array]:
     return jnp.where(count < x.size, near.reshape(x.shape), x), jnp.minimum(count, x.size)
 
 
-def compress(new: PyTree, old: PyTree, energy: float | Array) -> tuple[PyTree, Array]:
+def compress(new: PyTree, old: PyTree, energy: Numeric) -> tuple[PyTree, Array]:
     """old + (new - old) with each matrix of the change of low rank, and the scalars that are sent []."""
     count = jnp.zeros((), jnp.int32)
     leaves, treedef = jax.tree.flatten(new)

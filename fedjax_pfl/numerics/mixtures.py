@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from chex import Numeric
 
 from fedjax_pfl.types import Array
 
@@ -54,12 +55,12 @@ def normalised(weight: Array, here: Array) -> Array:
     return jnp.where(total > TINY, weight / jnp.maximum(total, TINY), here / jnp.maximum(jnp.sum(here), 1))
 
 
-def divergence(target: Array, z: Array, temperature: float | Array = 1.0) -> Array:
+def divergence(target: Array, z: Array, temperature: Numeric = 1.0) -> Array:
     """KL(target || softmax(z / T)) of probabilities and logits [B, C] for each row, [B]."""
     return jnp.sum(target * (jnp.log(jnp.maximum(target, TINY)) - jax.nn.log_softmax(z / temperature)), axis=-1)
 
 
-def distance(target: Array, z: Array, temperature: float | Array, space: str, reduction: str) -> Array:
+def distance(target: Array, z: Array, temperature: Numeric, space: str, reduction: str) -> Array:
     """What training on a target minimises for each row, [B]: KL(target || softmax(z / T)), or the absolute error.
 
     Args:
@@ -113,7 +114,7 @@ def slope(row: Array, asked: Asked) -> Array:
     return jnp.tensordot(asked.given.outputs, ratio, 2, precision=EXACT) / len(t)
 
 
-def sharpened(row: Array, asked: Asked, rho: float | Array, centre: float) -> Array:
+def sharpened(row: Array, asked: Asked, rho: Numeric, centre: float) -> Array:
     """A row after one update of KT-pFL's code: a step along the gradient of the mean squared error between mixture and
     own predictions and of the penalty rho mean((row - centre)^2), then the softmax of 5 times the row.
 
