@@ -186,23 +186,19 @@ def _partition_title(counts: np.ndarray, name: str, largest: int) -> str:
 
 def main(argv: list[str]) -> str:
     """Draws the figures of the run directories of a command line, and says what was drawn."""
-    from experiments import (
-        dva_run,
-        entry,
-        flags,
-        matrices,
-        runs,
-    )  # imported here: a run directory draws with this module
+    # imported here: a run directory draws with this module
+    from experiments import dva_run, entry, flags, matrices, phases, runs
 
     said = []
     for path in entry.paths(flags.parse(argv, {}, words=True)):
-        run = runs.load(path)
-        draw_partition(run.experiment.partition, run.experiment.dataset, path / "partition.png")
-        draw_curves(Rows(path / "metrics.jsonl"), path / "curves.png", run.experiment.headline)
-        said.append(f"{path}: partition.png, curves.png")
-        said += [f"{path / 'figures'}: {name}.png, {name}.pdf" for name in matrices.draw(path, run)]
-        if run.config.algo == "feddva":
-            said.append(f"{path / 'figures'}: {dva_run.draw(run, path / 'figures')}")
+        with phases.said(entry.errors(), f"Drawing the figures of {path}"):
+            run = runs.load(path)
+            draw_partition(run.experiment.partition, run.experiment.dataset, path / "partition.png")
+            draw_curves(Rows(path / "metrics.jsonl"), path / "curves.png", run.experiment.headline)
+            said.append(f"{path}: partition.png, curves.png")
+            said += [f"{path / 'figures'}: {name}.png, {name}.pdf" for name in matrices.draw(path, run)]
+            if run.config.algo == "feddva":
+                said.append(f"{path / 'figures'}: {dva_run.draw(run, path / 'figures')}")
     return "\n".join(said)
 
 

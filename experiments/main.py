@@ -30,6 +30,7 @@ from experiments import (
     layouts,
     lock,
     networks,
+    phases,
     published,
     report,
     runs,
@@ -124,8 +125,10 @@ def _into(
 ) -> int:
     """Trains into a run directory, from its start or from where it stopped."""
     recorded = multihost.on_first(runs.read_layout, path) if resume else None
-    experiment = multihost.everywhere(_prepared, config, recorded, room)
-    multihost.same(runs.digests(experiment), functools.partial(runs.check_digests, experiment, whose="process 0 has"))
+    with phases.said(console, "Loading the data and making the clients"):
+        experiment = multihost.everywhere(_prepared, config, recorded, room)
+        whose = "process 0 has"
+        multihost.same(runs.digests(experiment), functools.partial(runs.check_digests, experiment, whose=whose))
     directory = _directory(path, experiment)
     console.print(account.describe(experiment))
     try:
@@ -133,16 +136,18 @@ def _into(
             laid = multihost.everywhere(_laid_again, experiment, recorded)
         else:
             multihost.on_first(_make, path, held)
-            experiment, laid = layouts.choose(experiment, config.width, config.devices)
+            with phases.said(console, "Trying how many clients to train at once"):
+                experiment, laid = layouts.choose(experiment, config.width, config.devices)
         with compile_clock() as compiling:
             clock = train.Clock(path, compiling)
-            functions = train.compiled(experiment, laid)
+            with phases.said(console, "Compiling"):
+                functions = train.compiled(experiment, laid)
             multihost.everywhere(layouts.check_memory, functions.memory, experiment, laid)
             start, state = 0, None
             if recorded is not None:
-                start, state = multihost.on_first(
-                    _resume, directory, experiment, recorded, laid, functions.memory, console
-                )
+                resumed = directory, experiment, recorded, laid, functions.memory, console
+                with phases.said(console, "Reading the rows and the last checkpoint"):
+                    start, state = multihost.on_first(_resume, *resumed)
             else:
                 multihost.on_first(directory.start, experiment, laid.content(functions.memory), versions())
             said = [_say(laid, config.width == "auto" and not resume), memory.say(functions.memory)]

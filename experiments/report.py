@@ -1,9 +1,10 @@
 """What the user sees: a progress bar or occasional lines while it works, and tables and a summary at the end."""
 
+import contextlib
 import functools
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from rich import box
@@ -11,10 +12,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from experiments import scores
+from experiments import phases, scores
 from experiments.scores import ACCURACY, Headline
 
 Row = dict[str, Any]
+T = TypeVar("T")
 STATISTICS = {"macro": "", "micro": "_micro", "std": "_std", "worst10": "_worst10", "best10": "_best10"}
 POINTS = {"pre": "before", "post": "after", "post_latest": "latest after"}  # local training
 _SUFFIXES = (*(suffix for suffix in STATISTICS.values() if suffix), "_clients")
@@ -31,6 +33,10 @@ class Reporter:
     def __init__(self, console: Console, start: int, rounds: int, headline: Headline = ACCURACY):
         self._console, self._rounds, self._score = console, rounds, headline[0]
         self._seen: Row = {}
+        self._done, self._due = (
+            start,
+            not console.is_terminal,
+        )  # may a long round be said? After a line of one: often enough
         self._first: tuple[int, float] | None = None  # rounds done when one was first seen here, and when that was
         columns = ("[bold]{task.description}", BarColumn(bar_width=12), "{task.fields[shown]}")
         texts = [TextColumn(column) if isinstance(column, str) else column for column in columns]
@@ -38,7 +44,7 @@ class Reporter:
         self._bar = Progress(
             *texts, TimeRemainingColumn(compact=True, elapsed_when_finished=True), console=console, disable=hide
         )
-        self._task = self._bar.add_task(f"round {start}/{rounds}", total=rounds, completed=start, shown="compiling ...")
+        self._task = self._bar.add_task(f"round {start}/{rounds}", total=rounds, completed=start, shown="...")
 
     def __enter__(self) -> "Reporter":
         self._bar.start()
@@ -54,12 +60,25 @@ class Reporter:
     def update(self, row: Row) -> None:
         """Shows one round's row; scores stay shown until newer ones come."""
         self._seen |= {name: value for name, value in row.items() if value is not None}
-        done = row["round"] + ("loss" in row)
+        done = self._done = row["round"] + ("loss" in row)
         title, shown = f"round {done}/{self._rounds}", self._text(self._rounds - done, self._seconds(done))
         self._bar.update(self._task, completed=done, description=title, shown=shown)
         every = max(1, self._rounds // _LINES)
-        if not self._console.is_terminal and "loss" in row and (done % every == 0 or done in (1, self._rounds)):
+        self._due = not self._console.is_terminal and "loss" in row and (done % every == 0 or done in (1, self._rounds))
+        if self._due:
             self._console.print(f"{title}  {shown}")
+
+    def watched(self, results: Iterable[T]) -> Iterator[T]:
+        """The results of rounds; without a bar it is said what is being done while one takes long."""
+        left = iter(results)
+        while True:
+            what = f"round {self._done + 1}/{self._rounds}: evaluating and training clients"
+            what = what if self._done < self._rounds else "Evaluating all clients after the last round"
+            with phases.said(self._console, what) if self._due else contextlib.nullcontext():
+                found = next(left, None)
+            if found is None:
+                return
+            yield found
 
     def _seconds(self, done: int) -> float | None:
         """How long the rest takes, by the rounds since the first that was seen here."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from experiments import account, build, published, report, schema, targets
+from experiments import account, build, phases, published, report, schema, targets
 from experiments.files import read_derived, write_json
 from experiments.interrupt import Interrupt
 from experiments.pace import Pace
@@ -58,7 +58,7 @@ def train(
         files = _Files(run, experiment, clock)
         add = lambda result: reporter.update(run.append(result))
         try:
-            for result in simulate.rounds(program, experiment.key, experiment.federation, **options):
+            for result in reporter.watched(simulate.rounds(program, experiment.key, experiment.federation, **options)):
                 multihost.on_first(add, result)
                 if result.state is None:
                     continue
@@ -66,16 +66,17 @@ def train(
                 number = multihost.largest(interrupt.asked or 0)  # whoever was asked, all stop after the same round
                 stop = number and done < rounds
                 if stop or done % c.checkpoint_every == 0 or done == rounds:
-                    whole = program.unplace(
-                        multihost.fetch(result.state)
-                    )  # on the host: no device holds everybody's rows
-                    multihost.on_first(files.keep, "interrupted" if stop else "running", done, whole)
+                    with phases.said(console, f"Writing the checkpoint after round {done}, and the tables"):
+                        # on the host: no device holds everybody's rows
+                        whole = program.unplace(multihost.fetch(result.state))
+                        multihost.on_first(files.keep, "interrupted" if stop else "running", done, whole)
                 if stop:
                     raise Stopped(done, number)
         except simulate.DivergenceError:
             multihost.on_first(files.show, "diverged")
             raise
-    multihost.on_first(files.show, "complete")
+    with phases.said(console, "Writing tables and curves"):
+        multihost.on_first(files.show, "complete")
 
 
 class _Files:

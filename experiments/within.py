@@ -16,7 +16,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from experiments import entry, flags, runs
+from experiments import entry, flags, phases, runs
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.errors import InputError
@@ -61,7 +61,8 @@ def main(argv: list[str]) -> str:
     entry.check_platform()
     rows = [["run", *COLUMNS], ["---"] * (1 + len(COLUMNS))]
     for path in paths:
-        found = scores(path, tasks)
+        with phases.said(entry.errors(), f"Scoring {path}"):
+            found = scores(path, tasks)
         rows.append([str(path), *(f"{100 * np.nanmean(found[score]):.2f}" for score in COLUMNS.values())])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 

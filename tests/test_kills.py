@@ -97,11 +97,12 @@ def wait(child, path, rng, typical):
 
 
 def contents(path):
-    """Rows, tables, settings, and which checkpoints there are."""
+    """Rows, tables, settings, and which checkpoint is the last."""
     names = ("metrics.jsonl", "scores.jsonl", "metrics.csv", "config.json", "partition.json", "partition.npz")
     found = {name: (path / name).read_bytes() for name in names}
-    steps = sorted((path / "checkpoints").glob("[0-9]*"), key=lambda folder: folder.name)
-    found["steps"] = [folder.name for folder in steps]
+    found["step"] = max(
+        int(file.stem) for file in (path / "checkpoints").glob("*.sha256")
+    )  # one before it may be of a stop
     summary = json.loads((path / "summary.json").read_text())
     return found | {"summary": {name: value for name, value in summary.items() if name != "seconds"}}
 
