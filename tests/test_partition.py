@@ -2,6 +2,7 @@
 
 import logging
 import re
+import time
 
 import numpy as np
 import pytest
@@ -68,6 +69,44 @@ def test_equal_seeds_give_equal_partitions(spec):
 def test_dirichlet_ends(spec, alpha):
     p = partition(DATA, spec, num_clients=100, seed=0, alpha=alpha)
     assert len(np.concatenate(_owned(p))) == 2000 and _sizes(p).min() >= 2
+
+
+def random_case(rng):
+    """A small unbalanced data set, in which classes may be missing, and how it is to be partitioned."""
+    count, classes = int(rng.integers(2, 300)), int(rng.integers(1, 13))
+    shares = rng.dirichlet(np.full(classes, 10.0 ** rng.uniform(-2, 2)))
+    y = rng.choice(classes, count, p=shares).astype(np.int32)
+    num_train = int(rng.integers(1, count + 1))
+    data = datasets.synthetic(max(count, classes), classes, (1,))
+    data = data._replace(x=np.zeros((count, 1), np.float32), y=y, num_train=num_train)
+    how = {"num_clients": int(rng.integers(1, 2 + min(count // 4, 60))), "alpha": 10.0 ** rng.uniform(-6, 6)}
+    how |= {"classes_per_client": int(rng.integers(1, classes + 1)), "seed": int(rng.integers(2**31))}
+    how |= {"test_split": str(rng.choice(["pool", "official"])), "test_fraction": rng.uniform(0.01, 0.99)}
+    how |= {"val_fraction": float(rng.choice([0, rng.uniform(0, 0.9)]))}
+    how |= {"min_size": int(rng.integers(0, 20))} if rng.random() < 0.3 else {}
+    return data, str(rng.choice(SPECS)), how
+
+
+@pytest.mark.slow
+def test_random_partitions_end_and_are_whole_or_refused():
+    rng, refused = np.random.default_rng(0), 0
+    for _ in range(2000):
+        data, spec, how = random_case(rng)
+        begin = time.process_time()
+        try:
+            p = partition(data, spec, **how)
+        except InputError as error:
+            assert "\n" not in str(error), (spec, how)
+            refused += 1
+            continue
+        finally:
+            assert time.process_time() - begin < 5, (spec, how)
+        rows = np.concatenate(_owned(p))
+        assert len(np.unique(rows)) == len(rows) and rows.min() >= 0 and rows.max() < len(data.y), (spec, how)
+        assert len(p.train_sizes) == how["num_clients"], (spec, how)
+        assert min(p.train_sizes.min(), p.test_sizes.min()) >= 1, (spec, how)
+        assert (p.val_sizes.min() >= 1) == (how["val_fraction"] > 0), (spec, how)
+    assert refused < 1000  # most are partitions
 
 
 def test_labels_and_rows_stay_random():
