@@ -40,7 +40,7 @@ def test_table_summary_and_curves_have_it(mixed, monkeypatch):
     assert [summary["pre"][f"acc@{kind}"]["clients"] for kind in ("linear", "mlp")] == [5, 2]
     assert summary["post_latest"]["acc@linear"]["course"]["last"]["round"] == 2
     console = Console(file=io.StringIO(), width=200)
-    report.tables(console, rows)
+    report.tables(console, report.summary(rows))
     lines = map(str.split, console.file.getvalue().splitlines())
     first = [line[0] for line in lines if line and line[0].startswith("acc")]
     assert first == ["acc", "acc@linear", "acc@mlp", "acc_present", "acc", "acc_present"]

@@ -1,7 +1,7 @@
 """Runs that are killed at random moments, again and again, end byte for byte as the run that was left alone.
 
-`python tests/test_kills.py CASE KILLS [SEED]` does it as often as it is told. Each run is a child that is forked when
-everything is imported and JAX has not started, so that a kill takes a second or two.
+`python tests/test_kills.py CASE KILLS [SECONDS [SEED]]` does it as often as it is told, or as the time allows. Each run
+is a child that is forked when everything is imported and JAX has not started, so that a kill takes a second or two.
 """
 
 import json
@@ -100,9 +100,8 @@ def contents(path):
     """Rows, tables, settings, and which checkpoint is the last."""
     names = ("metrics.jsonl", "scores.jsonl", "metrics.csv", "config.json", "partition.json", "partition.npz")
     found = {name: (path / name).read_bytes() for name in names}
-    found["step"] = max(
-        int(file.stem) for file in (path / "checkpoints").glob("*.sha256")
-    )  # one before it may be of a stop
+    # the one before the last may be of a stop
+    found["step"] = max(int(file.stem) for file in (path / "checkpoints").glob("*.sha256"))
     summary = json.loads((path / "summary.json").read_text())
     return found | {"summary": {name: value for name, value in summary.items() if name != "seconds"}}
 
@@ -122,7 +121,7 @@ def end(path, folder):
     return contents(path) | {"state": file.read_bytes()}
 
 
-def main(case, kills, seed=0):
+def main(case, kills, seconds=3600, seed=0):
     rng, folder = random.Random(f"{case} {seed}"), Path(tempfile.mkdtemp())
     flags, counts, finished = [*shlex.split(TINY), *shlex.split(CASES[case])], dict.fromkeys(SIGNALS, 0), 0
     whole, path, said = folder / "whole", folder / "run", folder / "said"
@@ -134,8 +133,8 @@ def main(case, kills, seed=0):
     wanted = end(whole, folder)
     print(f"{case}: left alone {typical:.1f} s", flush=True)
     begin, done = time.monotonic(), 0
-    while done < kills or (path / "config.json").exists():
-        last = done >= kills
+    while (done < kills and time.monotonic() - begin < seconds) or (path / "config.json").exists():
+        last = done >= kills or time.monotonic() - begin > seconds
         how = ["--resume"] if (path / "config.json").exists() else flags
         child, number = forked(said, command, [*how, f"--workdir={path}"]), rng.choice(SIGNALS)
         if not last:
@@ -150,6 +149,7 @@ def main(case, kills, seed=0):
             assert found == wanted, [name for name in wanted if found[name] != wanted[name]]
             finished += 1
             shutil.rmtree(path)
+            print(f"{done} kills, {finished} runs ended alike", flush=True)
     shown = ", ".join(f"{count} {number.name}" for number, count in counts.items())
     print(f"{case}: {done} kills ({shown}), {finished} runs ended alike, {time.monotonic() - begin:.0f} s", flush=True)
     shutil.rmtree(folder)
