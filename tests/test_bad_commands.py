@@ -19,7 +19,7 @@ from fedjax_pfl.algorithms import ALGORITHMS
 BASE = {"algo": "fedavg", "data_fraction": "0.2", "clients": "5", "model": "linear", "width": "1", "devices": "1"}
 INTEGERS = ("x", "1.5", "", "nan", "-1", "1\n2", "9" * 30)
 NUMBERS = ("x", "", "nan", "inf", "-1", "1,5", "1\n2")
-WRONG = {int: INTEGERS, float: NUMBERS, bool: ("maybe", "")}
+WRONG = {int: INTEGERS, float: NUMBERS, bool: ("maybe", ""), str: ("", "no such")}
 TEXTS = {
     "algo": ("", "fedavgg", "FedAvg", "x:", ":x", "nowhere.py:f", "os:getcwd", "os.path:nothing", "1\n2"),
     "preset": ("", "pfedc", "DIGITS"),
