@@ -21,16 +21,20 @@ from fedjax_pfl.models import MODELS
 _WIDTH, _INDENT = 110, 32
 
 
-def listing() -> str:
-    """Everything that has a name, with one line each."""
-    sections: dict[str, dict[str, str]] = {
+def named() -> dict[str, dict[str, str]]:
+    """Everything that has a name, with one line each, by kind: {title: {name: line}}."""
+    return {
         "Methods (--algo; more with --describe=NAME)": {n: first_sentence(f) for n, f in ALGORITHMS.items()},
         "Data sets (--dataset)": DATASETS,
         "Partitions (--partition)": PARTITIONS,
         "Models (--model)": {name: first_sentence(factory) for name, factory in MODELS.items()},
         "Presets (--preset)": {name: preset.description for name, preset in PRESETS.items()},
     }
-    return "\n\n".join(f"{title}\n{_rows(rows)}" for title, rows in sections.items())
+
+
+def listing() -> str:
+    """Everything that has a name, as text."""
+    return "\n\n".join(f"{title}\n{_rows(rows)}" for title, rows in named().items())
 
 
 def _rows(rows: dict[str, str]) -> str:

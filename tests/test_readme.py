@@ -1,43 +1,50 @@
-"""What the README says is what the project does."""
+"""What the README and the pages say is what the project does."""
 
 import re
 import textwrap
-from pathlib import Path
+
+from documents import ROOT, blocks, read
 
 from fedjax_pfl.algorithms import ALGORITHMS
 
-ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-
-
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", README, re.S)
+README = read("README.md")
 
 
 def test_the_table_lists_every_method():
-    table = README.split("<!-- methods -->")[1]
+    table = read("docs/methods/index.md").split("<!-- methods -->")[1]
     rows = re.findall(r"^\| `(\w+)` \|.*\| `(\w+\.py)` \|", table, re.M)
     assert [name for name, _ in rows] == list(ALGORITHMS)
     for name, file in rows:
         assert ALGORITHMS[name].__module__.rsplit(".", 1)[1] + ".py" == file
 
 
+def test_the_readme_groups_every_method_once_and_counts_them():
+    names = re.findall(r"`(\w+)`", README.split("<!-- papers -->")[1])
+    assert sorted(names) == sorted(ALGORITHMS)
+    assert f"{len(ALGORITHMS)} methods" in README
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 130
+
+
 def test_continuous_integration_runs_the_commands_as_they_stand():
     script = (ROOT / ".ci" / "run").read_text()
-    start, check = blocks("bash")[:2]
-    assert check.strip() in script.splitlines()
-    assert start.strip() in script
+    start = blocks("README.md", "bash")[0].code.strip()
+    check = "pip install -e '.[test]' && pytest"
+    assert f"`{check}`" in README and check in script.splitlines()
+    assert start in script
 
 
 def test_the_example_runs():
-    (example,) = (code for code in blocks("python") if code.startswith("import"))
+    (example,) = blocks("README.md", "python")
     names: dict = {}
-    exec(compile(example, "README.md", "exec"), names)
-    assert names["federation"].train.size.shape == (20,)
+    exec(compile(example.code, "README.md", "exec"), names)
+    assert names["last"].pre["acc"].shape == (20,)
 
 
 def test_the_method_shown_is_the_method():
-    (shown,) = (code for code in blocks("python") if code.startswith("def round"))
+    (shown,) = (b.code for b in blocks("docs/your-own-method.md", "python") if b.code.startswith("def round"))
     source = (ROOT / "fedjax_pfl" / "algorithms" / "ditto.py").read_text()
     start = source.index("    def round")
     found = textwrap.dedent(source[start : source.index("    def predict")])
