@@ -84,6 +84,9 @@ def _preset(name: str) -> str:
     if cells:
         rows = [_hanging("  ", row) for cell in cells for row in _cell(cell)]
         parts.append("\n".join([f"Published, in %; compare {_compared(preset)}:", *rows]))
+    if preset.measured:
+        rows = [f"  {method:<14}{value}" for method, value in preset.measured.items()]
+        parts.append("\n".join([f"Measured here, {preset.headline} in %, mean of seeds 0, 1, 2:", *rows]))
     if preset.protocol:
         parts.append(_hanging("The paper's protocol: ", preset.protocol))
     return "\n\n".join(parts)

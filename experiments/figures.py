@@ -54,7 +54,7 @@ def draw_partition(partition: Partition, dataset: Dataset, path: str | Path) -> 
         axes.scatter(clients, classes, s=area, color=_COLOURS["pre"], alpha=0.75, linewidths=0)
         _class_axes(axes, num_clients, num_classes)
         axes.set_title(_partition_title(counts, dataset.name, largest), fontsize=10, loc="left")
-        _save(figure, Path(path))
+        save(figure, Path(path))
 
 
 def draw_curves(records: Iterable[dict[str, Any]], path: str | Path, headline: Headline = ACCURACY) -> None:
@@ -88,10 +88,10 @@ def draw_curves(records: Iterable[dict[str, Any]], path: str | Path, headline: H
             _round_axes(axes, has_data)
         if left.lines:
             left.legend(loc="lower right" if headline[1] == "max" else "upper right", frameon=False)
-        _save(figure, Path(path))
+        save(figure, Path(path))
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save(figure: Figure, path: Path) -> None:
     """Writes a figure whole or not at all."""
     part = path.with_name(f"{path.stem}.part{path.suffix}")  # the suffix says in which format
     figure.savefig(part)

@@ -26,6 +26,7 @@ OF_A_RUN = {
     },
     "hparam": Flag(list, "a hyperparameter of the method: name=value"),
 }
+VERBOSE = Flag(bool, "say everything: all rounds, all tables", False)
 OF_A_PROCESS = {
     "coordinator": Flag(str, "of several processes: HOST:PORT where process 0 listens, or auto (SLURM, TPU, ...)"),
     "num_processes": Flag(int, "the number of processes, each with the same command"),

@@ -24,6 +24,7 @@ from rich.console import Console
 from experiments import (
     account,
     build,
+    closing,
     describe,
     entry,
     flags,
@@ -31,8 +32,6 @@ from experiments import (
     lock,
     networks,
     phases,
-    published,
-    report,
     runs,
     schema,
     settings,
@@ -60,6 +59,7 @@ _FLAGS = {
     **flags.OF_A_PROCESS,
     "list": flags.Flag(bool, "list methods, data sets, partitions, models and presets", False),
     "describe": flags.Flag(str, "describe a method or a preset"),
+    "verbose": flags.VERBOSE,
 }
 
 
@@ -72,7 +72,8 @@ def run(argv: list[str]) -> int:
             print(text)
             return 0
         start(parsed)
-        return train_into(parsed.settings(), parsed.get("workdir"), parsed.get("resume", False))
+        say = closing.ALL if parsed.get("verbose") else closing.SHORT
+        return train_into(parsed.settings(), parsed.get("workdir"), parsed.get("resume", False), say=say)
 
     return entry.guarded(command, NOTHING)
 
@@ -97,12 +98,15 @@ def _information(parsed: flags.Parsed) -> str | None:
     return describe.describe(parsed.given["describe"]) if parsed.get("describe") else None
 
 
-def train_into(user: dict[str, Any], workdir: str | None, resume: bool, room: Sequence[int] = ROOM) -> int:
+def train_into(
+    user: dict[str, Any], workdir: str | None, resume: bool, room: Sequence[int] = ROOM, say: int = closing.SHORT
+) -> int:
     """Trains with the settings that a user gave and returns the exit code.
 
     Args:
       user: as `flags.Parsed.settings`.
       room: as `federate` takes it; results do not depend on it.
+      say: how much of the run is said: closing.ONE, SHORT, or ALL.
 
     Raises:
       InputError, multihost.UnreachableError, KeyboardInterrupt: before there is anything to resume.
@@ -112,7 +116,7 @@ def train_into(user: dict[str, Any], workdir: str | None, resume: bool, room: Se
     with contextlib.ExitStack() as held:  # the lock of the run directory
         path, config, resume = multihost.on_first(_where, user, workdir, resume, held)
         try:
-            return _into(path, config, resume, room, console, held)
+            return _into(path, config, resume, room, console, held, say)
         except KeyboardInterrupt:
             if not runs.is_run(path):
                 raise
@@ -121,7 +125,13 @@ def train_into(user: dict[str, Any], workdir: str | None, resume: bool, room: Se
 
 
 def _into(
-    path: Path, config: Config, resume: bool, room: Sequence[int], console: Console, held: contextlib.ExitStack
+    path: Path,
+    config: Config,
+    resume: bool,
+    room: Sequence[int],
+    console: Console,
+    held: contextlib.ExitStack,
+    say: int,
 ) -> int:
     """Trains into a run directory, from its start or from where it stopped."""
     recorded = multihost.on_first(runs.read_layout, path) if resume else None
@@ -151,16 +161,17 @@ def _into(
             else:
                 multihost.on_first(directory.start, experiment, laid.content(functions.memory), versions())
             said = [_say(laid, config.width == "auto" and not resume), memory.say(functions.memory)]
-            console.print(f"Run directory: {path}; {'; '.join(filter(None, said))}")
+            quiet = Console(quiet=True) if say == closing.ONE and not console.is_terminal else console
+            quiet.print(f"Run directory: {path}; {'; '.join(filter(None, said))}")
             entry.check_interrupt()
-            train.train(experiment, laid, directory, start, state, console, functions, clock)
+            train.train(experiment, laid, directory, start, state, quiet, functions, clock)
     except (simulate.DivergenceError, train.Stopped, OSError) as error:
         return _stopped(error, directory)
     except jax.errors.JaxRuntimeError as error:
         if not multihost.several():
             raise
         return _lost(error, path)
-    _report(console, directory, experiment)
+    closing.show(console, directory, experiment, say)
     return 0
 
 
@@ -180,17 +191,6 @@ def _directory(path: Path, experiment: build.Experiment) -> runs.RunDirectory:
     planned = local.planned(experiment.task, experiment.task.sizes)
     sizes, of = experiment.partition.test_sizes, networks.names(experiment.config, experiment.task.num_clients)
     return runs.RunDirectory(path, sizes, partial, planned, experiment.headline, of)
-
-
-def _report(console: Console, directory: runs.RunDirectory, experiment: build.Experiment) -> None:
-    """Says what came out."""
-    report.tables(console, report.summary(directory.rows, experiment.headline))
-    if experiment.config.targets:
-        flops = account.flops(experiment)
-        targets.show(console, directory.rows, experiment.config, flops, experiment.headline)
-    if text := published.sentence(experiment.config, experiment.examples):
-        console.print(text)
-    console.print(f"Everything is in {directory.path}: curves.png, metrics.csv, summary.json, checkpoints, ...")
 
 
 def _where(

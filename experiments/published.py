@@ -108,6 +108,15 @@ def comparison(config: Config, examples: Row | None = None) -> Row | None:
     }
 
 
+def beside(config: Config, examples: Row | None = None) -> str | None:
+    """What other methods had in a run's setting, where its preset knows and the run does not deviate from it."""
+    preset = PRESETS.get(config.preset or "")
+    if not preset or not preset.measured or differences(config, examples):
+        return None
+    found = ", ".join(f"{method} {value}" for method, value in preset.measured.items())
+    return f"In this setting, {preset.headline} in %, mean of seeds 0, 1, 2 (experiments/README.md): {found}."
+
+
 def sentence(config: Config, examples: Row | None = None) -> str | None:
     """The paper's number, what to compare with it, and where this run is not the paper's; None if nothing is known."""
     preset, algo = PRESETS.get(config.preset or ""), config.algo

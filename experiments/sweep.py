@@ -6,7 +6,8 @@
 ROOT/ALGO-seedK (`--root`, by default runs/PRESET-SETTINGS with the settings that were changed). Seeds of a method share
 what was compiled, as far as their arrays have the same shapes. The same command again goes on where it stopped:
 finished runs are skipped, interrupted ones resumed. A run that fails does not stop the others; the exit code is the
-first failure's. ROOT must not hold runs of other settings.
+first failure's. ROOT must not hold runs of other settings. It ends with a short table and ROOT/comparison.png; with
+--verbose everything of each run is said, and the table is that of `experiments.tables`.
 """
 
 import functools
@@ -17,7 +18,7 @@ from typing import Any
 
 import jax
 
-from experiments import build, entry, flags, main, runs, schema, settings, tables
+from experiments import build, closing, comparison, entry, flags, main, runs, schema, settings, tables
 from experiments.config import Config
 from experiments.files import read_derived
 from experiments.values import number
@@ -30,6 +31,7 @@ _FLAGS = {
     "algo": flags.Flag(str, "the methods, apart by commas"),
     "seed": flags.Flag(str, "the seeds, apart by commas", "0"),
     "root": flags.Flag(str, "where the run directories are"),
+    "verbose": flags.VERBOSE,
     **flags.OF_A_PROCESS,
 }
 
@@ -48,6 +50,7 @@ def run(argv: list[str]) -> int:
         return 0
     algos, seeds = (_listed(name, parsed.get(name, "0" if name == "seed" else "")) for name in ("algo", "seed"))
     main.start(parsed)
+    say = closing.ALL if parsed.get("verbose") else closing.ONE
     user = parsed.settings()
     own = [user | {"algo": algo, "seed": _seed(seed)} for algo in algos for seed in seeds]
     configs = [settings.resolve(one) for one in own]  # before anything runs
@@ -64,7 +67,7 @@ def run(argv: list[str]) -> int:
                 jax.clear_caches()  # a method shares nothing with the one before
                 room[algo] = _room([c for c in configs if c.algo == algo])
             more = {} if begun else width.get(algo, {})
-            train = functools.partial(main.train_into, more | given, str(path), begun, room[algo])
+            train = functools.partial(main.train_into, more | given, str(path), begun, room[algo], say)
             code = entry.guarded(train, main.NOTHING)
             failed = failed or code
             if code == entry.LOST or code >= entry.INTERRUPTED - 2:
@@ -74,7 +77,8 @@ def run(argv: list[str]) -> int:
         if multihost.on_first((path / "summary.json").exists):
             finished.append(path)
     if finished and multihost.first():
-        print(tables.table(finished))
+        print(tables.table(finished) if parsed.get("verbose") else comparison.table(finished))
+        print(f"Picture: {comparison.draw(finished, root)}")
     return failed
 
 

@@ -46,6 +46,7 @@ from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import MODELS
 from fedjax_pfl.simulate import hyperparameters
 
+MORE = ["--rounds=3", "--hparam=mu=2", "--targets=0.5,0.9", "--verbose"]
 TINY = ["--data_fraction=0.2", "--clients=5", "--width=1", "--epochs=1", "--model=linear", "--participation=0.5"]
 
 
@@ -57,10 +58,7 @@ def done(tmp_path_factory):
 
     path, out = tmp_path_factory.mktemp("runs") / "run", io.StringIO()
     with contextlib.redirect_stdout(out):
-        assert (
-            main.run(["--algo=fedprox", *TINY, "--rounds=3", "--hparam=mu=2", "--targets=0.5,0.9", f"--workdir={path}"])
-            == 0
-        )
+        assert main.run(["--algo=fedprox", *TINY, *MORE, f"--workdir={path}"]) == 0
     return path, out.getvalue()
 
 
@@ -134,17 +132,17 @@ def test_the_run_says_when_it_reached_its_targets_and_what_that_took(done):
         assert row["work/steps"] == sum(-(-sizes[i] // 10) for i in score["ids"])
         assert row["work/examples"] == sum(sizes[i] for i in score["ids"])
     assert "work/steps" not in rows[3]
-    assert summary["targets"]["score"] == "acc_present"  # of the digits preset
+    assert summary["targets"]["score"] == "acc"  # of the digits preset
     assert summary["work"]["client_flops"] == 2 * 2 * 640 * sum(row["work/examples"] for row in rows[:3])
     for level in summary["targets"]["levels"]:
-        over = [row for row in rows if row["pre/acc_present"] >= level["target"]]
+        over = [row for row in rows if row["pre/acc"] >= level["target"]]
         assert bool(over) == (level["pre"] is not None)
         if over:
             assert level["pre"]["rounds"] == level["pre"]["round"] == over[0]["round"]
             assert level["pre"]["down"] == sum(row["traffic/down"] for row in rows[: over[0]["round"]])
     assert summary["targets"]["levels"][0]["post"]["rounds"] >= 1
     assert re.search(
-        r"Rounds until the macro mean of acc_present first reached a target.*\n.*\n.*\n.*\n 0.5 +before ", out, re.S
+        r"Rounds until the macro mean of acc first reached a target.*\n.*\n.*\n.*\n 0.5 +before ", out, re.S
     )
     assert (
         summary["preset"]["name"] == "digits" and "reduced: data_fraction 0.2 of 1" in summary["preset"]["deviations"]
@@ -311,9 +309,9 @@ def test_a_run_directory_is_named_after_what_was_asked():
         user = flags.parse(list(given), flags.OF_A_RUN).settings()
         return settings.default_workdir(user, settings.resolve(user))
 
-    assert named("--algo=pfedc") == "runs/pfedc-digits-pathological-seed0"
+    assert named("--algo=pfedc") == "runs/pfedc-digits-dirichlet_hsu-seed0"
     assert named("--algo=ditto", "--hparam=lam=2", "--lr=0.2", "--seed=3", "--rounds=9") == (
-        "runs/ditto-digits-pathological-seed3-lr=0.2-lam=2"
+        "runs/ditto-digits-dirichlet_hsu-seed3-lr=0.2-lam=2"
     )
     name = named("--algo=fedavg", "--dataset=npz:/a/b.npz", "--participation=0.1:1").removeprefix("runs/")
     assert "/" not in name and ":" not in name
@@ -422,7 +420,7 @@ def test_a_diverging_run_keeps_what_it_wrote(flags, what, tmp_path, capsys):
     assert f"kept in {path}" in said and "Traceback" not in said
     summary = json.loads((path / "summary.json").read_text())
     assert summary["status"] == "diverged"
-    rounds = f"rounds {summary['rounds']} of 40"  # of the preset, not of the 3 that were asked for
+    rounds = f"rounds {summary['rounds']} of 20"  # of the preset, not of the 3 that were asked for
     assert summary["rounds"] < 3 and rounds in summary["preset"]["deviations"]
     table = tables.table([path])
     assert f"| diverged after {summary['rounds']} rounds |" in table and rounds in table
@@ -509,7 +507,7 @@ BAD = [
     ("--algo=fedavg --width=wide", "--width=wide must be a whole number, or auto"),
     ("--algo=fedavg --width=0", "width=0 is outside its range"),
     ("--algo=fedavg --client_memory=disk", "Unknown client_memory 'disk'"),
-    ("--algo=fedavg --client_memory=host", "with participation=1 all 20 are: leave it out"),
+    ("--algo=fedavg --client_memory=host", "with participation=1 all 100 are: leave it out"),
     ("--algo=fedavg --devices=many", "--devices=many must be a whole number, auto or all"),
     ("--algo=fedavg --devices=0", "devices=0 is outside its range"),
     ("--algo=fedavg --checkpoint_every=0", "checkpoint_every=0 is outside its range"),
@@ -520,7 +518,10 @@ BAD = [
     ("--algo=fedavg --eval_every=-1", "eval_every=-1 is outside its range"),
     ("--algo=fedavg --seed=-1", "seed=-1 is outside its range"),
     ("--algo=fedavg --partition=dirichlet --alpha=0", "alpha=0.0 is outside its range"),
-    ("--algo=fedavg --classes_per_client=11", "classes_per_client=11 is outside its range [1, 10]"),
+    (
+        "--algo=fedavg --partition=pathological --classes_per_client=11",
+        "classes_per_client=11 is outside its range [1, 10]",
+    ),
     ("--algo=fedavg --clients=5000", "clients=5000 is outside its range"),
     ("--algo=fedavg --data_fraction=0", "data_fraction=0.0 is outside its range (0, 1]"),
     ("--algo=fedavg --val_fraction=1", "val_fraction=1.0 is outside its range [0, 1)"),

@@ -98,7 +98,7 @@ def test_levels_may_leave_0_and_1_only_with_such_a_name():
 
 def test_the_curves_are_of_the_headline(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(figures, "_save", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(figures, "save", lambda figure, path: drawn.append(figure))
     figures.draw_curves(rows(), tmp_path / "c.png", ERROR)
     axes = drawn[0].axes[0]
     assert axes.get_title() == "reconstruction (lower is better)" and axes.get_ylim()[1] > 50

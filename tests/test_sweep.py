@@ -22,8 +22,9 @@ TINY = [
 
 def test_a_sweep_runs_what_is_missing_and_prints_a_table(tmp_path, capsys, monkeypatch):
     command = [*TINY, "--algo=fedavg,local", "--seed=0,1", f"--root={tmp_path}"]
-    assert sweep.run(command) == 0
-    names = sorted(path.name for path in tmp_path.iterdir())
+    assert sweep.run([*command, "--verbose"]) == 0
+    assert (tmp_path / "comparison.png").stat().st_size > 10_000
+    names = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
     assert names == ["fedavg-seed0", "fedavg-seed1", "local-seed0", "local-seed1"]
     table = capsys.readouterr().out
     assert table.count("| fedavg | linear |") == table.count("| local | linear |") == 2
@@ -33,7 +34,7 @@ def test_a_sweep_runs_what_is_missing_and_prints_a_table(tmp_path, capsys, monke
     summary = tmp_path / "local-seed1" / "summary.json"
     runs.write_json(summary, runs.read_json(summary) | {"status": "interrupted"})
     assert sweep.run(command) == 0
-    [(user, workdir, resume, _)] = started
+    [(user, workdir, resume, *_)] = started
     assert (user["algo"], user["seed"], workdir, resume) == ("local", 1, str(tmp_path / "local-seed1"), True)
     assert sweep.run([*command, "--rounds=2"]) == 0 and len(started) == 5  # more rounds are the same runs
     for other, said in (("--lr=0.5", r"lr \(recorded 0.1, now 0.5\)"), ("--epochs=2", "epochs")):
@@ -80,7 +81,14 @@ def test_a_wrong_name_stops_a_sweep_before_anything_runs(tmp_path):
 )
 def test_seeds_have_the_same_programs(algo, dealt, participation):
     """Text for text: what is compiled for one is found in the cache by the next, though their clients' sizes differ."""
-    given = {"algo": algo, "model": "linear", "participation": participation, "partition": dealt, "hparams": {}}
+    given = {
+        "preset": "digits_pathological",
+        "algo": algo,
+        "model": "linear",
+        "participation": participation,
+        "partition": dealt,
+        "hparams": {},
+    }
     configs = [settings.resolve(given | {"seed": seed}) for seed in range(3)]
     programs, sizes = [], []
     for config in configs:

@@ -5,6 +5,7 @@ from experiments.presets.preset import Preset
 
 PRESETS: dict[str, Preset] = {
     "digits": builtin.DIGITS,
+    "digits_pathological": builtin.DIGITS_PATHOLOGICAL,
     "synthetic": builtin.SYNTHETIC,
     **pfedc.PFEDC,
     "fedcp_cifar10": fedcp.CIFAR10,

@@ -29,6 +29,7 @@ class Preset(NamedTuple):
     cells: tuple[Cell, ...] = ()  # the paper's numbers at further settings
     own: tuple[str, ...] = ()  # the paper's own methods
     baselines: Mapping[str, Any] = _NONE  # flag -> value that the paper gave all others
+    measured: Mapping[str, str] = _NONE  # method -> the headline in % that was measured here, at these settings
     protocol: str = ""  # how the paper got its numbers, and what they can be compared with
 
     def headline_of(self, method: str) -> str:

@@ -10,7 +10,7 @@
 # %%
 from experiments import main, runs
 
-SETTINGS = ["--algo=pfedc", "--partition=dirichlet_class", "--alpha=0.3", "--clients=20"]
+SETTINGS = ["--algo=pfedc", "--partition=dirichlet_class", "--alpha=0.3", "--clients=20"]  # of uneven sizes, too
 SIZE = ["--rounds=2", "--data_fraction=0.3", "--epochs=1"] if TINY else ["--rounds=20"]
 WORKDIR = Path("runs/notebook-a")
 shutil.rmtree(WORKDIR, ignore_errors=True)

@@ -20,26 +20,29 @@ def halfway(task, *, beta: Annotated[float, Interval(ge=0, le=1)] = 0.5):
     Args:
       beta: how far a client's head is moved to the mean of all, in [0, 1].
     """
-    loss = losses.classification(task.model)
+    loss, split = losses.classification(task.model), averaging.split(task)  # what is sent, and what stays
 
     def init(key):
         w = task.model.init(key)
-        return State(w, trees.replicate(w["head"], task.num_clients))
+        shared, own = split.send(w)
+        return State(shared, trees.replicate({"head": w["head"], "own": own}, task.num_clients))
 
-    def start(w, v):
-        return {**w, "head": trees.lerp(beta, w["head"], v)}
+    def start(server, mine):
+        w = split.receive(server, mine["own"])
+        return {**w, "head": trees.lerp(beta, w["head"], mine["head"])}
 
     def round(key, state, cohort):
-        def client(c, v):
-            w, value = local.sgd(c.key, c.train, loss, start(state.server, v), task)
+        def client(c, mine):
+            w, value = local.sgd(c.key, c.train, loss, start(state.server, mine), task)
+            shared, own = split.send(w)
             post = evaluate.post(cohort, c, averaging.predictor(task.model, w))
-            return w, w["head"], value, post
+            return shared, {"head": w["head"], "own": own}, value, post
 
-        w, (v, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, default=state.server)
-        return State(w, v), Metrics(value, post)
+        w, (mine, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, default=state.server)
+        return State(w, mine), Metrics(value, post)
 
-    def predict(w, v, c):
-        return averaging.predictor(task.model, start(w, v))
+    def predict(server, mine, c):
+        return averaging.predictor(task.model, start(server, mine))
 
     return Algorithm(init, round, predict, evaluate.classification)
 
@@ -47,7 +50,7 @@ def halfway(task, *, beta: Annotated[float, Interval(ge=0, le=1)] = 0.5):
 # %% [markdown]
 # The first result of `client` is what it uploads, and `cohort.mean` averages it; the others come back one per
 # client. Is it right? `check_algorithm` tries what the package demands of its own methods: another order of the
-# clients, padding filled with poison, masked rows with other values, absent clients, other layouts. A mistake is
+# clients, padding filled with poison, masked rows with other values, absent clients, batch norm that stays with its client, other layouts. A mistake is
 # answered by the name of the rule that it breaks.
 # %%
 from fedjax_pfl import testing

@@ -1,0 +1,65 @@
+"""What a run says when it is done: a line, eight of them, or all tables."""
+
+from collections.abc import Iterator
+
+from rich.console import Console
+
+from experiments import account, build, published, report, scores, targets
+from experiments.runs import RunDirectory
+
+ONE, SHORT, ALL = 0, 1, 2  # how much is said
+
+
+def show(console: Console, run: RunDirectory, experiment: build.Experiment, say: int = SHORT) -> None:
+    """Says what came out of a finished run; the table of targets, if they were asked for, is among it."""
+    headline, c, found = experiment.headline, experiment.config, report.summary(run.rows, experiment.headline)
+    if say == ONE:
+        console.print("  " + "; ".join(_points(found, brief=True)))
+        return
+    if say == ALL:
+        report.tables(console, found)
+    else:
+        clients = sum(row["participants"] for row in run.rows if "loss" in row)
+        for line in lines(found, clients, experiment):
+            console.print(line)
+    if c.targets:
+        targets.show(console, run.rows, c, account.flops(experiment), headline)
+    if text := published.sentence(c, experiment.examples):
+        console.print(text)
+    more = "" if say == ALL else "; --verbose prints all tables"
+    console.print(f"Everything is in {run.path}: curves.png, metrics.csv, summary.json, checkpoints, ...{more}")
+
+
+def lines(found: report.Row, clients: int, experiment: build.Experiment) -> Iterator[str]:
+    """The results in at most seven lines.
+
+    Args:
+      found: `report.summary`.
+      clients: that took part, summed over the rounds.
+    """
+    c, (name, way) = experiment.config, experiment.headline
+    what = "Test accuracy" if name == "acc" else f"Test {name} ({scores.directions([name], (name, way))})"
+    yield f"{what} of {c.algo} after {c.rounds} rounds, mean over the clients; local training is a round's:"
+    yield from ("  " + line for line in _points(found))
+    if own := found["scores"]["pre"].get("acc_present"):
+        shown = scores.labelled("acc_present", own["macro"])
+        yield f"  among the classes that a client holds, before local training: {shown}"
+    if beside := published.beside(c, experiment.examples):
+        yield beside
+    total = found["traffic"]["bytes"]
+    each = f"{total / 1e6:,.1f} MB in all, {total / max(1, clients) / 1e3:,.1f} kB per client and round"
+    yield f"Traffic: {each}, down and up."
+
+
+def _points(found: report.Row, brief: bool = False) -> Iterator[str]:
+    """The headline's score before and after local training."""
+    name = found["headline"]["score"]
+    for point, when in report.POINTS.items():
+        score, floor = (found["scores"][point].get(which) for which in (name, report.trivial(name)))
+        if score is None:
+            continue
+        text = f"{when} local training {scores.labelled(name, score['macro'])}"
+        parts = [f"worst tenth of the clients {scores.labelled(name, score['worst10'])}"]
+        parts += [f"best tenth {scores.labelled(name, score['best10'])}"]
+        parts += [f"majority baseline {scores.labelled(name, floor['macro'])}"] if floor else []
+        yield text if brief else f"{text}  ({', '.join(parts)})"

@@ -1,0 +1,73 @@
+"""What a run and a sweep say at the end: a few lines and one picture, unless more is asked for."""
+
+import re
+
+import pytest
+from matplotlib.figure import Figure
+
+from experiments import comparison, figures, main, published, runs, settings, sweep
+from experiments.presets import PRESETS
+from fedjax_pfl.algorithms import ALGORITHMS
+
+TINY = ["--data_fraction=0.2", "--clients=5", "--width=1", "--epochs=1", "--model=linear", "--rounds=2"]
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """Where a sweep of two methods is, and what it printed."""
+    import contextlib
+    import io
+
+    root, out = tmp_path_factory.mktemp("sweep"), io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert sweep.run(["--algo=local,fedavg", *TINY, f"--root={root}"]) == 0
+    return root, out.getvalue()
+
+
+def test_a_run_ends_with_at_most_eight_lines(tmp_path, capsys):
+    assert main.run(["--algo=fedavg", *TINY, f"--workdir={tmp_path / 'run'}"]) == 0
+    out = capsys.readouterr().out
+    end = out[out.index("Test accuracy of fedavg after 2 rounds") :].splitlines()
+    assert len(end) <= 8 and end[-1].startswith("Everything is in") and "curves.png" in end[-1]
+    row = runs.read_rows(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert f"before local training {row['pre/acc']:.1%}  (worst tenth of the clients " in out
+    assert f"{row['pre/acc_worst10']:.1%}, best tenth {row['pre/acc_best10']:.1%}" in out
+    traffic = 2 * 2 * 5 * 650 * 4  # down and up, rounds, clients, parameters, bytes
+    assert f"{traffic / 1e6:,.1f} MB in all, {traffic / 10 / 1e3:,.1f} kB per client and round" in out
+
+
+def test_a_sweep_ends_with_its_methods_in_order_and_a_picture(said):
+    root, out = said
+    end = out.splitlines()[-5:]
+    assert [line.split()[0] for line in end] == ["acc", "method", *_ordered(root), "Picture:"]
+    assert (root / "comparison.png").is_file() and "| method |" not in out and "round 1/2" not in out
+
+
+def _ordered(root):
+    last = {m: runs.read_rows(root / f"{m}-seed0" / "metrics.jsonl")[-1]["pre/acc"] for m in ("local", "fedavg")}
+    assert last["local"] != last["fedavg"]
+    return sorted(last, key=last.get, reverse=True)
+
+
+def test_the_picture_shows_the_numbers(said, monkeypatch):
+    root, drawn = said[0], []
+    monkeypatch.setattr(figures, "save", lambda figure, path: drawn.append(figure))
+    paths = [root / "local-seed0", root / "fedavg-seed0"]
+    comparison.draw(paths, root)
+    (figure,) = drawn
+    assert isinstance(figure, Figure)
+    left, right = figure.axes
+    for line, path in zip(left.lines, paths, strict=True):
+        rows = runs.read_rows(path / "metrics.jsonl")
+        assert list(line.get_ydata()) == pytest.approx([row["pre/acc"] for row in rows])
+        assert line.get_label().endswith(f"{100 * rows[-1]['pre/acc']:.1f}")
+    assert [text.get_text() for text in right.get_yticklabels()] == _ordered(root)[::-1]
+
+
+def test_what_was_measured_is_said_only_of_its_setting():
+    config = settings.resolve({"algo": "pfedc", "hparams": {}})
+    assert config.preset == "digits" and PRESETS["digits"].measured.keys() <= ALGORITHMS.keys()
+    line = published.beside(config)
+    assert all(re.search(rf"\b{method} [\d.]+", line) for method in ("local", "fedavg", "pfedc", "ditto"))
+    assert published.beside(config.replace(seed=3)) == line
+    assert published.beside(config.replace(clients=50)) is None
