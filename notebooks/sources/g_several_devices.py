@@ -13,19 +13,25 @@ from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.data import datasets, federate, partitioners
 
 N, ROUNDS = (6, 2) if TINY else (40, 10)
-SHAPE, NETWORK = ((8, 8, 1), "linear") if TINY else ((20, 20, 1), "lenet")
+SHAPE, NETWORK = (8, 8, 1), "linear" if TINY else "mlp"
 data = datasets.synthetic(600 if TINY else 4000, shape=SHAPE)
 clients = partitioners.partition(data, "dirichlet_class", num_clients=N, alpha=0.5, seed=0)
 federation = federate.federate(data, clients)
 task = simulate.task(
-    data, federation.class_counts, models.model(NETWORK, SHAPE, 10), lr=0.02, batch_size=10, epochs=1, rounds=ROUNDS
+    data,
+    federation.class_counts,
+    models.model(NETWORK, SHAPE, 10),
+    lr=0.05,
+    batch_size=10,
+    epochs=1 if TINY else 10,
+    rounds=ROUNDS,
 )
 print(f"{len(devices)} devices; clients of {task.sizes.min()} to {task.sizes.max()} examples")
 
 
 def run(count):
     """Accuracy of every client after each round, the parameters at the end, and the seconds of a round."""
-    program = simulate.program(ALGORITHMS["pfedc"], task, devices=count)
+    program = simulate.program(ALGORITHMS["ditto"], task, devices=count)
     accuracy, begins = [], []
     for result in simulate.rounds(program, jax.random.key(0), federation, rounds=ROUNDS):
         accuracy.append(result.pre["acc"])
