@@ -12,7 +12,21 @@ from documents import PAGES, ROOT, TABLES, blocks, commands, files_of, is_progra
 from experiments import build, figures, flags, main, settings, sweep, tables, within
 
 WITHOUT_FILES = ("digits", "synthetic", "npz:")
-OTHERS = {"pip", "pytest", "mkdocs", "ruff", "mypy", "pre-commit", "python", "nice", ".ci/run", ".ci/full", "git", "jupyter", "TINY=1"}
+OTHERS = {
+    "pip",
+    "pytest",
+    "mkdocs",
+    "ruff",
+    "mypy",
+    "pre-commit",
+    "python",
+    "nice",
+    ".ci/run",
+    ".ci/full",
+    "git",
+    "jupyter",
+    "TINY=1",
+}
 TINY = {"rounds": 1, "epochs": 1}
 
 
