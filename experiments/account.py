@@ -48,18 +48,20 @@ def own_parameters(experiment: Experiment) -> int:
 def describe(experiment: Experiment) -> str:
     """One line: what is going to run."""
     c, n = experiment.config, experiment.examples
-    names, _ = networks.architectures(c.model, experiment.task.num_clients)
+    names, _ = networks.architectures(c.model, len(experiment.everybody.train))
     sizes = [f"{networks.num_parameters(model):,}" for model in experiment.task.models]
     nets = ", ".join(f"{name} with {size} parameters" for name, size in zip(names, sizes, strict=True))
     if c.algo in networks.OWN:
         nets = f"own networks with {own_parameters(experiment):,} parameters"
     marked = " with marks" if experiment.marks else ""
+    clients = f"{experiment.task.num_clients} clients"
+    clients += f" and {len(experiment.unseen.ids)} unseen" if experiment.unseen else ""
     how = "" if c.optimizer == "sgd" else f"{c.optimizer}, "
     done = f"{c.steps} steps" if c.steps is not None else f"{c.epochs} epochs"
     moved = experiment.partition.moved
     assigned = f"{c.partition}; {moved} examples moved to clients below the minimum" if moved else c.partition
     part = f" ({n['available']:,} of its {n['of']:,} examples)" if n["available"] < n["of"] else ""
     return (
-        f"{c.algo} on {c.dataset}{marked}{part}: {c.clients} clients ({assigned}), {nets}, "
+        f"{c.algo} on {c.dataset}{marked}{part}: {clients} ({assigned}), {nets}, "
         f"{c.rounds} rounds of {done}, batch {c.batch_size}, {how}lr {c.lr:g}"
     )

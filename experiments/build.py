@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from experiments import networks, scores
+from experiments import networks, scores, unseen
 from experiments.config import Config, participation
+from experiments.unseen import Unseen
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data import datasets, federate, marks, partitioners, tfds
 from fedjax_pfl.engine import host_state
+from fedjax_pfl.engine.unseen import among
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import layers
 from fedjax_pfl.types import Algorithm, Federation, Model, State, Task
@@ -27,17 +29,29 @@ class Experiment(NamedTuple):
     config: Config
     dataset: datasets.Dataset
     public: datasets.Dataset | None
-    partition: partitioners.Partition
+    partition: partitioners.Partition  # of the clients that train, as all that follows
     federation: Federation
     task: Task
     conv: str  # the form of the convolutions
     made: dict[Any, Any]  # what is made once: programs by layout, so that what was traced is there again; `flops`
     examples: dict[str, int]  # those used (data_fraction), available here, and of the whole data set
     marks: tuple[str, ...] = ()  # [N] the type of mark on each client's images; empty without --marks
+    unseen: Unseen | None = None  # the clients that do not train
 
     @property
     def key(self) -> jax.Array:
         return jax.random.key(self.config.seed)
+
+    @property
+    def everybody(self) -> partitioners.Partition:
+        """The partition with the clients that do not train."""
+        return self.partition if self.unseen is None else self.unseen.everybody
+
+    @property
+    def network_names(self) -> np.ndarray:
+        """Of each client that trains the name of its network [N], see `networks.names`."""
+        names = networks.names(self.config, len(self.everybody.train))
+        return names if self.unseen is None else np.delete(names, self.unseen.ids)
 
     def program(self, width: int = 1, devices: int = 1, rounds: int | None = None) -> simulate.Program:
         """The pure functions of this experiment; made once for each layout."""
@@ -69,8 +83,10 @@ class Experiment(NamedTuple):
         """The experiment with convolutions in this form."""
         if conv == self.conv:
             return self
-        models, _, shared = _models(self.config, self.dataset, self.task.num_clients, conv)
-        return self._replace(task=self.task._replace(models=tuple(models), shared=shared), conv=conv, made={})
+        models, _, shared = _models(self.config, self.dataset, len(self.everybody.train), conv)
+        changed: dict[str, Any] = {"models": tuple(models), "shared": shared}
+        others = self.unseen and self.unseen._replace(task=self.unseen.task._replace(**changed))
+        return self._replace(task=self.task._replace(**changed), unseen=others, conv=conv, made={})
 
 
 def prepare(config: Config, conv: str = "auto", room: Sequence[int] = federate.ROOM) -> Experiment:
@@ -86,22 +102,31 @@ def prepare(config: Config, conv: str = "auto", room: Sequence[int] = federate.R
     dataset = datasets.load(config.dataset, config.data_dir)
     available = len(dataset.y)
     dataset = datasets.subset(dataset, config.data_fraction, config.seed)
-    assigned, kinds = _partition(config, dataset), tuple[str, ...]()
+    everybody, kinds = _partition(config, dataset), tuple[str, ...]()
     if config.marks:
-        dataset, kinds = marks.mark(dataset, assigned, config.seed)
+        dataset, kinds = marks.mark(dataset, everybody, config.seed)
+    ids, apart = unseen.draw(config, len(everybody.train))
+    assigned = partitioners.select(everybody, ids)
     if config.drop_last:
         _check_batches(assigned.train_sizes, config.batch_size)
     model = ("cnn" if _is_image(dataset.x.shape[1:]) else "mlp") if config.model == "auto" else config.model
-    config = config.replace(clients=len(assigned.train), model=model)
+    config = config.replace(clients=len(everybody.train), model=model)
     conv, public = layers.form(conv), _public(config)
-    task = _task(config, dataset, assigned, conv)
+    whole = _task(config, dataset, everybody, conv)
     if public is not None:
-        task = simulate.with_public(task, public)
-    whole = max(available, tfds.SIZES.get(dataset.name, 0))
-    examples = {"used": len(dataset.y), "available": available, "of": whole}
+        whole = simulate.with_public(whole, public)
+    task, kinds = among(whole, ids), tuple(kinds[i] for i in ids if kinds)
+    size = max(available, tfds.SIZES.get(dataset.name, 0))
+    examples = {"used": len(dataset.y), "available": available, "of": size}
     experiment = Experiment(config, dataset, public, assigned, None, task, conv, {}, examples, kinds)  # type: ignore[arg-type]
     experiment.program()  # checks the method: its hyperparameters, the model's parts, the shapes of a round
-    return experiment._replace(federation=federate.federate(dataset, assigned, room, public))
+    if not len(apart):
+        return experiment._replace(federation=federate.federate(dataset, assigned, room, public))
+    others = among(whole, apart)
+    unseen.scorer(config, task, others)  # checks the method
+    federation, theirs = federate.federate(dataset, assigned, room, public), partitioners.select(everybody, apart)
+    found = Unseen(apart, everybody, theirs, federate.others(federation, dataset, theirs, room), others)
+    return experiment._replace(federation=federation, unseen=found)
 
 
 def room(configs: Sequence[Config]) -> tuple[int, ...]:

@@ -193,7 +193,7 @@ def main(argv: list[str]) -> str:
     for path in entry.paths(flags.parse(argv, {}, words=True)):
         with phases.said(entry.errors(), f"Drawing the figures of {path}"):
             run = runs.load(path)
-            draw_partition(run.experiment.partition, run.experiment.dataset, path / "partition.png")
+            draw_partition(run.experiment.everybody, run.experiment.dataset, path / "partition.png")
             draw_curves(Rows(path / "metrics.jsonl"), path / "curves.png", run.experiment.headline)
             said.append(f"{path}: partition.png, curves.png")
             said += [f"{path / 'figures'}: {name}.png, {name}.pdf" for name in matrices.draw(path, run)]

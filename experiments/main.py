@@ -30,7 +30,6 @@ from experiments import (
     flags,
     layouts,
     lock,
-    networks,
     phases,
     runs,
     schema,
@@ -189,8 +188,8 @@ def _prepared(config: Config, recorded: Layout | None, room: Sequence[int]) -> b
 def _directory(path: Path, experiment: build.Experiment) -> runs.RunDirectory:
     partial = experiment.task.participation != (1.0, 1.0)
     planned = local.planned(experiment.task, experiment.task.sizes)
-    sizes, of = experiment.partition.test_sizes, networks.names(experiment.config, experiment.task.num_clients)
-    return runs.RunDirectory(path, sizes, partial, planned, experiment.headline, of)
+    sizes, others = experiment.partition.test_sizes, experiment.unseen and experiment.unseen.partition.test_sizes
+    return runs.RunDirectory(path, sizes, partial, planned, experiment.headline, experiment.network_names, others)
 
 
 def _where(

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import matrix_figures, networks
+from experiments import matrix_figures
 from experiments.files import write_bytes
 
 FOLDER = "matrices"
@@ -38,7 +38,7 @@ def draw(path: Path, run: Any) -> list[str]:
         found = load(path, name)
         if found and all(np.shape(matrix) == (task.num_clients,) * 2 for matrix in found.values()):
             (path / "figures").mkdir(exist_ok=True)
-            of = networks.names(run.config, task.num_clients)
+            of = run.experiment.network_names
             matrix_figures.draw(path / "figures" / name, name, found, of, task.class_counts)
             drawn.append(name)
     return drawn

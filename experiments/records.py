@@ -11,8 +11,9 @@ from fedjax_pfl import simulate
 Row = dict[str, Any]
 
 
-def client_scores(result: simulate.Result) -> Row:
-    """The per-client part of a round: participants' ids and losses, `post` in their order, `pre` of all clients."""
+def client_scores(result: simulate.Result, unseen: Row | None = None) -> Row:
+    """The per-client part of a round: participants' ids and losses, `post` in their order, `pre` of all clients, and
+    the scores of the unseen ones, if any."""
     row: Row = {"round": result.round}
     if result.metrics is not None:
         active = result.metrics.active
@@ -20,9 +21,8 @@ def client_scores(result: simulate.Result) -> Row:
         post = {name: values[active] for name, values in result.metrics.post.items()}
         if any(np.isfinite(values).any() for values in post.values()):
             row["post"] = {name: _plain(values) for name, values in post.items()}
-    if result.pre is not None:
-        row["pre"] = {name: _plain(values) for name, values in result.pre.items()}
-    return row
+    points = ({} if result.pre is None else {"pre": result.pre}) | (unseen or {})
+    return row | {point: {name: _plain(x) for name, x in values.items()} for point, values in points.items()}
 
 
 def by_architecture(result: simulate.Result, architectures: np.ndarray, name: str) -> simulate.Result:

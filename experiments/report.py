@@ -19,6 +19,7 @@ Row = dict[str, Any]
 T = TypeVar("T")
 STATISTICS = {"macro": "", "micro": "_micro", "std": "_std", "worst10": "_worst10", "best10": "_best10"}
 POINTS = {"pre": "before", "post": "after", "post_latest": "latest after"}  # local training
+_WITH_UNSEEN = POINTS | {"unseen": "unseen before", "unseen_post": "unseen after"}  # of clients that did not train
 _SUFFIXES = (*(suffix for suffix in STATISTICS.values() if suffix), "_clients")
 _TRIVIAL = {"acc_present": "acc_trivial", "acc_groups": "acc_trivial", "recall_macro": "recall_trivial"}
 _TAIL = 10  # evaluations that a mean is taken of, if there are so many
@@ -115,7 +116,7 @@ def score_names(rows: Iterable[Row], headline: Headline = ACCURACY) -> list[str]
 def _place(key: str) -> tuple[str, str] | None:
     """The point and the score of which a row's entry is the macro mean; None if it is something else."""
     point, slash, name = key.partition("/")
-    return (point, name) if slash and point in POINTS and not name.endswith(_SUFFIXES) else None
+    return (point, name) if slash and point in _WITH_UNSEEN and not name.endswith(_SUFFIXES) else None
 
 
 def trivial(name: str) -> str:
@@ -190,7 +191,7 @@ def summary(rows: Iterable[Row], headline: Headline = ACCURACY) -> Row:
     names = scores.ordered((name for point, name in courses if point != "post_latest"), headline)
     results = {
         point: {n: ends[point, n] | {"course": courses[point, n].said()} for n in names if (point, n) in ends}
-        for point in POINTS
+        for point in _WITH_UNSEEN
     }
     said = {"score": headline[0], "better": headline[1]}
     return {"loss": loss, "headline": said, "scores": results, "traffic": traffic(rows)}
@@ -217,10 +218,10 @@ def tables(console: Console, found: Row) -> None:
     console.print(f"Traffic: scalars {', '.join(parts)}; {total['bytes'] / 1e6:,.1f} MB{secret}.")
 
 
-def _points(results: Row, names: list[str]) -> Iterator[tuple[str, str, str]]:
+def _points(results: Row, names: list[str], points: Iterable[str]) -> Iterator[tuple[str, str, str]]:
     """The lines of a table: (score, point, the score's name where it is shown)."""
     for name in names:
-        present = [point for point in POINTS if name in results[point]]
+        present = [point for point in points if name in results[point]]
         for i, point in enumerate(present):
             yield name, point, "" if i else name
 
@@ -234,11 +235,11 @@ def _clients_table(results: Row, names: list[str], headline: Headline) -> Table:
     titles = ["cli-\nents", "macro\nmean", "micro\nmean", "std", "worst\n10 %", "best\n10 %"]
     titles += ["trivial\nmacro"] if shares else []
     table = plain_table(title, ["score", "local\ntraining"], titles)
-    for name, point, shown in _points(results, names):
+    for name, point, shown in _points(results, names, _WITH_UNSEEN):
         found, floor = results[point][name], results[point].get(trivial(name))
         values = [scores.shown(name, found[statistic]) for statistic in STATISTICS]
         values += [scores.shown(name, floor["macro"]) if floor else ""] if shares else []
-        table.add_row(shown, POINTS[point], str(found["clients"] or ""), *values)
+        table.add_row(shown, _WITH_UNSEEN[point], str(found["clients"] or ""), *values)
     return table
 
 
@@ -247,7 +248,7 @@ def _course_table(results: Row, names: list[str], headline: Headline) -> Table:
     title = f"Macro mean in the run, {unit} (best: {_BEST})"
     columns = ["last\nround", f"mean of\nlast {_TAIL}", "evalu-\nations", "best\nround", "which\nround"]
     table = plain_table(title, ["score", "local\ntraining"], columns)
-    for name, point, shown in _points(results, names):
+    for name, point, shown in _points(results, names, POINTS):
         found = results[point][name]["course"]
         end, mean, best = (scores.shown(name, found[key]["value"]) for key in ("last", "mean_of_last", "best"))
         evaluations, which = str(found["mean_of_last"]["evaluations"]), str(found["best"]["round"])

@@ -83,6 +83,7 @@ class RunDirectory:
       planned: `local.planned`, steps and examples of each client's local work; None: not recorded.
       headline: the score of the curves.
       architectures: [N] names of the networks; where they differ, the headline is also recorded for each.
+      unseen_sizes: [U], test examples of the clients that do not train.
 
     Attributes:
       rows: the rows of the metrics so far, read from the disk whenever they are asked for.
@@ -97,6 +98,7 @@ class RunDirectory:
         planned: tuple | None = None,
         headline: Headline = ACCURACY,
         architectures: np.ndarray | None = None,
+        unseen_sizes: np.ndarray | None = None,
     ):
         self.path = path
         self.rows = Rows(path / "metrics.jsonl")
@@ -104,6 +106,7 @@ class RunDirectory:
         self._test_sizes, self._partial, self._planned, self._headline = test_sizes, partial, planned, headline
         one = architectures is None or len(set(architectures)) == 1
         self._architectures = np.full(len(test_sizes), "") if one else np.asarray(architectures)
+        self._unseen_sizes = np.zeros(0) if unseen_sizes is None else unseen_sizes
 
     def start(self, experiment: build.Experiment, layout: Row, versions: Row) -> None:
         """Writes what is known before the first round, config.json last: where it is, the others are."""
@@ -111,6 +114,7 @@ class RunDirectory:
         self._partition(experiment)
         hashes: Row = digests(experiment) | {"moved": experiment.partition.moved}
         hashes |= {"marks": list(experiment.marks)} if experiment.marks else {}
+        hashes |= {"unseen": experiment.unseen.ids.tolist()} if experiment.unseen else {}
         for name, content in zip(_JSON, (hashes, layout, versions, signed(experiment.config)), strict=True):
             write_json(self.path / f"{name}.json", content)
 
@@ -128,8 +132,8 @@ class RunDirectory:
 
     def _partition(self, experiment: build.Experiment) -> None:
         """Writes who owns what, as numbers and as a picture."""
-        partitioners.save(self.path / "partition.npz", experiment.partition)
-        figures.draw_partition(experiment.partition, experiment.dataset, self.path / "partition.png")
+        partitioners.save(self.path / "partition.npz", experiment.everybody)
+        figures.draw_partition(experiment.everybody, experiment.dataset, self.path / "partition.png")
 
     def _rewind(self, start: int, config: Config) -> None:
         """Drops rows from round `start` on, and scores of rounds that the (grown) run does not evaluate.
@@ -160,20 +164,22 @@ class RunDirectory:
                 part.unlink(missing_ok=True)
         matrices.rewind(self.path, start)
 
-    def append(self, result: simulate.Result) -> Row:
-        """Writes one round's rows and returns its metrics."""
+    def append(self, result: simulate.Result, unseen: dict[str, dict[str, np.ndarray]] | None = None) -> Row:
+        """Writes one round's rows and returns its metrics; `unseen`: {point: {score: [U]}} of `unseen.scores`."""
         wide = records.by_architecture(result, self._architectures, self._headline[0])
         row = {name: records.finite(value) for name, value in simulate.record(wide, self._test_sizes).items()}
         if self._planned is not None and result.metrics is not None:
             here = result.metrics.ids[result.metrics.active]
             steps, examples = (int(work[here].sum()) for work in self._planned)
             row |= {"work/steps": steps, "work/examples": examples}
-        scores = records.client_scores(result)
+        scores = records.client_scores(result, unseen)
         if "post" in scores and result.metrics is not None:
             matrices.save(self.path, result.round, result.metrics.server)
         self._remember(scores)
-        counted = records.client_scores(wide)
-        for point in ("pre", "post"):
+        for point, values in (unseen or {}).items():
+            row |= results.statistics(point, values, self._unseen_sizes)
+        counted = records.client_scores(wide, unseen)
+        for point in ("pre", "post", *(unseen or {})):
             row |= records.clients(point, counted.get(point, {}))
         if self._partial and "post" in scores:
             latest = records.parts(self.latest, self._architectures, self._headline[0])
@@ -216,7 +222,7 @@ def wanted(t: int, rounds: int, eval_every: int) -> bool:
 
 def digests(experiment: build.Experiment) -> dict[str, str]:
     """The hashes of who owns what, of the data, and of a user's own method."""
-    found = {"partition": partitioners.digest(experiment.partition), "data": build.data_digest(experiment.dataset)}
+    found = {"partition": partitioners.digest(experiment.everybody), "data": build.data_digest(experiment.dataset)}
     if experiment.public is not None:
         found["public"] = build.data_digest(experiment.public)
     own = digest(experiment.config.algo)

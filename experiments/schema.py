@@ -35,7 +35,7 @@ CONFIG = Object(
 LAYOUT = Object(
     {"width": _PLACES, "conv": set(CONVOLUTIONS), "devices": Object({"count": _PLACES, "kind": str, "platform": str})}
 )
-PARTITION = Object({"partition": str, "data": str}, {"public": str, "algo": str})
+PARTITION = Object({"partition": str, "data": str}, {"public": str, "algo": str, "unseen": List(COUNT)})
 VERSIONS = Object({}, {"resumed": List(Object({"round": COUNT}))})
 _STATISTICS = Object(
     {"macro": float, "std": float},
@@ -54,7 +54,10 @@ SUMMARY = Object(
 ROW = Object({"round": COUNT})
 METRICS = Object({"round": COUNT}, others=Number)
 _PER_CLIENT = Object({}, others=List(Number))
-SCORES = Object({"round": COUNT}, {"ids": List(COUNT), "loss": List(Number), "post": _PER_CLIENT, "pre": _PER_CLIENT})
+SCORES = Object(
+    {"round": COUNT},
+    {"ids": List(COUNT), "loss": List(Number)} | dict.fromkeys(("post", "pre", "unseen", "unseen_post"), _PER_CLIENT),
+)
 
 _NOUNS: dict[Any, str] = {
     str: "text",

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from experiments import account, build, phases, published, report, schema, targets
+from experiments import account, build, phases, published, report, schema, targets, unseen
 from experiments.files import read_derived, write_json
 from experiments.interrupt import Interrupt
 from experiments.pace import Pace
@@ -56,10 +56,10 @@ def train(
     options |= {"start": start, "state": None if state is None else program.place(state), "functions": functions}
     with reporter, Interrupt(ask, words) as interrupt:
         files = _Files(run, experiment, clock)
-        add = lambda result: reporter.update(run.append(result))
+        add = lambda *found: reporter.update(run.append(*found))
         try:
             for result in reporter.watched(simulate.rounds(program, experiment.key, experiment.federation, **options)):
-                multihost.on_first(add, result)
+                multihost.on_first(add, result, _unseen(experiment, result, layout.width))
                 if result.state is None:
                     continue
                 done = result.round + (result.metrics is not None)
@@ -77,6 +77,15 @@ def train(
             raise
     with phases.said(console, "Writing tables and curves"):
         multihost.on_first(files.show, "complete")
+
+
+def _unseen(experiment: build.Experiment, result: simulate.Result, width: int) -> dict[str, Any] | None:
+    """The scores of the clients that do not train, after the last round."""
+    if result.metrics is not None or experiment.unseen is None:
+        return None
+    assert result.state is not None
+    server = multihost.fetch(result.state.server)
+    return unseen.scores(experiment.config, experiment.task, experiment.unseen, server, width)
 
 
 class _Files:

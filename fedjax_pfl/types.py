@@ -276,5 +276,5 @@ class Algorithm(NamedTuple):
     score: Callable[[PyTree, Array, Array, Client], Scores]  # (outputs [B, ...], y, mask, client)
     traffic: Callable[[State, Cohort, Metrics], Traffic] | None = None  # None: the size of the upload, both ways
     headline: tuple[str, str] = ("acc", "max")  # the score of targets and best rounds, and its better end
-    personalise: Callable[[PyTree, PyTree, Client], PyTree] | None = None  # (server, row, client) -> row, untrained
     one_architecture: bool = True  # False: clients may be of several architectures
+    no_unseen: str = ""  # why a round of its own under the trained server does not personalise an untrained client

@@ -16,7 +16,9 @@ from toy import C, N
 
 from fedjax_pfl import keys, simulate, testing, trees
 from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.engine import unseen
 from fedjax_pfl.testing.rounds import ACTIVE, IDS
+from fedjax_pfl.types import State
 
 pytestmark = pytest.mark.contract
 each = pytest.mark.parametrize("method", ALGORITHMS)
@@ -75,6 +77,25 @@ def test_learns(method):
     assert losses[-1] < losses[0]
     drifted = "a default has drifted, or a stream of keys"
     np.testing.assert_allclose(losses, GOLDEN[method], rtol=1e-3, atol=1e-5, err_msg=drifted)
+
+
+@each
+def test_unseen_clients_influence_nobody(method):
+    """Under a server that stays, a round of a client with the row of `init` depends on that client alone."""
+    s, one = subject(method), 3
+    start = State(s.start.server, jax.device_get(s.init(jax.random.key(7), s.numbers)).clients)
+    given = {"options": np.float32([0, 0]), "state": start, "ids": np.arange(N, dtype=np.int32)}
+    (together, metrics), (alone, by_itself) = (
+        testing.run(s, active=np.isin(np.arange(N), active), **given) for active in (np.arange(N), [one])
+    )
+    same = [
+        (toy.rows(x, one), toy.rows(y, one))
+        for x, y in ((together.clients, alone.clients), (metrics.post, by_itself.post))
+    ]
+    influence = any(
+        not np.array_equal(*leaves) for pair in same for leaves in zip(*map(jax.tree.leaves, pair), strict=True)
+    )
+    assert not influence or unseen.obstacle(toy.METHODS[method], toy.method_task(method))
 
 
 @pytest.mark.parametrize("method", [method for method in ALGORITHMS if method not in SEND_NOTHING])

@@ -125,7 +125,8 @@ def transfer(task: Task, rule: Rule, on: Exchange, space: str = "prob", public_e
         whole = whole._replace(ints=size * active, messages=(3 + rule.after) * active)
         return whole if on.public_at == "clients" else traffic.with_public(whole, task, size, active)
 
-    return Algorithm(init, round, predict, evaluate.classification, sent, one_architecture=False)
+    alone = "its clients learn from each other's predictions within a round, of which the server keeps none"
+    return Algorithm(init, round, predict, evaluate.classification, sent, one_architecture=False, no_unseen=alone)
 
 
 def asked(c: Client, cohort: Cohort, a: Array, outputs: Array, given: Predictions) -> Asked:

@@ -260,7 +260,9 @@ def privacy_pfedc(
         ciphertexts = None if plain else metrics.clients["encrypted_up"] + metrics.clients["encrypted_down"]
         return Traffic(clear, clear, 0 * clear, 2 * cohort.active.astype(jnp.int32), ciphertexts)
 
-    return Algorithm(init, round, lambda server, own, c: on.predictor(compose(server, own)), on.score, sent)
+    predict = lambda server, own, c: on.predictor(compose(server, own))
+    secret = "the branches' sums are only for the clients of the round, and the server keeps nothing of them"
+    return Algorithm(init, round, predict, on.score, sent, no_unseen=secret)
 
 
 def _ratio(total: PyTree, weight: Array, like: PyTree) -> PyTree:

@@ -29,15 +29,27 @@ def federate(
       partition have the same.
     """
     checked(dataset)
-    train, val, test = room
+    examples = Examples(jnp.asarray(dataset.x), jnp.asarray(dataset.y))
     pool = None if public is None else Examples(jnp.asarray(public.x), jnp.asarray(public.y))
+    return _federation(dataset, partition, room, examples, pool)
+
+
+def others(federation: Federation, dataset: Dataset, partition: Partition, room: Sequence[int] = ROOM) -> Federation:
+    """The federation of other clients over the same examples, which stay where they are; arguments as of `federate`."""
+    return _federation(dataset, partition, room, federation.examples, federation.public)
+
+
+def _federation(
+    dataset: Dataset, partition: Partition, room: Sequence[int], examples: Examples, public: Examples | None
+) -> Federation:
+    train, val, test = room
     return Federation(
-        examples=Examples(jnp.asarray(dataset.x), jnp.asarray(dataset.y)),
+        examples=examples,
         train=_rows(partition.train, partition.train_sizes, train),
         val=_rows(partition.val, partition.val_sizes, val),
         test=_rows(partition.test, partition.test_sizes, test),
         class_counts=jnp.asarray(class_counts(partition, dataset)),
-        public=pool,
+        public=public,
     )
 
 

@@ -9,10 +9,10 @@ from absl import logging
 
 from fedjax_pfl.data import assignment
 from fedjax_pfl.data.datasets import Dataset, checked
-from fedjax_pfl.data.rows import Partition, build, class_counts, digest, load_file, save
+from fedjax_pfl.data.rows import Partition, build, class_counts, digest, load_file, save, select
 from fedjax_pfl.errors import InputError, check, choose
 
-__all__ = ["PARTITIONS", "Partition", "class_counts", "digest", "load_file", "partition", "save"]
+__all__ = ["PARTITIONS", "Partition", "class_counts", "digest", "load_file", "partition", "save", "select"]
 
 PARTITIONS: dict[str, str] = {
     "iid": "equal random hands",

@@ -101,6 +101,15 @@ def build(
     )
 
 
+def select(p: Partition, ids: np.ndarray) -> Partition:
+    """The partition among the clients `ids` alone, in this order."""
+    parts: dict[str, np.ndarray] = {}
+    for part in _PARTS:
+        sizes = getattr(p, f"{part}_sizes")[ids]
+        parts |= {part: flat(getattr(p, part)[ids], sizes), f"{part}_sizes": sizes}
+    return build(**parts, moved=p.moved)
+
+
 def flat(index: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """The valid entries of padded rows [N, M], client after client."""
     return np.extract(_valid(index, sizes), index)

@@ -55,7 +55,6 @@ def check_algorithm(algorithm: Any) -> None:
         raise ContractError(f"the factory must return an Algorithm, not {type(algorithm).__name__}.")
     signatures = {"init": ("key",), "round": ("key", "state", "cohort"), "predict": ("server", "row", "client")}
     signatures |= {"score": ("outputs", "y", "mask", "client"), "traffic": ("state", "cohort", "metrics")}
-    signatures |= {"personalise": ("server", "row", "client")}
     for name, arguments in signatures.items():
         function = getattr(algorithm, name)
         if function is None:
