@@ -105,19 +105,19 @@ def prepare(config: Config, conv: str = "auto", room: Sequence[int] = federate.R
     everybody, kinds = _partition(config, dataset), tuple[str, ...]()
     if config.marks:
         dataset, kinds = marks.mark(dataset, everybody, config.seed)
-    ids, apart = unseen.draw(config, len(everybody.train))
-    assigned = partitioners.select(everybody, ids)
-    if config.drop_last:
-        _check_batches(assigned.train_sizes, config.batch_size)
     model = ("cnn" if _is_image(dataset.x.shape[1:]) else "mlp") if config.model == "auto" else config.model
     config = config.replace(clients=len(everybody.train), model=model)
     conv, public = layers.form(conv), _public(config)
     whole = _task(config, dataset, everybody, conv)
     if public is not None:
         whole = simulate.with_public(whole, public)
-    task, kinds = among(whole, ids), tuple(kinds[i] for i in ids if kinds)
+    ids, apart = unseen.draw(config, whole.architecture)
+    assigned, task = partitioners.select(everybody, ids), among(whole, ids)
+    if config.drop_last:
+        _check_batches(task.sizes, config.batch_size)
     size = max(available, tfds.SIZES.get(dataset.name, 0))
     examples = {"used": len(dataset.y), "available": available, "of": size}
+    kinds = tuple(kinds[i] for i in ids if kinds)
     experiment = Experiment(config, dataset, public, assigned, None, task, conv, {}, examples, kinds)  # type: ignore[arg-type]
     experiment.program()  # checks the method: its hyperparameters, the model's parts, the shapes of a round
     if not len(apart):

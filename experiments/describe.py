@@ -1,5 +1,7 @@
 """What there is to choose from, in words: `--list` and `--describe`."""
 
+import contextlib
+import functools
 import inspect
 import math
 import re
@@ -8,15 +10,22 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import numpy as np
+
 from experiments.presets import DEFAULT_PRESETS, PRESETS, Preset
 from experiments.presets.preset import Cell
+from fedjax_pfl import models
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data.datasets import DATASETS
 from fedjax_pfl.data.partitioners import PARTITIONS
+from fedjax_pfl.engine import unseen
 from fedjax_pfl.errors import choose, interval
 from fedjax_pfl.hyperparameters import Hyperparameter, of
 from fedjax_pfl.models import MODELS
+from fedjax_pfl.testing import synthetic
+from fedjax_pfl.types import Task
 
 _WIDTH, _INDENT = 110, 32
 
@@ -67,7 +76,26 @@ def _method(factory: Callable, name: str) -> str:
     parts.append("\n".join(["Hyperparameters (--hparam name=value):", *lines]) if lines else "No hyperparameters.")
     if note := sections(doc).get("Note"):
         parts.append(_hanging("Note: ", note))
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, _hanging("Unseen clients (--unseen): ", unseen_clients(factory))])
+
+
+def unseen_clients(factory: Callable) -> str:
+    """Whether a method has a way for clients that do not train; of small tasks, one of which nearly all take."""
+    for net in ("lenet_bn", "linear"):
+        with contextlib.suppress(Exception):  # a user's method for other inputs may raise anything
+            why = unseen.obstacle(factory, _task(net))
+            return f"no way; {why}." if why else "a round of their own under the trained server."
+    return "it depends on the task."
+
+
+@functools.cache
+def _task(net: str) -> Task:
+    """A task with all that a method may need: images, public examples, a model that all exchange."""
+    counts, image = np.full((4, synthetic.C), 50), jax.ShapeDtypeStruct((28, 28, 1), np.float32)
+    model = models.model(net, image.shape, synthetic.C)
+    pool = jax.ShapeDtypeStruct((8, *image.shape), image.dtype)
+    parts = {"models": (model,), "shared": model, "input": image, "public": pool}
+    return synthetic.task(sizes=counts.sum(axis=1), class_counts=counts, **parts)
 
 
 def _preset(name: str) -> str:

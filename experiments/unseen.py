@@ -23,12 +23,22 @@ class Unseen(NamedTuple):
     task: Task
 
 
-def draw(config: Config, num_clients: int) -> tuple[np.ndarray, np.ndarray]:
-    """The ids of the clients that train, and of those that do not, at least one if any; both ascending."""
-    count = max(1, round(config.unseen * num_clients)) if config.unseen else 0
-    if count >= num_clients:
-        raise InputError(f"--unseen={config.unseen} of {num_clients} clients leaves nobody to train: take less.")
-    apart = np.isin(np.arange(num_clients), np.random.default_rng(config.seed).permutation(num_clients)[:count])
+def draw(config: Config, architecture: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of the clients that train, and of those that do not, ascending: of each architecture, at least one.
+
+    Args:
+      architecture: [n] of everybody.
+    """
+    rng, apart = np.random.default_rng(config.seed), np.zeros(len(architecture), bool)
+    for group in np.unique(architecture) if config.unseen else ():
+        ids = np.flatnonzero(architecture == group)
+        chosen = rng.permutation(ids)[: max(1, round(config.unseen * len(ids)))]
+        if len(chosen) == len(ids):
+            raise InputError(
+                f"--unseen={config.unseen} of {len(ids)} clients (of one network) leaves none to train: take less, or "
+                "more --clients."
+            )
+        apart[chosen] = True
     return np.flatnonzero(~apart), np.flatnonzero(apart)
 
 

@@ -218,6 +218,10 @@ def test_list_names_everything(capsys):
         assert re.search(rf"^  {re.escape(name)}  +\S", out, re.MULTILINE), name
 
 
+NO_UNSEEN = ("fedamp", "fedfomo", "pfedhn", "mocha", "fd", "mnfl", "mnfl_het", "fedmd", "sim_pfd", "topk_pfd")
+NO_UNSEEN += ("privacy_pfedc",)
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_describe_shows_paper_defaults_and_ranges(name, capsys):
     assert main.run([f"--describe={name}"]) == 0
@@ -226,6 +230,8 @@ def test_describe_shows_paper_defaults_and_ranges(name, capsys):
     assert describe.arguments(inspect.getdoc(ALGORITHMS[name])).keys() == hyperparameters(ALGORITHMS[name]).keys()
     if name != "local":  # which is nobody's
         assert "Reference" in out
+    way = "no way; " if name in NO_UNSEEN else "a round of their own under the trained server.\n"
+    assert f"Unseen clients (--unseen): {way}" in out
     rows = describe.hyperparameters(ALGORITHMS[name])
     assert rows.keys() == hyperparameters(ALGORITHMS[name]).keys()
     for hparam, row in rows.items():
@@ -516,6 +522,10 @@ BAD = [
     ("--algo=pfedc --hparam=tasks=file:/nowhere", "The task map '/nowhere' cannot be read (No such file or directory)"),
     ("--algo=pfedc --hparam=tasks=map:0,1", "The task map has 2 entries for 10 classes"),
     ("--algo=fedavg --eval_every=-1", "eval_every=-1 is outside its range"),
+    ("--algo=fedavg --unseen=1", "unseen=1.0 is outside its range [0, 1)"),
+    ("--algo=fedavg --unseen=0.99", "--unseen=0.99 of 20 clients (of one network) leaves none to train"),
+    ("--algo=fedavg --unseen_rounds=0", "unseen_rounds=0 is outside its range"),
+    ("--algo=fedamp --unseen=0.2", "fedamp cannot personalise unseen clients: its server keeps a part for each client"),
     ("--algo=fedavg --seed=-1", "seed=-1 is outside its range"),
     ("--algo=fedavg --partition=dirichlet --alpha=0", "alpha=0.0 is outside its range"),
     (

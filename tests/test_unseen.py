@@ -1,0 +1,91 @@
+"""Clients that do not train: who they are, what they score, and that training does not know of them."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+from experiments import main, unseen
+from experiments.config import Config
+from fedjax_pfl.data import datasets, partitioners
+from fedjax_pfl.engine.unseen import scorer
+from fedjax_pfl.errors import InputError
+
+FLAGS = ["--algo=fedper", "--data_fraction=0.2", "--width=1", "--devices=1", "--epochs=1", "--model=linear"]
+FLAGS += ["--participation=0.7"]
+
+
+def rows(path):
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A finished run in which two of six clients do not train."""
+    path = tmp_path_factory.mktemp("unseen") / "run"
+    assert main.run([*FLAGS, "--clients=6", "--unseen=0.3", "--rounds=2", f"--workdir={path}"]) == 0
+    return path
+
+
+def test_training_does_not_know_of_them(run, tmp_path):
+    config, apart = json.loads((run / "config.json").read_text()), json.loads((run / "partition.json").read_text())
+    data = datasets.subset(datasets.load("digits"), 0.2, config["seed"])
+    everybody = partitioners.load_file(run / "partition.npz", data)
+    assert config["clients"] == len(everybody.train) == 6 and len(apart["unseen"]) == 2
+    alone = partitioners.select(everybody, np.setdiff1d(np.arange(6), apart["unseen"]))
+    partitioners.save(tmp_path / "alone.npz", alone)
+    given = [f"--partition=file:{tmp_path / 'alone.npz'}", "--rounds=2", f"--workdir={tmp_path / 'alone'}"]
+    assert main.run([*FLAGS, *given]) == 0
+    found, wanted = rows(run), rows(tmp_path / "alone")
+    assert [{k: v for k, v in row.items() if not k.startswith("unseen")} for row in found] == wanted
+    assert wanted[0]["participants"] == 2  # 0.7 of the four that train
+
+
+def test_their_scores_are_in_the_last_row_the_summary_and_the_table(run, capsys):
+    *before, last = rows(run)
+    assert not any(name.startswith("unseen") for row in before for name in row)
+    summary, scores = (json.loads(text) for text in ((run / "summary.json").read_text(), scored(run)[-1]))
+    for point in ("unseen", "unseen_post"):
+        assert last[f"{point}/acc_clients"] == len(scores[point]["acc"]) == 2
+        assert last[f"{point}/acc"] == pytest.approx(np.mean(scores[point]["acc"]))
+        assert summary["scores"][point]["acc"]["macro"] == last[f"{point}/acc"]
+    assert main.run(["--resume", f"--workdir={run}", "--rounds=3"]) == 0
+    out = capsys.readouterr().out
+    assert "4 clients and 2 unseen" in out and "unseen before" in out and "unseen after" in out
+    assert ["unseen/acc" in row for row in rows(run)] == [False] * 3 + [True]
+
+
+def scored(path):
+    return (path / "scores.jsonl").read_text().splitlines()
+
+
+def test_of_each_architecture_some_do_not_train_and_some_do():
+    of = np.arange(11) % 3
+    ids, apart = unseen.draw(Config(unseen=0.25), of)
+    assert np.array_equal(np.sort(np.append(ids, apart)), np.arange(11))
+    assert np.array_equal(np.bincount(of[apart]), [1, 1, 1])
+    with pytest.raises(InputError, match="leaves none to train"):
+        unseen.draw(Config(unseen=0.25), np.array([0, 0, 1]))
+
+
+def personalised(method, server, t, rounds=1):
+    """The scores of the toy's clients as if they had not trained."""
+    given = toy.method_task(method)
+    run = jax.jit(scorer(toy.METHODS[method], given, given, rounds=rounds, width=2))
+    return run(jax.random.key(5), toy.federation(), server, jnp.int32(t))
+
+
+def test_of_one_global_model_they_score_it_and_what_a_round_makes_of_it():
+    trained = toy.train("fedavg", toy.method_task("fedavg"), rounds=3)
+    two = toy.train("fedavg", toy.method_task("fedavg"), rounds=2)
+    found = personalised("fedavg", two.state.server, 2)
+    toy.assert_close(found["unseen"], two.last)
+    toy.assert_close(found["unseen_post"], {name: x[2] for name, x in trained.metrics.post.items()})
+
+
+def test_rounds_of_personalisation_go_on_from_their_rows():
+    wanted = toy.train("local", toy.method_task("local"), rounds=3)
+    toy.assert_close(personalised("local", wanted.state.server, 0, rounds=3)["unseen"], wanted.last)
