@@ -1,6 +1,7 @@
 """Prints finished runs as rows of a Markdown table: `python -m experiments.tables [--targets=0.8,0.9] runs/a runs/b`.
 
 Scores are macro means over clients in %, of the last round: `post`, right after local training, and `pre`, before it.
+Of clients that did not train (--unseen) the headline stands in columns of its own.
 Scores that are no accuracies stand in columns of their own, which say where less is better, as they are.
 With --targets, two columns for each: the rounds in which a score first reached it, post / pre, and the megabytes that
 had travelled by then; of the run's headline score (see `experiments.targets`), or of the one that is named, as
@@ -62,6 +63,8 @@ def _columns(workdirs: list[Path]) -> dict[str, tuple[str, str]]:
         for name in scores.ordered((x for x in found if not scores.is_share(x)), headline):
             less = " (lower is better)" if scores.better(name, headline) == "min" else ""
             more |= {f"{name} post{less}": ("post", name), f"{name} pre": ("pre", name)}
+        columns = {"unseen post": "unseen_post", "unseen pre": "unseen"}
+        more |= {f"{headline[0]} {x}": (p, headline[0]) for x, p in columns.items() if summary["scores"].get(p)}
     known = [name for summary in summaries for name in summary["scores"].get("post", {})]
     return (COLUMNS if not more or any(map(scores.is_share, known)) else {}) | more
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import toy
 
-from experiments import main, unseen
+from experiments import main, tables, unseen
 from experiments.config import Config
 from fedjax_pfl.data import datasets, partitioners
 from fedjax_pfl.engine.unseen import scorer
@@ -52,6 +52,7 @@ def test_their_scores_are_in_the_last_row_the_summary_and_the_table(run, capsys)
         assert last[f"{point}/acc_clients"] == len(scores[point]["acc"]) == 2
         assert last[f"{point}/acc"] == pytest.approx(np.mean(scores[point]["acc"]))
         assert summary["scores"][point]["acc"]["macro"] == last[f"{point}/acc"]
+    assert "acc unseen post | acc unseen pre" in tables.main([str(run)])
     assert main.run(["--resume", f"--workdir={run}", "--rounds=3"]) == 0
     out = capsys.readouterr().out
     assert "4 clients and 2 unseen" in out and "unseen before" in out and "unseen after" in out
