@@ -10,9 +10,12 @@ import toy
 
 from experiments import main, tables, unseen
 from experiments.config import Config
+from fedjax_pfl import trees
+from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.data import datasets, partitioners
 from fedjax_pfl.engine.unseen import scorer
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.types import State
 
 FLAGS = ["--algo=fedper", "--data_fraction=0.2", "--width=1", "--devices=1", "--epochs=1", "--model=linear"]
 FLAGS += ["--participation=0.7"]
@@ -72,21 +75,36 @@ def test_of_each_architecture_some_do_not_train_and_some_do():
         unseen.draw(Config(unseen=0.25), np.array([0, 0, 1]))
 
 
-def personalised(method, server, t, rounds=1):
+def personalised(factory, given, server, t, rounds=1):
     """The scores of the toy's clients as if they had not trained."""
-    given = toy.method_task(method)
-    run = jax.jit(scorer(toy.METHODS[method], given, given, rounds=rounds, width=2))
+    run = jax.jit(scorer(factory, given, given, rounds=rounds, width=2))
     return run(jax.random.key(5), toy.federation(), server, jnp.int32(t))
 
 
-def test_of_one_global_model_they_score_it_and_what_a_round_makes_of_it():
-    trained = toy.train("fedavg", toy.method_task("fedavg"), rounds=3)
-    two = toy.train("fedavg", toy.method_task("fedavg"), rounds=2)
-    found = personalised("fedavg", two.state.server, 2)
-    toy.assert_close(found["unseen"], two.last)
-    toy.assert_close(found["unseen_post"], {name: x[2] for name, x in trained.metrics.post.items()})
+def keeping(task):
+    """FedAvg whose clients keep the mean of the round and predict with it."""
+    base = ALGORITHMS["fedavg"](task)
+
+    def init(key):
+        server, own = base.init(key)
+        return State(server, {"own": own, "kept": trees.replicate(server, task.num_clients)})
+
+    def round(key, state, cohort):
+        (server, own), metrics = base.round(key, State(state.server, state.clients["own"]), cohort)
+        return State(server, {"own": own, "kept": trees.replicate(server, len(cohort.ids))}), metrics
+
+    return base._replace(init=init, round=round, predict=lambda _, row, c: base.predict(row["kept"], row["own"], c))
+
+
+def test_the_server_stays_and_a_round_is_what_it_is_for_a_client_that_trains():
+    given = toy.method_task("fedavg")
+    two, once = (toy.train("fedavg", given, rounds=rounds) for rounds in (2, 1))
+    found = personalised(keeping, given, once.state.server, 1)
+    toy.assert_close(found["unseen"], once.last)
+    toy.assert_close(found["unseen_post"], {name: x[1] for name, x in two.metrics.post.items()})
 
 
 def test_rounds_of_personalisation_go_on_from_their_rows():
-    wanted = toy.train("local", toy.method_task("local"), rounds=3)
-    toy.assert_close(personalised("local", wanted.state.server, 0, rounds=3)["unseen"], wanted.last)
+    given = toy.method_task("local")
+    wanted = toy.train("local", given, rounds=3)
+    toy.assert_close(personalised(ALGORITHMS["local"], given, wanted.state.server, 0, rounds=3)["unseen"], wanted.last)
