@@ -1,11 +1,13 @@
 """Seconds a round of every method relative to FedAvg's:
 
-    python -m benchmarks.cost [--markdown] [--methods=fedavg,ditto] [--model=cnn] [--conv=auto] [--repeats=3]
+    python -m benchmarks.cost [--markdown] [--methods=fedavg,ditto] [--model=cnn] [--conv=auto]
+    [--repeats=3]
 
-One process; 20 clients with 100 images each, batch 10, one local epoch, each method's own defaults; a round without
-evaluation. All methods take turns, and a ratio is to a FedAvg round just before; the medians are printed. The steps and
-samples are those that the settings ask for; what a method does beside them, as with further models, is in `GFLOP/s`
-(`fedjax_pfl.engine.flops` says what is counted). `MiB` is XLA's account of the round on each device, the data apart.
+One process; 20 clients with 100 images each, batch 10, one local epoch, each method's own defaults;
+a round without evaluation. All methods take turns, and a ratio is to a FedAvg round just before;
+the medians are printed. The steps and samples are those that the settings ask for; what a method
+does beside them, as with further models, is in `GFLOP/s` (`fedjax_pfl.engine.flops` says what is
+counted). `MiB` is XLA's account of the round on each device, the data apart.
 """
 
 import statistics

@@ -2,11 +2,12 @@
 
     python -m benchmarks.feddva [--markdown] [--hidden=512] [--federation=4,512] [--repeats=3]
 
-28x28 pixels, batch 256, Adam; FedDVA with 5 epochs of the decoder and 5 of the encoders, the plain one with 5 of both
-together. That has FedDVA's encoder of z, of 8 dimensions, and its decoder, and shares both. One process, one device, a
-round without evaluation; both take turns, and the medians are printed. FedDVA has two encoders and goes through the
-networks twice: with a backward pass of twice the forward's cost, 8 encoders and 5 decoders against 3 and 3, which is
-2.2 where they cost the same.
+28x28 pixels, batch 256, Adam; FedDVA with 5 epochs of the decoder and 5 of the encoders, the plain
+one with 5 of both together. That has FedDVA's encoder of z, of 8 dimensions, and its decoder, and
+shares both. One process, one device, a round without evaluation; both take turns, and the medians
+are printed. FedDVA has two encoders and goes through the networks twice: with a backward pass of
+twice the forward's cost, 8 encoders and 5 decoders against 3 and 3, which is 2.2 where they cost
+the same.
 """
 
 import statistics
@@ -37,7 +38,8 @@ SHAPE, BATCH, LATENT = (28, 28, 1), 256, 8
 
 
 def plain_vae(task: Task, *, hidden: int = 512) -> Algorithm:
-    """A variational autoencoder under FedAvg: encoder and decoder are trained together and averaged."""
+    """A variational autoencoder under FedAvg: encoder and decoder are trained together and
+    averaged."""
     widths = strided.channels(SHAPE, hidden)
     nets = {
         "encoder": network(lambda rngs: vae.RepresentationEncoder(SHAPE, LATENT, widths, rngs)),

@@ -2,11 +2,12 @@
 
     python -m benchmarks.memory [--markdown] [--quick]
 
-20 clients with 100 images of CIFAR-10's shape, half of them in a round, the CNN, batch 10, one device. `XLA` is the
-larger of a round and an evaluation: arguments, outputs and temporaries, less what overwrites its arguments, the data
-among them; of rows that are kept in main memory it knows nothing. On an accelerator every row is a process of its
-own, and `device` is what the device held at most while it ran. `compile s` is of both programs. The rates are of a
-round without evaluation, counted as in `benchmarks.cost`, medians of 3.
+20 clients with 100 images of CIFAR-10's shape, half of them in a round, the CNN, batch 10, one
+device. `XLA` is the larger of a round and an evaluation: arguments, outputs and temporaries, less
+what overwrites its arguments, the data among them; of rows that are kept in main memory it knows
+nothing. On an accelerator every row is a process of its own, and `device` is what the device held
+at most while it ran. `compile s` is of both programs. The rates are of a round without evaluation,
+counted as in `benchmarks.cost`, medians of 3.
 """
 
 import itertools

@@ -1,12 +1,14 @@
 """What clients of several architectures in one federation cost:
 
-    python -m benchmarks.mixed [--markdown] [--architectures=cnn1,...,cnn5] [--turns=3] [--mixed_clients=10]
+    python -m benchmarks.mixed [--markdown] [--architectures=cnn1,...,cnn5] [--turns=3]
+    [--mixed_clients=10]
 
-Each line divides the seconds of a round by those of what it is made of: the mixed federation by the sum of a federation
-for each architecture's clients alone (all by Local), FedProto by Local, FML by Local and Local of everybody's small
-model, MNFL by Local and by its passes over the public examples alone. Compilation is divided likewise, apart. One
-process, a round without evaluation; all take turns, a ratio is of one turn, and the medians are printed. Clients have
-100 images of 32x32x3, batches of 10 and one epoch; 300 public images in batches of 256.
+Each line divides the seconds of a round by those of what it is made of: the mixed federation by the
+sum of a federation for each architecture's clients alone (all by Local), FedProto by Local, FML by
+Local and Local of everybody's small model, MNFL by Local and by its passes over the public examples
+alone. Compilation is divided likewise, apart. One process, a round without evaluation; all take
+turns, a ratio is of one turn, and the medians are printed. Clients have 100 images of 32x32x3,
+batches of 10 and one epoch; 300 public images in batches of 256.
 """
 
 import functools
@@ -61,7 +63,8 @@ class Line(NamedTuple):
 
 
 def passes(task: Task) -> Algorithm:
-    """The client's part of an exchange of predictions: those for the public examples, and a pass of training on them.
+    """The client's part of an exchange of predictions: those for the public examples, and a pass of
+    training on them.
 
     Nothing is exchanged, and nobody trains on private examples.
     """

@@ -1,22 +1,26 @@
 """A round of FedAvg beside PFLlib's, with the same clients and the same network, in one run.
 
-    python -m benchmarks.peers --pfllib=PATH [--markdown] [--clients=20] [--images=60000] [--repeats=3]
+    python -m benchmarks.peers --pfllib=PATH [--markdown] [--clients=20] [--images=60000]
+    [--repeats=3]
 
-PATH is a checkout of github.com/TsingZ0/PFLlib, of which its FedAvg server with its FedAvgCNN is run as it stands; it
-needs PyTorch, h5py and what else it imports. Nothing is written there. The setting is PFLlib's: SGD, one local epoch,
-batch 10, everybody in each round, Dirichlet 0.1 (see `benchmarks.recipes`); random images of CIFAR-10's shape are
-written in its format to a temporary folder, from which its clients read theirs in every round. Both drop a client's
-last batch if it is short, so that the steps are the same. First we run, then PFLlib, then we again, in processes of
+PATH is a checkout of github.com/TsingZ0/PFLlib, of which its FedAvg server with its FedAvgCNN is
+run as it stands; it needs PyTorch, h5py and what else it imports. Nothing is written there. The
+setting is PFLlib's: SGD, one local epoch, batch 10, everybody in each round, Dirichlet 0.1 (see
+`benchmarks.recipes`); random images of CIFAR-10's shape are written in its format to a temporary
+folder, from which its clients read theirs in every round. Both drop a client's last batch if it is
+short, so that the steps are the same. First we run, then PFLlib, then we again, in processes of
 their own with every core.
 
-`round s` is the median without the first, evaluation apart; PFLlib's is what its server counts, of which the line below
-the table has the part that its clients count as training, without reading their files. PFLlib's evaluation has the
-training examples in it. The rates are of rounds, the memory is the device's where it is told, on a CPU that of the
-process, and `speed` is relative to PFLlib's steps/s. Beside other work PFLlib, whose threads wait for each other at
-every operation, is slowed down more than we are.
+`round s` is the median without the first, evaluation apart; PFLlib's is what its server counts, of
+which the line below the table has the part that its clients count as training, without reading
+their files. PFLlib's evaluation has the training examples in it. The rates are of rounds, the
+memory is the device's where it is told, on a CPU that of the process, and `speed` is relative to
+PFLlib's steps/s. Beside other work PFLlib, whose threads wait for each other at every operation, is
+slowed down more than we are.
 
-Known are the versions whose options are one object and whose files are named ID.npz: those with --privacy (they import
-opacus, too), those after, and those with --few_shot. On an accelerator nothing of this was tried.
+Known are the versions whose options are one object and whose files are named ID.npz: those with
+--privacy (they import opacus, too), those after, and those with --few_shot. On an accelerator
+nothing of this was tried.
 """
 
 import contextlib
@@ -78,7 +82,8 @@ class Options(SimpleNamespace):
 
 @contextlib.contextmanager
 def told() -> Iterator[None]:
-    """Says in one sentence what a checkout lacks that is of another version, or what it imports in vain.
+    """Says in one sentence what a checkout lacks that is of another version, or what it imports in
+    vain.
 
     Raises:
       InputError: PFLlib cannot be run.
@@ -92,7 +97,8 @@ def told() -> Iterator[None]:
 
 
 def write(folder: Path, recipe: Recipe) -> None:
-    """The clients' examples as PFLlib wants them: dataset/NAME/{train,test}/ID.npz, a dict of x [n, C, H, W] and y."""
+    """The clients' examples as PFLlib wants them: dataset/NAME/{train,test}/ID.npz, a dict of x [n,
+    C, H, W] and y."""
     data, owned = recipes.dealt(recipe)
     levels = np.asarray(data.prepare(np.arange(256, dtype=np.uint8)))
     parts = {"train": (owned.train, owned.train_sizes), "test": (owned.test, owned.test_sizes)}

@@ -1,8 +1,9 @@
-"""The same local training steps in PyTorch, eager, on the same CPU or a GPU; `benchmarks.throughput --pytorch` shows
-them.
+"""The same local training steps in PyTorch, eager, on the same CPU or a GPU; `benchmarks.throughput
+--pytorch` shows them.
 
-Processes of their own run them, so that PyTorch's threads and JAX's do not compete: either one that uses every core, or
-one a core with a thread each; on a GPU one. Both memory formats are measured, NCHW and channels last.
+Processes of their own run them, so that PyTorch's threads and JAX's do not compete: either one that
+uses every core, or one a core with a thread each; on a GPU one. Both memory formats are measured,
+NCHW and channels last.
 """
 
 import importlib.util
@@ -59,7 +60,8 @@ def steps_per_second(
     repeats: int,
     device: str = "cpu",
 ) -> dict[str, float]:
-    """Steps a second of all processes together, for each memory format; the median of the repetitions.
+    """Steps a second of all processes together, for each memory format; the median of the
+    repetitions.
 
     Args:
       model: its name in `throughput`.

@@ -1,12 +1,15 @@
 """Whole recipes of the field, evaluation included: seconds a round and for all of their rounds.
 
-    python -m benchmarks.recipes [--markdown] [--recipes=pfl_research,pfllib_20] [--repeats=3] [--conv=auto]
+    python -m benchmarks.recipes [--markdown] [--recipes=pfl_research,pfllib_20] [--repeats=3]
+    [--conv=auto]
 
-Images are random, of the recipe's shape, number and distribution over clients. A round and an evaluation of all clients
-(personalised, on a quarter of each client's examples) are compiled apart and timed by themselves, medians; `s a round`
-has the recipe's share of evaluations. The method is FedAvg. `of peak` is against the matmul peak of the same process,
-counted as in `benchmarks.throughput`, evaluation as time without work. The memory is the device's peak where it tells,
-else that of the process, data included; either is the most until then, so for its own name one recipe a call.
+Images are random, of the recipe's shape, number and distribution over clients. A round and an
+evaluation of all clients (personalised, on a quarter of each client's examples) are compiled apart
+and timed by themselves, medians; `s a round` has the recipe's share of evaluations. The method is
+FedAvg. `of peak` is against the matmul peak of the same process, counted as in
+`benchmarks.throughput`, evaluation as time without work. The memory is the device's peak where it
+tells, else that of the process, data included; either is the most until then, so for its own name
+one recipe a call.
 """
 
 import statistics

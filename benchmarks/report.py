@@ -1,4 +1,5 @@
-"""What every benchmark prints: the machine and the versions, the matmul peak, rates against it, memory, a table."""
+"""What every benchmark prints: the machine and the versions, the matmul peak, rates against it,
+memory, a table."""
 
 import multiprocessing
 import os
@@ -32,7 +33,8 @@ RATES = ("steps/s", "samples/s", "GFLOP/s", "of peak")
 def run(main: Callable[[list[str]], None]) -> None:
     """Runs a benchmark's main; what a user got wrong is one sentence.
 
-    A CPU's cores are devices, and an accelerator's memory is taken as it is needed, so that processes can share it.
+    A CPU's cores are devices, and an accelerator's memory is taken as it is needed, so that
+    processes can share it.
     """
 
     def guarded(argv: list[str]) -> None:
@@ -47,8 +49,8 @@ def run(main: Callable[[list[str]], None]) -> None:
 
 
 def machine(*packages: str) -> str:
-    """The processor, the devices that JAX sees, the precision of its float32 products, and the versions of what is
-    measured and of further packages.
+    """The processor, the devices that JAX sees, the precision of its float32 products, and the
+    versions of what is measured and of further packages.
 
     The default precision is float32 on a CPU, TF32 on recent NVIDIA GPUs, bfloat16 on a TPU.
     """
@@ -118,7 +120,8 @@ def flops(method: str, task: Task, federation: Federation, plain: Model) -> floa
 
 
 def account(compiled: jax.stages.Compiled) -> int:
-    """XLA's, in bytes on each device: arguments, outputs and temporaries, less what overwrites its arguments."""
+    """XLA's, in bytes on each device: arguments, outputs and temporaries, less what overwrites its
+    arguments."""
     m: Any = compiled.memory_analysis()
     taken = m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes
     return taken - m.alias_size_in_bytes
@@ -139,7 +142,8 @@ def process_peak() -> int:
 
 
 def fresh(function: Callable[[Any], Any], cases: Iterable[Any]) -> Iterator[Any]:
-    """The function's results, each from a process of its own, one after another: their peaks are their own."""
+    """The function's results, each from a process of its own, one after another: their peaks are
+    their own."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn, initializer=split_cpu, max_tasks_per_child=1) as pool:
         yield from pool.map(function, cases)

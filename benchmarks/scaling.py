@@ -1,13 +1,15 @@
-"""What many clients cost: start-up, a round and memory against the clients, the cohort and the devices.
+"""What many clients cost: start-up, a round and memory against the clients, the cohort and the
+devices.
 
     python -m benchmarks.scaling [--markdown] [--quick]
 
-Every row is a process of its own. Ditto (a personal model a client) with the digits' MLP; clients have 10 to 50 images
-of 8x8 pixels, batch 10, one local epoch, no evaluation. Start-up: `deal`, from a loaded data set to the federation on
-the device; `build`, the program and its trace; `compile`, with the first round. A round
-is the median of 20, with what it fetches; its steps, of both models, are those of an average cohort, and `of peak` is
-against the matmul peak of the whole machine. `peak MiB` is what the device, on a CPU the process, took at most, and
-`XLA` what XLA accounts for the compiled functions.
+Every row is a process of its own. Ditto (a personal model a client) with the digits' MLP; clients
+have 10 to 50 images of 8x8 pixels, batch 10, one local epoch, no evaluation. Start-up: `deal`, from
+a loaded data set to the federation on the device; `build`, the program and its trace; `compile`,
+with the first round. A round is the median of 20, with what it fetches; its steps, of both models,
+are those of an average cohort, and `of peak` is against the matmul peak of the whole machine. `peak
+MiB` is what the device, on a CPU the process, took at most, and `XLA` what XLA accounts for the
+compiled functions.
 """
 
 import statistics

@@ -1,16 +1,20 @@
-"""Speed of local training: client steps a second, GFLOP/s against the matmul peak, compile time and memory.
+"""Speed of local training: client steps a second, GFLOP/s against the matmul peak, compile time and
+memory.
 
-    python -m benchmarks.throughput [--markdown] [--models=mlp,lenet,cnn,resnet18] [--pytorch] [--quick]
+    python -m benchmarks.throughput [--markdown] [--models=mlp,lenet,cnn,resnet18] [--pytorch]
+    [--quick]
 
-Medians of five repetitions, fewer where they take over ten seconds; compare ratios, not machines. On a CPU every core
-is a device of its own, as in experiments.main; the rows with a plain width use one of them (whose matrix products may
-still run on all cores), `auto (D x W)` uses D. A FLOP count has 2 per multiply-add of the plain product or convolution,
-the forward pass and both gradients, without the input gradient of the first layer; Winograd's form needs fewer.
-`serial` is the plain baseline: a Python loop over clients and batches of one jitted step with Flax's stock convolution
-and pooling. Memory is XLA's own account of the compiled round (arguments, outputs and temporaries), the data apart.
-With --pytorch the same steps are timed in PyTorch, too (see `benchmarks.pytorch`): compare them with the row `auto`,
-which uses the whole machine as they do. On an accelerator there are more clients and a row of each form of the
-convolutions, of which `auto` chooses as experiments.main does; Winograd's products have the highest precision.
+Medians of five repetitions, fewer where they take over ten seconds; compare ratios, not machines.
+On a CPU every core is a device of its own, as in experiments.main; the rows with a plain width use
+one of them (whose matrix products may still run on all cores), `auto (D x W)` uses D. A FLOP count
+has 2 per multiply-add of the plain product or convolution, the forward pass and both gradients,
+without the input gradient of the first layer; Winograd's form needs fewer. `serial` is the plain
+baseline: a Python loop over clients and batches of one jitted step with Flax's stock convolution
+and pooling. Memory is XLA's own account of the compiled round (arguments, outputs and temporaries),
+the data apart. With --pytorch the same steps are timed in PyTorch, too (see `benchmarks.pytorch`):
+compare them with the row `auto`, which uses the whole machine as they do. On an accelerator there
+are more clients and a row of each form of the convolutions, of which `auto` chooses as
+experiments.main does; Winograd's products have the highest precision.
 """
 
 import functools
@@ -74,7 +78,7 @@ def dataset(shape: tuple[int, ...], size: int) -> Dataset:
 
 
 def network(model: str) -> str:
-    """The MLP stands in the table twice: on the digits' 8x8 pixels, the default run, and on MNIST's 28x28."""
+    """The MLP is in the table twice: on the 8x8 pixels of the digits and on MNIST's 28x28."""
     return "mlp" if model == "mlp28" else model
 
 
@@ -96,7 +100,7 @@ def widths(clients: int) -> list[int]:
 
 
 def forms(model: str) -> dict[str, str]:
-    """The rows of a model, {name: form of the convolutions}; on an accelerator "auto" stands for XLA's."""
+    """The rows of a model, {name: form of the convolutions}; on an accelerator "auto" is XLA's."""
     if network(model) in ("linear", "mlp"):
         return {"ours": "auto"}
     xla = {"XLA conv": "xla"}
@@ -116,7 +120,8 @@ def build(
     steps: int | None = None,
     each: int = 100,
 ) -> tuple[Task, Federation]:
-    """A task of `steps` local steps, or of one epoch if it is None, over clients with `each` images on average."""
+    """A task of `steps` local steps, or of one epoch if it is None, over clients with `each` images
+    on average."""
     data = dataset(SHAPES[model], clients * each * 4 // 3)
     f = federate(data, partition(data, split, num_clients=clients, seed=0))
     local = {"epochs": 1} if steps is None else {"epochs": None, "steps": steps}
@@ -154,7 +159,7 @@ def fedavg(task: Task, f: Federation, width: int, devices: int = 1) -> Timing:
 
 
 def serial(model: str, f: Federation, steps: int) -> float:
-    """Client steps a second of the plain loop: each client's batches one after another, then the mean."""
+    """Client steps per second of the plain loop: client after client, then the mean."""
     graph, start, moments = nnx.split(stock(model, SHAPES[model], CLASSES), nnx.Param, nnx.BatchStat)
     batch, clients = batch_size(model), len(f.train.size)
     sgd = optax.sgd(0.01)
@@ -188,7 +193,8 @@ def serial(model: str, f: Federation, steps: int) -> float:
 
 
 def layouts(model: str, peak: float) -> list[tuple]:
-    """The rows of one model: the serial baseline, every form at every width, what is chosen, PyTorch's."""
+    """The rows of one model: the serial baseline, every form at every width, what is chosen,
+    PyTorch's."""
     flops = models.flops(network(model), SHAPES[model], CLASSES, batch_size(model))
     steps, clients, devices = 2 if FLAGS.quick else STEPS[model], cohort(model), jax.device_count()
     few = max(1, steps // 5)  # where steps take long
@@ -220,8 +226,8 @@ def layouts(model: str, peak: float) -> list[tuple]:
 
 
 def torch_rates(model: str, steps: int) -> dict[str, float]:
-    """Steps a second of PyTorch, each in its faster memory format: on a CPU of one process with every core, and of one
-    a core; else of one on a GPU."""
+    """Steps a second of PyTorch, each in its faster memory format: on a CPU of one process with
+    every core, and of one a core; else of one on a GPU."""
     cores, rates, device = jax.device_count(), {}, pytorch.device() if FLAGS.pytorch else None
     for processes in sorted({1, cores}) if device == "cpu" else [1] if device else []:
         given = (SHAPES[model], CLASSES, batch_size(model), processes, max(2, steps // (2 * processes)), repeats())
@@ -256,7 +262,8 @@ def uneven(peak: float) -> list[tuple]:
 
 
 def memory(peak: float) -> list[tuple]:
-    """XLA's memory of a FedAvg round of one step against the number of clients at the same width."""
+    """XLA's memory of a FedAvg round of one step against the number of clients at the same
+    width."""
     rows = [("clients", "width", *RATES, "compile s", "MiB", "relative")]
     for clients in (20, 200):
         task, f = build("cnn", clients=clients, steps=1, each=20)

@@ -1,4 +1,5 @@
-"""Makes the pages of the site that have another source: one per method, the measured tables, the modules.
+"""Makes the pages of the site that have another source: one per method, the measured tables, the
+modules.
 
 A hook of MkDocs (`mkdocs.yml`): nothing that it writes is kept in the repository.
 """
@@ -87,7 +88,8 @@ def _present() -> dict[str, str]:
 
 
 def _links(markdown: str, page: str) -> str:
-    """Points relative links at pages: they are written for the repository, where the file of a page lies elsewhere."""
+    """Points relative links at pages: they are written for the repository, where the file of a page
+    lies elsewhere."""
     file = _present().get(page, f"docs/{page}")
 
     def target(match: re.Match) -> str:

@@ -12,8 +12,8 @@ from fedjax_pfl.engine.flops import flops_of_step
 
 
 def flops(experiment: Experiment) -> float | None:
-    """Floating-point operations of the method's local work for each example that the settings ask for, see
-    `engine.flops`; None if they cannot be counted."""
+    """Floating-point operations of the method's local work for each example that the settings ask
+    for, see `engine.flops`; None if they cannot be counted."""
     if "flops" not in experiment.made:
         plain = experiment.in_form("matmul")
         factory = find(plain.config.algo)
@@ -27,7 +27,8 @@ def flops(experiment: Experiment) -> float | None:
 
 
 def initial_broadcast(experiment: Experiment) -> dict[str, int]:
-    """Scalars that it takes to give every client its model before the first round: in no round's traffic.
+    """Scalars that it takes to give every client its model before the first round: in no round's
+    traffic.
 
     One model each: what a method has beside it, as FedEM its further models, is not counted.
     """

@@ -1,4 +1,5 @@
-"""From settings to an experiment: data, partition, task, program. Everything wrong is found here, before compiling."""
+"""From settings to an experiment: data, partition, task, program. Everything wrong is found here,
+before compiling."""
 
 import hashlib
 import re
@@ -222,7 +223,8 @@ def numbers(program: simulate.Program) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def check_growth(experiment: Experiment, before: int) -> None:
-    """Raises InputError if the program depends on the number of rounds, which grew from `before`."""
+    """Raises InputError if the program depends on the number of rounds, which grew from
+    `before`."""
     if experiment.config.rounds == before:
         return
     if _trace(experiment, before) != _trace(experiment, experiment.config.rounds):

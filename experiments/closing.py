@@ -11,7 +11,8 @@ ONE, SHORT, ALL = 0, 1, 2  # how much is said
 
 
 def show(console: Console, run: RunDirectory, experiment: build.Experiment, say: int = SHORT) -> None:
-    """Says what came out of a finished run; the table of targets, if they were asked for, is among it."""
+    """Says what came out of a finished run; the table of targets, if they were asked for, is among
+    it."""
     headline, c, found = experiment.headline, experiment.config, report.summary(run.rows, experiment.headline)
     if say == ONE:
         console.print("  " + "; ".join(_points(found, brief=True)))

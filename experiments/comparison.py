@@ -36,7 +36,8 @@ def _last(path: Path) -> dict[str, Any]:
 
 
 def table(workdirs: Sequence[Path]) -> str:
-    """A line for each method, the best before local training first: mean over seeds, and standard deviation."""
+    """A line for each method, the best before local training first: mean over seeds, and standard
+    deviation."""
     found = {method: [_last(path) for path in paths] for method, paths in _by_method(workdirs).items()}
     name, several = next(iter(found.values()))[0]["score"], max(map(len, found.values())) > 1
 
@@ -55,7 +56,8 @@ def table(workdirs: Sequence[Path]) -> str:
 
 
 def draw(workdirs: Sequence[Path], root: Path) -> Path:
-    """Draws ROOT/comparison.png: the headline before local training by round, and what it is at the end for whom."""
+    """Draws ROOT/comparison.png: the headline before local training by round, and what it is at the
+    end for whom."""
     found = _by_method(workdirs)
     ends = {method: [_last(path) for path in paths] for method, paths in found.items()}
     name, colours = ends[next(iter(ends))][0]["score"], dict(zip(found, _palette(list(found)), strict=True))
@@ -78,7 +80,8 @@ def draw(workdirs: Sequence[Path], root: Path) -> Path:
 
 
 def _ends(axes: Any, ends: dict[str, list[dict]], name: str, colours: dict[str, str]) -> None:
-    """From the worst tenth of the clients to the mean over all, before local training; and the mean after it."""
+    """From the worst tenth of the clients to the mean over all, before local training; and the mean
+    after it."""
     for row, method in enumerate(reversed(_ordered(ends, name))):
         colour, where = colours[method], {}
         for label, point, which in (("worst", "pre", "worst10"), ("mean", "pre", "macro"), ("after", "post", "macro")):

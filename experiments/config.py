@@ -1,4 +1,5 @@
-"""The settings of an experiment: `Config` is their one source, for flags, checks, config.json and presets."""
+"""The settings of an experiment: `Config` is their one source, for flags, checks, config.json and
+presets."""
 
 import dataclasses
 import functools
@@ -24,8 +25,8 @@ def _setting(default: Any, help: str, free: bool = False) -> Any:
 class Config:
     """The effective settings of one run, as config.json holds them.
 
-    Each field is a flag of the same name; its annotation says the flag's type, range and choices. None is allowed where
-    the annotation says so.
+    Each field is a flag of the same name; its annotation says the flag's type, range and choices.
+    None is allowed where the annotation says so.
     """
 
     algo: str = _setting("", "the method; --list shows them all; or your own, as FILE.py:FACTORY")
@@ -112,8 +113,8 @@ def check_fields(config: Config) -> None:
 
 @functools.cache
 def optimizers() -> tuple[str, ...]:
-    """The names of optax's optimizers that take a learning rate first, have defaults for the rest, and need no more
-    than a gradient."""
+    """The names of optax's optimizers that take a learning rate first, have defaults for the rest,
+    and need no more than a gradient."""
     found = []
     for name, thing in vars(optax).items():
         arguments = list(inspect.signature(thing).parameters.values()) if inspect.isfunction(thing) else []

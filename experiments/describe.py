@@ -80,7 +80,8 @@ def _method(factory: Callable, name: str) -> str:
 
 
 def unseen_clients(factory: Callable) -> str:
-    """Whether a method has a way for clients that do not train; of small tasks, one of which nearly all take."""
+    """Whether a method has a way for clients that do not train; of small tasks, one of which nearly
+    all take."""
     for net in ("lenet_bn", "linear"):
         with contextlib.suppress(Exception):  # a user's method for other inputs may raise anything
             why = unseen.obstacle(factory, _task(net))
@@ -90,7 +91,8 @@ def unseen_clients(factory: Callable) -> str:
 
 @functools.cache
 def _task(net: str) -> Task:
-    """A task with all that a method may need: images, public examples, a model that all exchange."""
+    """A task with all that a method may need: images, public examples, a model that all
+    exchange."""
     counts, image = np.full((4, synthetic.C), 50), jax.ShapeDtypeStruct((28, 28, 1), np.float32)
     model = models.model(net, image.shape, synthetic.C)
     pool = jax.ShapeDtypeStruct((8, *image.shape), image.dtype)
@@ -140,7 +142,8 @@ def _cell(cell: Cell) -> list[str]:
 
 
 def hyperparameters(factory: Callable) -> dict[str, dict[str, Any]]:
-    """For every hyperparameter its default, its type and range, and what the docstring says: meaning, source."""
+    """For every hyperparameter its default, its type and range, and what the docstring says:
+    meaning, source."""
     texts = arguments(inspect.getdoc(factory) or "")
     return {
         name: {"default": known.default, "type": _type(known), "text": texts.get(name, "")}

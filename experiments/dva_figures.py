@@ -1,6 +1,8 @@
-"""FedDVA's figures and probes: what its two latents hold, from functions that encode and decode a client's images.
+"""FedDVA's figures and probes: what its two latents hold, from functions that encode and decode a
+client's images.
 
-Axes: n images of a client, d_z and d_c dimensions of the latents; images [n, H, W, C] are in [-1, 1].
+Axes: n images of a client, d_z and d_c dimensions of the latents; images [n, H, W, C] are in [-1,
+1].
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +41,8 @@ def reconstructions(path: str | Path, views: Sequence[View], columns: int = 10) 
 
 
 def axes_of(means: Array, count: int) -> Array:
-    """The first principal axes of latents [n, d], each scaled to one standard deviation: [count, d]; zeros past d."""
+    """The first principal axes of latents [n, d], each scaled to one standard deviation: [count,
+    d]; zeros past d."""
     centred = means - means.mean(axis=0)
     _, scale, rows = np.linalg.svd(centred, full_matrices=False)
     found = rows[:count] * scale[:count, None] / np.sqrt(len(means))
@@ -47,12 +50,14 @@ def axes_of(means: Array, count: int) -> Array:
 
 
 def path_through(means: Array, steps: int = STEPS) -> Array:
-    """Points from -2 to 2 standard deviations along the first principal axis of latents [n, d]: [steps, d]."""
+    """Points from -2 to 2 standard deviations along the first principal axis of latents [n, d]:
+    [steps, d]."""
     return means.mean(axis=0) + np.linspace(-REACH, REACH, steps)[:, None] * axes_of(means, 1)
 
 
 def plane_through(means: Array, steps: int = STEPS) -> Array:
-    """The same along the first two axes: [steps, steps, d]; a latent of one dimension has one row, [1, steps, 1]."""
+    """The same along the first two axes: [steps, steps, d]; a latent of one dimension has one row,
+    [1, steps, 1]."""
     if means.shape[1] == 1:
         return path_through(means, steps)[None]
     first, second = axes_of(means, 2)
@@ -66,7 +71,8 @@ def manifolds(folder: str | Path, view: View, all_c: Array) -> None:
     What is held is the client's mean.
 
     Args:
-      folder: gets manifold_zc (rows z, columns c, FedDVA's Fig. 3b), manifold_z and manifold_c, as PNG and PDF.
+      folder: gets manifold_zc (rows z, columns c, FedDVA's Fig. 3b), manifold_z and manifold_c, as
+        PNG and PDF.
       view: the client.
       all_c: [m, d_c], c of all clients, so that its axes lead from client to client.
     """
@@ -111,8 +117,8 @@ def scatter(path: str | Path, views: Sequence[View], per_client: int = 200, seed
 def swaps(path: str | Path, one: View, other: View, columns: int = 8) -> None:
     """Draws two clients' images, and what the decoders make of z of one with c of the other.
 
-    With a decoder's own c and foreign z the content should change and the client's look stay; with its own z and
-    foreign c the other way round, as far as a decoder that never saw that c can.
+    With a decoder's own c and foreign z the content should change and the client's look stay; with
+    its own z and foreign c the other way round, as far as a decoder that never saw that c can.
     """
     columns = min(columns, len(one.x), len(other.x))
     (z_1, c_1), (z_2, c_2) = (view.encode(view.x[:columns]) for view in (one, other))
@@ -128,7 +134,8 @@ def swaps(path: str | Path, one: View, other: View, columns: int = 8) -> None:
 
 
 def latents(views: Sequence[View], per_client: int | None = None) -> tuple[Array, Array, Array, Array]:
-    """z [m, d_z], c [m, d_c], the place of the client [m] and the label [m] of the first images of every client."""
+    """z [m, d_z], c [m, d_c], the place of the client [m] and the label [m] of the first images of
+    every client."""
     parts = [tuple(map(np.asarray, view.encode(view.x[:per_client]))) for view in views]
     z, c = (np.concatenate(part) for part in zip(*parts, strict=True))
     client = np.repeat(np.arange(len(views)), [len(part[0]) for part in parts])
@@ -138,7 +145,8 @@ def latents(views: Sequence[View], per_client: int | None = None) -> tuple[Array
 def probes(views: Sequence[View], kinds: Sequence[str], seed: int = 0) -> dict[str, float]:
     """Measures by linear probes what z and c hold.
 
-    Logistic regression on standardised latents, fitted on a random half of the images and scored on the other.
+    Logistic regression on standardised latents, fitted on a random half of the images and scored on
+    the other.
 
     Args:
       views: the clients.
@@ -146,8 +154,9 @@ def probes(views: Sequence[View], kinds: Sequence[str], seed: int = 0) -> dict[s
       seed: of the halves.
 
     Returns:
-      accuracies `kind_from_z`, `kind_from_c`, `label_from_z`, `label_from_c` and the chances `kind_chance` and
-      `label_chance` (the largest share); `silhouette_z` and `silhouette_c`, of the clusters by client, in [-1, 1].
+      accuracies `kind_from_z`, `kind_from_c`, `label_from_z`, `label_from_c` and the chances
+      `kind_chance` and `label_chance` (the largest share); `silhouette_z` and `silhouette_c`, of
+      the clusters by client, in [-1, 1].
     """
     from sklearn.metrics import silhouette_score
 
@@ -163,7 +172,8 @@ def probes(views: Sequence[View], kinds: Sequence[str], seed: int = 0) -> dict[s
 
 
 def swap_accuracy(view: View, classify: Callable[[Array], Array], seed: int = 0) -> float:
-    """How often an image decoded from z of one test image and c of another is still of the class of the former.
+    """How often an image decoded from z of one test image and c of another is still of the class of
+    the former.
 
     Args:
       view: the client, both images being its own; c comes from images of another class.
@@ -180,13 +190,14 @@ def swap_accuracy(view: View, classify: Callable[[Array], Array], seed: int = 0)
 
 
 def swap_kind(views: Sequence[View], kinds: Sequence[str], classify: Callable[[Array], Array]) -> float:
-    """How often z of one client's image, decoded with the mean c and the decoder of another, shows the other's kind.
+    """How often z of one client's image, decoded with the mean c and the decoder of another, shows
+    the other's kind.
 
     Args:
       views: the clients; each gets z of the next client of another kind.
       kinds: of each client.
-      classify: images -> kinds [n], of a classifier of images of all clients, or of their reconstructions: a mark
-        that z does not place comes out as the mean of such marks.
+      classify: images -> kinds [n], of a classifier of images of all clients, or of their
+        reconstructions: a mark that z does not place comes out as the mean of such marks.
     """
     hits, kinds = [], list(kinds)
     for k, view in enumerate(views):

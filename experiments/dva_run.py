@@ -45,8 +45,9 @@ def views(run: runs.Run) -> list[dva_figures.View]:
 
 
 def probes(run: runs.Run, found: list[dva_figures.View]) -> dict[str, float]:
-    """`dva_figures.probes` by type of mark, or by client without marks; and with marks `swap_accuracy`, of the client
-    without any, judged by a classifier of its training images, and `swap_kind`, judged by one of reconstructions."""
+    """`dva_figures.probes` by type of mark, or by client without marks; and with marks
+    `swap_accuracy`, of the client without any, judged by a classifier of its training images, and
+    `swap_kind`, judged by one of reconstructions."""
     e = run.experiment
     values = dva_figures.probes(found, e.marks or [view.name for view in found])
     if "plain" in e.marks:
@@ -69,7 +70,8 @@ def _classifier(x: Any, target: np.ndarray):
 
 
 def draw(run: runs.Run, folder: Path) -> str:
-    """Draws all figures into a folder, as PNG and PDF, and measures the probes: probes.json, and as a text."""
+    """Draws all figures into a folder, as PNG and PDF, and measures the probes: probes.json, and as
+    a text."""
     folder.mkdir(exist_ok=True)
     found = views(run)
     dva_figures.reconstructions(folder / "reconstructions", found[:8])

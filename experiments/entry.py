@@ -1,4 +1,5 @@
-"""What the command lines have in common: how they begin, and that each failure is one sentence and an exit code."""
+"""What the command lines have in common: how they begin, and that each failure is one sentence and
+an exit code."""
 
 import io
 import os
@@ -30,13 +31,15 @@ def _interrupt(number: int, _frame: object) -> None:
 
 
 def check_interrupt() -> None:
-    """Raises KeyboardInterrupt if Ctrl-C was pressed: raised in a callback of another library, it would be lost."""
+    """Raises KeyboardInterrupt if Ctrl-C was pressed: raised in a callback of another library, it
+    would be lost."""
     if _interrupts:
         raise KeyboardInterrupt
 
 
 def _unraisable(args: Any) -> None:
-    """Says what was raised in a callback and lost, but for Ctrl-C, which `check_interrupt` finds."""
+    """Says what was raised in a callback and lost, but for Ctrl-C, which `check_interrupt`
+    finds."""
     if not issubclass(args.exc_type, KeyboardInterrupt):
         sys.__unraisablehook__(args)
 
@@ -53,7 +56,8 @@ def begin() -> None:
 def guarded(command: Callable[[], int], interrupted: str = "Interrupted.") -> int:
     """Runs a command and returns its exit code; every failure is one sentence.
 
-    Of several processes process 0 says it, for it knows the failures of all, but that another process is lost.
+    Of several processes process 0 says it, for it knows the failures of all, but that another
+    process is lost.
     """
     try:
         return command()
@@ -75,7 +79,8 @@ def errors(quiet: bool | None = None) -> Console:
 
 
 class _Output(io.FileIO):
-    """A standard stream that goes on without a reader: a run does not end where `| head` has seen enough."""
+    """A standard stream that goes on without a reader: a run does not end where `| head` has seen
+    enough."""
 
     def write(self, content: Any) -> int:
         try:

@@ -2,9 +2,10 @@
 
     python -m experiments.figures RUN ...
 
-draws both anew into each run directory. Into its folder figures go, as PNG and PDF, heat maps of the matrices that the
-method reports of pairs of clients, some rounds side by side, and of a run of FedDVA what its latents hold:
-reconstructions, manifolds, t-SNE and swaps, and what linear probes find in them (probes.json).
+draws both anew into each run directory. Into its folder figures go, as PNG and PDF, heat maps of
+the matrices that the method reports of pairs of clients, some rounds side by side, and of a run of
+FedDVA what its latents hold: reconstructions, manifolds, t-SNE and swaps, and what linear probes
+find in them (probes.json).
 """
 
 import os
@@ -58,13 +59,15 @@ def draw_partition(partition: Partition, dataset: Dataset, path: str | Path) -> 
 
 
 def draw_curves(records: Iterable[dict[str, Any]], path: str | Path, headline: Headline = ACCURACY) -> None:
-    """Draws a score (macro mean, band of one standard deviation over clients) and loss against the round.
+    """Draws a score (macro mean, band of one standard deviation over clients) and loss against the
+    round.
 
     Where clients are of several architectures, a third part has the score's mean for each.
 
     Args:
-      records: rows of metrics, read twice; `round` is required, `pre/acc`, `pre/acc_std`, `post/acc`, `post/acc_std`
-        and `loss` may be missing or None in any row; rows without a value are skipped, the line joins its neighbours.
+      records: rows of metrics, read twice; `round` is required, `pre/acc`, `pre/acc_std`,
+        `post/acc`, `post/acc_std` and `loss` may be missing or None in any row; rows without a
+        value are skipped, the line joins its neighbours.
       path: image file; its suffix chooses the format.
       headline: the score in place of `acc`.
     """
@@ -140,8 +143,9 @@ def _score(axes: Any, series: np.ndarray, when: str, name: str) -> None:
 
 
 def _series(records: Iterable[dict[str, Any]], keys: dict[Any, tuple[str, ...]]) -> dict[Any, np.ndarray]:
-    """{name: [points, 1 + keys]}: rounds and values of the rows that have the first value, the last one of a stretch of
-    rounds where there are more than `_MAX_POINTS`; NaN for another value that is missing."""
+    """{name: [points, 1 + keys]}: rounds and values of the rows that have the first value, the last
+    one of a stretch of rounds where there are more than `_MAX_POINTS`; NaN for another value that
+    is missing."""
     stride, kept = 1, {name: dict[int, list]() for name in keys}
     for row in records:
         for name, wanted in keys.items():

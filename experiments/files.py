@@ -1,4 +1,5 @@
-"""The files of a run directory: written whole or not at all, and read with a sentence where they are damaged."""
+"""The files of a run directory: written whole or not at all, and read with a sentence where they
+are damaged."""
 
 import dataclasses
 import json
@@ -15,7 +16,8 @@ _OBJECT = schema.Object({})  # any
 
 
 def read_json(path: Path, wanted: schema.Object = _OBJECT) -> Any:
-    """Reads an object from a file of a run directory; InputError if it is missing, or is not as `wanted` says."""
+    """Reads an object from a file of a run directory; InputError if it is missing, or is not as
+    `wanted` says."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -72,7 +74,8 @@ def write_bytes(path: Path, write: Callable[[BinaryIO], Any]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The rows of a .jsonl, up to the first line that is torn or none; read anew each time, never held together."""
+    """The rows of a .jsonl, up to the first line that is torn or none; read anew each time, never
+    held together."""
 
     path: Path
 
@@ -86,7 +89,8 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def lines(path: Path, wanted: schema.Object = schema.ROW) -> Iterator[tuple[bytes, Row]]:
-    """The lines of a .jsonl, one after another, and the rows that they say, up to the first that is torn or none."""
+    """The lines of a .jsonl, one after another, and the rows that they say, up to the first that is
+    torn or none."""
     if not path.is_file():
         return
     with open(path, "rb") as file:

@@ -1,4 +1,5 @@
-"""Command lines read into values: one parser for all of them, which answers what it cannot read in one sentence."""
+"""Command lines read into values: one parser for all of them, which answers what it cannot read in
+one sentence."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -67,7 +68,8 @@ def parse(argv: Iterable[str], known: Mapping[str, Flag], words: bool = False) -
       words: may it have arguments that are no flags?
 
     Raises:
-      InputError: a flag is unknown or its value of another kind, or there is an argument where none may be.
+      InputError: a flag is unknown or its value of another kind, or there is an argument where none
+        may be.
     """
     values, known = flags.FlagValues(), {**known, "help": Flag(bool, "show this help", False)}
     for name, flag in known.items():

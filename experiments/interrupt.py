@@ -1,4 +1,5 @@
-"""Ctrl-C: the first asks for a stop after the current round, the second ends the process at once."""
+"""Ctrl-C: the first asks for a stop after the current round, the second ends the process at
+once."""
 
 import contextlib
 import os
@@ -11,10 +12,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt:
-    """A context that turns signals into a request, seen even while the main thread is inside a long computation.
+    """A context that turns signals into a request, seen even while the main thread is inside a long
+    computation.
 
-    Python runs a signal handler only between two of its own instructions, a round may take minutes: so a thread reads
-    the signals' numbers from a pipe that the interpreter fills at once.
+    Python runs a signal handler only between two of its own instructions, a round may take minutes:
+    so a thread reads the signals' numbers from a pipe that the interpreter fills at once.
 
     Attributes:
       asked: the number of the first signal, None before.

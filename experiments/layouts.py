@@ -1,4 +1,5 @@
-"""How an experiment is laid out on this machine: the form of convolutions, devices, width, and whether it has room."""
+"""How an experiment is laid out on this machine: the form of convolutions, devices, width, and
+whether it has room."""
 
 import jax
 
@@ -11,8 +12,8 @@ from fedjax_pfl.errors import check
 
 
 def choose(experiment: Experiment, width: str, count: str) -> tuple[Experiment, Layout]:
-    """The experiment in the form of convolutions that is given, or chosen, and how clients are laid out here: `width`
-    and the number of devices as given, or chosen.
+    """The experiment in the form of convolutions that is given, or chosen, and how clients are laid
+    out here: `width` and the number of devices as given, or chosen.
 
     Raises:
       InputError: there are not so many devices.
@@ -31,8 +32,16 @@ def laid_out(experiment: Experiment, width: int, spread: int) -> Layout:
     return Layout(width, experiment.conv, Devices(jax.default_backend(), jax.devices()[0].device_kind, spread))
 
 
+def say(laid: Layout, chosen: bool) -> str:
+    """A layout in words; `chosen`: its width was not given."""
+    devices, how = laid.devices, " (chosen here; --width=N sets it)" if chosen else ""
+    several = f" of {jax.process_count()} processes" if multihost.several() else ""
+    return f"width {laid.width}{how} on {devices.count} x {devices.kind}{several}"
+
+
 def check_memory(found: memory.Memory, experiment: Experiment, laid: Layout) -> None:
-    """Raises InputError if the compiled run takes more memory than there is, with what would take less."""
+    """Raises InputError if the compiled run takes more memory than there is, with what would take
+    less."""
     cohort, width, spread = simulate.cohort_size(experiment.task), laid.width, laid.devices.count
     ways = [f"less than --width={width}"] if min(width, -(-cohort // spread)) > 1 else []
     if jax.default_backend() == "cpu":
@@ -57,7 +66,8 @@ def _part(experiment: Experiment, spread: int) -> tuple[int, int]:
 
 
 def devices(count: str, experiment: Experiment, recorded: int | None = None) -> int:
-    """How many devices to use: as given, or on a resume as recorded, or as many as have clients to train.
+    """How many devices to use: as given, or on a resume as recorded, or as many as have clients to
+    train.
 
     Of several processes each has equally many, so their number is rounded up.
 

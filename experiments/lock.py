@@ -18,9 +18,11 @@ NAME = "lock"
 
 @contextlib.contextmanager
 def held(path: Path) -> Iterator[None]:
-    """Locks an existing run directory; the system frees the lock of a process that ends, however it ends.
+    """Locks an existing run directory; the system frees the lock of a process that ends, however it
+    ends.
 
-    Over a network file system this holds as far as the system's `flock` does; without one, nothing is locked.
+    Over a network file system this holds as far as the system's `flock` does; without one, nothing
+    is locked.
 
     Raises:
       InputError: another process holds it; the message names its id and host.
@@ -37,7 +39,8 @@ def held(path: Path) -> Iterator[None]:
 
 
 def _locked(path: Path) -> int | None:
-    """The descriptor of the lock's file, locked, with who holds it written in it; None where locks are not known."""
+    """The descriptor of the lock's file, locked, with who holds it written in it; None where locks
+    are not known."""
     while fcntl is not None:
         file = os.open(path / NAME, os.O_RDWR | os.O_CREAT, 0o666)
         try:

@@ -1,12 +1,12 @@
 """Trains one method on one federation: `python -m experiments.main --algo=pfedc`.
 
-Over several processes the same command starts each, with --coordinator=HOST:PORT --num_processes=N --process_id=I, or
---coordinator=auto where JAX finds these by itself; the settings are those of process 0, which alone reads and writes
-the run directory. Every host needs the data.
+Over several processes the same command starts each, with --coordinator=HOST:PORT --num_processes=N
+--process_id=I, or --coordinator=auto where JAX finds these by itself; the settings are those of
+process 0, which alone reads and writes the run directory. Every host needs the data.
 
-Exit codes: 0 done; 2 something in the command is wrong (nothing was compiled); 3 the training diverged; 4 a file could
-not be written; 5 another process was lost; 128 + n stopped by signal n (130: Ctrl-C). What was written is kept, and
---resume continues it.
+Exit codes: 0 done; 2 something in the command is wrong (nothing was compiled); 3 the training
+diverged; 4 a file could not be written; 5 another process was lost; 128 + n stopped by signal n
+(130: Ctrl-C). What was written is kept, and --resume continues it.
 """
 
 import contextlib
@@ -63,7 +63,8 @@ _FLAGS = {
 
 
 def run(argv: list[str]) -> int:
-    """Runs a command line (without the program's name) and returns its exit code; every failure is one sentence."""
+    """Runs a command line (without the program's name) and returns its exit code; every failure is
+    one sentence."""
 
     def command() -> int:
         parsed = flags.parse(argv, _FLAGS)
@@ -78,7 +79,8 @@ def run(argv: list[str]) -> int:
 
 
 def start(parsed: flags.Parsed) -> None:
-    """Prepares messages, and JAX for this machine, and joins the other processes, before JAX looks for devices."""
+    """Prepares messages, and JAX for this machine, and joins the other processes, before JAX looks
+    for devices."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger(autotune.__name__).setLevel(logging.INFO)  # what was tried
     autotune.split_cpu()
@@ -159,7 +161,7 @@ def _into(
                     start, state = multihost.on_first(_resume, *resumed)
             else:
                 multihost.on_first(directory.start, experiment, laid.content(functions.memory), versions())
-            said = [_say(laid, config.width == "auto" and not resume), memory.say(functions.memory)]
+            said = [layouts.say(laid, config.width == "auto" and not resume), memory.say(functions.memory)]
             quiet = Console(quiet=True) if say == closing.ONE and not console.is_terminal else console
             quiet.print(f"Run directory: {path}; {'; '.join(filter(None, said))}")
             entry.check_interrupt()
@@ -175,7 +177,8 @@ def _into(
 
 
 def _prepared(config: Config, recorded: Layout | None, room: Sequence[int]) -> build.Experiment:
-    """The experiment, with what was recorded of a run that goes on; everything wrong is found here."""
+    """The experiment, with what was recorded of a run that goes on; everything wrong is found
+    here."""
     conv = recorded.conv if recorded is not None and config.conv == "auto" else config.conv
     experiment = build.prepare(config, conv, room)
     if recorded is None:
@@ -195,7 +198,8 @@ def _directory(path: Path, experiment: build.Experiment) -> runs.RunDirectory:
 def _where(
     user: dict[str, Any], workdir: str | None, resume: bool, held: contextlib.ExitStack
 ) -> tuple[Path, Config, bool]:
-    """The run directory, locked if there is one to resume, the settings of the run, and whether it is a resume."""
+    """The run directory, locked if there is one to resume, the settings of the run, and whether it
+    is a resume."""
     if resume and workdir:
         path = entry.directory(workdir)
     elif resume and not user.get("algo"):
@@ -259,12 +263,6 @@ def _resume(
     return start, state
 
 
-def _say(laid: Layout, chosen: bool) -> str:
-    devices, how = laid.devices, " (chosen here; --width=N sets it)" if chosen else ""
-    several = f" of {jax.process_count()} processes" if multihost.several() else ""
-    return f"width {laid.width}{how} on {devices.count} x {devices.kind}{several}"
-
-
 def _stopped(error: Exception, directory: runs.RunDirectory) -> int:
     """Says in one sentence why a run ended early, and how it goes on."""
     errors = entry.errors()
@@ -283,7 +281,8 @@ def _stopped(error: Exception, directory: runs.RunDirectory) -> int:
 
 
 def _lost(error: Exception, path: Path) -> int:
-    """Says what is left to do where a process has ended, as each of the others finds out by itself."""
+    """Says what is left to do where a process has ended, as each of the others finds out by
+    itself."""
     what = str(error).splitlines()[0]
     entry.errors(quiet=False).print(f"Lost another process, or failed ({what}); go on with {train.command(path)}")
     return LOST

@@ -1,4 +1,5 @@
-"""Matrices that a method reports, such as coefficients between clients: a file for each evaluated round."""
+"""Matrices that a method reports, such as coefficients between clients: a file for each evaluated
+round."""
 
 import functools
 from pathlib import Path
@@ -13,7 +14,8 @@ FOLDER = "matrices"
 
 
 def save(path: Path, round: int, server: dict[str, Any]) -> None:
-    """Writes what has axes among a round's server metrics to matrices/NAME/00020.npy, each file whole or not at all."""
+    """Writes what has axes among a round's server metrics to matrices/NAME/00020.npy, each file
+    whole or not at all."""
     for name, value in server.items():
         if np.ndim(value):
             folder = path / FOLDER / name
@@ -32,7 +34,8 @@ def names(path: Path) -> list[str]:
 
 
 def draw(path: Path, run: Any) -> list[str]:
-    """Draws those of a run, a `runs.Run`, that are of pairs of its clients, into its folder figures; their names."""
+    """Draws those of a run, a `runs.Run`, that are of pairs of its clients, into its folder
+    figures; their names."""
     task, drawn = run.experiment.task, []
     for name in names(path):
         found = load(path, name)

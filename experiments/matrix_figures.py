@@ -1,4 +1,5 @@
-"""Heat maps of what a method reports of pairs of clients, such as MNFL's coefficients, round beside round."""
+"""Heat maps of what a method reports of pairs of clients, such as MNFL's coefficients, round beside
+round."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,9 +35,11 @@ def chosen(rounds: list[int]) -> list[int]:
 
 
 def scale(matrices: list[Array]) -> tuple[float, float, str]:
-    """The least and the largest value of the colours, and which ends are beyond them, as matplotlib's `extend`.
+    """The least and the largest value of the colours, and which ends are beyond them, as
+    matplotlib's `extend`.
 
-    Where the diagonals exceed all that is beside them, they are beyond the end: else nothing else could be seen.
+    Where the diagonals exceed all that is beside them, they are beyond the end: else nothing else
+    could be seen.
     """
     beside = np.concatenate([found[~np.eye(len(found), dtype=bool)] for found in matrices])
     every = np.concatenate([found.ravel() for found in matrices])

@@ -23,7 +23,8 @@ def architectures(spec: str, num_clients: int) -> tuple[list[str], np.ndarray]:
       the names of the networks [G], and which of them each client has [N].
 
     Raises:
-      InputError: a file cannot be read or has not one name per client, or there are more networks than clients.
+      InputError: a file cannot be read or has not one name per client, or there are more networks
+        than clients.
     """
     if not spec.startswith("file:"):
         names = spec.split(",")
@@ -59,7 +60,8 @@ def model(config: Config, dataset: datasets.Dataset, conv: str, name: str) -> Mo
 
 
 def shared(config: Config, dataset: datasets.Dataset, conv: str, made: dict[str, Model]) -> Model:
-    """The network that all clients exchange: as --shared_model says, else the smallest of the clients' own."""
+    """The network that all clients exchange: as --shared_model says, else the smallest of the
+    clients' own."""
     if config.shared_model is not None:
         return model(config, dataset, conv, config.shared_model)
     return min(made.values(), key=num_parameters)
@@ -71,7 +73,8 @@ def num_parameters(model: Model) -> int:
 
 
 def optimizer(momentum: float, weight_decay: float, clip: float | None, name: str = "sgd"):
-    """An optimizer with PyTorch's meaning of its numbers, lr -> transformation: gradients clipped, then decayed.
+    """An optimizer with PyTorch's meaning of its numbers, lr -> transformation: gradients clipped,
+    then decayed.
 
     Args:
       momentum: of SGD.

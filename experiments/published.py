@@ -1,4 +1,5 @@
-"""The paper's number for a run, what of the run to compare with it, and where the run is not the paper's."""
+"""The paper's number for a run, what of the run to compare with it, and where the run is not the
+paper's."""
 
 from typing import Any, NamedTuple
 
@@ -23,7 +24,8 @@ class Difference(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """reduced: it only makes the experiment smaller; longer: it has more rounds; changed: all else."""
+        """reduced: it only makes the experiment smaller; longer: it has more rounds; changed: all
+        else."""
         if self.name in _SIZES and self.value is not None and self.wanted is not None:
             if self.value < self.wanted:
                 return "reduced"
@@ -33,9 +35,11 @@ class Difference(NamedTuple):
 
 
 def cell(preset: Preset, config: Config) -> Cell:
-    """What the paper publishes for a run's settings; of the preset itself where no other of its cells fits.
+    """What the paper publishes for a run's settings; of the preset itself where no other of its
+    cells fits.
 
-    A cell without a number of the method is the paper's setting all the same, but one that has it comes first.
+    A cell without a number of the method is the paper's setting all the same, but one that has it
+    comes first.
     """
     algo = config.algo
     fitting = [found for found in preset.cells if all(_value(config, n) == x for n, x in found.where.items())]
@@ -51,7 +55,8 @@ def differences(config: Config, examples: Row | None = None) -> list[Difference]
     """Where a run is not the paper's; what cannot change its last scores does not count.
 
     Args:
-      examples: {"used", "available", "of"}, those used, there, and of the whole data set; None: not known.
+      examples: {"used", "available", "of"}, those used, there, and of the whole data set; None: not
+        known.
     """
     preset = PRESETS.get(config.preset or "")
     found = _settings(preset, config) if preset else []
@@ -78,7 +83,8 @@ def _settings(preset: Preset, config: Config) -> list[Difference]:
 
 
 def deviations(config: Config, examples: Row | None = None) -> str:
-    """In words, as `reduced: rounds 3 of 40; changed: lr 0.1, not 0.005`; empty for the preset's own settings."""
+    """In words, as `reduced: rounds 3 of 40; changed: lr 0.1, not 0.005`; empty for the preset's
+    own settings."""
     found, parts = differences(config, examples), []
     for kind, between, apart in (("reduced", " of ", ", "), ("longer", ", not ", "; "), ("changed", ", not ", "; ")):
         if said := [f"{d.name} {shown(d.value)}{between}{shown(d.wanted)}" for d in found if d.kind == kind]:
@@ -93,7 +99,8 @@ def shown(value: Any) -> str:
 
 
 def comparison(config: Config, examples: Row | None = None) -> Row | None:
-    """For summary.json: the preset's name, what is published for it, and every setting that is not the preset's."""
+    """For summary.json: the preset's name, what is published for it, and every setting that is not
+    the preset's."""
     preset, algo = PRESETS.get(config.preset or ""), config.algo
     if not preset:
         return None
@@ -109,7 +116,8 @@ def comparison(config: Config, examples: Row | None = None) -> Row | None:
 
 
 def beside(config: Config, examples: Row | None = None) -> str | None:
-    """What other methods had in a run's setting, where its preset knows and the run does not deviate from it."""
+    """What other methods had in a run's setting, where its preset knows and the run does not
+    deviate from it."""
     preset = PRESETS.get(config.preset or "")
     if not preset or not preset.measured or differences(config, examples):
         return None
@@ -118,7 +126,8 @@ def beside(config: Config, examples: Row | None = None) -> str | None:
 
 
 def sentence(config: Config, examples: Row | None = None) -> str | None:
-    """The paper's number, what to compare with it, and where this run is not the paper's; None if nothing is known."""
+    """The paper's number, what to compare with it, and where this run is not the paper's; None if
+    nothing is known."""
     preset, algo = PRESETS.get(config.preset or ""), config.algo
     if not preset or not (preset.published or preset.cells):
         return None

@@ -1,4 +1,5 @@
-"""What a run directory records, read back: the settings, which nobody may have edited, the layout, and the rows."""
+"""What a run directory records, read back: the settings, which nobody may have edited, the layout,
+and the rows."""
 
 import dataclasses
 import hashlib
@@ -40,7 +41,8 @@ class Layout(NamedTuple):
         return self._asdict() | {"devices": dataclasses.asdict(self.devices), "memory": memory._asdict()}
 
     def changes(self, now: "Layout") -> str:
-        """What differs in another one, as `width 3 -> 1, devices 2 -> 1`; nothing if it is the same."""
+        """What differs in another one, as `width 3 -> 1, devices 2 -> 1`; nothing if it is the
+        same."""
         rows = [layout._replace(devices=layout.devices.count) for layout in (self, now)]  # type: ignore[arg-type]
         pairs = zip(self._fields, *rows, strict=True)
         return ", ".join(f"{name} {before} -> {after}" for name, before, after in pairs if before != after)
@@ -98,7 +100,8 @@ def complete(path: Path, count: int) -> Iterator[tuple[bytes, Row]]:
     """The lines and rows of rounds 0 to count - 1; what follows, a torn last line included, may go.
 
     Raises:
-      InputError: one of them is not there, or not in its place; the message says from where the run can go on.
+      InputError: one of them is not there, or not in its place; the message says from where the run
+        can go on.
     """
     found = 0
     for line, row in lines(path, schema.METRICS if path.stem == "metrics" else schema.SCORES):

@@ -12,8 +12,8 @@ Row = dict[str, Any]
 
 
 def client_scores(result: simulate.Result, unseen: Row | None = None) -> Row:
-    """The per-client part of a round: participants' ids and losses, `post` in their order, `pre` of all clients, and
-    the scores of the unseen ones, if any."""
+    """The per-client part of a round: participants' ids and losses, `post` in their order, `pre` of
+    all clients, and the scores of the unseen ones, if any."""
     row: Row = {"round": result.round}
     if result.metrics is not None:
         active = result.metrics.active
@@ -26,7 +26,8 @@ def client_scores(result: simulate.Result, unseen: Row | None = None) -> Row:
 
 
 def by_architecture(result: simulate.Result, architectures: np.ndarray, name: str) -> simulate.Result:
-    """The result with the score `name` of each architecture's clients beside its scores, see `parts`.
+    """The result with the score `name` of each architecture's clients beside its scores, see
+    `parts`.
 
     Args:
       architectures: [N] names.
@@ -38,7 +39,8 @@ def by_architecture(result: simulate.Result, architectures: np.ndarray, name: st
 
 
 def parts(scores: Mapping[str, Any], architectures: np.ndarray, name: str) -> dict[str, Any]:
-    """Scores {name: [S]} and `name` for each architecture, as `acc@lenet`, NaN for the clients of others.
+    """Scores {name: [S]} and `name` for each architecture, as `acc@lenet`, NaN for the clients of
+    others.
 
     Args:
       architectures: [S] names; without any, where all N clients have the same, nothing is added.
@@ -59,6 +61,7 @@ def _plain(values: Any) -> list[float | None]:
 
 
 def clients(point: str, scores: Row) -> Row:
-    """How many clients each score is about, {point/NAME_clients: number}; a client without a score has NaN or None."""
+    """How many clients each score is about, {point/NAME_clients: number}; a client without a score
+    has NaN or None."""
     found = {name: int(np.isfinite(np.asarray(values, float)).sum()) for name, values in scores.items()}
     return {f"{point}/{name}_clients": count for name, count in found.items() if count}

@@ -1,4 +1,5 @@
-"""What the user sees: a progress bar or occasional lines while it works, and tables and a summary at the end."""
+"""What the user sees: a progress bar or occasional lines while it works, and tables and a summary
+at the end."""
 
 import contextlib
 import functools
@@ -70,7 +71,8 @@ class Reporter:
             self._console.print(f"{title}  {shown}")
 
     def watched(self, results: Iterable[T]) -> Iterator[T]:
-        """The results of rounds; without a bar it is said what is being done while one takes long."""
+        """The results of rounds; without a bar it is said what is being done while one takes
+        long."""
         left = iter(results)
         while True:
             what = f"round {self._done + 1}/{self._rounds}: evaluating and training clients"
@@ -114,13 +116,15 @@ def score_names(rows: Iterable[Row], headline: Headline = ACCURACY) -> list[str]
 
 @functools.cache
 def _place(key: str) -> tuple[str, str] | None:
-    """The point and the score of which a row's entry is the macro mean; None if it is something else."""
+    """The point and the score of which a row's entry is the macro mean; None if it is something
+    else."""
     point, slash, name = key.partition("/")
     return (point, name) if slash and point in _WITH_UNSEEN and not name.endswith(_SUFFIXES) else None
 
 
 def trivial(name: str) -> str:
-    """What beside a score says how always answering no, or with the client's majority class, would do, if recorded."""
+    """What beside a score says how always answering no, or with the client's majority class, would
+    do, if recorded."""
     return _TRIVIAL.get(name, f"{name}_trivial")
 
 
@@ -149,9 +153,11 @@ def _longer(course: _Course | None, here: tuple[int, float], way: str) -> _Cours
 
 
 def _statistics(row: Row, point: str, name: str, headline: Headline) -> Row | None:
-    """The statistics of a score in a row: {"round": t, "clients": how many, "macro": ..., ...}; None if one is missing.
+    """The statistics of a score in a row: {"round": t, "clients": how many, "macro": ..., ...};
+    None if one is missing.
 
-    The worst tenth of a score of which less is better are its highest values (in the rows `worst10` is the lowest).
+    The worst tenth of a score of which less is better are its highest values (in the rows `worst10`
+    is the lowest).
     """
     key, suffixes = f"{point}/{name}", STATISTICS
     if scores.better(name, headline) == "min":
@@ -163,8 +169,8 @@ def _statistics(row: Row, point: str, name: str, headline: Headline) -> Row | No
 
 
 def traffic(rows: Iterable[Row]) -> dict[str, int]:
-    """Totals over clients and rounds: scalars down and up, integers, messages, bytes of ciphertexts, scalars of public
-    examples, and bytes in all, at four a number."""
+    """Totals over clients and rounds: scalars down and up, integers, messages, bytes of
+    ciphertexts, scalars of public examples, and bytes in all, at four a number."""
     totals = dict.fromkeys(("down", "up", "ints", "messages", "encrypted", "public_data"), 0)
     for row in rows:
         for name in totals:
@@ -174,7 +180,8 @@ def traffic(rows: Iterable[Row]) -> dict[str, int]:
 
 
 def summary(rows: Iterable[Row], headline: Headline = ACCURACY) -> Row:
-    """The results of a run: {point: {score: statistics in its last round, and its course}}, and the traffic.
+    """The results of a run: {point: {score: statistics in its last round, and its course}}, and the
+    traffic.
 
     The rows are read one after another, and none is kept but the last of each score.
     """
@@ -227,7 +234,8 @@ def _points(results: Row, names: list[str], points: Iterable[str]) -> Iterator[t
 
 
 def _clients_table(results: Row, names: list[str], headline: Headline) -> Table:
-    """Statistics over clients, and beside them the macro mean of the `trivial` score; all shares, or none."""
+    """Statistics over clients, and beside them the macro mean of the `trivial` score; all shares,
+    or none."""
     everybody = max(found["round"] for found in results["pre"].values())
     shares = scores.is_share(names[0])
     unit = " in %" if shares else f" ({scores.directions(names, headline)})"

@@ -40,7 +40,8 @@ _STARTED = {f"{name}{suffix}" for name in _WHOLE for suffix in ("", ".part")} | 
 
 
 def check_free(path: Path) -> None:
-    """Raises InputError if a new run cannot go there; what a start that was killed left may be overwritten."""
+    """Raises InputError if a new run cannot go there; what a start that was killed left may be
+    overwritten."""
     try:
         if os.path.exists(path) and not os.path.isdir(path):  # Path's own fail on names that are too long
             raise InputError(f"The run directory {path} is a file: choose another --workdir.")
@@ -82,12 +83,14 @@ class RunDirectory:
       partial: does not everybody take part in every round?
       planned: `local.planned`, steps and examples of each client's local work; None: not recorded.
       headline: the score of the curves.
-      architectures: [N] names of the networks; where they differ, the headline is also recorded for each.
+      architectures: [N] names of the networks; where they differ, the headline is also recorded for
+        each.
       unseen_sizes: [U], test examples of the clients that do not train.
 
     Attributes:
       rows: the rows of the metrics so far, read from the disk whenever they are asked for.
-      latest: {score: [N]}, every client's last score after local training; NaN for clients not seen yet.
+      latest: {score: [N]}, every client's last score after local training; NaN for clients not seen
+        yet.
     """
 
     def __init__(
@@ -109,7 +112,8 @@ class RunDirectory:
         self._unseen_sizes = np.zeros(0) if unseen_sizes is None else unseen_sizes
 
     def start(self, experiment: build.Experiment, layout: Row, versions: Row) -> None:
-        """Writes what is known before the first round, config.json last: where it is, the others are."""
+        """Writes what is known before the first round, config.json last: where it is, the others
+        are."""
         make(self.path)
         self._partition(experiment)
         hashes: Row = digests(experiment) | {"moved": experiment.partition.moved}
@@ -136,9 +140,11 @@ class RunDirectory:
         figures.draw_partition(experiment.everybody, experiment.dataset, self.path / "partition.png")
 
     def _rewind(self, start: int, config: Config) -> None:
-        """Drops rows from round `start` on, and scores of rounds that the (grown) run does not evaluate.
+        """Drops rows from round `start` on, and scores of rounds that the (grown) run does not
+        evaluate.
 
-        Everything is read and checked before the first file is replaced; rows are never in memory together.
+        Everything is read and checked before the first file is replaced; rows are never in memory
+        together.
         """
         paths = [self.path / f"{name}.jsonl" for name in ("metrics", "scores")]
         parts = [path.with_name(path.name + ".part") for path in paths]
@@ -165,7 +171,8 @@ class RunDirectory:
         matrices.rewind(self.path, start)
 
     def append(self, result: simulate.Result, unseen: dict[str, dict[str, np.ndarray]] | None = None) -> Row:
-        """Writes one round's rows and returns its metrics; `unseen`: {point: {score: [U]}} of `unseen.scores`."""
+        """Writes one round's rows and returns its metrics; `unseen`: {point: {score: [U]}} of
+        `unseen.scores`."""
         wide = records.by_architecture(result, self._architectures, self._headline[0])
         row = {name: records.finite(value) for name, value in simulate.record(wide, self._test_sizes).items()}
         if self._planned is not None and result.metrics is not None:
@@ -230,7 +237,8 @@ def digests(experiment: build.Experiment) -> dict[str, str]:
 
 
 def check_digests(experiment: build.Experiment, found: Row, recorded: Row, whose: str) -> None:
-    """Raises InputError where the `digests` found are not the recorded ones; `whose` ends its sentence."""
+    """Raises InputError where the `digests` found are not the recorded ones; `whose` ends its
+    sentence."""
     names = {"data": f"The data set {experiment.dataset.name}", "partition": "The partition"}
     names |= {"public": f"The public data set {experiment.config.public}", "algo": "The file of the method"}
     for name, what in names.items():
@@ -262,7 +270,8 @@ class Run(NamedTuple):
         return read_rows(self.path / "scores.jsonl")
 
     def predictor(self, client_id: int) -> Callable[[Any], jax.Array]:
-        """One client's model at the last checkpoint: raw inputs [B, *input], as the data set has them, -> outputs."""
+        """One client's model at the last checkpoint: raw inputs [B, *input], as the data set has
+        them, -> outputs."""
         program, e = self.experiment.program(), self.experiment
         if not 0 <= client_id < e.task.num_clients:
             raise InputError(f"client {client_id} is not one of 0..{e.task.num_clients - 1}.")
@@ -276,7 +285,8 @@ def load(workdir: str | Path) -> Run:
     """Reads a run directory: its settings and the state of its last checkpoint.
 
     Raises:
-      InputError: it is not a run directory, has no checkpoint yet, or its data are not here any more.
+      InputError: it is not a run directory, has no checkpoint yet, or its data are not here any
+        more.
     """
     path = directory(str(workdir))
     check_format(path)

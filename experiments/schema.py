@@ -1,4 +1,5 @@
-"""What the JSON files of a run directory hold, said once: read back, they are compared with this."""
+"""What the JSON files of a run directory hold, said once: read back, they are compared with
+this."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +11,8 @@ from fedjax_pfl.models.layers import CONVOLUTIONS
 
 
 class Object(NamedTuple):
-    """A JSON object: what it must hold, what it may hold, and of what kind everything else is (None: any)."""
+    """A JSON object: what it must hold, what it may hold, and of what kind everything else is
+    (None: any)."""
 
     required: dict[str, Any]
     optional: Mapping[str, Any] = MappingProxyType({})
@@ -69,7 +71,8 @@ _NOUNS: dict[Any, str] = {
 
 
 def problem(value: Any, wanted: Any, name: str = "it") -> str | None:
-    """What is wrong with a value that was read, as `devices.count is "two", not a whole number from 1`; or None."""
+    """What is wrong with a value that was read, as `devices.count is "two", not a whole number from
+    1`; or None."""
     if isinstance(wanted, Object):
         return _object(value, wanted, name)
     if isinstance(wanted, List):

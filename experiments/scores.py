@@ -1,4 +1,5 @@
-"""What is known of a score by its name and by the method's headline: its unit, and which way it is better."""
+"""What is known of a score by its name and by the method's headline: its unit, and which way it is
+better."""
 
 from collections.abc import Iterable
 
@@ -11,12 +12,14 @@ _LOWER = ("reconstruction", "kl_", "loss", "error", "perplexity")
 
 
 def is_share(name: str) -> bool:
-    """Is it a share of examples in [0, 1], shown in %? All that have acc, recall or bal in their name."""
+    """Is it a share of examples in [0, 1], shown in %? All that have acc, recall or bal in their
+    name."""
     return any(word in name for word in _SHARES)
 
 
 def better(name: str, headline: Headline = ACCURACY) -> str:
-    """The better of two values, "max" or "min", by the name without `_micro` and without an architecture."""
+    """The better of two values, "max" or "min", by the name without `_micro` and without an
+    architecture."""
     name = name.removesuffix("_micro").partition(OF)[0]
     if name == headline[0]:
         return headline[1]
@@ -41,7 +44,8 @@ def directions(names: Iterable[str], headline: Headline = ACCURACY) -> str:
 
 
 def shown(name: str, value: float, digits: int = 1) -> str:
-    """A value without its unit: a share in %, with so many digits behind the point; else with four in all."""
+    """A value without its unit: a share in %, with so many digits behind the point; else with four
+    in all."""
     return f"{100 * value:.{digits}f}" if is_share(name) else f"{value:.4g}"
 
 

@@ -48,7 +48,8 @@ def _local_work(user: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
 
 
 def _by_file(spec: str, user: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a partition file decides; the number of clients, if given, is compared with the file's."""
+    """The settings that a partition file decides; the number of clients, if given, is compared with
+    the file's."""
     for name in BY_FILE:
         if user.get(name) is not None:
             raise InputError(f"--{name} means nothing with --partition={spec}, which says everything: leave it out.")
@@ -56,7 +57,8 @@ def _by_file(spec: str, user: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_ranges(config: Config) -> None:
-    """Raises InputError for a value that no experiment can have; a library function checks its own."""
+    """Raises InputError for a value that no experiment can have; a library function checks its
+    own."""
     check_fields(config)
     choose("optimizer", config.optimizer, optimizers())
     if config.momentum and config.optimizer != "sgd":
@@ -91,8 +93,8 @@ def resumed(recorded: Config, user: Mapping[str, Any]) -> Config:
 
 
 def check_same(recorded: Config, config: Config, path: Any) -> None:
-    """Raises InputError if the run recorded at `path` is not one of the effective settings `config`; it may have other
-    rounds, and whatever a resume may change."""
+    """Raises InputError if the run recorded at `path` is not one of the effective settings
+    `config`; it may have other rounds, and whatever a resume may change."""
     wanted = {name: getattr(config, name) for name in SETTINGS}
     if wanted["clients"] is None:  # a partition file says it
         del wanted["clients"]
@@ -121,7 +123,8 @@ def completed(recorded: Mapping[str, Any]) -> Config:
 
 
 def default_workdir(user: Mapping[str, Any], config: Config) -> str:
-    """runs/ALGO-DATASET-PARTITION-seedK, then what the user set beside these, so that a sweep needs no names."""
+    """runs/ALGO-DATASET-PARTITION-seedK, then what the user set beside these, so that a sweep needs
+    no names."""
     parts = [config.algo.rpartition(":")[2], config.dataset, config.partition, f"seed{config.seed}"]
     parts += [change for change in changes(user) if not change.startswith(("dataset=", "partition="))]
     if user.get("preset"):
@@ -130,7 +133,8 @@ def default_workdir(user: Mapping[str, Any], config: Config) -> str:
 
 
 def changes(user: Mapping[str, Any]) -> list[str]:
-    """What the user set, as name=value, but for the method, the seed, and what a resume may change."""
+    """What the user set, as name=value, but for the method, the seed, and what a resume may
+    change."""
     named = ("algo", "seed", "rounds", "preset")
     parts = [f"{n}={v}" for n, v in user.items() if n in SETTINGS and n not in named and n not in FREE]
     return parts + [f"{name}={value}" for name, value in user["hparams"].items()]

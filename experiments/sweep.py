@@ -1,13 +1,15 @@
 """Runs several methods and seeds in one setting, and prints their table:
 
-    python -m experiments.sweep --algo=local,fedavg,fedcp --seed=0,1 --preset=fedcp_cifar10 --rounds=50
+    python -m experiments.sweep --algo=local,fedavg,fedcp --seed=0,1 --preset=fedcp_cifar10
+    --rounds=50
 
-`--algo` and `--seed` are lists; every other flag is passed on to `experiments.main`. Each run has a directory
-ROOT/ALGO-seedK (`--root`, by default runs/PRESET-SETTINGS with the settings that were changed). Seeds of a method share
-what was compiled, as far as their arrays have the same shapes. The same command again goes on where it stopped:
-finished runs are skipped, interrupted ones resumed. A run that fails does not stop the others; the exit code is the
-first failure's. ROOT must not hold runs of other settings. It ends with a short table and ROOT/comparison.png; with
---verbose everything of each run is said, and the table is that of `experiments.tables`.
+`--algo` and `--seed` are lists; every other flag is passed on to `experiments.main`. Each run has a
+directory ROOT/ALGO-seedK (`--root`, by default runs/PRESET-SETTINGS with the settings that were
+changed). Seeds of a method share what was compiled, as far as their arrays have the same shapes.
+The same command again goes on where it stopped: finished runs are skipped, interrupted ones
+resumed. A run that fails does not stop the others; the exit code is the first failure's. ROOT must
+not hold runs of other settings. It ends with a short table and ROOT/comparison.png; with --verbose
+everything of each run is said, and the table is that of `experiments.tables`.
 """
 
 import functools

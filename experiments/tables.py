@@ -1,12 +1,14 @@
-"""Prints finished runs as rows of a Markdown table: `python -m experiments.tables [--targets=0.8,0.9] runs/a runs/b`.
+"""Prints finished runs as rows of a Markdown table: `python -m experiments.tables
+[--targets=0.8,0.9] runs/a runs/b`.
 
-Scores are macro means over clients in %, of the last round: `post`, right after local training, and `pre`, before it.
-Of clients that did not train (--unseen) the headline stands in columns of its own.
-Scores that are no accuracies stand in columns of their own, which say where less is better, as they are.
-With --targets, two columns for each: the rounds in which a score first reached it, post / pre, and the megabytes that
-had travelled by then; of the run's headline score (see `experiments.targets`), or of the one that is named, as
---targets=acc_present:0.8,0.9. A run that is not complete says how it stands in place of its rounds. Where runs deviate
-from their preset, or had only a part of a data set, the last column says in what.
+Scores are macro means over clients in %, of the last round: `post`, right after local training, and
+`pre`, before it. Of clients that did not train (--unseen) the headline stands in columns of its
+own. Scores that are no accuracies stand in columns of their own, which say where less is better, as
+they are. With --targets, two columns for each: the rounds in which a score first reached it, post /
+pre, and the megabytes that had travelled by then; of the run's headline score (see
+`experiments.targets`), or of the one that is named, as --targets=acc_present:0.8,0.9. A run that is
+not complete says how it stands in place of its rounds. Where runs deviate from their preset, or had
+only a part of a data set, the last column says in what.
 """
 
 import sys
@@ -55,7 +57,8 @@ def _headline(summary: Row) -> scores.Headline:
 
 
 def _columns(workdirs: list[Path]) -> dict[str, tuple[str, str]]:
-    """The scores' columns, {title: (point, score)}: the accuracies if a run has any, then all others of the runs."""
+    """The scores' columns, {title: (point, score)}: the accuracies if a run has any, then all
+    others of the runs."""
     summaries = [read_json(path / "summary.json", schema.SUMMARY) for path in workdirs]
     more: dict[str, tuple[str, str]] = {}
     for summary in summaries:

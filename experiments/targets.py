@@ -1,13 +1,16 @@
-"""When a run first reached a score, and what it had spent by then (rounds to a target, as in pFedC's Table 5).
+"""When a run first reached a score, and what it had spent by then (rounds to a target, as in
+pFedC's Table 5).
 
-All of it is computed from the rows of metrics.jsonl, so a run directory can be asked for any target afterwards.
+All of it is computed from the rows of metrics.jsonl, so a run directory can be asked for any target
+afterwards.
 
-What is spent: the traffic of the rounds behind the score (the round whose local training `post` scores is counted
-whole, its upload included), and the clients' local work: the steps that the settings ask of the round's participants
-(--epochs or --steps), and the floating-point operations of the method's loops over their examples, 2 for a multiply-add
-of a matrix product, counted in the trace of a round (`fedjax_pfl.engine.flops`; short batches count by length).
-Second models, inner steps and weights of tasks are in it; element-wise work, evaluation and what the server computes
-are not: `benchmarks.cost` has the methods' times.
+What is spent: the traffic of the rounds behind the score (the round whose local training `post`
+scores is counted whole, its upload included), and the clients' local work: the steps that the
+settings ask of the round's participants (--epochs or --steps), and the floating-point operations of
+the method's loops over their examples, 2 for a multiply-add of a matrix product, counted in the
+trace of a round (`fedjax_pfl.engine.flops`; short batches count by length). Second models, inner
+steps and weights of tasks are in it; element-wise work, evaluation and what the server computes are
+not: `benchmarks.cost` has the methods' times.
 """
 
 import math
@@ -33,15 +36,19 @@ _ROUNDING = 1e-6  # scores are float32: a mean of tenths may miss 0.9 by less
 
 
 def parse(text: str | None) -> tuple[str | None, tuple[float, ...]]:
-    """Reads --targets: levels apart by commas, and in front the score that they are of, as `acc:0.8,0.9`.
+    """Reads --targets: levels apart by commas, and in front the score that they are of, as
+    `acc:0.8,0.9`.
 
-    Levels are in (0, 1] but for a named score that is no share of examples, as `reconstruction:40,30`.
+    Levels are in (0, 1] but for a named score that is no share of examples, as
+    `reconstruction:40,30`.
 
     Returns:
-      the score's name, None where the text has none; the levels, rising; `LEVELS` where there is no text.
+      the score's name, None where the text has none; the levels, rising; `LEVELS` where there is no
+      text.
 
     Raises:
-      InputError: a level is not a number, or out of its range; whether a run has the score is for `check_score`.
+      InputError: a level is not a number, or out of its range; whether a run has the score is for
+        `check_score`.
     """
     if text is None:
         return None, LEVELS
@@ -62,7 +69,8 @@ def parse(text: str | None) -> tuple[str | None, tuple[float, ...]]:
 
 
 def wanted(config: Config, headline: Headline = ACCURACY) -> tuple[str, tuple[float, ...]]:
-    """The score that targets are about and its levels: as --targets says, else the preset's headline, else `headline`.
+    """The score that targets are about and its levels: as --targets says, else the preset's
+    headline, else `headline`.
 
     The preset's counts where it is of the kind of the method's own, an accuracy or not.
     """
@@ -73,7 +81,8 @@ def wanted(config: Config, headline: Headline = ACCURACY) -> tuple[str, tuple[fl
 
 
 def check_score(text: str | None, known: Iterable[str], whose: str) -> None:
-    """Raises InputError if --targets names a score that is not among the known ones, or the micro mean of one."""
+    """Raises InputError if --targets names a score that is not among the known ones, or the micro
+    mean of one."""
     name, names = parse(text)[0], [x for x in known if not x.endswith("_trivial")]
     if name and names:  # of a run that ended before its first evaluation nothing is known
         choose(f"score of {whose}", name.removesuffix("_micro"), names)
@@ -96,14 +105,15 @@ def bound(eval_every: int) -> str | None:
 
 
 def _trivial_key(point: str, name: str) -> str:
-    """The row's entry of the `report.trivial` score beside a score, macro, or micro as its name says."""
+    """The row's entry of the `report.trivial` score beside a score, macro, or micro as its name
+    says."""
     micro = "_micro" if name.endswith("_micro") else ""
     return f"{point}/{report.trivial(name.removesuffix('_micro'))}{micro}"
 
 
 class Spent(NamedTuple):
-    """What some rounds took; steps and examples of the clients are None where a row does not know (a run begun by an
-    earlier version)."""
+    """What some rounds took; steps and examples of the clients are None where a row does not know
+    (a run begun by an earlier version)."""
 
     rounds: int = 0
     traffic: Row = MappingProxyType({})  # type: ignore[assignment]  # as the entries of a row
@@ -145,12 +155,12 @@ class Reached(NamedTuple):
 def reached(
     rows: Iterable[Row], name: str, levels: Iterable[float], flops: float | None, headline: Headline = ACCURACY
 ) -> Reached:
-    """When a score (macro mean; micro of a name that ends in _micro) was first at least each of the levels; at most,
-    where less of it is better. The rows are read once, and none is kept.
+    """When a score (macro mean; micro of a name that ends in _micro) was first at least each of the
+    levels; at most, where less of it is better. The rows are read once, and none is kept.
 
     Returns:
-      `first`: round (of the row), rounds (communicated until then: `pre` is scored before its round, the others after
-      its local training), value, and what was `Spent`.
+      `first`: round (of the row), rounds (communicated until then: `pre` is scored before its
+      round, the others after its local training), value, and what was `Spent`.
     """
     sign, spent = -1 if scores.better(name, headline) == "min" else 1, Spent()
     first, floors, seen = dict[tuple[str, float], Row](), dict[str, float](), set[str]()
@@ -171,8 +181,9 @@ def reached(
 
 
 def summary(rows: Iterable[Row], config: Config, flops: float | None, headline: Headline = ACCURACY) -> Row:
-    """For summary.json: {"score": name, "bound": `bound`, "trivial": {point: the trivial score}, "levels": [{"target":
-    ..., "trivial": is it no more than that at some point?, point: what `reached` says, None: never}]}."""
+    """For summary.json: {"score": name, "bound": `bound`, "trivial": {point: the trivial score},
+    "levels": [{"target": ..., "trivial": is it no more than that at some point?, point: what
+    `reached` says, None: never}]}."""
     name, levels = wanted(config, headline)
     found = reached(rows, name, levels, flops, headline)
     said = [

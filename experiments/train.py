@@ -42,10 +42,12 @@ def train(
     functions: simulate.Compiled,
     clock: "Clock",
 ):
-    """Runs the rounds from `start` and keeps everything; the rows, the state and the summary are safe when it raises.
+    """Runs the rounds from `start` and keeps everything; the rows, the state and the summary are
+    safe when it raises.
 
     Raises:
-      Stopped: after a signal, with a checkpoint; simulate.DivergenceError; OSError where something cannot be written.
+      Stopped: after a signal, with a checkpoint; simulate.DivergenceError; OSError where something
+        cannot be written.
     """
     rounds, c = experiment.config.rounds, experiment.config
     words = f"Aborted; go on from the last checkpoint with {command(run.path)}"
@@ -89,7 +91,8 @@ def _unseen(experiment: build.Experiment, result: simulate.Result, width: int) -
 
 
 class _Files:
-    """What is written of a run beside its rows: tables and summary (`show`), and the state before them (`keep`)."""
+    """What is written of a run beside its rows: tables and summary (`show`), and the state before
+    them (`keep`)."""
 
     def __init__(self, run: RunDirectory, experiment: build.Experiment, clock: "Clock"):
         self._run, self._experiment, self._clock = run, experiment, clock

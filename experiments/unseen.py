@@ -1,4 +1,5 @@
-"""The clients that --unseen keeps out of training: who they are, and what they score under the trained method."""
+"""The clients that --unseen keeps out of training: who they are, and what they score under the
+trained method."""
 
 from typing import Any, NamedTuple
 
@@ -24,7 +25,8 @@ class Unseen(NamedTuple):
 
 
 def draw(config: Config, architecture: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The ids of the clients that train, and of those that do not, ascending: of each architecture, at least one.
+    """The ids of the clients that train, and of those that do not, ascending: of each architecture,
+    at least one.
 
     Args:
       architecture: [n] of everybody.
@@ -43,7 +45,8 @@ def draw(config: Config, architecture: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def scorer(config: Config, trained: Task, others: Task, width: int = 1) -> Any:
-    """`engine.unseen.scorer` for these settings; InputError if the method has no way for unseen clients."""
+    """`engine.unseen.scorer` for these settings; InputError if the method has no way for unseen
+    clients."""
     options: dict[str, Any] = {"lr_decay": config.lr_decay, "width": width, "rounds": config.unseen_rounds}
     return unseen.scorer(find(config.algo), trained, others, config.hparams, **options)
 

@@ -1,4 +1,5 @@
-"""Values read from text: numbers, and the hyperparameters of a method by the types of its factory's arguments."""
+"""Values read from text: numbers, and the hyperparameters of a method by the types of its factory's
+arguments."""
 
 from collections.abc import Callable
 from typing import Any

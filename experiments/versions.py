@@ -16,7 +16,8 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint")
 
 
 def versions() -> dict[str, Any]:
-    """Versions of what decides the numbers, the device, and the git revision of the source, if it has one."""
+    """Versions of what decides the numbers, the device, and the git revision of the source, if it
+    has one."""
     return {
         "fedjax_pfl": fedjax_pfl.__version__,
         "git": _git_revision(),
@@ -48,7 +49,8 @@ def changed(recorded: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 @contextlib.contextmanager
 def compile_clock() -> Iterator[Callable[[], float]]:
-    """Counts, within the block, the seconds in which JAX traced or compiled; the spans nest, so their union counts."""
+    """Counts, within the block, the seconds in which JAX traced or compiled; the spans nest, so
+    their union counts."""
     spans: list[tuple[float, float]] = []
 
     def remember(event: str, start_time: float, end_time: float, **_: Any) -> None:

@@ -1,12 +1,14 @@
-"""Scores finished runs task by task, whatever their method, at the last checkpoint, before local training:
+"""Scores finished runs task by task, whatever their method, at the last checkpoint, before local
+training:
 
     python -m experiments.within --tasks=consecutive:10 RUN ...
 
-pFedC's `task_acc` tells the model which group of classes an example is of. This asks the same of any run's model, so
-that methods, and runs of pFedC with other tasks, are compared on one question: for each client the accuracy within each
-group of which it holds a class, the group given; in %, means over clients, and of the personal model where a method
-scores two. `trivial` is what the client's majority class of each group scores; `acc_groups` is over the classes of the
-client's groups, the group not given.
+pFedC's `task_acc` tells the model which group of classes an example is of. This asks the same of
+any run's model, so that methods, and runs of pFedC with other tasks, are compared on one question:
+for each client the accuracy within each group of which it holds a class, the group given; in %,
+means over clients, and of the personal model where a method scores two. `trivial` is what the
+client's majority class of each group scores; `acc_groups` is over the classes of the client's
+groups, the group not given.
 """
 
 import functools
@@ -30,7 +32,8 @@ def scores(workdir: Path, name: str) -> dict[str, np.ndarray]:
     """Every client's scores by the task map `name` (see `task_maps.branches`): {score: [N]}.
 
     Raises:
-      InputError: the run cannot be read, or the map has a task of one class: a yes or no, which most methods lack.
+      InputError: the run cannot be read, or the map has a task of one class: a yes or no, which
+        most methods lack.
     """
     run = runs.load(workdir)
     task, config = run.experiment.task, run.config

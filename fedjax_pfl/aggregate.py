@@ -12,12 +12,13 @@ def shares(weight: PyTree, active: Array) -> PyTree:
     """Normalises weights over the active clients.
 
     Args:
-      weight: a pytree whose leaves are [S, ...] (or None: uniform); each trailing entry is normalised by itself, so
-        [S, C] holds one set of weights a class branch.
+      weight: a pytree whose leaves are [S, ...] (or None: uniform); each trailing entry is
+        normalised by itself, so [S, C] holds one set of weights a class branch.
       active: [S] bool.
 
     Returns:
-      The same tree of shares that sum to 1 over the clients, or are all 0 where no active client has a weight.
+      The same tree of shares that sum to 1 over the clients, or are all 0 where no active client
+      has a weight.
     """
 
     def share(w: Array | None) -> Array:
@@ -30,7 +31,8 @@ def shares(weight: PyTree, active: Array) -> PyTree:
 
 
 def weigh(share: PyTree, tree: PyTree) -> PyTree:
-    """share * tree for one client: a share [] or [C] of a prefix multiplies the last axes of every leaf below it."""
+    """share * tree for one client: a share [] or [C] of a prefix multiplies the last axes of every
+    leaf below it."""
 
     def times(p: Array, x: Array) -> Array:
         p = trees.align(p, x.ndim)
@@ -49,7 +51,8 @@ def filled(shares: PyTree, mean: PyTree, empty: PyTree) -> PyTree:
 
 
 def project_simplex(v: Array, mask: Array, total: Numeric = 1.0) -> Array:
-    """Euclidean projection of v [T] onto {alpha >= 0, sum alpha = total, alpha = 0 off `mask`} (Duchi 2008)."""
+    """Euclidean projection of v [T] onto {alpha >= 0, sum alpha = total, alpha = 0 off `mask`}
+    (Duchi 2008)."""
     low = jnp.where(mask, v, -jnp.inf)
     u = jnp.sort(low)[::-1]
     finite = jnp.where(jnp.isfinite(u), u, 0)
@@ -68,7 +71,8 @@ def descend(
     penalty: str = "implicit",
     mean: float | None = None,
 ) -> Array:
-    """One step of a row [N] of coefficients along its gradient `slope` [N] and the penalty rho ||row - mean||^2.
+    """One step of a row [N] of coefficients along its gradient `slope` [N] and the penalty rho
+    ||row - mean||^2.
 
     Only the entries `here` [N] bool move; they stay non-negative and keep their sum.
 

@@ -1,7 +1,8 @@
-"""Partial averaging: the family of methods that average some leaves of one model and keep the others.
+"""Partial averaging: the family of methods that average some leaves of one model and keep the
+others.
 
-FedAvg, FedProx, FedPer, FedRep, FedBN, LG-FedAvg, FedBABU and Local differ in which leaves are personal, which are
-trained in which phase, a proximal term, and what is done before a prediction.
+FedAvg, FedProx, FedPer, FedRep, FedBN, LG-FedAvg, FedBABU and Local differ in which leaves are
+personal, which are trained in which phase, a proximal term, and what is done before a prediction.
 """
 
 import functools
@@ -53,19 +54,21 @@ def predictor(model: Model, variables: PyTree) -> Predictor:
 
 
 def beside(personal: Predictor, other: Predictor) -> Predictor:
-    """The logits [B, C, 2] of a client's personal predictor and of another one, that `score_beside` scores."""
+    """The logits [B, C, 2] of a client's personal predictor and of another one, that `score_beside`
+    scores."""
     return lambda x, mask: jnp.stack([personal(x, mask), other(x, mask)], axis=-1)
 
 
 def score_beside(outputs: Array, y: Array, mask: Array, c: Client, *, name: str = "global") -> Scores:
-    """The scores of the personal logits outputs[..., 0], and under `global_*` (or another name) of outputs[..., 1]."""
+    """The scores of the personal logits outputs[..., 0], and under `global_*` (or another name) of
+    outputs[..., 1]."""
     mine, other = (evaluate.classification(outputs[..., i], y, mask, c) for i in range(2))
     return mine | {f"{name}_{score}": pair for score, pair in other.items()}
 
 
 class Split(NamedTuple):
-    """Which leaves of the variables are sent to the server and which stay with the client: the only place that knows
-    `bn_stats`."""
+    """Which leaves of the variables are sent to the server and which stay with the client: the only
+    place that knows `bn_stats`."""
 
     task: Task
     personal: tuple[PyTree, ...]  # per architecture, a tree of Python booleans over the variables: True where it stays
@@ -95,8 +98,8 @@ class Split(NamedTuple):
         return trees.overlay(own, server)
 
     def send(self, variables: PyTree, group: int = 0) -> tuple[PyTree, PyTree]:
-        """(what is sent, what stays) of the variables, each with None in place of the other's leaves; of several
-        architectures what is sent has only what they share."""
+        """(what is sent, what stays) of the variables, each with None in place of the other's
+        leaves; of several architectures what is sent has only what they share."""
         own, shared = trees.partition(variables, self.personal[group])
         return (shared if len(self.task.models) == 1 else trees.pruned(shared)), own
 
@@ -153,12 +156,14 @@ def partial_averaging(
     untuned: bool = False,
     one_architecture: bool = True,
 ) -> Algorithm:
-    """Averages the shared leaves of the model over the round's clients, weighted by their training examples.
+    """Averages the shared leaves of the model over the round's clients, weighted by their training
+    examples.
 
     Args:
       split: which leaves are shared.
       fixed: parts that never move and never travel (FedBABU's head).
-      phases: local training, one stretch after another, each with a fresh optimizer; the loss is the last one's.
+      phases: local training, one stretch after another, each with a fresh optimizer; the loss is
+        the last one's.
       mu: weight of the proximal term mu/2 ||w - w^t||^2 over all trained leaves.
       fine_tune: what a client does with the model before it predicts; discarded afterwards.
       untuned: whether `pre` also scores the model before that, as `untuned_*`.

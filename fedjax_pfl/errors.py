@@ -59,7 +59,8 @@ def interval(low: float, high: float, *, open_low: bool = False, open_high: bool
 
 
 def choose(name: str, value: str, allowed: Iterable[str]) -> str:
-    """Returns `value` if it is allowed, else raises InputError with the nearest name and the whole list."""
+    """Returns `value` if it is allowed, else raises InputError with the nearest name and the whole
+    list."""
     allowed = list(allowed)
     if isinstance(value, str) and value in allowed:
         return value
@@ -68,7 +69,8 @@ def choose(name: str, value: str, allowed: Iterable[str]) -> str:
 
 
 def check_shape(name: str, value: Any) -> tuple[int, ...]:
-    """Returns a shape of one input as a tuple; InputError unless all its lengths are whole numbers from 1 on."""
+    """Returns a shape of one input as a tuple; InputError unless all its lengths are whole numbers
+    from 1 on."""
     lengths = value if isinstance(value, tuple | list) and value else (None,)
     if not all(isinstance(x, int | np.integer) and x > 0 for x in lengths):
         raise InputError(f"{name}={value!r} must be a shape, such as (28, 28, 1).")

@@ -17,16 +17,18 @@ Score = Callable[[Any, Array, Array, Client], Scores]
 
 
 def batch_size(rows: float) -> int:
-    """The power of two from `rows` on, at most BATCH: of clients' sizes and not of their padding, which must not count,
-    and for seeds with about the same sizes the same, so that they share what is compiled."""
+    """The power of two from `rows` on, at most BATCH: of clients' sizes and not of their padding,
+    which must not count, and for seeds with about the same sizes the same, so that they share what
+    is compiled."""
     return min(BATCH, 1 << max(0, math.ceil(math.log2(max(rows, 1)))))
 
 
 def classification(outputs: Array, y: Array, mask: Array, client: Client) -> Scores:
-    """The scores of logits [B, C]: `acc`, argmax over all classes, and `acc_present`, over the client's own.
+    """The scores of logits [B, C]: `acc`, argmax over all classes, and `acc_present`, over the
+    client's own.
 
-    A class is present if the client holds a training example of it; the rows where `mask` is False do not count, and
-    one with NaN among its logits is wrong.
+    A class is present if the client holds a training example of it; the rows where `mask` is False
+    do not count, and one with NaN among its logits is wrong.
     """
     count = jnp.sum(mask)
     present = jnp.where((client.class_counts > 0)[None], outputs, -jnp.inf)
@@ -39,7 +41,8 @@ def classification(outputs: Array, y: Array, mask: Array, client: Client) -> Sco
 
 
 def ratio(total: Array, count: Array) -> Array:
-    """total / count, averaged over the last axis until a scalar is left; entries without a count do not enter (NaN)."""
+    """total / count, averaged over the last axis until a scalar is left; entries without a count do
+    not enter (NaN)."""
     value = jnp.where(count > 0, total / jnp.where(count > 0, count, 1), jnp.nan)
     while value.ndim:
         seen = ~jnp.isnan(value)
@@ -49,7 +52,8 @@ def ratio(total: Array, count: Array) -> Array:
 
 
 def client(c: Client, predictor: Predictor, score: Score = classification) -> dict[str, Array]:
-    """Scores of one client's predictor on its own test examples: {name: []}, NaN where there is nothing to score."""
+    """Scores of one client's predictor on its own test examples: {name: []}, NaN where there is
+    nothing to score."""
 
     def batch_scores(batch: Batch) -> Scores:
         return score(predictor(batch.x, batch.mask), batch.y, batch.mask, c)
@@ -74,7 +78,8 @@ def statistics(values: np.ndarray, weights: np.ndarray) -> dict[str, float]:
       weights: [N] test examples.
 
     Returns:
-      macro (mean over clients), micro (over examples), std, and the means of the worst and the best 10 % of clients.
+      macro (mean over clients), micro (over examples), std, and the means of the worst and the best
+      10 % of clients.
     """
     values = np.asarray(values, np.float64)
     seen = ~np.isnan(values)

@@ -1,4 +1,5 @@
-"""Clients of several architectures: trees stacked per architecture. With a single one they are plain stacked trees."""
+"""Clients of several architectures: trees stacked per architecture. With a single one they are
+plain stacked trees."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +27,8 @@ def slots(task: Task) -> np.ndarray:
 
 
 def stack(task: Task, make: Callable[[Model], PyTree]) -> PyTree:
-    """`make(model)` for every client: trees [N_g, ...] per architecture, Grouped if there are several."""
+    """`make(model)` for every client: trees [N_g, ...] per architecture, Grouped if there are
+    several."""
     return grouped([trees.replicate(make(model), len(members(task, group))) for group, model in enumerate(task.models)])
 
 
@@ -51,7 +53,8 @@ def is_grouped(x: Any) -> bool:
 
 
 def per_group(plain: Callable[..., Any], own: Callable[..., Any], count: int, tree: PyTree, *others: PyTree) -> PyTree:
-    """A tree mapped leaf by leaf: plain(*leaves), and own(group, *leaves) below Grouped nodes of `count` groups."""
+    """A tree mapped leaf by leaf: plain(*leaves), and own(group, *leaves) below Grouped nodes of
+    `count` groups."""
 
     def one(first: Any, *rest: Any) -> Any:
         if not is_grouped(first):
@@ -63,8 +66,8 @@ def per_group(plain: Callable[..., Any], own: Callable[..., Any], count: int, tr
 
 
 def join(results: list[PyTree]) -> PyTree:
-    """The results of each architecture's clients as one tree: what is marked `Own` Grouped, the rest one after
-    another."""
+    """The results of each architecture's clients as one tree: what is marked `Own` Grouped, the
+    rest one after another."""
     own: Callable[[Any], bool] = lambda x: isinstance(x, Own)
     if len(results) == 1:
         return jax.tree.map(lambda x: x.tree if own(x) else x, results[0], is_leaf=own)

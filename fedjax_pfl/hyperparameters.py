@@ -1,8 +1,10 @@
-"""Hyperparameters of a method, read from its factory's signature: kind, range, choices, traced or static.
+"""Hyperparameters of a method, read from its factory's signature: kind, range, choices, traced or
+static.
 
-The keyword-only arguments of a factory are its hyperparameters, and their annotations the only source of what is known
-of them: `lam: Annotated[float, Ge(0)] = 1.0`, `order: Literal["paper", "code"] = "paper"`, `steps: int | None = None`.
-The constraints are those of the package annotated-types. An argument without an annotation has the type of its default.
+The keyword-only arguments of a factory are its hyperparameters, and their annotations the only
+source of what is known of them: `lam: Annotated[float, Ge(0)] = 1.0`, `order: Literal["paper",
+"code"] = "paper"`, `steps: int | None = None`. The constraints are those of the package
+annotated-types. An argument without an annotation has the type of its default.
 """
 
 import functools
@@ -26,7 +28,8 @@ NOUNS: dict[Any, str] = {bool: "True or False", int: "a whole number", float: "a
 
 
 class Recorded(NamedTuple):
-    """Annotates a hyperparameter that may name a file: what a run records instead, to need no file again."""
+    """Annotates a hyperparameter that may name a file: what a run records instead, to need no file
+    again."""
 
     value: Callable[[Any], Any]
 
@@ -48,7 +51,8 @@ class Hyperparameter(NamedTuple):
 
     @property
     def traced(self) -> bool:
-        """Is it an argument of the compiled functions, as floats are, or a constant of the program?"""
+        """Is it an argument of the compiled functions, as floats are, or a constant of the
+        program?"""
         return self.known and self.kind is float
 
     @property
@@ -58,7 +62,8 @@ class Hyperparameter(NamedTuple):
 
 
 def of(factory: Callable[..., Any]) -> dict[str, Hyperparameter]:
-    """The keyword-only arguments of a factory, its hyperparameters, by name and in the order of its signature."""
+    """The keyword-only arguments of a factory, its hyperparameters, by name and in the order of its
+    signature."""
     parameters = inspect.signature(factory, eval_str=True).parameters.values()
     return {p.name: _read(p) for p in parameters if p.kind is p.KEYWORD_ONLY}
 
@@ -69,8 +74,8 @@ def defaults(factory: Callable[..., Algorithm]) -> dict[str, Any]:
 
 
 def check(factory: Callable[..., Algorithm], values: Any) -> None:
-    """Raises InputError unless `values`, {name: value}, are hyperparameters of the factory, of the kinds and in the
-    ranges that its signature gives; tracers pass."""
+    """Raises InputError unless `values`, {name: value}, are hyperparameters of the factory, of the
+    kinds and in the ranges that its signature gives; tracers pass."""
     if not isinstance(values, dict):
         raise InputError(f"hparams must be a dict, {{name: value}}, not {type(values).__name__}.")
     known = of(factory)
@@ -84,7 +89,8 @@ def check(factory: Callable[..., Algorithm], values: Any) -> None:
 
 
 def checked(factory: Callable[..., Algorithm]) -> Callable[..., Algorithm]:
-    """The factory that checks what it is called with, see `check`; its signature and its docstring are the same."""
+    """The factory that checks what it is called with, see `check`; its signature and its docstring
+    are the same."""
 
     @functools.wraps(factory)
     def make(task: Task, **values: Any) -> Algorithm:
@@ -95,9 +101,11 @@ def checked(factory: Callable[..., Algorithm]) -> Callable[..., Algorithm]:
 
 
 def shared(options: type[Any]) -> Callable[[Callable[..., Algorithm]], Callable[..., Algorithm]]:
-    """Gives a factory the fields of a NamedTuple as further hyperparameters, which it gets together, as `on`.
+    """Gives a factory the fields of a NamedTuple as further hyperparameters, which it gets
+    together, as `on`.
 
-    Their annotations, defaults and entries below `Args:` are those of the NamedTuple, whatever factories share them.
+    Their annotations, defaults and entries below `Args:` are those of the NamedTuple, whatever
+    factories share them.
     """
 
     def decorate(factory: Callable[..., Algorithm]) -> Callable[..., Algorithm]:
@@ -131,7 +139,8 @@ def _with_arguments(doc: str, other: str) -> str:
 
 
 def check_value(known: Hyperparameter, value: Any) -> None:
-    """Raises InputError unless a value is of the kind, in the range or among the choices of what is known of it."""
+    """Raises InputError unless a value is of the kind, in the range or among the choices of what is
+    known of it."""
     if isinstance(value, jax.core.Tracer) or not known.known or (value is None and known.optional):
         return
     if not _is(value, known.kind):

@@ -1,9 +1,10 @@
 """Every random stream by name: one enum for each kind of parent key.
 
-A key is split by folding in the number of a stream. The main local training of a client uses the client's key
-unchanged, and every further stream is folded in by its name here, so that methods coincide exactly where their papers
-say that they do. The numbers below one parent key must differ within what one method folds into it; their values are
-part of every recorded result and never change.
+A key is split by folding in the number of a stream. The main local training of a client uses the
+client's key unchanged, and every further stream is folded in by its name here, so that methods
+coincide exactly where their papers say that they do. The numbers below one parent key must differ
+within what one method folds into it; their values are part of every recorded result and never
+change.
 """
 
 import enum
@@ -14,7 +15,8 @@ from fedjax_pfl.types import Array
 
 
 class Stream(enum.Enum):
-    """A stream: its number, and who draws from it. Two streams may share a number if no method uses both."""
+    """A stream: its number, and who draws from it. Two streams may share a number if no method uses
+    both."""
 
     def __init__(self, number: int, use: str):
         self.number, self.use = number, use

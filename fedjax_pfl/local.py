@@ -1,4 +1,5 @@
-"""One client's training: shuffling, batching, masks, steps. The only file that scans over batches."""
+"""One client's training: shuffling, batching, masks, steps. The only file that scans over
+batches."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -19,14 +20,16 @@ Loss = Callable[[PyTree, Batch, Array], tuple[Array, PyTree] | tuple[Array, PyTr
 
 
 def shuffle(key: Array, length: int, size: Array) -> Array:
-    """A permutation [length] whose first `size` entries are 0..size-1 in an order that ignores the padding `length`."""
+    """A permutation [length] whose first `size` entries are 0..size-1 in an order that ignores the
+    padding `length`."""
     bits = jax.random.bits(key, (length,))  # one draw a row: a prefix does not depend on the length
     # the sort is stable and valid rows stand first, so ties with the padding's value are harmless
     return jnp.argsort(jnp.where(jnp.arange(length) < size, bits, ~jnp.zeros((), bits.dtype)))
 
 
 def take(data: Data, row: Array, mask: Array) -> Batch:
-    """The batch of a client's rows `row` [B]; where `mask` [B] is False it holds zeros, or `data.masked`."""
+    """The batch of a client's rows `row` [B]; where `mask` [B] is False it holds zeros, or
+    `data.masked`."""
     index = data.index[jnp.where(mask, row, 0)]
     index = jnp.where(mask, index, 0)  # an empty client's list holds nothing meaningful
     x = data.prepare(_rows(data.examples.x, index))
@@ -36,8 +39,9 @@ def take(data: Data, row: Array, mask: Array) -> Batch:
 
 
 def _rows(x: Array, index: Array) -> Array:
-    """x [n, ...] and index [B] -> x[index], on a CPU one row after another: a gather from a large array XLA splits over
-    its threads, however few the rows, and a small step then waits longer for them than it computes."""
+    """x [n, ...] and index [B] -> x[index], on a CPU one row after another: a gather from a large
+    array XLA splits over its threads, however few the rows, and a small step then waits longer for
+    them than it computes."""
     return _copied_rows(x, index) if jax.default_backend() == "cpu" else x[index]
 
 
@@ -56,10 +60,12 @@ def _copied_rows_of_clients(count: int, batched: list[bool], x: Array, index: Ar
 
 
 def holdout(data: Data, fraction: Numeric) -> tuple[Data, Data]:
-    """Splits off the last of a client's rows: (the other rows, the held out ones), the same in every round.
+    """Splits off the last of a client's rows: (the other rows, the held out ones), the same in
+    every round.
 
-    Rows come shuffled from the partition, so the tail is a random sample. The nearest number to fraction * n is held
-    out, but at least one row and not all of them; a single row is not held out.
+    Rows come shuffled from the partition, so the tail is a random sample. The nearest number to
+    fraction * n is held out, but at least one row and not all of them; a single row is not held
+    out.
     """
     held = jnp.clip(jnp.round(fraction * data.size).astype(jnp.int32), 1, jnp.maximum(data.size - 1, 1))
     held = jnp.where(data.size > 1, held, 0)
@@ -91,11 +97,12 @@ def steps(
 ) -> tuple[PyTree, PyTree, Array]:
     """Runs `carry, aux = step(key, carry, *batches)` over shuffled batches.
 
-    An epoch takes ceil(n / B) steps (floor with `drop_last`), in a new order each epoch; with `steps` (which may be
-    traced) the client takes that many in all, however few its examples. A client without examples takes none. Where a
-    step wants several batches, each comes from an order of its own, the first from the same as if it were alone: they
-    are drawn independently, have the same number of valid rows, and may share rows (all of them where n <= B).
-    The trip count is dynamic: a client takes exactly its own steps, and no batch consists of padding only.
+    An epoch takes ceil(n / B) steps (floor with `drop_last`), in a new order each epoch; with
+    `steps` (which may be traced) the client takes that many in all, however few its examples. A
+    client without examples takes none. Where a step wants several batches, each comes from an order
+    of its own, the first from the same as if it were alone: they are drawn independently, have the
+    same number of valid rows, and may share rows (all of them where n <= B). The trip count is
+    dynamic: a client takes exactly its own steps, and no batch consists of padding only.
 
     Returns:
       (carry, the mean of aux over the steps, the number of steps [] int32).
@@ -140,7 +147,8 @@ def work(
     epochs: int | None = None,
     batches_per_step: int = 1,
 ) -> tuple[PyTree, PyTree, Array]:
-    """The task's local work: `steps` with its batch size, its epochs or steps (or `epochs`), and augmented batches."""
+    """The task's local work: `steps` with its batch size, its epochs or steps (or `epochs`), and
+    augmented batches."""
     length: dict[str, Any] = {"epochs": task.epochs, "steps": task.steps} if epochs is None else {"epochs": epochs}
 
     def augmented(key: Array, carry: PyTree, *batches: Batch) -> tuple[PyTree, PyTree]:
@@ -183,7 +191,8 @@ def sgd(
     epochs: int | None = None,
     has_aux: bool = False,
 ) -> tuple[dict[str, PyTree], Any]:
-    """Trains the parts `train` of the variables by minibatch SGD with a fresh optimizer; running statistics follow.
+    """Trains the parts `train` of the variables by minibatch SGD with a fresh optimizer; running
+    statistics follow.
 
     Args:
       loss: (variables, batch, key) -> (mean loss over the valid rows [], new stats).
@@ -192,7 +201,8 @@ def sgd(
       has_aux: the loss returns a third result, a tree of what is to be reported.
 
     Returns:
-      (variables, the mean loss over the steps []); with `has_aux`, in place of the loss, (loss, aux), both means.
+      (variables, the mean loss over the steps []); with `has_aux`, in place of the loss, (loss,
+      aux), both means.
     """
     optimizer = task.optimizer(task.lr)
     fixed = {name: part for name, part in variables.items() if name not in train}
@@ -231,14 +241,16 @@ def fold(data: Data, function: Callable[[T, Batch], T], carry: T, batch_size: in
 
 
 def sweep(data: Data, function: Callable[[Batch], T], batch_size: int) -> T:
-    """The sum of `function(batch)` over all rows in order; `function` masks its own sums by batch.mask."""
+    """The sum of `function(batch)` over all rows in order; `function` masks its own sums by
+    batch.mask."""
     rows = jnp.arange(batch_size, dtype=jnp.int32)
     zeros: T = _zeros_like_result(lambda: function(take(data, rows, rows < data.size)))
     return fold(data, lambda sums, batch: trees.add(sums, function(batch)), zeros, batch_size)
 
 
 def class_means(data: Data, values: Callable[[Batch], Array], num_classes: int, batch_size: int) -> Array:
-    """Means [D, C] of values(batch) [B, D] over the rows of each class; 0 for a class without rows."""
+    """Means [D, C] of values(batch) [B, D] over the rows of each class; 0 for a class without
+    rows."""
 
     def sums(batch: Batch) -> tuple[Array, Array]:
         member = jax.nn.one_hot(batch.y, num_classes) * batch.mask[:, None]

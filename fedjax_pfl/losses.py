@@ -1,4 +1,5 @@
-"""Losses as means over the valid rows of a batch, and the loss of a model that local training takes."""
+"""Losses as means over the valid rows of a batch, and the loss of a model that local training
+takes."""
 
 from collections.abc import Callable
 
@@ -13,7 +14,8 @@ VARIANCES = (10.0, 15.0, 20.0, 50.0)  # of the four Gaussian kernels of `mmd`, a
 
 
 def masked_mean(values: Array, mask: Array) -> Array:
-    """Mean of values [B] over the rows where `mask` [B] is not zero; 0 if there is none. `mask` may hold weights."""
+    """Mean of values [B] over the rows where `mask` [B] is not zero; 0 if there is none. `mask` may
+    hold weights."""
     weight = mask.astype(values.dtype)
     total = jnp.sum(weight)
     return jnp.sum(jnp.where(weight > 0, values, 0) * weight) / jnp.where(total > 0, total, 1)
@@ -34,7 +36,8 @@ def balanced_softmax(logits: Array, y: Array, mask: Array, class_counts: Array, 
 
 
 def classification(model: Model) -> Callable[[PyTree, Batch, Array], tuple[Array, PyTree]]:
-    """The loss of ordinary training: cross entropy of the model's logits, as `local.sgd` takes it."""
+    """The loss of ordinary training: cross entropy of the model's logits, as `local.sgd` takes
+    it."""
 
     def loss(variables: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
         logits, stats = model.apply(variables, batch.x, mask=batch.mask, train=True, key=key)
@@ -52,7 +55,8 @@ def sigmoid_bce(logits: Array, targets: Array) -> Array:
 def mmd(h: Array, u: Array, mask: Array) -> Array:
     """Squared maximum mean discrepancy of features h and u [B, K] over the valid rows, [].
 
-    The biased V-statistic, a mean over all pairs of rows, of the kernel sum_a exp(-d^2 / 2a) with a in VARIANCES.
+    The biased V-statistic, a mean over all pairs of rows, of the kernel sum_a exp(-d^2 / 2a) with a
+    in VARIANCES.
     """
     weight = mask / jnp.maximum(jnp.sum(mask), 1)
     h, u = (jnp.where(mask[:, None], x, 0) for x in (h, u))

@@ -1,4 +1,5 @@
-"""Public examples, which the server and all clients have: what models predict for them, and training on predictions."""
+"""Public examples, which the server and all clients have: what models predict for them, and
+training on predictions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +28,8 @@ def count(task: Task, size: int) -> int:
 
 
 def draw(key: Array, task: Task, size: int) -> Array:
-    """The public examples of a round, drawn without replacement: ascending indices [D] into the pool.
+    """The public examples of a round, drawn without replacement: ascending indices [D] into the
+    pool.
 
     Args:
       key: the server's, of the round.
@@ -52,7 +54,8 @@ def subset(pool: Data | None, index: Array, wanted: Array) -> Data:
 
 
 def logits(model: Model, variables: PyTree, data: Data, num_classes: int, batch_size: int) -> Array:
-    """A model's logits [M, C] for all rows of the data, without dropout and with running statistics."""
+    """A model's logits [M, C] for all rows of the data, without dropout and with running
+    statistics."""
 
     def one(found: Array, batch: Batch) -> Array:
         z, _ = model.apply(variables, batch.x, mask=batch.mask, train=False)
@@ -72,7 +75,8 @@ def gathered(cohort: Cohort, outputs: Array) -> Predictions:
 def pretrain(c: Client, variables: PyTree, task: Task, epochs: Any) -> PyTree:
     """The client's model after epochs over all public examples with their labels (FedMD).
 
-    Meanwhile the public classes stand beside the private ones, as outputs of a linear layer that is dropped then.
+    Meanwhile the public classes stand beside the private ones, as outputs of a linear layer that is
+    dropped then.
 
     Raises:
       InputError: their labels are meaningless.
@@ -99,7 +103,8 @@ def pretrain(c: Client, variables: PyTree, task: Task, epochs: Any) -> PyTree:
 def distillation(
     model: Model, target: Array, distance: Callable[[Array, Array], Array], *, frozen: bool = False
 ) -> Callable[[PyTree, Batch, Array], tuple[Array, PyTree]]:
-    """The loss of training on targets: the mean of `distance` over the valid rows, as `local.sgd` takes it.
+    """The loss of training on targets: the mean of `distance` over the valid rows, as `local.sgd`
+    takes it.
 
     Args:
       target: [D, C], for the rows of the data.
@@ -116,7 +121,8 @@ def distillation(
 
 
 def validation(data: Data, target: Array, fraction: Numeric) -> tuple[Data, Data, Array]:
-    """Splits off the last of the examples: (the others, those held out, and these' targets), at least one of each.
+    """Splits off the last of the examples: (the others, those held out, and these' targets), at
+    least one of each.
 
     Args:
       target: [D, C], for the rows of the data.
@@ -137,7 +143,8 @@ def early_stopped(
     passes: int,
     patience: int,
 ) -> tuple[PyTree, Array]:
-    """Trains on targets until `patience` passes have brought nothing on the examples held out; the best pass is kept.
+    """Trains on targets until `patience` passes have brought nothing on the examples held out; the
+    best pass is kept.
 
     Args:
       parts: what `validation` returned.

@@ -57,7 +57,8 @@ def task(
 
     Args:
       class_counts: [N, C] training examples of each client (`Federation.class_counts`).
-      model: of every client, or several architectures: client i has model i mod G, unless `architecture` [N] is given.
+      model: of every client, or several architectures: client i has model i mod G, unless
+        `architecture` [N] is given.
       optimizer: lr -> optax.GradientTransformation.
       options: further fields of Task: epochs, steps, rounds, participation, ...
     """
@@ -105,11 +106,13 @@ def with_public(task: Task, public: Dataset) -> Task:
 def curve(
     program: Program, key: Array, numbers: Numbers, federation: Federation, *, rounds: int, eval_every: int = 1
 ) -> tuple[State, Round, dict[str, Array], dict[str, Array]]:
-    """A whole experiment as one pure function of its key and its numbers, for jax.vmap over seeds and values.
+    """A whole experiment as one pure function of its key and its numbers, for jax.vmap over seeds
+    and values.
 
     Returns:
-      The last state; what is known of the rounds, [rounds, ...]; the scores before each, {name: [rounds, N]} (NaN where
-      round t is not evaluated); the scores after the last round, {name: [N]}.
+      The last state; what is known of the rounds, [rounds, ...]; the scores before each, {name:
+      [rounds, N]} (NaN where round t is not evaluated); the scores after the last round, {name:
+      [N]}.
     """
 
     def run(state: State, t: Array) -> dict[str, Array]:
@@ -141,7 +144,8 @@ class Compiled(NamedTuple):
 def compiled(
     program: Program, key: Array, federation: Federation, *, eval_every: int = 1, state_every: int = 1
 ) -> Compiled:
-    """Compiles the functions that `rounds` runs with these arguments, and accounts for their memory."""
+    """Compiles the functions that `rounds` runs with these arguments, and accounts for their
+    memory."""
     if program.on_host:
         return Compiled(program.init, program.evaluate, _single(program.round), Memory(None, None, None))
     key, numbers, federation = _arguments(program, key, federation)
@@ -181,18 +185,21 @@ def rounds(
     state_every: int = 1,
     functions: Compiled | None = None,
 ) -> Iterator[Result]:
-    """Runs an experiment round by round from `start`, and closes with the scores after the last round.
+    """Runs an experiment round by round from `start`, and closes with the scores after the last
+    round.
 
-    Each function is compiled once; the state's buffers are donated to the next round. Every `eval_every`-th round and
-    the last are evaluated, none but the closing one if it is 0. The state is sure to be there after every
-    `state_every`-th round and the last: of short rounds between those and evaluations several go to the devices at
-    once, since starting one can take as long as itself.
+    Each function is compiled once; the state's buffers are donated to the next round. Every
+    `eval_every`-th round and the last are evaluated, none but the closing one if it is 0. The state
+    is sure to be there after every `state_every`-th round and the last: of short rounds between
+    those and evaluations several go to the devices at once, since starting one can take as long as
+    itself.
 
     Args:
       functions: what `compiled` returned for the same arguments; None: compiled here.
 
     Raises:
-      DivergenceError: an active client's loss or state, or the server's, is not finite; that round is not yielded.
+      DivergenceError: an active client's loss or state, or the server's, is not finite; that round
+        is not yielded.
     """
     validate.rounds(rounds, eval_every, start, state, state_every)
     if program.task is not None:
@@ -221,7 +228,8 @@ def rounds(
 
 
 def _free(t: int, rounds: int, eval_every: int, state_every: int) -> int:
-    """The rounds from t on to the first after which the state is wanted, or before which scores are."""
+    """The rounds from t on to the first after which the state is wanted, or before which scores
+    are."""
     ends = [rounds, (t // state_every + 1) * state_every]
     if eval_every:
         ends += [(t // eval_every + 1) * eval_every, max(rounds - 1, t + 1)]

@@ -1,4 +1,5 @@
-"""A small model that all clients exchange, each of which trains it together with its own model of any architecture."""
+"""A small model that all clients exchange, each of which trains it together with its own model of
+any architecture."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -51,8 +52,8 @@ def exchanged(task: Task) -> Small:
 
 
 def start(key: Array, task: Task, small: Small) -> State:
-    """The state that all methods here have: the small model, each client's own model, and what it keeps of the small
-    one."""
+    """The state that all methods here have: the small model, each client's own model, and what it
+    keeps of the small one."""
     shared, kept = small.split.send(small.model.init(key))
     own = groups.stack(task, lambda model: model.init(key))
     return State(shared, {"w": own, "kept": trees.replicate(kept, task.num_clients)})
@@ -70,7 +71,8 @@ def learn(
     also: tuple[str, ...] = (),
     clip: Numeric | None = None,
 ) -> tuple[PyTree, PyTree, Array]:
-    """Trains a client's own model mine["w"] and the small model, as received, together on the same batches.
+    """Trains a client's own model mine["w"] and the small model, as received, together on the same
+    batches.
 
     Each has its own optimizer, so that nothing but the objective joins them.
 
@@ -80,7 +82,8 @@ def learn(
       clip: the largest norm of the gradient of each; None: any.
 
     Returns:
-      (what is sent of the small model, the client's new rows, the mean of what the objective reports []).
+      (what is sent of the small model, the client's new rows, the mean of what the objective
+      reports []).
     """
     models = {"own": (c.model, mine["w"]), "small": (small.model, small.split.receive(server, mine["kept"]))}
 

@@ -13,7 +13,8 @@ def both_ways(cohort: Cohort, down: PyTree | int | Array, up: PyTree | int | Arr
     """One message each way per round.
 
     Args:
-      down: a tree that travels whole, a count of scalars, or counts per client [S]; what is received.
+      down: a tree that travels whole, a count of scalars, or counts per client [S]; what is
+        received.
       up: likewise, what is sent; None: the same.
     """
     up = down if up is None else up
@@ -30,7 +31,8 @@ def with_public(sent: Traffic, task: Task, count: int, active: Array) -> Traffic
 
 
 def uploads(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
-    """The size of what `Cohort.mean` averaged, both ways: the default of a method that counts nothing else."""
+    """The size of what `Cohort.mean` averaged, both ways: the default of a method that counts
+    nothing else."""
     lengths = cohort.places  # type: ignore[attr-defined]  # the engine's
     sizes = [[trees.size(upload) for upload in call] for call in cohort.uploads]  # type: ignore[attr-defined]
     per_group = [sum(call[group] for call in sizes) for group in range(len(lengths))]

@@ -1,6 +1,7 @@
 """Arithmetic on pytrees of arrays: a model's variables, one client's or with a leading client axis.
 
-A tree with holes has None where a leaf was left out; None is an empty pytree, so such trees pass through jax.tree.map.
+A tree with holes has None where a leaf was left out; None is an empty pytree, so such trees pass
+through jax.tree.map.
 """
 
 import functools
@@ -26,7 +27,8 @@ def gather(tree: PyTree, ids: Array | np.ndarray) -> PyTree:
 
 
 def scatter(tree: PyTree, ids: Array, rows: PyTree, active: Array) -> PyTree:
-    """Writes rows [S, ...] into a tree [N, ...] at the distinct `ids` [S]; rows not `active` stay as they are."""
+    """Writes rows [S, ...] into a tree [N, ...] at the distinct `ids` [S]; rows not `active` stay
+    as they are."""
 
     def put(old: Array, new: Array) -> Array:
         nowhere = old.shape[0] + jnp.arange(ids.shape[0])
@@ -51,7 +53,8 @@ def align(x: Array, ndim: int) -> Array:
 
 
 def choose(condition: Array, new: PyTree, old: PyTree) -> PyTree:
-    """Takes `new` where the condition holds, else `old`; its axes ([] or [C], say) are the last ones of every leaf."""
+    """Takes `new` where the condition holds, else `old`; its axes ([] or [C], say) are the last
+    ones of every leaf."""
     return jax.tree.map(lambda a, b: jnp.where(align(condition, a.ndim), a, b), new, old)
 
 
@@ -83,7 +86,8 @@ def sq_dist(a: PyTree, b: PyTree) -> Array:
 
 
 def partition(tree: PyTree, mask: PyTree) -> tuple[PyTree, PyTree]:
-    """Splits a tree into (leaves where `mask`, the others), each with holes; `mask` holds Python booleans."""
+    """Splits a tree into (leaves where `mask`, the others), each with holes; `mask` holds Python
+    booleans."""
     chosen = jax.tree.map(lambda m, x: x if m else None, mask, tree)
     rest = jax.tree.map(lambda m, x: None if m else x, mask, tree)
     return chosen, rest
@@ -95,7 +99,8 @@ def merge(a: PyTree, b: PyTree) -> PyTree:
 
 
 def overlay(own: PyTree, other: PyTree) -> PyTree:
-    """`own` with the leaves of `other` in its holes; of nested dicts, of which `other` may lack what has no hole."""
+    """`own` with the leaves of `other` in its holes; of nested dicts, of which `other` may lack
+    what has no hole."""
     if isinstance(own, dict):
         return {name: overlay(part, (other or {}).get(name)) for name, part in own.items()}
     return other if own is None else own
@@ -116,7 +121,8 @@ def named_shapes(tree: PyTree) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def parts(tree: dict[str, PyTree], chosen: tuple[str, ...]) -> PyTree:
-    """The mask of a dict of parts ("body", "head", "stats"): True at the leaves of the chosen ones."""
+    """The mask of a dict of parts ("body", "head", "stats"): True at the leaves of the chosen
+    ones."""
     return {name: jax.tree.map(lambda _, hit=name in chosen: hit, part) for name, part in tree.items()}
 
 
@@ -133,7 +139,8 @@ def finite(tree: PyTree, count: int) -> Array:
 
 
 def cast(tree: PyTree, like: PyTree) -> PyTree:
-    """The tree in the types of another: traced numbers are float32 and would lift a bfloat16 state."""
+    """The tree in the types of another: traced numbers are float32 and would lift a bfloat16
+    state."""
     return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)
 
 

@@ -1,7 +1,8 @@
-"""Makes the notebooks of their sources: `python notebooks/build.py`; the same sources give the same files.
+"""Makes the notebooks of their sources: `python notebooks/build.py`; the same sources give the same
+files.
 
-A source is a Python file of cells: `# %% [markdown]` begins a text, every line of it a comment, `# %%` begins code.
-Each notebook begins with the cells that install the project and find the device.
+A source is a Python file of cells: `# %% [markdown]` begins a text, every line of it a comment, `#
+%%` begins code. Each notebook begins with the cells that install the project and find the device.
 """
 
 import json

@@ -1,4 +1,5 @@
-"""Records the golden losses and the defaults of the methods named: `python tests/golden.py ditto fedprox`.
+"""Records the golden losses and the defaults of the methods named: `python tests/golden.py ditto
+fedprox`.
 
 For a new method, or after a change that is meant to move them; other methods' stay as they are.
 """

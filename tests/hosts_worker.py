@@ -1,4 +1,5 @@
-"""One of the processes of test_hosts.py: `hosts_worker.py HOST:PORT I N OUT`, in a directory of its own.
+"""One of the processes of test_hosts.py: `hosts_worker.py HOST:PORT I N OUT`, in a directory of its
+own.
 
 Writes the exit codes and what the library returned to OUT, a file.
 """
@@ -21,7 +22,8 @@ ONE = ["--data_fraction=0.2", "--clients=5", "--width=1", "--epochs=1", "--model
 
 
 def library(method: str, devices: int) -> list[np.ndarray]:
-    """The last state and the last round's metrics of a run from Python, whatever the devices are."""
+    """The last state and the last round's metrics of a run from Python, whatever the devices
+    are."""
     program = simulate.program(ALGORITHMS[method], toy.method_task(method), devices=devices)
     *_, last, closing = simulate.rounds(program, jax.random.key(3), toy.federation(), rounds=2)
     return jax.tree.leaves((multihost.fetch(program.unplace(closing.state)), last.metrics.loss, closing.pre))

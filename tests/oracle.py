@@ -1,4 +1,5 @@
-"""A two-layer network, its gradient and its minibatches in plain NumPy: whole rounds are written out with them."""
+"""A two-layer network, its gradient and its minibatches in plain NumPy: whole rounds are written
+out with them."""
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,8 @@ def gradient(w, x, y):
 
 
 def batches(f, i, key, task, count=1):
-    """The minibatches of client i in a round of this key: a list of steps, each of `count` pairs (x, y)."""
+    """The minibatches of client i in a round of this key: a list of steps, each of `count` pairs
+    (x, y)."""
     key = jax.random.fold_in(jax.random.fold_in(key, 0), i)
     size, own = int(f.train.size[i]), np.asarray(f.train.index[i])
     x, y, steps = np.asarray(f.examples.x, np.float64), np.asarray(f.examples.y), []
@@ -83,7 +85,8 @@ ROUNDS = [[0, 1, 2, 3, 4], [1, 3, 4]]  # who takes part
 
 
 def run(factory, task, **hparams):
-    """What the program makes of ROUNDS: their keys, the states before, between and after them, and their metrics."""
+    """What the program makes of ROUNDS: their keys, the states before, between and after them, and
+    their metrics."""
     algorithm, f, ids = factory(task, **hparams), federation(), jnp.arange(toy.N, dtype=jnp.int32)
 
     @jax.jit

@@ -10,9 +10,11 @@ _FEATURES = "tensorflow_datasets.core.features."
 
 
 def dataset(root, name, x, labels, num_train, version="3.1.0"):
-    """Writes a data set as `tfds build --file_format=array_record` does: the first num_train rows are `train`.
+    """Writes a data set as `tfds build --file_format=array_record` does: the first num_train rows
+    are `train`.
 
-    Its inputs x are images [n, H, W, channels] by the name `image`, or rows of integers by the name `tokens`.
+    Its inputs x are images [n, H, W, channels] by the name `image`, or rows of integers by the name
+    `tokens`.
     """
     module = pytest.importorskip("array_record.python.array_record_module", reason="array_record is not installed")
     folder, flat, key = root / name / version, name.split("/")[0], "image" if x.ndim == 4 else "tokens"

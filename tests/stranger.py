@@ -1,4 +1,5 @@
-"""A method as somebody writes it outside of the package: FedAvg, and a personal head that is mixed with the global one.
+"""A method as somebody writes it outside of the package: FedAvg, and a personal head that is mixed
+with the global one.
 
 Used by test_testing.py; as long as Ditto.
 """
@@ -13,7 +14,8 @@ from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Predicto
 
 
 def mixed(task: Task, *, beta: Annotated[float, Interval(ge=0, le=1)] = 0.3) -> Algorithm:
-    """Trains the global model as FedAvg does, and keeps beta v + (1 - beta) w of the heads for predictions.
+    """Trains the global model as FedAvg does, and keeps beta v + (1 - beta) w of the heads for
+    predictions.
 
     Args:
       beta: how much of a client's old head v stays, in [0, 1].

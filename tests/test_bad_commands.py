@@ -1,7 +1,9 @@
-"""Bad commands and files, made systematically: each is one sentence and the documented exit code, and writes nothing.
+"""Bad commands and files, made systematically: each is one sentence and the documented exit code,
+and writes nothing.
 
-Every setting and every hyperparameter has values of a wrong kind and out of its range; every file that a user may bring
-is damaged in every way. A command that would begin to compile counts as accepted, which none of them may be.
+Every setting and every hyperparameter has values of a wrong kind and out of its range; every file
+that a user may bring is damaged in every way. A command that would begin to compile counts as
+accepted, which none of them may be.
 """
 
 import functools

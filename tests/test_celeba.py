@@ -1,4 +1,5 @@
-"""CelebA by attribute: which images are taken, how they are cut, and which client gets which attribute."""
+"""CelebA by attribute: which images are taken, how they are cut, and which client gets which
+attribute."""
 
 import io
 import json
@@ -29,7 +30,8 @@ def encoded(level):
 
 
 def prepare(root, attributes):
-    """Writes celeb_a as `tfds build --file_format=array_record` does; image i has the grey level 5 i."""
+    """Writes celeb_a as `tfds build --file_format=array_record` does; image i has the grey level 5
+    i."""
     module = pytest.importorskip("array_record.python.array_record_module", reason="array_record is not installed")
     from tensorflow_datasets.proto import tf_example_pb2
 

@@ -22,7 +22,8 @@ WRITTEN = ("metrics.jsonl", "metrics.csv", "scores.jsonl", "config.json", "parti
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    """Commands with the same settings are traced and compiled once, and nobody here looks at their curves."""
+    """Commands with the same settings are traced and compiled once, and nobody here looks at their
+    curves."""
     options = {"jax_compilation_cache_dir": str(tmp_path_factory.mktemp("cache"))}
     options |= {"jax_persistent_cache_min_compile_time_secs": 0.0, "jax_persistent_cache_min_entry_size_bytes": -1}
     before = {name: getattr(jax.config, name) for name in options}

@@ -32,7 +32,8 @@ def compiled(ids, active, rows, key, width, phase):
 
 
 def scan(ids=IDS, active=None, key=KEY, width=1, phase=0):
-    """The carry holds who was visited, in order; a client reports its place, its size and its row."""
+    """The carry holds who was visited, in order; a client reports its place, its size and its
+    row."""
     active, rows = np.ones(len(ids), bool) if active is None else active, 10 * ids.astype(np.float32)
     return jax.device_get(compiled(ids, active, rows, key, width, phase))
 

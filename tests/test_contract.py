@@ -1,6 +1,8 @@
-"""What every method must hold, over every entry of ALGORITHMS: the rules of fedjax_pfl.testing, and recorded numbers.
+"""What every method must hold, over every entry of ALGORITHMS: the rules of fedjax_pfl.testing, and
+recorded numbers.
 
-One compiled round a method serves most rows, because cohort, state, learning rate and round are its arguments.
+One compiled round a method serves most rows, because cohort, state, learning rate and round are its
+arguments.
 """
 
 import functools
@@ -40,8 +42,8 @@ def subject(method):
 
 
 def clip_and_add_noise(options, key, upload, default):
-    """How far the upload is from the default is clipped to options[0], unless that is negative; options[1] is the
-    standard deviation of a number that is added."""
+    """How far the upload is from the default is clipped to options[0], unless that is negative;
+    options[1] is the standard deviation of a number that is added."""
     bound, sigma = options
     norm = jnp.sqrt(trees.sq_dist(upload, default))
     factor, noise = jnp.minimum(1, bound / jnp.maximum(norm, 1e-9)), sigma * jax.random.normal(key)
@@ -81,7 +83,8 @@ def test_learns(method):
 
 @each
 def test_unseen_clients_influence_nobody(method):
-    """Under a server that stays, a round of a client with the row of `init` depends on that client alone."""
+    """Under a server that stays, a round of a client with the row of `init` depends on that client
+    alone."""
     s, one = subject(method), 3
     start = State(s.start.server, jax.device_get(s.init(jax.random.key(7), s.numbers)).clients)
     given = {"options": np.float32([0, 0]), "state": start, "ids": np.arange(N, dtype=np.int32)}
@@ -100,7 +103,8 @@ def test_unseen_clients_influence_nobody(method):
 
 @pytest.mark.parametrize("method", [method for method in ALGORITHMS if method not in SEND_NOTHING])
 def test_every_upload_is_transformed(method):
-    """Clipped to the default, nothing arrives; noise is drawn for each client, whatever its place."""
+    """Clipped to the default, nothing arrives; noise is drawn for each client, whatever its
+    place."""
     s, mixed = subject(method), np.array([2, 0, 4, 3, 1])
 
     def served(amount, **changes):
@@ -131,7 +135,8 @@ def test_defaults_are_the_recorded_ones(method):
 
 @each
 def test_streams_below_one_key_are_distinct(method, monkeypatch):
-    """Two streams with one number, below one key or one kind of key, would draw the same random numbers."""
+    """Two streams with one number, below one key or one kind of key, would draw the same random
+    numbers."""
     folded, fold = [], keys.fold
 
     def record(key, stream, offset=0):

@@ -39,7 +39,8 @@ def test_the_matrices_make_a_correlation(tile, side):
 
 @pytest.mark.parametrize("shape, kernel, padding, bound", SHAPES)
 def test_winograd_is_the_convolution(shape, kernel, padding, bound):
-    """In float64 to its rounding; in float32 to the bound that is promised, for images with an offset as after ReLU."""
+    """In float64 to its rounding; in float32 to the bound that is promised, for images with an
+    offset as after ReLU."""
     rng = np.random.default_rng(0)
     x, w = np.maximum(rng.normal(size=shape), 0) + 1, rng.normal(size=kernel)
     with jax.enable_x64(True):

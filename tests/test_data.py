@@ -146,7 +146,8 @@ def test_file_that_is_no_npz(tmp_path, content):
 
 @pytest.mark.parametrize(("write", "place"), [(np.savez, 1500), (np.savez_compressed, 200), (np.savez_compressed, 8)])
 def test_bytes_flipped_in_npz(tmp_path, write, place):
-    """Place 200 is in the compressed data; place 8 says how they are compressed (twice: also in the list)."""
+    """Place 200 is in the compressed data; place 8 says how they are compressed (twice: also in the
+    list)."""
     path = tmp_path / "mine.npz"
     write(path, x=np.random.default_rng(0).normal(size=(100, 9)), y=np.arange(100) % 3)
     content = bytearray(path.read_bytes())

@@ -1,4 +1,5 @@
-"""Several devices: who gets which client, what they say to each other, and that results do not change."""
+"""Several devices: who gets which client, what they say to each other, and that results do not
+change."""
 
 import functools
 import re
@@ -34,7 +35,8 @@ def test_one_device_and_equal_work():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_busiest_device_has_little_more_than_the_best_assignment_gives_it(seed):
-    """100 clients, Dirichlet 0.1, 8 devices, in steps: at most 10 % over longest-processing-time without places."""
+    """100 clients, Dirichlet 0.1, 8 devices, in steps: at most 10 % over longest-processing-time
+    without places."""
     y = np.arange(14_000, dtype=np.int32) % 10
     data = Dataset("random", np.zeros((len(y), 1, 1, 1), np.uint8), y, len(y), 10, prepare_images)
     sizes = partition(data, "dirichlet", num_clients=100, alpha=0.1, seed=seed).train_sizes
@@ -74,8 +76,8 @@ def on_host(program, state):
     "devices, participation", [(3, (1, 1)), toy.slow(3, (0.6, 0.6)), (3, (0.3, 1)), toy.slow(8, (0.6, 0.6))]
 )
 def test_a_run_over_devices_is_the_run_on_one(devices, participation):
-    """Everybody, a sample and drop-outs, with state that stays on the clients; N is not a multiple of the devices. On
-    8 of them a sample takes as many places as everybody does."""
+    """Everybody, a sample and drop-outs, with state that stays on the clients; N is not a multiple
+    of the devices. On 8 of them a sample takes as many places as everybody does."""
     _, alone = run("ditto", 1, participation)
     many, together = run("ditto", devices, participation)
     assert_close(on_host(many, together[-1].state), alone[-1].state, 1e-5)
@@ -170,7 +172,8 @@ def test_everybody_takes_part_and_only_the_aggregate_travels(method):
 
 
 def test_a_sampled_cohort_adds_one_gather_and_one_scatter_of_its_rows():
-    """The rows come with the aggregate's sum and go back one array a leaf; nothing else travels, indices neither."""
+    """The rows come with the aggregate's sum and go back one array a leaf; nothing else travels,
+    indices neither."""
     state, program = compiled("ditto", (0.5, 0.5))
     rows, model = (len(jax.tree.leaves(x)) for x in (state.clients, [state.server[part] for part in ("body", "head")]))
     arrays = {kind: re.findall(r"(\w+)\[", "".join(shapes)) for kind, shapes in collectives(program).items()}

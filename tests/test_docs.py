@@ -1,4 +1,5 @@
-"""Every command and code block of README and docs: checked up to compilation here, run at a tiny size when slow."""
+"""Every command and code block of README and docs: checked up to compilation here, run at a tiny
+size when slow."""
 
 import ast
 import importlib.util
@@ -39,7 +40,8 @@ def user_settings(parsed: flags.Parsed) -> list[dict]:
 
 
 def check_run(argv: list[str], known: dict, prepared: set) -> None:
-    """Reads a command of main or sweep, and prepares what it would train, but for data that are not in the package."""
+    """Reads a command of main or sweep, and prepares what it would train, but for data that are not
+    in the package."""
     parsed = flags.parse(argv, known)
     if parsed.get("list") or parsed.get("describe"):
         assert main._information(parsed)
@@ -178,7 +180,8 @@ def tiny(name: str, argv: list[str]) -> list[str]:
 
 
 def run(words: list[str]) -> None:
-    """Runs a command of the project at a tiny size; those that install or build are other tests'."""
+    """Runs a command of the project at a tiny size; those that install or build are other
+    tests'."""
     name, argv = module(words) or ("", [])
     package, _, name = name.rpartition(".")
     if package != "experiments":

@@ -1,4 +1,5 @@
-"""FedDVA's losses: closed forms against loops, Monte Carlo and limits; what each phase moves; the scores."""
+"""FedDVA's losses: closed forms against loops, Monte Carlo and limits; what each phase moves; the
+scores."""
 
 import itertools
 
@@ -82,7 +83,8 @@ def test_mixture_bound_of_one_example_or_equal_ones_is_zero():
 
 
 def test_mixture_bound_is_the_divergence_from_equal_others():
-    """j over equal posteriors q', i another one: the bound is KL(q_i || q') but for the pair i = j."""
+    """j over equal posteriors q', i another one: the bound is KL(q_i || q') but for the pair i =
+    j."""
     q = jax.tree.map(lambda a: jnp.concatenate([a[:1], jnp.repeat(a[1:2], 5, axis=0)]), gaussian(0))
     others = jnp.arange(6) > 0
     close(dva.mixture_bound(q, others)[0], dva.kl(*(jax.tree.map(lambda a, i=i: a[i], q) for i in (0, 1))))
@@ -172,7 +174,8 @@ MOVES = {
 
 @pytest.mark.parametrize("mode, head", MOVES)
 def test_which_parts_move(mode, head):
-    """By `local.sgd`: every part of the phase moves, the others stay bit for bit, running statistics follow."""
+    """By `local.sgd`: every part of the phase moves, the others stay bit for bit, running
+    statistics follow."""
     b = batch()
     index = jnp.arange(6)
     data = Data(Examples(b.x, b.y), index, jnp.int32(6), lambda x: x)
@@ -229,7 +232,8 @@ def test_the_objective_is_the_formula():
 
 
 def test_without_c_it_is_a_plain_vae():
-    """beta = 0, alpha = 1 and c fixed to 0: the gradients of reconstruction + KL of an ordinary VAE."""
+    """beta = 0, alpha = 1 and c fixed to 0: the gradients of reconstruction + KL of an ordinary
+    VAE."""
     absent = Gaussian(jnp.zeros((6, 2)), jnp.full((6, 2), -1e3))
     nets = PLAIN._replace(c=Network(lambda key: {}, lambda v, x, **kwargs: (absent, {}), {}))
     variables = dva_phases.init(PLAIN, jax.random.key(0))

@@ -1,4 +1,5 @@
-"""FedDVA's figures and probes, on an encoder and a decoder of which it is known what z and c hold."""
+"""FedDVA's figures and probes, on an encoder and a decoder of which it is known what z and c
+hold."""
 
 import numpy as np
 import pytest
@@ -39,7 +40,8 @@ def views(clients=4, n=40):
 
 
 def written(folder, *names):
-    """Both files of each figure; the width and the share of pixels that are not white of the PNG."""
+    """Both files of each figure; the width and the share of pixels that are not white of the
+    PNG."""
     for name in names:
         assert (folder / f"{name}.pdf").read_bytes().startswith(b"%PDF")
         picture = np.asarray(Image.open(folder / f"{name}.png").convert("L"))

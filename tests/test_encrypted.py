@@ -1,4 +1,5 @@
-"""Sums under encryption: what they are, what they cost, and that the server's side cannot read them."""
+"""Sums under encryption: what they are, what they cost, and that the server's side cannot read
+them."""
 
 import sys
 
@@ -58,7 +59,8 @@ def test_a_server_that_is_given_the_secret_key_refuses_it(parties):
 
 
 def test_ciphertexts_do_not_tell_what_is_in_them_by_number_or_size(parties):
-    """One vector's ciphertexts differ in size, too, by some bytes: they are random, and compressed."""
+    """One vector's ciphertexts differ in size, too, by some bytes: they are random, and
+    compressed."""
     clients, _ = parties
     vectors = [np.zeros(5000), np.ones(5000), RNG.normal(size=5000) * 1e6, np.eye(1, 5000)[0]]
     sent = [clients.encrypt(vector) for vector in vectors for _ in range(3)]

@@ -1,4 +1,5 @@
-"""The command lines as processes: exit codes, where they write, and what they say of this machine."""
+"""The command lines as processes: exit codes, where they write, and what they say of this
+machine."""
 
 import os
 import signal

@@ -1,5 +1,5 @@
-"""Random experiments: whatever the layout, the padding, where the clients' state lies and an interruption, the results
-are those of one client after another on one device, straight through."""
+"""Random experiments: whatever the layout, the padding, where the clients' state lies and an
+interruption, the results are those of one client after another on one device, straight through."""
 
 import itertools
 from typing import Any, NamedTuple
@@ -97,7 +97,8 @@ def draw(method: str, seed: int) -> Case:
 
 
 def federation(sizes: tuple, own: list, pad: int, nobodys: float, seed: int) -> Federation:
-    """Clients with these numbers of training, validation and test examples [N] of their own classes."""
+    """Clients with these numbers of training, validation and test examples [N] of their own
+    classes."""
     rng, total = np.random.default_rng(seed), sum(sizes)
     y = np.append(np.concatenate([np.resize(classes, count) for classes, count in zip(own, total, strict=True)]), 0)
     x = rng.normal(size=(C, *SHAPE))[y] * 2 + rng.normal(size=(len(y), *SHAPE))

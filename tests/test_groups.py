@@ -1,4 +1,5 @@
-"""Clients of several architectures: each trains as it would among its own, wherever its row lies."""
+"""Clients of several architectures: each trains as it would among its own, wherever its row
+lies."""
 
 import functools
 
@@ -43,7 +44,8 @@ def mixed(method="local", participation=(1.0, 1.0), devices=1):
 
 
 def test_a_client_alone_trains_as_among_clients_of_its_own_architecture():
-    """Local: rows and scores of architecture 0 are those of a run in which everybody has it, bit for bit."""
+    """Local: rows and scores of architecture 0 are those of a run in which everybody has it, bit
+    for bit."""
     same = run(simulate.program(ALGORITHMS["local"], task(mixed=False)))
     for a, b in zip(mixed(), same, strict=True):
         assert_same(groups.select(a.state.clients, 0), toy.rows(b.state.clients, groups.members(task(), 0)))
@@ -65,7 +67,8 @@ def test_devices_do_not_matter(participation, devices):
 
 
 def test_a_sample_is_the_one_of_a_single_architecture_and_the_others_stay():
-    """Who takes part does not depend on the architectures; absent rows are unchanged, bit for bit."""
+    """Who takes part does not depend on the architectures; absent rows are unchanged, bit for
+    bit."""
     program = simulate.program(ALGORITHMS["local"], task((0.3, 0.7), mixed=False))
     same, before = run(program), None
     for a, b in zip(mixed("local", (0.3, 0.7)), same, strict=True):

@@ -8,7 +8,8 @@ from fedjax_pfl.numerics import callbacks
 
 
 def test_a_step_on_the_host_gets_whole_arrays_that_came_in_small_pieces():
-    """XLA copies larger operands in a thread pool, whose threads may all be waiting for the step."""
+    """XLA copies larger operands in a thread pool, whose threads may all be waiting for the
+    step."""
     rows, number = jnp.arange(90_000.0).reshape(300, 300), jnp.int32(7)
     result = jax.ShapeDtypeStruct((300,), jnp.float32)
     step = lambda rows, number: callbacks.call(lambda x, n: x[n] + x.sum(axis=0, dtype=x.dtype), result, rows, number)

@@ -1,4 +1,5 @@
-"""Several processes: one run whose results are those of a single process, read and written by process 0 alone."""
+"""Several processes: one run whose results are those of a single process, read and written by
+process 0 alone."""
 
 import os
 import shutil
@@ -128,8 +129,9 @@ def test_a_program_from_python_with_a_step_on_the_host(pair):
 
 @pytest.fixture
 def network(tmp_path):
-    """Two hosts with a network between them, as far as Linux's namespaces are that: the words that start a command on
-    each. Given the wrong names, each takes its own for 127.0.0.1, as many systems do."""
+    """Two hosts with a network between them, as far as Linux's namespaces are that: the words that
+    start a command on each. Given the wrong names, each takes its own for 127.0.0.1, as many
+    systems do."""
     tools = ("ip", "unshare", "mount", "hostname")
     if os.name != "posix" or os.geteuid() or not all(map(shutil.which, tools)):
         pytest.skip(f"network namespaces need root and {', '.join(tools)}")

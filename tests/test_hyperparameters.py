@@ -1,4 +1,5 @@
-"""Hyperparameters have one source, the factory's signature: what is read of it, and what of it is refused."""
+"""Hyperparameters have one source, the factory's signature: what is read of it, and what of it is
+refused."""
 
 import functools
 import inspect

@@ -1,4 +1,5 @@
-"""Inputs that are integers, as tokens: they reach the model as they are, and an embedding learns from them."""
+"""Inputs that are integers, as tokens: they reach the model as they are, and an embedding learns
+from them."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,8 @@ class Text(nnx.Module):
 
 
 def sequences():
-    """Sequences whose tokens are those of their class, all above 255 so that bytes would not hold them."""
+    """Sequences whose tokens are those of their class, all above 255 so that bytes would not hold
+    them."""
     draw = np.random.default_rng(0)
     y = np.arange(400) % CLASSES
     return 300 + CLASSES * draw.integers(0, 5, (400, LENGTH)) + y[:, None], y

@@ -1,4 +1,5 @@
-"""The form of the convolutions and the width: a table on a CPU; elsewhere what is timed, and where it is kept."""
+"""The form of the convolutions and the width: a table on a CPU; elsewhere what is timed, and where
+it is kept."""
 
 import json
 import logging
@@ -59,7 +60,8 @@ def accelerator(monkeypatch):
 
 @pytest.fixture
 def tried(monkeypatch, cache, accelerator):
-    """What was tried, {form: the other arguments}, and the seconds that each is said to take, which a test may set."""
+    """What was tried, {form: the other arguments}, and the seconds that each is said to take, which
+    a test may set."""
     seen, seconds = [], {"xla": 3.0, "winograd": 2.0, "matmul": 1.0}
 
     def times(candidates, federation, devices):
@@ -128,7 +130,8 @@ def test_nothing_is_tried_where_there_is_nothing_to_choose(tried, monkeypatch):
 
 
 def test_on_a_cpu_nothing_is_timed(monkeypatch):
-    """The form goes by the shapes; only a small network without convolutions trains several clients at once."""
+    """The form goes by the shapes; only a small network without convolutions trains several clients
+    at once."""
     monkeypatch.setattr(autotune, "_times", None)
     assert chosen() == chosen("lenet_bn", (16, 16, 1)) == "winograd"
     choose = lambda task, clients: autotune.choose_width(task, toy.federation(), clients, 2)
@@ -149,7 +152,8 @@ def test_runs_that_start_together_take_the_times_of_the_first(cache, caplog):
 
 
 def test_a_width_pays_for_the_clients_that_wait(cache, accelerator, monkeypatch, caplog):
-    """Each width is timed once; the choice is then that of the clients at hand, and what is said is their time."""
+    """Each width is timed once; the choice is then that of the clients at hand, and what is said is
+    their time."""
     timed = [{1: 1.0, 2: 0.9, 4: 0.8}]
     monkeypatch.setattr(autotune, "_candidates", lambda clients: (1, 2, 4))
     monkeypatch.setattr(autotune, "_times", lambda *_: timed.pop())

@@ -1,4 +1,5 @@
-"""A run of many rounds: a round costs at the end what it costs at the start, and rows do not stay in memory."""
+"""A run of many rounds: a round costs at the end what it costs at the start, and rows do not stay
+in memory."""
 
 import functools
 import io

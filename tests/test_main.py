@@ -188,7 +188,8 @@ def test_a_run_that_cannot_fit_is_refused_before_it_begins(tmp_path, monkeypatch
 
 
 def test_a_partition_file_says_how_many_clients(done, tmp_path, monkeypatch, capsys):
-    """Saved with 5 clients; the settings that the file decides are recorded as none of the user's."""
+    """Saved with 5 clients; the settings that the file decides are recorded as none of the
+    user's."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "p.npz").write_bytes((done[0] / "partition.npz").read_bytes())
     user = {"algo": "fedavg", "partition": "file:~/p.npz", "data_fraction": 0.2, "model": "linear"}
@@ -350,8 +351,8 @@ def test_examples_that_were_moved_are_said():
 
 def test_a_width_that_was_not_given_is_said_to_be_chosen():
     laid = Layout(4, "xla", Devices("cpu", "cpu", 1))
-    assert main._say(laid, True) == "width 4 (chosen here; --width=N sets it) on 1 x cpu"
-    assert main._say(laid, False) == "width 4 on 1 x cpu"
+    assert layouts.say(laid, True) == "width 4 (chosen here; --width=N sets it) on 1 x cpu"
+    assert layouts.say(laid, False) == "width 4 on 1 x cpu"
 
 
 def test_what_is_tried_is_said_by_whoever_starts():

@@ -1,4 +1,5 @@
-"""Matrices of a run, such as MNFL's coefficients: kept for every evaluated round, rewound by a resume, and drawn."""
+"""Matrices of a run, such as MNFL's coefficients: kept for every evaluated round, rewound by a
+resume, and drawn."""
 
 import json
 
@@ -54,7 +55,8 @@ def test_the_scale_of_colours(matrix, expected):
 
 
 def test_a_heat_map_of_some_rounds_in_png_and_pdf(tmp_path, monkeypatch):
-    """Every panel has the matrix of its round, rows and columns reordered alike, and lines between architectures."""
+    """Every panel has the matrix of its round, rows and columns reordered alike, and lines between
+    architectures."""
     path, drawn = tmp_path / "run", []
     run(path, "--rounds=6", "--eval_every=1", "--checkpoint_every=3")
     save = Figure.savefig

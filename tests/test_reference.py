@@ -1,4 +1,5 @@
-"""Rounds against slow NumPy loops in float64, on softmax regression with full batches (no shuffling to imitate)."""
+"""Rounds against slow NumPy loops in float64, on softmax regression with full batches (no shuffling
+to imitate)."""
 
 import jax
 import numpy as np
@@ -112,7 +113,8 @@ def test_accuracy_is_counted_by_hand():
 
 
 def test_a_prediction_that_is_no_number_is_wrong():
-    """As of a model that diverged while it was fine-tuned: its logits are NaN, and argmax would call that class 0."""
+    """As of a model that diverged while it was fine-tuned: its logits are NaN, and argmax would
+    call that class 0."""
     z = np.array([[np.nan, np.nan, np.nan], [1, 0, 0], [0, 1, np.nan]], np.float32)
     counts = jax.numpy.array([1, 1, 0])
     client = type("Client", (), {"class_counts": counts})()

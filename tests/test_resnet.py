@@ -1,4 +1,5 @@
-"""ResNet-18: its sizes, a narrow one against NumPy, forward and gradient, and which of its leaves FedBN keeps."""
+"""ResNet-18: its sizes, a narrow one against NumPy, forward and gradient, and which of its leaves
+FedBN keeps."""
 
 import functools
 import math
@@ -78,7 +79,8 @@ def conv(x, kernel, strides, padding):
 
 
 class Reference:
-    """A forward pass over valid rows in plain NumPy; `new` collects the running moments that training would leave."""
+    """A forward pass over valid rows in plain NumPy; `new` collects the running moments that
+    training would leave."""
 
     def __init__(self, variables, mode):
         self.w, self.stats, self.mode, self.new = variables["body"], variables["stats"], mode, {}
@@ -146,7 +148,8 @@ def random_variables(model):
 
 @pytest.mark.parametrize("stem, mode", [("cifar", "train"), ("imagenet", "batch"), ("cifar", "group")])
 def test_a_narrow_net_and_its_gradient_are_numpys(stem, mode):
-    """Four rows, one of them padding; the reference sees the three. Its gradient is a central difference."""
+    """Four rows, one of them padding; the reference sees the three. Its gradient is a central
+    difference."""
     rng = np.random.default_rng(0)
     shape, valid = ((5, 6, 2) if stem == "cifar" else (9, 8, 2)), np.array([0, 1, 3])
     x, target, mask = rng.normal(size=(4, *shape)), rng.normal(size=(3, 3)), np.arange(4) != 2
@@ -195,7 +198,8 @@ def resnet18():
 
 @pytest.mark.parametrize("bn_stats, scalars", [("aggregate", 9_600), ("local", 0)])
 def test_fedbn_keeps_all_twenty_norms(bn_stats, scalars):
-    """The three of the shortcuts too, which a search for names misses; what FedAvg sends of the moments follows."""
+    """The three of the shortcuts too, which a search for names misses; what FedAvg sends of the
+    moments follows."""
     task = toy.task(model=resnet18(), bn_stats=bn_stats)
     state, fedavg = (jax.eval_shape(ALGORITHMS[name](task).init, KEY) for name in ("fedbn", "fedavg"))
     own = {jax.tree_util.keystr(path[1:-1]) for path, _ in jax.tree_util.tree_leaves_with_path(state.clients)}

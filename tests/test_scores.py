@@ -1,4 +1,5 @@
-"""Scores that are no accuracies, and those of which less is better: in tables, summary, curves and targets."""
+"""Scores that are no accuracies, and those of which less is better: in tables, summary, curves and
+targets."""
 
 import io
 import json

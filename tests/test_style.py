@@ -1,4 +1,5 @@
-"""The checks a machine can make of the source: lint, format, types, sizes, the direction of imports."""
+"""The checks a machine can make of the source: lint, format, types, sizes, the direction of
+imports."""
 
 import ast
 import inspect
@@ -25,7 +26,8 @@ def test_source(command):
 
 
 def too_long(source: str) -> list[str]:
-    """The functions whose code, nested functions included and docstrings not, has too many lines; and the file."""
+    """The functions whose code, nested functions included and docstrings not, has too many lines;
+    and the file."""
     nodes, lines = list(ast.walk(ast.parse(source))), set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in NO_CODE:
@@ -52,6 +54,22 @@ def test_no_function_and_no_file_is_too_long(folder):
     files = sorted((ROOT / folder).rglob("*.py"))
     assert files
     assert not {str(path.relative_to(ROOT)): found for path in files if (found := too_long(path.read_text()))}
+
+
+def docstrings(source: str) -> list[str]:
+    documented = (ast.Module, ast.ClassDef, *FUNCTIONS)
+    found = [
+        ast.get_docstring(node, clean=False) for node in ast.walk(ast.parse(source)) if isinstance(node, documented)
+    ]
+    return [text for text in found if text]
+
+
+@pytest.mark.parametrize("folder", ["fedjax_pfl", "experiments", "benchmarks", "tests"])
+def test_docstrings_have_100_columns(folder):
+    for path in (ROOT / folder).rglob("*.py"):
+        for text in docstrings(path.read_text()):
+            for i, line in enumerate(text.split("\n")):  # the first without its indentation and quotes; no tables
+                assert len(line) <= 100 - 3 * (i == 0) or "   " in line.strip(), f"{path}: {line}"
 
 
 def test_methods_import_neither_the_loop_nor_each_other():

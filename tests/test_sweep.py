@@ -80,7 +80,8 @@ def test_a_wrong_name_stops_a_sweep_before_anything_runs(tmp_path):
     ],
 )
 def test_seeds_have_the_same_programs(algo, dealt, participation):
-    """Text for text: what is compiled for one is found in the cache by the next, though their clients' sizes differ."""
+    """Text for text: what is compiled for one is found in the cache by the next, though their
+    clients' sizes differ."""
     given = {
         "preset": "digits_pathological",
         "algo": algo,

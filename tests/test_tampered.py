@@ -1,4 +1,5 @@
-"""Run directories that something happened to: a resume goes on, or says in one sentence why not and changes nothing."""
+"""Run directories that something happened to: a resume goes on, or says in one sentence why not and
+changes nothing."""
 
 import json
 import random

@@ -26,7 +26,8 @@ TASK = {
 
 
 def rows(pre, post, **more):
-    """A run's rows: 10 scalars each way, 3 integers and 2 messages a round, 4 steps on 30 examples."""
+    """A run's rows: 10 scalars each way, 3 integers and 2 messages a round, 4 steps on 30
+    examples."""
     spent = {"traffic/down": 10, "traffic/up": 10, "traffic/ints": 3, "traffic/messages": 2}
     spent |= {"work/steps": 4, "work/examples": 30, "loss": 1.0}
     made = [{"round": t, **(spent if t < len(post) else {})} for t in range(len(pre))]

@@ -1,4 +1,5 @@
-"""Task maps of many classes, a user's own, and pFedC's branches when a few of many clients take part."""
+"""Task maps of many classes, a user's own, and pFedC's branches when a few of many clients take
+part."""
 
 import functools
 import json
@@ -114,7 +115,8 @@ def hundred(num_clients: int = 20) -> Task:
     ],
 )
 def test_the_tasks_of_a_hundred_classes(spec, count, head, logits):
-    """The paper's 1, 10, 20 and 100 tasks: who owns what, and the shapes of a round; nothing is compiled."""
+    """The paper's 1, 10, 20 and 100 tasks: who owns what, and the shapes of a round; nothing is
+    compiled."""
     task, f = hundred(), shapes(100)
     b = task_maps.branches(task, spec, head)
     assert len(b.member) == count and set(b.member.sum(1)) == {100 // count} and b.owns.shape == (count, logits)
@@ -180,7 +182,8 @@ def worn(state: State) -> State:
 
 
 def test_masks_are_of_the_selected_and_the_bank_keeps_what_none_of_them_holds():
-    """Every branch is the mean of its selected holders' (Eqs. 4 and 7 over S_t), each trained alone, or what it was."""
+    """Every branch is the mean of its selected holders' (Eqs. 4 and 7 over S_t), each trained
+    alone, or what it was."""
     task, f = sparse()
     program, key = simulate.program(ALGORITHMS["pfedc"], task, UNIFORM), jax.random.key(3)
     begin = worn(jax.jit(program.init)(key, program.numbers))

@@ -1,4 +1,5 @@
-"""The checks of fedjax_pfl.testing: each planted mistake is answered by a sentence that says which rule and where."""
+"""The checks of fedjax_pfl.testing: each planted mistake is answered by a sentence that says which
+rule and where."""
 
 import re
 from types import SimpleNamespace

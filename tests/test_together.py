@@ -38,7 +38,8 @@ def plain(metrics):
 
 @pytest.mark.parametrize("method, devices, participation", [*QUICK, *ALL])
 def test_rounds_together_are_the_rounds_one_by_one(method, devices, participation):
-    """Metrics, scores and states; after the first round, whose time is measured, 1 to 4, 5, 6 and 7."""
+    """Metrics, scores and states; after the first round, whose time is measured, 1 to 4, 5, 6 and
+    7."""
     program = program_of(method, devices, participation)
     alone = run(program, eval_every=5)
     together = run(program, eval_every=5, state_every=6)

@@ -1,4 +1,5 @@
-"""Clients that do not train: who they are, what they score, and that training does not know of them."""
+"""Clients that do not train: who they are, what they score, and that training does not know of
+them."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""What a program hands to the library: every wrong call is one sentence, before anything is compiled."""
+"""What a program hands to the library: every wrong call is one sentence, before anything is
+compiled."""
 
 import functools
 

@@ -19,8 +19,8 @@ TINY = [
 
 @pytest.mark.parametrize("algo", ["pfedc", "ditto", "fedrod"])
 def test_a_run_is_asked_for_the_class_within_the_group(algo, tmp_path):
-    """Of pFedC with these tasks it is its own score; of the others the argmax within the group, counted by hand,
-    of FedRoD's two models the personal one's."""
+    """Of pFedC with these tasks it is its own score; of the others the argmax within the group,
+    counted by hand, of FedRoD's two models the personal one's."""
     more = ["--hparam=tasks=consecutive:2"] if algo == "pfedc" else []
     assert main.run([*TINY, *more, f"--algo={algo}", f"--workdir={tmp_path}"]) == 0
     run = runs.load(tmp_path)

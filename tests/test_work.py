@@ -66,7 +66,8 @@ def test_short_batches_and_no_examples():
 
 @pytest.mark.parametrize("turns, counts", [(0, 0), (1, 1), (2, 2), (7, 7), ("data", 1), ("flags", 3)])
 def test_turns_of_a_loop(turns, counts):
-    """Counted where a counter ends it; once where the data do; and where flags that are known do, turn by turn."""
+    """Counted where a counter ends it; once where the data do; and where flags that are known do,
+    turn by turn."""
 
     def run(n, x):
         if turns == "data":

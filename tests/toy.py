@@ -46,7 +46,8 @@ def small_mlp(input_shape, num_classes, rngs):
 
 
 def images(x):
-    """The toy's inputs [B, 6] as images [B, 6, 6, 1] in (-1, 1): every row is the one above, rotated."""
+    """The toy's inputs [B, 6] as images [B, 6, 6, 1] in (-1, 1): every row is the one above,
+    rotated."""
     return jnp.tanh(x / 2)[:, (np.arange(6)[:, None] + np.arange(6)) % 6, None].astype(jnp.float32)
 
 
@@ -95,7 +96,8 @@ def method_task(method: str) -> Task:
 
 
 def sent(algorithm: Algorithm, cohort: Cohort) -> Traffic:
-    """What a round of this cohort sends by the shapes of its uploads, which tracing it tells; nothing is computed."""
+    """What a round of this cohort sends by the shapes of its uploads, which tracing it tells;
+    nothing is computed."""
 
     def trace(key) -> State:
         state = algorithm.init(key)
@@ -133,8 +135,8 @@ _compiled: dict = {}
 def train(method, given: Task, rounds: int = 3, key=None, federation_=None, begin=None, **hparams) -> Trained:
     """Runs rounds of a method (a name or a factory) one by one, each scored after local training.
 
-    Its parts are compiled once for each task and each choice of what is not a float: other floats need nothing new.
-    Together they take half of what compiling `simulate.curve` takes.
+    Its parts are compiled once for each task and each choice of what is not a float: other floats
+    need nothing new. Together they take half of what compiling `simulate.curve` takes.
     """
     factory = METHODS[method] if isinstance(method, str) else method
     program = simulate.program(factory, given, hparams, checked=False)  # as it is traced, which is soon

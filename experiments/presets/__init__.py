@@ -1,4 +1,5 @@
-"""Presets: one file a paper's tables; a preset is data, and any flag the user gives overrides it."""
+"""Presets: one file a paper's tables; a preset is data, and any flag the user gives overrides
+it."""
 
 from experiments.presets import builtin, fedcp, feddva, pfedc
 from experiments.presets.preset import Preset

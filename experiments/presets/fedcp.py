@@ -1,4 +1,5 @@
-"""The FedCP paper's main results; its numbers are micro means before local training (`pre`), of the best round."""
+"""The FedCP paper's main results; its numbers are micro means before local training (`pre`), of the
+best round."""
 
 from experiments.presets.preset import Preset
 

@@ -1,7 +1,8 @@
 """The pFedC paper's experiments: Tables 1 to 6 and Figure 10.
 
-Its own method is scored by the "mean accuracy on all tasks" (`task_acc`), after 40 rounds; the others by ordinary
-accuracy, after 1000. Here all methods have 40, as equal rounds are the fairer comparison; --rounds=1000 is the paper's.
+Its own method is scored by the "mean accuracy on all tasks" (`task_acc`), after 40 rounds; the
+others by ordinary accuracy, after 1000. Here all methods have 40, as equal rounds are the fairer
+comparison; --rounds=1000 is the paper's.
 """
 
 from typing import Any

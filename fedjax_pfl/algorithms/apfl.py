@@ -1,4 +1,5 @@
-"""APFL: FedAvg, and beside it a personal model per client that is predicted with in a mixture of the two.
+"""APFL: FedAvg, and beside it a personal model per client that is predicted with in a mixture of
+the two.
 
 Reference: Deng, Kamani & Mahdavi, Adaptive personalized federated learning (2020), Algorithm 1.
 """
@@ -17,7 +18,8 @@ from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, P
 
 
 def mixture_loss(task: Task, mix: str) -> Callable[[PyTree, Array, PyTree, Batch, Array], tuple[Array, PyTree]]:
-    """The loss of the mixture a v + (1 - a) w: (v, a [], w, batch, key) -> (mean loss [], running statistics for v).
+    """The loss of the mixture a v + (1 - a) w: (v, a [], w, batch, key) -> (mean loss [], running
+    statistics for v).
 
     Args:
       mix: of the parameters, or of the outputs.
@@ -48,18 +50,20 @@ def apfl(
     alpha_decay: Annotated[float, Ge(0)] = 0.0,
     mix: Literal["params", "outputs"] = "params",
 ) -> Algorithm:
-    """Trains w as FedAvg does, and v so that the mixture a v + (1 - a) w fits the client, and a is learned.
+    """Trains w as FedAvg does, and v so that the mixture a v + (1 - a) w fits the client, and a is
+    learned.
 
     Args:
-      alpha: a client's first mixing weight (α) in [0, 1]; 0.5 as in the authors' code (paper also 0.25, 0.75).
+      alpha: a client's first mixing weight (α) in [0, 1]; 0.5 as in the authors' code (paper also
+        0.25, 0.75).
       adaptive: whether a takes a gradient step at the first batch of each round, true or false.
       lr_alpha: the step size of a in [0, inf); default the learning rate.
       alpha_decay: weight of a's decay in [0, inf); 0.02 in the authors' code, not in the paper.
       mix: what is mixed, one of params (the paper), outputs (the authors' code).
 
     Note:
-      The gradients are those of the mixture's own loss; the authors' code approximates a's. The mixture's batch-norm
-      moments belong to v. The reported loss is the global model's.
+      The gradients are those of the mixture's own loss; the authors' code approximates a's. The
+      mixture's batch-norm moments belong to v. The reported loss is the global model's.
     """
     loss, mixed_loss = losses.classification(task.model), mixture_loss(task, mix)
     split = averaging.split(task)

@@ -1,7 +1,8 @@
-"""FD: clients of different architectures exchange the mean prediction of each class, which the others learn from.
+"""FD: clients of different architectures exchange the mean prediction of each class, which the
+others learn from.
 
-Reference: Jeong et al., Communication-efficient on-device machine learning: federated distillation and augmentation
-under non-IID private data (2018).
+Reference: Jeong et al., Communication-efficient on-device machine learning: federated distillation
+and augmentation under non-IID private data (2018).
 """
 
 from typing import Annotated
@@ -36,7 +37,8 @@ def others(server: PyTree, id: Array, class_counts: Array) -> Array:
 
 
 def teacher(server: PyTree, mine: PyTree, id: Array, class_counts: Array) -> tuple[Array, Array]:
-    """G [C, C], column l the mean prediction of the other clients for class l, and where there is one, [C] bool.
+    """G [C, C], column l the mean prediction of the other clients for class l, and where there is
+    one, [C] bool.
 
     Where nobody else sent one in the last round, it is what the client had received before.
     """

@@ -1,7 +1,8 @@
-"""FedALA: before training, a client learns for each scalar of its last layer how far to move it to the global model's.
+"""FedALA: before training, a client learns for each scalar of its last layer how far to move it to
+the global model's.
 
-Reference: Zhang et al., FedALA: adaptive local aggregation for personalized federated learning (AAAI 2023),
-Algorithm 1.
+Reference: Zhang et al., FedALA: adaptive local aggregation for personalized federated learning
+(AAAI 2023), Algorithm 1.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,8 @@ BLENDED: dict[str, tuple[str, ...]] = {"none": (), "head": ("head",), "all": BOT
 
 
 class Patience(NamedTuple):
-    """When a client's first learning of its weights ends: at a steady loss, or after `cap` epochs."""
+    """When a client's first learning of its weights ends: at a steady loss, or after `cap`
+    epochs."""
 
     window: int  # epochs whose losses are compared
     threshold: Numeric  # of their standard deviation
@@ -42,7 +44,8 @@ def mean_of(weights: PyTree) -> Array:
 
 
 def subset(key: Array, data: Data, percent: Numeric) -> Data:
-    """A stretch of `percent` % of a client's rows, at least one, from a random place in its list."""
+    """A stretch of `percent` % of a client's rows, at least one, from a random place in its
+    list."""
     size = jnp.minimum(jnp.maximum(jnp.floor(percent * data.size / 100).astype(jnp.int32), 1), data.size)
     first = jax.random.randint(key, (), 0, data.size - size + 1)
     place = jnp.minimum(first + jnp.arange(data.index.shape[0]), data.index.shape[0] - 1)
@@ -59,7 +62,8 @@ def learn(
     lr: Numeric,
     patience: Patience,
 ) -> tuple[PyTree, Array]:
-    """Descends `loss(weights, batch, key)` within [0, 1]: one epoch, or if `first` [] until the losses are steady.
+    """Descends `loss(weights, batch, key)` within [0, 1]: one epoch, or if `first` [] until the
+    losses are steady.
 
     Returns:
       (weights, the number of epochs []); none without data.
@@ -96,24 +100,26 @@ def fedala(
     threshold: Annotated[float, Ge(0)] = 0.1,
     cap: Annotated[int, Interval(ge=1, le=100_000)] = 100,
 ) -> Algorithm:
-    """Trains from w_i + (w^t - w_i) W_i, W_i learned on the client's examples, in the head; else from w^t.
+    """Trains from w_i + (w^t - w_i) W_i, W_i learned on the client's examples, in the head; else
+    from w^t.
 
     Args:
-      percent: the share (s) in [0, 100] of the training examples that W_i is learned on, a new stretch each round, at
-        least one example; 80 as in the paper.
+      percent: the share (s) in [0, 100] of the training examples that W_i is learned on, a new
+        stretch each round, at least one example; 80 as in the paper.
       lr_weights: the step size (η) in [0, inf) of W_i; 1 as in the paper.
       blended: what is blended, one of none (FedAvg), head (the paper's p = 1 layer), all.
-      window: in [1, 1000], the epochs whose losses must be steady before the first learning of W_i ends; 10 as in
-        the authors' code.
+      window: in [1, 1000], the epochs whose losses must be steady before the first learning of W_i
+        ends; 10 as in the authors' code.
       threshold: of the standard deviation in [0, inf) of these losses; 0.1 as there.
       cap: in [1, 100000], the most epochs of the first learning; 100, the authors have none.
 
     Note:
-      The first learning runs until the loss of the last batch is steady over the epochs, later ones for one epoch;
-      where w^t equals w_i (in round 0) nothing is learned. Only participants learn W_i (the authors' code blends on
-      every client in every round); a prediction of the others' blends too, and forgets it. Of w_i a client keeps what
-      is blended, as the rest is replaced. The paper's p may stop at any layer; here a model is head and body.
-      Running statistics are the received ones, or the client's with bn_stats=local. `global_share` is the mean of W_i,
+      The first learning runs until the loss of the last batch is steady over the epochs, later ones
+      for one epoch; where w^t equals w_i (in round 0) nothing is learned. Only participants learn
+      W_i (the authors' code blends on every client in every round); a prediction of the others'
+      blends too, and forgets it. Of w_i a client keeps what is blended, as the rest is replaced.
+      The paper's p may stop at any layer; here a model is head and body. Running statistics are the
+      received ones, or the client's with bn_stats=local. `global_share` is the mean of W_i,
       `ala_epochs` how long it was learned.
     """
     loss, split = losses.classification(task.model), averaging.split(task)
@@ -127,7 +133,8 @@ def fedala(
         return State(shared, trees.replicate(start, task.num_clients))
 
     def start(c: Client, server: PyTree, mine: PyTree) -> tuple[PyTree, PyTree, Array]:
-        """The model that a client trains from, its weights, and the epochs that they were learned for."""
+        """The model that a client trains from, its weights, and the epochs that they were learned
+        for."""
         received, rest = trees.partition(split.receive(server, mine["own"]), mask)
 
         def objective(weights: PyTree, batch: Batch, key: Array) -> Array:

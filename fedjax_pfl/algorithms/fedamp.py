@@ -1,7 +1,8 @@
-"""FedAMP: a proximal term holds every client near its own mixture of all models, in which similar ones weigh more.
+"""FedAMP: a proximal term holds every client near its own mixture of all models, in which similar
+ones weigh more.
 
-Reference: Huang et al., Personalized cross-silo federated learning on non-IID data (AAAI 2021), Algorithm 1 and the
-heuristic of its section on deep networks (HeurFedAMP).
+Reference: Huang et al., Personalized cross-silo federated learning on non-IID data (AAAI 2021),
+Algorithm 1 and the heuristic of its section on deep networks (HeurFedAMP).
 """
 
 import math
@@ -54,7 +55,8 @@ def cosines(w: PyTree, ids: Array) -> Array:
 
 
 def amp_weights(d2: Array, others: Array, alpha: Numeric, sigma: Numeric, xi_min: Numeric) -> tuple[Array, Array]:
-    """FedAMP's weights of the others' models: alpha A'(d2), A(x) = 1 - exp(-x / sigma); the own one has the rest.
+    """FedAMP's weights of the others' models: alpha A'(d2), A(x) = 1 - exp(-x / sigma); the own one
+    has the rest.
 
     Args:
       d2: [S, N] squared distances.
@@ -71,14 +73,16 @@ def amp_weights(d2: Array, others: Array, alpha: Numeric, sigma: Numeric, xi_min
 
 
 def heur_weights(cosine: Array, others: Array, sigma: Numeric, xi_self: Numeric) -> tuple[Array, Array]:
-    """HeurFedAMP's: a softmax of sigma cos, cosine [S, N], that leaves xi_self to the own model; never shrunk."""
+    """HeurFedAMP's: a softmax of sigma cos, cosine [S, N], that leaves xi_self to the own model;
+    never shrunk."""
     xi = jnp.where(others, jnp.exp(sigma * (cosine - 1)), 0)
     total = jnp.sum(xi, axis=1, keepdims=True)
     return (1 - xi_self) * xi / jnp.where(total > 0, total, 1), jnp.zeros(len(others), bool)
 
 
 def mixtures(xi: Array, w: PyTree, ids: Array) -> PyTree:
-    """u_i = w_i + sum_j xi_ij (w_j - w_i): [S, ...] from the others' weights [S, N], all models w [N, ...], ids [S]."""
+    """u_i = w_i + sum_j xi_ij (w_j - w_i): [S, ...] from the others' weights [S, N], all models w
+    [N, ...], ids [S]."""
     total = jnp.sum(xi, axis=1)
 
     def mix(x: Array) -> Array:
@@ -92,7 +96,8 @@ def mixtures(xi: Array, w: PyTree, ids: Array) -> PyTree:
 
 
 def proximal(prox: str, anchor: PyTree, weight: Numeric) -> Callable[[PyTree], PyTree]:
-    """The gradient of weight/2 ||w - anchor||^2 (squared) or of weight/2 ||w - anchor|| (norm) as a function of w."""
+    """The gradient of weight/2 ||w - anchor||^2 (squared) or of weight/2 ||w - anchor|| (norm) as a
+    function of w."""
     if prox == "squared":
         return trees.proximal(anchor, weight)
 
@@ -115,25 +120,30 @@ def fedamp(
     xi_self: Annotated[float, Interval(ge=0, le=1)] = 0.1,
     prox: Literal["squared", "norm"] = "squared",
 ) -> Algorithm:
-    """Trains each model w_i from where it stood, with the extra gradient lam/alpha (w_i - u_i), u_i its mixture.
+    """Trains each model w_i from where it stood, with the extra gradient lam/alpha (w_i - u_i), u_i
+    its mixture.
 
     Args:
-      alpha: the server's step (α) in (0, inf), a factor of the others' weights; 1000 as in PFLlib's examples.
+      alpha: the server's step (α) in (0, inf), a factor of the others' weights; 1000 as in PFLlib's
+        examples.
       lam: weight of the attention (λ) in [0, inf); 1 as there.
-      sigma: σ in (0, inf): squared distances are divided by it (amp), or cosines multiplied (heur); 0.1 as there. The
-        method is sensitive to it: models further apart than sqrt(σ) do not see each other.
-      xi_min: the least weight of the own model in [0, 1] (amp); the others' weights are shrunk where they exceed the
-        rest, which nothing in the paper or PFLlib prevents.
+      sigma: σ in (0, inf): squared distances are divided by it (amp), or cosines multiplied (heur);
+        0.1 as there. The method is sensitive to it: models further apart than sqrt(σ) do not see
+        each other.
+      xi_min: the least weight of the own model in [0, 1] (amp); the others' weights are shrunk
+        where they exceed the rest, which nothing in the paper or PFLlib prevents.
       attention: one of amp (the paper's A), heur (HeurFedAMP: a softmax of cosines).
       xi_self: the weight of the own model in [0, 1] with heur; 0.1 as in PFLlib's script.
-      prox: the distance to u_i in the local loss, one of squared (the paper), norm (PFLlib: lam/2alpha ||w - u||).
+      prox: the distance to u_i in the local loss, one of squared (the paper), norm (PFLlib:
+        lam/2alpha ||w - u||).
 
     Note:
-      u_i mixes the models that were uploaded in the last round with examples to learn from, and the own one; before
-      round 0 everybody's is the common start. A client's model is kept once, in the server's table of all. Batch-norm
-      moments stay with the client and do not travel, as u_i predicts nothing. `self_weight` is the weight of the own
-      model: at 1 everybody learns alone, held by lam/alpha near where its round began. `rescaled` is whether the
-      others' weights were shrunk: where they were, only their ratios are FedAMP's.
+      u_i mixes the models that were uploaded in the last round with examples to learn from, and the
+      own one; before round 0 everybody's is the common start. A client's model is kept once, in the
+      server's table of all. Batch-norm moments stay with the client and do not travel, as u_i
+      predicts nothing. `self_weight` is the weight of the own
+      model: at 1 everybody learns alone, held by lam/alpha near where its round began. `rescaled`
+      is whether the others' weights were shrunk: where they were, only their ratios are FedAMP's.
     """
     loss = losses.classification(task.model)
 

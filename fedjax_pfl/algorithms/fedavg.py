@@ -1,7 +1,8 @@
-"""FedAvg: one global model, the mean of the clients' locally trained copies; FedProx holds the copies near it.
+"""FedAvg: one global model, the mean of the clients' locally trained copies; FedProx holds the
+copies near it.
 
-References: McMahan et al., Communication-efficient learning of deep networks from decentralized data (AISTATS 2017);
-Li et al., Federated optimization in heterogeneous networks (MLSys 2020).
+References: McMahan et al., Communication-efficient learning of deep networks from decentralized
+data (AISTATS 2017); Li et al., Federated optimization in heterogeneous networks (MLSys 2020).
 """
 
 from typing import Annotated, Literal
@@ -23,7 +24,8 @@ def fedavg_ft(
     fine_tune_epochs: Annotated[int, Interval(ge=0, le=10_000)] | None = None,
     fine_tune: Literal["all", "head", "body"] = "all",
 ) -> Algorithm:
-    """FedAvg whose global model each client fine-tunes before it predicts; the fine-tuned copy is discarded.
+    """FedAvg whose global model each client fine-tunes before it predicts; the fine-tuned copy is
+    discarded.
 
     Args:
       fine_tune_epochs: E_ft in [0, 10000]; default max(E, 5), as no paper gives a value.
@@ -38,6 +40,7 @@ def fedprox(task: Task, *, mu: Annotated[float, Ge(0)] = 0.001) -> Algorithm:
     """FedAvg with the proximal term mu/2 ||w - w^t||^2 in the local loss (Eq. 2).
 
     Args:
-      mu: weight of the proximal term (μ) in [0, inf); the paper's grid is {0.001, 0.01, 0.1, 1}, PFLlib uses 0.001.
+      mu: weight of the proximal term (μ) in [0, inf); the paper's grid is {0.001, 0.01, 0.1, 1},
+        PFLlib uses 0.001.
     """
     return partial_averaging(task, split(task), mu=mu)

@@ -1,6 +1,8 @@
-"""FedDF: the server averages the models of each architecture, then trains them on what all clients' models predict.
+"""FedDF: the server averages the models of each architecture, then trains them on what all clients'
+models predict.
 
-Reference: Lin et al., Ensemble distillation for robust model fusion in federated learning (NeurIPS 2020), Algorithm 3.
+Reference: Lin et al., Ensemble distillation for robust model fusion in federated learning (NeurIPS
+2020), Algorithm 3.
 """
 
 import functools
@@ -22,18 +24,20 @@ class Students(NamedTuple):
     """How the server trains the fused models.
 
     Args:
-      passes: over the public examples in each round, in [0, 10000]; 1 as KT-pFL runs it (12 steps; the authors take up
-        to 10000 with early stopping).
+      passes: over the public examples in each round, in [0, 10000]; 1 as KT-pFL runs it (12 steps;
+        the authors take up to 10000 with early stopping).
       public_size: public examples per round in [1, inf), at most the pool; 3000 as in KT-pFL.
       public_batch: their batch size in [1, inf); 256 as in KT-pFL (the authors take 128).
-      student_lr: the server's learning rate in [0, inf), decaying to 0 along a cosine; 0.001 as in the authors' code.
+      student_lr: the server's learning rate in [0, inf), decaying to 0 along a cosine; 0.001 as in
+        the authors' code.
       student_optimizer: the server's, one of adam (the authors' choice), sgd.
       clip: greatest norm in (0, inf) of the server's gradients; 5 as in the authors' code.
       temperature: of the softmax, in (0, inf); 1 as in the authors' code.
-      patience: passes without a better one after which a student stops, in [1, 10000], and its best pass is kept (the
-        authors wait for 1000 steps); default: it does not stop, and its last pass is kept, as in KT-pFL.
-      held_out: share of the round's public examples in (0, 1) that, with patience, a student is only validated on, by
-        the divergence from its teachers; 0.1 is our choice.
+      patience: passes without a better one after which a student stops, in [1, 10000], and its best
+        pass is kept (the authors wait for 1000 steps); default: it does not stop, and its last pass
+        is kept, as in KT-pFL.
+      held_out: share of the round's public examples in (0, 1) that, with patience, a student is
+        only validated on, by the divergence from its teachers; 0.1 is our choice.
     """
 
     passes: Annotated[int, Interval(ge=0, le=10_000)] = 1
@@ -49,13 +53,15 @@ class Students(NamedTuple):
 
 @hyperparameters.shared(Students)
 def feddf(task: Task, *, on: Students) -> Algorithm:
-    """Averages the models within each architecture and distils the mean logits of all clients' models into each mean.
+    """Averages the models within each architecture and distils the mean logits of all clients'
+    models into each mean.
 
     Note:
-      A client's model is its architecture's, which `pre` scores as fused; `post` scores it after local training. The
-      teachers' logits are averaged uniformly over the round's clients of all architectures; an architecture without a
-      client in the round learns from them, too. The server has no labelled examples, by which the authors' stops.
-      With bn_stats=local running statistics are not sent: teachers have their own, students those of each batch.
+      A client's model is its architecture's, which `pre` scores as fused; `post` scores it after
+      local training. The teachers' logits are averaged uniformly over the round's clients of all
+      architectures; an architecture without a client in the round learns from them, too. The server
+      has no labelled examples, by which the authors' stops. With bn_stats=local running statistics
+      are not sent: teachers have their own, students those of each batch.
     """
     rule = {"adam": optax.adam, "sgd": optax.sgd}[on.student_optimizer]
     steps = on.passes * -(-public.count(task, on.public_size) // on.public_batch)
@@ -122,10 +128,12 @@ def feddf(task: Task, *, on: Students) -> Algorithm:
 def pfeddf(
     task: Task, *, on: Students, fine_tune_epochs: Annotated[int, Interval(ge=0, le=10_000)] | None = None
 ) -> Algorithm:
-    """FedDF whose fused model each client fine-tunes before it predicts; the fine-tuned copy is discarded (KT-pFL).
+    """FedDF whose fused model each client fine-tunes before it predicts; the fine-tuned copy is
+    discarded (KT-pFL).
 
     Args:
-      fine_tune_epochs: E_ft in [0, 10000]; default the task's local work, as KT-pFL says "several epochs".
+      fine_tune_epochs: E_ft in [0, 10000]; default the task's local work, as KT-pFL says "several
+        epochs".
     """
     split = averaging.split(task)
 

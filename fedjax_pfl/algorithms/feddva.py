@@ -1,8 +1,11 @@
-"""FedDVA: clients share the two encoders of a dual variational autoencoder, and each keeps a decoder of its own.
+"""FedDVA: clients share the two encoders of a dual variational autoencoder, and each keeps a
+decoder of its own.
 
-The latent z is to hold what all clients have in common, c what is a client's own; there need not be labels.
+The latent z is to hold what all clients have in common, c what is a client's own; there need not be
+labels.
 
-Reference: FedDVA, "Federated learning with heterogeneous data by a dual variational autoencoder", Algorithm 1.
+Reference: FedDVA, "Federated learning with heterogeneous data by a dual variational autoencoder",
+Algorithm 1.
 """
 
 from typing import Annotated, Any, Literal
@@ -32,7 +35,8 @@ HEADS = ("none", *dva_phases.HEADS)
 
 
 def networks(task: Task, latent: int = 4, personal: int = 4, hidden: int = 512, head: str = "none") -> vae.DualVAE:
-    """The networks for the task's prepared inputs, see `feddva`; nothing of `task.model` is in them."""
+    """The networks for the task's prepared inputs, see `feddva`; nothing of `task.model` is in
+    them."""
     raw = jax.ShapeDtypeStruct((1, *task.input.shape), task.input.dtype)
     shape = jax.eval_shape(task.prepare, raw).shape[1:]
     classes = None if choose("head", head, HEADS) == "none" else task.num_classes
@@ -63,34 +67,43 @@ def feddva(
     detach: bool = True,
     exchange: Literal["encoders", "z"] = "encoders",
 ) -> Algorithm:
-    """Trains the decoder with frozen encoders, then the encoders with a frozen decoder; averages the encoders.
+    """Trains the decoder with frozen encoders, then the encoders with a frozen decoder; averages
+    the encoders.
 
     Args:
-      latent: d_z, dimensions of what is common, in [1, 1000000]; 4 in the paper, 8 where it classifies.
+      latent: d_z, dimensions of what is common, in [1, 1000000]; 4 in the paper, 8 where it
+        classifies.
       personal: d_c, dimensions of what is a client's own, in [1, 1000000], likewise.
-      hidden: channels in [1, inf) of the last convolution, each before it having half: 512 as published (64 to 512 for
-        28 and 32 pixels a side, 32 to 512 for 64), 128 a network of a sixteenth.
+      hidden: channels in [1, inf) of the last convolution, each before it having half: 512 as
+        published (64 to 512 for 28 and 32 pixels a side, 32 to 512 for 64), 128 a network of a
+        sixteenth.
       alpha: weight of KL(q(z|x) || N(0, I)) (α) in [0, inf); 1 in the paper.
-      beta: weight of the personal regulariser R_c (β) in [0, inf); 0.75 in the paper, 1 in its code.
-      xi: slack of R_c in [0, inf), in nats for each dimension of c; 8 in the paper (ξ = 8 d_c), 0.5 in its notebooks.
+      beta: weight of the personal regulariser R_c (β) in [0, inf); 0.75 in the paper, 1 in its
+        code.
+      xi: slack of R_c in [0, inf), in nats for each dimension of c; 8 in the paper (ξ = 8 d_c), 0.5
+        in its notebooks.
       head: a classifier of [z; c], one of none, personal (it stays with its client), shared.
       cls: weight of its cross entropy in [0, inf); 1 in the code.
       mode: one of paper (two phases), code (three, see `dva_phases.phases`).
       regulariser: R_c, one of paper_max (Eq. 7), code_hinge (see `dva.personal_term`).
       reconstruction: one of gaussian (unit variance), focal (see `dva.reconstruction`).
-      detach: whether the batch's mixture counts as a constant in R_c's gradient, as in the code, true or false.
-      exchange: what clients share, one of encoders (both, Algorithm 1), z (the encoder of c stays with its client).
+      detach: whether the batch's mixture counts as a constant in R_c's gradient, as in the code,
+        true or false.
+      exchange: what clients share, one of encoders (both, Algorithm 1), z (the encoder of c stays
+        with its client).
 
     Raises:
-      InputError: inputs that are not square images of 4 to 8, 28 to 32 or 60 to 64 pixels a side, or a value out of
-        range.
+      InputError: inputs that are not square images of 4 to 8, 28 to 32 or 60 to 64 pixels a side,
+        or a value out of range.
 
     Note:
-      Each phase is the task's whole local work with a fresh optimizer; the paper's is Adam with rate 0.001. The server
-      weights encoders by training examples (the paper's sum over all clients, of losses that are sums over examples,
-      counts sizes twice). Running statistics always stay with their client, as in the code. Scores are taken at the
-      posterior means; `loss` is the last phase's. No term asks c to differ between clients: a client's decoder knows
-      its client, R_c binds examples of one client only. With a shared encoder of c, c tells clients apart by accident.
+      Each phase is the task's whole local work with a fresh optimizer; the paper's is Adam with
+      rate 0.001. The server weights encoders by training examples (the paper's sum over all
+      clients, of losses that are sums over examples, counts sizes twice). Running statistics always
+      stay with their client, as in the code. Scores are taken at the posterior means; `loss` is the
+      last phase's. No term asks c to differ between clients: a client's decoder knows its client,
+      R_c binds examples of one client only. With a shared encoder of c, c tells clients apart by
+      accident.
     """
     nets = networks(task, latent, personal, hidden, head)
     owner = "personal" if head == "none" else head

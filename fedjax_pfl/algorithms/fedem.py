@@ -1,6 +1,8 @@
-"""FedEM: every client's data are a mixture of M distributions that all share; a client learns its mixing weights.
+"""FedEM: every client's data are a mixture of M distributions that all share; a client learns its
+mixing weights.
 
-Reference: Marfoq et al., Federated multi-task learning under a mixture of distributions (NeurIPS 2021), Algorithm 1.
+Reference: Marfoq et al., Federated multi-task learning under a mixture of distributions (NeurIPS
+2021), Algorithm 1.
 """
 
 from typing import Annotated, Literal
@@ -30,12 +32,14 @@ def losses_of_rows(task: Task, components: PyTree, batch: Batch) -> Array:
 
 
 def responsibilities(pi: Array, loss: Array) -> Array:
-    """How likely each component made each row: q [B, M] proportional to pi exp(-loss), of pi [M] and loss [B, M]."""
+    """How likely each component made each row: q [B, M] proportional to pi exp(-loss), of pi [M]
+    and loss [B, M]."""
     return jax.nn.softmax(jnp.log(jnp.maximum(pi, TINY))[None] - loss, axis=1)
 
 
 def e_step(task: Task, components: PyTree, pi: Array, data: Data) -> tuple[Array, Array]:
-    """The responsibilities of a client's rows [length, M], and its new mixing weights [M], their mean."""
+    """The responsibilities of a client's rows [length, M], and its new mixing weights [M], their
+    mean."""
     shape = (data.index.shape[0], len(pi))
     batch_size = evaluate.batch_size(task.sizes.max() / 4)  # small enough that a short client is not padded many times
 
@@ -67,19 +71,21 @@ def fedem(
     average: Literal["round", "all"] = "round",
     refit: Annotated[int, Interval(ge=0, le=1000)] = 0,
 ) -> Algorithm:
-    """Trains M models on all examples, each weighted by how likely the model made it, and averages them as FedAvg does.
+    """Trains M models on all examples, each weighted by how likely the model made it, and averages
+    them as FedAvg does.
 
     Args:
       components: models that the clients share (M) in [1, 100]; 3 as in the paper.
-      average: over one of round (its clients), all (those that were absent count with the last model, as in the
-        authors' code).
-      refit: E-steps in [0, 1000] before a prediction, which find the weights of a client that has never trained.
+      average: over one of round (its clients), all (those that were absent count with the last
+        model, as in the authors' code).
+      refit: E-steps in [0, 1000] before a prediction, which find the weights of a client that has
+        never trained.
 
     Note:
-      The components begin differently, the first as FedAvg's model; all see the same batches. A step divides by the
-      batch's size, not by the sum of responsibilities. The prediction mixes probabilities, with the weights of the
-      client's last E-step, and the reported loss is the components' weighted sum. Components are trained one after
-      another, clients in parallel.
+      The components begin differently, the first as FedAvg's model; all see the same batches. A
+      step divides by the batch's size, not by the sum of responsibilities. The prediction mixes
+      probabilities, with the weights of the client's last E-step, and the reported loss is the
+      components' weighted sum. Components are trained one after another, clients in parallel.
     """
     model, split = task.model, averaging.split(task)
 

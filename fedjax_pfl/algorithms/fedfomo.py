@@ -1,6 +1,8 @@
-"""FedFomo: a client mixes the models of others by how much each would lower its own validation loss.
+"""FedFomo: a client mixes the models of others by how much each would lower its own validation
+loss.
 
-Reference: Zhang et al., Personalized federated learning with first order model optimization (ICLR 2021), Eq. 4-6.
+Reference: Zhang et al., Personalized federated learning with first order model optimization (ICLR
+2021), Eq. 4-6.
 """
 
 from collections.abc import Callable
@@ -33,9 +35,11 @@ TINY = 1e-5  # added to a distance, as in PFLlib
 
 
 def select(key: Array, affinity: Array, known: Array, id: Array, received: int, epsilon: Numeric) -> Array:
-    """The models [M] that the server sends to client `id`: its own, then those it has the largest affinity to.
+    """The models [M] that the server sends to client `id`: its own, then those it has the largest
+    affinity to.
 
-    Ties are broken at random. With probability epsilon, each place after the first goes to a random model instead.
+    Ties are broken at random. With probability epsilon, each place after the first goes to a random
+    model instead.
 
     Args:
       affinity: the client's row of Q [N].
@@ -51,20 +55,23 @@ def select(key: Array, affinity: Array, known: Array, id: Array, received: int, 
 
 
 def benefit(loss: Array, base_loss: Array, w: PyTree, base: PyTree) -> Array:
-    """How much lower the validation loss is at w than at `base`, per unit of distance between their parameters, []."""
+    """How much lower the validation loss is at w than at `base`, per unit of distance between their
+    parameters, []."""
     distance = jnp.sqrt(trees.sq_dist(params(w), params(base)))
     return (base_loss - loss) / (distance + TINY)
 
 
 def mixing(benefits: Array) -> Array:
-    """The weights of the models [M]: the positive benefits, normalised; all zero where none is positive."""
+    """The weights of the models [M]: the positive benefits, normalised; all zero where none is
+    positive."""
     positive = jnp.maximum(benefits, 0)
     total = jnp.sum(positive)
     return positive / jnp.where(total > 0, total, 1)
 
 
 def splits(c: Client, val: Numeric) -> tuple[Data, Data]:
-    """What a client trains on and what it validates on: its own validation examples if it has any, else a holdout."""
+    """What a client trains on and what it validates on: its own validation examples if it has any,
+    else a holdout."""
     rest, held = local.holdout(c.train, val)
     given, length = c.val.size > 0, max(c.val.index.shape[0], held.index.shape[0])
     pad: Callable[[Array], Array] = lambda index: jnp.pad(index, (0, length - index.shape[0]))
@@ -92,22 +99,28 @@ def fedfomo(
     epsilon: Annotated[float, Interval(ge=0, le=1)] = 0.0,
     epsilon_decay: Annotated[float, Ge(0)] = 0.05,
 ) -> Algorithm:
-    """Starts a client's training from the models that beat its last start on its validation examples, in a mixture.
+    """Starts a client's training from the models that beat its last start on its validation
+    examples, in a mixture.
 
     Args:
       received: models a round (M) in [1, inf), the own one among them; 5 as in PFLlib.
-      val: the part of a client's training examples in [0, 1] that it validates on; 0.2 as in the codes.
-      epsilon: chance in [0, 1] that a place goes to a random model in round 0; 0 as in PFLlib, 0.3 in the authors'.
-      epsilon_decay: how much less epsilon is each round, in [0, inf); 0.05 as in the authors' code (there an epoch).
+      val: the part of a client's training examples in [0, 1] that it validates on; 0.2 as in the
+        codes.
+      epsilon: chance in [0, 1] that a place goes to a random model in round 0; 0 as in PFLlib, 0.3
+        in the authors'.
+      epsilon_decay: how much less epsilon is each round, in [0, inf); 0.05 as in the authors' code
+        (there an epoch).
 
     Note:
-      A client trains on what it does not validate on: the holdout is the tail of its rows, at least one and not all;
-      a client with one example has none and keeps its model. Validation examples of the federation, where a client
-      has them, take the holdout's place. The candidates are the last uploads of all clients so far (both codes: of
-      the last round). The distance is Euclidean over the parameters, the server adds the raw benefits to the
-      affinities; the authors' code normalises them and takes the L1 norm by default. `acc` at `pre` is of the client's
-      own trained model, before it mixes (PFLlib); `mixed_acc` at `post` is of the mixture, before training.
-      `own_weight` is the share of the own model in it. Running statistics are mixed, or stay.
+      A client trains on what it does not validate on: the holdout is the tail of its rows, at least
+      one and not all; a client with one example has none and keeps its model. Validation examples
+      of the federation, where a client has them, take the holdout's place. The candidates are the
+      last uploads of all clients so far (both codes: of the last round). The distance is Euclidean
+      over the parameters, the server adds the raw benefits to the affinities; the authors' code
+      normalises them and takes the L1 norm by default. `acc` at `pre` is of the client's own
+      trained model, before it mixes (PFLlib); `mixed_acc` at `post` is of the mixture, before
+      training. `own_weight` is the share of the own model in it. Running statistics are mixed, or
+      stay.
     """
     loss, split, n = losses.classification(task.model), averaging.split(task), task.num_clients
     received = min(received, n)

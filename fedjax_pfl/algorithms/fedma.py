@@ -1,7 +1,9 @@
-"""FedMA: averages layer by layer, after reordering each client's neurons so that those of one kind stand in one place.
+"""FedMA: averages layer by layer, after reordering each client's neurons so that those of one kind
+stand in one place.
 
-Reference: Wang, Yurochkin, Sun, Papailiopoulos & Khazaeni, Federated learning with matched averaging (ICLR 2020),
-Algorithm 1. pFedMA is FedMA whose global model is fine-tuned, in the tables of pFedC (Zhang 2025).
+Reference: Wang, Yurochkin, Sun, Papailiopoulos & Khazaeni, Federated learning with matched
+averaging (ICLR 2020), Algorithm 1. pFedMA is FedMA whose global model is fine-tuned, in the tables
+of pFedC (Zhang 2025).
 """
 
 import itertools
@@ -19,13 +21,15 @@ from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, P
 
 
 def average(cohort: Cohort, models: PyTree, server: PyTree, here: PyTree, weight: Array) -> PyTree:
-    """The mean over the clients of the leaves `here` of their models, the server's where nobody has a weight."""
+    """The mean over the clients of the leaves `here` of their models, the server's where nobody has
+    a weight."""
     mine, last = (trees.partition(tree, here)[0] for tree in (models, server))
     return cohort.mean(lambda c, w: (w,), mine, weight=weight, default=last, phase=None)[0]
 
 
 def posterior(mean: PyTree, rows: PyTree, count: Array, sigma: Any, sigma0: Any, mu0: Any, mu0_bias: Any) -> PyTree:
-    """Where `count` rows N(g, sigma^2) have this mean, the posterior mean of g under the prior N(mu0, sigma0^2).
+    """Where `count` rows N(g, sigma^2) have this mean, the posterior mean of g under the prior
+    N(mu0, sigma0^2).
 
     Args:
       rows: Python booleans: which leaves are rows; the others stay.
@@ -40,13 +44,15 @@ def posterior(mean: PyTree, rows: PyTree, count: Array, sigma: Any, sigma0: Any,
 
 
 def class_weights(cohort: Cohort) -> Array:
-    """n_i(c) [S, C], and one for every client with examples where no client of the round holds the class."""
+    """n_i(c) [S, C], and one for every client with examples where no client of the round holds the
+    class."""
     held = jnp.sum(jnp.where(cohort.active[:, None], cohort.class_counts, 0), axis=0) > 0
     return jnp.where(held[None], cohort.class_counts, cohort.sizes[:, None] > 0)
 
 
 def reorder(key: Array, group: Group, models: PyTree, cohort: Cohort, sweeps: int) -> PyTree:
-    """The models [S] with the neurons of this group in the order of the global ones that they match."""
+    """The models [S] with the neurons of this group in the order of the global ones that they
+    match."""
     rows = cohort.everywhere(jax.vmap(lambda w: neurons(w, group))(models))
     turns = jax.vmap(lambda id: jax.random.bits(jax.random.fold_in(key, id), (sweeps,)))(cohort.ids)
     order = match(rows, cohort.ids, jnp.where(cohort.active, cohort.sizes, 0), turns)  # [S, width]
@@ -55,7 +61,8 @@ def reorder(key: Array, group: Group, models: PyTree, cohort: Cohort, sweeps: in
 
 
 def retrain(c: Client, w: PyTree, frozen: PyTree, task: Task, epochs: int | None) -> PyTree:
-    """The client's variables after training with the leaves `frozen` as they are; None: the task's local work."""
+    """The client's variables after training with the leaves `frozen` as they are; None: the task's
+    local work."""
     held, moving = trees.partition(params(w), params(frozen))
     loss = losses.classification(task.model)
 
@@ -80,30 +87,36 @@ def fedma(
     mu0: Annotated[float, Interval(gt=-math.inf, lt=math.inf)] = 0.0,
     mu0_bias: Annotated[float, Interval(gt=-math.inf, lt=math.inf)] = 0.1,
 ) -> Algorithm:
-    """Trains, then layer by layer matches the clients' neurons, averages them, freezes the layer and retrains the rest.
+    """Trains, then layer by layer matches the clients' neurons, averages them, freezes the layer
+    and retrains the rest.
 
     Args:
-      retrain_epochs: E_r in [-1, 10000] after each layer; -1 is the task's local work, as the authors have E_r = E.
-      matching: one of distance (least squares to the mean), bbp (the same, and the mean is drawn to a prior as in the
-        paper's BBP-MAP), identity (neurons stay where they are: an ablation).
+      retrain_epochs: E_r in [-1, 10000] after each layer; -1 is the task's local work, as the
+        authors have E_r = E.
+      matching: one of distance (least squares to the mean), bbp (the same, and the mean is drawn to
+        a prior as in the paper's BBP-MAP), identity (neurons stay where they are: an ablation).
       weights: of the classifier, one of classes (n_i(c) for class c, the paper), uniform.
-      sweeps: in [1, 1000] over the clients in each matching, fewer if one changes nothing; 5 as in the authors' code.
-      sigma: deviation (σ) in (0, inf) of a client's rows around the global one, of bbp; 1 as in the authors' code.
+      sweeps: in [1, 1000] over the clients in each matching, fewer if one changes nothing; 5 as in
+        the authors' code.
+      sigma: deviation (σ) in (0, inf) of a client's rows around the global one, of bbp; 1 as in the
+        authors' code.
       sigma0: deviation (σ0) in (0, inf) of the prior, of bbp; 1 as in the authors' code.
       mu0: mean (μ0) in (-inf, inf) of the prior of a weight, of bbp; 0 as in the authors' code.
       mu0_bias: the same of a bias, in (-inf, inf); 0.1 as in the authors' code.
 
     Note:
-      A round is one pass over the L layers, 2L messages. A stage of a residual network is one layer of the pass: all
-      that is added shares a permutation, matched by the sum of the costs of what writes to it, and each block has one
-      more (the authors' code has no residual networks). Not built: growing widths, and with them the paper's new
-      neurons and its γ. At a fixed width all neurons are matched equally often, so the gains of BBP-MAP rank the
-      assignments as squared distances do, and bbp differs by its prior only, which shrinks the rows of J clients by
-      J / (J + 1). As a round's clients start from one model, their neurons seldom change places: identity shows what
-      matching adds to averaging layer by layer. Hidden layers are averaged uniformly over the clients with examples.
-      The model a round starts from is not in the traffic (a client that was absent needs it). Batch norms follow their
-      convolution and freeze with it; with bn_stats=local an absent client's moments stay in the order of its last
-      round. All models of a round are held between the layers: memory grows with its clients.
+      A round is one pass over the L layers, 2L messages. A stage of a residual network is one layer
+      of the pass: all that is added shares a permutation, matched by the sum of the costs of what
+      writes to it, and each block has one more (the authors' code has no residual networks). Not
+      built: growing widths, and with them the paper's new neurons and its γ. At a fixed width all
+      neurons are matched equally often, so the gains of BBP-MAP rank the assignments as squared
+      distances do, and bbp differs by its prior only, which shrinks the rows of J clients by J / (J
+      + 1). As a round's clients start from one model, their neurons seldom change places: identity
+      shows what matching adds to averaging layer by layer. Hidden layers are averaged uniformly
+      over the clients with examples. The model a round starts from is not in the traffic (a client
+      that was absent needs it). Batch norms follow their convolution and freeze with it; with
+      bn_stats=local an absent client's moments stay in the order of its last round. All models of a
+      round are held between the layers: memory grows with its clients.
     """
     shapes = jax.eval_shape(task.model.init, jax.random.key(0))
     hidden, split, loss = layers(shapes), averaging.split(task), losses.classification(task.model)
@@ -171,7 +184,8 @@ def pfedma(
     mu0: Annotated[float, Interval(gt=-math.inf, lt=math.inf)] = 0.0,
     mu0_bias: Annotated[float, Interval(gt=-math.inf, lt=math.inf)] = 0.1,
 ) -> Algorithm:
-    """FedMA whose global model each client fine-tunes before it predicts; the fine-tuned copy is discarded.
+    """FedMA whose global model each client fine-tunes before it predicts; the fine-tuned copy is
+    discarded.
 
     Args:
       fine_tune_epochs: E_ft in [0, 10000]; default max(E, 5), as no paper gives a value.

@@ -1,7 +1,8 @@
-"""FedPer and its relatives: the model is cut into body and head, and one part stays with the client or at its start.
+"""FedPer and its relatives: the model is cut into body and head, and one part stays with the client
+or at its start.
 
-References: FedPer, Arivazhagan et al. (2019); FedRep, Collins et al. (ICML 2021); LG-FedAvg, Liang et al. (2020);
-FedBABU, Oh et al. (ICLR 2022).
+References: FedPer, Arivazhagan et al. (2019); FedRep, Collins et al. (ICML 2021); LG-FedAvg, Liang
+et al. (2020); FedBABU, Oh et al. (ICLR 2022).
 """
 
 from typing import Annotated, Literal
@@ -27,7 +28,8 @@ def fedrep(
     head_epochs: Annotated[int, Interval(ge=0, le=10_000)] = 1,
     body_epochs: Annotated[int, Interval(ge=0, le=10_000)] | None = None,
 ) -> Algorithm:
-    """FedPer in two phases: first the personal head on the received body, then the body under that head.
+    """FedPer in two phases: first the personal head on the received body, then the body under that
+    head.
 
     Args:
       head_epochs: E_h in [0, 10000]; 1 as in PFLlib (the authors' code uses 10).
@@ -44,16 +46,20 @@ def lg_fedavg(
     shared: Literal["head", "upper", "conv", "conv1+head"] = "head",
     upper_layers: Annotated[int, Interval(ge=0, le=10_000)] = 3,
 ) -> Algorithm:
-    """The mirror of FedPer: shares the upper layers and keeps the others personal; all are trained together.
+    """The mirror of FedPer: shares the upper layers and keeps the others personal; all are trained
+    together.
 
     Args:
-      shared: what is averaged, one of head (the last layer), upper (the last layers, the paper), conv (the
-        convolutions, the authors' code on CIFAR), conv1+head (the first convolution and the last layer).
-      upper_layers: of `shared=upper`, in [0, 10000]; 3 as in the authors' code on MNIST; 0 is Local, all FedAvg.
+      shared: what is averaged, one of head (the last layer), upper (the last layers, the paper),
+        conv (the convolutions, the authors' code on CIFAR), conv1+head (the first convolution and
+        the last layer).
+      upper_layers: of `shared=upper`, in [0, 10000]; 3 as in the authors' code on MNIST; 0 is
+        Local, all FedAvg.
 
     Note:
-      Weighted by training examples, where the authors' code averages uniformly, and without their FedAvg warm start.
-      What is shared must have the same shape in every architecture. A batch norm goes with the layer before it.
+      Weighted by training examples, where the authors' code averages uniformly, and without their
+      FedAvg warm start. What is shared must have the same shape in every architecture. A batch norm
+      goes with the layer before it.
     """
     if shared == "head":
         return partial_averaging(task, split(task, ("body",)), one_architecture=False)
@@ -77,15 +83,17 @@ def fedbabu(
     fine_tune_epochs: Annotated[int, Interval(ge=0, le=10_000)] = 5,
     fine_tune: Literal["all", "head", "body"] = "all",
 ) -> Algorithm:
-    """Federates the body under a head frozen at its random start; each client fine-tunes it before it predicts.
+    """Federates the body under a head frozen at its random start; each client fine-tunes it before
+    it predicts.
 
     Args:
       fine_tune_epochs: E_ft in [0, 10000]; 5 as in the paper.
       fine_tune: what of the model moves then, one of all (the paper's choice), head, body.
 
     Note:
-      `pre` scores are of the fine-tuned model, and as `untuned_acc` of the model as received; `post` scores are of
-      the trained body. The last two are under a head that nobody trained, and say little.
+      `pre` scores are of the fine-tuned model, and as `untuned_acc` of the model as received;
+      `post` scores are of the trained body. The last two are under a head that nobody trained, and
+      say little.
     """
     parts = FINE_TUNED[fine_tune]
     return partial_averaging(

@@ -1,6 +1,8 @@
-"""FedPHP: a client inherits a moving average of its trained models, which teaches the received one the next time.
+"""FedPHP: a client inherits a moving average of its trained models, which teaches the received one
+the next time.
 
-Reference: Li et al., FedPHP: federated personalization with inherited private models (ECML PKDD 2021), Algorithm 1.
+Reference: Li et al., FedPHP: federated personalization with inherited private models (ECML PKDD
+2021), Algorithm 1.
 """
 
 from typing import Annotated, Literal
@@ -18,13 +20,15 @@ TEMPERATURE = 4.0  # of the teacher in distillation, as in the authors' code
 
 
 def momentum(count: Array, mu0: Numeric, expected: float) -> Array:
-    """The weight mu [] of the old h_i after `count` [] participations, growing to mu0 over the `expected` ones."""
+    """The weight mu [] of the old h_i after `count` [] participations, growing to mu0 over the
+    `expected` ones."""
     weight: Array = mu0 * jnp.minimum(1, count / max(1.0, expected))
     return weight
 
 
 def transfer_loss(task: Task, teacher: PyTree, lam: Numeric, regularizer: str) -> local.Loss:
-    """(1 - lam) cross entropy + lam R(w, teacher), as `local.sgd` takes it; the teacher does not move.
+    """(1 - lam) cross entropy + lam R(w, teacher), as `local.sgd` takes it; the teacher does not
+    move.
 
     Args:
       regularizer: mmd (of the features), kd (the teacher's softened predictions).
@@ -55,17 +59,20 @@ def fedphp(
     """Trains the received model with h_i as its teacher, then moves h_i to mu h_i + (1 - mu) w_i.
 
     Args:
-      lam: weight of the teacher (λ) in [0, 1]; 0.01 as PFLlib's maintainer advises, 0.05 to 0.1 in the authors' code.
+      lam: weight of the teacher (λ) in [0, 1]; 0.01 as PFLlib's maintainer advises, 0.05 to 0.1 in
+        the authors' code.
       mu0: the largest weight (μ) of the old h_i in [0, 1]; 0.9 as in the paper.
       regularizer: what w is taught, one of mmd (features), kd (predictions).
 
     Note:
-      mu = mu0 min(1, z_i / (expected participations in all rounds)), z_i the participations before this round, as in
-      the authors' code: the first h_i is w_i, and a run's number of rounds is part of the method (PFLlib: mu0 t / T).
-      The MMD has PFLlib's fixed bandwidths (`losses.mmd`); the authors scale theirs by the batch's mean distance, and
-      clip gradients, which `--clip` does here. The teacher predicts as in a test, by its running statistics, which are
-      averaged as its parameters are. `acc` scores h_i, `global_acc` the received model before local training and the
-      trained w_i after it, which is what PFLlib and FedCP's tables score. The reported loss is the weighted sum.
+      mu = mu0 min(1, z_i / (expected participations in all rounds)), z_i the participations before
+      this round, as in the authors' code: the first h_i is w_i, and a run's number of rounds is
+      part of the method (PFLlib: mu0 t / T). The MMD has PFLlib's fixed bandwidths (`losses.mmd`);
+      the authors scale theirs by the batch's mean distance, and clip gradients, which `--clip` does
+      here. The teacher predicts as in a test, by its running statistics, which are averaged as its
+      parameters are. `acc` scores h_i, `global_acc` the received model before local training and
+      the trained w_i after it, which is what PFLlib and FedCP's tables score. The reported loss is
+      the weighted sum.
     """
     split = averaging.split(task)
     expected = sum(task.participation) / 2 * task.rounds

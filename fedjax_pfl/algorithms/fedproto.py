@@ -1,6 +1,8 @@
-"""FedProto: clients of different architectures exchange the mean features of each class, called prototypes.
+"""FedProto: clients of different architectures exchange the mean features of each class, called
+prototypes.
 
-Reference: Tan et al., FedProto: federated prototype learning across heterogeneous clients (AAAI 2022), Algorithm 1.
+Reference: Tan et al., FedProto: federated prototype learning across heterogeneous clients (AAAI
+2022), Algorithm 1.
 """
 
 import functools
@@ -30,7 +32,8 @@ from fedjax_pfl.types import (
 
 
 def predictor(model: Model, w: PyTree, server: PyTree) -> Predictor:
-    """Logits [B, C, 2]: the head's, and <h, P_l> - |P_l|^2 / 2, largest for the known prototype nearest to h."""
+    """Logits [B, C, 2]: the head's, and <h, P_l> - |P_l|^2 / 2, largest for the known prototype
+    nearest to h."""
 
     def predict(x: Array, mask: Array) -> Array:
         h, _ = model.features(w, x, mask=mask, train=False)
@@ -48,8 +51,8 @@ def fedproto(
 
     Args:
       lam: weight of the distance to the prototypes (λ) in [0, inf); 1 as in the authors' code.
-      proto_weight: of a client in the mean of a class, one of uniform (the authors' code), size (its
-        examples of that class, as in the paper).
+      proto_weight: of a client in the mean of a class, one of uniform (the authors' code), size
+        (its examples of that class, as in the paper).
 
     Note:
       The distance is the authors' code's: squared, per example, a mean over batch and features.

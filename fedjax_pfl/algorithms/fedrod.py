@@ -1,6 +1,8 @@
-"""FedRoD: a generic head trained with the balanced softmax is averaged, a personal head beside it corrects its logits.
+"""FedRoD: a generic head trained with the balanced softmax is averaged, a personal head beside it
+corrects its logits.
 
-Reference: Chen & Chao, On bridging generic and personalized federated learning for image classification (ICLR 2022).
+Reference: Chen & Chao, On bridging generic and personalized federated learning for image
+classification (ICLR 2022).
 """
 
 from typing import Annotated
@@ -17,22 +19,24 @@ from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, P
 
 
 def personal_loss(task: Task, own: PyTree, h: Array, z: Array, batch: Batch) -> Array:
-    """Cross entropy of the two heads' sum, with features h [B, K] and generic logits z [B, C] held fixed, []."""
+    """Cross entropy of the two heads' sum, with features h [B, K] and generic logits z [B, C] held
+    fixed, []."""
     h, z = jax.lax.stop_gradient((h, z))
     return losses.cross_entropy(z + task.model.head(own, h), batch.y, batch.mask)
 
 
 def fedrod(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
-    """Trains body and generic head on the balanced loss, and the personal head on the sum of both heads' logits.
+    """Trains body and generic head on the balanced loss, and the personal head on the sum of both
+    heads' logits.
 
     Args:
-      gamma: exponent of the class counts in the balanced softmax (γ) in [0, inf); 1 as in the paper; with 0
-        body and generic head are FedAvg's.
+      gamma: exponent of the class counts in the balanced softmax (γ) in [0, inf); 1 as in the
+        paper; with 0 body and generic head are FedAvg's.
 
     Note:
-      Both losses of a batch see the same features, those before its step. The personal head starts as a copy of the
-      generic one; the paper's variant that generates it by a hypernetwork is not built. `global_acc` scores the
-      generic head alone. The reported loss is the sum of the two.
+      Both losses of a batch see the same features, those before its step. The personal head starts
+      as a copy of the generic one; the paper's variant that generates it by a hypernetwork is not
+      built. `global_acc` scores the generic head alone. The reported loss is the sum of the two.
     """
     model, split = task.model, averaging.split(task)
 

@@ -1,8 +1,9 @@
-"""Knowledge transfer: clients of any architectures exchange predictions on public examples and learn from a mixture.
+"""Knowledge transfer: clients of any architectures exchange predictions on public examples and
+learn from a mixture.
 
-References: FedMD, Li & Wang, FedMD: heterogenous federated learning via model distillation (2019); KT-pFL, Zhang et
-al., Parameterized knowledge transfer for personalized federated learning (NeurIPS 2021), whose baselines Sim-pFD and
-TopK-pFD are, and of which MNFL is a retelling.
+References: FedMD, Li & Wang, FedMD: heterogenous federated learning via model distillation (2019);
+KT-pFL, Zhang et al., Parameterized knowledge transfer for personalized federated learning (NeurIPS
+2021), whose baselines Sim-pFD and TopK-pFD are, and of which MNFL is a retelling.
 """
 
 import functools
@@ -23,18 +24,21 @@ class Exchange(NamedTuple):
     """How predictions are exchanged and learnt from, whatever the coefficients.
 
     Args:
-      public_size: public examples per round in [1, inf), at most the pool; 3000 as in KT-pFL (FedMD's authors: 5000).
+      public_size: public examples per round in [1, inf), at most the pool; 3000 as in KT-pFL
+        (FedMD's authors: 5000).
       public_batch: their batch size in [1, inf); 256 as in both papers.
       passes: over them in each round (R), in [0, 10000]; 1 as in both papers.
       public_lr: learning rate on them (η2) in [0, inf); default the task's.
       temperature: of the softmax, in (0, inf); 1, as the papers give none.
-      order: one of paper (private training comes first), code (last, and predictions first: as KT-pFL's code does).
+      order: one of paper (private training comes first), code (last, and predictions first: as
+        KT-pFL's code does).
       warmup_epochs: private epochs in [0, 10000] before round 0 with order=code; 1 as there.
-      reduction: of the KL divergence, one of batchmean, mean (over the classes, too, as in KT-pFL's code).
-      distil_stats: batch norm on public examples, one of train (by the batch, and it moves the running statistics),
-        frozen (by the running statistics, which stay, without dropout).
-      public_at: where the public examples are, one of clients (who are sent their ids), server (and are sent
-        with them in each round: counted as `public_data`).
+      reduction: of the KL divergence, one of batchmean, mean (over the classes, too, as in KT-pFL's
+        code).
+      distil_stats: batch norm on public examples, one of train (by the batch, and it moves the
+        running statistics), frozen (by the running statistics, which stay, without dropout).
+      public_at: where the public examples are, one of clients (who are sent their ids), server (and
+        are sent with them in each round: counted as `public_data`).
     """
 
     public_size: Annotated[int, Ge(1)] = 3000
@@ -50,10 +54,12 @@ class Exchange(NamedTuple):
 
 
 def transfer(task: Task, rule: Rule, on: Exchange, space: str = "prob", public_epochs: int = 0) -> Algorithm:
-    """The round that the methods of this family share, which differ in their coefficients (KT-pFL, Algorithm 1).
+    """The round that the methods of this family share, which differ in their coefficients (KT-pFL,
+    Algorithm 1).
 
-    Private training, predictions, their mixture, training on it; with order=code the predictions come first and the
-    private training last. A client without training examples neither teaches nor learns.
+    Private training, predictions, their mixture, training on it; with order=code the predictions
+    come first and the private training last. A client without training examples neither teaches nor
+    learns.
     """
     n, size = task.num_clients, public.count(task, on.public_size)
     lr = task.lr if on.public_lr is None else on.public_lr
@@ -149,29 +155,34 @@ def fedmd(
     space: Literal["prob", "logit"] = "prob",
     public_epochs: Annotated[int, Interval(ge=0, le=10_000)] = 0,
 ) -> Algorithm:
-    """Trains each client's own model on its examples, then on the mean prediction of all for public examples.
+    """Trains each client's own model on its examples, then on the mean prediction of all for public
+    examples.
 
     Args:
-      space: what is averaged, one of prob (softmax outputs, learnt by KL divergence, as KT-pFL runs it), logit (logits,
-        learnt by absolute error, as the authors' code does).
-      public_epochs: over all public examples with their labels before round 0, in [0, 10000]; the authors train until
-        this stops to help, KT-pFL does not, so 0.
+      space: what is averaged, one of prob (softmax outputs, learnt by KL divergence, as KT-pFL runs
+        it), logit (logits, learnt by absolute error, as the authors' code does).
+      public_epochs: over all public examples with their labels before round 0, in [0, 10000]; the
+        authors train until this stops to help, KT-pFL does not, so 0.
 
     Note:
-      The authors' models have the public classes among their outputs; here these are outputs of the first epochs only,
-      and what is exchanged are the private classes, as in KT-pFL. `post` scores are of the model at the end of the
-      round: with order=paper after the training on public examples. What is trained before round 0, on public labels
-      (then order=paper goes on with round 0's private training, order=code with its warm-up), is of round 0's clients.
+      The authors' models have the public classes among their outputs; here these are outputs of the
+      first epochs only, and what is exchanged are the private classes, as in KT-pFL. `post` scores
+      are of the model at the end of the
+      round: with order=paper after the training on public examples. What is trained before round 0,
+      on public labels (then order=paper goes on with round 0's private training, order=code with
+      its warm-up), is of round 0's clients.
     """
     return transfer(task, Rule(uniform), on, space, public_epochs)
 
 
 @hyperparameters.shared(Exchange)
 def sim_pfd(task: Task, *, on: Exchange, sim_norm: Literal["sum", "minmax"] = "sum") -> Algorithm:
-    """FedMD whose clients weigh each other's predictions by how similar they are to their own (Sim-pFD).
+    """FedMD whose clients weigh each other's predictions by how similar they are to their own
+    (Sim-pFD).
 
     Args:
-      sim_norm: weights proportional to, one of sum (the cosine), minmax (what it exceeds the least similar one's by).
+      sim_norm: weights proportional to, one of sum (the cosine), minmax (what it exceeds the least
+        similar one's by).
     """
     return transfer(task, Rule(functools.partial(similar, norm=sim_norm)), on)
 
@@ -184,10 +195,12 @@ def topk_pfd(
     neighbours: Annotated[int, Ge(1)] = 5,
     weights: Literal["uniform", "cos"] = "uniform",
 ) -> Algorithm:
-    """FedMD among the K clients whose predictions are the most similar, each with its own (TopK-pFD).
+    """FedMD among the K clients whose predictions are the most similar, each with its own
+    (TopK-pFD).
 
     Args:
-      neighbours: K in [1, inf), itself included; 5 as in KT-pFL (its code takes half of the clients).
+      neighbours: K in [1, inf), itself included; 5 as in KT-pFL (its code takes half of the
+        clients).
       weights: of these, one of uniform, cos (proportional to the cosine).
     """
     return transfer(task, Rule(functools.partial(nearest, neighbours=neighbours, weights=weights)), on)
@@ -205,23 +218,30 @@ def mnfl_het(
     coef_steps: Annotated[int, Interval(ge=0, le=10_000)] = 1,
     penalty: Literal["implicit", "explicit"] = "implicit",
 ) -> Algorithm:
-    """FedMD whose mixtures t_n = sum_m A[n,m] s_m have learned coefficients, rows of a simplex (KT-pFL, Eq. 7).
+    """FedMD whose mixtures t_n = sum_m A[n,m] s_m have learned coefficients, rows of a simplex
+    (KT-pFL, Eq. 7).
 
     Args:
-      coef_rule: how they are learned, one of paper (by the uploaded predictions, from before the training on
-        public examples), post (by those of the models after it, a second upload, as Eq. 7 is printed), code (as the
-        authors' code: squared error, a step of its own size, and the softmax of 5 times each row).
-      coef_lr: step size of the coefficients (η3) in [0, inf); 0.01 as in the paper's ablations, 0 freezes A at 1/N.
-      rho: weight of the penalty ||A - 1/N||^2 (ρ) in [0, inf); 0.7, the value of most of the authors' settings.
-      lam: weight of the coefficients' loss KL(t_n || s_n) (λ) in [0, inf); the paper gives none, so 1.
+      coef_rule: how they are learned, one of paper (by the uploaded predictions, from before the
+        training on public examples), post (by those of the models after it, a second upload, as Eq.
+        7 is printed), code (as the authors' code: squared error, a step of its own size, and the
+        softmax of 5 times each row).
+      coef_lr: step size of the coefficients (η3) in [0, inf); 0.01 as in the paper's ablations, 0
+        freezes A at 1/N.
+      rho: weight of the penalty ||A - 1/N||^2 (ρ) in [0, inf); 0.7, the value of most of the
+        authors' settings.
+      lam: weight of the coefficients' loss KL(t_n || s_n) (λ) in [0, inf); the paper gives none, so
+        1.
       coef_steps: steps of the coefficients per round, in [0, 10000]; 1 as in the paper.
-      penalty: how the penalty is stepped, one of implicit (stable for every rho), explicit (the paper's Eq. 7).
+      penalty: how the penalty is stepped, one of implicit (stable for every rho), explicit (the
+        paper's Eq. 7).
 
     Note:
-      The projection to the simplex is ours: without it the rows' sums drift. Of a round's clients the block of rows and
-      columns moves, normalised in their mixtures, and each row keeps what it weighs there. With order=code a mixture
-      has the coefficients after their step, but for coef_rule=post. Of the coefficients' hyperparameters coef_rule=code
-      takes rho, of the mean of the squares, and coef_steps.
+      The projection to the simplex is ours: without it the rows' sums drift. Of a round's clients
+      the block of rows and columns moves, normalised in their mixtures, and each row keeps what it
+      weighs there. With order=code a mixture has the coefficients after their step, but for
+      coef_rule=post. Of the coefficients' hyperparameters coef_rule=code takes rho, of the mean of
+      the squares, and coef_steps.
     """
 
     def learned(asked: Asked) -> tuple[Array, Array]:

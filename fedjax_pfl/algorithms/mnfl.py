@@ -1,7 +1,8 @@
-"""MNFL with one architecture: every client receives a mixture of all clients' models, whose coefficients are learned.
+"""MNFL with one architecture: every client receives a mixture of all clients' models, whose
+coefficients are learned.
 
-Reference: Zhang et al., Parameterized knowledge transfer for personalized federated learning (KT-pFL, NeurIPS 2021),
-Eq. 7 with parameters in place of predictions; MNFL is a retelling of it.
+Reference: Zhang et al., Parameterized knowledge transfer for personalized federated learning
+(KT-pFL, NeurIPS 2021), Eq. 7 with parameters in place of predictions; MNFL is a retelling of it.
 """
 
 from typing import Annotated, Literal
@@ -48,26 +49,32 @@ def mnfl(
     transfer_lr: Annotated[float, Interval(ge=0, le=1)] = 0.01,
     transfer_steps: Annotated[int, Interval(ge=0, le=10_000)] = 1,
 ) -> Algorithm:
-    """Sends v_n = sum_m A[n,m] w_m, trains it to w_n, and moves row n of A so that v_n comes nearer to w_n.
+    """Sends v_n = sum_m A[n,m] w_m, trains it to w_n, and moves row n of A so that v_n comes nearer
+    to w_n.
 
     Args:
-      coef_lr: step size of the coefficients (η3) in [0, inf); 0.01 as in the paper's ablations, 0 freezes A at 1/N.
-      rho: weight of the penalty ||A - 1/N||^2 (ρ) in [0, inf); 0.7, the value of most of the authors' settings.
+      coef_lr: step size of the coefficients (η3) in [0, inf); 0.01 as in the paper's ablations, 0
+        freezes A at 1/N.
+      rho: weight of the penalty ||A - 1/N||^2 (ρ) in [0, inf); 0.7, the value of most of the
+        authors' settings.
       lam: weight of the coefficients' loss (λ) in [0, inf); the paper gives none, so 1.
       coef_steps: steps of the coefficients a round, in [0, 10000]; 1 as in the paper.
-      penalty: how the penalty is stepped, one of implicit (stable for every rho), explicit (the paper's Eq. 7).
-      residual: what the mixture is compared in, one of sent (it is made of the models before the round, as it was
-        sent), fresh (of the models after it, of which the own one fits best).
-      transfer: what a client starts from, one of replace (v_n), step (its own model, moved a part of the way to v_n).
+      penalty: how the penalty is stepped, one of implicit (stable for every rho), explicit (the
+        paper's Eq. 7).
+      residual: what the mixture is compared in, one of sent (it is made of the models before the
+        round, as it was sent), fresh (of the models after it, of which the own one fits best).
+      transfer: what a client starts from, one of replace (v_n), step (its own model, moved a part
+        of the way to v_n).
       transfer_lr: step size (η2) of transfer=step in [0, 1]; 0.01 as in the paper's ablations.
       transfer_steps: its number (R) in [0, 10000]; 1 as in the paper.
 
     Note:
-      The paper describes this version by two lines and has no code: the coefficients' loss
-      ||v_n - w_n||^2 / (2 ||w_n||^2), weighted by the client's share of all training examples, is ours, as is the
-      projection of every row to the simplex, without which the rows' sums drift. The server keeps all N models; where
-      only some clients take part, only their rows and columns of A move. Running statistics are mixed as the models
-      are, and do not count in the loss. With public examples and several architectures it is mnfl_het.
+      The paper describes this version by two lines and has no code: the coefficients' loss ||v_n -
+      w_n||^2 / (2 ||w_n||^2), weighted by the client's share of all training examples, is ours, as
+      is the projection of every row to the simplex, without which the rows' sums drift. The server
+      keeps all N models; where only some clients take part, only their rows and columns of A move.
+      Running statistics are mixed as the models are, and do not count in the loss. With public
+      examples and several architectures it is mnfl_het.
     """
     n, split = task.num_clients, averaging.split(task)
     loss = losses.classification(task.model)

@@ -1,8 +1,11 @@
-"""MOCHA: linear models whose relations are learned with them, by dual coordinate ascent on the clients.
+"""MOCHA: linear models whose relations are learned with them, by dual coordinate ascent on the
+clients.
 
-Reference: Smith, Chiang, Sanjabi & Talwalkar, Federated multi-task learning (NeurIPS 2017), Algorithm 1.
+Reference: Smith, Chiang, Sanjabi & Talwalkar, Federated multi-task learning (NeurIPS 2017),
+Algorithm 1.
 
-Axes: H columns of a client's model: 1 where every client has two classes, else C; d features and a constant 1.
+Axes: H columns of a client's model: 1 where every client has two classes, else C; d features and a
+constant 1.
 """
 
 import math
@@ -40,7 +43,8 @@ def relations(w: Array) -> Array:
 
 
 def aggregation(sigma: Array) -> Array:
-    """rho = max_t sum_s |Sigma_ts| / Sigma_tt []: how much the clients' simultaneous steps may add up."""
+    """rho = max_t sum_s |Sigma_ts| / Sigma_tt []: how much the clients' simultaneous steps may add
+    up."""
     return jnp.max(jnp.sum(jnp.abs(sigma), axis=1) / jnp.diagonal(sigma))
 
 
@@ -73,7 +77,8 @@ def signs(y: Array, c: Client, pairs: bool) -> Array:
 
 
 def predictor(w: Array, c: Client, pairs: bool) -> Predictor:
-    """The logits [B, C] of a client's model [d, H]; in `pairs` of classes -z and z at its two, -inf at the others."""
+    """The logits [B, C] of a client's model [d, H]; in `pairs` of classes -z and z at its two, -inf
+    at the others."""
 
     def predict(x: Array, mask: Array) -> Array:
         z = jnp.dot(inputs(x), w)
@@ -89,8 +94,8 @@ def predictor(w: Array, c: Client, pairs: bool) -> Predictor:
 def climb(
     server: PyTree, alpha: Array, c: Client, lam: Numeric, frac: Numeric, pairs: bool
 ) -> tuple[Array, Array, Array, Array]:
-    """SDCA on a client's subproblem (Eq. 4): its new alpha [M, H], the changes of its b and w [d, H], and the mean
-    hinge loss [] before the steps."""
+    """SDCA on a client's subproblem (Eq. 4): its new alpha [M, H], the changes of its b and w [d,
+    H], and the mean hinge loss [] before the steps."""
     w, size = server["w"][c.id], jnp.maximum(c.train.size, 1)
     sigma, rho = server["sigma"][c.id, c.id], server["rho"]
 
@@ -110,8 +115,8 @@ def climb(
 
 
 def descend(server: PyTree, omega: Array, c: Client, lam: Numeric, task: Task) -> tuple[Array, Array]:
-    """SGD on the cross entropy + lam/2 tr(W Omega W') as a function of the client's own model [d, H]: it and the mean
-    cross entropy []."""
+    """SGD on the cross entropy + lam/2 tr(W Omega W') as a function of the client's own model [d,
+    H]: it and the mean cross entropy []."""
     optimizer, w = task.optimizer(task.lr), server["w"][c.id]
     own = omega[c.id, c.id]
     others = jnp.tensordot(omega[c.id], server["w"], 1, precision=EXACT) - own * w
@@ -135,20 +140,25 @@ def mocha(
     relate_every: Annotated[int, Ge(1)] | None = None,
     solver: Literal["sdca", "sgd"] = "sdca",
 ) -> Algorithm:
-    """Each client improves its part of the dual of a multi-task SVM; the server adds up, and learns the relations.
+    """Each client improves its part of the dual of a multi-task SVM; the server adds up, and learns
+    the relations.
 
     Args:
-      lam: weight of the regulariser (λ) in (0, inf); 1 as chosen for the pFedC paper (grid 0.001 to 10 by tens).
-      frac: examples a client visits a round, as a share of its own, in (0, 1000]; 0.5 as in the authors' code.
-      relate_every: rounds between updates of Sigma, in [1, inf); default a tenth of the run's (the authors: 100).
+      lam: weight of the regulariser (λ) in (0, inf); 1 as chosen for the pFedC paper (grid 0.001 to
+        10 by tens).
+      frac: examples a client visits a round, as a share of its own, in (0, 1000]; 0.5 as in the
+        authors' code.
+      relate_every: rounds between updates of Sigma, in [1, inf); default a tenth of the run's (the
+        authors: 100).
       solver: one of sdca (the paper: hinge loss), sgd (cross entropy, by the task's local work).
 
     Note:
-      Where every client has exactly two classes its model is one SVM, the lower class id is -1; elsewhere every client
-      has one SVM for each class against the rest, and all of them share Sigma. A round is one inner step. When
-      Sigma changes, W is made anew from the duals: the authors' code keeps the old one, and then its dual objective
-      may exceed its primal one. With sdca the task's lr, optimizer, batch size, epochs and augmentation are not used.
-      With sgd the penalty's step is implicit, so that it is stable for every Omega, and there are no duals.
+      Where every client has exactly two classes its model is one SVM, the lower class id is -1;
+      elsewhere every client has one SVM for each class against the rest, and all of them share
+      Sigma. A round is one inner step. When Sigma changes, W is made anew from the duals: the
+      authors' code keeps the old one, and then its dual objective may exceed its primal one. With
+      sdca the task's lr, optimizer, batch size, epochs and augmentation are not used. With sgd the
+      penalty's step is implicit, so that it is stable for every Omega, and there are no duals.
     """
     sdca = solver == "sdca"
     period = max(1, task.rounds // 10) if relate_every is None else relate_every

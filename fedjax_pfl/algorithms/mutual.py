@@ -1,10 +1,13 @@
-"""Mutual learning: a client's own model and a small one, which all clients exchange, teach each other.
+"""Mutual learning: a client's own model and a small one, which all clients exchange, teach each
+other.
 
-FML, FedKD and FedAPEN differ in the losses, and in what happens to the small model after it is averaged.
+FML, FedKD and FedAPEN differ in the losses, and in what happens to the small model after it is
+averaged.
 
-References: FML, Shen et al., Federated mutual learning (2020); FedKD, Wu et al., Communication-efficient federated
-learning via knowledge distillation (Nature Communications 2022); FedAPEN, Qin et al., FedAPEN: personalized cross-silo
-federated learning with adaptability to statistical heterogeneity (KDD 2023).
+References: FML, Shen et al., Federated mutual learning (2020); FedKD, Wu et al.,
+Communication-efficient federated learning via knowledge distillation (Nature Communications 2022);
+FedAPEN, Qin et al., FedAPEN: personalized cross-silo federated learning with adaptability to
+statistical heterogeneity (KDD 2023).
 """
 
 from collections.abc import Callable
@@ -55,7 +58,8 @@ def fml(
     """FML: each of the two models fits the labels and the other one's predictions.
 
     Args:
-      alpha: weight of the labels for a client's own model (α) in [0, 1]; 0.5 as in the authors' code.
+      alpha: weight of the labels for a client's own model (α) in [0, 1]; 0.5 as in the authors'
+        code.
       beta: weight of the labels for the small model (β) in [0, 1]; 0.5 as in the authors' code.
       clip: largest norm of each model's gradient in (0, inf); 10 as in HtFLlib.
       weights: of the small models, one of uniform (the authors' code), data (training examples).
@@ -105,20 +109,22 @@ def fedkd(
     energy_start: Annotated[float, Interval(gt=0, le=1)] = 0.95,
     energy_end: Annotated[float, Interval(gt=0, le=1)] = 0.98,
 ) -> Algorithm:
-    """FedKD: two models distil into each other, predictions and features, the more the better both fit the labels.
+    """FedKD: two models distil into each other, predictions and features, the more the better both
+    fit the labels.
 
     Args:
       detach: whether each model takes the other's outputs, and the weight, as given, true or false.
-      reduction: of the predictions' divergence, one of sum, mean (over the classes; mean as in the code libraries).
+      reduction: of the predictions' divergence, one of sum, mean (over the classes; mean as in the
+        code libraries).
       svd: whether changes of the small model are sent as matrices of low rank, true or false.
       energy_start: share of the squared singular values kept in round 0, in (0, 1]; 0.95 as in the
         authors' code.
       energy_end: share kept in the end, in (0, 1]; 0.98 as in the authors' code.
 
     Note:
-      As in the authors' code gradients go through everything, the weight 1 / (CE + CE) included, and
-      the loss of the features counts twice; the loss of attention maps has no counterpart here. The
-      own loss is reported. With svd a matrix that takes no less room so travels whole, and what
+      As in the authors' code gradients go through everything, the weight 1 / (CE + CE) included,
+      and the loss of the features counts twice; the loss of attention maps has no counterpart here.
+      The own loss is reported. With svd a matrix that takes no less room so travels whole, and what
       is cut off a change is lost, as in the paper.
     """
     small = exchanged(task)
@@ -193,7 +199,8 @@ def fedapen_objective(lam: Array) -> Objective:
 
 
 def ensemble_scores(outputs: Array, y: Array, mask: Array, c: Client) -> Scores:
-    """Scores of logits [B, C, 4]: of the ensemble, and under own_*, shared_* and equal_* of its parts and their sum."""
+    """Scores of logits [B, C, 4]: of the ensemble, and under own_*, shared_* and equal_* of its
+    parts and their sum."""
     names = ("", "own_", "shared_", "equal_")
     found = [evaluate.classification(outputs[..., i], y, mask, c) for i in range(len(names))]
     return {prefix + name: pair for prefix, scores in zip(names, found, strict=True) for name, pair in scores.items()}
@@ -207,20 +214,21 @@ def fedapen(
     lam_epochs: Annotated[int, Interval(ge=0, le=10_000)] = 10,
     held_out: Annotated[float, Interval(ge=0, le=1)] = 0.05,
 ) -> Algorithm:
-    """FedAPEN: the two models predict together, in a mixture that each client learns from examples held out.
+    """FedAPEN: the two models predict together, in a mixture that each client learns from examples
+    held out.
 
     Args:
       lam: the first weight of the own model's logits (λ) in [0, 1]; 0.5 as in the paper.
       lam_lr: step size of the weight in [0, inf); 0.001 as in the authors' code.
       lam_epochs: its epochs over the held-out examples per round, in [0, 10000]; 10 as in the
         authors' code; 0 is the ablation FedEN.
-      held_out: share of a client's examples that the weight is learned from, at least one, in [0, 1];
-        0.05 as in the paper.
+      held_out: share of a client's examples that the weight is learned from, at least one, in [0,
+        1]; 0.05 as in the paper.
 
     Note:
       The rate of the models is constant (the paper decays it, to no effect in its code). The weight
-      is learned with the averaged small model, also where only some clients take part. A client with
-      a single example keeps its weight. `acc` is the ensemble's, `own_acc`, `shared_acc` and
+      is learned with the averaged small model, also where only some clients take part. A client
+      with a single example keeps its weight. `acc` is the ensemble's, `own_acc`, `shared_acc` and
       `equal_acc` are of the own model, the small one and both alike. The own loss is reported.
     """
     small = exchanged(task)

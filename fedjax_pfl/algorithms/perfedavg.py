@@ -1,7 +1,8 @@
-"""Per-FedAvg: learns a model from which one gradient step on a client's own data leads to a good model (MAML).
+"""Per-FedAvg: learns a model from which one gradient step on a client's own data leads to a good
+model (MAML).
 
-Reference: Fallah, Mokhtari & Ozdaglar, Personalized federated learning with theoretical guarantees: a model-agnostic
-meta-learning approach (NeurIPS 2020), Algorithm 1 and its two approximations.
+Reference: Fallah, Mokhtari & Ozdaglar, Personalized federated learning with theoretical guarantees:
+a model-agnostic meta-learning approach (NeurIPS 2020), Algorithm 1 and its two approximations.
 """
 
 import functools
@@ -79,19 +80,22 @@ def per_fedavg(
     beta: Annotated[float, Ge(0)] | None = None,
     delta: Annotated[float, Gt(0)] = 0.001,
 ) -> Algorithm:
-    """Averages models trained on f(w - alpha grad f(w)); a client predicts after one step on one batch of its own.
+    """Averages models trained on f(w - alpha grad f(w)); a client predicts after one step on one
+    batch of its own.
 
     Args:
-      variant: of the meta-gradient, one of fo (no Hessian), hf (Hessian by a difference of gradients), exact.
+      variant: of the meta-gradient, one of fo (no Hessian), hf (Hessian by a difference of
+        gradients), exact.
       alpha: the inner step size (α) in [0, inf); default the learning rate.
       beta: the outer step size (β) in [0, inf); default the learning rate.
       delta: half the distance (δ) in (0, inf) of the difference of gradients, for hf.
 
     Note:
-      A round has as many meta-steps as FedAvg has steps, the outer batches are FedAvg's, and the inner one (and the
-      Hessian's) come from orders of their own: independent draws, that may share examples where PFLlib's halves of a
-      batch of 2B do not, and that reuse all of them on a client with at most B. The inner step is plain SGD. `pre`
-      scores the step from the global model, `post` from the client's.
+      A round has as many meta-steps as FedAvg has steps, the outer batches are FedAvg's, and the
+      inner one (and the Hessian's) come from orders of their own: independent draws, that may share
+      examples where PFLlib's halves of a batch of 2B do not, and that reuse all of them on a client
+      with at most B. The inner step is plain SGD. `pre` scores the step from the global model,
+      `post` from the client's.
     """
     batches = 2 if variant == "fo" else 3
     if (short := int((task.sizes < batches * task.batch_size).sum())) > 0:

@@ -1,7 +1,8 @@
-"""pFedAFM: clients of any architecture exchange one small extractor and mix its features with their own, elementwise.
+"""pFedAFM: clients of any architecture exchange one small extractor and mix its features with their
+own, elementwise.
 
-Reference: Yi, Yu, Ren, Wang, Liu & Li, pFedAFM: adaptive feature mixture for data-level personalization in
-heterogeneous federated learning on mobile edge devices (2024), Algorithm 1.
+Reference: Yi, Yu, Ren, Wang, Liu & Li, pFedAFM: adaptive feature mixture for data-level
+personalization in heterogeneous federated learning on mobile edge devices (2024), Algorithm 1.
 """
 
 from typing import Annotated, Any, Literal
@@ -33,7 +34,8 @@ from fedjax_pfl.types import (
 
 
 def small_model(task: Task) -> Model:
-    """The task's shared model; InputError if there is none, or its features are not as many as the clients'."""
+    """The task's shared model; InputError if there is none, or its features are not as many as the
+    clients'."""
     widths, small = sorted({model.num_features for model in task.models}), task.shared
     if small is not None and widths == [small.num_features]:
         return small
@@ -44,7 +46,8 @@ def small_model(task: Task) -> Model:
 
 
 def mixture(alpha: Array, g: Array, G: Array) -> Array:
-    """alpha g + (1 - alpha) G of own features g [B, K] and shared ones G [B, K], alpha [K] or [1]."""
+    """alpha g + (1 - alpha) G of own features g [B, K] and shared ones G [B, K], alpha [K] or
+    [1]."""
     mixed: Array = trees.lerp(alpha[None], g, G)
     return mixed
 
@@ -56,20 +59,22 @@ def bounded_sgd(lr: Numeric, decay: Numeric, momentum: float = 0.9) -> optax.Gra
 
 
 def random_one(key: Array, cohort: Cohort) -> Array:
-    """One of the clients that trained, drawn by their ids alone, [S] bool; none where nobody trained."""
+    """One of the clients that trained, drawn by their ids alone, [S] bool; none where nobody
+    trained."""
     draws = jax.vmap(lambda id: jax.random.uniform(jax.random.fold_in(key, id)))(cohort.ids)
     return cohort.trained & (draws == jnp.max(draws, where=cohort.trained, initial=-1))
 
 
 def score(outputs: Array, y: Array, mask: Array, c: Client) -> Scores:
-    """The scores of the logits [B, C, 3] of mixed features, and as `large_*`, `small_*` of own and of shared ones."""
+    """The scores of the logits [B, C, 3] of mixed features, and as `large_*`, `small_*` of own and
+    of shared ones."""
     large = score_beside(outputs[..., :2], y, mask, c, name="large")
     return large | score_beside(outputs[..., ::2], y, mask, c, name="small")
 
 
 def exchanged(task: Task, shared: Model) -> averaging.Split:
-    """Which leaves of {"w", "theta", "alpha", "stats"} are sent: the extractor theta, and its running statistics unless
-    they stay with bn_stats=local."""
+    """Which leaves of {"w", "theta", "alpha", "stats"} are sent: the extractor theta, and its
+    running statistics unless they stay with bn_stats=local."""
     stays = averaging.split(task, variables=shared.norms).personal[0]
     theirs = {"theta": {"body": stays["body"]}, "stats": {"w": True, "theta": stays["stats"]}}
     return averaging.Split(task, ({**theirs, "w": True, "alpha": True},))
@@ -81,7 +86,8 @@ def features(model: Model, v: PyTree, part: str, *args: Any, **options: Any) -> 
 
 
 def objective(model: Model, shared: Model, moving: tuple[str, ...]) -> local.Loss:
-    """The cross entropy of the head on mixed features, or on those of theta alone where only that is `moving`."""
+    """The cross entropy of the head on mixed features, or on those of theta alone where only that
+    is `moving`."""
 
     def loss(v: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
         r, theirs = features(shared, v, "theta", batch.x, mask=batch.mask, train="theta" in moving, key=key)
@@ -114,23 +120,29 @@ def pfedafm(
     wd_alpha: Annotated[float, Ge(0)] = 1e-3,
     aggregation: Literal["mean", "relay"] = "mean",
 ) -> Algorithm:
-    """Trains model and mixing vector on mixed features, then the shared extractor alone under the trained head.
+    """Trains model and mixing vector on mixed features, then the shared extractor alone under the
+    trained head.
 
     Args:
-      training: one of iterative (the paper's two phases), end_to_end (one loss of all at once, the ablation).
-      mix: what is learned, one of vector (a weight for each feature, the paper), scalar (one for all).
-      alpha: the first weight (α) of the client's own features in [0, 1]; 1 as in the authors' code, purely local.
-      lr_alpha: the step size of α in [0, inf); 0.01 as in the authors' code (paper 0.001 to 1); 0 freezes it.
-      wd_alpha: the weight decay of α in [0, inf); 0.001 as in the authors' code, which pulls it to 0.
-      aggregation: of the extractors, one of mean (the paper), relay (the last of a random order, as in
-        effect in the authors' code).
+      training: one of iterative (the paper's two phases), end_to_end (one loss of all at once, the
+        ablation).
+      mix: what is learned, one of vector (a weight for each feature, the paper), scalar (one for
+        all).
+      alpha: the first weight (α) of the client's own features in [0, 1]; 1 as in the authors' code,
+        purely local.
+      lr_alpha: the step size of α in [0, inf); 0.01 as in the authors' code (paper 0.001 to 1); 0
+        freezes it.
+      wd_alpha: the weight decay of α in [0, inf); 0.001 as in the authors' code, which pulls it to
+        0.
+      aggregation: of the extractors, one of mean (the paper), relay (the last of a random order, as
+        in effect in the authors' code).
 
     Note:
-      After each step α is clipped to [0, 1], as in the authors' code. Both phases are the task's local
-      work with its optimizer. The frozen extractor uses its running statistics and no dropout.
-      `large_acc` and `small_acc` score the head on the client's own features and on the shared ones
-      alone. In the authors' code one α and the optimizers' momentum pass from client to client; here
-      each client has its own.
+      After each step α is clipped to [0, 1], as in the authors' code. Both phases are the task's
+      local work with its optimizer. The frozen extractor uses its running statistics and no
+      dropout. `large_acc` and `small_acc` score the head on the client's own features and on the
+      shared ones alone. In the authors' code one α and the optimizers' momentum pass from client to
+      client; here each client has its own.
     """
     shared = small_model(task)
     phases = [("w", "alpha", "theta")] if training == "end_to_end" else [("w", "alpha"), ("theta",)]

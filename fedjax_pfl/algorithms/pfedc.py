@@ -1,13 +1,15 @@
-"""pFedC: the classifier is split into class branches, each averaged over the clients that hold its classes only.
+"""pFedC: the classifier is split into class branches, each averaged over the clients that hold its
+classes only.
 
-A branch (a task t) owns columns of the last layer, those of its classes G_t, so the branches of all tasks together are
-one ordinary head: kernel [K, L] and bias [L], L = C unless groups have another head (see `task_maps`). A client
-trains the branches it has labels for, and weighs their losses by the minimum-norm point of their gradients in the
-feature space (MGDA-UB). In Privacy-pFedC who holds which classes stays secret: branches and holders are added under
-encryption.
+A branch (a task t) owns columns of the last layer, those of its classes G_t, so the branches of all
+tasks together are one ordinary head: kernel [K, L] and bias [L], L = C unless groups have another
+head (see `task_maps`). A client trains the branches it has labels for, and weighs their losses by
+the minimum-norm point of their gradients in the feature space (MGDA-UB). In Privacy-pFedC who holds
+which classes stays secret: branches and holders are added under encryption.
 
-Reference: the pFedC paper; journal version: Zhang et al., Model decomposition and reassembly for purified knowledge
-transfer in personalized federated learning (IEEE TMC 2025). MGDA-UB: Sener & Koltun (NeurIPS 2018).
+Reference: the pFedC paper; journal version: Zhang et al., Model decomposition and reassembly for
+purified knowledge transfer in personalized federated learning (IEEE TMC 2025). MGDA-UB: Sener &
+Koltun (NeurIPS 2018).
 """
 
 from collections.abc import Callable
@@ -97,32 +99,38 @@ def pfedc(
     download: Literal["bank", "stale"] = "bank",
     comm: Literal["sparse", "full"] = "sparse",
 ) -> Algorithm:
-    """Averages the body over all clients and each class branch over those that hold it (Algorithm 1, Eqs. 3-7).
+    """Averages the body over all clients and each class branch over those that hold it (Algorithm
+    1, Eqs. 3-7).
 
     Args:
-      tasks: one of class (T = C), single (T = 1), consecutive:T, superclass, file:PATH (your own map: a text with the
-        task of each class, numbered from 0), or such a map itself as map:0,0,1.
-      head: of a task of several classes, one of group_softmax (samples of its classes only), group_reject (all
-        samples, and a further logit for none of its classes), group_binary (one logit, whether it is one of them).
-      task_loss: what the sum over a task's samples in a minibatch is divided by, one of class (those
-        of its classes, D_i^c of Eq. 3; a task without one is left out), batch (all of them).
-      weighting: of the task losses, one of mgda_ub (the paper's), mgda (gradients by the body), uniform, sum.
+      tasks: one of class (T = C), single (T = 1), consecutive:T, superclass, file:PATH (your own
+        map: a text with the task of each class, numbered from 0), or such a map itself as
+        map:0,0,1.
+      head: of a task of several classes, one of group_softmax (samples of its classes only),
+        group_reject (all samples, and a further logit for none of its classes), group_binary (one
+        logit, whether it is one of them).
+      task_loss: what the sum over a task's samples in a minibatch is divided by, one of class
+        (those of its classes, D_i^c of Eq. 3; a task without one is left out), batch (all of them).
+      weighting: of the task losses, one of mgda_ub (the paper's), mgda (gradients by the body),
+        uniform, sum.
       solver: of the minimum-norm point, one of fista, fw (the paper's Frank-Wolfe).
       normalise: gradients before solving, one of none, l2, loss, loss+.
       head_grad: one of scaled (by alpha, Eq. 5), unscaled (Sener & Koltun's Algorithm 2).
       head_weighting: of a branch's holders, one of uniform (Eq. 7), data, task_count.
-      download: the branches a client begins a round with, one of bank (the server's last), stale (Eq. 7 to the letter:
-        only the round's clients receive its means, and the others keep their own last ones).
+      download: the branches a client begins a round with, one of bank (the server's last), stale
+        (Eq. 7 to the letter: only the round's clients receive its means, and the others keep their
+        own last ones).
       comm: what travels, one of sparse (the client's own branches), full (all).
 
     Note:
       A task of one class is binary and sees all samples. Eq. 3 sums over the D_i^c samples of the
       class alone, which leaves no negatives, and divides by their number; here the sum is over the
       minibatch, and task_loss says which of the two is divided by. A larger group is a softmax over
-      its samples, the same under both, so that T = 1 is an ordinary classifier. Classes of different
-      groups are compared by their logits, of group_reject less the reject logit; group_binary is
-      what the paper's count of parameters implies, and knows no classes within a group. Branches a
-      client does not hold keep their start. With full participation bank and stale are the same.
+      its samples, the same under both, so that T = 1 is an ordinary classifier. Classes of
+      different groups are compared by their logits, of group_reject less the reject logit;
+      group_binary is what the paper's count of parameters implies, and knows no classes within a
+      group. Branches a client does not hold keep their start. With full participation bank and
+      stale are the same.
 
       The minimum-norm point lies near the shortest gradients. With task_loss=batch these are of the
       tasks that only answer "no" to the batch: on the digits at Dirichlet 0.5 the weight on the
@@ -133,8 +141,8 @@ def pfedc(
       and group_binary follow the same rule, a positive being a sample of the group: five tasks of
       two digits each have `task_bal` 95.4 and 94.6 with class, 67.1 and 64.0 with batch.
 
-      `post`, right after local training, is the paper's evaluation point. Holders' presence (T bits each, once) is
-      not counted in the traffic.
+      `post`, right after local training, is the paper's evaluation point. Holders' presence (T bits
+      each, once) is not counted in the traffic.
     """
     on = _branched(task, tasks, head, task_loss, weighting, solver, normalise, head_grad, head_weighting)
     b, held = on.b, on.held
@@ -191,30 +199,36 @@ def privacy_pfedc(
     head_weighting: Literal["uniform", "data", "task_count"] = "uniform",
     encrypt_phi: bool = False,
 ) -> Algorithm:
-    """pFedC whose server adds encrypted branches and encrypted counts of their holders (Algorithm 2).
+    """pFedC whose server adds encrypted branches and encrypted counts of their holders (Algorithm
+    2).
 
     Args:
-      backend: of the sums, one of ckks (encrypted by TenSEAL, an optional dependency), plain (the same in the clear).
+      backend: of the sums, one of ckks (encrypted by TenSEAL, an optional dependency), plain (the
+        same in the clear).
       tasks: one of class, single, consecutive:T, superclass, file:PATH, map:0,0,1, as of pfedc.
-      head: of a task of several classes, one of group_softmax, group_reject, group_binary, as of pfedc.
+      head: of a task of several classes, one of group_softmax, group_reject, group_binary, as of
+        pfedc.
       task_loss: what a task's summed loss is divided by, one of class, batch, as of pfedc.
       weighting: of the task losses, one of mgda_ub, mgda, uniform, sum, as of pfedc.
       solver: of the minimum-norm point, one of fista, fw, as of pfedc.
       normalise: gradients before solving, one of none, l2, loss, loss+, as of pfedc.
       head_grad: one of scaled, unscaled, as of pfedc.
       head_weighting: of a branch's holders, one of uniform (Eq. 7), data, task_count.
-      encrypt_phi: true or false, whether the body (φ) is added under encryption, too; the paper sends it in the clear.
+      encrypt_phi: true or false, whether the body (φ) is added under encryption, too; the paper
+        sends it in the clear.
 
     Note:
-      A client sends its weights of all T tasks (0 where it holds none), and all branches multiplied by them. It divides
-      the sums itself; Algorithm 2 does not, which multiplies a branch by the number of its holders in every round. So
-      clients, not the server, come to know how many hold a task. The body goes in the clear, as the paper has it, and
-      its change may tell of labels. All clients share the secret key: one that colludes with the server breaks the
-      secrecy. Only the clients of a round receive its sums, and the server keeps nothing of a branch: without the
-      holders it cannot tell which branches are to keep their last value. So this is pfedc with download=stale, and with
-      full participation just pfedc. Clients' numbers of examples are public. Traffic has ciphertexts in bytes, and in
-      scalars what goes in the clear; keys, sent once, are not counted. The simulator runs all parties in one process,
-      and its state is what the clients decrypt.
+      A client sends its weights of all T tasks (0 where it holds none), and all branches multiplied
+      by them. It divides the sums itself; Algorithm 2 does not, which multiplies a branch by the
+      number of its holders in every round. So clients, not the server, come to know how many hold a
+      task. The body goes in the clear, as the paper has it, and its change may tell of labels. All
+      clients share the secret key: one that colludes with the server breaks the secrecy. Only the
+      clients of a round receive its sums, and the server keeps nothing of a branch: without the
+      holders it cannot tell which branches are to keep their last value. So this is pfedc with
+      download=stale, and with full participation just pfedc. Clients' numbers of examples are
+      public. Traffic has ciphertexts in bytes, and in scalars what goes in the clear; keys, sent
+      once, are not counted. The simulator runs all parties in one process, and its state is what
+      the clients decrypt.
     """
     encryption.check_backend(backend)
     on = _branched(task, tasks, head, task_loss, weighting, solver, normalise, head_grad, head_weighting)
@@ -266,6 +280,7 @@ def privacy_pfedc(
 
 
 def _ratio(total: PyTree, weight: Array, like: PyTree) -> PyTree:
-    """total / weight over the last axes, in the types of another tree; total where the weight is 0."""
+    """total / weight over the last axes, in the types of another tree; total where the weight is
+    0."""
     safe = jnp.where(weight > 0, weight, 1)
     return trees.cast(jax.tree.map(lambda x: x / trees.align(safe, x.ndim), total), like)

@@ -1,7 +1,8 @@
-"""pFedHN: a hypernetwork on the server generates every client's model from an embedding of the client.
+"""pFedHN: a hypernetwork on the server generates every client's model from an embedding of the
+client.
 
-Reference: Shamsian, Navon, Fetaya & Chechik, Personalized federated learning using hypernetworks (ICML 2021),
-Algorithm 1.
+Reference: Shamsian, Navon, Fetaya & Chechik, Personalized federated learning using hypernetworks
+(ICML 2021), Algorithm 1.
 """
 
 import math
@@ -28,7 +29,8 @@ def uniform(key: Array, fan_in: int, shape: tuple[int, ...]) -> Array:
 
 
 def hypernetwork(key: Array, embedding: int, hidden: int, layers: int, target: PyTree) -> PyTree:
-    """Parameters psi: 1 + `layers` hidden linear layers, and a linear head for each leaf of `target`."""
+    """Parameters psi: 1 + `layers` hidden linear layers, and a linear head for each leaf of
+    `target`."""
 
     def linear(key: Array, din: int, shape: tuple[int, ...]) -> PyTree:
         key_kernel, key_bias = jax.random.split(key)
@@ -44,7 +46,8 @@ def hypernetwork(key: Array, embedding: int, hidden: int, layers: int, target: P
 
 
 def check_size(make: Callable[[Array], PyTree]) -> None:
-    """Raises InputError if the hypernetwork that `make` (key -> psi) makes has more than LARGEST parameters."""
+    """Raises InputError if the hypernetwork that `make` (key -> psi) makes has more than LARGEST
+    parameters."""
     count = trees.size(jax.eval_shape(make, jax.random.key(0)))
     if count > LARGEST:
         raise InputError(
@@ -54,7 +57,8 @@ def check_size(make: Callable[[Array], PyTree]) -> None:
 
 
 def generate(psi: PyTree, e: Array, target: PyTree) -> PyTree:
-    """The client's parameters theta = h(e; psi), in the shapes and types of `target`, from its embedding e [d_e]."""
+    """The client's parameters theta = h(e; psi), in the shapes and types of `target`, from its
+    embedding e [d_e]."""
     x = e
     for i, layer in enumerate(psi["hidden"]):
         x = (x if i == 0 else jax.nn.relu(x)) @ layer["kernel"] + layer["bias"]
@@ -63,7 +67,8 @@ def generate(psi: PyTree, e: Array, target: PyTree) -> PyTree:
 
 
 def clipped_sgd(lr: Any, momentum: Any, decay: Any, clip: Any) -> optax.GradientTransformation:
-    """PyTorch's SGD on gradients clipped to the global norm `clip`; the state is the velocity, in the types given."""
+    """PyTorch's SGD on gradients clipped to the global norm `clip`; the state is the velocity, in
+    the types given."""
 
     def update(gradient: PyTree, velocity: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         norm = jnp.sqrt(trees.sq_dist(gradient, trees.scale(0, gradient)))
@@ -76,7 +81,8 @@ def clipped_sgd(lr: Any, momentum: Any, decay: Any, clip: Any) -> optax.Gradient
 
 
 class Hypernetwork(NamedTuple):
-    """The generator of the clients' parameters: h = {"psi", "embeddings" [N, d_e]} and how it is trained."""
+    """The generator of the clients' parameters: h = {"psi", "embeddings" [N, d_e]} and how it is
+    trained."""
 
     target: PyTree  # the shapes and types of a client's parameters
     optimizer: optax.GradientTransformation
@@ -86,7 +92,8 @@ class Hypernetwork(NamedTuple):
         return generate(h["psi"], h["embeddings"][id], self.target)
 
     def descend(self, h: PyTree, velocity: PyTree, gradient: PyTree, here: Array) -> tuple[PyTree, PyTree]:
-        """One step of psi and of the embeddings of the clients `here` [N]: the new h and velocity."""
+        """One step of psi and of the embeddings of the clients `here` [N]: the new h and
+        velocity."""
         updates, new = self.optimizer.update(gradient, velocity, h)
 
         def kept(new: PyTree, old: PyTree) -> PyTree:
@@ -115,7 +122,8 @@ def sequential(hyper: Hypernetwork, train: Train, state: State, cohort: Cohort) 
 
 
 def batched(hyper: Hypernetwork, train: Train, state: State, cohort: Cohort) -> tuple[tuple[PyTree, PyTree], PyTree]:
-    """One step of the hypernetwork along the sum of the clients' gradients; returns as `sequential`."""
+    """One step of the hypernetwork along the sum of the clients' gradients; returns as
+    `sequential`."""
     h, velocity = state.server["h"], state.server["velocity"]
     order = jnp.argsort(cohort.ids)  # so that the sum over the clients is in one order, whatever the cohort's
     theta, pull = jax.vjp(lambda h: jax.vmap(lambda id: hyper.generated(h, id))(cohort.ids[order]), h)
@@ -142,30 +150,35 @@ def pfedhn(
     inner_decay: Annotated[float, Ge(0)] = 0.00005,
     clip: Annotated[float, Gt(0)] = 50.0,
 ) -> Algorithm:
-    """Sends theta = h(e_i), gets back how far the client moved it, and pulls that change back through h.
+    """Sends theta = h(e_i), gets back how far the client moved it, and pulls that change back
+    through h.
 
     Args:
-      mode: one of sequential (a step of the hypernetwork for each client, one after another, as the authors do),
-        batched (one step a round, along the sum of the clients' gradients).
-      hyper_lr: learning rate of hypernetwork and embeddings, in [0, inf); 0.01 as in the authors' code.
+      mode: one of sequential (a step of the hypernetwork for each client, one after another, as the
+        authors do), batched (one step a round, along the sum of the clients' gradients).
+      hyper_lr: learning rate of hypernetwork and embeddings, in [0, inf); 0.01 as in the authors'
+        code.
       momentum: of the hypernetwork's SGD, in [0, 1]; 0.9 as in the authors' code.
-      decay: weight decay of hypernetwork and embeddings, in [0, inf); 0.001 as in the authors' code.
+      decay: weight decay of hypernetwork and embeddings, in [0, inf); 0.001 as in the authors'
+        code.
       embedding: d_e in [1, 10000]; default 1 + N // 4, as in the authors' code.
       hidden: width of the hypernetwork in [1, 10000]; 100 as in the authors' code.
       hidden_layers: its hidden layers after the first, in [0, 100]; 3 as in the authors' code.
-      inner_steps: k in [0, 10000], local steps; 50 as in the authors' code, none: the task's own local work.
+      inner_steps: k in [0, 10000], local steps; 50 as in the authors' code, none: the task's own
+        local work.
       inner_lr: learning rate of local training in [0, inf); 0.005 as in the authors' code.
       inner_momentum: of local training, in [0, 1]; 0.9 as in the authors' code.
       inner_decay: weight decay of local training, in [0, inf); 0.00005 as in the authors' code.
-      clip: largest global norm of a gradient, of the hypernetwork's and of local ones, in (0, inf); 50 as in the
-        authors' code.
+      clip: largest global norm of a gradient, of the hypernetwork's and of local ones, in (0, inf);
+        50 as in the authors' code.
 
     Note:
-      A round is one step for each of its clients, in random order; the authors draw one client a step, with
-      replacement. The task's lr and optimizer are not used, its batch size is (the authors' is 64). Decay and momentum
-      move a client's embedding in its own steps only; in the authors' code also in the others'. Running statistics
-      are not generated but averaged. Inner steps walk through epochs, the short last batch included, where the
-      authors' each begin a new order. Their variant with personal heads (pFedHN-PC) is not built.
+      A round is one step for each of its clients, in random order; the authors draw one client a
+      step, with replacement. The task's lr and optimizer are not used, its batch size is (the
+      authors' is 64). Decay and momentum move a client's embedding in its own steps only; in the
+      authors' code also in the others'. Running statistics are not generated but averaged. Inner
+      steps walk through epochs, the short last batch included, where the authors' each begin a new
+      order. Their variant with personal heads (pFedHN-PC) is not built.
     """
     width = 1 + task.num_clients // 4 if embedding is None else embedding
     length: dict[str, Any] = {} if inner_steps is None else {"epochs": None, "steps": inner_steps}

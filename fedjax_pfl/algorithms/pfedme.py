@@ -1,6 +1,8 @@
-"""pFedMe: a client's model is the minimiser theta of its loss plus lam/2 ||theta - w||^2, and w descends that minimum.
+"""pFedMe: a client's model is the minimiser theta of its loss plus lam/2 ||theta - w||^2, and w
+descends that minimum.
 
-Reference: Dinh, Tran & Nguyen, Personalized federated learning with Moreau envelopes (NeurIPS 2020), Algorithm 1.
+Reference: Dinh, Tran & Nguyen, Personalized federated learning with Moreau envelopes (NeurIPS
+2020), Algorithm 1.
 """
 
 from typing import Annotated
@@ -26,26 +28,29 @@ def pfedme(
     beta: Annotated[float, Ge(0)] = 1.0,
     inner_decay: Annotated[float, Ge(0)] = 0.0,
 ) -> Algorithm:
-    """Per batch approaches theta in K steps from the last theta, then moves w by lr lam (w - theta).
+    """Per batch approaches theta in K steps from the last theta, then moves w by lr lam (w -
+    theta).
 
     Args:
       inner_steps: K in [0, 10000], steps of theta on each batch; 5 as in the authors' code.
-      inner_lr: the step size (η_p) in [0, inf) of theta; 0.01 as in the authors' command for CIFAR-10 (their default is
-        0.09).
+      inner_lr: the step size (η_p) in [0, inf) of theta; 0.01 as in the authors' command for
+        CIFAR-10 (their default is 0.09).
       lam: weight of the proximal term (λ) in [0, inf); 15 as in the authors' code.
       beta: the server's mixing weight (β) in [0, inf); 1 is the plain average.
       inner_decay: weight decay in [0, inf) of theta; the authors' code has 0.001, the paper none.
 
     Note:
-      A round's local work is the task's batches, as in PFLlib (the authors take 20 batches), of the participants only
-      (the authors' code trains everybody). The personal model is theta, kept as it is; in both codes it is an alias
-      of w. Running statistics are theta's, also in the global model. `global_acc` scores w.
+      A round's local work is the task's batches, as in PFLlib (the authors take 20 batches), of the
+      participants only (the authors' code trains everybody). The personal model is theta, kept as
+      it is; in both codes it is an alias of w. Running statistics are theta's, also in the global
+      model. `global_acc` scores w.
     """
     loss, optimizer = losses.classification(task.model), task.optimizer(inner_lr)
     split = averaging.split(task)
 
     def approach(key: Array, w: PyTree, start: Inner, batch: Batch) -> tuple[Inner, Array]:
-        """K steps from (theta, running statistics, optimizer state); also the loss before the last of them."""
+        """K steps from (theta, running statistics, optimizer state); also the loss before the last
+        of them."""
 
         def step(_: Array, loop: tuple[Inner, Array]) -> tuple[Inner, Array]:
             (theta, stats, opt), _ = loop

@@ -1,7 +1,8 @@
-"""SCAFFOLD: FedAvg whose local steps are corrected by control variates, estimates of the clients' gradients.
+"""SCAFFOLD: FedAvg whose local steps are corrected by control variates, estimates of the clients'
+gradients.
 
-Reference: Karimireddy et al., SCAFFOLD: stochastic controlled averaging for federated learning (ICML 2020),
-Algorithm 1.
+Reference: Karimireddy et al., SCAFFOLD: stochastic controlled averaging for federated learning
+(ICML 2020), Algorithm 1.
 """
 
 from typing import Annotated, Literal
@@ -34,16 +35,21 @@ def scaffold(
     option: Annotated[int, Interval(ge=1, le=2)] = 2,
     weights: Literal["uniform", "data"] = "uniform",
 ) -> Algorithm:
-    """Takes local steps along g(y) - c_i + c, and averages the clients' changes of y and of their control variates c_i.
+    """Takes local steps along g(y) - c_i + c, and averages the clients' changes of y and of their
+    control variates c_i.
 
     Args:
-      server_lr: step of the server (η_g) in [0, inf); 1 as in the paper's experiments (FedRep's script uses 0.1).
-      option: of the new c_i, in [1, 2], 1: the gradient at the received model; 2: from the steps taken.
-      weights: of the models, one of uniform (the paper), data (training examples); c is averaged uniformly.
+      server_lr: step of the server (η_g) in [0, inf); 1 as in the paper's experiments (FedRep's
+        script uses 0.1).
+      option: of the new c_i, in [1, 2], 1: the gradient at the received model; 2: from the steps
+        taken.
+      weights: of the models, one of uniform (the paper), data (training examples); c is averaged
+        uniformly.
 
     Note:
-      Option 2 divides by the learning rate, so c_i estimates a gradient for plain SGD only. Running statistics have
-      no control variate and are averaged as the models are. A client without training examples is no part of S.
+      Option 2 divides by the learning rate, so c_i estimates a gradient for plain SGD only. Running
+      statistics have no control variate and are averaged as the models are. A client without
+      training examples is no part of S.
     """
     loss, split = losses.classification(task.model), averaging.split(task)
     optimizer = task.optimizer(task.lr)

@@ -1,8 +1,8 @@
 """Partitioners: how many examples of each class every client gets, as one table of counts [N, C].
 
-Each takes `(rng, totals, num_clients, ...)`, totals [C] being the examples of each class, and returns counts [N, C]
-whose columns sum to `totals`: every example is dealt exactly once (but see pathological_subset). None of them retries,
-so all of them end.
+Each takes `(rng, totals, num_clients, ...)`, totals [C] being the examples of each class, and
+returns counts [N, C] whose columns sum to `totals`: every example is dealt exactly once (but see
+pathological_subset). None of them retries, so all of them end.
 """
 
 import heapq
@@ -22,7 +22,8 @@ def iid(rng: Rng, totals: np.ndarray, num_clients: int) -> np.ndarray:
 
 
 def shards(rng: Rng, totals: np.ndarray, num_clients: int, per_client: int) -> np.ndarray:
-    """McMahan et al. 2017: sort by class, cut into N * per_client equal shards, deal each client that many at random.
+    """McMahan et al. 2017: sort by class, cut into N * per_client equal shards, deal each client
+    that many at random.
 
     A shard may straddle two classes, so a client holds about `per_client` classes.
     """
@@ -37,7 +38,8 @@ def shards(rng: Rng, totals: np.ndarray, num_clients: int, per_client: int) -> n
 
 
 def pathological(rng: Rng, totals: np.ndarray, num_clients: int, per_client: int) -> np.ndarray:
-    """k = `per_client` random classes a client; every class in equal parts over floor or ceil(N k / C) holders."""
+    """k = `per_client` random classes a client; every class in equal parts over floor or ceil(N k /
+    C) holders."""
     present = _present(totals, num_clients, per_client)
     capacity = np.full(len(present), num_clients * per_client // len(present))
     extra = num_clients * per_client - capacity.sum()
@@ -57,7 +59,8 @@ def pathological(rng: Rng, totals: np.ndarray, num_clients: int, per_client: int
 
 
 def pathological_subset(rng: Rng, totals: np.ndarray, num_clients: int, per_client: int) -> np.ndarray:
-    """As `pathological`; where clients cannot hold all classes, N k random ones are dealt, the others left out."""
+    """As `pathological`; where clients cannot hold all classes, N k random ones are dealt, the
+    others left out."""
     present = np.flatnonzero(totals)
     check("classes_per_client", per_client, 1, len(present))
     if num_clients * per_client < len(present):
@@ -67,7 +70,8 @@ def pathological_subset(rng: Rng, totals: np.ndarray, num_clients: int, per_clie
 
 
 def round_robin(rng: Rng, totals: np.ndarray, num_clients: int) -> np.ndarray:
-    """Classes go round: class k mod C to client k, k < N, in equal parts over its holders (FedDVA's CelebA).
+    """Classes go round: class k mod C to client k, k < N, in equal parts over its holders (FedDVA's
+    CelebA).
 
     Where there are more classes than clients, class c goes to client c mod N.
     """
@@ -79,13 +83,15 @@ def round_robin(rng: Rng, totals: np.ndarray, num_clients: int) -> np.ndarray:
 
 
 def label_groups(rng: Rng, totals: np.ndarray, num_clients: int, per_client: int, least: int) -> np.ndarray:
-    """PFLlib's unbalanced pathological split, used by FedCP: consecutive clients share the same classes.
+    """PFLlib's unbalanced pathological split, used by FedCP: consecutive clients share the same
+    classes.
 
-    Class after class goes to the first ceil(N k / C) clients that still want one; all but the last of them get a random
-    number in [max(mean / 10, least / C), mean) of its examples, the last one the rest.
+    Class after class goes to the first ceil(N k / C) clients that still want one; all but the last
+    of them get a random number in [max(mean / 10, least / C), mean) of its examples, the last one
+    the rest.
 
-    Note: PFLlib divides by zero where the clients' wishes run out before the classes; here the last classes then have
-    fewer holders, at least one.
+    Note: PFLlib divides by zero where the clients' wishes run out before the classes; here the last
+    classes then have fewer holders, at least one.
     """
     present = _present(totals, num_clients, per_client)
     wanted = np.full(num_clients, per_client)
@@ -103,10 +109,11 @@ def label_groups(rng: Rng, totals: np.ndarray, num_clients: int, per_client: int
 
 
 def dirichlet(rng: Rng, totals: np.ndarray, num_clients: int, alpha: float) -> np.ndarray:
-    """The "practical" split of FedCP and PFLlib: per class, shares over clients ~ Dir(alpha), full clients left out.
+    """The "practical" split of FedCP and PFLlib: per class, shares over clients ~ Dir(alpha), full
+    clients left out.
 
-    Before class c is cut, the shares of clients that own n / N examples or more are set to zero and the others
-    renormalised.
+    Before class c is cut, the shares of clients that own n / N examples or more are set to zero and
+    the others renormalised.
     """
     counts = np.zeros((num_clients, len(totals)), np.int64)
     log_gamma = _log_gamma(rng, alpha, (num_clients, len(totals)))
@@ -118,12 +125,14 @@ def dirichlet(rng: Rng, totals: np.ndarray, num_clients: int, alpha: float) -> n
 
 
 def dirichlet_class(rng: Rng, totals: np.ndarray, num_clients: int, alpha: float) -> np.ndarray:
-    """The plain split: of every class, shares over clients ~ Dir(alpha); client sizes vary freely."""
+    """The plain split: of every class, shares over clients ~ Dir(alpha); client sizes vary
+    freely."""
     return apportion(_softmax(_log_gamma(rng, alpha, (num_clients, len(totals)))), totals)
 
 
 def dirichlet_total(rng: Rng, totals: np.ndarray, num_clients: int, alpha: float) -> np.ndarray:
-    """FedDVA's split: of every class, shares over clients ~ Dir(alpha / N), so alpha is the total concentration.
+    """FedDVA's split: of every class, shares over clients ~ Dir(alpha / N), so alpha is the total
+    concentration.
 
     FedDVA's sheet calls it Hsu-style; alpha = 10,000 gives the balanced case.
     """
@@ -133,8 +142,8 @@ def dirichlet_total(rng: Rng, totals: np.ndarray, num_clients: int, alpha: float
 def dirichlet_hsu(rng: Rng, totals: np.ndarray, num_clients: int, alpha: float) -> np.ndarray:
     """Hsu, Qi and Brown 2019: equal client sizes, the class shares of each client ~ Dir(alpha p).
 
-    p are the class shares of the whole data set. Clients draw in turn without replacement; where a class runs out, the
-    rest of the hand is drawn from the others.
+    p are the class shares of the whole data set. Clients draw in turn without replacement; where a
+    class runs out, the rest of the hand is drawn from the others.
     """
     left = totals.copy()
     concentration = alpha * np.maximum(totals, 1) / totals.sum()
@@ -153,7 +162,8 @@ def dirichlet_hsu(rng: Rng, totals: np.ndarray, num_clients: int, alpha: float) 
 
 
 def apportion(shares: np.ndarray, totals: np.ndarray) -> np.ndarray:
-    """Cuts each class at its cumulative shares: integer counts that sum exactly, each within one of share * total.
+    """Cuts each class at its cumulative shares: integer counts that sum exactly, each within one of
+    share * total.
 
     Args:
       shares: [N, C], columns sum to 1; a column of zeros only where the total is 0.
@@ -167,7 +177,8 @@ def apportion(shares: np.ndarray, totals: np.ndarray) -> np.ndarray:
 
 
 def fill_up(rng: Rng, counts: np.ndarray, minimum: int) -> tuple[np.ndarray, int]:
-    """While a client has fewer than `minimum` examples, moves a random example to it from the largest client.
+    """While a client has fewer than `minimum` examples, moves a random example to it from the
+    largest client.
 
     Args:
       counts: [N, C] with at least N * minimum examples.
@@ -218,9 +229,11 @@ def _tally(client: np.ndarray, label: np.ndarray, num_clients: int, num_classes:
 
 
 def _log_gamma(rng: Rng, alpha: float | np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Logarithms of Gamma(alpha) draws: their softmax is Dirichlet, and stays so on a subset however small alpha is.
+    """Logarithms of Gamma(alpha) draws: their softmax is Dirichlet, and stays so on a subset
+    however small alpha is.
 
-    In logarithms because at alpha = 0.01 most draws underflow to zero; by Gamma(a) = Gamma(a + 1) * U^(1 / a).
+    In logarithms because at alpha = 0.01 most draws underflow to zero; by Gamma(a) = Gamma(a + 1) *
+    U^(1 / a).
     """
     return np.log(rng.standard_gamma(np.add(alpha, 1), size=shape)) + np.log1p(-rng.random(shape)) / alpha
 

@@ -16,15 +16,15 @@ _CHUNK = 1000  # records read at a time
 def decode(builder: Any) -> dict[str, np.ndarray]:
     """Reads the images that have one of the attributes from a prepared TFDS data set.
 
-    Of an attribute with more than 5,000 images as many are drawn, always the same. An image with two of the attributes
-    may be drawn for both, and then stands twice; the log says how many do.
+    Of an attribute with more than 5,000 images as many are drawn, always the same. An image with
+    two of the attributes may be drawn for both, and then stands twice; the log says how many do.
 
     Args:
       builder: of celeb_a, whose official splits are taken together.
 
     Returns:
-      x [n, 64, 64, 3] uint8, shorter side resized to 64 and the middle cut out; y [n] int32, place in ATTRIBUTES;
-      coarse [n], -1; num_train, n.
+      x [n, 64, 64, 3] uint8, shorter side resized to 64 and the middle cut out; y [n] int32, place
+      in ATTRIBUTES; coarse [n], -1; num_train, n.
     """
     import tensorflow_datasets as tfds
 
@@ -48,14 +48,16 @@ def decode(builder: Any) -> dict[str, np.ndarray]:
 
 
 def choose(has: np.ndarray) -> list[np.ndarray]:
-    """Rows of every attribute, at most 5,000 of each, drawn with a fixed seed; has [n, attributes] bool."""
+    """Rows of every attribute, at most 5,000 of each, drawn with a fixed seed; has [n, attributes]
+    bool."""
     rng = np.random.default_rng(0)
     found = [np.flatnonzero(column) for column in has.T]
     return [np.sort(rng.permutation(rows)[:LARGEST]) for rows in found]
 
 
 def shrink(encoded: bytes) -> np.ndarray:
-    """An encoded image as 64x64 pixels [64, 64, 3]: its shorter side resized to 64, the middle cut out."""
+    """An encoded image as 64x64 pixels [64, 64, 3]: its shorter side resized to 64, the middle cut
+    out."""
     from PIL import Image
 
     image = Image.open(io.BytesIO(encoded)).convert("RGB")

@@ -1,4 +1,5 @@
-"""Data sets as plain arrays: digits, synthetic blobs, a user's .npz, and prepared TensorFlow Datasets."""
+"""Data sets as plain arrays: digits, synthetic blobs, a user's .npz, and prepared TensorFlow
+Datasets."""
 
 import math
 import os
@@ -17,7 +18,8 @@ from fedjax_pfl.errors import InputError, check, check_shape, choose
 
 
 class Dataset(NamedTuple):
-    """One labelled data set on the host: training examples first, then the official test examples."""
+    """One labelled data set on the host: training examples first, then the official test
+    examples."""
 
     name: str
     x: np.ndarray  # [n, *input], raw: uint8 images stay uint8
@@ -41,12 +43,14 @@ def load(name: str, data_dir: str | None = None) -> Dataset:
     """Loads a data set by its name in `DATASETS`.
 
     Args:
-      name: `digits`, `synthetic`, `npz:PATH`, `tfds:NAME`, or one of TensorFlow's data sets such as `mnist`.
-      data_dir: where TFDS data sets were prepared; default: the variable TFDS_DATA_DIR, then ~/tensorflow_datasets.
+      name: `digits`, `synthetic`, `npz:PATH`, `tfds:NAME`, or one of TensorFlow's data sets such as
+        `mnist`.
+      data_dir: where TFDS data sets were prepared; default: the variable TFDS_DATA_DIR, then
+        ~/tensorflow_datasets.
 
     Raises:
-      InputError: the name is unknown, the data set is not prepared (with the command that prepares it), or the arrays
-        cannot be learned from.
+      InputError: the name is unknown, the data set is not prepared (with the command that prepares
+        it), or the arrays cannot be learned from.
     """
     if isinstance(name, str) and name.startswith("npz:"):
         return _npz(name.removeprefix("npz:"))
@@ -67,8 +71,8 @@ def synthetic(
 ) -> Dataset:
     """Returns balanced Gaussian blobs, four fifths of them for training.
 
-    Unit noise around class means that lie about 5.7 apart whatever the shape, so that a linear model is right on some
-    95 % in more than a few dimensions.
+    Unit noise around class means that lie about 5.7 apart whatever the shape, so that a linear
+    model is right on some 95 % in more than a few dimensions.
 
     Args:
       num_examples: n, training and test examples together.
@@ -88,7 +92,8 @@ def synthetic(
 
 
 def subset(dataset: Dataset, fraction: float, seed: int) -> Dataset:
-    """Returns a stratified random part: of each class, in train and in test apart, `fraction` (at least one example).
+    """Returns a stratified random part: of each class, in train and in test apart, `fraction` (at
+    least one example).
 
     Args:
       dataset: what to take from; the order of its examples is kept.
@@ -191,7 +196,8 @@ def read_npz(path: str | Path, required: tuple[str, ...], optional: tuple[str, .
     """Reads the named arrays of an .npz file.
 
     Raises:
-      InputError: no such file, not an .npz, a required array is missing, or an array holds Python objects.
+      InputError: no such file, not an .npz, a required array is missing, or an array holds Python
+        objects.
     """
     path = os.path.expanduser(path)
     if not os.path.isfile(path):  # unlike Path.is_file, False for a name that is too long
@@ -271,7 +277,8 @@ def checked(dataset: Dataset) -> Dataset:
     """Returns the data set.
 
     Raises:
-      InputError: its parts do not fit each other (of a user's program, or of a prepared copy that is damaged).
+      InputError: its parts do not fit each other (of a user's program, or of a prepared copy that
+        is damaged).
     """
     x, y, name = np.asarray(dataset.x), np.asarray(dataset.y), f"Data set {dataset.name}"
     if x.ndim < 2 or y.ndim != 1 or y.dtype.kind not in "iu" or not y.size:

@@ -20,13 +20,13 @@ def federate(
     Args:
       dataset: n examples; uint8 images stay uint8.
       partition: rows of N clients; their order is kept, so any tail is a random holdout.
-      room: the least widths of `index` in train, val and test: partitions of which all have room share a compiled
-        program, and nothing else depends on it.
+      room: the least widths of `index` in train, val and test: partitions of which all have room
+        share a compiled program, and nothing else depends on it.
       public: whose examples are the public pool; None: there is none.
 
     Returns:
-      a Federation whose `val.index` may be [N, 0]. Widths are rounded up by at most an eighth, so that most seeds of a
-      partition have the same.
+      a Federation whose `val.index` may be [N, 0]. Widths are rounded up by at most an eighth, so
+      that most seeds of a partition have the same.
     """
     checked(dataset)
     examples = Examples(jnp.asarray(dataset.x), jnp.asarray(dataset.y))
@@ -35,7 +35,8 @@ def federate(
 
 
 def others(federation: Federation, dataset: Dataset, partition: Partition, room: Sequence[int] = ROOM) -> Federation:
-    """The federation of other clients over the same examples, which stay where they are; arguments as of `federate`."""
+    """The federation of other clients over the same examples, which stay where they are; arguments
+    as of `federate`."""
     return _federation(dataset, partition, room, federation.examples, federation.public)
 
 

@@ -1,4 +1,5 @@
-"""FedDVA's heterogeneous inputs: every client's images carry marks of one type (Section 5, its released code)."""
+"""FedDVA's heterogeneous inputs: every client's images carry marks of one type (Section 5, its
+released code)."""
 
 from typing import NamedTuple
 
@@ -25,12 +26,14 @@ class Marked(NamedTuple):
 def mark(dataset: Dataset, partition: Partition, seed: int) -> Marked:
     """Draws a mark over every image: the larger of image and mark, pixel by pixel.
 
-    A mark has the data set's largest value, in all channels. Each example has a mark of its own, which depends on the
-    seed, its row and the type of its client, so that it does not depend on who else holds what.
+    A mark has the data set's largest value, in all channels. Each example has a mark of its own,
+    which depends on the seed, its row and the type of its client, so that it does not depend on who
+    else holds what.
 
     Args:
       dataset: square images [n, H, W, C].
-      partition: who owns which row; client k gets marks of type k mod 4, on train, validation and test rows alike.
+      partition: who owns which row; client k gets marks of type k mod 4, on train, validation and
+        test rows alike.
       seed: equal seeds give equal marks.
 
     Raises:
@@ -56,7 +59,8 @@ def draw(kind: str, phase: np.ndarray, side: int) -> np.ndarray:
     """The pixels of marks: bool [n, side, side], the outermost pixels free.
 
     Args:
-      kind: one of MARKS. A sine is one period over the whole width (height); an ellipse has eccentricity 0.9.
+      kind: one of MARKS. A sine is one period over the whole width (height); an ellipse has
+        eccentricity 0.9.
       phase: [n] in [0, 1): of a turn for a sine, of half a turn for an ellipse's rotation.
       side: of the image, in pixels.
     """
@@ -69,7 +73,8 @@ def draw(kind: str, phase: np.ndarray, side: int) -> np.ndarray:
 
 
 def _angles(side: int) -> np.ndarray:
-    """32 for images of up to 32 pixels a side, as published; larger ones get as many as their side."""
+    """32 for images of up to 32 pixels a side, as published; larger ones get as many as their
+    side."""
     angles = np.arange(0, 2 * np.pi, ANGLE)
     return angles if side <= len(angles) else np.arange(side) * 2 * np.pi / side
 

@@ -1,4 +1,5 @@
-"""Which client owns which example: deals a data set to clients and holds their test examples out."""
+"""Which client owns which example: deals a data set to clients and holds their test examples
+out."""
 
 import operator
 from collections.abc import Callable
@@ -43,26 +44,33 @@ def partition(
     val_fraction: float = 0.0,
     min_size: int | None = None,
 ) -> Partition:
-    """Deals a data set to clients; every example goes to exactly one of them, and equal seeds give equal partitions.
+    """Deals a data set to clients; every example goes to exactly one of them, and equal seeds give
+    equal partitions.
 
-    Only pathological_subset may leave examples to nobody: those of all the classes for which the clients have no place.
+    Only pathological_subset may leave examples to nobody: those of all the classes for which the
+    clients have no place.
 
-    Drawn once: while a client is below the minimum, a random example moves to it from the largest client.
+    Drawn once: while a client is below the minimum, a random example moves to it from the largest
+    client.
 
     Args:
       dataset: what to deal.
-      spec: a key of `PARTITIONS`; a file says everything itself and is only checked against `num_clients`.
+      spec: a key of `PARTITIONS`; a file says everything itself and is only checked against
+        `num_clients`.
       num_clients: N.
-      seed: of the deal and of the order of every client's rows (so that any tail of them is a random holdout).
+      seed: of the deal and of the order of every client's rows (so that any tail of them is a
+        random holdout).
       alpha: Dirichlet concentration, in [1e-6, 1e6].
       classes_per_client: k, in [1, C] (shards: shards a client).
-      test_split: `pool`: official train and test examples together, each client's rows split at random (PFLlib's
-        protocol); `official`: training examples dealt, test examples dealt in the same per-class proportions.
+      test_split: `pool`: official train and test examples together, each client's rows split at
+        random (PFLlib's protocol); `official`: training examples dealt, test examples dealt in the
+        same per-class proportions.
       test_fraction: of a client's rows, in (0, 1), rounded up; only for `pool`.
-      val_fraction: of a client's training rows, in [0, 1), taken from them, at least one row if not 0.
-      min_size: least examples of a client (with `pool` train and test together; with `official` train only). Default:
-        for `dirichlet` PFLlib's min(40, n / N / 2) (its 10 / (1 - 0.75) for batches of 10), else what train, val and
-        test need.
+      val_fraction: of a client's training rows, in [0, 1), taken from them, at least one row if not
+        0.
+      min_size: least examples of a client (with `pool` train and test together; with `official`
+        train only). Default: for `dirichlet` PFLlib's min(40, n / N / 2) (its 10 / (1 - 0.75) for
+        batches of 10), else what train, val and test need.
 
     Raises:
       InputError: a value is out of its range, or there are too few examples for so many clients.
@@ -117,7 +125,8 @@ def _deal(rng: Any, spec: str, totals: np.ndarray, num_clients: int, alpha: floa
 
 
 def _official_counts(counts: np.ndarray, dataset: Dataset) -> tuple[np.ndarray, int]:
-    """Test examples per client and class [N, C], in the proportions of the training counts, at least one a client."""
+    """Test examples per client and class [N, C], in the proportions of the training counts, at
+    least one a client."""
     num_clients, totals = len(counts), counts.sum(axis=0)
     test_totals = np.bincount(dataset.y[dataset.num_train :], minlength=dataset.num_classes)
     left_out = np.bincount(dataset.y[: dataset.num_train], minlength=dataset.num_classes) > totals
@@ -133,7 +142,8 @@ def _official_counts(counts: np.ndarray, dataset: Dataset) -> tuple[np.ndarray, 
 
 
 def _one_each(tests: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, int]:
-    """Gives clients without a test example one of a class they train on, from the client with most of that class."""
+    """Gives clients without a test example one of a class they train on, from the client with most
+    of that class."""
     sizes = tests.sum(axis=1)
     needy = np.flatnonzero(sizes == 0)
     for client in needy:
@@ -149,7 +159,8 @@ def _one_each(tests: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def _rows(rng: Any, y: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Random rows of y for these counts [N, C]: flat [n], client after client and shuffled within, and sizes [N]."""
+    """Random rows of y for these counts [N, C]: flat [n], client after client and shuffled within,
+    and sizes [N]."""
     by_class = rng.permutation(len(y))
     by_class = by_class[np.argsort(y[by_class], kind="stable")]
     nobodys = np.bincount(y, minlength=counts.shape[1]) - counts.sum(axis=0)  # of one client more, the last

@@ -15,7 +15,8 @@ _PARTS = ("train", "test", "val")
 
 
 class Partition(NamedTuple):
-    """Every client's examples as row numbers of Dataset.x, shuffled, padded with 0 past the sizes."""
+    """Every client's examples as row numbers of Dataset.x, shuffled, padded with 0 past the
+    sizes."""
 
     train: np.ndarray  # [N, M] int32
     train_sizes: np.ndarray  # [N] int32, at least 1
@@ -35,7 +36,8 @@ def class_counts(p: Partition, dataset: Dataset) -> np.ndarray:
 
 
 def digest(p: Partition) -> str:
-    """SHA-256 (hex) of who owns what in which order; padding and `moved` do not count, so a saved file has its own."""
+    """SHA-256 (hex) of who owns what in which order; padding and `moved` do not count, so a saved
+    file has its own."""
     content = hashlib.sha256()
     for name, array in _contents(p).items():
         content.update(f"{name} {len(array)}\n".encode())
@@ -44,7 +46,8 @@ def digest(p: Partition) -> str:
 
 
 def save(path: str | Path, p: Partition) -> None:
-    """Writes a partition as .npz in the format that `file:PATH` reads; the file appears whole or not at all."""
+    """Writes a partition as .npz in the format that `file:PATH` reads; the file appears whole or
+    not at all."""
     part = Path(f"{path}.part")
     with open(part, "wb") as file:
         np.savez_compressed(file, **_contents(p))  # type: ignore[arg-type]  # numpy's stub
@@ -55,13 +58,14 @@ def load_file(path: str | Path, dataset: Dataset) -> Partition:
     """Reads a partition from an .npz of flat int arrays, clients one after another.
 
     Args:
-      path: train, train_sizes, test, test_sizes and optionally val, val_sizes; the entries of train, test and val are
-        row numbers of the data set's training examples followed by its test examples.
+      path: train, train_sizes, test, test_sizes and optionally val, val_sizes; the entries of
+        train, test and val are row numbers of the data set's training examples followed by its test
+        examples.
       dataset: what the row numbers refer to.
 
     Raises:
-      InputError: an array is missing, not of integers or out of range, sizes do not fit, a client lacks training or
-        test examples, or an example is there more than once.
+      InputError: an array is missing, not of integers or out of range, sizes do not fit, a client
+        lacks training or test examples, or an example is there more than once.
     """
     arrays = read_npz(path, ("train", "train_sizes", "test", "test_sizes"), ("val", "val_sizes"))
     if ("val" in arrays) != ("val_sizes" in arrays):

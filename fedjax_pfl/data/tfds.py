@@ -73,16 +73,19 @@ class Arrays(NamedTuple):
 
 
 def load(name: str, data_dir: str | None = None) -> Arrays:
-    """Reads a prepared data set of images, or of numbers of one shape, from the cache where that is fresh.
+    """Reads a prepared data set of images, or of numbers of one shape, from the cache where that is
+    fresh.
 
     Note: TFDS stores EMNIST transposed, as its authors do; it is left so.
 
     Args:
-      name: a key of `DESCRIPTIONS`, or what TFDS calls any other, whose label's classes are counted.
+      name: a key of `DESCRIPTIONS`, or what TFDS calls any other, whose label's classes are
+        counted.
       data_dir: TFDS's data directory; default: TFDS_DATA_DIR, then ~/tensorflow_datasets.
 
     Raises:
-      InputError: the data set is not there, not in the array_record format, without such inputs, or cannot be read.
+      InputError: the data set is not there, not in the array_record format, without such inputs, or
+        cannot be read.
     """
     source = "cifar100" if name == "cifar100_coarse" else name  # both cifar100s are one decoded copy
     root = Path(data_dir or os.environ.get("TFDS_DATA_DIR") or Path.home() / "tensorflow_datasets").expanduser()
@@ -168,7 +171,8 @@ def _write(path: Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def _decode(source: str, folder: Path) -> dict[str, np.ndarray]:
-    """All splits in order: x, y, coarse labels (-1 where there are none) and the number of training examples."""
+    """All splits in order: x, y, coarse labels (-1 where there are none) and the number of training
+    examples."""
     try:
         import tensorflow_datasets as tfds
 

@@ -1,8 +1,10 @@
-"""Prepares JAX for this machine; chooses the form of convolutions and how many clients are trained at once.
+"""Prepares JAX for this machine; chooses the form of convolutions and how many clients are trained
+at once.
 
-On a CPU both come from what was measured once (`choose_width`, `layers.form`). On an accelerator candidates are timed:
-local SGD of the real model on the real data, of which most of a round consists. A choice never changes results beyond
-rounding. The times are remembered in the user's cache directory for each kind of model, batch and device.
+On a CPU both come from what was measured once (`choose_width`, `layers.form`). On an accelerator
+candidates are timed: local SGD of the real model on the real data, of which most of a round
+consists. A choice never changes results beyond rounding. The times are remembered in the user's
+cache directory for each kind of model, batch and device.
 """
 
 import contextlib
@@ -45,9 +47,11 @@ T = TypeVar("T", int, str)
 
 
 def split_cpu() -> None:
-    """Makes JAX see a device for each of up to 8 cores, where it runs on the CPU and has not started yet.
+    """Makes JAX see a device for each of up to 8 cores, where it runs on the CPU and has not
+    started yet.
 
-    Small steps do not fill several cores: clients side by side on them are faster (see `benchmarks.throughput`).
+    Small steps do not fill several cores: clients side by side on them are faster (see
+    `benchmarks.throughput`).
     """
     with contextlib.suppress(RuntimeError):  # it has started: the devices are what they are
         said = "JAX_NUM_CPU_DEVICES" in os.environ or "device_count" in os.environ.get("XLA_FLAGS", "")
@@ -56,10 +60,11 @@ def split_cpu() -> None:
 
 
 def keep_compilations() -> None:
-    """Lets JAX keep what it compiles in the user's cache directory, unless told where (JAX_COMPILATION_CACHE_DIR).
+    """Lets JAX keep what it compiles in the user's cache directory, unless told where
+    (JAX_COMPILATION_CACHE_DIR).
 
-    Code for a CPU fits machines with the same features only, and not every version of jaxlib checks that: each kind of
-    machine and each version has a folder of its own.
+    Code for a CPU fits machines with the same features only, and not every version of jaxlib checks
+    that: each kind of machine and each version has a folder of its own.
     """
     if jax.config.values["jax_compilation_cache_dir"] is None:
         kind = repr([jax.__version__, jaxlib.version.__version__, _machine()])
@@ -88,9 +93,9 @@ def choose_form(
 ) -> str:
     """The form of the convolutions (see `layers.convolution`).
 
-    On a CPU that of "auto", which goes by what was measured for each shape. Elsewhere matrix products and Winograd's
-    form are timed beside it at the least width of `choose_width`, unless the model has no convolutions or MANY; a
-    candidate that cannot be compiled or run is dropped.
+    On a CPU that of "auto", which goes by what was measured for each shape. Elsewhere matrix
+    products and Winograd's form are timed beside it at the least width of `choose_width`, unless
+    the model has no convolutions or MANY; a candidate that cannot be compiled or run is dropped.
 
     Args:
       task: with the model in the form that "auto" stands for.
@@ -123,10 +128,11 @@ def choose_form(
 def choose_width(task: Task, federation: Federation, clients: int, devices: int = 1) -> int:
     """The number of clients to train at once on each device.
 
-    On a CPU 4 for models of less than LARGE parameters without convolutions, else 1: measured on 2 cores, one client at
-    a time on each of them is fastest for every convolutional network. Elsewhere widths are timed on clients with
-    equally many steps, and each counts as many steps as it computes for every one that the task's own clients take
-    (see `placement.padding_overhead`); a candidate that cannot be compiled or run is dropped.
+    On a CPU 4 for models of less than LARGE parameters without convolutions, else 1: measured on 2
+    cores, one client at a time on each of them is fastest for every convolutional network.
+    Elsewhere widths are timed on clients with equally many steps, and each counts as many steps as
+    it computes for every one that the task's own clients take (see `placement.padding_overhead`); a
+    candidate that cannot be compiled or run is dropped.
 
     Args:
       clients: S, the clients of a round.
@@ -155,7 +161,8 @@ def _is_small(model: Model) -> bool:
 
 
 def _work(task: Task, clients: int) -> np.ndarray:
-    """Steps of the clients of a round [S]; where they are drawn, of as many that stand for all N."""
+    """Steps of the clients of a round [S]; where they are drawn, of as many that stand for all
+    N."""
     steps = np.sort(local.planned(task, task.sizes)[0])
     return steps[(2 * np.arange(clients) + 1) * len(steps) // (2 * clients)]
 
@@ -175,8 +182,8 @@ class _Trial(NamedTuple):
 
 
 def _trial(task: Task, width: int, clients: int, federation: Federation, mesh: Mesh | None) -> _Trial:
-    """SGD of `clients` on each device, `width` at once, from zeros and in the order of their rows: a draw of the model
-    and a shuffle would take longer to compile than the rest."""
+    """SGD of `clients` on each device, `width` at once, from zeros and in the order of their rows:
+    a draw of the model and a shuffle would take longer to compile than the rest."""
     loss, optimizer = losses.classification(task.model), task.optimizer(task.lr)
     shapes = _shapes(task)
     ids = jnp.arange(clients * (1 if mesh is None else mesh.size), dtype=jnp.int32)
@@ -247,7 +254,8 @@ def _shapes(task: Task) -> PyTree:
 
 
 def _program(task: Task, shapes: PyTree) -> str:
-    """What the model computes of a batch: its forms, types and sizes; addresses in it say nothing."""
+    """What the model computes of a batch: its forms, types and sizes; addresses in it say
+    nothing."""
     x = jax.ShapeDtypeStruct((task.batch_size, *task.input.shape), task.input.dtype)
     return re.sub(
         r"0x[0-9a-f]+", "", str(jax.make_jaxpr(lambda w, x: task.model.apply(w, task.prepare(x))[0])(shapes, x))
@@ -269,7 +277,8 @@ def _recall(path: Path, candidates: Sequence[T]) -> dict[T, float] | None:
 
 
 def _remembered(path: Path, times: dict[T, float]) -> dict[T, float]:
-    """The times, which are kept, unless another run has kept its own meanwhile: then all take those."""
+    """The times, which are kept, unless another run has kept its own meanwhile: then all take
+    those."""
     known = _recall(path, tuple(times))
     if known is not None:
         return known

@@ -1,9 +1,10 @@
-"""Checkpoints of a state: one orbax directory a step, written whole or not at all, and checked before it is read.
+"""Checkpoints of a state: one orbax directory a step, written whole or not at all, and checked
+before it is read.
 
-On disk a tree is a flat dict {"/server/body/kernel": array, ...}, so that empty subtrees and holes need no place.
-Beside the directory `20` stands `20.sha256` with the digests of its files (`sha256sum -c` reads it), written last:
-without it a checkpoint is not finished, and with it a byte that changed is noticed. Orbax is imported on first use (two
-seconds).
+On disk a tree is a flat dict {"/server/body/kernel": array, ...}, so that empty subtrees and holes
+need no place. Beside the directory `20` stands `20.sha256` with the digests of its files
+(`sha256sum -c` reads it), written last: without it a checkpoint is not finished, and with it a byte
+that changed is noticed. Orbax is imported on first use (two seconds).
 """
 
 import contextlib
@@ -34,7 +35,8 @@ def steps(path: str | Path) -> list[int]:
 
 
 def save(path: str | Path, step: int, tree: PyTree) -> None:
-    """Writes `tree` as the checkpoint of `step` and deletes all but the last two; an existing one is left as it is.
+    """Writes `tree` as the checkpoint of `step` and deletes all but the last two; an existing one
+    is left as it is.
 
     Raises:
       OSError: it cannot be written, for whatever reason orbax had.
@@ -63,10 +65,12 @@ def restore(path: str | Path, like: PyTree) -> tuple[int, PyTree]:
     """Reads the last checkpoint below `path`.
 
     Args:
-      like: a tree of the same structure; of its leaves only shapes and types matter (`jax.eval_shape` will do).
+      like: a tree of the same structure; of its leaves only shapes and types matter
+        (`jax.eval_shape` will do).
 
     Returns:
-      the step and a tree of NumPy arrays (and keys): for `Program.place`, which puts each row where it belongs.
+      the step and a tree of NumPy arrays (and keys): for `Program.place`, which puts each row where
+      it belongs.
 
     Raises:
       InputError: there is none, it is damaged, or it belongs to something else.
@@ -110,7 +114,8 @@ def _quiet() -> Iterator[None]:
 
 
 def _check_space(path: Path, size: int) -> None:
-    """Raises OSError where the disk is too full: tensorstore would fill it, then fail with pages of text."""
+    """Raises OSError where the disk is too full: tensorstore would fill it, then fail with pages of
+    text."""
     free = shutil.disk_usage(path).free
     if free < size + _SLACK:
         raise OSError(errno.ENOSPC, f"a checkpoint takes {size + _SLACK:,} bytes, {free:,} are free", str(path))

@@ -1,4 +1,5 @@
-"""What a method must return, checked while it is traced: each mistake is one sentence, before anything compiles."""
+"""What a method must return, checked while it is traced: each mistake is one sentence, before
+anything compiles."""
 
 import contextlib
 import inspect
@@ -40,7 +41,8 @@ def check_shapes(
     round: Callable[..., PyTree],
     evaluate: Callable[..., PyTree],
 ) -> None:
-    """Traces one round and one evaluation of a program's functions on shapes alone, which checks what they return."""
+    """Traces one round and one evaluation of a program's functions on shapes alone, which checks
+    what they return."""
     key, t = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), jnp.int32)
     given, flag = dict.fromkeys(numbers, jax.ShapeDtypeStruct((), float)), jax.ShapeDtypeStruct((), bool)
     federation = _abstract(task)
@@ -50,7 +52,8 @@ def check_shapes(
 
 
 def check_algorithm(algorithm: Any) -> None:
-    """Raises ContractError unless this is an Algorithm whose functions take the contract's arguments."""
+    """Raises ContractError unless this is an Algorithm whose functions take the contract's
+    arguments."""
     if not isinstance(algorithm, Algorithm):
         raise ContractError(f"the factory must return an Algorithm, not {type(algorithm).__name__}.")
     signatures = {"init": ("key",), "round": ("key", "state", "cohort"), "predict": ("server", "row", "client")}
@@ -76,7 +79,8 @@ def check_upload(upload: PyTree, default: PyTree) -> None:
 
 
 def check_round(before: State, result: Any, places: int) -> None:
-    """Raises ContractError unless a round returned a state like the one before and complete metrics of `places`."""
+    """Raises ContractError unless a round returned a state like the one before and complete metrics
+    of `places`."""
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], State)):
         raise ContractError("`round` must return (State, Metrics).")
     state, metrics = result
@@ -127,7 +131,8 @@ def check_predictor(predictor: Any) -> None:
 
 
 def check_scores(scores: Any, headline: str) -> None:
-    """Raises ContractError unless `score` returned {name: (sum, count)} with the headline among them."""
+    """Raises ContractError unless `score` returned {name: (sum, count)} with the headline among
+    them."""
     fits = isinstance(scores, dict) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in scores.values())
     if not fits:
         raise ContractError("`score` must return {name: (sum, count)}.")

@@ -1,8 +1,9 @@
 """Floating-point operations of a method's local work, counted in the trace of its round.
 
-A loop over batches has as many turns as the client's examples ask for, which a trace alone does not tell. So all
-clients get the same number of examples, and whatever in the trace is then one known number, over and over, is followed
-through it: sizes, counters, the ends of loops. A loop whose end depends on the data counts as one turn.
+A loop over batches has as many turns as the client's examples ask for, which a trace alone does not
+tell. So all clients get the same number of examples, and whatever in the trace is then one known
+number, over and over, is followed through it: sizes, counters, the ends of loops. A loop whose end
+depends on the data counts as one turn.
 """
 
 import math
@@ -50,11 +51,13 @@ _NUMPY: dict[str, Any] = {
 def flops_of_step(
     factory: Callable[..., Algorithm], task: Task, federation: Federation, hparams: dict[str, Any] | None = None
 ) -> float:
-    """Floating-point operations of a client for each of the steps that its settings ask for (`local.planned`).
+    """Floating-point operations of a client for each of the steps that its settings ask for
+    (`local.planned`).
 
-    Counts 2 for each multiply-add of a matrix product in the loops over batches of a round without evaluation, batches
-    full: further models, inner steps, further gradients and what a method scores by itself are in it. The rest of the
-    client's and of the server's work is not, nor is element-wise work.
+    Counts 2 for each multiply-add of a matrix product in the loops over batches of a round without
+    evaluation, batches full: further models, inner steps, further gradients and what a method
+    scores by itself are in it. The rest of the client's and of the server's work is not, nor is
+    element-wise work.
 
     Args:
       task: with a model whose convolutions have the form "matmul": others save or hide products.
@@ -82,7 +85,8 @@ def flops_of_step(
 
 
 def parameters(eqn: Any) -> dict[str, Any]:
-    """An equation's parameters; a scan's always say `num_consts` and `num_carry`, which JAX's own do up to 0.11."""
+    """An equation's parameters; a scan's always say `num_consts` and `num_carry`, which JAX's own
+    do up to 0.11."""
     p: dict[str, Any] = eqn.params
     if eqn.primitive.name != "scan" or "num_carry" in p:
         return p
@@ -96,7 +100,8 @@ def parameters(eqn: Any) -> dict[str, Any]:
 
 
 def _walk(jaxpr: Any, consts: Sequence[Known], given: Sequence[Known], counts: bool) -> tuple[list[Known], int]:
-    """The results, as far as they are known, and the operations; `counts`: is this inside a loop over batches?"""
+    """The results, as far as they are known, and the operations; `counts`: is this inside a loop
+    over batches?"""
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *given], strict=True))
     read: Callable[[Any], Known] = lambda v: _literal(v.val) if hasattr(v, "val") else values[v]
     total = 0
@@ -190,7 +195,8 @@ def _while(p: Any, given: list[Known], counts: bool) -> tuple[list[Known], int]:
 
 
 def _steps(before: list[Known], after: list[Known]) -> list[Known] | None:
-    """By how much each counter moves in a turn; None where none does, or something that is known moves otherwise."""
+    """By how much each counter moves in a turn; None where none does, or something that is known
+    moves otherwise."""
     found: list[Known] = []
     for a, b in zip(before, after, strict=True):
         if a is not None and b is not None and a != b and not isinstance(b, np.integer):

@@ -1,7 +1,9 @@
-"""The clients' state in the host's memory, of which only the rows of a round's clients go to the devices and back.
+"""The clients' state in the host's memory, of which only the rows of a round's clients go to the
+devices and back.
 
-For many clients with large personal models: the devices then hold S rows, not N. The results are those of state on the
-devices. A round's rows travel both ways, and an evaluation sends everybody's, S at a time.
+For many clients with large personal models: the devices then hold S rows, not N. The results are
+those of state on the devices. A round's rows travel both ways, and an evaluation sends everybody's,
+S at a time.
 """
 
 import functools
@@ -26,12 +28,14 @@ from fedjax_pfl.types import Algorithm, Array, Federation, Placement, PyTree, St
 def program(
     factory: Callable[..., Algorithm], task: Task, hparams: dict[str, Any] | None = None, **options: Any
 ) -> Program:
-    """As `engine.program.program`, with State.clients as NumPy arrays by client id, which rounds overwrite in place.
+    """As `engine.program.program`, with State.clients as NumPy arrays by client id, which rounds
+    overwrite in place.
 
     Its functions are jitted where they can be, and cannot be traced themselves.
 
     Raises:
-      InputError: everybody takes part in a round, so that no row could stay on the host; or several processes.
+      InputError: everybody takes part in a round, so that no row could stay on the host; or several
+        processes.
     """
     n, most = task.num_clients, cohort_size(task)
     if jax.process_count() > 1:

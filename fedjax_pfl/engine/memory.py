@@ -12,7 +12,8 @@ _CGROUPS = ("memory.max", "memory/memory.limit_in_bytes")  # of the second versi
 
 
 class Memory(NamedTuple):
-    """What a run takes and what there is, in bytes; on a CPU of the machine, else per device; None: unknown."""
+    """What a run takes and what there is, in bytes; on a CPU of the machine, else per device; None:
+    unknown."""
 
     peak: int | None
     free: int | None  # for this process, now
@@ -20,7 +21,8 @@ class Memory(NamedTuple):
 
 
 def account(compiled: Any) -> int | None:
-    """Bytes per device while a compiled function runs: arguments, outputs (less what they overwrite), temporaries."""
+    """Bytes per device while a compiled function runs: arguments, outputs (less what they
+    overwrite), temporaries."""
     m = compiled.memory_analysis()
     if m is None:
         return None

@@ -1,4 +1,5 @@
-"""A method and its hyperparameters: checked, then bound as a function of the traced ones and of the round."""
+"""A method and its hyperparameters: checked, then bound as a function of the traced ones and of the
+round."""
 
 import traceback
 from collections.abc import Callable
@@ -21,7 +22,8 @@ def bound(
     """The method as a function of its traced hyperparameters and the round, and their values.
 
     Raises:
-      InputError: a hyperparameter, the task, or the clients' architectures are not as the method takes them.
+      InputError: a hyperparameter, the task, or the clients' architectures are not as the method
+        takes them.
     """
     hyperparameters.check(factory, hparams)
     known = hyperparameters.of(factory)

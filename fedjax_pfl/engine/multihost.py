@@ -1,9 +1,11 @@
-"""One run by several processes, on one host or many: joining them, and what they tell each other beside the rounds.
+"""One run by several processes, on one host or many: joining them, and what they tell each other
+beside the rounds.
 
-Every process runs the same program on the same numbers. A mesh spans the devices of all (`clients.make_mesh`), so an
-array may lie where a process cannot read it: `fetch` brings it to every host. Whatever else a process finds by itself,
-on its disk or its clock, it must share before all go on: a process that takes another way leaves the others waiting.
-In a single process each of these functions does its work and nothing more.
+Every process runs the same program on the same numbers. A mesh spans the devices of all
+(`clients.make_mesh`), so an array may lie where a process cannot read it: `fetch` brings it to
+every host. Whatever else a process finds by itself, on its disk or its clock, it must share before
+all go on: a process that takes another way leaves the others waiting. In a single process each of
+these functions does its work and nothing more.
 """
 
 import os
@@ -32,17 +34,19 @@ class UnreachableError(RuntimeError):
 
 
 def connect(coordinator: str | None, num_processes: int | None = None, process_id: int | None = None) -> None:
-    """Joins the processes of a run, before JAX looks for its devices; does nothing without a coordinator, or if done.
+    """Joins the processes of a run, before JAX looks for its devices; does nothing without a
+    coordinator, or if done.
 
     Args:
-      coordinator: HOST:PORT, a free port where process 0 runs; or auto: as `jax.distributed.initialize` finds it (on
-        SLURM, Open MPI, Cloud TPU, ...).
+      coordinator: HOST:PORT, a free port where process 0 runs; or auto: as
+        `jax.distributed.initialize` finds it (on SLURM, Open MPI, Cloud TPU, ...).
       num_processes: needed with HOST:PORT.
       process_id: of 0 to num_processes - 1; needed with HOST:PORT.
 
     Raises:
       InputError: these do not fit each other, nothing was found, or process 0 cannot listen there.
-      UnreachableError: the coordinator was found, but not the other processes; this one should end at once.
+      UnreachableError: the coordinator was found, but not the other processes; this one should end
+        at once.
     """
     if coordinator is None:
         if (num_processes, process_id) != (None, None):
@@ -123,7 +127,8 @@ def _whole(x: Any) -> Any:
 
 
 def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
-    """The tree on every device of the mesh; the processes must give the same, which is not checked."""
+    """The tree on every device of the mesh; the processes must give the same, which is not
+    checked."""
     everywhere = NamedSharding(mesh, P())
     if not several():
         return jax.device_put(tree, everywhere)
@@ -140,9 +145,11 @@ def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
 
 
 def _meet(mesh: Mesh) -> None:
-    """Lets the devices find each other while the processes are level, before one of them compiles for longer.
+    """Lets the devices find each other while the processes are level, before one of them compiles
+    for longer.
 
-    When they speak for the first time they wait for 30 seconds on a CPU, later without a limit (seen with JAX 0.10).
+    When they speak for the first time they wait for 30 seconds on a CPU, later without a limit
+    (seen with JAX 0.10).
     """
     each = NamedSharding(mesh, P(mesh.axis_names))
     fetch(jax.make_array_from_callback((mesh.size,), each, lambda _: np.zeros(1, np.float32)))
@@ -154,7 +161,8 @@ def largest(number: int) -> int:
 
 
 def on_first(action: Callable[..., T], *args: Any) -> T:
-    """`action(*args)` on process 0 alone; what it returns or raises, on every process (it must be picklable)."""
+    """`action(*args)` on process 0 alone; what it returns or raises, on every process (it must be
+    picklable)."""
     if not several():
         return action(*args)
     outcome: tuple[T, BaseException | None] = _shared(_outcome(action, args) if first() else None, 0)
@@ -162,7 +170,8 @@ def on_first(action: Callable[..., T], *args: Any) -> T:
 
 
 def everywhere(action: Callable[..., T], *args: Any) -> T:
-    """`action(*args)` on every process; where it raises on some, the first one's error on every process."""
+    """`action(*args)` on every process; where it raises on some, the first one's error on every
+    process."""
     if not several():
         return action(*args)
     outcome: tuple[T, BaseException | None] = _outcome(action, args)
@@ -177,7 +186,8 @@ def everywhere(action: Callable[..., T], *args: Any) -> T:
 
 
 def same(here: T, check: Callable[[T, T], None]) -> None:
-    """`check(here, what process 0 has)` on every process, as `everywhere`; nothing where there is only one."""
+    """`check(here, what process 0 has)` on every process, as `everywhere`; nothing where there is
+    only one."""
     if several():
         everywhere(check, here, on_first(lambda: here))
 

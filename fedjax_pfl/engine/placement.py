@@ -1,7 +1,8 @@
-"""Where clients lie: their rows at rest and their places in a round, by architecture and over the devices.
+"""Where clients lie: their rows at rest and their places in a round, by architecture and over the
+devices.
 
-The rows of State.clients, and the places of a round, are segments of one architecture each, one after another; every
-segment is as long for each device as for the others.
+The rows of State.clients, and the places of a round, are segments of one architecture each, one
+after another; every segment is as long for each device as for the others.
 """
 
 import jax
@@ -38,23 +39,23 @@ def take(devices: int, local: bool = False) -> list[jax.Device]:
 
 
 def make_mesh(devices: int, local: bool = False) -> Mesh | None:
-    """A mesh of the devices that `take` gives; None for a single one, which needs no mesh (of several processes each
-    then computes everything)."""
+    """A mesh of the devices that `take` gives; None for a single one, which needs no mesh (of
+    several processes each then computes everything)."""
     if devices == 1:
         return None
     return jax.make_mesh((devices,), (AXIS,), axis_types=(AxisType.Auto,), devices=take(devices, local))
 
 
 def assign(work: Array, devices: int) -> Array:
-    """Assigns clients to devices, equally many to each and with balanced load: the longest first, each to the least
-    loaded device that has a place left.
+    """Assigns clients to devices, equally many to each and with balanced load: the longest first,
+    each to the least loaded device that has a place left.
 
     Args:
       work: [S], of any unit.
 
     Returns:
-      [D ceil(S / D)] int32, the positions of the first device's clients, then the second's, ...; what is S or more
-      stands for an empty place. No value occurs twice.
+      [D ceil(S / D)] int32, the positions of the first device's clients, then the second's, ...;
+      what is S or more stands for an empty place. No value occurs twice.
     """
     count = work.shape[0]
     capacity = -(-count // devices)
@@ -74,8 +75,9 @@ def assign(work: Array, devices: int) -> Array:
 
 
 def padding_overhead(work: np.ndarray, width: int, devices: int = 1) -> float:
-    """How many steps are computed for each that is wanted, where clients are laid out as a Cohort does it: in a chunk
-    all go on until the longest client has ended, and a last chunk has empty places.
+    """How many steps are computed for each that is wanted, where clients are laid out as a Cohort
+    does it: in a chunk all go on until the longest client has ended, and a last chunk has empty
+    places.
 
     Args:
       work: [S] steps of each client.
@@ -92,7 +94,8 @@ def padding_overhead(work: np.ndarray, width: int, devices: int = 1) -> float:
 
 
 def segments(task: Task, count: int, devices: int) -> tuple[int, ...]:
-    """The places [G] per architecture of `count` clients of which any may be drawn, rounded up to the devices."""
+    """The places [G] per architecture of `count` clients of which any may be drawn, rounded up to
+    the devices."""
     sizes = (min(count, len(groups.members(task, group))) for group in range(len(task.models)))
     return tuple(-(-size // devices) * devices for size in sizes)
 
@@ -103,7 +106,8 @@ def starts(lengths: tuple[int, ...]) -> list[int]:
 
 
 def placement(task: Task, devices: int) -> Placement | None:
-    """The rows of all clients, those of an architecture assigned to the devices by their steps; NumPy arrays.
+    """The rows of all clients, those of an architecture assigned to the devices by their steps;
+    NumPy arrays.
 
     None on a single device with one architecture, where row i is client i's.
     """
@@ -124,9 +128,11 @@ def placement(task: Task, devices: int) -> Placement | None:
 
 
 def arrange(task: Task, where: Placement | None, ids: Array, active: Array, devices: int) -> tuple[Array, Array]:
-    """The places of a round's sample: ids and active [S] of `sample`, by architecture and balanced over the devices.
+    """The places of a round's sample: ids and active [S] of `sample`, by architecture and balanced
+    over the devices.
 
-    If the sample is everybody, each client stays where its row lies. Padding has distinct ids from N on.
+    If the sample is everybody, each client stays where its row lies. Padding has distinct ids from
+    N on.
     """
     if where is None:
         return ids, active
@@ -149,8 +155,8 @@ def arrange(task: Task, where: Placement | None, ids: Array, active: Array, devi
 
 
 def _of_group(task: Task, group: int, ids: Array, active: Array) -> tuple[Array, Array, Array]:
-    """Of a sample those of one architecture, padded to the most that can be drawn: ids, active, and whether it is one
-    of them."""
+    """Of a sample those of one architecture, padded to the most that can be drawn: ids, active, and
+    whether it is one of them."""
     if len(task.models) == 1:
         return ids, active, jnp.ones(len(ids), bool)
     own = jnp.asarray(task.architecture == group)[ids]
@@ -190,7 +196,8 @@ class StateRows:
         )
 
     def keep(self, new: PyTree, old: PyTree, active: Array) -> PyTree:
-        """Where everybody has a place: the new rows of the active clients, the old ones of the others."""
+        """Where everybody has a place: the new rows of the active clients, the old ones of the
+        others."""
         begin = self._begin
         inside = lambda g, a, b: trees.where(active[begin[g] : begin[g + 1]], a, b)
         return groups.per_group(lambda a, b: trees.where(active, a, b), inside, len(begin) - 1, new, old)
@@ -236,7 +243,8 @@ batching.defvectorized(_unmark)
 def unmarked(tree: PyTree) -> PyTree:
     """The same arrays without the mesh in their type.
 
-    What `client` closes over enters the shard_map as it is; some of jax's functions refuse an operand whose type says
-    that the mesh is automatic where they run inside of it (seen with JAX 0.10: indexing, broadcasting).
+    What `client` closes over enters the shard_map as it is; some of jax's functions refuse an
+    operand whose type says that the mesh is automatic where they run inside of it (seen with JAX
+    0.10: indexing, broadcasting).
     """
     return jax.tree.map(_unmark.bind, tree)

@@ -1,7 +1,7 @@
 """One experiment as pure functions of its key and its traced hyperparameters.
 
-Key streams: see `keys.Run` and `keys.Round`. The sampling stream does not depend on the method, so two methods with one
-key see the same clients and, for their main local training, the same batches.
+Key streams: see `keys.Run` and `keys.Round`. The sampling stream does not depend on the method, so
+two methods with one key see the same clients and, for their main local training, the same batches.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,8 @@ from fedjax_pfl.types import (
 
 
 class Round(NamedTuple):
-    """What is known of a round: the method's Metrics and what the engine adds; [S] in the order of `ids`."""
+    """What is known of a round: the method's Metrics and what the engine adds; [S] in the order of
+    `ids`."""
 
     loss: Array  # [S]
     post: dict[str, Array]  # {score: [S]}
@@ -57,7 +58,8 @@ class Round(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What the functions of a Program are made of, for clients whose rows are at hand: ids and rows are [S, ...]."""
+    """What the functions of a Program are made of, for clients whose rows are at hand: ids and rows
+    are [S, ...]."""
 
     init: Callable[..., State]  # (key, numbers) -> State[N], rows by client id
     draw: Callable[..., tuple[Array, Array]]  # (placement, key, t) -> the round's ids and which are active
@@ -70,7 +72,8 @@ class Parts(NamedTuple):
 
 
 class Program(NamedTuple):
-    """One experiment as pure functions; `numbers` are its traced hyperparameters (see `program`), t [] is the round."""
+    """One experiment as pure functions; `numbers` are its traced hyperparameters (see `program`), t
+    [] is the round."""
 
     numbers: dict[str, float]
     init: Callable[..., State]  # (key, numbers, placement=None) -> State
@@ -100,24 +103,24 @@ def program(
 ) -> Program:
     """Makes an experiment of a method and a task.
 
-    The hyperparameters that are floats by their annotation, `lr` and `lr_decay` (the factor by which lr shrinks a
-    round) become `numbers`, arguments of every function, so that other values need no new compilation and can be
-    vmapped over.
+    The hyperparameters that are floats by their annotation, `lr` and `lr_decay` (the factor by
+    which lr shrinks a round) become `numbers`, arguments of every function, so that other values
+    need no new compilation and can be vmapped over.
 
-    Over several devices, and with several architectures, the rows of State.clients lie in the order of the placement:
-    `unplace` gives them in the clients' order. The devices may be those of several processes, which call the same
-    functions with the same arguments: `multihost.fetch` brings results to every host, as `simulate.rounds` does by
-    itself.
+    Over several devices, and with several architectures, the rows of State.clients lie in the order
+    of the placement: `unplace` gives them in the clients' order. The devices may be those of
+    several processes, which call the same functions with the same arguments: `multihost.fetch`
+    brings results to every host, as `simulate.rounds` does by itself.
 
     Args:
-      transform: (key, upload, default) -> upload, what is done to every client's upload before the server averages it,
-        such as clipping or noise; see `types.Cohort.mean`.
-      checked: whether shapes of one round are evaluated at once, so that a method's mistakes are found here; else they
-        are when the round is traced.
+      transform: (key, upload, default) -> upload, what is done to every client's upload before the
+        server averages it, such as clipping or noise; see `types.Cohort.mean`.
+      checked: whether shapes of one round are evaluated at once, so that a method's mistakes are
+        found here; else they are when the round is traced.
 
     Raises:
-      InputError: for an unknown hyperparameter, a value out of range, devices that cannot be had (`placement.take`), or
-        a method that breaks the contract.
+      InputError: for an unknown hyperparameter, a value out of range, devices that cannot be had
+        (`placement.take`), or a method that breaks the contract.
     """
     factory, task = validate.method(factory), validate.task(task)
     validate.layout(lr_decay, width, devices)
@@ -219,7 +222,8 @@ def parts(
     devices: int = 1,
     transform: Transform | None = None,
 ) -> Parts:
-    """The functions of an experiment for clients whose rows are at hand; arguments as of `program`."""
+    """The functions of an experiment for clients whose rows are at hand; arguments as of
+    `program`."""
     algorithm, numbers = bound(factory, task, hparams or {}, lr_decay)
     mesh, where = make_mesh(devices), placement(task, devices)
     lengths = segments(task, cohort_size(task), devices)
@@ -279,7 +283,8 @@ def parts(
 
 
 def _finite(state: State, count: int, lengths: tuple[int, ...]) -> Array:
-    """In which of the `count` places is every number of the client's row finite, and of the server? [count]"""
+    """In which of the `count` places is every number of the client's row finite, and of the server?
+    [count]"""
     if len(lengths) == 1:
         clients = trees.finite(state.clients, count)
     else:

@@ -1,4 +1,5 @@
-"""What is known of a round on the host: its results, whether they are finite, and its row in a table."""
+"""What is known of a round on the host: its results, whether they are finite, and its row in a
+table."""
 
 import math
 from typing import Any, NamedTuple
@@ -13,7 +14,8 @@ from fedjax_pfl.types import State
 
 
 class Result(NamedTuple):
-    """What `simulate.rounds` yields: host arrays, and the state after the round, valid until the next is asked for."""
+    """What `simulate.rounds` yields: host arrays, and the state after the round, valid until the
+    next is asked for."""
 
     round: int
     state: State | None  # None where not wanted, see there
@@ -29,7 +31,8 @@ def without_padding(metrics: Round, num_clients: int) -> Round:
 
 
 def check_finite(t: int, metrics: Round) -> None:
-    """Raises DivergenceError if the loss or the state of an active client is not finite after round t."""
+    """Raises DivergenceError if the loss or the state of an active client is not finite after round
+    t."""
     # the loss may be of another model than the one that is kept, as Ditto's is
     found: dict[str, Any] = {"loss": ~np.isfinite(metrics.loss), "state (or the server's)": ~metrics.finite}
     for what, bad in found.items():
@@ -41,14 +44,15 @@ def check_finite(t: int, metrics: Round) -> None:
 
 
 def record(result: Result, test_sizes: np.ndarray) -> dict[str, Any]:
-    """The row of a metrics table for one round: statistics over clients, without per-client vectors.
+    """The row of a metrics table for one round: statistics over clients, without per-client
+    vectors.
 
     Args:
       test_sizes: [N] test examples.
 
     Returns:
-      round, loss (mean over participants), participants, traffic, and for every score pre/NAME (macro),
-      pre/NAME_micro, _std, _worst10 and _best10, likewise post/.
+      round, loss (mean over participants), participants, traffic, and for every score pre/NAME
+      (macro), pre/NAME_micro, _std, _worst10 and _best10, likewise post/.
     """
     row: dict[str, Any] = {"round": result.round}
     if result.metrics is not None:
@@ -69,7 +73,8 @@ def record(result: Result, test_sizes: np.ndarray) -> dict[str, Any]:
 
 
 def statistics(point: str, scores: dict[str, np.ndarray], weights: np.ndarray) -> dict[str, float]:
-    """Statistics of scores [N], NaN where a client has none, with weights [N], under the names of `record`."""
+    """Statistics of scores [N], NaN where a client has none, with weights [N], under the names of
+    `record`."""
     row = {}
     for name, values in scores.items():
         for statistic, value in evaluate.statistics(values, weights).items():

@@ -18,7 +18,8 @@ def cohort_size(task: Task) -> int:
 def sample(key: Array, task: Task) -> tuple[Array, Array]:
     """Draws a round's clients: ids [S] distinct, active [S].
 
-    With participation (low, high) their number is uniform on {max(1, floor(low N)), ..., floor(high N)}.
+    With participation (low, high) their number is uniform on {max(1, floor(low N)), ..., floor(high
+    N)}.
     """
     n, most = task.num_clients, cohort_size(task)
     least = max(1, math.floor(task.participation[0] * n + 1e-9))
@@ -33,10 +34,11 @@ def sample(key: Array, task: Task) -> tuple[Array, Array]:
 
 
 def _distinct(key: Array, n: int, count: int) -> Array:
-    """Draws `count` distinct numbers below n, in an order: [count] int32. Takes a time that does not depend on n.
+    """Draws `count` distinct numbers below n, in an order: [count] int32. Takes a time that does
+    not depend on n.
 
-    Draws with replacement, and again for whoever repeats an earlier place, until nobody does. No number is treated
-    differently from another, so all ordered draws are equally likely.
+    Draws with replacement, and again for whoever repeats an earlier place, until nobody does. No
+    number is treated differently from another, so all ordered draws are equally likely.
     """
 
     def repeats(ids: Array) -> Array:

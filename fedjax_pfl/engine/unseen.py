@@ -1,4 +1,5 @@
-"""Clients that took no part in training: each is personalised by the method's own local work, and scored."""
+"""Clients that took no part in training: each is personalised by the method's own local work, and
+scored."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,12 +26,13 @@ def scorer(
     width: int = 1,
     rounds: int = 1,
 ) -> Callable[[Array, Federation, PyTree, Array], Scored]:
-    """The scores of U unseen clients as a pure function of (key, their federation, the trained server, round t).
+    """The scores of U unseen clients as a pure function of (key, their federation, the trained
+    server, round t).
 
-    They begin with the rows of `init` and do what the method has a client do in a round, from round t on, while the
-    server stays as it is: whatever they send, a mean is its `default`. So no unseen client influences another.
-    "unseen" scores what is then predicted with the trained server, as before local training, and "unseen_post" the
-    model right after it.
+    They begin with the rows of `init` and do what the method has a client do in a round, from round
+    t on, while the server stays as it is: whatever they send, a mean is its `default`. So no unseen
+    client influences another. "unseen" scores what is then predicted with the trained server, as
+    before local training, and "unseen_post" the model right after it.
 
     Args:
       trained: of the clients that train.
@@ -63,7 +65,8 @@ def scorer(
 
 
 def obstacle(factory: Callable[..., Algorithm], task: Task, hparams: dict[str, Any] | None = None) -> str:
-    """Why clients that took no part cannot be personalised under the trained server; empty if they can."""
+    """Why clients that took no part cannot be personalised under the trained server; empty if they
+    can."""
     one_more = among(task, np.append(np.arange(task.num_clients), np.argmax(task.sizes)))
     made = [factory(given, **(hparams or {})) for given in (task, one_more)]
     with contract.named(factory):

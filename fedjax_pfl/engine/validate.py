@@ -1,4 +1,5 @@
-"""What a program hands to the library, checked where it enters: its kinds, its ranges, and that it belongs together."""
+"""What a program hands to the library, checked where it enters: its kinds, its ranges, and that it
+belongs together."""
 
 import math
 from collections.abc import Callable
@@ -51,7 +52,8 @@ def task(given: Task) -> Task:
 
 
 def _architectures(given: Task) -> None:
-    """Raises InputError unless every client has one of the task's models, and every model a client."""
+    """Raises InputError unless every client has one of the task's models, and every model a
+    client."""
     of = np.asarray(given.architecture)
     if of.shape != (given.num_clients,) or sorted(set(of.tolist())) != list(range(len(given.models))):
         raise InputError(
@@ -61,7 +63,8 @@ def _architectures(given: Task) -> None:
 
 
 def class_counts(given: Any, num_classes: int) -> np.ndarray:
-    """Returns the training examples of each client and class, [N, C], on the host; InputError if they cannot be."""
+    """Returns the training examples of each client and class, [N, C], on the host; InputError if
+    they cannot be."""
     counts = np.asarray(given)
     if counts.ndim != 2 or counts.dtype.kind not in "iu" or not counts.size:
         raise InputError(
@@ -76,7 +79,8 @@ def class_counts(given: Any, num_classes: int) -> np.ndarray:
 
 
 def model(given: Model, dataset: Dataset) -> None:
-    """Raises InputError unless the model takes the data set's inputs and has an output for each class."""
+    """Raises InputError unless the model takes the data set's inputs and has an output for each
+    class."""
     x = jax.ShapeDtypeStruct((2, *dataset.x.shape[1:]), dataset.x.dtype)
     if not isinstance(given, Model):
         raise InputError(f"model={given!r} must be a Model, as fedjax_pfl.models.model makes it.")
@@ -113,14 +117,16 @@ def method(factory: Callable[..., Algorithm] | str) -> Callable[..., Algorithm]:
 
 
 def layout(lr_decay: Any, width: Any, devices: Any) -> None:
-    """Raises InputError for a decay that is not positive, or a width or a number of devices that is none."""
+    """Raises InputError for a decay that is not positive, or a width or a number of devices that is
+    none."""
     check("lr_decay", lr_decay, 0, math.inf, open_low=True)
     check("width", width, 1, LARGEST, whole=True)
     check("devices", devices, 1, LARGEST, whole=True)
 
 
 def rounds(rounds: Any, eval_every: Any, start: Any, state: Any, state_every: Any) -> None:
-    """Raises InputError for numbers that no loop of rounds can have; 0 rounds have their closing scores only."""
+    """Raises InputError for numbers that no loop of rounds can have; 0 rounds have their closing
+    scores only."""
     check("rounds", rounds, 0, LARGEST, whole=True, why=_COUNTED)
     check("eval_every", eval_every, 0, math.inf, whole=True)
     check("state_every", state_every, 1, math.inf, whole=True)
@@ -130,7 +136,8 @@ def rounds(rounds: Any, eval_every: Any, start: Any, state: Any, state_every: An
 
 
 def federation(task: Task, given: Federation) -> None:
-    """Raises InputError unless these are the clients that the task was made for, whose rows are examples.
+    """Raises InputError unless these are the clients that the task was made for, whose rows are
+    examples.
 
     What is traced, or lies on other hosts, is not checked.
     """

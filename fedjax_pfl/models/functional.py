@@ -26,21 +26,24 @@ def network(
     conv: str = "auto",
     compute_dtype: str = "float32",
 ) -> Network:
-    """Makes pure functions of any Flax NNX module, such as an encoder, a policy network or a hypernetwork.
+    """Makes pure functions of any Flax NNX module, such as an encoder, a policy network or a
+    hypernetwork.
 
     Args:
-      build: rngs -> a module. It gets those of the keyword arguments `mask` [B] bool, `train` bool and `rngs` (nnx.Rngs
-        of the key, or None) that its `__call__` names; its outputs may be any tree.
+      build: rngs -> a module. It gets those of the keyword arguments `mask` [B] bool, `train` bool
+        and `rngs` (nnx.Rngs of the key, or None) that its `__call__` names; its outputs may be any
+        tree.
       bn_stats: one of aggregate, local, batch; "batch" keeps no running statistics.
       conv: the form of the convolutions, see `layers.convolution`.
-      compute_dtype: one of float32, bfloat16; variables, gradients, running statistics and outputs stay float32.
+      compute_dtype: one of float32, bfloat16; variables, gradients, running statistics and outputs
+        stay float32.
 
     Returns:
       A Network; its variables are nested dicts with string keys.
 
     Raises:
-      InputError: the module keeps state other than parameters and running statistics, or has a batch norm that is not
-        `layers.BatchNorm` or does not get `mask`.
+      InputError: the module keeps state other than parameters and running statistics, or has a
+        batch norm that is not `layers.BatchNorm` or does not get `mask`.
     """
     choose("bn_stats", bn_stats, BN_STATS)
     choose("conv", conv, layers.CONVOLUTIONS)
@@ -85,27 +88,32 @@ def model(
     """Makes pure functions of a Flax NNX module.
 
     Args:
-      factory: (input_shape, num_classes, rngs) -> a module with `body`, [B, *input] -> [B, K], and `head`, [B, K] ->
-        [B, C]; or a name in MODELS. The body gets those of the keyword arguments `mask` [B] bool, `train` bool and
-        `rngs` (nnx.Rngs of the key, or None) that its `__call__` names.
+      factory: (input_shape, num_classes, rngs) -> a module with `body`, [B, *input] -> [B, K], and
+        `head`, [B, K] -> [B, C]; or a name in MODELS. The body gets those of the keyword arguments
+        `mask` [B] bool, `train` bool and `rngs` (nnx.Rngs of the key, or None) that its `__call__`
+        names.
       input_shape: of one example, without the batch axis.
       num_classes: C.
-      bn_stats: "batch" keeps no running statistics and normalises by the batch at test time, too; "aggregate" and
-        "local" differ only in what the methods do with variables["stats"].
+      bn_stats: "batch" keeps no running statistics and normalises by the batch at test time, too;
+        "aggregate" and "local" differ only in what the methods do with variables["stats"].
       conv: the form of the convolutions, see `layers.convolution`.
-      compute_dtype: in which the body computes, "float32" (whatever the variables and x are) or "bfloat16". Variables,
-        gradients, running statistics, features and the head are float32 in any case.
-      features: K, where it is not the network's own: its features are mapped to as many, and the head is a new one.
-      width_by: how, "pool" (adaptive average pooling) or "linear" (a trainable layer), see `features.widened`.
-      input_dtype: of a prepared example, such as jnp.int32 for tokens; networks of MODELS take integers as float32.
+      compute_dtype: in which the body computes, "float32" (whatever the variables and x are) or
+        "bfloat16". Variables, gradients, running statistics, features and the head are float32 in
+        any case.
+      features: K, where it is not the network's own: its features are mapped to as many, and the
+        head is a new one.
+      width_by: how, "pool" (adaptive average pooling) or "linear" (a trainable layer), see
+        `features.widened`.
+      input_dtype: of a prepared example, such as jnp.int32 for tokens; networks of MODELS take
+        integers as float32.
 
     Returns:
-      A Model; its variables are {"body": parameters, "head": parameters, "stats": the body's running statistics},
-      nested dicts with string keys.
+      A Model; its variables are {"body": parameters, "head": parameters, "stats": the body's
+      running statistics}, nested dicts with string keys.
 
     Raises:
-      InputError: for an unknown name, a module without body or head, one that keeps state in other places, or a batch
-        norm that is not `layers.BatchNorm` or does not get `mask`.
+      InputError: for an unknown name, a module without body or head, one that keeps state in other
+        places, or a batch norm that is not `layers.BatchNorm` or does not get `mask`.
     """
     named = not callable(factory)
     if not callable(factory):
@@ -247,7 +255,8 @@ def _fill(template: nnx.State[Any, Any], tree: PyTree) -> nnx.State[Any, Any]:
 
 
 def _normalised(module: nnx.Module, bn_stats: str) -> nnx.Module:
-    """The module, its batch norms without running statistics for "batch"; Flax's own would count padding."""
+    """The module, its batch norms without running statistics for "batch"; Flax's own would count
+    padding."""
     for path, part in nnx.iter_modules(module):
         if not isinstance(part, nnx.BatchNorm):
             continue
@@ -262,7 +271,8 @@ def _normalised(module: nnx.Module, bn_stats: str) -> nnx.Module:
 
 
 def _check_parts(module: nnx.Module) -> None:
-    """InputError unless all variables are parameters of body or head, or running statistics of the body."""
+    """InputError unless all variables are parameters of body or head, or running statistics of the
+    body."""
     kinds: dict[str, tuple[type[nnx.Variable[Any]], ...]] = {"body": (nnx.Param, nnx.BatchStat), "head": (nnx.Param,)}
     for part in ("body", "head"):
         if not isinstance(getattr(module, part, None), nnx.Module):

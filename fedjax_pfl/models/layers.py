@@ -49,8 +49,8 @@ LEAST_LAST = 16  # channels out from which they stand last there: LeNet's 6 are 
 def max_pool(x: Array) -> Array:
     """Maximum over 2x2 windows with stride 2: [B, H, W, C] -> [B, H // 2, W // 2, C].
 
-    An odd last row or column is left out. The gradient of these slices is much faster than that of `reduce_window`;
-    where values tie, one of them gets it all.
+    An odd last row or column is left out. The gradient of these slices is much faster than that of
+    `reduce_window`; where values tie, one of them gets it all.
     """
     batch, height, width, channels = x.shape
     x = x[:, : height // 2 * 2, : width // 2 * 2]
@@ -60,7 +60,8 @@ def max_pool(x: Array) -> Array:
 
 
 def max_pool_3(x: Array) -> Array:
-    """Maximum over 3x3 windows with stride 2 and one pixel of padding: [B, H, W, C] -> [B, ceil(H/2), ceil(W/2), C]."""
+    """Maximum over 3x3 windows with stride 2 and one pixel of padding: [B, H, W, C] -> [B,
+    ceil(H/2), ceil(W/2), C]."""
     x = lax.pad(x, jnp.asarray(-jnp.inf, x.dtype), [(0, 0, 0), (1, 1, 0), (1, 1, 0), (0, 0, 0)])
     for axis in (2, 1):
         x = functools.reduce(_larger, shifts(x, axis, 3, 2))
@@ -70,10 +71,11 @@ def max_pool_3(x: Array) -> Array:
 def conv_pool(conv: nnx.Conv, x: Array) -> Array:
     """max_pool(conv(x)) for a convolution of stride 1: [B, H, W, C] -> [B, H' // 2, W' // 2, O].
 
-    Where channels are few (LeNet's first layer), and unless the form is "matmul" or "xla", the four values of a pooling
-    window are four outputs of one product with stride 2, whose kernels are the given one at four offsets in a window
-    that is larger by one: the patches are a third as many, and the maximum runs over contiguous arrays. The outputs
-    are the product's rows where they are few; else its columns, so that channels stand last as in the next layer.
+    Where channels are few (LeNet's first layer), and unless the form is "matmul" or "xla", the four
+    values of a pooling window are four outputs of one product with stride 2, whose kernels are the
+    given one at four offsets in a window that is larger by one: the patches are a third as many,
+    and the maximum runs over contiguous arrays. The outputs are the product's rows where they are
+    few; else its columns, so that channels stand last as in the next layer.
     """
     kernel = conv.kernel[...]
     kh, kw, channels, out = kernel.shape
@@ -96,13 +98,15 @@ def conv_pool(conv: nnx.Conv, x: Array) -> Array:
 
 
 def _patches_first(x: Array, kh: int, kw: int) -> Array:
-    """Windows of even sides with stride 2: [B, H, W, C] -> [kh, kw, C, B, (H - kh) // 2 + 1, (W - kw) // 2 + 1]."""
+    """Windows of even sides with stride 2: [B, H, W, C] -> [kh, kw, C, B, (H - kh) // 2 + 1, (W -
+    kw) // 2 + 1]."""
     x = jnp.moveaxis(x, 3, 0)  # [C, B, H, W]
     return jnp.stack(shifts(jnp.stack(shifts(x, 3, kw, 2)), 3, kh, 2))
 
 
 def _patches_last(x: Array, kh: int, kw: int) -> Array:
-    """Windows of even sides with stride 2: [B, H, W, C] -> [B, (H - kh) // 2 + 1, (W - kw) // 2 + 1, kh * kw * C]."""
+    """Windows of even sides with stride 2: [B, H, W, C] -> [B, (H - kh) // 2 + 1, (W - kw) // 2 +
+    1, kh * kw * C]."""
     batch, height, width, channels = x.shape
     x = x[:, : height // 2 * 2, : width // 2 * 2].reshape(batch, height // 2, 2, width // 2, 2 * channels)
     x = jnp.concatenate(shifts(x, 3, kw // 2, 1), axis=4)
@@ -112,13 +116,15 @@ def _patches_last(x: Array, kh: int, kw: int) -> Array:
 
 @jax.custom_jvp
 def _larger(a: Array, b: Array) -> Array:
-    """The maximum; its gradient is one selection, that of `jnp.maximum` shares ties and so divides."""
+    """The maximum; its gradient is one selection, that of `jnp.maximum` shares ties and so
+    divides."""
     return jnp.maximum(a, b)
 
 
 @jax.custom_jvp
 def _largest(y: Array) -> Array:
-    """The maximum of y [4, ...] over its first axis, differentiated without slices, whose gradients pad."""
+    """The maximum of y [4, ...] over its first axis, differentiated without slices, whose gradients
+    pad."""
     return jnp.max(y, axis=0)
 
 
@@ -144,7 +150,8 @@ def _uniform(fan_in: int) -> nnx.Initializer:
 
 
 def linear(din: int, dout: int, rngs: nnx.Rngs, **kwargs: Any) -> nnx.Linear:
-    """Returns `nnx.Linear` (kernel [din, dout], bias [dout]) with PyTorch's default initialisation."""
+    """Returns `nnx.Linear` (kernel [din, dout], bias [dout]) with PyTorch's default
+    initialisation."""
     init = _uniform(din)
     kwargs = {"kernel_init": init, "bias_init": init, "dot_general": dense.dot_general} | kwargs
     return nnx.Linear(din, dout, rngs=rngs, **kwargs)
@@ -159,7 +166,8 @@ def conv(
     strides: int = 1,
     **kwargs: Any,
 ) -> nnx.Conv:
-    """Returns `nnx.Conv` with PyTorch's default initialisation and the convolution chosen by `convolution`.
+    """Returns `nnx.Conv` with PyTorch's default initialisation and the convolution chosen by
+    `convolution`.
 
     Args:
       cin: channels in.
@@ -177,7 +185,8 @@ def conv(
 
 
 class ConvTranspose(nnx.Module):
-    """Transposed convolution with a bias and PyTorch's default initialisation, see `transposed.conv_transpose`.
+    """Transposed convolution with a bias and PyTorch's default initialisation, see
+    `transposed.conv_transpose`.
 
     The fan-in is PyTorch's for this layer, O * side^2: that of the kernel's second axis there.
     """
@@ -197,17 +206,18 @@ class ConvTranspose(nnx.Module):
 class BatchNorm(nnx.BatchNorm):
     """Batch norm whose moments are those of the valid rows, with PyTorch's constants.
 
-    PyTorch's momentum 0.1 is 0.9 here; as there, the running variance is the unbiased one. Rows that are not valid
-    change nothing, NaN included; a batch without a valid row leaves the running statistics as they are, and one with a
-    single value a channel the running variance. Where `mean` is
-    None there are no running statistics, and the batch's are used at test time too.
+    PyTorch's momentum 0.1 is 0.9 here; as there, the running variance is the unbiased one. Rows
+    that are not valid change nothing, NaN included; a batch without a valid row leaves the running
+    statistics as they are, and one with a single value a channel the running variance. Where `mean`
+    is None there are no running statistics, and the batch's are used at test time too.
     """
 
     def __init__(self, num_features: int, *, rngs: nnx.Rngs, momentum: float = 0.9, epsilon: float = 1e-5):
         super().__init__(num_features, momentum=momentum, epsilon=epsilon, rngs=rngs)
 
     def __call__(self, x: Array, mask: Array | None = None, train: bool = False) -> Array:  # type: ignore[override]  # Flax's takes other arguments
-        """Normalises x [B, ..., C] over all axes but the last; mask [B] bool says which rows are valid."""
+        """Normalises x [B, ..., C] over all axes but the last; mask [B] bool says which rows are
+        valid."""
         assert self.scale is not None and self.bias is not None
         x, dtype = x.astype(jnp.promote_types(x.dtype, jnp.float32)), x.dtype  # sums of bfloat16 would lose digits
         axes = tuple(range(x.ndim - 1))
@@ -236,7 +246,8 @@ class BatchNorm(nnx.BatchNorm):
 
 
 class GroupNorm(nnx.Module):
-    """Group norm (Wu & He, ECCV 2018) with PyTorch's epsilon, called as BatchNorm is; each example has its own moments.
+    """Group norm (Wu & He, ECCV 2018) with PyTorch's epsilon, called as BatchNorm is; each example
+    has its own moments.
 
     Of 32 groups, or the most that divide the channels.
     """
@@ -246,7 +257,8 @@ class GroupNorm(nnx.Module):
         self.norm = nnx.GroupNorm(num_features, groups, epsilon=1e-5, use_fast_variance=False, rngs=rngs)
 
     def __call__(self, x: Array, mask: Array | None = None, train: bool = False) -> Array:
-        """Normalises x [B, H, W, C] over the pixels and channels of each group; rows that are not valid stay apart."""
+        """Normalises x [B, H, W, C] over the pixels and channels of each group; rows that are not
+        valid stay apart."""
         del mask, train
         normalised: Array = self.norm(x)
         return normalised

@@ -1,4 +1,5 @@
-"""The small networks: each has a `body`, inputs to K features, and a `head`, the last linear layer."""
+"""The small networks: each has a `body`, inputs to K features, and a `head`, the last linear
+layer."""
 
 import math
 from collections.abc import Sequence
@@ -29,7 +30,8 @@ class Net(nnx.Module):
 
 
 class Dense(nnx.Module):
-    """Flattens, then linear layers with ReLU of the given widths; without widths, the flat input."""
+    """Flattens, then linear layers with ReLU of the given widths; without widths, the flat
+    input."""
 
     def __init__(self, din: int, widths: Sequence[int], rngs: nnx.Rngs):
         sizes = (din, *widths)
@@ -43,7 +45,8 @@ class Dense(nnx.Module):
 
 
 class Conv(nnx.Module):
-    """Blocks of 5x5 convolution, optional batch norm, ReLU and 2x2 pooling, then linear layers with ReLU."""
+    """Blocks of 5x5 convolution, optional batch norm, ReLU and 2x2 pooling, then linear layers with
+    ReLU."""
 
     def __init__(
         self,
@@ -71,7 +74,8 @@ class Conv(nnx.Module):
 
 
 class ConvDropout(nnx.Module):
-    """Two 3x3 convolutions of 32 and 64 with ReLU, one 2x2 pooling, dropout, a linear layer with ReLU, dropout."""
+    """Two 3x3 convolutions of 32 and 64 with ReLU, one 2x2 pooling, dropout, a linear layer with
+    ReLU, dropout."""
 
     def __init__(self, shape: Shape, width: int, rates: tuple[float, float], rngs: nnx.Rngs):
         height, wide = ((size - 4) // 2 for size in shape[:2])
@@ -89,7 +93,8 @@ class ConvDropout(nnx.Module):
 
 
 def pooled_size(name: str, shape: Shape, paddings: Shape) -> tuple[int, int]:
-    """Height and width after blocks of 5x5 convolution and 2x2 pooling; InputError if nothing is left of the image."""
+    """Height and width after blocks of 5x5 convolution and 2x2 pooling; InputError if nothing is
+    left of the image."""
     if len(shape) != 3:
         raise InputError(
             f"Model {name!r} needs images of shape (height, width, channels), got input shape {tuple(shape)}."
@@ -160,17 +165,20 @@ def _afm(name: str, shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
 
 
 def cnn1(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
-    """CNN-1 of pFedAFM: 5x5 convolutions 16 and 32 without padding, linear 2000 and 500, K = 500."""
+    """CNN-1 of pFedAFM: 5x5 convolutions 16 and 32 without padding, linear 2000 and 500, K =
+    500."""
     return _afm("cnn1", input_shape, num_classes, rngs)
 
 
 def cnn2(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
-    """CNN-2 of pFedAFM: 5x5 convolutions 16 and 16 without padding, linear 2000 and 500, K = 500."""
+    """CNN-2 of pFedAFM: 5x5 convolutions 16 and 16 without padding, linear 2000 and 500, K =
+    500."""
     return _afm("cnn2", input_shape, num_classes, rngs)
 
 
 def cnn3(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
-    """CNN-3 of pFedAFM: 5x5 convolutions 16 and 32 without padding, linear 1000 and 500, K = 500."""
+    """CNN-3 of pFedAFM: 5x5 convolutions 16 and 32 without padding, linear 1000 and 500, K =
+    500."""
     return _afm("cnn3", input_shape, num_classes, rngs)
 
 
@@ -185,7 +193,8 @@ def cnn5(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
 
 
 def cnn_dropout(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
-    """The CNN with dropout (0.25, 0.5) of Reddi et al. 2021 for EMNIST: 3x3 convolutions 32 and 64, K = 128."""
+    """The CNN with dropout (0.25, 0.5) of Reddi et al. 2021 for EMNIST: 3x3 convolutions 32 and 64,
+    K = 128."""
     if len(input_shape) != 3 or min(input_shape[:2]) < 6:
         raise InputError(f"Model 'cnn_dropout' needs images of at least 6x6 pixels, got shape {tuple(input_shape)}.")
     return Net(ConvDropout(input_shape, 128, (0.25, 0.5), rngs), layers.linear(128, num_classes, rngs))

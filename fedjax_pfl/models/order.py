@@ -1,4 +1,5 @@
-"""The layers of a model in the order in which it applies them, which the names of its variables do not tell."""
+"""The layers of a model in the order in which it applies them, which the names of its variables do
+not tell."""
 
 import jax
 from jax.extend.core import Literal
@@ -15,8 +16,8 @@ def layers(model: Model, x: jax.ShapeDtypeStruct) -> list[dict[Path, tuple[tuple
       x: an input of the model, [B, ...].
 
     Returns:
-      For each layer the shapes of its parameters by path: first the layer's own path, then those of the batch norms
-      that follow it.
+      For each layer the shapes of its parameters by path: first the layer's own path, then those of
+      the batch norms that follow it.
     """
     variables = jax.eval_shape(model.init, jax.random.key(0))
     traced = jax.make_jaxpr(lambda variables, x: model.apply(variables, x)[0])(variables, x).jaxpr

@@ -1,4 +1,5 @@
-"""Residual networks of basic blocks (He et al., Deep residual learning for image recognition, CVPR 2016)."""
+"""Residual networks of basic blocks (He et al., Deep residual learning for image recognition, CVPR
+2016)."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -20,7 +21,8 @@ WIDTHS = (64, 128, 256, 512)
 
 
 class Block(nnx.Module):
-    """conv3x3, norm, ReLU, conv3x3, norm, plus the input or, where the shape changes, its 1x1 projection; ReLU."""
+    """conv3x3, norm, ReLU, conv3x3, norm, plus the input or, where the shape changes, its 1x1
+    projection; ReLU."""
 
     def __init__(self, cin: int, cout: int, strides: int, norm: Norm, rngs: nnx.Rngs, **kwargs: Any):
         self.conv1 = layers.conv(cin, cout, 3, 1, rngs, strides, use_bias=False, **kwargs)
@@ -39,7 +41,8 @@ class Block(nnx.Module):
 
 
 class ResNet(nnx.Module):
-    """A stem, stages of two basic blocks each, the mean over pixels, and linear layers with ReLU of given widths.
+    """A stem, stages of two basic blocks each, the mean over pixels, and linear layers with ReLU of
+    given widths.
 
     The first block of every stage but the first has stride 2. Images [B, H, W, C] -> [B, K].
     """
@@ -89,8 +92,10 @@ def resnet(
       num_classes: C.
       rngs: for the initialisation: PyTorch's default, and with the imagenet stem torchvision's.
       widths: channels of each stage; K is the last.
-      norm: one of batch (masked moments), group (32 groups, Wu & He 2018: no moments, and examples do not mix).
-      stem: one of cifar (3x3 convolution), imagenet (7x7 with stride 2, then 3x3 pooling with stride 2: torchvision).
+      norm: one of batch (masked moments), group (32 groups, Wu & He 2018: no moments, and examples
+        do not mix).
+      stem: one of cifar (3x3 convolution), imagenet (7x7 with stride 2, then 3x3 pooling with
+        stride 2: torchvision).
       feature_dim: width of a linear layer with ReLU before the head, which is then K.
 
     Raises:

@@ -32,7 +32,8 @@ class ConvNorm(nnx.Module):
 
 
 class Unit(nnx.Module):
-    """Two branches of half the channels out each, joined and shuffled: [B, H, W, C] -> [B, H', W', O].
+    """Two branches of half the channels out each, joined and shuffled: [B, H, W, C] -> [B, H', W',
+    O].
 
     The right branch is 1x1, depthwise 3x3, 1x1. With stride 1 the channels are split between the
     branches and the left half passes unchanged; with stride 2 both branches see all of them and the
@@ -56,7 +57,8 @@ class Unit(nnx.Module):
 
 
 def shuffle(left: Array, right: Array) -> Array:
-    """Shuffles the channels of two groups: two halves [..., C], joined alternately to [..., 2 C]."""
+    """Shuffles the channels of two groups: two halves [..., C], joined alternately to [..., 2
+    C]."""
     return jnp.stack([left, right], axis=-1).reshape(*left.shape[:-1], -1)
 
 
@@ -93,7 +95,8 @@ class ShuffleNet(nnx.Module):
 
 
 def shufflenet(input_shape: Shape, num_classes: int, rngs: nnx.Rngs, stem_relu: bool = False) -> Net:
-    """ShuffleNetV2 1x for small images: 3x3 stem of stride 1 without pooling, batch norm, K = 1024."""
+    """ShuffleNetV2 1x for small images: 3x3 stem of stride 1 without pooling, batch norm, K =
+    1024."""
     if len(input_shape) != 3:
         raise InputError(
             f"Model 'shufflenet' needs images of shape (height, width, channels), got input shape {tuple(input_shape)}."

@@ -1,4 +1,5 @@
-"""Strided 4x4 convolutions from an image to one pixel: FedDVA's backbone, and the CNN of its comparisons."""
+"""Strided 4x4 convolutions from an image to one pixel: FedDVA's backbone, and the CNN of its
+comparisons."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +17,8 @@ SIDE, SMALLEST = 4, 4  # of every kernel; of the image that the last convolution
 
 
 class Backbone(nnx.Module):
-    """4x4 convolutions of given channels, each with batch norm and LeakyReLU: [B, H, W, C] -> [B, hidden[-1]].
+    """4x4 convolutions of given channels, each with batch norm and LeakyReLU: [B, H, W, C] -> [B,
+    hidden[-1]].
 
     All have stride 2 but the last, which maps 4x4 pixels to one; the first pads smaller images up.
     """
@@ -45,10 +47,12 @@ class Features(nnx.Module):
 
 
 def first_padding(shape: Shape, hidden: Sequence[int]) -> int:
-    """Pixels on every side with which the first convolution of stride 2 leads to 4x4 pixels before the last one.
+    """Pixels on every side with which the first convolution of stride 2 leads to 4x4 pixels before
+    the last one.
 
     Raises:
-      InputError: not a square image of even side, or a side that these layers do not reduce to 4 pixels.
+      InputError: not a square image of even side, or a side that these layers do not reduce to 4
+        pixels.
     """
     if len(hidden) < 2 or min(hidden) < 2:
         raise InputError(f"hidden={tuple(hidden)}: give at least two layers of at least two channels.")
@@ -62,22 +66,26 @@ def first_padding(shape: Shape, hidden: Sequence[int]) -> int:
 
 
 def channels(shape: Shape, last: int = HIDDEN[-1]) -> tuple[int, ...]:
-    """Channels of as many convolutions as lead from images of this side to 4x4 pixels and then to one.
+    """Channels of as many convolutions as lead from images of this side to 4x4 pixels and then to
+    one.
 
     Args:
-      last: of the last one; each before it has half. 512 gives the published ones for 28, 32 and 64 pixels a side.
+      last: of the last one; each before it has half. 512 gives the published ones for 28, 32 and 64
+        pixels a side.
     """
     count = max(2, 1 + math.ceil(math.log2(max(shape[0], 1) / SMALLEST))) if len(shape) == 3 else 4
     return tuple(last // 2 ** (count - 1 - i) for i in range(count))
 
 
 def cnn_dva(input_shape: Shape, num_classes: int, rngs: nnx.Rngs, hidden: Sequence[int] = HIDDEN) -> Net:
-    """The CNN beside which FedDVA classifies: 4x4 convolutions 64 to 512 with batch norm, linear 256, K = 256."""
+    """The CNN beside which FedDVA classifies: 4x4 convolutions 64 to 512 with batch norm, linear
+    256, K = 256."""
     width = hidden[-1]
     body = Features(Backbone(tuple(input_shape), hidden, rngs), Dense(width, (width // 2,), rngs))
     return Net(body, layers.linear(width // 2, num_classes, rngs))
 
 
 def cnn_dva_small(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
-    """`cnn_dva` with a quarter of its channels, 16 to 128, linear 64, K = 64: beside FedDVA with hidden=128."""
+    """`cnn_dva` with a quarter of its channels, 16 to 128, linear 64, K = 64: beside FedDVA with
+    hidden=128."""
     return cnn_dva(input_shape, num_classes, rngs, tuple(width // 4 for width in HIDDEN))

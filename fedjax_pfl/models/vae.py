@@ -1,4 +1,5 @@
-"""The networks of FedDVA's dual variational autoencoder: two encoders, a decoder, a classifier of both latents.
+"""The networks of FedDVA's dual variational autoencoder: two encoders, a decoder, a classifier of
+both latents.
 
 Axes: B batch, H and W pixels, C channels; images are in [-1, 1].
 """
@@ -33,7 +34,8 @@ class DualVAE(NamedTuple):
 
 
 class Posterior(nnx.Module):
-    """A diagonal Gaussian of h [B, K]: mean and log variance by two MLPs with K // 2 hidden ReLU units each."""
+    """A diagonal Gaussian of h [B, K]: mean and log variance by two MLPs with K // 2 hidden ReLU
+    units each."""
 
     def __init__(self, width: int, latent: int, rngs: nnx.Rngs):
         def make() -> Net:
@@ -78,8 +80,8 @@ class PersonalEncoder(nnx.Module):
 class Decoder(nnx.Module):
     """The mean of p(x|z, c): [z; c] [B, d_z + d_c] -> images [B, H, W, C] in (-1, 1).
 
-    Two linear layers with LeakyReLU, then the backbone's convolutions transposed; all but the last are followed by
-    batch norm and LeakyReLU, the last by tanh.
+    Two linear layers with LeakyReLU, then the backbone's convolutions transposed; all but the last
+    are followed by batch norm and LeakyReLU, the last by tanh.
     """
 
     def __init__(self, shape: Shape, latents: int, hidden: Sequence[int], rngs: nnx.Rngs):
@@ -123,10 +125,12 @@ def dual_vae(
     """Makes the networks of FedDVA (Appendix C-B, its released code).
 
     Args:
-      input_shape: (H, W, C), square; with four hidden widths 28, 30 or 32 pixels a side, with five 60, 62 or 64.
+      input_shape: (H, W, C), square; with four hidden widths 28, 30 or 32 pixels a side, with five
+        60, 62 or 64.
       latent: d_z.
       personal: d_c.
-      hidden: channels of the convolutions, the decoder's in the reverse order; SMALL is the notebook-sized variant.
+      hidden: channels of the convolutions, the decoder's in the reverse order; SMALL is the
+        notebook-sized variant.
       num_classes: of the classifier of [z; c]; without it there is none.
       **options: bn_stats, conv and compute_dtype of `models.network`.
 

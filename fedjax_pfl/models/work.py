@@ -14,8 +14,8 @@ from fedjax_pfl.types import Array, PyTree
 def flops(factory: Factory | str, input_shape: tuple[int, ...], num_classes: int = 10, batch: int = 1) -> int:
     """Floating-point operations of one training step on `batch` examples.
 
-    Counts 2 for each multiply-add of a matrix product or convolution, forward and both gradients, without the gradient
-    for the input; element-wise work is left out.
+    Counts 2 for each multiply-add of a matrix product or convolution, forward and both gradients,
+    without the gradient for the input; element-wise work is left out.
     """
     net = model(factory, input_shape, num_classes, conv="matmul")
     variables = jax.eval_shape(net.init, jax.random.key(0))
@@ -36,7 +36,8 @@ def _product_flops(jaxpr: Jaxpr) -> int:
 
 
 def product_flops(eqn: Any) -> int:
-    """Floating-point operations of one equation of a trace if it is a matrix product, 2 a multiply-add; else 0."""
+    """Floating-point operations of one equation of a trace if it is a matrix product, 2 a
+    multiply-add; else 0."""
     if eqn.primitive.name != "dot_general":
         return 0
     (axes, _), _ = eqn.params["dimension_numbers"]

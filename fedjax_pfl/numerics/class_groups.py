@@ -1,4 +1,5 @@
-"""Classes in groups: the loss of each group's task, and the scores of a classifier task by task (pFedC, 26.2-26.5).
+"""Classes in groups: the loss of each group's task, and the scores of a classifier task by task
+(pFedC, 26.2-26.5).
 
 A task t owns a group of classes G_t (`task_maps`).
 """
@@ -25,7 +26,8 @@ def columns(head: PyTree, h: Array) -> Array:
 
 
 def gram(b: Branches, residual: Array, kernel: Array) -> Array:
-    """<D_s, D_t> of the tasks' gradients in the feature space, D_t = R_t W_t^T, in closed form for a linear head.
+    """<D_s, D_t> of the tasks' gradients in the feature space, D_t = R_t W_t^T, in closed form for
+    a linear head.
 
     Args:
       residual: R [B, L], the gradient of each logit's own task loss by it; kernel: W [K, L].
@@ -54,12 +56,13 @@ def _reject(b: Branches, z: Array) -> Array:
 
 
 def task_losses(b: Branches, z: Array, y: Array, mask: Array, task_loss: str = "class") -> tuple[Array, Array]:
-    """Computes the loss of every task on one batch (Eq. 3; which samples enter: see the Note of `pfedc`).
+    """Computes the loss of every task on one batch (Eq. 3; which samples enter: see the Note of
+    `pfedc`).
 
     Args:
       z: columns [B, L]; y: labels [B]; mask: [B] bool.
-      task_loss: what the sum over a task's samples is divided by: "class", its samples within the group (D_i^c of
-        Eq. 3, per minibatch); "batch", all of them. group_softmax has no others.
+      task_loss: what the sum over a task's samples is divided by: "class", its samples within the
+        group (D_i^c of Eq. 3, per minibatch); "batch", all of them. group_softmax has no others.
 
     Returns:
       losses [T], 0 where there is nothing to divide by; and whether there is, [T] bool.
@@ -88,12 +91,14 @@ def _inside(b: Branches, y: Array) -> Array:
 
 
 def samples(b: Branches, y: Array, mask: Array) -> Array:
-    """Which samples a task looks at, [B, T] bool: all if it is open, else those with a label in its group."""
+    """Which samples a task looks at, [B, T] bool: all if it is open, else those with a label in its
+    group."""
     return (_inside(b, y) | b.open[None]) & mask[:, None]
 
 
 def min_norm_weights(m: Array, losses: Array, active: Array, solver: str, normalise: str) -> Array:
-    """alpha [T] on the simplex over `active` [T]; tasks with a negligible gradient are left out (26.2, step 2)."""
+    """alpha [T] on the simplex over `active` [T]; tasks with a negligible gradient are left out
+    (26.2, step 2)."""
     norms = jnp.diag(m)
     scale = {"none": jnp.ones_like(norms), "l2": jnp.sqrt(norms), "loss": losses, "loss+": losses * jnp.sqrt(norms)}
     moving = active & (norms > NEGLIGIBLE * jnp.max(jnp.where(active, norms, 0)))
@@ -107,7 +112,8 @@ def _uniform(active: Array) -> Array:
 
 
 def share_on_positives(b: Branches, alpha: Array, y: Array, mask: Array) -> Array:
-    """Share [] of the weights alpha [T] on tasks with a sample of their group in the batch; the others answer "no"."""
+    """Share [] of the weights alpha [T] on tasks with a sample of their group in the batch; the
+    others answer "no"."""
     positive = jnp.any(_inside(b, y) & mask[:, None], axis=0)
     return alpha @ positive / jnp.maximum(jnp.sum(alpha), jnp.finfo(alpha.dtype).tiny)
 
@@ -122,7 +128,8 @@ def branch_loss(
     head_grad: str,
     task_loss: str = "class",
 ) -> Callable[[PyTree, Batch, Array], tuple[Array, PyTree, Array]]:
-    """The weighted sum of a client's task losses (Eq. 5 with MGDA-UB's weights), as `local.sgd` takes it.
+    """The weighted sum of a client's task losses (Eq. 5 with MGDA-UB's weights), as `local.sgd`
+    takes it.
 
     Args:
       active: [T] bool, the tasks the client holds.
@@ -180,14 +187,17 @@ def _body_gram(
 
 
 def scores(b: Branches, z: Array, y: Array, mask: Array, c: Client) -> Scores:
-    """The metrics of class logits [B, C] (26.5): `acc` and `acc_present` as every method, and the tasks' own.
+    """The metrics of class logits [B, C] (26.5): `acc` and `acc_present` as every method, and the
+    tasks' own.
 
-    `acc_groups` is the argmax over the classes of the client's groups, and `coarse_acc` whether its group is right;
-    `task_acc` the accuracy of each task it holds (on all samples, where no is the answer to other groups' labels, or
-    within the group given the group); `task_bal` the mean of an open task's accuracy inside and outside its group, for
-    a binary one (TPR + TNR) / 2; `recall_macro` the mean recall of `acc_present`'s predictions; `*_trivial` what always
-    saying no, or always the client's majority class, scores on the same samples. With group_binary, which cannot tell
-    the classes of a group apart, a group's prediction is the client's majority class in it, and a task's is a yes.
+    `acc_groups` is the argmax over the classes of the client's groups, and `coarse_acc` whether its
+    group is right; `task_acc` the accuracy of each task it holds (on all samples, where no is the
+    answer to other groups' labels, or within the group given the group); `task_bal` the mean of an
+    open task's accuracy inside and outside its group, for a binary one (TPR + TNR) / 2;
+    `recall_macro` the mean recall of `acc_present`'s predictions; `*_trivial` what always saying
+    no, or always the client's majority class, scores on the same samples. With group_binary, which
+    cannot tell the classes of a group apart, a group's prediction is the client's majority class in
+    it, and a task's is a yes.
     """
     counts = c.class_counts
     held = b.member @ counts > 0  # [T]

@@ -1,6 +1,8 @@
-"""Terms of FedDVA's dual variational autoencoder: Gaussian divergences, its regularisers, reconstruction errors.
+"""Terms of FedDVA's dual variational autoencoder: Gaussian divergences, its regularisers,
+reconstruction errors.
 
-Axes: B batch, d dimensions of a latent. All terms are sums over dimensions or pixels for each example, in nats.
+Axes: B batch, d dimensions of a latent. All terms are sums over dimensions or pixels for each
+example, in nats.
 """
 
 import math
@@ -43,16 +45,19 @@ def kl_standard(q: Gaussian) -> Array:
 
 
 def mixture_bound(q: Gaussian, mask: Array, detach: bool = True) -> Array:
-    """Upper bound of KL(q_i || the batch's mixture), the mean over j of KL(q_i || q_j) (FedDVA, Eq. 26), [B].
+    """Upper bound of KL(q_i || the batch's mixture), the mean over j of KL(q_i || q_j) (FedDVA, Eq.
+    26), [B].
 
     Args:
       q: of each example, i and j; the pair i = j counts and adds 0.
       mask: [B] bool, the examples over which j runs.
-      detach: no gradient through the side of j, the mixture being a constant, as in the released code.
+      detach: no gradient through the side of j, the mixture being a constant, as in the released
+        code.
 
     Note:
-      In time O(B d), from four means over j: the sum over pairs factorises. The means are taken about the batch's, on
-      which the bound does not depend, or they would cancel where it lies far from 0.
+      In time O(B d), from four means over j: the sum over pairs factorises. The means are taken
+      about the batch's, on which the bound does not depend, or they would cancel where it lies far
+      from 0.
     """
     centre = lax.stop_gradient(_mean(q.mean, mask))
     q = q._replace(mean=q.mean - centre)
@@ -71,11 +76,11 @@ def personal_term(q: Gaussian, mask: Array, xi: Numeric, regulariser: str = "pap
       q: q(c|x, z).
       mask: [B] bool, the valid examples.
       xi: slack in nats; 8 d_c in the paper.
-      regulariser: one of
-        paper_max: max(xi + A, B) (Eq. 7) with A the mixture bound and B = KL(q || N(0, I)): below the slack it draws
+      regulariser: one of paper_max: max(xi + A, B) (Eq. 7) with A the mixture bound and B = KL(q ||
+        N(0, I)): below the slack it draws
           the client's examples together, above it is the ordinary divergence;
-        code_hinge: KL(q || N(the batch's mean of the means, I)) + relu(xi + A - B), as in the released code: while
-          active it also drives the client's examples away from the origin.
+        code_hinge: KL(q || N(the batch's mean of the means, I)) + relu(xi + A - B), as in the
+          released code: while active it also drives the client's examples away from the origin.
       detach: see `mixture_bound`.
 
     Raises:
@@ -96,9 +101,9 @@ def reconstruction(x: Array, mean: Array, kind: str = "gaussian") -> Array:
     Args:
       x: [B, ...].
       mean: the decoder's, of the same shape.
-      kind: one of
-        gaussian: of unit variance, without the constant log(2 pi) / 2 a pixel: half the squared error;
-        focal: the sum over pixels of -(1 - u)^5 log u, u the density of that Gaussian, as in the released code.
+      kind: one of gaussian: of unit variance, without the constant log(2 pi) / 2 a pixel: half the
+        squared error; focal: the sum over pixels of -(1 - u)^5 log u, u the density of that
+        Gaussian, as in the released code.
 
     Raises:
       InputError: for another kind.
@@ -114,8 +119,9 @@ def reconstruction(x: Array, mean: Array, kind: str = "gaussian") -> Array:
 def terms(x: Array, mean: Array, z: Gaussian, c: Gaussian) -> dict[str, Array]:
     """The scores of each example: {name: [B]}.
 
-    `reconstruction` (half the squared error), `kl_z` and `kl_c` (to N(0, I)), lower being better, and their negative
-    sum `elbo`: the evidence lower bound without the constant log(2 pi) / 2 a pixel, higher being better.
+    `reconstruction` (half the squared error), `kl_z` and `kl_c` (to N(0, I)), lower being better,
+    and their negative sum `elbo`: the evidence lower bound without the constant log(2 pi) / 2 a
+    pixel, higher being better.
     """
     parts = {"reconstruction": reconstruction(x, mean), "kl_z": kl_standard(z), "kl_c": kl_standard(c)}
     return parts | {"elbo": -(parts["reconstruction"] + parts["kl_z"] + parts["kl_c"])}

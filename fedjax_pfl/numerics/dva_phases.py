@@ -1,6 +1,8 @@
-"""FedDVA's client update as losses that `local.sgd` takes, one for each phase, and its scores (Algorithm 1).
+"""FedDVA's client update as losses that `local.sgd` takes, one for each phase, and its scores
+(Algorithm 1).
 
-Variables are {"z": ..., "c": ..., "decoder": ..., "stats": running statistics of each}, with labels also "head".
+Variables are {"z": ..., "c": ..., "decoder": ..., "stats": running statistics of each}, with labels
+also "head".
 """
 
 from collections.abc import Callable
@@ -49,7 +51,8 @@ def init(nets: DualVAE, key: Array) -> PyTree:
 
 
 def shared_parts(nets: DualVAE, head: str = "personal", exchange: str = "encoders") -> tuple[str, ...]:
-    """The parts that clients exchange: both encoders or that of z, and with head="shared" the classifier."""
+    """The parts that clients exchange: both encoders or that of z, and with head="shared" the
+    classifier."""
     encoders = ("z", "c") if choose("exchange", exchange, EXCHANGES) == "encoders" else ("z",)
     return (*encoders, "head") if nets.head and choose("head", head, HEADS) == "shared" else encoders
 
@@ -106,13 +109,14 @@ def phases(
     """Makes the phases of a client's round, in their order.
 
     Args:
-      mode: one of
-        paper: the decoder on the reconstruction with frozen encoders, then both encoders on the whole loss (Eq. 4) with
+      mode: one of paper: the decoder on the reconstruction with frozen encoders, then both encoders
+        on the whole loss (Eq. 4) with
           a frozen decoder;
-        code: the released code's three: the decoder with c ~ N(0, I); the encoder of z on reconstruction and KL,
-          again with c ~ N(0, I); the encoder of c together with the decoder on reconstruction and R_c.
-      head: a personal classifier moves with the decoder, a shared one with the encoders; it sees the same draw of
-        [z; c] as the decoder.
+        code: the released code's three: the decoder with c ~ N(0, I); the encoder of z on
+          reconstruction and KL, again with c ~ N(0, I); the encoder of c together with the decoder
+          on reconstruction and R_c.
+      head: a personal classifier moves with the decoder, a shared one with the encoders; it sees
+        the same draw of [z; c] as the decoder.
       alpha: weight of KL(q(z|x) || N(0, I)), at least 0; 1 in paper and code.
       beta: weight of R_c, at least 0; 0.75 in the paper, 1 in the code.
       xi: slack of R_c in nats; 8 d_c in the paper.
@@ -125,8 +129,9 @@ def phases(
       InputError: for an unknown mode, head, regulariser or reconstruction.
 
     Note:
-      The paper's listing prints the weight of R_c with the sign of the log-likelihood, which would maximise it; here
-      it is a penalty. Running statistics move in every phase, those of frozen networks too.
+      The paper's listing prints the weight of R_c with the sign of the log-likelihood, which would
+      maximise it; here it is a penalty. Running statistics move in every phase, those of frozen
+      networks too.
     """
     choose("mode", mode, MODES)
     choose("head", head, HEADS)
@@ -156,7 +161,8 @@ def phases(
 
 
 def outputs(nets: DualVAE, variables: PyTree, x: Array, mask: Array | None = None) -> dict[str, Array]:
-    """The terms of each example, see `dva.terms`, at the posterior means: {name: [B]}; with a classifier `logits`."""
+    """The terms of each example, see `dva.terms`, at the posterior means: {name: [B]}; with a
+    classifier `logits`."""
     out = forward(nets, variables, x, mask)
     assert out.c is not None
     terms = dva.terms(x, out.mean, out.z, out.c)
@@ -164,7 +170,8 @@ def outputs(nets: DualVAE, variables: PyTree, x: Array, mask: Array | None = Non
 
 
 def totals(outputs: dict[str, Array], mask: Array) -> Scores:
-    """Sum and count over the valid rows of every term of `outputs` [B], as a method's `score` gives them."""
+    """Sum and count over the valid rows of every term of `outputs` [B], as a method's `score` gives
+    them."""
     terms = {name: values for name, values in outputs.items() if name != "logits"}
     return {name: (jnp.sum(jnp.where(mask, values, 0)), jnp.sum(mask)) for name, values in terms.items()}
 

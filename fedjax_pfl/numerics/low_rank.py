@@ -8,8 +8,9 @@ from fedjax_pfl.types import Array, PyTree
 
 
 def low_rank(x: Array, energy: Numeric) -> tuple[Array, Array]:
-    """A leaf's matrix [m, n], n its last axis, of the least rank r that keeps a share `energy` of the squared singular
-    values, and how many scalars are sent: r (m + n + 1), or whole and unchanged where that is no more."""
+    """A leaf's matrix [m, n], n its last axis, of the least rank r that keeps a share `energy` of
+    the squared singular values, and how many scalars are sent: r (m + n + 1), or whole and
+    unchanged where that is no more."""
     matrix = x.reshape(-1, x.shape[-1])
     u, s, v = jnp.linalg.svd(matrix, full_matrices=False)
     before = jnp.cumsum(s**2) - s**2
@@ -20,7 +21,8 @@ def low_rank(x: Array, energy: Numeric) -> tuple[Array, Array]:
 
 
 def compress(new: PyTree, old: PyTree, energy: Numeric) -> tuple[PyTree, Array]:
-    """old + (new - old) with each matrix of the change of low rank, and the scalars that are sent []."""
+    """old + (new - old) with each matrix of the change of low rank, and the scalars that are sent
+    []."""
     count = jnp.zeros((), jnp.int32)
     leaves, treedef = jax.tree.flatten(new)
     for i, (x, y) in enumerate(zip(leaves, jax.tree.leaves(old), strict=True)):

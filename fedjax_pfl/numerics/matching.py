@@ -1,7 +1,9 @@
-"""Neurons of a network: which tensors share a permutation of them, and how those of several clients are matched.
+"""Neurons of a network: which tensors share a permutation of them, and how those of several clients
+are matched.
 
-Reordering the neurons of a hidden layer, and the inputs of the layers that read it, leaves a network's function as it
-is. A model is an ordered list of layers, and each has a group of tensors for every permutation that is free.
+Reordering the neurons of a hidden layer, and the inputs of the layers that read it, leaves a
+network's function as it is. A model is an ordered list of layers, and each has a group of tensors
+for every permutation that is free.
 """
 
 import itertools
@@ -22,7 +24,8 @@ HEAD, STEM, BLOCKS = ("head",), ("body", "stem"), ("body", "blocks")
 
 
 class Group(NamedTuple):
-    """Tensors that share one permutation of their output channels: those of one layer, or of a residual stream."""
+    """Tensors that share one permutation of their output channels: those of one layer, or of a
+    residual stream."""
 
     rows: tuple[Path, ...]  # kernels [..., width] and biases [width]: a neuron's row, by which it is matched
     followers: tuple[Path, ...]  # [..., width], which only follow, as parameters and running statistics do
@@ -36,7 +39,8 @@ class Group(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What is averaged at once: one layer, or a residual stage, in which the layers read each other in a circle."""
+    """What is averaged at once: one layer, or a residual stage, in which the layers read each other
+    in a circle."""
 
     groups: tuple[Group, ...]
     turns: tuple[Group, ...]  # one group after another is matched, at first by those rows whose inputs are in order
@@ -48,7 +52,8 @@ class Layer(NamedTuple):
 
 
 def layers(variables: PyTree) -> list[Layer]:
-    """The hidden layers of a model in order, known by the names that `nets` and `resnet` give to variables.
+    """The hidden layers of a model in order, known by the names that `nets` and `resnet` give to
+    variables.
 
     Args:
       variables: of a model, arrays or their shapes.
@@ -90,7 +95,8 @@ def _pairs(variables: PyTree, chain: list[Path]) -> list[Layer | None]:
 
 
 def _residual(variables: PyTree) -> list[Layer | None]:
-    """The stages of a residual network and its linear layers; a stage begins where a block projects its input."""
+    """The stages of a residual network and its linear layers; a stage begins where a block projects
+    its input."""
     after = [*_stack(variables, ("body", "dense", "layers")), HEAD]
     stages: list[tuple[Path, list[Path]]] = [(STEM, [])]  # what writes to the stream first, and the blocks
     for block in _stack(variables, BLOCKS):
@@ -103,9 +109,11 @@ def _residual(variables: PyTree) -> list[Layer | None]:
 
 
 def _stage(variables: PyTree, first: Path, blocks: list[Path], readers: list[Path]) -> Layer | None:
-    """One permutation of the stream, to which `first` and the second convolution of each block add, and one a block.
+    """One permutation of the stream, to which `first` and the second convolution of each block add,
+    and one a block.
 
-    A block's own neurons can be compared once their inputs are in order, and its second convolution after these.
+    A block's own neurons can be compared once their inputs are in order, and its second convolution
+    after these.
     """
     reading = [block for block in blocks if first[:-1] != block]  # the stream; a block that projects reads the last one
     norm = (*first[1:-1], "shortcut_norm") if len(reading) < len(blocks) else ("norm",)
@@ -148,7 +156,8 @@ def _group(variables: PyTree, written: list[Path], norms: list[Path], reading: l
 
 
 def _tensors(variables: PyTree, layer: Path) -> list[Path]:
-    """The paths of a layer's kernel and, if it has one, bias; none where the layer is of another kind."""
+    """The paths of a layer's kernel and, if it has one, bias; none where the layer is of another
+    kind."""
     found = _children(variables, layer)
     names = ["kernel", "bias"][: len(found)]
     return [(*layer, name) for name in names] if set(names) == set(found) else []
@@ -176,7 +185,8 @@ def mask(variables: PyTree, paths: tuple[Path, ...]) -> PyTree:
 
 
 def permute(variables: PyTree, group: Group, order: Array) -> PyTree:
-    """One client's variables with neuron order[g] of the group in place g; the function of the network stays.
+    """One client's variables with neuron order[g] of the group in place g; the function of the
+    network stays.
 
     Args:
       order: [width] int32.
@@ -202,18 +212,20 @@ def neurons(variables: PyTree, group: Group) -> Array:
 def match(rows: Array, ids: Array, sizes: Array, priority: Array) -> Array:
     """Orders the neurons of all clients alike; every neuron has a partner at every client.
 
-    The global neurons start as those of the client with most data. In each sweep the clients, one after another, leave
-    the mean of the matched neurons and come back by the assignment with the least sum of squared distances to it.
+    The global neurons start as those of the client with most data. In each sweep the clients, one
+    after another, leave the mean of the matched neurons and come back by the assignment with the
+    least sum of squared distances to it.
 
     Args:
       rows: [S, width, d].
       ids: [S], distinct.
       sizes: [S] training examples; a client with 0 takes no part, and its rows are not looked at.
-      priority: [S, sweeps], by which the clients take their turns in each sweep; ties go by id, as they do for sizes.
+      priority: [S, sweeps], by which the clients take their turns in each sweep; ties go by id, as
+        they do for sizes.
 
     Returns:
-      [S, width] int32: neuron [s, g] of client s is the global neuron g; 0, 1, 2, ... where a client takes no part,
-      and for everybody if a row is not finite.
+      [S, width] int32: neuron [s, g] of client s is the global neuron g; 0, 1, 2, ... where a
+      client takes no part, and for everybody if a row is not finite.
     """
     rows, ids, sizes, priority = map(jnp.asarray, (rows, ids, sizes, priority))
     here = sizes > 0
@@ -245,7 +257,8 @@ def match(rows: Array, ids: Array, sizes: Array, priority: Array) -> Array:
 
 
 def _assignment(gain: Array) -> Array:
-    """The columns [width] of a gain [width, width] whose sum over the rows is largest; on the host."""
+    """The columns [width] of a gain [width, width] whose sum over the rows is largest; on the
+    host."""
 
     def solve(gain: np.ndarray) -> np.ndarray:
         _, columns = linear_sum_assignment(np.nan_to_num(gain), maximize=True)

@@ -1,4 +1,5 @@
-"""The minimum-norm point of a convex hull of gradients, from their Gram matrix (Désidéri 2012; Sener & Koltun 2018)."""
+"""The minimum-norm point of a convex hull of gradients, from their Gram matrix (Désidéri 2012;
+Sener & Koltun 2018)."""
 
 import jax
 import jax.numpy as jnp
@@ -35,13 +36,14 @@ def fista(gram: Array, mask: Array) -> Array:
       mask: [T] bool, the active set A.
 
     Returns:
-      alpha [T] on the simplex, 0 off A (all 0 if A is empty); it stops at a relative duality gap of 1e-5 or after 250
-      iterations.
+      alpha [T] on the simplex, 0 off A (all 0 if A is empty); it stops at a relative duality gap of
+      1e-5 or after 250 iterations.
 
     Note:
-      The minimiser is that of x^T M x / 2 - sum x over x >= 0, normalised. There the variables can be scaled so that M
-      has a unit diagonal: gradients whose norms differ by orders of magnitude, as those of learnt and unlearnt tasks
-      do, then do not slow it down. Momentum restarts as in O'Donoghue & Candès (2015).
+      The minimiser is that of x^T M x / 2 - sum x over x >= 0, normalised. There the variables can
+      be scaled so that M has a unit diagonal: gradients whose norms differ by orders of magnitude,
+      as those of learnt and unlearnt tasks do, then do not slow it down. Momentum restarts as in
+      O'Donoghue & Candès (2015).
     """
     gram = _restrict(gram, mask)
     d = jnp.diag(gram)
@@ -69,7 +71,8 @@ def fista(gram: Array, mask: Array) -> Array:
 
 
 def frank_wolfe(gram: Array, mask: Array) -> Array:
-    """The paper's solver, Frank-Wolfe with exact line search, from the uniform point; arguments as in `fista`."""
+    """The paper's solver, Frank-Wolfe with exact line search, from the uniform point; arguments as
+    in `fista`."""
     gram = _restrict(gram, mask)
 
     def improve(loop: tuple[Array, Array]) -> tuple[Array, Array]:

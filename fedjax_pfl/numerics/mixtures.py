@@ -1,7 +1,8 @@
-"""Mixtures of the clients' predictions for public examples: their means, and the weights with which each enters.
+"""Mixtures of the clients' predictions for public examples: their means, and the weights with which
+each enters.
 
-References: FedMD, Li & Wang (2019): uniform weights; KT-pFL, Zhang et al. (NeurIPS 2021): those of its baselines
-Sim-pFD and TopK-pFD, and the gradient of its own.
+References: FedMD, Li & Wang (2019): uniform weights; KT-pFL, Zhang et al. (NeurIPS 2021): those of
+its baselines Sim-pFD and TopK-pFD, and the gradient of its own.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,8 @@ EXACT = jax.lax.Precision.HIGHEST  # predictions are compared in float32 on ever
 
 
 class Predictions(NamedTuple):
-    """What the clients of a round predict for its public examples, by ascending id: no sum depends on their order."""
+    """What the clients of a round predict for its public examples, by ascending id: no sum depends
+    on their order."""
 
     ids: Array  # [S] int32
     here: Array  # [S] bool: does it take part?
@@ -36,7 +38,8 @@ class Asked(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """How the coefficients are found: the weights [S] of this round's mixture, and the row [S] to be kept."""
+    """How the coefficients are found: the weights [S] of this round's mixture, and the row [S] to
+    be kept."""
 
     coefficients: Callable[[Asked], tuple[Array, Array]]
     start: float | None = None  # every coefficient before round 0; None: found anew in each round
@@ -49,7 +52,8 @@ def mean(weight: Array, given: Predictions) -> Array:
 
 
 def normalised(weight: Array, here: Array) -> Array:
-    """Weights [S] that sum to 1 over `here` [S]: uniform ones where they hardly weigh anything, 0 if nobody is here."""
+    """Weights [S] that sum to 1 over `here` [S]: uniform ones where they hardly weigh anything, 0
+    if nobody is here."""
     weight = jnp.where(here, weight, 0)
     total = jnp.sum(weight)
     return jnp.where(total > TINY, weight / jnp.maximum(total, TINY), here / jnp.maximum(jnp.sum(here), 1))
@@ -61,7 +65,8 @@ def divergence(target: Array, z: Array, temperature: Numeric = 1.0) -> Array:
 
 
 def distance(target: Array, z: Array, temperature: Numeric, space: str, reduction: str) -> Array:
-    """What training on a target minimises for each row, [B]: KL(target || softmax(z / T)), or the absolute error.
+    """What training on a target minimises for each row, [B]: KL(target || softmax(z / T)), or the
+    absolute error.
 
     Args:
       target: [B, C], probabilities, or logits if the space is "logit".
@@ -81,8 +86,8 @@ def uniform(asked: Asked) -> tuple[Array, Array]:
 
 
 def cosines(asked: Asked) -> Array:
-    """The cosine [S] of the student's predictions with each teacher's, rounded so that ties do not depend on the
-    layout."""
+    """The cosine [S] of the student's predictions with each teacher's, rounded so that ties do not
+    depend on the layout."""
     flat = asked.given.outputs.reshape(len(asked.own), -1)
     mine = asked.outputs.reshape(-1)
     norm = jnp.sqrt(jnp.sum(flat * flat, axis=1) * jnp.sum(mine * mine))
@@ -107,19 +112,20 @@ def nearest(asked: Asked, neighbours: int, weights: str) -> tuple[Array, Array]:
 
 
 def slope(row: Array, asked: Asked) -> Array:
-    """The gradient [S] of KL(t || s) with respect to the normalised row, t its mixture and s the student's own
-    predictions, as a mean over the public examples."""
+    """The gradient [S] of KL(t || s) with respect to the normalised row, t its mixture and s the
+    student's own predictions, as a mean over the public examples."""
     t = mean(row, asked.given)
     ratio = jnp.log(jnp.maximum(t, TINY) / jnp.maximum(asked.outputs, TINY)) + 1
     return jnp.tensordot(asked.given.outputs, ratio, 2, precision=EXACT) / len(t)
 
 
 def sharpened(row: Array, asked: Asked, rho: Numeric, centre: float) -> Array:
-    """A row after one update of KT-pFL's code: a step along the gradient of the mean squared error between mixture and
-    own predictions and of the penalty rho mean((row - centre)^2), then the softmax of 5 times the row.
+    """A row after one update of KT-pFL's code: a step along the gradient of the mean squared error
+    between mixture and own predictions and of the penalty rho mean((row - centre)^2), then the
+    softmax of 5 times the row.
 
-    The step size is 1, divided or multiplied by 5 up to five times until the mean absolute gradient is about 0.01. The
-    entries of absent clients stay, and the others keep their sum.
+    The step size is 1, divided or multiplied by 5 up to five times until the mean absolute gradient
+    is about 0.01. The entries of absent clients stay, and the others keep their sum.
     """
     here, count = asked.given.here, jnp.maximum(jnp.sum(asked.given.here), 1)
     mass = jnp.sum(jnp.where(here, row, 0))

@@ -1,9 +1,11 @@
-"""Task maps: which group of classes each task of a classifier owns, read from a name, a file or a list (pFedC, 26.1).
+"""Task maps: which group of classes each task of a classifier owns, read from a name, a file or a
+list (pFedC, 26.1).
 
-A group of one class is a yes-or-no question about every sample. A larger group is by its head: group_softmax, a softmax
-over the samples whose label is in it; group_reject, one over all samples with the further answer "none of these";
-group_binary, the question whether the label is in it at all. Tasks but those of group_softmax are open: they see every
-sample, and one of their answers is no.
+A group of one class is a yes-or-no question about every sample. A larger group is by its head:
+group_softmax, a softmax over the samples whose label is in it; group_reject, one over all samples
+with the further answer "none of these"; group_binary, the question whether the label is in it at
+all. Tasks but those of group_softmax are open: they see every sample, and one of their answers is
+no.
 """
 
 import re
@@ -40,7 +42,8 @@ class Branches(NamedTuple):
 
 
 def branches(task: Task, tasks: str, head: str = "group_softmax") -> Branches:
-    """Reads a task map: a name of `MAPS`; the user's own file:PATH, or its content as map:0,0,1 (see `inline`)."""
+    """Reads a task map: a name of `MAPS`; the user's own file:PATH, or its content as map:0,0,1
+    (see `inline`)."""
     choose("head", head, HEADS)
     of = _tasks_of_classes(task, tasks)
     member = np.arange(of.max() + 1)[:, None] == of
@@ -80,9 +83,11 @@ def _tasks_of_classes(task: Task, tasks: str) -> np.ndarray:
 
 
 def inline(tasks: str) -> str:
-    """A task map without its file: file:PATH becomes map:0,0,1, the task of each class; others stay as they are.
+    """A task map without its file: file:PATH becomes map:0,0,1, the task of each class; others stay
+    as they are.
 
-    The file is text: one whole number a class, apart by commas or white space, or a JSON list; # begins a comment.
+    The file is text: one whole number a class, apart by commas or white space, or a JSON list; #
+    begins a comment.
 
     Raises:
       InputError: the file cannot be read, or holds something else.

@@ -1,10 +1,12 @@
-"""Sums of the clients' vectors that whoever adds them cannot read: CKKS through TenSEAL, an optional dependency.
+"""Sums of the clients' vectors that whoever adds them cannot read: CKKS through TenSEAL, an
+optional dependency.
 
-The clients share one `KeyHolder`, which has the secret key; the server has an `Aggregator`, made of the public context.
-Only serialised bytes pass between the two. A client that colludes with the server breaks the secrecy, because the key
-is common to all clients.
+The clients share one `KeyHolder`, which has the secret key; the server has an `Aggregator`, made of
+the public context. Only serialised bytes pass between the two. A client that colludes with the
+server breaks the secrecy, because the key is common to all clients.
 
-Reference: Cheon, Kim, Kim & Song, Homomorphic encryption for arithmetic of approximate numbers (ASIACRYPT 2017).
+Reference: Cheon, Kim, Kim & Song, Homomorphic encryption for arithmetic of approximate numbers
+(ASIACRYPT 2017).
 """
 
 import functools
@@ -53,7 +55,8 @@ def check_backend(name: str) -> None:
 
 
 class KeyHolder:
-    """The clients' side: encrypts vectors, and decrypts sums of them; it makes the only copy of the secret key."""
+    """The clients' side: encrypts vectors, and decrypts sums of them; it makes the only copy of the
+    secret key."""
 
     def __init__(self) -> None:
         self._tenseal = tenseal()
@@ -65,7 +68,8 @@ class KeyHolder:
         return bytes(self._context.serialize(save_secret_key=False, save_galois_keys=False, save_relin_keys=False))
 
     def encrypt(self, vector: np.ndarray) -> list[bytes]:
-        """The ciphertexts of a vector [d] whose entries are below 2^30; their number depends on d alone."""
+        """The ciphertexts of a vector [d] whose entries are below 2^30; their number depends on d
+        alone."""
         on_grid = np.round(np.asarray(vector, np.float64) / GRID) * GRID
         parts = np.split(on_grid, range(DEGREE // 2, len(on_grid), DEGREE // 2))
         return [self._tenseal.ckks_vector(self._context, part).serialize() for part in parts]
@@ -106,15 +110,19 @@ def parties() -> tuple[KeyHolder, Aggregator]:
 
 
 def total(rows: PyTree, ids: Array, active: Array, backend: str) -> tuple[PyTree, Array, Array]:
-    """The sum of the active clients' rows, under ckks on the host; NaN if a row is not finite, or under ckks too large.
+    """The sum of the active clients' rows, under ckks on the host; NaN if a row is not finite, or
+    under ckks too large.
 
     Args:
-      rows: a tree of floats [S, ...], of which each client's row is sent as one vector; ids: [S] distinct.
+      rows: a tree of floats [S, ...], of which each client's row is sent as one vector; ids: [S]
+        distinct.
       active: [S] bool.
-      backend: ckks, exact where the entries lie on the grid of 2^-32; or plain, in floating point in the ids' order.
+      backend: ckks, exact where the entries lie on the grid of 2^-32; or plain, in floating point
+        in the ids' order.
 
     Returns:
-      (the sum of the rows, and the bytes of the ciphertexts that each client sends and receives, [S] int32).
+      (the sum of the rows, and the bytes of the ciphertexts that each client sends and receives,
+      [S] int32).
     """
     whole = ravel_pytree(jax.tree.map(lambda x: x[0], rows))[1]
     vectors = jnp.where(active[:, None], jax.vmap(lambda row: ravel_pytree(row)[0])(rows), 0)

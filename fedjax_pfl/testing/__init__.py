@@ -1,4 +1,5 @@
-"""The contract as checks that anybody can run on a method of their own: `check_algorithm(factory)`."""
+"""The contract as checks that anybody can run on a method of their own:
+`check_algorithm(factory)`."""
 
 from collections.abc import Callable
 
@@ -36,11 +37,14 @@ def check(rule: str, s: Subject) -> None:
 
 
 def check_algorithm(factory: Callable[..., Algorithm], task: Task | None = None) -> None:
-    """Checks a method against every rule of the contract, on a synthetic federation of five clients.
+    """Checks a method against every rule of the contract, on a synthetic federation of five
+    clients.
 
     Args:
-      factory: factory(task, **hyperparameters) -> Algorithm, with a default for each hyperparameter.
-      task: as the function `task` makes it, of one architecture; for methods that need other models or public data.
+      factory: factory(task, **hyperparameters) -> Algorithm, with a default for each
+        hyperparameter.
+      task: as the function `task` makes it, of one architecture; for methods that need other models
+        or public data.
 
     Raises:
       ContractViolation: a rule is broken; the message names the rule and where.
@@ -57,4 +61,4 @@ def check_algorithm(factory: Callable[..., Algorithm], task: Task | None = None)
 
 
 def _sentence(rule: str) -> str:
-    return (RULES[rule].__doc__ or "").rstrip(".")
+    return " ".join((RULES[rule].__doc__ or "").split()).rstrip(".")

@@ -1,4 +1,5 @@
-"""A method and its compiled round on the synthetic federation, and how two of its rounds are compared."""
+"""A method and its compiled round on the synthetic federation, and how two of its rounds are
+compared."""
 
 import contextlib
 import functools
@@ -48,13 +49,15 @@ def subject(
     transform: Callable[..., PyTree] | None = None,
     options: PyTree = None,
 ) -> Subject:
-    """Compiles the round of a method on an explicit cohort; State and metrics are by client id, not by place.
+    """Compiles the round of a method on an explicit cohort; State and metrics are by client id, not
+    by place.
 
     Args:
       task: as `task` makes it.
       width: clients at once on each of the `devices`.
       start: the state in which the checks begin; default that after two rounds of everybody.
-      transform: of uploads, as of `program.program`, but with the round's `options` as its first argument.
+      transform: of uploads, as of `program.program`, but with the round's `options` as its first
+        argument.
       options: what it is given by default.
     """
     parts = functools.partial(program.parts, factory, task, width=width, devices=devices)
@@ -127,7 +130,8 @@ def arguments(
 
 
 def run(s: Subject, **changes: Any) -> tuple[State, Round]:
-    """One round of a subject: the state and the metrics on the host; `changes` of its arguments or its numbers."""
+    """One round of a subject: the state and the metrics on the host; `changes` of its arguments or
+    its numbers."""
     state, metrics = jax.device_get(s.round(*arguments(s, **changes)))
     return state, metrics
 
@@ -153,7 +157,8 @@ def reported(metrics: Round, clients: np.ndarray) -> PyTree:
 
 
 def same(what: str, found: PyTree, wanted: PyTree, clients: Any = None, tolerance: float = 0.0) -> None:
-    """Raises ContractViolation at the first place where two trees of equal structure differ; NaN equals NaN.
+    """Raises ContractViolation at the first place where two trees of equal structure differ; NaN
+    equals NaN.
 
     Args:
       clients: whose the rows are, if the leaves have a client axis.
@@ -182,7 +187,8 @@ def name(factory: Any) -> str:
 
 @contextlib.contextmanager
 def mistakes(factory: Callable[..., Algorithm]) -> Iterator[None]:
-    """Puts what Python and JAX say while a method is traced into the contract's words, with the line of the method."""
+    """Puts what Python and JAX say while a method is traced into the contract's words, with the
+    line of the method."""
     try:
         yield
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:

@@ -1,7 +1,7 @@
 """The rules of the contract, each a function of a Subject that raises ContractViolation.
 
-The round of a Subject serves most of them, because cohort, state, learning rate, round and what masked rows hold are
-its arguments. The first line of a rule's docstring is said where it is broken.
+The round of a Subject serves most of them, because cohort, state, learning rate, round and what
+masked rows hold are its arguments. A rule's docstring is said where it is broken.
 """
 
 from collections.abc import Callable
@@ -79,7 +79,8 @@ def _masked(f: Federation) -> Examples:
 
 
 def inactive(s: Subject) -> None:
-    """Clients that take no part have no influence: neither their data, nor their rows, nor their ids."""
+    """Clients that take no part have no influence: neither their data, nor their rows, nor their
+    ids."""
     away = 1  # the place of client 0
     active = ACTIVE & (np.arange(len(IDS)) != away)
     wanted, others = run(s, active=active), IDS[active]
@@ -119,7 +120,8 @@ def absent(s: Subject) -> None:
 
 
 def nobody(s: Subject) -> None:
-    """A round in which nobody trains leaves the server as it was, and if nobody takes part the clients, too."""
+    """A round in which nobody trains leaves the server as it was, and if nobody takes part the
+    clients, too."""
     before = State(run(s)[0].server, s.start.clients)  # after a round nothing in the server is zero
     f = s.federation
     empty = f._replace(
@@ -147,7 +149,8 @@ def compilation(s: Subject) -> None:
 
 
 def scores(s: Subject) -> None:
-    """`post` holds the headline, is scored only when wanted, and is as finite as the loss and the state."""
+    """`post` holds the headline, is scored only when wanted, and is as finite as the loss and the
+    state."""
     state, metrics = run(s)
     headline = s.factory(s.task).headline[0]
     if headline not in metrics.post:
@@ -203,7 +206,8 @@ def layout(s: Subject) -> None:
 
 
 def bn_stats(s: Subject) -> None:
-    """With bn_stats=local running statistics stay with their client and influence nobody else, masked rows nothing."""
+    """With bn_stats=local running statistics stay with their client and influence nobody else,
+    masked rows nothing."""
     shape = _masked(s.federation).x.shape
     net = lambda shape, classes, rngs: nets.Net(_Marked(shape, rngs), layers.linear(8, classes, rngs))
     model = models.model(net, shape, s.task.num_classes)

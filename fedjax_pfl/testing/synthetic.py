@@ -60,11 +60,12 @@ def _typed(x: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 def task(**options: Any) -> Task:
-    """A Task of the synthetic federation: two epochs in batches of 4 on a small multilayer perceptron.
+    """A Task of the synthetic federation: two epochs in batches of 4 on a small multilayer
+    perceptron.
 
     Args:
-      options: fields of Task that differ; for other inputs `models` and `input`, for methods that need them `public`
-        or `shared`.
+      options: fields of Task that differ; for other inputs `models` and `input`, for methods that
+        need them `public` or `shared`.
     """
     given = {
         "architecture": np.zeros(len(options.get("sizes", SIZES)), np.int32),

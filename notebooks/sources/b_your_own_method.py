@@ -15,7 +15,8 @@ from fedjax_pfl.types import Algorithm, Metrics, State
 
 
 def halfway(task, *, beta: Annotated[float, Interval(ge=0, le=1)] = 0.5):
-    """Averages the whole model; a client begins with the head beta w + (1 - beta) v, v its own last one.
+    """Averages the whole model; a client begins with the head beta w + (1 - beta) v, v its own last
+    one.
 
     Args:
       beta: how far a client's head is moved to the mean of all, in [0, 1].

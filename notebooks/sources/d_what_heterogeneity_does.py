@@ -22,7 +22,8 @@ network = models.model("linear" if TINY else "mlp", (8, 8, 1), 10)
 
 
 def setting(alpha, seed):
-    """The clients' data at this α, of equal sizes, the classes drawn as Hsu et al. (2019) do; and how they learn."""
+    """The clients' data at this α, of equal sizes, the classes drawn as Hsu et al. (2019) do; and
+    how they learn."""
     clients = partitioners.partition(digits, "dirichlet_hsu", num_clients=N, alpha=alpha, seed=seed)
     federation = federate.federate(digits, clients)
     options = {"lr": 0.1, "batch_size": 10, "epochs": 1 if TINY else 5, "rounds": ROUNDS}

@@ -30,7 +30,8 @@ print(f"{len(devices)} devices; clients of {task.sizes.min()} to {task.sizes.max
 
 
 def run(count):
-    """Accuracy of every client after each round, the parameters at the end, and the seconds of a round."""
+    """Accuracy of every client after each round, the parameters at the end, and the seconds of a
+    round."""
     program = simulate.program(ALGORITHMS["ditto"], task, devices=count)
     accuracy, begins = [], []
     for result in simulate.rounds(program, jax.random.key(0), federation, rounds=ROUNDS):

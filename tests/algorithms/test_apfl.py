@@ -1,4 +1,5 @@
-"""The properties of sheet 18: the chain rule of the mixture, the step of its weight, and its bounds."""
+"""The properties of sheet 18: the chain rule of the mixture, the step of its weight, and its
+bounds."""
 
 import jax
 import numpy as np

@@ -1,4 +1,5 @@
-"""Methods whose clients may be of several architectures: grouping does not matter, and mixed federations learn."""
+"""Methods whose clients may be of several architectures: grouping does not matter, and mixed
+federations learn."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,8 @@ OF = np.array([0, 1, 0, 1, 0])
 
 
 def by_id(metrics):
-    """What is known of the clients, by id: places of several architectures are grouped and padded."""
+    """What is known of the clients, by id: places of several architectures are grouped and
+    padded."""
     order = [np.argsort(ids)[:N] for ids in metrics.ids]
     take = lambda x: np.stack([row[i] for row, i in zip(x, order, strict=True)])
     return jax.tree.map(take, (metrics.loss, metrics.post, metrics.clients, metrics.traffic))
@@ -45,7 +47,8 @@ def test_architectures_mix(method, other):
 
 
 def test_padded_clients_of_one_architecture_train_as_grouped_ones():
-    """FedProto of CNN-2 and CNN-5 in two groups, and of one group of CNN-1 that holds both, padded."""
+    """FedProto of CNN-2 and CNN-5 in two groups, and of one group of CNN-1 that holds both,
+    padded."""
     shape, of = (16, 16, 1), np.array([0, 1, 1, 0, 1])
     small = {"prepare": lambda x: jnp.tanh(x)[:, (np.arange(16)[:, None] + np.arange(16)) % 6, None], "epochs": 1}
 

@@ -23,7 +23,8 @@ def train(rounds=3, **hparams):
 
 
 def received(tables, holds, took, id, before=None):
-    """(G, known) of client `id`, from all clients' tables F [N, C, L] and which of the L labels each holds, [N, L]."""
+    """(G, known) of client `id`, from all clients' tables F [N, C, L] and which of the L labels
+    each holds, [N, L]."""
     tables, sends = np.asarray(tables, np.float32), np.asarray(holds) & np.asarray(took)[:, None]
     count = sends.sum(axis=0)
     mean = np.einsum("ncl,nl->cl", tables, sends) / np.maximum(count, 1)

@@ -1,4 +1,5 @@
-"""The properties of sheet 19: how the blending weights are learned, for how long, and what starts from them."""
+"""The properties of sheet 19: how the blending weights are learned, for how long, and what starts
+from them."""
 
 import functools
 
@@ -100,7 +101,8 @@ def test_how_long_the_weights_are_learned(first, size, threshold, epochs):
 
 
 def test_learning_stops_when_the_last_losses_are_steady():
-    """A loss a^2 that shrinks by a constant factor; the epoch at which its deviation is small is found by a loop."""
+    """A loss a^2 that shrinks by a constant factor; the epoch at which its deviation is small is
+    found by a loop."""
     rows = data(2)  # one example: one step an epoch
     values, a = [], 1.0
     while not (len(values) > 4 and np.std(values[-4:]) < 0.02):
@@ -142,7 +144,8 @@ def compiled(net, blended, window):
 
 
 def rounds(cohorts, net="mlp", start=None, federation=F, blended="head", window=10, **numbers):
-    """The states before, between and after rounds of the clients `cohorts`, a list of ids, and the metrics."""
+    """The states before, between and after rounds of the clients `cohorts`, a list of ids, and the
+    metrics."""
     init, run = compiled(net, blended, window)
     defaults = {"lr": TASKS[net].lr, "percent": 80.0, "lr_weights": 1.0, "threshold": 0.1}
     states, metrics = [jax.device_get(init(KEY)) if start is None else start], []

@@ -1,4 +1,5 @@
-"""The properties of sheet 9: what the attention weighs, what is mixed, and whom a client is pulled towards."""
+"""The properties of sheet 9: what the attention weighs, what is mixed, and whom a client is pulled
+towards."""
 
 import functools
 

@@ -1,4 +1,5 @@
-"""The properties of sheet 25: gate, kernel distance, what is frozen, what travels, and every ablation."""
+"""The properties of sheet 25: gate, kernel distance, what is frozen, what travels, and every
+ablation."""
 
 import functools
 
@@ -40,7 +41,8 @@ def sq_dist(a, b):
 
 @functools.cache
 def start(**options):
-    """The variables of client 0 and its frozen parts, with a personal head and an extractor of its own."""
+    """The variables of client 0 and its frozen parts, with a personal head and an extractor of its
+    own."""
     state = jax.jit(factory(TASK, **options).init)(KEY)
     shifted = lambda tree, seed: jax.tree.map(lambda x: np.asarray(x) + np.float32(0.3) * normal(seed, *x.shape), tree)
     server, own = state.server, toy.rows(state.clients, 0)
@@ -66,7 +68,8 @@ _compiled: dict = {}
 
 
 def train(task=TASK, federation=None, rounds=2, begin=None, lr=0.1, **options):
-    """(state at the start, state after some rounds, metrics); floats are traced: one compilation serves all values."""
+    """(state at the start, state after some rounds, metrics); floats are traced: one compilation
+    serves all values."""
     program = simulate.program(factory, task, options)
     f = toy.federation() if federation is None else federation
     where = (id(task), *((k, v) for k, v in options.items() if not isinstance(v, float)))
@@ -238,7 +241,8 @@ def by_hand(task, state, batches, lam):
 
 
 def test_a_round_is_the_sheets():
-    """Among others: nothing frozen moves, and the client's vector stays what it was when training began."""
+    """Among others: nothing frozen moves, and the client's vector stays what it was when training
+    began."""
     f, key = alone(), clients_key(KEY, 0)
     begin, first, _ = train(TASK, f, rounds=1, lam=3.0)
     begin, state, _ = train(TASK, f, rounds=1, begin=first, lam=3.0)  # its heads differ
@@ -343,7 +347,8 @@ def test_variants_of_the_policy_network(norm, activation):
 
 @pytest.mark.parametrize("policy", ["softmax", "gumbel"])
 def test_a_prediction_is_the_personal_models(policy):
-    """Under the received extractor and policy network, the vector of the client's head and both heads."""
+    """Under the received extractor and policy network, the vector of the client's head and both
+    heads."""
     _, state, _ = train(policy=policy)
     f, program = toy.federation(), simulate.program(factory, TASK, {"policy": policy})
     key = clients_key(KEY, 2)

@@ -1,4 +1,5 @@
-"""The properties of sheet 2.10: what the fused models become, and the cases in which FedDF is FedAvg."""
+"""The properties of sheet 2.10: what the fused models become, and the cases in which FedDF is
+FedAvg."""
 
 import functools
 
@@ -43,7 +44,8 @@ def test_a_student_that_agrees_with_its_teachers_stays():
 
 
 def test_a_step_is_that_of_the_divergence_from_the_mean_logits():
-    """All public examples are one batch, and the first step of a cosine has the whole learning rate."""
+    """All public examples are one batch, and the first step of a cosine has the whole learning
+    rate."""
     x = toy.federation().public.x
     logits = lambda w: MLP.model.apply(w, x, train=False)[0]
     alone = toy.train("local", MLP, rounds=1).state.clients

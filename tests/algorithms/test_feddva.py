@@ -26,7 +26,8 @@ F = toy.federation()
 
 @functools.cache
 def compiled(**fixed):
-    """One round of the clients 1 and 3 from the initial state: (active, numbers) -> State[2], Metrics, Traffic."""
+    """One round of the clients 1 and 3 from the initial state: (active, numbers) -> State[2],
+    Metrics, Traffic."""
 
     @jax.jit
     def run(active, numbers):
@@ -46,7 +47,8 @@ def one_round(active=(True, True), numbers=None, **fixed):
 
 @pytest.mark.parametrize("mode", dva_phases.MODES)
 def test_one_client_is_a_plain_loop_over_the_phases(mode):
-    """The average of one upload is the upload; the first phase has the client's key, each further one its own."""
+    """The average of one upload is the upload; the first phase has the client's key, each further
+    one its own."""
     state, metrics = one_round((True, False), mode=mode)
     nets = networks(TASK, 2, 2, 8)
 
@@ -104,7 +106,8 @@ def shapes(**options):
 
 
 def test_the_encoders_travel_and_the_rest_stays():
-    """6,047,202 scalars for 28x28 pixels and d = 4; the decoder's 2,888,769 and all running statistics stay."""
+    """6,047,202 scalars for 28x28 pixels and d = 4; the decoder's 2,888,769 and all running
+    statistics stay."""
     algorithm, state = shapes()
     assert trees.size(state.server) == 6_047_202 and algorithm.traffic is None
     row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.clients)

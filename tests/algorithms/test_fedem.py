@@ -1,4 +1,5 @@
-"""The properties of sheet 22: responsibilities, mixing weights, what EM never worsens, and two rounds by hand."""
+"""The properties of sheet 22: responsibilities, mixing weights, what EM never worsens, and two
+rounds by hand."""
 
 import functools
 

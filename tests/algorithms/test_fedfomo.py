@@ -1,4 +1,5 @@
-"""The properties of sheet 14: benefits, mixing weights, who is sent what, the split, and two rounds by hand."""
+"""The properties of sheet 14: benefits, mixing weights, who is sent what, the split, and two rounds
+by hand."""
 
 import types
 

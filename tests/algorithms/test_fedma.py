@@ -1,4 +1,5 @@
-"""The properties of sheets 23 and 24: what a permutation leaves alone, which one is chosen, and a round by hand."""
+"""The properties of sheets 23 and 24: what a permutation leaves alone, which one is chosen, and a
+round by hand."""
 
 import functools
 import itertools
@@ -48,7 +49,8 @@ def one_stage(input_shape, num_classes, rngs):
 
 
 def two_blocks(input_shape, num_classes, rngs):
-    """Two stages of one block each, the first of which adds its input and the second a projection of it."""
+    """Two stages of one block each, the first of which adds its input and the second a projection
+    of it."""
     net = resnet.resnet(input_shape, num_classes, rngs, widths=(3, 4))
     net.body.blocks = nnx.List([net.body.blocks[0], net.body.blocks[2]])
     return net
@@ -164,7 +166,8 @@ def test_the_matched_average_of_permuted_copies_is_the_copy(net, shape):
 
 
 def test_a_residual_stage_is_one_layer():
-    """All that is added shares a permutation; it is matched by what can be compared, then by all that writes to it."""
+    """All that is added shares a permutation; it is matched by what can be compared, then by all
+    that writes to it."""
     w = jax.eval_shape(models.model("resnet18", (32, 32, 3), 10).init, KEY)
     found = matching.layers(w)
     assert [[group.width for group in layer.groups] for layer in found] == [[k] * 3 for k in (64, 128, 256, 512)]
@@ -260,7 +263,8 @@ def test_the_gains_of_bbp_rank_assignments_of_a_fixed_width_as_distances_do():
 
 
 def numpy_step(w, x, y, lr, hidden=True):
-    """A gradient step of the mean cross entropy on the network w1, b1, ReLU, w2, b2; the classifier's only if asked."""
+    """A gradient step of the mean cross entropy on the network w1, b1, ReLU, w2, b2; the
+    classifier's only if asked."""
     w1, b1, w2, b2 = w
     h = np.maximum(x @ w1 + b1, 0)
     z = h @ w2 + b2
@@ -272,7 +276,8 @@ def numpy_step(w, x, y, lr, hidden=True):
 
 
 def brute_force(rows, clients, turns):
-    """Orders by trying every permutation against the mean of the others' matched rows: {client: order}."""
+    """Orders by trying every permutation against the mean of the others' matched rows: {client:
+    order}."""
     start = max(clients, key=lambda i: SIZES[i])
     orders = {start: list(range(rows[start].shape[0]))}
     for sweep in range(turns[start].shape[0]):
@@ -334,7 +339,8 @@ def test_two_rounds_by_hand():
 
 
 def test_without_retraining_the_hidden_layer_is_the_same():
-    """It is averaged and frozen before anything is retrained; the classifier is what retraining moves."""
+    """It is averaged and frozen before anything is retrained; the classifier is what retraining
+    moves."""
     still, moved = (
         round_of(conv_task, options=(("bn_stats", "aggregate"),), retrain_epochs=epochs)[1] for epochs in (0, 1)
     )
@@ -373,7 +379,8 @@ def reordered(variables, key):
 
 
 def renumbered(task, *, own=1.0, matching="distance"):
-    """FedMA whose clients, once trained, have their neurons in an order of their own, unless own is 0."""
+    """FedMA whose clients, once trained, have their neurons in an order of their own, unless own is
+    0."""
     algorithm, train = factory(task, matching=matching), local.sgd
 
     def sgd(key, *args, **options):
@@ -392,7 +399,8 @@ def renumbered(task, *, own=1.0, matching="distance"):
 def test_a_residual_network_learns_however_its_clients_number_their_neurons():
     """With matching the order changes nothing; without, it undoes much of what a round learns.
 
-    Of the first loss 0.35 is left, and without matching 0.73 (with keys 0 to 9 at most 0.56, and at least 0.64).
+    Of the first loss 0.35 is left, and without matching 0.73 (with keys 0 to 9 at most 0.56, and at
+    least 0.64).
     """
     task = conv_task(net=two_blocks, batch_size=19)._replace(lr=0.4)
     common = toy.train(renumbered, task, 5, own=0.0)
@@ -462,7 +470,8 @@ def with_more(input_shape, num_classes, rngs):
 
 
 def group_normed(input_shape, num_classes, rngs):
-    """A group's channels are normalised together: not every permutation leaves the function alone."""
+    """A group's channels are normalised together: not every permutation leaves the function
+    alone."""
     return resnet.resnet((6, 6, 1), num_classes, rngs, widths=(4,), norm="group")
 
 

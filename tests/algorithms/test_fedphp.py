@@ -98,7 +98,8 @@ def compiled(regularizer):
 
 
 def rounds(cohorts, regularizer="mmd", start=None, federation=F, **numbers):
-    """The states before, between and after rounds of the clients `cohorts`, a list of at most three ids."""
+    """The states before, between and after rounds of the clients `cohorts`, a list of at most three
+    ids."""
     begin, run = compiled(regularizer)
     states, numbers = [begin if start is None else start], {"lam": 0.01, "mu0": 0.9} | numbers
     for ids in cohorts:
@@ -136,7 +137,8 @@ def test_taught_alone_labels_have_no_influence():
 
 
 def test_rounds_by_hand():
-    """Softmax regression distilled from h_i, with clients that come and go; mu counts each one's participations."""
+    """Softmax regression distilled from h_i, with clients that come and go; mu counts each one's
+    participations."""
     lam, mu0, cohorts = 0.4, 0.8, [[0, 1, 3], [1, 4, 2], [1, 0, 3]]
     states = rounds(cohorts, "kd", lam=lam, mu0=mu0)
     head = lambda tree: tuple(np.asarray(tree["head"][name], np.float64) for name in ("kernel", "bias"))

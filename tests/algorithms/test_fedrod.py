@@ -1,4 +1,5 @@
-"""The properties of sheet 13: the balanced softmax, and two heads that do not reach into each other."""
+"""The properties of sheet 13: the balanced softmax, and two heads that do not reach into each
+other."""
 
 import jax
 import numpy as np
@@ -113,7 +114,8 @@ def test_the_personal_head_starts_as_the_generic_one():
 
 
 def test_the_heads_have_optimizers_of_their_own():
-    """Clipping by the global norm would otherwise let the personal gradient shrink the generic one's step."""
+    """Clipping by the global norm would otherwise let the personal gradient shrink the generic
+    one's step."""
     own, plain = toy.train(factory, CLIP, 2, KEY, gamma=0.0), toy.train(fedavg, CLIP, 2, KEY)
     assert_close(own.state.server, plain.state.server)
 

@@ -1,4 +1,5 @@
-"""The properties of sheets 2.8, 2.9 and 2.11 to 2.13.a: coefficients, mixtures, and the cases in which methods meet."""
+"""The properties of sheets 2.8, 2.9 and 2.11 to 2.13.a: coefficients, mixtures, and the cases in
+which methods meet."""
 
 import functools
 
@@ -173,8 +174,8 @@ def predicted(i):
 
 
 def test_a_round_of_mnfl_is_the_plain_loops():
-    """In float64 from the models before the exchange; one batch holds all public examples, so the loss of training on
-    them is that of the mixture."""
+    """In float64 from the models before the exchange; one batch holds all public examples, so the
+    loss of training on them is that of the mixture."""
     numbers = {"coef_lr": 3.0, "rho": 0.05, "lam": 2.0}
     got = toy.train("mnfl_het", MLP, rounds=1, **numbers)
     s = [predicted(i) for i in range(N)]
@@ -271,7 +272,8 @@ def test_public_labels_are_learnt_before_round_0_only(order):
 
 
 def test_training_on_public_labels_fits_them():
-    """The loss of the joint outputs falls: seen through the body, from which a new linear layer tells the labels."""
+    """The loss of the joint outputs falls: seen through the body, from which a new linear layer
+    tells the labels."""
     f = toy.federation()
     y = np.arange(PUBLIC) % 3
     x = np.asarray(f.public.x) + 4 * np.eye(3, SHAPE[0])[y]
@@ -330,8 +332,8 @@ def test_permuted_clients_permute_the_coefficients():
 
 
 def test_public_examples_move_the_running_statistics_unless_frozen():
-    """A client that hears itself only has nothing to learn by frozen statistics; one round, as the batch norm of a
-    single example magnifies a last bit."""
+    """A client that hears itself only has nothing to learn by frozen statistics; one round, as the
+    batch norm of a single example magnifies a last bit."""
     hears = functools.partial(toy.train, "topk_pfd", NORM, neighbours=1, rounds=1)
     free, frozen = (hears(distil_stats=how).state.clients for how in ("train", "frozen"))
     private = toy.train("local", NORM, rounds=1).state.clients

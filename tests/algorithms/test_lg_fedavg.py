@@ -90,7 +90,8 @@ def test_what_cannot_be_shared_is_said_in_one_sentence(names, hparams, message):
 
 
 def test_convolutions_of_a_federation_are_shared():
-    """Clients whose networks differ above the convolution; the input is an image of products of the features."""
+    """Clients whose networks differ above the convolution; the input is an image of products of the
+    features."""
 
     def net(width):
         def build(input_shape, num_classes, rngs):

@@ -1,4 +1,5 @@
-"""The properties of sheet 2.13.b: the coefficients' gradient and step, and two rounds against plain NumPy."""
+"""The properties of sheet 2.13.b: the coefficients' gradient and step, and two rounds against plain
+NumPy."""
 
 import functools
 
@@ -67,7 +68,8 @@ def compiled(epochs, static):
 
 
 def round_of(server, ids=range(N), active=None, epochs=TASK.epochs, **hparams):
-    """(server, metrics) after one round, whose cohort is padded to N places; the clients have no state of their own."""
+    """(server, metrics) after one round, whose cohort is padded to N places; the clients have no
+    state of their own."""
     padding = np.arange(N, 2 * N - len(ids))
     active = np.append(np.ones(len(ids), bool) if active is None else active, padding < 0)
     given, own = DEFAULTS | hparams, jax.tree.map(lambda x: None, models())
@@ -99,7 +101,8 @@ def project(v, mass):
 
 
 def oracle(server, ids, coef_lr, rho, lam, coef_steps=1, penalty="implicit", residual="sent", transfer="replace"):
-    """One round: the clients' SGD by the library, everything between the clients in loops of NumPy."""
+    """One round: the clients' SGD by the library, everything between the clients in loops of
+    NumPy."""
     a, old = server["coefficients"].astype(np.float64), flat(server["w"])
     new = old.copy()
     for i in ids:

@@ -1,4 +1,5 @@
-"""The properties of sheet 21: duality, the identity of the models, the relations, and two rounds in plain NumPy."""
+"""The properties of sheet 21: duality, the identity of the models, the relations, and two rounds in
+plain NumPy."""
 
 import functools
 
@@ -112,7 +113,8 @@ def test_the_gap_closes(case):
 
 @cases
 def test_fixed_relations_are_independent_machines(case):
-    """Sigma = I/m: each client's own SVM with m lambda; its own duality gap closes whatever the others hold."""
+    """Sigma = I/m: each client's own SVM with m lambda; its own duality gap closes whatever the
+    others hold."""
     task, f = CASES[case]
     m, lam = len(task.sizes), 0.3
     *_, state = states(case, 60, relate_every=390, lam=lam, frac=4.0)  # they do not change in as few
@@ -155,7 +157,8 @@ def orders(key, i, size):
 
 
 def sdca(task, f, state, key, ids, lam, frac, renew):
-    """One round of the sheet in loops; `state` holds alpha [N] lists, b, w, sigma, rho in float64."""
+    """One round of the sheet in loops; `state` holds alpha [N] lists, b, w, sigma, rho in
+    float64."""
     alpha, b, w, sigma, rho = state
     new = b.copy()
     for i in ids:

@@ -1,4 +1,5 @@
-"""FML, FedKD and FedAPEN: what the two models teach each other, and what becomes of the small one."""
+"""FML, FedKD and FedAPEN: what the two models teach each other, and what becomes of the small
+one."""
 
 import functools
 
@@ -77,7 +78,8 @@ def test_fml_twins_stay_twins_and_follow_the_labels():
 
 
 def test_fml_by_hand():
-    """Two rounds in plain NumPy; in the second some are absent, and one client never has examples."""
+    """Two rounds in plain NumPy; in the second some are absent, and one client never has
+    examples."""
     f, (keys, states, _) = oracle.federation(), oracle.run(fml, TASK, alpha=0.3, beta=0.6)
     w = [oracle.variables(toy.rows(states[0].clients["w"], i)) for i in range(N)]
     theta = oracle.variables(states[0].server)

@@ -1,4 +1,5 @@
-"""The properties of sheet 6: the three meta-gradients, small clients, and an evaluation that leaves no trace."""
+"""The properties of sheet 6: the three meta-gradients, small clients, and an evaluation that leaves
+no trace."""
 
 import functools
 
@@ -158,7 +159,8 @@ def test_bad_input(wrong):
 
 
 def test_clients_too_small_for_separate_batches_are_named(caplog):
-    """Two batches of 4: the clients of 7, 1 and 4 examples; told once, however often a method is made."""
+    """Two batches of 4: the clients of 7, 1 and 4 examples; told once, however often a method is
+    made."""
     _warn.cache_clear()
     with caplog.at_level("WARNING"):
         factory(TASK), factory(TASK)

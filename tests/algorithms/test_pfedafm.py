@@ -137,8 +137,8 @@ def test_shared_features_alone_end_to_end_are_fedper(net):
 
 
 def test_the_first_phase_moves_the_client_and_the_second_the_extractor():
-    """A shared model without a gradient in training mode moves neither in the second phase nor end to end, which then
-    is the first phase alone."""
+    """A shared model without a gradient in training mode moves neither in the second phase nor end
+    to end, which then is the first phase alone."""
 
     def still(variables, x, mask=None, train=False, key=None):
         h, stats = MLP.models[0].features(variables, x, mask=mask, train=train, key=key)

@@ -221,7 +221,8 @@ def test_sum_weighting_adds_the_binary_losses(task_loss):
 @pytest.mark.parametrize("weighting", ["mgda_ub", "mgda", "uniform", "sum"])
 @pytest.mark.parametrize("task_loss", class_groups.TASK_LOSSES)
 def test_a_task_without_a_positive_in_the_batch_is_left_out(weighting, task_loss):
-    """The one sample of class 0 that counts is relabelled; another stands in a row that is masked."""
+    """The one sample of class 0 that counts is relabelled; another stands in a row that is
+    masked."""
     batch = BATCH._replace(y=np.array([2, 2, 1, 3, 2, 0], np.int32))
     kernel = np.asarray(gradient(weighting, batch=batch, task_loss=task_loss)["head"]["kernel"])
     assert kernel[:, 0].any() == (task_loss == "batch") and kernel[:, 1:].any()
@@ -384,7 +385,8 @@ ROUND_OF_ANY_NUMBER = jax.jit(ANY_NUMBER.round)
 
 
 def test_a_stale_download_is_equation_7():
-    """Clients that do not train: every branch is the mean of its holders' in the round, and nobody else's moves."""
+    """Clients that do not train: every branch is the mean of its holders' in the round, and nobody
+    else's moves."""
     f, numbers = toy.federation(), ANY_NUMBER.numbers | {"lr": 0.0}
     begin = train(0, **STALE).begin
     noise = lambda x: np.asarray(x) + normal(x.ndim, *x.shape)

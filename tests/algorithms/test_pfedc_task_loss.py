@@ -1,4 +1,5 @@
-"""What a task's loss is divided by: minibatch SGD against a NumPy loop, and the weight on tasks with a positive."""
+"""What a task's loss is divided by: minibatch SGD against a NumPy loop, and the weight on tasks
+with a positive."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,8 @@ def batches(key, i):
 
 
 def trained(kernel, bias, key, i, task_loss):
-    """Client i's head after local training with alpha uniform over the tasks that have a loss; its weight on positives.
+    """Client i's head after local training with alpha uniform over the tasks that have a loss; its
+    weight on positives.
 
     Returns:
       kernel [F, C], bias [C], and the share of alpha on classes in the batch, mean over the steps.
@@ -79,7 +81,8 @@ def test_minibatches_of_uneven_classes(task_loss):
 @pytest.mark.parametrize("head", task_maps.HEADS)
 @pytest.mark.parametrize("solver", ["fista", "fw"])
 def test_weights_are_the_minimum_norm_point_of_the_tasks_in_the_batch(solver, head):
-    """Ten of twenty classes, in pairs but for the last; a batch of six: most tasks have no sample in it."""
+    """Ten of twenty classes, in pairs but for the last; a batch of six: most tasks have no sample
+    in it."""
     spec = "map:" + ",".join(str(c // 2 + (c == 19)) for c in range(20))
     b = task_maps.branches(toy.task()._replace(num_classes=20), spec, head)
     rng = np.random.default_rng(3)

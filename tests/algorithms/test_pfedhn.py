@@ -1,4 +1,5 @@
-"""The properties of sheet 20: the chain rule through the hypernetwork, whom a step moves, and rounds in plain NumPy."""
+"""The properties of sheet 20: the chain rule through the hypernetwork, whom a step moves, and
+rounds in plain NumPy."""
 
 import functools
 
@@ -56,7 +57,8 @@ def compiled(steps, static):
 
 
 def round_of(state, ids, active=None, steps=None, federation=None, key=KEY, places=N, **hparams):
-    """The server after one round, whose cohort is padded; with `steps` the task's local work is that many batches."""
+    """The server after one round, whose cohort is padded; with `steps` the task's local work is
+    that many batches."""
     f = toy.federation() if federation is None else federation
     padding = np.arange(N, N + places - len(ids))
     active = np.append(np.ones(len(ids), bool) if active is None else active, padding < 0)
@@ -76,7 +78,8 @@ def order_of(ids, key):
 
 @functools.partial(jax.jit, static_argnums=1)
 def mean_gradient(h, i):
-    """Of client i's mean loss at h(e_i) with respect to psi and the embeddings, by autodiff through everything."""
+    """Of client i's mean loss at h(e_i) with respect to psi and the embeddings, by autodiff through
+    everything."""
     f = toy.federation()
     row = f.train.index[i][: toy.SIZES[i]]
     batch = Batch(f.examples.x[row], f.examples.y[row], jnp.ones(len(row), bool), row)

@@ -19,7 +19,8 @@ ONE_STEP = toy.task("linear", batch_size=19, epochs=1)  # one full batch
 
 
 def round_of(task, ids, **hparams):
-    """The server before a round of these clients, and the state after it; the others have no examples."""
+    """The server before a round of these clients, and the state after it; the others have no
+    examples."""
     f = toy.federation()
     size = np.where(np.isin(np.arange(toy.N), ids), f.train.size, 0)
     run = toy.train(factory, task, 1, KEY, f._replace(train=f.train._replace(size=size)), **hparams)

@@ -1,4 +1,5 @@
-"""The properties of sheet 27: Privacy-pFedC is pFedC, and the server keeps and reads nothing of a branch."""
+"""The properties of sheet 27: Privacy-pFedC is pFedC, and the server keeps and reads nothing of a
+branch."""
 
 import functools
 import sys
@@ -31,7 +32,8 @@ def tenseal():
 
 @pytest.fixture
 def wire(tenseal, monkeypatch):
-    """The two parties and all that passes between them; `alter` changes a sum once the clients have decrypted it."""
+    """The two parties and all that passes between them; `alter` changes a sum once the clients have
+    decrypted it."""
     clients, server = encryption.parties()
     log = SimpleNamespace(vectors=[], uploads=[], answers=[], received=[], totals=[], alter=lambda total: total)
 
@@ -55,7 +57,8 @@ def wire(tenseal, monkeypatch):
 
 
 def unpacked(vector):
-    """The kernel [8, C], the bias [C] and the presence indicators, or holder counts, [T] of a packed vector."""
+    """The kernel [8, C], the bias [C] and the presence indicators, or holder counts, [T] of a
+    packed vector."""
     bias, kernel, presence = np.split(vector, [toy.C, HEAD])
     return kernel.reshape(8, toy.C), bias, presence
 
@@ -137,7 +140,8 @@ def test_with_drop_outs_other_heads_and_an_encrypted_body_it_is_stale_pfedc(tens
 
 
 def test_the_server_adds_ciphertexts_only_and_the_heads_are_what_the_clients_decrypt(wire):
-    """The altered sum has 1 more in every branch and twice the holders: the heads must follow, if they come from it."""
+    """The altered sum has 1 more in every branch and twice the holders: the heads must follow, if
+    they come from it."""
     wire.alter = lambda total: total + np.where(np.arange(len(total)) < HEAD, 1, total)
     heads = toy.train("privacy_pfedc", TASK, 1, backend="ckks", **QUICK).state.clients["head"]
     (uploads,), (total,) = wire.uploads, wire.totals
@@ -179,7 +183,8 @@ def test_the_branch_of_a_single_holder_comes_back_unchanged(wire):
 
 
 def test_without_division_a_branch_grows_by_its_holders_in_every_round(wire):
-    """Algorithm 2 to the letter, by clients that read 1 for every count of holders, and as it is built."""
+    """Algorithm 2 to the letter, by clients that read 1 for every count of holders, and as it is
+    built."""
     still = toy.task(epochs=0)
     run = lambda: toy.train("privacy_pfedc", still, 3, federation_=one_holder(), backend="ckks", **QUICK)
     divided = run()

@@ -1,4 +1,4 @@
-"""Convolutions that are fast inside a loop of many small training steps, and the setting that chooses among them.
+"""Convolutions that are fast in a loop of many small training steps, and the choice among them.
 
 Axes: B batch, H and W pixels, C and O channels in and out. Images are NHWC, kernels HWIO.
 """
@@ -38,13 +38,12 @@ def convolution(form: str) -> Iterator[None]:
     """Makes `conv_general_dilated` use this form for whatever is traced inside the `with` block.
 
     Args:
-      form: one of
-        matmul: patches and one matrix product;
-        fused: the same, and pooled in the product where channels are few, see `layers.conv_pool`;
-        winograd: the same, with Winograd's products for the shapes where they are faster, see `winograd_conv`;
-        xla: XLA's own convolution;
-        auto: winograd on a CPU, where XLA's convolution is many times slower inside a loop, xla elsewhere.
-        With matmul and xla dense layers are XLA's, too, see `dense.dot_general`.
+      form: one of matmul: patches and one matrix product; fused: the same, and pooled in the
+        product where channels are few, see `layers.conv_pool`; winograd: the same, with Winograd's
+        products for the shapes where they are faster, see `winograd_conv`; xla: XLA's own
+        convolution; auto: winograd on a CPU, where XLA's convolution is many times slower inside a
+        loop, xla elsewhere. With matmul and xla dense layers are XLA's, too, see
+        `dense.dot_general`.
 
     Raises:
       InputError: for another form.
@@ -57,7 +56,7 @@ def convolution(form: str) -> Iterator[None]:
 
 
 def form(name: str) -> str:
-    """The form that a setting stands for on this machine: what "auto" chooses, else the setting itself."""
+    """The form that a setting stands for on this machine: the setting itself, but for "auto"."""
     return {"cpu": "winograd"}.get(jax.default_backend(), "xla") if name == "auto" else name
 
 
@@ -79,8 +78,9 @@ def conv_general_dilated(
 ) -> Array:
     """Like `lax.conv_general_dilated`, in the form chosen by `convolution`; give it to `nnx.Conv`.
 
-    Depthwise ones, of as many groups as channels in and out, are `depthwise_conv` in all forms but "xla". Dilated,
-    otherwise grouped, sharded, not two-dimensional and not NHWC convolutions always go to lax.
+    Depthwise ones, of as many groups as channels in and out, are `depthwise_conv` in all forms but
+    "xla". Dilated, otherwise grouped, sharded, not two-dimensional and not NHWC convolutions always
+    go to lax.
     """
     depthwise = 1 < feature_group_count == lhs.shape[-1] == rhs.shape[-1]
     unit = all(d == 1 for d in (*(lhs_dilation or ()), *(rhs_dilation or ()), 1 if depthwise else feature_group_count))
@@ -104,13 +104,14 @@ def _is_nhwc(x: Array, kernel: Array, numbers: lax.ConvGeneralDilatedDimensionNu
 def winograd_is_faster(x: Array, kernel: Array, strides: Sequence[int], pads: Sequence[tuple[int, int]]) -> bool:
     """Whether `winograd_conv` beats `matmul_conv` on a CPU; arguments as theirs.
 
-    Measured for stride 1, forward and both gradients in a loop, on a core of an Intel Xeon with AVX-512, relative to
-    `matmul_conv`: 3x3 kernels with 1,024 tiles of the batch 1.4 (8 channels in and out), 2.2 (32), 2.5 (64); with 64
-    tiles 2.1 (64), 1.7 (256), 1.4 (512); with 32 tiles 1.3 (256), 1.0 (512); with 16 tiles 0.65 (512), because the
-    kernel is transformed, too; with 3 channels in 0.5. Tiles of 2x2, for so few pixels out: 128 of them 1.5 (256) and
-    1.9 (512), 32 of them 1.2 to 1.4 (64 to 512), 16 of them 1.0 (64). 5x5 kernels with 40 tiles 1.1 (8), 2.6 (32 to
-    64), with 90 tiles 2.6; with 3 channels in 0.6, with 6 at most 0.9. Where 9/16 of the tiles' pixels are used 1.2
-    (3x3), where 2/5 are 0.7 and 1.0 (5x5).
+    Measured for stride 1, forward and both gradients in a loop, on a core of an Intel Xeon with
+    AVX-512, relative to `matmul_conv`: 3x3 kernels with 1,024 tiles of the batch 1.4 (8 channels in
+    and out), 2.2 (32), 2.5 (64); with 64 tiles 2.1 (64), 1.7 (256), 1.4 (512); with 32 tiles 1.3
+    (256), 1.0 (512); with 16 tiles 0.65 (512), because the kernel is transformed, too; with 3
+    channels in 0.5. Tiles of 2x2, for so few pixels out: 128 of them 1.5 (256) and 1.9 (512), 32 of
+    them 1.2 to 1.4 (64 to 512), 16 of them 1.0 (64). 5x5 kernels with 40 tiles 1.1 (8), 2.6 (32 to
+    64), with 90 tiles 2.6; with 3 channels in 0.6, with 6 at most 0.9. Where 9/16 of the tiles'
+    pixels are used 1.2 (3x3), where 2/5 are 0.7 and 1.0 (5x5).
     """
     side, width, channels, out = kernel.shape
     square = side == width and any(side == known for _, known in POINTS)
@@ -155,7 +156,8 @@ def matmul_conv(
 def _gradient_by_rows(kernel: Array) -> Array:
     """The kernel [K, O] itself; its gradient is the product g^T x [O, K], transposed.
 
-    XLA would turn that into x^T g, whose time was measured to be up to three times as long (O = 64), as long (O = 512).
+    XLA would turn that into x^T g, whose time was measured to be up to three times as long (O =
+    64), as long (O = 512).
     """
     return kernel
 
@@ -181,7 +183,8 @@ def _padded(x: Array, padding: Sequence[tuple[int, int]]) -> Array:
 
 
 def shifts(x: Array, axis: int, size: int, stride: int) -> list[Array]:
-    """What each of the `size` positions of a window along `axis` sees, one value for each window."""
+    """What each of the `size` positions of a window along `axis` sees, one value for each
+    window."""
     span = (x.shape[axis] - size) // stride * stride + 1
     return [lax.slice_in_dim(x, i, i + span, stride, axis) for i in range(size)]
 
@@ -191,18 +194,19 @@ def winograd_conv(
 ) -> Array:
     """Convolution of stride 1 by Winograd's minimal filtering (Lavin & Gray, CVPR 2016).
 
-    F(4x4, 3x3) takes 36 products for a tile in place of 144; F(2x2, 3x3) 16 in place of 36; F(4x4, 5x5) 64 in place of
-    400; F(5x5, 5x5), with two complex points, 100 in place of 625; of two for a kernel the one that takes fewer for the
-    whole image. In float32 values and both gradients are within 1e-6 of the exact ones, 3e-6 for F(4x4, 5x5), relative
-    to the largest sum of absolute values; 6e-7, 1.7e-6 and, for F(5x5, 5x5), 8e-7 were measured at most, 8e-7 for XLA's
-    own convolution.
+    F(4x4, 3x3) takes 36 products for a tile in place of 144; F(2x2, 3x3) 16 in place of 36; F(4x4,
+    5x5) 64 in place of 400; F(5x5, 5x5), with two complex points, 100 in place of 625; of two for a
+    kernel the one that takes fewer for the whole image. In float32 values and both gradients are
+    within 1e-6 of the exact ones, 3e-6 for F(4x4, 5x5), relative to the largest sum of absolute
+    values; 6e-7, 1.7e-6 and, for F(5x5, 5x5), 8e-7 were measured at most, 8e-7 for XLA's own
+    convolution.
 
     Args:
       x: [B, H, W, C].
       kernel: [side, side, C, O], side 3 or 5.
       padding: "SAME", "VALID" or (before, after) of H and W.
-      precision: of the products; the highest unless given, since the rounding of a GPU's TF32 would be many times
-        magnified.
+      precision: of the products; the highest unless given, since the rounding of a GPU's TF32 would
+        be many times magnified.
 
     Returns:
       [B, H', W', O].
@@ -233,8 +237,8 @@ def _winograd_conv(x: Array, kernel: Array, pads: tuple[tuple[int, int], ...], p
 
 
 def _tiles(x: Array, side: int, pads: Sequence[tuple[int, int]]) -> tuple[int, int, int, int, int]:
-    """What a convolution of stride 1 gives: height and width, the side of Winograd's tiles that takes the fewest
-    products, and how many of them there are along both axes."""
+    """What a convolution of stride 1 gives: height and width, the side of Winograd's tiles that
+    takes the fewest products, and how many of them there are along both axes."""
     high, wide = (size + before + after - side + 1 for size, (before, after) in zip(x.shape[1:3], pads, strict=True))
     covers = {tile: (-(-high // tile), -(-wide // tile)) for tile, known in POINTS if known == side}
     tile = min(covers, key=lambda tile: math.prod(covers[tile]) * len(_winograd(tile, side)[0]) ** 2)
@@ -242,9 +246,11 @@ def _tiles(x: Array, side: int, pads: Sequence[tuple[int, int]]) -> tuple[int, i
 
 
 def _windows(x: Array, axis: int, size: int) -> list[Array]:
-    """What each of the `size` pixels of a window sees along `axis`, the tiles; their pixels are the next axis.
+    """What each of the `size` pixels of a window sees along `axis`, the tiles; their pixels are the
+    next axis.
 
-    Taken apart by `unstack`, here and in the other transforms, because the gradient of indexing pads and adds.
+    Taken apart by `unstack`, here and in the other transforms, because the gradient of indexing
+    pads and adds.
     """
     pixels, count = jnp.unstack(x, axis=axis + 1), x.shape[axis] - 1
     tile = len(pixels)
@@ -253,11 +259,11 @@ def _windows(x: Array, axis: int, size: int) -> list[Array]:
 
 @functools.cache
 def _winograd(tile: int, side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The matrices of F(tile, side) by Toom and Cook, for m products: of the window [m, tile + side - 1], back
-    [tile, m], of the kernel [m, side].
+    """The matrices of F(tile, side) by Toom and Cook, for m products: of the window [m, tile + side
+    - 1], back [tile, m], of the kernel [m, side].
 
-    The points were searched for small errors. Those of a pair of complex ones are complex, too, and take three real
-    products: its real parts, its imaginary parts, their sums.
+    The points were searched for small errors. Those of a pair of complex ones are complex, too, and
+    take three real products: its real parts, its imaginary parts, their sums.
     """
     points = POINTS[tile, side]
     roots = [q for p in points for q in dict.fromkeys((p, np.conj(p)))]

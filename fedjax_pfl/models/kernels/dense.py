@@ -27,12 +27,13 @@ def dot_general(
 ) -> Array:
     """Like `lax.dot_general` of x [B, I] and a kernel [I, O]; give it to `nnx.Linear`.
 
-    For few rows and a large kernel, and unless the form chosen by `convolution` is "matmul" or "xla", the kernel's
-    gradient is a sum of B outer products, which XLA computes where it is used: no array of the kernel's size is written
-    and read again. A loop of SGD over one layer, without `_computed`, was measured on a core of an Intel Xeon with
-    AVX-512 to be faster by these factors: with 10 rows 1.2 (1600x512, 3136x512), 1.15 (12544x128), with 16 rows 1.0,
-    with 32 rows 0.7. The MLP of 784x64 was 1.1 times as fast for one client, 0.3 for 4 at once, the CNN's whole step
-    1.08 and 0.8: models with a kernel this large are trained one at a time on a CPU.
+    For few rows and a large kernel, and unless the form chosen by `convolution` is "matmul" or
+    "xla", the kernel's gradient is a sum of B outer products, which XLA computes where it is used:
+    no array of the kernel's size is written and read again. A loop of SGD over one layer, without
+    `_computed`, was measured on a core of an Intel Xeon with AVX-512 to be faster by these factors:
+    with 10 rows 1.2 (1600x512, 3136x512), 1.15 (12544x128), with 16 rows 1.0, with 32 rows 0.7. The
+    MLP of 784x64 was 1.1 times as fast for one client, 0.3 for 4 at once, the CNN's whole step 1.08
+    and 0.8: models with a kernel this large are trained one at a time on a CPU.
     """
     plain = x.ndim == kernel.ndim == 2 and dimension_numbers == (((1,), (0,)), ((), ())) and not any(kwargs.values())
     large = kernel.size >= LEAST_SIZE and kernel.shape[-1] >= LEAST_OUT
@@ -62,5 +63,6 @@ def _product_jvp(
 
 
 def _computed(x: Array) -> Array:
-    """x [B, K] itself, as a product: XLA would compute again what leads to it for every element that it is used for."""
+    """x [B, K] itself, as a product: XLA would compute again what leads to it for every element
+    that it is used for."""
     return jnp.dot(jnp.eye(len(x), dtype=x.dtype), x, precision=lax.Precision.HIGHEST)

@@ -14,7 +14,8 @@ from fedjax_pfl.types import Array
 
 
 def conv_transpose(x: Array, kernel: Array, stride: int, padding: int, precision: lax.PrecisionLike = None) -> Array:
-    """Transposed convolution, y[i * stride + a - padding] = sum x[i] kernel[a] along both axes, as PyTorch defines it.
+    """Transposed convolution, y[i * stride + a - padding] = sum x[i] kernel[a] along both axes, as
+    PyTorch defines it.
 
     In the form chosen by `convolution`: XLA's own with "xla", `product_and_add` with all others.
 
@@ -37,11 +38,13 @@ def conv_transpose(x: Array, kernel: Array, stride: int, padding: int, precision
 
 
 def product_and_add(x: Array, kernel: Array, stride: int, padding: int, precision: lax.PrecisionLike = None) -> Array:
-    """`conv_transpose` as one matrix product, [B H W, C] by [C, side^2 O], whose overlapping windows are added.
+    """`conv_transpose` as one matrix product, [B H W, C] by [C, side^2 O], whose overlapping
+    windows are added.
 
-    Without a product by the zeros between dilated pixels. Medians of a step of forward and both gradients in a loop,
-    batch 64, side 4, stride 2, on a shared CPU (noisy): 16x16x64 to 28x28x1 in 6 ms, where XLA's takes 136 and patches
-    of x and one product 51; 8x8x128 to 16x16x64 in 159, with patches 182.
+    Without a product by the zeros between dilated pixels. Medians of a step of forward and both
+    gradients in a loop, batch 64, side 4, stride 2, on a shared CPU (noisy): 16x16x64 to 28x28x1 in
+    6 ms, where XLA's takes 136 and patches of x and one product 51; 8x8x128 to 16x16x64 in 159,
+    with patches 182.
     """
     height, width = x.shape[1:3]
     side, _, channels, out = kernel.shape
@@ -57,7 +60,8 @@ def product_and_add(x: Array, kernel: Array, stride: int, padding: int, precisio
 
 
 def _overlap(y: Array, axis: int, blocks: int) -> Array:
-    """Adds block k of each window, those along the axis `blocks`, at k places further along `axis`."""
+    """Adds block k of each window, those along the axis `blocks`, at k places further along
+    `axis`."""
     parts, zero = jnp.unstack(y, axis=blocks), jnp.zeros((), y.dtype)
     rest = [(0, 0, 0)] * (y.ndim - 2 - axis)
 
