@@ -10,6 +10,7 @@ import re
 import sys
 import textwrap
 from pathlib import Path
+from typing import NamedTuple
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -170,33 +171,49 @@ def _hyperparameters(factory: object) -> str:
     return "\n".join(["| name | default | values | meaning |", "|---|---|---|---|", *lines])
 
 
+class _Table(NamedTuple):
+    """A table of the measured tables, and where it stands."""
+
+    heading: str
+    caption: str  # the paragraph before it, if it is short
+    head: str
+    rule: str
+    rows: tuple[str, ...]
+
+
 @functools.cache
-def _tables() -> list[tuple[str, str, str, list[str]]]:
-    """Every table row of the measured tables: (heading, header, separator, cells)."""
-    found, heading, head = [], "", ("", "")
-    lines = (ROOT / "experiments/README.md").read_text().splitlines()
-    for before, line in zip(["", *lines], lines, strict=False):
-        if line.startswith("#"):
-            heading = line.lstrip("# ")
-        elif re.fullmatch(r"\|[-| :]+\|", line):
-            head = (before, line)
-        elif line.startswith("|"):
-            found.append((heading, *head, [cell.strip() for cell in line.strip("|").split("|")]))
-    return found
+def _tables() -> tuple[_Table, ...]:
+    """Every table of the measured tables."""
+    found, heading, paragraphs = [], "", []
+    for block in re.split(r"\n{2,}", (ROOT / "experiments/README.md").read_text()):
+        lines = block.splitlines()
+        if block.startswith("#"):
+            heading, paragraphs = lines[0].lstrip("# "), []
+        elif block.startswith("|"):
+            caption = paragraphs[-1] if paragraphs and len(paragraphs[-1]) < 100 else ""
+            found.append(_Table(heading, caption, *lines[:2], tuple(lines[2:])))
+        else:
+            paragraphs.append(" ".join(lines))
+    return tuple(found)
 
 
 def _measured(name: str) -> str:
-    """The rows of the measured tables that are of a method, under the heading of their section."""
-    wanted, by = display(name), {}
-    for heading, head, rule, cells in _tables():
-        if any(re.match(rf"(?:`{name}`|{re.escape(wanted)})(?=$|[,( ])", cell) for cell in cells[:2]):
-            by.setdefault((heading, head, rule), []).append("| " + " | ".join(cells) + " |")
-    if not by:
-        return "Nothing yet but the tests; [the measured tables](../results.md) have other methods."
-    return "\n\n".join(
-        "\n".join([f"From [{heading}](../results.md#{_anchor(heading)}):", "", head, rule, *rows])
-        for (heading, head, rule), rows in by.items()
-    )
+    """The rows of the measured tables that are of a method, and the sections that are about it."""
+    parts, told, of = [], set(), re.compile(rf"(?:`{name}`|{re.escape(display(name))})(?=$|[,( ])")
+    for table in _tables():
+        rows = [row for row in table.rows if any(of.match(cell.strip()) for cell in row.strip("|").split("|")[:2])]
+        if rows:
+            told.add(table.heading)
+            caption = f", {table.caption}" if table.caption else ":"
+            parts.append("\n".join([f"From {_section(table.heading)}{caption}", "", table.head, table.rule, *rows]))
+    headings = re.findall(r"^##+ (.*)$", (ROOT / "experiments/README.md").read_text(), re.MULTILINE)
+    about = [h for h in headings if re.search(rf"\b{re.escape(display(name))}\b", h) and h not in told]
+    parts += [f"See also: {', '.join(map(_section, about))}."] if about else []
+    return "\n\n".join(parts) or "Nothing but the tests; [the measured tables](../results.md) have other methods."
+
+
+def _section(heading: str) -> str:
+    return f"[{heading}](../results.md#{_anchor(heading)})"
 
 
 def _anchor(heading: str) -> str:
