@@ -19,6 +19,7 @@ from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.engine import multihost
 
 ONE = ["--data_fraction=0.2", "--clients=5", "--width=1", "--epochs=1", "--model=linear", "--participation=0.6"]
+UNSEEN = ["--algo=pfedc", *ONE, "--rounds=3", "--unseen=0.2"]
 
 
 def library(method: str, devices: int) -> list[np.ndarray]:
@@ -44,7 +45,7 @@ if __name__ == "__main__":
     small = [*ONE, "--clients=4"]
     commands = {
         "resumed": ["--resume", "--workdir=half", "--devices=all"],  # a directory that process 0 alone has
-        "pfedc": ["--algo=pfedc", *ONE, "--rounds=3", "--width=auto", "--workdir=pfedc"],  # process 0 tries it
+        "pfedc": [*UNSEEN, "--width=auto", "--workdir=pfedc"],  # process 0 tries it
         "lacking": ["--algo=fedavg", *small, "--dataset=npz:data.npz"],  # so is this file
         "other": ["--algo=fedavg", *small, "--dataset=npz:both.npz"],  # which differs
         "odd": ["--algo=fedavg", *ONE, "--devices=3"],

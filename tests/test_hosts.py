@@ -12,7 +12,7 @@ import hosts_worker
 import jax
 import numpy as np
 import pytest
-from hosts_worker import ONE
+from hosts_worker import ONE, UNSEEN
 from toy import assert_close
 
 from experiments import entry, main, runs
@@ -55,7 +55,7 @@ def pair(tmp_path_factory):
     port = free_port()
     both = [started(i, port, folder) for i in range(2)]
     try:
-        alone(folder / "pfedc", "--algo=pfedc", *ONE, "--rounds=3")
+        alone(folder / "pfedc", *UNSEEN)
         alone(folder / "ditto", "--algo=ditto", *ONE, "--rounds=4")
         for i, process in enumerate(both):
             said, errors = process.communicate(timeout=300)

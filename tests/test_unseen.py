@@ -57,7 +57,7 @@ def test_their_scores_are_in_the_last_row_the_summary_and_the_table(run, capsys)
         assert last[f"{point}/acc"] == pytest.approx(np.mean(scores[point]["acc"]))
         assert summary["scores"][point]["acc"]["macro"] == last[f"{point}/acc"]
     assert "acc unseen post | acc unseen pre" in tables.main([str(run)])
-    assert main.run(["--resume", f"--workdir={run}", "--rounds=3"]) == 0
+    assert main.run(["--resume", f"--workdir={run}", "--rounds=3", "--unseen_rounds=2"]) == 0
     out = capsys.readouterr().out
     assert "4 clients and 2 unseen" in out and "unseen before" in out and "unseen after" in out
     assert ["unseen/acc" in row for row in rows(run)] == [False] * 3 + [True]
