@@ -88,7 +88,8 @@ def start(parsed: flags.Parsed) -> None:
     coordinator, count, number = (parsed.get(name) for name in flags.OF_A_PROCESS)
     if coordinator is None:  # else JAX must not have started
         entry.check_platform()
-    multihost.connect(coordinator, count, number)
+    with phases.said(entry.errors(quiet=False), "Waiting for the other processes"):
+        multihost.connect(coordinator, count, number)
 
 
 def _information(parsed: flags.Parsed) -> str | None:
@@ -268,9 +269,8 @@ def _stopped(error: Exception, directory: runs.RunDirectory) -> int:
     errors = entry.errors()
     resume = train.command(directory.path)
     if isinstance(error, train.Stopped):
-        done, number = error.args
-        errors.print(f"Stopped after {done} rounds; go on with {resume}")
-        return 128 + number
+        errors.print(f"Stopped after {error.args[0]} rounds; go on with {resume}")
+        return 128 + error.args[1]
     if isinstance(error, simulate.DivergenceError):
         errors.print(f"{error} What was written is kept in {directory.path}.")
         return DIVERGED

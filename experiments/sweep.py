@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from experiments import build, closing, comparison, entry, flags, main, runs, schema, settings, tables
+from experiments import build, closing, comparison, entry, flags, main, phases, runs, schema, settings, tables
 from experiments.config import Config
 from experiments.files import read_derived
 from experiments.values import number
@@ -67,7 +67,8 @@ def run(argv: list[str]) -> int:
         if not complete:
             if algo not in room:
                 jax.clear_caches()  # a method shares nothing with the one before
-                room[algo] = _room([c for c in configs if c.algo == algo])
+                with phases.said(entry.errors(), "Loading the data of all seeds"):
+                    room[algo] = _room([c for c in configs if c.algo == algo])
             more = {} if begun else width.get(algo, {})
             train = functools.partial(main.train_into, more | given, str(path), begun, room[algo], say)
             code = entry.guarded(train, main.NOTHING)
