@@ -32,7 +32,7 @@ def show(console: Console, run: RunDirectory, experiment: build.Experiment, say:
 
 
 def lines(found: report.Row, clients: int, experiment: build.Experiment) -> Iterator[str]:
-    """The results in at most seven lines.
+    """The results in at most seven lines, nine with unseen clients.
 
     Args:
       found: `report.summary`.
@@ -55,7 +55,7 @@ def lines(found: report.Row, clients: int, experiment: build.Experiment) -> Iter
 def _points(found: report.Row, brief: bool = False) -> Iterator[str]:
     """The headline's score before and after local training."""
     name = found["headline"]["score"]
-    for point, when in report.POINTS.items():
+    for point, when in report.WITH_UNSEEN.items():
         score, floor = (found["scores"][point].get(which) for which in (name, report.trivial(name)))
         if score is None:
             continue

@@ -20,7 +20,7 @@ Row = dict[str, Any]
 T = TypeVar("T")
 STATISTICS = {"macro": "", "micro": "_micro", "std": "_std", "worst10": "_worst10", "best10": "_best10"}
 POINTS = {"pre": "before", "post": "after", "post_latest": "latest after"}  # local training
-_WITH_UNSEEN = POINTS | {"unseen": "unseen before", "unseen_post": "unseen after"}  # of clients that did not train
+WITH_UNSEEN = POINTS | {"unseen": "unseen before", "unseen_post": "unseen after"}  # of clients that did not train
 _SUFFIXES = (*(suffix for suffix in STATISTICS.values() if suffix), "_clients")
 _TRIVIAL = {"acc_present": "acc_trivial", "acc_groups": "acc_trivial", "recall_macro": "recall_trivial"}
 _TAIL = 10  # evaluations that a mean is taken of, if there are so many
@@ -119,7 +119,7 @@ def _place(key: str) -> tuple[str, str] | None:
     """The point and the score of which a row's entry is the macro mean; None if it is something
     else."""
     point, slash, name = key.partition("/")
-    return (point, name) if slash and point in _WITH_UNSEEN and not name.endswith(_SUFFIXES) else None
+    return (point, name) if slash and point in WITH_UNSEEN and not name.endswith(_SUFFIXES) else None
 
 
 def trivial(name: str) -> str:
@@ -198,7 +198,7 @@ def summary(rows: Iterable[Row], headline: Headline = ACCURACY) -> Row:
     names = scores.ordered((name for point, name in courses if point != "post_latest"), headline)
     results = {
         point: {n: ends[point, n] | {"course": courses[point, n].said()} for n in names if (point, n) in ends}
-        for point in _WITH_UNSEEN
+        for point in WITH_UNSEEN
     }
     said = {"score": headline[0], "better": headline[1]}
     return {"loss": loss, "headline": said, "scores": results, "traffic": traffic(rows)}
@@ -243,11 +243,11 @@ def _clients_table(results: Row, names: list[str], headline: Headline) -> Table:
     titles = ["cli-\nents", "macro\nmean", "micro\nmean", "std", "worst\n10 %", "best\n10 %"]
     titles += ["trivial\nmacro"] if shares else []
     table = plain_table(title, ["score", "local\ntraining"], titles)
-    for name, point, shown in _points(results, names, _WITH_UNSEEN):
+    for name, point, shown in _points(results, names, WITH_UNSEEN):
         found, floor = results[point][name], results[point].get(trivial(name))
         values = [scores.shown(name, found[statistic]) for statistic in STATISTICS]
         values += [scores.shown(name, floor["macro"]) if floor else ""] if shares else []
-        table.add_row(shown, _WITH_UNSEEN[point], str(found["clients"] or ""), *values)
+        table.add_row(shown, WITH_UNSEEN[point], str(found["clients"] or ""), *values)
     return table
 
 

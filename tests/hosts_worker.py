@@ -19,7 +19,7 @@ from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.engine import multihost
 
 ONE = ["--data_fraction=0.2", "--clients=5", "--width=1", "--epochs=1", "--model=linear", "--participation=0.6"]
-UNSEEN = ["--algo=pfedc", *ONE, "--rounds=3", "--unseen=0.2"]
+UNSEEN = ["--algo=pfedc", *ONE, "--clients=6", "--rounds=3", "--unseen=0.2"]
 
 
 def library(method: str, devices: int) -> list[np.ndarray]:
