@@ -60,7 +60,8 @@ class Config:
     drop_last: bool = _setting(False, "skip the short last batch of an epoch")
     model: str = _setting(
         "auto",
-        "the network; several as cnn,lenet (client i has number i mod G), or file:PATH with a name per client; "
+        "the network; several as cnn,lenet (client i has number i mod G), blocks:cnn,lenet (the first half of the "
+        "clients has the first), or file:PATH with a name per client; "
         "auto: cnn for images of 16x16 and more, else mlp",
     )
     features: int | None = _setting(

@@ -27,10 +27,11 @@ def architectures(spec: str, num_clients: int) -> tuple[list[str], np.ndarray]:
         than clients.
     """
     if not spec.startswith("file:"):
-        names = spec.split(",")
+        names = spec.removeprefix("blocks:").split(",")
         if len(names) > num_clients:
             raise InputError(f"--model={spec} has {len(names)} networks for {num_clients} clients: name fewer.")
-        return names, np.arange(num_clients) % len(names)
+        ids, count = np.arange(num_clients), len(names)
+        return names, ids * count // num_clients if spec.startswith("blocks:") else ids % count
     path = Path(spec.removeprefix("file:")).expanduser()
     try:
         words = path.read_text(encoding="utf-8").split()

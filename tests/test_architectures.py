@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from experiments import figures, main, report
+from experiments import figures, main, networks, report
+from fedjax_pfl.errors import InputError
 
 MIXED = ["--algo=local", "--model=linear,mlp,linear", "--data_fraction=0.2", "--clients=7", "--epochs=1"]
 OF = np.array(["linear", "mlp", "linear"])[np.arange(7) % 3]
@@ -56,3 +57,11 @@ def test_table_summary_and_curves_have_it(mixed, monkeypatch):
 def test_of_a_single_architecture_nothing_is_added(tmp_path):
     assert main.run([*MIXED[:1], "--model=linear,linear", *MIXED[2:], "--rounds=1", f"--workdir={tmp_path / 'a'}"]) == 0
     assert "@" not in (tmp_path / "a" / "metrics.jsonl").read_text()
+
+
+def test_architectures_in_blocks():
+    names, of = networks.architectures("blocks:lenet,alexnet,mlp", 7)
+    assert names == ["lenet", "alexnet", "mlp"]
+    np.testing.assert_array_equal(of, [0, 0, 0, 1, 1, 2, 2])
+    with pytest.raises(InputError, match="has 3 networks for 2 clients"):
+        networks.architectures("blocks:lenet,alexnet,mlp", 2)

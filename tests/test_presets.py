@@ -68,6 +68,47 @@ def test_tables_3_to_6():
     assert number("pfedc_mnist_epochs", epochs=5) == 96.86
 
 
+PFEDAFM, MNFL = (tuple(name for name in PRESETS if name.startswith(paper)) for paper in ("pfedafm_", "mnfl_"))
+SIZES = ({}, {"clients": 50, "participation": "0.2"}, {"clients": 100, "participation": "0.1"})
+
+
+@pytest.mark.parametrize(
+    "name, to_others, to_small_models",
+    [
+        ("pfedafm_cifar10", (0.23, 1.21, 3.19), (16.56, 19.32, 22.47)),
+        ("pfedafm_cifar100", (4.71, 5.24, 7.93), (24.07, 23.68, 24.39)),
+        ("pfedafm_cifar10_same", (0.34, 1.33, 3.09), (1.43, 3.27, 5.44)),
+    ],
+)
+def test_pfedafm_is_ahead_by_what_its_tables_say(name, to_others, to_small_models):
+    for where, ahead, of_small in zip(SIZES, to_others, to_small_models, strict=True):
+        found = published.cell(PRESETS[name], config(name, "pfedafm", **where)).numbers
+        assert published.cell(PRESETS[name], config(name, "local", **where)).numbers == found or not where
+        row = dict(PRESETS[name].published if not where else found)
+        ours = float(row.pop("pfedafm"))
+        best = [max(float(row[m]) for m in of if m in row) for of in (row, ("fml", "fedkd", "fedapen"))]
+        np.testing.assert_allclose([ours - x for x in best], [ahead, of_small], atol=1e-9)
+
+
+def test_mnfl_is_first_and_fedmd_last_in_both_columns():
+    for name in ("mnfl_fashion_mnist", "mnfl_cifar10"):
+        rows = {m: [float(x) for x in text.split(" and ")] for m, text in PRESETS[name].published.items()}
+        for column in range(2):
+            order = sorted(rows, key=lambda method: rows[method][column])
+            assert (order[:2], order[-1]) == (["fedmd", "feddf"], "mnfl_het")
+    assert published.comparison(config("mnfl_cifar10", "feddf"))["compare"] == "pre/acc"
+
+
+def test_mnfls_ablations_are_found_by_what_is_varied():
+    find = lambda name, user=None, **hparams: number(name, "mnfl_het", hparams, **(user or {}))
+    for name, base, few, rho, passes, epochs in (
+        ("mnfl_fashion_mnist_ablations", 89.14, 50.80, 89.30, 88.08, 88.73),
+        ("mnfl_cifar10_ablations", 58.40, 39.08, 58.52, 58.91, 58.30),
+    ):
+        assert find(name) == base and find(name, public_size="10") == few and find(name, rho="0.3") == rho
+        assert find(name, passes="5") == passes and find(name, {"epochs": 5}) == epochs
+
+
 # --- what a run is compared with
 
 
@@ -179,14 +220,16 @@ RESNETS = [name for name in PFEDC if PRESETS[name].settings["model"] == "resnet1
 SMALL = [name for name in PFEDC if name not in RESNETS]
 
 
-@pytest.mark.parametrize("name", [*SMALL, RESNETS[0], *map(toy.slow, RESNETS[1:])])
+@pytest.mark.parametrize("name", [*SMALL, *PFEDAFM, RESNETS[0], *map(toy.slow, [*RESNETS[1:], *MNFL])])
 def test_a_preset_can_be_built_at_a_small_size(name, monkeypatch):
     """With the network of the paper, up to the program that would be compiled."""
     monkeypatch.setattr(datasets, "load", image_set)
-    small = {"clients": 4, "data_fraction": 0.5, "rounds": 1}
-    experiment = build.prepare(config(name, **small))
-    assert experiment.config.clients == 4 and experiment.program().round
-    assert published.deviations(experiment.config).startswith("reduced: data_fraction 0.5 of 1, clients 4 of ")
+    clients = len(PRESETS[name].settings["model"].split(","))  # of each architecture
+    clients = max(4, 10 if name == "pfedafm_cifar100" else clients)  # which have all classes
+    small = {"clients": clients, "data_fraction": 0.5, "rounds": 1}
+    experiment = build.prepare(config(name, PRESETS[name].settings["algo"], **small))
+    assert experiment.config.clients == clients and experiment.program().round
+    assert published.deviations(experiment.config).startswith("reduced: data_fraction 0.5 of 1")
 
 
 def test_a_preset_says_how_many_steps_a_round_takes():

@@ -1,7 +1,7 @@
 """Presets: one file a paper's tables; a preset is data, and any flag the user gives overrides
 it."""
 
-from experiments.presets import builtin, fedcp, feddva, pfedc
+from experiments.presets import builtin, fedcp, feddva, mnfl, pfedafm, pfedc
 from experiments.presets.preset import Preset
 
 PRESETS: dict[str, Preset] = {
@@ -12,6 +12,13 @@ PRESETS: dict[str, Preset] = {
     "fedcp_cifar10": fedcp.CIFAR10,
     "fedcp_cifar100": fedcp.CIFAR100,
     **feddva.FEDDVA,
+    "mnfl_fashion_mnist": mnfl.FASHION_MNIST,
+    "mnfl_cifar10": mnfl.CIFAR10,
+    "mnfl_fashion_mnist_ablations": mnfl.FASHION_MNIST_ABLATIONS,
+    "mnfl_cifar10_ablations": mnfl.CIFAR10_ABLATIONS,
+    "pfedafm_cifar10": pfedafm.CIFAR10,
+    "pfedafm_cifar100": pfedafm.CIFAR100,
+    "pfedafm_cifar10_same": pfedafm.CIFAR10_SAME,
 }
 
 DEFAULT_PRESETS = {"digits": "digits", "synthetic": "synthetic"}  # data set -> what it takes when no --preset is given
