@@ -2,6 +2,7 @@
 
     python -m benchmarks.peers --pfllib=PATH [--markdown] [--clients=20] [--images=60000]
     [--repeats=3]
+    python -m benchmarks.peers --htfllib=PATH [--clients=10]    # likewise the others
 
 PATH is a checkout of github.com/TsingZ0/PFLlib, of which its FedAvg server with its FedAvgCNN is
 run as it stands; it needs PyTorch, h5py and what else it imports. Nothing is written there. The
@@ -21,6 +22,9 @@ slowed down more than we are.
 Known are the versions whose options are one object and whose files are named ID.npz: those with
 --privacy (they import opacus, too), those after, and those with --few_shot. On an accelerator
 nothing of this was tried.
+
+With --htfllib it is rounds of FedProto and of FML beside HtFLlib's, see `benchmarks.htfllib`: CNN-1
+to CNN-5, on a CPU.
 """
 
 import contextlib
@@ -39,14 +43,15 @@ import jax
 import numpy as np
 from absl import flags
 
-from benchmarks import pytorch, recipes, report
+from benchmarks import htfllib, pytorch, recipes, report
 from benchmarks.recipes import RECIPES, Cost, Recipe
 from fedjax_pfl import models
 from fedjax_pfl.errors import InputError
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("pfllib", None, "a checkout of PFLlib")
-flags.DEFINE_integer("clients", 20, "all of them in each round", lower_bound=1)
+flags.DEFINE_string("htfllib", None, "a checkout of HtFLlib")
+flags.DEFINE_integer("clients", None, "all of them in each round (default: 20, beside HtFLlib 10)", lower_bound=1)
 
 DATASET = "Cifar10"  # its name decides how PFLlib reads it
 
@@ -179,7 +184,8 @@ def check(path: str | None) -> str:
     """
     if not path:
         raise InputError(
-            "There is nothing to compare with: give --pfllib=PATH, a checkout of github.com/TsingZ0/PFLlib."
+            "There is nothing to compare with: give --pfllib=PATH, a checkout of github.com/TsingZ0/PFLlib, "
+            "or --htfllib=PATH, one of github.com/TsingZ0/HtFLlib."
         )
     if not (Path(path) / "system" / "flcore" / "servers" / "serveravg.py").exists():
         raise InputError(
@@ -211,10 +217,27 @@ def rows(costs: list[Cost], recipe: Recipe, peak: float) -> list[tuple]:
     return found
 
 
+def beside_htfllib(recipe: Recipe) -> None:
+    """Prints the table of both methods; each side runs in a process of its own: ours, HtFLlib's, ours again."""
+    checkout, found = htfllib.check(FLAGS.htfllib), {}
+    print(report.machine("torch"))
+    print(f"medians of {FLAGS.repeats}; {recipe.clients} clients of CNN-1 to CNN-5, {recipe.images} images\n")
+    for method in htfllib.METHODS:
+        with tempfile.TemporaryDirectory() as folder:
+            write(Path(folder), recipe)
+            ours = htfllib.Case(method, recipe, FLAGS.repeats)
+            theirs = ours._replace(checkout=checkout, folder=folder)
+            found[method] = list(report.fresh(htfllib.measure, (ours, theirs, ours)))
+    print(report.table(htfllib.rows(found)))
+
+
 def main(argv) -> None:
     del argv
-    checkout, recipe = check(FLAGS.pfllib), RECIPES["pfllib_20"]
-    clients, images = FLAGS.clients, FLAGS.images or recipe.images
+    recipe = RECIPES["pfllib_20"]
+    clients, images = FLAGS.clients or (10 if FLAGS.htfllib else 20), FLAGS.images or recipe.images
+    if FLAGS.htfllib:
+        return beside_htfllib(recipe._replace(clients=clients, cohort=clients, images=images, lr=0.01))
+    checkout = check(FLAGS.pfllib)
     recipe, peak = recipe._replace(clients=clients, cohort=clients, images=images), report.matmul_peak()
     print(report.machine("torch"))
     print(f"matmul peak {peak:.0f} GFLOP/s; medians of {FLAGS.repeats}; {clients} clients, {images} images\n")

@@ -1,0 +1,149 @@
+"""A round of FedProto and of FML beside HtFLlib's, on the five networks of pFedAFM: `benchmarks.peers --htfllib=PATH`.
+
+PATH is a checkout of github.com/TsingZ0/HtFLlib, of which the servers and clients are run as they stand, without what
+they do not need here: torchvision and h5py are stood in for where they are missing, no results are written. Nothing
+is written there either: the clients' models go to a temporary folder, from and to which HtFLlib reads and writes them
+in every round. CNN-1 to CNN-5, which it has not, are made here; their features are 500, its head is what it makes.
+"""
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import io
+import os
+import statistics
+import sys
+import types
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from benchmarks import pytorch, recipes, report
+from benchmarks.recipes import Recipe
+from benchmarks.runner import Runner
+from fedjax_pfl import models, simulate
+from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.data.federate import federate
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.models.nets import AFM
+
+METHODS = {"fedproto": ("serverproto", "FedProto"), "fml": ("serverfml", "FML")}  # ours -> its module and server
+FEATURES = 500
+MISSING = ("torchvision", "h5py")  # what is imported there and not used here
+
+
+class Case(NamedTuple):
+    """What a process of its own is to run; without a checkout it is ours."""
+
+    method: str
+    recipe: Recipe
+    repeats: int
+    checkout: str | None = None
+    folder: str = ""
+
+
+class Side(NamedTuple):
+    """What one side cost: seconds of a round without evaluation, the median, and parameters of all clients' models."""
+
+    seconds: float
+    parameters: int
+
+
+def check(path: str) -> str:
+    """Returns the checkout; InputError if it is none, or without PyTorch."""
+    if not (Path(path) / "system" / "flcore" / "servers" / "serverproto.py").exists():
+        raise InputError(
+            f"--htfllib={path} is no checkout of HtFLlib: there is no system/flcore/servers/serverproto.py in it."
+        )
+    if not pytorch.installed():
+        raise InputError("--htfllib needs PyTorch: pip install -e '.[benchmarks]'.")
+    return path
+
+
+def network(channels: int, units: int) -> Any:
+    """One of pFedAFM's networks in PyTorch, its last layer named `fc` as HtFLlib wants it; it replaces that one."""
+    from torch import nn
+
+    convs = nn.Conv2d(3, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, channels, 5), nn.ReLU(), nn.MaxPool2d(2)
+    dense = nn.Linear(25 * channels, units), nn.ReLU(), nn.Linear(units, FEATURES), nn.ReLU()
+    return nn.Sequential(OrderedDict(body=nn.Sequential(*convs, nn.Flatten(), *dense), fc=nn.Linear(FEATURES, 1)))
+
+
+def measure(case: Case) -> Side:
+    """Times one side in this process, which should be a fresh one.
+
+    Raises:
+      InputError: HtFLlib cannot be run.
+    """
+    return ours(case) if case.checkout is None else theirs(case)
+
+
+def ours(case: Case) -> Side:
+    """Times our rounds."""
+    recipe = case.recipe
+    data, owned = recipes.dealt(recipe)
+    f = federate(data, owned)
+    nets = [models.model(name, recipe.shape, recipe.classes) for name in AFM]
+    fields = {"lr": recipe.lr, "batch_size": recipe.batch, "epochs": 1, "drop_last": True, "shared": nets[-1]}
+    task = simulate.task(data, f.class_counts, nets, **fields)
+    run = Runner(ALGORITHMS[case.method], task, f, 1, jax.device_count())
+    run()
+    sizes = [models.num_parameters(jax.eval_shape(net.init, jax.random.key(0))) for net in nets]
+    return Side(statistics.median(run() for _ in range(case.repeats)), sum(sizes[i] for i in task.architecture))
+
+
+def theirs(case: Case) -> Side:
+    """Times HtFLlib's server, whose working directory is the temporary folder."""
+    import torch
+
+    torch.set_num_threads(report.cores())
+    torch.load = functools.partial(torch.load, weights_only=False)  # it saves whole models
+    for name in MISSING:
+        if importlib.util.find_spec(name) is None:
+            sys.modules[name] = types.ModuleType(name)
+    sys.dont_write_bytecode = True
+    sys.path.insert(0, os.path.join(os.path.abspath(str(case.checkout)), "system"))
+    os.chdir(Path(case.folder) / "system")
+    module, name = METHODS[case.method]
+    try:
+        nets = importlib.import_module("flcore.trainmodel.models")
+        server_class = getattr(importlib.import_module(f"flcore.servers.{module}"), name)
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"The checkout of HtFLlib cannot be run here: {error}.") from error
+    nets.network = network  # type: ignore[attr-defined]  # where it evaluates the texts of `models`
+    with contextlib.redirect_stdout(io.StringIO()):
+        server = server_class(options(case), 0)
+        server.save_results = lambda: None
+        server.train()
+    loaded = lambda client: torch.load(os.path.join(client.save_folder_name, f"{client.role}_model.pt"))
+    count = lambda client: sum(x.numel() for x in loaded(client).parameters())
+    return Side(statistics.median(server.Budget[1:]), sum(map(count, server.clients)))
+
+
+def options(case: Case) -> types.SimpleNamespace:
+    """What HtFLlib's command line would hand on."""
+    recipe, rounds = case.recipe, case.repeats
+    nets = [f"network({channels}, {units})" for channels, units in AFM.values()]
+    given: dict[str, Any] = {"models": nets, "global_model": nets[-1], "feature_dim": FEATURES, "device": "cpu"}
+    given |= {"dataset": "Cifar10", "algorithm": case.method, "goal": "time", "save_folder_name": "temp"}
+    given |= {"num_classes": recipe.classes, "num_clients": recipe.clients, "batch_size": recipe.batch}
+    given |= {"global_rounds": rounds, "eval_gap": rounds + 1, "local_epochs": 1, "local_learning_rate": recipe.lr}
+    given |= {"join_ratio": 1.0, "random_join_ratio": False, "top_cnt": 100, "time_threthold": 10_000}
+    given |= {"lamda": 1.0, "alpha": 0.5, "beta": 0.5, "models_folder_name": "", "few_shot": 0}
+    given |= dict.fromkeys(("client_drop_rate", "train_slow_rate", "send_slow_rate"), 0.0)
+    given |= dict.fromkeys(("time_select", "auto_break"), False)
+    return types.SimpleNamespace(**given)
+
+
+def rows(found: dict[str, list[Side]]) -> list[tuple]:
+    """Of the table; {method: ours, HtFLlib's, ours again}."""
+    header = ("method", "ours s", "HtFLlib s", "ours again s", "HtFLlib / ours", "parameters")
+    made: list[tuple] = [header]
+    for method, sides in found.items():
+        first, other, again = (side.seconds for side in sides)
+        same = "the same" if len({side.parameters for side in sides}) == 1 else "NOT the same"
+        made.append((method, first, other, again, 2 * other / (first + again), same))
+    return made
