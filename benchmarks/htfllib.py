@@ -1,9 +1,10 @@
-"""A round of FedProto and of FML beside HtFLlib's, on the five networks of pFedAFM: `benchmarks.peers --htfllib=PATH`.
+"""A round of FedProto and of FML beside HtFLlib's, on pFedAFM's networks: `peers --htfllib`.
 
-PATH is a checkout of github.com/TsingZ0/HtFLlib, of which the servers and clients are run as they stand, without what
-they do not need here: torchvision and h5py are stood in for where they are missing, no results are written. Nothing
-is written there either: the clients' models go to a temporary folder, from and to which HtFLlib reads and writes them
-in every round. CNN-1 to CNN-5, which it has not, are made here; their features are 500, its head is what it makes.
+PATH is a checkout of github.com/TsingZ0/HtFLlib, of which the servers and clients are run as they
+stand, without what they do not need here: torchvision and h5py are stood in for where they are
+missing, no results are written. Nothing is written there either: the clients' models go to a
+temporary folder, from and to which HtFLlib reads and writes them in every round. CNN-1 to CNN-5,
+which it has not, are made here; their features are 500, its head is what it makes.
 """
 
 import contextlib
@@ -46,7 +47,8 @@ class Case(NamedTuple):
 
 
 class Side(NamedTuple):
-    """What one side cost: seconds of a round without evaluation, the median, and parameters of all clients' models."""
+    """What one side cost: seconds of a round without evaluation, the median, and the parameters of all
+    clients' models."""
 
     seconds: float
     parameters: int
@@ -64,7 +66,8 @@ def check(path: str) -> str:
 
 
 def network(channels: int, units: int) -> Any:
-    """One of pFedAFM's networks in PyTorch, its last layer named `fc` as HtFLlib wants it; it replaces that one."""
+    """One of pFedAFM's networks in PyTorch, its last layer named `fc` as HtFLlib wants it, which
+    replaces that one."""
     from torch import nn
 
     convs = nn.Conv2d(3, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, channels, 5), nn.ReLU(), nn.MaxPool2d(2)

@@ -218,7 +218,7 @@ def rows(costs: list[Cost], recipe: Recipe, peak: float) -> list[tuple]:
 
 
 def beside_htfllib(recipe: Recipe) -> None:
-    """Prints the table of both methods; each side runs in a process of its own: ours, HtFLlib's, ours again."""
+    """Prints the table of both methods; each side runs in a process of its own."""
     checkout, found = htfllib.check(FLAGS.htfllib), {}
     print(report.machine("torch"))
     print(f"medians of {FLAGS.repeats}; {recipe.clients} clients of CNN-1 to CNN-5, {recipe.images} images\n")

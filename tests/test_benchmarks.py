@@ -8,11 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import memory, mixed, peers, pytorch, recipes, report, scaling, throughput
+from benchmarks import htfllib, memory, mixed, peers, pytorch, recipes, report, scaling, throughput
 from fedjax_pfl import simulate
 from fedjax_pfl.data.federate import federate
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import flops, model, num_parameters
+from fedjax_pfl.models.nets import AFM
 from fedjax_pfl.simulate import task
 
 SMALL = recipes.RECIPES["pfllib_20"]._replace(clients=3, cohort=3, images=90)
@@ -214,3 +215,28 @@ def test_a_mixed_federation_is_compared_with_what_it_is_made_of(monkeypatch):
     ]
     assert [line.compile_ratio for line in lines] == [0.5, 1, 0.5, 0.5]
     assert [runner.clients for runner in made[:3]] == [3, 2, 5] and len(made) == 8
+
+
+def test_htfllibs_networks_are_pfedafms():
+    """With the head that HtFLlib puts behind 500 features in place of the last layer."""
+    pytest.importorskip("torch")
+    from torch import nn
+
+    for name, sizes in AFM.items():
+        net = htfllib.network(*sizes)
+        net.fc = nn.AdaptiveAvgPool1d(htfllib.FEATURES)
+        count = sum(x.numel() for x in net.parameters()) + 10 * (htfllib.FEATURES + 1)
+        assert count == num_parameters(jax.eval_shape(model(name, (32, 32, 3), 10).init, jax.random.key(0)))
+    assert htfllib.options(htfllib.Case("fml", SMALL, 2)).models[-1] == "network(32, 500)"
+
+
+def test_a_checkout_that_is_none_is_one_sentence(tmp_path):
+    with pytest.raises(
+        InputError, match=r"is no checkout of HtFLlib: there is no system/flcore/servers/serverproto\.py"
+    ):
+        htfllib.check(str(tmp_path))
+
+
+def test_the_table_beside_htfllib():
+    sides = [htfllib.Side(seconds, 7) for seconds in (1.0, 6.0, 2.0)]
+    assert htfllib.rows({"fml": sides})[1] == ("fml", 1.0, 6.0, 2.0, 4.0, "the same")

@@ -1,4 +1,4 @@
-"""The MNFL paper's Table 1, four architectures in one federation, and its ablations (Tables 3, 4 and 6)."""
+"""The MNFL paper's Table 1, four architectures in one federation, and its Tables 3, 4 and 6."""
 
 from typing import Any
 

@@ -1,6 +1,7 @@
-"""The pFedAFM paper's Tables 2 and 3: eight methods where all clients have CNN-1, and where they have five networks.
+"""The pFedAFM paper's Tables 2 and 3: eight methods; all clients with CNN-1, and with five nets.
 
-Of the paper's batch sizes, epochs and rounds, chosen per method from grids, only those of its code are known.
+Of the paper's batch sizes, epochs and rounds, chosen per method from grids, only those of its code
+are known.
 """
 
 from typing import Any
