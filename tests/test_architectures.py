@@ -47,7 +47,7 @@ def test_table_summary_and_curves_have_it(mixed, monkeypatch):
     assert first == ["acc", "acc@linear", "acc@mlp", "acc_present", "acc", "acc_present"]
 
     drawn = []
-    monkeypatch.setattr(figures, "_save", lambda figure, _: drawn.append(figure))
+    monkeypatch.setattr(figures, "save", lambda figure, _: drawn.append(figure))
     figures.draw_curves(rows, path / "curves.png")
     axes = drawn[0].axes[1]
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["linear (5 clients)", "mlp (2 clients)"]
