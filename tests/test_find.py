@@ -56,7 +56,7 @@ def test_it_is_described(file, capsys):
     [
         ("nowhere.py:mine", r"there is no such file\.$"),
         ("{file}:other", r"there is no function 'other', only .*mine"),
-        ("no.such.module:mine", r"no.such.module cannot be imported"),
+        ("no.such.module:mine", r"'no.such.module' cannot be imported"),
         ("ditta", r"did you mean 'ditto'"),
     ],
 )
