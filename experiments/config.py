@@ -45,7 +45,9 @@ class Config:
     unseen: Annotated[float, Interval(ge=0, lt=1)] = _setting(
         0.0, "the part of the clients that do not train, and are personalised and scored after training, in [0, 1)"
     )
-    unseen_rounds: Annotated[int, Ge(1)] = _setting(1, "rounds of local work that personalise them", free=True)
+    unseen_rounds: Annotated[int, Interval(ge=1, le=_MOST)] = _setting(
+        1, "rounds of local work that personalise them", free=True
+    )
     participation: str = _setting("1", "the part of the clients in a round, or a range as 0.1:1 drawn each round")
     rounds: Annotated[int, Ge(0)] = _setting(100, "communication rounds; may grow on a resume")
     epochs: int | None = _setting(1, "local epochs per round")

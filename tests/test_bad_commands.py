@@ -44,6 +44,7 @@ TEXTS = {
 }
 WITH = {  # other settings, without which one means nothing
     "alpha": {"partition": "dirichlet"},
+    "classes_per_client": {"partition": "pathological"},
     "test_split": {},
     "momentum": {"optimizer": "sgd"},
     "data_dir": {"dataset": "mnist"},
