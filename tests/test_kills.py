@@ -53,7 +53,12 @@ def forked(said, function, *args):
     from experiments import main  # noqa: F401
 
     sys.stdout.flush(), sys.stderr.flush()
-    if child := os.fork():
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until the child is past what is of this test
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    if child:
         return child
     code = 1
     try:
