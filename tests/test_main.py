@@ -524,7 +524,7 @@ BAD = [
     ("--algo=pfedc --hparam=tasks=map:0,1", "The task map has 2 entries for 10 classes"),
     ("--algo=fedavg --eval_every=-1", "eval_every=-1 is outside its range"),
     ("--algo=fedavg --unseen=1", "unseen=1.0 is outside its range [0, 1)"),
-    ("--algo=fedavg --unseen=0.99", "--unseen=0.99 of 20 clients (of one network) leaves none to train"),
+    ("--algo=fedavg --unseen=0.999", "--unseen=0.999 of 100 clients (of one network) leaves none to train"),
     ("--algo=fedavg --unseen_rounds=0", "unseen_rounds=0 is outside its range"),
     ("--algo=fedamp --unseen=0.2", "fedamp cannot personalise unseen clients: its server keeps a part for each client"),
     ("--algo=fedavg --seed=-1", "seed=-1 is outside its range"),
