@@ -46,11 +46,11 @@ def _unraisable(args: Any) -> None:
 
 def begin() -> None:
     """Prepares signals, output and warnings of a process that is a command line."""
-    signal.signal(signal.SIGINT, _interrupt)
     sys.unraisablehook = _unraisable
     if not sys.warnoptions:  # other libraries warn of what no user can change
         warnings.simplefilter("ignore")
     sys.stdout, sys.stderr = (_lenient(stream) for stream in (sys.stdout, sys.stderr))
+    signal.signal(signal.SIGINT, _interrupt)  # last: what it raises is caught by `guarded`
 
 
 def guarded(command: Callable[[], int], interrupted: str = "Interrupted.") -> int:
