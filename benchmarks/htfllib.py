@@ -47,8 +47,8 @@ class Case(NamedTuple):
 
 
 class Side(NamedTuple):
-    """What one side cost: seconds of a round without evaluation, the median, and the parameters of all
-    clients' models."""
+    """What one side cost: seconds of a round without evaluation, the median, and the parameters of
+    all clients' models."""
 
     seconds: float
     parameters: int
@@ -87,7 +87,7 @@ def measure(case: Case) -> Side:
 def ours(case: Case) -> Side:
     """Times our rounds."""
     recipe = case.recipe
-    data, owned = recipes.dealt(recipe)
+    data, owned = recipes.partitioned(recipe)
     f = federate(data, owned)
     nets = [models.model(name, recipe.shape, recipe.classes) for name in AFM]
     fields = {"lr": recipe.lr, "batch_size": recipe.batch, "epochs": 1, "drop_last": True, "shared": nets[-1]}

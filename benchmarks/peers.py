@@ -15,7 +15,7 @@ their own with every core.
 `round s` is the median without the first, evaluation apart; PFLlib's is what its server counts, of
 which the line below the table has the part that its clients count as training, without reading
 their files. PFLlib's evaluation has the training examples in it. The rates are of rounds, the
-memory is the device's where it is told, on a CPU that of the process, and `speed` is relative to
+memory is the device's where it says it, on a CPU that of the process, and `speed` is relative to
 PFLlib's steps/s. Beside other work PFLlib, whose threads wait for each other at every operation, is
 slowed down more than we are.
 
@@ -104,7 +104,7 @@ def told() -> Iterator[None]:
 def write(folder: Path, recipe: Recipe) -> None:
     """The clients' examples as PFLlib wants them: dataset/NAME/{train,test}/ID.npz, a dict of x [n,
     C, H, W] and y."""
-    data, owned = recipes.dealt(recipe)
+    data, owned = recipes.partitioned(recipe)
     levels = np.asarray(data.prepare(np.arange(256, dtype=np.uint8)))
     parts = {"train": (owned.train, owned.train_sizes), "test": (owned.test, owned.test_sizes)}
     for part, (index, sizes) in parts.items():

@@ -110,7 +110,7 @@ def images(recipe: Recipe) -> Dataset:
     return Dataset("random", x, y, size, recipe.classes, prepare_images)
 
 
-def dealt(recipe: Recipe) -> tuple[Dataset, Partition]:
+def partitioned(recipe: Recipe) -> tuple[Dataset, Partition]:
     """The images and who owns which, always the same."""
     data = images(recipe)
     return data, partition(data, recipe.split, num_clients=recipe.clients, seed=0, alpha=0.1)
@@ -129,7 +129,7 @@ def seconds(function: Callable, *args, repeats: int) -> tuple[float, float]:
 def measure(recipe: Recipe, conv: str = "auto", repeats: int = 3, **options) -> Cost:
     """FedAvg by a recipe; `options` are further fields of its Task."""
     begin = time.perf_counter()
-    (data, owned), devices = dealt(recipe), jax.device_count()
+    (data, owned), devices = partitioned(recipe), jax.device_count()
     f = federate(data, owned)
     net = models.model(recipe.model, recipe.shape, recipe.classes, conv=conv)
     share = recipe.cohort / recipe.clients

@@ -4,12 +4,12 @@ devices.
     python -m benchmarks.scaling [--markdown] [--quick]
 
 Every row is a process of its own. Ditto (a personal model a client) with the digits' MLP; clients
-have 10 to 50 images of 8x8 pixels, batch 10, one local epoch, no evaluation. Start-up: `deal`, from
-a loaded data set to the federation on the device; `build`, the program and its trace; `compile`,
-with the first round. A round is the median of 20, with what it fetches; its steps, of both models,
-are those of an average cohort, and `of peak` is against the matmul peak of the whole machine. `peak
-MiB` is what the device, on a CPU the process, took at most, and `XLA` what XLA accounts for the
-compiled functions.
+have 10 to 50 images of 8x8 pixels, batch 10, one local epoch, no evaluation. Start-up: `partition`,
+from a loaded data set to the federation on the device; `build`, the program and its trace;
+`compile`, with the first round. A round is the median of 20, with what it fetches; its steps, of
+both models, are those of an average cohort, and `of peak` is against the matmul peak of the whole
+machine. `peak MiB` is what the device, on a CPU the process, took at most, and `XLA` what XLA
+accounts for the compiled functions.
 """
 
 import statistics
@@ -46,7 +46,7 @@ class Case(NamedTuple):
 class Cost(NamedTuple):
     """Seconds; steps and examples of a round; bytes."""
 
-    deal: float
+    partition: float
     build: float
     compile: float
     round: float
@@ -56,7 +56,7 @@ class Cost(NamedTuple):
     account: int | None
 
 
-def dealt(clients: int) -> rows.Partition:
+def partitioned(clients: int) -> rows.Partition:
     """Random clients with LEAST to MOST training images each, and a third as many to test."""
     rng = np.random.default_rng(0)
     sizes = rng.integers(LEAST, MOST + 1, clients)
@@ -74,7 +74,7 @@ def measure(case: Case) -> Cost:
     """Runs one case in this process, which should be a fresh one."""
     data, key = dataset(SHAPE, _examples(case.clients)), jax.random.key(0)  # starts JAX
     begin = time.perf_counter()
-    federation = jax.block_until_ready(federate.federate(data, dealt(case.clients)))
+    federation = jax.block_until_ready(federate.federate(data, partitioned(case.clients)))
     ready = time.perf_counter()
     part = case.cohort / case.clients
     options = {"lr": 0.01, "batch_size": BATCH, "epochs": 1, "participation": (part, part)}
@@ -95,13 +95,23 @@ def measure(case: Case) -> Cost:
 
 def measured(cases: list[Case], peak: float) -> list[tuple]:
     """The rows of a table; `peak` in GFLOP/s."""
-    names = ("clients", "cohort", "devices", "state on", "deal s", "build s", "compile s", "ms a round", "relative")
+    names = (
+        "clients",
+        "cohort",
+        "devices",
+        "state on",
+        "partition s",
+        "build s",
+        "compile s",
+        "ms a round",
+        "relative",
+    )
     found: list[tuple] = [(*names, *report.RATES, "peak MiB", "XLA MiB")]
     flops = models.flops("mlp", SHAPE, CLASSES, BATCH)
     for case, cost in zip(cases, report.fresh(measure, cases), strict=True):
         base = found[1][7] if len(found) > 1 else cost.round * 1e3
         names = tuple(str(x) for x in case[:3])
-        seconds = (cost.deal, cost.build, cost.compile, cost.round * 1e3, cost.round * 1e3 / base)
+        seconds = (cost.partition, cost.build, cost.compile, cost.round * 1e3, cost.round * 1e3 / base)
         rates = report.rates(cost.steps, cost.samples, cost.round, flops, peak)
         found.append(
             (*names, case.client_memory, *seconds, *rates, cost.peak / 2**20, cost.account and cost.account / 2**20)

@@ -199,15 +199,15 @@ def _tables() -> tuple[_Table, ...]:
 
 def _measured(name: str) -> str:
     """The rows of the measured tables that are of a method, and the sections that are about it."""
-    parts, told, of = [], set(), re.compile(rf"(?:`{name}`|{re.escape(display(name))})(?=$|[,( ])")
+    parts, shown, of = [], set(), re.compile(rf"(?:`{name}`|{re.escape(display(name))})(?=$|[,( ])")
     for table in _tables():
         rows = [row for row in table.rows if any(of.match(cell.strip()) for cell in row.strip("|").split("|")[:2])]
         if rows:
-            told.add(table.heading)
+            shown.add(table.heading)
             caption = f", {table.caption}" if table.caption else ":"
             parts.append("\n".join([f"From {_section(table.heading)}{caption}", "", table.head, table.rule, *rows]))
     headings = re.findall(r"^##+ (.*)$", (ROOT / "experiments/README.md").read_text(), re.MULTILINE)
-    about = [h for h in headings if re.search(rf"\b{re.escape(display(name))}\b", h) and h not in told]
+    about = [h for h in headings if re.search(rf"\b{re.escape(display(name))}\b", h) and h not in shown]
     parts += [f"See also: {', '.join(map(_section, about))}."] if about else []
     return "\n\n".join(parts) or "Nothing but the tests; [the measured tables](../results.md) have other methods."
 

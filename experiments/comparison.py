@@ -1,5 +1,6 @@
 """Several runs in one setting beside each other: a short table, and one picture."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,14 +11,13 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from experiments import figures, runs, schema, scores
+from experiments import drawing, runs, schema, scores
 from experiments.config import Config
+from experiments.drawing import PALETTE, STYLE
 from experiments.files import read_json, read_rows
+from experiments.scores import Headline
 
-# Okabe & Ito's, distinguishable without red and green, and grey for whoever trains alone
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-_ALONE, _ONLY_SHARED = "#999999", ("fedavg", "fedprox", "scaffold", "fedma")
-_STYLE: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 150}
+_LOCAL, _DASHED = "#999999", ("fedavg", "fedprox", "scaffold", "fedma")  # grey; methods without a personal model
 
 
 def _by_method(workdirs: Sequence[Path]) -> dict[str, list[Path]]:
@@ -31,24 +31,27 @@ def _by_method(workdirs: Sequence[Path]) -> dict[str, list[Path]]:
 def _last(path: Path) -> dict[str, Any]:
     """What a run's summary says of the headline: {point: statistics in its last round}."""
     summary = read_json(path / "summary.json", schema.SUMMARY)
-    name = summary["headline"]["score"] if summary.get("headline") else scores.ACCURACY[0]
-    return {point: found[name] for point, found in summary["scores"].items() if name in found} | {"score": name}
+    said = summary.get("headline")
+    headline = (said["score"], said["better"]) if said else scores.ACCURACY
+    found = {point: known[headline[0]] for point, known in summary["scores"].items() if headline[0] in known}
+    return found | {"headline": headline}
 
 
 def table(workdirs: Sequence[Path]) -> str:
     """A line for each method, the best before local training first: mean over seeds, and standard
     deviation."""
     found = {method: [_last(path) for path in paths] for method, paths in _by_method(workdirs).items()}
-    name, several = next(iter(found.values()))[0]["score"], max(map(len, found.values())) > 1
+    headline, several = next(iter(found.values()))[0]["headline"], max(map(len, found.values())) > 1
+    name = headline[0]
 
     def cell(ends: list[dict], point: str, which: str) -> str:
         values = [run[point][which] for run in ends if point in run]
-        spread = f" ± {scores.shown(name, float(np.std(values)))}" if len(values) > 1 else ""
+        spread = f" ± {scores.shown(name, float(np.std(values, ddof=1)))}" if len(values) > 1 else ""
         return f"{scores.shown(name, float(np.mean(values)))}{spread}" if values else "-"
 
     head = ["method", "before local training", "worst tenth", "after it"]
     points = [("pre", "macro"), ("pre", "worst10"), ("post", "macro")]
-    rows = [[method, *(cell(found[method], *which) for which in points)] for method in _ordered(found, name)]
+    rows = [[method, *(cell(found[method], *which) for which in points)] for method in _ordered(found, headline)]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     unit = " in %" if scores.is_share(name) else ""
     title = f"{name}{unit}, mean over clients{' (and over seeds)' if several else ''}, after the last round:"
@@ -60,13 +63,14 @@ def draw(workdirs: Sequence[Path], root: Path) -> Path:
     end for whom."""
     found = _by_method(workdirs)
     ends = {method: [_last(path) for path in paths] for method, paths in found.items()}
-    name, colours = ends[next(iter(ends))][0]["score"], dict(zip(found, _palette(list(found)), strict=True))
-    with matplotlib.rc_context(_STYLE):
+    headline, colours = ends[next(iter(ends))][0]["headline"], dict(zip(found, _palette(list(found)), strict=True))
+    name = headline[0]
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10, 4), layout="constrained")
         left, right = figure.subplots(1, 2, width_ratios=(1.2, 1))
         for method, paths in found.items():
             _curve(left, [read_rows(path / "metrics.jsonl") for path in paths], name, method, colours[method])
-        _ends(right, ends, name, colours)
+        _ends(right, ends, headline, colours)
         title = "test accuracy" if name == "acc" else f"test {name}"
         left.set(xlabel="round", ylabel=f"{title}, mean over clients", title="Before local training, by round")
         left.xaxis.set_major_locator(MaxNLocator(8, integer=True))
@@ -75,14 +79,14 @@ def draw(workdirs: Sequence[Path], root: Path) -> Path:
         for axes in (left, right):
             axes.grid(alpha=0.25)
         figure.suptitle(_setting(runs.read_config(workdirs[0])), fontsize=10)
-        figures.save(figure, root / "comparison.png")
+        drawing.save(figure, root / "comparison.png")
     return root / "comparison.png"
 
 
-def _ends(axes: Any, ends: dict[str, list[dict]], name: str, colours: dict[str, str]) -> None:
+def _ends(axes: Any, ends: dict[str, list[dict]], headline: Headline, colours: dict[str, str]) -> None:
     """From the worst tenth of the clients to the mean over all, before local training; and the mean
     after it."""
-    for row, method in enumerate(reversed(_ordered(ends, name))):
+    for row, method in enumerate(reversed(_ordered(ends, headline))):
         colour, where = colours[method], {}
         for label, point, which in (("worst", "pre", "worst10"), ("mean", "pre", "macro"), ("after", "post", "macro")):
             where[label] = _mean(ends[method], point, which)
@@ -90,7 +94,7 @@ def _ends(axes: Any, ends: dict[str, list[dict]], name: str, colours: dict[str, 
         axes.plot(where["worst"], row, "o", color=colour, markerfacecolor="white", label="worst tenth" * (row == 0))
         axes.plot(where["mean"], row, "o", color=colour, label="mean, before local training" * (row == 0))
         axes.plot(where["after"], row, "|", color=colour, markersize=13, label="mean, after it" * (row == 0))
-    axes.set(yticks=range(len(ends)), yticklabels=_ordered(ends, name)[::-1], ylim=(-0.6, len(ends) + 0.9))
+    axes.set(yticks=range(len(ends)), yticklabels=_ordered(ends, headline)[::-1], ylim=(-0.6, len(ends) + 0.9))
     axes.legend(frameon=False, loc="upper left", ncols=1, fontsize=8)
 
 
@@ -100,15 +104,15 @@ def _mean(ends: list[dict], point: str, which: str) -> float:
     return float(np.mean(values)) if values else math.nan
 
 
-def _ordered(ends: dict[str, list[dict]], name: str) -> list[str]:
+def _ordered(ends: dict[str, list[dict]], headline: Headline) -> list[str]:
     """The methods, the best before local training first."""
-    sign = -1 if scores.better(name) == "max" else 1
+    sign = -1 if headline[1] == "max" else 1
     return sorted(ends, key=lambda method: np.nan_to_num(sign * _mean(ends[method], "pre", "macro"), nan=np.inf))
 
 
 def _palette(methods: list[str]) -> list[str]:
-    rest = iter(_COLOURS * len(methods))
-    return [_ALONE if method == "local" else next(rest) for method in methods]
+    rest = itertools.cycle(PALETTE)
+    return [_LOCAL if method == "local" else next(rest) for method in methods]
 
 
 def _curve(axes: Any, runs: list[list[dict]], name: str, method: str, colour: str) -> None:
@@ -117,9 +121,9 @@ def _curve(axes: Any, runs: list[list[dict]], name: str, method: str, colour: st
     series = [{row["round"]: row[key] for row in rows if row.get(key) is not None} for rows in runs]
     rounds = sorted(set.intersection(*map(set, series)))
     values = np.array([[one[t] for t in rounds] for one in series])
-    mean, std = values.mean(axis=0), values.std(axis=0)
+    mean, std = values.mean(axis=0), values.std(axis=0, ddof=min(1, len(series) - 1))
     label = f"{method}  {scores.shown(name, float(mean[-1]))}" if len(mean) else method
-    axes.plot(rounds, mean, color=colour, linewidth=1.8, label=label, linestyle="--" if method in _ONLY_SHARED else "-")
+    axes.plot(rounds, mean, color=colour, linewidth=1.8, label=label, linestyle="--" if method in _DASHED else "-")
     if len(series) > 1:
         axes.fill_between(rounds, mean - std, mean + std, color=colour, alpha=0.15, linewidth=0)
 

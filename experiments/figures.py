@@ -8,7 +8,6 @@ FedDVA what its latents hold: reconstructions, manifolds, t-SNE and swaps, and w
 find in them (probes.json).
 """
 
-import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,16 +19,15 @@ from matplotlib.figure import Figure  # Figure directly, not pyplot: no global s
 from matplotlib.ticker import MaxNLocator
 
 from experiments import scores
+from experiments.drawing import PALETTE, STYLE, save
 from experiments.files import Rows
 from experiments.scores import ACCURACY, Headline
 from fedjax_pfl.data.datasets import Dataset
 from fedjax_pfl.data.partitioners import Partition, class_counts
 
 _MAX_CLIENTS, _MAX_POINTS = 200, 2000
-_COLOURS = {"pre": "#0072b2", "post": "#d55e00", "loss": "#444444"}  # distinguishable without red and green
-_PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#000000")  # of Okabe and Ito
+_COLOURS = {"pre": PALETTE[0], "post": PALETTE[1], "loss": "#444444"}
 _LABELS = {"pre": "before local training", "post": "after local training"}
-_STYLE: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 150}
 
 
 def draw_partition(partition: Partition, dataset: Dataset, path: str | Path) -> None:
@@ -43,7 +41,7 @@ def draw_partition(partition: Partition, dataset: Dataset, path: str | Path) -> 
     counts = class_counts(partition, dataset)
     shown = counts[:_MAX_CLIENTS]
     num_clients, num_classes = shown.shape
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         width, height = np.clip(0.3 * num_clients + 2.4, 5, 18), np.clip(0.3 * num_classes + 1.6, 3.6, 12)
         figure = Figure(figsize=(width, height), layout="constrained")
         axes = figure.subplots()
@@ -55,7 +53,7 @@ def draw_partition(partition: Partition, dataset: Dataset, path: str | Path) -> 
         axes.scatter(clients, classes, s=area, color=_COLOURS["pre"], alpha=0.75, linewidths=0)
         _class_axes(axes, num_clients, num_classes)
         axes.set_title(_partition_title(counts, dataset.name, largest), fontsize=10, loc="left")
-        save(figure, Path(path))
+        save(figure, path)
 
 
 def draw_curves(records: Iterable[dict[str, Any]], path: str | Path, headline: Headline = ACCURACY) -> None:
@@ -76,7 +74,7 @@ def draw_curves(records: Iterable[dict[str, Any]], path: str | Path, headline: H
     each = {(when, kind): f"{when}/{headline[0]}{scores.OF}{kind}" for kind in kinds for when in keys}
     wanted = {of: (name, f"{name}_clients") for of, name in each.items()}
     series = _series(records, {**keys, "loss": ("loss",), **wanted})
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(15 if kinds else 10, 3.8), layout="constrained")
         left, *middle, right = figure.subplots(1, 3 if kinds else 2)
         for when in keys:
@@ -91,14 +89,7 @@ def draw_curves(records: Iterable[dict[str, Any]], path: str | Path, headline: H
             _round_axes(axes, has_data)
         if left.lines:
             left.legend(loc="lower right" if headline[1] == "max" else "upper right", frameon=False)
-        save(figure, Path(path))
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Writes a figure whole or not at all."""
-    part = path.with_name(f"{path.stem}.part{path.suffix}")  # the suffix says in which format
-    figure.savefig(part)
-    os.replace(part, path)
+        save(figure, path)
 
 
 def _architectures(records: Iterable[dict[str, Any]], name: str) -> list[str]:
@@ -115,7 +106,7 @@ def _draw_architectures(axes: Any, series: dict[Any, np.ndarray], kinds: list[st
         for when, line in (("pre", "--"), ("post", "-")):
             rounds, mean = series[when, kind][:, :2].T
             label = f"{kind} ({clients} clients)" if when == "post" else None
-            axes.plot(rounds, mean, line, color=_PALETTE[i % len(_PALETTE)], label=label, **_markers(rounds))
+            axes.plot(rounds, mean, line, color=PALETTE[i % len(PALETTE)], label=label, **_markers(rounds))
     _score_axes(axes, headline)
     axes.set(ylabel=f"test {headline[0]}, mean over its clients", title="By architecture (dashed: before)")
     axes.legend(loc="lower right" if headline[1] == "max" else "upper right", frameon=False, fontsize=8)

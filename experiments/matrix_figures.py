@@ -9,13 +9,14 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
+from experiments.drawing import save_both
+
 Array = np.ndarray
 PANELS = 4  # rounds side by side, at most
 _NAMED = 30  # clients up to which each is named at the axes
 _FLAT = 0.01  # of the mean: entries that differ by less all in all are shown as one colour, not as a pattern
 _COLOURS = "cividis"  # the same without red and green
-_SUFFIXES = (".png", ".pdf")
-_STYLE: Any = {"font.size": 9, "figure.dpi": 150}
+_STYLE: Any = {"font.size": 9, "figure.dpi": 150}  # with all four spines: a frame
 
 
 def order(architecture: Array, class_counts: Array) -> Array:
@@ -83,8 +84,7 @@ def draw(path: str | Path, name: str, matrices: Mapping[int, Array], names: Arra
         figure.supxlabel(f"client of the column, {how}", fontsize=9)
         bar = figure.colorbar(image, ax=list(panels), extend=extend, shrink=0.9, label=name)
         bar.ax.ticklabel_format(useOffset=False)
-        for suffix in _SUFFIXES:
-            figure.savefig(f"{path}{suffix}")
+        save_both(figure, path)
 
 
 def _client_axes(axes: Any, group: Array) -> None:

@@ -35,10 +35,8 @@ class Reporter:
     def __init__(self, console: Console, start: int, rounds: int, headline: Headline = ACCURACY):
         self._console, self._rounds, self._score = console, rounds, headline[0]
         self._seen: Row = {}
-        self._done, self._due = (
-            start,
-            not console.is_terminal,
-        )  # may a long round be said? After a line of one: often enough
+        self._done = start
+        self._due = not console.is_terminal  # is a long round said? Only after a line was printed
         self._first: tuple[int, float] | None = None  # rounds done when one was first seen here, and when that was
         columns = ("[bold]{task.description}", BarColumn(bar_width=12), "{task.fields[shown]}")
         texts = [TextColumn(column) if isinstance(column, str) else column for column in columns]

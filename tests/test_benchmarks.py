@@ -105,7 +105,7 @@ def test_every_form_has_its_rows_on_an_accelerator(monkeypatch):
 
 def test_pfllib_reads_our_clients(tmp_path):
     peers.write(tmp_path, SMALL)
-    data, owned = recipes.dealt(SMALL)
+    data, owned = recipes.partitioned(SMALL)
     for part in ("train", "test"):
         index, sizes = getattr(owned, part), getattr(owned, f"{part}_sizes")
         for client in range(SMALL.clients):
@@ -130,7 +130,7 @@ def test_pfllib_is_given_the_same_work(tmp_path):
     peers.write(tmp_path / "run", SMALL)
     case = peers.Case(SMALL, 1, peers.check(str(tmp_path / "PFLlib")), str(tmp_path / "run"))
     ((cost, count, training),) = report.fresh(peers.measure, [case])
-    data, owned = recipes.dealt(SMALL)
+    data, owned = recipes.partitioned(SMALL)
     net = model(SMALL.model, SMALL.shape, SMALL.classes)
     ours = task(data, federate(data, owned).class_counts, net, lr=0.1, batch_size=SMALL.batch, drop_last=True)
     assert (cost.steps, cost.samples) == report.planned(ours)
@@ -177,7 +177,7 @@ def test_memory_is_what_is_compiled():
 
 def test_the_work_of_a_round_is_counted():
     cost = scaling.measure(scaling.Case(20, cohort=20, rounds=1))
-    sizes = scaling.dealt(20).train_sizes
+    sizes = scaling.partitioned(20).train_sizes
     assert cost.samples == 2 * sizes.sum() and cost.steps == 2 * np.ceil(sizes / 10).sum()
     rates = dict(
         zip(report.RATES, report.rates(cost.steps, cost.samples, 2.0, flops=4e9, peak=cost.steps), strict=True)

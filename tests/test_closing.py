@@ -5,7 +5,7 @@ import re
 import pytest
 from matplotlib.figure import Figure
 
-from experiments import comparison, figures, main, published, runs, settings, sweep
+from experiments import comparison, drawing, main, published, runs, settings, sweep
 from experiments.presets import PRESETS
 from fedjax_pfl.algorithms import ALGORITHMS
 
@@ -51,7 +51,7 @@ def _ordered(root):
 
 def test_the_picture_shows_the_numbers(said, monkeypatch):
     root, drawn = said[0], []
-    monkeypatch.setattr(figures, "save", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(drawing, "save", lambda figure, path: drawn.append(figure))
     paths = [root / "local-seed0", root / "fedavg-seed0"]
     comparison.draw(paths, root)
     (figure,) = drawn

@@ -1,7 +1,7 @@
 """Runs that are killed at random moments, again and again, end byte for byte as the run that was
 left alone.
 
-`python tests/test_kills.py CASE KILLS [SECONDS [SEED]]` does it as often as it is told, or as the
+`python tests/test_kills.py CASE KILLS [SECONDS [SEED]]` does it KILLS times, or as the
 time allows. Each run is a child that is forked when everything is imported and JAX has not started,
 so that a kill takes a second or two.
 """

@@ -84,8 +84,8 @@ def test_the_run_directory_is_complete(done):
     laid = json.loads((path / "layout.json").read_text())
     assert laid["width"] == 1 and 0 < laid["memory"]["peak"] < laid["memory"]["free"]
     assert f"; {memory.say(memory.Memory(**laid['memory']))}" in out.replace("\n", " ")
-    dealt = json.loads((path / "partition.json").read_text())
-    assert re.fullmatch("[0-9a-f]{64}", dealt["partition"]) and dealt["moved"] == 0
+    hashes = json.loads((path / "partition.json").read_text())
+    assert re.fullmatch("[0-9a-f]{64}", hashes["partition"]) and hashes["moved"] == 0
 
 
 def test_the_rows_of_a_run(done):

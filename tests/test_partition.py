@@ -40,7 +40,7 @@ def _all_counts(data, **kwargs):
 @pytest.mark.parametrize("test_split", ["pool", "official"])
 @pytest.mark.parametrize("num_clients", [1, 7, 100])
 @pytest.mark.parametrize("spec", SPECS)
-def test_every_example_is_dealt_exactly_once(spec, num_clients, test_split):
+def test_every_example_is_assigned_exactly_once(spec, num_clients, test_split):
     k = 10 if num_clients == 1 else 3
     p = partition(
         DATA, spec, num_clients=num_clients, seed=1, classes_per_client=k, test_split=test_split, val_fraction=0.1

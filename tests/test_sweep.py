@@ -68,7 +68,7 @@ def test_a_wrong_name_stops_a_sweep_before_anything_runs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "algo, dealt, participation",
+    "algo, spec, participation",
     [
         toy.slow("ditto", "pathological", "1"),
         toy.slow("ditto", "pathological", "0.5"),
@@ -79,7 +79,7 @@ def test_a_wrong_name_stops_a_sweep_before_anything_runs(tmp_path):
         toy.slow("mnfl", "dirichlet", "1"),
     ],
 )
-def test_seeds_have_the_same_programs(algo, dealt, participation):
+def test_seeds_have_the_same_programs(algo, spec, participation):
     """Text for text: what is compiled for one is found in the cache by the next, though their
     clients' sizes differ."""
     given = {
@@ -87,7 +87,7 @@ def test_seeds_have_the_same_programs(algo, dealt, participation):
         "algo": algo,
         "model": "linear",
         "participation": participation,
-        "partition": dealt,
+        "partition": spec,
         "hparams": {},
     }
     configs = [settings.resolve(given | {"seed": seed}) for seed in range(3)]

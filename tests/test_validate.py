@@ -26,7 +26,7 @@ def blobs() -> datasets.Dataset:
 
 
 @functools.cache
-def dealt():
+def partitioned():
     return partitioners.partition(blobs(), "iid", num_clients=5, seed=0)
 
 
@@ -37,7 +37,7 @@ def net(classes: int = toy.C, shape: tuple = toy.SHAPE):
 
 def make_task(dataset=None, counts=None, model=None, **options):
     dataset = blobs()._replace(**(dataset or {}))
-    counts = partitioners.class_counts(dealt(), blobs()) if counts is None else counts
+    counts = partitioners.class_counts(partitioned(), blobs()) if counts is None else counts
     return simulate.task(dataset, counts, model or net(), **({"lr": 0.1, "batch_size": 4} | options))
 
 
@@ -52,7 +52,7 @@ def make_program(factory=ALGORITHMS["ditto"], task=None, **options):
 
 @functools.cache
 def federation():
-    return federate(blobs(), dealt())
+    return federate(blobs(), partitioned())
 
 
 @functools.cache
@@ -64,7 +64,7 @@ def run(change=lambda f: f, **options):
     return list(simulate.rounds(compiled(), jax.random.key(0), change(federation()), **({"rounds": 1} | options)))
 
 
-def deal(spec="iid", dataset=None, **options):
+def divide(spec="iid", dataset=None, **options):
     return partitioners.partition(
         blobs()._replace(**(dataset or {})), spec, **({"num_clients": 5, "seed": 0} | options)
     )
@@ -183,16 +183,19 @@ WRONG = [
     *((run, {"start": x}, f"start={x} is outside its range [0, 1]") for x in (-1, 2)),
     *((run, {"start": x}, f"start={x!r} must be a whole number") for x in (0.5, None)),
     (run, {"start": 1}, "start=1 needs the state after so many rounds"),
-    *((deal, {"dataset": {"y": y[:-1]}, "spec": spec}, "200 inputs x but 199 labels") for spec in ("iid", "dirichlet")),
-    (deal, {"dataset": {"num_train": 500}}, "num_train=500 is outside"),
-    (deal, {"dataset": {"num_classes": 3}}, "3 classes but labels 0..3"),
-    (deal, {"num_clients": "5"}, "clients='5' must be a whole number"),
-    (deal, {"seed": "x"}, "seed='x' must be a whole number"),
-    (deal, {"spec": "dirichlet", "alpha": "small"}, "alpha='small' must be a number"),
-    (deal, {"val_fraction": "none"}, "val_fraction='none' must be a number"),
-    (deal, {"test_fraction": None}, "test_fraction=None must be a number"),
-    (deal, {"test_split": None}, "Unknown test_split None"),
-    (deal, {"spec": None}, "Unknown partition None"),
+    *(
+        (divide, {"dataset": {"y": y[:-1]}, "spec": spec}, "200 inputs x but 199 labels")
+        for spec in ("iid", "dirichlet")
+    ),
+    (divide, {"dataset": {"num_train": 500}}, "num_train=500 is outside"),
+    (divide, {"dataset": {"num_classes": 3}}, "3 classes but labels 0..3"),
+    (divide, {"num_clients": "5"}, "clients='5' must be a whole number"),
+    (divide, {"seed": "x"}, "seed='x' must be a whole number"),
+    (divide, {"spec": "dirichlet", "alpha": "small"}, "alpha='small' must be a number"),
+    (divide, {"val_fraction": "none"}, "val_fraction='none' must be a number"),
+    (divide, {"test_fraction": None}, "test_fraction=None must be a number"),
+    (divide, {"test_split": None}, "Unknown test_split None"),
+    (divide, {"spec": None}, "Unknown partition None"),
     (models.model, {"factory": "linearr", "input_shape": (6,), "num_classes": 4}, "did you mean 'linear'?"),
     (models.model, {"factory": None, "input_shape": (6,), "num_classes": 4}, "Unknown model None"),
     (models.model, {"factory": "linear", "input_shape": 6, "num_classes": 4}, "input_shape=6 must be a shape"),

@@ -46,11 +46,7 @@ SMALL = Preset(
     "as with a shared one c does not tell the clients apart (experiments/README.md).",
 )
 
-_LABELS = {
-    "marks": False,
-    "partition": "dirichlet_hsu",
-    "alpha": 0.5,
-}  # the paper shows its partition, without a number
+_LABELS = {"marks": False, "partition": "dirichlet_hsu", "alpha": 0.5}  # the paper gives no number
 _CLASSIFY = {"latent": 8, "personal": 8, "head": "personal"}
 _ORDER = (
     "the paper has curves of accuracy over rounds and no numbers: FedDVA above FedAvg, FedAvg fine-tuned and Ditto, "
@@ -63,9 +59,9 @@ def _classification(description: str, small: bool, **settings: Any) -> Preset:
     """FedDVA's classifier of [z; c] beside classifiers on the CNN of the same width."""
     size = _TENTH if small else {"model": "cnn_dva", "batch_size": 256, "rounds": 200}
     widths = {"hidden": 128} if small else {}
+    smaller = ", a tenth of the images, hidden widths 16 to 128" if small else ""
     return Preset(
-        description=f"FedDVA, {description}, 20 clients"
-        + (", a tenth of the images, hidden widths 16 to 128" if small else ""),
+        description=f"FedDVA, {description}, 20 clients{smaller}",
         settings={**_MARKS, "clients": 20, **settings, **size},
         headline="post/acc",
         hparams={"feddva": _CLASSIFY | widths, "ditto": {"lam": 0.1}, "fedavg_ft": {"fine_tune_epochs": 5}},
@@ -82,8 +78,6 @@ FEDDVA = {
     "feddva_marks": MARKS,
     "feddva_small": SMALL,
     **_both("classify_marks", "Fig. 6: classification, MNIST with marks"),
-    **_both("classify_mnist", "Fig. 7: classification of MNIST, label skew, 20 clients", **_LABELS),
-    **_both(
-        "classify_cifar10", "Fig. 7: classification of CIFAR-10, label skew, 20 clients", **_LABELS, dataset="cifar10"
-    ),
+    **_both("classify_mnist", "Fig. 7: classification, MNIST with label skew", **_LABELS),
+    **_both("classify_cifar10", "Fig. 7: classification, CIFAR-10 with label skew", dataset="cifar10", **_LABELS),
 }

@@ -28,12 +28,13 @@ _PROTOCOL = (
     "compare the best round of post/acc, not the last. A client's images are split 80/20 there and 75/25 here, its "
     "shares of a class are uneven there (0.4 to 0.6 before normalising) and equal here, and images are flipped, "
     "cropped and erased there. Where a method did not converge there is no number. That FML and FedAPEN are at 15 to "
-    "30 % in Table 3 is no target: two classes told apart by chance are 50 %."
+    "30 % in Table 3 is no target: guessing between two classes is 50 %."
 )
 
 
 def _row(text: str) -> dict[str, str]:
-    """A column of a table: the methods' numbers; - where the paper says that it did not converge."""
+    """A column of a table: the methods' numbers; - where the paper says that it did not
+    converge."""
     return {method: x for method, x in zip(_METHODS, text.split(), strict=True) if x != "-"}
 
 

@@ -1,7 +1,7 @@
 """Partitioners: how many examples of each class every client gets, as one table of counts [N, C].
 
 Each takes `(rng, totals, num_clients, ...)`, totals [C] being the examples of each class, and
-returns counts [N, C] whose columns sum to `totals`: every example is dealt exactly once (but see
+returns counts [N, C] whose columns sum to `totals`: every example is assigned exactly once (but see
 pathological_subset). None of them retries, so all of them end.
 """
 
@@ -16,13 +16,13 @@ Rng = np.random.Generator
 
 
 def iid(rng: Rng, totals: np.ndarray, num_clients: int) -> np.ndarray:
-    """A random deal of equal hands (sizes differ by at most one)."""
+    """Random parts of equal size (sizes differ by at most one)."""
     labels = rng.permutation(np.repeat(np.arange(len(totals)), totals))
     return _tally(_blocks(len(labels), num_clients), labels, num_clients, len(totals))
 
 
 def shards(rng: Rng, totals: np.ndarray, num_clients: int, per_client: int) -> np.ndarray:
-    """McMahan et al. 2017: sort by class, cut into N * per_client equal shards, deal each client
+    """McMahan et al. 2017: sort by class, cut into N * per_client equal shards, give each client
     that many at random.
 
     A shard may straddle two classes, so a client holds about `per_client` classes.
@@ -50,7 +50,8 @@ def pathological(rng: Rng, totals: np.ndarray, num_clients: int, per_client: int
         # The k largest of log(capacity) + Gumbel noise: a draw without replacement, weighted by the places left.
         with np.errstate(divide="ignore"):
             score = np.log(capacity) + noise[client]
-        # A class with as many places as clients are left must be taken now: with this rule the deal always comes out.
+        # A class with as many places as clients are left must be taken now:
+        # with this rule the assignment always succeeds.
         score[capacity == num_clients - client] = np.inf
         picked = np.argpartition(-score, per_client - 1)[:per_client]
         capacity[picked] -= 1
@@ -59,7 +60,7 @@ def pathological(rng: Rng, totals: np.ndarray, num_clients: int, per_client: int
 
 
 def pathological_subset(rng: Rng, totals: np.ndarray, num_clients: int, per_client: int) -> np.ndarray:
-    """As `pathological`; where clients cannot hold all classes, N k random ones are dealt, the
+    """As `pathological`; where clients cannot hold all classes, N k random ones are assigned, the
     others left out."""
     present = np.flatnonzero(totals)
     check("classes_per_client", per_client, 1, len(present))

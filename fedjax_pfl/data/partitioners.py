@@ -1,4 +1,4 @@
-"""Which client owns which example: deals a data set to clients and holds their test examples
+"""Which client owns which example: divides a data set among clients and holds their test examples
 out."""
 
 import operator
@@ -54,16 +54,16 @@ def partition(
     client.
 
     Args:
-      dataset: what to deal.
+      dataset: what to divide.
       spec: a key of `PARTITIONS`; a file says everything itself and is only checked against
         `num_clients`.
       num_clients: N.
-      seed: of the deal and of the order of every client's rows (so that any tail of them is a
+      seed: of the assignment and of the order of every client's rows (so that any tail of them is a
         random holdout).
       alpha: Dirichlet concentration, in [1e-6, 1e6].
       classes_per_client: k, in [1, C] (shards: shards a client).
       test_split: `pool`: official train and test examples together, each client's rows split at
-        random (PFLlib's protocol); `official`: training examples dealt, test examples dealt in the
+        random (PFLlib's protocol); `official`: training examples are assigned, test examples in the
         same per-class proportions.
       test_fraction: of a client's rows, in (0, 1), rounded up; only for `pool`.
       val_fraction: of a client's training rows, in [0, 1), taken from them, at least one row if not
@@ -89,7 +89,7 @@ def partition(
     minimum = max(need, least if spec == "dirichlet" or min_size is not None else 0)
     _check_enough(num_clients, minimum, len(y))
     totals = np.bincount(y, minlength=dataset.num_classes)
-    counts = _deal(rng, spec, totals, num_clients, alpha, classes_per_client, least)
+    counts = _assign(rng, spec, totals, num_clients, alpha, classes_per_client, least)
     _check_enough(num_clients, minimum, int(counts.sum()))
     counts, moved = assignment.fill_up(rng, counts, minimum)
     train, sizes = _rows(rng, y, counts)
@@ -110,7 +110,7 @@ def partition(
     return build(train, sizes - val_sizes, held, held_sizes, val, val_sizes, moved)
 
 
-def _deal(rng: Any, spec: str, totals: np.ndarray, num_clients: int, alpha: float, k: int, least: int) -> np.ndarray:
+def _assign(rng: Any, spec: str, totals: np.ndarray, num_clients: int, alpha: float, k: int, least: int) -> np.ndarray:
     """Counts [N, C] by the named rule."""
     rule: Callable[..., np.ndarray] = getattr(assignment, spec)
     if spec in ("iid", "round_robin"):

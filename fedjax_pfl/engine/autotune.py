@@ -60,7 +60,7 @@ def split_cpu() -> None:
 
 
 def keep_compilations() -> None:
-    """Lets JAX keep what it compiles in the user's cache directory, unless told where
+    """Lets JAX keep what it compiles in the user's cache directory, unless another is set
     (JAX_COMPILATION_CACHE_DIR).
 
     Code for a CPU fits machines with the same features only, and not every version of jaxlib checks

@@ -159,7 +159,7 @@ def test_bad_input(wrong):
 
 
 def test_clients_too_small_for_separate_batches_are_named(caplog):
-    """Two batches of 4: the clients of 7, 1 and 4 examples; told once, however often a method is
+    """Two batches of 4: the clients of 7, 1 and 4 examples; said once, however often a method is
     made."""
     _warn.cache_clear()
     with caplog.at_level("WARNING"):
