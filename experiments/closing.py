@@ -56,7 +56,7 @@ def _points(found: report.Row, brief: bool = False) -> Iterator[str]:
     """The headline's score before and after local training."""
     name = found["headline"]["score"]
     for point, when in report.WITH_UNSEEN.items():
-        score, floor = (found["scores"][point].get(which) for which in (name, report.trivial(name)))
+        score, floor = (found["scores"][point].get(which) for which in (name, scores.trivial(name)))
         if score is None:
             continue
         text = f"{when} local training {scores.labelled(name, score['macro'])}"

@@ -26,7 +26,7 @@ from fedjax_pfl.data.datasets import Dataset
 from fedjax_pfl.data.partitioners import Partition, class_counts
 
 _MAX_CLIENTS, _MAX_POINTS = 200, 2000
-_COLOURS = {"pre": PALETTE[0], "post": PALETTE[1], "loss": "#444444"}
+_COLOURS = {"pre": PALETTE[0], "post": PALETTE[1], "loss": "#444444", "majority": "#777777"}
 _LABELS = {"pre": "before local training", "post": "after local training"}
 
 
@@ -73,12 +73,15 @@ def draw_curves(records: Iterable[dict[str, Any]], path: str | Path, headline: H
     kinds = _architectures(records, headline[0])
     each = {(when, kind): f"{when}/{headline[0]}{scores.OF}{kind}" for kind in kinds for when in keys}
     wanted = {of: (name, f"{name}_clients") for of, name in each.items()}
-    series = _series(records, {**keys, "loss": ("loss",), **wanted})
+    baseline = f"pre/{scores.trivial(headline[0])}"
+    series = _series(records, {**keys, "loss": ("loss",), "majority": (baseline,), **wanted})
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(15 if kinds else 10, 3.8), layout="constrained")
         left, *middle, right = figure.subplots(1, 3 if kinds else 2)
         for when in keys:
             _score(left, series[when], when, headline[0])
+        if len(series["majority"]):
+            left.plot(*series["majority"].T, ":", color=_COLOURS["majority"], label="majority baseline")
         _score_axes(left, headline)
         rounds, loss = series["loss"].T
         right.plot(rounds, loss, color=_COLOURS["loss"], **_markers(rounds))

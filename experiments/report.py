@@ -22,7 +22,6 @@ STATISTICS = {"macro": "", "micro": "_micro", "std": "_std", "worst10": "_worst1
 POINTS = {"pre": "before", "post": "after", "post_latest": "latest after"}  # local training
 WITH_UNSEEN = POINTS | {"unseen": "unseen before", "unseen_post": "unseen after"}  # of clients that did not train
 _SUFFIXES = (*(suffix for suffix in STATISTICS.values() if suffix), "_clients")
-_TRIVIAL = {"acc_present": "acc_trivial", "acc_groups": "acc_trivial", "recall_macro": "recall_trivial"}
 _TAIL = 10  # evaluations that a mean is taken of, if there are so many
 _BEST = "chosen on the test examples, so optimistic"
 _LINES = 20  # at most, where the output is no terminal
@@ -118,12 +117,6 @@ def _place(key: str) -> tuple[str, str] | None:
     else."""
     point, slash, name = key.partition("/")
     return (point, name) if slash and point in WITH_UNSEEN and not name.endswith(_SUFFIXES) else None
-
-
-def trivial(name: str) -> str:
-    """What beside a score says how always answering no, or with the client's majority class, would
-    do, if recorded."""
-    return _TRIVIAL.get(name, f"{name}_trivial")
 
 
 class _Course(NamedTuple):
@@ -242,7 +235,7 @@ def _clients_table(results: Row, names: list[str], headline: Headline) -> Table:
     titles += ["trivial\nmacro"] if shares else []
     table = plain_table(title, ["score", "local\ntraining"], titles)
     for name, point, shown in _points(results, names, WITH_UNSEEN):
-        found, floor = results[point][name], results[point].get(trivial(name))
+        found, floor = results[point][name], results[point].get(scores.trivial(name))
         values = [scores.shown(name, found[statistic]) for statistic in STATISTICS]
         values += [scores.shown(name, floor["macro"]) if floor else ""] if shares else []
         table.add_row(shown, WITH_UNSEEN[point], str(found["clients"] or ""), *values)

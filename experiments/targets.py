@@ -105,10 +105,10 @@ def bound(eval_every: int) -> str | None:
 
 
 def _trivial_key(point: str, name: str) -> str:
-    """The row's entry of the `report.trivial` score beside a score, macro, or micro as its name
+    """The row's entry of the `scores.trivial` score beside a score, macro, or micro as its name
     says."""
     micro = "_micro" if name.endswith("_micro") else ""
-    return f"{point}/{report.trivial(name.removesuffix('_micro'))}{micro}"
+    return f"{point}/{scores.trivial(name.removesuffix('_micro'))}{micro}"
 
 
 class Spent(NamedTuple):
@@ -144,7 +144,7 @@ class Reached(NamedTuple):
     """What the rows say of a score and some levels of it."""
 
     first: dict[tuple[str, float], Row]  # of point and level, where it was reached
-    floor: dict[str, float | None]  # of every evaluated point: the last `report.trivial` score, if recorded
+    floor: dict[str, float | None]  # of every evaluated point: the last `scores.trivial` score, if recorded
 
     def is_trivial(self, point: str, level: float) -> bool:
         """Is a level no more than the `trivial` score?"""

@@ -62,8 +62,8 @@ def beside(personal: Predictor, other: Predictor) -> Predictor:
 def score_beside(outputs: Array, y: Array, mask: Array, c: Client, *, name: str = "global") -> Scores:
     """The scores of the personal logits outputs[..., 0], and under `global_*` (or another name) of
     outputs[..., 1]."""
-    mine, other = (evaluate.classification(outputs[..., i], y, mask, c) for i in range(2))
-    return mine | {f"{name}_{score}": pair for score, pair in other.items()}
+    other = evaluate.accuracies(outputs[..., 1], y, mask, c)
+    return evaluate.classification(outputs[..., 0], y, mask, c) | {f"{name}_{key}": pair for key, pair in other.items()}
 
 
 class Split(NamedTuple):

@@ -24,6 +24,13 @@ def batch_size(rows: float) -> int:
 
 
 def classification(outputs: Array, y: Array, mask: Array, client: Client) -> Scores:
+    """The scores of logits [B, C]: `accuracies`, and `acc_trivial`, the majority baseline (always
+    the class of which the client has the most training examples)."""
+    majority = y == jnp.argmax(client.class_counts)
+    return accuracies(outputs, y, mask, client) | {"acc_trivial": (jnp.sum(majority & mask), jnp.sum(mask))}
+
+
+def accuracies(outputs: Array, y: Array, mask: Array, client: Client) -> Scores:
     """The scores of logits [B, C]: `acc`, argmax over all classes, and `acc_present`, over the
     client's own.
 

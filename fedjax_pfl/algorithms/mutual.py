@@ -201,9 +201,10 @@ def fedapen_objective(lam: Array) -> Objective:
 def ensemble_scores(outputs: Array, y: Array, mask: Array, c: Client) -> Scores:
     """Scores of logits [B, C, 4]: of the ensemble, and under own_*, shared_* and equal_* of its
     parts and their sum."""
-    names = ("", "own_", "shared_", "equal_")
-    found = [evaluate.classification(outputs[..., i], y, mask, c) for i in range(len(names))]
-    return {prefix + name: pair for prefix, scores in zip(names, found, strict=True) for name, pair in scores.items()}
+    scores = evaluate.classification(outputs[..., 0], y, mask, c)
+    for i, part in enumerate(("own", "shared", "equal"), start=1):
+        scores |= {f"{part}_{name}": pair for name, pair in evaluate.accuracies(outputs[..., i], y, mask, c).items()}
+    return scores
 
 
 def fedapen(

@@ -222,7 +222,6 @@ def scores(b: Branches, z: Array, y: Array, mask: Array, c: Client) -> Scores:
     return evaluate.classification(z, y, mask, c) | {
         "acc_groups": (jnp.sum((guess == y) & mask), n),
         "coarse_acc": (jnp.sum((jnp.asarray(b.of)[guess] == jnp.asarray(b.of)[y]) & mask), n),
-        "acc_trivial": (jnp.sum(always & mask), n),
         "task_acc": (jnp.sum(right & rows, axis=0), per_task),
         "task_acc_trivial": (jnp.sum(lazy & rows, axis=0), per_task),
         "task_bal": (jnp.sum(split & right[..., None], axis=0), jnp.sum(split, axis=0)),
