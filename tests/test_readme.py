@@ -36,11 +36,14 @@ def test_continuous_integration_runs_the_commands_as_they_stand():
     assert start in script
 
 
-def test_the_example_runs():
-    (example,) = blocks("README.md", "python")
+def test_the_examples_run():
+    one, mixed = blocks("README.md", "python")
     names: dict = {}
-    exec(compile(example.code, "README.md", "exec"), names)
+    exec(compile(one.code, "README.md", "exec"), names)
     assert names["last"].pre["acc"].shape == (20,)
+    tiny = mixed.code.replace(', "cnn_dropout")', ")").replace("rounds=10", "rounds=1")
+    exec(compile(tiny, "README.md", "exec"), names)
+    assert "proto_acc" in names["last"].pre
 
 
 def test_the_method_shown_is_the_method():
