@@ -29,7 +29,6 @@ FLAGS = flags.FLAGS
 flags.DEFINE_list("methods", [], "which methods beside fedavg (default: all that the model allows)")
 flags.DEFINE_string("model", "cnn", "which model: linear, mlp, mlp28, lenet or cnn")
 flags.DEFINE_string("conv", "auto", "form of the convolutions")
-flags.DEFINE_integer("repeats", 3, "turns", lower_bound=1)
 
 
 def main(argv) -> None:

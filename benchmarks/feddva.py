@@ -19,7 +19,7 @@ import optax
 from absl import flags
 
 from benchmarks import report
-from benchmarks.cost import Runner
+from benchmarks.runner import Runner
 from benchmarks.throughput import CLASSES, dataset
 from fedjax_pfl import averaging, evaluate, local, losses, models, simulate
 from fedjax_pfl.algorithms.feddva import feddva

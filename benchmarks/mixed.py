@@ -1,6 +1,6 @@
 """What clients of several architectures in one federation cost:
 
-    python -m benchmarks.mixed [--markdown] [--architectures=cnn1,...,cnn5] [--turns=3]
+    python -m benchmarks.mixed [--markdown] [--architectures=cnn1,...,cnn5] [--repeats=3]
     [--mixed_clients=10]
 
 Each line divides the seconds of a round by those of what it is made of: the mixed federation by the
@@ -35,7 +35,6 @@ from fedjax_pfl.types import Algorithm, Federation, Metrics, Own, State, Task
 FLAGS = flags.FLAGS
 flags.DEFINE_list("architectures", ["cnn1", "cnn2", "cnn3", "cnn4", "cnn5"], "client i has number i mod G")
 flags.DEFINE_integer("mixed_clients", 10, "clients in all", lower_bound=1)
-flags.DEFINE_integer("turns", 3, "of which a ratio is the median", lower_bound=1)
 
 PUBLIC_BATCH = 256
 AIMS = {"mixed": 1.10, "FedProto": 1.3, "FML": 1.15, "MNFL": 1.25}
@@ -144,9 +143,9 @@ def main(argv) -> None:
     setting = Setting(tuple(FLAGS.architectures), clients=FLAGS.mixed_clients)
     print(report.machine())
     nets = ", ".join(setting.architectures)
-    print(f"{setting.clients} clients of {nets}; {jax.device_count()} x width 1; medians of {FLAGS.turns} turns\n")
+    print(f"{setting.clients} clients of {nets}; {jax.device_count()} x width 1; medians of {FLAGS.repeats} turns\n")
     header = ("round", "s", "of its parts", "aim", "compile s", "of its parts'")
-    print(report.table([header, *measure(setting, FLAGS.turns)]))
+    print(report.table([header, *measure(setting, FLAGS.repeats)]))
 
 
 if __name__ == "__main__":

@@ -84,7 +84,6 @@ RECIPES = {
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("recipes", list(RECIPES), f"of {', '.join(RECIPES)}")
-flags.DEFINE_integer("repeats", 3, "rounds and evaluations timed", lower_bound=1)
 flags.DEFINE_integer("images", None, "fewer images in all, to see that it runs")
 flags.DEFINE_string("conv", "auto", "form of the convolutions")
 

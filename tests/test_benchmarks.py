@@ -3,12 +3,13 @@
 import importlib
 import sys
 import types
+from functools import partial
 
 import jax
 import numpy as np
 import pytest
 
-from benchmarks import htfllib, memory, mixed, peers, pytorch, recipes, report, scaling, throughput
+from benchmarks import feddva, htfllib, memory, mixed, peers, pytorch, recipes, report, scaling, throughput
 from fedjax_pfl import simulate
 from fedjax_pfl.data.federate import federate
 from fedjax_pfl.errors import InputError
@@ -240,3 +241,18 @@ def test_a_checkout_that_is_none_is_one_sentence(tmp_path):
 def test_the_table_beside_htfllib():
     sides = [htfllib.Side(seconds, 7) for seconds in (1.0, 6.0, 2.0)]
     assert htfllib.rows({"fml": sides})[1] == ("fml", 1.0, 6.0, 2.0, 4.0, "the same")
+
+
+def test_the_plain_autoencoder_is_feddvas_without_what_is_personal(monkeypatch):
+    """Its encoder is FedDVA's of z, and a round moves encoder and decoder."""
+    monkeypatch.setattr(feddva, "SHAPE", (8, 8, 1))
+    task, federation = feddva.build(2, 6, epochs=1, batch=4)
+    plain = simulate.program(partial(feddva.plain_vae, hidden=16), task)
+    results = simulate.rounds(plain, jax.random.key(0), federation, rounds=2, state_every=1)
+    start, after, _ = (jax.device_get(result.state.server) for result in results)  # of one round, and of two
+    own = jax.eval_shape(feddva.feddva(task, latent=feddva.LATENT, hidden=16).init, jax.random.key(0)).server
+    assert jax.tree.map(np.shape, start["encoder"]) == jax.tree.map(np.shape, own["z"])
+    for part in ("encoder", "decoder"):
+        assert sum(map(np.size, jax.tree.leaves(start[part]))) > 100
+        moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), start[part], after[part])
+        assert np.all(np.isfinite(jax.tree.leaves(moved))) and max(jax.tree.leaves(moved)) > 1e-4
