@@ -78,6 +78,9 @@ def test_per_fedavg_without_inner_step_is_fedavg(variant):
         state = train("per_fedavg", task, alpha=0.0, variant=variant).state
         expected = train("fedavg", task).state
         assert_close(state.server, expected.server, 2e-6)
+
+
+def test_per_fedavgs_outer_step_has_a_rate_of_its_own():
     slower = toy.task("mlp", lr=0.05)
     assert_close(train("per_fedavg", alpha=0.0, beta=0.05).state.server, train("fedavg", slower).state.server)
 
