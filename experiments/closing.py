@@ -1,21 +1,22 @@
 """What a run says when it is done: a line, eight of them, or all tables."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from rich.console import Console
 
 from experiments import account, build, published, report, scores, targets
 from experiments.runs import RunDirectory
 
-ONE, SHORT, ALL = 0, 1, 2  # how much is said
+HELD_OUT, ONE, SHORT, ALL = -1, 0, 1, 2  # how much is said; HELD_OUT: of the validation examples only
 
 
 def show(console: Console, run: RunDirectory, experiment: build.Experiment, say: int = SHORT) -> None:
     """Says what came out of a finished run; the table of targets, if they were asked for, is among
     it."""
     headline, c, found = experiment.headline, experiment.config, report.summary(run.rows, experiment.headline)
-    if say == ONE:
-        console.print("  " + "; ".join(_points(found, brief=True)))
+    if say <= ONE:
+        points = report.HELD_OUT if say == HELD_OUT else report.WITH_UNSEEN
+        console.print("  " + "; ".join(_points(found, points, brief=True)))
         return
     if say == ALL:
         report.tables(console, found)
@@ -52,10 +53,10 @@ def lines(found: report.Row, clients: int, experiment: build.Experiment) -> Iter
     yield f"Traffic: {each}, down and up."
 
 
-def _points(found: report.Row, brief: bool = False) -> Iterator[str]:
+def _points(found: report.Row, points: Mapping[str, str] = report.WITH_UNSEEN, brief: bool = False) -> Iterator[str]:
     """The headline's score before and after local training."""
     name = found["headline"]["score"]
-    for point, when in report.WITH_UNSEEN.items():
+    for point, when in points.items():
         score, floor = (found["scores"][point].get(which) for which in (name, scores.trivial(name)))
         if score is None:
             continue

@@ -27,6 +27,7 @@ OF_A_RUN = {
     },
     "hparam": Flag(list, "a hyperparameter of the method: name=value"),
 }
+SEEDS = Flag(int, "so many runs, of this seed and the next ones; each has its own run directory", 1)
 VERBOSE = Flag(bool, "say everything: all rounds, all tables", False)
 OF_A_PROCESS = {
     "coordinator": Flag(str, "of several processes: HOST:PORT where process 0 listens, or auto (SLURM, TPU, ...)"),

@@ -36,6 +36,7 @@ from experiments import (
     settings,
     targets,
     train,
+    validation,
 )
 from experiments.config import Config
 from experiments.entry import DIVERGED, INTERRUPTED, LOST, UNWRITABLE
@@ -163,7 +164,7 @@ def _into(
             else:
                 multihost.on_first(directory.start, experiment, laid.content(functions.memory), versions())
             said = [layouts.say(laid, config.width == "auto" and not resume), memory.say(functions.memory)]
-            quiet = Console(quiet=True) if say == closing.ONE and not console.is_terminal else console
+            quiet = Console(quiet=True) if say <= closing.ONE and not console.is_terminal else console
             quiet.print(f"Run directory: {path}; {'; '.join(filter(None, said))}")
             entry.check_interrupt()
             train.train(experiment, laid, directory, start, state, quiet, functions, clock)
@@ -192,8 +193,8 @@ def _prepared(config: Config, recorded: Layout | None, room: Sequence[int]) -> b
 def _directory(path: Path, experiment: build.Experiment) -> runs.RunDirectory:
     partial = experiment.task.participation != (1.0, 1.0)
     planned = local.planned(experiment.task, experiment.task.sizes)
-    sizes, others = experiment.partition.test_sizes, experiment.unseen and experiment.unseen.partition.test_sizes
-    return runs.RunDirectory(path, sizes, partial, planned, experiment.headline, experiment.network_names, others)
+    own, sizes = experiment.partition.test_sizes, validation.sizes(experiment)
+    return runs.RunDirectory(path, own, partial, planned, experiment.headline, experiment.network_names, sizes)
 
 
 def _where(

@@ -11,9 +11,9 @@ from fedjax_pfl import simulate
 Row = dict[str, Any]
 
 
-def client_scores(result: simulate.Result, unseen: Row | None = None) -> Row:
+def client_scores(result: simulate.Result, more: Row | None = None) -> Row:
     """The per-client part of a round: participants' ids and losses, `post` in their order, `pre` of
-    all clients, and the scores of the unseen ones, if any."""
+    all clients, and those of further points, if any."""
     row: Row = {"round": result.round}
     if result.metrics is not None:
         active = result.metrics.active
@@ -21,7 +21,7 @@ def client_scores(result: simulate.Result, unseen: Row | None = None) -> Row:
         post = {name: values[active] for name, values in result.metrics.post.items()}
         if any(np.isfinite(values).any() for values in post.values()):
             row["post"] = {name: _plain(values) for name, values in post.items()}
-    points = ({} if result.pre is None else {"pre": result.pre}) | (unseen or {})
+    points = ({} if result.pre is None else {"pre": result.pre}) | (more or {})
     return row | {point: {name: _plain(x) for name, x in values.items()} for point, values in points.items()}
 
 

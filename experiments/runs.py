@@ -12,8 +12,9 @@ import io
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
 import jax
@@ -85,7 +86,7 @@ class RunDirectory:
       headline: the score of the curves.
       architectures: [N] names of the networks; where they differ, the headline is also recorded for
         each.
-      unseen_sizes: [U], test examples of the clients that do not train.
+      sizes: of further points' scores, see `validation.sizes`.
 
     Attributes:
       rows: the rows of the metrics so far, read from the disk whenever they are asked for.
@@ -101,7 +102,7 @@ class RunDirectory:
         planned: tuple | None = None,
         headline: Headline = ACCURACY,
         architectures: np.ndarray | None = None,
-        unseen_sizes: np.ndarray | None = None,
+        sizes: Mapping[str, np.ndarray] = MappingProxyType({}),
     ):
         self.path = path
         self.rows = Rows(path / "metrics.jsonl")
@@ -109,7 +110,7 @@ class RunDirectory:
         self._test_sizes, self._partial, self._planned, self._headline = test_sizes, partial, planned, headline
         one = architectures is None or len(set(architectures)) == 1
         self._architectures = np.full(len(test_sizes), "") if one else np.asarray(architectures)
-        self._unseen_sizes = np.zeros(0) if unseen_sizes is None else unseen_sizes
+        self._sizes = sizes
 
     def start(self, experiment: build.Experiment, layout: Row, versions: Row) -> None:
         """Writes what is known before the first round, config.json last: where it is, the others
@@ -153,9 +154,11 @@ class RunDirectory:
             with open(parts[0], "wb") as metrics, open(parts[1], "wb") as scores:
                 for (line, row), (scored, score) in pairs:
                     if not wanted(row["round"], config.rounds, config.eval_every):
-                        for name in [name for name in row if name.startswith(("pre/", "post/", "post_latest/"))]:
+                        for name in [
+                            name for name in row if name.startswith(("pre/", "post/", "post_latest/", "val/"))
+                        ]:
                             del row[name]
-                        score.pop("pre", None), score.pop("post", None)
+                        score.pop("pre", None), score.pop("post", None), score.pop("val", None)
                         line, scored = _line(row).encode(), _line(score).encode()
                     metrics.write(line), scores.write(scored)
                     try:
@@ -170,23 +173,23 @@ class RunDirectory:
                 part.unlink(missing_ok=True)
         matrices.rewind(self.path, start)
 
-    def append(self, result: simulate.Result, unseen: dict[str, dict[str, np.ndarray]] | None = None) -> Row:
-        """Writes one round's rows and returns its metrics; `unseen`: {point: {score: [U]}} of
-        `unseen.scores`."""
+    def append(self, result: simulate.Result, more: dict[str, dict[str, np.ndarray]] | None = None) -> Row:
+        """Writes one round's rows and returns its metrics; `more`: {point: {score: [clients]}} of
+        further points."""
         wide = records.by_architecture(result, self._architectures, self._headline[0])
         row = {name: records.finite(value) for name, value in simulate.record(wide, self._test_sizes).items()}
         if self._planned is not None and result.metrics is not None:
             here = result.metrics.ids[result.metrics.active]
             steps, examples = (int(work[here].sum()) for work in self._planned)
             row |= {"work/steps": steps, "work/examples": examples}
-        scores = records.client_scores(result, unseen)
+        scores = records.client_scores(result, more)
         if "post" in scores and result.metrics is not None:
             matrices.save(self.path, result.round, result.metrics.server)
         self._remember(scores)
-        for point, values in (unseen or {}).items():
-            row |= results.statistics(point, values, self._unseen_sizes)
-        counted = records.client_scores(wide, unseen)
-        for point in ("pre", "post", *(unseen or {})):
+        for point, values in (more or {}).items():
+            row |= results.statistics(point, values, self._sizes[point])
+        counted = records.client_scores(wide, more)
+        for point in ("pre", "post", *(more or {})):
             row |= records.clients(point, counted.get(point, {}))
         if self._partial and "post" in scores:
             latest = records.parts(self.latest, self._architectures, self._headline[0])

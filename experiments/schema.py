@@ -58,7 +58,8 @@ METRICS = Object({"round": COUNT}, others=Number)
 _PER_CLIENT = Object({}, others=List(Number))
 SCORES = Object(
     {"round": COUNT},
-    {"ids": List(COUNT), "loss": List(Number)} | dict.fromkeys(("post", "pre", "unseen", "unseen_post"), _PER_CLIENT),
+    {"ids": List(COUNT), "loss": List(Number)}
+    | dict.fromkeys(("post", "pre", "val", "unseen", "unseen_post"), _PER_CLIENT),
 )
 
 _NOUNS: dict[Any, str] = {

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from experiments import account, build, phases, published, report, schema, targets, unseen
+from experiments import account, build, phases, published, report, schema, targets, unseen, validation
 from experiments.files import read_derived, write_json
 from experiments.interrupt import Interrupt
 from experiments.pace import Pace
@@ -29,7 +29,7 @@ def compiled(experiment: build.Experiment, layout: Layout) -> simulate.Compiled:
     """What the rounds of an experiment run, compiled for a layout."""
     program, c = experiment.program(layout.width, layout.devices.count), experiment.config
     options = {"eval_every": c.eval_every, "state_every": c.checkpoint_every}
-    return simulate.compiled(program, experiment.key, experiment.federation, **options)
+    return simulate.compiled(validation.scored(experiment, program), experiment.key, experiment.federation, **options)
 
 
 def train(
@@ -60,8 +60,9 @@ def train(
         files = _Files(run, experiment, clock)
         add = lambda *found: reporter.update(run.append(*found))
         try:
-            for result in reporter.watched(simulate.rounds(program, experiment.key, experiment.federation, **options)):
-                multihost.on_first(add, result, _unseen(experiment, result, layout.width))
+            for found in reporter.watched(simulate.rounds(program, experiment.key, experiment.federation, **options)):
+                result, held_out = validation.apart(found)
+                multihost.on_first(add, result, held_out | _unseen(experiment, result, layout.width))
                 if result.state is None:
                     continue
                 done = result.round + (result.metrics is not None)
@@ -81,10 +82,10 @@ def train(
         multihost.on_first(files.show, "complete")
 
 
-def _unseen(experiment: build.Experiment, result: simulate.Result, width: int) -> dict[str, Any] | None:
+def _unseen(experiment: build.Experiment, result: simulate.Result, width: int) -> dict[str, Any]:
     """The scores of the clients that do not train, after the last round."""
     if result.metrics is not None or experiment.unseen is None:
-        return None
+        return {}
     assert result.state is not None
     server = multihost.fetch(result.state.server)
     return unseen.scores(experiment.config, experiment.task, experiment.unseen, server, width)

@@ -150,6 +150,13 @@ COMMANDS = {  # one a line; a line may be empty
         --algo=fedavg --seed=1,1
         --algo=fedavg --lr=x
         --algo=fedavg --lr=0
+        --algo=fedavg --lr=0.1,0
+        --algo=fedavg --seeds=0
+        --algo=fedavg --seeds=2 --seed=4294967295
+        --algo=ditto --hparam=lam=1,
+        --algo=fedavg --select=
+        --algo=fedavg --select=val/
+        --algo=fedavg --select=val/acc
         --algo=fedavg --root=~nobody_here/x
         --algo=fedavg --nothing
         fedavg""",

@@ -6,11 +6,12 @@ import importlib.util
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from documents import PAGES, ROOT, TABLES, blocks, commands, files_of, is_program, module, read
 
-from experiments import build, figures, flags, main, settings, sweep, tables, within
+from experiments import build, figures, flags, grid, main, settings, sweep, tables, within
 
 WITHOUT_FILES = ("digits", "synthetic", "npz:")
 OTHERS = {
@@ -31,25 +32,24 @@ OTHERS = {
 TINY = {"rounds": 1, "epochs": 1}
 
 
-def user_settings(parsed: flags.Parsed) -> list[dict]:
+def user_settings(parsed: flags.Parsed, name: str) -> list[dict]:
     """The settings of each run of a command line of main or of a sweep."""
-    user = parsed.settings()
-    algos = (user.get("algo") or "").split(",") if parsed.get("algo") else [None]
-    seeds = str(user.get("seed", 0)).split(",")
-    return [user | ({"algo": algo} if algo else {}) | {"seed": int(seed)} for algo in algos for seed in seeds]
+    if name == "main":
+        return [parsed.settings()]
+    return [member.given for member in grid.members(parsed.settings(), Path(), parsed.get("seeds"))]
 
 
-def check_run(argv: list[str], known: dict, prepared: set) -> None:
+def check_run(argv: list[str], name: str, prepared: set) -> None:
     """Reads a command of main or sweep, and prepares what it would train, but for data that are not
     in the package."""
-    parsed = flags.parse(argv, known)
+    parsed = flags.parse(argv, {"main": main._FLAGS, "sweep": sweep._FLAGS}[name])
     if parsed.get("list") or parsed.get("describe"):
         assert main._information(parsed)
         return
     if parsed.get("resume"):
         assert parsed.get("workdir")
         return
-    for user in user_settings(parsed):
+    for user in user_settings(parsed, name):
         config = settings.resolve(user)
         what = repr(config.replace(seed=0, rounds=0, targets=None))
         if config.dataset.startswith(WITHOUT_FILES) and what not in prepared:
@@ -92,7 +92,7 @@ def check(words: list[str], prepared: set) -> None:
     name, argv = module(words) or ("", [])
     package, _, name = name.rpartition(".")
     if package == "experiments" and name in ("main", "sweep"):
-        check_run(argv, {"main": main._FLAGS, "sweep": sweep._FLAGS}[name], prepared)
+        check_run(argv, name, prepared)
     elif package == "experiments":
         assert flags.parse(argv, READERS[name], words=True).words
     elif package == "benchmarks":
@@ -167,7 +167,7 @@ def tiny(name: str, argv: list[str]) -> list[str]:
     parsed = flags.parse(argv, {"main": main._FLAGS, "sweep": sweep._FLAGS}[name])
     if parsed.get("list") or parsed.get("describe") or parsed.get("resume"):
         return argv
-    user = user_settings(parsed)[0]
+    user = user_settings(parsed, name)[0]
     config = settings.resolve(user)
     more = [f"--{key}={value}" for key, value in TINY.items() if config.steps is None or key != "epochs"]
     if not config.dataset.startswith(WITHOUT_FILES):  # not everywhere prepared

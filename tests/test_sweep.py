@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import toy
 
-from experiments import build, main, runs, settings, sweep
+from experiments import build, main, many, runs, settings, sweep
 from fedjax_pfl.errors import InputError
 
 TINY = [
@@ -93,7 +93,7 @@ def test_seeds_have_the_same_programs(algo, spec, participation):
     configs = [settings.resolve(given | {"seed": seed}) for seed in range(3)]
     programs, sizes = [], []
     for config in configs:
-        experiment = build.prepare(config, room=sweep._room(configs))
+        experiment = build.prepare(config, room=many._room(configs))
         program = experiment.program(width=2, devices=2)
         f = experiment.federation._replace(placement=program.placement)
         key, numbers = experiment.key, program.numbers
@@ -115,14 +115,14 @@ def test_a_run_that_is_listed_twice_is_refused(twice, tmp_path):
 
 def test_a_seed_with_nothing_to_deal_leaves_the_others_to_run():
     given = {"algo": "local", "partition": "file:nowhere.npz", "hparams": {}}
-    assert sweep._room([settings.resolve(given | {"seed": seed}) for seed in range(2)]) == sweep.ROOM
+    assert many._room([settings.resolve(given | {"seed": seed}) for seed in range(2)]) == many.ROOM
 
 
 def test_seeds_are_laid_out_as_the_first_was(tmp_path, monkeypatch):
     """But for what the user says."""
     started = []
     monkeypatch.setattr(main, "train_into", lambda user, *_: started.append(user) or 0)
-    monkeypatch.setattr(sweep, "_width", lambda path: {"width": "3"})
+    monkeypatch.setattr(many, "_width", lambda path: {"width": "3"})
     for more in ([], ["--width=2"]):
         assert sweep.run(["--algo=local,fedavg", "--seed=0,1", *more, f"--root={tmp_path}"]) == 0
     assert [given.get("width") for given in started] == [None, "3", None, "3", *["2"] * 4]

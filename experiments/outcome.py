@@ -1,0 +1,222 @@
+"""What came of a sweep: of each method and combination the mean and the sample standard deviation
+over seeds, as a table, as JSON and as Markdown; and which combination a validation score
+chooses."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments import build, many, schema, scores, targets, validation
+from experiments.files import read_derived, write_json, write_text
+from experiments.grid import Member, short
+from fedjax_pfl.engine import multihost
+from fedjax_pfl.errors import InputError, choose
+
+# A choice compares combinations on the same examples.
+_DATA = (
+    *("dataset", "data_fraction", "marks", "val_fraction", "test_split", "partition"),
+    *("alpha", "classes_per_client", "clients", "unseen"),
+)
+
+
+class Rule(NamedTuple):
+    """How a combination is chosen: by a score on validation examples."""
+
+    score: str
+    way: str  # the better value: "max" or "min"
+
+    @property
+    def name(self) -> str:
+        return f"{validation.POINT}/{self.score}"
+
+
+class Line(NamedTuple):
+    """One method with one combination of values."""
+
+    label: str
+    members: tuple[Member, ...]  # one for each seed
+    found: tuple[dict[str, Any], ...]  # summary.json of those that are complete
+
+    def values(self, point: str, score: str, which: str = "macro") -> list[float]:
+        """A score at a point after the last round, of each complete run that has it."""
+        parts = [said["scores"].get(point, {}).get(score, {}).get(which) for said in self.found]
+        return [x for x in parts if x is not None]
+
+
+def rule(text: str, members: Sequence[Member]) -> Rule:
+    """Reads --select=val/SCORE, and checks it before anything runs.
+
+    Raises:
+      InputError: it is no validation score, a method has not that score or no validation examples,
+        or what varies are the data.
+    """
+    point, slash, score = text.partition("/")
+    if not slash or not score:
+        raise InputError(f"--select={text}: write a validation score, as --select=val/acc.")
+    if point != validation.POINT:
+        raise InputError(
+            f"--select={text} would choose by test examples, and the scores of what it chose would be optimistic: "
+            f"choose by validation examples, as --select={validation.POINT}/{score}."
+        )
+    if wrong := [name for name in _DATA if name in members[0].varied]:
+        raise InputError(
+            f"--select chooses among runs on the same examples, but --{wrong[0]} has several values: make a sweep for "
+            "each."
+        )
+    first = {member.config.algo: member for member in reversed(members)}
+    ways = [multihost.everywhere(_way, score, first[algo]) for algo in dict.fromkeys(m.config.algo for m in members)]
+    return Rule(score, ways[0])
+
+
+def _way(score: str, member: Member) -> str:
+    experiment = build.prepare(member.config)
+    if not validation.exists(experiment):
+        raise InputError(
+            f"--select={validation.POINT}/{score} needs validation examples, and {member.label} has none: hold some "
+            "out, as with --val_fraction=0.2."
+        )
+    choose(f"score of {short(member.config)}", score, targets.score_names(experiment))
+    return scores.better(score, experiment.headline)
+
+
+def lines(members: Sequence[Member]) -> list[Line]:
+    """The runs of a sweep by method and combination, in their order; process 0 reads."""
+    groups: dict[str, list[Member]] = {}
+    for member in members:
+        groups.setdefault(str((member.config.algo, member.varied)), []).append(member)
+    return [Line(own[0].label, tuple(own), tuple(filter(None, map(_summary, own)))) for own in groups.values()]
+
+
+def _summary(member: Member) -> dict[str, Any] | None:
+    complete = many.is_complete(member.path, member.config.rounds)
+    return read_derived(member.path / "summary.json", schema.SUMMARY) if complete else None
+
+
+def chosen(found: Sequence[Line], by: Rule) -> list[Line]:
+    """Of each method the combination with the best mean over seeds, of those whose runs are all
+    complete; of equals the first."""
+    sign, best = 1 if by.way == "max" else -1, dict[str, tuple[float, Line]]()
+    for line in found:
+        values, algo = line.values(validation.POINT, by.score), line.members[0].config.algo
+        if len(values) < len(line.members):
+            continue
+        here = sign * float(np.mean(values))
+        if algo not in best or here > best[algo][0]:
+            best[algo] = here, line
+    return [line for _, line in best.values()]
+
+
+def headline(found: Sequence[Line]) -> scores.Headline:
+    """The score that decides in the runs, by the first that says it."""
+    said = [summary["headline"] for line in found for summary in line.found if "headline" in summary]
+    return (said[0]["score"], said[0]["better"]) if said else scores.ACCURACY
+
+
+def statistics(values: Sequence[float]) -> dict[str, Any]:
+    """Mean and sample standard deviation (None of fewer than two values), and the values."""
+    several = len(values) > 1
+    return {
+        "mean": float(np.mean(values)) if values else None,
+        "std": float(np.std(values, ddof=1)) if several else None,
+        "values": list(values),
+    }
+
+
+def cell(name: str, values: Sequence[float]) -> str:
+    """Mean ± sample standard deviation; a share in %."""
+    if not values:
+        return "-"
+    spread = f" ± {scores.shown(name, float(np.std(values, ddof=1)), 2)}" if len(values) > 1 else ""
+    return f"{scores.shown(name, float(np.mean(values)), 2)}{spread}"
+
+
+class Table(NamedTuple):
+    """A title, and rows of which the first is the heading."""
+
+    title: str
+    rows: list[list[str]]
+
+    def text(self) -> str:
+        """In columns, for a terminal."""
+        widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
+        return "\n".join([self.title, *("  ".join(map(str.ljust, row, widths)).rstrip() for row in self.rows)])
+
+    def markdown(self) -> str:
+        """As a Markdown table below its title."""
+        head, *body = self.rows
+        lines = ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *body)]
+        return "\n".join([self.title, "", *lines])
+
+
+def _table(what: str, found: Sequence[Line], name: str, points: dict[str, str], best: Sequence[Line] = ()) -> Table:
+    """Mean and deviation of a score: a row for each line, a column for each point, {point: title};
+    `best` are marked."""
+    rows = [["method", *points.values(), "runs", *(["chosen"] if best else [])]]
+    for line in found:
+        runs = f"{len(line.found)} of {len(line.members)}"
+        cells = [cell(name, line.values(point, name)) for point in points]
+        rows.append([line.label, *cells, runs, *(["yes" if line in best else ""] if best else [])])
+    unit = " in %" if scores.is_share(name) else ""
+    over = "mean ± sample standard deviation over seeds" if max(len(line.members) for line in found) > 1 else "one seed"
+    return Table(f"{what}{name}{unit}, mean over clients, after the last round; {over}:", rows)
+
+
+class Outcome(NamedTuple):
+    """What a sweep comes to."""
+
+    lines: list[Line]
+    by: Rule | None
+    best: list[Line]  # the chosen lines; all without a rule
+
+    def tables(self) -> list[Table]:
+        """All lines by what chooses, and the test scores of the chosen; or of all."""
+        score, test = headline(self.lines)[0], {"pre": "before local training", "post": "after it"}
+        if self.by is None:
+            return [_table("Test ", self.lines, score, test)]
+        held_out = {validation.POINT: "before local training"}
+        every = _table("Validation ", self.lines, self.by.score, held_out, self.best)
+        return [every, *([_table("Test ", self.best, score, test)] if self.best else [])]
+
+    def said(self) -> str:
+        """Which lines were chosen, and of which methods none."""
+        assert self.by is not None
+        without = {short(x.members[0].config) for x in self.lines} - {short(x.members[0].config) for x in self.best}
+        parts = [f"Chosen by {self.by.name}: {'; '.join(line.label for line in self.best) or 'nothing'}."]
+        parts += [f"Of {name} no combination is complete." for name in sorted(without)]
+        return " ".join(parts)
+
+    def content(self) -> dict[str, Any]:
+        """What comparison.json holds."""
+        name, better = headline(self.lines)
+        said: dict[str, Any] = {"headline": {"score": name, "better": better}}
+        if self.by is not None:
+            said["select"] = {"score": self.by.name, "better": self.by.way, "chosen": [x.label for x in self.best]}
+        return said | {"lines": [self._line(line, name) for line in self.lines]}
+
+    def _line(self, line: Line, name: str) -> dict[str, Any]:
+        """A line; without test scores where another was chosen."""
+        places = [] if self.by is None else [(validation.POINT, self.by.score)]
+        places += [("pre", name), ("post", name)] if line in self.best else []
+        return {
+            "method": line.members[0].config.algo,
+            "varied": line.members[0].varied,
+            "seeds": [member.config.seed for member in line.members],
+            "runs": [member.path.name for member in line.members],
+            "complete": len(line.found),
+            "scores": {f"{point}/{score}": statistics(line.values(point, score)) for point, score in places},
+        }
+
+    def write(self, root: Path) -> None:
+        """Writes comparison.json and comparison.md."""
+        write_json(root / "comparison.json", self.content())
+        first, *rest = [table.markdown() for table in self.tables()]
+        parts = [first, *([self.said()] if self.by else []), *rest]
+        write_text(root / "comparison.md", "\n\n".join(parts) + "\n")
+
+
+def read(members: Sequence[Member], by: Rule | None) -> Outcome:
+    """What the run directories of a sweep hold."""
+    found = lines(members)
+    return Outcome(found, by, found if by is None else chosen(found, by))

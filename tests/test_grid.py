@@ -1,0 +1,170 @@
+"""Grids of a sweep: which runs they are, and which combination validation examples choose."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments import flags, grid, main, outcome, runs, sweep
+from experiments.grid import Member
+from experiments.outcome import Line, Rule
+from fedjax_pfl.errors import InputError
+
+TINY = ["--data_fraction=0.2", "--clients=5", "--width=1", "--epochs=1", "--model=linear", "--rounds=1"]
+ROOT = Path("root")
+
+
+def members(*words, seeds=None):
+    return grid.members(flags.parse(words, grid.FLAGS).settings(), ROOT, seeds)
+
+
+def test_every_combination_is_a_run_whose_name_says_what_varies():
+    found = members("--algo=ditto", "--hparam=lam=0.1,1.0", "--lr=0.005,.01", "--epochs=2", "--seed=3,4")
+    assert [m.path.name for m in found] == [
+        f"ditto-lr={lr}-lam={lam}-seed{seed}" for lr in ("0.005", "0.01") for lam in ("0.1", "1") for seed in (3, 4)
+    ]
+    for m, (lr, lam) in zip(found[::2], [(0.005, 0.1), (0.005, 1), (0.01, 0.1), (0.01, 1)], strict=True):
+        assert (m.config.lr, m.config.hparams["lam"], m.config.epochs) == (lr, lam, 2)
+    assert found[0].label == "ditto, lr=0.005, lam=0.1"
+
+
+def test_a_hyperparameter_may_be_of_one_method():
+    found = members("--algo=fedavg,ditto", "--hparam=ditto:lam=0.5,1", "--lr=0.01")
+    assert [m.path.name for m in found] == ["fedavg-seed0", "ditto-lam=0.5-seed0", "ditto-lam=1-seed0"]
+
+
+def test_a_comma_in_text_is_no_end_of_a_value():
+    """Of the clients' networks, say; there semicolons are."""
+    assert [m.config.model for m in members("--algo=local", "--model=mlp,linear")] == ["mlp,linear"]
+    found = members("--algo=local", "--model=mlp;linear,mlp", "--participation=0.5:1,1")
+    assert [(m.config.model, m.config.participation) for m in found] == [
+        (model, part) for part in ("0.5:1", "1") for model in ("mlp", "linear,mlp")
+    ]
+
+
+def test_of_a_flag_that_is_repeated_the_last_counts():
+    """As in every command line here."""
+    [only] = members("--algo=ditto", "--lr=0.1,0.2", "--lr=0.3", "--hparam=lam=1", "--hparam=lam=2")
+    assert (only.config.lr, only.config.hparams["lam"], only.varied) == (0.3, 2, {})
+
+
+def test_seeds_are_counted_from_the_one_that_is_given():
+    assert [m.config.seed for m in members("--algo=local", "--seed=7", seeds=3)] == [7, 8, 9]
+    assert [m.config.seed for m in members("--algo=local", seeds=2)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--lr=0.1,0.10"], "--lr=0.1,0.10 lists 0.1 twice"),
+        (["--hparam=lam=1,1.0"], "--hparam=lam=1,1.0 lists 1 twice"),
+        (["--lr=0.1,"], "has a value that is empty"),
+        (["--lr=0.1,x"], "--lr=0.1,x must be a number"),
+        (["--hparam=lam=1,x"], "lam=x must be a number"),
+        (["--hparam=lam=1,-1"], "outside its range"),
+        (["--hparam=mu=1,2"], "Unknown hyperparameter of ditto 'mu'"),
+        (["--hparam=fedavg:mu=1"], "Unknown method of --hparam 'fedavg'"),
+        (["--width=1,2"], "--width=1,2 must be a whole number"),
+        (["--checkpoint_every=1,2"], "lists 2 values, but it changes no result"),
+        (["--preset=digits,digits_pathological"], "make a sweep of each"),
+        (["--partition=file:a,b.npz"], "the comma may be of a file's name"),
+        (["--model=a b;a_b"], "Two runs would have the directory root/ditto-model=a_b-seed0"),
+    ],
+)
+def test_what_is_no_grid_is_refused(words, said):
+    with pytest.raises(InputError) as error:
+        members("--algo=ditto", *words)
+    assert said in str(error.value)
+
+
+def test_seeds_and_a_list_of_them_are_one_too_many():
+    with pytest.raises(InputError, match="--seeds=2 counts from one --seed, and 2 are listed"):
+        members("--algo=local", "--seed=0,1", seeds=2)
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    """A sweep of two rates and two seeds that chooses by validation examples, and what it said."""
+    import contextlib
+    import io
+
+    root, out = tmp_path_factory.mktemp("sweep"), io.StringIO()
+    command = ["--algo=fedavg", "--lr=0.0001,0.1", "--seeds=2", "--val_fraction=0.3", "--select=val/acc", *TINY]
+    with contextlib.redirect_stdout(out):
+        assert sweep.run([*command, f"--root={root}"]) == 0
+    return root, out.getvalue(), [*command, f"--root={root}"]
+
+
+def test_the_choice_is_by_the_mean_over_seeds_on_validation_examples(swept):
+    root, out, _ = swept
+    content = json.loads((root / "comparison.json").read_text())
+    held_out = {}
+    for line in content["lines"]:
+        rows = [runs.read_rows(root / name / "metrics.jsonl")[-1]["val/acc"] for name in line["runs"]]
+        said = line["scores"]["val/acc"]
+        assert said["values"] == rows and said["mean"] == pytest.approx(np.mean(rows))
+        assert said["std"] == pytest.approx(np.std(rows, ddof=1))
+        held_out[line["varied"]["lr"]] = said["mean"], line["scores"].keys()
+    assert held_out["0.1"][0] > held_out["0.0001"][0]
+    assert content["select"]["chosen"] == ["fedavg, lr=0.1"]
+    assert held_out["0.0001"][1] == {"val/acc"}  # no test score of what was not chosen
+    assert held_out["0.1"][1] == {"val/acc", "pre/acc", "post/acc"}
+    assert "Chosen by val/acc: fedavg, lr=0.1." in out and "Chosen by" in (root / "comparison.md").read_text()
+    before = out[: out.index("Chosen by")]
+    assert "after local training" not in before  # test scores come only then
+
+
+def test_validation_scores_are_those_of_the_validation_examples(swept):
+    """Each client's, computed again from its predictor."""
+    run = runs.load(swept[0] / "fedavg-lr=0.1-seed0")
+    e, (*_, last) = run.experiment, run.scores
+    for k in range(e.task.num_clients):
+        index = e.partition.val[k, : e.partition.val_sizes[k]]
+        hits = np.argmax(run.predictor(k)(e.dataset.x[index]), axis=-1) == e.dataset.y[index]
+        assert last["val"]["acc"][k] == pytest.approx(hits.mean(), abs=1e-6)
+    assert last["val"]["acc"] != last["pre"]["acc"]
+
+
+def test_a_killed_sweep_goes_on(swept, monkeypatch, capsys):
+    root, _, command = swept
+    started = []
+    monkeypatch.setattr(main, "train_into", lambda *given: started.append(given) or 0)
+    assert sweep.run(command) == 0 and not started
+    file = root / "fedavg-lr=0.1-seed1" / "summary.json"
+    whole = file.read_text()
+    runs.write_json(file, json.loads(whole) | {"status": "interrupted"})
+    capsys.readouterr()
+    assert sweep.run(command) == 0
+    [(user, workdir, resume, *_)] = started
+    assert (user["lr"], user["seed"], workdir, resume) == (0.1, 1, str(file.parent), True)
+    out = capsys.readouterr().out
+    assert "Chosen by val/acc: fedavg, lr=0.0001." in out and "1 of 2" in out  # only what is complete is chosen
+    file.write_text(whole)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--select=pre/acc", "--val_fraction=0.2"], "would choose by test examples"),
+        (["--select=acc", "--val_fraction=0.2"], "write a validation score, as --select=val/acc"),
+        (["--select=val/accc", "--val_fraction=0.2"], "Unknown score of fedavg 'accc': did you mean 'acc'"),
+        (["--select=val/acc"], "needs validation examples, and fedavg, lr=0.1 has none"),
+        (["--select=val/acc", "--val_fraction=0.1,0.2"], "but --val_fraction has several values"),
+    ],
+)
+def test_what_cannot_choose_is_refused_before_any_run(words, said, tmp_path):
+    with pytest.raises(InputError) as error:
+        sweep.run(["--algo=fedavg", "--lr=0.1,0.2", *words, *TINY, f"--root={tmp_path}"])
+    assert said in str(error.value) and not list(tmp_path.iterdir())
+
+
+def test_the_best_is_the_least_of_a_score_of_which_less_is_better():
+    def line(lr, *values):
+        one = Member({}, main.settings.resolve({"algo": "fedavg", "hparams": {}}), {"lr": lr}, ROOT)
+        said = tuple({"scores": {"val": {"error": {"macro": value}}}} for value in values)
+        return Line(lr, (one,) * 2, said)
+
+    lines = [line("a", 3.0, 4.0), line("b", 1.0, 2.0), line("c", 0.5)]  # of c a run is missing
+    assert [x.label for x in outcome.chosen(lines, Rule("error", "min"))] == ["b"]
+    assert [x.label for x in outcome.chosen(lines, Rule("error", "max"))] == ["a"]
