@@ -33,6 +33,7 @@ from experiments import (
     phases,
     runs,
     schema,
+    seeds,
     settings,
     targets,
     train,
@@ -59,6 +60,7 @@ _FLAGS = {
     **flags.OF_A_PROCESS,
     "list": flags.Flag(bool, "list methods, data sets, partitions, models and presets", False),
     "describe": flags.Flag(str, "describe a method or a preset"),
+    "seeds": flags.SEEDS,
     "verbose": flags.VERBOSE,
 }
 
@@ -73,7 +75,10 @@ def run(argv: list[str]) -> int:
             print(text)
             return 0
         start(parsed)
-        say = closing.ALL if parsed.get("verbose") else closing.SHORT
+        verbose, several = bool(parsed.get("verbose")), parsed.get("seeds", 1)
+        if several != 1:
+            return seeds.run(several, parsed, train_into, NOTHING, verbose)
+        say = closing.ALL if verbose else closing.SHORT
         return train_into(parsed.settings(), parsed.get("workdir"), parsed.get("resume", False), say=say)
 
     return entry.guarded(command, NOTHING)
@@ -146,7 +151,7 @@ def _into(
     console.print(account.describe(experiment))
     try:
         if recorded is not None:
-            laid = multihost.everywhere(_laid_again, experiment, recorded)
+            laid = multihost.everywhere(layouts.laid_again, experiment, recorded)
         else:
             multihost.on_first(_make, path, held)
             with phases.said(console, "Trying how many clients to train at once"):
@@ -230,13 +235,6 @@ def _lock(path: Path, held: contextlib.ExitStack) -> None:
         held.enter_context(lock.held(path))
     except OSError as error:
         raise runs.unusable(path, error) from error
-
-
-def _laid_again(experiment: build.Experiment, recorded: Layout) -> Layout:
-    """How a resumed run is laid out: as its settings say, and as recorded where they say auto."""
-    c = experiment.config
-    width = recorded.width if c.width == "auto" else int(c.width)
-    return layouts.laid_out(experiment, width, layouts.devices(c.devices, experiment, recorded.devices.count))
 
 
 def _resume(

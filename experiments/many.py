@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 
-from experiments import build, closing, entry, phases, runs, schema, settings
+from experiments import build, closing, entry, phases, runs, settings
 from experiments.config import Config
-from experiments.files import read_derived
 from experiments.grid import Member
+from experiments.recorded import is_complete
 from fedjax_pfl import hyperparameters
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data.federate import ROOM
@@ -19,12 +19,6 @@ from fedjax_pfl.engine import multihost
 from fedjax_pfl.errors import InputError
 
 GOES_ON = "Interrupted; the same command goes on."
-
-
-def is_complete(path: Path, rounds: int) -> bool:
-    """Has this run directory all its rounds?"""
-    content = read_derived(path / "summary.json", schema.SUMMARY)
-    return bool(content) and content["status"] == "complete" and content["rounds"] >= rounds
 
 
 def run(

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments import build, many, schema, scores, targets, validation
+from experiments import build, comparison, schema, scores, tables, targets, validation
 from experiments.files import read_derived, write_json, write_text
 from experiments.grid import Member, short
+from experiments.recorded import is_complete
 from fedjax_pfl.engine import multihost
 from fedjax_pfl.errors import InputError, choose
 
@@ -90,7 +91,7 @@ def lines(members: Sequence[Member]) -> list[Line]:
 
 
 def _summary(member: Member) -> dict[str, Any] | None:
-    complete = many.is_complete(member.path, member.config.rounds)
+    complete = is_complete(member.path, member.config.rounds)
     return read_derived(member.path / "summary.json", schema.SUMMARY) if complete else None
 
 
@@ -220,3 +221,23 @@ def read(members: Sequence[Member], by: Rule | None) -> Outcome:
     """What the run directories of a sweep hold."""
     found = lines(members)
     return Outcome(found, by, found if by is None else chosen(found, by))
+
+
+def show(members: Sequence[Member], root: Path, by: Rule | None = None, verbose: bool = False) -> None:
+    """Prints and writes what came of the runs, of those that have something to say."""
+    found = read(members, by)
+    shown = [member.path for line in found.best for member in line.members]
+    finished = [path for path in shown if (path / "summary.json").exists()]
+    if not finished and by is None:
+        return
+    found.write(root)
+    if by is not None:
+        print(f"{found.tables()[0].text()}\n{found.said()}")
+    if finished and verbose:
+        print(tables.table(finished))
+    elif finished and by is None and any(member.varied for member in members):
+        print(found.tables()[0].text())
+    elif finished:
+        print(comparison.table(finished))
+    if finished:
+        print(f"Picture: {comparison.draw(finished, root)}")

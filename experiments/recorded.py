@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from experiments import schema, settings
 from experiments.config import SETTINGS, Config
-from experiments.files import damaged, lines, read_json
+from experiments.files import damaged, lines, read_derived, read_json
 from fedjax_pfl import hyperparameters
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.engine import checkpoint
@@ -94,6 +94,12 @@ def read_layout(path: Path) -> Layout:
     found = read_json(path / "layout.json", schema.LAYOUT)
     devices = (found["devices"][name] for name in ("platform", "kind", "count"))
     return Layout(found["width"], found["conv"], Devices(*devices))
+
+
+def is_complete(path: Path, rounds: int) -> bool:
+    """Has this run directory all its rounds, by its summary?"""
+    content = read_derived(path / "summary.json", schema.SUMMARY)
+    return bool(content) and content["status"] == "complete" and content["rounds"] >= rounds
 
 
 def complete(path: Path, count: int) -> Iterator[tuple[bytes, Row]]:

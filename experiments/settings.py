@@ -122,10 +122,11 @@ def completed(recorded: Mapping[str, Any]) -> Config:
     return Config(**{**recorded, "hparams": hyperparameters(find(recorded["algo"])) | recorded["hparams"]})
 
 
-def default_workdir(user: Mapping[str, Any], config: Config) -> str:
+def default_workdir(user: Mapping[str, Any], config: Config, seeds: bool = False) -> str:
     """runs/ALGO-DATASET-PARTITION-seedK, then what the user set beside these, so that a sweep needs
-    no names."""
-    parts = [config.algo.rpartition(":")[2], config.dataset, config.partition, f"seed{config.seed}"]
+    no names; `seeds`: of the runs of several seeds."""
+    seed = "seeds" if seeds else f"seed{config.seed}"
+    parts = [config.algo.rpartition(":")[2], config.dataset, config.partition, seed]
     parts += [change for change in changes(user) if not change.startswith(("dataset=", "partition="))]
     if user.get("preset"):
         parts.insert(0, user["preset"])

@@ -23,12 +23,10 @@ test scores are shown.
 """
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments import closing, comparison, entry, flags, grid, main, many, outcome, settings, tables
-from experiments.grid import Member
+from experiments import closing, entry, flags, grid, main, many, outcome, settings
 from fedjax_pfl.engine import multihost
 
 _FLAGS = {
@@ -55,28 +53,8 @@ def run(argv: list[str]) -> int:
     say = closing.ALL if parsed.get("verbose") else closing.ONE if by is None else closing.HELD_OUT
     failed, ended = many.run(members, main.train_into, main.NOTHING, say)
     if not ended and multihost.first():
-        show(members, root, by, bool(parsed.get("verbose")))
+        outcome.show(members, root, by, bool(parsed.get("verbose")))
     return failed
-
-
-def show(members: Sequence[Member], root: Path, by: outcome.Rule | None = None, verbose: bool = False) -> None:
-    """Prints and writes what came of the runs, of those that have something to say."""
-    found = outcome.read(members, by)
-    shown = [member.path for line in found.best for member in line.members]
-    finished = [path for path in shown if (path / "summary.json").exists()]
-    if not finished and by is None:
-        return
-    found.write(root)
-    if by is not None:
-        print(f"{found.tables()[0].text()}\n{found.said()}")
-    if finished and verbose:
-        print(tables.table(finished))
-    elif finished and by is None and any(member.varied for member in members):
-        print(found.tables()[0].text())
-    elif finished:
-        print(comparison.table(finished))
-    if finished:
-        print(f"Picture: {comparison.draw(finished, root)}")
 
 
 def _root(parsed: flags.Parsed, user: dict[str, Any]) -> Path:

@@ -1,0 +1,71 @@
+"""`experiments.main` with several seeds: a run directory for each, and mean and deviation at the
+end."""
+
+import json
+
+import numpy as np
+import pytest
+
+from experiments import main, runs
+
+TINY = ["--algo=fedavg", "--data_fraction=0.2", "--clients=5", "--width=1", "--epochs=1", "--model=linear"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("seeds")
+
+
+@pytest.fixture(scope="module")
+def said(folder):
+    """What three seeds from 4 on print."""
+    import contextlib
+    import io
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main.run([*TINY, "--rounds=1", "--seed=4", "--seeds=3", f"--workdir={folder}"]) == 0
+    return out.getvalue()
+
+
+def test_they_end_with_mean_and_sample_deviation_over_seeds(folder, said):
+    last = [runs.read_rows(folder / f"seed{k}" / "metrics.jsonl")[-1]["pre/acc"] for k in (4, 5, 6)]
+    assert f"{100 * np.mean(last):.1f} ± {100 * np.std(last, ddof=1):.1f}" in said
+    [line] = json.loads((folder / "comparison.json").read_text())["lines"]
+    assert line["seeds"] == [4, 5, 6] and line["scores"]["pre/acc"]["values"] == last
+    assert (folder / "comparison.png").is_file() and len(set(last)) > 1
+
+
+def test_each_is_a_run_of_its_own_that_resumes_alone(folder, said, capsys):
+    assert runs.read_config(folder / "seed5").seed == 5
+    assert main.run(["--resume", f"--workdir={folder / 'seed5'}", "--rounds=2"]) == 0
+    assert "Resuming after round 1 of 2" in capsys.readouterr().out
+    rounds = {k: len(runs.read_rows(folder / f"seed{k}" / "metrics.jsonl")) - 1 for k in (4, 5, 6)}
+    assert rounds == {4: 1, 5: 2, 6: 1}
+
+
+def test_the_same_command_runs_what_is_missing(folder, said, monkeypatch):
+    started = []
+    monkeypatch.setattr(main, "train_into", lambda *given: started.append(given) or 0)
+    assert main.run([*TINY, "--rounds=1", "--seed=4", "--seeds=4", f"--workdir={folder}"]) == 0
+    assert [(user["seed"], workdir, resume) for user, workdir, resume, *_ in started] == [
+        (7, str(folder / "seed7"), False)
+    ]
+
+
+@pytest.mark.parametrize(
+    "words, why",
+    [
+        (["--seeds=0"], "seeds=0 is outside its range"),
+        (["--seeds=2", "--seed=4294967295"], "seed=4294967296 is outside its range"),
+        (["--seeds=2", "--resume"], "leave --resume out"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(words, why, capsys, tmp_path):
+    assert main.run([*TINY, *words, f"--workdir={tmp_path / 'x'}"]) == 2
+    assert why in capsys.readouterr().err and not (tmp_path / "x").exists()
+
+
+def test_the_directory_of_one_run_is_none_of_several(folder, said, capsys):
+    assert main.run([*TINY, "--seeds=2", f"--workdir={folder / 'seed4'}"]) == 2
+    assert "is that of one run" in capsys.readouterr().err
