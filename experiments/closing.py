@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 
 from rich.console import Console
 
-from experiments import account, build, published, report, scores, targets
+from experiments import account, build, published, report, schema, scores, targets
+from experiments.files import read_derived
 from experiments.runs import RunDirectory
 
 HELD_OUT, ONE, SHORT, ALL = -1, 0, 1, 2  # how much is said; HELD_OUT: of the validation examples only
@@ -13,11 +14,16 @@ HELD_OUT, ONE, SHORT, ALL = -1, 0, 1, 2  # how much is said; HELD_OUT: of the va
 def show(console: Console, run: RunDirectory, experiment: build.Experiment, say: int = SHORT) -> None:
     """Says what came out of a finished run; the table of targets, if they were asked for, is among
     it."""
-    headline, c, found = experiment.headline, experiment.config, report.summary(run.rows, experiment.headline)
+    headline, found = experiment.headline, report.summary(run.rows, experiment.headline)
+    summary = read_derived(run.path / "summary.json", schema.SUMMARY)
+    c = experiment.config.replace(rounds=summary.get("rounds", experiment.config.rounds))
+    experiment = experiment._replace(config=c)
     if say <= ONE:
         points = report.HELD_OUT if say == HELD_OUT else report.WITH_UNSEEN
         console.print("  " + "; ".join(_points(found, points, brief=True)))
         return
+    if ended := summary.get("ended"):
+        console.print(f"Ended after {c.rounds} rounds: {ended['why']}.")
     if say == ALL:
         report.tables(console, found)
     else:

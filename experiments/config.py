@@ -82,6 +82,12 @@ class Config:
     targets: str | None = _setting(
         None, "scores in (0, 1] whose first round is reported: 0.8,0.9 or acc:0.8,0.9", free=True
     )
+    stop_at: str | None = _setting(
+        None, "a score at which the run ends, as acc:0.9, or at a point of it as val/acc:0.9; none: no such", free=True
+    )
+    patience: Annotated[int, Interval(ge=0, le=_MOST)] = _setting(
+        0, "evaluations without a better validation score after which the run ends; 0: it does not", free=True
+    )
     checkpoint_every: Annotated[int, Interval(ge=1, le=_MOST)] = _setting(10, "rounds between checkpoints", free=True)
     conv: str = _setting("auto", "form of the convolutions: winograd, fused, matmul, xla, or auto: timed", free=True)
     width: str = _setting("auto", "clients trained at once, or auto: timed", free=True)

@@ -35,16 +35,16 @@ from experiments import (
     schema,
     seeds,
     settings,
+    stopping,
     targets,
     train,
-    validation,
 )
 from experiments.config import Config
 from experiments.entry import DIVERGED, INTERRUPTED, LOST, UNWRITABLE
 from experiments.files import read_derived
 from experiments.recorded import Layout
 from experiments.versions import changed, compile_clock, versions
-from fedjax_pfl import local, simulate
+from fedjax_pfl import simulate
 from fedjax_pfl.data.federate import ROOM
 from fedjax_pfl.engine import autotune, memory, multihost
 from fedjax_pfl.errors import InputError
@@ -123,6 +123,9 @@ def train_into(
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap, quiet=not multihost.first())
     with contextlib.ExitStack() as held:  # the lock of the run directory
         path, config, resume = multihost.on_first(_where, user, workdir, resume, held)
+        if resume and (ended := multihost.on_first(stopping.ended, path, config)):
+            console.print(ended)
+            return 0
         try:
             return _into(path, config, resume, room, console, held, say)
         except KeyboardInterrupt:
@@ -147,7 +150,7 @@ def _into(
         experiment = multihost.everywhere(_prepared, config, recorded, room)
         whose = "process 0 has"
         multihost.same(runs.digests(experiment), functools.partial(runs.check_digests, experiment, whose=whose))
-    directory = _directory(path, experiment)
+    directory = train.directory(path, experiment)
     console.print(account.describe(experiment))
     try:
         if recorded is not None:
@@ -190,16 +193,9 @@ def _prepared(config: Config, recorded: Layout | None, room: Sequence[int]) -> b
     experiment = build.prepare(config, conv, room)
     if recorded is None:
         layouts.devices(config.devices, experiment)  # those of a resume: see `_laid_again`
-    if targets.parse(config.targets)[0]:
-        targets.check_score(config.targets, targets.score_names(experiment), config.algo)
+    targets.check_possible(experiment)
+    stopping.check_possible(experiment)
     return experiment
-
-
-def _directory(path: Path, experiment: build.Experiment) -> runs.RunDirectory:
-    partial = experiment.task.participation != (1.0, 1.0)
-    planned = local.planned(experiment.task, experiment.task.sizes)
-    own, sizes = experiment.partition.test_sizes, validation.sizes(experiment)
-    return runs.RunDirectory(path, own, partial, planned, experiment.headline, experiment.network_names, sizes)
 
 
 def _where(

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from experiments import build, closing, entry, phases, runs, settings
+from experiments import build, closing, entry, phases, runs, settings, stopping
 from experiments.config import Config
 from experiments.grid import Member
 from experiments.recorded import is_complete
@@ -58,7 +58,8 @@ def run(
             jax.clear_caches()  # it shares nothing with those before
             with phases.said(entry.errors(), "Loading the data of all seeds"):
                 room[kind] = _room([m.config for m in members if _kind(m.config) == kind])
-        more = {} if begun else width.get(kind, {})
+        # a resume takes what is not given from the run: that it is to end nowhere is given, too
+        more = stopping.given(member.config) if begun else width.get(kind, {})
         train = functools.partial(train_into, more | member.given, str(member.path), begun, room[kind], say)
         code = entry.guarded(train, interrupted)
         failed = failed or code
@@ -95,4 +96,4 @@ def _found(path: Path, config: Config) -> tuple[bool, bool]:
     begun = runs.is_run(path)
     if begun:
         settings.check_same(runs.read_config(path), config, path)
-    return is_complete(path, config.rounds), begun
+    return is_complete(path, config), begun

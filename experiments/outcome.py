@@ -91,7 +91,7 @@ def lines(members: Sequence[Member]) -> list[Line]:
 
 
 def _summary(member: Member) -> dict[str, Any] | None:
-    complete = is_complete(member.path, member.config.rounds)
+    complete = is_complete(member.path, member.config)
     return read_derived(member.path / "summary.json", schema.SUMMARY) if complete else None
 
 

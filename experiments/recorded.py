@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments import schema, settings
+from experiments import schema, settings, stopping
 from experiments.config import SETTINGS, Config
 from experiments.files import damaged, lines, read_derived, read_json
 from fedjax_pfl import hyperparameters
@@ -96,10 +96,12 @@ def read_layout(path: Path) -> Layout:
     return Layout(found["width"], found["conv"], Devices(*devices))
 
 
-def is_complete(path: Path, rounds: int) -> bool:
-    """Has this run directory all its rounds, by its summary?"""
+def is_complete(path: Path, config: Config) -> bool:
+    """Has this run directory all the rounds of these settings, by its summary, or has it ended
+    before by --stop_at or --patience?"""
     content = read_derived(path / "summary.json", schema.SUMMARY)
-    return bool(content) and content["status"] == "complete" and content["rounds"] >= rounds
+    whole = bool(content) and content["status"] == "complete"
+    return whole and (content["rounds"] >= config.rounds or stopping.ended(path, config) is not None)
 
 
 def complete(path: Path, count: int) -> Iterator[tuple[bytes, Row]]:

@@ -49,6 +49,7 @@ SECONDS = Object({"seconds": Object({"train": float}, {"compile": float})})
 SUMMARY = Object(
     SECONDS.required | {"status": str, "rounds": COUNT, "scores": _POINTS},
     {
+        "ended": Object({"why": str, "stop_at": str, "patience": COUNT}),
         "headline": Object({"score": str, "better": {"max", "min"}}),
         "examples": (Object({"used": COUNT, "available": COUNT, "of": COUNT}), type(None)),
     },

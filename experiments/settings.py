@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from experiments import targets
+from experiments import stopping, targets
 from experiments.config import BY_FILE, FREE, SETTINGS, Config, check_fields, optimizers, participation, same
 from experiments.presets import DEFAULT_PRESETS, PRESETS
 from experiments.values import number, typed_all
@@ -66,6 +66,7 @@ def check_ranges(config: Config) -> None:
             f"--momentum={config.momentum} is of --optimizer=sgd; {config.optimizer} has its own: leave it out."
         )
     targets.parse(config.targets)
+    stopping.parse(config.stop_at)
     choose("conv", config.conv, CONVOLUTIONS)
     participation(config.participation)
     if config.width != "auto":

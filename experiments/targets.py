@@ -88,6 +88,13 @@ def check_score(text: str | None, known: Iterable[str], whose: str) -> None:
         choose(f"score of {whose}", name.removesuffix("_micro"), names)
 
 
+def check_possible(experiment: Any) -> None:
+    """Raises InputError if --targets names a score that a `build.Experiment` will not have."""
+    c = experiment.config
+    if parse(c.targets)[0]:
+        check_score(c.targets, score_names(experiment), c.algo)
+
+
 def score_names(experiment: Any) -> list[str]:
     """The names of the scores that a `build.Experiment` will have; nothing is compiled."""
     program = experiment.program(rounds=experiment.config.rounds)

@@ -10,13 +10,13 @@ from typing import Any
 
 from rich.console import Console
 
-from experiments import account, build, phases, published, report, schema, targets, unseen, validation
+from experiments import account, build, phases, published, report, schema, stopping, targets, unseen, validation
 from experiments.files import read_derived, write_json
 from experiments.interrupt import Interrupt
 from experiments.pace import Pace
 from experiments.recorded import Layout
 from experiments.runs import RunDirectory
-from fedjax_pfl import simulate
+from fedjax_pfl import local, simulate
 from fedjax_pfl.engine import multihost
 from fedjax_pfl.types import State
 
@@ -30,6 +30,14 @@ def compiled(experiment: build.Experiment, layout: Layout) -> simulate.Compiled:
     program, c = experiment.program(layout.width, layout.devices.count), experiment.config
     options = {"eval_every": c.eval_every, "state_every": c.checkpoint_every}
     return simulate.compiled(validation.scored(experiment, program), experiment.key, experiment.federation, **options)
+
+
+def directory(path: Path, experiment: build.Experiment) -> RunDirectory:
+    """The run directory of an experiment."""
+    partial = experiment.task.participation != (1.0, 1.0)
+    planned = local.planned(experiment.task, experiment.task.sizes)
+    own, sizes = experiment.partition.test_sizes, validation.sizes(experiment)
+    return RunDirectory(path, own, partial, planned, experiment.headline, experiment.network_names, sizes)
 
 
 def train(
@@ -55,20 +63,31 @@ def train(
     ask = lambda: reporter.say("Stopping after this round; Ctrl-C again aborts at once.")
     program = experiment.program(layout.width, layout.devices.count)
     options: dict[str, Any] = {"rounds": rounds, "eval_every": c.eval_every, "state_every": c.checkpoint_every}
+    progress, ended = stopping.progress(c, experiment.headline, run.rows), list[str]()
+    if progress is not None:
+        ended += filter(None, [progress.why()])
+        options["until"] = lambda: bool(ended)
     options |= {"start": start, "state": None if state is None else program.place(state), "functions": functions}
     with reporter, Interrupt(ask, words) as interrupt:
         files = _Files(run, experiment, clock)
-        add = lambda *found: reporter.update(run.append(*found))
+
+        def add(*found: Any) -> report.Row:
+            reporter.update(row := run.append(*found))
+            return row
+
         try:
             for found in reporter.watched(simulate.rounds(program, experiment.key, experiment.federation, **options)):
                 result, held_out = validation.apart(found)
-                multihost.on_first(add, result, held_out | _unseen(experiment, result, layout.width))
+                row = multihost.on_first(add, result, held_out | _unseen(experiment, result, layout.width))
                 if result.state is None:
                     continue
+                if progress is not None:
+                    progress = progress.after(row)
+                    ended += filter(None, [progress.why()] if not ended else [])
                 done = result.round + (result.metrics is not None)
                 number = multihost.largest(interrupt.asked or 0)  # whoever was asked, all stop after the same round
                 stop = number and done < rounds
-                if stop or done % c.checkpoint_every == 0 or done == rounds:
+                if stop or ended or done % c.checkpoint_every == 0 or done == rounds:
                     with phases.said(console, f"Writing the checkpoint after round {done}, and the tables"):
                         # on the host: no device holds everybody's rows
                         whole = program.unplace(multihost.fetch(result.state))
@@ -79,7 +98,7 @@ def train(
             multihost.on_first(files.show, "diverged")
             raise
     with phases.said(console, "Writing tables and curves"):
-        multihost.on_first(files.show, "complete")
+        multihost.on_first(files.show, "complete", ended[0] if ended else None)
 
 
 def _unseen(experiment: build.Experiment, result: simulate.Result, width: int) -> dict[str, Any]:
@@ -88,7 +107,9 @@ def _unseen(experiment: build.Experiment, result: simulate.Result, width: int) -
         return {}
     assert result.state is not None
     server = multihost.fetch(result.state.server)
-    return unseen.scores(experiment.config, experiment.task, experiment.unseen, server, width)
+    return unseen.scores(
+        experiment.config.replace(rounds=result.round), experiment.task, experiment.unseen, server, width
+    )
 
 
 class _Files:
@@ -99,9 +120,9 @@ class _Files:
         self._run, self._experiment, self._clock = run, experiment, clock
         self._now_and_then = Pace(self.show)
 
-    def show(self, status: str) -> None:
+    def show(self, status: str, ended: str | None = None) -> None:
         self._run.tables()
-        _summarise(self._run, self._experiment, status, self._clock.seconds())
+        _summarise(self._run, self._experiment, status, self._clock.seconds(), ended)
 
     def keep(self, status: str, done: int, state: State) -> None:
         self._run.save(done, state)
@@ -128,7 +149,7 @@ class Clock:
         return {name: round(self.before[name] + value, 3) for name, value in now.items()}
 
 
-def _summarise(run: RunDirectory, experiment: build.Experiment, status: str, seconds: dict) -> None:
+def _summarise(run: RunDirectory, experiment: build.Experiment, status: str, seconds: dict, ended: str | None) -> None:
     """Writes summary.json."""
     flops = account.flops(experiment) if experiment.config.targets else None
     spent = functools.reduce(targets.Spent.after, run.rows, targets.Spent())
@@ -136,6 +157,8 @@ def _summarise(run: RunDirectory, experiment: build.Experiment, status: str, sec
     content = {"status": status, "rounds": done, "seconds": seconds} | report.summary(run.rows, experiment.headline)
     content |= {"work": {name: totals[name] for name in ("client_steps", "client_flops")} | {"note": targets.NOTE}}
     content |= {"initial_broadcast": account.initial_broadcast(experiment)}
+    if ended and done < experiment.config.rounds:
+        content |= {"ended": {"why": ended} | stopping.given(experiment.config)}
     if experiment.config.targets:
         content |= {"targets": targets.summary(run.rows, experiment.config, flops, experiment.headline)}
     content |= {"examples": experiment.examples}

@@ -184,6 +184,7 @@ def rounds(
     state: State | None = None,
     state_every: int = 1,
     functions: Compiled | None = None,
+    until: Callable[[], bool] | None = None,
 ) -> Iterator[Result]:
     """Runs an experiment round by round from `start`, and closes with the scores after the last
     round.
@@ -196,6 +197,8 @@ def rounds(
 
     Args:
       functions: what `compiled` returned for the same arguments; None: compiled here.
+      until: asked before each round; True: there is no further one, only the closing scores. The
+        state is then sure to be there after each evaluated round, too.
 
     Raises:
       DivergenceError: an active client's loss or state, or the server's, is not finite; that round
@@ -210,10 +213,11 @@ def rounds(
         state = run.init(key, numbers, federation.placement)
     together = not program.on_host and 1 not in (eval_every, state_every)
     few, t = 1, start
-    while t < rounds:
+    while t < rounds and not (until is not None and until()):
         wanted = bool(eval_every) and (t % eval_every == 0 or t == rounds - 1)
         pre = multihost.fetch(run.evaluate(key, numbers, federation, state, np.int32(t))) if wanted else None
-        count = min(few, _free(t, rounds, eval_every, state_every)) if together else 1
+        alone = not together or (wanted and until is not None)
+        count = 1 if alone else min(few, _free(t, rounds, eval_every, state_every))
         begin = time.perf_counter()
         state, metrics = run.step(key, numbers, federation, state, np.int32(t), np.bool_(wanted), np.int32(count))
         metrics = multihost.fetch(metrics)
@@ -224,7 +228,7 @@ def rounds(
             check_finite(t + i, one)
             yield Result(t + i, None if i < count - 1 else state, one, None if i else pre)
         t += count
-    yield Result(rounds, state, None, multihost.fetch(run.evaluate(key, numbers, federation, state, np.int32(rounds))))
+    yield Result(t, state, None, multihost.fetch(run.evaluate(key, numbers, federation, state, np.int32(t))))
 
 
 def _free(t: int, rounds: int, eval_every: int, state_every: int) -> int:

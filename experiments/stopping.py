@@ -1,0 +1,142 @@
+"""When a run ends before its last round: --stop_at, where a score is reached, and --patience, where
+the validation score no longer improves.
+
+Both look at rounds that are evaluated, after the round's local training, and need nothing but the
+rows of metrics.jsonl: a run that goes on finds again what it knew.
+"""
+
+import functools
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from experiments import build, schema, scores, targets, validation
+from experiments.config import Config
+from experiments.files import read_derived
+from experiments.presets import PRESETS
+from experiments.scores import Headline
+from fedjax_pfl.errors import InputError, check, choose
+
+Row = dict[str, Any]
+_POINTS = ("pre", "post", validation.POINT)
+_ROUNDING = 1e-6  # as in `targets`: scores are float32
+
+
+class Goal(NamedTuple):
+    """A score to reach."""
+
+    point: str | None  # None: the one that the preset's headline is of, else `pre`
+    score: str
+    value: float
+
+
+def parse(text: str | None) -> Goal | None:
+    """Reads --stop_at=[POINT/]SCORE:VALUE; None for no text and for `none`.
+
+    Raises:
+      InputError: it is not of that form, or a share of examples is outside (0, 1].
+    """
+    if text is None or text.lower() == "none":
+        return None
+    place, colon, number = text.rpartition(":")
+    point, slash, score = place.rpartition("/")
+    try:
+        value = float(number)
+    except ValueError:
+        value = math.nan
+    if not colon or not score or (slash and point not in _POINTS) or math.isnan(value):
+        raise InputError(
+            f"--stop_at={text}: write a score and its value, as --stop_at=acc:0.9, or with the point in front, one of "
+            f"{', '.join(_POINTS)}, as --stop_at=val/acc:0.9."
+        )
+    share = scores.is_share(score)
+    check("stop_at", value, 0 if share else -math.inf, 1 if share else math.inf, open_low=share)
+    return Goal(point or None, score, value)
+
+
+def check_possible(experiment: build.Experiment) -> None:
+    """Raises InputError where what is asked for cannot be: a score that the method has not, no
+    validation examples, or no evaluation before the end."""
+    c = experiment.config
+    goal = parse(c.stop_at)
+    flags = [f"--stop_at={c.stop_at}"] * bool(goal) + [f"--patience={c.patience}"] * bool(c.patience)
+    if flags and not c.eval_every:
+        raise InputError(f"{flags[0]} needs evaluations before the last round: take an --eval_every from 1 on.")
+    if (c.patience or (goal and goal.point == validation.POINT)) and not validation.exists(experiment):
+        raise InputError(
+            f"{flags[-1]} needs validation examples, and there are none: hold some out, as with --val_fraction=0.2."
+        )
+    if goal:
+        choose(f"score of {c.algo}", goal.score.removesuffix("_micro"), targets.score_names(experiment))
+
+
+class Progress(NamedTuple):
+    """What the evaluated rounds so far say."""
+
+    goal: Goal | None
+    patience: int
+    headline: Headline
+    best: tuple[int, float] | None = None  # round and validation score
+    since: int = 0  # evaluated rounds since then
+    reached: tuple[int, float] | None = None  # the goal: round and score
+
+    def after(self, row: Row) -> "Progress":
+        """With one row more; the closing one and those without scores change nothing."""
+        if "loss" not in row:
+            return self
+        now, (name, way) = self, self.headline
+        if (value := row.get(f"{validation.POINT}/{name}")) is not None:
+            better = self.best is None or (value < self.best[1] if way == "min" else value > self.best[1])
+            now = now._replace(best=(row["round"], value), since=0) if better else now._replace(since=self.since + 1)
+        if self.goal and self.reached is None:
+            value = row.get(f"{self.goal.point}/{self.goal.score}")
+            if value is not None and self._is_reached(value):
+                now = now._replace(reached=(row["round"], value))
+        return now
+
+    def _is_reached(self, value: float) -> bool:
+        assert self.goal is not None
+        sign = -1 if scores.better(self.goal.score, self.headline) == "min" else 1
+        return sign * value >= sign * self.goal.value - _ROUNDING * max(1, abs(self.goal.value))
+
+    def why(self) -> str | None:
+        """Why the run is to end, in words; None: it goes on."""
+        if self.goal and self.reached:
+            (t, value), name = self.reached, f"{self.goal.point}/{self.goal.score}"
+            wanted, found = (scores.labelled(self.goal.score, x) for x in (self.goal.value, value))
+            return f"{name} has reached {wanted} in round {t}, with {found}"
+        if self.best and self.patience and self.since >= self.patience:
+            name, (t, value) = self.headline[0], self.best
+            best = f"the {scores.labelled(name, value)} of round {t}"
+            return f"{validation.POINT}/{name} has not been better than {best} in evaluations since: {self.since}"
+        return None
+
+
+def progress(config: Config, headline: Headline, rows: Iterable[Row]) -> Progress | None:
+    """What the rows of a run say so far; None if it has no such end."""
+    goal = parse(config.stop_at)
+    if goal is None and not config.patience:
+        return None
+    if goal is not None and goal.point is None:
+        preset = PRESETS.get(config.preset or "")
+        goal = goal._replace(point=preset.headline_of(config.algo).partition("/")[0] if preset else "pre")
+    return functools.reduce(Progress.after, rows, Progress(goal, config.patience, headline))
+
+
+def ended(path: Path, config: Config) -> str | None:
+    """What is said of a run that has ended by just these settings, and so does not go on; None of
+    any other."""
+    said = read_derived(path / "summary.json", schema.SUMMARY)
+    found = said.get("ended")
+    if not found or found != {"why": found["why"], **given(config)}:
+        return None
+    return (
+        f"{path} has ended after {said['rounds']} of {config.rounds} rounds: {found['why']}. It goes on with "
+        "other values, as --stop_at=none --patience=0."
+    )
+
+
+def given(config: Config) -> Row:
+    """What a run is to end by, as settings that say it even where that is nothing."""
+    return {"stop_at": config.stop_at if parse(config.stop_at) else "none", "patience": config.patience}

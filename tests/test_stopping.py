@@ -1,0 +1,125 @@
+"""Runs that end before their last round: --stop_at and --patience."""
+
+import pytest
+
+from experiments import main, many, recorded, runs, stopping
+from experiments.config import Config
+from fedjax_pfl.errors import InputError
+
+TINY = ["--data_fraction=0.2", "--clients=5", "--width=1", "--epochs=1", "--model=linear", "--val_fraction=0.3"]
+# several rounds go to the devices at once: 1, then 2 and 3, and 5
+RUN = ["--algo=fedavg", *TINY, "--rounds=6", "--eval_every=2", "--checkpoint_every=6"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    path = tmp_path_factory.mktemp("runs") / "whole"
+    assert main.run([*RUN, f"--workdir={path}"]) == 0
+    return path
+
+
+@pytest.fixture(scope="module")
+def goal(whole):
+    """A score that is first reached in round 2."""
+    scores = [row["pre/acc"] for row in runs.read_rows(whole / "metrics.jsonl") if "pre/acc" in row]
+    assert scores[0] < scores[1]
+    return f"--stop_at=pre/acc:{scores[1]:.6f}"
+
+
+@pytest.fixture(scope="module")
+def ended(whole, goal):
+    path = whole.parent / "ended"
+    assert main.run([*RUN, goal, f"--workdir={path}"]) == 0
+    return path
+
+
+def test_it_ends_after_the_first_evaluated_round_that_reaches_the_score(whole, ended):
+    rows = [runs.read_rows(path / "metrics.jsonl") for path in (ended, whole)]
+    assert rows[0][:3] == rows[1][:3] and len(rows[0]) == 4  # rounds 0 to 2, and the closing scores after them
+    assert rows[0][3]["round"] == 3 and "loss" not in rows[0][3] and "pre/acc" in rows[0][3]
+    summary = runs.read_json(ended / "summary.json")
+    assert (summary["status"], summary["rounds"]) == ("complete", 3)
+    assert "pre/acc has reached" in summary["ended"]["why"] and "in round 2" in summary["ended"]["why"]
+    assert "ended" not in runs.read_json(whole / "summary.json")
+
+
+def test_it_does_not_go_on_by_accident(ended, capsys):
+    before = (ended / "metrics.jsonl").read_bytes()
+    assert main.run(["--resume", f"--workdir={ended}", "--rounds=8"]) == 0
+    assert "has ended after 3 of 8 rounds: pre/acc has reached" in capsys.readouterr().out
+    assert (ended / "metrics.jsonl").read_bytes() == before
+    config = runs.read_config(ended)
+    assert config.rounds == 6 and recorded.is_complete(ended, config)
+    assert not recorded.is_complete(ended, config.replace(stop_at=None))
+
+
+def test_with_another_end_it_goes_on_as_if_it_had_not_ended(whole, ended, monkeypatch):
+    """As a sweep has it, where the flag is left out."""
+    monkeypatch.setattr(many, "_found", lambda path, config: (False, True))
+    config = runs.read_config(ended).replace(stop_at=None)
+    member = many.Member({"hparams": {}}, config, {}, ended)
+    assert many.run([member], main.train_into, main.NOTHING) == (0, False)
+    assert (ended / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    assert runs.read_json(ended / "summary.json")["rounds"] == 6
+
+
+def row(t, value, point="val", name="acc"):
+    return {"round": t, "loss": 1.0, f"{point}/{name}": value}
+
+
+def why(config, rows, headline=("acc", "max")):
+    found = stopping.progress(config, headline, rows)
+    return found and found.why()
+
+
+@pytest.mark.parametrize(
+    "values, way, ends",
+    [
+        ((0.5, 0.4, 0.4), "max", True),
+        ((0.5, 0.4, 0.6), "max", False),
+        ((0.5, 0.5, 0.5), "max", True),  # the same is no better
+        ((0.5, 0.4, 0.3), "min", False),
+        ((0.3, 0.4, 0.5), "min", True),
+    ],
+)
+def test_patience_counts_evaluations_without_a_better_validation_score(values, way, ends):
+    config = Config(algo="fedavg", patience=2)
+    rows = [row(2 * t, x) for t, x in enumerate(values)] + [{"round": 5, "loss": 1.0}]  # which is not evaluated
+    assert bool(why(config, rows, ("acc", way))) == ends
+    assert not why(config, [{**x, "val/acc": None} for x in rows], ("acc", way))
+    assert why(config.replace(patience=0), rows) is None
+
+
+def test_a_goal_is_at_the_point_of_the_preset_and_in_the_direction_of_the_score():
+    config = Config(algo="fedavg", preset="pfedc_mnist", stop_at="acc:0.9")  # whose headline is post/acc
+    assert why(config, [row(0, 0.95, "pre")]) is None
+    assert why(config, [row(0, 0.95, "post")]) and why(config.replace(preset=None), [row(0, 0.95, "pre")])
+    less = Config(algo="feddva", stop_at="pre/reconstruction:40")
+    assert why(less, [row(3, 41.0, "pre", "reconstruction")]) is None
+    assert "in round 4" in why(less, [row(t, 44.0 - t, "pre", "reconstruction") for t in range(6)])
+    closing = {"round": 5, "pre/acc": 0.95}
+    assert why(config.replace(preset=None), [closing]) is None
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--stop_at=acc"], "write a score and its value"),
+        (["--stop_at=nowhere/acc:0.9"], "one of pre, post, val"),
+        (["--stop_at=acc:90"], "stop_at=90.0 is outside its range (0, 1]"),
+        (["--stop_at=accc:0.9"], "did you mean 'acc'"),
+        (["--stop_at=val/acc:0.9", "--val_fraction=0"], "--stop_at=val/acc:0.9 needs validation examples"),
+        (["--patience=2", "--val_fraction=0"], "--patience=2 needs validation examples"),
+        (["--patience=2", "--eval_every=0"], "--patience=2 needs evaluations before the last round"),
+        (["--patience=-1"], "patience=-1 is outside its range"),
+    ],
+)
+def test_an_end_that_cannot_be_is_refused(words, said, tmp_path, capsys):
+    assert main.run(["--algo=fedavg", *TINY, "--rounds=2", *words, f"--workdir={tmp_path / 'x'}"]) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "x").exists()
+
+
+def test_none_is_no_goal():
+    assert stopping.parse("none") is stopping.parse(None) is None
+    with pytest.raises(InputError):
+        stopping.parse("nothing")
