@@ -57,6 +57,7 @@ def describe(experiment: Experiment) -> str:
     marked = " with marks" if experiment.marks else ""
     clients = f"{experiment.task.num_clients} clients"
     clients += f" and {len(experiment.unseen.ids)} unseen" if experiment.unseen else ""
+    server = f"; at the server {c.server_optimizer}, lr {c.server_lr:g}" if c.server_optimizer else ""
     how = "" if c.optimizer == "sgd" else f"{c.optimizer}, "
     done = f"{c.steps} steps" if c.steps is not None else f"{c.epochs} epochs"
     moved = experiment.partition.moved
@@ -64,5 +65,5 @@ def describe(experiment: Experiment) -> str:
     part = f" ({n['available']:,} of its {n['of']:,} examples)" if n["available"] < n["of"] else ""
     return (
         f"{c.algo} on {c.dataset}{marked}{part}: {clients} ({assigned}), {nets}, "
-        f"{c.rounds} rounds of {done}, batch {c.batch_size}, {how}lr {c.lr:g}"
+        f"{c.rounds} rounds of {done}, batch {c.batch_size}, {how}lr {c.lr:g}{server}"
     )

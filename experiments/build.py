@@ -3,7 +3,7 @@ before compiling."""
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ from absl import logging
 from experiments import networks, scores, unseen
 from experiments.config import Config, participation
 from experiments.unseen import Unseen
-from fedjax_pfl import simulate
+from fedjax_pfl import server_optimizer, simulate
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data import datasets, federate, marks, partitioners, tfds
 from fedjax_pfl.engine import host_state
@@ -62,13 +62,14 @@ class Experiment(NamedTuple):
             make = simulate.program if rounds or self.config.client_memory == "device" else host_state.program
             options: dict[str, Any] = {"lr_decay": self.config.lr_decay, "width": width, "devices": devices}
             options["checked"] = not self.made  # the first time
-            factory = find(self.config.algo)
-            self.made[width, devices, rounds] = make(factory, task, self.config.hparams, **options)
+            factory, hparams = method(self.config)
+            self.made[width, devices, rounds] = make(factory, task, hparams, **options)
         return self.made[width, devices, rounds]
 
     def algorithm(self) -> Algorithm:
         """The method as a value, at the first round's learning rate."""
-        return find(self.config.algo)(self.task, **self.config.hparams)
+        factory, hparams = method(self.config)
+        return factory(self.task, **hparams)
 
     @property
     def headline(self) -> scores.Headline:
@@ -88,6 +89,16 @@ class Experiment(NamedTuple):
         changed: dict[str, Any] = {"models": tuple(models), "shared": shared}
         others = self.unseen and self.unseen._replace(task=self.unseen.task._replace(**changed))
         return self._replace(task=self.task._replace(**changed), unseen=others, conv=conv, made={})
+
+
+def method(config: Config) -> tuple[Callable[..., Algorithm], dict[str, Any]]:
+    """The factory of the method, under --server_optimizer if one is given, and its
+    hyperparameters."""
+    factory = find(config.algo)
+    if config.server_optimizer is None:
+        return factory, config.hparams
+    made = server_optimizer.optimized(factory, networks.optimizer(0.0, 0.0, None, config.server_optimizer))
+    return made, config.hparams | {server_optimizer.RATE: config.server_lr}
 
 
 def prepare(config: Config, conv: str = "auto", room: Sequence[int] = federate.ROOM) -> Experiment:

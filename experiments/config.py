@@ -59,6 +59,10 @@ class Config:
     momentum: Annotated[float, Interval(ge=0, lt=1)] = _setting(0.0, "of the local SGD, in [0, 1)")
     weight_decay: Annotated[float, Ge(0)] = _setting(0.0, "added to the gradient after clipping, as in PyTorch")
     clip: Annotated[float, Gt(0)] | None = _setting(None, "the largest norm of a step's gradient")
+    server_optimizer: str | None = _setting(
+        None, "at the server, for methods that average weights: one of optax's, whose step replaces the mean (FedOpt)"
+    )
+    server_lr: Annotated[float, Gt(0)] | None = _setting(None, "the rate of --server_optimizer")
     drop_last: bool = _setting(False, "skip the short last batch of an epoch")
     model: str = _setting(
         "auto",

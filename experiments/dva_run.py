@@ -9,7 +9,7 @@ import numpy as np
 
 from experiments import dva_figures, runs, scores
 from experiments.files import write_json
-from fedjax_pfl import trees
+from fedjax_pfl import server_optimizer, trees
 from fedjax_pfl.algorithms.feddva import networks
 from fedjax_pfl.numerics import dva_phases
 
@@ -32,7 +32,7 @@ def views(run: runs.Run) -> list[dva_figures.View]:
         return nets.decoder.apply({"params": w["decoder"], "stats": w["stats"]["decoder"]}, latents)[0]
 
     def view(k: int) -> dva_figures.View:
-        w = trees.merge(jax.tree.map(lambda x: x[k], run.state.clients), run.state.server)
+        w = trees.merge(jax.tree.map(lambda x: x[k], run.state.clients), server_optimizer.plain(run.state.server))
         index = e.partition.test[k, : min(PER_CLIENT, e.partition.test_sizes[k])]
         name = f"client {k}" + (f", {e.marks[k].replace('_', ' ')}" if e.marks else "")
         latents = lambda z, c: jnp.asarray(np.concatenate([z, c], axis=-1), jnp.float32)

@@ -65,6 +65,14 @@ def check_ranges(config: Config) -> None:
         raise InputError(
             f"--momentum={config.momentum} is of --optimizer=sgd; {config.optimizer} has its own: leave it out."
         )
+    if config.server_optimizer is not None:
+        # noisy_sgd keeps a random key, which a checkpoint does not
+        choose("server_optimizer", config.server_optimizer, [x for x in optimizers() if x != "noisy_sgd"])
+    if (config.server_optimizer is None) != (config.server_lr is None):
+        raise InputError(
+            "--server_optimizer and --server_lr belong together: give both, as --server_optimizer=adam "
+            "--server_lr=0.01, or neither."
+        )
     targets.parse(config.targets)
     stopping.parse(config.stop_at)
     choose("conv", config.conv, CONVOLUTIONS)

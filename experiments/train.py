@@ -16,7 +16,7 @@ from experiments.interrupt import Interrupt
 from experiments.pace import Pace
 from experiments.recorded import Layout
 from experiments.runs import RunDirectory
-from fedjax_pfl import local, simulate
+from fedjax_pfl import local, server_optimizer, simulate
 from fedjax_pfl.engine import multihost
 from fedjax_pfl.types import State
 
@@ -106,7 +106,7 @@ def _unseen(experiment: build.Experiment, result: simulate.Result, width: int) -
     if result.metrics is not None or experiment.unseen is None:
         return {}
     assert result.state is not None
-    server = multihost.fetch(result.state.server)
+    server = server_optimizer.plain(multihost.fetch(result.state.server))
     return unseen.scores(
         experiment.config.replace(rounds=result.round), experiment.task, experiment.unseen, server, width
     )

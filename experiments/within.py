@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from experiments import entry, flags, phases, runs
-from fedjax_pfl import simulate
+from fedjax_pfl import server_optimizer, simulate
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.numerics import class_groups, task_maps
@@ -51,7 +51,8 @@ def scores(workdir: Path, name: str) -> dict[str, np.ndarray]:
         return factory(*args, **hparams)._replace(score=score)
 
     program = simulate.program(scored, task, config.hparams, lr_decay=config.lr_decay)
-    arguments = (run.experiment.key, program.numbers, run.experiment.federation, run.state, np.int32(run.round))
+    state = run.state._replace(server=server_optimizer.plain(run.state.server))
+    arguments = (run.experiment.key, program.numbers, run.experiment.federation, state, np.int32(run.round))
     return jax.device_get(jax.jit(program.evaluate)(*arguments))
 
 

@@ -206,7 +206,8 @@ def partial_averaging(
         return beside(tuned, predictor(c.model, received)) if untuned else tuned
 
     score = functools.partial(score_beside, name="untuned") if untuned else evaluate.classification
-    return Algorithm(init, round, predict, score, one_architecture=one_architecture)
+    averages = tuple(part for part in BOTH if part not in fixed and not all(jax.tree.leaves(split.personal[0][part])))
+    return Algorithm(init, round, predict, score, one_architecture=one_architecture, averages=averages)
 
 
 def _is_zero(x: Numeric) -> bool:

@@ -278,3 +278,4 @@ class Algorithm(NamedTuple):
     headline: tuple[str, str] = ("acc", "max")  # the score of targets and best rounds, and its better end
     one_architecture: bool = True  # False: clients may be of several architectures
     no_unseen: str = ""  # why a round of its own under the trained server does not personalise an untrained client
+    averages: tuple[str, ...] = ()  # entries of the dict State.server that are a mean of the clients' weights

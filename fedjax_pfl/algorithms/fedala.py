@@ -162,4 +162,4 @@ def fedala(
     def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
         return predictor(task.model, start(c, server, mine)[0])
 
-    return Algorithm(init, round, predict, evaluate.classification)
+    return Algorithm(init, round, predict, evaluate.classification, averages=averaging.BOTH)

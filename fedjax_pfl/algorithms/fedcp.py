@@ -245,4 +245,4 @@ def fedcp(
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
         return predictor(*receive(server, own), c)
 
-    return Algorithm(init, round, predict, evaluate.classification)
+    return Algorithm(init, round, predict, evaluate.classification, averages=(*averaging.BOTH, "policy"))

@@ -139,4 +139,8 @@ def feddva(
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
         return predictor(split.receive(server, own))
 
-    return Algorithm(init, round, predict, score, headline=("elbo", "max") if head == "none" else ("acc", "max"))
+    headline, averages = (
+        ("elbo" if head == "none" else "acc", "max"),
+        tuple(part for part in start if part not in (*stay, "stats")),
+    )
+    return Algorithm(init, round, predict, score, headline=headline, averages=averages)

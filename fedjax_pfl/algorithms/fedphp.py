@@ -100,4 +100,4 @@ def fedphp(
     def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
         return beside(predictor(task.model, mine["h"]), predictor(task.model, split.receive(server, mine["own"])))
 
-    return Algorithm(init, round, predict, score_beside)
+    return Algorithm(init, round, predict, score_beside, averages=averaging.BOTH)

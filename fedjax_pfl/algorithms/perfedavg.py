@@ -135,4 +135,4 @@ def per_fedavg(
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
         return predictor(task.model, adapt(c, split.receive(server, own)))
 
-    return Algorithm(init, round, predict, evaluate.classification)
+    return Algorithm(init, round, predict, evaluate.classification, averages=averaging.BOTH)

@@ -186,4 +186,5 @@ def pfedafm(
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
         return predictor(c.model, shared, split.receive(server, own))
 
-    return Algorithm(init, round, predict, score, one_architecture=False)
+    averages = ("theta",) if aggregation == "mean" else ()
+    return Algorithm(init, round, predict, score, one_architecture=False, averages=averages)

@@ -182,7 +182,11 @@ def pfedc(
         scalars = (shared + a_logit * logits) * cohort.active
         return Traffic(scalars, scalars, 0 * scalars, 2 * cohort.active.astype(jnp.int32))
 
-    return Algorithm(init, round, lambda server, own, c: on.predictor(compose(server, own, c)), on.score, sent)
+    def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
+        return on.predictor(compose(server, own, c))
+
+    # a branch is averaged over whoever holds its task, and keeps its value where nobody does
+    return Algorithm(init, round, predict, on.score, sent, averages=("body",))
 
 
 def privacy_pfedc(
@@ -276,7 +280,8 @@ def privacy_pfedc(
 
     predict = lambda server, own, c: on.predictor(compose(server, own))
     secret = "the branches' sums are only for the clients of the round, and the server keeps nothing of them"
-    return Algorithm(init, round, predict, on.score, sent, no_unseen=secret)
+    averages = () if encrypt_phi else ("body",)  # of ciphertexts no server takes a step
+    return Algorithm(init, round, predict, on.score, sent, no_unseen=secret, averages=averages)
 
 
 def _ratio(total: PyTree, weight: Array, like: PyTree) -> PyTree:

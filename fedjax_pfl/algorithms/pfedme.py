@@ -97,4 +97,4 @@ def pfedme(
         received = split.receive(server, mine["own"])
         return beside(predictor(task.model, mine["theta"]), predictor(task.model, received))
 
-    return Algorithm(init, round, predict, score_beside)
+    return Algorithm(init, round, predict, score_beside, averages=averaging.BOTH)

@@ -104,4 +104,4 @@ def scaffold(
     def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
         return predictor(task.model, split.receive(server["w"], mine["own"]))
 
-    return Algorithm(init, round, predict, evaluate.classification)
+    return Algorithm(init, round, predict, evaluate.classification, averages=("w",))

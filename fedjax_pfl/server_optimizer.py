@@ -1,0 +1,112 @@
+"""FedOpt: an optimizer at the server in place of the mean of the clients' weights.
+
+Reference: Reddi et al., Adaptive federated optimization (ICLR 2021, arXiv 2003.00295), Algorithm 2.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from annotated_types import Gt
+from chex import Numeric
+
+from fedjax_pfl import trees
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Predictor, PyTree, State, Task, Traffic
+
+RATE = "server_optimizer_lr"  # of the hyperparameter that the factory gets
+
+
+class Optimized(NamedTuple):
+    """State.server of a method under a server optimizer."""
+
+    method: PyTree  # the method's own
+    optimizer: PyTree  # the optimizer's state
+
+
+def plain(server: PyTree) -> PyTree:
+    """The method's own State.server."""
+    return server.method if isinstance(server, Optimized) else server
+
+
+def optimized(
+    factory: Callable[..., Algorithm], optimizer: Callable[[Numeric], optax.GradientTransformation] = optax.adam
+) -> Callable[..., Algorithm]:
+    """The method whose server takes a step of an optimizer where it would take the mean.
+
+    In each round the weights w of the server and their mean after it, w', make a gradient w - w',
+    from which the optimizer moves w (for the weights that `Algorithm.averages` names; all else of
+    the state, running statistics among it, becomes what the method makes it). With plain SGD of
+    rate 1 that is w'. A round in which nobody trains changes neither w nor the optimizer's state.
+
+    Args:
+      factory: a method of which `averages` names at least one part.
+      optimizer: learning rate -> transformation; its state is kept in State.server (`Optimized`).
+
+    Returns:
+      a factory with one hyperparameter more, server_optimizer_lr in (0, inf), which is traced.
+
+    Note:
+      optax's Adam corrects the bias of its averages and has eps 1e-8; the paper does not, and takes
+      beta_2 = 0.99 and tau = 1e-3 (`lambda lr: optax.adam(lr, b2=0.99, eps=1e-3)`).
+    """
+
+    @functools.wraps(factory)
+    def make(task: Task, *, server_optimizer_lr: Numeric = 1.0, **hparams: Any) -> Algorithm:
+        method = factory(task, **hparams)
+        if not method.averages:
+            name = getattr(factory, "__name__", "The method")
+            raise InputError(
+                f"{name} cannot have a server optimizer: its server keeps no plain mean of the clients' weights, of "
+                "which it would be the step."
+            )
+        return _wrapped(method, optimizer(server_optimizer_lr))
+
+    known, kind = inspect.signature(factory), inspect.Parameter.KEYWORD_ONLY
+    rate = inspect.Parameter(RATE, kind, default=1.0, annotation=Annotated[float, Gt(0)])
+    make.__signature__ = known.replace(parameters=[*known.parameters.values(), rate])  # type: ignore[attr-defined]
+    return make
+
+
+def _wrapped(method: Algorithm, step: optax.GradientTransformation) -> Algorithm:
+    def weights(server: PyTree) -> tuple[PyTree, PyTree]:
+        """What the optimizer moves, and the rest, each with holes."""
+        return trees.partition(server, jax.tree_util.tree_map_with_path(functools.partial(_moves, method), server))
+
+    def inner(state: State) -> State:
+        return State(state.server.method, state.clients)
+
+    def init(key: Array) -> State:
+        state = method.init(key)
+        there = {name for name, part in state.server.items() if jax.tree.leaves(part)}
+        if missing := [name for name in method.averages if name not in there]:
+            raise InputError(f"`Algorithm.averages` names {missing[0]!r}, of which State.server has no weights.")
+        return State(Optimized(state.server, step.init(weights(state.server)[0])), state.clients)
+
+    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
+        new, metrics = method.round(key, inner(state), cohort)
+        (before, _), (mean, rest) = weights(state.server.method), weights(new.server)
+        gradient = jax.tree.map(jnp.subtract, before, mean)
+        updates, kept = step.update(gradient, state.server.optimizer, before)
+        moved = (trees.cast(optax.apply_updates(before, updates), before), kept)
+        moved, kept = trees.choose(jnp.any(cohort.trained), moved, (before, state.server.optimizer))
+        return State(Optimized(trees.merge(moved, rest), kept), new.clients), metrics
+
+    def predict(server: PyTree, row: PyTree, c: Client) -> Predictor:
+        return method.predict(server.method, row, c)
+
+    def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
+        assert method.traffic is not None
+        return method.traffic(inner(state), cohort, metrics)
+
+    return method._replace(init=init, round=round, predict=predict, traffic=None if method.traffic is None else sent)
+
+
+def _moves(method: Algorithm, path: tuple[Any, ...], leaf: Array) -> bool:
+    """Is a leaf of State.server one of the weights that the server averages?"""
+    names = [getattr(key, "key", None) for key in path]
+    return names[0] in method.averages and "stats" not in names and jnp.issubdtype(leaf.dtype, jnp.floating)

@@ -1,0 +1,150 @@
+"""FedOpt: a step of an optimizer at the server in place of the mean."""
+
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+import toy
+from documents import ROOT
+from toy import assert_close, assert_same
+
+from experiments import main, runs
+from fedjax_pfl import simulate, testing
+from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.server_optimizer import RATE, optimized
+
+AVERAGE = [name for name in sorted(ALGORITHMS) if toy.METHODS[name](toy.method_task(name)).averages]
+QUICK = ("fedrep", "scaffold")  # body and head apart; the weights beside the control variate
+PAPERS = optimized(ALGORITHMS["fedavg"], lambda lr: optax.adam(lr, b2=0.99, eps=1e-3))  # rounding is no step of it
+NORMS = toy.task("norm", participation=(0.5, 0.5))
+
+
+@pytest.mark.parametrize("method", [name if name in QUICK else toy.slow(name) for name in AVERAGE])
+def test_plain_sgd_of_rate_1_is_the_mean(method):
+    given = toy.method_task(method)
+    alone = toy.train(method, given, rounds=2)
+    under = toy.train(optimized(toy.METHODS[method], optax.sgd), given, rounds=2)
+    assert_close(under.state.server.method, alone.state.server, 1e-5)
+    assert_close(under.state.clients, alone.state.clients, 1e-5)
+    assert_close(under.metrics, alone.metrics, 1e-5)
+    assert_close(under.last, alone.last, 1e-5)
+
+
+def adam(w, gradient, m, v, t, rate, b1=0.9, b2=0.99, eps=1e-3):
+    """One step, by the book: w, and the averages m and v."""
+    m, v = b1 * m + (1 - b1) * gradient, b2 * v + (1 - b2) * gradient**2
+    return w - rate * (m / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + eps), m, v
+
+
+def test_adam_steps_along_the_mean_difference():
+    """Two rounds of FedAvg with half of the clients; running statistics are averaged as ever."""
+    under = toy.train(PAPERS, NORMS, rounds=2, **{RATE: 0.05})
+    server = jax.device_get(under.begin.server.method)
+    leaves, structure = jax.tree.flatten_with_path(server)
+    averages = [(np.zeros_like(x), np.zeros_like(x)) for _, x in leaves]
+    program = simulate.program("fedavg", NORMS, checked=False)
+    step = jax.jit(program.round)
+    for t in range(2):
+        state = under.begin._replace(server=server)  # of FedAvg no client keeps anything
+        plain, _ = step(jax.random.key(5), program.numbers, toy.federation(), state, np.int32(t), np.bool_(True))
+        new = []
+        for i, ((path, w), mean) in enumerate(zip(leaves, jax.tree.leaves(plain.server), strict=True)):
+            moved, *averages[i] = adam(w, w - np.asarray(mean), *averages[i], t + 1, 0.05)
+            new.append(np.asarray(mean) if "stats" in jax.tree_util.keystr(path) else moved)
+        server = jax.tree.unflatten(structure, new)
+        leaves = jax.tree.flatten_with_path(server)[0]
+    assert_close(under.state.server.method, server, 1e-4)
+    apart = jax.tree.map(lambda a, b: np.abs(a - np.asarray(b)).max(), server, plain.server)
+    assert apart["body"]["inner"]["kernel"] > 1e-3 and max(jax.tree.leaves(apart["stats"])) == 0  # not the mean
+
+
+@pytest.mark.parametrize("layout", [{"width": 3}, toy.slow({"devices": 2})])
+def test_the_layout_changes_nothing(layout):
+    states = []
+    for options in ({}, layout):
+        program = simulate.program(PAPERS, NORMS, {RATE: 0.05}, **options)
+        *_, last = simulate.rounds(program, jax.random.key(5), toy.federation(), rounds=2, eval_every=0)
+        states.append(program.unplace(jax.device_get(last.state)).server)
+    assert_close(*states, 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fedavg", "ditto"])
+def test_the_contract_holds_under_a_server_optimizer(method):
+    """A round in which nobody trains leaves the optimizer's state as it was, padding and order count
+    for nothing, and the rate is traced."""
+    testing.check_algorithm(optimized(ALGORITHMS[method]))
+
+
+def test_a_round_in_which_nobody_trains_moves_nothing():
+    """Though Adam's averages are not zero."""
+    empty = toy.federation()
+    before = toy.train(PAPERS, NORMS, rounds=2, **{RATE: 0.05}).state
+    sizes, counts = (np.zeros_like(x) for x in (empty.train.size, empty.class_counts))
+    empty = empty._replace(train=empty.train._replace(size=sizes), class_counts=counts)
+    after = toy.train(PAPERS, NORMS, rounds=1, federation_=empty, begin=before, **{RATE: 0.05}).state
+    assert_same(after.server, before.server)
+
+
+def test_what_averages_is_in_the_server_and_other_methods_are_refused():
+    for name in ALGORITHMS:
+        given, factory = toy.method_task(name), toy.METHODS[name]
+        method = factory(given)
+        if name in AVERAGE:
+            server = jax.eval_shape(method.init, jax.random.key(0)).server
+            assert all(jax.tree.leaves(server[part]) for part in method.averages), name
+        else:
+            with pytest.raises(InputError, match="cannot have a server optimizer"):
+                optimized(factory)(given)
+
+
+def test_a_part_that_the_server_has_not_is_said():
+    wrong = lambda task: ALGORITHMS["fedavg"](task)._replace(averages=("body", "tail"))
+    with pytest.raises(InputError, match="names 'tail', of which State\\.server"):
+        simulate.program(optimized(wrong), NORMS)
+
+
+def test_the_documents_name_the_methods():
+    text = (ROOT / "docs" / "command-line.md").read_text()
+    [listed] = re.findall(r"Methods that average weights: (.*?)\.\n", text, re.DOTALL)
+    assert sorted(re.findall(r"`(\w+)`", listed.replace("`svd`", ""))) == AVERAGE
+
+
+TINY = ["--data_fraction=0.2", "--clients=5", "--width=1", "--epochs=1", "--model=linear", "--unseen=0.2"]
+ADAM = ["--algo=fedavg", "--server_optimizer=adam", "--server_lr=0.03", *TINY]
+
+
+def test_its_state_is_kept_in_checkpoints(tmp_path, capsys):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert main.run([*ADAM, "--rounds=3", f"--workdir={whole}"]) == 0
+    assert "lr 0.1; at the server adam, lr 0.03" in capsys.readouterr().out
+    assert main.run([*ADAM, "--rounds=1", f"--workdir={parts}"]) == 0
+    assert main.run(["--resume", "--rounds=3", f"--workdir={parts}"]) == 0
+    rows = [runs.read_rows(path / "metrics.jsonl") for path in (whole, parts)]
+    assert rows[0] == rows[1] and "unseen/acc" in rows[0][-1]
+    found = runs.load(parts)
+    assert int(found.state.server.optimizer[0][0].count) == 3 and found.predictor(0)(
+        found.experiment.dataset.x[:2]
+    ).shape == (2, 10)
+    assert main.run(["--resume", "--server_lr=0.1", f"--workdir={parts}"]) == 2
+    assert "server_lr (recorded 0.03, now 0.1)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--algo=fedavg", "--server_optimizer=adam"], "belong together"),
+        (["--algo=fedavg", "--server_lr=0.1"], "belong together"),
+        (["--algo=fedavg", "--server_optimizer=adamm", "--server_lr=0.1"], "did you mean 'adam'"),
+        (["--algo=fedavg", "--server_optimizer=noisy_sgd", "--server_lr=0.1"], "Unknown server_optimizer"),
+        (["--algo=fedavg", "--server_optimizer=adam", "--server_lr=0"], "outside its range"),
+        (["--algo=local", "--server_optimizer=adam", "--server_lr=0.1"], "local cannot have a server optimizer"),
+        (["--algo=fedproto", "--server_optimizer=adam", "--server_lr=0.1"], "fedproto cannot have a server optimizer"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(words, said, tmp_path, capsys):
+    assert main.run([*TINY, *words, f"--workdir={tmp_path / 'x'}"]) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "x").exists()
