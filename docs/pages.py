@@ -26,6 +26,7 @@ MODULES = {  # what a user imports, by topic
     "A run as functions": ["simulate", "types", "hyperparameters", "errors"],
     "For a method's author": [
         "averaging",
+        "server_optimizer",
         "local",
         "losses",
         "evaluate",

@@ -18,12 +18,13 @@ def show(console: Console, run: RunDirectory, experiment: build.Experiment, say:
     summary = read_derived(run.path / "summary.json", schema.SUMMARY)
     c = experiment.config.replace(rounds=summary.get("rounds", experiment.config.rounds))
     experiment = experiment._replace(config=c)
+    ended = [f"Ended after {c.rounds} rounds: {summary['ended']['why']}."] if "ended" in summary else []
     if say <= ONE:
         points = report.HELD_OUT if say == HELD_OUT else report.WITH_UNSEEN
-        console.print("  " + "; ".join(_points(found, points, brief=True)))
+        console.print("  " + " ".join(["; ".join(_points(found, points, brief=True)), *ended]))
         return
-    if ended := summary.get("ended"):
-        console.print(f"Ended after {c.rounds} rounds: {ended['why']}.")
+    for line in ended:
+        console.print(line)
     if say == ALL:
         report.tables(console, found)
     else:
