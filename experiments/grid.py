@@ -14,7 +14,10 @@ from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.errors import InputError, check, choose
 
 # settings that are text, but of no value that has a comma in it
-_NAMES = ("algo", "preset", "dataset", "partition", "participation", "optimizer", "bn_stats", "compute_dtype")
+_NAMES = (
+    *("algo", "preset", "dataset", "partition", "participation"),
+    *("optimizer", "server_optimizer", "bn_stats", "compute_dtype"),
+)
 _PATHS = ("dataset", "partition")  # or that of a file, which may
 FLAGS = {  # those of a run, as text that may be several values
     name: flag if flag.kind in (bool, list) else flag._replace(kind=str) for name, flag in flags.OF_A_RUN.items()

@@ -43,6 +43,13 @@ def test_a_comma_in_text_is_no_end_of_a_value():
     ]
 
 
+def test_names_are_apart_by_commas():
+    found = members("--algo=fedavg", "--server_optimizer=adam,yogi", "--server_lr=0.1", "--bn_stats=local,batch")
+    assert [(m.config.server_optimizer, m.config.bn_stats) for m in found] == [
+        (name, stats) for name in ("adam", "yogi") for stats in ("local", "batch")
+    ]
+
+
 def test_of_a_flag_that_is_repeated_the_last_counts():
     """As in every command line here."""
     [only] = members("--algo=ditto", "--lr=0.1,0.2", "--lr=0.3", "--hparam=lam=1", "--hparam=lam=2")
