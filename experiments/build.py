@@ -1,6 +1,7 @@
 """From settings to an experiment: data, partition, task, program. Everything wrong is found here,
 before compiling."""
 
+import functools
 import hashlib
 import re
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from absl import logging
 from experiments import networks, scores, unseen
 from experiments.config import Config, participation
 from experiments.unseen import Unseen
-from fedjax_pfl import server_optimizer, simulate
+from fedjax_pfl import own, server_optimizer, simulate
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data import datasets, federate, marks, partitioners, tfds
 from fedjax_pfl.engine import host_state
@@ -111,7 +112,7 @@ def prepare(config: Config, conv: str = "auto", room: Sequence[int] = federate.R
     Raises:
       InputError: the settings do not fit each other or the data.
     """
-    dataset = datasets.load(config.dataset, config.data_dir)
+    dataset = datasets.load(config.dataset, config.data_dir, config.seed)
     available = len(dataset.y)
     dataset = datasets.subset(dataset, config.data_fraction, config.seed)
     everybody, kinds = _partition(config, dataset), tuple[str, ...]()
@@ -147,8 +148,10 @@ def room(configs: Sequence[Config]) -> tuple[int, ...]:
     Raises:
       InputError: as `prepare`.
     """
-    whole, found = datasets.load(configs[0].dataset, configs[0].data_dir), [federate.ROOM]
+    load = functools.cache(lambda seed: datasets.load(configs[0].dataset, configs[0].data_dir, seed))
+    found = [federate.ROOM]
     for config in configs:
+        whole = load(config.seed if own.named(config.dataset) else 0)
         assigned = _partition(config, datasets.subset(whole, config.data_fraction, config.seed))
         found.append(tuple(rows.shape[1] for rows in (assigned.train, assigned.val, assigned.test)))
     return tuple(map(max, zip(*found, strict=True)))
@@ -158,7 +161,8 @@ def _partition(config: Config, dataset: datasets.Dataset) -> partitioners.Partit
     spec, names = config.partition, ("alpha", "classes_per_client", "test_split", "val_fraction")
     if config.clients is None:  # the file says it
         return partitioners.load_file(spec.removeprefix("file:"), dataset)
-    how = {} if spec.startswith("file:") else {name: getattr(config, name) for name in names}
+    theirs = spec.startswith("file:") or own.named(spec)
+    how = {} if theirs else {name: getattr(config, name) for name in names}
     return partitioners.partition(dataset, spec, num_clients=config.clients, seed=config.seed, **how)
 
 
@@ -219,7 +223,7 @@ def _public(config: Config) -> datasets.Dataset | None:
     name, colon, count = config.public.rpartition(":")
     if not colon or not count.isdigit():
         name, count = config.public, ""
-    dataset = datasets.load(name, config.data_dir)
+    dataset = datasets.load(name, config.data_dir, config.seed)
     if not count:
         return dataset
     if not 1 <= int(count) <= len(dataset.y):

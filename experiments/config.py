@@ -13,7 +13,12 @@ from experiments.values import number
 from fedjax_pfl import hyperparameters
 
 _MOST = 2**31 - 1  # rounds are counted in int32
-BY_FILE = ("val_fraction", "test_split", "alpha", "classes_per_client")  # None where a partition file says everything
+BY_FILE = (
+    "val_fraction",
+    "test_split",
+    "alpha",
+    "classes_per_client",
+)  # None where a partition of the user's own says all
 
 
 def _setting(default: Any, help: str, free: bool = False) -> Any:
@@ -29,16 +34,16 @@ class Config:
     None is allowed where the annotation says so.
     """
 
-    algo: str = _setting("", "the method; --list shows them all; or your own, as FILE.py:FACTORY")
+    algo: str = _setting("", "the method; --list shows them all; or your own, as FILE.py:FUNCTION")
     preset: str | None = _setting(None, "a paper's setting, which the other flags override; digits has one by default")
-    dataset: str = _setting("digits", "the data set, or npz:PATH for your own")
+    dataset: str = _setting("digits", "the data set, or npz:PATH or FILE.py:FUNCTION for your own")
     data_fraction: float = _setting(1.0, "the part of the data set to use, stratified, in (0, 1]")
     marks: bool = _setting(False, "draw FedDVA's marks on square images: client k has type k mod 4")
     val_fraction: float | None = _setting(0.0, "the part of every client's training examples held out, in [0, 1)")
     test_split: Literal["pool", "official"] | None = _setting(
         "pool", "pool: a quarter of each client's examples; official: the data set's own"
     )
-    partition: str = _setting("pathological", "who gets which examples, or file:PATH for your own")
+    partition: str = _setting("pathological", "who gets which examples, or file:PATH or FILE.py:FUNCTION for your own")
     alpha: float | None = _setting(0.1, "the Dirichlet concentration")
     classes_per_client: int | None = _setting(2, "of the pathological partitions (shards: shards per client)")
     clients: int | None = _setting(20, "the number of clients; with file:PATH the file says it")
@@ -67,7 +72,7 @@ class Config:
     model: str = _setting(
         "auto",
         "the network; several as cnn,lenet (client i has number i mod G), blocks:cnn,lenet (the first half of the "
-        "clients has the first), or file:PATH with a name per client; "
+        "clients has the first), or file:PATH with a name per client; a name may be your own, as FILE.py:FUNCTION; "
         "auto: cnn for images of 16x16 and more, else mlp",
     )
     features: int | None = _setting(

@@ -7,7 +7,8 @@ import math
 import re
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -15,10 +16,10 @@ import numpy as np
 
 from experiments.presets import DEFAULT_PRESETS, PRESETS, Preset
 from experiments.presets.preset import Cell
-from fedjax_pfl import models
+from fedjax_pfl import models, own
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.algorithms.find import find
-from fedjax_pfl.data.datasets import DATASETS
+from fedjax_pfl.data.datasets import DATASETS, load
 from fedjax_pfl.data.partitioners import PARTITIONS
 from fedjax_pfl.engine import unseen
 from fedjax_pfl.errors import choose, interval
@@ -28,22 +29,40 @@ from fedjax_pfl.testing import synthetic
 from fedjax_pfl.types import Task
 
 _WIDTH, _INDENT = 110, 32
+_MADE = {  # what a function of the user's own returns
+    "algo": "Algorithm",
+    "model": "a Flax NNX module with body and head",
+    "dataset": "Dataset",
+    "partition": "Partition",
+}
 
 
-def named() -> dict[str, dict[str, str]]:
-    """Everything that has a name, with one line each, by kind: {title: {name: line}}."""
+def named(user: Mapping[str, Any] = MappingProxyType({})) -> dict[str, dict[str, str]]:
+    """Everything that has a name, with one line each, by kind: {title: {name: line}}.
+
+    Args:
+      user: settings, whose parts of the user's own are named, too.
+    """
+    yours = {kind: f"your own function, {call} -> {_MADE[kind]}" for kind, call in own.CALLS.items()}
+    mine = {
+        kind: {"FILE.py:NAME": yours[kind]}
+        | {name: first_sentence(own.load(kind, name)) for name in str(user.get(kind, "")).split(",") if own.named(name)}
+        for kind in yours
+    }
+    methods = {name: first_sentence(factory) for name, factory in ALGORITHMS.items()}
+    models = {name: first_sentence(factory) for name, factory in MODELS.items()}
     return {
-        "Methods (--algo; more with --describe=NAME)": {n: first_sentence(f) for n, f in ALGORITHMS.items()},
-        "Data sets (--dataset)": DATASETS,
-        "Partitions (--partition)": PARTITIONS,
-        "Models (--model)": {name: first_sentence(factory) for name, factory in MODELS.items()},
+        "Methods (--algo; more with --describe=NAME)": methods | mine["algo"],
+        "Data sets (--dataset)": DATASETS | mine["dataset"],
+        "Partitions (--partition)": PARTITIONS | mine["partition"],
+        "Models (--model)": models | mine["model"],
         "Presets (--preset)": {name: preset.description for name, preset in PRESETS.items()},
     }
 
 
-def listing() -> str:
-    """Everything that has a name, as text."""
-    return "\n\n".join(f"{title}\n{_rows(rows)}" for title, rows in named().items())
+def listing(user: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """Everything that has a name, as text; `user` as of `named`."""
+    return "\n\n".join(f"{title}\n{_rows(rows)}" for title, rows in named(user).items())
 
 
 def _rows(rows: dict[str, str]) -> str:
@@ -58,12 +77,41 @@ def _hanging(head: str, text: str) -> str:
 
 
 def describe(name: str) -> str:
-    """A method or a preset in full."""
+    """A method, a preset or a part of a user's own in full."""
     if name in PRESETS:
         return _preset(name)
     if ":" in name:
-        return _method(find(name), name)
+        kind = _kind(own.load("describe", name))
+        return _method(find(name), name) if kind == "algo" else _part(kind, name)
     return _method(ALGORITHMS[choose("method or preset", name, [*ALGORITHMS, *PRESETS])], name)
+
+
+def _kind(function: Callable) -> str:
+    """What a part of a user's own is, by the arguments of its function."""
+    known = own.parameters(function)
+    places = [x for x in known.values() if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
+    required = [x.name for x in places if x.default is x.empty]
+    if not required or (required == ["seed"] and len(known) == 1):
+        return "dataset"
+    if "dataset" in required[:1]:
+        return "partition"
+    return "model" if len(required) > 1 else "algo"
+
+
+def _part(kind: str, name: str) -> str:
+    """A network, data set or partition of a user's own: its docstring, how it is called, and what a
+    data set holds."""
+    function = own.load(kind, name)
+    parts = [f"{name}: {inspect.getdoc(function) or 'no docstring.'}"]
+    parts += [f"Use: --{kind}={name}, called with {own.CALLS[kind]}, returns {_MADE[kind]}."]
+    if kind == "dataset":
+        d = load(name)
+        tests = len(d.y) - d.num_train
+        parts += [
+            f"Holds: {len(d.y):,} examples of {d.x.dtype}{list(d.x.shape[1:])} in {d.num_classes} classes, "
+            f"{f'{tests:,} of them the official test set' if tests else 'no official test set'}."
+        ]
+    return "\n\n".join(parts)
 
 
 def _method(factory: Callable, name: str) -> str:

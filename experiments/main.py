@@ -59,7 +59,7 @@ _FLAGS = {
     ),
     **flags.OF_A_PROCESS,
     "list": flags.Flag(bool, "list methods, data sets, partitions, models and presets", False),
-    "describe": flags.Flag(str, "describe a method or a preset"),
+    "describe": flags.Flag(str, "describe a method, a preset, or a part of your own, FILE.py:NAME"),
     "seeds": flags.SEEDS,
     "verbose": flags.VERBOSE,
 }
@@ -102,7 +102,7 @@ def _information(parsed: flags.Parsed) -> str | None:
     if parsed.get("help"):
         return f"{__doc__}\n{parsed.usage}"
     if parsed.get("list"):
-        return describe.listing()
+        return describe.listing(parsed.settings())
     return describe.describe(parsed.given["describe"]) if parsed.get("describe") else None
 
 

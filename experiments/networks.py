@@ -1,5 +1,6 @@
 """The networks of --model and --shared_model, and the clients' optimizer."""
 
+import contextlib
 from pathlib import Path
 
 import jax
@@ -8,7 +9,9 @@ import optax
 from chex import Numeric
 
 from experiments.config import Config
+from fedjax_pfl import own
 from fedjax_pfl.data import datasets
+from fedjax_pfl.engine import validate
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import functional
 from fedjax_pfl.types import Model
@@ -44,11 +47,13 @@ def architectures(spec: str, num_clients: int) -> tuple[list[str], np.ndarray]:
 
 
 def names(config: Config, num_clients: int) -> np.ndarray:
-    """The name of each client's network [N], "own" of a method that makes its own."""
+    """The name of each client's network [N], "own" of a method that makes its own; of a user's own
+    the function's, if no other has it."""
     if config.algo in OWN:
         return np.full(num_clients, "own")
     found, of = architectures(config.model, num_clients)
-    return np.array(found)[of]
+    brief = [own.short(name) for name in found]
+    return np.array(brief if len(set(brief)) == len(set(found)) else found)[of]
 
 
 def model(config: Config, dataset: datasets.Dataset, conv: str, name: str) -> Model:
@@ -57,7 +62,10 @@ def model(config: Config, dataset: datasets.Dataset, conv: str, name: str) -> Mo
     prepared = jax.eval_shape(dataset.prepare, example)
     options = (config.bn_stats, conv, config.compute_dtype, config.features)
     shape, dtype = prepared.shape[1:], prepared.dtype
-    return functional.model(name, shape, dataset.num_classes, *options, input_dtype=dtype)
+    with own.blamed("model", name) if own.named(name) else contextlib.nullcontext():
+        made = functional.model(name, shape, dataset.num_classes, *options, input_dtype=dtype)
+        validate.model(made, dataset)
+    return made
 
 
 def shared(config: Config, dataset: datasets.Dataset, conv: str, made: dict[str, Model]) -> Model:

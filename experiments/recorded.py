@@ -4,14 +4,15 @@ and the rows."""
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments import schema, settings, stopping
+from experiments import networks, schema, settings, stopping
 from experiments.config import SETTINGS, Config
 from experiments.files import damaged, lines, read_derived, read_json
-from fedjax_pfl import hyperparameters
+from fedjax_pfl import hyperparameters, own
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.engine import checkpoint
 from fedjax_pfl.engine.memory import Memory
@@ -52,6 +53,26 @@ def signed(config: Config) -> Row:
     """The settings as they are written, with a digest of each."""
     values = config.asdict()
     return values | {"digests": {name: _digest(value) for name, value in values.items()}}
+
+
+OWN_FILES = {  # in partition.json the hashes of a user's own parts: their settings, and what they are
+    "algo": (("algo",), "method"),
+    "model_file": (("model", "shared_model"), "model"),
+    "dataset_file": (("dataset", "public"), "data set"),
+    "partition_file": (("partition",), "partition"),
+}
+
+
+def own_files(config: Config, num_clients: int) -> dict[str, str]:
+    """The hashes of the files of a user's own parts; nothing of parts that have a name here."""
+    found: dict[str, str] = {}
+    for key, (names, _) in OWN_FILES.items():
+        texts = [re.sub(r":\d+$", "", getattr(config, name) or "") for name in names]  # of public, how many
+        if key == "model_file":
+            texts = [*networks.architectures(config.model, num_clients)[0], *texts[1:]]
+        digest = own.digest(texts)
+        found |= {key: digest} if digest else {}
+    return found
 
 
 def read_config(path: Path) -> Config:

@@ -25,10 +25,9 @@ from experiments import build, figures, lock, matrices, records, schema
 from experiments.config import Config
 from experiments.entry import directory
 from experiments.files import Rows, damaged, read_json, read_rows, write_bytes, write_json
-from experiments.recorded import check_format, complete, read_config, read_layout, signed
+from experiments.recorded import OWN_FILES, check_format, complete, own_files, read_config, read_layout, signed
 from experiments.scores import ACCURACY, Headline
 from fedjax_pfl import simulate
-from fedjax_pfl.algorithms.find import digest
 from fedjax_pfl.data import partitioners
 from fedjax_pfl.engine import checkpoint, results
 from fedjax_pfl.errors import InputError
@@ -231,19 +230,20 @@ def wanted(t: int, rounds: int, eval_every: int) -> bool:
 
 
 def digests(experiment: build.Experiment) -> dict[str, str]:
-    """The hashes of who owns what, of the data, and of a user's own method."""
-    found = {"partition": partitioners.digest(experiment.everybody), "data": build.data_digest(experiment.dataset)}
+    """The hashes of who owns what, of the data, and of the files of a user's own parts."""
+    found = own_files(experiment.config, len(experiment.everybody.train))
+    found |= {"partition": partitioners.digest(experiment.everybody), "data": build.data_digest(experiment.dataset)}
     if experiment.public is not None:
         found["public"] = build.data_digest(experiment.public)
-    own = digest(experiment.config.algo)
-    return found | ({} if own is None else {"algo": own})
+    return found
 
 
 def check_digests(experiment: build.Experiment, found: Row, recorded: Row, whose: str) -> None:
     """Raises InputError where the `digests` found are not the recorded ones; `whose` ends its
     sentence."""
-    names = {"data": f"The data set {experiment.dataset.name}", "partition": "The partition"}
-    names |= {"public": f"The public data set {experiment.config.public}", "algo": "The file of the method"}
+    names = {key: f"The file of the {what}" for key, (_, what) in OWN_FILES.items()}
+    names |= {"data": f"The data set {experiment.dataset.name}", "partition": "The partition"}
+    names |= {"public": f"The public data set {experiment.config.public}"}
     for name, what in names.items():
         if recorded.get(name) != found.get(name):
             raise InputError(f"{what} is not the one that {whose}.")

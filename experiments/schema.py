@@ -37,7 +37,10 @@ CONFIG = Object(
 LAYOUT = Object(
     {"width": _PLACES, "conv": set(CONVOLUTIONS), "devices": Object({"count": _PLACES, "kind": str, "platform": str})}
 )
-PARTITION = Object({"partition": str, "data": str}, {"public": str, "algo": str, "unseen": List(COUNT)})
+PARTITION = Object(
+    {"partition": str, "data": str},
+    dict.fromkeys(("public", "algo", "model_file", "dataset_file", "partition_file"), str) | {"unseen": List(COUNT)},
+)
 VERSIONS = Object({}, {"resumed": List(Object({"round": COUNT}))})
 _STATISTICS = Object(
     {"macro": float, "std": float},

@@ -9,6 +9,7 @@ from experiments import stopping, targets
 from experiments.config import BY_FILE, FREE, SETTINGS, Config, check_fields, optimizers, participation, same
 from experiments.presets import DEFAULT_PRESETS, PRESETS
 from experiments.values import number, typed_all
+from fedjax_pfl import own
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.errors import InputError, check, choose
@@ -29,8 +30,7 @@ def resolve(user: Mapping[str, Any]) -> Config:
     if not values.get("algo"):
         raise InputError(f"Say which method to run with --algo=NAME: one of {', '.join(ALGORITHMS)}.")
     values |= _local_work(user, values)
-    if values.get("partition", "").startswith("file:"):
-        values |= _by_file(values["partition"], user)
+    values |= _by_partition(values.get("partition", ""), user)
     factory = find(values["algo"])
     by_preset = chosen.hparams.get(values["algo"], {}) if chosen else {}
     values["hparams"] = hyperparameters(factory) | by_preset | typed_all(factory, user.get("hparams", {}))
@@ -47,13 +47,15 @@ def _local_work(user: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
     return {"epochs" if by_steps else "steps": None}
 
 
-def _by_file(spec: str, user: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a partition file decides; the number of clients, if given, is compared with
-    the file's."""
+def _by_partition(spec: str, user: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a partition of the user's own decides; the number of clients, if given, is
+    compared with a file's."""
+    if not spec.startswith("file:") and not own.named(spec):
+        return {}
     for name in BY_FILE:
         if user.get(name) is not None:
             raise InputError(f"--{name} means nothing with --partition={spec}, which says everything: leave it out.")
-    return dict.fromkeys(BY_FILE) | {"clients": user.get("clients")}
+    return dict.fromkeys(BY_FILE) | ({"clients": user.get("clients")} if spec.startswith("file:") else {})
 
 
 def check_ranges(config: Config) -> None:
@@ -135,7 +137,7 @@ def default_workdir(user: Mapping[str, Any], config: Config, seeds: bool = False
     """runs/ALGO-DATASET-PARTITION-seedK, then what the user set beside these, so that a sweep needs
     no names; `seeds`: of the runs of several seeds."""
     seed = "seeds" if seeds else f"seed{config.seed}"
-    parts = [config.algo.rpartition(":")[2], config.dataset, config.partition, seed]
+    parts = [*map(own.short, (config.algo, config.dataset, config.partition)), seed]
     parts += [change for change in changes(user) if not change.startswith(("dataset=", "partition="))]
     if user.get("preset"):
         parts.insert(0, user["preset"])

@@ -12,6 +12,7 @@ import pytest
 from documents import PAGES, ROOT, TABLES, blocks, commands, files_of, is_program, module, read
 
 from experiments import build, figures, flags, grid, main, settings, sweep, tables, within
+from fedjax_pfl import own
 
 WITHOUT_FILES = ("digits", "synthetic", "npz:")
 OTHERS = {
@@ -52,7 +53,7 @@ def check_run(argv: list[str], name: str, prepared: set) -> None:
     for user in user_settings(parsed, name):
         config = settings.resolve(user)
         what = repr(config.replace(seed=0, rounds=0, targets=None))
-        if config.dataset.startswith(WITHOUT_FILES) and what not in prepared:
+        if (config.dataset.startswith(WITHOUT_FILES) or own.named(config.dataset)) and what not in prepared:
             prepared.add(what)
             public = config.public is None or config.public.startswith(WITHOUT_FILES)
             build.prepare(config if public else config.replace(public="synthetic"))
@@ -170,7 +171,7 @@ def tiny(name: str, argv: list[str]) -> list[str]:
     user = user_settings(parsed, name)[0]
     config = settings.resolve(user)
     more = [f"--{key}={value}" for key, value in TINY.items() if config.steps is None or key != "epochs"]
-    if not config.dataset.startswith(WITHOUT_FILES):  # not everywhere prepared
+    if not config.dataset.startswith(WITHOUT_FILES) and not own.named(config.dataset):  # not everywhere prepared
         more += ["--dataset=synthetic", "--model=linear", "--batch_size=10"]
     if name == "main" and not parsed.get("workdir"):
         more.append(f"--workdir={settings.default_workdir(user, config)}")

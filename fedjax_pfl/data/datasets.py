@@ -2,18 +2,16 @@
 Datasets."""
 
 import math
-import os
-import zipfile
-import zlib
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_pfl import own
 from fedjax_pfl.data import tfds
+from fedjax_pfl.data.npz import read_npz
 from fedjax_pfl.errors import InputError, check, check_shape, choose
 
 
@@ -39,14 +37,15 @@ DATASETS: dict[str, str] = {
 }
 
 
-def load(name: str, data_dir: str | None = None) -> Dataset:
+def load(name: str, data_dir: str | None = None, seed: int = 0) -> Dataset:
     """Loads a data set by its name in `DATASETS`.
 
     Args:
-      name: `digits`, `synthetic`, `npz:PATH`, `tfds:NAME`, or one of TensorFlow's data sets such as
-        `mnist`.
+      name: `digits`, `synthetic`, `npz:PATH`, `tfds:NAME`, one of TensorFlow's data sets such as
+        `mnist`, or a function of your own that makes one, FILE.py:NAME or package.module:NAME.
       data_dir: where TFDS data sets were prepared; default: the variable TFDS_DATA_DIR, then
         ~/tensorflow_datasets.
+      seed: for a function of your own that has an argument of that name.
 
     Raises:
       InputError: the name is unknown, the data set is not prepared (with the command that prepares
@@ -54,6 +53,8 @@ def load(name: str, data_dir: str | None = None) -> Dataset:
     """
     if isinstance(name, str) and name.startswith("npz:"):
         return _npz(name.removeprefix("npz:"))
+    if own.named(name):
+        return _own(name, seed)
     if not (isinstance(name, str) and name.startswith("tfds:")):
         choose("data set", name, DATASETS)
     if name == "digits":
@@ -179,58 +180,26 @@ def _npz(path: str) -> Dataset:
     return Dataset(f"npz:{path}", np.concatenate(xs), y.astype(np.int32), len(ys[0]), num_classes, prepare)
 
 
-# What numpy raises on files that are not as they were written; NotImplementedError: an unknown way of compressing.
-_DAMAGE = (
-    zipfile.BadZipFile,
-    zlib.error,
-    NotImplementedError,
-    OSError,
-    EOFError,
-    AttributeError,
-    TypeError,
-    ValueError,
-)
-
-
-def read_npz(path: str | Path, required: tuple[str, ...], optional: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
-    """Reads the named arrays of an .npz file.
-
-    Raises:
-      InputError: no such file, not an .npz, a required array is missing, or an array holds Python
-        objects.
-    """
-    path = os.path.expanduser(path)
-    if not os.path.isfile(path):  # unlike Path.is_file, False for a name that is too long
-        raise InputError(f"There is no file {path!r}: give the path of an .npz with the arrays {', '.join(required)}.")
-    if not zipfile.is_zipfile(path) and os.access(path, os.R_OK) and not _was_zip(path):
-        what = "it is a .npy of one array, a text, or another file"
-        raise InputError(f"{path} cannot be read as .npz ({what}): write it with numpy.savez.")
-    try:
-        # Opened here because np.load leaves a damaged file open.
-        with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
-            missing = [name for name in required if name not in file]
-            if missing:
-                raise InputError(f"{path} lacks the array {missing[0]!r}: it has {', '.join(file.files) or 'none'}.")
-            return {name: _array(path, file, name) for name in (*required, *optional) if name in file}
-    except InputError:
-        raise
-    except _DAMAGE as error:
-        raise InputError(f"{path} cannot be read as .npz ({error}): write it with numpy.savez.") from error
-
-
-def _was_zip(path: str) -> bool:
-    """Does a file begin as an .npz does? Then it is one that was damaged."""
-    with open(path, "rb") as file:
-        return file.read(4) == b"PK\x03\x04"
-
-
-def _array(path: str | Path, file: Any, name: str) -> np.ndarray:
-    try:
-        return np.asarray(file[name])
-    except ValueError as error:
-        if "allow_pickle" not in str(error):
-            raise
-        raise InputError(f"{path}: {name} holds Python objects: store numbers in one rectangular array.") from error
+def _own(name: str, seed: int) -> Dataset:
+    """What a user's function returns, checked as the arrays of a file are."""
+    takes = own.parameters(own.load("dataset", name))
+    made = own.call("dataset", name, **({"seed": seed} if "seed" in takes else {}))
+    with own.blamed("dataset", name):
+        if not isinstance(made, Dataset):
+            raise InputError(f"it returns {type(made).__name__}, not a fedjax_pfl.Dataset.")
+        if not callable(made.prepare):
+            raise InputError(f"prepare={made.prepare!r} must be a function, raw [B, ...] -> what a model takes.")
+        x = (
+            np.asarray(made.x)
+            if np.asarray(made.x).dtype == np.uint8
+            else _inputs("the data set", "x", np.asarray(made.x))
+        )
+        y = _labels("the data set", "y", np.asarray(made.y)).astype(np.int32)
+        found = checked(made._replace(name=name, x=x, y=y))
+        prepared = jax.eval_shape(found.prepare, jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype))
+        if getattr(prepared, "shape", (0,))[0] != 2:
+            raise InputError(f"prepare makes {prepared} of a batch of 2: it must keep the first axis.")
+        return found
 
 
 def _inputs(path: str, name: str, x: np.ndarray) -> np.ndarray:

@@ -8,12 +8,23 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from fedjax_pfl.data import assignment
+from fedjax_pfl import own
+from fedjax_pfl.data import assignment, rows
 from fedjax_pfl.data.datasets import Dataset, checked
-from fedjax_pfl.data.rows import Partition, build, class_counts, digest, load_file, save, select
+from fedjax_pfl.data.rows import Partition, build, class_counts, digest, load_file, of_clients, save, select
 from fedjax_pfl.errors import InputError, check, choose
 
-__all__ = ["PARTITIONS", "Partition", "class_counts", "digest", "load_file", "partition", "save", "select"]
+__all__ = [
+    "PARTITIONS",
+    "Partition",
+    "class_counts",
+    "digest",
+    "load_file",
+    "of_clients",
+    "partition",
+    "save",
+    "select",
+]
 
 PARTITIONS: dict[str, str] = {
     "iid": "equal random hands",
@@ -56,7 +67,8 @@ def partition(
     Args:
       dataset: what to divide.
       spec: a key of `PARTITIONS`; a file says everything itself and is only checked against
-        `num_clients`.
+        `num_clients`; a function of your own, FILE.py:NAME or package.module:NAME, is given the
+        data set, `num_clients` and `seed`.
       num_clients: N.
       seed: of the assignment and of the order of every client's rows (so that any tail of them is a
         random holdout).
@@ -80,6 +92,8 @@ def partition(
     rng = np.random.default_rng(_whole("seed", seed, 0, 2**63 - 1))
     if isinstance(spec, str) and spec.startswith("file:"):
         return _from_file(spec.removeprefix("file:"), dataset, num_clients)
+    if own.named(spec):
+        return _own(spec, dataset, num_clients, seed)
     _check_spec(spec, test_split, dataset)
     y = dataset.y[: dataset.num_train] if test_split == "official" else dataset.y
     num_clients = _whole("clients", num_clients, 1, len(y), "there are so many examples")
@@ -188,6 +202,17 @@ def _from_file(path: str, dataset: Dataset, num_clients: int) -> Partition:
     if len(p.train) != num_clients:
         raise InputError(
             f"{path} holds {len(p.train)} clients, not {num_clients}: leave their number out, or say {len(p.train)}."
+        )
+    return p
+
+
+def _own(spec: str, dataset: Dataset, num_clients: int, seed: int) -> Partition:
+    made = own.call("partition", spec, dataset=dataset, num_clients=num_clients, seed=seed)
+    with own.blamed("partition", spec):
+        p = rows.checked(f"partition={spec}", made, dataset)
+    if len(p.train) != num_clients:
+        raise InputError(
+            f"partition={spec} gives rows to {len(p.train)} clients, not {num_clients}: say clients={len(p.train)}."
         )
     return p
 

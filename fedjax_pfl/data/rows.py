@@ -3,12 +3,14 @@
 import hashlib
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedjax_pfl.data.datasets import Dataset, read_npz
+from fedjax_pfl.data.datasets import Dataset
+from fedjax_pfl.data.npz import read_npz
 from fedjax_pfl.errors import InputError
 
 _PARTS = ("train", "test", "val")
@@ -72,15 +74,49 @@ def load_file(path: str | Path, dataset: Dataset) -> Partition:
         raise InputError(f"{path} has only one of val and val_sizes: store both, or neither.")
     if "val" not in arrays:
         arrays |= {"val": np.zeros(0, np.int32), "val_sizes": np.zeros_like(arrays["train_sizes"])}
-    for name, array in arrays.items():
-        if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise InputError(
-                f"{path}: {name} is {array.dtype}{list(array.shape)}: it must be a flat array of integers."
-            )
-        arrays[name] = array.astype(np.int64)  # what does not fit is negative, and out of range
+    return _checked(path, arrays, len(dataset.y))
+
+
+def checked(source: str, p: Partition, dataset: Dataset) -> Partition:
+    """Returns a partition that a user made.
+
+    Args:
+      source: where it is from, for the messages.
+
+    Raises:
+      InputError: as `load_file`.
+    """
+    if not isinstance(p, Partition):
+        raise InputError(
+            f"{source} is {type(p).__name__}, not a Partition, as fedjax_pfl.data.rows.of_clients makes it."
+        )
+    arrays: dict[str, np.ndarray] = {}
     for part in _PARTS:
-        _check_part(path, part, arrays[part], arrays[f"{part}_sizes"], len(arrays["train_sizes"]), len(dataset.y))
-    _check_disjoint(path, arrays, len(dataset.y))
+        index, sizes = np.asarray(getattr(p, part)), np.asarray(getattr(p, f"{part}_sizes"))
+        if index.ndim != 2 or sizes.shape != index.shape[:1] or index.dtype.kind not in "iu":
+            raise InputError(
+                f"{source}: {part} is {index.dtype}{list(index.shape)} with sizes {list(sizes.shape)}: it must be "
+                "[clients, rows] of integers, padded, and its sizes [clients]."
+            )
+        arrays |= {part: flat(index, sizes), f"{part}_sizes": sizes}
+    return _checked(source, arrays, len(dataset.y))._replace(moved=int(p.moved))
+
+
+def of_clients(train: Sequence[Any], test: Sequence[Any], val: Sequence[Any] | None = None) -> Partition:
+    """The partition that gives client i the rows train[i], test[i] and val[i] of a data set.
+
+    Args:
+      train: for each client the row numbers of its training examples.
+      test: of its test examples.
+      val: of its validation examples; None: there are none.
+    """
+    lists = {"train": train, "test": test, "val": [[]] * len(train) if val is None else val}
+    arrays: dict[str, np.ndarray] = {}
+    for part, given in lists.items():
+        rows = [np.asarray(own) if len(own) else np.zeros(0, np.int64) for own in given]
+        if len(rows) != len(train) or not rows or any(x.ndim != 1 or x.dtype.kind not in "iu" for x in rows):
+            raise InputError(f"{part} must have a list of row numbers for each of {len(train)} clients, at least one.")
+        arrays |= {part: np.concatenate(rows), f"{part}_sizes": np.array([len(own) for own in rows])}
     return build(**arrays)  # type: ignore[arg-type]  # `moved`, the one int, is not among the arrays
 
 
@@ -136,6 +172,20 @@ def _contents(p: Partition) -> dict[str, np.ndarray]:
         sizes = getattr(p, f"{part}_sizes")
         arrays |= {part: flat(getattr(p, part), sizes), f"{part}_sizes": sizes}
     return arrays
+
+
+def _checked(source: Any, arrays: dict[str, np.ndarray], n: int) -> Partition:
+    """The partition of flat arrays over `n` examples; InputError unless they are one."""
+    for name, array in arrays.items():
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise InputError(
+                f"{source}: {name} is {array.dtype}{list(array.shape)}: it must be a flat array of integers."
+            )
+        arrays[name] = array.astype(np.int64)  # what does not fit is negative, and out of range
+    for part in _PARTS:
+        _check_part(source, part, arrays[part], arrays[f"{part}_sizes"], len(arrays["train_sizes"]), n)
+    _check_disjoint(source, arrays, n)
+    return build(**arrays)  # type: ignore[arg-type]  # `moved`, the one int, is not among the arrays
 
 
 def _check_part(path: Any, part: str, rows: np.ndarray, sizes: np.ndarray, num_clients: int, n: int) -> None:

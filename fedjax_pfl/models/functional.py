@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from fedjax_pfl import own
 from fedjax_pfl.errors import InputError, check, check_shape, choose
 from fedjax_pfl.models import layers
 from fedjax_pfl.models.features import WIDTH_BY, widened
-from fedjax_pfl.models.registry import MODELS
+from fedjax_pfl.models.registry import Factory, find
 from fedjax_pfl.types import Array, Model, Network, PyTree
 
-Factory = Callable[[tuple[int, ...], int, nnx.Rngs], nnx.Module]
 BN_STATS = ("aggregate", "local", "batch")
 DTYPES = ("float32", "bfloat16")
 
@@ -89,9 +89,9 @@ def model(
 
     Args:
       factory: (input_shape, num_classes, rngs) -> a module with `body`, [B, *input] -> [B, K], and
-        `head`, [B, K] -> [B, C]; or a name in MODELS. The body gets those of the keyword arguments
-        `mask` [B] bool, `train` bool and `rngs` (nnx.Rngs of the key, or None) that its `__call__`
-        names.
+        `head`, [B, K] -> [B, C]; or a name in MODELS, or of your own, FILE.py:NAME. The body gets
+        those of the keyword arguments `mask` [B] bool, `train` bool and `rngs` (nnx.Rngs of the
+        key, or None) that its `__call__` names.
       input_shape: of one example, without the batch axis.
       num_classes: C.
       bn_stats: "batch" keeps no running statistics and normalises by the batch at test time, too;
@@ -115,9 +115,9 @@ def model(
       InputError: for an unknown name, a module without body or head, one that keeps state in other
         places, or a batch norm that is not `layers.BatchNorm` or does not get `mask`.
     """
-    named = not callable(factory)
+    named = not callable(factory) and not own.named(factory)  # in MODELS
     if not callable(factory):
-        factory = MODELS[choose("model", factory, MODELS)]
+        factory = find(factory)
     input_shape = check_shape("input_shape", input_shape)
     check("num_classes", num_classes, 1, math.inf, whole=True)
     choose("bn_stats", bn_stats, BN_STATS)

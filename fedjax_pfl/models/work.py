@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
-from fedjax_pfl.models.functional import Factory, model
+from fedjax_pfl.models.functional import model
+from fedjax_pfl.models.registry import Factory
 from fedjax_pfl.types import Array, PyTree
 
 

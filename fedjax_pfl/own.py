@@ -1,0 +1,146 @@
+"""A user's own part of a run, named by a file or a module and a function in it: a method, a
+network, a data set, or a partition."""
+
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from fedjax_pfl.errors import InputError
+
+CALLS = {  # with what a function of each kind is called
+    "algo": "(task, **hyperparameters)",
+    "model": "(input_shape, num_classes, rngs)",
+    "dataset": "() or (seed)",
+    "partition": "(dataset, num_clients, seed)",
+}
+_OTHERS = ("npz:", "tfds:", "file:", "blocks:")  # what begins so is no part of the user's
+
+
+def named(name: str) -> bool:
+    """Is this the name of a user's own part, FILE.py:NAME or package.module:NAME?"""
+    return isinstance(name, str) and ":" in name and not name.startswith(_OTHERS)
+
+
+def short(name: str) -> str:
+    """The function's name alone, for tables and directories; another name stays as it is."""
+    return name.rpartition(":")[2] if named(name) else name
+
+
+def load(kind: str, name: str) -> Callable[..., Any]:
+    """The function of a user's own part.
+
+    Args:
+      kind: a key of CALLS.
+      name: FILE.py:NAME, or package.module:NAME.
+
+    Raises:
+      InputError: there is none; the message says what was looked for.
+    """
+    place, _, function = name.rpartition(":")
+    module = _from_file(kind, place) if place.endswith(".py") else _from_package(kind, place, name)
+    found: Callable[..., Any] | None = getattr(module, function, None)
+    if not callable(found):
+        known = [x for x, value in vars(module).items() if callable(value) and not x.startswith("_")]
+        raise InputError(f"{kind}={name}: there is no function {function!r}, only {', '.join(known) or 'none'}.")
+    return found
+
+
+def call(kind: str, name: str, **given: Any) -> Any:
+    """What the function of a user's own part returns.
+
+    Args:
+      given: its arguments in order; those that its signature has after `*` are given by keyword.
+
+    Raises:
+      InputError: there is no such function, it takes other arguments, or whatever it raises.
+    """
+    function = load(kind, name)
+    known = parameters(function)
+    by_name = {x: value for x, value in given.items() if x in known and known[x].kind is inspect.Parameter.KEYWORD_ONLY}
+    by_place = [value for x, value in given.items() if x not in by_name]
+    try:
+        inspect.Signature(list(known.values())).bind(*by_place, **by_name)
+    except TypeError as error:
+        raise InputError(f"{kind}={name}: it is called with {CALLS[kind]} ({error}).") from None
+    with blamed(kind, name):
+        return function(*by_place, **by_name)
+
+
+def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The parameters of a function, or of a class when it is called; of one that tells none, any."""
+    made = inspect.isclass(function)  # whose metaclass, of Flax's modules, would hide them
+    try:
+        known = inspect.signature(function.__init__ if inspect.isclass(function) else function).parameters
+    except (TypeError, ValueError):
+        known = inspect.signature(lambda *args, **kwargs: None).parameters
+    return dict(list(known.items())[made:])
+
+
+@contextlib.contextmanager
+def blamed(kind: str, name: str) -> Iterator[None]:
+    """Whatever is raised inside, in a user's own part or because of it, is one sentence that names
+    the part."""
+    try:
+        yield
+    except InputError as error:
+        start = f"{kind}={name}"
+        said = str(error)
+        raise error if said.startswith(start) else InputError(f"{start}: {said}") from error
+    except (Exception, SystemExit) as error:
+        raise InputError(f"{kind}={name} fails ({_said(error)}).") from error
+
+
+def digest(names: list[str]) -> str | None:
+    """SHA-256 of the files of those of the names that are a user's own parts; None if none is."""
+    files = [path.read_bytes() for name in names if named(name) and (path := _file(name))]
+    return hashlib.sha256(b"\0".join(files)).hexdigest() if files else None
+
+
+def _file(name: str) -> Path | None:
+    """The file of a part that was loaded; None for a module that has none."""
+    place, _, _ = name.rpartition(":")
+    if place.endswith(".py"):
+        return Path(os.path.expanduser(place))
+    file = getattr(sys.modules.get(place), "__file__", None)
+    return Path(file) if file else None
+
+
+def _said(error: BaseException) -> str:
+    """An exception in one line."""
+    first = next(iter(str(error).strip().splitlines()), "").rstrip(".")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def _from_file(kind: str, place: str) -> Any:
+    path = Path(os.path.abspath(os.path.expanduser(place)))
+    if not os.path.isfile(path):  # unlike Path.is_file, False for a name that is too long
+        raise InputError(f"{kind}={path}: there is no such file.")
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{kind}={path} cannot be read ({error.strerror or error}).") from None
+    name = f"_own_{hashlib.sha256(str(path).encode() + content).hexdigest()[:16]}"
+    if name not in sys.modules:  # a part is looked up several times in a run
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)  # dataclasses look it up there
+        try:
+            spec.loader.exec_module(module)
+        except (Exception, SystemExit) as error:  # whatever is wrong with the user's file
+            del sys.modules[name]
+            raise InputError(f"{path} cannot be imported ({_said(error)}).") from error
+    return sys.modules[name]
+
+
+def _from_package(kind: str, place: str, name: str) -> Any:
+    try:
+        return importlib.import_module(place)
+    except (Exception, SystemExit) as error:  # no such module, no name of one, or whatever is wrong with the user's
+        raise InputError(f"{kind}={name}: {place!r} cannot be imported ({_said(error)}).") from error
