@@ -26,6 +26,7 @@ OF_A_RUN = {
         for name, known in SETTINGS.items()
     },
     "hparam": Flag(list, "a hyperparameter of the method: name=value"),
+    "config": Flag(str, "a run's config.json, whose settings are taken where no flag says another value"),
 }
 SEEDS = Flag(int, "so many runs, of this seed and the next ones; each has its own run directory", 1)
 VERBOSE = Flag(bool, "say everything: all rounds, all tables", False)
@@ -56,9 +57,11 @@ class Parsed(NamedTuple):
         return self.given.get(name, default)
 
     def settings(self) -> dict[str, Any]:
-        """The settings of a run that were given, hyperparameters as {"hparams": {name: text}}."""
+        """The settings of a run that were given, hyperparameters as {"hparams": {name: text}}, and
+        the file of others as "config"."""
         hparams = dict(map(_name_value, self.get("hparam", [])))
-        return {name: value for name, value in self.given.items() if name in SETTINGS} | {"hparams": hparams}
+        known = (*SETTINGS, "config")
+        return {name: value for name, value in self.given.items() if name in known} | {"hparams": hparams}
 
 
 def parse(argv: Iterable[str], known: Mapping[str, Flag], words: bool = False) -> Parsed:

@@ -1,11 +1,14 @@
 """The settings of a run: what presets and defaults fill in, and which may change on a resume."""
 
+import json
 import math
+import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from experiments import stopping, targets
+from experiments import schema, stopping, targets
 from experiments.config import BY_FILE, FREE, SETTINGS, Config, check_fields, optimizers, participation, same
 from experiments.presets import DEFAULT_PRESETS, PRESETS
 from experiments.values import number, typed_all
@@ -18,11 +21,14 @@ from fedjax_pfl.simulate import hyperparameters
 
 
 def resolve(user: Mapping[str, Any]) -> Config:
-    """The effective settings: the user's over the preset's over the defaults.
+    """The effective settings: the user's over the preset's over the defaults, or over those of a
+    config.json, which says all.
 
     Raises:
       InputError: an unknown name, or a value out of range.
     """
+    if user.get("config") is not None:
+        return _over(_of_file(user["config"]), user)
     preset = user.get("preset")
     preset = DEFAULT_PRESETS.get(user.get("dataset", "digits")) if preset is None else preset
     chosen = None if preset is None else PRESETS[choose("preset", preset, PRESETS)]
@@ -35,6 +41,43 @@ def resolve(user: Mapping[str, Any]) -> Config:
     by_preset = chosen.hparams.get(values["algo"], {}) if chosen else {}
     values["hparams"] = hyperparameters(factory) | by_preset | typed_all(factory, user.get("hparams", {}))
     config = Config(**values)
+    check_ranges(config)
+    return config
+
+
+def _of_file(text: str) -> Config:
+    """The settings that a run's config.json holds; they may have been edited."""
+    path = Path(os.path.expanduser(text))
+    start = f"--config={text}"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        why = (str(error).splitlines() or [""])[0]
+        raise InputError(f"{start} cannot be read ({why}): give the config.json of a run.") from None
+    if problem := schema.problem(content, schema.CONFIG):
+        raise InputError(f"{start} is not the config.json of a run ({problem}).")
+    if unknown := [name for name in content if name not in (*SETTINGS, "hparams", "digests")]:
+        raise InputError(f"{start} has a setting {unknown[0]!r}, which this version does not know.")
+    if "digests" not in content:
+        raise InputError(f"{start} is in the format of an earlier version: give its settings as flags.")
+    return completed({name: value for name, value in content.items() if name != "digests"})
+
+
+def _over(base: Config, user: Mapping[str, Any]) -> Config:
+    """Settings with the user's over them."""
+    if user.get("preset") is not None:
+        raise InputError(f"--preset={user['preset']} means nothing with --config, which says everything: leave it out.")
+    given = {name: value for name, value in user.items() if name in SETTINGS}
+    values = base.asdict() | given
+    values |= _local_work(user, values)
+    own_partition = _by_partition(values["partition"], user)
+    if not own_partition and "partition" in given:  # the file's may have been one that says everything
+        values = {name: value for name, value in values.items() if name not in BY_FILE or value is not None}
+    factory, preset = find(values["algo"]), PRESETS[choose("preset", base.preset, PRESETS)] if base.preset else None
+    same_method = values["algo"] == base.algo
+    before = base.hparams if same_method else preset.hparams.get(values["algo"], {}) if preset else {}
+    hparams = hyperparameters(factory) | before | typed_all(factory, user.get("hparams", {}))
+    config = Config(**(values | own_partition | {"hparams": hparams}))
     check_ranges(config)
     return config
 
@@ -91,6 +134,8 @@ def resumed(recorded: Config, user: Mapping[str, Any]) -> Config:
     Raises:
       InputError: a setting differs that must not; all of them are named with both values.
     """
+    if user.get("config") is not None:
+        raise InputError("--config means nothing with --resume, which continues the recorded settings: leave it out.")
     same_method = user.get("algo", recorded.algo) == recorded.algo
     hparams = typed_all(find(recorded.algo), user["hparams"]) if same_method else {}
     wanted = {name: value for name, value in user.items() if name != "hparams"}
@@ -148,7 +193,8 @@ def changes(user: Mapping[str, Any]) -> list[str]:
     """What the user set, as name=value, but for the method, the seed, and what a resume may
     change."""
     named = ("algo", "seed", "rounds", "preset")
-    parts = [f"{n}={v}" for n, v in user.items() if n in SETTINGS and n not in named and n not in FREE]
+    parts = [f"config={user['config']}"] if user.get("config") else []
+    parts += [f"{n}={v}" for n, v in user.items() if n in SETTINGS and n not in named and n not in FREE]
     return parts + [f"{name}={value}" for name, value in user["hparams"].items()]
 
 

@@ -47,7 +47,7 @@ def check_run(argv: list[str], name: str, prepared: set) -> None:
     if parsed.get("list") or parsed.get("describe"):
         assert main._information(parsed)
         return
-    if parsed.get("resume"):
+    if parsed.get("resume") or parsed.get("config"):  # of a run that is not there yet
         assert parsed.get("workdir")
         return
     for user in user_settings(parsed, name):
