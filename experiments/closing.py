@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 
 from rich.console import Console
 
-from experiments import account, build, published, report, schema, scores, targets
+from experiments import account, build, legend, published, report, schema, scores, targets
+from experiments import clients as table
 from experiments.files import read_derived
 from experiments.runs import RunDirectory
 
@@ -27,6 +28,8 @@ def show(console: Console, run: RunDirectory, experiment: build.Experiment, say:
         console.print(line)
     if say == ALL:
         report.tables(console, found)
+        table.show(console, experiment, run.path)
+        legend.show(console, found)
     else:
         clients = sum(row["participants"] for row in run.rows if "loss" in row)
         for line in lines(found, clients, experiment):
@@ -36,7 +39,7 @@ def show(console: Console, run: RunDirectory, experiment: build.Experiment, say:
     if text := published.sentence(c, experiment.examples):
         console.print(text)
     more = "" if say == ALL else "; --verbose prints all tables"
-    console.print(f"Everything is in {run.path}: curves.png, metrics.csv, summary.json, checkpoints, ...{more}")
+    console.print(f"Everything is in {run.path}: curves.png, metrics.csv, clients.csv, summary.json, ...{more}")
 
 
 def lines(found: report.Row, clients: int, experiment: build.Experiment) -> Iterator[str]:

@@ -3,7 +3,8 @@
 config.json     the effective settings             versions.json   software, device and git revision
 layout.json     width, convolution form, devices   partition.*     who owns what: .npz, hashes (.json), picture (.png)
 metrics.jsonl   one row a round, and .csv          scores.jsonl    one row a round with every client's scores
-curves.png, summary.json (results, traffic, times), checkpoints/ (orbax, the last two)
+curves.png, clients.csv (each client's last scores), summary.json (results, traffic, times)
+checkpoints/    the last two, of orbax
 matrices/NAME/  what a method reports of pairs of clients, a file per evaluated round
 """
 
@@ -30,7 +31,7 @@ from experiments.scores import ACCURACY, Headline
 from fedjax_pfl import simulate
 from fedjax_pfl.data import partitioners
 from fedjax_pfl.engine import checkpoint, results
-from fedjax_pfl.errors import InputError
+from fedjax_pfl.errors import InputError, check
 from fedjax_pfl.types import State
 
 Row = dict[str, Any]
@@ -276,11 +277,10 @@ class Run(NamedTuple):
         """One client's model at the last checkpoint: raw inputs [B, *input], as the data set has
         them, -> outputs."""
         program, e = self.experiment.program(), self.experiment
-        if not 0 <= client_id < e.task.num_clients:
-            raise InputError(f"client {client_id} is not one of 0..{e.task.num_clients - 1}.")
+        check("client", client_id, 0, e.task.num_clients - 1, whole=True)
         values = {name: jnp.float32(value) for name, value in program.numbers.items()}
 
-        predict, t = jax.jit(program.predict), jnp.int32(self.round)
+        predict, t = jax.jit(program.predict, static_argnums=5), jnp.int32(self.round)  # the id chooses the model
         return lambda x: predict(e.key, values, e.federation, self.state, t, client_id, jnp.asarray(x))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from experiments import account, build, phases, published, report, schema, stopping, targets, unseen, validation
+from experiments import account, build, clients, phases, published, report, schema, stopping, targets, unseen, validation
 from experiments.files import read_derived, write_json
 from experiments.interrupt import Interrupt
 from experiments.pace import Pace
@@ -122,6 +122,8 @@ class _Files:
 
     def show(self, status: str, ended: str | None = None) -> None:
         self._run.tables()
+        if status != "running":
+            clients.write(self._experiment, self._run.path)
         _summarise(self._run, self._experiment, status, self._clock.seconds(), ended)
 
     def keep(self, status: str, done: int, state: State) -> None:

@@ -13,7 +13,7 @@ import math
 import numpy as np
 import pytest
 
-from experiments import entry, figures, main, sweep, tables, train, within
+from experiments import entry, export, figures, main, sweep, tables, train, within
 from experiments.config import SETTINGS
 from fedjax_pfl import hyperparameters
 from fedjax_pfl.algorithms import ALGORITHMS
@@ -176,6 +176,14 @@ COMMANDS = {  # one a line; a line may be empty
         --tasks=class folder
         --tasks=x nowhere
         --nothing""",
+    export.main: """
+        nowhere --client=0
+        file --client=0
+        folder --client=0
+        folder
+        --client=0
+        --client=x folder
+        --nothing folder""",
     figures.main: """
         nowhere
         file

@@ -471,5 +471,5 @@ def test_any_clients_model_can_be_had_again(whole):
         rows = p.test[client, : p.test_sizes[client]]
         answers = np.argmax(run.predictor(client)(dataset.x[rows]), axis=1)
         assert np.mean(answers == dataset.y[rows]) == pytest.approx(run.scores[-1]["pre"]["acc"][client])
-    with pytest.raises(InputError, match=r"client 4 is not one of 0\.\.3"):
+    with pytest.raises(InputError, match=r"client=4 is outside its range \[0, 3\]"):
         run.predictor(4)

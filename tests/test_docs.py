@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from documents import PAGES, ROOT, TABLES, blocks, commands, files_of, is_program, module, read
 
-from experiments import build, figures, flags, grid, main, settings, sweep, tables, within
+from experiments import build, export, figures, flags, grid, main, settings, sweep, tables, within
 from fedjax_pfl import own
 
 WITHOUT_FILES = ("digits", "synthetic", "npz:")
@@ -68,7 +68,12 @@ def check_benchmark(name: str, argv: list[str]) -> None:
         assert not word.startswith("--") or re.search(rf'DEFINE_\w+\(\s*"{flag}"', source), word
 
 
-READERS = {"tables": {"targets": flags.OF_A_RUN["targets"]}, "figures": {}, "within": {"tasks": flags.Flag(str, "")}}
+READERS = {
+    "export": export._FLAGS,
+    "tables": {"targets": flags.OF_A_RUN["targets"]},
+    "figures": {},
+    "within": {"tasks": flags.Flag(str, "")},
+}
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +197,7 @@ def run(words: list[str]) -> None:
     elif name == "sweep":
         assert sweep.run(tiny(name, argv)) == 0, words
     else:
-        assert {"tables": tables, "figures": figures, "within": within}[name].main(argv), words
+        assert {"export": export, "tables": tables, "figures": figures, "within": within}[name].main(argv), words
 
 
 @pytest.mark.slow

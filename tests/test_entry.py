@@ -22,7 +22,7 @@ def command(module, *flags, **environment):
     return subprocess.run(words, env=given, capture_output=True, text=True, check=False, timeout=120)
 
 
-@pytest.mark.parametrize("module", ["sweep", "tables", "within"])
+@pytest.mark.parametrize("module", ["sweep", "tables", "within", "export"])
 def test_every_command_has_help_and_exits_with_2_on_bad_input(module):
     found = command(module, "--help")
     assert found.returncode == 0 and f"experiments.{module}" in found.stdout and not found.stderr

@@ -67,6 +67,7 @@ def test_the_run_directory_is_complete(done):
     files = {
         "metrics.jsonl",
         "metrics.csv",
+        "clients.csv",
         "scores.jsonl",
         "curves.png",
         "partition.npz",

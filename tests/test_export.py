@@ -1,0 +1,65 @@
+"""One client's model in files of its own, for methods of each kind."""
+
+import numpy as np
+import pytest
+
+from experiments import export, main, runs
+from fedjax_pfl.errors import InputError
+
+TINY = ["--data_fraction=0.2", "--clients=4", "--epochs=1", "--width=1", "--devices=1", "--rounds=1", "--batch_size=20"]
+SLOW = ("per_fedavg", "fedem", "fedproto")  # which adapts before it predicts; in a loop; by a network beside prototypes
+CLIENT = 1
+
+
+@pytest.fixture(scope="module", params=["fd", "fedrod", *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)])
+def run(request, tmp_path_factory):
+    """Of FD clients of two networks; FedRoD's predict with more than one."""
+    path = tmp_path_factory.mktemp("runs") / request.param
+    model = "mlp,linear" if request.param == "fd" else "linear"
+    assert main.run([f"--algo={request.param}", f"--model={model}", *TINY, f"--workdir={path}"]) == 0
+    return runs.load(path)
+
+
+def test_both_files_predict_as_the_run_does(run, tmp_path):
+    base = tmp_path / "client"
+    said = export.main([str(run.path), f"--client={CLIENT}", f"--output={base}.msgpack"])
+    one = run.config.algo not in ("fedrod", "fedem")
+    assert ("one network" in said) == one and {p.name for p in tmp_path.iterdir()} == {"client.msgpack", "client.npz"}
+    x = run.experiment.dataset.x[:7]
+    wanted = np.asarray(run.predictor(CLIENT)(x))
+    wanted = wanted[..., 0] if run.config.algo == "fedproto" else wanted
+    for text in (said, "\n".join(export.lines(run, CLIENT, str(base), one, npz=True))):
+        names: dict = {}
+        exec(text, names)
+        np.testing.assert_allclose(names["predict"](x), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_the_files_hold_the_weights_and_not_the_run(run, tmp_path):
+    """Other weights in the file are other predictions."""
+    export.write(run, CLIENT, str(tmp_path / "client"))
+    arrays = dict(np.load(tmp_path / "client.npz"))
+    assert arrays and all(x.dtype.kind in "fiub" for x in arrays.values())
+    np.savez(tmp_path / "client.npz", **{name: 0 * x for name, x in arrays.items()})
+    names: dict = {}
+    one = run.config.algo not in ("fedrod", "fedem")
+    exec("\n".join(export.lines(run, CLIENT, str(tmp_path / "client"), one, npz=True)), names)
+    outputs = np.asarray(names["predict"](run.experiment.dataset.x[:3]))
+    np.testing.assert_allclose(outputs, outputs[:1, :1].repeat(3, 0).repeat(10, 1), atol=1e-5)  # says nothing
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ([], "Name the run directories"),
+        (["{run}"], "Say which client"),
+        (["{run}", "{run}", "--client=0"], "Name one run directory, not 2"),
+        (["{run}", "--client=4"], r"client=4 is outside its range \[0, 3\]"),
+        (["{run}", "--client=-1"], "client=-1 is outside its range"),
+        (["{run}", "--client=0", "--output=/nowhere/x"], "there is no directory /nowhere"),
+        (["/nowhere", "--client=0"], "is not a run directory"),
+    ],
+)
+def test_a_wrong_command_is_one_sentence(run, flags, sentence):
+    """Nothing is compiled, so for each method."""
+    with pytest.raises(InputError, match=sentence):
+        export.main([flag.format(run=run.path) for flag in flags])
