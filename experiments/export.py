@@ -1,4 +1,4 @@
-"""Writes one client's personal model: `python -m experiments.export RUN --client=3 [--output=PATH]`.
+"""Writes one client's personal model: `python -m experiments.export RUN --client=3 --output=PATH`.
 
 It is what the client predicts with at `pre`: the state of the run's last checkpoint, a method's
 adaptation before predicting included. PATH.msgpack (Flax) and PATH.npz (NumPy, names joined by /)
