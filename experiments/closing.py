@@ -6,6 +6,7 @@ from rich.console import Console
 
 from experiments import account, build, legend, published, report, schema, scores, targets
 from experiments import clients as table
+from experiments.config import Config
 from experiments.files import read_derived
 from experiments.runs import RunDirectory
 
@@ -32,7 +33,7 @@ def show(console: Console, run: RunDirectory, experiment: build.Experiment, say:
         legend.show(console, found)
     else:
         clients = sum(row["participants"] for row in run.rows if "loss" in row)
-        for line in lines(found, clients, experiment):
+        for line in lines(found, clients, c, experiment.examples):
             console.print(line)
     if c.targets:
         targets.show(console, run.rows, c, account.flops(experiment), headline)
@@ -42,21 +43,23 @@ def show(console: Console, run: RunDirectory, experiment: build.Experiment, say:
     console.print(f"Everything is in {run.path}: curves.png, metrics.csv, clients.csv, summary.json, ...{more}")
 
 
-def lines(found: report.Row, clients: int, experiment: build.Experiment) -> Iterator[str]:
+def lines(found: report.Row, clients: int, c: Config, examples: report.Row | None) -> Iterator[str]:
     """The results in at most seven lines, nine with unseen clients.
 
     Args:
       found: `report.summary`.
       clients: that took part, summed over the rounds.
+      c: the settings; `rounds` are those that are done.
+      examples: as `published.differences` takes them.
     """
-    c, (name, way) = experiment.config, experiment.headline
+    name, way = found["headline"]["score"], found["headline"]["better"]
     what = "Test accuracy" if name == "acc" else f"Test {name} ({scores.directions([name], (name, way))})"
     yield f"{what} of {c.algo} after {c.rounds} rounds, mean over the clients; local training is a round's:"
     yield from ("  " + line for line in _points(found))
     if own := found["scores"]["pre"].get("acc_present"):
         shown = scores.labelled("acc_present", own["macro"])
         yield f"  among the classes that a client holds, before local training: {shown}"
-    if beside := published.beside(c, experiment.examples):
+    if beside := published.beside(c, examples):
         yield beside
     total = found["traffic"]["bytes"]
     each = f"{total / 1e6:,.1f} MB in all, {total / max(1, clients) / 1e3:,.1f} kB per client and round"

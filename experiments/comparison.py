@@ -1,8 +1,9 @@
 """Several runs in one setting beside each other: a short table, and one picture."""
 
+import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,65 +12,97 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from experiments import drawing, runs, schema, scores
+from experiments import drawing, gather, scores
 from experiments.config import Config
 from experiments.drawing import PALETTE, STYLE
-from experiments.files import read_json, read_rows
+from experiments.gather import Found
 from experiments.scores import Headline
 
 _LOCAL, _DASHED = "#999999", ("fedavg", "fedprox", "scaffold", "fedma")  # grey; methods without a personal model
 
 
-def _by_method(workdirs: Sequence[Path]) -> dict[str, list[Path]]:
-    """The runs of each method, one for each seed."""
-    found: dict[str, list[Path]] = {}
-    for path in workdirs:
-        found.setdefault(runs.read_config(path).algo, []).append(path)
-    return found
+def _by_method(workdirs: Sequence[Path]) -> dict[str, list[Found]]:
+    """The runs of each method, one for each seed; of each method and settings where these
+    differ."""
+    found = [gather.read(path) for path in workdirs]
+    return gather.grouped(found, gather.labels(found))
 
 
-def _last(path: Path) -> dict[str, Any]:
-    """What a run's summary says of the headline: {point: statistics in its last round}."""
-    summary = read_json(path / "summary.json", schema.SUMMARY)
-    said = summary.get("headline")
-    headline = (said["score"], said["better"]) if said else scores.ACCURACY
-    found = {point: known[headline[0]] for point, known in summary["scores"].items() if headline[0] in known}
-    return found | {"headline": headline}
+def _last(run: Found, name: str) -> dict[str, Any]:
+    """What a run says of a score: {point: statistics in its last round}."""
+    return {point: known[name] for point, known in run.said["scores"].items() if name in known}
 
 
 def table(workdirs: Sequence[Path]) -> str:
     """A line for each method, the best before local training first: mean over seeds, and standard
     deviation."""
-    found = {method: [_last(path) for path in paths] for method, paths in _by_method(workdirs).items()}
-    headline, several = next(iter(found.values()))[0]["headline"], max(map(len, found.values())) > 1
+    title, rows, notes = content(workdirs)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n".join([title, *lines, *notes])
+
+
+def content(workdirs: Sequence[Path]) -> tuple[str, list[list[str]], list[str]]:
+    """What stands in `table`: its title; its rows, that of the headings first; and a note on every
+    run that is not complete."""
+    found = _by_method(workdirs)
+    headline, several = next(iter(found.values()))[0].headline, max(map(len, found.values())) > 1
     name = headline[0]
-
-    def cell(ends: list[dict], point: str, which: str) -> str:
-        values = [run[point][which] for run in ends if point in run]
-        spread = f" ± {scores.shown(name, float(np.std(values, ddof=1)))}" if len(values) > 1 else ""
-        return f"{scores.shown(name, float(np.mean(values)))}{spread}" if values else "-"
-
-    head = ["method", "before local training", "worst tenth", "after it"]
-    points = [("pre", "macro"), ("pre", "worst10"), ("post", "macro")]
-    rows = [[method, *(cell(found[method], *which) for which in points)] for method in _ordered(found, headline)]
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    ends = {method: [_last(run, name) for run in runs] for method, runs in found.items()}
+    points = {
+        "before local training": ("pre", "macro"),
+        "worst tenth": ("pre", "worst10"),
+        "after it": ("post", "macro"),
+    }
+    costs: dict[str, Callable[[Found], Any]] = {
+        "MB sent": lambda run: run.said["traffic"]["bytes"] / 1e6,
+        "seconds": lambda run: run.said.get("seconds", {}).get("train"),
+    }
+    rows = [["method", *(["runs"] if several else []), *points, "rounds", *costs]]
+    for method in _ordered(ends, headline):
+        row, runs = [method, *([str(len(found[method]))] if several else [])], found[method]
+        for point, which in points.values():
+            values = [run[point][which] for run in ends[method] if point in run]
+            row.append(mean_std(values, functools.partial(scores.shown, name)))
+        row.append(_range([run.said["rounds"] for run in runs]))
+        row += [_costs([cost(run) for run in runs if cost(run) is not None]) for cost in costs.values()]
+        rows.append(row)
     unit = " in %" if scores.is_share(name) else ""
-    title = f"{name}{unit}, mean over clients{' (and over seeds)' if several else ''}, after the last round:"
-    return "\n".join([title, *("  ".join(map(str.ljust, row, widths)).rstrip() for row in [head, *rows])])
+    spread = "; ± is the sample standard deviation over seeds" if several else ""
+    title = f"{name}{unit}, mean over clients{' (and over seeds)' if several else ''}, after the last round{spread}:"
+    unfinished = [run for runs in found.values() for run in runs if run.said["status"] != "complete"]
+    return title, rows, [f"{run.path}: {run.status} of {run.config.rounds}." for run in unfinished]
+
+
+def mean_std(values: Sequence[float], shown: Callable[[float], str]) -> str:
+    """The mean, and behind ± the sample standard deviation of more than one value; `-` of none."""
+    spread = f" ± {shown(float(np.std(values, ddof=1)))}" if len(values) > 1 else ""
+    return f"{shown(float(np.mean(values)))}{spread}" if values else "-"
+
+
+def _range(values: Sequence[int]) -> str:
+    return str(min(values)) if len(set(values)) == 1 else f"{min(values)} to {max(values)}"
+
+
+def _costs(values: Sequence[float]) -> str:
+    """As `mean_std`, with three digits of the mean, or all before the point."""
+    largest = max(map(abs, values), default=0)
+    digits = min(3, max(0, 2 - math.floor(math.log10(largest)))) if largest else 0
+    return mean_std(values if len(set(values)) > 1 else values[:1], lambda value: f"{value:,.{digits}f}")
 
 
 def draw(workdirs: Sequence[Path], root: Path) -> Path:
     """Draws ROOT/comparison.png: the headline before local training by round, and what it is at the
     end for whom."""
     found = _by_method(workdirs)
-    ends = {method: [_last(path) for path in paths] for method, paths in found.items()}
-    headline, colours = ends[next(iter(ends))][0]["headline"], dict(zip(found, _palette(list(found)), strict=True))
+    headline, colours = next(iter(found.values()))[0].headline, dict(zip(found, _palette(list(found)), strict=True))
     name = headline[0]
+    ends = {method: [_last(run, name) for run in runs] for method, runs in found.items()}
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10, 4), layout="constrained")
         left, right = figure.subplots(1, 2, width_ratios=(1.2, 1))
-        for method, paths in found.items():
-            _curve(left, [read_rows(path / "metrics.jsonl") for path in paths], name, method, colours[method])
+        for method, runs in found.items():
+            _curve(left, [list(run.rows) for run in runs], name, method, colours[method])
         _ends(right, ends, headline, colours)
         title = "test accuracy" if name == "acc" else f"test {name}"
         left.set(xlabel="round", ylabel=f"{title}, mean over clients", title="Before local training, by round")
@@ -78,7 +111,7 @@ def draw(workdirs: Sequence[Path], root: Path) -> Path:
         right.set(xlabel=title, title="After the last round")
         for axes in (left, right):
             axes.grid(alpha=0.25)
-        figure.suptitle(_setting(runs.read_config(workdirs[0])), fontsize=10)
+        figure.suptitle(_setting(next(iter(found.values()))[0].config), fontsize=10)
         drawing.save(figure, root / "comparison.png")
     return root / "comparison.png"
 
@@ -112,7 +145,7 @@ def _ordered(ends: dict[str, list[dict]], headline: Headline) -> list[str]:
 
 def _palette(methods: list[str]) -> list[str]:
     rest = itertools.cycle(PALETTE)
-    return [_LOCAL if method == "local" else next(rest) for method in methods]
+    return [_LOCAL if method.partition(",")[0] == "local" else next(rest) for method in methods]
 
 
 def _curve(axes: Any, runs: list[list[dict]], name: str, method: str, colour: str) -> None:
@@ -123,9 +156,23 @@ def _curve(axes: Any, runs: list[list[dict]], name: str, method: str, colour: st
     values = np.array([[one[t] for t in rounds] for one in series])
     mean, std = values.mean(axis=0), values.std(axis=0, ddof=min(1, len(series) - 1))
     label = f"{method}  {scores.shown(name, float(mean[-1]))}" if len(mean) else method
-    axes.plot(rounds, mean, color=colour, linewidth=1.8, label=label, linestyle="--" if method in _DASHED else "-")
+    axes.plot(
+        rounds,
+        mean,
+        color=colour,
+        linewidth=1.8,
+        label=label,
+        linestyle="--" if method.partition(",")[0] in _DASHED else "-",
+    )
     if len(series) > 1:
         axes.fill_between(rounds, mean - std, mean + std, color=colour, alpha=0.15, linewidth=0)
+
+
+def title(runs: Sequence[Found]) -> str:
+    """The setting of some runs that have the same: data, partition, network, local work; and how
+    many seeds, if there are several."""
+    seeds = len({run.config.seed for run in runs})
+    return _setting(runs[0].config) + (f"; mean and sample standard deviation over {seeds} seeds" if seeds > 1 else "")
 
 
 def _setting(c: Config) -> str:

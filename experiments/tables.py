@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments import entry, flags, networks, published, report, runs, schema, scores, targets
+from experiments import entry, flags, gather, networks, published, report, runs, schema, scores, targets
 from experiments.files import Rows, read_json
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms.find import find
@@ -74,10 +74,7 @@ def _columns(workdirs: list[Path]) -> dict[str, tuple[str, str]]:
 
 def _rounds(summary: Row) -> str:
     """The rounds of a complete run; of any other how it stands, as `diverged after 12 rounds`."""
-    done, status = summary["rounds"], summary["status"]
-    if status == "complete":
-        return str(done)
-    return f"{'running or killed' if status == 'running' else status} after {done} rounds"
+    return str(summary["rounds"]) if summary["status"] == "complete" else gather.standing(summary)
 
 
 def _deviations(workdir: Path) -> str:

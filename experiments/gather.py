@@ -1,0 +1,180 @@
+"""Several run directories, read for a table or a figure: without their data, and whatever came of
+them."""
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from experiments import published, recorded, report, schema, scores
+from experiments.config import FREE, SETTINGS, Config
+from experiments.entry import directory
+from experiments.files import Rows, read_derived
+from experiments.scores import ACCURACY, Headline
+from experiments.targets import Spent
+from fedjax_pfl.errors import InputError
+
+Row = dict[str, Any]
+# What a comparison is about: runs that differ in one of these have figures of their own.
+DATA = (
+    "dataset",
+    "data_fraction",
+    "marks",
+    "test_split",
+    "partition",
+    "alpha",
+    "classes_per_client",
+    "clients",
+    "unseen",
+)
+
+
+class Found(NamedTuple):
+    """A run directory as far as it goes."""
+
+    path: Path
+    config: Config
+    said: Row  # as summary.json, of the rows that are there; without `seconds` where none are recorded
+
+    @property
+    def headline(self) -> Headline:
+        """The score that decides, and the better of its values."""
+        return self.said["headline"]["score"], self.said["headline"]["better"]
+
+    @property
+    def rows(self) -> Rows:
+        """The rows of the metrics, read from the disk whenever they are asked for."""
+        return Rows(self.path / "metrics.jsonl")
+
+    @property
+    def status(self) -> str:
+        """How it stands in words, see `standing`."""
+        return standing(self.said)
+
+
+def standing(said: Row) -> str:
+    """How a run stands by its summary, as `interrupted after 12 rounds`."""
+    status, rounds = said["status"], said["rounds"]
+    return f"{'running or killed' if status == 'running' else status} after {rounds} round{'s' * (rounds != 1)}"
+
+
+def directories(words: Iterable[str]) -> list[Path]:
+    """The run directories that a command line names, each once: itself, or those in the directory
+    of a sweep.
+
+    Raises:
+      InputError: one of the words is neither, or there is none.
+    """
+    found: list[Path] = []
+    for word in words:
+        path = directory(word)
+        inside = [path] if _is_run(path) else sorted(filter(_is_run, _folders(path)), key=_natural)
+        if not inside:
+            raise InputError(
+                f"{path} is not a run directory, nor one of a sweep: it has no config.json, and no folder that has one."
+            )
+        found += inside
+    if not found:
+        raise InputError("Name the run directories, or the directory of a sweep: --help says how.")
+    return list({os.path.realpath(path): path for path in found}.values())
+
+
+def _is_run(path: Path) -> bool:
+    return os.path.isfile(path / "config.json")
+
+
+def _folders(path: Path) -> list[Path]:
+    try:
+        return [path / name for name in os.listdir(path)]
+    except OSError:
+        return []
+
+
+def _natural(path: Path) -> tuple[str, int, str]:
+    """So that seed10 comes after seed9."""
+    stem = path.name.rstrip("0123456789")
+    return stem, int(path.name[len(stem) :] or 0), path.name
+
+
+def read(path: Path) -> Found:
+    """Reads what a run has: its summary if it is complete, else the rows so far."""
+    config, said = recorded.read_config(path), read_derived(path / "summary.json", schema.SUMMARY)
+    complete = said.get("status") == "complete" and (said["rounds"] >= config.rounds or "ended" in said)
+    if complete and {"headline", "traffic"} <= said.keys():
+        return Found(path, config, said)
+    rows = Rows(path / "metrics.jsonl")
+    known = said.get("headline")
+    headline = (known["score"], known["better"]) if known else _headline(rows)
+    rounds = sum("loss" in row for row in rows)
+    status = said.get("status", "running") if complete or said.get("status") != "complete" else "running"
+    return Found(path, config, said | {"status": status, "rounds": rounds} | report.summary(rows, headline))
+
+
+def _headline(rows: Rows) -> Headline:
+    """The headline of a run that has no summary yet, by the names of its scores."""
+    names = report.score_names(rows)
+    name = ACCURACY[0] if ACCURACY[0] in names or not names else names[0]
+    return name, scores.better(name)
+
+
+def labels(runs: Sequence[Found]) -> list[str]:
+    """What each run is called beside the others: its method, and the settings in which runs of this
+    method, or the data of all, differ; runs that differ in the seed only are called the same."""
+    return [", ".join([own, *data]) for own, data in zip(names(runs), settings(runs), strict=True)]
+
+
+def names(runs: Sequence[Found]) -> list[str]:
+    """As `labels`, without the data."""
+    said = []
+    for run in runs:
+        same = [other.config for other in runs if other.config.algo == run.config.algo]
+        algo = run.config.algo.rpartition(":")[2]
+        said.append(", ".join([algo, *_differing(run.config, same, _OWN), *_hparams(run.config, same)]))
+    return said
+
+
+_OWN = [name for name in SETTINGS if name not in FREE and name not in (*DATA, "algo", "seed", "preset")]
+
+
+def settings(runs: Sequence[Found]) -> list[list[str]]:
+    """Of each run the settings of its data in which the runs differ, as `alpha=0.1`."""
+    return [_differing(run.config, [other.config for other in runs], DATA) for run in runs]
+
+
+def setting(config: Config, name: str) -> Any:
+    """A setting of a run; None of one that means nothing for its partition."""
+    without = {"alpha": "dirichlet" not in config.partition, "classes_per_client": "dirichlet" in config.partition}
+    return None if without.get(name) else getattr(config, name)
+
+
+def _differing(config: Config, others: Sequence[Config], names: Iterable[str]) -> list[str]:
+    values = [(name, setting(config, name), [setting(other, name) for other in others]) for name in names]
+    return [
+        f"{name}={published.shown(x)}"
+        for name, x, known in values
+        if x is not None and any(x != other for other in known)
+    ]
+
+
+def _hparams(config: Config, others: Sequence[Config]) -> list[str]:
+    return [
+        f"{name}={published.shown(value)}"
+        for name, value in config.hparams.items()
+        if any(other.hparams.get(name) != value for other in others)
+    ]
+
+
+def grouped(runs: Sequence[Found], keys: Sequence[Any]) -> dict[Any, list[Found]]:
+    """The runs by their key, in the order in which the keys come first."""
+    found: dict[Any, list[Found]] = {}
+    for run, key in zip(runs, keys, strict=True):
+        found.setdefault(key, []).append(run)
+    return found
+
+
+def spent(run: Found) -> Iterable[tuple[Row, Spent, Spent]]:
+    """The rows of a run, each with what was spent before and after its round."""
+    after = Spent()
+    for row in run.rows:
+        before, after = after, after.after(row)
+        yield row, before, after

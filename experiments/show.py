@@ -1,0 +1,93 @@
+"""Shows runs in the terminal: `python -m experiments.show RUN ...`.
+
+RUN is a run directory, or the directory of a sweep, which stands for all runs in it. One run is
+shown with its settings, what it said at its end, and all tables of scores; several as one table,
+their methods the best first, with mean and sample standard deviation over seeds, rounds, megabytes
+sent and seconds of training. A run that goes on or was interrupted is shown with what it has; its
+data need not be here.
+"""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+
+from experiments import closing, comparison, entry, flags, gather, published, report, schema, targets
+from experiments.config import FREE, SETTINGS, Config
+from experiments.files import read_derived
+from experiments.gather import Found
+from experiments.report import Row
+
+
+def settings(c: Config) -> dict[str, str]:
+    """The settings of a run in words, by name; the hyperparameters of its method are among them."""
+    values = {name: getattr(c, name) for name in SETTINGS if name not in FREE or name == "targets"}
+    return {name: published.shown(x) for name, x in (values | c.hparams).items() if x is not None}
+
+
+def versions(run: Found) -> Row:
+    """Software and device of a run's start; empty if that is not recorded."""
+    known = read_derived(run.path / "versions.json", schema.VERSIONS)
+    return {name: value for name, value in known.items() if isinstance(value, str)}
+
+
+def lines(run: Found) -> Iterator[str]:
+    """What a run is and how it stands, then what it said at its end."""
+    done, said = run.config.replace(rounds=run.said["rounds"]), run.said
+    yield f"{run.path}: {comparison.title([run])}"
+    yield "Settings: " + ", ".join(f"{name} {value}" for name, value in settings(run.config).items())
+    if known := versions(run):
+        yield "Software and device: " + ", ".join(f"{name} {value}" for name, value in known.items())
+    seconds = said.get("seconds", {})
+    spent = "; ".join(f"{seconds[name]:,.1f} s {what}" for name, what in _SECONDS.items() if name in seconds)
+    unfinished = "" if said["status"] == "complete" else f" of {run.config.rounds}"
+    yield f"{run.status.capitalize()}{unfinished}{'; ' * bool(spent)}{spent}."
+    if not any(said["scores"].values()):
+        yield "No evaluation is recorded yet."
+        return
+    took_part = sum(row["participants"] for row in run.rows if "loss" in row)
+    yield from closing.lines(said, took_part, done, said.get("examples"))
+    if text := published.sentence(done, said.get("examples")):
+        yield text
+
+
+_SECONDS = {"train": "of training and evaluation", "compile": "of compilation"}
+
+
+def one(console: Console, run: Found) -> None:
+    """Prints one run."""
+    for line in lines(run):
+        console.print(line)
+    console.print()
+    report.tables(console, run.said)
+    if run.config.targets:
+        targets.show(console, run.rows, run.config, flops(run), run.headline)
+
+
+def flops(run: Found) -> float | None:
+    """Floating-point operations for each example of local work, as the run counted them; None if it
+    did not (--targets)."""
+    total = run.said.get("work", {}).get("client_flops")
+    examples: Any = targets.Spent()
+    for row in run.rows if total else ():
+        examples = examples.after(row)
+        if examples.rounds == run.said["rounds"]:
+            break
+    return total / examples.examples if total and examples.examples else None
+
+
+def main(argv: list[str]) -> str:
+    """What is shown of the runs of a command line."""
+    paths = gather.directories(flags.parse(argv, {}, words=True).words)
+    if len(paths) > 1:
+        return comparison.table(paths)
+    soft_wrap = not sys.stdout.isatty()  # a file gets whole lines
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap)
+    with console.capture() as printed:
+        one(console, gather.read(paths[0]))
+    return printed.get().rstrip()
+
+
+if __name__ == "__main__":
+    sys.exit(entry.enter(main, __doc__))
