@@ -18,6 +18,7 @@ from experiments.drawing import PALETTE, STYLE
 from experiments.gather import Found
 from experiments.scores import Headline
 
+_BY_CLASSES = ("pathological", "pathological_subset", "label_groups")
 _LOCAL, _DASHED = "#999999", ("fedavg", "fedprox", "scaffold", "fedma")  # grey; methods without a personal model
 
 
@@ -70,8 +71,12 @@ def content(workdirs: Sequence[Path]) -> tuple[str, list[list[str]], list[str]]:
     unit = " in %" if scores.is_share(name) else ""
     spread = "; ± is the sample standard deviation over seeds" if several else ""
     title = f"{name}{unit}, mean over clients{' (and over seeds)' if several else ''}, after the last round{spread}:"
-    unfinished = [run for runs in found.values() for run in runs if run.said["status"] != "complete"]
-    return title, rows, [f"{run.path}: {run.status} of {run.config.rounds}." for run in unfinished]
+    return title, rows, unfinished([run for runs in found.values() for run in runs])
+
+
+def unfinished(runs: Sequence[Found]) -> list[str]:
+    """A sentence on every run that is not complete."""
+    return [f"{run.path}: {run.status} of {run.config.rounds}." for run in runs if not run.complete]
 
 
 def mean_std(values: Sequence[float], shown: Callable[[float], str]) -> str:
@@ -143,6 +148,18 @@ def _ordered(ends: dict[str, list[dict]], headline: Headline) -> list[str]:
     return sorted(ends, key=lambda method: np.nan_to_num(sign * _mean(ends[method], "pre", "macro"), nan=np.inf))
 
 
+def styles(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """How each method is drawn: its colour as in `draw`, and a line and a marker that tell it apart
+    in print without colours; `markevery` differs, so that markers of close curves do."""
+    lines, markers = itertools.cycle(drawing.LINES), itertools.cycle(drawing.MARKERS)
+    places = itertools.cycle((0, 0.25, 0.5, 0.75))
+    common = {"linewidth": 1.6, "markersize": 4.5}
+    return {
+        method: common | {"color": colour, "linestyle": next(lines), "marker": next(markers), "markevery": next(places)}
+        for method, colour in zip(methods, _palette(list(methods)), strict=True)
+    }
+
+
 def _palette(methods: list[str]) -> list[str]:
     rest = itertools.cycle(PALETTE)
     return [_LOCAL if method.partition(",")[0] == "local" else next(rest) for method in methods]
@@ -168,14 +185,27 @@ def _curve(axes: Any, runs: list[list[dict]], name: str, method: str, colour: st
         axes.fill_between(rounds, mean - std, mean + std, color=colour, alpha=0.15, linewidth=0)
 
 
-def title(runs: Sequence[Found]) -> str:
-    """The setting of some runs that have the same: data, partition, network, local work; and how
-    many seeds, if there are several."""
-    seeds = len({run.config.seed for run in runs})
-    return _setting(runs[0].config) + (f"; mean and sample standard deviation over {seeds} seeds" if seeds > 1 else "")
+def title(runs: Sequence[Found], without: Sequence[str] = ()) -> str:
+    """The setting of some runs, as far as it is the same for all: data, partition, network, local
+    work; and how many seeds, if there are several.
+
+    Args:
+      without: settings that are not to be said.
+    """
+    found = [_parts(run.config.replace(**dict.fromkeys(without))) for run in runs]
+    same = [parts[0] for parts in zip(*found, strict=True) if len(set(parts)) == 1]
+    seeds = {len(of) for of in gather.grouped(runs, gather.labels(runs)).values()}
+    spread = f"\nmean and sample standard deviation over {'up to ' * (len(seeds) > 1)}{max(seeds)} seeds"
+    return ", ".join(same) + spread * (max(seeds) > 1)
 
 
 def _setting(c: Config) -> str:
+    return ", ".join(_parts(c))
+
+
+def _parts(c: Config) -> list[str]:
     work = f"{c.steps} steps" if c.steps is not None else f"{c.epochs} epochs"
     spread = f", alpha {c.alpha:g}" if c.alpha is not None and "dirichlet" in c.partition else ""
-    return f"{c.dataset}: {c.clients} clients ({c.partition}{spread}), {c.model}, {work} a round, batch {c.batch_size}"
+    classes = f", {c.classes_per_client} classes each" if c.classes_per_client and c.partition in _BY_CLASSES else ""
+    held = f"{c.clients} clients ({c.partition}{spread}{classes})"
+    return [f"{c.dataset}: {held}", c.model, f"{work} a round", f"batch {c.batch_size}"]

@@ -15,6 +15,8 @@ PALETTE = (
     "#56b4e9",
     "#000000",
 )  # Okabe & Ito's: colour-blind-safe
+LINES: tuple[Any, ...] = ("-", "--", "-.", (0, (1, 1)), (0, (6, 2, 1, 2, 1, 2)), (0, (8, 3)))
+MARKERS = "osD^vPX*"
 STYLE: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 150}
 SMALL: Any = STYLE | {"font.size": 9}
 

@@ -1,13 +1,18 @@
-"""Figures of a run: who owns which classes, and how its score and the loss went.
+"""Figures of runs, one or several: `python -m experiments.figures RUN ... [--output=FOLDER]`.
 
-    python -m experiments.figures RUN ...
+Of one run who owns which classes, and how its score and the loss went, drawn anew into the run
+directory. Into its folder figures go, as PNG and PDF, heat maps of the matrices that the method
+reports of pairs of clients, some rounds side by side, and of a run of FedDVA what its latents hold:
+reconstructions, manifolds, t-SNE and swaps, and what linear probes find in them (probes.json).
 
-draws both anew into each run directory. Into its folder figures go, as PNG and PDF, heat maps of
-the matrices that the method reports of pairs of clients, some rounds side by side, and of a run of
-FedDVA what its latents hold: reconstructions, manifolds, t-SNE and swaps, and what linear probes
-find in them (probes.json).
+Several runs, or the directory of a sweep, are compared, each method with mean and sample standard
+deviation over its seeds: its score by round; of the clients, from the worst to the best; against
+bytes sent, operations and seconds; and against alpha or classes per client, if the runs differ in
+it. Runs on other data have figures of their own. PNG and PDF go into --output (default: the folder
+figures beside the runs).
 """
 
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,10 +26,12 @@ from matplotlib.ticker import MaxNLocator
 from experiments import scores
 from experiments.drawing import PALETTE, STYLE, save
 from experiments.files import Rows
+from experiments.flags import Flag
 from experiments.scores import ACCURACY, Headline
 from fedjax_pfl.data.datasets import Dataset
 from fedjax_pfl.data.partitioners import Partition, class_counts
 
+_FLAGS = {"output": Flag(str, "the folder of the figures that compare runs")}
 _MAX_CLIENTS, _MAX_POINTS = 200, 2000
 _COLOURS = {"pre": PALETTE[0], "post": PALETTE[1], "loss": "#444444", "majority": "#777777"}
 _LABELS = {"pre": "before local training", "post": "after local training"}
@@ -185,19 +192,31 @@ def _partition_title(counts: np.ndarray, name: str, largest: int) -> str:
 def main(argv: list[str]) -> str:
     """Draws the figures of the run directories of a command line, and says what was drawn."""
     # imported here: a run directory draws with this module
-    from experiments import dva_run, entry, flags, matrices, phases, runs
+    from experiments import comparison_figures, entry, flags, gather, phases
 
-    said = []
-    for path in entry.paths(flags.parse(argv, {}, words=True)):
-        with phases.said(entry.errors(), f"Drawing the figures of {path}"):
-            run = runs.load(path)
-            draw_partition(run.experiment.everybody, run.experiment.dataset, path / "partition.png")
-            draw_curves(Rows(path / "metrics.jsonl"), path / "curves.png", run.experiment.headline)
-            said.append(f"{path}: partition.png, curves.png")
-            said += [f"{path / 'figures'}: {name}.png, {name}.pdf" for name in matrices.draw(path, run)]
-            if run.config.algo == "feddva":
-                said.append(f"{path / 'figures'}: {dva_run.draw(run, path / 'figures')}")
-    return "\n".join(said)
+    parsed = flags.parse(argv, _FLAGS, words=True)
+    paths = gather.directories(parsed.words)
+    if len(paths) == 1 and not parsed.get("output"):
+        with phases.said(entry.errors(), f"Drawing the figures of {paths[0]}"):
+            return "\n".join(_of_one(paths[0]))
+    folder = entry.directory(
+        parsed.get("output") or str(Path(os.path.commonpath([p.parent for p in paths])) / "figures")
+    )
+    with phases.said(entry.errors(), "Reading the runs and drawing their figures"):
+        return "\n".join(comparison_figures.draw([gather.read(path) for path in paths], folder))
+
+
+def _of_one(path: Path) -> list[str]:
+    from experiments import dva_run, matrices, runs
+
+    run = runs.load(path)
+    draw_partition(run.experiment.everybody, run.experiment.dataset, path / "partition.png")
+    draw_curves(Rows(path / "metrics.jsonl"), path / "curves.png", run.experiment.headline)
+    said = [f"{path}: partition.png, curves.png"]
+    said += [f"{path / 'figures'}: {name}.png, {name}.pdf" for name in matrices.draw(path, run)]
+    if run.config.algo == "feddva":
+        said.append(f"{path / 'figures'}: {dva_run.draw(run, path / 'figures')}")
+    return said
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ them."""
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from experiments import published, recorded, report, schema, scores
 from experiments.config import FREE, SETTINGS, Config
@@ -15,6 +15,8 @@ from experiments.targets import Spent
 from fedjax_pfl.errors import InputError
 
 Row = dict[str, Any]
+T = TypeVar("T")
+K = TypeVar("K")
 # What a comparison is about: runs that differ in one of these have figures of their own.
 DATA = (
     "dataset",
@@ -45,6 +47,11 @@ class Found(NamedTuple):
     def rows(self) -> Rows:
         """The rows of the metrics, read from the disk whenever they are asked for."""
         return Rows(self.path / "metrics.jsonl")
+
+    @property
+    def complete(self) -> bool:
+        """Has it all its rounds?"""
+        return self.said["status"] == "complete"
 
     @property
     def status(self) -> str:
@@ -164,11 +171,11 @@ def _hparams(config: Config, others: Sequence[Config]) -> list[str]:
     ]
 
 
-def grouped(runs: Sequence[Found], keys: Sequence[Any]) -> dict[Any, list[Found]]:
-    """The runs by their key, in the order in which the keys come first."""
-    found: dict[Any, list[Found]] = {}
-    for run, key in zip(runs, keys, strict=True):
-        found.setdefault(key, []).append(run)
+def grouped(things: Sequence[T], keys: Sequence[K]) -> dict[K, list[T]]:
+    """The things by their key, in the order in which the keys come first."""
+    found: dict[K, list[T]] = {}
+    for thing, key in zip(things, keys, strict=True):
+        found.setdefault(key, []).append(thing)
     return found
 
 

@@ -9,11 +9,10 @@ data need not be here.
 
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 from rich.console import Console
 
-from experiments import closing, comparison, entry, flags, gather, published, report, schema, targets
+from experiments import closing, comparison, courses, entry, flags, gather, published, report, schema, targets
 from experiments.config import FREE, SETTINGS, Config
 from experiments.files import read_derived
 from experiments.gather import Found
@@ -41,7 +40,7 @@ def lines(run: Found) -> Iterator[str]:
         yield "Software and device: " + ", ".join(f"{name} {value}" for name, value in known.items())
     seconds = said.get("seconds", {})
     spent = "; ".join(f"{seconds[name]:,.1f} s {what}" for name, what in _SECONDS.items() if name in seconds)
-    unfinished = "" if said["status"] == "complete" else f" of {run.config.rounds}"
+    unfinished = "" if run.complete else f" of {run.config.rounds}"
     yield f"{run.status.capitalize()}{unfinished}{'; ' * bool(spent)}{spent}."
     if not any(said["scores"].values()):
         yield "No evaluation is recorded yet."
@@ -62,19 +61,7 @@ def one(console: Console, run: Found) -> None:
     console.print()
     report.tables(console, run.said)
     if run.config.targets:
-        targets.show(console, run.rows, run.config, flops(run), run.headline)
-
-
-def flops(run: Found) -> float | None:
-    """Floating-point operations for each example of local work, as the run counted them; None if it
-    did not (--targets)."""
-    total = run.said.get("work", {}).get("client_flops")
-    examples: Any = targets.Spent()
-    for row in run.rows if total else ():
-        examples = examples.after(row)
-        if examples.rounds == run.said["rounds"]:
-            break
-    return total / examples.examples if total and examples.examples else None
+        targets.show(console, run.rows, run.config, courses.flops(run), run.headline)
 
 
 def main(argv: list[str]) -> str:

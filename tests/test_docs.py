@@ -71,7 +71,7 @@ def check_benchmark(name: str, argv: list[str]) -> None:
 READERS = {
     "export": export._FLAGS,
     "tables": {"targets": flags.OF_A_RUN["targets"]},
-    "figures": {},
+    "figures": figures._FLAGS,
     "show": {},
     "within": {"tasks": flags.Flag(str, "")},
 }
@@ -148,7 +148,7 @@ def anchor_of(heading: str) -> str:
 
 def test_what_is_named_in_code_is_there():
     """Names of flags, and of files of the repository, between backticks."""
-    known = {*main._FLAGS, *sweep._FLAGS, "help", "tasks"}
+    known = {*main._FLAGS, *sweep._FLAGS, "help", "tasks", "output"}
     for page in PAGES:
         prose = re.sub(r"```.*?```", "", read(page), flags=re.DOTALL)
         quoted = re.findall(r"`([^`\n]+)`", prose)

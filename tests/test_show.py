@@ -2,12 +2,13 @@
 
 import contextlib
 import io
+import json
 import shutil
 
 import numpy as np
 import pytest
 
-from experiments import gather, runs, show, sweep
+from experiments import comparison, comparison_figures, courses, figures, gather, recorded, report, runs, show, sweep
 from fedjax_pfl.errors import InputError
 
 TINY = ["--data_fraction=0.2", "--clients=5", "--width=1", "--epochs=1", "--model=linear", "--rounds=2"]
@@ -15,11 +16,28 @@ TINY = ["--data_fraction=0.2", "--clients=5", "--width=1", "--epochs=1", "--mode
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """A sweep of two methods and two seeds."""
+    """A sweep of two methods; the runs of a second seed are theirs with other scores."""
     path = tmp_path_factory.mktemp("several") / "sweep"
     with contextlib.redirect_stdout(io.StringIO()):
-        assert sweep.run(["--algo=local,fedavg", "--seed=0,1", *TINY, f"--root={path}"]) == 0
+        assert sweep.run(["--algo=local,fedavg", *TINY, f"--root={path}"]) == 0
+    for method in ("local", "fedavg"):
+        another_seed(path / f"{method}-seed0", path / f"{method}-seed1")
     return path
+
+
+def another_seed(run, copy):
+    shutil.copytree(run, copy)
+    runs.write_json(copy / "config.json", recorded.signed(runs.read_config(run).replace(seed=1)))
+    metrics, scores = (runs.read_rows(run / name) for name in ("metrics.jsonl", "scores.jsonl"))
+    for row in metrics:
+        row |= {key: 0.75 * row[key] for key in row if key.startswith(("pre/", "post/")) and "clients" not in key}
+    for row in scores:
+        for known in (row[point] for point in ("pre", "post") if point in row):
+            known["acc"] = [(0.5 + 0.1 * i) * value for i, value in enumerate(known["acc"])]
+    for name, rows in (("metrics.jsonl", metrics), ("scores.jsonl", scores)):
+        (copy / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = runs.read_json(run / "summary.json") | report.summary(metrics)
+    runs.write_json(copy / "summary.json", said | {"seconds": {"train": 2.5, "compile": 1.0}})
 
 
 def last(path, key):
@@ -70,6 +88,8 @@ def test_a_run_that_was_interrupted_is_shown_with_what_it_has(root, tmp_path, su
     assert f"before local training {runs.read_rows(path / 'metrics.jsonl')[0]['pre/acc']:.1%}" in shown
     beside = show.main([str(path), str(root / "local-seed0")])
     assert beside.splitlines()[-1] == f"{path}: {how} after 1 round of 2."
+    shutil.copy(root / "fedavg-seed0" / "metrics.jsonl", path)  # with the closing row, which is no round
+    assert gather.read(path).said["rounds"] == 2
     (path / "metrics.jsonl").write_text("")
     assert "No evaluation is recorded yet." in show.main([str(path)])
 
@@ -106,3 +126,94 @@ def test_runs_are_called_by_what_they_differ_in(root):
     classes = [run._replace(config=run.config.replace(alpha=a)) for a, run in ((0.1, fedavg), (1.0, other))]
     pathological = [run._replace(config=run.config.replace(partition="pathological")) for run in classes]
     assert gather.labels(pathological) == ["fedavg", "fedavg"]  # of a partition without alpha
+
+
+def rows_of(root, method):
+    return [runs.read_rows(root / f"{method}-seed{k}" / "metrics.jsonl") for k in (0, 1)]
+
+
+def drawn(root, flops=lambda run: None):
+    return comparison_figures.figures([gather.read(path) for path in gather.directories([str(root)])], flops)
+
+
+def lines(axes):
+    return {line.get_label(): line for line in axes.lines}
+
+
+def test_the_curves_are_means_over_seeds_with_their_deviation(root):
+    before, after = drawn(root)[0]["curves"].axes
+    for panel, point, shift in ((before, "pre", 0), (after, "post", 1)):
+        for method in ("fedavg", "local"):
+            found = [
+                [(r["round"] + shift, r[f"{point}/acc"]) for r in rows if f"{point}/acc" in r]
+                for rows in rows_of(root, method)
+            ]
+            x, y = np.array(found).transpose(2, 0, 1)
+            line = lines(panel)[method]
+            assert np.array_equal(line.get_xdata(), x[0])
+            assert line.get_ydata() == pytest.approx(y.mean(axis=0))
+    title = drawn(root)[0]["curves"].get_suptitle()
+    assert "digits: 5 clients" in title and "linear" in title and "over 2 seeds" in title
+    a, b = (rows[-1]["pre/acc"] for rows in rows_of(root, "fedavg"))
+    course = [courses.course(gather.read(root / f"fedavg-seed{k}"), "acc", None)["pre"] for k in (0, 1)]
+    assert courses.band(course).std[-1] == pytest.approx(abs(a - b) / np.sqrt(2))
+
+
+def test_costs_are_bytes_operations_and_seconds(root):
+    found, notes = drawn(root, lambda run: 1e12)
+    sent, work, seconds = (lines(panel) for panel in found["costs"].axes)
+    each = 2 * 5 * 650 * 4 / 1e3  # down and up, clients, parameters, bytes
+    assert sent["fedavg"].get_xdata() == pytest.approx([0, each, 2 * each])
+    end = rows_of(root, "local")
+    assert set(sent["local"].get_ydata()) == {np.mean([rows[-1]["pre/acc"] for rows in end])}  # sends nothing
+    examples = [np.cumsum([0, *(row["work/examples"] for row in rows if "loss" in row)]) for rows in end]
+    assert work["local"].get_xdata() == pytest.approx(np.mean(examples, axis=0))
+    said = [runs.read_json(root / f"local-seed{k}" / "summary.json")["seconds"]["train"] for k in (0, 1)]
+    assert seconds["local"].get_xdata()[-1] == pytest.approx(np.mean(said))
+    assert notes == []
+    found, notes = drawn(root)
+    assert len(found["costs"].axes) == 2 and "operations" in notes[0]
+
+
+def test_clients_are_sorted_by_their_last_score(root):
+    before = drawn(root)[0]["clients"].axes[0]
+    last = [runs.read_rows(root / f"local-seed{k}" / "scores.jsonl")[-1]["pre"]["acc"] for k in (0, 1)]
+    assert lines(before)["local"].get_ydata() == pytest.approx(np.sort(last, axis=1).mean(axis=0))
+
+
+def test_clients_out_of_a_round_keep_their_last_score(tmp_path):
+    rows = [
+        {"round": 0, "ids": [2, 0], "post": {"acc": [0.2, 0.1]}, "pre": {"acc": [0.0, 0.0, 0.0]}},
+        {"round": 1, "ids": [0], "post": {"acc": [0.5]}},
+    ]
+    (tmp_path / "scores.jsonl").write_text("".join(f"{row}\n".replace("'", '"') for row in rows))
+    found = courses.of_clients(gather.Found(tmp_path, None, {}), "acc")
+    assert found["post"] == pytest.approx([0.5, np.nan, 0.2], nan_ok=True) and list(found["pre"]) == [0.0] * 3
+    assert list(courses.ranked([found["post"]]).mean) == [0.2, 0.5]
+
+
+def test_heterogeneity_is_drawn_where_runs_differ_in_it(root):
+    found = [gather.read(path) for path in gather.directories([str(root)])]
+    partitions = ({"partition": "dirichlet", "alpha": alpha} for alpha in (0.1, 1.0))
+    both = [run._replace(config=run.config.replace(**given)) for given in partitions for run in found]
+    names = {"curves", "clients", "costs"}
+    made, _ = comparison_figures.figures(both, lambda run: None)
+    assert made.keys() == {f"{name}-alpha={alpha}" for name in names for alpha in ("0.1", "1")} | {"alpha"}
+    container = made["alpha"].axes[0].containers[0]
+    assert container.get_label() == "fedavg"
+    assert container.lines[0].get_ydata() == pytest.approx(
+        [np.mean([r[-1]["pre/acc"] for r in rows_of(root, "fedavg")])] * 2
+    )
+    assert comparison_figures.figures(found, lambda run: None)[0].keys() == names
+
+
+def test_several_runs_are_drawn_as_png_and_pdf(root, tmp_path):
+    said = figures.main([str(root), f"--output={tmp_path / 'out'}"])
+    made = {f"{name}.{suffix}" for name in ("curves", "clients", "costs") for suffix in ("png", "pdf")}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == made
+    assert "curves.png, curves.pdf" in said and "operations" not in said  # of the embedded data they are counted
+
+
+def test_methods_look_different_without_colours():
+    styles = comparison.styles([*map(str, range(8)), "local"]).values()
+    assert len({(str(style["linestyle"]), style["marker"]) for style in styles}) == 9

@@ -1,0 +1,105 @@
+"""What the files of runs say of a score: its course against what was spent, its clients, and both
+over seeds."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from experiments import account, build, report
+from experiments.files import Rows
+from experiments.gather import Found, spent
+from fedjax_pfl.errors import InputError
+
+Array = np.ndarray
+BEFORE_AND_AFTER = {"pre": "before local training", "post": "after local training"}
+COLUMNS = ("rounds", "value", "MB", "TFLOP", "seconds")
+
+
+class Band(NamedTuple):
+    """A curve over seeds; each [T]."""
+
+    x: Array
+    mean: Array
+    std: Array  # of the sample; 0 of one seed
+
+
+def course(run: Found, name: str, flops: float | None) -> dict[str, Array]:
+    """{point: [T, 5]}, before and after local training: the columns of `COLUMNS`, those of the
+    evaluated rounds.
+
+    A score after local training has its round behind it, with all that this round sent. Seconds are
+    those of the whole run, training and evaluation, in equal parts a round. NaN is what is not
+    known.
+
+    Args:
+      flops: for each example of local work; None: not known.
+    """
+    found: dict[str, list] = {point: [] for point in BEFORE_AND_AFTER}
+    each = run.said.get("seconds", {}).get("train", np.nan) / max(1, run.said["rounds"])
+    for row, before, after in spent(run):
+        for point, total in (("pre", before), ("post", after)):
+            if (value := row.get(f"{point}/{name}")) is not None:
+                work = total.examples * flops / 1e12 if flops and total.examples is not None else np.nan
+                sent = report.traffic([total.traffic])["bytes"] / 1e6
+                found[point].append((total.rounds, value, sent, work, total.rounds * each))
+    return {point: np.array(rows, float).reshape(-1, len(COLUMNS)) for point, rows in found.items()}
+
+
+def band(courses: Sequence[Array], column: str = "rounds") -> Band:
+    """Mean and sample standard deviation over seeds, in the rounds that all of them have; `column`
+    is the mean over seeds, too."""
+    rounds = sorted(set.intersection(*(set(course[:, 0]) for course in courses)))
+    rows = np.array([course[np.isin(course[:, 0], rounds)] for course in courses])  # [seeds, T, 5]
+    std = rows[:, :, 1].std(axis=0, ddof=min(1, len(rows) - 1))
+    return Band(rows[:, :, COLUMNS.index(column)].mean(axis=0), rows[:, :, 1].mean(axis=0), std)
+
+
+def of_clients(run: Found, name: str) -> dict[str, Array]:
+    """{point: [N]}, every client's last score; NaN for one that has none."""
+    last: dict[str, dict[int, float]] = {point: {} for point in BEFORE_AND_AFTER}
+    for row in Rows(run.path / "scores.jsonl"):
+        for point, known in last.items():
+            values = row.get(point, {}).get(name, [])
+            ids = row["ids"] if point == "post" and values else range(len(values))
+            known |= {i: np.nan if x is None else x for i, x in zip(ids, values, strict=True)}
+    count = max((i + 1 for known in last.values() for i in known), default=0)
+    return {point: np.array([known.get(i, np.nan) for i in range(count)]) for point, known in last.items()}
+
+
+def ranked(clients: Sequence[Array]) -> Band:
+    """Scores from the worst client to the best, over seeds; x is the share of the clients, in %,
+    up to one.
+
+    Args:
+      clients: of each seed [N], where N may differ between seeds; NaN is left out.
+    """
+    values = [np.sort(found[np.isfinite(found)]) for found in clients]
+    values = [found for found in values if len(found)]
+    count = max(map(len, values), default=0)
+    x = (np.arange(count) + 0.5) / max(1, count)
+    rows = np.array([np.interp(x, (np.arange(len(found)) + 0.5) / len(found), found) for found in values])
+    rows = rows.reshape(-1, count)
+    std = rows.std(axis=0, ddof=min(1, len(rows) - 1)) if len(rows) else np.zeros(0)
+    return Band(100 * x, rows.mean(axis=0) if len(rows) else np.zeros(0), std)
+
+
+def flops(run: Found) -> float | None:
+    """Floating-point operations for each example of local work, as the run counted them; None if it
+    did not (--targets)."""
+    total = run.said.get("work", {}).get("client_flops")
+    if total:
+        for _, _, after in spent(run):
+            if after.rounds == run.said["rounds"]:
+                return total / after.examples if after.examples else None
+    return None
+
+
+def counted_flops(run: Found) -> float | None:
+    """As `flops`, or counted now, for which the data must be here; None if that cannot be."""
+    if (found := flops(run)) is not None:
+        return found
+    try:
+        return account.flops(build.prepare(run.config))
+    except InputError:
+        return None
