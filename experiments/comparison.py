@@ -196,16 +196,16 @@ def title(runs: Sequence[Found], without: Sequence[str] = ()) -> str:
     same = [parts[0] for parts in zip(*found, strict=True) if len(set(parts)) == 1]
     seeds = {len(of) for of in gather.grouped(runs, gather.labels(runs)).values()}
     spread = f"\nmean and sample standard deviation over {'up to ' * (len(seeds) > 1)}{max(seeds)} seeds"
-    return ", ".join(same) + spread * (max(seeds) > 1)
+    return "".join(same).strip(", ") + spread * (max(seeds) > 1)
 
 
 def _setting(c: Config) -> str:
-    return ", ".join(_parts(c))
+    return "".join(_parts(c))
 
 
 def _parts(c: Config) -> list[str]:
     work = f"{c.steps} steps" if c.steps is not None else f"{c.epochs} epochs"
     spread = f", alpha {c.alpha:g}" if c.alpha is not None and "dirichlet" in c.partition else ""
     classes = f", {c.classes_per_client} classes each" if c.classes_per_client and c.partition in _BY_CLASSES else ""
-    held = f"{c.clients} clients ({c.partition}{spread}{classes})"
-    return [f"{c.dataset}: {held}", c.model, f"{work} a round", f"batch {c.batch_size}"]
+    held = f" ({c.partition}{spread}{classes})"
+    return [f"{c.dataset}: {c.clients} clients", held, f", {c.model}", f", {work} a round", f", batch {c.batch_size}"]

@@ -188,7 +188,7 @@ def _knows(one: Series, column: str) -> bool:
 def _panels(series: Mapping[str, Series], count: int, sharex: bool = False) -> tuple[Figure, list[Any], str]:
     """A figure with panels side by side that have one y-axis, and the name of the score."""
     width = 1.2 + 3.9 * count
-    rows = math.ceil((len(series) + 1) / _columns(width, series))
+    rows = math.ceil((len(series) + 1) / _columns(width, [*series, "majority baseline"]))
     figure = Figure(figsize=(width, 4.0 + 0.2 * rows), layout="constrained")
     axes = list(figure.subplots(1, count, sharey=True, sharex=sharex, squeeze=False)[0])
     for panel in axes:
@@ -197,8 +197,13 @@ def _panels(series: Mapping[str, Series], count: int, sharex: bool = False) -> t
 
 
 def _columns(width: float, labels: Iterable[str]) -> int:
-    """Columns of a legend below a figure, so wide in inches."""
-    return max(1, min(5, int(12 * width / (max(map(len, labels)) + 8))))
+    """Columns of a legend below a figure, so wide in inches; a column is filled before the next."""
+    sizes = [len(label) + 8 for label in labels]
+    for columns in range(min(6, len(sizes)), 1, -1):
+        rows = math.ceil(len(sizes) / columns)
+        if sum(max(sizes[i : i + rows]) for i in range(0, len(sizes), rows)) <= 11 * width:
+            return columns
+    return 1
 
 
 def _line(axes: Any, found: Band, style: dict[str, Any], label: str, name: str) -> None:

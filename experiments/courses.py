@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments import account, build, report
-from experiments.files import Rows
+from experiments import account, build, report, schema
+from experiments.files import Rows, read_derived
 from experiments.gather import Found, spent
 from fedjax_pfl.errors import InputError
 
@@ -65,6 +65,18 @@ def of_clients(run: Found, name: str) -> dict[str, Array]:
             known |= {i: np.nan if x is None else x for i, x in zip(ids, values, strict=True)}
     count = max((i + 1 for known in last.values() for i in known), default=0)
     return {point: np.array([known.get(i, np.nan) for i in range(count)]) for point, known in last.items()}
+
+
+def sizes(run: Found) -> tuple[Array, Array]:
+    """Training and test examples of each client that trains, [N] each; empty where the partition is
+    not recorded."""
+    try:
+        with np.load(run.path / "partition.npz") as arrays:
+            found = arrays["train_sizes"], arrays["test_sizes"]
+    except (OSError, KeyError, ValueError):
+        return np.zeros(0, int), np.zeros(0, int)
+    apart = read_derived(run.path / "partition.json", schema.PARTITION).get("unseen", [])
+    return np.delete(found[0], apart), np.delete(found[1], apart)
 
 
 def ranked(clients: Sequence[Array]) -> Band:

@@ -12,7 +12,6 @@ it. Runs on other data have figures of their own. PNG and PDF go into --output (
 figures beside the runs).
 """
 
-import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -199,11 +198,11 @@ def main(argv: list[str]) -> str:
     if len(paths) == 1 and not parsed.get("output"):
         with phases.said(entry.errors(), f"Drawing the figures of {paths[0]}"):
             return "\n".join(_of_one(paths[0]))
-    folder = entry.directory(
-        parsed.get("output") or str(Path(os.path.commonpath([p.parent for p in paths])) / "figures")
-    )
+    folder = gather.output(parsed.get("output"), paths, "figures")
     with phases.said(entry.errors(), "Reading the runs and drawing their figures"):
-        return "\n".join(comparison_figures.draw([gather.read(path) for path in paths], folder))
+        found = [gather.read(path) for path in paths]
+        with gather.writing(folder):
+            return "\n".join(comparison_figures.draw(found, folder))
 
 
 def _of_one(path: Path) -> list[str]:

@@ -1,8 +1,9 @@
 """Several run directories, read for a table or a figure: without their data, and whatever came of
 them."""
 
+import contextlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -84,6 +85,22 @@ def directories(words: Iterable[str]) -> list[Path]:
     if not found:
         raise InputError("Name the run directories, or the directory of a sweep: --help says how.")
     return list({os.path.realpath(path): path for path in found}.values())
+
+
+def output(text: str | None, paths: Sequence[Path], name: str) -> Path:
+    """Where a command writes that reads runs: as --output says; by default in the run directory, of
+    several runs beside them."""
+    beside = paths[0] if len(paths) == 1 else Path(os.path.commonpath([os.path.abspath(path.parent) for path in paths]))
+    return directory(text) if text else beside / name
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns what goes wrong while a file or folder is written into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{path} cannot be written ({error.strerror or error}): choose another --output.") from error
 
 
 def _is_run(path: Path) -> bool:

@@ -31,13 +31,17 @@ def versions(run: Found) -> Row:
     return {name: value for name, value in known.items() if isinstance(value, str)}
 
 
-def lines(run: Found) -> Iterator[str]:
-    """What a run is and how it stands, then what it said at its end."""
-    done, said = run.config.replace(rounds=run.said["rounds"]), run.said
+def about(run: Found) -> Iterator[str]:
+    """What a run is: setting, settings, software."""
     yield f"{run.path}: {comparison.title([run])}"
     yield "Settings: " + ", ".join(f"{name} {value}" for name, value in settings(run.config).items())
     if known := versions(run):
         yield "Software and device: " + ", ".join(f"{name} {value}" for name, value in known.items())
+
+
+def ending(run: Found) -> Iterator[str]:
+    """How a run stands, and what it said at its end."""
+    done, said = run.config.replace(rounds=run.said["rounds"]), run.said
     seconds = said.get("seconds", {})
     spent = "; ".join(f"{seconds[name]:,.1f} s {what}" for name, what in _SECONDS.items() if name in seconds)
     unfinished = "" if run.complete else f" of {run.config.rounds}"
@@ -56,7 +60,7 @@ _SECONDS = {"train": "of training and evaluation", "compile": "of compilation"}
 
 def one(console: Console, run: Found) -> None:
     """Prints one run."""
-    for line in lines(run):
+    for line in (*about(run), *ending(run)):
         console.print(line)
     console.print()
     report.tables(console, run.said)

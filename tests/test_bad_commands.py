@@ -13,7 +13,7 @@ import math
 import numpy as np
 import pytest
 
-from experiments import entry, export, figures, main, show, sweep, tables, train, within
+from experiments import entry, export, figures, html, main, show, sweep, tables, train, within
 from experiments.config import SETTINGS
 from fedjax_pfl import hyperparameters
 from fedjax_pfl.algorithms import ALGORITHMS
@@ -190,6 +190,13 @@ COMMANDS = {  # one a line; a line may be empty
         folder
         ~nobody_here/x
         --nothing""",
+    html.main: """
+        nowhere
+        file
+        folder
+        --output=page.html nowhere
+        --output=page.html
+        --nothing run""",
     show.main: """
         nowhere
         file

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from documents import PAGES, ROOT, TABLES, blocks, commands, files_of, is_program, module, read
 
-from experiments import build, export, figures, flags, grid, main, settings, show, sweep, tables, within
+from experiments import build, export, figures, flags, grid, html, main, settings, show, sweep, tables, within
 from fedjax_pfl import own
 
 WITHOUT_FILES = ("digits", "synthetic", "npz:")
@@ -72,6 +72,7 @@ READERS = {
     "export": export._FLAGS,
     "tables": {"targets": flags.OF_A_RUN["targets"]},
     "figures": figures._FLAGS,
+    "html": html._FLAGS,
     "show": {},
     "within": {"tasks": flags.Flag(str, "")},
 }
@@ -198,7 +199,7 @@ def run(words: list[str]) -> None:
     elif name == "sweep":
         assert sweep.run(tiny(name, argv)) == 0, words
     else:
-        readers = {"export": export, "tables": tables, "figures": figures, "show": show, "within": within}
+        readers = {"export": export, "figures": figures, "html": html, "show": show, "tables": tables, "within": within}
         assert readers[name].main(argv), words
 
 

@@ -3,12 +3,16 @@
 import contextlib
 import io
 import json
+import re
 import shutil
+import subprocess
+from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 
 from experiments import comparison, comparison_figures, courses, figures, gather, recorded, report, runs, show, sweep
+from experiments import html as report_page
 from fedjax_pfl.errors import InputError
 
 TINY = ["--data_fraction=0.2", "--clients=5", "--width=1", "--epochs=1", "--model=linear", "--rounds=2"]
@@ -217,3 +221,125 @@ def test_several_runs_are_drawn_as_png_and_pdf(root, tmp_path):
 def test_methods_look_different_without_colours():
     styles = comparison.styles([*map(str, range(8)), "local"]).values()
     assert len({(str(style["linestyle"]), style["marker"]) for style in styles}) == 9
+
+
+class Page(HTMLParser):
+    """The tables of a page as rows of texts, by the id of their section; all addresses; open
+    elements, of which none may be left."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tables, self.addresses, self.open, self.words = {}, [], [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.addresses += [
+            value for name, value in attrs.items() if name in ("src", "href", "action", "data", "srcset")
+        ]
+        if tag not in ("meta", "img", "br", "link"):
+            self.open.append(tag)
+        if tag == "section":
+            self.section = attrs["id"]
+        if tag == "tr":
+            self.tables.setdefault(self.section, []).append([])
+        if tag in ("td", "th"):
+            self.tables[self.section][-1].append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag, tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+        if "td" in self.open or "th" in self.open:
+            self.tables[self.section][-1][-1] += data
+
+
+@pytest.fixture(scope="module")
+def written(root):
+    path = root.parent / "report.html"
+    said = report_page.main([str(root), f"--output={path}"])
+    assert said.startswith(f"{path}: 4 runs")
+    return path
+
+
+def test_the_page_has_the_numbers(root, written):
+    found = Page(written.read_text())
+    assert found.open == []
+    shown = {method: [row[-1]["pre/acc"] for row in rows_of(root, method)] for method in ("local", "fedavg")}
+    results = {row[0]: row for row in found.tables["results"]}
+    for method, values in shown.items():
+        mean_std = f"{100 * np.mean(values):.1f} ± {100 * np.std(values, ddof=1):.1f}"
+        assert results[method][2] == mean_std
+        assert [method, "acc", "before", mean_std] in [row[:4] for row in found.tables["scores"]]
+    head, *clients = found.tables["clients"]
+    assert head[:6] == ["method", "seed", "client", "train", "test", "acc in % before"] and len(clients) == 4 * 5
+    scores = runs.read_rows(root / "fedavg-seed1" / "scores.jsonl")[-1]["pre"]["acc"]
+    own = [row for row in clients if row[:2] == ["fedavg", "1"]]
+    assert [row[5] for row in own] == [f"{100 * value:.1f}" for value in scores]
+    with np.load(root / "fedavg-seed1" / "partition.npz") as arrays:
+        assert [int(row[3]) for row in own] == arrays["train_sizes"].tolist()
+    assert ["rounds", "2"] in found.tables["settings"] and ["model", "linear"] in found.tables["settings"]
+    assert [row[:3] for row in found.tables["runs"]][1] == [str(root / "fedavg-seed0"), "fedavg", "0"]
+
+
+def test_the_page_needs_nothing_from_outside(written):
+    text = written.read_text()
+    addresses = Page(text).addresses
+    assert sum(address.startswith("data:image/svg+xml;base64,") for address in addresses) == 3
+    assert all(address.startswith(("data:image/", "#")) for address in addresses)
+    assert not re.search(r"@import|url\(|https?://|fetch\(|XMLHttpRequest", text)
+
+
+def test_texts_of_the_page_are_escaped(root, tmp_path):
+    path = shutil.copytree(root / "local-seed0", tmp_path / "<script>alert(1)</script>" / "a&b")
+    config = runs.read_config(path).replace(data_dir='"><img src=x onerror=alert(1)>', targets='"><img src=x>')
+    found = gather.read(path)._replace(config=config)
+    text = report_page.page([found])
+    assert "alert(1)" in text and "<script>alert" not in text and "<img src=x" not in text
+    assert str(path) in "".join(Page(text).words)
+
+
+def test_the_page_of_one_run_has_its_ending_and_pictures(root):
+    text = report_page.page([gather.read(root / "fedavg-seed0")])
+    found = Page(text)
+    assert "Test accuracy of fedavg after 2 rounds" in "".join(found.words)
+    assert sum(address.startswith("data:image/png;base64,") for address in found.addresses) == 1  # the partition
+
+
+def test_the_page_of_a_run_without_an_evaluation(root, tmp_path):
+    path = cut_short(root, tmp_path / "run", summary=False)
+    for name in ("metrics.jsonl", "scores.jsonl"):
+        (path / name).write_text("")
+    (path / "partition.npz").unlink()
+    assert "No evaluation is recorded yet." in "".join(Page(report_page.page([gather.read(path)])).words)
+
+
+BROWSERS = (
+    "chromium",
+    "chromium-headless-shell",
+    "chromium-browser",
+    "google-chrome",
+    "google-chrome-stable",
+    "chrome",
+)
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
+
+
+@pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(BROWSERS)} is on PATH")
+def test_the_page_in_a_browser(root, written, tmp_path):
+    """Its numbers are there, and a click on a heading sorts the clients."""
+    click = (
+        "[...document.querySelectorAll('#clients th button')].find((x) => x.textContent === 'acc in % before').click();"
+    )
+    orders = []
+    for clicks in (0, 1, 2):
+        file = tmp_path / f"{clicks}.html"
+        file.write_text(written.read_text().replace("</body>", f"<script>{click * clicks}</script></body>"))
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--dump-dom"]
+        done = subprocess.run([BROWSER, *flags, file.as_uri()], capture_output=True, text=True, timeout=60)
+        found = Page(done.stdout)
+        orders.append([float(row[5]) for row in found.tables["clients"][1:]])
+        assert f"{100 * np.mean([rows[-1]['pre/acc'] for rows in rows_of(root, 'local')]):.1f}" in done.stdout
+    assert orders[0] != sorted(orders[0]) == orders[1] == orders[2][::-1] and len(set(orders[0])) > 5
