@@ -104,6 +104,7 @@ class Config:
     client_memory: Literal["device", "host"] = _setting(
         "device", "where clients outside a round have their state: device, host", free=True
     )
+    tensorboard: bool = _setting(False, "write event files for TensorBoard into the run directory, too", free=True)
     data_dir: str | None = _setting(None, "where TFDS data sets were prepared (default: TFDS_DATA_DIR)", free=True)
     hparams: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the method, complete
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments import schema, stopping, targets
+from experiments import events, schema, stopping, targets
 from experiments.config import BY_FILE, FREE, SETTINGS, Config, check_fields, optimizers, participation, same
 from experiments.presets import DEFAULT_PRESETS, PRESETS
 from experiments.values import number, typed_all
@@ -42,7 +42,7 @@ def resolve(user: Mapping[str, Any]) -> Config:
     values["hparams"] = hyperparameters(factory) | by_preset | typed_all(factory, user.get("hparams", {}))
     config = Config(**values)
     check_ranges(config)
-    return config
+    return events.check(config)
 
 
 def _of_file(text: str) -> Config:
@@ -145,7 +145,7 @@ def resumed(recorded: Config, user: Mapping[str, Any]) -> Config:
         raise InputError(f"rounds={wanted['rounds']} is less than the recorded {recorded.rounds}: it may only grow.")
     config = recorded.replace(**{n: x for n, x in wanted.items() if n in FREE or n == "rounds"})
     check_ranges(config)
-    return config
+    return events.check(config)
 
 
 def check_same(recorded: Config, config: Config, path: Any) -> None:

@@ -10,7 +10,20 @@ from typing import Any
 
 from rich.console import Console
 
-from experiments import account, build, clients, phases, published, report, schema, stopping, targets, unseen, validation
+from experiments import (
+    account,
+    build,
+    clients,
+    events,
+    phases,
+    published,
+    report,
+    schema,
+    stopping,
+    targets,
+    unseen,
+    validation,
+)
 from experiments.files import read_derived, write_json
 from experiments.interrupt import Interrupt
 from experiments.pace import Pace
@@ -68,11 +81,12 @@ def train(
         ended += filter(None, [progress.why()])
         options["until"] = lambda: bool(ended)
     options |= {"start": start, "state": None if state is None else program.place(state), "functions": functions}
-    with reporter, Interrupt(ask, words) as interrupt:
+    written = events.written(run.path, run.rows, c.tensorboard and multihost.first(), reporter.say)
+    with reporter, Interrupt(ask, words) as interrupt, written as event:
         files = _Files(run, experiment, clock)
 
         def add(*found: Any) -> report.Row:
-            reporter.update(row := run.append(*found))
+            reporter.update(row := event(run.append(*found)))
             return row
 
         try:

@@ -28,6 +28,7 @@ OTHERS = {
     ".ci/full",
     "git",
     "jupyter",
+    "tensorboard",
     "TINY=1",
 }
 TINY = {"rounds": 1, "epochs": 1}
