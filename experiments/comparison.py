@@ -194,7 +194,7 @@ def title(runs: Sequence[Found], without: Sequence[str] = ()) -> str:
     """
     found = [_parts(run.config.replace(**dict.fromkeys(without))) for run in runs]
     same = [parts[0] for parts in zip(*found, strict=True) if len(set(parts)) == 1]
-    seeds = {len(of) for of in gather.grouped(runs, gather.labels(runs)).values()}
+    seeds = {len({run.config.seed for run in of}) for of in gather.grouped(runs, gather.labels(runs)).values()}
     spread = f"\nmean and sample standard deviation over {'up to ' * (len(seeds) > 1)}{max(seeds)} seeds"
     return "".join(same).strip(", ") + spread * (max(seeds) > 1)
 
@@ -204,7 +204,8 @@ def _setting(c: Config) -> str:
 
 
 def _parts(c: Config) -> list[str]:
-    work = f"{c.steps} steps" if c.steps is not None else f"{c.epochs} epochs"
+    work = f"{c.steps} step" if c.steps is not None else f"{c.epochs} epoch"
+    work += "s" * (1 not in (c.steps, c.epochs))
     spread = f", alpha {c.alpha:g}" if c.alpha is not None and "dirichlet" in c.partition else ""
     classes = f", {c.classes_per_client} classes each" if c.classes_per_client and c.partition in _BY_CLASSES else ""
     held = f" ({c.partition}{spread}{classes})"

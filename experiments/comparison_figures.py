@@ -24,7 +24,7 @@ _COSTS = {
 }
 _LEFT_OUT = {
     "MB": "bytes",
-    "TFLOP": "operations (--targets counts them in the run, and this command, where the data are)",
+    "TFLOP": "operations (counted in a run with --targets, or now, where its data are)",
     "seconds": "seconds",
 }
 _UNITS = {  # column: factors and units, the largest first
@@ -123,16 +123,19 @@ def costs(series: Mapping[str, Series]) -> tuple[Figure, list[str]]:
     figure, axes, name = _panels(series, len(columns))
     for panel, column in zip(axes, columns, strict=True):
         bands = {label: courses.band([of["pre"] for of in one.courses], column) for label, one in series.items()}
-        unit, scale = _unit(column, max(found.x.max() for found in bands.values()))
+        ends = [found.x.max() for found in bands.values() if found.x.any()]
+        wide = bool(ends) and max(ends) > _WIDE * min(ends)
+        unit, scale = _unit(column, min(ends, default=0) if wide else max(ends, default=0))
         for label, found in bands.items():
-            if found.x.max() > 0:
-                _line(panel, found._replace(x=found.x * scale), series[label].style, label, name)
-            else:  # costs nothing: what it has after the last round, at any price
+            if not found.x.any() and len(found.x) > 1:  # costs nothing: what it has at the end, at any price
                 panel.axhline(found.mean[-1], **series[label].style | {"marker": ""}, label=label)
-        ends = [found.x.max() for found in bands.values() if found.x.max() > 0]
-        if ends and max(ends) > _WIDE * min(ends):
+                continue
+            drawn = found.x > 0 if wide else np.ones(len(found.x), bool)  # a logarithmic axis has no 0
+            kept = Band(found.x[drawn] * scale, found.mean[drawn], found.std[drawn])
+            _line(panel, kept, series[label].style, label, name)
+        if wide:
             panel.set_xscale("log")
-        else:
+        elif ends:
             panel.set_xlim(left=0)
         _baseline(panel, series, name)
         panel.set(xlabel=f"{unit}, {_COSTS[column]}")
@@ -208,8 +211,8 @@ def _columns(width: float, labels: Iterable[str]) -> int:
 
 def _line(axes: Any, found: Band, style: dict[str, Any], label: str, name: str) -> None:
     """A curve with markers at a tenth of its points, and a band of one standard deviation."""
-    every = (0.1 * style["markevery"], 0.1) if len(found.x) > 12 else 1
-    axes.plot(found.x, found.mean, label=label, **style | {"markevery": every})
+    every = max(1, len(found.x) // 10)
+    axes.plot(found.x, found.mean, label=label, **style | {"markevery": (int(every * style["markevery"]), every)})
     low, high = found.mean - found.std, found.mean + found.std
     if scores.is_share(name):
         low, high = np.clip(low, 0, 1), np.clip(high, 0, 1)

@@ -36,7 +36,8 @@ def course(run: Found, name: str, flops: float | None) -> dict[str, Array]:
       flops: for each example of local work; None: not known.
     """
     found: dict[str, list] = {point: [] for point in BEFORE_AND_AFTER}
-    each = run.said.get("seconds", {}).get("train", np.nan) / max(1, run.said["rounds"])
+    timed: int = run.said.get("timed") or run.said["rounds"]
+    each = run.said.get("seconds", {}).get("train", np.nan) / max(1, timed)
     for row, before, after in spent(run):
         for point, total in (("pre", before), ("post", after)):
             if (value := row.get(f"{point}/{name}")) is not None:

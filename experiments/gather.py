@@ -37,7 +37,9 @@ class Found(NamedTuple):
 
     path: Path
     config: Config
-    said: Row  # as summary.json, of the rows that are there; without `seconds` where none are recorded
+    # as summary.json, of the rows that are there; without `seconds` where none are recorded, else these are of the
+    # first `timed` rounds
+    said: Row
 
     @property
     def headline(self) -> Headline:
@@ -131,7 +133,8 @@ def read(path: Path) -> Found:
     headline = (known["score"], known["better"]) if known else _headline(rows)
     rounds = sum("loss" in row for row in rows)
     status = said.get("status", "running") if complete or said.get("status") != "complete" else "running"
-    return Found(path, config, said | {"status": status, "rounds": rounds} | report.summary(rows, headline))
+    now = {"status": status, "rounds": rounds, "timed": said.get("rounds", rounds)}
+    return Found(path, config, said | now | report.summary(rows, headline))
 
 
 def _headline(rows: Rows) -> Headline:
@@ -157,7 +160,7 @@ def names(runs: Sequence[Found]) -> list[str]:
     return said
 
 
-_OWN = [name for name in SETTINGS if name not in FREE and name not in (*DATA, "algo", "seed", "preset")]
+_OWN = [name for name in SETTINGS if name not in FREE and name not in (*DATA, "algo", "seed", "preset", "eval_every")]
 
 
 def settings(runs: Sequence[Found]) -> list[list[str]]:

@@ -179,6 +179,15 @@ def test_costs_are_bytes_operations_and_seconds(root):
     assert len(found["costs"].axes) == 2 and "operations" in notes[0]
 
 
+def test_costs_of_other_sizes_are_on_a_logarithmic_axis_without_what_costs_nothing(root):
+    found = [gather.read(path) for path in gather.directories([str(root)])]
+    flops = {"fedavg": 1e12, "local": 1e9}
+    _, work, _ = comparison_figures.figures(found, lambda run: flops[run.config.algo])[0]["costs"].axes
+    assert work.get_xscale() == "log" and work.get_xlabel().startswith("GFLOP")
+    a, b = (lines(work)[method].get_xdata() for method in ("fedavg", "local"))
+    assert len(a) == 2 and a == pytest.approx(1e3 * b)
+
+
 def test_clients_are_sorted_by_their_last_score(root):
     before = drawn(root)[0]["clients"].axes[0]
     last = [runs.read_rows(root / f"local-seed{k}" / "scores.jsonl")[-1]["pre"]["acc"] for k in (0, 1)]
