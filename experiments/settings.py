@@ -28,7 +28,7 @@ def resolve(user: Mapping[str, Any]) -> Config:
       InputError: an unknown name, or a value out of range.
     """
     if user.get("config") is not None:
-        return _over(_of_file(user["config"]), user)
+        return events.check(_over(_of_file(user["config"]), user))
     preset = user.get("preset")
     preset = DEFAULT_PRESETS.get(user.get("dataset", "digits")) if preset is None else preset
     chosen = None if preset is None else PRESETS[choose("preset", preset, PRESETS)]
