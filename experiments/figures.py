@@ -9,7 +9,7 @@ Several runs, or the directory of a sweep, are compared, each method with mean a
 deviation over its seeds: its score by round; of the clients, from the worst to the best; against
 bytes sent, operations and seconds; and against alpha or classes per client, if the runs differ in
 it. Runs on other data have figures of their own. PNG and PDF go into --output (default: the folder
-figures beside the runs).
+figures beside the runs); where it is given, one run is drawn in the same way.
 """
 
 import sys
