@@ -4,7 +4,7 @@ It is what the client predicts with at `pre`: the state of the run's last checkp
 adaptation before predicting included. PATH.msgpack (Flax) and PATH.npz (NumPy, names joined by /)
 hold the same arrays; PATH is RUN/client-3 where it is not given. Where the client predicts with one
 network, they are its variables: body, head, and running statistics. Where the method puts several
-parts together (as FedCP, FedEM, pFedC), they are what the client and what the server hold. The
+parts together (as FedCP, FedEM, FedRoD), they are what the client and what the server hold. The
 lines that load them are printed.
 """
 
