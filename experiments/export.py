@@ -19,10 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import serialization, traverse_util
 
-from experiments import entry, flags, runs
+from experiments import build, entry, flags, runs
 from experiments.files import write_bytes
 from fedjax_pfl import groups, own, simulate
-from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.errors import InputError, check
 from fedjax_pfl.types import Algorithm, Client, Model, Predictor, PyTree, Task
 
@@ -138,7 +137,8 @@ def _predicted(run: runs.Run, client: int, x: np.ndarray, networks: bool) -> dic
 def _run(run: runs.Run, client: int, x: jax.Array, changed: Callable[..., Any], task: Task) -> PyTree:
     """What the predictor of a run's method returns for one client; `changed` takes the factory."""
     c, e = run.config, run.experiment
-    program = simulate.program(changed(find(c.algo)), task, c.hparams, lr_decay=c.lr_decay, checked=False)
+    factory, hparams = build.method(c)
+    program = simulate.program(changed(factory), task, hparams, lr_decay=c.lr_decay, checked=False)
     values = {name: jnp.float32(value) for name, value in program.numbers.items()}
     predict = jax.jit(lambda state, x: program.predict(e.key, values, e.federation, state, run.round, client, x))
     return predict(run.state, x)
@@ -205,7 +205,7 @@ def lines(run: runs.Run, client: int, base: str, network: bool, npz: bool = Fals
 def _network(run: runs.Run, client: int) -> list[str]:
     """The Python that makes the network and `predict`."""
     c, e = run.config, run.experiment
-    name = runs.build.networks.architectures(c.model, len(e.everybody.train))[0][e.task.architecture[client]]
+    name = build.networks.architectures(c.model, len(e.everybody.train))[0][e.task.architecture[client]]
     example = jax.eval_shape(e.dataset.prepare, jax.ShapeDtypeStruct((1, *e.dataset.x.shape[1:]), e.dataset.x.dtype))
     options: dict[str, tuple[Any, Any]] = {
         "bn_stats": (c.bn_stats, "aggregate"),

@@ -58,7 +58,10 @@ def members(given: Mapping[str, Any], root: Path, seeds: int | None = None) -> l
       InputError: a value is none, or listed twice, or it cannot be said where one ends; or a run
         cannot have these settings.
     """
-    axes = _settings({"algo": "", "seed": "0"} | {name: x for name, x in given.items() if name in SETTINGS})
+    base = {"config": given["config"]} if given.get("config") else {}
+    of_file = settings.resolve(base) if base else None
+    start = {"algo": of_file.algo, "seed": str(of_file.seed)} if of_file else {"algo": "", "seed": "0"}
+    axes = _settings(start | {name: x for name, x in given.items() if name in SETTINGS})
     if seeds is not None:
         axes["seed"] = counted(axes["seed"], seeds)
     found = []
@@ -70,7 +73,8 @@ def members(given: Mapping[str, Any], root: Path, seeds: int | None = None) -> l
                 varied = {n: shown(x) for n, x in chosen.items() if len(settings_of[n]) > 1}
                 varied |= {n: shown(x) for n, x in own.items() if len(hparams[n]) > 1}
                 for seed in axes["seed"]:
-                    user = {"algo": algo} | chosen | {"seed": seed, "hparams": {n: str(x) for n, x in own.items()}}
+                    user = base | {"algo": algo} | chosen | {"seed": seed}
+                    user |= {"hparams": {n: str(x) for n, x in own.items()}}
                     config = settings.resolve(user)
                     hyperparameters.check(find(algo), config.hparams)
                     name = [short(config), *(f"{n}={text}" for n, text in varied.items()), f"seed{seed}"]

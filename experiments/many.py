@@ -60,7 +60,8 @@ def run(
                 room[kind] = _room([m.config for m in members if _kind(m.config) == kind])
         # a resume takes what is not given from the run: that it is to end nowhere is given, too
         more = stopping.given(member.config) if begun else width.get(kind, {})
-        train = functools.partial(train_into, more | member.given, str(member.path), begun, room[kind], say)
+        given = {name: x for name, x in member.given.items() if not (begun and name == "config")}
+        train = functools.partial(train_into, more | given, str(member.path), begun, room[kind], say)
         code = entry.guarded(train, interrupted)
         failed = failed or code
         if code == entry.LOST or code >= entry.INTERRUPTED - 2:

@@ -26,7 +26,7 @@ def run(seeds: int, parsed: flags.Parsed, train_into: Callable[..., int], interr
         raise InputError(
             f"--resume continues one run; with --seeds={seeds} the same command goes on by itself: leave --resume out."
         )
-    numbers = grid.counted([user.get("seed", 0)], seeds)
+    numbers = grid.counted([settings.resolve(user).seed], seeds)
     given = [user | {"seed": seed} for seed in numbers]
     configs = [settings.resolve(one) for one in given]
     root = entry.directory(parsed.get("workdir") or settings.default_workdir(user, configs[0], seeds=True))

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments import flags, grid, main, outcome, runs, sweep
+from experiments import flags, grid, main, outcome, runs, settings, sweep
 from experiments.grid import Member
 from experiments.outcome import Line, Rule
 from fedjax_pfl.errors import InputError
@@ -48,6 +48,17 @@ def test_names_are_apart_by_commas():
     assert [(m.config.server_optimizer, m.config.bn_stats) for m in found] == [
         (name, stats) for name in ("adam", "yogi") for stats in ("local", "batch")
     ]
+
+
+def test_what_no_flag_says_is_taken_from_the_settings_of_a_run(tmp_path):
+    config = settings.resolve({"algo": "ditto", "seed": 3, "lr": 0.2, "hparams": {"lam": "2"}})
+    (tmp_path / "config.json").write_text(json.dumps(config.asdict() | {"digests": {}}, default=str))
+    found = members(f"--config={tmp_path / 'config.json'}", "--epochs=1,2", "--hparam=personal_epochs=3")
+    assert [(m.config.algo, m.config.seed, m.config.lr, m.config.epochs) for m in found] == [
+        ("ditto", 3, 0.2, 1),
+        ("ditto", 3, 0.2, 2),
+    ]
+    assert all((m.config.hparams["lam"], m.config.hparams["personal_epochs"]) == (2, 3) for m in found)
 
 
 def test_of_a_flag_that_is_repeated_the_last_counts():
