@@ -46,6 +46,19 @@ def test_the_examples_run():
     assert "proto_acc" in names["last"].pre
 
 
+def without_types(source: str) -> list[str]:
+    """The words of a source, without annotations and comments."""
+    types = "PyTree|Array|State|Client|Cohort|Batch|Task"
+    return re.sub(rf": ({types})\b| -> [^:\n]*(?=:\n)| *#[^\n]*", "", source).split()
+
+
+def test_the_template_is_the_method_of_the_page():
+    (shown,) = (b.code for b in blocks("docs/your-own-method.md", "python") if "def small_head" in b.code)
+    source = (ROOT / "fedjax_pfl" / "algorithms" / "template.py").read_text()
+    start = "def small_head"
+    assert without_types(source[source.index(start) :]) == without_types(shown[shown.index(start) :])
+
+
 def test_the_method_shown_is_the_method():
     (shown,) = (b.code for b in blocks("docs/your-own-method.md", "python") if b.code.startswith("def round"))
     source = (ROOT / "fedjax_pfl" / "algorithms" / "ditto.py").read_text()

@@ -2,6 +2,8 @@
 rule and where."""
 
 import re
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -9,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import stranger
 
 from fedjax_pfl import averaging, evaluate, local, losses, testing, traffic, trees
-from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.algorithms import ALGORITHMS, template
+from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.averaging import predictor
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.testing import ContractViolation
@@ -113,8 +115,11 @@ def test_without_a_mistake_every_rule_holds():
     testing.check_algorithm(planted(None))
 
 
-def test_a_strangers_method_passes():
-    testing.check_algorithm(stranger.mixed)
+def test_a_copy_of_the_template_outside_of_the_package_passes(tmp_path):
+    copy = shutil.copy(Path(template.__file__), tmp_path / "own.py")
+    factory = find(f"{copy}:small_head")
+    assert factory is not template.small_head
+    testing.check_algorithm(factory)
 
 
 BROKEN = {
