@@ -23,7 +23,7 @@ def number(preset, algo="pfedc", hparams=None, **user):
     return float(published.cell(PRESETS[preset], made).numbers[algo].split()[0])
 
 
-def image_set(name, data_dir=None):
+def image_set(name, data_dir=None, seed=0):
     """A data set of the named one's shape and classes, small."""
     classes = 100 if name == "cifar100" else 10
     shape = (28, 28, 1) if "mnist" in name else (32, 32, 3)
@@ -165,7 +165,7 @@ def test_more_rounds_are_longer_and_more_of_anything_else_is_a_change():
 
 def test_a_part_of_a_data_set_is_a_reduction(monkeypatch):
     """Which data_fraction is beside, and which of the user's own data nobody can say."""
-    monkeypatch.setattr(datasets, "load", lambda name, _: image_set(name)._replace(name=name))  # 120 images
+    monkeypatch.setattr(datasets, "load", lambda name, *_: image_set(name)._replace(name=name))  # 120 images
     small = {"clients": 5, "rounds": 1000, "model": "linear", "data_fraction": 0.5}
     part = build.prepare(config("pfedc_mnist", "fedavg", **small))
     used = len(part.dataset.y)
