@@ -23,6 +23,8 @@ def show(console: Console, run: RunDirectory, experiment: build.Experiment, say:
     ended = [f"Ended after {c.rounds} rounds: {summary['ended']['why']}."] if "ended" in summary else []
     if say <= ONE:
         points = report.HELD_OUT if say == HELD_OUT else report.WITH_UNSEEN
+        if say == HELD_OUT and ended and not summary["ended"]["why"].startswith("val/"):
+            ended = [f"Ended after {c.rounds} rounds."]
         console.print("  " + " ".join(["; ".join(_points(found, points, brief=True)), *ended]))
         return
     for line in ended:

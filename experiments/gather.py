@@ -13,6 +13,7 @@ from experiments.entry import directory
 from experiments.files import Rows, read_derived
 from experiments.scores import ACCURACY, Headline
 from experiments.targets import Spent
+from fedjax_pfl import own
 from fedjax_pfl.errors import InputError
 
 Row = dict[str, Any]
@@ -147,7 +148,7 @@ def _headline(rows: Rows) -> Headline:
 def labels(runs: Sequence[Found]) -> list[str]:
     """What each run is called beside the others: its method, and the settings in which runs of this
     method, or the data of all, differ; runs that differ in the seed only are called the same."""
-    return [", ".join([own, *data]) for own, data in zip(names(runs), settings(runs), strict=True)]
+    return [", ".join([name, *data]) for name, data in zip(names(runs), settings(runs), strict=True)]
 
 
 def names(runs: Sequence[Found]) -> list[str]:
@@ -155,12 +156,16 @@ def names(runs: Sequence[Found]) -> list[str]:
     said = []
     for run in runs:
         same = [other.config for other in runs if other.config.algo == run.config.algo]
-        algo = run.config.algo.rpartition(":")[2]
+        algo = own.short(run.config.algo)
+        if any(own.short(other.config.algo) == algo and other.config.algo != run.config.algo for other in runs):
+            algo = run.config.algo
         said.append(", ".join([algo, *_differing(run.config, same, _OWN), *_hparams(run.config, same)]))
     return said
 
 
-_OWN = [name for name in SETTINGS if name not in FREE and name not in (*DATA, "algo", "seed", "preset", "eval_every")]
+_ENDS = ("stop_at", "patience", "unseen_rounds")  # may change on a resume, and change what comes out
+_OWN = [name for name in SETTINGS if name not in FREE or name in _ENDS]
+_OWN = [name for name in _OWN if name not in (*DATA, "algo", "seed", "preset", "eval_every")]
 
 
 def settings(runs: Sequence[Found]) -> list[list[str]]:
@@ -171,6 +176,7 @@ def settings(runs: Sequence[Found]) -> list[list[str]]:
 def setting(config: Config, name: str) -> Any:
     """A setting of a run; None of one that means nothing for its partition."""
     without = {"alpha": "dirichlet" not in config.partition, "classes_per_client": "dirichlet" in config.partition}
+    without["stop_at"] = (config.stop_at or "none").lower() == "none"
     return None if without.get(name) else getattr(config, name)
 
 

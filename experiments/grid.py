@@ -71,7 +71,8 @@ def members(given: Mapping[str, Any], root: Path, seeds: int | None = None) -> l
         for chosen in _product(settings_of):
             for own in _product(hparams):
                 varied = {n: shown(x) for n, x in chosen.items() if len(settings_of[n]) > 1}
-                varied |= {n: shown(x) for n, x in own.items() if len(hparams[n]) > 1}
+                several = [n for n in own if len(hparams[n]) > 1]
+                varied |= {f"hparam.{n}" if n in varied else n: shown(own[n]) for n in several}
                 for seed in axes["seed"]:
                     user = base | {"algo": algo} | chosen | {"seed": seed}
                     user |= {"hparams": {n: str(x) for n, x in own.items()}}

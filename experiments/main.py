@@ -172,7 +172,9 @@ def _into(
             else:
                 multihost.on_first(directory.start, experiment, laid.content(functions.memory), versions())
             said = [layouts.say(laid, config.width == "auto" and not resume), memory.say(functions.memory)]
-            quiet = Console(quiet=True) if say <= closing.ONE and not console.is_terminal else console
+            # the bar shows test scores
+            hidden = say == closing.HELD_OUT or (say == closing.ONE and not console.is_terminal)
+            quiet = Console(quiet=True) if hidden else console
             quiet.print(f"Run directory: {path}; {'; '.join(filter(None, said))}")
             entry.check_interrupt()
             train.train(experiment, laid, directory, start, state, quiet, functions, clock)

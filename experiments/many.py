@@ -8,16 +8,18 @@ from typing import Any
 
 import jax
 
-from experiments import build, closing, entry, phases, runs, settings, stopping
+from experiments import build, closing, entry, phases, runs, schema, settings, stopping
 from experiments.config import Config
+from experiments.files import read_json
 from experiments.grid import Member
-from experiments.recorded import is_complete
+from experiments.recorded import OWN_FILES, is_complete, own_files
 from fedjax_pfl import hyperparameters
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data.federate import ROOM
 from fedjax_pfl.engine import multihost
 from fedjax_pfl.errors import InputError
 
+_MANY = 100_000  # clients, where a partition of the user's own says how many
 GOES_ON = "Interrupted; the same command goes on."
 
 
@@ -58,8 +60,7 @@ def run(
             jax.clear_caches()  # it shares nothing with those before
             with phases.said(entry.errors(), "Loading the data of all seeds"):
                 room[kind] = _room([m.config for m in members if _kind(m.config) == kind])
-        # a resume takes what is not given from the run: that it is to end nowhere is given, too
-        more = stopping.given(member.config) if begun else width.get(kind, {})
+        more = multihost.on_first(_more, member) if begun else width.get(kind, {})
         given = {name: x for name, x in member.given.items() if not (begun and name == "config")}
         train = functools.partial(train_into, more | given, str(member.path), begun, room[kind], say)
         code = entry.guarded(train, interrupted)
@@ -96,7 +97,27 @@ def _width(path: Path) -> dict[str, str]:
 
 def _found(path: Path, config: Config) -> tuple[bool, bool]:
     """Is the run complete, and is it begun? Raises InputError if it is one of other settings."""
-    begun = runs.is_run(path)
+    begun, complete = runs.is_run(path), is_complete(path, config)
     if begun:
         settings.check_same(runs.read_config(path), config, path)
-    return is_complete(path, config), begun
+    if complete:  # else the resume looks at it
+        _check_files(path, config)
+    return complete, begun
+
+
+def _check_files(path: Path, config: Config) -> None:
+    """Raises InputError where a complete run was made by another file of the user's own."""
+    known, now = read_json(path / "partition.json", schema.PARTITION), own_files(config, config.clients or _MANY)
+    for key, (_, what) in OWN_FILES.items():
+        if known.get(key) != now.get(key):
+            raise InputError(
+                f"The file of the {what} is not the one that {path} was made with: take another directory."
+            )
+
+
+def _more(member: Member) -> dict[str, Any]:
+    """What a resume needs beside the settings that were given, as it takes all else from the run:
+    a later end, and that it is to end nowhere before."""
+    rounds = member.config.rounds
+    longer = {"rounds": rounds} if rounds > runs.read_config(member.path).rounds else {}
+    return stopping.given(member.config) | longer

@@ -61,7 +61,7 @@ def rule(text: str, members: Sequence[Member]) -> Rule:
             f"--select={text} would choose by test examples, and the scores of what it chose would be optimistic: "
             f"choose by validation examples, as --select={validation.POINT}/{score}."
         )
-    if wrong := [name for name in _DATA if name in members[0].varied]:
+    if wrong := [name for name in _DATA if len({str(getattr(member.config, name)) for member in members}) > 1]:
         raise InputError(
             f"--select chooses among runs on the same examples, but --{wrong[0]} has several values: make a sweep for "
             "each."

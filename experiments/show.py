@@ -18,11 +18,14 @@ from experiments.files import read_derived
 from experiments.gather import Found
 from experiments.report import Row
 
+_SHOWN = ("targets", "stop_at", "patience", "unseen_rounds")  # of those that may change on a resume
+
 
 def settings(c: Config) -> dict[str, str]:
     """The settings of a run in words, by name; the hyperparameters of its method are among them."""
-    values = {name: getattr(c, name) for name in SETTINGS if name not in FREE or name == "targets"}
-    return {name: published.shown(x) for name, x in (values | c.hparams).items() if x is not None}
+    values = {name: getattr(c, name) for name in SETTINGS if name not in FREE or name in _SHOWN}
+    hparams = {f"{name} of {c.algo}" if name in values else name: x for name, x in c.hparams.items()}
+    return {name: published.shown(x) for name, x in (values | hparams).items() if x is not None}
 
 
 def versions(run: Found) -> Row:
@@ -46,6 +49,8 @@ def ending(run: Found) -> Iterator[str]:
     spent = "; ".join(f"{seconds[name]:,.1f} s {what}" for name, what in _SECONDS.items() if name in seconds)
     unfinished = "" if run.complete else f" of {run.config.rounds}"
     yield f"{run.status.capitalize()}{unfinished}{'; ' * bool(spent)}{spent}."
+    if run.complete and "ended" in said:
+        yield f"Ended after {said['rounds']} of {run.config.rounds} rounds: {said['ended']['why']}."
     if not any(said["scores"].values()):
         yield "No evaluation is recorded yet."
         return

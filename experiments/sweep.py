@@ -50,7 +50,7 @@ def run(argv: list[str]) -> int:
     root = _root(parsed, user)
     members = grid.members(user, root, parsed.get("seeds"))  # before anything runs
     by = outcome.rule(parsed.given["select"], members) if "select" in parsed.given else None
-    say = closing.ALL if parsed.get("verbose") else closing.ONE if by is None else closing.HELD_OUT
+    say = closing.HELD_OUT if by else closing.ALL if parsed.get("verbose") else closing.ONE
     failed, ended = many.run(members, main.train_into, main.NOTHING, say)
     if not ended and multihost.first():
         outcome.show(members, root, by, bool(parsed.get("verbose")))

@@ -76,7 +76,8 @@ def train(
     ask = lambda: reporter.say("Stopping after this round; Ctrl-C again aborts at once.")
     program = experiment.program(layout.width, layout.devices.count)
     options: dict[str, Any] = {"rounds": rounds, "eval_every": c.eval_every, "state_every": c.checkpoint_every}
-    progress, ended = stopping.progress(c, experiment.headline, run.rows), list[str]()
+    progress = multihost.on_first(stopping.progress, c, experiment.headline, run.rows)  # which alone reads the rows
+    ended = list[str]()
     if progress is not None:
         ended += filter(None, [progress.why()])
         options["until"] = lambda: bool(ended)

@@ -104,11 +104,14 @@ def digest(names: list[str]) -> str | None:
 
 
 def _file(name: str) -> Path | None:
-    """The file of a part that was loaded; None for a module that has none."""
+    """The file of a part; None for a module that has none."""
     place, _, _ = name.rpartition(":")
     if place.endswith(".py"):
         return Path(os.path.expanduser(place))
-    file = getattr(sys.modules.get(place), "__file__", None)
+    try:
+        file = getattr(sys.modules.get(place) or importlib.import_module(place), "__file__", None)
+    except ImportError:  # which `load` says
+        file = None
     return Path(file) if file else None
 
 

@@ -82,9 +82,8 @@ def _wrapped(method: Algorithm, step: optax.GradientTransformation) -> Algorithm
 
     def init(key: Array) -> State:
         state = method.init(key)
-        there = {name for name, part in state.server.items() if jax.tree.leaves(part)}
-        if missing := [name for name in method.averages if name not in there]:
-            raise InputError(f"`Algorithm.averages` names {missing[0]!r}, of which State.server has no weights.")
+        if missing := [name for name in method.averages if name not in state.server]:
+            raise InputError(f"`Algorithm.averages` names {missing[0]!r}, which is no part of State.server.")
         return State(Optimized(state.server, step.init(weights(state.server)[0])), state.clients)
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:

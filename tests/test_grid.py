@@ -34,6 +34,15 @@ def test_a_hyperparameter_may_be_of_one_method():
     assert [m.path.name for m in found] == ["fedavg-seed0", "ditto-lam=0.5-seed0", "ditto-lam=1-seed0"]
 
 
+def test_a_hyperparameter_may_be_called_as_a_setting():
+    found = members("--algo=apfl", "--partition=dirichlet", "--alpha=0.1,1", "--hparam=alpha=0.25,0.5")
+    assert [m.path.name for m in found] == [
+        f"apfl-alpha={data}-hparam.alpha={own}-seed0" for data in ("0.1", "1") for own in ("0.25", "0.5")
+    ]
+    tuned = members("--algo=apfl", "--val_fraction=0.2", "--hparam=alpha=0.25,0.5")
+    assert outcome.rule("val/acc", tuned) == Rule("acc", "max")
+
+
 def test_a_comma_in_text_is_no_end_of_a_value():
     """Of the clients' networks, say; there semicolons are."""
     assert [m.config.model for m in members("--algo=local", "--model=mlp,linear")] == ["mlp,linear"]

@@ -6,7 +6,9 @@ import json
 import numpy as np
 import pytest
 
-from experiments import main, runs
+from experiments import grid, main, many, runs, settings
+from experiments.recorded import own_files
+from fedjax_pfl.errors import InputError
 
 TINY = ["--algo=fedavg", "--data_fraction=0.2", "--clients=5", "--width=1", "--epochs=1", "--model=linear"]
 
@@ -42,6 +44,25 @@ def test_each_is_a_run_of_its_own_that_resumes_alone(folder, said, capsys):
     assert "Resuming after round 1 of 2" in capsys.readouterr().out
     rounds = {k: len(runs.read_rows(folder / f"seed{k}" / "metrics.jsonl")) - 1 for k in (4, 5, 6)}
     assert rounds == {4: 1, 5: 2, 6: 1}
+
+
+def test_of_a_file_that_was_changed_a_complete_run_is_not_taken(tmp_path):
+    (tmp_path / "mine.py").write_text("from fedjax_pfl.algorithms.fedavg import fedavg as mine\n")
+    config = settings.resolve({"algo": f"{tmp_path / 'mine.py'}:mine"})
+    known = {"partition": "", "data": ""} | own_files(config, config.clients)
+    (tmp_path / "partition.json").write_text(json.dumps(known))
+    many._check_files(tmp_path, config)
+    (tmp_path / "mine.py").write_text("from fedjax_pfl.algorithms.ditto import ditto as mine\n")
+    with pytest.raises(InputError, match="The file of the method is not the one that"):
+        many._check_files(tmp_path, config)
+
+
+def test_more_rounds_by_default_are_more_rounds(folder, said):
+    """A resume takes what is not given from the run."""
+    config = runs.read_config(folder / "seed4")
+    member = grid.Member({}, config.replace(rounds=7), {}, folder / "seed4")
+    assert many._more(member) == {"stop_at": "none", "patience": 0, "rounds": 7}
+    assert "rounds" not in many._more(member._replace(config=config))
 
 
 def test_the_same_command_runs_what_is_missing(folder, said, monkeypatch):

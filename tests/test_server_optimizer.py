@@ -101,9 +101,13 @@ def test_what_averages_is_in_the_server_and_other_methods_are_refused():
                 optimized(factory)(given)
 
 
+def test_a_network_whose_body_has_no_weights_is_no_reason():
+    simulate.program(optimized(ALGORITHMS["ditto"]), toy.task("linear"))
+
+
 def test_a_part_that_the_server_has_not_is_said():
     wrong = lambda task: ALGORITHMS["fedavg"](task)._replace(averages=("body", "tail"))
-    with pytest.raises(InputError, match="names 'tail', of which State\\.server"):
+    with pytest.raises(InputError, match="names 'tail', which is no part of State\\.server"):
         simulate.program(optimized(wrong), NORMS)
 
 

@@ -44,6 +44,17 @@ def another_seed(run, copy):
     runs.write_json(copy / "summary.json", said | {"seconds": {"train": 2.5, "compile": 1.0}})
 
 
+def test_what_is_not_the_same_method_has_another_name(root, tmp_path):
+    """The user's own of a name here, and runs that were to end by other scores; both would pass for seeds."""
+    run = gather.read(root / "fedavg-seed0")
+    changed = lambda **values: run._replace(config=run.config.replace(**values))
+    names = gather.names([run, changed(algo="a.py:fedavg"), changed(seed=2), changed(stop_at="none")])
+    assert names == ["fedavg", "a.py:fedavg", "fedavg", "fedavg"]
+    assert gather.names([run, changed(stop_at="acc:0.5")]) == ["fedavg", "fedavg, stop_at=acc:0.5"]
+    shown = show.settings(run.config.replace(algo="apfl", alpha=0.1, hparams={"alpha": 0.5}))
+    assert (shown["alpha"], shown["alpha of apfl"]) == ("0.1", "0.5")
+
+
 def last(path, key):
     return runs.read_rows(path / "metrics.jsonl")[-1][key]
 
