@@ -45,7 +45,7 @@ def another_seed(run, copy):
 
 
 def test_what_is_not_the_same_method_has_another_name(root, tmp_path):
-    """The user's own of a name here, and runs that were to end by other scores; both would pass for seeds."""
+    """The user's own of a name here, and runs that were to end by other scores."""
     run = gather.read(root / "fedavg-seed0")
     changed = lambda **values: run._replace(config=run.config.replace(**values))
     names = gather.names([run, changed(algo="a.py:fedavg"), changed(seed=2), changed(stop_at="none")])
