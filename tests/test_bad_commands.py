@@ -150,7 +150,7 @@ COMMANDS = {  # one a line; a line may be empty
         --algo=fedavg --seed=1,1
         --algo=fedavg --lr=x
         --algo=fedavg --lr=0
-        --algo=fedavg --lr=0.1,0
+        --algo=fedavg --lr=0.1,x
         --algo=fedavg --seeds=0
         --algo=fedavg --seeds=2 --seed=4294967295
         --algo=ditto --hparam=lam=1,
