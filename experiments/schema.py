@@ -109,13 +109,15 @@ def _is(value: Any, wanted: Any) -> bool:
 
 
 def _noun(wanted: Any) -> str:
+    if isinstance(wanted, Object | List):  # which are tuples, too
+        return "an object" if isinstance(wanted, Object) else "a list"
     if isinstance(wanted, tuple):
         return " or ".join(map(_noun, wanted))
     if isinstance(wanted, range):
         return f"a whole number from {wanted.start}"
     if isinstance(wanted, set):
         return f"one of {', '.join(sorted(wanted))}"
-    return "an object" if isinstance(wanted, Object) else _NOUNS[wanted]
+    return _NOUNS[wanted]
 
 
 def _shown(value: Any) -> str:

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from experiments import build, entry, figures, main, train
+from experiments import build, entry, figures, main, schema, train
 
 FLAGS = ["--algo=fedper", "--data_fraction=0.2", "--clients=5", "--model=linear", "--participation=0.6", "--width=1"]
 FLAGS += ["--devices=1", "--rounds=4", "--checkpoint_every=2"]
@@ -97,3 +97,9 @@ def test_a_tampered_directory(whole, tmp_path, capsys, seed):
     assert "Traceback" not in said and (code == 0 or said.count("\n") == 1), (what, said)
     if code == entry.BAD_INPUT:
         assert contents(path) == before, what
+
+
+def test_what_may_be_an_object_or_null_is_named():
+    assert schema.problem({"a": 3}, schema.Object({"a": (schema.Object({}), type(None))})) == (
+        "a is 3, not an object or null"
+    )
