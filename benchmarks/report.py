@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from absl import app, flags
 
+from experiments import plain
 from experiments.versions import versions
 from fedjax_pfl import local
 from fedjax_pfl.algorithms import ALGORITHMS
@@ -158,7 +159,6 @@ def table(rows: list[tuple]) -> str:
     """Aligned columns, or Markdown."""
     cells = [tuple(map(cell, row)) for row in rows]
     if FLAGS.markdown:
-        cells.insert(1, ("---",) * len(rows[0]))
-        return "\n".join("| " + " | ".join(row) + " |" for row in cells)
+        return plain.markdown(cells)
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(x.rjust(w) for x, w in zip(row, widths, strict=True)) for row in cells)

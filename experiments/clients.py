@@ -1,7 +1,5 @@
 """Every client's scores as a table: clients.csv, and on the terminal."""
 
-import csv
-import io
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,7 @@ from rich.console import Console
 
 from experiments import report, scores
 from experiments.build import Experiment
-from experiments.files import Rows, write_bytes
+from experiments.files import Rows, write_csv
 from fedjax_pfl.data.partitioners import Partition
 
 Row = dict[str, Any]
@@ -62,16 +60,7 @@ def _about(e: Experiment, p: Partition, i: int) -> Row:
 
 def write(experiment: Experiment, folder: Path) -> None:
     """Writes clients.csv beside scores.jsonl."""
-    found = rows(experiment, folder / "scores.jsonl")
-    names = dict.fromkeys(name for row in found for name in row)
-
-    def content(file: Any) -> None:
-        with io.TextIOWrapper(file, "utf-8", newline="") as text:
-            writer = csv.DictWriter(text, list(names), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(found)
-
-    write_bytes(folder / "clients.csv", content)
+    write_csv(folder / "clients.csv", rows(experiment, folder / "scores.jsonl"))
 
 
 def show(console: Console, experiment: Experiment, folder: Path) -> None:

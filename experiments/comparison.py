@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from experiments import drawing, gather, scores
+from experiments import drawing, gather, plain, scores
 from experiments.config import Config
 from experiments.drawing import PALETTE, STYLE
 from experiments.gather import Found
@@ -38,9 +38,7 @@ def table(workdirs: Sequence[Path]) -> str:
     """A line for each method, the best before local training first: mean over seeds, and standard
     deviation."""
     title, rows, notes = content(workdirs)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return "\n".join([title, *lines, *notes])
+    return "\n".join([title, plain.columns(rows), *notes])
 
 
 def content(workdirs: Sequence[Path]) -> tuple[str, list[list[str]], list[str]]:
@@ -166,13 +164,15 @@ def _palette(methods: list[str]) -> list[str]:
 
 
 def _curve(axes: Any, runs: list[list[dict]], name: str, method: str, colour: str) -> None:
-    """Mean over seeds, a band of one standard deviation, and the last value in the legend."""
+    """Mean over seeds in the rounds that all have, a band of one standard deviation, and in the
+    legend the mean of the last values."""
     key = f"pre/{name}"
     series = [{row["round"]: row[key] for row in rows if row.get(key) is not None} for rows in runs]
     rounds = sorted(set.intersection(*map(set, series)))
     values = np.array([[one[t] for t in rounds] for one in series])
     mean, std = values.mean(axis=0), values.std(axis=0, ddof=min(1, len(series) - 1))
-    label = f"{method}  {scores.shown(name, float(mean[-1]))}" if len(mean) else method
+    ends = [one[max(one)] for one in series if one]  # seeds may end after different rounds
+    label = f"{method}  {scores.shown(name, float(np.mean(ends)))}" if ends else method
     axes.plot(
         rounds,
         mean,

@@ -262,6 +262,5 @@ def draw(runs: Sequence[Found], folder: Path) -> list[str]:
         folder.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(STYLE):
         for name, figure in drawn.items():
-            for suffix in ("png", "pdf"):
-                drawing.save(figure, folder / f"{name}.{suffix}")
+            drawing.save_both(figure, folder / name)
     return [*(f"{folder}: {name}.png, {name}.pdf" for name in drawn), *notes]

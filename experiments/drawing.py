@@ -30,6 +30,6 @@ def save(figure: Figure, path: str | Path) -> None:
 
 
 def save_both(figure: Figure, path: str | Path) -> None:
-    """Writes a figure as PNG and PDF; a suffix of the path does not count."""
-    for suffix in (".png", ".pdf"):
-        save(figure, Path(path).with_suffix(suffix))
+    """Writes a figure as PATH.png and PATH.pdf."""
+    for suffix in ("png", "pdf"):
+        save(figure, f"{path}.{suffix}")

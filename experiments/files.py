@@ -1,10 +1,12 @@
 """The files of a run directory: written whole or not at all, and read with a sentence where they
 are damaged."""
 
+import csv
 import dataclasses
+import io
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -62,6 +64,20 @@ def write_text(path: Path, text: str) -> None:
     part = path.with_name(path.name + ".part")
     part.write_text(text, encoding="utf-8", newline="\n")
     os.replace(part, path)
+
+
+def write_csv(path: Path, rows: Iterable[Row]) -> None:
+    """Writes rows under the names that any of them has, in the order in which they come first; rows
+    are read twice."""
+    names = dict.fromkeys(name for row in rows for name in row)
+
+    def content(file: BinaryIO) -> None:
+        with io.TextIOWrapper(file, "utf-8", newline="") as text:
+            writer = csv.DictWriter(text, list(names), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+
+    write_bytes(path, content)
 
 
 def write_bytes(path: Path, write: Callable[[BinaryIO], Any]) -> None:

@@ -164,8 +164,8 @@ def names(runs: Sequence[Found]) -> list[str]:
 
 
 _ENDS = ("stop_at", "patience", "unseen_rounds")  # may change on a resume, and change what comes out
-_OWN = [name for name in SETTINGS if name not in FREE or name in _ENDS]
-_OWN = [name for name in _OWN if name not in (*DATA, "algo", "seed", "preset", "eval_every")]
+_APART = (*DATA, "algo", "seed", "preset", "eval_every")
+_OWN = [name for name in SETTINGS if (name not in FREE or name in _ENDS) and name not in _APART]
 
 
 def settings(runs: Sequence[Found]) -> list[list[str]]:

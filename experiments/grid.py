@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from experiments import flags, settings
 from experiments.config import FREE, SETTINGS, Config
 from experiments.values import number, typed_all
-from fedjax_pfl import hyperparameters
+from fedjax_pfl import hyperparameters, own
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.errors import InputError, check, choose
 
@@ -38,12 +38,7 @@ class Member(NamedTuple):
     @property
     def label(self) -> str:
         """What it is called beside the others: its method, and what varies."""
-        return ", ".join([short(self.config), *(f"{name}={text}" for name, text in self.varied.items())])
-
-
-def short(config: Config) -> str:
-    """A method's name, without the file of a user's own."""
-    return config.algo.rpartition(":")[2]
+        return ", ".join([own.short(self.config.algo), *(f"{name}={text}" for name, text in self.varied.items())])
 
 
 def members(given: Mapping[str, Any], root: Path, seeds: int | None = None) -> list[Member]:
@@ -69,16 +64,16 @@ def members(given: Mapping[str, Any], root: Path, seeds: int | None = None) -> l
         settings_of = {name: values for name, values in axes.items() if name not in ("algo", "seed")}
         hparams = _hparams(algo, axes["algo"], given["hparams"])
         for chosen in _product(settings_of):
-            for own in _product(hparams):
+            for numbers in _product(hparams):
                 varied = {n: shown(x) for n, x in chosen.items() if len(settings_of[n]) > 1}
-                several = [n for n in own if len(hparams[n]) > 1]
-                varied |= {f"hparam.{n}" if n in varied else n: shown(own[n]) for n in several}
+                several = [n for n in numbers if len(hparams[n]) > 1]
+                varied |= {f"hparam.{n}" if n in varied else n: shown(numbers[n]) for n in several}
                 for seed in axes["seed"]:
                     user = base | {"algo": algo} | chosen | {"seed": seed}
-                    user |= {"hparams": {n: str(x) for n, x in own.items()}}
+                    user |= {"hparams": {n: str(x) for n, x in numbers.items()}}
                     config = settings.resolve(user)
                     hyperparameters.check(find(algo), config.hparams)
-                    name = [short(config), *(f"{n}={text}" for n, text in varied.items()), f"seed{seed}"]
+                    name = [own.short(algo), *(f"{n}={text}" for n, text in varied.items()), f"seed{seed}"]
                     found.append(Member(user, config, varied, root / settings.file_name(name)))
     _check_apart(found)
     return found
@@ -133,11 +128,11 @@ def _hparams(algo: str, algos: Sequence[str], given: Mapping[str, str]) -> dict[
     """The values of each hyperparameter of one of the methods."""
     texts = {}
     for name, text in given.items():
-        whose, colon, own = name.rpartition(":")
+        whose, colon, plain = name.rpartition(":")
         if colon:
             choose("method of --hparam", whose, algos)
         if not colon or whose == algo:
-            texts[own] = text
+            texts[plain] = text
     factory = find(algo) if algo and texts else None
     if factory is None:
         return {}

@@ -2,24 +2,22 @@
 over seeds, as a table, as JSON and as Markdown; and which combination a validation score
 chooses."""
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments import build, comparison, schema, scores, tables, targets, validation
+from experiments import build, comparison, gather, plain, schema, scores, tables, targets, validation
 from experiments.files import read_derived, write_json, write_text
-from experiments.grid import Member, short
+from experiments.grid import Member
 from experiments.recorded import is_complete
+from fedjax_pfl import own
 from fedjax_pfl.engine import multihost
 from fedjax_pfl.errors import InputError, choose
 
-# A choice compares combinations on the same examples.
-_DATA = (
-    *("dataset", "data_fraction", "marks", "val_fraction", "test_split", "partition"),
-    *("alpha", "classes_per_client", "clients", "unseen"),
-)
+_DATA = (*gather.DATA, "val_fraction")  # a choice compares combinations on the same examples
 
 
 class Rule(NamedTuple):
@@ -78,16 +76,14 @@ def _way(score: str, member: Member) -> str:
             f"--select={validation.POINT}/{score} needs validation examples, and {member.label} has none: hold some "
             "out, as with --val_fraction=0.2."
         )
-    choose(f"score of {short(member.config)}", score, targets.score_names(experiment))
+    choose(f"score of {own.short(member.config.algo)}", score, targets.score_names(experiment))
     return scores.better(score, experiment.headline)
 
 
 def lines(members: Sequence[Member]) -> list[Line]:
     """The runs of a sweep by method and combination, in their order; process 0 reads."""
-    groups: dict[str, list[Member]] = {}
-    for member in members:
-        groups.setdefault(str((member.config.algo, member.varied)), []).append(member)
-    return [Line(own[0].label, tuple(own), tuple(filter(None, map(_summary, own)))) for own in groups.values()]
+    groups = gather.grouped(members, [str((member.config.algo, member.varied)) for member in members])
+    return [Line(of[0].label, tuple(of), tuple(filter(None, map(_summary, of)))) for of in groups.values()]
 
 
 def _summary(member: Member) -> dict[str, Any] | None:
@@ -125,14 +121,6 @@ def statistics(values: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def cell(name: str, values: Sequence[float]) -> str:
-    """Mean ± sample standard deviation; a share in %."""
-    if not values:
-        return "-"
-    spread = f" ± {scores.shown(name, float(np.std(values, ddof=1)), 2)}" if len(values) > 1 else ""
-    return f"{scores.shown(name, float(np.mean(values)), 2)}{spread}"
-
-
 class Table(NamedTuple):
     """A title, and rows of which the first is the heading."""
 
@@ -141,14 +129,11 @@ class Table(NamedTuple):
 
     def text(self) -> str:
         """In columns, for a terminal."""
-        widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
-        return "\n".join([self.title, *("  ".join(map(str.ljust, row, widths)).rstrip() for row in self.rows)])
+        return f"{self.title}\n{plain.columns(self.rows)}"
 
     def markdown(self) -> str:
         """As a Markdown table below its title."""
-        head, *body = self.rows
-        lines = ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *body)]
-        return "\n".join([self.title, "", *lines])
+        return f"{self.title}\n\n{plain.markdown(self.rows)}"
 
 
 def _table(what: str, found: Sequence[Line], name: str, points: dict[str, str], best: Sequence[Line] = ()) -> Table:
@@ -157,7 +142,8 @@ def _table(what: str, found: Sequence[Line], name: str, points: dict[str, str], 
     rows = [["method", *points.values(), "runs", *(["chosen"] if best else [])]]
     for line in found:
         runs = f"{len(line.found)} of {len(line.members)}"
-        cells = [cell(name, line.values(point, name)) for point in points]
+        shown = functools.partial(scores.shown, name, digits=2)
+        cells = [comparison.mean_std(line.values(point, name), shown) for point in points]
         rows.append([line.label, *cells, runs, *(["yes" if line in best else ""] if best else [])])
     unit = " in %" if scores.is_share(name) else ""
     over = "mean ± sample standard deviation over seeds" if max(len(line.members) for line in found) > 1 else "one seed"
@@ -183,9 +169,9 @@ class Outcome(NamedTuple):
     def said(self) -> str:
         """Which lines were chosen, and of which methods none."""
         assert self.by is not None
-        without = {short(x.members[0].config) for x in self.lines} - {short(x.members[0].config) for x in self.best}
+        every, found = ({own.short(line.members[0].config.algo) for line in of} for of in (self.lines, self.best))
         parts = [f"Chosen by {self.by.name}: {'; '.join(line.label for line in self.best) or 'nothing'}."]
-        parts += [f"Of {name} no combination is complete." for name in sorted(without)]
+        parts += [f"Of {name} no combination is complete." for name in sorted(every - found)]
         return " ".join(parts)
 
     def content(self) -> dict[str, Any]:

@@ -8,15 +8,13 @@ checkpoints/    the last two, of orbax
 matrices/NAME/  what a method reports of pairs of clients, a file per evaluated round
 """
 
-import csv
-import io
 import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +23,7 @@ import numpy as np
 from experiments import build, figures, lock, matrices, records, schema
 from experiments.config import Config
 from experiments.entry import directory
-from experiments.files import Rows, damaged, read_json, read_rows, write_bytes, write_json
+from experiments.files import Rows, damaged, read_json, read_rows, write_csv, write_json
 from experiments.recorded import OWN_FILES, check_format, complete, own_files, read_config, read_layout, signed
 from experiments.scores import ACCURACY, Headline
 from fedjax_pfl import simulate
@@ -214,15 +212,8 @@ class RunDirectory:
 
     def tables(self) -> None:
         """Writes metrics.csv and the curves anew."""
-        write_bytes(self.path / "metrics.csv", self._csv)
+        write_csv(self.path / "metrics.csv", self.rows)
         figures.draw_curves(self.rows, self.path / "curves.png", self._headline)
-
-    def _csv(self, file: BinaryIO) -> None:
-        names = dict.fromkeys(name for row in self.rows for name in row)
-        with io.TextIOWrapper(file, "utf-8", newline="") as text:
-            writer = csv.DictWriter(text, list(names), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(self.rows)
 
 
 def wanted(t: int, rounds: int, eval_every: int) -> bool:

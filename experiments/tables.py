@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments import entry, flags, gather, networks, published, report, runs, schema, scores, targets
+from experiments import entry, flags, gather, networks, plain, published, report, runs, schema, scores, targets
 from experiments.files import Rows, read_json
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms.find import find
@@ -129,8 +129,7 @@ def table(workdirs: list[Path], text: str | None = None) -> str:
     said = [_deviations(path) for path in workdirs]
     if any(said):
         head, body = [*head, "deviations"], [[*cells, last] for cells, last in zip(body, said, strict=True)]
-    lines = ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *body)]
-    return "\n".join([*lines, *(f"\n{note}" for note in notes)])
+    return "\n".join([plain.markdown([head, *body]), *(f"\n{note}" for note in notes)])
 
 
 def _notes(workdirs: list[Path], found: list[Reached]) -> list[str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from experiments import entry, flags, phases, runs
+from experiments import entry, flags, phases, plain, runs
 from fedjax_pfl import server_optimizer, simulate
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.errors import InputError
@@ -63,12 +63,12 @@ def main(argv: list[str]) -> str:
     if tasks is None:
         raise InputError("Give a task map and runs: python -m experiments.within --tasks=consecutive:10 RUN ...")
     entry.check_platform()
-    rows = [["run", *COLUMNS], ["---"] * (1 + len(COLUMNS))]
+    rows = [["run", *COLUMNS]]
     for path in paths:
         with phases.said(entry.errors(), f"Scoring {path}"):
             found = scores(path, tasks)
         rows.append([str(path), *(f"{100 * np.nanmean(found[score]):.2f}" for score in COLUMNS.values())])
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return plain.markdown(rows)
 
 
 if __name__ == "__main__":

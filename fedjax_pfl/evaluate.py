@@ -23,6 +23,13 @@ def batch_size(rows: float) -> int:
     return min(BATCH, 1 << max(0, math.ceil(math.log2(max(rows, 1)))))
 
 
+def pass_size(sizes: np.ndarray) -> int:
+    """Rows at once of a pass over clients' training sets of these sizes [N]: a power of two from 8
+    to BATCH, small enough that of 64 rows or more of the largest client less than an eighth is
+    added as padding."""
+    return batch_size(max(8, max(sizes) / 16))
+
+
 def classification(outputs: Array, y: Array, mask: Array, client: Client) -> Scores:
     """The scores of logits [B, C]: `accuracies`, and `acc_trivial`, the majority baseline (always
     the class of which the client has the most training examples)."""

@@ -60,8 +60,7 @@ def fd(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
       average runs along with training. Code libraries average logits, own ones included, and take
       them for probabilities: that loss has no lower bound, and is not built.
     """
-    classes = task.num_classes
-    batch_size = evaluate.batch_size(max(8, max(task.sizes) / 16))  # little of the last batch is padding
+    classes, batch_size = task.num_classes, evaluate.pass_size(task.sizes)
 
     def init(key: Array) -> State:
         nothing, none = jnp.zeros((classes, classes)), jnp.zeros(classes, bool)

@@ -139,8 +139,6 @@ def feddva(
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
         return predictor(split.receive(server, own))
 
-    headline, averages = (
-        ("elbo" if head == "none" else "acc", "max"),
-        tuple(part for part in start if part not in (*stay, "stats")),
-    )
+    averages = tuple(part for part in start if part not in (*stay, "stats"))
+    headline = ("elbo" if head == "none" else "acc", "max")
     return Algorithm(init, round, predict, score, headline=headline, averages=averages)

@@ -64,7 +64,7 @@ def fedproto(
     widths, classes = sorted({model.num_features for model in task.models}), task.num_classes
     if len(widths) > 1:
         raise InputError(f"FedProto needs one feature width K in all architectures, not {widths}: set it to one value.")
-    batch_size = evaluate.batch_size(max(8, max(task.sizes) / 16))  # little of the last batch is padding
+    batch_size = evaluate.pass_size(task.sizes)
     score = functools.partial(averaging.score_beside, name="proto")
 
     def init(key: Array) -> State:

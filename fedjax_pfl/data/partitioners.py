@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 PARTITIONS: dict[str, str] = {
-    "iid": "equal random hands",
+    "iid": "random parts of equal size",
     "shards": "McMahan 2017: sorted by class, cut into shards, classes_per_client shards a client",
     "pathological": "classes_per_client random classes a client, every class in equal parts over its holders",
     "pathological_subset": "as pathological, but few clients leave classes out, random ones, where they must",

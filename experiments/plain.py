@@ -1,0 +1,17 @@
+"""Tables as text: aligned columns for a terminal, and Markdown."""
+
+from collections.abc import Sequence
+
+Rows = Sequence[Sequence[str]]  # the first is the heading
+
+
+def columns(rows: Rows) -> str:
+    """Columns, aligned left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def markdown(rows: Rows) -> str:
+    """A Markdown table."""
+    head, *body = rows
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *body))
