@@ -9,48 +9,12 @@ diverged; 4 a file could not be written; 5 another process was lost; 128 + n sto
 (130: Ctrl-C). What was written is kept, and --resume continues it.
 """
 
-import contextlib
-import errno
-import functools
 import logging
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-import jax
-from rich.console import Console
+from experiments import closing, describe, entry, flags, phases, seeds, session
+from fedjax_pfl.engine import autotune, multihost
 
-from experiments import (
-    account,
-    build,
-    closing,
-    describe,
-    entry,
-    flags,
-    layouts,
-    lock,
-    phases,
-    runs,
-    schema,
-    seeds,
-    settings,
-    stopping,
-    targets,
-    train,
-)
-from experiments.config import Config
-from experiments.entry import DIVERGED, INTERRUPTED, LOST, UNWRITABLE
-from experiments.files import read_derived
-from experiments.recorded import Layout
-from experiments.versions import changed, compile_clock, versions
-from fedjax_pfl import simulate
-from fedjax_pfl.data.federate import ROOM
-from fedjax_pfl.engine import autotune, memory, multihost
-from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import State
-
-NOTHING = "Interrupted before the first round: nothing to resume."
 _FLAGS = {
     **flags.OF_A_RUN,
     "workdir": flags.Flag(str, "the run directory (default: runs/ALGO-DATASET-PARTITION-seedK and what you changed)"),
@@ -77,11 +41,11 @@ def run(argv: list[str]) -> int:
         start(parsed)
         verbose, several = bool(parsed.get("verbose")), parsed.get("seeds", 1)
         if several != 1:
-            return seeds.run(several, parsed, train_into, NOTHING, verbose)
+            return seeds.run(several, parsed, verbose)
         say = closing.ALL if verbose else closing.SHORT
-        return train_into(parsed.settings(), parsed.get("workdir"), parsed.get("resume", False), say=say)
+        return session.train_into(parsed.settings(), parsed.get("workdir"), parsed.get("resume", False), say=say)
 
-    return entry.guarded(command, NOTHING)
+    return entry.guarded(command, session.NOTHING)
 
 
 def start(parsed: flags.Parsed) -> None:
@@ -104,185 +68,6 @@ def _information(parsed: flags.Parsed) -> str | None:
     if parsed.get("list"):
         return describe.listing(parsed.settings())
     return describe.describe(parsed.given["describe"]) if parsed.get("describe") else None
-
-
-def train_into(
-    user: dict[str, Any], workdir: str | None, resume: bool, room: Sequence[int] = ROOM, say: int = closing.SHORT
-) -> int:
-    """Trains with the settings that a user gave and returns the exit code.
-
-    Args:
-      user: as `flags.Parsed.settings`.
-      room: as `federate` takes it; results do not depend on it.
-      say: how much of the run is said: closing.ONE, SHORT, or ALL.
-
-    Raises:
-      InputError, multihost.UnreachableError, KeyboardInterrupt: before there is anything to resume.
-    """
-    soft_wrap = not sys.stdout.isatty()  # a file gets whole lines
-    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap, quiet=not multihost.first())
-    with contextlib.ExitStack() as held:  # the lock of the run directory
-        path, config, resume = multihost.on_first(_where, user, workdir, resume, held)
-        if resume and (ended := multihost.on_first(stopping.ended, path, config)):
-            console.print(ended)
-            return 0
-        try:
-            return _into(path, config, resume, room, console, held, say)
-        except KeyboardInterrupt:
-            if not runs.is_run(path):
-                raise
-            entry.errors().print(f"Interrupted; go on with {train.command(path)}")
-            return INTERRUPTED
-
-
-def _into(
-    path: Path,
-    config: Config,
-    resume: bool,
-    room: Sequence[int],
-    console: Console,
-    held: contextlib.ExitStack,
-    say: int,
-) -> int:
-    """Trains into a run directory, from its start or from where it stopped."""
-    recorded = multihost.on_first(runs.read_layout, path) if resume else None
-    with phases.said(console, "Loading the data and making the clients"):
-        experiment = multihost.everywhere(_prepared, config, recorded, room)
-        whose = "process 0 has"
-        multihost.same(runs.digests(experiment), functools.partial(runs.check_digests, experiment, whose=whose))
-    directory = train.directory(path, experiment)
-    console.print(account.describe(experiment))
-    try:
-        if recorded is not None:
-            laid = multihost.everywhere(layouts.laid_again, experiment, recorded)
-        else:
-            multihost.on_first(_make, path, held)
-            with phases.said(console, "Trying how many clients to train at once"):
-                experiment, laid = layouts.choose(experiment, config.width, config.devices)
-        with compile_clock() as compiling:
-            clock = train.Clock(path, compiling)
-            with phases.said(console, "Compiling"):
-                functions = train.compiled(experiment, laid)
-            multihost.everywhere(layouts.check_memory, functions.memory, experiment, laid)
-            start, state = 0, None
-            if recorded is not None:
-                resumed = directory, experiment, recorded, laid, functions.memory, console
-                with phases.said(console, "Reading the rows and the last checkpoint"):
-                    start, state = multihost.on_first(_resume, *resumed)
-            else:
-                multihost.on_first(directory.start, experiment, laid.content(functions.memory), versions())
-            said = [layouts.say(laid, config.width == "auto" and not resume), memory.say(functions.memory)]
-            # the bar shows test scores
-            hidden = say == closing.HELD_OUT or (say == closing.ONE and not console.is_terminal)
-            quiet = Console(quiet=True) if hidden else console
-            quiet.print(f"Run directory: {path}; {'; '.join(filter(None, said))}")
-            entry.check_interrupt()
-            train.train(experiment, laid, directory, start, state, quiet, functions, clock)
-    except (simulate.DivergenceError, train.Stopped, OSError) as error:
-        return _stopped(error, directory)
-    except jax.errors.JaxRuntimeError as error:
-        if not multihost.several():
-            raise
-        return _lost(error, path)
-    closing.show(console, directory, experiment, say)
-    return 0
-
-
-def _prepared(config: Config, recorded: Layout | None, room: Sequence[int]) -> build.Experiment:
-    """The experiment, with what was recorded of a run that goes on; everything wrong is found
-    here."""
-    conv = recorded.conv if recorded is not None and config.conv == "auto" else config.conv
-    experiment = build.prepare(config, conv, room)
-    if recorded is None:
-        layouts.devices(config.devices, experiment)  # those of a resume: see `_laid_again`
-    targets.check_possible(experiment)
-    stopping.check_possible(experiment)
-    return experiment
-
-
-def _where(
-    user: dict[str, Any], workdir: str | None, resume: bool, held: contextlib.ExitStack
-) -> tuple[Path, Config, bool]:
-    """The run directory, locked if there is one to resume, the settings of the run, and whether it
-    is a resume."""
-    if resume and workdir:
-        path = entry.directory(workdir)
-    elif resume and not user.get("algo"):
-        raise InputError("--resume needs --workdir=DIRECTORY: the run that it is to continue.")
-    else:
-        config = settings.resolve(user)
-        path = entry.directory(workdir or settings.default_workdir(user, config))
-    if resume:
-        if runs.is_run(path):
-            _lock(path, held)
-        runs.check_format(path)
-        return path, settings.resumed(runs.read_config(path), user), True
-    runs.check_free(path)
-    return path, config, False
-
-
-def _make(path: Path, held: contextlib.ExitStack) -> None:
-    """Makes and locks the directory of a new run."""
-    runs.make(path)
-    _lock(path, held)
-    runs.check_free(path)  # another process may have been faster
-
-
-def _lock(path: Path, held: contextlib.ExitStack) -> None:
-    try:
-        held.enter_context(lock.held(path))
-    except OSError as error:
-        raise runs.unusable(path, error) from error
-
-
-def _resume(
-    directory: runs.RunDirectory,
-    experiment: build.Experiment,
-    before: Layout,
-    laid: Layout,
-    found: memory.Memory,
-    console: Console,
-) -> tuple[int, State | None]:
-    """Goes back to the last checkpoint; `before`: the recorded layout."""
-    file = directory.path / "versions.json"
-    recorded, now = read_derived(file, schema.VERSIONS), versions()
-    build.check_growth(experiment, runs.read_config(directory.path).rounds)
-    start, state = directory.reopen(experiment)
-    if differing := changed(recorded, now) if recorded else []:
-        console.print(f"Not the software or device of the start ({', '.join(differing)}): the last bits may differ.")
-    if relaid := before.changes(laid):
-        console.print(f"The layout changes ({relaid}): from here on the run is the same only to rounding.")
-        # where the settings leave the number of devices open, the recorded one is wanted again on a machine that has it
-        kept = laid._replace(devices=before.devices) if experiment.config.devices == "auto" else laid
-        runs.write_json(directory.path / "layout.json", kept.content(found))
-        now["layout"] = relaid
-    runs.write_json(file, recorded | {"resumed": [*recorded.get("resumed", []), {"round": start, **now}]})
-    console.print(f"Resuming after round {start} of {experiment.config.rounds}.")
-    return start, state
-
-
-def _stopped(error: Exception, directory: runs.RunDirectory) -> int:
-    """Says in one sentence why a run ended early, and how it goes on."""
-    errors = entry.errors()
-    resume = train.command(directory.path)
-    if isinstance(error, train.Stopped):
-        errors.print(f"Stopped after {error.args[0]} rounds; go on with {resume}")
-        return 128 + error.args[1]
-    if isinstance(error, simulate.DivergenceError):
-        errors.print(f"{error} What was written is kept in {directory.path}.")
-        return DIVERGED
-    then = ["make room"] if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) else []
-    then += [f"go on with {resume}"] if runs.is_run(directory.path) else ["start again"]
-    errors.print(f"Cannot write to {directory.path} ({error}): {', then '.join(then)}")
-    return UNWRITABLE
-
-
-def _lost(error: Exception, path: Path) -> int:
-    """Says what is left to do where a process has ended, as each of the others finds out by
-    itself."""
-    what = str(error).splitlines()[0]
-    entry.errors(quiet=False).print(f"Lost another process, or failed ({what}); go on with {train.command(path)}")
-    return LOST
 
 
 def main() -> None:

@@ -2,13 +2,13 @@
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from experiments import build, closing, entry, phases, runs, schema, settings, stopping
+from experiments import build, closing, entry, phases, runs, schema, session, settings, stopping
 from experiments.config import Config
 from experiments.files import read_json
 from experiments.grid import Member
@@ -23,12 +23,7 @@ _MANY = 100_000  # clients, where a partition of the user's own says how many
 GOES_ON = "Interrupted; the same command goes on."
 
 
-def run(
-    members: Sequence[Member],
-    train_into: Callable[..., int],
-    interrupted: str,
-    say: int = closing.ONE,
-) -> tuple[int, bool]:
+def run(members: Sequence[Member], say: int = closing.ONE) -> tuple[int, bool]:
     """Runs everything that is missing.
 
     Runs that differ in seed, rate and traced hyperparameters only share what is compiled, as far as
@@ -36,8 +31,7 @@ def run(
     width.
 
     Args:
-      train_into: as that of `main`.
-      interrupted: said of a run that is interrupted before its first round.
+      say: as `session.train_into` takes it.
 
     Returns:
       the first exit code that is not 0, and whether the user or a lost process ended it before its
@@ -62,8 +56,8 @@ def run(
                 room[kind] = _room([m.config for m in members if _kind(m.config) == kind])
         more = multihost.on_first(_more, member) if begun else width.get(kind, {})
         given = {name: x for name, x in member.given.items() if not (begun and name == "config")}
-        train = functools.partial(train_into, more | given, str(member.path), begun, room[kind], say)
-        code = entry.guarded(train, interrupted)
+        train = functools.partial(session.train_into, more | given, str(member.path), begun, room[kind], say)
+        code = entry.guarded(train, session.NOTHING)
         failed = failed or code
         if code == entry.LOST or code >= entry.INTERRUPTED - 2:
             return code, True

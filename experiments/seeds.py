@@ -1,6 +1,5 @@
 """One setting with several seeds, one after another: `experiments.main` with --seeds."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 from experiments import closing, entry, flags, grid, many, outcome, runs, settings
@@ -9,14 +8,12 @@ from fedjax_pfl.engine import multihost
 from fedjax_pfl.errors import InputError
 
 
-def run(seeds: int, parsed: flags.Parsed, train_into: Callable[..., int], interrupted: str, verbose: bool) -> int:
+def run(seeds: int, parsed: flags.Parsed, verbose: bool) -> int:
     """Runs what is missing of the seeds, prints mean and sample standard deviation, and returns the
     first exit code that is not 0.
 
     Args:
       parsed: a command line of `main`; its --workdir is the directory of the runs' directories.
-      train_into: as that of `main`.
-      interrupted: said of a run that is interrupted before its first round.
 
     Raises:
       InputError: a seed is out of range, or a directory holds a run of other settings.
@@ -33,7 +30,7 @@ def run(seeds: int, parsed: flags.Parsed, train_into: Callable[..., int], interr
     if runs.is_run(root):
         raise InputError(f"The directory of --seeds={seeds}, {root}, is that of one run: choose another --workdir.")
     members = [_member(root, *pair) for pair in zip(given, configs, strict=True)]
-    failed, ended = many.run(members, train_into, interrupted, closing.ALL if verbose else closing.ONE)
+    failed, ended = many.run(members, closing.ALL if verbose else closing.ONE)
     if not ended and multihost.first():
         outcome.show(members, root, verbose=verbose)
     return failed

@@ -51,7 +51,7 @@ def run(argv: list[str]) -> int:
     members = grid.members(user, root, parsed.get("seeds"))  # before anything runs
     by = outcome.rule(parsed.given["select"], members) if "select" in parsed.given else None
     say = closing.HELD_OUT if by else closing.ALL if parsed.get("verbose") else closing.ONE
-    failed, ended = many.run(members, main.train_into, main.NOTHING, say)
+    failed, ended = many.run(members, say)
     if not ended and multihost.first():
         outcome.show(members, root, by, bool(parsed.get("verbose")))
     return failed

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments import flags, grid, main, outcome, runs, settings, sweep
+from experiments import flags, grid, outcome, runs, session, settings, sweep
 from experiments.grid import Member
 from experiments.outcome import Line, Rule
 from fedjax_pfl.errors import InputError
@@ -156,7 +156,7 @@ def test_validation_scores_are_those_of_the_validation_examples(swept):
 def test_a_killed_sweep_goes_on(swept, monkeypatch, capsys):
     root, _, command = swept
     started = []
-    monkeypatch.setattr(main, "train_into", lambda *given: started.append(given) or 0)
+    monkeypatch.setattr(session, "train_into", lambda *given: started.append(given) or 0)
     assert sweep.run(command) == 0 and not started
     file = root / "fedavg-lr=0.1-seed1" / "summary.json"
     whole = file.read_text()
@@ -188,7 +188,7 @@ def test_what_cannot_choose_is_refused_before_any_run(words, said, tmp_path):
 
 def test_the_best_is_the_least_of_a_score_of_which_less_is_better():
     def line(lr, *values):
-        one = Member({}, main.settings.resolve({"algo": "fedavg", "hparams": {}}), {"lr": lr}, ROOT)
+        one = Member({}, settings.resolve({"algo": "fedavg", "hparams": {}}), {"lr": lr}, ROOT)
         said = tuple({"scores": {"val": {"error": {"macro": value}}}} for value in values)
         return Line(lr, (one,) * 2, said)
 

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from experiments import grid, main, many, runs, settings
+from experiments import grid, main, many, runs, session, settings
 from experiments.recorded import own_files
 from fedjax_pfl.errors import InputError
 
@@ -67,7 +67,7 @@ def test_more_rounds_by_default_are_more_rounds(folder, said):
 
 def test_the_same_command_runs_what_is_missing(folder, said, monkeypatch):
     started = []
-    monkeypatch.setattr(main, "train_into", lambda *given: started.append(given) or 0)
+    monkeypatch.setattr(session, "train_into", lambda *given: started.append(given) or 0)
     assert main.run([*TINY, "--rounds=1", "--seed=4", "--seeds=4", f"--workdir={folder}"]) == 0
     assert [(user["seed"], workdir, resume) for user, workdir, resume, *_ in started] == [
         (7, str(folder / "seed7"), False)

@@ -58,7 +58,7 @@ def test_with_another_end_it_goes_on_as_if_it_had_not_ended(whole, ended, monkey
     monkeypatch.setattr(many, "_found", lambda path, config: (False, True))
     config = runs.read_config(ended).replace(stop_at=None)
     member = many.Member({"hparams": {}}, config, {}, ended)
-    assert many.run([member], main.train_into, main.NOTHING) == (0, False)
+    assert many.run([member]) == (0, False)
     assert (ended / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
     assert runs.read_json(ended / "summary.json")["rounds"] == 6
 
