@@ -252,12 +252,26 @@ def check_growth(experiment: Experiment, before: int) -> None:
 def _trace(experiment: Experiment, rounds: int) -> str:
     """The round as text; addresses in it say nothing."""
     program = experiment.program(rounds=rounds)
-    key, t = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), jnp.int32)
     wanted = jax.ShapeDtypeStruct((), jnp.bool)
-    arguments = (key, numbers(program), experiment.federation, experiment.state_shapes(), t, wanted)
-    traced = jax.make_jaxpr(program.round)(*arguments)
+    traced = jax.make_jaxpr(program.round)(*_arguments(experiment, program), wanted)
     constants = [(x.shape, np.asarray(x).tobytes()) for x in traced.consts if isinstance(x, np.ndarray)]
     return re.sub(r"0x[0-9a-f]+", "", str(traced)) + str(constants)
+
+
+def lowered(experiment: Experiment) -> str:
+    """A digest of all that a run compiles; runs that have the same differ in arguments only."""
+    program = experiment.program(rounds=experiment.config.rounds)
+    key, values, *rest = _arguments(experiment, program)
+    wanted = jax.ShapeDtypeStruct((), jnp.bool)
+    arguments = {program.init: (), program.evaluate: rest, program.round: (*rest, wanted)}
+    texts = [jax.jit(function).lower(key, values, *more).as_text() for function, more in arguments.items()]
+    return hashlib.sha256("".join(texts).encode()).hexdigest()
+
+
+def _arguments(experiment: Experiment, program: simulate.Program) -> tuple[Any, ...]:
+    """Key, numbers, federation, state and round, as far as a trace asks for them."""
+    key, t = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), jnp.int32)
+    return key, numbers(program), experiment.federation, experiment.state_shapes(), t
 
 
 def data_digest(dataset: datasets.Dataset) -> str:

@@ -29,6 +29,11 @@ OF_A_RUN = {
     "config": Flag(str, "a run's config.json, whose settings are taken where no flag says another value"),
 }
 SEEDS = Flag(int, "so many runs, of this seed and the next ones; each has its own run directory", 1)
+RUNS_AT_ONCE = Flag(
+    str,
+    "how many runs that differ in seed and numeric hyperparameters are one program: N, all, auto (1 on a CPU)",
+    "auto",
+)
 VERBOSE = Flag(bool, "say everything: all rounds, all tables", False)
 OF_A_PROCESS = {
     "coordinator": Flag(str, "of several processes: HOST:PORT where process 0 listens, or auto (SLURM, TPU, ...)"),

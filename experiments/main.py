@@ -25,6 +25,7 @@ _FLAGS = {
     "list": flags.Flag(bool, "list methods, data sets, partitions, models and presets", False),
     "describe": flags.Flag(str, "describe a method, a preset, or a part of your own, FILE.py:NAME"),
     "seeds": flags.SEEDS,
+    "runs_at_once": flags.RUNS_AT_ONCE,
     "verbose": flags.VERBOSE,
 }
 

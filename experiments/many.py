@@ -4,11 +4,11 @@ import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from experiments import build, closing, entry, phases, runs, schema, session, settings, stopping
+from experiments import at_once, build, closing, entry, phases, runs, schema, session, settings, stopping
 from experiments.config import Config
 from experiments.files import read_json
 from experiments.grid import Member
@@ -16,14 +16,21 @@ from experiments.recorded import OWN_FILES, is_complete, own_files
 from fedjax_pfl import hyperparameters
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data.federate import ROOM
-from fedjax_pfl.engine import multihost
+from fedjax_pfl.engine import checkpoint, multihost
 from fedjax_pfl.errors import InputError
 
 _MANY = 100_000  # clients, where a partition of the user's own says how many
 GOES_ON = "Interrupted; the same command goes on."
 
 
-def run(members: Sequence[Member], say: int = closing.ONE) -> tuple[int, bool]:
+class _Part(NamedTuple):
+    """Runs that go on from the same place, which may be trained at once."""
+
+    members: list[Member]
+    begun: bool
+
+
+def run(members: Sequence[Member], say: int = closing.ONE, runs_at_once: str = "auto") -> tuple[int, bool]:
     """Runs everything that is missing.
 
     Runs that differ in seed, rate and traced hyperparameters only share what is compiled, as far as
@@ -32,38 +39,102 @@ def run(members: Sequence[Member], say: int = closing.ONE) -> tuple[int, bool]:
 
     Args:
       say: as `session.train_into` takes it.
+      runs_at_once: how many of those that share it are trained as one program: a number, `all`, or
+        `auto`, all but on a CPU, which is no faster for it.
 
     Returns:
       the first exit code that is not 0, and whether the user or a lost process ended it before its
       last run.
 
     Raises:
-      InputError: a directory holds a run of other settings; nothing was run.
+      InputError: a directory holds a run of other settings, or `runs_at_once` is no such value;
+        nothing was run.
     """
+    most = _most(runs_at_once)
     found = [multihost.on_first(_found, member.path, member.config) for member in members]
     room: dict[str, Sequence[int]] = {}
     width: dict[str, Any] = {}
-    failed = 0
-    for i, (member, (complete, begun)) in enumerate(zip(members, found, strict=True)):
-        if complete:
-            continue
+    failed, left = 0, _parts(members, found, most)
+    while left:
+        part = left.pop(0)
+        first = part.members[0]
         if multihost.first():
-            print(f"Run {i + 1} of {len(members)}, {member.label}, seed {member.config.seed}:")
-        kind = _kind(member.config)
+            print(f"{_named(part.members, members)}:")
+        kind = _kind(first.config)
         if kind not in room:
             jax.clear_caches()  # it shares nothing with those before
             with phases.said(entry.errors(), "Loading the data of all seeds"):
                 room[kind] = _room([m.config for m in members if _kind(m.config) == kind])
-        more = multihost.on_first(_more, member) if begun else width.get(kind, {})
-        given = {name: x for name, x in member.given.items() if not (begun and name == "config")}
-        train = functools.partial(session.train_into, more | given, str(member.path), begun, room[kind], say)
-        code = entry.guarded(train, session.NOTHING)
+        given = [_given(member, part.begun, width.get(kind, {})) for member in part.members]
+        try:
+            train = functools.partial(_train, given, room[kind], say)
+            code = entry.guarded(train, session.NOTHING)
+        except at_once.ApartError as why:
+            print(f"One after another: {why}.")
+            left = [_Part([member], part.begun) for member in part.members] + left
+            continue
         failed = failed or code
         if code == entry.LOST or code >= entry.INTERRUPTED - 2:
             return code, True
         if code == 0 and kind not in width:
-            width[kind] = multihost.on_first(_width, member.path)
+            width[kind] = multihost.on_first(_width, first.path)
     return failed, False
+
+
+def _most(text: str) -> int | None:
+    """How many runs are trained at once; None: all."""
+    if text == "auto":
+        return 1 if jax.default_backend() == "cpu" or multihost.several() else None
+    if text == "all":
+        return None
+    if not text.isdigit() or not int(text):
+        raise InputError(f"--runs_at_once={text} must be a number from 1 on, all, or auto.")
+    return int(text)
+
+
+def _parts(members: Sequence[Member], found: Sequence[tuple[bool, bool]], most: int | None) -> list[_Part]:
+    """What is left to run, in its order; `most` runs in a part, of one kind and from the same round
+    on."""
+    parts: dict[Any, list[_Part]] = {}
+    ordered = list[_Part]()
+    for i, (member, (complete, begun)) in enumerate(zip(members, found, strict=True)):
+        if complete:
+            continue
+        steps = checkpoint.steps(member.path / "checkpoints")[-1:] if begun and most != 1 else []
+        same = i if most == 1 else (_kind(member.config), begun, *steps)
+        known = parts.setdefault(same, [])
+        if not known or len(known[-1].members) == most:
+            known.append(_Part([], begun))
+            ordered.append(known[-1])
+        known[-1].members.append(member)
+    return ordered
+
+
+def _named(some: Sequence[Member], members: Sequence[Member]) -> str:
+    """Which runs these are."""
+    numbers = [members.index(member) + 1 for member in some]
+    names = dict.fromkeys(member.label for member in some)
+    seeds = dict.fromkeys(str(member.config.seed) for member in some)
+    runs, which = ("Run", "seed") if len(some) == 1 else ("Runs", "seed" + "s" * (len(seeds) > 1))
+    return f"{runs} {_listed(numbers)} of {len(members)}, {'; '.join(names)}, {which} {', '.join(seeds)}"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    whole = len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[-1] + 1))
+    return f"{numbers[0]} to {numbers[-1]}" if whole else ", ".join(map(str, numbers))
+
+
+def _given(member: Member, begun: bool, width: dict[str, Any]) -> at_once.Given:
+    more = multihost.on_first(_more, member) if begun else width
+    given = {name: x for name, x in member.given.items() if not (begun and name == "config")}
+    return at_once.Given(more | given, member.path, begun)
+
+
+def _train(given: Sequence[at_once.Given], room: Sequence[int], say: int) -> int:
+    if len(given) > 1:
+        return at_once.train_into(given, room, say)
+    [(user, path, begun)] = given
+    return session.train_into(user, str(path), begun, room, say)
 
 
 def _kind(config: Config) -> str:

@@ -36,6 +36,7 @@ class Layout(NamedTuple):
     width: int  # clients trained at once per device
     conv: str  # the form of convolutions
     devices: Devices
+    runs: int = 1  # trained at once, see `at_once`
 
     def content(self, memory: Memory) -> Row:
         """What layout.json holds of it."""
@@ -114,7 +115,7 @@ def read_layout(path: Path) -> Layout:
     """How the clients of a run are laid out."""
     found = read_json(path / "layout.json", schema.LAYOUT)
     devices = (found["devices"][name] for name in ("platform", "kind", "count"))
-    return Layout(found["width"], found["conv"], Devices(*devices))
+    return Layout(found["width"], found["conv"], Devices(*devices), found.get("runs", 1))
 
 
 def is_complete(path: Path, config: Config) -> bool:

@@ -35,7 +35,8 @@ CONFIG = Object(
     | {"digests": Object({}, others=str)},
 )
 LAYOUT = Object(
-    {"width": _PLACES, "conv": set(CONVOLUTIONS), "devices": Object({"count": _PLACES, "kind": str, "platform": str})}
+    {"width": _PLACES, "conv": set(CONVOLUTIONS), "devices": Object({"count": _PLACES, "kind": str, "platform": str})},
+    {"runs": _PLACES},
 )
 PARTITION = Object(
     {"partition": str, "data": str},

@@ -30,7 +30,8 @@ def run(seeds: int, parsed: flags.Parsed, verbose: bool) -> int:
     if runs.is_run(root):
         raise InputError(f"The directory of --seeds={seeds}, {root}, is that of one run: choose another --workdir.")
     members = [_member(root, *pair) for pair in zip(given, configs, strict=True)]
-    failed, ended = many.run(members, closing.ALL if verbose else closing.ONE)
+    at_once = parsed.get("runs_at_once", "auto")
+    failed, ended = many.run(members, closing.ALL if verbose else closing.ONE, at_once)
     if not ended and multihost.first():
         outcome.show(members, root, verbose=verbose)
     return failed

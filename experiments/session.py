@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from rich.console import Console
@@ -40,6 +40,14 @@ from fedjax_pfl.types import State
 NOTHING = "Interrupted before the first round: nothing to resume."
 
 
+class Run(NamedTuple):
+    """A run in its directory, before its first round or the next."""
+
+    directory: runs.RunDirectory
+    experiment: build.Experiment
+    recorded: Layout | None  # of a run that goes on
+
+
 def train_into(
     user: dict[str, Any], workdir: str | None, resume: bool, room: Sequence[int] = ROOM, say: int = closing.SHORT
 ) -> int:
@@ -53,10 +61,9 @@ def train_into(
     Raises:
       InputError, multihost.UnreachableError, KeyboardInterrupt: before there is anything to resume.
     """
-    soft_wrap = not sys.stdout.isatty()  # a file gets whole lines
-    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap, quiet=not multihost.first())
+    console = terminal()
     with contextlib.ExitStack() as held:  # the lock of the run directory
-        path, config, resume = multihost.on_first(_where, user, workdir, resume, held)
+        path, config, resume = multihost.on_first(where, user, workdir, resume, held)
         if resume and (ended := multihost.on_first(stopping.ended, path, config)):
             console.print(ended)
             return 0
@@ -69,6 +76,12 @@ def train_into(
             return INTERRUPTED
 
 
+def terminal() -> Console:
+    """Where a run says how it goes."""
+    soft_wrap = not sys.stdout.isatty()  # a file gets whole lines
+    return Console(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap, quiet=not multihost.first())
+
+
 def _into(
     path: Path,
     config: Config,
@@ -79,47 +92,73 @@ def _into(
     say: int,
 ) -> int:
     """Trains into a run directory, from its start or from where it stopped."""
+    run = loaded(path, config, resume, room, console)
+    console.print(account.describe(run.experiment))
+    try:
+        if run.recorded is None:
+            multihost.on_first(make, path, held)
+        run, laid = laid_out(run, console)
+        with compile_clock() as compiling:
+            clock = train.Clock(path, compiling)
+            with phases.said(console, "Compiling"):
+                functions = train.compiled(run.experiment, laid)
+            multihost.everywhere(layouts.check_memory, functions.memory, run.experiment, laid)
+            start, state = begin(run, laid, functions.memory, console)
+            quiet = shown(console, say)
+            quiet.print(f"Run directory: {path}; {said(config, laid, functions.memory, resume)}")
+            entry.check_interrupt()
+            asked = train.train(run.experiment, laid, run.directory, start, state, quiet, functions, clock)
+    except (simulate.DivergenceError, train.Stopped, OSError) as error:
+        return stopped(error, run.directory)
+    except jax.errors.JaxRuntimeError as error:
+        if not multihost.several():
+            raise
+        return _lost(error, path)
+    closing.show(console, run.directory, run.experiment, say)
+    return 128 + asked if asked else 0  # the run is complete, what follows it is not wanted
+
+
+def loaded(path: Path, config: Config, resume: bool, room: Sequence[int], console: Console) -> Run:
+    """The data and the clients of a run; everything wrong is found here."""
     recorded = multihost.on_first(runs.read_layout, path) if resume else None
     with phases.said(console, "Loading the data and making the clients"):
         experiment = multihost.everywhere(_prepared, config, recorded, room)
         whose = "process 0 has"
         multihost.same(runs.digests(experiment), functools.partial(runs.check_digests, experiment, whose=whose))
-    directory = train.directory(path, experiment)
-    console.print(account.describe(experiment))
-    try:
-        if recorded is not None:
-            laid = multihost.everywhere(layouts.laid_again, experiment, recorded)
-        else:
-            multihost.on_first(_make, path, held)
-            with phases.said(console, "Trying how many clients to train at once"):
-                experiment, laid = layouts.choose(experiment, config.width, config.devices)
-        with compile_clock() as compiling:
-            clock = train.Clock(path, compiling)
-            with phases.said(console, "Compiling"):
-                functions = train.compiled(experiment, laid)
-            multihost.everywhere(layouts.check_memory, functions.memory, experiment, laid)
-            start, state = 0, None
-            if recorded is not None:
-                resumed = directory, experiment, recorded, laid, functions.memory, console
-                with phases.said(console, "Reading the rows and the last checkpoint"):
-                    start, state = multihost.on_first(_resume, *resumed)
-            else:
-                multihost.on_first(directory.start, experiment, laid.content(functions.memory), versions())
-            said = [layouts.say(laid, config.width == "auto" and not resume), memory.say(functions.memory)]
-            # the bar shows test scores
-            hidden = say == closing.HELD_OUT or (say == closing.ONE and not console.is_terminal)
-            quiet = Console(quiet=True) if hidden else console
-            quiet.print(f"Run directory: {path}; {'; '.join(filter(None, said))}")
-            entry.check_interrupt()
-            train.train(experiment, laid, directory, start, state, quiet, functions, clock)
-    except (simulate.DivergenceError, train.Stopped, OSError) as error:
-        return _stopped(error, directory)
-    except jax.errors.JaxRuntimeError as error:
-        if not multihost.several():
-            raise
-        return _lost(error, path)
-    closing.show(console, directory, experiment, say)
-    return 0
+    return Run(train.directory(path, experiment), experiment, recorded)
+
+
+def laid_out(run: Run, console: Console) -> tuple[Run, Layout]:
+    """The run in the form that is used, and how it is laid out here."""
+    if run.recorded is not None:
+        return run, multihost.everywhere(layouts.laid_again, run.experiment, run.recorded)
+    config = run.experiment.config
+    with phases.said(console, "Trying how many clients to train at once"):
+        experiment, laid = layouts.choose(run.experiment, config.width, config.devices)
+    return run._replace(experiment=experiment), laid
+
+
+def begin(run: Run, laid: Layout, found: memory.Memory, console: Console) -> tuple[int, State | None]:
+    """Writes what a new run directory begins with, or goes back to the last checkpoint: the round
+    and the state to go on with (None: from the start)."""
+    if run.recorded is None:
+        multihost.on_first(run.directory.start, run.experiment, laid.content(found), versions())
+        return 0, None
+    with phases.said(console, "Reading the rows and the last checkpoint"):
+        resumed: tuple[int, State | None] = multihost.on_first(_resume, run, laid, found, console)
+    return resumed
+
+
+def said(config: Config, laid: Layout, found: memory.Memory, resume: bool) -> str:
+    """Layout and memory in words."""
+    parts = [layouts.say(laid, config.width == "auto" and not resume), memory.say(found)]
+    return "; ".join(filter(None, parts))
+
+
+def shown(console: Console, say: int) -> Console:
+    """Where the rounds are shown, as the bar has test scores."""
+    hidden = say == closing.HELD_OUT or (say == closing.ONE and not console.is_terminal)
+    return Console(quiet=True) if hidden else console
 
 
 def _prepared(config: Config, recorded: Layout | None, room: Sequence[int]) -> build.Experiment:
@@ -134,7 +173,7 @@ def _prepared(config: Config, recorded: Layout | None, room: Sequence[int]) -> b
     return experiment
 
 
-def _where(
+def where(
     user: dict[str, Any], workdir: str | None, resume: bool, held: contextlib.ExitStack
 ) -> tuple[Path, Config, bool]:
     """The run directory, locked if there is one to resume, the settings of the run, and whether it
@@ -155,7 +194,7 @@ def _where(
     return path, config, False
 
 
-def _make(path: Path, held: contextlib.ExitStack) -> None:
+def make(path: Path, held: contextlib.ExitStack) -> None:
     """Makes and locks the directory of a new run."""
     runs.make(path)
     _lock(path, held)
@@ -169,15 +208,10 @@ def _lock(path: Path, held: contextlib.ExitStack) -> None:
         raise runs.unusable(path, error) from error
 
 
-def _resume(
-    directory: runs.RunDirectory,
-    experiment: build.Experiment,
-    before: Layout,
-    laid: Layout,
-    found: memory.Memory,
-    console: Console,
-) -> tuple[int, State | None]:
-    """Goes back to the last checkpoint; `before`: the recorded layout."""
+def _resume(run: Run, laid: Layout, found: memory.Memory, console: Console) -> tuple[int, State | None]:
+    """Goes back to the last checkpoint."""
+    directory, experiment, before = run
+    assert before is not None
     file = directory.path / "versions.json"
     recorded, now = read_derived(file, schema.VERSIONS), versions()
     build.check_growth(experiment, runs.read_config(directory.path).rounds)
@@ -195,7 +229,7 @@ def _resume(
     return start, state
 
 
-def _stopped(error: Exception, directory: runs.RunDirectory) -> int:
+def stopped(error: Exception, directory: runs.RunDirectory) -> int:
     """Says in one sentence why a run ended early, and how it goes on."""
     errors = entry.errors()
     resume = train.command(directory.path)

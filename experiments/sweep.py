@@ -32,6 +32,7 @@ from fedjax_pfl.engine import multihost
 _FLAGS = {
     **grid.FLAGS,
     "seeds": flags.SEEDS,
+    "runs_at_once": flags.RUNS_AT_ONCE,
     "root": flags.Flag(str, "where the run directories are"),
     "select": flags.Flag(str, "choose values by a validation score, as val/acc"),
     "verbose": flags.VERBOSE,
@@ -51,7 +52,7 @@ def run(argv: list[str]) -> int:
     members = grid.members(user, root, parsed.get("seeds"))  # before anything runs
     by = outcome.rule(parsed.given["select"], members) if "select" in parsed.given else None
     say = closing.HELD_OUT if by else closing.ALL if parsed.get("verbose") else closing.ONE
-    failed, ended = many.run(members, say)
+    failed, ended = many.run(members, say, parsed.get("runs_at_once", "auto"))
     if not ended and multihost.first():
         outcome.show(members, root, by, bool(parsed.get("verbose")))
     return failed

@@ -40,9 +40,13 @@ class Stopped(Exception):
 
 def compiled(experiment: build.Experiment, layout: Layout) -> simulate.Compiled:
     """What the rounds of an experiment run, compiled for a layout."""
-    program, c = experiment.program(layout.width, layout.devices.count), experiment.config
-    options = {"eval_every": c.eval_every, "state_every": c.checkpoint_every}
-    return simulate.compiled(validation.scored(experiment, program), experiment.key, experiment.federation, **options)
+    program = validation.scored(experiment, experiment.program(layout.width, layout.devices.count))
+    return simulate.compiled(program, experiment.key, experiment.federation, **intervals(experiment))
+
+
+def intervals(experiment: build.Experiment) -> dict[str, int]:
+    """After how many rounds each the clients are scored, and the state is wanted."""
+    return {"eval_every": experiment.config.eval_every, "state_every": experiment.config.checkpoint_every}
 
 
 def directory(path: Path, experiment: build.Experiment) -> RunDirectory:
@@ -62,9 +66,12 @@ def train(
     console: Console,
     functions: simulate.Compiled,
     clock: "Clock",
-):
+) -> int:
     """Runs the rounds from `start` and keeps everything; the rows, the state and the summary are
     safe when it raises.
+
+    Returns:
+      the number of a signal that came in the last round, or 0.
 
     Raises:
       Stopped: after a signal, with a checkpoint; simulate.DivergenceError; OSError where something
@@ -75,16 +82,16 @@ def train(
     reporter = report.Reporter(console, start, rounds, experiment.headline)
     ask = lambda: reporter.say("Stopping after this round; Ctrl-C again aborts at once.")
     program = experiment.program(layout.width, layout.devices.count)
-    options: dict[str, Any] = {"rounds": rounds, "eval_every": c.eval_every, "state_every": c.checkpoint_every}
+    options: dict[str, Any] = {"rounds": rounds} | intervals(experiment)
     progress = multihost.on_first(stopping.progress, c, experiment.headline, run.rows)  # which alone reads the rows
-    ended = list[str]()
+    ended, number = list[str](), 0
     if progress is not None:
         ended += filter(None, [progress.why()])
         options["until"] = lambda: bool(ended)
     options |= {"start": start, "state": None if state is None else program.place(state), "functions": functions}
     written = events.written(run.path, run.rows, c.tensorboard and multihost.first(), reporter.say)
     with reporter, Interrupt(ask, words) as interrupt, written as event:
-        files = _Files(run, experiment, clock)
+        files = Files(run, experiment, clock)
 
         def add(*found: Any) -> report.Row:
             reporter.update(row := event(run.append(*found)))
@@ -93,7 +100,8 @@ def train(
         try:
             for found in reporter.watched(simulate.rounds(program, experiment.key, experiment.federation, **options)):
                 result, held_out = validation.apart(found)
-                row = multihost.on_first(add, result, held_out | _unseen(experiment, result, layout.width))
+                apart = held_out | unseen_scores(experiment, result, layout.width)
+                row = multihost.on_first(add, result, apart)
                 if result.state is None:
                     continue
                 if progress is not None:
@@ -114,9 +122,10 @@ def train(
             raise
     with phases.said(console, "Writing tables and curves"):
         multihost.on_first(files.show, "complete", ended[0] if ended else None)
+    return number
 
 
-def _unseen(experiment: build.Experiment, result: simulate.Result, width: int) -> dict[str, Any]:
+def unseen_scores(experiment: build.Experiment, result: simulate.Result, width: int) -> dict[str, Any]:
     """The scores of the clients that do not train, after the last round."""
     if result.metrics is not None or experiment.unseen is None:
         return {}
@@ -127,7 +136,7 @@ def _unseen(experiment: build.Experiment, result: simulate.Result, width: int) -
     )
 
 
-class _Files:
+class Files:
     """What is written of a run beside its rows: tables and summary (`show`), and the state before
     them (`keep`)."""
 
@@ -151,19 +160,20 @@ class Clock:
 
     Args:
       compiling: gives the seconds in which was compiled so far, see `versions.compile_clock`.
+      runs: that share this process's time, in equal parts.
     """
 
-    def __init__(self, path: Path, compiling: Callable[[], float]):
+    def __init__(self, path: Path, compiling: Callable[[], float], runs: int = 1):
         file = path / "summary.json"
         before = read_derived(file, schema.SECONDS).get("seconds", {})
         self.before = {name: before.get(name, 0.0) for name in ("compile", "train")}
-        self._start, self._compiling = time.perf_counter(), compiling
+        self._start, self._compiling, self._runs = time.perf_counter(), compiling, runs
 
     def seconds(self) -> dict[str, float]:
         """Compiling apart from the rest of the rounds, evaluation and writing included."""
         spent, compiling = time.perf_counter() - self._start, self._compiling()
         now = {"compile": compiling, "train": spent - compiling}
-        return {name: round(self.before[name] + value, 3) for name, value in now.items()}
+        return {name: round(self.before[name] + value / self._runs, 3) for name, value in now.items()}
 
 
 def _summarise(run: RunDirectory, experiment: build.Experiment, status: str, seconds: dict, ended: str | None) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from experiments import build, entry, figures, flags, interrupt, main, runs, settings
 from fedjax_pfl import simulate
-from fedjax_pfl.engine import checkpoint, memory
+from fedjax_pfl.engine import checkpoint, loop, memory
 from fedjax_pfl.errors import InputError
 
 FLAGS = ["--algo=fedper", "--dataset=digits", "--data_fraction=0.2", "--clients=4", "--classes_per_client=3"]
@@ -220,7 +220,7 @@ def test_ctrl_c_keeps_a_resumable_run(whole, tmp_path, monkeypatch, capsys):
 
     with monkeypatch.context() as patch:
         patch.setattr(simulate, "rounds", interrupted)
-        patch.setattr(simulate, "SECONDS", 0.0)  # else it stops after those that were begun with this one
+        patch.setattr(loop, "SECONDS", 0.0)  # else it stops after those that were begun with this one
         assert main.run([*FLAGS, "--rounds=6", f"--workdir={path}"]) == 130
     said = capsys.readouterr()
     assert "Stopped after 3 rounds; go on with" in said.err and f"--resume --workdir={path}" in said.err

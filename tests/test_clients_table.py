@@ -113,7 +113,7 @@ def test_a_run_that_is_still_on_has_no_table_yet(done, monkeypatch):
     written = []
     monkeypatch.setattr(clients, "write", lambda *_: written.append(1))
     monkeypatch.setattr(train, "_summarise", lambda *_: None)
-    files = train._Files(
+    files = train.Files(
         type("Run", (), {"path": done[0], "tables": lambda _: None})(), None, type("C", (), {"seconds": lambda _: {}})()
     )
     files.show("running")

@@ -444,7 +444,7 @@ def test_an_unwritable_file_ends_the_run_with_a_sentence(tmp_path, monkeypatch, 
     assert main.run(["--algo=fedavg", *TINY, f"--workdir={tmp_path / 'run'}"]) == entry.UNWRITABLE
     said = capsys.readouterr().err
     assert "No space left on device" in said and "make room, then go on with" in said and "--resume" in said
-    assert session._stopped(OSError(5, "Input/output error"), runs.RunDirectory(tmp_path, np.ones(1), False)) == 4
+    assert session.stopped(OSError(5, "Input/output error"), runs.RunDirectory(tmp_path, np.ones(1), False)) == 4
     said = capsys.readouterr().err
     assert "Input/output error" in said and said.strip().endswith(": start again")
 

@@ -1,0 +1,126 @@
+"""Runs that are trained as one program: what each directory holds is that of the run alone."""
+
+import json
+
+import numpy as np
+import pytest
+
+from experiments import at_once, build, closing, interrupt, main, runs, sweep, train
+from fedjax_pfl.data import federate
+from fedjax_pfl.errors import InputError
+
+TINY = ["--data_fraction=0.2", "--clients=5", "--width=1", "--epochs=1", "--model=linear", "--val_fraction=0.2"]
+RUN = ["--algo=ditto", *TINY, "--rounds=4", "--eval_every=2", "--checkpoint_every=2", "--seeds=2"]
+
+
+class Asked(interrupt.Interrupt):
+    """A Ctrl-C that has come already."""
+
+    def __enter__(self):
+        self.asked = 2
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+def rows(path):
+    return runs.read_rows(path / "metrics.jsonl")
+
+
+def assert_same_rows(first, second):
+    assert [row.keys() for row in first] == [row.keys() for row in second]
+    for one, other in zip(first, second, strict=True):
+        numbers = [name for name, value in one.items() if isinstance(value, int | float)]
+        np.testing.assert_allclose([one[n] for n in numbers], [other[n] for n in numbers], rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    assert main.run([*RUN, "--runs_at_once=all", f"--workdir={folder / 'at_once'}"]) == 0
+    assert main.run([*RUN, f"--workdir={folder / 'alone'}"]) == 0
+    return folder
+
+
+def test_each_has_the_rows_of_the_run_alone(folder):
+    for seed in ("seed0", "seed1"):
+        assert_same_rows(rows(folder / "at_once" / seed), rows(folder / "alone" / seed))
+        summary = runs.read_json(folder / "at_once" / seed / "summary.json")
+        assert summary["status"] == "complete" and "val" in summary["scores"]
+        assert {path.name for path in (folder / "at_once" / seed).iterdir()} == {
+            path.name for path in (folder / "alone" / seed).iterdir()
+        }
+    assert [runs.read_layout(folder / name / "seed0").runs for name in ("at_once", "alone")] == [2, 1]
+
+
+def test_one_of_them_goes_on_alone(folder, capsys):
+    path = folder / "at_once" / "seed1"
+    assert main.run(["--resume", f"--workdir={path}", "--rounds=5"]) == 0
+    said = capsys.readouterr().out
+    assert "The layout changes (runs 2 -> 1)" in said and "Resuming after round 4 of 5" in said
+    assert len(rows(path)) == 6 and len(rows(folder / "at_once" / "seed0")) == 5
+
+
+def test_after_ctrl_c_the_same_command_goes_on_with_all(folder, tmp_path, monkeypatch, capsys):
+    words = [*RUN, "--runs_at_once=2", f"--workdir={tmp_path}"]
+    with monkeypatch.context() as patch:
+        patch.setattr(at_once, "Interrupt", Asked)
+        assert main.run(words) == 130
+    assert "Stopped after 1 rounds; the same command goes on." in capsys.readouterr().err
+    assert [len(rows(tmp_path / seed)) for seed in ("seed0", "seed1")] == [1, 1]
+    assert main.run(words) == 0
+    assert capsys.readouterr().out.count("Resuming after round 1 of 4") == 2
+    for seed in ("seed0", "seed1"):
+        assert_same_rows(rows(tmp_path / seed), rows(folder / "alone" / seed))
+
+
+def test_values_are_a_batch_axis_too_and_one_that_diverges_is_alone_in_it(tmp_path, capsys):
+    words = ["--algo=ditto", *TINY, "--rounds=2", "--lr=0.1,1e38", "--hparam=lam=0.5,2", f"--root={tmp_path}"]
+    assert sweep.run([*words, "--runs_at_once=3"]) == 3
+    found = capsys.readouterr()
+    assert "Runs 1 to 3 of 4, ditto, lr=0.1, lam=0.5; ditto, lr=0.1, lam=2; ditto, lr=1e+38, lam=0.5" in found.out
+    assert "Run 4 of 4, ditto, lr=1e+38, lam=2, seed 0:" in found.out and found.err.count("is not finite") == 2
+    status = {p.parent.name: json.loads(p.read_text())["status"] for p in tmp_path.glob("*/summary.json")}
+    assert sorted(status.values()) == ["complete", "complete", "diverged", "diverged"]
+    one, two = (rows(tmp_path / f"ditto-lr=0.1-lam={lam}-seed0")[-1]["pre/acc"] for lam in ("0.5", "2"))
+    assert one != two
+
+
+def test_other_programs_run_one_after_another(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(build, "lowered", lambda experiment: str(experiment.config.seed))
+    assert main.run([*RUN, "--rounds=1", "--runs_at_once=all", f"--workdir={tmp_path}"]) == 0
+    said = capsys.readouterr().out
+    assert "One after another: their partitions make other programs of them." in said and "Run 2 of 2" in said
+    assert runs.read_layout(tmp_path / "seed1").runs == 1
+
+
+@pytest.mark.parametrize(
+    "words, why",
+    [
+        ({"patience": 1}, "each ends by itself with --stop_at or --patience"),
+        ({"client_memory": "host", "participation": "0.4"}, "the clients' rows in its devices' memory"),
+        ({"devices": "2"}, "that needs one device"),
+    ],
+)
+def test_what_cannot_be_one_program_is_said_before_anything_is_written(words, why, tmp_path):
+    user = {"algo": "local", "clients": 5, "model": "linear", "val_fraction": 0.2, "hparams": {}} | words
+    given = [at_once.Given(user | {"seed": seed}, tmp_path / str(seed), False) for seed in (0, 1)]
+    with pytest.raises(at_once.ApartError, match=why):
+        at_once.train_into(given, federate.ROOM, closing.ONE)
+    assert not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_in_the_last_round_of_a_run_ends_the_sweep(tmp_path, monkeypatch):
+    """The run itself is complete."""
+    monkeypatch.setattr(train, "Interrupt", Asked)
+    assert main.run(["--algo=local", *TINY, "--rounds=1", "--seeds=2", f"--workdir={tmp_path}"]) == 130
+    assert runs.read_json(tmp_path / "seed0" / "summary.json")["status"] == "complete"
+    assert not (tmp_path / "seed1").exists()
+
+
+def test_how_many_is_a_number_or_a_word(tmp_path):
+    for text in ("0", "two", "-1"):
+        with pytest.raises(InputError, match=f"--runs_at_once={text} must be a number from 1 on, all, or auto"):
+            sweep.run(["--algo=ditto", f"--runs_at_once={text}", f"--root={tmp_path}"])
+    assert not list(tmp_path.iterdir())
