@@ -8,7 +8,8 @@ sum of a federation for each architecture's clients alone (all by Local), FedPro
 Local and Local of everybody's small model, MNFL by Local and by its passes over the public examples
 alone. Compilation is divided likewise, apart. One process, a round without evaluation; all take
 turns, a ratio is of one turn, and the medians are printed. Clients have 100 images of 32x32x3,
-batches of 10 and one epoch; 300 public images in batches of 256.
+batches of 10 and one epoch; 300 public images in batches of 256. Then the same ratio of FedProto and
+FML in multiply-adds (`engine.flops`), which no implementation of the same steps is below.
 """
 
 import functools
@@ -29,6 +30,7 @@ from fedjax_pfl.averaging import predictor
 from fedjax_pfl.data.datasets import Dataset
 from fedjax_pfl.data.federate import federate
 from fedjax_pfl.data.partitioners import partition
+from fedjax_pfl.engine.flops import flops_of_step
 from fedjax_pfl.numerics import mixtures
 from fedjax_pfl.types import Algorithm, Federation, Metrics, Own, State, Task
 
@@ -87,12 +89,26 @@ def passes(task: Task) -> Algorithm:
     return Algorithm(init, round, predict, evaluate.classification, one_architecture=False)
 
 
-def made(setting: Setting) -> tuple[Dataset, Federation, Task]:
+def operations(setting: Setting) -> dict[str, float]:
+    """Multiply-adds of the local work of FedProto by those of Local, and of FML by those of Local
+    and of Local of everybody's small model; convolutions counted as products of matrices."""
+    _, f, task = made(setting, "matmul")
+    alone = [part(task, f, groups.members(task, g), g) for g in range(len(task.models))]
+    sizes = [len(groups.members(task, g)) for g in range(len(task.models))]
+    count = lambda name: sum(
+        size * flops_of_step(ALGORITHMS[name], *given) for size, given in zip(sizes, alone, strict=True)
+    )
+    own = count("local")
+    small = setting.clients * flops_of_step(ALGORITHMS["local"], *alone[-1])
+    return {"FedProto": count("fedproto") / own, "FML": count("fml") / (own + small)}
+
+
+def made(setting: Setting, conv: str = "auto") -> tuple[Dataset, Federation, Task]:
     """The mixed federation."""
     data = dataset(setting.shape, setting.clients * setting.each * 4 // 3)
     pool = dataset(setting.shape, setting.public)
     f = federate(data, partition(data, "iid", num_clients=setting.clients, seed=0), public=pool)
-    nets = [models.model(name, setting.shape, CLASSES) for name in setting.architectures]
+    nets = [models.model(name, setting.shape, CLASSES, conv=conv) for name in setting.architectures]
     own = {"lr": 0.01, "batch_size": BATCH, "epochs": 1, "shared": nets[-1]}
     return data, f, simulate.with_public(simulate.task(data, f.class_counts, nets, **own), pool)
 
@@ -146,6 +162,8 @@ def main(argv) -> None:
     print(f"{setting.clients} clients of {nets}; {jax.device_count()} x width 1; medians of {FLAGS.repeats} turns\n")
     header = ("round", "s", "of its parts", "aim", "compile s", "of its parts'")
     print(report.table([header, *measure(setting, FLAGS.repeats)]))
+    found = ", ".join(f"{name} {ratio:.2f}" for name, ratio in operations(setting).items())
+    print(f"\nMultiply-adds by those of its parts: {found}")
 
 
 if __name__ == "__main__":
