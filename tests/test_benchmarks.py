@@ -215,7 +215,6 @@ def test_a_mixed_federation_is_compared_with_what_it_is_made_of(monkeypatch):
         ("MNFL", 6 / (4 + 1.5)),
     ]
     assert [line.compile_ratio for line in lines] == [0.5, 1, 0.5, 0.5]
-
     assert [runner.clients for runner in made[:3]] == [3, 2, 5] and len(made) == 8
 
 
