@@ -31,7 +31,7 @@ from experiments.recorded import Layout
 from experiments.session import Run
 from experiments.versions import compile_clock
 from fedjax_pfl import simulate
-from fedjax_pfl.engine import memory, multihost, vectorized
+from fedjax_pfl.engine import memory, vectorized
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Array, Federation, State
 
@@ -40,6 +40,10 @@ GOES_ON = "the same command goes on"
 
 class ApartError(Exception):
     """Runs cannot be one program; args: why, as the end of a sentence. Nothing was written."""
+
+
+class TooManyError(Exception):
+    """Runs take more memory as one program than there is; args: how much, as a sentence."""
 
 
 class Given(NamedTuple):
@@ -70,8 +74,8 @@ def train_into(given: Sequence[Given], room: Sequence[int], say: int) -> int:
       say: as of `session.train_into`.
 
     Raises:
-      ApartError: they cannot be one program, or have no room together; InputError,
-        KeyboardInterrupt: before there is anything to resume.
+      ApartError, TooManyError: they cannot be one program; InputError, KeyboardInterrupt: before
+        there is anything to resume.
     """
     console = session.terminal()
     with contextlib.ExitStack() as held:  # the locks of the run directories
@@ -120,14 +124,16 @@ def _into(given: Sequence[Given], room: Sequence[int], console: Console, held: c
 
 
 def _sharing(run: Run, first: Run) -> Run:
-    """The run with the first one's arrays of the data set where it has the same."""
+    """The run with the first one's arrays of the examples where it has the same."""
     one, other = first.experiment, run.experiment
-    if runs.digests(one)["data"] != runs.digests(other)["data"] or one.public is not None:
-        return run
-    share = lambda federation: federation._replace(examples=one.federation.examples)
+    known, here = runs.digests(one), runs.digests(other)
+    same = {name: known.get(name) == here.get(name) for name in ("data", "public")}
+    fields: dict[str, Any] = {"examples": one.federation.examples} if same["data"] else {}
+    fields |= {"public": one.federation.public} if same["public"] else {}
+    share = lambda federation: federation._replace(**fields)
     others = other.unseen and other.unseen._replace(federation=share(other.unseen.federation))
-    shared = other._replace(dataset=one.dataset, federation=share(other.federation), unseen=others)
-    return run._replace(experiment=shared)
+    shared = other._replace(federation=share(other.federation), unseen=others)
+    return run._replace(experiment=shared._replace(dataset=one.dataset) if same["data"] else shared)
 
 
 def _check(found: Sequence[Run]) -> None:
@@ -135,8 +141,8 @@ def _check(found: Sequence[Run]) -> None:
     first = found[0].experiment
     if stopping.given(first.config) != stopping.given(first.config.replace(stop_at=None, patience=0)):
         raise ApartError("each ends by itself with --stop_at or --patience")
-    if multihost.several() or first.config.client_memory == "host":
-        raise ApartError("that needs one process, and the clients' rows in its devices' memory")
+    if first.config.client_memory == "host":
+        raise ApartError("that needs the clients' rows in the devices' memory")
     if layouts.devices(first.config.devices, first) > 1 and first.config.devices != "auto":
         raise ApartError("that needs one device")
     digests = {build.lowered(run.experiment) for run in found}
@@ -159,7 +165,7 @@ def _compiled(found: list[Run], console: Console) -> _Batch:
     try:
         memory.check(functions.memory, "")
     except InputError as error:
-        raise ApartError(str(error).rstrip(": .")) from None
+        raise TooManyError(f"{str(error).rstrip(': .')}.") from None
     return _Batch(found, laid, program, keys, federation, functions)
 
 

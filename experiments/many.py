@@ -73,6 +73,11 @@ def run(members: Sequence[Member], say: int = closing.ONE, runs_at_once: str = "
             print(f"One after another: {why}.")
             left = [_Part([member], part.begun) for member in part.members] + left
             continue
+        except at_once.TooManyError as why:
+            print(f"{why} Half of them at once, then the others.")
+            half = len(part.members) // 2
+            left = [_Part(some, part.begun) for some in (part.members[:half], part.members[half:])] + left
+            continue
         failed = failed or code
         if code == entry.LOST or code >= entry.INTERRUPTED - 2:
             return code, True
@@ -83,13 +88,15 @@ def run(members: Sequence[Member], say: int = closing.ONE, runs_at_once: str = "
 
 def _most(text: str) -> int | None:
     """How many runs are trained at once; None: all."""
-    if text == "auto":
-        return 1 if jax.default_backend() == "cpu" or multihost.several() else None
-    if text == "all":
-        return None
-    if not text.isdigit() or not int(text):
+    if text not in ("auto", "all") and (not text.isdigit() or not int(text)):
         raise InputError(f"--runs_at_once={text} must be a number from 1 on, all, or auto.")
-    return int(text)
+    if multihost.several():
+        if text not in ("auto", "1"):
+            raise InputError(f"--runs_at_once={text} is for a single process: leave it out.")
+        return 1
+    if text == "auto":
+        return 1 if jax.default_backend() == "cpu" else None
+    return None if text == "all" else int(text)
 
 
 def _parts(members: Sequence[Member], found: Sequence[tuple[bool, bool]], most: int | None) -> list[_Part]:

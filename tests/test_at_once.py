@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from experiments import at_once, build, closing, interrupt, main, runs, sweep, train
+from experiments import at_once, build, closing, interrupt, main, runs, session, sweep, train
 from fedjax_pfl.data import federate
+from fedjax_pfl.engine import multihost
 from fedjax_pfl.errors import InputError
 
 TINY = ["--data_fraction=0.2", "--clients=5", "--width=1", "--epochs=1", "--model=linear", "--val_fraction=0.2"]
@@ -99,7 +100,7 @@ def test_other_programs_run_one_after_another(tmp_path, monkeypatch, capsys):
     "words, why",
     [
         ({"patience": 1}, "each ends by itself with --stop_at or --patience"),
-        ({"client_memory": "host", "participation": "0.4"}, "the clients' rows in its devices' memory"),
+        ({"client_memory": "host", "participation": "0.4"}, "the clients' rows in the devices' memory"),
         ({"devices": "2"}, "that needs one device"),
     ],
 )
@@ -119,8 +120,28 @@ def test_ctrl_c_in_the_last_round_of_a_run_ends_the_sweep(tmp_path, monkeypatch)
     assert not (tmp_path / "seed1").exists()
 
 
-def test_how_many_is_a_number_or_a_word(tmp_path):
+def test_what_has_no_room_is_halved(tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def train_into(given, *_):
+        asked.append([one.user["seed"] for one in given])
+        if len(given) > 2:
+            raise at_once.TooManyError("There is no room.")
+        return 0
+
+    monkeypatch.setattr(at_once, "train_into", train_into)
+    monkeypatch.setattr(session, "train_into", lambda user, *_: asked.append(user["seed"]) or 0)
+    words = ["--algo=local", *TINY, "--seeds=5", "--runs_at_once=all", f"--workdir={tmp_path}"]
+    assert main.run(words) == 0
+    assert asked == [[0, 1, 2, 3, 4], [0, 1], [2, 3, 4], 2, [3, 4]]
+    assert "There is no room. Half of them at once, then the others." in capsys.readouterr().out
+
+
+def test_how_many_is_a_number_or_a_word(tmp_path, monkeypatch):
     for text in ("0", "two", "-1"):
         with pytest.raises(InputError, match=f"--runs_at_once={text} must be a number from 1 on, all, or auto"):
             sweep.run(["--algo=ditto", f"--runs_at_once={text}", f"--root={tmp_path}"])
+    monkeypatch.setattr(multihost, "several", lambda: True)
+    with pytest.raises(InputError, match="is for a single process"):
+        sweep.run(["--algo=ditto", "--runs_at_once=all", f"--root={tmp_path}"])
     assert not list(tmp_path.iterdir())
