@@ -137,7 +137,7 @@ def measure(recipe: Recipe, conv: str = "auto", repeats: int = 3, **options) -> 
     start = time.perf_counter() - begin
     width = choose_width(task, f, recipe.cohort, devices)
     program = simulate.program(ALGORITHMS["fedavg"], task, width=width, devices=devices)
-    key, numbers = jax.random.key(0), {name: jnp.asarray(x, float) for name, x in program.numbers.items()}
+    key, numbers = jax.random.key(0), {name: jnp.asarray(x, float) for name, x in program.traced.items()}
     if program.mesh is not None:
         f = jax.device_put(f, NamedSharding(program.mesh, PartitionSpec()))
     state = jax.jit(program.init)(key, numbers)

@@ -18,9 +18,9 @@ class Runner:
         self.federation = federation
         if self.program.mesh is not None:
             self.federation = jax.device_put(federation, NamedSharding(self.program.mesh, PartitionSpec()))
-        self.numbers = {name: jnp.asarray(x, float) for name, x in self.program.numbers.items()}
+        self.traced = {name: jnp.asarray(x, float) for name, x in self.program.traced.items()}
         self.key, self.round = jax.random.key(0), 0
-        self.state = jax.jit(self.program.init)(self.key, self.numbers)
+        self.state = jax.jit(self.program.init)(self.key, self.traced)
         begin = time.perf_counter()
         self.step = jax.jit(self.program.round, donate_argnums=3).lower(*self._arguments()).compile()
         self.compile = time.perf_counter() - begin
@@ -28,7 +28,7 @@ class Runner:
 
     def _arguments(self) -> tuple:
         t, wanted = jnp.int32(self.round), jnp.bool(False)
-        return self.key, self.numbers, self.federation, self.state, t, wanted
+        return self.key, self.traced, self.federation, self.state, t, wanted
 
     def __call__(self) -> float:
         begin = time.perf_counter()

@@ -145,10 +145,10 @@ def fedavg(task: Task, f: Federation, width: int, devices: int = 1) -> Timing:
     """One FedAvg round, without evaluation, of the whole federation."""
     program = simulate.program(ALGORITHMS["fedavg"], task, width=width, devices=devices)
     key = jax.random.key(0)
-    state = jax.jit(program.init)(key, program.numbers)
+    state = jax.jit(program.init)(key, program.traced)
     if program.mesh is not None:
         f = jax.device_put(f, NamedSharding(program.mesh, PartitionSpec()))
-    args = (key, program.numbers, f, state, jnp.int32(0), jnp.bool(False))
+    args = (key, program.traced, f, state, jnp.int32(0), jnp.bool(False))
     begin = time.perf_counter()
     compiled = jax.jit(program.round).lower(*args).compile()
     took = time.perf_counter() - begin

@@ -80,7 +80,9 @@ class Experiment(NamedTuple):
     def state_shapes(self) -> State:
         """The state's structure with shapes and types in place of arrays; nothing is compiled."""
         program, key = self.program(rounds=self.config.rounds), jax.eval_shape(lambda: jax.random.key(0))
-        return jax.eval_shape(lambda key, values: program.unplace(program.init(key, values)), key, numbers(program))
+        return jax.eval_shape(
+            lambda key, values: program.unplace(program.init(key, values)), key, traced_shapes(program)
+        )
 
     def in_form(self, conv: str) -> "Experiment":
         """The experiment with convolutions in this form."""
@@ -232,9 +234,9 @@ def _public(config: Config) -> datasets.Dataset | None:
     return dataset._replace(x=dataset.x[rows], y=dataset.y[rows], num_train=len(rows))
 
 
-def numbers(program: simulate.Program) -> dict[str, jax.ShapeDtypeStruct]:
+def traced_shapes(program: simulate.Program) -> dict[str, jax.ShapeDtypeStruct]:
     """The traced floats of a program, as shapes."""
-    return {name: jax.ShapeDtypeStruct((), jnp.float32) for name in program.numbers}
+    return {name: jax.ShapeDtypeStruct((), jnp.float32) for name in program.traced}
 
 
 def check_growth(experiment: Experiment, before: int) -> None:
@@ -269,9 +271,9 @@ def lowered(experiment: Experiment) -> str:
 
 
 def _arguments(experiment: Experiment, program: simulate.Program) -> tuple[Any, ...]:
-    """Key, numbers, federation, state and round, as far as a trace asks for them."""
+    """Key, traced hyperparameters, federation, state and round, as far as a trace asks for them."""
     key, t = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), jnp.int32)
-    return key, numbers(program), experiment.federation, experiment.state_shapes(), t
+    return key, traced_shapes(program), experiment.federation, experiment.state_shapes(), t
 
 
 def data_digest(dataset: datasets.Dataset) -> str:

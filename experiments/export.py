@@ -139,7 +139,7 @@ def _run(run: runs.Run, client: int, x: jax.Array, changed: Callable[..., Any], 
     c, e = run.config, run.experiment
     factory, hparams = build.method(c)
     program = simulate.program(changed(factory), task, hparams, lr_decay=c.lr_decay, checked=False)
-    values = {name: jnp.float32(value) for name, value in program.numbers.items()}
+    values = {name: jnp.float32(value) for name, value in program.traced.items()}
     predict = jax.jit(lambda state, x: program.predict(e.key, values, e.federation, state, run.round, client, x))
     return predict(run.state, x)
 

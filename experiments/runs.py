@@ -269,7 +269,7 @@ class Run(NamedTuple):
         them, -> outputs."""
         program, e = self.experiment.program(), self.experiment
         check("client", client_id, 0, e.task.num_clients - 1, whole=True)
-        values = {name: jnp.float32(value) for name, value in program.numbers.items()}
+        values = {name: jnp.float32(value) for name, value in program.traced.items()}
 
         predict, t = jax.jit(program.predict, static_argnums=5), jnp.int32(self.round)  # the id chooses the model
         return lambda x: predict(e.key, values, e.federation, self.state, t, client_id, jnp.asarray(x))

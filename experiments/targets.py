@@ -98,7 +98,7 @@ def check_possible(experiment: Any) -> None:
 def score_names(experiment: Any) -> list[str]:
     """The names of the scores that a `build.Experiment` will have; nothing is compiled."""
     program = experiment.program(rounds=experiment.config.rounds)
-    arguments = experiment.key, program.numbers, experiment.federation, experiment.state_shapes(), np.int32(0)
+    arguments = experiment.key, program.traced, experiment.federation, experiment.state_shapes(), np.int32(0)
     return list(jax.eval_shape(program.evaluate, *arguments))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from experiments import build
 from fedjax_pfl import simulate
-from fedjax_pfl.engine.method import Numbers
+from fedjax_pfl.engine.method import Traced
 from fedjax_pfl.types import Array, Federation, State
 
 POINT = "val"
@@ -39,9 +39,9 @@ def scored(experiment: build.Experiment, program: simulate.Program) -> simulate.
 
 
 def _with_validation(evaluate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    def both(key: Array, numbers: Numbers, federation: Federation, state: State, t: Array) -> dict[str, Any]:
-        found = evaluate(key, numbers, federation, state, t)
-        held_out = evaluate(key, numbers, federation._replace(test=federation.val), state, t)
+    def both(key: Array, traced: Traced, federation: Federation, state: State, t: Array) -> dict[str, Any]:
+        found = evaluate(key, traced, federation, state, t)
+        held_out = evaluate(key, traced, federation._replace(test=federation.val), state, t)
         return found | {_MARK + name: values for name, values in held_out.items()}
 
     return both

@@ -11,7 +11,7 @@ import optax
 from fedjax_pfl.data.datasets import Dataset, checked
 from fedjax_pfl.engine import validate
 from fedjax_pfl.engine.loop import Compiled, compiled, rounds, rounds_at_once
-from fedjax_pfl.engine.method import Numbers
+from fedjax_pfl.engine.method import Traced
 from fedjax_pfl.engine.program import Program, Round, program
 from fedjax_pfl.engine.results import Result, record
 from fedjax_pfl.engine.sampling import cohort_size, sample
@@ -102,10 +102,10 @@ def with_public(task: Task, public: Dataset) -> Task:
 
 
 def curve(
-    program: Program, key: Array, numbers: Numbers, federation: Federation, *, rounds: int, eval_every: int = 1
+    program: Program, key: Array, traced: Traced, federation: Federation, *, rounds: int, eval_every: int = 1
 ) -> tuple[State, Round, dict[str, Array], dict[str, Array]]:
-    """A whole experiment as one pure function of its key and its numbers, for jax.vmap over seeds
-    and values.
+    """A whole experiment as one pure function of its key and its traced hyperparameters, for
+    jax.vmap over seeds and values.
 
     Returns:
       The last state; what is known of the rounds, [rounds, ...]; the scores before each, {name:
@@ -114,15 +114,15 @@ def curve(
     """
 
     def run(state: State, t: Array) -> dict[str, Array]:
-        return program.evaluate(key, numbers, federation, state, t)
+        return program.evaluate(key, traced, federation, state, t)
 
     def step(state: State, t: Array) -> tuple[State, PyTree]:
         evaluated = (t % eval_every == 0) | (t == rounds - 1) if eval_every else jnp.bool(False)
         shapes = jax.eval_shape(run, state, t)
         nothing = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), shapes)
         pre = jax.lax.cond(evaluated, run, lambda *_: nothing, state, t)
-        state, metrics = program.round(key, numbers, federation, state, t, evaluated)
+        state, metrics = program.round(key, traced, federation, state, t, evaluated)
         return state, (metrics, pre)
 
-    state, (metrics, pre) = jax.lax.scan(step, program.init(key, numbers), jnp.arange(rounds))
+    state, (metrics, pre) = jax.lax.scan(step, program.init(key, traced), jnp.arange(rounds))
     return state, metrics, pre, run(state, jnp.int32(rounds))

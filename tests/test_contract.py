@@ -64,7 +64,7 @@ def test_rule(method, rule):
 def learn(method):
     """The state after twelve rounds with everybody, and the mean losses of rounds 0, 5 and 11."""
     s, everybody, losses = subject(method), {"ids": np.arange(N, dtype=np.int32), "active": np.ones(N, bool)}, []
-    state = jax.device_get(s.init(jax.random.key(7), s.numbers))
+    state = jax.device_get(s.init(jax.random.key(7), s.traced))
     for t in range(12):
         state, metrics = testing.run(s, state=state, t=t, **everybody)
         losses.append(metrics.loss.mean())
@@ -86,7 +86,7 @@ def test_unseen_clients_influence_nobody(method):
     """Under a server that stays, a round of a client with the row of `init` depends on that client
     alone."""
     s, one = subject(method), 3
-    start = State(s.start.server, jax.device_get(s.init(jax.random.key(7), s.numbers)).clients)
+    start = State(s.start.server, jax.device_get(s.init(jax.random.key(7), s.traced)).clients)
     given = {"options": np.float32([0, 0]), "state": start, "ids": np.arange(N, dtype=np.int32)}
     (together, metrics), (alone, by_itself) = (
         testing.run(s, active=np.isin(np.arange(N), active), **given) for active in (np.arange(N), [one])

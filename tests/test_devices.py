@@ -118,7 +118,7 @@ def test_one_client_can_be_asked_wherever_it_lies():
     for devices in (1, 3):
         program, results = run("ditto", devices, (1.0, 1.0), rounds=1)
         x, ask = np.asarray(toy.federation().examples.x)[:4], jax.jit(program.predict)
-        args = (KEY, program.numbers, toy.federation(), results[-1].state, jnp.int32(1))
+        args = (KEY, program.traced, toy.federation(), results[-1].state, jnp.int32(1))
         answers.append([ask(*args, i, x) for i in range(N)])
     assert_close(answers[1], answers[0], 1e-5)
 
@@ -128,7 +128,7 @@ def test_seeds_are_vmapped_over_devices_too():
 
     @jax.jit
     def one(key, lam):
-        numbers = program.numbers | {"lam": lam}
+        numbers = program.traced | {"lam": lam}
         state = program.init(key, numbers)
         return program.round(key, numbers, toy.federation(), state, jnp.int32(0), jnp.bool(True))[1].loss
 
@@ -147,9 +147,9 @@ def compiled(method, participation):
         participation=participation, sizes=np.asarray(f.train.size), class_counts=np.asarray(f.class_counts)
     )
     program = simulate.program(ALGORITHMS[method], task, devices=8)
-    state = jax.jit(program.init)(KEY, program.numbers)
+    state = jax.jit(program.init)(KEY, program.traced)
     f = jax.device_put(f, jax.NamedSharding(program.mesh, jax.P()))
-    args = (KEY, program.numbers, f, state, jnp.int32(0), jnp.bool(False))
+    args = (KEY, program.traced, f, state, jnp.int32(0), jnp.bool(False))
     return state, jax.jit(program.round).lower(*args).compile()
 
 

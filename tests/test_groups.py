@@ -101,11 +101,11 @@ def test_state_on_the_host_and_from_a_checkpoint(tmp_path):
 
 def test_one_prediction_per_architecture():
     program, f = simulate.program(ALGORITHMS["local"], task()), toy.federation()
-    state, x = jax.jit(program.init)(KEY, program.numbers), f.examples.x[:3]
+    state, x = jax.jit(program.init)(KEY, program.traced), f.examples.x[:3]
     for id, model in ((0, SMALL), (4, LARGE)):
         row = toy.rows(groups.select(state.clients, int(OF[id])), int(groups.slots(task())[id]))
         expected = model.apply(row, x)[0]
-        assert_close(program.predict(KEY, program.numbers, f, state, 0, id, x), expected)
+        assert_close(program.predict(KEY, program.traced, f, state, 0, id, x), expected)
 
 
 def test_what_is_shared_is_averaged_over_all_and_must_have_one_shape():

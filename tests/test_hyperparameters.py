@@ -142,7 +142,7 @@ def plain(task, *, lam: float = 1, rate: float | None = None, steps=2, gamma=0.5
 
 def test_what_is_traced_follows_the_annotation():
     task = toy.task()
-    numbers = lambda **given: simulate.program(plain, task, given, checked=False).numbers.keys() - {"lr", "lr_decay"}
+    numbers = lambda **given: simulate.program(plain, task, given, checked=False).traced.keys() - {"lr", "lr_decay"}
     assert numbers() == {"lam", "gamma", "clip"}
     assert numbers(rate=1) == {"lam", "rate", "gamma", "clip"}
     assert numbers(steps=np.int32(3), kind="b") == {"lam", "gamma", "clip"}

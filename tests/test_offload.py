@@ -73,9 +73,7 @@ def test_a_run_goes_on_from_its_state_wherever_it_was():
 def test_the_rows_begin_on_one_cpu_wherever_the_key_is(monkeypatch):
     """All N of them, which the devices of the mesh may have no room for."""
     _, program = programs(2)
-    key, numbers = multihost.replicate(
-        (KEY, {name: np.float32(x) for name, x in program.numbers.items()}), program.mesh
-    )
+    key, numbers = multihost.replicate((KEY, {name: np.float32(x) for name, x in program.traced.items()}), program.mesh)
     places, get = [], jax.device_get
     monkeypatch.setattr(jax, "device_get", lambda tree: places.extend(jax.tree.leaves(tree)) or get(tree))
     program.init(key, numbers)

@@ -57,7 +57,7 @@ def test_ditto_without_pull_is_local():
 def test_scaffolds_first_round_is_fedavgs():
     def first(method, **hparams):
         program, f = simulate.program(ALGORITHMS[method], MLP, hparams), toy.federation()
-        step = lambda: program.round(KEY, program.numbers, f, program.init(KEY, program.numbers), 0, jnp.bool(False))
+        step = lambda: program.round(KEY, program.traced, f, program.init(KEY, program.traced), 0, jnp.bool(False))
         return jax.jit(step)()[0].server
 
     assert_close(first("scaffold", weights="data")["w"], first("fedavg"))
@@ -93,7 +93,7 @@ def test_fedrod_without_balancing_is_fedavg():
 @pytest.mark.parametrize("still", [{"lam": 0.0}, {"beta": 0.0}])
 def test_pfedme_without_pull_or_mixing_keeps_the_global_model(still):
     program = simulate.program(ALGORITHMS["pfedme"], MLP)
-    assert_close(train("pfedme", **still).state.server, program.init(KEY, program.numbers).server)
+    assert_close(train("pfedme", **still).state.server, program.init(KEY, program.traced).server)
 
 
 def test_apfl_global_model_is_fedavgs():
@@ -121,8 +121,8 @@ def test_mnfl_of_uniform_coefficients_is_fedavg():
 
 def test_mnfl_of_own_models_only_is_local():
     program, f = simulate.program(ALGORITHMS["mnfl"], MLP, {"coef_lr": 0.0}), toy.federation()
-    step = jax.jit(lambda state, t: program.round(KEY, program.numbers, f, state, t, jnp.bool(True))[0])
-    state = program.init(KEY, program.numbers)
+    step = jax.jit(lambda state, t: program.round(KEY, program.traced, f, state, t, jnp.bool(True))[0])
+    state = program.init(KEY, program.traced)
     state = State({**state.server, "coefficients": jnp.eye(toy.N)}, state.clients)
     for t in range(3):
         state = step(state, jnp.int32(t))
@@ -167,8 +167,8 @@ def test_fedamp_that_sees_everybody_equally_pulls_towards_the_mean():
     program, f = simulate.program(ALGORITHMS["fedamp"], task, wide), toy.federation()
     free = simulate.program(ALGORITHMS["fedamp"], task, {"lam": 0.0})
     step = jax.jit(lambda numbers, state, t: program.round(KEY, numbers, f, state, t, jnp.bool(False))[0])
-    state = step(program.numbers, program.init(KEY, program.numbers), 0)
-    pulled, alone = (step(p.numbers, state, 1).server["w"] for p in (program, free))
+    state = step(program.traced, program.init(KEY, program.traced), 0)
+    pulled, alone = (step(p.traced, state, 1).server["w"] for p in (program, free))
     w = state.server["w"]
     expected = jax.tree.map(lambda a, w: a - lr * 0.5 * (w - jnp.mean(w, axis=0)[None]), alone, w)
     assert_close(pulled, expected, 2e-6)
@@ -278,7 +278,7 @@ def test_fedrep_without_head_phase_is_fedbabu():
 
 def test_fedrep_without_body_phase_keeps_the_body():
     program = simulate.program(ALGORITHMS["fedrep"], MLP, {"body_epochs": 0})
-    begin = program.init(KEY, program.numbers)
+    begin = program.init(KEY, program.traced)
     state = train("fedrep", body_epochs=0).state
     assert_close(state.server["body"], begin.server["body"])
     assert trees.sq_dist(state.clients["head"], begin.clients["head"]) > 0
@@ -319,7 +319,7 @@ def test_what_is_fine_tuned(method):
     logits = {}
     for part in ("head", "body", "all"):
         program = simulate.program(ALGORITHMS[method], MLP, {"fine_tune": part})
-        tuned = jax.jit(program.predict)(KEY, program.numbers, f, state, jnp.int32(3), 1, f.examples.x)
+        tuned = jax.jit(program.predict)(KEY, program.traced, f, state, jnp.int32(3), 1, f.examples.x)
         logits[part] = np.asarray(tuned[..., 0] if method == "fedbabu" else tuned)
     off = {part: np.abs(h @ np.linalg.lstsq(h, z, rcond=None)[0] - z).max() for part, z in logits.items()}
     assert off["head"] < 1e-4 < 1e-2 < min(off["body"], off["all"])
@@ -348,27 +348,27 @@ def test_pfedma_trains_as_fedma_and_predicts_what_it_has_trained():
 
 def test_fedbabu_head_never_moves():
     program = simulate.program(ALGORITHMS["fedbabu"], MLP)
-    assert_same(train("fedbabu").state.server["head"], program.init(KEY, program.numbers).server["head"])
+    assert_same(train("fedbabu").state.server["head"], program.init(KEY, program.traced).server["head"])
 
 
 def test_fedbabu_scores_the_untuned_model_beside_the_tuned_one():
     program, f = simulate.program(ALGORITHMS["fedbabu"], MLP), toy.federation()
     frozen_head = simulate.program(ALGORITHMS["fedavg"], MLP)  # as `pre` scores a model that nobody tunes
     state, _, last = train("fedbabu")
-    received = jax.jit(frozen_head.evaluate)(KEY, frozen_head.numbers, f, state, jnp.int32(3))
+    received = jax.jit(frozen_head.evaluate)(KEY, frozen_head.traced, f, state, jnp.int32(3))
     for name in ("acc", "acc_present"):
         assert_same(last[f"untuned_{name}"], received[name])
     assert last["acc_present"].mean() > last["untuned_acc_present"].mean()
     still = train("fedbabu", fine_tune_epochs=0).last
     assert_same(still["untuned_acc"], still["acc"])
-    outputs = jax.jit(program.predict)(KEY, program.numbers, f, state, jnp.int32(3), 1, f.examples.x[:4])
+    outputs = jax.jit(program.predict)(KEY, program.traced, f, state, jnp.int32(3), 1, f.examples.x[:4])
     assert_close(outputs[..., 1], MLP.model.apply(state.server, f.examples.x[:4])[0])
 
 
 def test_fine_tuning_by_a_rate_of_zero_changes_nothing():
     state = train("fedbabu").state
     program, f = simulate.program(ALGORITHMS["fedbabu"], MLP), toy.federation()
-    still = jax.jit(program.evaluate)(KEY, program.numbers | {"lr": 0.0}, f, state, jnp.int32(3))
+    still = jax.jit(program.evaluate)(KEY, program.traced | {"lr": 0.0}, f, state, jnp.int32(3))
     assert_same(still["untuned_acc"], still["acc"])
 
 
@@ -425,7 +425,7 @@ def test_one_client_is_a_plain_loop():
 def test_evaluation_does_not_depend_on_the_width():
     f, programs = toy.federation(), [simulate.program(ALGORITHMS["ditto"], MLP, width=width) for width in (1, 3)]
     state = train("ditto").state
-    one, three = (jax.jit(p.evaluate)(KEY, p.numbers, f, state, jnp.int32(0)) for p in programs)
+    one, three = (jax.jit(p.evaluate)(KEY, p.traced, f, state, jnp.int32(0)) for p in programs)
     assert_close(one, three)
 
 
@@ -434,7 +434,7 @@ def test_curve_is_the_loop(eval_every):
     task = toy.task("mlp", participation=(0.4, 0.8))
     program, f = simulate.program(ALGORITHMS["ditto"], task), toy.federation()
     options = {"rounds": 4, "eval_every": eval_every}
-    state, metrics, scores, last = jax.jit(lambda: simulate.curve(program, KEY, program.numbers, f, **options))()
+    state, metrics, scores, last = jax.jit(lambda: simulate.curve(program, KEY, program.traced, f, **options))()
     for result in simulate.rounds(program, KEY, f, **options):
         if result.metrics is None:
             assert_close(result.pre, last)
@@ -452,10 +452,10 @@ def test_fewer_places_than_clients_keep_the_absent_bit_for_bit():
     scattered."""
     program, f = simulate.program(ALGORITHMS["ditto"], toy.task("mlp", participation=(0.2, 0.8))), toy.federation()
     step = jax.jit(chex.assert_max_traces(program.round, n=1))
-    state, numbers = program.init(KEY, program.numbers), set()
+    state, numbers = program.init(KEY, program.traced), set()
     for t in range(6):
         before = state
-        state, metrics = step(KEY, program.numbers, f, before, jnp.int32(t), jnp.bool(False))
+        state, metrics = step(KEY, program.traced, f, before, jnp.int32(t), jnp.bool(False))
         absent = np.ones(toy.N, bool)
         absent[metrics.ids[metrics.active]] = False
         assert_same(trees.gather(state.clients, absent), trees.gather(before.clients, absent))
@@ -488,7 +488,7 @@ def test_two_seeds_times_two_rates_in_one_vmap_are_four_runs():
     f = toy.federation()
 
     def run(key, lam):
-        return simulate.curve(program, key, program.numbers | {"lam": lam}, f, rounds=3, eval_every=2)[1:]
+        return simulate.curve(program, key, program.traced | {"lam": lam}, f, rounds=3, eval_every=2)[1:]
 
     seeds, lams = jax.random.split(jax.random.key(1), 2), jnp.array([0.1, 1.0])
     grid = jax.jit(jax.vmap(jax.vmap(run, (None, 0)), (0, None)))(seeds, lams)

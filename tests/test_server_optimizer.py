@@ -49,7 +49,7 @@ def test_adam_steps_along_the_mean_difference():
     step = jax.jit(program.round)
     for t in range(2):
         state = under.begin._replace(server=server)  # of FedAvg no client keeps anything
-        plain, _ = step(jax.random.key(5), program.numbers, toy.federation(), state, np.int32(t), np.bool_(True))
+        plain, _ = step(jax.random.key(5), program.traced, toy.federation(), state, np.int32(t), np.bool_(True))
         new = []
         for i, ((path, w), mean) in enumerate(zip(leaves, jax.tree.leaves(plain.server), strict=True)):
             moved, *averages[i] = adam(w, w - np.asarray(mean), *averages[i], t + 1, 0.05)

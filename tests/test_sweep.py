@@ -96,7 +96,7 @@ def test_seeds_have_the_same_programs(algo, spec, participation):
         experiment = build.prepare(config, room=many._room(configs))
         program = experiment.program(width=2, devices=2)
         f = experiment.federation._replace(placement=program.placement)
-        key, numbers = experiment.key, program.numbers
+        key, numbers = experiment.key, program.traced
         state = jax.eval_shape(program.init, key, numbers)
         lowered = [jax.jit(program.init).lower(key, numbers, f.placement)]
         lowered += [jax.jit(program.evaluate).lower(key, numbers, f, state, jnp.int32(0))]

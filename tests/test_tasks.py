@@ -123,7 +123,7 @@ def test_the_tasks_of_a_hundred_classes(spec, count, head, logits):
     assert (b.owns.sum(0) == 1).all() and b.binary.all() == (count == 100)
     program = simulate.program(ALGORITHMS["pfedc"], task, {"tasks": spec, "head": head})
     key, t = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), jnp.int32)
-    numbers = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in program.numbers}
+    numbers = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in program.traced}
     state = jax.eval_shape(program.init, key, numbers)
     assert state.server["head"]["kernel"].shape == (6, logits)
     wanted = jax.ShapeDtypeStruct((), jnp.bool)
@@ -186,9 +186,9 @@ def test_masks_are_of_the_selected_and_the_bank_keeps_what_none_of_them_holds():
     alone, or what it was."""
     task, f = sparse()
     program, key = simulate.program(ALGORITHMS["pfedc"], task, UNIFORM), jax.random.key(3)
-    begin = worn(jax.jit(program.init)(key, program.numbers))
+    begin = worn(jax.jit(program.init)(key, program.traced))
     run = jax.jit(program.round)
-    state, metrics = run(key, program.numbers, f, begin, jnp.int32(4), jnp.bool(False))
+    state, metrics = run(key, program.traced, f, begin, jnp.int32(4), jnp.bool(False))
     ids = np.asarray(metrics.ids)
     assert len(ids) == 10 and metrics.active.all()
     counts = np.asarray(f.class_counts)
@@ -211,7 +211,7 @@ def test_masks_are_of_the_selected_and_the_bank_keeps_what_none_of_them_holds():
     swapped = counts.copy()
     swapped[absent] = 1  # what clients hold that do not take part means nothing
     other = run(
-        key, program.numbers, f._replace(class_counts=jnp.asarray(swapped)), begin, jnp.int32(4), jnp.bool(False)
+        key, program.traced, f._replace(class_counts=jnp.asarray(swapped)), begin, jnp.int32(4), jnp.bool(False)
     )
     toy.assert_same(other[0], state)
 

@@ -83,7 +83,7 @@ def test_rounds_to_the_next_that_is_asked_about(t, eval_every, state_every, coun
 
 def test_what_diverges_among_them_is_not_given_out():
     program = program_of("fedavg", 1, (1.0, 1.0))
-    program = program._replace(numbers=program.numbers | {"lr": 1e-9, "lr_decay": 1e3})
+    program = program._replace(traced=program.traced | {"lr": 1e-9, "lr_decay": 1e3})
     got, options = [], {"rounds": 12, "eval_every": 0, "state_every": 12}
     with pytest.raises(simulate.DivergenceError) as error:
         for result in simulate.rounds(program, KEY, toy.federation(), **options):
@@ -96,7 +96,7 @@ def test_what_diverges_among_them_is_not_given_out():
 def test_the_devices_say_no_more_to_each_other_than_in_one_round():
     program = program_of("ditto", 8, (0.5, 0.5))
     f = jax.device_put(toy.federation(), jax.NamedSharding(program.mesh, jax.P()))
-    args = (KEY, program.numbers, f, jax.jit(program.init)(KEY, program.numbers), np.int32(0), np.bool_(False))
+    args = (KEY, program.traced, f, jax.jit(program.init)(KEY, program.traced), np.int32(0), np.bool_(False))
     lowered = (
         jax.jit(program.round).lower(*args),
         jax.jit(loop._several(program)).lower(*args, np.int32(3)),

@@ -238,10 +238,10 @@ def test_there_are_enough_of_them():
 
 def test_a_single_participation_and_the_name_of_a_method_are_accepted():
     assert given_task().participation == (0.6, 0.6)
-    by_name, by_value = (simulate.program(m, given_task()).numbers for m in ("ditto", ALGORITHMS["ditto"]))
+    by_name, by_value = (simulate.program(m, given_task()).traced for m in ("ditto", ALGORITHMS["ditto"]))
     assert by_name == by_value
     assert make_task(lr=jnp.float32(0.1), batch_size=np.int64(4), rounds=np.int32(3)).rounds == 3
-    assert make_program(hparams={"lam": 2}).numbers["lam"] == 2.0
+    assert make_program(hparams={"lam": 2}).traced["lam"] == 2.0
 
 
 def test_what_is_right_is_not_refused():

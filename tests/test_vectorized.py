@@ -43,7 +43,7 @@ def program(method):
 
 def runs_of(method):
     one = program(method)
-    return [one._replace(numbers=one.numbers | {"lr": lr}) for lr in RATES]
+    return [one._replace(traced=one.traced | {"lr": lr}) for lr in RATES]
 
 
 def at_once(programs, given):
@@ -77,7 +77,7 @@ def test_runs_at_once_are_the_runs_one_by_one(method):
 
 def test_a_run_that_diverges_leaves_the_others_as_they_are():
     programs, given = runs_of("ditto"), federations()
-    wild = [programs[0], programs[1]._replace(numbers=programs[1].numbers | {"lr": 1e38})]
+    wild = [programs[0], programs[1]._replace(traced=programs[1].traced | {"lr": 1e38})]
     for calm, results in zip(at_once(programs, given), at_once(wild, given), strict=True):
         toy.assert_same(results[0].state, calm[0].state)
         assert isinstance(results[1], simulate.DivergenceError) and "not finite in round 0:" in str(results[1])

@@ -112,7 +112,7 @@ class Trained:
     """Some rounds of an experiment; what was not asked for is not compiled."""
 
     def __init__(self, steps, program, key, federation, begin, rounds):
-        self._steps, self._args, self.begin = steps, (key, program.numbers, federation), begin
+        self._steps, self._args, self.begin = steps, (key, program.traced, federation), begin
         self.state, self.rounds, history = begin, rounds, []
         for t in range(rounds):
             args = (*self._args, self.state, jnp.int32(t), jnp.bool(True))
@@ -141,13 +141,13 @@ def train(method, given: Task, rounds: int = 3, key=None, federation_=None, begi
     factory = METHODS[method] if isinstance(method, str) else method
     program = simulate.program(factory, given, hparams, checked=False)  # as it is traced, which is soon
     values = simulate.hyperparameters(factory) | hparams
-    fixed = sorted((k, repr(v)) for k, v in values.items() if k not in program.numbers)
-    where = (factory, id(given), *program.numbers, *fixed)
+    fixed = sorted((k, repr(v)) for k, v in values.items() if k not in program.traced)
+    where = (factory, id(given), *program.traced, *fixed)
     if where not in _compiled:
         jitted = {name: jax.jit(getattr(program, name)) for name in ("init", "round", "evaluate")}
         _compiled[where] = (given, jitted)  # with the task, so that its id stays its own
     steps, key = _compiled[where][1], jax.random.key(5) if key is None else key
-    begin = steps["init"](key, program.numbers) if begin is None else begin
+    begin = steps["init"](key, program.traced) if begin is None else begin
     return Trained(steps, program, key, federation() if federation_ is None else federation_, begin, rounds)
 
 

@@ -67,17 +67,17 @@ def flops_of_step(
     steps = int(local.planned(task, np.array([size]))[0][0])
     key = jax.eval_shape(lambda: jax.random.key(0))
     on = parts(factory, task, hparams)
-    numbers = {name: np.float32(value) for name, value in on.numbers.items()}
-    drawn, state = jax.eval_shape(on.draw, None, key, 0), jax.eval_shape(on.init, key, numbers)
+    traced = {name: np.float32(value) for name, value in on.traced.items()}
+    drawn, state = jax.eval_shape(on.draw, None, key, 0), jax.eval_shape(on.init, key, traced)
     clients = drawn[0].shape[0]
     rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((clients, *x.shape[1:]), x.dtype), state.clients)
     state = State(state.server, rows)
-    shapes = key, numbers, federation, state, *drawn, jnp.int32(0), jnp.bool(False)
+    shapes = key, traced, federation, state, *drawn, jnp.int32(0), jnp.bool(False)
     closed = jax.make_jaxpr(on.train)(*shapes)
     nothing: Any = lambda tree: jax.tree.map(lambda _: np.nan, tree)  # a leaf, unlike None
     known, held_out = nothing(federation), np.int32(np.median(federation.val.size))
     known = known._replace(train=known.train._replace(size=np.int32(size)), val=known.val._replace(size=held_out))
-    given = nothing(key), numbers, known, nothing(state), np.nan, np.bool_(True), np.int32(0), np.bool_(False)
+    given = nothing(key), traced, known, nothing(state), np.nan, np.bool_(True), np.int32(0), np.bool_(False)
     leaves = [None if x is np.nan else x for x in jax.tree.leaves(given)]
     with np.errstate(all="ignore"):  # a known number may be the seed of a hash
         _, total = _walk(closed.jaxpr, [None] * len(closed.consts), leaves, False)

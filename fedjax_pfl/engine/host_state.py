@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedjax_pfl import groups
-from fedjax_pfl.engine.method import Numbers
+from fedjax_pfl.engine.method import Traced
 from fedjax_pfl.engine.placement import AXIS, starts
 from fedjax_pfl.engine.program import Program, Round, parts
 from fedjax_pfl.engine.program import program as whole_program
@@ -61,14 +61,14 @@ def program(
     def place(state: State) -> State:
         return State(jax.device_put(state.server, everywhere), jax.tree.map(np.array, state.clients))
 
-    def init(key: Array, numbers: Numbers, where: Placement | None = None) -> State:
-        return place(jax.device_get(jax.jit(on.init)(*_on_cpu((key, numbers)))))
+    def init(key: Array, traced: Traced, where: Placement | None = None) -> State:
+        return place(jax.device_get(jax.jit(on.init)(*_on_cpu((key, traced)))))
 
     def round(
-        key: Array, numbers: Numbers, federation: Federation, state: State, t: Array, evaluated: Array
+        key: Array, traced: Traced, federation: Federation, state: State, t: Array, evaluated: Array
     ) -> tuple[State, Round]:
         ids, active = jax.device_get(draw(key, t))
-        new, known = train(key, numbers, federation, here(state, ids, on.lengths), ids, active, t, evaluated)
+        new, known = train(key, traced, federation, here(state, ids, on.lengths), ids, active, t, evaluated)
 
         def put(old: np.ndarray, rows: Array, at: np.ndarray, on: np.ndarray) -> np.ndarray:
             old[at[on]] = np.asarray(rows)[on]
@@ -91,21 +91,21 @@ def program(
             only = tuple(length if h == g else 0 for h in range(len(on.lengths)))
             yield from ((ids, only) for ids in members.reshape(-1, length))
 
-    def scores(key: Array, numbers: Numbers, federation: Federation, state: State, t: Array) -> dict[str, Any]:
+    def scores(key: Array, traced: Traced, federation: Federation, state: State, t: Array) -> dict[str, Any]:
         found: dict[str, np.ndarray] = {}
         for ids, lengths in blocks():
-            block = jax.device_get(score(key, numbers, federation, here(state, ids, lengths), ids, t, lengths))
+            block = jax.device_get(score(key, traced, federation, here(state, ids, lengths), ids, t, lengths))
             for name, values in block.items():
                 found.setdefault(name, np.full(n, np.nan, values.dtype))[ids[ids < n]] = values[ids < n]
         return found
 
     def predict(
-        key: Array, numbers: Numbers, federation: Federation, state: State, t: Array, id: int, x: Array
+        key: Array, traced: Traced, federation: Federation, state: State, t: Array, id: int, x: Array
     ) -> PyTree:
-        return on_device.predict(key, numbers, federation, on_device.place(state), t, id, x)
+        return on_device.predict(key, traced, federation, on_device.place(state), t, id, x)
 
     functions = (init, round, scores, predict, place, lambda state: state)
-    return Program(on.numbers, *functions, on.placement, on.mesh, True, on_device.task)
+    return Program(on.traced, *functions, on.placement, on.mesh, True, on_device.task)
 
 
 def _on_cpu(tree: PyTree) -> PyTree:

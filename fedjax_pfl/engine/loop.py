@@ -11,7 +11,7 @@ import numpy as np
 
 from fedjax_pfl.engine import memory, multihost, validate
 from fedjax_pfl.engine.memory import Memory
-from fedjax_pfl.engine.method import Numbers
+from fedjax_pfl.engine.method import Traced
 from fedjax_pfl.engine.program import Program, Round
 from fedjax_pfl.engine.results import Result, check_finite, without_padding
 from fedjax_pfl.errors import DivergenceError
@@ -24,11 +24,11 @@ SECONDS = 0.1  # and about how long those take, since nothing is heard of them m
 class Compiled(NamedTuple):
     """What `rounds` runs, compiled ahead of time."""
 
-    init: Callable[..., State]  # (key, numbers, placement)
-    evaluate: Callable[..., dict[str, Array]]  # (key, numbers, federation, State, t)
+    init: Callable[..., State]  # (key, traced, placement)
+    evaluate: Callable[..., dict[str, Array]]  # (key, traced, federation, State, t)
     step: Callable[
         ..., tuple[State, Round]
-    ]  # (key, numbers, federation, State, t, evaluated, count): metrics [count, ...]
+    ]  # (key, traced, federation, State, t, evaluated, count): metrics [count, ...]
     memory: Memory  # of the larger of evaluation and step
 
 
@@ -39,29 +39,29 @@ def compiled(
     memory."""
     if program.on_host:
         return Compiled(program.init, program.evaluate, _single(program.round), Memory(None, None, None))
-    key, numbers, federation = _arguments(program, key, federation)
-    init = jax.jit(program.init).lower(key, numbers, federation.placement).compile()
-    shapes = jax.eval_shape(program.init, key, numbers, federation.placement)
+    key, traced, federation = _arguments(program, key, federation)
+    init = jax.jit(program.init).lower(key, traced, federation.placement).compile()
+    shapes = jax.eval_shape(program.init, key, traced, federation.placement)
     where = init.output_shardings
     state = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, where)
     t = np.int32(0)
     together = 1 not in (eval_every, state_every)
     run = _several(program) if together else _single(program.round)
-    given = (key, numbers, federation, state, t)
+    given = (key, traced, federation, state, t)
     step = jax.jit(run, donate_argnums=3).lower(*given, np.bool_(True), np.int32(1)).compile()
     evaluate = jax.jit(program.evaluate).lower(*given).compile()
     devices = 1 if program.mesh is None else len(program.mesh.local_devices)
     return Compiled(init, evaluate, step, memory.of([evaluate, step], devices=devices))
 
 
-def _arguments(program: Program, key: Array, federation: Federation) -> tuple[Array, Numbers, Federation]:
-    """Key, numbers and federation as the compiled functions take them."""
-    numbers = {name: jnp.asarray(value, float) for name, value in program.numbers.items()}
+def _arguments(program: Program, key: Array, federation: Federation) -> tuple[Array, Traced, Federation]:
+    """Key, traced hyperparameters and federation as the compiled functions take them."""
+    traced = {name: jnp.asarray(value, float) for name, value in program.traced.items()}
     if not program.on_host:
         federation = federation._replace(placement=program.placement)
     if program.mesh is not None:  # once: a jitted function would copy them to the devices at every call
-        key, numbers, federation = multihost.replicate((key, numbers, federation), program.mesh)
-    return key, numbers, federation
+        key, traced, federation = multihost.replicate((key, traced, federation), program.mesh)
+    return key, traced, federation
 
 
 def rounds(
@@ -158,18 +158,18 @@ def _course(
 ) -> Iterator[tuple[int, State | None, Round | None, dict[str, np.ndarray] | None]]:
     """The fields of each Result as they come from the devices: padding is in them, and what is not
     finite."""
-    key, numbers, federation = _arguments(program, key, federation)
+    key, traced, federation = _arguments(program, key, federation)
     if state is None:
-        state = run.init(key, numbers, federation.placement)
+        state = run.init(key, traced, federation.placement)
     together = not program.on_host and 1 not in (eval_every, state_every)
     few, t = 1, start
     while t < rounds and not (until is not None and until()):
         wanted = bool(eval_every) and (t % eval_every == 0 or t == rounds - 1)
-        pre = multihost.fetch(run.evaluate(key, numbers, federation, state, np.int32(t))) if wanted else None
+        pre = multihost.fetch(run.evaluate(key, traced, federation, state, np.int32(t))) if wanted else None
         alone = not together or (wanted and until is not None)
         count = 1 if alone else min(few, _free(t, rounds, eval_every, state_every))
         begin = time.perf_counter()
-        state, metrics = run.step(key, numbers, federation, state, np.int32(t), np.bool_(wanted), np.int32(count))
+        state, metrics = run.step(key, traced, federation, state, np.int32(t), np.bool_(wanted), np.int32(count))
         metrics = multihost.fetch(metrics)
         if together:
             few = multihost.largest(min(TOGETHER, max(1, int(SECONDS * count / (time.perf_counter() - begin)))))
@@ -177,7 +177,7 @@ def _course(
             one = jax.tree.map(lambda x, i=i: x[i], metrics)
             yield t + i, None if i < count - 1 else state, one, None if i else pre
         t += count
-    yield t, state, None, multihost.fetch(run.evaluate(key, numbers, federation, state, np.int32(t)))
+    yield t, state, None, multihost.fetch(run.evaluate(key, traced, federation, state, np.int32(t)))
 
 
 def _free(t: int, rounds: int, eval_every: int, state_every: int) -> int:
@@ -193,9 +193,9 @@ def _single(step: Callable[..., tuple[State, Round]]) -> Callable[..., tuple[Sta
     """A round as `_several` has it, for one."""
 
     def run(
-        key: Array, numbers: Numbers, federation: Federation, state: State, t: Array, evaluated: Array, _: Array
+        key: Array, traced: Traced, federation: Federation, state: State, t: Array, evaluated: Array, _: Array
     ) -> tuple[State, Round]:
-        state, metrics = step(key, numbers, federation, state, t, evaluated)
+        state, metrics = step(key, traced, federation, state, t, evaluated)
         return state, jax.tree.map(lambda x: x[None], metrics)
 
     return run
@@ -209,14 +209,14 @@ def _several(program: Program) -> Callable[..., tuple[State, Round]]:
     step = jax.jit(program.round)  # traced once, for the shapes and in the loop
 
     def run(
-        key: Array, numbers: Numbers, federation: Federation, state: State, t: Array, evaluated: Array, count: Array
+        key: Array, traced: Traced, federation: Federation, state: State, t: Array, evaluated: Array, count: Array
     ) -> tuple[State, Round]:
         def one(i: Array, carry: tuple[State, Round]) -> tuple[State, Round]:
             state, metrics = carry
-            state, found = step(key, numbers, federation, state, t + i, evaluated & (i == 0))
+            state, found = step(key, traced, federation, state, t + i, evaluated & (i == 0))
             return state, jax.tree.map(lambda all, x: all.at[i].set(x), metrics, found)
 
-        shapes = jax.eval_shape(step, key, numbers, federation, state, t, evaluated)[1]
+        shapes = jax.eval_shape(step, key, traced, federation, state, t, evaluated)[1]
         metrics = jax.tree.map(lambda x: jnp.zeros((TOGETHER, *x.shape), x.dtype), shapes)
         state, metrics = jax.lax.fori_loop(0, count, one, (state, metrics))
         return state, metrics

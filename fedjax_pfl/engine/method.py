@@ -13,12 +13,12 @@ from fedjax_pfl.engine import contract
 from fedjax_pfl.errors import ArchitectureError, InputError
 from fedjax_pfl.types import Algorithm, Array, Task
 
-Numbers = dict[str, Array]  # the traced hyperparameters by name
+Traced = dict[str, Array]  # the traced hyperparameters by name
 
 
 def bound(
     factory: Callable[..., Algorithm], task: Task, hparams: dict[str, Any], lr_decay: float
-) -> tuple[Callable[[Numbers, Array | int], Algorithm], dict[str, float]]:
+) -> tuple[Callable[[Traced, Array | int], Algorithm], dict[str, float]]:
     """The method as a function of its traced hyperparameters and the round, and their values.
 
     Raises:
@@ -40,15 +40,15 @@ def bound(
             f"{name} needs clients of one architecture, and there are {len(task.models)}: methods for several are "
             f"{', '.join(ANY_ARCHITECTURE)}."
         ) from None
-    numbers = {name: float(value) for name, value in hparams.items() if known[name].traced and value is not None}
-    static = {name: value for name, value in hparams.items() if name not in numbers}
+    traced = {name: float(value) for name, value in hparams.items() if known[name].traced and value is not None}
+    static = {name: value for name, value in hparams.items() if name not in traced}
 
-    def algorithm(numbers: Numbers, t: Array | int) -> Algorithm:
-        free = {name: value for name, value in numbers.items() if name not in ("lr", "lr_decay")}
-        lr = numbers["lr"] * numbers["lr_decay"] ** jnp.asarray(t, float)
+    def algorithm(traced: Traced, t: Array | int) -> Algorithm:
+        free = {name: value for name, value in traced.items() if name not in ("lr", "lr_decay")}
+        lr = traced["lr"] * traced["lr_decay"] ** jnp.asarray(t, float)
         return factory(task._replace(lr=lr), **static, **free)
 
-    return algorithm, numbers | {"lr": float(task.lr), "lr_decay": float(lr_decay)}
+    return algorithm, traced | {"lr": float(task.lr), "lr_decay": float(lr_decay)}
 
 
 def _made(factory: Callable[..., Algorithm], task: Task, hparams: dict[str, Any]) -> Algorithm:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from fedjax_pfl import evaluate, groups, keys, traffic, trees
 from fedjax_pfl.engine import contract, validate
 from fedjax_pfl.engine.cohort import Cohort, Transform
-from fedjax_pfl.engine.method import Numbers, bound
+from fedjax_pfl.engine.method import Traced, bound
 from fedjax_pfl.engine.placement import (
     AXIS,
     StateRows,
@@ -61,27 +61,27 @@ class Parts(NamedTuple):
     """What the functions of a Program are made of, for clients whose rows are at hand: ids and rows
     are [S, ...]."""
 
-    init: Callable[..., State]  # (key, numbers) -> State[N], rows by client id
+    init: Callable[..., State]  # (key, traced) -> State[N], rows by client id
     draw: Callable[..., tuple[Array, Array]]  # (placement, key, t) -> the round's ids and which are active
-    train: Callable[..., tuple[State, Round]]  # (key, numbers, federation, State, ids, active, t, evaluated)
-    score: Callable[..., dict[str, Array]]  # (key, numbers, federation, State, ids, t, lengths) -> {name: [S]}
-    numbers: dict[str, float]  # the traced hyperparameters
+    train: Callable[..., tuple[State, Round]]  # (key, traced, federation, State, ids, active, t, evaluated)
+    score: Callable[..., dict[str, Array]]  # (key, traced, federation, State, ids, t, lengths) -> {name: [S]}
+    traced: dict[str, float]  # the traced hyperparameters
     placement: Placement | None
     lengths: tuple[int, ...]  # places per architecture in a round
     mesh: Mesh | None
 
 
 class Program(NamedTuple):
-    """One experiment as pure functions; `numbers` are its traced hyperparameters (see `program`), t
+    """One experiment as pure functions; `traced` are its traced hyperparameters (see `program`), t
     [] is the round."""
 
-    numbers: dict[str, float]
-    init: Callable[..., State]  # (key, numbers, placement=None) -> State
-    round: Callable[..., tuple[State, Round]]  # (key, numbers, federation, State[N], t, evaluated) -> State, Round
-    evaluate: Callable[..., dict[str, Array]]  # (key, numbers, federation, State[N], t) -> {name: [N]}
+    traced: dict[str, float]
+    init: Callable[..., State]  # (key, traced, placement=None) -> State
+    round: Callable[..., tuple[State, Round]]  # (key, traced, federation, State[N], t, evaluated) -> State, Round
+    evaluate: Callable[..., dict[str, Array]]  # (key, traced, federation, State[N], t) -> {name: [N]}
     predict: Callable[
         ..., PyTree
-    ]  # (key, numbers, federation, State[N], t, client id: int, raw x [B, *input]) -> outputs
+    ]  # (key, traced, federation, State[N], t, client id: int, raw x [B, *input]) -> outputs
     place: Callable[[State], State]  # rows by client id -> rows as the other functions take them, over the devices
     unplace: Callable[[State], State]  # and back; both change nothing on a single device with one architecture
     placement: Placement | None = None  # belongs into Federation.placement where one compiled program serves several
@@ -104,7 +104,7 @@ def program(
     """Makes an experiment of a method and a task.
 
     The hyperparameters that are floats by their annotation, `lr` and `lr_decay` (the factor by
-    which lr shrinks a round) become `numbers`, arguments of every function, so that other values
+    which lr shrinks a round) become `traced`, arguments of every function, so that other values
     need no new compilation and can be vmapped over.
 
     Over several devices, and with several architectures, the rows of State.clients lie in the order
@@ -127,7 +127,7 @@ def program(
     made = parts(factory, task, hparams, lr_decay=lr_decay, width=width, devices=devices, transform=transform)
     found = _program(made, task, devices, _predict(factory, task, hparams, lr_decay))
     if checked:
-        contract.check_shapes(task, found.numbers, found.init, found.round, found.evaluate)
+        contract.check_shapes(task, found.traced, found.init, found.round, found.evaluate)
     return found
 
 
@@ -145,19 +145,19 @@ def _program(on: Parts, task: Task, devices: int, predict: Callable[..., PyTree]
     def place(state: State, where: Placement | None = None) -> State:
         return _sharded(rows(on.placement if where is None else where).place(state), mesh)
 
-    def init(key: Array, numbers: Numbers, where: Placement | None = None) -> State:
-        return place(on.init(key, numbers), where)
+    def init(key: Array, traced: Traced, where: Placement | None = None) -> State:
+        return place(on.init(key, traced), where)
 
     def round(
-        key: Array, numbers: Numbers, federation: Federation, state: State, t: Array, evaluated: Array
+        key: Array, traced: Traced, federation: Federation, state: State, t: Array, evaluated: Array
     ) -> tuple[State, Round]:
-        key, numbers, federation, state, t, evaluated = free(key, numbers, federation, state, t, evaluated)
+        key, traced, federation, state, t, evaluated = free(key, traced, federation, state, t, evaluated)
         ids, active = on.draw(given(federation), key, t)
         at = sharded(rows(given(federation)).of(ids), mesh, P())
         # on every device, as the sum over them is anyway: else the indices would travel, leaf by leaf
         here = rows(given(federation)).gather(state.clients, at, on.lengths) if not everybody else state.clients
         here = here if everybody else sharded(here, mesh, P())
-        new, known = on.train(key, numbers, federation, State(state.server, here), ids, active, t, evaluated)
+        new, known = on.train(key, traced, federation, State(state.server, here), ids, active, t, evaluated)
         if everybody:
             clients = rows(given(federation)).keep(new.clients, state.clients, active)
         else:
@@ -166,22 +166,22 @@ def _program(on: Parts, task: Task, devices: int, predict: Callable[..., PyTree]
             clients = rows(given(federation)).scatter(state.clients, at, moved, on_all, on.lengths)
         return _sharded(State(new.server, clients), mesh), known
 
-    def scores(key: Array, numbers: Numbers, federation: Federation, state: State, t: Array) -> dict[str, Array]:
-        key, numbers, federation, state, t = free(key, numbers, federation, state, t)
+    def scores(key: Array, traced: Traced, federation: Federation, state: State, t: Array) -> dict[str, Array]:
+        key, traced, federation, state, t = free(key, traced, federation, state, t)
         where = given(federation)
         ids = jnp.arange(n, dtype=jnp.int32) if where is None else jnp.asarray(where.client)
-        found = on.score(key, numbers, federation, state, ids, t, whole)
+        found = on.score(key, traced, federation, state, ids, t, whole)
         return found if where is None else trees.gather(found, jnp.asarray(where.row)[:n])
 
     def one(
-        key: Array, numbers: Numbers, federation: Federation, state: State, t: Array, id: int | Array, x: Array
+        key: Array, traced: Traced, federation: Federation, state: State, t: Array, id: int | Array, x: Array
     ) -> PyTree:
-        return predict(rows(given(federation)), key, numbers, federation, state, t, id, x)
+        return predict(rows(given(federation)), key, traced, federation, state, t, id, x)
 
     placed = jax.jit(place)  # the placement is an argument: other partitions need no new compilation
     to_rows: Callable[[State], State] = lambda state: placed(state, on.placement)
     return Program(
-        on.numbers, init, round, scores, one, to_rows, rows(on.placement).unplace, on.placement, mesh, task=task
+        on.traced, init, round, scores, one, to_rows, rows(on.placement).unplace, on.placement, mesh, task=task
     )
 
 
@@ -192,9 +192,9 @@ def _predict(
     algorithm, _ = bound(factory, task, hparams or {}, lr_decay)
 
     def predict(
-        rows: StateRows, key: Array, numbers: Numbers, f: Federation, state: State, t: Array, id: int | Array, x: Array
+        rows: StateRows, key: Array, traced: Traced, f: Federation, state: State, t: Array, id: int | Array, x: Array
     ) -> PyTree:
-        method, several = algorithm(numbers, t), len(task.models) > 1
+        method, several = algorithm(traced, t), len(task.models) > 1
         if several and isinstance(id, jax.core.Tracer):
             raise InputError("With several architectures the client id must be a Python integer: it chooses the model.")
         group = int(task.architecture[int(id)]) if several else 0
@@ -224,7 +224,7 @@ def parts(
 ) -> Parts:
     """The functions of an experiment for clients whose rows are at hand; arguments as of
     `program`."""
-    algorithm, numbers = bound(factory, task, hparams or {}, lr_decay)
+    algorithm, traced = bound(factory, task, hparams or {}, lr_decay)
     mesh, where = make_mesh(devices), placement(task, devices)
     lengths = segments(task, cohort_size(task), devices)
     free: Callable[..., Any] = (lambda *args: args) if mesh is None else (lambda *args: unmarked(args))
@@ -235,8 +235,8 @@ def parts(
         options: dict[str, Any] = {"key": keys.clients_key(key, t), "width": width, "mesh": mesh, "lengths": lengths}
         return Cohort(f, task, ids, active, round=t, evaluated=evaluated, transform=transform, **options)
 
-    def init(key: Array, numbers: Numbers) -> State:
-        state: State = trees.copied(algorithm(numbers, 0).init(keys.fold(key, keys.Run.INIT)))
+    def init(key: Array, traced: Traced) -> State:
+        state: State = trees.copied(algorithm(traced, 0).init(keys.fold(key, keys.Run.INIT)))
         return state
 
     def draw(where: Placement | None, key: Array, t: Array) -> tuple[Array, Array]:
@@ -245,10 +245,10 @@ def parts(
         return arrange(task, where, ids, active, devices)
 
     def train(
-        key: Array, numbers: Numbers, f: Federation, here: State, ids: Array, active: Array, t: Array, evaluated: Array
+        key: Array, traced: Traced, f: Federation, here: State, ids: Array, active: Array, t: Array, evaluated: Array
     ) -> tuple[State, Round]:
-        key, numbers, f, here, ids, active = free(key, numbers, f, here, ids, active)
-        method, present = algorithm(numbers, t), cohort(key, f, ids, active, t, evaluated, lengths)
+        key, traced, f, here, ids, active = free(key, traced, f, here, ids, active)
+        method, present = algorithm(traced, t), cohort(key, f, ids, active, t, evaluated, lengths)
         with contract.named(factory):
             result = method.round(keys.fold(keys.round_key(key, t), keys.Round.SERVER), here, present)
             contract.check_round(here, result, len(ids))
@@ -259,10 +259,10 @@ def parts(
         return new, Round(*known, sent, ids, active, _finite(new, len(ids), lengths))
 
     def score(
-        key: Array, numbers: Numbers, f: Federation, here: State, ids: Array, t: Array, lengths: tuple[int, ...]
+        key: Array, traced: Traced, f: Federation, here: State, ids: Array, t: Array, lengths: tuple[int, ...]
     ) -> dict[str, Array]:
-        key, numbers, f, here, ids = free(key, numbers, f, here, ids)
-        method = algorithm(numbers, t)
+        key, traced, f, here, ids = free(key, traced, f, here, ids)
+        method = algorithm(traced, t)
 
         def client(c: Client, row: PyTree) -> dict[str, Array]:
             predictor = method.predict(here.server, row, c)
@@ -279,7 +279,7 @@ def parts(
             found: dict[str, Array] = present.map(client, here.clients)
         return found
 
-    return Parts(init, draw, train, score, numbers, where, lengths, mesh)
+    return Parts(init, draw, train, score, traced, where, lengths, mesh)
 
 
 def _finite(state: State, count: int, lengths: tuple[int, ...]) -> Array:

@@ -50,15 +50,15 @@ def scorer(
     on = program(factory, everybody, hparams, lr_decay=lr_decay, width=width, transform=stays, checked=False)
 
     def run(key: Array, federation: Federation, server: PyTree, t: Array) -> Scored:
-        numbers = {name: jnp.asarray(value, float) for name, value in on.numbers.items()}
+        traced = {name: jnp.asarray(value, float) for name, value in on.traced.items()}
 
         def one(rows: PyTree, i: Array) -> tuple[PyTree, dict[str, Array]]:
-            state, known = on.round(key, numbers, federation, State(server, rows), t + i, i == rounds - 1)
+            state, known = on.round(key, traced, federation, State(server, rows), t + i, i == rounds - 1)
             here = jnp.argsort(known.ids)[: unseen.num_clients]
             return state.clients, {name: x[here] for name, x in known.post.items()}
 
-        rows, post = jax.lax.scan(one, on.init(key, numbers).clients, jnp.arange(rounds))
-        found = on.evaluate(key, numbers, federation, State(server, rows), t + rounds - 1)
+        rows, post = jax.lax.scan(one, on.init(key, traced).clients, jnp.arange(rounds))
+        found = on.evaluate(key, traced, federation, State(server, rows), t + rounds - 1)
         return {"unseen": found, "unseen_post": {name: x[-1] for name, x in post.items()}}
 
     return run

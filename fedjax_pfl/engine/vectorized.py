@@ -34,14 +34,14 @@ def vectorized(programs: Sequence[Program], federations: Sequence[Federation]) -
     if len(set(map(_shapes, federations))) > 1:
         raise InputError("Several runs at once need arrays of the same shapes: federate(room=...) makes them so.")
     whole, axes = _stacked(federations)
-    numbers = {name: jnp.stack([jnp.asarray(p.numbers[name], float) for p in programs]) for name in first.numbers}
+    traced = {name: jnp.stack([jnp.asarray(p.traced[name], float) for p in programs]) for name in first.traced}
 
     def each(functions: Sequence[Callable[[State], State]], state: State) -> State:
         states: State = stack([function(one(state, i)) for i, function in enumerate(functions)])
         return states
 
     return Program(
-        numbers,  # type: ignore[arg-type]
+        traced,  # type: ignore[arg-type]
         jax.vmap(first.init),
         jax.vmap(first.round, in_axes=(0, 0, axes, 0, None, None)),
         jax.vmap(first.evaluate, in_axes=(0, 0, axes, 0, None)),

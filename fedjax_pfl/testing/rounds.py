@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl.engine import placement, program
-from fedjax_pfl.engine.method import Numbers
+from fedjax_pfl.engine.method import Traced
 from fedjax_pfl.testing.synthetic import N, federation
 from fedjax_pfl.types import Algorithm, Array, Examples, Federation, PyTree, State, Task
 
@@ -31,10 +31,10 @@ class Subject(NamedTuple):
     factory: Callable[..., Algorithm]
     task: Task
     federation: Federation
-    numbers: dict[str, Any]  # the traced hyperparameters, float32
-    init: Callable[..., State]  # (key, numbers) -> State, rows by client id
-    round: Callable[..., tuple[State, Round]]  # (key, numbers, federation, State, ids, active, t, evaluated, options)
-    evaluate: Callable[..., dict[str, Array]]  # (key, numbers, federation, State, t) -> {name: [N]}
+    traced: dict[str, Any]  # the traced hyperparameters, float32
+    init: Callable[..., State]  # (key, traced) -> State, rows by client id
+    round: Callable[..., tuple[State, Round]]  # (key, traced, federation, State, ids, active, t, evaluated, options)
+    evaluate: Callable[..., dict[str, Array]]  # (key, traced, federation, State, t) -> {name: [N]}
     start: State  # all clients have trained and differ
     options: PyTree = None
 
@@ -62,13 +62,13 @@ def subject(
     """
     parts = functools.partial(program.parts, factory, task, width=width, devices=devices)
     made = parts()
-    numbers = {name: np.float32(value) for name, value in made.numbers.items()}
+    traced = {name: np.float32(value) for name, value in made.traced.items()}
     where = made.placement if len(task.models) > 1 else None
     rows = placement.StateRows(task, where, 1)
 
     def round(
         key: Array,
-        numbers: Numbers,
+        traced: Traced,
         f: Federation,
         state: State,
         ids: Array,
@@ -83,24 +83,24 @@ def subject(
             ids, active = placement.arrange(task, where, ids, active, 1)
         state, at = rows.place(state), rows.of(ids)
         here = State(state.server, rows.gather(state.clients, at, made.lengths))
-        new, metrics = train(key, numbers, f, here, ids, active, t, evaluated)
+        new, metrics = train(key, traced, f, here, ids, active, t, evaluated)
         clients = rows.scatter(state.clients, at, new.clients, active, made.lengths)
         return rows.unplace(State(new.server, clients)), metrics
 
-    def evaluate(key: Array, numbers: Numbers, f: Federation, state: State, t: Array) -> dict[str, Array]:
-        return made.score(key, numbers, f, state, jnp.arange(N, dtype=jnp.int32), t, (N,))
+    def evaluate(key: Array, traced: Traced, f: Federation, state: State, t: Array) -> dict[str, Array]:
+        return made.score(key, traced, f, state, jnp.arange(N, dtype=jnp.int32), t, (N,))
 
     example = jax.eval_shape(task.prepare, jax.ShapeDtypeStruct((1, *task.input.shape), task.input.dtype))
     masked = Examples(jnp.zeros(example.shape[1:], example.dtype), jnp.int32(0))
     f = federation(input=task.input, public=task.public)._replace(masked=masked)
     jitted = (jax.jit(made.init), jax.jit(round), jax.jit(evaluate))
-    found = Subject(factory, task, f, numbers, *jitted, State(None, None), options)
+    found = Subject(factory, task, f, traced, *jitted, State(None, None), options)
     with mistakes(factory):
         return found._replace(start=_started(found) if start is None else start)
 
 
 def _started(s: Subject) -> State:
-    state = jax.device_get(s.init(jax.random.key(1), s.numbers))
+    state = jax.device_get(s.init(jax.random.key(1), s.traced))
     for t in range(2):
         state, _ = run(s, state=state, ids=np.arange(N, dtype=np.int32), active=np.ones(N, bool), t=t)
     rng = np.random.default_rng(2)
@@ -121,17 +121,17 @@ def arguments(
     t: int = 2,
     evaluated: bool = True,
     options: PyTree = None,
-    **numbers: float,
+    **traced: float,
 ) -> tuple[Any, ...]:
-    numbers = s.numbers | {name: np.float32(value) for name, value in numbers.items()}
+    traced = s.traced | {name: np.float32(value) for name, value in traced.items()}
     f, state = federation or s.federation, s.start if state is None else state
     options = s.options if options is None else options
-    return jax.random.key(7), numbers, f, state, ids, active, np.int32(t), np.bool_(evaluated), options
+    return jax.random.key(7), traced, f, state, ids, active, np.int32(t), np.bool_(evaluated), options
 
 
 def run(s: Subject, **changes: Any) -> tuple[State, Round]:
     """One round of a subject: the state and the metrics on the host; `changes` of its arguments or
-    its numbers."""
+    its traced hyperparameters."""
     state, metrics = jax.device_get(s.round(*arguments(s, **changes)))
     return state, metrics
 
@@ -141,7 +141,7 @@ def evaluate(
 ) -> dict[str, np.ndarray]:
     """The scores of all clients before round t, {name: [N]} on the host."""
     state, f = s.start if state is None else state, federation or s.federation
-    found: dict[str, np.ndarray] = jax.device_get(s.evaluate(jax.random.key(7), s.numbers, f, state, np.int32(t)))
+    found: dict[str, np.ndarray] = jax.device_get(s.evaluate(jax.random.key(7), s.traced, f, state, np.int32(t)))
     return found
 
 

@@ -127,12 +127,12 @@ def nobody(s: Subject) -> None:
     empty = f._replace(
         train=f.train._replace(size=jnp.zeros_like(f.train.size)), class_counts=jnp.zeros_like(f.class_counts)
     )
-    for numbers in ({}, {name: x / 2 for name, x in s.numbers.items()}):  # mixing by one would be exact by itself
-        after, _ = run(s, active=ACTIVE & False, state=before, **numbers)
+    for traced in ({}, {name: x / 2 for name, x in s.traced.items()}):  # mixing by one would be exact by itself
+        after, _ = run(s, active=ACTIVE & False, state=before, **traced)
         same("server", after.server, before.server)
         same("clients", after.clients, before.clients, np.arange(N))
         if s.task.public is None:
-            same("server", run(s, federation=empty, state=before, **numbers)[0].server, before.server)
+            same("server", run(s, federation=empty, state=before, **traced)[0].server, before.server)
 
 
 def determinism(s: Subject) -> None:
@@ -183,7 +183,7 @@ def dtype(s: Subject) -> None:
         return model._replace(init=init)
 
     made = program.parts(s.factory, s.task._replace(models=tuple(map(low, s.task.models))))
-    before = jax.eval_shape(made.init, jax.random.key(0), s.numbers)
+    before = jax.eval_shape(made.init, jax.random.key(0), s.traced)
     after, _ = jax.eval_shape(made.train, *arguments(s, state=before)[:-1])  # refuses other types itself
     for path, x in jax.tree_util.tree_leaves_with_path((before, after)):
         if x.weak_type:

@@ -23,7 +23,7 @@ task = simulate.task(
     digits, federation.class_counts, network, lr=0.1, batch_size=10, epochs=1 if TINY else 5, rounds=ROUNDS
 )
 ditto = simulate.program(ALGORITHMS["ditto"], task, width=4)
-print("hyperparameters that are arguments of the program:", sorted(ditto.numbers))
+print("hyperparameters that are arguments of the program:", sorted(ditto.traced))
 # %% [markdown]
 # `simulate.curve` is the experiment as one function. It returns the scores before each round and after the last;
 # here we keep the mean over clients of the last.
@@ -31,7 +31,7 @@ print("hyperparameters that are arguments of the program:", sorted(ditto.numbers
 
 
 def accuracy(key, lam):
-    *_, last = simulate.curve(ditto, key, ditto.numbers | {"lam": lam}, federation, rounds=ROUNDS, eval_every=ROUNDS)
+    *_, last = simulate.curve(ditto, key, ditto.traced | {"lam": lam}, federation, rounds=ROUNDS, eval_every=ROUNDS)
     return last["acc"].mean()
 
 

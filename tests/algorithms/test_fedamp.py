@@ -287,7 +287,7 @@ def test_a_round_without_examples_keeps_the_server():
 def test_each_client_predicts_with_its_own_model():
     state, task, x = far_apart(), TASKS["mlp"], F.examples.x[:7]
     program = simulate.program(factory, task, NEAR)
-    predict = jax.jit(lambda state, i: program.predict(KEY, program.numbers, F, state, 0, i, x))
+    predict = jax.jit(lambda state, i: program.predict(KEY, program.traced, F, state, 0, i, x))
     outputs = jax.jit(lambda w: task.model.apply(w, x)[0])
     for i in (0, 3):
         assert_close(predict(state, i), outputs({**toy.rows(state.server["w"], i), "stats": {}}))

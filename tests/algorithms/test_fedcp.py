@@ -77,7 +77,7 @@ def train(task=TASK, federation=None, rounds=2, begin=None, lr=0.1, **options):
         step = jax.jit(lambda *args: program.round(*args, jnp.bool(False)))
         _compiled[where] = task, jax.jit(program.init), step  # holds the task: its id stays its own
     _, init, step = _compiled[where]
-    numbers = program.numbers | {"lr": lr}
+    numbers = program.traced | {"lr": lr}
     begin = init(KEY, numbers) if begin is None else begin
     state = begin
     for t in range(rounds):
@@ -357,7 +357,7 @@ def test_a_prediction_is_the_personal_models(policy):
     w = {"body": server["body"], "head": own, "policy": server["policy"], "stats": server["stats"]}
     frozen = Frozen(server["body"], server["head"], jax.jit(client_vector)(own))
     x = f.examples.x[:6]
-    got = jax.jit(program.predict)(KEY, program.numbers, f, state, jnp.int32(2), 1, x)
+    got = jax.jit(program.predict)(KEY, program.traced, f, state, jnp.int32(2), 1, x)
     assert_close(got, forward(w, frozen, policy, key=key, x=x)[0])
     others = toy.rows(state.clients["head"], 0)
     assert np.abs(np.asarray(got) - forward({**w, "head": others}, frozen, policy, key=key, x=x)[0]).max() > 1e-2

@@ -111,8 +111,8 @@ def test_an_absent_architecture_learns_from_the_others():
     task = MIXED._replace(participation=(0.2, 0.2))  # a single client
     program = simulate.program(feddf, task, {"student_lr": 0.1})
     key, f = jax.random.key(2), toy.federation()
-    state = program.init(key, program.numbers)
-    new, metrics = jax.jit(program.round)(key, program.numbers, f, state, jnp.int32(0), jnp.bool(False))
+    state = program.init(key, program.traced)
+    new, metrics = jax.jit(program.round)(key, program.traced, f, state, jnp.int32(0), jnp.bool(False))
     (present,) = np.asarray(MIXED.architecture)[metrics.ids[metrics.active]]
     assert trees_differ(new.server.trees[1 - present], state.server.trees[1 - present])
 

@@ -182,7 +182,7 @@ def test_both_models_are_scored():
     assert_same(metrics.post["acc"][-1], last["acc"])  # h_i is kept until the next round
     assert not np.array_equal(metrics.post["global_acc"][-1], last["global_acc"])  # w_i is not
     program, x, model = simulate.program(factory, TASK, {"mu0": 1.0}), F.examples.x[:7], TASK.model
-    predict = lambda state: program.predict(KEY, program.numbers, F, state, 0, 1, x)
+    predict = lambda state: program.predict(KEY, program.traced, F, state, 0, 1, x)
     both = lambda h, w: (model.apply(h, x)[0], model.apply(w, x)[0])
     got, expected = jax.jit(lambda s, h: (predict(s), both(h, s.server)))(state, toy.rows(state.clients["h"], 1))
     for i in range(2):

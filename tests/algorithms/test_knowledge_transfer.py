@@ -258,7 +258,7 @@ def labelled(public_epochs, t, **hparams):
     program = simulate.program(ALGORITHMS["fedmd"], LABELLED, {"passes": 0, "public_epochs": public_epochs, **hparams})
     state = toy.train("local", MLP, rounds=1).state._replace(server={})
     key, flag = jax.random.key(5), jnp.bool(False)
-    return jax.jit(program.round)(key, program.numbers, toy.federation(), state, jnp.int32(t), flag)[0].clients
+    return jax.jit(program.round)(key, program.traced, toy.federation(), state, jnp.int32(t), flag)[0].clients
 
 
 @pytest.mark.parametrize("order", ["paper", "code"])

@@ -56,7 +56,7 @@ def compiled(case, relate_every):
     task, f = CASES[case]
     program = simulate.program(factory, task, {"relate_every": relate_every})
     step = lambda numbers, state, t: program.round(KEY, numbers, f, state, t, jnp.bool(False))
-    return jax.device_get(jax.jit(program.init)(KEY, program.numbers)), program.numbers, jax.jit(step)
+    return jax.device_get(jax.jit(program.init)(KEY, program.traced)), program.traced, jax.jit(step)
 
 
 def states(case, rounds, relate_every=2, **numbers):
@@ -220,7 +220,7 @@ def test_two_classes_are_predicted_by_a_sign():
     np.testing.assert_array_equal(last["acc"], last["acc_present"])
     assert np.mean(last["acc"]) > 0.9
     x = np.asarray(FEDERATION.examples.x[:5])
-    predict = jax.jit(lambda state, i: program.predict(KEY, program.numbers, f, state, 0, i, jnp.asarray(x)))
+    predict = jax.jit(lambda state, i: program.predict(KEY, program.traced, f, state, 0, i, jnp.asarray(x)))
     for i, (low, high) in enumerate([(0, 1), (1, 2), (0, 2)]):
         z = np.asarray(predict(state, i))
         score = x @ state.server["w"][i, :-1, 0] + state.server["w"][i, -1, 0]

@@ -128,12 +128,12 @@ def test_a_client_with_one_example_uses_it_for_every_batch(variant):
 def test_evaluation_takes_one_step_and_leaves_no_trace():
     f, task = toy.federation(), toy.task("linear", batch_size=19)
     program = simulate.program(factory, task, {"alpha": 0.5})
-    state = jax.jit(program.init)(KEY, program.numbers)
+    state = jax.jit(program.init)(KEY, program.traced)
     copy, x = jax.tree.map(np.array, state), np.asarray(f.examples.x)[:4]
     (own, y), w = toy.rows(f.examples, f.train.index[1][: SIZES[1]]), copy.server["head"]
     dz = oracle.by_logits(own.astype(np.float64) @ w["kernel"] + w["bias"], y)
     expected = x @ (w["kernel"] - 0.5 * own.T @ dz) + w["bias"] - 0.5 * dz.sum(axis=0)
-    got = jax.jit(program.predict)(KEY, program.numbers, f, state, jnp.int32(0), 1, x)
+    got = jax.jit(program.predict)(KEY, program.traced, f, state, jnp.int32(0), 1, x)
     assert_close(got, expected, 1e-5)
     assert_same(state, copy)
 

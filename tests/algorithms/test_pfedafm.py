@@ -37,7 +37,7 @@ def train(task=MLP, rounds=3, method="pfedafm", begin=None, federation=None, **h
 
 def start(task=MLP, **hparams):
     program = simulate.program(ALGORITHMS["pfedafm"], task, hparams, checked=False)
-    return program.init(KEY, program.numbers)
+    return program.init(KEY, program.traced)
 
 
 def with_rows(state, **parts):
@@ -127,7 +127,7 @@ def test_shared_features_alone_train_the_head_on_them():
 def test_shared_features_alone_end_to_end_are_fedper(net):
     task = task_of(net)
     begin, fedper = start(task, alpha=0.0), simulate.program(ALGORITHMS["fedper"], task)
-    other = fedper.init(KEY, fedper.numbers)
+    other = fedper.init(KEY, fedper.traced)
     server = {**begin.server, "theta": {"body": other.server["body"]}}  # the same first extractor
     got = train(task, begin=begin._replace(server=server), alpha=0.0, training="end_to_end", **FROZEN)
     expected = train(task, method="fedper")

@@ -357,7 +357,7 @@ def test_every_head_learns(head):
     assert coarse > 0.75 and (fine > 0.75 or head == "group_binary")
     program, f = simulate.program(factory, TASK, {"head": head, **PAIRS}), toy.federation()
     t = jnp.int32(10)
-    outputs = jax.eval_shape(program.predict, KEY, program.numbers, f, run.state, t, 1, f.examples.x[:3])
+    outputs = jax.eval_shape(program.predict, KEY, program.traced, f, run.state, t, 1, f.examples.x[:3])
     assert outputs.shape == (3, C)
 
 
@@ -387,7 +387,7 @@ ROUND_OF_ANY_NUMBER = jax.jit(ANY_NUMBER.round)
 def test_a_stale_download_is_equation_7():
     """Clients that do not train: every branch is the mean of its holders' in the round, and nobody
     else's moves."""
-    f, numbers = toy.federation(), ANY_NUMBER.numbers | {"lr": 0.0}
+    f, numbers = toy.federation(), ANY_NUMBER.traced | {"lr": 0.0}
     begin = train(0, **STALE).begin
     noise = lambda x: np.asarray(x) + normal(x.ndim, *x.shape)
     state = State(begin.server, begin.clients | {"head": jax.tree.map(noise, begin.clients["head"])})
@@ -430,7 +430,7 @@ def test_a_newcomer_begins_with_the_banks_branches_or_with_its_own():
 
 def test_a_round_that_happens_to_draw_everybody_is_one_of_full_participation():
     everybody = train(1, **STALE)
-    args = (KEY, ANY_NUMBER.numbers, toy.federation(), everybody.begin, jnp.int32(0), jnp.bool(True))
+    args = (KEY, ANY_NUMBER.traced, toy.federation(), everybody.begin, jnp.int32(0), jnp.bool(True))
     state, metrics = ROUND_OF_ANY_NUMBER(*args)
     assert np.all(metrics.active)
     assert_same(state, everybody.state)
