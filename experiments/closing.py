@@ -1,6 +1,7 @@
 """What a run says when it is done: a line, eight of them, or all tables."""
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Iterable, Iterator, Mapping
 
 from rich.console import Console
 
@@ -26,6 +27,7 @@ def show(console: Console, run: RunDirectory, experiment: build.Experiment, say:
         if say == HELD_OUT and ended and not summary["ended"]["why"].startswith("val/"):
             ended = [f"Ended after {c.rounds} rounds."]
         console.print("  " + " ".join(["; ".join(_points(found, points, brief=True)), *ended]))
+        warn(console, run.rows, experiment)
         return
     for line in ended:
         console.print(line)
@@ -37,12 +39,24 @@ def show(console: Console, run: RunDirectory, experiment: build.Experiment, say:
         clients = sum(row["participants"] for row in run.rows if "loss" in row)
         for line in lines(found, clients, c, experiment.examples):
             console.print(line)
+    warn(console, run.rows, experiment)
     if c.targets:
         targets.show(console, run.rows, c, account.flops(experiment), headline)
     if text := published.sentence(c, experiment.examples):
         console.print(text)
     more = "" if say == ALL else "; --verbose prints all tables"
     console.print(f"Everything is in {run.path}: curves.png, metrics.csv, clients.csv, summary.json, ...{more}")
+
+
+def warn(console: Console, rows: Iterable[report.Row], experiment: build.Experiment) -> None:
+    """Says which parts of the method did nothing in the last round (`Algorithm.idle`)."""
+    last: report.Row = functools.reduce(lambda last, row: row if "loss" in row else last, rows, {})
+    for part in experiment.algorithm().idle:
+        seen = [last.get(part.metric + end) for end in ("", "/min", "/max")]  # a number, or a matrix's extremes
+        far = [abs(value - part.at) for value in seen if value is not None]
+        if far and max(far) < part.within:
+            moved = f"{part.metric} ended within {max(far):.1g} of {part.at:g}, where they do nothing"
+            console.print(f"Note: the {moved}: {part.what}")
 
 
 def lines(found: report.Row, clients: int, c: Config, examples: report.Row | None) -> Iterator[str]:

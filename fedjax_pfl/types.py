@@ -261,6 +261,16 @@ class Traffic(NamedTuple):
     public_data: Array | None = None  # [S] scalars of public examples received; None: whoever needs them has them
 
 
+class Idle(NamedTuple):
+    """When a part of a method does nothing: while every entry of a server's metric is near one
+    value. A run ends with a line that says so."""
+
+    metric: str  # its name in Metrics.server
+    at: float  # the value at which the part does nothing
+    within: float  # the largest distance to it that counts as nothing
+    what: str  # what the method then amounts to, and what makes the part act: a sentence with its full stop
+
+
 class Algorithm(NamedTuple):
     """A method as a value: pure functions, and what is known of them.
 
@@ -279,3 +289,4 @@ class Algorithm(NamedTuple):
     one_architecture: bool = True  # False: clients may be of several architectures
     no_unseen: str = ""  # why a round of its own under the trained server does not personalise an untrained client
     averages: tuple[str, ...] = ()  # entries of the dict State.server that are a mean of the clients' weights
+    idle: tuple[Idle, ...] = ()  # what of the server's metrics says that a part of it does nothing

@@ -144,6 +144,9 @@ def fedamp(
       predicts nothing. `self_weight` is the weight of the own
       model: at 1 everybody learns alone, held by lam/alpha near where its round began. `rescaled`
       is whether the others' weights were shrunk: where they were, only their ratios are FedAMP's.
+
+      At the defaults lam/alpha is 0.001, so weak that this is Local on the digits; the proximal
+      term acts with a larger lam.
     """
     loss = losses.classification(task.model)
 

@@ -17,7 +17,20 @@ from fedjax_pfl import aggregate, evaluate, groups, hyperparameters, keys, local
 from fedjax_pfl.averaging import predictor
 from fedjax_pfl.numerics import mixtures
 from fedjax_pfl.numerics.mixtures import Asked, Predictions, Rule, nearest, similar, slope, uniform
-from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Own, Predictor, PyTree, State, Task, Traffic
+from fedjax_pfl.types import (
+    Algorithm,
+    Array,
+    Client,
+    Cohort,
+    Idle,
+    Metrics,
+    Own,
+    Predictor,
+    PyTree,
+    State,
+    Task,
+    Traffic,
+)
 
 
 class Exchange(NamedTuple):
@@ -132,7 +145,10 @@ def transfer(task: Task, rule: Rule, on: Exchange, space: str = "prob", public_e
         return whole if on.public_at == "clients" else traffic.with_public(whole, task, size, active)
 
     alone = "its clients learn from each other's predictions within a round, of which the server keeps none"
-    return Algorithm(init, round, predict, evaluate.classification, sent, one_architecture=False, no_unseen=alone)
+    what = "the mixture is the mean of all predictions, as FedMD's is. --hparam=lam=N (the number of clients)"
+    idle = Idle("coefficients", rule.start or 0, 1e-3, f"{what} and a larger coef_lr or coef_steps make them move.")
+    options: dict[str, Any] = {"no_unseen": alone, "idle": () if rule.start is None else (idle,)}
+    return Algorithm(init, round, predict, evaluate.classification, sent, one_architecture=False, **options)
 
 
 def asked(c: Client, cohort: Cohort, a: Array, outputs: Array, given: Predictions) -> Asked:
@@ -242,6 +258,11 @@ def mnfl_het(
       weighs there. With order=code a mixture has the coefficients after their step, but for
       coef_rule=post. Of the coefficients' hyperparameters coef_rule=code takes rho, of the mean of
       the squares, and coef_steps.
+
+      At the defaults the coefficients hardly leave 1/N, as their gradient is weighted by a client's
+      share of all examples, so that this is FedMD, and a run that ends so says it. lam=N takes the
+      share away (experiments/README.md, "MNFL's coefficients"). As in FedMD `pre` scores the model
+      after its local training and the public examples: to be compared with FedAvg's `post`.
     """
 
     def learned(asked: Asked) -> tuple[Array, Array]:

@@ -14,7 +14,7 @@ from annotated_types import Ge, Interval
 from fedjax_pfl import averaging, evaluate, local, losses, traffic, trees
 from fedjax_pfl.aggregate import descend
 from fedjax_pfl.averaging import params, predictor
-from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Predictor, PyTree, State, Task, Traffic
+from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Idle, Metrics, Predictor, PyTree, State, Task, Traffic
 
 EXACT = jax.lax.Precision.HIGHEST  # models are mixed in float32 on every device
 
@@ -75,6 +75,12 @@ def mnfl(
       keeps all N models; where only some clients take part, only their rows and columns of A move.
       Running statistics are mixed as the models are, and do not count in the loss. With public
       examples and several architectures it is mnfl_het.
+
+      At the defaults the coefficients stay at 1/N, as their gradient is weighted by a client's
+      share of all examples, so that this is FedAvg of uniform weights, and a run that ends so says
+      it. With lam=N, rho=0 and coef_lr from 1 to 100 they move, nearer to Local
+      (experiments/README.md, "MNFL's coefficients"). A client predicts with the model of its last
+      local training: `pre` is to be compared with FedAvg's `post`.
     """
     n, split = task.num_clients, averaging.split(task)
     loss = losses.classification(task.model)
@@ -127,4 +133,6 @@ def mnfl(
         one = jax.eval_shape(lambda w: jax.tree.map(lambda x: x[0], w), state.server["w"])
         return traffic.both_ways(cohort, one)
 
-    return Algorithm(init, round, predict, evaluate.classification, sent)
+    what = "MNFL mixes all models alike, which is FedAvg of uniform weights. --hparam=lam=N (the number of clients)"
+    idle = Idle("coefficients", 1 / n, 1e-3, f"{what} and a larger coef_lr make the coefficients move.")
+    return Algorithm(init, round, predict, evaluate.classification, sent, idle=(idle,))
