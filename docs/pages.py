@@ -18,7 +18,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # experiments is used from a checkout
 
-from experiments import config, describe  # noqa: E402
+from experiments import active, config, describe  # noqa: E402
 from experiments.presets import PRESETS  # noqa: E402
 from fedjax_pfl.algorithms import ALGORITHMS  # noqa: E402
 
@@ -140,6 +140,9 @@ def method(name: str) -> str:
     parts += ["## Hyperparameters", _hyperparameters(factory)]
     if note := describe.sections(doc, join="\n").get("Note"):
         parts += ["## What differs from the paper, and what to know", _prose(note)]
+    acts = [f"* {_prose(line)}" for line in active.lines(name)]
+    where = f"Measured by `python -m experiments.active {name}`: {_prose(active.where(name))}."
+    parts += ["## What of it acts at the defaults", where, "\n".join(acts)]
     cost = {"-": "not measured"}.get(time, f"{time} times FedAvg's ([how](index.md))")
     sent = f"Each way: {travels}. A client keeps: {keeps}. Clients' architectures: {architectures}."
     parts += ["## What travels", sent]

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from experiments import active
 from experiments.presets import DEFAULT_PRESETS, PRESETS, Preset
 from experiments.presets.preset import Cell
 from fedjax_pfl import models, own
@@ -124,6 +125,9 @@ def _method(factory: Callable, name: str) -> str:
     parts.append("\n".join(["Hyperparameters (--hparam name=value):", *lines]) if lines else "No hyperparameters.")
     if note := sections(doc).get("Note"):
         parts.append(_hanging("Note: ", note))
+    if known := active.lines(name):
+        title = _hanging("", f"What of it acts at the defaults ({active.where(name)}):")
+        parts.append("\n".join([title, *(_hanging("  ", line) for line in known)]))
     return "\n\n".join([*parts, _hanging("Unseen clients (--unseen): ", unseen_clients(factory))])
 
 

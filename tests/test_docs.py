@@ -76,6 +76,7 @@ READERS = {
     "html": html._FLAGS,
     "show": {},
     "within": {"tasks": flags.Flag(str, "")},
+    "active": {},
 }
 
 
@@ -224,4 +225,6 @@ def test_the_site_is_built_without_warnings(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     page = (tmp_path / "site" / "methods" / "fedcp" / "index.html").read_text()
+    fedprox = (tmp_path / "site" / "methods" / "fedprox" / "index.html").read_text()
+    assert "Idle at the defaults on this data" in fedprox
     assert "Hyperparameters" in page and "policy" in page and "91.30 ± 0.17" in page
