@@ -161,12 +161,12 @@ def _trained(method: str, given: str, hparams: str) -> tuple[str, np.ndarray, An
     need no further compilation."""
     wanted: dict[str, str] = json.loads(hparams)
     experiment, program, functions = _compiled(method, given)
-    if not wanted.keys() <= program.numbers.keys():
+    if not wanted.keys() <= program.traced.keys():
         more = dict(json.loads(given))
         more["hparams"] = more.get("hparams", {}) | wanted
         experiment, program, functions = _compiled(method, json.dumps(more))
         wanted = {}
-    program = program._replace(numbers=program.numbers | {name: float(value) for name, value in wanted.items()})
+    program = program._replace(traced=program.traced | {name: float(value) for name, value in wanted.items()})
     every: dict[str, Any] = {"eval_every": ROUNDS, "state_every": ROUNDS}
     *_, last = simulate.rounds(
         program, experiment.key, experiment.federation, rounds=ROUNDS, functions=functions, **every
