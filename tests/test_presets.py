@@ -68,6 +68,34 @@ def test_tables_3_to_6():
     assert number("pfedc_mnist_epochs", epochs=5) == 96.86
 
 
+FEDCP_TABLES = [
+    *(("fedcp_mnist_pathological", {}), ("fedcp_cifar10_pathological", {}), ("fedcp_cifar100_pathological", {})),
+    *(("fedcp_mnist", {}), ("fedcp_cifar10", {}), ("fedcp_cifar100", {})),  # Table 2
+    *(("fedcp_tiny_imagenet", {"alpha": alpha}) for alpha in (0.01, 0.1, 0.5)),  # and 4
+    *(("fedcp_cifar100", {"clients": clients}) for clients in (10, 30, 50, 100, 200, 500)),  # 4
+    *(("fedcp_cifar100", {"clients": 50, "unseen": part}) for part in (0.8, 0.4)),  # 5
+    *(("fedcp_cifar10", {"epochs": epochs}) for epochs in (5, 10, 20, 40)),  # 6
+    *(("fedcp_cifar100", {"clients": 50, "participation": some}) for some in ("0.5:1", "0.1:1")),  # 7
+]
+
+
+@pytest.mark.parametrize("name, where", FEDCP_TABLES)
+def test_fedcp_is_first_in_every_column_of_its_tables(name, where):
+    made = config(name, "fedcp", **where)
+    assert published.deviations(made) == ""
+    found = published.cell(PRESETS[name], made).numbers if where else PRESETS[name].published
+    means = {method: float(text.split()[0]) for method, text in found.items()}
+    assert max(means, key=means.get) == "fedcp" and 10 <= len(means) <= 12
+
+
+def test_fedcps_lambda_of_5_is_the_best_and_50_collapses():
+    row = [number("fedcp_tiny_imagenet", "fedcp", {"lam": lam}, alpha=0.5) for lam in ("1", "2", "5", "10", "50")]
+    assert row == [24.95, 26.55, 27.66, 26.95, 4.54]
+    assert published.deviations(config("fedcp_tiny_imagenet", "fedcp", {"lam": "2"}, alpha=0.01)) == (
+        "changed: lam 2, not 5"
+    )
+
+
 PFEDAFM, MNFL = (tuple(name for name in PRESETS if name.startswith(paper)) for paper in ("pfedafm_", "mnfl_"))
 SIZES = ({}, {"clients": 50, "participation": "0.2"}, {"clients": 100, "participation": "0.1"})
 
@@ -218,13 +246,16 @@ def test_the_summary_names_every_setting_that_is_not_the_presets():
 
 RESNETS = [name for name in PFEDC if PRESETS[name].settings["model"] == "resnet18"]  # seconds to trace
 SMALL = [name for name in PFEDC if name not in RESNETS]
+FEDCP = [name for name in PRESETS if name.startswith("fedcp_") and name != "fedcp_cifar100_pathological"]
 
 
-@pytest.mark.parametrize("name", [*SMALL, *PFEDAFM, RESNETS[0], *map(toy.slow, [*RESNETS[1:], *MNFL])])
+@pytest.mark.parametrize(
+    "name", [*SMALL, *PFEDAFM, RESNETS[0], "fedcp_cifar100_pathological", *map(toy.slow, [*RESNETS[1:], *MNFL, *FEDCP])]
+)
 def test_a_preset_can_be_built_at_a_small_size(name, monkeypatch):
     """With the network of the paper, up to the program that would be compiled."""
     monkeypatch.setattr(datasets, "load", image_set)
-    least = {"pfedafm_cifar100": 10, "pfedafm_cifar10_same": 5}.get(name, 4)  # who hold all classes
+    least = 10 if name in ("pfedafm_cifar100", "fedcp_cifar100_pathological") else 5  # who hold all classes
     clients = max(least, len(PRESETS[name].settings["model"].split(",")))  # of each architecture
     small = {"clients": clients, "data_fraction": 0.5, "rounds": 1}
     experiment = build.prepare(config(name, PRESETS[name].settings["algo"], **small))
