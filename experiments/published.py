@@ -67,7 +67,7 @@ def differences(config: Config, examples: Row | None = None) -> list[Difference]
 
 def _settings(preset: Preset, config: Config) -> list[Difference]:
     algo, where = config.algo, cell(preset, config).where
-    wanted = {name: setting.default for name, setting in SETTINGS.items()} | preset.settings_of(algo)
+    wanted = {name: setting.default for name, setting in SETTINGS.items()} | dict(preset.settings)
     if algo not in preset.own:
         wanted |= preset.baselines
     usual = hyperparameters(find(algo)) | preset.hparams.get(algo, {})

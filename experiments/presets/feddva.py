@@ -64,6 +64,7 @@ def _classification(description: str, small: bool, **settings: Any) -> Preset:
         description=f"FedDVA, {description}, 20 clients{smaller}",
         settings={**_MARKS, "clients": 20, **settings, **size},
         headline="post/acc",
+        headlines={"fedavg": "pre/acc"},
         hparams={"feddva": _CLASSIFY | widths, "ditto": {"lam": 0.1}, "fedavg_ft": {"fine_tune_epochs": 5}},
         protocol=_ORDER,
     )

@@ -25,7 +25,7 @@ class Preset(NamedTuple):
     headlines: Mapping[str, str] = _NONE  # method -> its own headline, where the paper scores it otherwise
     published: Mapping[str, str] = _NONE  # method -> the paper's number in %, at these settings
     hparams: Mapping[str, dict[str, Any]] = _NONE  # method -> hyperparameter -> value, where not the method's default
-    methods: Mapping[str, Mapping[str, Any]] = _NONE  # method -> its own settings: flag -> value
+    methods: Mapping[str, Mapping[str, Any]] = _NONE  # method -> its own settings, not the paper's: flag -> value
     cells: tuple[Cell, ...] = ()  # the paper's numbers at further settings
     own: tuple[str, ...] = ()  # the paper's own methods
     baselines: Mapping[str, Any] = _NONE  # flag -> value that the paper gave all others

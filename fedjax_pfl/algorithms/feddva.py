@@ -4,8 +4,8 @@ decoder of its own.
 The latent z is to hold what all clients have in common, c what is a client's own; there need not be
 labels.
 
-Reference: FedDVA, "Federated learning with heterogeneous data by a dual variational autoencoder",
-Algorithm 1.
+Reference: Yan & Long, Personalization disentanglement for federated learning (ICME 2023), Algorithm
+1.
 """
 
 from typing import Annotated, Any, Literal

@@ -113,10 +113,11 @@ def fedfomo(
 
     Note:
       A client trains on what it does not validate on: the holdout is the tail of its rows, at least
-      one and not all; a client with one example has none and keeps its model. Validation examples
-      of the federation, where a client has them, take the holdout's place. The candidates are the
-      last uploads of all clients so far (both codes: of the last round). The distance is Euclidean
-      over the parameters, the server adds the raw benefits to the affinities; the authors' code
+      one and not all; a client with one example has none and keeps its model. So does a client for
+      which no benefit is positive: it goes on from its own trained model. Validation examples of
+      the federation, where a client has them, take the holdout's place. The candidates are the last
+      uploads of all clients so far (both codes: of the last round). The distance is Euclidean over
+      the parameters, the server adds the raw benefits to the affinities; the authors' code
       normalises them and takes the L1 norm by default. `acc` at `pre` is of the client's own
       trained model, before it mixes (PFLlib); `mixed_acc` at `post` is of the mixture, before
       training. `own_weight` is the share of the own model in it. Running statistics are mixed, or

@@ -3,7 +3,7 @@ stand in one place.
 
 Reference: Wang, Yurochkin, Sun, Papailiopoulos & Khazaeni, Federated learning with matched
 averaging (ICLR 2020), Algorithm 1. pFedMA is FedMA whose global model is fine-tuned, in the tables
-of pFedC (Zhang 2025).
+of the pFedC paper.
 """
 
 import itertools
