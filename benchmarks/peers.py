@@ -46,6 +46,8 @@ from absl import flags
 from benchmarks import htfllib, pytorch, recipes, report
 from benchmarks.recipes import RECIPES, Cost, Recipe
 from fedjax_pfl import models
+from fedjax_pfl.data.datasets import Dataset
+from fedjax_pfl.data.partitioners import Partition
 from fedjax_pfl.errors import InputError
 
 FLAGS = flags.FLAGS
@@ -102,17 +104,20 @@ def told() -> Iterator[None]:
 
 
 def write(folder: Path, recipe: Recipe) -> None:
-    """The clients' examples as PFLlib wants them: dataset/NAME/{train,test}/ID.npz, a dict of x [n,
-    C, H, W] and y."""
-    data, owned = recipes.partitioned(recipe)
-    levels = np.asarray(data.prepare(np.arange(256, dtype=np.uint8)))
+    """The clients' examples of a recipe as PFLlib wants them, see `write_clients`."""
+    write_clients(folder, *recipes.partitioned(recipe))
+
+
+def write_clients(folder: Path, data: Dataset, owned: Partition) -> None:
+    """Clients' examples as PFLlib wants them: dataset/NAME/{train,test}/ID.npz, a dict of x [n, C,
+    H, W] and y."""
     parts = {"train": (owned.train, owned.train_sizes), "test": (owned.test, owned.test_sizes)}
     for part, (index, sizes) in parts.items():
         place = folder / "dataset" / DATASET / part
         place.mkdir(parents=True)
         for client, (rows, size) in enumerate(zip(index, sizes, strict=True)):
             own = rows[:size]
-            x = levels[data.x[own]].transpose(0, 3, 1, 2)
+            x = np.asarray(data.prepare(data.x[own])).transpose(0, 3, 1, 2)
             np.savez_compressed(place / f"{client}.npz", data=np.array({"x": x, "y": data.y[own]}, object))
     (folder / "system").mkdir()
 

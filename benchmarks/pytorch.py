@@ -125,6 +125,27 @@ def _work(model, shape, classes, batch, form, threads, steps, repeats, device) -
     return seconds
 
 
+def parameters(variables: Any, channels: int) -> list[np.ndarray]:
+    """Our parameters of a network of NETS, in the order and layout of PyTorch's: convolutions OIHW,
+    linear kernels transposed, the first linear one with its inputs by channel.
+
+    Args:
+      variables: as `Model.init` makes them.
+      channels: of the images, [B, H, W, channels].
+    """
+    body, values = variables["body"], []
+    for _, conv in sorted(body.get("convs", {}).items()):
+        values += [np.transpose(conv["kernel"], (3, 2, 0, 1)), np.asarray(conv["bias"])]
+        channels = conv["kernel"].shape[-1]
+    layers = [layer for _, layer in sorted(body.get("dense", body).get("layers", {}).items())]
+    for i, layer in enumerate([*layers, variables["head"]]):
+        kernel = np.asarray(layer["kernel"])
+        if i == 0:  # its inputs are pixels by channel here, [H W, C], and channels by pixel there
+            kernel = kernel.reshape(-1, channels, kernel.shape[1]).transpose(1, 0, 2).reshape(kernel.shape)
+        values += [kernel.T, np.asarray(layer["bias"])]
+    return values
+
+
 def _network(model: str, shape: tuple[int, ...], classes: int) -> Any:
     from torch import nn
 

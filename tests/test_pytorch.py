@@ -19,18 +19,6 @@ SHAPE, CLASSES, ROWS, BATCH, LR = (28, 28, 1), 10, 42, 10, 0.1  # four batches o
 KEY = jax.random.key(0)
 
 
-def in_pytorch(variables):
-    """The parameters as PyTorch holds them, layer by layer: kernels OIHW, linear ones by channel
-    first."""
-    first, second = (variables["body"]["convs"][i] for i in "01")
-    hidden, head = variables["body"]["dense"]["layers"]["0"], variables["head"]
-    flat = np.reshape(hidden["kernel"], (4, 4, 64, 512)).transpose(3, 2, 0, 1).reshape(512, 1024)
-    kernels = [np.transpose(layer["kernel"], (3, 2, 0, 1)) for layer in (first, second)]
-    kernels += [flat, np.transpose(head["kernel"])]
-    biases = [np.asarray(layer["bias"]) for layer in (first, second, hidden, head)]
-    return [np.array(x) for pair in zip(kernels, biases, strict=True) for x in pair]
-
-
 def ours(x, y, momentum, decay):
     """The parameters before and after an epoch of five steps, and the order of the rows in it."""
     model = models.model("cnn", SHAPE, CLASSES)
@@ -41,14 +29,14 @@ def ours(x, y, momentum, decay):
     loss = losses.classification(model)
     end, _ = jax.jit(lambda w: local.sgd(KEY, data, loss, w, task))(start)
     order = local.shuffle(jax.random.fold_in(keys.fold(KEY, keys.Client.SHUFFLE), 0), ROWS, data.size)
-    return in_pytorch(start), in_pytorch(end), np.array(order, np.int64)
+    return *(pytorch.parameters(w, SHAPE[-1]) for w in (start, end)), np.array(order, np.int64)
 
 
 def theirs(start, x, y, order, momentum, decay):
     """The parameters after the same steps of torch.optim.SGD."""
     net = pytorch._network("cnn", SHAPE, CLASSES).to(torch.from_numpy(x).dtype)
     for parameter, value in zip(net.parameters(), start, strict=True):
-        parameter.data = torch.tensor(value)
+        parameter.data = torch.tensor(np.array(value))
     sgd = torch.optim.SGD(net.parameters(), LR, momentum=momentum, weight_decay=decay)
     images, labels = torch.from_numpy(x.transpose(0, 3, 1, 2).copy()), torch.from_numpy(y)
     for rows in torch.from_numpy(order).split(BATCH):

@@ -8,7 +8,7 @@ from typing import Any
 
 from experiments.presets.preset import Cell, Preset
 
-_SETTINGS = {
+_SETTINGS: dict[str, Any] = {
     "algo": "fedcp",
     "clients": 20,
     "model": "cnn",
@@ -19,7 +19,7 @@ _SETTINGS = {
 }
 _PRACTICAL = {"partition": "dirichlet", "alpha": 0.1}
 
-_METHODS = ("fedavg", "fedprox", "per_fedavg", "pfedme", "fedamp", "ditto")
+_METHODS: tuple[str, ...] = ("fedavg", "fedprox", "per_fedavg", "pfedme", "fedamp", "ditto")
 _METHODS += ("fedper", "fedrep", "fedrod", "fedfomo", "fedphp", "fedcp")
 _HEADLINES = {"fedphp": "post/global_acc_micro"}  # the paper's code scores w_i, not the average h_i that it inherits
 _PROTOCOL = (
