@@ -3,12 +3,12 @@
     python -m benchmarks.agreement --pfllib=PATH --run=RUN [--markdown]
 
 PATH is a checkout of github.com/TsingZ0/PFLlib, run as it stands (h5py and matplotlib are stood in
-for where they are missing, no results are written), RUN the directory of a run of one of its
-methods known here, with plain SGD and everybody in each round. PFLlib gets the run's clients, its
-initial weights and its settings, and draws batches of its own, by the run's seed. Compared is the
-accuracy over all test examples before local training (`pre`); of FedBABU the body as received under
-its untrained head, and in the last line the fine-tuned model. PFLlib always drops a short last
-batch (--drop_last).
+for where they are missing; the training loss at an evaluation is left out, and no results are
+written), RUN the directory of a run of one of its methods known here, with plain SGD and everybody
+in each round. PFLlib gets the run's clients, its initial weights and its settings, and draws
+batches of its own, by the run's seed. Compared is the accuracy over all test examples before local
+training (`pre`); of FedBABU the body as received under its untrained head, and in the last line the
+fine-tuned model. PFLlib always drops a short last batch (--drop_last).
 """
 
 import contextlib
@@ -115,6 +115,7 @@ def theirs(case: Case) -> list[float]:
     with peers.told(), contextlib.redirect_stdout(io.StringIO()):
         server = getattr(importlib.import_module(f"flcore.servers.{module}"), name)(args, 0)
         server.save_results = server.save_global_model = lambda: None
+        server.train_metrics = lambda: ([0], [1], [0.0])  # ids, examples, losses: a pass over all data
         for seed in (torch.manual_seed, np.random.seed, random.seed):
             seed(run.config.seed)
         server.train()
@@ -132,7 +133,10 @@ def rows(run: runs.Run, found: list[float]) -> list[tuple]:
     made: list[tuple] = [("rounds", "ours", "PFLlib", "ours - PFLlib")]
     for (label, t, name), their in zip(marks, found, strict=True):
         mine = ours.get(t, {}).get(name)
-        shown = [None if x is None else f"{100 * x:.2f}" for x in (mine, their, None if mine is None else mine - their)]
+        shown = [
+            None if x is None else f"{round(100 * x, 2) + 0.0:.2f}"
+            for x in (mine, their, None if mine is None else mine - their)
+        ]
         made.append((label, *shown))
     return made
 
