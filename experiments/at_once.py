@@ -145,6 +145,9 @@ def _check(found: Sequence[Run]) -> None:
         raise ApartError("that needs the clients' rows in the devices' memory")
     if layouts.devices(first.config.devices, first) > 1 and first.config.devices != "auto":
         raise ApartError("that needs one device")
+    configs = [run.experiment.config for run in found]  # those that go on have their own where the command says none
+    if len({(c.rounds, c.checkpoint_every, c.client_memory, c.devices) for c in configs}) > 1:
+        raise ApartError("they were begun with other rounds, checkpoints, devices or memory")
     digests = {build.lowered(run.experiment) for run in found}
     if len(digests) > 1:
         raise ApartError("their partitions make other programs of them")

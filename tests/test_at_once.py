@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from experiments import at_once, build, closing, interrupt, main, runs, session, sweep, train
+from experiments import at_once, build, closing, interrupt, main, runs, session, settings, sweep, train
 from fedjax_pfl.data import federate
 from fedjax_pfl.engine import multihost
 from fedjax_pfl.errors import InputError
@@ -145,3 +145,15 @@ def test_how_many_is_a_number_or_a_word(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="is for a single process"):
         sweep.run(["--algo=ditto", "--runs_at_once=all", f"--root={tmp_path}"])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "other", [{"rounds": 30}, {"checkpoint_every": 3}, {"client_memory": "host"}, {"devices": "2"}]
+)
+def test_runs_that_recorded_other_rounds_or_memory_are_no_one_program(other, monkeypatch):
+    monkeypatch.setattr(build, "lowered", lambda experiment: "")
+    user = {"algo": "local", "clients": 5, "model": "linear", "data_fraction": 0.2, "hparams": {}}
+    experiment = build.prepare(settings.resolve(user))
+    found = [experiment, experiment._replace(config=experiment.config.replace(**other))]
+    with pytest.raises(at_once.ApartError, match="begun with other rounds, checkpoints, devices or memory"):
+        at_once._check([session.Run(None, each, None) for each in found])
