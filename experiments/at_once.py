@@ -2,7 +2,7 @@
 has its own directory, and what is in it is that of the run alone, to rounding."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ GOES_ON = "the same command goes on"
 
 
 class ApartError(Exception):
-    """Runs cannot be one program; args: why, as the end of a sentence. Nothing was written."""
+    """Runs cannot be one program; args: why, as the end of a sentence. No round was trained."""
 
 
 class TooManyError(Exception):
@@ -74,8 +74,8 @@ def train_into(given: Sequence[Given], room: Sequence[int], say: int) -> int:
       say: as of `session.train_into`.
 
     Raises:
-      ApartError, TooManyError: they cannot be one program; InputError, KeyboardInterrupt: before
-        there is anything to resume.
+      ApartError, TooManyError: they cannot be one program, or something is wrong with one of them;
+        KeyboardInterrupt: before there is anything to resume.
     """
     console = session.terminal()
     with contextlib.ExitStack() as held:  # the locks of the run directories
@@ -96,20 +96,25 @@ def train_into(given: Sequence[Given], room: Sequence[int], say: int) -> int:
 
 def _into(given: Sequence[Given], room: Sequence[int], console: Console, held: contextlib.ExitStack, say: int) -> int:
     found = list[Run]()
-    for user, path, resume in given:
-        run = session.loaded(*session.where(user, str(path), resume, held), room, console)
-        found.append(_sharing(run, found[0]) if found else run)
+    with _each_alone():
+        for user, path, resume in given:
+            run = session.loaded(*session.where(user, str(path), resume, held), room, console)
+            found.append(_sharing(run, found[0]) if found else run)
     console.print(f"{account.describe(found[0].experiment)}; {len(found)} runs as one program")
     _check(found)
-    for run in found:
-        if run.recorded is None:
-            session.make(run.directory.path, held)
+    with _each_alone():
+        for run in found:
+            if run.recorded is None:
+                session.make(run.directory.path, held)
     with compile_clock() as compiling:
         clocks = [train.Clock(run.directory.path, compiling, len(found)) for run in found]
         with said(console, "Compiling"):
             batch = _compiled(found, console)
         needed = batch.functions.memory
-        begun = [session.begin(run, batch.laid, needed, console) for run in batch.runs]
+        with _each_alone():
+            begun = [session.begin(run, batch.laid, needed, console) for run in batch.runs]
+        if len({start for start, _ in begun}) > 1:  # another process went on with one meanwhile
+            raise ApartError("they go on from different rounds")
         quiet = session.shown(console, say)
         first = found[0].experiment.config
         words = session.said(first, batch.laid, needed, found[0].recorded is not None)
@@ -121,6 +126,15 @@ def _into(given: Sequence[Given], room: Sequence[int], console: Console, held: c
             console.print(f"{run.directory.path}:")
             closing.show(console, run.directory, run.experiment, say)
     return 128 + asked if asked else DIVERGED if any(diverged) else 0
+
+
+@contextlib.contextmanager
+def _each_alone() -> Iterator[None]:
+    """What is wrong with one of the runs is said by itself alone, and stops no other."""
+    try:
+        yield
+    except InputError as error:
+        raise ApartError(f"one cannot run as it is ({' '.join(str(error).splitlines()).rstrip('.')})") from None
 
 
 def _sharing(run: Run, first: Run) -> Run:

@@ -71,7 +71,7 @@ def run(members: Sequence[Member], say: int = closing.ONE, runs_at_once: str = "
             code = entry.guarded(train, session.NOTHING)
         except at_once.ApartError as why:
             print(f"One after another: {why}.")
-            left = [_Part([member], part.begun) for member in part.members] + left
+            left = [_Part([member], runs.is_run(member.path)) for member in part.members] + left
             continue
         except at_once.TooManyError as why:
             print(f"{why} Half of them at once, then the others.")

@@ -5,10 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from experiments import at_once, build, closing, interrupt, main, runs, session, settings, sweep, train
+from experiments import at_once, build, closing, interrupt, lock, main, runs, session, settings, sweep, train
 from fedjax_pfl.data import federate
 from fedjax_pfl.engine import multihost
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.simulate import Compiled
 
 TINY = ["--data_fraction=0.2", "--clients=5", "--width=1", "--epochs=1", "--model=linear", "--val_fraction=0.2"]
 RUN = ["--algo=ditto", *TINY, "--rounds=4", "--eval_every=2", "--checkpoint_every=2", "--seeds=2"]
@@ -157,3 +158,27 @@ def test_runs_that_recorded_other_rounds_or_memory_are_no_one_program(other, mon
     found = [experiment, experiment._replace(config=experiment.config.replace(**other))]
     with pytest.raises(at_once.ApartError, match="begun with other rounds, checkpoints, devices or memory"):
         at_once._check([session.Run(None, each, None) for each in found])
+
+
+def test_what_is_wrong_with_one_stops_no_other(tmp_path, capsys):
+    (tmp_path / "seed0").mkdir()
+    words = ["--algo=local", *TINY, "--rounds=1", "--seeds=2", "--runs_at_once=all", f"--workdir={tmp_path}"]
+    with lock.held(tmp_path / "seed0"):
+        assert main.run(words) == 2
+    found = capsys.readouterr()
+    assert "One after another: one cannot run as it is (The run directory" in found.out
+    assert "seed0 is being written by process" in found.err
+    assert runs.read_json(tmp_path / "seed1" / "summary.json")["status"] == "complete"
+    assert not runs.is_run(tmp_path / "seed0")
+
+
+def test_runs_that_another_process_took_further_go_on_one_by_one(monkeypatch, capsys, tmp_path):
+    words = ["--algo=local", *TINY, "--seeds=2", "--runs_at_once=all", f"--workdir={tmp_path}"]
+    starts = iter([2, 1])
+    monkeypatch.setattr(
+        at_once, "_compiled", lambda found, _: at_once._Batch(found, None, *[Compiled(*[None] * 4)] * 4)
+    )
+    monkeypatch.setattr(session, "begin", lambda *_: (next(starts), None))
+    monkeypatch.setattr(session, "train_into", lambda *_: 0)
+    assert main.run(words) == 0
+    assert "One after another: they go on from different rounds." in capsys.readouterr().out
