@@ -203,7 +203,8 @@ def _train(
     ask = lambda: reporter.say("Stopping after this round; Ctrl-C again aborts at once.")
     options: dict[str, Any] = {"rounds": c.rounds, "start": start} | train.intervals(first)
     if states[0] is not None:
-        options["state"] = batch.program.place(vectorized.stack(states))
+        programs = [run.experiment.program(batch.laid.width) for run in batch.runs]
+        options["state"] = vectorized.stack([p.place(state) for p, state in zip(programs, states, strict=True)])
     course = simulate.rounds_at_once(batch.program, batch.keys, batch.federation, batch.functions, **options)
     with contextlib.ExitStack() as stack:
         stack.enter_context(reporter)
@@ -221,7 +222,7 @@ def _train(
             stop = interrupt.asked if done < c.rounds else None
             if stop or done % c.checkpoint_every == 0 or done == c.rounds:
                 with said(console, f"Writing the checkpoints after round {done}, and the tables"):
-                    whole = jax.device_get(batch.program.unplace(result.state))
+                    whole = jax.device_get(result.state)  # where no further copy of all takes the device's memory
                     for one in kept:
                         one.keep("interrupted" if stop else "running", done, whole)
             if stop:
@@ -260,9 +261,10 @@ class _Kept:
         return self._event(self._directory.append(result, held_out | unseen))
 
     def keep(self, status: str, done: int, whole: State) -> None:
-        """Writes the checkpoint, of the state of all runs, and what else is due."""
+        """Writes the checkpoint, of the state of all runs on the host, and what else is due."""
         if not self.diverged:
-            self._files.keep(status, done, vectorized.one(whole, self._i))
+            program = self._experiment.program(self._width)
+            self._files.keep(status, done, program.unplace(vectorized.one(whole, self._i)))
 
     def end(self) -> None:
         """Writes the tables of a run that is done."""
