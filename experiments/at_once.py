@@ -92,6 +92,10 @@ def train_into(given: Sequence[Given], room: Sequence[int], say: int) -> int:
         except OSError as error:
             entry.errors().print(f"Cannot write ({error}): make room if it is full, and {GOES_ON}.")
             return entry.UNWRITABLE
+        except jax.errors.JaxRuntimeError as error:  # the account has not all that lies in a device's memory
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise TooManyError(f"There is no room for {len(given)} runs as one program.") from None
 
 
 def _into(given: Sequence[Given], room: Sequence[int], console: Console, held: contextlib.ExitStack, say: int) -> int:

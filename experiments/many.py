@@ -75,8 +75,8 @@ def run(members: Sequence[Member], say: int = closing.ONE, runs_at_once: str = "
             continue
         except at_once.TooManyError as why:
             print(f"{why} Half of them at once, then the others.")
-            half = len(part.members) // 2
-            left = [_Part(some, part.begun) for some in (part.members[:half], part.members[half:])] + left
+            half, begun = len(part.members) // 2, all(runs.is_run(member.path) for member in part.members)
+            left = [_Part(some, begun) for some in (part.members[:half], part.members[half:])] + left
             continue
         failed = failed or code
         if code == entry.LOST or code >= entry.INTERRUPTED - 2:

@@ -2,10 +2,25 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
-from experiments import at_once, build, closing, interrupt, lock, main, runs, session, settings, sweep, train
+from experiments import (
+    at_once,
+    build,
+    closing,
+    interrupt,
+    lock,
+    main,
+    many,
+    outcome,
+    runs,
+    session,
+    settings,
+    sweep,
+    train,
+)
 from fedjax_pfl.data import federate
 from fedjax_pfl.engine import multihost
 from fedjax_pfl.errors import InputError
@@ -182,3 +197,22 @@ def test_runs_that_another_process_took_further_go_on_one_by_one(monkeypatch, ca
     monkeypatch.setattr(session, "train_into", lambda *_: 0)
     assert main.run(words) == 0
     assert "One after another: they go on from different rounds." in capsys.readouterr().out
+
+
+def test_runs_without_room_after_they_began_go_on_halved(tmp_path, monkeypatch, capsys):
+    begun = []
+
+    def into(given, *_):
+        begun.extend(one.path for one in given)
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes.")
+
+    monkeypatch.setattr(at_once, "_into", into)
+    monkeypatch.setattr(runs, "is_run", begun.__contains__)
+    monkeypatch.setattr(many, "_more", lambda _: {})
+    monkeypatch.setattr(many, "_width", lambda _: {})
+    resumed = []
+    monkeypatch.setattr(session, "train_into", lambda user, path, resume, *_: resumed.append(resume) or 0)
+    words = ["--algo=local", *TINY, "--seeds=2", "--runs_at_once=all", f"--workdir={tmp_path}"]
+    monkeypatch.setattr(outcome, "show", lambda *_, **__: None)
+    assert main.run(words) == 0 and resumed == [True, True]
+    assert "There is no room for 2 runs as one program. Half of them at once" in capsys.readouterr().out
