@@ -88,7 +88,7 @@ def run(members: Sequence[Member], say: int = closing.ONE, runs_at_once: str = "
 
 def _most(text: str) -> int | None:
     """How many runs are trained at once; None: all."""
-    if text not in ("auto", "all") and (not text.isdigit() or not int(text)):
+    if text not in ("auto", "all") and (not text.isdecimal() or not int(text)):
         raise InputError(f"--runs_at_once={text} must be a number from 1 on, all, or auto.")
     if multihost.several():
         if text not in ("auto", "1"):

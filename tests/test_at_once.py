@@ -154,7 +154,7 @@ def test_what_has_no_room_is_halved(tmp_path, monkeypatch, capsys):
 
 
 def test_how_many_is_a_number_or_a_word(tmp_path, monkeypatch):
-    for text in ("0", "two", "-1"):
+    for text in ("0", "two", "-1", "²"):
         with pytest.raises(InputError, match=f"--runs_at_once={text} must be a number from 1 on, all, or auto"):
             sweep.run(["--algo=ditto", f"--runs_at_once={text}", f"--root={tmp_path}"])
     monkeypatch.setattr(multihost, "several", lambda: True)
