@@ -90,6 +90,16 @@ def test_what_cannot_be_one_program_is_refused():
         simulate.vectorized(programs, [first, toy.federation(width=20)])
     with pytest.raises(InputError, match="need one device"):
         simulate.vectorized([program_of("ditto", 3, (1, 1))] * 2, [first, second])
+    fewer = second._replace(train=second.train._replace(size=second.train.size - 1))
+    with pytest.raises(InputError, match="hold other training examples than the task's"):
+        simulate.vectorized(programs, [first, fewer])
+    for options, why in (({"rounds": -1}, "rounds=-1"), ({"rounds": 3, "start": 1}, "start=1 needs the state")):
+        with pytest.raises(InputError, match=why):
+            next(
+                simulate.rounds_at_once(
+                    programs[0], KEYS, simulate.vectorized(programs, [first, second])[1], None, **options
+                )
+            )
 
 
 def test_examples_that_are_shared_are_there_once():

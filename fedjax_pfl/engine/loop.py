@@ -129,6 +129,7 @@ def rounds_at_once(
     """
     count, num_clients = federation.train.size.shape
     options = {"eval_every": 1, "start": 0, "state": None, "state_every": 1, "until": None} | options
+    validate.rounds(*(options[name] for name in ("rounds", "eval_every", "start", "state", "state_every")))
     failed: dict[int, DivergenceError] = {}
     for t, state, metrics, pre in _course(program, keys, federation, functions, **options):
         found: list[Result | DivergenceError] = []

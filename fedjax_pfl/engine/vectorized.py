@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fedjax_pfl.engine import validate
 from fedjax_pfl.engine.program import Program
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Federation, PyTree, State
@@ -25,11 +26,14 @@ def vectorized(programs: Sequence[Program], federations: Sequence[Federation]) -
         the same `examples` object, it is shared.
 
     Raises:
-      InputError: several devices, rows on the host, or other shapes.
+      InputError: several devices, rows on the host, other shapes, or the clients of another task.
     """
     first = programs[0]
     if first.on_host or first.mesh is not None:
         raise InputError("Several runs at once need one device that holds the clients' rows.")
+    for p, f in zip(programs, federations, strict=True):
+        if p.task is not None:
+            validate.federation(p.task, f)
     federations = [f._replace(placement=p.placement) for p, f in zip(programs, federations, strict=True)]
     if len(set(map(_shapes, federations))) > 1:
         raise InputError("Several runs at once need arrays of the same shapes: federate(room=...) makes them so.")
