@@ -24,6 +24,7 @@ from experiments import (
     train,
     validation,
 )
+from experiments.config import Config
 from experiments.entry import DIVERGED, INTERRUPTED
 from experiments.interrupt import Interrupt
 from experiments.phases import said
@@ -101,8 +102,10 @@ def train_into(given: Sequence[Given], room: Sequence[int], say: int) -> int:
 def _into(given: Sequence[Given], room: Sequence[int], console: Console, held: contextlib.ExitStack, say: int) -> int:
     found = list[Run]()
     with _each_alone():
-        for user, path, resume in given:
-            run = session.loaded(*session.where(user, str(path), resume, held), room, console)
+        where = [session.where(user, str(path), resume, held) for user, path, resume in given]
+        _check_settings([config for _, config, _ in where])
+        for each in where:
+            run = session.loaded(*each, room, console)
             found.append(_sharing(run, found[0]) if found else run)
     console.print(f"{account.describe(found[0].experiment)}; {len(found)} runs as one program")
     _check(found)
@@ -154,18 +157,24 @@ def _sharing(run: Run, first: Run) -> Run:
     return run._replace(experiment=shared._replace(dataset=one.dataset) if same["data"] else shared)
 
 
+def _check_settings(configs: Sequence[Config]) -> None:
+    """Raises ApartError for settings that are not those of one program, before anything is
+    loaded."""
+    first = configs[0]
+    if stopping.given(first) != stopping.given(first.replace(stop_at=None, patience=0)):
+        raise ApartError("each ends by itself with --stop_at or --patience")
+    if first.client_memory == "host":
+        raise ApartError("that needs the clients' rows in the devices' memory")
+    # those that go on have their own where the command says none
+    if len({(c.rounds, c.checkpoint_every, c.client_memory, c.devices) for c in configs}) > 1:
+        raise ApartError("they were begun with other rounds, checkpoints, devices or memory")
+
+
 def _check(found: Sequence[Run]) -> None:
     """Raises ApartError for runs that cannot be one program."""
     first = found[0].experiment
-    if stopping.given(first.config) != stopping.given(first.config.replace(stop_at=None, patience=0)):
-        raise ApartError("each ends by itself with --stop_at or --patience")
-    if first.config.client_memory == "host":
-        raise ApartError("that needs the clients' rows in the devices' memory")
     if layouts.devices(first.config.devices, first) > 1 and first.config.devices != "auto":
         raise ApartError("that needs one device")
-    configs = [run.experiment.config for run in found]  # those that go on have their own where the command says none
-    if len({(c.rounds, c.checkpoint_every, c.client_memory, c.devices) for c in configs}) > 1:
-        raise ApartError("they were begun with other rounds, checkpoints, devices or memory")
     digests = {build.lowered(run.experiment) for run in found}
     if len(digests) > 1:
         raise ApartError("their partitions make other programs of them")
