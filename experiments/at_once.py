@@ -211,13 +211,13 @@ def _train(
       train.Stopped: after a signal, with checkpoints; OSError where something cannot be written.
     """
     first = batch.runs[0].experiment
-    c, start, states = first.config, begun[0][0], [state for _, state in begun]
+    c, start = first.config, begun[0][0]
     reporter = report.Reporter(console, start, c.rounds, first.headline)
     ask = lambda: reporter.say("Stopping after this round; Ctrl-C again aborts at once.")
     options: dict[str, Any] = {"rounds": c.rounds, "start": start} | train.intervals(first)
-    if states[0] is not None:
-        programs = [run.experiment.program(batch.laid.width) for run in batch.runs]
-        options["state"] = vectorized.stack([p.place(state) for p, state in zip(programs, states, strict=True)])
+    known = [(run.experiment, state) for run, (_, state) in zip(batch.runs, begun, strict=True) if state is not None]
+    if known:
+        options["state"] = vectorized.stack([each.program(batch.laid.width).place(state) for each, state in known])
     course = simulate.rounds_at_once(batch.program, batch.keys, batch.federation, batch.functions, **options)
     with contextlib.ExitStack() as stack:
         stack.enter_context(reporter)
