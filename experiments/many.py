@@ -40,7 +40,8 @@ def run(members: Sequence[Member], say: int = closing.ONE, runs_at_once: str = "
     Args:
       say: as `session.train_into` takes it.
       runs_at_once: how many of those that share it are trained as one program: a number, `all`, or
-        `auto`, all but on a CPU, which is no faster for it.
+        `auto`: all on a single accelerator; a CPU is no faster for it, and runs alone use several
+        devices.
 
     Returns:
       the first exit code that is not 0, and whether the user or a lost process ended it before its
@@ -95,7 +96,7 @@ def _most(text: str) -> int | None:
             raise InputError(f"--runs_at_once={text} is for a single process: leave it out.")
         return 1
     if text == "auto":
-        return 1 if jax.default_backend() == "cpu" else None
+        return None if jax.default_backend() != "cpu" and jax.device_count() == 1 else 1
     return None if text == "all" else int(text)
 
 

@@ -153,6 +153,13 @@ def test_what_has_no_room_is_halved(tmp_path, monkeypatch, capsys):
     assert "There is no room. Half of them at once, then the others." in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("backend, devices, most", [("cpu", 1, 1), ("gpu", 1, None), ("gpu", 2, 1)])
+def test_auto_is_all_on_a_single_accelerator(backend, devices, most, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    assert many._most("auto") == most and many._most("all") is None and many._most("3") == 3
+
+
 def test_how_many_is_a_number_or_a_word(tmp_path, monkeypatch):
     for text in ("0", "two", "-1", "²"):
         with pytest.raises(InputError, match=f"--runs_at_once={text} must be a number from 1 on, all, or auto"):
