@@ -31,7 +31,8 @@ OF_A_RUN = {
 SEEDS = Flag(int, "so many runs, of this seed and the next ones; each has its own run directory", 1)
 RUNS_AT_ONCE = Flag(
     str,
-    "how many runs that differ in seed and numeric hyperparameters are one program: N, all, auto (1 on a CPU)",
+    "how many runs that differ in seed and numeric hyperparameters are trained as one program: a number, all, or auto "
+    "(all on a single accelerator, else one after another)",
     "auto",
 )
 VERBOSE = Flag(bool, "say everything: all rounds, all tables", False)

@@ -1,5 +1,7 @@
 """Runs that are trained as one program: what each directory holds is that of the run alone."""
 
+import contextlib
+import io
 import json
 
 import jax
@@ -54,8 +56,18 @@ def assert_same_rows(first, second):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    assert main.run([*RUN, "--runs_at_once=all", f"--workdir={folder / 'at_once'}"]) == 0
+    """Runs alone, and runs at once that were stopped after the first round and went on."""
+    folder, said = tmp_path_factory.mktemp("runs"), io.StringIO()
+    words = [*RUN, "--runs_at_once=all", f"--workdir={folder / 'at_once'}"]
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
+        patch.setattr(at_once, "Interrupt", Asked)
+        assert main.run(words) == 130
+    assert "Stopped after 1 rounds; the same command goes on." in said.getvalue()
+    assert [len(rows(folder / "at_once" / seed)) for seed in ("seed0", "seed1")] == [1, 1]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert main.run(words) == 0
+    assert said.getvalue().count("Resuming after round 1 of 4") == 2
     assert main.run([*RUN, f"--workdir={folder / 'alone'}"]) == 0
     return folder
 
@@ -77,19 +89,6 @@ def test_one_of_them_goes_on_alone(folder, capsys):
     said = capsys.readouterr().out
     assert "The layout changes (runs 2 -> 1)" in said and "Resuming after round 4 of 5" in said
     assert len(rows(path)) == 6 and len(rows(folder / "at_once" / "seed0")) == 5
-
-
-def test_after_ctrl_c_the_same_command_goes_on_with_all(folder, tmp_path, monkeypatch, capsys):
-    words = [*RUN, "--runs_at_once=2", f"--workdir={tmp_path}"]
-    with monkeypatch.context() as patch:
-        patch.setattr(at_once, "Interrupt", Asked)
-        assert main.run(words) == 130
-    assert "Stopped after 1 rounds; the same command goes on." in capsys.readouterr().err
-    assert [len(rows(tmp_path / seed)) for seed in ("seed0", "seed1")] == [1, 1]
-    assert main.run(words) == 0
-    assert capsys.readouterr().out.count("Resuming after round 1 of 4") == 2
-    for seed in ("seed0", "seed1"):
-        assert_same_rows(rows(tmp_path / seed), rows(folder / "alone" / seed))
 
 
 def test_values_are_a_batch_axis_too_and_one_that_diverges_is_alone_in_it(tmp_path, capsys):
