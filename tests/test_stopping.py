@@ -91,9 +91,10 @@ def test_patience_counts_evaluations_without_a_better_validation_score(values, w
 
 
 def test_a_goal_is_at_the_point_of_the_preset_and_in_the_direction_of_the_score():
-    config = Config(algo="fedavg", preset="pfedc_mnist", stop_at="acc:0.9")  # whose headline is post/acc
+    config = Config(algo="fedrep", preset="pfedc_mnist", stop_at="acc:0.9")  # whose headline is post/acc
     assert why(config, [row(0, 0.95, "pre")]) is None
     assert why(config, [row(0, 0.95, "post")]) and why(config.replace(preset=None), [row(0, 0.95, "pre")])
+    assert why(config.replace(algo="fedavg"), [row(0, 0.95, "pre")])  # but FedAvg's
     less = Config(algo="feddva", stop_at="pre/reconstruction:40")
     assert why(less, [row(3, 41.0, "pre", "reconstruction")]) is None
     assert "in round 4" in why(less, [row(t, 44.0 - t, "pre", "reconstruction") for t in range(6)])

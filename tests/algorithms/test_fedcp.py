@@ -195,7 +195,7 @@ def test_mmd_of_single_rows():
     np.testing.assert_allclose(MMD(h, u, ALL[:1])[0], expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize("task, cpn", [(TASK, {}), (NORM, {"norm": "batch"})], ids=["mlp", "norm"])
+@pytest.mark.parametrize("task, cpn", [(TASK, {}), toy.slow(NORM, {"norm": "batch"})], ids=["mlp", "norm"])
 def test_mmd_acts_from_the_second_step_on(task, cpn):
     f = toy.federation()
     size, batch = np.asarray(f.train.size), task.batch_size

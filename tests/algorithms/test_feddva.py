@@ -45,7 +45,7 @@ def one_round(active=(True, True), numbers=None, **fixed):
     return compiled(**fixed)(np.array(active), numbers)
 
 
-@pytest.mark.parametrize("mode", dva_phases.MODES)
+@pytest.mark.parametrize("mode", ["paper", toy.slow("code")])
 def test_one_client_is_a_plain_loop_over_the_phases(mode):
     """The average of one upload is the upload; the first phase has the client's key, each further
     one its own."""
@@ -88,7 +88,7 @@ def test_without_weight_the_regulariser_does_not_matter():
     assert_close(first, other, 1e-5)
 
 
-@pytest.mark.parametrize("head", dva_phases.HEADS)
+@pytest.mark.parametrize("head", ["personal", toy.slow("shared")])
 def test_a_classifier_without_weight_changes_nothing_else(head):
     plain, beside = one_round()[0], one_round(numbers={"cls": 0.0}, head=head)[0]
     for part in ("z", "c"):

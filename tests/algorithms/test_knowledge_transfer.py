@@ -261,7 +261,7 @@ def labelled(public_epochs, t, **hparams):
     return jax.jit(program.round)(key, program.traced, toy.federation(), state, jnp.int32(t), flag)[0].clients
 
 
-@pytest.mark.parametrize("order", ["paper", "code"])
+@pytest.mark.parametrize("order", ["paper", toy.slow("code")])
 def test_public_labels_are_learnt_before_round_0_only(order):
     """At a rate of 0 nothing is; the outputs of the public classes are gone afterwards."""
     given = {"order": order, "warmup_epochs": 0}
