@@ -13,7 +13,7 @@ from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.types import State
 
 KNOWN = json.loads(active.FILE.read_text())
-QUICK = ("fedprox", "mnfl", "ditto")  # one compilation each
+QUICK = ("fedprox",)  # one compilation; the others are slow
 
 
 def test_every_part_of_every_method_is_measured():

@@ -103,6 +103,7 @@ def test_values_are_a_batch_axis_too_and_one_that_diverges_is_alone_in_it(tmp_pa
     assert one != two
 
 
+@pytest.mark.slow  # that it is said, and what follows, is also seen where one of the runs is locked
 def test_other_programs_run_one_after_another(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(build, "lowered", lambda experiment: str(experiment.config.seed))
     assert main.run([*RUN, "--rounds=1", "--runs_at_once=all", f"--workdir={tmp_path}"]) == 0

@@ -19,7 +19,7 @@ from fedjax_pfl.errors import InputError
 KEYS = jax.random.split(jax.random.key(3), 2)
 RATES = (0.05, 0.2)
 OPTIONS = {"rounds": 3, "eval_every": 2}
-QUICK = ["ditto", "pfedhn"]
+QUICK = ["ditto"]
 
 
 _compiled: dict = {}
