@@ -9,7 +9,7 @@ Local and Local of everybody's small model, MNFL by Local and by its passes over
 alone. Compilation is divided likewise, apart. One process, a round without evaluation; all take
 turns, a ratio is of one turn, and the medians are printed. Clients have 100 images of 32x32x3,
 batches of 10 and one epoch; 300 public images in batches of 256. Then the same ratio of FedProto
-and FML in multiply-adds (`engine.flops`), which no implementation of the same steps is below.
+and FML in the multiply-adds of their matrix products (`engine.flops`).
 """
 
 import functools

@@ -234,8 +234,14 @@ def lines(name: str) -> list[str]:
     row = TABLE.get(name)
     if row is None or row.why:
         return [row.why] if row else []
-    known = json.loads(FILE.read_text(encoding="utf-8")).get(name, [])
+    known = _known().get(name, [])
     return [_sentence(*pair) for pair in zip(row.parts, known, strict=False)]  # of a part that is not measured: nothing
+
+
+def _known() -> dict[str, list[Row]]:
+    """What was measured, by method; nothing without the file."""
+    found: dict[str, list[Row]] = json.loads(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {}
+    return found
 
 
 def _sentence(part: Part, found: Row) -> str:
@@ -255,7 +261,7 @@ def main(argv: list[str]) -> str:
     """Renews what is known of the methods named, or of all, and returns it in words."""
     autotune.keep_compilations()
     names = [choose("method", name, TABLE) for name in flags.parse(argv, {}, words=True).words] or list(TABLE)
-    known = json.loads(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {}
+    known = _known()
     for name in names:
         known[name] = measure(name)
         rows = [f' "{method}": {json.dumps(known[method])}' for method in TABLE if method in known]

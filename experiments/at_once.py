@@ -32,6 +32,7 @@ from experiments.recorded import Layout
 from experiments.session import Run
 from experiments.versions import compile_clock
 from fedjax_pfl import simulate
+from fedjax_pfl.data.datasets import Dataset
 from fedjax_pfl.engine import memory, vectorized
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Array, Federation, State
@@ -147,14 +148,19 @@ def _each_alone() -> Iterator[None]:
 def _sharing(run: Run, first: Run) -> Run:
     """The run with the first one's arrays of the examples where it has the same."""
     one, other = first.experiment, run.experiment
-    known, here = runs.digests(one), runs.digests(other)
-    same = {name: known.get(name) == here.get(name) for name in ("data", "public")}
-    fields: dict[str, Any] = {"examples": one.federation.examples} if same["data"] else {}
-    fields |= {"public": one.federation.public} if same["public"] else {}
-    share = lambda federation: federation._replace(**fields)
+    names = {"dataset": "examples", "public": "public"}  # on the host and on the device
+    same = [name for name in names if _same_examples(getattr(one, name), getattr(other, name))]
+    arrays: dict[str, Any] = {names[name]: getattr(one.federation, names[name]) for name in same}
+    share = lambda federation: federation._replace(**arrays)
     others = other.unseen and other.unseen._replace(federation=share(other.unseen.federation))
     shared = other._replace(federation=share(other.federation), unseen=others)
-    return run._replace(experiment=shared._replace(dataset=one.dataset) if same["data"] else shared)
+    return run._replace(experiment=shared._replace(**{name: getattr(one, name) for name in same}))
+
+
+def _same_examples(a: Dataset | None, b: Dataset | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return np.array_equal(a.x, b.x) and np.array_equal(a.y, b.y)
 
 
 def _check_settings(configs: Sequence[Config]) -> None:

@@ -50,8 +50,11 @@ def show(console: Console, run: RunDirectory, experiment: build.Experiment, say:
 
 def warn(console: Console, rows: Iterable[report.Row], experiment: build.Experiment) -> None:
     """Says which parts of the method did nothing in the last round (`Algorithm.idle`)."""
+    parts = experiment.algorithm().idle
+    if not parts:
+        return
     last: report.Row = functools.reduce(lambda last, row: row if "loss" in row else last, rows, {})
-    for part in experiment.algorithm().idle:
+    for part in parts:
         seen = [last.get(part.metric + end) for end in ("", "/min", "/max")]  # a number, or a matrix's extremes
         far = [abs(value - part.at) for value in seen if value is not None]
         if far and max(far) < part.within:

@@ -20,7 +20,7 @@ from fedjax_pfl.engine import checkpoint, multihost
 from fedjax_pfl.errors import InputError
 
 _MANY = 100_000  # clients, where a partition of the user's own says how many
-GOES_ON = "Interrupted; the same command goes on."
+GOES_ON = f"Interrupted; {at_once.GOES_ON}."
 
 
 class _Part(NamedTuple):
