@@ -40,8 +40,7 @@ def run(members: Sequence[Member], say: int = closing.ONE, runs_at_once: str = "
     Args:
       say: as `session.train_into` takes it.
       runs_at_once: how many of those that share it are trained as one program: a number, `all`, or
-        `auto`: all on a single accelerator; a CPU is no faster for it, and runs alone use several
-        devices.
+        `auto`: all on a single accelerator, else one after another.
 
     Returns:
       the first exit code that is not 0, and whether the user or a lost process ended it before its
