@@ -5,7 +5,7 @@
 
 One process; 20 clients with 100 images each, batch 10, one local epoch, each method's own defaults;
 a round without evaluation. All methods take turns, and a ratio is to a FedAvg round just before;
-the medians are printed. The steps and samples are those that the settings ask for; what a method
+the medians are printed, with the lowest and the highest. The steps and samples are those that the settings ask for; what a method
 does beside them, as with further models, is in `GFLOP/s` (`fedjax_pfl.engine.flops` says what is
 counted). `MiB` is XLA's account of the round on each device, the data apart.
 """
@@ -52,13 +52,24 @@ def main(argv) -> None:
     print(report.machine())
     print(f"{FLAGS.model}, {CLIENTS} clients, convolutions {layers.form(FLAGS.conv)}, {devices} x width {width}")
     print(f"matmul peak {peak:.0f} GFLOP/s; medians of {FLAGS.repeats} turns\n")
-    rows: list[tuple] = [("method", "s a round", "of FedAvg", *report.RATES, "compile s", "MiB")]
+    rows: list[tuple] = [("method", "s a round", "of FedAvg", "from", "to", *report.RATES, "compile s", "MiB")]
     for name, runner in runners.items():
         flops = report.flops(name, task, federation, in_form(FLAGS.model, "matmul"))
         seconds = statistics.median(turn[name][1] for turn in turns)
-        ratio = statistics.median(turn[name][1] / turn[name][0] for turn in turns)
+        ratios = [turn[name][1] / turn[name][0] for turn in turns]
         rates = report.rates(*report.planned(task), seconds, flops, peak)
-        rows.append((name, seconds, ratio, *rates, runner.compile, runner.bytes / 2**20))
+        rows.append(
+            (
+                name,
+                seconds,
+                statistics.median(ratios),
+                min(ratios),
+                max(ratios),
+                *rates,
+                runner.compile,
+                runner.bytes / 2**20,
+            )
+        )
     print(table(rows))
     print(f"\nmatmul peak at the end {report.matmul_peak():.0f} GFLOP/s")
     print("\n".join(["", *refused]))
