@@ -111,11 +111,13 @@ def _uniform(active: Array) -> Array:
     return active / jnp.maximum(jnp.sum(active), 1)
 
 
-def share_on_positives(b: Branches, alpha: Array, y: Array, mask: Array) -> Array:
-    """Share [] of the weights alpha [T] on tasks with a sample of their group in the batch; the
-    others answer "no"."""
+def weight_shares(b: Branches, alpha: Array, y: Array, mask: Array, one_class: Array) -> dict[str, Array]:
+    """Where the weights alpha [T] lie: their share [] on tasks with a sample of their group in the
+    batch, the others answering "no", and on the tasks `one_class` [T]."""
     positive = jnp.any(_inside(b, y) & mask[:, None], axis=0)
-    return alpha @ positive / jnp.maximum(jnp.sum(alpha), jnp.finfo(alpha.dtype).tiny)
+    on = {"weight_on_positives": positive, "weight_on_one_class": one_class}
+    total = jnp.maximum(jnp.sum(alpha), jnp.finfo(alpha.dtype).tiny)
+    return {name: alpha @ tasks / total for name, tasks in on.items()}
 
 
 def branch_loss(
@@ -127,15 +129,17 @@ def branch_loss(
     normalise: str,
     head_grad: str,
     task_loss: str = "class",
-) -> Callable[[PyTree, Batch, Array], tuple[Array, PyTree, Array]]:
+    one_class: Array | bool = False,
+) -> Callable[[PyTree, Batch, Array], tuple[Array, PyTree, dict[str, Array]]]:
     """The weighted sum of a client's task losses (Eq. 5 with MGDA-UB's weights), as `local.sgd`
     takes it.
 
     Args:
       active: [T] bool, the tasks the client holds.
+      one_class: [T] bool, those of whose classes it holds one.
 
     Returns:
-      (variables, batch, key) -> (loss [], new stats, `share_on_positives` []).
+      (variables, batch, key) -> (loss [], new stats, `weight_shares`).
     """
     model = task.model
 
@@ -157,18 +161,18 @@ def branch_loss(
             m = _body_gram(task, b, lambda z: each(z, batch)[0], variables, batch, key)
         return min_norm_weights(m, values, on, solver, normalise), on
 
-    def loss(variables: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree, Array]:
+    def loss(variables: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree, dict[str, Array]]:
         h, stats = model.features(variables, batch.x, mask=batch.mask, train=True, key=key)
         z = columns(variables["head"], h)
         alpha, on = jax.lax.stop_gradient(weights(*jax.lax.stop_gradient((variables, batch, z, key))))
-        share = share_on_positives(b, alpha, batch.y, batch.mask)
+        shares = weight_shares(b, alpha, batch.y, batch.mask, jnp.broadcast_to(one_class, alpha.shape))
         if head_grad == "scaled":
-            return alpha @ each(z, batch)[0], stats, share
+            return alpha @ each(z, batch)[0], stats, shares
         by_body = columns(jax.lax.stop_gradient(variables["head"]), h)
         by_head = columns(variables["head"], jax.lax.stop_gradient(h))
         apart = each(by_head, batch)[0] @ on.astype(z.dtype)
         value = alpha @ each(by_body, batch)[0]
-        return value + apart - jax.lax.stop_gradient(apart), stats, share
+        return value + apart - jax.lax.stop_gradient(apart), stats, shares
 
     return loss
 

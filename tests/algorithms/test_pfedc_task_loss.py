@@ -1,5 +1,5 @@
-"""What a task's loss is divided by: minibatch SGD against a NumPy loop, and the weight on tasks
-with a positive."""
+"""What a task's loss is divided by: minibatch SGD against a NumPy loop, and the weights on tasks
+with a positive and on groups of one class."""
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +73,18 @@ def test_minibatches_of_uneven_classes(task_loss):
         np.testing.assert_allclose(
             run.state.server["head"]["bias"][c], np.mean([bias[c] for _, bias, _ in holders]), atol=1e-5
         )
+
+
+def test_weight_on_groups_of_which_a_client_holds_one_class():
+    run = toy.train("pfedc", LINEAR, 1, KEY, tasks="consecutive:2", weighting="uniform")
+    of, stream = np.arange(C) // -(-C // 2), jax.random.fold_in(keys.clients_key(KEY, 0), 0)
+    expected = []
+    for i in np.asarray(run.metrics.ids[0]):
+        one = np.bincount(of[toy.OWN[i]], minlength=2) == 1
+        each = batches(jax.random.fold_in(stream, int(i)), i)
+        expected.append(np.mean([one[np.unique(of[y])].mean() for _, y in each]))
+    np.testing.assert_allclose(run.metrics.clients["weight_on_one_class"][0], expected, rtol=1e-5)
+    assert 0 < np.mean(expected) < 1
 
 
 # --- the weights
