@@ -70,12 +70,12 @@ def _branched(
         return {**w, "head": jax.tree.map(lambda x: x[..., : len(b.column)], widest)}
 
     def train(c: Client, received: PyTree) -> tuple[PyTree, Array, dict[str, Array]]:
-        classes = (c.class_counts > 0) @ b.member.T  # [T], that the client holds of each task
+        classes = jnp.sign(c.class_counts) @ b.member.T  # [T], that the client holds of each task
         holds, how = classes > 0, (weighting, solver, normalise, head_grad, task_loss)
         loss = branch_loss(task, b, holds, *how, one_class=classes == 1)
-        w, (value, shares) = local.sgd(c.key, c.train, loss, received, task, has_aux=True)
+        w, (value, seen) = local.sgd(c.key, c.train, loss, received, task, has_aux=True)
         w["head"] = trees.choose(holds[b.column], w["head"], received["head"])  # weight decay moves all
-        return w, value, shares
+        return w, value, seen
 
     def predictor(w: PyTree) -> Predictor:
         return lambda x, mask: class_logits(b, columns(w["head"], model.features(w, x, mask=mask, train=False)[0]))

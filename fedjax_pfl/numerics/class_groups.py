@@ -139,7 +139,8 @@ def branch_loss(
       one_class: [T] bool, those of whose classes it holds one.
 
     Returns:
-      (variables, batch, key) -> (loss [], new stats, `weight_shares`).
+      (variables, batch, key) -> (loss [], new stats, `weight_shares` and under unweighted_loss the
+      mean of the tasks' losses).
     """
     model = task.model
 
@@ -165,14 +166,16 @@ def branch_loss(
         h, stats = model.features(variables, batch.x, mask=batch.mask, train=True, key=key)
         z = columns(variables["head"], h)
         alpha, on = jax.lax.stop_gradient(weights(*jax.lax.stop_gradient((variables, batch, z, key))))
-        shares = weight_shares(b, alpha, batch.y, batch.mask, jnp.broadcast_to(one_class, alpha.shape))
+        values = each(z, batch)[0]
+        seen = weight_shares(b, alpha, batch.y, batch.mask, jnp.broadcast_to(one_class, alpha.shape))
+        seen["unweighted_loss"] = values @ _uniform(on)
         if head_grad == "scaled":
-            return alpha @ each(z, batch)[0], stats, shares
+            return alpha @ values, stats, seen
         by_body = columns(jax.lax.stop_gradient(variables["head"]), h)
         by_head = columns(variables["head"], jax.lax.stop_gradient(h))
         apart = each(by_head, batch)[0] @ on.astype(z.dtype)
         value = alpha @ each(by_body, batch)[0]
-        return value + apart - jax.lax.stop_gradient(apart), stats, shares
+        return value + apart - jax.lax.stop_gradient(apart), stats, seen
 
     return loss
 

@@ -80,11 +80,15 @@ def test_weight_on_groups_of_which_a_client_holds_one_class():
     of, stream = np.arange(C) // -(-C // 2), jax.random.fold_in(keys.clients_key(KEY, 0), 0)
     expected = []
     for i in np.asarray(run.metrics.ids[0]):
-        one = np.bincount(of[toy.OWN[i]], minlength=2) == 1
+        one = np.bincount(of[list(toy.OWN[i])], minlength=2) == 1
         each = batches(jax.random.fold_in(stream, int(i)), i)
         expected.append(np.mean([one[np.unique(of[y])].mean() for _, y in each]))
     np.testing.assert_allclose(run.metrics.clients["weight_on_one_class"][0], expected, rtol=1e-5)
     assert 0 < np.mean(expected) < 1
+    np.testing.assert_allclose(run.metrics.clients["unweighted_loss"], run.metrics.loss, rtol=1e-5)
+    plain = toy.train("pfedc", LINEAR, 1, KEY, tasks="consecutive:2").metrics
+    assert np.all(plain.clients["unweighted_loss"] >= plain.loss * (1 - 1e-6))  # the weights lie on what is learnt
+    assert np.any(plain.clients["unweighted_loss"] > 1.2 * plain.loss)
 
 
 # --- the weights
