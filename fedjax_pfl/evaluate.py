@@ -24,10 +24,16 @@ def batch_size(rows: float) -> int:
 
 
 def pass_size(sizes: np.ndarray) -> int:
-    """Rows at once of a pass over clients' training sets of these sizes [N]: a power of two from 8
-    to BATCH, small enough that of 64 rows or more of the largest client less than an eighth is
-    added as padding."""
-    return batch_size(max(8, max(sizes) / 16))
+    """Rows at once of a pass over clients' training sets of these sizes [N], so that little padding
+    is computed.
+
+    Of even clients at most 64, in equal parts. Of uneven ones a power of two from 8 to BATCH, small
+    enough that of 64 rows or more of the largest client less than an eighth is added.
+    """
+    largest = int(max(sizes))
+    if min(sizes) >= 0.9 * largest > 0:
+        return -(-largest // -(-largest // 64))
+    return batch_size(max(8, largest / 16))
 
 
 def classification(outputs: Array, y: Array, mask: Array, client: Client) -> Scores:

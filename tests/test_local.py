@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import toy
 
-from fedjax_pfl import local
+from fedjax_pfl import evaluate, local
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.types import Data, Examples
 
@@ -165,3 +165,12 @@ def test_a_batch_of_a_large_data_set_is_not_split_over_a_cpus_threads():
     for batch in (index[0], index):
         get = local._rows if batch.ndim == 1 else jax.vmap(local._rows, (None, 0))
         assert "outer_dimension_partitions" not in jax.jit(get).lower(large, batch).compile().as_text()
+
+
+@pytest.mark.parametrize(
+    "sizes, rows, computed",
+    [([100, 99, 100], 50, 300), ([128] * 2, 64, 256), ([7, 7], 7, 14), ([1000, 30], 64, 1088), ([75, 19, 0], 8, 104)],
+)
+def test_a_pass_over_training_sets_is_padded_little(sizes, rows, computed):
+    assert evaluate.pass_size(np.array(sizes)) == rows
+    assert sum(-(-n // rows) * rows for n in sizes) == computed
