@@ -42,7 +42,7 @@ class Placement(NamedTuple):
 
     client: Array  # [R] int32, whose row it is; N or more: an empty row
     row: Array  # [N] int32, the row of each client
-    steps: Array  # [N] int32, local steps per round, by which clients are assigned to devices
+    work: Array  # [N], of a round in any unit, by which clients are assigned to devices
 
 
 class Federation(NamedTuple):

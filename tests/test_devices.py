@@ -11,7 +11,7 @@ import pytest
 import toy
 from toy import N, assert_close, assert_same
 
-from fedjax_pfl import simulate
+from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.data.datasets import Dataset, prepare_images
 from fedjax_pfl.data.partitioners import partition
@@ -47,6 +47,30 @@ def test_the_busiest_device_has_little_more_than_the_best_assignment_gives_it(se
     loads = np.append(steps, np.zeros(assigned.size - 100))[assigned].sum(axis=1)
     assert loads.sum() == steps.sum()
     assert loads.max() <= 1.1 * best.max()
+
+
+def mixed(*nets):
+    """Two clients of each network; the first of them has the most examples where the last has the
+    least."""
+    sizes, given = np.array([32, 28, 20, 8, 4, 16]), [models.model(net, toy.SHAPE, toy.C) for net in nets]
+    return toy.task(models=tuple(given), architecture=np.arange(6) % len(nets), sizes=sizes, epochs=1)
+
+
+def test_devices_are_balanced_over_all_architectures():
+    task = mixed(*[toy.tiny_mlp] * 3)
+    rows = placement.placement(task, 2).client.reshape(3, 2)  # each device has a row of each
+    assert sorted(rows.reshape(-1)) == list(range(6))
+    # in steps 8 and 2, 7 and 1, 5 and 4: the longest of each on one device would be 20
+    assert sorted((task.sizes // 4)[rows].sum(axis=0)) == [13, 14]
+
+
+def test_the_balance_counts_what_a_step_of_an_architecture_costs():
+    task = mixed(toy.tiny_mlp, toy.small_mlp)
+    flops = np.array([models.flops(net, toy.SHAPE, toy.C, 4) for net in (toy.tiny_mlp, toy.small_mlp)])
+    np.testing.assert_allclose(placement.relative_operations(task), flops / flops.min())
+    np.testing.assert_allclose(placement.placement(task, 2).work, task.sizes / 4 * (flops / flops.min())[[0, 1] * 3])
+    broken = task._replace(models=(task.models[0], task.models[1]._replace(apply=None)))
+    np.testing.assert_array_equal(placement.relative_operations(broken), [1, 1])
 
 
 def test_more_devices_than_there_are_is_one_sentence():

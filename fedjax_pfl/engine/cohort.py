@@ -12,6 +12,7 @@ another. The result is the same for every layout, to rounding.
 import functools
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -184,22 +185,27 @@ class Cohort:
         """Per architecture the sum of share * first result, and the second results in the cohort's
         order."""
         some = [group for group, length in enumerate(self.places) if length]
-        found = [self._run_group(client, rows, shares, phase, group) for group in some]
-        return [total for total, _ in found], groups.join([results for _, results in found])
-
-    def _run_group(
-        self, client: Sender, rows: tuple[PyTree, ...], shares: PyTree, phase: int | None, group: int
-    ) -> tuple[PyTree, PyTree]:
         arrays = (self.ids, self.active, self.sizes, rows, shares)
-        if len(self.places) > 1:
-            arrays = groups.rows_of(arrays, group, self._slices[group])
-        block: Callable[..., tuple[PyTree, PyTree]] = functools.partial(self._block, client, phase, group)
-        if self._mesh is not None:
+        alone = len(self.places) == 1
+        each = [arrays if alone else groups.rows_of(arrays, group, self._slices[group]) for group in some]
+
+        def here(federation: Federation, each: list[Any]) -> tuple[list[PyTree], list[PyTree]]:
+            blocks = (
+                self._block(client, phase, group, federation, *mine) for group, mine in zip(some, each, strict=True)
+            )
+            totals, results, like = (list(part) for part in zip(*blocks, strict=True))
+            # all at once: a sum after each architecture would have its devices wait for each other
+            totals = totals if self._mesh is None else jax.lax.psum(totals, AXIS)
+            return trees.cast(totals, like), results
+
+        if self._mesh is None:
+            totals, results = here(self._federation, each)
+        else:
             # check_vma would refuse loops that start from the server's state, which `client` closes over
-            inside, outside = (P(), *[P(AXIS)] * 5), (P(), P(AXIS))
-            block = jax.shard_map(block, mesh=self._mesh, in_specs=inside, out_specs=outside, check_vma=False)
-        results = block(self._federation, *arrays)
-        return results if self._mesh is None else unmarked(results)
+            inside, outside = (P(), P(AXIS)), (P(), P(AXIS))
+            spread = jax.shard_map(here, mesh=self._mesh, in_specs=inside, out_specs=outside, check_vma=False)
+            totals, results = unmarked(spread(self._federation, each))
+        return totals, groups.join(results)
 
     def _block(
         self,
@@ -212,8 +218,10 @@ class Cohort:
         sizes: Array,
         rows: tuple[PyTree, ...],
         shares: PyTree,
-    ) -> tuple[PyTree, PyTree]:
-        """What one device does: `_run_group` over its own clients, all arrays with as many rows."""
+    ) -> tuple[PyTree, PyTree, PyTree]:
+        """What one device does with its own clients of an architecture, all arrays with as many
+        rows: its sum of share * first result, the second results, and shapes and types of a first
+        one."""
         count = ids.shape[0]
         width = min(self._width, count)
         # longest first, ties by id: no chunk and no sum depends on the order of the cohort
@@ -246,9 +254,7 @@ class Cohort:
         total, rest = jax.lax.scan(chunk, zeros, positions)
         if width > 1:
             rest = jax.tree.map(lambda x: x.reshape(chunks * width, *x.shape[2:]), rest)
-        if self._mesh is not None:
-            total = jax.lax.psum(total, AXIS)
-        return trees.cast(total, first), trees.gather(rest, jnp.argsort(order))
+        return total, trees.gather(rest, jnp.argsort(order)), first
 
 
 def _public(federation: Federation, task: Task, active: Array) -> Data | None:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from fedjax_pfl import groups, local, trees
 from fedjax_pfl.errors import InputError, check
+from fedjax_pfl.models.work import step_flops
 from fedjax_pfl.types import Array, Placement, PyTree, State, Task
 
 AXIS = "clients"  # of the mesh
@@ -46,12 +47,13 @@ def make_mesh(devices: int, local: bool = False) -> Mesh | None:
     return jax.make_mesh((devices,), (AXIS,), axis_types=(AxisType.Auto,), devices=take(devices, local))
 
 
-def assign(work: Array, devices: int) -> Array:
+def assign(work: Array, devices: int, load: Array | None = None) -> Array:
     """Assigns clients to devices, equally many to each and with balanced load: the longest first,
     each to the least loaded device that has a place left.
 
     Args:
       work: [S], of any unit.
+      load: [D], the work that the devices have already; None: none.
 
     Returns:
       [D ceil(S / D)] int32, the positions of the first device's clients, then the second's, ...;
@@ -67,11 +69,18 @@ def assign(work: Array, devices: int) -> Array:
         place = device * capacity + held[device]
         return (load.at[device].add(work[position]), held.at[device].add(1)), place
 
-    start = (jnp.zeros(devices), jnp.zeros(devices, jnp.int32))
+    start = (jnp.zeros(devices) if load is None else load, jnp.zeros(devices, jnp.int32))
     _, places = jax.lax.scan(give, start, order)
     assigned = jnp.full(devices * capacity, count, jnp.int32).at[places].set(order)
     empty = assigned == count
     return jnp.where(empty, count - 1 + jnp.cumsum(empty), assigned)
+
+
+def loaded(load: Array, work: Array, places: Array) -> Array:
+    """The work [D] of each device after those clients, `work` [S], that `assign` gave `places`."""
+    real = places < len(work)
+    here: Array = jnp.where(real, work[jnp.minimum(places, len(work) - 1)], 0)
+    return load + jnp.sum(here.reshape(len(load), -1), axis=1)
 
 
 def padding_overhead(work: np.ndarray, width: int, devices: int = 1) -> float:
@@ -105,26 +114,42 @@ def starts(lengths: tuple[int, ...]) -> list[int]:
     return [0, *np.cumsum(lengths).tolist()]
 
 
+def relative_operations(task: Task) -> np.ndarray:
+    """What a training step of each architecture costs by the cheapest's, [G] float32; 1 where it
+    cannot be counted, since only the balance depends on it."""
+    try:
+        x = jax.eval_shape(lambda x: task.prepare(jnp.repeat(x[None], task.batch_size, axis=0)), task.input)
+        count = np.array([step_flops(model, x) for model in task.models], np.float32)
+    except Exception:  # of a network that is somebody's own: the round will say what is wrong with it
+        count = np.zeros(len(task.models), np.float32)
+    return count / count.min() if count.all() else np.ones_like(count)
+
+
 def placement(task: Task, devices: int) -> Placement | None:
-    """The rows of all clients, those of an architecture assigned to the devices by their steps;
-    NumPy arrays.
+    """The rows of all clients, assigned to the devices by their work: their steps, times the
+    operations of one where there are several architectures; NumPy arrays.
 
     None on a single device with one architecture, where row i is client i's.
     """
     if devices == 1 and len(task.models) == 1:
         return None
-    n, steps = task.num_clients, local.planned(task, task.sizes)[0].astype(np.int32)
+    n, work = task.num_clients, local.planned(task, task.sizes)[0].astype(np.float32)
+    if devices > 1 and len(task.models) > 1:
+        work *= relative_operations(task)[task.architecture]
     parts: list[np.ndarray] = []
+    load = jnp.zeros(devices)
     for group in range(len(task.models)):
         ids = groups.members(task, group)
-        work = steps[ids]
-        at = np.asarray(jax.jit(assign, static_argnums=1)(work, devices)) if devices > 1 else np.arange(len(ids))
+        at = np.arange(len(ids))
+        if devices > 1:
+            places = jax.jit(assign, static_argnums=1)(work[ids], devices, load)
+            load, at = loaded(load, jnp.asarray(work[ids]), places), np.asarray(places)
         empty = n + sum(map(len, parts)) + np.arange(len(at))  # distinct over all segments
         parts.append(np.where(at < len(ids), ids[np.minimum(at, len(ids) - 1)], empty))
     client = np.concatenate(parts).astype(np.int32)
     row = np.zeros(n, np.int32)
     row[client[client < n]] = np.flatnonzero(client < n)
-    return Placement(client, row, steps)  # type: ignore[arg-type]  # on the host
+    return Placement(client, row, work)  # type: ignore[arg-type]  # on the host
 
 
 def arrange(task: Task, where: Placement | None, ids: Array, active: Array, devices: int) -> tuple[Array, Array]:
@@ -141,11 +166,13 @@ def arrange(task: Task, where: Placement | None, ids: Array, active: Array, devi
         client = jnp.asarray(where.client)
         return client, active[jnp.minimum(client, n - 1)] & (client < n)
     parts: list[tuple[Array, Array]] = []
-    nobody = n
+    nobody, load = n, jnp.zeros(devices)
     for group in range(len(task.models)):
         mine, on, here = _of_group(task, group, ids, active)
         if devices > 1:
-            places = assign(jnp.where(on, jnp.asarray(where.steps)[mine], 0), devices)
+            work = jnp.where(on, jnp.asarray(where.work)[mine], 0)
+            places = assign(work, devices, load)
+            load = loaded(load, work, places)
             at, real = jnp.minimum(places, len(mine) - 1), places < len(mine)
             mine, on, here = mine[at], on[at] & real, here[at] & real
         parts.append((jnp.where(here, mine, nobody + jnp.arange(len(mine), dtype=jnp.int32)), on))
