@@ -5,9 +5,10 @@
 
 One process; 20 clients with 100 images each, batch 10, one local epoch, each method's own defaults;
 a round without evaluation. All methods take turns, and a ratio is to a FedAvg round just before;
-the medians are printed, with the lowest and the highest. The steps and samples are those that the settings ask for; what a method
-does beside them, as with further models, is in `GFLOP/s` (`fedjax_pfl.engine.flops` says what is
-counted). `MiB` is XLA's account of the round on each device, the data apart.
+the medians are printed, with the lowest and the highest. The steps and samples are those that the
+settings ask for; what a method does beside them, as with further models, is in `GFLOP/s`
+(`fedjax_pfl.engine.flops` says what is counted). `MiB` is XLA's account of the round on each
+device, the data apart.
 """
 
 import statistics
