@@ -12,6 +12,7 @@ import toy
 from fedjax_pfl import models
 from fedjax_pfl.engine import flops
 from fedjax_pfl.engine.flops import parameters
+from fedjax_pfl.models import work
 
 STEP = models.flops(toy.tiny_mlp, toy.SHAPE, toy.C, 4)  # of the model, batches of 4
 HIDDEN, HEAD = 2 * 4 * 6 * 8, 2 * 4 * 8 * 4  # of its two products, forward
@@ -93,3 +94,12 @@ def test_what_a_scan_takes_is_known_whatever_the_version_of_jax_says():
     unsaid = {name: x for name, x in eqn.params.items() if name not in ("num_consts", "num_carry")}
     silent = types.SimpleNamespace(primitive=eqn.primitive, params=unsaid, invars=eqn.invars, outvars=eqn.outvars)
     assert {"num_consts": 1, "num_carry": 1}.items() <= parameters(silent).items()
+
+
+def test_convolutions_of_another_form_count_about_as_much():
+    """XLA's own, by whose gradient for the input the padding is counted, too."""
+    x = jax.ShapeDtypeStruct((4, 16, 16, 3), jnp.float32)
+    xla, products = (
+        work.step_flops(models.model("lenet", x.shape[1:], 10, conv=form), x) for form in ("xla", "matmul")
+    )
+    assert products == models.flops("lenet", x.shape[1:], 10, 4) and 1 <= xla / products < 2
