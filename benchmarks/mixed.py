@@ -30,7 +30,7 @@ from fedjax_pfl.averaging import predictor
 from fedjax_pfl.data.datasets import Dataset
 from fedjax_pfl.data.federate import federate
 from fedjax_pfl.data.partitioners import partition
-from fedjax_pfl.engine.flops import flops_of_step
+from fedjax_pfl.engine.flops import alone, flops_of_step
 from fedjax_pfl.numerics import mixtures
 from fedjax_pfl.types import Algorithm, Federation, Metrics, Own, State, Task
 
@@ -93,14 +93,16 @@ def operations(setting: Setting) -> dict[str, float]:
     """Multiply-adds of the local work of FedProto by those of Local, and of FML by those of Local
     and of Local of everybody's small model; convolutions counted as products of matrices."""
     _, f, task = made(setting, "matmul")
-    alone = [part(task, f, groups.members(task, g), g) for g in range(len(task.models))]
-    sizes = [len(groups.members(task, g)) for g in range(len(task.models))]
-    count = lambda name: sum(
-        size * flops_of_step(ALGORITHMS[name], *given) for size, given in zip(sizes, alone, strict=True)
-    )
-    own = count("local")
-    small = setting.clients * flops_of_step(ALGORITHMS["local"], *alone[-1])
-    return {"FedProto": count("fedproto") / own, "FML": count("fml") / (own + small)}
+    count = lambda name, task=task: flops_of_step(ALGORITHMS[name], task, f)
+    return {
+        "FedProto": count("fedproto") / count("local"),
+        "FML": count("fml") / (count("local") + count("local", all_small(task))),
+    }
+
+
+def all_small(task: Task) -> Task:
+    """The task with the small model, which is the last architecture, for everybody."""
+    return task._replace(models=task.models[-1:], architecture=np.zeros(task.num_clients, int))
 
 
 def made(setting: Setting, conv: str = "auto") -> tuple[Dataset, Federation, Task]:
@@ -113,22 +115,13 @@ def made(setting: Setting, conv: str = "auto") -> tuple[Dataset, Federation, Tas
     return data, f, simulate.with_public(simulate.task(data, f.class_counts, nets, **own), pool)
 
 
-def part(task: Task, f: Federation, ids: np.ndarray, group: int) -> tuple[Task, Federation]:
-    """Some clients alone, all of one architecture."""
-    rows = {name: jax.tree.map(lambda x: x[ids], getattr(f, name)) for name in ("train", "val", "test", "class_counts")}
-    fields = {"sizes": task.sizes[ids], "class_counts": task.class_counts[ids], "models": (task.models[group],)}
-    return task._replace(**fields, architecture=np.zeros(len(ids), int)), f._replace(**rows)
-
-
 def measure(setting: Setting, repeats: int) -> list[Line]:
     """Times all that is compared, in turns."""
     _, f, task = made(setting)
-    everybody, devices = np.arange(setting.clients), jax.device_count()
+    devices = jax.device_count()
     run = lambda factory, given: Runner(factory, *given, 1, devices)
-    runners = {
-        f"part{g}": run(ALGORITHMS["local"], part(task, f, groups.members(task, g), g)) for g in range(len(task.models))
-    }
-    runners["small"] = run(ALGORITHMS["local"], part(task, f, everybody, len(task.models) - 1))
+    runners = {f"part{g}": run(ALGORITHMS["local"], alone(task, f, g)) for g in range(len(task.models))}
+    runners["small"] = run(ALGORITHMS["local"], (all_small(task), f))
     mnfl = functools.partial(ALGORITHMS["mnfl_het"], public_batch=PUBLIC_BATCH, public_size=setting.public)
     factories = {"mixed": ALGORITHMS["local"], "FedProto": ALGORITHMS["fedproto"], "FML": ALGORITHMS["fml"]}
     factories |= {"MNFL": mnfl, "passes": passes}

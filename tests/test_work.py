@@ -103,3 +103,15 @@ def test_convolutions_of_another_form_count_about_as_much():
         work.step_flops(models.model("lenet", x.shape[1:], 10, conv=form), x) for form in ("xla", "matmul")
     )
     assert products == models.flops("lenet", x.shape[1:], 10, 4) and 1 <= xla / products < 2
+
+
+@pytest.mark.parametrize("participation", [(1, 1), (0.2, 0.2)])
+def test_of_several_architectures_the_mean_over_clients_counts(participation):
+    nets = toy.tiny_mlp, toy.small_mlp
+    task = toy.task(
+        models=tuple(models.model(net, toy.SHAPE, toy.C) for net in nets),
+        architecture=np.array([0, 1, 0, 1, 1]),
+        participation=participation,
+    )
+    tiny, small = (models.flops(net, toy.SHAPE, toy.C, 4) for net in nets)
+    assert flops.flops_of_step(toy.METHODS["local"], task, toy.federation()) == (2 * tiny + 3 * small) / 5

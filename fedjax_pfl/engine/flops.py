@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
-from fedjax_pfl import local
+from fedjax_pfl import groups, local
 from fedjax_pfl.engine.program import parts
 from fedjax_pfl.models.work import product_flops
 from fedjax_pfl.types import Algorithm, Federation, State, Task
@@ -52,7 +52,7 @@ def flops_of_step(
     factory: Callable[..., Algorithm], task: Task, federation: Federation, hparams: dict[str, Any] | None = None
 ) -> float:
     """Floating-point operations of a client for each of the steps that its settings ask for
-    (`local.planned`).
+    (`local.planned`), of clients of several architectures in the mean.
 
     Counts 2 for each multiply-add of a matrix product in the loops over batches of a round without
     evaluation, batches full: further models, inner steps, further gradients and what a method
@@ -63,6 +63,9 @@ def flops_of_step(
       task: with a model whose convolutions have the form "matmul": others save or hide products.
       federation: of which only the shapes matter, and the sizes of the validation splits.
     """
+    if (count := len(task.models)) > 1:
+        each = [flops_of_step(factory, *alone(task, federation, group), hparams) for group in range(count)]
+        return float(np.mean(np.asarray(each)[task.architecture]))
     size = max(1, int(np.median(task.sizes)))
     steps = int(local.planned(task, np.array([size]))[0][0])
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -82,6 +85,15 @@ def flops_of_step(
     with np.errstate(all="ignore"):  # a known number may be the seed of a hash
         _, total = _walk(closed.jaxpr, [None] * len(closed.consts), leaves, False)
     return float(total / clients / max(steps, 1))
+
+
+def alone(task: Task, federation: Federation, group: int) -> tuple[Task, Federation]:
+    """The clients of one architecture as a federation of their own."""
+    ids = groups.members(task, group)
+    splits = ("train", "val", "test", "class_counts")
+    rows = {name: jax.tree.map(lambda x: x[ids], getattr(federation, name)) for name in splits}
+    fields = {"sizes": task.sizes[ids], "class_counts": task.class_counts[ids], "models": (task.models[group],)}
+    return task._replace(**fields, architecture=np.zeros(len(ids), int)), federation._replace(**rows)
 
 
 def parameters(eqn: Any) -> dict[str, Any]:
