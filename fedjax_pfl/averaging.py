@@ -73,13 +73,18 @@ class Split(NamedTuple):
     task: Task
     personal: tuple[PyTree, ...]  # per architecture, a tree of Python booleans over the variables: True where it stays
 
-    def init(self, key: Array) -> tuple[PyTree, PyTree]:
+    def init(self, key: Array, beside: Callable[[PyTree], dict[str, PyTree]] | None = None) -> State:
         """The common start: what the server has, and the clients' rows (`groups.stack`).
+
+        Args:
+          beside: variables -> what else a client keeps; a row is then that, and as `own` what stays
+            of the variables.
 
         Raises:
           InputError: what is shared differs between the architectures.
         """
-        starts = [self.send(model.init(key), group) for group, model in enumerate(self.task.models)]
+        whole = [model.init(key) for model in self.task.models]
+        starts = [self.send(variables, group) for group, variables in enumerate(whole)]
         shapes = [dict(trees.named_shapes(shared)) for shared, _ in starts]
         for group, other in enumerate(shapes):
             for name in {**shapes[0], **other}:
@@ -90,8 +95,9 @@ class Split(NamedTuple):
                         f"first and {here} in number {group + 1}: take networks of one feature width K (`features`), "
                         "or share less."
                     )
-        own = iter([own for _, own in starts])
-        return starts[0][0], groups.stack(self.task, lambda _: next(own))
+        pairs = zip(whole, starts, strict=True)
+        rows = iter([own if beside is None else {**beside(w), "own": own} for w, (_, own) in pairs])
+        return State(starts[0][0], groups.stack(self.task, lambda _: next(rows)))
 
     def receive(self, server: PyTree, own: PyTree) -> PyTree:
         """The client's variables, of what the server sends and what the client has kept."""
@@ -173,9 +179,6 @@ def partial_averaging(
     def moving(shared: PyTree) -> PyTree:
         return {name: part for name, part in shared.items() if name not in fixed}
 
-    def init(key: Array) -> State:
-        return State(*split.init(key))
-
     def train(
         key: Array, c: Client, variables: PyTree, phase: Phase, extra: Callable[[PyTree], PyTree] | None = None
     ) -> tuple[PyTree, Array]:
@@ -207,7 +210,7 @@ def partial_averaging(
 
     score = functools.partial(score_beside, name="untuned") if untuned else evaluate.classification
     averages = tuple(part for part in BOTH if part not in fixed and not all(jax.tree.leaves(split.personal[0][part])))
-    return Algorithm(init, round, predict, score, one_architecture=one_architecture, averages=averages)
+    return Algorithm(split.init, round, predict, score, one_architecture=one_architecture, averages=averages)
 
 
 def _is_zero(x: Numeric) -> bool:

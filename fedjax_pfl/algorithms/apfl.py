@@ -76,10 +76,7 @@ def apfl(
         return lambda x, mask: trees.lerp(a, predictor(task.model, v)(x, mask), predictor(task.model, w)(x, mask))
 
     def init(key: Array) -> State:
-        w = task.model.init(key)
-        shared, own = split.send(w)
-        start = {"v": w, "alpha": jnp.asarray(alpha, jnp.float32), "own": own}
-        return State(shared, trees.replicate(start, task.num_clients))
+        return split.init(key, lambda w: {"v": w, "alpha": jnp.asarray(alpha, jnp.float32)})
 
     def descend(gradient: PyTree, opt: PyTree, variables: PyTree, stats: PyTree) -> tuple[PyTree, PyTree]:
         params = averaging.params(variables)

@@ -38,9 +38,7 @@ def ditto(
     loss, split = losses.classification(task.model), averaging.split(task)
 
     def init(key: Array) -> State:
-        w = task.model.init(key)
-        shared, own = split.send(w)
-        return State(shared, trees.replicate({"v": w, "own": own}, task.num_clients))
+        return split.init(key, lambda w: {"v": w})
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         proximal = trees.proximal(averaging.params(state.server), lam)

@@ -125,12 +125,9 @@ def fedala(
     loss, split = losses.classification(task.model), averaging.split(task)
     mask, patience = trees.parts(task.model.norms, BLENDED[blended]), Patience(window, threshold, cap)
 
-    def init(key: Array) -> State:
-        w = task.model.init(key)
-        (mine, _), (shared, own) = trees.partition(w, mask), split.send(w)
-        ones = jax.tree.map(jnp.ones_like, mine)
-        start = {"w": mine, "weights": ones, "first": jnp.bool(True), "own": own}
-        return State(shared, trees.replicate(start, task.num_clients))
+    def beside(w: PyTree) -> dict[str, PyTree]:
+        mine, _ = trees.partition(w, mask)
+        return {"w": mine, "weights": jax.tree.map(jnp.ones_like, mine), "first": jnp.bool(True)}
 
     def start(c: Client, server: PyTree, mine: PyTree) -> tuple[PyTree, PyTree, Array]:
         """The model that a client trains from, its weights, and the epochs that they were learned
@@ -161,5 +158,8 @@ def fedala(
 
     def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
         return predictor(task.model, start(c, server, mine)[0])
+
+    def init(key: Array) -> State:
+        return split.init(key, beside)
 
     return Algorithm(init, round, predict, evaluate.classification, averages=averaging.BOTH)

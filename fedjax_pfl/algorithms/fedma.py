@@ -122,10 +122,6 @@ def fedma(
     hidden, split, loss = layers(shapes), averaging.split(task), losses.classification(task.model)
     epochs = None if retrain_epochs == -1 else retrain_epochs
 
-    def init(key: Array) -> State:
-        shared, own = split.send(task.model.init(key))
-        return State(shared, trees.replicate(own, task.num_clients))
-
     def averaged(paths: tuple[Path, ...]) -> PyTree:
         return jax.tree.map(lambda chosen, mine: chosen and not mine, mask(shapes, paths), split.personal[0])
 
@@ -167,7 +163,7 @@ def fedma(
         widths = [group.width for layer in hidden for group in layer.groups] if matching != "identity" else []
         return whole._replace(ints=sum(widths) * cohort.active, messages=whole.messages * (len(hidden) + 1))
 
-    return Algorithm(init, round, predict, evaluate.classification, sent)
+    return Algorithm(split.init, round, predict, evaluate.classification, sent)
 
 
 def pfedma(

@@ -78,9 +78,7 @@ def fedphp(
     expected = sum(task.participation) / 2 * task.rounds
 
     def init(key: Array) -> State:
-        w = task.model.init(key)
-        shared, own = split.send(w)
-        return State(shared, trees.replicate({"h": w, "count": jnp.zeros((), jnp.int32), "own": own}, task.num_clients))
+        return split.init(key, lambda w: {"h": w, "count": jnp.zeros((), jnp.int32)})
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def client(c: Client, mine: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:

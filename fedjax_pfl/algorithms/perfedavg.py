@@ -15,7 +15,7 @@ from absl import logging
 from annotated_types import Ge, Gt
 from chex import Numeric
 
-from fedjax_pfl import averaging, evaluate, keys, local, losses, trees
+from fedjax_pfl import averaging, evaluate, keys, local, losses
 from fedjax_pfl.averaging import predictor
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task
 
@@ -109,10 +109,6 @@ def per_fedavg(
         """One step, which is discarded after the prediction."""
         return local.sgd(keys.fold(c.key, keys.Client.FINE_TUNE), c.train, loss, w, once)[0]
 
-    def init(key: Array) -> State:
-        shared, own = split.send(task.model.init(key))
-        return State(shared, trees.replicate(own, task.num_clients))
-
     def step(key: Array, carry: PyTree, outer: Batch, inner: Batch, *more: Batch) -> tuple[PyTree, Array]:
         w, opt = carry
         v, value, stats = meta_gradient(loss, w, (inner, outer, *more), key, variant, inner_lr, delta)
@@ -135,4 +131,4 @@ def per_fedavg(
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
         return predictor(task.model, adapt(c, split.receive(server, own)))
 
-    return Algorithm(init, round, predict, evaluate.classification, averages=averaging.BOTH)
+    return Algorithm(split.init, round, predict, evaluate.classification, averages=averaging.BOTH)

@@ -65,9 +65,7 @@ def pfedme(
         return last
 
     def init(key: Array) -> State:
-        w = task.model.init(key)
-        shared, own = split.send(w)
-        return State(shared, trees.replicate({"theta": w, "own": own}, task.num_clients))
+        return split.init(key, lambda w: {"theta": w})
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def step(key: Array, carry: PyTree, batch: Batch) -> tuple[PyTree, Array]:

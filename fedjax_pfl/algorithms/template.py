@@ -27,7 +27,7 @@ def small_head(task: Task, *, mu: Annotated[float, Ge(0)] = 0.01) -> Algorithm:
         return value + mu / 2 * optax.tree.norm(w["head"], squared=True), stats
 
     def init(key: Array) -> State:
-        return State(*split.init(key))  # what the server holds; a row for each client
+        return split.init(key)  # what the server holds; a row for each client
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def client(c: Client, own: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
