@@ -59,11 +59,21 @@ def beside(personal: Predictor, other: Predictor) -> Predictor:
     return lambda x, mask: jnp.stack([personal(x, mask), other(x, mask)], axis=-1)
 
 
-def score_beside(outputs: Array, y: Array, mask: Array, c: Client, *, name: str = "global") -> Scores:
-    """The scores of the personal logits outputs[..., 0], and under `global_*` (or another name) of
-    outputs[..., 1]."""
-    other = evaluate.accuracies(outputs[..., 1], y, mask, c)
-    return evaluate.classification(outputs[..., 0], y, mask, c) | {f"{name}_{key}": pair for key, pair in other.items()}
+def score_beside(outputs: Array, y: Array, mask: Array, c: Client, *, names: tuple[str, ...] = ("global",)) -> Scores:
+    """The scores of the personal logits outputs[..., 0], and under `global_*` (or other names) of
+    those that follow."""
+    found = evaluate.classification(outputs[..., 0], y, mask, c)
+    for i, name in enumerate(names, start=1):
+        other = evaluate.accuracies(outputs[..., i], y, mask, c)
+        found |= {f"{name}_{key}": pair for key, pair in other.items()}
+    return found
+
+
+def check_linear_head(variables: PyTree, method: str) -> None:
+    """Raises InputError unless a model's head is one linear layer."""
+    head = variables["head"]
+    if set(head) != {"kernel", "bias"} or head["kernel"].ndim != 2:
+        raise InputError(f"{method} needs a model whose head is one linear layer with a kernel [K, C] and a bias [C].")
 
 
 class Split(NamedTuple):
@@ -208,7 +218,7 @@ def partial_averaging(
         tuned = predictor(c.model, variables)
         return beside(tuned, predictor(c.model, received)) if untuned else tuned
 
-    score = functools.partial(score_beside, name="untuned") if untuned else evaluate.classification
+    score = functools.partial(score_beside, names=("untuned",)) if untuned else evaluate.classification
     averages = tuple(part for part in BOTH if part not in fixed and not all(jax.tree.leaves(split.personal[0][part])))
     return Algorithm(split.init, round, predict, score, one_architecture=one_architecture, averages=averages)
 

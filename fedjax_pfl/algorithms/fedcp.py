@@ -20,7 +20,6 @@ from chex import Numeric
 from flax import nnx
 
 from fedjax_pfl import averaging, evaluate, keys, local, losses, models, trees
-from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import layers
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Network, Predictor, PyTree, State, Task
 
@@ -202,8 +201,7 @@ def fedcp(
     def start(key: Array) -> PyTree:
         """The variables of the personal model."""
         w = model.init(key)
-        if set(w["head"]) != {"kernel", "bias"} or w["head"]["kernel"].ndim != 2:
-            raise InputError("fedcp needs a model whose head is one linear layer with a kernel [K, C] and a bias [C].")
+        averaging.check_linear_head(w, "fedcp")
         policy_key = keys.fold(key, keys.Init.POLICY)
         theta = {"params": {}, "stats": {}} if network is None else network.init(policy_key)
         stats = {"model": w["stats"], "policy": theta["stats"]}

@@ -65,7 +65,7 @@ def fedproto(
     if len(widths) > 1:
         raise InputError(f"FedProto needs one feature width K in all architectures, not {widths}: set it to one value.")
     batch_size = evaluate.pass_size(task.sizes)
-    score = functools.partial(averaging.score_beside, name="proto")
+    score = functools.partial(averaging.score_beside, names=("proto",))
 
     def init(key: Array) -> State:
         server = {"proto": jnp.zeros((widths[0], classes)), "known": jnp.zeros(classes, bool)}

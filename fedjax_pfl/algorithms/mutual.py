@@ -10,6 +10,7 @@ FedAPEN, Qin et al., FedAPEN: personalized cross-silo federated learning with ad
 statistical heterogeneity (KDD 2023).
 """
 
+import functools
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -19,7 +20,7 @@ from annotated_types import Ge, Gt, Interval
 from chex import Numeric
 
 from fedjax_pfl import evaluate, groups, keys, local, losses, traffic, trees
-from fedjax_pfl.averaging import BOTH, predictor
+from fedjax_pfl.averaging import BOTH, predictor, score_beside
 from fedjax_pfl.numerics.low_rank import compress
 from fedjax_pfl.small import Objective, Outputs, divergence, exchanged, learn, marked, start
 from fedjax_pfl.types import (
@@ -32,7 +33,6 @@ from fedjax_pfl.types import (
     Model,
     Predictor,
     PyTree,
-    Scores,
     State,
     Task,
     Traffic,
@@ -199,13 +199,8 @@ def fedapen_objective(lam: Array) -> Objective:
     return objective
 
 
-def ensemble_scores(outputs: Array, y: Array, mask: Array, c: Client) -> Scores:
-    """Scores of logits [B, C, 4]: of the ensemble, and under own_*, shared_* and equal_* of its
-    parts and their sum."""
-    scores = evaluate.classification(outputs[..., 0], y, mask, c)
-    for i, part in enumerate(("own", "shared", "equal"), start=1):
-        scores |= {f"{part}_{name}": pair for name, pair in evaluate.accuracies(outputs[..., i], y, mask, c).items()}
-    return scores
+# of the logits [B, C, 4] of the ensemble, its parts and their sum
+ensemble_scores = functools.partial(score_beside, names=("own", "shared", "equal"))
 
 
 def fedapen(

@@ -5,6 +5,7 @@ Reference: Yi, Yu, Ren, Wang, Liu & Li, pFedAFM: adaptive feature mixture for da
 personalization in heterogeneous federated learning on mobile edge devices (2024), Algorithm 1.
 """
 
+import functools
 from typing import Annotated, Any, Literal
 
 import jax
@@ -27,7 +28,6 @@ from fedjax_pfl.types import (
     Own,
     Predictor,
     PyTree,
-    Scores,
     State,
     Task,
 )
@@ -65,11 +65,8 @@ def random_one(key: Array, cohort: Cohort) -> Array:
     return cohort.trained & (draws == jnp.max(draws, where=cohort.trained, initial=-1))
 
 
-def score(outputs: Array, y: Array, mask: Array, c: Client) -> Scores:
-    """The scores of the logits [B, C, 3] of mixed features, and as `large_*`, `small_*` of own and
-    of shared ones."""
-    large = score_beside(outputs[..., :2], y, mask, c, name="large")
-    return large | score_beside(outputs[..., ::2], y, mask, c, name="small")
+# of the logits [B, C, 3] of mixed features, of own and of shared ones
+score = functools.partial(score_beside, names=("large", "small"))
 
 
 def exchanged(task: Task, shared: Model) -> averaging.Split:

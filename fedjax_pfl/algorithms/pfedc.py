@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl import aggregate, averaging, evaluate, keys, local, trees
-from fedjax_pfl.errors import InputError
 from fedjax_pfl.hyperparameters import Recorded
 from fedjax_pfl.numerics.class_groups import branch_loss, class_logits, columns, scores
 from fedjax_pfl.numerics.task_maps import Branches, branches, inline
@@ -63,8 +62,7 @@ def _branched(
 
     def start(key: Array) -> PyTree:
         w = model.init(key)
-        if set(w["head"]) != {"kernel", "bias"} or w["head"]["kernel"].ndim != 2:
-            raise InputError("pfedc needs a model whose head is one linear layer with a kernel [K, C] and a bias [C].")
+        averaging.check_linear_head(w, "pfedc")
         reject = model.init(keys.fold(key, keys.Init.REJECT))["head"]
         widest = jax.tree.map(lambda x, more: jnp.concatenate([x, more], axis=-1), w["head"], reject)
         return {**w, "head": jax.tree.map(lambda x: x[..., : len(b.column)], widest)}

@@ -5,7 +5,6 @@ Reference: Shamsian, Navon, Fetaya & Chechik, Personalized federated learning us
 (ICML 2021), Algorithm 1.
 """
 
-import math
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -17,15 +16,10 @@ from annotated_types import Ge, Gt, Interval
 from fedjax_pfl import averaging, evaluate, local, losses, traffic, trees
 from fedjax_pfl.averaging import params, predictor
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.models.layers import uniform
 from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Predictor, PyTree, State, Task, Traffic
 
 LARGEST = 2**28  # parameters of a hypernetwork: with its momentum and gradient, 3 GiB
-
-
-def uniform(key: Array, fan_in: int, shape: tuple[int, ...]) -> Array:
-    """PyTorch's initialisation of a linear layer."""
-    bound = 1 / math.sqrt(fan_in)
-    return jax.random.uniform(key, shape, minval=-bound, maxval=bound)
 
 
 def hypernetwork(key: Array, embedding: int, hidden: int, layers: int, target: PyTree) -> PyTree:
@@ -34,7 +28,8 @@ def hypernetwork(key: Array, embedding: int, hidden: int, layers: int, target: P
 
     def linear(key: Array, din: int, shape: tuple[int, ...]) -> PyTree:
         key_kernel, key_bias = jax.random.split(key)
-        return {"kernel": uniform(key_kernel, din, (din, *shape)), "bias": uniform(key_bias, din, shape)}
+        draw = uniform(din)
+        return {"kernel": draw(key_kernel, (din, *shape)), "bias": draw(key_bias, shape)}
 
     key_hidden, key_heads = jax.random.split(key)
     leaves, structure = jax.tree.flatten(target)

@@ -143,7 +143,7 @@ def _larger_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> 
     return jnp.maximum(a, b), jnp.where(b > a, db, da)
 
 
-def _uniform(fan_in: int) -> nnx.Initializer:
+def uniform(fan_in: int) -> nnx.Initializer:
     """PyTorch's default for weights and biases alike: U(-1 / sqrt(fan_in), 1 / sqrt(fan_in))."""
     bound = 1 / math.sqrt(fan_in)
     return lambda key, shape, dtype=jnp.float32: jax.random.uniform(key, shape, dtype, -bound, bound)
@@ -152,7 +152,7 @@ def _uniform(fan_in: int) -> nnx.Initializer:
 def linear(din: int, dout: int, rngs: nnx.Rngs, **kwargs: Any) -> nnx.Linear:
     """Returns `nnx.Linear` (kernel [din, dout], bias [dout]) with PyTorch's default
     initialisation."""
-    init = _uniform(din)
+    init = uniform(din)
     kwargs = {"kernel_init": init, "bias_init": init, "dot_general": dense.dot_general} | kwargs
     return nnx.Linear(din, dout, rngs=rngs, **kwargs)
 
@@ -179,7 +179,7 @@ def conv(
       **kwargs: further arguments of `nnx.Conv`, such as use_bias or feature_group_count.
     """
     size = (kernel, kernel) if isinstance(kernel, int) else kernel
-    init = _uniform(math.prod(size) * cin // kwargs.get("feature_group_count", 1))
+    init = uniform(math.prod(size) * cin // kwargs.get("feature_group_count", 1))
     kwargs = {"kernel_init": init, "bias_init": init, "conv_general_dilated": conv_general_dilated} | kwargs
     return nnx.Conv(cin, cout, size, (strides, strides), padding=padding, rngs=rngs, **kwargs)
 
@@ -192,7 +192,7 @@ class ConvTranspose(nnx.Module):
     """
 
     def __init__(self, cin: int, cout: int, side: int, padding: int, rngs: nnx.Rngs, stride: int = 1):
-        init = _uniform(cout * side**2)
+        init = uniform(cout * side**2)
         self.kernel = nnx.Param(init(rngs.params(), (side, side, cin, cout)))
         self.bias = nnx.Param(init(rngs.params(), (cout,)))
         self.stride, self.padding = stride, padding
