@@ -108,14 +108,8 @@ def steps(
       (carry, the mean of aux over the steps, the number of steps [] int32).
     """
     length = data.index.shape[0]
-    per_epoch = data.size // batch_size if drop_last else (data.size + batch_size - 1) // batch_size
-    if steps is None:
-        assert epochs is not None
-        total: Any = per_epoch * epochs
-        passes: Any = epochs
-    else:
-        total = jnp.where(per_epoch > 0, steps, 0)
-        passes = (total + per_epoch - 1) // jnp.maximum(per_epoch, 1)
+    per_epoch, total = _counts(data, batch_size, epochs, steps, drop_last)
+    passes: Any = epochs if steps is None else (total + per_epoch - 1) // jnp.maximum(per_epoch, 1)
 
     def one(e: Array, orders: list[Array], s: Array, loop: PyTree) -> PyTree:
         carry, sums = loop
@@ -135,6 +129,19 @@ def steps(
     with jax.named_scope(SCOPE):
         carry, sums = jax.lax.fori_loop(0, passes, epoch, (carry, sums))
     return carry, jax.tree.map(lambda x: x / jnp.maximum(total, 1), sums), total
+
+
+def _counts(
+    data: Data, batch_size: int, epochs: Any, steps: int | Array | None, drop_last: bool
+) -> tuple[Array, Array]:
+    """The steps of an epoch, and all of them."""
+    per_epoch = data.size // batch_size if drop_last else (data.size + batch_size - 1) // batch_size
+    return per_epoch, per_epoch * epochs if steps is None else jnp.where(per_epoch > 0, steps, 0)
+
+
+def count(data: Data, task: Task) -> Array:
+    """The number of steps [] int32 that `work` takes."""
+    return _counts(data, task.batch_size, task.epochs, task.steps, task.drop_last)[1]
 
 
 def work(

@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, evaluate, local, losses, trees
@@ -52,7 +51,6 @@ def scaffold(
       training examples is no part of S.
     """
     loss, split = losses.classification(task.model), averaging.split(task)
-    optimizer = task.optimizer(task.lr)
 
     def init(key: Array) -> State:
         w = task.model.init(key)
@@ -60,25 +58,14 @@ def scaffold(
         zero = jax.tree.map(jnp.zeros_like, params(w))
         return State({"w": shared, "c": zero}, trees.replicate({"c": zero, "own": own}, task.num_clients))
 
-    def train(c: Client, received: PyTree, correction: PyTree) -> tuple[PyTree, Array, Array]:
-        def step(key: Array, carry: PyTree, batch: Batch) -> tuple[PyTree, Array]:
-            y, stats, opt = carry
-            objective = lambda y: loss({**y, "stats": stats}, batch, key)
-            (value, stats), gradient = jax.value_and_grad(objective, has_aux=True)(y)
-            updates, opt = optimizer.update(trees.add(gradient, correction), opt, y)
-            return (optax.apply_updates(y, updates), stats, opt), value
-
-        y = params(received)
-        (y, stats, _), value, count = local.work(c.key, c.train, step, (y, received["stats"], optimizer.init(y)), task)
-        return {**y, "stats": stats}, value, count
-
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         control = state.server["c"]
 
         def client(c: Client, mine: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
             received = split.receive(state.server["w"], mine["own"])
             correction = jax.tree.map(jnp.subtract, control, mine["c"])
-            y, value, count = train(c, received, correction)
+            y, value = local.sgd(c.key, c.train, loss, received, task, extra=lambda _: correction)
+            count = local.count(c.train, task)
             if option == 1:
                 new = full_gradient(task, c, received)
             else:
