@@ -121,16 +121,14 @@ def distillation(
 
 
 def validation(data: Data, target: Array, fraction: Numeric) -> tuple[Data, Data, Array]:
-    """Splits off the last of the examples: (the others, those held out, and these' targets), at
-    least one of each.
+    """Splits off the last of the examples as `local.holdout` does: (the others, those held out, and
+    these' targets).
 
     Args:
       target: [D, C], for the rows of the data.
     """
-    held = jnp.clip(jnp.round(fraction * data.size).astype(jnp.int32), 1, jnp.maximum(data.size - 1, 1))
-    rest = data.size - held
-    part = data._replace(index=jnp.roll(data.index, -rest), size=jnp.minimum(held, data.size))
-    return data._replace(size=rest), part, jnp.roll(target, -rest, axis=0)
+    rest, held = local.holdout(data, fraction)
+    return rest, held, jnp.roll(target, -rest.size, axis=0)
 
 
 def early_stopped(

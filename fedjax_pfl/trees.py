@@ -142,8 +142,3 @@ def cast(tree: PyTree, like: PyTree) -> PyTree:
     """The tree in the types of another: traced numbers are float32 and would lift a bfloat16
     state."""
     return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)
-
-
-def copied(tree: PyTree) -> PyTree:
-    """A copy of every leaf, so that no buffer stands in two places when it is donated."""
-    return jax.tree.map(jnp.copy, tree)

@@ -236,7 +236,8 @@ def parts(
         return Cohort(f, task, ids, active, round=t, evaluated=evaluated, transform=transform, **options)
 
     def init(key: Array, traced: Traced) -> State:
-        state: State = trees.copied(algorithm(traced, 0).init(keys.fold(key, keys.Run.INIT)))
+        drawn = algorithm(traced, 0).init(keys.fold(key, keys.Run.INIT))
+        state: State = jax.tree.map(jnp.copy, drawn)  # so that no buffer stands in two places when it is donated
         return state
 
     def draw(where: Placement | None, key: Array, t: Array) -> tuple[Array, Array]:

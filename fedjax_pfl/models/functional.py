@@ -2,12 +2,12 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import nnx, traverse_util
 
 from fedjax_pfl import own
 from fedjax_pfl.errors import InputError, check, check_shape, choose
@@ -18,6 +18,7 @@ from fedjax_pfl.types import Array, Model, Network, PyTree
 
 BN_STATS = ("aggregate", "local", "batch")
 DTYPES = ("float32", "bfloat16")
+Path = tuple[Any, ...]  # of a variable in a module: names, and numbers in lists
 
 
 def network(
@@ -133,7 +134,7 @@ def model(
         return _normalised(module, bn_stats)
 
     def init(key: Array) -> PyTree:
-        return _variables(build(nnx.Rngs(key)))
+        return _parts(build(nnx.Rngs(key)), _nest)
 
     def apply(
         variables: PyTree, x: Array, mask: Array | None = None, train: bool = False, key: Array | None = None
@@ -152,8 +153,8 @@ def model(
         return run(variables["body"], variables["stats"], x, mask, train, key)
 
     example = jax.ShapeDtypeStruct((2, *input_shape), input_dtype)
-    num_features = jax.eval_shape(extract, _variables(template), example)[0].shape[-1]
-    return Model(init, extract, head, apply, _norms(template), num_features)
+    num_features = jax.eval_shape(extract, _parts(template, _nest), example)[0].shape[-1]
+    return Model(init, extract, head, apply, _parts(template, _marked), num_features)
 
 
 def _apply(template: nnx.Module, conv: str, dtype: str) -> Callable[..., tuple[Any, PyTree]]:
@@ -198,60 +199,40 @@ def num_parameters(variables: PyTree) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves({k: v for k, v in variables.items() if k != "stats"}))
 
 
-def _variables(module: Any) -> PyTree:
+def _parts(module: Any, of: Callable[[nnx.Module, type[nnx.Variable[Any]]], PyTree]) -> PyTree:
+    """What `of`, `_nest` or `_marked`, says of a model's variables."""
     return {
-        "body": _nest(module.body, nnx.Param),
-        "head": _nest(module.head, nnx.Param),
-        "stats": _nest(module.body, nnx.BatchStat),
-    }
-
-
-def _norms(module: Any) -> PyTree:
-    """The structure of the variables, True at the leaves whose own module is a batch norm."""
-
-    return {
-        "body": _marked(module.body, nnx.Param),
-        "head": _marked(module.head, nnx.Param),
-        "stats": _marked(module.body, nnx.BatchStat),
+        "body": of(module.body, nnx.Param),
+        "head": of(module.head, nnx.Param),
+        "stats": of(module.body, nnx.BatchStat),
     }
 
 
 def _marked(module: nnx.Module, kind: type[nnx.Variable[Any]]) -> PyTree:
+    """As `_nest`, True in place of the values whose own module is a batch norm, else False."""
     inside = tuple(path for path, part in nnx.iter_modules(module) if isinstance(part, nnx.BatchNorm))
-    return _to_dict((path, path[:-1] in inside) for path, _ in _flat(module, kind))
+    return _nest(module, kind, lambda path, _: path[:-1] in inside)
 
 
-def _flat(module: nnx.Module, kind: type[nnx.Variable[Any]]) -> Iterable[tuple[tuple[Any, ...], nnx.Variable[Any]]]:
-    return nnx.to_flat_state(nnx.state(module, kind))
-
-
-def _nest(module: nnx.Module, kind: type[nnx.Variable[Any]]) -> PyTree:
+def _nest(
+    module: nnx.Module,
+    kind: type[nnx.Variable[Any]],
+    value: Callable[[Path, nnx.Variable[Any]], Any] = lambda _, variable: variable.get_value(),
+) -> PyTree:
     """The values of the variables of one kind, as a nested dict with string keys."""
-    return _to_dict((path, variable.get_value()) for path, variable in _flat(module, kind))
-
-
-def _to_dict(items: Iterable[tuple[tuple[Any, ...], PyTree]]) -> PyTree:
-    tree: PyTree = {}
-    for path, value in items:
-        node = tree
-        for key in path[:-1]:
-            node = node.setdefault(str(key), {})
-        node[str(path[-1])] = value
-    return tree
+    flat = nnx.to_flat_state(nnx.state(module, kind))
+    return traverse_util.unflatten_dict({_named(path): value(path, variable) for path, variable in flat})
 
 
 def _fill(template: nnx.State[Any, Any], tree: PyTree) -> nnx.State[Any, Any]:
     """The state with the values of a nested dict with string keys: the inverse of `_nest`."""
+    values = traverse_util.flatten_dict(tree)
+    flat = nnx.to_flat_state(template)
+    return nnx.from_flat_state([(path, variable.replace(values[_named(path)])) for path, variable in flat])
 
-    def value(path: tuple[Any, ...]) -> PyTree:
-        node = tree
-        for key in path:
-            node = node[str(key)]
-        return node
 
-    return nnx.from_flat_state(
-        [(path, variable.replace(value(path))) for path, variable in nnx.to_flat_state(template)]
-    )
+def _named(path: Path) -> tuple[str, ...]:
+    return tuple(map(str, path))
 
 
 def _normalised(module: nnx.Module, bn_stats: str) -> nnx.Module:

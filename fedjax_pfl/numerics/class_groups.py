@@ -104,11 +104,7 @@ def min_norm_weights(m: Array, losses: Array, active: Array, solver: str, normal
     moving = active & (norms > NEGLIGIBLE * jnp.max(jnp.where(active, norms, 0)))
     s = jnp.where(moving & (scale[normalise] > 0), scale[normalise], 1)
     solve = {"fista": min_norm.fista, "fw": min_norm.frank_wolfe}[solver]
-    return jnp.where(jnp.any(moving), solve(m / (s[:, None] * s[None, :]), moving), _uniform(active))
-
-
-def _uniform(active: Array) -> Array:
-    return active / jnp.maximum(jnp.sum(active), 1)
+    return jnp.where(jnp.any(moving), solve(m / (s[:, None] * s[None, :]), moving), min_norm.uniform(active, m.dtype))
 
 
 def weight_shares(b: Branches, alpha: Array, y: Array, mask: Array, one_class: Array) -> dict[str, Array]:
@@ -154,7 +150,7 @@ def branch_loss(
         values, usable = each(z, batch)
         on = active & usable
         if weighting in ("uniform", "sum"):
-            return _uniform(on) if weighting == "uniform" else on.astype(z.dtype), on
+            return min_norm.uniform(on, z.dtype) if weighting == "uniform" else on.astype(z.dtype), on
         if weighting == "mgda_ub":
             residual = jax.grad(lambda z: jnp.sum(each(z, batch)[0]))(z)
             m = gram(b, residual, variables["head"]["kernel"])
@@ -168,7 +164,7 @@ def branch_loss(
         alpha, on = jax.lax.stop_gradient(weights(*jax.lax.stop_gradient((variables, batch, z, key))))
         values = each(z, batch)[0]
         seen = weight_shares(b, alpha, batch.y, batch.mask, jnp.broadcast_to(one_class, alpha.shape))
-        seen["unweighted_loss"] = values @ _uniform(on)
+        seen["unweighted_loss"] = values @ min_norm.uniform(on, z.dtype)
         if head_grad == "scaled":
             return alpha @ values, stats, seen
         by_body = columns(jax.lax.stop_gradient(variables["head"]), h)

@@ -54,7 +54,7 @@ def fista(gram: Array, mask: Array) -> Array:
 
     def simplex(beta: Array) -> Array:
         total = jnp.sum(beta / s)
-        return jnp.where(total > 0, beta / s / jnp.where(total > 0, total, 1), _uniform(mask, gram.dtype))
+        return jnp.where(total > 0, beta / s / jnp.where(total > 0, total, 1), uniform(mask, gram.dtype))
 
     def improve(loop: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
         i, beta, ahead, t = loop
@@ -83,7 +83,7 @@ def frank_wolfe(gram: Array, mask: Array) -> Array:
         step = two_point(pair)[0]
         return i + 1, (1 - step) * alpha + step * jax.nn.one_hot(t, mask.shape[0], dtype=gram.dtype)
 
-    loop = (jnp.int32(0), _uniform(mask, gram.dtype))
+    loop = (jnp.int32(0), uniform(mask, gram.dtype))
     return jax.lax.while_loop(lambda loop: _unsolved(gram, mask, loop[1], loop[0]), improve, loop)[1]
 
 
@@ -93,5 +93,6 @@ def _restrict(gram: Array, mask: Array) -> Array:
     return gram / jnp.maximum(jnp.max(jnp.abs(gram)), jnp.finfo(gram.dtype).tiny)
 
 
-def _uniform(mask: Array, dtype: jnp.dtype) -> Array:
+def uniform(mask: Array, dtype: jnp.dtype) -> Array:
+    """Equal weights [T] on the simplex over `mask` [T]; all 0 if it is empty."""
     return mask.astype(dtype) / jnp.maximum(jnp.sum(mask), 1)
