@@ -21,7 +21,7 @@ import numpy as np
 from flax import nnx
 
 from experiments import build, entry, flags, scores, settings
-from experiments.files import write_text
+from experiments.files import Row, write_text
 from experiments.presets import PRESETS
 from fedjax_pfl import simulate
 from fedjax_pfl.engine import autotune
@@ -31,7 +31,6 @@ from fedjax_pfl.models import layers, nets
 FILE = Path(__file__).parent.parent / "benchmarks" / "results" / "active.json"
 ROUNDS, WIDTH = 5, 4
 FEW, NEAR = 0.001, 0.01  # less than both, and a part is idle: of the score (0.1 points), of the parameters' norm
-Row = dict[str, Any]
 _NO_PARAMETERS = ("stats", "start")  # in the state beside them
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 

@@ -1,17 +1,15 @@
 """Every client's scores as a table: clients.csv, and on the terminal."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console
 
 from experiments import report, scores
 from experiments.build import Experiment
-from experiments.files import Rows, write_csv
+from experiments.files import Row, Rows, write_csv
 from fedjax_pfl.data.partitioners import Partition
 
-Row = dict[str, Any]
 MOST = 40  # lines of the table on the terminal
 _UNSEEN = ("unseen", "unseen_post")
 _COLUMNS = (("pre", "unseen"), ("post", "unseen_post"))  # before and after local training

@@ -10,9 +10,9 @@ from typing import Any
 
 from experiments import report
 from experiments.config import Config
+from experiments.files import Row
 from fedjax_pfl.errors import InputError
 
-Row = dict[str, Any]
 _FILES = "events.out.tfevents.*"
 _WRITER = "tensorboard.summary.writer.event_file_writer"
 _SECONDS = 5  # between writes to the disk

@@ -10,13 +10,12 @@ from typing import Any, NamedTuple, TypeVar
 from experiments import published, recorded, report, schema, scores
 from experiments.config import FREE, SETTINGS, Config
 from experiments.entry import directory
-from experiments.files import Rows, read_derived
+from experiments.files import Row, Rows, read_derived
 from experiments.scores import ACCURACY, Headline
 from experiments.targets import Spent
 from fedjax_pfl import own
 from fedjax_pfl.errors import InputError
 
-Row = dict[str, Any]
 T = TypeVar("T")
 K = TypeVar("K")
 # What a comparison is about: runs that differ in one of these have figures of their own.

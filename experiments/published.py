@@ -4,12 +4,12 @@ paper's."""
 from typing import Any, NamedTuple
 
 from experiments.config import BY_FILE, FREE, SETTINGS, Config, same
+from experiments.files import Row
 from experiments.presets import PRESETS, Preset
 from experiments.presets.preset import Cell
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.simulate import hyperparameters
 
-Row = dict[str, Any]
 # less of one is a smaller experiment, else the same
 _SIZES = ("rounds", "clients", "data_fraction", "epochs", "steps", "examples")
 _LONG = 40  # characters of a value that are shown

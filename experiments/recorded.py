@@ -11,14 +11,12 @@ from typing import Any, NamedTuple
 
 from experiments import networks, schema, settings, stopping
 from experiments.config import SETTINGS, Config
-from experiments.files import damaged, lines, read_derived, read_json
+from experiments.files import Row, damaged, lines, read_derived, read_json
 from fedjax_pfl import hyperparameters, own
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.engine import checkpoint
 from fedjax_pfl.engine.memory import Memory
 from fedjax_pfl.errors import InputError
-
-Row = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)

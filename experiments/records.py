@@ -5,10 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from experiments.files import Row
 from experiments.scores import OF
 from fedjax_pfl import simulate
-
-Row = dict[str, Any]
 
 
 def client_scores(result: simulate.Result, more: Row | None = None) -> Row:

@@ -14,9 +14,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from experiments import phases, scores
+from experiments.files import Row
 from experiments.scores import ACCURACY, Headline
 
-Row = dict[str, Any]
 T = TypeVar("T")
 STATISTICS = {"macro": "", "micro": "_micro", "std": "_std", "worst10": "_worst10", "best10": "_best10"}
 POINTS = {"pre": "before", "post": "after", "post_latest": "latest after"}  # local training

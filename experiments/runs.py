@@ -23,7 +23,7 @@ import numpy as np
 from experiments import build, figures, lock, matrices, records, schema
 from experiments.config import Config
 from experiments.entry import directory
-from experiments.files import Rows, damaged, read_json, read_rows, write_csv, write_json
+from experiments.files import Row, Rows, damaged, read_json, read_rows, write_csv, write_json
 from experiments.recorded import OWN_FILES, check_format, complete, own_files, read_config, read_layout, signed
 from experiments.scores import ACCURACY, Headline
 from fedjax_pfl import simulate
@@ -32,7 +32,6 @@ from fedjax_pfl.engine import checkpoint, results
 from fedjax_pfl.errors import InputError, check
 from fedjax_pfl.types import State
 
-Row = dict[str, Any]
 _JSON = ("partition", "layout", "versions", "config")  # written before the first round, in this order
 _WHOLE = ("partition.npz", "partition.png", *(f"{name}.json" for name in _JSON))
 _STARTED = {f"{name}{suffix}" for name in _WHOLE for suffix in ("", ".part")} | {"partition.part.png", lock.NAME}

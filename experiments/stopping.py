@@ -9,16 +9,15 @@ import functools
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from experiments import build, schema, scores, targets, validation
 from experiments.config import Config
-from experiments.files import read_derived
+from experiments.files import Row, read_derived
 from experiments.presets import PRESETS
 from experiments.scores import Headline
 from fedjax_pfl.errors import InputError, check, choose
 
-Row = dict[str, Any]
 _POINTS = ("pre", "post", validation.POINT)
 _ROUNDING = 1e-6  # as in `targets`: scores are float32
 

@@ -13,14 +13,13 @@ only a part of a data set, the last column says in what.
 
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from experiments import entry, flags, gather, networks, plain, published, report, runs, schema, scores, targets
-from experiments.files import Rows, read_json
+from experiments.files import Row, Rows, read_json
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms.find import find
 
-Row = dict[str, Any]
 BOUND = "≤"
 COLUMNS = {
     "acc post": ("post", "acc"),

@@ -24,11 +24,11 @@ from rich.console import Console
 
 from experiments import report, scores
 from experiments.config import Config
+from experiments.files import Row
 from experiments.presets import PRESETS
 from experiments.scores import ACCURACY, Headline
 from fedjax_pfl.errors import InputError, check, choose
 
-Row = dict[str, Any]
 LEVELS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)  # where the user names none
 NOTE = "steps as --epochs or --steps ask; operations of the method's matrix products on them"  # see above
 MARK, TRIVIAL = "*", "no more than always answering no, or with the client's majority class, scores"
