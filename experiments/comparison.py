@@ -7,14 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from experiments import drawing, gather, plain, scores
+from experiments import courses, drawing, gather, plain, scores
 from experiments.config import Config
-from experiments.drawing import PALETTE, STYLE
+from experiments.drawing import PALETTE
 from experiments.gather import Found
 from experiments.scores import Headline
 
@@ -27,11 +25,6 @@ def _by_method(workdirs: Sequence[Path]) -> dict[str, list[Found]]:
     differ."""
     found = [gather.read(path) for path in workdirs]
     return gather.grouped(found, gather.labels(found))
-
-
-def _last(run: Found, name: str) -> dict[str, Any]:
-    """What a run says of a score: {point: statistics in its last round}."""
-    return {point: known[name] for point, known in run.said["scores"].items() if name in known}
 
 
 def table(workdirs: Sequence[Path]) -> str:
@@ -47,7 +40,6 @@ def content(workdirs: Sequence[Path]) -> tuple[str, list[list[str]], list[str]]:
     found = _by_method(workdirs)
     headline, several = next(iter(found.values()))[0].headline, max(map(len, found.values())) > 1
     name = headline[0]
-    ends = {method: [_last(run, name) for run in runs] for method, runs in found.items()}
     points = {
         "before local training": ("pre", "macro"),
         "worst tenth": ("pre", "worst10"),
@@ -58,11 +50,10 @@ def content(workdirs: Sequence[Path]) -> tuple[str, list[list[str]], list[str]]:
         "seconds": lambda run: run.said.get("seconds", {}).get("train"),
     }
     rows = [["method", *(["runs"] if several else []), *points, "rounds", *costs]]
-    for method in _ordered(ends, headline):
+    for method in _ordered(found, headline):
         row, runs = [method, *([str(len(found[method]))] if several else [])], found[method]
         for point, which in points.values():
-            values = [run[point][which] for run in ends[method] if point in run]
-            row.append(mean_std(values, functools.partial(scores.shown, name)))
+            row.append(mean_std(_values(runs, point, name, which), functools.partial(scores.shown, name)))
         row.append(_range([run.said["rounds"] for run in runs]))
         row += [_costs([cost(run) for run in runs if cost(run) is not None]) for cost in costs.values()]
         rows.append(row)
@@ -100,13 +91,11 @@ def draw(workdirs: Sequence[Path], root: Path) -> Path:
     found = _by_method(workdirs)
     headline, colours = next(iter(found.values()))[0].headline, dict(zip(found, _palette(list(found)), strict=True))
     name = headline[0]
-    ends = {method: [_last(run, name) for run in runs] for method, runs in found.items()}
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(10, 4), layout="constrained")
+    with drawing.drawn(root / "comparison.png", (10, 4)) as figure:
         left, right = figure.subplots(1, 2, width_ratios=(1.2, 1))
         for method, runs in found.items():
-            _curve(left, [list(run.rows) for run in runs], name, method, colours[method])
-        _ends(right, ends, headline, colours)
+            _curve(left, runs, name, method, colours[method])
+        _ends(right, found, headline, colours)
         title = "test accuracy" if name == "acc" else f"test {name}"
         left.set(xlabel="round", ylabel=f"{title}, mean over clients", title="Before local training, by round")
         left.xaxis.set_major_locator(MaxNLocator(8, integer=True))
@@ -114,36 +103,41 @@ def draw(workdirs: Sequence[Path], root: Path) -> Path:
         right.set(xlabel=title, title="After the last round")
         for axes in (left, right):
             axes.grid(alpha=0.25)
-        figure.suptitle(_setting(next(iter(found.values()))[0].config), fontsize=10)
-        drawing.save(figure, root / "comparison.png")
+        figure.suptitle("".join(_parts(next(iter(found.values()))[0].config)), fontsize=10)
     return root / "comparison.png"
 
 
-def _ends(axes: Any, ends: dict[str, list[dict]], headline: Headline, colours: dict[str, str]) -> None:
+def _ends(axes: Any, found: dict[str, list[Found]], headline: Headline, colours: dict[str, str]) -> None:
     """From the worst tenth of the clients to the mean over all, before local training; and the mean
     after it."""
-    for row, method in enumerate(reversed(_ordered(ends, headline))):
-        colour, where = colours[method], {}
-        for label, point, which in (("worst", "pre", "worst10"), ("mean", "pre", "macro"), ("after", "post", "macro")):
-            where[label] = _mean(ends[method], point, which)
-        axes.plot([where["worst"], where["mean"]], [row, row], color=colour, linewidth=1.8)
-        axes.plot(where["worst"], row, "o", color=colour, markerfacecolor="white", label="worst tenth" * (row == 0))
-        axes.plot(where["mean"], row, "o", color=colour, label="mean, before local training" * (row == 0))
-        axes.plot(where["after"], row, "|", color=colour, markersize=13, label="mean, after it" * (row == 0))
-    axes.set(yticks=range(len(ends)), yticklabels=_ordered(ends, headline)[::-1], ylim=(-0.6, len(ends) + 0.9))
+    methods = _ordered(found, headline)[::-1]
+    for row, method in enumerate(methods):
+        colour, name, runs = colours[method], headline[0], found[method]
+        worst, mean = _mean(runs, "pre", name, "worst10"), _mean(runs, "pre", name)
+        axes.plot([worst, mean], [row, row], color=colour, linewidth=1.8)
+        axes.plot(worst, row, "o", color=colour, markerfacecolor="white", label="worst tenth" * (row == 0))
+        axes.plot(mean, row, "o", color=colour, label="mean, before local training" * (row == 0))
+        after = _mean(runs, "post", name)
+        axes.plot(after, row, "|", color=colour, markersize=13, label="mean, after it" * (row == 0))
+    axes.set(yticks=range(len(methods)), yticklabels=methods, ylim=(-0.6, len(methods) + 0.9))
     axes.legend(frameon=False, loc="upper left", ncols=1, fontsize=8)
 
 
-def _mean(ends: list[dict], point: str, which: str) -> float:
+def _values(runs: Sequence[Found], point: str, name: str, which: str = "macro") -> list[float]:
+    """A statistic of the runs that have it, one for each seed."""
+    return [x for x in (run.value(point, name, which) for run in runs) if x is not None]
+
+
+def _mean(runs: Sequence[Found], point: str, name: str, which: str = "macro") -> float:
     """Mean over seeds of a statistic; NaN if no run has it."""
-    values = [run[point][which] for run in ends if point in run]
+    values = _values(runs, point, name, which)
     return float(np.mean(values)) if values else math.nan
 
 
-def _ordered(ends: dict[str, list[dict]], headline: Headline) -> list[str]:
+def _ordered(found: dict[str, list[Found]], headline: Headline) -> list[str]:
     """The methods, the best before local training first."""
-    sign = -1 if headline[1] == "max" else 1
-    return sorted(ends, key=lambda method: np.nan_to_num(sign * _mean(ends[method], "pre", "macro"), nan=np.inf))
+    name, sign = headline[0], -1 if headline[1] == "max" else 1
+    return sorted(found, key=lambda method: np.nan_to_num(sign * _mean(found[method], "pre", name), nan=np.inf))
 
 
 def styles(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -163,26 +157,17 @@ def _palette(methods: list[str]) -> list[str]:
     return [_LOCAL if method.partition(",")[0] == "local" else next(rest) for method in methods]
 
 
-def _curve(axes: Any, runs: list[list[dict]], name: str, method: str, colour: str) -> None:
+def _curve(axes: Any, runs: list[Found], name: str, method: str, colour: str) -> None:
     """Mean over seeds in the rounds that all have, a band of one standard deviation, and in the
     legend the mean of the last values."""
-    key = f"pre/{name}"
-    series = [{row["round"]: row[key] for row in rows if row.get(key) is not None} for rows in runs]
-    rounds = sorted(set.intersection(*map(set, series)))
-    values = np.array([[one[t] for t in rounds] for one in series])
-    mean, std = values.mean(axis=0), values.std(axis=0, ddof=min(1, len(series) - 1))
-    ends = [one[max(one)] for one in series if one]  # seeds may end after different rounds
+    found = [courses.course(run, name, None)["pre"] for run in runs]
+    ends = [course[-1, 1] for course in found if len(course)]  # seeds may end after different rounds
     label = f"{method}  {scores.shown(name, float(np.mean(ends)))}" if ends else method
-    axes.plot(
-        rounds,
-        mean,
-        color=colour,
-        linewidth=1.8,
-        label=label,
-        linestyle="--" if method.partition(",")[0] in _DASHED else "-",
-    )
-    if len(series) > 1:
-        axes.fill_between(rounds, mean - std, mean + std, color=colour, alpha=0.15, linewidth=0)
+    line = "--" if method.partition(",")[0] in _DASHED else "-"
+    band = courses.band(found)
+    axes.plot(band.x, band.mean, color=colour, linewidth=1.8, label=label, linestyle=line)
+    if len(runs) > 1:
+        drawing.band(axes, *band, name, colour)
 
 
 def title(runs: Sequence[Found], without: Sequence[str] = ()) -> str:
@@ -197,10 +182,6 @@ def title(runs: Sequence[Found], without: Sequence[str] = ()) -> str:
     seeds = {len({run.config.seed for run in of}) for of in gather.grouped(runs, gather.labels(runs)).values()}
     spread = f"\nmean and sample standard deviation over {'up to ' * (len(seeds) > 1)}{max(seeds)} seeds"
     return "".join(same).strip(", ") + spread * (max(seeds) > 1)
-
-
-def _setting(c: Config) -> str:
-    return "".join(_parts(c))
 
 
 def _parts(c: Config) -> list[str]:

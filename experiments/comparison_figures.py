@@ -55,8 +55,8 @@ def figures(
     name = runs[0].headline[0]
     shown = [run for run in runs if run.headline[0] == name]
     notes = [f"{run.path} is left out: its score is {run.headline[0]}." for run in runs if run not in shown]
-    notes += [f"{run.path} is left out: it has no evaluation yet." for run in shown if not _has(run, name)]
-    shown = [run for run in shown if _has(run, name)]
+    notes += [f"{run.path} is left out: it has no evaluation yet." for run in shown if run.value("pre", name) is None]
+    shown = [run for run in shown if run.value("pre", name) is not None]
     if not shown:
         return {}, notes
     labels, data = gather.names(shown), list(map(tuple, gather.settings(shown)))
@@ -80,10 +80,6 @@ def figures(
             if found := heterogeneity(everywhere, setting):
                 drawn[setting] = found
     return drawn, notes + comparison.unfinished(shown)
-
-
-def _has(run: Found, name: str) -> bool:
-    return name in run.said["scores"]["pre"]
 
 
 def curves(series: Mapping[str, Series]) -> Figure:
@@ -172,15 +168,11 @@ def heterogeneity(series: Mapping[str, Series], setting: str) -> Figure | None:
 
 def _by_level(one: Series, setting: str, point: str, name: str) -> np.ndarray:
     """[levels, 3]: the level of a setting, mean and sample standard deviation of the last score."""
-    ends = [(gather.setting(run.config, setting), _end(run, point, name)) for run in one.runs]
+    ends = [(gather.setting(run.config, setting), run.value(point, name)) for run in one.runs]
     known = [(level, end) for level, end in ends if level is not None and end is not None]
     found = gather.grouped([end for _, end in known], [level for level, _ in known])
     rows = [(level, np.mean(of), np.std(of, ddof=min(1, len(of) - 1))) for level, of in sorted(found.items())]
     return np.array(rows, float).reshape(-1, 3)
-
-
-def _end(run: Found, point: str, name: str) -> float | None:
-    return run.said["scores"][point].get(name, {}).get("macro")
 
 
 def _knows(one: Series, column: str) -> bool:
@@ -213,11 +205,8 @@ def _line(axes: Any, found: Band, style: dict[str, Any], label: str, name: str) 
     """A curve with markers at a tenth of its points, and a band of one standard deviation."""
     every = max(1, len(found.x) // 10)
     axes.plot(found.x, found.mean, label=label, **style | {"markevery": (int(every * style["markevery"]), every)})
-    low, high = found.mean - found.std, found.mean + found.std
-    if scores.is_share(name):
-        low, high = np.clip(low, 0, 1), np.clip(high, 0, 1)
     if found.std.any():
-        axes.fill_between(found.x, low, high, color=style["color"], alpha=0.15, linewidth=0)
+        drawing.band(axes, *found, name, style["color"])
 
 
 def _limit(axes: Any, series: Mapping[str, Series], name: str) -> None:
@@ -232,7 +221,7 @@ def _limit(axes: Any, series: Mapping[str, Series], name: str) -> None:
 
 
 def _baselines(series: Mapping[str, Series], name: str) -> list[float | None]:
-    return [_end(run, "pre", scores.trivial(name)) for one in series.values() for run in one.runs]
+    return [run.value("pre", scores.trivial(name)) for one in series.values() for run in one.runs]
 
 
 def _baseline(axes: Any, series: Mapping[str, Series], name: str) -> None:
@@ -262,5 +251,6 @@ def draw(runs: Sequence[Found], folder: Path) -> list[str]:
         folder.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(STYLE):
         for name, figure in drawn.items():
-            drawing.save_both(figure, folder / name)
+            for suffix in drawing.BOTH:
+                drawing.save(figure, f"{folder / name}{suffix}")
     return [*(f"{folder}: {name}.png, {name}.pdf" for name in drawn), *notes]

@@ -1,10 +1,16 @@
 """What the figures have in common: style, colours, and files that are written whole or not at all."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure  # Figure directly, not pyplot: no global state, no display, nothing to close
+
+from experiments import scores
 
 PALETTE = (
     "#0072b2",
@@ -17,8 +23,36 @@ PALETTE = (
 )  # Okabe & Ito's: colour-blind-safe
 LINES: tuple[Any, ...] = ("-", "--", "-.", (0, (1, 1)), (0, (6, 2, 1, 2, 1, 2)), (0, (8, 3)))
 MARKERS = "osD^vPX*"
+BOTH = (".png", ".pdf")
 STYLE: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 150}
 SMALL: Any = STYLE | {"font.size": 9}
+
+
+@contextlib.contextmanager
+def drawn(
+    path: str | Path,
+    size: tuple[float, float],
+    style: Any = STYLE,
+    *,
+    layout: Any = "constrained",
+    suffixes: tuple[str, ...] = ("",),
+) -> Iterator[Figure]:
+    """A figure so large in inches, which is written when the block ends: as PATH, with each of the
+    suffixes."""
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=size, layout=layout)
+        yield figure
+        for suffix in suffixes:
+            save(figure, f"{path}{suffix}")
+
+
+def band(axes: Any, x: np.ndarray, mean: np.ndarray, std: np.ndarray, name: str, colour: str) -> None:
+    """Fills one standard deviation around the means of a score; an accuracy cannot leave [0, 1], a
+    band of a skewed one can."""
+    low, high = mean - std, mean + std
+    if scores.is_share(name):
+        low, high = np.clip(low, 0, 1), np.clip(high, 0, 1)
+    axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
 
 
 def save(figure: Figure, path: str | Path) -> None:
@@ -27,9 +61,3 @@ def save(figure: Figure, path: str | Path) -> None:
     part = path.with_name(f"{path.stem}.part{path.suffix}")
     figure.savefig(part)
     os.replace(part, path)
-
-
-def save_both(figure: Figure, path: str | Path) -> None:
-    """Writes a figure as PATH.png and PATH.pdf."""
-    for suffix in ("png", "pdf"):
-        save(figure, f"{path}.{suffix}")

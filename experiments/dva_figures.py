@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
-from matplotlib.figure import Figure
 
-from experiments.drawing import SMALL, save_both
+from experiments import drawing
 
 PERPLEXITY = 30  # of t-SNE
 STEPS, REACH = 8, 2.0  # images along an axis of a manifold; standard deviations from its middle to its end
@@ -100,8 +99,7 @@ def scatter(path: str | Path, views: Sequence[View], per_client: int = 200, seed
     from sklearn.manifold import TSNE  # imported here: scikit-learn takes a second
 
     z, c, client, label = latents(views, per_client)
-    with matplotlib.rc_context(SMALL):
-        figure = Figure(figsize=(8, 7.6), layout="constrained")
+    with drawing.drawn(path, (8, 7.6), drawing.SMALL, suffixes=drawing.BOTH) as figure:
         panels = figure.subplots(2, 2)
         for column, (name, points) in enumerate((("z, shared", z), ("c, personal", c))):
             start: Any = "pca" if points.shape[1] > 1 else "random"
@@ -111,7 +109,6 @@ def scatter(path: str | Path, views: Sequence[View], per_client: int = 200, seed
             for row, (what, colour) in enumerate((("client", client), ("class", label))):
                 _points(panels[row, column], flat, colour, names[row], what if column else "")
                 panels[row, column].set_title(f"{name}, by {what}", loc="left", fontsize=9)
-        save_both(figure, path)
 
 
 def swaps(path: str | Path, one: View, other: View, columns: int = 8) -> None:
@@ -237,8 +234,8 @@ def _points(axes: Any, flat: Array, colour: Array, names: Sequence[str], legend:
 def _draw_rows(path: str | Path, rows: Sequence[tuple[str, Array]], columns: int, title: str) -> None:
     """Rows of images, each with a name on its left."""
     margin = 0.5 + 0.075 * max(len(line) for name, _ in rows for line in [*name.split("\n"), ""])
-    with matplotlib.rc_context(SMALL):
-        figure = Figure(figsize=(margin + 0.62 * columns, 0.4 + 0.64 * len(rows)), layout="constrained")
+    size = (margin + 0.62 * columns, 0.4 + 0.64 * len(rows))
+    with drawing.drawn(path, size, drawing.SMALL, suffixes=drawing.BOTH) as figure:
         figure.suptitle(title, fontsize=9)
         panels = figure.subplots(len(rows), columns, squeeze=False)
         for line, (name, images) in zip(panels, rows, strict=True):
@@ -249,4 +246,3 @@ def _draw_rows(path: str | Path, rows: Sequence[tuple[str, Array]], columns: int
                 shown = np.clip((np.asarray(image, float) + 1) / 2, 0, 1)
                 axes.imshow(shown[..., 0] if shown.shape[-1] == 1 else shown, cmap="gray", vmin=0, vmax=1)
             line[0].set_ylabel(name, rotation=0, ha="right", va="center", fontsize=8)
-        save_both(figure, path)

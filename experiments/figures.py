@@ -17,13 +17,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
-from matplotlib.figure import Figure  # Figure directly, not pyplot: no global state, no display, nothing to close
 from matplotlib.ticker import MaxNLocator
 
-from experiments import scores
-from experiments.drawing import PALETTE, STYLE, save
+from experiments import drawing, scores
+from experiments.drawing import PALETTE
 from experiments.files import Rows
 from experiments.flags import Flag
 from experiments.scores import ACCURACY, Headline
@@ -47,9 +45,8 @@ def draw_partition(partition: Partition, dataset: Dataset, path: str | Path) -> 
     counts = class_counts(partition, dataset)
     shown = counts[:_MAX_CLIENTS]
     num_clients, num_classes = shown.shape
-    with matplotlib.rc_context(STYLE):
-        width, height = np.clip(0.3 * num_clients + 2.4, 5, 18), np.clip(0.3 * num_classes + 1.6, 3.6, 12)
-        figure = Figure(figsize=(width, height), layout="constrained")
+    width, height = np.clip(0.3 * num_clients + 2.4, 5, 18), np.clip(0.3 * num_classes + 1.6, 3.6, 12)
+    with drawing.drawn(path, (width, height)) as figure:
         axes = figure.subplots()
         pitch = 72 * min((width - 1.9) / num_clients, (height - 1.2) / num_classes)  # points between two bubbles
         clients, classes = np.nonzero(shown)
@@ -59,7 +56,6 @@ def draw_partition(partition: Partition, dataset: Dataset, path: str | Path) -> 
         axes.scatter(clients, classes, s=area, color=_COLOURS["pre"], alpha=0.75, linewidths=0)
         _class_axes(axes, num_clients, num_classes)
         axes.set_title(_partition_title(counts, dataset.name, largest), fontsize=10, loc="left")
-        save(figure, path)
 
 
 def draw_curves(records: Iterable[dict[str, Any]], path: str | Path, headline: Headline = ACCURACY) -> None:
@@ -81,8 +77,7 @@ def draw_curves(records: Iterable[dict[str, Any]], path: str | Path, headline: H
     wanted = {of: (name, f"{name}_clients") for of, name in each.items()}
     baseline = f"pre/{scores.trivial(headline[0])}"
     series = _series(records, {**keys, "loss": ("loss",), "majority": (baseline,), **wanted})
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(15 if kinds else 10, 3.8), layout="constrained")
+    with drawing.drawn(path, (15 if kinds else 10, 3.8)) as figure:
         left, *middle, right = figure.subplots(1, 3 if kinds else 2)
         for when in keys:
             _score(left, series[when], when, headline[0])
@@ -98,7 +93,6 @@ def draw_curves(records: Iterable[dict[str, Any]], path: str | Path, headline: H
             _round_axes(axes, has_data)
         if left.lines:
             left.legend(loc="lower right" if headline[1] == "max" else "upper right", frameon=False)
-        save(figure, path)
 
 
 def _architectures(records: Iterable[dict[str, Any]], name: str) -> list[str]:
@@ -136,10 +130,7 @@ def _score(axes: Any, series: np.ndarray, when: str, name: str) -> None:
         return
     axes.plot(*series[:, :2].T, color=_COLOURS[when], label=_LABELS[when], **_markers(series))
     rounds, mean, std = series[~np.isnan(series[:, 2])].T
-    low, high = mean - std, mean + std
-    if scores.is_share(name):  # an accuracy cannot leave [0, 1], a band of a skewed one can
-        low, high = np.clip(low, 0, 1), np.clip(high, 0, 1)
-    axes.fill_between(rounds, low, high, color=_COLOURS[when], alpha=0.15, linewidth=0)
+    drawing.band(axes, rounds, mean, std, name, _COLOURS[when])
 
 
 def _series(records: Iterable[dict[str, Any]], keys: dict[Any, tuple[str, ...]]) -> dict[Any, np.ndarray]:

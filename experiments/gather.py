@@ -46,6 +46,10 @@ class Found(NamedTuple):
         """The score that decides, and the better of its values."""
         return self.said["headline"]["score"], self.said["headline"]["better"]
 
+    def value(self, point: str, score: str, statistic: str = "macro") -> float | None:
+        """A statistic of a score after the last round; None where the run has none."""
+        return self.said["scores"].get(point, {}).get(score, {}).get(statistic)
+
     @property
     def rows(self) -> Rows:
         """The rows of the metrics, read from the disk whenever they are asked for."""

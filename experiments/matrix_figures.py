@@ -5,11 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
-from matplotlib.figure import Figure
 
-from experiments.drawing import save_both
+from experiments import drawing
 
 Array = np.ndarray
 PANELS = 4  # rounds side by side, at most
@@ -68,9 +66,9 @@ def draw(path: str | Path, name: str, matrices: Mapping[int, Array], names: Arra
     ids = order(group, class_counts)
     shown = {t: np.asarray(matrices[t])[np.ix_(ids, ids)] for t in chosen(list(matrices))}
     low, high, extend = scale(list(shown.values()))
-    with matplotlib.rc_context(_STYLE):
-        side = float(np.clip(0.17 * len(ids), 2.6, 5))
-        figure = Figure(figsize=((side + 0.2) * len(shown) + 1.9, side + 1.2), layout="compressed")
+    side = float(np.clip(0.17 * len(ids), 2.6, 5))
+    size = ((side + 0.2) * len(shown) + 1.9, side + 1.2)
+    with drawing.drawn(path, size, _STYLE, layout="compressed", suffixes=drawing.BOTH) as figure:
         panels = figure.subplots(1, len(shown), squeeze=False)[0]
         for axes, (t, matrix) in zip(panels, shown.items(), strict=True):
             image = axes.imshow(matrix, cmap=_COLOURS, vmin=low, vmax=high, interpolation="nearest")
@@ -84,7 +82,6 @@ def draw(path: str | Path, name: str, matrices: Mapping[int, Array], names: Arra
         figure.supxlabel(f"client of the column, {how}", fontsize=9)
         bar = figure.colorbar(image, ax=list(panels), extend=extend, shrink=0.9, label=name)
         bar.ax.ticklabel_format(useOffset=False)
-        save_both(figure, path)
 
 
 def _client_axes(axes: Any, group: Array) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from experiments import figures, main, networks, report
+from experiments import drawing, figures, main, networks, report
 from fedjax_pfl.errors import InputError
 
 MIXED = ["--algo=local", "--model=linear,mlp,linear", "--data_fraction=0.2", "--clients=7", "--epochs=1"]
@@ -47,7 +47,7 @@ def test_table_summary_and_curves_have_it(mixed, monkeypatch):
     assert first == ["acc", "acc@linear", "acc@mlp", "acc_present", "acc", "acc_present"]
 
     drawn = []
-    monkeypatch.setattr(figures, "save", lambda figure, _: drawn.append(figure))
+    monkeypatch.setattr(drawing, "save", lambda figure, _: drawn.append(figure))
     figures.draw_curves(rows, path / "curves.png")
     axes = drawn[0].axes[1]
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["linear (5 clients)", "mlp (2 clients)"]

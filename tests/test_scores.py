@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from experiments import build, figures, networks, report, runs, scores, settings, tables, targets
+from experiments import build, drawing, figures, networks, report, runs, scores, settings, tables, targets
 from experiments.config import Config, optimizers
 from experiments.files import write_json, write_text
 from fedjax_pfl.data import datasets, marks
@@ -99,7 +99,7 @@ def test_levels_may_leave_0_and_1_only_with_such_a_name():
 
 def test_the_curves_are_of_the_headline(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(figures, "save", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(drawing, "save", lambda figure, path: drawn.append(figure))
     figures.draw_curves(rows(), tmp_path / "c.png", ERROR)
     axes = drawn[0].axes[0]
     assert axes.get_title() == "reconstruction (lower is better)" and axes.get_ylim()[1] > 50
