@@ -11,38 +11,38 @@ _LEARNING = {
 _TWO_CLASSES = {"partition": "pathological", "classes_per_client": 2, "clients": 20, **_LEARNING, "rounds": 40}
 _HPARAMS = {"fedcp": {"lam": 1.0}}  # the paper's 5 goes with its lr of 0.005; with 0.1 the features collapse
 
-DIGITS = Preset(
-    description="digits, 100 clients of 17 or 18 examples, Dirichlet 1, an MLP of 64: the first thing to run",
-    settings={
-        "dataset": "digits",
-        "partition": "dirichlet_hsu",
-        "alpha": 1.0,
-        "clients": 100,
-        **_LEARNING,
-        "rounds": 20,
-    },
-    headline="pre/acc",
-    hparams=_HPARAMS,
-    measured={
-        "local": "91.0",
-        "fedavg": "91.0",
-        "fedrep": "90.9",
-        "pfedc": "91.9",
-        "fedrod": "92.9",
-        "fedavg_ft": "94.3",
-        "ditto": "94.9",
-    },
-)
-
-DIGITS_PATHOLOGICAL = Preset(
-    description="digits, 20 clients with 2 classes each, an MLP of 64: where being alone is best",
-    settings={"dataset": "digits", **_TWO_CLASSES},
-    headline="post/acc_present",
-    hparams=_HPARAMS,
-)
-
-SYNTHETIC = Preset(
-    description="Gaussian blobs, 20 clients with 2 classes each: what every method must learn",
-    settings={"dataset": "synthetic", **_TWO_CLASSES, "epochs": 1, "rounds": 20, "lr": 0.05},
-    headline="post/acc_present",
-)
+BUILTIN: dict[str, Preset] = {
+    "digits": Preset(
+        description="digits, 100 clients of 17 or 18 examples, Dirichlet 1, an MLP of 64: the first thing to run",
+        settings={
+            "dataset": "digits",
+            "partition": "dirichlet_hsu",
+            "alpha": 1.0,
+            "clients": 100,
+            **_LEARNING,
+            "rounds": 20,
+        },
+        headline="pre/acc",
+        hparams=_HPARAMS,
+        measured={
+            "local": "91.0",
+            "fedavg": "91.0",
+            "fedrep": "90.9",
+            "pfedc": "91.9",
+            "fedrod": "92.9",
+            "fedavg_ft": "94.3",
+            "ditto": "94.9",
+        },
+    ),
+    "digits_pathological": Preset(
+        description="digits, 20 clients with 2 classes each, an MLP of 64: where being alone is best",
+        settings={"dataset": "digits", **_TWO_CLASSES},
+        headline="post/acc_present",
+        hparams=_HPARAMS,
+    ),
+    "synthetic": Preset(
+        description="Gaussian blobs, 20 clients with 2 classes each: what every method must learn",
+        settings={"dataset": "synthetic", **_TWO_CLASSES, "epochs": 1, "rounds": 20, "lr": 0.05},
+        headline="post/acc_present",
+    ),
+}

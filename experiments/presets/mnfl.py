@@ -46,25 +46,6 @@ def _columns(text: str) -> dict[str, str]:
     return dict(zip(_METHODS, (pair.replace("/", " and ") for pair in text.split()), strict=True))
 
 
-FASHION_MNIST = _preset(
-    "Table 1, Fashion-MNIST: LeNet, AlexNet, ResNet-18, ShuffleNetV2, 20 clients, MNIST public",
-    "fashion_mnist",
-    "mnist",
-    8400,
-    published=_columns("68.02/66.10 70.32/70.83 72.69/73.45 72.82/72.71 72.24/73.39 75.48/75.60"),
-)
-
-CIFAR10 = _preset(
-    "Table 1, CIFAR-10: LeNet, AlexNet, ResNet-18, ShuffleNetV2, 20 clients, CIFAR-100 public",
-    "cifar10",
-    "cifar100",
-    7200,
-    lr=0.02,
-    published=_columns("39.14/35.56 40.19/37.81 42.83/39.54 42.50/39.90 42.58/39.34 43.82/41.04"),
-)
-
-# --- the ablations: a row has its numbers by local epochs, passes, rho and size of the public set
-
 _BASE = {"epochs": 20, "passes": 1, "rho": 0.7, "public_size": 3000}
 _VALUES: dict[str, tuple[Any, ...]] = {
     "epochs": (5, 10, 15),
@@ -88,36 +69,52 @@ _ABLATION = _PROTOCOL + (
     "run is in them with different numbers, up to half a point apart."
 )
 
-FASHION_MNIST_ABLATIONS = _preset(
-    "Tables 3, 4, 6, Fashion-MNIST: all classes, by --epochs and --hparam=passes=, rho=, public_size=",
-    "fashion_mnist",
-    "mnist",
-    8400,
-    partition="dirichlet_class",
-    alpha=1.0,
-    protocol=_ABLATION,
-    cells=_cells(
-        "89.14 to 89.50",
-        epochs="88.73 89.14 88.58",
-        passes="89.90 89.07 88.08",
-        rho="89.49 89.30 89.56",
-        public_size="50.80 67.43 88.08 89.40 89.14",
+MNFL: dict[str, Preset] = {
+    "mnfl_fashion_mnist": _preset(
+        "Table 1, Fashion-MNIST: LeNet, AlexNet, ResNet-18, ShuffleNetV2, 20 clients, MNIST public",
+        "fashion_mnist",
+        "mnist",
+        8400,
+        published=_columns("68.02/66.10 70.32/70.83 72.69/73.45 72.82/72.71 72.24/73.39 75.48/75.60"),
     ),
-)
-
-CIFAR10_ABLATIONS = _preset(
-    "Tables 3, 4, 6, CIFAR-10: all classes, by --epochs and --hparam=passes=, rho=, public_size=",
-    "cifar10",
-    "cifar100",
-    7200,
-    partition="dirichlet_class",
-    alpha=1.0,
-    protocol=_ABLATION,
-    cells=_cells(
-        "58.40 to 59.24",
-        epochs="58.30 59.38 59.34",
-        passes="57.99 59.22 58.91",
-        rho="59.08 58.52 59.56",
-        public_size="39.08 47.70 58.93 58.79 58.40",
+    "mnfl_cifar10": _preset(
+        "Table 1, CIFAR-10: LeNet, AlexNet, ResNet-18, ShuffleNetV2, 20 clients, CIFAR-100 public",
+        "cifar10",
+        "cifar100",
+        7200,
+        lr=0.02,
+        published=_columns("39.14/35.56 40.19/37.81 42.83/39.54 42.50/39.90 42.58/39.34 43.82/41.04"),
     ),
-)
+    "mnfl_fashion_mnist_ablations": _preset(
+        "Tables 3, 4, 6, Fashion-MNIST: all classes, by --epochs and --hparam=passes=, rho=, public_size=",
+        "fashion_mnist",
+        "mnist",
+        8400,
+        partition="dirichlet_class",
+        alpha=1.0,
+        protocol=_ABLATION,
+        cells=_cells(
+            "89.14 to 89.50",
+            epochs="88.73 89.14 88.58",
+            passes="89.90 89.07 88.08",
+            rho="89.49 89.30 89.56",
+            public_size="50.80 67.43 88.08 89.40 89.14",
+        ),
+    ),
+    "mnfl_cifar10_ablations": _preset(
+        "Tables 3, 4, 6, CIFAR-10: all classes, by --epochs and --hparam=passes=, rho=, public_size=",
+        "cifar10",
+        "cifar100",
+        7200,
+        partition="dirichlet_class",
+        alpha=1.0,
+        protocol=_ABLATION,
+        cells=_cells(
+            "58.40 to 59.24",
+            epochs="58.30 59.38 59.34",
+            passes="57.99 59.22 58.91",
+            rho="59.08 58.52 59.56",
+            public_size="39.08 47.70 58.93 58.79 58.40",
+        ),
+    ),
+}

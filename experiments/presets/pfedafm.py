@@ -52,30 +52,31 @@ def _preset(what: str, dataset: str, classes: int, ten: str, fifty: str, hundred
     )
 
 
-CIFAR10 = _preset(
-    "Table 3, CIFAR-10: CNN-1 to CNN-5, 10 clients with 2 classes each (--clients=50 or 100 with --participation)",
-    "cifar10",
-    2,
-    "96.53 96.30 96.21 96.51 30.48 80.20 - 96.76",
-    "95.14 94.83 - 95.48 - 77.37 - 96.69",
-    "91.97 91.27 - 92.49 - 73.21 - 95.68",
-)
-
-CIFAR100 = _preset(
-    "Table 3, CIFAR-100: CNN-1 to CNN-5, 10 clients with 10 classes each (--clients=50 or 100 with --participation)",
-    "cifar100",
-    10,
-    "72.53 72.20 - 72.59 16.84 53.23 - 77.30",
-    "62.71 60.95 - 62.69 21.96 44.27 - 67.95",
-    "53.04 45.83 - 53.67 15.21 37.21 - 61.60",
-)
-
-CIFAR10_SAME = _preset(
-    "Table 2, CIFAR-10: everybody CNN-1, 10 clients with 2 classes each (--clients=50 or 100 with --participation)",
-    "cifar10",
-    2,
-    "96.35 96.47 96.30 95.83 94.83 94.77 95.38 96.81",
-    "95.25 94.20 - 95.10 93.18 92.93 93.31 96.58",
-    "92.58 90.25 - 91.19 87.93 90.23 87.97 95.67",
-    model="cnn1",
-)
+PFEDAFM: dict[str, Preset] = {
+    "pfedafm_cifar10": _preset(
+        "Table 3, CIFAR-10: CNN-1 to CNN-5, 10 clients with 2 classes each (--clients=50 or 100 with --participation)",
+        "cifar10",
+        2,
+        "96.53 96.30 96.21 96.51 30.48 80.20 - 96.76",
+        "95.14 94.83 - 95.48 - 77.37 - 96.69",
+        "91.97 91.27 - 92.49 - 73.21 - 95.68",
+    ),
+    "pfedafm_cifar100": _preset(
+        "Table 3, CIFAR-100: CNN-1 to CNN-5, 10 clients with 10 classes each (--clients=50 or 100 with "
+        "--participation)",
+        "cifar100",
+        10,
+        "72.53 72.20 - 72.59 16.84 53.23 - 77.30",
+        "62.71 60.95 - 62.69 21.96 44.27 - 67.95",
+        "53.04 45.83 - 53.67 15.21 37.21 - 61.60",
+    ),
+    "pfedafm_cifar10_same": _preset(
+        "Table 2, CIFAR-10: everybody CNN-1, 10 clients with 2 classes each (--clients=50 or 100 with --participation)",
+        "cifar10",
+        2,
+        "96.35 96.47 96.30 95.83 94.83 94.77 95.38 96.81",
+        "95.25 94.20 - 95.10 93.18 92.93 93.31 96.58",
+        "92.58 90.25 - 91.19 87.93 90.23 87.97 95.67",
+        model="cnn1",
+    ),
+}
