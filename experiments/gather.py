@@ -44,7 +44,8 @@ class Found(NamedTuple):
     @property
     def headline(self) -> Headline:
         """The score that decides, and the better of its values."""
-        return self.said["headline"]["score"], self.said["headline"]["better"]
+        found = self.said.get("headline")  # not in summaries of an earlier version
+        return (found["score"], found["better"]) if found else ACCURACY
 
     def value(self, point: str, score: str, statistic: str = "macro") -> float | None:
         """A statistic of a score after the last round; None where the run has none."""

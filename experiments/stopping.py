@@ -19,7 +19,6 @@ from experiments.scores import Headline
 from fedjax_pfl.errors import InputError, check, choose
 
 _POINTS = ("pre", "post", validation.POINT)
-_ROUNDING = 1e-6  # as in `targets`: scores are float32
 
 
 class Goal(NamedTuple):
@@ -90,14 +89,9 @@ class Progress(NamedTuple):
             now = now._replace(best=(row["round"], value), since=0) if better else now._replace(since=self.since + 1)
         if self.goal and self.reached is None:
             value = row.get(f"{self.goal.point}/{self.goal.score}")
-            if value is not None and self._is_reached(value):
+            if value is not None and targets.is_reached(self.goal.score, value, self.goal.value, self.headline):
                 now = now._replace(reached=(row["round"], value))
         return now
-
-    def _is_reached(self, value: float) -> bool:
-        assert self.goal is not None
-        sign = -1 if scores.better(self.goal.score, self.headline) == "min" else 1
-        return sign * value >= sign * self.goal.value - _ROUNDING * max(1, abs(self.goal.value))
 
     def why(self) -> str | None:
         """Why the run is to end, in words; None: it goes on."""

@@ -15,8 +15,10 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from experiments import entry, flags, gather, networks, plain, published, report, runs, schema, scores, targets
-from experiments.files import Row, Rows, read_json
+from experiments import entry, flags, networks, plain, published, report, schema, scores, targets
+from experiments.files import read_json
+from experiments.gather import Found
+from experiments.recorded import read_config
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms.find import find
 
@@ -33,15 +35,20 @@ COLUMNS = {
 }
 
 
-def row(workdir: Path, columns: dict[str, tuple[str, str]]) -> list[str]:
+def _read(workdir: Path) -> Found:
+    """A run as its summary has it, which must be there."""
+    return Found(workdir, read_config(workdir), read_json(workdir / "summary.json", schema.SUMMARY))
+
+
+def row(run: Found, columns: dict[str, tuple[str, str]]) -> list[str]:
     """One run: method, model, share of the data, scores, seconds of training and a round."""
-    summary = read_json(workdir / "summary.json", schema.SUMMARY)
-    config = runs.read_config(workdir)
+    config, summary = run.config, run.said
     defaults = simulate.hyperparameters(find(config.algo))
     hparams = "".join(f", {name}={published.shown(x)}" for name, x in config.hparams.items() if x != defaults[name])
     model = "own" if config.algo in networks.OWN else config.model
-    cells = [config.algo + hparams, model, f"{config.data_fraction:g}", _rounds(summary)]
-    spread = {"acc", _headline(summary)[0]}
+    rounds = str(summary["rounds"]) if run.complete else run.status
+    cells = [config.algo + hparams, model, f"{config.data_fraction:g}", rounds]
+    spread = {"acc", run.headline[0]}
     for point, name in columns.values():
         score = summary["scores"].get(point, {}).get(name)
         values = [score[x] for x in ("macro", *(("std",) if name in spread else ()))] if score else []
@@ -50,36 +57,19 @@ def row(workdir: Path, columns: dict[str, tuple[str, str]]) -> list[str]:
     return [*cells, f"{seconds:.0f}", f"{seconds / max(summary['rounds'], 1):.2f}"]
 
 
-def _headline(summary: Row) -> scores.Headline:
-    found = summary.get("headline")  # not in runs of an earlier version
-    return (found["score"], found["better"]) if found else scores.ACCURACY
-
-
-def _columns(workdirs: list[Path]) -> dict[str, tuple[str, str]]:
+def _columns(runs: list[Found]) -> dict[str, tuple[str, str]]:
     """The scores' columns, {title: (point, score)}: the accuracies if a run has any, then all
     others of the runs."""
-    summaries = [read_json(path / "summary.json", schema.SUMMARY) for path in workdirs]
     more: dict[str, tuple[str, str]] = {}
-    for summary in summaries:
-        headline, found = _headline(summary), summary["scores"].get("post", {})
+    for run in runs:
+        headline, found = run.headline, run.said["scores"].get("post", {})
         for name in scores.ordered((x for x in found if not scores.is_share(x)), headline):
             less = " (lower is better)" if scores.better(name, headline) == "min" else ""
             more |= {f"{name} post{less}": ("post", name), f"{name} pre": ("pre", name)}
         columns = {"unseen post": "unseen_post", "unseen pre": "unseen"}
-        more |= {f"{headline[0]} {x}": (p, headline[0]) for x, p in columns.items() if summary["scores"].get(p)}
-    known = [name for summary in summaries for name in summary["scores"].get("post", {})]
+        more |= {f"{headline[0]} {x}": (p, headline[0]) for x, p in columns.items() if run.said["scores"].get(p)}
+    known = [name for run in runs for name in run.said["scores"].get("post", {})]
     return (COLUMNS if not more or any(map(scores.is_share, known)) else {}) | more
-
-
-def _rounds(summary: Row) -> str:
-    """The rounds of a complete run; of any other how it stands, as `diverged after 12 rounds`."""
-    return str(summary["rounds"]) if summary["status"] == "complete" else gather.standing(summary)
-
-
-def _deviations(workdir: Path) -> str:
-    summary = read_json(workdir / "summary.json", schema.SUMMARY)
-    config = runs.read_config(workdir).replace(rounds=summary["rounds"])
-    return published.deviations(config, summary.get("examples"))
 
 
 class Reached(NamedTuple):
@@ -90,14 +80,12 @@ class Reached(NamedTuple):
     bound: str | None  # why its rounds are upper bounds
 
 
-def _targets(workdir: Path, text: str) -> Reached:
+def _targets(run: Found, text: str) -> Reached:
     """Raises InputError if the run has not the score that `text` names."""
-    config, metrics = runs.read_config(workdir), Rows(workdir / "metrics.jsonl")
-    targets.check_score(text, report.score_names(metrics), str(workdir))
-    headline = _headline(read_json(workdir / "summary.json", schema.SUMMARY))
-    score, levels = targets.wanted(config.replace(targets=text), headline)
-    bound, cells = targets.bound(config.eval_every), []
-    found = targets.reached(metrics, score, levels, 0, headline)
+    targets.check_score(text, report.score_names(run.rows), str(run.path))
+    score, levels = targets.wanted(run.config.replace(targets=text), run.headline)
+    bound, cells = targets.bound(run.config.eval_every), []
+    found = targets.reached(run.rows, score, levels, 0, run.headline)
     for level in levels:
         pairs = [_reached(found, point, level, bound is not None) for point in ("post", "pre")]
         cells += [" / ".join(texts) for texts in zip(*pairs, strict=True)]
@@ -114,18 +102,20 @@ def _reached(run: targets.Reached, point: str, level: float, bounded: bool) -> t
 
 def table(workdirs: list[Path], text: str | None = None) -> str:
     """The Markdown table of some run directories; `text` is as --targets gives it."""
-    columns = _columns(workdirs)
+    runs = list(map(_read, workdirs))
+    columns = _columns(runs)
     head = ["method", "model", "data", "rounds", *(name.strip() for name in columns), "train s", "s a round"]
-    body, notes = [row(path, columns) for path in workdirs], []
+    body, notes = [row(run, columns) for run in runs], []
     if text is not None:
-        found = [_targets(path, text) for path in workdirs]
+        found = [_targets(run, text) for run in runs]
         scores = {run.score for run in found}
         named = f" of {scores.pop()}" if len(scores) == 1 else ""
         head += [] if named else ["targets of"]
         head += [name for x in targets.parse(text)[1] for name in (f"rounds to {x:g}{named}", f"MB to {x:g}")]
         body = [[*cells, *([] if named else [run.score]), *run.cells] for cells, run in zip(body, found, strict=True)]
         notes = _notes(workdirs, found)
-    said = [_deviations(path) for path in workdirs]
+    done = [run.config.replace(rounds=run.said["rounds"]) for run in runs]
+    said = [published.deviations(config, run.said.get("examples")) for config, run in zip(done, runs, strict=True)]
     if any(said):
         head, body = [*head, "deviations"], [[*cells, last] for cells, last in zip(body, said, strict=True)]
     return "\n".join([plain.markdown([head, *body]), *(f"\n{note}" for note in notes)])

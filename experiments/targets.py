@@ -14,7 +14,7 @@ not: `benchmarks.cost` has the methods' times.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -102,6 +102,12 @@ def score_names(experiment: Any) -> list[str]:
     return list(jax.eval_shape(program.evaluate, *arguments))
 
 
+def is_reached(name: str, value: float, level: float, headline: Headline) -> bool:
+    """Is a score at least a level? At most, where less of it is better."""
+    sign = -1 if scores.better(name, headline) == "min" else 1
+    return sign * value >= sign * level - _ROUNDING * max(1, abs(level))
+
+
 def bound(eval_every: int) -> str | None:
     """Why rounds to a target are upper bounds; None where every round was evaluated."""
     if eval_every == 1:
@@ -160,7 +166,7 @@ class Reached(NamedTuple):
 
 
 def reached(
-    rows: Iterable[Row], name: str, levels: Iterable[float], flops: float | None, headline: Headline = ACCURACY
+    rows: Iterable[Row], name: str, levels: Sequence[float], flops: float | None, headline: Headline = ACCURACY
 ) -> Reached:
     """When a score (macro mean; micro of a name that ends in _micro) was first at least each of the
     levels; at most, where less of it is better. The rows are read once, and none is kept.
@@ -169,9 +175,7 @@ def reached(
       `first`: round (of the row), rounds (communicated until then: `pre` is scored before its
       round, the others after its local training), value, and what was `Spent`.
     """
-    sign, spent = -1 if scores.better(name, headline) == "min" else 1, Spent()
-    first, floors, seen = dict[tuple[str, float], Row](), dict[str, float](), set[str]()
-    least = {level: sign * level - _ROUNDING * max(1, abs(level)) for level in levels}
+    first, floors, seen, spent = dict[tuple[str, float], Row](), dict[str, float](), set[str](), Spent()
     for row in rows:
         before, spent = spent, spent.after(row)
         for point in report.POINTS:
@@ -181,7 +185,8 @@ def reached(
                 continue
             seen.add(point)
             total = before if point == "pre" else spent
-            for level in [x for x in least if (point, x) not in first and sign * value >= least[x]]:
+            left = [level for level in levels if (point, level) not in first]
+            for level in [x for x in left if is_reached(name, value, x, headline)]:
                 here = {"round": row["round"], "rounds": total.rounds, "value": value}
                 first[point, level] = here | total.total(flops)
     return Reached(first, {point: floors.get(point) for point in report.POINTS if point in seen})
