@@ -55,7 +55,7 @@ def exported(run: runs.Run, client: int) -> Exported:
         for network in found["networks"]:
             if _is_of(model, network) and _close(model.apply(network, e.dataset.prepare(jnp.asarray(x)))[0], wanted):
                 return Exported(network, True)
-    return Exported(_plain({name: found[name] for name in ("server", "client")}), False)
+    return Exported(serialization.to_state_dict({name: found[name] for name in ("server", "client")}), False)
 
 
 def predictor(run: runs.Run, client: int, parts: PyTree) -> Callable[[Any], PyTree]:
@@ -67,29 +67,20 @@ def predictor(run: runs.Run, client: int, parts: PyTree) -> Callable[[Any], PyTr
     """
     check("client", client, 0, run.experiment.task.num_clients - 1, whole=True)
 
-    def replaced(factory: Callable[..., Algorithm]) -> Callable[..., Algorithm]:
-        @functools.wraps(factory)
-        def make(task: Task, **hparams: Any) -> Algorithm:
-            method = factory(task, **hparams)
+    def predict(method: Algorithm, server: PyTree, row: PyTree, c: Client) -> Predictor:
+        here = {"server": groups.select(server, c.group), "client": row}
+        merged = _flat(serialization.to_state_dict(here)) | _flat(parts)
+        given = serialization.from_state_dict(here, traverse_util.unflatten_dict(merged, sep="/"))
+        given = jax.tree.map(jnp.asarray, given)
+        whole = jax.tree.map(
+            lambda old, new: new if not groups.is_grouped(old) else _grouped(old, new, c.group),
+            server,
+            given["server"],
+            is_leaf=groups.is_grouped,
+        )
+        return method.predict(whole, given["client"], c)
 
-            def predict(server: PyTree, row: PyTree, c: Client) -> Predictor:
-                here = {"server": groups.select(server, c.group), "client": row}
-                merged = _flat(serialization.to_state_dict(here)) | _flat(parts)
-                given = serialization.from_state_dict(here, traverse_util.unflatten_dict(merged, sep="/"))
-                given = jax.tree.map(jnp.asarray, given)
-                whole = jax.tree.map(
-                    lambda old, new: new if not groups.is_grouped(old) else _grouped(old, new, c.group),
-                    server,
-                    given["server"],
-                    is_leaf=groups.is_grouped,
-                )
-                return method.predict(whole, given["client"], c)
-
-            return method._replace(predict=predict)
-
-        return make
-
-    return lambda x: _run(run, client, jnp.asarray(x), replaced, run.experiment.task)
+    return lambda x: _run(run, client, jnp.asarray(x), predict, run.experiment.task)
 
 
 def _grouped(old: PyTree, new: PyTree, group: int) -> PyTree:
@@ -109,36 +100,34 @@ def _predicted(run: runs.Run, client: int, x: np.ndarray, networks: bool) -> dic
 
         return noting
 
-    def telling(factory: Callable[..., Algorithm]) -> Callable[..., Algorithm]:
-        @functools.wraps(factory)
-        def make(task: Task, **hparams: Any) -> Algorithm:
-            method = factory(task, **hparams)
+    def predict(method: Algorithm, server: PyTree, row: PyTree, c: Client) -> Predictor:
+        inner = method.predict(server, row, c)
 
-            def predict(server: PyTree, row: PyTree, c: Client) -> Predictor:
-                inner = method.predict(server, row, c)
+        def run(x: jax.Array, mask: jax.Array) -> dict[str, PyTree]:
+            seen.clear()  # what it adapted with
+            outputs = inner(x, mask)
+            parts = {"server": groups.select(server, c.group), "client": row}
+            return {"outputs": outputs, "networks": list(seen) if networks else []} | parts
 
-                def run(x: jax.Array, mask: jax.Array) -> dict[str, PyTree]:
-                    seen.clear()  # what it adapted with
-                    outputs = inner(x, mask)
-                    parts = {"server": groups.select(server, c.group), "client": row}
-                    return {"outputs": outputs, "networks": list(seen) if networks else []} | parts
-
-                return run
-
-            return method._replace(predict=predict)
-
-        return make
+        return run
 
     task = run.experiment.task
     models = tuple(m._replace(apply=noted(m.apply), features=noted(m.features)) for m in task.models)
-    return jax.device_get(_run(run, client, jnp.asarray(x), telling, task._replace(models=models)))
+    return jax.device_get(_run(run, client, jnp.asarray(x), predict, task._replace(models=models)))
 
 
-def _run(run: runs.Run, client: int, x: jax.Array, changed: Callable[..., Any], task: Task) -> PyTree:
-    """What the predictor of a run's method returns for one client; `changed` takes the factory."""
+def _run(run: runs.Run, client: int, x: jax.Array, predictor: Callable[..., Predictor], task: Task) -> PyTree:
+    """What `predictor` returns for one client, which takes the run's method and what
+    `Algorithm.predict` does."""
     c, e = run.config, run.experiment
     factory, hparams = build.method(c)
-    program = simulate.program(changed(factory), task, hparams, lr_decay=c.lr_decay, checked=False)
+
+    @functools.wraps(factory)
+    def changed(task: Task, **hparams: Any) -> Algorithm:
+        method = factory(task, **hparams)
+        return method._replace(predict=functools.partial(predictor, method))
+
+    program = simulate.program(changed, task, hparams, lr_decay=c.lr_decay, checked=False)
     values = {name: jnp.float32(value) for name, value in program.traced.items()}
     predict = jax.jit(lambda state, x: program.predict(e.key, values, e.federation, state, run.round, client, x))
     return predict(run.state, x)
@@ -152,11 +141,6 @@ def _is_of(model: Model, variables: PyTree) -> bool:
 
 def _close(a: Any, b: np.ndarray) -> bool:
     return a.shape == b.shape and np.allclose(a, b, rtol=1e-4, atol=1e-5)
-
-
-def _plain(tree: PyTree) -> PyTree:
-    """Nested dicts with string keys."""
-    return serialization.to_state_dict(tree)
 
 
 def _flat(tree: PyTree) -> dict[str, Any]:
