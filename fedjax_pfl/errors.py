@@ -77,6 +77,11 @@ def check_shape(name: str, value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
+def first_line(error: BaseException) -> str:
+    """What an exception says first; of one that says nothing its name."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def nearest(value: str, allowed: Iterable[str]) -> str | None:
     """The allowed name that is most like `value`, whatever the case, or None if none is."""
     names = {name.lower(): name for name in reversed(list(allowed))}

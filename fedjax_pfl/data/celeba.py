@@ -1,6 +1,7 @@
 """CelebA by attribute: the faces of FedDVA's experiment, a class for each of four attributes."""
 
 import io
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,12 +40,17 @@ def decode(builder: Any) -> dict[str, np.ndarray]:
     starts = np.cumsum([0, *map(len, sources)])
     for source, start, end in zip(sources, starts[:-1], starts[1:], strict=True):
         mine = np.flatnonzero((rows >= start) & (rows < end))
-        for places in np.array_split(mine, -(-len(mine) // _CHUNK) or 1):
-            records = source.__getitems__((rows[places] - start).tolist()) if len(places) else []
-            for place, record in zip(places, records, strict=True):
-                x[place] = shrink(record["image"])
+        for place, record in zip(mine, records(source, (rows[mine] - start).tolist()), strict=True):
+            x[place] = shrink(record["image"])
     coarse, count = np.full(len(rows), -1, np.int32), np.asarray(len(rows))
     return {"x": x, "y": labels.astype(np.int32), "coarse": coarse, "num_train": count}
+
+
+def records(source: Any, rows: Sequence[int]) -> Iterator[Any]:
+    """The records `rows` of a TFDS data source, some at a time, which bounds the memory: one call for
+    many is five times as fast as one call each."""
+    for start in range(0, len(rows), _CHUNK):
+        yield from source.__getitems__(list(rows[start : start + _CHUNK]))
 
 
 def choose(has: np.ndarray) -> list[np.ndarray]:
@@ -70,9 +76,6 @@ def shrink(encoded: bytes) -> np.ndarray:
 
 def _attributes(source: Any) -> np.ndarray:
     """Which of the attributes every record has, [n, attributes] bool."""
-    rows = [
-        [record["attributes"][name] for name in ATTRIBUTES]
-        for start in range(0, len(source), _CHUNK)
-        for record in source.__getitems__(list(range(start, min(start + _CHUNK, len(source)))))
-    ]
+    found = records(source, range(len(source)))
+    rows = [[record["attributes"][name] for name in ATTRIBUTES] for record in found]
     return np.asarray(rows, bool).reshape(-1, len(ATTRIBUTES))

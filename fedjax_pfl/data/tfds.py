@@ -9,7 +9,6 @@ import tempfile
 import time
 import zipfile
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ import numpy as np
 from absl import logging
 
 from fedjax_pfl.data import celeba
-from fedjax_pfl.errors import InputError
+from fedjax_pfl.errors import InputError, first_line
 
 DESCRIPTIONS: dict[str, str] = {
     "mnist": "70,000 handwritten digits, 28x28 grey, 10 classes (TFDS)",
@@ -59,7 +58,6 @@ _CLASSES = {
     "celeb_a": 4,
 }  # all others: 10
 _CACHE_FORMAT = 1  # raised when what the cache holds changes
-_CHUNK = 2000  # examples decoded at a time: bounds the memory held as separate Python objects
 
 
 class Arrays(NamedTuple):
@@ -181,18 +179,19 @@ def _decode(source: str, folder: Path) -> dict[str, np.ndarray]:
             return celeba.decode(builder)
         x_name, y_name = _columns(builder.info.features, builder.info.supervised_keys)
         splits = [builder.as_data_source(split) for split in ("train", "test") if split in builder.info.splits]
-        rows = [row for split in splits for row in _rows(split, x_name, y_name)]
+        records = (record for split in splits for record in celeba.records(split, range(len(split))))
+        rows = [(record[x_name], record[y_name], record.get("coarse_label", -1)) for record in records]
         pixels = isinstance(builder.info.features[x_name], tfds.features.Image)
     except ImportError as error:  # array_record, which is imported here on first use, is not there on every system
         raise InputError(
-            f"This data set is read by tensorflow_datasets, which cannot be used ({_first_line(error)}): "
+            f"This data set is read by tensorflow_datasets, which cannot be used ({first_line(error)}): "
             "run pip install tensorflow-datasets array_record, or choose digits, synthetic or npz:PATH."
         ) from error
     except InputError as error:
         raise InputError(f"Data set {source!r} {error}") from None
     except Exception as error:  # array_record and protobuf raise their own types on damaged files
         raise InputError(
-            f"Data set {source!r} in {folder} cannot be read ({_first_line(error)}): prepare it anew."
+            f"Data set {source!r} in {folder} cannot be read ({first_line(error)}): prepare it anew."
         ) from error
     x, y, coarse = (np.asarray(column) for column in zip(*rows, strict=True))
     if x.dtype == np.uint8 and not pixels:
@@ -217,14 +216,3 @@ def _columns(features: Any, supervised: tuple[str, ...] | None) -> tuple[str, st
                 "integer label. Store what you make of it as npz:PATH."
             )
     return x, y
-
-
-def _rows(split: Any, x_name: str, y_name: str) -> Iterator[tuple[np.ndarray, int, int]]:
-    for start in range(0, len(split), _CHUNK):
-        # One call for many records is five times as fast as one call each.
-        for record in split.__getitems__(list(range(start, min(start + _CHUNK, len(split))))):
-            yield record[x_name], record[y_name], record.get("coarse_label", -1)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -116,11 +116,7 @@ def choose_form(
     tasks = {form: task for form, task in tasks.items() if form in different}
     width = _candidates(-(-clients // devices))[0]
     path = _path(programs, devices, width)
-    times = _recall(path, tuple(tasks))
-    if times is None:
-        times = _remembered(
-            path, _times({form: (task, width, width) for form, task in tasks.items()}, federation, devices)
-        )
+    times = _timed(path, {form: (task, width, width) for form, task in tasks.items()}, federation, devices)
     _say("Convolutions", times)
     return min(times, key=lambda form: times[form] * (1 if form == usual else MARGIN))
 
@@ -145,9 +141,8 @@ def choose_width(task: Task, federation: Federation, clients: int, devices: int 
     if len(candidates) == 1 or len(task.models) > 1:
         return candidates[0]
     path = _path(_program(task, _shapes(task)), devices, candidates)
-    times = _recall(path, candidates)
-    if times is None:
-        times = _remembered(path, _times_of_widths(task, federation, candidates, devices))
+    least = min(4, -(-task.num_clients // devices))
+    times = _timed(path, {width: (task, width, max(width, least)) for width in candidates}, federation, devices)
     work = _work(task, clients)
     real = {width: seconds * padding_overhead(work, width, devices) for width, seconds in times.items()}
     _say("Width", real)
@@ -171,9 +166,12 @@ def _candidates(clients: int) -> Sequence[int]:
     return sorted({min(width, clients) for width in (8, 32, 128)})
 
 
-def _times_of_widths(task: Task, federation: Federation, candidates: Sequence[int], devices: int) -> dict[int, float]:
-    least = min(4, -(-task.num_clients // devices))
-    return _times({width: (task, width, max(width, least)) for width in candidates}, federation, devices)
+def _timed(
+    path: Path, candidates: Mapping[T, tuple[Task, int, int]], federation: Federation, devices: int
+) -> dict[T, float]:
+    """As `_times`, remembered or found now."""
+    times = _recall(path, tuple(candidates))
+    return _remembered(path, _times(candidates, federation, devices)) if times is None else times
 
 
 class _Trial(NamedTuple):

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from fedjax_pfl.errors import InputError
+from fedjax_pfl.engine.contract import said
+from fedjax_pfl.errors import InputError, first_line
 from fedjax_pfl.types import PyTree
 
 KEEP = 2  # checkpoints that stay
@@ -56,7 +57,7 @@ def save(path: str | Path, step: int, tree: PyTree) -> None:
     except OSError:
         raise
     except Exception as error:  # tensorstore reports a full disk as a ValueError
-        raise OSError(f"cannot write {path / str(step)}: {_first_line(error)}") from error
+        raise OSError(f"cannot write {path / str(step)}: {first_line(error)[:200]}") from error
     _write_digests(path / str(step))
     _tidy(path)
 
@@ -90,7 +91,9 @@ def _read(folder: Path) -> dict[str, np.ndarray]:
         with _quiet(), _checkpointer() as checkpointer:
             return {name: np.asarray(x) for name, x in checkpointer.restore(folder).items()}
     except Exception as error:  # orbax, tensorstore and json each raise their own types on damaged files
-        raise InputError(f"Checkpoint {folder} cannot be read ({_first_line(error)}): {_way_out(folder)}.") from error
+        raise InputError(
+            f"Checkpoint {folder} cannot be read ({first_line(error)[:200]}): {_way_out(folder)}."
+        ) from error
 
 
 def _checkpointer() -> Any:
@@ -127,8 +130,8 @@ def _check_same(folder: Path, leaves: dict[str, np.ndarray], wanted: dict[str, A
     for name in sorted(shapes.keys() | found.keys()):
         if shapes.get(name) != found.get(name):
             raise InputError(
-                f"Checkpoint {folder} is of another experiment: {name} is {_say(found.get(name))} there, "
-                f"but {_say(shapes.get(name))} here."
+                f"Checkpoint {folder} is of another experiment: {name} is {said(found.get(name))} there, "
+                f"but {said(shapes.get(name))} here."
             )
 
 
@@ -204,11 +207,3 @@ def _way_out(folder: Path) -> str:
     earlier = [step for step in steps(folder.parent) if step < int(folder.name)]
     back = f"resume from step {earlier[-1]}" if earlier else "start again from round 0"
     return f"delete that folder to {back}"
-
-
-def _say(shape: tuple[tuple[int, ...], str] | None) -> str:
-    return "missing" if shape is None else f"{shape[1]}{list(shape[0])}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -156,19 +156,16 @@ def _abstract(task: Task) -> Federation:
 
 def _difference(wanted: PyTree, found: PyTree) -> str | None:
     """The first place where two trees of shapes differ, in words."""
-    a, b = (dict(_leaves(tree)) for tree in (wanted, found))
+    paths = (jax.tree_util.tree_leaves_with_path(tree) for tree in (wanted, found))
+    a, b = ({jax.tree_util.keystr(path): (x.shape, x.dtype) for path, x in leaves} for leaves in paths)
     for path in (*a, *b):
         before, after = a.get(path), b.get(path)
         if before != after:
-            return f"{path or 'it'} is {_say(after)} and must be {_say(before)}"
+            return f"{path or 'it'} is {said(after)} and must be {said(before)}"
     same = jax.tree.structure(wanted) == jax.tree.structure(found)  # type: ignore[operator]  # PyTreeDef has no type
     return None if same else "the containers of its leaves differ"
 
 
-def _leaves(tree: PyTree) -> Iterator[tuple[str, tuple[tuple[int, ...], jnp.dtype]]]:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        yield jax.tree_util.keystr(path), (leaf.shape, leaf.dtype)
-
-
-def _say(leaf: tuple[tuple[int, ...], jnp.dtype] | None) -> str:
+def said(leaf: tuple[tuple[int, ...], Any] | None) -> str:
+    """The shape and the type of a leaf, in words."""
     return "missing" if leaf is None else f"{leaf[1]}{list(leaf[0])}"

@@ -11,7 +11,7 @@ import optax
 
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data.datasets import Dataset
-from fedjax_pfl.errors import InputError, check, choose
+from fedjax_pfl.errors import InputError, check, choose, first_line
 from fedjax_pfl.models.functional import BN_STATS
 from fedjax_pfl.types import Algorithm, Federation, Model, Rows, Task
 
@@ -89,9 +89,8 @@ def model(given: Model, dataset: Dataset) -> None:
             lambda key, x: given.apply(given.init(key), dataset.prepare(x))[0], jax.random.key(0), x
         )
     except (TypeError, ValueError, AssertionError) as error:
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(
-            f"The model does not take the inputs of {dataset.name}, of shape {x.shape[1:]} ({said}): "
+            f"The model does not take the inputs of {dataset.name}, of shape {x.shape[1:]} ({first_line(error)}): "
             "make it with dataset.x.shape[1:]."
         ) from error
     if logits.shape[0] != 2 or logits.shape[-1] != dataset.num_classes:
