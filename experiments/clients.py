@@ -13,6 +13,7 @@ from fedjax_pfl.data.partitioners import Partition
 MOST = 40  # lines of the table on the terminal
 _UNSEEN = ("unseen", "unseen_post")
 _COLUMNS = (("pre", "unseen"), ("post", "unseen_post"))  # before and after local training
+_POINTS = tuple(point for point in report.WITH_UNSEEN if point != "post_latest")
 _NUMBERS = ("train", "val", "test", "classes")
 
 
@@ -35,7 +36,7 @@ def rows(experiment: Experiment, path: Path) -> list[Row]:
     others = [row | {"client": "", "row": int(apart.ids[i]), "architecture": ""} for i, row in enumerate(others)]  # type: ignore[union-attr]
     last: Row = {}
     for row in Rows(path):
-        last |= {point: (row["ids"] if point == "post" else None, row[point]) for point in _points() if point in row}
+        last |= {point: (row["ids"] if point == "post" else None, row[point]) for point in _POINTS if point in row}
     for point, (ids, values) in last.items():
         group = others if point in _UNSEEN else found
         for name, numbers in values.items():
@@ -43,10 +44,6 @@ def rows(experiment: Experiment, path: Path) -> list[Row]:
                 group[i][f"{point}/{name}"] = value
     first = ("client", "row", "architecture")
     return [{name: row[name] for name in first} | row for row in (*found, *others)]
-
-
-def _points() -> tuple[str, ...]:
-    return tuple(point for point in report.WITH_UNSEEN if point != "post_latest")
 
 
 def _about(e: Experiment, p: Partition, i: int) -> Row:

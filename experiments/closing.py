@@ -36,8 +36,7 @@ def show(console: Console, run: RunDirectory, experiment: build.Experiment, say:
         table.show(console, experiment, run.path)
         legend.show(console, found)
     else:
-        clients = sum(row["participants"] for row in run.rows if "loss" in row)
-        for line in lines(found, clients, c, experiment.examples):
+        for line in lines(found, run.rows, c, experiment.examples):
             console.print(line)
     warn(console, run.rows, experiment)
     if c.targets:
@@ -62,12 +61,12 @@ def warn(console: Console, rows: Iterable[report.Row], experiment: build.Experim
             console.print(f"Note: the {moved}: {part.what}")
 
 
-def lines(found: report.Row, clients: int, c: Config, examples: report.Row | None) -> Iterator[str]:
+def lines(found: report.Row, rows: Iterable[report.Row], c: Config, examples: report.Row | None) -> Iterator[str]:
     """The results in at most seven lines, nine with unseen clients.
 
     Args:
       found: `report.summary`.
-      clients: that took part, summed over the rounds.
+      rows: of the metrics.
       c: the settings; `rounds` are those that are done.
       examples: as `published.differences` takes them.
     """
@@ -81,6 +80,7 @@ def lines(found: report.Row, clients: int, c: Config, examples: report.Row | Non
     if beside := published.beside(c, examples):
         yield beside
     total = found["traffic"]["bytes"]
+    clients = sum(row["participants"] for row in rows if "loss" in row)
     each = f"{total / 1e6:,.1f} MB in all, {total / max(1, clients) / 1e3:,.1f} kB per client and round"
     yield f"Traffic: {each}, down and up."
 

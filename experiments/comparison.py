@@ -54,7 +54,8 @@ def content(workdirs: Sequence[Path]) -> tuple[str, list[list[str]], list[str]]:
         row, runs = [method, *([str(len(found[method]))] if several else [])], found[method]
         for point, which in points.values():
             row.append(mean_std(_values(runs, point, name, which), functools.partial(scores.shown, name)))
-        row.append(_range([run.said["rounds"] for run in runs]))
+        rounds = sorted({run.said["rounds"] for run in runs})
+        row.append(str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}")
         row += [_costs([cost(run) for run in runs if cost(run) is not None]) for cost in costs.values()]
         rows.append(row)
     unit = " in %" if scores.is_share(name) else ""
@@ -72,10 +73,6 @@ def mean_std(values: Sequence[float], shown: Callable[[float], str]) -> str:
     """The mean, and behind ± the sample standard deviation of more than one value; `-` of none."""
     spread = f" ± {shown(float(np.std(values, ddof=1)))}" if len(values) > 1 else ""
     return f"{shown(float(np.mean(values)))}{spread}" if values else "-"
-
-
-def _range(values: Sequence[int]) -> str:
-    return str(min(values)) if len(set(values)) == 1 else f"{min(values)} to {max(values)}"
 
 
 def _costs(values: Sequence[float]) -> str:

@@ -83,7 +83,7 @@ def directories(words: Iterable[str]) -> list[Path]:
     found: list[Path] = []
     for word in words:
         path = directory(word)
-        inside = [path] if _is_run(path) else sorted(filter(_is_run, _folders(path)), key=_natural)
+        inside = [path] if recorded.is_run(path) else sorted(filter(recorded.is_run, _folders(path)), key=_natural)
         if not inside:
             raise InputError(
                 f"{path} is not a run directory, nor one of a sweep: it has no config.json, and no folder that has one."
@@ -108,10 +108,6 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise InputError(f"{path} cannot be written ({error.strerror or error}): choose another --output.") from error
-
-
-def _is_run(path: Path) -> bool:
-    return os.path.isfile(path / "config.json")
 
 
 def _folders(path: Path) -> list[Path]:

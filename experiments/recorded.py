@@ -4,6 +4,7 @@ and the rows."""
 import dataclasses
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,6 +115,11 @@ def read_layout(path: Path) -> Layout:
     found = read_json(path / "layout.json", schema.LAYOUT)
     devices = (found["devices"][name] for name in ("platform", "kind", "count"))
     return Layout(found["width"], found["conv"], Devices(*devices), found.get("runs", 1))
+
+
+def is_run(path: Path) -> bool:
+    """Does a run directory hold all that a resume needs?"""
+    return os.path.isfile(path / "config.json")  # unlike Path.is_file, False for a name that is too long
 
 
 def is_complete(path: Path, config: Config) -> bool:

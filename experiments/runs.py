@@ -24,7 +24,7 @@ from experiments import build, figures, lock, matrices, records, schema
 from experiments.config import Config
 from experiments.entry import directory
 from experiments.files import Row, Rows, damaged, read_json, read_rows, write_csv, write_json
-from experiments.recorded import OWN_FILES, check_format, complete, own_files, read_config, read_layout, signed
+from experiments.recorded import OWN_FILES, check_format, complete, is_run, own_files, read_config, read_layout, signed
 from experiments.scores import ACCURACY, Headline
 from fedjax_pfl import simulate
 from fedjax_pfl.data import partitioners
@@ -66,11 +66,6 @@ def make(path: Path) -> None:
 def unusable(path: Path, error: OSError) -> InputError:
     """What is said of a run directory that cannot be read or written."""
     return InputError(f"The run directory {path} cannot be used ({error.strerror or error}): choose another --workdir.")
-
-
-def is_run(path: Path) -> bool:
-    """Does a run directory hold all that a resume needs?"""
-    return os.path.isfile(path / "config.json")
 
 
 class RunDirectory:

@@ -54,8 +54,7 @@ def ending(run: Found) -> Iterator[str]:
     if not any(said["scores"].values()):
         yield "No evaluation is recorded yet."
         return
-    took_part = sum(row["participants"] for row in run.rows if "loss" in row)
-    yield from closing.lines(said, took_part, done, said.get("examples"))
+    yield from closing.lines(said, run.rows, done, said.get("examples"))
     if text := published.sentence(done, said.get("examples")):
         yield text
 

@@ -9,6 +9,7 @@ import heapq
 import math
 
 import numpy as np
+from scipy.special import softmax
 
 from fedjax_pfl.errors import InputError, check
 
@@ -18,7 +19,7 @@ Rng = np.random.Generator
 def iid(rng: Rng, totals: np.ndarray, num_clients: int) -> np.ndarray:
     """Random parts of equal size (sizes differ by at most one)."""
     labels = rng.permutation(np.repeat(np.arange(len(totals)), totals))
-    return _tally(_blocks(len(labels), num_clients), labels, num_clients, len(totals))
+    return tally(_blocks(len(labels), num_clients), labels, num_clients, len(totals))
 
 
 def shards(rng: Rng, totals: np.ndarray, num_clients: int, per_client: int) -> np.ndarray:
@@ -34,7 +35,7 @@ def shards(rng: Rng, totals: np.ndarray, num_clients: int, per_client: int) -> n
         )
     labels = np.repeat(np.arange(len(totals)), totals)
     client_of_shard = rng.permutation(slots) // per_client
-    return _tally(client_of_shard[_blocks(len(labels), slots)], labels, num_clients, len(totals))
+    return tally(client_of_shard[_blocks(len(labels), slots)], labels, num_clients, len(totals))
 
 
 def pathological(rng: Rng, totals: np.ndarray, num_clients: int, per_client: int) -> np.ndarray:
@@ -120,7 +121,7 @@ def dirichlet(rng: Rng, totals: np.ndarray, num_clients: int, alpha: float) -> n
     log_gamma = _log_gamma(rng, alpha, (num_clients, len(totals)))
     for label in np.flatnonzero(totals):
         open_ = counts.sum(axis=1) < totals.sum() / num_clients
-        shares = _softmax(np.where(open_, log_gamma[:, label], -np.inf)[:, None])
+        shares = softmax(np.where(open_, log_gamma[:, label], -np.inf)[:, None], axis=0)
         counts[:, [label]] = apportion(shares, totals[[label]])
     return counts
 
@@ -128,7 +129,7 @@ def dirichlet(rng: Rng, totals: np.ndarray, num_clients: int, alpha: float) -> n
 def dirichlet_class(rng: Rng, totals: np.ndarray, num_clients: int, alpha: float) -> np.ndarray:
     """The plain split: of every class, shares over clients ~ Dir(alpha); client sizes vary
     freely."""
-    return apportion(_softmax(_log_gamma(rng, alpha, (num_clients, len(totals)))), totals)
+    return apportion(softmax(_log_gamma(rng, alpha, (num_clients, len(totals))), axis=0), totals)
 
 
 def dirichlet_total(rng: Rng, totals: np.ndarray, num_clients: int, alpha: float) -> np.ndarray:
@@ -154,7 +155,7 @@ def dirichlet_hsu(rng: Rng, totals: np.ndarray, num_clients: int, alpha: float) 
     for client in range(num_clients):
         missing = sizes[client]
         while missing:  # each pass fills the hand or empties a class: at most C passes
-            shares = _softmax(np.where(left > 0, log_shares[client], -np.inf))
+            shares = softmax(np.where(left > 0, log_shares[client], -np.inf))
             drawn = np.minimum(rng.multinomial(missing, shares), left)
             counts[client] += drawn
             left -= drawn
@@ -224,7 +225,7 @@ def _blocks(num_items: int, num_blocks: int) -> np.ndarray:
     return np.arange(num_items) * num_blocks // num_items
 
 
-def _tally(client: np.ndarray, label: np.ndarray, num_clients: int, num_classes: int) -> np.ndarray:
+def tally(client: np.ndarray, label: np.ndarray, num_clients: int, num_classes: int) -> np.ndarray:
     """Counts [N, C] of (client, label) pairs."""
     return np.bincount(client * num_classes + label, minlength=num_clients * num_classes).reshape(num_clients, -1)
 
@@ -237,9 +238,3 @@ def _log_gamma(rng: Rng, alpha: float | np.ndarray, shape: tuple[int, ...]) -> n
     U^(1 / a).
     """
     return np.log(rng.standard_gamma(np.add(alpha, 1), size=shape)) + np.log1p(-rng.random(shape)) / alpha
-
-
-def _softmax(x: np.ndarray) -> np.ndarray:
-    """Over axis 0; -inf takes no part."""
-    e = np.exp(x - x.max(axis=0))
-    return np.asarray(e / e.sum(axis=0))

@@ -1,7 +1,6 @@
 """What a partition is: the padded rows of every client, their digest, and their file."""
 
 import hashlib
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedjax_pfl.data.assignment import tally
 from fedjax_pfl.data.datasets import Dataset
 from fedjax_pfl.data.npz import read_npz
 from fedjax_pfl.errors import InputError
@@ -33,8 +33,7 @@ def class_counts(p: Partition, dataset: Dataset) -> np.ndarray:
     """Training examples of each class: [N, C] int32."""
     client = np.repeat(np.arange(len(p.train)), p.train_sizes)
     label = dataset.y[flat(p.train, p.train_sizes)]
-    shape = len(p.train), dataset.num_classes
-    return np.bincount(client * shape[1] + label, minlength=math.prod(shape)).reshape(shape).astype(np.int32)
+    return tally(client, label, len(p.train), dataset.num_classes).astype(np.int32)
 
 
 def digest(p: Partition) -> str:
