@@ -7,7 +7,7 @@ from flax import nnx
 
 
 class StockBlock(nnx.Module):
-    """A basic block; its batch norms take the batch's moments, and whoever trains it may drop the
+    """A basic block; its batch norms take the batch's statistics, and whoever trains it may drop the
     running ones."""
 
     def __init__(self, cin: int, cout: int, strides: int, rngs: nnx.Rngs):

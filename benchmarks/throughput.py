@@ -160,14 +160,14 @@ def fedavg(task: Task, f: Federation, width: int, devices: int = 1) -> Timing:
 
 def serial(model: str, f: Federation, steps: int) -> float:
     """Client steps per second of the plain loop: client after client, then the mean."""
-    graph, start, moments = nnx.split(stock(model, SHAPES[model], CLASSES), nnx.Param, nnx.BatchStat)
+    graph, start, stats = nnx.split(stock(model, SHAPES[model], CLASSES), nnx.Param, nnx.BatchStat)
     batch, clients = batch_size(model), len(f.train.size)
     sgd = optax.sgd(0.01)
 
     @jax.jit
     def step(params, opt, x, y):
         def loss(params):
-            own = jax.tree.map(jnp.copy, moments)  # which Flax changes in place
+            own = jax.tree.map(jnp.copy, stats)  # which Flax changes in place
             logits = nnx.merge(graph, params, own)(prepare_images(x))
             return jnp.mean(optax.losses.softmax_cross_entropy_with_integer_labels(logits, y))
 

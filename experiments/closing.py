@@ -89,7 +89,7 @@ def _points(found: report.Row, points: Mapping[str, str] = report.WITH_UNSEEN, b
     """The headline's score before and after local training."""
     name = found["headline"]["score"]
     for point, when in points.items():
-        score, floor = (found["scores"][point].get(which) for which in (name, scores.trivial(name)))
+        score, floor = (found["scores"][point].get(which) for which in (name, scores.baseline(name)))
         if score is None:
             continue
         text = f"{when} local training {scores.labelled(name, score['macro'])}"

@@ -221,7 +221,7 @@ def _limit(axes: Any, series: Mapping[str, Series], name: str) -> None:
 
 
 def _baselines(series: Mapping[str, Series], name: str) -> list[float | None]:
-    return [run.value("pre", scores.trivial(name)) for one in series.values() for run in one.runs]
+    return [run.value("pre", scores.baseline(name)) for one in series.values() for run in one.runs]
 
 
 def _baseline(axes: Any, series: Mapping[str, Series], name: str) -> None:

@@ -75,7 +75,7 @@ def draw_curves(records: Iterable[dict[str, Any]], path: str | Path, headline: H
     kinds = _architectures(records, headline[0])
     each = {(when, kind): f"{when}/{headline[0]}{scores.OF}{kind}" for kind in kinds for when in keys}
     wanted = {of: (name, f"{name}_clients") for of, name in each.items()}
-    baseline = f"pre/{scores.trivial(headline[0])}"
+    baseline = f"pre/{scores.baseline(headline[0])}"
     series = _series(records, {**keys, "loss": ("loss",), "majority": (baseline,), **wanted})
     with drawing.drawn(path, (15 if kinds else 10, 3.8)) as figure:
         left, *middle, right = figure.subplots(1, 3 if kinds else 2)

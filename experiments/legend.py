@@ -23,7 +23,7 @@ COLUMNS = {
     "std": "standard deviation over clients",
     "worst 10 %": "mean of the tenth of the clients that is served worst",
     "best 10 %": "mean of the tenth that is served best",
-    "trivial macro": "the same score of the majority baseline: always each client's most frequent class, or no",
+    "majority baseline": "macro mean of always answering each client's most frequent class, or no",
     "last round": "macro mean after the last evaluated round",
     "mean of last 10": "macro mean, averaged over the last ten evaluations",
     "evaluations": "how many those are",

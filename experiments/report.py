@@ -226,17 +226,17 @@ def _points(results: Row, names: list[str], points: Iterable[str]) -> Iterator[t
 
 
 def _clients_table(results: Row, names: list[str], headline: Headline) -> Table:
-    """Statistics over clients, and beside them the macro mean of the `trivial` score; all shares,
+    """Statistics over clients, and beside them the macro mean of the majority baseline; all shares,
     or none."""
     everybody = max(found["round"] for found in results["pre"].values())
     shares = scores.is_share(names[0])
     unit = " in %" if shares else f" ({scores.directions(names, headline)})"
     title = f"Clients' test scores{unit}, before local training (after {everybody} rounds) and after it"
     titles = ["cli-\nents", "macro\nmean", "micro\nmean", "std", "worst\n10 %", "best\n10 %"]
-    titles += ["trivial\nmacro"] if shares else []
+    titles += ["majority\nbaseline"] if shares else []
     table = plain_table(title, ["score", "local\ntraining"], titles)
     for name, point, shown in _points(results, names, WITH_UNSEEN):
-        found, floor = results[point][name], results[point].get(scores.trivial(name))
+        found, floor = results[point][name], results[point].get(scores.baseline(name))
         values = [scores.shown(name, found[statistic]) for statistic in STATISTICS]
         values += [scores.shown(name, floor["macro"]) if floor else ""] if shares else []
         table.add_row(shown, WITH_UNSEEN[point], str(found["clients"] or ""), *values)

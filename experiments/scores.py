@@ -8,7 +8,7 @@ ACCURACY: Headline = ("acc", "max")
 LEADING = ("acc", "acc_present", "task_acc")  # shown before the others
 _SHARES = ("acc", "recall", "bal")
 OF = "@"  # in the name of a score of some clients only: acc@lenet, of those whose network is a LeNet
-_TRIVIAL = {"acc_present": "acc_trivial", "acc_groups": "acc_trivial", "recall_macro": "recall_trivial"}
+_BASELINES = {"acc_present": "acc_trivial", "acc_groups": "acc_trivial", "recall_macro": "recall_trivial"}
 _LOWER = ("reconstruction", "kl_", "loss", "error", "perplexity")
 
 
@@ -27,10 +27,9 @@ def better(name: str, headline: Headline = ACCURACY) -> str:
     return "min" if any(word in name for word in _LOWER) and not is_share(name) else "max"
 
 
-def trivial(name: str) -> str:
-    """The score beside a score that says how always answering no, or with the client's majority
-    class, would do, if recorded."""
-    return _TRIVIAL.get(name, f"{name}_trivial")
+def baseline(name: str) -> str:
+    """The score that is the majority baseline of a score, if recorded."""
+    return _BASELINES.get(name, f"{name}_trivial")
 
 
 def ordered(names: Iterable[str], headline: Headline = ACCURACY) -> list[str]:

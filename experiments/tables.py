@@ -29,7 +29,7 @@ COLUMNS = {
     "acc_present post": ("post", "acc_present"),
     "pre ": ("pre", "acc_present"),
     "task_acc post": ("post", "task_acc"),
-    "always no": ("post", "task_acc_trivial"),
+    "baseline": ("post", "task_acc_trivial"),
     "task_bal post": ("post", "task_bal"),
     "recall post": ("post", "recall_macro"),
 }
@@ -94,7 +94,7 @@ def _targets(run: Found, text: str) -> Reached:
 
 def _reached(run: targets.Reached, point: str, level: float, bounded: bool) -> tuple[str, str]:
     """Rounds, with their marks, and megabytes."""
-    found, mark = run.first.get((point, level)), targets.MARK if run.is_trivial(point, level) else ""
+    found, mark = run.first.get((point, level)), targets.MARK if run.is_baseline(point, level) else ""
     if found is None:
         return f"never{mark}", "-"
     return f"{BOUND if bounded and found['round'] else ''}{found['rounds']}{mark}", f"{found['bytes'] / 1e6:.1f}"
@@ -124,7 +124,7 @@ def table(workdirs: list[Path], text: str | None = None) -> str:
 def _notes(workdirs: list[Path], found: list[Reached]) -> list[str]:
     """What the marks of the targets mean."""
     marked = any(targets.MARK in cell for run in found for cell in run.cells)
-    notes = [f"`{targets.MARK}` {targets.TRIVIAL}."] if marked else []
+    notes = [f"`{targets.MARK}` {targets.BASELINE}."] if marked else []
     for bound in dict.fromkeys(run.bound for run in found if run.bound):
         names = ", ".join(str(path) for path, run in zip(workdirs, found, strict=True) if run.bound == bound)
         notes.append(f"`{BOUND}` {names}: {bound}.")

@@ -31,7 +31,7 @@ from fedjax_pfl.errors import InputError, check, choose
 
 LEVELS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)  # where the user names none
 NOTE = "steps as --epochs or --steps ask; operations of the method's matrix products on them"  # see above
-MARK, TRIVIAL = "*", "no more than always answering no, or with the client's majority class, scores"
+MARK, BASELINE = "*", "no more than the majority baseline scores: always the client's most frequent class, or no"
 _ROUNDING = 1e-6  # scores are float32: a mean of tenths may miss 0.9 by less
 
 
@@ -117,11 +117,11 @@ def bound(eval_every: int) -> str | None:
     return f"evaluated every {eval_every} rounds only, so rounds are upper bounds, up to {eval_every - 1} too many"
 
 
-def _trivial_key(point: str, name: str) -> str:
-    """The row's entry of the `scores.trivial` score beside a score, macro, or micro as its name
+def _baseline_key(point: str, name: str) -> str:
+    """The row's entry of the `scores.baseline` score beside a score, macro, or micro as its name
     says."""
     micro = "_micro" if name.endswith("_micro") else ""
-    return f"{point}/{scores.trivial(name.removesuffix('_micro'))}{micro}"
+    return f"{point}/{scores.baseline(name.removesuffix('_micro'))}{micro}"
 
 
 class Spent(NamedTuple):
@@ -157,10 +157,10 @@ class Reached(NamedTuple):
     """What the rows say of a score and some levels of it."""
 
     first: dict[tuple[str, float], Row]  # of point and level, where it was reached
-    floor: dict[str, float | None]  # of every evaluated point: the last `scores.trivial` score, if recorded
+    floor: dict[str, float | None]  # of every evaluated point: the last `scores.baseline` score, if recorded
 
-    def is_trivial(self, point: str, level: float) -> bool:
-        """Is a level no more than the `trivial` score?"""
+    def is_baseline(self, point: str, level: float) -> bool:
+        """Is a level no more than the majority baseline?"""
         floor = self.floor.get(point)
         return floor is not None and floor >= level - _ROUNDING
 
@@ -179,7 +179,7 @@ def reached(
     for row in rows:
         before, spent = spent, spent.after(row)
         for point in report.POINTS:
-            if (floor := row.get(_trivial_key(point, name))) is not None:
+            if (floor := row.get(_baseline_key(point, name))) is not None:
                 floors[point] = floor
             if (value := row.get(f"{point}/{name}")) is None:
                 continue
@@ -193,13 +193,13 @@ def reached(
 
 
 def summary(rows: Iterable[Row], config: Config, flops: float | None, headline: Headline = ACCURACY) -> Row:
-    """For summary.json: {"score": name, "bound": `bound`, "trivial": {point: the trivial score},
+    """For summary.json: {"score": name, "bound": `bound`, "trivial": {point: the majority baseline},
     "levels": [{"target": ..., "trivial": is it no more than that at some point?, point: what
     `reached` says, None: never}]}."""
     name, levels = wanted(config, headline)
     found = reached(rows, name, levels, flops, headline)
     said = [
-        {"target": level, "trivial": any(found.is_trivial(point, level) for point in found.floor)}
+        {"target": level, "trivial": any(found.is_baseline(point, level) for point in found.floor)}
         | {point: found.first.get((point, level)) for point in found.floor}
         for level in levels
     ]
@@ -226,7 +226,7 @@ def show(
             table.add_row(label if point == points[0] else "", report.POINTS[point], *_cells(row[point]))
     console.print(table)
     if any(row["trivial"] for row in shown):
-        console.print(f"{MARK} {TRIVIAL} ({max(x for x in found['trivial'].values() if x is not None):.3f}).")
+        console.print(f"{MARK} {BASELINE} ({max(x for x in found['trivial'].values() if x is not None):.3f}).")
     if found["bound"]:
         console.print(f"Targets: {found['bound']}.")
 

@@ -6,7 +6,7 @@ training:
 pFedC's `task_acc` tells the model which group of classes an example is of. This asks the same of
 any run's model, so that methods, and runs of pFedC with other tasks, are compared on one question:
 for each client the accuracy within each group of which it holds a class, the group given; in %,
-means over clients, and of the personal model where a method scores two. `trivial` is what the
+means over clients, and of the personal model where a method scores two. `baseline` is what the
 client's majority class of each group scores; `acc_groups` is over the classes of the client's
 groups, the group not given.
 """
@@ -25,7 +25,7 @@ from fedjax_pfl.errors import InputError
 from fedjax_pfl.numerics import class_groups, task_maps
 from fedjax_pfl.types import Algorithm, Array, Client, Scores
 
-COLUMNS = {"within": "task_acc", "trivial": "task_acc_trivial", "acc_groups": "acc_groups", "acc": "acc"}
+COLUMNS = {"within": "task_acc", "baseline": "task_acc_trivial", "acc_groups": "acc_groups", "acc": "acc"}
 
 
 def scores(workdir: Path, name: str) -> dict[str, np.ndarray]:

@@ -41,13 +41,13 @@ def weigh(share: PyTree, tree: PyTree) -> PyTree:
     return jax.tree.map(lambda p, part: jax.tree.map(lambda x: times(p, x), part), share, tree)
 
 
-def filled(shares: PyTree, mean: PyTree, empty: PyTree) -> PyTree:
-    """The mean where some client has a share, else `empty`; shares as `shares` returns them."""
+def filled(shares: PyTree, mean: PyTree, default: PyTree) -> PyTree:
+    """The mean where some client has a share, else `default`; shares as `shares` returns them."""
 
-    def fill(share: Array, mean: PyTree, empty: PyTree) -> PyTree:
-        return trees.choose(jnp.sum(share, axis=0) > 0, mean, empty)
+    def fill(share: Array, mean: PyTree, default: PyTree) -> PyTree:
+        return trees.choose(jnp.sum(share, axis=0) > 0, mean, default)
 
-    return jax.tree.map(fill, shares, mean, empty)
+    return jax.tree.map(fill, shares, mean, default)
 
 
 def project_simplex(v: Array, mask: Array, total: Numeric = 1.0) -> Array:
@@ -78,12 +78,12 @@ def descend(
 
     Args:
       penalty: how it is stepped, implicit or explicit.
-      mean: what the penalty pulls every entry to; None: 1/N.
+      mean: where the penalty of an entry is 0; None: 1/N.
     """
-    pull, mean = 2 * lr * rho, 1 / row.shape[0] if mean is None else mean
+    weight, mean = 2 * lr * rho, 1 / row.shape[0] if mean is None else mean
     if penalty == "implicit":
-        moved = (row - lr * slope + pull * mean) / (1 + pull)
+        moved = (row - lr * slope + weight * mean) / (1 + weight)
     else:
-        moved = row - lr * slope - pull * (row - mean)
+        moved = row - lr * slope - weight * (row - mean)
     mass = jnp.sum(jnp.where(here, row, 0))
     return jnp.where(here, project_simplex(moved, here, mass), row)

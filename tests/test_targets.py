@@ -19,7 +19,7 @@ from fedjax_pfl.types import Data
 CONFIG = Config(algo="fedavg")
 
 
-TASK = {"task_acc": 0.95, "task_acc_trivial": 0.95}  # of always saying no
+TASK = {"task_acc": 0.95, "task_acc_trivial": 0.95}  # its majority baseline
 TASK = {
     name + suffix: value for name, value in TASK.items() for suffix in ("", "_micro", "_std", "_worst10", "_best10")
 }
@@ -136,7 +136,7 @@ def test_a_target_that_saying_no_would_reach_is_marked():
     assert [level["trivial"] for level in found["levels"]] == [True, True, False]
     assert found["trivial"] == {"pre": 0.5, "post": 0.5}
     text = shown(run, targets="0.5,0.6")
-    assert "0.5*" in text and "0.6*" not in text and f"{targets.MARK} {targets.TRIVIAL} (0.500)." in text
+    assert "0.5*" in text and "0.6*" not in text and f"{targets.MARK} {targets.BASELINE} (0.500)." in text
     assert targets.MARK not in shown(run, targets="0.6") and targets.MARK not in shown(rows([0.1], []), targets="0.1")
 
 
@@ -169,7 +169,7 @@ def test_a_table_names_the_score_of_its_targets_and_marks_what_they_are_worth(tm
     assert "| acc | ≤2 / ≤2 | 0.0 / 0.0 | never / never |" in first  # after round 1, and before round 2
     assert "| task_acc | 1* / 0* | 0.0 / 0.0 | 1* / 0* |" in second
     assert [note for note in notes if note] == [
-        f"`*` {targets.TRIVIAL}.",
+        f"`*` {targets.BASELINE}.",
         f"`≤` {fedavg}: evaluated every 2 rounds only, so rounds are upper bounds, up to 1 too many.",
     ]
     table = tables.main(["--targets=acc:0.5", fedavg, pfedc])

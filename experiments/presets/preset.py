@@ -11,7 +11,7 @@ class Cell(NamedTuple):
     """What a paper publishes for other values of some settings than the preset's."""
 
     where: Mapping[str, Any]  # flags and hyperparameters -> their values
-    numbers: Mapping[str, str] = _NONE  # method -> the paper's number in %; without any, they were not told
+    numbers: Mapping[str, str] = _NONE  # method -> the paper's number in %; without any, they are not known
     rounds: Mapping[str, int] = _NONE  # method -> the rounds in which it converged
 
 

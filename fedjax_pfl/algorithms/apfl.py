@@ -63,7 +63,7 @@ def apfl(
 
     Note:
       The gradients are those of the mixture's own loss; the authors' code approximates a's. The
-      mixture's batch-norm moments belong to v. The reported loss is the global model's.
+      mixture's running statistics belong to v. The reported loss is the global model's.
     """
     loss, mixed_loss = losses.classification(task.model), mixture_loss(task, mix)
     split = averaging.split(task)

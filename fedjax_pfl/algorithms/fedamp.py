@@ -140,7 +140,7 @@ def fedamp(
     Note:
       u_i mixes the models that were uploaded in the last round with examples to learn from, and the
       own one; before round 0 everybody's is the common start. A client's model is kept once, in the
-      server's table of all. Batch-norm moments stay with the client and do not travel, as u_i
+      server's table of all. Running statistics stay with the client and do not travel, as u_i
       predicts nothing. `self_weight` is the weight of the own
       model: at 1 everybody learns alone, held by lam/alpha near where its round began. `rescaled`
       is whether the others' weights were shrunk: where they were, only their ratios are FedAMP's.

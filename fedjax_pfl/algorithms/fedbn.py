@@ -1,4 +1,5 @@
-"""FedBN: FedAvg that leaves every batch-norm layer, parameters and moments, with its client.
+"""FedBN: FedAvg that leaves every batch-norm layer, parameters and running statistics, with its
+client.
 
 Reference: Li et al., FedBN: federated learning on non-IID features via local batch normalization
 (ICLR 2021).

@@ -115,8 +115,8 @@ def fedma(
       shows what matching adds to averaging layer by layer. Hidden layers are averaged uniformly
       over the clients with examples. The model a round starts from is not in the traffic (a client
       that was absent needs it). Batch norms follow their convolution and freeze with it; with
-      bn_stats=local an absent client's moments stay in the order of its last round. All models of a
-      round are held between the layers: memory grows with its clients.
+      bn_stats=local an absent client's running statistics stay in the order of its last round. All
+      models of a round are held between the layers: memory grows with its clients.
     """
     shapes = jax.eval_shape(task.model.init, jax.random.key(0))
     hidden, split, loss = layers(shapes), averaging.split(task), losses.classification(task.model)

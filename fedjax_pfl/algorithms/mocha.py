@@ -210,7 +210,7 @@ def mocha(
         return predictor(server["w"][c.id], c, pairs)
 
     def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
-        # down also Sigma_tt and rho; with sgd the others' pull and Omega_tt
+        # down also Sigma_tt and rho; with sgd the others' part of the gradient and Omega_tt
         return traffic.both_ways(cohort, d * columns + 2 if sdca else 2 * d * columns + 1, d * columns)
 
     return Algorithm(init, round, predict, evaluate.classification, sent)

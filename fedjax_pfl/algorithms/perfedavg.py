@@ -59,11 +59,11 @@ def meta_gradient(
 
     inner, outer, *more = batches
     adapted = jax.tree.map(lambda x, g: x - alpha * g, w, gradient(w, inner))
-    (after, moments), v = jax.value_and_grad(value, has_aux=True)(adapted, outer)
+    (after, new), v = jax.value_and_grad(value, has_aux=True)(adapted, outer)
     if variant != "fo":
         h = curvature(lambda w: gradient(w, more[0]), w, v, variant, delta)
         v = jax.tree.map(lambda v, h: v - alpha * h, v, h)
-    return v, after, moments
+    return v, after, new
 
 
 @functools.cache  # a method is made several times in a run

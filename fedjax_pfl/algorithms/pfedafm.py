@@ -129,7 +129,7 @@ def pfedafm(
         purely local.
       lr_alpha: the step size of α in [0, inf); 0.01 as in the authors' code (paper 0.001 to 1); 0
         freezes it.
-      wd_alpha: the weight decay of α in [0, inf); 0.001 as in the authors' code, which pulls it to
+      wd_alpha: the weight decay of α in [0, inf); 0.001 as in the authors' code, which draws it to
         0.
       aggregation: of the extractors, one of mean (the paper), relay (the last of a random order, as
         in effect in the authors' code).

@@ -108,9 +108,9 @@ def sequential(hyper: Hypernetwork, train: Train, state: State, cohort: Cohort) 
 
     def one(c: Client, carry: PyTree, own: PyTree) -> tuple[PyTree, PyTree]:
         h, velocity = carry
-        theta, pull = jax.vjp(lambda h: hyper.generated(h, c.id), h)  # theta = h(e_i; psi) is sent
+        theta, pullback = jax.vjp(lambda h: hyper.generated(h, c.id), h)  # theta = h(e_i; psi) is sent
         change, results = train(c, theta, own)  # its change comes back
-        (gradient,) = pull(change)  # by the chain rule of psi and of e_i
+        (gradient,) = pullback(change)  # by the chain rule of psi and of e_i
         return hyper.descend(h, velocity, gradient, (everybody == c.id) & (c.train.size > 0)), results
 
     return cohort.scan(one, (state.server["h"], state.server["velocity"]), state.clients)
@@ -121,10 +121,10 @@ def batched(hyper: Hypernetwork, train: Train, state: State, cohort: Cohort) -> 
     `sequential`."""
     h, velocity = state.server["h"], state.server["velocity"]
     order = jnp.argsort(cohort.ids)  # so that the sum over the clients is in one order, whatever the cohort's
-    theta, pull = jax.vjp(lambda h: jax.vmap(lambda id: hyper.generated(h, id))(cohort.ids[order]), h)
+    theta, pullback = jax.vjp(lambda h: jax.vmap(lambda id: hyper.generated(h, id))(cohort.ids[order]), h)
     change, results = cohort.map(train, trees.gather(theta, jnp.argsort(order)), state.clients)
     change = jax.tree.map(lambda x: jnp.where(trees.expand(cohort.trained, x.ndim), x, 0), change)
-    (gradient,) = pull(trees.gather(change, order))
+    (gradient,) = pullback(trees.gather(change, order))
     here = jnp.zeros(h["embeddings"].shape[0], bool).at[cohort.ids].set(cohort.trained)
     return hyper.descend(h, velocity, gradient, here), results
 
@@ -145,7 +145,7 @@ def pfedhn(
     inner_decay: Annotated[float, Ge(0)] = 0.00005,
     clip: Annotated[float, Gt(0)] = 50.0,
 ) -> Algorithm:
-    """Sends theta = h(e_i), gets back how far the client moved it, and pulls that change back
+    """Sends theta = h(e_i), gets back how far the client moved it, and takes that change back
     through h.
 
     Args:

@@ -56,8 +56,8 @@ def pfedme(
             (theta, stats, opt), _ = loop
             objective = lambda theta: loss({**theta, "stats": stats}, batch, key)
             (value, stats), gradient = jax.value_and_grad(objective, has_aux=True)(theta)
-            pull = jax.tree.map(lambda g, t, x: g + lam * (t - x) + inner_decay * t, gradient, theta, w)
-            updates, opt = optimizer.update(pull, opt, theta)
+            whole = jax.tree.map(lambda g, t, x: g + lam * (t - x) + inner_decay * t, gradient, theta, w)
+            updates, opt = optimizer.update(whole, opt, theta)
             return (optax.apply_updates(theta, updates), stats, opt), value
 
         value, _ = loss({**start[0], "stats": start[1]}, batch, key)

@@ -145,7 +145,7 @@ def dirichlet_hsu(rng: Rng, totals: np.ndarray, num_clients: int, alpha: float) 
     """Hsu, Qi and Brown 2019: equal client sizes, the class shares of each client ~ Dir(alpha p).
 
     p are the class shares of the whole data set. Clients draw in turn without replacement; where a
-    class runs out, the rest of the hand is drawn from the others.
+    class runs out, the rest of a client is drawn from the others.
     """
     left = totals.copy()
     concentration = alpha * np.maximum(totals, 1) / totals.sum()
@@ -154,7 +154,7 @@ def dirichlet_hsu(rng: Rng, totals: np.ndarray, num_clients: int, alpha: float) 
     counts = np.zeros((num_clients, len(totals)), np.int64)
     for client in range(num_clients):
         missing = sizes[client]
-        while missing:  # each pass fills the hand or empties a class: at most C passes
+        while missing:  # each pass fills the client or empties a class: at most C passes
             shares = softmax(np.where(left > 0, log_shares[client], -np.inf))
             drawn = np.minimum(rng.multinomial(missing, shares), left)
             counts[client] += drawn

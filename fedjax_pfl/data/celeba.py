@@ -47,8 +47,8 @@ def decode(builder: Any) -> dict[str, np.ndarray]:
 
 
 def records(source: Any, rows: Sequence[int]) -> Iterator[Any]:
-    """The records `rows` of a TFDS data source, some at a time, which bounds the memory: one call for
-    many is five times as fast as one call each."""
+    """The records `rows` of a TFDS data source, some at a time, which bounds the memory: one call
+    for many is five times as fast as one call each."""
     for start in range(0, len(rows), _CHUNK):
         yield from source.__getitems__(list(rows[start : start + _CHUNK]))
 

@@ -55,8 +55,8 @@ def partition(
     val_fraction: float = 0.0,
     min_size: int | None = None,
 ) -> Partition:
-    """Deals a data set to clients; every example goes to exactly one of them, and equal seeds give
-    equal partitions.
+    """Divides a data set among clients; every example goes to exactly one of them, and equal seeds
+    give equal partitions.
 
     Only pathological_subset may leave examples to nobody: those of all the classes for which the
     clients have no place.

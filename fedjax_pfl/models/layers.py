@@ -204,7 +204,7 @@ class ConvTranspose(nnx.Module):
 
 
 class BatchNorm(nnx.BatchNorm):
-    """Batch norm whose moments are those of the valid rows, with PyTorch's constants.
+    """Batch norm whose mean and variance are those of the valid rows, with PyTorch's constants.
 
     PyTorch's momentum 0.1 is 0.9 here; as there, the running variance is the unbiased one. Rows
     that are not valid change nothing, NaN included; a batch without a valid row leaves the running
@@ -247,7 +247,7 @@ class BatchNorm(nnx.BatchNorm):
 
 class GroupNorm(nnx.Module):
     """Group norm (Wu & He, ECCV 2018) with PyTorch's epsilon, called as BatchNorm is; each example
-    has its own moments.
+    has its own mean and variance.
 
     Of 32 groups, or the most that divide the channels.
     """

@@ -92,8 +92,8 @@ def resnet(
       num_classes: C.
       rngs: for the initialisation: PyTorch's default, and with the imagenet stem torchvision's.
       widths: channels of each stage; K is the last.
-      norm: one of batch (masked moments), group (32 groups, Wu & He 2018: no moments, and examples
-        do not mix).
+      norm: one of batch (masked statistics), group (32 groups, Wu & He 2018: no running ones, and
+        examples do not mix).
       stem: one of cifar (3x3 convolution), imagenet (7x7 with stride 2, then 3x3 pooling with
         stride 2: torchvision).
       feature_dim: width of a linear layer with ReLU before the head, which is then K.

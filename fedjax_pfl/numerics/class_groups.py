@@ -197,10 +197,10 @@ def scores(b: Branches, z: Array, y: Array, mask: Array, c: Client) -> Scores:
     group is right; `task_acc` the accuracy of each task it holds (on all samples, where no is the
     answer to other groups' labels, or within the group given the group); `task_bal` the mean of an
     open task's accuracy inside and outside its group, for a binary one (TPR + TNR) / 2;
-    `recall_macro` the mean recall of `acc_present`'s predictions; `*_trivial` what always saying
-    no, or always the client's majority class, scores on the same samples. With group_binary, which
-    cannot tell the classes of a group apart, a group's prediction is the client's majority class in
-    it, and a task's is a yes.
+    `recall_macro` the mean recall of `acc_present`'s predictions; `*_trivial` their majority
+    baselines: what always saying no, or always the client's majority class, scores on the same
+    samples. With group_binary, which cannot tell the classes of a group apart, a group's prediction
+    is the client's majority class in it, and a task's is a yes.
     """
     counts = c.class_counts
     held = b.member @ counts > 0  # [T]

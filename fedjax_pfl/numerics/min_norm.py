@@ -50,7 +50,7 @@ def fista(gram: Array, mask: Array) -> Array:
     s = jnp.where(d > 0, jnp.sqrt(jnp.where(d > 0, d, 1)), 1)
     scaled = gram / (s[:, None] * s[None, :])
     rate = 1 / jnp.maximum(jnp.linalg.norm(scaled), 1)
-    pull = jnp.where(mask, jnp.min(jnp.where(mask, s, jnp.inf)) / s, 0)
+    linear = jnp.where(mask, jnp.min(jnp.where(mask, s, jnp.inf)) / s, 0)
 
     def simplex(beta: Array) -> Array:
         total = jnp.sum(beta / s)
@@ -58,14 +58,14 @@ def fista(gram: Array, mask: Array) -> Array:
 
     def improve(loop: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
         i, beta, ahead, t = loop
-        new = jnp.maximum(ahead - rate * (scaled @ ahead - pull), 0)
+        new = jnp.maximum(ahead - rate * (scaled @ ahead - linear), 0)
         t_new = (1 + jnp.sqrt(1 + 4 * t * t)) / 2
         restart = jnp.sum((ahead - new) * (new - beta)) > 0
         t_new = jnp.where(restart, 1.0, t_new)
         momentum = jnp.where(restart, 0.0, (t - 1) / t_new)
         return i + 1, new, new + momentum * (new - beta), t_new
 
-    loop = (jnp.int32(0), pull, pull, jnp.ones((), gram.dtype))
+    loop = (jnp.int32(0), linear, linear, jnp.ones((), gram.dtype))
     loop = jax.lax.while_loop(lambda loop: _unsolved(gram, mask, simplex(loop[1]), loop[0]), improve, loop)
     return simplex(loop[1])
 
