@@ -11,7 +11,6 @@ from experiments.files import Row, Rows, write_csv
 from fedjax_pfl.data.partitioners import Partition
 
 MOST = 40  # lines of the table on the terminal
-_UNSEEN = ("unseen", "unseen_post")
 _COLUMNS = (("pre", "unseen"), ("post", "unseen_post"))  # before and after local training
 _POINTS = tuple(point for point in report.WITH_UNSEEN if point != "post_latest")
 _NUMBERS = ("train", "val", "test", "classes")
@@ -38,7 +37,7 @@ def rows(experiment: Experiment, path: Path) -> list[Row]:
     for row in Rows(path):
         last |= {point: (row["ids"] if point == "post" else None, row[point]) for point in _POINTS if point in row}
     for point, (ids, values) in last.items():
-        group = others if point in _UNSEEN else found
+        group = others if point.startswith("unseen") else found
         for name, numbers in values.items():
             for i, value in zip(range(len(group)) if ids is None else ids, numbers, strict=True):
                 group[i][f"{point}/{name}"] = value

@@ -14,7 +14,6 @@ import numpy as np
 
 from experiments import drawing
 
-PERPLEXITY = 30  # of t-SNE
 STEPS, REACH = 8, 2.0  # images along an axis of a manifold; standard deviations from its middle to its end
 
 Array = np.ndarray
@@ -103,7 +102,7 @@ def scatter(path: str | Path, views: Sequence[View], per_client: int = 200, seed
         panels = figure.subplots(2, 2)
         for column, (name, points) in enumerate((("z, shared", z), ("c, personal", c))):
             start: Any = "pca" if points.shape[1] > 1 else "random"
-            perplexity = min(PERPLEXITY, (len(points) - 1) / 3)
+            perplexity = min(30, (len(points) - 1) / 3)
             flat = TSNE(init=start, perplexity=perplexity, random_state=seed).fit_transform(points)
             names = ([view.name for view in views], [str(i) for i in range(int(label.max()) + 1)])
             for row, (what, colour) in enumerate((("client", client), ("class", label))):

@@ -13,9 +13,7 @@ from experiments.config import Config
 from experiments.files import Row
 from fedjax_pfl.errors import InputError
 
-_FILES = "events.out.tfevents.*"
 _WRITER = "tensorboard.summary.writer.event_file_writer"
-_SECONDS = 5  # between writes to the disk
 
 
 def check(config: Config) -> Config:
@@ -61,9 +59,9 @@ def written(path: Path, rows: Iterable[Row], wanted: bool, say: Callable[[str], 
             say(f"No event files for TensorBoard from here on ({error}); the run goes on.")
 
     def begin() -> None:
-        for file in path.glob(_FILES):
+        for file in path.glob("events.out.tfevents.*"):
             file.unlink()
-        writers.append(importlib.import_module(_WRITER).EventFileWriter(str(path), flush_secs=_SECONDS))
+        writers.append(importlib.import_module(_WRITER).EventFileWriter(str(path), flush_secs=5))
         for row in rows:
             writers[0].add_event(_event(row))
 

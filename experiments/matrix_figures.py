@@ -13,7 +13,6 @@ Array = np.ndarray
 PANELS = 4  # rounds side by side, at most
 _NAMED = 30  # clients up to which each is named at the axes
 _FLAT = 0.01  # of the mean: entries that differ by less all in all are shown as one colour, not as a pattern
-_COLOURS = "cividis"  # the same without red and green
 _STYLE: Any = {"font.size": 9, "figure.dpi": 150}  # with all four spines: a frame
 
 
@@ -71,7 +70,8 @@ def draw(path: str | Path, name: str, matrices: Mapping[int, Array], names: Arra
     with drawing.drawn(path, size, _STYLE, layout="compressed", suffixes=drawing.BOTH) as figure:
         panels = figure.subplots(1, len(shown), squeeze=False)[0]
         for axes, (t, matrix) in zip(panels, shown.items(), strict=True):
-            image = axes.imshow(matrix, cmap=_COLOURS, vmin=low, vmax=high, interpolation="nearest")
+            # cividis looks the same without red and green
+            image = axes.imshow(matrix, cmap="cividis", vmin=low, vmax=high, interpolation="nearest")
             axes.set_title(f"round {t}", fontsize=9)
             _client_axes(axes, group[ids])
         _name_clients(panels, [f"{k} ({np.argmax(class_counts[k])})" for k in ids])

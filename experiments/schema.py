@@ -60,11 +60,10 @@ SUMMARY = Object(
 )
 ROW = Object({"round": COUNT})
 METRICS = Object({"round": COUNT}, others=Number)
-_PER_CLIENT = Object({}, others=List(Number))
 SCORES = Object(
     {"round": COUNT},
     {"ids": List(COUNT), "loss": List(Number)}
-    | dict.fromkeys(("post", "pre", "val", "unseen", "unseen_post"), _PER_CLIENT),
+    | dict.fromkeys(("post", "pre", "val", "unseen", "unseen_post"), Object({}, others=List(Number))),
 )
 
 _NOUNS: dict[Any, str] = {

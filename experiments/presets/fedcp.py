@@ -23,7 +23,6 @@ _METHODS = (
     *("fedavg", "fedprox", "per_fedavg", "pfedme", "fedamp", "ditto"),
     *("fedper", "fedrep", "fedrod", "fedfomo", "fedphp", "fedcp"),
 )
-_HEADLINES = {"fedphp": "post/global_acc_micro"}  # the paper's code scores w_i, not the average h_i that it inherits
 _PROTOCOL = (
     "mean of 5 repetitions; correct answers over all test examples of all clients (acc_micro), before local training "
     "(of FedPHP after it), of the best round on the test examples; up to 2000 rounds, on {examples:,} images."
@@ -42,7 +41,7 @@ def _preset(what: str, dataset: str, examples: int, setting: dict[str, Any], **m
         settings={"dataset": dataset, **_SETTINGS, **setting},
         steps=examples * 3 // 4 // _SETTINGS["batch_size"],
         headline="pre/acc_micro",
-        headlines=_HEADLINES,
+        headlines={"fedphp": "post/global_acc_micro"},  # the paper's code scores w_i, not its average h_i
         protocol=_PROTOCOL.format(examples=examples) + more.pop("note", ""),
         **more,
     )

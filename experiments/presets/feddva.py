@@ -21,7 +21,6 @@ _PROTOCOL = (
 )
 
 _LABELS = {"marks": False, "partition": "dirichlet_hsu", "alpha": 0.5}  # the paper gives no number
-_CLASSIFY = {"latent": 8, "personal": 8, "head": "personal"}
 _ORDER = (
     "the paper has curves of accuracy over rounds and no numbers: FedDVA above FedAvg, FedAvg fine-tuned and Ditto, "
     "with a narrower band over clients."
@@ -32,14 +31,14 @@ _TENTH = {"model": "cnn_dva_small", "data_fraction": 0.1, "batch_size": 32, "epo
 def _classification(description: str, small: bool, **settings: Any) -> Preset:
     """FedDVA's classifier of [z; c] beside classifiers on the CNN of the same width."""
     size = _TENTH if small else {"model": "cnn_dva", "batch_size": 256, "rounds": 200}
-    widths = {"hidden": 128} if small else {}
+    classify = {"latent": 8, "personal": 8, "head": "personal"} | ({"hidden": 128} if small else {})
     smaller = ", a tenth of the images, hidden widths 16 to 128" if small else ""
     return Preset(
         description=f"FedDVA, {description}, 20 clients{smaller}",
         settings={**_MARKS, "clients": 20, **settings, **size},
         headline="post/acc",
         headlines={"fedavg": "pre/acc"},
-        hparams={"feddva": _CLASSIFY | widths, "ditto": {"lam": 0.1}, "fedavg_ft": {"fine_tune_epochs": 5}},
+        hparams={"feddva": classify, "ditto": {"lam": 0.1}, "fedavg_ft": {"fine_tune_epochs": 5}},
         protocol=_ORDER,
     )
 

@@ -23,7 +23,6 @@ _PROTOCOL = (
     "classes: --partition=pathological; all: --partition=dirichlet_class --alpha=1. In the authors' code the sizes of "
     "clients are lognormal. Rounds are of a figure's caption."
 )
-_HEADLINES = {"feddf": "pre/acc", "pfeddf": "pre/acc"}  # fused, before any local step
 
 
 def _preset(what: str, dataset: str, public: str, steps: int, **more: Any) -> Preset:
@@ -34,7 +33,7 @@ def _preset(what: str, dataset: str, public: str, steps: int, **more: Any) -> Pr
         settings={**_SETTINGS, "dataset": dataset, "public": public, **more},
         steps=steps,
         headline="post/acc",
-        headlines=_HEADLINES,
+        headlines={"feddf": "pre/acc", "pfeddf": "pre/acc"},  # fused, before any local step
         own=("mnfl_het",),
         protocol=_PROTOCOL,
     )

@@ -24,23 +24,21 @@ _DIRICHLET = {"partition": "dirichlet_class"}
 _GREY = {"clients": 20, "model": "lenet", "batch_size": 32, "epochs": 5, "lr": 0.005, "rounds": 40}
 _COLOUR = {"clients": 20, "model": "resnet18", "batch_size": 16, "epochs": 10, "lr": 0.01, "rounds": 40}
 _OWN = ("pfedc", "privacy_pfedc")
-_HEADLINES = {"fedavg": "pre/acc", "per_fedavg": "pre/acc", **dict.fromkeys(_OWN, "post/task_acc")}
-_SUPERCLASSES = {method: {"tasks": "superclass"} for method in _OWN}  # T = 20
 _METHODS = ("fedavg", "per_fedavg", "pfedme", "fedbn", "fedrep", "fedfomo", "pfedc")  # the columns of Tables 1 to 3
 
 
 def _preset(what: str, dataset: str, setting: dict[str, Any], steps: int, **more: Any) -> Preset:
     """`steps`: what a round of local work is, on all of the data, with the setting's epochs."""
     grey = dataset in ("mnist", "emnist/digits")
-    hparams = _SUPERCLASSES if dataset == "cifar100" else {}
+    tasks = {method: {"tasks": "superclass"} for method in _OWN} if dataset == "cifar100" else {}  # T = 20
     settings = {"algo": "pfedc", "dataset": dataset, **(_GREY if grey else _COLOUR), **setting}
     return Preset(
         description=f"pFedC, {what}",
         settings=settings,
         steps=steps,
         headline="post/acc",
-        headlines=_HEADLINES,
-        hparams={"fedfomo": {"epsilon": 0.3}, "fedphp": {"lam": 0.05}, **hparams},
+        headlines={"fedavg": "pre/acc", "per_fedavg": "pre/acc", **dict.fromkeys(_OWN, "post/task_acc")},
+        hparams={"fedfomo": {"epsilon": 0.3}, "fedphp": {"lam": 0.05}, **tasks},
         methods={"fedbn": {"model": "lenet_bn"}} if grey else {},  # without batch norm FedBN is FedAvg
         own=_OWN,
         baselines={"rounds": 1000},

@@ -31,7 +31,6 @@ from fedjax_pfl.types import (
 )
 
 LATER = (keys.Client.SECOND_PHASE, keys.Client.THIRD_PHASE)  # the first phase has the client's key
-HEADS = ("none", *dva_phases.HEADS)
 
 
 def networks(task: Task, latent: int = 4, personal: int = 4, hidden: int = 512, head: str = "none") -> vae.DualVAE:
@@ -39,7 +38,7 @@ def networks(task: Task, latent: int = 4, personal: int = 4, hidden: int = 512, 
     them."""
     raw = jax.ShapeDtypeStruct((1, *task.input.shape), task.input.dtype)
     shape = jax.eval_shape(task.prepare, raw).shape[1:]
-    classes = None if choose("head", head, HEADS) == "none" else task.num_classes
+    classes = None if choose("head", head, ("none", *dva_phases.HEADS)) == "none" else task.num_classes
     widths = strided.channels(shape, hidden)
     return vae.dual_vae(shape, latent, personal, widths, classes, bn_stats=task.bn_stats)
 

@@ -10,7 +10,6 @@ from absl import logging
 ATTRIBUTES = ("Bald", "Wearing_Hat", "Blond_Hair", "Black_Hair")  # the classes
 LARGEST = 5000  # images of an attribute
 SIDE = 64  # pixels
-_SPLITS = ("train", "validation", "test")
 _CHUNK = 1000  # records read at a time
 
 
@@ -30,7 +29,7 @@ def decode(builder: Any) -> dict[str, np.ndarray]:
     import tensorflow_datasets as tfds
 
     skip = {"image": tfds.decode.SkipDecoding()}
-    sources = [builder.as_data_source(split, decoders=skip) for split in _SPLITS]
+    sources = [builder.as_data_source(split, decoders=skip) for split in ("train", "validation", "test")]
     has = np.concatenate([_attributes(source) for source in sources])
     chosen = choose(has)
     rows, labels = np.concatenate(chosen), np.repeat(np.arange(len(ATTRIBUTES)), [len(rows) for rows in chosen])

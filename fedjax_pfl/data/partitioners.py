@@ -39,7 +39,6 @@ PARTITIONS: dict[str, str] = {
     "dirichlet_hsu": "Hsu 2019: per client over classes Dir(alpha p), equal sizes",
     "file:PATH": "an .npz with flat int arrays train, train_sizes, test, test_sizes (optional val, val_sizes)",
 }
-_ALPHA = (1e-6, 1e6)
 
 
 def partition(
@@ -130,7 +129,7 @@ def _assign(rng: Any, spec: str, totals: np.ndarray, num_clients: int, alpha: fl
     if spec in ("iid", "round_robin"):
         return rule(rng, totals, num_clients)
     if spec.startswith("dirichlet"):
-        check("alpha", alpha, *_ALPHA)
+        check("alpha", alpha, 1e-6, 1e6)
         return rule(rng, totals, num_clients, alpha)
     k = _whole("classes_per_client", k, 1, len(totals), "there are so many classes")
     if spec == "label_groups":

@@ -10,8 +10,6 @@ from fedjax_pfl.models.functional import model, num_parameters
 from fedjax_pfl.models.nets import AFM, Shape
 from fedjax_pfl.types import Array, Model, PyTree
 
-SUPERSET = "cnn1"
-
 
 def pad_to_superset(name: str, input_shape: Shape, num_classes: int, **options: Any) -> Model:
     """Makes CNN-k a CNN-1 whose further channels and units are zero.
@@ -34,7 +32,7 @@ def pad_to_superset(name: str, input_shape: Shape, num_classes: int, **options: 
       InputError: for another name.
     """
     channels, _ = AFM[choose("model", name, AFM)]
-    native, whole = (model(each, input_shape, num_classes, **options) for each in (name, SUPERSET))
+    native, whole = (model(each, input_shape, num_classes, **options) for each in (name, "cnn1"))
     shapes = jax.eval_shape(whole.init, jax.random.key(0))
 
     def pad(path: tuple[jax.tree_util.DictKey, ...], leaf: Array, like: jax.ShapeDtypeStruct) -> Array:

@@ -22,7 +22,6 @@ from fedjax_pfl.types import Array, Batch, Network, PyTree, Scores
 MODES = ("paper", "code")
 PARTS = ("z", "c", "decoder", "head")
 HEADS = ("personal", "shared")
-EXCHANGES = ("encoders", "z")
 
 
 class Phase(NamedTuple):
@@ -53,7 +52,7 @@ def init(nets: DualVAE, key: Array) -> PyTree:
 def shared_parts(nets: DualVAE, head: str = "personal", exchange: str = "encoders") -> tuple[str, ...]:
     """The parts that clients exchange: both encoders or that of z, and with head="shared" the
     classifier."""
-    encoders = ("z", "c") if choose("exchange", exchange, EXCHANGES) == "encoders" else ("z",)
+    encoders = ("z", "c") if choose("exchange", exchange, ("encoders", "z")) == "encoders" else ("z",)
     return (*encoders, "head") if nets.head and choose("head", head, HEADS) == "shared" else encoders
 
 
