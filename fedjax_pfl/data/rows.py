@@ -89,7 +89,6 @@ def checked(source: str, p: Partition, dataset: Dataset) -> Partition:
         raise InputError(
             f"{source} is {type(p).__name__}, not a Partition, as fedjax_pfl.data.rows.of_clients makes it."
         )
-    arrays: dict[str, np.ndarray] = {}
     for part in _PARTS:
         index, sizes = np.asarray(getattr(p, part)), np.asarray(getattr(p, f"{part}_sizes"))
         if index.ndim != 2 or sizes.shape != index.shape[:1] or index.dtype.kind not in "iu":
@@ -97,8 +96,7 @@ def checked(source: str, p: Partition, dataset: Dataset) -> Partition:
                 f"{source}: {part} is {index.dtype}{list(index.shape)} with sizes {list(sizes.shape)}: it must be "
                 "[clients, rows] of integers, padded, and its sizes [clients]."
             )
-        arrays |= {part: flat(index, sizes), f"{part}_sizes": sizes}
-    return _checked(source, arrays, len(dataset.y))._replace(moved=int(p.moved))
+    return _checked(source, _contents(p), len(dataset.y))._replace(moved=int(p.moved))
 
 
 def of_clients(train: Sequence[Any], test: Sequence[Any], val: Sequence[Any] | None = None) -> Partition:
@@ -142,11 +140,8 @@ def build(
 
 def select(p: Partition, ids: np.ndarray) -> Partition:
     """The partition among the clients `ids` alone, in this order."""
-    parts: dict[str, np.ndarray] = {}
-    for part in _PARTS:
-        sizes = getattr(p, f"{part}_sizes")[ids]
-        parts |= {part: flat(getattr(p, part)[ids], sizes), f"{part}_sizes": sizes}
-    return build(**parts, moved=p.moved)
+    chosen = Partition(*(array[ids] for array in p[:-1]))
+    return build(**_contents(chosen), moved=p.moved)
 
 
 def flat(index: np.ndarray, sizes: np.ndarray) -> np.ndarray:
@@ -168,8 +163,8 @@ def _contents(p: Partition) -> dict[str, np.ndarray]:
     """The flat arrays that say everything."""
     arrays: dict[str, np.ndarray] = {}
     for part in _PARTS:
-        sizes = getattr(p, f"{part}_sizes")
-        arrays |= {part: flat(getattr(p, part), sizes), f"{part}_sizes": sizes}
+        index, sizes = np.asarray(getattr(p, part)), np.asarray(getattr(p, f"{part}_sizes"))
+        arrays |= {part: flat(index, sizes), f"{part}_sizes": sizes}
     return arrays
 
 
