@@ -146,11 +146,9 @@ class RunDirectory:
             with open(parts[0], "wb") as metrics, open(parts[1], "wb") as scores:
                 for (line, row), (scored, score) in pairs:
                     if not wanted(row["round"], config.rounds, config.eval_every):
-                        for name in [
-                            name for name in row if name.startswith(("pre/", "post/", "post_latest/", "val/"))
-                        ]:
-                            del row[name]
-                        score.pop("pre", None), score.pop("post", None), score.pop("val", None)
+                        points = ("pre/", "post/", "post_latest/", "val/")
+                        row = {name: value for name, value in row.items() if not name.startswith(points)}
+                        score = {name: values for name, values in score.items() if f"{name}/" not in points}
                         line, scored = _line(row).encode(), _line(score).encode()
                     metrics.write(line), scores.write(scored)
                     try:
