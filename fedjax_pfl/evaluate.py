@@ -1,6 +1,5 @@
 """Scores of one client, and statistics over clients."""
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import local
+from fedjax_pfl import local, trees
 from fedjax_pfl.types import Array, Batch, Client, Cohort, Predictor, Scores
 
 BATCH = 256  # test examples predicted at once
@@ -84,7 +83,7 @@ def client(c: Client, predictor: Predictor, score: Score = classification) -> di
 
 def post(cohort: Cohort, c: Client, predictor: Predictor, score: Score = classification) -> dict[str, Array]:
     """The scores right after local training, if `cohort.evaluated`; else NaN at no cost."""
-    run = functools.partial(client, c, predictor, score)
+    run = trees.traced_once(lambda: client(c, predictor, score))
     nothing = {name: jnp.full(x.shape, jnp.nan, x.dtype) for name, x in jax.eval_shape(run).items()}
     found: dict[str, Array] = jax.lax.cond(cohort.evaluated, run, lambda: nothing)
     return found

@@ -124,6 +124,7 @@ def steps(
         count = jnp.minimum(per_epoch, total - e * per_epoch)
         return jax.lax.fori_loop(0, count, lambda s, loop: one(e, orders, s, loop), loop)
 
+    step = trees.traced_once(step)  # for the shapes of its sums, and in the loop
     orders = [jnp.zeros(length + -length % batch_size, jnp.int32)] * batches_per_step
     sums = _zeros_like_result(lambda: step(key, carry, *_batches(data, orders, jnp.int32(0), batch_size))[1])
     with jax.named_scope(SCOPE):
@@ -250,7 +251,7 @@ def fold(data: Data, function: Callable[[T, Batch], T], carry: T, batch_size: in
 def sweep(data: Data, function: Callable[[Batch], T], batch_size: int) -> T:
     """The sum of `function(batch)` over all rows in order; `function` masks its own sums by
     batch.mask."""
-    rows = jnp.arange(batch_size, dtype=jnp.int32)
+    rows, function = jnp.arange(batch_size, dtype=jnp.int32), trees.traced_once(function)
     zeros: T = _zeros_like_result(lambda: function(take(data, rows, rows < data.size)))
     return fold(data, lambda sums, batch: trees.add(sums, function(batch)), zeros, batch_size)
 

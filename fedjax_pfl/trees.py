@@ -7,6 +7,7 @@ through jax.tree.map.
 import functools
 import math
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,14 @@ import numpy as np
 from chex import Numeric
 
 from fedjax_pfl.types import Array, PyTree
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def traced_once(function: F) -> F:
+    """The function of arrays, traced once for all calls with arguments of the same shapes; programs
+    contain it as if it were called."""
+    return jax.jit(function, inline=True)  # type: ignore[return-value]
 
 
 def replicate(tree: PyTree, count: int) -> PyTree:

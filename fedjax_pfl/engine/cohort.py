@@ -249,7 +249,8 @@ class Cohort:
                 part = jax.tree.map(lambda x: jnp.sum(x, axis=0), parts)
             return trees.add(total, part), rest
 
-        share, first, _ = jax.eval_shape(lambda: one(positions[0, 0]))
+        one = trees.traced_once(one)  # for the shape of the sum, and in the loop
+        share, first, _ = jax.eval_shape(one, positions[0, 0])
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(aggregate.weigh, share, first))
         total, rest = jax.lax.scan(chunk, zeros, positions)
         if width > 1:
