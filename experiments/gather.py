@@ -63,14 +63,9 @@ class Found(NamedTuple):
 
     @property
     def status(self) -> str:
-        """How it stands in words, see `standing`."""
-        return standing(self.said)
-
-
-def standing(said: Row) -> str:
-    """How a run stands by its summary, as `interrupted after 12 rounds`."""
-    status, rounds = said["status"], said["rounds"]
-    return f"{'running or killed' if status == 'running' else status} after {rounds} round{'s' * (rounds != 1)}"
+        """How it stands in words, as `interrupted after 12 rounds`."""
+        status, rounds = self.said["status"], self.said["rounds"]
+        return f"{'running or killed' if status == 'running' else status} after {rounds} round{'s' * (rounds != 1)}"
 
 
 def directories(words: Iterable[str]) -> list[Path]:
