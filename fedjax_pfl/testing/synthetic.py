@@ -16,6 +16,7 @@ SIZES = np.array([7, 19, 1, 12, 4])  # training examples: uneven, one client wit
 OWN = [(0, 1), (1, 2), (3,), (2, 0), (0, 1, 2, 3)]  # the classes of each client
 
 
+@jax.ensure_compile_time_eval()  # also where a test first asks for it in a function that is traced
 def federation(
     width: int = 19,
     seed: int = 0,
