@@ -276,7 +276,7 @@ class _Kept:
         result, held_out = validation.apart(found)
         if result.metrics is None:
             result = result._replace(state=vectorized.one(result.state, self._i))
-        unseen = train.unseen_scores(self._experiment, result, self._width)
+        unseen = train.unseen_scores(self._experiment, result, self._width, lambda: result.state)
         return self._event(self._directory.append(result, held_out | unseen))
 
     def keep(self, status: str, done: int, whole: State) -> None:

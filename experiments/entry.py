@@ -14,6 +14,7 @@ import jax
 from rich.console import Console
 
 from experiments import flags
+from experiments.interrupt import Interrupt
 from fedjax_pfl.engine import multihost
 from fedjax_pfl.errors import InputError, choose
 
@@ -54,28 +55,40 @@ def begin() -> None:
 
 
 def guarded(command: Callable[[], int], interrupted: str = "Interrupted.") -> int:
-    """Runs a command and returns its exit code; every failure is one sentence.
-
-    Of several processes process 0 says it, for it knows the failures of all, but that another
-    process is lost.
-    """
+    """Runs a command and returns its exit code; every failure is one sentence."""
     try:
         return command()
     except InputError as error:
         errors().print(" ".join(str(error).splitlines()))  # what the user gave may have several lines
         return BAD_INPUT
-    except multihost.UnreachableError as error:
-        errors(quiet=False).print(str(error))
+    except multihost.LostError as error:
+        errors().print(str(error))
         return LOST
     except KeyboardInterrupt:
         errors().print(interrupted)
         return INTERRUPTED
 
 
-def errors(quiet: bool | None = None) -> Console:
+def lead(command: Callable[[], int], interrupted: str) -> int:
+    """Runs a command; of several processes process 0 does, `guarded` and as if there were no other:
+    those follow, and end with the same exit code."""
+    if not multihost.several():
+        return command()
+    if jax.process_index():
+        with Interrupt(lambda: None, "Aborted."):
+            return multihost.follow()
+    code = 1  # with which Python ends where something else is raised
+    try:
+        code = guarded(command, interrupted)
+    finally:
+        if code != LOST:
+            multihost.dismiss(code)
+    return code
+
+
+def errors() -> Console:
     """Where failures are said."""
-    quiet = not multihost.first() if quiet is None else quiet
-    return Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False, quiet=quiet)
+    return Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
 class _Output(io.FileIO):

@@ -19,14 +19,16 @@ class Interrupt:
     so a thread reads the signals' numbers from a pipe that the interpreter fills at once.
 
     Attributes:
-      asked: the number of the first signal, None before.
+      asked: the number of the first signal since the process entered one, None before.
     """
 
+    asked: int | None = None  # of the class, as signals are the process's: whoever wants to know may ask it
+
     def __init__(self, on_first: Callable[[], None], last_words: str):
-        self.asked: int | None = None
         self._on_first, self._last_words = on_first, last_words
 
     def __enter__(self) -> "Interrupt":
+        Interrupt.asked = None
         self._main = threading.current_thread() is threading.main_thread()
         if not self._main:  # only the main thread may set handlers
             return self
@@ -57,5 +59,5 @@ class Interrupt:
                 with contextlib.suppress(OSError):
                     os.write(2, f"\x1b[?25h\n{self._last_words}\n".encode())  # the bar had hidden the cursor
                 os._exit(128 + numbers[0])
-            self.asked = int(numbers[0])
+            Interrupt.asked = int(numbers[0])
             self._on_first()

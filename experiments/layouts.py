@@ -20,9 +20,9 @@ def choose(experiment: Experiment, width: str, count: str) -> tuple[Experiment, 
     """
     spread = devices(count, experiment)
     if experiment.config.conv == "auto":
-        experiment = experiment.in_form(_auto_form(experiment, width, spread))
+        experiment = multihost.everywhere(experiment.in_form, _auto_form(experiment, width, spread))
     trying = (experiment.task, experiment.federation, *_part(experiment, spread))
-    chosen = multihost.on_first(choose_width, *trying) if width == "auto" else int(width)
+    chosen = choose_width(*trying) if width == "auto" else int(width)
     return experiment, laid_out(experiment, chosen, spread)
 
 
@@ -42,7 +42,7 @@ def laid_again(experiment: Experiment, recorded: Layout) -> Layout:
 def say(laid: Layout, chosen: bool) -> str:
     """A layout in words; `chosen`: its width was not given."""
     devices, how = laid.devices, " (chosen here; --width=N sets it)" if chosen else ""
-    several = f" of {jax.process_count()} processes" if multihost.several() else ""
+    several = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
     return f"width {laid.width}{how} on {devices.count} x {devices.kind}{several}"
 
 
@@ -63,7 +63,7 @@ def _auto_form(experiment: Experiment, width: str, spread: int) -> str:
     cohort, own = _part(experiment, spread)
     most = cohort if width == "auto" else min(cohort, int(width) * own)
     model = lambda form: experiment.in_form(form).task.models[0]
-    return multihost.on_first(choose_form, experiment.task, model, experiment.federation, most, own)
+    return choose_form(experiment.task, model, experiment.federation, most, own)
 
 
 def _part(experiment: Experiment, spread: int) -> tuple[int, int]:

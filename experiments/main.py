@@ -40,13 +40,17 @@ def run(argv: list[str]) -> int:
             print(text)
             return 0
         start(parsed)
-        verbose, several = bool(parsed.get("verbose")), parsed.get("seeds", 1)
-        if several != 1:
-            return seeds.run(several, parsed, verbose)
-        say = closing.ALL if verbose else closing.SHORT
-        return session.train_into(parsed.settings(), parsed.get("workdir"), parsed.get("resume", False), say=say)
+        return entry.lead(lambda: _trained(parsed), session.NOTHING)
 
     return entry.guarded(command, session.NOTHING)
+
+
+def _trained(parsed: flags.Parsed) -> int:
+    verbose, several = bool(parsed.get("verbose")), parsed.get("seeds", 1)
+    if several != 1:
+        return seeds.run(several, parsed, verbose)
+    say = closing.ALL if verbose else closing.SHORT
+    return session.train_into(parsed.settings(), parsed.get("workdir"), parsed.get("resume", False), say=say)
 
 
 def start(parsed: flags.Parsed) -> None:
@@ -59,7 +63,7 @@ def start(parsed: flags.Parsed) -> None:
     coordinator, count, number = (parsed.get(name) for name in flags.OF_A_PROCESS)
     if coordinator is None:  # else JAX must not have started
         entry.check_platform()
-    with phases.said(entry.errors(quiet=False), "Waiting for the other processes"):
+    with phases.said(entry.errors(), "Waiting for the other processes"):
         multihost.connect(coordinator, count, number)
 
 

@@ -51,18 +51,17 @@ def run(members: Sequence[Member], say: int = closing.ONE, runs_at_once: str = "
         nothing was run.
     """
     most = _most(runs_at_once)
-    found = [multihost.on_first(_found, member.path, member.config) for member in members]
+    found = [_found(member.path, member.config) for member in members]
     room: dict[str, Sequence[int]] = {}
     width: dict[str, Any] = {}
     failed, left = 0, _parts(members, found, most)
     while left:
         part = left.pop(0)
         first = part.members[0]
-        if multihost.first():
-            print(f"{_named(part.members, members)}:")
+        print(f"{_named(part.members, members)}:")
         kind = _kind(first.config)
         if kind not in room:
-            jax.clear_caches()  # it shares nothing with those before
+            multihost.everywhere(jax.clear_caches)  # it shares nothing with those before
             with phases.said(entry.errors(), "Loading the data of all seeds"):
                 room[kind] = _room([m.config for m in members if _kind(m.config) == kind])
         given = [_given(member, part.begun, width.get(kind, {})) for member in part.members]
@@ -82,7 +81,7 @@ def run(members: Sequence[Member], say: int = closing.ONE, runs_at_once: str = "
         if code == entry.LOST or code >= entry.INTERRUPTED - 2:
             return code, True
         if code == 0 and kind not in width:
-            width[kind] = multihost.on_first(_width, first.path)
+            width[kind] = _width(first.path)
     return failed, False
 
 
@@ -90,7 +89,7 @@ def _most(text: str) -> int | None:
     """How many runs are trained at once; None: all."""
     if text not in ("auto", "all") and (not text.isdecimal() or not int(text)):
         raise InputError(f"--runs_at_once={text} must be a number from 1 on, all, or auto.")
-    if multihost.several():
+    if jax.process_count() > 1:
         if text not in ("auto", "1"):
             raise InputError(f"--runs_at_once={text} is for a single process: leave it out.")
         return 1
@@ -132,7 +131,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def _given(member: Member, begun: bool, width: dict[str, Any]) -> at_once.Given:
-    more = multihost.on_first(_more, member) if begun else width
+    more = _more(member) if begun else width
     given = {name: x for name, x in member.given.items() if not (begun and name == "config")}
     return at_once.Given(more | given, member.path, begun)
 
@@ -157,7 +156,7 @@ def _room(configs: list[Config]) -> Sequence[int]:
     """So that the seeds of a method have arrays of the same shapes, and share what is compiled."""
     seeds = list({config.seed: config for config in configs}.values())
     try:
-        return ROOM if len(seeds) == 1 else multihost.everywhere(build.room, seeds)
+        return ROOM if len(seeds) == 1 else build.room(seeds)
     except InputError:  # of one seed: the others are to run, and its own run says why
         return ROOM
 

@@ -14,7 +14,6 @@ from experiments.files import read_derived, write_json, write_text
 from experiments.grid import Member
 from experiments.recorded import is_complete
 from fedjax_pfl import own
-from fedjax_pfl.engine import multihost
 from fedjax_pfl.errors import InputError, choose
 
 _DATA = (*gather.DATA, "val_fraction")  # a choice compares combinations on the same examples
@@ -65,7 +64,7 @@ def rule(text: str, members: Sequence[Member]) -> Rule:
             "each."
         )
     first = {member.config.algo: member for member in reversed(members)}
-    ways = [multihost.everywhere(_way, score, first[algo]) for algo in dict.fromkeys(m.config.algo for m in members)]
+    ways = [_way(score, first[algo]) for algo in dict.fromkeys(m.config.algo for m in members)]
     return Rule(score, ways[0])
 
 
@@ -81,7 +80,7 @@ def _way(score: str, member: Member) -> str:
 
 
 def lines(members: Sequence[Member]) -> list[Line]:
-    """The runs of a sweep by method and combination, in their order; process 0 reads."""
+    """The runs of a sweep by method and combination, in their order."""
     groups = gather.grouped(members, [str((member.config.algo, member.varied)) for member in members])
     return [Line(of[0].label, tuple(of), tuple(filter(None, map(_summary, of)))) for of in groups.values()]
 

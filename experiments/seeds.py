@@ -4,7 +4,6 @@ from pathlib import Path
 
 from experiments import closing, entry, flags, grid, many, outcome, runs, settings
 from experiments.grid import Member
-from fedjax_pfl.engine import multihost
 from fedjax_pfl.errors import InputError
 
 
@@ -32,7 +31,7 @@ def run(seeds: int, parsed: flags.Parsed, verbose: bool) -> int:
     members = [_member(root, *pair) for pair in zip(given, configs, strict=True)]
     at_once = parsed.get("runs_at_once", "auto")
     failed, ended = many.run(members, closing.ALL if verbose else closing.ONE, at_once)
-    if not ended and multihost.first():
+    if not ended:
         outcome.show(members, root, verbose=verbose)
     return failed
 

@@ -2,13 +2,11 @@
 
 import contextlib
 import errno
-import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 from rich.console import Console
 
 from experiments import (
@@ -59,12 +57,12 @@ def train_into(
       say: how much of the run is said: closing.ONE, SHORT, or ALL.
 
     Raises:
-      InputError, multihost.UnreachableError, KeyboardInterrupt: before there is anything to resume.
+      InputError, KeyboardInterrupt: before there is anything to resume.
     """
     console = terminal()
     with contextlib.ExitStack() as held:  # the lock of the run directory
-        path, config, resume = multihost.on_first(where, user, workdir, resume, held)
-        if resume and (ended := multihost.on_first(stopping.ended, path, config)):
+        path, config, resume = where(user, workdir, resume, held)
+        if resume and (ended := stopping.ended(path, config)):
             console.print(ended)
             return 0
         try:
@@ -78,8 +76,9 @@ def train_into(
 
 def terminal() -> Console:
     """Where a run says how it goes."""
-    soft_wrap = not sys.stdout.isatty()  # a file gets whole lines
-    return Console(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap, quiet=not multihost.first())
+    return Console(
+        highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty()
+    )  # a file gets whole lines
 
 
 def _into(
@@ -96,42 +95,42 @@ def _into(
     console.print(account.describe(run.experiment))
     try:
         if run.recorded is None:
-            multihost.on_first(make, path, held)
+            make(path, held)
         run, laid = laid_out(run, console)
         with compile_clock() as compiling:
             clock = train.Clock(path, compiling)
             with phases.said(console, "Compiling"):
-                functions = train.compiled(run.experiment, laid)
-            multihost.everywhere(layouts.check_memory, functions.memory, run.experiment, laid)
+                functions = multihost.everywhere(train.compiled, run.experiment, laid)
             start, state = begin(run, laid, functions.memory, console)
             quiet = shown(console, say)
             quiet.print(f"Run directory: {path}; {said(config, laid, functions.memory, resume)}")
             entry.check_interrupt()
             asked = train.train(run.experiment, laid, run.directory, start, state, quiet, functions, clock)
-    except (simulate.DivergenceError, train.Stopped, OSError) as error:
+    except (simulate.DivergenceError, train.Stopped, multihost.LostError, OSError) as error:
         return stopped(error, run.directory)
-    except jax.errors.JaxRuntimeError as error:
-        if not multihost.several():
-            raise
-        return _lost(error, path)
     closing.show(console, run.directory, run.experiment, say)
     return 128 + asked if asked else 0  # the run is complete, what follows it is not wanted
 
 
 def loaded(path: Path, config: Config, resume: bool, room: Sequence[int], console: Console) -> Run:
     """The data and the clients of a run; everything wrong is found here."""
-    recorded = multihost.on_first(runs.read_layout, path) if resume else None
+    recorded = runs.read_layout(path) if resume else None
+    conv = recorded.conv if recorded is not None and config.conv == "auto" else config.conv
     with phases.said(console, "Loading the data and making the clients"):
-        experiment = multihost.everywhere(_prepared, config, recorded, room)
-        whose = "process 0 has"
-        multihost.same(runs.digests(experiment), functools.partial(runs.check_digests, experiment, whose=whose))
+        experiment = multihost.everywhere(build.prepare, config, conv, room)
+        if recorded is None:
+            layouts.devices(config.devices, experiment)  # those of a resume: see `layouts.laid_again`
+        targets.check_possible(experiment)
+        stopping.check_possible(experiment)
+        own = multihost.everywhere(runs.digests, experiment)
+        multihost.everywhere(runs.check_digests, experiment, own, dict(own), "process 0 has")  # the copy is sent
     return Run(train.directory(path, experiment), experiment, recorded)
 
 
 def laid_out(run: Run, console: Console) -> tuple[Run, Layout]:
     """The run in the form that is used, and how it is laid out here."""
     if run.recorded is not None:
-        return run, multihost.everywhere(layouts.laid_again, run.experiment, run.recorded)
+        return run, layouts.laid_again(run.experiment, run.recorded)
     config = run.experiment.config
     with phases.said(console, "Trying how many clients to train at once"):
         experiment, laid = layouts.choose(run.experiment, config.width, config.devices)
@@ -142,11 +141,10 @@ def begin(run: Run, laid: Layout, found: memory.Memory, console: Console) -> tup
     """Writes what a new run directory begins with, or goes back to the last checkpoint: the round
     and the state to go on with (None: from the start)."""
     if run.recorded is None:
-        multihost.on_first(run.directory.start, run.experiment, laid.content(found), versions())
+        run.directory.start(run.experiment, laid.content(found), versions())
         return 0, None
     with phases.said(console, "Reading the rows and the last checkpoint"):
-        resumed: tuple[int, State | None] = multihost.on_first(_resume, run, laid, found, console)
-    return resumed
+        return _resume(run, laid, found, console)
 
 
 def said(config: Config, laid: Layout, found: memory.Memory, resume: bool) -> str:
@@ -159,18 +157,6 @@ def shown(console: Console, say: int) -> Console:
     """Where the rounds are shown, as the bar has test scores."""
     hidden = say == closing.HELD_OUT or (say == closing.ONE and not console.is_terminal)
     return Console(quiet=True) if hidden else console
-
-
-def _prepared(config: Config, recorded: Layout | None, room: Sequence[int]) -> build.Experiment:
-    """The experiment, with what was recorded of a run that goes on; everything wrong is found
-    here."""
-    conv = recorded.conv if recorded is not None and config.conv == "auto" else config.conv
-    experiment = build.prepare(config, conv, room)
-    if recorded is None:
-        layouts.devices(config.devices, experiment)  # those of a resume: see `_laid_again`
-    targets.check_possible(experiment)
-    stopping.check_possible(experiment)
-    return experiment
 
 
 def where(
@@ -239,15 +225,10 @@ def stopped(error: Exception, directory: runs.RunDirectory) -> int:
     if isinstance(error, simulate.DivergenceError):
         errors.print(f"{error} What was written is kept in {directory.path}.")
         return DIVERGED
+    if isinstance(error, multihost.LostError):
+        errors.print(f"{error}; go on with {resume}")
+        return LOST
     then = ["make room"] if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) else []
     then += [f"go on with {resume}"] if runs.is_run(directory.path) else ["start again"]
     errors.print(f"Cannot write to {directory.path} ({error}): {', then '.join(then)}")
     return UNWRITABLE
-
-
-def _lost(error: Exception, path: Path) -> int:
-    """Says what is left to do where a process has ended, as each of the others finds out by
-    itself."""
-    what = str(error).splitlines()[0]
-    entry.errors(quiet=False).print(f"Lost another process, or failed ({what}); go on with {train.command(path)}")
-    return LOST

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from experiments import closing, entry, flags, grid, main, many, outcome, settings
-from fedjax_pfl.engine import multihost
 
 _FLAGS = {
     **grid.FLAGS,
@@ -47,13 +46,17 @@ def run(argv: list[str]) -> int:
         print(f"{__doc__}\n{parsed.usage}")
         return 0
     main.start(parsed)
+    return entry.lead(lambda: _swept(parsed), many.GOES_ON)
+
+
+def _swept(parsed: flags.Parsed) -> int:
     user = parsed.settings()
     root = _root(parsed, user)
     members = grid.members(user, root, parsed.get("seeds"))  # before anything runs
     by = outcome.rule(parsed.given["select"], members) if "select" in parsed.given else None
     say = closing.HELD_OUT if by else closing.ALL if parsed.get("verbose") else closing.ONE
     failed, ended = many.run(members, say, parsed.get("runs_at_once", "auto"))
-    if not ended and multihost.first():
+    if not ended:
         outcome.show(members, root, by, bool(parsed.get("verbose")))
     return failed
 

@@ -4,7 +4,7 @@ import functools
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from experiments import (
     build,
     clients,
     events,
+    layouts,
     phases,
     published,
     report,
@@ -39,9 +40,12 @@ class Stopped(Exception):
 
 
 def compiled(experiment: build.Experiment, layout: Layout) -> simulate.Compiled:
-    """What the rounds of an experiment run, compiled for a layout."""
+    """What the rounds of an experiment run, compiled for a layout; InputError if it takes more
+    memory than there is."""
     program = validation.scored(experiment, experiment.program(layout.width, layout.devices.count))
-    return simulate.compiled(program, experiment.key, experiment.federation, **intervals(experiment))
+    functions = simulate.compiled(program, experiment.key, experiment.federation, **intervals(experiment))
+    layouts.check_memory(functions.memory, experiment, layout)
+    return functions
 
 
 def intervals(experiment: build.Experiment) -> dict[str, int]:
@@ -81,56 +85,74 @@ def train(
     words = f"Aborted; go on from the last checkpoint with {command(run.path)}"
     reporter = report.Reporter(console, start, rounds, experiment.headline)
     ask = lambda: reporter.say("Stopping after this round; Ctrl-C again aborts at once.")
-    program = experiment.program(layout.width, layout.devices.count)
-    options: dict[str, Any] = {"rounds": rounds} | intervals(experiment)
-    progress = multihost.on_first(stopping.progress, c, experiment.headline, run.rows)  # which alone reads the rows
-    ended, number = list[str](), 0
-    if progress is not None:
-        ended += filter(None, [progress.why()])
-        options["until"] = lambda: bool(ended)
-    options |= {"start": start, "state": None if state is None else program.place(state), "functions": functions}
-    written = events.written(run.path, run.rows, c.tensorboard and multihost.first(), reporter.say)
-    with reporter, Interrupt(ask, words) as interrupt, written as event:
+    progress = stopping.progress(c, experiment.headline, run.rows)
+    ended, number = multihost.everywhere(list, [why for why in [progress and progress.why()] if why]), 0
+    results = multihost.everywhere(course, experiment, layout, functions, start, state, ended)
+    written = events.written(run.path, run.rows, c.tensorboard, reporter.say)
+    with reporter, Interrupt(ask, words), written as event:
         files = Files(run, experiment, clock)
 
-        def add(*found: Any) -> report.Row:
-            reporter.update(row := event(run.append(*found)))
-            return row
-
         try:
-            for found in reporter.watched(simulate.rounds(program, experiment.key, experiment.federation, **options)):
-                result, held_out = validation.apart(found)
-                apart = held_out | unseen_scores(experiment, result, layout.width)
-                row = multihost.on_first(add, result, apart)
+            for found in reporter.watched(iter(lambda: multihost.everywhere(next, results, None), None)):
+                whole = functools.cache(functools.partial(multihost.everywhere, _state, found))
+                (result, held_out), number = validation.apart(found[0]), found[1]
+                row = event(run.append(result, held_out | unseen_scores(experiment, result, layout.width, whole)))
+                reporter.update(row)
                 if result.state is None:
                     continue
                 if progress is not None:
                     progress = progress.after(row)
-                    ended += filter(None, [progress.why()] if not ended else [])
+                    if not ended and (why := progress.why()):
+                        multihost.everywhere(ended.append, why)
                 done = result.round + (result.metrics is not None)
-                number = multihost.largest(interrupt.asked or 0)  # whoever was asked, all stop after the same round
                 stop = number and done < rounds
                 if stop or ended or done % c.checkpoint_every == 0 or done == rounds:
                     with phases.said(console, f"Writing the checkpoint after round {done}, and the tables"):
+                        program = experiment.program(layout.width, layout.devices.count)
                         # on the host: no device holds everybody's rows
-                        whole = program.unplace(multihost.fetch(result.state))
-                        multihost.on_first(files.keep, "interrupted" if stop else "running", done, whole)
+                        files.keep("interrupted" if stop else "running", done, program.unplace(whole()))
                 if stop:
                     raise Stopped(done, number)
         except simulate.DivergenceError:
-            multihost.on_first(files.show, "diverged")
+            files.show("diverged")
             raise
     with phases.said(console, "Writing tables and curves"):
-        multihost.on_first(files.show, "complete", ended[0] if ended else None)
+        files.show("complete", ended[0] if ended else None)
     return number
 
 
-def unseen_scores(experiment: build.Experiment, result: simulate.Result, width: int) -> dict[str, Any]:
-    """The scores of the clients that do not train, after the last round."""
+def course(
+    experiment: build.Experiment,
+    layout: Layout,
+    functions: simulate.Compiled,
+    start: int,
+    state: State | None,
+    ended: list[str],
+) -> Iterator[tuple[simulate.Result, int]]:
+    """The rounds from `start`, as every process goes through them, until `ended` has a reason: each
+    result, and the number of a signal to any of the processes, or 0."""
+    program, c = experiment.program(layout.width, layout.devices.count), experiment.config
+    options: dict[str, Any] = {"rounds": c.rounds, "start": start, "functions": functions} | intervals(experiment)
+    if stopping.progress(c, experiment.headline, ()) is not None:
+        options["until"] = lambda: bool(ended)
+    options["state"] = None if state is None else program.place(state)
+    for result in simulate.rounds(program, experiment.key, experiment.federation, **options):
+        # whoever was asked, all stop after the same round
+        yield result, 0 if result.state is None else multihost.largest(Interrupt.asked or 0)
+
+
+def _state(found: tuple[simulate.Result, int]) -> State:
+    return multihost.fetch(found[0].state)
+
+
+def unseen_scores(
+    experiment: build.Experiment, result: simulate.Result, width: int, state: Callable[[], State]
+) -> dict[str, Any]:
+    """The scores of the clients that do not train, after the last round, whose state is asked
+    for."""
     if result.metrics is not None or experiment.unseen is None:
         return {}
-    assert result.state is not None
-    server = server_optimizer.plain(multihost.fetch(result.state.server))
+    server = server_optimizer.plain(multihost.fetch(state().server))
     return unseen.scores(
         experiment.config.replace(rounds=result.round), experiment.task, experiment.unseen, server, width
     )

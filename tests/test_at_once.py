@@ -24,7 +24,6 @@ from experiments import (
     train,
 )
 from fedjax_pfl.data import federate
-from fedjax_pfl.engine import multihost
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.simulate import Compiled
 
@@ -164,7 +163,7 @@ def test_how_many_is_a_number_or_a_word(tmp_path, monkeypatch):
     for text in ("0", "two", "-1", "²"):
         with pytest.raises(InputError, match=f"--runs_at_once={text} must be a number from 1 on, all, or auto"):
             sweep.run(["--algo=ditto", f"--runs_at_once={text}", f"--root={tmp_path}"])
-    monkeypatch.setattr(multihost, "several", lambda: True)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(InputError, match="is for a single process"):
         sweep.run(["--algo=ditto", "--runs_at_once=all", f"--root={tmp_path}"])
     assert not list(tmp_path.iterdir())

@@ -1,17 +1,19 @@
-"""One run by several processes, on one host or many: joining them, and what they tell each other
-beside the rounds.
+"""One run by several processes, on one host or many: joining them, and how process 0 leads.
 
-Every process runs the same program on the same numbers. A mesh spans the devices of all
-(`clients.make_mesh`), so an array may lie where a process cannot read it: `fetch` brings it to
-every host. Whatever else a process finds by itself, on its disk or its clock, it must share before
-all go on: a process that takes another way leaves the others waiting. In a single process each of
-these functions does its work and nothing more.
+A mesh spans the devices of all (`clients.make_mesh`), so an array may lie where a process cannot
+read it: `fetch` brings it to every host. What computes on such a mesh must be run by every process,
+with the same arguments: a process that takes another way leaves the others waiting. A program in
+Python can be such that it is the same on all. A command is run by process 0 alone, which reads,
+writes, talks and decides; the others `follow`: they run the functions that it runs `everywhere`. In
+a single process each of these functions does its work and nothing more.
 """
 
+import contextlib
+import io
 import os
 import pickle
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -27,10 +29,19 @@ from fedjax_pfl.types import PyTree
 PIECE = 2**24  # bytes that are sent at once
 SHUTDOWN = 60  # seconds that a process which ends waits for the others to end
 T = TypeVar("T")
+_own: dict[Callable[..., Any], Any] = {}  # what each function that ran `everywhere` returned in this process, in order
 
 
-class UnreachableError(RuntimeError):
-    """The processes have met at the coordinator, but their devices cannot speak to each other."""
+class LostError(RuntimeError):
+    """Another process cannot be reached, or not any more: this one should end at once."""
+
+
+@contextlib.contextmanager
+def _reached() -> Iterator[None]:
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, KeyboardInterrupt) as error:  # the latter: in the middle of a step
+        raise LostError(f"Lost another process, or failed ({(str(error) or repr(error)).splitlines()[0]})") from error
 
 
 def connect(coordinator: str | None, num_processes: int | None = None, process_id: int | None = None) -> None:
@@ -45,8 +56,7 @@ def connect(coordinator: str | None, num_processes: int | None = None, process_i
 
     Raises:
       InputError: these do not fit each other, nothing was found, or process 0 cannot listen there.
-      UnreachableError: the coordinator was found, but not the other processes; this one should end
-        at once.
+      LostError: the coordinator was found, but not the other processes.
     """
     if coordinator is None:
         if (num_processes, process_id) != (None, None):
@@ -68,7 +78,7 @@ def connect(coordinator: str | None, num_processes: int | None = None, process_i
     try:
         largest(0)  # as `_meet`
     except jax.errors.JaxRuntimeError as error:
-        raise UnreachableError(
+        raise LostError(
             f"The processes have met, but {socket.gethostname()} and another host cannot reach each other "
             f"({str(error).splitlines()[0]}): each host's own name must stand for an address that the others reach, "
             "and often /etc/hosts says that it is 127.0.0.1 or 127.0.1.1."
@@ -103,11 +113,6 @@ def _check_address(coordinator: str, num_processes: int | None, process_id: int 
 def several() -> bool:
     """Is this one of several processes? JAX is not started to find out."""
     return jax.distributed.is_initialized() and jax.process_count() > 1
-
-
-def first() -> bool:
-    """Is this process 0, the one that reads and writes the run's files and talks to the user?"""
-    return not several() or jax.process_index() == 0
 
 
 def fetch(tree: PyTree) -> PyTree:
@@ -160,71 +165,87 @@ def largest(number: int) -> int:
     return int(multihost_utils.process_allgather(np.int32(number)).max()) if several() else number
 
 
-def on_first(action: Callable[..., T], *args: Any) -> T:
-    """`action(*args)` on process 0 alone; what it returns or raises, on every process (it must be
-    picklable)."""
+def everywhere(function: Callable[..., T], *args: Any) -> T:
+    """What `function(*args)` returns here, run by every process: by process 0, which calls this, and
+    by those that `follow` it.
+
+    Each keeps what the function returned until it is run again, and what was returned since. An
+    argument that is, or holds, such a result is on each process its own; all else is sent, and must
+    be picklable.
+
+    Raises:
+      what was raised here; else what was raised on another process, an InputError for its own and
+        an OSError; LostError, without waiting for the others, where JAX failed.
+    """
     if not several():
-        return action(*args)
-    outcome: tuple[T, BaseException | None] = _shared(_outcome(action, args) if first() else None, 0)
-    return _settled(outcome)
-
-
-def everywhere(action: Callable[..., T], *args: Any) -> T:
-    """`action(*args)` on every process; where it raises on some, the first one's error on every
-    process."""
-    if not several():
-        return action(*args)
-    outcome: tuple[T, BaseException | None] = _outcome(action, args)
-    failed = multihost_utils.process_allgather(np.int32(outcome[1] is not None))
-    if not failed.any():
-        return outcome[0]
-    source, error = int(np.argmax(failed)), outcome[1]
-    if source and isinstance(error, InputError):
-        error = InputError(f"Process {source}: {error}")
-    outcome = _shared((None, error), source)
-    return _settled(outcome)
-
-
-def same(here: T, check: Callable[[T, T], None]) -> None:
-    """`check(here, what process 0 has)` on every process, as `everywhere`; nothing where there is
-    only one."""
-    if several():
-        everywhere(check, here, on_first(lambda: here))
-
-
-def _outcome(action: Callable[..., T], args: tuple[Any, ...]) -> tuple[Any, BaseException | None]:
-    try:
-        return action(*args), None
-    except BaseException as error:  # whatever would end this process
-        return None, error
-
-
-def _settled(outcome: tuple[T, BaseException | None]) -> T:
-    value, error = outcome
+        return function(*args)
+    _Pickler(message := io.BytesIO()).dump((function, args))
+    _broadcast(message.getvalue(), 0)
+    value, error = _together(function, args)
     if error is not None:
         raise error
     return value
 
 
-def _shared(outcome: Any, source: int) -> Any:
-    """The outcome of one process on every process, pickled; (None, None) travels as nothing."""
+def follow() -> int:
+    """On all but process 0: runs what that runs `everywhere`, until it says `dismiss`, and returns
+    the number given there.
+
+    A step: process 0 sends a function and its arguments; all run it, and say whether it raised; if it
+    did elsewhere only, the first such process sends the sentence. Between steps nobody waits but for
+    process 0.
+    """
+    while True:
+        function, args = _Unpickler(io.BytesIO(_broadcast(b"", 0))).load()
+        if function is None:
+            _own.clear()
+            return int(args)
+        _together(function, args)  # an error is process 0's, which goes on or dismisses
+
+
+def dismiss(number: int) -> None:
+    """On process 0: ends `follow` on the others."""
+    _own.clear()
+    _broadcast(pickle.dumps((None, number)), 0)
+
+
+@_reached()
+def _together(function: Callable[..., T], args: tuple[Any, ...]) -> tuple[T, BaseException | None]:
+    """One step of every process: what it returned here and, on process 0, what was raised."""
+    while function in _own:
+        _own.popitem()
+    _own[function] = error = None
+    try:
+        _own[function] = function(*args)
+    except jax.errors.JaxRuntimeError:
+        raise
+    except BaseException as raised:  # whatever would end this process
+        error = raised
+    failed = multihost_utils.process_allgather(np.int32(error is not None))
+    if failed.any() and not failed[0]:
+        source, known = int(np.argmax(failed)), isinstance(error, InputError | OSError)
+        said = InputError(f"Process {source}: {error}") if known else RuntimeError(f"Process {source}: {error!r}")
+        error = pickle.loads(_broadcast(pickle.dumps(said), source))
+    return _own[function], error
+
+
+@_reached()
+def _broadcast(content: bytes, source: int) -> bytes:
+    """The content of one process on every process."""
     mine = jax.process_index() == source
-    content = b"" if not mine or outcome == (None, None) else _pickled(outcome)
     send: Callable[[np.ndarray], np.ndarray] = lambda x: multihost_utils.broadcast_one_to_all(x, is_source=mine)
     pieces, rest = send(np.array(divmod(len(content), PIECE), np.int32)).tolist()
     whole = np.frombuffer(content, np.uint8) if mine else np.zeros(pieces * PIECE + rest, np.uint8)
-    parts = [send(whole[i : i + PIECE]).tobytes() for i in range(0, len(whole), PIECE)]
-    if mine:
-        return outcome
-    return pickle.loads(b"".join(parts)) if parts else (None, None)
+    return b"".join([send(whole[i : i + PIECE]).tobytes() for i in range(0, len(whole), PIECE)])
 
 
-def _pickled(outcome: tuple[Any, BaseException | None]) -> bytes:
-    value, error = outcome
-    if error is None:
-        return pickle.dumps((value, None))
-    try:
-        pickle.loads(content := pickle.dumps((None, error)))
-    except Exception:  # of a class that does not let its objects travel
-        content = pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}")))
-    return content
+class _Pickler(pickle.Pickler):
+    """Sends in place of what an earlier step returned which one it was."""
+
+    def persistent_id(self, x: Any) -> int | None:
+        return next((i for i, own in enumerate(_own.values()) if x is own is not None), None)
+
+
+class _Unpickler(pickle.Unpickler):
+    def persistent_load(self, i: int) -> Any:
+        return list(_own.values())[i]
