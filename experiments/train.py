@@ -89,13 +89,13 @@ def train(
     ended, number = multihost.everywhere(list, [why for why in [progress and progress.why()] if why]), 0
     results = multihost.everywhere(course, experiment, layout, functions, start, state, ended)
     written = events.written(run.path, run.rows, c.tensorboard, reporter.say)
-    with reporter, Interrupt(ask, words), written as event:
+    with reporter, Interrupt(ask, words) as interrupt, written as event:
         files = Files(run, experiment, clock)
 
         try:
             for found in reporter.watched(iter(lambda: multihost.everywhere(next, results, None), None)):
                 whole = functools.cache(functools.partial(multihost.everywhere, _state, found))
-                (result, held_out), number = validation.apart(found[0]), found[1]
+                (result, held_out), number = validation.apart(found[0]), interrupt.asked or found[1]
                 row = event(run.append(result, held_out | unseen_scores(experiment, result, layout.width, whole)))
                 reporter.update(row)
                 if result.state is None:
