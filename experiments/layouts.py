@@ -32,13 +32,6 @@ def laid_out(experiment: Experiment, width: int, spread: int) -> Layout:
     return Layout(width, experiment.conv, Devices(jax.default_backend(), jax.devices()[0].device_kind, spread))
 
 
-def laid_again(experiment: Experiment, recorded: Layout) -> Layout:
-    """How a resumed run is laid out: as its settings say, and as recorded where they say auto."""
-    c = experiment.config
-    width = recorded.width if c.width == "auto" else int(c.width)
-    return laid_out(experiment, width, devices(c.devices, experiment, recorded.devices.count))
-
-
 def say(laid: Layout, chosen: bool) -> str:
     """A layout in words; `chosen`: its width was not given."""
     devices, how = laid.devices, " (chosen here; --width=N sets it)" if chosen else ""

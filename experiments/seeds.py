@@ -1,7 +1,5 @@
 """One setting with several seeds, one after another: `experiments.main` with --seeds."""
 
-from pathlib import Path
-
 from experiments import closing, entry, flags, grid, many, outcome, runs, settings
 from experiments.grid import Member
 from fedjax_pfl.errors import InputError
@@ -28,13 +26,9 @@ def run(seeds: int, parsed: flags.Parsed, verbose: bool) -> int:
     root = entry.directory(parsed.get("workdir") or settings.default_workdir(user, configs[0], seeds=True))
     if runs.is_run(root):
         raise InputError(f"The directory of --seeds={seeds}, {root}, is that of one run: choose another --workdir.")
-    members = [_member(root, *pair) for pair in zip(given, configs, strict=True)]
+    members = [Member(one, c, {}, root / f"seed{c.seed}") for one, c in zip(given, configs, strict=True)]
     at_once = parsed.get("runs_at_once", "auto")
     failed, ended = many.run(members, closing.ALL if verbose else closing.ONE, at_once)
     if not ended:
         outcome.show(members, root, verbose=verbose)
     return failed
-
-
-def _member(root: Path, given: dict, config: settings.Config) -> Member:
-    return Member(given, config, {}, root / f"seed{config.seed}")

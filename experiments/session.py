@@ -76,9 +76,8 @@ def train_into(
 
 def terminal() -> Console:
     """Where a run says how it goes."""
-    return Console(
-        highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty()
-    )  # a file gets whole lines
+    # a file gets whole lines
+    return Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
 
 
 def _into(
@@ -119,7 +118,7 @@ def loaded(path: Path, config: Config, resume: bool, room: Sequence[int], consol
     with phases.said(console, "Loading the data and making the clients"):
         experiment = multihost.everywhere(build.prepare, config, conv, room)
         if recorded is None:
-            layouts.devices(config.devices, experiment)  # those of a resume: see `layouts.laid_again`
+            layouts.devices(config.devices, experiment)  # those of a resume: see `laid_out`
         targets.check_possible(experiment)
         stopping.check_possible(experiment)
         own = multihost.everywhere(runs.digests, experiment)
@@ -128,10 +127,13 @@ def loaded(path: Path, config: Config, resume: bool, room: Sequence[int], consol
 
 
 def laid_out(run: Run, console: Console) -> tuple[Run, Layout]:
-    """The run in the form that is used, and how it is laid out here."""
-    if run.recorded is not None:
-        return run, layouts.laid_again(run.experiment, run.recorded)
-    config = run.experiment.config
+    """The run in the form that is used, and how it is laid out here: of a run that goes on as its
+    settings say, and as recorded where they say auto."""
+    config, before = run.experiment.config, run.recorded
+    if before is not None:
+        width = before.width if config.width == "auto" else int(config.width)
+        count = layouts.devices(config.devices, run.experiment, before.devices.count)
+        return run, layouts.laid_out(run.experiment, width, count)
     with phases.said(console, "Trying how many clients to train at once"):
         experiment, laid = layouts.choose(run.experiment, config.width, config.devices)
     return run._replace(experiment=experiment), laid
@@ -140,11 +142,29 @@ def laid_out(run: Run, console: Console) -> tuple[Run, Layout]:
 def begin(run: Run, laid: Layout, found: memory.Memory, console: Console) -> tuple[int, State | None]:
     """Writes what a new run directory begins with, or goes back to the last checkpoint: the round
     and the state to go on with (None: from the start)."""
-    if run.recorded is None:
-        run.directory.start(run.experiment, laid.content(found), versions())
+    directory, experiment, before = run
+    if before is None:
+        directory.start(experiment, laid.content(found), versions())
         return 0, None
     with phases.said(console, "Reading the rows and the last checkpoint"):
-        return _resume(run, laid, found, console)
+        file = directory.path / "versions.json"
+        recorded, now = read_derived(file, schema.VERSIONS), versions()
+        build.check_growth(experiment, runs.read_config(directory.path).rounds)
+        start, state = directory.reopen(experiment)
+        if differing := changed(recorded, now) if recorded else []:
+            console.print(
+                f"Not the software or device of the start ({', '.join(differing)}): the last bits may differ."
+            )
+        if relaid := before.changes(laid):
+            console.print(f"The layout changes ({relaid}): from here on the run is the same only to rounding.")
+            # where the settings leave the number of devices open, the recorded one is wanted again on a machine that
+            # has it
+            kept = laid._replace(devices=before.devices) if experiment.config.devices == "auto" else laid
+            runs.write_json(directory.path / "layout.json", kept.content(found))
+            now["layout"] = relaid
+        runs.write_json(file, recorded | {"resumed": [*recorded.get("resumed", []), {"round": start, **now}]})
+        console.print(f"Resuming after round {start} of {experiment.config.rounds}.")
+        return start, state
 
 
 def said(config: Config, laid: Layout, found: memory.Memory, resume: bool) -> str:
@@ -192,27 +212,6 @@ def _lock(path: Path, held: contextlib.ExitStack) -> None:
         held.enter_context(lock.held(path))
     except OSError as error:
         raise runs.unusable(path, error) from error
-
-
-def _resume(run: Run, laid: Layout, found: memory.Memory, console: Console) -> tuple[int, State | None]:
-    """Goes back to the last checkpoint."""
-    directory, experiment, before = run
-    assert before is not None
-    file = directory.path / "versions.json"
-    recorded, now = read_derived(file, schema.VERSIONS), versions()
-    build.check_growth(experiment, runs.read_config(directory.path).rounds)
-    start, state = directory.reopen(experiment)
-    if differing := changed(recorded, now) if recorded else []:
-        console.print(f"Not the software or device of the start ({', '.join(differing)}): the last bits may differ.")
-    if relaid := before.changes(laid):
-        console.print(f"The layout changes ({relaid}): from here on the run is the same only to rounding.")
-        # where the settings leave the number of devices open, the recorded one is wanted again on a machine that has it
-        kept = laid._replace(devices=before.devices) if experiment.config.devices == "auto" else laid
-        runs.write_json(directory.path / "layout.json", kept.content(found))
-        now["layout"] = relaid
-    runs.write_json(file, recorded | {"resumed": [*recorded.get("resumed", []), {"round": start, **now}]})
-    console.print(f"Resuming after round {start} of {experiment.config.rounds}.")
-    return start, state
 
 
 def stopped(error: Exception, directory: runs.RunDirectory) -> int:

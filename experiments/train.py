@@ -86,7 +86,7 @@ def train(
     reporter = report.Reporter(console, start, rounds, experiment.headline)
     ask = lambda: reporter.say("Stopping after this round; Ctrl-C again aborts at once.")
     progress = stopping.progress(c, experiment.headline, run.rows)
-    ended, number = multihost.everywhere(list, [why for why in [progress and progress.why()] if why]), 0
+    ended: list[str] = multihost.everywhere(list, [why for why in [progress and progress.why()] if why])
     results = multihost.everywhere(course, experiment, layout, functions, start, state, ended)
     written = events.written(run.path, run.rows, c.tensorboard, reporter.say)
     with reporter, Interrupt(ask, words) as interrupt, written as event:
@@ -94,7 +94,7 @@ def train(
 
         try:
             for found in reporter.watched(iter(lambda: multihost.everywhere(next, results, None), None)):
-                whole = functools.cache(functools.partial(multihost.everywhere, _state, found))
+                whole = functools.cache(lambda at=found: multihost.everywhere(multihost.fetch, at)[0].state)
                 (result, held_out), number = validation.apart(found[0]), interrupt.asked or found[1]
                 row = event(run.append(result, held_out | unseen_scores(experiment, result, layout.width, whole)))
                 reporter.update(row)
@@ -133,20 +133,16 @@ def course(
     result, and the number of a signal to any of the processes, or 0."""
     program, c = experiment.program(layout.width, layout.devices.count), experiment.config
     options: dict[str, Any] = {"rounds": c.rounds, "start": start, "functions": functions} | intervals(experiment)
+    options["state"] = None if state is None else program.place(state)
     if stopping.progress(c, experiment.headline, ()) is not None:
         options["until"] = lambda: bool(ended)
-    options["state"] = None if state is None else program.place(state)
     for result in simulate.rounds(program, experiment.key, experiment.federation, **options):
         # whoever was asked, all stop after the same round
         yield result, 0 if result.state is None else multihost.largest(Interrupt.asked or 0)
 
 
-def _state(found: tuple[simulate.Result, int]) -> State:
-    return multihost.fetch(found[0].state)
-
-
 def unseen_scores(
-    experiment: build.Experiment, result: simulate.Result, width: int, state: Callable[[], State]
+    experiment: build.Experiment, result: simulate.Result, width: int, state: Callable[[], Any]
 ) -> dict[str, Any]:
     """The scores of the clients that do not train, after the last round, whose state is asked
     for."""
