@@ -40,7 +40,7 @@ class LostError(RuntimeError):
 def _reached() -> Iterator[None]:
     try:
         yield
-    except (jax.errors.JaxRuntimeError, KeyboardInterrupt) as error:  # the latter: in the middle of a step
+    except (jax.errors.JaxRuntimeError, ValueError, KeyboardInterrupt) as error:  # ValueError: of JAX, where it starts
         raise LostError(f"Lost another process, or failed ({(str(error) or repr(error)).splitlines()[0]})") from error
 
 
