@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import hosts_worker
@@ -195,6 +196,25 @@ def test_hosts_that_take_their_own_names_for_the_loopback_are_told_so(network, t
     assert any(code == entry.LOST and "each host's own name must stand for an" in errors for code, errors in ended), (
         ended
     )
+
+
+@pytest.mark.slow  # two processes more
+def test_a_process_that_is_killed_ends_the_run_at_once(tmp_path):
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu"}
+    words = ["--algo=fedavg", *ONE, "--rounds=100000", "--workdir=run", f"--coordinator=localhost:{free_port()}"]
+    command = [sys.executable, "-m", "experiments.main", *words, "--num_processes=2"]
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    both = [subprocess.Popen([*command, f"--process_id={i}"], cwd=tmp_path, env=env, **pipes) for i in range(2)]
+    try:
+        while both[0].poll() is None and not (tmp_path / "run" / "checkpoints").exists():
+            time.sleep(0.1)
+        both[1].kill()
+        errors = both[0].communicate(timeout=50)[1]  # JAX would wait for a minute
+    finally:
+        for process in both:
+            process.kill()
+    assert both[0].returncode == entry.LOST
+    assert "Lost another process" in errors and "--resume --workdir=run" in errors
 
 
 @pytest.mark.parametrize(
