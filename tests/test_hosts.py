@@ -212,7 +212,7 @@ def test_a_process_that_is_killed_ends_the_run_at_once(tmp_path):
         errors = both[0].communicate(timeout=50)[1]  # JAX would wait for a minute
     finally:
         for process in both:
-            process.kill()
+            process.kill(), process.communicate()
     assert both[0].returncode == entry.LOST
     assert "Lost another process" in errors and "--resume --workdir=run" in errors
 
