@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.ticker import MaxNLocator
 
 from experiments import courses, drawing, gather, plain, scores
 from experiments.config import Config
@@ -95,7 +94,7 @@ def draw(workdirs: Sequence[Path], root: Path) -> Path:
         _ends(right, found, headline, colours)
         title = "test accuracy" if name == "acc" else f"test {name}"
         left.set(xlabel="round", ylabel=f"{title}, mean over clients", title="Before local training, by round")
-        left.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+        drawing.whole_numbers(left.xaxis, 8)
         left.legend(frameon=False, loc="best")
         right.set(xlabel=title, title="After the last round")
         for axes in (left, right):

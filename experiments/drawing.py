@@ -1,16 +1,22 @@
-"""What the figures have in common: style, colours, and files that are written whole or not at all."""
+"""What the figures have in common: style, colours, and files that are written whole or not at all.
+
+Matplotlib is imported where something is drawn: it takes a sixth of a command's start.
+"""
+
+from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
 import numpy as np
-from matplotlib.figure import Figure  # Figure directly, not pyplot: no global state, no display, nothing to close
 
 from experiments import scores
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PALETTE = (
     "#0072b2",
@@ -39,11 +45,22 @@ def drawn(
 ) -> Iterator[Figure]:
     """A figure so large in inches, which is written when the block ends: as PATH, with each of the
     suffixes."""
+    import matplotlib
+    from matplotlib.figure import Figure  # not pyplot: no global state, no display, nothing to close
+
     with matplotlib.rc_context(style):
         figure = Figure(figsize=size, layout=layout)
         yield figure
         for suffix in suffixes:
             save(figure, f"{path}{suffix}")
+
+
+def whole_numbers(axis: Any, most: int, steps: Sequence[float] | None = None) -> None:
+    """Puts at most `most` + 1 ticks at whole numbers of an axis; steps: between them, up to a power
+    of ten."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(most, integer=True, steps=steps))
 
 
 def band(axes: Any, x: np.ndarray, mean: np.ndarray, std: np.ndarray, name: str, colour: str) -> None:

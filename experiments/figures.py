@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.ticker import MaxNLocator
 
 from experiments import drawing, scores
 from experiments.drawing import PALETTE
@@ -155,7 +154,7 @@ def _markers(points: np.ndarray) -> dict[str, Any]:
 
 def _round_axes(axes: Any, has_data: bool) -> None:
     axes.set_xlabel("round")
-    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]))
+    drawing.whole_numbers(axes.xaxis, 8, steps=[1, 2, 5, 10])
     axes.grid(alpha=0.25)
     if not has_data:
         axes.set(xticks=[], yticks=[])
@@ -165,7 +164,7 @@ def _round_axes(axes: Any, has_data: bool) -> None:
 def _class_axes(axes: Any, num_clients: int, num_classes: int) -> None:
     axes.set(xlabel="client", ylabel="class", xlim=(-0.8, num_clients - 0.2), ylim=(-0.8, num_classes - 0.2))
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(MaxNLocator(25, integer=True, steps=[1, 2, 5, 10]))
+        drawing.whole_numbers(axis, 25, steps=[1, 2, 5, 10])
     axes.grid(alpha=0.2)
     axes.set_axisbelow(True)
 

@@ -96,13 +96,15 @@ def test_what_the_user_named_is_printed_as_it_is(tmp_path, capsys):
 
 
 def test_a_run_s_curves_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    from experiments import figures, runs
+    from matplotlib.figure import Figure
+
+    from experiments import runs
 
     def torn(_, path):
         Path(path).write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(figures.Figure, "savefig", torn)
+    monkeypatch.setattr(Figure, "savefig", torn)
     (tmp_path / "curves.png").write_bytes(b"whole")
     with pytest.raises(OSError, match="No space"):
         runs.RunDirectory(tmp_path, [1], False).tables()

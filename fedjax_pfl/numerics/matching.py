@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from scipy.optimize import linear_sum_assignment
 
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.numerics import callbacks
@@ -259,6 +258,7 @@ def match(rows: Array, ids: Array, sizes: Array, priority: Array) -> Array:
 def _assignment(gain: Array) -> Array:
     """The columns [width] of a gain [width, width] whose sum over the rows is largest; on the
     host."""
+    from scipy.optimize import linear_sum_assignment  # imported here: it takes a sixth of a command's start
 
     def solve(gain: np.ndarray) -> np.ndarray:
         _, columns = linear_sum_assignment(np.nan_to_num(gain), maximize=True)
