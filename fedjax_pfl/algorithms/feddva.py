@@ -8,6 +8,7 @@ Reference: Yan & Long, Personalization disentanglement for federated learning (I
 1.
 """
 
+import functools
 from typing import Annotated, Any, Literal
 
 import jax
@@ -33,14 +34,25 @@ from fedjax_pfl.types import (
 LATER = (keys.Client.SECOND_PHASE, keys.Client.THIRD_PHASE)  # the first phase has the client's key
 
 
+@functools.lru_cache(maxsize=8)  # a factory is called whenever something is traced, and building takes half a second
+def _built(*args: Any, bn_stats: str) -> tuple[vae.DualVAE, PyTree]:
+    """The networks, and the shapes of their variables."""
+    nets = vae.dual_vae(*args, bn_stats=bn_stats)
+    return nets, jax.eval_shape(lambda: dva_phases.init(nets, jax.random.key(0)))
+
+
 def networks(task: Task, latent: int = 4, personal: int = 4, hidden: int = 512, head: str = "none") -> vae.DualVAE:
     """The networks for the task's prepared inputs, see `feddva`; nothing of `task.model` is in
     them."""
+    return _networks(task, latent, personal, hidden, head)[0]
+
+
+def _networks(task: Task, latent: int, personal: int, hidden: int, head: str) -> tuple[vae.DualVAE, PyTree]:
     raw = jax.ShapeDtypeStruct((1, *task.input.shape), task.input.dtype)
     shape = jax.eval_shape(task.prepare, raw).shape[1:]
     classes = None if choose("head", head, ("none", *dva_phases.HEADS)) == "none" else task.num_classes
     widths = strided.channels(shape, hidden)
-    return vae.dual_vae(shape, latent, personal, widths, classes, bn_stats=task.bn_stats)
+    return _built(shape, latent, personal, tuple(widths), classes, bn_stats=task.bn_stats)
 
 
 def score(outputs: dict[str, Array], y: Array, mask: Array, c: Client) -> Scores:
@@ -104,12 +116,11 @@ def feddva(
       R_c binds examples of one client only. With a shared encoder of c, c tells clients apart by
       accident.
     """
-    nets = networks(task, latent, personal, hidden, head)
+    nets, start = _networks(task, latent, personal, hidden, head)
     owner = "personal" if head == "none" else head
     weights: dict[str, Any] = {"alpha": alpha, "beta": beta, "xi": xi * personal, "cls": cls}
     kinds: dict[str, Any] = {"regulariser": regulariser, "reconstruction": reconstruction, "detach": detach}
     phases = dva_phases.phases(nets, mode, owner, **weights, **kinds)
-    start = jax.eval_shape(lambda: dva_phases.init(nets, jax.random.key(0)))
     stay = tuple(set(start) - set(dva_phases.shared_parts(nets, owner, exchange)))
     split = averaging.split(task, stay, variables=start)
 
