@@ -83,7 +83,7 @@ def program_of(method, devices, participation):
     """One for all tests: its functions are then compiled once."""
     task = toy.method_task(method)._replace(participation=participation)
     factory = toy.METHODS[method] if method == "feddva" else ALGORITHMS[method]  # its own networks are large
-    return simulate.program(factory, task, devices=devices)
+    return toy.program(factory, task, devices=devices)
 
 
 def run(method, devices, participation, rounds=3):
@@ -170,7 +170,7 @@ def compiled(method, participation):
     task = toy.task(
         participation=participation, sizes=np.asarray(f.train.size), class_counts=np.asarray(f.class_counts)
     )
-    program = simulate.program(ALGORITHMS[method], task, devices=8)
+    program = toy.program(ALGORITHMS[method], task, devices=8)
     state = jax.jit(program.init)(KEY, program.traced)
     f = jax.device_put(f, jax.NamedSharding(program.mesh, jax.P()))
     args = (KEY, program.traced, f, state, jnp.int32(0), jnp.bool(False))

@@ -40,13 +40,13 @@ def run(program, rounds=4, **options):
 
 @functools.cache
 def mixed(method="local", participation=(1.0, 1.0), devices=1):
-    return run(simulate.program(ALGORITHMS[method], task(participation), devices=devices))
+    return run(toy.program(ALGORITHMS[method], task(participation), devices=devices))
 
 
 def test_a_client_alone_trains_as_among_clients_of_its_own_architecture():
     """Local: rows and scores of architecture 0 are those of a run in which everybody has it, bit
     for bit."""
-    same = run(simulate.program(ALGORITHMS["local"], task(mixed=False)))
+    same = run(toy.program(ALGORITHMS["local"], task(mixed=False)))
     for a, b in zip(mixed(), same, strict=True):
         assert_same(groups.select(a.state.clients, 0), toy.rows(b.state.clients, groups.members(task(), 0)))
         for name in a.pre:
@@ -69,7 +69,7 @@ def test_devices_do_not_matter(participation, devices):
 def test_a_sample_is_the_one_of_a_single_architecture_and_the_others_stay():
     """Who takes part does not depend on the architectures; absent rows are unchanged, bit for
     bit."""
-    program = simulate.program(ALGORITHMS["local"], task((0.3, 0.7), mixed=False))
+    program = toy.program(ALGORITHMS["local"], task((0.3, 0.7), mixed=False))
     same, before = run(program), None
     for a, b in zip(mixed("local", (0.3, 0.7)), same, strict=True):
         if a.metrics is None:
@@ -94,13 +94,13 @@ def test_state_on_the_host_and_from_a_checkpoint(tmp_path):
         assert_same((a.state, a.pre), (b.state, b.pre))
     checkpoint.save(tmp_path, 2, whole[1].state)
     step, state = checkpoint.restore(tmp_path, jax.eval_shape(lambda: whole[1].state))
-    program = simulate.program(ALGORITHMS["local"], task((0.3, 0.7)))
+    program = toy.program(ALGORITHMS["local"], task((0.3, 0.7)))
     again = run(program, start=step, state=program.place(state))
     assert_same(again[-1].state, whole[-1].state)
 
 
 def test_one_prediction_per_architecture():
-    program, f = simulate.program(ALGORITHMS["local"], task()), toy.federation()
+    program, f = toy.program(ALGORITHMS["local"], task()), toy.federation()
     state, x = jax.jit(program.init)(KEY, program.traced), f.examples.x[:3]
     for id, model in ((0, SMALL), (4, LARGE)):
         row = toy.rows(groups.select(state.clients, int(OF[id])), int(groups.slots(task())[id]))
@@ -111,7 +111,7 @@ def test_one_prediction_per_architecture():
 def test_what_is_shared_is_averaged_over_all_and_must_have_one_shape():
     same_width = (SMALL, models.model(toy.norm_net, toy.SHAPE, toy.C))  # both of 8 features
     given = toy.task(models=same_width, architecture=OF)
-    results = run(simulate.program(ALGORITHMS["lg_fedavg"], given), rounds=1)
+    results = run(toy.program(ALGORITHMS["lg_fedavg"], given), rounds=1)
     first, begin = results[0], jax.eval_shape(SMALL.init, KEY)
     assert jax.tree.map(np.shape, first.state.server) == {"head": jax.tree.map(lambda x: x.shape, begin["head"])}
     np.testing.assert_array_equal(first.metrics.traffic.up, 8 * toy.C + toy.C)

@@ -23,7 +23,7 @@ ONE = 4 * (6 * 1024 + 1024 + 1024 * toy.C + toy.C)  # bytes of the model
 @functools.cache
 def peak_of(method, width=1, devices=1):
     """Of a run with a network that is large beside the rest."""
-    program = simulate.program(ALGORITHMS[method], toy.task(model=MODEL), width=width, devices=devices)
+    program = toy.program(ALGORITHMS[method], toy.task(model=MODEL), width=width, devices=devices)
     return simulate.compiled(program, KEY, toy.federation()).memory.peak
 
 
@@ -82,7 +82,7 @@ def test_few_of_many_clients_cost_their_own_rows_only():
     f = f._replace(**{name: toy.rows(getattr(f, name), many) for name in ("train", "val", "test", "class_counts")})
     sizes, counts = np.asarray(f.train.size), np.asarray(f.class_counts)
     task = toy.task(model=MODEL, participation=(0.01, 0.01), sizes=sizes, class_counts=counts)
-    program = simulate.program(ALGORITHMS["ditto"], task)
+    program = toy.program(ALGORITHMS["ditto"], task)
     state = jax.jit(program.init)(KEY, program.traced)
     rows = sum(x.nbytes for x in jax.tree.leaves(state.clients))
     args = (KEY, program.traced, f, state, np.int32(0), np.bool_(False))
@@ -101,7 +101,7 @@ def test_what_was_compiled_to_account_for_it_is_what_runs(devices, state_every):
         calls.append(task)
         return ALGORITHMS["fedavg"](task)
 
-    program, f = simulate.program(factory, toy.task(), devices=devices), toy.federation()
+    program, f = toy.program(factory, toy.task(), devices=devices), toy.federation()
     options = {"eval_every": 0, "state_every": state_every}
     functions = simulate.compiled(program, KEY, f, **options)
     traced = len(calls)

@@ -21,7 +21,7 @@ KEY = jax.random.key(3)
 def programs(devices):
     """State on the devices, and on the host."""
     task = toy.method_task("ditto")._replace(participation=(0.3, 0.7))  # cohorts of three, some of them dropped out
-    program = simulate.program(ALGORITHMS["ditto"], task, devices=devices)
+    program = toy.program(ALGORITHMS["ditto"], task, devices=devices)
     return program, host_state.program(ALGORITHMS["ditto"], task, devices=devices)
 
 

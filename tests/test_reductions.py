@@ -56,7 +56,7 @@ def test_ditto_without_pull_is_local():
 
 def test_scaffolds_first_round_is_fedavgs():
     def first(method, **hparams):
-        program, f = simulate.program(ALGORITHMS[method], MLP, hparams), toy.federation()
+        program, f = toy.program(ALGORITHMS[method], MLP, hparams), toy.federation()
         step = lambda: program.round(KEY, program.traced, f, program.init(KEY, program.traced), 0, jnp.bool(False))
         return jax.jit(step)()[0].server
 
@@ -92,7 +92,7 @@ def test_fedrod_without_balancing_is_fedavg():
 
 @pytest.mark.parametrize("still", [{"lam": 0.0}, {"beta": 0.0}])
 def test_pfedme_without_pull_or_mixing_keeps_the_global_model(still):
-    program = simulate.program(ALGORITHMS["pfedme"], MLP)
+    program = toy.program(ALGORITHMS["pfedme"], MLP)
     assert_close(train("pfedme", **still).state.server, program.init(KEY, program.traced).server)
 
 
@@ -120,7 +120,7 @@ def test_mnfl_of_uniform_coefficients_is_fedavg():
 
 
 def test_mnfl_of_own_models_only_is_local():
-    program, f = simulate.program(ALGORITHMS["mnfl"], MLP, {"coef_lr": 0.0}), toy.federation()
+    program, f = toy.program(ALGORITHMS["mnfl"], MLP, {"coef_lr": 0.0}), toy.federation()
     step = jax.jit(lambda state, t: program.round(KEY, program.traced, f, state, t, jnp.bool(True))[0])
     state = program.init(KEY, program.traced)
     state = State({**state.server, "coefficients": jnp.eye(toy.N)}, state.clients)
@@ -164,8 +164,8 @@ def test_fedamp_that_sees_everybody_equally_pulls_towards_the_mean():
     task, sigma, lr = toy.task("mlp", epochs=None, steps=1), 1e7, 0.1
     strength = 0.5 * sigma / toy.N  # lam, so that lam / alpha = 0.5
     wide = {"alpha": sigma / toy.N, "sigma": sigma, "lam": strength}
-    program, f = simulate.program(ALGORITHMS["fedamp"], task, wide), toy.federation()
-    free = simulate.program(ALGORITHMS["fedamp"], task, {"lam": 0.0})
+    program, f = toy.program(ALGORITHMS["fedamp"], task, wide), toy.federation()
+    free = toy.program(ALGORITHMS["fedamp"], task, {"lam": 0.0})
     step = jax.jit(lambda numbers, state, t: program.round(KEY, numbers, f, state, t, jnp.bool(False))[0])
     state = step(program.traced, program.init(KEY, program.traced), 0)
     pulled, alone = (step(p.traced, state, 1).server["w"] for p in (program, free))
@@ -277,7 +277,7 @@ def test_fedrep_without_head_phase_is_fedbabu():
 
 
 def test_fedrep_without_body_phase_keeps_the_body():
-    program = simulate.program(ALGORITHMS["fedrep"], MLP, {"body_epochs": 0})
+    program = toy.program(ALGORITHMS["fedrep"], MLP, {"body_epochs": 0})
     begin = program.init(KEY, program.traced)
     state = train("fedrep", body_epochs=0).state
     assert_close(state.server["body"], begin.server["body"])
@@ -318,7 +318,7 @@ def test_what_is_fine_tuned(method):
     h = np.column_stack([h, np.ones(len(h))])
     logits = {}
     for part in ("head", "body", "all"):
-        program = simulate.program(ALGORITHMS[method], MLP, {"fine_tune": part})
+        program = toy.program(ALGORITHMS[method], MLP, {"fine_tune": part})
         tuned = jax.jit(program.predict)(KEY, program.traced, f, state, jnp.int32(3), 1, f.examples.x)
         logits[part] = np.asarray(tuned[..., 0] if method == "fedbabu" else tuned)
     off = {part: np.abs(h @ np.linalg.lstsq(h, z, rcond=None)[0] - z).max() for part, z in logits.items()}
@@ -347,13 +347,13 @@ def test_pfedma_trains_as_fedma_and_predicts_what_it_has_trained():
 
 
 def test_fedbabu_head_never_moves():
-    program = simulate.program(ALGORITHMS["fedbabu"], MLP)
+    program = toy.program(ALGORITHMS["fedbabu"], MLP)
     assert_same(train("fedbabu").state.server["head"], program.init(KEY, program.traced).server["head"])
 
 
 def test_fedbabu_scores_the_untuned_model_beside_the_tuned_one():
-    program, f = simulate.program(ALGORITHMS["fedbabu"], MLP), toy.federation()
-    frozen_head = simulate.program(ALGORITHMS["fedavg"], MLP)  # as `pre` scores a model that nobody tunes
+    program, f = toy.program(ALGORITHMS["fedbabu"], MLP), toy.federation()
+    frozen_head = toy.program(ALGORITHMS["fedavg"], MLP)  # as `pre` scores a model that nobody tunes
     state, _, last = train("fedbabu")
     received = jax.jit(frozen_head.evaluate)(KEY, frozen_head.traced, f, state, jnp.int32(3))
     for name in ("acc", "acc_present"):
@@ -367,7 +367,7 @@ def test_fedbabu_scores_the_untuned_model_beside_the_tuned_one():
 
 def test_fine_tuning_by_a_rate_of_zero_changes_nothing():
     state = train("fedbabu").state
-    program, f = simulate.program(ALGORITHMS["fedbabu"], MLP), toy.federation()
+    program, f = toy.program(ALGORITHMS["fedbabu"], MLP), toy.federation()
     still = jax.jit(program.evaluate)(KEY, program.traced | {"lr": 0.0}, f, state, jnp.int32(3))
     assert_same(still["untuned_acc"], still["acc"])
 
@@ -423,7 +423,7 @@ def test_one_client_is_a_plain_loop():
 
 
 def test_evaluation_does_not_depend_on_the_width():
-    f, programs = toy.federation(), [simulate.program(ALGORITHMS["ditto"], MLP, width=width) for width in (1, 3)]
+    f, programs = toy.federation(), [toy.program(ALGORITHMS["ditto"], MLP, width=width) for width in (1, 3)]
     state = train("ditto").state
     one, three = (jax.jit(p.evaluate)(KEY, p.traced, f, state, jnp.int32(0)) for p in programs)
     assert_close(one, three)
@@ -432,7 +432,7 @@ def test_evaluation_does_not_depend_on_the_width():
 @pytest.mark.parametrize("eval_every", [toy.slow(1), 2, toy.slow(0)])
 def test_curve_is_the_loop(eval_every):
     task = toy.task("mlp", participation=(0.4, 0.8))
-    program, f = simulate.program(ALGORITHMS["ditto"], task), toy.federation()
+    program, f = toy.program(ALGORITHMS["ditto"], task), toy.federation()
     options = {"rounds": 4, "eval_every": eval_every}
     state, metrics, scores, last = jax.jit(lambda: simulate.curve(program, KEY, program.traced, f, **options))()
     for result in simulate.rounds(program, KEY, f, **options):
@@ -450,7 +450,7 @@ def test_curve_is_the_loop(eval_every):
 def test_fewer_places_than_clients_keep_the_absent_bit_for_bit():
     """The contract has a place for everybody; here the rows of a round are gathered and
     scattered."""
-    program, f = simulate.program(ALGORITHMS["ditto"], toy.task("mlp", participation=(0.2, 0.8))), toy.federation()
+    program, f = toy.program(ALGORITHMS["ditto"], toy.task("mlp", participation=(0.2, 0.8))), toy.federation()
     step = jax.jit(chex.assert_max_traces(program.round, n=1))
     state, numbers = program.init(KEY, program.traced), set()
     for t in range(6):
@@ -484,7 +484,7 @@ def test_identical_clients_average_to_any_of_them():
 
 
 def test_two_seeds_times_two_rates_in_one_vmap_are_four_runs():
-    program = simulate.program(ALGORITHMS["ditto"], MLP)
+    program = toy.program(ALGORITHMS["ditto"], MLP)
     f = toy.federation()
 
     def run(key, lam):

@@ -65,7 +65,7 @@ def test_adam_steps_along_the_mean_difference():
 def test_the_layout_changes_nothing(layout):
     states = []
     for options in ({}, layout):
-        program = simulate.program(PAPERS, NORMS, {RATE: 0.05}, **options)
+        program = toy.program(PAPERS, NORMS, {RATE: 0.05}, **options)
         *_, last = simulate.rounds(program, jax.random.key(5), toy.federation(), rounds=2, eval_every=0)
         states.append(program.unplace(jax.device_get(last.state)).server)
     assert_close(*states, 1e-5)

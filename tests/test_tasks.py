@@ -13,7 +13,7 @@ import toy
 
 from experiments import build, settings
 from experiments.config import Config
-from fedjax_pfl import keys, models, simulate
+from fedjax_pfl import keys, models
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
@@ -121,7 +121,7 @@ def test_the_tasks_of_a_hundred_classes(spec, count, head, logits):
     b = task_maps.branches(task, spec, head)
     assert len(b.member) == count and set(b.member.sum(1)) == {100 // count} and b.owns.shape == (count, logits)
     assert (b.owns.sum(0) == 1).all() and b.binary.all() == (count == 100)
-    program = simulate.program(ALGORITHMS["pfedc"], task, {"tasks": spec, "head": head})
+    program = toy.program(ALGORITHMS["pfedc"], task, {"tasks": spec, "head": head})
     key, t = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), jnp.int32)
     numbers = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in program.traced}
     state = jax.eval_shape(program.init, key, numbers)
@@ -185,7 +185,7 @@ def test_masks_are_of_the_selected_and_the_bank_keeps_what_none_of_them_holds():
     """Every branch is the mean of its selected holders' (Eqs. 4 and 7 over S_t), each trained
     alone, or what it was."""
     task, f = sparse()
-    program, key = simulate.program(ALGORITHMS["pfedc"], task, UNIFORM), jax.random.key(3)
+    program, key = toy.program(ALGORITHMS["pfedc"], task, UNIFORM), jax.random.key(3)
     begin = worn(jax.jit(program.init)(key, program.traced))
     run = jax.jit(program.round)
     state, metrics = run(key, program.traced, f, begin, jnp.int32(4), jnp.bool(False))

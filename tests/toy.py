@@ -16,7 +16,7 @@ from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.models import layers, nets
 from fedjax_pfl.testing import synthetic
 from fedjax_pfl.testing.synthetic import OWN, SHAPE, SIZES, C, N  # noqa: F401  (the tests take them here)
-from fedjax_pfl.types import Algorithm, Cohort, Federation, Metrics, State, Task, Traffic
+from fedjax_pfl.types import Algorithm, Cohort, Federation, Metrics, Model, State, Task, Traffic
 
 PUBLIC = 11  # public examples
 POOL = jax.ShapeDtypeStruct((PUBLIC, *SHAPE), jnp.float32)
@@ -83,12 +83,16 @@ def task(net: str = "mlp", **options: Any) -> Task:
 
 
 @functools.cache
+def _model(net: Any, bn_stats: str) -> Model:
+    return models.model(net, SHAPE, C, bn_stats=bn_stats)
+
+
+@functools.cache
 def _task(net: str, **options: Any) -> Task:
     bn_stats = options.get("bn_stats", "aggregate")
     if "model" in options:
         options["models"] = (options.pop("model"),)
-    given = {"models": (models.model(NETS[net], SHAPE, C, bn_stats=bn_stats),)}
-    small = models.model(small_mlp, SHAPE, C, bn_stats=bn_stats)
+    given, small = {"models": (_model(NETS[net], bn_stats),)}, _model(small_mlp, bn_stats)
     return testing.task(**(given | {"shared": small, "public": POOL} | options))
 
 
@@ -146,7 +150,7 @@ def train(method, given: Task, rounds: int = 3, key=None, federation_=None, begi
     need nothing new. Together they take half of what compiling `simulate.curve` takes.
     """
     factory = METHODS[method] if isinstance(method, str) else method
-    program = simulate.program(factory, given, hparams, checked=False)  # as it is traced, which is soon
+    program = simulate.program(factory, given, hparams, checked=False)
     values = simulate.hyperparameters(factory) | hparams
     fixed = sorted((k, repr(v)) for k, v in values.items() if k not in program.traced)
     where = (factory, id(given), *program.traced, *fixed)
@@ -156,6 +160,10 @@ def train(method, given: Task, rounds: int = 3, key=None, federation_=None, begi
     steps, key = _compiled[where][1], jax.random.key(5) if key is None else key
     begin = steps["init"](key, program.traced) if begin is None else begin
     return Trained(steps, program, key, federation() if federation_ is None else federation_, begin, rounds)
+
+
+# what a method returns is checked when it is traced, which in a test is soon
+program = functools.partial(simulate.program, checked=False)
 
 
 def rows(tree, ids):

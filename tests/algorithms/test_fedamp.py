@@ -10,7 +10,7 @@ import pytest
 import toy
 from toy import SIZES, C, N, assert_close, assert_same, each_bn_stats
 
-from fedjax_pfl import simulate, trees
+from fedjax_pfl import trees
 from fedjax_pfl.algorithms import fedamp as factory
 from fedjax_pfl.algorithms.fedamp import amp_weights, cosines, heur_weights, mixtures, proximal, square_distances
 from fedjax_pfl.engine.cohort import Cohort
@@ -286,7 +286,7 @@ def test_a_round_without_examples_keeps_the_server():
 
 def test_each_client_predicts_with_its_own_model():
     state, task, x = far_apart(), TASKS["mlp"], F.examples.x[:7]
-    program = simulate.program(factory, task, NEAR)
+    program = toy.program(factory, task, NEAR)
     predict = jax.jit(lambda state, i: program.predict(KEY, program.traced, F, state, 0, i, x))
     outputs = jax.jit(lambda w: task.model.apply(w, x)[0])
     for i in (0, 3):

@@ -12,7 +12,7 @@ import pytest
 import toy
 from toy import C, assert_close, assert_same, each_bn_stats
 
-from fedjax_pfl import losses, models, simulate, trees
+from fedjax_pfl import losses, models, trees
 from fedjax_pfl.algorithms import fedcp as factory
 from fedjax_pfl.algorithms.fedcp import ABLATIONS, Frozen, client_vector, gate, gated, policy_network
 from fedjax_pfl.engine.cohort import Cohort
@@ -70,7 +70,7 @@ _compiled: dict = {}
 def train(task=TASK, federation=None, rounds=2, begin=None, lr=0.1, **options):
     """(state at the start, state after some rounds, metrics); floats are traced: one compilation
     serves all values."""
-    program = simulate.program(factory, task, options)
+    program = toy.program(factory, task, options)
     f = toy.federation() if federation is None else federation
     where = (id(task), *((k, v) for k, v in options.items() if not isinstance(v, float)))
     if where not in _compiled:
@@ -350,7 +350,7 @@ def test_a_prediction_is_the_personal_models(policy):
     """Under the received extractor and policy network, the vector of the client's head and both
     heads."""
     _, state, _ = train(policy=policy)
-    f, program = toy.federation(), simulate.program(factory, TASK, {"policy": policy})
+    f, program = toy.federation(), toy.program(factory, TASK, {"policy": policy})
     key = clients_key(KEY, 2)
     key = jax.random.fold_in(jax.random.fold_in(key, 0), 1)  # of the client's main stream
     server, own = state.server, toy.rows(state.clients["head"], 1)

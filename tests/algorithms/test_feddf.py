@@ -11,7 +11,7 @@ import pytest
 import toy
 from toy import SHAPE, SIZES, C, N, assert_close, assert_same
 
-from fedjax_pfl import models, public, simulate, trees
+from fedjax_pfl import models, public, trees
 from fedjax_pfl.algorithms import feddf, pfeddf
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import nets
@@ -109,7 +109,7 @@ def trees_differ(a, b):
 
 def test_an_absent_architecture_learns_from_the_others():
     task = MIXED._replace(participation=(0.2, 0.2))  # a single client
-    program = simulate.program(feddf, task, {"student_lr": 0.1})
+    program = toy.program(feddf, task, {"student_lr": 0.1})
     key, f = jax.random.key(2), toy.federation()
     state = program.init(key, program.traced)
     new, metrics = jax.jit(program.round)(key, program.traced, f, state, jnp.int32(0), jnp.bool(False))

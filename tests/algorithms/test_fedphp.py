@@ -10,7 +10,7 @@ import pytest
 import toy
 from toy import SIZES, C, N, assert_close, assert_same
 
-from fedjax_pfl import simulate, trees
+from fedjax_pfl import trees
 from fedjax_pfl.algorithms import fedphp as factory
 from fedjax_pfl.algorithms.fedphp import momentum, transfer_loss
 from fedjax_pfl.engine.cohort import Cohort
@@ -181,7 +181,7 @@ def test_both_models_are_scored():
     state, metrics, last = toy.train(factory, TASK, key=KEY, mu0=1.0)
     assert_same(metrics.post["acc"][-1], last["acc"])  # h_i is kept until the next round
     assert not np.array_equal(metrics.post["global_acc"][-1], last["global_acc"])  # w_i is not
-    program, x, model = simulate.program(factory, TASK, {"mu0": 1.0}), F.examples.x[:7], TASK.model
+    program, x, model = toy.program(factory, TASK, {"mu0": 1.0}), F.examples.x[:7], TASK.model
     predict = lambda state: program.predict(KEY, program.traced, F, state, 0, 1, x)
     both = lambda h, w: (model.apply(h, x)[0], model.apply(w, x)[0])
     got, expected = jax.jit(lambda s, h: (predict(s), both(h, s.server)))(state, toy.rows(state.clients["h"], 1))

@@ -253,22 +253,28 @@ def test_public_examples_on_the_server_travel():
 LABELLED = MLP._replace(public_classes=3)
 
 
-def labelled(public_epochs, t, **hparams):
+@functools.cache
+def labelled_round(public_epochs, order):
+    options = {"passes": 0, "public_epochs": public_epochs, "order": order, "warmup_epochs": 0}
+    options["public_lr"] = MLP.lr  # traced
+    program = toy.program(ALGORITHMS["fedmd"], LABELLED, options)
+    return program.traced, jax.jit(program.round)
+
+
+def labelled(public_epochs, t, order, **numbers):
     """The state after round t, from the state after round 0's."""
-    program = simulate.program(ALGORITHMS["fedmd"], LABELLED, {"passes": 0, "public_epochs": public_epochs, **hparams})
+    traced, step = labelled_round(public_epochs, order)
     state = toy.train("local", MLP, rounds=1).state._replace(server={})
-    key, flag = jax.random.key(5), jnp.bool(False)
-    return jax.jit(program.round)(key, program.traced, toy.federation(), state, jnp.int32(t), flag)[0].clients
+    return step(jax.random.key(5), traced | numbers, toy.federation(), state, jnp.int32(t), jnp.bool(False))[0].clients
 
 
 @pytest.mark.parametrize("order", ["paper", toy.slow("code")])
 def test_public_labels_are_learnt_before_round_0_only(order):
     """At a rate of 0 nothing is; the outputs of the public classes are gone afterwards."""
-    given = {"order": order, "warmup_epochs": 0}
-    without, still = labelled(0, 0, **given), labelled(2, 0, public_lr=0.0, **given)
+    without, still = labelled(0, 0, order), labelled(2, 0, order, public_lr=0.0)
     assert_same(still, without)
-    assert trees_differ(labelled(2, 0, **given), without)
-    assert_same(labelled(2, 1, **given), labelled(0, 1, **given))
+    assert trees_differ(labelled(2, 0, order), without)
+    assert_same(labelled(2, 1, order), labelled(0, 1, order))
 
 
 def test_training_on_public_labels_fits_them():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import toy
 
-from fedjax_pfl import keys, local, simulate, trees
+from fedjax_pfl import keys, local, trees
 from fedjax_pfl.algorithms import mocha as factory
 from fedjax_pfl.algorithms.mocha import relations
 from fedjax_pfl.engine.cohort import Cohort
@@ -54,7 +54,7 @@ def examples(task, f, i):
 @functools.cache
 def compiled(case, relate_every):
     task, f = CASES[case]
-    program = simulate.program(factory, task, {"relate_every": relate_every})
+    program = toy.program(factory, task, {"relate_every": relate_every})
     step = lambda numbers, state, t: program.round(KEY, numbers, f, state, t, jnp.bool(False))
     return jax.device_get(jax.jit(program.init)(KEY, program.traced)), program.traced, jax.jit(step)
 
@@ -214,7 +214,7 @@ def test_rounds_are_the_plain_loops(case):
 
 
 def test_two_classes_are_predicted_by_a_sign():
-    program, f = simulate.program(factory, PAIRS, {"lam": 0.1}), PAIRS_FEDERATION
+    program, f = toy.program(factory, PAIRS, {"lam": 0.1}), PAIRS_FEDERATION
     state, _, last = jax.device_get(tuple(toy.train(factory, PAIRS, 6, key=KEY, federation_=f, lam=0.1)))
     assert state.server["w"].shape == (3, 7, 1)
     np.testing.assert_array_equal(last["acc"], last["acc_present"])

@@ -11,7 +11,7 @@ import pytest
 import toy
 from toy import SIZES, assert_close, assert_same, each_bn_stats
 
-from fedjax_pfl import averaging, losses, simulate
+from fedjax_pfl import averaging, losses
 from fedjax_pfl.algorithms import per_fedavg as factory
 from fedjax_pfl.algorithms.perfedavg import VARIANTS, _warn, curvature, meta_gradient
 from fedjax_pfl.errors import InputError
@@ -127,7 +127,7 @@ def test_a_client_with_one_example_uses_it_for_every_batch(variant):
 
 def test_evaluation_takes_one_step_and_leaves_no_trace():
     f, task = toy.federation(), toy.task("linear", batch_size=19)
-    program = simulate.program(factory, task, {"alpha": 0.5})
+    program = toy.program(factory, task, {"alpha": 0.5})
     state = jax.jit(program.init)(KEY, program.traced)
     copy, x = jax.tree.map(np.array, state), np.asarray(f.examples.x)[:4]
     (own, y), w = toy.rows(f.examples, f.train.index[1][: SIZES[1]]), copy.server["head"]

@@ -126,7 +126,7 @@ def test_shared_features_alone_train_the_head_on_them():
 @pytest.mark.parametrize("net", [toy.slow("mlp"), "norm"])
 def test_shared_features_alone_end_to_end_are_fedper(net):
     task = task_of(net)
-    begin, fedper = start(task, alpha=0.0), simulate.program(ALGORITHMS["fedper"], task)
+    begin, fedper = start(task, alpha=0.0), toy.program(ALGORITHMS["fedper"], task)
     other = fedper.init(KEY, fedper.traced)
     server = {**begin.server, "theta": {"body": other.server["body"]}}  # the same first extractor
     got = train(task, begin=begin._replace(server=server), alpha=0.0, training="end_to_end", **FROZEN)

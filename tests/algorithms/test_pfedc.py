@@ -355,7 +355,7 @@ def test_every_head_learns(head):
     coarse = np.nanmean(run.last["coarse_acc"])
     fine = np.nanmean(run.last["acc_present"])
     assert coarse > 0.75 and (fine > 0.75 or head == "group_binary")
-    program, f = simulate.program(factory, TASK, {"head": head, **PAIRS}), toy.federation()
+    program, f = toy.program(factory, TASK, {"head": head, **PAIRS}), toy.federation()
     t = jnp.int32(10)
     outputs = jax.eval_shape(program.predict, KEY, program.traced, f, run.state, t, 1, f.examples.x[:3])
     assert outputs.shape == (3, C)
@@ -380,7 +380,7 @@ def test_with_everybody_a_stale_download_is_the_banks():
 
 
 STALE = PLAIN | {"download": "stale"}
-ANY_NUMBER = simulate.program(factory, TASK._replace(participation=(0.2, 1.0)), STALE)
+ANY_NUMBER = toy.program(factory, TASK._replace(participation=(0.2, 1.0)), STALE)
 ROUND_OF_ANY_NUMBER = jax.jit(ANY_NUMBER.round)
 
 
