@@ -22,7 +22,11 @@ def command(module, *flags, **environment):
     return subprocess.run(words, env=given, capture_output=True, text=True, check=False, timeout=120)
 
 
-@pytest.mark.parametrize("module", ["sweep", "tables", "within", "export"])
+# the others begin as export does, and the bad commands of all are tested within one process
+SAME = [pytest.param(module, marks=pytest.mark.slow) for module in ("tables", "within")]
+
+
+@pytest.mark.parametrize("module", ["sweep", "export", *SAME])
 def test_every_command_has_help_and_exits_with_2_on_bad_input(module):
     found = command(module, "--help")
     assert found.returncode == 0 and f"experiments.{module}" in found.stdout and not found.stderr
