@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from experiments import layouts, main, phases, report, session, train
+from experiments import build, layouts, main, phases, report, train
 from fedjax_pfl import simulate
 
 
@@ -80,7 +80,7 @@ def test_long_rounds_are_said_as_often_as_lines_are_printed(clock):
 
 def test_a_run_says_what_takes_long(clock, tmp_path, monkeypatch, capsys):
     """Each phase of a run takes six seconds."""
-    for place, name in ((session, "_prepared"), (train, "compiled"), (layouts, "choose"), (train.Files, "keep")):
+    for place, name in ((build, "prepare"), (train, "compiled"), (layouts, "choose"), (train.Files, "keep")):
         monkeypatch.setattr(place, name, slow(clock, getattr(place, name)))
     monkeypatch.setattr(train.Files, "show", slow(clock, train.Files.show))
     tiny = ["--data_fraction=0.2", "--clients=5", "--model=linear", "--width=1", "--devices=1", "--rounds=1"]

@@ -166,8 +166,8 @@ def largest(number: int) -> int:
 
 
 def everywhere(function: Callable[..., T], *args: Any) -> T:
-    """What `function(*args)` returns here, run by every process: by process 0, which calls this, and
-    by those that `follow` it.
+    """What `function(*args)` returns here, run by every process: by process 0, which calls this,
+    and by those that `follow` it.
 
     Each keeps what the function returned until it is run again, and what was returned since. An
     argument that is, or holds, such a result is on each process its own; all else is sent, and must
@@ -191,9 +191,9 @@ def follow() -> int:
     """On all but process 0: runs what that runs `everywhere`, until it says `dismiss`, and returns
     the number given there.
 
-    A step: process 0 sends a function and its arguments; all run it, and say whether it raised; if it
-    did elsewhere only, the first such process sends the sentence. Between steps nobody waits but for
-    process 0.
+    A step: process 0 sends a function and its arguments; all run it, and say whether it raised; if
+    it did elsewhere only, the first such process sends the sentence. Between steps nobody waits but
+    for process 0.
     """
     while True:
         function, args = _Unpickler(io.BytesIO(_broadcast(b"", 0))).load()

@@ -27,11 +27,9 @@ from fedjax_pfl.models.resnet import resnet18, resnet18_50, resnet18_gn, resnet1
 from fedjax_pfl.models.shufflenet import shufflenet
 from fedjax_pfl.models.strided import cnn_dva, cnn_dva_small
 
-NETS = (
-    *(linear, mlp, lenet, lenet_valid, lenet_bn, cnn, cnn_same, cnn_dropout, cnn1, cnn2, cnn3, cnn4, cnn5),
-    *(resnet18, resnet18_gn, resnet18_50, resnet18_imagenet, alexnet, shufflenet, cnn_dva, cnn_dva_small),
-)
-MODELS = {f.__name__: f for f in NETS}
+NETS = (linear, mlp, lenet, lenet_valid, lenet_bn, cnn, cnn_same, cnn_dropout, cnn1, cnn2, cnn3, cnn4, cnn5)
+LARGE = (resnet18, resnet18_gn, resnet18_50, resnet18_imagenet, alexnet, shufflenet, cnn_dva, cnn_dva_small)
+MODELS = {f.__name__: f for f in (*NETS, *LARGE)}
 Factory = Callable[[tuple[int, ...], int, nnx.Rngs], nnx.Module]
 
 
