@@ -2,7 +2,7 @@
 layer."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -123,66 +123,73 @@ def mlp(input_shape: Shape, num_classes: int, rngs: nnx.Rngs, hidden: int = 64) 
     return Net(Dense(math.prod(input_shape), (hidden,), rngs), layers.linear(hidden, num_classes, rngs))
 
 
-def _convolutional(
-    name: str, about: str, channels: Shape, paddings: Shape, widths: Shape, norm: bool = False
-) -> Callable[[Shape, int, nnx.Rngs], Net]:
-    """The factory of a network with the body `Conv`; `about` is its docstring."""
-
-    def make(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
-        body = Conv(name, input_shape, channels, paddings, widths, rngs, norm)
-        return Net(body, layers.linear(widths[-1], num_classes, rngs))
-
-    make.__name__ = name
-    make.__doc__ = about
-    return make
+def _lenet(name: str, shape: Shape, num_classes: int, rngs: nnx.Rngs, padding: int, norm: bool = False) -> Net:
+    body = Conv(name, shape, (6, 16), (padding, 0), (120, 84), rngs, norm)
+    return Net(body, layers.linear(84, num_classes, rngs))
 
 
-lenet = _convolutional(
-    "lenet",
-    "LeNet-5 with 2 pixels of padding: 5x5 convolutions 6 and 16, linear 120 and 84, K = 84.",
-    channels=(6, 16),
-    paddings=(2, 0),
-    widths=(120, 84),
-)
-lenet_valid = _convolutional(
-    "lenet_valid",
-    "LeNet without padding, as in the KT-pFL family, K = 84.",
-    channels=(6, 16),
-    paddings=(0, 0),
-    widths=(120, 84),
-)
-lenet_bn = _convolutional(
-    "lenet_bn",
-    "LeNet-5 with 2 pixels of padding and batch norm after each convolution, K = 84.",
-    channels=(6, 16),
-    paddings=(2, 0),
-    widths=(120, 84),
-    norm=True,
-)
-cnn = _convolutional(
-    "cnn",
-    "The 4-layer CNN of FedCP: 5x5 convolutions 32 and 64 without padding, linear 512, K = 512.",
-    channels=(32, 64),
-    paddings=(0, 0),
-    widths=(512,),
-)
-cnn_same = _convolutional(
-    "cnn_same",
-    "The CNN of McMahan et al. 2017: as cnn, with SAME padding, K = 512.",
-    channels=(32, 64),
-    paddings=(2, 2),
-    widths=(512,),
-)
-cnn1, cnn2, cnn3, cnn4, cnn5 = (
-    _convolutional(
-        name,
-        f"CNN-{name[3:]} of pFedAFM: 5x5 convolutions 16 and {out} without padding, linear {width} and 500, K = 500.",
-        channels=(16, out),
-        paddings=(0, 0),
-        widths=(width, 500),
-    )
-    for name, (out, width) in AFM.items()
-)
+def lenet(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
+    """LeNet-5 with 2 pixels of padding: 5x5 convolutions 6 and 16, linear 120 and 84, K = 84."""
+    return _lenet("lenet", input_shape, num_classes, rngs, 2)
+
+
+def lenet_valid(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
+    """LeNet without padding, as in the KT-pFL family, K = 84."""
+    return _lenet("lenet_valid", input_shape, num_classes, rngs, 0)
+
+
+def lenet_bn(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
+    """LeNet-5 with 2 pixels of padding and batch norm after each convolution, K = 84."""
+    return _lenet("lenet_bn", input_shape, num_classes, rngs, 2, norm=True)
+
+
+def _cnn(name: str, shape: Shape, num_classes: int, rngs: nnx.Rngs, padding: int) -> Net:
+    body = Conv(name, shape, (32, 64), (padding, padding), (512,), rngs)
+    return Net(body, layers.linear(512, num_classes, rngs))
+
+
+def cnn(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
+    """The 4-layer CNN of FedCP: 5x5 convolutions 32 and 64 without padding, linear 512, K = 512."""
+    return _cnn("cnn", input_shape, num_classes, rngs, 0)
+
+
+def cnn_same(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
+    """The CNN of McMahan et al. 2017: as cnn, with SAME padding, K = 512."""
+    return _cnn("cnn_same", input_shape, num_classes, rngs, 2)
+
+
+def _afm(name: str, shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
+    channels, width = AFM[name]
+    body = Conv(name, shape, (16, channels), (0, 0), (width, 500), rngs)
+    return Net(body, layers.linear(500, num_classes, rngs))
+
+
+def cnn1(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
+    """CNN-1 of pFedAFM: 5x5 convolutions 16 and 32 without padding, linear 2000 and 500, K =
+    500."""
+    return _afm("cnn1", input_shape, num_classes, rngs)
+
+
+def cnn2(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
+    """CNN-2 of pFedAFM: 5x5 convolutions 16 and 16 without padding, linear 2000 and 500, K =
+    500."""
+    return _afm("cnn2", input_shape, num_classes, rngs)
+
+
+def cnn3(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
+    """CNN-3 of pFedAFM: 5x5 convolutions 16 and 32 without padding, linear 1000 and 500, K =
+    500."""
+    return _afm("cnn3", input_shape, num_classes, rngs)
+
+
+def cnn4(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
+    """CNN-4 of pFedAFM: 5x5 convolutions 16 and 32 without padding, linear 800 and 500, K = 500."""
+    return _afm("cnn4", input_shape, num_classes, rngs)
+
+
+def cnn5(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
+    """CNN-5 of pFedAFM: 5x5 convolutions 16 and 32 without padding, linear 500 and 500, K = 500."""
+    return _afm("cnn5", input_shape, num_classes, rngs)
 
 
 def cnn_dropout(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
