@@ -26,12 +26,14 @@ def pass_size(sizes: np.ndarray) -> int:
     """Rows at once of a pass over clients' training sets of these sizes [N], so that little padding
     is computed.
 
-    Of even clients at most 64, in equal parts. Of uneven ones a power of two from 8 to BATCH, small
-    enough that of 64 rows or more of the largest client less than an eighth is added.
+    Of even clients at most 128, in equal parts, and a multiple of 8: for seeds with about the same
+    sizes the same, so that they share what is compiled. Of uneven ones a power of two from 8 to
+    BATCH, small enough that of 64 rows or more of the largest client less than an eighth is added.
     """
     largest = int(max(sizes))
     if min(sizes) >= 0.9 * largest > 0:
-        return -(-largest // -(-largest // 64))
+        parts = -(-largest // 128)
+        return -(-largest // (8 * parts)) * 8
     return batch_size(max(8, largest / 16))
 
 

@@ -169,7 +169,7 @@ def test_a_batch_of_a_large_data_set_is_not_split_over_a_cpus_threads():
 
 @pytest.mark.parametrize(
     "sizes, rows, computed",
-    [([100, 99, 100], 50, 300), ([128] * 2, 64, 256), ([7, 7], 7, 14), ([1000, 30], 64, 1088), ([75, 19, 0], 8, 104)],
+    [([100, 99, 97], 104, 312), ([300] * 2, 104, 624), ([7, 7], 8, 16), ([1000, 30], 64, 1088), ([75, 19, 0], 8, 104)],
 )
 def test_a_pass_over_training_sets_is_padded_little(sizes, rows, computed):
     assert evaluate.pass_size(np.array(sizes)) == rows
