@@ -81,7 +81,7 @@ def lead(command: Callable[[], int], interrupted: str) -> int:
     try:
         code = guarded(command, interrupted)
     finally:
-        if code != LOST:
+        if not multihost.left():
             multihost.dismiss(code)
     return code
 
@@ -124,7 +124,7 @@ def enter(command: Callable[[list[str]], str], usage: str | None) -> int:
 def leave(code: int) -> NoReturn:
     """Ends the process."""
     # JAX would wait at the exit for whoever is lost, then abort; and crash in what was interrupted while it compiles
-    if code == LOST or (code == INTERRUPTED and not multihost.several()):
+    if code == LOST or multihost.left() or (code == INTERRUPTED and not multihost.several()):
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(code)
     sys.exit(code)

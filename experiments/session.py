@@ -218,6 +218,7 @@ def stopped(error: Exception, directory: runs.RunDirectory) -> int:
     """Says in one sentence why a run ended early, and how it goes on."""
     errors = entry.errors()
     resume = train.command(directory.path)
+    again = f"go on with {resume}" if runs.is_run(directory.path) else "start again"
     if isinstance(error, train.Stopped):
         errors.print(f"Stopped after {error.args[0]} rounds; go on with {resume}")
         return 128 + error.args[1]
@@ -225,9 +226,8 @@ def stopped(error: Exception, directory: runs.RunDirectory) -> int:
         errors.print(f"{error} What was written is kept in {directory.path}.")
         return DIVERGED
     if isinstance(error, multihost.LostError):
-        errors.print(f"{error}; go on with {resume}")
+        errors.print(f"{error}; {again}")
         return LOST
     then = ["make room"] if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) else []
-    then += [f"go on with {resume}"] if runs.is_run(directory.path) else ["start again"]
-    errors.print(f"Cannot write to {directory.path} ({error}): {', then '.join(then)}")
+    errors.print(f"Cannot write to {directory.path} ({error}): {', then '.join([*then, again])}")
     return UNWRITABLE

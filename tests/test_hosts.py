@@ -3,11 +3,14 @@ process 0 alone."""
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hosts_worker
 import jax
@@ -198,23 +201,39 @@ def test_hosts_that_take_their_own_names_for_the_loopback_are_told_so(network, t
     )
 
 
-@pytest.mark.slow  # two processes more
-def test_a_process_that_is_killed_ends_the_run_at_once(tmp_path):
+def ended(folder: Path, ready: Callable[[], Any], process: int, by: signal.Signals) -> tuple[list[int], str]:
+    """The exit codes of a long run of two processes, one of which gets a signal once they are
+    ready, and the errors of process 0."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu"}
     words = ["--algo=fedavg", *ONE, "--rounds=100000", "--workdir=run", f"--coordinator=localhost:{free_port()}"]
     command = [sys.executable, "-m", "experiments.main", *words, "--num_processes=2"]
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    both = [subprocess.Popen([*command, f"--process_id={i}"], cwd=tmp_path, env=env, **pipes) for i in range(2)]
-    try:
-        while both[0].poll() is None and not (tmp_path / "run" / "checkpoints").exists():
-            time.sleep(0.1)
-        both[1].kill()
-        errors = both[0].communicate(timeout=50)[1]  # JAX would wait for a minute
-    finally:
-        for process in both:
-            process.kill(), process.communicate()
-    assert both[0].returncode == entry.LOST
+    with (folder / "out").open("w") as said, (folder / "errors").open("w") as wrong:
+        pipes = {"stdout": said, "stderr": wrong}
+        both = [subprocess.Popen([*command, f"--process_id={i}"], cwd=folder, env=env, **pipes) for i in range(2)]
+        try:
+            while all(one.poll() is None for one in both) and not ready():
+                time.sleep(0.1)
+            both[process].send_signal(by)
+            codes = [both[0].wait(50), both[1].wait(100)]  # JAX would wait for a minute
+        finally:
+            for one in both:
+                one.kill(), one.wait()
+    return codes, (folder / "errors").read_text()
+
+
+@pytest.mark.slow  # two processes more
+def test_a_process_that_is_killed_ends_the_run_at_once(tmp_path):
+    codes, errors = ended(tmp_path, (tmp_path / "run" / "checkpoints").exists, 1, signal.SIGKILL)
+    assert codes[0] == entry.LOST
     assert "Lost another process" in errors and "--resume --workdir=run" in errors
+
+
+@pytest.mark.slow  # two processes more
+def test_ctrl_c_before_the_first_round_ends_all(tmp_path):
+    compiling: Callable[[], bool] = lambda: "fedavg on digits" in (tmp_path / "out").read_text()
+    codes, errors = ended(tmp_path, compiling, 0, signal.SIGINT)
+    assert codes[0] == entry.INTERRUPTED and codes[1]
+    assert "Interrupted" in errors
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ PIECE = 2**24  # bytes that are sent at once
 SHUTDOWN = 60  # seconds that a process which ends waits for the others to end
 T = TypeVar("T")
 _own: dict[Callable[..., Any], Any] = {}  # what each function that ran `everywhere` returned in this process, in order
+_left = False  # whether this process left a step before its end, so that it cannot take another with the others
 
 
 class LostError(RuntimeError):
@@ -37,10 +38,16 @@ class LostError(RuntimeError):
 
 
 @contextlib.contextmanager
-def _reached() -> Iterator[None]:
+def _step() -> Iterator[None]:
+    """What the processes do together: nothing follows where it fails, or Ctrl-C is pressed."""
+    global _left
     try:
         yield
-    except (jax.errors.JaxRuntimeError, ValueError, KeyboardInterrupt) as error:  # ValueError: of JAX, where it starts
+    except KeyboardInterrupt:
+        _left = True
+        raise
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # ValueError: of JAX, where it starts
+        _left = True
         raise LostError(f"Lost another process, or failed ({(str(error) or repr(error)).splitlines()[0]})") from error
 
 
@@ -160,6 +167,17 @@ def _meet(mesh: Mesh) -> None:
     fetch(jax.make_array_from_callback((mesh.size,), each, lambda _: np.zeros(1, np.float32)))
 
 
+def left() -> bool:
+    """Did this process leave the others in the middle of a step, so that it should end at once?"""
+    return _left
+
+
+def forget() -> None:
+    """Frees what was compiled, and the results that `everywhere` keeps."""
+    jax.clear_caches()
+    _own.clear()
+
+
 def largest(number: int) -> int:
     """The largest of the processes' numbers (int32)."""
     return int(multihost_utils.process_allgather(np.int32(number)).max()) if several() else number
@@ -175,13 +193,15 @@ def everywhere(function: Callable[..., T], *args: Any) -> T:
 
     Raises:
       what was raised here; else what was raised on another process, an InputError for its own and
-        an OSError; LostError, without waiting for the others, where JAX failed.
+        an OSError; without waiting for the others, LostError where JAX failed, and
+        KeyboardInterrupt.
     """
     if not several():
         return function(*args)
     _Pickler(message := io.BytesIO()).dump((function, args))
-    _broadcast(message.getvalue(), 0)
-    value, error = _together(function, args)
+    with _step():
+        _broadcast(message.getvalue(), 0)
+        value, error = _together(function, args)
     if error is not None:
         raise error
     return value
@@ -196,20 +216,34 @@ def follow() -> int:
     for process 0.
     """
     while True:
-        function, args = _Unpickler(io.BytesIO(_broadcast(b"", 0))).load()
-        if function is None:
-            _own.clear()
-            return int(args)
-        _together(function, args)  # an error is process 0's, which goes on or dismisses
+        with _step():
+            function, args = _read(_broadcast(b"", 0))
+            if function is None:
+                _own.clear()
+                return int(args)
+            _together(function, args)  # an error is process 0's, which goes on or dismisses
+
+
+def _read(message: bytes) -> tuple[Callable[..., Any] | None, Any]:
+    """The function and its arguments; if they cannot be read here, what says so as it is run."""
+    try:
+        read: tuple[Callable[..., Any] | None, Any] = _Unpickler(io.BytesIO(message)).load()
+        return read
+    except Exception as error:  # a module that this host lacks, say
+        return _raise, (error,)
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def dismiss(number: int) -> None:
     """On process 0: ends `follow` on the others."""
     _own.clear()
-    _broadcast(pickle.dumps((None, number)), 0)
+    with _step():
+        _broadcast(pickle.dumps((None, number)), 0)
 
 
-@_reached()
 def _together(function: Callable[..., T], args: tuple[Any, ...]) -> tuple[T, BaseException | None]:
     """One step of every process: what it returned here and, on process 0, what was raised."""
     while function in _own:
@@ -217,7 +251,7 @@ def _together(function: Callable[..., T], args: tuple[Any, ...]) -> tuple[T, Bas
     _own[function] = error = None
     try:
         _own[function] = function(*args)
-    except jax.errors.JaxRuntimeError:
+    except (jax.errors.JaxRuntimeError, KeyboardInterrupt):  # perhaps while the others wait for it
         raise
     except BaseException as raised:  # whatever would end this process
         error = raised
@@ -229,7 +263,6 @@ def _together(function: Callable[..., T], args: tuple[Any, ...]) -> tuple[T, Bas
     return _own[function], error
 
 
-@_reached()
 def _broadcast(content: bytes, source: int) -> bytes:
     """The content of one process on every process."""
     mine = jax.process_index() == source
