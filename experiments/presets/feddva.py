@@ -72,8 +72,7 @@ FEDDVA: dict[str, Preset] = {
         hparams={"feddva": {"hidden": 128, "exchange": "z"}},
         protocol=_PROTOCOL
         + " Widths, images, batch, epochs and rounds are chosen for the time; and the encoder of c stays with its "
-        "client, "
-        "as with a shared one c does not tell the clients apart (experiments/README.md).",
+        "client, as with a shared one c does not tell the clients apart (experiments/README.md).",
     ),
     **_both("classify_marks", "Fig. 6: classification, MNIST with marks"),
     **_both("classify_mnist", "Fig. 7: classification, MNIST with label skew", **_LABELS),

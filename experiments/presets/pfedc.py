@@ -180,8 +180,7 @@ PFEDC: dict[str, Preset] = {
     ),
     "pfedc_cifar100_tasks": _preset(
         "Tables 4 and 5, CIFAR-100, Dirichlet: 1, 10, 20, 100 tasks (--hparam=tasks=single, consecutive:10, "
-        "superclass, "
-        "class), and the rounds to a target (--targets)",
+        "superclass, class), and the rounds to a target (--targets)",
         "cifar100",
         _DIRICHLET,
         28_000,

@@ -141,11 +141,12 @@ def pfedc(
       two digits each have `task_bal` 95.4 and 94.6 with class, 67.1 and 64.0 with batch.
 
       Groups of group_softmax share no samples, so their gradients are orthogonal, and the weights
-      are the inverse squares of their norms: those of groups already learnt. The reported loss is
-      the weighted one; `unweighted_loss` is the mean of the tasks' losses. On the digits at
-      Dirichlet 0.5 in five groups they are 0.012 and 0.20 in the fifteenth round, the latter 0.016
-      with weighting=uniform; on CIFAR-100 in ten groups 0.13 and 1.46, which in ten rounds moves
-      from 1.48. `weight_on_one_class` is the weight on groups of which a client holds one class.
+      are in inverse proportion to their squared norms: the largest are of groups already learnt.
+      The reported loss is the weighted one; `unweighted_loss` is the mean of the tasks' losses. On
+      the digits at Dirichlet 0.5 in five groups they are 0.012 and 0.20 in the fifteenth round, the
+      latter 0.016 with weighting=uniform; on CIFAR-100 in ten groups 0.13 and 1.46, which in ten
+      rounds moves from 1.48. `weight_on_one_class` is the weight on groups of which a client holds one class,
+      of tasks of one class each always 1.
 
       `post`, right after local training, is the paper's evaluation point. Holders' presence (T bits
       each, once) is not counted in the traffic.
