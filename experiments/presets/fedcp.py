@@ -163,7 +163,8 @@ FEDCP: dict[str, Preset] = {
             *(Cell({"clients": 50, **_ALL, "participation": p}, _row(x, _METHODS[2:])) for p, x in _DROPOUT.items()),
         ),
         note=" With 50 clients, all in each round, Table 7 has other numbers than Tables 4 and 5 of Ditto (50.59), "
-        "FedPHP (50.23) and FedCP (54.81). Table 5 has 10 and 30 of the 50 clients and leaves the others out (--unseen).",
+        "FedPHP (50.23) and FedCP (54.81). Table 5 has 10 and 30 of the 50 clients and leaves the others out "
+        "(--unseen).",
     ),
     "fedcp_cifar100_pathological": _preset(
         "Table 2, Cifar100, pathological setting: 20 clients with 10 classes each",
