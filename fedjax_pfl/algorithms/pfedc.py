@@ -145,8 +145,8 @@ def pfedc(
       The reported loss is the weighted one; `unweighted_loss` is the mean of the tasks' losses. On
       the digits at Dirichlet 0.5 in five groups they are 0.012 and 0.20 in the fifteenth round, the
       latter 0.016 with weighting=uniform; on CIFAR-100 in ten groups 0.13 and 1.46, which in ten
-      rounds moves from 1.48. `weight_on_one_class` is the weight on groups of which a client holds one class,
-      of tasks of one class each always 1.
+      rounds moves from 1.48. `weight_on_one_class` is the weight on groups of which a client holds
+      one class, of tasks of one class each always 1.
 
       `post`, right after local training, is the paper's evaluation point. Holders' presence (T bits
       each, once) is not counted in the traffic.
