@@ -219,10 +219,11 @@ def test_a_mixed_federation_is_compared_with_what_it_is_made_of(monkeypatch):
 
 
 def test_the_operations_of_fedproto_and_fml():
-    """A step forwards and backwards takes two products for each of 10 examples, six steps 60; the
-    pass after them one for each of 60."""
-    found = mixed.operations(mixed.Setting(("linear",), (8, 8, 1), clients=2, each=60, public=20))
-    assert found == {"FedProto": pytest.approx(1 + 60 / 120), "FML": pytest.approx(1.0)}
+    """A step forwards and backwards takes two products for each of 10 examples, eight steps 80; the
+    pass after them one for each of 80. The norm that FML clips by takes one multiply-add for each
+    of 64 x 10 weights and 10 biases."""
+    found = mixed.operations(mixed.Setting(("linear",), (8, 8, 1), clients=2, each=80, public=20))
+    assert found == {"FedProto": pytest.approx(1 + 80 / 160), "FML": pytest.approx(1 + 650 / (20 * 640))}
 
 
 def test_htfllibs_networks_are_pfedafms():
