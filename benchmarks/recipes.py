@@ -142,7 +142,8 @@ def measure(recipe: Recipe, conv: str = "auto", repeats: int = 3, **options) -> 
         f = jax.device_put(f, NamedSharding(program.mesh, PartitionSpec()))
     state = jax.jit(program.init)(key, numbers)
     t, wanted = jnp.int32(0), jnp.bool(False)
-    first, each = seconds(jax.jit(program.round), key, numbers, f, state, t, wanted, repeats=repeats)
+    step = jax.jit(program.round, compiler_options=simulate.compiler_options())
+    first, each = seconds(step, key, numbers, f, state, t, wanted, repeats=repeats)
     first_scores, scores = seconds(jax.jit(program.evaluate), key, numbers, f, state, t, repeats=repeats)
     compiling = first - each + first_scores - scores
     steps, samples = report.planned(task)

@@ -21,8 +21,9 @@ class Runner:
         self.traced = {name: jnp.asarray(x, float) for name, x in self.program.traced.items()}
         self.key, self.round = jax.random.key(0), 0
         self.state = jax.jit(self.program.init)(self.key, self.traced)
+        options = {"compiler_options": simulate.compiler_options()}
         begin = time.perf_counter()
-        self.step = jax.jit(self.program.round, donate_argnums=3).lower(*self._arguments()).compile()
+        self.step = jax.jit(self.program.round, donate_argnums=3, **options).lower(*self._arguments()).compile()
         self.compile = time.perf_counter() - begin
         self.bytes = report.account(self.step) - sum(x.nbytes for x in jax.tree.leaves(federation))
 

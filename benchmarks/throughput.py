@@ -150,7 +150,7 @@ def fedavg(task: Task, f: Federation, width: int, devices: int = 1) -> Timing:
         f = jax.device_put(f, NamedSharding(program.mesh, PartitionSpec()))
     args = (key, program.traced, f, state, jnp.int32(0), jnp.bool(False))
     begin = time.perf_counter()
-    compiled = jax.jit(program.round).lower(*args).compile()
+    compiled = jax.jit(program.round, compiler_options=simulate.compiler_options()).lower(*args).compile()
     took = time.perf_counter() - begin
     taken = report.account(compiled) - sum(x.nbytes for x in jax.tree.leaves(f))
     jax.block_until_ready(compiled(*args))

@@ -16,6 +16,7 @@ from fedjax_pfl.engine.program import Program, Round, program
 from fedjax_pfl.engine.results import Result, record
 from fedjax_pfl.engine.sampling import cohort_size, sample
 from fedjax_pfl.engine.vectorized import vectorized
+from fedjax_pfl.engine.xla import compiler_options
 from fedjax_pfl.errors import DivergenceError, InputError, choose
 from fedjax_pfl.hyperparameters import defaults as hyperparameters
 from fedjax_pfl.types import Array, Federation, Model, PyTree, State, Task
@@ -28,6 +29,7 @@ __all__ = [
     "Round",
     "cohort_size",
     "compiled",
+    "compiler_options",
     "curve",
     "hyperparameters",
     "program",

@@ -21,6 +21,7 @@ from fedjax_pfl.engine.placement import AXIS, starts
 from fedjax_pfl.engine.program import Program, Round, parts
 from fedjax_pfl.engine.program import program as whole_program
 from fedjax_pfl.engine.sampling import cohort_size
+from fedjax_pfl.engine.xla import compiler_options
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Algorithm, Array, Federation, Placement, PyTree, State, Task
 
@@ -48,8 +49,8 @@ def program(
     on_device = whole_program(factory, task, hparams, **options)
     on = parts(factory, task, hparams, **{name: x for name, x in options.items() if name != "checked"})
     everywhere, apart = (on.mesh and NamedSharding(on.mesh, spec) for spec in (P(), P(AXIS)))
-    draw, score = jax.jit(functools.partial(on.draw, on.placement)), jax.jit(on.score, static_argnums=6)
-    train = jax.jit(on.train, donate_argnums=3)
+    draw, jit = jax.jit(on.draw), functools.partial(jax.jit, compiler_options=compiler_options())
+    train, score = jit(on.train, donate_argnums=3), jit(on.score, static_argnums=6)
     begin, slot, architecture = starts(on.lengths), groups.slots(task), np.asarray(task.architecture)
 
     def here(state: State, ids: np.ndarray, lengths: tuple[int, ...]) -> State:
@@ -67,7 +68,7 @@ def program(
     def round(
         key: Array, traced: Traced, federation: Federation, state: State, t: Array, evaluated: Array
     ) -> tuple[State, Round]:
-        ids, active = jax.device_get(draw(key, t))
+        ids, active = jax.device_get(draw(on.placement, key, t))
         new, known = train(key, traced, federation, here(state, ids, on.lengths), ids, active, t, evaluated)
 
         def put(old: np.ndarray, rows: Array, at: np.ndarray, on: np.ndarray) -> np.ndarray:

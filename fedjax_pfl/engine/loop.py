@@ -14,6 +14,7 @@ from fedjax_pfl.engine.memory import Memory
 from fedjax_pfl.engine.method import Traced
 from fedjax_pfl.engine.program import Program, Round
 from fedjax_pfl.engine.results import Result, check_finite, without_padding
+from fedjax_pfl.engine.xla import compiler_options
 from fedjax_pfl.errors import DivergenceError
 from fedjax_pfl.types import Array, Federation, State
 
@@ -48,8 +49,9 @@ def compiled(
     together = 1 not in (eval_every, state_every)
     run = _several(program) if together else _single(program.round)
     given = (key, traced, federation, state, t)
-    step = jax.jit(run, donate_argnums=3).lower(*given, np.bool_(True), np.int32(1)).compile()
-    evaluate = jax.jit(program.evaluate).lower(*given).compile()
+    options: dict[str, Any] = {"compiler_options": compiler_options()}
+    step = jax.jit(run, donate_argnums=3, **options).lower(*given, np.bool_(True), np.int32(1)).compile()
+    evaluate = jax.jit(program.evaluate, **options).lower(*given).compile()
     devices = 1 if program.mesh is None else len(program.mesh.local_devices)
     return Compiled(init, evaluate, step, memory.of([evaluate, step], devices=devices))
 

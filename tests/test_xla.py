@@ -1,0 +1,40 @@
+"""The options with which rounds are compiled."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+import toy
+
+from fedjax_pfl import models, simulate
+from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.engine import xla
+from fedjax_pfl.models import nets
+
+
+def test_no_local_step_copies_the_weights():
+    """XLA would, by itself: the gradient of the first layer reads the weights of the second, which
+    the step overwrites."""
+    net = models.model(lambda shape, classes, rngs: nets.mlp(shape, classes, rngs, hidden=97), toy.SHAPE, toy.C)
+    program = toy.program(ALGORITHMS["local"], toy.task(model=net), width=1)
+    given = (jax.random.key(0), program.traced, toy.federation())
+    args = (*given, jax.eval_shape(program.init, *given[:2]), jnp.int32(0), jnp.bool(False))
+
+    def copies(**options):
+        """Of the second layer's weights, in all loops and outside of them."""
+        text = jax.jit(program.round, donate_argnums=3, **options).lower(*args).compile().as_text()
+        return len(re.findall(rf"= f32\[97,{toy.C}\]\S* copy\(", text))
+
+    assert copies(compiler_options=simulate.compiler_options()) == 0 < copies()
+
+
+def test_an_option_that_xla_does_not_know_is_not_given(monkeypatch):
+    monkeypatch.setattr(xla, "_IN_PLACE", {"xla_cpu_no_such_option": True})
+    assert xla.compiler_options.__wrapped__() == {}
+
+
+@pytest.mark.parametrize("backend", ["gpu", "tpu"])
+def test_other_devices_need_no_option(monkeypatch, backend):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    assert xla.compiler_options.__wrapped__() == {}
