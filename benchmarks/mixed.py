@@ -6,7 +6,8 @@
 Each line divides the seconds of a round by those of what it is made of: the mixed federation by the
 sum of a federation for each architecture's clients alone (all by Local), FedProto by Local, FML by
 Local and Local of everybody's small model, MNFL by Local and by its passes over the public examples
-alone. Compilation is divided likewise, apart. One process, a round without evaluation; all take
+alone. FML clips its gradients, which takes time, so it is divided by Local with the same clipping,
+too. Compilation is divided likewise, apart. One process, a round without evaluation; all take
 turns, a ratio is of one turn, and the medians are printed. Clients have 100 images of 32x32x3,
 batches of 10 and one epoch; 300 public images in batches of 256. Then the same ratio of FedProto
 and FML in the multiply-adds of their matrix products (`engine.flops`).
@@ -19,12 +20,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from absl import flags
 
 from benchmarks import report
 from benchmarks.runner import Runner
 from benchmarks.throughput import BATCH, CLASSES, dataset
-from fedjax_pfl import evaluate, groups, local, models, public, simulate
+from fedjax_pfl import evaluate, groups, local, models, public, simulate, small
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.averaging import predictor
 from fedjax_pfl.data.datasets import Dataset
@@ -39,7 +41,8 @@ flags.DEFINE_list("architectures", ["cnn1", "cnn2", "cnn3", "cnn4", "cnn5"], "cl
 flags.DEFINE_integer("mixed_clients", 10, "clients in all", lower_bound=1)
 
 PUBLIC_BATCH = 256
-AIMS = {"mixed": 1.10, "FedProto": 1.3, "FML": 1.15, "MNFL": 1.25}
+AIMS = {"mixed": 1.10, "FedProto": 1.3, "FML": 1.15, "FML, all clipped": 1.15, "MNFL": 1.25}
+CLIP = 10.0  # FML's
 
 
 class Setting(NamedTuple):
@@ -122,14 +125,18 @@ def measure(setting: Setting, repeats: int) -> list[Line]:
     run = lambda factory, given: Runner(factory, *given, 1, devices)
     runners = {f"part{g}": run(ALGORITHMS["local"], alone(task, f, g)) for g in range(len(task.models))}
     runners["small"] = run(ALGORITHMS["local"], (all_small(task), f))
+    clipped = task._replace(optimizer=lambda lr: optax.chain(small.clipped(CLIP), optax.sgd(lr)))
+    runners["clipped"] = run(ALGORITHMS["local"], (clipped, f))
+    runners["small, clipped"] = run(ALGORITHMS["local"], (all_small(clipped), f))
     mnfl = functools.partial(ALGORITHMS["mnfl_het"], public_batch=PUBLIC_BATCH, public_size=setting.public)
     factories = {"mixed": ALGORITHMS["local"], "FedProto": ALGORITHMS["fedproto"], "FML": ALGORITHMS["fml"]}
     factories |= {"MNFL": mnfl, "passes": passes}
     runners |= {name: run(factory, (task, f)) for name, factory in factories.items()}
     of = {"mixed": [name for name in runners if name.startswith("part")], "FedProto": ["mixed"]}
-    of |= {"FML": ["mixed", "small"], "MNFL": ["mixed", "passes"]}
+    of |= {"FML": ["mixed", "small"], "MNFL": ["mixed", "passes"], "FML, all clipped": ["clipped", "small, clipped"]}
     for runner in runners.values():
         runner(), runner()
+    runners["FML, all clipped"] = runners["FML"]
     turns = [{name: runner() for name, runner in runners.items()} for _ in range(repeats)]
     compile = {name: runner.compile for name, runner in runners.items()}
     ratio = lambda seconds, name: seconds[name] / sum(seconds[other] for other in of[name])
