@@ -137,14 +137,14 @@ def measure(recipe: Recipe, conv: str = "auto", repeats: int = 3, **options) -> 
     start = time.perf_counter() - begin
     width = choose_width(task, f, recipe.cohort, devices)
     program = simulate.program(ALGORITHMS["fedavg"], task, width=width, devices=devices)
-    key, numbers = jax.random.key(0), {name: jnp.asarray(x, float) for name, x in program.traced.items()}
+    key, traced = jax.random.key(0), {name: jnp.asarray(x, float) for name, x in program.traced.items()}
     if program.mesh is not None:
         f = jax.device_put(f, NamedSharding(program.mesh, PartitionSpec()))
-    state = jax.jit(program.init)(key, numbers)
+    state = jax.jit(program.init)(key, traced)
     t, wanted = jnp.int32(0), jnp.bool(False)
     step = jax.jit(program.round, compiler_options=simulate.compiler_options())
-    first, each = seconds(step, key, numbers, f, state, t, wanted, repeats=repeats)
-    first_scores, scores = seconds(jax.jit(program.evaluate), key, numbers, f, state, t, repeats=repeats)
+    first, each = seconds(step, key, traced, f, state, t, wanted, repeats=repeats)
+    first_scores, scores = seconds(jax.jit(program.evaluate), key, traced, f, state, t, repeats=repeats)
     compiling = first - each + first_scores - scores
     steps, samples = report.planned(task)
     peak = report.device_peak() or report.process_peak()

@@ -73,11 +73,11 @@ def of_score(name: str) -> str | None:
 def words(found: dict[str, Any]) -> dict[str, str]:
     """The words in the tables of a `report.summary`, with their meanings.
 
-    The baselines (`..._trivial`) stand in a column, not in a row of their own.
+    The baselines (`..._majority`) stand in a column, not in a row of their own.
     """
     points = {report.WITH_UNSEEN[point] for point, values in found["scores"].items() if values}
     names: Iterable[str] = dict.fromkeys(name for values in found["scores"].values() for name in values)
-    known = {name: of_score(name) for name in names if not name.endswith("_trivial")}
+    known = {name: of_score(name) for name in names if not name.endswith("_majority")}
     shown = {name: text for name, text in known.items() if text}
     return {point: text for point, text in POINTS.items() if point in points} | shown | COLUMNS | TRAFFIC
 

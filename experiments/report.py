@@ -201,7 +201,7 @@ def tables(console: Console, found: Row) -> None:
     headline = found["headline"]["score"], found["headline"]["better"]
     results, total = found["scores"], found["traffic"]
     known = scores.ordered((name for point in ("pre", "post") for name in results[point]), headline)
-    names = [name for name in known if not name.endswith("_trivial")]
+    names = [name for name in known if not name.endswith("_majority")]
     if not names:
         return
     for share in (True, False):

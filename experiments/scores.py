@@ -8,7 +8,7 @@ ACCURACY: Headline = ("acc", "max")
 LEADING = ("acc", "acc_present", "task_acc")  # shown before the others
 _SHARES = ("acc", "recall", "bal")
 OF = "@"  # in the name of a score of some clients only: acc@lenet, of those whose network is a LeNet
-_BASELINES = {"acc_present": "acc_trivial", "acc_groups": "acc_trivial", "recall_macro": "recall_trivial"}
+_BASELINES = {"acc_present": "acc_majority", "acc_groups": "acc_majority", "recall_macro": "recall_majority"}
 _LOWER = ("reconstruction", "kl_", "loss", "error", "perplexity")
 
 
@@ -29,7 +29,7 @@ def better(name: str, headline: Headline = ACCURACY) -> str:
 
 def baseline(name: str) -> str:
     """The score that is the majority baseline of a score, if recorded."""
-    return _BASELINES.get(name, f"{name}_trivial")
+    return _BASELINES.get(name, f"{name}_majority")
 
 
 def ordered(names: Iterable[str], headline: Headline = ACCURACY) -> list[str]:

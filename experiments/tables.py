@@ -29,7 +29,7 @@ COLUMNS = {
     "acc_present post": ("post", "acc_present"),
     "pre ": ("pre", "acc_present"),
     "task_acc post": ("post", "task_acc"),
-    "baseline": ("post", "task_acc_trivial"),
+    "baseline": ("post", "task_acc_majority"),
     "task_bal post": ("post", "task_bal"),
     "recall post": ("post", "recall_macro"),
 }

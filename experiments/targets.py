@@ -83,7 +83,7 @@ def wanted(config: Config, headline: Headline = ACCURACY) -> tuple[str, tuple[fl
 def check_score(text: str | None, known: Iterable[str], whose: str) -> None:
     """Raises InputError if --targets names a score that is not among the known ones, or the micro
     mean of one."""
-    name, names = parse(text)[0], [x for x in known if not x.endswith("_trivial")]
+    name, names = parse(text)[0], [x for x in known if not x.endswith("_majority")]
     if name and names:  # of a run that ended before its first evaluation nothing is known
         choose(f"score of {whose}", name.removesuffix("_micro"), names)
 
@@ -193,17 +193,17 @@ def reached(
 
 
 def summary(rows: Iterable[Row], config: Config, flops: float | None, headline: Headline = ACCURACY) -> Row:
-    """For summary.json: {"score": name, "bound": `bound`, "trivial": {point: the majority baseline},
-    "levels": [{"target": ..., "trivial": is it no more than that at some point?, point: what
+    """For summary.json: {"score": name, "bound": `bound`, "baseline": {point: the majority baseline},
+    "levels": [{"target": ..., "baseline": is it no more than that at some point?, point: what
     `reached` says, None: never}]}."""
     name, levels = wanted(config, headline)
     found = reached(rows, name, levels, flops, headline)
     said = [
-        {"target": level, "trivial": any(found.is_baseline(point, level) for point in found.floor)}
+        {"target": level, "baseline": any(found.is_baseline(point, level) for point in found.floor)}
         | {point: found.first.get((point, level)) for point in found.floor}
         for level in levels
     ]
-    return {"score": name, "bound": bound(config.eval_every), "trivial": found.floor, "levels": said}
+    return {"score": name, "bound": bound(config.eval_every), "baseline": found.floor, "levels": said}
 
 
 def show(
@@ -211,7 +211,7 @@ def show(
 ) -> None:
     """Prints the table of the targets that were asked for."""
     found = summary(rows, config, flops, headline)
-    shown, points = found["levels"], [*found["trivial"]]
+    shown, points = found["levels"], [*found["baseline"]]
     if not points:
         return
     name = found["score"].removesuffix("_micro")
@@ -221,12 +221,12 @@ def show(
     numbers = ["rounds", "scalars\ndown", "scalars\nup", "MB", "client\nsteps", "client\nTFLOP"]
     table = report.plain_table(title, ["target", "local\ntraining"], numbers)
     for row in shown:
-        label = f"{row['target']:g}{MARK if row['trivial'] else ''}"
+        label = f"{row['target']:g}{MARK if row['baseline'] else ''}"
         for point in points:
             table.add_row(label if point == points[0] else "", report.POINTS[point], *_cells(row[point]))
     console.print(table)
-    if any(row["trivial"] for row in shown):
-        console.print(f"{MARK} {BASELINE} ({max(x for x in found['trivial'].values() if x is not None):.3f}).")
+    if any(row["baseline"] for row in shown):
+        console.print(f"{MARK} {BASELINE} ({max(x for x in found['baseline'].values() if x is not None):.3f}).")
     if found["bound"]:
         console.print(f"Targets: {found['bound']}.")
 

@@ -25,7 +25,7 @@ from fedjax_pfl.errors import InputError
 from fedjax_pfl.numerics import class_groups, task_maps
 from fedjax_pfl.types import Algorithm, Array, Client, Scores
 
-COLUMNS = {"within": "task_acc", "baseline": "task_acc_trivial", "acc_groups": "acc_groups", "acc": "acc"}
+COLUMNS = {"within": "task_acc", "baseline": "task_acc_majority", "acc_groups": "acc_groups", "acc": "acc"}
 
 
 def scores(workdir: Path, name: str) -> dict[str, np.ndarray]:

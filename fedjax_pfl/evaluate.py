@@ -38,10 +38,10 @@ def pass_size(sizes: np.ndarray) -> int:
 
 
 def classification(outputs: Array, y: Array, mask: Array, client: Client) -> Scores:
-    """The scores of logits [B, C]: `accuracies`, and `acc_trivial`, the majority baseline (always
+    """The scores of logits [B, C]: `accuracies`, and `acc_majority`, the majority baseline (always
     the class of which the client has the most training examples)."""
     majority = y == jnp.argmax(client.class_counts)
-    return accuracies(outputs, y, mask, client) | {"acc_trivial": (jnp.sum(majority & mask), jnp.sum(mask))}
+    return accuracies(outputs, y, mask, client) | {"acc_majority": (jnp.sum(majority & mask), jnp.sum(mask))}
 
 
 def accuracies(outputs: Array, y: Array, mask: Array, client: Client) -> Scores:

@@ -122,5 +122,5 @@ def test_a_prediction_that_is_no_number_is_wrong():
     assert {name: (int(hits), int(rows)) for name, (hits, rows) in found.items()} == {
         "acc": (1, 3),
         "acc_present": (2, 3),  # the NaN of a class that the client does not hold is not looked at
-        "acc_trivial": (2, 3),  # of as many examples the first class
+        "acc_majority": (2, 3),  # of as many examples the first class
     }

@@ -19,7 +19,7 @@ from fedjax_pfl.types import Data
 CONFIG = Config(algo="fedavg")
 
 
-TASK = {"task_acc": 0.95, "task_acc_trivial": 0.95}  # its majority baseline
+TASK = {"task_acc": 0.95, "task_acc_majority": 0.95}  # its majority baseline
 TASK = {
     name + suffix: value for name, value in TASK.items() for suffix in ("", "_micro", "_std", "_worst10", "_best10")
 }
@@ -124,17 +124,17 @@ def test_a_score_that_the_run_has_not_is_said_with_those_it_has(tmp_path, capsys
         == "Unknown score of fedavg 'task_acc': did you mean 'acc'? Choose one of acc, acc_present.\n"
     )
     assert not list(tmp_path.iterdir())
-    for name in ("task_acc_trivial", "acc_std"):
+    for name in ("task_acc_majority", "acc_std"):
         with pytest.raises(InputError, match="Unknown score of pfedc"):
-            targets.check_score(f"{name}:0.9", ("acc", "task_acc", "task_acc_trivial"), "pfedc")
+            targets.check_score(f"{name}:0.9", ("acc", "task_acc", "task_acc_majority"), "pfedc")
     targets.check_score("acc_micro:0.9", ("acc",), "fedavg")
 
 
 def test_a_target_that_saying_no_would_reach_is_marked():
-    run = [row | {"post/acc_trivial": 0.5, "pre/acc_trivial": 0.5} for row in rows([0.1, 0.6], [0.7])]
+    run = [row | {"post/acc_majority": 0.5, "pre/acc_majority": 0.5} for row in rows([0.1, 0.6], [0.7])]
     found = targets.summary(run, CONFIG.replace(targets="0.4,0.5,0.6"), 7)
-    assert [level["trivial"] for level in found["levels"]] == [True, True, False]
-    assert found["trivial"] == {"pre": 0.5, "post": 0.5}
+    assert [level["baseline"] for level in found["levels"]] == [True, True, False]
+    assert found["baseline"] == {"pre": 0.5, "post": 0.5}
     text = shown(run, targets="0.5,0.6")
     assert "0.5*" in text and "0.6*" not in text and f"{targets.MARK} {targets.BASELINE} (0.500)." in text
     assert targets.MARK not in shown(run, targets="0.6") and targets.MARK not in shown(rows([0.1], []), targets="0.1")

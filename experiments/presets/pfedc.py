@@ -14,7 +14,7 @@ _PROTOCOL = (
     "the other methods after 1000 rounds as ordinary accuracy, at a point the paper does not name: FedAvg's and "
     "Per-FedAvg's numbers are nearer to what they have here before local training. The two accuracies are different "
     "quantities: acc and acc_present of pFedC are the other methods' neighbours, and its task_acc stands beside "
-    "task_acc_trivial, its majority baseline. Take the table as an order, not as targets."
+    "task_acc_majority, its majority baseline. Take the table as an order, not as targets."
 )
 _PATHOLOGICAL = {
     "partition": "pathological_subset",

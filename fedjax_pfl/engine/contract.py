@@ -36,7 +36,7 @@ class ContractError(InputError):
 
 def check_shapes(
     task: Task,
-    numbers: dict[str, float],
+    traced: dict[str, float],
     init: Callable[..., State],
     round: Callable[..., PyTree],
     evaluate: Callable[..., PyTree],
@@ -44,7 +44,7 @@ def check_shapes(
     """Traces one round and one evaluation of a program's functions on shapes alone, which checks
     what they return."""
     key, t = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), jnp.int32)
-    given, flag = dict.fromkeys(numbers, jax.ShapeDtypeStruct((), float)), jax.ShapeDtypeStruct((), bool)
+    given, flag = dict.fromkeys(traced, jax.ShapeDtypeStruct((), float)), jax.ShapeDtypeStruct((), bool)
     federation = _abstract(task)
     state = jax.eval_shape(init, key, given)
     jax.eval_shape(round, key, given, federation, state, t, flag)

@@ -197,7 +197,7 @@ def scores(b: Branches, z: Array, y: Array, mask: Array, c: Client) -> Scores:
     group is right; `task_acc` the accuracy of each task it holds (on all samples, where no is the
     answer to other groups' labels, or within the group given the group); `task_bal` the mean of an
     open task's accuracy inside and outside its group, for a binary one (TPR + TNR) / 2;
-    `recall_macro` the mean recall of `acc_present`'s predictions; `*_trivial` their majority
+    `recall_macro` the mean recall of `acc_present`'s predictions; `*_majority` their majority
     baselines: what always saying no, or always the client's majority class, scores on the same
     samples. With group_binary, which cannot tell the classes of a group apart, a group's prediction
     is the client's majority class in it, and a task's is a yes.
@@ -226,9 +226,9 @@ def scores(b: Branches, z: Array, y: Array, mask: Array, c: Client) -> Scores:
         "acc_groups": (jnp.sum((guess == y) & mask), n),
         "coarse_acc": (jnp.sum((jnp.asarray(b.of)[guess] == jnp.asarray(b.of)[y]) & mask), n),
         "task_acc": (jnp.sum(right & rows, axis=0), per_task),
-        "task_acc_trivial": (jnp.sum(lazy & rows, axis=0), per_task),
+        "task_acc_majority": (jnp.sum(lazy & rows, axis=0), per_task),
         "task_bal": (jnp.sum(split & right[..., None], axis=0), jnp.sum(split, axis=0)),
-        "task_bal_trivial": (jnp.sum(split & lazy[..., None], axis=0), jnp.sum(split, axis=0)),
+        "task_bal_majority": (jnp.sum(split & lazy[..., None], axis=0), jnp.sum(split, axis=0)),
         "recall_macro": (jnp.sum(hit & (best(counts > 0) == y)[:, None], axis=0), per_class),
-        "recall_trivial": (jnp.sum(hit & always[:, None], axis=0), per_class),
+        "recall_majority": (jnp.sum(hit & always[:, None], axis=0), per_class),
     }

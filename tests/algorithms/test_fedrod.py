@@ -110,7 +110,7 @@ def test_the_personal_head_starts_as_the_generic_one():
         assert_same(toy.rows(state.clients["head"], i), state.server["head"])
     heads = zip(*(jax.tree.leaves(x.clients["head"]) for x in (after, state)), strict=True)
     assert sum(np.sum(np.square(np.asarray(a) - np.asarray(b))) for a, b in heads) > 1e-3
-    assert run.last.keys() == {"acc", "acc_present", "acc_trivial", "global_acc", "global_acc_present"}
+    assert run.last.keys() == {"acc", "acc_present", "acc_majority", "global_acc", "global_acc_present"}
 
 
 def test_the_heads_have_optimizers_of_their_own():
