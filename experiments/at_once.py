@@ -16,7 +16,6 @@ from experiments import (
     closing,
     entry,
     events,
-    layouts,
     report,
     runs,
     session,
@@ -179,7 +178,7 @@ def _check_settings(configs: Sequence[Config]) -> None:
 def _check(found: Sequence[Run]) -> None:
     """Raises ApartError for runs that cannot be one program."""
     first = found[0].experiment
-    if layouts.devices(first.config.devices, first) > 1 and first.config.devices != "auto":
+    if found[0].devices > 1 and first.config.devices != "auto":
         raise ApartError("that needs one device")
     digests = {build.lowered(run.experiment) for run in found}
     if len(digests) > 1:
@@ -188,9 +187,7 @@ def _check(found: Sequence[Run]) -> None:
 
 def _compiled(found: list[Run], console: Console) -> _Batch:
     """The runs as one program, laid out as the first."""
-    first = found[0]
-    config = first.experiment.config.replace(devices="1")
-    _, laid = session.laid_out(first._replace(experiment=first.experiment._replace(config=config)), console)
+    _, laid = session.laid_out(found[0]._replace(devices=1), console)
     laid = laid._replace(runs=len(found))
     found = [one._replace(experiment=one.experiment.in_form(laid.conv)) for one in found]
     experiments = [one.experiment for one in found]
@@ -257,7 +254,8 @@ class _Kept:
     def __init__(
         self, i: int, batch: _Batch, clock: train.Clock, reporter: report.Reporter, stack: contextlib.ExitStack
     ):
-        self._i, (self._directory, self._experiment, _), self._width = i, batch.runs[i], batch.laid.width
+        self._i, self._width = i, batch.laid.width
+        self._directory, self._experiment = batch.runs[i].directory, batch.runs[i].experiment
         self._files = train.Files(self._directory, self._experiment, clock)
         wanted = self._experiment.config.tensorboard
         written = events.written(self._directory.path, self._directory.rows, wanted, reporter.say)

@@ -11,14 +11,9 @@ from fedjax_pfl.engine.autotune import choose_form, choose_width
 from fedjax_pfl.errors import check
 
 
-def choose(experiment: Experiment, width: str, count: str) -> tuple[Experiment, Layout]:
+def choose(experiment: Experiment, width: str, spread: int) -> tuple[Experiment, Layout]:
     """The experiment in the form of convolutions that is given, or chosen, and how clients are laid
-    out here: `width` and the number of devices as given, or chosen.
-
-    Raises:
-      InputError: there are not so many devices.
-    """
-    spread = devices(count, experiment)
+    out over `spread` devices: `width` as given, or chosen."""
     if experiment.config.conv == "auto":
         experiment = multihost.everywhere(experiment.in_form, _auto_form(experiment, width, spread))
     trying = (experiment.task, experiment.federation, *_part(experiment, spread))

@@ -44,6 +44,7 @@ class Run(NamedTuple):
     directory: runs.RunDirectory
     experiment: build.Experiment
     recorded: Layout | None  # of a run that goes on
+    devices: int  # over which its clients are trained
 
 
 def train_into(
@@ -117,32 +118,30 @@ def loaded(path: Path, config: Config, resume: bool, room: Sequence[int], consol
     conv = recorded.conv if recorded is not None and config.conv == "auto" else config.conv
     with phases.said(console, "Loading the data and making the clients"):
         experiment = multihost.everywhere(build.prepare, config, conv, room)
-        if recorded is None:
-            layouts.devices(config.devices, experiment)  # those of a resume: see `laid_out`
+        count = layouts.devices(config.devices, experiment, recorded and recorded.devices.count)
         targets.check_possible(experiment)
         stopping.check_possible(experiment)
         own = multihost.everywhere(runs.digests, experiment)
         multihost.everywhere(runs.check_digests, experiment, own, dict(own), "process 0 has")  # the copy is sent
-    return Run(train.directory(path, experiment), experiment, recorded)
+    return Run(train.directory(path, experiment), experiment, recorded, count)
 
 
 def laid_out(run: Run, console: Console) -> tuple[Run, Layout]:
     """The run in the form that is used, and how it is laid out here: of a run that goes on as its
     settings say, and as recorded where they say auto."""
-    config, before = run.experiment.config, run.recorded
-    if before is not None:
-        width = before.width if config.width == "auto" else int(config.width)
-        count = layouts.devices(config.devices, run.experiment, before.devices.count)
-        return run, layouts.laid_out(run.experiment, width, count)
+    width = run.experiment.config.width
+    if run.recorded is not None:
+        known = run.recorded.width if width == "auto" else int(width)
+        return run, layouts.laid_out(run.experiment, known, run.devices)
     with phases.said(console, "Trying how many clients to train at once"):
-        experiment, laid = layouts.choose(run.experiment, config.width, config.devices)
+        experiment, laid = layouts.choose(run.experiment, width, run.devices)
     return run._replace(experiment=experiment), laid
 
 
 def begin(run: Run, laid: Layout, found: memory.Memory, console: Console) -> tuple[int, State | None]:
     """Writes what a new run directory begins with, or goes back to the last checkpoint: the round
     and the state to go on with (None: from the start)."""
-    directory, experiment, before = run
+    directory, experiment, before = run.directory, run.experiment, run.recorded
     if before is None:
         directory.start(experiment, laid.content(found), versions())
         return 0, None

@@ -177,13 +177,13 @@ def test_the_form_chosen_is_the_form_of_the_run(monkeypatch):
     experiment = build.prepare(settings.resolve(user))
     assert experiment.conv == "winograd"
     for width in ("2", "9"):
-        new, laid = layouts.choose(experiment, width, "2")
+        new, laid = layouts.choose(experiment, width, 2)
         assert new.conv == laid.conv == "xla" and laid.width == min(int(width), 5)
     assert "conv_general_dilated" in program(new) and "conv_general_dilated" not in program(experiment)
     assert given == [(4, 2), (5, 2)]  # clients at once on both devices, at most
     monkeypatch.setattr(layouts, "choose_form", None)
     asked = build.prepare(settings.resolve(user | {"conv": "matmul"}), "matmul")
-    same, laid = layouts.choose(asked, "2", "1")
+    same, laid = layouts.choose(asked, "2", 1)
     assert same is asked and laid.conv == "matmul"
 
 
