@@ -161,6 +161,7 @@ def held(megabytes):
     return np.ones(megabytes * 2**20, np.uint8).any() and report.process_peak() / 2**20
 
 
+@pytest.mark.slow  # processes of its own
 def test_the_peak_of_a_process_is_its_own():
     """Not that of the one that started it."""
     held(1500)
@@ -252,6 +253,7 @@ def test_the_table_beside_htfllib():
     assert htfllib.rows({"fml": sides})[1] == ("fml", 1.0, 6.0, 2.0, 4.0, "the same")
 
 
+@pytest.mark.slow  # of a benchmark that takes long
 def test_the_plain_autoencoder_is_feddvas_without_what_is_personal(monkeypatch):
     """Its encoder is FedDVA's of z, and a round moves encoder and decoder."""
     monkeypatch.setattr(feddva, "SHAPE", (8, 8, 1))

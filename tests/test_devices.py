@@ -112,8 +112,8 @@ def test_a_run_over_devices_is_the_run_on_one(devices, participation):
             assert_close(a.metrics, b.metrics, 1e-5)
 
 
-# models kept by the server, rows that others read, several kinds of rows, public data, steps on the host
-QUICK = {"ditto", "scaffold", "fedfomo", "pfedhn", "fd", "mnfl_het", "pfedafm", "privacy_pfedc"}
+# state that stays on the clients, models kept by the server, public data, steps on the host
+QUICK = {"ditto", "fedfomo", "mnfl_het", "privacy_pfedc"}
 ON_EIGHT = [(method, (0.6, 0.6)) if method in QUICK else toy.slow(method, (0.6, 0.6)) for method in sorted(ALGORITHMS)]
 ON_EIGHT += [toy.slow(method, (1, 1)) for method in sorted(ALGORITHMS)]
 

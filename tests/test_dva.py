@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import toy
 from scipy.stats import norm
 
 from fedjax_pfl import local, losses
@@ -172,7 +173,10 @@ MOVES = {
 }
 
 
-@pytest.mark.parametrize("mode, head", MOVES)
+@pytest.mark.parametrize(
+    "mode, head",
+    [("paper", "personal"), toy.slow("paper", "shared"), toy.slow("code", "personal"), ("code", "shared")],
+)
 def test_which_parts_move(mode, head):
     """By `local.sgd`: every part of the phase moves, the others stay bit for bit, running
     statistics follow."""

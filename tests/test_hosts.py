@@ -183,6 +183,7 @@ def on_two_hosts(inside, right: bool, folder: Path, *flags: str) -> list[tuple[i
             process.kill()
 
 
+@pytest.mark.slow  # two processes more
 def test_two_hosts_that_share_a_network_only(network, tmp_path):
     flags = ["--algo=ditto", *ONE, "--rounds=3"]
     for code, errors in on_two_hosts(network, True, tmp_path, *flags):

@@ -73,11 +73,11 @@ def test_a_wrong_name_stops_a_sweep_before_anything_runs(tmp_path):
         toy.slow("ditto", "pathological", "1"),
         toy.slow("ditto", "pathological", "0.5"),
         toy.slow("ditto", "dirichlet", "1"),
-        ("ditto", "dirichlet", "0.5"),
+        toy.slow("ditto", "dirichlet", "0.5"),
         toy.slow("fedem", "dirichlet", "1"),  # these depend on the clients' sizes, too
         ("fedfomo", "dirichlet", "1"),
         toy.slow("mnfl", "dirichlet", "1"),
-        ("fedproto", "pathological", "1"),
+        toy.slow("fedproto", "pathological", "1"),
     ],
 )
 def test_seeds_have_the_same_programs(algo, spec, participation):

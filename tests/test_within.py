@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import toy
 
 from experiments import main, runs, within
 from fedjax_pfl.errors import InputError
@@ -17,7 +18,7 @@ TINY = [
 ]
 
 
-@pytest.mark.parametrize("algo", ["pfedc", "ditto", "fedrod"])
+@pytest.mark.parametrize("algo", ["pfedc", *map(toy.slow, ["ditto", "fedrod"])])
 def test_a_run_is_asked_for_the_class_within_the_group(algo, tmp_path):
     """Of pFedC with these tasks it is its own score; of the others the argmax within the group,
     counted by hand, of FedRoD's two models the personal one's."""

@@ -412,7 +412,7 @@ def test_what_an_ablation_sends(without):
     np.testing.assert_array_equal(traffic.up, [sent, 0])
 
 
-@pytest.mark.parametrize("without", ["cs", "cpn", "cpn_gfm", "cpn_gh"])
+@pytest.mark.parametrize("without", ["cpn", *map(toy.slow, ["cs", "cpn_gfm", "cpn_gh"])])
 def test_an_ablation_trains(without):
     _, state, metrics = train(without=without)
     _, full, _ = train()
