@@ -1,4 +1,4 @@
-"""The contract: the types every part of the library shares, and the legend of the axis letters.
+"""The contract: what a method is given and returns, and the legend of the axis letters.
 
 Axes: N clients of the federation, S clients of a round, M padded rows of a client, B batch, C
 classes, K features, T class groups (pFedC's tasks), P public examples, G architectures, Z
@@ -17,7 +17,7 @@ from fedjax_pfl.errors import ArchitectureError
 
 Array = jax.Array
 PyTree = Any
-Scores = dict[str, tuple[Array, Array]]  # name -> (sum, count): scalars, or vectors over classes or tasks
+Scores = dict[str, tuple[Array, Array]]  # name -> (sum, count): scalars, or vectors over classes or class groups
 Predictor = Callable[[Array, Array], PyTree]  # (x [B, ...] prepared, mask [B]) -> outputs [B, ...]
 
 
@@ -37,12 +37,12 @@ class Rows(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """In which row of State.clients each client lies: by architecture, and over the devices; R rows
-    in all, empty ones included."""
+    """Maps clients to rows of State.clients, which are ordered by architecture and distributed over
+    the devices; R rows in all, empty ones included."""
 
     client: Array  # [R] int32, whose row it is; N or more: an empty row
     row: Array  # [N] int32, the row of each client
-    work: Array  # [N], of a round in any unit, by which clients are assigned to devices
+    work: Array  # [N], estimated cost of a client's round in any unit, to balance the load of the devices
 
 
 class Federation(NamedTuple):
@@ -102,7 +102,7 @@ class Client(NamedTuple):
     """One client of this round, as a method's inner function gets it: without a client axis, under
     `jax.vmap`.
 
-    Where the client is inactive, all its data have size 0.
+    Where the client is inactive, all its data have size 0, and its class counts are 0.
     """
 
     id: Array  # [] int32 among all N; N or more in padding
@@ -117,7 +117,7 @@ class Client(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What is given, as opposed to what a method chooses; host values except `lr`, which may be
+    """The setting, which is the same for every method; host values except `lr`, which may be
     traced."""
 
     models: tuple[Model, ...]  # [G] architectures
@@ -128,7 +128,7 @@ class Task(NamedTuple):
     input: jax.ShapeDtypeStruct  # one raw example, as a row of `Examples.x`
     prepare: Callable[[Array], Array]  # raw [B, *input] -> the models' input [B, ...]
     lr: Numeric
-    optimizer: Callable[[Numeric], optax.GradientTransformation]  # of the learning rate
+    optimizer: Callable[[Numeric], optax.GradientTransformation]  # learning rate -> optimizer
     batch_size: int
     epochs: int | None = 1  # local epochs per round
     steps: int | None = None  # local steps per round; one of `epochs` and `steps` is None
@@ -175,32 +175,34 @@ class Grouped(NamedTuple):
 class State(NamedTuple):
     """What a method carries from round to round."""
 
-    server: PyTree  # no client axis, or a leading N where the server must see every client
-    clients: PyTree  # leading client axis: N between rounds, S inside one; parts of it may be Grouped
+    server: PyTree  # no client axis, or a leading N, by client id, where the server must see every client
+    clients: PyTree  # axis S inside a round, else all rows as placed (by id: `Program.unplace`); parts may be Grouped
 
 
 class Metrics(NamedTuple):
     """What a round reports."""
 
-    loss: Any = None  # [S] mean training loss; required
+    loss: Any = None  # [S] mean of the loss that the method's local steps minimise, its penalties included; required
     post: Any = None  # {score: [S]} right after local training (`evaluate.post`); required
     clients: dict[str, Array] = {}  # noqa: RUF012  # {name: [S]}; immutable by convention
-    server: dict[str, Array] = {}  # noqa: RUF012  # {name: any shape}, such as the coefficients [N, N]
+    server: dict[str, Array] = {}  # noqa: RUF012  # {name: any shape}, such as mixing weights [N, N]
 
 
 class Cohort(Protocol):
-    """The clients of a round and how to run a function over them; `engine.cohort.Cohort` is the one
-    there is.
+    """The clients of a round and how to run a function over them.
 
-    Padding is inactive and changes nothing. Of inactive clients the engine keeps the rows that they
-    had.
+    Some of the S places are inactive: padding, and clients that have dropped out. They must change
+    nothing. The engine keeps their rows of State.clients; what a method writes into State.server by
+    client id it masks itself (`trees.scatter` with `active` or `trained`). The places are in no
+    particular order, so a sum of floats over them outside `mean` is taken in the order of the ids
+    (`jnp.argsort(cohort.ids)`), or the layout changes its rounding.
     """
 
     ids: Array  # [S] int32, distinct; N or more in padding, where jax's indexing reads some row and writes nothing
     active: Array  # [S] bool: takes part; the others are padding or have dropped out
-    sizes: Array  # [S] int32 training examples
+    sizes: Array  # [S] int32 training examples; 0 where inactive
     trained: Array  # [S] bool: takes part and has training examples
-    class_counts: Array  # [S, C] int32
+    class_counts: Array  # [S, C] int32; 0 where inactive
     total: Array  # [] int32 training examples of all N clients
     round: Array  # [] int32
     evaluated: Array  # [] bool: is this round evaluated?
@@ -227,10 +229,14 @@ class Cohort(Protocol):
         """Maps `client`, which returns a tuple, and averages its first result, the upload, over the
         active clients.
 
+        Uploads are trees of floats (integers would be truncated). They alone are counted as sent
+        (`Algorithm.traffic`) and clipped or made noisy (`transform` of `simulate.program`); the
+        other results, and those of `map` and `scan`, are not.
+
         Args:
-          weight: not normalised; None (uniform), [S], or a prefix tree of the upload whose leaves
-            are None, [S], or [S, ...], broadcast against the trailing axes of every leaf below (see
-            `aggregate.shares`).
+          weight: not negative, not normalised; None (uniform), [S], or a prefix tree of the upload
+            whose leaves are None, [S], or [S, ...], broadcast against the trailing axes of every
+            leaf below (see `aggregate.shares`).
           default: a tree like the upload, taken where the weights of the active clients sum to
             zero; usually the server's present value. Grouped where the upload is marked `Own`, as
             the mean then is.
@@ -247,11 +253,11 @@ class Cohort(Protocol):
         inactive."""
 
     def everywhere(self, rows: PyTree) -> PyTree:
-        """Rows [S, ...] on every device: what a step on the host is given."""
+        """Replicates rows [S, ...] on every device, as a callback on the host needs them."""
 
 
 class Traffic(NamedTuple):
-    """What travels in one round for each client of the cohort."""
+    """The communication of one round, for each client of the cohort."""
 
     down: Array  # [S] scalars received
     up: Array  # [S] scalars sent
@@ -280,13 +286,14 @@ class Algorithm(NamedTuple):
     `c.key`, by `keys.fold` where it needs more than one stream.
     """
 
-    init: Callable[[Array], State]  # key -> State, rows by client id
+    init: Callable[[Array], State]  # key -> State, State.clients by client id
     round: Callable[[Array, State, Cohort], tuple[State, Metrics]]  # (key, State[S], Cohort) -> State[S], Metrics
-    predict: Callable[[PyTree, PyTree, Client], Predictor]  # (server, row, client): one client; it adapts here, once
+    # (server, row of State.clients, client); may adapt once, with a stream of its own: c.key is also the training's
+    predict: Callable[[PyTree, PyTree, Client], Predictor]
     score: Callable[[PyTree, Array, Array, Client], Scores]  # (outputs [B, ...], y, mask, client)
     traffic: Callable[[State, Cohort, Metrics], Traffic] | None = None  # None: the size of the upload, both ways
-    headline: tuple[str, str] = ("acc", "max")  # the score of targets and best rounds, and its better end
+    headline: tuple[str, str] = ("acc", "max")  # the primary score, and whether "max" or "min" is better
     one_architecture: bool = True  # False: clients may be of several architectures
-    no_unseen: str = ""  # why a round of its own under the trained server does not personalise an untrained client
-    averages: tuple[str, ...] = ()  # entries of the dict State.server that are a mean of the clients' weights
-    idle: tuple[Idle, ...] = ()  # what of the server's metrics says that a part of it does nothing
+    no_unseen: str = ""  # if any: why local rounds under a fixed server do not personalise an unseen client
+    averages: tuple[str, ...] = ()  # entries of State.server that are means of weights: a server optimizer steps them
+    idle: tuple[Idle, ...] = ()  # when a part of the method does nothing, by the server's metrics

@@ -63,7 +63,7 @@ def planted(mistake):
             if mistake == "same phase":
                 cohort.map(lambda c: jax.random.normal(c.key))
             if mistake == "counts the inactive":
-                share = (1 + jnp.sum(cohort.sizes * cohort.active)) / (1 + jnp.sum(cohort.sizes))
+                share = (1 + jnp.sum(cohort.active)) / (1 + jnp.sum(cohort.ids < task.num_clients))
                 w = w | {"head": jax.tree.map(lambda x: x * share, w["head"])}
             if mistake == "counts places":
                 share = jnp.where(jnp.any(cohort.trained), jnp.sum(cohort.trained) / len(cohort.ids), 1)

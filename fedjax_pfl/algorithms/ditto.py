@@ -26,15 +26,16 @@ def ditto(
     Args:
       lam: weight of the proximal term (λ) in [0, inf); 1 as in the authors' script (their grid:
         0.1, 1, 2).
-      personal_epochs: local epochs of v per round in [0, 10000] (the paper counts steps, s);
-        default the task's.
+      personal_epochs: local epochs of v per round in [0, 10000] (the paper counts s steps);
+        default: the task's epochs or steps.
 
     Note:
       The global model is averaged by training examples; the authors average uniformly over clients
       sampled in proportion to their size. v and w see the same batches in the same order:
-      `local.sgd` is given the same key.
+      `local.sgd` is given the same key. The reported loss is that of w.
     """
-    # `split.send` divides variables into (what is uploaded, what stays), as bn_stats says; `receive` joins them
+    # `split.send` divides variables into (what is uploaded, what stays), as bn_stats says; `receive` joins them; what
+    # stays is the entry "own" of a client's row, beside v
     loss, split = losses.classification(task.model), averaging.split(task)
 
     def init(key: Array) -> State:

@@ -85,7 +85,7 @@ def fd(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
             new = {"w": Own(w), "own": own, "table": table, "known": known}
             return own, new, value, evaluate.post(cohort, c, logits)
 
-        has = (cohort.class_counts > 0) & cohort.active[:, None]
+        has = cohort.class_counts > 0
         nothing = jnp.zeros_like(state.server["mean"])
         mean, (mine, value, post) = cohort.mean(client, state.clients, weight=has, default=nothing)
         took = jnp.zeros_like(state.server["took"]).at[cohort.ids].set(cohort.trained)
@@ -99,6 +99,6 @@ def fd(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
         fresh = jax.vmap(others, (None, 0, 0))(state.server, cohort.ids, cohort.class_counts) > 0
         own = jnp.sum(cohort.class_counts > 0, axis=1)
         count = traffic.both_ways(cohort, classes * jnp.sum(fresh, axis=1), classes * own)
-        return count._replace(ints=own * cohort.active)  # which classes
+        return count._replace(ints=own)  # which classes
 
     return Algorithm(init, round, predict, evaluate.classification, sent, one_architecture=False)

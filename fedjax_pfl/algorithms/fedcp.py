@@ -102,7 +102,7 @@ def gated(task: Task, network: Network | None, policy: str, off: set[str]) -> Ap
 
     Args:
       network: the CPN; without it (None) features go whole through each head, and s is None.
-      off: parts of the method that are left out; cs, ss and gh are of the model.
+      off: parts of the method that are left out, of which cs, ss and gh matter here.
     """
     model = task.model
 
@@ -147,6 +147,7 @@ def objective(task: Task, apply: Apply, frozen: Frozen, lam: Numeric | None) -> 
         value = losses.cross_entropy(out, batch.y, batch.mask)
         if lam is not None:
             received = {"body": frozen.body, "stats": variables["stats"]["model"]}
+            # the same key: both extractors drop the same features
             u, _ = task.model.features(received, batch.x, mask=batch.mask, train=True, key=key)
             value += lam * losses.mmd(h, u, batch.mask)
         ratio = {} if s is None else {"pir": losses.masked_mean(jnp.mean(s, axis=1), batch.mask)}
@@ -169,9 +170,9 @@ def fedcp(
     head stays.
 
     Args:
-      lam: weight of the MMD between own and global features (λ) in [0, inf); 5 as in the paper for
-        its CNN at lr 0.005, which takes 1 for ResNet-18 and fastText at lr 0.1 (5 at lr 0.1
-        collapses on the digits).
+      lam: weight of the MMD between own and global features (λ) in [0, inf); 5, the paper's for its
+        CNN at lr 0.005 (1 for ResNet-18 and fastText at lr 0.1; 5 at lr 0.1 collapses on the
+        digits).
       policy: one of softmax (Eq. 4), gumbel (noisy in training and in prediction, as the authors'
         code is).
       without: what Table 1 leaves out, one of none, cs (the client's vector at the CPN), ss (the
@@ -188,10 +189,10 @@ def fedcp(
       head at any time, so it is not stored. Only clients of the round receive (their code sends the
       extractor to all). The frozen extractor normalises by the batch, as in their code; the running
       statistics of extractor and CPN follow bn_stats. `pir` is the paper's personalisation ratio,
-      the mean of s over samples and features, averaged over the local steps. Layers added to the
-      CPN end in its activation. The head must be one linear layer: their code's product of several
-      layers' weights is not implemented. With gumbel, the examples in the same place of two test
-      batches are predicted under the same noise.
+      the mean of s over samples and features, averaged over the local steps. Each added layer of
+      the CPN is followed by the activation. The head must be one linear layer: their code's product
+      of several layers' weights is not implemented. With gumbel, examples at the same position of
+      different test batches share their noise. The reported loss includes the MMD term.
     """
     off = set(without.split("_"))
     model = task.model

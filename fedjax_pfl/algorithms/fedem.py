@@ -116,7 +116,7 @@ def fedem(
 
         mean, (mine, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, default=state.server)
         if average == "all":
-            present = jnp.sum(jnp.where(cohort.active, cohort.sizes, 0)) / jnp.maximum(1, cohort.total)
+            present = jnp.sum(cohort.sizes) / jnp.maximum(1, cohort.total)
             mean = trees.lerp(present, mean, state.server)
         return State(mean, mine), Metrics(value, post)
 

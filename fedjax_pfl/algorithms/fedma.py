@@ -46,7 +46,7 @@ def posterior(mean: PyTree, rows: PyTree, count: Array, sigma: Any, sigma0: Any,
 def class_weights(cohort: Cohort) -> Array:
     """n_i(c) [S, C], and one for every client with examples where no client of the round holds the
     class."""
-    held = jnp.sum(jnp.where(cohort.active[:, None], cohort.class_counts, 0), axis=0) > 0
+    held = jnp.any(cohort.class_counts > 0, axis=0)
     return jnp.where(held[None], cohort.class_counts, cohort.sizes[:, None] > 0)
 
 
@@ -55,7 +55,7 @@ def reorder(key: Array, group: Group, models: PyTree, cohort: Cohort, sweeps: in
     match."""
     rows = cohort.everywhere(jax.vmap(lambda w: neurons(w, group))(models))
     turns = jax.vmap(lambda id: jax.random.bits(jax.random.fold_in(key, id), (sweeps,)))(cohort.ids)
-    order = match(rows, cohort.ids, jnp.where(cohort.active, cohort.sizes, 0), turns)  # [S, width]
+    order = match(rows, cohort.ids, cohort.sizes, turns)  # [S, width]
     moving, rest = trees.partition(models, mask(models, group.tensors + group.readers))
     return trees.merge(cohort.map(lambda c, w, order: permute(w, group, order), moving, order, phase=None), rest)
 

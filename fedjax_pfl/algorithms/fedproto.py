@@ -87,7 +87,7 @@ def fedproto(
             post = evaluate.post(cohort, c, predictor(c.model, w, state.server), score)
             return means, Own(w), value, post
 
-        has = (cohort.class_counts > 0) & cohort.active[:, None]
+        has = cohort.class_counts > 0
         weight = cohort.class_counts if proto_weight == "size" else has
         proto, (w, value, post) = cohort.mean(client, state.clients, weight=weight, default=proto)
         return State({"proto": proto, "known": known | jnp.any(has, axis=0)}, w), Metrics(value, post)
@@ -98,6 +98,6 @@ def fedproto(
     def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
         own = jnp.sum(cohort.class_counts > 0, axis=1)
         down = jnp.full_like(own, widths[0]) * jnp.sum(state.server["known"])
-        return traffic.both_ways(cohort, down, widths[0] * own)._replace(ints=own * cohort.active)  # which classes
+        return traffic.both_ways(cohort, down, widths[0] * own)._replace(ints=own)  # which classes
 
     return Algorithm(init, round, predict, score, sent, one_architecture=False)

@@ -273,7 +273,7 @@ def privacy_pfedc(
         mean = _ratio(total["branches"], total["weight"][b.column], heads)
         receive: Callable[[Array, PyTree], PyTree] = jax.vmap(lambda holds, old: trees.choose(holds, mean, old))
         own = {"head": receive(factors["branches"] > 0, state.clients["head"]), "rest": rest}
-        n = jnp.sum(jnp.where(cohort.active, cohort.sizes, 0))
+        n = jnp.sum(cohort.sizes)
         server = trees.choose(n > 0, _ratio(total["phi"], n, phi), state.server) if encrypt_phi else clear
         seen |= {"tasks": jnp.sum(weight > 0, axis=-1)}
         seen |= {} if plain else {"encrypted_up": up, "encrypted_down": down}

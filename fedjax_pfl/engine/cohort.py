@@ -1,12 +1,12 @@
-"""How the clients of a round are laid out on devices. The only file that knows about chunks and
-widths.
+"""The clients of a round on devices: the only file that runs methods' functions in chunks.
 
 On each device `width` clients are trained at once (vmap), chunks of as many one after another
-(scan), the clients with the most training examples first; within a chunk each client takes exactly
-its own steps, and a mean is accumulated inside the scan, so that `width` models are held, not S.
-Over several devices each trains its own block of the cohort (shard_map), without communication
-until the partial means are summed, once. Clients of several architectures are one such block after
-another. The result is the same for every layout, to rounding.
+(scan), the clients with the most training examples first. A client's result is that of exactly its
+own steps, though a chunk takes as long as its longest client. A mean is accumulated inside the
+scan, so that `width` models are held, not S. Over several devices each trains its own block of the
+cohort (shard_map), without communication until the partial means are summed, once. Clients of each
+architecture form such a block of their own, and the blocks run one after another. The result is the
+same for every layout, to rounding.
 """
 
 import functools
@@ -53,22 +53,25 @@ class Cohort:
         lengths: tuple[int, ...] | None = None,
         transform: Transform | None = None,
     ):
-        """`lengths`: places per architecture, in this order; with one architecture all of them."""
+        """`lengths`: places per architecture, in this order; None: all are of one architecture."""
         self.ids, self.active, self.round, self.evaluated = ids, active, round, evaluated
         known = jnp.minimum(ids, federation.train.size.shape[0] - 1)
-        self.sizes, self.class_counts = federation.train.size[known], federation.class_counts[known]
+        self.sizes = jnp.where(active, federation.train.size[known], 0)
+        self.class_counts = jnp.where(active[:, None], federation.class_counts[known], 0)
         self.total = jnp.sum(federation.train.size)
-        if mesh is not None:  # every device knows these, so that sums over them need no communication
+        if mesh is not None:  # replicated on every device, so that sums over them need no communication
             here = (self.ids, self.active, self.sizes, self.class_counts, self.total)
             self.ids, self.active, self.sizes, self.class_counts, self.total = sharded(here, mesh, P())
-        self.trained = self.active & (self.sizes > 0)
+        self.trained = self.sizes > 0
         self.public = _public(federation, task, jnp.bool(True))
         self.uploads: list[list[PyTree]] = []
         self._federation, self._task, self._key, self._mesh = federation, task, key, mesh
         self.places = lengths or (len(ids),)
         self._width, self._transform = width, transform
         self._phases: set[int] = set()
-        assert all(length % (1 if mesh is None else mesh.size) == 0 for length in self.places)  # see `assign`
+        assert all(
+            length % (1 if mesh is None else mesh.size) == 0 for length in self.places
+        )  # by `placement.segments`
 
     def map(self, client: Callable[..., PyTree], *rows: PyTree, phase: int | None = 0) -> PyTree:
         """See `types.Cohort`."""
@@ -86,7 +89,7 @@ class Cohort:
     ) -> tuple[PyTree, tuple[PyTree, ...]]:
         """See `types.Cohort`."""
         self._once(phase)
-        apart = groups.is_grouped(default)  # then each architecture's clients are averaged apart
+        apart = groups.is_grouped(default)  # then each architecture's clients are averaged separately
         cut = lambda here: (jax.tree.map(lambda w: w[here], weight), self.active[here])
         shares = [aggregate.shares(*each) for each in (map(cut, self._slices) if apart else [(weight, self.active)])]
         shares = sharded(shares, self._mesh, P())
@@ -152,7 +155,7 @@ class Cohort:
         self._phases |= set() if phase is None else {phase}
 
     def _sender(self, default: PyTree, client: Callable[..., tuple[PyTree, ...]], call: int) -> Sender:
-        """`client` with its first result as it is sent: transformed, and like `default`."""
+        """`client`, whose first result is checked against `default` and then transformed."""
 
         def send(c: Client, *rows: PyTree) -> tuple[PyTree, tuple[PyTree, ...]]:
             first, *rest = client(c, *rows)
@@ -176,7 +179,7 @@ class Cohort:
 
         key = None if phase is None else jax.random.fold_in(jax.random.fold_in(self._key, phase), id)
         splits, public = (data(f.train), data(f.val), data(f.test)), _public(f, self._task, active)
-        counts, model = f.class_counts[row], self._task.models[group]
+        counts, model = jnp.where(active, f.class_counts[row], 0), self._task.models[group]
         return Client(id, key, *splits, public, counts, model, group)  # type: ignore[arg-type]  # see Client.key
 
     def _run(
@@ -225,7 +228,7 @@ class Cohort:
         count = ids.shape[0]
         width = min(self._width, count)
         # longest first, ties by id: no chunk and no sum depends on the order of the cohort
-        order = jnp.lexsort((ids, -jnp.where(active, sizes, 0)))
+        order = jnp.lexsort((ids, -sizes))
         chunks = -(-count // width)
         positions = jnp.pad(order, (0, chunks * width - count), constant_values=count).reshape(chunks, width)
 
@@ -242,7 +245,7 @@ class Cohort:
             return aggregate.weigh(share, first), rest
 
         def chunk(total: PyTree, positions: Array) -> tuple[PyTree, PyTree]:
-            if width == 1:  # no axis: no batched loop conditions, whose selects cost a copy of the state a step
+            if width == 1:  # no vmap: a batched loop condition copies the carry by a select in every step
                 part, rest = weighed(positions[0])
             else:
                 parts, rest = jax.vmap(weighed)(positions)

@@ -114,7 +114,7 @@ def program(
 
     Args:
       transform: (key, upload, default) -> upload, what is done to every client's upload before the
-        server averages it, such as clipping or noise; see `types.Cohort.mean`.
+        server averages it (`types.Cohort.mean`), such as clipping or noise.
       checked: whether shapes of one round are evaluated at once, so that a method's mistakes are
         found here; else they are when the round is traced.
 
