@@ -68,12 +68,12 @@ def predictor(run: runs.Run, client: int, parts: PyTree) -> Callable[[Any], PyTr
     check("client", client, 0, run.experiment.task.num_clients - 1, whole=True)
 
     def predict(method: Algorithm, server: PyTree, row: PyTree, c: Client) -> Predictor:
-        here = {"server": groups.select(server, c.group), "client": row}
+        here = {"server": groups.select(server, c.architecture), "client": row}
         merged = _flat(serialization.to_state_dict(here)) | _flat(parts)
         given = serialization.from_state_dict(here, traverse_util.unflatten_dict(merged, sep="/"))
         given = jax.tree.map(jnp.asarray, given)
         whole = jax.tree.map(
-            lambda old, new: new if not groups.is_grouped(old) else _grouped(old, new, c.group),
+            lambda old, new: new if not groups.is_grouped(old) else _grouped(old, new, c.architecture),
             server,
             given["server"],
             is_leaf=groups.is_grouped,
@@ -106,7 +106,7 @@ def _predicted(run: runs.Run, client: int, x: np.ndarray, networks: bool) -> dic
         def run(x: jax.Array, mask: jax.Array) -> dict[str, PyTree]:
             seen.clear()  # what it adapted with
             outputs = inner(x, mask)
-            parts = {"server": groups.select(server, c.group), "client": row}
+            parts = {"server": groups.select(server, c.architecture), "client": row}
             return {"outputs": outputs, "networks": list(seen) if networks else []} | parts
 
         return run

@@ -31,21 +31,21 @@ from fedjax_pfl.types import (
 )
 
 Path = tuple[str, ...]  # of a layer in the variables
-BOTH = ("body", "head")
-FINE_TUNED = {"all": BOTH, "head": ("head",), "body": ("body",)}  # what of a model is fine-tuned
+BODY_AND_HEAD = ("body", "head")
+FINE_TUNED = {"all": BODY_AND_HEAD, "head": ("head",), "body": ("body",)}  # what of a model is fine-tuned
 
 
 class Phase(NamedTuple):
     """A stretch of local SGD."""
 
-    train: tuple[str, ...] = BOTH  # the parts that move
+    train: tuple[str, ...] = BODY_AND_HEAD  # the parts that move
     epochs: int | None = None  # None: the task's own local work
     stream: keys.Client | None = None  # None: the client's main key
 
 
 def params(variables: PyTree) -> PyTree:
     """A model's parameters, without its running statistics."""
-    return {part: variables[part] for part in BOTH}
+    return {part: variables[part] for part in BODY_AND_HEAD}
 
 
 def predictor(model: Model, variables: PyTree) -> Predictor:
@@ -204,7 +204,7 @@ def partial_averaging(
                 extra = trees.proximal({name: received[name] for name in phase.train}, mu) if not _is_zero(mu) else None
                 variables, value = train(c.key, c, variables, phase, extra)
             post = evaluate.post(cohort, c, predictor(c.model, variables))
-            shared, own = split.send(variables, c.group)
+            shared, own = split.send(variables, c.architecture)
             return moving(shared), Own(own), value, post
 
         last = moving(state.server)
@@ -219,7 +219,9 @@ def partial_averaging(
         return beside(tuned, predictor(c.model, received)) if untuned else tuned
 
     score = functools.partial(score_beside, names=("untuned",)) if untuned else evaluate.classification
-    averages = tuple(part for part in BOTH if part not in fixed and not all(jax.tree.leaves(split.personal[0][part])))
+    averages = tuple(
+        part for part in BODY_AND_HEAD if part not in fixed and not all(jax.tree.leaves(split.personal[0][part]))
+    )
     return Algorithm(split.init, round, predict, score, one_architecture=one_architecture, averages=averages)
 
 

@@ -113,7 +113,7 @@ class Client(NamedTuple):
     public: Data | None  # the pool of public examples
     class_counts: Array  # [C] int32, training examples of each class
     model: Model  # of the client's architecture; static
-    group: int  # which architecture it is, 0 to G - 1; static
+    architecture: int  # its number, 0 to G - 1; static
 
 
 class Task(NamedTuple):

@@ -108,4 +108,4 @@ def apfl(
     def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
         return mixed(mine["v"], mine["alpha"], split.receive(server, mine["own"]))
 
-    return Algorithm(init, round, predict, evaluate.classification, averages=averaging.BOTH)
+    return Algorithm(init, round, predict, evaluate.classification, averages=averaging.BODY_AND_HEAD)

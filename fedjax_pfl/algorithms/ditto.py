@@ -59,4 +59,4 @@ def ditto(
     def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
         return predictor(task.model, mine["v"])
 
-    return Algorithm(init, round, predict, evaluate.classification, averages=averaging.BOTH)
+    return Algorithm(init, round, predict, evaluate.classification, averages=averaging.BODY_AND_HEAD)

@@ -14,10 +14,10 @@ from annotated_types import Ge, Interval
 from chex import Numeric
 
 from fedjax_pfl import averaging, evaluate, keys, local, losses, trees
-from fedjax_pfl.averaging import BOTH, predictor
+from fedjax_pfl.averaging import BODY_AND_HEAD, predictor
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Data, Metrics, Predictor, PyTree, State, Task
 
-BLENDED: dict[str, tuple[str, ...]] = {"none": (), "head": ("head",), "all": BOTH}
+BLENDED: dict[str, tuple[str, ...]] = {"none": (), "head": ("head",), "all": BODY_AND_HEAD}
 
 
 class Patience(NamedTuple):
@@ -162,4 +162,4 @@ def fedala(
     def init(key: Array) -> State:
         return split.init(key, beside)
 
-    return Algorithm(init, round, predict, evaluate.classification, averages=averaging.BOTH)
+    return Algorithm(init, round, predict, evaluate.classification, averages=averaging.BODY_AND_HEAD)

@@ -244,4 +244,4 @@ def fedcp(
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
         return predictor(*receive(server, own), c)
 
-    return Algorithm(init, round, predict, evaluate.classification, averages=(*averaging.BOTH, "policy"))
+    return Algorithm(init, round, predict, evaluate.classification, averages=(*averaging.BODY_AND_HEAD, "policy"))

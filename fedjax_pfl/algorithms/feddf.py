@@ -104,9 +104,9 @@ def feddf(task: Task, *, on: Students) -> Algorithm:
             index = jax.random.permutation(keys.fold(key, keys.Server.HELD_OUT), index)
 
         def client(c: Client, own: PyTree) -> tuple[Own, Own, Array, Array, dict[str, Array]]:
-            w = split.receive(groups.select(state.server, c.group), own)
+            w = split.receive(groups.select(state.server, c.architecture), own)
             w, value = local.sgd(c.key, c.train, losses.classification(c.model), w, task)
-            shared, own = split.send(w, c.group)
+            shared, own = split.send(w, c.architecture)
             data = public.subset(c.public, index, c.train.size > 0)
             z = public.logits(c.model, w, data, task.num_classes, on.public_batch)
             return Own(shared), Own(own), z, value, evaluate.post(cohort, c, predictor(c.model, w))
@@ -119,7 +119,7 @@ def feddf(task: Task, *, on: Students) -> Algorithm:
         return State(students, own), Metrics(value, post, server={"distillation_loss": gap})
 
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
-        return predictor(c.model, split.receive(groups.select(server, c.group), own))
+        return predictor(c.model, split.receive(groups.select(server, c.architecture), own))
 
     return Algorithm(init, round, predict, evaluate.classification, one_architecture=False)
 
@@ -138,7 +138,7 @@ def pfeddf(
     split = averaging.split(task)
 
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
-        w = split.receive(groups.select(server, c.group), own)
+        w = split.receive(groups.select(server, c.architecture), own)
         if fine_tune_epochs != 0:
             w, _ = local.sgd(c.key, c.train, losses.classification(c.model), w, task, epochs=fine_tune_epochs)
         return predictor(c.model, w)

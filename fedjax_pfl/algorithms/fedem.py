@@ -125,4 +125,4 @@ def fedem(
         pi = jax.lax.fori_loop(0, refit, lambda _, pi: e_step(task, theta, pi, c.train)[1], pi)
         return mixture(task, theta, pi)
 
-    return Algorithm(init, round, predict, evaluate.classification, averages=averaging.BOTH)
+    return Algorithm(init, round, predict, evaluate.classification, averages=averaging.BODY_AND_HEAD)

@@ -98,4 +98,4 @@ def fedphp(
     def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
         return beside(predictor(task.model, mine["h"]), predictor(task.model, split.receive(server, mine["own"])))
 
-    return Algorithm(init, round, predict, score_beside, averages=averaging.BOTH)
+    return Algorithm(init, round, predict, score_beside, averages=averaging.BODY_AND_HEAD)

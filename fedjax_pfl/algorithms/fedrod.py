@@ -80,4 +80,4 @@ def fedrod(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
     def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
         return predictor(split.receive(server, mine["rest"]), mine["head"])
 
-    return Algorithm(init, round, predict, score_beside, averages=averaging.BOTH)
+    return Algorithm(init, round, predict, score_beside, averages=averaging.BODY_AND_HEAD)

@@ -2,7 +2,7 @@
 coefficients are learned.
 
 Reference: Zhang et al., Parameterized knowledge transfer for personalized federated learning
-(KT-pFL, NeurIPS 2021), Eq. 7 with parameters in place of predictions; MNFL is a retelling of it.
+(KT-pFL, NeurIPS 2021), Eq. 7 with parameters in place of predictions; MNFL is a variant of it.
 """
 
 from typing import Annotated, Literal

@@ -20,7 +20,7 @@ from annotated_types import Ge, Gt, Interval
 from chex import Numeric
 
 from fedjax_pfl import evaluate, groups, keys, local, losses, traffic, trees
-from fedjax_pfl.averaging import BOTH, predictor, score_beside
+from fedjax_pfl.averaging import BODY_AND_HEAD, predictor, score_beside
 from fedjax_pfl.numerics.low_rank import compress
 from fedjax_pfl.small import Objective, Outputs, divergence, exchanged, learn, marked, start
 from fedjax_pfl.types import (
@@ -82,7 +82,7 @@ def fml(
         return State(theta, mine), Metrics(value, post)
 
     init = lambda key: start(key, task, small)
-    return Algorithm(init, round, predict_own, evaluate.classification, one_architecture=False, averages=BOTH)
+    return Algorithm(init, round, predict_own, evaluate.classification, one_architecture=False, averages=BODY_AND_HEAD)
 
 
 def fml_objective(alpha: Numeric, beta: Numeric) -> Objective:
@@ -157,7 +157,9 @@ def fedkd(
         up = metrics.clients["scalars_up"]
         return traffic.both_ways(cohort, jnp.full_like(up, 1) * metrics.server["scalars_down"], up)
 
-    options: dict[str, Any] = {"traffic": sent} if svd else {"averages": BOTH}  # the server sends a change of low rank
+    options: dict[str, Any] = (
+        {"traffic": sent} if svd else {"averages": BODY_AND_HEAD}
+    )  # the server sends a change of low rank
     return Algorithm(init, round, predict_own, evaluate.classification, one_architecture=False, **options)
 
 

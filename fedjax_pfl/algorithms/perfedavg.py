@@ -131,4 +131,4 @@ def per_fedavg(
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
         return predictor(task.model, adapt(c, split.receive(server, own)))
 
-    return Algorithm(split.init, round, predict, evaluate.classification, averages=averaging.BOTH)
+    return Algorithm(split.init, round, predict, evaluate.classification, averages=averaging.BODY_AND_HEAD)

@@ -95,4 +95,4 @@ def pfedme(
         received = split.receive(server, mine["own"])
         return beside(predictor(task.model, mine["theta"]), predictor(task.model, received))
 
-    return Algorithm(init, round, predict, score_beside, averages=averaging.BOTH)
+    return Algorithm(init, round, predict, score_beside, averages=averaging.BODY_AND_HEAD)

@@ -160,9 +160,9 @@ class Cohort:
         def send(c: Client, *rows: PyTree) -> tuple[PyTree, tuple[PyTree, ...]]:
             first, *rest = client(c, *rows)
             upload = first.tree if isinstance(first, Own) else first
-            like = groups.select(default, c.group)
+            like = groups.select(default, c.architecture)
             contract.check_upload(upload, like)
-            self.uploads[call] = [*self.uploads[call][: c.group], contract.shapes(upload)]
+            self.uploads[call] = [*self.uploads[call][: c.architecture], contract.shapes(upload)]
             if self._transform is not None:
                 key = jax.random.fold_in(keys.fold(self._key, keys.Cohort.UPLOAD, call), c.id)
                 upload = self._transform(key, upload, like)
