@@ -251,6 +251,6 @@ def draw(runs: Sequence[Found], folder: Path) -> list[str]:
         folder.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(STYLE):
         for name, figure in drawn.items():
-            for suffix in drawing.BODY_AND_HEAD:
+            for suffix in drawing.SUFFIXES:
                 drawing.save(figure, f"{folder / name}{suffix}")
     return [*(f"{folder}: {name}.png, {name}.pdf" for name in drawn), *notes]

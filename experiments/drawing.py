@@ -29,7 +29,7 @@ PALETTE = (
 )  # Okabe & Ito's: colour-blind-safe
 LINES: tuple[Any, ...] = ("-", "--", "-.", (0, (1, 1)), (0, (6, 2, 1, 2, 1, 2)), (0, (8, 3)))
 MARKERS = "osD^vPX*"
-BODY_AND_HEAD = (".png", ".pdf")
+SUFFIXES = (".png", ".pdf")
 STYLE: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 150}
 SMALL: Any = STYLE | {"font.size": 9}
 

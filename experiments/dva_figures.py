@@ -98,7 +98,7 @@ def scatter(path: str | Path, views: Sequence[View], per_client: int = 200, seed
     from sklearn.manifold import TSNE  # imported here: scikit-learn takes a second
 
     z, c, client, label = latents(views, per_client)
-    with drawing.drawn(path, (8, 7.6), drawing.SMALL, suffixes=drawing.BODY_AND_HEAD) as figure:
+    with drawing.drawn(path, (8, 7.6), drawing.SMALL, suffixes=drawing.SUFFIXES) as figure:
         panels = figure.subplots(2, 2)
         for column, (name, points) in enumerate((("z, shared", z), ("c, personal", c))):
             start: Any = "pca" if points.shape[1] > 1 else "random"
@@ -234,7 +234,7 @@ def _draw_rows(path: str | Path, rows: Sequence[tuple[str, Array]], columns: int
     """Rows of images, each with a name on its left."""
     margin = 0.5 + 0.075 * max(len(line) for name, _ in rows for line in [*name.split("\n"), ""])
     size = (margin + 0.62 * columns, 0.4 + 0.64 * len(rows))
-    with drawing.drawn(path, size, drawing.SMALL, suffixes=drawing.BODY_AND_HEAD) as figure:
+    with drawing.drawn(path, size, drawing.SMALL, suffixes=drawing.SUFFIXES) as figure:
         figure.suptitle(title, fontsize=9)
         panels = figure.subplots(len(rows), columns, squeeze=False)
         for line, (name, images) in zip(panels, rows, strict=True):

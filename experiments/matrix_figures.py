@@ -67,7 +67,7 @@ def draw(path: str | Path, name: str, matrices: Mapping[int, Array], names: Arra
     low, high, extend = scale(list(shown.values()))
     side = float(np.clip(0.17 * len(ids), 2.6, 5))
     size = ((side + 0.2) * len(shown) + 1.9, side + 1.2)
-    with drawing.drawn(path, size, _STYLE, layout="compressed", suffixes=drawing.BODY_AND_HEAD) as figure:
+    with drawing.drawn(path, size, _STYLE, layout="compressed", suffixes=drawing.SUFFIXES) as figure:
         panels = figure.subplots(1, len(shown), squeeze=False)[0]
         for axes, (t, matrix) in zip(panels, shown.items(), strict=True):
             # cividis looks the same without red and green

@@ -182,7 +182,7 @@ class State(NamedTuple):
 class Metrics(NamedTuple):
     """What a round reports."""
 
-    loss: Any = None  # [S] mean of the loss that the method's local steps minimise, its penalties included; required
+    loss: Any = None  # [S] mean training loss over the local steps, of what the method's note says; required
     post: Any = None  # {score: [S]} right after local training (`evaluate.post`); required
     clients: dict[str, Array] = {}  # noqa: RUF012  # {name: [S]}; immutable by convention
     server: dict[str, Array] = {}  # noqa: RUF012  # {name: any shape}, such as mixing weights [N, N]
@@ -288,7 +288,7 @@ class Algorithm(NamedTuple):
 
     init: Callable[[Array], State]  # key -> State, State.clients by client id
     round: Callable[[Array, State, Cohort], tuple[State, Metrics]]  # (key, State[S], Cohort) -> State[S], Metrics
-    # (server, row of State.clients, client); may adapt once, with a stream of its own: c.key is also the training's
+    # (server, row of State.clients, client); may adapt here, once; c.key is also the key of the round's training
     predict: Callable[[PyTree, PyTree, Client], Predictor]
     score: Callable[[PyTree, Array, Array, Client], Scores]  # (outputs [B, ...], y, mask, client)
     traffic: Callable[[State, Cohort, Metrics], Traffic] | None = None  # None: the size of the upload, both ways
