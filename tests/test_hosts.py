@@ -2,6 +2,7 @@
 process 0 alone."""
 
 import os
+import pickle
 import shutil
 import signal
 import socket
@@ -277,3 +278,9 @@ def test_a_single_process_only_does_its_work():
         multihost.everywhere(divmod, 7, 0)
     tree = multihost.fetch({"key": jax.random.key(0), "x": jax.numpy.ones(2)})
     assert isinstance(tree["x"], np.ndarray)
+
+
+def test_a_message_that_cannot_be_read_is_an_error_of_its_step():
+    function, args = multihost._read(b"no pickle")
+    with pytest.raises(pickle.UnpicklingError):
+        function(*args)
