@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy
 
 from experiments import build, entry, figures, flags, interrupt, main, runs, settings
 from fedjax_pfl import simulate
@@ -357,7 +358,7 @@ def test_damage_to_a_run_directory_is_said_in_a_sentence(whole, tmp_path, capsys
     assert "is not a run directory" in refused(capsys, "--resume", f"--workdir={tmp_path / 'none'}")
 
 
-@pytest.mark.parametrize("name", ["partition", "layout", "config"])
+@pytest.mark.parametrize("name", ["config", *map(toy.slow, ["partition", "layout"])])
 def test_a_damaged_json_file_is_said_in_a_sentence(whole, tmp_path, capsys, name):
     path = tmp_path / "run"
     shutil.copytree(whole, path)
@@ -371,7 +372,7 @@ def contents(path):
 
 
 @pytest.mark.parametrize(("kept", "way"), [(5, "folders 6 in .* to resume from step 4"), (1, "folders 4, 6 in .* 0")])
-@pytest.mark.parametrize("name", ["metrics", "scores"])
+@pytest.mark.parametrize("name", ["metrics", toy.slow("scores")])
 def test_missing_rows_offer_the_earlier_checkpoint_or_a_fresh_start(whole, tmp_path, capsys, name, kept, way):
     path = tmp_path / "run"
     shutil.copytree(whole, path)

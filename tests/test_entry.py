@@ -37,7 +37,7 @@ def test_every_command_has_help_and_exits_with_2_on_bad_input(module):
 
 @pytest.mark.parametrize(
     ("platform", "said"),
-    [("cuda", "pip install 'fedjax_pfl[cuda]'"), ("tpu", "fedjax_pfl[tpu]"), ("cdua", "did you mean 'cuda'?")],
+    [("cuda", "pip install 'fedjax_pfl[cuda]'"), toy.slow("tpu", "fedjax_pfl[tpu]"), ("cdua", "did you mean 'cuda'?")],
 )
 def test_a_platform_that_is_not_there_is_said_with_the_extra_that_brings_it(platform, said, tmp_path):
     found = command("main", "--algo=local", f"--workdir={tmp_path / 'run'}", JAX_PLATFORMS=platform)

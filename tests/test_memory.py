@@ -90,10 +90,10 @@ def test_few_of_many_clients_cost_their_own_rows_only():
     assert found.alias_size_in_bytes >= rows and found.temp_size_in_bytes < rows / 10
 
 
-@pytest.mark.parametrize("state_every", [1, 2])  # with 2, rounds can go to the devices together
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices, state_every", [(1, 2), (2, 1), toy.slow(1, 1), toy.slow(2, 2)])
 def test_what_was_compiled_to_account_for_it_is_what_runs(devices, state_every):
-    """A trace calls the method's factory."""
+    """A trace calls the method's factory. With the state of every second round only, rounds can go
+    to the devices together."""
     calls = []
 
     @functools.wraps(ALGORITHMS["fedavg"])

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import toy
 from flax import nnx
 from jax import lax
 
@@ -66,7 +67,7 @@ def test_sizes_are_the_papers(name, shape, classes, size):
     assert num_parameters(variables) == size
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [toy.slow(name) if name == "shufflenet" else name for name in MODELS])  # seconds
 def test_every_model_has_a_line_of_help_and_gives_logits(name):
     net = model(name, (28, 28, 1), 10)
     x = jax.ShapeDtypeStruct((3, 28, 28, 1), jnp.float32)

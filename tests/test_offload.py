@@ -37,7 +37,7 @@ def both(devices):
     return [run(program) for program in programs(devices)]
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [toy.slow(1), 2])
 def test_a_run_is_bit_for_bit_that_of_state_on_the_devices(devices):
     there, here = both(devices)
     assert len(there) == len(here) == 5

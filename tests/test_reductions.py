@@ -140,7 +140,9 @@ def test_fedem_of_one_component_is_fedavg(task):
     assert_same(state.clients["pi"], jnp.ones((toy.N, 1)))
 
 
-@pytest.mark.parametrize("task, hparams", [(MLP, {}), (NORM, {"prox": "norm"}), (MLP, {"attention": "heur"})])
+@pytest.mark.parametrize(
+    "task, hparams", [toy.slow(MLP, {}), (NORM, {"prox": "norm"}), toy.slow(MLP, {"attention": "heur"})]
+)
 def test_fedamp_without_attention_is_local(task, hparams):
     state, _, last = train("fedamp", task, lam=0.0, **hparams)
     alone = train("local", task)
@@ -175,7 +177,7 @@ def test_fedamp_that_sees_everybody_equally_pulls_towards_the_mean():
     assert trees.sq_dist(pulled, alone) > 1e-4
 
 
-@pytest.mark.parametrize("task, hparams", [(MLP, {}), (NORM, {}), (MLP, {"regularizer": "kd"})])
+@pytest.mark.parametrize("task, hparams", [toy.slow(MLP, {}), (NORM, {}), toy.slow(MLP, {"regularizer": "kd"})])
 def test_fedphp_without_a_teacher_trains_as_fedavg(task, hparams):
     assert_close(train("fedphp", task, lam=0.0, **hparams).state.server, train("fedavg", task).state.server, 2e-6)
 
@@ -310,7 +312,7 @@ def test_fine_tuning_for_the_local_epochs_is_fedavgs_post():
     assert_same(before.last, toy.rows(after.metrics.post, -1))
 
 
-@pytest.mark.parametrize("method", ["fedavg_ft", "fedbabu", "pfedma"])
+@pytest.mark.parametrize("method", ["fedbabu", *map(toy.slow, ["fedavg_ft", "pfedma"])])
 def test_what_is_fine_tuned(method):
     """Logits of a tuned head are linear in the received features."""
     state, f = train(method).state, toy.federation()
@@ -390,7 +392,7 @@ def test_fedper_of_equal_clients_has_equal_heads():
 
 
 @pytest.mark.parametrize("hparams", [{"without": "cpn_gfm_gh"}, {"without": "cpn_gh", "lam": 0.0}])
-@pytest.mark.parametrize("task", [MLP, NORM])
+@pytest.mark.parametrize("task", [toy.slow(MLP), NORM])
 def test_fedcp_with_the_personal_path_only_is_fedper(task, hparams):
     state, expected = train("fedcp", task, **hparams).state, train("fedper", task).state
     assert_close(state.server["body"], expected.server["body"])

@@ -74,7 +74,7 @@ def test_ditto():
 
 @pytest.mark.parametrize(
     ("head_weighting", "task_loss"),
-    [("uniform", "class"), ("data", "class"), ("task_count", "class"), ("uniform", "batch")],
+    [toy.slow("uniform", "class"), toy.slow("data", "class"), ("task_count", "class"), ("uniform", "batch")],
 )
 def test_pfedc_aggregation(head_weighting, task_loss):
     f = toy.federation()

@@ -99,7 +99,7 @@ def test_without_weight_the_regulariser_does_not_matter():
     assert trees.sq_dist(first, other) > 1e-6
 
 
-@pytest.mark.parametrize("head", ["personal", toy.slow("shared")])
+@pytest.mark.parametrize("head", [toy.slow("personal"), toy.slow("shared")])
 def test_a_classifier_without_weight_changes_nothing_else(head):
     plain, beside = one_round()[0], one_round(numbers={"cls": 0.0}, head=head)[0]
     for part in ("z", "c"):
