@@ -42,7 +42,6 @@ flags.DEFINE_integer("mixed_clients", 10, "clients in all", lower_bound=1)
 
 PUBLIC_BATCH = 256
 AIMS = {"mixed": 1.10, "FedProto": 1.3, "FML": 1.15, "FML, all clipped": 1.15, "MNFL": 1.25}
-CLIP = 10.0  # FML's
 
 
 class Setting(NamedTuple):
@@ -125,7 +124,8 @@ def measure(setting: Setting, repeats: int) -> list[Line]:
     run = lambda factory, given: Runner(factory, *given, 1, devices)
     runners = {f"part{g}": run(ALGORITHMS["local"], alone(task, f, g)) for g in range(len(task.models))}
     runners["small"] = run(ALGORITHMS["local"], (all_small(task), f))
-    clipped = task._replace(optimizer=lambda lr: optax.chain(small.clipped(CLIP), optax.sgd(lr)))
+    largest = simulate.hyperparameters(ALGORITHMS["fml"])["clip"]
+    clipped = task._replace(optimizer=lambda lr: optax.chain(small.clipped(largest), optax.sgd(lr)))
     runners["clipped"] = run(ALGORITHMS["local"], (clipped, f))
     runners["small, clipped"] = run(ALGORITHMS["local"], (all_small(clipped), f))
     mnfl = functools.partial(ALGORITHMS["mnfl_het"], public_batch=PUBLIC_BATCH, public_size=setting.public)

@@ -8,7 +8,6 @@ cache directory for each kind of model, batch and device.
 """
 
 import contextlib
-import functools
 import hashlib
 import json
 import logging
@@ -34,7 +33,6 @@ from fedjax_pfl import local, losses
 from fedjax_pfl.data.tfds import cache_dir
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.engine.placement import make_mesh, padding_overhead
-from fedjax_pfl.engine.xla import compiler_options
 from fedjax_pfl.models import layers
 from fedjax_pfl.types import Array, Batch, Client, Federation, Model, PyTree, Task
 
@@ -204,7 +202,7 @@ def _trial(task: Task, width: int, clients: int, federation: Federation, mesh: M
         carry = (params, stats, optimizer.init(params))
         return local.fold(c.train._replace(size=size), step, carry, task.batch_size)[:2]
 
-    @functools.partial(jax.jit, compiler_options=compiler_options())
+    @jax.jit
     def run(key: Array, federation: Federation) -> PyTree:
         nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
         cohort = Cohort(federation, task, ids, ids >= 0, key=key, width=width, mesh=mesh, **nothing)

@@ -22,4 +22,4 @@ def compiler_options() -> dict[str, bool]:
         jax.jit(lambda: 0, compiler_options=_IN_PLACE).lower().compile()
     except jax.errors.JaxRuntimeError:
         return {}
-    return dict(_IN_PLACE)
+    return _IN_PLACE
