@@ -35,7 +35,7 @@ def say(laid: Layout, chosen: bool) -> str:
 
 
 def check_memory(found: memory.Memory, experiment: Experiment, laid: Layout) -> None:
-    """Raises InputError if the compiled run takes more memory than there is, with what would take
+    """Raises NoRoomError if the compiled run takes more memory than there is, with what would take
     less."""
     cohort, width, spread = simulate.cohort_size(experiment.task), laid.width, laid.devices.count
     ways = [f"less than --width={width}"] if min(width, -(-cohort // spread)) > 1 else []

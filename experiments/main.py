@@ -50,7 +50,8 @@ def _trained(parsed: flags.Parsed) -> int:
     if several != 1:
         return seeds.run(several, parsed, verbose)
     say = closing.ALL if verbose else closing.SHORT
-    return session.train_into(parsed.settings(), parsed.get("workdir"), parsed.get("resume", False), say=say)
+    given = session.Given(parsed.settings(), parsed.get("workdir"), parsed.get("resume", False))
+    return session.train_into([given], say=say)
 
 
 def start(parsed: flags.Parsed) -> None:

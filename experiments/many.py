@@ -20,7 +20,7 @@ from fedjax_pfl.engine import checkpoint, multihost
 from fedjax_pfl.errors import InputError
 
 _MANY = 100_000  # clients, where a partition of the user's own says how many
-GOES_ON = f"Interrupted; {at_once.GOES_ON}."
+GOES_ON = "Interrupted; the same command goes on."
 
 
 class _Part(NamedTuple):
@@ -66,7 +66,7 @@ def run(members: Sequence[Member], say: int = closing.ONE, runs_at_once: str = "
                 room[kind] = _room([m.config for m in members if _kind(m.config) == kind])
         given = [_given(member, part.begun, width.get(kind, {})) for member in part.members]
         try:
-            train = functools.partial(_train, given, room[kind], say)
+            train = functools.partial(session.train_into, given, room[kind], say)
             code = entry.guarded(train, session.NOTHING)
         except at_once.ApartError as why:
             print(f"One after another: {why}.")
@@ -130,17 +130,10 @@ def _listed(numbers: Sequence[int]) -> str:
     return f"{numbers[0]} to {numbers[-1]}" if whole else ", ".join(map(str, numbers))
 
 
-def _given(member: Member, begun: bool, width: dict[str, Any]) -> at_once.Given:
+def _given(member: Member, begun: bool, width: dict[str, Any]) -> session.Given:
     more = _more(member) if begun else width
     given = {name: x for name, x in member.given.items() if not (begun and name == "config")}
-    return at_once.Given(more | given, member.path, begun)
-
-
-def _train(given: Sequence[at_once.Given], room: Sequence[int], say: int) -> int:
-    if len(given) > 1:
-        return at_once.train_into(given, room, say)
-    [(user, path, begun)] = given
-    return session.train_into(user, str(path), begun, room, say)
+    return session.Given(more | given, str(member.path), begun)
 
 
 def _kind(config: Config) -> str:

@@ -1,16 +1,20 @@
-"""One run: from its settings, or from where it stopped, to what it leaves in its directory."""
+"""A run, or several as one program: from the settings, or from where it stopped, to what it leaves
+in its directory."""
 
 import contextlib
 import errno
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 from rich.console import Console
 
 from experiments import (
     account,
+    at_once,
     build,
     closing,
     entry,
@@ -23,19 +27,29 @@ from experiments import (
     stopping,
     targets,
     train,
+    validation,
 )
 from experiments.config import Config
 from experiments.entry import DIVERGED, INTERRUPTED, LOST, UNWRITABLE
 from experiments.files import read_derived
 from experiments.recorded import Layout
+from experiments.recorder import Clock
 from experiments.versions import changed, compile_clock, versions
-from fedjax_pfl import simulate
+from fedjax_pfl import local
 from fedjax_pfl.data.federate import ROOM
 from fedjax_pfl.engine import memory, multihost
-from fedjax_pfl.errors import InputError
+from fedjax_pfl.errors import InputError, NoRoomError
 from fedjax_pfl.types import State
 
 NOTHING = "Interrupted before the first round: nothing to resume."
+
+
+class Given(NamedTuple):
+    """What a user gave of a run."""
+
+    user: dict[str, Any]  # as `flags.Parsed.settings`
+    workdir: str | None
+    resume: bool = False
 
 
 class Run(NamedTuple):
@@ -47,32 +61,38 @@ class Run(NamedTuple):
     devices: int  # over which its clients are trained
 
 
-def train_into(
-    user: dict[str, Any], workdir: str | None, resume: bool, room: Sequence[int] = ROOM, say: int = closing.SHORT
-) -> int:
-    """Trains with the settings that a user gave and returns the exit code.
+def train_into(given: Sequence[Given], room: Sequence[int] = ROOM, say: int = closing.SHORT) -> int:
+    """Trains one run, or several as one program, and returns the exit code.
 
     Args:
-      user: as `flags.Parsed.settings`.
-      room: as `federate` takes it; results do not depend on it.
+      given: several are all new, or all stopped after the same round.
+      room: as `federate` takes it, for the clients of each; results do not depend on it.
       say: how much of the run is said: closing.ONE, SHORT, or ALL.
 
     Raises:
       InputError, KeyboardInterrupt: before there is anything to resume.
+      at_once.ApartError, at_once.TooManyError: several that cannot be one program, or something is
+        wrong with one of them.
     """
     console = terminal()
-    with contextlib.ExitStack() as held:  # the lock of the run directory
-        path, config, resume = where(user, workdir, resume, held)
-        if resume and (ended := stopping.ended(path, config)):
+    with contextlib.ExitStack() as held:  # the locks of the run directories
+        with at_once.each_alone(len(given)):
+            places = [where(one, held) for one in given]
+        if len(places) == 1 and given[0].resume and (ended := stopping.ended(*places[0][:2])):
             console.print(ended)
             return 0
+        paths = [path for path, *_ in places]
         try:
-            return _into(path, config, resume, room, console, held, say)
+            return _into(places, room, console, held, say)
         except KeyboardInterrupt:
-            if not runs.is_run(path):
+            if not any(map(runs.is_run, paths)):
                 raise
-            entry.errors().print(f"Interrupted; go on with {train.command(path)}")
+            entry.errors().print(f"Interrupted; {_goes_on(paths)}")
             return INTERRUPTED
+        except jax.errors.JaxRuntimeError as error:  # the account has not all that lies in a device's memory
+            if len(given) == 1 or "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise at_once.TooManyError(f"There is no room for {len(given)} runs as one program.") from None
 
 
 def terminal() -> Console:
@@ -82,34 +102,50 @@ def terminal() -> Console:
 
 
 def _into(
-    path: Path,
-    config: Config,
-    resume: bool,
+    places: Sequence[tuple[Path, Config, bool]],
     room: Sequence[int],
     console: Console,
     held: contextlib.ExitStack,
     say: int,
 ) -> int:
-    """Trains into a run directory, from its start or from where it stopped."""
-    run = loaded(path, config, resume, room, console)
-    console.print(account.describe(run.experiment))
+    """Trains into run directories, from their start or from where they stopped."""
+    paths, count = [path for path, *_ in places], len(places)
+    at_once.check_settings([config for _, config, _ in places])
+    found = list[Run]()
+    with at_once.each_alone(count):
+        for place in places:
+            run = loaded(*place, room, console)
+            shared = at_once.sharing(run.experiment, found[0].experiment) if found else run.experiment
+            found.append(run._replace(experiment=shared))
+    several = f"; {count} runs as one program" if count > 1 else ""
+    console.print(f"{account.describe(found[0].experiment)}{several}")
+    at_once.check([run.experiment for run in found], found[0].devices)
     try:
-        if run.recorded is None:
-            make(path, held)
-        run, laid = laid_out(run, console)
+        with at_once.each_alone(count):
+            for run in found:
+                if run.recorded is None:
+                    make(run.directory.path, held)
+        found, laid = laid_out(found, console)
         with compile_clock() as compiling:
-            clock = train.Clock(path, compiling)
-            with phases.said(console, "Compiling"):
-                functions = multihost.everywhere(train.compiled, run.experiment, laid)
-            start, state = begin(run, laid, functions.memory, console)
-            quiet = shown(console, say)
-            quiet.print(f"Run directory: {path}; {said(config, laid, functions.memory, resume)}")
+            clocks = [Clock(run.directory, compiling, count) for run in found]
+            batch = compiled([run.experiment for run in found], laid, console)
+            with at_once.each_alone(count):
+                begun = [begin(run, laid, batch.functions.memory, console) for run in found]
+            if len({start for start, _ in begun}) > 1:  # another process went on with one meanwhile
+                raise at_once.ApartError("they go on from different rounds")
+            quiet, words = shown(console, say), said(batch, found[0].recorded is not None)
+            quiet.print(f"Run director{'y' if count == 1 else 'ies'}: {', '.join(map(str, paths))}; {words}")
             entry.check_interrupt()
-            asked = train.train(run.experiment, laid, run.directory, start, state, quiet, functions, clock)
-    except (simulate.DivergenceError, train.Stopped, multihost.LostError, OSError) as error:
-        return stopped(error, run.directory)
-    closing.show(console, run.directory, run.experiment, say)
-    return 128 + asked if asked else 0  # the run is complete, what follows it is not wanted
+            states, directories = [state for _, state in begun if state is not None], [run.directory for run in found]
+            diverged, asked = train.train(batch, directories, clocks, begun[0][0], states, quiet, _goes_on(paths))
+    except (train.Stopped, multihost.LostError, OSError) as error:
+        return stopped(error, paths)
+    for run, lost in zip(found, diverged, strict=True):
+        if not lost:
+            if count > 1:
+                console.print(f"{run.directory.path}:")
+            closing.show(console, run.directory, run.experiment, say)
+    return 128 + asked if asked else DIVERGED if any(diverged) else 0
 
 
 def loaded(path: Path, config: Config, resume: bool, room: Sequence[int], console: Console) -> Run:
@@ -123,19 +159,40 @@ def loaded(path: Path, config: Config, resume: bool, room: Sequence[int], consol
         stopping.check_possible(experiment)
         own = multihost.everywhere(runs.digests, experiment)
         multihost.everywhere(runs.check_digests, experiment, own, dict(own), "process 0 has")  # the copy is sent
-    return Run(train.directory(path, experiment), experiment, recorded, count)
+    return Run(_directory(path, experiment), experiment, recorded, count)
 
 
-def laid_out(run: Run, console: Console) -> tuple[Run, Layout]:
-    """The run in the form that is used, and how it is laid out here: of a run that goes on as its
-    settings say, and as recorded where they say auto."""
-    width = run.experiment.config.width
+def _directory(path: Path, experiment: build.Experiment) -> runs.RunDirectory:
+    """The run directory of an experiment."""
+    partial = experiment.task.participation != (1.0, 1.0)
+    planned = local.planned(experiment.task, experiment.task.sizes)
+    own, sizes = experiment.partition.test_sizes, validation.sizes(experiment)
+    return runs.RunDirectory(path, own, partial, planned, experiment.headline, experiment.network_names, sizes)
+
+
+def laid_out(found: list[Run], console: Console) -> tuple[list[Run], Layout]:
+    """The runs in the form that is used, and how the first, and so all, are laid out here: of a run
+    that goes on as its settings say, and as recorded where they say auto."""
+    run, count = found[0], len(found)
+    experiment, width, devices = run.experiment, run.experiment.config.width, run.devices if count == 1 else 1
     if run.recorded is not None:
-        known = run.recorded.width if width == "auto" else int(width)
-        return run, layouts.laid_out(run.experiment, known, run.devices)
-    with phases.said(console, "Trying how many clients to train at once"):
-        experiment, laid = layouts.choose(run.experiment, width, run.devices)
-    return run._replace(experiment=experiment), laid
+        laid = layouts.laid_out(experiment, run.recorded.width if width == "auto" else int(width), devices)
+    else:
+        with phases.said(console, "Trying how many clients to train at once"):
+            experiment, laid = layouts.choose(experiment, width, devices)
+    others = [one._replace(experiment=one.experiment.in_form(laid.conv)) for one in found[1:]]
+    return [run._replace(experiment=experiment), *others], laid._replace(runs=count)
+
+
+def compiled(experiments: list[build.Experiment], laid: Layout, console: Console) -> train.Batch:
+    """The runs as one program on every process."""
+    with phases.said(console, "Compiling"):
+        try:
+            return multihost.everywhere(train.compiled, experiments, laid)
+        except NoRoomError as error:
+            if len(experiments) == 1:
+                raise
+            raise at_once.TooManyError(f"{str(error).partition(':')[0]}.") from None
 
 
 def begin(run: Run, laid: Layout, found: memory.Memory, console: Console) -> tuple[int, State | None]:
@@ -166,9 +223,10 @@ def begin(run: Run, laid: Layout, found: memory.Memory, console: Console) -> tup
         return start, state
 
 
-def said(config: Config, laid: Layout, found: memory.Memory, resume: bool) -> str:
+def said(batch: train.Batch, resume: bool) -> str:
     """Layout and memory in words."""
-    parts = [layouts.say(laid, config.width == "auto" and not resume), memory.say(found)]
+    chosen = batch.experiments[0].config.width == "auto" and not resume
+    parts = [layouts.say(batch.layout, chosen), memory.say(batch.functions.memory)]
     return "; ".join(filter(None, parts))
 
 
@@ -178,11 +236,10 @@ def shown(console: Console, say: int) -> Console:
     return Console(quiet=True) if hidden else console
 
 
-def where(
-    user: dict[str, Any], workdir: str | None, resume: bool, held: contextlib.ExitStack
-) -> tuple[Path, Config, bool]:
+def where(given: Given, held: contextlib.ExitStack) -> tuple[Path, Config, bool]:
     """The run directory, locked if there is one to resume, the settings of the run, and whether it
     is a resume."""
+    user, workdir, resume = given
     if resume and workdir:
         path = entry.directory(workdir)
     elif resume and not user.get("algo"):
@@ -213,20 +270,27 @@ def _lock(path: Path, held: contextlib.ExitStack) -> None:
         raise runs.unusable(path, error) from error
 
 
-def stopped(error: Exception, directory: runs.RunDirectory) -> int:
-    """Says in one sentence why a run ended early, and how it goes on."""
-    errors = entry.errors()
-    resume = train.command(directory.path)
-    again = f"go on with {resume}" if runs.is_run(directory.path) else "start again"
+def stopped(error: Exception, paths: Sequence[Path]) -> int:
+    """Says in one sentence why runs ended early, and how they go on."""
+    errors, goes_on = entry.errors(), _goes_on(paths)
+    again = goes_on if any(map(runs.is_run, paths)) else "start again"
     if isinstance(error, train.Stopped):
-        errors.print(f"Stopped after {error.args[0]} rounds; go on with {resume}")
-        return 128 + error.args[1]
-    if isinstance(error, simulate.DivergenceError):
-        errors.print(f"{error} What was written is kept in {directory.path}.")
-        return DIVERGED
+        errors.print(f"Stopped after {error.args[0]} rounds; {goes_on}")
+        return 128 + int(error.args[1])
     if isinstance(error, multihost.LostError):
         errors.print(f"{error}; {again}")
         return LOST
     then = ["make room"] if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) else []
-    errors.print(f"Cannot write to {directory.path} ({error}): {', then '.join([*then, again])}")
+    place = paths[0] if len(paths) == 1 else f"one of {', '.join(map(str, paths))}"
+    errors.print(f"Cannot write to {place} ({error}): {', then '.join([*then, again])}")
     return UNWRITABLE
+
+
+def _goes_on(paths: Sequence[Path]) -> str:
+    """How the user goes on, as the end of a sentence."""
+    return f"go on with {command(paths[0])}" if len(paths) == 1 else "the same command goes on."
+
+
+def command(path: Path) -> str:
+    """The command that continues a run."""
+    return f"{Path(sys.executable).name} -m experiments.main --resume --workdir={shlex.quote(str(path))}"

@@ -18,6 +18,10 @@ class ArchitectureError(InputError):
     """A method needs clients of one architecture, and there are several."""
 
 
+class NoRoomError(InputError):
+    """A run takes more memory than there is."""
+
+
 class DivergenceError(RuntimeError):
     """A client's loss or state is not finite any more, or the server's."""
 

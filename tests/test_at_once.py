@@ -59,7 +59,7 @@ def folder(tmp_path_factory):
     folder, said = tmp_path_factory.mktemp("runs"), io.StringIO()
     words = [*RUN, "--runs_at_once=all", f"--workdir={folder / 'at_once'}"]
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
-        patch.setattr(at_once, "Interrupt", Asked)
+        patch.setattr(train, "Interrupt", Asked)
         assert main.run(words) == 130
     assert "Stopped after 1 rounds; the same command goes on." in said.getvalue()
     assert [len(rows(folder / "at_once" / seed)) for seed in ("seed0", "seed1")] == [1, 1]
@@ -121,9 +121,9 @@ def test_other_programs_run_one_after_another(tmp_path, monkeypatch, capsys):
 )
 def test_what_cannot_be_one_program_is_said_before_anything_is_written(words, why, tmp_path):
     user = {"algo": "local", "clients": 5, "model": "linear", "val_fraction": 0.2, "hparams": {}} | words
-    given = [at_once.Given(user | {"seed": seed}, tmp_path / str(seed), False) for seed in (0, 1)]
+    given = [session.Given(user | {"seed": seed}, str(tmp_path / str(seed))) for seed in (0, 1)]
     with pytest.raises(at_once.ApartError, match=why):
-        at_once.train_into(given, federate.ROOM, closing.ONE)
+        session.train_into(given, federate.ROOM, closing.ONE)
     assert not list(tmp_path.iterdir())
 
 
@@ -144,11 +144,10 @@ def test_what_has_no_room_is_halved(tmp_path, monkeypatch, capsys):
             raise at_once.TooManyError("There is no room.")
         return 0
 
-    monkeypatch.setattr(at_once, "train_into", train_into)
-    monkeypatch.setattr(session, "train_into", lambda user, *_: asked.append(user["seed"]) or 0)
+    monkeypatch.setattr(session, "train_into", train_into)
     words = ["--algo=local", *TINY, "--seeds=5", "--runs_at_once=all", f"--workdir={tmp_path}"]
     assert main.run(words) == 0
-    assert asked == [[0, 1, 2, 3, 4], [0, 1], [2, 3, 4], 2, [3, 4]]
+    assert asked == [[0, 1, 2, 3, 4], [0, 1], [2, 3, 4], [2], [3, 4]]
     assert "There is no room. Half of them at once, then the others." in capsys.readouterr().out
 
 
@@ -175,7 +174,7 @@ def test_how_many_is_a_number_or_a_word(tmp_path, monkeypatch):
 def test_runs_that_recorded_other_rounds_or_memory_are_no_one_program(other):
     config = settings.resolve({"algo": "local", "hparams": {}})
     with pytest.raises(at_once.ApartError, match="begun with other rounds, checkpoints, devices or memory"):
-        at_once._check_settings([config, config.replace(**other)])
+        at_once.check_settings([config, config.replace(**other)])
 
 
 def test_what_is_wrong_with_one_stops_no_other(tmp_path, capsys):
@@ -190,32 +189,39 @@ def test_what_is_wrong_with_one_stops_no_other(tmp_path, capsys):
     assert not runs.is_run(tmp_path / "seed0")
 
 
-def test_runs_that_another_process_took_further_go_on_one_by_one(monkeypatch, capsys, tmp_path):
+@pytest.fixture
+def alone(monkeypatch):
+    """Runs that were asked to train alone; they train nothing."""
+    asked, together = [], session.train_into
+
+    def train_into(given, *rest):
+        return together(given, *rest) if len(given) > 1 else asked.extend(given) or 0
+
+    monkeypatch.setattr(session, "train_into", train_into)
+    monkeypatch.setattr(outcome, "show", lambda *_, **__: None)
+    return asked
+
+
+def test_runs_that_another_process_took_further_go_on_one_by_one(alone, monkeypatch, capsys, tmp_path):
     words = ["--algo=local", *TINY, "--seeds=2", "--runs_at_once=all", f"--workdir={tmp_path}"]
     starts = iter([2, 1])
-    monkeypatch.setattr(
-        at_once, "_compiled", lambda found, _: at_once._Batch(found, None, *[Compiled(*[None] * 4)] * 4)
-    )
+    monkeypatch.setattr(session, "compiled", lambda *_: train.Batch(*[None] * 5, Compiled(*[None] * 4)))
     monkeypatch.setattr(session, "begin", lambda *_: (next(starts), None))
-    monkeypatch.setattr(session, "train_into", lambda *_: 0)
-    assert main.run(words) == 0
+    assert main.run(words) == 0 and len(alone) == 2
     assert "One after another: they go on from different rounds." in capsys.readouterr().out
 
 
-def test_runs_without_room_after_they_began_go_on_halved(tmp_path, monkeypatch, capsys):
+def test_runs_without_room_after_they_began_go_on_halved(alone, tmp_path, monkeypatch, capsys):
     begun = []
 
-    def into(given, *_):
-        begun.extend(one.path for one in given)
+    def into(places, *_):
+        begun.extend(path for path, *_ in places)
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes.")
 
-    monkeypatch.setattr(at_once, "_into", into)
+    monkeypatch.setattr(session, "_into", into)
     monkeypatch.setattr(runs, "is_run", begun.__contains__)
     monkeypatch.setattr(many, "_more", lambda _: {})
     monkeypatch.setattr(many, "_width", lambda _: {})
-    resumed = []
-    monkeypatch.setattr(session, "train_into", lambda user, path, resume, *_: resumed.append(resume) or 0)
     words = ["--algo=local", *TINY, "--seeds=2", "--runs_at_once=all", f"--workdir={tmp_path}"]
-    monkeypatch.setattr(outcome, "show", lambda *_, **__: None)
-    assert main.run(words) == 0 and resumed == [True, True]
+    assert main.run(words) == 0 and [given.resume for given in alone] == [True, True]
     assert "There is no room for 2 runs as one program. Half of them at once" in capsys.readouterr().out

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import toy
 
-from experiments import entry, main, tables, train
+from experiments import entry, main, session, tables
 from fedjax_pfl.errors import InputError
 
 ROOT = Path(__file__).parent.parent
@@ -93,7 +93,7 @@ def test_what_the_user_named_is_printed_as_it_is(tmp_path, capsys):
     tiny = ["--data_fraction=0.2", "--clients=5", "--width=99", "--devices=1", "--model=linear", "--rounds=1"]
     assert main.run(["--algo=local", *tiny, f"--workdir={path}"]) == 0
     assert f"Everything is in {path}: curves.png" in capsys.readouterr().out
-    assert entry.directory(str(path)) == path and str(path) in train.command(path)
+    assert entry.directory(str(path)) == path and str(path) in session.command(path)
     assert '"width": 5,' in (path / "layout.json").read_text()  # there are no more clients
     assert str(path) in refused(capsys, "--algo=local", f"--workdir={path}")
     said = refused(capsys, "--resume", "--devices=99", f"--workdir={path}")

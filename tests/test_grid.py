@@ -156,14 +156,14 @@ def test_validation_scores_are_those_of_the_validation_examples(swept):
 def test_a_killed_sweep_goes_on(swept, monkeypatch, capsys):
     root, _, command = swept
     started = []
-    monkeypatch.setattr(session, "train_into", lambda *given: started.append(given) or 0)
+    monkeypatch.setattr(session, "train_into", lambda given, *_: started.extend(given) or 0)
     assert sweep.run(command) == 0 and not started
     file = root / "fedavg-lr=0.1-seed1" / "summary.json"
     whole = file.read_text()
     runs.write_json(file, json.loads(whole) | {"status": "interrupted"})
     capsys.readouterr()
     assert sweep.run(command) == 0
-    [(user, workdir, resume, *_)] = started
+    [(user, workdir, resume)] = started
     assert (user["lr"], user["seed"], workdir, resume) == (0.1, 1, str(file.parent), True)
     out = capsys.readouterr().out
     assert "Chosen by val/acc: fedavg, lr=0.0001." in out and "1 of 2" in out  # only what is complete is chosen

@@ -30,7 +30,6 @@ from experiments import (
     session,
     settings,
     tables,
-    train,
     values,
     versions,
 )
@@ -211,7 +210,7 @@ def test_ctrl_c_says_whether_there_is_something_to_resume(done, tmp_path, monkey
     assert main.run(["--algo=fedavg", f"--workdir={tmp_path / 'new'}"]) == entry.INTERRUPTED
     assert "Interrupted before the first round: nothing to resume." in capsys.readouterr().err
     assert main.run(["--resume", f"--workdir={done[0]}"]) == entry.INTERRUPTED
-    assert f"Interrupted; go on with {train.command(done[0])}" in capsys.readouterr().err
+    assert f"Interrupted; go on with {session.command(done[0])}" in capsys.readouterr().err
 
 
 def test_list_names_everything(capsys):
@@ -444,7 +443,7 @@ def test_an_unwritable_file_ends_the_run_with_a_sentence(tmp_path, monkeypatch, 
     assert main.run(["--algo=fedavg", *TINY, f"--workdir={tmp_path / 'run'}"]) == entry.UNWRITABLE
     said = capsys.readouterr().err
     assert "No space left on device" in said and "make room, then go on with" in said and "--resume" in said
-    assert session.stopped(OSError(5, "Input/output error"), runs.RunDirectory(tmp_path, np.ones(1), False)) == 4
+    assert session.stopped(OSError(5, "Input/output error"), [tmp_path]) == 4
     said = capsys.readouterr().err
     assert "Input/output error" in said and said.strip().endswith(": start again")
 

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from experiments import build, layouts, main, phases, report, train
+from experiments import build, layouts, main, phases, recorder, report, train
 from fedjax_pfl import simulate
 
 
@@ -80,9 +80,9 @@ def test_long_rounds_are_said_as_often_as_lines_are_printed(clock):
 
 def test_a_run_says_what_takes_long(clock, tmp_path, monkeypatch, capsys):
     """Each phase of a run takes six seconds."""
-    for place, name in ((build, "prepare"), (train, "compiled"), (layouts, "choose"), (train.Files, "keep")):
+    for place, name in ((build, "prepare"), (train, "compiled"), (layouts, "choose"), (recorder.Recorder, "keep")):
         monkeypatch.setattr(place, name, slow(clock, getattr(place, name)))
-    monkeypatch.setattr(train.Files, "show", slow(clock, train.Files.show))
+    monkeypatch.setattr(recorder.Recorder, "show", slow(clock, recorder.Recorder.show))
     tiny = ["--data_fraction=0.2", "--clients=5", "--model=linear", "--width=1", "--devices=1", "--rounds=1"]
     assert main.run(["--algo=local", *tiny, f"--workdir={tmp_path / 'run'}"]) == 0
     said = [

@@ -67,11 +67,9 @@ def test_more_rounds_by_default_are_more_rounds(folder, said):
 
 def test_the_same_command_runs_what_is_missing(folder, said, monkeypatch):
     started = []
-    monkeypatch.setattr(session, "train_into", lambda *given: started.append(given) or 0)
+    monkeypatch.setattr(session, "train_into", lambda given, *_: started.extend(given) or 0)
     assert main.run([*TINY, "--rounds=1", "--seed=4", "--seeds=4", f"--workdir={folder}"]) == 0
-    assert [(user["seed"], workdir, resume) for user, workdir, resume, *_ in started] == [
-        (7, str(folder / "seed7"), False)
-    ]
+    assert [(user["seed"], workdir, resume) for user, workdir, resume in started] == [(7, str(folder / "seed7"), False)]
 
 
 @pytest.mark.parametrize(

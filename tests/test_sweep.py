@@ -29,12 +29,12 @@ def test_a_sweep_runs_what_is_missing_and_prints_a_table(tmp_path, capsys, monke
     table = capsys.readouterr().out
     assert table.count("| fedavg | linear |") == table.count("| local | linear |") == 2
     started = []
-    monkeypatch.setattr(session, "train_into", lambda *given: started.append(given) or 0)
+    monkeypatch.setattr(session, "train_into", lambda given, *_: started.extend(given) or 0)
     assert sweep.run(command) == 0 and not started
     summary = tmp_path / "local-seed1" / "summary.json"
     runs.write_json(summary, runs.read_json(summary) | {"status": "interrupted"})
     assert sweep.run(command) == 0
-    [(user, workdir, resume, *_)] = started
+    [(user, workdir, resume)] = started
     assert (user["algo"], user["seed"], workdir, resume) == ("local", 1, str(tmp_path / "local-seed1"), True)
     assert sweep.run([*command, "--rounds=2"]) == 0 and len(started) == 5  # more rounds are the same runs
     for other, said in (("--lr=0.5", r"lr \(recorded 0.1, now 0.5\)"), ("--epochs=2", "epochs")):
@@ -54,7 +54,7 @@ def test_hyperparameters_are_among_the_settings(tmp_path):
 def test_sweeps_of_other_settings_have_other_roots(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     started = []
-    monkeypatch.setattr(session, "train_into", lambda user, workdir, *_: started.append(workdir) or 0)
+    monkeypatch.setattr(session, "train_into", lambda given, *_: started.append(given[0].workdir) or 0)
     for more in ([], ["--lr=0.2"], ["--hparam=mu=2"]):
         assert sweep.run(["--algo=fedprox", "--preset=digits", "--rounds=3", *more]) == 0
     names = ["digits", "digits-lr=0.2", "digits-mu=2"]
@@ -122,7 +122,7 @@ def test_a_seed_with_nothing_to_deal_leaves_the_others_to_run():
 def test_seeds_are_laid_out_as_the_first_was(tmp_path, monkeypatch):
     """But for what the user says."""
     started = []
-    monkeypatch.setattr(session, "train_into", lambda user, *_: started.append(user) or 0)
+    monkeypatch.setattr(session, "train_into", lambda given, *_: started.append(given[0].user) or 0)
     monkeypatch.setattr(many, "_width", lambda path: {"width": "3"})
     for more in ([], ["--width=2"]):
         assert sweep.run(["--algo=local,fedavg", "--seed=0,1", *more, f"--root={tmp_path}"]) == 0

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import psutil
 
-from fedjax_pfl.errors import InputError
+from fedjax_pfl.errors import NoRoomError
 
 _CGROUPS = ("memory.max", "memory/memory.limit_in_bytes")  # of the second version and of the first
 
@@ -54,9 +54,11 @@ def say(memory: Memory) -> str:
 
 
 def check(memory: Memory, advice: str) -> None:
-    """Raises InputError if a run takes more than all the memory that there is."""
+    """Raises NoRoomError if a run takes more than all the memory that there is."""
     if memory.peak is not None and memory.total is not None and memory.peak > memory.total:
-        raise InputError(f"The run would take about {size(memory.peak)}, and there are {size(memory.total)}: {advice}.")
+        raise NoRoomError(
+            f"The run would take about {size(memory.peak)}, and there are {size(memory.total)}: {advice}."
+        )
 
 
 def size(count: int) -> str:

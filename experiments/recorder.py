@@ -1,0 +1,141 @@
+"""What is written of one run while it trains: rows, event files, the state, tables, the summary."""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+from experiments import (
+    account,
+    build,
+    clients,
+    entry,
+    published,
+    report,
+    schema,
+    stopping,
+    targets,
+    unseen,
+    validation,
+)
+from experiments.files import Row, read_derived, write_json
+from experiments.pace import Pace
+from experiments.recorded import Layout
+from experiments.runs import RunDirectory
+from fedjax_pfl import server_optimizer
+from fedjax_pfl.engine import multihost
+from fedjax_pfl.errors import DivergenceError
+from fedjax_pfl.simulate import Result
+from fedjax_pfl.types import State
+
+
+class Clock:
+    """Seconds of this run, those of the sessions before a resume included.
+
+    Args:
+      compiling: gives the seconds in which was compiled so far, see `versions.compile_clock`.
+      runs: that share this process's time, in equal parts.
+    """
+
+    def __init__(self, run: RunDirectory, compiling: Callable[[], float], runs: int = 1):
+        before = read_derived(run.path / "summary.json", schema.SECONDS).get("seconds", {})
+        self.before = {name: before.get(name, 0.0) for name in ("compile", "train")}
+        self._start, self._compiling, self._runs = time.perf_counter(), compiling, runs
+
+    def seconds(self) -> dict[str, float]:
+        """Compiling apart from the rest of the rounds, evaluation and writing included."""
+        spent, compiling = time.perf_counter() - self._start, self._compiling()
+        now = {"compile": compiling, "train": spent - compiling}
+        return {name: round(self.before[name] + value / self._runs, 3) for name, value in now.items()}
+
+
+class Recorder:
+    """Writes what becomes of one run, until it diverges.
+
+    Args:
+      event: adds a row to its event files, see `events.written`.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        experiment: build.Experiment,
+        layout: Layout,
+        clock: Clock,
+        event: Callable[[Row], Row],
+    ):
+        self._run, self._experiment, self._layout, self._clock, self._event = run, experiment, layout, clock, event
+        self._progress = stopping.progress(experiment.config, experiment.headline, run.rows)
+        self._now_and_then = Pace(self.show)
+        self.diverged = False
+
+    def add(self, found: Result | DivergenceError, state: Callable[[], State]) -> Row | None:
+        """Writes and returns the row of a round; None: the run has diverged.
+
+        Args:
+          found: the result, or why there is none any more.
+          state: gives the state after it on the host, and is asked only where that is needed.
+        """
+        if self.diverged:
+            return None
+        if isinstance(found, DivergenceError):
+            self.diverged = True
+            self.show("diverged")
+            entry.errors().print(f"{found} What was written is kept in {self._run.path}.")
+            return None
+        result, held_out = validation.apart(found)
+        row = self._event(self._run.append(result, held_out | self._unseen(result, state)))
+        self._progress = self._progress and self._progress.after(row)
+        return row
+
+    def why(self) -> str | None:
+        """Why the run is to end before its last round, in words; None: it goes on."""
+        return self._progress.why() if self._progress else None
+
+    def keep(self, status: str, done: int, state: State) -> None:
+        """Writes the state after `done` rounds, on the host as the program has it, and what else is
+        due."""
+        if self.diverged:
+            return
+        program = self._experiment.program(self._layout.width, self._layout.devices.count)
+        self._run.save(done, program.unplace(state))
+        self.show(status) if status == "interrupted" else self._now_and_then(status)
+
+    def end(self) -> None:
+        """Writes the tables of a run that is done."""
+        if not self.diverged:
+            self.show("complete")
+
+    def show(self, status: str) -> None:
+        """Writes tables, curves and summary anew."""
+        self._run.tables()
+        if status != "running":
+            clients.write(self._experiment, self._run.path)
+        self._summarise(status)
+
+    def _unseen(self, result: Result, state: Callable[[], State]) -> dict[str, Any]:
+        """The scores of the clients that do not train, after the last round."""
+        apart = self._experiment.unseen
+        if result.metrics is not None or apart is None:
+            return {}
+        server = server_optimizer.plain(multihost.fetch(state().server))
+        config = self._experiment.config.replace(rounds=result.round)
+        return unseen.scores(config, self._experiment.task, apart, server, self._layout.width)
+
+    def _summarise(self, status: str) -> None:
+        """Writes summary.json."""
+        rows, experiment, config = self._run.rows, self._experiment, self._experiment.config
+        flops = account.flops(experiment) if config.targets else None
+        spent = functools.reduce(targets.Spent.after, rows, targets.Spent())
+        done, totals = spent.rounds, spent.total(flops)
+        content = {"status": status, "rounds": done, "seconds": self._clock.seconds()}
+        content |= report.summary(rows, experiment.headline)
+        content |= {"work": {name: totals[name] for name in ("client_steps", "client_flops")} | {"note": targets.NOTE}}
+        content |= {"initial_broadcast": account.initial_broadcast(experiment)}
+        if status == "complete" and (why := self.why()) and done < config.rounds:
+            content |= {"ended": {"why": why} | stopping.given(config)}
+        if config.targets:
+            content |= {"targets": targets.summary(rows, config, flops, experiment.headline)}
+        content |= {"examples": experiment.examples}
+        content |= {"preset": published.comparison(config.replace(rounds=done), experiment.examples)}
+        write_json(self._run.path / "summary.json", content)
