@@ -29,8 +29,9 @@ class Examples(NamedTuple):
     y: Array  # [n] int32
 
 
-class Rows(NamedTuple):
-    """Which examples a client owns."""
+class Subset(NamedTuple):
+    """The examples of each client, as positions in `Federation.examples` (torch's Subset); the last
+    axis is padded."""
 
     index: Array  # type: ignore[assignment]  # hides tuple.index; [..., M] int32, meaningless past `size`
     size: Array  # [...] int32
@@ -49,9 +50,9 @@ class Federation(NamedTuple):
     """Everything the clients hold: the one big argument of a jitted round."""
 
     examples: Examples
-    train: Rows  # index [N, M], size [N]
-    val: Rows  # index [N, M'], size [N]; M' may be 0
-    test: Rows  # index [N, M''], size [N]
+    train: Subset  # index [N, M], size [N]
+    val: Subset  # index [N, M'], size [N]; M' may be 0
+    test: Subset  # index [N, M''], size [N]
     class_counts: Array  # [N, C] int32, training examples of each class
     public: Examples | None = None  # the pool of public examples, P of them; their labels may be meaningless
     placement: Placement | None = None  # set by the engine; None: row i is client i's

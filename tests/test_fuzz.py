@@ -14,7 +14,7 @@ from toy import PUBLIC, SHAPE, C, assert_same, rows
 
 from fedjax_pfl import simulate
 from fedjax_pfl.engine import checkpoint, host_state
-from fedjax_pfl.types import Examples, Federation, Rows, Task
+from fedjax_pfl.types import Examples, Federation, Subset, Task
 
 ROUNDS = 6  # enough for several to go to the devices at once
 OPTIMIZERS = {
@@ -108,7 +108,7 @@ def federation(sizes: tuple, own: list, pad: int, nobodys: float, seed: int) -> 
         first = ends - sum(sizes[i:])
         place = np.arange(max(count.max() + pad, i != 1) if i != 1 or count.any() else 0)[None]
         index = np.where(place < count[:, None], first[:, None] + place, len(y) - 1)
-        splits.append(Rows(jnp.asarray(index, jnp.int32), jnp.asarray(count, jnp.int32)))
+        splits.append(Subset(jnp.asarray(index, jnp.int32), jnp.asarray(count, jnp.int32)))
     held = [
         np.bincount(y[end - all_ :][:count], minlength=C)
         for end, all_, count in zip(ends, total, sizes[0], strict=True)

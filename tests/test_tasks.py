@@ -18,7 +18,7 @@ from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.numerics import task_maps
-from fedjax_pfl.types import Examples, Federation, Rows, State, Task
+from fedjax_pfl.types import Examples, Federation, State, Subset, Task
 
 # fmt: off
 SUPERCLASS = np.array([  # of each class of CIFAR-100
@@ -138,7 +138,7 @@ def test_the_tasks_of_a_hundred_classes(spec, count, head, logits):
 def shapes(num_classes: int, num_clients: int = 20, length: int = 30) -> Federation:
     """A federation without its arrays."""
     array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
-    rows = lambda length: Rows(array(num_clients, length), array(num_clients))
+    rows = lambda length: Subset(array(num_clients, length), array(num_clients))
     examples = Examples(jax.ShapeDtypeStruct((500, 6), jnp.float32), array(500))
     return Federation(examples, rows(length), rows(0), rows(10), array(num_clients, num_classes))
 
@@ -165,8 +165,8 @@ def sparse() -> tuple[Task, Federation]:
     x = rng.normal(size=(y.size, 5)).astype(np.float32)
     counts = np.stack([np.bincount(row, minlength=CLASSES) for row in y])
     index = np.arange(y.size, dtype=np.int32).reshape(y.shape)
-    rows = Rows(jnp.asarray(index), jnp.full(MANY, 6, jnp.int32))
-    nothing = Rows(jnp.zeros((MANY, 0), jnp.int32), jnp.zeros(MANY, jnp.int32))
+    rows = Subset(jnp.asarray(index), jnp.full(MANY, 6, jnp.int32))
+    nothing = Subset(jnp.zeros((MANY, 0), jnp.int32), jnp.zeros(MANY, jnp.int32))
     f = Federation(Examples(jnp.asarray(x), jnp.asarray(y.ravel())), rows, nothing, rows, jnp.asarray(counts))
     model = models.model("linear", (5,), CLASSES)
     given = (np.zeros(MANY, int), counts.sum(1), counts, CLASSES, jax.ShapeDtypeStruct((5,), jnp.float32), lambda x: x)

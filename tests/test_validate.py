@@ -15,7 +15,7 @@ from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.data import datasets, partitioners
 from fedjax_pfl.data.federate import federate
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import Rows
+from fedjax_pfl.types import Subset
 
 NAN, INF = float("nan"), float("inf")
 
@@ -75,7 +75,7 @@ def rows_of(part, change):
 
 
 def other_clients(f):
-    return f._replace(**{part: Rows(*(x[:4] for x in getattr(f, part))) for part in ("train", "val", "test")})
+    return f._replace(**{part: Subset(*(x[:4] for x in getattr(f, part))) for part in ("train", "val", "test")})
 
 
 y = blobs().y

@@ -7,7 +7,7 @@ import numpy as np
 
 from fedjax_pfl.data.datasets import Dataset, checked
 from fedjax_pfl.data.partitioners import Partition, class_counts
-from fedjax_pfl.types import Examples, Federation, Rows
+from fedjax_pfl.types import Examples, Federation, Subset
 
 ROOM = (1, 0, 1)  # of a client in train, val and test, at least
 
@@ -54,8 +54,8 @@ def _federation(
     )
 
 
-def _rows(index: np.ndarray, sizes: np.ndarray, least_width: int) -> Rows:
+def _rows(index: np.ndarray, sizes: np.ndarray, least_width: int) -> Subset:
     width = max(index.shape[1], least_width)
     unit = 2 ** max(width.bit_length() - 4, 0)
     missing = -(-width // unit) * unit - index.shape[1]
-    return Rows(jnp.asarray(np.pad(index, ((0, 0), (0, missing)))), jnp.asarray(sizes))
+    return Subset(jnp.asarray(np.pad(index, ((0, 0), (0, missing)))), jnp.asarray(sizes))

@@ -23,7 +23,7 @@ from fedjax_pfl import aggregate, groups, keys, trees
 from fedjax_pfl.engine import contract
 from fedjax_pfl.engine.placement import AXIS, sharded, starts, unmarked
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import Array, Client, Data, Examples, Federation, Own, PyTree, Rows, Task
+from fedjax_pfl.types import Array, Client, Data, Examples, Federation, Own, PyTree, Subset, Task
 
 Transform = Callable[[Array, PyTree, PyTree], PyTree]  # (key, upload, default) -> upload, as clipping or noise
 Sender = Callable[..., tuple[PyTree, PyTree]]  # (client, *rows) -> what is summed over the clients, what is not
@@ -173,7 +173,7 @@ class Cohort:
     def _client(self, f: Federation, id: Array, active: Array, phase: int | None, group: int) -> Client:
         row = jnp.minimum(id, f.train.size.shape[0] - 1)
 
-        def data(rows: Rows) -> Data:
+        def data(rows: Subset) -> Data:
             index = rows.index[row] if rows.index.shape[1] else jnp.zeros(1, jnp.int32)  # a split that nobody has
             return Data(f.examples, index, jnp.where(active, rows.size[row], 0), self._task.prepare, f.masked)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import Algorithm, Examples, Federation, Metrics, PyTree, Rows, State, Task, Traffic
+from fedjax_pfl.types import Algorithm, Examples, Federation, Metrics, PyTree, State, Subset, Task, Traffic
 
 RESERVED = ("round", "participants", "loss", "traffic", "work", "pre", "post", "post_latest")  # columns of the tables
 
@@ -144,7 +144,7 @@ def _abstract(task: Task) -> Federation:
     """A federation like the task's own: shapes and types only."""
     array: Any = lambda shape, dtype=jnp.int32: jax.ShapeDtypeStruct(shape, dtype)
     n, most = task.num_clients, max(1, int(np.max(task.sizes)))
-    split: Callable[[int], Rows] = lambda width: Rows(array((n, width)), array((n,)))
+    split: Callable[[int], Subset] = lambda width: Subset(array((n, width)), array((n,)))
     examples = Examples(array((n, *task.input.shape), task.input.dtype), array((n,)))
     pool = (
         None

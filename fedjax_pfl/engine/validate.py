@@ -13,7 +13,7 @@ from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data.datasets import Dataset
 from fedjax_pfl.errors import InputError, check, choose, first_line
 from fedjax_pfl.models.functional import BN_STATS
-from fedjax_pfl.types import Algorithm, Federation, Model, Rows, Task
+from fedjax_pfl.types import Algorithm, Federation, Model, Subset, Task
 
 LARGEST = 2**31 - 1  # steps and examples are counted in int32
 _COUNTED = "it is counted in 32 bits"
@@ -190,7 +190,7 @@ def _optimizer(given: Any) -> None:
         )
 
 
-def _rows(part: str, rows: Rows, n: int) -> np.ndarray:
+def _rows(part: str, rows: Subset, n: int) -> np.ndarray:
     """The rows of one part, client after client."""
     index, size = np.asarray(rows.index), np.asarray(rows.size)
     if index.ndim != 2 or len(index) != len(size) or (len(size) and size.max() > index.shape[1]):

@@ -9,7 +9,7 @@ import optax
 
 from fedjax_pfl import models
 from fedjax_pfl.models import nets
-from fedjax_pfl.types import Examples, Federation, Rows, Task
+from fedjax_pfl.types import Examples, Federation, Subset, Task
 
 N, C, SHAPE = 5, 4, (6,)
 SIZES = np.array([7, 19, 1, 12, 4])  # training examples: uneven, one client with a single example
@@ -40,11 +40,11 @@ def federation(
     y = np.append(y, 0).astype(np.int32)
     starts = np.concatenate([[0], np.cumsum(SIZES + test)])[:-1]
 
-    def rows(first: np.ndarray, sizes: np.ndarray, width: int) -> Rows:
+    def rows(first: np.ndarray, sizes: np.ndarray, width: int) -> Subset:
         index = np.full((N, width), len(y) - 1, np.int32)
         for i in range(N):
             index[i, : sizes[i]] = first[i] + np.arange(sizes[i])
-        return Rows(jnp.asarray(index), jnp.asarray(sizes, jnp.int32))
+        return Subset(jnp.asarray(index), jnp.asarray(sizes, jnp.int32))
 
     counts = np.stack([np.bincount(y[s : s + n], minlength=C) for s, n in zip(starts, SIZES, strict=True)])
     splits = (rows(starts, SIZES, width), rows(starts, 0 * SIZES, 0), rows(starts + SIZES, test, int(test.max())))

@@ -15,7 +15,7 @@ from fedjax_pfl.algorithms import fedfomo as factory
 from fedjax_pfl.algorithms.fedfomo import benefit, mixing, select
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import Metrics, Rows, State
+from fedjax_pfl.types import Metrics, State, Subset
 
 KEY = jax.random.key(0)
 TASK = toy.task("linear")
@@ -23,7 +23,7 @@ W = list(map(jax.device_get, map(jax.jit(TASK.model.init), map(jax.random.key, r
 OWN = trees.partition(W[0], averaging.split(TASK).personal[0])[0]  # nothing stays at home
 ALL = np.arange(N)
 HELD = np.array([1, 4, 0, 2, 1])  # a fifth of 7, 19, 1, 12, 4 examples
-ROOM = Rows(toy.federation().test.index, np.zeros(N, np.int32))  # for validation examples, which nobody has yet
+ROOM = Subset(toy.federation().test.index, np.zeros(N, np.int32))  # for validation examples, which nobody has yet
 F = toy.federation()._replace(val=ROOM)
 X, Y = np.asarray(F.examples.x, np.float64), np.asarray(F.examples.y)
 
