@@ -68,7 +68,7 @@ def gathered(cohort: Cohort, outputs: Array) -> Predictions:
     """The predictions [S, D, C] of those who have trained."""
     order = jnp.argsort(cohort.ids)
     here = cohort.trained[order]
-    outputs = cohort.everywhere(outputs)[order]
+    outputs = cohort.replicated(outputs)[order]
     return Predictions(cohort.ids[order], here, jnp.where(trees.expand(here, outputs.ndim), outputs, 0))
 
 

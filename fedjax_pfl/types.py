@@ -253,8 +253,9 @@ class Cohort(Protocol):
         client(c, carry, *rows); returns the last carry and the results [S, ...], zeros where
         inactive."""
 
-    def everywhere(self, rows: PyTree) -> PyTree:
-        """Replicates rows [S, ...] on every device, as a callback on the host needs them."""
+    def replicated(self, tree: PyTree) -> PyTree:
+        """The same values, on every device: asked for before results [S, ...] go to a callback on the
+        host, or are gathered in another order."""
 
 
 class Traffic(NamedTuple):

@@ -53,7 +53,7 @@ def class_weights(cohort: Cohort) -> Array:
 def reorder(key: Array, group: Group, models: PyTree, cohort: Cohort, sweeps: int) -> PyTree:
     """The models [S] with the neurons of this group in the order of the global ones that they
     match."""
-    rows = cohort.everywhere(jax.vmap(lambda w: neurons(w, group))(models))
+    rows = cohort.replicated(jax.vmap(lambda w: neurons(w, group))(models))
     turns = jax.vmap(lambda id: jax.random.bits(jax.random.fold_in(key, id), (sweeps,)))(cohort.ids)
     order = match(rows, cohort.ids, cohort.sizes, turns)  # [S, width]
     moving, rest = trees.partition(models, mask(models, group.tensors + group.readers))

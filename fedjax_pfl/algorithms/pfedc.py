@@ -268,7 +268,7 @@ def privacy_pfedc(
         weight = on.shares(head_weighting, cohort).astype(float)  # [S, T]
         factors = {"branches": weight[:, b.column], "phi": cohort.sizes.astype(float)}
         upload = jax.vmap(aggregate.weigh)(factors, {"branches": heads, "phi": phi}) | {"weight": weight}
-        total, up, down = encryption.total(cohort.everywhere(upload), cohort.ids, cohort.active, backend)
+        total, up, down = encryption.total(cohort.replicated(upload), cohort.ids, cohort.active, backend)
         # from here on as each of the round's clients does by itself, for they alone can read the sums
         mean = _ratio(total["branches"], total["weight"][b.column], heads)
         receive: Callable[[Array, PyTree], PyTree] = jax.vmap(lambda holds, old: trees.choose(holds, mean, old))

@@ -135,9 +135,9 @@ class Cohort:
         carry, results = jax.lax.fori_loop(0, jnp.sum(self.active), one, (carry, results))
         return carry, results
 
-    def everywhere(self, rows: PyTree) -> PyTree:
+    def replicated(self, tree: PyTree) -> PyTree:
         """See `types.Cohort`."""
-        return sharded(rows, self._mesh, P())
+        return sharded(tree, self._mesh, P())
 
     @property
     def _slices(self) -> list[slice]:
