@@ -15,7 +15,7 @@ def choose(experiment: Experiment, width: str, spread: int) -> tuple[Experiment,
     """The experiment in the form of convolutions that is given, or chosen, and how clients are laid
     out over `spread` devices: `width` as given, or chosen."""
     if experiment.config.conv == "auto":
-        experiment = multihost.everywhere(experiment.in_form, _auto_form(experiment, width, spread))
+        experiment = multihost.run_on_all(experiment.in_form, _auto_form(experiment, width, spread))
     trying = (experiment.task, experiment.federation, *_part(experiment, spread))
     chosen = choose_width(*trying) if width == "auto" else int(width)
     return experiment, laid_out(experiment, chosen, spread)

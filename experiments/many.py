@@ -61,7 +61,7 @@ def run(members: Sequence[Member], say: int = closing.ONE, runs_at_once: str = "
         print(f"{_named(part.members, members)}:")
         kind = _kind(first.config)
         if kind not in room:
-            multihost.everywhere(multihost.forget)  # it shares nothing with those before
+            multihost.run_on_all(multihost.forget)  # it shares nothing with those before
             with phases.said(entry.errors(), "Loading the data of all seeds"):
                 room[kind] = _room([m.config for m in members if _kind(m.config) == kind])
         given = [_given(member, part.begun, width.get(kind, {})) for member in part.members]

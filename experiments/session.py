@@ -153,12 +153,12 @@ def loaded(path: Path, config: Config, resume: bool, room: Sequence[int], consol
     recorded = runs.read_layout(path) if resume else None
     conv = recorded.conv if recorded is not None and config.conv == "auto" else config.conv
     with phases.said(console, "Loading the data and making the clients"):
-        experiment = multihost.everywhere(build.prepare, config, conv, room)
+        experiment = multihost.run_on_all(build.prepare, config, conv, room)
         count = layouts.devices(config.devices, experiment, recorded and recorded.devices.count)
         targets.check_possible(experiment)
         stopping.check_possible(experiment)
-        own = multihost.everywhere(runs.digests, experiment)
-        multihost.everywhere(runs.check_digests, experiment, own, dict(own), "process 0 has")  # the copy is sent
+        own = multihost.run_on_all(runs.digests, experiment)
+        multihost.run_on_all(runs.check_digests, experiment, own, dict(own), "process 0 has")  # the copy is sent
     return Run(_directory(path, experiment), experiment, recorded, count)
 
 
@@ -188,7 +188,7 @@ def compiled(experiments: list[build.Experiment], laid: Layout, console: Console
     """The runs as one program on every process."""
     with phases.said(console, "Compiling"):
         try:
-            return multihost.everywhere(train.compiled, experiments, laid)
+            return multihost.run_on_all(train.compiled, experiments, laid)
         except NoRoomError as error:
             if len(experiments) == 1:
                 raise

@@ -96,9 +96,9 @@ def train(
         for run, experiment, clock in zip(directories, batch.experiments, clocks, strict=True):
             event = stack.enter_context(events.written(run.path, run.rows, c.tensorboard, reporter.say))
             recorders.append(Recorder(run, experiment, batch.layout, clock, event))
-        ended: list[str] = multihost.everywhere(list, _reasons(recorders))
-        steps = multihost.everywhere(_course, batch, start, states, ended)
-        for step in reporter.watched(iter(lambda: multihost.everywhere(next, steps, None), None)):
+        ended: list[str] = multihost.run_on_all(list, _reasons(recorders))
+        steps = multihost.run_on_all(_course, batch, start, states, ended)
+        for step in reporter.watched(iter(lambda: multihost.run_on_all(next, steps, None), None)):
             number = interrupt.asked or step.signal
             state_of = functools.partial(_state, batch, functools.cache(functools.partial(_whole, step)))
             added = [one.add(step.results[i], functools.partial(state_of, i)) for i, one in enumerate(recorders)]
@@ -108,7 +108,7 @@ def train(
             if step.state is None:
                 continue
             if not ended and (reasons := _reasons(recorders)):
-                multihost.everywhere(ended.extend, reasons)
+                multihost.run_on_all(ended.extend, reasons)
             done = rows[0]["round"] + ("loss" in rows[0])
             stop = number and done < c.rounds
             if stop or ended or done % c.checkpoint_every == 0 or done == c.rounds:
@@ -156,7 +156,7 @@ def _rounds(batch: Batch, options: dict[str, Any]) -> Iterator[list[simulate.Res
 
 def _whole(step: Step) -> State:
     """The state of all runs on the host: a device may have no room for another copy."""
-    state: State = multihost.everywhere(_fetched, step)
+    state: State = multihost.run_on_all(_fetched, step)
     return state
 
 

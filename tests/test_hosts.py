@@ -273,9 +273,9 @@ def test_a_port_that_is_taken_is_said_by_process_0():
 def test_a_single_process_only_does_its_work():
     assert not multihost.several() and multihost.largest(7) == 7
     multihost.connect(None)
-    assert multihost.everywhere(divmod, 7, 2) == (3, 1)
+    assert multihost.run_on_all(divmod, 7, 2) == (3, 1)
     with pytest.raises(ZeroDivisionError):
-        multihost.everywhere(divmod, 7, 0)
+        multihost.run_on_all(divmod, 7, 0)
     tree = multihost.fetch({"key": jax.random.key(0), "x": jax.numpy.ones(2)})
     assert isinstance(tree["x"], np.ndarray)
 

@@ -4,7 +4,8 @@ A mesh spans the devices of all (`clients.make_mesh`), so an array may lie where
 read it: `fetch` brings it to every host. What computes on such a mesh must be run by every process,
 with the same arguments: a process that takes another way leaves the others waiting. A program in
 Python can be such that it is the same on all. A command is run by process 0 alone, which reads,
-writes, talks and decides; the others `follow`: they run the functions that it runs `everywhere`. In
+writes, talks and decides; the others `follow`: they run the functions that it gives to
+`run_on_all`. In
 a single process each of these functions does its work and nothing more.
 """
 
@@ -29,7 +30,7 @@ from fedjax_pfl.types import PyTree
 PIECE = 2**24  # bytes that are sent at once
 SHUTDOWN = 60  # seconds that a process which ends waits for the others to end
 T = TypeVar("T")
-_own: dict[Callable[..., Any], Any] = {}  # what each function that ran `everywhere` returned in this process, in order
+_own: dict[Callable[..., Any], Any] = {}  # what each function of `run_on_all` returned in this process, in order
 _left = False  # whether this process left a step before its end, so that it cannot take another with the others
 
 
@@ -173,7 +174,7 @@ def left() -> bool:
 
 
 def forget() -> None:
-    """Frees what was compiled, and the results that `everywhere` keeps."""
+    """Frees what was compiled, and the results that `run_on_all` keeps."""
     jax.clear_caches()
     _own.clear()
 
@@ -183,7 +184,7 @@ def largest(number: int) -> int:
     return int(multihost_utils.process_allgather(np.int32(number)).max()) if several() else number
 
 
-def everywhere(function: Callable[..., T], *args: Any) -> T:
+def run_on_all(function: Callable[..., T], *args: Any) -> T:
     """What `function(*args)` returns here, run by every process: by process 0, which calls this,
     and by those that `follow` it.
 
@@ -208,7 +209,7 @@ def everywhere(function: Callable[..., T], *args: Any) -> T:
 
 
 def follow() -> int:
-    """On all but process 0: runs what that runs `everywhere`, until it says `dismiss`, and returns
+    """On all but process 0: runs what that gives to `run_on_all`, until it says `dismiss`, and returns
     the number given there.
 
     A step: process 0 sends a function and its arguments; all run it, and say whether it raised; if
