@@ -29,11 +29,11 @@ def shuffle(key: Array, length: int, size: Array) -> Array:
 
 def take(data: Data, row: Array, mask: Array) -> Batch:
     """The batch of a client's rows `row` [B]; where `mask` [B] is False it holds zeros, or
-    `data.masked`."""
+    `data.mask_fill`."""
     index = data.index[jnp.where(mask, row, 0)]
     index = jnp.where(mask, index, 0)  # an empty client's list holds nothing meaningful
     x = data.prepare(_rows(data.examples.x, index))
-    empty_x, empty_y = (0, 0) if data.masked is None else (data.masked.x[None], data.masked.y)
+    empty_x, empty_y = (0, 0) if data.mask_fill is None else (data.mask_fill.x[None], data.mask_fill.y)
     x = jnp.where(trees.expand(mask, x.ndim), x, empty_x)  # not a product: 0 * NaN is NaN
     return Batch(x, jnp.where(mask, _rows(data.examples.y, index), empty_y), mask, row)
 

@@ -56,7 +56,7 @@ class Federation(NamedTuple):
     class_counts: Array  # [N, C] int32, training examples of each class
     public: Examples | None = None  # the pool of public examples, P of them; their labels may be meaningless
     placement: Placement | None = None  # set by the engine; None: row i is client i's
-    masked: Examples | None = None  # see `Data`; no result may depend on it, which a test checks
+    mask_fill: Examples | None = None  # see `Data`; no result may depend on it, which a test checks
 
 
 class Data(NamedTuple):
@@ -66,7 +66,7 @@ class Data(NamedTuple):
     index: Array  # type: ignore[assignment]  # hides tuple.index; [M] int32
     size: Array  # [] int32
     prepare: Callable[[Array], Array]  # raw [B, *input] -> the model's input [B, ...]
-    masked: Examples | None = None  # fills masked rows of a batch: x prepared [...], y []; None: zeros
+    mask_fill: Examples | None = None  # fills masked rows of a batch: x prepared [...], y []; None: zeros
 
 
 class Batch(NamedTuple):

@@ -175,7 +175,7 @@ class Cohort:
 
         def data(rows: Subset) -> Data:
             index = rows.index[row] if rows.index.shape[1] else jnp.zeros(1, jnp.int32)  # a split that nobody has
-            return Data(f.examples, index, jnp.where(active, rows.size[row], 0), self._task.prepare, f.masked)
+            return Data(f.examples, index, jnp.where(active, rows.size[row], 0), self._task.prepare, f.mask_fill)
 
         key = None if phase is None else jax.random.fold_in(jax.random.fold_in(self._key, phase), id)
         splits, public = (data(f.train), data(f.val), data(f.test)), _public(f, self._task, active)
@@ -268,4 +268,6 @@ def _public(federation: Federation, task: Task, active: Array) -> Data | None:
         return None
     count = pool.x.shape[0]
     size = jnp.where(active, count, 0).astype(jnp.int32)
-    return Data(pool, jnp.arange(count, dtype=jnp.int32), size, task.prepare_public or task.prepare, federation.masked)
+    return Data(
+        pool, jnp.arange(count, dtype=jnp.int32), size, task.prepare_public or task.prepare, federation.mask_fill
+    )

@@ -5,8 +5,7 @@ read it: `fetch` brings it to every host. What computes on such a mesh must be r
 with the same arguments: a process that takes another way leaves the others waiting. A program in
 Python can be such that it is the same on all. A command is run by process 0 alone, which reads,
 writes, talks and decides; the others `follow`: they run the functions that it gives to
-`run_on_all`. In
-a single process each of these functions does its work and nothing more.
+`run_on_all`. In a single process each of these functions does its work and nothing more.
 """
 
 import contextlib

@@ -69,13 +69,13 @@ def mask(s: Subject) -> None:
 
 def _filled(f: Federation) -> Federation:
     """Other finite values and a valid label in masked rows."""
-    x = _masked(f).x
-    return f._replace(masked=Examples(jnp.linspace(1, 3, x.size).reshape(x.shape).astype(x.dtype), jnp.int32(C - 1)))
+    x = _mask_fill(f).x
+    return f._replace(mask_fill=Examples(jnp.linspace(1, 3, x.size).reshape(x.shape).astype(x.dtype), jnp.int32(C - 1)))
 
 
-def _masked(f: Federation) -> Examples:
-    assert f.masked is not None
-    return f.masked
+def _mask_fill(f: Federation) -> Examples:
+    assert f.mask_fill is not None
+    return f.mask_fill
 
 
 def inactive(s: Subject) -> None:
@@ -200,7 +200,7 @@ def layout(s: Subject) -> None:
     else:
         t, ids = s.task._replace(participation=(0.8, 0.8)), np.array([3, 0, 4, 1], np.int32)
     other = subject(s.factory, t, width=2, devices=devices, start=s.start)
-    wide = federation(24, input=t.input, public=t.public)._replace(masked=s.federation.masked)
+    wide = federation(24, input=t.input, public=t.public)._replace(mask_fill=s.federation.mask_fill)
     found = run(other, federation=wide, ids=ids, active=ids < N)
     same_round(found, run(s), IDS[ACTIVE], 1e-5)
 
@@ -208,7 +208,7 @@ def layout(s: Subject) -> None:
 def bn_stats(s: Subject) -> None:
     """With bn_stats=local running statistics stay with their client and influence nobody else,
     masked rows nothing."""
-    shape = _masked(s.federation).x.shape
+    shape = _mask_fill(s.federation).x.shape
     net = lambda shape, classes, rngs: nets.Net(_Marked(shape, rngs), layers.linear(8, classes, rngs))
     model = models.model(net, shape, s.task.num_classes)
     shared = None if s.task.shared is None else model  # the other inputs of a small model would influence all
