@@ -120,20 +120,20 @@ class Split(NamedTuple):
         return (shared if len(self.task.models) == 1 else trees.pruned(shared)), own
 
 
-def split(task: Task, personal: tuple[str, ...] = (), *, norms: bool = False, variables: PyTree = None) -> Split:
+def split(task: Task, personal: tuple[str, ...] = (), *, batch_norm: bool = False, variables: PyTree = None) -> Split:
     """Divides a model's variables into what is sent and what stays with the client.
 
     Running statistics stay where the body stays, and with bn_stats=local in any case.
 
     Args:
       personal: the parts that stay, of body, head, stats.
-      norms: whether every leaf of a batch-norm module stays, too.
+      batch_norm: whether every leaf of a batch-norm module stays, too.
       variables: a dict with a part "stats" that is divided in place of the model's variables.
     """
     stay = {*personal, *(("stats",) if "body" in personal or task.bn_stats == "local" else ())}
-    wholes = [variables] if variables is not None else [model.norms for model in task.models]
+    wholes = [variables] if variables is not None else [model.bn_mask for model in task.models]
     masks = [trees.parts(whole, tuple(stay)) for whole in wholes]
-    if norms:
+    if batch_norm:
         masks = [jax.tree.map(lambda a, b: a or b, *pair) for pair in zip(masks, wholes, strict=True)]
     return Split(task, tuple(masks))
 
@@ -156,7 +156,7 @@ def split_layers(task: Task, shared: Callable[[Model], Sequence[Path]]) -> Split
                 return task.bn_stats == "local" or ("body", *inside) not in paths
             return (part, *inside) not in paths
 
-        return jax.tree_util.tree_map_with_path(stays, model.norms)
+        return jax.tree_util.tree_map_with_path(stays, model.bn_mask)
 
     return Split(task, tuple(map(mask, task.models)))
 

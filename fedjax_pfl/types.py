@@ -84,7 +84,7 @@ class Network(NamedTuple):
 
     init: Callable[[Array], PyTree]  # key -> variables
     apply: Callable[..., tuple[Any, PyTree]]  # (variables, x, mask=None, train=False, key=None) -> outputs, new stats
-    norms: PyTree  # the structure of the variables, bool: does this leaf belong to a batch-norm module?
+    bn_mask: PyTree  # the structure of the variables, bool: does this leaf belong to a batch-norm module?
 
 
 class Model(NamedTuple):
@@ -95,7 +95,7 @@ class Model(NamedTuple):
     features: Callable[..., tuple[Array, PyTree]]  # (variables, x, mask=None, train=False, key=None) -> [B, K], stats
     head: Callable[[PyTree, Array], Array]  # (variables["head"], h [B, K]) -> logits [B, C]
     apply: Callable[..., tuple[Array, PyTree]]  # (variables, x, mask=None, train=False, key=None) -> [B, C], stats
-    norms: PyTree  # the structure of the variables, bool: does this leaf belong to a batch-norm module?
+    bn_mask: PyTree  # the structure of the variables, bool: does this leaf belong to a batch-norm module?
     num_features: int  # K
 
 

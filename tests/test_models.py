@@ -76,7 +76,7 @@ def test_every_model_has_a_line_of_help_and_gives_logits(name):
     logits, stats = jax.eval_shape(lambda v, x: net.apply(v, x, jnp.ones(3, bool), train=True), variables, x)
     assert "\n\n" not in MODELS[name].__doc__
     assert h.shape == (3, net.num_features) and logits.shape == (3, 10)
-    assert jax.tree.structure(net.norms) == jax.tree.structure(variables)
+    assert jax.tree.structure(net.bn_mask) == jax.tree.structure(variables)
     assert jax.tree.map(jnp.shape, stats) == jax.tree.map(jnp.shape, variables["stats"])
     assert variables["head"]["kernel"].shape == (net.num_features, 10) and variables["head"]["bias"].shape == (10,)
 
@@ -316,10 +316,10 @@ def test_variables_go_in_and_out_in_the_same_places():
 
 
 def test_norms_are_found_by_type_not_by_name():
-    norms = model(Custom, (6,), 3).norms
-    assert norms["body"]["squash"] == {"scale": True, "bias": True}
-    assert norms["stats"] == {"squash": {"mean": True, "var": True}}
-    assert sum(jax.tree.leaves(norms)) == 4
+    bn_mask = model(Custom, (6,), 3).bn_mask
+    assert bn_mask["body"]["squash"] == {"scale": True, "bias": True}
+    assert bn_mask["stats"] == {"squash": {"mean": True, "var": True}}
+    assert sum(jax.tree.leaves(bn_mask)) == 4
 
 
 def test_batch_statistics_at_test_time():

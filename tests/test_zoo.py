@@ -212,7 +212,7 @@ def test_any_network_can_have_512_features(name, native, by):
     assert net.num_features == 512
     assert jax.tree.map(jnp.shape, after["head"]) == {"kernel": (512, 7), "bias": (7,)}
     assert size(after["body"]) == size(before["body"]) + added
-    assert sum(jax.tree.leaves(net.norms)) == sum(jax.tree.leaves(plain.norms))
+    assert sum(jax.tree.leaves(net.bn_mask)) == sum(jax.tree.leaves(plain.bn_mask))
     assert size(after["stats"]) == size(before["stats"])
 
 

@@ -123,7 +123,7 @@ def fedala(
       `ala_epochs` how long it was learned.
     """
     loss, split = losses.classification(task.model), averaging.split(task)
-    mask, patience = trees.parts(task.model.norms, BLENDED[blended]), Patience(window, threshold, cap)
+    mask, patience = trees.parts(task.model.bn_mask, BLENDED[blended]), Patience(window, threshold, cap)
 
     def beside(w: PyTree) -> dict[str, PyTree]:
         mine, _ = trees.partition(w, mask)

@@ -15,6 +15,6 @@ from fedjax_pfl.types import Algorithm, Task
 def fedbn(task: Task) -> Algorithm:
     """Averages all but the batch-norm layers, which are found by module type; equals FedAvg where
     there are none."""
-    if not any(jax.tree.leaves(task.model.norms)):
+    if not any(jax.tree.leaves(task.model.bn_mask)):
         logging.log_first_n(logging.WARNING, "fedbn: this model has no batch norm, so FedBN is FedAvg here.", 1)
-    return partial_averaging(task, split(task, norms=True))
+    return partial_averaging(task, split(task, batch_norm=True))

@@ -72,7 +72,7 @@ score = functools.partial(score_beside, names=("large", "small"))
 def exchanged(task: Task, shared: Model) -> averaging.Split:
     """Which leaves of {"w", "theta", "alpha", "stats"} are sent: the extractor theta, and its
     running statistics unless they stay with bn_stats=local."""
-    stays = averaging.split(task, variables=shared.norms).personal[0]
+    stays = averaging.split(task, variables=shared.bn_mask).personal[0]
     theirs = {"theta": {"body": stays["body"]}, "stats": {"w": True, "theta": stays["stats"]}}
     return averaging.Split(task, ({**theirs, "w": True, "alpha": True},))
 

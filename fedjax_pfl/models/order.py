@@ -23,7 +23,7 @@ def layers(model: Model, x: jax.ShapeDtypeStruct) -> list[dict[Path, tuple[tuple
     traced = jax.make_jaxpr(lambda variables, x: model.apply(variables, x)[0])(variables, x).jaxpr
     first = {v: i for i, e in reversed([*enumerate(traced.eqns)]) for v in e.invars if not isinstance(v, Literal)}
     leaves = jax.tree_util.tree_leaves_with_path(variables)
-    norms = dict(jax.tree_util.tree_leaves_with_path(model.norms))
+    bn_mask = dict(jax.tree_util.tree_leaves_with_path(model.bn_mask))
     used = sorted(zip(leaves, traced.invars, strict=False), key=lambda one: first.get(one[1], len(traced.eqns)))
     found: list[dict[Path, tuple[tuple[int, ...], ...]]] = []
     for (path, leaf), _ in used:
@@ -32,7 +32,7 @@ def layers(model: Model, x: jax.ShapeDtypeStruct) -> list[dict[Path, tuple[tuple
             continue
         layer = (part, *inside)
         if not any(layer in known for known in found):
-            found += [] if norms[path] and found else [{}]
+            found += [] if bn_mask[path] and found else [{}]
             found[-1][layer] = ()
         here = next(known for known in found if layer in known)
         here[layer] += (leaf.shape,)

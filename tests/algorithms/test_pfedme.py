@@ -88,7 +88,7 @@ def test_theta_of_a_quadratic_is_the_proximal_point(monkeypatch):
     fixed: Model = ONE_STEP.model._replace(
         init=lambda key: {"body": {}, "head": {"w": jnp.asarray(w)}, "stats": {}},
         apply=lambda w, x, **options: (jnp.zeros((len(x), toy.C)), {}),
-        norms={"body": {}, "head": {"w": False}, "stats": {}},
+        bn_mask={"body": {}, "head": {"w": False}, "stats": {}},
     )
 
     def quadratic(model):
