@@ -33,7 +33,7 @@ def with_public(sent: Traffic, task: Task, count: int, active: Array) -> Traffic
 def uploads(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
     """The size of what `Cohort.mean` averaged, both ways: the default of a method that counts
     nothing else."""
-    lengths = cohort.places  # type: ignore[attr-defined]  # the engine's
+    lengths = cohort.lengths  # type: ignore[attr-defined]  # the engine's
     sizes = [[trees.size(upload) for upload in call] for call in cohort.uploads]  # type: ignore[attr-defined]
     per_group = [sum(call[group] for call in sizes) for group in range(len(lengths))]
     each = jnp.concatenate([jnp.full(n, size, jnp.int32) for n, size in zip(lengths, per_group, strict=True)])

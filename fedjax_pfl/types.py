@@ -1,7 +1,7 @@
 """The contract: what a method is given and returns, and the legend of the axis letters.
 
-Axes: N clients of the federation, S clients of a round, M padded rows of a client, B batch, C
-classes, K features, T class groups (pFedC's tasks), P public examples, G architectures, Z
+Axes: N clients of the federation, S clients of a round, M examples of a client with padding, B
+batch, C classes, K features, T class groups (pFedC's tasks), P public examples, G architectures, Z
 parameters, n examples of the whole data set.
 """
 
@@ -17,33 +17,24 @@ from fedjax_pfl.errors import ArchitectureError
 
 Array = jax.Array
 PyTree = Any
-Scores = dict[str, tuple[Array, Array]]  # name -> (sum, count): scalars, or vectors over classes or class groups
+# name -> (sum, count) over unmasked rows: scalars, or vectors, as over classes, whose ratios are averaged where counted
+Scores = dict[str, tuple[Array, Array]]
 Predictor = Callable[[Array, Array], PyTree]  # (x [B, ...] prepared, mask [B]) -> outputs [B, ...]
 
 
 class Examples(NamedTuple):
-    """The whole data set, once, on device; official training examples first, then the official test
-    examples."""
+    """Inputs and labels: in `Federation.examples` of the whole data set, official training examples
+    first, then the official test examples."""
 
     x: Array  # [n, *input], raw: uint8 images stay uint8 until a batch is taken
     y: Array  # [n] int32
 
 
 class Subset(NamedTuple):
-    """The examples of each client, as positions in `Federation.examples` (torch's Subset); the last
-    axis is padded."""
+    """The examples of each client, as positions in `Federation.examples`; the last axis is padded."""
 
     index: Array  # type: ignore[assignment]  # hides tuple.index; [..., M] int32, meaningless past `size`
     size: Array  # [...] int32
-
-
-class Placement(NamedTuple):
-    """Maps clients to rows of State.clients, which are ordered by architecture and distributed over
-    the devices; R rows in all, empty ones included."""
-
-    client: Array  # [R] int32, whose row it is; N or more: an empty row
-    row: Array  # [N] int32, the row of each client
-    work: Array  # [N], estimated cost of a client's round in any unit, to balance the load of the devices
 
 
 class Federation(NamedTuple):
@@ -55,27 +46,28 @@ class Federation(NamedTuple):
     test: Subset  # index [N, M''], size [N]
     class_counts: Array  # [N, C] int32, training examples of each class
     public: Examples | None = None  # the pool of public examples, P of them; their labels may be meaningless
-    placement: Placement | None = None  # set by the engine; None: row i is client i's
-    mask_fill: Examples | None = None  # see `Data`; no result may depend on it, which a test checks
+    placement: Any = None  # of `engine.placement`: which rows of State.clients are whose; None: row i is client i's
+    mask_fill: Examples | None = None  # as of `Data`; no result may depend on it, which a test checks
 
 
 class Data(NamedTuple):
-    """One client's rows over the shared examples, and how raw inputs become what a model takes."""
+    """One client's train, validation, test or public examples, as positions in everybody's, and how
+    raw inputs become what a model takes. Methods read them through `local` and `evaluate`."""
 
     examples: Examples
     index: Array  # type: ignore[assignment]  # hides tuple.index; [M] int32
     size: Array  # [] int32
     prepare: Callable[[Array], Array]  # raw [B, *input] -> the model's input [B, ...]
-    mask_fill: Examples | None = None  # fills masked rows of a batch: x prepared [...], y []; None: zeros
+    mask_fill: Examples | None = None  # what stands where Batch.mask is False: x prepared [...], y []; None: zeros
 
 
 class Batch(NamedTuple):
     """What one step sees."""
 
-    x: Array  # [B, ...], prepared; anything finite where not valid
-    y: Array  # [B] int32; any label where not valid
-    mask: Array  # [B] bool
-    row: Array  # [B] int32, position in the client's list
+    x: Array  # [B, ...], prepared; anything finite where the mask is False
+    y: Array  # [B] int32; any label where the mask is False
+    mask: Array  # [B] bool: is this row an example? Every mean and sum over a batch must use it
+    row: Array  # [B] int32, position in Data.index
 
 
 class Network(NamedTuple):
@@ -137,7 +129,9 @@ class Task(NamedTuple):
     participation: tuple[float, float] = (1.0, 1.0)  # fraction of the clients in a round, drawn from [low, high]
     drop_last: bool = False  # drop the short last batch, to copy a paper that did
     augment: Callable[[Array, Array], Array] | None = None  # (key, x) -> x, on training batches
-    bn_stats: str = "aggregate"  # running statistics: averaged; "local": the client's own; "batch": none
+    bn_stats: str = (
+        "aggregate"  # batch norm's running statistics are averaged; "local": each client's own; "batch": none
+    )
     superclass: np.ndarray | None = None  # [C] -> superclass, where the data set has them
     shared: Model | None = None  # the small model that all clients exchange (FML, FedKD, ...)
     public: jax.ShapeDtypeStruct | None = None  # the pool of public examples [P, *input], raw; None: there is none
@@ -157,18 +151,14 @@ class Task(NamedTuple):
 
 
 class Own(NamedTuple):
-    """Marks a result of a client's function whose structure is that of the client's architecture,
-    as a whole model's.
-
-    If an upload is marked, `default` is `Grouped` and the mean is taken within each architecture.
-    """
+    """Marks a result of a client's function whose tree structure is its architecture's, as a whole
+    model's; of an upload so marked the mean is taken within each architecture."""
 
     tree: PyTree
 
 
 class Grouped(NamedTuple):
-    """Stacked trees, one per architecture; where there is only one architecture, its plain tree
-    stands instead."""
+    """Stacked trees, one per architecture; of a single architecture its plain tree stands instead."""
 
     trees: tuple[PyTree, ...]  # [G] trees, leading axis: the clients of that architecture
 
@@ -177,26 +167,29 @@ class State(NamedTuple):
     """What a method carries from round to round."""
 
     server: PyTree  # no client axis, or a leading N, by client id, where the server must see every client
-    clients: PyTree  # axis S inside a round, else all rows as placed (by id: `Program.unplace`); parts may be Grouped
+    clients: PyTree  # leading axis S; N by client id from `init`; between rounds by `placement`; parts may be Grouped
 
 
 class Metrics(NamedTuple):
     """What a round reports."""
 
-    loss: Any = None  # [S] mean training loss over the local steps, of what the method's note says; required
-    post: Any = None  # {score: [S]} right after local training (`evaluate.post`); required
-    clients: dict[str, Array] = {}  # noqa: RUF012  # {name: [S]}; immutable by convention
+    loss: Any = (
+        None  # [S] mean training loss over the local steps, of the model that the docstring's Note says; required
+    )
+    post: Any = None  # {score: [S]} right after local training (`evaluate.post`), the headline among them; required
+    clients: dict[str, Array] = {}  # noqa: RUF012  # {name: [S]}, ignored where inactive; immutable by convention
     server: dict[str, Array] = {}  # noqa: RUF012  # {name: any shape}, such as mixing weights [N, N]
 
 
 class Cohort(Protocol):
     """The clients of a round and how to run a function over them.
 
-    Some of the S places are inactive: padding, and clients that have dropped out. They must change
-    nothing. The engine keeps their rows of State.clients; what a method writes into State.server by
-    client id it masks itself (`trees.scatter` with `active` or `trained`). The places are in no
-    particular order, so a sum of floats over them outside `mean` is taken in the order of the ids
-    (`jnp.argsort(cohort.ids)`), or the layout changes its rounding.
+    Some of its S places are inactive: padding, and clients that have dropped out. They must change
+    nothing: where nobody trains the server stays as it is. The engine keeps their rows of
+    State.clients; what a method writes into State.server by client id it masks itself
+    (`trees.scatter` with `active` or `trained`). The places are in no particular order, so a sum of
+    floats over them outside `mean` is taken in the order of the ids (`jnp.argsort(cohort.ids)`), or
+    the layout changes its rounding.
     """
 
     ids: Array  # [S] int32, distinct; N or more in padding, where jax's indexing reads some row and writes nothing
@@ -210,11 +203,11 @@ class Cohort(Protocol):
     public: Data | None  # the pool of public examples, for the server
 
     def map(self, client: Callable[..., PyTree], *rows: PyTree, phase: int | None = 0) -> PyTree:
-        """Results [S, ...] of client(c, *rows); those marked `Own` come back Grouped; of inactive
-        clients undefined.
+        """Calls client(c, *rows) per client and stacks the results, [S, ...]; those marked `Own` come
+        back as Grouped. What is returned of inactive clients is undefined: mask it.
 
         Args:
-          rows: trees with the axis S, or Grouped.
+          rows: trees with a leading axis S, or Grouped; each client gets its own entry.
           phase: separates the random streams of the calls in one round, so each call needs its own
             (else InputError); None: the function draws nothing, and c.key is None.
         """
@@ -235,12 +228,13 @@ class Cohort(Protocol):
         other results, and those of `map` and `scan`, are not.
 
         Args:
-          weight: not negative, not normalised; None (uniform), [S], or a prefix tree of the upload
-            whose leaves are None, [S], or [S, ...], broadcast against the trailing axes of every
-            leaf below (see `aggregate.shares`).
+          weight: not negative, not normalised; None (uniform over the active clients, those without
+            examples included: `trained` leaves them out), [S], or a prefix tree of the upload whose
+            leaves are None, [S], or [S, ...], broadcast against the trailing axes of every leaf
+            below (see `aggregate.shares`).
           default: a tree like the upload, taken where the weights of the active clients sum to
-            zero; usually the server's present value. Grouped where the upload is marked `Own`, as
-            the mean then is.
+            zero, and in place of every upload for unseen clients; usually the server's present
+            value. Grouped where the upload is marked `Own`, as the mean then is.
 
         Returns:
           (the mean, in the dtypes of the upload, and the other results [S, ...] as a tuple).
@@ -254,12 +248,12 @@ class Cohort(Protocol):
         inactive."""
 
     def replicated(self, tree: PyTree) -> PyTree:
-        """The same values, on every device: asked for before results [S, ...] go to a callback on the
-        host, or are gathered in another order."""
+        """The tree [S, ...] whole on every device, as a callback on the host, or another order of
+        its rows, needs it."""
 
 
 class Traffic(NamedTuple):
-    """The communication of one round, for each client of the cohort."""
+    """The communication of one round per client, 0 where inactive (see `traffic.both_ways`)."""
 
     down: Array  # [S] scalars received
     up: Array  # [S] scalars sent
@@ -270,8 +264,7 @@ class Traffic(NamedTuple):
 
 
 class Idle(NamedTuple):
-    """When a part of a method does nothing: while every entry of a server's metric is near one
-    value. A run ends with a line that says so."""
+    """When a part of a method does nothing: while a server's metric is near one value."""
 
     metric: str  # its name in Metrics.server
     at: float  # the value at which the part does nothing
@@ -282,20 +275,26 @@ class Idle(NamedTuple):
 class Algorithm(NamedTuple):
     """A method as a value: pure functions, and what is known of them.
 
-    They are traced under jit, so they branch in Python on nothing that is an array. A round reaches
-    clients through `cohort.map`, `mean` and `scan` only, and returns a State of the structure,
-    shapes and dtypes that it was given. Its key is for the server's draws; a client draws from
-    `c.key`, by `keys.fold` where it needs more than one stream.
+    A factory, name(task, *, hyperparameters) -> Algorithm, makes it anew in every trace: `task.lr`
+    and hyperparameters that are floats are then traced, so Python branches on none of them, nor on
+    any array. A round reaches clients through `cohort.map`, `mean` and `scan` only, and returns a
+    State of the structure, shapes and dtypes that it was given. What a client sends and what stays
+    goes through `averaging.split`, which knows of running statistics. The round's key is for the
+    server's draws; a client's main local training takes `c.key` unchanged, every other draw
+    `keys.fold(c.key, stream)`, a stream being of `keys.Client` or another `keys.Stream`.
     """
 
     init: Callable[[Array], State]  # key -> State, State.clients by client id
     round: Callable[[Array, State, Cohort], tuple[State, Metrics]]  # (key, State[S], Cohort) -> State[S], Metrics
-    # (server, row of State.clients, client); may adapt here, once; c.key is also the key of the round's training
+    # (server, the client's entry of State.clients, client); called once per client, so it is here that a model is
+    # fine-tuned before it predicts. c.key is that of the round's training: draw from keys.fold(c.key, ...)
     predict: Callable[[PyTree, PyTree, Client], Predictor]
-    score: Callable[[PyTree, Array, Array, Client], Scores]  # (outputs [B, ...], y, mask, client)
+    score: Callable[[PyTree, Array, Array, Client], Scores]  # (outputs [B, ...], y, mask, client), with the headline
     traffic: Callable[[State, Cohort, Metrics], Traffic] | None = None  # None: the size of the upload, both ways
     headline: tuple[str, str] = ("acc", "max")  # the primary score, and whether "max" or "min" is better
-    one_architecture: bool = True  # False: clients may be of several architectures
-    no_unseen: str = ""  # if any: why local rounds under a fixed server do not personalise an unseen client
-    averages: tuple[str, ...] = ()  # entries of State.server that are means of weights: a server optimizer steps them
+    one_architecture: bool = True  # False: there may be several; use `c.model`, not `task.model`, and `groups.stack`
+    no_unseen: str = ""  # why unseen clients cannot be personalised, as the end of an error's sentence; "": they can
+    averages: tuple[
+        str, ...
+    ] = ()  # keys of State.server whose means of parameters a server optimizer (FedOpt) may update
     idle: tuple[Idle, ...] = ()  # when a part of the method does nothing, by the server's metrics

@@ -3,10 +3,10 @@
 On each device `width` clients are trained at once (vmap), chunks of as many one after another
 (scan), the clients with the most training examples first. A client's result is that of exactly its
 own steps, though a chunk takes as long as its longest client. A mean is accumulated inside the
-scan, so that `width` models are held, not S. Over several devices each trains its own block of the
-cohort (shard_map), without communication until the partial means are summed, once. Clients of each
-architecture form such a block of their own, and the blocks run one after another. The result is the
-same for every layout, to rounding.
+scan, so that `width` models are held, not S. Over several devices each trains its own part of the
+cohort (shard_map), without communication until the partial means are summed, once. The clients of
+each architecture form a segment of the cohort, and the segments run one after another. The result
+is the same for every layout, to rounding.
 """
 
 import functools
@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from fedjax_pfl import aggregate, groups, keys, trees
 from fedjax_pfl.engine import contract
-from fedjax_pfl.engine.placement import AXIS, sharded, starts, unmarked
+from fedjax_pfl.engine.placement import AXIS, sharded, starts, without_mesh
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Array, Client, Data, Examples, Federation, Own, PyTree, Subset, Task
 
@@ -33,9 +33,10 @@ class Cohort:
     """The cohort of a round, see `types.Cohort`, which is what methods may use of it.
 
     Attributes:
-      places: [G] clients of each architecture, padding included, in the order of Task.models.
-      uploads: per architecture the shapes of what `mean` averaged, in the order of the calls; known
-        once traced.
+      lengths: [G] places of each architecture's segment, padding included, in the order of
+        Task.models.
+      uploads: for each call of `mean`, in their order, the shapes of the upload per architecture;
+        known once traced.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Cohort:
         lengths: tuple[int, ...] | None = None,
         transform: Transform | None = None,
     ):
-        """`lengths`: places per architecture, in this order; None: all are of one architecture."""
+        """`lengths`: as of the attribute; None: all are of one architecture."""
         self.ids, self.active, self.round, self.evaluated = ids, active, round, evaluated
         known = jnp.minimum(ids, federation.train.size.shape[0] - 1)
         self.sizes = jnp.where(active, federation.train.size[known], 0)
@@ -66,11 +67,11 @@ class Cohort:
         self.public = _public(federation, task, jnp.bool(True))
         self.uploads: list[list[PyTree]] = []
         self._federation, self._task, self._key, self._mesh = federation, task, key, mesh
-        self.places = lengths or (len(ids),)
+        self.lengths = lengths or (len(ids),)
         self._width, self._transform = width, transform
         self._phases: set[int] = set()
         assert all(
-            length % (1 if mesh is None else mesh.size) == 0 for length in self.places
+            length % (1 if mesh is None else mesh.size) == 0 for length in self.lengths
         )  # by `placement.segments`
 
     def map(self, client: Callable[..., PyTree], *rows: PyTree, phase: int | None = 0) -> PyTree:
@@ -107,12 +108,12 @@ class Cohort:
     ) -> tuple[PyTree, PyTree]:
         """See `types.Cohort`.
 
-        Each client's place comes from a random number of (round, phase, id; None as phase 0), so
+        Each client's turn comes from a random number of (round, phase, id; None as phase 0), so
         neither the order of the cohort nor an absent client changes the relative order of the
         others.
         """
-        if len(self.places) > 1:
-            raise InputError(f"cohort.scan is for clients of one architecture, and there are {len(self.places)}.")
+        if len(self.lengths) > 1:
+            raise InputError(f"cohort.scan is for clients of one architecture, and there are {len(self.lengths)}.")
         self._once(phase)
         key = jax.random.fold_in(keys.fold(self._key, keys.Cohort.ORDER), phase or 0)
         draws = jax.vmap(lambda id: jax.random.bits(jax.random.fold_in(key, id)))(self.ids)
@@ -141,7 +142,7 @@ class Cohort:
 
     @property
     def _slices(self) -> list[slice]:
-        begin = starts(self.places)
+        begin = starts(self.lengths)
         return [slice(a, b) for a, b in itertools.pairwise(begin)]
 
     def _once(self, phase: int | None) -> None:
@@ -185,11 +186,11 @@ class Cohort:
     def _run(
         self, client: Sender, rows: tuple[PyTree, ...], shares: PyTree, phase: int | None
     ) -> tuple[list[PyTree], PyTree]:
-        """Per architecture the sum of share * first result, and the second results in the cohort's
-        order."""
-        some = [group for group, length in enumerate(self.places) if length]
+        """Per architecture the weighted sum of the uploads, and all clients' other results in the
+        cohort's order."""
+        some = [group for group, length in enumerate(self.lengths) if length]
         arrays = (self.ids, self.active, self.sizes, rows, shares)
-        alone = len(self.places) == 1
+        alone = len(self.lengths) == 1
         each = [arrays if alone else groups.rows_of(arrays, group, self._slices[group]) for group in some]
 
         def here(federation: Federation, each: list[Any]) -> tuple[list[PyTree], list[PyTree]]:
@@ -207,7 +208,7 @@ class Cohort:
             # check_vma would refuse loops that start from the server's state, which `client` closes over
             inside, outside = (P(), P(AXIS)), (P(), P(AXIS))
             spread = jax.shard_map(here, mesh=self._mesh, in_specs=inside, out_specs=outside, check_vma=False)
-            totals, results = unmarked(spread(self._federation, each))
+            totals, results = without_mesh(spread(self._federation, each))
         return totals, groups.join(results)
 
     def _block(
@@ -223,8 +224,8 @@ class Cohort:
         shares: PyTree,
     ) -> tuple[PyTree, PyTree, PyTree]:
         """What one device does with its own clients of an architecture, all arrays with as many
-        rows: its sum of share * first result, the second results, and shapes and types of a first
-        one."""
+        rows: the weighted sum of their uploads, their other results, and an upload's shapes and
+        types."""
         count = ids.shape[0]
         width = min(self._width, count)
         # longest first, ties by id: no chunk and no sum depends on the order of the cohort

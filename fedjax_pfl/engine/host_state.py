@@ -17,13 +17,13 @@ from jax.sharding import PartitionSpec as P
 
 from fedjax_pfl import groups
 from fedjax_pfl.engine.method import Traced
-from fedjax_pfl.engine.placement import AXIS, starts
+from fedjax_pfl.engine.placement import AXIS, Placement, starts
 from fedjax_pfl.engine.program import Program, Round, parts
 from fedjax_pfl.engine.program import program as whole_program
 from fedjax_pfl.engine.sampling import cohort_size
 from fedjax_pfl.engine.xla import compiler_options
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import Algorithm, Array, Federation, Placement, PyTree, State, Task
+from fedjax_pfl.types import Algorithm, Array, Federation, PyTree, State, Task
 
 
 def program(

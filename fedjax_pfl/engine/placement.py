@@ -5,6 +5,8 @@ The rows of State.clients, and the places of a round, are segments of one archit
 after another; every segment is as long for each device as for the others.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,9 +18,18 @@ from jax.sharding import PartitionSpec as P
 from fedjax_pfl import groups, local, trees
 from fedjax_pfl.errors import InputError, check
 from fedjax_pfl.models.work import step_flops
-from fedjax_pfl.types import Array, Placement, PyTree, State, Task
+from fedjax_pfl.types import Array, PyTree, State, Task
 
 AXIS = "clients"  # of the mesh
+
+
+class Placement(NamedTuple):
+    """Maps clients to rows of State.clients, which are ordered by architecture and distributed over
+    the devices; R rows in all, empty ones included."""
+
+    client: Array  # [R] int32, whose row it is; N or more: an empty row
+    row: Array  # [N] int32, the row of each client
+    work: Array  # [N], estimated cost of a client's round in any unit, to balance the load of the devices
 
 
 def take(devices: int, local: bool = False) -> list[jax.Device]:
@@ -257,7 +268,7 @@ def sharded(tree: PyTree, mesh: Mesh | None, spec: P) -> PyTree:
     """The tree with a constraint on where its leaves lie; without a mesh, the tree."""
     if mesh is None:
         return tree
-    return unmarked(jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)), tree))
+    return without_mesh(jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)), tree))
 
 
 _unmark = Primitive("unmark")  # the identity
@@ -267,7 +278,7 @@ mlir.register_lowering(_unmark, lambda ctx, x: [x])
 batching.defvectorized(_unmark)
 
 
-def unmarked(tree: PyTree) -> PyTree:
+def without_mesh(tree: PyTree) -> PyTree:
     """The same arrays without the mesh in their type.
 
     What `client` closes over enters the shard_map as it is; some of jax's functions refuse an

@@ -18,6 +18,7 @@ from fedjax_pfl.engine.cohort import Cohort, Transform
 from fedjax_pfl.engine.method import Traced, bound
 from fedjax_pfl.engine.placement import (
     AXIS,
+    Placement,
     StateRows,
     arrange,
     make_mesh,
@@ -25,7 +26,7 @@ from fedjax_pfl.engine.placement import (
     segments,
     sharded,
     starts,
-    unmarked,
+    without_mesh,
 )
 from fedjax_pfl.engine.sampling import cohort_size, sample
 from fedjax_pfl.errors import InputError
@@ -34,7 +35,6 @@ from fedjax_pfl.types import (
     Array,
     Client,
     Federation,
-    Placement,
     PyTree,
     Scores,
     State,
@@ -135,7 +135,7 @@ def _program(on: Parts, task: Task, devices: int, predict: Callable[..., PyTree]
     n, mesh = task.num_clients, on.mesh
     everybody = cohort_size(task) == n  # then each stays where its row lies
     whole = segments(task, n, devices)
-    free: Callable[..., Any] = (lambda *args: args) if mesh is None else (lambda *args: unmarked(args))
+    free: Callable[..., Any] = (lambda *args: args) if mesh is None else (lambda *args: without_mesh(args))
 
     def given(federation: Federation) -> Placement | None:
         return on.placement if federation.placement is None else federation.placement
@@ -227,7 +227,7 @@ def parts(
     algorithm, traced = bound(factory, task, hparams or {}, lr_decay)
     mesh, where = make_mesh(devices), placement(task, devices)
     lengths = segments(task, cohort_size(task), devices)
-    free: Callable[..., Any] = (lambda *args: args) if mesh is None else (lambda *args: unmarked(args))
+    free: Callable[..., Any] = (lambda *args: args) if mesh is None else (lambda *args: without_mesh(args))
 
     def cohort(
         key: Array, f: Federation, ids: Array, active: Array, t: Array, evaluated: Array, lengths: tuple[int, ...]

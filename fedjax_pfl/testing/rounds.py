@@ -91,8 +91,8 @@ def subject(
         return made.score(key, traced, f, state, jnp.arange(N, dtype=jnp.int32), t, (N,))
 
     example = jax.eval_shape(task.prepare, jax.ShapeDtypeStruct((1, *task.input.shape), task.input.dtype))
-    masked = Examples(jnp.zeros(example.shape[1:], example.dtype), jnp.int32(0))
-    f = federation(input=task.input, public=task.public)._replace(mask_fill=masked)
+    fill = Examples(jnp.zeros(example.shape[1:], example.dtype), jnp.int32(0))
+    f = federation(input=task.input, public=task.public)._replace(mask_fill=fill)
     jitted = (jax.jit(made.init), jax.jit(round), jax.jit(evaluate))
     found = Subject(factory, task, f, traced, *jitted, State(None, None), options)
     with mistakes(factory):
