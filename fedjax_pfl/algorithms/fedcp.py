@@ -40,10 +40,10 @@ class Policy(nnx.Module):
     """The CPN before its softmax: [B, K] -> [B, 2K]. Deeper ones begin with further linear layers K
     -> K."""
 
-    def __init__(self, width: int, depth: int, norm: str, activation: str, rngs: nnx.Rngs):
-        sizes = [*[width] * depth, 2 * width]
+    def __init__(self, features: int, depth: int, norm: str, activation: str, rngs: nnx.Rngs):
+        sizes = [*[features] * depth, 2 * features]
         self.layers = nnx.List([layers.linear(a, b, rngs) for a, b in itertools.pairwise(sizes)])
-        self.norm = nnx.data(NORMS[norm](2 * width, rngs))
+        self.norm = nnx.data(NORMS[norm](2 * features, rngs))
         self.activation = activation
 
     def __call__(self, x: Array, mask: Array | None = None, train: bool = False) -> Array:
@@ -58,8 +58,8 @@ class Policy(nnx.Module):
 
 def policy_network(task: Task, depth: int = 1, norm: str = "layer", activation: str = "relu") -> Network:
     """The conditional policy network for K = `task.model.num_features` as pure functions."""
-    width = task.model.num_features
-    return models.network(lambda rngs: Policy(width, depth, norm, activation, rngs), bn_stats=task.bn_stats)
+    features = task.model.num_features
+    return models.network(lambda rngs: Policy(features, depth, norm, activation, rngs), bn_stats=task.bn_stats)
 
 
 def client_vector(head: PyTree) -> Array:
@@ -214,34 +214,34 @@ def fedcp(
         w = start(key)
         shared, own = split.send(w)
         head = () if "gh" in off else w["head"]
-        return State(shared | {"head": head}, trees.replicate({"head": w["head"], "rest": own}, task.num_clients))
+        return State(shared | {"head": head}, trees.replicate({"head": w["head"], "own": own}, task.num_clients))
 
-    def receive(server: PyTree, own: PyTree) -> tuple[PyTree, Frozen]:
+    def receive(server: PyTree, mine: PyTree) -> tuple[PyTree, Frozen]:
         """The personal model at the start of a round, W^fe, W_i^hd and Theta, and what is frozen in
         it."""
-        variables = split.receive(server | {"head": own["head"]}, own["rest"])
-        return variables, Frozen(server["body"], server["head"], client_vector(own["head"]))
+        variables = split.receive(server | {"head": mine["head"]}, mine["own"])
+        return variables, Frozen(server["body"], server["head"], client_vector(mine["head"]))
 
     def predictor(variables: PyTree, frozen: Frozen, c: Client) -> Predictor:
         return lambda x, mask: apply(variables, frozen, x, mask, False, c.key)[0]
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(c: Client, own: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array], dict[str, Array]]:
-            w, frozen = receive(state.server, own)  # the vector is that of the head before training
+        def client(c: Client, mine: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array], dict[str, Array]]:
+            w, frozen = receive(state.server, mine)  # the vector is that of the head before training
             loss = objective(task, apply, frozen, None if "gfm" in off else lam)
             w, (value, ratio) = local.sgd(c.key, c.train, loss, w, task, train=PARTS, has_aux=True)
             post = evaluate.post(cohort, c, predictor(w, frozen, c))
             head = () if "gh" in off else trees.scale(0.5, trees.add(frozen.head, w["head"]))  # Eq. 6
             shared, own = split.send(w)
             # in place of the personal head, which is never sent, its midpoint with the global one
-            return shared | {"head": head}, {"head": w["head"], "rest": own}, value, ratio, post
+            return shared | {"head": head}, {"head": w["head"], "own": own}, value, ratio, post
 
-        server, (own, value, ratio, post) = cohort.mean(
+        server, (mine, value, ratio, post) = cohort.mean(
             client, state.clients, weight=cohort.sizes, default=state.server
         )
-        return State(server, own), Metrics(value, post, ratio)
+        return State(server, mine), Metrics(value, post, ratio)
 
-    def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
-        return predictor(*receive(server, own), c)
+    def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
+        return predictor(*receive(server, mine), c)
 
     return Algorithm(init, round, predict, evaluate.classification, averages=(*averaging.BODY_AND_HEAD, "policy"))

@@ -56,7 +56,7 @@ def fedrod(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
     def init(key: Array) -> State:
         w = model.init(key)
         shared, stats = split.send(w)
-        return State(shared, trees.replicate({"head": w["head"], "rest": stats}, task.num_clients))
+        return State(shared, trees.replicate({"head": w["head"], "own": stats}, task.num_clients))
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def client(c: Client, mine: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
@@ -66,18 +66,18 @@ def fedrod(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
                 generic = losses.balanced_softmax(z, batch.y, batch.mask, c.class_counts, gamma)
                 return generic + personal_loss(task, variables["own"], h, z, batch), stats
 
-            both = {**split.receive(state.server, mine["rest"]), "own": mine["head"]}
+            both = {**split.receive(state.server, mine["own"]), "own": mine["head"]}
             apart = task._replace(optimizer=separate)
             both, value = local.sgd(c.key, c.train, loss, both, apart, train=("body", "head", "own"))
-            own = both.pop("own")
-            shared, rest = split.send(both)
-            post = evaluate.post(cohort, c, predictor(both, own), score_beside)
-            return shared, {"head": own, "rest": rest}, value, post
+            head = both.pop("own")
+            shared, own = split.send(both)
+            post = evaluate.post(cohort, c, predictor(both, head), score_beside)
+            return shared, {"head": head, "own": own}, value, post
 
         w, (mine, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, default=state.server)
         return State(w, mine), Metrics(value, post)
 
     def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
-        return predictor(split.receive(server, mine["rest"]), mine["head"])
+        return predictor(split.receive(server, mine["own"]), mine["head"])
 
     return Algorithm(init, round, predict, score_beside, averages=averaging.BODY_AND_HEAD)

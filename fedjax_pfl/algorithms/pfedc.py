@@ -155,32 +155,32 @@ def pfedc(
     b, held = on.b, on.held
     split, stale = averaging.split(task), download == "stale"
 
-    def compose(server: PyTree, own: PyTree, c: Client) -> PyTree:
+    def compose(server: PyTree, mine: PyTree, c: Client) -> PyTree:
         """The client's model: the received branches it holds, and the others as they started."""
         holds = (held(c.class_counts) > 0)[b.column]
-        mine = own["head"] if stale else trees.choose(holds, server["head"], server["start"])
-        return split.receive({"body": server["body"], "head": mine, "stats": server["stats"]}, own["rest"])
+        branches = mine["head"] if stale else trees.choose(holds, server["head"], server["start"])
+        return split.receive({"body": server["body"], "head": branches, "stats": server["stats"]}, mine["own"])
 
     def init(key: Array) -> State:
         w = on.start(key)
         shared, own = split.send(w)
-        row = {"head": w["head"] if stale else (), "rest": own}
-        return State(shared | {"start": w["head"]}, trees.replicate(row, task.num_clients))
+        mine = {"head": w["head"] if stale else (), "own": own}
+        return State(shared | {"start": w["head"]}, trees.replicate(mine, task.num_clients))
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(c: Client, own: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array], dict[str, Array]]:
-            w, value, seen = on.train(c, compose(state.server, own, c))
+        def client(c: Client, mine: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array], dict[str, Array]]:
+            w, value, seen = on.train(c, compose(state.server, mine, c))
             shared, own = split.send(w)
             return shared, own, value, seen, evaluate.post(cohort, c, on.predictor(w), on.score)
 
         by_branch = on.shares(head_weighting, cohort)[:, b.column]  # [S, L], of the task of each logit
         weight = {"body": cohort.sizes, "head": by_branch, "stats": cohort.sizes}
         last = {part: state.server[part] for part in weight}  # what nobody holds keeps its last value
-        mean, (rest, value, seen, post) = cohort.mean(client, state.clients, weight=weight, default=last)
+        mean, (own, value, seen, post) = cohort.mean(client, state.clients, weight=weight, default=last)
         receive: Callable[[Array, PyTree], PyTree] = jax.vmap(lambda holds, old: trees.choose(holds, mean["head"], old))
-        own = {"head": receive(by_branch > 0, state.clients["head"]) if stale else (), "rest": rest}
+        mine = {"head": receive(by_branch > 0, state.clients["head"]) if stale else (), "own": own}
         tasks_held = jnp.sum(held(cohort.class_counts) > 0, axis=-1)
-        return State(state.server | mean, own), Metrics(value, post, {"tasks": tasks_held, **seen})
+        return State(state.server | mean, mine), Metrics(value, post, {"tasks": tasks_held, **seen})
 
     def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
         shared = trees.size((state.server["body"], state.server["stats"]))
@@ -189,8 +189,8 @@ def pfedc(
         scalars = (shared + a_logit * logits) * cohort.active
         return Traffic(scalars, scalars, 0 * scalars, 2 * cohort.active.astype(jnp.int32))
 
-    def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
-        return on.predictor(compose(server, own, c))
+    def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
+        return on.predictor(compose(server, mine, c))
 
     # a branch is averaged over whoever holds its task, and keeps its value where nobody does
     return Algorithm(init, round, predict, on.score, sent, averages=("body",))
@@ -245,24 +245,24 @@ def privacy_pfedc(
     on = _branched(task, tasks, head, task_loss, weighting, solver, normalise, head_grad, head_weighting)
     b, split, plain = on.b, averaging.split(task), backend == "plain"
 
-    def compose(server: PyTree, own: PyTree) -> PyTree:
-        return split.receive(server | {"head": own["head"]}, own["rest"])
+    def compose(server: PyTree, mine: PyTree) -> PyTree:
+        return split.receive(server | {"head": mine["head"]}, mine["own"])
 
     def init(key: Array) -> State:
         w = on.start(key)
         shared, own = split.send(w)
         server = {"body": shared["body"], "stats": shared["stats"]}
-        return State(server, trees.replicate({"head": w["head"], "rest": own}, task.num_clients))
+        return State(server, trees.replicate({"head": w["head"], "own": own}, task.num_clients))
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(c: Client, own: PyTree) -> tuple[PyTree, ...]:
-            w, value, seen = on.train(c, compose(state.server, own))
+        def client(c: Client, mine: PyTree) -> tuple[PyTree, ...]:
+            w, value, seen = on.train(c, compose(state.server, mine))
             shared, own = split.send(w)
             phi = {"body": shared["body"], "stats": shared["stats"]}
             post = evaluate.post(cohort, c, on.predictor(w), on.score)
             return () if encrypt_phi else phi, phi if encrypt_phi else (), w["head"], own, value, seen, post
 
-        clear, (phi, heads, rest, value, seen, post) = cohort.mean(
+        clear, (phi, heads, own, value, seen, post) = cohort.mean(
             client, state.clients, weight=cohort.sizes, default=() if encrypt_phi else state.server
         )
         weight = on.shares(head_weighting, cohort).astype(float)  # [S, T]
@@ -272,12 +272,12 @@ def privacy_pfedc(
         # from here on as each of the round's clients does by itself, for they alone can read the sums
         mean = _ratio(total["branches"], total["weight"][b.column], heads)
         receive: Callable[[Array, PyTree], PyTree] = jax.vmap(lambda holds, old: trees.choose(holds, mean, old))
-        own = {"head": receive(factors["branches"] > 0, state.clients["head"]), "rest": rest}
+        mine = {"head": receive(factors["branches"] > 0, state.clients["head"]), "own": own}
         n = jnp.sum(cohort.sizes)
         server = trees.choose(n > 0, _ratio(total["phi"], n, phi), state.server) if encrypt_phi else clear
         seen |= {"tasks": jnp.sum(weight > 0, axis=-1)}
         seen |= {} if plain else {"encrypted_up": up, "encrypted_down": down}
-        return State(server, own), Metrics(value, post, seen)
+        return State(server, mine), Metrics(value, post, seen)
 
     def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
         shared, slots = trees.size(state.server), trees.size(state.clients["head"]) // len(cohort.ids) + len(b.member)
@@ -285,7 +285,7 @@ def privacy_pfedc(
         ciphertexts = None if plain else metrics.clients["encrypted_up"] + metrics.clients["encrypted_down"]
         return Traffic(clear, clear, 0 * clear, 2 * cohort.active.astype(jnp.int32), ciphertexts)
 
-    predict = lambda server, own, c: on.predictor(compose(server, own))
+    predict = lambda server, mine, c: on.predictor(compose(server, mine))
     secret = "the branches' sums are only for the clients of the round, and the server keeps nothing of them"
     averages = () if encrypt_phi else ("body",)  # of ciphertexts no server takes a step
     return Algorithm(init, round, predict, on.score, sent, no_unseen=secret, averages=averages)

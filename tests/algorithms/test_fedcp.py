@@ -291,7 +291,7 @@ def test_batch_norm_moments_follow_the_task(bn_stats):
     begin, state, metrics = train(task, norm="batch", rounds=1)
     count = lambda tree: len(jax.tree.leaves(tree))
     moments = {"aggregate": (4, 0), "local": (0, 4), "batch": (0, 0)}[bn_stats]  # of the extractor and of the CPN
-    stats = lambda state: (state.server["stats"], state.clients["rest"]["stats"])
+    stats = lambda state: (state.server["stats"], state.clients["own"]["stats"])
     assert tuple(map(count, stats(state))) == moments
     for part in (0, 1):
         if moments[part]:

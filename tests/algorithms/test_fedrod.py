@@ -124,7 +124,7 @@ def test_the_heads_have_optimizers_of_their_own():
 def test_batch_norm(bn_stats):
     state, metrics, last = toy.train(factory, toy.task("norm", bn_stats=bn_stats), 2, KEY)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics.loss, last)))
-    assert bool(jax.tree.leaves(state.clients["rest"])) == (bn_stats == "local")
+    assert bool(jax.tree.leaves(state.clients["own"])) == (bn_stats == "local")
 
 
 def test_bad_input():

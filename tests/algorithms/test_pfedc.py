@@ -439,7 +439,7 @@ def test_a_round_that_happens_to_draw_everybody_is_one_of_full_participation():
 def test_stale_heads_with_moments_of_their_own():
     state, metrics, last = train(2, toy.task("norm", bn_stats="local", epochs=1), **STALE)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics.loss, last["acc"])))
-    assert jax.tree.leaves(state.clients["rest"]) and not jax.tree.leaves(state.server["stats"])
+    assert jax.tree.leaves(state.clients["own"]) and not jax.tree.leaves(state.server["stats"])
 
 
 # --- scores
