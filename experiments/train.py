@@ -94,7 +94,7 @@ def train(
     with reporter, Interrupt(ask, last_words) as interrupt, contextlib.ExitStack() as stack:
         recorders = list[Recorder]()
         for run, experiment, clock in zip(directories, batch.experiments, clocks, strict=True):
-            event = stack.enter_context(events.written(run.path, run.rows, c.tensorboard, reporter.say))
+            event = stack.enter_context(events.written(run.path, run.rows, experiment.config.tensorboard, reporter.say))
             recorders.append(Recorder(run, experiment, batch.layout, clock, event))
         ended: list[str] = multihost.run_on_all(list, _reasons(recorders))
         steps = multihost.run_on_all(_course, batch, start, states, ended)
