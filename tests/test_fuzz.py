@@ -86,6 +86,8 @@ def draw(method: str, seed: int) -> Case:
         "bn_stats": one_of("aggregate", "local", "batch"),
     } | one_of({"epochs": 2}, {"epochs": None, "steps": 3})
     hparams = {name: one_of(*values) for name, values in HPARAMS.get(method, {}).items()}
+    if apart and method in ("feddf", "pfeddf"):  # Adam's steps on a bias before a batch norm would be those of rounding
+        hparams["student_optimizer"] = "sgd"
     layout = lambda: {
         "width": int(rng.integers(1, n + 2)),
         "devices": one_of(1, 2, 3, 5, 8),
@@ -93,7 +95,7 @@ def draw(method: str, seed: int) -> Case:
     }
     layouts = layout(), layout()
     every = {"eval_every": one_of(0, 1, 3, 4), "state_every": one_of(1, 4, 5)}
-    return Case(toy.task(net, **given), hparams, plain, padded, layouts, int(rng.integers(1, ROUNDS)), every)
+    return Case(toy.fitted(method, net, **given), hparams, plain, padded, layouts, int(rng.integers(1, ROUNDS)), every)
 
 
 def federation(sizes: tuple, own: list, pad: int, nobodys: float, seed: int) -> Federation:
@@ -165,5 +167,7 @@ def test_the_results_are_those_of_the_plain_run(method, seed, tmp_path):
             active, known = theirs.metrics.active, mine.pre is not None  # of the others they mean nothing
             of = lambda r, on=active, known=known: rows(r._replace(server={}, post=r.post if known else {}), on)
             assert_close(of(mine.metrics), of(theirs.metrics))
-            assert_close(mine.metrics.server, theirs.metrics.server)
+            # scaled to their range, similarities that are nearly equal have large last bits
+            ranged = case.hparams.get("sim_norm") == "minmax"
+            toy.assert_close(mine.metrics.server, theirs.metrics.server, 1e-3 if ranged else 1e-4)
     assert_absent_clients_stay(plain)

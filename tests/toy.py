@@ -102,7 +102,12 @@ def net_of(method: str) -> str:
 
 @functools.cache
 def method_task(method: str) -> Task:
-    given = task(net_of(method), public=POOL if method in ON_PUBLIC else None, **TASKS.get(method, {}))
+    return fitted(method, net_of(method), public=POOL if method in ON_PUBLIC else None)
+
+
+def fitted(method: str, net: str, **options: Any) -> Task:
+    """A task that the method can have: FedDVA's inputs and optimizer, pFedAFM's shared model."""
+    given = task(net, **(options | TASKS.get(method, {})))
     return given._replace(shared=given.models[0]) if method == "pfedafm" else given  # of one feature width
 
 
