@@ -47,10 +47,11 @@ class Case(NamedTuple):
 
 
 class Side(NamedTuple):
-    """What one side cost: seconds of a round without evaluation, the median, and the parameters of
-    all clients' models."""
+    """What one side cost: seconds of a round without and with evaluation, the medians, and the
+    parameters of all clients' models."""
 
     seconds: float
+    evaluated: float
     parameters: int
 
 
@@ -85,7 +86,8 @@ def measure(case: Case) -> Side:
 
 
 def ours(case: Case) -> Side:
-    """Times our rounds."""
+    """Times our rounds; an evaluated one scores the test examples before and after local
+    training."""
     recipe = case.recipe
     data, owned = recipes.partitioned(recipe)
     f = federate(data, owned)
@@ -93,13 +95,15 @@ def ours(case: Case) -> Side:
     fields = {"lr": recipe.lr, "batch_size": recipe.batch, "epochs": 1, "drop_last": True, "shared": nets[-1]}
     task = simulate.task(data, f.class_counts, nets, **fields)
     run = Runner(ALGORITHMS[case.method], task, f, 1, jax.device_count())
-    run()
+    run(), run(evaluated=True)
     sizes = [models.num_parameters(jax.eval_shape(net.init, jax.random.key(0))) for net in nets]
-    return Side(statistics.median(run() for _ in range(case.repeats)), sum(sizes[i] for i in task.architecture))
+    seconds = [statistics.median(run(evaluated) for _ in range(case.repeats)) for evaluated in (False, True)]
+    return Side(*seconds, sum(sizes[i] for i in task.architecture))
 
 
 def theirs(case: Case) -> Side:
-    """Times HtFLlib's server, whose working directory is the temporary folder."""
+    """Times HtFLlib's server, whose working directory is the temporary folder; an evaluated round, its
+    default, scores the test examples before local training."""
     import torch
 
     torch.set_num_threads(report.cores())
@@ -121,9 +125,11 @@ def theirs(case: Case) -> Side:
         server = server_class(options(case), 0)
         server.save_results = lambda: None
         server.train()
+        plain, server.Budget, server.eval_gap = server.Budget[1:], [], 1
+        server.train()
     loaded = lambda client: torch.load(os.path.join(client.save_folder_name, f"{client.role}_model.pt"))
     count = lambda client: sum(x.numel() for x in loaded(client).parameters())
-    return Side(statistics.median(server.Budget[1:]), sum(map(count, server.clients)))
+    return Side(statistics.median(plain), statistics.median(server.Budget[1:]), sum(map(count, server.clients)))
 
 
 def options(case: Case) -> types.SimpleNamespace:
@@ -143,10 +149,11 @@ def options(case: Case) -> types.SimpleNamespace:
 
 def rows(found: dict[str, list[Side]]) -> list[tuple]:
     """Of the table; {method: ours, HtFLlib's, ours again}."""
-    header = ("method", "ours s", "HtFLlib s", "ours again s", "HtFLlib / ours", "parameters")
+    header = ("method", "evaluated", "ours s", "HtFLlib s", "ours again s", "HtFLlib / ours", "parameters")
     made: list[tuple] = [header]
     for method, sides in found.items():
-        first, other, again = (side.seconds for side in sides)
         same = "the same" if len({side.parameters for side in sides}) == 1 else "NOT the same"
-        made.append((method, first, other, again, 2 * other / (first + again), same))
+        for evaluated, of in (("no", "seconds"), ("yes", "evaluated")):
+            first, other, again = (getattr(side, of) for side in sides)
+            made.append((method, evaluated, first, other, again, 2 * other / (first + again), same))
     return made

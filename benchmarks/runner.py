@@ -26,13 +26,18 @@ class Runner:
         self.step = jax.jit(self.program.round, donate_argnums=3, **options).lower(*self._arguments()).compile()
         self.compile = time.perf_counter() - begin
         self.bytes = report.account(self.step) - sum(x.nbytes for x in jax.tree.leaves(federation))
+        self._evaluate = jax.jit(self.program.evaluate, **options)
 
-    def _arguments(self) -> tuple:
-        t, wanted = jnp.int32(self.round), jnp.bool(False)
+    def _arguments(self, evaluated: bool = False) -> tuple:
+        t, wanted = jnp.int32(self.round), jnp.bool(evaluated)
         return self.key, self.traced, self.federation, self.state, t, wanted
 
-    def __call__(self) -> float:
+    def __call__(self, evaluated: bool = False) -> float:
+        """Seconds of a round; if it is evaluated, with the scores before and after local training."""
+        given = self._arguments(evaluated)
         begin = time.perf_counter()
-        self.state, _ = jax.block_until_ready(self.step(*self._arguments()))
+        if evaluated:
+            jax.block_until_ready(self._evaluate(*given[:-1]))
+        self.state, _ = jax.block_until_ready(self.step(*given))
         self.round += 1
         return time.perf_counter() - begin
