@@ -44,7 +44,8 @@ def check_shapes(
     """Traces one round and one evaluation of a program's functions on shapes alone, which checks
     what they return."""
     key, t = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), jnp.int32)
-    given, flag = dict.fromkeys(traced, jax.ShapeDtypeStruct((), float)), jax.ShapeDtypeStruct((), bool)
+    number, flag = jax.ShapeDtypeStruct((), jnp.result_type(float)), jax.ShapeDtypeStruct((), bool)
+    given = dict.fromkeys(traced, number)
     federation = _abstract(task)
     state = jax.eval_shape(init, key, given)
     jax.eval_shape(round, key, given, federation, state, t, flag)
