@@ -9,7 +9,6 @@ from experiments import (
     account,
     build,
     clients,
-    entry,
     published,
     report,
     schema,
@@ -23,7 +22,6 @@ from experiments.pace import Pace
 from experiments.recorded import Layout
 from experiments.runs import RunDirectory
 from fedjax_pfl import server_optimizer
-from fedjax_pfl.engine import multihost
 from fedjax_pfl.errors import DivergenceError
 from fedjax_pfl.simulate import Result
 from fedjax_pfl.types import State
@@ -54,6 +52,7 @@ class Recorder:
 
     Args:
       event: adds a row to its event files, see `events.written`.
+      wrong: says a sentence on standard error.
     """
 
     def __init__(
@@ -63,8 +62,10 @@ class Recorder:
         layout: Layout,
         clock: Clock,
         event: Callable[[Row], Row],
+        wrong: Callable[[str], None],
     ):
-        self._run, self._experiment, self._layout, self._clock, self._event = run, experiment, layout, clock, event
+        self._run, self._experiment, self._layout, self._clock = run, experiment, layout, clock
+        self._event, self._wrong = event, wrong
         self._progress = stopping.progress(experiment.config, experiment.headline, run.rows)
         self._now_and_then = Pace(self.show)
         self.diverged = False
@@ -80,8 +81,8 @@ class Recorder:
             return None
         if isinstance(found, DivergenceError):
             self.diverged = True
+            self._wrong(f"{found} What was written is kept in {self._run.path}.")
             self.show("diverged")
-            entry.errors().print(f"{found} What was written is kept in {self._run.path}.")
             return None
         result, held_out = validation.apart(found)
         row = self._event(self._run.append(result, held_out | self._unseen(result, state)))
@@ -118,7 +119,7 @@ class Recorder:
         apart = self._experiment.unseen
         if result.metrics is not None or apart is None:
             return {}
-        server = server_optimizer.plain(multihost.fetch(state().server))
+        server = server_optimizer.plain(state().server)
         config = self._experiment.config.replace(rounds=result.round)
         return unseen.scores(config, self._experiment.task, apart, server, self._layout.width)
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from experiments import phases, scores
+from experiments import entry, phases, scores
 from experiments.files import Row
 from experiments.scores import ACCURACY, Headline
 
@@ -57,8 +57,14 @@ class Reporter:
         """Prints a line above the bar."""
         self._console.print(text, style="yellow")
 
+    def wrong(self, text: str) -> None:
+        """Prints a line to standard error; the bar comes back with the next row, if there is one."""
+        self._bar.stop()
+        entry.errors().print(text)
+
     def update(self, row: Row) -> None:
         """Shows one round's row; scores stay shown until newer ones come."""
+        self._bar.start()
         self._seen |= {name: value for name, value in row.items() if value is not None}
         done = self._done = row["round"] + ("loss" in row)
         title, shown = f"round {done}/{self._rounds}", self._text(self._rounds - done, self._seconds(done))

@@ -78,10 +78,10 @@ def train_into(given: Sequence[Given], room: Sequence[int] = ROOM, say: int = cl
     with contextlib.ExitStack() as held:  # the locks of the run directories
         with at_once.each_alone(len(given)):
             places = [where(one, held) for one in given]
-        if len(places) == 1 and given[0].resume and (ended := stopping.ended(*places[0][:2])):
+        paths = [path for path, *_ in places]
+        if len(paths) == 1 and given[0].resume and (ended := stopping.ended(paths[0], places[0][1])):
             console.print(ended)
             return 0
-        paths = [path for path, *_ in places]
         try:
             return _into(places, room, console, held, say)
         except KeyboardInterrupt:
@@ -89,6 +89,8 @@ def train_into(given: Sequence[Given], room: Sequence[int] = ROOM, say: int = cl
                 raise
             entry.errors().print(f"Interrupted; {_goes_on(paths)}")
             return INTERRUPTED
+        except (train.Stopped, multihost.LostError, OSError) as error:
+            return stopped(error, paths)
         except jax.errors.JaxRuntimeError as error:  # the account has not all that lies in a device's memory
             if len(given) == 1 or "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -120,26 +122,23 @@ def _into(
     several = f"; {count} runs as one program" if count > 1 else ""
     console.print(f"{account.describe(found[0].experiment)}{several}")
     at_once.check([run.experiment for run in found], found[0].devices)
-    try:
+    with at_once.each_alone(count):
+        for run in found:
+            if run.recorded is None:
+                make(run.directory.path, held)
+    found, laid = laid_out(found, console)
+    with compile_clock() as compiling:
+        clocks = [Clock(run.directory, compiling, count) for run in found]
+        batch = compiled([run.experiment for run in found], laid, console)
         with at_once.each_alone(count):
-            for run in found:
-                if run.recorded is None:
-                    make(run.directory.path, held)
-        found, laid = laid_out(found, console)
-        with compile_clock() as compiling:
-            clocks = [Clock(run.directory, compiling, count) for run in found]
-            batch = compiled([run.experiment for run in found], laid, console)
-            with at_once.each_alone(count):
-                begun = [begin(run, laid, batch.functions.memory, console) for run in found]
-            if len({start for start, _ in begun}) > 1:  # another process went on with one meanwhile
-                raise at_once.ApartError("they go on from different rounds")
-            quiet, words = shown(console, say), said(batch, found[0].recorded is not None)
-            quiet.print(f"Run director{'y' if count == 1 else 'ies'}: {', '.join(map(str, paths))}; {words}")
-            entry.check_interrupt()
-            states, directories = [state for _, state in begun if state is not None], [run.directory for run in found]
-            diverged, asked = train.train(batch, directories, clocks, begun[0][0], states, quiet, _goes_on(paths))
-    except (train.Stopped, multihost.LostError, OSError) as error:
-        return stopped(error, paths)
+            begun = [begin(run, laid, batch.functions.memory, console) for run in found]
+        if len({start for start, _ in begun}) > 1:  # another process went on with one meanwhile
+            raise at_once.ApartError("they go on from different rounds")
+        quiet, words = shown(console, say), said(batch, found[0].recorded is not None)
+        quiet.print(f"Run director{'y' if count == 1 else 'ies'}: {', '.join(map(str, paths))}; {words}")
+        entry.check_interrupt()
+        states, directories = [state for _, state in begun if state is not None], [run.directory for run in found]
+        diverged, asked = train.train(batch, directories, clocks, begun[0][0], states, quiet, _goes_on(paths))
     for run, lost in zip(found, diverged, strict=True):
         if not lost:
             if count > 1:

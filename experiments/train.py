@@ -40,7 +40,7 @@ class Batch(NamedTuple):
 class Step(NamedTuple):
     """What came of one round."""
 
-    results: list[simulate.Result | DivergenceError]  # of each run, without its state
+    results: list[simulate.Result | DivergenceError]  # of each run
     state: State | None  # of all on the devices; None: not to be had after this round
     signal: int  # to any of the processes, or 0
 
@@ -95,21 +95,20 @@ def train(
         recorders = list[Recorder]()
         for run, experiment, clock in zip(directories, batch.experiments, clocks, strict=True):
             event = stack.enter_context(events.written(run.path, run.rows, experiment.config.tensorboard, reporter.say))
-            recorders.append(Recorder(run, experiment, batch.layout, clock, event))
+            recorders.append(Recorder(run, experiment, batch.layout, clock, event, reporter.wrong))
         ended: list[str] = multihost.run_on_all(list, _reasons(recorders))
         steps = multihost.run_on_all(_course, batch, start, states, ended)
         for step in reporter.watched(iter(lambda: multihost.run_on_all(next, steps, None), None)):
-            number = interrupt.asked or step.signal
             state_of = functools.partial(_state, batch, functools.cache(functools.partial(_whole, step)))
             added = [one.add(step.results[i], functools.partial(state_of, i)) for i, one in enumerate(recorders)]
             if not (rows := [row for row in added if row is not None]):
                 break
-            reporter.update(_mean(rows))
+            reporter.update(rows[0] if len(rows) == 1 else _mean(rows))
             if step.state is None:
                 continue
             if not ended and (reasons := _reasons(recorders)):
                 multihost.run_on_all(ended.extend, reasons)
-            done = rows[0]["round"] + ("loss" in rows[0])
+            done, number = rows[0]["round"] + ("loss" in rows[0]), interrupt.asked or step.signal
             stop = number and done < c.rounds
             if stop or ended or done % c.checkpoint_every == 0 or done == c.rounds:
                 with phases.said(console, f"Writing the checkpoint after round {done}, and the tables"):
@@ -120,7 +119,7 @@ def train(
     with phases.said(console, "Writing tables and curves"):
         for one in recorders:
             one.end()
-    return [one.diverged for one in recorders], number
+    return [one.diverged for one in recorders], interrupt.asked or number
 
 
 def _course(batch: Batch, start: int, states: Sequence[State], ended: list[str]) -> Iterator[Step]:
@@ -136,9 +135,8 @@ def _course(batch: Batch, start: int, states: Sequence[State], ended: list[str])
     for found in _rounds(batch, options):
         known = [result for result in found if isinstance(result, simulate.Result)]
         state = known[0].state if known else None
-        apart = [result._replace(state=None) if isinstance(result, simulate.Result) else result for result in found]
         # whoever was asked, all stop after the same round
-        yield Step(apart, state, 0 if state is None else multihost.largest(Interrupt.asked or 0))
+        yield Step(found, state, 0 if state is None else multihost.largest(Interrupt.asked or 0))
 
 
 def _rounds(batch: Batch, options: dict[str, Any]) -> Iterator[list[simulate.Result | DivergenceError]]:

@@ -225,3 +225,25 @@ def test_runs_without_room_after_they_began_go_on_halved(alone, tmp_path, monkey
     words = ["--algo=local", *TINY, "--seeds=2", "--runs_at_once=all", f"--workdir={tmp_path}"]
     assert main.run(words) == 0 and [given.resume for given in alone] == [True, True]
     assert "There is no room for 2 runs as one program. Half of them at once" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("several", ["1", "all"])
+def test_ctrl_c_while_the_last_checkpoint_is_written_ends_the_sweep(several, tmp_path, monkeypatch):
+    """The runs themselves are complete."""
+
+    class Later(Asked):
+        def __enter__(self):
+            asking.append(self)
+            return self
+
+    def save(self, step, state):
+        keep(self, step, state)
+        asking[-1].asked = 2
+
+    asking, keep = [], runs.RunDirectory.save
+    monkeypatch.setattr(train, "Interrupt", Later)
+    monkeypatch.setattr(runs.RunDirectory, "save", save)
+    words = ["--algo=local", *TINY, "--rounds=1", "--seeds=2", f"--runs_at_once={several}", f"--workdir={tmp_path}"]
+    assert main.run(words) == 130
+    done = [runs.read_json(path)["status"] for path in tmp_path.glob("seed*/summary.json")]
+    assert done == ["complete"] * (2 if several == "all" else 1)

@@ -114,7 +114,7 @@ def test_a_run_that_is_still_on_has_no_table_yet(done, monkeypatch):
     monkeypatch.setattr(clients, "write", lambda *_: written.append(1))
     monkeypatch.setattr(recorder.Recorder, "_summarise", lambda *_: None)
     directory = type("Directory", (), {"path": done[0], "rows": (), "tables": lambda _: None})()
-    one = recorder.Recorder(directory, run.experiment, layouts.laid_out(run.experiment, 1, 1), None, None)
+    one = recorder.Recorder(directory, run.experiment, layouts.laid_out(run.experiment, 1, 1), None, None, None)
     one.show("running")
     assert not written
     one.show("interrupted")
