@@ -204,7 +204,7 @@ def _trial(task: Task, width: int, clients: int, federation: Federation, mesh: M
 
     @jax.jit
     def run(key: Array, federation: Federation) -> PyTree:
-        nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
+        nothing: dict[str, Any] = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
         cohort = Cohort(federation, task, ids, ids >= 0, key=key, width=width, mesh=mesh, **nothing)
         return cohort.mean(lambda c: (train(c),), default=zeros())[0]
 

@@ -200,7 +200,7 @@ def _predict(
         group = int(task.architecture[int(id)]) if several else 0
         ids = jnp.asarray(id, jnp.int32)[None]
         lengths = tuple(int(g == group) for g in range(len(task.models)))
-        options = {"key": keys.clients_key(key, t), "round": t, "evaluated": jnp.bool(True), "width": 1}
+        options: dict[str, Any] = {"key": keys.clients_key(key, t), "round": t, "evaluated": jnp.bool(True), "width": 1}
         alone = Cohort(f, task, ids, ids >= 0, lengths=lengths, **options)
 
         def client(c: Client, row: PyTree) -> PyTree:
