@@ -36,8 +36,6 @@ def check_settings(configs: Sequence[Config]) -> None:
     """Raises ApartError for settings of several runs that are not those of one program, before
     anything is loaded."""
     first = configs[0]
-    if len(configs) == 1:
-        return
     if stopping.given(first) != stopping.given(first.replace(stop_at=None, patience=0)):
         raise ApartError("each ends by itself with --stop_at or --patience")
     if first.client_memory == "host":
@@ -49,8 +47,6 @@ def check_settings(configs: Sequence[Config]) -> None:
 
 def check(experiments: Sequence[build.Experiment], devices: int) -> None:
     """Raises ApartError for several runs that cannot be one program."""
-    if len(experiments) == 1:
-        return
     if devices > 1 and experiments[0].config.devices != "auto":
         raise ApartError("that needs one device")
     if len({build.lowered(each) for each in experiments}) > 1:

@@ -112,7 +112,8 @@ def _into(
 ) -> int:
     """Trains into run directories, from their start or from where they stopped."""
     paths, count = [path for path, *_ in places], len(places)
-    at_once.check_settings([config for _, config, _ in places])
+    if count > 1:
+        at_once.check_settings([config for _, config, _ in places])
     found = list[Run]()
     with at_once.each_alone(count):
         for place in places:
@@ -121,7 +122,8 @@ def _into(
             found.append(run._replace(experiment=shared))
     several = f"; {count} runs as one program" if count > 1 else ""
     console.print(f"{account.describe(found[0].experiment)}{several}")
-    at_once.check([run.experiment for run in found], found[0].devices)
+    if count > 1:
+        at_once.check([run.experiment for run in found], found[0].devices)
     with at_once.each_alone(count):
         for run in found:
             if run.recorded is None:
