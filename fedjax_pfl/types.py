@@ -129,9 +129,7 @@ class Task(NamedTuple):
     participation: tuple[float, float] = (1.0, 1.0)  # fraction of the clients in a round, drawn from [low, high]
     drop_last: bool = False  # drop the short last batch, to copy a paper that did
     augment: Callable[[Array, Array], Array] | None = None  # (key, x) -> x, on training batches
-    bn_stats: str = (
-        "aggregate"  # batch norm's running statistics are averaged; "local": each client's own; "batch": none
-    )
+    bn_stats: str = "aggregate"  # batch norm's statistics are averaged; "local": each client's own; "batch": none
     superclass: np.ndarray | None = None  # [C] -> superclass, where the data set has them
     shared: Model | None = None  # the small model that all clients exchange (FML, FedKD, ...)
     public: jax.ShapeDtypeStruct | None = None  # the pool of public examples [P, *input], raw; None: there is none
@@ -173,9 +171,7 @@ class State(NamedTuple):
 class Metrics(NamedTuple):
     """What a round reports."""
 
-    loss: Any = (
-        None  # [S] mean training loss over the local steps, of the model that the docstring's Note says; required
-    )
+    loss: Any = None  # [S] mean training loss over the local steps, of the model that the Note says; required
     post: Any = None  # {score: [S]} right after local training (`evaluate.post`), the headline among them; required
     clients: dict[str, Array] = {}  # noqa: RUF012  # {name: [S]}, ignored where inactive; immutable by convention
     server: dict[str, Array] = {}  # noqa: RUF012  # {name: any shape}, such as mixing weights [N, N]
@@ -294,7 +290,5 @@ class Algorithm(NamedTuple):
     headline: tuple[str, str] = ("acc", "max")  # the primary score, and whether "max" or "min" is better
     one_architecture: bool = True  # False: there may be several; use `c.model`, not `task.model`, and `groups.stack`
     no_unseen: str = ""  # why unseen clients cannot be personalised, as the end of an error's sentence; "": they can
-    averages: tuple[
-        str, ...
-    ] = ()  # keys of State.server whose means of parameters a server optimizer (FedOpt) may update
+    averages: tuple[str, ...] = ()  # keys of State.server, means of parameters that a server optimizer may update
     idle: tuple[Idle, ...] = ()  # when a part of the method does nothing, by the server's metrics

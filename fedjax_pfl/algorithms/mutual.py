@@ -157,9 +157,8 @@ def fedkd(
         up = metrics.clients["scalars_up"]
         return traffic.both_ways(cohort, jnp.full_like(up, 1) * metrics.server["scalars_down"], up)
 
-    options: dict[str, Any] = (
-        {"traffic": sent} if svd else {"averages": BODY_AND_HEAD}
-    )  # the server sends a change of low rank
+    # with svd the server sends a change of low rank, and no server optimizer can update it
+    options: dict[str, Any] = {"traffic": sent} if svd else {"averages": BODY_AND_HEAD}
     return Algorithm(init, round, predict_own, evaluate.classification, one_architecture=False, **options)
 
 
