@@ -35,6 +35,11 @@ def net(classes: int = toy.C, shape: tuple = toy.SHAPE):
     return models.model("linear", shape, classes)
 
 
+@functools.cache
+def normed():
+    return models.model(toy.norm_net, toy.SHAPE, toy.C)
+
+
 def make_task(dataset=None, counts=None, model=None, **options):
     dataset = blobs()._replace(**(dataset or {}))
     counts = partitioners.class_counts(partitioned(), blobs()) if counts is None else counts
@@ -108,6 +113,8 @@ WRONG = [
     (make_task, {"bn_stats": "foo"}, "Unknown bn_stats 'foo': Choose one of aggregate, local, batch"),
     (make_task, {"bn_stats": "Local"}, "Unknown bn_stats 'Local': did you mean 'local'?"),
     (make_task, {"bn_stats": None}, "Unknown bn_stats None"),
+    (make_task, {"bn_stats": "batch", "model": normed()}, "bn_stats='batch' is of tasks whose models keep no"),
+    (make_task, {"bn_stats": "batch", "shared": normed()}, "make them with it, too"),
     *((make_task, {"lr": x}, f"lr={x} is outside its range (0, inf)") for x in (0, -1, NAN, INF)),
     *((make_task, {"lr": x}, f"lr={x!r} must be a number") for x in ("fast", None, [0.1], True, 1j)),
     *(

@@ -31,7 +31,7 @@ def task(given: Task) -> Task:
         if not isinstance(model, Model):
             raise InputError(f"model={model!r} must be a Model, as fedjax_pfl.models.model makes it.")
     _architectures(given)
-    choose("bn_stats", given.bn_stats, BN_STATS)
+    _statistics(given)
     check("lr", given.lr, 0, math.inf, open_low=True)
     check("batch_size", given.batch_size, 1, LARGEST, whole=True, why=_COUNTED)
     check("rounds", given.rounds, 0, LARGEST, whole=True, why=_COUNTED)
@@ -59,6 +59,17 @@ def _architectures(given: Task) -> None:
         raise InputError(
             f"There are {len(given.models)} architectures and {given.num_clients} clients: each client needs one, and "
             "each architecture a client."
+        )
+
+
+def _statistics(given: Task) -> None:
+    """Raises InputError for running statistics that the task says are not there."""
+    choose("bn_stats", given.bn_stats, BN_STATS)
+    networks = (*given.models, *filter(None, [given.shared]))
+    keeps = lambda model: jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))["stats"])
+    if given.bn_stats == "batch" and any(map(keeps, networks)):
+        raise InputError(
+            "bn_stats='batch' is of tasks whose models keep no running statistics: make them with it, too."
         )
 
 
