@@ -15,11 +15,10 @@ def flops(experiment: Experiment) -> float | None:
     """Floating-point operations of the method's local work for each example that the settings ask
     for, see `engine.flops`; None if they cannot be counted."""
     if "flops" not in experiment.made:
-        plain = experiment.in_form("matmul")
-        factory = find(plain.config.algo)
+        plain, config = experiment.in_form(experiment.task, "matmul"), experiment.config
         try:
-            counted = flops_of_step(factory, plain.task, plain.federation, plain.config.hparams)
-            experiment.made["flops"] = counted / plain.task.batch_size
+            counted = flops_of_step(find(config.algo), plain, experiment.federation, config.hparams)
+            experiment.made["flops"] = counted / plain.batch_size
         except Exception as error:  # another version of JAX may write another trace; a run does not depend on it
             logging.warning("Floating-point operations are not counted (%s: %s).", type(error).__name__, error)
             experiment.made["flops"] = None

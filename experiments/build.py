@@ -34,7 +34,6 @@ class Experiment(NamedTuple):
     partition: partitioners.Partition  # of the clients that train, as all that follows
     federation: Federation
     task: Task
-    conv: str  # the form of the convolutions
     made: dict[Any, Any]  # what is made once: programs by layout, so that what was traced is there again; `flops`
     examples: dict[str, int]  # those used (data_fraction), available here, and of the whole data set
     marks: tuple[str, ...] = ()  # [N] the type of mark on each client's images; empty without --marks
@@ -55,17 +54,19 @@ class Experiment(NamedTuple):
         names = networks.names(self.config, len(self.everybody.train))
         return names if self.unseen is None else np.delete(names, self.unseen.ids)
 
-    def program(self, width: int = 1, devices: int = 1, rounds: int | None = None) -> simulate.Program:
+    def program(
+        self, width: int = 1, devices: int = 1, conv: str = "auto", rounds: int | None = None
+    ) -> simulate.Program:
         """The pure functions of this experiment; made once for each layout."""
-        if (width, devices, rounds) not in self.made:
-            task = self.task if rounds is None else self.task._replace(rounds=rounds)
+        if (width, devices, conv, rounds) not in self.made:
+            task = self.in_form(self.task if rounds is None else self.task._replace(rounds=rounds), conv)
             # with `rounds` it is to be traced
             make = simulate.program if rounds or self.config.client_memory == "device" else host_state.program
             options: dict[str, Any] = {"lr_decay": self.config.lr_decay, "width": width, "devices": devices}
             options["checked"] = not self.made  # the first time
             factory, hparams = method(self.config)
-            self.made[width, devices, rounds] = make(factory, task, hparams, **options)
-        return self.made[width, devices, rounds]
+            self.made[width, devices, conv, rounds] = make(factory, task, hparams, **options)
+        return self.made[width, devices, conv, rounds]
 
     def algorithm(self) -> Algorithm:
         """The method as a value, at the first round's learning rate."""
@@ -84,14 +85,12 @@ class Experiment(NamedTuple):
             lambda key, values: program.unplace(program.init(key, values)), key, traced_shapes(program)
         )
 
-    def in_form(self, conv: str) -> "Experiment":
-        """The experiment with convolutions in this form."""
-        if conv == self.conv:
-            return self
+    def in_form(self, task: Task, conv: str) -> Task:
+        """A task of this experiment with convolutions in a form; "auto": as the settings have them."""
+        if conv == "auto" or layers.form(conv) == layers.form(self.config.conv):
+            return task
         models, _, shared = _models(self.config, self.dataset, len(self.everybody.train), conv)
-        changed: dict[str, Any] = {"models": tuple(models), "shared": shared}
-        others = self.unseen and self.unseen._replace(task=self.unseen.task._replace(**changed))
-        return self._replace(task=self.task._replace(**changed), unseen=others, conv=conv, made={})
+        return task._replace(models=tuple(models), shared=shared)
 
 
 def method(config: Config) -> tuple[Callable[..., Algorithm], dict[str, Any]]:
@@ -104,11 +103,10 @@ def method(config: Config) -> tuple[Callable[..., Algorithm], dict[str, Any]]:
     return made, config.hparams | {server_optimizer.RATE: config.server_lr}
 
 
-def prepare(config: Config, conv: str = "auto", room: Sequence[int] = federate.ROOM) -> Experiment:
+def prepare(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
     """Loads, partitions and checks.
 
     Args:
-      conv: "auto", or the recorded form on a resume.
       room: as `federate` takes it.
 
     Raises:
@@ -122,9 +120,8 @@ def prepare(config: Config, conv: str = "auto", room: Sequence[int] = federate.R
         dataset, kinds = marks.mark(dataset, everybody, config.seed)
     model = ("cnn" if _is_image(dataset.x.shape[1:]) else "mlp") if config.model == "auto" else config.model
     config = config.replace(clients=len(everybody.train), model=model)
-    conv, public = layers.form(conv), _public(config)
-    whole = _task(config, dataset, everybody, conv)
-    if public is not None:
+    whole = _task(config, dataset, everybody)
+    if (public := _public(config)) is not None:
         whole = simulate.with_public(whole, public)
     ids, apart = unseen.draw(config, whole.architecture)
     assigned, task = partitioners.select(everybody, ids), among(whole, ids)
@@ -133,7 +130,7 @@ def prepare(config: Config, conv: str = "auto", room: Sequence[int] = federate.R
     size = max(available, tfds.SIZES.get(dataset.name, 0))
     examples = {"used": len(dataset.y), "available": available, "of": size}
     kinds = tuple(kinds[i] for i in ids if kinds)
-    experiment = Experiment(config, dataset, public, assigned, None, task, conv, {}, examples, kinds)  # type: ignore[arg-type]
+    experiment = Experiment(config, dataset, public, assigned, None, task, {}, examples, kinds)  # type: ignore[arg-type]
     experiment.program()  # checks the method: its hyperparameters, the model's parts, the shapes of a round
     if not len(apart):
         return experiment._replace(federation=federate.federate(dataset, assigned, room, public))
@@ -189,8 +186,8 @@ def _is_image(shape: tuple[int, ...]) -> bool:
     return len(shape) == 3 and min(shape[:2]) >= 16
 
 
-def _task(config: Config, dataset: datasets.Dataset, assigned: partitioners.Partition, conv: str) -> Task:
-    models, of, shared = _models(config, dataset, len(assigned.train), conv)
+def _task(config: Config, dataset: datasets.Dataset, assigned: partitioners.Partition) -> Task:
+    models, of, shared = _models(config, dataset, len(assigned.train), config.conv)
     return simulate.task(
         dataset,
         partitioners.class_counts(assigned, dataset),

@@ -6,25 +6,31 @@ import jax
 from experiments.build import Experiment
 from experiments.recorded import Devices, Layout
 from fedjax_pfl import simulate
-from fedjax_pfl.engine import memory, multihost, placement
+from fedjax_pfl.engine import memory, placement
 from fedjax_pfl.engine.autotune import choose_form, choose_width
 from fedjax_pfl.errors import check
 
 
-def choose(experiment: Experiment, width: str, spread: int) -> tuple[Experiment, Layout]:
-    """The experiment in the form of convolutions that is given, or chosen, and how clients are laid
-    out over `spread` devices: `width` as given, or chosen."""
-    if experiment.config.conv == "auto":
-        experiment = multihost.run_on_all(experiment.in_form, _auto_form(experiment, width, spread))
-    trying = (experiment.task, experiment.federation, *_part(experiment, spread))
-    chosen = choose_width(*trying) if width == "auto" else int(width)
-    return experiment, laid_out(experiment, chosen, spread)
-
-
-def laid_out(experiment: Experiment, width: int, spread: int) -> Layout:
-    """The layout of a width and a number of devices."""
+def choose(experiment: Experiment, spread: int, recorded: Layout | None = None) -> Layout:
+    """How an experiment is laid out over `spread` devices: as its settings say, and where they say
+    auto as `recorded` of a run that goes on, or as is chosen here."""
+    conv, given = experiment.config.conv, experiment.config.width
+    if conv == "auto":
+        conv = recorded.conv if recorded else _auto_form(experiment, given, spread)
+    if given != "auto":
+        width = int(given)
+    elif recorded:
+        width = recorded.width
+    else:
+        task = experiment.in_form(experiment.task, conv)
+        width = choose_width(task, experiment.federation, *_part(experiment, spread))
     width = min(width, simulate.cohort_size(experiment.task))  # more clients at once there are not
-    return Layout(width, experiment.conv, Devices(jax.default_backend(), jax.devices()[0].device_kind, spread))
+    return Layout(width, conv, Devices(jax.default_backend(), jax.devices()[0].device_kind, spread))
+
+
+def program(experiment: Experiment, laid: Layout) -> simulate.Program:
+    """The pure functions of an experiment in a layout."""
+    return experiment.program(laid.width, laid.devices.count, laid.conv)
 
 
 def say(laid: Layout, chosen: bool) -> str:
@@ -50,7 +56,7 @@ def _auto_form(experiment: Experiment, width: str, spread: int) -> str:
     """Tried as the width is, with no more clients at once than the given width."""
     cohort, own = _part(experiment, spread)
     most = cohort if width == "auto" else min(cohort, int(width) * own)
-    model = lambda form: experiment.in_form(form).task.models[0]
+    model = lambda form: experiment.in_form(experiment.task, form).models[0]
     return choose_form(experiment.task, model, experiment.federation, most, own)
 
 

@@ -9,6 +9,7 @@ from experiments import (
     account,
     build,
     clients,
+    layouts,
     published,
     report,
     schema,
@@ -98,7 +99,7 @@ class Recorder:
         due."""
         if self.diverged:
             return
-        program = self._experiment.program(self._layout.width, self._layout.devices.count)
+        program = layouts.program(self._experiment, self._layout)
         self._run.save(done, program.unplace(state))
         self.show(status) if status == "interrupted" else self._now_and_then(status)
 
@@ -116,12 +117,13 @@ class Recorder:
 
     def _unseen(self, result: Result, state: Callable[[], State]) -> dict[str, Any]:
         """The scores of the clients that do not train, after the last round."""
-        apart = self._experiment.unseen
-        if result.metrics is not None or apart is None:
+        experiment, laid = self._experiment, self._layout
+        if result.metrics is not None or (apart := experiment.unseen) is None:
             return {}
         server = server_optimizer.plain(state().server)
-        config = self._experiment.config.replace(rounds=result.round)
-        return unseen.scores(config, self._experiment.task, apart, server, self._layout.width)
+        trained, others = (experiment.in_form(task, laid.conv) for task in (experiment.task, apart.task))
+        config = experiment.config.replace(rounds=result.round)
+        return unseen.scores(config, trained, apart._replace(task=others), server, laid.width)
 
     def _summarise(self, status: str) -> None:
         """Writes summary.json."""

@@ -24,7 +24,17 @@ from experiments import build, figures, lock, matrices, records, schema
 from experiments.config import Config
 from experiments.entry import directory
 from experiments.files import Row, Rows, damaged, read_json, read_rows, write_csv, write_json
-from experiments.recorded import OWN_FILES, check_format, complete, is_run, own_files, read_config, read_layout, signed
+from experiments.recorded import (
+    OWN_FILES,
+    Layout,
+    check_format,
+    complete,
+    is_run,
+    own_files,
+    read_config,
+    read_layout,
+    signed,
+)
 from experiments.scores import ACCURACY, Headline
 from fedjax_pfl import simulate
 from fedjax_pfl.data import partitioners
@@ -245,6 +255,7 @@ class Run(NamedTuple):
     round: int  # rounds that `state` has behind it
     state: State
     experiment: build.Experiment
+    layout: Layout
 
     @property
     def metrics(self) -> list[Row]:
@@ -259,7 +270,7 @@ class Run(NamedTuple):
     def predictor(self, client_id: int) -> Callable[[Any], jax.Array]:
         """One client's model at the last checkpoint: raw inputs [B, *input], as the data set has
         them, -> outputs."""
-        program, e = self.experiment.program(), self.experiment
+        program, e = self.experiment.program(conv=self.layout.conv), self.experiment
         check("client", client_id, 0, e.task.num_clients - 1, whole=True)
         values = {name: jnp.float32(value) for name, value in program.traced.items()}
 
@@ -276,6 +287,6 @@ def load(workdir: str | Path) -> Run:
     """
     path = directory(str(workdir))
     check_format(path)
-    experiment = build.prepare(read_config(path), read_layout(path).conv)
+    experiment, layout = build.prepare(read_config(path)), read_layout(path)
     step, state = checkpoint.restore(path / "checkpoints", experiment.state_shapes())
-    return Run(path, experiment.config, step, state, experiment)
+    return Run(path, experiment.config, step, state, experiment, layout)

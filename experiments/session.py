@@ -128,7 +128,7 @@ def _into(
         for run in found:
             if run.recorded is None:
                 make(run.directory.path, held)
-    found, laid = laid_out(found, console)
+    laid = laid_out(found, console)
     with compile_clock() as compiling:
         clocks = [Clock(run.directory, compiling, count) for run in found]
         batch = compiled([run.experiment for run in found], laid, console)
@@ -152,9 +152,8 @@ def _into(
 def loaded(path: Path, config: Config, resume: bool, room: Sequence[int], console: Console) -> Run:
     """The data and the clients of a run; everything wrong is found here."""
     recorded = runs.read_layout(path) if resume else None
-    conv = recorded.conv if recorded is not None and config.conv == "auto" else config.conv
     with phases.said(console, "Loading the data and making the clients"):
-        experiment = multihost.run_on_all(build.prepare, config, conv, room)
+        experiment = multihost.run_on_all(build.prepare, config, room)
         count = layouts.devices(config.devices, experiment, recorded and recorded.devices.count)
         targets.check_possible(experiment)
         stopping.check_possible(experiment)
@@ -171,18 +170,12 @@ def _directory(path: Path, experiment: build.Experiment) -> runs.RunDirectory:
     return runs.RunDirectory(path, own, partial, planned, experiment.headline, experiment.network_names, sizes)
 
 
-def laid_out(found: list[Run], console: Console) -> tuple[list[Run], Layout]:
-    """The runs in the form that is used, and how the first, and so all, are laid out here: of a run
-    that goes on as its settings say, and as recorded where they say auto."""
+def laid_out(found: list[Run], console: Console) -> Layout:
+    """How the first run, and so all, are laid out here."""
     run, count = found[0], len(found)
-    experiment, width, devices = run.experiment, run.experiment.config.width, run.devices if count == 1 else 1
-    if run.recorded is not None:
-        laid = layouts.laid_out(experiment, run.recorded.width if width == "auto" else int(width), devices)
-    else:
-        with phases.said(console, "Trying how many clients to train at once"):
-            experiment, laid = layouts.choose(experiment, width, devices)
-    others = [one._replace(experiment=one.experiment.in_form(laid.conv)) for one in found[1:]]
-    return [run._replace(experiment=experiment), *others], laid._replace(runs=count)
+    with phases.said(console, "Trying how many clients to train at once"):
+        laid = layouts.choose(run.experiment, run.devices if count == 1 else 1, run.recorded)
+    return laid._replace(runs=count)
 
 
 def compiled(experiments: list[build.Experiment], laid: Layout, console: Console) -> train.Batch:

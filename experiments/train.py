@@ -48,7 +48,7 @@ class Step(NamedTuple):
 def compiled(experiments: Sequence[build.Experiment], layout: Layout) -> Batch:
     """What the rounds of some experiments run, compiled for a layout; NoRoomError if it takes more
     memory than there is."""
-    programs = [validation.scored(each, each.program(layout.width, layout.devices.count)) for each in experiments]
+    programs = [validation.scored(each, layouts.program(each, layout)) for each in experiments]
     program, key, federation = programs[0], experiments[0].key, experiments[0].federation
     if len(experiments) > 1:
         program, federation = simulate.vectorized(programs, [each.federation for each in experiments])
@@ -127,7 +127,7 @@ def _course(batch: Batch, start: int, states: Sequence[State], ended: list[str])
     layout, first = batch.layout, batch.experiments[0]
     options: dict[str, Any] = {"rounds": first.config.rounds, "start": start} | _intervals(first)
     if states:
-        programs = [each.program(layout.width, layout.devices.count) for each in batch.experiments]
+        programs = [layouts.program(each, layout) for each in batch.experiments]
         placed = [program.place(state) for program, state in zip(programs, states, strict=True)]
         options["state"] = vectorized.stack(placed) if len(placed) > 1 else placed[0]
     if stopping.progress(first.config, first.headline, ()) is not None:

@@ -33,7 +33,7 @@ def cache(tmp_path_factory):
     made, program = {}, build.Experiment.program
 
     def once(self, *given, **options):
-        where = (repr(self.config), self.conv, given, repr(options))
+        where = (repr(self.config), given, repr(options))
         if where not in made:
             made[where] = program(self, *given, **options)
         return made[where]
@@ -293,7 +293,7 @@ def test_what_may_change_may(whole, tmp_path):
     runs.write_json(path / "config.json", config)
     assert main.run(["--resume", f"--workdir={path}", *changes]) == 0
     kept = runs.read_json(path / "layout.json")
-    assert (kept["width"], kept["conv"], runs.load(path).experiment.conv) == (2, "fused", "fused")  # as recorded
+    assert (kept["width"], kept["conv"], runs.load(path).layout.conv) == (2, "fused", "fused")  # as recorded
     assert (path / "metrics.jsonl").read_text() == (whole / "metrics.jsonl").read_text()
     levels = runs.read_json(path / "summary.json")["targets"]["levels"]  # from the rows of the first session
     assert [level["target"] for level in levels] == [0.01, 1.0] and levels[0]["pre"]["rounds"] == 0
@@ -321,7 +321,7 @@ def test_a_resume_takes_the_layout_that_is_named_and_says_so(whole, tmp_path, ca
     said = capsys.readouterr().out
     assert "width 1 on 1 x cpu" in said and "The layout" not in said
     assert laid(path) == ((1, "matmul", 1), ("1", "matmul", "1"))
-    assert runs.load(path).experiment.conv == "matmul"
+    assert runs.load(path).layout.conv == "matmul"
     assert [x.get("layout") for x in runs.read_json(path / "versions.json")["resumed"]] == [changes, None]
     rows = [runs.read_rows(p / "metrics.jsonl")[-1] for p in (path, whole)]
     np.testing.assert_allclose(list(rows[0].values()), list(rows[1].values()), rtol=1e-5)

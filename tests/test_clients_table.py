@@ -108,13 +108,13 @@ def test_a_score_is_known_by_its_name():
 
 
 def test_a_run_that_is_still_on_has_no_table_yet(done, monkeypatch):
-    from experiments import clients, layouts, recorder
+    from experiments import clients, recorder
 
     run, written = runs.load(done[0]), []
     monkeypatch.setattr(clients, "write", lambda *_: written.append(1))
     monkeypatch.setattr(recorder.Recorder, "_summarise", lambda *_: None)
     directory = type("Directory", (), {"path": done[0], "rows": (), "tables": lambda _: None})()
-    one = recorder.Recorder(directory, run.experiment, layouts.laid_out(run.experiment, 1, 1), None, None, None)
+    one = recorder.Recorder(directory, run.experiment, run.layout, None, None, None)
     one.show("running")
     assert not written
     one.show("interrupted")

@@ -166,25 +166,27 @@ def test_a_width_pays_for_the_clients_that_wait(cache, accelerator, monkeypatch,
 
 
 def test_the_form_chosen_is_the_form_of_the_run(monkeypatch):
-    def program(experiment):
-        x = jnp.zeros((2, *experiment.task.input.shape))
-        model = experiment.task.model
+    def traced(experiment, conv="auto"):
+        task = experiment.in_form(experiment.task, conv)
+        x, model = jnp.zeros((2, *task.input.shape)), task.model
         return str(jax.make_jaxpr(lambda key: model.apply(model.init(key), x)[0])(experiment.key))
 
     user = {"algo": "fedavg", "model": "cnn_dropout", "data_fraction": 0.2, "clients": 5, "devices": "1"}
     given = []
     monkeypatch.setattr(layouts, "choose_form", lambda task, model, f, *most: given.append(most[:2]) or "xla")
-    experiment = build.prepare(settings.resolve(user))
-    assert experiment.conv == "winograd"
-    for width in ("2", "9"):
-        new, laid = layouts.choose(experiment, width, 2)
-        assert new.conv == laid.conv == "xla" and laid.width == min(int(width), 5)
-    assert "conv_general_dilated" in program(new) and "conv_general_dilated" not in program(experiment)
+    for width in (2, 9):
+        experiment = build.prepare(settings.resolve(user | {"width": str(width)}))
+        laid = layouts.choose(experiment, 2)
+        assert laid.conv == "xla" and laid.width == min(width, 5)
+    assert layouts.program(experiment, laid) is experiment.program(5, 2, "xla")
+    assert "conv_general_dilated" in traced(experiment, "xla") and "conv_general_dilated" not in traced(experiment)
     assert given == [(4, 2), (5, 2)]  # clients at once on both devices, at most
     monkeypatch.setattr(layouts, "choose_form", None)
-    asked = build.prepare(settings.resolve(user | {"conv": "matmul"}), "matmul")
-    same, laid = layouts.choose(asked, "2", 1)
-    assert same is asked and laid.conv == "matmul"
+    asked = build.prepare(settings.resolve(user | {"conv": "matmul", "width": "2"}))
+    assert layouts.choose(asked, 1).conv == "matmul" and asked.in_form(asked.task, "matmul") is asked.task
+    recorded = layouts.choose(asked, 1)._replace(width=1, conv="fused")
+    assert layouts.choose(asked, 1, recorded).conv == "matmul"  # what is named counts
+    assert layouts.choose(build.prepare(settings.resolve(user)), 1, recorded) == recorded
 
 
 def test_one_process_tries_for_all_with_its_part(monkeypatch):
