@@ -13,7 +13,11 @@ from fedjax_pfl.errors import check
 
 def choose(experiment: Experiment, spread: int, recorded: Layout | None = None) -> Layout:
     """How an experiment is laid out over `spread` devices: as its settings say, and where they say
-    auto as `recorded` of a run that goes on, or as is chosen here."""
+    auto as is recorded, or chosen here.
+
+    Args:
+      recorded: the layout of the run that goes on, or of another seed.
+    """
     conv, given = experiment.config.conv, experiment.config.width
     if conv == "auto":
         conv = recorded.conv if recorded else _auto_form(experiment, given, spread)

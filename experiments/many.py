@@ -12,7 +12,7 @@ from experiments import at_once, build, closing, entry, phases, runs, schema, se
 from experiments.config import Config
 from experiments.files import read_json
 from experiments.grid import Member
-from experiments.recorded import OWN_FILES, is_complete, own_files
+from experiments.recorded import OWN_FILES, Layout, is_complete, own_files
 from fedjax_pfl import hyperparameters
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data.federate import ROOM
@@ -53,7 +53,7 @@ def run(members: Sequence[Member], say: int = closing.ONE, runs_at_once: str = "
     most = _most(runs_at_once)
     found = [_found(member.path, member.config) for member in members]
     room: dict[str, Sequence[int]] = {}
-    width: dict[str, Any] = {}
+    like: dict[str, Layout | None] = {}
     failed, left = 0, _parts(members, found, most)
     while left:
         part = left.pop(0)
@@ -64,9 +64,9 @@ def run(members: Sequence[Member], say: int = closing.ONE, runs_at_once: str = "
             multihost.run_on_all(multihost.forget)  # it shares nothing with those before
             with phases.said(entry.errors(), "Loading the data of all seeds"):
                 room[kind] = _room([m.config for m in members if _kind(m.config) == kind])
-        given = [_given(member, part.begun, width.get(kind, {})) for member in part.members]
+        given = [_given(member, part.begun) for member in part.members]
         try:
-            train = functools.partial(session.train_into, given, room[kind], say)
+            train = functools.partial(session.train_into, given, room[kind], say, like.get(kind))
             code = entry.guarded(train, session.NOTHING)
         except at_once.ApartError as why:
             print(f"One after another: {why}.")
@@ -80,8 +80,8 @@ def run(members: Sequence[Member], say: int = closing.ONE, runs_at_once: str = "
         failed = failed or code
         if code == entry.LOST or code >= entry.INTERRUPTED - 2:
             return code, True
-        if code == 0 and kind not in width:
-            width[kind] = _width(first.path)
+        if code == 0 and kind not in like:
+            like[kind] = _layout(first.path)
     return failed, False
 
 
@@ -130,8 +130,8 @@ def _listed(numbers: Sequence[int]) -> str:
     return f"{numbers[0]} to {numbers[-1]}" if whole else ", ".join(map(str, numbers))
 
 
-def _given(member: Member, begun: bool, width: dict[str, Any]) -> session.Given:
-    more = _more(member) if begun else width
+def _given(member: Member, begun: bool) -> session.Given:
+    more = _more(member) if begun else {}
     given = {name: x for name, x in member.given.items() if not (begun and name == "config")}
     return session.Given(more | given, str(member.path), begun)
 
@@ -154,9 +154,8 @@ def _room(configs: list[Config]) -> Sequence[int]:
         return ROOM
 
 
-def _width(path: Path) -> dict[str, str]:
-    """The width of a run, as a setting."""
-    return {"width": str(runs.read_layout(path).width)} if runs.is_run(path) else {}
+def _layout(path: Path) -> Layout | None:
+    return runs.read_layout(path) if runs.is_run(path) else None
 
 
 def _found(path: Path, config: Config) -> tuple[bool, bool]:

@@ -61,13 +61,16 @@ class Run(NamedTuple):
     devices: int  # over which its clients are trained
 
 
-def train_into(given: Sequence[Given], room: Sequence[int] = ROOM, say: int = closing.SHORT) -> int:
+def train_into(
+    given: Sequence[Given], room: Sequence[int] = ROOM, say: int = closing.SHORT, like: Layout | None = None
+) -> int:
     """Trains one run, or several as one program, and returns the exit code.
 
     Args:
       given: several are all new, or all stopped after the same round.
       room: as `federate` takes it, for the clients of each; results do not depend on it.
       say: how much of the run is said: closing.ONE, SHORT, or ALL.
+      like: the layout that new runs take where their settings say auto; None: it is chosen.
 
     Raises:
       InputError, KeyboardInterrupt: before there is anything to resume.
@@ -83,7 +86,7 @@ def train_into(given: Sequence[Given], room: Sequence[int] = ROOM, say: int = cl
             console.print(ended)
             return 0
         try:
-            return _into(places, room, console, held, say)
+            return _into(places, room, console, held, say, like)
         except KeyboardInterrupt:
             if not any(map(runs.is_run, paths)):
                 raise
@@ -109,6 +112,7 @@ def _into(
     console: Console,
     held: contextlib.ExitStack,
     say: int,
+    like: Layout | None,
 ) -> int:
     """Trains into run directories, from their start or from where they stopped."""
     paths, count = [path for path, *_ in places], len(places)
@@ -128,7 +132,7 @@ def _into(
         for run in found:
             if run.recorded is None:
                 make(run.directory.path, held)
-    laid = laid_out(found, console)
+    laid = laid_out(found, like, console)
     with compile_clock() as compiling:
         clocks = [Clock(run.directory, compiling, count) for run in found]
         batch = compiled([run.experiment for run in found], laid, console)
@@ -170,11 +174,11 @@ def _directory(path: Path, experiment: build.Experiment) -> runs.RunDirectory:
     return runs.RunDirectory(path, own, partial, planned, experiment.headline, experiment.network_names, sizes)
 
 
-def laid_out(found: list[Run], console: Console) -> Layout:
+def laid_out(found: list[Run], like: Layout | None, console: Console) -> Layout:
     """How the first run, and so all, are laid out here."""
     run, count = found[0], len(found)
     with phases.said(console, "Trying how many clients to train at once"):
-        laid = layouts.choose(run.experiment, run.devices if count == 1 else 1, run.recorded)
+        laid = layouts.choose(run.experiment, run.devices if count == 1 else 1, run.recorded or like)
     return laid._replace(runs=count)
 
 

@@ -221,7 +221,7 @@ def test_runs_without_room_after_they_began_go_on_halved(alone, tmp_path, monkey
     monkeypatch.setattr(session, "_into", into)
     monkeypatch.setattr(runs, "is_run", begun.__contains__)
     monkeypatch.setattr(many, "_more", lambda _: {})
-    monkeypatch.setattr(many, "_width", lambda _: {})
+    monkeypatch.setattr(many, "_layout", lambda _: None)
     words = ["--algo=local", *TINY, "--seeds=2", "--runs_at_once=all", f"--workdir={tmp_path}"]
     assert main.run(words) == 0 and [given.resume for given in alone] == [True, True]
     assert "There is no room for 2 runs as one program. Half of them at once" in capsys.readouterr().out

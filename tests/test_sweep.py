@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import toy
 
-from experiments import build, many, runs, session, settings, sweep
+from experiments import build, layouts, many, runs, session, settings, sweep
 from fedjax_pfl.errors import InputError
 
 TINY = [
@@ -120,10 +120,23 @@ def test_a_seed_with_nothing_to_deal_leaves_the_others_to_run():
 
 
 def test_seeds_are_laid_out_as_the_first_was(tmp_path, monkeypatch):
-    """But for what the user says."""
-    started = []
-    monkeypatch.setattr(session, "train_into", lambda given, *_: started.append(given[0].user) or 0)
-    monkeypatch.setattr(many, "_width", lambda path: {"width": "3"})
+    """But for what the user says; the settings stay as they were given."""
+    laid, choose, widths = [], layouts.choose, iter([3])
+    monkeypatch.setattr(layouts, "choose_width", lambda *_: next(widths))
+
+    def chosen(experiment, *given):
+        laid.append((experiment.config.width, choose(experiment, *given)))
+        return laid[-1][1]
+
+    monkeypatch.setattr(layouts, "choose", chosen)
     for more in ([], ["--width=2"]):
-        assert sweep.run(["--algo=local,fedavg", "--seed=0,1", *more, f"--root={tmp_path}"]) == 0
-    assert [given.get("width") for given in started] == [None, "3", None, "3", *["2"] * 4]
+        words = [
+            "--algo=local",
+            "--seed=0,1",
+            "--rounds=0",
+            "--model=linear",
+            *more,
+            f"--root={tmp_path / str(len(more))}",
+        ]
+        assert sweep.run(words) == 0
+    assert [(given, found.width) for given, found in laid] == [("auto", 3), ("auto", 3), ("2", 2), ("2", 2)]
