@@ -106,6 +106,15 @@ def test_simplex_projection_golden_numbers(v, total, expected):
     np.testing.assert_allclose(got, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("size", [1e2, 1e4, 1e8])
+def test_simplex_projection_of_large_values_keeps_the_sum(size):
+    v, mask = size * np.random.default_rng(0).normal(size=100).astype(np.float32), np.arange(100) % 3 > 0
+    got = np.asarray(aggregate.project_simplex(jnp.asarray(v), jnp.asarray(mask), 0.7))
+    np.testing.assert_allclose(got.sum(), 0.7, rtol=1e-6)
+    assert got.min() >= 0 and not got[~mask].any()
+    np.testing.assert_array_equal(aggregate.project_simplex(jnp.asarray(v), jnp.zeros(100, bool)), 0)
+
+
 def test_simplex_projection_ignores_masked_entries():
     got = aggregate.project_simplex(jnp.array([9.0, 0.5, 0.4, 0.3]), jnp.array([False, True, True, True]))
     np.testing.assert_allclose(got, (0, 0.433333, 0.333333, 0.233333), atol=1e-6)
