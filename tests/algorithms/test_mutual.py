@@ -195,6 +195,13 @@ def test_rank_is_the_least_that_keeps_the_energy():
     assert low_rank(jnp.zeros((4, 4)), 0.9)[1] == 0
 
 
+def test_all_energy_has_the_small_singular_values_too():
+    u, v = (np.linalg.qr(RNG.normal(size=(100, 100)))[0] for _ in range(2))
+    x = (u * 0.5 ** np.arange(100) @ v.T).astype(np.float32)
+    near, count = low_rank(x, 1.0)
+    assert count < x.size / 2 and np.linalg.norm(near - x) < 1e-5 * np.linalg.norm(x)
+
+
 def test_compressed_to_all_energy_is_the_model():
     old = {"k": RNG.normal(size=(30, 40)).astype(np.float32), "b": Z[0][0]}
     flat = RNG.normal(size=(30, 2)) @ RNG.normal(size=(2, 40))
