@@ -59,6 +59,12 @@ def _copied_rows_of_clients(count: int, batched: list[bool], x: Array, index: Ar
     return rows.reshape(*index.shape, *x.shape[1:]), True
 
 
+def held_out(size: Numeric, fraction: Numeric) -> Array:
+    """How many of a client's rows `holdout` holds out, [] int32."""
+    held = jnp.clip(jnp.round(fraction * size).astype(jnp.int32), 1, jnp.maximum(size - 1, 1))
+    return jnp.where(size > 1, held, 0)
+
+
 def holdout(data: Data, fraction: Numeric) -> tuple[Data, Data]:
     """Splits off the last of a client's rows: (the other rows, the held out ones), the same in
     every round.
@@ -67,8 +73,7 @@ def holdout(data: Data, fraction: Numeric) -> tuple[Data, Data]:
     fraction * n is held out, but at least one row and not all of them; a single row is not held
     out.
     """
-    held = jnp.clip(jnp.round(fraction * data.size).astype(jnp.int32), 1, jnp.maximum(data.size - 1, 1))
-    held = jnp.where(data.size > 1, held, 0)
+    held = held_out(data.size, fraction)
     rest, length = data.size - held, data.index.shape[0]
     tail = data.index[jnp.minimum(rest + jnp.arange(length), length - 1)]
     return data._replace(size=rest), data._replace(index=tail, size=held)

@@ -101,7 +101,12 @@ def pretrain(c: Client, variables: PyTree, task: Task, epochs: Any) -> PyTree:
 
 
 def distillation(
-    model: Model, target: Array, distance: Callable[[Array, Array], Array], *, frozen: bool = False
+    model: Model,
+    target: Array,
+    distance: Callable[[Array, Array], Array],
+    *,
+    frozen: bool = False,
+    by_batch: bool = False,
 ) -> Callable[[PyTree, Batch, Array], tuple[Array, PyTree]]:
     """The loss of training on targets: the mean of `distance` over the valid rows, as `local.sgd`
     takes it.
@@ -109,11 +114,14 @@ def distillation(
     Args:
       target: [D, C], for the rows of the data.
       distance: (target [B, C], logits [B, C]) -> [B].
-      frozen: whether the model has its running statistics, which stay as they are, and no dropout.
+      frozen: whether running statistics stay as they are, by which the model normalises, and there
+        is no dropout.
+      by_batch: whether a frozen model normalises by the batch nevertheless.
     """
 
     def loss(variables: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
-        z, stats = model.apply(variables, batch.x, mask=batch.mask, train=not frozen, key=key)
+        train = not frozen or by_batch
+        z, stats = model.apply(variables, batch.x, mask=batch.mask, train=train, key=None if frozen else key)
         value = losses.masked_mean(distance(target[batch.row], z), batch.mask)
         return value, variables["stats"] if frozen else stats
 
@@ -152,7 +160,8 @@ def early_stopped(
       (variables, the loss of the best pass on the examples held out []).
     """
     data, held, held_target = parts
-    optimizer, fit, check = task.optimizer(task.lr), loss(target=target), loss(target=held_target, frozen=True)
+    optimizer, fit = task.optimizer(task.lr), loss(target=target)
+    check = loss(target=held_target, frozen=True, by_batch=task.bn_stats == "local")
     per_pass = (data.size + task.batch_size - 1) // task.batch_size
 
     def validate(w: PyTree) -> Array:

@@ -61,11 +61,13 @@ def feddf(task: Task, *, on: Students) -> Algorithm:
       local training. The teachers' logits are averaged uniformly over the round's clients of all
       architectures; an architecture without a client in the round learns from them, too. The server
       has no labelled examples, by which the authors' stops. With bn_stats=local running statistics
-      are not sent: teachers have their own, students those of each batch.
+      are not sent: teachers have their own, students those of each batch, of the validation, too.
     """
     rule = {"adam": optax.adam, "sgd": optax.sgd}[on.student_optimizer]
-    steps = on.passes * -(-public.count(task, on.public_size) // on.public_batch)
-    decayed = optax.cosine_decay_schedule(on.student_lr, max(steps, 1))  # which may be traced
+    drawn = public.count(task, on.public_size)
+    rows = drawn - (0 if on.patience is None else local.held_out(drawn, on.held_out))
+    steps, decay = on.passes * -(-rows // on.public_batch), optax.cosine_decay_schedule(1.0, 1)
+    decayed = lambda t: on.student_lr * decay(t / jnp.maximum(steps, 1))  # rate and share may be traced
     optimizer = optax.chain(clipped(on.clip), rule(decayed))
     server_task = task._replace(
         optimizer=lambda lr: optimizer, batch_size=on.public_batch, drop_last=False, augment=None

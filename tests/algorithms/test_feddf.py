@@ -15,7 +15,7 @@ from fedjax_pfl import models, public, trees
 from fedjax_pfl.algorithms import feddf, pfeddf
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import nets
-from fedjax_pfl.types import Data, Examples
+from fedjax_pfl.types import Batch, Data, Examples
 
 KEY, MLP = jax.random.key(0), toy.task()
 
@@ -132,7 +132,7 @@ def test_a_student_stops_where_nothing_comes_of_it_and_keeps_its_best_pass(patie
     pool = Examples(jnp.zeros((10, 1)), jnp.zeros(10, jnp.int32))
     data = Data(pool, jnp.arange(10), jnp.int32(10), lambda x: x)
 
-    def loss(target, frozen=False):
+    def loss(target, frozen=False, by_batch=False):
         def value(v, batch, key):
             if frozen:  # rows and targets belong together
                 np.testing.assert_array_equal(target.shape, (10,))
@@ -159,6 +159,34 @@ def test_a_student_that_is_validated_learns_and_reports_the_divergence_held_out(
     early = toy.train("feddf", MLP, rounds=1, **{**options, "passes": 1})
     gap = [run.metrics.server["distillation_loss"][0] for run in (got, early)]
     assert 0 < gap[0] < gap[1]
+
+
+@pytest.mark.parametrize("held_out", [0.1, 0.5])
+def test_the_rate_decays_over_the_steps_that_are_taken(held_out, monkeypatch):
+    seen, schedule = [], optax.cosine_decay_schedule
+
+    def noted(*given):
+        fall = schedule(*given)
+        return lambda t: jax.debug.callback(seen.append, t) or fall(t)
+
+    monkeypatch.setattr(optax, "cosine_decay_schedule", noted)
+    options = {"passes": 4, "public_batch": 1, "patience": 100, "held_out": held_out}
+    toy.train(functools.partial(feddf), MLP, rounds=1, **options)
+    steps = 4 * (toy.PUBLIC - round(held_out * toy.PUBLIC))
+    assert np.isclose(max(seen), (steps - 1) / steps)
+
+
+def test_a_frozen_model_normalises_by_its_statistics_or_by_the_batch():
+    task, x = toy.task("norm"), toy.federation().public.x
+    begin = task.model.init(KEY)
+    other = {**begin, "stats": jax.tree.map(lambda s: s + 1, begin["stats"])}
+    batch = Batch(x, jnp.zeros(len(x), jnp.int32), jnp.arange(len(x)) < 9, jnp.arange(len(x)))
+    distance = lambda target, z: jnp.sum((z - target) ** 2, axis=1)
+    for by_batch in (False, True):
+        loss = public.distillation(task.model, jnp.zeros((len(x), C)), distance, frozen=True, by_batch=by_batch)
+        (value, stats), (shifted, _) = (loss(w, batch, KEY) for w in (begin, other))
+        assert_same(stats, begin["stats"])
+        assert (value == shifted) == by_batch
 
 
 @pytest.mark.parametrize("wrong", [{"passes": -1}, {"clip": 0.0}, {"student_optimizer": "lamb"}, {"student_lr": -1.0}])
