@@ -118,7 +118,7 @@ def descend(server: PyTree, omega: Array, c: Client, lam: Numeric, task: Task) -
     """SGD on the cross entropy + lam/2 tr(W Omega W') as a function of the client's own model [d,
     H]: it and the mean cross entropy []."""
     optimizer, w = task.optimizer(task.lr), server["w"][c.id]
-    own = omega[c.id, c.id]
+    own = jnp.sum(jnp.abs(omega[c.id]))  # not Omega_tt: all clients move at once, and by it their steps would add up
     others = jnp.tensordot(omega[c.id], server["w"], 1, precision=EXACT) - own * w
 
     def step(key: Array, carry: PyTree, batch: Batch) -> tuple[PyTree, Array]:
@@ -157,8 +157,9 @@ def mocha(
       elsewhere every client has one SVM for each class against the rest, and all of them share
       Sigma. A round is one inner step. When Sigma changes, W is made anew from the duals: the
       authors' code keeps the old one, and then its dual objective may exceed its primal one. With
-      sdca the task's lr, optimizer, batch size, epochs and augmentation are not used. With sgd the
-      penalty's step is implicit, so that it is stable for every Omega, and there are no duals.
+      sdca the task's lr, optimizer, batch size, epochs and augmentation are not used. With sgd
+      there are no duals, and the penalty's step is implicit, by a curvature sum_s |Omega_ts| that
+      bounds what the clients' simultaneous steps add up to.
     """
     sdca = solver == "sdca"
     period = max(1, task.rounds // 10) if relate_every is None else relate_every
@@ -210,7 +211,7 @@ def mocha(
         return predictor(server["w"][c.id], c, pairs)
 
     def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
-        # down also Sigma_tt and rho; with sgd the others' part of the gradient and Omega_tt
+        # down also Sigma_tt and rho; with sgd the others' part of the gradient and sum_s |Omega_ts|
         return traffic.both_ways(cohort, d * columns + 2 if sdca else 2 * d * columns + 1, d * columns)
 
     return Algorithm(init, round, predict, evaluate.classification, sent)

@@ -247,9 +247,10 @@ def test_sgd_is_the_plain_steps():
             z = x @ expected[i]
             p = np.exp(z - z.max(axis=1, keepdims=True))
             p /= p.sum(axis=1, keepdims=True)
-            others = sum(omega[i, s] * w[s] for s in range(toy.N) if s != i)
+            bound = np.abs(omega[i]).sum()
+            others = sum(omega[i, s] * w[s] for s in range(toy.N)) - bound * w[i]
             step = expected[i] - 0.1 * (x.T @ (p - (y > 0)) / len(x) + lam * others)
-            expected[i] = step / (1 + 0.1 * lam * omega[i, i])
+            expected[i] = step / (1 + 0.1 * lam * bound)
     np.testing.assert_allclose(got, expected, atol=1e-3)
 
 
@@ -264,6 +265,20 @@ def test_sgd_learns_and_is_stable():
     cohort = Cohort(FEDERATION, REST, ids, jnp.array([True, False]), key=KEY, width=1, **nothing)
     sent = factory(REST, solver="sgd").traffic(state, cohort, {})
     np.testing.assert_array_equal([sent.down, sent.up], [[57, 0], [28, 0]])
+
+
+def test_sgd_is_stable_where_the_clients_share_a_direction():
+    """Along which Sigma has a small eigenvalue: with Omega_tt for the bound it diverges."""
+    n = toy.N
+    shared = np.full((n, n), 1 / n)
+    state = toy.train(factory, REST, 1, key=KEY, federation_=FEDERATION, solver="sgd").state
+    state = state._replace(server={**state.server, "sigma": jnp.float32((np.eye(n) - shared) / n + 0.01 * shared)})
+    program = toy.program(factory, REST, {"solver": "sgd", "lam": 1.0, "relate_every": 100})
+    run, sizes = jax.jit(program.round), []
+    for t in range(12):
+        state, _ = run(KEY, program.traced, FEDERATION, state, jnp.int32(t), jnp.bool(False))
+        sizes.append(np.abs(state.server["w"]).max())
+    assert max(sizes) < 1
 
 
 def test_two_class_clients_send_one_column():
