@@ -41,7 +41,8 @@ def amp_weights(d2: Array, others: Array, alpha: Numeric, sigma: Numeric, xi_min
 def heur_weights(cosine: Array, others: Array, sigma: Numeric, xi_self: Numeric) -> tuple[Array, Array]:
     """HeurFedAMP's: a softmax of sigma cos, cosine [S, N], that leaves xi_self to the own model;
     never shrunk."""
-    xi = jnp.where(others, jnp.exp(sigma * (cosine - 1)), 0)
+    largest = jnp.max(jnp.where(others, cosine, -1), axis=1, keepdims=True)
+    xi = jnp.where(others, jnp.exp(sigma * (cosine - largest)), 0)
     total = jnp.sum(xi, axis=1, keepdims=True)
     return (1 - xi_self) * xi / jnp.where(total > 0, total, 1), jnp.zeros(len(others), bool)
 

@@ -121,6 +121,15 @@ def test_distances_survive_a_large_common_part():
     assert_same(distances(w, np.array([3, 1])), toy.rows(distances(w, EVERY), [3, 1]))
 
 
+@pytest.mark.parametrize("sigma", [1.0, 1e3, 1e6])
+def test_the_others_keep_their_share_however_sharp_the_attention(sigma):
+    cosine, others = jnp.array([[1.0, 0.2, -0.1], [1.0, -1.0, -1.0]]), jnp.array([[False, True, True]] * 2)
+    xi, _ = heur(cosine, others, sigma, 0.1)
+    np.testing.assert_allclose(xi.sum(axis=1), 0.9, rtol=1e-6)
+    np.testing.assert_allclose(xi[1], [0, 0.45, 0.45], rtol=1e-6)
+    np.testing.assert_array_equal(heur(cosine, jnp.zeros((2, 3), bool), sigma, 0.1)[0], 0)
+
+
 def test_cosine_attention():
     w, sigma, xi_self = models(), 2.0, 0.3
     v = flat(w)
