@@ -18,7 +18,11 @@ from fedjax_pfl.types import Algorithm, Model, Task
 
 
 def fedper(task: Task) -> Algorithm:
-    """Shares the body and keeps the head, the last layer, personal; both are trained together."""
+    """Shares the body and keeps the head, the last layer, personal; both are trained together.
+
+    Note:
+      The paper's personal layers before the last one are not built; see `lg_fedavg` for the mirror.
+    """
     return partial_averaging(task, split(task, ("head",)))
 
 
@@ -34,10 +38,14 @@ def fedrep(
     Args:
       head_epochs: E_h in [0, 10000]; 1 as in PFLlib (the authors' code uses 10).
       body_epochs: E_b in [0, 10000]; default the task's local work.
+
+    Note:
+      The loss is that of the body's phase. A last training of the head alone, as the authors' code
+      has one after all rounds, is not built.
     """
     head = (Phase(("head",), head_epochs, keys.Client.HEAD_PHASE),) if head_epochs else ()
-    phases = (*head, Phase(("body",), body_epochs))
-    return partial_averaging(task, split(task, ("head",)), phases=phases)
+    body = () if head and body_epochs == 0 else (Phase(("body",), body_epochs),)
+    return partial_averaging(task, split(task, ("head",)), phases=head + body)
 
 
 def lg_fedavg(
