@@ -58,7 +58,9 @@ def fd(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
     Note:
       Predictions are averaged as probabilities, over one more pass after training; the paper's
       average runs along with training. Code libraries average logits, own ones included, and take
-      them for probabilities: that loss has no lower bound, and is not built.
+      them for probabilities: that loss has no lower bound, and is not built. The loss includes the
+      second term. A client takes its own table off the sum as it was before any `transform` of
+      uploads, so that with one the others' mean is off by the difference.
     """
     classes, batch_size = task.num_classes, evaluate.pass_size(task.sizes)
 

@@ -104,8 +104,8 @@ def feddva(
         with its client).
 
     Raises:
-      InputError: inputs that are not square images of 4 to 8, 28 to 32 or 60 to 64 pixels a side,
-        or a value out of range.
+      InputError: inputs that are not square images with a side of 2^k - 4, 2^k - 2 or 2^k pixels, k
+        >= 3 (28, 30, 32; 60, 62, 64), or a value out of range.
 
     Note:
       Each phase is the task's whole local work with a fresh optimizer; the paper's is Adam with

@@ -34,7 +34,7 @@ def posterior(mean: PyTree, rows: PyTree, count: Array, sigma: Any, sigma0: Any,
     Args:
       rows: Python booleans: which leaves are rows; the others stay.
     """
-    seen, prior = count / sigma**2, 1 / sigma0**2
+    seen, prior = count, (sigma / sigma0) ** 2  # times sigma^2: only their ratio matters
 
     def shrunk(path: tuple[jax.tree_util.DictKey, ...], chosen: bool, x: Any) -> Any:
         mu = mu0_bias if path[-1].key == "bias" else mu0
@@ -116,7 +116,8 @@ def fedma(
       over the clients with examples. The model a round starts from is not in the traffic (a client
       that was absent needs it). Batch norms follow their convolution and freeze with it; with
       bn_stats=local an absent client's running statistics stay in the order of its last round. All
-      models of a round are held between the layers: memory grows with its clients.
+      models of a round are held between the layers: memory grows with its clients. Loss and `post`
+      are of the first local training, before any layer is frozen.
     """
     shapes = jax.eval_shape(task.model.init, jax.random.key(0))
     hidden, split, loss = layers(shapes), averaging.split(task), losses.classification(task.model)

@@ -59,7 +59,7 @@ def fedproto(
       Prototypes are taken by one more pass after training; the code collects them while the model
       moves. A class that nobody holds in a round keeps its prototype. `acc` is of the head, and
       `proto_acc` of the nearest prototype received, which names class 0 as long as there is none.
-      All architectures must have the same feature width.
+      All architectures must have the same feature width. The loss includes the distance's term.
     """
     widths, classes = sorted({model.num_features for model in task.models}), task.num_classes
     if len(widths) > 1:

@@ -183,10 +183,10 @@ def fedmd(
     Note:
       The authors' models have the public classes among their outputs; here these are outputs of the
       first epochs only, and what is exchanged are the private classes, as in KT-pFL. `post` scores
-      are of the model at the end of the
-      round: with order=paper after the training on public examples. What is trained before round 0,
-      on public labels (then order=paper goes on with round 0's private training, order=code with
-      its warm-up), is of round 0's clients.
+      are of the model at the end of the round: with order=paper after the training on public
+      examples. The loss is that of the private training, `transfer_loss` that on the public
+      examples. What is trained before round 0, on public labels (then order=paper goes on with
+      round 0's private training, order=code with its warm-up), is of round 0's clients.
     """
     return transfer(task, Rule(uniform), on, space, public_epochs)
 

@@ -77,10 +77,12 @@ def mnfl(
       examples and several architectures it is mnfl_het.
 
       At the defaults the coefficients stay at 1/N, as their gradient is weighted by a client's
-      share of all examples, so that this is FedAvg of uniform weights, and a run that ends so says
-      it. With lam=N, rho=0 and coef_lr from 1 to 100 they move, nearer to Local
-      (experiments/README.md, "MNFL's coefficients"). A client predicts with the model of its last
-      local training: `pre` is to be compared with FedAvg's `post`.
+      share of all examples, so that with everybody in every round this is FedAvg of uniform
+      weights, and a run that ends so says it. The model of a client that did not take part counts
+      as it is, which before its first round is the start. With lam=N, rho=0 and coef_lr from 1 to
+      100 the coefficients move, nearer to Local (experiments/README.md, "MNFL's coefficients"). A
+      client predicts with the model of its last local training: `pre` is to be compared with
+      FedAvg's `post`.
     """
     n, split = task.num_clients, averaging.split(task)
     loss = losses.classification(task.model)
@@ -133,6 +135,6 @@ def mnfl(
         one = jax.eval_shape(lambda w: jax.tree.map(lambda x: x[0], w), state.server["w"])
         return traffic.both_ways(cohort, one)
 
-    what = "MNFL mixes all models alike, which is FedAvg of uniform weights. --hparam=lam=N (the number of clients)"
+    what = "MNFL mixes all models alike: FedAvg of uniform weights, if all take part. --hparam=lam=N (the clients)"
     idle = Idle("coefficients", 1 / n, 1e-3, f"{what} and a larger coef_lr make the coefficients move.")
     return Algorithm(init, round, predict, evaluate.classification, sent, idle=(idle,))

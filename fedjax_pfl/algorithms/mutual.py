@@ -228,6 +228,7 @@ def fedapen(
       is learned with the averaged small model, also where only some clients take part. A client
       with a single example keeps its weight. `acc` is the ensemble's, `own_acc`, `shared_acc` and
       `equal_acc` are of the own model, the small one and both alike. The own loss is reported.
+      Weights start as every model's here, not from the paper's Kaiming-normal.
     """
     small = exchanged(task)
 

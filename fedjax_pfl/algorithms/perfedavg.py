@@ -95,7 +95,7 @@ def per_fedavg(
       inner one (and the Hessian's) come from orders of their own: independent draws, that may share
       examples where PFLlib's halves of a batch of 2B do not, and that reuse all of them on a client
       with at most B. The inner step is plain SGD. `pre` scores the step from the global model,
-      `post` from the client's.
+      `post` from the client's. The loss is that after the inner step.
     """
     batches = 2 if variant == "fo" else 3
     if (short := int((task.sizes < batches * task.batch_size).sum())) > 0:

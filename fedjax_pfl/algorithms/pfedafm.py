@@ -127,8 +127,8 @@ def pfedafm(
         all).
       alpha: the first weight (α) of the client's own features in [0, 1]; 1 as in the authors' code,
         purely local.
-      lr_alpha: the step size of α in [0, inf); 0.01 as in the authors' code (paper 0.001 to 1); 0
-        freezes it.
+      lr_alpha: the step size of α in [0, inf); 0.01 as in the authors' code for several
+        architectures (0.1 for one; paper 0.001 to 1); 0 freezes it.
       wd_alpha: the weight decay of α in [0, inf); 0.001 as in the authors' code, which draws it to
         0.
       aggregation: of the extractors, one of mean (the paper), relay (the last of a random order, as
@@ -139,7 +139,8 @@ def pfedafm(
       local work with its optimizer. The frozen extractor uses its running statistics and no
       dropout. `large_acc` and `small_acc` score the head on the client's own features and on the
       shared ones alone. In the authors' code one α and the optimizers' momentum pass from client to
-      client; here each client has its own.
+      client; here each client has its own, α's SGD with momentum 0.9. The loss is that of the first
+      phase.
     """
     shared = small_model(task)
     phases = [("w", "alpha", "theta")] if training == "end_to_end" else [("w", "alpha"), ("theta",)]

@@ -43,7 +43,8 @@ def pfedme(
       A round's local work is the task's batches, as in PFLlib (the authors take 20 batches), of the
       participants only (the authors' code trains everybody). The personal model is theta, kept as
       it is; in both codes it is an alias of w. Running statistics are theta's, also in the global
-      model. `global_acc` scores w.
+      model. `global_acc` scores w. The loss is theta's before the last inner step, without the
+      proximal term.
     """
     loss, optimizer = losses.classification(task.model), task.optimizer(inner_lr)
     split = averaging.split(task)

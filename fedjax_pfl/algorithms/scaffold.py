@@ -48,7 +48,8 @@ def scaffold(
     Note:
       Option 2 divides by the learning rate, so c_i estimates a gradient for plain SGD only. Running
       statistics have no control variate and are averaged as the models are. A client without
-      training examples is no part of S.
+      training examples is no part of S. A client keeps c_i as it was before any `transform` of
+      uploads, so that with one c is not their mean.
     """
     loss, split = losses.classification(task.model), averaging.split(task)
 

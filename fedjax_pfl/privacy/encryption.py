@@ -26,7 +26,8 @@ BACKENDS = ("ckks", "plain")
 DEGREE = 8192  # of the polynomials: half as many numbers fit into a ciphertext, of 0.24 MB
 COEFF_BITS = (60, 40, 60)  # of the primes; 160 bits are below the 218 that leave 128 bits of security at this degree
 # Nothing is multiplied, so the scale may take most of the modulus. The noise of a sum of 200 numbers around 1 is 1e-7
-# at 2^40 and 2e-12 here: rounded to the grid on which they were encrypted, sums come out exactly, alike in all runs.
+# at 2^40 and 2e-12 here: rounded to the grid on which they were encrypted, sums below 2^15 come out exactly, alike in
+# all runs.
 SCALE = 2.0**56
 GRID = 2.0**-32
 LARGEST = 2.0**30  # of a number to encrypt; what a modulus of 100 bits leaves above the scale is for the sum
@@ -117,8 +118,8 @@ def total(rows: PyTree, ids: Array, active: Array, backend: str) -> tuple[PyTree
       rows: a tree of floats [S, ...], of which each client's row is sent as one vector; ids: [S]
         distinct.
       active: [S] bool.
-      backend: ckks, exact where the entries lie on the grid of 2^-32; or plain, in floating point
-        in the ids' order.
+      backend: ckks, exact where the entries lie on the grid of 2^-32 and are below 2^15; or plain,
+        in floating point in the ids' order.
 
     Returns:
       (the sum of the rows, and the bytes of the ciphertexts that each client sends and receives,
