@@ -31,7 +31,8 @@ def draw(config: Config, architecture: np.ndarray) -> tuple[np.ndarray, np.ndarr
     Args:
       architecture: [n] of everybody.
     """
-    rng, apart = np.random.default_rng(config.seed), np.zeros(len(architecture), bool)
+    # a stream of its own: a partition by the seed's may draw the same permutation
+    rng, apart = np.random.default_rng([config.seed, 1]), np.zeros(len(architecture), bool)
     for group in np.unique(architecture) if config.unseen else ():
         ids = np.flatnonzero(architecture == group)
         chosen = rng.permutation(ids)[: max(1, round(config.unseen * len(ids)))]

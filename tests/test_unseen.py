@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import toy
 
-from experiments import main, tables, unseen
+from experiments import build, main, settings, tables, unseen
 from experiments.config import Config
 from fedjax_pfl import trees
 from fedjax_pfl.algorithms import ALGORITHMS
@@ -74,6 +74,18 @@ def test_of_each_architecture_some_do_not_train_and_some_do():
     assert np.array_equal(np.bincount(of[apart]), [1, 1, 1])
     with pytest.raises(InputError, match="leaves none to train"):
         unseen.draw(Config(unseen=0.25), np.array([0, 0, 1]))
+
+
+def test_the_draw_is_not_that_of_the_partition():
+    """By shards of one class each; with the partition's stream they would be the first classes."""
+    found = []
+    for seed in range(5):
+        config = settings.resolve(
+            {"algo": "fedavg", "dataset": "synthetic", "clients": 20, "partition": "shards", "hparams": {}}
+            | {"classes_per_client": 1, "unseen": 0.2, "seed": seed}
+        )
+        found.append(build.prepare(config).unseen.federation.class_counts.sum(axis=0))
+    assert np.asarray(found)[:, 2:].any(axis=1).all()
 
 
 def personalised(factory, given, server, t, rounds=1):
