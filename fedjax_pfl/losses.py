@@ -60,10 +60,13 @@ def mmd(h: Array, u: Array, mask: Array) -> Array:
     """
     weight = mask / jnp.maximum(jnp.sum(mask), 1)
     h, u = (jnp.where(mask[:, None], x, 0) for x in (h, u))
+    # the same distances, and squares of large features would lose them
+    middle = lax.stop_gradient(weight @ (h + u) / 2)[None]
+    h, u = h - middle, u - middle
 
     def kernel(p: Array, q: Array) -> Array:  # [B, B]
         square: Callable[[Array], Array] = lambda x: jnp.sum(x * x, axis=1)
         d2 = square(p)[:, None] + square(q)[None] - 2 * jnp.dot(p, q.T, precision=lax.Precision.HIGHEST)
-        return sum((jnp.exp(-d2 / (2 * a)) for a in VARIANCES), jnp.zeros_like(d2))
+        return sum((jnp.exp(-jnp.maximum(d2, 0) / (2 * a)) for a in VARIANCES), jnp.zeros_like(d2))
 
     return weight @ (kernel(h, h) + kernel(u, u) - 2 * kernel(h, u)) @ weight

@@ -188,6 +188,14 @@ def test_mmd_is_a_distance_of_sets():
     np.testing.assert_allclose(reordered, between, rtol=1e-4)
 
 
+@pytest.mark.parametrize("far", [100.0, 1e4])
+def test_mmd_does_not_depend_on_where_the_features_are(far):
+    h, u = normal(1, 6, K), normal(2, 6, K)
+    (value, gradient), (there, slope) = MMD(h, u, ALL), MMD(h + far, u + far, ALL)
+    np.testing.assert_allclose(there, value, rtol=1e-6 * far)
+    np.testing.assert_allclose(slope, gradient, atol=1e-5 * far * np.abs(gradient).max())
+
+
 def test_mmd_of_single_rows():
     h, u = normal(1, 1, K), normal(2, 1, K)
     d2 = np.sum((h - u).astype(np.float64) ** 2)
