@@ -93,6 +93,11 @@ def test_what_cannot_be_one_program_is_refused():
     fewer = second._replace(train=second.train._replace(size=second.train.size - 1))
     with pytest.raises(InputError, match="hold other training examples than the task's"):
         simulate.vectorized(programs, [first, fewer])
+    task = toy.task("linear")
+    larger = task._replace(sizes=2 * task.sizes, class_counts=2 * task.class_counts)  # more dual variables per client
+    others = [toy.program(ALGORITHMS["mocha"], each) for each in (task, larger)]
+    with pytest.raises(InputError, match="states of the same shapes"):
+        simulate.vectorized([p._replace(task=None) for p in others], [first, second])
     for options, why in (({"rounds": -1}, "rounds=-1"), ({"rounds": 3, "start": 1}, "start=1 needs the state")):
         with pytest.raises(InputError, match=why):
             next(

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedjax_pfl.engine import validate
 from fedjax_pfl.engine.program import Program
@@ -26,7 +27,8 @@ def vectorized(programs: Sequence[Program], federations: Sequence[Federation]) -
         the same `examples` object, it is shared.
 
     Raises:
-      InputError: several devices, rows on the host, other shapes, or the clients of another task.
+      InputError: several devices, rows on the host, other shapes of arrays or states, or the
+        clients of another task.
     """
     first = programs[0]
     if first.on_host or first.mesh is not None:
@@ -37,6 +39,10 @@ def vectorized(programs: Sequence[Program], federations: Sequence[Federation]) -
     federations = [f._replace(placement=p.placement) for p, f in zip(programs, federations, strict=True)]
     if len(set(map(_shapes, federations))) > 1:
         raise InputError("Several runs at once need arrays of the same shapes: federate(room=...) makes them so.")
+    states = {_shapes(jax.eval_shape(p.init, jax.random.key(0), p.traced)) for p in programs}
+    tasks = [p.task for p in programs if p.task is not None]
+    if len(states) > 1 or any(not np.array_equal(t.architecture, tasks[0].architecture) for t in tasks):
+        raise InputError("Several runs at once need states of the same shapes and clients of the same architectures.")
     whole, axes = _stacked(federations)
     traced = {name: jnp.stack([jnp.asarray(p.traced[name], float) for p in programs]) for name in first.traced}
 
