@@ -255,3 +255,10 @@ def test_what_is_right_is_not_refused():
     results = run(rounds=1)
     assert [r.round for r in results] == [0, 1]
     assert run(rounds=1, start=1, state=results[-1].state)[0].round == 1
+
+
+def test_another_pool_of_public_examples_is_refused():
+    program = toy.program(ALGORITHMS["fedmd"], toy.task("linear"))
+    for pool in (None, toy.federation().public._replace(x=jnp.zeros((3, *toy.SHAPE)))):
+        with pytest.raises(InputError, match="public examples are not the task's"):
+            next(simulate.rounds(program, jax.random.key(0), toy.federation()._replace(public=pool), rounds=1))

@@ -51,8 +51,8 @@ def record(result: Result, test_sizes: np.ndarray) -> dict[str, Any]:
       test_sizes: [N] test examples.
 
     Returns:
-      round, loss (mean over participants), participants, traffic, and for every score pre/NAME
-      (macro), pre/NAME_micro, _std, _worst10 and _best10, likewise post/.
+      round, loss (mean over participants; 0 of one that took no step), participants, traffic, and
+      for every score pre/NAME (macro), pre/NAME_micro, _std, _worst10 and _best10, likewise post/.
     """
     row: dict[str, Any] = {"round": result.round}
     if result.metrics is not None:

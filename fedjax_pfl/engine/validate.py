@@ -26,7 +26,9 @@ def task(given: Task) -> Task:
     Raises:
       InputError: a field of a wrong kind or out of its range, or fields that do not fit each other.
     """
-    given = given._replace(participation=_participation(given.participation))
+    given = given._replace(
+        participation=_participation(given.participation), architecture=np.asarray(given.architecture)
+    )
     for model in given.models:
         if not isinstance(model, Model):
             raise InputError(f"model={model!r} must be a Model, as fedjax_pfl.models.model makes it.")
@@ -163,6 +165,10 @@ def federation(task: Task, given: Federation) -> None:
         )
     if not np.array_equal(given.class_counts, task.class_counts) or not np.array_equal(given.train.size, task.sizes):
         raise InputError(f"The federation's clients hold other training examples than the task's: {_ONE_SOURCE}.")
+    if task.public is not None and (given.public is None or given.public.x.shape != task.public.shape):
+        raise InputError(
+            f"The federation's public examples are not the task's {task.public.shape}: make both of one pool."
+        )
     x, y = given.examples
     if len(x) != len(y):
         raise InputError(f"The federation's examples have {len(x)} inputs x but {len(y)} labels y: {_ONE_SOURCE}.")
