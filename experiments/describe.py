@@ -181,8 +181,8 @@ def _own(preset: Preset, method: str) -> str:
 
 def _compared(preset: Preset) -> str:
     scores = dict.fromkeys(preset.headlines.values())
-    methods = {x: " and ".join(m for m, own in preset.headlines.items() if own == x) for x in scores}
-    return ", ".join(
+    methods = {x: ", ".join(m for m, own in preset.headlines.items() if own == x) for x in scores}
+    return "; ".join(
         f"{who} with {score}" for score, who in {**methods, preset.headline: "the others" if methods else "all"}.items()
     )
 

@@ -171,7 +171,8 @@ def test_both_methods_of_the_paper_share_its_settings(name):
     assert published.comparison(private)["compare"] == "post/task_acc"
     assert published.differences(private) == []
     assert published.deviations(config(name, "fedavg")) == "reduced: rounds 40 of 1000"
-    compared = "compare fedavg and per_fedavg with pre/acc, pfedc and privacy_pfedc with post/task_acc, the others with"
+    before = "compare fedavg, per_fedavg, fedma, pfedma, mocha with pre/acc"
+    compared = f"{before}; pfedc, privacy_pfedc with post/task_acc; the others with"
     assert compared in " ".join(describe.describe(name).split())
 
 

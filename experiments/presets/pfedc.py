@@ -24,6 +24,7 @@ _DIRICHLET = {"partition": "dirichlet_class"}
 _GREY = {"clients": 20, "model": "lenet", "batch_size": 32, "epochs": 5, "lr": 0.005, "rounds": 40}
 _COLOUR = {"clients": 20, "model": "resnet18", "batch_size": 16, "epochs": 10, "lr": 0.01, "rounds": 40}
 _OWN = ("pfedc", "privacy_pfedc")
+_BEFORE = ("fedavg", "per_fedavg", "fedma", "pfedma", "mocha")  # what they predict with is ready before local training
 _METHODS = ("fedavg", "per_fedavg", "pfedme", "fedbn", "fedrep", "fedfomo", "pfedc")  # the columns of Tables 1 to 3
 
 
@@ -37,7 +38,7 @@ def _preset(what: str, dataset: str, setting: dict[str, Any], steps: int, **more
         settings=settings,
         steps=steps,
         headline="post/acc",
-        headlines={"fedavg": "pre/acc", "per_fedavg": "pre/acc", **dict.fromkeys(_OWN, "post/task_acc")},
+        headlines=dict.fromkeys(_BEFORE, "pre/acc") | dict.fromkeys(_OWN, "post/task_acc"),
         hparams={"fedfomo": {"epsilon": 0.3}, "fedphp": {"lam": 0.05}, **tasks},
         methods={"fedbn": {"model": "lenet_bn"}} if grey else {},  # without batch norm FedBN is FedAvg
         own=_OWN,
