@@ -58,7 +58,7 @@ def scores(workdir: Path, name: str) -> dict[str, np.ndarray]:
 
 def main(argv: list[str]) -> str:
     """The Markdown table of a command line."""
-    parsed = flags.parse(argv, {"tasks": flags.Flag(str, "a task map, see `class_groups.branches`")}, words=True)
+    parsed = flags.parse(argv, {"tasks": flags.Flag(str, "a task map, see `task_maps.branches`")}, words=True)
     tasks, paths = parsed.get("tasks"), entry.paths(parsed)
     if tasks is None:
         raise InputError("Give a task map and runs: python -m experiments.within --tasks=consecutive:10 RUN ...")

@@ -6,7 +6,7 @@
 # each client a model of its own and still learns from everybody. This notebook trains one such method, pFedC, looks
 # at what the run left behind, and then at the predictions of a single client.
 #
-# The command line does the training; `!python -m experiments.main --algo=pfedc` in a terminal is the same.
+# The command line does the training; the same flags after `python -m experiments.main` in a terminal do the same.
 # %%
 from experiments import main, runs
 
