@@ -150,12 +150,17 @@ def resumed(recorded: Config, user: Mapping[str, Any]) -> Config:
 
 def check_same(recorded: Config, config: Config, path: Any) -> None:
     """Raises InputError if the run recorded at `path` is not one of the effective settings
-    `config`; it may have other rounds, and whatever a resume may change."""
+    `config`; it may have fewer rounds, and whatever a resume may change."""
     wanted = {name: getattr(config, name) for name in SETTINGS}
     if wanted["clients"] is None:  # a partition file says it
         del wanted["clients"]
     if differing := _differing(recorded, wanted, config.hparams):
         raise InputError(f"{path} holds a run of other settings: {', '.join(differing)}.")
+    if recorded.rounds > config.rounds:
+        raise InputError(
+            f"{path} holds a run of {recorded.rounds} rounds, which may only grow: take --rounds={recorded.rounds} or "
+            "more, or another directory."
+        )
 
 
 def _differing(recorded: Config, wanted: Mapping[str, Any], hparams: Mapping[str, Any]) -> list[str]:

@@ -65,11 +65,14 @@ def test_more_rounds_by_default_are_more_rounds(folder, said):
     assert "rounds" not in many._more(member._replace(config=config))
 
 
-def test_the_same_command_runs_what_is_missing(folder, said, monkeypatch):
+def test_the_same_command_runs_what_is_missing(folder, said, monkeypatch, capsys):
     started = []
     monkeypatch.setattr(session, "train_into", lambda given, *_: started.extend(given) or 0)
-    assert main.run([*TINY, "--rounds=1", "--seed=4", "--seeds=4", f"--workdir={folder}"]) == 0
-    assert [(user["seed"], workdir, resume) for user, workdir, resume in started] == [(7, str(folder / "seed7"), False)]
+    command = [*TINY, "--seed=4", "--seeds=4", f"--workdir={folder}"]
+    assert main.run([*command, "--rounds=1"]) == 2 and "a run of 2 rounds" in capsys.readouterr().err and not started
+    assert main.run([*command, "--rounds=2"]) == 0
+    found = [(workdir, resume) for _, workdir, resume in started]
+    assert found == [(str(folder / f"seed{k}"), k < 7) for k in (4, 6, 7)]
 
 
 @pytest.mark.parametrize(

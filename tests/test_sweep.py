@@ -140,3 +140,11 @@ def test_seeds_are_laid_out_as_the_first_was(tmp_path, monkeypatch):
         ]
         assert sweep.run(words) == 0
     assert [(given, found.width) for given, found in laid] == [("auto", 3), ("auto", 3), ("2", 2), ("2", 2)]
+
+
+def test_fewer_rounds_than_a_run_has_are_refused(tmp_path):
+    """Else runs of different lengths would be averaged."""
+    command = [*TINY, "--algo=local", f"--root={tmp_path}"]
+    assert sweep.run([*command, "--rounds=2"]) == 0
+    with pytest.raises(InputError, match="holds a run of 2 rounds, which may only grow"):
+        sweep.run([*command, "--rounds=1"])
