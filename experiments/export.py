@@ -51,7 +51,7 @@ def exported(run: runs.Run, client: int) -> Exported:
         found = _predicted(run, client, x, networks=False)
     model, outputs = e.task.models[e.task.architecture[client]], found["outputs"]
     if isinstance(outputs, np.ndarray):
-        wanted = outputs[..., 0] if outputs.ndim == 3 else outputs  # the personal one before others, see `score_beside`
+        wanted = runs.first(outputs)
         for network in found["networks"]:
             if _is_of(model, network) and _close(model.apply(network, e.dataset.prepare(jnp.asarray(x)))[0], wanted):
                 return Exported(network, True)
@@ -80,7 +80,7 @@ def predictor(run: runs.Run, client: int, parts: PyTree) -> Callable[[Any], PyTr
         )
         return method.predict(whole, given["client"], c)
 
-    return lambda x: _run(run, client, jnp.asarray(x), predict, run.experiment.task)
+    return lambda x: runs.first(_run(run, client, jnp.asarray(x), predict, run.experiment.task))
 
 
 def _grouped(old: PyTree, new: PyTree, group: int) -> PyTree:

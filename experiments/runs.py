@@ -269,13 +269,20 @@ class Run(NamedTuple):
 
     def predictor(self, client_id: int) -> Callable[[Any], jax.Array]:
         """One client's model at the last checkpoint: raw inputs [B, *input], as the data set has
-        them, -> outputs."""
+        them, -> outputs, of several models [B, C, M] those of the one that `acc` scores."""
         program, e = self.experiment.program(conv=self.layout.conv), self.experiment
         check("client", client_id, 0, e.task.num_clients - 1, whole=True)
         values = {name: jnp.float32(value) for name, value in program.traced.items()}
 
         predict, t = jax.jit(program.predict, static_argnums=5), jnp.int32(self.round)  # the id chooses the model
-        return lambda x: predict(e.key, values, e.federation, self.state, t, client_id, jnp.asarray(x))
+        return lambda x: first(predict(e.key, values, e.federation, self.state, t, client_id, jnp.asarray(x)))
+
+
+def first(outputs: Any) -> Any:
+    """The logits [B, C] of the model that `acc` scores, of several [B, C, M]; other outputs as they
+    are."""
+    several = isinstance(outputs, jax.Array | np.ndarray) and outputs.ndim == 3
+    return outputs[..., 0] if several else outputs
 
 
 def load(workdir: str | Path) -> Run:

@@ -27,7 +27,6 @@ def test_both_files_predict_as_the_run_does(run, tmp_path):
     assert ("one network" in said) == one and {p.name for p in tmp_path.iterdir()} == {"client.msgpack", "client.npz"}
     x = run.experiment.dataset.x[:7]
     wanted = np.asarray(run.predictor(CLIENT)(x))
-    wanted = wanted[..., 0] if run.config.algo == "fedproto" else wanted
     for text in (said, "\n".join(export.lines(run, CLIENT, str(base), one, npz=True))):
         names: dict = {}
         exec(text, names)
