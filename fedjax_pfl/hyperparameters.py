@@ -163,6 +163,8 @@ def _is(value: Any, kind: type) -> bool:
 
 def _read(parameter: inspect.Parameter) -> Hyperparameter:
     name, default, annotation = parameter.name, parameter.default, parameter.annotation
+    if default is parameter.empty:
+        raise InputError(f"The hyperparameter {name} has no default: give it one in the method's signature.")
     constraints: list[Any] = []
     choices: tuple[Any, ...] = ()
     optional = False

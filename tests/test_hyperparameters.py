@@ -157,3 +157,11 @@ def test_a_partial_factory_is_read_and_named_as_its_function():
     with pytest.raises(InputError, match=r"^fedcp: Unknown hyperparameter 'lamda': did you mean 'lam'\? "):
         hyperparameters.check(factory, {"lamda": 1.0})
     assert values.typed_all(factory.func, {"norm": "none", "lam": "2"}) == {"norm": "none", "lam": 2.0}
+
+
+def test_a_hyperparameter_without_a_default_is_refused():
+    def factory(task, *, mu: float):
+        raise AssertionError("not to be called")
+
+    with pytest.raises(InputError, match="hyperparameter mu has no default"):
+        simulate.hyperparameters(factory)
