@@ -1,4 +1,4 @@
-"""What a run says when it is done: a line, eight of them, or all tables."""
+"""What a run says when it is done: a line, some lines, or all tables."""
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping

@@ -119,7 +119,8 @@ def _method(factory: Callable, name: str) -> str:
     doc = inspect.getdoc(factory) or ""
     module = sys.modules[factory.__module__]
     about, place = inspect.getdoc(module) or "", module.__file__ if ":" in name else module.__name__
-    parts = [f"{name}: {doc.split(chr(10) * 2)[0]}", f"From {place}:\n{textwrap.indent(about, '  ')}"]
+    first = doc.split(chr(10) * 2)[0] or "no docstring."
+    parts = [f"{name}: {first}", f"From {place}:\n{textwrap.indent(about, '  ')}" if about else f"From {place}."]
     rows = hyperparameters(factory)
     lines = [_hanging(f"  {n}={row['default']} ({row['type']})  ", row["text"]) for n, row in rows.items()]
     parts.append("\n".join(["Hyperparameters (--hparam name=value):", *lines]) if lines else "No hyperparameters.")

@@ -22,7 +22,9 @@ def count(task: Task, size: int) -> int:
       InputError: the task has no pool.
     """
     if task.public is None:
-        raise InputError("This method needs public examples: give Task.public, and Federation.public with the pool.")
+        raise InputError(
+            "This method needs public examples: give Task.public, and Federation.public with the pool (--public)."
+        )
     pool: int = task.public.shape[0]
     return min(size, pool)
 

@@ -63,7 +63,9 @@ def fedproto(
     """
     widths, classes = sorted({model.num_features for model in task.models}), task.num_classes
     if len(widths) > 1:
-        raise InputError(f"FedProto needs one feature width K in all architectures, not {widths}: set it to one value.")
+        raise InputError(
+            f"FedProto needs one feature width K in all architectures, not {widths}: set it to one value (--features)."
+        )
     batch_size = evaluate.pass_size(task.sizes)
     score = functools.partial(averaging.score_beside, names=("proto",))
 
