@@ -92,14 +92,15 @@ def draw(workdirs: Sequence[Path], root: Path) -> Path:
         for method, runs in found.items():
             _curve(left, runs, name, method, colours[method])
         _ends(right, found, headline, colours)
-        title = "test accuracy" if name == "acc" else f"test {name}"
-        left.set(xlabel="round", ylabel=f"{title}, mean over clients", title="Before local training, by round")
+        what = "test accuracy" if name == "acc" else f"test {name}"
+        left.set(xlabel="round", ylabel=f"{what}, mean over clients", title="Before local training, by round")
         drawing.whole_numbers(left.xaxis, 8)
         left.legend(frameon=False, loc="best")
-        right.set(xlabel=title, title="After the last round")
+        right.set(xlabel=what, title="After the last round")
         for axes in (left, right):
             axes.grid(alpha=0.25)
-        figure.suptitle("".join(_parts(next(iter(found.values()))[0].config)), fontsize=10)
+        everything = [run for runs in found.values() for run in runs]
+        figure.suptitle(title(everything).partition("\n")[0], fontsize=10)
     return root / "comparison.png"
 
 
