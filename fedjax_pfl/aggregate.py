@@ -54,9 +54,8 @@ def project_simplex(v: Array, mask: Array, total: Numeric = 1.0) -> Array:
     """Euclidean projection of v [T] onto {alpha >= 0, sum alpha = total, alpha = 0 off `mask`}
     (Duchi 2008)."""
     low = jnp.where(mask, v, -jnp.inf)
-    low -= jnp.max(
-        low, initial=jnp.finfo(low.dtype).min
-    )  # the same projection, and sums of large values would lose `total`
+    # the projection stays the same, and sums of large values would lose `total`
+    low -= jnp.max(low, initial=jnp.finfo(low.dtype).min)
     u = jnp.sort(low)[::-1]
     finite = jnp.where(jnp.isfinite(u), u, 0)
     excess = (jnp.cumsum(finite) - total) / jnp.arange(1, v.shape[0] + 1)

@@ -40,8 +40,8 @@ def fedrep(
       body_epochs: E_b in [0, 10000]; default the task's local work.
 
     Note:
-      The loss is that of the body's phase. A last training of the head alone, as the authors' code
-      has one after all rounds, is not built.
+      The loss is that of the body's phase, of the head's if body_epochs is 0. A last training of
+      the head alone, after all rounds as in the authors' code, is not built.
     """
     head = (Phase(("head",), head_epochs, keys.Client.HEAD_PHASE),) if head_epochs else ()
     body = () if head and body_epochs == 0 else (Phase(("body",), body_epochs),)

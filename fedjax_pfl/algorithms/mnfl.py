@@ -135,6 +135,6 @@ def mnfl(
         one = jax.eval_shape(lambda w: jax.tree.map(lambda x: x[0], w), state.server["w"])
         return traffic.both_ways(cohort, one)
 
-    what = "MNFL mixes all models alike: FedAvg of uniform weights, if all take part. --hparam=lam=N (the clients)"
+    what = "MNFL mixes all models alike: FedAvg of uniform weights, if all take part. --hparam=lam=N (N clients)"
     idle = Idle("coefficients", 1 / n, 1e-3, f"{what} and a larger coef_lr make the coefficients move.")
     return Algorithm(init, round, predict, evaluate.classification, sent, idle=(idle,))

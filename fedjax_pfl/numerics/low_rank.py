@@ -15,7 +15,7 @@ def low_rank(x: Array, energy: Numeric) -> tuple[Array, Array]:
     u, s, v = jnp.linalg.svd(matrix, full_matrices=False)
     s = jnp.where(s > jnp.finfo(s.dtype).eps * max(matrix.shape) * s[0], s, 0)  # else it is rounding
     rest = jnp.cumsum(s[::-1] ** 2)[::-1]  # from the smallest on, so that none is lost beside the sum
-    kept = rest > (1 - energy) * rest[0]
+    kept = (rest > (1 - energy) * rest[0]).at[0].set(s[0] > 0)  # 1 - energy may round to 1
     near = jnp.dot(u * jnp.where(kept, s, 0)[None], v, precision=jax.lax.Precision.HIGHEST)
     count = jnp.sum(kept, dtype=jnp.int32) * (sum(matrix.shape) + 1)
     return jnp.where(count < x.size, near.reshape(x.shape), x), jnp.minimum(count, x.size)

@@ -193,6 +193,7 @@ def test_rank_is_the_least_that_keeps_the_energy():
         if count == x.size:
             assert_same(near, x)
     assert low_rank(jnp.zeros((4, 4)), 0.9)[1] == 0
+    assert low_rank(x, 1e-9)[1] == 45  # the first singular value is always sent
 
 
 def test_all_energy_has_the_small_singular_values_too():
