@@ -29,7 +29,8 @@ from fedjax_pfl.types import State
 
 
 class Clock:
-    """Seconds of this run, those of the sessions before a resume included.
+    """Seconds of this run's rounds, those of the sessions before a resume included; made before the
+    first round.
 
     Args:
       compiling: gives the seconds in which was compiled so far, see `versions.compile_clock`.
@@ -40,11 +41,12 @@ class Clock:
         before = read_derived(run.path / "summary.json", schema.SECONDS).get("seconds", {})
         self.before = {name: before.get(name, 0.0) for name in ("compile", "train")}
         self._start, self._compiling, self._runs = time.perf_counter(), compiling, runs
+        self._compiled = compiling()  # before the rounds
 
     def seconds(self) -> dict[str, float]:
         """Compiling apart from the rest of the rounds, evaluation and writing included."""
         spent, compiling = time.perf_counter() - self._start, self._compiling()
-        now = {"compile": compiling, "train": spent - compiling}
+        now = {"compile": compiling, "train": spent - (compiling - self._compiled)}
         return {name: round(self.before[name] + value / self._runs, 3) for name, value in now.items()}
 
 

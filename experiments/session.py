@@ -134,7 +134,6 @@ def _into(
                 make(run.directory.path, held)
     laid = laid_out(found, like, console)
     with compile_clock() as compiling:
-        clocks = [Clock(run.directory, compiling, count) for run in found]
         batch = compiled([run.experiment for run in found], laid, console)
         with at_once.each_alone(count):
             begun = [begin(run, laid, batch.functions.memory, console) for run in found]
@@ -143,6 +142,7 @@ def _into(
         quiet, words = shown(console, say), said(batch, found[0].recorded is not None)
         quiet.print(f"Run director{'y' if count == 1 else 'ies'}: {', '.join(map(str, paths))}; {words}")
         entry.check_interrupt()
+        clocks = [Clock(run.directory, compiling, count) for run in found]
         states, directories = [state for _, state in begun if state is not None], [run.directory for run in found]
         diverged, asked = train.train(batch, directories, clocks, begun[0][0], states, quiet, _goes_on(paths))
     for run, lost in zip(found, diverged, strict=True):

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from experiments import build, layouts, main, phases, recorder, report, train
+from experiments import build, files, layouts, main, phases, recorder, report, train
 from fedjax_pfl import simulate
 
 
@@ -13,7 +13,7 @@ class Clock:
     """Timers that run when `pass_` says so."""
 
     def __init__(self):
-        self.timers = []
+        self.timers, self.now = [], 0.0
 
     def __call__(self, seconds, function, args):
         timer = _Timer(seconds, function, args)
@@ -21,6 +21,7 @@ class Clock:
         return timer
 
     def pass_(self, seconds):
+        self.now += seconds
         for timer in [timer for timer in self.timers if timer.running]:
             timer.left -= seconds
             if timer.left <= 0:
@@ -79,7 +80,8 @@ def test_long_rounds_are_said_as_often_as_lines_are_printed(clock):
 
 
 def test_a_run_says_what_takes_long(clock, tmp_path, monkeypatch, capsys):
-    """Each phase of a run takes six seconds."""
+    """Each phase of a run takes six seconds; those from the first round on are its training."""
+    monkeypatch.setattr(recorder.time, "perf_counter", lambda: clock.now)
     for place, name in ((build, "prepare"), (train, "compiled"), (layouts, "choose"), (recorder.Recorder, "keep")):
         monkeypatch.setattr(place, name, slow(clock, getattr(place, name)))
     monkeypatch.setattr(recorder.Recorder, "show", slow(clock, recorder.Recorder.show))
@@ -97,6 +99,8 @@ def test_a_run_says_what_takes_long(clock, tmp_path, monkeypatch, capsys):
         "Writing the checkpoint after round 1, and the tables",
         "Writing tables and curves",
     ]
+    # two checkpoints, the second with the closing scores, and the tables twice
+    assert files.read_json(tmp_path / "run" / "summary.json")["seconds"]["train"] == 4 * 6
 
 
 def slow(clock, function):
