@@ -15,10 +15,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from experiments import entry, flags, networks, plain, published, report, schema, scores, targets
-from experiments.files import read_json
+from experiments import entry, flags, gather, networks, plain, published, report, scores, targets
 from experiments.gather import Found
-from experiments.recorded import read_config
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms.find import find
 
@@ -35,11 +33,6 @@ COLUMNS = {
 }
 
 
-def _read(workdir: Path) -> Found:
-    """A run as its summary has it, which must be there."""
-    return Found(workdir, read_config(workdir), read_json(workdir / "summary.json", schema.SUMMARY))
-
-
 def row(run: Found, columns: dict[str, tuple[str, str]]) -> list[str]:
     """One run: method, model, share of the data, scores, seconds of training and a round."""
     config, summary = run.config, run.said
@@ -53,8 +46,10 @@ def row(run: Found, columns: dict[str, tuple[str, str]]) -> list[str]:
         score = summary["scores"].get(point, {}).get(name)
         values = [score[x] for x in ("macro", *(("std",) if name in spread else ()))] if score else []
         cells.append(" ± ".join(scores.shown(name, value, 2) for value in values))
-    seconds = summary["seconds"]["train"]
-    return [*cells, f"{seconds:.0f}", f"{seconds / max(summary['rounds'], 1):.2f}"]
+    if (seconds := summary.get("seconds", {}).get("train")) is None:
+        return [*cells, "", ""]
+    timed = summary.get("timed") or summary["rounds"]
+    return [*cells, f"{seconds:.0f}", f"{seconds / max(timed, 1):.2f}"]
 
 
 def _columns(runs: list[Found]) -> dict[str, tuple[str, str]]:
@@ -102,7 +97,7 @@ def _reached(run: targets.Reached, point: str, level: float, bounded: bool) -> t
 
 def table(workdirs: list[Path], text: str | None = None) -> str:
     """The Markdown table of some run directories; `text` is as --targets gives it."""
-    runs = list(map(_read, workdirs))
+    runs = list(map(gather.read, workdirs))
     columns = _columns(runs)
     head = ["method", "model", "data", "rounds", *(name.strip() for name in columns), "train s", "s a round"]
     body, notes = [row(run, columns) for run in runs], []

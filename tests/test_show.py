@@ -11,7 +11,19 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from experiments import comparison, comparison_figures, courses, figures, gather, recorded, report, runs, show, sweep
+from experiments import (
+    comparison,
+    comparison_figures,
+    courses,
+    figures,
+    gather,
+    recorded,
+    report,
+    runs,
+    show,
+    sweep,
+    tables,
+)
 from experiments import html as report_page
 from fedjax_pfl.errors import InputError
 
@@ -69,6 +81,17 @@ def cut_short(root, folder, summary=True):
     else:
         (path / "summary.json").unlink()
     return path
+
+
+def test_a_table_of_an_interrupted_run_has_the_rows_that_are_there(root, tmp_path):
+    """As a killed run leaves them, in front of its last summary or without one."""
+    for summary in (True, False):
+        path = cut_short(root, tmp_path / str(summary), summary)
+        head, _, line = tables.main([str(path)]).splitlines()
+        row = dict(zip(head.split(" | "), line.split(" | "), strict=True))
+        status = "interrupted" if summary else "running or killed"
+        assert row["rounds"] == f"{status} after 1 round"
+        assert row["acc post"].startswith(f"{100 * last(path, 'post/acc'):.2f} ± ")
 
 
 def test_one_run_is_shown_with_settings_ending_and_tables(root):
