@@ -6,6 +6,7 @@ from absl import logging
 
 from experiments import networks
 from experiments.build import Experiment
+from experiments.plain import plural
 from fedjax_pfl import trees
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.engine.flops import flops_of_step
@@ -54,15 +55,15 @@ def describe(experiment: Experiment) -> str:
     if c.algo in networks.OWN:
         nets = f"own networks with {own_parameters(experiment):,} parameters"
     marked = " with marks" if experiment.marks else ""
-    clients = f"{experiment.task.num_clients} clients"
+    clients = plural(experiment.task.num_clients, "client")
     clients += f" and {len(experiment.unseen.ids)} unseen" if experiment.unseen else ""
     server = f"; at the server {c.server_optimizer}, lr {c.server_lr:g}" if c.server_optimizer else ""
     how = "" if c.optimizer == "sgd" else f"{c.optimizer}, "
-    done = f"{c.steps} steps" if c.steps is not None else f"{c.epochs} epochs"
+    done = plural(c.epochs or 0, "epoch") if c.steps is None else plural(c.steps, "step")
     moved = experiment.partition.moved
     assigned = f"{c.partition}; {moved} examples moved to clients below the minimum" if moved else c.partition
     part = f" ({n['available']:,} of its {n['of']:,} examples)" if n["available"] < n["of"] else ""
     return (
         f"{c.algo} on {c.dataset}{marked}{part}: {clients} ({assigned}), {nets}, "
-        f"{c.rounds} rounds of {done}, batch {c.batch_size}, {how}lr {c.lr:g}{server}"
+        f"{plural(c.rounds, 'round')} of {done}, batch {c.batch_size}, {how}lr {c.lr:g}{server}"
     )

@@ -9,6 +9,7 @@ from experiments import account, build, legend, published, report, schema, score
 from experiments import clients as table
 from experiments.config import Config
 from experiments.files import read_derived
+from experiments.plain import plural
 from experiments.runs import RunDirectory
 
 HELD_OUT, ONE, SHORT, ALL = -1, 0, 1, 2  # how much is said; HELD_OUT: of the validation examples only
@@ -21,11 +22,11 @@ def show(console: Console, run: RunDirectory, experiment: build.Experiment, say:
     summary = read_derived(run.path / "summary.json", schema.SUMMARY)
     c = experiment.config.replace(rounds=summary.get("rounds", experiment.config.rounds))
     experiment = experiment._replace(config=c)
-    ended = [f"Ended after {c.rounds} rounds: {summary['ended']['why']}."] if "ended" in summary else []
+    ended = [f"Ended after {plural(c.rounds, 'round')}: {summary['ended']['why']}."] if "ended" in summary else []
     if say <= ONE:
         points = report.HELD_OUT if say == HELD_OUT else report.WITH_UNSEEN
         if say == HELD_OUT and ended and not summary["ended"]["why"].startswith("val/"):
-            ended = [f"Ended after {c.rounds} rounds."]
+            ended = [f"Ended after {plural(c.rounds, 'round')}."]
         console.print("  " + " ".join(["; ".join(_points(found, points, brief=True)), *ended]))
         warn(console, run.rows, experiment)
         return
@@ -72,7 +73,7 @@ def lines(found: report.Row, rows: Iterable[report.Row], c: Config, examples: re
     """
     name, way = found["headline"]["score"], found["headline"]["better"]
     what = "Test accuracy" if name == "acc" else f"Test {name} ({scores.directions([name], (name, way))})"
-    yield f"{what} of {c.algo} after {c.rounds} rounds, mean over the clients; local training is a round's:"
+    yield f"{what} of {c.algo} after {plural(c.rounds, 'round')}, mean over the clients; local training is a round's:"
     yield from ("  " + line for line in _points(found))
     if own := found["scores"]["pre"].get("acc_present"):
         shown = scores.labelled("acc_present", own["macro"])

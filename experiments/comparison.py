@@ -13,6 +13,7 @@ from experiments import courses, drawing, gather, plain, scores
 from experiments.config import Config
 from experiments.drawing import PALETTE
 from experiments.gather import Found
+from experiments.plain import plural
 from experiments.scores import Headline
 
 _BY_CLASSES = ("pathological", "pathological_subset", "label_groups")
@@ -182,9 +183,9 @@ def title(runs: Sequence[Found], without: Sequence[str] = ()) -> str:
 
 
 def _parts(c: Config) -> list[str]:
-    work = f"{c.steps} step" if c.steps is not None else f"{c.epochs} epoch"
-    work += "s" * (1 not in (c.steps, c.epochs))
+    work = plural(c.epochs or 0, "epoch") if c.steps is None else plural(c.steps, "step")
     spread = f", alpha {c.alpha:g}" if c.alpha is not None and "dirichlet" in c.partition else ""
     classes = f", {c.classes_per_client} classes each" if c.classes_per_client and c.partition in _BY_CLASSES else ""
     held = f" ({c.partition}{spread}{classes})"
-    return [f"{c.dataset}: {c.clients} clients", held, f", {c.model}", f", {work} a round", f", batch {c.batch_size}"]
+    clients = plural(c.clients or 0, "client")
+    return [f"{c.dataset}: {clients}", held, f", {c.model}", f", {work} a round", f", batch {c.batch_size}"]

@@ -11,6 +11,7 @@ from experiments import published, recorded, report, schema, scores
 from experiments.config import FREE, SETTINGS, Config
 from experiments.entry import directory
 from experiments.files import Row, Rows, read_derived
+from experiments.plain import plural
 from experiments.scores import ACCURACY, Headline
 from experiments.targets import Spent
 from fedjax_pfl import own
@@ -65,7 +66,7 @@ class Found(NamedTuple):
     def status(self) -> str:
         """How it stands in words, as `interrupted after 12 rounds`."""
         status, rounds = self.said["status"], self.said["rounds"]
-        return f"{'running or killed' if status == 'running' else status} after {rounds} round{'s' * (rounds != 1)}"
+        return f"{'running or killed' if status == 'running' else status} after {plural(rounds, 'round')}"
 
 
 def directories(words: Iterable[str]) -> list[Path]:

@@ -24,6 +24,7 @@ from experiments import comparison, comparison_figures, courses, entry, flags, g
 from experiments.drawing import STYLE
 from experiments.files import write_text
 from experiments.gather import Found
+from experiments.plain import plural
 
 _FLAGS = {"output": flags.Flag(str, "the file of the page")}
 _TEMPLATE = Path(__file__).with_name("page.html")
@@ -226,7 +227,7 @@ def main(argv: list[str]) -> str:
         with gather.writing(output):
             output.parent.mkdir(parents=True, exist_ok=True)
             write_text(output, text)
-    return f"{output}: {len(paths)} run{'s' * (len(paths) > 1)}, {len(text) / 1e6:.1f} MB"
+    return f"{output}: {plural(len(paths), 'run')}, {len(text) / 1e6:.1f} MB"
 
 
 if __name__ == "__main__":

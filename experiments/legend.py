@@ -28,7 +28,7 @@ COLUMNS = {
     "mean of last 10": "macro mean, averaged over the last ten evaluations",
     "evaluations": "how many those are",
     "best round": "the best macro mean of all rounds, chosen on the test examples, so optimistic",
-    "which round": "the round that had it",
+    "after rounds": "how many rounds are behind it, that of the local training included",
 }
 SCORES = {
     "acc": "accuracy: the argmax over all classes is the label",

@@ -1,8 +1,13 @@
-"""Tables as text: aligned columns for a terminal, and Markdown."""
+"""Text: numbers with their nouns; tables as aligned columns for a terminal, and as Markdown."""
 
 from collections.abc import Sequence
 
 Rows = Sequence[Sequence[str]]  # the first is the heading
+
+
+def plural(number: int, noun: str) -> str:
+    """A number with its noun, as `1 round` and `12,000 rounds`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def columns(rows: Rows) -> str:

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from experiments import entry, phases, scores
 from experiments.files import Row
+from experiments.plain import plural
 from experiments.scores import ACCURACY, Headline
 
 T = TypeVar("T")
@@ -63,9 +64,10 @@ class Reporter:
         entry.errors().print(text)
 
     def update(self, row: Row) -> None:
-        """Shows one round's row; scores stay shown until newer ones come."""
+        """Shows one round's row; on the bar scores stay shown until newer ones come."""
         self._bar.start()
-        self._seen |= {name: value for name, value in row.items() if value is not None}
+        known = {name: value for name, value in row.items() if value is not None}
+        self._seen = self._seen | known if self._console.is_terminal else known
         done = self._done = row["round"] + ("loss" in row)
         title, shown = f"round {done}/{self._rounds}", self._text(self._rounds - done, self._seconds(done))
         self._bar.update(self._task, completed=done, description=title, shown=shown)
@@ -124,6 +126,12 @@ def _place(key: str) -> tuple[str, str] | None:
     else."""
     point, slash, name = key.partition("/")
     return (point, name) if slash and point in WITH_UNSEEN and not name.endswith(_SUFFIXES) else None
+
+
+def rounds_behind(point: str, t: int) -> int:
+    """The rounds behind a score in the row of round t, which counts from 0: `post` has the local
+    training of that round, too."""
+    return t + (point == "post")
 
 
 class _Course(NamedTuple):
@@ -237,7 +245,7 @@ def _clients_table(results: Row, names: list[str], headline: Headline) -> Table:
     everybody = max(found["round"] for found in results["pre"].values())
     shares = scores.is_share(names[0])
     unit = " in %" if shares else f" ({scores.directions(names, headline)})"
-    title = f"Clients' test scores{unit}, before local training (after {everybody} rounds) and after it"
+    title = f"Clients' test scores{unit}, before local training (after {plural(everybody, 'round')}) and after it"
     titles = ["cli-\nents", "macro\nmean", "micro\nmean", "std", "worst\n10 %", "best\n10 %"]
     titles += ["majority\nbaseline"] if shares else []
     table = plain_table(title, ["score", "local\ntraining"], titles)
@@ -252,13 +260,13 @@ def _clients_table(results: Row, names: list[str], headline: Headline) -> Table:
 def _course_table(results: Row, names: list[str], headline: Headline) -> Table:
     unit = "in %" if scores.is_share(names[0]) else scores.directions(names, headline)
     title = f"Macro mean in the run, {unit} (best: {_BEST})"
-    columns = ["last\nround", f"mean of\nlast {_TAIL}", "evalu-\nations", "best\nround", "which\nround"]
+    columns = ["last\nround", f"mean of\nlast {_TAIL}", "evalu-\nations", "best\nround", "after\nrounds"]
     table = plain_table(title, ["score", "local\ntraining"], columns)
     for name, point, shown in _points(results, names, POINTS):
         found = results[point][name]["course"]
         end, mean, best = (scores.shown(name, found[key]["value"]) for key in ("last", "mean_of_last", "best"))
-        evaluations, which = str(found["mean_of_last"]["evaluations"]), str(found["best"]["round"])
-        table.add_row(shown, POINTS[point], end, mean, evaluations, best, which)
+        evaluations, behind = found["mean_of_last"]["evaluations"], rounds_behind(point, found["best"]["round"])
+        table.add_row(shown, POINTS[point], end, mean, str(evaluations), best, str(behind))
     return table
 
 

@@ -32,6 +32,7 @@ from experiments import (
 from experiments.config import Config
 from experiments.entry import DIVERGED, INTERRUPTED, LOST, UNWRITABLE
 from experiments.files import read_derived
+from experiments.plain import plural
 from experiments.recorded import Layout
 from experiments.recorder import Clock
 from experiments.versions import changed, compile_clock, versions
@@ -273,7 +274,7 @@ def stopped(error: Exception, paths: Sequence[Path]) -> int:
     errors, goes_on = entry.errors(), _goes_on(paths)
     again = goes_on if any(map(runs.is_run, paths)) else "start again"
     if isinstance(error, train.Stopped):
-        errors.print(f"Stopped after {error.args[0]} rounds; {goes_on}")
+        errors.print(f"Stopped after {plural(error.args[0], 'round')}; {goes_on}")
         return 128 + int(error.args[1])
     if isinstance(error, multihost.LostError):
         errors.print(f"{error}; {again}")

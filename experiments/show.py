@@ -16,6 +16,7 @@ from experiments import closing, comparison, courses, entry, flags, gather, publ
 from experiments.config import FREE, SETTINGS, Config
 from experiments.files import read_derived
 from experiments.gather import Found
+from experiments.plain import plural
 from experiments.report import Row
 
 _SHOWN = ("targets", "stop_at", "patience", "unseen_rounds")  # of those that may change on a resume
@@ -50,7 +51,7 @@ def ending(run: Found) -> Iterator[str]:
     unfinished = "" if run.complete else f" of {run.config.rounds}"
     yield f"{run.status.capitalize()}{unfinished}{'; ' * bool(spent)}{spent}."
     if run.complete and "ended" in said:
-        yield f"Ended after {said['rounds']} of {run.config.rounds} rounds: {said['ended']['why']}."
+        yield f"Ended after {said['rounds']} of {plural(run.config.rounds, 'round')}: {said['ended']['why']}."
     if not any(said["scores"].values()):
         yield "No evaluation is recorded yet."
         return

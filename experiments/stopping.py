@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from experiments import build, schema, scores, targets, validation
+from experiments import build, report, schema, scores, targets, validation
 from experiments.config import Config
 from experiments.files import Row, read_derived
+from experiments.plain import plural
 from experiments.presets import PRESETS
 from experiments.scores import Headline
 from fedjax_pfl.errors import InputError, check, choose
@@ -98,12 +99,18 @@ class Progress(NamedTuple):
         if self.goal and self.reached:
             (t, value), name = self.reached, f"{self.goal.point}/{self.goal.score}"
             wanted, found = (scores.labelled(self.goal.score, x) for x in (self.goal.value, value))
-            return f"{name} has reached {wanted} in round {t}, with {found}"
+            return f"{name} has reached {wanted} {_after(self.goal.point, t)}, with {found}"
         if self.best and self.patience and self.since >= self.patience:
             name, (t, value) = self.headline[0], self.best
-            best = f"the {scores.labelled(name, value)} of round {t}"
-            return f"{validation.POINT}/{name} has not been better than {best} in evaluations since: {self.since}"
+            best = f"the {scores.labelled(name, value)} {_after(validation.POINT, t)}"
+            since = plural(self.since, "evaluation")
+            return f"{validation.POINT}/{name} has not been better than {best} in {since}"
         return None
+
+
+def _after(point: str | None, t: int) -> str:
+    """How many rounds stand behind a score of the row of round t."""
+    return f"after {plural(report.rounds_behind(str(point), t), 'round')}"
 
 
 def progress(config: Config, headline: Headline, rows: Iterable[Row]) -> Progress | None:
@@ -125,7 +132,7 @@ def ended(path: Path, config: Config) -> str | None:
     if not found or found != {"why": found["why"], **given(config)}:
         return None
     return (
-        f"{path} has ended after {said['rounds']} of {config.rounds} rounds: {found['why']}. It goes on with "
+        f"{path} has ended after {said['rounds']} of {plural(config.rounds, 'round')}: {found['why']}. It goes on with "
         "other values, as --stop_at=none --patience=0."
     )
 

@@ -77,6 +77,17 @@ def test_progress_shows_the_headline_in_its_unit():
     assert "reconstruction 40 → 40" in console.file.getvalue()
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_lines_show_no_scores_of_other_rounds(terminal):
+    """A bar does, until there are newer ones."""
+    console = Console(file=io.StringIO(), width=100, force_terminal=terminal)
+    with report.Reporter(console, 0, 2) as reporter:
+        reporter.update({"round": 0, "loss": 2.0, "pre/acc": 0.25})
+        reporter.update({"round": 1, "loss": 1.0})
+    last = console.file.getvalue().split("round 2/2")[-1]
+    assert "loss 1" in last and ("25.0%" in last) == terminal
+
+
 def test_a_target_of_which_less_is_better_is_reached_from_above():
     first = targets.reached(rows(), "reconstruction", (39, 45), 1).first
     assert first["post", 45]["round"] == 1 and ("post", 39) not in first

@@ -39,7 +39,7 @@ def test_it_ends_after_the_first_evaluated_round_that_reaches_the_score(whole, e
     assert rows[0][3]["round"] == 3 and "loss" not in rows[0][3] and "pre/acc" in rows[0][3]
     summary = runs.read_json(ended / "summary.json")
     assert (summary["status"], summary["rounds"]) == ("complete", 3)
-    assert "pre/acc has reached" in summary["ended"]["why"] and "in round 2" in summary["ended"]["why"]
+    assert "pre/acc has reached" in summary["ended"]["why"] and "after 2 rounds" in summary["ended"]["why"]
     assert "ended" not in runs.read_json(whole / "summary.json")
 
 
@@ -97,7 +97,7 @@ def test_a_goal_is_at_the_point_of_the_preset_and_in_the_direction_of_the_score(
     assert why(config.replace(algo="fedavg"), [row(0, 0.95, "pre")])  # but FedAvg's
     less = Config(algo="feddva", stop_at="pre/reconstruction:40")
     assert why(less, [row(3, 41.0, "pre", "reconstruction")]) is None
-    assert "in round 4" in why(less, [row(t, 44.0 - t, "pre", "reconstruction") for t in range(6)])
+    assert "after 4 rounds" in why(less, [row(t, 44.0 - t, "pre", "reconstruction") for t in range(6)])
     closing = {"round": 5, "pre/acc": 0.95}
     assert why(config.replace(preset=None), [closing]) is None
 
