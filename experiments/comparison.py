@@ -18,6 +18,7 @@ from experiments.scores import Headline
 
 _BY_CLASSES = ("pathological", "pathological_subset", "label_groups")
 _LOCAL, _DASHED = "#999999", ("fedavg", "fedprox", "scaffold", "fedma")  # grey; methods without a personal model
+_LINES = {"-": "-", "--": "--"}, {"-": "-.", "--": ":"}  # of the first method of a colour, and of the next
 
 
 def _by_method(workdirs: Sequence[Path]) -> dict[str, list[Found]]:
@@ -88,15 +89,18 @@ def draw(workdirs: Sequence[Path], root: Path) -> Path:
     found = _by_method(workdirs)
     headline, colours = next(iter(found.values()))[0].headline, dict(zip(found, _palette(list(found)), strict=True))
     name = headline[0]
-    with drawing.drawn(root / "comparison.png", (10, 4)) as figure:
+    columns = drawing.legend_columns(10, [f"{method}  99.9%" for method in found])
+    with drawing.drawn(root / "comparison.png", (10, 4 + 0.2 * math.ceil(len(found) / columns))) as figure:
         left, right = figure.subplots(1, 2, width_ratios=(1.2, 1))
         for method, runs in found.items():
-            _curve(left, runs, name, method, colours[method])
+            again = list(colours.values())[: list(found).index(method)].count(colours[method])
+            line = _LINES[again % 2]["--" if method.partition(",")[0] in _DASHED else "-"]
+            _curve(left, runs, name, method, {"color": colours[method], "linestyle": line})
         _ends(right, found, headline, colours)
         what = "test accuracy" if name == "acc" else f"test {name}"
         left.set(xlabel="round", ylabel=f"{what}, mean over clients", title="Before local training, by round")
         drawing.whole_numbers(left.xaxis, 8)
-        left.legend(frameon=False, loc="best")
+        figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=columns, frameon=False)
         right.set(xlabel=what, title="After the last round")
         for axes in (left, right):
             axes.grid(alpha=0.25)
@@ -151,21 +155,21 @@ def styles(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def _palette(methods: list[str]) -> list[str]:
-    rest = itertools.cycle(PALETTE)
-    return [_LOCAL if method.partition(",")[0] == "local" else next(rest) for method in methods]
+    """A colour for each method; that of Local, or of the first of several, is grey."""
+    rest, first = itertools.cycle(PALETTE), next((x for x in methods if x.partition(",")[0] == "local"), None)
+    return [_LOCAL if method == first else next(rest) for method in methods]
 
 
-def _curve(axes: Any, runs: list[Found], name: str, method: str, colour: str) -> None:
+def _curve(axes: Any, runs: list[Found], name: str, method: str, style: dict[str, Any]) -> None:
     """Mean over seeds in the rounds that all have, a band of one standard deviation, and in the
     legend the mean of the last values."""
     found = [courses.course(run, name, None)["pre"] for run in runs]
     ends = [course[-1, 1] for course in found if len(course)]  # seeds may end after different rounds
     label = f"{method}  {scores.shown(name, float(np.mean(ends)))}" if ends else method
-    line = "--" if method.partition(",")[0] in _DASHED else "-"
     band = courses.band(found)
-    axes.plot(band.x, band.mean, color=colour, linewidth=1.8, label=label, linestyle=line)
+    axes.plot(band.x, band.mean, linewidth=1.8, label=label, **style)
     if len(runs) > 1:
-        drawing.band(axes, *band, name, colour)
+        drawing.band(axes, *band, name, style["color"])
 
 
 def title(runs: Sequence[Found], without: Sequence[str] = ()) -> str:

@@ -2,7 +2,7 @@
 over the data's heterogeneity; mean and sample standard deviation over seeds."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -183,22 +183,12 @@ def _knows(one: Series, column: str) -> bool:
 def _panels(series: Mapping[str, Series], count: int, sharex: bool = False) -> tuple[Figure, list[Any], str]:
     """A figure with panels side by side that have one y-axis, and the name of the score."""
     width = 1.2 + 3.9 * count
-    rows = math.ceil((len(series) + 1) / _columns(width, [*series, "majority baseline"]))
+    rows = math.ceil((len(series) + 1) / drawing.legend_columns(width, [*series, "majority baseline"]))
     figure = Figure(figsize=(width, 4.0 + 0.2 * rows), layout="constrained")
     axes = list(figure.subplots(1, count, sharey=True, sharex=sharex, squeeze=False)[0])
     for panel in axes:
         panel.grid(alpha=0.25)
     return figure, axes, next(iter(series.values())).runs[0].headline[0]
-
-
-def _columns(width: float, labels: Iterable[str]) -> int:
-    """Columns of a legend below a figure, so wide in inches; a column is filled before the next."""
-    sizes = [len(label) + 8 for label in labels]
-    for columns in range(min(6, len(sizes)), 1, -1):
-        rows = math.ceil(len(sizes) / columns)
-        if sum(max(sizes[i : i + rows]) for i in range(0, len(sizes), rows)) <= 11 * width:
-            return columns
-    return 1
 
 
 def _line(axes: Any, found: Band, style: dict[str, Any], label: str, name: str) -> None:
@@ -238,7 +228,7 @@ def _score(name: str) -> str:
 def _finished(figure: Figure, axes: Any, series: Mapping[str, Series], without: tuple[str, ...] = ()) -> Figure:
     """With title and legend."""
     handles, labels = axes.get_legend_handles_labels()
-    columns = _columns(figure.get_figwidth(), labels)
+    columns = drawing.legend_columns(figure.get_figwidth(), labels)
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
     figure.suptitle(comparison.title([run for one in series.values() for run in one.runs], without), fontsize=9)
     return figure

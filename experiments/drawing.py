@@ -6,8 +6,9 @@ Matplotlib is imported where something is drawn: it takes a sixth of a command's
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,16 @@ def whole_numbers(axis: Any, most: int, steps: Sequence[float] | None = None) ->
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator(most, integer=True, steps=steps))
+
+
+def legend_columns(width: float, labels: Iterable[str]) -> int:
+    """Columns of a legend below a figure, so wide in inches; a column is filled before the next."""
+    sizes = [len(label) + 8 for label in labels]
+    for columns in range(min(6, len(sizes)), 1, -1):
+        rows = math.ceil(len(sizes) / columns)
+        if sum(max(sizes[i : i + rows]) for i in range(0, len(sizes), rows)) <= 11 * width:
+            return columns
+    return 1
 
 
 def band(axes: Any, x: np.ndarray, mean: np.ndarray, std: np.ndarray, name: str, colour: str) -> None:
