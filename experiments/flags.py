@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from experiments.config import HELP, SETTINGS
-from experiments.values import NOUN
+from experiments.values import NOUN, if_several
 from fedjax_pfl.errors import InputError, nearest
 
 
@@ -40,6 +40,13 @@ OF_A_PROCESS = {
     "coordinator": Flag(str, "of several processes: HOST:PORT where process 0 listens, or auto (SLURM, TPU, ...)"),
     "num_processes": Flag(int, "the number of processes, each with the same command"),
     "process_id": Flag(int, "which of them this is: 0 to N-1; 0 writes the run directory and talks"),
+}
+
+_ELSEWHERE = {  # flags of another command
+    "workdir": "the runs of a sweep are in the folder that --root names; ",
+    "resume": "the same command goes on with a sweep; ",
+    "root": "the run directory is --workdir; ",
+    "select": "experiments.sweep has it; ",
 }
 
 _DEFINE: dict[type, Callable[..., Any]] = {
@@ -91,7 +98,7 @@ def parse(argv: Iterable[str], known: Mapping[str, Flag], words: bool = False) -
         raise _illegal(str(error), known) from None
     except flags.UnrecognizedFlagError as error:
         near = nearest(error.flagname, values)
-        hint = f"did you mean --{near}? " if near else ""
+        hint = _ELSEWHERE.get(error.flagname) or (f"did you mean --{near}? " if near else "")
         raise InputError(f"Unknown flag --{error.flagname}: {hint}--help shows them all.") from None
     except (flags.Error, ValueError) as error:  # the latter: a value where none may be
         raise InputError(f"{error}: --help shows all flags.") from None
@@ -105,7 +112,7 @@ def _illegal(message: str, known: Mapping[str, Flag]) -> InputError:
     found = re.match(r"flag --(\w+)=(.*?): ", message, re.DOTALL)
     if not found or found[1] not in known:
         return InputError(message)
-    return InputError(f"--{found[1]}={found[2]} must be {NOUN[known[found[1]].kind]}.")
+    return InputError(f"--{found[1]}={found[2]} must be {NOUN[known[found[1]].kind]}{if_several(found[2])}.")
 
 
 def _name_value(text: str) -> tuple[str, str]:

@@ -12,8 +12,10 @@ diverged; 4 a file could not be written; 5 another process was lost; 128 + n sto
 import logging
 import sys
 
-from experiments import closing, describe, entry, flags, phases, seeds, session
+from experiments import closing, describe, entry, flags, phases, seeds, session, values
+from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.engine import autotune, multihost
+from fedjax_pfl.errors import InputError
 
 _FLAGS = {
     **flags.OF_A_RUN,
@@ -46,6 +48,8 @@ def run(argv: list[str]) -> int:
 
 
 def _trained(parsed: flags.Parsed) -> int:
+    if "," in (algo := parsed.get("algo", "")) and not set(algo.split(",")) - ALGORITHMS.keys():
+        raise InputError(f"--algo={algo} names several methods{values.if_several(algo)}.")
     verbose, several = bool(parsed.get("verbose")), parsed.get("seeds", 1)
     if several != 1:
         return seeds.run(several, parsed, verbose)

@@ -11,6 +11,11 @@ from fedjax_pfl.hyperparameters import Hyperparameter
 NOUN: dict[Any, str] = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 
 
+def if_several(text: str) -> str:
+    """What follows a sentence on a value that may have been meant as several."""
+    return "; values apart by commas are for experiments.sweep" if "," in text else ""
+
+
 def number(kind: type, name: str, text: str, whole: str | None = None) -> Any:
     """Reads an int or a float; `whole` is what the text is a part of.
 
@@ -21,7 +26,7 @@ def number(kind: type, name: str, text: str, whole: str | None = None) -> Any:
     try:
         return kind(text)
     except ValueError:
-        raise InputError(f"{name}={whole or text} must be {NOUN[kind]}{hints.get(name, '')}.") from None
+        raise InputError(f"{name}={whole or text} must be {NOUN[kind]}{hints.get(name, if_several(text))}.") from None
 
 
 def typed_all(factory: Callable, texts: dict[str, str]) -> dict[str, Any]:

@@ -497,6 +497,13 @@ BAD = [
     ("--algo=fedavg --hparam=mu=1", "fedavg has no hyperparameters"),
     ("--algo=fedavg --learning_rate=1", "Unknown flag --learning_rate"),
     ("--algo=fedavg --epoch=1", "Unknown flag --epoch: did you mean --epochs?"),
+    (
+        "--algo=fedavg,ditto",
+        "--algo=fedavg,ditto names several methods; values apart by commas are for experiments.sweep",
+    ),
+    ("--algo=fedavg --seed=1,2", "must be a whole number; values apart by commas are for experiments.sweep"),
+    ("--algo=ditto --hparam=lam=1,2", "lam=1,2 must be a number; values apart by commas are for experiments.sweep"),
+    ("--algo=fedavg --root=x", "Unknown flag --root: the run directory is --workdir"),
     ("--algo=fedavg --rounds=1.5", "--rounds=1.5 must be a whole number"),
     ("--algo=fedavg --lr=fast", "--lr=fast must be a number"),
     ("--algo=fedavg rounds=5", "Unexpected argument 'rounds=5': write settings as --name=value"),
