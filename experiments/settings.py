@@ -105,6 +105,12 @@ def check_ranges(config: Config) -> None:
     """Raises InputError for a value that no experiment can have; a library function checks its
     own."""
     check_fields(config)
+    for name, value in config.hparams.items():
+        if not isinstance(value, bool | int | float | str | None):
+            raise InputError(
+                f"{config.algo}: the hyperparameter {name} is {type(value).__name__}, which a run cannot record: "
+                "let it be a bool, int, float, str or None."
+            )
     choose("optimizer", config.optimizer, optimizers())
     if config.momentum and config.optimizer != "sgd":
         raise InputError(

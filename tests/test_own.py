@@ -183,3 +183,9 @@ def test_what_the_settings_say_of_another_partition_means_nothing():
     with pytest.raises(InputError, match=r"--alpha means nothing with --partition=split.py:f"):
         settings.resolve(user | {"alpha": 0.5})
     assert settings.default_workdir(user, settings.resolve(user)) == "runs/fedavg-digits-f-seed0"
+
+
+def test_a_hyperparameter_that_a_run_cannot_record_is_refused(tmp_path):
+    (tmp_path / "own.py").write_text("def method(task, *, table=(1, 2)):\n    pass\n")
+    with pytest.raises(InputError, match="hyperparameter table is tuple, which a run cannot record"):
+        settings.resolve({"algo": f"{tmp_path}/own.py:method", "hparams": {}})

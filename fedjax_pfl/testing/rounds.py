@@ -170,7 +170,7 @@ def same(what: str, found: PyTree, wanted: PyTree, clients: Any = None, toleranc
         if off.any():
             at = tuple(np.argwhere(off)[0])
             whose = "" if clients is None else f" of client {np.asarray(clients)[at[0]]}"
-            raise ContractViolation(f"{what}{jax.tree_util.keystr(path)}{whose} is {a[at]:.7g} in place of {b[at]:.7g}")
+            raise ContractViolation(f"{what}{jax.tree_util.keystr(path)}{whose} is {a[at]:.9g} in place of {b[at]:.9g}")
 
 
 def same_round(found: tuple[State, Round], wanted: tuple[State, Round], clients: Any, tolerance: float = 0.0) -> None:
