@@ -51,14 +51,14 @@ def accuracies(outputs: Array, y: Array, mask: Array, client: Client) -> Scores:
     A class is present if the client holds a training example of it; the rows where `mask` is False
     do not count, and one with NaN among its logits is wrong.
     """
-    count = jnp.sum(mask)
-    present = jnp.where((client.class_counts > 0)[None], outputs, -jnp.inf)
+    count, held = jnp.sum(mask), client.class_counts > 0
 
     def hits(z: Array) -> Array:
         known = ~jnp.any(jnp.isnan(z), axis=-1)  # argmax would name the first NaN
         return jnp.sum((jnp.argmax(z, axis=-1) == y) & known & mask)
 
-    return {"acc": (hits(outputs), count), "acc_present": (hits(present), count)}
+    present = hits(jnp.where(held[None], outputs, -jnp.inf))
+    return {"acc": (hits(outputs), count), "acc_present": (jnp.where(jnp.any(held), present, 0), count)}
 
 
 def ratio(total: Array, count: Array) -> Array:

@@ -69,6 +69,19 @@ def test_a_tree_comes_back_whole(tmp_path):
     assert_equal(back, tree())
 
 
+@pytest.mark.parametrize("nothing", [(), {"server": (), "clients": ()}, {"clients": np.zeros((3, 0), np.float32)}])
+def test_a_state_without_numbers_comes_back(nothing, tmp_path):
+    checkpoint.save(tmp_path, 5, nothing)
+    step, back = checkpoint.restore(tmp_path, nothing)
+    assert step == 5
+    assert_equal(back, nothing)
+
+
+def test_two_leaves_of_one_name_are_refused(tmp_path):
+    with pytest.raises(InputError, match="Two leaves of the state are called /a/b"):
+        checkpoint.save(tmp_path, 5, {"a/b": np.zeros(1), "a": {"b": np.ones(1)}})
+
+
 def test_only_the_last_two_stay_and_torn_saves_are_removed(tmp_path):
     (tmp_path / "7.orbax-checkpoint-tmp").mkdir()
     (tmp_path / "20").mkdir()  # without its digests it was never finished

@@ -15,6 +15,7 @@ from chex import Numeric
 
 from fedjax_pfl import averaging, evaluate, keys, local, losses, trees
 from fedjax_pfl.averaging import params, predictor
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import (
     Algorithm,
     Array,
@@ -91,6 +92,14 @@ def mean_loss(model: Model, variables: PyTree, data: Data, batch_size: int) -> A
     return total / jnp.maximum(data.size, 1)
 
 
+def check_room(task: Task, received: int) -> None:
+    """Raises InputError if the models that a client receives in a round have more parameters than
+    an int32 counts."""
+    whole, _ = jax.eval_shape(lambda key: averaging.split(task).send(task.model.init(key)), jax.random.key(0))
+    if received * trees.size(whole) >= 2**31:
+        raise InputError(f"fedfomo: received={received} models have 2^31 parameters or more: take fewer.")
+
+
 def fedfomo(
     task: Task,
     *,
@@ -125,6 +134,7 @@ def fedfomo(
     """
     loss, split, n = losses.classification(task.model), averaging.split(task), task.num_clients
     received = min(received, n)
+    check_room(task, received)
     batch_size = evaluate.batch_size(task.sizes.max() / 5)  # small enough that a usual holdout is not padded many times
 
     def init(key: Array) -> State:

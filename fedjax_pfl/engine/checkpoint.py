@@ -26,6 +26,7 @@ from fedjax_pfl.errors import InputError, first_line
 from fedjax_pfl.types import PyTree
 
 KEEP = 2  # checkpoints that stay
+_NOTHING = "nothing"  # what is stored of a state without leaves
 _SLACK = 2**18  # bytes that a checkpoint takes beside its arrays
 
 
@@ -48,6 +49,7 @@ def save(path: str | Path, step: int, tree: PyTree) -> None:
     import orbax.checkpoint as ocp
 
     leaves = {name: np.asarray(x) for name, x in _named(jax.device_get(_without_keys(tree))).items() if np.size(x)}
+    leaves = leaves or {_NOTHING: np.zeros(1)}  # orbax refuses an empty tree
     path.mkdir(parents=True, exist_ok=True)
     _check_space(path, sum(x.nbytes for x in leaves.values()))
     (path / f"{step}.sha256").unlink(missing_ok=True)  # of a folder that was deleted: it would finish the new one early
@@ -89,7 +91,7 @@ def restore(path: str | Path, like: PyTree) -> tuple[int, PyTree]:
 def _read(folder: Path) -> dict[str, np.ndarray]:
     try:
         with _quiet(), _checkpointer() as checkpointer:
-            return {name: np.asarray(x) for name, x in checkpointer.restore(folder).items()}
+            return {name: np.asarray(x) for name, x in checkpointer.restore(folder).items() if name != _NOTHING}
     except Exception as error:  # orbax, tensorstore and json each raise their own types on damaged files
         raise InputError(
             f"Checkpoint {folder} cannot be read ({first_line(error)[:200]}): {_way_out(folder)}."
@@ -145,10 +147,18 @@ def _filled(like: PyTree, leaves: dict[str, np.ndarray]) -> PyTree:
 
 
 def _named(tree: PyTree) -> dict[str, Any]:
-    """{"/path/of/a/leaf": leaf}, in the order of the tree's leaves."""
-    return {
-        "/" + jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in jax.tree.leaves_with_path(tree)
-    }
+    """{"/path/of/a/leaf": leaf}, in the order of the tree's leaves.
+
+    Raises:
+      InputError: two leaves have one name.
+    """
+    found: dict[str, Any] = {}
+    for path, x in jax.tree.leaves_with_path(tree):
+        name = "/" + jax.tree_util.keystr(path, simple=True, separator="/")
+        if name in found:
+            raise InputError(f"Two leaves of the state are called {name}: leave the / out of the names of its dicts.")
+        found[name] = x
+    return found
 
 
 def _is_key(x: Any) -> bool:

@@ -67,6 +67,7 @@ def flops_of_step(
         each = [flops_of_step(factory, *alone(task, federation, group), hparams) for group in range(count)]
         return float(np.mean(np.asarray(each)[task.architecture]))
     size = max(1, int(np.median(task.sizes)))
+    size = max(size, task.batch_size) if task.drop_last else size  # fewer make no batch
     steps = int(local.planned(task, np.array([size]))[0][0])
     key = jax.eval_shape(lambda: jax.random.key(0))
     on = parts(factory, task, hparams)

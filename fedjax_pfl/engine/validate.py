@@ -47,8 +47,9 @@ def task(given: Task) -> Task:
         raise InputError(f"The task's sizes are not the sums of class_counts over the classes: {_ONE_SOURCE}.")
     passes = -(-int(max(np.max(given.sizes), 1)) // given.batch_size)  # steps of the largest client's epoch
     why = f"{_COUNTED}, and an epoch of the largest client has {passes:,} steps"
-    check("epochs", given.epochs or 0, 0, LARGEST // passes, whole=True, why=why)
-    check("steps", given.steps or 0, 0, LARGEST // min(given.batch_size, 2**20), whole=True, why=_COUNTED)
+    epochs, steps = (0 if x is None else x for x in (given.epochs, given.steps))
+    check("epochs", epochs, 0, LARGEST // passes, whole=True, why=why)
+    check("steps", steps, 0, LARGEST // min(given.batch_size, 2**20), whole=True, why=_COUNTED)
     _optimizer(given.optimizer)
     return given
 

@@ -214,7 +214,8 @@ def scores(b: Branches, z: Array, y: Array, mask: Array, c: Client) -> Scores:
     def best(allowed: Array) -> Array:
         return jnp.argmax(jnp.where(trees.align(allowed, 2), z, -jnp.inf), axis=-1)
 
-    own = best(jnp.asarray(b.member)[jnp.asarray(b.of)[y]]) == y  # given the group
+    known = ~jnp.any(jnp.isnan(z), axis=-1)  # argmax would name the first NaN
+    own = (best(jnp.asarray(b.member)[jnp.asarray(b.of)[y]]) == y) & known  # given the group
     named = jnp.ones_like(own) if b.head == "group_binary" else own
     right = jnp.where(b.open[None], jnp.where(truth, yes & named[:, None], ~yes), own[:, None])
     lazy = jnp.where(b.open[None], ~truth, y[:, None] == majority[None])
@@ -223,12 +224,12 @@ def scores(b: Branches, z: Array, y: Array, mask: Array, c: Client) -> Scores:
     always = y == jnp.argmax(counts)
     n, per_task, per_class = jnp.sum(mask), jnp.sum(rows, axis=0), jnp.sum(hit, axis=0)
     return evaluate.classification(z, y, mask, c) | {
-        "acc_groups": (jnp.sum((guess == y) & mask), n),
-        "coarse_acc": (jnp.sum((jnp.asarray(b.of)[guess] == jnp.asarray(b.of)[y]) & mask), n),
+        "acc_groups": (jnp.sum((guess == y) & known & mask), n),
+        "coarse_acc": (jnp.sum((jnp.asarray(b.of)[guess] == jnp.asarray(b.of)[y]) & known & mask), n),
         "task_acc": (jnp.sum(right & rows, axis=0), per_task),
         "task_acc_majority": (jnp.sum(lazy & rows, axis=0), per_task),
         "task_bal": (jnp.sum(split & right[..., None], axis=0), jnp.sum(split, axis=0)),
         "task_bal_majority": (jnp.sum(split & lazy[..., None], axis=0), jnp.sum(split, axis=0)),
-        "recall_macro": (jnp.sum(hit & (best(counts > 0) == y)[:, None], axis=0), per_class),
+        "recall_macro": (jnp.sum(hit & ((best(counts > 0) == y) & known)[:, None], axis=0), per_class),
         "recall_majority": (jnp.sum(hit & always[:, None], axis=0), per_class),
     }

@@ -267,3 +267,9 @@ def test_batch_norm(bn_stats):
 def test_bad_input(wrong):
     with pytest.raises(InputError):
         factory(TASK, **wrong)
+
+
+def test_more_scalars_than_an_integer_counts_are_refused(monkeypatch):
+    monkeypatch.setattr(trees, "size", lambda _: 2**30)
+    with pytest.raises(InputError, match="fedfomo: received=2 models have "):
+        factory(TASK, received=2)

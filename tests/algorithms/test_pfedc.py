@@ -456,6 +456,15 @@ def scores(b, z, y, mask, counts):
     return {name: float(x) for name, x in run(z, y, mask, c).items()}
 
 
+@pytest.mark.parametrize("held, z, right", [(1, np.nan, 0), (0, 1.0, 0), (1, 1.0, 1)])
+def test_no_argmax_of_nan_and_none_of_no_class_is_right(held, z, right):
+    """All labels are 0, which argmax would name."""
+    got = scores(MIXED, np.full((6, C), z), np.zeros(6, int), np.ones(6, bool), np.array([held, 0, 0, 0]))
+    assert got["acc_present"] == right
+    if held:
+        assert got["acc"] == got["recall_macro"] == got["acc_groups"] == got["coarse_acc"] == right
+
+
 def test_scores_by_hand():
     rng = np.random.default_rng(1)
     z, y = rng.normal(size=(40, C)), rng.integers(0, C, 40)
