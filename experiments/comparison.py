@@ -62,12 +62,19 @@ def content(workdirs: Sequence[Path]) -> tuple[str, list[list[str]], list[str]]:
     unit = " in %" if scores.is_share(name) else ""
     spread = "; ± is the sample standard deviation over seeds" if several else ""
     title = f"{name}{unit}, mean over clients{' (and over seeds)' if several else ''}, after the last round{spread}:"
-    return title, rows, unfinished([run for runs in found.values() for run in runs])
+    return title, rows, [*unfinished([run for runs in found.values() for run in runs]), *_twice(found)]
 
 
 def unfinished(runs: Sequence[Found]) -> list[str]:
     """A sentence on every run that is not complete."""
     return [f"{run.path}: {run.status} of {run.config.rounds}." for run in runs if not run.complete]
+
+
+def _twice(found: dict[str, list[Found]]) -> list[str]:
+    """A sentence on every method of which a seed is there more than once."""
+    seeds = {method: [run.config.seed for run in runs] for method, runs in found.items()}
+    again = [method for method, of in seeds.items() if len(set(of)) < len(of)]
+    return [f"{method}: several runs have one seed, and each counts." for method in again]
 
 
 def mean_std(values: Sequence[float], shown: Callable[[float], str]) -> str:

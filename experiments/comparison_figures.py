@@ -69,17 +69,24 @@ def figures(
                 label: Series(of, [courses.course(run, name, counted[label, where]) for run in of], styles[label])
                 for label, of in gather.grouped([run for run, _ in here], [label for _, label in here]).items()
             }
-            suffix = f"-{all_settings.file_name(list(where))}" if where else ""
+            suffix = _suffix(where)
             drawn["curves" + suffix], drawn["clients" + suffix] = curves(series), clients(series)
             drawn["costs" + suffix], more = costs(series)
             notes += [note for note in more if note not in notes]
         ended = [(run, label) for run, label in zip(shown, labels, strict=True) if run.complete]
-        groups = gather.grouped([run for run, _ in ended], [label for _, label in ended])
-        everywhere = {label: Series(of, [], styles[label]) for label, of in groups.items()}
         for setting in _HETEROGENEITY:
-            if found := heterogeneity(everywhere, setting):
-                drawn[setting] = found
+            other = list(map(tuple, gather.settings([run for run, _ in ended], without=setting)))
+            for where, here in gather.grouped(ended, other).items():
+                groups = gather.grouped([run for run, _ in here], [label for _, label in here])
+                everywhere = {label: Series(of, [], styles[label]) for label, of in groups.items()}
+                if found := heterogeneity(everywhere, setting):
+                    drawn[setting + _suffix(where)] = found
     return drawn, notes + comparison.unfinished(shown)
+
+
+def _suffix(where: Sequence[str]) -> str:
+    """What the name of a figure ends in that is of some settings of the data."""
+    return f"-{all_settings.file_name(list(where))}" if where else ""
 
 
 def curves(series: Mapping[str, Series]) -> Figure:
@@ -103,10 +110,10 @@ def clients(series: Mapping[str, Series]) -> Figure:
     for label, one in series.items():
         found = [courses.of_clients(run, name) for run in one.runs]
         for panel, (point, when) in zip(axes, courses.BEFORE_AND_AFTER.items(), strict=True):
-            _line(panel, courses.ranked([of[point] for of in found]), one.style, label, name)
-            panel.set(
-                xlabel="clients, sorted by their score, in %", title=f"{when.capitalize()} (last round)", xlim=(0, 100)
-            )
+            way = scores.better(name, one.runs[0].headline)
+            _line(panel, courses.ranked([of[point] for of in found], way), one.style, label, name)
+            title = f"{when.capitalize()} (each client's last)"
+            panel.set(xlabel="clients, sorted by their score, in %", title=title, xlim=(0, 100))
     axes[0].set_ylabel(f"{_score(name)} of a client")
     return _finished(figure, axes[0], series)
 

@@ -80,21 +80,22 @@ def sizes(run: Found) -> tuple[Array, Array]:
     return np.delete(found[0], apart), np.delete(found[1], apart)
 
 
-def ranked(clients: Sequence[Array]) -> Band:
+def ranked(clients: Sequence[Array], way: str = "max") -> Band:
     """Scores from the worst client to the best, over seeds; x is the share of the clients, in %,
     up to one.
 
     Args:
       clients: of each seed [N], where N may differ between seeds; NaN is left out.
+      way: the better value, "max" or "min".
     """
-    values = [np.sort(found[np.isfinite(found)]) for found in clients]
+    values = [np.sort(found[np.isfinite(found)])[:: 1 if way == "max" else -1] for found in clients]
     values = [found for found in values if len(found)]
-    count = max(map(len, values), default=0)
-    x = (np.arange(count) + 0.5) / max(1, count)
+    if not values:
+        return Band(*np.zeros((3, 0)))
+    count = max(map(len, values))
+    x = (np.arange(count) + 0.5) / count
     rows = np.array([np.interp(x, (np.arange(len(found)) + 0.5) / len(found), found) for found in values])
-    rows = rows.reshape(-1, count)
-    std = rows.std(axis=0, ddof=min(1, len(rows) - 1)) if len(rows) else np.zeros(0)
-    return Band(100 * x, rows.mean(axis=0) if len(rows) else np.zeros(0), std)
+    return Band(100 * x, rows.mean(axis=0), rows.std(axis=0, ddof=min(1, len(rows) - 1)))
 
 
 def flops(run: Found) -> float | None:
@@ -103,7 +104,7 @@ def flops(run: Found) -> float | None:
     total = run.said.get("work", {}).get("client_flops")
     if total:
         for _, _, after in spent(run):
-            if after.rounds == run.said["rounds"]:
+            if after.rounds == run.said.get("timed", run.said["rounds"]):  # those that the summary is of
                 return total / after.examples if after.examples else None
     return None
 

@@ -122,7 +122,7 @@ def _natural(path: Path) -> tuple[str, int, str]:
 def read(path: Path) -> Found:
     """Reads what a run has: its summary if it is complete, else the rows so far."""
     config, said = recorded.read_config(path), read_derived(path / "summary.json", schema.SUMMARY)
-    complete = said.get("status") == "complete" and (said["rounds"] >= config.rounds or "ended" in said)
+    complete = recorded.is_complete(path, config)
     if complete and {"headline", "traffic"} <= said.keys():
         return Found(path, config, said)
     rows = Rows(path / "metrics.jsonl")
@@ -160,13 +160,15 @@ def names(runs: Sequence[Found]) -> list[str]:
 
 
 _ENDS = ("stop_at", "patience", "unseen_rounds")  # may change on a resume, and change what comes out
-_APART = (*DATA, "algo", "seed", "preset", "eval_every")
+_APART = (*DATA, "algo", "seed", "preset")
 _OWN = [name for name in SETTINGS if (name not in FREE or name in _ENDS) and name not in _APART]
 
 
-def settings(runs: Sequence[Found]) -> list[list[str]]:
-    """Of each run the settings of its data in which the runs differ, as `alpha=0.1`."""
-    return [_differing(run.config, [other.config for other in runs], DATA) for run in runs]
+def settings(runs: Sequence[Found], without: str = "") -> list[list[str]]:
+    """Of each run the settings of its data in which the runs differ, as `alpha=0.1`; one of them
+    may be left out."""
+    names = [name for name in DATA if name != without]
+    return [_differing(run.config, [other.config for other in runs], names) for run in runs]
 
 
 def setting(config: Config, name: str) -> Any:
@@ -178,19 +180,18 @@ def setting(config: Config, name: str) -> Any:
 
 def _differing(config: Config, others: Sequence[Config], names: Iterable[str]) -> list[str]:
     values = [(name, setting(config, name), [setting(other, name) for other in others]) for name in names]
-    return [
-        f"{name}={published.shown(x)}"
-        for name, x, known in values
-        if x is not None and any(x != other for other in known)
-    ]
+    return [f"{name}={_apart(x, known)}" for name, x, known in values if x is not None and set(known) != {x}]
 
 
 def _hparams(config: Config, others: Sequence[Config]) -> list[str]:
-    return [
-        f"{name}={published.shown(value)}"
-        for name, value in config.hparams.items()
-        if any(other.hparams.get(name) != value for other in others)
-    ]
+    values = [(name, x, [other.hparams.get(name) for other in others]) for name, x in config.hparams.items()]
+    return [f"{name}={_apart(x, known)}" for name, x, known in values if set(known) != {x}]
+
+
+def _apart(value: Any, known: Iterable[Any]) -> str:
+    """A value as text that none of the other known ones has: short if it can be."""
+    text = published.shown(value)
+    return text if all(published.shown(other) != text for other in known if other != value) else str(value)
 
 
 def grouped(things: Sequence[T], keys: Sequence[K]) -> dict[K, list[T]]:

@@ -20,7 +20,19 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments import comparison, comparison_figures, courses, entry, flags, gather, phases, report, scores, show
+from experiments import (
+    comparison,
+    comparison_figures,
+    courses,
+    entry,
+    flags,
+    gather,
+    grid,
+    phases,
+    report,
+    scores,
+    show,
+)
 from experiments.drawing import STYLE
 from experiments.files import write_text
 from experiments.gather import Found
@@ -190,16 +202,15 @@ def _score(name: str, values: np.ndarray, client: int) -> Cell | str:
 
 def _settings(runs: Sequence[Found]) -> str:
     """The settings that all runs share, then those of each method and what the runs differ in."""
-    known = [show.settings(run.config) for run in runs]
+    known = [show.settings(run.config, grid.shown) for run in runs]
     names = dict.fromkeys(name for of in known for name in of)
     same = {name: known[0].get(name) for name in names if len({of.get(name) for of in known}) == 1}
     shared = [[name, value] for name, value in same.items()]
-    other = [name for name in names if name not in same]
+    other = [name for name in names if name not in same and name != "seed"]
     text = _paragraphs(["Of all runs:"]) * (len(runs) > 1) + _table(["setting", "value"], shared)
     if other:
-        rows = {tuple(of.get(name, "") for name in other if name != "seed"): None for of in known}
-        text += _paragraphs(["In which they differ (and the seed):"])
-        text += _table([name for name in other if name != "seed"], rows)
+        rows = {tuple(of.get(name, "") for name in other): None for of in known}
+        text += _paragraphs(["In which they differ (and the seed):"]) + _table(other, rows)
     return text
 
 

@@ -35,7 +35,12 @@ class Line(NamedTuple):
 
     label: str
     members: tuple[Member, ...]  # one for each seed
-    found: tuple[dict[str, Any], ...]  # summary.json of those that are complete
+    summaries: tuple[dict[str, Any] | None, ...]  # summary.json of each that is complete
+
+    @property
+    def found(self) -> list[dict[str, Any]]:
+        """The summaries of those that are complete."""
+        return [said for said in self.summaries if said is not None]
 
     def values(self, point: str, score: str, which: str = "macro") -> list[float]:
         """A score at a point after the last round, of each complete run that has it."""
@@ -82,7 +87,7 @@ def _way(score: str, member: Member) -> str:
 def lines(members: Sequence[Member]) -> list[Line]:
     """The runs of a sweep by method and combination, in their order."""
     groups = gather.grouped(members, [str((member.config.algo, member.varied)) for member in members])
-    return [Line(of[0].label, tuple(of), tuple(filter(None, map(_summary, of)))) for of in groups.values()]
+    return [Line(of[0].label, tuple(of), tuple(map(_summary, of))) for of in groups.values()]
 
 
 def _summary(member: Member) -> dict[str, Any] | None:
@@ -185,11 +190,13 @@ class Outcome(NamedTuple):
         """A line; without test scores where another was chosen."""
         places = [] if self.by is None else [(validation.POINT, self.by.score)]
         places += [("pre", name), ("post", name)] if line in self.best else []
+        of = list(zip(line.members, line.summaries, strict=True))
         return {
             "method": line.members[0].config.algo,
             "varied": line.members[0].varied,
-            "seeds": [member.config.seed for member in line.members],
-            "runs": [member.path.name for member in line.members],
+            "seeds": [member.config.seed for member, said in of if said is not None],  # those of the values
+            "runs": [member.path.name for member, said in of if said is not None],
+            "incomplete": [member.path.name for member, said in of if said is None],
             "complete": len(line.found),
             "scores": {f"{point}/{score}": statistics(line.values(point, score)) for point, score in places},
         }

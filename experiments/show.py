@@ -8,7 +8,8 @@ data need not be here.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from rich.console import Console
 
@@ -22,11 +23,11 @@ from experiments.report import Row
 _SHOWN = ("targets", "stop_at", "patience", "unseen_rounds")  # of those that may change on a resume
 
 
-def settings(c: Config) -> dict[str, str]:
+def settings(c: Config, said: Callable[[Any], str] = published.shown) -> dict[str, str]:
     """The settings of a run in words, by name; the hyperparameters of its method are among them."""
     values = {name: getattr(c, name) for name in SETTINGS if name not in FREE or name in _SHOWN}
     hparams = {f"{name} of {c.algo}" if name in values else name: x for name, x in c.hparams.items()}
-    return {name: published.shown(x) for name, x in (values | hparams).items() if x is not None}
+    return {name: said(x) for name, x in (values | hparams).items() if x is not None}
 
 
 def versions(run: Found) -> Row:

@@ -158,10 +158,11 @@ class Reached(NamedTuple):
 
     first: dict[tuple[str, float], Row]  # of point and level, where it was reached
     floor: dict[str, float | None]  # of every evaluated point: the last `scores.baseline` score, if recorded
+    floor_there: dict[tuple[str, float], float]  # that score where a level was reached: of other participants
 
     def is_baseline(self, point: str, level: float) -> bool:
-        """Is a level no more than the majority baseline?"""
-        floor = self.floor.get(point)
+        """Is a level no more than the majority baseline, where it was reached or else in the end?"""
+        floor = self.floor_there.get((point, level), self.floor.get(point))
         return floor is not None and floor >= level - _ROUNDING
 
 
@@ -175,7 +176,8 @@ def reached(
       `first`: round (of the row), rounds (communicated until then: `pre` is scored before its
       round, the others after its local training), value, and what was `Spent`.
     """
-    first, floors, seen, spent = dict[tuple[str, float], Row](), dict[str, float](), set[str](), Spent()
+    first, there = dict[tuple[str, float], Row](), dict[tuple[str, float], float]()
+    floors, seen, spent = dict[str, float](), set[str](), Spent()
     for row in rows:
         before, spent = spent, spent.after(row)
         for point in report.POINTS:
@@ -189,7 +191,8 @@ def reached(
             for level in [x for x in left if is_reached(name, value, x, headline)]:
                 here = {"round": row["round"], "rounds": total.rounds, "value": value}
                 first[point, level] = here | total.total(flops)
-    return Reached(first, {point: floors.get(point) for point in report.POINTS if point in seen})
+                there |= {} if floor is None else {(point, level): floor}
+    return Reached(first, {point: floors.get(point) for point in report.POINTS if point in seen}, there)
 
 
 def summary(rows: Iterable[Row], config: Config, flops: float | None, headline: Headline = ACCURACY) -> Row:

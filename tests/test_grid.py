@@ -1,12 +1,14 @@
 """Grids of a sweep: which runs they are, and which combination validation examples choose."""
 
 import json
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from experiments import flags, grid, outcome, runs, session, settings, sweep
+from experiments.config import Config
 from experiments.grid import Member
 from experiments.outcome import Line, Rule
 from fedjax_pfl.errors import InputError
@@ -140,6 +142,15 @@ def test_the_choice_is_by_the_mean_over_seeds_on_validation_examples(swept):
     assert "Chosen by val/acc: fedavg, lr=0.1." in out and "Chosen by" in (root / "comparison.md").read_text()
     before = out[: out.index("Chosen by")]
     assert "after local training" not in before  # test scores come only then
+
+
+def test_values_stand_beside_the_seeds_that_have_them():
+    said = {"scores": {point: {"acc": {"macro": 0.5}} for point in ("pre", "post")}}
+    two = [types.SimpleNamespace(config=Config(algo="local", seed=k), path=Path(f"s{k}"), varied={}) for k in (0, 1)]
+    line = Line("local", tuple(two), (None, said))
+    [found] = outcome.Outcome([line], None, [line]).content()["lines"]
+    assert (found["seeds"], found["runs"], found["incomplete"], found["complete"]) == ([1], ["s1"], ["s0"], 1)
+    assert found["scores"]["post/acc"]["values"] == [0.5]
 
 
 def test_validation_scores_are_those_of_the_validation_examples(swept):

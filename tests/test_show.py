@@ -67,6 +67,34 @@ def test_what_is_not_the_same_method_has_another_name(root, tmp_path):
     assert (shown["alpha"], shown["alpha of apfl"]) == ("0.1", "0.5")
 
 
+def test_values_that_look_the_same_when_cut_or_rounded_are_told_apart(root):
+    run = gather.read(root / "fedavg-seed0")
+    changed = lambda **values: run._replace(config=run.config.replace(**values))
+    assert gather.names([changed(lr=0.05), changed(lr=0.0500000001)]) == ["fedavg, lr=0.05", "fedavg, lr=0.0500000001"]
+    files = [f"file:{'x' * 50}/{name}.npz" for name in "ab"]
+    assert gather.settings([changed(partition=file) for file in files]) == [[f"partition={file}"] for file in files]
+    assert gather.names([run, changed(eval_every=7)])[1] == "fedavg, eval_every=7"
+    text = report_page.page([changed(partition=file) for file in files])
+    assert all(file in text for file in files)
+
+
+def test_a_seed_that_is_there_twice_is_said(root, tmp_path):
+    copies = [shutil.copytree(root / "fedavg-seed0", tmp_path / name) for name in "ab"]
+    assert "fedavg: several runs have one seed, and each counts." in comparison.table(copies)
+    assert "several runs have one seed" not in comparison.table(gather.directories([str(root)]))
+
+
+def test_a_run_that_goes_on_is_not_complete_by_its_old_end(root, tmp_path):
+    path = shutil.copytree(root / "fedavg-seed0", tmp_path / "run")
+    said = runs.read_json(path / "summary.json")
+    ended = {"why": "x", "stop_at": "acc:0.5", "patience": 0}
+    runs.write_json(path / "summary.json", said | {"rounds": 1, "ended": ended})
+    for stop_at, complete in (("acc:0.5", True), ("none", False)):
+        config = runs.read_config(root / "fedavg-seed0").replace(stop_at=stop_at)
+        runs.write_json(path / "config.json", recorded.signed(config))
+        assert gather.read(path).complete == complete and gather.read(path).said["rounds"] == (1 if complete else 2)
+
+
 def last(path, key):
     return runs.read_rows(path / "metrics.jsonl")[-1][key]
 
@@ -237,6 +265,8 @@ def test_clients_out_of_a_round_keep_their_last_score(tmp_path):
     found = courses.of_clients(gather.Found(tmp_path, None, {}), "acc")
     assert found["post"] == pytest.approx([0.5, np.nan, 0.2], nan_ok=True) and list(found["pre"]) == [0.0] * 3
     assert list(courses.ranked([found["post"]]).mean) == [0.2, 0.5]
+    assert list(courses.ranked([found["post"]], "min").mean) == [0.5, 0.2]  # the worst first
+    assert len(courses.ranked([np.zeros(0)]).x) == 0  # of a run without scores after local training
 
 
 def test_heterogeneity_is_drawn_where_runs_differ_in_it(root):
@@ -252,6 +282,9 @@ def test_heterogeneity_is_drawn_where_runs_differ_in_it(root):
         [np.mean([r[-1]["pre/acc"] for r in rows_of(root, "fedavg")])] * 2
     )
     assert comparison_figures.figures(found, lambda run: None)[0].keys() == names
+    more = [run._replace(config=run.config.replace(clients=n)) for n in (5, 9) for run in both]
+    made, _ = comparison_figures.figures(more, lambda run: None)
+    assert {name for name in made if name.startswith("alpha")} == {"alpha-clients=5", "alpha-clients=9"}
 
 
 def test_several_runs_are_drawn_as_png_and_pdf(root, tmp_path):

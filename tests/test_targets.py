@@ -140,6 +140,15 @@ def test_a_target_that_saying_no_would_reach_is_marked():
     assert targets.MARK not in shown(run, targets="0.6") and targets.MARK not in shown(rows([0.1], []), targets="0.1")
 
 
+def test_the_mark_is_of_the_participants_who_reached_the_target():
+    run = [
+        row | {"post/acc_majority": floor}
+        for row, floor in zip(rows([None, None], [0.9, 0.6]), (0.9, 0.3), strict=True)
+    ]
+    found = targets.summary(run, CONFIG.replace(targets="0.2,0.5,0.9,0.95"), 7)
+    assert [level["baseline"] for level in found["levels"]] == [True, True, True, False]
+
+
 @pytest.mark.parametrize(("every", "said"), [(1, None), (5, "every 5 rounds only"), (0, "after the last round only")])
 def test_rounds_are_upper_bounds_where_not_every_round_was_evaluated(every, said):
     found = targets.summary(rows([0.1, 0.6], [0.7]), CONFIG.replace(eval_every=every), 7)["bound"]
