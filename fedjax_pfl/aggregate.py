@@ -32,11 +32,12 @@ def shares(weight: PyTree, active: Array) -> PyTree:
 
 def weigh(share: PyTree, tree: PyTree) -> PyTree:
     """share * tree for one client: a share [] or [C] of a prefix multiplies the last axes of every
-    leaf below it."""
+    leaf below it; what has no share may be anything, NaN included, so the gradient for a share of 0
+    is 0."""
 
     def times(p: Array, x: Array) -> Array:
         p = trees.align(p, x.ndim)
-        return jnp.where(p > 0, p * x, 0)  # what has no share may be anything, NaN included
+        return jnp.where(p > 0, p * x, 0)
 
     return jax.tree.map(lambda p, part: jax.tree.map(lambda x: times(p, x), part), share, tree)
 

@@ -109,11 +109,18 @@ def curve(
     """A whole experiment as one pure function of its key and its traced hyperparameters, for
     jax.vmap over seeds and values.
 
+    Args:
+      traced: hyperparameters by name; those that are left out are the program's.
+
     Returns:
       The last state; what is known of the rounds, [rounds, ...]; the scores before each, {name:
       [rounds, N]} (NaN where round t is not evaluated); the scores after the last round, {name:
       [N]}.
     """
+
+    if program.task is not None:
+        validate.federation(program.task, federation)
+    traced = {name: jnp.asarray(value, float) for name, value in program.traced.items()} | traced
 
     def run(state: State, t: Array) -> dict[str, Array]:
         return program.evaluate(key, traced, federation, state, t)

@@ -18,6 +18,7 @@ from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Subset
 
 NAN, INF = float("nan"), float("inf")
+KEYS = jax.random.split(jax.random.key(0), 2)
 
 
 @functools.cache
@@ -66,7 +67,19 @@ def compiled():
 
 
 def run(change=lambda f: f, **options):
-    return list(simulate.rounds(compiled(), jax.random.key(0), change(federation()), **({"rounds": 1} | options)))
+    given = {"key": KEYS[0], "rounds": 1} | options
+    return list(simulate.rounds(compiled(), given.pop("key"), change(federation()), **given))
+
+
+def whole_curve(change=lambda f: f, **options):
+    given = {"key": jax.random.key(0), "traced": {}, "rounds": 1} | options
+    return simulate.curve(compiled(), given.pop("key"), given.pop("traced"), change(federation()), **given)
+
+
+def ask(id):
+    program, key = compiled(), jax.random.key(0)
+    state = jax.eval_shape(program.init, key, program.traced)
+    return program.predict(key, program.traced, federation(), state, 0, id, blobs().x[:2])
 
 
 def divide(spec="iid", dataset=None, **options):
@@ -190,6 +203,10 @@ WRONG = [
     *((run, {"start": x}, f"start={x} is outside its range [0, 1]") for x in (-1, 2)),
     *((run, {"start": x}, f"start={x!r} must be a whole number") for x in (0.5, None)),
     (run, {"start": 1}, "start=1 needs the state after so many rounds"),
+    (run, {"state": (1, 2)}, "The state is not one of this program"),
+    *((run, {"key": x}, "The key must be a single one") for x in (0, None, KEYS)),
+    (whole_curve, {"change": other_clients}, "The federation has 4 clients, but the task was made for 5"),
+    *((ask, {"id": x}, f"There is no client {x}: ids are 0 to 4") for x in (-1, 5, 99)),
     *(
         (divide, {"dataset": {"y": y[:-1]}, "spec": spec}, "200 inputs x but 199 labels")
         for spec in ("iid", "dirichlet")

@@ -89,6 +89,9 @@ def rounds(
     itself.
 
     Args:
+      state: after `start` rounds, of a Result of the same layout, or of another one as
+        `program.place(other.unplace(state))` has it: clients' rows lie where they are trained. It
+        is donated, as the states of the results are: `jax.device_get` one to keep it.
       functions: what `compiled` returned for the same arguments; None: compiled here.
       until: asked before each round; True: there is no further one, only the closing scores. The
         state is then sure to be there after each evaluated round, too.
@@ -99,7 +102,11 @@ def rounds(
     """
     validate.rounds(rounds, eval_every, start, state, state_every)
     if program.task is not None:
+        validate.key(key)
         validate.federation(program.task, federation)
+    if state is not None and not program.on_host:
+        given = _arguments(program, key, federation)
+        validate.state(state, jax.eval_shape(program.init, *given[:2], given[2].placement))
     num_clients = len(federation.train.size)
     run = functions or compiled(program, key, federation, eval_every=eval_every, state_every=state_every)
     options: dict[str, Any] = {"eval_every": eval_every, "state_every": state_every, "start": start}

@@ -29,7 +29,6 @@ from fedjax_pfl.engine.placement import (
     without_mesh,
 )
 from fedjax_pfl.engine.sampling import cohort_size, sample
-from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import (
     Algorithm,
     Array,
@@ -194,10 +193,8 @@ def _predict(
     def predict(
         rows: StateRows, key: Array, traced: Traced, f: Federation, state: State, t: Array, id: int | Array, x: Array
     ) -> PyTree:
-        method, several = algorithm(traced, t), len(task.models) > 1
-        if several and isinstance(id, jax.core.Tracer):
-            raise InputError("With several architectures the client id must be a Python integer: it chooses the model.")
-        group = int(task.architecture[int(id)]) if several else 0
+        validate.client(task, id)
+        method, group = algorithm(traced, t), int(task.architecture[int(id)]) if len(task.models) > 1 else 0
         ids = jnp.asarray(id, jnp.int32)[None]
         lengths = tuple(int(g == group) for g in range(len(task.models)))
         options: dict[str, Any] = {"key": keys.clients_key(key, t), "round": t, "evaluated": jnp.bool(True), "width": 1}

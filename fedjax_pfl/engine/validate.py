@@ -148,6 +148,33 @@ def rounds(rounds: Any, eval_every: Any, start: Any, state: Any, state_every: An
         raise InputError(f"start={start} needs the state after so many rounds: give `state`, or start at 0.")
 
 
+def client(task: Task, id: Any) -> None:
+    """Raises InputError unless a client has this id; one that is traced cannot choose an
+    architecture."""
+    if isinstance(id, jax.core.Tracer):
+        if len(task.models) > 1:
+            raise InputError("With several architectures the client id must be a Python integer: it chooses the model.")
+    elif not 0 <= int(id) < task.num_clients:
+        raise InputError(f"There is no client {id}: ids are 0 to {task.num_clients - 1}.")
+
+
+def key(given: Any) -> None:
+    """Raises InputError unless it is one random key."""
+    typed = isinstance(given, jax.Array) and jax.dtypes.issubdtype(given.dtype, jax.dtypes.prng_key)
+    if np.shape(given) != () if typed else np.shape(given) != (2,):
+        raise InputError("The key must be a single one, as jax.random.key(0) makes it.")
+
+
+def state(given: Any, wanted: Any) -> None:
+    """Raises InputError unless a state has the structure, shapes and types of the wanted one."""
+    shapes = [jax.tree.map(lambda x: (np.shape(x), getattr(x, "dtype", None)), tree) for tree in (given, wanted)]
+    if shapes[0] != shapes[1]:
+        raise InputError(
+            "The state is not one of this program: take an earlier Result's of the same layout, or "
+            "Program.place of one that Program.unplace gave."
+        )
+
+
 def federation(task: Task, given: Federation) -> None:
     """Raises InputError unless these are the clients that the task was made for, whose rows are
     examples.
