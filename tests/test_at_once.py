@@ -61,7 +61,7 @@ def folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
         patch.setattr(train, "Interrupt", Asked)
         assert main.run(words) == 130
-    assert "Stopped after 1 rounds; the same command goes on." in said.getvalue()
+    assert "Stopped after 1 round; the same command goes on." in said.getvalue()
     assert [len(rows(folder / "at_once" / seed)) for seed in ("seed0", "seed1")] == [1, 1]
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
