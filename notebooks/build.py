@@ -16,7 +16,7 @@ BADGE = (
 )
 SETUP = """\
 import glob
-import importlib.util
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -34,7 +34,9 @@ if root is None:
     root = here / "fedjax_pfl_checkout"
     subprocess.run(["git", "clone", "--quiet", "--depth=1", REPOSITORY, root], check=True)
 sys.path.insert(0, str(root))
-if any(importlib.util.find_spec(name) is None for name in ("jax", "flax", "optax", "orbax.checkpoint", "rich")):
+try:
+    importlib.metadata.version("fedjax_pfl")
+except importlib.metadata.PackageNotFoundError:  # what is there may be too old: pip sees to it
     accelerator = "[cuda]" if shutil.which("nvidia-smi") else "[tpu]" if glob.glob("/dev/accel*") else ""
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "-e", f"{root}{accelerator}"], check=True)
 """
