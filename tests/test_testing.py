@@ -1,6 +1,7 @@
 """The checks of fedjax_pfl.testing: each planted mistake is answered by a sentence that says which
 rule and where."""
 
+import functools
 import re
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 
-from fedjax_pfl import averaging, evaluate, local, losses, testing, traffic, trees
+from fedjax_pfl import averaging, evaluate, local, losses, simulate, testing, traffic, trees
 from fedjax_pfl.algorithms import ALGORITHMS, template
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.averaging import predictor
@@ -197,3 +198,35 @@ REFUSED = {
 def test_what_the_engine_refuses(mistake):
     with pytest.raises(InputError, match=re.escape(REFUSED[mistake])):
         testing.check_algorithm(planted(mistake))
+
+
+def changed(**functions):
+    """FedAvg with other functions, each of (FedAvg's Algorithm, its arguments...), or other values."""
+
+    def factory(task):
+        made = ALGORITHMS["fedavg"](task)
+        given = {name: functools.partial(f, made) if callable(f) else f for name, f in functions.items()}
+        return made._replace(**given)
+
+    return factory
+
+
+FIELDS = {
+    "round": ({"round": None}, "factory: `round` is None, and must be given."),
+    "score": ({"score": None}, "factory: `score` is None, and must be given."),
+    "headline": ({"headline": None}, "factory: `headline` is None, and must be given."),
+    "tuple": (
+        {"init": lambda made, key: tuple(made.init(key))},
+        "must return State(server, clients), not tuple.",
+    ),
+    "None": ({"init": lambda made, key: None}, "must return State(server, clients), not NoneType."),
+    "text": ({"init": lambda made, key: State({"w": "text"}, {})}, ".server['w'] is of type str and must be an array"),
+    "row": ({"init": lambda made, key: State({}, {"h": jnp.zeros(3)})}, "clients['h'] of `init` has the shape [3] and"),
+}
+
+
+@pytest.mark.parametrize("mistake", FIELDS)
+def test_a_field_or_a_state_that_cannot_be(mistake):
+    fields, said = FIELDS[mistake]
+    with pytest.raises(InputError, match=re.escape(said)):
+        simulate.program(changed(**fields), testing.task())

@@ -4,21 +4,30 @@ anything compiles."""
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import Algorithm, Examples, Federation, Metrics, PyTree, State, Subset, Task, Traffic
+from fedjax_pfl.types import Algorithm, Examples, Federation, Grouped, Metrics, PyTree, State, Subset, Task, Traffic
 
 RESERVED = ("round", "participants", "loss", "traffic", "work", "pre", "post", "post_latest")  # columns of the tables
 
 
 def shapes(tree: PyTree) -> PyTree:
-    """The tree with shapes and types in place of arrays."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
+    """The tree with shapes and types in place of arrays; ContractError where something else stands."""
+
+    def shape(path: Any, x: Any) -> jax.ShapeDtypeStruct:
+        try:
+            return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+        except TypeError:
+            at = jax.tree_util.keystr(path) or "it"
+            raise ContractError(f"{at} is of type {type(x).__name__} and must be an array.") from None
+
+    return jax.tree_util.tree_map_with_path(shape, tree)
 
 
 @contextlib.contextmanager
@@ -59,6 +68,9 @@ def check_algorithm(algorithm: Any) -> None:
         raise ContractError(f"the factory must return an Algorithm, not {type(algorithm).__name__}.")
     signatures = {"init": ("key",), "round": ("key", "state", "cohort"), "predict": ("server", "row", "client")}
     signatures |= {"score": ("outputs", "y", "mask", "client"), "traffic": ("state", "cohort", "metrics")}
+    for name, kind in get_type_hints(Algorithm).items():
+        if getattr(algorithm, name) is None and NoneType not in get_args(kind):
+            raise ContractError(f"`{name}` is None, and must be given.")
     for name, arguments in signatures.items():
         function = getattr(algorithm, name)
         if function is None:
@@ -69,6 +81,20 @@ def check_algorithm(algorithm: Any) -> None:
             raise ContractError(f"`{name}` must take the arguments ({', '.join(arguments)}).") from None
     if len(algorithm.headline) != 2 or algorithm.headline[1] not in ("max", "min"):
         raise ContractError(f"`headline` must be (score, 'max' or 'min'), not {algorithm.headline!r}.")
+
+
+def check_init(state: Any, clients: int) -> None:
+    """Raises ContractError unless `init` returned a State with a row for each of the clients."""
+    if not isinstance(state, State):
+        raise ContractError(f"`init` must return State(server, clients), not {type(state).__name__}.")
+    shapes(state)
+    whole = jax.tree_util.tree_leaves_with_path(state.clients, is_leaf=lambda x: isinstance(x, Grouped))
+    for path, x in whole:
+        if not isinstance(x, Grouped) and jnp.shape(x)[:1] != (clients,):
+            raise ContractError(
+                f"State.clients{jax.tree_util.keystr(path)} of `init` has the shape {list(jnp.shape(x))} and must have "
+                f"a row for each of the {clients} clients, as trees.replicate makes them."
+            )
 
 
 def check_upload(upload: PyTree, default: PyTree) -> None:

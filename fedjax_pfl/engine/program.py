@@ -29,17 +29,7 @@ from fedjax_pfl.engine.placement import (
     without_mesh,
 )
 from fedjax_pfl.engine.sampling import cohort_size, sample
-from fedjax_pfl.types import (
-    Algorithm,
-    Array,
-    Client,
-    Federation,
-    PyTree,
-    Scores,
-    State,
-    Task,
-    Traffic,
-)
+from fedjax_pfl.types import Algorithm, Array, Client, Federation, PyTree, Scores, State, Task, Traffic
 
 
 class Round(NamedTuple):
@@ -233,7 +223,9 @@ def parts(
         return Cohort(f, task, ids, active, round=t, evaluated=evaluated, transform=transform, **options)
 
     def init(key: Array, traced: Traced) -> State:
-        drawn = algorithm(traced, 0).init(keys.fold(key, keys.Run.INIT))
+        with contract.named(factory):
+            drawn = algorithm(traced, 0).init(keys.fold(key, keys.Run.INIT))
+            contract.check_init(drawn, task.num_clients)
         state: State = jax.tree.map(jnp.copy, drawn)  # so that no buffer stands in two places when it is donated
         return state
 
