@@ -230,3 +230,31 @@ def test_a_field_or_a_state_that_cannot_be(mistake):
     fields, said = FIELDS[mistake]
     with pytest.raises(InputError, match=re.escape(said)):
         simulate.program(changed(**fields), testing.task())
+
+
+METRICS = {
+    "empty": ({"server": {"a": jnp.zeros((0, 3))}}, "its metric server['a'] has the shape [0, 3], and so no number"),
+    "post is an array": ({"post": jnp.zeros(5)}, "its Metrics.post must be a dictionary {name: array}, not "),
+    "clients is an array": ({"clients": jnp.zeros(5)}, "its Metrics.clients must be a dictionary {name: array}, not "),
+    "server is an array": ({"server": jnp.zeros(5)}, "its Metrics.server must be a dictionary {name: array}, not "),
+    "key": (
+        {"server": {3: jnp.zeros(5)}},
+        "its Metrics.server must be a dictionary {name: array}, not with the keys",
+    ),
+    "text": ({"server": {"a": "high"}}, "its metric server['a'] must be an array of numbers, not str."),
+    "headline": ({"post": {"f1": jnp.zeros(5)}}, "its Metrics.post lacks the headline 'acc' and has only f1."),
+    "list": ({"loss": [0.0] * 5}, "its metric loss must be an array of floats, not list."),
+    "integers": ({"loss": jnp.zeros(5, int)}, "its metric loss must be an array of floats, not int32."),
+}
+
+
+@pytest.mark.parametrize("mistake", METRICS)
+def test_metrics_that_cannot_be(mistake):
+    given, said = METRICS[mistake]
+
+    def round(made, key, state, cohort):
+        new, metrics = made.round(key, state, cohort)
+        return new, metrics._replace(**given)
+
+    with pytest.raises(InputError, match=re.escape(f"factory: {said}")):
+        simulate.program(changed(round=round), testing.task())

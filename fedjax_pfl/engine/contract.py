@@ -57,8 +57,8 @@ def check_shapes(
     given = dict.fromkeys(traced, number)
     federation = _abstract(task)
     state = jax.eval_shape(init, key, given)
-    jax.eval_shape(round, key, given, federation, state, t, flag)
     jax.eval_shape(evaluate, key, given, federation, state, t)
+    jax.eval_shape(round, key, given, federation, state, t, flag)
 
 
 def check_algorithm(algorithm: Any) -> None:
@@ -105,9 +105,9 @@ def check_upload(upload: PyTree, default: PyTree) -> None:
         )
 
 
-def check_round(before: State, result: Any, places: int) -> None:
+def check_round(before: State, result: Any, places: int, headline: str) -> None:
     """Raises ContractError unless a round returned a state like the one before and complete metrics
-    of `places`."""
+    of `places`, with the headline among the scores."""
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], State)):
         raise ContractError("`round` must return (State, Metrics).")
     state, metrics = result
@@ -115,25 +115,43 @@ def check_round(before: State, result: Any, places: int) -> None:
         raise ContractError(
             f"`round` must return Metrics(loss=..., post=...) beside the state, not {type(metrics).__name__}."
         )
+    _check_metrics(metrics, places, headline)
+    if difference := _difference(shapes(before), shapes(state)):
+        raise ContractError(f"`round` must return a state of the same structure, shapes and types: {difference}.")
+
+
+def _check_metrics(metrics: Metrics, places: int, headline: str) -> None:
     if metrics.loss is None:
         raise ContractError("its Metrics have no `loss`: give each client's mean training loss, [S].")
-    if not metrics.post:
+    if metrics.post is None or (isinstance(metrics.post, dict) and not metrics.post):
         raise ContractError(
             "its Metrics have no `post`: give what evaluate.post returned for each client, {score: [S]}."
         )
-    vectors = {"loss": metrics.loss} | {f"post[{name!r}]": x for name, x in metrics.post.items()}
-    vectors |= {f"clients[{name!r}]": x for name, x in metrics.clients.items()}
-    for name, x in vectors.items():
-        if jnp.shape(x) != (places,):
+    for field in ("post", "clients", "server"):
+        given = getattr(metrics, field)
+        if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
+            keys = f"with the keys {list(given)}" if isinstance(given, dict) else type(given).__name__
+            raise ContractError(f"its Metrics.{field} must be a dictionary {{name: array}}, not {keys}.")
+    if headline not in metrics.post:
+        raise ContractError(f"its Metrics.post lacks the headline {headline!r} and has only {', '.join(metrics.post)}.")
+    vectors = {f"{at}[{name!r}]": x for at in ("post", "clients") for name, x in getattr(metrics, at).items()}
+    vectors = {"loss": metrics.loss} | vectors
+    for name, x in (vectors | {f"server[{name!r}]": x for name, x in metrics.server.items()}).items():
+        kind = getattr(x, "dtype", type(x))
+        kinds = (jnp.floating,) if name == "loss" else (jnp.floating, jnp.integer, jnp.bool_)
+        if not any(jnp.issubdtype(kind, each) for each in kinds):
+            what, found = "floats" if name == "loss" else "numbers", getattr(kind, "__name__", kind)
+            raise ContractError(f"its metric {name} must be an array of {what}, not {found}.")
+        if name in vectors and jnp.shape(x) != (places,):
             raise ContractError(
                 f"its metric {name} has the shape {list(jnp.shape(x))} and must be one number per client, [S]; "
                 "what is not of single clients belongs to Metrics.server."
             )
+        if np.size(x) == 0:
+            raise ContractError(f"its metric {name} has the shape {list(jnp.shape(x))}, and so no number in it.")
     for name in (*metrics.clients, *metrics.server):
         if name.split("/")[0] in RESERVED or (name in metrics.clients and name in metrics.server):
             raise ContractError(f"a metric cannot be named {name!r}: that name is taken.")
-    if difference := _difference(shapes(before), shapes(state)):
-        raise ContractError(f"`round` must return a state of the same structure, shapes and types: {difference}.")
 
 
 def check_traffic(sent: Any, places: int) -> None:

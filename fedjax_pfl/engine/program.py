@@ -241,7 +241,7 @@ def parts(
         method, present = algorithm(traced, t), cohort(key, f, ids, active, t, evaluated, lengths)
         with contract.named(factory):
             result = method.round(keys.fold(keys.round_key(key, t), keys.Round.SERVER), here, present)
-            contract.check_round(here, result, len(ids))
+            contract.check_round(here, result, len(ids), method.headline[0])
             new, metrics = result
             sent = (method.traffic or traffic.uploads)(here, present, metrics)
             contract.check_traffic(sent, len(ids))
