@@ -18,6 +18,10 @@ class ArchitectureError(InputError):
     """A method needs clients of one architecture, and there are several."""
 
 
+class ContractError(InputError):
+    """A method does not return what the contract asks for."""
+
+
 class NoRoomError(InputError):
     """A run takes more memory than there is."""
 

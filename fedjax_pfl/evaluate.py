@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl import local, trees
+from fedjax_pfl.errors import ContractError
 from fedjax_pfl.types import Array, Batch, Client, Cohort, Predictor, Scores
 
 BATCH = 256  # test examples predicted at once
@@ -52,6 +53,12 @@ def accuracies(outputs: Array, y: Array, mask: Array, client: Client) -> Scores:
     do not count, and one with NaN among its logits is wrong.
     """
     count, held = jnp.sum(mask), client.class_counts > 0
+    wanted, found = [*mask.shape, *held.shape], getattr(outputs, "shape", None)
+    if found is None or list(found) != wanted:
+        given = type(outputs).__name__ if found is None else list(found)
+        raise ContractError(
+            f"accuracies are of logits [B, C], here {wanted}, and not of {given}, as its predictor gives."
+        )
 
     def hits(z: Array) -> Array:
         known = ~jnp.any(jnp.isnan(z), axis=-1)  # argmax would name the first NaN

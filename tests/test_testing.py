@@ -258,3 +258,28 @@ def test_metrics_that_cannot_be(mistake):
 
     with pytest.raises(InputError, match=re.escape(f"factory: {said}")):
         simulate.program(changed(round=round), testing.task())
+
+
+def decided(made, server, row, c):
+    """What predicts classes in place of logits."""
+    logits = made.predict(server, row, c)
+    return lambda x, mask: jnp.argmax(logits(x, mask), axis=-1)
+
+
+SHAPES = {
+    "classes": (
+        {"predict": decided},
+        "accuracies are of logits [B, C], here [3, 4], and not of [3], as its predictor gives.",
+    ),
+    "counts": (
+        {"score": lambda made, outputs, y, mask, c: {"acc": (jnp.sum(outputs, axis=0), mask)}},
+        "the sum and the count of the score 'acc' must have one shape, not [4] and [3].",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", SHAPES)
+def test_shapes_of_predictions_that_cannot_be(mistake):
+    fields, said = SHAPES[mistake]
+    with pytest.raises(InputError, match=f"^factory: .*{re.escape(said)}"):
+        simulate.program(changed(**fields), testing.task())

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.errors import InputError
+from fedjax_pfl.errors import ContractError, InputError
 from fedjax_pfl.types import Algorithm, Examples, Federation, Grouped, Metrics, PyTree, State, Subset, Task, Traffic
 
 RESERVED = ("round", "participants", "loss", "traffic", "work", "pre", "post", "post_latest")  # columns of the tables
@@ -37,10 +37,6 @@ def named(factory: Callable[..., Any]) -> Iterator[None]:
         yield
     except ContractError as error:
         raise InputError(f"{getattr(factory, '__name__', factory)}: {error}") from None
-
-
-class ContractError(InputError):
-    """A method does not return what the contract asks for."""
 
 
 def check_shapes(
@@ -183,6 +179,12 @@ def check_scores(scores: Any, headline: str) -> None:
         raise ContractError("`score` must return {name: (sum, count)}.")
     if headline not in scores:
         raise ContractError(f"`score` does not return the headline {headline!r}, only {', '.join(scores)}.")
+    for name, pair in shapes(scores).items():
+        if pair[0].shape != pair[1].shape:
+            raise ContractError(
+                f"the sum and the count of the score {name!r} must have one shape, not {list(pair[0].shape)} and "
+                f"{list(pair[1].shape)}."
+            )
 
 
 def _abstract(task: Task) -> Federation:
@@ -196,7 +198,8 @@ def _abstract(task: Task) -> Federation:
         if task.public is None
         else Examples(array(task.public.shape, task.public.dtype), array(task.public.shape[:1]))
     )
-    return Federation(examples, split(most), split(0), split(1), array((n, task.num_classes)), pool)
+    tested = 3 if task.num_classes != 3 else 2  # in no shape to be taken for 1 or for the classes
+    return Federation(examples, split(most), split(0), split(tested), array((n, task.num_classes)), pool)
 
 
 def _difference(wanted: PyTree, found: PyTree) -> str | None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from fedjax_pfl import hyperparameters
 from fedjax_pfl.algorithms import ANY_ARCHITECTURE
 from fedjax_pfl.engine import contract
-from fedjax_pfl.errors import ArchitectureError, InputError
+from fedjax_pfl.errors import ArchitectureError, ContractError, InputError
 from fedjax_pfl.types import Algorithm, Array, Task
 
 Traced = dict[str, Array]  # the traced hyperparameters by name
@@ -61,4 +61,4 @@ def _made(factory: Callable[..., Algorithm], task: Task, hparams: dict[str, Any]
         *_, last = traceback.extract_tb(error.__traceback__)
         where = f"{last.filename}:{last.lineno}"
         why = f"{type(error).__name__}: {error}"
-        raise contract.ContractError(f"the factory fails for this task ({why}, at {where}).") from error
+        raise ContractError(f"the factory fails for this task ({why}, at {where}).") from error
