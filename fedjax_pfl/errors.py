@@ -90,6 +90,12 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def in_one_line(error: BaseException) -> str:
+    """The type of an exception, and what it says first."""
+    first = next(iter(str(error).strip().splitlines()), "").rstrip(".")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
 def nearest(value: str, allowed: Iterable[str]) -> str | None:
     """The allowed name that is most like `value`, whatever the case, or None if none is."""
     names = {name.lower(): name for name in reversed(list(allowed))}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fedjax_pfl.errors import InputError
+from fedjax_pfl.errors import InputError, in_one_line
 
 CALLS = {  # with what a function of each kind is called
     "algo": "(task, **hyperparameters)",
@@ -94,7 +94,7 @@ def blamed(kind: str, name: str) -> Iterator[None]:
         said = str(error)
         raise error if said.startswith(start) else InputError(f"{start}: {said}") from error
     except (Exception, SystemExit) as error:
-        raise InputError(f"{kind}={name} fails ({_said(error)}).") from error
+        raise InputError(f"{kind}={name} fails ({in_one_line(error)}).") from error
 
 
 def digest(names: list[str]) -> str | None:
@@ -115,12 +115,6 @@ def _file(name: str) -> Path | None:
     return Path(file) if file else None
 
 
-def _said(error: BaseException) -> str:
-    """An exception in one line."""
-    first = next(iter(str(error).strip().splitlines()), "").rstrip(".")
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
-
-
 def _from_file(kind: str, place: str) -> Any:
     path = Path(os.path.abspath(os.path.expanduser(place)))
     if not os.path.isfile(path):  # unlike Path.is_file, False for a name that is too long
@@ -138,7 +132,7 @@ def _from_file(kind: str, place: str) -> Any:
             spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:  # whatever is wrong with the user's file
             del sys.modules[name]
-            raise InputError(f"{path} cannot be imported ({_said(error)}).") from error
+            raise InputError(f"{path} cannot be imported ({in_one_line(error)}).") from error
     return sys.modules[name]
 
 
@@ -146,4 +140,4 @@ def _from_package(kind: str, place: str, name: str) -> Any:
     try:
         return importlib.import_module(place)
     except (Exception, SystemExit) as error:  # no such module, no name of one, or whatever is wrong with the user's
-        raise InputError(f"{kind}={name}: {place!r} cannot be imported ({_said(error)}).") from error
+        raise InputError(f"{kind}={name}: {place!r} cannot be imported ({in_one_line(error)}).") from error

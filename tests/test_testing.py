@@ -4,6 +4,7 @@ rule and where."""
 import functools
 import re
 import shutil
+import types
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -283,3 +284,91 @@ def test_shapes_of_predictions_that_cannot_be(mistake):
     fields, said = SHAPES[mistake]
     with pytest.raises(InputError, match=f"^factory: .*{re.escape(said)}"):
         simulate.program(changed(**fields), testing.task())
+
+
+def failing(where):
+    """FedAvg written out, with one mistake that Python or JAX says."""
+
+    def factory(task, *, mu: float = 0.5):
+        if where == "factory":
+            mu = mu if mu < 1 else 1.0
+        made = ALGORITHMS["fedavg"](task)
+        plain = losses.classification(task.model)
+
+        def init(key):
+            return made.init({}["haed"]) if where == "init" else made.init(key)
+
+        def loss(variables, batch, key):
+            return plain(variables, batch, key) if mu > 0 else None
+
+        def round(key, state, cohort):
+            given = (lambda variables, batch: None) if where == "loss" else loss if where == "branch" else plain
+
+            def client(c):
+                w, value = local.sgd(c.key, c.train, given, state.server, task)
+                post = evaluate.post(cohort, c, predictor(task.model, w))
+                return w if where == "no tuple" else (w, value) if where == "too few" else (w, value, post)
+
+            weight = cohort.sizes[:3] if where == "weight" else jnp.ones(1) if where == "one weight" else cohort.sizes
+            w, (value, post) = cohort.mean(client, weight=weight, default=state.server)
+            return State(w, state.clients), Metrics(value, post)
+
+        def predict(server, row, c):
+            return lambda x, mask: x["image"] if where == "predict" else predictor(task.model, server)(x, mask)
+
+        def score(outputs, y, mask, c):
+            return {"acc": (outputs.sums, mask)} if where == "score" else evaluate.classification(outputs, y, mask, c)
+
+        def sent(state, cohort, metrics):
+            return traffic.both_ways(cohort, state.servers if where == "traffic" else state.server)
+
+        return Algorithm(init, round, predict, score, sent)
+
+    return factory
+
+
+LINE = r"at .*test_testing\.py:\d+"
+BRANCH = (
+    rf"\(TracerBoolConversionError, {LINE}\): a float hyperparameter is traced, .*int or Literal, or use jnp\.where"
+)
+FAILS = {
+    "factory": ("the factory", BRANCH),
+    "init": ("init", rf"\(KeyError: 'haed', {LINE}\)"),
+    "loss": ("round", rf"\(TypeError: .* takes 2 positional arguments but 3 were given, {LINE}\)"),
+    "branch": ("round", BRANCH),
+    "too few": ("round", rf"\(ValueError: not enough values to unpack \(expected 2, got 1\), {LINE}\)"),
+    "predict": ("predict", rf"\(TypeError: .*, {LINE}\)"),
+    "score": ("score", rf"\(AttributeError: .*sums.*, {LINE}\)"),
+    "traffic": ("traffic", rf"\(AttributeError: 'State' object has no attribute 'servers'.*, {LINE}\)"),
+}
+
+
+@pytest.mark.parametrize("where", FAILS)
+def test_what_the_users_code_raises_is_one_sentence_with_its_line(where):
+    part, why = FAILS[where]
+    with pytest.raises(InputError, match=rf"^factory fails in {part} {why}\.") as caught:
+        simulate.program(failing(where), testing.task())
+    assert caught.value.__cause__ is not None
+
+
+GIVEN = {
+    "weight": "the `weight` given to cohort.mean has the shape [3] and must have one entry per client, here [5].",
+    "one weight": "the `weight` given to cohort.mean has the shape [1] and must have one entry per client, here [5].",
+    "no tuple": "the function given to cohort.mean must return a tuple (upload, ...), not dict.",
+}
+
+
+@pytest.mark.parametrize("where", GIVEN)
+def test_what_is_given_to_the_mean(where):
+    with pytest.raises(InputError, match=f"^factory: {re.escape(GIVEN[where])}"):
+        simulate.program(failing(where), testing.task())
+
+
+def test_what_the_package_itself_raises_stays_as_it_is(monkeypatch):
+    def raising(*args):
+        raise KeyError("of the package")
+
+    code = raising.__code__.replace(co_filename=evaluate.__file__)
+    monkeypatch.setattr(traffic, "uploads", types.FunctionType(code, globals()))
+    with pytest.raises(KeyError, match="of the package"):
+        simulate.program(ALGORITHMS["fedavg"], testing.task())

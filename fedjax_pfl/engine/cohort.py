@@ -90,6 +90,7 @@ class Cohort:
     ) -> tuple[PyTree, tuple[PyTree, ...]]:
         """See `types.Cohort`."""
         self._once(phase)
+        contract.check_weight(weight, len(self.ids))
         apart = groups.is_grouped(default)  # then each architecture's clients are averaged separately
         cut = lambda here: (jax.tree.map(lambda w: w[here], weight), self.active[here])
         shares = [aggregate.shares(*each) for each in (map(cut, self._slices) if apart else [(weight, self.active)])]
@@ -159,7 +160,8 @@ class Cohort:
         """`client`, whose first result is checked against `default` and then transformed."""
 
         def send(c: Client, *rows: PyTree) -> tuple[PyTree, tuple[PyTree, ...]]:
-            first, *rest = client(c, *rows)
+            contract.check_sent(results := client(c, *rows))
+            first, *rest = results
             upload = first.tree if isinstance(first, Own) else first
             like = groups.select(default, c.architecture)
             contract.check_upload(upload, like)

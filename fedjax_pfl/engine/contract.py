@@ -3,7 +3,10 @@ anything compiles."""
 
 import contextlib
 import inspect
+import os
+import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
@@ -11,10 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.errors import ContractError, InputError
+from fedjax_pfl.errors import ContractError, InputError, in_one_line
 from fedjax_pfl.types import Algorithm, Examples, Federation, Grouped, Metrics, PyTree, State, Subset, Task, Traffic
 
 RESERVED = ("round", "participants", "loss", "traffic", "work", "pre", "post", "post_latest")  # columns of the tables
+
+TRACED = (  # what JAX says where Python looks at an array's value
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+INSTALLED = (Path(__file__).parents[1], Path(inspect.__file__).parent, Path(jax.__file__).parents[1])  # this one first
 
 
 def shapes(tree: PyTree) -> PyTree:
@@ -31,12 +41,37 @@ def shapes(tree: PyTree) -> PyTree:
 
 
 @contextlib.contextmanager
-def named(factory: Callable[..., Any]) -> Iterator[None]:
-    """Puts the method's name before what it is said to do wrong."""
+def named(factory: Callable[..., Any], part: str = "") -> Iterator[None]:
+    """Puts the method's name before what it is said to do wrong; with the part of it that is traced
+    here, whatever the user's own code raises is such a sentence as well."""
+    name = getattr(factory, "__name__", factory)
     try:
         yield
     except ContractError as error:
-        raise InputError(f"{getattr(factory, '__name__', factory)}: {error}") from None
+        raise InputError(f"{name}: {error}") from error.__cause__
+    except (InputError, MemoryError, jax.errors.JaxRuntimeError):
+        raise
+    except Exception as error:
+        if not part or (line := own_line(factory, error)) is None:
+            raise
+        why = f"({in_one_line(error)}, at {line})"
+        if isinstance(error, TRACED):  # whose own first line is of JAX's insides
+            use = "annotate it int or Literal, or use jnp.where"
+            why = f"({type(error).__name__}, at {line}): a float hyperparameter is traced, as arrays are; {use}"
+        raise InputError(f"{name} fails in {part} {why}.") from error
+
+
+def own_line(factory: Callable[..., Any], error: Exception) -> str | None:
+    """The last FILE:LINE of a traceback that is of neither this package, nor Python, nor what is
+    installed beside JAX, unless the factory is; None if there is none."""
+    code = getattr(inspect.unwrap(getattr(factory, "func", factory)), "__code__", None)
+    own = getattr(code, "co_filename", None)
+    here, *others = (f"{folder}{os.sep}" for folder in INSTALLED)
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = frame.filename
+        if not file.startswith(here) and (file == own or not file.startswith(("<", *others))):
+            return f"{file}:{frame.lineno}"
+    return None
 
 
 def check_shapes(
@@ -91,6 +126,25 @@ def check_init(state: Any, clients: int) -> None:
                 f"State.clients{jax.tree_util.keystr(path)} of `init` has the shape {list(jnp.shape(x))} and must have "
                 f"a row for each of the {clients} clients, as trees.replicate makes them."
             )
+
+
+def check_weight(weight: PyTree, places: int) -> None:
+    """Raises ContractError unless the weight given to the mean has an entry per client."""
+    for x in jax.tree.leaves(weight):
+        if jnp.shape(x)[:1] != (places,):
+            raise ContractError(
+                f"the `weight` given to cohort.mean has the shape {list(jnp.shape(x))} and must have one entry per "
+                f"client, here [{places}]."
+            )
+
+
+def check_sent(result: Any) -> None:
+    """Raises ContractError unless the function given to the mean returned a tuple, the upload
+    first."""
+    if not isinstance(result, tuple) or not result:
+        raise ContractError(
+            f"the function given to cohort.mean must return a tuple (upload, ...), not {type(result).__name__}."
+        )
 
 
 def check_upload(upload: PyTree, default: PyTree) -> None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from fedjax_pfl import hyperparameters
 from fedjax_pfl.algorithms import ANY_ARCHITECTURE
 from fedjax_pfl.engine import contract
-from fedjax_pfl.errors import ArchitectureError, ContractError, InputError
+from fedjax_pfl.errors import ArchitectureError, ContractError, InputError, in_one_line
 from fedjax_pfl.types import Algorithm, Array, Task
 
 Traced = dict[str, Array]  # the traced hyperparameters by name
@@ -46,7 +46,8 @@ def bound(
     def algorithm(traced: Traced, t: Array | int) -> Algorithm:
         free = {name: value for name, value in traced.items() if name not in ("lr", "lr_decay")}
         lr = traced["lr"] * traced["lr_decay"] ** jnp.asarray(t, float)
-        return factory(task._replace(lr=lr), **static, **free)
+        with contract.named(factory, "the factory"):
+            return factory(task._replace(lr=lr), **static, **free)
 
     return algorithm, traced | {"lr": float(task.lr), "lr_decay": float(lr_decay)}
 
@@ -59,6 +60,5 @@ def _made(factory: Callable[..., Algorithm], task: Task, hparams: dict[str, Any]
         raise
     except Exception as error:
         *_, last = traceback.extract_tb(error.__traceback__)
-        where = f"{last.filename}:{last.lineno}"
-        why = f"{type(error).__name__}: {error}"
-        raise ContractError(f"the factory fails for this task ({why}, at {where}).") from error
+        where = contract.own_line(factory, error) or f"{last.filename}:{last.lineno}"
+        raise ContractError(f"the factory fails for this task ({in_one_line(error)}, at {where}).") from error

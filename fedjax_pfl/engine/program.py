@@ -223,8 +223,9 @@ def parts(
         return Cohort(f, task, ids, active, round=t, evaluated=evaluated, transform=transform, **options)
 
     def init(key: Array, traced: Traced) -> State:
-        with contract.named(factory):
-            drawn = algorithm(traced, 0).init(keys.fold(key, keys.Run.INIT))
+        method = algorithm(traced, 0)
+        with contract.named(factory, "init"):
+            drawn = method.init(keys.fold(key, keys.Run.INIT))
             contract.check_init(drawn, task.num_clients)
         state: State = jax.tree.map(jnp.copy, drawn)  # so that no buffer stands in two places when it is donated
         return state
@@ -239,10 +240,11 @@ def parts(
     ) -> tuple[State, Round]:
         key, traced, f, here, ids, active = free(key, traced, f, here, ids, active)
         method, present = algorithm(traced, t), cohort(key, f, ids, active, t, evaluated, lengths)
-        with contract.named(factory):
+        with contract.named(factory, "round"):
             result = method.round(keys.fold(keys.round_key(key, t), keys.Round.SERVER), here, present)
             contract.check_round(here, result, len(ids), method.headline[0])
-            new, metrics = result
+        new, metrics = result
+        with contract.named(factory, "traffic"):
             sent = (method.traffic or traffic.uploads)(here, present, metrics)
             contract.check_traffic(sent, len(ids))
         known = (metrics.loss, metrics.post, metrics.clients, metrics.server)
@@ -260,11 +262,12 @@ def parts(
             return evaluate.client(c, predictor, checked)
 
         def checked(outputs: PyTree, y: Array, mask: Array, c: Client) -> Scores:
-            found = method.score(outputs, y, mask, c)
-            contract.check_scores(found, method.headline[0])
+            with contract.named(factory, "score"):
+                found = method.score(outputs, y, mask, c)
+                contract.check_scores(found, method.headline[0])
             return found
 
-        with contract.named(factory):
+        with contract.named(factory, "predict"):
             present = cohort(key, f, ids, ids < task.num_clients, t, jnp.bool(True), lengths)
             found: dict[str, Array] = present.map(client, here.clients)
         return found

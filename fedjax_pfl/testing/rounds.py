@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.engine import placement, program
+from fedjax_pfl.engine import contract, placement, program
 from fedjax_pfl.engine.method import Traced
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.testing.synthetic import N, federation
 from fedjax_pfl.types import Algorithm, Array, Examples, Federation, PyTree, State, Task
 
@@ -191,19 +192,18 @@ def mistakes(factory: Callable[..., Algorithm]) -> Iterator[None]:
     line of the method."""
     try:
         yield
-    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
-        rule, where = "traced", _line(factory, error)
-        said = (
-            "A float hyperparameter is traced, so that no Python branch or conversion may depend on it: use jnp.where"
-        )
-    except TypeError as error:
-        if "required keyword-only argument: 'default'" not in str(error):
+    except Exception as given:
+        error = given.__cause__ if isinstance(given, InputError) else given
+        if isinstance(error, contract.TRACED):
+            rule, use = "traced", "so that no Python branch or conversion may depend on it: use jnp.where"
+            said = f"A float hyperparameter is traced, {use}"
+        elif isinstance(error, TypeError) and "required keyword-only argument: 'default'" in str(error):
+            rule, said = "default", "cohort.mean needs `default`, what is taken where nobody has a weight"
+        else:
             raise
-        rule, where = "default", _line(factory, error)
-        said = "cohort.mean needs `default`, what is taken where nobody has a weight"
-    else:
-        return
-    raise ContractViolation(f"{name(factory)} breaks the rule {rule!r} ({said}): {where}.")
+        raise ContractViolation(
+            f"{name(factory)} breaks the rule {rule!r} ({said}): {_line(factory, error)}."
+        ) from error
 
 
 def _line(factory: Any, error: BaseException) -> str:
