@@ -257,14 +257,12 @@ def parts(
         method = algorithm(traced, t)
 
         def client(c: Client, row: PyTree) -> dict[str, Array]:
-            predictor = method.predict(here.server, row, c)
-            contract.check_predictor(predictor)
+            contract.check_predictor(predictor := method.predict(here.server, row, c))
             return evaluate.client(c, predictor, checked)
 
         def checked(outputs: PyTree, y: Array, mask: Array, c: Client) -> Scores:
             with contract.named(factory, "score"):
-                found = method.score(outputs, y, mask, c)
-                contract.check_scores(found, method.headline[0])
+                contract.check_scores(found := method.score(outputs, y, mask, c), method.headline[0])
             return found
 
         with contract.named(factory, "predict"):
