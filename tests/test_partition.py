@@ -11,7 +11,7 @@ from scipy.special import softmax
 
 from experiments import figures
 from fedjax_pfl.data import assignment, datasets
-from fedjax_pfl.data.partitioners import PARTITIONS, class_counts, digest, load_file, partition, save
+from fedjax_pfl.data.partitioners import PARTITIONS, class_counts, digest, load_file, of_clients, partition, save
 from fedjax_pfl.data.rows import flat
 from fedjax_pfl.errors import InputError
 
@@ -447,3 +447,11 @@ def test_draw_partition(tmp_path, num_clients):
 def test_draw_curves_with_holes(tmp_path, records):
     figures.draw_curves(records, tmp_path / "c.png")
     assert (tmp_path / "c.png").stat().st_size > 2000
+
+
+def test_rows_of_clients_may_come_from_generators():
+    lists = [[3, 1], [2]], [[0], [5, 4]]
+    plain = of_clients(*lists)
+    for made in (of_clients(*map(iter, lists)), of_clients(*((iter(own) for own in part) for part in lists), [[], []])):
+        assert digest(made) == digest(plain)
+    assert digest(of_clients(*lists, ([7], np.array([8])))) != digest(plain)

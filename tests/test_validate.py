@@ -13,7 +13,7 @@ import toy
 from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.data import datasets, partitioners
-from fedjax_pfl.data.federate import federate
+from fedjax_pfl.data.federate import federate, others
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Subset
 
@@ -96,7 +96,31 @@ def other_clients(f):
     return f._replace(**{part: Subset(*(x[:4] for x in getattr(f, part))) for part in ("train", "val", "test")})
 
 
-y = blobs().y
+def spoiled(value):
+    """The inputs with a wrong number in row 7."""
+    x = blobs().x.astype(np.float64)
+    x[7, 3] = value
+    return x
+
+
+def give(change=lambda p: p, dataset=None, public=None, **fields):
+    dataset = blobs()._replace(**(dataset or {}))
+    pool = None if public is None else blobs()._replace(**public)
+    return federate(dataset, change(partitioned()._replace(**fields)), public=pool)
+
+
+def moved(part, value, client=2):
+    """A part's rows with another first one of a client's."""
+    index = getattr(partitioned(), part).copy()
+    index[client, 0] = value
+    return index
+
+
+def without(part, client=2):
+    return np.where(np.arange(5) == client, 0, getattr(partitioned(), part))
+
+
+y, p = blobs().y, partitioned()
 WRONG = [
     (make_task, {"dataset": {"y": y[:-1]}}, "has 200 inputs x but 199 labels y"),
     (make_task, {"dataset": {"x": blobs().x[:150]}}, "has 150 inputs x but 200 labels"),
@@ -110,7 +134,18 @@ WRONG = [
     (make_task, {"dataset": {"num_classes": "4"}}, "num_classes='4' must be a whole number"),
     (make_task, {"dataset": {"y": y.astype(float)}}, "y [examples] integers"),
     (make_task, {"dataset": {"y": y[:, None]}}, "y [examples] integers"),
-    (make_task, {"dataset": {"y": []}}, "y [examples] integers"),
+    (make_task, {"dataset": {"y": y[:0]}}, "y [examples] integers"),
+    (make_task, {"dataset": {"y": list(y)}}, "has y as list: make it an array"),
+    (make_task, {"dataset": {"x": blobs().x.tolist()}}, "has x as list: make it an array"),
+    (make_task, {"dataset": {"x": blobs().x[:, :0]}}, "x must be [examples, ...], not empty"),
+    (make_task, {"dataset": {"x": blobs().x.astype(object)}}, "x has type object: store uint8 images or real numbers"),
+    (make_task, {"dataset": {"x": blobs().x.astype(str)}}, "x has type <U"),
+    (make_task, {"dataset": {"x": blobs().x * 1j}}, "x has type complex64"),
+    (make_task, {"dataset": {"x": spoiled(NAN)}}, "x has NaN or infinite values in float32, first in row 7"),
+    (make_task, {"dataset": {"x": jnp.asarray(spoiled(INF))}}, "first in row 7"),
+    (make_task, {"dataset": {"x": spoiled(-1e300)}}, "first in row 7"),
+    (make_task, {"dataset": {"x": np.full((200, 6), 2**31)}}, "x has integers that int32 cannot hold"),
+    (make_task, {"dataset": {"prepare": None}}, "prepare=None must be a function"),
     (make_task, {"dataset": {"x": np.zeros(200)}}, "x must be [examples, ...]"),
     (make_task, {"dataset": {"superclass": np.zeros(3, int)}}, "has 4 classes but 3 in superclass"),
     (make_task, {"model": net(3)}, "The model has 3 outputs, but synthetic has 4 classes"),
@@ -211,6 +246,32 @@ WRONG = [
         (divide, {"dataset": {"y": y[:-1]}, "spec": spec}, "200 inputs x but 199 labels")
         for spec in ("iid", "dirichlet")
     ),
+    (give, {"dataset": {"x": spoiled(NAN)}}, "first in row 7"),
+    (give, {"dataset": {"x": blobs().x.astype(str)}}, "x has type <U"),
+    (give, {"public": {"x": spoiled(NAN)}}, "first in row 7"),
+    (give, {"change": lambda p: tuple(p)}, "partition is tuple, not a Partition"),
+    (give, {"change": lambda p: p.train}, "partition is ndarray, not a Partition"),
+    (give, {"test": p.train, "test_sizes": p.train_sizes}, "are in train and in test: keep them apart"),
+    (give, {"val": p.test, "val_sizes": p.test_sizes}, "are in val and in test: keep them apart"),
+    (give, {"train": moved("train", p.train[2, 1])}, "are in train more than once"),
+    (give, {"train": moved("train", p.train[3, 0])}, "are in train more than once"),
+    (give, {"test": moved("test", p.train[3, 0])}, "are in train and in test"),
+    (give, {"train": moved("train", 200)}, "train holds the row 200, but the data set has rows 0..199"),
+    (give, {"test": moved("test", -1)}, "test holds the row -1"),
+    (give, {"train_sizes": without("train_sizes")}, "client 2 has no train example"),
+    (give, {"test_sizes": without("test_sizes")}, "client 2 has no test example"),
+    (give, {"test_sizes": p.test_sizes[:4]}, "and its sizes [clients]"),
+    (give, {"train": p.train.astype(float)}, "train is float64[5, "),
+    (others, {"federation": federation(), "dataset": blobs(), "partition": p._replace(test=p.train)}, "in test"),
+    (partitioners.of_clients, {"train": [[0]], "test": 7}, "test must have a list of row numbers for each of 1"),
+    (partitioners.of_clients, {"train": [0, 1], "test": [2, 3]}, "train must have a list of row numbers"),
+    (partitioners.of_clients, {"train": iter([]), "test": []}, "each of 0 clients, at least one"),
+    (
+        functools.partial(partitioners.partition, spec="iid", num_clients=5, seed=0),
+        {"dataset": (blobs().x, y)},
+        "is tuple, not a fedjax_pfl.Dataset",
+    ),
+    (divide, {"dataset": {"x": blobs().x.tolist()}}, "has x as list"),
     (divide, {"dataset": {"num_train": 500}}, "num_train=500 is outside"),
     (divide, {"dataset": {"num_classes": 3}}, "3 classes but labels 0..3"),
     (divide, {"num_clients": "5"}, "clients='5' must be a whole number"),

@@ -12,7 +12,7 @@ import numpy as np
 from fedjax_pfl import own
 from fedjax_pfl.data import tfds
 from fedjax_pfl.data.npz import read_npz
-from fedjax_pfl.errors import InputError, check, check_shape, choose
+from fedjax_pfl.errors import InputError, check, check_shape, choose, first_line
 
 
 class Dataset(NamedTuple):
@@ -187,19 +187,25 @@ def _own(name: str, seed: int) -> Dataset:
     with own.blamed("dataset", name):
         if not isinstance(made, Dataset):
             raise InputError(f"it returns {type(made).__name__}, not a fedjax_pfl.Dataset.")
-        if not callable(made.prepare):
-            raise InputError(f"prepare={made.prepare!r} must be a function, raw [B, ...] -> what a model takes.")
-        x = (
-            np.asarray(made.x)
-            if np.asarray(made.x).dtype == np.uint8
-            else _inputs("the data set", "x", np.asarray(made.x))
-        )
+        given = np.asarray(made.x)
+        x = given if given.dtype == np.uint8 else _inputs("the data set", "x", given)
         y = _labels("the data set", "y", np.asarray(made.y)).astype(np.int32)
         found = checked(made._replace(name=name, x=x, y=y))
-        prepared = jax.eval_shape(found.prepare, jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype))
-        if getattr(prepared, "shape", (0,))[0] != 2:
-            raise InputError(f"prepare makes {prepared} of a batch of 2: it must keep the first axis.")
+        prepared(found)
         return found
+
+
+def prepared(dataset: Dataset) -> jax.ShapeDtypeStruct:
+    """Returns the shape of a prepared batch of two; InputError unless `prepare` makes one."""
+    batch = jax.ShapeDtypeStruct((2, *dataset.x.shape[1:]), dataset.x.dtype)
+    try:
+        found: jax.ShapeDtypeStruct = jax.eval_shape(dataset.prepare, batch)
+    except Exception as error:  # of a user's function
+        start = f"prepare of {dataset.name} fails on a batch {batch.dtype}{list(batch.shape)}"
+        raise InputError(f"{start} ({first_line(error)}): write it with jax.numpy, raw [B, ...] -> input.") from error
+    if getattr(found, "shape", ())[:1] != (2,):
+        raise InputError(f"prepare makes {found} of a batch of 2: it must keep the first axis.")
+    return found
 
 
 def _inputs(path: str, name: str, x: np.ndarray) -> np.ndarray:
@@ -208,20 +214,23 @@ def _inputs(path: str, name: str, x: np.ndarray) -> np.ndarray:
         raise InputError(f"{path}: {name} has shape {x.shape}: it must be [examples, ...] and not be empty.")
     if x.dtype == np.uint8:
         return x[..., None] if x.ndim == 3 else x
-    if x.dtype.kind not in "biuf":
-        raise InputError(f"{path}: {name} has type {x.dtype}: store uint8 images or real numbers.")
+    _check_values(f"{path}: {name}", x)
+    return x.astype(np.int32 if x.dtype.kind in "iu" else np.float32)
+
+
+def _check_values(name: str, x: np.ndarray) -> None:
+    """InputError unless all of x are real numbers that int32 or float32 holds."""
     if x.dtype.kind in "iu":
-        if x.min() < -(2**31) or x.max() >= 2**31:
-            raise InputError(f"{path}: {name} has integers that int32 cannot hold: store them smaller, or as floats.")
-        return x.astype(np.int32)
-    with np.errstate(over="ignore"):  # a float64 beyond float32 becomes infinite, and is said to be below
-        x = x.astype(np.float32)
-    finite = np.isfinite(x).reshape(len(x), -1).all(axis=1)
-    if not finite.all():
-        raise InputError(
-            f"{path}: {name} has NaN or infinite values in float32, first in row {np.argmin(finite)}: repair it."
-        )
-    return x
+        if np.iinfo(x.dtype).max >= 2**31 and (x.min() < -(2**31) or x.max() >= 2**31):
+            raise InputError(f"{name} has integers that int32 cannot hold: store them smaller, or as floats.")
+    elif jnp.issubdtype(x.dtype, jnp.floating):
+        with np.errstate(over="ignore"):  # a float64 beyond float32 becomes infinite, and is said to be below
+            finite = np.isfinite(x.astype(np.float32, copy=False))
+        if not finite.all():
+            row = np.argmin(finite.reshape(len(x), -1).all(axis=1))
+            raise InputError(f"{name} has NaN or infinite values in float32, first in row {row}: repair it.")
+    elif x.dtype.kind != "b":
+        raise InputError(f"{name} has type {x.dtype}: store uint8 images or real numbers.")
 
 
 def _labels(path: str, name: str, y: np.ndarray) -> np.ndarray:
@@ -242,6 +251,27 @@ def _kind(x: np.ndarray) -> str:
     return f"{x.dtype}{list(x.shape[1:])}"
 
 
+def check_inputs(dataset: Dataset) -> str:
+    """Returns how messages name the data set.
+
+    Raises:
+      InputError: it is none, its parts are no arrays, or its inputs are not real and finite.
+    """
+    if not isinstance(dataset, Dataset):
+        raise InputError(f"The data set is {type(dataset).__name__}, not a fedjax_pfl.Dataset.")
+    name = f"Data set {dataset.name}"
+    for part in ("x", "y"):
+        if not isinstance(given := getattr(dataset, part), np.ndarray | jax.Array):
+            raise InputError(f"{name} has {part} as {type(given).__name__}: make it an array, with numpy.asarray.")
+    x = np.asarray(dataset.x)
+    if x.ndim < 2 or not x.size:
+        raise InputError(f"{name} has x {_kind(x[None])}: x must be [examples, ...], not empty.")
+    _check_values(f"{name}: x", x)
+    if not callable(dataset.prepare):
+        raise InputError(f"{name}: prepare={dataset.prepare!r} must be a function, raw [B, ...] -> what a model takes.")
+    return name
+
+
 def checked(dataset: Dataset) -> Dataset:
     """Returns the data set.
 
@@ -249,11 +279,10 @@ def checked(dataset: Dataset) -> Dataset:
       InputError: its parts do not fit each other (of a user's program, or of a prepared copy that
         is damaged).
     """
-    x, y, name = np.asarray(dataset.x), np.asarray(dataset.y), f"Data set {dataset.name}"
-    if x.ndim < 2 or y.ndim != 1 or y.dtype.kind not in "iu" or not y.size:
-        raise InputError(
-            f"{name} has x {_kind(x[None])} and y {_kind(y[None])}: x must be [examples, ...], y [examples] integers."
-        )
+    name = check_inputs(dataset)
+    x, y = np.asarray(dataset.x), np.asarray(dataset.y)
+    if y.ndim != 1 or y.dtype.kind not in "iu" or not y.size:
+        raise InputError(f"{name} has y {_kind(y[None])}: labels must be y [examples] integers, not empty.")
     if len(x) != len(y):
         raise InputError(f"{name} has {len(x)} inputs x but {len(y)} labels y: store one label each.")
     check(f"{name}: num_train", dataset.num_train, 1, len(y), whole=True, why="it has so many examples")

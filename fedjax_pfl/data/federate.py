@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.data.datasets import Dataset, checked
+from fedjax_pfl.data.datasets import Dataset, check_inputs, checked
 from fedjax_pfl.data.partitioners import Partition, class_counts
+from fedjax_pfl.data.rows import checked as checked_rows
 from fedjax_pfl.types import Examples, Federation, Subset
 
 ROOM = (1, 0, 1)  # of a client in train, val and test, at least
@@ -27,8 +28,14 @@ def federate(
     Returns:
       a Federation whose `val.index` may be [N, 0]. Widths are rounded up by at most an eighth, so
       that most seeds of a partition have the same.
+
+    Raises:
+      InputError: a client lacks training or test examples, or a row is there more than once or out
+        of range.
     """
     checked(dataset)
+    if public is not None:
+        check_inputs(public)
     examples = Examples(jnp.asarray(dataset.x), jnp.asarray(dataset.y))
     pool = None if public is None else Examples(jnp.asarray(public.x), jnp.asarray(public.y))
     return _federation(dataset, partition, room, examples, pool)
@@ -43,6 +50,7 @@ def others(federation: Federation, dataset: Dataset, partition: Partition, room:
 def _federation(
     dataset: Dataset, partition: Partition, room: Sequence[int], examples: Examples, public: Examples | None
 ) -> Federation:
+    partition = checked_rows("partition", partition, dataset)
     train, val, test = room
     return Federation(
         examples=examples,

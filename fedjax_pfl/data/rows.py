@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,7 +99,7 @@ def checked(source: str, p: Partition, dataset: Dataset) -> Partition:
     return _checked(source, _contents(p), len(dataset.y))._replace(moved=int(p.moved))
 
 
-def of_clients(train: Sequence[Any], test: Sequence[Any], val: Sequence[Any] | None = None) -> Partition:
+def of_clients(train: Iterable[Any], test: Iterable[Any], val: Iterable[Any] | None = None) -> Partition:
     """The partition that gives client i the rows train[i], test[i] and val[i] of a data set.
 
     Args:
@@ -107,14 +107,21 @@ def of_clients(train: Sequence[Any], test: Sequence[Any], val: Sequence[Any] | N
       test: of its test examples.
       val: of its validation examples; None: there are none.
     """
-    lists = {"train": train, "test": test, "val": [[]] * len(train) if val is None else val}
-    arrays: dict[str, np.ndarray] = {}
-    for part, given in lists.items():
-        rows = [np.asarray(own) if len(own) else np.zeros(0, np.int64) for own in given]
-        if len(rows) != len(train) or not rows or any(x.ndim != 1 or x.dtype.kind not in "iu" for x in rows):
-            raise InputError(f"{part} must have a list of row numbers for each of {len(train)} clients, at least one.")
-        arrays |= {part: np.concatenate(rows), f"{part}_sizes": np.array([len(own) for own in rows])}
+    given = {"train": train, "test": test} | ({} if val is None else {"val": val})
+    lists = {part: list(own) if isinstance(own, Iterable) else [] for part, own in given.items()}
+    count, arrays = len(lists["train"]), dict[str, np.ndarray]()
+    for part, own in ({"val": [()] * count} | lists).items():
+        rows = [_numbers(each) for each in own]
+        if len(rows) != count or not rows or any(x.ndim != 1 or x.dtype.kind not in "iu" for x in rows):
+            raise InputError(f"{part} must have a list of row numbers for each of {count} clients, at least one.")
+        arrays |= {part: np.concatenate(rows), f"{part}_sizes": np.array([len(each) for each in rows])}
     return build(**arrays)  # type: ignore[arg-type]  # `moved`, the one int, is not among the arrays
+
+
+def _numbers(own: Any) -> np.ndarray:
+    """The row numbers of one client, whatever holds them."""
+    rows = np.asarray(own if isinstance(own, np.ndarray) or not isinstance(own, Iterable) else list(own))
+    return rows if rows.size else np.zeros(0, np.int64)
 
 
 def build(
