@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 import toy
-from flax import nnx
+from flax import linen, nnx
 from jax import lax
 
 from fedjax_pfl.errors import InputError
@@ -445,9 +445,35 @@ class Deaf(Custom):
         self.body = nnx.Sequential(layers.BatchNorm(*input_shape, rngs=rngs), layers.linear(*input_shape, 8, rngs))
 
 
+class Counting(Custom):
+    def __init__(self, input_shape, num_classes, rngs):
+        super().__init__(input_shape, num_classes, rngs)
+        self.body.steps = nnx.Param(jnp.zeros((), jnp.int32))
+
+
+class Pair(nnx.Module):
+    def __call__(self, x):
+        return x, x
+
+
+class Twofold(Custom):
+    def __init__(self, input_shape, num_classes, rngs):
+        super().__init__(input_shape, num_classes, rngs)
+        self.body = Pair()
+
+
 @pytest.mark.parametrize(
     "args, message",
     [
+        ((linen.Dense, (6,), 3), r"Dense is a module of Flax Linen: give a function that makes one of NNX"),
+        ((linen.Dense(3), (6,), 3), "Dense is a module of Flax Linen"),
+        ((lambda *_: linen.Dense(3), (6,), 3), "Dense has no `body`"),
+        ((Pair(), (6,), 3), "Pair is a module of Flax NNX: give a function"),
+        ((lambda shape, classes: None, (6,), 3), r"called with \(input_shape, num_classes, rngs\) \(too many"),
+        ((lambda shape, classes, *, rngs: None, (6,), 3), r"called with .*\(too many positional"),
+        ((lambda *_: None, (6,), 3), "NoneType has no `body`"),
+        ((Twofold, (6,), 3), "body returns .* it must be one array, "),
+        ((Counting, (6,), 3), "Counting.body.steps is a parameter of int32, which has no gradient"),
         (("cnnn", (28, 28, 1), 10), "did you mean 'cnn'"),
         (("cnn", (12, 12, 3), 10), "at least 16x16 pixels, got 12x12"),
         (("lenet", (60,), 10), "images of shape"),

@@ -11,7 +11,7 @@ from flax import nnx, traverse_util
 
 from fedjax_pfl import own
 from fedjax_pfl.errors import InputError, check, check_shape, choose
-from fedjax_pfl.models import layers
+from fedjax_pfl.models import checks, layers
 from fedjax_pfl.models.features import WIDTH_BY, widened
 from fedjax_pfl.models.registry import Factory, find
 from fedjax_pfl.types import Array, Model, Network, PyTree
@@ -52,12 +52,7 @@ def network(
 
     def made(rngs: nnx.Rngs) -> nnx.Module:
         module = build(rngs)
-        for path, variable in nnx.to_flat_state(nnx.state(module)):
-            if not isinstance(variable, (nnx.Param, nnx.BatchStat)):
-                raise InputError(
-                    f"{type(module).__name__}.{'.'.join(map(str, path))} is a {type(variable).__name__}: a network may "
-                    "hold parameters and running statistics; dropout takes `rngs` when called, not when built."
-                )
+        checks.network(module)
         return _normalised(module, bn_stats)
 
     def init(key: Array) -> PyTree:
@@ -116,9 +111,11 @@ def model(
       InputError: for an unknown name, a module without body or head, one that keeps state in other
         places, or a batch norm that is not `layers.BatchNorm` or does not get `mask`.
     """
+    checks.no_module(factory)
     named = not callable(factory) and not own.named(factory)  # in MODELS
     if not callable(factory):
         factory = find(factory)
+    checks.arguments(factory)
     input_shape = check_shape("input_shape", input_shape)
     check("num_classes", num_classes, 1, math.inf, whole=True)
     choose("bn_stats", bn_stats, BN_STATS)
@@ -128,7 +125,7 @@ def model(
 
     def build(rngs: nnx.Rngs) -> Any:  # a module with body and head
         module = factory(input_shape, num_classes, rngs)
-        _check_parts(module)
+        checks.parts(module)
         if features is not None:
             module = widened(module, input_shape, num_classes, features, width_by, rngs)
         return _normalised(module, bn_stats)
@@ -153,8 +150,9 @@ def model(
         return run(variables["body"], variables["stats"], x, mask, train, key)
 
     example = jax.ShapeDtypeStruct((2, *input_shape), input_dtype)
-    num_features = jax.eval_shape(extract, _parts(template, _nest), example)[0].shape[-1]
-    return Model(init, extract, head, apply, _parts(template, _marked), num_features)
+    h = jax.eval_shape(extract, _parts(template, _nest), example)[0]
+    checks.features(template, h)
+    return Model(init, extract, head, apply, _parts(template, _marked), h.shape[-1])
 
 
 def _apply(template: nnx.Module, conv: str, dtype: str) -> Callable[..., tuple[Any, PyTree]]:
@@ -249,21 +247,3 @@ def _normalised(module: nnx.Module, bn_stats: str) -> nnx.Module:
         if bn_stats == "batch":
             part.mean = part.var = None  # type: ignore[assignment]  # layers.BatchNorm takes None
     return module
-
-
-def _check_parts(module: nnx.Module) -> None:
-    """InputError unless all variables are parameters of body or head, or running statistics of the
-    body."""
-    kinds: dict[str, tuple[type[nnx.Variable[Any]], ...]] = {"body": (nnx.Param, nnx.BatchStat), "head": (nnx.Param,)}
-    for part in ("body", "head"):
-        if not isinstance(getattr(module, part, None), nnx.Module):
-            raise InputError(
-                f"{type(module).__name__} has no `{part}`: a model needs a body, x -> h, and a head, h -> logits."
-            )
-    for path, variable in nnx.to_flat_state(nnx.state(module)):
-        if not isinstance(variable, kinds.get(str(path[0]), ())):
-            name = ".".join(map(str, path))
-            raise InputError(
-                f"{type(module).__name__}.{name} is a {type(variable).__name__}: a model may hold parameters in body "
-                "and head and running statistics in body; dropout takes `rngs` when called, not when built."
-            )

@@ -1,0 +1,76 @@
+"""What a network of a user's own may be: whatever a model cannot have is one sentence."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen, nnx
+
+from fedjax_pfl import own
+from fedjax_pfl.errors import InputError
+
+
+def no_module(factory: Any) -> None:
+    """InputError for a module in place of what makes one, and for any of Flax Linen."""
+    old = isinstance(factory, linen.Module) or (inspect.isclass(factory) and issubclass(factory, linen.Module))
+    if old or isinstance(factory, nnx.Module):
+        what = f"a module of Flax {'Linen' if old else 'NNX'}"
+        raise InputError(
+            f"{getattr(factory, '__name__', type(factory).__name__)} is {what}: give a function that makes one of NNX, "
+            "(input_shape, num_classes, rngs) -> a module with body and head."
+        )
+
+
+def arguments(factory: Callable[..., Any]) -> None:
+    """InputError for a factory that is not called as a network's is."""
+    try:
+        inspect.Signature(list(own.parameters(factory).values())).bind("input_shape", "num_classes", "rngs")
+    except TypeError as error:
+        name = getattr(factory, "__name__", type(factory).__name__)
+        raise InputError(f"model={name}: it is called with (input_shape, num_classes, rngs) ({error}).") from None
+
+
+def _real(module: Any, path: tuple[Any, ...], variable: nnx.Variable[Any]) -> None:
+    """InputError for a parameter that has no gradient."""
+    for x in jax.tree.leaves(variable.get_value()) if isinstance(variable, nnx.Param) else ():
+        if not jnp.issubdtype(kind := jnp.result_type(x), jnp.floating):
+            name = f"{type(module).__name__}.{'.'.join(map(str, path))}"
+            raise InputError(f"{name} is a parameter of {kind}, which has no gradient: let it be of floats.")
+
+
+def features(module: Any, h: Any) -> None:
+    """InputError unless the body makes one array of a batch of two."""
+    if not isinstance(h, jax.ShapeDtypeStruct) or h.shape[:1] != (2,) or len(h.shape) < 2:
+        raise InputError(f"{type(module).__name__}.body returns {h} of a batch of 2: it must be one array, [B, K].")
+
+
+def network(module: nnx.Module) -> None:
+    """InputError unless all variables are parameters or running statistics."""
+    for path, variable in nnx.to_flat_state(nnx.state(module)):
+        _real(module, path, variable)
+        if not isinstance(variable, (nnx.Param, nnx.BatchStat)):
+            raise InputError(
+                f"{type(module).__name__}.{'.'.join(map(str, path))} is a {type(variable).__name__}: a network may "
+                "hold parameters and running statistics; dropout takes `rngs` when called, not when built."
+            )
+
+
+def parts(module: nnx.Module) -> None:
+    """InputError unless all variables are parameters of body or head, or running statistics of the
+    body."""
+    kinds: dict[str, tuple[type[nnx.Variable[Any]], ...]] = {"body": (nnx.Param, nnx.BatchStat), "head": (nnx.Param,)}
+    for part in ("body", "head"):
+        if not isinstance(getattr(module, part, None), nnx.Module):
+            raise InputError(
+                f"{type(module).__name__} has no `{part}`: a model needs a body, x -> h, and a head, h -> logits."
+            )
+    for path, variable in nnx.to_flat_state(nnx.state(module)):
+        _real(module, path, variable)
+        if not isinstance(variable, kinds.get(str(path[0]), ())):
+            name = ".".join(map(str, path))
+            raise InputError(
+                f"{type(module).__name__}.{name} is a {type(variable).__name__}: a model may hold parameters in body "
+                "and head and running statistics in body; dropout takes `rngs` when called, not when built."
+            )
