@@ -2,6 +2,7 @@
 network, a data set, or a partition."""
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fedjax_pfl.errors import InputError, in_one_line
+from fedjax_pfl.errors import InputError, in_one_line, nearest
 
 CALLS = {  # with what a function of each kind is called
     "algo": "(task, **hyperparameters)",
@@ -47,8 +48,9 @@ def load(kind: str, name: str) -> Callable[..., Any]:
     module = _from_file(kind, place) if place.endswith(".py") else _from_package(kind, place, name)
     found: Callable[..., Any] | None = getattr(module, function, None)
     if not callable(found):
-        known = [x for x, value in vars(module).items() if callable(value) and not x.startswith("_")]
-        raise InputError(f"{kind}={name}: there is no function {function!r}, only {', '.join(known) or 'none'}.")
+        known = _defined(module)
+        hint = f": did you mean {near!r}?" if (near := nearest(function, known)) else "."
+        raise InputError(f"{kind}={name}: there is no function {function!r}, only {', '.join(known) or 'none'}{hint}")
     return found
 
 
@@ -101,6 +103,13 @@ def digest(names: list[str]) -> str | None:
     """SHA-256 of the files of those of the names that are a user's own parts; None if none is."""
     files = [path.read_bytes() for name in names if named(name) and (path := _file(name))]
     return hashlib.sha256(b"\0".join(files)).hexdigest() if files else None
+
+
+def _defined(module: Any) -> list[str]:
+    """The functions and classes of a module that it did not import."""
+    found = {name: x for name, x in vars(module).items() if callable(x) and not name.startswith("_")}
+    bound = {name for name, x in found.items() if isinstance(x, functools.partial)}
+    return [n for n, x in found.items() if n in bound or getattr(x, "__module__", None) == module.__name__]
 
 
 def _file(name: str) -> Path | None:

@@ -111,6 +111,8 @@ MISTAKES = {  # kind, function (or the file's name): what is said
     ("model", "nowhere.py:f"): "there is no such file",
     ("model", "no_such_module:f"): "'no_such_module' cannot be imported",
     ("model", "g = 1"): "there is no function 'f', only",
+    ("model", "from flax.linen import Dense\ndef g(): pass"): r"there is no function 'f', only g\.",
+    ("model", "def ff(): pass"): r"there is no function 'f', only ff: did you mean 'ff'\?",
     ("model", "f = 1"): "there is no function 'f'",
     ("model", "def f(:"): r"cannot be imported \(SyntaxError",
     ("model", "raise SystemExit(0)"): "cannot be imported",
