@@ -32,6 +32,8 @@ def number(kind: type, name: str, text: str, whole: str | None = None) -> Any:
 def typed_all(factory: Callable, texts: dict[str, str]) -> dict[str, Any]:
     """Reads the values of hyperparameters by the types of a factory's arguments."""
     known = hyperparameters.of(factory)
+    for name in texts:
+        hyperparameters.check_place(factory, name)
     if texts and not known:
         raise InputError(
             f"{factory.__name__} has no hyperparameters, so --hparam {next(iter(texts))}=... means nothing."

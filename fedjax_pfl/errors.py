@@ -73,7 +73,8 @@ def choose(name: str, value: str, allowed: Iterable[str]) -> str:
     if isinstance(value, str) and value in allowed:
         return value
     hint = f"did you mean {near!r}? " if (near := nearest(str(value), allowed)) else ""
-    raise InputError(f"Unknown {name} {value!r}: {hint}Choose one of {', '.join(allowed)}.")
+    known = f"Choose one of {', '.join(allowed)}" if allowed else "There is none"
+    raise InputError(f"Unknown {name} {value!r}: {hint}{known}.")
 
 
 def check_shape(name: str, value: Any) -> tuple[int, ...]:

@@ -81,11 +81,23 @@ def check(factory: Callable[..., Algorithm], values: Any) -> None:
     known = of(factory)
     try:
         for name, value in values.items():
+            check_place(factory, name)
             errors.choose("hyperparameter", name, known)
             check_value(known[name], value)
     except InputError as error:
         method = getattr(inspect.unwrap(getattr(factory, "func", factory)), "__name__", "the method")
         raise InputError(f"{method}: {error}") from None
+
+
+def check_place(factory: Callable[..., Algorithm], name: str) -> None:
+    """Raises InputError for an argument of a factory that would be a hyperparameter after `*`."""
+    _, *others = inspect.signature(factory).parameters.values()  # the first is the task
+    found = next((p for p in others if p.name == name), None)
+    if found is not None and found.kind is found.POSITIONAL_OR_KEYWORD:
+        raise InputError(
+            f"{name} is no hyperparameter, for these stand after `*` in the method's signature: write "
+            f"(task, *, {found})."
+        )
 
 
 def checked(factory: Callable[..., Algorithm]) -> Callable[..., Algorithm]:

@@ -165,3 +165,14 @@ def test_a_hyperparameter_without_a_default_is_refused():
 
     with pytest.raises(InputError, match="hyperparameter mu has no default"):
         simulate.hyperparameters(factory)
+
+
+def test_an_argument_before_the_star_is_no_hyperparameter():
+    def factory(task, mu: float = 0.1):
+        raise AssertionError("not to be called")
+
+    for check in (hyperparameters.check, values.typed_all):
+        with pytest.raises(InputError, match=r"mu is no hyperparameter.*write \(task, \*, mu: float = 0.1\)"):
+            check(factory, {"mu": "0.2"})
+        with pytest.raises(InputError, match=r"There is none|no hyperparameters"):
+            check(factory, {"task": "0.2"})
