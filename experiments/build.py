@@ -18,7 +18,7 @@ from experiments.unseen import Unseen
 from fedjax_pfl import own, server_optimizer, simulate
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data import datasets, federate, marks, partitioners, tfds
-from fedjax_pfl.engine import host_state
+from fedjax_pfl.engine import host_state, validate
 from fedjax_pfl.engine.unseen import among
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import layers
@@ -125,8 +125,9 @@ def prepare(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
         whole = simulate.with_public(whole, public)
     ids, apart = unseen.draw(config, whole.architecture)
     assigned, task = partitioners.select(everybody, ids), among(whole, ids)
+    validate.batches(task)
     if config.drop_last:
-        _check_batches(task.sizes, config.batch_size)
+        _warn_of_short(task.sizes, config.batch_size)
     size = max(available, tfds.SIZES.get(dataset.name, 0))
     examples = {"used": len(dataset.y), "available": available, "of": size}
     kinds = tuple(kinds[i] for i in ids if kinds)
@@ -165,14 +166,9 @@ def _partition(config: Config, dataset: datasets.Dataset) -> partitioners.Partit
     return partitioners.partition(dataset, spec, num_clients=config.clients, seed=config.seed, **how)
 
 
-def _check_batches(sizes: np.ndarray, batch_size: int) -> None:
-    """With drop_last a client that cannot fill one batch takes no step."""
+def _warn_of_short(sizes: np.ndarray, batch_size: int) -> None:
+    """Says how many clients cannot fill one batch, and so take no step with drop_last."""
     short = int((sizes < batch_size).sum())
-    if short == len(sizes):
-        raise InputError(
-            f"--drop_last with batches of {batch_size} leaves nothing to train on: the largest client has "
-            f"{sizes.max()} examples. Take a smaller --batch_size, or leave --drop_last out."
-        )
     if short:
         logging.warning(
             "--drop_last: %d of %d clients have fewer than %d examples and will not train.",

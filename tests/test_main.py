@@ -560,7 +560,7 @@ BAD = [
     ("--algo=fedavg --clip=inf", "clip=inf is outside its range (0, inf)"),
     ("--algo=fedavg --weight_decay=inf", "weight_decay=inf is outside its range [0, inf)"),
     ("--algo=ditto --hparam=lam=inf", "lam=inf is outside its range [0, inf)"),
-    ("--algo=fedavg --drop_last --batch_size=1000", "--drop_last with batches of 1000 leaves nothing to train on"),
+    ("--algo=fedavg --drop_last --batch_size=1000", "drop_last with batches of 1000 leaves nothing to train on"),
     ("--algo=pfedc --hparam=tasks=consecutive:11", "consecutive needs a number of tasks from 1 to 10"),
     ("--algo=fedavg --resume --workdir=/nowhere", "/nowhere is not a run directory"),
     ("--describe=dito", "Unknown method or preset 'dito': did you mean 'ditto'?"),

@@ -9,12 +9,14 @@ import numpy as np
 import optax
 import pytest
 import toy
+from flax import nnx
 
 from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.data import datasets, partitioners
 from fedjax_pfl.data.federate import federate, others
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.models import nets
 from fedjax_pfl.types import Subset
 
 NAN, INF = float("nan"), float("inf")
@@ -80,6 +82,25 @@ def ask(id):
     program, key = compiled(), jax.random.key(0)
     state = jax.eval_shape(program.init, key, program.traced)
     return program.predict(key, program.traced, federation(), state, 0, id, blobs().x[:2])
+
+
+def run_short():
+    program = make_program(task={"drop_last": True, "batch_size": 99})
+    next(simulate.rounds(program, jax.random.key(0), federation(), rounds=1))
+
+
+def made_of(features, takes, last=lambda h: h):
+    """A network whose head takes another number of features, or does more than it should."""
+
+    class Head(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(takes, toy.C, rngs=rngs)
+
+        def __call__(self, h):
+            return last(self.linear(h))
+
+    make = lambda shape, classes, rngs: nets.Net(nnx.Linear(*shape, features, rngs=rngs), Head(rngs))
+    return models.model(make, toy.SHAPE, toy.C)
 
 
 def divide(spec="iid", dataset=None, **options):
@@ -151,7 +172,19 @@ WRONG = [
     (make_task, {"model": net(3)}, "The model has 3 outputs, but synthetic has 4 classes"),
     (make_task, {"model": net(5)}, "The model has 5 outputs, but synthetic has 4 classes"),
     (make_task, {"model": net(4, (7,))}, "The model does not take the inputs of synthetic, of shape (6,)"),
-    (make_task, {"model": "linear"}, "must be a Model, as fedjax_pfl.models.model makes it"),
+    (make_task, {"model": "linear"}, "makes it: model(name, dataset.x.shape[1:], dataset.num_classes)"),
+    (make_task, {"model": models.MODELS["linear"]}, "must be a Model, as fedjax_pfl.models.model makes it."),
+    (make_task, {"model": made_of(4, 9)}, "The model's head does not take its body's features, of shape (4,)"),
+    (make_task, {"model": made_of(4, 4, lambda h: h[:, None])}, "shape=(2, 1, 4), dtype=float32) of a batch of 2"),
+    (make_task, {"model": made_of(4, 4, lambda h: h[:1])}, "it must be logits [B, C], [2, 4]"),
+    (make_task, {"model": made_of(4, 4, lambda h: (h, h))}, "it must be logits [B, C], [2, 4]"),
+    (
+        make_task,
+        {"dataset": {"prepare": np.asarray}},
+        "prepare of synthetic fails on a batch float32[2, 6] (The",
+    ),
+    (make_task, {"dataset": {"prepare": lambda x: x[0]}}, "it must keep the first axis"),
+    (make_task, {"dataset": {"prepare": lambda x: x[:, :3]}}, "make it with that shape, which prepare makes"),
     (make_task, {"counts": np.ones(5, int)}, "class_counts is int64[5]: it must be [clients, classes]"),
     (make_task, {"counts": np.ones((5, 4))}, "class_counts is float64[5, 4]"),
     (make_task, {"counts": np.ones((5, 3), int)}, "class_counts has 3 classes"),
@@ -191,6 +224,13 @@ WRONG = [
     (make_task, {"optimizer": lambda lr: lr}, "optimizer must be a function of the learning rate"),
     (make_task, {"optimizer": lambda: optax.sgd(0.1)}, "optimizer must be a function of the learning rate"),
     (make_task, {"epoch": 2}, "Unknown option of a task 'epoch': did you mean 'epochs'?"),
+    (make_task, {"optimizer": optax.lbfgs}, "optimizer asks for more than a gradient"),
+    (make_task, {"optimizer": optax.polyak_sgd}, "'value'): take another"),
+    (make_task, {"augment": lambda x: x}, "1 positional argument but 2 were given): it must be of JAX"),
+    (make_task, {"augment": lambda key, x: np.asarray(x)}, "augment fails (The numpy.ndarray conversion"),
+    (make_task, {"augment": lambda key, x: x[:2]}, "of a batch [4, 6]: it must keep the shape"),
+    (make_task, {"augment": lambda key, x: (x, x)}, "of a batch [4, 6]: it must keep the shape"),
+    (make_program, {"task": {"augment": lambda key, x: x[..., None]}}, "of a batch [4, 6]: it must keep the shape"),
     (make_task, {"augment": "flip"}, "augment='flip' must be a function"),
     (make_program, {"factory": "fedavgg"}, "Unknown algo 'fedavgg': did you mean 'fedavg'?"),
     (make_program, {"factory": "Ditto "}, "Unknown algo 'Ditto ': did you mean 'ditto'?"),
@@ -229,6 +269,7 @@ WRONG = [
     (run, {"change": rows_of("examples", lambda e: e.__class__(e.x[:50], e.y[:50]))}, "is it another data set?"),
     (run, {"change": rows_of("examples", lambda e: e._replace(x=e.x[:50]))}, "50 inputs x but 200 labels y"),
     (run, {"change": rows_of("examples", lambda e: e._replace(y=e.y + 2))}, "labels"),
+    (run_short, {}, "drop_last with batches of 99 leaves nothing to train on: the largest client has"),
     (run, {"change": lambda f: None}, "federation=None must be a Federation"),
     *((run, {"rounds": x}, f"rounds={x!r} must be a whole number") for x in (2.5, "3", None, NAN)),
     *((run, {"rounds": x}, f"rounds={x} is outside") for x in (-1, 2**31)),
@@ -340,3 +381,13 @@ def test_another_pool_of_public_examples_is_refused():
     for pool in (None, toy.federation().public._replace(x=jnp.zeros((3, *toy.SHAPE)))):
         with pytest.raises(InputError, match="public examples are not the task's"):
             next(simulate.rounds(program, jax.random.key(0), toy.federation()._replace(public=pool), rounds=1))
+
+
+def test_an_optimizer_for_some_of_the_weights_and_an_augmentation_are_accepted():
+    frozen = lambda lr: optax.multi_transform(
+        {"body": optax.set_to_zero(), "head": optax.sgd(lr)}, {"body": "body", "head": "head"}
+    )
+    by_structure = lambda lr: optax.masked(optax.sgd(lr), {"body": {"w": True}, "head": {"v": False}})
+    noisy = lambda key, x: x + jax.random.normal(key, x.shape)
+    for optimizer in (frozen, by_structure, optax.adamw):
+        assert make_task(optimizer=optimizer, augment=noisy).augment is noisy

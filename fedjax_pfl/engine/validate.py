@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from fedjax_pfl.algorithms.find import find
-from fedjax_pfl.data.datasets import Dataset
+from fedjax_pfl.data.datasets import Dataset, prepared
 from fedjax_pfl.errors import InputError, check, choose, first_line
 from fedjax_pfl.models.functional import BN_STATS
 from fedjax_pfl.types import Algorithm, Federation, Model, Subset, Task
@@ -51,7 +52,17 @@ def task(given: Task) -> Task:
     check("epochs", epochs, 0, LARGEST // passes, whole=True, why=why)
     check("steps", steps, 0, LARGEST // min(given.batch_size, 2**20), whole=True, why=_COUNTED)
     _optimizer(given.optimizer)
+    _augment(given)
     return given
+
+
+def batches(given: Task) -> None:
+    """Raises InputError where `drop_last` leaves no client a batch."""
+    if given.drop_last and (largest := np.max(given.sizes)) < given.batch_size:
+        raise InputError(
+            f"drop_last with batches of {given.batch_size} leaves nothing to train on: the largest client has "
+            f"{largest} examples. Take a smaller batch_size, or leave drop_last out."
+        )
 
 
 def _architectures(given: Task) -> None:
@@ -95,23 +106,39 @@ def class_counts(given: Any, num_classes: int) -> np.ndarray:
 def model(given: Model, dataset: Dataset) -> None:
     """Raises InputError unless the model takes the data set's inputs and has an output for each
     class."""
-    x = jax.ShapeDtypeStruct((2, *dataset.x.shape[1:]), dataset.x.dtype)
     if not isinstance(given, Model):
-        raise InputError(f"model={given!r} must be a Model, as fedjax_pfl.models.model makes it.")
+        how = ": model(name, dataset.x.shape[1:], dataset.num_classes)" if isinstance(given, str) else ""
+        raise InputError(f"model={given!r} must be a Model, as fedjax_pfl.models.model makes it{how}.")
+    x = prepared(dataset)
+    variables = jax.eval_shape(given.init, jax.random.key(0))
     try:
-        logits = jax.eval_shape(
-            lambda key, x: given.apply(given.init(key), dataset.prepare(x))[0], jax.random.key(0), x
-        )
-    except (TypeError, ValueError, AssertionError) as error:
-        raise InputError(
-            f"The model does not take the inputs of {dataset.name}, of shape {x.shape[1:]} ({first_line(error)}): "
-            "make it with dataset.x.shape[1:]."
-        ) from error
-    if logits.shape[0] != 2 or logits.shape[-1] != dataset.num_classes:
-        raise InputError(
-            f"The model has {logits.shape[-1]} outputs, but {dataset.name} has {dataset.num_classes} classes: "
-            "make it with dataset.num_classes."
-        )
+        logits = jax.eval_shape(given.apply, variables, x)[0]
+    except Exception as error:  # of a user's network
+        raise InputError(_misfit(given, variables, x, dataset, error)) from error
+    shape, expected = getattr(logits, "shape", None), (2, dataset.num_classes)
+    if shape == expected:
+        return
+    if shape is None or shape[:-1] != expected[:-1]:
+        raise InputError(f"The model returns {logits} of a batch of 2: it must be logits [B, C], {list(expected)}.")
+    raise InputError(
+        f"The model has {shape[-1]} outputs, but {dataset.name} has {dataset.num_classes} classes: "
+        "make it with dataset.num_classes."
+    )
+
+
+def _misfit(given: Model, variables: Any, x: Any, dataset: Dataset, error: Exception) -> str:
+    """Which part of a model does not take what it is given."""
+    try:
+        shape = jax.eval_shape(given.features, variables, x)[0].shape[1:]
+    except Exception:
+        shape = ()
+    if shape[-1:] == (given.num_features,):  # so wide are the features of inputs that fit
+        start, advice = f"The model's head does not take its body's features, of shape {shape}", "make it for as many"
+    else:
+        start = f"The model does not take the inputs of {dataset.name}, of shape {x.shape[1:]}"
+        raw = x.shape[1:] == dataset.x.shape[1:]
+        advice = f"make it with {'dataset.x.shape[1:]' if raw else 'that shape, which prepare makes'}"
+    return f"{start} ({first_line(error)}): {advice}."
 
 
 def method(factory: Callable[..., Algorithm] | str) -> Callable[..., Algorithm]:
@@ -184,6 +211,7 @@ def federation(task: Task, given: Federation) -> None:
     if not isinstance(given, Federation):
         raise InputError(f"federation={given!r} must be a Federation, as fedjax_pfl.data.federate makes it.")
     leaves = jax.tree.leaves(given)
+    batches(task)
     if any(isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable) for x in leaves):
         return
     n = len(given.train.size)
@@ -233,6 +261,28 @@ def _optimizer(given: Any) -> None:
             "optimizer must be a function of the learning rate, such as optax.sgd or lambda lr: optax.sgd(lr, 0.9), "
             f"not {type(given).__name__}: else lr and its decay would not reach it."
         )
+
+    weights = {part: {"kernel": jax.ShapeDtypeStruct((2, 2), jnp.float32)} for part in ("body", "head")}
+    try:
+        jax.eval_shape(lambda w: made.update(w, made.init(w), w), weights)
+    except TypeError as error:
+        if "required" in str(error):  # another argument of `update`; whatever else fails may be of these weights
+            raise InputError(f"optimizer asks for more than a gradient ({first_line(error)}): take another.") from error
+    except Exception:
+        return
+
+
+def _augment(given: Task) -> None:
+    if given.augment is None:
+        return
+    x = jax.ShapeDtypeStruct((given.batch_size, *given.input.shape), given.input.dtype)
+    batch = jax.eval_shape(given.prepare, x)
+    try:
+        found = jax.eval_shape(given.augment, jax.random.key(0), batch)
+    except Exception as error:  # of a user's function
+        raise InputError(f"augment fails ({first_line(error)}): it must be of JAX, (key, x) -> x.") from error
+    if getattr(found, "shape", None) != batch.shape:
+        raise InputError(f"augment makes {found} of a batch {list(batch.shape)}: it must keep the shape.")
 
 
 def _rows(part: str, rows: Subset, n: int) -> np.ndarray:
