@@ -63,7 +63,7 @@ def task(
       options: further fields of Task: epochs, steps, rounds, participation, ...
     """
     checked(dataset)
-    models = tuple(model) if isinstance(model, Sequence) and not isinstance(model, Model) else (model,)
+    models = tuple(model) if isinstance(model, Sequence) and not isinstance(model, Model | str) else (model,)
     for each in models:
         validate.model(each, dataset)
     for name in options:

@@ -116,14 +116,13 @@ def model(given: Model, dataset: Dataset) -> None:
     except Exception as error:  # of a user's network
         raise InputError(_misfit(given, variables, x, dataset, error)) from error
     shape, expected = getattr(logits, "shape", None), (2, dataset.num_classes)
-    if shape == expected:
-        return
     if shape is None or shape[:-1] != expected[:-1]:
         raise InputError(f"The model returns {logits} of a batch of 2: it must be logits [B, C], {list(expected)}.")
-    raise InputError(
-        f"The model has {shape[-1]} outputs, but {dataset.name} has {dataset.num_classes} classes: "
-        "make it with dataset.num_classes."
-    )
+    if shape != expected:
+        advice = "make it with dataset.num_classes"
+        raise InputError(
+            f"The model has {shape[-1]} outputs, but {dataset.name} has {dataset.num_classes} classes: {advice}."
+        )
 
 
 def _misfit(given: Model, variables: Any, x: Any, dataset: Dataset, error: Exception) -> str:
