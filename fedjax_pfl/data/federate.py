@@ -36,6 +36,7 @@ def federate(
     checked(dataset)
     if public is not None:
         check_inputs(public)
+    partition = checked_rows("partition", partition, dataset)
     examples = Examples(jnp.asarray(dataset.x), jnp.asarray(dataset.y))
     pool = None if public is None else Examples(jnp.asarray(public.x), jnp.asarray(public.y))
     return _federation(dataset, partition, room, examples, pool)
@@ -44,13 +45,13 @@ def federate(
 def others(federation: Federation, dataset: Dataset, partition: Partition, room: Sequence[int] = ROOM) -> Federation:
     """The federation of other clients over the same examples, which stay where they are; arguments
     as of `federate`."""
+    partition = checked_rows("partition", partition, dataset)
     return _federation(dataset, partition, room, federation.examples, federation.public)
 
 
 def _federation(
     dataset: Dataset, partition: Partition, room: Sequence[int], examples: Examples, public: Examples | None
 ) -> Federation:
-    partition = checked_rows("partition", partition, dataset)
     train, val, test = room
     return Federation(
         examples=examples,

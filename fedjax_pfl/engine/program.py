@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from fedjax_pfl import evaluate, groups, keys, traffic, trees
+from fedjax_pfl import evaluate, groups, hyperparameters, keys, traffic, trees
 from fedjax_pfl.engine import contract, validate
 from fedjax_pfl.engine.cohort import Cohort, Transform
 from fedjax_pfl.engine.method import Traced, bound
@@ -111,7 +111,9 @@ def program(
       InputError: for an unknown hyperparameter, a value out of range, devices that cannot be had
         (`placement.take`), or a method that breaks the contract.
     """
-    factory, task = validate.method(factory), validate.task(task)
+    factory = validate.method(factory)
+    hyperparameters.check(factory, {} if hparams is None else hparams)
+    task = validate.task(task)
     validate.layout(lr_decay, width, devices)
     made = parts(factory, task, hparams, lr_decay=lr_decay, width=width, devices=devices, transform=transform)
     found = _program(made, task, devices, _predict(factory, task, hparams, lr_decay))
