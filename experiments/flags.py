@@ -42,11 +42,11 @@ OF_A_PROCESS = {
     "process_id": Flag(int, "which of them this is: 0 to N-1; 0 writes the run directory and talks"),
 }
 
-_ELSEWHERE = {  # flags of another command
-    "workdir": "the runs of a sweep are in the folder that --root names; ",
-    "resume": "the same command goes on with a sweep; ",
-    "root": "the run directory is --workdir; ",
-    "select": "experiments.sweep has it; ",
+_ELSEWHERE = {  # flags of another command: the flag that this one has instead, and what is said of it
+    "workdir": ("root", "the runs of a sweep are in the folder that --root names; "),
+    "resume": ("root", "the same command goes on with a sweep; "),
+    "root": ("workdir", "the run directory is --workdir; "),
+    "select": ("workdir", "experiments.sweep has it; "),
 }
 
 _DEFINE: dict[type, Callable[..., Any]] = {
@@ -98,7 +98,9 @@ def parse(argv: Iterable[str], known: Mapping[str, Flag], words: bool = False) -
         raise _illegal(str(error), known) from None
     except flags.UnrecognizedFlagError as error:
         near = nearest(error.flagname, values)
-        hint = _ELSEWHERE.get(error.flagname) or (f"did you mean --{near}? " if near else "")
+        instead, hint = _ELSEWHERE.get(error.flagname, ("", ""))
+        if instead not in known:
+            hint = f"did you mean --{near}? " if near else ""
         raise InputError(f"Unknown flag --{error.flagname}: {hint}--help shows them all.") from None
     except (flags.Error, ValueError) as error:  # the latter: a value where none may be
         raise InputError(f"{error}: --help shows all flags.") from None
@@ -112,7 +114,8 @@ def _illegal(message: str, known: Mapping[str, Flag]) -> InputError:
     found = re.match(r"flag --(\w+)=(.*?): ", message, re.DOTALL)
     if not found or found[1] not in known:
         return InputError(message)
-    return InputError(f"--{found[1]}={found[2]} must be {NOUN[known[found[1]].kind]}{if_several(found[2])}.")
+    more = if_several(found[2]) if found[1] in SETTINGS else ""
+    return InputError(f"--{found[1]}={found[2]} must be {NOUN[known[found[1]].kind]}{more}.")
 
 
 def _name_value(text: str) -> tuple[str, str]:

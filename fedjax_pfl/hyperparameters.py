@@ -91,7 +91,7 @@ def check(factory: Callable[..., Algorithm], values: Any) -> None:
 
 def check_place(factory: Callable[..., Algorithm], name: str) -> None:
     """Raises InputError for an argument of a factory that would be a hyperparameter after `*`."""
-    _, *others = inspect.signature(factory).parameters.values()  # the first is the task
+    others = list(inspect.signature(factory).parameters.values())[1:]  # the first is the task
     found = next((p for p in others if p.name == name), None)
     if found is not None and found.kind is found.POSITIONAL_OR_KEYWORD:
         raise InputError(

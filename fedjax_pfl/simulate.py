@@ -119,6 +119,7 @@ def curve(
     """
 
     if program.task is not None:
+        validate.key(key)
         validate.federation(program.task, federation)
     traced = {name: jnp.asarray(value, float) for name, value in program.traced.items()} | traced
 

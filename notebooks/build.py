@@ -17,6 +17,7 @@ BADGE = (
 SETUP = """\
 import glob
 import importlib.metadata
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -34,9 +35,8 @@ if root is None:
     root = here / "fedjax_pfl_checkout"
     subprocess.run(["git", "clone", "--quiet", "--depth=1", REPOSITORY, root], check=True)
 sys.path.insert(0, str(root))
-try:
-    importlib.metadata.version("fedjax_pfl")
-except importlib.metadata.PackageNotFoundError:  # what is there may be too old: pip sees to it
+installed = bool(list(importlib.metadata.distributions(name="fedjax_pfl", path=sys.path[1:])))
+if not installed or importlib.util.find_spec("jax") is None:  # what is there may be too old: pip sees to it
     accelerator = "[cuda]" if shutil.which("nvidia-smi") else "[tpu]" if glob.glob("/dev/accel*") else ""
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "-e", f"{root}{accelerator}"], check=True)
 """

@@ -504,6 +504,7 @@ BAD = [
     ("--algo=fedavg --seed=1,2", "must be a whole number; values apart by commas are for experiments.sweep"),
     ("--algo=ditto --hparam=lam=1,2", "lam=1,2 must be a number; values apart by commas are for experiments.sweep"),
     ("--algo=fedavg --root=x", "Unknown flag --root: the run directory is --workdir"),
+    ("--algo=fedavg --verbose=a,b", "--verbose=a,b must be true or false."),
     ("--algo=fedavg --rounds=1.5", "--rounds=1.5 must be a whole number"),
     ("--algo=fedavg --lr=fast", "--lr=fast must be a number"),
     ("--algo=fedavg rounds=5", "Unexpected argument 'rounds=5': write settings as --name=value"),

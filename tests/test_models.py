@@ -473,7 +473,7 @@ class Twofold(Custom):
         ((lambda shape, classes, *, rngs: None, (6,), 3), r"called with .*\(too many positional"),
         ((lambda *_: None, (6,), 3), "NoneType has no `body`"),
         ((Twofold, (6,), 3), "body returns .* it must be one array, "),
-        ((Counting, (6,), 3), "Counting.body.steps is a parameter of int32, which has no gradient"),
+        ((Counting, (6,), 3), "Counting.body.steps is a parameter of int32: let it be of floats"),
         (("cnnn", (28, 28, 1), 10), "did you mean 'cnn'"),
         (("cnn", (12, 12, 3), 10), "at least 16x16 pixels, got 12x12"),
         (("lenet", (60,), 10), "images of shape"),

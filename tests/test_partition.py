@@ -11,6 +11,7 @@ from scipy.special import softmax
 
 from experiments import figures
 from fedjax_pfl.data import assignment, datasets
+from fedjax_pfl.data.federate import federate
 from fedjax_pfl.data.partitioners import PARTITIONS, class_counts, digest, load_file, of_clients, partition, save
 from fedjax_pfl.data.rows import flat
 from fedjax_pfl.errors import InputError
@@ -330,7 +331,7 @@ BAD_FILES = {
     "beyond int64": ({"train": np.array([0, 1, 2, 2**64 - 1], np.uint64)}, r"train holds the row -1"),
     "sizes beyond int64": ({"train_sizes": [2**62] * 3 + [2**62 + 4]}, r"train_sizes sum to 4 but train has 4 rows"),
     "twice in train": ({"train": [0, 1, 1, 3]}, r"1 rows, first 1, are in train more than once"),
-    "twice in test": ({"test": [4, 4]}, r"1 rows, first 4, are in test more than once"),
+    "twice in test": ({"test": [4, 4, 5], "test_sizes": [2, 1]}, r"1 rows, first 4, are in test more than once"),
     "val alone": ({"val": [9]}, r"has only one of val and val_sizes: store both, or neither"),
     "val_sizes alone": ({"val_sizes": [0, 0]}, r"has only one of val and val_sizes: store both, or neither"),
     "val in test": ({"val": [9, 4], "val_sizes": [1, 1]}, r"1 rows, first 4, are in val and in test"),
@@ -345,6 +346,11 @@ def test_bad_files(case, tmp_path):
     with pytest.raises(InputError, match=sentence) as error:
         load_file(tmp_path / "p.npz", DATA)
     assert "\n" not in str(error.value)
+
+
+def test_clients_may_be_tested_on_the_same_examples():
+    shared = of_clients([[0, 1], [2, 3]], [[4, 5], [5, 4]])
+    assert federate(DATA, shared).test.size.tolist() == [2, 2]
 
 
 def test_good_file(tmp_path):

@@ -15,6 +15,7 @@ from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.data import datasets, partitioners
 from fedjax_pfl.data.federate import federate, others
+from fedjax_pfl.engine import validate
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import nets
 from fedjax_pfl.types import Subset
@@ -356,6 +357,21 @@ def test_a_wrong_call_is_one_sentence(case):
         jax.monitoring.unregister_event_time_span_listener(listen)
     assert sentence in str(error.value) and "\n" not in str(error.value)
     assert function is run or "/jax/core/compile/backend_compile_duration" not in events
+
+
+def test_a_state_and_a_key_of_other_kinds_are_taken():
+    """A tree with an unknown node, whose values cannot be compared, and a key that is not typed."""
+    tree = {"a": jax.tree_util.Partial(len, np.zeros(2)), "b": np.zeros(3)}
+    validate.state(tree, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree))
+    for wrong in ({"a": tree["a"]}, tree | {"b": np.zeros(4)}, list(tree.values())):
+        with pytest.raises(InputError, match="The state is not one of this program"):
+            validate.state(wrong, tree)
+    validate.key(jax.random.PRNGKey(0))
+
+
+def test_a_factory_without_arguments_gets_a_sentence():
+    with pytest.raises(InputError):
+        simulate.program(lambda: None, given_task(), {"a": 1})
 
 
 def test_there_are_enough_of_them():

@@ -44,7 +44,7 @@ def shapes(tree: PyTree) -> PyTree:
 def named(factory: Callable[..., Any], part: str = "") -> Iterator[None]:
     """Puts the method's name before what it is said to do wrong; with the part of it that is traced
     here, whatever the user's own code raises is such a sentence as well."""
-    name = getattr(factory, "__name__", factory)
+    name = _name(factory)
     try:
         yield
     except ContractError as error:
@@ -59,6 +59,12 @@ def named(factory: Callable[..., Any], part: str = "") -> Iterator[None]:
             use = "annotate it int or Literal, or use jnp.where"
             why = f"({type(error).__name__}, at {line}): a float hyperparameter is traced, as arrays are; {use}"
         raise InputError(f"{name} fails in {part} {why}.") from error
+
+
+def _name(factory: Any) -> str:
+    """The name of a method's function, or of a class whose object is called."""
+    plain = inspect.unwrap(getattr(factory, "func", factory))
+    return str(getattr(plain, "__name__", type(plain).__name__))
 
 
 def own_line(factory: Callable[..., Any], error: Exception) -> str | None:
@@ -187,9 +193,9 @@ def _check_metrics(metrics: Metrics, places: int, headline: str) -> None:
     vectors = {f"{at}[{name!r}]": x for at in ("post", "clients") for name, x in getattr(metrics, at).items()}
     vectors = {"loss": metrics.loss} | vectors
     for name, x in (vectors | {f"server[{name!r}]": x for name, x in metrics.server.items()}).items():
-        kind = getattr(x, "dtype", type(x))
-        kinds = (jnp.floating,) if name == "loss" else (jnp.floating, jnp.integer, jnp.bool_)
-        if not any(jnp.issubdtype(kind, each) for each in kinds):
+        kind: Any = getattr(x, "dtype", type(x))
+        kinds: tuple[Any, ...] = (jnp.floating,) if name == "loss" else (jnp.floating, jnp.integer, jnp.bool_)
+        if not hasattr(x, "dtype") or not any(jnp.issubdtype(kind, each) for each in kinds):
             what, found = "floats" if name == "loss" else "numbers", getattr(kind, "__name__", kind)
             raise ContractError(f"its metric {name} must be an array of {what}, not {found}.")
         if name in vectors and jnp.shape(x) != (places,):

@@ -105,8 +105,7 @@ def rounds(
         validate.key(key)
         validate.federation(program.task, federation)
     if state is not None and not program.on_host:
-        given = _arguments(program, key, federation)
-        validate.state(state, jax.eval_shape(program.init, *given[:2], given[2].placement))
+        validate.state(state, jax.eval_shape(program.init, key, program.traced, program.placement))
     num_clients = len(federation.train.size)
     run = functions or compiled(program, key, federation, eval_every=eval_every, state_every=state_every)
     options: dict[str, Any] = {"eval_every": eval_every, "state_every": state_every, "start": start}

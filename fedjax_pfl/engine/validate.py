@@ -42,8 +42,6 @@ def task(given: Task) -> Task:
         raise InputError("Local work is either epochs or steps: give exactly one of the two.")
     if given.drop_last not in (True, False):
         raise InputError(f"drop_last={given.drop_last!r} must be True or False.")
-    if given.augment is not None and not callable(given.augment):
-        raise InputError(f"augment={given.augment!r} must be a function, (key, x) -> x, or None.")
     if not np.array_equal(given.sizes, class_counts(given.class_counts, given.num_classes).sum(axis=1)):
         raise InputError(f"The task's sizes are not the sums of class_counts over the classes: {_ONE_SOURCE}.")
     passes = -(-int(max(np.max(given.sizes), 1)) // given.batch_size)  # steps of the largest client's epoch
@@ -186,18 +184,18 @@ def client(task: Task, id: Any) -> None:
 
 def key(given: Any) -> None:
     """Raises InputError unless it is one random key."""
-    typed = isinstance(given, jax.Array) and jax.dtypes.issubdtype(given.dtype, jax.dtypes.prng_key)
-    if np.shape(given) != () if typed else np.shape(given) != (2,):
+    typed = jax.dtypes.issubdtype(getattr(given, "dtype", None), jax.dtypes.prng_key)
+    if np.shape(given) != (() if typed else jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape):
         raise InputError("The key must be a single one, as jax.random.key(0) makes it.")
 
 
 def state(given: Any, wanted: Any) -> None:
     """Raises InputError unless a state has the structure, shapes and types of the wanted one."""
-    shapes = [jax.tree.map(lambda x: (np.shape(x), getattr(x, "dtype", None)), tree) for tree in (given, wanted)]
-    if shapes[0] != shapes[1]:
+    leaves, structures = zip(*map(jax.tree.flatten, (given, wanted)), strict=True)
+    kinds = [[(np.shape(x), getattr(x, "dtype", None)) for x in each] for each in leaves]
+    if len(set(structures)) > 1 or kinds[0] != kinds[1]:
         raise InputError(
-            "The state is not one of this program: take an earlier Result's of the same layout, or "
-            "Program.place of one that Program.unplace gave."
+            "The state is not one of this program: take a Result's of the same layout, or `place` what `unplace` gives."
         )
 
 
@@ -265,7 +263,7 @@ def _optimizer(given: Any) -> None:
     try:
         jax.eval_shape(lambda w: made.update(w, made.init(w), w), weights)
     except TypeError as error:
-        if "required" in str(error):  # another argument of `update`; whatever else fails may be of these weights
+        if ") missing " in str(error):  # another argument of `update`; whatever else fails may be of these weights
             raise InputError(f"optimizer asks for more than a gradient ({first_line(error)}): take another.") from error
     except Exception:
         return
@@ -274,6 +272,8 @@ def _optimizer(given: Any) -> None:
 def _augment(given: Task) -> None:
     if given.augment is None:
         return
+    if not callable(given.augment):
+        raise InputError(f"augment={given.augment!r} must be a function, (key, x) -> x, or None.")
     x = jax.ShapeDtypeStruct((given.batch_size, *given.input.shape), given.input.dtype)
     batch = jax.eval_shape(given.prepare, x)
     try:

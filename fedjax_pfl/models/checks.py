@@ -33,11 +33,11 @@ def arguments(factory: Callable[..., Any]) -> None:
 
 
 def _real(module: Any, path: tuple[Any, ...], variable: nnx.Variable[Any]) -> None:
-    """InputError for a parameter that has no gradient."""
+    """InputError for a parameter that is not of floats."""
     for x in jax.tree.leaves(variable.get_value()) if isinstance(variable, nnx.Param) else ():
         if not jnp.issubdtype(kind := jnp.result_type(x), jnp.floating):
             name = f"{type(module).__name__}.{'.'.join(map(str, path))}"
-            raise InputError(f"{name} is a parameter of {kind}, which has no gradient: let it be of floats.")
+            raise InputError(f"{name} is a parameter of {kind}: let it be of floats, which are trained and averaged.")
 
 
 def features(module: Any, h: Any) -> None:
