@@ -180,12 +180,16 @@ def setting(config: Config, name: str) -> Any:
 
 def _differing(config: Config, others: Sequence[Config], names: Iterable[str]) -> list[str]:
     values = [(name, setting(config, name), [setting(other, name) for other in others]) for name in names]
-    return [f"{name}={_apart(x, known)}" for name, x, known in values if x is not None and set(known) != {x}]
+    return [
+        f"{name}={_apart(x, known)}"
+        for name, x, known in values
+        if x is not None and any(other != x for other in known)
+    ]
 
 
 def _hparams(config: Config, others: Sequence[Config]) -> list[str]:
     values = [(name, x, [other.hparams.get(name) for other in others]) for name, x in config.hparams.items()]
-    return [f"{name}={_apart(x, known)}" for name, x, known in values if set(known) != {x}]
+    return [f"{name}={_apart(x, known)}" for name, x, known in values if any(other != x for other in known)]
 
 
 def _apart(value: Any, known: Iterable[Any]) -> str:

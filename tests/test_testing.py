@@ -216,6 +216,7 @@ FIELDS = {
     "round": ({"round": None}, "factory: `round` is None, and must be given."),
     "score": ({"score": None}, "factory: `score` is None, and must be given."),
     "headline": ({"headline": None}, "factory: `headline` is None, and must be given."),
+    "no pair": ({"headline": 3}, "factory: `headline` must be (score, 'max' or 'min'), not 3."),
     "tuple": (
         {"init": lambda made, key: tuple(made.init(key))},
         "must return State(server, clients), not tuple.",

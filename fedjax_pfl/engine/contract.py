@@ -116,8 +116,9 @@ def check_algorithm(algorithm: Any) -> None:
             inspect.signature(function).bind(*arguments)
         except TypeError:
             raise ContractError(f"`{name}` must take the arguments ({', '.join(arguments)}).") from None
-    if len(algorithm.headline) != 2 or algorithm.headline[1] not in ("max", "min"):
-        raise ContractError(f"`headline` must be (score, 'max' or 'min'), not {algorithm.headline!r}.")
+    given = algorithm.headline
+    if not isinstance(given, tuple) or len(given) != 2 or given[1] not in ("max", "min"):
+        raise ContractError(f"`headline` must be (score, 'max' or 'min'), not {given!r}.")
 
 
 def check_init(state: Any, clients: int) -> None:
