@@ -85,8 +85,12 @@ def check(factory: Callable[..., Algorithm], values: Any) -> None:
             errors.choose("hyperparameter", name, known)
             check_value(known[name], value)
     except InputError as error:
-        method = getattr(inspect.unwrap(getattr(factory, "func", factory)), "__name__", "the method")
-        raise InputError(f"{method}: {error}") from None
+        raise InputError(f"{method_name(factory)}: {error}") from None
+
+
+def method_name(factory: Any) -> str:
+    """The name of a factory, of what a functools.partial calls, or of a callable object's class."""
+    return getattr(factory, "__name__", None) or method_name(getattr(factory, "func", type(factory)))
 
 
 def check_place(factory: Callable[..., Algorithm], name: str) -> None:

@@ -16,6 +16,7 @@ from chex import Numeric
 
 from fedjax_pfl import trees
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.hyperparameters import method_name
 from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Predictor, PyTree, State, Task, Traffic
 
 RATE = "server_optimizer_lr"  # of the hyperparameter that the factory gets
@@ -59,10 +60,9 @@ def optimized(
     def make(task: Task, *, server_optimizer_lr: Numeric = 1.0, **hparams: Any) -> Algorithm:
         method = factory(task, **hparams)
         if not method.averages:
-            name = getattr(factory, "__name__", "The method")
             raise InputError(
-                f"{name} cannot have a server optimizer: its server keeps no plain mean of the clients' weights, of "
-                "which it would be the step."
+                f"{method_name(factory)} cannot have a server optimizer: its server keeps no plain mean of the "
+                "clients' weights, of which it would be the step."
             )
         return _wrapped(method, optimizer(server_optimizer_lr))
 

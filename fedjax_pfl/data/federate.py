@@ -30,8 +30,8 @@ def federate(
       that most seeds of a partition have the same.
 
     Raises:
-      InputError: a client lacks training or test examples, or a row is there more than once or out
-        of range.
+      InputError: a client lacks training or test examples, a row is out of range, or one is there
+        more than once (test examples may be those of several clients).
     """
     checked(dataset)
     if public is not None:

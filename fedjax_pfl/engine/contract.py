@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl.errors import ContractError, InputError, in_one_line
+from fedjax_pfl.hyperparameters import method_name
 from fedjax_pfl.types import Algorithm, Examples, Federation, Grouped, Metrics, PyTree, State, Subset, Task, Traffic
 
 RESERVED = ("round", "participants", "loss", "traffic", "work", "pre", "post", "post_latest")  # columns of the tables
@@ -44,7 +45,7 @@ def shapes(tree: PyTree) -> PyTree:
 def named(factory: Callable[..., Any], part: str = "") -> Iterator[None]:
     """Puts the method's name before what it is said to do wrong; with the part of it that is traced
     here, whatever the user's own code raises is such a sentence as well."""
-    name = _name(factory)
+    name = method_name(factory)
     try:
         yield
     except ContractError as error:
@@ -59,12 +60,6 @@ def named(factory: Callable[..., Any], part: str = "") -> Iterator[None]:
             use = "annotate it int or Literal, or use jnp.where"
             why = f"({type(error).__name__}, at {line}): a float hyperparameter is traced, as arrays are; {use}"
         raise InputError(f"{name} fails in {part} {why}.") from error
-
-
-def _name(factory: Any) -> str:
-    """The name of a method's function, or of a class whose object is called."""
-    plain = inspect.unwrap(getattr(factory, "func", factory))
-    return str(getattr(plain, "__name__", type(plain).__name__))
 
 
 def own_line(factory: Callable[..., Any], error: Exception) -> str | None:

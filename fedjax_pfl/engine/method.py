@@ -35,7 +35,7 @@ def bound(
         if made.one_architecture and len(task.models) > 1:
             raise ArchitectureError
     except ArchitectureError:
-        name = getattr(factory, "__name__", "The method")
+        name = hyperparameters.method_name(factory)
         raise InputError(
             f"{name} needs clients of one architecture, and there are {len(task.models)}: methods for several are "
             f"{', '.join(ANY_ARCHITECTURE)}."

@@ -11,6 +11,7 @@ import numpy as np
 from fedjax_pfl.engine import contract
 from fedjax_pfl.engine.program import program
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.hyperparameters import method_name
 from fedjax_pfl.types import Algorithm, Array, Federation, PyTree, State, Task
 
 Scored = dict[str, dict[str, Array]]  # {"unseen" or "unseen_post": {score: [U]}}
@@ -44,7 +45,7 @@ def scorer(
       InputError: the method has no way for such clients (`obstacle`).
     """
     if why := obstacle(factory, trained, hparams):
-        raise InputError(f"{getattr(factory, '__name__', factory)} cannot personalise unseen clients: {why}.")
+        raise InputError(f"{method_name(factory)} cannot personalise unseen clients: {why}.")
     stays: Callable[[Array, PyTree, PyTree], PyTree] = lambda key, upload, default: default
     everybody = unseen._replace(participation=(1.0, 1.0))
     on = program(factory, everybody, hparams, lr_decay=lr_decay, width=width, transform=stays, checked=False)

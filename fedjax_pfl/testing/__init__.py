@@ -7,8 +7,9 @@ import numpy as np
 
 from fedjax_pfl.engine import program
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.hyperparameters import method_name
 from fedjax_pfl.testing import synthetic
-from fedjax_pfl.testing.rounds import ContractViolation, Subject, evaluate, mistakes, name, run, subject
+from fedjax_pfl.testing.rounds import ContractViolation, Subject, evaluate, mistakes, run, subject
 from fedjax_pfl.testing.rules import RULES
 from fedjax_pfl.testing.synthetic import federation, task
 from fedjax_pfl.types import Algorithm, Task
@@ -32,7 +33,7 @@ def check(rule: str, s: Subject) -> None:
     try:
         RULES[rule](s)
     except (ContractViolation, InputError) as error:
-        sentence = f"{name(s.factory)} breaks the rule {rule!r} ({_sentence(rule)}): {str(error).rstrip('.')}."
+        sentence = f"{method_name(s.factory)} breaks the rule {rule!r} ({_sentence(rule)}): {str(error).rstrip('.')}."
         raise ContractViolation(sentence) from None
 
 

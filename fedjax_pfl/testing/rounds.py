@@ -14,6 +14,7 @@ import numpy as np
 from fedjax_pfl.engine import contract, placement, program
 from fedjax_pfl.engine.method import Traced
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.hyperparameters import method_name
 from fedjax_pfl.testing.synthetic import N, federation
 from fedjax_pfl.types import Algorithm, Array, Examples, Federation, PyTree, State, Task
 
@@ -182,10 +183,6 @@ def same_round(found: tuple[State, Round], wanted: tuple[State, Round], clients:
     same("metrics", reported(found[1], clients), reported(wanted[1], clients), clients, tolerance)
 
 
-def name(factory: Any) -> str:
-    return getattr(factory, "__name__", None) or name(getattr(factory, "func", type(factory)))
-
-
 @contextlib.contextmanager
 def mistakes(factory: Callable[..., Algorithm]) -> Iterator[None]:
     """Puts what Python and JAX say while a method is traced into the contract's words, with the
@@ -202,7 +199,7 @@ def mistakes(factory: Callable[..., Algorithm]) -> Iterator[None]:
         else:
             raise
         raise ContractViolation(
-            f"{name(factory)} breaks the rule {rule!r} ({said}): {_line(factory, error)}."
+            f"{method_name(factory)} breaks the rule {rule!r} ({said}): {_line(factory, error)}."
         ) from error
 
 
