@@ -18,7 +18,7 @@ from typing import Annotated, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import aggregate, averaging, evaluate, keys, local, trees
+from fedjax_pfl import aggregate, averaging, evaluate, hyperparameters, keys, local, trees
 from fedjax_pfl.hyperparameters import Recorded
 from fedjax_pfl.numerics.class_groups import branch_loss, class_logits, columns, scores
 from fedjax_pfl.numerics.task_maps import Branches, branches, inline
@@ -26,8 +26,38 @@ from fedjax_pfl.privacy import encryption
 from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Predictor, PyTree, Scores, State, Task, Traffic
 
 
-class _Branched(NamedTuple):
-    """What both methods share."""
+class Branching(NamedTuple):
+    """How the classifier is split into branches, and how these are trained and averaged.
+
+    Args:
+      tasks: one of class (T = C), single (T = 1), consecutive:T, superclass, file:PATH (your own
+        map: a text with the task of each class, numbered from 0), or such a map itself as
+        map:0,0,1.
+      head: of a task of several classes, one of group_softmax (samples of its classes only),
+        group_reject (all samples, and a further logit for none of its classes), group_binary (one
+        logit, whether it is one of them).
+      task_loss: what the sum over a task's samples in a minibatch is divided by, one of class
+        (those of its classes, D_i^c of Eq. 3; a task without one is left out), batch (all of them).
+      weighting: of the task losses, one of mgda_ub (the paper's), mgda (gradients by the body),
+        uniform, sum.
+      solver: of the minimum-norm point, one of fista, fw (the paper's Frank-Wolfe).
+      normalise: gradients before solving, one of none, l2, loss, loss+.
+      head_grad: one of scaled (by alpha, Eq. 5), unscaled (Sener & Koltun's Algorithm 2).
+      head_weighting: of a branch's holders, one of uniform (Eq. 7), data, task_count.
+    """
+
+    tasks: Annotated[str, Recorded(inline)] = "class"
+    head: Literal["group_softmax", "group_reject", "group_binary"] = "group_softmax"
+    task_loss: Literal["class", "batch"] = "class"
+    weighting: Literal["mgda_ub", "mgda", "uniform", "sum"] = "mgda_ub"
+    solver: Literal["fista", "fw"] = "fista"
+    normalise: Literal["none", "l2", "loss", "loss+"] = "none"
+    head_grad: Literal["scaled", "unscaled"] = "scaled"
+    head_weighting: Literal["uniform", "data", "task_count"] = "uniform"
+
+
+class Branched(NamedTuple):
+    """A model with branches, and its training by one client."""
 
     b: Branches
     start: Callable[[Array], PyTree]  # key -> the model's variables, with a head of the map's logits
@@ -47,18 +77,13 @@ class _Branched(NamedTuple):
         return {"uniform": n > 0, "data": cohort.sizes[:, None] * (n > 0), "task_count": n}[by]
 
 
-def _branched(
-    task: Task,
-    tasks: str,
-    head: str,
-    task_loss: str,
-    weighting: str,
-    solver: str,
-    normalise: str,
-    head_grad: str,
-    head_weighting: str,
-) -> _Branched:
-    b, model = branches(task, tasks, head), task.model
+def branched(task: Task, on: Branching) -> Branched:
+    """What both methods share, for a task's first model.
+
+    Raises:
+      InputError: the tasks are not a map of the classes, or the head is not one linear layer.
+    """
+    b, model = branches(task, on.tasks, on.head), task.model
 
     def start(key: Array) -> PyTree:
         w = model.init(key)
@@ -69,7 +94,7 @@ def _branched(
 
     def train(c: Client, received: PyTree) -> tuple[PyTree, Array, dict[str, Array]]:
         classes = jnp.sign(c.class_counts) @ b.member.T  # [T], that the client holds of each task
-        holds, how = classes > 0, (weighting, solver, normalise, head_grad, task_loss)
+        holds, how = classes > 0, (on.weighting, on.solver, on.normalise, on.head_grad, on.task_loss)
         loss = branch_loss(task, b, holds, *how, one_class=classes == 1)
         w, (value, seen) = local.sgd(c.key, c.train, loss, received, task, has_aux=True)
         w["head"] = trees.choose(holds[b.column], w["head"], received["head"])  # weight decay moves all
@@ -81,20 +106,14 @@ def _branched(
     def score(z: Array, y: Array, mask: Array, c: Client) -> Scores:
         return scores(b, z, y, mask, c)
 
-    return _Branched(b, start, train, predictor, score)
+    return Branched(b, start, train, predictor, score)
 
 
+@hyperparameters.shared(Branching)
 def pfedc(
     task: Task,
     *,
-    tasks: Annotated[str, Recorded(inline)] = "class",
-    head: Literal["group_softmax", "group_reject", "group_binary"] = "group_softmax",
-    task_loss: Literal["class", "batch"] = "class",
-    weighting: Literal["mgda_ub", "mgda", "uniform", "sum"] = "mgda_ub",
-    solver: Literal["fista", "fw"] = "fista",
-    normalise: Literal["none", "l2", "loss", "loss+"] = "none",
-    head_grad: Literal["scaled", "unscaled"] = "scaled",
-    head_weighting: Literal["uniform", "data", "task_count"] = "uniform",
+    on: Branching,
     download: Literal["bank", "stale"] = "bank",
     comm: Literal["sparse", "full"] = "sparse",
 ) -> Algorithm:
@@ -102,20 +121,6 @@ def pfedc(
     1, Eqs. 3-7).
 
     Args:
-      tasks: one of class (T = C), single (T = 1), consecutive:T, superclass, file:PATH (your own
-        map: a text with the task of each class, numbered from 0), or such a map itself as
-        map:0,0,1.
-      head: of a task of several classes, one of group_softmax (samples of its classes only),
-        group_reject (all samples, and a further logit for none of its classes), group_binary (one
-        logit, whether it is one of them).
-      task_loss: what the sum over a task's samples in a minibatch is divided by, one of class
-        (those of its classes, D_i^c of Eq. 3; a task without one is left out), batch (all of them).
-      weighting: of the task losses, one of mgda_ub (the paper's), mgda (gradients by the body),
-        uniform, sum.
-      solver: of the minimum-norm point, one of fista, fw (the paper's Frank-Wolfe).
-      normalise: gradients before solving, one of none, l2, loss, loss+.
-      head_grad: one of scaled (by alpha, Eq. 5), unscaled (Sener & Koltun's Algorithm 2).
-      head_weighting: of a branch's holders, one of uniform (Eq. 7), data, task_count.
       download: the branches a client begins a round with, one of bank (the server's last), stale
         (Eq. 7 to the letter: only the round's clients receive its means, and the others keep their
         own last ones).
@@ -151,8 +156,8 @@ def pfedc(
       `post`, right after local training, is the paper's evaluation point. Holders' presence (T bits
       each, once) is not counted in the traffic.
     """
-    on = _branched(task, tasks, head, task_loss, weighting, solver, normalise, head_grad, head_weighting)
-    b, held = on.b, on.held
+    of = branched(task, on)
+    b, held = of.b, of.held
     split, stale = averaging.split(task), download == "stale"
 
     def compose(server: PyTree, mine: PyTree, c: Client) -> PyTree:
@@ -162,18 +167,18 @@ def pfedc(
         return split.receive({"body": server["body"], "head": branches, "stats": server["stats"]}, mine["own"])
 
     def init(key: Array) -> State:
-        w = on.start(key)
+        w = of.start(key)
         shared, own = split.send(w)
         mine = {"head": w["head"] if stale else (), "own": own}
         return State(shared | {"start": w["head"]}, trees.replicate(mine, task.num_clients))
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def client(c: Client, mine: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array], dict[str, Array]]:
-            w, value, seen = on.train(c, compose(state.server, mine, c))
+            w, value, seen = of.train(c, compose(state.server, mine, c))
             shared, own = split.send(w)
-            return shared, own, value, seen, evaluate.post(cohort, c, on.predictor(w), on.score)
+            return shared, own, value, seen, evaluate.post(cohort, c, of.predictor(w), of.score)
 
-        by_branch = on.shares(head_weighting, cohort)[:, b.column]  # [S, L], of the task of each logit
+        by_branch = of.shares(on.head_weighting, cohort)[:, b.column]  # [S, L], of the task of each logit
         weight = {"body": cohort.sizes, "head": by_branch, "stats": cohort.sizes}
         last = {part: state.server[part] for part in weight}  # what nobody holds keeps its last value
         mean, (own, value, seen, post) = cohort.mean(client, state.clients, weight=weight, default=last)
@@ -190,24 +195,18 @@ def pfedc(
         return Traffic(scalars, scalars, 0 * scalars, 2 * cohort.active.astype(jnp.int32))
 
     def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
-        return on.predictor(compose(server, mine, c))
+        return of.predictor(compose(server, mine, c))
 
     # a branch is averaged over whoever holds its task, and keeps its value where nobody does
-    return Algorithm(init, round, predict, on.score, sent, averages=("body",))
+    return Algorithm(init, round, predict, of.score, sent, averages=("body",))
 
 
+@hyperparameters.shared(Branching)
 def privacy_pfedc(
     task: Task,
     *,
+    on: Branching,
     backend: Literal["ckks", "plain"] = "ckks",
-    tasks: Annotated[str, Recorded(inline)] = "class",
-    head: Literal["group_softmax", "group_reject", "group_binary"] = "group_softmax",
-    task_loss: Literal["class", "batch"] = "class",
-    weighting: Literal["mgda_ub", "mgda", "uniform", "sum"] = "mgda_ub",
-    solver: Literal["fista", "fw"] = "fista",
-    normalise: Literal["none", "l2", "loss", "loss+"] = "none",
-    head_grad: Literal["scaled", "unscaled"] = "scaled",
-    head_weighting: Literal["uniform", "data", "task_count"] = "uniform",
     encrypt_phi: bool = False,
 ) -> Algorithm:
     """pFedC whose server adds encrypted branches and encrypted counts of their holders (Algorithm
@@ -216,15 +215,6 @@ def privacy_pfedc(
     Args:
       backend: of the sums, one of ckks (encrypted by TenSEAL, an optional dependency), plain (the
         same in the clear).
-      tasks: one of class, single, consecutive:T, superclass, file:PATH, map:0,0,1, as of pfedc.
-      head: of a task of several classes, one of group_softmax, group_reject, group_binary, as of
-        pfedc.
-      task_loss: what a task's summed loss is divided by, one of class, batch, as of pfedc.
-      weighting: of the task losses, one of mgda_ub, mgda, uniform, sum, as of pfedc.
-      solver: of the minimum-norm point, one of fista, fw, as of pfedc.
-      normalise: gradients before solving, one of none, l2, loss, loss+, as of pfedc.
-      head_grad: one of scaled, unscaled, as of pfedc.
-      head_weighting: of a branch's holders, one of uniform (Eq. 7), data, task_count.
       encrypt_phi: true or false, whether the body (φ) is added under encryption, too; the paper
         sends it in the clear.
 
@@ -242,30 +232,30 @@ def privacy_pfedc(
       the clients decrypt.
     """
     encryption.check_backend(backend)
-    on = _branched(task, tasks, head, task_loss, weighting, solver, normalise, head_grad, head_weighting)
-    b, split, plain = on.b, averaging.split(task), backend == "plain"
+    of = branched(task, on)
+    b, split, plain = of.b, averaging.split(task), backend == "plain"
 
     def compose(server: PyTree, mine: PyTree) -> PyTree:
         return split.receive(server | {"head": mine["head"]}, mine["own"])
 
     def init(key: Array) -> State:
-        w = on.start(key)
+        w = of.start(key)
         shared, own = split.send(w)
         server = {"body": shared["body"], "stats": shared["stats"]}
         return State(server, trees.replicate({"head": w["head"], "own": own}, task.num_clients))
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def client(c: Client, mine: PyTree) -> tuple[PyTree, ...]:
-            w, value, seen = on.train(c, compose(state.server, mine))
+            w, value, seen = of.train(c, compose(state.server, mine))
             shared, own = split.send(w)
             phi = {"body": shared["body"], "stats": shared["stats"]}
-            post = evaluate.post(cohort, c, on.predictor(w), on.score)
+            post = evaluate.post(cohort, c, of.predictor(w), of.score)
             return () if encrypt_phi else phi, phi if encrypt_phi else (), w["head"], own, value, seen, post
 
         clear, (phi, heads, own, value, seen, post) = cohort.mean(
             client, state.clients, weight=cohort.sizes, default=() if encrypt_phi else state.server
         )
-        weight = on.shares(head_weighting, cohort).astype(float)  # [S, T]
+        weight = of.shares(on.head_weighting, cohort).astype(float)  # [S, T]
         factors = {"branches": weight[:, b.column], "phi": cohort.sizes.astype(float)}
         upload = jax.vmap(aggregate.weigh)(factors, {"branches": heads, "phi": phi}) | {"weight": weight}
         total, up, down = encryption.total(cohort.replicated(upload), cohort.ids, cohort.active, backend)
@@ -285,10 +275,10 @@ def privacy_pfedc(
         ciphertexts = None if plain else metrics.clients["encrypted_up"] + metrics.clients["encrypted_down"]
         return Traffic(clear, clear, 0 * clear, 2 * cohort.active.astype(jnp.int32), ciphertexts)
 
-    predict = lambda server, mine, c: on.predictor(compose(server, mine))
+    predict = lambda server, mine, c: of.predictor(compose(server, mine))
     secret = "the branches' sums are only for the clients of the round, and the server keeps nothing of them"
     averages = () if encrypt_phi else ("body",)  # of ciphertexts no server takes a step
-    return Algorithm(init, round, predict, on.score, sent, no_unseen=secret, averages=averages)
+    return Algorithm(init, round, predict, of.score, sent, no_unseen=secret, averages=averages)
 
 
 def _ratio(total: PyTree, weight: Array, like: PyTree) -> PyTree:
