@@ -122,14 +122,21 @@ def _method(factory: Callable, name: str) -> str:
     first = doc.split(chr(10) * 2)[0] or "no docstring."
     parts = [f"{name}: {first}", f"From {place}:\n{textwrap.indent(about, '  ')}" if about else f"From {place}."]
     rows = hyperparameters(factory)
-    lines = [_hanging(f"  {n}={row['default']} ({row['type']})  ", row["text"]) for n, row in rows.items()]
+    lines = [_hanging(f"  {n}={row['default']}{_beside(row)}  ", row["text"]) for n, row in rows.items()]
     parts.append("\n".join(["Hyperparameters (--hparam name=value):", *lines]) if lines else "No hyperparameters.")
-    if note := sections(doc).get("Note"):
-        parts.append(_hanging("Note: ", note))
+    if note := sections(doc, join="\n").get("Note"):
+        first, *more = (" ".join(paragraph.split()) for paragraph in note.split("\n\n"))
+        parts += [_hanging("Note: ", first), *(textwrap.indent(textwrap.fill(x, _WIDTH - 6), " " * 6) for x in more)]
     if known := active.lines(name):
         title = _hanging("", f"What of it acts at the defaults ({active.where(name)}):")
         parts.append("\n".join([title, *(_hanging("  ", line) for line in known)]))
     return "\n\n".join([*parts, _hanging("Unseen clients (--unseen): ", unseen_clients(factory))])
+
+
+def _beside(row: dict[str, Any]) -> str:
+    """The type of a hyperparameter after its default, unless its text lists the choices."""
+    listed = row["type"].startswith("one of") and "one of" in row["text"]
+    return "" if listed else f" ({row['type']})"
 
 
 def unseen_clients(factory: Callable) -> str:

@@ -237,7 +237,8 @@ def test_describe_shows_paper_defaults_and_ranges(name, capsys):
     rows = describe.hyperparameters(ALGORITHMS[name])
     assert rows.keys() == hyperparameters(ALGORITHMS[name]).keys()
     for hparam, row in rows.items():
-        assert f"{hparam}={row['default']} (" in out
+        listed = row["type"].startswith("one of") and all(x in row["text"] for x in row["type"][7:].split(", "))
+        assert f"\n  {hparam}={row['default']}{'' if listed else ' (' + row['type'] + ')'}  " in out
         assert re.search(r"[\[(]-?(?:[\d.]+|inf), [\w. ]+[\])]|one of|true or false", row["text"]), (
             f"{hparam} has no range"
         )
