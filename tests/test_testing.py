@@ -20,7 +20,7 @@ from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.averaging import predictor
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.testing import ContractViolation
-from fedjax_pfl.types import Algorithm, Metrics, State
+from fedjax_pfl.types import Algorithm, Idle, Metrics, State
 
 
 def planted(mistake):
@@ -224,6 +224,7 @@ FIELDS = {
     "None": ({"init": lambda made, key: None}, "must return State(server, clients), not NoneType."),
     "text": ({"init": lambda made, key: State({"w": "text"}, {})}, ".server['w'] is of type str and must be an array"),
     "row": ({"init": lambda made, key: State({}, {"h": jnp.zeros(3)})}, "clients['h'] of `init` has the shape [3] and"),
+    "idle": ({"idle": (Idle("pull", 0, 1e-3, "Nothing."),)}, "`idle` names the metric 'pull', which is not in its Me"),
 }
 
 

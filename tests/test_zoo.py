@@ -239,6 +239,32 @@ def test_a_linear_map_of_features_is_trained():
     assert project["kernel"].shape == (64, 5) and np.all(np.any(np.asarray(project["kernel"]) != 0, axis=0))
 
 
+class Bag(nnx.Module):
+    """The mean of the embeddings of tokens, twice if it is to return two arrays."""
+
+    def __init__(self, rngs, twice):
+        self.table, self.twice = nnx.Embed(10, 8, rngs=rngs), twice
+
+    def __call__(self, x, train):
+        h = self.table(x).mean(axis=1)
+        return (h, h) if self.twice else h
+
+
+def tokens(by, twice=False):
+    def make(shape, classes, rngs):
+        return nets.Net(Bag(rngs, twice), layers.linear(8, classes, rngs))
+
+    return models.model(make, (4,), 3, features=5, width_by=by, input_dtype=jnp.int32)
+
+
+@pytest.mark.parametrize("by", features.WIDTH_BY)
+def test_a_network_of_tokens_can_have_other_features(by):
+    net = tokens(by)
+    assert net.apply(net.init(KEY), jnp.ones((2, 4), jnp.int32))[0].shape == (2, 3)
+    with pytest.raises(InputError, match=r"body returns .* it must be one array"):
+        tokens(by, twice=True)
+
+
 # --- CNN-k inside CNN-1 ------------------------------------------------------------------------------------------
 
 

@@ -157,9 +157,9 @@ def check_upload(upload: PyTree, default: PyTree) -> None:
         )
 
 
-def check_round(before: State, result: Any, places: int, headline: str) -> None:
+def check_round(before: State, result: Any, places: int, method: Algorithm) -> None:
     """Raises ContractError unless a round returned a state like the one before and complete metrics
-    of `places`, with the headline among the scores."""
+    of `places`, with the headline among the scores and what `idle` names among the server's."""
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], State)):
         raise ContractError("`round` must return (State, Metrics).")
     state, metrics = result
@@ -167,7 +167,9 @@ def check_round(before: State, result: Any, places: int, headline: str) -> None:
         raise ContractError(
             f"`round` must return Metrics(loss=..., post=...) beside the state, not {type(metrics).__name__}."
         )
-    _check_metrics(metrics, places, headline)
+    _check_metrics(metrics, places, method.headline[0])
+    if missing := [part.metric for part in method.idle if part.metric not in metrics.server]:
+        raise ContractError(f"`idle` names the metric {missing[0]!r}, which is not in its Metrics.server.")
     if difference := _difference(shapes(before), shapes(state)):
         raise ContractError(f"`round` must return a state of the same structure, shapes and types: {difference}.")
 

@@ -244,7 +244,7 @@ def parts(
         method, present = algorithm(traced, t), cohort(key, f, ids, active, t, evaluated, lengths)
         with contract.named(factory, "round"):
             result = method.round(keys.fold(keys.round_key(key, t), keys.Round.SERVER), here, present)
-            contract.check_round(here, result, len(ids), method.headline[0])
+            contract.check_round(here, result, len(ids), method)
         new, metrics = result
         with contract.named(factory, "traffic"):
             sent = (method.traffic or traffic.uploads)(here, present, metrics)

@@ -13,8 +13,8 @@ from flax import nnx
 from jax import lax
 
 from fedjax_pfl.errors import check, choose
-from fedjax_pfl.models import layers
-from fedjax_pfl.models.nets import Net, Shape
+from fedjax_pfl.models import checks, layers
+from fedjax_pfl.models.nets import Net
 from fedjax_pfl.types import Array
 
 WIDTH_BY = ("pool", "linear")
@@ -42,18 +42,25 @@ class Widened(nnx.Module):
         self.body, self.features, self.project = body, features, project
 
     def __call__(self, x: Array, mask: Array | None = None, train: bool = False, rngs: nnx.Rngs | None = None) -> Array:
-        given = {"mask": mask, "train": train, "rngs": rngs}
-        accepted = inspect.signature(self.body.__call__).parameters
-        h = self.body(x, **{name: value for name, value in given.items() if name in accepted})
+        h = _called(self.body, x, mask=mask, train=train, rngs=rngs)
         return adaptive_average_pool(h, self.features) if self.project is None else self.project(h)
 
 
-def widened(module: Any, input_shape: Shape, num_classes: int, features: int, by: str, rngs: nnx.Rngs) -> Net:
+def _called(body: Any, x: Array, **given: Any) -> Array:
+    """A body's features of x, with those of the keyword arguments that it names."""
+    accepted = inspect.signature(body.__call__).parameters
+    h: Array = body(x, **{name: value for name, value in given.items() if name in accepted})
+    return h
+
+
+def widened(
+    module: Any, example: jax.ShapeDtypeStruct, num_classes: int, features: int, by: str, rngs: nnx.Rngs
+) -> Net:
     """Gives a network another number of features and a new linear head.
 
     Args:
       module: has a `body`, [B, *input] -> [B, L]; its head is dropped.
-      input_shape: of one example, without the batch axis.
+      example: shape and type of a prepared batch of two.
       num_classes: C.
       features: K.
       by: one of
@@ -65,13 +72,12 @@ def widened(module: Any, input_shape: Shape, num_classes: int, features: int, by
       A Net whose head is one linear layer, kernel [K, C] and bias [C].
 
     Raises:
-      InputError: for less than one feature, or an unknown `by`.
+      InputError: for less than one feature, an unknown `by`, or a body that does not return one
+        array.
     """
     choose("width_by", by, WIDTH_BY)
     check("features", features, 1, 10**6, whole=True, why="the head has a row of weights for each")
-    project = None
-    if by == "linear":
-        example = jax.ShapeDtypeStruct((1, *input_shape), jnp.float32)
-        size = jax.eval_shape(lambda x: module.body(x), example).shape[-1]
-        project = layers.linear(size, features, rngs)
+    h = jax.eval_shape(lambda x: _called(module.body, x, mask=None, train=False, rngs=None), example)
+    checks.features(module, h)
+    project = layers.linear(h.shape[-1], features, rngs) if by == "linear" else None
     return Net(Widened(module.body, features, project), layers.linear(features, num_classes, rngs))

@@ -122,12 +122,15 @@ def model(
     choose("conv", conv, layers.CONVOLUTIONS)
     choose("compute_dtype", compute_dtype, DTYPES)
     choose("width_by", width_by, WIDTH_BY)
+    # the networks here take whole numbers as float32
+    whole = named and jnp.issubdtype(input_dtype, jnp.integer)
+    example = jax.ShapeDtypeStruct((2, *input_shape), jnp.float32 if whole else input_dtype)
 
     def build(rngs: nnx.Rngs) -> Any:  # a module with body and head
         module = factory(input_shape, num_classes, rngs)
         checks.parts(module)
         if features is not None:
-            module = widened(module, input_shape, num_classes, features, width_by, rngs)
+            module = widened(module, example, num_classes, features, width_by, rngs)
         return _normalised(module, bn_stats)
 
     def init(key: Array) -> PyTree:
@@ -149,7 +152,6 @@ def model(
             x = x.astype(jnp.float32)
         return run(variables["body"], variables["stats"], x, mask, train, key)
 
-    example = jax.ShapeDtypeStruct((2, *input_shape), input_dtype)
     h = jax.eval_shape(extract, _parts(template, _nest), example)[0]
     checks.features(template, h)
     return Model(init, extract, head, apply, _parts(template, _marked), h.shape[-1])
