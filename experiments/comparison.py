@@ -18,6 +18,7 @@ from experiments.scores import Headline
 
 _BY_CLASSES = ("pathological", "pathological_subset", "label_groups")
 _LOCAL, _DASHED = "#999999", ("fedavg", "fedprox", "scaffold", "fedma")  # grey; methods without a personal model
+MAJORITY: dict[str, Any] = {"color": "0.35", "linewidth": 1, "linestyle": (0, (1, 3))}  # the baseline's line
 _LINES = {"-": "-", "--": "--"}, {"-": "-.", "--": ":"}  # of the first method of a colour, and of the next
 
 
@@ -59,10 +60,25 @@ def content(workdirs: Sequence[Path]) -> tuple[str, list[list[str]], list[str]]:
         row.append(str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}")
         row += [_costs([cost(run) for run in runs if cost(run) is not None]) for cost in costs.values()]
         rows.append(row)
+    if floor := majority([run for runs in found.values() for run in runs], name):
+        said = mean_std(floor, functools.partial(scores.shown, name))
+        known = dict(zip(points, (said, "-", said), strict=True))
+        rows.append(["majority baseline", *(known.get(column, "-") for column in rows[0][1:])])
     unit = " in %" if scores.is_share(name) else ""
     spread = "; ± is the sample standard deviation over seeds" if several else ""
     title = f"{name}{unit}, mean over clients{' (and over seeds)' if several else ''}, after the last round{spread}:"
     return title, rows, [*unfinished([run for runs in found.values() for run in runs]), *_twice(found)]
+
+
+def majority(runs: Sequence[Found], name: str) -> list[float]:
+    """What always answering a client's most frequent class scores, mean over clients, for each
+    seed; nothing where it is not recorded, or the runs of a seed have other data."""
+    known: dict[int, set[float]] = {}
+    for run in runs:
+        if (value := run.value("pre", scores.baseline(name))) is not None:
+            known.setdefault(run.config.seed, set()).add(value)
+    alike = all(len(values) == 1 for values in known.values())
+    return [value for values in known.values() for value in values] if alike else []
 
 
 def unfinished(runs: Sequence[Found]) -> list[str]:
@@ -104,6 +120,11 @@ def draw(workdirs: Sequence[Path], root: Path) -> Path:
             line = _LINES[again % 2]["--" if method.partition(",")[0] in _DASHED else "-"]
             _curve(left, runs, name, method, {"color": colours[method], "linestyle": line})
         _ends(right, found, headline, colours)
+        everything = [run for runs in found.values() for run in runs]
+        if floor := majority(everything, name):
+            at = float(np.mean(floor))
+            left.axhline(at, **MAJORITY, label=f"majority baseline  {scores.shown(name, at)}")
+            right.axvline(at, **MAJORITY)
         what = "test accuracy" if name == "acc" else f"test {name}"
         left.set(xlabel="round", ylabel=f"{what}, mean over clients", title="Before local training, by round")
         drawing.whole_numbers(left.xaxis, 8)
@@ -111,7 +132,6 @@ def draw(workdirs: Sequence[Path], root: Path) -> Path:
         right.set(xlabel=what, title="After the last round")
         for axes in (left, right):
             axes.grid(alpha=0.25)
-        everything = [run for runs in found.values() for run in runs]
         figure.suptitle(title(everything).partition("\n")[0], fontsize=10)
     return root / "comparison.png"
 

@@ -213,19 +213,16 @@ def _limit(axes: Any, series: Mapping[str, Series], name: str) -> None:
         return
     points = [course[point] for one in series.values() for course in one.courses for point in course]
     late = [of[of[:, 0] >= 0.1 * of[:, 0].max(), 1].min() for of in points if len(of)]
-    known = [value for value in _baselines(series, name) if value is not None]
-    axes.set_ylim(max(-0.02, min([*late, *known]) - 0.04), axes.get_ylim()[1])
+    axes.set_ylim(max(-0.02, min([*late, *_majority(series, name)]) - 0.04), axes.get_ylim()[1])
 
 
-def _baselines(series: Mapping[str, Series], name: str) -> list[float | None]:
-    return [run.value("pre", scores.baseline(name)) for one in series.values() for run in one.runs]
+def _majority(series: Mapping[str, Series], name: str) -> list[float]:
+    return comparison.majority([run for one in series.values() for run in one.runs], name)
 
 
 def _baseline(axes: Any, series: Mapping[str, Series], name: str) -> None:
-    if values := [value for value in _baselines(series, name) if value is not None]:
-        axes.axhline(
-            float(np.mean(values)), color="0.35", linewidth=1, linestyle=(0, (1, 3)), label="majority baseline"
-        )
+    if values := _majority(series, name):
+        axes.axhline(float(np.mean(values)), **comparison.MAJORITY, label="majority baseline")
 
 
 def _score(name: str) -> str:

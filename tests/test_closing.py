@@ -38,8 +38,8 @@ def test_a_run_ends_with_at_most_eight_lines(tmp_path, capsys):
 
 def test_a_sweep_ends_with_its_methods_in_order_and_a_picture(said):
     root, out = said
-    end = out.splitlines()[-5:]
-    assert [line.split()[0] for line in end] == ["acc", "method", *_ordered(root), "Picture:"]
+    end = out.splitlines()[-6:]
+    assert [line.split()[0] for line in end] == ["acc", "method", *_ordered(root), "majority", "Picture:"]
     assert (root / "comparison.png").is_file() and "| method |" not in out and "round 1/2" not in out
 
 
@@ -57,10 +57,12 @@ def test_the_picture_shows_the_numbers(said, monkeypatch):
     (figure,) = drawn
     assert isinstance(figure, Figure)
     left, right = figure.axes
-    for line, path in zip(left.lines, paths, strict=True):
+    *lines, majority = left.lines
+    for line, path in zip(lines, paths, strict=True):
         rows = runs.read_rows(path / "metrics.jsonl")
         assert list(line.get_ydata()) == pytest.approx([row["pre/acc"] for row in rows])
         assert line.get_label().endswith(f"{100 * rows[-1]['pre/acc']:.1f}")
+        assert set(majority.get_ydata()) == {rows[-1]["pre/acc_majority"]}
     assert [text.get_text() for text in right.get_yticklabels()] == _ordered(root)[::-1]
 
 

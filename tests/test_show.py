@@ -132,7 +132,10 @@ def test_one_run_is_shown_with_settings_ending_and_tables(root):
 
 
 def test_a_sweep_is_shown_as_a_table_over_seeds(root):
-    title, head, *lines = show.main([str(root)]).splitlines()
+    title, head, *lines, majority = show.main([str(root)]).splitlines()
+    floors = [100 * last(root / f"local-seed{k}", "pre/acc_majority") for k in (0, 1)]
+    floor = f"{np.mean(floors):.1f} ± {abs(floors[0] - floors[1]) / np.sqrt(2):.1f}"
+    assert majority.split("  ")[0] == "majority baseline" and majority.count(floor) == 2
     assert "sample standard deviation over seeds" in title
     assert head.split("  ")[0] == "method" and head.split()[-4:] == ["rounds", "MB", "sent", "seconds"]
     for line in lines:
