@@ -112,7 +112,7 @@ def draw(workdirs: Sequence[Path], root: Path) -> Path:
     found = _by_method(workdirs)
     headline, colours = next(iter(found.values()))[0].headline, dict(zip(found, _palette(list(found)), strict=True))
     name = headline[0]
-    columns = drawing.legend_columns(10, [f"{method}  99.9%" for method in found])
+    columns = drawing.legend_columns(10, [f"{method}  99.9%" for method in (*found, "majority baseline")])
     with drawing.drawn(root / "comparison.png", (10, 4 + 0.2 * math.ceil(len(found) / columns))) as figure:
         left, right = figure.subplots(1, 2, width_ratios=(1.2, 1))
         for method, runs in found.items():
@@ -149,7 +149,7 @@ def _ends(axes: Any, found: dict[str, list[Found]], headline: Headline, colours:
         after = _mean(runs, "post", name)
         axes.plot(after, row, "|", color=colour, markersize=13, label="mean, after it" * (row == 0))
     axes.set(yticks=range(len(methods)), yticklabels=methods, ylim=(-0.6, len(methods) + 0.9))
-    axes.legend(frameon=False, loc="upper left", ncols=1, fontsize=8)
+    axes.legend(framealpha=1, edgecolor="none", loc="upper left", ncols=1, fontsize=8)
 
 
 def _values(runs: Sequence[Found], point: str, name: str, which: str = "macro") -> list[float]:
