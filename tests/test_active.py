@@ -2,6 +2,8 @@
 them."""
 
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from experiments import active, closing, describe, settings
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.types import State
 
+ROOT = Path(__file__).parent.parent
 KNOWN = json.loads(active.FILE.read_text())
 QUICK = ("fedprox",)  # one compilation; the others are slow
 ROUGH = {"fedbn": 0.1}  # batch norm of a few rows magnifies rounding, and the tests' compiler rounds in another order
@@ -61,6 +64,12 @@ def test_what_is_idle_is_said_of_the_method(capsys):
     assert "Idle" not in active.lines("ditto")[0]
     text = " ".join(describe.describe("mnfl").split())
     assert active.lines("mnfl")[0] in text and active.where("mnfl") in text
+
+
+def test_the_documentation_names_all_that_is_idle():
+    text = (ROOT / "docs/methods/index.md").read_text().split("By the rule below idle are")[1].split(".\n")[0]
+    idle = {name for name, found in active._known().items() if any(map(active.idle, found))}
+    assert set(re.findall(r"`(\w+)`", text)) == idle
 
 
 def ended(method, low, high, capsys):
