@@ -106,6 +106,7 @@ SIZES = ({}, {"clients": 50, "participation": "0.2"}, {"clients": 100, "particip
         ("pfedafm_cifar10", (0.23, 1.21, 3.19), (16.56, 19.32, 22.47)),
         ("pfedafm_cifar100", (4.71, 5.24, 7.93), (24.07, 23.68, 24.39)),
         ("pfedafm_cifar10_same", (0.34, 1.33, 3.09), (1.43, 3.27, 5.44)),
+        ("pfedafm_cifar100_same", (3.38, 5.08, 7.76), (6.22, 10.01, 11.70)),
     ],
 )
 def test_pfedafm_is_ahead_by_what_its_tables_say(name, to_others, to_small_models):
@@ -125,6 +126,14 @@ def test_mnfl_is_first_and_fedmd_last_in_both_columns():
             order = sorted(rows, key=lambda method: rows[method][column])
             assert (order[:2], order[-1]) == (["fedmd", "feddf"], "mnfl_het")
     assert published.comparison(config("mnfl_cifar10", "feddf"))["compare"] == "pre/acc"
+
+
+def test_mnfl_of_one_architecture_is_first_with_few_and_with_many_clients():
+    for name, few, many in (("mnfl_fashion_mnist_same", 93.93, 90.37), ("mnfl_cifar10_same", 66.96, 58.29)):
+        for where, ours in (({}, few), (SIZES[2], many)):
+            row = {method: number(name, method, **where) for method in PRESETS[name].published}
+            assert max(row, key=row.get) == "mnfl" and row["mnfl"] == ours
+    assert number("mnfl_fashion_mnist_ablations", "mnfl_het", public="emnist") == 88.76
 
 
 def test_mnfls_ablations_are_found_by_what_is_varied():
