@@ -1,8 +1,11 @@
 """FedPer and its relatives: the model is cut into body and head, and one part stays with the client
 or at its start.
 
-References: FedPer, Arivazhagan et al. (2019); FedRep, Collins et al. (ICML 2021); LG-FedAvg, Liang
-et al. (2020); FedBABU, Oh et al. (ICLR 2022).
+References: FedPer, Arivazhagan et al., Federated learning with personalization layers (2019);
+FedRep, Collins et al., Exploiting shared representations for personalized federated learning (ICML
+2021); LG-FedAvg, Liang et al., Think locally, act globally: federated learning with local and
+global representations (2020); FedBABU, Oh et al., FedBABU: toward enhanced representation for
+federated image classification (ICLR 2022).
 """
 
 from typing import Annotated, Literal
