@@ -116,3 +116,18 @@ def test_without_tenseal_one_sentence_says_what_to_do(monkeypatch):
     encryption.check_backend("plain")
     with pytest.raises(InputError, match="backend"):
         encryption.check_backend("paillier")
+
+
+def test_a_vector_whose_bytes_cannot_be_counted_is_refused():
+    ids, shapes = jnp.arange(2), [jax.ShapeDtypeStruct((2, encryption.LONGEST + more), jnp.float32) for more in (0, 1)]
+    total = lambda rows: encryption.total(rows, ids, ids >= 0, "ckks")
+    assert jax.eval_shape(total, shapes[0])[0].shape == (encryption.LONGEST,)
+    with pytest.raises(InputError, match="16,777,217 numbers, more than 16,777,216"):
+        jax.eval_shape(total, shapes[1])
+
+
+def test_the_bytes_of_the_longest_vector_can_be_counted(parties):
+    clients, server = parties
+    sent = clients.encrypt(np.zeros(4096))
+    both_ways = sum(map(len, sent)) + sum(map(len, server.add([sent])))
+    assert encryption.LONGEST // 4096 * both_ways * 1.02 < 2**31

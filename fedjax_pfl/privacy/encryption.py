@@ -30,6 +30,7 @@ COEFF_BITS = (60, 40, 60)  # of the primes; 160 bits are below the 218 that leav
 # all runs.
 SCALE = 2.0**56
 GRID = 2.0**-32
+LONGEST = 2**24  # numbers in a vector, of which the bytes both ways, 120 a number, stay below 2^31
 LARGEST = 2.0**30  # of a number to encrypt; what a modulus of 100 bits leaves above the scale is for the sum
 
 
@@ -124,12 +125,20 @@ def total(rows: PyTree, ids: Array, active: Array, backend: str) -> tuple[PyTree
     Returns:
       (the sum of the rows, and the bytes of the ciphertexts that each client sends and receives,
       [S] int32).
+
+    Raises:
+      InputError: for ckks a row is longer than 2^24 numbers.
     """
     whole = ravel_pytree(jax.tree.map(lambda x: x[0], rows))[1]
     vectors = jnp.where(active[:, None], jax.vmap(lambda row: ravel_pytree(row)[0])(rows), 0)
     if backend == "plain":
         nothing = jnp.zeros(ids.shape, jnp.int32)
         return whole(jnp.sum(vectors[jnp.argsort(ids)], axis=0)), nothing, nothing
+    if vectors.shape[1] > LONGEST:
+        raise InputError(
+            f"A client would encrypt {vectors.shape[1]:,} numbers, more than {LONGEST:,}, and so many that their bytes "
+            "could not be counted: take a smaller model, or leave its body in the clear."
+        )
     sizes = jax.ShapeDtypeStruct(ids.shape, jnp.int32)
     shapes = (jax.ShapeDtypeStruct(vectors.shape[1:], vectors.dtype), sizes, sizes)
     vector, up, down = callbacks.call(_encrypted_total, shapes, vectors, active)
