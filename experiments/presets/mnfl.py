@@ -1,5 +1,5 @@
-"""The MNFL paper's Table 1, four architectures in one federation, Table 2, one architecture, and its
-Tables 3 to 6.
+"""The MNFL paper's Table 1, four architectures in one federation, Table 2, one architecture, and
+its Tables 3 to 6.
 
 Their columns of EMNIST have no preset.
 """

@@ -8,13 +8,13 @@ of the pFedC paper.
 
 import itertools
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from annotated_types import Gt, Interval
 
-from fedjax_pfl import averaging, evaluate, local, losses, traffic, trees
+from fedjax_pfl import averaging, evaluate, hyperparameters, local, losses, traffic, trees
 from fedjax_pfl.averaging import FINE_TUNED, params, predictor
 from fedjax_pfl.numerics.matching import Group, Path, layers, mask, match, neurons, permute
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task, Traffic
@@ -75,20 +75,8 @@ def retrain(c: Client, w: PyTree, frozen: PyTree, task: Task, epochs: int | None
     return {**trees.merge(v["moving"], held), "stats": v["stats"]}
 
 
-def fedma(
-    task: Task,
-    *,
-    retrain_epochs: Annotated[int, Interval(ge=-1, le=10_000)] = -1,
-    matching: Literal["distance", "bbp", "identity"] = "distance",
-    weights: Literal["classes", "uniform"] = "classes",
-    sweeps: Annotated[int, Interval(ge=1, le=1000)] = 5,
-    sigma: Annotated[float, Gt(0)] = 1.0,
-    sigma0: Annotated[float, Gt(0)] = 1.0,
-    mu0: Annotated[float, Interval(gt=-math.inf, lt=math.inf)] = 0.0,
-    mu0_bias: Annotated[float, Interval(gt=-math.inf, lt=math.inf)] = 0.1,
-) -> Algorithm:
-    """Trains, then layer by layer matches the clients' neurons, averages them, freezes the layer
-    and retrains the rest.
+class Matching(NamedTuple):
+    """How the neurons of a layer are matched and averaged, and what is trained after it.
 
     Args:
       retrain_epochs: E_r in [-1, 10000] after each layer; -1 is the task's local work, as the
@@ -103,6 +91,22 @@ def fedma(
       sigma0: deviation (σ0) in (0, inf) of the prior, of bbp; 1 as in the authors' code.
       mu0: mean (μ0) in (-inf, inf) of the prior of a weight, of bbp; 0 as in the authors' code.
       mu0_bias: the same of a bias, in (-inf, inf); 0.1 as in the authors' code.
+    """
+
+    retrain_epochs: Annotated[int, Interval(ge=-1, le=10_000)] = -1
+    matching: Literal["distance", "bbp", "identity"] = "distance"
+    weights: Literal["classes", "uniform"] = "classes"
+    sweeps: Annotated[int, Interval(ge=1, le=1000)] = 5
+    sigma: Annotated[float, Gt(0)] = 1.0
+    sigma0: Annotated[float, Gt(0)] = 1.0
+    mu0: Annotated[float, Interval(gt=-math.inf, lt=math.inf)] = 0.0
+    mu0_bias: Annotated[float, Interval(gt=-math.inf, lt=math.inf)] = 0.1
+
+
+@hyperparameters.shared(Matching)
+def fedma(task: Task, *, on: Matching) -> Algorithm:
+    """Trains, then layer by layer matches the clients' neurons, averages them, freezes the layer
+    and retrains the rest.
 
     Note:
       A round is one pass over the L layers, 2L messages. A stage of a residual network is one layer
@@ -121,7 +125,7 @@ def fedma(
     """
     shapes = jax.eval_shape(task.model.init, jax.random.key(0))
     hidden, split, loss = layers(shapes), averaging.split(task), losses.classification(task.model)
-    epochs = None if retrain_epochs == -1 else retrain_epochs
+    epochs = None if on.retrain_epochs == -1 else on.retrain_epochs
 
     def averaged(paths: tuple[Path, ...]) -> PyTree:
         return jax.tree.map(lambda chosen, mine: chosen and not mine, mask(shapes, paths), split.personal[0])
@@ -137,22 +141,22 @@ def fedma(
         turns = itertools.count()
         for n, layer in enumerate(hidden):
             # the permutations of the layer's neurons, and the mean of what they put in one place
-            for group in layer.turns if matching != "identity" else ():
-                models = reorder(jax.random.fold_in(key, next(turns)), group, models, cohort, sweeps)
+            for group in layer.turns if on.matching != "identity" else ():
+                models = reorder(jax.random.fold_in(key, next(turns)), group, models, cohort, on.sweeps)
             mean = average(cohort, models, server, averaged(layer.tensors), cohort.trained)
-            if matching == "bbp":
+            if on.matching == "bbp":
                 rows = averaged(tuple(row for group in layer.groups for row in group.rows))
-                mean = posterior(mean, rows, jnp.sum(cohort.trained), sigma, sigma0, mu0, mu0_bias)
+                mean = posterior(mean, rows, jnp.sum(cohort.trained), on.sigma, on.sigma0, on.mu0, on.mu0_bias)
             server = trees.merge(mean, server)
             done += layer.tensors
             # the clients take the layer over, freeze it, and train the layers above
-            if retrain_epochs != 0:
+            if on.retrain_epochs != 0:
                 frozen = averaged(done)
                 received = trees.partition(server, frozen)[0]
                 again = lambda c, w, x=received, frozen=frozen: retrain(c, trees.merge(x, w), frozen, task, epochs)
                 models = cohort.map(again, models, phase=n + 1)
         # the classifier is averaged by the classes that the clients hold
-        weight = class_weights(cohort) if weights == "classes" else cohort.trained
+        weight = class_weights(cohort) if on.weights == "classes" else cohort.trained
         head = average(cohort, models, server, trees.parts(shapes, ("head",)), weight)
         return State(trees.merge(head, server), split.send(models)[1]), Metrics(value, post)
 
@@ -161,25 +165,19 @@ def fedma(
 
     def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
         whole = traffic.both_ways(cohort, state.server)
-        widths = [group.width for layer in hidden for group in layer.groups] if matching != "identity" else []
+        widths = [group.width for layer in hidden for group in layer.groups] if on.matching != "identity" else []
         return whole._replace(ints=sum(widths) * cohort.active, messages=whole.messages * (len(hidden) + 1))
 
     return Algorithm(split.init, round, predict, evaluate.classification, sent)
 
 
+@hyperparameters.shared(Matching)
 def pfedma(
     task: Task,
     *,
+    on: Matching,
     fine_tune_epochs: Annotated[int, Interval(ge=0, le=10_000)] | None = None,
     fine_tune: Literal["all", "head", "body"] = "all",
-    retrain_epochs: Annotated[int, Interval(ge=-1, le=10_000)] = -1,
-    matching: Literal["distance", "bbp", "identity"] = "distance",
-    weights: Literal["classes", "uniform"] = "classes",
-    sweeps: Annotated[int, Interval(ge=1, le=1000)] = 5,
-    sigma: Annotated[float, Gt(0)] = 1.0,
-    sigma0: Annotated[float, Gt(0)] = 1.0,
-    mu0: Annotated[float, Interval(gt=-math.inf, lt=math.inf)] = 0.0,
-    mu0_bias: Annotated[float, Interval(gt=-math.inf, lt=math.inf)] = 0.1,
 ) -> Algorithm:
     """FedMA whose global model each client fine-tunes before it predicts; the fine-tuned copy is
     discarded.
@@ -187,22 +185,13 @@ def pfedma(
     Args:
       fine_tune_epochs: E_ft in [0, 10000]; default max(E, 5), as no paper gives a value.
       fine_tune: what of the model moves then, one of all, head, body.
-      retrain_epochs: E_r in [-1, 10000], as of fedma; -1 is the task's local work.
-      matching: one of distance, bbp, identity, as of fedma.
-      weights: of the classifier, one of classes, uniform, as of fedma.
-      sweeps: in [1, 1000] over the clients in each matching.
-      sigma: deviation (σ) in (0, inf) of a client's rows, of bbp.
-      sigma0: deviation (σ0) in (0, inf) of the prior, of bbp.
-      mu0: mean (μ0) in (-inf, inf) of the prior of a weight, of bbp.
-      mu0_bias: the same of a bias, in (-inf, inf).
 
     Note:
       Training is FedMA's: see there for what is not built.
     """
     epochs = max(task.epochs or 0, 5) if fine_tune_epochs is None else fine_tune_epochs
     parts = FINE_TUNED[fine_tune]
-    prior = {"sigma": sigma, "sigma0": sigma0, "mu0": mu0, "mu0_bias": mu0_bias}
-    base = fedma(task, retrain_epochs=retrain_epochs, matching=matching, weights=weights, sweeps=sweeps, **prior)
+    base = fedma(task, **on._asdict())
     loss, split = losses.classification(task.model), averaging.split(task)
 
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
