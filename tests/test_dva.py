@@ -281,3 +281,31 @@ BAD = {"mode": "papr", "head": "own", "regulariser": "max", "reconstruction": "m
 def test_unknown_names_are_said(name):
     with pytest.raises(InputError, match=f"Unknown {name}"):
         dva_phases.phases(NETS, **{name: BAD[name]})
+
+
+@pytest.mark.parametrize("regulariser", dva.REGULARISERS)
+def test_a_detached_regulariser_has_no_gradient_through_the_others(regulariser):
+    q, valid = gaussian(0), jnp.ones(6, bool)
+    value = lambda q, detach: dva.personal_term(q, valid, 1e4, regulariser, detach)[0]
+    detached, whole = (jax.grad(value)(q, detach).mean[1:] for detach in (True, False))
+    assert not np.any(detached) and np.abs(whole).min() > 0
+
+
+def test_the_objectives_of_the_code_are_the_formulas():
+    variables, b, key = dva_phases.init(PLAIN, jax.random.key(0)), batch(), jax.random.key(1)
+    run = lambda prior_c: dva_phases.forward(PLAIN, variables, b.x, b.mask, key, train=True, prior_c=prior_c)
+    prior, out = jax.jit(lambda: (run(True), run(False)))()
+    fit, personal = dva.reconstruction(b.x, prior.mean), dva.personal_term(out.c, MASK, 1.5)
+    expected = fit, fit + 2 * dva.kl_standard(prior.z), dva.reconstruction(b.x, out.mean) + 3 * personal
+    for phase, values in zip(dva_phases.phases(PLAIN, "code", alpha=2.0, beta=3.0, xi=1.5), expected, strict=True):
+        close(jax.jit(phase.loss)(variables, b, key)[0], losses.masked_mean(values, MASK), 1e-4)
+
+
+def test_whether_the_mixture_is_a_constant_reaches_the_phase():
+    variables, b = dva_phases.init(PLAIN, jax.random.key(0)), batch()
+    loss = lambda detach: dva_phases.phases(PLAIN, xi=1e3, detach=detach)[1].loss
+    slope = lambda detach: jax.grad(lambda c: loss(detach)({**variables, "c": c}, b, jax.random.key(1))[0])(
+        variables["c"]
+    )
+    one, two = jax.jit(lambda: (slope(True), slope(False)))()
+    assert any(np.abs(x - y).max() > 1e-4 for x, y in zip(*map(jax.tree.leaves, (one, two)), strict=True))

@@ -174,3 +174,21 @@ def test_a_batch_of_a_large_data_set_is_not_split_over_a_cpus_threads():
 def test_a_pass_over_training_sets_is_padded_little(sizes, rows, computed):
     assert evaluate.pass_size(np.array(sizes)) == rows
     assert sum(-(-n // rows) * rows for n in sizes) == computed
+
+
+def test_statistics_over_clients_by_hand():
+    values = np.append(np.random.default_rng(0).permutation(np.arange(21) / 20), np.nan)  # one client has none
+    weights = np.append(np.arange(1, 22), 1000)
+    seen = values[:21]
+    got = evaluate.statistics(values, weights)
+    expected = {
+        "macro": 0.5,
+        "micro": seen @ weights[:21] / weights[:21].sum(),
+        "std": np.sqrt(np.mean((seen - 0.5) ** 2)),
+    }
+    assert got == pytest.approx(
+        expected | {"worst10": 0.05, "best10": 0.95}
+    )  # three clients are at least a tenth of 21
+    twenty = evaluate.statistics(np.arange(20.0), np.ones(20))
+    assert (twenty["worst10"], twenty["best10"]) == (0.5, 18.5)
+    assert all(np.isnan(x) for x in evaluate.statistics(np.full(3, np.nan), np.ones(3)).values())

@@ -461,3 +461,36 @@ def test_rows_of_clients_may_come_from_generators():
     for made in (of_clients(*map(iter, lists)), of_clients(*((iter(own) for own in part) for part in lists), [[], []])):
         assert digest(made) == digest(plain)
     assert digest(of_clients(*lists, ([7], np.array([8])))) != digest(plain)
+
+
+def test_label_groups_have_pfllibs_holders_and_parts():
+    """Of 7 clients with 2 of 4 classes each, the first ceil(3.5); parts from a tenth of the mean on."""
+    made = [assignment.label_groups(np.random.default_rng(s), np.full(4, 1000), 7, 2, 40) for s in range(50)]
+    parts = np.stack([counts[:3, 0] for counts in made])
+    assert all(np.array_equal(np.flatnonzero(counts[:, 0]), range(4)) for counts in made)
+    assert 25 <= parts.min() < 40 and 230 < parts.max() < 250
+
+
+def test_dirichlet_leaves_out_who_owns_just_its_share():
+    for seed in range(20):
+        counts = assignment.dirichlet(np.random.default_rng(seed), np.array([10, 5, 5]), 2, 1e-6)
+        assert sorted(counts.tolist()) == [[0, 5, 5], [10, 0, 0]]
+
+
+def test_dirichlets_minimum_is_half_a_share_of_many_clients():
+    assert _sizes(partition(DATA, "dirichlet", num_clients=100, seed=0, alpha=0.01)).min() == 10  # 2000 / 100 / 2
+
+
+def test_hsus_class_shares_are_the_data_sets_on_average_and_each_clients_own():
+    draw = lambda seed, *given: assignment.dirichlet_hsu(np.random.default_rng(seed), *given)
+    first = [draw(seed, np.array([900, 100]), 10, 5.0)[0, 0] / 100 for seed in range(200)]
+    assert np.mean(first) == pytest.approx(0.9, abs=0.03)
+    assert all(len(set(draw(seed, np.full(10, 200), 40, 0.01)[:4].argmax(axis=1))) > 1 for seed in range(5))
+
+
+def test_fill_up_takes_random_examples_that_are_there():
+    counts, _ = assignment.fill_up(np.random.default_rng(0), np.array([[0, 0], [600, 400]]), 300)
+    assert np.allclose(counts[0], [180, 120], atol=30)
+    for seed in range(20):
+        counts, _ = assignment.fill_up(np.random.default_rng(seed), np.array([[0, 0], [0, 4]]), 2)
+        assert counts.tolist() == [[0, 2], [0, 2]]

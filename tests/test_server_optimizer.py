@@ -152,3 +152,16 @@ def test_its_state_is_kept_in_checkpoints(tmp_path, capsys):
 def test_what_cannot_be_is_one_sentence(words, said, tmp_path, capsys):
     assert main.run([*TINY, *words, f"--workdir={tmp_path / 'x'}"]) == 2
     assert said in capsys.readouterr().err and not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    "method, options",
+    [
+        ("fedkd", {"svd": True}),
+        ("pfedafm", {"aggregation": "relay"}),
+        ("privacy_pfedc", {"backend": "plain", "encrypt_phi": True}),
+    ],
+)
+def test_an_option_with_which_the_server_keeps_no_mean_is_refused(method, options):
+    with pytest.raises(InputError, match="cannot have a server optimizer"):
+        optimized(ALGORITHMS[method])(toy.method_task(method), **options)

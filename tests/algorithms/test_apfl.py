@@ -109,3 +109,8 @@ def test_batch_norm(mix, bn_stats):
 def test_bad_input(wrong):
     with pytest.raises(InputError):
         factory(TASK, **wrong)
+
+
+def test_the_mixtures_running_statistics_are_the_personal_models():
+    v, w = ({**x, "stats": {"mean": np.float32(i)}} for i, x in enumerate((V, W)))
+    assert_same(mixture(v, np.float32(0.3), w)["stats"], v["stats"])

@@ -12,14 +12,14 @@ import pytest
 import toy
 from toy import C, assert_close, assert_same, each_bn_stats
 
-from fedjax_pfl import losses, models, trees
+from fedjax_pfl import evaluate, losses, models, trees
 from fedjax_pfl.algorithms import fedcp as factory
-from fedjax_pfl.algorithms.fedcp import ABLATIONS, Frozen, client_vector, gate, gated, policy_network
+from fedjax_pfl.algorithms.fedcp import ABLATIONS, Frozen, client_vector, gate, gated, objective, policy_network
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.keys import clients_key
 from fedjax_pfl.losses import VARIANCES, mmd
-from fedjax_pfl.types import State
+from fedjax_pfl.types import Batch, State
 
 KEY = jax.random.key(0)
 TASK, NORM = toy.task(epochs=1), toy.task("norm", epochs=1)
@@ -443,3 +443,26 @@ def test_a_head_that_is_not_linear_is_refused():
     model = TASK.model._replace(init=lambda key: {"body": {}, "head": {"w": jnp.zeros(3)}, "stats": {}})
     with pytest.raises(InputError, match="one linear layer"):
         factory(TASK._replace(models=(model,))).init(KEY)
+
+
+def test_after_training_the_vector_is_still_that_of_the_head_before(monkeypatch):
+    """Plain SGD leaves it anyway: the gradients of a cross entropy by the logits sum to 0 over the
+    classes."""
+    monkeypatch.setattr(evaluate, "post", lambda cohort, c, predictor: {"acc": predictor(X, ALL)[0, 0]})
+    begin, state, metrics = train(DECAYED._replace(), alone(), rounds=1)  # compiled anew
+    trained, before = (toy.rows(s.clients["head"], 1) for s in (state, begin))
+    w = {**state.server, "head": trained}
+    logit = lambda head: forward(w, Frozen(w["body"], begin.server["head"], jax.jit(client_vector)(head)))[0][0, 0]
+    np.testing.assert_allclose(metrics.post["acc"][1], logit(before), rtol=1e-5)
+    assert abs(logit(before) - logit(trained)) > 1e-3
+
+
+def test_an_extractor_as_it_was_received_has_no_distance():
+    """Both normalise by the batch, whatever the running statistics are."""
+    v = NORM.model.init(KEY)
+    stats = {"model": jax.tree.map(lambda x: x + 1, v["stats"]), "policy": {}}
+    variables = {"body": v["body"], "head": v["head"], "policy": {}, "stats": stats}
+    frozen = Frozen(v["body"], v["head"], client_vector(v["head"]))
+    batch = Batch(X, np.arange(6) % C, np.arange(6) < 5, np.arange(6))
+    value = lambda lam: objective(NORM, gated(NORM, None, "softmax", {"cpn"}), frozen, lam)(variables, batch, KEY)[0]
+    assert_close(*jax.jit(lambda: (value(50.0), value(0.0)))(), 1e-5)

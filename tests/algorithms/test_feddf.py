@@ -199,3 +199,51 @@ def test_bad_input(wrong):
 def test_without_public_examples_it_is_one_sentence():
     with pytest.raises(InputError, match=r"needs public examples: give Task\.public"):
         feddf(MLP._replace(public=None))
+
+
+def test_the_reported_divergence_is_the_mean_over_the_architectures():
+    """A rate of 0 leaves the fused models, of which it then is."""
+    x, two = toy.federation().public.x, toy.task(models=MLP.models * 2, architecture=MIXED.architecture)
+    logits = lambda w: MLP.model.apply({**w, "stats": {}}, x, train=False)[0]
+    alone = toy.train("local", MLP, rounds=1).state.clients
+    teacher = jax.nn.softmax(sum(logits(toy.rows(alone, i)) for i in range(N)) / N)
+    got = toy.train("feddf", two, rounds=1, student_lr=0.0)
+    gaps = [optax.losses.kl_divergence(jax.nn.log_softmax(logits(w)), teacher) for w in got.state.server.trees]
+    np.testing.assert_allclose(got.metrics.server["distillation_loss"][0], np.mean(gaps), rtol=1e-4)
+
+
+def test_other_examples_are_held_out_in_each_round(monkeypatch):
+    seen, validation = [], public.validation
+
+    def noted(*given):
+        parts = validation(*given)
+        note = lambda rows, size: seen.append(frozenset(rows[:size].tolist()))
+        jax.debug.callback(note, parts[1].index, parts[1].size)
+        return parts
+
+    monkeypatch.setattr(public, "validation", noted)
+    toy.train(functools.partial(feddf), MLP, rounds=3, patience=9, held_out=0.5)
+    jax.effects_barrier()
+    assert {len(rows) for rows in seen} == {6} and len(set(seen)) == 3
+
+
+def test_fine_tuning_takes_its_own_epochs():
+    """Many of them, at a rate at which the task's two hardly move."""
+    slow = toy.task(lr=0.001)
+    many, two = (toy.train("pfeddf", slow, rounds=1, fine_tune_epochs=n).last for n in (300, None))
+    assert np.mean(many["acc_present"]) > np.mean(two["acc_present"]) + 0.1
+
+
+def test_students_take_all_public_examples_as_they_are():
+    """Neither augmentation nor the dropped short batches are theirs."""
+    plain, odd = (toy.task(lr=1e-12, **more) for more in ({}, {"drop_last": True, "augment": lambda key, x: -x}))
+    run = lambda task: toy.train("feddf", task, rounds=1, begin=begin, public_batch=4, student_lr=0.1).state.server
+    begin = toy.train("feddf", plain, rounds=1).begin
+    assert_close(run(odd), run(plain))
+
+
+def test_where_nobody_has_examples_the_models_stay():
+    f = toy.federation()
+    nobody = f._replace(train=f.train._replace(size=0 * f.train.size), class_counts=0 * f.class_counts)
+    got = toy.train("feddf", MLP, rounds=1, federation_=nobody)
+    assert_same(got.state.server, got.begin.server)

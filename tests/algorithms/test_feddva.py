@@ -159,3 +159,10 @@ def test_a_wrong_value_is_said(options, words):
 def test_inputs_that_are_no_images_are_said():
     with pytest.raises(InputError, match="square images"):
         factory(toy.task())
+
+
+def test_the_slack_is_for_each_dimension_of_c(monkeypatch):
+    seen, made = [], dva_phases.phases
+    monkeypatch.setattr(dva_phases, "phases", lambda *given, **named: seen.append(named["xi"]) or made(*given, **named))
+    factory(TASK, latent=3, personal=2, hidden=8, xi=8.0)
+    assert seen == [16.0]

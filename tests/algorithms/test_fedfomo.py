@@ -1,6 +1,7 @@
 """The properties of sheet 14: benefits, mixing weights, who is sent what, the split, and two rounds
 by hand."""
 
+import functools
 import types
 
 import jax
@@ -273,3 +274,16 @@ def test_more_scalars_than_an_integer_counts_are_refused(monkeypatch):
     monkeypatch.setattr(trees, "size", lambda _: 2**30)
     with pytest.raises(InputError, match="fedfomo: received=2 models have "):
         factory(TASK, received=2)
+
+
+def test_epsilon_loses_as_much_in_every_round(monkeypatch):
+    seen = set()
+
+    def noted(key, affinity, known, id, received, epsilon):
+        jax.debug.callback(lambda epsilon: seen.add(round(float(epsilon), 4)), epsilon)
+        return select(key, affinity, known, id, received, epsilon)
+
+    monkeypatch.setitem(mixing.__globals__, "select", noted)
+    toy.train(functools.partial(factory), TASK, 4, key=KEY, epsilon=0.5, epsilon_decay=0.2)
+    jax.effects_barrier()
+    assert seen == {0.5, 0.3, 0.1, 0.0}

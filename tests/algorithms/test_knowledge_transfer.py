@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 import toy
 from toy import PUBLIC, SHAPE, SIZES, C, N, assert_close, assert_same
@@ -387,3 +388,99 @@ def test_without_public_examples_it_is_one_sentence():
 def test_bad_input(wrong):
     with pytest.raises(InputError):
         toy.METHODS["fedmd"](MLP, **wrong)
+
+
+def test_public_examples_are_all_taken_as_they_are():
+    """Neither augmentation nor the dropped short batches are theirs."""
+    plain, odd = (toy.task(lr=1e-12, **more) for more in ({}, {"drop_last": True, "augment": lambda key, x: -x}))
+    run = lambda task: toy.train("fedmd", task, 1, begin=begin, public_batch=4, public_lr=0.1).state.clients
+    begin = State({}, jax.tree.map(jnp.asarray, alone()))
+    assert_close(run(odd), run(plain))
+
+
+def test_the_warm_up_comes_before_round_0_only():
+    def after(epochs, t):
+        program = toy.program(ALGORITHMS["fedmd"], MLP, {"passes": 0, "order": "code", "warmup_epochs": epochs})
+        begin = State({}, jax.tree.map(jnp.asarray, alone()))
+        args = jax.random.key(5), program.traced, toy.federation(), begin
+        run = jax.jit(lambda t: program.round(*args, t, jnp.bool(False))[0].clients)
+        return [run(jnp.int32(t)) for t in (0, 1)]
+
+    (first, second), (plain, other) = after(2, 0), after(0, 0)
+    assert trees_differ(first, plain)
+    assert_same(second, other)
+
+
+def test_the_temperature_is_the_teachers_and_the_students():
+    x = toy.federation().public.x
+    s = [
+        softmax(np.asarray(MLP.model.apply(toy.rows(alone(), i), x, train=False)[0], np.float64) / 2) for i in range(N)
+    ]
+    t = sum(s) / N
+    got = toy.train("fedmd", MLP, rounds=1, temperature=2.0).metrics.clients["transfer_loss"][0]
+    np.testing.assert_allclose(got, [np.mean(np.sum(t * np.log(t / own), axis=1)) for own in s], rtol=1e-4)
+
+
+def test_the_codes_rule_of_some_clients_is_that_of_the_others_out_of_sight():
+    row, here = np.array([0.1, 0.2, 0.3, 0.4], np.float32), np.array([True, False, True, True])
+    moved = mixtures.sharpened(jnp.asarray(row), asked(some(4), 0, row=row, here=here), 0.7, 0.25)
+    rest = row[here] / 0.8
+    alone = mixtures.sharpened(jnp.asarray(rest), asked(some(4)[here], 0, row=rest), 0.7, 0.25 / 0.8)
+    assert_close(moved[here], 0.8 * alone)
+
+
+def test_a_mixture_has_the_coefficients_before_or_after_their_step():
+    def gap(rule, lr):
+        got = toy.train("mnfl_het", MLP, rounds=1, coef_rule=rule, order="code", coef_lr=lr)
+        return got.metrics.clients["transfer_loss"]
+
+    assert_same(gap("post", 3.0), gap("post", 0.0))  # their step comes last
+    assert np.abs(gap("paper", 3.0) - gap("paper", 0.0)).max() > 1e-4
+
+
+@pytest.mark.parametrize("penalty", ["implicit", "explicit"])
+def test_a_step_of_some_clients_is_that_of_the_normalised_block(penalty):
+    before = np.random.default_rng(0).dirichlet(np.ones(N), size=N).astype(np.float32)
+    ids, task = np.array([1, 3, 4], np.int32), toy.task(lr=1e-12)
+    clients = jax.tree.map(jnp.asarray, toy.rows(alone(), ids))
+
+    @jax.jit
+    def run(a):
+        given = {"round": jnp.int32(0), "evaluated": jnp.bool(False), "width": 1, "key": jax.random.key(1)}
+        cohort = Cohort(toy.federation(), task, jnp.asarray(ids), jnp.ones(3, bool), **given)
+        start = State({"coefficients": a}, clients)
+        method = kt.mnfl_het(task, coef_lr=2.0, rho=0.1, penalty=penalty)
+        return method.round(jax.random.key(2), start, cohort)[0].server["coefficients"]
+
+    a, s = run(before), np.array([predicted(i) for i in ids], np.float32)
+    for n, i in enumerate(ids):
+        row = before[i, ids]
+        slope = SIZES[i] / SIZES.sum() * mixtures.slope(row / row.sum(), asked(s, n)) / row.sum()
+        expected = aggregate.descend(row, slope, np.ones(3, bool), 2.0, 0.1, penalty, 1 / N)
+        np.testing.assert_allclose(a[i, ids], expected, atol=1e-5)
+    assert np.abs(a - before).max() > 0.05
+
+
+def test_the_least_similar_of_those_present_weighs_nothing():
+    here = np.array([1, 1, 0, 1, 0, 1], bool)
+    a = matrix(minmax, some(), here=here)[here][:, here]
+    np.testing.assert_array_equal(np.sort(a, axis=1)[:, :2] > 0, [[False, True]] * 4)
+
+
+def test_a_client_without_examples_neither_teaches_nor_learns():
+    got = toy.train("mnfl_het", MLP, rounds=1, coef_rule="code", federation_=oracle.federation())  # client 3 has none
+    a, others = got.metrics.server["coefficients"][0], np.arange(N) != 3
+    np.testing.assert_array_equal([a[3], a[:, 3]], np.float32(1 / N))
+    assert np.abs(a[others][:, others] - 1 / N).max() > 0.01
+
+
+def test_the_outputs_of_the_public_classes_learn_too(monkeypatch):
+    seen, sgd = [], public.local.sgd
+
+    def noted(*given, **options):
+        seen.append(options.get("train"))
+        return sgd(*given, **options)
+
+    monkeypatch.setattr(public.local, "sgd", noted)
+    simulate.program(ALGORITHMS["fedmd"], LABELLED, {"public_epochs": 1})
+    assert ("body", "head", "public") in seen

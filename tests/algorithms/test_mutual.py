@@ -12,6 +12,7 @@ import pytest
 import toy
 from toy import C, N, assert_close, assert_same
 
+from fedjax_pfl import trees
 from fedjax_pfl.algorithms import ALGORITHMS, fml, mutual
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.numerics.low_rank import compress, low_rank
@@ -299,3 +300,44 @@ def test_scores_of_an_ensemble_and_its_parts():
         clients = got.state.clients if lam is None else {**got.state.clients, "lam": jnp.full(N, lam)}
         again = toy.train("fedapen", TASK, 0, begin=State(got.state.server, clients)).last
         assert_same(again["acc"], got.last[name])
+
+
+def test_fml_clips_the_gradient_of_each_model():
+    one = toy.task(epochs=None, steps=1)
+    got = toy.train("fml", one, 1, clip=0.01)
+    for i in range(N):
+        moved = trees.sq_dist(*(toy.rows(state.clients["w"], i) for state in (got.state, got.begin)))
+        np.testing.assert_allclose(np.sqrt(moved), one.lr * 0.01, rtol=1e-3)
+
+
+def test_fedkds_energy_goes_from_the_first_rounds_to_the_ends(monkeypatch):
+    seen, whole = set(), mutual.compress
+
+    def noted(new, old, energy):
+        jax.debug.callback(lambda energy: seen.add(round(float(energy), 4)), energy)
+        return whole(new, old, energy)
+
+    monkeypatch.setattr(mutual, "compress", noted)
+    method = functools.partial(ALGORITHMS["fedkd"])  # compiled anew
+    toy.train(method, toy.task(rounds=4), 3, svd=True, energy_start=0.5, energy_end=0.9)
+    jax.effects_barrier()
+    assert seen == {0.5, 0.6, 0.7}
+
+
+def test_fedkd_with_svd_counts_what_each_sends():
+    wide = toy.task(shared=toy.models.model(lambda *args: toy.nets.mlp(*args, hidden=24), toy.SHAPE, C))
+    m = toy.train("fedkd", wide, 2, svd=True, energy_start=0.8, energy_end=0.8).metrics
+    np.testing.assert_array_equal(m.traffic.up, m.clients["scalars_up"])
+    np.testing.assert_array_equal(m.traffic.down, np.repeat(m.server["scalars_down"][:, None], N, axis=1))
+    assert np.any(m.traffic.up != m.traffic.down)
+
+
+def test_the_weight_that_was_learned_is_scored(monkeypatch):
+    """With the averaged small model."""
+    monkeypatch.setattr(mutual.evaluate, "post", lambda cohort, c, f, score: {"acc": f(X, BATCH.mask)[0, 0, 0]})
+    got = toy.train(functools.partial(ALGORITHMS["fedapen"]), TASK, 1, lam_lr=1.0)  # compiled anew
+    small = TASK.shared.apply(got.state.server, X)[0][0, 0]
+    for i, z in zip(got.metrics.ids[0], got.metrics.post["acc"][0], strict=True):
+        own = TASK.model.apply(toy.rows(got.state.clients["w"], i), X)[0][0, 0]
+        np.testing.assert_allclose(z, mutual.mixed(got.state.clients["lam"][i], own, small), rtol=1e-5)
+    assert np.abs(np.asarray(got.state.clients["lam"]) - 0.5).max() > 0.1

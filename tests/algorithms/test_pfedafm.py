@@ -1,5 +1,6 @@
 """pFedAFM: the mixture and its gradient, the phases, and what it is without one of its parts."""
 
+import functools
 from types import SimpleNamespace
 
 import jax
@@ -9,12 +10,12 @@ import pytest
 import toy
 from toy import C, N, assert_close, assert_same
 
-from fedjax_pfl import groups, losses, models, simulate, trees
+from fedjax_pfl import averaging, groups, local, losses, models, simulate, trees
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.algorithms.pfedafm import mixture, random_one
+from fedjax_pfl.algorithms.pfedafm import mixture, objective, random_one
 from fedjax_pfl.averaging import Phase, partial_averaging, split
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import State
+from fedjax_pfl.types import Batch, State
 
 KEY = jax.random.key(5)
 
@@ -267,3 +268,29 @@ def test_small_models_that_do_not_fit():
         ALGORITHMS["pfedafm"](MLP._replace(shared=None))
     with pytest.raises(InputError, match=r"but it has 6 and the architectures have \[8\]"):
         ALGORITHMS["pfedafm"](MLP._replace(shared=task_of("linear").models[0]))
+
+
+def test_a_frozen_extractor_is_as_in_a_prediction():
+    """It normalises by its running statistics; only those of what moves follow."""
+    model = toy.task("norm").models[0]
+    w, theta = model.init(KEY), model.init(jax.random.key(6))
+    v = {
+        "w": averaging.params(w),
+        "theta": theta,
+        "alpha": jnp.zeros(8),
+        "stats": {"w": w["stats"], "theta": theta["stats"]},
+    }
+    x = toy.federation().examples.x[:8]
+    batch = Batch(x, jnp.zeros(8, jnp.int32), jnp.arange(8) < 7, jnp.arange(8))
+    for moving, still in ((("w", "alpha"), "theta"), (("theta",), "w")):
+        _, stats = objective(model, model, moving)(v, batch, KEY)
+        assert_same(stats.pop(still), v["stats"][still])
+        ((moved, new),) = stats.items()
+        assert trees.sq_dist(new, v["stats"][moved]) > 0
+
+
+def test_each_phase_draws_its_own_batches(monkeypatch):
+    seen, sgd = [], local.sgd
+    monkeypatch.setattr(local, "sgd", lambda key, *given, **options: seen.append(key) or sgd(key, *given, **options))
+    toy.train(functools.partial(ALGORITHMS["pfedafm"]), MLP, rounds=1)
+    assert len(seen) == 2 and seen[0] is not seen[1]

@@ -543,3 +543,79 @@ def test_a_head_that_is_not_linear_is_refused():
     model = TASK.model._replace(init=lambda key: {"body": {}, "head": {"w": jnp.zeros(3)}, "stats": {}})
     with pytest.raises(InputError, match="one linear layer"):
         factory(TASK._replace(models=(model,))).init(KEY)
+
+
+def test_holders_may_weigh_by_all_their_examples():
+    """Whoever holds no example of a class does not count for it."""
+    both, first, second = (round_of(ids, head_weighting="data", **PLAIN)[1] for ids in ([0, 4], [0], [4]))
+    n, m = toy.SIZES[[0, 4]]
+    mean = jax.tree.map(lambda x, y: (n * x + m * y) / (n + m), *(columns(x, [0, 1]) for x in (first, second)))
+    toy.assert_close(columns(both, [0, 1]), mean)
+    toy.assert_close(columns(both, [2, 3]), columns(second, [2, 3]))
+
+
+def test_right_after_training_the_branches_of_others_are_as_they_were(monkeypatch):
+    """Weight decay would move them."""
+    task, x = toy.task("linear", optimizer=lambda lr: TASK.optimizer(10 * lr)), BATCH.x
+    begin = class_groups.columns(toy.train(factory, task, 0, KEY, **PLAIN).begin.server["head"], x)
+
+    def moved(cohort, c, predictor, score):
+        gap = jnp.abs(predictor(x, BATCH.mask) - begin).max(axis=0)
+        return {"acc": gap[0]} | {str(k): gap[k] for k in range(C)}
+
+    monkeypatch.setattr(evaluate, "post", moved)
+    metrics = toy.train(functools.partial(factory), task, 1, KEY, **PLAIN).metrics
+    for place, i in enumerate(metrics.ids[0]):
+        np.testing.assert_array_equal(
+            [metrics.post[str(k)][0, place] > 0 for k in range(C)], np.isin(range(C), toy.OWN[i])
+        )
+
+
+def test_orthogonal_gradients_weigh_by_their_norms_and_losses():
+    n, value = np.array([1.0, 2.0, 3.0], np.float32), np.array([2.0, 1.0, 3.0], np.float32)
+    for normalise, share in {"none": n**-2, "l2": n**0, "loss": (value / n) ** 2, "loss+": value**2}.items():
+        alpha = WEIGHTS(np.diag(n**2), value, np.ones(3, bool), "fista", normalise)
+        np.testing.assert_allclose(alpha, share / share.sum(), atol=1e-3)
+
+
+def test_scores_of_a_client_that_holds_a_part_of_a_group():
+    """Of {0, 2} it has class 0 only, and more of class 3."""
+    rng, counts = np.random.default_rng(1), np.array([3, 0, 0, 5])
+    z, y = rng.normal(size=(40, C)), rng.integers(0, C, 40)
+    got = scores(MIXED, z, y, np.ones(40, bool), counts)
+    own, grouped = (np.where(known, z, -np.inf).argmax(axis=1) for known in (counts > 0, MIXED.of != 0))
+    expected = {
+        "acc_present": np.mean(own == y),
+        "acc_groups": np.mean(grouped == y),
+        "coarse_acc": np.mean(MIXED.of[grouped] == MIXED.of[y]),
+        "recall_macro": np.mean([np.mean(own[y == k] == k) for k in range(C)]),
+        "task_acc_majority": (np.mean(y[np.isin(y, [0, 2])] == 0) + np.mean(y != 3)) / 2,
+    }
+    assert {name: got[name] for name in expected} == pytest.approx(expected)
+
+
+def test_a_task_is_not_answered_by_nan():
+    got = scores(MIXED, np.full((6, C), np.nan), np.zeros(6, int), np.ones(6, bool), np.array([1, 0, 0, 0]))
+    assert got["task_acc"] == 0  # argmax would name class 0
+
+
+def test_weights_lie_where_a_sample_counts():
+    """As shares, whatever they sum to."""
+    y, mask = np.array([0, 1, 2]), np.array([True, True, False])
+    for alpha in (np.array([0.1, 0.2, 0.3, 0.4]), np.ones(C)):
+        got = class_groups.weight_shares(MAPS["class"], alpha, y, mask, np.array([False, True, False, True]))
+        np.testing.assert_allclose(got["weight_on_positives"], alpha[:2].sum() / alpha.sum(), rtol=1e-6)
+        np.testing.assert_allclose(got["weight_on_one_class"], alpha[[1, 3]].sum() / alpha.sum(), rtol=1e-6)
+
+
+def test_the_tasks_that_a_client_holds_are_counted():
+    metrics = train(1, **PAIRS, **PLAIN).metrics
+    expected = [len({c // 2 for c in toy.OWN[i]}) for i in metrics.ids[0]]
+    np.testing.assert_array_equal(metrics.clients["tasks"][0], expected)
+
+
+def test_running_statistics_weigh_by_examples():
+    norm = toy.task("norm")
+    both, first, second = (round_of(ids, task=norm, **PLAIN)[1]["stats"] for ids in ([0, 4], [0], [4]))
+    n, m = toy.SIZES[[0, 4]]
+    toy.assert_close(both, jax.tree.map(lambda x, y: (n * x + m * y) / (n + m), first, second), 1e-5)
