@@ -124,3 +124,9 @@ def test_shares_by_column():
     weight = jnp.array([[1.0, 0, 0], [3, 0, 2], [5, 7, 9]])
     got = aggregate.shares(weight, jnp.array([True, True, False]))
     np.testing.assert_allclose(got, [[0.25, 0, 0], [0.75, 0, 1], [0, 0, 0]])
+
+
+def test_the_gap_is_that_of_the_active_tasks():
+    """Else no solver stopped before its last iteration."""
+    half = np.float32([0.5, 0.5, 0])
+    assert min_norm.gap(np.diag(np.float32([1, 1, 0])), np.array([True, True, False]), half) == 0

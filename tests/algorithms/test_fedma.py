@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import toy
 from flax import nnx
+from scipy.optimize import linear_sum_assignment
 from toy import SIZES, C, assert_close, assert_same, each_bn_stats
 
 from fedjax_pfl import local, models, simulate, trees
@@ -489,3 +490,17 @@ def build(net):
     pure = nnx.to_pure_dict(nnx.state(net(toy.SHAPE, C, nnx.Rngs(0)), nnx.Param))
     strings = lambda tree: {str(k): strings(v) for k, v in tree.items()} if isinstance(tree, dict) else tree
     return strings(pure) | {"stats": {}}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_in_each_sweep_clients_take_turns_by_its_own_priority(seed):
+    rng = np.random.default_rng(seed)
+    rows, priority, sizes = rng.normal(size=(5, 12, 2)).astype(np.float32), rng.random((5, 2)), np.arange(5, 0, -1)
+    total, orders = rows[0].copy(), np.tile(np.arange(12), (5, 1))
+    for n in range(2):
+        for s in np.argsort(priority[:, n]):
+            if n or s:  # client 0, which has most data, begins
+                rest = total - rows[s][orders[s]] if n else total
+                orders[s] = linear_sum_assignment(rest @ rows[s].T, maximize=True)[1]
+                total = rest + rows[s][orders[s]]
+    assert_same(matching.match(rows, np.arange(5), sizes, priority), orders)
