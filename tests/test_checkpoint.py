@@ -487,3 +487,11 @@ def test_any_clients_model_can_be_had_again(whole):
         assert np.mean(answers == dataset.y[rows]) == pytest.approx(run.scores[-1]["pre"]["acc"][client])
     with pytest.raises(InputError, match=r"client=4 is outside its range \[0, 3\]"):
         run.predictor(4)
+
+
+def test_a_finished_checkpoint_stays_and_so_does_what_is_none(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    for step, value in ((1, 1.0), (1, 9.0), (2, 2.0), (3, 3.0), (3, 9.0)):
+        checkpoint.save(tmp_path, step, {"a": np.float32(value)})
+    assert checkpoint.steps(tmp_path) == [2, 3] and (tmp_path / "notes.txt").read_text() == "mine"
+    assert checkpoint.restore(tmp_path, {"a": np.float32(0)})[1]["a"] == 3

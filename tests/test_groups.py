@@ -4,6 +4,7 @@ lies."""
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
@@ -11,7 +12,7 @@ from toy import N, assert_close, assert_same
 
 from fedjax_pfl import groups, models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.engine import checkpoint, host_state
+from fedjax_pfl.engine import checkpoint, host_state, placement
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import nets
 
@@ -132,3 +133,12 @@ def test_a_method_of_one_architecture_names_those_of_several():
 def test_architectures_that_do_not_fit_are_one_sentence(of):
     with pytest.raises(InputError, match="each client needs one, and each architecture a client"):
         simulate.program(ALGORITHMS["local"], toy.task(models=(SMALL, LARGE), architecture=of))
+
+
+def test_the_clients_of_an_architecture_go_where_those_before_left_room():
+    """Client 0 keeps the first device busy, so 1 and 2, of the other architecture, go to the second."""
+    task = toy.task(models=toy.task().models * 2, architecture=np.array([0, 1, 1, 1, 0], np.int32))
+    where = placement.Placement(np.arange(5), np.arange(5), np.array([10.0, 8, 2, 1, 1]))
+    ids, active = placement.arrange(task, where, jnp.arange(3), jnp.ones(3, bool), 2)
+    devices = np.repeat([0, 1, 0, 1], [1, 1, 2, 2])  # a place of each for the first architecture, then two
+    assert {int(i): int(d) for i, d, on in zip(ids, devices, active, strict=True) if on} == {0: 0, 1: 1, 2: 1}

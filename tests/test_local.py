@@ -192,3 +192,16 @@ def test_statistics_over_clients_by_hand():
     twenty = evaluate.statistics(np.arange(20.0), np.ones(20))
     assert (twenty["worst10"], twenty["best10"]) == (0.5, 18.5)
     assert all(np.isnan(x) for x in evaluate.statistics(np.full(3, np.nan), np.ones(3)).values())
+
+
+def test_each_step_and_each_of_its_batches_has_random_numbers_of_its_own():
+    task = toy.task(batch_size=4, epochs=2, augment=lambda key, x: jax.random.uniform(key, x.shape))
+
+    def step(key, carry, one, two):
+        n, seen, drawn = carry
+        drawn = drawn.at[n].set(jnp.stack([one.x[0, 0], two.x[0, 0], jax.random.uniform(key)]))
+        return (n + 1, seen, drawn), 0.0
+
+    start = jnp.int32(0), 0, jnp.zeros((6, 3))
+    (_, _, drawn), _, count = local.work(KEY, data(10), step, start, task, batches_per_step=2)
+    assert count == 6 and len(np.unique(drawn)) == 18

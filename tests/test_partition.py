@@ -494,3 +494,8 @@ def test_fill_up_takes_random_examples_that_are_there():
     for seed in range(20):
         counts, _ = assignment.fill_up(np.random.default_rng(seed), np.array([[0, 0], [0, 4]]), 2)
         assert counts.tolist() == [[0, 2], [0, 2]]
+
+
+def test_apportion_rounds_the_edges():
+    """Whoever else did it would change every split that is drawn."""
+    assert assignment.apportion(np.full((3, 2), 1 / 3), np.array([10, 11])).T.tolist() == [[3, 4, 3], [4, 3, 4]]

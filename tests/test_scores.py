@@ -3,12 +3,26 @@ targets."""
 
 import io
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from experiments import build, drawing, figures, networks, report, runs, scores, settings, tables, targets
+from experiments import (
+    build,
+    comparison,
+    drawing,
+    figures,
+    gather,
+    networks,
+    report,
+    runs,
+    scores,
+    settings,
+    tables,
+    targets,
+)
 from experiments.config import Config, optimizers
 from experiments.files import write_json, write_text
 from fedjax_pfl.data import datasets, marks
@@ -176,3 +190,68 @@ def test_the_run_says_how_long_the_rest_takes(monkeypatch):
         reporter.update({"round": t, "loss": 1.0})
     lines = console.file.getvalue().splitlines()
     assert lines[0].endswith("39 left") and lines[1].endswith("38 left, about 3 min")
+
+
+def test_of_equal_evaluations_the_first_is_the_best_and_the_mean_is_of_the_last_ten():
+    values = [0.1, 0.5, 0.5, *[0.2] * 9, 0.3]
+    made = [
+        {"round": t, "loss": 2.0 - t / 8} | {f"post/acc{s}": x for s in report.STATISTICS.values()}
+        for t, x in enumerate(values)
+    ]
+    found = report.summary([*made, {"round": 13}])
+    course = found["scores"]["post"]["acc"]["course"]
+    assert course["best"]["round"] == 1 and found["loss"] == 0.5
+    assert (course["mean_of_last"]["evaluations"], course["mean_of_last"]["value"]) == (10, np.mean(values[-10:]))
+
+
+def test_traffic_in_bytes():
+    sent = {"down": 1, "up": 2, "ints": 3, "messages": 4, "encrypted": 5, "public_data": 6}
+    rows = [{f"traffic/{name}": value for name, value in sent.items()}] * 2
+    assert report.traffic(rows) == {name: 2 * value for name, value in sent.items()} | {"bytes": 2 * (4 * 12 + 5)}
+
+
+def test_of_an_architectures_score_the_same_way_is_better():
+    assert scores.better("my_own@lenet_micro", ("my_own", "min")) == "min"
+    names = ("acc", "acc_present", "acc_groups", "recall_macro", "task_bal")
+    floors = ["acc_majority", "acc_majority", "acc_majority", "recall_majority", "task_bal_majority"]
+    assert [scores.baseline(name) for name in names] == floors
+
+
+@pytest.mark.parametrize(
+    "values, said",
+    [
+        ([0.5, 0.5], "0.500"),
+        ([12.34], "12.3"),
+        ([1234.6], "1,235"),
+        ([12.0, 14.0], "13.0 ± 1.4"),
+        ([0.0], "0"),
+        ([], "-"),
+    ],
+)
+def test_costs_have_three_digits_and_a_deviation_where_they_differ(values, said):
+    assert comparison._costs(values) == said
+
+
+def test_methods_without_the_score_come_last():
+    run = lambda value: gather.Found(Path(), CONFIG, {"scores": {"pre": {"acc": {"macro": value}}}})
+    found = {name: [run(value)] for name, value in (("a", 0.5), ("b", None), ("c", 0.7))}
+    assert comparison._ordered(found, ("acc", "max")) == ["c", "a", "b"]
+    assert comparison._ordered(found, ("acc", "min")) == ["a", "c", "b"]
+
+
+def test_runs_are_in_the_order_of_their_numbers_and_say_what_matters_to_their_partition():
+    assert sorted(map(Path, ("seed10", "seed9", "a")), key=gather._natural) == [
+        Path("a"),
+        Path("seed9"),
+        Path("seed10"),
+    ]
+    config = CONFIG.replace(partition="dirichlet", alpha=0.1, classes_per_client=2)
+    assert gather.setting(config, "alpha") == 0.1 and gather.setting(config, "classes_per_client") is None
+    assert gather.setting(config.replace(partition="pathological"), "alpha") is None
+
+
+def test_a_title_says_of_how_many_seeds():
+    run = lambda algo, seed: gather.Found(Path(), CONFIG.replace(algo=algo, seed=seed), {})
+    three = [run("local", 0), run("local", 1), run("fedavg", 0)]
+    assert comparison.title(three).endswith("over up to 2 seeds")
+    assert comparison.title([*three, run("fedavg", 1)]).endswith("over 2 seeds")

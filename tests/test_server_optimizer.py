@@ -165,3 +165,23 @@ def test_what_cannot_be_is_one_sentence(words, said, tmp_path, capsys):
 def test_an_option_with_which_the_server_keeps_no_mean_is_refused(method, options):
     with pytest.raises(InputError, match="cannot have a server optimizer"):
         optimized(ALGORITHMS[method])(toy.method_task(method), **options)
+
+
+def test_an_optimizer_that_decays_weights_decays_those_of_before():
+    rule = lambda lr: optax.chain(optax.add_decayed_weights(0.5), optax.sgd(lr))
+    given = toy.method_task("fedavg")
+    plain = toy.train("fedavg", given, rounds=1)
+    under = toy.train(optimized(ALGORITHMS["fedavg"], rule), given, rounds=1, **{RATE: 0.2})
+    expected = jax.tree.map(lambda w, mean: w - 0.2 * (w - mean + 0.5 * w), plain.begin.server, plain.state.server)
+    assert_close(under.state.server.method, expected)
+
+
+def test_running_statistics_beside_the_weights_are_averaged_as_ever():
+    norm = toy.task("norm")
+    under = toy.train(optimized(ALGORITHMS["scaffold"], optax.sgd), norm, rounds=1, **{RATE: 0.1})
+    plain = toy.train("scaffold", norm, rounds=1)
+    assert_close(under.state.server.method["w"]["stats"], plain.state.server["w"]["stats"])
+
+
+def test_a_head_that_never_moves_is_no_weight_of_the_server():
+    assert ALGORITHMS["fedbabu"](toy.method_task("fedbabu")).averages == ("body",)

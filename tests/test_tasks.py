@@ -233,3 +233,8 @@ def alone(task: Task, f: Federation, key, state: State, i: int) -> np.ndarray:
     clients_key = keys.clients_key(key, jnp.int32(4))
     rows = jax.tree.map(lambda x: x[i : i + 1], state.clients)
     return np.asarray(one_client()(clients_key, f, State(state.server, rows), np.array([i], np.int32)))
+
+
+def test_consecutive_tasks_whose_number_does_not_divide_the_classes():
+    of = task_maps.branches(toy.task()._replace(num_classes=10), "consecutive:4").of
+    np.testing.assert_array_equal(of, [0, 0, 0, 1, 1, 2, 2, 2, 3, 3])

@@ -13,11 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import toy
 
 from fedjax_pfl import averaging, evaluate, local, losses, simulate, testing, traffic, trees
 from fedjax_pfl.algorithms import ALGORITHMS, template
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.averaging import predictor
+from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.testing import ContractViolation
 from fedjax_pfl.types import Algorithm, Idle, Metrics, State
@@ -374,3 +376,16 @@ def test_what_the_package_itself_raises_stays_as_it_is(monkeypatch):
     monkeypatch.setattr(traffic, "uploads", types.FunctionType(code, globals()))
     with pytest.raises(KeyError, match="of the package"):
         simulate.program(ALGORITHMS["fedavg"], testing.task())
+
+
+def test_one_number_that_is_not_finite_makes_its_row_so():
+    found = trees.finite({"a": jnp.array([[1.0, jnp.nan], [1, 1], [1, 1]]), "b": jnp.ones(3), "n": jnp.arange(3)}, 3)
+    np.testing.assert_array_equal(found, [False, True, True])
+
+
+def test_each_mean_of_a_round_has_noise_of_its_own():
+    noise = lambda key, upload, default: upload + jax.random.normal(key)
+    given = {"key": jax.random.key(0), "round": jnp.int32(0), "evaluated": jnp.bool(False), "width": 1}
+    cohort = Cohort(toy.federation(), toy.task(), jnp.arange(toy.N), jnp.ones(toy.N, bool), transform=noise, **given)
+    one, two = (cohort.mean(lambda c: (jnp.zeros(()), c.id), default=jnp.zeros(()), phase=i)[0] for i in range(2))
+    assert one != two

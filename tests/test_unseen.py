@@ -121,3 +121,34 @@ def test_rounds_of_personalisation_go_on_from_their_rows():
     given = toy.method_task("local")
     wanted = toy.train("local", given, rounds=3)
     toy.assert_close(personalised(ALGORITHMS["local"], given, wanted.state.server, 0, rounds=3)["unseen"], wanted.last)
+
+
+def of_the_round(task):
+    """FedAvg whose `post` score is the number of the round, and whose predictions are random."""
+    base = ALGORITHMS["fedavg"](task)
+
+    def round(key, state, cohort):
+        state, metrics = base.round(key, state, cohort)
+        return state, metrics._replace(post={**metrics.post, "acc": jnp.full(len(cohort.ids), cohort.round, float)})
+
+    return base._replace(
+        round=round, predict=lambda server, own, c: lambda x, mask: jax.random.normal(c.key, (len(x), toy.C))
+    )
+
+
+def test_rounds_of_personalisation_have_the_numbers_that_follow():
+    given, key = toy.method_task("fedavg"), jax.random.key(5)
+    program, begin = toy.program(of_the_round, given), toy.train(of_the_round, given, 0).state
+    found = personalised(of_the_round, given, begin.server, 4, rounds=3)
+    np.testing.assert_array_equal(found["unseen_post"]["acc"], 6)
+    then = program.evaluate(key, program.traced, toy.federation(), begin, jnp.int32(6))
+    np.testing.assert_array_equal(found["unseen"]["acc"], then["acc"])
+
+
+def test_they_are_scored_by_id_whatever_their_architectures():
+    model = toy.method_task("local").models[0]
+    one = toy.task(models=(model,))
+    two = toy.task(models=(model, model), architecture=np.array([1, 0, 1, 0, 0], np.int32))
+    found = [personalised(ALGORITHMS["local"], x, toy.train("local", x, 0).state.server, 0) for x in (one, two)]
+    toy.assert_close(*found)
+    assert len(set(np.asarray(found[0]["unseen_post"]["acc"]).tolist())) > 1
