@@ -193,6 +193,11 @@ def fedcp(
       the CPN is followed by the activation. The head must be one linear layer: their code's product
       of several layers' weights is not implemented. With gumbel, examples at the same position of
       different test batches share their noise. The reported loss includes the MMD term.
+
+      Under SGD, momentum and weight decay included, all clients keep the vector that they begin
+      with, which is one for all: the gradients of a cross entropy by the logits sum to 0 over the
+      classes, so training scales a head's sums over the classes and does not turn them. It takes an
+      optimizer such as Adam for the vectors to differ.
     """
     off = set(without.split("_"))
     model = task.model

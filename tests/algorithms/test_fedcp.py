@@ -466,3 +466,18 @@ def test_an_extractor_as_it_was_received_has_no_distance():
     batch = Batch(X, np.arange(6) % C, np.arange(6) < 5, np.arange(6))
     value = lambda lam: objective(NORM, gated(NORM, None, "softmax", {"cpn"}), frozen, lam)(variables, batch, KEY)[0]
     assert_close(*jax.jit(lambda: (value(50.0), value(0.0)))(), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "rule, one",
+    [
+        (lambda lr: optax.chain(optax.add_decayed_weights(0.01), optax.sgd(lr, momentum=0.9)), True),
+        (optax.adam, False),
+    ],
+)
+def test_under_sgd_all_clients_keep_one_vector(rule, one):
+    got = toy.train("fedcp", toy.task(optimizer=rule), rounds=2)
+    vectors, begin = (np.asarray(jax.vmap(client_vector)(s.clients["head"])) for s in (got.state, got.begin))
+    assert np.allclose(vectors, begin, atol=1e-5) == one
+    kernels = got.state.clients["head"]["kernel"]
+    assert np.abs(kernels - kernels[:1]).max() > 0.1
