@@ -113,7 +113,7 @@ def draw(workdirs: Sequence[Path], root: Path) -> Path:
     headline, colours = next(iter(found.values()))[0].headline, dict(zip(found, _palette(list(found)), strict=True))
     name = headline[0]
     columns = drawing.legend_columns(10, [f"{method}  99.9%" for method in (*found, "majority baseline")])
-    with drawing.drawn(root / "comparison.png", (10, 4 + 0.2 * math.ceil(len(found) / columns))) as figure:
+    with drawing.drawn(root / "comparison.png", (10, 4 + 0.2 * math.ceil((len(found) + 1) / columns))) as figure:
         left, right = figure.subplots(1, 2, width_ratios=(1.2, 1))
         for method, runs in found.items():
             again = list(colours.values())[: list(found).index(method)].count(colours[method])

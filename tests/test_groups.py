@@ -136,7 +136,8 @@ def test_architectures_that_do_not_fit_are_one_sentence(of):
 
 
 def test_the_clients_of_an_architecture_go_where_those_before_left_room():
-    """Client 0 keeps the first device busy, so 1 and 2, of the other architecture, go to the second."""
+    """Client 0 keeps the first device busy, so 1 and 2, of the other architecture, go to the
+    second."""
     task = toy.task(models=toy.task().models * 2, architecture=np.array([0, 1, 1, 1, 0], np.int32))
     where = placement.Placement(np.arange(5), np.arange(5), np.array([10.0, 8, 2, 1, 1]))
     ids, active = placement.arrange(task, where, jnp.arange(3), jnp.ones(3, bool), 2)

@@ -186,9 +186,8 @@ def test_statistics_over_clients_by_hand():
         "micro": seen @ weights[:21] / weights[:21].sum(),
         "std": np.sqrt(np.mean((seen - 0.5) ** 2)),
     }
-    assert got == pytest.approx(
-        expected | {"worst10": 0.05, "best10": 0.95}
-    )  # three clients are at least a tenth of 21
+    # three clients are at least a tenth of 21
+    assert got == pytest.approx(expected | {"worst10": 0.05, "best10": 0.95})
     twenty = evaluate.statistics(np.arange(20.0), np.ones(20))
     assert (twenty["worst10"], twenty["best10"]) == (0.5, 18.5)
     assert all(np.isnan(x) for x in evaluate.statistics(np.full(3, np.nan), np.ones(3)).values())

@@ -464,7 +464,8 @@ def test_rows_of_clients_may_come_from_generators():
 
 
 def test_label_groups_have_pfllibs_holders_and_parts():
-    """Of 7 clients with 2 of 4 classes each, the first ceil(3.5); parts from a tenth of the mean on."""
+    """Of 7 clients with 2 of 4 classes each, the first ceil(3.5); parts from a tenth of the mean
+    on."""
     made = [assignment.label_groups(np.random.default_rng(s), np.full(4, 1000), 7, 2, 40) for s in range(50)]
     parts = np.stack([counts[:3, 0] for counts in made])
     assert all(np.array_equal(np.flatnonzero(counts[:, 0]), range(4)) for counts in made)

@@ -112,5 +112,5 @@ def test_the_devices_say_no_more_to_each_other_than_in_one_round():
 
 def test_of_several_rounds_only_the_first_is_scored():
     got = run(program_of("fedavg", 1, (1.0, 1.0)), eval_every=3, state_every=100)
-    assert [r.round for r in got if r.state is None] == [1, 3, 4]  # 3 to 5 went together
+    assert [r.round for r in got if r.state is None] == [1, 3, 4]  # 1 and 2 went together, and 3 to 5
     assert [r.round for r in got[:-1] if np.isfinite(r.metrics.post["acc"]).any()] == [0, 3, 6, 7]

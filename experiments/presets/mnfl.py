@@ -1,7 +1,7 @@
 """The MNFL paper's Table 1, four architectures in one federation, Table 2, one architecture, and
 its Tables 3 to 6.
 
-Their columns of EMNIST have no preset.
+Their columns in which EMNIST is the clients' data have no preset.
 """
 
 from typing import Any

@@ -81,7 +81,8 @@ def branched(task: Task, on: Branching) -> Branched:
     """What both methods share, for a task's first model.
 
     Raises:
-      InputError: the tasks are not a map of the classes, or the head is not one linear layer.
+      InputError: the tasks are not a map of the classes; from `start`, the head is not one linear
+        layer.
     """
     b, model = branches(task, on.tasks, on.head), task.model
 

@@ -291,6 +291,13 @@ def test_a_frozen_extractor_is_as_in_a_prediction():
 
 def test_each_phase_draws_its_own_batches(monkeypatch):
     seen, sgd = [], local.sgd
-    monkeypatch.setattr(local, "sgd", lambda key, *given, **options: seen.append(key) or sgd(key, *given, **options))
+
+    def noted(key, *given, **options):
+        note = lambda data: seen.append(tuple(np.asarray(data).tolist()))
+        jax.debug.callback(note, jax.random.key_data(key))
+        return sgd(key, *given, **options)
+
+    monkeypatch.setattr(local, "sgd", noted)
     toy.train(functools.partial(ALGORITHMS["pfedafm"]), MLP, rounds=1)
-    assert len(seen) == 2 and seen[0] is not seen[1]
+    jax.effects_barrier()
+    assert len(seen) == len(set(seen)) == 2 * N
