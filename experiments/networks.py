@@ -30,11 +30,12 @@ def architectures(spec: str, num_clients: int) -> tuple[list[str], np.ndarray]:
         than clients.
     """
     if not spec.startswith("file:"):
-        names = spec.removeprefix("blocks:").split(",")
-        if len(names) > num_clients:
-            raise InputError(f"--model={spec} has {len(names)} networks for {num_clients} clients: name fewer.")
-        ids, count = np.arange(num_clients), len(names)
-        return names, ids * count // num_clients if spec.startswith("blocks:") else ids % count
+        listed = spec.removeprefix("blocks:").split(",")
+        if len(listed) > num_clients:
+            raise InputError(f"--model={spec} has {len(listed)} networks for {num_clients} clients: name fewer.")
+        ids, count = np.arange(num_clients), len(listed)
+        places = ids * count // num_clients if spec.startswith("blocks:") else ids % count
+        return _numbered([listed[place] for place in places])
     path = Path(spec.removeprefix("file:")).expanduser()
     try:
         words = path.read_text(encoding="utf-8").split()
@@ -42,6 +43,11 @@ def architectures(spec: str, num_clients: int) -> tuple[list[str], np.ndarray]:
         raise InputError(f"--model={spec} cannot be read ({error}): write the name of a network per client.") from None
     if len(words) != num_clients:
         raise InputError(f"--model={spec} names {len(words)} networks for {num_clients} clients: write one per client.")
+    return _numbered(words)
+
+
+def _numbered(words: list[str]) -> tuple[list[str], np.ndarray]:
+    """The names in the order of their first clients, and the number of each client's [N]."""
     names = list(dict.fromkeys(words))
     return names, np.array([names.index(word) for word in words])
 

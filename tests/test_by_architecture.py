@@ -63,5 +63,7 @@ def test_architectures_in_blocks():
     names, of = networks.architectures("blocks:lenet,alexnet,mlp", 7)
     assert names == ["lenet", "alexnet", "mlp"]
     np.testing.assert_array_equal(of, [0, 0, 0, 1, 1, 2, 2])
+    names, of = networks.architectures("mlp,mlp,linear", 6)
+    assert names == ["mlp", "linear"] and of.tolist() == [0, 0, 1, 0, 0, 1]  # one architecture however often named
     with pytest.raises(InputError, match="has 3 networks for 2 clients"):
         networks.architectures("blocks:lenet,alexnet,mlp", 2)

@@ -41,7 +41,8 @@ def small_model(task: Task) -> Model:
         return small
     raise InputError(
         "pFedAFM needs a small model of all clients (Task.shared) with as many features as every architecture, but "
-        f"{f'it has {small.num_features}' if small else 'it is missing'} and the architectures have {widths}."
+        f"{f'it has {small.num_features}' if small else 'it is missing'} and the architectures have {widths}: give all "
+        "networks one width (--features), and the small model, too."
     )
 
 

@@ -484,3 +484,9 @@ def test_the_outputs_of_the_public_classes_learn_too(monkeypatch):
     monkeypatch.setattr(public.local, "sgd", noted)
     simulate.program(ALGORITHMS["fedmd"], LABELLED, {"public_epochs": 1})
     assert ("body", "head", "public") in seen
+
+
+def test_the_coefficients_of_one_client_are_not_called_idle():
+    task = toy.task()
+    alone = task._replace(sizes=task.sizes[:1], class_counts=task.class_counts[:1])
+    assert [bool(kt.mnfl_het(x).idle) for x in (alone, task)] == [False, True]
