@@ -125,7 +125,8 @@ def fedkd(
       As in the authors' code gradients go through everything, the weight 1 / (CE + CE) included,
       and the loss of the features counts twice; the loss of attention maps has no counterpart here.
       The own loss is reported. With svd a matrix that takes no less room so travels whole, and what
-      is cut off a change is lost, as in the paper.
+      is cut off a change is lost, as in the paper; downloads are counted as if every client had
+      received every change before, and without its first copy of the model.
     """
     small = exchanged(task)
     objective = fedkd_objective(detach, 1 if reduction == "sum" else 1 / task.num_classes)

@@ -141,7 +141,7 @@ def pfedafm(
       dropout. `large_acc` and `small_acc` score the head on the client's own features and on the
       shared ones alone. In the authors' code one α and the optimizers' momentum pass from client to
       client; here each client has its own, α's SGD with momentum 0.9. The loss is that of the first
-      phase.
+      phase. A small model whose body has no parameters (`linear`) shares nothing.
     """
     shared = small_model(task)
     phases = [("w", "alpha", "theta")] if training == "end_to_end" else [("w", "alpha"), ("theta",)]
