@@ -1,5 +1,7 @@
 """What an experiment consists of and costs, in words and in numbers; nothing is compiled."""
 
+import functools
+
 import jax
 import numpy as np
 from absl import logging
@@ -7,19 +9,20 @@ from absl import logging
 from experiments import networks
 from experiments.build import Experiment
 from experiments.plain import plural
+from experiments.targets import Flops
 from fedjax_pfl import trees
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.engine.flops import flops_of_step
 
 
-def flops(experiment: Experiment) -> float | None:
-    """Floating-point operations of the method's local work for each example that the settings ask
-    for, see `engine.flops`; None if they cannot be counted."""
+def flops(experiment: Experiment) -> Flops | None:
+    """Counted in the traces of the first round and of a later one, for each example that the settings
+    ask for, see `engine.flops`; None if they cannot be counted."""
     if "flops" not in experiment.made:
         plain, config = experiment.in_form(experiment.task, "matmul"), experiment.config
         try:
-            counted = flops_of_step(find(config.algo), plain, experiment.federation, config.hparams)
-            experiment.made["flops"] = counted / plain.batch_size
+            count = functools.partial(flops_of_step, find(config.algo), plain, experiment.federation, config.hparams)
+            experiment.made["flops"] = Flops(*(count(round=index) / plain.batch_size for index in (0, 1)))
         except Exception as error:  # another version of JAX may write another trace; a run does not depend on it
             logging.warning("Floating-point operations are not counted (%s: %s).", type(error).__name__, error)
             experiment.made["flops"] = None

@@ -16,6 +16,7 @@ from experiments import settings as all_settings
 from experiments.courses import Band
 from experiments.drawing import STYLE
 from experiments.gather import Found
+from experiments.targets import Flops
 
 _COSTS = {
     "MB": "sent down and up",
@@ -45,12 +46,12 @@ class Series(NamedTuple):
 
 
 def figures(
-    runs: Sequence[Found], flops: Callable[[Found], float | None] = courses.counted_flops
+    runs: Sequence[Found], flops: Callable[[Found], Flops | None] = courses.counted_flops
 ) -> tuple[dict[str, Figure], list[str]]:
     """All figures of some runs by the name of their file, and a sentence on each that is left out.
 
     Args:
-      flops: of a run, for each example of local work; asked of the first run of each method.
+      flops: of a run; asked of the first run of each method.
     """
     name = runs[0].headline[0]
     shown = [run for run in runs if run.headline[0] == name]

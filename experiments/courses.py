@@ -9,6 +9,7 @@ import numpy as np
 from experiments import account, build, report, schema
 from experiments.files import Rows, read_derived
 from experiments.gather import Found, spent
+from experiments.targets import Flops
 from fedjax_pfl.errors import InputError
 
 Array = np.ndarray
@@ -24,7 +25,7 @@ class Band(NamedTuple):
     std: Array  # of the sample; 0 of one seed
 
 
-def course(run: Found, name: str, flops: float | None) -> dict[str, Array]:
+def course(run: Found, name: str, flops: Flops | None) -> dict[str, Array]:
     """{point: [T, 5]}, before and after local training: the columns of `COLUMNS`, those of the
     evaluated rounds.
 
@@ -33,15 +34,16 @@ def course(run: Found, name: str, flops: float | None) -> dict[str, Array]:
     known.
 
     Args:
-      flops: for each example of local work; None: not known.
+      flops: of the method; None: not known.
     """
     found: dict[str, list] = {point: [] for point in BEFORE_AND_AFTER}
     timed: int = run.said.get("timed") or run.said["rounds"]
     each = run.said.get("seconds", {}).get("train", np.nan) / max(1, timed)
+    flops = flops if flops and any(flops) else None  # 0: none of what is counted
     for row, before, after in spent(run):
         for point, total in (("pre", before), ("post", after)):
             if (value := row.get(f"{point}/{name}")) is not None:
-                work = total.examples * flops / 1e12 if flops and total.examples is not None else np.nan
+                work = np.nan if (count := total.operations(flops)) is None else count / 1e12
                 sent = report.traffic([total.traffic])["bytes"] / 1e6
                 found[point].append((total.rounds, value, sent, work, total.rounds * each))
     return {point: np.array(rows, float).reshape(-1, len(COLUMNS)) for point, rows in found.items()}
@@ -98,18 +100,19 @@ def ranked(clients: Sequence[Array], way: str = "max") -> Band:
     return Band(100 * x, rows.mean(axis=0), rows.std(axis=0, ddof=min(1, len(rows) - 1)))
 
 
-def flops(run: Found) -> float | None:
-    """Floating-point operations for each example of local work, as the run counted them; None if it
-    did not (--targets)."""
-    total = run.said.get("work", {}).get("client_flops")
-    if total:
+def flops(run: Found) -> Flops | None:
+    """As the run counted them; None if it did not (--targets)."""
+    work = run.said.get("work", {})
+    if counted := work.get("flops_per_example"):
+        return Flops(**counted)
+    if work.get("client_flops"):  # of a run by an earlier version, alike in all rounds
         for _, _, after in spent(run):
             if after.rounds == run.said.get("timed", run.said["rounds"]):  # those that the summary is of
-                return total / after.examples if after.examples else None
+                return Flops(*[work["client_flops"] / after.examples] * 2) if after.examples else None
     return None
 
 
-def counted_flops(run: Found) -> float | None:
+def counted_flops(run: Found) -> Flops | None:
     """As `flops`, or counted now, for which the data must be here; None if that cannot be."""
     if (found := flops(run)) is not None:
         return found

@@ -135,7 +135,8 @@ class Recorder:
         done, totals = spent.rounds, spent.total(flops)
         content = {"status": status, "rounds": done, "seconds": self._clock.seconds()}
         content |= report.summary(rows, experiment.headline)
-        content |= {"work": {name: totals[name] for name in ("client_steps", "client_flops")} | {"note": targets.NOTE}}
+        work = {name: totals[name] for name in ("client_steps", "client_flops")} | {"note": targets.NOTE}
+        content |= {"work": work | ({"flops_per_example": flops._asdict()} if flops else {})}
         content |= {"initial_broadcast": account.initial_broadcast(experiment)}
         if status == "complete" and (why := self.why()) and done < config.rounds:
             content |= {"ended": {"why": why} | stopping.given(config)}

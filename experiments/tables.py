@@ -80,7 +80,7 @@ def _targets(run: Found, text: str) -> Reached:
     targets.check_score(text, report.score_names(run.rows), str(run.path))
     score, levels = targets.wanted(run.config.replace(targets=text), run.headline)
     bound, cells = targets.bound(run.config.eval_every), []
-    found = targets.reached(run.rows, score, levels, 0, run.headline)
+    found = targets.reached(run.rows, score, levels, None, run.headline)
     for level in levels:
         pairs = [_reached(found, point, level, bound is not None) for point in ("post", "pre")]
         cells += [" / ".join(texts) for texts in zip(*pairs, strict=True)]

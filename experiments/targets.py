@@ -124,6 +124,13 @@ def _baseline_key(point: str, name: str) -> str:
     return f"{point}/{scores.baseline(name.removesuffix('_micro'))}{micro}"
 
 
+class Flops(NamedTuple):
+    """Floating-point operations of a method for each example of the clients' local work."""
+
+    first: float  # in the first round, with what some methods do before it
+    later: float
+
+
 class Spent(NamedTuple):
     """What some rounds took; steps and examples of the clients are None where a row does not know
     (a run begun by an earlier version)."""
@@ -132,6 +139,7 @@ class Spent(NamedTuple):
     traffic: Row = MappingProxyType({})  # type: ignore[assignment]  # as the entries of a row
     steps: int | None = 0
     examples: int | None = 0
+    opening: int | None = 0  # examples of the first round
 
     def after(self, row: Row) -> "Spent":
         """With one row more; the closing one took nothing."""
@@ -140,17 +148,23 @@ class Spent(NamedTuple):
         names = [*self.traffic, *(name for name in row if name.startswith("traffic/") and name not in self.traffic)]
         sent = {name: self.traffic.get(name, 0) + row.get(name, 0) for name in names}
         more = (row.get("work/steps"), row.get("work/examples"))
-        work = [None if a is None or b is None else a + b for a, b in zip(self[2:], more, strict=True)]
-        return Spent(self.rounds + 1, sent, *work)
+        work = [None if a is None or b is None else a + b for a, b in zip(self[2:4], more, strict=True)]
+        steps, examples = work
+        return Spent(self.rounds + 1, sent, steps, examples, self.opening if self.rounds else examples)
 
-    def total(self, flops: float | None) -> Row:
+    def total(self, flops: Flops | None) -> Row:
         """What `report.traffic` has, client_steps and client_flops; the last two None if not known.
 
         Args:
-          flops: of the method on one example, see `account.flops`; None: not counted.
+          flops: of the method, see `account.flops`; None: not counted.
         """
-        counted = None if self.examples is None or flops is None else round(self.examples * flops)
-        return report.traffic([self.traffic]) | {"client_steps": self.steps, "client_flops": counted}
+        return report.traffic([self.traffic]) | {"client_steps": self.steps, "client_flops": self.operations(flops)}
+
+    def operations(self, flops: Flops | None) -> int | None:
+        """Floating-point operations of the clients; None if not known."""
+        if flops is None or self.examples is None or self.opening is None:
+            return None
+        return round(self.opening * flops.first + (self.examples - self.opening) * flops.later)
 
 
 class Reached(NamedTuple):
@@ -167,7 +181,7 @@ class Reached(NamedTuple):
 
 
 def reached(
-    rows: Iterable[Row], name: str, levels: Sequence[float], flops: float | None, headline: Headline = ACCURACY
+    rows: Iterable[Row], name: str, levels: Sequence[float], flops: Flops | None, headline: Headline = ACCURACY
 ) -> Reached:
     """When a score (macro mean; micro of a name that ends in _micro) was first at least each of the
     levels; at most, where less of it is better. The rows are read once, and none is kept.
@@ -195,7 +209,7 @@ def reached(
     return Reached(first, {point: floors.get(point) for point in report.POINTS if point in seen}, there)
 
 
-def summary(rows: Iterable[Row], config: Config, flops: float | None, headline: Headline = ACCURACY) -> Row:
+def summary(rows: Iterable[Row], config: Config, flops: Flops | None, headline: Headline = ACCURACY) -> Row:
     """For summary.json: {"score": name, "bound": `bound`, "baseline": {point: the majority baseline},
     "levels": [{"target": ..., "baseline": is it no more than that at some point?, point: what
     `reached` says, None: never}]}."""
@@ -210,7 +224,7 @@ def summary(rows: Iterable[Row], config: Config, flops: float | None, headline: 
 
 
 def show(
-    console: Console, rows: Iterable[Row], config: Config, flops: float | None, headline: Headline = ACCURACY
+    console: Console, rows: Iterable[Row], config: Config, flops: Flops | None, headline: Headline = ACCURACY
 ) -> None:
     """Prints the table of the targets that were asked for."""
     found = summary(rows, config, flops, headline)

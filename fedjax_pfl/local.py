@@ -14,7 +14,8 @@ from fedjax_pfl import keys, trees
 from fedjax_pfl.types import Array, Batch, Data, PyTree, Task
 
 T = TypeVar("T")
-SCOPE = "loop_over_batches"  # in the names of a trace, see `work`
+SCOPE = "loop_over_batches"  # in the names of a trace, see `engine.flops`
+ON_SERVER = "on_server"  # likewise: what the server computes, though a client's function may have it
 # (variables, batch, key) -> loss [], new stats (, aux)
 Loss = Callable[[PyTree, Batch, Array], tuple[Array, PyTree] | tuple[Array, PyTree, PyTree]]
 

@@ -50,7 +50,7 @@ def test_a_round_costs_the_same_at_the_end_as_at_the_start(tmp_path):
     early, late = (np.median(x) for x in (seconds[100:1100], seconds[-1000:]))
     before, begin = held(), time.process_time()
     run.tables()
-    report.summary(run.rows), targets.summary(run.rows, config, 1)
+    report.summary(run.rows), targets.summary(run.rows, config, targets.Flops(1, 1))
     functools.reduce(targets.Spent.after, run.rows, targets.Spent())
     spent, shown = time.process_time() - begin, held() - before
     print(

@@ -30,6 +30,7 @@ from fedjax_pfl.errors import InputError
 
 DVA, ERROR = ("elbo", "max"), ("reconstruction", "min")
 CONFIG = Config(algo="feddva")
+FLOPS = targets.Flops(1, 1)
 
 
 def rows():
@@ -103,13 +104,13 @@ def test_lines_show_no_scores_of_other_rounds(terminal):
 
 
 def test_a_target_of_which_less_is_better_is_reached_from_above():
-    first = targets.reached(rows(), "reconstruction", (39, 45), 1).first
+    first = targets.reached(rows(), "reconstruction", (39, 45), FLOPS).first
     assert first["post", 45]["round"] == 1 and ("post", 39) not in first
-    assert targets.reached(rows(), "elbo", (-60.5,), 1, DVA).first["post", -60.5]["round"] == 1
-    found = targets.summary(rows(), CONFIG.replace(targets="reconstruction:45,100"), 1, DVA)
+    assert targets.reached(rows(), "elbo", (-60.5,), FLOPS, DVA).first["post", -60.5]["round"] == 1
+    found = targets.summary(rows(), CONFIG.replace(targets="reconstruction:45,100"), FLOPS, DVA)
     assert [level["post"]["rounds"] for level in found["levels"]] == [2, 1]
     console = Console(file=io.StringIO(), width=200)
-    targets.show(console, rows(), CONFIG.replace(targets="reconstruction:45"), 1, DVA)
+    targets.show(console, rows(), CONFIG.replace(targets="reconstruction:45"), FLOPS, DVA)
     assert "(lower is better)" in console.file.getvalue()
 
 

@@ -25,6 +25,7 @@ from experiments import (
     tables,
 )
 from experiments import html as report_page
+from experiments.targets import Flops
 from fedjax_pfl.errors import InputError
 
 TINY = ["--data_fraction=0.2", "--clients=5", "--width=1", "--epochs=1", "--model=linear", "--rounds=2"]
@@ -229,7 +230,7 @@ def test_the_curves_are_means_over_seeds_with_their_deviation(root):
 
 
 def test_costs_are_bytes_operations_and_seconds(root):
-    found, notes = drawn(root, lambda run: 1e12)
+    found, notes = drawn(root, lambda run: Flops(1e12, 1e12))
     sent, work, seconds = (lines(panel) for panel in found["costs"].axes)
     each = 2 * 5 * 650 * 4 / 1e3  # down and up, clients, parameters, bytes
     assert sent["fedavg"].get_xdata() == pytest.approx([0, each, 2 * each])
@@ -246,7 +247,7 @@ def test_costs_are_bytes_operations_and_seconds(root):
 
 def test_costs_of_other_sizes_are_on_a_logarithmic_axis_without_what_costs_nothing(root):
     found = [gather.read(path) for path in gather.directories([str(root)])]
-    flops = {"fedavg": 1e12, "local": 1e9}
+    flops = {"fedavg": Flops(1e12, 1e12), "local": Flops(1e9, 1e9)}
     _, work, _ = comparison_figures.figures(found, lambda run: flops[run.config.algo])[0]["costs"].axes
     assert work.get_xscale() == "log" and work.get_xlabel().startswith("GFLOP")
     a, b = (lines(work)[method].get_xdata() for method in ("fedavg", "local"))

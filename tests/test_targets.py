@@ -16,6 +16,7 @@ from fedjax_pfl import local
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Data
 
+FLOPS = targets.Flops(first=9, later=7)
 CONFIG = Config(algo="fedavg")
 
 
@@ -40,7 +41,7 @@ def rows(pre, post, **more):
 
 def test_the_first_round_that_reaches_it_and_what_was_spent_until_then():
     run = rows([0.1, None, 0.5, None, 0.8], [0.3, None, 0.5, 0.9])  # evaluated every second round, and the last
-    first = targets.reached(iter(run), "acc", (0.1, 0.5, 0.8, 0.91), flops=7).first  # the rows are read once
+    first = targets.reached(iter(run), "acc", (0.1, 0.5, 0.8, 0.91), flops=FLOPS).first  # the rows are read once
     assert first["pre", 0.5] == {
         "round": 2,
         "rounds": 2,  # before the third begins
@@ -53,42 +54,42 @@ def test_the_first_round_that_reaches_it_and_what_was_spent_until_then():
         "public_data": 0,
         "bytes": 4 * 46,
         "client_steps": 8,
-        "client_flops": 2 * 30 * 7,
+        "client_flops": 30 * 9 + 30 * 7,  # of the first round and of the second
     }
     after = first["post", 0.5]
     assert (after["round"], after["rounds"], after["down"], after["client_steps"]) == (2, 3, 30, 12)
     closing = first["pre", 0.8]
     assert (closing["round"], closing["rounds"], closing["up"]) == (4, 4, 40)
     assert first["pre", 0.1]["down"] == 0  # before anything was sent
-    assert ("post", 0.91) not in first and not targets.reached(run, "task_acc", (0.1,), flops=7).first
+    assert ("post", 0.91) not in first and not targets.reached(run, "task_acc", (0.1,), flops=FLOPS).first
 
 
 def test_a_mean_of_float32_scores_reaches_what_it_is():
     mean = float(np.mean(np.full(4, 0.9, np.float32), dtype=np.float64))
     assert mean < 0.9
-    assert targets.reached(rows([mean], []), "acc", (0.9,), 1).first
+    assert targets.reached(rows([mean], []), "acc", (0.9,), FLOPS).first
 
 
 def test_rows_of_an_earlier_version_know_no_work():
     run = [{k: v for k, v in row.items() if not k.startswith("work/")} for row in rows([0.1, 0.6], [0.7])]
-    found = targets.reached(run, "acc", (0.5,), 7).first["post", 0.5]
+    found = targets.reached(run, "acc", (0.5,), FLOPS).first["post", 0.5]
     assert found["client_steps"] is found["client_flops"] is None and found["down"] == 10
     console = Console(record=True, width=100)
-    targets.show(console, run, CONFIG, 7)
+    targets.show(console, run, CONFIG, FLOPS)
     assert "0.5     before         1" in console.export_text()
 
 
 def test_the_levels_asked_for_are_shown():
     for text, expected in (("0.5,0.6,0.8", ["0.5", "0.6", "0.8"]), ("0.6,0.95", ["0.6", "0.95"])):
         console = Console(record=True, width=100)
-        targets.show(console, rows([0.1, 0.55], [0.65]), CONFIG.replace(targets=text), 10**12)
+        targets.show(console, rows([0.1, 0.55], [0.65]), CONFIG.replace(targets=text), targets.Flops(1e12, 1e12))
         shown = console.export_text().splitlines()[5:]
         assert [line.split()[0] for line in shown if "before" in line] == expected
         assert ["after", "1", "10", "10", "9.2e-05", "4", "30"] in [line.split() for line in shown]
         assert ("never" in " ".join(shown)) and "0.7" not in " ".join(shown)
-    found = targets.summary(rows([0.1], []), CONFIG, 1)
+    found = targets.summary(rows([0.1], []), CONFIG, FLOPS)
     assert [level["target"] for level in found["levels"]] == list(targets.LEVELS)
-    targets.show(console, [], CONFIG, 1)  # nothing evaluated: nothing to say
+    targets.show(console, [], CONFIG, FLOPS)  # nothing evaluated: nothing to say
 
 
 @pytest.mark.parametrize("text", ["", "0.8,", "80%", "0.8;0.9", "0", "-0.5", "1.2", "nan", "acc", "acc:", ":0.8"])
@@ -104,13 +105,13 @@ def test_targets_are_sorted_and_single():
 
 def shown(run, **config):
     console = Console(record=True, width=200)
-    targets.show(console, run, CONFIG.replace(**config), 7)
+    targets.show(console, run, CONFIG.replace(**config), FLOPS)
     return console.export_text()
 
 
 def test_the_score_that_is_named_is_the_one_that_is_meant():
     run = [row | {"post/acc_present": 0.9} for row in rows([0.1, 0.6], [0.7])]
-    found = targets.summary(run, CONFIG.replace(preset="pfedc_mnist", algo="pfedc", targets="acc_present:0.8"), 7)
+    found = targets.summary(run, CONFIG.replace(preset="pfedc_mnist", algo="pfedc", targets="acc_present:0.8"), FLOPS)
     assert found["score"] == "acc_present" and found["levels"][0]["post"]["value"] == 0.9
     assert "the macro mean of acc_present" in shown(run, targets="acc_present:0.8")
     assert "the micro mean of acc first" in shown(run, targets="acc_micro:0.5")
@@ -132,7 +133,7 @@ def test_a_score_that_the_run_has_not_is_said_with_those_it_has(tmp_path, capsys
 
 def test_a_target_that_saying_no_would_reach_is_marked():
     run = [row | {"post/acc_majority": 0.5, "pre/acc_majority": 0.5} for row in rows([0.1, 0.6], [0.7])]
-    found = targets.summary(run, CONFIG.replace(targets="0.4,0.5,0.6"), 7)
+    found = targets.summary(run, CONFIG.replace(targets="0.4,0.5,0.6"), FLOPS)
     assert [level["baseline"] for level in found["levels"]] == [True, True, False]
     assert found["baseline"] == {"pre": 0.5, "post": 0.5}
     text = shown(run, targets="0.5,0.6")
@@ -145,13 +146,13 @@ def test_the_mark_is_of_the_participants_who_reached_the_target():
         row | {"post/acc_majority": floor}
         for row, floor in zip(rows([None, None], [0.9, 0.6]), (0.9, 0.3), strict=True)
     ]
-    found = targets.summary(run, CONFIG.replace(targets="0.2,0.5,0.9,0.95"), 7)
+    found = targets.summary(run, CONFIG.replace(targets="0.2,0.5,0.9,0.95"), FLOPS)
     assert [level["baseline"] for level in found["levels"]] == [True, True, True, False]
 
 
 @pytest.mark.parametrize(("every", "said"), [(1, None), (5, "every 5 rounds only"), (0, "after the last round only")])
 def test_rounds_are_upper_bounds_where_not_every_round_was_evaluated(every, said):
-    found = targets.summary(rows([0.1, 0.6], [0.7]), CONFIG.replace(eval_every=every), 7)["bound"]
+    found = targets.summary(rows([0.1, 0.6], [0.7]), CONFIG.replace(eval_every=every), FLOPS)["bound"]
     assert (found is None) if said is None else (said in found and "upper bounds" in found)
     assert every != 5 or "up to 4 too many" in found
     assert ("upper bounds" in shown(rows([0.1, 0.6], [0.7]), eval_every=every)) == (said is not None)

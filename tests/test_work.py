@@ -18,11 +18,11 @@ STEP = models.flops(toy.tiny_mlp, toy.SHAPE, toy.C, 4)  # of the model, batches 
 HIDDEN, HEAD = 2 * 4 * 6 * 8, 2 * 4 * 8 * 4  # of its two products, forward
 
 
-def counted(method, *, epochs=2, scale=1, **hparams):
+def counted(method, *, epochs=2, scale=1, round=1, **hparams):
     """Of a step that the settings ask for; all clients have `scale` times the toy's examples."""
     task = toy.method_task(method)
-    task = task._replace(epochs=epochs, sizes=task.sizes * scale)
-    return flops.flops_of_step(toy.METHODS[method], task, toy.federation(), hparams)
+    task = task._replace(epochs=epochs, sizes=task.sizes * scale, public_classes=3)
+    return flops.flops_of_step(toy.METHODS[method], task, toy.federation(), hparams, round=round)
 
 
 def test_a_step_of_sgd_is_the_models_own():
@@ -56,6 +56,20 @@ def test_inner_steps_and_models_count():
 def test_a_methods_own_number_of_steps_is_related_to_the_settings():
     """pFedHN takes steps of its own number, so relative to more epochs they are fewer."""
     assert counted("pfedhn", epochs=2) == 2 * counted("pfedhn", epochs=4) > 0
+
+
+def test_what_the_server_trains_is_not_the_clients_work():
+    """FedDF's distillation and its teachers' predictions are the server's, who has their models."""
+    assert counted("feddf") == counted("feddf", passes=3) == STEP
+    assert counted("feddf", patience=2) == STEP
+
+
+def test_what_precedes_the_first_round_counts_once():
+    later = [counted("fedmd", public_epochs=epochs) for epochs in (0, 2)]
+    first = [counted("fedmd", public_epochs=epochs, round=0) for epochs in (0, 2, 4)]
+    assert later[0] == later[1] == first[0] and first[2] - first[0] == 2 * (first[1] - first[0]) > 0
+    warm = [counted("mnfl_het", order="code", warmup_epochs=2, round=index) for index in (0, 1)]
+    assert warm[0] == pytest.approx(warm[1] + STEP)  # two epochs of warm-up beside the settings' two
 
 
 def test_short_batches_and_no_examples():

@@ -85,6 +85,7 @@ def feddf(task: Task, *, on: Students) -> Algorithm:
     def divergence(target: Array, z: Array) -> Array:
         return mixtures.divergence(target, z, on.temperature)
 
+    @jax.named_scope(local.ON_SERVER)
     def distil(key: Array, fused: PyTree, cohort: Cohort, index: Array, target: Array) -> tuple[PyTree, Array]:
         data, students, gaps = public.subset(cohort.public, index, jnp.any(cohort.trained)), [], []
         for group, (_, own) in enumerate(start(key)):
@@ -110,7 +111,8 @@ def feddf(task: Task, *, on: Students) -> Algorithm:
             w, value = local.sgd(c.key, c.train, losses.classification(c.model), w, task)
             shared, own = split.send(w, c.architecture)
             data = public.subset(c.public, index, c.train.size > 0)
-            z = public.logits(c.model, w, data, task.num_classes, on.public_batch)
+            with jax.named_scope(local.ON_SERVER):  # it has the models, and they are its teachers
+                z = public.logits(c.model, w, data, task.num_classes, on.public_batch)
             return Own(shared), Own(own), z, value, evaluate.post(cohort, c, predictor(c.model, w))
 
         fused, (own, z, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, default=state.server)

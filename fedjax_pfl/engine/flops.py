@@ -49,22 +49,28 @@ _NUMPY: dict[str, Any] = {
 
 
 def flops_of_step(
-    factory: Callable[..., Algorithm], task: Task, federation: Federation, hparams: dict[str, Any] | None = None
+    factory: Callable[..., Algorithm],
+    task: Task,
+    federation: Federation,
+    hparams: dict[str, Any] | None = None,
+    *,
+    round: int = 1,
 ) -> float:
     """Floating-point operations of a client for each of the steps that its settings ask for
     (`local.planned`), of clients of several architectures in the mean.
 
     Counts 2 for each multiply-add of a matrix product in the loops over batches of a round without
     evaluation, batches full: further models, inner steps, further gradients and what a method
-    scores by itself are in it. The rest of the client's and of the server's work is not, nor is
-    element-wise work.
+    scores by itself are in it. The rest of the client's work and the server's (`local.ON_SERVER`)
+    are not, nor is element-wise work.
 
     Args:
       task: with a model whose convolutions have the form "matmul": others save or hide products.
       federation: of which only the shapes matter, and the sizes of the validation splits.
+      round: which, from 0: some methods do more in the first.
     """
     if (count := len(task.models)) > 1:
-        each = [flops_of_step(factory, *alone(task, federation, group), hparams) for group in range(count)]
+        each = [flops_of_step(factory, *alone(task, federation, group), hparams, round=round) for group in range(count)]
         return float(np.mean(np.asarray(each)[task.architecture]))
     size = max(1, int(np.median(task.sizes)))
     size = max(size, task.batch_size) if task.drop_last else size  # fewer make no batch
@@ -81,7 +87,7 @@ def flops_of_step(
     nothing: Any = lambda tree: jax.tree.map(lambda _: np.nan, tree)  # a leaf, unlike None
     known, held_out = nothing(federation), np.int32(np.median(federation.val.size))
     known = known._replace(train=known.train._replace(size=np.int32(size)), val=known.val._replace(size=held_out))
-    given = nothing(key), traced, known, nothing(state), np.nan, np.bool_(True), np.int32(0), np.bool_(False)
+    given = nothing(key), traced, known, nothing(state), np.nan, np.bool_(True), np.int32(round), np.bool_(False)
     leaves = [None if x is np.nan else x for x in jax.tree.leaves(given)]
     with np.errstate(all="ignore"):  # a known number may be the seed of a hash
         _, total = _walk(closed.jaxpr, [None] * len(closed.consts), leaves, False)
@@ -119,10 +125,10 @@ def _walk(jaxpr: Any, consts: Sequence[Known], given: Sequence[Known], counts: b
     read: Callable[[Any], Known] = lambda v: _literal(v.val) if hasattr(v, "val") else values[v]
     total = 0
     for eqn in jaxpr.eqns:
-        inside = counts or local.SCOPE in str(eqn.source_info.name_stack)
-        outs, flops = _equation(eqn, [read(v) for v in eqn.invars], inside)
+        names = str(eqn.source_info.name_stack)
+        outs, flops = _equation(eqn, [read(v) for v in eqn.invars], counts or local.SCOPE in names)
         values.update(zip(eqn.outvars, outs, strict=True))
-        total += flops
+        total += 0 if local.ON_SERVER in names else flops
     return [read(v) for v in jaxpr.outvars], total
 
 
