@@ -14,7 +14,7 @@ import optax
 from annotated_types import Ge, Interval
 from chex import Numeric
 
-from fedjax_pfl import averaging, evaluate, groups, keys, local, losses, trees
+from fedjax_pfl import averaging, evaluate, groups, keys, local, losses, small, trees
 from fedjax_pfl.averaging import score_beside
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import (
@@ -34,16 +34,21 @@ from fedjax_pfl.types import (
 
 
 def small_model(task: Task) -> Model:
-    """The task's shared model; InputError if there is none, or its features are not as many as the
-    clients'."""
-    widths, small = sorted({model.num_features for model in task.models}), task.shared
-    if small is not None and widths == [small.num_features]:
-        return small
-    raise InputError(
-        "pFedAFM needs a small model of all clients (Task.shared) with as many features as every architecture, but "
-        f"{f'it has {small.num_features}' if small else 'it is missing'} and the architectures have {widths}: give all "
-        "networks one width (--features), and the small model, too."
-    )
+    """The task's shared model; InputError if there is none, its features are not as many as the
+    clients', its extractor has no parameters, or it is not for the clients' inputs and classes."""
+    widths, given = sorted({model.num_features for model in task.models}), task.shared
+    if given is None or widths != [given.num_features]:
+        raise InputError(
+            "pFedAFM needs a small model of all clients (Task.shared) with as many features as every architecture, but "
+            f"{f'it has {given.num_features}' if given else 'it is missing'} and the architectures have {widths}: give "
+            "all networks one width (--features), and the small model, too."
+        )
+    if not jax.tree.leaves(jax.eval_shape(given.init, jax.random.key(0))["body"]):
+        raise InputError(
+            "pFedAFM shares the extractor of the small model, but this one has no parameters there (as `linear`): give "
+            "another (Task.shared, --shared_model)."
+        )
+    return small.exchanged(task).model
 
 
 def mixture(alpha: Array, g: Array, G: Array) -> Array:
@@ -141,7 +146,7 @@ def pfedafm(
       dropout. `large_acc` and `small_acc` score the head on the client's own features and on the
       shared ones alone. In the authors' code one α and the optimizers' momentum pass from client to
       client; here each client has its own, α's SGD with momentum 0.9. The loss is that of the first
-      phase. A small model whose body has no parameters (`linear`) shares nothing.
+      phase.
     """
     shared = small_model(task)
     phases = [("w", "alpha", "theta")] if training == "end_to_end" else [("w", "alpha"), ("theta",)]

@@ -191,7 +191,7 @@ def test_equal_extractors_average_to_themselves():
 
 
 def test_the_extractor_of_the_paper_is_counted():
-    net = lambda name: models.model(name, (32, 32, 3), 10)
+    net = lambda name: models.model(name, (32, 32, 3), C)  # whose head is not shared
     task = task_of(
         models=tuple(net(f"cnn{k}") for k in range(1, 6)),
         architecture=np.arange(N),
@@ -268,6 +268,11 @@ def test_small_models_that_do_not_fit():
         ALGORITHMS["pfedafm"](MLP._replace(shared=None))
     with pytest.raises(InputError, match=r"but it has 6 and the architectures have \[8\]"):
         ALGORITHMS["pfedafm"](MLP._replace(shared=task_of("linear").models[0]))
+    linear = task_of("linear")
+    with pytest.raises(InputError, match="has no parameters there"):
+        ALGORITHMS["pfedafm"](linear._replace(shared=linear.models[0]))
+    with pytest.raises(InputError, match=r"`shared` model does not take inputs of shape \[6\]"):
+        ALGORITHMS["pfedafm"](MLP._replace(shared=models.model(toy.NETS["mlp"], (5,), C)))
 
 
 def test_a_frozen_extractor_is_as_in_a_prediction():
