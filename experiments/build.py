@@ -216,6 +216,8 @@ def _public(config: Config) -> datasets.Dataset | None:
     if config.public is None:
         return None
     name, colon, count = config.public.rpartition(":")
+    if colon and name in datasets.DATASETS and not count.isdigit():
+        raise InputError(f"--public={config.public}: write how many examples of {name} as a whole number.")
     if not colon or not count.isdigit():
         name, count = config.public, ""
     dataset = datasets.load(name, config.data_dir, config.seed)

@@ -32,7 +32,7 @@ TEXTS = {
     "optimizer": ("", "sgdd", "lbfgs", "SGD"),
     "model": ("", "linearr", "linear,", "linear,linear,linear,linear,linear,linear", "file:", "file:/", "cnn"),
     "shared_model": ("", "linearr", "linear,linear"),
-    "public": ("", "digit", "digits:0", "digits:99999999", "digits:-1", "npz:"),
+    "public": ("", "digit", "digits:0", "digits:99999999", "digits:-1", "digits:20k", "npz:"),
     "bn_stats": ("", "Local", "global"),
     "compute_dtype": ("", "float", "int8"),
     "targets": ("", "80", "x", "0.5;0.6", "nan", ":", "nothing:0.5"),
