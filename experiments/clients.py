@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from experiments import report, scores
+from experiments import networks, report, scores
 from experiments.build import Experiment
 from experiments.files import Row, Rows, write_csv
 from fedjax_pfl.data.partitioners import Partition
@@ -28,11 +28,13 @@ def rows(experiment: Experiment, path: Path) -> list[Row]:
     """
     e, apart = experiment, experiment.unseen
     trains = np.setdiff1d(np.arange(len(e.everybody.train)), [] if apart is None else apart.ids)
-    names = e.network_names
+    names = networks.names(e.config, len(e.everybody.train))
     found = [_about(e, e.partition, i) | {"client": i, "row": int(row)} for i, row in enumerate(trains)]
-    found = [row | {"architecture": str(name)} for row, name in zip(found, names, strict=True)]
-    others = [] if apart is None else [_about(e, apart.partition, i) for i in range(len(apart.ids))]
-    others = [row | {"client": "", "row": int(apart.ids[i]), "architecture": ""} for i, row in enumerate(others)]  # type: ignore[union-attr]
+    others: list[Row] = []
+    if apart is not None:
+        others = [_about(e, apart.partition, i) | {"client": "", "row": int(row)} for i, row in enumerate(apart.ids)]
+    for row in (*found, *others):
+        row["architecture"] = str(names[row["row"]])
     last: Row = {}
     for row in Rows(path):
         last |= {point: (row["ids"] if point == "post" else None, row[point]) for point in _POINTS if point in row}

@@ -62,6 +62,7 @@ def test_sizes_and_classes_are_the_partitions(done, table):
 def test_clients_that_did_not_train_come_last(done, table):
     scores, unseen = runs.read_rows(done[0] / "scores.jsonl"), table[-2:]
     assert [row["client"] for row in unseen] == ["", ""] and len({row["row"] for row in table}) == 8
+    assert [row["architecture"] for row in sorted(table, key=lambda row: int(row["row"]))] == ["mlp", "linear"] * 4
     assert numbers(unseen, "unseen/acc") == scores[-1]["unseen"]["acc"]
     assert numbers(table[:-2], "unseen/acc") == [None] * 6 == numbers(table[:-2], "unseen_post/acc")
 
