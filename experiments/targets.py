@@ -99,7 +99,9 @@ def score_names(experiment: Any) -> list[str]:
     """The names of the scores that a `build.Experiment` will have; nothing is compiled."""
     program = experiment.program(rounds=experiment.config.rounds)
     arguments = experiment.key, program.traced, experiment.federation, experiment.state_shapes(), np.int32(0)
-    return list(jax.eval_shape(program.evaluate, *arguments))
+    headline, networks = experiment.headline[0], dict.fromkeys(experiment.network_names)
+    each = [f"{headline}{scores.OF}{name}" for name in networks] if len(networks) > 1 else []
+    return [*jax.eval_shape(program.evaluate, *arguments), *each]
 
 
 def is_reached(name: str, value: float, level: float, headline: Headline) -> bool:

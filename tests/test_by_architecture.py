@@ -17,8 +17,8 @@ OF = np.array(["linear", "mlp", "linear"])[np.arange(7) % 3]
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory):
     path = tmp_path_factory.mktemp("runs") / "mixed"
-    flags = ["--rounds=3", "--participation=0.6", "--width=1", "--devices=1", f"--workdir={path}"]
-    assert main.run([*MIXED, *flags]) == 0
+    flags = ["--rounds=3", "--participation=0.6", "--targets=acc@mlp:0.01", "--width=1", "--devices=1"]
+    assert main.run([*MIXED, *flags, f"--workdir={path}"]) == 0
     read = lambda name: [json.loads(line) for line in (path / f"{name}.jsonl").read_text().splitlines()]
     return path, read("metrics"), read("scores")
 
@@ -33,6 +33,13 @@ def test_the_headline_of_each_architecture_is_the_mean_of_its_clients(mixed):
                 assert row.get(f"{point}/acc@{kind}_clients", 0) == len(own)
                 np.testing.assert_allclose(row.get(f"{point}/acc@{kind}", 0), np.mean(own or 0), rtol=1e-6)
     assert "acc@mlp" not in scores[0]["pre"] and "pre/acc_present@mlp" not in rows[0]
+
+
+def test_targets_of_an_architecture(mixed, capsys):
+    found = json.loads((mixed[0] / "summary.json").read_text())["targets"]
+    assert found["score"] == "acc@mlp" and found["levels"][0]["pre"] is not None
+    assert main.run([*MIXED, "--targets=acc@lenet:0.5"]) == 2
+    assert "Choose one of acc, acc_present, acc@linear, acc@mlp." in capsys.readouterr().err
 
 
 def test_table_summary_and_curves_have_it(mixed, monkeypatch):
