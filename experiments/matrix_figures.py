@@ -37,10 +37,12 @@ def scale(matrices: list[Array]) -> tuple[float, float, str]:
     matplotlib's `extend`.
 
     Where the diagonals exceed all that is beside them, they are beyond the end: else nothing else
-    could be seen.
+    could be seen. NaN is left out.
     """
     beside = np.concatenate([found[~np.eye(len(found), dtype=bool)] for found in matrices])
     every = np.concatenate([found.ravel() for found in matrices])
+    beside, every = beside[np.isfinite(beside)], every[np.isfinite(every)]
+    every = every if every.size else np.zeros(1)
     beside = beside if beside.size else every
     low, high = float(beside.min()), float(beside.max())
     least = _FLAT * abs(float(beside.mean())) or 1e-12
@@ -56,7 +58,7 @@ def draw(path: str | Path, name: str, matrices: Mapping[int, Array], names: Arra
     Args:
       path: of the image files, without a suffix.
       name: of the matrix.
-      matrices: {round: [N, N]}, at least one.
+      matrices: {round: [N, N]}, at least one; NaN, which is grey, is not known.
       names: [N] the name of each client's network, at whose borders lines are drawn.
       class_counts: [N, C] training examples.
     """
@@ -70,6 +72,7 @@ def draw(path: str | Path, name: str, matrices: Mapping[int, Array], names: Arra
     with drawing.drawn(path, size, _STYLE, layout="compressed", suffixes=drawing.SUFFIXES) as figure:
         panels = figure.subplots(1, len(shown), squeeze=False)[0]
         for axes, (t, matrix) in zip(panels, shown.items(), strict=True):
+            axes.set_facecolor("lightgrey")
             # cividis looks the same without red and green
             image = axes.imshow(matrix, cmap="cividis", vmin=low, vmax=high, interpolation="nearest")
             axes.set_title(f"round {t}", fontsize=9)

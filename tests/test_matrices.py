@@ -46,6 +46,8 @@ def test_clients_are_drawn_by_architecture_then_by_their_most_frequent_class():
         ([[0.5, 0.5 + 1e-6], [0.5, 0.5]], (0.4975, 0.5025, "neither")),  # rounding is no pattern
         ([[2.0]], (1.99, 2.01, "neither")),
         ([[0.0, 0.0], [0.0, 0.0]], (0, 0, "neither")),
+        ([[0.9, 0.1, np.nan], [0.3, 0.7, np.nan], [np.nan] * 3], (0.1, 0.3, "max")),  # of those in the round
+        ([[np.nan, np.nan], [np.nan, np.nan]], (0, 0, "neither")),
     ],
 )
 def test_the_scale_of_colours(matrix, expected):

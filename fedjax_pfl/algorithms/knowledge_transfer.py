@@ -114,7 +114,8 @@ def transfer(task: Task, rule: Rule, on: Exchange, space: str = "prob", public_e
         # the private training has the key of phase 0, as everywhere
         w, outputs, value = cohort.map(teach, state.clients, phase=0 if first else 1)
         given = public.gathered(cohort, outputs)
-        a = state.server["coefficients"] if rule.start is not None else jnp.zeros((n, n), jnp.float32)
+        # without a memory, those of clients out of the round are not known
+        a = jnp.full((n, n), jnp.nan, jnp.float32) if rule.start is None else state.server["coefficients"]
 
         # the coefficients of the student's mixture, and training on it
         def learn(c: Client, w: PyTree, outputs: Array, value: Array) -> tuple[Any, ...]:

@@ -490,3 +490,11 @@ def test_the_coefficients_of_one_client_are_not_called_idle():
     task = toy.task()
     alone = task._replace(sizes=task.sizes[:1], class_counts=task.class_counts[:1])
     assert [bool(kt.mnfl_het(x).idle) for x in (alone, task)] == [False, True]
+
+
+@pytest.mark.parametrize("method", ["fedmd", "sim_pfd", "topk_pfd"])
+def test_coefficients_of_clients_out_of_the_round_are_not_known(method):
+    a = toy.train(method, MLP._replace(participation=(0.6, 0.6)), rounds=1).metrics.server["coefficients"][0]
+    here = np.isfinite(a).any(axis=1)
+    assert here.sum() == 3 and np.isnan(a[~here]).all() and np.isnan(a[:, ~here]).all()
+    np.testing.assert_allclose(a[here][:, here].sum(axis=1), 1, atol=1e-5)
