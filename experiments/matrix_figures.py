@@ -58,7 +58,7 @@ def draw(path: str | Path, name: str, matrices: Mapping[int, Array], names: Arra
     Args:
       path: of the image files, without a suffix.
       name: of the matrix.
-      matrices: {round: [N, N]}, at least one; NaN, which is grey, is not known.
+      matrices: {round: [N, N]}, at least one; NaN, which stays white, is not known.
       names: [N] the name of each client's network, at whose borders lines are drawn.
       class_counts: [N, C] training examples.
     """
@@ -72,7 +72,6 @@ def draw(path: str | Path, name: str, matrices: Mapping[int, Array], names: Arra
     with drawing.drawn(path, size, _STYLE, layout="compressed", suffixes=drawing.SUFFIXES) as figure:
         panels = figure.subplots(1, len(shown), squeeze=False)[0]
         for axes, (t, matrix) in zip(panels, shown.items(), strict=True):
-            axes.set_facecolor("lightgrey")
             # cividis looks the same without red and green
             image = axes.imshow(matrix, cmap="cividis", vmin=low, vmax=high, interpolation="nearest")
             axes.set_title(f"round {t}", fontsize=9)
