@@ -262,13 +262,15 @@ def sweep(data: Data, function: Callable[[Batch], T], batch_size: int) -> T:
     return fold(data, lambda sums, batch: trees.add(sums, function(batch)), zeros, batch_size)
 
 
+def class_sums(values: Array, batch: Batch, num_classes: int) -> tuple[Array, Array]:
+    """Sums [D, C] of a batch's values [B, D] over the rows of each class, and how many these are
+    [C]."""
+    member = jax.nn.one_hot(batch.y, num_classes) * batch.mask[:, None]
+    return jnp.dot(values.T, member, precision=jax.lax.Precision.HIGHEST), jnp.sum(member, axis=0)
+
+
 def class_means(data: Data, values: Callable[[Batch], Array], num_classes: int, batch_size: int) -> Array:
     """Means [D, C] of values(batch) [B, D] over the rows of each class; 0 for a class without
     rows."""
-
-    def sums(batch: Batch) -> tuple[Array, Array]:
-        member = jax.nn.one_hot(batch.y, num_classes) * batch.mask[:, None]
-        return jnp.dot(values(batch).T, member, precision=jax.lax.Precision.HIGHEST), jnp.sum(member, axis=0)
-
-    total, count = sweep(data, sums, batch_size)
+    total, count = sweep(data, lambda batch: class_sums(values(batch), batch, num_classes), batch_size)
     return total / jnp.maximum(count, 1)[None]

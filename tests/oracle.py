@@ -58,7 +58,7 @@ def batches(f, i, key, task, count=1):
         first = jax.random.fold_in(keys.fold(key, keys.Client.SHUFFLE), epoch)
         draws = [first, *(jax.random.fold_in(first, k) for k in range(1, count))]
         orders = [own[np.asarray(local.shuffle(draw, len(own), size))[:size]] for draw in draws]
-        for s in range(0, size, task.batch_size):
+        for s in range(0, size - size % task.batch_size if task.drop_last else size, task.batch_size):
             rows = [order[s : s + task.batch_size] for order in orders]
             steps.append([(x[row], y[row]) for row in rows])
     return steps

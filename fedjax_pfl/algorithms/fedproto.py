@@ -45,7 +45,11 @@ def predictor(model: Model, w: PyTree, server: PyTree) -> Predictor:
 
 
 def fedproto(
-    task: Task, *, lam: Annotated[float, Ge(0)] = 1.0, proto_weight: Literal["uniform", "size"] = "uniform"
+    task: Task,
+    *,
+    lam: Annotated[float, Ge(0)] = 1.0,
+    proto_weight: Literal["uniform", "size"] = "uniform",
+    collect: Literal["after", "during"] = "after",
 ) -> Algorithm:
     """Trains each client's own model, its features drawn to the global prototype of their class.
 
@@ -53,20 +57,23 @@ def fedproto(
       lam: weight of the distance to the prototypes (λ) in [0, inf); 1 as in the authors' code.
       proto_weight: of a client in the mean of a class, one of uniform (the authors' code), size
         (its examples of that class, as in the paper).
+      collect: when a client takes the mean features of its classes, one of after (by one more pass,
+        of the trained model), during (over the batches of local training, of the model as it moves:
+        HtFLlib, and for one epoch the authors' code).
 
     Note:
-      The distance is the authors' code's: squared, per example, a mean over batch and features.
-      Prototypes are taken by one more pass after training; the code collects them while the model
-      moves. A class that nobody holds in a round keeps its prototype. `acc` is of the head, and
-      `proto_acc` of the nearest prototype received, which names class 0 as long as there is none.
-      All architectures must have the same feature width. The loss includes the distance's term.
+      The distance is the authors' code's: squared, per example, a mean over batch and features. A
+      class that nobody holds in a round keeps its prototype; with collect=during also one that no
+      batch had. `acc` is of the head, and `proto_acc` of the nearest prototype received, which
+      names class 0 as long as there is none. All architectures must have the same feature width.
+      The loss includes the distance's term.
     """
     widths, classes = sorted({model.num_features for model in task.models}), task.num_classes
     if len(widths) > 1:
         raise InputError(
             f"FedProto needs one feature width K in all architectures, not {widths}: set it to one value (--features)."
         )
-    batch_size = evaluate.pass_size(task.sizes)
+    batch_size, moving = evaluate.pass_size(task.sizes), collect == "during"
     score = functools.partial(averaging.score_beside, names=("proto",))
 
     def init(key: Array) -> State:
@@ -76,22 +83,27 @@ def fedproto(
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         proto, known = state.server["proto"], state.server["known"]  # [K, C], [C]
 
-        def client(c: Client, w: PyTree) -> tuple[Array, Own, Array, dict[str, Array]]:
-            def loss(w: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
+        def client(c: Client, w: PyTree) -> tuple[Own, Array, Array, Array, dict[str, Array]]:
+            def loss(w: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree, PyTree]:
                 h, stats = c.model.features(w, batch.x, mask=batch.mask, train=True, key=key)
                 value = losses.cross_entropy(c.model.head(w["head"], h), batch.y, batch.mask)
                 gap = jnp.where(known[batch.y], jnp.mean((h - proto.T[batch.y]) ** 2, axis=1), 0)
-                return value + lam * losses.masked_mean(gap, batch.mask), stats
+                seen = local.class_sums(jax.lax.stop_gradient(h), batch, classes) if moving else ()
+                return value + lam * losses.masked_mean(gap, batch.mask), stats, seen
 
-            w, value = local.sgd(c.key, c.train, loss, w, task)
-            features = lambda batch: c.model.features(w, batch.x, mask=batch.mask, train=False)[0]
-            means = local.class_means(c.train, features, classes, batch_size)
-            post = evaluate.post(cohort, c, predictor(c.model, w, state.server), score)
-            return means, Own(w), value, post
+            w, (value, seen) = local.sgd(c.key, c.train, loss, w, task, has_aux=True)
+            if moving:  # means over the steps
+                total, count = (x * local.count(c.train, task) for x in seen)
+                means = total / jnp.maximum(count, 1)[None]
+            else:
+                features = lambda batch: c.model.features(w, batch.x, mask=batch.mask, train=False)[0]
+                means, count = local.class_means(c.train, features, classes, batch_size), c.class_counts
+            return Own(w), means, count, value, evaluate.post(cohort, c, predictor(c.model, w, state.server), score)
 
-        has = cohort.class_counts > 0
-        weight = cohort.class_counts if proto_weight == "size" else has
-        proto, (w, value, post) = cohort.mean(client, state.clients, weight=weight, default=proto)
+        w, means, count, value, post = cohort.map(client, state.clients)
+        has = (count > 0) & cohort.active[:, None]
+        weight = count if proto_weight == "size" else has
+        proto, _ = cohort.mean(lambda c, means: (means,), means, weight=weight, default=proto, phase=None)
         return State({"proto": proto, "known": known | jnp.any(has, axis=0)}, w), Metrics(value, post)
 
     def predict(server: PyTree, w: PyTree, c: Client) -> Predictor:

@@ -104,30 +104,45 @@ def test_nothing_comes_down_before_there_are_prototypes():
     np.testing.assert_array_equal(sent.ints[0], counts)
 
 
-def test_two_rounds_by_hand():
-    """In plain NumPy; in the second round some are absent, and one client never has examples."""
-    f, (keys, states, _) = oracle.federation(), oracle.run(fedproto, TASK, lam=2.0)
+@pytest.mark.parametrize("weight", ["uniform", "size"])
+@pytest.mark.parametrize("collect, dropped", [("after", False), ("during", False), ("during", True)])
+def test_two_rounds_by_hand(collect, dropped, weight):
+    """In plain NumPy; in the second round some are absent, and one client never has examples.
+
+    Where short batches are dropped, some classes that a client holds are in none of its batches.
+    """
+    task = toy.task(drop_last=True, epochs=1, batch_size=6) if dropped else TASK
+    options = {"lam": 2.0, "collect": collect, "proto_weight": weight}
+    f, (keys, states, _) = oracle.federation(), oracle.run(fedproto, task, **options)
     w = [oracle.variables(toy.rows(states[0].clients, i)) for i in range(N)]
-    proto, known = np.zeros((C, 8)), np.zeros(C, bool)
+    proto, known, missed = np.zeros((C, 8)), np.zeros(C, bool), 0
     for t, here in enumerate(oracle.ROUNDS):
         found: dict = {label: [] for label in range(C)}
         for i in here:
-            for ((x, y),) in oracle.batches(f, i, keys[t], TASK):
+            seen = []
+            for ((x, y),) in oracle.batches(f, i, keys[t], task):
                 h, z = oracle.forward(w[i], x)
+                seen += zip(h, y.tolist(), strict=True)
                 step = oracle.backward(w[i], x, oracle.by_logits(z, y))
                 dh = 2.0 * 2 * known[y][:, None] * (h - proto[y]) / 8 / len(y) * (h > 0)
                 step[0], step[1] = step[0] + x.T @ dh, step[1] + dh.sum(axis=0)
                 w[i] = [a - 0.1 * g for a, g in zip(w[i], step, strict=True)]
             rows = np.asarray(f.train.index[i][: f.train.size[i]])
-            h, y = oracle.forward(w[i], np.asarray(f.examples.x)[rows])[0], np.asarray(f.examples.y)[rows]
-            for label in set(y.tolist()):
-                found[label].append(h[y == label].mean(axis=0))
+            h, y = oracle.forward(w[i], np.asarray(f.examples.x)[rows])[0], np.asarray(f.examples.y)[rows].tolist()
+            pairs = seen if collect == "during" else list(zip(h, y, strict=True))
+            missed += len(set(y) - {label for _, label in pairs})
+            for label in {label for _, label in pairs}:
+                own = [h for h, k in pairs if k == label]
+                found[label].append((np.mean(own, axis=0), len(own) if weight == "size" else 1))
         for label, means in found.items():
             if means:
-                proto[label], known[label] = np.mean(means, axis=0), True
+                total = sum(share for _, share in means)
+                proto[label], known[label] = sum(share * mean for mean, share in means) / total, True
         assert_close(np.asarray(states[t + 1].server["proto"]), np.float32(proto.T), 2e-5)
+        assert_same(states[t + 1].server["known"], known)
         for i in range(N):
             oracle.close(toy.rows(states[t + 1].clients, i), w[i])
+    assert (missed > 0) == dropped
 
 
 def test_different_widths_are_refused():
