@@ -1,14 +1,18 @@
-"""PFLlib's accuracy beside a run's, on the same clients from the same weights.
+"""PFLlib's or HtFLlib's accuracy beside a run's, on the same clients from the same weights.
 
     python -m benchmarks.agreement --pfllib=PATH --run=RUN [--markdown]
+    python -m benchmarks.agreement --htfllib=PATH --run=RUN [--shuffled]
 
-PATH is a checkout of github.com/TsingZ0/PFLlib, run as it stands (h5py and matplotlib are stood in
-for where they are missing; the training loss at an evaluation is left out, and no results are
-written), RUN the directory of a run of one of its methods known here, with plain SGD and everybody
-in each round. PFLlib gets the run's clients, its initial weights and its settings, and draws
-batches of its own, by the run's seed. Compared is the accuracy over all test examples before local
-training (`pre`); of FedBABU the body as received under its untrained head, and in the last line the
-fine-tuned model. PFLlib always drops a short last batch (--drop_last).
+PATH is a checkout of github.com/TsingZ0/PFLlib, or of github.com/TsingZ0/HtFLlib where clients have
+networks of several architectures (CNN-1 to CNN-5), run as it stands (what it imports and does not
+use here is stood in for where it is missing; PFLlib's training loss at an evaluation is left out,
+and no results are written), RUN the directory of a run of one of its methods known here, with plain
+SGD and everybody in each round. The library gets the run's clients, its initial weights and its
+settings, and draws batches of its own, by the run's seed. Compared is the accuracy over all test
+examples before local training (`pre`); of FedBABU the body as received under its untrained head,
+and in the last line the fine-tuned model; of FedProto that of the nearest prototype. Both libraries
+always drop a short last batch (--drop_last), and HtFLlib's clients take their batches in one order
+in all epochs, but with --shuffled.
 """
 
 import contextlib
@@ -28,15 +32,18 @@ import jax
 import numpy as np
 from absl import flags
 
-from benchmarks import peers, pytorch, recipes, report
+from benchmarks import htfllib, peers, pytorch, recipes, report
 from experiments import runs
 from fedjax_pfl import keys
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.models.nets import AFM
+from fedjax_pfl.types import Model
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("run", None, "the directory of a run")
+flags.DEFINE_bool("shuffled", False, "HtFLlib's clients shuffle their batches")
 
-METHODS = {  # ours -> its module and server
+METHODS = {  # ours -> PFLlib's module and server
     "local": ("serverlocal", "Local"),
     "fedavg": ("serveravg", "FedAvg"),
     "fedper": ("serverper", "FedPer"),
@@ -45,6 +52,7 @@ METHODS = {  # ours -> its module and server
 }
 MISSING = ("h5py", "matplotlib", "matplotlib.pyplot")  # what is imported there and not used here
 PLAIN = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "clip": None, "lr_decay": 1.0, "participation": "1"}
+SCORES = {"fedbabu": "untuned_acc", "fedproto": "proto_acc"}  # what the libraries call the accuracy, if it is not `acc`
 
 
 class Case(NamedTuple):
@@ -53,15 +61,17 @@ class Case(NamedTuple):
     run: str
     checkout: str
     folder: str
+    shuffled: bool = False  # HtFLlib's batches
 
 
-def check(run: runs.Run) -> None:
-    """Raises InputError if PFLlib cannot do the same."""
-    config = run.config
-    if config.algo not in METHODS:
-        raise InputError(f"--run has the method {config.algo}: it must be one of {', '.join(METHODS)}.")
-    if config.model not in pytorch.NETS:
-        raise InputError(f"--run has the network {config.model}: it must be one of {', '.join(pytorch.NETS)}.")
+def check(run: runs.Run, mixed: bool = False) -> None:
+    """Raises InputError if PFLlib, or of clients with `mixed` networks HtFLlib, cannot do the
+    same."""
+    config, methods, nets = run.config, htfllib.SERVERS if mixed else METHODS, AFM if mixed else pytorch.NETS
+    if config.algo not in methods:
+        raise InputError(f"--run has the method {config.algo}: it must be one of {', '.join(methods)}.")
+    if set(run.experiment.network_names) - set(nets):
+        raise InputError(f"--run has the network {config.model}: it must be one of {', '.join(nets)}.")
     for name, value in PLAIN.items():
         if getattr(config, name) != value:
             raise InputError(f"--run has {name}={getattr(config, name)}: for a comparison it must be {value}.")
@@ -79,16 +89,21 @@ def options(run: runs.Run, net: Any) -> peers.Options:
     return made
 
 
+def weights(run: runs.Run, model: Model) -> list[np.ndarray]:
+    """The parameters with which a network of the run began, as PyTorch has them."""
+    e = run.experiment
+    start = jax.device_get(model.init(keys.fold(e.key, keys.Run.INIT)))
+    return pytorch.parameters(start, e.dataset.x.shape[-1])
+
+
 def network(run: runs.Run) -> Any:
     """The run's network in PyTorch, with the weights with which the run began; body and head have
     PFLlib's names."""
     import torch
 
     e = run.experiment
-    shape = e.dataset.x.shape[1:]
-    layers = pytorch._network(run.config.model, shape, e.dataset.num_classes)
-    start = jax.device_get(e.task.model.init(keys.fold(e.key, keys.Run.INIT)))
-    for parameter, value in zip(layers.parameters(), pytorch.parameters(start, shape[-1]), strict=True):
+    layers = pytorch._network(run.config.model, e.dataset.x.shape[1:], e.dataset.num_classes)
+    for parameter, value in zip(layers.parameters(), weights(run, e.task.model), strict=True):
         parameter.data = torch.tensor(np.array(value))
     return torch.nn.Sequential(OrderedDict(base=layers[:-1], head=layers[-1]))
 
@@ -122,15 +137,57 @@ def theirs(case: Case) -> list[float]:
     return [float(x) for x in server.rs_test_acc]
 
 
-def rows(run: runs.Run, found: list[float]) -> list[tuple]:
-    """Of the table: round, ours, PFLlib's and the difference, in %."""
+def theirs_mixed(case: Case) -> list[float]:
+    """The accuracies of HtFLlib's evaluations, one after another.
+
+    Raises:
+      InputError: HtFLlib cannot be run.
+    """
+    import torch
+
+    run = runs.load(case.run)
+    config, e = run.config, run.experiment
+    peers.write_clients(Path(case.folder), e.dataset, e.partition)
+    server_class = htfllib.loaded(config.algo, case.checkout, case.folder)
+    own, shared = [weights(run, model) for model in e.task.models], e.task.shared
+    htfllib.begin_with([own[g] for g in e.task.architecture], weights(run, shared) if shared else [])
+    if case.shuffled:
+        htfllib.shuffled()
+    with contextlib.redirect_stdout(io.StringIO()):
+        server = server_class(mixed_options(run), 0)
+        server.save_results = lambda: None
+        for seed in (torch.manual_seed, np.random.seed, random.seed):
+            seed(config.seed)
+        server.train()
+    return [float(x) for x in server.rs_test_acc]
+
+
+def mixed_options(run: runs.Run) -> types.SimpleNamespace:
+    """What HtFLlib's command line would hand on."""
+    config, e = run.config, run.experiment
+    recipe = recipes.RECIPES["pfllib_20"]._replace(classes=e.dataset.num_classes, clients=len(e.task.sizes))
+    recipe = recipe._replace(batch=config.batch_size, lr=config.lr)
+    made = htfllib.options(htfllib.Case(config.algo, recipe, config.rounds))
+    text = lambda name: "network({}, {})".format(*AFM[name])
+    made.models = [text(name) for name in e.network_names]
+    made.global_model = text(config.shared_model or min(e.network_names, key=lambda name: AFM[name]))
+    made.local_epochs, made.eval_gap = config.epochs, config.eval_every or config.rounds
+    for name, value in {"lamda": config.hparams.get("lam"), **config.hparams}.items():
+        if value is not None and hasattr(made, name):
+            setattr(made, name, value)
+    return made
+
+
+def rows(run: runs.Run, found: list[float], library: str = "PFLlib") -> list[tuple]:
+    """Of the table: round, ours, the library's and the difference, in %."""
     gap = run.config.eval_every or run.config.rounds
     tuned = run.config.algo == "fedbabu"
     ours = {row["round"]: row for row in run.metrics}
-    marks = [(f"{i * gap}", i * gap, "pre/untuned_acc_micro" if tuned else "pre/acc_micro") for i in range(len(found))]
+    score = f"pre/{SCORES.get(run.config.algo, 'acc')}_micro"
+    marks = [(f"{i * gap}", i * gap, score) for i in range(len(found))]
     if tuned:
         marks[-1] = (f"{run.config.rounds}, fine-tuned", run.config.rounds, "pre/acc_micro")
-    made: list[tuple] = [("rounds", "ours", "PFLlib", "ours - PFLlib")]
+    made: list[tuple] = [("rounds", "ours", library, f"ours - {library}")]
     for (label, t, name), their in zip(marks, found, strict=True):
         mine = ours.get(t, {}).get(name)
         shown = [
@@ -143,16 +200,18 @@ def rows(run: runs.Run, found: list[float]) -> list[tuple]:
 
 def main(argv) -> None:
     del argv
-    checkout = os.path.abspath(peers.check(FLAGS.pfllib))
+    mixed = bool(FLAGS.htfllib)
+    checkout = os.path.abspath(htfllib.check(FLAGS.htfllib) if mixed else peers.check(FLAGS.pfllib))
     if not FLAGS.run:
         raise InputError("Say which run with --run=DIRECTORY.")
-    run = runs.load(FLAGS.run)
-    check(run)
+    library, run = "HtFLlib" if mixed else "PFLlib", runs.load(FLAGS.run)
+    check(run, mixed)
     if not run.config.drop_last:
-        print("The run keeps short last batches, PFLlib drops them (--drop_last).")
+        print(f"The run keeps short last batches, {library} drops them (--drop_last).")
     with tempfile.TemporaryDirectory() as folder:
-        (found,) = report.fresh(theirs, [Case(os.path.abspath(FLAGS.run), checkout, folder)])
-    print(report.table(rows(run, found)))
+        case = Case(os.path.abspath(FLAGS.run), checkout, folder, FLAGS.shuffled)
+        (found,) = report.fresh(theirs_mixed if mixed else theirs, [case])
+    print(report.table(rows(run, found, library)))
 
 
 if __name__ == "__main__":

@@ -17,10 +17,12 @@ import statistics
 import sys
 import types
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from benchmarks import pytorch, recipes, report
 from benchmarks.recipes import Recipe
@@ -31,7 +33,13 @@ from fedjax_pfl.data.federate import federate
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models.nets import AFM
 
-METHODS = {"fedproto": ("serverproto", "FedProto"), "fml": ("serverfml", "FML")}  # ours -> its module and server
+SERVERS = {  # ours -> its module and server
+    "local": ("serverlocal", "Local"),
+    "lg_fedavg": ("serverlg", "LG_FedAvg"),
+    "fedproto": ("serverproto", "FedProto"),
+    "fml": ("serverfml", "FML"),
+}
+METHODS = ("fedproto", "fml")  # that are timed
 FEATURES = 500
 MISSING = ("torchvision", "h5py")  # what is imported there and not used here
 
@@ -106,30 +114,68 @@ def theirs(case: Case) -> Side:
     default, scores the test examples before local training."""
     import torch
 
-    torch.set_num_threads(report.cores())
-    torch.load = functools.partial(torch.load, weights_only=False)  # it saves whole models
-    for name in MISSING:
-        if importlib.util.find_spec(name) is None:
-            sys.modules[name] = types.ModuleType(name)
-    sys.dont_write_bytecode = True
-    sys.path.insert(0, os.path.join(os.path.abspath(str(case.checkout)), "system"))
-    os.chdir(Path(case.folder) / "system")
-    module, name = METHODS[case.method]
-    try:
-        nets = importlib.import_module("flcore.trainmodel.models")
-        server_class = getattr(importlib.import_module(f"flcore.servers.{module}"), name)
-    except (ImportError, AttributeError) as error:
-        raise InputError(f"The checkout of HtFLlib cannot be run here: {error}.") from error
-    nets.network = network  # type: ignore[attr-defined]  # where it evaluates the texts of `models`
+    server_class = loaded(case.method, case.checkout, case.folder)
     with contextlib.redirect_stdout(io.StringIO()):
         server = server_class(options(case), 0)
         server.save_results = lambda: None
         server.train()
         plain, server.Budget, server.eval_gap = server.Budget[1:], [], 1
         server.train()
-    loaded = lambda client: torch.load(os.path.join(client.save_folder_name, f"{client.role}_model.pt"))
-    count = lambda client: sum(x.numel() for x in loaded(client).parameters())
+    model = lambda client: torch.load(os.path.join(client.save_folder_name, f"{client.role}_model.pt"))
+    count = lambda client: sum(x.numel() for x in model(client).parameters())
     return Side(statistics.median(plain), statistics.median(server.Budget[1:]), sum(map(count, server.clients)))
+
+
+def loaded(method: str, checkout: str | None, folder: str) -> Any:
+    """The class of HtFLlib's server for a method, and the temporary folder as working directory.
+
+    Raises:
+      InputError: the checkout cannot be run.
+    """
+    import torch
+
+    torch.set_num_threads(report.cores())
+    torch.load = functools.partial(torch.load, weights_only=False)  # it saves whole models
+    for name in MISSING:
+        if importlib.util.find_spec(name) is None:
+            sys.modules[name] = types.ModuleType(name)
+    sys.dont_write_bytecode = True
+    sys.path.insert(0, os.path.join(os.path.abspath(str(checkout)), "system"))
+    os.chdir(Path(folder) / "system")
+    module, name = SERVERS[method]
+    try:
+        nets = importlib.import_module("flcore.trainmodel.models")
+        server_class = getattr(importlib.import_module(f"flcore.servers.{module}"), name)
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"The checkout of HtFLlib cannot be run here: {error}.") from error
+    nets.network = network  # type: ignore[attr-defined]  # where it evaluates the texts of `models`
+    return server_class
+
+
+def begin_with(weights: Sequence[list[np.ndarray]], shared: list[np.ndarray]) -> None:
+    """Lets each client's model, and the one that all exchange, begin with these parameters, as
+    `pytorch.parameters` has them."""
+    import torch
+
+    split = importlib.import_module("flcore.trainmodel.models").BaseHeadSplit
+    made = split.__init__
+
+    def begun(self: Any, args: Any, cid: int = 0, feature_dim: int | None = None, is_global: bool = False) -> None:
+        made(self, args, cid, feature_dim, is_global)
+        for parameter, value in zip(self.parameters(), shared if is_global else weights[cid], strict=True):
+            parameter.data = torch.tensor(np.array(value))
+
+    split.__init__ = begun
+
+
+def shuffled() -> None:
+    """Lets the clients shuffle their training batches, which come in one order in all epochs."""
+    import torch
+
+    base = importlib.import_module("flcore.clients.clientbase")
+    base.DataLoader = lambda data, size, drop_last, shuffle: torch.utils.data.DataLoader(
+        data, size, drop_last=drop_last, shuffle=drop_last
+    )  # type: ignore[attr-defined]  # it drops a short last batch in training only
 
 
 def options(case: Case) -> types.SimpleNamespace:

@@ -19,8 +19,8 @@ def once(function):
     made = {}
 
     def given(first, *rest):
-        config = getattr(first, "config", first)
-        key = json.dumps([config.asdict(), rest], default=str)
+        configs = [getattr(one, "config", one) for one in (first if isinstance(first, list) else [first])]
+        key = json.dumps([[config.asdict() for config in configs], rest], default=str)
         return made[key] if key in made else made.setdefault(key, function(first, *rest))
 
     return given
