@@ -17,11 +17,9 @@ in all epochs, but with --shuffled.
 
 import contextlib
 import importlib
-import importlib.util
 import io
 import os
 import random
-import sys
 import tempfile
 import types
 from collections import OrderedDict
@@ -33,7 +31,7 @@ import numpy as np
 from absl import flags
 
 from benchmarks import htfllib, peers, pytorch, recipes, report
-from experiments import runs
+from experiments import networks, runs
 from fedjax_pfl import keys
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models.nets import AFM
@@ -70,8 +68,10 @@ def check(run: runs.Run, mixed: bool = False) -> None:
     config, methods, nets = run.config, htfllib.SERVERS if mixed else METHODS, AFM if mixed else pytorch.NETS
     if config.algo not in methods:
         raise InputError(f"--run has the method {config.algo}: it must be one of {', '.join(methods)}.")
-    if set(run.experiment.network_names) - set(nets):
+    if set(networks.names(config, len(run.experiment.task.sizes))) - set(nets):
         raise InputError(f"--run has the network {config.model}: it must be one of {', '.join(nets)}.")
+    if mixed and (shape := run.experiment.dataset.x.shape[1:]) != (32, 32, 3):
+        raise InputError(f"--run has examples of shape {shape}: for a comparison they must be images of 32x32x3.")
     for name, value in PLAIN.items():
         if getattr(config, name) != value:
             raise InputError(f"--run has {name}={getattr(config, name)}: for a comparison it must be {value}.")
@@ -117,12 +117,7 @@ def theirs(case: Case) -> list[float]:
     import torch
 
     run = runs.load(case.run)
-    torch.set_num_threads(report.cores())
-    for name in MISSING:
-        if importlib.util.find_spec(name.partition(".")[0]) is None:
-            sys.modules[name] = types.ModuleType(name)
-    sys.dont_write_bytecode = True
-    sys.path.insert(0, os.path.join(case.checkout, "system"))
+    pytorch.import_from(case.checkout, MISSING)
     peers.write_clients(Path(case.folder), run.experiment.dataset, run.experiment.partition)
     module, name = METHODS[run.config.algo]
     args = options(run, network(run))

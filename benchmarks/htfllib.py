@@ -10,11 +10,9 @@ which it has not, are made here; their features are 500, its head is what it mak
 import contextlib
 import functools
 import importlib
-import importlib.util
 import io
 import os
 import statistics
-import sys
 import types
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -24,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from benchmarks import pytorch, recipes, report
+from benchmarks import pytorch, recipes
 from benchmarks.recipes import Recipe
 from benchmarks.runner import Runner
 from fedjax_pfl import models, simulate
@@ -134,13 +132,8 @@ def loaded(method: str, checkout: str | None, folder: str) -> Any:
     """
     import torch
 
-    torch.set_num_threads(report.cores())
+    pytorch.import_from(str(checkout), MISSING)
     torch.load = functools.partial(torch.load, weights_only=False)  # it saves whole models
-    for name in MISSING:
-        if importlib.util.find_spec(name) is None:
-            sys.modules[name] = types.ModuleType(name)
-    sys.dont_write_bytecode = True
-    sys.path.insert(0, os.path.join(os.path.abspath(str(checkout)), "system"))
     os.chdir(Path(folder) / "system")
     module, name = SERVERS[method]
     try:

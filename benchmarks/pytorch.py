@@ -11,13 +11,16 @@ import itertools
 import multiprocessing
 import os
 import statistics
+import sys
 import time
+import types
 from concurrent import futures
 from typing import Any
 
 import jax
 import numpy as np
 
+from benchmarks import report
 from fedjax_pfl.errors import InputError
 
 WIDTHS = (64, 64, 128, 256, 512)  # of ResNet-18's stem and stages
@@ -33,6 +36,23 @@ NETS: dict[str, tuple] = {  # channels and paddings of the 5x5 convolutions, wid
 
 def installed() -> bool:
     return importlib.util.find_spec("torch") is not None
+
+
+def import_from(checkout: str, missing: tuple[str, ...]) -> None:
+    """Makes what is in a checkout's folder `system` importable here, on all cores.
+
+    Args:
+      missing: modules that it imports and that are not used here; stood in for where they are not
+        installed.
+    """
+    import torch
+
+    torch.set_num_threads(report.cores())
+    for name in missing:
+        if name not in sys.modules and importlib.util.find_spec(name.partition(".")[0]) is None:
+            sys.modules[name] = types.ModuleType(name)
+    sys.dont_write_bytecode = True
+    sys.path.insert(0, os.path.join(os.path.abspath(checkout), "system"))
 
 
 def device() -> str:

@@ -1,4 +1,5 @@
-"""PFLlib beside a run: it is given the run's clients, weights and settings, which a stand-in shows."""
+"""PFLlib and HtFLlib beside a run: they are given the run's clients, weights and settings, which
+stand-ins show."""
 
 import json
 import sys
@@ -8,6 +9,7 @@ import pytest
 
 from benchmarks import agreement
 from experiments import main, runs
+from fedjax_pfl import keys
 from fedjax_pfl.errors import InputError
 
 pytest.importorskip("torch", reason="PyTorch is not installed: PFLlib needs it")
@@ -71,8 +73,90 @@ def test_pfllib_begins_where_the_run_began_and_is_given_its_settings(case, monke
     assert end[1] == f"{100 * run.metrics[-1]['pre/acc_micro']:.2f}"
 
 
+MIXED_NETS = """
+from torch import nn
+
+
+class BaseHeadSplit(nn.Module):
+    def __init__(self, args, cid=0, feature_dim=None, is_global=False):
+        super().__init__()
+        self.base = eval(args.global_model if is_global else args.models[cid])
+        self.base.fc = nn.Identity()
+        self.head = nn.Linear(args.feature_dim, args.num_classes)
+"""
+MIXED_SERVER = """
+import numpy as np
+import torch
+from flcore.clients import clientbase
+from flcore.trainmodel.models import BaseHeadSplit
+
+
+class FML:
+    def __init__(self, args, times):
+        self.args, self.rs_test_acc = args, []
+
+    def accuracy(self, model):
+        right, rows = 0, 0
+        for client in range(self.args.num_clients):
+            with open(f"../dataset/{self.args.dataset}/test/{client}.npz", "rb") as file:
+                data = np.load(file, allow_pickle=True)["data"].tolist()
+            net = model(client)
+            right += (net.head(net.base(torch.Tensor(data["x"]))).argmax(1).numpy() == data["y"]).sum()
+            rows += len(data["y"])
+        return right / rows
+
+    def train(self):
+        names = ("alpha", "beta", "batch_size", "local_learning_rate", "global_rounds", "local_epochs", "eval_gap")
+        given = [getattr(self.args, name) for name in names]
+        own = self.accuracy(lambda client: BaseHeadSplit(self.args, client))
+        small = BaseHeadSplit(self.args, is_global=True)
+        shared = float(small.head(small.base(torch.ones(1, 3, 32, 32))).detach().sum())
+        loader = lambda last: clientbase.DataLoader(range(50), 50, drop_last=last, shuffle=False)
+        order = lambda last: [int(x) for x in loader(last).sampler]
+        self.rs_test_acc = [own, shared, *given, order(True) != order(False), order(False) == list(range(50))]
+        self.save_results()
+"""
+MIXED = ["--algo=fml", "--model=cnn5,cnn4", "--shared_model=cnn5", "--partition=iid", "--clients=4", "--epochs=5"]
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mixed")
+    rng = np.random.default_rng(0)
+    np.savez(folder / "images.npz", x=rng.integers(0, 256, (120, 32, 32, 3), np.uint8), y=np.arange(120) % 10)
+    flags = ["--hparam=alpha=0.25", "--lr=0.05", "--batch_size=7", "--rounds=0", f"--workdir={folder / 'run'}"]
+    flags.append(f"--dataset=npz:{folder / 'images.npz'}")
+    assert main.run([*MIXED, *flags]) == 0
+    system = folder / "HtFLlib" / "system" / "flcore"
+    texts = {"servers/serverfml": MIXED_SERVER, "trainmodel/models": MIXED_NETS, "servers/serverproto": ""}
+    for name, text in (texts | {"clients/clientbase": "from torch.utils.data import DataLoader"}).items():
+        (system / name).parent.mkdir(parents=True, exist_ok=True)
+        (system / f"{name}.py").write_text(text)
+    (folder / "work").mkdir()
+    return agreement.Case(str(folder / "run"), str(folder / "HtFLlib"), str(folder / "work"), shuffled=True)
+
+
+def test_htfllib_begins_where_the_run_began_and_is_given_its_settings(mixed, monkeypatch):
+    monkeypatch.chdir(mixed.folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "modules", {**sys.modules})
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flcore"]:
+        monkeypatch.delitem(sys.modules, name)
+    run = runs.load(mixed.run)
+    agreement.check(run, mixed=True)
+    own, shared, *given, shuffled, tested_in_order = agreement.theirs_mixed(mixed)
+    assert shuffled and tested_in_order
+    np.testing.assert_allclose(own, run.metrics[0]["pre/acc_micro"], rtol=1e-6)
+    small, key = run.experiment.task.shared, keys.fold(run.experiment.key, keys.Run.INIT)
+    np.testing.assert_allclose(shared, small.apply(small.init(key), np.ones((1, 32, 32, 3), "float32"))[0].sum(), 1e-5)
+    assert given == [0.25, 0.5, 7, 0.05, 0, 5, 1]
+
+
 def test_what_cannot_be_compared_is_one_sentence(case):
     run = runs.load(case.run)
+    with pytest.raises(InputError, match="has the network mlp: it must be one of cnn1, cnn2"):
+        agreement.check(run._replace(config=run.config.replace(algo="local")), mixed=True)
     for change, said in (
         ({"algo": "pfedc"}, "--run has the method pfedc: it must be one of local, fedavg"),
         ({"model": "resnet18"}, "--run has the network resnet18"),
