@@ -1,4 +1,5 @@
-"""A round of FedProto and of FML beside HtFLlib's, on pFedAFM's networks: `peers --htfllib`.
+"""A round of FedProto and of FML beside HtFLlib's, on pFedAFM's networks: `peers --htfllib`; and its
+servers for `agreement`.
 
 PATH is a checkout of github.com/TsingZ0/HtFLlib, of which the servers and clients are run as they
 stand, without what they do not need here: torchvision and h5py are stood in for where they are
@@ -37,7 +38,11 @@ SERVERS = {  # ours -> its module and server
     "fedproto": ("serverproto", "FedProto"),
     "fml": ("serverfml", "FML"),
 }
-METHODS = ("fedproto", "fml")  # that are timed
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {  # that are timed: a line's name -> ours, its hyperparameters
+    "FedProto, collect=during": ("fedproto", {"collect": "during"}),  # as HtFLlib does
+    "FedProto": ("fedproto", {}),
+    "FML": ("fml", {}),
+}
 FEATURES = 500
 MISSING = ("torchvision", "h5py")  # what is imported there and not used here
 
@@ -50,6 +55,7 @@ class Case(NamedTuple):
     repeats: int
     checkout: str | None = None
     folder: str = ""
+    hparams: dict[str, Any] = {}  # noqa: RUF012  # of our method
 
 
 class Side(NamedTuple):
@@ -100,7 +106,8 @@ def ours(case: Case) -> Side:
     nets = [models.model(name, recipe.shape, recipe.classes) for name in AFM]
     fields = {"lr": recipe.lr, "batch_size": recipe.batch, "epochs": 1, "drop_last": True, "shared": nets[-1]}
     task = simulate.task(data, f.class_counts, nets, **fields)
-    run = Runner(ALGORITHMS[case.method], task, f, 1, jax.device_count())
+    method = functools.partial(ALGORITHMS[case.method], **case.hparams)
+    run = Runner(method, task, f, 1, jax.device_count())
     run(), run(evaluated=True)
     sizes = [models.num_parameters(jax.eval_shape(net.init, jax.random.key(0))) for net in nets]
     seconds = [statistics.median(run(evaluated) for _ in range(case.repeats)) for evaluated in (False, True)]

@@ -227,12 +227,12 @@ def beside_htfllib(recipe: Recipe) -> None:
     checkout, found = htfllib.check(FLAGS.htfllib), {}
     print(report.machine("torch"))
     print(f"medians of {FLAGS.repeats}; {recipe.clients} clients of CNN-1 to CNN-5, {recipe.images} images\n")
-    for method in htfllib.METHODS:
+    for name, (method, hparams) in htfllib.METHODS.items():
         with tempfile.TemporaryDirectory() as folder:
             write(Path(folder), recipe)
-            ours = htfllib.Case(method, recipe, FLAGS.repeats)
+            ours = htfllib.Case(method, recipe, FLAGS.repeats, hparams=hparams)
             theirs = ours._replace(checkout=checkout, folder=folder)
-            found[method] = list(report.fresh(htfllib.measure, (ours, theirs, ours)))
+            found[name] = list(report.fresh(htfllib.measure, (ours, theirs, ours)))
     print(report.table(htfllib.rows(found)))
 
 
