@@ -140,10 +140,11 @@ def transfer(task: Task, rule: Rule, on: Exchange, space: str = "prob", public_e
 
     def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
         # down the ids of the examples, up the predictions, down their mixture, and up what the models predict then
-        active, count = cohort.active.astype(jnp.int32), size * task.num_classes
+        part = cohort.trained.astype(jnp.int32)
+        count = size * task.num_classes * part
         whole = traffic.both_ways(cohort, count, count * (1 + rule.after))
-        whole = whole._replace(ints=size * active, messages=(3 + rule.after) * active)
-        return whole if on.public_at == "clients" else traffic.with_public(whole, task, size, active)
+        whole = whole._replace(ints=size * part, messages=(3 + rule.after) * part)
+        return whole if on.public_at == "clients" else traffic.with_public(whole, task, size, part)
 
     alone = "its clients learn from each other's predictions within a round, of which the server keeps none"
     what = "the mixture is the mean of all predictions, as FedMD's is. --hparam=lam=N (the number of clients)"

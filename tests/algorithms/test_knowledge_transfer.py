@@ -498,3 +498,10 @@ def test_coefficients_of_clients_out_of_the_round_are_not_known(method):
     here = np.isfinite(a).any(axis=1)
     assert here.sum() == 3 and np.isnan(a[~here]).all() and np.isnan(a[:, ~here]).all()
     np.testing.assert_allclose(a[here][:, here].sum(axis=1), 1, atol=1e-5)
+
+
+def test_clients_without_examples_exchange_nothing():
+    f = oracle.federation()  # client 3 has none
+    sent = toy.train("fedmd", MLP, rounds=1, federation_=f, public_at="server").metrics.traffic
+    for counts in (sent.down[0], sent.up[0], sent.ints[0], sent.messages[0], sent.public_data[0]):
+        np.testing.assert_array_equal(counts > 0, np.arange(N) != 3)
