@@ -273,7 +273,7 @@ FEDCP = [name for name in PRESETS if name.startswith("fedcp_") and name != "fedc
 def test_a_preset_can_be_built_at_a_small_size(name, monkeypatch):
     """With the network of the paper, up to the program that would be compiled."""
     monkeypatch.setattr(datasets, "load", image_set)
-    least = 10 if name in ("pfedafm_cifar100", "fedcp_cifar100_pathological") else 5  # who hold all classes
+    least = 10 if name.startswith(("pfedafm_cifar100", "fedcp_cifar100_pathological")) else 5  # who hold all classes
     clients = max(least, len(PRESETS[name].settings["model"].split(",")))  # of each architecture
     small = {"clients": clients, "data_fraction": 0.5, "rounds": 1}
     experiment = build.prepare(config(name, PRESETS[name].settings["algo"], **small))
