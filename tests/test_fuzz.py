@@ -85,6 +85,7 @@ def draw(method: str, seed: int) -> Case:
         "participation": one_of((1.0, 1.0), (low, high), (high, high), ((n - 1) / n, (n - 1) / n)),
         "bn_stats": one_of("aggregate", "local", "batch"),
     } | one_of({"epochs": 2}, {"epochs": None, "steps": 3})
+    given["drop_last"] &= given["batch_size"] <= max(sizes[0])  # else nobody has a batch, which is refused
     hparams = {name: one_of(*values) for name, values in HPARAMS.get(method, {}).items()}
     if apart and method in ("feddf", "pfeddf"):  # Adam's steps on a bias before a batch norm would be those of rounding
         hparams["student_optimizer"] = "sgd"
