@@ -1,4 +1,4 @@
-"""A round of FedProto and of FML beside HtFLlib's, on pFedAFM's networks: `peers --htfllib`; and its
+"""HtFLlib on pFedAFM's networks: a round of FedProto and of FML for `peers --htfllib`, and its
 servers for `agreement`.
 
 PATH is a checkout of github.com/TsingZ0/HtFLlib, of which the servers and clients are run as they
