@@ -38,7 +38,8 @@ KILLS = 50
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_that_is_killed_ends_as_one_that_is_not(case, tmp_path):
-    own = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "true", "XLA_FLAGS": ""}
+    own = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "true"}
+    own |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}  # on one core, too
     own |= {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     words = [sys.executable, __file__, case, str(KILLS)]
     done = subprocess.run(words, env=os.environ | own, capture_output=True, text=True, check=False)

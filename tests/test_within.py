@@ -33,7 +33,6 @@ def test_a_run_is_asked_for_the_class_within_the_group(algo, tmp_path):
     for i in range(4):
         rows = e.partition.test[i, : e.partition.test_sizes[i]]
         y, z = e.dataset.y[rows], np.asarray(run.predictor(i)(e.dataset.x[rows]))
-        z = z[..., 0] if algo == "fedrod" else z
         hit = [5 * (y[k] // 5) + np.argmax(z[k, 5 * (y[k] // 5) :][:5]) == y[k] for k in range(len(y))]
         held = np.unique(e.dataset.y[e.partition.train[i, : e.partition.train_sizes[i]]] // 5)
         means = [np.mean(np.array(hit)[y // 5 == t]) for t in held if (y // 5 == t).any()]
