@@ -59,10 +59,11 @@ class Case(NamedTuple):
 
 
 class Side(NamedTuple):
-    """What one side cost: seconds of a round without and with evaluation, the medians, and the
-    parameters of all clients' models."""
+    """What one side cost: seconds of a round without evaluation, with that before local training, and
+    as evaluated by default, the medians, and the parameters of all clients' models."""
 
     seconds: float
+    before: float
     evaluated: float
     parameters: int
 
@@ -98,7 +99,7 @@ def measure(case: Case) -> Side:
 
 
 def ours(case: Case) -> Side:
-    """Times our rounds; an evaluated one scores the test examples before and after local
+    """Times our rounds; by default an evaluated one scores the test examples before and after local
     training."""
     recipe = case.recipe
     data, owned = recipes.partitioned(recipe)
@@ -110,7 +111,8 @@ def ours(case: Case) -> Side:
     run = Runner(method, task, f, 1, jax.device_count())
     run(), run(evaluated=True)
     sizes = [models.num_parameters(jax.eval_shape(net.init, jax.random.key(0))) for net in nets]
-    seconds = [statistics.median(run(evaluated) for _ in range(case.repeats)) for evaluated in (False, True)]
+    kinds: tuple[dict[str, bool], ...] = ({}, {"before": True}, {"evaluated": True})
+    seconds = [statistics.median(run(**kind) for _ in range(case.repeats)) for kind in kinds]
     return Side(*seconds, sum(sizes[i] for i in task.architecture))
 
 
@@ -128,7 +130,8 @@ def theirs(case: Case) -> Side:
         server.train()
     model = lambda client: torch.load(os.path.join(client.save_folder_name, f"{client.role}_model.pt"))
     count = lambda client: sum(x.numel() for x in model(client).parameters())
-    return Side(statistics.median(plain), statistics.median(server.Budget[1:]), sum(map(count, server.clients)))
+    evaluated = statistics.median(server.Budget[1:])
+    return Side(statistics.median(plain), evaluated, evaluated, sum(map(count, server.clients)))
 
 
 def loaded(method: str, checkout: str | None, folder: str) -> Any:
@@ -199,7 +202,7 @@ def rows(found: dict[str, list[Side]]) -> list[tuple]:
     made: list[tuple] = [header]
     for method, sides in found.items():
         same = "the same" if len({side.parameters for side in sides}) == 1 else "NOT the same"
-        for evaluated, of in (("no", "seconds"), ("yes", "evaluated")):
+        for evaluated, of in (("no", "seconds"), ("before training", "before"), ("by default", "evaluated")):
             first, other, again = (getattr(side, of) for side in sides)
             made.append((method, evaluated, first, other, again, 2 * other / (first + again), same))
     return made

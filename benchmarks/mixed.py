@@ -41,7 +41,14 @@ flags.DEFINE_list("architectures", ["cnn1", "cnn2", "cnn3", "cnn4", "cnn5"], "cl
 flags.DEFINE_integer("mixed_clients", 10, "clients in all", lower_bound=1)
 
 PUBLIC_BATCH = 256
-AIMS = {"mixed": 1.10, "FedProto": 1.3, "FML": 1.15, "FML, all clipped": 1.15, "MNFL": 1.25}
+AIMS = {
+    "mixed": 1.10,
+    "FedProto": 1.3,
+    "FedProto, collect=during": 1.3,
+    "FML": 1.15,
+    "FML, all clipped": 1.15,
+    "MNFL": 1.25,
+}
 
 
 class Setting(NamedTuple):
@@ -131,9 +138,11 @@ def measure(setting: Setting, repeats: int) -> list[Line]:
     mnfl = functools.partial(ALGORITHMS["mnfl_het"], public_batch=PUBLIC_BATCH, public_size=setting.public)
     factories = {"mixed": ALGORITHMS["local"], "FedProto": ALGORITHMS["fedproto"], "FML": ALGORITHMS["fml"]}
     factories |= {"MNFL": mnfl, "passes": passes}
+    factories["FedProto, collect=during"] = functools.partial(ALGORITHMS["fedproto"], collect="during")
     runners |= {name: run(factory, (task, f)) for name, factory in factories.items()}
-    of = {"mixed": [name for name in runners if name.startswith("part")], "FedProto": ["mixed"]}
-    of |= {"FML": ["mixed", "small"], "MNFL": ["mixed", "passes"], "FML, all clipped": ["clipped", "small, clipped"]}
+    of = {"mixed": [name for name in runners if name.startswith("part")]}
+    of |= {"FedProto": ["mixed"], "FedProto, collect=during": ["mixed"], "MNFL": ["mixed", "passes"]}
+    of |= {"FML": ["mixed", "small"], "FML, all clipped": ["clipped", "small, clipped"]}
     for runner in runners.values():
         runner(), runner()
     runners["FML, all clipped"] = runners["FML"]

@@ -32,11 +32,12 @@ class Runner:
         t, wanted = jnp.int32(self.round), jnp.bool(evaluated)
         return self.key, self.traced, self.federation, self.state, t, wanted
 
-    def __call__(self, evaluated: bool = False) -> float:
-        """Seconds of a round; if it is evaluated, with the scores before and after local training."""
+    def __call__(self, evaluated: bool = False, before: bool = False) -> float:
+        """Seconds of a round; if it is evaluated, with the scores before and after local training, or
+        with those `before` it only."""
         given = self._arguments(evaluated)
         begin = time.perf_counter()
-        if evaluated:
+        if evaluated or before:
             jax.block_until_ready(self._evaluate(*given[:-1]))
         self.state, _ = jax.block_until_ready(self.step(*given))
         self.round += 1

@@ -249,10 +249,11 @@ def test_a_checkout_that_is_none_is_one_sentence(tmp_path):
 
 
 def test_the_table_beside_htfllib():
-    sides = [htfllib.Side(seconds, 2 * seconds + 1, 7) for seconds in (1.0, 6.0, 2.0)]
+    sides = [htfllib.Side(seconds, 2 * seconds, 2 * seconds + 1, 7) for seconds in (1.0, 6.0, 2.0)]
     assert htfllib.rows({"fml": sides})[1:] == [
         ("fml", "no", 1.0, 6.0, 2.0, 4.0, "the same"),
-        ("fml", "yes", 3.0, 13.0, 5.0, 3.25, "the same"),
+        ("fml", "before training", 2.0, 12.0, 4.0, 4.0, "the same"),
+        ("fml", "by default", 3.0, 13.0, 5.0, 3.25, "the same"),
     ]
 
 

@@ -83,7 +83,7 @@ def fedproto(
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         proto, known = state.server["proto"], state.server["known"]  # [K, C], [C]
 
-        def client(c: Client, w: PyTree) -> tuple[Own, Array, Array, Array, dict[str, Array]]:
+        def client(c: Client, w: PyTree) -> tuple[Array, Own, Array, Array, dict[str, Array]]:
             def loss(w: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree, PyTree]:
                 h, stats = c.model.features(w, batch.x, mask=batch.mask, train=True, key=key)
                 value = losses.cross_entropy(c.model.head(w["head"], h), batch.y, batch.mask)
@@ -98,13 +98,19 @@ def fedproto(
             else:
                 features = lambda batch: c.model.features(w, batch.x, mask=batch.mask, train=False)[0]
                 means, count = local.class_means(c.train, features, classes, batch_size), c.class_counts
-            return Own(w), means, count, value, evaluate.post(cohort, c, predictor(c.model, w, state.server), score)
+            post = evaluate.post(cohort, c, predictor(c.model, w, state.server), score)
+            return means, Own(w), count, value, post
 
-        w, means, count, value, post = cohort.map(client, state.clients)
-        has = (count > 0) & cohort.active[:, None]
-        weight = count if proto_weight == "size" else has
-        proto, _ = cohort.mean(lambda c, means: (means,), means, weight=weight, default=proto, phase=None)
-        return State({"proto": proto, "known": known | jnp.any(has, axis=0)}, w), Metrics(value, post)
+        weigh = lambda count: count if proto_weight == "size" else count > 0
+        if moving:  # who has had a class in a batch is known after training only
+            means, w, count, value, post = cohort.map(client, state.clients)
+            one = lambda c, means: (means,)
+            proto, _ = cohort.mean(one, means, weight=weigh(count), default=proto, phase=None)
+        else:
+            weight = weigh(cohort.class_counts)
+            proto, (w, count, value, post) = cohort.mean(client, state.clients, weight=weight, default=proto)
+        known = known | jnp.any((count > 0) & cohort.active[:, None], axis=0)
+        return State({"proto": proto, "known": known}, w), Metrics(value, post)
 
     def predict(server: PyTree, w: PyTree, c: Client) -> Predictor:
         return predictor(c.model, w, server)
