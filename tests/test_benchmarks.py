@@ -212,6 +212,7 @@ def test_a_mixed_federation_is_compared_with_what_it_is_made_of(monkeypatch):
     assert [(line.name, line.ratio) for line in lines] == [
         ("mixed", 4 / 2),
         ("FedProto", 6 / 4),
+        ("FedProto, collect=during", 6 / 4),
         ("FML", 6 / (4 + 2)),
         ("FML, all clipped", 6 / (4 + 2)),
         ("MNFL", 6 / (4 + 1.5)),

@@ -6,6 +6,7 @@ Reference: Tan et al., FedProto: federated prototype learning across heterogeneo
 """
 
 import functools
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 import jax
@@ -101,7 +102,7 @@ def fedproto(
             post = evaluate.post(cohort, c, predictor(c.model, w, state.server), score)
             return means, Own(w), count, value, post
 
-        weigh = lambda count: count if proto_weight == "size" else count > 0
+        weigh: Callable[[Array], Array] = lambda count: count if proto_weight == "size" else count > 0
         if moving:  # who has had a class in a batch is known after training only
             means, w, count, value, post = cohort.map(client, state.clients)
             one = lambda c, means: (means,)
