@@ -165,7 +165,10 @@ def mixed_options(run: runs.Run) -> types.SimpleNamespace:
     made = htfllib.options(htfllib.Case(config.algo, recipe, config.rounds))
     text = lambda name: "network({}, {})".format(*AFM[name])
     made.models = [text(name) for name in e.network_names]
-    made.global_model = text(config.shared_model or min(e.network_names, key=lambda name: AFM[name]))
+    shared = [
+        name for name, g in zip(e.network_names, e.task.architecture, strict=True) if e.task.models[g] is e.task.shared
+    ]
+    made.global_model = text(config.shared_model or (*shared, e.network_names[0])[0])
     made.local_epochs, made.eval_gap = config.epochs, config.eval_every or config.rounds
     for name, value in {"lamda": config.hparams.get("lam"), **config.hparams}.items():
         if value is not None and hasattr(made, name):

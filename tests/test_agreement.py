@@ -116,7 +116,7 @@ class FML:
         self.rs_test_acc = [own, shared, *given, order(True) != order(False), order(False) == list(range(50))]
         self.save_results()
 """
-MIXED = ["--algo=fml", "--model=cnn5,cnn4", "--shared_model=cnn5", "--partition=iid", "--clients=4", "--epochs=5"]
+MIXED = ["--algo=fml", "--model=cnn2,cnn5", "--partition=iid", "--clients=4", "--epochs=5"]
 
 
 @pytest.fixture(scope="module")
