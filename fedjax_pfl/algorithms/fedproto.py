@@ -93,7 +93,7 @@ def fedproto(
                 return value + lam * losses.masked_mean(gap, batch.mask), stats, seen
 
             w, (value, seen) = local.sgd(c.key, c.train, loss, w, task, has_aux=True)
-            if moving:  # means over the steps
+            if moving:  # `seen` are means over the steps
                 total, count = (x * local.count(c.train, task) for x in seen)
                 means = total / jnp.maximum(count, 1)[None]
             else:

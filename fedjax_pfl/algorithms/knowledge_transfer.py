@@ -141,7 +141,7 @@ def transfer(task: Task, rule: Rule, on: Exchange, space: str = "prob", public_e
     def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
         # down the ids of the examples, up the predictions, down their mixture, and up what the models predict then
         part = cohort.trained.astype(jnp.int32)
-        whole = traffic.both_ways(cohort, *(size * task.num_classes * n * part for n in (1, 1 + rule.after)))
+        whole = traffic.both_ways(cohort, *(size * task.num_classes * times * part for times in (1, 1 + rule.after)))
         whole = whole._replace(ints=size * part, messages=(3 + rule.after) * part)
         return whole if on.public_at == "clients" else traffic.with_public(whole, task, size, part)
 
