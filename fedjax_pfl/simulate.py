@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fedjax_pfl.data.datasets import Dataset, checked
+from fedjax_pfl.data.datasets import Dataset, checked, prepared
 from fedjax_pfl.engine import validate
 from fedjax_pfl.engine.loop import Compiled, compiled, rounds, rounds_at_once
 from fedjax_pfl.engine.method import Traced
@@ -90,11 +90,11 @@ def with_public(task: Task, public: Dataset) -> Task:
     """The task with a pool of public examples, those of `federate(..., public=public)`.
 
     Raises:
-      InputError: prepared, they are not like the clients' own examples.
+      InputError: they cannot be prepared, or prepared are not like the clients' own examples.
     """
     batch = jax.ShapeDtypeStruct(public.x.shape, public.x.dtype)
     own = jax.eval_shape(task.prepare, jax.ShapeDtypeStruct((1, *task.input.shape), task.input.dtype))
-    pool = jax.eval_shape(public.prepare, batch)
+    pool = prepared(checked(public))
     if (own.shape[1:], own.dtype) != (pool.shape[1:], pool.dtype):
         raise InputError(
             f"Public examples must be like the clients' own, {own.dtype}{list(own.shape[1:])} prepared, but those of "

@@ -50,6 +50,10 @@ def make_task(dataset=None, counts=None, model=None, **options):
     return simulate.task(dataset, counts, model or net(), **({"lr": 0.1, "batch_size": 4} | options))
 
 
+def make_public(**changed):
+    return simulate.with_public(given_task(), blobs()._replace(**changed))
+
+
 @functools.cache
 def given_task():
     return make_task(epochs=1, participation=0.6)
@@ -186,6 +190,10 @@ WRONG = [
     ),
     (make_task, {"dataset": {"prepare": lambda x: x[0]}}, "it must keep the first axis"),
     (make_task, {"dataset": {"prepare": lambda x: x[:, :3]}}, "make it with that shape, which prepare makes"),
+    (make_public, {"prepare": np.asarray}, "prepare of synthetic fails on a batch float32[2, 6] (The"),
+    (make_public, {"prepare": lambda x: x[0]}, "it must keep the first axis"),
+    (make_public, {"prepare": lambda x: x[:, :3]}, "like the clients' own, float32[6] prepared, but those"),
+    (make_public, {"x": spoiled(NAN)}, "x has NaN or infinite values"),
     (make_task, {"counts": np.ones(5, int)}, "class_counts is int64[5]: it must be [clients, classes]"),
     (make_task, {"counts": np.ones((5, 4))}, "class_counts is float64[5, 4]"),
     (make_task, {"counts": np.ones((5, 3), int)}, "class_counts has 3 classes"),
