@@ -21,25 +21,29 @@ from fedjax_pfl.simulate import hyperparameters
 
 
 def resolve(user: Mapping[str, Any]) -> Config:
-    """The effective settings: the user's over the preset's over the defaults, or over those of a
-    config.json, which says all.
+    """The effective settings: the user's over those of a config.json, or over the preset's and the
+    defaults.
 
     Raises:
       InputError: an unknown name, or a value out of range.
     """
-    if user.get("config") is not None:
-        return events.check(_over(_of_file(user["config"]), user))
-    preset = user.get("preset")
-    preset = DEFAULT_PRESETS.get(user.get("dataset", "digits")) if preset is None else preset
-    chosen = None if preset is None else PRESETS[choose("preset", preset, PRESETS)]
-    values = dict(chosen.settings_of(user.get("algo")) if chosen else {}) | dict(user) | {"preset": preset}
+    base = _of_file(user["config"]) if user.get("config") is not None else None
+    if base and user.get("preset") is not None:
+        raise InputError(f"--preset={user['preset']} means nothing with --config, which says everything: leave it out.")
+    usual = base.preset if base else DEFAULT_PRESETS.get(user.get("dataset", "digits"))
+    name = usual if user.get("preset") is None else user["preset"]
+    preset = None if name is None else PRESETS[choose("preset", name, PRESETS)]
+    start = base.asdict() if base else preset.settings_of(user.get("algo")) if preset else {}
+    values = start | {setting: value for setting, value in user.items() if setting != "config"} | {"preset": name}
     if not values.get("algo"):
         raise InputError(f"Say which method to run with --algo=NAME: one of {', '.join(ALGORITHMS)}.")
     values |= _local_work(user, values)
+    # None of a file: its partition may have been one that says everything
+    values = {setting: value for setting, value in values.items() if setting not in BY_FILE or value is not None}
     values |= _by_partition(values.get("partition", ""), user)
-    factory = find(values["algo"])
-    by_preset = chosen.hparams.get(values["algo"], {}) if chosen else {}
-    values["hparams"] = hyperparameters(factory) | by_preset | typed_all(factory, user.get("hparams", {}))
+    algo, factory = values["algo"], find(values["algo"])
+    before = base.hparams if base and base.algo == algo else preset.hparams.get(algo, {}) if preset else {}
+    values["hparams"] = hyperparameters(factory) | before | typed_all(factory, user.get("hparams", {}))
     config = Config(**values)
     check_ranges(config)
     return events.check(config)
@@ -61,25 +65,6 @@ def _of_file(text: str) -> Config:
     if "digests" not in content:
         raise InputError(f"{start} is in the format of an earlier version: give its settings as flags.")
     return completed({name: value for name, value in content.items() if name != "digests"})
-
-
-def _over(base: Config, user: Mapping[str, Any]) -> Config:
-    """Settings with the user's over them."""
-    if user.get("preset") is not None:
-        raise InputError(f"--preset={user['preset']} means nothing with --config, which says everything: leave it out.")
-    given = {name: value for name, value in user.items() if name in SETTINGS}
-    values = base.asdict() | given
-    values |= _local_work(user, values)
-    own_partition = _by_partition(values["partition"], user)
-    if not own_partition and "partition" in given:  # the file's may have been one that says everything
-        values = {name: value for name, value in values.items() if name not in BY_FILE or value is not None}
-    factory, preset = find(values["algo"]), PRESETS[choose("preset", base.preset, PRESETS)] if base.preset else None
-    same_method = values["algo"] == base.algo
-    before = base.hparams if same_method else preset.hparams.get(values["algo"], {}) if preset else {}
-    hparams = hyperparameters(factory) | before | typed_all(factory, user.get("hparams", {}))
-    config = Config(**(values | own_partition | {"hparams": hparams}))
-    check_ranges(config)
-    return config
 
 
 def _local_work(user: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, None]:
