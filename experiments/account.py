@@ -2,8 +2,6 @@
 
 import functools
 
-import jax
-import numpy as np
 from absl import logging
 
 from experiments import networks
@@ -27,19 +25,6 @@ def flops(experiment: Experiment) -> Flops | None:
             logging.warning("Floating-point operations are not counted (%s: %s).", type(error).__name__, error)
             experiment.made["flops"] = None
     return experiment.made["flops"]
-
-
-def initial_broadcast(experiment: Experiment) -> dict[str, int]:
-    """Scalars that it takes to give every client its model before the first round: in no round's
-    traffic.
-
-    One model each: what a method has beside it, as FedEM its further models, is not counted.
-    """
-    task, key = experiment.task, jax.eval_shape(lambda: jax.random.key(0))
-    if experiment.config.algo in networks.OWN:
-        return {"scalars": task.num_clients * own_parameters(experiment)}
-    sizes = np.array([trees.size(jax.eval_shape(model.init, key)) for model in task.models])
-    return {"scalars": int(sizes[task.architecture].sum())}
 
 
 def own_parameters(experiment: Experiment) -> int:

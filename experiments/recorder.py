@@ -137,7 +137,6 @@ class Recorder:
         content |= report.summary(rows, experiment.headline)
         work = {name: totals[name] for name in ("client_steps", "client_flops")} | {"note": targets.NOTE}
         content |= {"work": work | ({"flops_per_example": flops._asdict()} if flops else {})}
-        content |= {"initial_broadcast": account.initial_broadcast(experiment)}
         if status == "complete" and (why := self.why()) and done < config.rounds:
             content |= {"ended": {"why": why} | stopping.given(config)}
         if config.targets:
