@@ -19,13 +19,14 @@ from experiments import (
     validation,
 )
 from experiments.files import Row, read_derived, write_json
-from experiments.pace import Pace
 from experiments.recorded import Layout
 from experiments.runs import RunDirectory
 from fedjax_pfl import server_optimizer
 from fedjax_pfl.errors import DivergenceError
 from fedjax_pfl.simulate import Result
 from fedjax_pfl.types import State
+
+SHARE = 0.05  # of the time, for what is written now and then
 
 
 class Clock:
@@ -70,7 +71,7 @@ class Recorder:
         self._run, self._experiment, self._layout, self._clock = run, experiment, layout, clock
         self._event, self._wrong = event, wrong
         self._progress = stopping.progress(experiment.config, experiment.headline, run.rows)
-        self._now_and_then = Pace(self.show)
+        self._due = 0.0  # when tables, curves and summary are written again
         self.diverged = False
 
     def add(self, found: Result | DivergenceError, state: Callable[[], State]) -> Row | None:
@@ -97,13 +98,16 @@ class Recorder:
         return self._progress.why() if self._progress else None
 
     def keep(self, status: str, done: int, state: State) -> None:
-        """Writes the state after `done` rounds, on the host as the program has it, and what else is
-        due."""
+        """Writes the state after `done` rounds, on the host as the program has it; and tables, curves
+        and summary, as often as they take `SHARE` of the time."""
         if self.diverged:
             return
         program = layouts.program(self._experiment, self._layout)
         self._run.save(done, program.unplace(state))
-        self.show(status) if status == "interrupted" else self._now_and_then(status)
+        begin = time.perf_counter()
+        if status == "interrupted" or begin >= self._due:
+            self.show(status)
+            self._due = begin + (time.perf_counter() - begin) / SHARE
 
     def end(self) -> None:
         """Writes the tables of a run that is done."""

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from experiments import (
     layouts,
     main,
     networks,
-    pace,
+    recorder,
     report,
     runs,
     session,
@@ -33,7 +34,7 @@ from experiments import (
     values,
     versions,
 )
-from experiments.config import SETTINGS
+from experiments.config import SETTINGS, Config
 from experiments.presets import DEFAULT_PRESETS, PRESETS
 from experiments.recorded import Devices, Layout
 from experiments.versions import compile_clock
@@ -452,18 +453,25 @@ def test_an_unwritable_file_ends_the_run_with_a_sentence(tmp_path, monkeypatch, 
 def test_work_beside_the_rounds_takes_a_twentieth_of_the_time(monkeypatch):
     """Rounds of 0.1 seconds, beside which work of half a second is asked for after each."""
     clock = [0.0]
-    monkeypatch.setattr(pace.time, "perf_counter", lambda: clock[0])
-    done = []
+    monkeypatch.setattr(recorder.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(recorder.layouts, "program", lambda *_: SimpleNamespace(unplace=lambda state: state))
+    saved, shown = [], []
 
-    def work(name):
-        done.append(name)
+    def show(_):
+        shown.append(len(saved))
         clock[0] += 0.5
 
-    now_and_then = pace.Pace(work)
+    run = SimpleNamespace(rows=[], save=lambda done, _: saved.append(done))
+    experiment = SimpleNamespace(config=Config(), headline=("acc", "max"))
+    one = recorder.Recorder(run, experiment, None, None, None, None)
+    monkeypatch.setattr(one, "show", show)
     for t in range(1000):
-        now_and_then(t)
+        one.keep("running", t, None)
         clock[0] += 0.1
-    assert done[0] == 0 and 0.5 * len(done) / clock[0] == pytest.approx(pace.SHARE, abs=0.01)
+    assert len(saved) == 1000 and shown[0] == 1
+    assert 0.5 * len(shown) / clock[0] == pytest.approx(recorder.SHARE, abs=0.01)
+    one.keep("interrupted", 1000, None)
+    assert shown[-1] == 1001
 
 
 def test_compile_time_is_the_union_of_its_spans():
