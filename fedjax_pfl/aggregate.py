@@ -22,7 +22,7 @@ def shares(weight: PyTree, active: Array) -> PyTree:
     """
 
     def share(w: Array | None) -> Array:
-        w = jnp.ones(active.shape) if w is None else jnp.asarray(w, float)
+        w = jnp.ones(active.shape) if w is None else jnp.asarray(w, jnp.float32)
         w = jnp.where(trees.expand(active, w.ndim), w, 0)
         total = jnp.sum(w, axis=0, keepdims=True)
         return w / jnp.where(total > 0, total, 1)

@@ -63,7 +63,7 @@ def logits(model: Model, variables: PyTree, data: Data, num_classes: int, batch_
         z, _ = model.apply(variables, batch.x, mask=batch.mask, train=False)
         return found.at[batch.row].set(z.astype(found.dtype), mode="drop")  # past the end there is only padding
 
-    return local.fold(data, one, jnp.zeros((data.index.shape[0], num_classes)), batch_size)
+    return local.fold(data, one, jnp.zeros((data.index.shape[0], num_classes), jnp.float32), batch_size)
 
 
 def gathered(cohort: Cohort, outputs: Array) -> Predictions:

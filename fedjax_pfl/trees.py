@@ -90,7 +90,7 @@ def proximal(anchor: PyTree, weight: Numeric) -> Callable[[PyTree], PyTree]:
 def sq_dist(a: PyTree, b: PyTree) -> Array:
     """||a - b||^2 over all leaves, []."""
     return sum(
-        (jnp.sum((x - y) ** 2) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)), jnp.zeros(())
+        (jnp.sum((x - y) ** 2) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)), jnp.float32(0)
     )
 
 
@@ -151,3 +151,8 @@ def cast(tree: PyTree, like: PyTree) -> PyTree:
     """The tree in the types of another: traced numbers are float32 and would lift a bfloat16
     state."""
     return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)
+
+
+def single(tree: PyTree) -> PyTree:
+    """The tree with float32 for float64, which jax_enable_x64 gives to arrays that name no type."""
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if getattr(x, "dtype", None) == jnp.float64 else x, tree)

@@ -124,6 +124,19 @@ def test_every_upload_is_transformed(method):
         assert any(np.any(np.abs(x - y) > 5e-3) for x, y in zip(*pair, strict=True))
 
 
+@each
+def test_state_is_float32_in_programs_of_64_bits(method):
+    """Also where jax_enable_x64 makes float64 the type of arrays that name none."""
+    key, f = jax.random.key(0), toy.federation()
+    with jax.enable_x64(True):
+        program = simulate.program(toy.METHODS[method], toy.method_task(method), checked=False)
+        state = jax.eval_shape(program.init, key, program.traced)
+        new, _ = jax.eval_shape(program.round, key, program.traced, f, state, 0, True)
+        jax.eval_shape(program.evaluate, key, program.traced, f, new, 1)
+    assert new == state
+    assert {x.dtype for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)} <= {jnp.dtype("float32")}
+
+
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "pfedc"])
 def test_a_transformation_that_changes_nothing_costs_no_bit(method):
     plain = testing.subject(toy.METHODS[method], toy.method_task(method), start=subject(method).start)

@@ -39,7 +39,7 @@ def blend(own: PyTree, received: PyTree, weights: PyTree) -> PyTree:
 
 def mean_of(weights: PyTree) -> Array:
     """The mean over all scalars, []."""
-    total = sum((jnp.sum(x, dtype=jnp.float32) for x in jax.tree.leaves(weights)), jnp.zeros(()))
+    total = sum((jnp.sum(x, dtype=jnp.float32) for x in jax.tree.leaves(weights)), jnp.float32(0))
     return total / max(trees.size(weights), 1)
 
 
@@ -77,7 +77,7 @@ def learn(
 
     def epoch(loop: Loop) -> Loop:
         weights, recent, epochs, count = loop
-        weights, last, count = local.fold(data, batch, (weights, jnp.zeros(()), count), task.batch_size)
+        weights, last, count = local.fold(data, batch, (weights, jnp.float32(0), count), task.batch_size)
         return weights, jnp.roll(recent, -1).at[-1].set(last), epochs + 1, count
 
     def goes_on(loop: Loop) -> Array:
@@ -85,7 +85,7 @@ def learn(
         steady: Array = (epochs > patience.window) & (jnp.std(recent) < patience.threshold)
         return (data.size > 0) & (epochs < jnp.where(first, patience.cap, 1)) & ~steady
 
-    start = (weights, jnp.zeros(patience.window), jnp.int32(0), jnp.int32(0))
+    start = (weights, jnp.zeros(patience.window, jnp.float32), jnp.int32(0), jnp.int32(0))
     weights, _, epochs, _ = jax.lax.while_loop(goes_on, epoch, start)
     return weights, epochs
 

@@ -154,7 +154,7 @@ def transfer(task: Task, rule: Rule, on: Exchange, space: str = "prob", public_e
 
 def asked(c: Client, cohort: Cohort, a: Array, outputs: Array, given: Predictions) -> Asked:
     """What a client's rule is given; a [N, N] are the coefficients so far."""
-    share = c.train.size / jnp.maximum(1, cohort.total)
+    share = jnp.float32(c.train.size) / jnp.maximum(1, cohort.total)
     return Asked(a[c.id][given.ids], given.ids == c.id, outputs, given, share)
 
 

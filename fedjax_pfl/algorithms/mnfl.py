@@ -32,7 +32,7 @@ def gradient(row: Array, w: PyTree, models: PyTree) -> Array:
         return jnp.dot(m.reshape(m.shape[0], -1), r.reshape(-1), precision=EXACT).astype(row.dtype)
 
     inner = sum(map(products, *map(jax.tree.leaves, (models, residual))), jnp.zeros_like(row))
-    norm = sum((jnp.sum(jnp.square(x.astype(row.dtype))) for x in jax.tree.leaves(w)), jnp.zeros(()))
+    norm = sum((jnp.sum(jnp.square(x.astype(row.dtype))) for x in jax.tree.leaves(w)), jnp.zeros((), row.dtype))
     return inner / jnp.where(norm > 0, norm, 1)
 
 

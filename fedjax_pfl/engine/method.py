@@ -44,8 +44,9 @@ def bound(
     static = {name: value for name, value in hparams.items() if name not in traced}
 
     def algorithm(traced: Traced, t: Array | int) -> Algorithm:
+        traced = {name: jnp.asarray(value, jnp.float32) for name, value in traced.items()}
         free = {name: value for name, value in traced.items() if name not in ("lr", "lr_decay")}
-        lr = traced["lr"] * traced["lr_decay"] ** jnp.asarray(t, float)
+        lr = traced["lr"] * traced["lr_decay"] ** jnp.asarray(t, jnp.float32)
         with contract.named(factory, "the factory"):
             return factory(task._replace(lr=lr), **static, **free)
 

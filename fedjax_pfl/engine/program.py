@@ -227,7 +227,7 @@ def parts(
     def init(key: Array, traced: Traced) -> State:
         method = algorithm(traced, 0)
         with contract.named(factory, "init"):
-            drawn = method.init(keys.fold(key, keys.Run.INIT))
+            drawn = trees.single(method.init(keys.fold(key, keys.Run.INIT)))
             contract.check_init(drawn, task.num_clients)
         state: State = jax.tree.map(jnp.copy, drawn)  # so that no buffer stands in two places when it is donated
         return state
@@ -243,7 +243,7 @@ def parts(
         key, traced, f, here, ids, active = free(key, traced, f, here, ids, active)
         method, present = algorithm(traced, t), cohort(key, f, ids, active, t, evaluated, lengths)
         with contract.named(factory, "round"):
-            result = method.round(keys.fold(keys.round_key(key, t), keys.Round.SERVER), here, present)
+            result = trees.single(method.round(keys.fold(keys.round_key(key, t), keys.Round.SERVER), here, present))
             contract.check_round(here, result, len(ids), method)
         new, metrics = result
         with contract.named(factory, "traffic"):

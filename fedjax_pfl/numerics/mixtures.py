@@ -55,8 +55,8 @@ def normalised(weight: Array, here: Array) -> Array:
     """Weights [S] that sum to 1 over `here` [S]: uniform ones where they hardly weigh anything, 0
     if nobody is here."""
     weight = jnp.where(here, weight, 0)
-    total = jnp.sum(weight)
-    return jnp.where(total > TINY, weight / jnp.maximum(total, TINY), here / jnp.maximum(jnp.sum(here), 1))
+    total, alike = jnp.sum(weight), here.astype(weight.dtype)
+    return jnp.where(total > TINY, weight / jnp.maximum(total, TINY), alike / jnp.maximum(jnp.sum(alike), 1))
 
 
 def divergence(target: Array, z: Array, temperature: Numeric = 1.0) -> Array:
@@ -81,7 +81,7 @@ def distance(target: Array, z: Array, temperature: Numeric, space: str, reductio
 
 def uniform(asked: Asked) -> tuple[Array, Array]:
     """FedMD: the same weight for all."""
-    weight = normalised(jnp.ones(asked.row.shape), asked.given.here)
+    weight = normalised(jnp.ones_like(asked.row), asked.given.here)
     return weight, weight
 
 
@@ -139,5 +139,5 @@ def sharpened(row: Array, asked: Asked, rho: Numeric, centre: float) -> Array:
         size = jnp.where(size * average > 0.01, size / 5, size)
         return jnp.where(size * average < 0.01, size * 5, size)
 
-    moved = share - jax.lax.fori_loop(0, 5, rescale, jnp.ones(())) * gradient
+    moved = share - jax.lax.fori_loop(0, 5, rescale, jnp.float32(1)) * gradient
     return jnp.where(here, mass * jax.nn.softmax(jnp.where(here, 5 * moved, -jnp.inf)), row)
