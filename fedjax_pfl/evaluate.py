@@ -94,8 +94,7 @@ def post(cohort: Cohort, c: Client, predictor: Predictor, score: Score = classif
     """The scores right after local training, if `cohort.evaluated`; else NaN at no cost."""
     run = trees.traced_once(lambda: client(c, predictor, score))
     nothing = {name: jnp.full(x.shape, jnp.nan, x.dtype) for name, x in jax.eval_shape(run).items()}
-    found: dict[str, Array] = jax.lax.cond(cohort.evaluated, run, lambda: nothing)
-    return found
+    return jax.lax.cond(cohort.evaluated, run, lambda: nothing)
 
 
 def statistics(values: np.ndarray, weights: np.ndarray) -> dict[str, float]:

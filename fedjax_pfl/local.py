@@ -48,8 +48,7 @@ def _rows(x: Array, index: Array) -> Array:
 
 @jax.custom_batching.custom_vmap
 def _copied_rows(x: Array, index: Array) -> Array:
-    rows: Array = jax.lax.map(lambda i: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), index)
-    return rows
+    return jax.lax.map(lambda i: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), index)
 
 
 @_copied_rows.def_vmap

@@ -48,8 +48,7 @@ def classification(model: Model) -> Callable[[PyTree, Batch, Array], tuple[Array
 
 def sigmoid_bce(logits: Array, targets: Array) -> Array:
     """Binary cross entropy of logits and targets of the same shape, elementwise."""
-    loss: Array = optax.losses.sigmoid_binary_cross_entropy(logits, targets.astype(logits.dtype))
-    return loss
+    return optax.losses.sigmoid_binary_cross_entropy(logits, targets.astype(logits.dtype))
 
 
 def mmd(h: Array, u: Array, mask: Array) -> Array:

@@ -32,8 +32,7 @@ from fedjax_pfl.types import (
 
 def others(server: PyTree, id: Array, class_counts: Array) -> Array:
     """How many other clients sent a prediction of each class in the last round, [C] int32."""
-    count: Array = server["count"] - (server["took"][id] & (class_counts > 0))
-    return count
+    return server["count"] - (server["took"][id] & (class_counts > 0))
 
 
 def teacher(server: PyTree, mine: PyTree, id: Array, class_counts: Array) -> tuple[Array, Array]:

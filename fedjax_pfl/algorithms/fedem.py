@@ -24,8 +24,7 @@ def losses_of_rows(task: Task, components: PyTree, batch: Batch) -> Array:
 
     def one(theta: PyTree) -> Array:
         logits = predictor(task.model, theta)(batch.x, batch.mask)
-        each: Array = optax.losses.softmax_cross_entropy_with_integer_labels(logits, batch.y)
-        return each
+        return optax.losses.softmax_cross_entropy_with_integer_labels(logits, batch.y)
 
     loss: Array = jax.lax.map(one, components)  # [M, B]
     return loss.T

@@ -22,8 +22,7 @@ TEMPERATURE = 4.0  # of the teacher in distillation, as in the authors' code
 def momentum(count: Array, mu0: Numeric, expected: float) -> Array:
     """The weight mu [] of the old h_i after `count` [] participations, growing to mu0 over the
     `expected` ones."""
-    weight: Array = mu0 * jnp.minimum(1, count / max(1.0, expected))
-    return weight
+    return mu0 * jnp.minimum(1, count / max(1.0, expected))
 
 
 def transfer_loss(task: Task, teacher: PyTree, lam: Numeric, regularizer: str) -> local.Loss:

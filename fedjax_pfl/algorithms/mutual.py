@@ -91,8 +91,7 @@ def fml_objective(alpha: Numeric, beta: Numeric) -> Objective:
     def objective(v: PyTree, own: Outputs, small: Outputs, batch: Batch) -> tuple[Array, Array]:
         def loss(weight: Numeric, mine: Array, other: Array) -> Array:
             fit = losses.cross_entropy(mine, batch.y, batch.mask)
-            value: Array = weight * fit + (1 - weight) * divergence(stop(other), mine, batch.mask)
-            return value
+            return weight * fit + (1 - weight) * divergence(stop(other), mine, batch.mask)
 
         private, meme = loss(alpha, own.z, small.z), loss(beta, small.z, own.z)
         return private + meme, private
@@ -185,8 +184,7 @@ def fedkd_objective(detach: bool, scale: float) -> Objective:
 
 def mixed(lam: Numeric, own: Array, small: Array) -> Array:
     """lam own + (1 - lam) small, of logits [B, C]."""
-    mixture: Array = small + lam * (own - small)  # so that equal logits give lam no gradient at all
-    return mixture
+    return small + lam * (own - small)  # so that equal logits give lam no gradient at all
 
 
 def fedapen_objective(lam: Array) -> Objective:

@@ -54,8 +54,7 @@ def small_model(task: Task) -> Model:
 def mixture(alpha: Array, g: Array, G: Array) -> Array:
     """alpha g + (1 - alpha) G of own features g [B, K] and shared ones G [B, K], alpha [K] or
     [1]."""
-    mixed: Array = trees.lerp(alpha[None], g, G)
-    return mixed
+    return trees.lerp(alpha[None], g, G)
 
 
 def bounded_sgd(lr: Numeric, decay: Numeric, momentum: float = 0.9) -> optax.GradientTransformation:

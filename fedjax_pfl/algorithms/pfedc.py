@@ -68,8 +68,7 @@ class Branched(NamedTuple):
 
     def held(self, class_counts: Array) -> Array:
         """[..., C] -> [..., T], training examples of each task."""
-        count: Array = class_counts @ self.b.member.T
-        return count
+        return class_counts @ self.b.member.T
 
     def shares(self, by: str, cohort: Cohort) -> Array:
         """The weights of a branch's holders, [S, T], not normalised."""

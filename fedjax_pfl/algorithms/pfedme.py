@@ -62,8 +62,7 @@ def pfedme(
             return (optax.apply_updates(theta, updates), stats, opt), value
 
         value, _ = loss({**start[0], "stats": start[1]}, batch, key)
-        last: tuple[Inner, Array] = jax.lax.fori_loop(0, inner_steps, step, (start, value))
-        return last
+        return jax.lax.fori_loop(0, inner_steps, step, (start, value))
 
     def init(key: Array) -> State:
         return split.init(key, lambda w: {"theta": w})

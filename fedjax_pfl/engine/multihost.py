@@ -148,8 +148,7 @@ def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
 
     def put(x: Any) -> jax.Array:
         if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            key: jax.Array = jax.random.wrap_key_data(put(jax.random.key_data(x)), impl=jax.random.key_impl(x))
-            return key
+            return jax.random.wrap_key_data(put(jax.random.key_data(x)), impl=jax.random.key_impl(x))
         x = np.asarray(x)
         return jax.make_array_from_callback(x.shape, everywhere, lambda _: x)
 
@@ -227,8 +226,7 @@ def follow() -> int:
 def _read(message: bytes) -> tuple[Callable[..., Any] | None, Any]:
     """The function and its arguments; if they cannot be read here, what says so as it is run."""
     try:
-        read: tuple[Callable[..., Any] | None, Any] = _Unpickler(io.BytesIO(message)).load()
-        return read
+        return _Unpickler(io.BytesIO(message)).load()
     except Exception as error:  # a module that this host lacks, say
         return _raise, (error,)
 

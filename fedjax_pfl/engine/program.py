@@ -229,8 +229,7 @@ def parts(
         with contract.named(factory, "init"):
             drawn = trees.single(method.init(keys.fold(key, keys.Run.INIT)))
             contract.check_init(drawn, task.num_clients)
-        state: State = jax.tree.map(jnp.copy, drawn)  # so that no buffer stands in two places when it is donated
-        return state
+        return jax.tree.map(jnp.copy, drawn)  # so that no buffer stands in two places when it is donated
 
     def draw(where: Placement | None, key: Array, t: Array) -> tuple[Array, Array]:
         """A sample, arranged by architecture and over the devices."""

@@ -47,8 +47,7 @@ def vectorized(programs: Sequence[Program], federations: Sequence[Federation]) -
     traced = {name: jnp.stack([jnp.asarray(p.traced[name], float) for p in programs]) for name in first.traced}
 
     def each(functions: Sequence[Callable[[State], State]], state: State) -> State:
-        states: State = stack([function(one(state, i)) for i, function in enumerate(functions)])
-        return states
+        return stack([function(one(state, i)) for i, function in enumerate(functions)])
 
     return Program(
         traced,  # type: ignore[arg-type]

@@ -49,8 +49,7 @@ class Widened(nnx.Module):
 def _called(body: Any, x: Array, **given: Any) -> Array:
     """A body's features of x, with those of the keyword arguments that it names."""
     accepted = inspect.signature(body.__call__).parameters
-    h: Array = body(x, **{name: value for name, value in given.items() if name in accepted})
-    return h
+    return body(x, **{name: value for name, value in given.items() if name in accepted})
 
 
 def widened(

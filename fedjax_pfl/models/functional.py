@@ -188,8 +188,7 @@ def _head(template: nnx.Module, conv: str) -> Callable[[PyTree, Array], Array]:
 
     def head(variables: PyTree, h: Array) -> Array:
         with layers.convolution(conv):
-            logits: Array = nnx.merge(graph, _fill(state, variables))(h)
-        return logits
+            return nnx.merge(graph, _fill(state, variables))(h)
 
     return head
 

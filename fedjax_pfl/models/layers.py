@@ -260,5 +260,4 @@ class GroupNorm(nnx.Module):
         """Normalises x [B, H, W, C] over the pixels and channels of each group; rows that are not
         valid stay apart."""
         del mask, train
-        normalised: Array = self.norm(x)
-        return normalised
+        return self.norm(x)

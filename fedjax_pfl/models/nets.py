@@ -25,8 +25,7 @@ class Net(nnx.Module):
         self.body, self.head = body, head
 
     def __call__(self, x: Array, **kwargs: Any) -> Array:
-        logits: Array = self.head(self.body(x, **kwargs))
-        return logits
+        return self.head(self.body(x, **kwargs))
 
 
 class Dense(nnx.Module):

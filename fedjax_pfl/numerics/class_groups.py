@@ -21,8 +21,7 @@ TASK_LOSSES = ("class", "batch")
 
 def columns(head: PyTree, h: Array) -> Array:
     """All branches' logits [B, L] of a linear head and features h [B, K]."""
-    logits: Array = h @ head["kernel"] + head["bias"][None]
-    return logits
+    return h @ head["kernel"] + head["bias"][None]
 
 
 def gram(b: Branches, residual: Array, kernel: Array) -> Array:

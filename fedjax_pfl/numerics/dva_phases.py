@@ -182,6 +182,4 @@ def _networks(nets: DualVAE) -> dict[str, Network]:
 
 def _logits(nets: DualVAE, variables: PyTree, latents: Array) -> Array:
     assert nets.head is not None
-    logits: Array
-    logits, _ = nets.head.apply({"params": variables["head"], "stats": variables["stats"]["head"]}, latents)
-    return logits
+    return nets.head.apply({"params": variables["head"], "stats": variables["stats"]["head"]}, latents)[0]

@@ -264,5 +264,4 @@ def _assignment(gain: Array) -> Array:
         _, columns = linear_sum_assignment(np.nan_to_num(gain), maximize=True)
         return np.asarray(columns, np.int32)
 
-    found: Array = callbacks.call(solve, jax.ShapeDtypeStruct(gain.shape[:1], jnp.int32), gain)
-    return found
+    return callbacks.call(solve, jax.ShapeDtypeStruct(gain.shape[:1], jnp.int32), gain)

@@ -143,8 +143,7 @@ def evaluate(
 ) -> dict[str, np.ndarray]:
     """The scores of all clients before round t, {name: [N]} on the host."""
     state, f = s.start if state is None else state, federation or s.federation
-    found: dict[str, np.ndarray] = jax.device_get(s.evaluate(jax.random.key(7), s.traced, f, state, np.int32(t)))
-    return found
+    return jax.device_get(s.evaluate(jax.random.key(7), s.traced, f, state, np.int32(t)))
 
 
 def rows_of(tree: PyTree, at: Any) -> PyTree:

@@ -212,8 +212,7 @@ def winograd_conv(
       [B, H', W', O].
     """
     pads = tuple((before, after) for before, after in _explicit(padding, x, kernel, (1, 1)))
-    made: Array = _winograd_conv(x, kernel, pads, lax.Precision.HIGHEST if precision is None else precision)
-    return made
+    return _winograd_conv(x, kernel, pads, lax.Precision.HIGHEST if precision is None else precision)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))  # traced once for each shape: it has hundreds of small operations
