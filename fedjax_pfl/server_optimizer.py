@@ -15,6 +15,7 @@ from annotated_types import Gt
 from chex import Numeric
 
 from fedjax_pfl import trees
+from fedjax_pfl.engine import validate
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.hyperparameters import method_name
 from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Predictor, PyTree, State, Task, Traffic
@@ -35,7 +36,7 @@ def plain(server: PyTree) -> PyTree:
 
 
 def optimized(
-    factory: Callable[..., Algorithm], optimizer: Callable[[Numeric], optax.GradientTransformation] = optax.adam
+    factory: Callable[..., Algorithm] | str, optimizer: Callable[[Numeric], optax.GradientTransformation] = optax.adam
 ) -> Callable[..., Algorithm]:
     """The method whose server takes a step of an optimizer where it would take the mean.
 
@@ -45,7 +46,7 @@ def optimized(
     rate 1 that is w'. A round in which nobody trains changes neither w nor the optimizer's state.
 
     Args:
-      factory: a method of which `averages` names at least one part.
+      factory: a method, or its name, of which `averages` names at least one part.
       optimizer: learning rate -> transformation; its state is kept in State.server (`Optimized`).
 
     Returns:
@@ -55,6 +56,7 @@ def optimized(
       optax's Adam corrects the bias of its averages and has eps 1e-8; the paper does not, and takes
       beta_2 = 0.99 and tau = 1e-3 (`lambda lr: optax.adam(lr, b2=0.99, eps=1e-3)`).
     """
+    factory = validate.method(factory)
 
     @functools.wraps(factory)
     def make(task: Task, *, server_optimizer_lr: Numeric = 1.0, **hparams: Any) -> Algorithm:

@@ -18,7 +18,7 @@ from fedjax_pfl.server_optimizer import RATE, optimized
 
 AVERAGE = [name for name in sorted(ALGORITHMS) if toy.METHODS[name](toy.method_task(name)).averages]
 QUICK = ("fedrep", "scaffold")  # body and head apart; the weights beside the control variate
-PAPERS = optimized(ALGORITHMS["fedavg"], lambda lr: optax.adam(lr, b2=0.99, eps=1e-3))  # rounding is no step of it
+PAPERS = optimized("fedavg", lambda lr: optax.adam(lr, b2=0.99, eps=1e-3))  # rounding is no step of it
 NORMS = toy.task("norm", participation=(0.5, 0.5))
 
 
