@@ -23,7 +23,7 @@ Loss = Callable[[PyTree, Batch, Array], tuple[Array, PyTree] | tuple[Array, PyTr
 def shuffle(key: Array, length: int, size: Array) -> Array:
     """A permutation [length] whose first `size` entries are 0..size-1 in an order that ignores the
     padding `length`."""
-    bits = jax.random.bits(key, (length,))  # one draw a row: a prefix does not depend on the length
+    bits = jax.random.bits(key, (length,), jnp.uint32)  # one draw a row: a prefix does not depend on the length
     # the sort is stable and valid rows stand first, so ties with the padding's value are harmless
     return jnp.argsort(jnp.where(jnp.arange(length) < size, bits, ~jnp.zeros((), bits.dtype)))
 

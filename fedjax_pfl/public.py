@@ -95,7 +95,7 @@ def pretrain(c: Client, variables: PyTree, task: Task, epochs: Any) -> PyTree:
         return losses.cross_entropy(z, own + batch.y, batch.mask), stats
 
     key = keys.fold(c.key, keys.Client.PUBLIC_LABELS)
-    outputs = jax.random.uniform(keys.fold(key, keys.Client.PUBLIC_LABELS), (width, classes), minval=-1, maxval=1)
+    outputs = jax.random.uniform(keys.fold(key, keys.Client.PUBLIC_LABELS), (width, classes), jnp.float32, -1, 1)
     data = subset(c.public, jnp.arange(task.public.shape[0]), c.train.size > 0)  # type: ignore[union-attr]
     v = {**variables, "public": outputs / width**0.5}
     v, _ = local.sgd(key, data, loss, v, task, train=("body", "head", "public"), epochs=epochs)

@@ -126,13 +126,16 @@ def test_every_upload_is_transformed(method):
 
 @each
 def test_state_is_float32_in_programs_of_64_bits(method):
-    """Also where jax_enable_x64 makes float64 the type of arrays that name none."""
+    """Also where jax_enable_x64 makes float64 the type of arrays that name none; and what is drawn
+    is what is drawn without it."""
     key, f = jax.random.key(0), toy.federation()
     with jax.enable_x64(True):
         program = simulate.program(toy.METHODS[method], toy.method_task(method), checked=False)
-        state = jax.eval_shape(program.init, key, program.traced)
-        new, _ = jax.eval_shape(program.round, key, program.traced, f, state, 0, True)
+        init, state = jax.make_jaxpr(program.init, return_shape=True)(key, program.traced)
+        round, (new, _) = jax.make_jaxpr(program.round, return_shape=True)(key, program.traced, f, state, 0, True)
         jax.eval_shape(program.evaluate, key, program.traced, f, new, 1)
+        drawn = f"{init}{round}"
+        assert "bit_width=32" in drawn and "bit_width=64" not in drawn
     assert new == state
     assert {x.dtype for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)} <= {jnp.dtype("float32")}
 

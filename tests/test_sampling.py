@@ -33,6 +33,15 @@ def test_every_ordered_draw_of_distinct_clients_is_equally_likely(share):
     assert stats.chisquare(np.bincount(ids[:, -1], minlength=n)).pvalue > 0.01
 
 
+@pytest.mark.parametrize("share", [0.2, 0.6])
+def test_programs_of_64_bits_draw_the_same(share):
+    single = [np.asarray(x) for x in sampling.sample(jax.random.key(1), task(20, share, share))]
+    with jax.enable_x64(True):
+        double = sampling.sample(jax.random.key(1), task(20, share, share))
+        assert double[0].dtype == "int32"
+    toy.assert_same(single, [np.asarray(x) for x in double])
+
+
 def test_with_a_range_the_number_of_clients_varies_and_whoever_takes_part_is_random():
     ids, active = drawn(20, 0.05, 0.2)
     assert stats.chisquare(np.bincount(active.sum(1), minlength=5)[1:]).pvalue > 0.01

@@ -415,3 +415,20 @@ def test_an_optimizer_for_some_of_the_weights_and_an_augmentation_are_accepted()
     noisy = lambda key, x: x + jax.random.normal(key, x.shape)
     for optimizer in (frozen, by_structure, optax.adamw):
         assert make_task(optimizer=optimizer, augment=noisy).augment is noisy
+
+
+def test_a_model_of_64_bits_is_refused():
+    with jax.enable_x64(True):
+        double = models.model(functools.partial(tiny, param_dtype=jnp.float64), toy.SHAPE, toy.C)
+        with pytest.raises(InputError, match="A model has variables of float64, and states are float32"):
+            make_task(epochs=1, model=double)
+
+
+def tiny(input_shape, num_classes, rngs, param_dtype):
+    linear = functools.partial(nnx.Linear, rngs=rngs, param_dtype=param_dtype)
+    return nets.Net(linear(input_shape[-1], 4), linear(4, num_classes))
+
+
+def test_steps_alone_are_the_local_work():
+    made = make_task(steps=3)
+    assert (made.epochs, made.steps) == (None, 3) and make_task().epochs == 1

@@ -47,7 +47,7 @@ def subset(key: Array, data: Data, percent: Numeric) -> Data:
     """A stretch of `percent` % of a client's rows, at least one, from a random place in its
     list."""
     size = jnp.minimum(jnp.maximum(jnp.floor(percent * data.size / 100).astype(jnp.int32), 1), data.size)
-    first = jax.random.randint(key, (), 0, data.size - size + 1)
+    first = jax.random.randint(key, (), 0, data.size - size + 1, jnp.int32)
     place = jnp.minimum(first + jnp.arange(data.index.shape[0]), data.index.shape[0] - 1)
     return data._replace(index=data.index[place], size=size)
 

@@ -109,7 +109,7 @@ def gated(task: Task, network: Network | None, policy: str, off: set[str]) -> Ap
     def seen(h: Array, vector: Array) -> Array:
         """The CPN's input of features h [B, K] of a client with this vector [K]."""
         if {"cs", "ss"} <= off:  # one random vector for all clients and runs
-            vector = _unit(jax.random.normal(jax.random.key(0), vector.shape))
+            vector = _unit(jax.random.normal(jax.random.key(0), vector.shape, jnp.float32))
         if "ss" in off:
             return jnp.broadcast_to(vector, h.shape)
         return h if "cs" in off else h * vector[None]

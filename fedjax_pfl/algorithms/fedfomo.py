@@ -47,10 +47,10 @@ def select(key: Array, affinity: Array, known: Array, id: Array, received: int, 
       known: [N] bool, uploaded; where fewer than M are, the others stand last.
     """
     key_tie, key_draw, key_explore = (jax.random.fold_in(key, i) for i in range(3))
-    tie, draw = (jax.random.bits(k, affinity.shape) for k in (key_tie, key_draw))
+    tie, draw = (jax.random.bits(k, affinity.shape, jnp.uint32) for k in (key_tie, key_draw))
     cost = jnp.where(known, -affinity, jnp.inf)
     rank = jnp.argsort(jnp.lexsort((tie, jnp.where(jnp.arange(len(known)) == id, -jnp.inf, cost))))
-    greedy = received - jnp.sum(jax.random.uniform(key_explore, (received - 1,)) < epsilon)
+    greedy = received - jnp.sum(jax.random.uniform(key_explore, (received - 1,), jnp.float32) < epsilon)
     place = jnp.where(rank < greedy, rank, len(known))  # behind the greedy ones `draw` decides, the unknown last
     return jnp.lexsort((draw, ~known, place))[:received]
 

@@ -54,7 +54,7 @@ def reorder(key: Array, group: Group, models: PyTree, cohort: Cohort, sweeps: in
     """The models [S] with the neurons of this group in the order of the global ones that they
     match."""
     rows = cohort.replicated(jax.vmap(lambda w: neurons(w, group))(models))
-    turns = jax.vmap(lambda id: jax.random.bits(jax.random.fold_in(key, id), (sweeps,)))(cohort.ids)
+    turns = jax.vmap(lambda id: jax.random.bits(jax.random.fold_in(key, id), (sweeps,), jnp.uint32))(cohort.ids)
     order = match(rows, cohort.ids, cohort.sizes, turns)  # [S, width]
     moving, rest = trees.partition(models, mask(models, group.tensors + group.readers))
     return trees.merge(cohort.map(lambda c, w, order: permute(w, group, order), moving, order, phase=None), rest)

@@ -133,7 +133,7 @@ def fedkd(
     def init(key: Array) -> State:
         state, fan_in = start(key, task, small), small.model.num_features
         draw: Callable[[Model], Array] = lambda model: jax.random.uniform(
-            keys.fold(key, keys.Init.MAP), (model.num_features, fan_in), minval=-1, maxval=1
+            keys.fold(key, keys.Init.MAP), (model.num_features, fan_in), jnp.float32, minval=-1, maxval=1
         )
         return state._replace(clients={**state.clients, "map": groups.stack(task, lambda m: draw(m) / fan_in**0.5)})
 

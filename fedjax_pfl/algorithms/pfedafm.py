@@ -66,7 +66,7 @@ def bounded_sgd(lr: Numeric, decay: Numeric, momentum: float = 0.9) -> optax.Gra
 def random_one(key: Array, cohort: Cohort) -> Array:
     """One of the clients that trained, drawn by their ids alone, [S] bool; none where nobody
     trained."""
-    draws = jax.vmap(lambda id: jax.random.uniform(jax.random.fold_in(key, id)))(cohort.ids)
+    draws = jax.vmap(lambda id: jax.random.uniform(jax.random.fold_in(key, id), (), jnp.float32))(cohort.ids)
     return cohort.trained & (draws == jnp.max(draws, where=cohort.trained, initial=-1))
 
 

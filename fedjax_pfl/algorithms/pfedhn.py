@@ -189,7 +189,8 @@ def pfedhn(
 
     def init(key: Array) -> State:
         key_psi, key_embeddings, key_model = jax.random.split(key, 3)
-        h = {"psi": make(key_psi), "embeddings": jax.random.normal(key_embeddings, (task.num_clients, width))}
+        embeddings = jax.random.normal(key_embeddings, (task.num_clients, width), jnp.float32)
+        h = {"psi": make(key_psi), "embeddings": embeddings}
         shared, own = split.send(task.model.init(key_model))
         server = {"h": h, "velocity": hyper.optimizer.init(h), "stats": shared["stats"]}
         return State(server, trees.replicate(own, task.num_clients))

@@ -117,7 +117,7 @@ class Cohort:
             raise InputError(f"cohort.scan is for clients of one architecture, and there are {len(self.lengths)}.")
         self._once(phase)
         key = jax.random.fold_in(keys.fold(self._key, keys.Cohort.ORDER), phase or 0)
-        draws = jax.vmap(lambda id: jax.random.bits(jax.random.fold_in(key, id)))(self.ids)
+        draws = jax.vmap(lambda id: jax.random.bits(jax.random.fold_in(key, id), (), jnp.uint32))(self.ids)
         order = jnp.lexsort((self.ids, draws, ~self.active))
 
         def one(i: Array, loop: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:

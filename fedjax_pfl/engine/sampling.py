@@ -24,7 +24,7 @@ def sample(key: Array, task: Task) -> tuple[Array, Array]:
     n, most = task.num_clients, cohort_size(task)
     least = max(1, math.floor(task.participation[0] * n + 1e-9))
     key_ids, key_number = jax.random.split(key)
-    number = jax.random.randint(key_number, (), min(least, most), most + 1)
+    number = jax.random.randint(key_number, (), min(least, most), most + 1, jnp.int32)
     if FEW * most <= n:  # sorting all of many clients would take longer than a small cohort's training
         return _distinct(key_ids, n, most), jnp.arange(most) < number
     order = jax.random.permutation(key_ids, n).astype(jnp.int32)
@@ -48,7 +48,7 @@ def _distinct(key: Array, n: int, count: int) -> Array:
 
     def redraw(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         i, ids, again = carry
-        ids = jnp.where(again, jax.random.randint(jax.random.fold_in(key, i), (count,), 0, n), ids)
+        ids = jnp.where(again, jax.random.randint(jax.random.fold_in(key, i), (count,), 0, n, jnp.int32), ids)
         return i + 1, ids, repeats(ids)
 
     start = jnp.int32(0), jnp.zeros(count, jnp.int32), jnp.ones(count, bool)

@@ -34,7 +34,7 @@ def task(given: Task) -> Task:
         if not isinstance(model, Model):
             raise InputError(f"model={model!r} must be a Model, as fedjax_pfl.models.model makes it.")
     _architectures(given)
-    _statistics(given)
+    _variables(given)
     check("lr", given.lr, 0, math.inf, open_low=True)
     check("batch_size", given.batch_size, 1, LARGEST, whole=True, why=_COUNTED)
     check("rounds", given.rounds, 0, LARGEST, whole=True, why=_COUNTED)
@@ -74,12 +74,14 @@ def _architectures(given: Task) -> None:
         )
 
 
-def _statistics(given: Task) -> None:
-    """Raises InputError for running statistics that the task says are not there."""
+def _variables(given: Task) -> None:
+    """Raises InputError for variables of 64 bits or running statistics that the task has not."""
     choose("bn_stats", given.bn_stats, BN_STATS)
     networks = (*given.models, *filter(None, [given.shared]))
-    keeps = lambda model: jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))["stats"])
-    if given.bn_stats == "batch" and any(map(keeps, networks)):
+    variables = [jax.eval_shape(model.init, jax.random.key(0)) for model in networks]
+    if any(x.dtype == jnp.float64 for x in jax.tree.leaves(variables)):
+        raise InputError("A model has variables of float64, and states are float32: build it with param_dtype=float32.")
+    if given.bn_stats == "batch" and any(jax.tree.leaves(tree["stats"]) for tree in variables):
         raise InputError(
             "bn_stats='batch' is of tasks whose models keep no running statistics: make them with it, too."
         )
@@ -237,8 +239,7 @@ def federation(task: Task, given: Federation) -> None:
 
 def _participation(given: Any) -> tuple[float, float]:
     """A fraction, or a range of them."""
-    pair = given if isinstance(given, tuple | list) else (given, given)
-    if len(pair) != 2:
+    if len(pair := given if isinstance(given, tuple | list) else (given, given)) != 2:
         raise InputError(f"participation={given!r} must be a number, or a range of two.")
     for value in pair:
         check("participation", value, 0, 1, open_low=True)
@@ -258,7 +259,6 @@ def _optimizer(given: Any) -> None:
             "optimizer must be a function of the learning rate, such as optax.sgd or lambda lr: optax.sgd(lr, 0.9), "
             f"not {type(given).__name__}: else lr and its decay would not reach it."
         )
-
     weights = {part: {"kernel": jax.ShapeDtypeStruct((2, 2), jnp.float32)} for part in ("body", "head")}
     try:
         jax.eval_shape(lambda w: made.update(w, made.init(w), w), weights)
