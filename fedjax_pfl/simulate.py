@@ -60,7 +60,8 @@ def task(
       model: of every client, or several architectures: client i has model i mod G, unless
         `architecture` [N] is given.
       optimizer: lr -> optax.GradientTransformation.
-      options: further fields of Task: epochs, steps, rounds, participation, ...
+      options: further fields of Task: epochs, steps (given alone, in place of epochs), rounds,
+        participation, ...
     """
     checked(dataset)
     models = tuple(model) if isinstance(model, Sequence) and not isinstance(model, Model | str) else (model,)
@@ -68,6 +69,8 @@ def task(
         validate.model(each, dataset)
     for name in options:
         choose("option of a task", name, Task._fields)
+    if options.get("steps") is not None:
+        options = {"epochs": None} | options
     counts = validate.class_counts(class_counts, dataset.num_classes)
     example = jax.ShapeDtypeStruct(dataset.x.shape[1:], dataset.x.dtype)
     made = Task(
