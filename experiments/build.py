@@ -99,8 +99,12 @@ def method(config: Config) -> tuple[Callable[..., Algorithm], dict[str, Any]]:
     factory = find(config.algo)
     if config.server_optimizer is None:
         return factory, config.hparams
-    made = server_optimizer.optimized(factory, networks.optimizer(0.0, 0.0, None, config.server_optimizer))
-    return made, config.hparams | {server_optimizer.RATE: config.server_lr}
+    return _optimized(factory, config.server_optimizer), config.hparams | {server_optimizer.RATE: config.server_lr}
+
+
+@functools.cache  # the same for runs that are to be one program
+def _optimized(factory: Callable[..., Algorithm], name: str) -> Callable[..., Algorithm]:
+    return server_optimizer.optimized(factory, networks.optimizer(0.0, 0.0, None, name))
 
 
 def prepare(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:

@@ -5,13 +5,14 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import toy
 from test_devices import on_host, program_of
 from test_together import plain
 from toy import assert_close
 
-from fedjax_pfl import simulate
+from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.engine import vectorized
 from fedjax_pfl.errors import InputError
@@ -97,14 +98,53 @@ def test_what_cannot_be_one_program_is_refused():
     larger = task._replace(sizes=2 * task.sizes, class_counts=2 * task.class_counts)  # more dual variables per client
     others = [toy.program(ALGORITHMS["mocha"], each) for each in (task, larger)]
     with pytest.raises(InputError, match="states of the same shapes"):
-        simulate.vectorized([p._replace(task=None) for p in others], [first, second])
+        simulate.vectorized([p._replace(task=None, static=None) for p in others], [first, second])
+    whole, federation = simulate.vectorized(programs, [first, second])
     for options, why in (({"rounds": -1}, "rounds=-1"), ({"rounds": 3, "start": 1}, "start=1 needs the state")):
         with pytest.raises(InputError, match=why):
-            next(
-                simulate.rounds_at_once(
-                    programs[0], KEYS, simulate.vectorized(programs, [first, second])[1], None, **options
-                )
-            )
+            next(simulate.rounds_at_once(whole, KEYS, federation, None, **options))
+    with pytest.raises(InputError, match="of several runs: `rounds_at_once` runs them"):
+        next(simulate.rounds(whole, KEYS, federation, rounds=1))
+    with pytest.raises(InputError, match="of one run: `rounds` runs it"):
+        next(simulate.rounds_at_once(programs[0], KEYS[:1], first, None, rounds=1))
+
+
+OTHERS = {
+    "method": {"factory": "fedavg"},
+    "personal_epochs": {"hparams": {"personal_epochs": 3}},
+    "width": {"width": 2},
+    "transform": {"transform": lambda key, upload, default: upload},
+    **{
+        name: {"task": {name: value}} for name, value in (("epochs", 1), ("batch_size", 3), ("participation", (0.5, 1)))
+    },
+    "models": {"task": {"models": (models.model("linear", toy.SHAPE, toy.C),)}},
+    "optimizer": {"task": {"optimizer": functools.partial(optax.sgd, momentum=0.9)}},
+    "prepare": {"task": {"prepare": lambda x: 2 * x}},
+    "augment": {"task": {"augment": lambda key, x: x}},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_runs_that_differ_in_a_constant_are_refused(name):
+    """A program has one: that of the first would be all the others', too."""
+    changed, f = {"factory": "ditto", "hparams": {}} | OTHERS[name], toy.federation()
+    task = toy.task()._replace(**changed.pop("task", {}))
+    first = simulate.program("ditto", toy.task(), checked=False)
+    with pytest.raises(InputError, match=f"but run 1 has another {name} than the first"):
+        simulate.vectorized([first, simulate.program(task=task, checked=False, **changed)], [f, f])
+
+
+def test_runs_may_differ_in_what_is_traced_and_share_everything_else():
+    """Seeds on one federation, and tasks that are equal without being the same objects."""
+    f, plain = toy.federation(), toy.task()._replace(optimizer=lambda lr: optax.sgd(lr))
+    given = [({"lam": 1.0}, 0.9, toy.task()), ({"lam": 2.0}, 1.0, plain._replace(lr=0.3))]
+    programs = [simulate.program("ditto", task, lam, lr_decay=decay) for lam, decay, task in given]
+    whole, federation = simulate.vectorized(programs, [f, f])
+    functions = simulate.compiled(whole, KEYS, federation)
+    assert federation.train is f.train
+    for results in simulate.rounds_at_once(whole, KEYS, federation, functions, rounds=1):
+        assert len(results) == 2 and all(isinstance(each, simulate.Result) for each in results)
+        assert not np.allclose(*(each.pre["acc"] for each in results))
 
 
 def test_examples_that_are_shared_are_there_once():

@@ -15,7 +15,7 @@ from fedjax_pfl.engine.method import Traced
 from fedjax_pfl.engine.program import Program, Round
 from fedjax_pfl.engine.results import Result, check_finite, without_padding
 from fedjax_pfl.engine.xla import compiler_options
-from fedjax_pfl.errors import DivergenceError
+from fedjax_pfl.errors import DivergenceError, InputError
 from fedjax_pfl.types import Array, Federation, State
 
 TOGETHER = 16  # rounds that go to the devices at once, at most
@@ -101,6 +101,8 @@ def rounds(
         is not yielded.
     """
     validate.rounds(rounds, eval_every, start, state, state_every)
+    if np.ndim(program.traced["lr"]):
+        raise InputError("This program is of several runs: `rounds_at_once` runs them.")
     if program.task is not None:
         validate.key(key)
         validate.federation(program.task, federation)
@@ -135,13 +137,15 @@ def rounds_at_once(
       for each run its Result, with the state of all (`vectorized.one` takes one's), or the error
       from the round on in which it is no longer finite; the others go on.
     """
-    count, num_clients = federation.train.size.shape
+    if not np.ndim(program.traced["lr"]):
+        raise InputError("This program is of one run: `rounds` runs it, and `vectorized` makes one of several.")
+    num_clients = federation.train.size.shape[-1]  # [R, N], or [N] where all runs share them
     options = {"eval_every": 1, "start": 0, "state": None, "state_every": 1, "until": None} | options
     validate.rounds(*(options[name] for name in ("rounds", "eval_every", "start", "state", "state_every")))
     failed: dict[int, DivergenceError] = {}
     for t, state, metrics, pre in _course(program, keys, federation, functions, **options):
         found: list[Result | DivergenceError] = []
-        for i in range(count):
+        for i in range(len(keys)):
             mine, scores = jax.tree.map(lambda x, i=i: x[i], (metrics, pre))
             try:
                 if mine is not None and i not in failed:

@@ -77,6 +77,7 @@ class Program(NamedTuple):
     mesh: Mesh | None = None  # of several devices
     on_host: bool = False  # rows are NumPy arrays in the host's memory, and no function can be traced
     task: Task | None = None  # that it was made for
+    static: dict[str, Any] | None = None  # what else: method, hyperparameters that are not traced, width, transform
 
 
 def program(
@@ -116,7 +117,10 @@ def program(
     task = validate.task(task)
     validate.layout(lr_decay, width, devices)
     made = parts(factory, task, hparams, lr_decay=lr_decay, width=width, devices=devices, transform=transform)
-    found = _program(made, task, devices, _predict(factory, task, hparams, lr_decay))
+    values = hyperparameters.defaults(factory) | (hparams or {})
+    static = {name: value for name, value in values.items() if name not in made.traced}
+    static |= {"method": factory, "width": width, "transform": transform}
+    found = _program(made, task, devices, _predict(factory, task, hparams, lr_decay))._replace(static=static)
     if checked:
         contract.check_shapes(task, found.traced, found.init, found.round, found.evaluate)
     return found

@@ -1,5 +1,6 @@
 """Several runs as one: seeds and numeric hyperparameters on a leading axis of every array."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,16 +11,16 @@ import numpy as np
 from fedjax_pfl.engine import validate
 from fedjax_pfl.engine.program import Program
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import Federation, PyTree, State
+from fedjax_pfl.types import Federation, Model, PyTree, State
 
 
 def vectorized(programs: Sequence[Program], federations: Sequence[Federation]) -> tuple[Program, Federation]:
     """The functions of R runs as one Program by `jax.vmap`, and their federations as one.
 
     Keys, traced hyperparameters, states, clients' rows and results have a leading axis [R]; the
-    round, whether it is evaluated, and examples that all runs share have none. The runs must be of
-    the same method, task and options but for the values of traced hyperparameters: what is traced
-    is the first one's program.
+    round, whether it is evaluated, and examples that all runs share have none. The runs may differ
+    in the values of traced hyperparameters and in the clients' rows: what is traced is the first
+    one's program.
 
     Args:
       programs: of one device, with the clients' rows in its memory.
@@ -27,22 +28,22 @@ def vectorized(programs: Sequence[Program], federations: Sequence[Federation]) -
         the same `examples` object, it is shared.
 
     Raises:
-      InputError: several devices, rows on the host, other shapes of arrays or states, or the
-        clients of another task.
+      InputError: several devices, rows on the host, other shapes of arrays or states, the clients
+        of another task, or anything else in which a program differs from the first.
     """
     first = programs[0]
     if first.on_host or first.mesh is not None:
         raise InputError("Several runs at once need one device that holds the clients' rows.")
-    for p, f in zip(programs, federations, strict=True):
+    constants = _constants(first)
+    for i, (p, f) in enumerate(zip(programs, federations, strict=True)):
         if p.task is not None:
             validate.federation(p.task, f)
+        _alike(i, constants, _constants(p))
     federations = [f._replace(placement=p.placement) for p, f in zip(programs, federations, strict=True)]
     if len(set(map(_shapes, federations))) > 1:
         raise InputError("Several runs at once need arrays of the same shapes: federate(room=...) makes them so.")
-    states = {_shapes(jax.eval_shape(p.init, jax.random.key(0), p.traced)) for p in programs}
-    tasks = [p.task for p in programs if p.task is not None]
-    if len(states) > 1 or any(not np.array_equal(t.architecture, tasks[0].architecture) for t in tasks):
-        raise InputError("Several runs at once need states of the same shapes and clients of the same architectures.")
+    if len({_shapes(jax.eval_shape(p.init, jax.random.key(0), p.traced)) for p in programs}) > 1:
+        raise InputError("Several runs at once need states of the same shapes.")
     whole, axes = _stacked(federations)
     traced = {name: jnp.stack([jnp.asarray(p.traced[name], float) for p in programs]) for name in first.traced}
 
@@ -69,6 +70,44 @@ def stack(trees: Sequence[PyTree]) -> PyTree:
 def one(tree: PyTree, i: int) -> PyTree:
     """What is run i's of a tree with a leading axis of runs."""
     return jax.tree.map(lambda x: x[i], tree)
+
+
+def _constants(program: Program) -> dict[str, Any]:
+    """What a program is made of that is no argument of its functions, by name."""
+    found = {**(program.static or {}), "traced hyperparameters": tuple(program.traced)}
+    if (task := program.task) is None:
+        return found
+    found |= task._replace(sizes=None, class_counts=None, lr=0.0)._asdict()  # type: ignore[arg-type]
+    raw = jax.ShapeDtypeStruct((1, *task.input.shape), task.input.dtype)
+    x = jax.eval_shape(task.prepare, raw)
+    model: Callable[[Model | None], Any] = lambda m: m and _traced(m.apply, jax.eval_shape(m.init, key), x)
+    key, w = jax.random.key(0), jnp.zeros(2)
+    return found | {
+        "models": [model(each) for each in task.models],
+        "shared": model(task.shared),
+        "optimizer": _traced(lambda lr: task.optimizer(lr).update(w, task.optimizer(lr).init(w), w), 0.1),
+        "prepare": _traced(task.prepare, raw),
+        "augment": task.augment and _traced(task.augment, key, x),
+        "prepare_public": task.public and _traced(task.prepare_public or task.prepare, task.public),
+    }
+
+
+def _traced(function: Callable[..., Any], *args: Any) -> str:
+    """What a function computes, so that two that were made apart can be the same."""
+    jaxpr = jax.make_jaxpr(function)(*args)
+    consts = [(np.shape(x), np.asarray(x).tobytes()) for x in jaxpr.consts]
+    return re.sub("0x[0-9a-f]+", "", f"{jaxpr} {consts}")
+
+
+def _alike(i: int, first: dict[str, Any], mine: dict[str, Any]) -> None:
+    """InputError unless run i's constants are the first one's."""
+    for name in first | mine:
+        a, b = first.get(name), mine.get(name)
+        if a is not b and not np.array_equal(a, b):  # type: ignore[arg-type]
+            raise InputError(
+                "Several runs at once may differ in traced hyperparameters and in the clients' rows only, but run "
+                f"{i} has another {name} than the first."
+            )
 
 
 def _stacked(federations: Sequence[Federation]) -> tuple[Federation, Federation]:
