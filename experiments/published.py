@@ -7,6 +7,7 @@ from experiments.config import BY_FILE, FREE, SETTINGS, Config, same
 from experiments.files import Row
 from experiments.presets import PRESETS, Preset
 from experiments.presets.preset import Cell
+from fedjax_pfl import own
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.simulate import hyperparameters
 
@@ -70,7 +71,7 @@ def _settings(preset: Preset, config: Config) -> list[Difference]:
     wanted = {name: setting.default for name, setting in SETTINGS.items()} | dict(preset.settings)
     if algo not in preset.own:
         wanted |= preset.baselines
-    usual = hyperparameters(find(algo)) | preset.hparams.get(algo, {})
+    usual = config.hparams if own.named(algo) else hyperparameters(find(algo)) | preset.hparams.get(algo, {})
     wanted |= {name: value for name, value in where.items() if name in SETTINGS}
     usual |= {name: value for name, value in where.items() if name not in SETTINGS}
     names = [n for n in SETTINGS if n not in FREE and n not in ("algo", "preset", "seed", "eval_every")]

@@ -94,8 +94,12 @@ def read_config(path: Path) -> Config:
     if unknown := [name for name in config if name not in SETTINGS and name != "hparams"]:
         raise damaged(file, f"it has a setting {unknown[0]!r}, which this version does not know")
     try:
-        hyperparameters.check(find(config["algo"]), config["hparams"])
-        settings.check_ranges(found := settings.completed(config))
+        if own.named(config["algo"]):  # its file need not be there to read what came of it
+            found = Config(**config)
+        else:
+            hyperparameters.check(find(config["algo"]), config["hparams"])
+            found = settings.completed(config)
+        settings.check_ranges(found)
     except InputError as error:
         raise damaged(file, str(error).rstrip(".")) from None
     return found

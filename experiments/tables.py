@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from experiments import entry, flags, gather, networks, plain, published, report, scores, targets
 from experiments.gather import Found
-from fedjax_pfl import simulate
+from fedjax_pfl import own, simulate
 from fedjax_pfl.algorithms.find import find
 
 BOUND = "≤"
@@ -36,8 +36,9 @@ COLUMNS = {
 def row(run: Found, columns: dict[str, tuple[str, str]]) -> list[str]:
     """One run: method, model, share of the data, scores, seconds of training and a round."""
     config, summary = run.config, run.said
-    defaults = simulate.hyperparameters(find(config.algo))
-    hparams = "".join(f", {name}={published.shown(x)}" for name, x in config.hparams.items() if x != defaults[name])
+    defaults = {} if own.named(config.algo) else simulate.hyperparameters(find(config.algo))  # its file may be gone
+    changed = {name: x for name, x in config.hparams.items() if name not in defaults or x != defaults[name]}
+    hparams = "".join(f", {name}={published.shown(x)}" for name, x in changed.items())
     model = "own" if config.algo in networks.OWN else config.model
     rounds = str(summary["rounds"]) if run.complete else run.status
     cells = [config.algo + hparams, model, f"{config.data_fraction:g}", rounds]

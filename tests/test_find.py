@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from experiments import entry, main, runs
+from experiments import entry, main, runs, show
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.errors import InputError
 
@@ -80,6 +80,16 @@ def test_a_run_of_an_earlier_format_is_one_sentence(tmp_path, capsys):
     capsys.readouterr()
     assert main.run(["--resume", "--rounds=2", f"--workdir={path}"]) == entry.BAD_INPUT
     assert "earlier version of fedjax_pfl, in another format" in capsys.readouterr().err
+
+
+def test_a_run_is_read_without_the_file_of_its_method(file, tmp_path, capsys):
+    path = tmp_path / "run"
+    assert main.run([f"--algo={file}:mine", "--rounds=1", *TINY, f"--workdir={path}"]) == 0
+    file.unlink()
+    assert "after local training" in show.main([str(path)])
+    capsys.readouterr()
+    assert main.run(["--resume", "--rounds=2", f"--workdir={path}"]) == entry.BAD_INPUT
+    assert "there is no such file" in capsys.readouterr().err
 
 
 def test_a_method_that_fails_is_one_sentence_with_the_line_of_the_file(file, tmp_path, capsys):
