@@ -63,7 +63,13 @@ def call(kind: str, name: str, **given: Any) -> Any:
     Raises:
       InputError: there is no such function, it takes other arguments, or whatever it raises.
     """
-    function = load(kind, name)
+    function = bound(load(kind, name), kind, name, **given)
+    with blamed(kind, name):
+        return function()
+
+
+def bound(function: Callable[..., Any], kind: str, name: str, **given: Any) -> Callable[[], Any]:
+    """The function with its arguments, as `call` takes them; InputError unless it takes these."""
     known = parameters(function)
     by_name = {x: value for x, value in given.items() if x in known and known[x].kind is inspect.Parameter.KEYWORD_ONLY}
     by_place = [value for x, value in given.items() if x not in by_name]
@@ -71,8 +77,7 @@ def call(kind: str, name: str, **given: Any) -> Any:
         inspect.Signature(list(known.values())).bind(*by_place, **by_name)
     except TypeError as error:
         raise InputError(f"{kind}={name}: it is called with {CALLS[kind]} ({error}).") from None
-    with blamed(kind, name):
-        return function(*by_place, **by_name)
+    return functools.partial(function, *by_place, **by_name)
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:

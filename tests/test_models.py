@@ -288,6 +288,12 @@ class Custom(nnx.Module):
         self.body, self.head = self.Body(*input_shape, rngs), layers.linear(8, num_classes, rngs)
 
 
+def test_own_factory_may_take_its_arguments_by_keyword():
+    own = model(lambda shape, *, num_classes, rngs: Custom(shape, num_classes, rngs), (6,), 3)
+    plain = model(Custom, (6,), 3)
+    toy.assert_same(own.init(jax.random.key(0)), plain.init(jax.random.key(0)))
+
+
 def test_own_module_gets_only_the_arguments_it_accepts():
     net, variables, apply = start(Custom)
     x, mask = normal(0, 4, 6), np.ones(4, bool)
@@ -470,7 +476,7 @@ class Twofold(Custom):
         ((lambda *_: linen.Dense(3), (6,), 3), "Dense has no `body`"),
         ((Pair(), (6,), 3), "Pair is a module of Flax NNX: give a function"),
         ((lambda shape, classes: None, (6,), 3), r"called with \(input_shape, num_classes, rngs\) \(too many"),
-        ((lambda shape, classes, *, rngs: None, (6,), 3), r"called with .*\(too many positional"),
+        ((lambda shape, classes, *, seed: None, (6,), 3), r"called with .*\(too many positional"),
         ((lambda *_: None, (6,), 3), "NoneType has no `body`"),
         ((Twofold, (6,), 3), "body returns .* it must be one array, "),
         ((Counting, (6,), 3), "Counting.body.steps is a parameter of int32: let it be of floats"),

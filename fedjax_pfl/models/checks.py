@@ -23,13 +23,17 @@ def no_module(factory: Any) -> None:
         )
 
 
-def arguments(factory: Callable[..., Any]) -> None:
-    """InputError for a factory that is not called as a network's is."""
-    try:
-        inspect.Signature(list(own.parameters(factory).values())).bind("input_shape", "num_classes", "rngs")
-    except TypeError as error:
-        name = getattr(factory, "__name__", type(factory).__name__)
-        raise InputError(f"model={name}: it is called with (input_shape, num_classes, rngs) ({error}).") from None
+def arguments(factory: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
+    """The factory as (input_shape, num_classes, rngs) -> a function that makes the module, whether
+    or not its signature has these after `*`; InputError for one that takes others."""
+    name = getattr(factory, "__name__", type(factory).__name__)
+
+    def make(input_shape: tuple[int, ...], num_classes: int, rngs: nnx.Rngs | None) -> Callable[[], Any]:
+        given = {"input_shape": input_shape, "num_classes": num_classes, "rngs": rngs}
+        return own.bound(factory, "model", name, **given)
+
+    make((), 0, None)
+    return make
 
 
 def _real(module: Any, path: tuple[Any, ...], variable: nnx.Variable[Any]) -> None:

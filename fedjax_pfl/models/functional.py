@@ -115,7 +115,7 @@ def model(
     named = not callable(factory) and not own.named(factory)  # in MODELS
     if not callable(factory):
         factory = find(factory)
-    checks.arguments(factory)
+    make = checks.arguments(factory)
     input_shape = check_shape("input_shape", input_shape)
     check("num_classes", num_classes, 1, math.inf, whole=True)
     choose("bn_stats", bn_stats, BN_STATS)
@@ -127,7 +127,7 @@ def model(
     example = jax.ShapeDtypeStruct((2, *input_shape), jnp.float32 if whole else input_dtype)
 
     def build(rngs: nnx.Rngs) -> Any:  # a module with body and head
-        module = factory(input_shape, num_classes, rngs)
+        module = make(input_shape, num_classes, rngs)()
         checks.parts(module)
         if features is not None:
             module = widened(module, example, num_classes, features, width_by, rngs)
