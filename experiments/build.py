@@ -224,6 +224,11 @@ def _public(config: Config) -> datasets.Dataset | None:
         raise InputError(f"--public={config.public}: write how many examples of {name} as a whole number.")
     if not colon or not count.isdigit():
         name, count = config.public, ""
+    if name == config.dataset:
+        raise InputError(
+            f"--public={config.public}: {name} is the clients' own data set, whose test examples would be among the "
+            "public ones: take another."
+        )
     dataset = datasets.load(name, config.data_dir, config.seed)
     if not count:
         return dataset

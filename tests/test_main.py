@@ -504,6 +504,7 @@ BAD = [
     ("--algo=ditto --hparam=lam=-1", "lam=-1.0 is outside its range [0, inf)"),
     ("--algo=ditto --hparam=lam=nan", "lam=nan is outside its range"),
     ("--algo=fedavg --hparam=mu=1", "fedavg has no hyperparameters"),
+    ("--algo=fedmd --public=digits:50", "digits is the clients' own data set, whose test examples would be among"),
     ("--algo=fedavg --learning_rate=1", "Unknown flag --learning_rate"),
     ("--algo=fedavg --epoch=1", "Unknown flag --epoch: did you mean --epochs?"),
     (
