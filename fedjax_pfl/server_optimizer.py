@@ -63,8 +63,8 @@ def optimized(
         method = factory(task, **hparams)
         if not method.averages:
             raise InputError(
-                f"{method_name(factory)} cannot have a server optimizer: its server keeps no plain mean of the "
-                "clients' weights, of which it would be the step."
+                f"{method_name(factory)} cannot have a server optimizer: its Algorithm names no means of the clients' "
+                "weights in State.server (`averages`), from which it would step."
             )
         return _wrapped(method, optimizer(server_optimizer_lr))
 

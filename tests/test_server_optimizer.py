@@ -12,7 +12,7 @@ from toy import assert_close, assert_same
 
 from experiments import main, runs
 from fedjax_pfl import simulate, testing
-from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.algorithms import ALGORITHMS, template
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.server_optimizer import RATE, optimized
 
@@ -99,6 +99,14 @@ def test_what_averages_is_in_the_server_and_other_methods_are_refused():
         else:
             with pytest.raises(InputError, match="cannot have a server optimizer"):
                 optimized(factory)(given)
+
+
+def test_the_mean_is_the_step_of_sgd_for_a_method_of_ones_own():
+    given = toy.task()
+    plain = toy.train(template.small_head, given, rounds=2).state
+    assert_close(
+        toy.train(optimized(template.small_head, optax.sgd), given, rounds=2).state.server.method, plain.server, 1e-5
+    )
 
 
 def test_a_network_whose_body_has_no_weights_is_no_reason():

@@ -41,4 +41,4 @@ def small_head(task: Task, *, mu: Annotated[float, Ge(0)] = 0.01) -> Algorithm:
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
         return averaging.predictor(task.model, split.receive(server, own))
 
-    return Algorithm(init, round, predict, evaluate.classification)
+    return Algorithm(init, round, predict, evaluate.classification, averages=("body",))
