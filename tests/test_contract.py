@@ -53,7 +53,7 @@ def clip_and_add_noise(options, key, upload, default):
 
 
 def applies(method, rule):
-    if rule == "grouping":
+    if rule in ("grouping", "architectures"):
         return not toy.METHODS[method](toy.method_task(method)).one_architecture
     return rule != "bn_stats" or method not in PARTICULAR
 

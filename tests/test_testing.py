@@ -15,14 +15,14 @@ import optax
 import pytest
 import toy
 
-from fedjax_pfl import averaging, evaluate, local, losses, simulate, testing, traffic, trees
+from fedjax_pfl import averaging, evaluate, keys, local, losses, simulate, testing, traffic, trees
 from fedjax_pfl.algorithms import ALGORITHMS, template
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.averaging import predictor
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.testing import ContractViolation
-from fedjax_pfl.types import Algorithm, Idle, Metrics, State
+from fedjax_pfl.types import Algorithm, Idle, Metrics, Own, State
 
 
 def planted(mistake):
@@ -52,7 +52,9 @@ def planted(mistake):
             server = state.server
 
             def client(c, mine):
-                w, value = local.sgd(c.key, c.train, loss, split.receive(server["w"], mine["own"]), task)
+                data = c.test if mistake == "trains on test examples" else c.train
+                key = jax.random.key(0) if mistake == "a key of its own" else c.key
+                w, value = local.sgd(key, data, loss, split.receive(server["w"], mine["own"]), task)
                 predict = predictor(task.model, w)
                 post = evaluate.client(c, predict) if mistake == "always scored" else evaluate.post(cohort, c, predict)
                 post = {} if mistake == "no post" else post
@@ -91,7 +93,10 @@ def planted(mistake):
             return State(new, state.clients if mistake == "nothing moves" else mine), metrics
 
         def predict(server, mine, c):
-            return predictor(task.model, split.receive(server["w"], mine["own"]))
+            w = split.receive(server["w"], mine["own"])
+            if mistake == "fine-tunes on test examples":
+                w, _ = local.sgd(keys.fold(c.key, keys.Client.FINE_TUNE), c.test, loss, w, task)
+            return predictor(task.model, w)
 
         def sent(state, cohort, metrics):
             found = traffic.both_ways(cohort, state.server["w"])
@@ -142,6 +147,9 @@ BROKEN = {
     "always scored": ("scores", r"post\['acc'\] is scored though"),
     "traffic of the inactive": ("inactive", "traffic.down is not 0"),
     "weak type": ("dtype", r"\['scale'\] has a weak type"),
+    "trains on test examples": ("held_out", r"server\['w'\]|table"),
+    "fine-tunes on test examples": ("held_out", "`predict` reads c.test"),
+    "a key of its own": ("key", "`round` draws the same under any key"),
     "only architecture": ("grouping", "needs clients of one architecture, and there are 2"),
     "lifted": ("dtype", r"\['body'\].* is float32.* and must be bfloat16"),
 }
@@ -168,6 +176,33 @@ def test_a_result_that_depends_on_the_grouping():
 
     with pytest.raises(ContractViolation, match=r"'grouping' (.|\n)*server"):
         testing.check("grouping", testing.subject(factory, testing.task()))
+
+
+def test_a_method_for_one_network_that_says_it_takes_several():
+    """One architecture declared twice is as one, and two that differ are refused."""
+
+    def factory(task):
+        split = averaging.split(task, ("body",))
+
+        def round(key, state, cohort):
+            def client(c, own):
+                w = split.receive(state.server, own)
+                w, value = local.sgd(c.key, c.train, losses.classification(c.model), w, task)
+                head, own = split.send(w)  # without c.architecture
+                return head, Own(own), value, evaluate.post(cohort, c, predictor(c.model, w))
+
+            head, (own, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, default=state.server)
+            return State(head, own), Metrics(value, post)
+
+        def predict(server, own, c):
+            return predictor(c.model, split.receive(server, own))
+
+        return Algorithm(split.init, round, predict, evaluate.classification, one_architecture=False)
+
+    made = testing.subject(factory, testing.task())
+    testing.check("grouping", made)
+    with pytest.raises(ContractViolation, match=r"'architectures' .*may have different networks"):
+        testing.check("architectures", made)
 
 
 def test_a_task_that_is_not_the_synthetic_one():

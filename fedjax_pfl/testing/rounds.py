@@ -15,7 +15,7 @@ from fedjax_pfl.engine import contract, placement, program
 from fedjax_pfl.engine.method import Traced
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.hyperparameters import method_name
-from fedjax_pfl.testing.synthetic import N, federation
+from fedjax_pfl.testing.synthetic import C, N, federation
 from fedjax_pfl.types import Algorithm, Array, Examples, Federation, PyTree, State, Task
 
 IDS = np.array([3, 0, 4, 1, N + 2], np.int32)  # a cohort without client 2, and with a padded place
@@ -123,12 +123,14 @@ def arguments(
     t: int = 2,
     evaluated: bool = True,
     options: PyTree = None,
+    key: Array | None = None,
     **traced: float,
 ) -> tuple[Any, ...]:
     traced = s.traced | {name: np.float32(value) for name, value in traced.items()}
     f, state = federation or s.federation, s.start if state is None else state
     options = s.options if options is None else options
-    return jax.random.key(7), traced, f, state, ids, active, np.int32(t), np.bool_(evaluated), options
+    key = jax.random.key(7) if key is None else key
+    return key, traced, f, state, ids, active, np.int32(t), np.bool_(evaluated), options
 
 
 def run(s: Subject, **changes: Any) -> tuple[State, Round]:
@@ -144,6 +146,17 @@ def evaluate(
     """The scores of all clients before round t, {name: [N]} on the host."""
     state, f = s.start if state is None else state, federation or s.federation
     return jax.device_get(s.evaluate(jax.random.key(7), s.traced, f, state, np.int32(t)))
+
+
+def filled(f: Federation) -> Federation:
+    """Other finite values and a valid label in masked rows."""
+    x = mask_fill(f).x
+    return f._replace(mask_fill=Examples(jnp.linspace(1, 3, x.size).reshape(x.shape).astype(x.dtype), jnp.int32(C - 1)))
+
+
+def mask_fill(f: Federation) -> Examples:
+    assert f.mask_fill is not None
+    return f.mask_fill
 
 
 def rows_of(tree: PyTree, at: Any) -> PyTree:

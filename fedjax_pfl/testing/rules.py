@@ -4,18 +4,17 @@ The round of a Subject serves most of them, because cohort, state, learning rate
 masked rows hold are its arguments. A rule's docstring is said where it is broken.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from fedjax_pfl import groups, models, trees
+from fedjax_pfl import trees
 from fedjax_pfl.engine import program
-from fedjax_pfl.errors import InputError
-from fedjax_pfl.models import layers, nets
+from fedjax_pfl.testing.networks import architectures, bn_stats, grouping
 from fedjax_pfl.testing.rounds import (
     ACTIVE,
     IDS,
@@ -24,17 +23,15 @@ from fedjax_pfl.testing.rounds import (
     Subject,
     arguments,
     evaluate,
-    reported,
+    filled,
     rows_of,
     run,
     same,
     same_round,
     subject,
 )
-from fedjax_pfl.testing.synthetic import SIZES, C, N, federation
-from fedjax_pfl.types import Array, Examples, Federation, Grouped, Model, PyTree, State
-
-TWO_GROUPS = np.array([0, 1, 0, 1, 1])  # architecture of each client
+from fedjax_pfl.testing.synthetic import SIZES, N, federation
+from fedjax_pfl.types import Algorithm, Data, Federation, Model, State, Task
 
 
 def order(s: Subject) -> None:
@@ -62,20 +59,9 @@ def _poisoned(f: Federation, at: np.ndarray) -> Federation:
 
 def mask(s: Subject) -> None:
     """What masked rows of a batch hold changes nothing: every mean over a batch is masked."""
-    filled = _filled(s.federation)
-    same_round(run(s, federation=filled), run(s), IDS[ACTIVE])
-    same("scores", evaluate(s, filled), evaluate(s), np.arange(N))
-
-
-def _filled(f: Federation) -> Federation:
-    """Other finite values and a valid label in masked rows."""
-    x = _mask_fill(f).x
-    return f._replace(mask_fill=Examples(jnp.linspace(1, 3, x.size).reshape(x.shape).astype(x.dtype), jnp.int32(C - 1)))
-
-
-def _mask_fill(f: Federation) -> Examples:
-    assert f.mask_fill is not None
-    return f.mask_fill
+    other = filled(s.federation)
+    same_round(run(s, federation=other), run(s), IDS[ACTIVE])
+    same("scores", evaluate(s, other), evaluate(s), np.arange(N))
 
 
 def inactive(s: Subject) -> None:
@@ -165,6 +151,46 @@ def scores(s: Subject) -> None:
             raise ContractViolation(f"post[{name!r}] is scored though cohort.evaluated is False: use evaluate.post")
 
 
+def held_out(s: Subject) -> None:
+    """Test examples are for scores alone: no training and no prediction reads `c.test`."""
+    f, closed = s.federation, cast(Data, _Closed())
+    x = np.array(f.examples.x)
+    of_test = np.unique(np.asarray(f.test.index)[np.arange(f.test.index.shape[1]) < np.asarray(f.test.size)[:, None]])
+    x[of_test] = x[of_test][::-1]
+    test = f.test._replace(size=jnp.maximum(f.test.size - 1, 1))
+    other = f._replace(examples=f.examples._replace(x=jnp.asarray(x)), test=test)
+    found, wanted = (run(s, federation=each) for each in (other, f))
+    same_round((found[0], found[1]._replace(post={})), (wanted[0], wanted[1]._replace(post={})), IDS[ACTIVE])
+
+    def factory(task: Task, **hparams: Any) -> Algorithm:
+        made = s.factory(task, **hparams)
+        return made._replace(predict=lambda server, row, c: made.predict(server, row, c._replace(test=closed)))
+
+    score = program.parts(functools.wraps(s.factory)(factory), s.task).score
+    jax.eval_shape(functools.partial(score, lengths=(N,)), jax.random.key(0), s.traced, f, s.start, np.arange(N), 2)
+
+
+@jax.tree_util.register_static
+class _Closed:
+    """In place of a client's test examples."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ContractViolation("`predict` reads c.test")
+
+
+def key(s: Subject) -> None:
+    """Random draws are of the key: another one gives another start, and another round."""
+    drawn: Callable[..., bool] = lambda function, *args: "random_bits" in str(jax.make_jaxpr(function)(*args))
+    keys = [jax.random.key(i) for i in (7, 8)]
+    found = {
+        "init": [jax.device_get(s.init(k, s.traced)) for k in keys if drawn(s.init, k, s.traced)],
+        "round": [run(s, key=k)[0] for k in keys if drawn(s.round, *arguments(s))],
+    }
+    for name, states in found.items():
+        if states and all(np.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, states), strict=True)):
+            raise ContractViolation(f"`{name}` draws the same under any key: fold its own key, or c.key")
+
+
 def traffic(s: Subject) -> None:
     """Traffic counts whole scalars from 0 on for each client."""
     _, metrics = run(s)
@@ -205,79 +231,6 @@ def layout(s: Subject) -> None:
     same_round(found, run(s), IDS[ACTIVE], 1e-5)
 
 
-def bn_stats(s: Subject) -> None:
-    """With bn_stats=local running statistics stay with their client and influence nobody else,
-    masked rows nothing."""
-    shape = _mask_fill(s.federation).x.shape
-    net = lambda shape, classes, rngs: nets.Net(_Marked(shape, rngs), layers.linear(8, classes, rngs))
-    model = models.model(net, shape, s.task.num_classes)
-    shared = None if s.task.shared is None else model  # the other inputs of a small model would influence all
-    t = s.task._replace(models=(model,), shared=shared, bn_stats="local")
-    try:
-        s.factory(t)
-    except InputError:
-        return  # a method for particular models
-    normed = subject(s.factory, t)
-    f, of = s.federation, 0
-    x = np.array(f.examples.x).reshape(len(f.examples.y), -1)
-    x[:, 0] = 0
-    found = []
-    for value in (0, 5):  # in the input that only a batch norm of its own sees, whose outputs nobody reads
-        x[np.asarray(f.train.index)[of][: SIZES[of]], 0] = value
-        examples = f.examples._replace(x=jnp.asarray(x.reshape(f.examples.x.shape)))
-        found.append(run(normed, federation=f._replace(examples=examples)))
-    filled = run(normed, federation=_filled(f._replace(examples=examples)))
-    others = np.setdiff1d(IDS[ACTIVE], of)
-    same_round(found[1], found[0], others)
-    before, after = (reported(metrics, np.array([of])) for _, metrics in found)
-    same("metrics", after, before, [of])
-    same_round(filled, found[1], IDS[ACTIVE])
-    rows = [jax.tree.leaves(rows_of(state.clients, of)) for state, _ in found]
-    if all(np.array_equal(*pair) for pair in zip(*rows, strict=True)):
-        raise ContractViolation(f"the running statistics of client {of} are not kept in State.clients")
-
-
-class _Marked(nnx.Module):
-    """A batch-norm network, and a batch norm of the first input alone that nothing depends on."""
-
-    def __init__(self, shape: tuple[int, ...], rngs: nnx.Rngs):
-        self.inner = layers.linear(int(np.prod(shape)) - 1, 8, rngs)
-        self.norm, self.mark = layers.BatchNorm(8, rngs=rngs), layers.BatchNorm(1, rngs=rngs)
-
-    def __call__(self, x: Array, mask: Array | None = None, train: bool = False) -> Array:
-        x = x.reshape(len(x), -1)
-        self.mark(x[:, :1], mask, train)
-        return jax.nn.relu(self.norm(self.inner(x[:, 1:]), mask, train))
-
-
-def grouping(s: Subject) -> None:
-    """Grouping does not matter: one architecture declared twice is one."""
-    if s.factory(s.task).one_architecture:
-        return
-    t = s.task._replace(models=s.task.models * 2, architecture=TWO_GROUPS, participation=(0.8, 0.8))
-    own = [groups.members(t, g) for g in range(2)]
-    like = jax.eval_shape(s.factory(t).init, jax.random.key(0))
-    if any(groups.is_grouped(x) for x in jax.tree.leaves(like.server, is_leaf=groups.is_grouped)):
-        return  # it averages within architectures, so that grouping is meant to matter
-
-    def divided(node: Any, tree: PyTree) -> PyTree:
-        return Grouped(tuple(rows_of(tree, ids) for ids in own)) if groups.is_grouped(node) else tree
-
-    def joined(node: Any) -> PyTree:
-        if not groups.is_grouped(node):
-            return node
-        by_id = np.argsort(np.concatenate(own))
-        return jax.tree.map(lambda *x: np.concatenate(x)[by_id], *node.trees)
-
-    clients = jax.tree.map(divided, like.clients, s.start.clients, is_leaf=groups.is_grouped)
-    # what the architectures share is the same leaves, in containers of what both have
-    server = jax.tree.unflatten(jax.tree.structure(like.server), jax.tree.leaves(s.start.server))
-    other = subject(s.factory, t, start=State(server, clients))
-    state, metrics = run(other, ids=IDS[ACTIVE], active=np.ones(4, bool))
-    state = state._replace(clients=jax.tree.map(joined, state.clients, is_leaf=groups.is_grouped))
-    same_round((state, metrics), run(s), IDS[ACTIVE], 1e-5)
-
-
 RULES: dict[str, Callable[[Subject], None]] = {
     rule.__name__: rule
     for rule in (
@@ -290,10 +243,13 @@ RULES: dict[str, Callable[[Subject], None]] = {
         determinism,
         compilation,
         scores,
+        held_out,
+        key,
         traffic,
         dtype,
         layout,
         bn_stats,
         grouping,
+        architectures,
     )
 }
