@@ -35,7 +35,7 @@ from experiments.files import read_derived
 from experiments.plain import plural
 from experiments.recorded import Layout
 from experiments.recorder import Clock
-from experiments.versions import changed, compile_clock, versions
+from experiments.versions import changed, check_draws, compile_clock, versions
 from fedjax_pfl import local
 from fedjax_pfl.data.federate import ROOM
 from fedjax_pfl.engine import memory, multihost
@@ -157,6 +157,7 @@ def _into(
 def loaded(path: Path, config: Config, resume: bool, room: Sequence[int], console: Console) -> Run:
     """The data and the clients of a run; everything wrong is found here."""
     recorded = runs.read_layout(path) if resume else None
+    check_draws(read_derived(path / "versions.json", schema.VERSIONS) if resume else {})
     with phases.said(console, "Loading the data and making the clients"):
         experiment = multihost.run_on_all(build.prepare, config, room)
         count = layouts.devices(config.devices, experiment, recorded and recorded.devices.count)

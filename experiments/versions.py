@@ -11,18 +11,22 @@ from typing import Any
 import jax
 
 import fedjax_pfl
+from fedjax_pfl.errors import InputError
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint")
+_DRAWS = ("jax_default_prng_impl", "jax_threefry_partitionable")  # which random numbers a key gives
+_OPTIONS = ("jax_enable_x64", *_DRAWS)
 
 
 def versions() -> dict[str, Any]:
-    """Versions of what decides the numbers, the device, and the git revision of the source, if it
-    has one."""
+    """Versions of what decides the numbers, JAX's options that do, the device, and the git revision
+    of the source, if it has one."""
     return {
         "fedjax_pfl": fedjax_pfl.__version__,
         "git": _git_revision(),
         "python": platform.python_version(),
         **{name: metadata.version(name) for name in _PACKAGES},
+        **{name: getattr(jax.config, name) for name in _OPTIONS},
         "platform": platform.platform(),
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind} ({jax.default_backend()})",
     }
@@ -43,8 +47,19 @@ def _git_revision() -> str | None:
 
 def changed(recorded: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What differs in a way that may change a result, most often in its last bits."""
-    names = [name for name in now if name not in ("platform", "python")]
+    earlier = [name for name in _OPTIONS if name not in recorded]  # of a version that did not record them
+    names = [name for name in now if name not in ("platform", "python", *earlier)]
     return [f"{name} {recorded.get(name)} -> {now[name]}" for name in names if recorded.get(name) != now[name]]
+
+
+def check_draws(recorded: dict[str, Any]) -> None:
+    """Raises InputError where a key would give other random numbers than it gave the run so far."""
+    for name in _DRAWS:
+        if recorded.get(name, now := getattr(jax.config, name)) != now:
+            raise InputError(
+                f"{name} was {recorded[name]} when the run began and is {now}: the rest of it would draw other random "
+                f"numbers, so set {name.upper()}={recorded[name]}."
+            )
 
 
 @contextlib.contextmanager

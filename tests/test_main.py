@@ -382,6 +382,16 @@ def test_other_software_is_noticed(name, differs):
     assert versions.changed(now | {name: "old"}, now) == ([f"{name} old -> {now[name]}"] if differs else [])
 
 
+@pytest.mark.parametrize("name", ["jax_default_prng_impl", "jax_threefry_partitionable"])
+def test_other_random_numbers_are_refused(name):
+    now = versions.versions()
+    versions.check_draws(now)
+    versions.check_draws({})  # of a version that did not record it
+    assert not versions.changed({x: value for x, value in now.items() if x != name}, now)
+    with pytest.raises(InputError, match=f"so set {name.upper()}=rbg"):
+        versions.check_draws(now | {name: "rbg"})
+
+
 def test_an_output_without_arrows_gets_a_question_mark():
     code = "import sys; sys.argv[1:] = ['--describe=ditto']; from experiments import main; main.main()"
     environment = os.environ | {"PYTHONIOENCODING": "ascii", "JAX_PLATFORMS": "cpu"}
