@@ -400,6 +400,26 @@ def test_what_is_right_is_not_refused():
     assert run(rounds=1, start=1, state=results[-1].state)[0].round == 1
 
 
+def test_debug_nans_needs_scores_in_every_round():
+    with jax.debug_nans(True):
+        with pytest.raises(InputError, match="jax_debug_nans needs eval_every=1, not 2"):
+            run(rounds=2, eval_every=2)
+        assert len(run(rounds=1)) == 2
+
+
+def test_without_compilation_it_is_the_same_run():
+    program = simulate.program(ALGORITHMS["fedavg"], toy.task("linear", epochs=None, steps=1))
+    one = lambda: list(simulate.rounds(program, jax.random.key(0), toy.federation(), rounds=2, eval_every=2))
+    compiled = one()
+    with jax.disable_jit():
+        plain = one()
+    toy.assert_close(
+        [(r.pre, r.metrics and r.metrics.loss) for r in plain],
+        [(r.pre, r.metrics and r.metrics.loss) for r in compiled],
+        1e-5,
+    )
+
+
 def test_another_pool_of_public_examples_is_refused():
     program = toy.program(ALGORITHMS["fedmd"], toy.task("linear"))
     for pool in (None, toy.federation().public._replace(x=jnp.zeros((3, *toy.SHAPE)))):

@@ -38,7 +38,7 @@ def compiled(
 ) -> Compiled:
     """Compiles the functions that `rounds` runs with these arguments, and accounts for their
     memory."""
-    if program.on_host:
+    if _as_it_is(program):
         return Compiled(program.init, program.evaluate, _single(program.round), Memory(None, None, None))
     key, traced, federation = _arguments(program, key, federation)
     init = jax.jit(program.init).lower(key, traced, federation.placement).compile()
@@ -54,6 +54,11 @@ def compiled(
     evaluate = jax.jit(program.evaluate, **options).lower(*given).compile()
     devices = 1 if program.mesh is None else len(program.mesh.local_devices)
     return Compiled(init, evaluate, step, memory.of([evaluate, step], devices=devices))
+
+
+def _as_it_is(program: Program) -> bool:
+    """Is a program run without being compiled as a whole?"""
+    return program.on_host or bool(jax.config.jax_disable_jit)  # type: ignore[attr-defined]
 
 
 def _arguments(program: Program, key: Array, federation: Federation) -> tuple[Array, Traced, Federation]:
@@ -174,7 +179,7 @@ def _course(
     key, traced, federation = _arguments(program, key, federation)
     if state is None:
         state = run.init(key, traced, federation.placement)
-    together = not program.on_host and 1 not in (eval_every, state_every)
+    together = not _as_it_is(program) and 1 not in (eval_every, state_every)
     few, t = 1, start
     while t < rounds and not (until is not None and until()):
         wanted = bool(eval_every) and (t % eval_every == 0 or t == rounds - 1)

@@ -88,8 +88,7 @@ def _variables(given: Task) -> None:
 
 
 def class_counts(given: Any, num_classes: int) -> np.ndarray:
-    """Returns the training examples of each client and class, [N, C], on the host; InputError if
-    they cannot be."""
+    """Returns training examples per client and class [N, C], on the host; else InputError."""
     counts = np.asarray(given)
     if counts.ndim != 2 or counts.dtype.kind not in "iu" or not counts.size:
         raise InputError(
@@ -164,8 +163,9 @@ def layout(lr_decay: Any, width: Any, devices: Any) -> None:
 
 
 def rounds(rounds: Any, eval_every: Any, start: Any, state: Any, state_every: Any) -> None:
-    """Raises InputError for numbers that no loop of rounds can have; 0 rounds have their closing
-    scores only."""
+    """Raises InputError for numbers that no loop of rounds can have."""
+    if jax.config.jax_debug_nans and eval_every != 1:  # type: ignore[attr-defined]
+        raise InputError(f"jax_debug_nans needs eval_every=1, not {eval_every}: else missing scores, NaN, stop it.")
     check("rounds", rounds, 0, LARGEST, whole=True, why=_COUNTED)
     check("eval_every", eval_every, 0, math.inf, whole=True)
     check("state_every", state_every, 1, math.inf, whole=True)
