@@ -1,6 +1,7 @@
 """A user's own part of a run, named by a file or a module and a function in it: a method, a
 network, a data set, or a partition."""
 
+import ast
 import contextlib
 import functools
 import hashlib
@@ -105,9 +106,34 @@ def blamed(kind: str, name: str) -> Iterator[None]:
 
 
 def digest(names: list[str]) -> str | None:
-    """SHA-256 of the files of those of the names that are a user's own parts; None if none is."""
-    files = [path.read_bytes() for name in names if named(name) and (path := _file(name))]
-    return hashlib.sha256(b"\0".join(files)).hexdigest() if files else None
+    """SHA-256 of the files of those of the names that are a user's own parts, and of what these
+    import from their folders; None if none is."""
+    files: dict[Path, bytes] = {}
+    for path in (_file(name) for name in names if named(name)):
+        _read(path, path and path.parent, files)
+    return hashlib.sha256(b"\0".join(files.values())).hexdigest() if files else None
+
+
+def _read(path: Path | None, folder: Path | None, files: dict[Path, bytes]) -> None:
+    """Adds the content of a file, and of the files in the folder that it imports, to `files`."""
+    if path is None or folder is None or path in files or not path.is_file():
+        return
+    files[path] = path.read_bytes()
+    try:
+        nodes = list(ast.walk(ast.parse(files[path])))
+    except (SyntaxError, ValueError):  # which `load` says
+        return
+    modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            start = f"{node.module}." if node.module else ""
+            modules += [f"{start}{alias.name}" for alias in node.names]
+    for module in sorted(set(modules)):
+        steps = module.split(".")
+        for count in range(1, len(steps) + 1) if steps[0] != "fedjax_pfl" else ():  # its revision is recorded
+            place = folder.joinpath(*steps[:count])
+            _read(place.with_suffix(".py"), folder, files)
+            _read(place / "__init__.py", folder, files)
 
 
 def _defined(module: Any) -> list[str]:
@@ -139,6 +165,8 @@ def _from_file(kind: str, place: str) -> Any:
         raise InputError(f"{kind}={path} cannot be read ({error.strerror or error}).") from None
     name = f"_own_{hashlib.sha256(str(path).encode() + content).hexdigest()[:16]}"
     if name not in sys.modules:  # a part is looked up several times in a run
+        if str(path.parent) not in sys.path:
+            sys.path.append(str(path.parent))  # what lies beside it can be imported, as by a script
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None
         sys.modules[name] = module = importlib.util.module_from_spec(spec)  # dataclasses look it up there

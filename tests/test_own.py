@@ -89,6 +89,17 @@ def test_a_module_is_as_good_as_a_file_and_has_a_hash(here, monkeypatch):
     assert own.digest(["linear", "npz:x.npz"]) is None
 
 
+def test_what_a_file_imports_from_its_folder_is_found_and_has_its_part_in_the_hash(tmp_path):
+    (tmp_path / "net_of_two.py").write_text("import jax\nfrom parts_of_it import body\n" + MODEL)
+    (tmp_path / "parts_of_it").mkdir()
+    (tmp_path / "parts_of_it" / "__init__.py").write_text("")
+    name, hashes = f"{tmp_path}/net_of_two.py:net", []
+    for content in ("import net_of_two\nwidth = 3", "import net_of_two\nwidth = 4"):
+        (tmp_path / "parts_of_it" / "body.py").write_text(content)
+        hashes.append(own.digest([name]))
+    assert own.load("model", name).__name__ == "net" and len(set(hashes)) == 2
+
+
 def test_clients_of_several_networks_are_named_by_the_function():
     names = build.networks.names
     config = settings.resolve({"algo": "fd", "model": "mlp,model.py:net", "hparams": {}})
