@@ -81,7 +81,9 @@ class Config:
     shared_model: str | None = _setting(
         None, "the small network that all clients exchange; default: the smallest of --model"
     )
-    public: str | None = _setting(None, "public examples: a data set, or its first examples as cifar100:10000")
+    public: str | None = _setting(
+        None, "public examples: a data set, or as many of it, drawn by --seed, as cifar100:10000"
+    )
     bn_stats: str = _setting("aggregate", "running statistics: aggregate, local, or batch (none kept)")
     compute_dtype: str = _setting("float32", "in which the body computes: float32, or bfloat16 for accelerators")
     seed: Annotated[int, Interval(ge=0, le=2**32 - 1)] = _setting(0, "of everything that is drawn")
