@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 import jax
 from rich.console import Console
 
-from experiments import flags
 from experiments.interrupt import Interrupt
 from fedjax_pfl.engine import multihost
 from fedjax_pfl.errors import InputError, choose
@@ -128,13 +127,6 @@ def leave(code: int) -> NoReturn:
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
-
-
-def paths(parsed: flags.Parsed) -> list[Path]:
-    """The run directories that a command line names; InputError if there is none."""
-    if not parsed.words:
-        raise InputError("Name the run directories: --help says how.")
-    return [directory(word) for word in parsed.words]
 
 
 def directory(text: str) -> Path:

@@ -209,12 +209,11 @@ def _network(run: runs.Run, client: int) -> list[str]:
 def main(argv: list[str]) -> str:
     """Exports as a command line says."""
     parsed = flags.parse(argv, _FLAGS, words=True)
-    found = entry.paths(parsed)
-    if len(found) != 1:
-        raise InputError(f"Name one run directory, not {len(found)}.")
+    if len(parsed.words) != 1:
+        raise InputError(f"Name one run directory, not {len(parsed.words)}.")
     if parsed.get("client") is None:
         raise InputError("Say which client to export with --client=K.")
-    return write(runs.load(found[0]), parsed.given["client"], parsed.get("output"))
+    return write(runs.load(entry.directory(parsed.words[0])), parsed.given["client"], parsed.get("output"))
 
 
 if __name__ == "__main__":

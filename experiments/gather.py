@@ -33,6 +33,9 @@ DATA = (
 )
 
 
+BESIDE = ("comparison.json", "comparison.md", "comparison.png", "figures")  # in the directory of a sweep
+
+
 class Found(NamedTuple):
     """A run directory as far as it goes."""
 
@@ -71,7 +74,7 @@ class Found(NamedTuple):
 
 def directories(words: Iterable[str]) -> list[Path]:
     """The run directories that a command line names, each once: itself, or those in the directory
-    of a sweep.
+    of a sweep; what else is BESIDE them is left out.
 
     Raises:
       InputError: one of the words is neither, or there is none.
@@ -79,6 +82,8 @@ def directories(words: Iterable[str]) -> list[Path]:
     found: list[Path] = []
     for word in words:
         path = directory(word)
+        if path.name in BESIDE and path.exists():
+            continue
         inside = [path] if recorded.is_run(path) else sorted(filter(recorded.is_run, _folders(path)), key=_natural)
         if not inside:
             raise InputError(

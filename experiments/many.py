@@ -79,6 +79,8 @@ def run(members: Sequence[Member], say: int = closing.ONE, runs_at_once: str = "
             continue
         failed = failed or code
         if code == entry.LOST or code >= entry.INTERRUPTED - 2:
+            if len(members) > 1:
+                entry.errors().print("The same command goes on with all runs.")
             return code, True
         if code == 0 and kind not in like:
             like[kind] = _layout(first.path)

@@ -215,6 +215,13 @@ def read(members: Sequence[Member], by: Rule | None) -> Outcome:
     return Outcome(found, by, found if by is None else chosen(found, by))
 
 
+def chosen_by_validation(root: Path) -> str | None:
+    """comparison.md of a sweep with --select, which has test scores of the chosen only; None of any
+    other."""
+    text, said = root / "comparison.md", read_derived(root / "comparison.json", schema.Object({}))
+    return text.read_text(encoding="utf-8").rstrip() if "select" in said and text.is_file() else None
+
+
 def show(members: Sequence[Member], root: Path, by: Rule | None = None, verbose: bool = False) -> None:
     """Prints and writes what came of the runs, of those that have something to say."""
     found = read(members, by)

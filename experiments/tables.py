@@ -130,7 +130,7 @@ def _notes(workdirs: list[Path], found: list[Reached]) -> list[str]:
 def main(argv: list[str]) -> str:
     """The table of a command line."""
     parsed = flags.parse(argv, {"targets": flags.OF_A_RUN["targets"]}, words=True)
-    return table(entry.paths(parsed), parsed.get("targets"))
+    return table(gather.directories(parsed.words), parsed.get("targets"))
 
 
 if __name__ == "__main__":

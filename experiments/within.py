@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from experiments import entry, flags, phases, plain, runs
+from experiments import entry, flags, gather, phases, plain, runs
 from fedjax_pfl import server_optimizer, simulate
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.errors import InputError
@@ -59,9 +59,9 @@ def scores(workdir: Path, name: str) -> dict[str, np.ndarray]:
 def main(argv: list[str]) -> str:
     """The Markdown table of a command line."""
     parsed = flags.parse(argv, {"tasks": flags.Flag(str, "a task map, see `task_maps.branches`")}, words=True)
-    tasks, paths = parsed.get("tasks"), entry.paths(parsed)
-    if tasks is None:
+    if (tasks := parsed.get("tasks")) is None:
         raise InputError("Give a task map and runs: python -m experiments.within --tasks=consecutive:10 RUN ...")
+    paths = gather.directories(parsed.words)
     entry.check_platform()
     rows = [["run", *COLUMNS]]
     for path in paths:

@@ -49,7 +49,7 @@ def test_the_files_hold_the_weights_and_not_the_run(run, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ([], "Name the run directories"),
+        ([], "Name one run directory, not 0"),
         (["{run}"], "Say which client"),
         (["{run}", "{run}", "--client=0"], "Name one run directory, not 2"),
         (["{run}", "--client=4"], r"client=4 is outside its range \[0, 3\]"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments import flags, grid, outcome, runs, session, settings, sweep
+from experiments import flags, grid, outcome, runs, session, settings, show, sweep
 from experiments.config import Config
 from experiments.grid import Member
 from experiments.outcome import Line, Rule
@@ -142,6 +142,7 @@ def test_the_choice_is_by_the_mean_over_seeds_on_validation_examples(swept):
     assert "Chosen by val/acc: fedavg, lr=0.1." in out and "Chosen by" in (root / "comparison.md").read_text()
     before = out[: out.index("Chosen by")]
     assert "after local training" not in before  # test scores come only then
+    assert show.main([str(root)]) == (root / "comparison.md").read_text().rstrip()  # as when it ended
 
 
 def test_values_stand_beside_the_seeds_that_have_them():

@@ -174,6 +174,13 @@ def test_what_is_no_run_directory_is_one_sentence(root, tmp_path):
         show.main([])
 
 
+def test_what_a_sweep_writes_beside_its_runs_is_left_out(root):
+    inside = [str(path) for path in root.iterdir()]
+    assert {"comparison.json", "comparison.md", "comparison.png"} <= {path.name for path in root.iterdir()}
+    assert set(gather.directories(inside)) == set(gather.directories([str(root)]))
+    assert tables.main([str(root)]) == tables.main([str(path) for path in gather.directories([str(root)])])
+
+
 def test_runs_are_found_once_and_in_order(root):
     assert [path.name for path in gather.directories([str(root)])] == [
         "fedavg-seed0",
