@@ -72,9 +72,18 @@ def choose(name: str, value: str, allowed: Iterable[str]) -> str:
     allowed = list(allowed)
     if isinstance(value, str) and value in allowed:
         return value
-    hint = f"did you mean {near!r}? " if (near := nearest(str(value), allowed)) else ""
+    near = _of_file(name, str(value)) or nearest(str(value), allowed)
+    hint = f"did you mean {near!r}? " if near else ""
     known = f"Choose one of {', '.join(allowed)}" if allowed else "There is none"
     raise InputError(f"Unknown {name} {value!r}: {hint}{known}.")
+
+
+def _of_file(name: str, value: str) -> str | None:
+    """How the user's own file is named, where it alone is given for a part of a run."""
+    if value.endswith(".py") and name in ("algo", "model", "data set", "partition"):
+        return f"{value}:NAME"
+    start = {"data set": "npz:", "partition": "file:"}.get(name)
+    return f"{start}{value}" if start and value.endswith(".npz") else None
 
 
 def check_shape(name: str, value: Any) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """An experiment from its task to its rounds: what a user of the library calls."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,8 @@ from fedjax_pfl.engine.results import Result, record
 from fedjax_pfl.engine.sampling import cohort_size, sample
 from fedjax_pfl.engine.vectorized import vectorized
 from fedjax_pfl.engine.xla import compiler_options
-from fedjax_pfl.errors import DivergenceError, InputError, choose
+from fedjax_pfl.errors import DivergenceError, InputError, check, choose
+from fedjax_pfl.hyperparameters import check as check_hyperparameters
 from fedjax_pfl.hyperparameters import defaults as hyperparameters
 from fedjax_pfl.types import Array, Federation, Model, PyTree, State, Task
 
@@ -119,8 +121,12 @@ def curve(
       The last state; what is known of the rounds, [rounds, ...]; the scores before each, {name:
       [rounds, N]} (NaN where round t is not evaluated); the scores after the last round, {name:
       [N]}.
-    """
 
+    Raises:
+      InputError: numbers of rounds, or values of hyperparameters, that cannot be.
+    """
+    validate.rounds(rounds, eval_every, 0, None, 1)
+    _check_traced(program, traced)
     if program.task is not None:
         validate.key(key)
         validate.federation(program.task, federation)
@@ -139,3 +145,15 @@ def curve(
 
     state, (metrics, pre) = jax.lax.scan(step, program.init(key, traced), jnp.arange(rounds))
     return state, metrics, pre, run(state, jnp.int32(rounds))
+
+
+def _check_traced(program: Program, values: Traced) -> None:
+    """InputError for values that are not of the program's traced hyperparameters, or out of their
+    ranges; tracers pass."""
+    for name, value in values.items():
+        choose("traced hyperparameter", name, program.traced)
+        if name in ("lr", "lr_decay") and not isinstance(value, jax.core.Tracer):
+            check(name, value, 0, math.inf, open_low=True)
+    if program.static is not None:
+        own = {name: value for name, value in values.items() if name not in ("lr", "lr_decay")}
+        check_hyperparameters(program.static["method"], own)

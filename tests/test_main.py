@@ -515,6 +515,9 @@ BAD = [
     ("--algo=ditto --hparam=lam=nan", "lam=nan is outside its range"),
     ("--algo=fedavg --hparam=mu=1", "fedavg has no hyperparameters"),
     ("--algo=fedmd --public=digits:50", "digits is the clients' own data set, whose test examples would be among"),
+    ("--algo=own.py", "Unknown algo 'own.py': did you mean 'own.py:NAME'?"),
+    ("--algo=fedavg --dataset=g.npz", "Unknown data set 'g.npz': did you mean 'npz:g.npz'?"),
+    ("--algo=fedavg --partition=p.npz", "Unknown partition 'p.npz': did you mean 'file:p.npz'?"),
     ("--algo=fedavg --learning_rate=1", "Unknown flag --learning_rate"),
     ("--algo=fedavg --epoch=1", "Unknown flag --epoch: did you mean --epochs?"),
     (

@@ -290,6 +290,10 @@ WRONG = [
     (run, {"start": 1}, "start=1 needs the state after so many rounds"),
     (run, {"state": (1, 2)}, "The state is not one of this program"),
     *((run, {"key": x}, "The key must be a single one") for x in (0, None, KEYS)),
+    (whole_curve, {"rounds": -1}, "rounds=-1 is outside"),
+    (whole_curve, {"eval_every": -1}, "eval_every=-1 is outside"),
+    (whole_curve, {"traced": {"lr": -0.1}}, "lr=-0.1 is outside"),
+    (whole_curve, {"traced": {"lamb": 1.0}}, "Unknown traced hyperparameter 'lamb'"),
     (whole_curve, {"change": other_clients}, "The federation has 4 clients, but the task was made for 5"),
     *((ask, {"id": x}, f"There is no client {x}: ids are 0 to 4") for x in (-1, 5, 99)),
     *(
