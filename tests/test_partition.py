@@ -293,11 +293,14 @@ def test_official_clients_without_a_test_example_get_one_of_their_classes():
 def test_file_round_trip(tmp_path, val_fraction):
     p = partition(DATA, "dirichlet", num_clients=30, seed=2, val_fraction=val_fraction)
     path = tmp_path / "p.npz"
-    save(path, p)
+    save(path, p, DATA)
     again = partition(DATA, f"file:{path}", num_clients=30, seed=0)
     assert digest(again) == digest(p)
     assert all(np.array_equal(a, b) for a, b in zip(p[:6], again[:6], strict=True))
     assert [file.name for file in tmp_path.iterdir()] == ["p.npz"]
+    other = DATA._replace(y=DATA.y[::-1])
+    with pytest.raises(InputError, match=r"p.npz is a partition of other examples than these .* of"):
+        load_file(path, other)
 
 
 def test_digest_sees_every_part():

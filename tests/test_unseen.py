@@ -40,7 +40,7 @@ def test_training_does_not_know_of_them(run, tmp_path):
     everybody = partitioners.load_file(run / "partition.npz", data)
     assert config["clients"] == len(everybody.train) == 6 and len(apart["unseen"]) == 2
     alone = partitioners.select(everybody, np.setdiff1d(np.arange(6), apart["unseen"]))
-    partitioners.save(tmp_path / "alone.npz", alone)
+    partitioners.save(tmp_path / "alone.npz", alone, data)
     given = [f"--partition=file:{tmp_path / 'alone.npz'}", "--rounds=2", f"--workdir={tmp_path / 'alone'}"]
     assert main.run([*FLAGS, *given]) == 0
     found, wanted = rows(run), rows(tmp_path / "alone")

@@ -46,13 +46,18 @@ def digest(p: Partition) -> str:
     return content.hexdigest()
 
 
-def save(path: str | Path, p: Partition) -> None:
-    """Writes a partition as .npz in the format that `file:PATH` reads; the file appears whole or
-    not at all."""
+def save(path: str | Path, p: Partition, dataset: Dataset) -> None:
+    """Writes a partition of a data set as .npz in the format that `file:PATH` reads; the file
+    appears whole or not at all."""
     part = Path(f"{path}.part")
     with open(part, "wb") as file:
-        np.savez_compressed(file, **_contents(p))  # type: ignore[arg-type]  # numpy's stub
+        np.savez_compressed(file, labels=_labels(dataset), **_contents(p))  # type: ignore[arg-type]  # numpy's stub
     os.replace(part, path)
+
+
+def _labels(dataset: Dataset) -> np.ndarray:
+    """A hash of the labels, [1] int64: by them row numbers know the data set that they are of."""
+    return np.frombuffer(hashlib.sha256(dataset.y.astype("<i4").tobytes()).digest()[:8], "<i8")
 
 
 def load_file(path: str | Path, dataset: Dataset) -> Partition:
@@ -61,14 +66,20 @@ def load_file(path: str | Path, dataset: Dataset) -> Partition:
     Args:
       path: train, train_sizes, test, test_sizes and optionally val, val_sizes; the entries of
         train, test and val are row numbers of the data set's training examples followed by its test
-        examples.
+        examples. `labels`, which `save` writes, is a hash of its labels.
       dataset: what the row numbers refer to.
 
     Raises:
       InputError: an array is missing, not of integers or out of range, sizes do not fit, a client
-        lacks training or test examples, or an example is there more than once.
+        lacks training or test examples, an example is there more than once, or the partition is of
+        other data.
     """
-    arrays = read_npz(path, ("train", "train_sizes", "test", "test_sizes"), ("val", "val_sizes"))
+    arrays = read_npz(path, ("train", "train_sizes", "test", "test_sizes"), ("val", "val_sizes", "labels"))
+    if not np.array_equal(arrays.pop("labels", known := _labels(dataset)), known):
+        raise InputError(
+            f"{path} is a partition of other examples than these {len(dataset.y):,} of {dataset.name}: take it with "
+            "the data set, and the part of it, that it was made of."
+        )
     if ("val" in arrays) != ("val_sizes" in arrays):
         raise InputError(f"{path} has only one of val and val_sizes: store both, or neither.")
     if "val" not in arrays:
