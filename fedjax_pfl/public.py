@@ -23,7 +23,8 @@ def count(task: Task, size: int) -> int:
     """
     if task.public is None:
         raise InputError(
-            "This method needs public examples: give Task.public, and Federation.public with the pool (--public)."
+            "This method needs public examples: give --public, such as mnist:5000 (in Python `with_public` of a task, "
+            "and `public` of `federate`)."
         )
     pool: int = task.public.shape[0]
     return min(size, pool)

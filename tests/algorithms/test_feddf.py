@@ -197,7 +197,7 @@ def test_bad_input(wrong):
 
 
 def test_without_public_examples_it_is_one_sentence():
-    with pytest.raises(InputError, match=r"needs public examples: give Task\.public"):
+    with pytest.raises(InputError, match="needs public examples: give --public"):
         feddf(MLP._replace(public=None))
 
 

@@ -378,7 +378,7 @@ def test_different_architectures_learn_from_each_other():
 
 def test_without_public_examples_it_is_one_sentence():
     for method in METHODS:
-        with pytest.raises(InputError, match=r"needs public examples: give Task\.public"):
+        with pytest.raises(InputError, match="needs public examples: give --public"):
             toy.METHODS[method](MLP._replace(public=None))
 
 
