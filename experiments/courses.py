@@ -102,14 +102,8 @@ def ranked(clients: Sequence[Array], way: str = "max") -> Band:
 
 def flops(run: Found) -> Flops | None:
     """As the run counted them; None if it did not (--targets)."""
-    work = run.said.get("work", {})
-    if counted := work.get("flops_per_example"):
-        return Flops(**counted)
-    if work.get("client_flops"):  # of a run by an earlier version, alike in all rounds
-        for _, _, after in spent(run):
-            if after.rounds == run.said.get("timed", run.said["rounds"]):  # those that the summary is of
-                return Flops(*[work["client_flops"] / after.examples] * 2) if after.examples else None
-    return None
+    counted = run.said.get("work", {}).get("flops_per_example")
+    return Flops(**counted) if counted else None
 
 
 def counted_flops(run: Found) -> Flops | None:

@@ -48,8 +48,7 @@ class Found(NamedTuple):
     @property
     def headline(self) -> Headline:
         """The score that decides, and the better of its values."""
-        found = self.said.get("headline")  # not in summaries of an earlier version
-        return (found["score"], found["better"]) if found else ACCURACY
+        return self.said["headline"]["score"], self.said["headline"]["better"]
 
     def value(self, point: str, score: str, statistic: str = "macro") -> float | None:
         """A statistic of a score after the last round; None where the run has none."""
@@ -127,23 +126,15 @@ def _natural(path: Path) -> tuple[str, int, str]:
 def read(path: Path) -> Found:
     """Reads what a run has: its summary if it is complete, else the rows so far."""
     config, said = recorded.read_config(path), read_derived(path / "summary.json", schema.SUMMARY)
-    complete = recorded.is_complete(path, config)
-    if complete and {"headline", "traffic"} <= said.keys():
+    if recorded.is_complete(path, config):
         return Found(path, config, said)
     rows = Rows(path / "metrics.jsonl")
-    known = said.get("headline")
-    headline = (known["score"], known["better"]) if known else _headline(rows)
-    rounds = sum("loss" in row for row in rows)
-    status = said.get("status", "running") if complete or said.get("status") != "complete" else "running"
+    name = (report.score_names(rows) or ACCURACY)[0]  # where there is no summary yet
+    known = said.get("headline", {"score": name, "better": scores.better(name)})
+    rounds, status = sum("loss" in row for row in rows), said.get("status", "running")
+    status = "running" if status == "complete" else status  # of a run that goes on for more rounds
     now = {"status": status, "rounds": rounds, "timed": said.get("rounds", rounds)}
-    return Found(path, config, said | now | report.summary(rows, headline))
-
-
-def _headline(rows: Rows) -> Headline:
-    """The headline of a run that has no summary yet, by the names of its scores."""
-    names = report.score_names(rows)
-    name = ACCURACY[0] if ACCURACY[0] in names or not names else names[0]
-    return name, scores.better(name)
+    return Found(path, config, said | now | report.summary(rows, (known["score"], known["better"])))
 
 
 def labels(runs: Sequence[Found]) -> list[str]:

@@ -83,14 +83,12 @@ def read_config(path: Path) -> Config:
     """
     file = path / "config.json"
     config = read_json(file, schema.CONFIG)
-    digests = config.pop("digests", None)  # None: of an earlier version
-    if digests is not None:
-        names = [name for name in config | digests if _digest(config.get(name)) != digests.get(name, _digest(None))]
-        if names:
-            raise InputError(
-                f"{file} was edited ({', '.join(names)}), so the run would not be the one that was begun: undo that, "
-                "or start a new run with another --workdir."
-            )
+    digests = config.pop("digests")
+    if names := [name for name in config | digests if _digest(config.get(name)) != digests.get(name, _digest(None))]:
+        raise InputError(
+            f"{file} was edited ({', '.join(names)}), so the run would not be the one that was begun: undo that, "
+            "or start a new run with another --workdir."
+        )
     if unknown := [name for name in config if name not in SETTINGS and name != "hparams"]:
         raise damaged(file, f"it has a setting {unknown[0]!r}, which this version does not know")
     try:
@@ -103,15 +101,6 @@ def read_config(path: Path) -> Config:
     except InputError as error:
         raise damaged(file, str(error).rstrip(".")) from None
     return found
-
-
-def check_format(path: Path) -> None:
-    """Raises InputError for a run of an earlier version, whose state has another form."""
-    if "digests" not in read_json(path / "config.json", schema.CONFIG):
-        raise InputError(
-            f"{path} was written by an earlier version of fedjax_pfl, in another format: continue with that version, "
-            "or start a new run with another --workdir."
-        )
 
 
 def read_layout(path: Path) -> Layout:

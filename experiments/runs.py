@@ -27,7 +27,6 @@ from experiments.files import Row, Rows, damaged, read_json, read_rows, write_cs
 from experiments.recorded import (
     OWN_FILES,
     Layout,
-    check_format,
     complete,
     is_run,
     own_files,
@@ -293,7 +292,6 @@ def load(workdir: str | Path) -> Run:
         more.
     """
     path = directory(str(workdir))
-    check_format(path)
     experiment, layout = build.prepare(read_config(path)), read_layout(path)
     step, state = checkpoint.restore(path / "checkpoints", experiment.state_shapes())
     return Run(path, experiment.config, step, state, experiment, layout)

@@ -30,9 +30,9 @@ COUNT = range(0, 2**53)
 _PLACES = range(1, 2**31)
 
 CONFIG = Object(
-    {"algo": str, "dataset": str, "hparams": Object({}), "rounds": COUNT, "seed": COUNT},
-    {name: (s.kind, type(None)) if s.optional else s.kind for name, s in SETTINGS.items()}
+    {"algo": str, "dataset": str, "hparams": Object({}), "rounds": COUNT, "seed": COUNT}
     | {"digests": Object({}, others=str)},
+    {name: (s.kind, type(None)) if s.optional else s.kind for name, s in SETTINGS.items()},
 )
 LAYOUT = Object(
     {"width": _PLACES, "conv": set(CONVOLUTIONS), "devices": Object({"count": _PLACES, "kind": str, "platform": str})},
@@ -51,10 +51,16 @@ _STATISTICS = Object(
 _POINTS = Object({}, others=Object({}, others=_STATISTICS))
 SECONDS = Object({"seconds": Object({"train": float}, {"compile": float})})
 SUMMARY = Object(
-    SECONDS.required | {"status": str, "rounds": COUNT, "scores": _POINTS},
+    SECONDS.required
+    | {
+        "status": str,
+        "rounds": COUNT,
+        "headline": Object({"score": str, "better": {"max", "min"}}),
+        "scores": _POINTS,
+        "traffic": Object({"bytes": COUNT}),
+    },
     {
         "ended": Object({"why": str, "stop_at": str, "patience": COUNT}),
-        "headline": Object({"score": str, "better": {"max", "min"}}),
         "examples": (Object({"used": COUNT, "available": COUNT, "of": COUNT}), type(None)),
     },
 )

@@ -250,7 +250,6 @@ def where(given: Given, held: contextlib.ExitStack) -> tuple[Path, Config, bool]
     if resume:
         if runs.is_run(path):
             _lock(path, held)
-        runs.check_format(path)
         return path, settings.resumed(runs.read_config(path), user), True
     runs.check_free(path)
     return path, config, False

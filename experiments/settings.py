@@ -62,8 +62,6 @@ def _of_file(text: str) -> Config:
         raise InputError(f"{start} is not the config.json of a run ({problem}).")
     if unknown := [name for name in content if name not in (*SETTINGS, "hparams", "digests")]:
         raise InputError(f"{start} has a setting {unknown[0]!r}, which this version does not know.")
-    if "digests" not in content:
-        raise InputError(f"{start} is in the format of an earlier version: give its settings as flags.")
     return completed({name: value for name, value in content.items() if name != "digests"})
 
 

@@ -50,7 +50,7 @@ def test_a_partition_of_ones_own_over_another_and_back(done, tmp_path):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda c: c.pop("digests"), "in the format of an earlier version"),
+        (lambda c: c.pop("digests"), "is not the config.json of a run .it lacks 'digests'"),
         (lambda c: c.update(nothing=1), "'nothing', which this version does not know"),
         (lambda c: c.pop("algo"), "is not the config.json of a run .it lacks 'algo'"),
         (lambda c: c.update(lr="fast"), "lr is 'fast', not a number"),

@@ -71,17 +71,6 @@ def test_a_file_that_cannot_be_imported_is_one_sentence(file):
         find(f"{file}:mine")
 
 
-def test_a_run_of_an_earlier_format_is_one_sentence(tmp_path, capsys):
-    path = tmp_path / "run"
-    assert main.run(["--algo=fedavg", "--rounds=1", *TINY, f"--workdir={path}"]) == 0
-    config = json.loads((path / "config.json").read_text())
-    del config["digests"]  # as runs were written before clients could be of several architectures
-    (path / "config.json").write_text(json.dumps(config))
-    capsys.readouterr()
-    assert main.run(["--resume", "--rounds=2", f"--workdir={path}"]) == entry.BAD_INPUT
-    assert "earlier version of fedjax_pfl, in another format" in capsys.readouterr().err
-
-
 def test_a_run_is_read_without_the_file_of_its_method(file, tmp_path, capsys):
     path = tmp_path / "run"
     assert main.run([f"--algo={file}:mine", "--rounds=1", *TINY, f"--workdir={path}"]) == 0

@@ -16,6 +16,7 @@ from experiments import (
     figures,
     gather,
     networks,
+    recorded,
     report,
     runs,
     scores,
@@ -135,7 +136,7 @@ def test_the_curves_are_of_the_headline(tmp_path, monkeypatch):
 def finished(path, algo, config, summary):
     path.mkdir()
     config = settings.resolve({"algo": algo, "hparams": {}, "dataset": "synthetic", **config})
-    write_json(path / "config.json", config.asdict())
+    write_json(path / "config.json", recorded.signed(config))
     write_text(path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows()))
     write_json(path / "summary.json", summary | {"status": "complete", "rounds": 3, "seconds": {"train": 1}})
     return path

@@ -9,7 +9,7 @@ import pytest
 import toy
 from rich.console import Console
 
-from experiments import entry, main, report, settings, tables, targets
+from experiments import entry, main, recorded, report, settings, tables, targets
 from experiments.config import Config
 from experiments.files import write_json, write_text
 from fedjax_pfl import local
@@ -162,7 +162,7 @@ def finished(path, algo, more, **user):
     """A run directory as `experiments.tables` reads it."""
     path.mkdir()
     made = [row | more for row in rows([0.1, None, 0.6], [0.3, 0.7])]
-    write_json(path / "config.json", settings.resolve({"algo": algo, **user}).asdict())
+    write_json(path / "config.json", recorded.signed(settings.resolve({"algo": algo, **user})))
     write_json(
         path / "summary.json", report.summary(made) | {"status": "complete", "rounds": 2, "seconds": {"train": 1}}
     )
