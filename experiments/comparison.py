@@ -55,7 +55,7 @@ def content(workdirs: Sequence[Path]) -> tuple[str, list[list[str]], list[str]]:
     for method in _ordered(found, headline):
         row, runs = [method, *([str(len(found[method]))] if several else [])], found[method]
         for point, which in points.values():
-            row.append(mean_std(_values(runs, point, name, which), functools.partial(scores.shown, name)))
+            row.append(mean_std(values(runs, point, name, which), functools.partial(scores.shown, name)))
         rounds = sorted({run.said["rounds"] for run in runs})
         row.append(str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}")
         row += [_costs([cost(run) for run in runs if cost(run) is not None]) for cost in costs.values()]
@@ -152,15 +152,15 @@ def _ends(axes: Any, found: dict[str, list[Found]], headline: Headline, colours:
     axes.legend(framealpha=1, edgecolor="none", loc="upper left", ncols=1, fontsize=8)
 
 
-def _values(runs: Sequence[Found], point: str, name: str, which: str = "macro") -> list[float]:
+def values(runs: Sequence[Found], point: str, name: str, which: str = "macro") -> list[float]:
     """A statistic of the runs that have it, one for each seed."""
     return [x for x in (run.value(point, name, which) for run in runs) if x is not None]
 
 
 def _mean(runs: Sequence[Found], point: str, name: str, which: str = "macro") -> float:
     """Mean over seeds of a statistic; NaN if no run has it."""
-    values = _values(runs, point, name, which)
-    return float(np.mean(values)) if values else math.nan
+    found = values(runs, point, name, which)
+    return float(np.mean(found)) if found else math.nan
 
 
 def _ordered(found: dict[str, list[Found]], headline: Headline) -> list[str]:

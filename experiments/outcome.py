@@ -34,18 +34,8 @@ class Line(NamedTuple):
     """One method with one combination of values."""
 
     label: str
-    members: tuple[Member, ...]  # one for each seed
-    summaries: tuple[dict[str, Any] | None, ...]  # summary.json of each that is complete
-
-    @property
-    def found(self) -> list[dict[str, Any]]:
-        """The summaries of those that are complete."""
-        return [said for said in self.summaries if said is not None]
-
-    def values(self, point: str, score: str, which: str = "macro") -> list[float]:
-        """A score at a point after the last round, of each complete run that has it."""
-        parts = [said["scores"].get(point, {}).get(score, {}).get(which) for said in self.found]
-        return [x for x in parts if x is not None]
+    members: list[Member]  # one for each seed
+    runs: list[gather.Found]  # those that are complete
 
 
 def rule(text: str, members: Sequence[Member]) -> Rule:
@@ -87,40 +77,32 @@ def _way(score: str, member: Member) -> str:
 def lines(members: Sequence[Member]) -> list[Line]:
     """The runs of a sweep by method and combination, in their order."""
     groups = gather.grouped(members, [str((member.config.algo, member.varied)) for member in members])
-    return [Line(of[0].label, tuple(of), tuple(map(_summary, of))) for of in groups.values()]
-
-
-def _summary(member: Member) -> dict[str, Any] | None:
-    complete = is_complete(member.path, member.config)
-    return read_derived(member.path / "summary.json", schema.SUMMARY) if complete else None
+    return [
+        Line(of[0].label, of, [gather.read(one.path) for one in of if is_complete(one.path, one.config)])
+        for of in groups.values()
+    ]
 
 
 def chosen(found: Sequence[Line], by: Rule) -> list[Line]:
     """Of each method the combination with the best mean over seeds, of those whose runs are all
     complete; of equals the first."""
-    sign, best = 1 if by.way == "max" else -1, dict[str, tuple[float, Line]]()
-    for line in found:
-        values, algo = line.values(validation.POINT, by.score), line.members[0].config.algo
-        if len(values) < len(line.members):
-            continue
-        here = sign * float(np.mean(values))
-        if algo not in best or here > best[algo][0]:
-            best[algo] = here, line
-    return [line for _, line in best.values()]
+    values = [comparison.values(line.runs, validation.POINT, by.score) for line in found]
+    whole = [(np.mean(x), line) for x, line in zip(values, found, strict=True) if len(x) == len(line.members)]
+    groups = gather.grouped(whole, [line.members[0].config.algo for _, line in whole])
+    best = max if by.way == "max" else min
+    return [best(of, key=lambda pair: pair[0])[1] for of in groups.values()]
 
 
 def headline(found: Sequence[Line]) -> scores.Headline:
     """The score that decides in the runs, by the first that says it."""
-    said = [summary["headline"] for line in found for summary in line.found if "headline" in summary]
-    return (said[0]["score"], said[0]["better"]) if said else scores.ACCURACY
+    return next((run.headline for line in found for run in line.runs), scores.ACCURACY)
 
 
 def statistics(values: Sequence[float]) -> dict[str, Any]:
     """Mean and sample standard deviation (None of fewer than two values), and the values."""
-    several = len(values) > 1
     return {
         "mean": float(np.mean(values)) if values else None,
-        "std": float(np.std(values, ddof=1)) if several else None,
+        "std": float(np.std(values, ddof=1)) if len(values) > 1 else None,
         "values": list(values),
     }
 
@@ -144,10 +126,10 @@ def _table(what: str, found: Sequence[Line], name: str, points: dict[str, str], 
     """Mean and deviation of a score: a row for each line, a column for each point, {point: title};
     `best` are marked."""
     rows = [["method", *points.values(), "runs", *(["chosen"] if best else [])]]
+    shown = functools.partial(scores.shown, name, digits=2)
     for line in found:
-        runs = f"{len(line.found)} of {len(line.members)}"
-        shown = functools.partial(scores.shown, name, digits=2)
-        cells = [comparison.mean_std(line.values(point, name), shown) for point in points]
+        runs = f"{len(line.runs)} of {len(line.members)}"
+        cells = [comparison.mean_std(comparison.values(line.runs, point, name), shown) for point in points]
         rows.append([line.label, *cells, runs, *(["yes" if line in best else ""] if best else [])])
     unit = " in %" if scores.is_share(name) else ""
     over = "mean ± sample standard deviation over seeds" if max(len(line.members) for line in found) > 1 else "one seed"
@@ -190,15 +172,15 @@ class Outcome(NamedTuple):
         """A line; without test scores where another was chosen."""
         places = [] if self.by is None else [(validation.POINT, self.by.score)]
         places += [("pre", name), ("post", name)] if line in self.best else []
-        of = list(zip(line.members, line.summaries, strict=True))
+        done = [run.path for run in line.runs]
         return {
             "method": line.members[0].config.algo,
             "varied": line.members[0].varied,
-            "seeds": [member.config.seed for member, said in of if said is not None],  # those of the values
-            "runs": [member.path.name for member, said in of if said is not None],
-            "incomplete": [member.path.name for member, said in of if said is None],
-            "complete": len(line.found),
-            "scores": {f"{point}/{score}": statistics(line.values(point, score)) for point, score in places},
+            "seeds": [run.config.seed for run in line.runs],  # those of the values
+            "runs": [path.name for path in done],
+            "incomplete": [member.path.name for member in line.members if member.path not in done],
+            "complete": len(done),
+            "scores": {f"{p}/{x}": statistics(comparison.values(line.runs, p, x)) for p, x in places},
         }
 
     def write(self, root: Path) -> None:
@@ -225,8 +207,8 @@ def chosen_by_validation(root: Path) -> str | None:
 def show(members: Sequence[Member], root: Path, by: Rule | None = None, verbose: bool = False) -> None:
     """Prints and writes what came of the runs, of those that have something to say."""
     found = read(members, by)
-    shown = [member.path for line in found.best for member in line.members]
-    finished = [path for path in shown if (path / "summary.json").exists()]
+    paths = [member.path for line in found.best for member in line.members]
+    finished = [path for path in paths if (path / "summary.json").exists()]
     if not finished and by is None:
         return
     found.write(root)

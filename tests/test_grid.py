@@ -9,6 +9,7 @@ import pytest
 
 from experiments import flags, grid, outcome, runs, session, settings, show, sweep
 from experiments.config import Config
+from experiments.gather import Found
 from experiments.grid import Member
 from experiments.outcome import Line, Rule
 from fedjax_pfl.errors import InputError
@@ -146,9 +147,10 @@ def test_the_choice_is_by_the_mean_over_seeds_on_validation_examples(swept):
 
 
 def test_values_stand_beside_the_seeds_that_have_them():
-    said = {"scores": {point: {"acc": {"macro": 0.5}} for point in ("pre", "post")}}
+    said = {"headline": {"score": "acc", "better": "max"}}
+    said |= {"scores": {point: {"acc": {"macro": 0.5}} for point in ("pre", "post")}}
     two = [types.SimpleNamespace(config=Config(algo="local", seed=k), path=Path(f"s{k}"), varied={}) for k in (0, 1)]
-    line = Line("local", tuple(two), (None, said))
+    line = Line("local", two, [Found(Path("s1"), two[1].config, said)])
     [found] = outcome.Outcome([line], None, [line]).content()["lines"]
     assert (found["seeds"], found["runs"], found["incomplete"], found["complete"]) == ([1], ["s1"], ["s0"], 1)
     assert found["scores"]["post/acc"]["values"] == [0.5]
@@ -201,8 +203,8 @@ def test_what_cannot_choose_is_refused_before_any_run(words, said, tmp_path):
 def test_the_best_is_the_least_of_a_score_of_which_less_is_better():
     def line(lr, *values):
         one = Member({}, settings.resolve({"algo": "fedavg", "hparams": {}}), {"lr": lr}, ROOT)
-        said = tuple({"scores": {"val": {"error": {"macro": value}}}} for value in values)
-        return Line(lr, (one,) * 2, said)
+        said = [{"scores": {"val": {"error": {"macro": value}}}} for value in values]
+        return Line(lr, [one] * 2, [Found(ROOT, one.config, x) for x in said])
 
     lines = [line("a", 3.0, 4.0), line("b", 1.0, 2.0), line("c", 0.5)]  # of c a run is missing
     assert [x.label for x in outcome.chosen(lines, Rule("error", "min"))] == ["b"]
