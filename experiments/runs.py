@@ -11,16 +11,15 @@ matrices/NAME/  what a method reports of pairs of clients, a file per evaluated 
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import build, figures, lock, matrices, records, schema
+from experiments import build, figures, lock, matrices, records, schema, validation
 from experiments.config import Config
 from experiments.entry import directory
 from experiments.files import Row, Rows, damaged, read_json, read_rows, write_csv, write_json
@@ -34,8 +33,7 @@ from experiments.recorded import (
     read_layout,
     signed,
 )
-from experiments.scores import ACCURACY, Headline
-from fedjax_pfl import simulate
+from fedjax_pfl import local, simulate
 from fedjax_pfl.data import partitioners
 from fedjax_pfl.engine import checkpoint, results
 from fedjax_pfl.errors import InputError, check
@@ -80,38 +78,22 @@ def unusable(path: Path, error: OSError) -> InputError:
 class RunDirectory:
     """A run directory that is being written.
 
-    Args:
-      test_sizes: [N].
-      partial: does not everybody take part in every round?
-      planned: `local.planned`, steps and examples of each client's local work; None: not recorded.
-      headline: the score of the curves.
-      architectures: [N] names of the networks; where they differ, the headline is also recorded for
-        each.
-      sizes: of further points' scores, see `validation.sizes`.
-
     Attributes:
       rows: the rows of the metrics so far, read from the disk whenever they are asked for.
       latest: {score: [N]}, every client's last score after local training; NaN for clients not seen
         yet.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        test_sizes: np.ndarray,
-        partial: bool,
-        planned: tuple | None = None,
-        headline: Headline = ACCURACY,
-        architectures: np.ndarray | None = None,
-        sizes: Mapping[str, np.ndarray] = MappingProxyType({}),
-    ):
+    def __init__(self, path: Path, experiment: build.Experiment):
+        task, names = experiment.task, experiment.network_names
         self.path = path
         self.rows = Rows(path / "metrics.jsonl")
         self.latest: dict[str, np.ndarray] = {}
-        self._test_sizes, self._partial, self._planned, self._headline = test_sizes, partial, planned, headline
-        one = architectures is None or len(set(architectures)) == 1
-        self._architectures = np.full(len(test_sizes), "") if one else np.asarray(architectures)
-        self._sizes = sizes
+        self._test_sizes, self._sizes = experiment.partition.test_sizes, validation.sizes(experiment)
+        self._partial, self._planned = task.participation != (1.0, 1.0), local.planned(task, task.sizes)
+        self._headline = experiment.headline
+        # where networks differ, the headline is also recorded for each
+        self._architectures = np.full(len(names), "") if len(set(names)) == 1 else names
 
     def start(self, experiment: build.Experiment, layout: Row, versions: Row) -> None:
         """Writes what is known before the first round, config.json last: where it is, the others
@@ -177,7 +159,7 @@ class RunDirectory:
         further points."""
         wide = records.by_architecture(result, self._architectures, self._headline[0])
         row = {name: records.finite(value) for name, value in simulate.record(wide, self._test_sizes).items()}
-        if self._planned is not None and result.metrics is not None:
+        if result.metrics is not None:
             here = result.metrics.ids[result.metrics.active]
             steps, examples = (int(work[here].sum()) for work in self._planned)
             row |= {"work/steps": steps, "work/examples": examples}

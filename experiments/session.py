@@ -27,7 +27,6 @@ from experiments import (
     stopping,
     targets,
     train,
-    validation,
 )
 from experiments.config import Config
 from experiments.entry import DIVERGED, INTERRUPTED, LOST, UNWRITABLE
@@ -36,7 +35,6 @@ from experiments.plain import plural
 from experiments.recorded import Layout
 from experiments.recorder import Clock
 from experiments.versions import changed, check_draws, compile_clock, versions
-from fedjax_pfl import local
 from fedjax_pfl.data.federate import ROOM
 from fedjax_pfl.engine import memory, multihost
 from fedjax_pfl.errors import InputError, NoRoomError
@@ -165,15 +163,7 @@ def loaded(path: Path, config: Config, resume: bool, room: Sequence[int], consol
         stopping.check_possible(experiment)
         own = multihost.run_on_all(runs.digests, experiment)
         multihost.run_on_all(runs.check_digests, experiment, own, dict(own), "process 0 has")  # the copy is sent
-    return Run(_directory(path, experiment), experiment, recorded, count)
-
-
-def _directory(path: Path, experiment: build.Experiment) -> runs.RunDirectory:
-    """The run directory of an experiment."""
-    partial = experiment.task.participation != (1.0, 1.0)
-    planned = local.planned(experiment.task, experiment.task.sizes)
-    own, sizes = experiment.partition.test_sizes, validation.sizes(experiment)
-    return runs.RunDirectory(path, own, partial, planned, experiment.headline, experiment.network_names, sizes)
+    return Run(runs.RunDirectory(path, experiment), experiment, recorded, count)
 
 
 def laid_out(found: list[Run], like: Layout | None, console: Console) -> Layout:

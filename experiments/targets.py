@@ -134,28 +134,25 @@ class Flops(NamedTuple):
 
 
 class Spent(NamedTuple):
-    """What some rounds took; steps and examples of the clients are None where a row does not know
-    (a run begun by an earlier version)."""
+    """What some rounds took."""
 
     rounds: int = 0
     traffic: Row = MappingProxyType({})  # type: ignore[assignment]  # as the entries of a row
-    steps: int | None = 0
-    examples: int | None = 0
-    opening: int | None = 0  # examples of the first round
+    steps: int = 0  # of the clients
+    examples: int = 0
+    opening: int = 0  # examples of the first round
 
     def after(self, row: Row) -> "Spent":
         """With one row more; the closing one took nothing."""
         if "loss" not in row:
             return self
-        names = [*self.traffic, *(name for name in row if name.startswith("traffic/") and name not in self.traffic)]
+        names = [name for name in (*self.traffic, *row) if name.startswith("traffic/")]
         sent = {name: self.traffic.get(name, 0) + row.get(name, 0) for name in names}
-        more = (row.get("work/steps"), row.get("work/examples"))
-        work = [None if a is None or b is None else a + b for a, b in zip(self[2:4], more, strict=True)]
-        steps, examples = work
+        steps, examples = self.steps + row.get("work/steps", 0), self.examples + row.get("work/examples", 0)
         return Spent(self.rounds + 1, sent, steps, examples, self.opening if self.rounds else examples)
 
     def total(self, flops: Flops | None) -> Row:
-        """What `report.traffic` has, client_steps and client_flops; the last two None if not known.
+        """What `report.traffic` has, client_steps and client_flops; the last is None if not known.
 
         Args:
           flops: of the method, see `account.flops`; None: not counted.
@@ -164,9 +161,7 @@ class Spent(NamedTuple):
 
     def operations(self, flops: Flops | None) -> int | None:
         """Floating-point operations of the clients; None if not known."""
-        if flops is None or self.examples is None or self.opening is None:
-            return None
-        return round(self.opening * flops.first + (self.examples - self.opening) * flops.later)
+        return flops and round(self.opening * flops.first + (self.examples - self.opening) * flops.later)
 
 
 class Reached(NamedTuple):
@@ -253,10 +248,8 @@ def show(
 def _cells(found: Row | None) -> list[str]:
     if found is None:
         return ["never", *[""] * 5]
-    work = ["", ""]
-    if found["client_steps"] is not None:
-        counted = found["client_flops"]
-        work = [f"{found['client_steps']:,}", "not counted" if counted is None else _short(counted / 1e12)]
+    counted = found["client_flops"]
+    work = [f"{found['client_steps']:,}", "not counted" if counted is None else _short(counted / 1e12)]
     scalars = [_short(found[name]) for name in ("down", "up")]
     return [str(found["rounds"]), *scalars, _short(found["bytes"] / 1e6), *work]
 

@@ -103,16 +103,17 @@ def test_what_the_user_named_is_printed_as_it_is(tmp_path, capsys):
 def test_a_run_s_curves_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
     from matplotlib.figure import Figure
 
-    from experiments import runs
+    from experiments import build, runs, settings
 
     def torn(_, path):
         Path(path).write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
+    made = build.prepare(settings.resolve({"algo": "local", "model": "linear", "hparams": {}}))
     monkeypatch.setattr(Figure, "savefig", torn)
     (tmp_path / "curves.png").write_bytes(b"whole")
     with pytest.raises(OSError, match="No space"):
-        runs.RunDirectory(tmp_path, [1], False).tables()
+        runs.RunDirectory(tmp_path, made).tables()
     assert (tmp_path / "curves.png").read_bytes() == b"whole"
 
 

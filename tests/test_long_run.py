@@ -10,7 +10,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from experiments import figures, report, runs, targets
+from experiments import build, figures, report, runs, settings, targets
 from experiments.config import Config
 from fedjax_pfl import simulate
 from fedjax_pfl.engine.program import Round
@@ -35,7 +35,9 @@ def held() -> int:
 
 @pytest.mark.slow
 def test_a_round_costs_the_same_at_the_end_as_at_the_start(tmp_path):
-    run, rng = runs.RunDirectory(tmp_path, np.ones(CLIENTS), True), np.random.default_rng(0)
+    given = {"algo": "fedavg", "model": "linear", "clients": CLIENTS, "participation": "0.1", "hparams": {}}
+    run = runs.RunDirectory(tmp_path, build.prepare(settings.resolve(given)))
+    rng = np.random.default_rng(0)
     seconds, config = np.zeros(ROUNDS), Config(algo="fedavg", targets="0.5,0.9")
     with report.Reporter(Console(file=io.StringIO()), 0, ROUNDS) as reporter:
         for t in range(ROUNDS):

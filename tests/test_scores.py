@@ -178,7 +178,7 @@ def test_marks_are_drawn_and_written(tmp_path):
         rows = made.partition.train[k, : made.partition.train_sizes[k]]
         changed = (made.dataset.x[rows] != plain.x[rows]).any(axis=(1, 2, 3))
         assert changed.any() == (kind != "plain")
-    runs.RunDirectory(tmp_path / "run", made.partition.test_sizes, False).start(made, {}, {})
+    runs.RunDirectory(tmp_path / "run", made).start(made, {}, {})
     assert json.loads((tmp_path / "run" / "partition.json").read_text())["marks"] == list(made.marks)
 
 

@@ -70,15 +70,6 @@ def test_a_mean_of_float32_scores_reaches_what_it_is():
     assert targets.reached(rows([mean], []), "acc", (0.9,), FLOPS).first
 
 
-def test_rows_of_an_earlier_version_know_no_work():
-    run = [{k: v for k, v in row.items() if not k.startswith("work/")} for row in rows([0.1, 0.6], [0.7])]
-    found = targets.reached(run, "acc", (0.5,), FLOPS).first["post", 0.5]
-    assert found["client_steps"] is found["client_flops"] is None and found["down"] == 10
-    console = Console(record=True, width=100)
-    targets.show(console, run, CONFIG, FLOPS)
-    assert "0.5     before         1" in console.export_text()
-
-
 def test_the_levels_asked_for_are_shown():
     for text, expected in (("0.5,0.6,0.8", ["0.5", "0.6", "0.8"]), ("0.6,0.95", ["0.6", "0.95"])):
         console = Console(record=True, width=100)
