@@ -5,8 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from rich.console import Console
 
-from experiments import account, build, legend, published, report, schema, scores, targets
-from experiments import clients as table
+from experiments import account, build, clients as table, legend, published, report, schema, scores, targets
 from experiments.config import Config
 from experiments.files import read_derived
 from experiments.plain import plural

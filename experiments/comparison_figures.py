@@ -11,8 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from experiments import comparison, courses, drawing, gather, scores
-from experiments import settings as all_settings
+from experiments import comparison, courses, drawing, gather, scores, settings as all_settings
 from experiments.courses import Band
 from experiments.drawing import STYLE
 from experiments.gather import Found

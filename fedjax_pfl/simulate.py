@@ -19,8 +19,7 @@ from fedjax_pfl.engine.sampling import cohort_size, sample
 from fedjax_pfl.engine.vectorized import vectorized
 from fedjax_pfl.engine.xla import compiler_options
 from fedjax_pfl.errors import DivergenceError, InputError, check, choose
-from fedjax_pfl.hyperparameters import check as check_hyperparameters
-from fedjax_pfl.hyperparameters import defaults as hyperparameters
+from fedjax_pfl.hyperparameters import check as check_hyperparameters, defaults as hyperparameters
 from fedjax_pfl.types import Array, Federation, Model, PyTree, State, Task
 
 __all__ = [

@@ -17,6 +17,7 @@ from experiments import (
     courses,
     figures,
     gather,
+    html as report_page,
     recorded,
     report,
     runs,
@@ -24,7 +25,6 @@ from experiments import (
     sweep,
     tables,
 )
-from experiments import html as report_page
 from experiments.targets import Flops
 from fedjax_pfl.errors import InputError
 

@@ -26,8 +26,7 @@ import jax.numpy as jnp
 import jaxlib
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from fedjax_pfl import local, losses
 from fedjax_pfl.data.tfds import cache_dir

@@ -16,8 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 
 from fedjax_pfl import aggregate, groups, keys, trees
 from fedjax_pfl.engine import contract

@@ -12,14 +12,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from fedjax_pfl import groups
 from fedjax_pfl.engine.method import Traced
 from fedjax_pfl.engine.placement import AXIS, Placement, starts
-from fedjax_pfl.engine.program import Program, Round, parts
-from fedjax_pfl.engine.program import program as whole_program
+from fedjax_pfl.engine.program import Program, Round, parts, program as whole_program
 from fedjax_pfl.engine.sampling import cohort_size
 from fedjax_pfl.engine.xla import compiler_options
 from fedjax_pfl.errors import InputError

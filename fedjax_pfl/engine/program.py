@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 
 from fedjax_pfl import evaluate, groups, hyperparameters, keys, traffic, trees
 from fedjax_pfl.engine import contract, validate

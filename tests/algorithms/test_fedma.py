@@ -15,8 +15,7 @@ from scipy.optimize import linear_sum_assignment
 from toy import SIZES, C, assert_close, assert_same, each_bn_stats
 
 from fedjax_pfl import local, models, simulate, trees
-from fedjax_pfl.algorithms import fedma as factory
-from fedjax_pfl.algorithms import pfedma
+from fedjax_pfl.algorithms import fedma as factory, pfedma
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import layers, nets, registry, resnet

@@ -10,8 +10,7 @@ import toy
 from toy import C, assert_close, assert_same, each_bn_stats
 
 from fedjax_pfl import losses
-from fedjax_pfl.algorithms import fedavg
-from fedjax_pfl.algorithms import fedrod as factory
+from fedjax_pfl.algorithms import fedavg, fedrod as factory
 from fedjax_pfl.algorithms.fedrod import personal_loss
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Batch

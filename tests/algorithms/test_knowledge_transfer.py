@@ -12,8 +12,7 @@ import toy
 from toy import PUBLIC, SHAPE, SIZES, C, N, assert_close, assert_same
 
 from fedjax_pfl import aggregate, models, public, simulate
-from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.algorithms import knowledge_transfer as kt
+from fedjax_pfl.algorithms import ALGORITHMS, knowledge_transfer as kt
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import nets
