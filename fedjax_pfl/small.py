@@ -10,7 +10,6 @@ import optax
 from chex import Numeric
 
 from fedjax_pfl import averaging, groups, local, losses, trees
-from fedjax_pfl.averaging import Split
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Array, Batch, Client, Data, Model, Own, PyTree, State, Task
 
@@ -19,7 +18,7 @@ class Small(NamedTuple):
     """The model that all clients exchange."""
 
     model: Model
-    split: Split  # which of its leaves are sent
+    split: averaging.Split  # which of its leaves are sent
 
 
 class Outputs(NamedTuple):

@@ -10,7 +10,6 @@ from typing import Annotated
 from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, evaluate, local, losses, trees
-from fedjax_pfl.averaging import predictor
 from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Predictor, PyTree, State, Task
 
 
@@ -51,12 +50,12 @@ def ditto(
             w = split.receive(state.server, mine["own"])
             w, value = local.sgd(c.key, c.train, loss, w, task)
             shared, own = split.send(w)
-            return shared, {"v": v, "own": own}, value, evaluate.post(cohort, c, predictor(task.model, v))
+            return shared, {"v": v, "own": own}, value, evaluate.post(cohort, c, averaging.predictor(task.model, v))
 
         w, (mine, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, default=state.server)
         return State(w, mine), Metrics(value, post)
 
     def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
-        return predictor(task.model, mine["v"])
+        return averaging.predictor(task.model, mine["v"])
 
     return Algorithm(init, round, predict, evaluate.classification, averages=averaging.BODY_AND_HEAD)

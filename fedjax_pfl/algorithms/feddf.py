@@ -14,7 +14,6 @@ import optax
 from annotated_types import Ge, Gt, Interval
 
 from fedjax_pfl import averaging, evaluate, groups, hyperparameters, keys, local, losses, public
-from fedjax_pfl.averaging import predictor
 from fedjax_pfl.numerics import mixtures
 from fedjax_pfl.small import clipped
 from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Own, Predictor, PyTree, State, Task
@@ -113,7 +112,7 @@ def feddf(task: Task, *, on: Students) -> Algorithm:
             data = public.subset(c.public, index, c.train.size > 0)
             with jax.named_scope(local.ON_SERVER):  # it has the models, and they are its teachers
                 z = public.logits(c.model, w, data, task.num_classes, on.public_batch)
-            return Own(shared), Own(own), z, value, evaluate.post(cohort, c, predictor(c.model, w))
+            return Own(shared), Own(own), z, value, evaluate.post(cohort, c, averaging.predictor(c.model, w))
 
         fused, (own, z, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, default=state.server)
         teachers = public.gathered(cohort, z)
@@ -123,7 +122,7 @@ def feddf(task: Task, *, on: Students) -> Algorithm:
         return State(students, own), Metrics(value, post, server={"distillation_loss": gap})
 
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
-        return predictor(c.model, split.receive(groups.select(server, c.architecture), own))
+        return averaging.predictor(c.model, split.receive(groups.select(server, c.architecture), own))
 
     return Algorithm(init, round, predict, evaluate.classification, one_architecture=False)
 
@@ -145,6 +144,6 @@ def pfeddf(
         w = split.receive(groups.select(server, c.architecture), own)
         if fine_tune_epochs != 0:
             w, _ = local.sgd(c.key, c.train, losses.classification(c.model), w, task, epochs=fine_tune_epochs)
-        return predictor(c.model, w)
+        return averaging.predictor(c.model, w)
 
     return feddf(task, **on._asdict())._replace(predict=predict)

@@ -13,7 +13,6 @@ import optax
 from annotated_types import Interval
 
 from fedjax_pfl import averaging, evaluate, local, losses, trees
-from fedjax_pfl.averaging import predictor
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Data, Metrics, Predictor, PyTree, State, Task
 
 TINY = 1e-30  # a weight that has underflowed to zero has a logarithm
@@ -23,7 +22,7 @@ def losses_of_rows(task: Task, components: PyTree, batch: Batch) -> Array:
     """The cross entropy of every row under every component, in evaluation mode, [B, M]."""
 
     def one(theta: PyTree) -> Array:
-        logits = predictor(task.model, theta)(batch.x, batch.mask)
+        logits = averaging.predictor(task.model, theta)(batch.x, batch.mask)
         return optax.losses.softmax_cross_entropy_with_integer_labels(logits, batch.y)
 
     loss: Array = jax.lax.map(one, components)  # [M, B]
@@ -56,7 +55,7 @@ def mixture(task: Task, components: PyTree, pi: Array) -> Predictor:
 
     def predict(x: Array, mask: Array) -> Array:
         log_p = jax.lax.map(
-            lambda theta: jax.nn.log_softmax(predictor(task.model, theta)(x, mask)), components
+            lambda theta: jax.nn.log_softmax(averaging.predictor(task.model, theta)(x, mask)), components
         )  # [M, B, C]
         return jax.nn.logsumexp(log_p + jnp.log(jnp.maximum(pi, TINY))[:, None, None], axis=0)
 

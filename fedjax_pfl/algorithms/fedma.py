@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from annotated_types import Gt, Interval
 
 from fedjax_pfl import averaging, evaluate, hyperparameters, local, losses, traffic, trees
-from fedjax_pfl.averaging import FINE_TUNED, params, predictor
 from fedjax_pfl.numerics.matching import Group, Path, layers, mask, match, neurons, permute
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task, Traffic
 
@@ -63,7 +62,7 @@ def reorder(key: Array, group: Group, models: PyTree, cohort: Cohort, sweeps: in
 def retrain(c: Client, w: PyTree, frozen: PyTree, task: Task, epochs: int | None) -> PyTree:
     """The client's variables after training with the leaves `frozen` as they are; None: the task's
     local work."""
-    held, moving = trees.partition(params(w), params(frozen))
+    held, moving = trees.partition(averaging.params(w), averaging.params(frozen))
     loss = losses.classification(task.model)
 
     def objective(v: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
@@ -133,7 +132,7 @@ def fedma(task: Task, *, on: Matching) -> Algorithm:
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def client(c: Client, own: PyTree) -> tuple[PyTree, Array, dict[str, Array]]:
             w, value = local.sgd(c.key, c.train, loss, split.receive(state.server, own), task)
-            return w, value, evaluate.post(cohort, c, predictor(task.model, w))
+            return w, value, evaluate.post(cohort, c, averaging.predictor(task.model, w))
 
         models, value, post = cohort.map(client, state.clients)
         server = state.server
@@ -161,7 +160,7 @@ def fedma(task: Task, *, on: Matching) -> Algorithm:
         return State(trees.merge(head, server), split.send(models)[1]), Metrics(value, post)
 
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
-        return predictor(task.model, split.receive(server, own))
+        return averaging.predictor(task.model, split.receive(server, own))
 
     def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
         whole = traffic.both_ways(cohort, state.server)
@@ -190,7 +189,7 @@ def pfedma(
       Training is FedMA's: see there for what is not built.
     """
     epochs = max(task.epochs or 0, 5) if fine_tune_epochs is None else fine_tune_epochs
-    parts = FINE_TUNED[fine_tune]
+    parts = averaging.FINE_TUNED[fine_tune]
     base = fedma(task, **on._asdict())
     loss, split = losses.classification(task.model), averaging.split(task)
 
@@ -198,6 +197,6 @@ def pfedma(
         w = split.receive(server, own)
         if epochs:
             w, _ = local.sgd(c.key, c.train, loss, w, task, train=parts, epochs=epochs)
-        return predictor(task.model, w)
+        return averaging.predictor(task.model, w)
 
     return base._replace(predict=predict)

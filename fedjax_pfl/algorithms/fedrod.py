@@ -14,7 +14,6 @@ from annotated_types import Ge
 from chex import Numeric
 
 from fedjax_pfl import averaging, evaluate, local, losses, trees
-from fedjax_pfl.averaging import score_beside
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task
 
 
@@ -71,7 +70,7 @@ def fedrod(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
             both, value = local.sgd(c.key, c.train, loss, both, apart, train=("body", "head", "own"))
             head = both.pop("own")
             shared, own = split.send(both)
-            post = evaluate.post(cohort, c, predictor(both, head), score_beside)
+            post = evaluate.post(cohort, c, predictor(both, head), averaging.score_beside)
             return shared, {"head": head, "own": own}, value, post
 
         w, (mine, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, default=state.server)
@@ -80,4 +79,4 @@ def fedrod(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
     def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
         return predictor(split.receive(server, mine["own"]), mine["head"])
 
-    return Algorithm(init, round, predict, score_beside, averages=averaging.BODY_AND_HEAD)
+    return Algorithm(init, round, predict, averaging.score_beside, averages=averaging.BODY_AND_HEAD)

@@ -13,7 +13,6 @@ from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, evaluate, local, losses, traffic, trees
 from fedjax_pfl.aggregate import descend
-from fedjax_pfl.averaging import params, predictor
 from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Idle, Metrics, Predictor, PyTree, State, Task, Traffic
 
 EXACT = jax.lax.Precision.HIGHEST  # models are mixed in float32 on every device
@@ -106,13 +105,13 @@ def mnfl(
             start = split.receive(received(server, c), own)
             w, value = local.sgd(c.key, c.train, loss, start, task)
             shared, own = split.send(w)
-            return shared, own, value, evaluate.post(cohort, c, predictor(task.model, w))
+            return shared, own, value, evaluate.post(cohort, c, averaging.predictor(task.model, w))
 
         w, own, value, post = cohort.map(client, state.clients)
         # the server keeps the models, and moves the coefficients of those that trained them (Eq. 7)
         models = trees.scatter(server["w"], cohort.ids, w, cohort.trained)
         here = jnp.zeros(n, bool).at[cohort.ids].set(cohort.trained)
-        compared = params(server["w"] if residual == "sent" else models)
+        compared = averaging.params(server["w"] if residual == "sent" else models)
 
         def coefficients(c: Client, w: PyTree) -> tuple[Array, Array]:
             weight = lam * c.train.size / jnp.maximum(1, cohort.total)
@@ -123,13 +122,13 @@ def mnfl(
             row = jax.lax.fori_loop(0, coef_steps, step, server["coefficients"][c.id])
             return row, row[c.id]
 
-        rows, self_weight = cohort.map(coefficients, params(w), phase=1)
+        rows, self_weight = cohort.map(coefficients, averaging.params(w), phase=1)
         rows = trees.scatter(server["coefficients"], cohort.ids, rows, cohort.trained)
         metrics = Metrics(value, post, {"self_weight": self_weight}, {"coefficients": rows})
         return State({"w": models, "coefficients": rows}, own), metrics
 
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
-        return predictor(task.model, split.receive(trees.gather(server["w"], c.id), own))
+        return averaging.predictor(task.model, split.receive(trees.gather(server["w"], c.id), own))
 
     def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
         one = jax.eval_shape(lambda w: jax.tree.map(lambda x: x[0], w), state.server["w"])

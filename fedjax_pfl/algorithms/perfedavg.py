@@ -16,7 +16,6 @@ from annotated_types import Ge, Gt
 from chex import Numeric
 
 from fedjax_pfl import averaging, evaluate, keys, local, losses
-from fedjax_pfl.averaging import predictor
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task
 
 Variant = Literal["fo", "hf", "exact"]
@@ -123,12 +122,12 @@ def per_fedavg(
             (w, _), value, _ = local.work(c.key, c.train, step, start, task, batches_per_step=batches)
             shared, own = split.send(w)
             tuned = jax.lax.cond(cohort.evaluated, lambda: adapt(c, w), lambda: w)
-            return shared, own, value, evaluate.post(cohort, c, predictor(task.model, tuned))
+            return shared, own, value, evaluate.post(cohort, c, averaging.predictor(task.model, tuned))
 
         w, (own, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, default=state.server)
         return State(w, own), Metrics(value, post)
 
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
-        return predictor(task.model, adapt(c, split.receive(server, own)))
+        return averaging.predictor(task.model, adapt(c, split.receive(server, own)))
 
     return Algorithm(split.init, round, predict, evaluate.classification, averages=averaging.BODY_AND_HEAD)

@@ -15,7 +15,6 @@ from annotated_types import Ge, Interval
 from chex import Numeric
 
 from fedjax_pfl import averaging, evaluate, groups, keys, local, losses, small, trees
-from fedjax_pfl.averaging import score_beside
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import (
     Algorithm,
@@ -71,7 +70,7 @@ def random_one(key: Array, cohort: Cohort) -> Array:
 
 
 # of the logits [B, C, 3] of mixed features, of own and of shared ones
-score = functools.partial(score_beside, names=("large", "small"))
+score = functools.partial(averaging.score_beside, names=("large", "small"))
 
 
 def exchanged(task: Task, shared: Model) -> averaging.Split:

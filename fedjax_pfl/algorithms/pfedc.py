@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl import aggregate, averaging, evaluate, hyperparameters, keys, local, trees
-from fedjax_pfl.hyperparameters import Recorded
 from fedjax_pfl.numerics.class_groups import branch_loss, class_logits, columns, scores
 from fedjax_pfl.numerics.task_maps import Branches, branches, inline
 from fedjax_pfl.privacy import encryption
@@ -46,7 +45,7 @@ class Branching(NamedTuple):
       head_weighting: of a branch's holders, one of uniform (Eq. 7), data, task_count.
     """
 
-    tasks: Annotated[str, Recorded(inline)] = "class"
+    tasks: Annotated[str, hyperparameters.Recorded(inline)] = "class"
     head: Literal["group_softmax", "group_reject", "group_binary"] = "group_softmax"
     task_loss: Literal["class", "batch"] = "class"
     weighting: Literal["mgda_ub", "mgda", "uniform", "sum"] = "mgda_ub"

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, evaluate, local, losses, trees
-from fedjax_pfl.averaging import params, predictor
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task
 
 
@@ -21,7 +20,7 @@ def full_gradient(task: Task, c: Client, variables: PyTree) -> PyTree:
     loss = losses.classification(task.model)
 
     def summed(batch: Batch) -> PyTree:
-        by = jax.grad(lambda w: loss({**variables, **w}, batch, c.key)[0])(params(variables))
+        by = jax.grad(lambda w: loss({**variables, **w}, batch, c.key)[0])(averaging.params(variables))
         return trees.scale(jnp.sum(batch.mask), by)
 
     return trees.scale(1 / jnp.maximum(c.train.size, 1), local.sweep(c.train, summed, task.batch_size))
@@ -56,7 +55,7 @@ def scaffold(
     def init(key: Array) -> State:
         w = task.model.init(key)
         shared, own = split.send(w)
-        zero = jax.tree.map(jnp.zeros_like, params(w))
+        zero = jax.tree.map(jnp.zeros_like, averaging.params(w))
         return State({"w": shared, "c": zero}, trees.replicate({"c": zero, "own": own}, task.num_clients))
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
@@ -70,12 +69,12 @@ def scaffold(
             if option == 1:
                 new = full_gradient(task, c, received)
             else:
-                drift = jax.tree.map(jnp.subtract, params(received), params(y))
+                drift = jax.tree.map(jnp.subtract, averaging.params(received), averaging.params(y))
                 new = jax.tree.map(lambda d, x: d / (jnp.maximum(count, 1) * task.lr) - x, drift, correction)
             new = trees.choose(count > 0, trees.cast(new, mine["c"]), mine["c"])
             change = jax.tree.map(jnp.subtract, new, mine["c"])
             shared, own = split.send(y)
-            post = evaluate.post(cohort, c, predictor(task.model, y))
+            post = evaluate.post(cohort, c, averaging.predictor(task.model, y))
             return {"w": shared, "c": change}, {"c": new, "own": own}, value, post
 
         last = state.server["w"]
@@ -84,12 +83,12 @@ def scaffold(
         default = {"w": last, "c": jax.tree.map(jnp.zeros_like, control)}
         mean, (mine, value, post) = cohort.mean(client, state.clients, weight=weight, default=default)
         part = jnp.sum(here) / task.num_clients  # |S| / N
-        moved = trees.lerp(server_lr, params(mean["w"]), params(last))
-        w = {**mean["w"], **trees.choose(jnp.any(here), moved, params(last))}
+        moved = trees.lerp(server_lr, averaging.params(mean["w"]), averaging.params(last))
+        w = {**mean["w"], **trees.choose(jnp.any(here), moved, averaging.params(last))}
         server = {"w": w, "c": trees.cast(jax.tree.map(lambda c, d: c + part * d, control, mean["c"]), control)}
         return State(server, mine), Metrics(value, post)
 
     def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
-        return predictor(task.model, split.receive(server["w"], mine["own"]))
+        return averaging.predictor(task.model, split.receive(server["w"], mine["own"]))
 
     return Algorithm(init, round, predict, evaluate.classification, averages=("w",))

@@ -16,7 +16,6 @@ from fedjax_pfl import losses
 from fedjax_pfl.errors import choose
 from fedjax_pfl.models.vae import DualVAE
 from fedjax_pfl.numerics import dva
-from fedjax_pfl.numerics.dva import Gaussian
 from fedjax_pfl.types import Array, Batch, Network, PyTree, Scores
 
 MODES = ("paper", "code")
@@ -34,8 +33,8 @@ class Phase(NamedTuple):
 class Pass(NamedTuple):
     """What the networks say of a batch."""
 
-    z: Gaussian  # q(z|x)
-    c: Gaussian | None  # q(c|x, z); None where c is drawn from its prior
+    z: dva.Gaussian  # q(z|x)
+    c: dva.Gaussian | None  # q(c|x, z); None where c is drawn from its prior
     latents: Array  # [z; c] [B, d_z + d_c]
     mean: Array  # of p(x|z, c), [B, H, W, C]
     stats: PyTree
@@ -80,14 +79,14 @@ def forward(
         out, stats[name] = _networks(nets)[name].apply(of_part, inputs, mask=mask, train=train)
         return out
 
-    def draw(key: Array | None, q: Gaussian) -> Array:
+    def draw(key: Array | None, q: dva.Gaussian) -> Array:
         return q.mean if key is None else dva.sample(key, q)
 
     key_z, key_c = (None, None) if key is None else jax.random.split(key)
     q_z = run("z", x)
     z = draw(key_z, q_z)
     q_c = None if prior_c else run("c", (x, z))
-    prior = Gaussian(*[jnp.zeros((len(x), nets.personal), z.dtype)] * 2)
+    prior = dva.Gaussian(*[jnp.zeros((len(x), nets.personal), z.dtype)] * 2)
     latents = jnp.concatenate([z, draw(key_c, prior if q_c is None else q_c)], axis=-1)
     return Pass(q_z, q_c, latents, run("decoder", latents), stats)
 
