@@ -36,12 +36,20 @@ def arguments(factory: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
     return make
 
 
-def _real(module: Any, path: tuple[Any, ...], variable: nnx.Variable[Any]) -> None:
-    """InputError for a parameter that is not of floats."""
-    for x in jax.tree.leaves(variable.get_value()) if isinstance(variable, nnx.Param) else ():
-        if not jnp.issubdtype(kind := jnp.result_type(x), jnp.floating):
-            name = f"{type(module).__name__}.{'.'.join(map(str, path))}"
-            raise InputError(f"{name} is a parameter of {kind}: let it be of floats, which are trained and averaged.")
+def _variables(module: Any, may: Callable[[str], tuple[type[nnx.Variable[Any]], ...]], rule: str) -> None:
+    """InputError unless each variable is of the kinds that `may` names for its part of the module,
+    and each parameter is of floats."""
+    for path, variable in nnx.to_flat_state(nnx.state(module)):
+        name = f"{type(module).__name__}.{'.'.join(map(str, path))}"
+        for x in jax.tree.leaves(variable.get_value()) if isinstance(variable, nnx.Param) else ():
+            if not jnp.issubdtype(kind := jnp.result_type(x), jnp.floating):
+                raise InputError(
+                    f"{name} is a parameter of {kind}: let it be of floats, which are trained and averaged."
+                )
+        if not isinstance(variable, may(str(path[0]))):
+            raise InputError(
+                f"{name} is a {type(variable).__name__}: {rule}; dropout takes `rngs` when called, not when built."
+            )
 
 
 def features(module: Any, h: Any) -> None:
@@ -52,13 +60,7 @@ def features(module: Any, h: Any) -> None:
 
 def network(module: nnx.Module) -> None:
     """InputError unless all variables are parameters or running statistics."""
-    for path, variable in nnx.to_flat_state(nnx.state(module)):
-        _real(module, path, variable)
-        if not isinstance(variable, (nnx.Param, nnx.BatchStat)):
-            raise InputError(
-                f"{type(module).__name__}.{'.'.join(map(str, path))} is a {type(variable).__name__}: a network may "
-                "hold parameters and running statistics; dropout takes `rngs` when called, not when built."
-            )
+    _variables(module, lambda _: (nnx.Param, nnx.BatchStat), "a network may hold parameters and running statistics")
 
 
 def parts(module: nnx.Module) -> None:
@@ -70,11 +72,8 @@ def parts(module: nnx.Module) -> None:
             raise InputError(
                 f"{type(module).__name__} has no `{part}`: a model needs a body, x -> h, and a head, h -> logits."
             )
-    for path, variable in nnx.to_flat_state(nnx.state(module)):
-        _real(module, path, variable)
-        if not isinstance(variable, kinds.get(str(path[0]), ())):
-            name = ".".join(map(str, path))
-            raise InputError(
-                f"{type(module).__name__}.{name} is a {type(variable).__name__}: a model may hold parameters in body "
-                "and head and running statistics in body; dropout takes `rngs` when called, not when built."
-            )
+    _variables(
+        module,
+        lambda part: kinds.get(part, ()),
+        "a model may hold parameters in body and head and running statistics in body",
+    )
