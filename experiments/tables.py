@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from experiments import entry, flags, gather, networks, plain, published, report, scores, targets
+from experiments.config import FREE, SETTINGS
 from experiments.gather import Found
 from fedjax_pfl import own, simulate
 from fedjax_pfl.algorithms.find import find
@@ -33,15 +34,24 @@ COLUMNS = {
 }
 
 
-def row(run: Found, columns: dict[str, tuple[str, str]]) -> list[str]:
-    """One run: method, model, share of the data, scores, seconds of training and a round."""
+def _apart(run: Found, runs: list[Found]) -> str:
+    """The settings in which the runs of a method differ, as its name ends."""
+    same = [other.config for other in runs if other.config.algo == run.config.algo]
+    shown = (*FREE, "model", "data_fraction", "rounds")  # or of no effect
+    names = [n for n in SETTINGS if n not in shown and len({str(getattr(config, n)) for config in same}) > 1]
+    return "".join(f", {name}={published.shown(getattr(run.config, name))}" for name in names)
+
+
+def row(run: Found, columns: dict[str, tuple[str, str]], apart: str = "") -> list[str]:
+    """One run: method, model, share of the data, scores, seconds of training and a round; `apart`
+    ends its name."""
     config, summary = run.config, run.said
     defaults = {} if own.named(config.algo) else simulate.hyperparameters(find(config.algo))  # its file may be gone
     changed = {name: x for name, x in config.hparams.items() if name not in defaults or x != defaults[name]}
     hparams = "".join(f", {name}={published.shown(x)}" for name, x in changed.items())
     model = "own" if config.algo in networks.OWN else config.model
     rounds = str(summary["rounds"]) if run.complete else run.status
-    cells = [config.algo + hparams, model, f"{config.data_fraction:g}", rounds]
+    cells = [config.algo + hparams + apart, model, f"{config.data_fraction:g}", rounds]
     spread = {"acc", run.headline[0]}
     for point, name in columns.values():
         score = summary["scores"].get(point, {}).get(name)
@@ -101,7 +111,7 @@ def table(workdirs: list[Path], text: str | None = None) -> str:
     runs = list(map(gather.read, workdirs))
     columns = _columns(runs)
     head = ["method", "model", "data", "rounds", *(name.strip() for name in columns), "train s", "s a round"]
-    body, notes = [row(run, columns) for run in runs], []
+    body, notes = [row(run, columns, _apart(run, runs)) for run in runs], []
     if text is not None:
         found = [_targets(run, text) for run in runs]
         scores = {run.score for run in found}

@@ -178,7 +178,9 @@ def test_what_a_sweep_writes_beside_its_runs_is_left_out(root):
     inside = [str(path) for path in root.iterdir()]
     assert {"comparison.json", "comparison.md", "comparison.png"} <= {path.name for path in root.iterdir()}
     assert set(gather.directories(inside)) == set(gather.directories([str(root)]))
-    assert tables.main([str(root)]) == tables.main([str(path) for path in gather.directories([str(root)])])
+    table = tables.main([str(root)])
+    assert table == tables.main([str(path) for path in gather.directories([str(root)])])
+    assert "| fedavg, seed=0 |" in table and "| local, seed=1 |" in table
 
 
 def test_runs_are_found_once_and_in_order(root):
