@@ -138,12 +138,10 @@ def pfeddf(
       fine_tune_epochs: E_ft in [0, 10000]; default the task's local work, as KT-pFL says "several
         epochs".
     """
-    split = averaging.split(task)
+    tuned = averaging.Phase(epochs=fine_tune_epochs)
+    averaged = averaging.partial_averaging(task, averaging.split(task), fine_tune=tuned)
 
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
-        w = split.receive(groups.select(server, c.architecture), own)
-        if fine_tune_epochs != 0:
-            w, _ = local.sgd(c.key, c.train, losses.classification(c.model), w, task, epochs=fine_tune_epochs)
-        return averaging.predictor(c.model, w)
+        return averaged.predict(groups.select(server, c.architecture), own, c)
 
     return feddf(task, **on._asdict())._replace(predict=predict)

@@ -189,14 +189,6 @@ def pfedma(
       Training is FedMA's: see there for what is not built.
     """
     epochs = max(task.epochs or 0, 5) if fine_tune_epochs is None else fine_tune_epochs
-    parts = averaging.FINE_TUNED[fine_tune]
-    base = fedma(task, **on._asdict())
-    loss, split = losses.classification(task.model), averaging.split(task)
-
-    def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
-        w = split.receive(server, own)
-        if epochs:
-            w, _ = local.sgd(c.key, c.train, loss, w, task, train=parts, epochs=epochs)
-        return averaging.predictor(task.model, w)
-
-    return base._replace(predict=predict)
+    tuned = averaging.Phase(averaging.FINE_TUNED[fine_tune], epochs)
+    averaged = averaging.partial_averaging(task, averaging.split(task), fine_tune=tuned)
+    return fedma(task, **on._asdict())._replace(predict=averaged.predict)
