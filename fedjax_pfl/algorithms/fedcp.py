@@ -11,7 +11,7 @@ via conditional policy (KDD 2023), Algorithm 1.
 
 import itertools
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,6 @@ from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, N
 PARTS = ("body", "head", "policy")  # W_i^fe, W_i^hd and Theta_i: what local training updates
 TINY = 1e-12
 Ablation = Literal["none", "cs", "ss", "cs_ss", "gfm", "cpn", "cpn_gfm", "cpn_gh", "cpn_gfm_gh"]
-ABLATIONS = get_args(Ablation)
 NORMS: dict[str, Callable[..., Any]] = {
     "layer": lambda size, rngs: nnx.LayerNorm(size, epsilon=1e-5, use_fast_variance=False, rngs=rngs),
     "batch": lambda size, rngs: layers.BatchNorm(size, rngs=rngs),

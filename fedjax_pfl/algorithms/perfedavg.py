@@ -7,7 +7,7 @@ a model-agnostic meta-learning approach (NeurIPS 2020), Algorithm 1 and its two 
 
 import functools
 from collections.abc import Callable
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 import jax
 import optax
@@ -19,7 +19,6 @@ from fedjax_pfl import averaging, evaluate, keys, local, losses
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task
 
 Variant = Literal["fo", "hf", "exact"]
-VARIANTS = get_args(Variant)
 
 
 def curvature(gradient: Callable[[PyTree], PyTree], w: PyTree, v: PyTree, variant: str, delta: Numeric) -> PyTree:

@@ -16,7 +16,6 @@ from fedjax_pfl.numerics.task_maps import Branches
 from fedjax_pfl.types import Array, Batch, Client, PyTree, Scores, Task
 
 NEGLIGIBLE = 1e-12  # a task with less than this share of the largest squared gradient norm counts as solved
-TASK_LOSSES = ("class", "batch")
 
 
 def columns(head: PyTree, h: Array) -> Array:

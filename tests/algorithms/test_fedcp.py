@@ -2,6 +2,7 @@
 ablation."""
 
 import functools
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from toy import C, assert_close, assert_same, each_bn_stats
 
 from fedjax_pfl import evaluate, losses, models, trees
 from fedjax_pfl.algorithms import fedcp as factory
-from fedjax_pfl.algorithms.fedcp import ABLATIONS, Frozen, client_vector, gate, gated, objective, policy_network
+from fedjax_pfl.algorithms.fedcp import Ablation, Frozen, client_vector, gate, gated, objective, policy_network
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.keys import clients_key
@@ -408,7 +409,7 @@ def test_without_a_global_head_its_bias_goes_too():
     assert_same(out, jax.jit(TASK.model.head)(w["head"], h))
 
 
-@pytest.mark.parametrize("without", ABLATIONS)
+@pytest.mark.parametrize("without", get_args(Ablation))
 def test_what_an_ablation_sends(without):
     body, head, policy = 6 * 8 + 8, 8 * C + C, 8 * 16 + 16 + 2 * 16
     sent = body + head * ("gh" not in without) + policy * ("cpn" not in without)

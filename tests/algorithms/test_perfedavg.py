@@ -2,6 +2,7 @@
 no trace."""
 
 import functools
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,12 @@ from toy import SIZES, assert_close, assert_same, each_bn_stats
 
 from fedjax_pfl import averaging, losses
 from fedjax_pfl.algorithms import per_fedavg as factory
-from fedjax_pfl.algorithms.perfedavg import VARIANTS, _warn, curvature, meta_gradient
+from fedjax_pfl.algorithms.perfedavg import Variant, _warn, curvature, meta_gradient
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Batch
 
 KEY = jax.random.key(0)
+VARIANTS = get_args(Variant)
 TASK = toy.task(epochs=1)
 LOSS = losses.classification(TASK.model)
 W = jax.jit(TASK.model.init)(KEY)

@@ -19,6 +19,7 @@ from fedjax_pfl.numerics.class_groups import branch_loss, gram, min_norm_weights
 from fedjax_pfl.types import Batch, Client, State
 
 KEY = jax.random.key(0)
+TASK_LOSSES = ("class", "batch")
 # Weight decay would move every branch; one task, so that its rounds are compiled once.
 TASK = toy.task(optimizer=lambda lr: optax.chain(optax.add_decayed_weights(0.01), optax.sgd(lr)))
 PLAIN = {"weighting": "uniform"}  # where the weights of the tasks do not matter: their solver takes long to compile
@@ -83,7 +84,7 @@ def test_one_task_is_cross_entropy():
     assert usable.all()
 
 
-@pytest.mark.parametrize("task_loss", class_groups.TASK_LOSSES)
+@pytest.mark.parametrize("task_loss", TASK_LOSSES)
 def test_losses_by_hand(task_loss):
     z = logits(W["head"])
     y, n = BATCH.y[:5], 5
@@ -110,7 +111,7 @@ def test_logits_of_the_other_heads():
     np.testing.assert_array_equal(class_groups.class_logits(HEADED["mixed", "group_binary"], z[:, :3]), [[1, 0, 1, 4]])
 
 
-@pytest.mark.parametrize("task_loss", class_groups.TASK_LOSSES)
+@pytest.mark.parametrize("task_loss", TASK_LOSSES)
 @pytest.mark.parametrize("head", ["group_reject", "group_binary"])
 def test_losses_of_the_other_heads_by_hand(head, task_loss):
     b = HEADED["mixed", head]
@@ -155,7 +156,7 @@ def start(b):
     return {"kernel": normal(3, 8, width), "bias": normal(4, width)}
 
 
-@pytest.mark.parametrize("task_loss", class_groups.TASK_LOSSES)
+@pytest.mark.parametrize("task_loss", TASK_LOSSES)
 @pytest.mark.parametrize("head", task_maps.HEADS)
 @pytest.mark.parametrize("name", MAPS)
 def test_gram_in_closed_form_is_autodiffs(name, head, task_loss):
@@ -206,7 +207,7 @@ def gradient(weighting="sum", head_grad="scaled", active=ALL, solver="fista", w=
     return slope(weighting, solver, head_grad, task_loss=task_loss)(w, batch, active)
 
 
-@pytest.mark.parametrize("task_loss", class_groups.TASK_LOSSES)
+@pytest.mark.parametrize("task_loss", TASK_LOSSES)
 def test_sum_weighting_adds_the_binary_losses(task_loss):
     hit = jax.nn.one_hot(BATCH.y[:5], C)
     of = hit.sum(0) if task_loss == "class" else 5
@@ -219,7 +220,7 @@ def test_sum_weighting_adds_the_binary_losses(task_loss):
 
 
 @pytest.mark.parametrize("weighting", ["mgda_ub", "mgda", "uniform", "sum"])
-@pytest.mark.parametrize("task_loss", class_groups.TASK_LOSSES)
+@pytest.mark.parametrize("task_loss", TASK_LOSSES)
 def test_a_task_without_a_positive_in_the_batch_is_left_out(weighting, task_loss):
     """The one sample of class 0 that counts is relabelled; another stands in a row that is
     masked."""
@@ -259,7 +260,7 @@ def test_order_of_the_classes_does_not_matter():
     toy.assert_close(jax.tree.map(lambda x: np.asarray(x)[..., place], moved["head"]), plain["head"], 1e-5)
 
 
-@pytest.mark.parametrize("task_loss", class_groups.TASK_LOSSES)
+@pytest.mark.parametrize("task_loss", TASK_LOSSES)
 def test_mgda_descends_every_loss(task_loss):
     step = gradient("mgda", task_loss=task_loss)["body"]
 

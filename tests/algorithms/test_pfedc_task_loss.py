@@ -12,6 +12,7 @@ from fedjax_pfl import keys, local
 from fedjax_pfl.numerics import class_groups, min_norm, task_maps
 
 KEY = jax.random.key(7)
+TASK_LOSSES = ("class", "batch")
 LINEAR = toy.task("linear", lr=0.3)  # batches of 4: most lack a sample of some class
 BATCH_LOSSES = [0.629285, 0.362609, 0.212951]  # rounds 0, 5 and 11, measured when whole batches were the default
 
@@ -56,7 +57,7 @@ def trained(kernel, bias, key, i, task_loss):
     return kernel, bias, np.mean(shares)
 
 
-@pytest.mark.parametrize("task_loss", class_groups.TASK_LOSSES)
+@pytest.mark.parametrize("task_loss", TASK_LOSSES)
 def test_minibatches_of_uneven_classes(task_loss):
     run = toy.train("pfedc", LINEAR, 1, KEY, task_loss=task_loss, weighting="uniform", download="stale")
     begin = run.begin.server["head"]
