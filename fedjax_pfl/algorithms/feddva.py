@@ -118,9 +118,18 @@ def feddva(
     """
     nets, start = _networks(task, latent, personal, hidden, head)
     owner = "personal" if head == "none" else head
-    weights: dict[str, Any] = {"alpha": alpha, "beta": beta, "xi": xi * personal, "cls": cls}
-    kinds: dict[str, Any] = {"regulariser": regulariser, "reconstruction": reconstruction, "detach": detach}
-    phases = dva_phases.phases(nets, mode, owner, **weights, **kinds)
+    phases = dva_phases.phases(
+        nets,
+        mode,
+        owner,
+        alpha=alpha,
+        beta=beta,
+        xi=xi * personal,
+        cls=cls,
+        regulariser=regulariser,
+        reconstruction=reconstruction,
+        detach=detach,
+    )
     stay = tuple(set(start) - set(dva_phases.shared_parts(nets, owner, exchange)))
     split = averaging.split(task, stay, variables=start)
 

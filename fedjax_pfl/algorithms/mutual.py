@@ -12,7 +12,7 @@ statistical heterogeneity (KDD 2023).
 
 import functools
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
@@ -158,8 +158,15 @@ def fedkd(
         return traffic.both_ways(cohort, jnp.full_like(up, 1) * metrics.server["scalars_down"], up)
 
     # with svd the server sends a change of low rank, and no server optimizer can update it
-    options: dict[str, Any] = {"traffic": sent} if svd else {"averages": BODY_AND_HEAD}
-    return Algorithm(init, round, predict_own, evaluate.classification, one_architecture=False, **options)
+    return Algorithm(
+        init,
+        round,
+        predict_own,
+        evaluate.classification,
+        sent if svd else None,
+        one_architecture=False,
+        averages=() if svd else BODY_AND_HEAD,
+    )
 
 
 def fedkd_objective(detach: bool, scale: float) -> Objective:

@@ -29,8 +29,7 @@ def arguments(factory: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
     name = getattr(factory, "__name__", type(factory).__name__)
 
     def make(input_shape: tuple[int, ...], num_classes: int, rngs: nnx.Rngs | None) -> Callable[[], Any]:
-        given = {"input_shape": input_shape, "num_classes": num_classes, "rngs": rngs}
-        return own.bound(factory, "model", name, **given)
+        return own.bound(factory, "model", name, input_shape=input_shape, num_classes=num_classes, rngs=rngs)
 
     make((), 0, None)
     return make
