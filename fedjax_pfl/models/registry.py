@@ -7,28 +7,33 @@ from flax import nnx
 
 from fedjax_pfl import own
 from fedjax_pfl.errors import choose
-from fedjax_pfl.models.alexnet import alexnet
-from fedjax_pfl.models.nets import (
-    cnn,
-    cnn1,
-    cnn2,
-    cnn3,
-    cnn4,
-    cnn5,
-    cnn_dropout,
-    cnn_same,
-    lenet,
-    lenet_bn,
-    lenet_valid,
-    linear,
-    mlp,
-)
-from fedjax_pfl.models.resnet import resnet18, resnet18_50, resnet18_gn, resnet18_imagenet
-from fedjax_pfl.models.shufflenet import shufflenet
-from fedjax_pfl.models.strided import cnn_dva, cnn_dva_small
+from fedjax_pfl.models import alexnet, nets, resnet, shufflenet, strided
 
-NETS = (linear, mlp, lenet, lenet_valid, lenet_bn, cnn, cnn_same, cnn_dropout, cnn1, cnn2, cnn3, cnn4, cnn5)
-LARGE = (resnet18, resnet18_gn, resnet18_50, resnet18_imagenet, alexnet, shufflenet, cnn_dva, cnn_dva_small)
+NETS = (
+    nets.linear,
+    nets.mlp,
+    nets.lenet,
+    nets.lenet_valid,
+    nets.lenet_bn,
+    nets.cnn,
+    nets.cnn_same,
+    nets.cnn_dropout,
+    nets.cnn1,
+    nets.cnn2,
+    nets.cnn3,
+    nets.cnn4,
+    nets.cnn5,
+)
+LARGE = (
+    resnet.resnet18,
+    resnet.resnet18_gn,
+    resnet.resnet18_50,
+    resnet.resnet18_imagenet,
+    alexnet.alexnet,
+    shufflenet.shufflenet,
+    strided.cnn_dva,
+    strided.cnn_dva_small,
+)
 MODELS = {f.__name__: f for f in (*NETS, *LARGE)}
 Factory = Callable[[tuple[int, ...], int, nnx.Rngs], nnx.Module]
 
