@@ -6,7 +6,7 @@ Their columns in which EMNIST is the clients' data have no preset.
 
 from typing import Any
 
-from experiments.presets.preset import Cell, Preset
+from experiments.presets.preset import Cell, Preset, numbers
 
 _METHODS = ("fedmd", "feddf", "pfeddf", "sim_pfd", "topk_pfd", "mnfl_het")
 _SETTINGS = {
@@ -44,11 +44,6 @@ def _preset(what: str, dataset: str, public: str, steps: int, **more: Any) -> Pr
     return made._replace(**fields)
 
 
-def _columns(text: str) -> dict[str, str]:
-    """Two columns of Table 1, method by method."""
-    return dict(zip(_METHODS, (pair.replace("/", " and ") for pair in text.split()), strict=True))
-
-
 _BASE: dict[str, Any] = {"epochs": 20, "passes": 1, "rho": 0.7, "public_size": 3000}
 _VALUES: dict[str, tuple[Any, ...]] = {
     "epochs": (5, 10, 15),
@@ -84,7 +79,6 @@ _ALONE = ("fedavg", "per_fedavg", "fedavg_ft", "pfedme", "fedamp", "fedfomo", "p
 
 def _same(dataset: str, few: str, many: str) -> Preset:
     """A column pair of Table 2: 20 clients, and a tenth of 100."""
-    twenty, hundred = (dict(zip(_ALONE, text.split(), strict=True)) for text in (few, many))
     changed = {"algo": "mnfl", "model": "cnn", "lr": 0.005, "partition": "dirichlet_class", "alpha": 1.0}
     return Preset(
         description=f"MNFL, Table 2, {_NAMES[dataset]}: everybody the CNN, all classes (--clients=100 "
@@ -92,8 +86,8 @@ def _same(dataset: str, few: str, many: str) -> Preset:
         settings={k: v for k, v in {**_SETTINGS, "dataset": dataset, **changed}.items() if k != "classes_per_client"},
         headline="post/acc",
         headlines={"fedavg": "pre/acc", "fedavg_ft": "pre/acc"},  # the global model, and fine-tuned
-        published=twenty,
-        cells=(Cell({"clients": 100, "participation": "0.1"}, hundred),),
+        published=numbers(_ALONE, few),
+        cells=(Cell({"clients": 100, "participation": "0.1"}, numbers(_ALONE, many)),),
         own=("mnfl",),
         protocol=_PROTOCOL_SAME,
     )
@@ -105,7 +99,7 @@ MNFL: dict[str, Preset] = {
         "fashion_mnist",
         "mnist",
         8400,
-        published=_columns("68.02/66.10 70.32/70.83 72.69/73.45 72.82/72.71 72.24/73.39 75.48/75.60"),
+        published=numbers(_METHODS, "68.02/66.10 70.32/70.83 72.69/73.45 72.82/72.71 72.24/73.39 75.48/75.60"),
     ),
     "mnfl_cifar10": _preset(
         "Table 1, CIFAR-10: LeNet, AlexNet, ResNet-18, ShuffleNetV2, 20 clients, CIFAR-100 public",
@@ -113,7 +107,7 @@ MNFL: dict[str, Preset] = {
         "cifar100",
         7200,
         lr=0.02,
-        published=_columns("39.14/35.56 40.19/37.81 42.83/39.54 42.50/39.90 42.58/39.34 43.82/41.04"),
+        published=numbers(_METHODS, "39.14/35.56 40.19/37.81 42.83/39.54 42.50/39.90 42.58/39.34 43.82/41.04"),
     ),
     "mnfl_fashion_mnist_ablations": _preset(
         "Tables 3 to 6, Fashion-MNIST: all classes, by --epochs, --public=emnist and --hparam=passes=, rho=, "

@@ -6,7 +6,7 @@ are known.
 
 from typing import Any
 
-from experiments.presets.preset import Cell, Preset
+from experiments.presets.preset import Cell, Preset, numbers
 
 _METHODS = ("local", "lg_fedavg", "fd", "fedproto", "fml", "fedkd", "fedapen", "pfedafm")
 _SETTINGS = {
@@ -35,12 +35,6 @@ _PROTOCOL = (
 _ONE = {"pfedafm": {"lr_alpha": 0.1}}  # the authors' code, with one architecture
 
 
-def _row(text: str) -> dict[str, str]:
-    """A column of a table: the methods' numbers; - where the paper says that it did not
-    converge."""
-    return {method: x for method, x in zip(_METHODS, text.split(), strict=True) if x != "-"}
-
-
 def _preset(what: str, dataset: str, classes: int, ten: str, fifty: str, hundred: str, **settings: Any) -> Preset:
     more = (({"clients": 50, "participation": "0.2"}, fifty), ({"clients": 100, "participation": "0.1"}, hundred))
     return Preset(
@@ -48,8 +42,8 @@ def _preset(what: str, dataset: str, classes: int, ten: str, fifty: str, hundred
         settings={**_SETTINGS, "dataset": dataset, "classes_per_client": classes, **settings},
         steps=900,
         headline="post/acc",
-        published=_row(ten),
-        cells=tuple(Cell(where, _row(text)) for where, text in more),
+        published=numbers(_METHODS, ten),
+        cells=tuple(Cell(where, numbers(_METHODS, text)) for where, text in more),
         own=("pfedafm",),
         protocol=_PROTOCOL,
     )

@@ -7,7 +7,7 @@ comparison; --rounds=1000 is the paper's.
 
 from typing import Any
 
-from experiments.presets.preset import Cell, Preset
+from experiments.presets.preset import Cell, Preset, numbers
 
 _PROTOCOL = (
     "mean of 3 repetitions; pFedC after 40 rounds as mean accuracy on a client's tasks, right after local training; "
@@ -47,17 +47,11 @@ def _preset(what: str, dataset: str, setting: dict[str, Any], steps: int, **more
     )._replace(**more)
 
 
-def _row(text: str) -> dict[str, str]:
-    """A row of Tables 1 to 3: the methods' numbers; ? where one is not known."""
-    numbers = dict(zip(_METHODS, (x.replace("±", " ± ") for x in text.split()), strict=True))
-    return {method: number for method, number in numbers.items() if number != "?"}
-
-
 def _by_alpha(*rows: tuple[float, str], **where: Any) -> tuple[Cell, ...]:
-    return tuple(Cell({**where, "alpha": alpha}, _row(text)) for alpha, text in rows)
+    return tuple(Cell({**where, "alpha": alpha}, numbers(_METHODS, text)) for alpha, text in rows)
 
 
-_CIFAR100 = _row("46.29±0.26 54.49±1.55 51.70±0.38 61.35±0.09 63.20±0.57 58.50±0.12 93.49±0.66")
+_CIFAR100 = numbers(_METHODS, "46.29±0.26 54.49±1.55 51.70±0.38 61.35±0.09 63.20±0.57 58.50±0.12 93.49±0.66")
 _ROUNDS = {  # Table 5: with 2 classes per client, then alpha = 0.05, 0.1, 1
     "single": (244, 250, 200, 200),
     "consecutive:10": (55, 58, 41, 49),
@@ -87,21 +81,21 @@ PFEDC: dict[str, Preset] = {
         "mnist",
         _PATHOLOGICAL,
         8200,
-        published=_row("91.94±0.76 92.95±0.28 93.30±0.44 97.73±0.34 97.85±0.15 98.61±0.29 99.44±0.41"),
+        published=numbers(_METHODS, "91.94±0.76 92.95±0.28 93.30±0.44 97.73±0.34 97.85±0.15 98.61±0.29 99.44±0.41"),
     ),
     "pfedc_emnist": _preset(
         "Table 1, EMNIST (its digits): 20 clients with 2 classes each, LeNet",
         "emnist/digits",
         _PATHOLOGICAL,
         33_000,
-        published=_row("85.32±0.38 81.81±1.14 86.56±0.50 93.53±0.42 93.94±0.12 92.31±0.17 97.94±1.35"),
+        published=numbers(_METHODS, "85.32±0.38 81.81±1.14 86.56±0.50 93.53±0.42 93.94±0.12 92.31±0.17 97.94±1.35"),
     ),
     "pfedc_cifar10": _preset(
         "Table 1, CIFAR-10: 20 clients with 2 classes each, ResNet-18",
         "cifar10",
         _PATHOLOGICAL,
         28_000,
-        published=_row("53.70±0.98 60.33±1.83 57.20±0.86 61.43±0.37 60.93±0.26 58.65±0.34 90.37±0.29"),
+        published=numbers(_METHODS, "53.70±0.98 60.33±1.83 57.20±0.86 61.43±0.37 60.93±0.26 58.65±0.34 90.37±0.29"),
     ),
     "pfedc_cifar100": _preset(
         "Tables 1 and 5, CIFAR-100: 20 clients with 2 of 40 classes each, ResNet-18, 20 tasks",
@@ -168,7 +162,7 @@ PFEDC: dict[str, Preset] = {
         _DIRICHLET | {"clients": 100, "participation": "0.1"},
         2800,
         cells=(
-            Cell({"partition": "pathological_subset"}, _row("45.19 43.72 53.60 56.16 56.47 44.28 ?")),
+            Cell({"partition": "pathological_subset"}, numbers(_METHODS, "45.19 43.72 53.60 56.16 56.47 44.28 -")),
             *_by_alpha(
                 (0.05, "40.89 42.56 44.35 46.42 43.51 29.63 84.03"),
                 (0.1, "54.03 54.40 58.23 60.62 60.36 47.08 89.25"),

@@ -1,6 +1,6 @@
 """What a preset is."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -39,3 +39,10 @@ class Preset(NamedTuple):
     def settings_of(self, method: str | None = None) -> dict[str, Any]:
         """Flag -> value for a method; None: for the preset's own."""
         return {**self.settings, **self.methods.get(method or self.settings.get("algo", ""), {})}
+
+
+def numbers(methods: Sequence[str], text: str) -> dict[str, str]:
+    """A row or a column of a table: the methods' numbers, - where the paper has none; of two columns
+    both, as 1.0/2.0."""
+    found = zip(methods, text.replace(";", "").split(), strict=True)
+    return {method: x.replace("±", " ± ").replace("/", " and ") for method, x in found if x != "-"}
