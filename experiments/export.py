@@ -43,8 +43,7 @@ def exported(run: runs.Run, client: int) -> Exported:
     """What a client of a run predicts with; InputError if there is no such client."""
     check("client", client, 0, run.experiment.task.num_clients - 1, whole=True)
     e = run.experiment
-    rows = e.partition.test[client][: e.partition.test_sizes[client]][:_COMPARED]
-    x = e.dataset.x[rows]
+    x = e.dataset.x[e.partition.test[client][: e.partition.test_sizes[client]][:_COMPARED]]
     try:
         found = _predicted(run, client, x, networks=True)
     except jax.errors.UnexpectedTracerError:  # networks inside a loop, so several of them
@@ -194,8 +193,9 @@ def _network(run: runs.Run, client: int) -> list[str]:
     options: dict[str, tuple[Any, Any]] = {
         "bn_stats": (c.bn_stats, "aggregate"),
         "compute_dtype": (c.compute_dtype, "float32"),
+        "features": (c.features, None),
+        "input_dtype": (str(example.dtype), "float32"),
     }
-    options |= {"features": (c.features, None), "input_dtype": (str(example.dtype), "float32")}
     given = "".join(f", {key}={value!r}" for key, (value, usual) in options.items() if value != usual)
     data = f", {c.data_dir!r}" if c.data_dir else ""
     data += f", seed={c.seed}" if own.named(c.dataset) else ""

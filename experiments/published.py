@@ -42,14 +42,10 @@ def cell(preset: Preset, config: Config) -> Cell:
     A cell without a number of the method is the paper's setting all the same, but one that has it
     comes first.
     """
-    algo = config.algo
-    fitting = [found for found in preset.cells if all(_value(config, n) == x for n, x in found.where.items())]
-    known = [found for found in fitting if algo in {**found.numbers, **found.rounds}]
-    return next(iter(known + fitting), Cell({}, {algo: preset.published[algo]} if algo in preset.published else {}))
-
-
-def _value(config: Config, name: str) -> Any:
-    return getattr(config, name) if name in SETTINGS else config.hparams.get(name)
+    algo, known = config.algo, config.hparams | config.asdict()
+    fitting = [found for found in preset.cells if all(known.get(n) == x for n, x in found.where.items())]
+    having = [found for found in fitting if algo in {**found.numbers, **found.rounds}]
+    return next(iter(having + fitting), Cell({}, {algo: preset.published[algo]} if algo in preset.published else {}))
 
 
 def differences(config: Config, examples: Row | None = None) -> list[Difference]:
