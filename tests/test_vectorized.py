@@ -134,6 +134,20 @@ def test_runs_that_differ_in_a_constant_are_refused(name):
         simulate.vectorized([first, simulate.program(task=task, checked=False, **changed)], [f, f])
 
 
+def test_what_cannot_be_traced_is_the_same_where_it_is_one_object():
+    """Optimizers of weights that the network has not, built apart or once."""
+    make = lambda: lambda lr: optax.masked(optax.sgd(lr), {"encoder": True})
+    once, apart = make(), make()
+    f = toy.federation()
+    first, same, other = (
+        simulate.program("fedavg", toy.task()._replace(optimizer=optimizer), checked=False)
+        for optimizer in (once, once, apart)
+    )
+    assert simulate.vectorized([first, same], [f, f])
+    with pytest.raises(InputError, match="run 1 has another optimizer than the first"):
+        simulate.vectorized([first, other], [f, f])
+
+
 def test_runs_may_differ_in_what_is_traced_and_share_everything_else():
     """Seeds on one federation, and tasks that are equal without being the same objects."""
     f, plain = toy.federation(), toy.task()._replace(optimizer=lambda lr: optax.sgd(lr))

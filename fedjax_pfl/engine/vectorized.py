@@ -1,5 +1,6 @@
 """Several runs as one: seeds and numeric hyperparameters on a leading axis of every array."""
 
+import hashlib
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -81,21 +82,28 @@ def _constants(program: Program) -> dict[str, Any]:
     raw = jax.ShapeDtypeStruct((1, *task.input.shape), task.input.dtype)
     x = jax.eval_shape(task.prepare, raw)
     model: Callable[[Model | None], Any] = lambda m: m and _traced(m.apply, jax.eval_shape(m.init, key), x)
-    key, w = jax.random.key(0), jnp.zeros(2)
+    key = jax.random.key(0)
+    shapes = jax.eval_shape(task.models[0].init, key)
+    w = {part: shapes[part] for part in ("body", "head")}
+    step = lambda lr, w: task.optimizer(lr).update(w, task.optimizer(lr).init(w), w)
     return found | {
         "models": [model(each) for each in task.models],
         "shared": model(task.shared),
-        "optimizer": _traced(lambda lr: task.optimizer(lr).update(w, task.optimizer(lr).init(w), w), 0.1),
+        "optimizer": _traced(step, 0.1, w, otherwise=task.optimizer),
         "prepare": _traced(task.prepare, raw),
         "augment": task.augment and _traced(task.augment, key, x),
         "prepare_public": task.public and _traced(task.prepare_public or task.prepare, task.public),
     }
 
 
-def _traced(function: Callable[..., Any], *args: Any) -> str:
-    """What a function computes, so that two that were made apart can be the same."""
-    jaxpr = jax.make_jaxpr(function)(*args)
-    consts = [(np.shape(x), np.asarray(x).tobytes()) for x in jaxpr.consts]
+def _traced(function: Callable[..., Any], *args: Any, otherwise: Any = None) -> Any:
+    """What a function computes, so that two that were made apart can be the same; where that cannot
+    be told, the function itself, or what is given."""
+    try:
+        jaxpr = jax.make_jaxpr(function)(*args)
+        consts = [hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest() for x in jaxpr.consts]
+    except Exception:  # an optimizer of other weights, or a random key among the constants
+        return otherwise or function
     return re.sub("0x[0-9a-f]+", "", f"{jaxpr} {consts}")
 
 
