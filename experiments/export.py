@@ -129,7 +129,7 @@ def _run(run: runs.Run, client: int, x: jax.Array, predictor: Callable[..., Pred
     program = simulate.program(changed, task, hparams, lr_decay=c.lr_decay, checked=False)
     values = {name: jnp.float32(value) for name, value in program.traced.items()}
     predict = jax.jit(lambda state, x: program.predict(e.key, values, e.federation, state, run.round, client, x))
-    return predict(run.state, x)
+    return predict(program.place(run.state), x)
 
 
 def _is_of(model: Model, variables: PyTree) -> bool:

@@ -256,7 +256,8 @@ class Run(NamedTuple):
         values = {name: jnp.float32(value) for name, value in program.traced.items()}
 
         predict, t = jax.jit(program.predict, static_argnums=5), jnp.int32(self.round)  # the id chooses the model
-        return lambda x: first(predict(e.key, values, e.federation, self.state, t, client_id, jnp.asarray(x)))
+        state = program.place(self.state)  # rows by client id, which several architectures have in another order
+        return lambda x: first(predict(e.key, values, e.federation, state, t, client_id, jnp.asarray(x)))
 
 
 def first(outputs: Any) -> Any:

@@ -52,7 +52,8 @@ def scores(workdir: Path, name: str) -> dict[str, np.ndarray]:
 
     program = simulate.program(scored, task, config.hparams, lr_decay=config.lr_decay)
     state = run.state._replace(server=server_optimizer.plain(run.state.server))
-    arguments = (run.experiment.key, program.traced, run.experiment.federation, state, np.int32(run.round))
+    placed = program.place(state)
+    arguments = (run.experiment.key, program.traced, run.experiment.federation, placed, np.int32(run.round))
     return jax.device_get(jax.jit(program.evaluate)(*arguments))
 
 

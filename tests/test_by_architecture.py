@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from experiments import drawing, figures, main, networks, report
+from experiments import drawing, export, figures, main, networks, report, runs
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.types import State
 
 MIXED = ["--algo=local", "--model=linear,mlp,linear", "--data_fraction=0.2", "--clients=7", "--epochs=1"]
 OF = np.array(["linear", "mlp", "linear"])[np.arange(7) % 3]
@@ -74,3 +75,17 @@ def test_architectures_in_blocks():
     assert names == ["mlp", "linear"] and of.tolist() == [0, 0, 1, 0, 0, 1]  # one architecture however often named
     with pytest.raises(InputError, match="has 3 networks for 2 clients"):
         networks.architectures("blocks:lenet,alexnet,mlp", 2)
+
+
+def test_each_client_predicts_with_its_own_row(tmp_path):
+    """Rows lie by architecture where clients train, and by client id in a run directory."""
+    flags = ["--algo=fedapen", "--model=linear,mlp,linear", "--features=8", "--shared_model=mlp", "--clients=5"]
+    flags += ["--data_fraction=0.2", "--epochs=1", "--rounds=1", "--width=1", "--devices=1"]
+    assert main.run([*flags, f"--workdir={tmp_path / 'run'}"]) == 0
+    run = runs.load(tmp_path / "run")
+    x, own = run.experiment.dataset.x[:4], np.linspace(0, 1, 5, dtype=np.float32)  # how much of the own network
+    mixed = lambda lam: run._replace(state=State(run.state.server, run.state.clients | {"lam": lam}))
+    for k in range(5):
+        wanted = mixed(np.full(5, own[k])).predictor(k)(x)
+        np.testing.assert_allclose(mixed(own).predictor(k)(x), wanted, rtol=1e-5, atol=1e-6)
+        assert export._predicted(mixed(own), k, x, networks=False)["client"]["lam"] == own[k]
