@@ -3,7 +3,6 @@ before compiling."""
 
 import functools
 import hashlib
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data import datasets, federate, marks, partitioners, tfds
 from fedjax_pfl.engine import host_state, validate
 from fedjax_pfl.engine.unseen import among
+from fedjax_pfl.engine.xla import computation
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import layers
 from fedjax_pfl.types import Algorithm, Federation, Model, State, Task
@@ -256,12 +256,9 @@ def check_growth(experiment: Experiment, before: int) -> None:
 
 
 def _trace(experiment: Experiment, rounds: int) -> str:
-    """The round as text; addresses in it say nothing."""
+    """The round as text."""
     program = experiment.program(rounds=rounds)
-    wanted = jax.ShapeDtypeStruct((), jnp.bool)
-    traced = jax.make_jaxpr(program.round)(*_arguments(experiment, program), wanted)
-    constants = [(x.shape, np.asarray(x).tobytes()) for x in traced.consts if isinstance(x, np.ndarray)]
-    return re.sub(r"0x[0-9a-f]+", "", str(traced)) + str(constants)
+    return computation(program.round, *_arguments(experiment, program), jax.ShapeDtypeStruct((), jnp.bool))
 
 
 def lowered(experiment: Experiment) -> str:

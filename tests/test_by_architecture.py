@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from experiments import drawing, export, figures, main, networks, report, runs
+from experiments import drawing, export, figures, main, networks, report, runs, within
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import State
 
@@ -77,7 +77,7 @@ def test_architectures_in_blocks():
         networks.architectures("blocks:lenet,alexnet,mlp", 2)
 
 
-def test_each_client_predicts_with_its_own_row(tmp_path):
+def test_each_client_predicts_with_its_own_row(tmp_path, monkeypatch):
     """Rows lie by architecture where clients train, and by client id in a run directory."""
     flags = ["--algo=fedapen", "--model=linear,mlp,linear", "--features=8", "--shared_model=mlp", "--clients=5"]
     flags += ["--data_fraction=0.2", "--epochs=1", "--rounds=1", "--width=1", "--devices=1"]
@@ -89,3 +89,9 @@ def test_each_client_predicts_with_its_own_row(tmp_path):
         wanted = mixed(np.full(5, own[k])).predictor(k)(x)
         np.testing.assert_allclose(mixed(own).predictor(k)(x), wanted, rtol=1e-5, atol=1e-6)
         assert export._predicted(mixed(own), k, x, networks=False)["client"]["lam"] == own[k]
+    e, hits = run.experiment, []
+    for k, rows in enumerate(e.partition.test):
+        index = rows[: e.partition.test_sizes[k]]
+        hits.append(np.mean(np.argmax(mixed(own).predictor(k)(e.dataset.x[index]), axis=-1) == e.dataset.y[index]))
+    monkeypatch.setattr(within.runs, "load", lambda _: mixed(own))
+    np.testing.assert_allclose(within.scores(tmp_path / "run", "consecutive:2")["acc"], hits, rtol=1e-6)

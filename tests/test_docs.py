@@ -182,6 +182,7 @@ def tiny(name: str, argv: list[str]) -> list[str]:
     more = [f"--{key}={value}" for key, value in TINY.items() if config.steps is None or key != "epochs"]
     if not config.dataset.startswith(WITHOUT_FILES) and not own.named(config.dataset):  # not everywhere prepared
         more += ["--dataset=synthetic", "--model=linear", "--batch_size=10"]
+        more += ["--shared_model=linear"] if config.shared_model else []
     if name == "main" and not parsed.get("workdir"):
         more.append(f"--workdir={settings.default_workdir(user, config)}")
     if name == "sweep" and not parsed.get("root"):

@@ -1,8 +1,13 @@
-"""XLA's options for the functions of a run."""
+"""What XLA is given for the functions of a run: its options, and what they compute as text."""
 
 import functools
+import hashlib
+import re
+from collections.abc import Callable
+from typing import Any
 
 import jax
+import numpy as np
 
 _IN_PLACE = {"xla_cpu_copy_insertion_use_region_analysis": True}
 
@@ -23,3 +28,18 @@ def compiler_options() -> dict[str, bool]:
     except jax.errors.JaxRuntimeError:
         return {}
     return _IN_PLACE
+
+
+def computation(function: Callable[..., Any], *args: Any) -> str:
+    """What a function computes of arguments of these shapes, as text that is the same for functions
+    made apart.
+
+    Raises:
+      whatever the function does where it is traced.
+    """
+    jaxpr = jax.make_jaxpr(function)(*args)
+    plain: Callable[[Any], Any] = lambda x: (
+        jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    )
+    consts = [hashlib.sha256(np.asarray(plain(x)).tobytes()).hexdigest() for x in jaxpr.consts]
+    return re.sub("0x[0-9a-f]+", "", f"{jaxpr} {consts}")  # addresses say nothing

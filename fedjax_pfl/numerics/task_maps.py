@@ -44,6 +44,7 @@ class Branches(NamedTuple):
 def branches(task: Task, tasks: str, head: str = "group_softmax") -> Branches:
     """Reads a task map: a name of `MAPS`; the user's own file:PATH, or its content as map:0,0,1
     (see `inline`)."""
+    choose("head", head, HEADS)
     of = _tasks_of_classes(task, tasks)
     member = np.arange(of.max() + 1)[:, None] == of
     binary = (member.sum(1) == 1) & (len(of) > 1)
