@@ -73,17 +73,20 @@ class Found(NamedTuple):
 
 def directories(words: Iterable[str]) -> list[Path]:
     """The run directories that a command line names, each once: itself, or those in the directory
-    of a sweep; what else is BESIDE them is left out.
+    of a sweep; what else is BESIDE them is left out. Of a sweep with --select they are the runs that
+    were chosen: the test scores of the others would invite a choice by them.
 
     Raises:
-      InputError: one of the words is neither, or there is none.
+      InputError: one of the words is neither, or there is none, or a sweep has not chosen yet.
     """
     found: list[Path] = []
     for word in words:
         path = directory(word)
         if path.name in BESIDE and path.exists():
             continue
-        inside = [path] if recorded.is_run(path) else sorted(filter(recorded.is_run, _folders(path)), key=_natural)
+        inside = [path] if recorded.is_run(path) else _chosen(path)
+        if inside is None:
+            inside = sorted(filter(recorded.is_run, _folders(path)), key=_natural)
         if not inside:
             raise InputError(
                 f"{path} is not a run directory, nor one of a sweep: it has no config.json, and no folder that has one."
@@ -92,6 +95,25 @@ def directories(words: Iterable[str]) -> list[Path]:
     if not found:
         raise InputError("Name the run directories, or the directory of a sweep: --help says how.")
     return list({os.path.realpath(path): path for path in found}.values())
+
+
+def selection(root: Path) -> Row | None:
+    """What comparison.json says of a sweep with --select; None of any other directory."""
+    said = read_derived(root / "comparison.json", schema.Object({}))
+    return said if "select" in said else None
+
+
+def _chosen(root: Path) -> list[Path] | None:
+    """The runs that a sweep with --select chose; None of any other directory."""
+    if (said := selection(root)) is None:
+        return None
+    names = [name for line in said["lines"] if line.get("chosen") for name in line["runs"]]
+    if not names:
+        raise InputError(
+            f"{root} is of a sweep with --select={said['select']['score']} that has chosen nothing yet. What it "
+            "chooses is shown when it has ended (the same command goes on with it), a single run by its own directory."
+        )
+    return [root / name for name in names]
 
 
 def output(text: str | None, paths: Sequence[Path], name: str) -> Path:

@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,12 @@ class _Part(NamedTuple):
     begun: bool
 
 
-def run(members: Sequence[Member], say: int = closing.ONE, runs_at_once: str = "auto") -> tuple[int, bool]:
+def run(
+    members: Sequence[Member],
+    say: int = closing.ONE,
+    runs_at_once: str = "auto",
+    begin: Callable[[], None] = lambda: None,
+) -> tuple[int, bool]:
     """Runs everything that is missing.
 
     Runs that differ in seed, rate and traced hyperparameters only share what is compiled, as far as
@@ -41,6 +46,7 @@ def run(members: Sequence[Member], say: int = closing.ONE, runs_at_once: str = "
       say: as `session.train_into` takes it.
       runs_at_once: how many of those that share it are trained as one program: a number, `all`, or
         `auto`: all on a single accelerator, else one after another.
+      begin: called before the first run, when nothing is refused any more.
 
     Returns:
       the first exit code that is not 0, and whether the user or a lost process ended it before its
@@ -54,6 +60,7 @@ def run(members: Sequence[Member], say: int = closing.ONE, runs_at_once: str = "
     found = [_found(member.path, member.config) for member in members]
     room: dict[str, Sequence[int]] = {}
     like: dict[str, Layout | None] = {}
+    begin()
     failed, left = 0, _parts(members, found, most)
     while left:
         part = left.pop(0)

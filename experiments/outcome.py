@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments import build, comparison, gather, plain, schema, scores, tables, targets, validation
-from experiments.files import read_derived, write_json, write_text
+from experiments import build, comparison, gather, plain, scores, tables, targets, validation
+from experiments.files import write_json, write_text
 from experiments.grid import Member
 from experiments.recorded import is_complete
 from fedjax_pfl import own
@@ -175,6 +175,7 @@ class Outcome(NamedTuple):
         done = [run.path for run in line.runs]
         return {
             "method": line.members[0].config.algo,
+            **({} if self.by is None else {"chosen": line in self.best}),
             "varied": line.members[0].varied,
             "seeds": [run.config.seed for run in line.runs],  # those of the values
             "runs": [path.name for path in done],
@@ -197,11 +198,13 @@ def read(members: Sequence[Member], by: Rule | None) -> Outcome:
     return Outcome(found, by, found if by is None else chosen(found, by))
 
 
-def chosen_by_validation(root: Path) -> str | None:
-    """comparison.md of a sweep with --select, which has test scores of the chosen only; None of any
-    other."""
-    text, said = root / "comparison.md", read_derived(root / "comparison.json", schema.Object({}))
-    return text.read_text(encoding="utf-8").rstrip() if "select" in said and text.is_file() else None
+def begin(members: Sequence[Member], root: Path, by: Rule | None) -> None:
+    """Records before the first run of a sweep with --select that nothing is chosen yet, so that no
+    command shows test scores of all its runs."""
+    if by is not None and gather.selection(root) is None:
+        root.mkdir(parents=True, exist_ok=True)
+        (root / "comparison.md").unlink(missing_ok=True)
+        write_json(root / "comparison.json", Outcome(lines(members), by, []).content())
 
 
 def show(members: Sequence[Member], root: Path, by: Rule | None = None, verbose: bool = False) -> None:

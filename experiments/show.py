@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from experiments import closing, comparison, courses, entry, flags, gather, outcome, published, report, schema, targets
+from experiments import closing, comparison, courses, entry, flags, gather, published, report, schema, targets
 from experiments.config import FREE, SETTINGS, Config
 from experiments.files import read_derived
 from experiments.gather import Found
@@ -78,8 +78,8 @@ def main(argv: list[str]) -> str:
     """What is shown of the runs of a command line."""
     words = flags.parse(argv, {}, words=True).words
     paths = gather.directories(words)
-    if len(words) == 1 and (chosen := outcome.chosen_by_validation(entry.directory(words[0]))):
-        return chosen
+    if len(words) == 1 and gather.selection(root := entry.directory(words[0])) and (root / "comparison.md").is_file():
+        return (root / "comparison.md").read_text(encoding="utf-8").rstrip()
     if len(paths) > 1:
         return comparison.table(paths)
     soft_wrap = not sys.stdout.isatty()  # a file gets whole lines

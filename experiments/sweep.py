@@ -55,7 +55,7 @@ def _swept(parsed: flags.Parsed) -> int:
     members = grid.members(user, root, parsed.get("seeds"))  # before anything runs
     by = outcome.rule(parsed.given["select"], members) if "select" in parsed.given else None
     say = closing.HELD_OUT if by else closing.ALL if parsed.get("verbose") else closing.ONE
-    failed, ended = many.run(members, say, parsed.get("runs_at_once", "auto"))
+    failed, ended = many.run(members, say, parsed.get("runs_at_once", "auto"), lambda: outcome.begin(members, root, by))
     if not ended:
         outcome.show(members, root, by, bool(parsed.get("verbose")))
     return failed

@@ -1,13 +1,14 @@
 """Grids of a sweep: which runs they are, and which combination validation examples choose."""
 
 import json
+import shutil
 import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from experiments import flags, grid, outcome, runs, session, settings, show, sweep
+from experiments import flags, gather, grid, outcome, runs, session, settings, show, sweep, tables
 from experiments.config import Config
 from experiments.gather import Found
 from experiments.grid import Member
@@ -144,6 +145,30 @@ def test_the_choice_is_by_the_mean_over_seeds_on_validation_examples(swept):
     before = out[: out.index("Chosen by")]
     assert "after local training" not in before  # test scores come only then
     assert show.main([str(root)]) == (root / "comparison.md").read_text().rstrip()  # as when it ended
+
+
+def test_other_commands_take_of_a_sweep_that_chooses_what_was_chosen(swept):
+    root, chosen = swept[0], ["fedavg-lr=0.1-seed0", "fedavg-lr=0.1-seed1"]
+    assert [path.name for path in gather.directories([str(root)])] == chosen
+    assert "lr=0.0001" not in tables.main([str(root)])
+    one = root / "fedavg-lr=0.0001-seed0"
+    assert gather.directories([str(one)]) == [one]  # a run that is named is shown
+
+
+def test_nothing_shows_test_scores_of_a_sweep_that_has_not_chosen_yet(swept, tmp_path):
+    root = tmp_path / "sweep"
+    shutil.copytree(swept[0], root)
+    words = ["--algo=fedavg", "--lr=0.0001,0.1", "--val_fraction=0.3", *TINY]
+    some = grid.members(flags.parse(words, grid.FLAGS).settings(), root, 2)
+    (root / "comparison.json").unlink()  # as after a sweep without --select, which has comparison.md, too
+    outcome.begin(some, root, Rule("acc", "max"))
+    assert not (root / "comparison.md").exists()
+    for command in (show, tables):
+        with pytest.raises(InputError, match=r"--select=val/acc that has chosen nothing yet. .*the same command"):
+            command.main([str(root)])
+    before = (swept[0] / "comparison.json").read_text()
+    outcome.begin(some, swept[0], Rule("acc", "max"))
+    assert (swept[0] / "comparison.json").read_text() == before  # what was chosen stays until something else is
 
 
 def test_values_stand_beside_the_seeds_that_have_them():
