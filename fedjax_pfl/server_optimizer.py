@@ -52,11 +52,15 @@ def optimized(
     Returns:
       a factory with one hyperparameter more, server_optimizer_lr in (0, inf), which is traced.
 
+    Raises:
+      InputError: `factory` is no method, or `optimizer` no function of the learning rate.
+
     Note:
       optax's Adam corrects the bias of its averages and has eps 1e-8; the paper does not, and takes
       beta_2 = 0.99 and tau = 1e-3 (`lambda lr: optax.adam(lr, b2=0.99, eps=1e-3)`).
     """
     factory = validate.method(factory)
+    validate.optimizer(optimizer, "A server optimizer", RATE)
 
     @functools.wraps(factory)
     def make(task: Task, *, server_optimizer_lr: Numeric = 1.0, **hparams: Any) -> Algorithm:

@@ -101,6 +101,12 @@ def test_what_averages_is_in_the_server_and_other_methods_are_refused():
                 optimized(factory)(given)
 
 
+def test_an_optimizer_of_a_fixed_rate_is_refused_by_its_name():
+    for given in (optax.sgd(1.0), lambda: optax.sgd(1.0), lambda lr: lr):
+        with pytest.raises(InputError, match="A server optimizer must be a function of the learning rate"):
+            optimized("fedavg", given)
+
+
 def test_the_mean_is_the_step_of_sgd_for_a_method_of_ones_own():
     given = toy.task()
     plain = toy.train(template.small_head, given, rounds=2).state

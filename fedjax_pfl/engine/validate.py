@@ -49,7 +49,7 @@ def task(given: Task) -> Task:
     epochs, steps = (0 if x is None else x for x in (given.epochs, given.steps))
     check("epochs", epochs, 0, LARGEST // passes, whole=True, why=why)
     check("steps", steps, 0, LARGEST // min(given.batch_size, 2**20), whole=True, why=_COUNTED)
-    _optimizer(given.optimizer)
+    optimizer(given.optimizer)
     _augment(given)
     return given
 
@@ -249,22 +249,28 @@ def _participation(given: Any) -> tuple[float, float]:
     return low, high
 
 
-def _optimizer(given: Any) -> None:
+def optimizer(given: Any, name: str = "optimizer", rate: str = "lr and its decay") -> None:
+    """Raises InputError unless it makes a transformation of gradients of a learning rate.
+
+    Args:
+      name: of the argument.
+      rate: the learning rate's name.
+    """
     try:
         made = given(0.1)
     except TypeError:  # not callable, or of other arguments
         made = None
     if not isinstance(made, optax.GradientTransformation):
         raise InputError(
-            "optimizer must be a function of the learning rate, such as optax.sgd or lambda lr: optax.sgd(lr, 0.9), "
-            f"not {type(given).__name__}: else lr and its decay would not reach it."
+            f"{name} must be a function of the learning rate, such as optax.sgd or lambda lr: optax.sgd(lr, 0.9), "
+            f"not {type(given).__name__}: else {rate} would not reach it."
         )
     weights = {part: {"kernel": jax.ShapeDtypeStruct((2, 2), jnp.float32)} for part in ("body", "head")}
     try:
         jax.eval_shape(lambda w: made.update(w, made.init(w), w), weights)
     except TypeError as error:
         if ") missing " in str(error):  # another argument of `update`; whatever else fails may be of these weights
-            raise InputError(f"optimizer asks for more than a gradient ({first_line(error)}): take another.") from error
+            raise InputError(f"{name} asks for more than a gradient ({first_line(error)}): take another.") from error
     except Exception:
         return
 
