@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from absl import logging
 from toy import SIZES, assert_close, assert_same
 
 from fedjax_pfl import averaging, keys, local, losses, simulate, trees
@@ -348,6 +349,16 @@ def test_pfedma_trains_as_fedma_and_predicts_what_it_has_trained():
     before, after = (toy.train("pfedma", MLP, rounds, fine_tune_epochs=MLP.epochs) for rounds in (2, 3))
     assert_same(after.state, train("fedma").state)
     assert_same(before.last, toy.rows(after.metrics.post, -1))
+
+
+@pytest.mark.parametrize("method", ["fedper", "fedrep", "fedbabu"])
+def test_a_network_without_a_body_to_share_is_said(method, monkeypatch):
+    said = []
+    monkeypatch.setattr(logging, "log_first_n", lambda level, text, n: said.append(text))
+    ALGORITHMS[method](MLP)
+    assert not said
+    ALGORITHMS[method](toy.task("linear"))
+    assert len(said) == 1 and "nothing is averaged" in said[0]
 
 
 def test_fedbabu_head_never_moves():

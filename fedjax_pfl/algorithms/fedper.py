@@ -11,6 +11,7 @@ federated image classification (ICLR 2022).
 from typing import Annotated, Literal
 
 import jax
+from absl import logging
 from annotated_types import Interval
 
 from fedjax_pfl import keys
@@ -20,12 +21,21 @@ from fedjax_pfl.models.order import layers
 from fedjax_pfl.types import Algorithm, Model, Task
 
 
+def _warn_without_body(task: Task) -> None:
+    if not jax.tree.leaves(task.model.bn_mask["body"]):
+        what = (
+            "this model is a head without a body, and FedPer, FedRep and FedBABU share the body: nothing is averaged."
+        )
+        logging.log_first_n(logging.WARNING, what, 1)
+
+
 def fedper(task: Task) -> Algorithm:
     """Shares the body and keeps the head, the last layer, personal; both are trained together.
 
     Note:
       The paper's personal layers before the last one are not built; see `lg_fedavg` for the mirror.
     """
+    _warn_without_body(task)
     return partial_averaging(task, split(task, ("head",)))
 
 
@@ -46,6 +56,7 @@ def fedrep(
       The loss is that of the body's phase, of the head's if body_epochs is 0. A last training of
       the head alone, after all rounds as in the authors' code, is not built.
     """
+    _warn_without_body(task)
     head = (Phase(("head",), head_epochs, keys.Client.HEAD_PHASE),) if head_epochs else ()
     body = () if head and body_epochs == 0 else (Phase(("body",), body_epochs),)
     return partial_averaging(task, split(task, ("head",)), phases=head + body)
@@ -106,6 +117,7 @@ def fedbabu(
       `post` scores are of the trained body. The last two are under a head that nobody trained, and
       say little.
     """
+    _warn_without_body(task)
     parts = FINE_TUNED[fine_tune]
     return partial_averaging(
         task,
