@@ -59,7 +59,8 @@ def task(
     Args:
       class_counts: [N, C] training examples of each client (`Federation.class_counts`).
       model: of every client, or several architectures: client i has model i mod G, unless
-        `architecture` [N] is given.
+        `architecture` [N] is given. One Model listed twice is one architecture, as in --model=mlp,mlp;
+        of two calls of `model` it is two, whatever they have in common.
       optimizer: lr -> optax.GradientTransformation.
       options: further fields of Task: epochs, steps (given alone, in place of epochs), rounds,
         participation, ...
@@ -87,7 +88,14 @@ def task(
         batch_size=batch_size,
         superclass=dataset.superclass,
     )
-    return validate.task(made._replace(**options))
+    return _distinct(validate.task(made._replace(**options)))
+
+
+def _distinct(task: Task) -> Task:
+    """The task with each Model once."""
+    models = list({id(model): model for model in task.models}.values())
+    places = np.array([next(i for i, x in enumerate(models) if x is model) for model in task.models])
+    return task._replace(models=tuple(models), architecture=places[task.architecture])
 
 
 def with_public(task: Task, public: Dataset) -> Task:

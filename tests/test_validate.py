@@ -456,3 +456,14 @@ def tiny(input_shape, num_classes, rngs, param_dtype):
 def test_steps_alone_are_the_local_work():
     made = make_task(steps=3)
     assert (made.epochs, made.steps) == (None, 3) and make_task().epochs == 1
+
+
+def test_a_model_that_is_listed_twice_is_one_architecture():
+    mlp, other = net(), normed()
+    twice = make_task(model=[mlp, mlp])
+    assert twice.models == (mlp,) and not twice.architecture.any()
+    n = twice.num_clients
+    mixed = make_task(model=[mlp, other, mlp])
+    assert mixed.models == (mlp, other) and mixed.architecture.tolist() == [[0, 1, 0][i % 3] for i in range(n)]
+    given = make_task(model=[other, mlp, other], architecture=[2, 1, *[0] * (n - 2)])
+    assert given.models == (other, mlp) and given.architecture.tolist() == [0, 1, *[0] * (n - 2)]
