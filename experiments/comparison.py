@@ -37,8 +37,8 @@ def table(workdirs: Sequence[Path]) -> str:
 
 
 def content(workdirs: Sequence[Path]) -> tuple[str, list[list[str]], list[str]]:
-    """What stands in `table`: its title; its rows, that of the headings first; and a note on every
-    run that is not complete."""
+    """What stands in `table`: its title; its rows, that of the headings first; and notes on runs
+    that are not complete, are there twice, or are of other settings."""
     found = _by_method(workdirs)
     headline, several = next(iter(found.values()))[0].headline, max(map(len, found.values())) > 1
     name = headline[0]
@@ -60,14 +60,15 @@ def content(workdirs: Sequence[Path]) -> tuple[str, list[list[str]], list[str]]:
         row.append(str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}")
         row += [_costs([cost(run) for run in runs if cost(run) is not None]) for cost in costs.values()]
         rows.append(row)
-    if floor := majority([run for runs in found.values() for run in runs], name):
+    every = [run for runs in found.values() for run in runs]
+    if floor := majority(every, name):
         said = mean_std(floor, functools.partial(scores.shown, name))
         known = dict(zip(points, (said, "-", said), strict=True))
         rows.append(["majority baseline", *(known.get(column, "-") for column in rows[0][1:])])
     unit = " in %" if scores.is_share(name) else ""
     spread = "; ± is the sample standard deviation over seeds" if several else ""
     title = f"{name}{unit}, mean over clients{' (and over seeds)' if several else ''}, after the last round{spread}:"
-    return title, rows, [*unfinished([run for runs in found.values() for run in runs]), *_twice(found)]
+    return title, rows, [*unfinished(every), *_twice(found), *gather.unlike(every)]
 
 
 def majority(runs: Sequence[Found], name: str) -> list[float]:

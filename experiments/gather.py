@@ -73,8 +73,8 @@ class Found(NamedTuple):
 
 def directories(words: Iterable[str]) -> list[Path]:
     """The run directories that a command line names, each once: itself, or those in the directory
-    of a sweep; what else is BESIDE them is left out. Of a sweep with --select they are the runs that
-    were chosen: the test scores of the others would invite a choice by them.
+    of a sweep; what else is BESIDE them is left out. Of a sweep with --select they are the runs
+    that were chosen: the test scores of the others would invite a choice by them.
 
     Raises:
       InputError: one of the words is neither, or there is none, or a sweep has not chosen yet.
@@ -180,6 +180,20 @@ def names(runs: Sequence[Found]) -> list[str]:
 _ENDS = ("stop_at", "patience", "unseen_rounds")  # may change on a resume, and change what comes out
 _APART = (*DATA, "algo", "seed", "preset")
 _OWN = [name for name in SETTINGS if (name not in FREE or name in _ENDS) and name not in _APART]
+
+
+def unlike(runs: Sequence[Found]) -> list[str]:
+    """A sentence on every setting that differs between methods and stands in no name of `names`."""
+    said = []
+    for name in _OWN:
+        values = [setting(run.config, name) for run in runs]
+        known, of_methods = grouped(runs, values), grouped(values, [run.config.algo for run in runs]).values()
+        if len(known) > 1 and any(len(set(of)) == 1 for of in of_methods):
+            whose = {value: dict.fromkeys(own.short(run.config.algo) for run in of) for value, of in known.items()}
+            text = {value: "not set" if value is None else _apart(value, known) for value in whose}
+            parts = [f"{text[value]} ({', '.join(methods)})" for value, methods in whose.items()]
+            said.append(f"Not all have the same {name}: {'; '.join(parts)}.")
+    return said
 
 
 def settings(runs: Sequence[Found], without: str = "") -> list[list[str]]:

@@ -59,8 +59,8 @@ def task(
     Args:
       class_counts: [N, C] training examples of each client (`Federation.class_counts`).
       model: of every client, or several architectures: client i has model i mod G, unless
-        `architecture` [N] is given. One Model listed twice is one architecture, as in --model=mlp,mlp;
-        of two calls of `model` it is two, whatever they have in common.
+        `architecture` [N] is given. One Model listed twice is one architecture, as in
+        --model=mlp,mlp; those of two calls of `model` are two.
       optimizer: lr -> optax.GradientTransformation.
       options: further fields of Task: epochs, steps (given alone, in place of epochs), rounds,
         participation, ...

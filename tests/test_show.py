@@ -207,6 +207,26 @@ def test_runs_are_called_by_what_they_differ_in(root):
     assert gather.labels(pathological) == ["fedavg", "fedavg"]  # of a partition without alpha
 
 
+def test_settings_that_differ_between_methods_are_said_below_the_table(root):
+    fedavg, local = (gather.read(root / f"{name}-seed0") for name in ("fedavg", "local"))
+    other = fedavg._replace(config=fedavg.config.replace(lr=0.5, model="mlp", features=7))
+    assert gather.unlike([fedavg, local]) == gather.unlike([fedavg, other]) == []  # of one method the names say it
+    assert gather.unlike([other, local]) == [
+        "Not all have the same lr: 0.5 (fedavg); 0.1 (local).",
+        "Not all have the same model: mlp (fedavg); linear (local).",
+        "Not all have the same features: 7 (fedavg); not set (local).",
+    ]
+    assert gather.unlike([fedavg, other, local])[0] == "Not all have the same lr: 0.1 (fedavg, local); 0.5 (fedavg)."
+
+
+def test_the_note_on_settings_stands_below_the_table(root, tmp_path):
+    path = shutil.copytree(root / "local-seed0", tmp_path / "local")
+    runs.write_json(path / "config.json", recorded.signed(runs.read_config(path).replace(lr=0.5)))
+    assert (
+        comparison.table([root / "fedavg-seed0", path]).splitlines()[-1].startswith("Not all have the same lr: 0.1 (")
+    )
+
+
 def rows_of(root, method):
     return [runs.read_rows(root / f"{method}-seed{k}" / "metrics.jsonl") for k in (0, 1)]
 

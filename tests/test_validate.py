@@ -204,7 +204,7 @@ WRONG = [
     (make_task, {"bn_stats": "Local"}, "Unknown bn_stats 'Local': did you mean 'local'?"),
     (make_task, {"bn_stats": None}, "Unknown bn_stats None"),
     (make_task, {"bn_stats": "batch", "model": normed()}, "bn_stats='batch' is of tasks whose models keep no"),
-    (make_task, {"bn_stats": "batch", "shared": normed()}, "make them with it, too"),
+    (make_task, {"bn_stats": "batch", "shared": normed()}, "make them with it too"),
     *((make_task, {"lr": x}, f"lr={x} is outside its range (0, inf)") for x in (0, -1, NAN, INF)),
     *((make_task, {"lr": x}, f"lr={x!r} must be a number") for x in ("fast", None, [0.1], True, 1j)),
     *(

@@ -82,9 +82,7 @@ def _variables(given: Task) -> None:
     if any(x.dtype == jnp.float64 for x in jax.tree.leaves(variables)):
         raise InputError("A model has variables of float64, and states are float32: build it with param_dtype=float32.")
     if given.bn_stats == "batch" and any(jax.tree.leaves(tree["stats"]) for tree in variables):
-        raise InputError(
-            "bn_stats='batch' is of tasks whose models keep no running statistics: make them with it, too."
-        )
+        raise InputError("bn_stats='batch' is of tasks whose models keep no running statistics: make them with it too.")
 
 
 def class_counts(given: Any, num_classes: int) -> np.ndarray:
@@ -250,12 +248,8 @@ def _participation(given: Any) -> tuple[float, float]:
 
 
 def optimizer(given: Any, name: str = "optimizer", rate: str = "lr and its decay") -> None:
-    """Raises InputError unless it makes a transformation of gradients of a learning rate.
-
-    Args:
-      name: of the argument.
-      rate: the learning rate's name.
-    """
+    """Raises InputError unless it makes a transformation of gradients of a learning rate; `name` and
+    `rate` are what the two are called."""
     try:
         made = given(0.1)
     except TypeError:  # not callable, or of other arguments
