@@ -99,3 +99,23 @@ def test_integers_beyond_int32_are_refused(tmp_path):
     np.savez(tmp_path / "large.npz", x=np.full((4, 3), 2**40), y=np.array([0, 1, 0, 1]))
     with pytest.raises(InputError, match="x has integers that int32 cannot hold"):
         datasets.load(f"npz:{tmp_path / 'large.npz'}")
+
+
+def test_a_network_of_tokens_says_which_argument_it_lacks():
+    said = "Text.body takes integers, and examples are float32: for tokens give input_dtype=jnp.int32"
+    for options in ({}, {"features": 8}):
+        with pytest.raises(InputError, match=said):
+            models.model(Text, (LENGTH,), CLASSES, **options)
+    with pytest.raises(ZeroDivisionError):  # what fails for another reason is the user's to read
+        models.model(lambda *given: Broken(*given), (LENGTH,), CLASSES)
+
+
+class Broken(Text):
+    def __init__(self, input_shape, num_classes, rngs):
+        super().__init__(input_shape, num_classes, rngs)
+        self.body = Fails()
+
+
+class Fails(nnx.Module):
+    def __call__(self, x):
+        return 1 / 0

@@ -1,5 +1,6 @@
 """What a network of a user's own may be: whatever a model cannot have is one sentence."""
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -51,10 +52,29 @@ def _variables(module: Any, may: Callable[[str], tuple[type[nnx.Variable[Any]], 
             )
 
 
-def features(module: Any, h: Any) -> None:
-    """InputError unless the body makes one array of a batch of two."""
+def output(module: Any, shape: Callable[[jax.ShapeDtypeStruct], Any], example: jax.ShapeDtypeStruct) -> Any:
+    """The shape of the body's features of a batch of two.
+
+    Raises:
+      InputError: they are not one array, or the body takes integers where the example has none.
+    """
+    try:
+        h = shape(example)
+    except Exception as error:
+        if jnp.issubdtype(example.dtype, jnp.floating) and _takes_integers(shape, example):
+            what = f"takes integers, and examples are {example.dtype}: for tokens give input_dtype=jnp.int32"
+            raise InputError(f"{type(module).__name__}.body {what}.") from error
+        raise
     if not isinstance(h, jax.ShapeDtypeStruct) or h.shape[:1] != (2,) or len(h.shape) < 2:
         raise InputError(f"{type(module).__name__}.body returns {h} of a batch of 2: it must be one array, [B, K].")
+    return h
+
+
+def _takes_integers(shape: Callable[[jax.ShapeDtypeStruct], Any], example: jax.ShapeDtypeStruct) -> bool:
+    with contextlib.suppress(Exception):
+        shape(jax.ShapeDtypeStruct(example.shape, jnp.int32))
+        return True
+    return False
 
 
 def network(module: nnx.Module) -> None:

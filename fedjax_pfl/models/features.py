@@ -3,6 +3,7 @@
 Axes: B batch, C classes, L features of the network itself, K features asked for.
 """
 
+import functools
 import inspect
 from typing import Any
 
@@ -76,7 +77,7 @@ def widened(
     """
     choose("width_by", by, WIDTH_BY)
     check("features", features, 1, 10**6, whole=True, why="the head has a row of weights for each")
-    h = jax.eval_shape(lambda x: _called(module.body, x, mask=None, train=False, rngs=None), example)
-    checks.features(module, h)
+    body = functools.partial(_called, module.body, mask=None, train=False, rngs=None)
+    h = checks.output(module, functools.partial(jax.eval_shape, body), example)
     project = layers.linear(h.shape[-1], features, rngs) if by == "linear" else None
     return Net(Widened(module.body, features, project), layers.linear(features, num_classes, rngs))

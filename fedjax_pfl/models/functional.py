@@ -100,8 +100,8 @@ def model(
         head is a new one.
       width_by: how, "pool" (adaptive average pooling) or "linear" (a trainable layer), see
         `features.widened`.
-      input_dtype: of a prepared example, such as jnp.int32 for tokens; networks of MODELS take
-        integers as float32.
+      input_dtype: of a prepared example, such as jnp.int32 for tokens (on the command line it is
+        that of the data); networks of MODELS take integers as float32.
 
     Returns:
       A Model; its variables are {"body": parameters, "head": parameters, "stats": the body's
@@ -109,7 +109,8 @@ def model(
 
     Raises:
       InputError: for an unknown name, a module without body or head, one that keeps state in other
-        places, or a batch norm that is not `layers.BatchNorm` or does not get `mask`.
+        places or takes inputs of another type, or a batch norm that is not `layers.BatchNorm` or
+        does not get `mask`.
     """
     checks.no_module(factory)
     named = not callable(factory) and not own.named(factory)  # in MODELS
@@ -152,8 +153,8 @@ def model(
             x = x.astype(jnp.float32)
         return run(variables["body"], variables["stats"], x, mask, train, key)
 
-    h = jax.eval_shape(extract, _parts(template, _nest), example)[0]
-    checks.features(template, h)
+    variables = _parts(template, _nest)
+    h = checks.output(template, lambda x: jax.eval_shape(extract, variables, x)[0], example)
     return Model(init, extract, head, apply, _parts(template, _marked), h.shape[-1])
 
 
