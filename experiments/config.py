@@ -152,6 +152,15 @@ def participation(text: str) -> tuple[float, float]:
     return parts[0], parts[1]
 
 
+def without_effect(config: Config) -> dict[str, str]:
+    """The settings that mean nothing in a run because of others, each with why."""
+    with_alpha = "dirichlet" in config.partition
+    found = {} if with_alpha else {"alpha": f"--partition={config.partition}"}
+    if with_alpha or config.partition in ("iid", "round_robin"):
+        found["classes_per_client"] = f"--partition={config.partition}"
+    return found if config.unseen else found | {"unseen_rounds": "--unseen=0"}
+
+
 def same(name: str, a: Any, b: Any) -> bool:
     """Are a recorded and a given value the same setting?"""
     if name == "model" and b == "auto":

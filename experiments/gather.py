@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from experiments import published, recorded, report, schema, scores
-from experiments.config import FREE, SETTINGS, Config
+from experiments.config import FREE, SETTINGS, Config, without_effect
 from experiments.entry import directory
 from experiments.files import Row, Rows, read_derived
 from experiments.plain import plural
@@ -204,10 +204,9 @@ def settings(runs: Sequence[Found], without: str = "") -> list[list[str]]:
 
 
 def setting(config: Config, name: str) -> Any:
-    """A setting of a run; None of one that means nothing for its partition."""
-    without = {"alpha": "dirichlet" not in config.partition, "classes_per_client": "dirichlet" in config.partition}
-    without["stop_at"] = (config.stop_at or "none").lower() == "none"
-    return None if without.get(name) else getattr(config, name)
+    """A setting of a run; None of one that has no effect there."""
+    off = without_effect(config).keys() | ({"stop_at"} if (config.stop_at or "none").lower() == "none" else set())
+    return None if name in off else getattr(config, name)
 
 
 def _differing(config: Config, others: Sequence[Config], names: Iterable[str]) -> list[str]:

@@ -1,5 +1,6 @@
 """The settings of a run: what presets and defaults fill in, and which may change on a resume."""
 
+import functools
 import json
 import math
 import os
@@ -8,8 +9,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from absl import logging
+
 from experiments import events, schema, stopping, targets
-from experiments.config import BY_FILE, FREE, SETTINGS, Config, check_fields, optimizers, participation, same
+from experiments.config import (
+    BY_FILE,
+    FREE,
+    SETTINGS,
+    Config,
+    check_fields,
+    optimizers,
+    participation,
+    same,
+    without_effect,
+)
 from experiments.presets import DEFAULT_PRESETS, PRESETS
 from experiments.values import number, typed_all
 from fedjax_pfl import own
@@ -46,7 +59,15 @@ def resolve(user: Mapping[str, Any]) -> Config:
     values["hparams"] = hyperparameters(factory) | before | typed_all(factory, user.get("hparams", {}))
     config = Config(**values)
     check_ranges(config)
+    for setting, why in without_effect(config).items():
+        if user.get(setting) is not None:
+            _warn(f"--{setting}={user[setting]} has no effect with {why}.")
     return events.check(config)
+
+
+@functools.cache
+def _warn(text: str) -> None:  # once, of all runs of a sweep
+    logging.warning("%s", text)
 
 
 def _of_file(text: str) -> Config:

@@ -234,3 +234,16 @@ def test_the_best_is_the_least_of_a_score_of_which_less_is_better():
     lines = [line("a", 3.0, 4.0), line("b", 1.0, 2.0), line("c", 0.5)]  # of c a run is missing
     assert [x.label for x in outcome.chosen(lines, Rule("error", "min"))] == ["b"]
     assert [x.label for x in outcome.chosen(lines, Rule("error", "max"))] == ["a"]
+
+
+def test_what_has_no_effect_is_said_once(monkeypatch):
+    said = []
+    monkeypatch.setattr(settings.logging, "warning", lambda text, *of: said.append(text % of))
+    settings._warn.cache_clear()
+    members("--algo=local,fedavg", "--alpha=0.5", "--classes_per_client=3", "--partition=pathological", "--seed=0,1")
+    members("--algo=local", "--alpha=0.5", "--classes_per_client=3", "--partition=dirichlet")
+    members("--algo=local", "--unseen_rounds=2", "--unseen=0.2")
+    assert said == [
+        "--alpha=0.5 has no effect with --partition=pathological.",
+        "--classes_per_client=3 has no effect with --partition=dirichlet.",
+    ]
