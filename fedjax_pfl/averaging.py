@@ -77,8 +77,8 @@ def check_linear_head(variables: PyTree, method: str) -> None:
 
 
 class Split(NamedTuple):
-    """Which leaves of the variables are sent to the server and which stay with the client: the only
-    place that knows `bn_stats`."""
+    """Which leaves of the variables are sent to the server and which stay with the client, as
+    `bn_stats` has it of running statistics."""
 
     task: Task
     personal: tuple[PyTree, ...]  # per architecture, a tree of Python booleans over the variables: True where it stays

@@ -102,7 +102,7 @@ class Client(NamedTuple):
     key: Array  # a function of (run, round, phase, id), not of the place in the cohort; None with phase=None
     train: Data
     val: Data
-    test: Data
+    test: Data  # for scores alone
     public: Data | None  # the pool of public examples
     class_counts: Array  # [C] int32, training examples of each class
     model: Model  # of the client's architecture; static
@@ -165,13 +165,13 @@ class State(NamedTuple):
     """What a method carries from round to round."""
 
     server: PyTree  # no client axis, or a leading N, by client id, where the server must see every client
-    clients: PyTree  # leading axis S; N by client id from `init`; between rounds by `placement`; parts may be Grouped
+    clients: PyTree  # `init`: leading axis N by client id; `round`: S, the clients of its cohort; parts may be Grouped
 
 
 class Metrics(NamedTuple):
     """What a round reports."""
 
-    loss: Any = None  # [S] mean training loss over the local steps, of the model that the Note says; required
+    loss: Any = None  # [S] mean training loss over the local steps, of the model that the method's Note names; required
     post: Any = None  # {score: [S]} right after local training (`evaluate.post`), the headline among them; required
     clients: dict[str, Array] = {}  # noqa: RUF012  # {name: [S]}, ignored where inactive; immutable by convention
     server: dict[str, Array] = {}  # noqa: RUF012  # {name: any shape}, such as mixing weights [N, N]
@@ -188,7 +188,7 @@ class Cohort(Protocol):
     the layout changes its rounding.
     """
 
-    ids: Array  # [S] int32, distinct; N or more in padding, where jax's indexing reads some row and writes nothing
+    ids: Array  # [S] int32, distinct; N or more in padding: x[ids] reads some row there, x.at[ids].set writes none
     active: Array  # [S] bool: takes part; the others are padding or have dropped out
     sizes: Array  # [S] int32 training examples; 0 where inactive
     trained: Array  # [S] bool: takes part and has training examples
@@ -244,16 +244,17 @@ class Cohort(Protocol):
         inactive."""
 
     def replicated(self, tree: PyTree) -> PyTree:
-        """The tree [S, ...] whole on every device, as a callback on the host, or another order of
-        its rows, needs it."""
+        """The tree [S, ...] whole on every device: call it before a callback on the host, or before
+        its rows are put in another order."""
 
 
 class Traffic(NamedTuple):
-    """The communication of one round per client, 0 where inactive (see `traffic.both_ways`)."""
+    """The communication of one round per client, integers, 0 where inactive (see
+    `traffic.both_ways`)."""
 
     down: Array  # [S] scalars received
     up: Array  # [S] scalars sent
-    ints: Array  # [S] integers and ids, both ways
+    ints: Array  # [S] integers and ids, both ways (class ids that key prototypes or logits: up alone)
     messages: Array  # [S] messages, both ways
     encrypted: Array | None = None  # [S] bytes of ciphertexts, both ways; None: nothing is encrypted
     public_data: Array | None = None  # [S] scalars of public examples received; None: whoever needs them has them
@@ -280,7 +281,7 @@ class Algorithm(NamedTuple):
     `keys.fold(c.key, stream)`, a stream being of `keys.Client` or another `keys.Stream`.
     """
 
-    init: Callable[[Array], State]  # key -> State, State.clients by client id
+    init: Callable[[Array], State]  # key -> State, State.clients by client id, each array of a dtype that was given
     round: Callable[[Array, State, Cohort], tuple[State, Metrics]]  # (key, State[S], Cohort) -> State[S], Metrics
     # (server, the client's entry of State.clients, client); called once per client, so it is here that a model is
     # fine-tuned before it predicts. c.key is that of the round's training: draw from keys.fold(c.key, ...)

@@ -73,7 +73,7 @@ def random_one(key: Array, cohort: Cohort) -> Array:
 score = functools.partial(averaging.score_beside, names=("large", "small"))
 
 
-def exchanged(task: Task, shared: Model) -> averaging.Split:
+def upload_split(task: Task, shared: Model) -> averaging.Split:
     """Which leaves of {"w", "theta", "alpha", "stats"} are sent: the extractor theta, and its
     running statistics unless they stay with bn_stats=local."""
     stays = averaging.split(task, variables=shared.bn_mask).personal[0]
@@ -143,12 +143,12 @@ def pfedafm(
       local work with its optimizer. The frozen extractor uses its running statistics and no
       dropout. `large_acc` and `small_acc` score the head on the client's own features and on the
       shared ones alone. In the authors' code one α and the optimizers' momentum pass from client to
-      client; here each client has its own, α's SGD with momentum 0.9. The loss is that of the first
-      phase.
+      client; here each client has its own, α's SGD with momentum 0.9. Loss and `post` are
+      of the first phase, so that `post` mixes in the extractor as received.
     """
     shared = small_model(task)
     phases = [("w", "alpha", "theta")] if training == "end_to_end" else [("w", "alpha"), ("theta",)]
-    split = exchanged(task, shared)
+    split = upload_split(task, shared)
 
     def optimizer(lr: Numeric) -> optax.GradientTransformation:  # each part clips its own gradient
         each = {"w": task.optimizer(lr), "theta": task.optimizer(lr), "alpha": bounded_sgd(lr_alpha, wd_alpha)}
