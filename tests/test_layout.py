@@ -3,9 +3,6 @@ it is kept."""
 
 import json
 import logging
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -196,11 +193,3 @@ def test_one_process_tries_for_all_with_its_part(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     experiment = build.prepare(settings.resolve({"algo": "fedavg", "model": "linear", "clients": 5}))
     assert layouts._part(experiment, 4) == (3, 2)
-
-
-def test_a_number_of_cpu_devices_that_was_set_stays():
-    set_first = "import jax; jax.config.update('jax_num_cpu_devices', 3)"
-    split = "from fedjax_pfl.engine import autotune; autotune.split_cpu(); print(len(jax.devices()))"
-    env = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"} | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", f"{set_first}; {split}"], env=env, capture_output=True, text=True)
-    assert done.stdout == "3\n", done.stderr

@@ -53,7 +53,7 @@ def split_cpu() -> None:
     `benchmarks.throughput`).
     """
     with contextlib.suppress(RuntimeError):  # it has started: the devices are what they are
-        said = jax.config.values["jax_num_cpu_devices"] >= 0 or "device_count" in os.environ.get("XLA_FLAGS", "")
+        said = "JAX_NUM_CPU_DEVICES" in os.environ or "device_count" in os.environ.get("XLA_FLAGS", "")
         if not said:
             jax.config.update("jax_num_cpu_devices", min(_cores(), 8))
 
