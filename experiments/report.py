@@ -129,9 +129,9 @@ def _place(key: str) -> tuple[str, str] | None:
 
 
 def rounds_behind(point: str, t: int) -> int:
-    """The rounds behind a score in the row of round t, which counts from 0: `post` has the local
-    training of that round, too."""
-    return t + (point == "post")
+    """The rounds behind a score in the row of round t, which counts from 0: `post` and
+    `post_latest` have the local training of that round, too."""
+    return t + (point in ("post", "post_latest"))
 
 
 class _Course(NamedTuple):

@@ -5,7 +5,7 @@ import re
 import pytest
 from matplotlib.figure import Figure
 
-from experiments import comparison, drawing, main, published, runs, settings, sweep
+from experiments import comparison, drawing, main, published, report, runs, settings, sweep
 from experiments.presets import PRESETS
 from fedjax_pfl.algorithms import ALGORITHMS
 
@@ -73,3 +73,7 @@ def test_what_was_measured_is_said_only_of_its_setting():
     assert all(re.search(rf"\b{method} [\d.]+", line) for method in ("local", "fedavg", "pfedc", "ditto"))
     assert published.beside(config.replace(seed=3)) == line
     assert published.beside(config.replace(clients=50)) is None
+
+
+def test_a_score_after_local_training_has_that_round_behind_it():
+    assert [report.rounds_behind(point, 2) for point in ("pre", "val", "post", "post_latest")] == [2, 2, 3, 3]
