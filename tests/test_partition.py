@@ -179,6 +179,11 @@ def test_pathological_pairs_are_random():
     assert len({tuple(np.flatnonzero(row)) for row in counts}) > 35  # of 45 pairs
 
 
+def test_a_client_may_have_more_shards_than_there_are_classes():
+    counts = _all_counts(DATA, spec="shards", num_clients=5, classes_per_client=40, seed=0)
+    assert (counts.sum(axis=1) == 400).all()  # 200 shards of 10 examples
+
+
 def test_shards_are_few_and_equal():
     counts = _all_counts(DATA, spec="shards", num_clients=50, classes_per_client=2, seed=0)
     assert set(counts.sum(axis=1)) == {40} and (counts > 0).sum(axis=1).max() <= 4

@@ -72,7 +72,7 @@ def partition(
       seed: of the assignment and of the order of every client's rows (so that any tail of them is a
         random holdout).
       alpha: Dirichlet concentration, in [1e-6, 1e6].
-      classes_per_client: k, in [1, C] (shards: shards a client).
+      classes_per_client: k, in [1, C] (shards: shards a client, in [1, n]).
       test_split: `pool`: official train and test examples together, each client's rows split at
         random (PFLlib's protocol); `official`: training examples are assigned, test examples in the
         same per-class proportions.
@@ -131,7 +131,8 @@ def _assign(rng: Any, spec: str, totals: np.ndarray, num_clients: int, alpha: fl
     if spec.startswith("dirichlet"):
         check("alpha", alpha, 1e-6, 1e6)
         return rule(rng, totals, num_clients, alpha)
-    k = _whole("classes_per_client", k, 1, len(totals), "there are so many classes")
+    of = (int(totals.sum()), "examples") if spec == "shards" else (len(totals), "classes")
+    k = _whole("classes_per_client", k, 1, of[0], f"there are so many {of[1]}")
     if spec == "label_groups":
         return rule(rng, totals, num_clients, k, least)
     return rule(rng, totals, num_clients, k)
