@@ -66,8 +66,14 @@ def main(argv: list[str]) -> str:
     entry.check_platform()
     rows = [["run", *COLUMNS]]
     for path in paths:
-        with phases.said(entry.errors(), f"Scoring {path}"):
-            found = scores(path, tasks)
+        try:
+            with phases.said(entry.errors(), f"Scoring {path}"):
+                found = scores(path, tasks)
+        except InputError as error:
+            if path == paths[-1] and len(rows) == 1:
+                raise
+            entry.errors().print(f"{path} is left out: {error}", markup=False, highlight=False)
+            continue
         rows.append([str(path), *(f"{100 * np.nanmean(found[score]):.2f}" for score in COLUMNS.values())])
     return plain.markdown(rows)
 

@@ -1,5 +1,7 @@
 """Finished runs scored task by task."""
 
+import shutil
+
 import numpy as np
 import pytest
 import toy
@@ -51,3 +53,15 @@ def test_what_cannot_be_asked_is_one_sentence(tmp_path):
     assert main.run([*TINY, "--algo=local", f"--workdir={tmp_path}"]) == 0
     with pytest.raises(InputError, match="single class"):
         within.main(["--tasks=class", str(tmp_path)])
+
+
+def test_a_run_that_cannot_be_scored_does_not_lose_the_others(tmp_path, capsys):
+    whole, torn = tmp_path / "a", tmp_path / "b"
+    assert main.run([*TINY, "--algo=local", f"--workdir={whole}"]) == 0
+    shutil.copytree(whole, torn)
+    shutil.rmtree(torn / "checkpoints")
+    table = within.main(["--tasks=consecutive:2", str(tmp_path)])
+    assert f"| {whole} |" in table and str(torn) not in table
+    assert f"{torn} is left out: " in capsys.readouterr().err.replace("\n", "")
+    with pytest.raises(InputError, match="checkpoint"):
+        within.main(["--tasks=consecutive:2", str(torn)])
