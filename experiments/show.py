@@ -1,10 +1,10 @@
 """Shows runs in the terminal: `python -m experiments.show RUN ...`.
 
-RUN is a run directory, or the directory of a sweep, which stands for all runs in it. One run is
-shown with its settings, what it said at its end, and all tables of scores; several as one table,
-their methods the best first, with mean and sample standard deviation over seeds, rounds, megabytes
-sent and seconds of training. A run that goes on or was interrupted is shown with what it has; its
-data need not be here.
+RUN is a run directory, or the directory of a sweep, which stands for all runs in it, or for those
+that --select chose. One run is shown with its settings, what it said at its end, and all tables of
+scores; several as one table, their methods the best first, with mean and sample standard deviation
+over seeds, rounds, megabytes sent and seconds of training. A run that goes on or was interrupted is
+shown with what it has; its data need not be here.
 """
 
 import sys
@@ -78,8 +78,6 @@ def main(argv: list[str]) -> str:
     """What is shown of the runs of a command line."""
     words = flags.parse(argv, {}, words=True).words
     paths = gather.directories(words)
-    if len(words) == 1 and gather.selection(root := entry.directory(words[0])) and (root / "comparison.md").is_file():
-        return (root / "comparison.md").read_text(encoding="utf-8").rstrip()
     if len(paths) > 1:
         return comparison.table(paths)
     soft_wrap = not sys.stdout.isatty()  # a file gets whole lines

@@ -144,13 +144,14 @@ def test_the_choice_is_by_the_mean_over_seeds_on_validation_examples(swept):
     assert "Chosen by val/acc: fedavg, lr=0.1." in out and "Chosen by" in (root / "comparison.md").read_text()
     before = out[: out.index("Chosen by")]
     assert "after local training" not in before  # test scores come only then
-    assert show.main([str(root)]) == (root / "comparison.md").read_text().rstrip()  # as when it ended
 
 
 def test_other_commands_take_of_a_sweep_that_chooses_what_was_chosen(swept):
     root, chosen = swept[0], ["fedavg-lr=0.1-seed0", "fedavg-lr=0.1-seed1"]
     assert [path.name for path in gather.directories([str(root)])] == chosen
-    assert "lr=0.0001" not in tables.main([str(root)])
+    for command in (show, tables):  # as the runs stand now
+        table = command.main([str(root)])
+        assert "fedavg" in table and "lr=0.0001" not in table
     one = root / "fedavg-lr=0.0001-seed0"
     assert gather.directories([str(one)]) == [one]  # a run that is named is shown
 
