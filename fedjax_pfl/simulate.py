@@ -93,9 +93,9 @@ def task(
 
 def _distinct(task: Task) -> Task:
     """The task with each Model once."""
-    models = list({id(model): model for model in task.models}.values())
-    places = np.array([next(i for i, x in enumerate(models) if x is model) for model in task.models])
-    return task._replace(models=tuple(models), architecture=places[task.architecture])
+    distinct = {id(model): model for model in task.models}
+    places = np.array([list(distinct).index(id(model)) for model in task.models])
+    return task._replace(models=tuple(distinct.values()), architecture=places[task.architecture])
 
 
 def with_public(task: Task, public: Dataset) -> Task:

@@ -281,7 +281,7 @@ class Algorithm(NamedTuple):
     `keys.fold(c.key, stream)`, a stream being of `keys.Client` or another `keys.Stream`.
     """
 
-    init: Callable[[Array], State]  # key -> State, State.clients by client id, each array of a dtype that was given
+    init: Callable[[Array], State]  # key -> State, State.clients by client id; give every array its dtype
     round: Callable[[Array, State, Cohort], tuple[State, Metrics]]  # (key, State[S], Cohort) -> State[S], Metrics
     # (server, the client's entry of State.clients, client); called once per client, so it is here that a model is
     # fine-tuned before it predicts. c.key is that of the round's training: draw from keys.fold(c.key, ...)

@@ -143,8 +143,8 @@ def pfedafm(
       local work with its optimizer. The frozen extractor uses its running statistics and no
       dropout. `large_acc` and `small_acc` score the head on the client's own features and on the
       shared ones alone. In the authors' code one α and the optimizers' momentum pass from client to
-      client; here each client has its own, α's SGD with momentum 0.9. Loss and `post` are
-      of the first phase, so that `post` mixes in the extractor as received.
+      client; here each client has its own, α's SGD with momentum 0.9. Loss and `post` are of the
+      first phase, after which the extractor of iterative training is still as received.
     """
     shared = small_model(task)
     phases = [("w", "alpha", "theta")] if training == "end_to_end" else [("w", "alpha"), ("theta",)]
