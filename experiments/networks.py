@@ -11,7 +11,7 @@ from chex import Numeric
 from experiments.config import Config
 from fedjax_pfl import own
 from fedjax_pfl.data import datasets
-from fedjax_pfl.engine import validate
+from fedjax_pfl.engine import callables
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import functional
 from fedjax_pfl.types import Model
@@ -70,7 +70,7 @@ def model(config: Config, dataset: datasets.Dataset, conv: str, name: str) -> Mo
     shape, dtype = prepared.shape[1:], prepared.dtype
     with own.blamed("model", name) if own.named(name) else contextlib.nullcontext():
         made = functional.model(name, shape, dataset.num_classes, *options, input_dtype=dtype)
-        validate.model(made, dataset)
+        callables.model(made, dataset)
     return made
 
 

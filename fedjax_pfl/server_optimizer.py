@@ -15,7 +15,7 @@ from annotated_types import Gt
 from chex import Numeric
 
 from fedjax_pfl import trees
-from fedjax_pfl.engine import validate
+from fedjax_pfl.engine import callables, validate
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.hyperparameters import method_name
 from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Predictor, PyTree, State, Task, Traffic
@@ -60,7 +60,7 @@ def optimized(
       beta_2 = 0.99 and tau = 1e-3 (`lambda lr: optax.adam(lr, b2=0.99, eps=1e-3)`).
     """
     factory = validate.method(factory)
-    validate.optimizer(optimizer, "A server optimizer", RATE)
+    callables.optimizer(optimizer, "A server optimizer", RATE)
 
     @functools.wraps(factory)
     def make(task: Task, *, server_optimizer_lr: Numeric = 1.0, **hparams: Any) -> Algorithm:

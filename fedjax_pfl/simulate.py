@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from fedjax_pfl.data.datasets import Dataset, checked, prepared
-from fedjax_pfl.engine import validate
+from fedjax_pfl.engine import callables, validate
 from fedjax_pfl.engine.loop import Compiled, compiled, rounds, rounds_at_once
 from fedjax_pfl.engine.method import Traced
 from fedjax_pfl.engine.program import Program, Round, program
@@ -68,7 +68,7 @@ def task(
     checked(dataset)
     models = tuple(model) if isinstance(model, Sequence) and not isinstance(model, Model | str) else (model,)
     for each in models:
-        validate.model(each, dataset)
+        callables.model(each, dataset)
     for name in options:
         choose("option of a task", name, Task._fields)
     if options.get("steps") is not None:

@@ -8,11 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from fedjax_pfl.algorithms.find import find
-from fedjax_pfl.data.datasets import Dataset, prepared
-from fedjax_pfl.errors import InputError, check, choose, first_line
+from fedjax_pfl.engine import callables
+from fedjax_pfl.errors import InputError, check, choose
 from fedjax_pfl.models.functional import BN_STATS
 from fedjax_pfl.types import Algorithm, Federation, Model, Subset, Task
 
@@ -49,8 +48,8 @@ def task(given: Task) -> Task:
     epochs, steps = (0 if x is None else x for x in (given.epochs, given.steps))
     check("epochs", epochs, 0, LARGEST // passes, whole=True, why=why)
     check("steps", steps, 0, LARGEST // min(given.batch_size, 2**20), whole=True, why=_COUNTED)
-    optimizer(given.optimizer)
-    _augment(given)
+    callables.optimizer(given.optimizer)
+    callables.augment(given)
     return given
 
 
@@ -98,43 +97,6 @@ def class_counts(given: Any, num_classes: int) -> np.ndarray:
             f"{num_classes}, and no count is negative."
         )
     return counts
-
-
-def model(given: Model, dataset: Dataset) -> None:
-    """Raises InputError unless the model takes the data set's inputs and has an output for each
-    class."""
-    if not isinstance(given, Model):
-        how = ": model(name, dataset.x.shape[1:], dataset.num_classes)" if isinstance(given, str) else ""
-        raise InputError(f"model={given!r} must be a Model, as fedjax_pfl.models.model makes it{how}.")
-    x = prepared(dataset)
-    variables = jax.eval_shape(given.init, jax.random.key(0))
-    try:
-        logits = jax.eval_shape(given.apply, variables, x)[0]
-    except Exception as error:  # of a user's network
-        raise InputError(_misfit(given, variables, x, dataset, error)) from error
-    shape, expected = getattr(logits, "shape", None), (2, dataset.num_classes)
-    if shape is None or shape[:-1] != expected[:-1]:
-        raise InputError(f"The model returns {logits} of a batch of 2: it must be logits [B, C], {list(expected)}.")
-    if shape != expected:
-        advice = "make it with dataset.num_classes"
-        raise InputError(
-            f"The model has {shape[-1]} outputs, but {dataset.name} has {dataset.num_classes} classes: {advice}."
-        )
-
-
-def _misfit(given: Model, variables: Any, x: Any, dataset: Dataset, error: Exception) -> str:
-    """Which part of a model does not take what it is given."""
-    try:
-        shape = jax.eval_shape(given.features, variables, x)[0].shape[1:]
-    except Exception:
-        shape = ()
-    if shape[-1:] == (given.num_features,):  # so wide are the features of inputs that fit
-        start, advice = f"The model's head does not take its body's features, of shape {shape}", "make it for as many"
-    else:
-        start = f"The model does not take the inputs of {dataset.name}, of shape {x.shape[1:]}"
-        raw = x.shape[1:] == dataset.x.shape[1:]
-        advice = f"make it with {'dataset.x.shape[1:]' if raw else 'that shape, which prepare makes'}"
-    return f"{start} ({first_line(error)}): {advice}."
 
 
 def method(factory: Callable[..., Algorithm] | str) -> Callable[..., Algorithm]:
@@ -245,43 +207,6 @@ def _participation(given: Any) -> tuple[float, float]:
     if low > high:
         raise InputError(f"participation={low}:{high} is a range from high to low: write it as {high}:{low}.")
     return low, high
-
-
-def optimizer(given: Any, name: str = "optimizer", rate: str = "lr and its decay") -> None:
-    """Raises InputError unless it makes a transformation of gradients of a learning rate; `name` and
-    `rate` are what the two are called."""
-    try:
-        made = given(0.1)
-    except TypeError:  # not callable, or of other arguments
-        made = None
-    if not isinstance(made, optax.GradientTransformation):
-        raise InputError(
-            f"{name} must be a function of the learning rate, such as optax.sgd or lambda lr: optax.sgd(lr, 0.9), "
-            f"not {type(given).__name__}: else {rate} would not reach it."
-        )
-    weights = {part: {"kernel": jax.ShapeDtypeStruct((2, 2), jnp.float32)} for part in ("body", "head")}
-    try:
-        jax.eval_shape(lambda w: made.update(w, made.init(w), w), weights)
-    except TypeError as error:
-        if ") missing " in str(error):  # another argument of `update`; whatever else fails may be of these weights
-            raise InputError(f"{name} asks for more than a gradient ({first_line(error)}): take another.") from error
-    except Exception:
-        return
-
-
-def _augment(given: Task) -> None:
-    if given.augment is None:
-        return
-    if not callable(given.augment):
-        raise InputError(f"augment={given.augment!r} must be a function, (key, x) -> x, or None.")
-    x = jax.ShapeDtypeStruct((given.batch_size, *given.input.shape), given.input.dtype)
-    batch = jax.eval_shape(given.prepare, x)
-    try:
-        found = jax.eval_shape(given.augment, jax.random.key(0), batch)
-    except Exception as error:  # of a user's function
-        raise InputError(f"augment fails ({first_line(error)}): it must be of JAX, (key, x) -> x.") from error
-    if getattr(found, "shape", None) != batch.shape:
-        raise InputError(f"augment makes {found} of a batch {list(batch.shape)}: it must keep the shape.")
 
 
 def _rows(part: str, rows: Subset, n: int) -> np.ndarray:
