@@ -28,7 +28,7 @@ class Outputs(NamedTuple):
     z: Array  # [B, C] logits
 
 
-# (trained parts, outputs of the own model, of the small one, batch) -> (what is minimised [], what is reported [])
+# (rows that are trained, outputs of the own model, of the small one, batch) -> (what is minimised [], what is reported)
 Objective = Callable[[PyTree, Outputs, Outputs, Batch], tuple[Array, Array]]
 
 
@@ -92,20 +92,20 @@ def learn(
             w = {**v[name], "stats": v["stats"][name]}
             h, stats[name] = model.features(w, batch.x, mask=batch.mask, train=True, key=key)
             out[name] = Outputs(h, model.head(w["head"], h))
-        value, reported = objective(v, out["own"], out["small"], batch)
+        value, reported = objective(v["rows"], out["own"], out["small"], batch)
         return value, stats, reported
 
     def apart(lr: Numeric) -> optax.GradientTransformation:
         one = task.optimizer(lr) if clip is None else optax.chain(clipped(clip), task.optimizer(lr))
-        return optax.multi_transform(dict.fromkeys(parts, one), {part: part for part in parts})
+        return local.per_part(dict.fromkeys(parts, one))
 
     v = {name: averaging.params(w) for name, (_, w) in models.items()}
-    v |= {name: mine[name] for name in also}
+    v["rows"] = {name: mine[name] for name in also}
     parts, v["stats"] = tuple(v), {name: w["stats"] for name, (_, w) in models.items()}
     v, (_, value) = local.sgd(c.key, data, loss, v, task._replace(optimizer=apart), train=parts, has_aux=True)
     w, theta = ({**v[name], "stats": v["stats"][name]} for name in models)
     upload, kept = small.split.send(theta)
-    return upload, {**mine, **{name: v[name] for name in also}, "w": w, "kept": kept}, value
+    return upload, {**mine, **v["rows"], "w": w, "kept": kept}, value
 
 
 def clipped(largest: Numeric) -> optax.GradientTransformation:

@@ -41,8 +41,7 @@ def fedrod(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
 
     # two optimizers, so that nothing of one head's gradient reaches the other
     def separate(lr: Numeric) -> optax.GradientTransformation:
-        groups = {"generic": task.optimizer(lr), "own": task.optimizer(lr)}
-        return optax.multi_transform(groups, {"body": "generic", "head": "generic", "own": "own"})
+        return local.per_part({"generic": task.optimizer(lr), "own": task.optimizer(lr)})
 
     def predictor(variables: PyTree, own: PyTree) -> Predictor:
         def predict(x: Array, mask: Array) -> Array:
@@ -59,18 +58,20 @@ def fedrod(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def client(c: Client, mine: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
-            def loss(variables: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
-                h, stats = model.features(variables, batch.x, mask=batch.mask, train=True, key=key)
-                z = model.head(variables["head"], h)
+            def loss(v: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
+                w = {**v["generic"], "stats": v["stats"]}
+                h, stats = model.features(w, batch.x, mask=batch.mask, train=True, key=key)
+                z = model.head(w["head"], h)
                 generic = losses.balanced_softmax(z, batch.y, batch.mask, c.class_counts, gamma)
-                return generic + personal_loss(task, variables["own"], h, z, batch), stats
+                return generic + personal_loss(task, v["own"]["head"], h, z, batch), stats
 
-            both = {**split.receive(state.server, mine["own"]), "own": mine["head"]}
+            w = split.receive(state.server, mine["own"])
+            v = {"generic": averaging.params(w), "own": {"head": mine["head"]}, "stats": w["stats"]}
             apart = task._replace(optimizer=separate)
-            both, value = local.sgd(c.key, c.train, loss, both, apart, train=("body", "head", "own"))
-            head = both.pop("own")
-            shared, own = split.send(both)
-            post = evaluate.post(cohort, c, predictor(both, head), averaging.score_beside)
+            v, value = local.sgd(c.key, c.train, loss, v, apart, train=("generic", "own"))
+            w, head = {**v["generic"], "stats": v["stats"]}, v["own"]["head"]
+            shared, own = split.send(w)
+            post = evaluate.post(cohort, c, predictor(w, head), averaging.score_beside)
             return shared, {"head": head, "own": own}, value, post
 
         w, (mine, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, default=state.server)

@@ -152,7 +152,7 @@ def pfedafm(
 
     def optimizer(lr: Numeric) -> optax.GradientTransformation:  # each part clips its own gradient
         each = {"w": task.optimizer(lr), "theta": task.optimizer(lr), "alpha": bounded_sgd(lr_alpha, wd_alpha)}
-        return optax.multi_transform(each, lambda params: {part: part for part in params})
+        return local.per_part(each)
 
     def train(c: Client, key: Array, v: PyTree, moving: tuple[str, ...]) -> tuple[PyTree, Array]:
         loss = objective(c.model, shared, moving)

@@ -1,0 +1,78 @@
+"""The task's optimizer: which parameters it sees, and what is said where it fails."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+import toy
+
+from fedjax_pfl import server_optimizer, simulate
+from fedjax_pfl.errors import InputError
+
+# where each state keeps what the name "head" stands for; the other parameters must move
+HEADS = {
+    "fml": lambda s: [s.server["head"], s.clients["w"]["head"]],
+    "fedkd": lambda s: [s.server["head"], s.clients["w"]["head"]],
+    "fedapen": lambda s: [s.server["head"], s.clients["w"]["head"]],
+    "pfedafm": lambda s: [s.clients["w"]["head"]],
+    "fedrod": lambda s: [s.server["head"], s.clients["head"]],
+    "apfl": lambda s: [s.server["head"], s.clients["v"]["head"]],
+    "ditto": lambda s: [s.server["head"], s.clients["v"]["head"]],
+}
+
+
+def frozen_heads(lr):
+    """SGD of what is not called "head"."""
+    label = lambda params: {part: "still" if part == "head" else "moving" for part in params}
+    return optax.multi_transform({"moving": optax.sgd(lr), "still": optax.set_to_zero()}, label)
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_an_optimizer_that_selects_by_name_sees_each_models_own_parts(method):
+    run = toy.train(method, toy.fitted(method, toy.net_of(method), optimizer=frozen_heads), rounds=2)
+    before, after = jax.device_get((run.begin, run.state))
+    toy.assert_close(HEADS[method](before), HEADS[method](after))
+    bodies = lambda state: [x for path, x in jax.tree.leaves_with_path(state) if "body" in str(path)]
+    for a, b in zip(bodies(before), bodies(after), strict=True):
+        assert not np.array_equal(a, b)
+
+
+def test_a_schedule_that_peaks_at_one_scales_the_learning_rate():
+    """The way that is named where a schedule asks for the value of lr."""
+    flat = optax.warmup_cosine_decay_schedule(1.0, 1.0, 2, 10**6)
+    scaled = toy.task(optimizer=lambda lr: optax.chain(optax.sgd(lr), optax.scale_by_schedule(flat)))
+    toy.assert_close(toy.train("fedavg", scaled, rounds=2).state, toy.train("fedavg", toy.task(), rounds=2).state)
+
+
+FAILING = {
+    "a mask of both parts where one is trained": (
+        "fedrep",
+        lambda lr: optax.masked(optax.sgd(lr), {"body": True, "head": False}),
+        "optimizer fails on parameters of the parts head",
+    ),
+    "gradients of single examples": (
+        "fedavg",
+        lambda lr: optax.chain(optax.contrib.differentially_private_aggregate(1.0, 0.1, 0), optax.sgd(lr)),
+        "optimizer fails on parameters of the parts body, head",
+    ),
+    "the norm of a gradient as a number": (
+        "fedavg",
+        lambda lr: optax.stateless(lambda g, _: jax.tree.map(lambda x: x if float(x.sum()) > 0 else -x, g)),
+        "asks for the value of the learning rate or of a gradient",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FAILING)
+def test_where_an_optimizer_fails_the_sentence_names_it(case):
+    method, optimizer, said = FAILING[case]
+    task = toy.task()._replace(optimizer=optimizer)  # what `task` finds in it at once is in test_validate
+    with pytest.raises(InputError, match=said):
+        simulate.program(method, task)
+
+
+def test_a_server_optimizer_that_fails_is_named():
+    masked = lambda lr: optax.masked(optax.sgd(lr), {"body": True})
+    method = server_optimizer.optimized("fedavg", masked)
+    with pytest.raises(InputError, match="A server optimizer fails on parameters of the parts body, head"):
+        simulate.program(method, toy.task())
