@@ -20,6 +20,7 @@ from fedjax_pfl.errors import InputError
 from fedjax_pfl.hyperparameters import method_name
 from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Predictor, PyTree, State, Task, Traffic
 
+NAME = "A server optimizer"
 RATE = "server_optimizer_lr"  # of the hyperparameter that the factory gets
 
 
@@ -60,7 +61,7 @@ def optimized(
       beta_2 = 0.99 and tau = 1e-3 (`lambda lr: optax.adam(lr, b2=0.99, eps=1e-3)`).
     """
     factory = validate.method(factory)
-    callables.optimizer(optimizer, "A server optimizer", RATE)
+    callables.optimizer(optimizer, NAME, RATE)
 
     @functools.wraps(factory)
     def make(task: Task, *, server_optimizer_lr: Numeric = 1.0, **hparams: Any) -> Algorithm:
@@ -70,7 +71,7 @@ def optimized(
                 f"{method_name(factory)} cannot have a server optimizer: its Algorithm names no means of the clients' "
                 "weights in State.server (`averages`), from which it would step."
             )
-        return _wrapped(method, optimizer(server_optimizer_lr))
+        return _wrapped(method, callables.guarded(optimizer, NAME)(server_optimizer_lr))
 
     known, kind = inspect.signature(factory), inspect.Parameter.KEYWORD_ONLY
     rate = inspect.Parameter(RATE, kind, default=1.0, annotation=Annotated[float, Gt(0)])

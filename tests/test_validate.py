@@ -22,6 +22,7 @@ from fedjax_pfl.types import Subset
 
 NAN, INF = float("nan"), float("inf")
 KEYS = jax.random.split(jax.random.key(0), 2)
+SCHEDULE = "let its peak be 1 and scale by it, optax.chain"
 
 
 @functools.cache
@@ -230,7 +231,10 @@ WRONG = [
     (make_task, {"drop_last": 2}, "drop_last=2 must be True or False"),
     (make_task, {"optimizer": optax.sgd(0.1)}, "optimizer must be a function of the learning rate"),
     (make_task, {"optimizer": "sgd"}, "optimizer must be a function of the learning rate"),
-    (make_task, {"optimizer": lambda lr: lr}, "optimizer must be a function of the learning rate"),
+    (make_task, {"optimizer": lambda lr: lr}, "and this one returns float"),
+    (make_task, {"optimizer": lambda lr: optax.MultiSteps(optax.sgd(lr), 2)}, "and this one returns MultiSteps"),
+    (make_task, {"optimizer": lambda lr: optax.sgd(optax.warmup_cosine_decay_schedule(0, lr, 2, 9))}, SCHEDULE),
+    (make_task, {"optimizer": lambda lr: optax.sgd(float(lr))}, SCHEDULE),
     (make_task, {"optimizer": lambda: optax.sgd(0.1)}, "optimizer must be a function of the learning rate"),
     (make_task, {"epoch": 2}, "Unknown option of a task 'epoch': did you mean 'epochs'?"),
     (make_task, {"optimizer": optax.lbfgs}, "optimizer asks for more than a gradient"),

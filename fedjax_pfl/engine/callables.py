@@ -1,5 +1,7 @@
 """The functions that a program hands to the library, checked: networks, optimizers, augmentations."""
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -7,7 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_pfl.data.datasets import Dataset, prepared
-from fedjax_pfl.errors import InputError, first_line
+from fedjax_pfl.engine import contract
+from fedjax_pfl.errors import InputError, first_line, in_one_line
 from fedjax_pfl.types import Model, Task
 
 
@@ -49,25 +52,79 @@ def _misfit(given: Model, variables: Any, x: Any, dataset: Dataset, error: Excep
 
 
 def optimizer(given: Any, name: str = "optimizer", rate: str = "lr and its decay") -> None:
-    """Raises InputError unless it makes a transformation of gradients of a learning rate; `name` and
-    `rate` are what the two are called."""
+    """Raises InputError unless it makes a transformation of gradients of a learning rate, which may
+    be traced; `name` and `rate` are what the two are called."""
     try:
         made = given(0.1)
     except TypeError:  # not callable, or of other arguments
         made = None
     if not isinstance(made, optax.GradientTransformation):
+        what = f"this one returns {type(made).__name__}" if callable(given) and made is not None else "this is none"
         raise InputError(
-            f"{name} must be a function of the learning rate, such as optax.sgd or lambda lr: optax.sgd(lr, 0.9), "
-            f"not {type(given).__name__}: else {rate} would not reach it."
+            f"{name} must be a function of the learning rate that returns an optax.GradientTransformation, such as "
+            f"optax.sgd or lambda lr: optax.sgd(lr, 0.9), and {what}: else {rate} would not reach it."
         )
     weights = {part: {"kernel": jax.ShapeDtypeStruct((2, 2), jnp.float32)} for part in ("body", "head")}
+
+    def step(lr: Any, w: Any) -> Any:
+        made = given(lr)
+        return made.update(w, made.init(w), w)
+
     try:
-        jax.eval_shape(lambda w: made.update(w, made.init(w), w), weights)
+        jax.eval_shape(step, 0.1, weights)
+    except contract.TRACED as error:
+        raise InputError(_of_a_value(given, name, error)) from error
     except TypeError as error:
         if ") missing " in str(error):  # another argument of `update`; whatever else fails may be of these weights
             raise InputError(f"{name} asks for more than a gradient ({first_line(error)}): take another.") from error
     except Exception:
         return
+
+
+def guarded(given: Callable[..., optax.GradientTransformation], name: str = "optimizer") -> Callable[..., Any]:
+    """The optimizer as it is; where it fails on what a method trains, InputError says so."""
+
+    @contextlib.contextmanager
+    def blamed(params: Any = None) -> Iterator[None]:
+        try:
+            yield
+        except InputError:
+            raise
+        except contract.TRACED as error:
+            raise InputError(_of_a_value(given, name, error)) from error
+        except Exception as error:
+            parts = f" of the parts {', '.join(map(str, params))}" if isinstance(params, dict) else ""
+            raise InputError(
+                f"{name} fails on parameters{parts} ({in_one_line(error)}): a method may train one part of a model, or "
+                "several models; let masks and labels be functions of the parameters, and need only the gradient."
+            ) from error
+
+    def make(lr: Any) -> optax.GradientTransformation:
+        with blamed():
+            made = given(lr)
+
+        def init(params: Any) -> Any:
+            with blamed(params):
+                return made.init(params)
+
+        def update(gradient: Any, state: Any, params: Any = None) -> Any:
+            with blamed(params):
+                return made.update(gradient, state, params)
+
+        return optax.GradientTransformation(init, update)
+
+    return make
+
+
+def _of_a_value(given: Any, name: str, error: Exception) -> str:
+    """What to say where Python asks for the value of something traced."""
+    line = contract.own_line(given, error)
+    where = type(error).__name__ + (f", at {line}" if line else "")
+    return (
+        f"{name} asks for the value of the learning rate or of a gradient ({where}), which a compiled round does not "
+        "have: use jnp.where; for a schedule, let its peak be 1 and scale by it, optax.chain(optax.sgd(lr), "
+        "optax.scale_by_schedule(schedule))."
+    )
 
 
 def augment(given: Task) -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from fedjax_pfl import hyperparameters
 from fedjax_pfl.algorithms import ANY_ARCHITECTURE
-from fedjax_pfl.engine import contract
+from fedjax_pfl.engine import callables, contract
 from fedjax_pfl.errors import ArchitectureError, ContractError, InputError, in_one_line
 from fedjax_pfl.types import Algorithm, Array, Task
 
@@ -40,6 +40,7 @@ def bound(
             f"{name} needs clients of one architecture, and there are {len(task.models)}: methods for several are "
             f"{', '.join(ANY_ARCHITECTURE)}."
         ) from None
+    task = task._replace(optimizer=callables.guarded(task.optimizer))
     traced = {name: float(value) for name, value in hparams.items() if known[name].traced and value is not None}
     static = {name: value for name, value in hparams.items() if name not in traced}
 
