@@ -383,6 +383,17 @@ def test_a_state_and_a_key_of_other_kinds_are_taken():
         with pytest.raises(InputError, match="The state is not one of this program"):
             validate.state(wrong, tree)
     validate.key(jax.random.PRNGKey(0))
+    validate.key(jax.random.key(0, impl="threefry2x32"))
+
+
+@pytest.mark.parametrize("kind", ["rbg", "unsafe_rbg"])
+def test_a_key_whose_draws_depend_on_the_others_is_refused(kind):
+    """JAX draws from the first of the keys that are vmapped, so a width would change results."""
+    said = f"The key is of the kind {kind}, whose draws under jax.vmap depend on the other keys"
+    with pytest.raises(InputError, match=said):
+        validate.key(jax.random.key(0, impl=kind))
+    with jax.default_prng_impl(kind), pytest.raises(InputError, match=said):
+        validate.key(jax.random.PRNGKey(0))
 
 
 def test_a_factory_without_arguments_gets_a_sentence():

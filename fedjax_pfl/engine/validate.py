@@ -145,10 +145,17 @@ def client(task: Task, id: Any) -> None:
 
 
 def key(given: Any) -> None:
-    """Raises InputError unless it is one random key."""
+    """Raises InputError unless it is one random key, of a kind whose draws do not depend on what
+    else is vmapped."""
     typed = jax.dtypes.issubdtype(getattr(given, "dtype", None), jax.dtypes.prng_key)
     if np.shape(given) != (() if typed else jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape):
         raise InputError("The key must be a single one, as jax.random.key(0) makes it.")
+    kind = str(jax.random.key_impl(given) if typed else jax.config.jax_default_prng_impl)  # type: ignore[attr-defined]
+    if kind in ("rbg", "unsafe_rbg"):  # one draw of the first key serves all that are vmapped
+        raise InputError(
+            f"The key is of the kind {kind}, whose draws under jax.vmap depend on the other keys, so that results "
+            "would depend on the width: take jax.random.key(0, impl='threefry2x32'), or unset JAX_DEFAULT_PRNG_IMPL."
+        )
 
 
 def state(given: Any, wanted: Any) -> None:

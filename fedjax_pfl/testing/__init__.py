@@ -3,9 +3,10 @@
 
 from collections.abc import Callable
 
+import jax
 import numpy as np
 
-from fedjax_pfl.engine import program
+from fedjax_pfl.engine import program, validate
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.hyperparameters import method_name
 from fedjax_pfl.testing import synthetic
@@ -54,6 +55,7 @@ def check_algorithm(factory: Callable[..., Algorithm], task: Task | None = None)
     given = synthetic.task() if task is None else task
     if len(given.models) != 1 or not np.array_equal(given.sizes, synthetic.SIZES):
         raise InputError("check_algorithm needs a Task made by testing.task, with clients of one architecture.")
+    validate.key(jax.random.key(0))  # the rules draw from keys of the default kind
     with mistakes(factory):
         program.program(factory, given)
     made = subject(factory, given)
