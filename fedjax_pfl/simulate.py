@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from fedjax_pfl.data.datasets import Dataset, checked, prepared
+from fedjax_pfl.data.federate import public_classes
 from fedjax_pfl.engine import callables, validate
 from fedjax_pfl.engine.loop import Compiled, compiled, rounds, rounds_at_once
 from fedjax_pfl.engine.method import Traced
@@ -99,20 +100,21 @@ def _distinct(task: Task) -> Task:
 
 
 def with_public(task: Task, public: Dataset) -> Task:
-    """The task with a pool of public examples, those of `federate(..., public=public)`.
+    """The task with a pool of public examples, those of `federate(..., public=public)`; where every y
+    is -1 they have no labels.
 
     Raises:
       InputError: they cannot be prepared, or prepared are not like the clients' own examples.
     """
-    batch = jax.ShapeDtypeStruct(public.x.shape, public.x.dtype)
+    classes, batch = public_classes(public), jax.ShapeDtypeStruct(public.x.shape, public.x.dtype)
     own = jax.eval_shape(task.prepare, jax.ShapeDtypeStruct((1, *task.input.shape), task.input.dtype))
-    pool = prepared(checked(public))
+    pool = prepared(public)
     if (own.shape[1:], own.dtype) != (pool.shape[1:], pool.dtype):
         raise InputError(
             f"Public examples must be like the clients' own, {own.dtype}{list(own.shape[1:])} prepared, but those of "
             f"{public.name} are {pool.dtype}{list(pool.shape[1:])}."
         )
-    return task._replace(public=batch, prepare_public=public.prepare, public_classes=public.num_classes)
+    return task._replace(public=batch, prepare_public=public.prepare, public_classes=classes)
 
 
 def curve(

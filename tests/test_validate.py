@@ -440,10 +440,34 @@ def test_without_compilation_it_is_the_same_run():
 
 
 def test_another_pool_of_public_examples_is_refused():
-    program = toy.program(ALGORITHMS["fedmd"], toy.task("linear"))
-    for pool in (None, toy.federation().public._replace(x=jnp.zeros((3, *toy.SHAPE)))):
-        with pytest.raises(InputError, match="public examples are not the task's"):
-            next(simulate.rounds(program, jax.random.key(0), toy.federation()._replace(public=pool), rounds=1))
+    task, pool = toy.task("linear")._replace(public_classes=3), toy.federation().public
+    program = toy.program(ALGORITHMS["fedmd"], task, {"public_epochs": 0})
+    others = {
+        "public examples are not the task's float32": (
+            None,
+            pool._replace(x=jnp.zeros((3, *toy.SHAPE))),
+            pool._replace(x=pool.x.astype(jnp.int32)),
+        ),
+        r"have labels -1\.\.-1, but those of the task 3 classes": (pool._replace(y=jnp.full_like(pool.y, -1)),),
+        r"have labels 3\.\.3, but those of the task 3 classes": (pool._replace(y=jnp.full_like(pool.y, 3)),),
+    }
+    for said, pools in others.items():
+        for other in pools:
+            with pytest.raises(InputError, match=said):
+                next(simulate.rounds(program, jax.random.key(0), toy.federation()._replace(public=other), rounds=1))
+
+
+def test_public_examples_may_have_no_labels():
+    """Every y is -1: then nothing can train on labels, and what needs none runs."""
+    unlabelled = blobs()._replace(y=np.full(len(blobs().y), -1))
+    task, given = simulate.with_public(given_task(), unlabelled), federate(blobs(), partitioned(), public=unlabelled)
+    assert task.public_classes == 0 and make_public().public_classes == toy.C
+    with pytest.raises(InputError, match="Training on public examples needs their labels"):
+        simulate.program("fedmd", task, {"public_epochs": 1})
+    program = toy.program(ALGORITHMS["fedmd"], task, {"public_epochs": 0})
+    assert next(simulate.rounds(program, jax.random.key(0), given, rounds=1)).metrics
+    with pytest.raises(InputError, match=r"has 4 classes but labels -1\.\.3"):
+        make_public(y=np.append(blobs().y[1:], -1))
 
 
 def test_an_optimizer_for_some_of_the_weights_and_an_augmentation_are_accepted():

@@ -23,7 +23,8 @@ def federate(
       partition: rows of N clients; their order is kept, so any tail is a random holdout.
       room: the least widths of `index` in train, val and test: partitions of which all have room
         share a compiled program, and nothing else depends on it.
-      public: whose examples are the public pool; None: there is none.
+      public: whose examples are the public pool, all with y = -1 if they have no labels; None: there
+        is no pool.
 
     Returns:
       a Federation whose `val.index` may be [N, 0]. Widths are rounded up by at most an eighth, so
@@ -35,11 +36,23 @@ def federate(
     """
     checked(dataset)
     if public is not None:
-        check_inputs(public)
+        public_classes(public)
     partition = checked_rows("partition", partition, dataset)
     examples = Examples(jnp.asarray(dataset.x), jnp.asarray(dataset.y))
     pool = None if public is None else Examples(jnp.asarray(public.x), jnp.asarray(public.y))
     return _federation(dataset, partition, room, examples, pool)
+
+
+def public_classes(public: Dataset) -> int:
+    """Returns the number of a public pool's classes; 0 if it has no labels, which is every y -1.
+
+    Raises:
+      InputError: as of `checked`.
+    """
+    check_inputs(public)
+    if not np.array_equal(public.y, np.full(len(public.x), -1)):
+        return checked(public).num_classes
+    return 0
 
 
 def others(federation: Federation, dataset: Dataset, partition: Partition, room: Sequence[int] = ROOM) -> Federation:

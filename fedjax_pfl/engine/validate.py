@@ -13,7 +13,7 @@ from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.engine import callables
 from fedjax_pfl.errors import InputError, check, choose
 from fedjax_pfl.models.functional import BN_STATS
-from fedjax_pfl.types import Algorithm, Federation, Model, Subset, Task
+from fedjax_pfl.types import Algorithm, Examples, Federation, Model, Subset, Task
 
 LARGEST = 2**31 - 1  # steps and examples are counted in int32
 _COUNTED = "it is counted in 32 bits"
@@ -187,10 +187,7 @@ def federation(task: Task, given: Federation) -> None:
         )
     if not np.array_equal(given.class_counts, task.class_counts) or not np.array_equal(given.train.size, task.sizes):
         raise InputError(f"The federation's clients hold other training examples than the task's: {_ONE_SOURCE}.")
-    if task.public is not None and (given.public is None or given.public.x.shape != task.public.shape):
-        raise InputError(
-            f"The federation's public examples are not the task's {task.public.shape}: make both of one pool."
-        )
+    _public(task, given.public)
     x, y = given.examples
     if len(x) != len(y):
         raise InputError(f"The federation's examples have {len(x)} inputs x but {len(y)} labels y: {_ONE_SOURCE}.")
@@ -202,6 +199,23 @@ def federation(task: Task, given: Federation) -> None:
                 f"The federation has labels {labels.min()}..{labels.max()} in {part}, but the task has "
                 f"{task.num_classes} classes: {_ONE_SOURCE}."
             )
+
+
+def _public(task: Task, given: Examples | None) -> None:
+    """Raises InputError unless the public examples are the task's."""
+    wanted = task.public
+    if wanted is None:
+        return
+    if given is None or (given.x.shape, given.x.dtype) != (wanted.shape, wanted.dtype):
+        raise InputError(
+            f"The federation's public examples are not the task's {wanted.dtype}{list(wanted.shape)}: make both of one "
+            "pool."
+        )
+    if task.public_classes and not (np.min(given.y) >= 0 and np.max(given.y) < task.public_classes):
+        raise InputError(
+            f"The federation's public examples have labels {np.min(given.y)}..{np.max(given.y)}, but those of the task "
+            f"{task.public_classes} classes: make both of one pool."
+        )
 
 
 def _participation(given: Any) -> tuple[float, float]:
