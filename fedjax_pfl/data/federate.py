@@ -23,8 +23,8 @@ def federate(
       partition: rows of N clients; their order is kept, so any tail is a random holdout.
       room: the least widths of `index` in train, val and test: partitions of which all have room
         share a compiled program, and nothing else depends on it.
-      public: whose examples are the public pool, all with y = -1 if they have no labels; None: there
-        is no pool.
+      public: whose examples are the public pool, each with y = -1 if they have no labels; None: no
+        pool.
 
     Returns:
       a Federation whose `val.index` may be [N, 0]. Widths are rounded up by at most an eighth, so

@@ -1,4 +1,4 @@
-"""The functions that a program hands to the library, checked: networks, optimizers, augmentations."""
+"""Functions that a program hands to the library, checked: networks, optimizers, augmentations."""
 
 import contextlib
 from collections.abc import Callable, Iterator
