@@ -159,6 +159,8 @@ def curve(
 def _check_traced(program: Program, values: Traced) -> None:
     """InputError for values that are not of the program's traced hyperparameters, or out of their
     ranges; tracers pass."""
+    if not isinstance(values, dict):
+        raise InputError(f"traced={values!r} must be {{name: value}}: {{}} for the program's own values.")
     for name, value in values.items():
         choose("traced hyperparameter", name, program.traced)
         if name in ("lr", "lr_decay") and not isinstance(value, jax.core.Tracer):

@@ -15,7 +15,7 @@ from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.data import datasets, partitioners
 from fedjax_pfl.data.federate import federate, others
-from fedjax_pfl.engine import validate
+from fedjax_pfl.engine import unseen, validate
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import nets
 from fedjax_pfl.types import Subset
@@ -84,10 +84,14 @@ def whole_curve(change=lambda f: f, **options):
     return simulate.curve(compiled(), given.pop("key"), given.pop("traced"), change(federation()), **given)
 
 
-def ask(id):
+def ask(id=0, x=None):
     program, key = compiled(), jax.random.key(0)
     state = jax.eval_shape(program.init, key, program.traced)
-    return program.predict(key, program.traced, federation(), state, 0, id, blobs().x[:2])
+    return program.predict(key, program.traced, federation(), state, 0, id, blobs().x[:2] if x is None else x)
+
+
+def unseen_of(method):
+    return unseen.scorer(method, given_task(), given_task())
 
 
 def run_short():
@@ -225,6 +229,7 @@ WRONG = [
     *((make_task, {"participation": (0.1, x)}, f"participation={x} is outside") for x in (0, 1.5, -0.1, NAN)),
     (make_task, {"participation": (0.9, 0.1)}, "write it as 0.1:0.9"),
     (make_task, {"participation": (0.1, 0.2, 0.3)}, "must be a number, or a range of two"),
+    (make_task, {"participation": np.array([0.1, 0.2, 0.3])}, "must be a number, or a range of two"),
     (make_task, {"participation": "half"}, "participation='half' must be a number"),
     (make_task, {"participation": None}, "participation=None must be a number"),
     (make_task, {"drop_last": "yes"}, "drop_last='yes' must be True or False"),
@@ -299,7 +304,14 @@ WRONG = [
     (whole_curve, {"traced": {"lr": -0.1}}, "lr=-0.1 is outside"),
     (whole_curve, {"traced": {"lamb": 1.0}}, "Unknown traced hyperparameter 'lamb'"),
     (whole_curve, {"change": other_clients}, "The federation has 4 clients, but the task was made for 5"),
-    *((ask, {"id": x}, f"There is no client {x}: ids are 0 to 4") for x in (-1, 5, 99)),
+    (whole_curve, {"traced": None}, "traced=None must be {name: value}: {} for"),
+    *((ask, {"id": x}, f"There is no client {x}: ids are 0 to 4") for x in (-1, 5, 99, 1.5, 1.0, "1", [1])),
+    (ask, {"x": blobs().x[0]}, "x is [6]: it must be a batch of raw inputs, [B, 6]; of one example take x[None]"),
+    (ask, {"x": blobs().x[:, :5].tolist()}, "x is [200, 5]: it must be a batch"),
+    (ask, {"x": 1.0}, "x is []: it must be a batch"),
+    (unseen_of, {"method": "ditt"}, "Unknown algo 'ditt': did you mean 'ditto'?"),
+    (make_task, {"shared": "mlp"}, "shared='mlp' must be a Model"),
+    (make_task, {"architecture": np.zeros(5)}, "architecture is of float64: it must hold for each client"),
     *(
         (divide, {"dataset": {"y": y[:-1]}, "spec": spec}, "200 inputs x but 199 labels")
         for spec in ("iid", "dirichlet")

@@ -9,13 +9,14 @@ Reference: Yan & Long, Personalization disentanglement for federated learning (I
 """
 
 import functools
+import math
 from typing import Annotated, Any, Literal
 
 import jax
 from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, evaluate, keys, local, trees
-from fedjax_pfl.errors import choose
+from fedjax_pfl.errors import check, choose
 from fedjax_pfl.models import strided, vae
 from fedjax_pfl.numerics import dva_phases
 from fedjax_pfl.types import (
@@ -52,6 +53,7 @@ def _networks(task: Task, latent: int, personal: int, hidden: int, head: str) ->
     shape = jax.eval_shape(task.prepare, raw).shape[1:]
     classes = None if choose("head", head, ("none", *dva_phases.HEADS)) == "none" else task.num_classes
     widths = strided.channels(shape, hidden)
+    check("hidden", hidden, 2 ** len(widths), math.inf, why=f"of {len(widths)} convolutions the first has 2 channels")
     return _built(shape, latent, personal, tuple(widths), classes, bn_stats=task.bn_stats)
 
 
@@ -66,7 +68,7 @@ def feddva(
     *,
     latent: Annotated[int, Interval(ge=1, le=1_000_000)] = 4,
     personal: Annotated[int, Interval(ge=1, le=1_000_000)] = 4,
-    hidden: Annotated[int, Ge(1)] = 512,
+    hidden: Annotated[int, Ge(4)] = 512,
     alpha: Annotated[float, Ge(0)] = 1.0,
     beta: Annotated[float, Ge(0)] = 0.75,
     xi: Annotated[float, Ge(0)] = 8.0,
@@ -85,9 +87,9 @@ def feddva(
       latent: d_z, dimensions of what is common, in [1, 1000000]; 4 in the paper, 8 where it
         classifies.
       personal: d_c, dimensions of what is a client's own, in [1, 1000000], likewise.
-      hidden: channels in [1, inf) of the last convolution, each before it having half: 512 as
-        published (64 to 512 for 28 and 32 pixels a side, 32 to 512 for 64), 128 a network of a
-        sixteenth.
+      hidden: channels in [4, inf) of the last convolution, each before it having half, the first at
+        least 2 (so 16 for 28 and 32 pixels a side): 512 as published (64 to 512 for 28 and 32
+        pixels a side, 32 to 512 for 64), 128 a network of a sixteenth.
       alpha: weight of KL(q(z|x) || N(0, I)) (α) in [0, inf); 1 in the paper.
       beta: weight of the personal regulariser R_c (β) in [0, inf); 0.75 in the paper, 1 in its
         code.

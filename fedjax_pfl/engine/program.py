@@ -189,6 +189,7 @@ def _predict(
         rows: StateRows, key: Array, traced: Traced, f: Federation, state: State, t: Array, id: int | Array, x: Array
     ) -> PyTree:
         validate.client(task, id)
+        x = validate.inputs(task, x)
         method, group = algorithm(traced, t), int(task.architecture[int(id)]) if len(task.models) > 1 else 0
         ids = jnp.asarray(id, jnp.int32)[None]
         lengths = tuple(int(g == group) for g in range(len(task.models)))

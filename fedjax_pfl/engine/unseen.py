@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.engine import contract
+from fedjax_pfl.engine import contract, validate
 from fedjax_pfl.engine.program import program
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.hyperparameters import method_name
@@ -18,7 +18,7 @@ Scored = dict[str, dict[str, Array]]  # {"unseen" or "unseen_post": {score: [U]}
 
 
 def scorer(
-    factory: Callable[..., Algorithm],
+    factory: Callable[..., Algorithm] | str,
     trained: Task,
     unseen: Task,
     hparams: dict[str, Any] | None = None,
@@ -44,6 +44,7 @@ def scorer(
     Raises:
       InputError: the method has no way for such clients (`obstacle`).
     """
+    factory = validate.method(factory)
     if why := obstacle(factory, trained, hparams):
         raise InputError(f"{method_name(factory)} cannot personalise unseen clients: {why}.")
     stays: Callable[[Array, PyTree, PyTree], PyTree] = lambda key, upload, default: default

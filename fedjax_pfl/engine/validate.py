@@ -13,7 +13,7 @@ from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.engine import callables
 from fedjax_pfl.errors import InputError, check, choose
 from fedjax_pfl.models.functional import BN_STATS
-from fedjax_pfl.types import Algorithm, Examples, Federation, Model, Subset, Task
+from fedjax_pfl.types import Algorithm, Array, Examples, Federation, Model, Subset, Task
 
 LARGEST = 2**31 - 1  # steps and examples are counted in int32
 _COUNTED = "it is counted in 32 bits"
@@ -29,9 +29,9 @@ def task(given: Task) -> Task:
     given = given._replace(
         participation=_participation(given.participation), architecture=np.asarray(given.architecture)
     )
-    for model in given.models:
-        if not isinstance(model, Model):
-            raise InputError(f"model={model!r} must be a Model, as fedjax_pfl.models.model makes it.")
+    for name, model in (*(("model", each) for each in given.models), ("shared", given.shared)):
+        if not isinstance(model, Model) and (name, model) != ("shared", None):
+            raise InputError(f"{name}={model!r} must be a Model, as fedjax_pfl.models.model makes it.")
     _architectures(given)
     _variables(given)
     check("lr", given.lr, 0, math.inf, open_low=True)
@@ -65,7 +65,9 @@ def batches(given: Task) -> None:
 def _architectures(given: Task) -> None:
     """Raises InputError unless every client has one of the task's models, and every model a
     client."""
-    of = np.asarray(given.architecture)
+    of = given.architecture
+    if of.dtype.kind not in "iu":
+        raise InputError(f"architecture is of {of.dtype}: it must hold for each client the index of its model, [N].")
     if of.shape != (given.num_clients,) or sorted(set(of.tolist())) != list(range(len(given.models))):
         raise InputError(
             f"There are {len(given.models)} architectures and {given.num_clients} clients: each client needs one, and "
@@ -140,8 +142,18 @@ def client(task: Task, id: Any) -> None:
     if isinstance(id, jax.core.Tracer):
         if len(task.models) > 1:
             raise InputError("With several architectures the client id must be a Python integer: it chooses the model.")
-    elif not 0 <= int(id) < task.num_clients:
+    elif np.ndim(id) or not isinstance(id, int | np.integer | jax.Array) or not 0 <= int(id) < task.num_clients:
         raise InputError(f"There is no client {id}: ids are 0 to {task.num_clients - 1}.")
+
+
+def inputs(task: Task, x: Any) -> Array:
+    """Returns a batch of raw inputs; InputError unless it is [B, *input]."""
+    if np.shape(x)[1:] != task.input.shape or not np.ndim(x):
+        shape = ", ".join(map(str, ("B", *task.input.shape)))
+        raise InputError(
+            f"x is {list(np.shape(x))}: it must be a batch of raw inputs, [{shape}]; of one example take x[None]."
+        )
+    return jnp.asarray(x)
 
 
 def key(given: Any) -> None:
@@ -220,6 +232,7 @@ def _public(task: Task, given: Examples | None) -> None:
 
 def _participation(given: Any) -> tuple[float, float]:
     """A fraction, or a range of them."""
+    given = given.tolist() if isinstance(given, np.ndarray | jax.Array) else given
     if len(pair := given if isinstance(given, tuple | list) else (given, given)) != 2:
         raise InputError(f"participation={given!r} must be a number, or a range of two.")
     for value in pair:
