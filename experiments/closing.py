@@ -39,7 +39,7 @@ def show(console: Console, run: RunDirectory, experiment: build.Experiment, say:
         for line in lines(found, run.rows, c, experiment.examples):
             console.print(line)
     warn(console, run.rows, experiment)
-    if c.targets:
+    if targets.given(c.targets):
         targets.show(console, run.rows, c, account.flops(experiment), headline)
     if text := published.sentence(c, experiment.examples):
         console.print(text)

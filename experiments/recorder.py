@@ -134,7 +134,7 @@ class Recorder:
     def _summarise(self, status: str) -> None:
         """Writes summary.json."""
         rows, experiment, config = self._run.rows, self._experiment, self._experiment.config
-        flops = account.flops(experiment) if config.targets else None
+        flops = account.flops(experiment) if targets.given(config.targets) else None
         spent = functools.reduce(targets.Spent.after, rows, targets.Spent())
         done, totals = spent.rounds, spent.total(flops)
         content = {"status": status, "rounds": done, "seconds": self._clock.seconds()}
@@ -143,7 +143,7 @@ class Recorder:
         content |= {"work": work | ({"flops_per_example": flops._asdict()} if flops else {})}
         if status == "complete" and (why := self.why()) and done < config.rounds:
             content |= {"ended": {"why": why} | stopping.given(config)}
-        if config.targets:
+        if targets.given(config.targets):
             content |= {"targets": targets.summary(rows, config, flops, experiment.headline)}
         content |= {"examples": experiment.examples}
         content |= {"preset": published.comparison(config.replace(rounds=done), experiment.examples)}

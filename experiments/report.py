@@ -25,7 +25,7 @@ HELD_OUT = {"val": "validation, before"}  # of the examples that --val_fraction 
 WITH_UNSEEN = POINTS | HELD_OUT | {"unseen": "unseen before", "unseen_post": "unseen after"}  # clients not in training
 _SUFFIXES = (*(suffix for suffix in STATISTICS.values() if suffix), "_clients")
 _TAIL = 10  # evaluations that a mean is taken of, if there are so many
-_BEST = "chosen on the test examples, so optimistic"
+_BEST, _BEST_HELD_OUT = "chosen on the test examples, so optimistic", "chosen on the validation examples"
 _LINES = 20  # at most, where the output is no terminal
 _BYTES = 4  # of a float32 or an int32
 
@@ -140,12 +140,12 @@ class _Course(NamedTuple):
     best: tuple[int, float]
     tail: tuple[tuple[int, float], ...]  # the last `_TAIL`
 
-    def said(self) -> Row:
-        """The last, the best and the mean of the last ten, each with what it is."""
-        values = [value for _, value in self.tail]
+    def said(self, point: str) -> Row:
+        """The last, the best and the mean of the last ten at a point, each with what it is."""
+        values, note = [value for _, value in self.tail], _BEST_HELD_OUT if point in HELD_OUT else _BEST
         return {
             "last": {"round": self.tail[-1][0], "value": values[-1]},
-            "best": {"round": self.best[0], "value": self.best[1], "note": _BEST},
+            "best": {"round": self.best[0], "value": self.best[1], "note": note},
             "mean_of_last": {"evaluations": len(values), "value": float(np.mean(values))},
         }
 
@@ -203,7 +203,7 @@ def summary(rows: Iterable[Row], headline: Headline = ACCURACY) -> Row:
                 ends[point, name] = found
     names = scores.ordered((name for point, name in courses if point != "post_latest"), headline)
     results = {
-        point: {n: ends[point, n] | {"course": courses[point, n].said()} for n in names if (point, n) in ends}
+        point: {n: ends[point, n] | {"course": courses[point, n].said(point)} for n in names if (point, n) in ends}
         for point in WITH_UNSEEN
     }
     said = {"score": headline[0], "better": headline[1]}

@@ -70,7 +70,7 @@ def one(console: Console, run: Found) -> None:
         console.print(line)
     console.print()
     report.tables(console, run.said)
-    if run.config.targets:
+    if targets.given(run.config.targets):
         targets.show(console, run.rows, run.config, courses.flops(run), run.headline)
 
 

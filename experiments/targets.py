@@ -35,9 +35,14 @@ MARK, BASELINE = "*", "no more than the majority baseline scores: always the cli
 _ROUNDING = 1e-6  # scores are float32: a mean of tenths may miss 0.9 by less
 
 
+def given(text: str | None) -> bool:
+    """Does --targets ask for the rounds to a score?"""
+    return text is not None and text.lower() != "none"
+
+
 def parse(text: str | None) -> tuple[str | None, tuple[float, ...]]:
     """Reads --targets: levels apart by commas, and in front the score that they are of, as
-    `acc:0.8,0.9`.
+    `acc:0.8,0.9`; `none` is no text.
 
     Levels are in (0, 1] but for a named score that is no share of examples, as
     `reconstruction:40,30`.
@@ -50,9 +55,9 @@ def parse(text: str | None) -> tuple[str | None, tuple[float, ...]]:
       InputError: a level is not a number, or out of its range; whether a run has the score is for
         `check_score`.
     """
-    if text is None:
+    if not given(text):
         return None, LEVELS
-    name, colon, numbers = text.rpartition(":")
+    name, colon, numbers = str(text).rpartition(":")
     try:
         found = {float(word) for word in numbers.split(",")}
     except ValueError:

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
 
 class InputError(ValueError):
     """A value the user gave that cannot work; the message is one sentence for the user."""
@@ -58,6 +60,8 @@ def check(
     if not below or not (number < high if open_high or math.isinf(high) else number <= high):
         span = interval(low, high, open_low=open_low, open_high=open_high)
         raise InputError(f"{name}={value} is outside its range {span}{why and f': {why}'}.")
+    if not whole and abs(number) > FLOAT32_MAX:
+        raise InputError(f"{name}={value} is infinite in float32, in which it is computed with.")
 
 
 def interval(low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> str:

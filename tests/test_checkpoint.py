@@ -62,6 +62,28 @@ def assert_equal(a, b):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.parametrize("more", [1, 30])
+def test_a_checkpoint_that_goes_while_it_is_read_gives_way_to_the_next(tmp_path, monkeypatch, more):
+    """A run writes on: the last one listed is deleted by the time it is opened."""
+    check, left = checkpoint._check_digests, iter(range(more))
+
+    def late(folder):
+        if next(left, None) is not None:
+            for step in (int(folder.name) + 1, int(folder.name) + 2):
+                checkpoint.save(tmp_path, step, tree())
+        check(folder)
+
+    checkpoint.save(tmp_path, 1, tree())
+    monkeypatch.setattr(checkpoint, "_check_digests", late)
+    if more == 1:
+        step, found = checkpoint.restore(tmp_path, tree())
+        assert step == 3
+        assert_equal(found, tree())
+    else:
+        with pytest.raises(InputError, match="faster than they can be read: wait for its end"):
+            checkpoint.restore(tmp_path, tree())
+
+
 def test_a_tree_comes_back_whole(tmp_path):
     checkpoint.save(tmp_path, 5, tree())
     step, back = checkpoint.restore(tmp_path, jax.eval_shape(tree))

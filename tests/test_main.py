@@ -493,13 +493,15 @@ def test_compile_time_is_the_union_of_its_spans():
 
 
 def test_the_course_of_a_score():
-    keys = [f"pre/acc{suffix}" for suffix in report.STATISTICS.values()]
+    keys = [f"{point}/acc{suffix}" for point in ("pre", "val") for suffix in report.STATISTICS.values()]
     rows = [{"round": t} | dict.fromkeys(keys, value) for t, value in enumerate((0.1, 0.9, 0.9, None, 0.5))]
     results = report.summary(iter(rows))["scores"]  # read once
     course = results["pre"]["acc"]["course"]
     assert course["last"] == {"round": 4, "value": 0.5} and course["best"]["round"] == 1
     assert course["mean_of_last"] == {"evaluations": 4, "value": pytest.approx(0.6)}
     assert not results["post"]
+    notes = [results[point]["acc"]["course"]["best"]["note"] for point in ("pre", "val")]
+    assert notes == ["chosen on the test examples, so optimistic", "chosen on the validation examples"]
 
 
 BAD = [

@@ -89,6 +89,11 @@ def test_targets_that_cannot_be(text):
         targets.parse(text)
 
 
+def test_none_asks_for_no_targets():
+    """As of a run whose --targets another one is not to have."""
+    assert targets.parse("none") == targets.parse(None) and not targets.given("none") and targets.given("0.5")
+
+
 def test_targets_are_sorted_and_single():
     assert targets.parse("0.9,0.8, 0.9") == (None, (0.8, 0.9))
     assert targets.parse("acc_present:0.9,0.8") == ("acc_present", (0.8, 0.9))

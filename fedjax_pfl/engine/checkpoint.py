@@ -26,6 +26,7 @@ from fedjax_pfl.errors import InputError, first_line
 from fedjax_pfl.types import PyTree
 
 KEEP = 2  # checkpoints that stay
+_TRIES = 20  # to read the last one, while a run writes others
 _NOTHING = "nothing"  # what is stored of a state without leaves
 _SLACK = 2**18  # bytes that a checkpoint takes beside its arrays
 
@@ -78,14 +79,24 @@ def restore(path: str | Path, like: PyTree) -> tuple[int, PyTree]:
     Raises:
       InputError: there is none, it is damaged, or it belongs to something else.
     """
-    found = steps(path)
-    if not found:
-        raise InputError(f"There is no checkpoint in {path}.")
-    folder = Path(path).absolute() / str(found[-1])
-    _check_digests(folder)
-    leaves = _read(folder)
-    _check_same(folder, leaves, _named(like))
-    return found[-1], _filled(like, leaves)
+    step, leaves = _last(path)
+    _check_same(Path(path).absolute() / str(step), leaves, _named(like))
+    return step, _filled(like, leaves)
+
+
+def _last(path: str | Path) -> tuple[int, dict[str, np.ndarray]]:
+    """The last step and its leaves; a run that goes on may delete them while they are read."""
+    for _ in range(_TRIES):
+        if not (found := steps(path)):
+            raise InputError(f"There is no checkpoint in {path}.")
+        folder = Path(path).absolute() / str(found[-1])
+        try:
+            _check_digests(folder)
+            return found[-1], _read(folder)
+        except (InputError, OSError):
+            if steps(path)[-1:] == found[-1:]:  # nobody has written a later one
+                raise
+    raise InputError(f"The run writes checkpoints to {path} faster than they can be read: wait for its end.")
 
 
 def _read(folder: Path) -> dict[str, np.ndarray]:
