@@ -17,9 +17,8 @@ from experiments.unseen import Unseen
 from fedjax_pfl import own, server_optimizer, simulate
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data import datasets, federate, marks, partitioners, tfds
-from fedjax_pfl.engine import host_state, validate
+from fedjax_pfl.engine import host_state, validate, vectorized
 from fedjax_pfl.engine.unseen import among
-from fedjax_pfl.engine.xla import computation
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import layers
 from fedjax_pfl.types import Algorithm, Federation, Model, State, Task
@@ -248,33 +247,18 @@ def check_growth(experiment: Experiment, before: int) -> None:
     `before`."""
     if experiment.config.rounds == before:
         return
-    if _trace(experiment, before) != _trace(experiment, experiment.config.rounds):
+    if lowered(experiment, before) != lowered(experiment):
         raise InputError(
             f"{experiment.config.algo} has a schedule over the rounds, so rounds cannot grow from {before} to "
             f"{experiment.config.rounds}: start a new run with --workdir."
         )
 
 
-def _trace(experiment: Experiment, rounds: int) -> str:
-    """The round as text."""
-    program = experiment.program(rounds=rounds)
-    return computation(program.round, *_arguments(experiment, program), jax.ShapeDtypeStruct((), jnp.bool))
-
-
-def lowered(experiment: Experiment) -> str:
-    """A digest of all that a run compiles; runs that have the same differ in arguments only."""
-    program = experiment.program(rounds=experiment.config.rounds)
-    key, values, *rest = _arguments(experiment, program)
-    wanted = jax.ShapeDtypeStruct((), jnp.bool)
-    arguments = {program.init: (), program.evaluate: rest, program.round: (*rest, wanted)}
-    texts = [jax.jit(function).lower(key, values, *more).as_text() for function, more in arguments.items()]
-    return hashlib.sha256("".join(texts).encode()).hexdigest()
-
-
-def _arguments(experiment: Experiment, program: simulate.Program) -> tuple[Any, ...]:
-    """Key, traced hyperparameters, federation, state and round, as far as a trace asks for them."""
-    key, t = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), jnp.int32)
-    return key, traced_shapes(program), experiment.federation, experiment.state_shapes(), t
+def lowered(experiment: Experiment, rounds: int | None = None) -> str:
+    """A digest of all that a run of so many rounds, or of its own, compiles; runs that have the same
+    differ in arguments only."""
+    program = experiment.program(rounds=experiment.config.rounds if rounds is None else rounds)
+    return vectorized.lowered(program, experiment.federation._replace(placement=program.placement))
 
 
 def data_digest(dataset: datasets.Dataset) -> str:

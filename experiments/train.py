@@ -51,7 +51,7 @@ def compiled(experiments: Sequence[build.Experiment], layout: Layout) -> Batch:
     programs = [validation.scored(each, layouts.program(each, layout)) for each in experiments]
     program, key, federation = programs[0], experiments[0].key, experiments[0].federation
     if len(experiments) > 1:
-        program, federation = simulate.vectorized(programs, [each.federation for each in experiments])
+        program, federation = simulate.vectorized(programs, [e.federation for e in experiments], checked=False)
         key = jax.numpy.stack([each.key for each in experiments])
     functions = simulate.compiled(program, key, federation, **_intervals(experiments[0]))
     layouts.check_memory(functions.memory, experiments[0], layout)

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 import toy
+from flax import nnx
 from test_devices import on_host, program_of
 from test_together import plain
 from toy import assert_close
@@ -16,6 +17,7 @@ from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.engine import vectorized
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.models import layers, nets
 
 KEYS = jax.random.split(jax.random.key(3), 2)
 RATES = (0.05, 0.2)
@@ -134,6 +136,44 @@ def test_runs_that_differ_in_a_constant_are_refused(name):
         simulate.vectorized([first, simulate.program(task=task, checked=False, **changed)], [f, f])
 
 
+def dropping(rate):
+    """A network with dropout, which its predictions do not show."""
+
+    class Body(nnx.Module):
+        def __init__(self, rngs):
+            self.inner, self.drop = layers.linear(toy.SHAPE[0], 8, rngs), nnx.Dropout(rate)
+
+        def __call__(self, x, train=False, rngs=None):
+            return self.drop(self.inner(x), deterministic=not train, rngs=rngs)
+
+    net = lambda shape, classes, rngs: nets.Net(Body(rngs), layers.linear(8, classes, rngs))
+    return toy.task(models=(models.model(net, toy.SHAPE, toy.C),))
+
+
+def started(factor):
+    """A network whose variables start larger, of the same predictions."""
+    model = toy.task().models[0]
+    return toy.task(models=(model._replace(init=lambda key: jax.tree.map(lambda x: factor * x, model.init(key))),))
+
+
+def centred(mean):
+    """Inputs less a constant within a jitted function."""
+    mean = jnp.full((1, *toy.SHAPE), mean)
+    return toy.task(prepare=jax.jit(lambda x: x - mean))
+
+
+@pytest.mark.parametrize("make", [dropping, started, centred])
+def test_programs_that_differ_in_what_their_parts_do_not_show_are_refused(make):
+    """As a whole they are compared, too."""
+    f = toy.federation()
+    same, other = (toy.program("fedavg", make(x)) for x in (0.1, 0.5))
+    again = toy.program("fedavg", make(0.1))
+    assert simulate.vectorized([same, again], [f, f])
+    assert simulate.vectorized([same, other], [f, f], checked=False)
+    with pytest.raises(InputError, match="but what run 1 computes is not what the first does"):
+        simulate.vectorized([same, other], [f, f])
+
+
 def test_what_cannot_be_traced_is_the_same_where_it_is_one_object():
     """Optimizers of weights that the network has not, built apart or once."""
     make = lambda: lambda lr: optax.masked(optax.sgd(lr), {"encoder": True})
@@ -143,7 +183,7 @@ def test_what_cannot_be_traced_is_the_same_where_it_is_one_object():
         simulate.program("fedavg", toy.task()._replace(optimizer=optimizer), checked=False)
         for optimizer in (once, once, apart)
     )
-    assert simulate.vectorized([first, same], [f, f])
+    assert simulate.vectorized([first, same], [f, f], checked=False)
     with pytest.raises(InputError, match="run 1 has another optimizer than the first"):
         simulate.vectorized([first, other], [f, f])
 

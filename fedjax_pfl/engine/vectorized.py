@@ -1,5 +1,6 @@
 """Several runs as one: seeds and numeric hyperparameters on a leading axis of every array."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,9 @@ from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Federation, Model, PyTree, State
 
 
-def vectorized(programs: Sequence[Program], federations: Sequence[Federation]) -> tuple[Program, Federation]:
+def vectorized(
+    programs: Sequence[Program], federations: Sequence[Federation], *, checked: bool = True
+) -> tuple[Program, Federation]:
     """The functions of R runs as one Program by `jax.vmap`, and their federations as one.
 
     Keys, traced hyperparameters, states, clients' rows and results have a leading axis [R]; the
@@ -26,10 +29,13 @@ def vectorized(programs: Sequence[Program], federations: Sequence[Federation]) -
       programs: of one device, with the clients' rows in its memory.
       federations: of each run, with arrays of the same shapes (`federate(room=...)`); if all hold
         the same `examples` object, it is shared.
+      checked: whether what the programs compute is compared as a whole, which traces each (some
+        seconds); else the parts that a task names.
 
     Raises:
       InputError: several devices, rows on the host, other shapes of arrays or states, the clients
-        of another task, or anything else in which a program differs from the first.
+        of another task, or anything else in which a program differs from the first (of Python
+        callbacks it is not known).
     """
     first = programs[0]
     if first.on_host or first.mesh is not None:
@@ -44,6 +50,8 @@ def vectorized(programs: Sequence[Program], federations: Sequence[Federation]) -
         raise InputError("Several runs at once need arrays of the same shapes: federate(room=...) makes them so.")
     if len({_shapes(jax.eval_shape(p.init, jax.random.key(0), p.traced)) for p in programs}) > 1:
         raise InputError("Several runs at once need states of the same shapes.")
+    if checked:
+        _check_whole(programs, federations)
     whole, axes = _stacked(federations)
     traced = {name: jnp.stack([jnp.asarray(p.traced[name], float) for p in programs]) for name in first.traced}
 
@@ -70,6 +78,32 @@ def stack(trees: Sequence[PyTree]) -> PyTree:
 def one(tree: PyTree, i: int) -> PyTree:
     """What is run i's of a tree with a leading axis of runs."""
     return jax.tree.map(lambda x: x[i], tree)
+
+
+def lowered(program: Program, federation: Federation) -> str:
+    """A digest of all that a run compiles: programs that have the same differ in arguments only."""
+    key, t = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), jnp.int32)
+    values = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in program.traced}
+    state = jax.eval_shape(program.init, key, values, federation.placement)
+    rest = (federation, state, t)
+    arguments = {program.init: (federation.placement,), program.evaluate: rest}
+    arguments |= {program.round: (*rest, jax.ShapeDtypeStruct((), jnp.bool))}
+    texts = [jax.jit(function).lower(key, values, *more).as_text() for function, more in arguments.items()]
+    return hashlib.sha256("".join(texts).encode()).hexdigest()
+
+
+def _check_whole(programs: Sequence[Program], federations: Sequence[Federation]) -> None:
+    """InputError unless all programs compute what the first one does, which its parts do not tell:
+    an initialisation, dropout, or sizes of the clients that a method uses as constants."""
+    functions: Callable[[Program], Any] = lambda program: (program.init, program.round, program.evaluate)
+    others = [i for i, program in enumerate(programs) if functions(program) != functions(programs[0])]
+    wanted = lowered(programs[0], federations[0]) if others else ""
+    for i in others:
+        if lowered(programs[i], federations[i]) != wanted:
+            raise InputError(
+                f"Several runs at once may differ in arguments only, but what run {i} computes is not what the first "
+                "does: other networks, other initialisations, or clients whose sizes the method has as constants."
+            )
 
 
 def _constants(program: Program) -> dict[str, Any]:
