@@ -239,23 +239,6 @@ def sgd(
     return {**fixed, **carry[0], "stats": carry[1]}, means if has_aux else means[0]
 
 
-def per_part(optimizers: dict[str, optax.GradientTransformation]) -> optax.GradientTransformation:
-    """An optimizer for each part of a dict of parameters, which sees that part alone.
-
-    So a mask by name, such as of "head", holds for every network of a client, and each norm is that
-    of one part; `optax.multi_transform` would show each optimizer the outer dict.
-    """
-
-    def init(params: PyTree) -> PyTree:
-        return {name: optimizers[name].init(part) for name, part in params.items()}
-
-    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        done = {name: optimizers[name].update(part, state[name], params[name]) for name, part in grads.items()}
-        return {name: step for name, (step, _) in done.items()}, {name: new for name, (_, new) in done.items()}
-
-    return optax.GradientTransformation(init, update)
-
-
 def fold(data: Data, function: Callable[[T, Batch], T], carry: T, batch_size: int) -> T:
     """Runs `carry = function(carry, batch)` over all rows in order."""
     length = data.index.shape[0]

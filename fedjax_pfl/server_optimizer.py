@@ -15,6 +15,7 @@ from annotated_types import Gt
 from chex import Numeric
 
 from fedjax_pfl import trees
+from fedjax_pfl.averaging import BODY_AND_HEAD
 from fedjax_pfl.engine import callables, validate
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.hyperparameters import method_name
@@ -84,6 +85,10 @@ def _wrapped(method: Algorithm, step: optax.GradientTransformation) -> Algorithm
         """What the optimizer moves, and the rest, each with holes."""
         return trees.partition(server, jax.tree_util.tree_map_with_path(functools.partial(_moves, method), server))
 
+    # a part that is a whole model is shown as one, so that the optimizer can select by name
+    whole = next((name for name in method.averages if name not in BODY_AND_HEAD), "") * (len(method.averages) == 1)
+    shown: Callable[[PyTree], PyTree] = lambda tree: tree[whole] if whole else tree
+
     def inner(state: State) -> State:
         return State(state.server.method, state.clients)
 
@@ -91,14 +96,15 @@ def _wrapped(method: Algorithm, step: optax.GradientTransformation) -> Algorithm
         state = method.init(key)
         if missing := [name for name in method.averages if name not in state.server]:
             raise InputError(f"`Algorithm.averages` names {missing[0]!r}, which is no part of State.server.")
-        return State(Optimized(state.server, step.init(weights(state.server)[0])), state.clients)
+        return State(Optimized(state.server, step.init(shown(weights(state.server)[0]))), state.clients)
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         new, metrics = method.round(key, inner(state), cohort)
         (before, _), (mean, rest) = weights(state.server.method), weights(new.server)
         gradient = jax.tree.map(jnp.subtract, before, mean)
-        updates, kept = step.update(gradient, state.server.optimizer, before)
-        moved = (trees.cast(optax.apply_updates(before, updates), before), kept)
+        updates, kept = step.update(shown(gradient), state.server.optimizer, shown(before))
+        new_weights = trees.cast(optax.apply_updates(shown(before), updates), shown(before))
+        moved = ({**before, whole: new_weights} if whole else new_weights, kept)
         moved, kept = trees.choose(jnp.any(cohort.trained), moved, (before, state.server.optimizer))
         return State(Optimized(trees.merge(moved, rest), kept), new.clients), metrics
 
@@ -115,4 +121,5 @@ def _wrapped(method: Algorithm, step: optax.GradientTransformation) -> Algorithm
 def _moves(method: Algorithm, path: tuple[Any, ...], leaf: Array) -> bool:
     """Is a leaf of State.server one of the weights that the server averages?"""
     names = [getattr(key, "key", None) for key in path]
-    return names[0] in method.averages and "stats" not in names and jnp.issubdtype(leaf.dtype, jnp.floating)
+    stats = names[0] not in BODY_AND_HEAD and "stats" in names[:2]  # a module of a body may be called so, too
+    return names[0] in method.averages and not stats and jnp.issubdtype(leaf.dtype, jnp.floating)

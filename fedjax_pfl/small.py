@@ -5,11 +5,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 from chex import Numeric
 
-from fedjax_pfl import averaging, groups, local, losses, trees
+from fedjax_pfl import averaging, groups, local, losses, optimizers, trees
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Array, Batch, Client, Data, Model, Own, PyTree, State, Task
 
@@ -96,8 +95,8 @@ def learn(
         return value, stats, reported
 
     def apart(lr: Numeric) -> optax.GradientTransformation:
-        one = task.optimizer(lr) if clip is None else optax.chain(clipped(clip), task.optimizer(lr))
-        return local.per_part(dict.fromkeys(parts, one))
+        one = task.optimizer(lr) if clip is None else optax.chain(optimizers.clipped(clip), task.optimizer(lr))
+        return optimizers.per_part(dict.fromkeys(parts, one))
 
     v = {name: averaging.params(w) for name, (_, w) in models.items()}
     v["rows"] = {name: mine[name] for name in also}
@@ -106,16 +105,6 @@ def learn(
     w, theta = ({**v[name], "stats": v["stats"][name]} for name in models)
     upload, kept = small.split.send(theta)
     return upload, {**mine, **v["rows"], "w": w, "kept": kept}, value
-
-
-def clipped(largest: Numeric) -> optax.GradientTransformation:
-    """Scales gradients of any type down to a largest norm, which may be traced."""
-
-    def clip(gradient: PyTree, _: PyTree) -> PyTree:
-        norm = jnp.sqrt(optax.tree.vdot(gradient, gradient))  # on a CPU much faster than the sum of squares
-        return trees.cast(trees.scale(jnp.minimum(1, largest / norm), gradient), gradient)
-
-    return optax.stateless(clip)
 
 
 def marked(mine: PyTree, names: tuple[str, ...] = ("w",)) -> PyTree:

@@ -16,6 +16,7 @@ HEADS = {
     "fedapen": lambda s: [s.server["head"], s.clients["w"]["head"]],
     "pfedafm": lambda s: [s.clients["w"]["head"]],
     "fedrod": lambda s: [s.server["head"], s.clients["head"]],
+    "fedma": lambda s: [s.server["head"]],
     "apfl": lambda s: [s.server["head"], s.clients["v"]["head"]],
     "ditto": lambda s: [s.server["head"], s.clients["v"]["head"]],
 }
@@ -69,6 +70,16 @@ def test_where_an_optimizer_fails_the_sentence_names_it(case):
     task = toy.task()._replace(optimizer=optimizer)  # what `task` finds in it at once is in test_validate
     with pytest.raises(InputError, match=said):
         simulate.program(method, task)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "scaffold"])
+def test_a_server_optimizer_that_selects_by_name_sees_the_parts_of_a_model(method):
+    """SCAFFOLD's server has the model as a part of its own."""
+    under = server_optimizer.optimized(method, frozen_heads)
+    run = toy.train(under, toy.task(), rounds=1, server_optimizer_lr=1.0)
+    before, after = (state.server.method.get("w", state.server.method) for state in (run.begin, run.state))
+    toy.assert_same(before["head"], after["head"])
+    assert not np.array_equal(*(jax.tree.leaves(x["body"])[0] for x in (before, after)))
 
 
 def test_a_server_optimizer_that_fails_is_named():

@@ -8,12 +8,14 @@ import optax
 import pytest
 import toy
 from documents import ROOT
+from flax import nnx
 from toy import assert_close, assert_same
 
 from experiments import main, runs
-from fedjax_pfl import simulate, testing
+from fedjax_pfl import models, simulate, testing
 from fedjax_pfl.algorithms import ALGORITHMS, template
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.models import layers, nets
 from fedjax_pfl.server_optimizer import RATE, optimized
 
 AVERAGE = [name for name in sorted(ALGORITHMS) if toy.METHODS[name](toy.method_task(name)).averages]
@@ -199,3 +201,17 @@ def test_running_statistics_beside_the_weights_are_averaged_as_ever():
 
 def test_a_head_that_never_moves_is_no_weight_of_the_server():
     assert ALGORITHMS["fedbabu"](toy.method_task("fedbabu")).averages == ("body",)
+
+
+def test_a_module_called_stats_has_weights_of_the_server():
+    class Body(nnx.Module):
+        def __init__(self, rngs):
+            self.stats = layers.linear(toy.SHAPE[0], 8, rngs)
+
+        def __call__(self, x):
+            return jax.nn.relu(self.stats(x))
+
+    net = lambda shape, classes, rngs: nets.Net(Body(rngs), layers.linear(8, classes, rngs))
+    task = toy.task(models=(models.model(net, toy.SHAPE, toy.C),))
+    run = toy.train(optimized("fedavg", optax.sgd), task, rounds=1, **{RATE: 1e-6})
+    assert_close(run.state.server.method["body"], run.begin.server.method["body"])

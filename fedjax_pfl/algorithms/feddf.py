@@ -15,7 +15,7 @@ from annotated_types import Ge, Gt, Interval
 
 from fedjax_pfl import averaging, evaluate, groups, hyperparameters, keys, local, losses, public
 from fedjax_pfl.numerics import mixtures
-from fedjax_pfl.small import clipped
+from fedjax_pfl.optimizers import clipped
 from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Own, Predictor, PyTree, State, Task
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from annotated_types import Gt, Interval
 
-from fedjax_pfl import averaging, evaluate, hyperparameters, local, losses, traffic, trees
+from fedjax_pfl import averaging, evaluate, hyperparameters, local, losses, optimizers, traffic, trees
 from fedjax_pfl.numerics.matching import Group, Path, layers, mask, match, neurons, permute
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task, Traffic
 
@@ -63,12 +63,13 @@ def retrain(c: Client, w: PyTree, frozen: PyTree, task: Task, epochs: int | None
     """The client's variables after training with the leaves `frozen` as they are; None: the task's
     local work."""
     held, moving = trees.partition(averaging.params(w), averaging.params(frozen))
-    loss = losses.classification(task.model)
+    loss, optimizer = losses.classification(task.model), task.optimizer
 
     def objective(v: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
         return loss({**trees.merge(v["moving"], held), "stats": v["stats"]}, batch, key)
 
     v = {"moving": moving, "stats": w["stats"]}
+    task = task._replace(optimizer=lambda lr: optimizers.per_part({"moving": optimizer(lr)}))
     v, _ = local.sgd(c.key, c.train, objective, v, task, train=("moving",), epochs=epochs)
     # the server has frozen layers' running statistics already
     return {**trees.merge(v["moving"], held), "stats": v["stats"]}

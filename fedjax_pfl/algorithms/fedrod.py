@@ -13,7 +13,7 @@ import optax
 from annotated_types import Ge
 from chex import Numeric
 
-from fedjax_pfl import averaging, evaluate, local, losses, trees
+from fedjax_pfl import averaging, evaluate, local, losses, optimizers, trees
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task
 
 
@@ -41,7 +41,7 @@ def fedrod(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
 
     # two optimizers, so that nothing of one head's gradient reaches the other
     def separate(lr: Numeric) -> optax.GradientTransformation:
-        return local.per_part({"generic": task.optimizer(lr), "own": task.optimizer(lr)})
+        return optimizers.per_part({"generic": task.optimizer(lr), "own": task.optimizer(lr)})
 
     def predictor(variables: PyTree, own: PyTree) -> Predictor:
         def predict(x: Array, mask: Array) -> Array:

@@ -14,7 +14,7 @@ import optax
 from annotated_types import Ge, Interval
 from chex import Numeric
 
-from fedjax_pfl import averaging, evaluate, groups, keys, local, losses, small, trees
+from fedjax_pfl import averaging, evaluate, groups, keys, local, losses, optimizers, small, trees
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import (
     Algorithm,
@@ -152,7 +152,7 @@ def pfedafm(
 
     def optimizer(lr: Numeric) -> optax.GradientTransformation:  # each part clips its own gradient
         each = {"w": task.optimizer(lr), "theta": task.optimizer(lr), "alpha": bounded_sgd(lr_alpha, wd_alpha)}
-        return local.per_part(each)
+        return optimizers.per_part(each)
 
     def train(c: Client, key: Array, v: PyTree, moving: tuple[str, ...]) -> tuple[PyTree, Array]:
         loss = objective(c.model, shared, moving)

@@ -18,7 +18,7 @@ from typing import Annotated, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import aggregate, averaging, evaluate, hyperparameters, keys, local, trees
+from fedjax_pfl import aggregate, averaging, evaluate, hyperparameters, keys, local, optimizers, trees
 from fedjax_pfl.numerics.class_groups import branch_loss, class_logits, columns, scores
 from fedjax_pfl.numerics.task_maps import Branches, branches, inline
 from fedjax_pfl.privacy import encryption
@@ -95,8 +95,9 @@ def branched(task: Task, on: Branching) -> Branched:
         classes = jnp.sign(c.class_counts) @ b.member.T  # [T], that the client holds of each task
         holds, how = classes > 0, (on.weighting, on.solver, on.normalise, on.head_grad, on.task_loss)
         loss = branch_loss(task, b, holds, *how, one_class=classes == 1)
-        w, (value, seen) = local.sgd(c.key, c.train, loss, received, task, has_aux=True)
-        w["head"] = trees.choose(holds[b.column], w["head"], received["head"])  # weight decay moves all
+        alone = task._replace(optimizer=lambda lr: optimizers.without_columns(~holds[b.column], task.optimizer(lr)))
+        w, (value, seen) = local.sgd(c.key, c.train, loss, received, alone, has_aux=True)
+        w["head"] = trees.choose(holds[b.column], w["head"], received["head"])  # as they came
         return w, value, seen
 
     def predictor(w: PyTree) -> Predictor:

@@ -12,7 +12,13 @@ FEW = 4  # a cohort of at most one in so many clients is drawn without sorting t
 
 def cohort_size(task: Task) -> int:
     """S, the largest number of clients of a round: max(1, floor(rho N))."""
-    return max(1, math.floor(task.participation[1] * task.num_clients + 1e-9))
+    return cohort_sizes(task)[1]
+
+
+def cohort_sizes(task: Task) -> tuple[int, int]:
+    """The least and the largest number of clients of a round."""
+    low, high = (max(1, math.floor(share * task.num_clients + 1e-9)) for share in task.participation)
+    return low, high
 
 
 def sample(key: Array, task: Task) -> tuple[Array, Array]:
@@ -21,10 +27,9 @@ def sample(key: Array, task: Task) -> tuple[Array, Array]:
     With participation (low, high) their number is uniform on {max(1, floor(low N)), ..., floor(high
     N)}.
     """
-    n, most = task.num_clients, cohort_size(task)
-    least = max(1, math.floor(task.participation[0] * n + 1e-9))
+    n, (least, most) = task.num_clients, cohort_sizes(task)
     key_ids, key_number = jax.random.split(key)
-    number = jax.random.randint(key_number, (), min(least, most), most + 1, jnp.int32)
+    number = jax.random.randint(key_number, (), least, most + 1, jnp.int32)
     if FEW * most <= n:  # sorting all of many clients would take longer than a small cohort's training
         return _distinct(key_ids, n, most), jnp.arange(most) < number
     order = jax.random.permutation(key_ids, n).astype(jnp.int32)

@@ -1,6 +1,7 @@
 """Clients that took no part in training: each is personalised by the method's own local work, and
 scored."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -49,7 +50,8 @@ def scorer(
         raise InputError(f"{method_name(factory)} cannot personalise unseen clients: {why}.")
     stays: Callable[[Array, PyTree, PyTree], PyTree] = lambda key, upload, default: default
     everybody = unseen._replace(participation=(1.0, 1.0))
-    on = program(factory, everybody, hparams, lr_decay=lr_decay, width=width, transform=stays, checked=False)
+    method, options = _as_drawn(factory, trained), {"lr_decay": lr_decay, "width": width, "transform": stays}
+    on = program(method, everybody, hparams, checked=False, **options)  # type: ignore[arg-type]
 
     def run(key: Array, federation: Federation, server: PyTree, t: Array) -> Scored:
         traced = {name: jnp.asarray(value, float) for name, value in on.traced.items()}
@@ -64,6 +66,16 @@ def scorer(
         return {"unseen": found, "unseen_post": {name: x[-1] for name, x in post.items()}}
 
     return run
+
+
+def _as_drawn(factory: Callable[..., Algorithm], trained: Task) -> Callable[..., Algorithm]:
+    """The method with the participation of those who train, of which it may make a schedule."""
+
+    @functools.wraps(factory)
+    def make(task: Task, **hparams: Any) -> Algorithm:
+        return factory(task._replace(participation=trained.participation), **hparams)
+
+    return make
 
 
 def obstacle(factory: Callable[..., Algorithm], task: Task, hparams: dict[str, Any] | None = None) -> str:

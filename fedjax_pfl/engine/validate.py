@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl.algorithms.find import find
-from fedjax_pfl.engine import callables
+from fedjax_pfl.engine import callables, sampling
 from fedjax_pfl.errors import InputError, check, choose
 from fedjax_pfl.models.functional import BN_STATS
 from fedjax_pfl.types import Algorithm, Array, Examples, Federation, Model, Subset, Task
@@ -21,13 +21,13 @@ _ONE_SOURCE = "make both of one data set and one partition"
 
 
 def task(given: Task) -> Task:
-    """Returns the task, a single participation as the range that it stands for.
+    """Returns the task, its participation as the range of shares of the clients that is drawn.
 
     Raises:
       InputError: a field of a wrong kind or out of its range, or fields that do not fit each other.
     """
     given = given._replace(
-        participation=_participation(given.participation), architecture=np.asarray(given.architecture)
+        participation=_drawn(_participation(given.participation), given), architecture=np.asarray(given.architecture)
     )
     for name, model in (*(("model", each) for each in given.models), ("shared", given.shared)):
         if not isinstance(model, Model) and (name, model) != ("shared", None):
@@ -228,6 +228,12 @@ def _public(task: Task, given: Examples | None) -> None:
             f"The federation's public examples have labels {np.min(given.y)}..{np.max(given.y)}, but those of the task "
             f"{task.public_classes} classes: make both of one pool."
         )
+
+
+def _drawn(participation: tuple[float, float], given: Task) -> tuple[float, float]:
+    """The least and the largest share of the clients that a round draws, at least one client."""
+    low, high = sampling.cohort_sizes(given._replace(participation=participation))
+    return low / given.num_clients, high / given.num_clients
 
 
 def _participation(given: Any) -> tuple[float, float]:

@@ -1,6 +1,7 @@
 """The properties of sheet 15: what the teacher teaches, and how it inherits the trained models."""
 
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +11,15 @@ import pytest
 import toy
 from toy import SIZES, C, N, assert_close, assert_same
 
-from fedjax_pfl import trees
+from fedjax_pfl import simulate, trees
 from fedjax_pfl.algorithms import fedphp as factory
 from fedjax_pfl.algorithms.fedphp import momentum, transfer_loss
+from fedjax_pfl.engine import unseen
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Batch, State
+
+php = importlib.import_module("fedjax_pfl.algorithms.fedphp")  # the package has the factory of that name
 
 KEY = jax.random.key(0)
 TASK = toy.task()
@@ -224,3 +228,29 @@ def test_who_takes_no_step_inherits_nothing():
     np.testing.assert_array_equal(counts, SIZES >= 8)
     idle = SIZES < 8
     assert_same(toy.rows(trained.state.clients["h"], idle), toy.rows(trained.begin.clients["h"], idle))
+
+
+def expectations(monkeypatch):
+    """What the rounds of a program expect a client's participations to be."""
+    seen = []
+    monkeypatch.setattr(
+        php, "momentum", lambda count, mu0, expected: seen.append(expected) or momentum(count, mu0, expected)
+    )
+    return seen
+
+
+@pytest.mark.parametrize("participation, share", [(0.05, 1 / 5), (0.39, 1 / 5), ((0.3, 0.9), 2.5 / 5), (1.0, 1.0)])
+def test_expected_are_the_clients_that_are_drawn(participation, share, monkeypatch):
+    """Of five clients 0.05 and 0.39 are one each."""
+    seen = expectations(monkeypatch)
+    simulate.program("fedphp", toy.task(rounds=50)._replace(participation=participation))
+    assert seen and np.allclose(seen, 50 * share)
+
+
+def test_unseen_clients_follow_the_schedule_of_those_who_train(monkeypatch):
+    seen = expectations(monkeypatch)
+    given = simulate.program("fedphp", toy.task(rounds=50)._replace(participation=0.2), checked=False).task
+    run, f = unseen.scorer("fedphp", given, given), toy.federation()
+    server = jax.eval_shape(factory(given).init, jax.random.key(0)).server
+    jax.eval_shape(run, jax.random.key(0), f, server, jnp.int32(0))
+    assert seen and np.allclose(seen, 10)

@@ -2,6 +2,8 @@
 plain NumPy."""
 
 import functools
+import math
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ import toy
 
 from fedjax_pfl import keys, local, trees
 from fedjax_pfl.algorithms import mocha as factory
-from fedjax_pfl.algorithms.mocha import relations
+from fedjax_pfl.algorithms.mocha import relations, visits
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import State
@@ -299,3 +301,10 @@ def test_other_models_are_refused(net):
 def test_bad_input(wrong):
     with pytest.raises(InputError):
         factory(REST, **wrong)
+
+
+@pytest.mark.parametrize("frac", ["0.1", "0.3", "0.5", "0.6", "1.2"])
+def test_a_share_that_is_no_binary_fraction_is_not_rounded_up_twice(frac):
+    sizes = np.arange(2001)
+    exact = [math.ceil(Fraction(frac) * int(size)) for size in sizes]
+    np.testing.assert_array_equal(visits(jnp.float32(frac), jnp.asarray(sizes)), exact)

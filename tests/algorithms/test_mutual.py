@@ -16,7 +16,8 @@ from fedjax_pfl import trees
 from fedjax_pfl.algorithms import ALGORITHMS, fml, mutual
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.numerics.low_rank import compress, low_rank
-from fedjax_pfl.small import Outputs, clipped, divergence
+from fedjax_pfl.optimizers import clipped
+from fedjax_pfl.small import Outputs, divergence
 from fedjax_pfl.types import Batch, State
 
 TASK = toy.task()

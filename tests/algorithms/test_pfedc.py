@@ -620,3 +620,14 @@ def test_running_statistics_weigh_by_examples():
     both, first, second = (round_of(ids, task=norm, **PLAIN)[1]["stats"] for ids in ([0, 4], [0], [4]))
     n, m = toy.SIZES[[0, 4]]
     toy.assert_close(both, jax.tree.map(lambda x, y: (n * x + m * y) / (n + m), first, second), 1e-5)
+
+
+def test_branches_that_a_client_does_not_hold_are_not_seen_by_its_optimizer():
+    """Their decay is in no norm by which what the client trains is clipped."""
+    rule = lambda lr: optax.chain(optax.add_decayed_weights(0.1), optax.clip_by_global_norm(0.1), optax.sgd(lr))
+    task = toy.task(optimizer=rule)
+    plain = toy.train("pfedc", task, rounds=0).begin
+    large = jax.tree.map(lambda x: 50 * x, plain.server["start"])
+    begins = (plain, plain._replace(server={**plain.server, "start": large}))
+    found = [toy.train("pfedc", task, rounds=1, begin=begin).state.server["body"] for begin in begins]
+    toy.assert_close(*found)
