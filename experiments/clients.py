@@ -71,7 +71,7 @@ def show(console: Console, experiment: Experiment, folder: Path) -> None:
         return
     ordered = sorted(found, key=lambda row: np.inf if row["before"] is None else sign * row["before"])
     half = MOST // 2
-    unit = "in %" if scores.is_share(name) else scores.directions([name], headline)
+    unit = "in %" if scores.is_share(name) else f"({scores.direction(headline)})"
     title = f"Clients by {name} {unit}, the one served worst first (all of them, and all scores: clients.csv)"
     several = len({row["architecture"] for row in found} - {""}) > 1
     names = ["client", *(["architecture"] if several else [])]

@@ -26,7 +26,8 @@ def show(console: Console, run: RunDirectory, experiment: build.Experiment, say:
         points = report.HELD_OUT if say == HELD_OUT else report.WITH_UNSEEN
         if say == HELD_OUT and ended and not summary["ended"]["why"].startswith("val/"):
             ended = [f"Ended after {plural(c.rounds, 'round')}."]
-        console.print("  " + " ".join(["; ".join(_points(found, points, brief=True)), *ended]))
+        of = f"{headline[0]}: " if say == HELD_OUT else ""  # the choice may be by another score
+        console.print("  " + " ".join([of + "; ".join(_points(found, points, brief=True)), *ended]))
         warn(console, run.rows, experiment)
         return
     for line in ended:
@@ -71,8 +72,9 @@ def lines(found: report.Row, rows: Iterable[report.Row], c: Config, examples: re
       examples: as `published.differences` takes them.
     """
     name, way = found["headline"]["score"], found["headline"]["better"]
-    what = "Test accuracy" if name == "acc" else f"Test {name} ({scores.directions([name], (name, way))})"
-    yield f"{what} of {c.algo} after {plural(c.rounds, 'round')}, mean over the clients; local training is a round's:"
+    what = "Test accuracy" if name == "acc" else f"Test {name} ({scores.direction((name, way))})"
+    rounds = max(_rounds_behind(found).values(), default=c.rounds)
+    yield f"{what} of {c.algo} after {plural(rounds, 'round')}, mean over the clients; local training is a round's:"
     yield from ("  " + line for line in _points(found))
     if own := found["scores"]["pre"].get("acc_present"):
         shown = scores.labelled("acc_present", own["macro"])
@@ -85,9 +87,17 @@ def lines(found: report.Row, rows: Iterable[report.Row], c: Config, examples: re
     yield f"Traffic: {each}, down and up."
 
 
+def _rounds_behind(found: report.Row) -> dict[str, int]:
+    """The rounds behind the headline's score at each point; of a run that was stopped they are fewer
+    than its own, and differ."""
+    known = {point: of.get(found["headline"]["score"], {}).get("round") for point, of in found["scores"].items()}
+    return {point: report.rounds_behind(point, t) for point, t in known.items() if t is not None}
+
+
 def _points(found: report.Row, points: Mapping[str, str] = report.WITH_UNSEEN, brief: bool = False) -> Iterator[str]:
     """The headline's score before and after local training."""
-    name = found["headline"]["score"]
+    name, behind = found["headline"]["score"], _rounds_behind(found)
+    most = max(behind.values(), default=0)
     for point, when in points.items():
         score, floor = (found["scores"][point].get(which) for which in (name, scores.baseline(name)))
         if score is None:
@@ -96,4 +106,5 @@ def _points(found: report.Row, points: Mapping[str, str] = report.WITH_UNSEEN, b
         parts = [f"worst tenth of the clients {scores.labelled(name, score['worst10'])}"]
         parts += [f"best tenth {scores.labelled(name, score['best10'])}"]
         parts += [f"majority baseline {scores.labelled(name, floor['macro'])}"] if floor else []
-        yield text if brief else f"{text}  ({', '.join(parts)})"
+        late = "" if behind.get(point, most) == most else f" after {plural(behind[point], 'round')}"
+        yield text if brief else f"{text}{late}  ({', '.join(parts)})"

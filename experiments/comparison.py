@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import courses, drawing, gather, plain, scores
+from experiments import courses, drawing, gather, networks, plain, scores
 from experiments.config import Config
 from experiments.drawing import PALETTE
 from experiments.gather import Found
@@ -53,17 +53,18 @@ def content(workdirs: Sequence[Path]) -> tuple[str, list[list[str]], list[str]]:
     }
     rows = [["method", *(["runs"] if several else []), *points, "rounds", *costs]]
     for method in _ordered(found, headline):
-        row, runs = [method, *([str(len(found[method]))] if several else [])], found[method]
+        runs, whole = compared(found[method]), len(found[method])
+        row = [method, *([str(whole) if len(runs) == whole else f"{len(runs)} of {whole}"] if several else [])]
         for point, which in points.values():
             row.append(mean_std(values(runs, point, name, which), functools.partial(scores.shown, name)))
-        rounds = sorted({run.said["rounds"] for run in runs})
+        rounds = sorted({run.said["rounds"] for run in found[method]})
         row.append(str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}")
         row += [_costs([cost(run) for run in runs if cost(run) is not None]) for cost in costs.values()]
         rows.append(row)
     every = [run for runs in found.values() for run in runs]
-    if floor := majority(every, name):
-        said = mean_std(floor, functools.partial(scores.shown, name))
-        known = dict(zip(points, (said, "-", said), strict=True))
+    floors = {column: majority(every, name, point) for column, (point, which) in points.items() if which == "macro"}
+    if any(floors.values()):
+        known = {column: mean_std(of, functools.partial(scores.shown, name)) for column, of in floors.items()}
         rows.append(["majority baseline", *(known.get(column, "-") for column in rows[0][1:])])
     unit = " in %" if scores.is_share(name) else ""
     spread = "; ± is the sample standard deviation over seeds" if several else ""
@@ -71,12 +72,18 @@ def content(workdirs: Sequence[Path]) -> tuple[str, list[list[str]], list[str]]:
     return title, rows, [*unfinished(every), *_twice(found), *gather.unlike(every)]
 
 
-def majority(runs: Sequence[Found], name: str) -> list[float]:
-    """What always answering a client's most frequent class scores, mean over clients, for each
-    seed; nothing where it is not recorded, or the runs of a seed have other data."""
+def compared(runs: Sequence[Found]) -> list[Found]:
+    """Those that have not diverged: what a run scored before says nothing of the method."""
+    return [run for run in runs if run.said.get("status") != "diverged"]
+
+
+def majority(runs: Sequence[Found], name: str, point: str = "pre") -> list[float]:
+    """What always answering a client's most frequent class scores, mean over the clients of a
+    point, for each seed; nothing where it is not recorded, or the runs of a seed have other
+    data."""
     known: dict[int, set[float]] = {}
     for run in runs:
-        if (value := run.value("pre", scores.baseline(name))) is not None:
+        if (value := run.value(point, scores.baseline(name))) is not None:
             known.setdefault(run.config.seed, set()).add(value)
     alike = all(len(values) == 1 for values in known.values())
     return [value for values in known.values() for value in values] if alike else []
@@ -111,7 +118,9 @@ def draw(workdirs: Sequence[Path], root: Path) -> Path:
     """Draws ROOT/comparison.png: the headline before local training by round, and what it is at the
     end for whom."""
     found = _by_method(workdirs)
-    headline, colours = next(iter(found.values()))[0].headline, dict(zip(found, _palette(list(found)), strict=True))
+    headline = next(iter(found.values()))[0].headline
+    found = {method: compared(runs) for method, runs in found.items() if compared(runs)} or found
+    colours = dict(zip(found, _palette(list(found)), strict=True))
     name = headline[0]
     columns = drawing.legend_columns(10, [f"{method}  99.9%" for method in (*found, "majority baseline")])
     with drawing.drawn(root / "comparison.png", (10, 4 + 0.2 * math.ceil((len(found) + 1) / columns))) as figure:
@@ -167,7 +176,8 @@ def _mean(runs: Sequence[Found], point: str, name: str, which: str = "macro") ->
 def _ordered(found: dict[str, list[Found]], headline: Headline) -> list[str]:
     """The methods, the best before local training first."""
     name, sign = headline[0], -1 if headline[1] == "max" else 1
-    return sorted(found, key=lambda method: np.nan_to_num(sign * _mean(found[method], "pre", name), nan=np.inf))
+    means = {method: _mean(compared(runs), "pre", name) for method, runs in found.items()}
+    return sorted(found, key=lambda method: np.nan_to_num(sign * means[method], nan=np.inf))
 
 
 def styles(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -220,4 +230,4 @@ def _parts(c: Config) -> list[str]:
     classes = f", {c.classes_per_client} classes each" if c.classes_per_client and c.partition in _BY_CLASSES else ""
     held = f" ({c.partition}{spread}{classes})"
     clients = plural(c.clients or 0, "client")
-    return [f"{c.dataset}: {clients}", held, f", {c.model}", f", {work} a round", f", batch {c.batch_size}"]
+    return [f"{c.dataset}: {clients}", held, f", {networks.label(c)}", f", {work} a round", f", batch {c.batch_size}"]

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import drawing, scores
+from experiments import drawing, report, scores
 from experiments.drawing import PALETTE
 from experiments.files import Rows
 from experiments.flags import Flag
@@ -133,14 +133,15 @@ def _score(axes: Any, series: np.ndarray, when: str, name: str) -> None:
 
 
 def _series(records: Iterable[dict[str, Any]], keys: dict[Any, tuple[str, ...]]) -> dict[Any, np.ndarray]:
-    """{name: [points, 1 + keys]}: rounds and values of the rows that have the first value, the last
-    one of a stretch of rounds where there are more than `_MAX_POINTS`; NaN for another value that
-    is missing."""
+    """{name: [points, 1 + keys]}: rounds and values of the rows that have the first value (of `post`
+    the rounds behind it), the last one of a stretch of rounds where there are more than
+    `_MAX_POINTS`; NaN for another value that is missing."""
     stride, kept = 1, {name: dict[int, list]() for name in keys}
     for row in records:
         for name, wanted in keys.items():
             if row.get(wanted[0]) is not None:
-                kept[name][row["round"] // stride] = [row["round"], *map(row.get, wanted)]
+                behind = report.rounds_behind(wanted[0].partition("/")[0], row["round"])
+                kept[name][row["round"] // stride] = [behind, *map(row.get, wanted)]
         if max(map(len, kept.values())) > _MAX_POINTS:
             stride *= 2
             kept = {name: {place // 2: point for place, point in points.items()} for name, points in kept.items()}

@@ -52,6 +52,11 @@ def _numbered(words: list[str]) -> tuple[list[str], np.ndarray]:
     return names, np.array([names.index(word) for word in words])
 
 
+def label(config: Config) -> str:
+    """How tables name the network, "own" of a method that makes its own."""
+    return "own" if config.algo in OWN else config.model
+
+
 def names(config: Config, num_clients: int) -> np.ndarray:
     """The name of each client's network [N], "own" of a method that makes its own; of a user's own
     the function's, if no other has it."""

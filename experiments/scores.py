@@ -6,16 +6,16 @@ from collections.abc import Iterable
 Headline = tuple[str, str]  # the score that decides, and "max" or "min": `Algorithm.headline`
 ACCURACY: Headline = ("acc", "max")
 LEADING = ("acc", "acc_present", "task_acc")  # shown before the others
-_SHARES = ("acc", "recall", "bal")
+_SHARES = {"acc", "accuracy", "recall", "bal"}
 OF = "@"  # in the name of a score of some clients only: acc@lenet, of those whose network is a LeNet
 _BASELINES = {"acc_present": "acc_majority", "acc_groups": "acc_majority", "recall_macro": "recall_majority"}
 _LOWER = ("reconstruction", "kl_", "loss", "error", "perplexity")
 
 
 def is_share(name: str) -> bool:
-    """Is it a share of examples in [0, 1], shown in %? All that have acc, recall or bal in their
-    name."""
-    return any(word in name for word in _SHARES)
+    """Is it a share of examples in [0, 1], shown in %? All with acc, accuracy, recall or bal among
+    the words of their name (`task_acc`, not `global_loss`)."""
+    return not _SHARES.isdisjoint(name.partition(OF)[0].split("_"))
 
 
 def better(name: str, headline: Headline = ACCURACY) -> str:
@@ -47,6 +47,11 @@ def directions(names: Iterable[str], headline: Headline = ACCURACY) -> str:
         how: [n for n in found if better(n, headline) == way] for way, how in (("max", "higher"), ("min", "lower"))
     }
     return "; ".join(f"{', '.join(of)}: {how} is better" for how, of in parts.items() if of)
+
+
+def direction(headline: Headline) -> str:
+    """Which way the score that decides is better, in words."""
+    return f"{'higher' if headline[1] == 'max' else 'lower'} is better"
 
 
 def shown(name: str, value: float, digits: int = 1) -> str:

@@ -101,8 +101,9 @@ def train_into(
 
 def terminal() -> Console:
     """Where a run says how it goes."""
-    # a file gets whole lines
-    return Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
+    # a file gets whole lines, and tables as wide as they are
+    to_file: dict[str, Any] = {} if sys.stdout.isatty() else {"soft_wrap": True, "width": 200}
+    return Console(highlight=False, markup=False, emoji=False, **to_file)
 
 
 def _into(

@@ -49,7 +49,7 @@ def row(run: Found, columns: dict[str, tuple[str, str]], apart: str = "") -> lis
     defaults = {} if own.named(config.algo) else simulate.hyperparameters(find(config.algo))  # its file may be gone
     changed = {name: x for name, x in config.hparams.items() if name not in defaults or x != defaults[name]}
     hparams = "".join(f", {name}={published.shown(x)}" for name, x in changed.items())
-    model = "own" if config.algo in networks.OWN else config.model
+    model = networks.label(config)
     rounds = str(summary["rounds"]) if run.complete else run.status
     cells = [config.algo + hparams + apart, model, f"{config.data_fraction:g}", rounds]
     spread = {"acc", run.headline[0]}
@@ -101,6 +101,8 @@ def _targets(run: Found, text: str) -> Reached:
 def _reached(run: targets.Reached, point: str, level: float, bounded: bool) -> tuple[str, str]:
     """Rounds, with their marks, and megabytes."""
     found, mark = run.first.get((point, level)), targets.MARK if run.is_baseline(point, level) else ""
+    if point not in run.floor:  # never evaluated there
+        return "-", "-"
     if found is None:
         return f"never{mark}", "-"
     return f"{BOUND if bounded and found['round'] else ''}{found['rounds']}{mark}", f"{found['bytes'] / 1e6:.1f}"

@@ -5,7 +5,7 @@ import re
 import pytest
 from matplotlib.figure import Figure
 
-from experiments import comparison, drawing, main, published, report, runs, settings, sweep
+from experiments import closing, comparison, drawing, main, published, report, runs, settings, sweep
 from experiments.presets import PRESETS
 from fedjax_pfl.algorithms import ALGORITHMS
 
@@ -22,6 +22,16 @@ def said(tmp_path_factory):
     with contextlib.redirect_stdout(out):
         assert sweep.run(["--algo=local,fedavg", *TINY, f"--root={root}"]) == 0
     return root, out.getvalue()
+
+
+def test_of_a_run_that_was_stopped_each_score_says_its_rounds():
+    """The last evaluation is of row 33 of 36."""
+    spread = ("", "_micro", "_std", "_worst10", "_best10")
+    row = {"round": 33, "loss": 1.0, "participants": 2} | {f"{p}/acc{s}": 0.5 for p in ("pre", "post") for s in spread}
+    found = report.summary([row, {"round": 34, "loss": 1.0, "participants": 2}])
+    first, before, after, *_ = closing.lines(found, [row], settings.resolve({"algo": "ditto", "rounds": 36}), None)
+    assert "of ditto after 34 rounds" in first
+    assert "before local training 50.0% after 33 rounds  (" in before and "after local training 50.0%  (" in after
 
 
 def test_a_run_ends_with_at_most_eight_lines(tmp_path, capsys):

@@ -67,6 +67,17 @@ def test_which_way_a_score_is_better(name, headline, way):
     assert scores.better(name, headline) == way
 
 
+@pytest.mark.parametrize("name", ["acc", "acc@lenet", "task_acc_micro", "recall_0", "task_bal", "top5_accuracy"])
+def test_a_share_is_known_by_a_word_of_its_name(name):
+    assert scores.is_share(name)
+
+
+@pytest.mark.parametrize("name", ["global_loss", "loss@balanced", "elbo", "accumulated_error"])
+def test_what_has_only_the_letters_of_one_is_no_share(name):
+    """As every global_ score has those of bal."""
+    assert not scores.is_share(name)
+
+
 def test_the_best_round_and_the_worst_clients_are_those_of_the_scores_direction():
     found = report.summary(rows(), DVA)
     assert found["headline"] == {"score": "elbo", "better": "max"}
@@ -131,14 +142,16 @@ def test_the_curves_are_of_the_headline(tmp_path, monkeypatch):
     axes = drawn[0].axes[0]
     assert axes.get_title() == "reconstruction (lower is better)" and axes.get_ylim()[1] > 50
     np.testing.assert_array_equal(axes.lines[1].get_ydata(), [80, 40, 50])
+    found = [list(line.get_xdata()) for line in axes.lines[:2]]
+    assert found == [[0, 1, 2], [1, 2, 3]]  # the rounds behind the scores before and after local training
 
 
-def finished(path, algo, config, summary):
+def finished(path, algo, config, summary, status="complete"):
     path.mkdir()
     config = settings.resolve({"algo": algo, "hparams": {}, "dataset": "synthetic", **config})
     write_json(path / "config.json", recorded.signed(config))
     write_text(path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows()))
-    write_json(path / "summary.json", summary | {"status": "complete", "rounds": 3, "seconds": {"train": 1}})
+    write_json(path / "summary.json", summary | {"status": status, "rounds": 3, "seconds": {"train": 1}})
     return path
 
 
@@ -150,6 +163,21 @@ def test_the_table_of_runs_has_columns_of_their_own_for_them(tmp_path):
     assert "acc post" not in head and cells["model"] == "own"
     text = tables.table([path], "reconstruction:45")
     assert "rounds to 45 of reconstruction" in text
+
+
+def test_what_a_run_scored_before_it_diverged_is_in_no_mean(tmp_path):
+    ends = report.summary(rows(), DVA)
+    better = report.summary([row | {"pre/elbo": 0.0} for row in rows()], DVA)
+    runs = [finished(tmp_path / str(seed), "feddva", {"seed": seed}, ends) for seed in (0, 1)]
+    runs += [finished(tmp_path / "2", "feddva", {"seed": 2}, better, "diverged")]
+    _, (head, first), notes = comparison.content(runs)
+    row = dict(zip(head, first, strict=True))
+    assert (row["runs"], row["before local training"]) == ("2 of 3", "-60.25 ± 0") and any(
+        "diverged" in note for note in notes
+    )
+    alone = comparison.content(runs[2:])[1][1]
+    assert alone[1] == "-"
+    assert comparison.draw(runs, tmp_path).exists() and comparison.draw(runs[2:], tmp_path).exists()
 
 
 # --- what FedDVA brought to the command line

@@ -166,6 +166,14 @@ def finished(path, algo, more, **user):
     return str(path)
 
 
+def test_where_nothing_was_evaluated_the_table_says_nothing(tmp_path):
+    """With --eval_every=0 there is no score after local training, so it was not never reached."""
+    path = finished(tmp_path / "a", "fedavg", {}, eval_every=0)
+    made = [{k: v for k, v in row.items() if not k.startswith("post/")} for row in rows([0.1, None, 0.6], [0.3, 0.7])]
+    write_text(tmp_path / "a" / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in made))
+    assert "| - / ≤2 | - / 0.0 | - / never | - / - |" in tables.main(["--targets=0.5,0.9", path])
+
+
 def test_a_table_names_the_score_of_its_targets_and_marks_what_they_are_worth(tmp_path):
     task = {f"{point}/{name}": value for point in ("pre", "post") for name, value in TASK.items()}
     fedavg = finished(tmp_path / "a", "fedavg", {}, preset="pfedc_mnist", eval_every=2)
