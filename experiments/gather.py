@@ -155,7 +155,7 @@ def read(path: Path) -> Found:
     known = said.get("headline", {"score": name, "better": scores.better(name)})
     rounds, status = sum("loss" in row for row in rows), said.get("status", "running")
     status = "running" if status == "complete" else status  # of a run that goes on for more rounds
-    now = {"status": status, "rounds": rounds, "timed": said.get("rounds", rounds)}
+    now = {"status": status, "rounds": rounds, "timed": said.get("timed", said.get("rounds", rounds))}
     return Found(path, config, said | now | report.summary(rows, (known["score"], known["better"])))
 
 

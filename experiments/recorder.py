@@ -39,8 +39,11 @@ class Clock:
     """
 
     def __init__(self, run: RunDirectory, compiling: Callable[[], float], runs: int = 1):
-        before = read_derived(run.path / "summary.json", schema.SECONDS).get("seconds", {})
-        self.before = {name: before.get(name, 0.0) for name in ("compile", "train")}
+        said = read_derived(run.path / "summary.json", schema.SECONDS)
+        self.before = {name: said.get("seconds", {}).get(name, 0.0) for name in ("compile", "train")}
+        # after a crash the checkpoint is of more rounds than the summary, whose seconds are of fewer
+        done = sum("loss" in row for row in run.rows)
+        self.untimed = max(0, done - said.get("timed", said.get("rounds", 0)))
         self._start, self._compiling, self._runs = time.perf_counter(), compiling, runs
         self._compiled = compiling()  # before the rounds
 
@@ -138,6 +141,7 @@ class Recorder:
         spent = functools.reduce(targets.Spent.after, rows, targets.Spent())
         done, totals = spent.rounds, spent.total(flops)
         content = {"status": status, "rounds": done, "seconds": self._clock.seconds()}
+        content |= {"timed": done - self._clock.untimed} if self._clock.untimed else {}
         content |= report.summary(rows, experiment.headline)
         work = {name: totals[name] for name in ("client_steps", "client_flops")} | {"note": targets.NOTE}
         content |= {"work": work | ({"flops_per_example": flops._asdict()} if flops else {})}

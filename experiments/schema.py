@@ -49,7 +49,7 @@ _STATISTICS = Object(
     Number,
 )
 _POINTS = Object({}, others=Object({}, others=_STATISTICS))
-SECONDS = Object({"seconds": Object({"train": float}, {"compile": float})})
+SECONDS = Object({"seconds": Object({"train": float}, {"compile": float})}, {"rounds": COUNT, "timed": COUNT})
 SUMMARY = Object(
     SECONDS.required
     | {
@@ -60,6 +60,7 @@ SUMMARY = Object(
         "traffic": Object({"bytes": COUNT}),
     },
     {
+        "timed": COUNT,
         "ended": Object({"why": str, "stop_at": str, "patience": COUNT}),
         "examples": (Object({"used": COUNT, "available": COUNT, "of": COUNT}), type(None)),
     },

@@ -49,6 +49,8 @@ def ending(run: Found) -> Iterator[str]:
     done, said = run.config.replace(rounds=run.said["rounds"]), run.said
     seconds = said.get("seconds", {})
     spent = "; ".join(f"{seconds[name]:,.1f} s {what}" for name, what in _SECONDS.items() if name in seconds)
+    timed: int = said.get("timed") or said["rounds"]
+    spent += f" (of {plural(timed, 'round')})" if spent and timed < said["rounds"] else ""
     unfinished = "" if run.complete else f" of {run.config.rounds}"
     yield f"{run.status.capitalize()}{unfinished}{'; ' * bool(spent)}{spent}."
     if run.complete and "ended" in said:

@@ -111,7 +111,7 @@ def contents(path):
     # the one before the last may be of a stop
     found["step"] = max(int(file.stem) for file in (path / "checkpoints").glob("*.sha256"))
     summary = json.loads((path / "summary.json").read_text())
-    return found | {"summary": {name: value for name, value in summary.items() if name != "seconds"}}
+    return found | {"summary": {name: value for name, value in summary.items() if name not in ("seconds", "timed")}}
 
 
 def state(path, file):

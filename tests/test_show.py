@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import types
 from html.parser import HTMLParser
 
 import numpy as np
@@ -16,9 +17,11 @@ from experiments import (
     comparison_figures,
     courses,
     figures,
+    files,
     gather,
     html as report_page,
     recorded,
+    recorder,
     report,
     runs,
     show,
@@ -452,3 +455,14 @@ def test_the_page_in_a_browser(root, written, tmp_path):
         orders.append([float(row[5]) for row in found.tables["clients"][1:]])
         assert f"{100 * np.mean([rows[-1]['pre/acc'] for rows in rows_of(root, 'local')]):.1f}" in done.stdout
     assert orders[0] != sorted(orders[0]) == orders[1] == orders[2][::-1] and len(set(orders[0])) > 5
+
+
+@pytest.mark.parametrize(
+    "said, untimed", [({}, 5), ({"rounds": 3}, 2), ({"rounds": 4, "timed": 1}, 4), ({"rounds": 9}, 0)]
+)
+def test_rounds_that_nobody_timed_are_not_divided_by(said, untimed, tmp_path):
+    """After a crash the last summary may be of fewer rounds than the checkpoint."""
+    if said:
+        files.write_json(tmp_path / "summary.json", said | {"seconds": {"train": 2.0}})
+    run = types.SimpleNamespace(path=tmp_path, rows=[{"round": t, "loss": 1.0} for t in range(5)] + [{"round": 5}])
+    assert recorder.Clock(run, lambda: 0.0).untimed == untimed
