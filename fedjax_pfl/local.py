@@ -11,6 +11,7 @@ import optax
 from chex import Numeric
 
 from fedjax_pfl import keys, trees
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Array, Batch, Data, PyTree, Task
 
 T = TypeVar("T")
@@ -77,6 +78,20 @@ def holdout(data: Data, fraction: Numeric) -> tuple[Data, Data]:
     rest, length = data.size - held, data.index.shape[0]
     tail = data.index[jnp.minimum(rest + jnp.arange(length), length - 1)]
     return data._replace(size=rest), data._replace(index=tail, size=held)
+
+
+def check_left(task: Task, fraction: Numeric) -> None:
+    """Raises InputError where `drop_last` leaves no client a batch of what `holdout` leaves; a
+    fraction that is traced passes."""
+    if not task.drop_last or isinstance(fraction, jax.core.Tracer):
+        return
+    with jax.ensure_compile_time_eval():
+        left = int(np.max(task.sizes - np.asarray(held_out(task.sizes, fraction))))
+    if left < task.batch_size:
+        raise InputError(
+            f"drop_last with batches of {task.batch_size} leaves nothing to train on: beside the examples held out the "
+            f"largest client has {left}. Take a smaller batch_size, or leave drop_last out."
+        )
 
 
 def _batches(data: Data, orders: list[Array], start: Array, batch_size: int) -> list[Batch]:

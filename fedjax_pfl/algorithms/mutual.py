@@ -237,6 +237,7 @@ def fedapen(
       Weights start as every model's here, not from the paper's Kaiming-normal.
     """
     small = exchanged(task)
+    local.check_left(task, held_out)
 
     def both(server: PyTree, mine: PyTree, c: Client) -> tuple[Predictor, Predictor]:
         theta = small.split.receive(server, mine["kept"])

@@ -342,3 +342,11 @@ def test_the_weight_that_was_learned_is_scored(monkeypatch):
         own = TASK.model.apply(toy.rows(got.state.clients["w"], i), X)[0][0, 0]
         np.testing.assert_allclose(z, mutual.mixed(got.state.clients["lam"][i], own, small), rtol=1e-5)
     assert np.abs(np.asarray(got.state.clients["lam"]) - 0.5).max() > 0.1
+
+
+def test_fedapen_says_that_no_batch_is_left_beside_the_examples_held_out():
+    """The largest of the toy's clients has 19 examples, of which one is held out."""
+    task = toy.task(batch_size=19, drop_last=True)
+    with pytest.raises(InputError, match="the examples held out the largest client has 18"):
+        toy.program("fedapen", task)
+    assert toy.program("fedapen", task._replace(batch_size=18))
