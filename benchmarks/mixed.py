@@ -26,7 +26,7 @@ from absl import flags
 from benchmarks import report
 from benchmarks.runner import Runner
 from benchmarks.throughput import BATCH, CLASSES, dataset
-from fedjax_pfl import evaluate, groups, local, models, public, simulate, small
+from fedjax_pfl import evaluate, groups, local, models, optimizers, public, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.averaging import predictor
 from fedjax_pfl.data.datasets import Dataset
@@ -132,7 +132,7 @@ def measure(setting: Setting, repeats: int) -> list[Line]:
     runners = {f"part{g}": run(ALGORITHMS["local"], alone(task, f, g)) for g in range(len(task.models))}
     runners["small"] = run(ALGORITHMS["local"], (all_small(task), f))
     largest = simulate.hyperparameters(ALGORITHMS["fml"])["clip"]
-    clipped = task._replace(optimizer=lambda lr: optax.chain(small.clipped(largest), optax.sgd(lr)))
+    clipped = task._replace(optimizer=lambda lr: optax.chain(optimizers.clipped(largest), optax.sgd(lr)))
     runners["clipped"] = run(ALGORITHMS["local"], (clipped, f))
     runners["small, clipped"] = run(ALGORITHMS["local"], (all_small(clipped), f))
     mnfl = functools.partial(ALGORITHMS["mnfl_het"], public_batch=PUBLIC_BATCH, public_size=setting.public)
