@@ -57,7 +57,7 @@ def content(workdirs: Sequence[Path]) -> tuple[str, list[list[str]], list[str]]:
         row = [method, *([str(whole) if len(runs) == whole else f"{len(runs)} of {whole}"] if several else [])]
         for point, which in points.values():
             row.append(mean_std(values(runs, point, name, which), functools.partial(scores.shown, name)))
-        rounds = sorted({run.said["rounds"] for run in found[method]})
+        rounds = sorted({run.said["rounds"] for run in runs or found[method]})
         row.append(str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}")
         row += [_costs([cost(run) for run in runs if cost(run) is not None]) for cost in costs.values()]
         rows.append(row)

@@ -56,7 +56,9 @@ def figures(
     shown = [run for run in runs if run.headline[0] == name]
     notes = [f"{run.path} is left out: its score is {run.headline[0]}." for run in runs if run not in shown]
     notes += [f"{run.path} is left out: it has no evaluation yet." for run in shown if run.value("pre", name) is None]
-    shown = [run for run in shown if run.value("pre", name) is not None]
+    kept = comparison.compared(shown) or shown
+    notes += [f"{run.path} is left out: it has diverged." for run in shown if run not in kept]
+    shown = [run for run in kept if run.value("pre", name) is not None]
     if not shown:
         return {}, notes
     labels, data = gather.names(shown), list(map(tuple, gather.settings(shown)))

@@ -37,8 +37,7 @@ def course(run: Found, name: str, flops: Flops | None) -> dict[str, Array]:
       flops: of the method; None: not known.
     """
     found: dict[str, list] = {point: [] for point in BEFORE_AND_AFTER}
-    timed: int = run.said.get("timed") or run.said["rounds"]
-    each = run.said.get("seconds", {}).get("train", np.nan) / max(1, timed)
+    each = run.said.get("seconds", {}).get("train", np.nan) / (run.timed or np.nan)
     flops = flops if flops and any(flops) else None  # 0: none of what is counted
     for row, before, after in spent(run):
         for point, total in (("pre", before), ("post", after)):

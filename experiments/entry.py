@@ -85,6 +85,13 @@ def lead(command: Callable[[], int], interrupted: str) -> int:
     return code
 
 
+def terminal() -> Console:
+    """Where results are said."""
+    # a file gets whole lines, and tables of up to this width
+    to_file: dict[str, Any] = {} if sys.stdout.isatty() else {"soft_wrap": True, "width": 200}
+    return Console(highlight=False, markup=False, emoji=False, **to_file)
+
+
 def errors() -> Console:
     """Where failures are said."""
     return Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False)

@@ -60,6 +60,12 @@ class Found(NamedTuple):
         return Rows(self.path / "metrics.jsonl")
 
     @property
+    def timed(self) -> int:
+        """The rounds whose seconds are recorded."""
+        rounds: int = self.said["timed" if "timed" in self.said else "rounds"]
+        return rounds
+
+    @property
     def complete(self) -> bool:
         """Has it all its rounds?"""
         return self.said["status"] == "complete"

@@ -120,11 +120,12 @@ def _scores(runs: Sequence[Found]) -> str:
     """All scores of the last round: mean and sample standard deviation over the seeds of a
     method."""
     groups, rows = gather.grouped(runs, gather.labels(runs)), []
-    for label, of in groups.items():
+    for label, every in groups.items():
+        of = comparison.compared(every)
         names = dict.fromkeys(
             name for run in of for point in report.POINTS for name in run.said["scores"].get(point, {})
         )
-        for name in scores.ordered(names, of[0].headline):
+        for name in scores.ordered(names, every[0].headline):
             for point, when in report.WITH_UNSEEN.items():
                 found = [run.said["scores"][point][name] for run in of if name in run.said["scores"].get(point, {})]
                 if found:

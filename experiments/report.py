@@ -276,5 +276,5 @@ def plain_table(title: str, names: list[str], numbers: list[str]) -> Table:
     for name in names:
         table.add_column(name, no_wrap=True)
     for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right")
     return table

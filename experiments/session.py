@@ -76,7 +76,7 @@ def train_into(
       at_once.ApartError, at_once.TooManyError: several that cannot be one program, or something is
         wrong with one of them.
     """
-    console = terminal()
+    console = entry.terminal()
     with contextlib.ExitStack() as held:  # the locks of the run directories
         with at_once.each_alone(len(given)):
             places = [where(one, held) for one in given]
@@ -97,13 +97,6 @@ def train_into(
             if len(given) == 1 or "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             raise at_once.TooManyError(f"There is no room for {len(given)} runs as one program.") from None
-
-
-def terminal() -> Console:
-    """Where a run says how it goes."""
-    # a file gets whole lines, and tables as wide as they are
-    to_file: dict[str, Any] = {} if sys.stdout.isatty() else {"soft_wrap": True, "width": 200}
-    return Console(highlight=False, markup=False, emoji=False, **to_file)
 
 
 def _into(

@@ -49,8 +49,7 @@ def ending(run: Found) -> Iterator[str]:
     done, said = run.config.replace(rounds=run.said["rounds"]), run.said
     seconds = said.get("seconds", {})
     spent = "; ".join(f"{seconds[name]:,.1f} s {what}" for name, what in _SECONDS.items() if name in seconds)
-    timed: int = said.get("timed") or said["rounds"]
-    spent += f" (of {plural(timed, 'round')})" if spent and timed < said["rounds"] else ""
+    spent += f" (of {plural(run.timed, 'round')})" if spent and run.timed < said["rounds"] else ""
     unfinished = "" if run.complete else f" of {run.config.rounds}"
     yield f"{run.status.capitalize()}{unfinished}{'; ' * bool(spent)}{spent}."
     if run.complete and "ended" in said:
@@ -82,8 +81,7 @@ def main(argv: list[str]) -> str:
     paths = gather.directories(words)
     if len(paths) > 1:
         return comparison.table(paths)
-    soft_wrap = not sys.stdout.isatty()  # a file gets whole lines
-    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap)
+    console = entry.terminal()
     with console.capture() as printed:
         one(console, gather.read(paths[0]))
     return printed.get().rstrip()

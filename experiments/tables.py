@@ -59,8 +59,7 @@ def row(run: Found, columns: dict[str, tuple[str, str]], apart: str = "") -> lis
         cells.append(" ± ".join(scores.shown(name, value, 2) for value in values))
     if (seconds := summary.get("seconds", {}).get("train")) is None:
         return [*cells, "", ""]
-    timed = summary.get("timed") or summary["rounds"]
-    return [*cells, f"{seconds:.0f}", f"{seconds / max(timed, 1):.2f}"]
+    return [*cells, f"{seconds:.0f}", f"{seconds / run.timed:.2f}" if run.timed else ""]
 
 
 def _columns(runs: list[Found]) -> dict[str, tuple[str, str]]:

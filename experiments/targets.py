@@ -245,7 +245,7 @@ def show(
             table.add_row(label if point == points[0] else "", report.POINTS[point], *_cells(row[point]))
     console.print(table)
     if any(row["baseline"] for row in shown):
-        console.print(f"{MARK} {BASELINE}; at one of these points at least.")
+        console.print(f"{MARK} At one of these points at least {BASELINE}.")
     if found["bound"]:
         console.print(f"Targets: {found['bound']}.")
 

@@ -61,7 +61,7 @@ def check(
         span = interval(low, high, open_low=open_low, open_high=open_high)
         raise InputError(f"{name}={value} is outside its range {span}{why and f': {why}'}.")
     if not whole and abs(number) > FLOAT32_MAX:
-        raise InputError(f"{name}={value} is infinite in float32, in which it is computed with.")
+        raise InputError(f"{name}={value} is infinite in float32, with which it is computed.")
 
 
 def interval(low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> str:

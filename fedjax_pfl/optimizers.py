@@ -38,8 +38,8 @@ def clipped(largest: Numeric) -> optax.GradientTransformation:
 
 
 def without_columns(hidden: Array, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The optimizer to which the columns `hidden` [D] of the head are 0, so that neither their decay
-    nor a norm that they are part of has to do with the others."""
+    """The optimizer to which the columns `hidden` [D] of the head are 0, so that their weight decay
+    enters no norm by which the other columns are scaled."""
 
     def seen(tree: PyTree) -> PyTree:
         return {**tree, "head": jax.tree.map(lambda x: jnp.where(trees.align(hidden, x.ndim), 0, x), tree["head"])}

@@ -87,7 +87,8 @@ def pretrain(c: Client, variables: PyTree, task: Task, epochs: Any) -> PyTree:
     classes, width, own = task.public_classes, c.model.num_features, task.num_classes
     if not classes:
         raise InputError(
-            "Training on public examples needs their labels: give Task.public_classes, or public_epochs=0."
+            "Training on public examples needs their labels, and the task's pool has none (Task.public_classes is 0): "
+            "give a labelled one, or public_epochs=0."
         )
 
     def loss(v: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:

@@ -45,7 +45,9 @@ def optimized(
     In each round the weights w of the server and their mean after it, w', make a gradient w - w',
     from which the optimizer moves w (for the weights that `Algorithm.averages` names; all else of
     the state, running statistics among it, becomes what the method makes it). With plain SGD of
-    rate 1 that is w'. A round in which nobody trains changes neither w nor the optimizer's state.
+    rate 1 that is w'. An optimizer that selects by name sees the averaged parts, of a single one
+    that holds a model (SCAFFOLD's w) the model's. A round in which nobody trains changes neither w
+    nor the optimizer's state.
 
     Args:
       factory: a method, or its name, of which `averages` names at least one part.
@@ -85,8 +87,7 @@ def _wrapped(method: Algorithm, step: optax.GradientTransformation) -> Algorithm
         """What the optimizer moves, and the rest, each with holes."""
         return trees.partition(server, jax.tree_util.tree_map_with_path(functools.partial(_moves, method), server))
 
-    # a part that is a whole model is shown as one, so that the optimizer can select by name
-    whole = next((name for name in method.averages if name not in BODY_AND_HEAD), "") * (len(method.averages) == 1)
+    whole = _whole(method)
     shown: Callable[[PyTree], PyTree] = lambda tree: tree[whole] if whole else tree
 
     def inner(state: State) -> State:
@@ -121,5 +122,12 @@ def _wrapped(method: Algorithm, step: optax.GradientTransformation) -> Algorithm
 def _moves(method: Algorithm, path: tuple[Any, ...], leaf: Array) -> bool:
     """Is a leaf of State.server one of the weights that the server averages?"""
     names = [getattr(key, "key", None) for key in path]
-    stats = names[0] not in BODY_AND_HEAD and "stats" in names[:2]  # a module of a body may be called so, too
+    stats = names[1:2] == ["stats"] and names[0] == _whole(method)  # a module may be called so, too
     return names[0] in method.averages and not stats and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _whole(method: Algorithm) -> str:
+    """The only part that the server averages, if it holds the parts of a model (SCAFFOLD, pFedAFM);
+    else nothing."""
+    first, *others = method.averages
+    return "" if others or first in BODY_AND_HEAD else first

@@ -106,7 +106,8 @@ def with_public(task: Task, public: Dataset) -> Task:
     Raises:
       InputError: they cannot be prepared, or prepared are not like the clients' own examples.
     """
-    classes, batch = public_classes(public), jax.ShapeDtypeStruct(public.x.shape, public.x.dtype)
+    kind = jax.dtypes.canonicalize_dtype(public.x.dtype)  # as the federation has it
+    classes, batch = public_classes(public), jax.ShapeDtypeStruct(public.x.shape, kind)
     own = jax.eval_shape(task.prepare, jax.ShapeDtypeStruct((1, *task.input.shape), task.input.dtype))
     pool = prepared(public)
     if (own.shape[1:], own.dtype) != (pool.shape[1:], pool.dtype):
@@ -136,6 +137,7 @@ def curve(
     """
     validate.rounds(rounds, eval_every, 0, None, 1)
     _check_traced(program, traced)
+    validate.kind_of_key(key)
     if program.task is not None:
         validate.key(key)
         validate.federation(program.task, federation)

@@ -91,7 +91,7 @@ def learn(
             w = {**v[name], "stats": v["stats"][name]}
             h, stats[name] = model.features(w, batch.x, mask=batch.mask, train=True, key=key)
             out[name] = Outputs(h, model.head(w["head"], h))
-        value, reported = objective(v["rows"], out["own"], out["small"], batch)
+        value, reported = objective(v.get("rows", {}), out["own"], out["small"], batch)
         return value, stats, reported
 
     def apart(lr: Numeric) -> optax.GradientTransformation:
@@ -99,12 +99,12 @@ def learn(
         return optimizers.per_part(dict.fromkeys(parts, one))
 
     v = {name: averaging.params(w) for name, (_, w) in models.items()}
-    v["rows"] = {name: mine[name] for name in also}
+    v |= {"rows": {name: mine[name] for name in also}} if also else {}
     parts, v["stats"] = tuple(v), {name: w["stats"] for name, (_, w) in models.items()}
     v, (_, value) = local.sgd(c.key, data, loss, v, task._replace(optimizer=apart), train=parts, has_aux=True)
     w, theta = ({**v[name], "stats": v["stats"][name]} for name in models)
     upload, kept = small.split.send(theta)
-    return upload, {**mine, **v["rows"], "w": w, "kept": kept}, value
+    return upload, {**mine, **v.get("rows", {}), "w": w, "kept": kept}, value
 
 
 def marked(mine: PyTree, names: tuple[str, ...] = ("w",)) -> PyTree:

@@ -5,6 +5,7 @@ batch, C classes, K features, T class groups (pFedC's tasks), P public examples,
 parameters, n examples of the whole data set.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -71,8 +72,7 @@ class Batch(NamedTuple):
 
 
 class Network(NamedTuple):
-    """Any network, as pure functions over variables {"params": parameters, "stats": running
-    statistics}."""
+    """Any network: pure functions over {"params": parameters, "stats": running statistics}."""
 
     init: Callable[[Array], PyTree]  # key -> variables
     apply: Callable[..., tuple[Any, PyTree]]  # (variables, x, mask=None, train=False, key=None) -> outputs, new stats
@@ -80,8 +80,7 @@ class Network(NamedTuple):
 
 
 class Model(NamedTuple):
-    """A classifier, as pure functions over variables {"body": params, "head": params, "stats":
-    running statistics}."""
+    """A classifier: pure functions over {"body": params, "head": params, "stats": statistics}."""
 
     init: Callable[[Array], PyTree]  # key -> variables
     features: Callable[..., tuple[Array, PyTree]]  # (variables, x, mask=None, train=False, key=None) -> [B, K], stats
@@ -139,6 +138,12 @@ class Task(NamedTuple):
     @property
     def num_clients(self) -> int:
         return len(self.sizes)
+
+    @property
+    def cohort_sizes(self) -> tuple[int, int]:
+        """The least and the largest number of clients of a round, max(1, floor(share N)) each."""
+        low, high = (max(1, math.floor(share * self.num_clients + 1e-9)) for share in self.participation)
+        return low, high
 
     @property
     def model(self) -> Model:

@@ -12,9 +12,12 @@ from rich.console import Console
 from experiments import (
     build,
     comparison,
+    comparison_figures,
     drawing,
+    entry,
     figures,
     gather,
+    html as report_page,
     networks,
     recorded,
     report,
@@ -175,9 +178,17 @@ def test_what_a_run_scored_before_it_diverged_is_in_no_mean(tmp_path):
     assert (row["runs"], row["before local training"]) == ("2 of 3", "-60.25 ± 0") and any(
         "diverged" in note for note in notes
     )
+    found = list(map(gather.read, runs))
+    assert "-60.25 ± 0" in report_page._scores(found) and "-40" not in report_page._scores(found)
+    _, more = comparison_figures.figures(found, lambda run: FLOPS)
+    assert any(note.endswith("2 is left out: it has diverged.") for note in more)
     alone = comparison.content(runs[2:])[1][1]
     assert alone[1] == "-"
     assert comparison.draw(runs, tmp_path).exists() and comparison.draw(runs[2:], tmp_path).exists()
+
+
+def test_tables_in_a_file_are_not_cut_at_80_columns(capsys):
+    assert entry.terminal().width == 200
 
 
 # --- what FedDVA brought to the command line

@@ -11,10 +11,11 @@ import toy
 
 from experiments import build, main, settings, tables, unseen
 from experiments.config import Config
-from fedjax_pfl import trees
+from fedjax_pfl import simulate, trees
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.data import datasets, partitioners
-from fedjax_pfl.engine.unseen import scorer
+from fedjax_pfl.engine import validate
+from fedjax_pfl.engine.unseen import among, scorer
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import State
 
@@ -152,3 +153,16 @@ def test_they_are_scored_by_id_whatever_their_architectures():
     found = [personalised(ALGORITHMS["local"], x, toy.train("local", x, 0).state.server, 0) for x in (one, two)]
     toy.assert_close(*found)
     assert len(set(np.asarray(found[0]["unseen_post"]["acc"]).tolist())) > 1
+
+
+@pytest.mark.parametrize("clients, some, most", [(50, 40, 10), (10, 8, 2)])
+def test_those_who_train_are_drawn_by_the_share_that_was_asked_for(clients, some, most):
+    """Not by the share that it comes to of all clients, unseen ones among them."""
+    task = toy.task()
+    whole = task._replace(
+        sizes=np.full(clients, 3),
+        class_counts=np.tile([3, 0, 0, 0], (clients, 1)),
+        architecture=np.zeros(clients, int),
+        participation=0.25,
+    )
+    assert simulate.cohort_size(among(validate.task(whole), np.arange(some))) == most

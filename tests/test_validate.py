@@ -236,8 +236,14 @@ WRONG = [
     (make_task, {"drop_last": 2}, "drop_last=2 must be True or False"),
     (make_task, {"optimizer": optax.sgd(0.1)}, "optimizer must be a function of the learning rate"),
     (make_task, {"optimizer": "sgd"}, "optimizer must be a function of the learning rate"),
-    (make_task, {"optimizer": lambda lr: lr}, "and this one returns float"),
-    (make_task, {"optimizer": lambda lr: optax.MultiSteps(optax.sgd(lr), 2)}, "and this one returns MultiSteps"),
+    (make_task, {"optimizer": lambda lr: lr}, "but this one returns float"),
+    (make_task, {"optimizer": lambda lr: optax.sgd(lr, momentun=0.9)}, "but this one fails (TypeError: "),
+    (make_task, {"optimizer": lambda lr: optax.sgd(optax.cosine_decay_schedule(lr, 0))}, "fails (ValueError: "),
+    (
+        make_task,
+        {"optimizer": lambda lr: optax.MultiSteps(optax.sgd(lr), 2)},
+        "returns MultiSteps, so add .gradient_transformation()",
+    ),
     (make_task, {"optimizer": lambda lr: optax.sgd(optax.warmup_cosine_decay_schedule(0, lr, 2, 9))}, SCHEDULE),
     (make_task, {"optimizer": lambda lr: optax.sgd(float(lr))}, SCHEDULE),
     (make_task, {"optimizer": lambda: optax.sgd(0.1)}, "optimizer must be a function of the learning rate"),
@@ -305,7 +311,10 @@ WRONG = [
     (whole_curve, {"traced": {"lamb": 1.0}}, "Unknown traced hyperparameter 'lamb'"),
     (whole_curve, {"change": other_clients}, "The federation has 4 clients, but the task was made for 5"),
     (whole_curve, {"traced": None}, "traced=None must be {name: value}: {} for"),
-    *((ask, {"id": x}, f"There is no client {x}: ids are 0 to 4") for x in (-1, 5, 99, 1.5, 1.0, "1", [1])),
+    *(
+        (ask, {"id": x}, f"There is no client {x}: ids are 0 to 4")
+        for x in (-1, 5, 99, 1.5, 1.0, jnp.float32(1), "1", [1])
+    ),
     (ask, {"x": blobs().x[0]}, "x is [6]: it must be a batch of raw inputs, [B, 6]; of one example take x[None]"),
     (ask, {"x": blobs().x[:, :5].tolist()}, "x is [200, 5]: it must be a batch"),
     (ask, {"x": 1.0}, "x is []: it must be a batch"),
@@ -406,6 +415,8 @@ def test_a_key_whose_draws_depend_on_the_others_is_refused(kind):
         validate.key(jax.random.key(0, impl=kind))
     with jax.default_prng_impl(kind), pytest.raises(InputError, match=said):
         validate.key(jax.random.PRNGKey(0))
+    with pytest.raises(InputError, match=said):
+        validate.kind_of_key(jax.random.split(jax.random.key(0, impl=kind)))
 
 
 def test_a_factory_without_arguments_gets_a_sentence():
@@ -478,6 +489,9 @@ def test_public_examples_may_have_no_labels():
         simulate.program("fedmd", task, {"public_epochs": 1})
     program = toy.program(ALGORITHMS["fedmd"], task, {"public_epochs": 0})
     assert next(simulate.rounds(program, jax.random.key(0), given, rounds=1)).metrics
+    wide = unlabelled._replace(x=blobs().x.astype(np.float64))
+    pool = federate(blobs(), partitioned(), public=wide).public
+    assert simulate.with_public(given_task(), wide).public.dtype == pool.x.dtype == jnp.float32
     with pytest.raises(InputError, match=r"has 4 classes but labels -1\.\.3"):
         make_public(y=np.append(blobs().y[1:], -1))
 

@@ -53,7 +53,8 @@ def _networks(task: Task, latent: int, personal: int, hidden: int, head: str) ->
     shape = jax.eval_shape(task.prepare, raw).shape[1:]
     classes = None if choose("head", head, ("none", *dva_phases.HEADS)) == "none" else task.num_classes
     widths = strided.channels(shape, hidden)
-    check("hidden", hidden, 2 ** len(widths), math.inf, why=f"of {len(widths)} convolutions the first has 2 channels")
+    why = f"each of {len(widths)} convolutions has half the channels of the next, and the first needs 2"
+    check("hidden", hidden, 2 ** len(widths), math.inf, why=why)
     return _built(shape, latent, personal, tuple(widths), classes, bn_stats=task.bn_stats)
 
 

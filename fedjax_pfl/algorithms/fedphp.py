@@ -74,7 +74,7 @@ def fedphp(
       the weighted sum.
     """
     split = averaging.split(task)
-    expected = sum(task.participation) / 2 * task.rounds
+    expected = sum(task.cohort_sizes) / 2 / task.num_clients * task.rounds
 
     def init(key: Array) -> State:
         return split.init(key, lambda w: {"h": w, "count": jnp.zeros((), jnp.int32)})

@@ -115,7 +115,7 @@ def climb(
 
 def visits(frac: Numeric, size: Array) -> Array:
     """How many of its `size` examples a client visits, the share `frac` rounded up, [] int32."""
-    return jnp.ceil(frac * size * (1 - 1e-6)).astype(jnp.int32)  # in float32 0.6 * 25 is over 15
+    return jnp.ceil(frac * size * (1 - 2e-7)).astype(jnp.int32)  # in float32 0.6 * 25 is over 15
 
 
 def descend(server: PyTree, omega: Array, c: Client, lam: Numeric, task: Task) -> tuple[Array, Array]:

@@ -55,14 +55,16 @@ def optimizer(given: Any, name: str = "optimizer", rate: str = "lr and its decay
     """Raises InputError unless it makes a transformation of gradients of a learning rate, which may
     be traced; `name` and `rate` are what the two are called."""
     try:
-        made = given(0.1)
-    except TypeError:  # not callable, or of other arguments
-        made = None
+        made, failed = given(0.1), ""
+    except Exception as error:  # not callable, of other arguments, or of the user's own
+        made, failed = None, f" fails ({in_one_line(error)})" if callable(given) else ""
     if not isinstance(made, optax.GradientTransformation):
-        what = f"this one returns {type(made).__name__}" if callable(given) and made is not None else "this is none"
+        returned = f" returns {type(made).__name__}" if callable(given) else f" is {type(given).__name__}"
+        if hasattr(made, "gradient_transformation"):
+            returned += ", so add .gradient_transformation()"
         raise InputError(
             f"{name} must be a function of the learning rate that returns an optax.GradientTransformation, such as "
-            f"optax.sgd or lambda lr: optax.sgd(lr, 0.9), and {what}: else {rate} would not reach it."
+            f"optax.sgd or lambda lr: optax.sgd(lr, 0.9), for {rate} to reach it, but this one{failed or returned}."
         )
     weights = {part: {"kernel": jax.ShapeDtypeStruct((2, 2), jnp.float32)} for part in ("body", "head")}
 
@@ -88,11 +90,13 @@ def guarded(given: Callable[..., optax.GradientTransformation], name: str = "opt
     def blamed(params: Any = None) -> Iterator[None]:
         try:
             yield
-        except InputError:
+        except (InputError, MemoryError, jax.errors.JaxRuntimeError):
             raise
         except contract.TRACED as error:
             raise InputError(_of_a_value(given, name, error)) from error
         except Exception as error:
+            if params is None:
+                raise InputError(f"{name} fails ({in_one_line(error)}).") from error
             parts = f" of the parts {', '.join(map(str, params))}" if isinstance(params, dict) else ""
             raise InputError(
                 f"{name} fails on parameters{parts} ({in_one_line(error)}): a method may train one part of a model, or "

@@ -58,7 +58,7 @@ def compiled(
 
 def _as_it_is(program: Program) -> bool:
     """Is a program run without being compiled as a whole?"""
-    return program.on_host or bool(jax.config.jax_disable_jit)  # type: ignore[attr-defined]
+    return program.on_host or bool(jax.config.values["jax_disable_jit"])
 
 
 def _arguments(program: Program, key: Array, federation: Federation) -> tuple[Array, Traced, Federation]:
@@ -144,6 +144,7 @@ def rounds_at_once(
     """
     if not np.ndim(program.traced["lr"]):
         raise InputError("This program is of one run: `rounds` runs it, and `vectorized` makes one of several.")
+    validate.kind_of_key(keys)
     num_clients = federation.train.size.shape[-1]  # [R, N], or [N] where all runs share them
     options = {"eval_every": 1, "start": 0, "state": None, "state_every": 1, "until": None} | options
     validate.rounds(*(options[name] for name in ("rounds", "eval_every", "start", "state", "state_every")))

@@ -39,8 +39,8 @@ def take(devices: int, local: bool = False) -> list[jax.Device]:
     """
     found, processes = (jax.local_devices(), 1) if local else (jax.devices(), jax.process_count())
     kind = found[0].platform
-    more = ', "jax_num_cpu_devices" makes more' if kind == "cpu" else ""
-    check("devices", devices, 1, len(found), whole=True, why=f"JAX has so many of kind {kind}{more}")
+    more = '; jax.config.update("jax_num_cpu_devices", n) at the start makes more' if kind == "cpu" else ""
+    check("devices", devices, 1, len(found), whole=True, why=f"JAX has so many devices of kind {kind}{more}")
     if devices % processes:
         raise InputError(
             f"devices={devices} cannot be shared by {processes} processes: take a multiple of {processes}."

@@ -1,7 +1,5 @@
 """Who takes part in a round."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 
@@ -12,13 +10,7 @@ FEW = 4  # a cohort of at most one in so many clients is drawn without sorting t
 
 def cohort_size(task: Task) -> int:
     """S, the largest number of clients of a round: max(1, floor(rho N))."""
-    return cohort_sizes(task)[1]
-
-
-def cohort_sizes(task: Task) -> tuple[int, int]:
-    """The least and the largest number of clients of a round."""
-    low, high = (max(1, math.floor(share * task.num_clients + 1e-9)) for share in task.participation)
-    return low, high
+    return task.cohort_sizes[1]
 
 
 def sample(key: Array, task: Task) -> tuple[Array, Array]:
@@ -27,7 +19,7 @@ def sample(key: Array, task: Task) -> tuple[Array, Array]:
     With participation (low, high) their number is uniform on {max(1, floor(low N)), ..., floor(high
     N)}.
     """
-    n, (least, most) = task.num_clients, cohort_sizes(task)
+    n, (least, most) = task.num_clients, task.cohort_sizes
     key_ids, key_number = jax.random.split(key)
     number = jax.random.randint(key_number, (), least, most + 1, jnp.int32)
     if FEW * most <= n:  # sorting all of many clients would take longer than a small cohort's training

@@ -75,6 +75,7 @@ def _as_drawn(factory: Callable[..., Algorithm], trained: Task) -> Callable[...,
     def make(task: Task, **hparams: Any) -> Algorithm:
         return factory(task._replace(participation=trained.participation), **hparams)
 
+    make.__name__ = method_name(factory)  # of a functools.partial, too
     return make
 
 

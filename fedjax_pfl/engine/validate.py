@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl.algorithms.find import find
-from fedjax_pfl.engine import callables, sampling
+from fedjax_pfl.engine import callables
 from fedjax_pfl.errors import InputError, check, choose
 from fedjax_pfl.models.functional import BN_STATS
 from fedjax_pfl.types import Algorithm, Array, Examples, Federation, Model, Subset, Task
@@ -21,16 +21,16 @@ _ONE_SOURCE = "make both of one data set and one partition"
 
 
 def task(given: Task) -> Task:
-    """Returns the task, its participation as the range of shares of the clients that is drawn.
+    """Returns the task, a single participation as the range that it stands for.
 
     Raises:
       InputError: a field of a wrong kind or out of its range, or fields that do not fit each other.
     """
     given = given._replace(
-        participation=_drawn(_participation(given.participation), given), architecture=np.asarray(given.architecture)
+        participation=_participation(given.participation), architecture=np.asarray(given.architecture)
     )
-    for name, model in (*(("model", each) for each in given.models), ("shared", given.shared)):
-        if not isinstance(model, Model) and (name, model) != ("shared", None):
+    for name, model in [("model", x) for x in given.models] + [("shared", given.shared)] * (given.shared is not None):
+        if not isinstance(model, Model):
             raise InputError(f"{name}={model!r} must be a Model, as fedjax_pfl.models.model makes it.")
     _architectures(given)
     _variables(given)
@@ -126,7 +126,7 @@ def layout(lr_decay: Any, width: Any, devices: Any) -> None:
 
 def rounds(rounds: Any, eval_every: Any, start: Any, state: Any, state_every: Any) -> None:
     """Raises InputError for numbers that no loop of rounds can have."""
-    if jax.config.jax_debug_nans and eval_every != 1:  # type: ignore[attr-defined]
+    if jax.config.values["jax_debug_nans"] and eval_every != 1:
         raise InputError(f"jax_debug_nans needs eval_every=1, not {eval_every}: else missing scores, NaN, stop it.")
     check("rounds", rounds, 0, LARGEST, whole=True, why=_COUNTED)
     check("eval_every", eval_every, 0, math.inf, whole=True)
@@ -142,7 +142,7 @@ def client(task: Task, id: Any) -> None:
     if isinstance(id, jax.core.Tracer):
         if len(task.models) > 1:
             raise InputError("With several architectures the client id must be a Python integer: it chooses the model.")
-    elif np.ndim(id) or not isinstance(id, int | np.integer | jax.Array) or not 0 <= int(id) < task.num_clients:
+    elif np.ndim(id) or np.asarray(id).dtype.kind not in "iu" or not 0 <= int(id) < task.num_clients:
         raise InputError(f"There is no client {id}: ids are 0 to {task.num_clients - 1}.")
 
 
@@ -157,12 +157,17 @@ def inputs(task: Task, x: Any) -> Array:
 
 
 def key(given: Any) -> None:
-    """Raises InputError unless it is one random key, of a kind whose draws do not depend on what
-    else is vmapped."""
+    """Raises InputError unless it is one random key, of a kind that `kind_of_key` takes."""
     typed = jax.dtypes.issubdtype(getattr(given, "dtype", None), jax.dtypes.prng_key)
     if np.shape(given) != (() if typed else jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape):
         raise InputError("The key must be a single one, as jax.random.key(0) makes it.")
-    kind = str(jax.random.key_impl(given) if typed else jax.config.jax_default_prng_impl)  # type: ignore[attr-defined]
+    kind_of_key(given)
+
+
+def kind_of_key(given: Any) -> None:
+    """Raises InputError for keys, one or several, whose draws depend on what else is vmapped."""
+    typed = jax.dtypes.issubdtype(getattr(given, "dtype", None), jax.dtypes.prng_key)
+    kind = str(jax.random.key_impl(given) if typed else jax.config.values["jax_default_prng_impl"])
     if kind in ("rbg", "unsafe_rbg"):  # one draw of the first key serves all that are vmapped
         raise InputError(
             f"The key is of the kind {kind}, whose draws under jax.vmap depend on the other keys, so that results "
@@ -228,12 +233,6 @@ def _public(task: Task, given: Examples | None) -> None:
             f"The federation's public examples have labels {np.min(given.y)}..{np.max(given.y)}, but those of the task "
             f"{task.public_classes} classes: make both of one pool."
         )
-
-
-def _drawn(participation: tuple[float, float], given: Task) -> tuple[float, float]:
-    """The least and the largest share of the clients that a round draws, at least one client."""
-    low, high = sampling.cohort_sizes(given._replace(participation=participation))
-    return low / given.num_clients, high / given.num_clients
 
 
 def _participation(given: Any) -> tuple[float, float]:

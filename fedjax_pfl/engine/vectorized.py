@@ -34,8 +34,8 @@ def vectorized(
 
     Raises:
       InputError: several devices, rows on the host, other shapes of arrays or states, the clients
-        of another task, or anything else in which a program differs from the first (of Python
-        callbacks it is not known).
+        of another task, or anything else in which a program differs from the first (Python
+        callbacks are not compared).
     """
     first = programs[0]
     if first.on_host or first.mesh is not None:

@@ -148,7 +148,10 @@ def test_the_headline(head, headline):
         ({"mode": "papr"}, "Unknown mode"),
         ({"exchange": "c"}, "Unknown exchange"),
         ({"latent": 0}, "latent=0"),
-        ({"hidden": 8}, "hidden=8 is outside its range .16, inf.: of 4 convolutions the first has 2 channels"),
+        (
+            {"hidden": 8},
+            "hidden=8 is outside its range .16, inf.: each of 4 convolutions has half the channels of the next",
+        ),
         ({"hidden": 1}, "hidden=1"),
     ],
 )

@@ -308,3 +308,4 @@ def test_a_share_that_is_no_binary_fraction_is_not_rounded_up_twice(frac):
     sizes = np.arange(2001)
     exact = [math.ceil(Fraction(frac) * int(size)) for size in sizes]
     np.testing.assert_array_equal(visits(jnp.float32(frac), jnp.asarray(sizes)), exact)
+    assert visits(1.0, jnp.int32(2_000_000)) == 2_000_000

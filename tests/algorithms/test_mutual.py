@@ -349,4 +349,4 @@ def test_fedapen_says_that_no_batch_is_left_beside_the_examples_held_out():
     task = toy.task(batch_size=19, drop_last=True)
     with pytest.raises(InputError, match="the examples held out the largest client has 18"):
         toy.program("fedapen", task)
-    assert toy.program("fedapen", task._replace(batch_size=18))
+    toy.program("fedapen", task._replace(batch_size=18))
