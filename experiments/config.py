@@ -91,7 +91,7 @@ class Config:
         1, "rounds between evaluations; the last is always evaluated, 0: only at the end"
     )
     targets: str | None = _setting(
-        None, "scores in (0, 1] whose first round is reported: 0.8,0.9 or acc:0.8,0.9", free=True
+        None, "scores in (0, 1] whose first round is reported: 0.8,0.9 or acc:0.8,0.9; none: no such", free=True
     )
     stop_at: str | None = _setting(
         None, "a score at which the run ends, as acc:0.9, or at a point of it as val/acc:0.9; none: no such", free=True
