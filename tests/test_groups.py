@@ -129,7 +129,7 @@ def test_a_method_of_one_architecture_names_those_of_several():
             simulate.program(ALGORITHMS["ditto"], given)
 
 
-@pytest.mark.parametrize("of", [np.zeros(N), np.arange(N), np.array([0, 1])])
+@pytest.mark.parametrize("of", [np.zeros(N, int), np.arange(N), np.array([0, 1])])
 def test_architectures_that_do_not_fit_are_one_sentence(of):
     with pytest.raises(InputError, match="each client needs one, and each architecture a client"):
         simulate.program(ALGORITHMS["local"], toy.task(models=(SMALL, LARGE), architecture=of))

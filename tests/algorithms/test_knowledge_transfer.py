@@ -295,7 +295,7 @@ def test_training_on_public_labels_fits_them():
 
 
 def test_public_labels_without_meaning_are_one_sentence():
-    with pytest.raises(InputError, match=r"needs their labels: give Task\.public_classes"):
+    with pytest.raises(InputError, match=r"needs their labels, and the task.s pool has none"):
         simulate.program(ALGORITHMS["fedmd"], MLP, {"public_epochs": 1})
 
 
