@@ -75,7 +75,7 @@ def task(
     if options.get("steps") is not None:
         options = {"epochs": None} | options
     counts = validate.class_counts(class_counts, dataset.num_classes)
-    example = jax.ShapeDtypeStruct(dataset.x.shape[1:], dataset.x.dtype)
+    example = jax.ShapeDtypeStruct(dataset.x.shape[1:], jax.dtypes.canonicalize_dtype(dataset.x.dtype))
     made = Task(
         models,
         architecture=np.arange(len(counts)) % len(models),

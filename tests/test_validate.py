@@ -492,6 +492,7 @@ def test_public_examples_may_have_no_labels():
     wide = unlabelled._replace(x=blobs().x.astype(np.float64))
     pool = federate(blobs(), partitioned(), public=wide).public
     assert simulate.with_public(given_task(), wide).public.dtype == pool.x.dtype == jnp.float32
+    assert make_task({"x": wide.x}, epochs=1).input.dtype == jnp.float32
     with pytest.raises(InputError, match=r"has 4 classes but labels -1\.\.3"):
         make_public(y=np.append(blobs().y[1:], -1))
 

@@ -197,7 +197,8 @@ def _own(name: str, seed: int) -> Dataset:
 
 def prepared(dataset: Dataset) -> jax.ShapeDtypeStruct:
     """Returns the shape of a prepared batch of two; InputError unless `prepare` makes one."""
-    batch = jax.ShapeDtypeStruct((2, *dataset.x.shape[1:]), dataset.x.dtype)
+    kind = jax.dtypes.canonicalize_dtype(dataset.x.dtype)  # on a device: float32 for float64
+    batch = jax.ShapeDtypeStruct((2, *dataset.x.shape[1:]), kind)
     try:
         found: jax.ShapeDtypeStruct = jax.eval_shape(dataset.prepare, batch)
     except Exception as error:  # of a user's function
