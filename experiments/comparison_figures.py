@@ -97,7 +97,7 @@ def curves(series: Mapping[str, Series]) -> Figure:
     for panel, (point, when) in zip(axes, courses.BEFORE_AND_AFTER.items(), strict=True):
         for label, one in series.items():
             _line(panel, courses.band([course[point] for course in one.courses]), one.style, label, name)
-        _baseline(panel, series, name)
+        _baseline(panel, series, name, point)
         panel.set(xlabel="rounds", title=when.capitalize())
         panel.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]))
     axes[0].set_ylabel(f"{_score(name)}, mean over clients")
@@ -218,12 +218,12 @@ def _limit(axes: Any, series: Mapping[str, Series], name: str) -> None:
     axes.set_ylim(max(-0.02, min([*late, *_majority(series, name)]) - 0.04), axes.get_ylim()[1])
 
 
-def _majority(series: Mapping[str, Series], name: str) -> list[float]:
-    return comparison.majority([run for one in series.values() for run in one.runs], name)
+def _majority(series: Mapping[str, Series], name: str, point: str = "pre") -> list[float]:
+    return comparison.majority([run for one in series.values() for run in one.runs], name, point)
 
 
-def _baseline(axes: Any, series: Mapping[str, Series], name: str) -> None:
-    if values := _majority(series, name):
+def _baseline(axes: Any, series: Mapping[str, Series], name: str, point: str = "pre") -> None:
+    if values := _majority(series, name, point):
         axes.axhline(float(np.mean(values)), **comparison.MAJORITY, label="majority baseline")
 
 

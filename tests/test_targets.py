@@ -1,6 +1,7 @@
 """Rounds to a target: what is counted, and until when."""
 
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 import toy
 from rich.console import Console
 
-from experiments import entry, main, recorded, report, settings, tables, targets
+from experiments import comparison, entry, main, recorded, report, settings, tables, targets
 from experiments.config import Config
 from experiments.files import write_json, write_text
 from fedjax_pfl import local
@@ -172,6 +173,16 @@ def test_where_nothing_was_evaluated_the_table_says_nothing(tmp_path):
     made = [{k: v for k, v in row.items() if not k.startswith("post/")} for row in rows([0.1, None, 0.6], [0.3, 0.7])]
     write_text(tmp_path / "a" / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in made))
     assert "| - / ≤2 | - / 0.0 | - / never | - / - |" in tables.main(["--targets=0.5,0.9", path])
+
+
+def test_the_majority_baseline_of_a_table_is_that_of_each_point(tmp_path):
+    """After local training it is that of the round's participants."""
+    ends = ("", "_micro", "_std", "_worst10", "_best10")
+    floors = {f"{p}/acc_majority{end}": x for p, x in (("pre", 0.5), ("post", 0.4)) for end in ends}
+    path = finished(tmp_path / "a", "fedavg", floors)
+    _, (head, _, floor), _ = comparison.content([Path(path)])
+    found = dict(zip(head, floor, strict=True))
+    assert [found[x] for x in ("before local training", "worst tenth", "after it")] == ["50.0", "-", "40.0"]
 
 
 def test_a_table_names_the_score_of_its_targets_and_marks_what_they_are_worth(tmp_path):
