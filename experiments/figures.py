@@ -115,11 +115,11 @@ def _draw_architectures(axes: Any, series: dict[Any, np.ndarray], kinds: list[st
 
 
 def _score_axes(axes: Any, headline: Headline) -> None:
-    name, way = headline[0], "higher" if headline[1] == "max" else "lower"
+    name = headline[0]
     if name == "acc":
         axes.set(ylabel="test accuracy, mean ± std over clients", title="Accuracy")
     else:
-        axes.set(ylabel=f"test {name}, mean ± std over clients", title=f"{name} ({way} is better)")
+        axes.set(ylabel=f"test {name}, mean ± std over clients", title=f"{name} ({scores.direction(headline)})")
     if scores.is_share(name):
         axes.set_ylim(0, 1.02)
 

@@ -137,8 +137,9 @@ def curve(
     """
     validate.rounds(rounds, eval_every, 0, None, 1)
     _check_traced(program, traced)
-    validate.kind_of_key(key)
-    if program.task is not None:
+    if program.task is None:  # of several runs, which have a key each
+        validate.kind_of_key(key)
+    else:
         validate.key(key)
         validate.federation(program.task, federation)
     traced = {name: jnp.asarray(value, float) for name, value in program.traced.items()} | traced

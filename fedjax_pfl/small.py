@@ -27,7 +27,7 @@ class Outputs(NamedTuple):
     z: Array  # [B, C] logits
 
 
-# (rows that are trained, outputs of the own model, of the small one, batch) -> (what is minimised [], what is reported)
+# (trained rows, outputs of the own model, of the small one, batch) -> (what is minimised [], what is reported [])
 Objective = Callable[[PyTree, Outputs, Outputs, Batch], tuple[Array, Array]]
 
 

@@ -125,7 +125,7 @@ class Task(NamedTuple):
     epochs: int | None = 1  # local epochs per round
     steps: int | None = None  # local steps per round; one of `epochs` and `steps` is None
     rounds: int = 1  # of the whole run, which schedules over the rounds follow (FedPHP, FedKD, MOCHA)
-    participation: tuple[float, float] = (1.0, 1.0)  # share of the clients in a round, drawn from [low, high]
+    participation: tuple[float, float] = (1.0, 1.0)  # fraction of the clients in a round, drawn from [low, high]
     drop_last: bool = False  # drop the short last batch, to copy a paper that did
     augment: Callable[[Array, Array], Array] | None = None  # (key, x) -> x, on training batches
     bn_stats: str = "aggregate"  # batch norm's statistics are averaged; "local": each client's own; "batch": none
@@ -141,8 +141,8 @@ class Task(NamedTuple):
 
     @property
     def cohort_sizes(self) -> tuple[int, int]:
-        """The least and the largest number of clients of a round, max(1, floor(share N)) each."""
-        low, high = (max(1, math.floor(share * self.num_clients + 1e-9)) for share in self.participation)
+        """The least and the largest number of clients of a round, max(1, floor(fraction N)) each."""
+        low, high = (max(1, math.floor(x * self.num_clients + 1e-9)) for x in self.participation)
         return low, high
 
     @property
