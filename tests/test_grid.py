@@ -144,6 +144,7 @@ def test_the_choice_is_by_the_mean_over_seeds_on_validation_examples(swept):
     assert "Chosen by val/acc: fedavg, lr=0.1." in out and "Chosen by" in (root / "comparison.md").read_text()
     before = out[: out.index("Chosen by")]
     assert "after local training" not in before  # test scores come only then
+    assert before.count("  acc: validation, before local training ") == 4  # each run's line names the score
 
 
 def test_other_commands_take_of_a_sweep_that_chooses_what_was_chosen(swept):

@@ -188,7 +188,13 @@ def test_what_a_run_scored_before_it_diverged_is_in_no_mean(tmp_path):
 
 
 def test_tables_in_a_file_are_not_cut_at_80_columns(capsys):
-    assert entry.terminal().width == 200
+    console, name = entry.terminal(), "a method with a long name"
+    assert console.width == 200
+    wide = report.plain_table("Title", ["method"], [f"score {i:02}" for i in range(14)])
+    wide.add_row(name, *("0.12345",) * 14)
+    console.print(wide)
+    row = next(line for line in capsys.readouterr().out.splitlines() if name in line)
+    assert row.count("0.12345") == 14 and len(row) > 80
 
 
 # --- what FedDVA brought to the command line
@@ -196,6 +202,12 @@ def test_tables_in_a_file_are_not_cut_at_80_columns(capsys):
 
 def config(**user):
     return settings.resolve({"algo": "fedavg", "hparams": {}, **user})
+
+
+def test_tables_and_titles_name_the_network_that_is_trained():
+    assert networks.label(config()) == config().model == "mlp"
+    made = networks.label(config(algo="feddva"))
+    assert made == "own" and set(networks.names(config(algo="feddva"), 3)) == {made}
 
 
 def test_the_optimizer_is_one_of_optaxs_by_its_name():
