@@ -7,7 +7,6 @@ arguments.
 
 import functools
 import json
-from importlib.metadata import version
 from pathlib import Path
 
 import jax
@@ -28,7 +27,7 @@ each = pytest.mark.parametrize("method", ALGORITHMS)
 
 # Mean losses of rounds 0, 5 and 11 under each method's defaults, measured when the method was built.
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
-ELSEWHERE = {"feddva": 0.1}  # with another compiler than that of jaxlib 0.10: in twelve rounds its rounding grows
+ROUNDING = {"feddva": (1e-3, 1e-2, 0.1)}  # it grows from round to round, and differs between processors and compilers
 DEFAULTS = json.loads((Path(__file__).parent / "defaults.json").read_text())  # losses see few of them
 SEND_NOTHING = (  # through Cohort.mean, on these networks
     *("local", "fedamp", "fedfomo", "pfedhn", "mocha", "mnfl", "mnfl_het", "fedmd", "sim_pfd", "topk_pfd"),
@@ -80,8 +79,9 @@ def test_learns(method):
     assert np.mean(testing.evaluate(s, state=state, t=12)["acc_present"]) > chance + 0.2
     assert losses[-1] < losses[0]
     drifted = "a default has drifted, or a stream of keys"
-    rtol = 1e-3 if version("jaxlib").startswith("0.10.") else ELSEWHERE.get(method, 1e-3)
-    np.testing.assert_allclose(losses, GOLDEN[method], rtol=rtol, atol=1e-5, err_msg=drifted)
+    tolerances = ROUNDING.get(method, (1e-3, 1e-3, 1e-3))
+    for loss, golden, rtol in zip(losses, GOLDEN[method], tolerances, strict=True):
+        np.testing.assert_allclose(loss, golden, rtol=rtol, atol=1e-5, err_msg=drifted)
 
 
 @each
