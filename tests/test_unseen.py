@@ -1,6 +1,7 @@
 """Clients that do not train: who they are, what they score, and that training does not know of
 them."""
 
+import functools
 import json
 
 import jax
@@ -11,11 +12,11 @@ import toy
 
 from experiments import build, main, settings, tables, unseen
 from experiments.config import Config
-from fedjax_pfl import simulate, trees
+from fedjax_pfl import models, simulate, testing, trees
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.data import datasets, partitioners
 from fedjax_pfl.engine import validate
-from fedjax_pfl.engine.unseen import among, scorer
+from fedjax_pfl.engine.unseen import among, obstacle, scorer
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import State
 
@@ -116,6 +117,18 @@ def test_the_server_stays_and_a_round_is_what_it_is_for_a_client_that_trains():
     found = personalised(keeping, given, once.state.server, 1)
     toy.assert_close(found["unseen"], once.last)
     toy.assert_close(found["unseen_post"], {name: x[1] for name, x in two.metrics.post.items()})
+
+
+@pytest.mark.parametrize("matching", ["distance", "bbp"])
+def test_fedma_matches_no_neurons_of_clients_that_keep_their_statistics(matching):
+    """The server of unseen clients does not change, so their statistics must not change places."""
+    method = functools.partial(ALGORITHMS["fedma"], matching=matching)
+    for bn_stats, refused in (("aggregate", False), ("local", True)):
+        given = testing.task(
+            models=(models.model("lenet_bn", (28, 28, 1), toy.C, bn_stats=bn_stats),), bn_stats=bn_stats
+        )
+        assert bool(obstacle(method, given)) == refused
+        assert not obstacle(functools.partial(method, matching="identity"), given)
 
 
 def test_rounds_of_personalisation_go_on_from_their_rows():
