@@ -160,6 +160,11 @@ def _counts(
     return per_epoch, per_epoch * epochs if steps is None else jnp.where(per_epoch > 0, steps, 0)
 
 
+def learns(size: Array, task: Task) -> Array:
+    """Has a client of `size` examples a batch to train on? With `drop_last` that is a whole one."""
+    return size >= (task.batch_size if task.drop_last else 1)
+
+
 def count(data: Data, task: Task) -> Array:
     """The number of steps [] int32 that `work` takes."""
     return _counts(data, task.batch_size, task.epochs, task.steps, task.drop_last)[1]

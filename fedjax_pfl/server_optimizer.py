@@ -14,7 +14,7 @@ import optax
 from annotated_types import Gt
 from chex import Numeric
 
-from fedjax_pfl import trees
+from fedjax_pfl import local, trees
 from fedjax_pfl.averaging import BODY_AND_HEAD
 from fedjax_pfl.engine import callables, validate
 from fedjax_pfl.errors import InputError
@@ -46,7 +46,7 @@ def optimized(
     from which the optimizer moves w (for the weights that `Algorithm.averages` names; all else of
     the state, running statistics among it, becomes what the method makes it). With plain SGD of
     rate 1 that is w'. An optimizer that selects by name sees the averaged parts, of a single one
-    that holds a model (SCAFFOLD's w) the model's. A round in which nobody trains changes neither w
+    that holds a model (SCAFFOLD's w) the model's. A round in which nobody takes a step changes neither w
     nor the optimizer's state.
 
     Args:
@@ -74,7 +74,7 @@ def optimized(
                 f"{method_name(factory)} cannot have a server optimizer: its Algorithm names no means of the clients' "
                 "weights in State.server (`averages`), from which it would step."
             )
-        return _wrapped(method, callables.guarded(optimizer, NAME)(server_optimizer_lr))
+        return _wrapped(task, method, callables.guarded(optimizer, NAME)(server_optimizer_lr))
 
     known, kind = inspect.signature(factory), inspect.Parameter.KEYWORD_ONLY
     rate = inspect.Parameter(RATE, kind, default=1.0, annotation=Annotated[float, Gt(0)])
@@ -82,7 +82,7 @@ def optimized(
     return make
 
 
-def _wrapped(method: Algorithm, step: optax.GradientTransformation) -> Algorithm:
+def _wrapped(task: Task, method: Algorithm, step: optax.GradientTransformation) -> Algorithm:
     def weights(server: PyTree) -> tuple[PyTree, PyTree]:
         """What the optimizer moves, and the rest, each with holes."""
         return trees.partition(server, jax.tree_util.tree_map_with_path(functools.partial(_moves, method), server))
@@ -106,7 +106,7 @@ def _wrapped(method: Algorithm, step: optax.GradientTransformation) -> Algorithm
         updates, kept = step.update(shown(gradient), state.server.optimizer, shown(before))
         new_weights = trees.cast(optax.apply_updates(shown(before), updates), shown(before))
         moved = ({**before, whole: new_weights} if whole else new_weights, kept)
-        moved, kept = trees.choose(jnp.any(cohort.trained), moved, (before, state.server.optimizer))
+        moved, kept = trees.choose(jnp.any(local.learns(cohort.sizes, task)), moved, (before, state.server.optimizer))
         return State(Optimized(trees.merge(moved, rest), kept), new.clients), metrics
 
     def predict(server: PyTree, row: PyTree, c: Client) -> Predictor:

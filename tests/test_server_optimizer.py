@@ -1,5 +1,6 @@
 """FedOpt: a step of an optimizer at the server in place of the mean."""
 
+import functools
 import re
 
 import jax
@@ -89,6 +90,24 @@ def test_a_round_in_which_nobody_trains_moves_nothing():
     empty = empty._replace(train=empty.train._replace(size=sizes), class_counts=counts)
     after = toy.train(PAPERS, NORMS, rounds=1, federation_=empty, begin=before, **{RATE: 0.05}).state
     assert_same(after.server, before.server)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        optimized("fedavg", lambda lr: optax.sgd(lr, 0.9)),
+        ALGORITHMS["pfedhn"],
+        functools.partial(ALGORITHMS["pfedhn"], mode="batched"),
+    ],
+)
+def test_no_momentum_moves_the_server_where_nobody_takes_a_step(method):
+    """With drop_last clients 0, 2 and 4, of fewer examples than a batch, have none."""
+    s = testing.subject(method, testing.task(batch_size=10, drop_last=True))
+    given = {"ids": np.arange(toy.N, dtype=np.int32), "t": 2}
+    moved, same = (testing.run(s, active=np.isin(np.arange(toy.N), who), **given)[0] for who in ((0, 1), (0, 2, 4)))
+    assert_same(same.server, s.start.server)
+    with pytest.raises(AssertionError):
+        assert_same(moved.server, s.start.server)
 
 
 def test_what_averages_is_in_the_server_and_other_methods_are_refused():

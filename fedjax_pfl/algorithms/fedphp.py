@@ -84,8 +84,7 @@ def fedphp(
             w, loss = split.receive(state.server, mine["own"]), transfer_loss(task, mine["h"], lam, regularizer)
             w, value = local.sgd(c.key, c.train, loss, w, task)
             h = trees.lerp(momentum(mine["count"], mu0, expected), mine["h"], w)
-            least = task.batch_size if task.drop_last else 1
-            learned = c.train.size >= least  # else w is the received model, which is nothing of the client's own
+            learned = local.learns(c.train.size, task)  # else w is the received model, nothing of its own
             h, count = trees.choose(learned, h, mine["h"]), mine["count"] + learned
             post = evaluate.post(cohort, c, beside(predictor(task.model, h), predictor(task.model, w)), score_beside)
             shared, own = split.send(w)

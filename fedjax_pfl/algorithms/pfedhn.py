@@ -5,6 +5,7 @@ Reference: Shamsian, Navon, Fetaya & Chechik, Personalized federated learning us
 (ICML 2021), Algorithm 1.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -81,6 +82,7 @@ class Hypernetwork(NamedTuple):
 
     target: PyTree  # the shapes and types of a client's parameters
     optimizer: optax.GradientTransformation
+    learns: Callable[[Array], Array]  # does a client with so many examples take a step?
 
     def generated(self, h: PyTree, id: Array) -> PyTree:
         """theta of client `id` []."""
@@ -111,7 +113,7 @@ def sequential(hyper: Hypernetwork, train: Train, state: State, cohort: Cohort) 
         theta, pullback = jax.vjp(lambda h: hyper.generated(h, c.id), h)  # theta = h(e_i; psi) is sent
         change, results = train(c, theta, own)  # its change comes back
         (gradient,) = pullback(change)  # by the chain rule of psi and of e_i
-        return hyper.descend(h, velocity, gradient, (everybody == c.id) & (c.train.size > 0)), results
+        return hyper.descend(h, velocity, gradient, (everybody == c.id) & hyper.learns(c.train.size)), results
 
     return cohort.scan(one, (state.server["h"], state.server["velocity"]), state.clients)
 
@@ -123,9 +125,10 @@ def batched(hyper: Hypernetwork, train: Train, state: State, cohort: Cohort) -> 
     order = jnp.argsort(cohort.ids)  # so that the sum over the clients is in one order, whatever the cohort's
     theta, pullback = jax.vjp(lambda h: jax.vmap(lambda id: hyper.generated(h, id))(cohort.ids[order]), h)
     change, results = cohort.map(train, trees.gather(theta, jnp.argsort(order)), state.clients)
-    change = jax.tree.map(lambda x: jnp.where(trees.expand(cohort.trained, x.ndim), x, 0), change)
+    learned = hyper.learns(cohort.sizes)
+    change = jax.tree.map(lambda x: jnp.where(trees.expand(learned, x.ndim), x, 0), change)
     (gradient,) = pullback(trees.gather(change, order))
-    here = jnp.zeros(h["embeddings"].shape[0], bool).at[cohort.ids].set(cohort.trained)
+    here = jnp.zeros(h["embeddings"].shape[0], bool).at[cohort.ids].set(learned)
     return hyper.descend(h, velocity, gradient, here), results
 
 
@@ -182,7 +185,8 @@ def pfedhn(
     )
     loss, split = losses.classification(task.model), averaging.split(task)
     shapes = jax.eval_shape(task.model.init, jax.random.key(0))
-    hyper = Hypernetwork(params(shapes), clipped_sgd(hyper_lr, momentum, decay, clip))
+    learns = functools.partial(local.learns, task=task)
+    hyper = Hypernetwork(params(shapes), clipped_sgd(hyper_lr, momentum, decay, clip), learns)
     make: Callable[[Array], PyTree] = lambda key: hypernetwork(key, width, hidden, hidden_layers, hyper.target)
     check_size(make)
     step = {"sequential": sequential, "batched": batched}[mode]
