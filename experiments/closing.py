@@ -74,7 +74,7 @@ def lines(found: report.Row, rows: Iterable[report.Row], c: Config, examples: re
     name, way = found["headline"]["score"], found["headline"]["better"]
     what = "Test accuracy" if name == "acc" else f"Test {name} ({scores.direction((name, way))})"
     rounds = max(_rounds_behind(found).values(), default=c.rounds)
-    yield f"{what} of {c.algo} after {plural(rounds, 'round')}, mean over the clients; local training is a round's:"
+    yield f"{what} of {c.algo} after {plural(rounds, 'round')}, mean over the clients (local training: one round's):"
     yield from ("  " + line for line in _points(found))
     if own := found["scores"]["pre"].get("acc_present"):
         shown = scores.labelled("acc_present", own["macro"])

@@ -230,4 +230,11 @@ def _parts(c: Config) -> list[str]:
     classes = f", {c.classes_per_client} classes each" if c.classes_per_client and c.partition in _BY_CLASSES else ""
     held = f" ({c.partition}{spread}{classes})"
     clients = plural(c.clients or 0, "client")
-    return [f"{c.dataset}: {clients}", held, f", {networks.label(c)}", f", {work} a round", f", batch {c.batch_size}"]
+    part = "" if c.data_fraction == 1 else f" ({c.data_fraction:.4g} of it)"
+    return [
+        f"{c.dataset}{part}: {clients}",
+        held,
+        f", {networks.label(c)}",
+        f", {work} a round",
+        f", batch {c.batch_size}",
+    ]

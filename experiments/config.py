@@ -35,7 +35,9 @@ class Config:
     """
 
     algo: str = _setting("", "the method; --list shows them all; or your own, as FILE.py:FUNCTION")
-    preset: str | None = _setting(None, "a paper's setting, which the other flags override; digits has one by default")
+    preset: str | None = _setting(
+        None, "a named setting, which other flags override; digits and synthetic have one by default"
+    )
     dataset: str = _setting("digits", "the data set, or npz:PATH or FILE.py:FUNCTION for your own")
     data_fraction: float = _setting(1.0, "the part of the data set to use, stratified, in (0, 1]")
     marks: bool = _setting(False, "draw FedDVA's marks on square images: client k has type k mod 4")
@@ -100,8 +102,10 @@ class Config:
         0, "evaluations without a better validation score after which the run ends; 0: it does not", free=True
     )
     checkpoint_every: Annotated[int, Interval(ge=1, le=_MOST)] = _setting(10, "rounds between checkpoints", free=True)
-    conv: str = _setting("auto", "form of the convolutions: winograd, fused, matmul, xla, or auto: timed", free=True)
-    width: str = _setting("auto", "clients trained at once, or auto: timed", free=True)
+    conv: str = _setting(
+        "auto", "form of the convolutions: winograd, fused, matmul, xla, or auto: chosen here", free=True
+    )
+    width: str = _setting("auto", "clients trained at once, or auto: chosen here", free=True)
     devices: str = _setting("auto", "devices to spread the clients over: a number, all, or auto", free=True)
     client_memory: Literal["device", "host"] = _setting(
         "device", "where clients outside a round have their state: device, host", free=True

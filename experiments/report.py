@@ -101,9 +101,8 @@ class Reporter:
         parts = [f"loss {self._seen['loss']:.3g}"] if "loss" in self._seen else []
         name = self._score
         found = [scores.labelled(name, self._seen[key]) for key in (f"pre/{name}", f"post/{name}") if key in self._seen]
-        return "  ".join(
-            [*parts, *([f"{name} " + " → ".join(found)] if found else []), f"{left} left{_duration(seconds)}"]
-        )
+        parts += [f"{name} " + " → ".join(found)] if found else []
+        return "  ".join([*parts, f"{plural(left, 'round')} left{_duration(seconds)}"])
 
 
 def _duration(seconds: float | None) -> str:

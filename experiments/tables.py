@@ -113,6 +113,8 @@ def table(workdirs: list[Path], text: str | None = None) -> str:
     columns = _columns(runs)
     head = ["method", "model", "data", "rounds", *(name.strip() for name in columns), "train s", "s a round"]
     body, notes = [row(run, columns, _apart(run, runs)) for run in runs], []
+    if any("±" in cell for cells in body for cell in cells):
+        notes.append("± is the standard deviation over clients.")
     if text is not None:
         found = [_targets(run, text) for run in runs]
         scores = {run.score for run in found}
@@ -120,7 +122,7 @@ def table(workdirs: list[Path], text: str | None = None) -> str:
         head += [] if named else ["targets of"]
         head += [name for x in targets.parse(text)[1] for name in (f"rounds to {x:g}{named}", f"MB to {x:g}")]
         body = [[*cells, *([] if named else [run.score]), *run.cells] for cells, run in zip(body, found, strict=True)]
-        notes = _notes(workdirs, found)
+        notes += _notes(workdirs, found)
     done = [run.config.replace(rounds=run.said["rounds"]) for run in runs]
     said = [published.deviations(config, run.said.get("examples")) for config, run in zip(done, runs, strict=True)]
     if any(said):
@@ -131,7 +133,7 @@ def table(workdirs: list[Path], text: str | None = None) -> str:
 def _notes(workdirs: list[Path], found: list[Reached]) -> list[str]:
     """What the marks of the targets mean."""
     marked = any(targets.MARK in cell for run in found for cell in run.cells)
-    notes = [f"`{targets.MARK}` {targets.BASELINE}."] if marked else []
+    notes = [f"`{targets.MARK}` A target {targets.BASELINE}."] if marked else []
     for bound in dict.fromkeys(run.bound for run in found if run.bound):
         names = ", ".join(str(path) for path, run in zip(workdirs, found, strict=True) if run.bound == bound)
         notes.append(f"`{BOUND}` {names}: {bound}.")

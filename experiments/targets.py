@@ -31,7 +31,7 @@ from fedjax_pfl.errors import InputError, check, choose
 
 LEVELS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)  # where the user names none
 NOTE = "steps as --epochs or --steps ask; operations of the method's matrix products on them"  # see above
-MARK, BASELINE = "*", "no more than the majority baseline scores: always the client's most frequent class, or no"
+MARK, BASELINE = "*", "no higher than the majority baseline: always the client's most frequent class, or no"
 _ROUNDING = 1e-6  # scores are float32: a mean of tenths may miss 0.9 by less
 
 
@@ -245,7 +245,7 @@ def show(
             table.add_row(label if point == points[0] else "", report.POINTS[point], *_cells(row[point]))
     console.print(table)
     if any(row["baseline"] for row in shown):
-        console.print(f"{MARK} At one of these points at least {BASELINE}.")
+        console.print(f"{MARK} Before or after local training this is {BASELINE}.")
     if found["bound"]:
         console.print(f"Targets: {found['bound']}.")
 

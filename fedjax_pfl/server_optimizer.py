@@ -46,8 +46,8 @@ def optimized(
     from which the optimizer moves w (for the weights that `Algorithm.averages` names; all else of
     the state, running statistics among it, becomes what the method makes it). With plain SGD of
     rate 1 that is w'. An optimizer that selects by name sees the averaged parts, of a single one
-    that holds a model (SCAFFOLD's w) the model's. A round in which nobody takes a step changes neither w
-    nor the optimizer's state.
+    that holds a model (SCAFFOLD's w) the model's. A round in which nobody takes a step changes
+    neither w nor the optimizer's state.
 
     Args:
       factory: a method, or its name, of which `averages` names at least one part.

@@ -242,7 +242,7 @@ def test_the_run_says_how_long_the_rest_takes(monkeypatch):
     for t in (0, 1):
         reporter.update({"round": t, "loss": 1.0})
     lines = console.file.getvalue().splitlines()
-    assert lines[0].endswith("39 left") and lines[1].endswith("38 left, about 3 min")
+    assert lines[0].endswith("39 rounds left") and lines[1].endswith("38 rounds left, about 3 min")
 
 
 def test_of_equal_evaluations_the_first_is_the_best_and_the_mean_is_of_the_last_ten():

@@ -119,7 +119,7 @@ def test_a_table_of_an_interrupted_run_has_the_rows_that_are_there(root, tmp_pat
     """As a killed run leaves them, in front of its last summary or without one."""
     for summary in (True, False):
         path = cut_short(root, tmp_path / str(summary), summary)
-        head, _, line = tables.main([str(path)]).splitlines()
+        head, _, line, *_ = tables.main([str(path)]).splitlines()
         row = dict(zip(head.split(" | "), line.split(" | "), strict=True))
         status = "interrupted" if summary else "running or killed"
         assert row["rounds"] == f"{status} after 1 round"
@@ -255,7 +255,7 @@ def test_the_curves_are_means_over_seeds_with_their_deviation(root):
             assert np.array_equal(line.get_xdata(), x[0])
             assert line.get_ydata() == pytest.approx(y.mean(axis=0))
     title = drawn(root)[0]["curves"].get_suptitle()
-    assert "digits: 5 clients" in title and "linear" in title and "over 2 seeds" in title
+    assert "digits (0.2 of it): 5 clients" in title and "linear" in title and "over 2 seeds" in title
     a, b = (rows[-1]["pre/acc"] for rows in rows_of(root, "fedavg"))
     course = [courses.course(gather.read(root / f"fedavg-seed{k}"), "acc", None)["pre"] for k in (0, 1)]
     assert courses.band(course).std[-1] == pytest.approx(abs(a - b) / np.sqrt(2))

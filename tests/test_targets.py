@@ -194,7 +194,8 @@ def test_a_table_names_the_score_of_its_targets_and_marks_what_they_are_worth(tm
     assert "| acc | ≤2 / ≤2 | 0.0 / 0.0 | never / never |" in first  # after round 1, and before round 2
     assert "| task_acc | 1* / 0* | 0.0 / 0.0 | 1* / 0* |" in second
     assert [note for note in notes if note] == [
-        f"`*` {targets.BASELINE}.",
+        "± is the standard deviation over clients.",
+        f"`*` A target {targets.BASELINE}.",
         f"`≤` {fedavg}: evaluated every 2 rounds only, so rounds are upper bounds, up to 1 too many.",
     ]
     table = tables.main(["--targets=acc:0.5", fedavg, pfedc])

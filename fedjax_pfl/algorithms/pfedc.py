@@ -7,9 +7,9 @@ head (see `task_maps`). A client trains the branches it has labels for, and weig
 the minimum-norm point of their gradients in the feature space (MGDA-UB). In Privacy-pFedC who holds
 which classes stays secret: branches and holders are added under encryption.
 
-Reference: the pFedC paper; with nearly its abstract: Zhang et al., Model decomposition and
-reassembly for purified knowledge transfer in personalized federated learning (IEEE TMC 2025).
-MGDA-UB: Sener & Koltun (NeurIPS 2018).
+Reference: the pFedC paper, whose equations are meant; its journal version seems to be Zhang et al.,
+Model decomposition and reassembly for purified knowledge transfer in personalized federated
+learning (IEEE TMC 2025). MGDA-UB: Sener & Koltun (NeurIPS 2018).
 """
 
 from collections.abc import Callable

@@ -9,6 +9,7 @@ import tempfile
 import time
 import zipfile
 import zlib
+from logging import LogRecord
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -168,12 +169,18 @@ def _write(path: Path, arrays: dict[str, np.ndarray]) -> None:
         raise
 
 
+def _useful(record: LogRecord) -> bool:
+    """Not TFDS's advice to decode with OpenCV, which reads as if something was wrong."""
+    return "OpenCV" not in record.getMessage()
+
+
 def _decode(source: str, folder: Path) -> dict[str, np.ndarray]:
     """All splits in order: x, y, coarse labels (-1 where there are none) and the number of training
     examples."""
     try:
         import tensorflow_datasets as tfds
 
+        logging.get_absl_logger().addFilter(_useful)
         builder = tfds.builder_from_directory(folder)  # reads the files' own description: any version works
         if source == "celeb_a":  # which has attributes for labels, and more images than are wanted
             return celeba.decode(builder)

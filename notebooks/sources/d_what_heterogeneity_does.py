@@ -49,7 +49,7 @@ COLOURS = {"fedavg": "#0072b2", "local": "#999999", "fedrep": "#009e73", "ditto"
 MARKS = dict(zip(COLOURS, "os^Dv", strict=True))
 figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
 for name, values in table.items():
-    mean, spread = np.mean(values, axis=1), np.std(values, axis=1)
+    mean, spread = np.mean(values, axis=1), np.std(values, axis=1, ddof=len(SEEDS) > 1)
     axes.errorbar(ALPHAS, mean, spread, marker=MARKS[name], color=COLOURS[name], label=name, capsize=3)
 axes.set(
     xscale="log",

@@ -7,7 +7,8 @@
 # show whom a client listens to.
 #
 # To have something to listen for, half of the clients hold the digits 0 to 4 and half 5 to 9, in turns; the public
-# examples are digits of all kinds that nobody holds, without their labels.
+# examples are digits of all kinds that nobody holds, at whose labels
+# the method does not look.
 # %%
 from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
