@@ -24,7 +24,7 @@ def both_ways(cohort: Cohort, down: PyTree | int | Array, up: PyTree | int | Arr
     return Traffic(counts[0], counts[1], 0 * active, messages)
 
 
-def with_public(sent: Traffic, task: Task, count: int, active: Array) -> Traffic:
+def with_public(sent: Traffic, task: Task, count: int | Array, active: Array) -> Traffic:
     """The traffic of clients that also receive `count` public examples."""
     assert task.public is not None
     return sent._replace(public_data=count * math.prod(task.public.shape[1:]) * active)

@@ -111,13 +111,14 @@ def fedproto(
             weight = weigh(cohort.class_counts)
             proto, (w, count, value, post) = cohort.mean(client, state.clients, weight=weight, default=proto)
         known = known | jnp.any((count > 0) & cohort.active[:, None], axis=0)
-        return State({"proto": proto, "known": known}, w), Metrics(value, post)
+        more = {"classes_sent": jnp.sum(count > 0, axis=1)} if moving else {}
+        return State({"proto": proto, "known": known}, w), Metrics(value, post, more)
 
     def predict(server: PyTree, w: PyTree, c: Client) -> Predictor:
         return predictor(c.model, w, server)
 
     def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
-        own = jnp.sum(cohort.class_counts > 0, axis=1)
+        own = metrics.clients["classes_sent"] if moving else jnp.sum(cohort.class_counts > 0, axis=1)
         down = jnp.full_like(own, widths[0]) * jnp.sum(state.server["known"])
         return traffic.both_ways(cohort, down, widths[0] * own)._replace(ints=own)  # which classes
 

@@ -143,7 +143,12 @@ def transfer(task: Task, rule: Rule, on: Exchange, space: str = "prob", public_e
         part = cohort.trained.astype(jnp.int32)
         whole = traffic.both_ways(cohort, *(size * task.num_classes * times * part for times in (1, 1 + rule.after)))
         whole = whole._replace(ints=size * part, messages=(3 + rule.after) * part)
-        return whole if on.public_at == "clients" else traffic.with_public(whole, task, size, part)
+        if on.public_at == "clients":
+            return whole
+        # all of them, with their labels, where these are learned first
+        labels = jnp.where((cohort.round == 0) & (public_epochs > 0), public.count(task, 2**31), 0)
+        whole = whole._replace(ints=whole.ints + labels * part)
+        return traffic.with_public(whole, task, jnp.where(labels > 0, labels, size), part)
 
     alone = "its clients learn from each other's predictions within a round, of which the server keeps none"
     what = "the mixture is the mean of all predictions, as FedMD's is. --hparam=lam=N (the number of clients)"

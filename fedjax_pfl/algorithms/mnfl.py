@@ -136,4 +136,4 @@ def mnfl(
 
     what = "MNFL mixes all models alike: FedAvg of uniform weights, if all take part. --hparam=lam=N (N clients)"
     idle = Idle("coefficients", 1 / n, 1e-3, f"{what} and a larger coef_lr make the coefficients move.")
-    return Algorithm(init, round, predict, evaluate.classification, sent, idle=(idle,))
+    return Algorithm(init, round, predict, evaluate.classification, sent, idle=() if n == 1 else (idle,))

@@ -1,8 +1,11 @@
 """The layers of a model in the order in which it applies them, which the names of its variables do
 not tell."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
-from jax.extend.core import Literal
+from jax.extend.core import Literal, jaxprs_in_params
 
 from fedjax_pfl.types import Model
 
@@ -21,12 +24,12 @@ def layers(model: Model, x: jax.ShapeDtypeStruct) -> list[dict[Path, tuple[tuple
     """
     variables = jax.eval_shape(model.init, jax.random.key(0))
     traced = jax.make_jaxpr(lambda variables, x: model.apply(variables, x)[0])(variables, x).jaxpr
-    first = {v: i for i, e in reversed([*enumerate(traced.eqns)]) for v in e.invars if not isinstance(v, Literal)}
     leaves = jax.tree_util.tree_leaves_with_path(variables)
+    order = _uses(traced, range(len(traced.invars)))
+    used = [leaves[i] for i in dict.fromkeys([*order, *range(len(leaves))]) if i < len(leaves)]
     bn_mask = dict(jax.tree_util.tree_leaves_with_path(model.bn_mask))
-    used = sorted(zip(leaves, traced.invars, strict=False), key=lambda one: first.get(one[1], len(traced.eqns)))
     found: list[dict[Path, tuple[tuple[int, ...], ...]]] = []
-    for (path, leaf), _ in used:
+    for path, leaf in used:
         part, *inside, _name = (key.key for key in path)
         if part == "stats":
             continue
@@ -36,4 +39,21 @@ def layers(model: Model, x: jax.ShapeDtypeStruct) -> list[dict[Path, tuple[tuple
             found[-1][layer] = ()
         here = next(known for known in found if layer in known)
         here[layer] += (leaf.shape,)
+    return found
+
+
+def _uses(jaxpr: Any, inputs: Sequence[int | None]) -> list[int]:
+    """Which of a jaxpr's inputs, by number, its equations compute with, in their order: a change of
+    type is no use, and what is within jit or remat is looked at by itself."""
+    known, found = dict(zip(jaxpr.invars, inputs, strict=True)), list[int]()
+    for e in jaxpr.eqns:
+        given = [None if isinstance(v, Literal) else known.get(v) for v in e.invars]
+        if e.primitive.name == "convert_element_type":
+            known[e.outvars[0]] = given[0]
+            continue
+        inner = list(jaxprs_in_params(e.params))
+        if len(inner) == 1 and len(inner[0].invars) == len(given):
+            found += _uses(inner[0], given)
+        else:
+            found += [i for i in given if i is not None]
     return found

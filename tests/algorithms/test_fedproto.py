@@ -104,6 +104,13 @@ def test_nothing_comes_down_before_there_are_prototypes():
     np.testing.assert_array_equal(sent.ints[0], counts)
 
 
+def test_classes_that_were_in_no_batch_do_not_go_up():
+    one = toy.task(epochs=None, steps=1, batch_size=1)
+    sent = toy.train("fedproto", one, 1, collect="during").metrics.traffic
+    np.testing.assert_array_equal(sent.up[0], [8] * N)
+    np.testing.assert_array_equal(sent.ints[0], [1] * N)
+
+
 @pytest.mark.parametrize("weight", ["uniform", "size"])
 @pytest.mark.parametrize("collect, dropped", [("after", False), ("during", False), ("during", True)])
 def test_two_rounds_by_hand(collect, dropped, weight):

@@ -250,6 +250,13 @@ def test_public_examples_on_the_server_travel():
     assert_same(at["server"]._replace(public_data=None), at["clients"])
 
 
+def test_where_public_labels_are_learned_first_all_travel_in_round_0():
+    task = toy.task(public_classes=C)
+    sent = toy.train("fedmd", task, 2, public_at="server", public_epochs=1, public_size=3).metrics.traffic
+    np.testing.assert_array_equal(sent.public_data, [[PUBLIC * SHAPE[0]] * N, [3 * SHAPE[0]] * N])
+    np.testing.assert_array_equal(sent.ints, [[3 + PUBLIC] * N, [3] * N])
+
+
 LABELLED = MLP._replace(public_classes=3)
 
 
@@ -488,7 +495,8 @@ def test_the_outputs_of_the_public_classes_learn_too(monkeypatch):
 def test_the_coefficients_of_one_client_are_not_called_idle():
     task = toy.task()
     alone = task._replace(sizes=task.sizes[:1], class_counts=task.class_counts[:1])
-    assert [bool(kt.mnfl_het(x).idle) for x in (alone, task)] == [False, True]
+    for method in (kt.mnfl_het, ALGORITHMS["mnfl"]):
+        assert [bool(method(x).idle) for x in (alone, task)] == [False, True]
 
 
 @pytest.mark.parametrize("method", ["fedmd", "sim_pfd", "topk_pfd"])

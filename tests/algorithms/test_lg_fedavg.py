@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from flax import nnx
 from toy import C, N, assert_close, assert_same
 
 from fedjax_pfl import groups, models, trees
@@ -70,6 +71,30 @@ def test_layers_are_in_the_order_of_their_use():
     assert paths[:2] == [["body/stem", "body/norm"], ["body/blocks/0/conv1", "body/blocks/0/norm1"]]
     assert paths[-1] == ["head"] and len(paths) == 1 + 8 * 2 + 3 + 1
     assert found[0]["body", "stem"] == ((3, 3, 3, 64),)
+
+
+@pytest.mark.parametrize("name", ["lenet_bn", "resnet18", "cnn_dva", "shufflenet"])
+def test_the_order_of_layers_does_not_depend_on_the_type_of_computation(name):
+    """In bfloat16 all parameters are cast first, in the order of their names."""
+    shape = (28, 28, 1) if name == "lenet_bn" else (32, 32, 3)
+    x = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
+    made = [models.model(name, shape, 10, compute_dtype=dtype) for dtype in ("float32", "bfloat16")]
+    assert order.layers(made[0], x) == order.layers(made[1], x)
+
+
+@pytest.mark.parametrize("whole", [jax.jit, jax.checkpoint])
+def test_layers_within_jit_and_remat_are_in_their_order(whole):
+    class Body(nnx.Module):
+        def __init__(self, rngs):
+            self.zfirst, self.asecond = layers.linear(6, 5, rngs), layers.linear(5, 4, rngs)
+
+        def __call__(self, x):
+            run = whole(lambda a, b, x: jnp.tanh(jnp.tanh(x @ a) @ b))
+            return run(self.zfirst.kernel[...], self.asecond.kernel[...], x)
+
+    net = models.model(lambda input_shape, c, rngs: nets.Net(Body(rngs), layers.linear(4, c, rngs)), (6,), C)
+    found = order.layers(net, jax.ShapeDtypeStruct((1, 6), jnp.float32))
+    assert [next(iter(layer)) for layer in found][:3] == [("body", "zfirst"), ("body", "asecond"), ("head",)]
 
 
 @pytest.mark.parametrize(
