@@ -51,6 +51,8 @@ def check(experiments: Sequence[build.Experiment], devices: int) -> None:
         raise ApartError("that needs one device")
     if len({build.lowered(each) for each in experiments}) > 1:
         raise ApartError("their partitions make other programs of them")
+    if len({tuple(each.task.architecture) for each in experiments}) > 1:  # as --unseen draws other clients
+        raise ApartError("their clients in training have other networks")
 
 
 def sharing(experiment: build.Experiment, first: build.Experiment) -> build.Experiment:

@@ -3,6 +3,7 @@ before compiling."""
 
 import functools
 import hashlib
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -59,8 +60,8 @@ class Experiment(NamedTuple):
         """The pure functions of this experiment; made once for each layout."""
         if (width, devices, conv, rounds) not in self.made:
             task = self.in_form(self.task if rounds is None else self.task._replace(rounds=rounds), conv)
-            # with `rounds` it is to be traced
-            make = simulate.program if rounds or self.config.client_memory == "device" else host_state.program
+            on_host = rounds is None and self.config.client_memory == "host"  # with `rounds` it is to be traced
+            make = host_state.program if on_host else simulate.program
             options: dict[str, Any] = {"lr_decay": self.config.lr_decay, "width": width, "devices": devices}
             options["checked"] = not self.made  # the first time
             factory, hparams = method(self.config)
@@ -223,7 +224,7 @@ def _public(config: Config) -> datasets.Dataset | None:
         raise InputError(f"--public={config.public}: write how many examples of {name} as a whole number.")
     if not colon or not count.isdigit():
         name, count = config.public, ""
-    if name == config.dataset:
+    if _source(name) == _source(config.dataset):
         raise InputError(
             f"--public={config.public}: {name} is the clients' own data set, whose test examples would be among the "
             "public ones: take another."
@@ -235,6 +236,13 @@ def _public(config: Config) -> datasets.Dataset | None:
         raise InputError(f"--public={config.public}: {name} has 1 to {len(dataset.y)} examples to take.")
     rows = np.sort(np.random.default_rng(config.seed).permutation(len(dataset.y))[: int(count)])
     return dataset._replace(x=dataset.x[rows], y=dataset.y[rows], num_train=len(rows))
+
+
+def _source(name: str) -> str:
+    """The same text for names of the same examples."""
+    if name.startswith("npz:"):
+        return os.path.realpath(os.path.expanduser(name.removeprefix("npz:")))
+    return "cifar100" if name == "cifar100_coarse" else name.removeprefix("tfds:")
 
 
 def traced_shapes(program: simulate.Program) -> dict[str, jax.ShapeDtypeStruct]:

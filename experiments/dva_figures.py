@@ -5,6 +5,7 @@ Axes: n images of a client, d_z and d_c dimensions of the latents; images [n, H,
 1].
 """
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -163,7 +164,8 @@ def probes(views: Sequence[View], kinds: Sequence[str], seed: int = 0) -> dict[s
         found |= {f"{name}_from_{k}": _probe(points, target, seed) for k, points in (("z", z), ("c", c))}
         found[f"{name}_chance"] = float(np.bincount(target).max() / len(target))
     for k, points in (("z", z), ("c", c)):
-        found[f"silhouette_{k}"] = float(silhouette_score(points, client, random_state=seed))
+        clusters = 1 < len(views) < len(points)  # else there is nothing to tell apart
+        found[f"silhouette_{k}"] = float(silhouette_score(points, client, random_state=seed)) if clusters else math.nan
     return found
 
 

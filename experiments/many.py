@@ -179,7 +179,8 @@ def _found(path: Path, config: Config) -> tuple[bool, bool]:
 
 def _check_files(path: Path, config: Config) -> None:
     """Raises InputError where a complete run was made by another file of the user's own."""
-    known, now = read_json(path / "partition.json", schema.PARTITION), own_files(config, config.clients or _MANY)
+    clients = config.clients or runs.read_config(path).clients or _MANY  # a partition's file says how many
+    known, now = read_json(path / "partition.json", schema.PARTITION), own_files(config, clients)
     for key, (_, what) in OWN_FILES.items():
         if known.get(key) != now.get(key):
             raise InputError(
@@ -192,4 +193,5 @@ def _more(member: Member) -> dict[str, Any]:
     a later end, and that it is to end nowhere before."""
     rounds = member.config.rounds
     longer = {"rounds": rounds} if rounds > runs.read_config(member.path).rounds else {}
-    return stopping.given(member.config) | longer
+    other = {"unseen_rounds": member.config.unseen_rounds} if member.config.unseen else {}
+    return stopping.given(member.config) | longer | other

@@ -2,6 +2,7 @@
 round."""
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,8 @@ def draw(path: Path, run: Any) -> list[str]:
     return drawn
 
 
-def rewind(path: Path, start: int) -> None:
-    """Deletes those of round `start` and later."""
+def rewind(path: Path, start: int, wanted: Callable[[int], bool]) -> None:
+    """Deletes those of round `start` and later, and of rounds that are not wanted."""
     for file in (path / FOLDER).glob("*/*.npy"):
-        if int(file.stem) >= start:
+        if int(file.stem) >= start or not wanted(int(file.stem)):
             file.unlink()

@@ -120,6 +120,8 @@ def is_complete(path: Path, config: Config) -> bool:
     before by --stop_at or --patience?"""
     content = read_derived(path / "summary.json", schema.SUMMARY)
     whole = bool(content) and content["status"] == "complete"
+    if whole and config.unseen and read_config(path).unseen_rounds != config.unseen_rounds:
+        return False  # its scores of unseen clients are after other rounds
     return whole and (content["rounds"] >= config.rounds or stopping.ended(path, config) is not None)
 
 

@@ -152,7 +152,7 @@ class RunDirectory:
         finally:
             for part in parts:
                 part.unlink(missing_ok=True)
-        matrices.rewind(self.path, start)
+        matrices.rewind(self.path, start, lambda t: wanted(t, config.rounds, config.eval_every))
 
     def append(self, result: simulate.Result, more: dict[str, dict[str, np.ndarray]] | None = None) -> Row:
         """Writes one round's rows and returns its metrics; `more`: {point: {score: [clients]}} of
@@ -167,6 +167,9 @@ class RunDirectory:
         if "post" in scores and result.metrics is not None:
             matrices.save(self.path, result.round, result.metrics.server)
         self._remember(scores)
+        if more and validation.POINT in more:  # of all clients in training, whose networks are known
+            held_out = records.parts(more[validation.POINT], self._architectures, self._headline[0])
+            more = more | {validation.POINT: held_out}
         for point, values in (more or {}).items():
             row |= results.statistics(point, values, self._sizes[point])
         counted = records.client_scores(wide, more)

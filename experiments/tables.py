@@ -73,7 +73,7 @@ def _columns(runs: list[Found]) -> dict[str, tuple[str, str]]:
             more |= {f"{name} post{less}": ("post", name), f"{name} pre": ("pre", name)}
         columns = {"unseen post": "unseen_post", "unseen pre": "unseen"}
         more |= {f"{headline[0]} {x}": (p, headline[0]) for x, p in columns.items() if run.said["scores"].get(p)}
-    known = [name for run in runs for name in run.said["scores"].get("post", {})]
+    known = [name for run in runs for point in ("pre", "post") for name in run.said["scores"].get(point, {})]
     return (COLUMNS if not more or any(map(scores.is_share, known)) else {}) | more
 
 
@@ -115,7 +115,7 @@ def table(workdirs: list[Path], text: str | None = None) -> str:
     body, notes = [row(run, columns, _apart(run, runs)) for run in runs], []
     if any("±" in cell for cells in body for cell in cells):
         notes.append("± is the standard deviation over clients.")
-    if text is not None:
+    if text is not None and targets.given(text):
         found = [_targets(run, text) for run in runs]
         scores = {run.score for run in found}
         named = f" of {scores.pop()}" if len(scores) == 1 else ""

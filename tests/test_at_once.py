@@ -127,6 +127,16 @@ def test_what_cannot_be_one_program_is_said_before_anything_is_written(words, wh
     assert not list(tmp_path.iterdir())
 
 
+def test_clients_in_training_of_other_networks_are_no_one_program(monkeypatch):
+    """Which of them --unseen leaves in training differs between seeds."""
+    user = {"algo": "local", "clients": 6, "model": "linear,mlp", "unseen": 0.3, "partition": "iid", "hparams": {}}
+    made = [build.prepare(settings.resolve(user | {"seed": seed})) for seed in (2, 3)]
+    monkeypatch.setattr(build, "lowered", lambda experiment: "")  # the programs are the same
+    with pytest.raises(at_once.ApartError, match="their clients in training have other networks"):
+        at_once.check(made, 1)
+    at_once.check(made[:1] * 2, 1)
+
+
 def test_ctrl_c_in_the_last_round_of_a_run_ends_the_sweep(tmp_path, monkeypatch):
     """The run itself is complete."""
     monkeypatch.setattr(train, "Interrupt", Asked)

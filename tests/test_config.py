@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from experiments import entry, main, runs, settings
+from experiments import build, entry, main, runs, settings
+from fedjax_pfl.errors import InputError
 
 GIVEN = ["--algo=fedprox", "--hparam=mu=0.3", "--data_fraction=0.2", "--clients=5", "--steps=3", "--model=linear"]
 GIVEN += ["--width=1", "--devices=1", "--seed=3", "--lr=0.0123456789", "--participation=0.5:1", "--rounds=2"]
@@ -81,3 +82,12 @@ def test_a_file_of_another_format_is_one_sentence(done, tmp_path, change, senten
 def test_a_wrong_command_is_one_sentence(done, flags, sentence, capsys):
     assert main.run([flag.format(done=done) for flag in flags]) == entry.BAD_INPUT
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "dataset, public",
+    [("mnist", "tfds:mnist:50"), ("cifar100", "cifar100_coarse:50"), ("npz:mine.npz", "npz:./mine.npz")],
+)
+def test_the_clients_own_data_are_not_public_by_another_name(dataset, public):
+    with pytest.raises(InputError, match="is the clients' own data set"):
+        build._public(settings.resolve({"algo": "fedmd", "dataset": dataset, "public": public}))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from experiments import dva_figures as figures
+from experiments import dva_figures as figures, dva_run
 
 SIDE = 12
 GRID = np.stack(np.meshgrid(np.arange(2, SIDE), np.arange(2, SIDE), indexing="ij"), -1)
@@ -100,6 +100,12 @@ def test_probes_find_what_is_there():
 
 def test_a_probe_of_one_kind_is_right():
     assert figures.probes(views(), ["plain"] * 4)["kind_from_c"] == 1
+
+
+def test_of_one_client_there_are_no_clusters_and_of_one_class_no_doubt():
+    assert np.isnan(figures.probes(views(1), ["plain"])["silhouette_z"])
+    answers = dva_run._classifier(np.zeros((3, 2, 2, 1)), np.array([5, 5, 5]))(np.ones((4, 2, 2, 1)))
+    assert answers.tolist() == [5] * 4
 
 
 def test_swapping_c_keeps_the_class():

@@ -93,7 +93,8 @@ def test_the_command_line(tmp_path):
     flags += ["--participation=0.4", "--devices=1", "--eval_every=3"]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     assert main.run([*flags, "--rounds=4", "--client_memory=host", f"--workdir={whole}"]) == 0
-    assert main.run([*flags, "--rounds=2", "--client_memory=host", f"--workdir={resumed}"]) == 0
+    assert main.run([*flags, "--rounds=0", "--client_memory=host", f"--workdir={resumed}"]) == 0
+    assert main.run(["--rounds=2", "--resume", f"--workdir={resumed}"]) == 0
     assert main.run(["--rounds=3", "--resume", f"--workdir={resumed}"]) == 0
     assert main.run(["--rounds=4", "--client_memory=device", "--resume", f"--workdir={resumed}"]) == 0
     rows = [runs.read_rows(path / "metrics.jsonl") for path in (whole, resumed)]

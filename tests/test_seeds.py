@@ -57,6 +57,15 @@ def test_of_a_file_that_was_changed_a_complete_run_is_not_taken(tmp_path):
         many._check_files(tmp_path, config)
 
 
+def test_the_files_of_networks_and_of_a_partition_say_how_many_clients_there_are(tmp_path):
+    (tmp_path / "nets.txt").write_text("linear\n" * 4)
+    config = settings.resolve({"algo": "local", "model": f"file:{tmp_path / 'nets.txt'}", "clients": 4})
+    known = {"partition": "", "data": ""} | own_files(config, 4)
+    (tmp_path / "partition.json").write_text(json.dumps(known))
+    runs.write_json(tmp_path / "config.json", runs.signed(config))
+    many._check_files(tmp_path, config.replace(clients=None))
+
+
 def test_more_rounds_by_default_are_more_rounds(folder, said):
     """A resume takes what is not given from the run."""
     config = runs.read_config(folder / "seed4")

@@ -102,6 +102,12 @@ def test_a_goal_is_at_the_point_of_the_preset_and_in_the_direction_of_the_score(
     assert why(config.replace(preset=None), [closing]) is None
 
 
+def test_a_goal_may_be_of_the_validation_examples_of_one_network(tmp_path, capsys):
+    words = ["--algo=local", *TINY, "--model=linear,mlp", "--rounds=3", "--stop_at=val/acc@linear:0.001"]
+    assert main.run([*words, f"--workdir={tmp_path / 'x'}"]) == 0
+    assert "Ended after 1 round: val/acc@linear has reached 0.1%" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "words, said",
     [

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import toy
 
-from experiments import build, main, settings, tables, unseen
+from experiments import build, main, runs, settings, tables, unseen
 from experiments.config import Config
+from experiments.recorded import is_complete
 from fedjax_pfl import models, simulate, testing, trees
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.data import datasets, partitioners
@@ -63,6 +64,11 @@ def test_their_scores_are_in_the_last_row_the_summary_and_the_table(run, capsys)
     out = capsys.readouterr().out
     assert "4 clients and 2 unseen" in out and "unseen before" in out and "unseen after" in out
     assert ["unseen/acc" in row for row in rows(run)] == [False] * 3 + [True]
+
+
+def test_other_rounds_of_theirs_are_not_what_a_sweep_has(run):
+    config = runs.read_config(run)
+    assert [is_complete(run, config.replace(unseen_rounds=k)) for k in (config.unseen_rounds, 7)] == [True, False]
 
 
 def scored(path):

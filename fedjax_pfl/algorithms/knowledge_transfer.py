@@ -143,18 +143,22 @@ def transfer(task: Task, rule: Rule, on: Exchange, space: str = "prob", public_e
         part = cohort.trained.astype(jnp.int32)
         whole = traffic.both_ways(cohort, *(size * task.num_classes * times * part for times in (1, 1 + rule.after)))
         whole = whole._replace(ints=size * part, messages=(3 + rule.after) * part)
-        if on.public_at == "clients":
-            return whole
-        # all of them, with their labels, where these are learned first
-        labels = jnp.where((cohort.round == 0) & (public_epochs > 0), public.count(task, 2**31), 0)
-        whole = whole._replace(ints=whole.ints + labels * part)
-        return traffic.with_public(whole, task, jnp.where(labels > 0, labels, size), part)
+        return whole if on.public_at == "clients" else with_pool(whole, task, cohort, size, public_epochs > 0)
 
     alone = "its clients learn from each other's predictions within a round, of which the server keeps none"
     what = "the mixture is the mean of all predictions, as FedMD's is. --hparam=lam=N (the number of clients)"
     idle = Idle("coefficients", rule.start or 0, 1e-3, f"{what} and a larger coef_lr or coef_steps make them move.")
     options: dict[str, Any] = {"no_unseen": alone, "idle": () if rule.start is None or n == 1 else (idle,)}
     return Algorithm(init, round, predict, evaluate.classification, sent, one_architecture=False, **options)
+
+
+def with_pool(sent: Traffic, task: Task, cohort: Cohort, size: int, labels: bool) -> Traffic:
+    """The traffic of clients that also receive `size` public examples a round; to learn their labels
+    first, all of the pool in round 0, and the labels."""
+    part, pool = cohort.trained.astype(jnp.int32), public.count(task, 2**31)
+    first = labels & (cohort.round == 0)
+    sent = sent._replace(ints=sent.ints + jnp.where(first, pool, 0) * part)
+    return traffic.with_public(sent, task, jnp.where(first, pool, size), part)
 
 
 def asked(c: Client, cohort: Cohort, a: Array, outputs: Array, given: Predictions) -> Asked:
