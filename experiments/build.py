@@ -240,9 +240,10 @@ def _public(config: Config) -> datasets.Dataset | None:
 
 def _source(name: str) -> str:
     """The same text for names of the same examples."""
+    name = name.removeprefix("tfds:")
     if name.startswith("npz:"):
         return os.path.realpath(os.path.expanduser(name.removeprefix("npz:")))
-    return "cifar100" if name == "cifar100_coarse" else name.removeprefix("tfds:")
+    return "cifar100" if name == "cifar100_coarse" else name
 
 
 def traced_shapes(program: simulate.Program) -> dict[str, jax.ShapeDtypeStruct]:

@@ -190,7 +190,7 @@ def _check_files(path: Path, config: Config) -> None:
 
 def _more(member: Member) -> dict[str, Any]:
     """What a resume needs beside the settings that were given, as it takes all else from the run:
-    a later end, and that it is to end nowhere before."""
+    a later end, that it is to end nowhere before, and the rounds of unseen clients."""
     rounds = member.config.rounds
     longer = {"rounds": rounds} if rounds > runs.read_config(member.path).rounds else {}
     other = {"unseen_rounds": member.config.unseen_rounds} if member.config.unseen else {}

@@ -120,9 +120,10 @@ def is_complete(path: Path, config: Config) -> bool:
     before by --stop_at or --patience?"""
     content = read_derived(path / "summary.json", schema.SUMMARY)
     whole = bool(content) and content["status"] == "complete"
-    if whole and config.unseen and read_config(path).unseen_rounds != config.unseen_rounds:
-        return False  # its scores of unseen clients are after other rounds
-    return whole and (content["rounds"] >= config.rounds or stopping.ended(path, config) is not None)
+    if not whole or content["rounds"] < config.rounds:
+        return whole and stopping.ended(path, config) is not None
+    # else its scores of unseen clients are after other rounds of theirs
+    return not config.unseen or content.get("unseen_rounds", config.unseen_rounds) == config.unseen_rounds
 
 
 def complete(path: Path, count: int) -> Iterator[tuple[bytes, Row]]:

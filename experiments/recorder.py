@@ -142,6 +142,7 @@ class Recorder:
         done, totals = spent.rounds, spent.total(flops)
         content = {"status": status, "rounds": done, "seconds": self._clock.seconds()}
         content |= {"timed": done - self._clock.untimed} if self._clock.untimed else {}
+        content |= {"unseen_rounds": config.unseen_rounds} if config.unseen else {}
         content |= report.summary(rows, experiment.headline)
         work = {name: totals[name] for name in ("client_steps", "client_flops")} | {"note": targets.NOTE}
         content |= {"work": work | ({"flops_per_example": flops._asdict()} if flops else {})}

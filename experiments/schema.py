@@ -61,6 +61,7 @@ SUMMARY = Object(
     },
     {
         "timed": COUNT,
+        "unseen_rounds": COUNT,
         "ended": Object({"why": str, "stop_at": str, "patience": COUNT}),
         "examples": (Object({"used": COUNT, "available": COUNT, "of": COUNT}), type(None)),
     },

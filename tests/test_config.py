@@ -86,7 +86,12 @@ def test_a_wrong_command_is_one_sentence(done, flags, sentence, capsys):
 
 @pytest.mark.parametrize(
     "dataset, public",
-    [("mnist", "tfds:mnist:50"), ("cifar100", "cifar100_coarse:50"), ("npz:mine.npz", "npz:./mine.npz")],
+    [
+        ("mnist", "tfds:mnist:50"),
+        ("cifar100", "cifar100_coarse:50"),
+        ("cifar100", "tfds:cifar100_coarse:50"),
+        ("npz:mine.npz", "npz:./mine.npz"),
+    ],
 )
 def test_the_clients_own_data_are_not_public_by_another_name(dataset, public):
     with pytest.raises(InputError, match="is the clients' own data set"):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import toy
 
-from experiments import build, main, runs, settings, tables, unseen
+from experiments import build, main, runs, settings, sweep, tables, unseen
 from experiments.config import Config
 from experiments.recorded import is_complete
 from fedjax_pfl import models, simulate, testing, trees
@@ -66,9 +66,15 @@ def test_their_scores_are_in_the_last_row_the_summary_and_the_table(run, capsys)
     assert ["unseen/acc" in row for row in rows(run)] == [False] * 3 + [True]
 
 
-def test_other_rounds_of_theirs_are_not_what_a_sweep_has(run):
-    config = runs.read_config(run)
-    assert [is_complete(run, config.replace(unseen_rounds=k)) for k in (config.unseen_rounds, 7)] == [True, False]
+def test_a_sweep_with_other_rounds_of_theirs_scores_them_again(tmp_path, capsys):
+    words = ["--algo=local", "--model=linear", "--clients=6", "--data_fraction=0.2", "--unseen=0.3", "--rounds=1"]
+    path = tmp_path / "local-seed0"
+    for count in (1, 3, 3):
+        assert sweep.run([*words, "--width=1", "--devices=1", f"--unseen_rounds={count}", f"--root={tmp_path}"]) == 0
+        assert json.loads((path / "summary.json").read_text())["unseen_rounds"] == count
+    assert capsys.readouterr().out.count("Resuming after round 1 of 1") == 1  # the third time all is there
+    config = runs.read_config(path)
+    assert [is_complete(path, config.replace(unseen_rounds=count)) for count in (3, 7)] == [True, False]
 
 
 def scored(path):

@@ -82,7 +82,7 @@ class Hypernetwork(NamedTuple):
 
     target: PyTree  # the shapes and types of a client's parameters
     optimizer: optax.GradientTransformation
-    learns: Callable[[Array], Array]  # does a client with so many examples take a step?
+    learns: Callable[[Array], Array]  # has a client of so many examples a batch to train on?
 
     def generated(self, h: PyTree, id: Array) -> PyTree:
         """theta of client `id` []."""

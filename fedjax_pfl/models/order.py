@@ -25,7 +25,7 @@ def layers(model: Model, x: jax.ShapeDtypeStruct) -> list[dict[Path, tuple[tuple
     variables = jax.eval_shape(model.init, jax.random.key(0))
     traced = jax.make_jaxpr(lambda variables, x: model.apply(variables, x)[0])(variables, x).jaxpr
     leaves = jax.tree_util.tree_leaves_with_path(variables)
-    order = _uses(traced, range(len(traced.invars)))
+    order, _ = _uses(traced, range(len(traced.invars)))
     used = [leaves[i] for i in dict.fromkeys([*order, *range(len(leaves))]) if i < len(leaves)]
     bn_mask = dict(jax.tree_util.tree_leaves_with_path(model.bn_mask))
     found: list[dict[Path, tuple[tuple[int, ...], ...]]] = []
@@ -42,9 +42,10 @@ def layers(model: Model, x: jax.ShapeDtypeStruct) -> list[dict[Path, tuple[tuple
     return found
 
 
-def _uses(jaxpr: Any, inputs: Sequence[int | None]) -> list[int]:
-    """Which of a jaxpr's inputs, by number, its equations compute with, in their order: a change of
-    type is no use, and what is within jit or remat is looked at by itself."""
+def _uses(jaxpr: Any, inputs: Sequence[int | None]) -> tuple[list[int], list[int | None]]:
+    """Which of a jaxpr's inputs, by number, its equations compute with, in their order, and which are
+    its outputs: a change of type is no use, and what is within jit or remat is looked at by
+    itself."""
     known, found = dict(zip(jaxpr.invars, inputs, strict=True)), list[int]()
     for e in jaxpr.eqns:
         given = [None if isinstance(v, Literal) else known.get(v) for v in e.invars]
@@ -53,7 +54,9 @@ def _uses(jaxpr: Any, inputs: Sequence[int | None]) -> list[int]:
             continue
         inner = list(jaxprs_in_params(e.params))
         if len(inner) == 1 and len(inner[0].invars) == len(given):
-            found += _uses(inner[0], given)
+            used, through = _uses(inner[0], given)
+            found += used
+            known |= dict(zip(e.outvars, through, strict=True))
         else:
             found += [i for i in given if i is not None]
-    return found
+    return found, [None if isinstance(v, Literal) else known.get(v) for v in jaxpr.outvars]

@@ -83,14 +83,16 @@ def test_the_order_of_layers_does_not_depend_on_the_type_of_computation(name):
 
 
 @pytest.mark.parametrize("whole", [jax.jit, jax.checkpoint])
-def test_layers_within_jit_and_remat_are_in_their_order(whole):
+@pytest.mark.parametrize("cast", [lambda x: x, jax.jit(lambda x: x.astype(jnp.bfloat16))])
+def test_layers_within_jit_and_remat_are_in_their_order(whole, cast):
     class Body(nnx.Module):
         def __init__(self, rngs):
             self.zfirst, self.asecond = layers.linear(6, 5, rngs), layers.linear(5, 4, rngs)
 
         def __call__(self, x):
             run = whole(lambda a, b, x: jnp.tanh(jnp.tanh(x @ a) @ b))
-            return run(self.zfirst.kernel[...], self.asecond.kernel[...], x)
+            second, first = cast(self.asecond.kernel[...]), cast(self.zfirst.kernel[...])
+            return run(first, second, x)
 
     net = models.model(lambda input_shape, c, rngs: nets.Net(Body(rngs), layers.linear(4, c, rngs)), (6,), C)
     found = order.layers(net, jax.ShapeDtypeStruct((1, 6), jnp.float32))
