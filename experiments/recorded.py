@@ -122,7 +122,7 @@ def is_complete(path: Path, config: Config) -> bool:
     whole = bool(content) and content["status"] == "complete"
     if not whole or content["rounds"] < config.rounds:
         return whole and stopping.ended(path, config) is not None
-    # else its scores of unseen clients are after other rounds of theirs
+    # the scores of unseen clients may be after another number of their rounds
     return not config.unseen or content.get("unseen_rounds", config.unseen_rounds) == config.unseen_rounds
 
 

@@ -161,7 +161,8 @@ def _counts(
 
 
 def learns(size: Array, task: Task) -> Array:
-    """Has a client of `size` examples a batch to train on? With `drop_last` that is a whole one."""
+    """Which clients of `size` training examples, [] or [S], have a batch to train on: bool of that
+    shape. With `drop_last` it must be a whole one."""
     return size >= (task.batch_size if task.drop_last else 1)
 
 

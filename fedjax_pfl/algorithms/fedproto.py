@@ -65,9 +65,9 @@ def fedproto(
     Note:
       The distance is the authors' code's: squared, per example, a mean over batch and features. A
       class that nobody holds in a round keeps its prototype; with collect=during also one that no
-      batch had. `acc` is of the head, and `proto_acc` of the nearest prototype received, which
-      names class 0 as long as there is none. All architectures must have the same feature width.
-      The loss includes the distance's term.
+      batch had (`classes_sent` counts what a client had in its batches). `acc` is of the head, and
+      `proto_acc` of the nearest prototype received, which names class 0 as long as there is none.
+      All architectures must have the same feature width. The loss includes the distance's term.
     """
     widths, classes = sorted({model.num_features for model in task.models}), task.num_classes
     if len(widths) > 1:

@@ -2,8 +2,8 @@
 own, elementwise.
 
 Reference: Yi, Yu, Ren, Wang, Liu & Li, pFedAFM: adaptive feature mixture for data-level
-personalization in heterogeneous federated learning on mobile edge devices (2024), Algorithm 1; an
-earlier version: arXiv 2404.17847.
+personalization in heterogeneous federated learning on mobile edge devices (2024), Algorithm 1; see
+also arXiv 2404.17847.
 """
 
 import functools

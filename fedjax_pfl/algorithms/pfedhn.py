@@ -82,7 +82,7 @@ class Hypernetwork(NamedTuple):
 
     target: PyTree  # the shapes and types of a client's parameters
     optimizer: optax.GradientTransformation
-    learns: Callable[[Array], Array]  # has a client of so many examples a batch to train on?
+    learns: Callable[[Array], Array]  # `local.learns` of the task
 
     def generated(self, h: PyTree, id: Array) -> PyTree:
         """theta of client `id` []."""
