@@ -239,8 +239,7 @@ def lines(name: str) -> list[str]:
 
 def _known() -> dict[str, list[Row]]:
     """What was measured, by method; nothing without the file."""
-    found: dict[str, list[Row]] = json.loads(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {}
-    return found
+    return json.loads(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {}
 
 
 def _sentence(part: Part, found: Row) -> str:

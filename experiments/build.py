@@ -80,10 +80,9 @@ class Experiment(NamedTuple):
 
     def state_shapes(self) -> State:
         """The state's structure with shapes and types in place of arrays; nothing is compiled."""
-        program, key = self.program(rounds=self.config.rounds), jax.eval_shape(lambda: jax.random.key(0))
-        return jax.eval_shape(
-            lambda key, values: program.unplace(program.init(key, values)), key, traced_shapes(program)
-        )
+        program = self.program(rounds=self.config.rounds)
+        traced = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in program.traced}
+        return jax.eval_shape(lambda key, values: program.unplace(program.init(key, values)), self.key, traced)
 
     def in_form(self, task: Task, conv: str) -> Task:
         """A task of this experiment with convolutions in a form; "auto": as the settings have them."""
@@ -220,9 +219,9 @@ def _public(config: Config) -> datasets.Dataset | None:
     if config.public is None:
         return None
     name, colon, count = config.public.rpartition(":")
-    if colon and name in datasets.DATASETS and not count.isdigit():
+    if colon and name in datasets.DATASETS and not count.isdecimal():
         raise InputError(f"--public={config.public}: write how many examples of {name} as a whole number.")
-    if not colon or not count.isdigit():
+    if not colon or not count.isdecimal():
         name, count = config.public, ""
     if _source(name) == _source(config.dataset):
         raise InputError(
@@ -244,11 +243,6 @@ def _source(name: str) -> str:
     if name.startswith("npz:"):
         return os.path.realpath(os.path.expanduser(name.removeprefix("npz:")))
     return "cifar100" if name == "cifar100_coarse" else name
-
-
-def traced_shapes(program: simulate.Program) -> dict[str, jax.ShapeDtypeStruct]:
-    """The traced floats of a program, as shapes."""
-    return {name: jax.ShapeDtypeStruct((), jnp.float32) for name in program.traced}
 
 
 def check_growth(experiment: Experiment, before: int) -> None:

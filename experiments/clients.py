@@ -29,22 +29,20 @@ def rows(experiment: Experiment, path: Path) -> list[Row]:
     e, apart = experiment, experiment.unseen
     trains = np.setdiff1d(np.arange(len(e.everybody.train)), [] if apart is None else apart.ids)
     names = networks.names(e.config, len(e.everybody.train))
-    found = [_about(e, e.partition, i) | {"client": i, "row": int(row)} for i, row in enumerate(trains)]
-    others: list[Row] = []
+    who = lambda client, row: {"client": client, "row": int(row), "architecture": str(names[row])}
+    found: list[Row] = [who(i, row) | _about(e, e.partition, i) for i, row in enumerate(trains)]
+    unseen: list[Row] = []
     if apart is not None:
-        others = [_about(e, apart.partition, i) | {"client": "", "row": int(row)} for i, row in enumerate(apart.ids)]
-    for row in (*found, *others):
-        row["architecture"] = str(names[row["row"]])
+        unseen = [who("", row) | _about(e, apart.partition, i) for i, row in enumerate(apart.ids)]
     last: Row = {}
     for row in Rows(path):
         last |= {point: (row["ids"] if point == "post" else None, row[point]) for point in _POINTS if point in row}
     for point, (ids, values) in last.items():
-        group = others if point.startswith("unseen") else found
+        group = unseen if point.startswith("unseen") else found
         for name, numbers in values.items():
             for i, value in zip(range(len(group)) if ids is None else ids, numbers, strict=True):
                 group[i][f"{point}/{name}"] = value
-    first = ("client", "row", "architecture")
-    return [{name: row[name] for name in first} | row for row in (*found, *others)]
+    return [*found, *unseen]
 
 
 def _about(e: Experiment, p: Partition, i: int) -> Row:

@@ -130,12 +130,6 @@ HELP = {field.name: field.metadata["help"] for field in _FIELDS}
 FREE = {field.name for field in _FIELDS if field.metadata["free"]}  # may differ between a run and its resume
 
 
-def check_fields(config: Config) -> None:
-    """Raises InputError for a value outside the range or choices of its field."""
-    for name, known in SETTINGS.items():
-        hyperparameters.check_value(known, getattr(config, name))
-
-
 @functools.cache
 def optimizers() -> tuple[str, ...]:
     """The names of optax's optimizers that take a learning rate first, have defaults for the rest,

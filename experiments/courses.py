@@ -8,8 +8,8 @@ import numpy as np
 
 from experiments import account, build, report, schema
 from experiments.files import Rows, read_derived
-from experiments.gather import Found, spent
-from experiments.targets import Flops
+from experiments.gather import Found
+from experiments.targets import Flops, Spent
 from fedjax_pfl.errors import InputError
 
 Array = np.ndarray
@@ -39,7 +39,9 @@ def course(run: Found, name: str, flops: Flops | None) -> dict[str, Array]:
     found: dict[str, list] = {point: [] for point in BEFORE_AND_AFTER}
     each = run.said.get("seconds", {}).get("train", np.nan) / (run.timed or np.nan)
     flops = flops if flops and any(flops) else None  # 0: none of what is counted
-    for row, before, after in spent(run):
+    after = Spent()
+    for row in run.rows:
+        before, after = after, after.after(row)
         for point, total in (("pre", before), ("post", after)):
             if (value := row.get(f"{point}/{name}")) is not None:
                 work = np.nan if (count := total.operations(flops)) is None else count / 1e12

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments import scores
+from experiments.files import write_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -86,6 +86,4 @@ def band(axes: Any, x: np.ndarray, mean: np.ndarray, std: np.ndarray, name: str,
 def save(figure: Figure, path: str | Path) -> None:
     """Writes a figure whole or not at all; the suffix of the path is the format."""
     path = Path(path)
-    part = path.with_name(f"{path.stem}.part{path.suffix}")
-    figure.savefig(part)
-    os.replace(part, path)
+    write_bytes(path, lambda file: figure.savefig(file, format=path.suffix[1:]))

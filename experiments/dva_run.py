@@ -21,7 +21,7 @@ REFERENCE = 3000  # images that the classifier of the swaps is fitted on, at mos
 def views(run: runs.Run) -> list[dva_figures.View]:
     """Every client's test images and model at the last checkpoint."""
     e, h = run.experiment, run.config.hparams
-    nets = networks(e.task, *(h[name] for name in ("latent", "personal", "hidden", "head")))
+    nets, _ = networks(e.task, *(h[name] for name in ("latent", "personal", "hidden", "head")))
 
     @jax.jit
     def encode(w: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:

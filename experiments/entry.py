@@ -63,6 +63,12 @@ def guarded(command: Callable[[], int], interrupted: str = "Interrupted.") -> in
     except multihost.LostError as error:
         errors().print(str(error))
         return LOST
+    except OSError as error:
+        errors().print(
+            f"Cannot read or write {error.filename or 'a file'} ({error.strerror or error}): make room or choose "
+            "another directory; then the same command goes on."
+        )
+        return UNWRITABLE
     except KeyboardInterrupt:
         errors().print(interrupted)
         return INTERRUPTED

@@ -61,9 +61,7 @@ def write_json(path: Path, content: Any) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Writes a file whole or not at all."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8", newline="\n")
-    os.replace(part, path)
+    write_bytes(path, lambda file: file.write(text.encode()))
 
 
 def write_csv(path: Path, rows: Iterable[Row]) -> None:

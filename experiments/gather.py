@@ -13,7 +13,6 @@ from experiments.entry import directory
 from experiments.files import Row, Rows, read_derived
 from experiments.plain import plural
 from experiments.scores import ACCURACY, Headline
-from experiments.targets import Spent
 from fedjax_pfl import own
 from fedjax_pfl.errors import InputError
 
@@ -62,8 +61,7 @@ class Found(NamedTuple):
     @property
     def timed(self) -> int:
         """The rounds whose seconds are recorded."""
-        rounds: int = self.said["timed" if "timed" in self.said else "rounds"]
-        return rounds
+        return self.said["timed" if "timed" in self.said else "rounds"]
 
     @property
     def complete(self) -> bool:
@@ -92,7 +90,8 @@ def directories(words: Iterable[str]) -> list[Path]:
             continue
         inside = [path] if recorded.is_run(path) else _chosen(path)
         if inside is None:
-            inside = sorted(filter(recorded.is_run, _folders(path)), key=_natural)
+            _, folders, _ = next(os.walk(path), ("", [], []))  # nothing where it cannot be read
+            inside = sorted(filter(recorded.is_run, map(path.joinpath, folders)), key=_natural)
         if not inside:
             raise InputError(
                 f"{path} is not a run directory, nor one of a sweep: it has no config.json, and no folder that has one."
@@ -130,19 +129,12 @@ def output(text: str | None, paths: Sequence[Path], name: str) -> Path:
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: Path, flag: str = "--output") -> Iterator[None]:
     """Turns what goes wrong while a file or folder is written into one sentence."""
     try:
         yield
     except OSError as error:
-        raise InputError(f"{path} cannot be written ({error.strerror or error}): choose another --output.") from error
-
-
-def _folders(path: Path) -> list[Path]:
-    try:
-        return [path / name for name in os.listdir(path)]
-    except OSError:
-        return []
+        raise InputError(f"{path} cannot be written ({error.strerror or error}): choose another {flag}.") from error
 
 
 def _natural(path: Path) -> tuple[str, int, str]:
@@ -241,11 +233,3 @@ def grouped(things: Sequence[T], keys: Sequence[K]) -> dict[K, list[T]]:
     for thing, key in zip(things, keys, strict=True):
         found.setdefault(key, []).append(thing)
     return found
-
-
-def spent(run: Found) -> Iterable[tuple[Row, Spent, Spent]]:
-    """The rows of a run, each with what was spent before and after its round."""
-    after = Spent()
-    for row in run.rows:
-        before, after = after, after.after(row)
-        yield row, before, after

@@ -1,6 +1,7 @@
 """The networks of --model and --shared_model, and the clients' optimizer."""
 
 import contextlib
+import os
 from pathlib import Path
 
 import jax
@@ -36,7 +37,7 @@ def architectures(spec: str, num_clients: int) -> tuple[list[str], np.ndarray]:
         ids, count = np.arange(num_clients), len(listed)
         places = ids * count // num_clients if spec.startswith("blocks:") else ids % count
         return _numbered([listed[place] for place in places])
-    path = Path(spec.removeprefix("file:")).expanduser()
+    path = Path(os.path.expanduser(spec.removeprefix("file:")))
     try:
         words = path.read_text(encoding="utf-8").split()
     except (OSError, UnicodeDecodeError) as error:

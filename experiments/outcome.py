@@ -202,9 +202,10 @@ def begin(members: Sequence[Member], root: Path, by: Rule | None) -> None:
     """Records before the first run of a sweep with --select that nothing is chosen yet, so that no
     command shows test scores of all its runs."""
     if by is not None and gather.selection(root) is None:
-        root.mkdir(parents=True, exist_ok=True)
-        (root / "comparison.md").unlink(missing_ok=True)
-        write_json(root / "comparison.json", Outcome(lines(members), by, []).content())
+        with gather.writing(root, "--root"):
+            root.mkdir(parents=True, exist_ok=True)
+            (root / "comparison.md").unlink(missing_ok=True)
+            write_json(root / "comparison.json", Outcome(lines(members), by, []).content())
 
 
 def show(members: Sequence[Member], root: Path, by: Rule | None = None, verbose: bool = False) -> None:

@@ -43,7 +43,7 @@ def cell(preset: Preset, config: Config) -> Cell:
     comes first.
     """
     algo, known = config.algo, config.hparams | config.asdict()
-    fitting = [found for found in preset.cells if all(known.get(n) == x for n, x in found.where.items())]
+    fitting = [found for found in preset.cells if all(same(n, known.get(n), x) for n, x in found.where.items())]
     having = [found for found in fitting if algo in {**found.numbers, **found.rounds}]
     return next(iter(having + fitting), Cell({}, {algo: preset.published[algo]} if algo in preset.published else {}))
 

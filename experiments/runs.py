@@ -41,7 +41,7 @@ from fedjax_pfl.types import State
 
 _JSON = ("partition", "layout", "versions", "config")  # written before the first round, in this order
 _WHOLE = ("partition.npz", "partition.png", *(f"{name}.json" for name in _JSON))
-_STARTED = {f"{name}{suffix}" for name in _WHOLE for suffix in ("", ".part")} | {"partition.part.png", lock.NAME}
+_STARTED = {f"{name}{suffix}" for name in _WHOLE for suffix in ("", ".part")} | {lock.NAME}
 
 
 def check_free(path: Path) -> None:

@@ -28,8 +28,10 @@ def better(name: str, headline: Headline = ACCURACY) -> str:
 
 
 def baseline(name: str) -> str:
-    """The score that is the majority baseline of a score, if recorded."""
-    return _BASELINES.get(name, f"{name}_majority")
+    """The score that is the majority baseline of a score, macro or micro as its name says, if
+    recorded."""
+    plain = name.removesuffix("_micro")
+    return _BASELINES.get(plain, f"{plain}_majority") + name.removeprefix(plain)
 
 
 def ordered(names: Iterable[str], headline: Headline = ACCURACY) -> list[str]:

@@ -17,7 +17,6 @@ from experiments.config import (
     FREE,
     SETTINGS,
     Config,
-    check_fields,
     optimizers,
     participation,
     same,
@@ -29,6 +28,7 @@ from fedjax_pfl import own
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.errors import InputError, check, choose
+from fedjax_pfl.hyperparameters import check_value
 from fedjax_pfl.models.layers import CONVOLUTIONS
 from fedjax_pfl.simulate import hyperparameters
 
@@ -108,7 +108,8 @@ def _by_partition(spec: str, user: Mapping[str, Any]) -> dict[str, Any]:
 def check_ranges(config: Config) -> None:
     """Raises InputError for a value that no experiment can have; a library function checks its
     own."""
-    check_fields(config)
+    for name, known in SETTINGS.items():
+        check_value(known, getattr(config, name))
     for name, value in config.hparams.items():
         if not isinstance(value, bool | int | float | str | None):
             raise InputError(

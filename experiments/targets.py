@@ -124,13 +124,6 @@ def bound(eval_every: int) -> str | None:
     return f"evaluated every {eval_every} rounds only, so rounds are upper bounds, up to {eval_every - 1} too many"
 
 
-def _baseline_key(point: str, name: str) -> str:
-    """The row's entry of the `scores.baseline` score beside a score, macro, or micro as its name
-    says."""
-    micro = "_micro" if name.endswith("_micro") else ""
-    return f"{point}/{scores.baseline(name.removesuffix('_micro'))}{micro}"
-
-
 class Flops(NamedTuple):
     """Floating-point operations of a method for each example of the clients' local work."""
 
@@ -197,7 +190,7 @@ def reached(
     for row in rows:
         before, spent = spent, spent.after(row)
         for point in report.POINTS:
-            if (floor := row.get(_baseline_key(point, name))) is not None:
+            if (floor := row.get(f"{point}/{scores.baseline(name)}")) is not None:
                 floors[point] = floor
             if (value := row.get(f"{point}/{name}")) is None:
                 continue

@@ -16,7 +16,7 @@ from experiments.interrupt import Interrupt
 from experiments.recorded import Layout
 from experiments.recorder import Clock, Recorder
 from experiments.runs import RunDirectory
-from fedjax_pfl import simulate
+from fedjax_pfl import simulate, trees
 from fedjax_pfl.engine import multihost, vectorized
 from fedjax_pfl.errors import DivergenceError
 from fedjax_pfl.types import Array, Federation, State
@@ -99,7 +99,8 @@ def train(
         ended: list[str] = multihost.run_on_all(list, _reasons(recorders))
         steps = multihost.run_on_all(_course, batch, start, states, ended)
         for step in reporter.watched(iter(lambda: multihost.run_on_all(next, steps, None), None)):
-            state_of = functools.partial(_state, batch, functools.cache(functools.partial(_whole, step)))
+            whole = functools.cache(functools.partial(multihost.run_on_all, _fetched, step))
+            state_of = functools.partial(_state, batch, whole)
             added = [one.add(step.results[i], functools.partial(state_of, i)) for i, one in enumerate(recorders)]
             if not (rows := [row for row in added if row is not None]):
                 break
@@ -152,20 +153,14 @@ def _rounds(batch: Batch, options: dict[str, Any]) -> Iterator[list[simulate.Res
         yield [error]
 
 
-def _whole(step: Step) -> State:
-    """The state of all runs on the host: a device may have no room for another copy."""
-    state: State = multihost.run_on_all(_fetched, step)
-    return state
-
-
 def _fetched(step: Step) -> State:
-    state: State = multihost.fetch(step.state)
-    return state
+    """The state of all runs on the host: a device may have no room for another copy."""
+    return multihost.fetch(step.state)
 
 
 def _state(batch: Batch, whole: Callable[[], State], i: int) -> State:
     """The state of one of the runs."""
-    return vectorized.one(whole(), i) if len(batch.experiments) > 1 else whole()
+    return trees.gather(whole(), i) if len(batch.experiments) > 1 else whole()
 
 
 def _reasons(recorders: Sequence[Recorder]) -> list[str]:

@@ -46,11 +46,6 @@ def classification(model: Model) -> Callable[[PyTree, Batch, Array], tuple[Array
     return loss
 
 
-def sigmoid_bce(logits: Array, targets: Array) -> Array:
-    """Binary cross entropy of logits and targets of the same shape, elementwise."""
-    return optax.losses.sigmoid_binary_cross_entropy(logits, targets.astype(logits.dtype))
-
-
 def mmd(h: Array, u: Array, mask: Array) -> Array:
     """Squared maximum mean discrepancy of features h and u [B, K] over the valid rows, [].
 

@@ -32,7 +32,7 @@ def clipped(largest: Numeric) -> optax.GradientTransformation:
 
     def clip(gradient: PyTree, _: PyTree) -> PyTree:
         norm = jnp.sqrt(optax.tree.vdot(gradient, gradient))  # on a CPU much faster than the sum of squares
-        return trees.cast(trees.scale(jnp.minimum(1, largest / norm), gradient), gradient)
+        return optax.tree.cast_like(optax.tree.scale(jnp.minimum(1, largest / norm), gradient), gradient)
 
     return optax.stateless(clip)
 

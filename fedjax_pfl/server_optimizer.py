@@ -104,7 +104,7 @@ def _wrapped(task: Task, method: Algorithm, step: optax.GradientTransformation) 
         (before, _), (mean, rest) = weights(state.server.method), weights(new.server)
         gradient = jax.tree.map(jnp.subtract, before, mean)
         updates, kept = step.update(shown(gradient), state.server.optimizer, shown(before))
-        new_weights = trees.cast(optax.apply_updates(shown(before), updates), shown(before))
+        new_weights = optax.tree.cast_like(optax.apply_updates(shown(before), updates), shown(before))
         moved = ({**before, whole: new_weights} if whole else new_weights, kept)
         moved, kept = trees.choose(jnp.any(local.learns(cohort.sizes, task)), moved, (before, state.server.optimizer))
         return State(Optimized(trees.merge(moved, rest), kept), new.clients), metrics

@@ -16,7 +16,7 @@ from fedjax_pfl.engine.loop import Compiled, compiled, rounds, rounds_at_once
 from fedjax_pfl.engine.method import Traced
 from fedjax_pfl.engine.program import Program, Round, program
 from fedjax_pfl.engine.results import Result, record
-from fedjax_pfl.engine.sampling import cohort_size, sample
+from fedjax_pfl.engine.sampling import sample
 from fedjax_pfl.engine.vectorized import vectorized
 from fedjax_pfl.engine.xla import compiler_options
 from fedjax_pfl.errors import DivergenceError, InputError, check, choose
@@ -29,7 +29,6 @@ __all__ = [
     "Program",
     "Result",
     "Round",
-    "cohort_size",
     "compiled",
     "compiler_options",
     "curve",
@@ -78,7 +77,7 @@ def task(
     example = jax.ShapeDtypeStruct(dataset.x.shape[1:], jax.dtypes.canonicalize_dtype(dataset.x.dtype))
     made = Task(
         models,
-        architecture=np.arange(len(counts)) % len(models),
+        architecture=np.arange(len(counts)) % max(len(models), 1),  # without any, `validate.task` says so
         sizes=counts.sum(axis=1),
         class_counts=counts,
         num_classes=dataset.num_classes,
@@ -108,8 +107,7 @@ def with_public(task: Task, public: Dataset) -> Task:
     """
     kind = jax.dtypes.canonicalize_dtype(public.x.dtype)  # as the federation has it
     classes, batch = public_classes(public), jax.ShapeDtypeStruct(public.x.shape, kind)
-    own = jax.eval_shape(task.prepare, jax.ShapeDtypeStruct((1, *task.input.shape), task.input.dtype))
-    pool = prepared(public)
+    own, pool = task.prepared, prepared(public)
     if (own.shape[1:], own.dtype) != (pool.shape[1:], pool.dtype):
         raise InputError(
             f"Public examples must be like the clients' own, {own.dtype}{list(own.shape[1:])} prepared, but those of "
@@ -136,6 +134,8 @@ def curve(
       InputError: numbers of rounds, or values of hyperparameters, that cannot be.
     """
     validate.rounds(rounds, eval_every, 0, None, 1)
+    if program.on_host:
+        raise InputError("This program keeps its clients on the host, where nothing is traced: take simulate.rounds.")
     _check_traced(program, traced)
     if program.task is None:  # of several runs, which have a key each
         validate.kind_of_key(key)

@@ -39,7 +39,7 @@ def exchanged(task: Task) -> Small:
     """
     if (model := task.shared) is None:
         raise InputError("This method exchanges a small model that every client has: give the task one as `shared`.")
-    x = jax.eval_shape(lambda x: task.prepare(x[None]), task.input)
+    x = task.prepared
     try:
         logits = jax.eval_shape(lambda x: model.apply(model.init(jax.random.key(0)), x)[0], x)
     except (TypeError, ValueError):

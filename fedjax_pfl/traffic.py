@@ -1,12 +1,10 @@
 """What travels between the server and the clients, in scalars, integers and messages."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 
 from fedjax_pfl import trees
-from fedjax_pfl.types import Array, Cohort, Metrics, PyTree, State, Task, Traffic
+from fedjax_pfl.types import Array, Cohort, Metrics, PyTree, State, Traffic
 
 
 def both_ways(cohort: Cohort, down: PyTree | int | Array, up: PyTree | int | Array | None = None) -> Traffic:
@@ -22,12 +20,6 @@ def both_ways(cohort: Cohort, down: PyTree | int | Array, up: PyTree | int | Arr
     counts = [_count(tree, len(active)) * active for tree in (down, up)]
     messages = (counts[0] > 0).astype(jnp.int32) + (counts[1] > 0)
     return Traffic(counts[0], counts[1], 0 * active, messages)
-
-
-def with_public(sent: Traffic, task: Task, count: int | Array, active: Array) -> Traffic:
-    """The traffic of clients that also receive `count` public examples."""
-    assert task.public is not None
-    return sent._replace(public_data=count * math.prod(task.public.shape[1:]) * active)
 
 
 def uploads(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:

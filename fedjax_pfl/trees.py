@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from chex import Numeric
 
 from fedjax_pfl.types import Array, PyTree
@@ -30,8 +31,8 @@ def replicate(tree: PyTree, count: int) -> PyTree:
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), tree)
 
 
-def gather(tree: PyTree, ids: Array | np.ndarray) -> PyTree:
-    """Takes rows `ids` [S] (or one row, ids []) of the leading axis of every leaf."""
+def gather(tree: PyTree, ids: Array | np.ndarray | int) -> PyTree:
+    """Takes rows `ids` [S] (or one row, ids [] or an int) of the leading axis of every leaf."""
     return jax.tree.map(lambda x: x[ids], tree)
 
 
@@ -72,14 +73,9 @@ def add(a: PyTree, b: PyTree) -> PyTree:
     return jax.tree.map(jnp.add, a, b)
 
 
-def scale(factor: Numeric, tree: PyTree) -> PyTree:
-    """factor * tree, leaf by leaf."""
-    return jax.tree.map(lambda x: factor * x, tree)
-
-
 def lerp(weight: Numeric, a: PyTree, b: PyTree) -> PyTree:
     """weight * a + (1 - weight) * b, leaf by leaf."""
-    return cast(jax.tree.map(lambda x, y: weight * x + (1 - weight) * y, a, b), b)
+    return optax.tree.cast_like(jax.tree.map(lambda x, y: weight * x + (1 - weight) * y, a, b), b)
 
 
 def proximal(anchor: PyTree, weight: Numeric) -> Callable[[PyTree], PyTree]:
@@ -145,12 +141,6 @@ def finite(tree: PyTree, count: int) -> Array:
     floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
     rows = (jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim))) for x in floats)
     return functools.reduce(jnp.logical_and, rows, jnp.ones(count, bool))
-
-
-def cast(tree: PyTree, like: PyTree) -> PyTree:
-    """The tree in the types of another: traced numbers are float32 and would lift a bfloat16
-    state."""
-    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)
 
 
 def single(tree: PyTree) -> PyTree:

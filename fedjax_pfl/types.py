@@ -24,8 +24,7 @@ Predictor = Callable[[Array, Array], PyTree]  # (x [B, ...] prepared, mask [B]) 
 
 
 class Examples(NamedTuple):
-    """Inputs and labels: in `Federation.examples` of the whole data set, official training examples
-    first, then the official test examples."""
+    """Inputs and labels; in `Federation.examples` the official training examples, then the test's."""
 
     x: Array  # [n, *input], raw: uint8 images stay uint8 until a batch is taken
     y: Array  # [n] int32
@@ -91,8 +90,7 @@ class Model(NamedTuple):
 
 
 class Client(NamedTuple):
-    """One client of this round, as a method's inner function gets it: without a client axis, under
-    `jax.vmap`.
+    """One client of a round, as a method's function gets it: under `jax.vmap`, without a client axis.
 
     Where the client is inactive, all its data have size 0, and its class counts are 0.
     """
@@ -109,8 +107,7 @@ class Client(NamedTuple):
 
 
 class Task(NamedTuple):
-    """The setting, which is the same for every method; host values except `lr`, which may be
-    traced."""
+    """The setting, the same for every method; host values except `lr`, which may be traced."""
 
     models: tuple[Model, ...]  # [G] architectures
     architecture: np.ndarray  # [N] of each client, 0 to G - 1
@@ -138,6 +135,11 @@ class Task(NamedTuple):
     @property
     def num_clients(self) -> int:
         return len(self.sizes)
+
+    @property
+    def prepared(self) -> Any:
+        """Shape and dtype of one example as the models take it, [1, ...]."""
+        return jax.eval_shape(self.prepare, jax.ShapeDtypeStruct((1, *self.input.shape), self.input.dtype))
 
     @property
     def cohort_sizes(self) -> tuple[int, int]:
@@ -249,13 +251,11 @@ class Cohort(Protocol):
         inactive."""
 
     def replicated(self, tree: PyTree) -> PyTree:
-        """The tree [S, ...] whole on every device: call it before a callback on the host, or before
-        its rows are put in another order."""
+        """The tree [S, ...] whole on every device, for a callback or another order of its rows."""
 
 
 class Traffic(NamedTuple):
-    """The communication of one round per client, integers, 0 where inactive (see
-    `traffic.both_ways`)."""
+    """Communication of one round per client, integers, 0 where inactive (see `traffic.both_ways`)."""
 
     down: Array  # [S] scalars received
     up: Array  # [S] scalars sent

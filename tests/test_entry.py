@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import toy
 
-from experiments import entry, main, session, tables
+from experiments import entry, main, session, sweep, tables
 from fedjax_pfl.errors import InputError
 
 ROOT = Path(__file__).parent.parent
@@ -67,6 +67,16 @@ def refused(capsys, *flags):
 
 def test_a_directory_of_nobody_is_one_sentence(capsys):
     assert "There is no user '~nobody_here'" in refused(capsys, "--algo=local", "--workdir=~nobody_here/x")
+
+
+def test_what_cannot_be_written_is_one_sentence(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    words = ["--algo=fedavg", "--val_fraction=0.2", "--select=val/acc", f"--root={tmp_path / 'file' / 'root'}"]
+    assert entry.guarded(lambda: sweep.run(words)) == entry.BAD_INPUT
+    assert entry.guarded(lambda: (tmp_path / "file" / "x").write_text("")) == entry.UNWRITABLE
+    first, last = capsys.readouterr().err.splitlines()[-2:]
+    assert first.startswith(f"{tmp_path / 'file' / 'root'} cannot be written") and "--root" in first
+    assert last.startswith(f"Cannot read or write {tmp_path / 'file' / 'x'} (Not a directory)")
 
 
 def test_a_value_where_none_may_be(capsys):

@@ -576,6 +576,7 @@ BAD = [
     ("--algo=fedavg --model=cnn", "needs images of at least 16x16 pixels, got 8x8"),
     ("--algo=fedavg --dataset=npz:nowhere.npz", "There is no file 'nowhere.npz'"),
     ("--algo=fedavg --dataset=mnist --data_dir=/nowhere", "is not prepared in /nowhere: run "),
+    ("--algo=fedavg --dataset=mnist --data_dir=~nobody_here", "is not prepared in ~nobody_here: run "),
     ("--algo=fedavg --partition=file:nowhere.npz", "There is no file 'nowhere.npz'"),
     ("--algo=fedavg --partition=file:p.npz --alpha=1", "--alpha means nothing with --partition=file:p.npz"),
     ("--algo=fedavg --partition=file:p.npz --val_fraction=0.1", "which says everything: leave it out"),
@@ -588,6 +589,9 @@ BAD = [
     ("--algo=ditto --hparam=lam=inf", "lam=inf is outside its range [0, inf)"),
     ("--algo=fedavg --drop_last --batch_size=1000", "drop_last with batches of 1000 leaves nothing to train on"),
     ("--algo=pfedc --hparam=tasks=consecutive:11", "consecutive needs a number of tasks from 1 to 10"),
+    ("--algo=pfedc --hparam=tasks=consecutive:²", "consecutive needs a number of tasks from 1 to 10"),
+    ("--algo=feddf --public=synthetic:²", "--public=synthetic:²: write how many examples"),
+    ("--algo=fd --model=file:~nobody_here/nets.txt", "--model=file:~nobody_here/nets.txt cannot be read"),
     ("--algo=fedavg --resume --workdir=/nowhere", "/nowhere is not a run directory"),
     ("--describe=dito", "Unknown method or preset 'dito': did you mean 'ditto'?"),
 ]

@@ -227,6 +227,11 @@ def test_the_sizes_of_the_data_sets_are_those_that_are_described():
         assert f"{size:,} " in tfds.DESCRIPTIONS[name.removesuffix("_coarse")]
 
 
+def test_a_fraction_of_clients_written_otherwise_is_the_same_cell():
+    found = {text: number("fedcp_cifar100", "fedcp", clients=50, participation=text) for text in ("1", "1.0")}
+    assert found == {"1": 55.43, "1.0": 55.43}
+
+
 def test_a_long_value_is_cut():
     made = config("pfedc_cifar100", hparams={"tasks": "map:" + ",".join("0" * 100)})
     assert published.deviations(made).endswith(

@@ -5,6 +5,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import toy
 from absl import logging
@@ -198,7 +199,7 @@ def test_fedala_that_keeps_its_own_model_is_partial_averaging(blended, method):
 
         def init(key):
             state = algorithm.init(key)
-            return state._replace(clients={**state.clients, "weights": trees.scale(0, state.clients["weights"])})
+            return state._replace(clients={**state.clients, "weights": optax.tree.scale(0, state.clients["weights"])})
 
         return algorithm._replace(init=init)
 

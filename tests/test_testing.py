@@ -86,7 +86,7 @@ def planted(mistake):
             if mistake == "state grows":
                 new["table"] = jnp.append(table, 0.0)
             if mistake == "lifted":
-                new["w"] = trees.scale(jnp.float32(1) * lam / lam, w)
+                new["w"] = optax.tree.scale(jnp.float32(1) * lam / lam, w)
             metrics = Metrics(None if mistake == "no loss" else value, post)
             if mistake == "metric":
                 metrics = metrics._replace(clients={"drift": table[:2]})
@@ -170,7 +170,7 @@ def test_a_result_that_depends_on_the_grouping():
 
         def round(key, state, cohort):
             new, metrics = made.round(key, state, cohort)
-            return new._replace(server=trees.scale(1 + len(task.models), new.server)), metrics
+            return new._replace(server=optax.tree.scale(1 + len(task.models), new.server)), metrics
 
         return made._replace(round=round)
 

@@ -13,7 +13,7 @@ import toy
 from experiments import build, main, runs, settings, sweep, tables, unseen
 from experiments.config import Config
 from experiments.recorded import is_complete
-from fedjax_pfl import models, simulate, testing, trees
+from fedjax_pfl import models, testing, trees
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.data import datasets, partitioners
 from fedjax_pfl.engine import validate
@@ -190,4 +190,4 @@ def test_those_who_train_are_drawn_by_the_share_that_was_asked_for(clients, some
         architecture=np.zeros(clients, int),
         participation=0.25,
     )
-    assert simulate.cohort_size(among(validate.task(whole), np.arange(some))) == most
+    assert among(validate.task(whole), np.arange(some)).cohort_sizes[1] == most

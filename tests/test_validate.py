@@ -15,7 +15,7 @@ from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.data import datasets, partitioners
 from fedjax_pfl.data.federate import federate, others
-from fedjax_pfl.engine import unseen, validate
+from fedjax_pfl.engine import host_state, unseen, validate
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import nets
 from fedjax_pfl.types import Subset
@@ -82,6 +82,11 @@ def run(change=lambda f: f, **options):
 def whole_curve(change=lambda f: f, **options):
     given = {"key": jax.random.key(0), "traced": {}, "rounds": 1} | options
     return simulate.curve(compiled(), given.pop("key"), given.pop("traced"), change(federation()), **given)
+
+
+def curve_on_host():
+    program = host_state.program("fedavg", given_task()._replace(participation=(0.5, 0.5)))
+    return simulate.curve(program, jax.random.key(0), {}, federation(), rounds=1)
 
 
 def ask(id=0, x=None):
@@ -310,6 +315,7 @@ WRONG = [
     (whole_curve, {"traced": {"lr": -0.1}}, "lr=-0.1 is outside"),
     (whole_curve, {"traced": {"lamb": 1.0}}, "Unknown traced hyperparameter 'lamb'"),
     (whole_curve, {"change": other_clients}, "The federation has 4 clients, but the task was made for 5"),
+    (curve_on_host, {}, "This program keeps its clients on the host"),
     (whole_curve, {"traced": None}, "traced=None must be {name: value}: {} for"),
     *(
         (ask, {"id": x}, f"There is no client {x}: ids are 0 to 4")

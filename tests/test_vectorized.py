@@ -13,9 +13,8 @@ from test_devices import on_host, program_of
 from test_together import plain
 from toy import assert_close
 
-from fedjax_pfl import models, simulate
+from fedjax_pfl import models, simulate, trees
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.engine import vectorized
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import layers, nets
 
@@ -59,8 +58,7 @@ def at_once(programs, given):
         whole = next((r.state for r in results if isinstance(r, simulate.Result)), None)
         states = jax.device_get(program.unplace(whole))
         yield [
-            r if isinstance(r, Exception) else r._replace(state=vectorized.one(states, i))
-            for i, r in enumerate(results)
+            r if isinstance(r, Exception) else r._replace(state=trees.gather(states, i)) for i, r in enumerate(results)
         ]
 
 

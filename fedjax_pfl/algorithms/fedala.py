@@ -10,6 +10,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from annotated_types import Ge, Interval
 from chex import Numeric
 
@@ -73,7 +74,7 @@ def learn(
         weights, _, count = carry
         value, slope = jax.value_and_grad(loss)(weights, batch, jax.random.fold_in(key, count))
         moved = jax.tree.map(lambda a, g: jnp.clip(a - lr * g, 0, 1), weights, slope)
-        return trees.cast(moved, weights), value, count + 1
+        return optax.tree.cast_like(moved, weights), value, count + 1
 
     def epoch(loop: Loop) -> Loop:
         weights, recent, epochs, count = loop

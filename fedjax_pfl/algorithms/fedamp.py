@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
+import optax
 from annotated_types import Ge, Gt, Interval
 from chex import Numeric
 
@@ -71,7 +72,7 @@ def proximal(prox: str, anchor: PyTree, weight: Numeric) -> Callable[[PyTree], P
     def unit(w: PyTree) -> PyTree:
         square = trees.sq_dist(w, anchor)  # 0 in the first step; a norm has no gradient there, 0 is a subgradient
         length = jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), math.inf)
-        return trees.cast(jax.tree.map(lambda a, b: weight / 2 * (a - b) / length, w, anchor), w)
+        return optax.tree.cast_like(jax.tree.map(lambda a, b: weight / 2 * (a - b) / length, w, anchor), w)
 
     return unit
 

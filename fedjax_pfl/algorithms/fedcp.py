@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from annotated_types import Ge, Interval
 from chex import Numeric
 from flax import nnx
@@ -235,7 +236,7 @@ def fedcp(
             loss = objective(task, apply, frozen, None if "gfm" in off else lam)
             w, (value, ratio) = local.sgd(c.key, c.train, loss, w, task, train=PARTS, has_aux=True)
             post = evaluate.post(cohort, c, predictor(w, frozen, c))
-            head = () if "gh" in off else trees.scale(0.5, trees.add(frozen.head, w["head"]))  # Eq. 6
+            head = () if "gh" in off else optax.tree.scale(0.5, trees.add(frozen.head, w["head"]))  # Eq. 6
             shared, own = split.send(w)
             # in place of the personal head, which is never sent, its midpoint with the global one
             return shared | {"head": head}, {"head": w["head"], "own": own}, value, ratio, post

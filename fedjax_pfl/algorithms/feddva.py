@@ -42,15 +42,12 @@ def _built(*args: Any, bn_stats: str) -> tuple[vae.DualVAE, PyTree]:
     return nets, jax.eval_shape(lambda: dva_phases.init(nets, jax.random.key(0)))
 
 
-def networks(task: Task, latent: int = 4, personal: int = 4, hidden: int = 512, head: str = "none") -> vae.DualVAE:
-    """The networks for the task's prepared inputs, see `feddva`; nothing of `task.model` is in
-    them."""
-    return _networks(task, latent, personal, hidden, head)[0]
-
-
-def _networks(task: Task, latent: int, personal: int, hidden: int, head: str) -> tuple[vae.DualVAE, PyTree]:
-    raw = jax.ShapeDtypeStruct((1, *task.input.shape), task.input.dtype)
-    shape = jax.eval_shape(task.prepare, raw).shape[1:]
+def networks(
+    task: Task, latent: int = 4, personal: int = 4, hidden: int = 512, head: str = "none"
+) -> tuple[vae.DualVAE, PyTree]:
+    """The networks for the task's prepared inputs, see `feddva`, and the shapes of their variables;
+    nothing of `task.model` is in them."""
+    shape = task.prepared.shape[1:]
     classes = None if choose("head", head, ("none", *dva_phases.HEADS)) == "none" else task.num_classes
     widths = strided.channels(shape, hidden)
     why = f"each of {len(widths)} convolutions has half the channels of the next, and the first needs 2"
@@ -119,7 +116,7 @@ def feddva(
       R_c binds examples of one client only. With a shared encoder of c, c tells clients apart by
       accident.
     """
-    nets, start = _networks(task, latent, personal, hidden, head)
+    nets, start = networks(task, latent, personal, hidden, head)
     owner = "personal" if head == "none" else head
     phases = dva_phases.phases(
         nets,

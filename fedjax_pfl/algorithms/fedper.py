@@ -85,10 +85,9 @@ def lg_fedavg(
     """
     if shared == "head":
         return partial_averaging(task, split(task, ("body",)), one_architecture=False)
-    example = jax.ShapeDtypeStruct((1, *task.input.shape), task.input.dtype)
 
     def chosen(model: Model) -> list[Path]:
-        found = layers(model, jax.eval_shape(task.prepare, example))
+        found = layers(model, task.prepared)
         convs = [layer for layer in found if any(len(shape) == 4 for shape in next(iter(layer.values())))]
         if shared != "upper" and not convs:
             raise InputError(f"shared={shared} needs networks with convolutions, and one has none: take shared=head.")

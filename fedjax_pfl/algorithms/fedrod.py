@@ -13,7 +13,7 @@ import optax
 from annotated_types import Ge
 from chex import Numeric
 
-from fedjax_pfl import averaging, evaluate, local, losses, optimizers, trees
+from fedjax_pfl import averaging, evaluate, local, losses, optimizers
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task
 
 
@@ -52,9 +52,7 @@ def fedrod(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
         return predict
 
     def init(key: Array) -> State:
-        w = model.init(key)
-        shared, stats = split.send(w)
-        return State(shared, trees.replicate({"head": w["head"], "own": stats}, task.num_clients))
+        return split.init(key, lambda w: {"head": w["head"]})
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def client(c: Client, mine: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:

@@ -7,6 +7,7 @@ KT-pFL, Zhang et al., Parameterized knowledge transfer for personalized federate
 """
 
 import functools
+import math
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
@@ -155,10 +156,10 @@ def transfer(task: Task, rule: Rule, on: Exchange, space: str = "prob", public_e
 def with_pool(sent: Traffic, task: Task, cohort: Cohort, size: int, labels: bool) -> Traffic:
     """The traffic of clients that also receive `size` public examples a round; to learn their labels
     first, all of the pool in round 0, and the labels."""
-    part, pool = cohort.trained.astype(jnp.int32), public.count(task, 2**31)
-    first = labels & (cohort.round == 0)
-    sent = sent._replace(ints=sent.ints + jnp.where(first, pool, 0) * part)
-    return traffic.with_public(sent, task, jnp.where(first, pool, size), part)
+    pool, *shape = task.public.shape  # type: ignore[union-attr]  # `exchange` has asked for it
+    part, first = cohort.trained.astype(jnp.int32), labels & (cohort.round == 0)
+    values = jnp.where(first, pool, size) * math.prod(shape) * part
+    return sent._replace(ints=sent.ints + jnp.where(first, pool, 0) * part, public_data=values)
 
 
 def asked(c: Client, cohort: Cohort, a: Array, outputs: Array, given: Predictions) -> Asked:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
+import optax
 from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, evaluate, local, losses, traffic, trees
@@ -20,7 +21,7 @@ EXACT = jax.lax.Precision.HIGHEST  # models are mixed in float32 on every device
 
 def mix(row: Array, models: PyTree) -> PyTree:
     """sum_m row[m] models[m], of row [N] and leaves [N, ...], in the types of the models."""
-    return trees.cast(jax.tree.map(lambda w: jnp.tensordot(row, w, 1, precision=EXACT), models), models)
+    return optax.tree.cast_like(jax.tree.map(lambda w: jnp.tensordot(row, w, 1, precision=EXACT), models), models)
 
 
 def gradient(row: Array, w: PyTree, models: PyTree) -> Array:

@@ -28,7 +28,7 @@ FLOOR = 1e-7  # of the eigenvalues of W'W, as in the authors' code
 def check_linear(task: Task) -> None:
     """Raises InputError unless the model is one linear layer on its inputs."""
     variables = jax.eval_shape(task.model.init, jax.random.key(0))
-    flat = task.model.num_features == math.prod(task.input.shape)
+    flat = task.model.num_features == math.prod(task.prepared.shape)
     one_layer = trees.size(variables["head"]) == (task.model.num_features + 1) * task.num_classes
     if jax.tree.leaves((variables["body"], variables["stats"])) or not (flat and one_layer):
         raise InputError("MOCHA learns linear models only: take --model=linear.")
@@ -168,7 +168,7 @@ def mocha(
     sdca = solver == "sdca"
     period = max(1, task.rounds // 10) if relate_every is None else relate_every
     check_linear(task)
-    n, d, classes = task.num_clients, math.prod(task.input.shape) + 1, task.num_classes
+    n, d, classes = task.num_clients, math.prod(task.prepared.shape) + 1, task.num_classes
     pairs = sdca and bool(np.all(np.count_nonzero(task.class_counts, axis=1) == 2))
     columns = 1 if pairs else classes
 

@@ -17,6 +17,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from fedjax_pfl import aggregate, averaging, evaluate, hyperparameters, keys, local, optimizers, trees
 from fedjax_pfl.numerics.class_groups import branch_loss, class_logits, columns, scores
@@ -285,4 +286,4 @@ def _ratio(total: PyTree, weight: Array, like: PyTree) -> PyTree:
     """total / weight over the last axes, in the types of another tree; total where the weight is
     0."""
     safe = jnp.where(weight > 0, weight, 1)
-    return trees.cast(jax.tree.map(lambda x: x / trees.align(safe, x.ndim), total), like)
+    return optax.tree.cast_like(jax.tree.map(lambda x: x / trees.align(safe, x.ndim), total), like)

@@ -67,11 +67,11 @@ def clipped_sgd(lr: Any, momentum: Any, decay: Any, clip: Any) -> optax.Gradient
     the types given."""
 
     def update(gradient: PyTree, velocity: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        norm = jnp.sqrt(trees.sq_dist(gradient, trees.scale(0, gradient)))
+        norm = jnp.sqrt(trees.sq_dist(gradient, optax.tree.scale(0, gradient)))
         factor = jnp.where(norm > clip, clip / norm, 1)
         new = jax.tree.map(lambda v, g, x: momentum * v + factor * g + decay * x, velocity, gradient, params)
-        new = trees.cast(new, velocity)
-        return trees.scale(-lr, new), new
+        new = optax.tree.cast_like(new, velocity)
+        return optax.tree.scale(-lr, new), new
 
     return optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
 

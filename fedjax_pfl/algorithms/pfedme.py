@@ -72,7 +72,7 @@ def pfedme(
             w, inner = carry
             inner, value = approach(key, w, inner, batch)
             moved = jax.tree.map(lambda x, t: x - task.lr * lam * (x - t), w, inner[0])
-            return (trees.cast(moved, w), inner), value
+            return (optax.tree.cast_like(moved, w), inner), value
 
         def client(c: Client, mine: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
             received = split.receive(state.server, mine["own"])

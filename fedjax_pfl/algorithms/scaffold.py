@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
+import optax
 from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, evaluate, local, losses, trees
@@ -21,9 +22,9 @@ def full_gradient(task: Task, c: Client, variables: PyTree) -> PyTree:
 
     def summed(batch: Batch) -> PyTree:
         by = jax.grad(lambda w: loss({**variables, **w}, batch, c.key)[0])(averaging.params(variables))
-        return trees.scale(jnp.sum(batch.mask), by)
+        return optax.tree.scale(jnp.sum(batch.mask), by)
 
-    return trees.scale(1 / jnp.maximum(c.train.size, 1), local.sweep(c.train, summed, task.batch_size))
+    return optax.tree.scale(1 / jnp.maximum(c.train.size, 1), local.sweep(c.train, summed, task.batch_size))
 
 
 def scaffold(
@@ -71,7 +72,7 @@ def scaffold(
             else:
                 drift = jax.tree.map(jnp.subtract, averaging.params(received), averaging.params(y))
                 new = jax.tree.map(lambda d, x: d / (jnp.maximum(count, 1) * task.lr) - x, drift, correction)
-            new = trees.choose(count > 0, trees.cast(new, mine["c"]), mine["c"])
+            new = trees.choose(count > 0, optax.tree.cast_like(new, mine["c"]), mine["c"])
             change = jax.tree.map(jnp.subtract, new, mine["c"])
             shared, own = split.send(y)
             post = evaluate.post(cohort, c, averaging.predictor(task.model, y))
@@ -85,7 +86,10 @@ def scaffold(
         part = jnp.sum(here) / task.num_clients  # |S| / N
         moved = trees.lerp(server_lr, averaging.params(mean["w"]), averaging.params(last))
         w = {**mean["w"], **trees.choose(jnp.any(here), moved, averaging.params(last))}
-        server = {"w": w, "c": trees.cast(jax.tree.map(lambda c, d: c + part * d, control, mean["c"]), control)}
+        server = {
+            "w": w,
+            "c": optax.tree.cast_like(jax.tree.map(lambda c, d: c + part * d, control, mean["c"]), control),
+        }
         return State(server, mine), Metrics(value, post)
 
     def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:

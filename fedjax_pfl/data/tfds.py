@@ -87,7 +87,7 @@ def load(name: str, data_dir: str | None = None) -> Arrays:
         cannot be read.
     """
     source = "cifar100" if name == "cifar100_coarse" else name  # both cifar100s are one decoded copy
-    root = Path(data_dir or os.environ.get("TFDS_DATA_DIR") or Path.home() / "tensorflow_datasets").expanduser()
+    root = Path(os.path.expanduser(data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"))
     folder = _version_folder(root, source)
     arrays = _cached(_cache_path(source, folder), source, folder)
     x, y, num_train = arrays["x"], arrays["y"], int(arrays["num_train"])
@@ -114,7 +114,7 @@ def _version_folder(root: Path, source: str) -> Path:
     found = [path.parent for path in (root / source).glob("*/dataset_info.json")]
     if not found:
         raise InputError(f"Data set {source!r} is not prepared in {root}: run {command(source, root)}")
-    folder = max(found, key=lambda path: [int(part) if part.isdigit() else -1 for part in path.name.split(".")])
+    folder = max(found, key=lambda path: [int(part) if part.isdecimal() else -1 for part in path.name.split(".")])
     if not any(".array_record" in path.name for path in folder.iterdir()):
         raise InputError(
             f"Data set {source!r} in {folder} is not in the array_record format, the only one that is read without "
@@ -125,7 +125,7 @@ def _version_folder(root: Path, source: str) -> Path:
 
 def cache_dir() -> Path:
     """Where decoded arrays are kept: the variable FEDJAX_PFL_CACHE, else ~/.cache/fedjax_pfl."""
-    return Path(os.environ.get("FEDJAX_PFL_CACHE") or Path.home() / ".cache" / "fedjax_pfl").expanduser()
+    return Path(os.path.expanduser(os.environ.get("FEDJAX_PFL_CACHE") or "~/.cache/fedjax_pfl"))
 
 
 def _cache_path(source: str, folder: Path) -> Path:

@@ -34,7 +34,7 @@ _SLACK = 2**18  # bytes that a checkpoint takes beside its arrays
 def steps(path: str | Path) -> list[int]:
     """The steps that have a finished checkpoint below `path`, ascending."""
     finished = (p.stem for p in Path(path).glob("*.sha256") if p.with_suffix("").is_dir())
-    return sorted(int(name) for name in finished if name.isdigit())
+    return sorted(int(name) for name in finished if name.isdecimal())
 
 
 def save(path: str | Path, step: int, tree: PyTree) -> None:
@@ -216,7 +216,7 @@ def _tidy(path: Path) -> None:
     """Deletes older checkpoints, and what an interrupted save left."""
     kept = {f"{step}{suffix}" for step in steps(path)[-KEEP:] for suffix in ("", ".sha256")}
     for old in path.iterdir():
-        if old.name in kept or not old.name.split(".")[0].isdigit():
+        if old.name in kept or not old.name.split(".")[0].isdecimal():
             continue
         if old.is_dir():
             shutil.rmtree(old, ignore_errors=True)

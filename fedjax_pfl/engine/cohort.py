@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh, PartitionSpec as P
 
 from fedjax_pfl import aggregate, groups, keys, trees
@@ -201,7 +202,7 @@ class Cohort:
             totals, results, like = (list(part) for part in zip(*blocks, strict=True))
             # all at once: a sum after each architecture would have its devices wait for each other
             totals = totals if self._mesh is None else jax.lax.psum(totals, AXIS)
-            return trees.cast(totals, like), results
+            return optax.tree.cast_like(totals, like), results
 
         if self._mesh is None:
             totals, results = here(self._federation, each)

@@ -18,7 +18,6 @@ from fedjax_pfl import groups
 from fedjax_pfl.engine.method import Traced
 from fedjax_pfl.engine.placement import AXIS, Placement, starts
 from fedjax_pfl.engine.program import Program, Round, parts, program as whole_program
-from fedjax_pfl.engine.sampling import cohort_size
 from fedjax_pfl.engine.xla import compiler_options
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Algorithm, Array, Federation, PyTree, State, Task
@@ -36,7 +35,7 @@ def program(
       InputError: everybody takes part in a round, so that no row could stay on the host; or several
         processes.
     """
-    n, most = task.num_clients, cohort_size(task)
+    n, most = task.num_clients, task.cohort_sizes[1]
     if jax.process_count() > 1:
         raise InputError("client_memory=host is for a single process: leave it out.")
     if most == n:

@@ -139,7 +139,7 @@ def rounds_at_once(
       options: rounds, eval_every, start, state, state_every and until, as `rounds` takes them.
 
     Yields:
-      for each run its Result, with the state of all (`vectorized.one` takes one's), or the error
+      for each run its Result, with the state of all (`trees.gather` takes one's), or the error
       from the round on in which it is no longer finite; the others go on.
     """
     if not np.ndim(program.traced["lr"]):

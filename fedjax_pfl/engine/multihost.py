@@ -95,14 +95,14 @@ def _not_numbers() -> str | None:
     """What in the environment is no number, though JAX reads it as one."""
     names = [f"SLURM_{name}" for name in ("JOB_ID", "NTASKS", "PROCID", "LOCALID")]
     names += [f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK")]
-    wrong = [f"{name}={os.environ[name]}" for name in names if not os.environ.get(name, "0").isdigit()]
+    wrong = [f"{name}={os.environ[name]}" for name in names if not os.environ.get(name, "0").isdecimal()]
     return f"{wrong[0]} is not a whole number" if wrong else None
 
 
 def _check_address(coordinator: str, num_processes: int | None, process_id: int | None) -> None:
     """JAX ends the process, some pages later, where process 0 cannot listen."""
     host, _, port = coordinator.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65_535:
+    if not host or not port.isdecimal() or int(port) > 65_535:
         raise InputError(f"--coordinator={coordinator} must be HOST:PORT, where process 0 listens, or auto.")
     if num_processes is None or process_id is None:
         raise InputError(f"--coordinator={coordinator} needs --num_processes=N and --process_id=0 to N-1 as well.")

@@ -8,11 +8,6 @@ from fedjax_pfl.types import Array, Task
 FEW = 4  # a cohort of at most one in so many clients is drawn without sorting them all
 
 
-def cohort_size(task: Task) -> int:
-    """S, the largest number of clients of a round: max(1, floor(rho N))."""
-    return task.cohort_sizes[1]
-
-
 def sample(key: Array, task: Task) -> tuple[Array, Array]:
     """Draws a round's clients: ids [S] distinct, active [S].
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_pfl import trees
 from fedjax_pfl.engine import validate
 from fedjax_pfl.engine.program import Program
 from fedjax_pfl.engine.xla import computation
@@ -56,7 +57,7 @@ def vectorized(
     traced = {name: jnp.stack([jnp.asarray(p.traced[name], float) for p in programs]) for name in first.traced}
 
     def each(functions: Sequence[Callable[[State], State]], state: State) -> State:
-        return stack([function(one(state, i)) for i, function in enumerate(functions)])
+        return stack([function(trees.gather(state, i)) for i, function in enumerate(functions)])
 
     return Program(
         traced,  # type: ignore[arg-type]
@@ -70,14 +71,9 @@ def vectorized(
     ), whole
 
 
-def stack(trees: Sequence[PyTree]) -> PyTree:
+def stack(states: Sequence[PyTree]) -> PyTree:
     """Trees of the same structure as one with a leading axis."""
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
-
-
-def one(tree: PyTree, i: int) -> PyTree:
-    """What is run i's of a tree with a leading axis of runs."""
-    return jax.tree.map(lambda x: x[i], tree)
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
 
 
 def lowered(program: Program, federation: Federation) -> str:
@@ -112,8 +108,7 @@ def _constants(program: Program) -> dict[str, Any]:
     if (task := program.task) is None:
         return found
     found |= task._replace(sizes=None, class_counts=None, lr=0.0)._asdict()  # type: ignore[arg-type]
-    raw = jax.ShapeDtypeStruct((1, *task.input.shape), task.input.dtype)
-    x = jax.eval_shape(task.prepare, raw)
+    raw, x = jax.ShapeDtypeStruct((1, *task.input.shape), task.input.dtype), task.prepared
     model: Callable[[Model | None], Any] = lambda m: m and _traced(m.apply, jax.eval_shape(m.init, key), x)
     key = jax.random.key(0)
     shapes = jax.eval_shape(task.models[0].init, key)

@@ -2,7 +2,7 @@
 layer."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -157,38 +157,20 @@ def cnn_same(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
     return _cnn("cnn_same", input_shape, num_classes, rngs, 2)
 
 
-def _afm(name: str, shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
-    channels, width = AFM[name]
-    body = Conv(name, shape, (16, channels), (0, 0), (width, 500), rngs)
-    return Net(body, layers.linear(500, num_classes, rngs))
+def _afm(name: str, channels: int, width: int) -> Callable[[Shape, int, nnx.Rngs], Net]:
+    """One of pFedAFM's CNN-1 to CNN-5."""
+
+    def make(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
+        body = Conv(name, input_shape, (16, channels), (0, 0), (width, 500), rngs)
+        return Net(body, layers.linear(500, num_classes, rngs))
+
+    make.__name__ = name
+    sizes = f"5x5 convolutions 16 and {channels} without padding, linear {width} and 500"
+    make.__doc__ = f"CNN-{name[-1]} of pFedAFM: {sizes}, K = 500."
+    return make
 
 
-def cnn1(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
-    """CNN-1 of pFedAFM: 5x5 convolutions 16 and 32 without padding, linear 2000 and 500, K =
-    500."""
-    return _afm("cnn1", input_shape, num_classes, rngs)
-
-
-def cnn2(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
-    """CNN-2 of pFedAFM: 5x5 convolutions 16 and 16 without padding, linear 2000 and 500, K =
-    500."""
-    return _afm("cnn2", input_shape, num_classes, rngs)
-
-
-def cnn3(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
-    """CNN-3 of pFedAFM: 5x5 convolutions 16 and 32 without padding, linear 1000 and 500, K =
-    500."""
-    return _afm("cnn3", input_shape, num_classes, rngs)
-
-
-def cnn4(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
-    """CNN-4 of pFedAFM: 5x5 convolutions 16 and 32 without padding, linear 800 and 500, K = 500."""
-    return _afm("cnn4", input_shape, num_classes, rngs)
-
-
-def cnn5(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
-    """CNN-5 of pFedAFM: 5x5 convolutions 16 and 32 without padding, linear 500 and 500, K = 500."""
-    return _afm("cnn5", input_shape, num_classes, rngs)
+AFM_NETS = tuple(_afm(name, *sizes) for name, sizes in AFM.items())
 
 
 def cnn_dropout(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:

@@ -18,11 +18,7 @@ NETS = (
     nets.cnn,
     nets.cnn_same,
     nets.cnn_dropout,
-    nets.cnn1,
-    nets.cnn2,
-    nets.cnn3,
-    nets.cnn4,
-    nets.cnn5,
+    *nets.AFM_NETS,
 )
 LARGE = (
     resnet.resnet18,

@@ -70,11 +70,6 @@ def layers(variables: PyTree) -> list[Layer]:
     return [layer for layer in made if layer]
 
 
-def groups(variables: PyTree) -> list[Group]:
-    """The permutations of a model's neurons that are free; arguments and errors as of `layers`."""
-    return [group for layer in layers(variables) for group in layer.groups]
-
-
 def _chain(variables: PyTree) -> list[Layer | None]:
     """Layers of which each reads only the one before."""
     convs, dense = ("body", "convs"), ("body", "dense", "layers")

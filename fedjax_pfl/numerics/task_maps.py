@@ -8,6 +8,7 @@ all. Tasks but those of group_softmax are open: they see every sample, and one o
 no.
 """
 
+import os
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -66,7 +67,7 @@ def _tasks_of_classes(task: Task, tasks: str) -> np.ndarray:
     choose("tasks", name, MAPS)
     c = np.arange(task.num_classes)
     if name == "consecutive":
-        if not value.isdigit() or not 1 <= int(value) <= len(c):
+        if not value.isdecimal() or not 1 <= int(value) <= len(c):
             raise InputError(
                 f"tasks={tasks!r}: consecutive needs a number of tasks from 1 to {len(c)}, as consecutive:2."
             )
@@ -96,8 +97,8 @@ def inline(tasks: str) -> str:
         return tasks
     path = tasks.removeprefix("file:")
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8-sig")
-    except (OSError, ValueError, RuntimeError) as error:  # no such file; not text; no home directory
+        text = Path(os.path.expanduser(path)).read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:  # no such file; not text
         why = getattr(error, "strerror", None) or "it is no text"
         raise InputError(
             f"The task map {path!r} cannot be read ({why}): give a text with the task of each class."

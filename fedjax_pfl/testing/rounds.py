@@ -92,8 +92,7 @@ def subject(
     def evaluate(key: Array, traced: Traced, f: Federation, state: State, t: Array) -> dict[str, Array]:
         return made.score(key, traced, f, state, jnp.arange(N, dtype=jnp.int32), t, (N,))
 
-    example = jax.eval_shape(task.prepare, jax.ShapeDtypeStruct((1, *task.input.shape), task.input.dtype))
-    fill = Examples(jnp.zeros(example.shape[1:], example.dtype), jnp.int32(0))
+    fill = Examples(jnp.zeros(task.prepared.shape[1:], task.prepared.dtype), jnp.int32(0))
     f = federation(input=task.input, public=task.public)._replace(mask_fill=fill)
     jitted = (jax.jit(made.init), jax.jit(round), jax.jit(evaluate))
     found = Subject(factory, task, f, traced, *jitted, State(None, None), options)

@@ -50,7 +50,7 @@ def test_one_client_is_a_plain_loop_over_the_phases(mode):
     """The average of one upload is the upload; the first phase has the client's key, each further
     one its own."""
     state, metrics = one_round((True, False), mode=mode)
-    nets = networks(TASK, 2, 2, 8)
+    nets, _ = networks(TASK, 2, 2, 8)
 
     @jax.jit
     def alone():
@@ -84,7 +84,7 @@ def test_without_slack_the_regulariser_is_the_divergence():
 
 def test_without_weight_the_regulariser_does_not_matter():
     """In the phase that has it: what a round makes of the phases is above."""
-    nets = networks(TASK, 2, 2, 8)
+    nets, _ = networks(TASK, 2, 2, 8)
     x = TASK.prepare(F.examples.x[:4])
     batch, w = Batch(x, F.examples.y[:4], jnp.ones(4, bool), jnp.arange(4)), dva_phases.init(nets, KEY)
 

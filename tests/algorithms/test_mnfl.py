@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import toy
 from toy import SIZES, N, assert_close, assert_same, each_bn_stats
@@ -153,7 +154,7 @@ def test_two_rounds_are_the_plain_loops(ids, names):
 
 def test_the_gradient_is_that_of_the_relative_distance():
     w, others, row = toy.rows(models(4), 0), models(), rows_of_a()[1]
-    relative = lambda row: trees.sq_dist(mix(row, others), w) / (2 * trees.sq_dist(w, trees.scale(0, w)))
+    relative = lambda row: trees.sq_dist(mix(row, others), w) / (2 * trees.sq_dist(w, optax.tree.scale(0, w)))
     np.testing.assert_allclose(slope(row, w, others), jax.jit(jax.grad(relative))(row), rtol=1e-4, atol=1e-6)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import toy
 
-from fedjax_pfl import keys, local, trees
+from fedjax_pfl import keys, local, models, trees
 from fedjax_pfl.algorithms import mocha as factory
 from fedjax_pfl.algorithms.mocha import relations, visits
 from fedjax_pfl.engine.cohort import Cohort
@@ -295,6 +295,15 @@ def test_two_class_clients_send_one_column():
 def test_other_models_are_refused(net):
     with pytest.raises(InputError, match="linear"):
         factory(toy.task(net))
+
+
+def test_inputs_may_be_prepared_to_another_length():
+    task = REST._replace(prepare=lambda x: REST.prepare(x)[..., :1])
+    width = np.prod(task.prepared.shape)
+    assert 1 <= width < np.prod(REST.prepared.shape)
+    model = models.model("linear", task.prepared.shape[1:], task.num_classes)
+    made = factory(task._replace(models=(model,)))
+    assert jax.eval_shape(made.init, KEY).server["w"].shape == (task.num_clients, width + 1, task.num_classes)
 
 
 @pytest.mark.parametrize("wrong", [{"lam": 0.0}, {"frac": 0.0}, {"relate_every": 0}, {"solver": "adam"}])

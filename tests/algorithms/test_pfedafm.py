@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import toy
 from toy import C, N, assert_close, assert_same
@@ -90,7 +91,7 @@ def test_own_features_alone_are_local(net, training):
     """Whatever the extractor is; end to end it then learns nothing."""
     task = task_of(net)
     begin = start(task)
-    other = begin._replace(server=trees.scale(3.0, begin.server))
+    other = begin._replace(server=optax.tree.scale(3.0, begin.server))
     alone = train(task, method="local")
     for first in (begin, other):
         got = train(task, begin=first, training=training, **FROZEN)

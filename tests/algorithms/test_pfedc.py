@@ -214,7 +214,7 @@ def test_sum_weighting_adds_the_binary_losses(task_loss):
 
     def total(w):
         z = TASK.model.apply(w, BATCH.x)[0][:5]
-        return jnp.sum(jnp.sum(losses.sigmoid_bce(z, hit), axis=0) / of)
+        return jnp.sum(jnp.sum(optax.losses.sigmoid_binary_cross_entropy(z, hit), axis=0) / of)
 
     toy.assert_close(gradient("sum", task_loss=task_loss), jax.jit(jax.grad(total))(W), 1e-5)
 
