@@ -78,7 +78,8 @@ def lines(found: report.Row, rows: Iterable[report.Row], c: Config, examples: re
     yield from ("  " + line for line in _points(found))
     if own := found["scores"]["pre"].get("acc_present"):
         shown = scores.labelled("acc_present", own["macro"])
-        yield f"  among the classes that a client holds, before local training: {shown}"
+        of = "" if name == "acc" else "accuracy "
+        yield f"  {of}among the classes that a client holds, before local training: {shown}"
     if beside := published.beside(c, examples):
         yield beside
     total = found["traffic"]["bytes"]

@@ -116,7 +116,8 @@ def _wrapped(task: Task, method: Algorithm, step: optax.GradientTransformation) 
         assert method.traffic is not None
         return method.traffic(inner(state), cohort, metrics)
 
-    return method._replace(init=init, round=round, predict=predict, traffic=None if method.traffic is None else sent)
+    traffic = None if method.traffic is None else sent
+    return method._replace(init=init, round=round, predict=predict, traffic=traffic, averages=())
 
 
 def _moves(method: Algorithm, path: tuple[Any, ...], leaf: Array) -> bool:

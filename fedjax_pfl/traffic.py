@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl import trees
+from fedjax_pfl.errors import ContractError
 from fedjax_pfl.types import Array, Cohort, Metrics, PyTree, State, Traffic
 
 
@@ -24,7 +25,12 @@ def both_ways(cohort: Cohort, down: PyTree | int | Array, up: PyTree | int | Arr
 
 def uploads(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
     """The size of what `Cohort.mean` averaged, both ways: the default of a method that counts
-    nothing else."""
+    nothing else; ContractError where the server has a state and nothing passes through `mean`."""
+    if not cohort.uploads and jax.tree.leaves(state.server):  # type: ignore[attr-defined]
+        raise ContractError(
+            "nothing passes through cohort.mean, and only that is counted as sent: give the Algorithm `traffic`, what "
+            "clients receive and send (see fedjax_pfl.traffic.both_ways)."
+        )
     lengths = cohort.lengths  # type: ignore[attr-defined]  # the engine's
     sizes = [[trees.size(upload) for upload in call] for call in cohort.uploads]  # type: ignore[attr-defined]
     per_group = [sum(call[group] for call in sizes) for group in range(len(lengths))]

@@ -205,6 +205,21 @@ def test_a_method_for_one_network_that_says_it_takes_several():
         testing.check("architectures", made)
 
 
+def test_a_hyperparameter_that_is_not_given_by_keyword():
+    with pytest.raises(InputError, match=r"mu is no hyperparameter.*write \(task, \*, mu=0\.5\)"):
+        testing.check_algorithm(lambda task, mu=0.5: ALGORITHMS["fedavg"](task))
+
+
+def test_a_method_without_a_mean_says_what_it_sends():
+    def round(made, key, state, cohort):
+        nothing = cohort.map(lambda c: jnp.zeros(()), phase=None)
+        return state, Metrics(nothing, {"acc": nothing})
+
+    simulate.program(changed(round=round, traffic=lambda *_: traffic.both_ways(_[-2], 0)), testing.task())
+    with pytest.raises(InputError, match=r"nothing passes through cohort\.mean.*`traffic`"):
+        simulate.program(changed(round=round, traffic=None), testing.task())
+
+
 def test_a_task_that_is_not_the_synthetic_one():
     with pytest.raises(InputError, match=r"needs a Task made by testing\.task"):
         testing.check_algorithm(ALGORITHMS["fedavg"], testing.task(sizes=np.full(5, 3)))
@@ -261,6 +276,8 @@ FIELDS = {
     "None": ({"init": lambda made, key: None}, "must return State(server, clients), not NoneType."),
     "text": ({"init": lambda made, key: State({"w": "text"}, {})}, ".server['w'] is of type str and must be an array"),
     "row": ({"init": lambda made, key: State({}, {"h": jnp.zeros(3)})}, "clients['h'] of `init` has the shape [3] and"),
+    "averages": ({"averages": ("bdy",)}, "`averages` names 'bdy', which is no part of its State.server."),
+    "averages as text": ({"averages": "body"}, "`averages` must be a tuple of names, such as ('body',), not 'body'."),
     "idle": ({"idle": (Idle("pull", 0, 1e-3, "Nothing."),)}, "`idle` names the metric 'pull', which is not in its Me"),
 }
 

@@ -84,6 +84,10 @@ def whole_curve(change=lambda f: f, **options):
     return simulate.curve(compiled(), given.pop("key"), given.pop("traced"), change(federation()), **given)
 
 
+def transformed(by):
+    return simulate.program("fedavg", given_task(), transform=by)
+
+
 def curve_on_host():
     program = host_state.program("fedavg", given_task()._replace(participation=(0.5, 0.5)))
     return simulate.curve(program, jax.random.key(0), {}, federation(), rounds=1)
@@ -315,6 +319,11 @@ WRONG = [
     (whole_curve, {"traced": {"lr": -0.1}}, "lr=-0.1 is outside"),
     (whole_curve, {"traced": {"lamb": 1.0}}, "Unknown traced hyperparameter 'lamb'"),
     (whole_curve, {"change": other_clients}, "The federation has 4 clients, but the task was made for 5"),
+    (transformed, {"by": "clip"}, "transform must be a function (key, upload, default) that returns"),
+    (transformed, {"by": lambda key, upload: upload}, "but this one fails (TypeError: "),
+    (transformed, {"by": lambda *_: None}, "is missing and must be float32"),
+    (transformed, {"by": lambda key, upload, _: jax.tree.map(lambda x: x[:1], upload)}, "and must be float32"),
+    (transformed, {"by": lambda key, upload, _: jax.tree.map(jnp.int32, upload)}, "int32[3] and must be float32[3]"),
     (curve_on_host, {}, "This program keeps its clients on the host"),
     (whole_curve, {"traced": None}, "traced=None must be {name: value}: {} for"),
     *(

@@ -10,8 +10,8 @@ import optax
 
 from fedjax_pfl.data.datasets import Dataset, prepared
 from fedjax_pfl.engine import contract
-from fedjax_pfl.errors import InputError, first_line, in_one_line
-from fedjax_pfl.types import Model, Task
+from fedjax_pfl.errors import ContractError, InputError, first_line, in_one_line
+from fedjax_pfl.types import Array, Model, PyTree, Task
 
 
 def model(given: Model, dataset: Dataset) -> None:
@@ -118,6 +118,26 @@ def guarded(given: Callable[..., optax.GradientTransformation], name: str = "opt
         return optax.GradientTransformation(init, update)
 
     return make
+
+
+def transformed(given: Callable[..., PyTree], key: Array, upload: PyTree, default: PyTree) -> PyTree:
+    """An upload as `transform` of `program.program` makes it, in its own types; InputError unless it
+    keeps structure and shapes, and floats."""
+    say = "transform must be a function (key, upload, default) that returns an upload like the one it is given"
+    try:
+        made = given(key, upload, default)
+        found = contract.shapes(made)
+    except ContractError as error:
+        raise InputError(f"{say}, but {error}") from error
+    except (InputError, MemoryError, jax.errors.JaxRuntimeError):
+        raise
+    except Exception as error:  # not callable, of other arguments, or of the user's own
+        line = contract.own_line(given, error)
+        raise InputError(f"{say}, but this one fails ({in_one_line(error)}{f', at {line}' * bool(line)}).") from error
+    floats = lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
+    if difference := contract.difference(*(jax.tree.map(floats, x) for x in (contract.shapes(upload), found))):
+        raise InputError(f"{say}: {difference}.")
+    return optax.tree.cast_like(made, upload)
 
 
 def _of_a_value(given: Any, name: str, error: Exception) -> str:

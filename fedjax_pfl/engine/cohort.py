@@ -20,7 +20,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec as P
 
 from fedjax_pfl import aggregate, groups, keys, trees
-from fedjax_pfl.engine import contract
+from fedjax_pfl.engine import callables, contract
 from fedjax_pfl.engine.placement import AXIS, sharded, starts, without_mesh
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Array, Client, Data, Examples, Federation, Own, PyTree, Subset, Task
@@ -168,7 +168,7 @@ class Cohort:
             self.uploads[call] = [*self.uploads[call][: c.architecture], contract.shapes(upload)]
             if self._transform is not None:
                 key = jax.random.fold_in(keys.fold(self._key, keys.Cohort.UPLOAD, call), c.id)
-                upload = self._transform(key, upload, like)
+                upload = callables.transformed(self._transform, key, upload, like)
             return upload, tuple(rest)
 
         return send

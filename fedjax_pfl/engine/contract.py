@@ -111,6 +111,8 @@ def check_algorithm(algorithm: Any) -> None:
             inspect.signature(function).bind(*arguments)
         except TypeError:
             raise ContractError(f"`{name}` must take the arguments ({', '.join(arguments)}).") from None
+    if not isinstance(algorithm.averages, tuple):
+        raise ContractError(f"`averages` must be a tuple of names, such as ('body',), not {algorithm.averages!r}.")
     given = algorithm.headline
     if not isinstance(given, tuple) or len(given) != 2 or given[1] not in ("max", "min"):
         raise ContractError(f"`headline` must be (score, 'max' or 'min'), not {given!r}.")
@@ -151,9 +153,9 @@ def check_sent(result: Any) -> None:
 
 def check_upload(upload: PyTree, default: PyTree) -> None:
     """Raises ContractError unless what a client sends is like the mean's default."""
-    if difference := _difference(shapes(default), shapes(upload)):
+    if apart := difference(shapes(default), shapes(upload)):
         raise ContractError(
-            f"the first result of the function given to cohort.mean, the upload, must be like `default`: {difference}."
+            f"the first result of the function given to cohort.mean, the upload, must be like `default`: {apart}."
         )
 
 
@@ -170,8 +172,10 @@ def check_round(before: State, result: Any, places: int, method: Algorithm) -> N
     _check_metrics(metrics, places, method.headline[0])
     if missing := [part.metric for part in method.idle if part.metric not in metrics.server]:
         raise ContractError(f"`idle` names the metric {missing[0]!r}, which is not in its Metrics.server.")
-    if difference := _difference(shapes(before), shapes(state)):
-        raise ContractError(f"`round` must return a state of the same structure, shapes and types: {difference}.")
+    if unknown := [name for name in method.averages if name not in state.server]:
+        raise ContractError(f"`averages` names {unknown[0]!r}, which is no part of its State.server.")
+    if apart := difference(shapes(before), shapes(state)):
+        raise ContractError(f"`round` must return a state of the same structure, shapes and types: {apart}.")
 
 
 def _check_metrics(metrics: Metrics, places: int, headline: str) -> None:
@@ -260,7 +264,7 @@ def _abstract(task: Task) -> Federation:
     return Federation(examples, split(most), split(0), split(tested), array((n, task.num_classes)), pool)
 
 
-def _difference(wanted: PyTree, found: PyTree) -> str | None:
+def difference(wanted: PyTree, found: PyTree) -> str | None:
     """The first place where two trees of shapes differ, in words."""
     paths = (jax.tree_util.tree_leaves_with_path(tree) for tree in (wanted, found))
     a, b = ({jax.tree_util.keystr(path): (x.shape, x.dtype) for path, x in leaves} for leaves in paths)

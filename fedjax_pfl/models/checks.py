@@ -86,6 +86,8 @@ def parts(module: nnx.Module) -> None:
     """InputError unless all variables are parameters of body or head, or running statistics of the
     body."""
     kinds: dict[str, tuple[type[nnx.Variable[Any]], ...]] = {"body": (nnx.Param, nnx.BatchStat), "head": (nnx.Param,)}
+    if isinstance(module, linen.Module):
+        raise InputError(f"{type(module).__name__} is a module of Flax Linen: make one of NNX, with body and head.")
     for part in ("body", "head"):
         if not isinstance(getattr(module, part, None), nnx.Module):
             raise InputError(

@@ -7,7 +7,7 @@ from flax import nnx
 
 from fedjax_pfl import own
 from fedjax_pfl.errors import choose
-from fedjax_pfl.models import alexnet, nets, resnet, shufflenet, strided
+from fedjax_pfl.models import alexnet, checks, nets, resnet, shufflenet, strided
 
 NETS = (
     nets.linear,
@@ -45,7 +45,7 @@ def find(name: str) -> Factory:
     """
     if not own.named(name):
         return MODELS[choose("model", name, MODELS)]
-    own.load("model", name)
+    checks.no_module(own.load("model", name))
 
     def build(input_shape: tuple[int, ...], num_classes: int, rngs: nnx.Rngs) -> Any:
         return own.call("model", name, input_shape=input_shape, num_classes=num_classes, rngs=rngs)

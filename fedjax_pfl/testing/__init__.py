@@ -1,11 +1,13 @@
 """The contract as checks that anybody can run on a method of their own:
 `check_algorithm(factory)`."""
 
+import inspect
 from collections.abc import Callable
 
 import jax
 import numpy as np
 
+from fedjax_pfl import hyperparameters
 from fedjax_pfl.engine import program, validate
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.hyperparameters import method_name
@@ -57,6 +59,8 @@ def check_algorithm(factory: Callable[..., Algorithm], task: Task | None = None)
         raise InputError("check_algorithm needs a Task made by testing.task, with clients of one architecture.")
     validate.key(jax.random.key(0))  # the rules draw from keys of the default kind
     with mistakes(factory):
+        for name in inspect.signature(factory).parameters:
+            hyperparameters.check_place(factory, name)
         program.program(factory, given)
     made = subject(factory, given)
     for rule in RULES:
