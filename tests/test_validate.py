@@ -323,7 +323,7 @@ WRONG = [
     (transformed, {"by": lambda key, upload: upload}, "but this one fails (TypeError: "),
     (transformed, {"by": lambda *_: None}, "is missing and must be float32"),
     (transformed, {"by": lambda key, upload, _: jax.tree.map(lambda x: x[:1], upload)}, "and must be float32"),
-    (transformed, {"by": lambda key, upload, _: jax.tree.map(jnp.int32, upload)}, "int32[3] and must be float32[3]"),
+    (transformed, {"by": lambda key, upload, _: jax.tree.map(jnp.int32, upload)}, "int32[4] and must be float32[4]"),
     (curve_on_host, {}, "This program keeps its clients on the host"),
     (whole_curve, {"traced": None}, "traced=None must be {name: value}: {} for"),
     *(

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from fedjax_pfl import groups
+from fedjax_pfl.engine import validate
 from fedjax_pfl.engine.method import Traced
 from fedjax_pfl.engine.placement import AXIS, Placement, starts
 from fedjax_pfl.engine.program import Program, Round, parts, program as whole_program
@@ -24,7 +25,7 @@ from fedjax_pfl.types import Algorithm, Array, Federation, PyTree, State, Task
 
 
 def program(
-    factory: Callable[..., Algorithm], task: Task, hparams: dict[str, Any] | None = None, **options: Any
+    factory: Callable[..., Algorithm] | str, task: Task, hparams: dict[str, Any] | None = None, **options: Any
 ) -> Program:
     """As `engine.program.program`, with State.clients as NumPy arrays by client id, which rounds
     overwrite in place.
@@ -35,6 +36,7 @@ def program(
       InputError: everybody takes part in a round, so that no row could stay on the host; or several
         processes.
     """
+    factory, task = validate.method(factory), validate.task(task)
     n, most = task.num_clients, task.cohort_sizes[1]
     if jax.process_count() > 1:
         raise InputError("client_memory=host is for a single process: leave it out.")
