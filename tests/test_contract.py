@@ -6,6 +6,7 @@ arguments.
 """
 
 import functools
+import itertools
 import json
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from toy import C, N
 from fedjax_pfl import keys, simulate, testing, trees
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.engine import unseen
-from fedjax_pfl.testing.rounds import ACTIVE, IDS
+from fedjax_pfl.testing.rounds import ACTIVE, IDS, same_round
 from fedjax_pfl.types import State
 
 pytestmark = pytest.mark.contract
@@ -32,6 +33,25 @@ DEFAULTS = json.loads((Path(__file__).parent / "defaults.json").read_text())  # 
 SEND_NOTHING = (  # through Cohort.mean, on these networks
     *("local", "fedamp", "fedfomo", "pfedhn", "mocha", "mnfl", "mnfl_het", "fedmd", "sim_pfd", "topk_pfd"),
 )
+# What scores the model that `post` does, of methods whose clients fine-tune a copy of it before they predict.
+BEFORE_TUNING = {"fedavg_ft": "fedavg", "fedbabu": "fedavg", "pfeddf": "feddf"}
+ALONE = {  # hyperparameters under which the score of a client that trains alone stays, and shows what was scored
+    "mocha": {"relate_every": 100},  # else Sigma changes after the scores, and with it the models
+    "fedma": {"retrain_epochs": 0},  # else the layers are trained once more after the scores
+    "feddf": {"student_lr": 0.0},  # else the server distils after the scores, though from one teacher
+    "pfeddf": {"student_lr": 0.0},
+    "fedapen": {"lam_lr": 1.0},  # else the weight moves too little to change a score
+    "pfedme": {"lam": 1.0},  # else the two models are too near to each other
+}
+SEEN_LATER = {  # scores by what the server makes of the client's training, and `post` by what the client had received
+    "fedproto": ("proto_acc", "proto_acc_present"),  # the prototypes
+    "pfedafm": ("small_acc", "small_acc_present"),  # the small model is trained once more after the scores
+}
+NOT_ITS_OWN = {  # methods whose `post` no state predicts with
+    "fedcp": "the model runs beside the body and the head that were received: test_fedcp.py checks them",
+    "pfedhn": "the hypernetwork takes a step towards the client's model: it has a test of its own below",
+    "pfedma": "its round is FedMA's, and FedMA is here",
+}
 PARTICULAR = ("mocha", "fedma", "pfedma", "feddva")  # have networks of their own, or refuse that of the rule bn_stats
 
 
@@ -102,6 +122,70 @@ def test_unseen_clients_influence_nobody(method):
     assert influence <= bool(why)
     if toy.METHODS[method](toy.method_task(method)).no_unseen:  # it says so itself, and with reason
         assert influence
+
+
+def hard(f, one, seed):
+    """The federation with as many test examples as fit, each halfway between two of other clients;
+    the training examples of client `one` stay."""
+    rng, x, width = np.random.default_rng(seed), np.array(f.examples.x), f.test.index.shape[1]
+    others = np.setdiff1d(np.arange(len(x) - 1), np.asarray(f.train.index[one]))
+    x[others] = (x[others] + x[rng.permutation(others)]) / 2
+    index = np.stack([rng.permutation(others)[:width] for _ in range(N)]).astype(np.int32)
+    test = f.test._replace(index=jnp.asarray(index), size=jnp.full(N, width, jnp.int32))
+    return f._replace(examples=f.examples._replace(x=jnp.asarray(x)), test=test)
+
+
+@pytest.mark.parametrize("method", [method for method in ALGORITHMS if method not in NOT_ITS_OWN])
+def test_a_client_that_trains_alone_is_scored_as_what_it_then_predicts_with(method):
+    """The mean of one upload is that upload, so the next `pre` of the client is its `post`."""
+    s, task, given = subject(method), toy.method_task(method), ALONE.get(method, {})
+    traced = {name: value for name, value in given.items() if name in s.traced}
+    if given != traced:
+        s = testing.subject(functools.partial(ALGORITHMS[method], **given), task, start=s.start)
+    of = BEFORE_TUNING.get(method)
+    predicts = testing.subject(ALGORITHMS[of], task, start=s.start) if of else s
+    for one, seed in itertools.product(IDS[ACTIVE], range(2)):
+        f = hard(s.federation, one, seed)
+        state, metrics = testing.run(s, federation=f, active=one == IDS, **traced)
+        after = testing.evaluate(predicts, f, state)
+        names = (metrics.post.keys() & after.keys()).difference(SEEN_LATER.get(method, ()))
+        assert "acc" in names
+        for name in names:
+            np.testing.assert_allclose(metrics.post[name][one == IDS], after[name][one], 1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("method", ["pfedhn"])
+def test_pfedhns_client_is_scored_as_trained_from_what_it_received(method):
+    """With a learning rate of zero that is what the hypernetwork makes for it before the round."""
+    s, moved = subject(method), []
+    for one in IDS[ACTIVE]:  # alone, because the hypernetwork takes a step after each client
+        f = hard(s.federation, one, 0)
+        post = lambda f=f, one=one, **rate: testing.run(s, federation=f, active=one == IDS, **rate)[1].post["acc"]
+        received, untrained, trained = testing.evaluate(s, f)["acc"][one], post(inner_lr=0.0), post()
+        np.testing.assert_array_equal(untrained[one == IDS], received)
+        moved.append(trained[one == IDS] != received)
+    assert np.any(moved)
+
+
+@each
+def test_a_client_without_training_examples_is_as_one_that_takes_no_part(method):
+    """What it uploads is what it received, which would hold the others' mean back."""
+    check_without_examples(subject(method))
+
+
+@pytest.mark.parametrize("method", ["fedma"])
+def test_bbp_does_not_count_clients_without_training_examples(method):
+    bbp = functools.partial(ALGORITHMS[method], matching="bbp", retrain_epochs=0)
+    check_without_examples(testing.subject(bbp, toy.method_task(method), start=subject(method).start))
+
+
+def check_without_examples(s):
+    f = s.federation
+    for one in IDS[ACTIVE]:
+        train = f.train._replace(size=f.train.size.at[one].set(0))
+        empty = f._replace(train=train, class_counts=f.class_counts.at[one].set(0))
+        here, away = (testing.run(s, federation=empty, active=a) for a in (ACTIVE, ACTIVE & (one != IDS)))
+        same_round(here, away, np.setdiff1d(IDS[ACTIVE], one), 1e-5)
 
 
 @pytest.mark.parametrize("method", [method for method in ALGORITHMS if method not in SEND_NOTHING])
