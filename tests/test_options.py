@@ -1,0 +1,191 @@
+"""Every hyperparameter of every method changes what is computed. Methods are traced, not compiled
+and not run."""
+
+import functools
+import hashlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from jax.interpreters import partial_eval
+
+from fedjax_pfl import hyperparameters, models
+from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.models import layers, nets
+
+KEY = jax.random.key(0)
+PARTS = ("round", "init", "evaluate")  # in the order of what an option most often changes
+
+# Options that act only beside others: {option: {method or "": the others}}; "" is for all methods that have it.
+PRIOR = {method: {"matching": "bbp"} for method in ("fedma", "pfedma")}  # of the neurons
+BESIDE = {
+    "delta": {"": {"variant": "hf"}},  # the differences by which products with the Hessian are taken
+    "upper_layers": {"": {"shared": "upper"}},
+    **dict.fromkeys(("sigma", "sigma0", "mu0", "mu0_bias"), PRIOR),
+    "xi_self": {"": {"attention": "heur"}},
+    "energy_start": {"": {"svd": True}},
+    "energy_end": {"": {"svd": True}},
+    "transfer_lr": {"": {"transfer": "step"}},
+    "transfer_steps": {"": {"transfer": "step"}},
+    "warmup_epochs": {"": {"order": "code"}},
+    "held_out": {method: {"patience": 2} for method in ("feddf", "pfeddf")},
+    "lr": {"mocha": {"solver": "sgd"}},  # the task's; coordinate ascent has none
+}
+# Options that need another task: {option: its name}; the others have the method's own.
+ON = {"distil_stats": "norm", "public_epochs": "labelled", "shared": "convolution"}
+NO_RATE = ("pfedhn",)  # the task's rate is not used, as is documented: it has hyper_lr and inner_lr
+# The other value, where it is not the default's neighbour: 5 clients, of which one takes at most 5 models, and 11
+# public examples; 2 layers.
+OTHER = {"received": [2], "neighbours": [2], "public_size": [5], "upper_layers": [1], "tasks": ["consecutive:2"]}
+OTHER["without"] = ["cs", "cpn_gh"]  # of the nine of FedCP, which are seen one by one in its own tests
+# What None stands for, where it is not another training.
+NONE = {
+    ("fedavg_ft", "fine_tune_epochs"): lambda task: max(task.epochs, 5),
+    ("pfedma", "fine_tune_epochs"): lambda task: max(task.epochs, 5),
+    ("mocha", "relate_every"): lambda task: max(1, task.rounds // 10),
+    ("pfedhn", "embedding"): lambda task: 1 + toy.N // 4,
+}
+# The longest to trace, and those whose options are another one's, too.
+SLOW = ("feddva", "privacy_pfedc", "pfedma", "mnfl_het", "sim_pfd", "topk_pfd", "pfeddf")
+
+
+def image(x):
+    return (x[:, :, None] * x[:, None])[..., None]
+
+
+def convolution(input_shape, num_classes, rngs):
+    """One convolution and two linear layers."""
+    return nets.Net(nets.Conv("tiny", input_shape, (3,), (2,), (5,), rngs), layers.linear(5, num_classes, rngs))
+
+
+@functools.cache
+def task_of(method, name=""):
+    if name == "norm":
+        return toy.fitted(method, "norm", public=toy.POOL)
+    if name == "labelled":
+        return toy.method_task(method)._replace(public_classes=3)
+    if name == "convolution":
+        return toy.task(model=models.model(convolution, (6, 6, 1), toy.C), prepare=image)
+    return toy.method_task(method)
+
+
+class Traced:
+    """What a method with these options computes in a round, in the beginning and in an evaluation;
+    each is traced when it is asked for."""
+
+    def __init__(self, method, options, task):
+        self.program = toy.program(toy.METHODS[method], task, options)
+
+    @functools.cached_property
+    def _init(self):
+        return jax.make_jaxpr(self.program.init, return_shape=True)(KEY, self.program.traced)
+
+    @functools.cached_property
+    def jaxprs(self):
+        args = (KEY, self.program.traced, toy.federation(), self._init[1], jnp.int32(1))
+        make = {"init": lambda: self._init[0]}
+        make["round"] = lambda: jax.make_jaxpr(self.program.round)(*args, jnp.bool(True))
+        make["evaluate"] = lambda: jax.make_jaxpr(self.program.evaluate)(*args)
+        return {part: functools.cache(make[part]) for part in PARTS}
+
+    @functools.cache  # noqa: B019  (as many as there are options, and their tasks are kept anyway)
+    def text(self, part):
+        jaxpr = self.jaxprs[part]()
+        raw = (jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in jaxpr.consts)
+        consts = [hashlib.sha256(np.asarray(x).tobytes()).hexdigest() for x in raw]
+        return re.sub("0x[0-9a-f]+", "", f"{jaxpr} {consts}")  # addresses say nothing
+
+    def computes(self, other):
+        """Is it the same computation?"""
+        return all(self.text(part) == other.text(part) for part in PARTS)
+
+    def unused(self):
+        """The traced hyperparameters on which no result depends."""
+        names = sorted(self.program.traced)
+        for part in PARTS:
+            jaxpr = self.jaxprs[part]().jaxpr
+            _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+            used = dict(zip(sorted(self.program.traced), used[1:], strict=False))  # the first is the key
+            names = [name for name in names if not used[name]]
+            if not names:
+                break
+        return names
+
+
+class Cases:
+    """The programs of a method, each traced once."""
+
+    def __init__(self, method):
+        self.method, self.traced = method, {}
+
+    def of(self, options, task=""):
+        found = (*sorted(options.items(), key=str), task)
+        if found not in self.traced:
+            self.traced[found] = Traced(self.method, options, task_of(self.method, task))
+        return self.traced[found]
+
+    def beside(self, name):
+        """The other options and the task with which an option acts."""
+        of = BESIDE.get(name, {})
+        task = ON.get(name, "") if name != "shared" or self.method == "lg_fedavg" else ""
+        return of.get(self.method, of.get("", {})), task
+
+
+def others(known, default):
+    """Values of a hyperparameter that must each make a difference."""
+    if known.name in OTHER:
+        return OTHER[known.name]
+    if known.choices:
+        return [choice for choice in known.choices if choice != default]
+    if known.kind is bool:
+        return [not default]
+    if known.kind is float:  # it is an argument of what is traced, unless it is None
+        return [0.3] if default is None else []
+    assert known.kind is int, known
+    return [3] if default is None else [default + 1 if default < known.high else default - 1]
+
+
+def without_effect(method):
+    """The hyperparameters of a method that change nothing, with their values."""
+    cases, found = Cases(method), []
+    for name, known in hyperparameters.of(ALGORITHMS[method]).items():
+        default = toy.SMALL.get(method, {}).get(name, known.default)
+        options, task = cases.beside(name)
+        seen = [cases.of(options, task)]
+        for value in others(known, default):
+            changed = cases.of(options | {name: value}, task)
+            if any(changed.computes(each) for each in seen):
+                found.append((name, value))
+            if known.kind is float:
+                found += [(name, value)] * (name in changed.unused())
+            seen.append(changed)
+        if known.kind is float and default is not None:
+            found += [(name, default)] * (name in seen[0].unused())
+    options, task = cases.beside("lr")
+    rate = method not in NO_RATE and "lr" in cases.of(options, task).unused()
+    return found + [("lr", "of the task")] * rate
+
+
+@pytest.mark.parametrize("method", [toy.slow(name) if name in SLOW else name for name in ALGORITHMS])
+def test_no_option_is_without_effect(method):
+    assert without_effect(method) == []
+
+
+def test_an_option_that_acts_beside_another_is_seen_to_do_nothing_alone():
+    """So that what is compared shows it."""
+    cases = Cases("fedkd")
+    assert cases.of({}).unused() == ["energy_end", "energy_start"] and cases.of({"svd": True}).unused() == []
+    cases = Cases("mnfl")
+    steps = {"transfer_steps": 2}
+    assert cases.of({}).computes(cases.of(steps))
+    assert not cases.of({"transfer": "step"}).computes(cases.of({"transfer": "step"} | steps))
+
+
+@pytest.mark.parametrize("method, name", NONE)
+def test_none_is_the_value_that_is_documented(method, name):
+    for change in ({}, {"epochs": 7, "rounds": 40}):
+        task = task_of(method)._replace(**change)
+        assert Traced(method, {}, task).computes(Traced(method, {name: NONE[method, name](task)}, task))
