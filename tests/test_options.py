@@ -184,7 +184,7 @@ def test_an_option_that_acts_beside_another_is_seen_to_do_nothing_alone():
     assert not cases.of({"transfer": "step"}).computes(cases.of({"transfer": "step"} | steps))
 
 
-@pytest.mark.parametrize("method, name", NONE)
+@pytest.mark.parametrize("method, name", [toy.slow(*each) if each[0] in SLOW else each for each in NONE])
 def test_none_is_the_value_that_is_documented(method, name):
     for change in ({}, {"epochs": 7, "rounds": 40}):
         task = task_of(method)._replace(**change)
