@@ -102,9 +102,9 @@ def test_the_draw_is_not_that_of_the_partition():
     assert np.asarray(found)[:, 2:].any(axis=1).all()
 
 
-def personalised(factory, given, server, t, rounds=1):
+def personalised(factory, given, server, t, rounds=1, **options):
     """The scores of the toy's clients as if they had not trained."""
-    run = jax.jit(scorer(factory, given, given, rounds=rounds, width=2))
+    run = jax.jit(scorer(factory, given, given, rounds=rounds, width=2, **options))
     return run(jax.random.key(5), toy.federation(), server, jnp.int32(t))
 
 
@@ -169,6 +169,25 @@ def test_rounds_of_personalisation_have_the_numbers_that_follow():
     np.testing.assert_array_equal(found["unseen_post"]["acc"], 6)
     then = program.evaluate(key, program.traced, toy.federation(), begin, jnp.int32(6))
     np.testing.assert_array_equal(found["unseen"]["acc"], then["acc"])
+
+
+def of_the_rate(task):
+    """FedAvg whose `post` score is the learning rate."""
+    base = ALGORITHMS["fedavg"](task)
+
+    def round(key, state, cohort):
+        state, metrics = base.round(key, state, cohort)
+        return state, metrics._replace(post={**metrics.post, "acc": jnp.full(len(cohort.ids), task.lr)})
+
+    return base._replace(round=round)
+
+
+def test_their_learning_rate_is_that_of_the_round():
+    """Half as large in each, so an eighth in round 3."""
+    given = toy.method_task("fedavg")._replace(lr=0.8)
+    server = toy.train("fedavg", given, 0).state.server
+    found = personalised(of_the_rate, given, server, 2, rounds=2, lr_decay=0.5)
+    np.testing.assert_allclose(found["unseen_post"]["acc"], 0.1, rtol=1e-6)
 
 
 def test_they_are_scored_by_id_whatever_their_architectures():

@@ -199,6 +199,16 @@ def test_runs_may_differ_in_what_is_traced_and_share_everything_else():
         assert not np.allclose(*(each.pre["acc"] for each in results))
 
 
+def test_the_learning_rate_shrinks_by_its_factor_in_each_round():
+    """In round t it is lr * lr_decay ** t."""
+    program, f, key = toy.program("fedavg", toy.task()), toy.federation(), jax.random.key(5)
+    begin, step = program.init(key, program.traced), jax.jit(program.round)
+    rates = [{"lr": 0.8, "lr_decay": 0.5}, {"lr": 0.1, "lr_decay": 1.0}, {"lr": 0.05, "lr_decay": 1.0}]
+    after = [step(key, program.traced | rate, f, begin, jnp.int32(3), jnp.bool(False))[0].server for rate in rates]
+    assert_close(after[0], after[1])
+    assert not np.allclose(*(state["head"]["kernel"] for state in (after[0], after[2])), rtol=1e-2)
+
+
 def test_examples_that_are_shared_are_there_once():
     given = federations()
     _, whole = simulate.vectorized(runs_of("ditto"), given)

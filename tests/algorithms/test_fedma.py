@@ -343,6 +343,19 @@ def test_two_rounds_by_hand():
     assert moved  # else the matching had nothing to do
 
 
+def test_uniform_weights_are_a_plain_mean_of_the_classifiers():
+    """Of clients with 12, 7 and 19 examples of other classes; by class it is another one."""
+    alone = {"matching": "identity", "retrain_epochs": 0}
+    before, after = round_of(narrow_task, weights="uniform", **alone)
+    f, w = jax.device_get(toy.federation()), flat(before.server)
+    rows = [f.train.index[i][: SIZES[i]] for i in (3, 0, 1)]
+    own = [numpy_step(w, f.examples.x[row], f.examples.y[row], 4.0) for row in rows]
+    for x, each in zip(flat(after.server), zip(*own, strict=True), strict=True):
+        np.testing.assert_allclose(x, np.mean(each, axis=0), rtol=1e-4, atol=1e-4)
+    by_class = round_of(narrow_task, weights="classes", **alone)[1].server
+    assert np.abs(by_class["head"]["kernel"] - after.server["head"]["kernel"]).max() > 1e-2
+
+
 def test_without_retraining_the_hidden_layer_is_the_same():
     """It is averaged and frozen before anything is retrained; the classifier is what retraining
     moves."""

@@ -111,6 +111,16 @@ def test_only_the_nearest_weigh():
     np.testing.assert_allclose(a, np.kron(np.eye(2), np.full((5, 5), 0.2)), rtol=1e-6)
 
 
+def test_the_nearest_weigh_by_their_cosine():
+    flat = some().reshape(6, -1).astype(float)
+    cosine = flat @ flat.T / np.sqrt(np.outer(*2 * [(flat**2).sum(axis=1)]))
+    least = np.sort(cosine, axis=1)[:, [-3]]  # the own one is 1
+    expected = np.where(cosine >= least, cosine, 0)
+    a = matrix(functools.partial(mixtures.nearest, neighbours=3, weights="cos"), some())
+    np.testing.assert_allclose(a, expected / expected.sum(axis=1, keepdims=True), atol=1e-6)
+    assert np.ptp(a[a > 0]) > 0.01
+
+
 @pytest.mark.parametrize("rule", [similar, minmax, functools.partial(nearest, neighbours=4), mixtures.uniform])
 def test_who_is_absent_weighs_nothing(rule):
     here = np.array([1, 1, 0, 1, 0, 1], bool)

@@ -137,6 +137,24 @@ def test_identical_tasks_are_found_to_be_one():
     np.testing.assert_allclose(state.server["sigma"], np.full((4, 4), 0.25), atol=0.02)
 
 
+def test_relations_are_learned_in_every_tenth_of_the_rounds():
+    """Of 20: after every second."""
+    first, second, third, fourth = (state.server["sigma"] for state in states("rest", 4, relate_every=None))
+    np.testing.assert_array_equal(first, np.float32(np.eye(toy.N) / toy.N))
+    assert np.abs(second - first).max() > 1e-2 < np.abs(fourth - third).max()
+    np.testing.assert_array_equal(third, second)
+
+
+def test_relations_are_learned_with_sgd_too():
+    run = lambda rounds: (
+        toy.train(factory, REST, rounds, key=KEY, federation_=FEDERATION, solver="sgd", relate_every=2).state.server
+    )
+    first, second = run(1), run(2)
+    np.testing.assert_array_equal(first["sigma"], np.float32(np.eye(toy.N) / toy.N))
+    np.testing.assert_allclose(second["sigma"], jax.jit(relations)(second["w"]), atol=1e-5)
+    assert np.abs(second["sigma"] - first["sigma"]).max() > 1e-2
+
+
 def test_relations_are_the_root_of_the_gram_matrix():
     w = np.random.default_rng(0).normal(size=(4, 7, 3))
     of = jax.jit(relations)

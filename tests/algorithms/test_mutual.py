@@ -295,6 +295,21 @@ def test_fedapen_trains_on_what_it_does_not_hold_out_and_adapts_with_the_new_sma
     np.testing.assert_allclose(expected.clients["lam"][1], lam, rtol=1e-4)
 
 
+def test_fedapen_learns_the_weight_of_exactly_what_it_holds_out():
+    """Of half of a client's examples, the last ones, all of them in one batch."""
+    task, f = toy.task(batch_size=19), jax.device_get(toy.federation())
+    got = toy.train("fedapen", task, 1, held_out=0.5, lam_lr=0.05).state
+    for i, held in ((0, 4), (1, 10), (3, 6), (4, 2)):  # of 7, 19, 12 and 4
+        row = f.train.index[i][toy.SIZES[i] - held : toy.SIZES[i]]
+        x, labels, lam = f.examples.x[row].astype(float), np.eye(C)[f.examples.y[row]], 0.5
+        z = [oracle.forward(oracle.variables(w), x)[1] for w in (toy.rows(got.clients["w"], i), got.server)]
+        for _ in range(10):
+            p = oracle.softmax(lam * z[0] + (1 - lam) * z[1])
+            lam = np.clip(lam - 0.05 * np.mean(np.sum((p - labels) * (z[0] - z[1]), axis=1)), 0, 1)
+        np.testing.assert_allclose(got.clients["lam"][i], lam, rtol=1e-4)
+        assert 1e-3 < abs(lam - 0.5) < 0.5
+
+
 def test_scores_of_an_ensemble_and_its_parts():
     got = train("fedapen")
     for name, lam in (("own_acc", 1.0), ("shared_acc", 0.0), ("equal_acc", 0.5), ("acc", None)):

@@ -275,6 +275,20 @@ def test_batch_norm(mode, bn_stats):
     assert bool(jax.tree.leaves(state.server["stats"])) == (bn_stats == "aggregate")
 
 
+def test_running_statistics_are_a_mean_by_examples():
+    """Of those that each client has after a round alone."""
+    task, ids, f = NORMED["aggregate"], jnp.arange(N, dtype=jnp.int32), toy.federation()
+    algorithm = factory(task, mode="batched", inner_steps=3, **SMALL)
+    here = {"key": KEY, "round": jnp.int32(0), "evaluated": jnp.bool(False), "width": 1}
+    run = jax.jit(lambda state, active: algorithm.round(KEY, state, Cohort(f, task, ids, active, **here))[0].server)
+    state = jax.jit(algorithm.init)(KEY)
+    alone = [run(state, ids == i)["stats"] for i in range(N)]
+    together = run(state, ids >= 0)["stats"]
+    mean = lambda weights: jax.tree.map(lambda *x: np.average(x, axis=0, weights=weights), *alone)
+    assert_close(together, mean(toy.SIZES), 1e-5)
+    assert distance(together, mean(None)) > 1e-3
+
+
 def test_the_authors_size_of_an_embedding():
     assert jax.eval_shape(factory(TASK).init, KEY).server["h"]["embeddings"].shape == (N, 1 + N // 4)
 
