@@ -132,8 +132,7 @@ class Cases:
     def beside(self, name):
         """The other options and the task with which an option acts."""
         of = BESIDE.get(name, {})
-        task = ON.get(name, "") if name != "shared" or self.method == "lg_fedavg" else ""
-        return of.get(self.method, of.get("", {})), task
+        return of.get(self.method, of.get("", {})), ON.get(name, "")
 
 
 def others(known, default):
