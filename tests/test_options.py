@@ -80,6 +80,7 @@ class Traced:
 
     def __init__(self, method, options, task):
         self.program = toy.program(toy.METHODS[method], task, options)
+        self.text = functools.cache(self._text)
 
     @functools.cached_property
     def _init(self):
@@ -93,8 +94,7 @@ class Traced:
         make["evaluate"] = lambda: jax.make_jaxpr(self.program.evaluate)(*args)
         return {part: functools.cache(make[part]) for part in PARTS}
 
-    @functools.cache  # noqa: B019  (as many as there are options, and their tasks are kept anyway)
-    def text(self, part):
+    def _text(self, part):
         jaxpr = self.jaxprs[part]()
         raw = (jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in jaxpr.consts)
         consts = [hashlib.sha256(np.asarray(x).tobytes()).hexdigest() for x in raw]
