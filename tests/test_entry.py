@@ -115,8 +115,8 @@ def test_a_run_s_curves_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
 
     from experiments import build, runs, settings
 
-    def torn(_, path):
-        Path(path).write_bytes(b"half")
+    def torn(_, file, format):
+        file.write(b"half")
         raise OSError(28, "No space left on device")
 
     made = build.prepare(settings.resolve({"algo": "local", "model": "linear", "hparams": {}}))

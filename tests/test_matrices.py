@@ -64,7 +64,7 @@ def test_a_heat_map_of_some_rounds_in_png_and_pdf(tmp_path, monkeypatch):
     path, drawn = tmp_path / "run", []
     run(path, "--rounds=6", "--eval_every=1", "--checkpoint_every=3")
     save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda figure, to: (drawn.append(figure), save(figure, to)))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, to, **how: (drawn.append(figure), save(figure, to, **how)))
     assert "coefficients.png, coefficients.pdf" in figures.main([str(path)])
     assert all((path / "figures" / f"coefficients.{kind}").stat().st_size > 5000 for kind in ("png", "pdf"))
 

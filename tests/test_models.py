@@ -474,7 +474,7 @@ class Twofold(Custom):
         ((linen.Dense, (6,), 3), r"Dense is a module of Flax Linen: give a function that makes one of NNX"),
         ((linen.Dense(3), (6,), 3), "Dense is a module of Flax Linen"),
         ((lambda *_: linen.Dense(3), (6,), 3), "Dense is a module of Flax Linen: make one of NNX"),
-        ((lambda *_: linen.Dense(3), (6,), 3), "Dense has no `body`"),
+        ((lambda *_: nnx.Linear(6, 3, rngs=nnx.Rngs(0)), (6,), 3), "Linear has no `body`"),
         ((Pair(), (6,), 3), "Pair is a module of Flax NNX: give a function"),
         ((lambda shape, classes: None, (6,), 3), r"called with \(input_shape, num_classes, rngs\) \(too many"),
         ((lambda shape, classes, *, seed: None, (6,), 3), r"called with .*\(too many positional"),
