@@ -67,6 +67,12 @@ def test_drop_last_drops_the_short_batch():
     assert count == 2 and seen.sum() == 8
 
 
+@pytest.mark.parametrize("size, expected", [(3, 0), (4, 7)])
+def test_who_has_no_whole_batch_takes_none_of_the_steps(size, expected):
+    seen, _, count = visits(size, 17, steps=7, drop_last=True)
+    assert count == expected and seen.sum() == 4 * expected
+
+
 def test_several_batches_a_step():
     seen, _, count = visits(10, epochs=2, batches_per_step=2)
     assert count == 6

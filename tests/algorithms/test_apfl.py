@@ -2,6 +2,7 @@
 bounds."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
@@ -109,6 +110,17 @@ def test_batch_norm(mix, bn_stats):
 def test_bad_input(wrong):
     with pytest.raises(InputError):
         factory(TASK, **wrong)
+
+
+@pytest.mark.parametrize("mix", ["params", "outputs"])
+def test_the_loss_of_the_mixture_moves_the_personal_models_statistics(mix):
+    task, x = toy.task("norm"), jax.random.normal(KEY, (4, *toy.SHAPE))
+    v, w = (task.model.init(jax.random.key(seed)) for seed in (1, 2))
+    w["stats"] = jax.tree.map(lambda x: x + 7.0, w["stats"])
+    batch = Batch(x, jnp.arange(4) % toy.C, jnp.ones(4, bool), jnp.arange(4))
+    _, stats = mixture_loss(task, mix)(v, jnp.float32(1.0), w, batch, KEY)
+    _, expected = task.model.apply(v, x, mask=batch.mask, train=True, key=KEY)
+    assert_close(stats, expected)
 
 
 def test_the_mixtures_running_statistics_are_the_personal_models():

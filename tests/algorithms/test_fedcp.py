@@ -13,7 +13,7 @@ import pytest
 import toy
 from toy import C, assert_close, assert_same, each_bn_stats
 
-from fedjax_pfl import evaluate, losses, models, trees
+from fedjax_pfl import evaluate, losses, models, testing, trees
 from fedjax_pfl.algorithms import fedcp as factory
 from fedjax_pfl.algorithms.fedcp import Ablation, Frozen, client_vector, gate, gated, objective, policy_network
 from fedjax_pfl.engine.cohort import Cohort
@@ -292,6 +292,10 @@ def test_the_personalisation_ratio_is_the_mean_share():
     x, mask = toy.rows(f.examples.x, f.train.index[1][:16]), np.ones(16, bool)
     shares = jax.jit(lambda w: gated(TASK, policy_network(TASK), "softmax", set())(w, frozen, x, mask, True, KEY)[2])
     np.testing.assert_allclose(metrics.clients["pir"][1], np.mean(shares(w)), rtol=1e-5)
+
+
+def test_the_policy_networks_batch_norm_counts_no_padding():
+    testing.check("mask", testing.subject(functools.partial(factory, norm="batch"), testing.task()))
 
 
 @each_bn_stats

@@ -109,6 +109,7 @@ def test_running_statistics_of_the_small_model_travel_or_stay(bn_stats, kept):
     got = toy.train("fml", task._replace(shared=task.model), 1)
     assert (got.metrics.traffic.up == 72 + 36 + 16 - kept).all()  # body, head, statistics
     assert sum(x[0].size for x in jax.tree.leaves(got.state.clients["kept"])) == kept
+    assert all((x[0] != x[1]).any() for x in jax.tree.leaves(got.state.clients["kept"]))  # all began alike
     assert np.isfinite(got.last["acc"]).all()
 
 

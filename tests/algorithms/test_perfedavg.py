@@ -127,8 +127,9 @@ def test_a_client_with_one_example_uses_it_for_every_batch(variant):
     np.testing.assert_allclose(run.metrics.loss[0, 2], value, rtol=1e-5)
 
 
-def test_evaluation_takes_one_step_and_leaves_no_trace():
-    f, task = toy.federation(), toy.task("linear", batch_size=19)
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_evaluation_takes_one_step_and_leaves_no_trace(drop_last):
+    f, task = toy.federation(), toy.task("linear", batch_size=19, drop_last=drop_last)
     program = toy.program(factory, task, {"alpha": 0.5})
     state = jax.jit(program.init)(KEY, program.traced)
     copy, x = jax.tree.map(np.array, state), np.asarray(f.examples.x)[:4]

@@ -10,7 +10,7 @@ import pytest
 import toy
 from toy import C, assert_same
 
-from fedjax_pfl import evaluate, losses, simulate
+from fedjax_pfl import evaluate, losses, simulate, testing
 from fedjax_pfl.algorithms import pfedc as factory
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
@@ -233,6 +233,10 @@ def test_a_task_without_a_positive_in_the_batch_is_left_out(weighting, task_loss
 def test_branches_that_are_not_held_get_no_gradient(weighting):
     kernel = np.asarray(gradient(weighting, active=np.array([True, False, True, False]))["head"]["kernel"])
     assert not kernel[:, [1, 3]].any() and kernel[:, [0, 2]].any()
+
+
+def test_the_gradients_of_the_tasks_count_no_padding():
+    testing.check("mask", testing.subject(functools.partial(factory, weighting="mgda"), testing.task()))
 
 
 def test_unscaled_heads_take_the_whole_gradient_of_their_task():
