@@ -129,7 +129,7 @@ def test_a_client_with_one_example_uses_it_for_every_batch(variant):
 
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_evaluation_takes_one_step_and_leaves_no_trace(drop_last):
-    f, task = toy.federation(), toy.task("linear", batch_size=19, drop_last=drop_last)
+    f, task = toy.federation(), toy.task("linear", batch_size=20, drop_last=drop_last)
     program = toy.program(factory, task, {"alpha": 0.5})
     state = jax.jit(program.init)(KEY, program.traced)
     copy, x = jax.tree.map(np.array, state), np.asarray(f.examples.x)[:4]
