@@ -37,14 +37,8 @@ def program(
         processes.
     """
     factory, task = validate.method(factory), validate.task(task)
-    n, most = task.num_clients, task.cohort_sizes[1]
-    if jax.process_count() > 1:
-        raise InputError("client_memory=host is for a single process: leave it out.")
-    if most == n:
-        raise InputError(
-            f"client_memory=host keeps the clients that are not in the round on the host, but with participation=1 "
-            f"all {n} are: leave it out."
-        )
+    _check_some_stay(task)
+    n = task.num_clients
     on_device = whole_program(factory, task, hparams, **options)
     on = parts(factory, task, hparams, **{name: x for name, x in options.items() if name != "checked"})
     everywhere, apart = (on.mesh and NamedSharding(on.mesh, spec) for spec in (P(), P(AXIS)))
@@ -106,6 +100,17 @@ def program(
 
     functions = (init, round, scores, predict, place, lambda state: state)
     return Program(on.traced, *functions, on.placement, on.mesh, True, on_device.task)
+
+
+def _check_some_stay(task: Task) -> None:
+    n, most = task.num_clients, task.cohort_sizes[1]
+    if jax.process_count() > 1:
+        raise InputError("client_memory=host is for a single process: leave it out.")
+    if most == n:
+        raise InputError(
+            f"client_memory=host keeps the clients that are not in the round on the host, but with participation=1 "
+            f"all {n} are: leave it out."
+        )
 
 
 def _on_cpu(tree: PyTree) -> PyTree:
