@@ -89,6 +89,8 @@ def draw(method: str, seed: int) -> Case:
     hparams = {name: one_of(*values) for name, values in HPARAMS.get(method, {}).items()}
     if apart and method in ("feddf", "pfeddf"):  # Adam's steps on a bias before a batch norm would be those of rounding
         hparams["student_optimizer"] = "sgd"
+    if hparams.get("variant") == "hf":  # divides differences of gradients, and their last bits, by 2 delta
+        hparams["delta"] = 0.1
     layout = lambda: {
         "width": int(rng.integers(1, n + 2)),
         "devices": one_of(1, 2, 3, 5, 8),
