@@ -82,7 +82,7 @@ class Experiment(NamedTuple):
         """The state's structure with shapes and types in place of arrays; nothing is compiled."""
         program = self.program(rounds=self.config.rounds)
         traced = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in program.traced}
-        return jax.eval_shape(lambda key, values: program.unplace(program.init(key, values)), self.key, traced)
+        return jax.eval_shape(lambda values: program.unplace(program.init(self.key, values)), traced)
 
     def in_form(self, task: Task, conv: str) -> Task:
         """A task of this experiment with convolutions in a form; "auto": as the settings have them."""

@@ -28,7 +28,7 @@ def choose(experiment: Experiment, spread: int, recorded: Layout | None = None) 
     else:
         task = experiment.in_form(experiment.task, conv)
         width = choose_width(task, experiment.federation, *_part(experiment, spread))
-    width = min(width, experiment.task.cohort_sizes[1])  # more clients at once there are not
+    width = min(width, max(experiment.task.cohort_sizes))  # more clients at once there are not
     return Layout(width, conv, Devices(jax.default_backend(), jax.devices()[0].device_kind, spread))
 
 
@@ -47,7 +47,7 @@ def say(laid: Layout, chosen: bool) -> str:
 def check_memory(found: memory.Memory, experiment: Experiment, laid: Layout) -> None:
     """Raises NoRoomError if the compiled run takes more memory than there is, with what would take
     less."""
-    cohort, width, spread = experiment.task.cohort_sizes[1], laid.width, laid.devices.count
+    cohort, width, spread = max(experiment.task.cohort_sizes), laid.width, laid.devices.count
     ways = [f"less than --width={width}"] if min(width, -(-cohort // spread)) > 1 else []
     if jax.default_backend() == "cpu":
         ways += [f"less than --devices={spread}"] if spread > 1 else []
@@ -67,7 +67,7 @@ def _auto_form(experiment: Experiment, width: str, spread: int) -> str:
 def _part(experiment: Experiment, spread: int) -> tuple[int, int]:
     """What process 0 tries with, for all: its part of the clients of a round and of the devices."""
     processes = jax.process_count()
-    return -(-experiment.task.cohort_sizes[1] // processes), spread // processes
+    return -(-max(experiment.task.cohort_sizes) // processes), spread // processes
 
 
 def devices(count: str, experiment: Experiment, recorded: int | None = None) -> int:
@@ -83,6 +83,6 @@ def devices(count: str, experiment: Experiment, recorded: int | None = None) -> 
         check("devices", int(count), 1, jax.device_count(), why=f"JAX finds so many here ({jax.default_backend()})")
         placement.take(int(count))
         return int(count)
-    most = min(jax.device_count(), experiment.task.cohort_sizes[1])
+    most = min(jax.device_count(), max(experiment.task.cohort_sizes))
     wanted = min(most, recorded) if recorded and count == "auto" else most
     return -(-wanted // jax.process_count()) * jax.process_count()

@@ -10,7 +10,7 @@ import numpy as np
 
 from fedjax_pfl import local, trees
 from fedjax_pfl.errors import ContractError
-from fedjax_pfl.types import Array, Batch, Client, Cohort, Predictor, Scores
+from fedjax_pfl.types import Array, Batch, Client, Cohort, Data, Predictor, Scores
 
 BATCH = 256  # test examples predicted at once
 Score = Callable[[Any, Array, Array, Client], Scores]
@@ -95,6 +95,13 @@ def post(cohort: Cohort, c: Client, predictor: Predictor, score: Score = classif
     run = trees.traced_once(lambda: client(c, predictor, score))
     nothing = {name: jnp.full(x.shape, jnp.nan, x.dtype) for name, x in jax.eval_shape(run).items()}
     return jax.lax.cond(cohort.evaluated, run, lambda: nothing)
+
+
+def mean(data: Data, value: Callable[[Batch], Array], batch_size: int) -> Array:
+    """The mean [] over all rows of a client's data of value(batch) [], itself a mean over the batch's
+    valid rows; 0 without any."""
+    total: Array = local.sweep(data, lambda batch: jnp.sum(batch.mask) * value(batch), batch_size)
+    return total / jnp.maximum(data.size, 1)
 
 
 def statistics(values: np.ndarray, weights: np.ndarray) -> dict[str, float]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from chex import Numeric
 
-from fedjax_pfl import keys, local, losses, trees
+from fedjax_pfl import evaluate, keys, local, losses, trees
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.numerics.mixtures import Predictions
 from fedjax_pfl.types import Array, Batch, Client, Cohort, Data, Model, PyTree, Task
@@ -169,12 +169,7 @@ def early_stopped(
     per_pass = (data.size + task.batch_size - 1) // task.batch_size
 
     def validate(w: PyTree) -> Array:
-        def sums(batch: Batch) -> tuple[Array, Array]:
-            count = jnp.sum(batch.mask)
-            return check(w, batch, key)[0] * count, count
-
-        total, count = local.sweep(held, sums, task.batch_size)
-        return total / jnp.maximum(count, 1)
+        return evaluate.mean(held, lambda batch: check(w, batch, key)[0], task.batch_size)
 
     def step(key: Array, carry: PyTree, batch: Batch) -> tuple[PyTree, tuple[()]]:
         return jax.lax.cond(carry["idle"] < patience, lambda: trained(key, carry, batch), lambda: carry), ()

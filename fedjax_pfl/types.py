@@ -137,7 +137,7 @@ class Task(NamedTuple):
         return len(self.sizes)
 
     @property
-    def prepared(self) -> Any:
+    def prepared(self) -> jax.ShapeDtypeStruct:
         """Shape and dtype of one example as the models take it, [1, ...]."""
         return jax.eval_shape(self.prepare, jax.ShapeDtypeStruct((1, *self.input.shape), self.input.dtype))
 
@@ -251,7 +251,7 @@ class Cohort(Protocol):
         inactive."""
 
     def replicated(self, tree: PyTree) -> PyTree:
-        """The tree [S, ...] whole on every device, for a callback or another order of its rows."""
+        """The tree [S, ...] whole on every device: needed by a callback, or by another order of rows."""
 
 
 class Traffic(NamedTuple):

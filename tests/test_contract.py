@@ -49,7 +49,7 @@ SEEN_LATER = {  # scores by what the server makes of the client's training, and 
 }
 NOT_ITS_OWN = {  # methods whose `post` no state predicts with
     "fedcp": "the model runs beside the body and the head that were received: test_fedcp.py checks them",
-    "pfedhn": "the hypernetwork takes a step towards the client's model: it has a test of its own below",
+    "pfedhn": "the hypernetwork moves to the client's model: it has a test of its own below",
     "pfedma": "its round is FedMA's, and FedMA is here",
 }
 PARTICULAR = ("mocha", "fedma", "pfedma", "feddva")  # have networks of their own, or refuse that of the rule bn_stats

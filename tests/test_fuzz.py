@@ -124,7 +124,7 @@ def federation(sizes: tuple, own: list, pad: int, nobodys: float, seed: int) -> 
 
 
 def program(method: str, case: Case, width: int = 1, devices: int = 1, host: bool = False) -> simulate.Program:
-    sampled = case.task.cohort_sizes[1] < case.task.num_clients
+    sampled = max(case.task.cohort_sizes) < case.task.num_clients
     make = host_state.program if host and sampled else simulate.program
     return make(toy.METHODS[method], case.task, case.hparams, width=width, devices=devices, checked=False)
 

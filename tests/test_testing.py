@@ -205,6 +205,13 @@ def test_a_method_for_one_network_that_says_it_takes_several():
         testing.check("architectures", made)
 
 
+def test_a_method_is_checked_by_its_name():
+    with pytest.raises(InputError, match="Unknown algo 'fedavgg': did you mean 'fedavg'"):
+        testing.check_algorithm("fedavgg")
+    with pytest.raises(InputError, match="3 is no method"):
+        testing.check_algorithm(3)
+
+
 def test_a_hyperparameter_that_is_not_given_by_keyword():
     with pytest.raises(InputError, match=r"mu is no hyperparameter.*write \(task, \*, mu=0\.5\)"):
         testing.check_algorithm(lambda task, mu=0.5: ALGORITHMS["fedavg"](task))

@@ -209,4 +209,4 @@ def test_those_who_train_are_drawn_by_the_share_that_was_asked_for(clients, some
         architecture=np.zeros(clients, int),
         participation=0.25,
     )
-    assert among(validate.task(whole), np.arange(some)).cohort_sizes[1] == most
+    assert max(among(validate.task(whole), np.arange(some)).cohort_sizes) == most

@@ -84,12 +84,11 @@ def splits(c: Client, val: Numeric) -> tuple[Data, Data]:
 def mean_loss(model: Model, variables: PyTree, data: Data, batch_size: int) -> Array:
     """The mean cross entropy [] of a model over all rows of the data; 0 without any."""
 
-    def summed(batch: Batch) -> Array:
+    def loss(batch: Batch) -> Array:
         logits = predictor(model, variables)(batch.x, batch.mask)
-        return jnp.sum(batch.mask) * losses.cross_entropy(logits, batch.y, batch.mask)
+        return losses.cross_entropy(logits, batch.y, batch.mask)
 
-    total: Array = local.sweep(data, summed, batch_size)
-    return total / jnp.maximum(data.size, 1)
+    return evaluate.mean(data, loss, batch_size)
 
 
 def check_room(task: Task, received: int) -> None:

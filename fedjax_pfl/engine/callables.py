@@ -121,8 +121,8 @@ def guarded(given: Callable[..., optax.GradientTransformation], name: str = "opt
 
 
 def transformed(given: Callable[..., PyTree], key: Array, upload: PyTree, default: PyTree) -> PyTree:
-    """An upload as `transform` of `program.program` makes it, in its own types; InputError unless it
-    keeps structure and shapes, and floats."""
+    """What a transform (`program.program`) makes of an upload, in the upload's types; InputError
+    unless structure and shapes are the upload's, in floats."""
     say = "transform must be a function (key, upload, default) that returns an upload like the one it is given"
     try:
         made = given(key, upload, default)

@@ -103,7 +103,7 @@ def program(
 
 
 def _check_some_stay(task: Task) -> None:
-    n, most = task.num_clients, task.cohort_sizes[1]
+    n, most = task.num_clients, max(task.cohort_sizes)
     if jax.process_count() > 1:
         raise InputError("client_memory=host is for a single process: leave it out.")
     if most == n:

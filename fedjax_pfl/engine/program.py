@@ -127,7 +127,7 @@ def program(
 
 def _program(on: Parts, task: Task, devices: int, predict: Callable[..., PyTree]) -> Program:
     n, mesh = task.num_clients, on.mesh
-    everybody = task.cohort_sizes[1] == n  # then each stays where its row lies
+    everybody = max(task.cohort_sizes) == n  # then each stays where its row lies
     whole = segments(task, n, devices)
     free: Callable[..., Any] = (lambda *args: args) if mesh is None else (lambda *args: without_mesh(args))
 
@@ -219,7 +219,7 @@ def parts(
     `program`."""
     algorithm, traced = bound(factory, task, hparams or {}, lr_decay)
     mesh, where = make_mesh(devices), placement(task, devices)
-    lengths = segments(task, task.cohort_sizes[1], devices)
+    lengths = segments(task, max(task.cohort_sizes), devices)
     free: Callable[..., Any] = (lambda *args: args) if mesh is None else (lambda *args: without_mesh(args))
 
     def cohort(

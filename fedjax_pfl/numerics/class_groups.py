@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
+from optax.losses import sigmoid_binary_cross_entropy as binary_cross_entropy
 
 from fedjax_pfl import evaluate, trees
 from fedjax_pfl.numerics import min_norm
@@ -68,11 +68,7 @@ def task_losses(b: Branches, z: Array, y: Array, mask: Array, task_loss: str = "
     """
     rows = samples(b, y, mask)
     count = jnp.sum(rows & _inside(b, y) if task_loss == "class" else rows, axis=0)
-    each = (
-        optax.losses.sigmoid_binary_cross_entropy(z, _inside(b, y))
-        if b.head == "group_binary"
-        else _class_losses(b, z, y)
-    )
+    each = binary_cross_entropy(z, _inside(b, y)) if b.head == "group_binary" else _class_losses(b, z, y)
     return jnp.sum(jnp.where(rows & (count > 0)[None], each, 0), axis=0) / jnp.maximum(count, 1), count > 0
 
 
@@ -80,9 +76,7 @@ def _class_losses(b: Branches, z: Array, y: Array) -> Array:
     """The loss of every sample under every task whose logits are those of its classes, [B, T]."""
     no, z = _reject(b, z) if b.head == "group_reject" else None, z[:, : len(b.of)]
     hit = jax.nn.one_hot(y, z.shape[1], dtype=bool)
-    bce = optax.losses.sigmoid_binary_cross_entropy(z, hit) @ b.member.T.astype(
-        z.dtype
-    )  # [B, T], of use where a group is one class
+    bce = binary_cross_entropy(z, hit) @ b.member.T.astype(z.dtype)  # [B, T], of use where a group is one class
     label = jnp.take_along_axis(z, y[:, None], axis=1)  # [B, 1]
     ce = jax.nn.logsumexp(z[:, None, :], axis=-1, where=b.member[None])  # [B, T]
     # without a reject logit of use for the label's own group

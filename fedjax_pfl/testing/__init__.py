@@ -40,13 +40,13 @@ def check(rule: str, s: Subject) -> None:
         raise ContractViolation(sentence) from None
 
 
-def check_algorithm(factory: Callable[..., Algorithm], task: Task | None = None) -> None:
+def check_algorithm(factory: Callable[..., Algorithm] | str, task: Task | None = None) -> None:
     """Checks a method against every rule of the contract, on a synthetic federation of five
     clients.
 
     Args:
       factory: factory(task, **hyperparameters) -> Algorithm, with a default for each
-        hyperparameter.
+        hyperparameter; or a method's name.
       task: as the function `task` makes it, of one architecture; for methods that need other models
         or public data.
 
@@ -54,14 +54,14 @@ def check_algorithm(factory: Callable[..., Algorithm], task: Task | None = None)
       ContractViolation: a rule is broken; the message names the rule and where.
       InputError: what the method returns has a wrong shape, structure or signature.
     """
-    given = synthetic.task() if task is None else task
+    factory, given = validate.method(factory), synthetic.task() if task is None else task
     if len(given.models) != 1 or not np.array_equal(given.sizes, synthetic.SIZES):
         raise InputError("check_algorithm needs a Task made by testing.task, with clients of one architecture.")
     validate.key(jax.random.key(0))  # the rules draw from keys of the default kind
     with mistakes(factory):
+        program.program(factory, given)
         for name in inspect.signature(factory).parameters:
             hyperparameters.check_place(factory, name)
-        program.program(factory, given)
     made = subject(factory, given)
     for rule in RULES:
         check(rule, made)
