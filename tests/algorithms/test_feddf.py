@@ -189,6 +189,21 @@ def test_a_frozen_model_normalises_by_its_statistics_or_by_the_batch():
         assert (value == shifted) == by_batch
 
 
+@pytest.mark.parametrize("bn_stats", ["aggregate", "local"])
+def test_statistics_that_no_client_sends_do_not_validate_a_student(bn_stats):
+    """At a rate of 0, by the loss on what is held out of students with other running statistics."""
+    task, x = toy.task("norm", bn_stats=bn_stats)._replace(lr=0.0, drop_last=False), toy.federation().public.x
+    data = Data(Examples(x, jnp.zeros(len(x), jnp.int32)), jnp.arange(len(x)), jnp.int32(len(x)), lambda x: x)
+    target = jax.nn.softmax(x[:, :C])
+    distance = lambda target, z: jnp.sum((z - target) ** 2, axis=1)
+    loss = functools.partial(public.distillation, task.model, distance=distance)
+    parts, begin, found = public.validation(data, target, 0.4), task.model.init(KEY), []
+    for stats in (begin["stats"], jax.tree.map(lambda s: s + 1, begin["stats"])):
+        w = {**begin, "stats": stats}
+        found.append(public.early_stopped(KEY, parts, loss, target, w, task, 1, 9)[1])
+    assert np.isclose(*found, rtol=1e-6) == (bn_stats == "local")
+
+
 @pytest.mark.parametrize("wrong", [{"passes": -1}, {"clip": 0.0}, {"student_optimizer": "lamb"}, {"student_lr": -1.0}])
 def test_bad_input(wrong):
     for factory in (feddf, pfeddf):
