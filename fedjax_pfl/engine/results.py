@@ -39,7 +39,8 @@ def check_finite(t: int, metrics: Round) -> None:
         if (bad := bad & metrics.active).any():
             ids = ", ".join(map(str, metrics.ids[bad][:20]))
             raise DivergenceError(
-                f"The {what} of client {ids} is not finite in round {t}: lower --lr, or clip gradients with --clip."
+                f"The {what} of client {ids} is not finite in round {t}: lower the learning rate (--lr), or clip "
+                "gradients (--clip, in Python by the task's optimizer)."
             )
 
 
