@@ -29,7 +29,7 @@ HPARAMS: dict[str, dict[str, tuple]] = {  # other ways through a method
     "fedrep": {"head_epochs": (0, 2)},
     "fedma": {"matching": ("distance", "bbp"), "weights": ("classes", "uniform"), "retrain_epochs": (0, 1)},
     "apfl": {"mix": ("params", "outputs")},
-    "fedamp": {"attention": ("amp", "heur"), "prox": ("squared", "norm")},
+    "fedamp": {"attention": ("amp", "heur")},
     "fedphp": {"regularizer": ("mmd", "kd")},
     "fedala": {"blended": ("none", "head", "all"), "percent": (30.0, 80.0)},
     "fedfomo": {"received": (1, 2, 5), "epsilon": (0.0, 0.5)},

@@ -12,7 +12,7 @@ from toy import SIZES, C, N, assert_close, assert_same, each_bn_stats
 
 from fedjax_pfl import trees
 from fedjax_pfl.algorithms import fedamp as factory
-from fedjax_pfl.algorithms.fedamp import amp_weights, heur_weights, mixtures, proximal
+from fedjax_pfl.algorithms.fedamp import amp_weights, heur_weights, mixtures
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.numerics.similarity import cosines, square_distances
@@ -145,19 +145,6 @@ def test_cosine_attention():
     assert_same(nobody, np.zeros((N, N)))
 
 
-@pytest.mark.parametrize("prox, potential", [("squared", lambda d: d @ d), ("norm", lambda d: np.linalg.norm(d))])
-def test_the_pull_is_the_gradient_of_the_distance(prox, potential):
-    w, u = (jax.tree.map(lambda x, i=i: x[i], models()) for i in (0, 1))
-    weight, h = 0.7, 1e-5
-    force = jax.jit(lambda u, w: proximal(prox, u, weight)(w))
-    vector = lambda tree: flat(jax.tree.map(lambda x: np.asarray(x)[None], tree))[0]
-    got, d = vector(force(u, w)), vector(w) - vector(u)
-    for k, step in enumerate(h * np.eye(len(d))):
-        slope = weight / 2 * (potential(d + step) - potential(d - step)) / (2 * h)
-        np.testing.assert_allclose(got[k], slope, atol=1e-5)
-    assert_same(force(u, u), jax.tree.map(np.zeros_like, u))
-
-
 # --- whole rounds
 
 
@@ -171,9 +158,9 @@ def begin(net):
 
 
 @functools.cache
-def compiled(net, width, attention, prox):
+def compiled(net, width, attention):
     task = TASKS[net]
-    algorithm = factory(task, attention=attention, prox=prox, **NEAR)
+    algorithm = factory(task, attention=attention, **NEAR)
 
     @jax.jit
     def run(state, federation, ids, active):
@@ -185,9 +172,9 @@ def compiled(net, width, attention, prox):
     return run
 
 
-def rounds(cohorts, net="mlp", start=None, federation=F, width=1, attention="amp", prox="squared"):
+def rounds(cohorts, net="mlp", start=None, federation=F, width=1, attention="amp"):
     """The states before, between and after rounds of the given (ids, active), and their metrics."""
-    run = compiled(net, width, attention, prox)
+    run = compiled(net, width, attention)
     states, metrics = [begin(net) if start is None else start], []
     for ids, active in cohorts:
         state, row = jax.device_get(run(states[-1], federation, ids.astype(np.int32), active))
@@ -232,10 +219,9 @@ COHORTS = [
 
 
 @pytest.mark.parametrize("attention", ["amp", "heur"])
-@pytest.mark.parametrize("prox", ["squared", "norm"])
-def test_rounds_by_hand(attention, prox):
+def test_rounds_by_hand(attention):
     alpha, sigma, lam = NEAR["alpha"], NEAR["sigma"], NEAR["lam"]
-    states, metrics = rounds(COHORTS, "linear", attention=attention, prox=prox)
+    states, metrics = rounds(COHORTS, "linear", attention=attention)
     head = jax.tree.map(lambda x: np.asarray(x, np.float64), states[0].server["w"]["head"])
     w, pool = [(head["kernel"][i], head["bias"][i]) for i in range(N)], range(N)
     for (ids, active), got, row in zip(COHORTS, states[1:], metrics, strict=True):
@@ -247,8 +233,7 @@ def test_rounds_by_hand(attention, prox):
             assert row.clients["rescaled"][slot] == event
             for _ in range(FULL.epochs):
                 d = [a - b for a, b in zip(w[i], u, strict=True)]
-                length = max(np.sqrt(sum((x**2).sum() for x in d)), 1e-9) if prox == "norm" else 0.5
-                steps = [lam / alpha / 2 * x / length if length > 1e-9 else 0 for x in d]
+                steps = [lam / alpha * x for x in d]
                 w[i] = tuple(a - 0.3 * (g + s) for a, g, s in zip(w[i], gradient(w[i], i), steps, strict=True))
         pool = here
         np.testing.assert_array_equal(got.server["uploaded"], np.isin(range(N), here))
@@ -316,7 +301,7 @@ def test_batch_norm(bn_stats):
     "wrong",
     [
         *({"alpha": 0.0}, {"sigma": 0.0}, {"lam": -1.0}, {"xi_min": 1.5}, {"xi_self": -0.1}),
-        *({"attention": "softmax"}, {"prox": "square"}),
+        {"attention": "softmax"},
     ],
 )
 def test_bad_input(wrong):
