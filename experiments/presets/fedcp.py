@@ -24,8 +24,8 @@ _METHODS = (
     *("fedper", "fedrep", "fedrod", "fedfomo", "fedphp", "fedcp"),
 )
 _PROTOCOL = (
-    "mean of 5 repetitions; correct answers over all test examples of all clients (acc_micro), before local training "
-    "(of FedPHP after it), of the best round on the test examples; up to 2000 rounds, on {examples:,} images."
+    "mean of 5 repetitions; correct answers over all test examples of all clients (acc_micro), before local training, "
+    "of the best round on the test examples; up to 2000 rounds, on {examples:,} images."
 )
 
 
@@ -35,7 +35,6 @@ def _preset(what: str, dataset: str, examples: int, setting: dict[str, Any], **m
         settings={"dataset": dataset, **_SETTINGS, **setting},
         steps=examples * 3 // 4 // _SETTINGS["batch_size"],
         headline="pre/acc_micro",
-        headlines={"fedphp": "post/global_acc_micro"},  # the paper's code scores w_i, not its average h_i
         protocol=_PROTOCOL.format(examples=examples) + more.pop("note", ""),
         **more,
     )

@@ -70,8 +70,10 @@ def fedphp(
       the authors scale theirs by the batch's mean distance, and clip gradients, which `--clip` does
       here. The teacher predicts as in a test, by its running statistics, which are averaged as its
       parameters are. `acc` scores h_i, `global_acc` the received model before local training and
-      the trained w_i after it, which is what PFLlib and FedCP's tables score. The reported loss is
-      the weighted sum.
+      the trained w_i after it, as PFLlib does now. PFLlib when FedCP's tables were made (its
+      revisions of 2022 and 2023) trained another method, which has no score here: a client began
+      with (1 - mu) times the received model plus mu times its last one, of which accuracy was taken
+      before training, and the received model was the teacher. The reported loss is the weighted sum.
     """
     split = averaging.split(task)
     expected = sum(task.cohort_sizes) / 2 / task.num_clients * task.rounds
@@ -84,7 +86,7 @@ def fedphp(
             w, loss = split.receive(state.server, mine["own"]), transfer_loss(task, mine["h"], lam, regularizer)
             w, value = local.sgd(c.key, c.train, loss, w, task)
             h = trees.lerp(momentum(mine["count"], mu0, expected), mine["h"], w)
-            learned = local.learns(c.train.size, task)  # else w is the received model, nothing of its own
+            learned = local.count(c.train, task) > 0  # else w is the received model, nothing of its own
             h, count = trees.choose(learned, h, mine["h"]), mine["count"] + learned
             post = evaluate.post(cohort, c, beside(predictor(task.model, h), predictor(task.model, w)), score_beside)
             shared, own = split.send(w)

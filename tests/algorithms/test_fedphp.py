@@ -256,3 +256,8 @@ def test_unseen_clients_follow_the_schedule_of_those_who_train(monkeypatch):
     server = jax.eval_shape(factory(given).init, jax.random.key(0)).server
     jax.eval_shape(run, jax.random.key(0), f, server, jnp.int32(0))
     assert seen and np.allclose(seen, 10)
+
+
+def test_a_client_that_takes_no_step_inherits_nothing():
+    got = toy.train(factory, toy.task(epochs=0), 1)
+    np.testing.assert_array_equal(got.state.clients["count"], 0)
