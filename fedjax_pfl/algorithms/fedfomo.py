@@ -124,7 +124,8 @@ def fedfomo(
       one and not all; a client with one example has none and keeps its model. So does a client for
       which no benefit is positive: it goes on from its own trained model. Validation examples of
       the federation, where a client has them, take the holdout's place. The candidates are the last
-      uploads of all clients so far (both codes: of the last round). The distance is Euclidean over
+      uploads of all clients so far, as in PFLlib, where a client receives no more of them than the
+      last round had (the authors' code: of those of the last round). The distance is Euclidean over
       the parameters, the server adds the raw benefits to the affinities; the authors' code
       normalises them and takes the L1 norm by default. `acc` at `pre` is of the client's own
       trained model, before it mixes (PFLlib); `mixed_acc` at `post` is of the mixture, before
@@ -170,7 +171,7 @@ def fedfomo(
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         server = state.server
 
-        def client(c: Client, mine: PyTree) -> tuple[PyTree, PyTree, Array, Array, dict[str, Array], dict[str, Array]]:
+        def client(c: Client, mine: PyTree) -> tuple[PyTree, ...]:
             rest, held = splits(c, val)
             # the client receives the models it has the largest affinity to, and mixes them by their benefits (Eq. 4-6)
             ids, there = download(c, server, cohort.round)
@@ -184,12 +185,13 @@ def fedfomo(
             shared, own = split.send(w)
             more = {"received": jnp.sum(there), "own_weight": 1 - jnp.sum(mixing(benefits)[1:])}
             affinity = server["affinity"][c.id].at[ids].add(benefits)
-            return shared, {"start": mixed, "own": own}, affinity, value, post, more
+            learned = local.learns(rest.size, task)
+            return shared, {"start": mixed, "own": own}, affinity, learned, value, post, more
 
-        w, mine, affinity, value, post, more = cohort.map(client, state.clients)
+        w, mine, affinity, learned, value, post, more = cohort.map(client, state.clients)
         uploads = {"models": w, "known": jnp.ones(len(cohort.ids), bool), "affinity": affinity}
-        # who has nothing to train on has nothing to offer
-        return State(trees.scatter(server, cohort.ids, uploads, cohort.trained), mine), Metrics(value, post, more)
+        learned &= cohort.active  # who has nothing to train on has nothing to offer
+        return State(trees.scatter(server, cohort.ids, uploads, learned), mine), Metrics(value, post, more)
 
     def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
         return predictor(task.model, split.receive(trees.gather(server["models"], c.id), mine["own"]))

@@ -287,3 +287,10 @@ def test_epsilon_loses_as_much_in_every_round(monkeypatch):
     toy.train(functools.partial(factory), TASK, 4, key=KEY, epsilon=0.5, epsilon_decay=0.2)
     jax.effects_barrier()
     assert seen == {0.5, 0.3, 0.1, 0.0}
+
+
+def test_a_client_without_a_batch_beside_its_holdout_uploads_nothing():
+    """Client 0 has a batch of its seven examples, and none of the six that it does not hold out."""
+    got = toy.train(factory, toy.task("linear", batch_size=7, drop_last=True), 1, KEY)
+    np.testing.assert_array_equal(got.state.server["known"], SIZES - HELD >= 7)
+    assert_same(toy.rows(got.state.server["models"], 0), toy.rows(got.begin.server["models"], 0))
