@@ -177,6 +177,8 @@ def pfedc(
         def client(c: Client, mine: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array], dict[str, Array]]:
             w, value, seen = of.train(c, compose(state.server, mine, c))
             shared, own = split.send(w)
+            holds = (held(c.class_counts) > 0)[b.column]
+            shared["head"] = trees.choose(holds, w["head"], state.server["head"])  # it has no part in the others
             return shared, own, value, seen, evaluate.post(cohort, c, of.predictor(w), of.score)
 
         by_branch = of.shares(on.head_weighting, cohort)[:, b.column]  # [S, L], of the task of each logit
@@ -230,7 +232,7 @@ def privacy_pfedc(
       download=stale, and with full participation just pfedc. Clients' numbers of examples are
       public. Traffic has ciphertexts in bytes, and in scalars what goes in the clear; keys, sent
       once, are not counted. The simulator runs all parties in one process, and its state is what
-      the clients decrypt.
+      the clients decrypt. A `transform` of uploads is of what goes in the clear alone.
     """
     encryption.check_backend(backend)
     of = branched(task, on)

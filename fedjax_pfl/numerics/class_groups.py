@@ -76,7 +76,8 @@ def _class_losses(b: Branches, z: Array, y: Array) -> Array:
     """The loss of every sample under every task whose logits are those of its classes, [B, T]."""
     no, z = _reject(b, z) if b.head == "group_reject" else None, z[:, : len(b.of)]
     hit = jax.nn.one_hot(y, z.shape[1], dtype=bool)
-    bce = binary_cross_entropy(z, hit) @ b.member.T.astype(z.dtype)  # [B, T], of use where a group is one class
+    own = b.member.T.astype(z.dtype)  # [B, T] below, of use where a group is one class; a product that only selects
+    bce = jnp.dot(binary_cross_entropy(z, hit), own, precision=jax.lax.Precision.HIGHEST)
     label = jnp.take_along_axis(z, y[:, None], axis=1)  # [B, 1]
     ce = jax.nn.logsumexp(z[:, None, :], axis=-1, where=b.member[None])  # [B, T]
     # without a reject logit of use for the label's own group
@@ -213,7 +214,8 @@ def scores(b: Branches, z: Array, y: Array, mask: Array, c: Client) -> Scores:
     def best(allowed: Array) -> Array:
         return jnp.argmax(jnp.where(trees.align(allowed, 2), z, -jnp.inf), axis=-1)
 
-    known = ~jnp.any(jnp.isnan(z), axis=-1)  # argmax would name the first NaN
+    # argmax would name the first NaN, and class 0 where the client holds none
+    known = ~jnp.any(jnp.isnan(z), axis=-1) & jnp.any(held)
     own = (best(jnp.asarray(b.member)[jnp.asarray(b.of)[y]]) == y) & known  # given the group
     named = jnp.ones_like(own) if b.head == "group_binary" else own
     right = jnp.where(b.open[None], jnp.where(truth, yes & named[:, None], ~yes), own[:, None])

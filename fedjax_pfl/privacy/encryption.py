@@ -112,14 +112,14 @@ def parties() -> tuple[KeyHolder, Aggregator]:
 
 
 def total(rows: PyTree, ids: Array, active: Array, backend: str) -> tuple[PyTree, Array, Array]:
-    """The sum of the active clients' rows, under ckks on the host; NaN if a row is not finite, or
-    under ckks too large.
+    """The sum of the active clients' rows, under ckks on the host; not finite if a row is not, and
+    NaN if it is too large for ckks.
 
     Args:
       rows: a tree of floats [S, ...], of which each client's row is sent as one vector; ids: [S]
         distinct.
       active: [S] bool.
-      backend: ckks, exact where the entries lie on the grid of 2^-32 and are below 2^15; or plain,
+      backend: ckks, exact where entries lie on the grid of 2^-32 and sums are below 2^15; or plain,
         in floating point in the ids' order.
 
     Returns:

@@ -467,8 +467,9 @@ def test_no_argmax_of_nan_and_none_of_no_class_is_right(held, z, right):
     """All labels are 0, which argmax would name."""
     got = scores(MIXED, np.full((6, C), z), np.zeros(6, int), np.ones(6, bool), np.array([held, 0, 0, 0]))
     assert got["acc_present"] == right
+    assert got["recall_macro"] == got["acc_groups"] == got["coarse_acc"] == right
     if held:
-        assert got["acc"] == got["recall_macro"] == got["acc_groups"] == got["coarse_acc"] == right
+        assert got["acc"] == right
 
 
 def test_scores_by_hand():
@@ -636,3 +637,22 @@ def test_branches_that_a_client_does_not_hold_are_not_seen_by_its_optimizer():
     begins = (plain, plain._replace(server={**plain.server, "start": large}))
     found = [toy.train("pfedc", task, rounds=1, begin=begin).state.server["body"] for begin in begins]
     toy.assert_close(*found)
+
+
+def test_a_transformation_sees_no_change_of_branches_that_are_not_sent():
+    """In the second round, when the server's branches have left their start."""
+    changes = []
+
+    def seen(key, upload, default):
+        change = jnp.abs(upload["head"]["kernel"] - default["head"]["kernel"]).sum(axis=0)
+        jax.debug.callback(lambda x: changes.append(x > 0), change)
+        return upload
+
+    program, f = toy.program("pfedc", TASK, transform=seen), toy.federation()
+    state, run = program.init(KEY, program.traced), jax.jit(program.round)
+    for t in (0, 1):
+        changes.clear()
+        state, _ = run(KEY, program.traced, f, state, jnp.int32(t), jnp.bool(False))
+        jax.effects_barrier()
+    held = {tuple(row) for row in (np.asarray(f.class_counts) > 0).tolist()}
+    assert len(changes) == toy.N and {tuple(row.tolist()) for row in changes} == held
