@@ -68,6 +68,7 @@ class Client(Stream):
     WARM_UP = 43, "knowledge transfer: private training before the first exchange"
     PUBLIC_LABELS = 44, "FedMD: training on labelled public examples before round 0; below it, their outputs"
     EXTRACTOR = 45, "pFedAFM: training of the shared extractor"
+    FULL_GRADIENT = 46, "SCAFFOLD, option 1: the gradient over all examples, + the batch's first row"
 
 
 class Step(Stream):
@@ -81,6 +82,7 @@ class Loss(Stream):
     """Below Step.LOSS."""
 
     GUMBEL = 21, "FedCP: the gate's noise; in a prediction below the client's key"
+    SHARED = 22, "dropout of the shared model that is trained beside a client's own"
 
 
 class Init(Stream):

@@ -8,7 +8,7 @@ import jax
 import optax
 from chex import Numeric
 
-from fedjax_pfl import averaging, groups, local, losses, optimizers, trees
+from fedjax_pfl import averaging, groups, keys, local, losses, optimizers, trees
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Array, Batch, Client, Data, Model, Own, PyTree, State, Task
 
@@ -87,9 +87,10 @@ def learn(
 
     def loss(v: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree, Array]:
         out, stats = {}, {}
+        draws = {"own": key, "small": keys.fold(key, keys.Loss.SHARED)}
         for name, (model, _) in models.items():
             w = {**v[name], "stats": v["stats"][name]}
-            h, stats[name] = model.features(w, batch.x, mask=batch.mask, train=True, key=key)
+            h, stats[name] = model.features(w, batch.x, mask=batch.mask, train=True, key=draws[name])
             out[name] = Outputs(h, model.head(w["head"], h))
         value, reported = objective(v.get("rows", {}), out["own"], out["small"], batch)
         return value, stats, reported

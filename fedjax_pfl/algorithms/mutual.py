@@ -67,7 +67,9 @@ def fml(
     Note:
       The divergences are sums over the classes, and each model takes the other's predictions as
       given. HtFLlib averages over the classes, lets gradients into both, and has α = β = 1. The
-      reported loss is the own model's.
+      reported loss is the own model's. A client whose network is the small one begins as its twin,
+      drawn by the same key (the authors draw it apart): until the first mean of the small models
+      they have nothing to teach each other.
     """
     small = exchanged(task)
 
@@ -116,16 +118,16 @@ def fedkd(
       reduction: of the predictions' divergence, one of sum, mean (over the classes; mean as in the
         code libraries).
       svd: whether changes of the small model are sent as matrices of low rank, true or false.
-      energy_start: share of the squared singular values kept in round 0, in (0, 1]; 0.95 as in the
-        authors' code.
-      energy_end: share kept in the end, in (0, 1]; 0.98 as in the authors' code.
+      energy_start: share of the squared singular values kept, in (0, 1], from which it moves to
+        energy_end in equal steps, the first in round 0; 0.95 as in the authors' code.
+      energy_end: share kept in the last of the task's rounds, in (0, 1]; 0.98 as there.
 
     Note:
       As in the authors' code gradients go through everything, the weight 1 / (CE + CE) included,
       and the loss of the features counts twice; the loss of attention maps has no counterpart here.
-      The own loss is reported. With svd a matrix that takes no less room so travels whole, and what
-      is cut off a change is lost, as in the paper; downloads are counted as if every client had
-      received every change before, and without its first copy of the model.
+      The own loss is reported. Twins begin as FML's do. With svd a matrix that takes no less room
+      so travels whole, and what is cut off a change is lost, as in the paper; downloads are counted
+      as if every client had received every change before, and without its first copy of the model.
     """
     small = exchanged(task)
     objective = fedkd_objective(detach, 1 if reduction == "sum" else 1 / task.num_classes)
@@ -139,7 +141,8 @@ def fedkd(
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def squeeze(theta: PyTree) -> tuple[PyTree, Array]:
-            energy = energy_start + (energy_end - energy_start) * cohort.round / max(task.rounds, 1)
+            passed = jnp.minimum(1, (cohort.round + 1) / max(task.rounds, 1))
+            energy = energy_start + (energy_end - energy_start) * passed
             return compress(theta, state.server, energy) if svd else (theta, jnp.int32(trees.size(theta)))
 
         def client(c: Client, mine: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array], Array]:
@@ -234,7 +237,9 @@ def fedapen(
       is learned with the averaged small model, also where only some clients take part. A client
       with a single example keeps its weight. `acc` is the ensemble's, `own_acc`, `shared_acc` and
       `equal_acc` are of the own model, the small one and both alike. The own loss is reported.
-      Weights start as every model's here, not from the paper's Kaiming-normal.
+      Weights start as every model's here, not from the paper's Kaiming-normal; twins begin as FML's
+      do. Where only some clients take part, each receives the small model twice a round, of which
+      the traffic counts one.
     """
     small = exchanged(task)
     local.check_left(task, held_out)

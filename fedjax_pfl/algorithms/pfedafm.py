@@ -92,7 +92,8 @@ def objective(model: Model, shared: Model, moving: tuple[str, ...]) -> local.Los
     is `moving`."""
 
     def loss(v: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
-        r, theirs = features(shared, v, "theta", batch.x, mask=batch.mask, train="theta" in moving, key=key)
+        apart = keys.fold(key, keys.Loss.SHARED)
+        r, theirs = features(shared, v, "theta", batch.x, mask=batch.mask, train="theta" in moving, key=apart)
         stats = {**v["stats"], "theta": theirs}
         if "w" in moving:
             g, stats["w"] = features(model, v, "w", batch.x, mask=batch.mask, train=True, key=key)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from annotated_types import Ge, Interval
 
-from fedjax_pfl import averaging, evaluate, local, losses, trees
+from fedjax_pfl import averaging, evaluate, keys, local, losses, trees
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task
 
 
@@ -21,7 +21,8 @@ def full_gradient(task: Task, c: Client, variables: PyTree) -> PyTree:
     loss = losses.classification(task.model)
 
     def summed(batch: Batch) -> PyTree:
-        by = jax.grad(lambda w: loss({**variables, **w}, batch, c.key)[0])(averaging.params(variables))
+        key = jax.random.fold_in(keys.fold(c.key, keys.Client.FULL_GRADIENT), batch.row[0])
+        by = jax.grad(lambda w: loss({**variables, **w}, batch, key)[0])(averaging.params(variables))
         return optax.tree.scale(jnp.sum(batch.mask), by)
 
     return optax.tree.scale(1 / jnp.maximum(c.train.size, 1), local.sweep(c.train, summed, task.batch_size))

@@ -1,15 +1,20 @@
 """The properties of sheet 5: what the control variates are, and how they add up."""
 
+import types
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
 import toy
 from toy import SIZES, N, assert_close, assert_same, each_bn_stats
 
+from fedjax_pfl import keys, losses
 from fedjax_pfl.algorithms import scaffold as factory
+from fedjax_pfl.algorithms.scaffold import full_gradient
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import State
+from fedjax_pfl.types import Data, State
 
 KEY = jax.random.key(0)
 TASK = toy.task()
@@ -121,3 +126,17 @@ def test_batch_norm(bn_stats):
 def test_bad_input(wrong):
     with pytest.raises(InputError):
         factory(TASK, **wrong)
+
+
+def test_each_batch_of_the_full_gradient_has_its_own_dropout(monkeypatch):
+    """Of equal batches, whose gradients differ by what is drawn alone."""
+
+    def drawn(model):
+        return lambda w, batch, key: (jax.random.normal(key) * w["head"]["bias"].sum(), ())
+
+    monkeypatch.setattr(losses, "classification", drawn)
+    data = Data(toy.federation().examples, jnp.zeros(8, jnp.int32), jnp.int32(8), lambda x: x)
+    client = types.SimpleNamespace(key=KEY, train=data)
+    got = jax.jit(lambda w: full_gradient(TASK._replace(batch_size=4), client, w))(jax.jit(TASK.model.init)(KEY))
+    batches = [jax.random.fold_in(keys.fold(KEY, keys.Client.FULL_GRADIENT), row) for row in (0, 4)]
+    np.testing.assert_allclose(got["head"]["bias"], np.mean([jax.random.normal(key) for key in batches]), rtol=1e-5)
