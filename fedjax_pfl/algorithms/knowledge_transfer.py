@@ -44,8 +44,8 @@ class Exchange(NamedTuple):
       passes: over them in each round (R), in [0, 10000]; 1 as in both papers.
       public_lr: learning rate on them (η2) in [0, inf); default the task's.
       temperature: of the softmax, in (0, inf); 1, as the papers give none.
-      order: one of paper (private training comes first), code (last, and predictions first: as
-        KT-pFL's code does).
+      order: one of paper (KT-pFL's: private training comes first), code (last, and predictions
+        first: as KT-pFL's code and FedMD's authors do).
       warmup_epochs: private epochs in [0, 10000] before round 0 with order=code; 1 as there.
       reduction: of the KL divergence, one of batchmean, mean (over the classes, too, as in KT-pFL's
         code).
@@ -76,6 +76,8 @@ def transfer(task: Task, rule: Rule, on: Exchange, space: str = "prob", public_e
     learns.
     """
     n, size = task.num_clients, public.count(task, on.public_size)
+    if on.public_at == "server":
+        public.check_sent(task, None if public_epochs else size)
     lr = task.lr if on.public_lr is None else on.public_lr
     distance = functools.partial(mixtures.distance, temperature=on.temperature, space=space, reduction=on.reduction)
     public_task = task._replace(lr=lr, batch_size=on.public_batch, drop_last=False, augment=None)

@@ -267,6 +267,14 @@ def test_where_public_labels_are_learned_first_all_travel_in_round_0():
     np.testing.assert_array_equal(sent.ints, [[3 + PUBLIC] * N, [3] * N])
 
 
+def test_a_pool_that_an_int32_cannot_count_is_refused():
+    images = MLP._replace(public=jax.ShapeDtypeStruct((200_000, 64, 64, 3), jnp.float32))
+    toy.METHODS["fedmd"](images, public_at="server")
+    for options in ({"public_epochs": 1}, {"public_size": 200_000}):
+        with pytest.raises(InputError, match="numbers or more in a round"):
+            toy.METHODS["fedmd"](images, public_at="server", **options)
+
+
 LABELLED = MLP._replace(public_classes=3)
 
 
