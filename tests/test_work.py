@@ -8,11 +8,12 @@ import numpy as np
 import optax
 import pytest
 import toy
+from flax import nnx
 
 from fedjax_pfl import models
 from fedjax_pfl.engine import flops
 from fedjax_pfl.engine.flops import parameters
-from fedjax_pfl.models import work
+from fedjax_pfl.models import layers, nets, work
 
 STEP = models.flops(toy.tiny_mlp, toy.SHAPE, toy.C, 4)  # of the model, batches of 4
 HIDDEN, HEAD = 2 * 4 * 6 * 8, 2 * 4 * 8 * 4  # of its two products, forward
@@ -120,7 +121,7 @@ def test_convolutions_of_another_form_count_about_as_much():
 
 
 @pytest.mark.parametrize("participation", [(1, 1), (0.2, 0.2)])
-def test_of_several_architectures_the_mean_over_clients_counts(participation):
+def test_of_several_architectures_the_mean_over_their_examples_counts(participation):
     nets = toy.tiny_mlp, toy.small_mlp
     task = toy.task(
         models=tuple(models.model(net, toy.SHAPE, toy.C) for net in nets),
@@ -128,4 +129,19 @@ def test_of_several_architectures_the_mean_over_clients_counts(participation):
         participation=participation,
     )
     tiny, small = (models.flops(net, toy.SHAPE, toy.C, 4) for net in nets)
-    assert flops.flops_of_step(toy.METHODS["local"], task, toy.federation()) == (2 * tiny + 3 * small) / 5
+    wanted = np.average(np.where(task.architecture == 0, tiny, small), weights=toy.SIZES)
+    np.testing.assert_allclose(flops.flops_of_step(toy.METHODS["local"], task, toy.federation()), wanted)
+
+
+def test_convolutions_of_ones_own_network_count():
+    class Body(nnx.Module):
+        def __init__(self, rngs):
+            self.conv = nnx.Conv(1, 2, (3, 3), rngs=rngs)
+
+        def __call__(self, x):
+            return self.conv(x).reshape(len(x), -1)
+
+    net = lambda shape, classes, rngs: nets.Net(Body(rngs), layers.linear(72, classes, rngs))
+    task = toy.task(models=(models.model(net, (6, 6, 1), toy.C),), prepare=toy.images)
+    x = jax.ShapeDtypeStruct((4, 6, 6, 1), jnp.float32)
+    assert flops.flops_of_step(toy.METHODS["local"], task, toy.federation()) == work.step_flops(task.model, x) > 0

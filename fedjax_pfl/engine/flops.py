@@ -57,9 +57,9 @@ def flops_of_step(
     round: int = 1,
 ) -> float:
     """Floating-point operations of a client for each of the steps that its settings ask for
-    (`local.planned`), of clients of several architectures in the mean.
+    (`local.planned`), of clients of several architectures in the mean over those steps' examples.
 
-    Counts 2 for each multiply-add of a matrix product in the loops over batches of a round without
+    Counts 2 for each multiply-add of a matrix product or convolution in the loops over batches of a round without
     evaluation, batches full: further models, inner steps, further gradients and what a method
     scores by itself are in it. The rest of the client's work and the server's (`local.ON_SERVER`)
     are not, nor is element-wise work.
@@ -71,7 +71,8 @@ def flops_of_step(
     """
     if (count := len(task.models)) > 1:
         each = [flops_of_step(factory, *alone(task, federation, group), hparams, round=round) for group in range(count)]
-        return float(np.mean(np.asarray(each)[task.architecture]))
+        _, examples = local.planned(task, task.sizes)
+        return float(np.average(np.asarray(each)[task.architecture], weights=examples))
     size = max(1, int(np.median(task.sizes)))
     size = max(size, task.batch_size) if task.drop_last else size  # fewer make no batch
     steps = int(local.planned(task, np.array([size]))[0][0])
@@ -139,7 +140,7 @@ def _literal(value: Any) -> Known:
 def _equation(eqn: Any, given: list[Known], counts: bool) -> tuple[list[Known], int]:
     name, p = eqn.primitive.name, parameters(eqn)
     unknown = [None] * len(eqn.outvars)
-    if name == "dot_general":
+    if name in ("dot_general", "conv_general_dilated"):
         return unknown, product_flops(eqn) if counts else 0
     if name == "scan":
         return _scan(p, given, counts)
