@@ -6,6 +6,7 @@ from absl import logging
 
 from experiments import networks
 from experiments.build import Experiment
+from experiments.config import OWN_NETWORKS
 from experiments.plain import plural
 from experiments.targets import Flops
 from fedjax_pfl import trees
@@ -28,7 +29,7 @@ def flops(experiment: Experiment) -> Flops | None:
 
 
 def own_parameters(experiment: Experiment) -> int:
-    """Parameters of one client's networks, of a method in networks.OWN."""
+    """Parameters of one client's networks, of a method in OWN_NETWORKS."""
     state = experiment.state_shapes()
     own = trees.size({name: part for name, part in state.clients.items() if name != "stats"})
     return trees.size(state.server) + own // experiment.task.num_clients
@@ -40,7 +41,7 @@ def describe(experiment: Experiment) -> str:
     names, _ = networks.architectures(c.model, len(experiment.everybody.train))
     sizes = [f"{networks.num_parameters(model):,}" for model in experiment.task.models]
     nets = ", ".join(f"{name} with {size} parameters" for name, size in zip(names, sizes, strict=True))
-    if c.algo in networks.OWN:
+    if c.algo in OWN_NETWORKS:
         nets = f"own networks with {own_parameters(experiment):,} parameters"
     marked = " with marks" if experiment.marks else ""
     clients = plural(experiment.task.num_clients, "client")

@@ -124,6 +124,7 @@ class Config:
 
 
 _FIELDS = [field for field in dataclasses.fields(Config) if field.metadata]
+OWN_NETWORKS = ("feddva",)  # methods that make their networks of the inputs' shape: of --model they take nothing
 _KNOWN = hyperparameters.of(Config)
 SETTINGS = {field.name: _KNOWN[field.name] for field in _FIELDS}  # by name: kind, default, range and choices
 HELP = {field.name: field.metadata["help"] for field in _FIELDS}
@@ -153,7 +154,9 @@ def participation(text: str) -> tuple[float, float]:
 def without_effect(config: Config) -> dict[str, str]:
     """The settings that mean nothing in a run because of others, each with why."""
     with_alpha = "dirichlet" in config.partition
-    found = {} if with_alpha else {"alpha": f"--partition={config.partition}"}
+    found = dict.fromkeys(("compute_dtype", "conv"), f"--algo={config.algo}") if config.algo in OWN_NETWORKS else {}
+    if not with_alpha:
+        found["alpha"] = f"--partition={config.partition}"
     if with_alpha or config.partition in ("iid", "round_robin"):
         found["classes_per_client"] = f"--partition={config.partition}"
     return found if config.unseen else found | {"unseen_rounds": "--unseen=0"}

@@ -9,15 +9,13 @@ import numpy as np
 import optax
 from chex import Numeric
 
-from experiments.config import Config
+from experiments.config import OWN_NETWORKS, Config
 from fedjax_pfl import own
 from fedjax_pfl.data import datasets
 from fedjax_pfl.engine import callables
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import functional
 from fedjax_pfl.types import Model
-
-OWN = ("feddva",)  # methods that make their networks of the inputs' shape: of --model they take nothing
 
 
 def architectures(spec: str, num_clients: int) -> tuple[list[str], np.ndarray]:
@@ -55,13 +53,13 @@ def _numbered(words: list[str]) -> tuple[list[str], np.ndarray]:
 
 def label(config: Config) -> str:
     """How tables name the network, "own" of a method that makes its own."""
-    return "own" if config.algo in OWN else config.model
+    return "own" if config.algo in OWN_NETWORKS else config.model
 
 
 def names(config: Config, num_clients: int) -> np.ndarray:
     """The name of each client's network [N], "own" of a method that makes its own; of a user's own
     the function's, if no other has it."""
-    if config.algo in OWN:
+    if config.algo in OWN_NETWORKS:
         return np.full(num_clients, "own")
     found, of = architectures(config.model, num_clients)
     brief = [own.short(name) for name in found]

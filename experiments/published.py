@@ -3,7 +3,7 @@ paper's."""
 
 from typing import Any, NamedTuple
 
-from experiments.config import BY_FILE, FREE, SETTINGS, Config, same
+from experiments.config import BY_FILE, FREE, SETTINGS, Config, same, without_effect
 from experiments.files import Row
 from experiments.presets import PRESETS, Preset
 from experiments.presets.preset import Cell
@@ -70,7 +70,8 @@ def _settings(preset: Preset, config: Config) -> list[Difference]:
     usual = config.hparams if own.named(algo) else hyperparameters(find(algo)) | preset.hparams.get(algo, {})
     wanted |= {name: value for name, value in where.items() if name in SETTINGS}
     usual |= {name: value for name, value in where.items() if name not in SETTINGS}
-    names = [n for n in SETTINGS if n not in FREE and n not in ("algo", "preset", "seed", "eval_every")]
+    off = {"algo", "preset", "seed", "eval_every", *FREE, *without_effect(config)}
+    names = [name for name in SETTINGS if name not in off]
     found = [
         Difference(name, value, wanted[name])
         for name, value in ((name, getattr(config, name)) for name in names)

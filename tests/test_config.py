@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from experiments import build, entry, main, runs, settings
+from experiments import build, entry, gather, main, runs, settings
 from fedjax_pfl.errors import InputError
 
 GIVEN = ["--algo=fedprox", "--hparam=mu=0.3", "--data_fraction=0.2", "--clients=5", "--steps=3", "--model=linear"]
@@ -96,3 +96,10 @@ def test_a_wrong_command_is_one_sentence(done, flags, sentence, capsys):
 def test_the_clients_own_data_are_not_public_by_another_name(dataset, public):
     with pytest.raises(InputError, match="is the clients' own data set"):
         build._public(settings.resolve({"algo": "fedmd", "dataset": dataset, "public": public}))
+
+
+def test_of_a_method_with_networks_of_its_own_their_settings_have_no_effect(caplog):
+    made = settings.resolve({"algo": "feddva", "compute_dtype": "bfloat16"})
+    assert "--compute_dtype=bfloat16 has no effect with --algo=feddva." in caplog.text
+    found = [gather.setting(made.replace(algo=name), "compute_dtype") for name in ("feddva", "fedavg")]
+    assert found == [None, "bfloat16"]

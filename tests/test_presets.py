@@ -289,3 +289,7 @@ def test_a_preset_can_be_built_at_a_small_size(name, monkeypatch):
 def test_a_preset_says_how_many_steps_a_round_takes():
     assert PRESETS["pfedc_mnist"].steps == 8200
     assert "Work: 8,200 client steps per round on all of the data." in describe.describe("pfedc_mnist")
+
+
+def test_what_has_no_effect_is_no_deviation():
+    assert published.deviations(config("fedcp_cifar10_pathological", "fedavg", alpha=0.5)) == ""
