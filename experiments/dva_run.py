@@ -10,6 +10,7 @@ import numpy as np
 from experiments import dva_figures, runs, scores
 from experiments.files import write_json
 from experiments.plain import plural
+from experiments.records import finite
 from fedjax_pfl import server_optimizer, trees
 from fedjax_pfl.algorithms.feddva import networks
 from fedjax_pfl.numerics import dva_phases
@@ -85,6 +86,6 @@ def draw(run: runs.Run, folder: Path) -> str:
     if len(found) > 1:
         dva_figures.swaps(folder / "swaps", found[0], found[1])
     values = probes(run, found)
-    write_json(folder / "probes.json", values | {"round": run.round})
+    write_json(folder / "probes.json", {name: finite(x) for name, x in values.items()} | {"round": run.round})
     shown = ", ".join(f"{name} {scores.labelled('', x)}" for name, x in values.items())
     return f"After {plural(run.round, 'round')}: {shown}"

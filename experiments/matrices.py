@@ -26,7 +26,8 @@ def save(path: Path, round: int, server: dict[str, Any]) -> None:
 
 def load(path: Path, name: str) -> dict[int, np.ndarray]:
     """{round: matrix} of a run directory, in the order of the rounds."""
-    return {int(file.stem): np.load(file) for file in sorted((path / FOLDER / name).glob("*.npy"))}
+    files = {int(file.stem): file for file in (path / FOLDER / name).glob("*.npy")}
+    return {round: np.load(files[round]) for round in sorted(files)}
 
 
 def names(path: Path) -> list[str]:

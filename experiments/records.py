@@ -55,8 +55,8 @@ def finite(value: float) -> float | None:
 
 
 def _plain(values: Any) -> list[float | None]:
-    """Short numbers that read back to the same float32; null for NaN."""
-    return [None if np.isnan(x) else float(str(x)) for x in np.asarray(values, np.float32)]
+    """Short numbers that read back to the same float32; null for NaN and infinity."""
+    return [float(str(x)) if np.isfinite(x) else None for x in np.asarray(values, np.float32)]
 
 
 def clients(point: str, scores: Row) -> Row:

@@ -85,3 +85,9 @@ def test_what_is_no_matrix_of_pairs_is_not_drawn(tmp_path):
     matrices.save(path, 0, {"weights": np.zeros((5, 3))})
     assert matrices.names(path) == ["coefficients", "weights"]
     assert "weights" not in figures.main([str(path)])
+
+
+def test_rounds_are_in_their_order_whatever_their_number_of_digits(tmp_path):
+    for t in (99_999, 100_000):
+        matrices.save(tmp_path, t, {"a": np.eye(2)})
+    assert list(matrices.load(tmp_path, "a")) == [99_999, 100_000]
