@@ -70,9 +70,9 @@ def holdout(data: Data, fraction: Numeric) -> tuple[Data, Data]:
     """Splits off the last of a client's rows: (the other rows, the held out ones), the same in
     every round.
 
-    Rows come shuffled from the partition, so the tail is a random sample. The nearest number to
-    fraction * n is held out, but at least one row and not all of them; a single row is not held
-    out.
+    Where the partition shuffled the rows, as all here do, the tail is a random sample. The nearest
+    number to fraction * n is held out, but at least one row and not all of them; a single row is
+    not held out.
     """
     held = held_out(data.size, fraction)
     rest, length = data.size - held, data.index.shape[0]

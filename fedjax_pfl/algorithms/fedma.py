@@ -115,13 +115,15 @@ def fedma(task: Task, *, on: Matching) -> Algorithm:
       built: growing widths, and with them the paper's new neurons and its γ. At a fixed width all
       neurons are matched equally often, so the gains of BBP-MAP rank the assignments as squared
       distances do, and bbp differs by its prior only, which shrinks the rows of J clients by J / (J
-      + 1). As a round's clients start from one model, their neurons seldom change places: identity
-      shows what matching adds to averaging layer by layer. Hidden layers are averaged uniformly
-      over the clients with examples. The model a round starts from is not in the traffic (a client
-      that was absent needs it). Batch norms follow their convolution and freeze with it; with
-      bn_stats=local an absent client's running statistics stay in the order of its last round. All
-      models of a round are held between the layers: memory grows with its clients. Loss and `post`
-      are of the first local training, before any layer is frozen.
+      + 1), and not the running statistics of a batch norm after them. As a round's clients start
+      from one model, their neurons seldom change places: identity shows what matching adds to
+      averaging layer by layer. Hidden layers are averaged uniformly over the clients with examples.
+      The model a round starts from is not in the traffic (a client that was absent needs it). Batch
+      norms follow their convolution and freeze with it; with bn_stats=local an absent client's
+      running statistics stay in the order of its last round. All models of a round are held between
+      the layers: memory grows with its clients. Loss and `post` are of the first local training,
+      before any layer is frozen. A `transform` of uploads is of each layer's, and not of the rows
+      by which its neurons are matched.
     """
     shapes = jax.eval_shape(task.model.init, jax.random.key(0))
     hidden, split, loss = layers(shapes), averaging.split(task), losses.classification(task.model)

@@ -161,9 +161,10 @@ def mocha(
       elsewhere every client has one SVM for each class against the rest, and all of them share
       Sigma. A round is one inner step. When Sigma changes, W is made anew from the duals: the
       authors' code keeps the old one, and then its dual objective may exceed its primal one. With
-      sdca the task's lr, optimizer, batch size, epochs and augmentation are not used. With sgd
-      there are no duals, and the penalty's step is implicit, by a curvature sum_s |Omega_ts| that
-      bounds what the clients' simultaneous steps add up to.
+      sdca the task's lr, optimizer, batch size, epochs, steps, drop_last and augmentation are not
+      used. With sgd there are no duals, and the penalty's step is implicit, by a curvature sum_s
+      |Omega_ts| that bounds what the clients' simultaneous steps add up to. It is of length lr, as
+      the loss's are under plain SGD; momentum or Adam weigh the loss differently.
     """
     sdca = solver == "sdca"
     period = max(1, task.rounds // 10) if relate_every is None else relate_every

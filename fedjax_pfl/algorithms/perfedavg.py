@@ -86,7 +86,7 @@ def per_fedavg(
         gradients), exact.
       alpha: the inner step size (α) in [0, inf); default the learning rate.
       beta: the outer step size (β) in [0, inf); default the learning rate.
-      delta: half the distance (δ) in (0, inf) of the difference of gradients, for hf.
+      delta: the difference of gradients (δ) in (0, inf) is taken at w ± δv, for hf.
 
     Note:
       A round has as many meta-steps as FedAvg has steps, the outer batches are FedAvg's, and the

@@ -17,7 +17,7 @@ def pad_to_superset(name: str, input_shape: Shape, num_classes: int, **options: 
     The weights are drawn in CNN-k's own shapes, so with its fan-in, and padded. A unit whose
     incoming and outgoing weights are zero has the value 0 and the gradient 0, which momentum and
     weight decay keep: training is CNN-k's, at the cost of CNN-1. Noise on the parameters would end
-    that. What travels is counted with `native_size`.
+    that. Methods count what travels as padded; `native_size` is what CNN-k has.
 
     Args:
       name: one of cnn1, cnn2, cnn3, cnn4, cnn5.
