@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from experiments import records, schema
 from fedjax_pfl.engine.program import Round
 from fedjax_pfl.engine.results import Result, record
 from fedjax_pfl.types import Traffic
@@ -30,3 +31,8 @@ def test_a_row_is_of_the_participants_and_their_own_test_examples():
     expected |= {"pre/acc": 0.5, "pre/acc_micro": (1 + 4.5 + 1.5) / 22, "pre/acc_best10": 1}
     assert {name: row[name] for name in expected} == pytest.approx(expected)
     assert "traffic/public_data" not in row
+
+
+def test_a_score_that_is_not_finite_is_null_in_the_files():
+    row = records.client_scores(Result(1, None, None, {"nll": np.array([np.inf, 0.1, np.nan, -np.inf], np.float32)}))
+    assert row == {"round": 1, "pre": {"nll": [None, 0.1, None, None]}} and schema.problem(row, schema.SCORES) is None
