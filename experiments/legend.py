@@ -19,7 +19,7 @@ POINTS = {
 COLUMNS = {
     "clients": "how many clients have the score",
     "macro mean": "mean over clients, each of the same weight",
-    "micro mean": "mean over test examples, so that large clients count more",
+    "micro mean": "mean over clients weighted by their test examples",
     "std": "standard deviation over clients",
     "worst 10 %": "mean of the tenth of the clients that is served worst",
     "best 10 %": "mean of the tenth that is served best",

@@ -3,8 +3,8 @@
 #
 # A whole experiment, all rounds and the evaluation, is a pure function of its random key and of its traced
 # hyperparameters. So `jax.vmap` turns three seeds and three values of Ditto's λ into one compiled program. Whether
-# that is *faster* depends on the machine: an accelerator with room to spare does nine small runs in about the time
-# of one, a CPU that is already busy does not. We measure both ways, and check that they give the same numbers.
+# that is *faster* depends on the machine: on an accelerator with room to spare nine small runs may take little more
+# than one, on a CPU that is already busy not. We measure both ways, and check that they give the same numbers.
 # %%
 import time
 
