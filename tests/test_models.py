@@ -451,6 +451,12 @@ class Deaf(Custom):
         self.body = nnx.Sequential(layers.BatchNorm(*input_shape, rngs=rngs), layers.linear(*input_shape, 8, rngs))
 
 
+class Tied(Custom):
+    def __init__(self, input_shape, num_classes, rngs):
+        super().__init__(input_shape, num_classes, rngs)
+        self.body = self.head = layers.linear(6, 6, rngs)
+
+
 class Counting(Custom):
     def __init__(self, input_shape, num_classes, rngs):
         super().__init__(input_shape, num_classes, rngs)
@@ -489,9 +495,15 @@ class Twofold(Custom):
         ((Headless, (6,), 3), "Headless has no `head`"),
         ((Stray, (6,), 3), "Stray.temperature is a Param"),
         ((Deaf, (6,), 3), "Sequential has batch norm: let its __call__ take `mask` and `train`"),
+        ((Tied, (6,), 6), "Tied has a variable in both body and head"),
         *(((Foreign, (6,), 3, bn_stats), "Foreign.body.squash is Flax's own batch norm") for bn_stats in BN_STATS),
     ],
 )
 def test_what_cannot_work_is_said_at_once(args, message):
     with pytest.raises(InputError, match=message):
         model(*args)
+
+
+def test_the_features_of_a_body_with_batch_norm_are_widened_if_it_knows_what_is_valid():
+    with pytest.raises(InputError, match="Sequential has batch norm: let its __call__ take `mask` and `train`"):
+        model(Deaf, (6,), 3, features=8)

@@ -132,6 +132,39 @@ def small(input_shape, num_classes, rngs):
     return nets.Net(body, layers.linear(12, num_classes, rngs))
 
 
+def plain(layer, x, stride=1, groups=1, relu=True):
+    """A convolution, a batch norm as in a test, and a ReLU."""
+    kernel, norm = layer.conv.kernel[...], layer.norm
+    pad = [(n // 2, n // 2) for n in kernel.shape[:2]]
+    given = {"dimension_numbers": ("NHWC", "HWIO", "NHWC"), "feature_group_count": groups}
+    x = lax.conv_general_dilated(x, kernel, (stride, stride), pad, **given)
+    mean, var, scale, bias = (v[...].reshape(1, 1, 1, -1) for v in (norm.mean, norm.var, norm.scale, norm.bias))
+    x = (x - mean) / jnp.sqrt(var + 1e-5) * scale + bias
+    return jnp.maximum(x, 0) if relu else x
+
+
+def test_shufflenet_unit_by_unit():
+    """Strides, ReLUs, branches and their order, without what the library makes convolutions of."""
+    net = shufflenet.ShuffleNet(3, nnx.Rngs(0), stages=((16, 2), (24, 1)), last=12)
+    for number, (_, norm) in enumerate(nnx.iter_modules(net)):
+        if isinstance(norm, layers.BatchNorm):
+            for least, value in ((-2, norm.mean), (0.5, norm.var), (0.5, norm.scale), (-1, norm.bias)):
+                value[...] = least + np.abs(normal(number, *value[...].shape))
+    x = given = normal(0, 2, 16, 16, 3)
+    x = plain(net.stem, x, relu=False)
+    for unit, down in zip(net.units, (True, False, True), strict=True):
+        left, right = (x, x) if down else (x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :])
+        if down:
+            left = plain(unit.left[0], left, 2, left.shape[-1], relu=False)
+            left = plain(unit.left[1], left)
+        right = plain(unit.right[0], right)
+        right = plain(unit.right[1], right, 1 + down, right.shape[-1], relu=False)
+        right = plain(unit.right[2], right)
+        x = jnp.stack([left, right], axis=-1).reshape(*left.shape[:-1], -1)
+    assert x.shape == (2, 4, 4, 24)
+    close(net(given), plain(net.last, x).mean((1, 2)), 1e-4)
+
+
 def step(net, variables, x, mask=None, key=None):
     """(logits, new statistics, gradients) in training."""
 

@@ -77,6 +77,14 @@ def _takes_integers(shape: Callable[[jax.ShapeDtypeStruct], Any], example: jax.S
     return False
 
 
+def norms(module: nnx.Module) -> None:
+    """InputError for a module with batch norm that is not told what is valid and whether it is
+    trained."""
+    there = any(isinstance(part, nnx.BatchNorm) for _, part in nnx.iter_modules(module))
+    if there and not {"mask", "train"} <= set(inspect.signature(module.__call__).parameters):
+        raise InputError(f"{type(module).__name__} has batch norm: let its __call__ take `mask` and `train`, for it.")
+
+
 def network(module: nnx.Module) -> None:
     """InputError unless all variables are parameters or running statistics."""
     _variables(module, lambda _: (nnx.Param, nnx.BatchStat), "a network may hold parameters and running statistics")
@@ -93,6 +101,13 @@ def parts(module: nnx.Module) -> None:
             raise InputError(
                 f"{type(module).__name__} has no `{part}`: a model needs a body, x -> h, and a head, h -> logits."
             )
+    graphs = [nnx.iter_graph(getattr(module, part)) for part in kinds]
+    held = [{id(x) for _, x in graph if isinstance(x, nnx.Variable)} for graph in graphs]
+    if set.intersection(*held):
+        raise InputError(
+            f"{type(module).__name__} has a variable in both body and head: give each its own, as they are trained and "
+            "sent apart."
+        )
     _variables(
         module,
         lambda part: kinds.get(part, ()),

@@ -162,9 +162,7 @@ def _apply(template: nnx.Module, conv: str, dtype: str) -> Callable[..., tuple[A
     """A module as a function of (parameters, running statistics, x, mask, train, key)."""
     graph, param_state, stat_state = nnx.split(template, nnx.Param, nnx.BatchStat)  # type: ignore[misc]  # its results are of unknown number
     accepted = set(inspect.signature(template.__call__).parameters) & {"mask", "train", "rngs"}
-    norms = any(isinstance(part, nnx.BatchNorm) for _, part in nnx.iter_modules(template))
-    if norms and not accepted >= {"mask", "train"}:
-        raise InputError(f"{type(template).__name__} has batch norm: let its __call__ take `mask` and `train`, for it.")
+    checks.norms(template)
 
     def run(
         params: PyTree, stats: PyTree, x: PyTree, mask: Array | None, train: bool, key: Array | None

@@ -249,7 +249,7 @@ class GroupNorm(nnx.Module):
     """Group norm (Wu & He, ECCV 2018) with PyTorch's epsilon, called as BatchNorm is; each example
     has its own mean and variance.
 
-    Of 32 groups, or the most that divide the channels.
+    Of 32 groups, or their greatest common divisor with the channels.
     """
 
     def __init__(self, num_features: int, *, rngs: nnx.Rngs, num_groups: int = 32):
