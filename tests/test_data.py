@@ -329,3 +329,20 @@ def test_federate():
 def test_federate_keeps_bytes():
     data = datasets.load("digits")
     assert federate(data, partition(data, "iid", num_clients=3, seed=0)).examples.x.dtype == jnp.uint8
+
+
+def test_labels_are_int32_whatever_integers_they_were():
+    data = datasets.synthetic(60, 3, (2,))
+    p = partition(data, "iid", num_clients=3, seed=0)
+    made = federate(data._replace(y=data.y.astype(np.uint8)), p, public=data._replace(y=data.y.astype(np.uint8)))
+    assert made.examples.y.dtype == made.public.y.dtype == jnp.int32
+    with pytest.raises(InputError, match="labels must be y"):
+        partition(data._replace(y=data.y.astype(np.uint64)), "iid", num_clients=3, seed=0)
+
+
+def test_tfds_without_the_splits_that_are_read(tmp_path):
+    folder = prepared.dataset(tmp_path, "mnist", _pictures(4, (28, 28, 1)), {"label": np.arange(4)}, 2)
+    info = folder / "dataset_info.json"
+    info.write_text(info.read_text().replace('"train"', '"validation"').replace('"test"', '"holdout"'))
+    with pytest.raises(InputError, match="'mnist' has neither a split train nor test"):
+        datasets.load("mnist", str(tmp_path))

@@ -88,9 +88,13 @@ def transformed(by):
     return simulate.program("fedavg", given_task(), transform=by)
 
 
+@functools.cache
+def on_host():
+    return host_state.program("fedavg", given_task()._replace(participation=(0.5, 0.5)))
+
+
 def curve_on_host():
-    program = host_state.program("fedavg", given_task()._replace(participation=(0.5, 0.5)))
-    return simulate.curve(program, jax.random.key(0), {}, federation(), rounds=1)
+    return simulate.curve(on_host(), KEYS, {}, federation(), rounds=1)
 
 
 def ask(id=0, x=None):
@@ -297,6 +301,13 @@ WRONG = [
     (run, {"change": rows_of("train", lambda r: r._replace(index=r.index + 200))}, "train holds the row"),
     (run, {"change": rows_of("test", lambda r: r._replace(index=r.index - 200))}, "test holds the row"),
     (run, {"change": rows_of("test", lambda r: r._replace(size=r.size + 99))}, "it has no room"),
+    (run, {"change": rows_of("test", lambda r: Subset(r.index[:4], r.size[:4]))}, "5 clients in train, and in test"),
+    (
+        run,
+        {"change": rows_of("examples", lambda e: e._replace(x=e.x[:, :3]))},
+        "The federation's examples are float32[3]",
+    ),
+    (run, {"change": rows_of("examples", lambda e: e._replace(x=e.x > 0))}, "The federation's examples are bool["),
     (run, {"change": rows_of("class_counts", lambda c: c[::-1])}, "hold other training examples"),
     (run, {"change": rows_of("examples", lambda e: e._replace(y=e.y[:50]))}, "200 inputs x but 50 labels y"),
     (run, {"change": rows_of("examples", lambda e: e.__class__(e.x[:50], e.y[:50]))}, "is it another data set?"),
@@ -400,7 +411,7 @@ def test_a_wrong_call_is_one_sentence(case):
     function, arguments, sentence = WRONG[case]
     events = []
     listen = lambda name, *_, **__: events.append(name)
-    federation(), compiled()
+    federation(), compiled(), on_host()
     jax.monitoring.register_event_time_span_listener(listen)
     try:
         with pytest.raises(InputError) as error:
@@ -435,8 +446,8 @@ def test_a_key_whose_draws_depend_on_the_others_is_refused(kind):
 
 
 def test_a_factory_without_arguments_gets_a_sentence():
-    with pytest.raises(InputError):
-        simulate.program(lambda: None, given_task(), {"a": 1})
+    with pytest.raises(InputError, match="<lambda>"):
+        simulate.program(lambda: None, given_task())
 
 
 def test_there_are_enough_of_them():

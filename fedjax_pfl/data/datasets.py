@@ -189,8 +189,8 @@ def _own(name: str, seed: int) -> Dataset:
             raise InputError(f"it returns {type(made).__name__}, not a fedjax_pfl.Dataset.")
         given = np.asarray(made.x)
         x = given if given.dtype == np.uint8 else _inputs("the data set", "x", given)
-        y = _labels("the data set", "y", np.asarray(made.y)).astype(np.int32)
-        found = checked(made._replace(name=name, x=x, y=y))
+        y = _labels("the data set", "y", np.asarray(made.y))
+        found = checked(made._replace(name=name, x=x, y=y))._replace(y=y.astype(np.int32))
         prepared(found)
         return found
 
@@ -282,7 +282,7 @@ def checked(dataset: Dataset) -> Dataset:
     """
     name = check_inputs(dataset)
     x, y = np.asarray(dataset.x), np.asarray(dataset.y)
-    if y.ndim != 1 or y.dtype.kind not in "iu" or not y.size:
+    if y.ndim != 1 or y.dtype.kind not in "iu" or y.dtype == np.uint64 or not y.size:
         raise InputError(f"{name} has y {_kind(y[None])}: labels must be y [examples] integers, not empty.")
     if len(x) != len(y):
         raise InputError(f"{name} has {len(x)} inputs x but {len(y)} labels y: store one label each.")

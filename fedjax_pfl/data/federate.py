@@ -38,8 +38,8 @@ def federate(
     if public is not None:
         public_classes(public)
     partition = checked_rows("partition", partition, dataset)
-    examples = Examples(jnp.asarray(dataset.x), jnp.asarray(dataset.y))
-    pool = None if public is None else Examples(jnp.asarray(public.x), jnp.asarray(public.y))
+    examples = Examples(jnp.asarray(dataset.x), jnp.asarray(dataset.y, jnp.int32))
+    pool = None if public is None else Examples(jnp.asarray(public.x), jnp.asarray(public.y, jnp.int32))
     return _federation(dataset, partition, room, examples, pool)
 
 

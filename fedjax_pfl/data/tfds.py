@@ -175,7 +175,7 @@ def _useful(record: LogRecord) -> bool:
 
 
 def _decode(source: str, folder: Path) -> dict[str, np.ndarray]:
-    """All splits in order: x, y, coarse labels (-1 where there are none) and the number of training
+    """The splits train and test in order: x, y, coarse labels (-1 where there are none) and the number of training
     examples."""
     try:
         import tensorflow_datasets as tfds
@@ -186,6 +186,8 @@ def _decode(source: str, folder: Path) -> dict[str, np.ndarray]:
             return celeba.decode(builder)
         x_name, y_name = _columns(builder.info.features, builder.info.supervised_keys)
         splits = [builder.as_data_source(split) for split in ("train", "test") if split in builder.info.splits]
+        if not splits:
+            raise InputError("has neither a split train nor test: prepare it with one of them.")
         records = (record for split in splits for record in celeba.records(split, range(len(split))))
         rows = [(record[x_name], record[y_name], record.get("coarse_label", -1)) for record in records]
         pixels = isinstance(builder.info.features[x_name], tfds.features.Image)

@@ -206,9 +206,16 @@ def federation(task: Task, given: Federation) -> None:
         raise InputError(f"The federation's clients hold other training examples than the task's: {_ONE_SOURCE}.")
     _public(task, given.public)
     x, y = given.examples
+    if (x.shape[1:], x.dtype) != (task.input.shape, task.input.dtype):
+        raise InputError(
+            f"The federation's examples are {x.dtype}{list(x.shape[1:])}, the task's {task.input.dtype}"
+            f"{list(task.input.shape)}: {_ONE_SOURCE}."
+        )
     if len(x) != len(y):
         raise InputError(f"The federation's examples have {len(x)} inputs x but {len(y)} labels y: {_ONE_SOURCE}.")
     for part in ("train", "val", "test"):
+        if len(getattr(given, part).size) != n:
+            raise InputError(f"The federation has {n} clients in train, and in {part} another number: {_ONE_SOURCE}.")
         rows = _rows(part, getattr(given, part), len(y))
         labels = np.asarray(y)[rows]
         if len(labels) and not (labels.min() >= 0 and labels.max() < task.num_classes):
