@@ -51,13 +51,16 @@ def save(path: str | Path, p: Partition, dataset: Dataset) -> None:
     appears whole or not at all."""
     part = Path(f"{path}.part")
     with open(part, "wb") as file:
-        np.savez_compressed(file, labels=_labels(dataset), **_contents(p))  # type: ignore[arg-type]  # numpy's stub
+        np.savez_compressed(file, **_data(dataset), **_contents(p))  # type: ignore[arg-type]  # numpy's stub
     os.replace(part, path)
 
 
-def _labels(dataset: Dataset) -> np.ndarray:
-    """A hash of the labels, [1] int64: by them row numbers know the data set that they are of."""
-    return np.frombuffer(hashlib.sha256(dataset.y.astype("<i4").tobytes()).digest()[:8], "<i8")
+def _data(dataset: Dataset) -> dict[str, np.ndarray]:
+    """Hashes of the labels and of a thousand inputs, each [1] int64: by them row numbers know the
+    data set that they are of."""
+    few = np.ascontiguousarray(dataset.x[:: max(1, len(dataset.x) // 1000)])
+    found = {"labels": dataset.y.astype("<i4"), "inputs": few.astype(few.dtype.newbyteorder("<"))}
+    return {name: np.frombuffer(hashlib.sha256(x.tobytes()).digest()[:8], "<i8") for name, x in found.items()}
 
 
 def load_file(path: str | Path, dataset: Dataset) -> Partition:
@@ -66,7 +69,8 @@ def load_file(path: str | Path, dataset: Dataset) -> Partition:
     Args:
       path: train, train_sizes, test, test_sizes and optionally val, val_sizes; the entries of
         train, test and val are row numbers of the data set's training examples followed by its test
-        examples. `labels`, which `save` writes, is a hash of its labels.
+        examples. `labels` and `inputs`, which `save` writes, are hashes of its labels and of some of
+        its inputs.
       dataset: what the row numbers refer to.
 
     Raises:
@@ -74,8 +78,8 @@ def load_file(path: str | Path, dataset: Dataset) -> Partition:
         lacks training or test examples, an example is there more than once, or the partition is of
         other data.
     """
-    arrays = read_npz(path, ("train", "train_sizes", "test", "test_sizes"), ("val", "val_sizes", "labels"))
-    if not np.array_equal(arrays.pop("labels", known := _labels(dataset)), known):
+    arrays = read_npz(path, ("train", "train_sizes", "test", "test_sizes"), ("val", "val_sizes", "labels", "inputs"))
+    if any(not np.array_equal(arrays.pop(name, known), known) for name, known in _data(dataset).items()):
         raise InputError(
             f"{path} is a partition of other examples than these {len(dataset.y):,} of {dataset.name}: take it with "
             "the data set, and the part of it, that it was made of."
