@@ -141,7 +141,8 @@ def optimizers() -> tuple[str, ...]:
         first = [p.name for p in arguments[:1]] == ["learning_rate"] and not name.startswith("scale_by")
         if first and all(p.default is not p.empty or p.kind is p.VAR_KEYWORD for p in arguments[1:]):
             found.append(name)
-    return tuple(name for name in found if name != "lbfgs")  # which also asks for the loss, as a function
+    # lbfgs also asks for the loss, as a function; noisy_sgd keeps a random key, the same for all clients
+    return tuple(name for name in found if name not in ("lbfgs", "noisy_sgd"))
 
 
 def participation(text: str) -> tuple[float, float]:

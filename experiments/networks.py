@@ -1,6 +1,7 @@
 """The networks of --model and --shared_model, and the clients' optimizer."""
 
 import contextlib
+import inspect
 import os
 from pathlib import Path
 
@@ -93,17 +94,18 @@ def num_parameters(model: Model) -> int:
 
 def optimizer(momentum: float, weight_decay: float, clip: float | None, name: str = "sgd"):
     """An optimizer with PyTorch's meaning of its numbers, lr -> transformation: gradients clipped,
-    then decayed.
+    then decayed, unless the optimizer has a decay of its own (AdamW).
 
     Args:
       momentum: of SGD.
-      name: one of `config.optimizers`, with optax's defaults but for the learning rate.
+      name: one of `config.optimizers`, with optax's defaults but for the learning rate and the decay.
     """
 
     def make(lr: Numeric) -> optax.GradientTransformation:
         parts = [optax.clip_by_global_norm(clip)] if clip is not None else []
+        if "weight_decay" in inspect.signature(rule := getattr(optax, name)).parameters:
+            return optax.chain(*parts, rule(lr, weight_decay=weight_decay))
         parts += [optax.add_decayed_weights(weight_decay)] if weight_decay else []
-        last = optax.sgd(lr, momentum or None) if name == "sgd" else getattr(optax, name)(lr)
-        return optax.chain(*parts, last)
+        return optax.chain(*parts, rule(lr, momentum or None) if name == "sgd" else rule(lr))
 
     return make

@@ -122,8 +122,7 @@ def check_ranges(config: Config) -> None:
             f"--momentum={config.momentum} is of --optimizer=sgd; {config.optimizer} has its own: leave it out."
         )
     if config.server_optimizer is not None:
-        # noisy_sgd keeps a random key, which a checkpoint does not
-        choose("server_optimizer", config.server_optimizer, [x for x in optimizers() if x != "noisy_sgd"])
+        choose("server_optimizer", config.server_optimizer, optimizers())
     if (config.server_optimizer is None) != (config.server_lr is None):
         raise InputError(
             "--server_optimizer and --server_lr belong together: give both, as --server_optimizer=adam "

@@ -215,6 +215,13 @@ def test_the_optimizer_is_one_of_optaxs_by_its_name():
     adam = networks.optimizer(0.0, 0.0, None, "adam")(0.1)
     updates, _ = adam.update({"w": np.float32(5)}, adam.init({"w": np.float32(0)}), {"w": np.float32(0)})
     np.testing.assert_allclose(updates["w"], -0.1, rtol=1e-5)  # the first step of Adam is of length lr
+    for decay in (0.0, 0.5):  # AdamW's own, and no further one
+        adamw = networks.optimizer(0.0, decay, None, "adamw")(0.1)
+        w = {"w": np.float32(2)}
+        updates, _ = adamw.update({"w": np.float32(0)}, adamw.init(w), w)
+        np.testing.assert_allclose(updates["w"], -0.1 * decay * 2)
+    with pytest.raises(InputError, match="Unknown optimizer 'noisy_sgd'"):
+        config(optimizer="noisy_sgd")
     with pytest.raises(InputError, match="Unknown optimizer 'adamm': did you mean 'adam'"):
         config(optimizer="adamm")
     with pytest.raises(InputError, match=r"momentum=0\.9 is of --optimizer=sgd"):
