@@ -242,7 +242,8 @@ def _source(name: str) -> str:
     name = name.removeprefix("tfds:")
     if name.startswith("npz:"):
         return os.path.realpath(os.path.expanduser(name.removeprefix("npz:")))
-    return "cifar100" if name == "cifar100_coarse" else name
+    # EMNIST's sets are drawn from the same images
+    return "cifar100" if name == "cifar100_coarse" else "emnist" if name.startswith("emnist/") else name
 
 
 def check_growth(experiment: Experiment, before: int) -> None:

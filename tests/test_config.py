@@ -90,6 +90,7 @@ def test_a_wrong_command_is_one_sentence(done, flags, sentence, capsys):
         ("mnist", "tfds:mnist:50"),
         ("cifar100", "cifar100_coarse:50"),
         ("cifar100", "tfds:cifar100_coarse:50"),
+        ("emnist/bymerge", "emnist/byclass:50"),
         ("npz:mine.npz", "npz:./mine.npz"),
     ],
 )
