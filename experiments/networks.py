@@ -98,7 +98,8 @@ def optimizer(momentum: float, weight_decay: float, clip: float | None, name: st
 
     Args:
       momentum: of SGD.
-      name: one of `config.optimizers`, with optax's defaults but for the learning rate and the decay.
+      name: one of `config.optimizers`, with optax's defaults but for the learning rate and the
+        decay.
     """
 
     def make(lr: Numeric) -> optax.GradientTransformation:

@@ -112,8 +112,8 @@ def statistics(values: np.ndarray, weights: np.ndarray) -> dict[str, float]:
       weights: [N] test examples.
 
     Returns:
-      macro (mean over clients), micro (weighted by `weights`), std, and the means of the worst and the best
-      10 % of clients.
+      macro (mean over clients), micro (weighted by `weights`), std, and the means of the worst and
+      the best 10 % of clients.
     """
     values = np.asarray(values, np.float64)
     seen = ~np.isnan(values)

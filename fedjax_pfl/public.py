@@ -1,7 +1,6 @@
 """Public examples, which the server and all clients have: what models predict for them, and
 training on predictions."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -29,14 +28,6 @@ def count(task: Task, size: int) -> int:
         )
     pool: int = task.public.shape[0]
     return min(size, pool)
-
-
-def check_sent(task: Task, size: int | None) -> None:
-    """Raises InputError if so many public examples (None: the whole pool) have more numbers than an
-    int32 counts."""
-    pool, *shape = task.public.shape  # type: ignore[union-attr]  # `count` has asked for it
-    if (pool if size is None else size) * math.prod(shape) >= 2**31:
-        raise InputError("public_at=server sends 2^31 numbers or more in a round: take fewer public examples.")
 
 
 def draw(key: Array, task: Task, size: int) -> Array:

@@ -31,7 +31,8 @@ def ditto(
     Note:
       The global model is averaged with weights proportional to the training examples; the authors
       average uniformly over clients sampled in proportion to their size. v and w see the same
-      batches in the same order, as far as both go: `local.sgd` is given the same key. The reported loss is that of w.
+      batches in the same order, as far as both go: `local.sgd` is given the same key. The reported
+      loss is that of w.
     """
     # `split.send` divides variables into (what is uploaded, what stays), as bn_stats says; `receive` joins them; what
     # stays is the entry "own" of a client's row, beside v

@@ -185,8 +185,7 @@ def fedfomo(
             shared, own = split.send(w)
             more = {"received": jnp.sum(there), "own_weight": 1 - jnp.sum(mixing(benefits)[1:])}
             affinity = server["affinity"][c.id].at[ids].add(benefits)
-            learned = local.learns(rest.size, task)
-            return shared, {"start": mixed, "own": own}, affinity, learned, value, post, more
+            return shared, {"start": mixed, "own": own}, affinity, local.learns(rest.size, task), value, post, more
 
         w, mine, affinity, learned, value, post, more = cohort.map(client, state.clients)
         uploads = {"models": w, "known": jnp.ones(len(cohort.ids), bool), "affinity": affinity}

@@ -73,7 +73,8 @@ def fedphp(
       the trained w_i after it, as PFLlib does now. PFLlib when FedCP's tables were made (its
       revisions of 2022 and 2023) trained another method, which has no score here: a client began
       with (1 - mu) times the received model plus mu times its last one, of which accuracy was taken
-      before training, and the received model was the teacher. The reported loss is the weighted sum.
+      before training, and the received model was the teacher. The reported loss is the weighted
+      sum.
     """
     split = averaging.split(task)
     expected = sum(task.cohort_sizes) / 2 / task.num_clients * task.rounds

@@ -16,6 +16,7 @@ from annotated_types import Ge, Gt, Interval
 
 from fedjax_pfl import aggregate, evaluate, groups, hyperparameters, keys, local, losses, public, traffic, trees
 from fedjax_pfl.averaging import predictor
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.numerics import mixtures
 from fedjax_pfl.numerics.mixtures import Asked, Predictions, Rule, nearest, similar, slope, uniform
 from fedjax_pfl.types import (
@@ -26,7 +27,6 @@ from fedjax_pfl.types import (
     Idle,
     Metrics,
     Own,
-    Predictor,
     PyTree,
     State,
     Task,
@@ -76,8 +76,7 @@ def transfer(task: Task, rule: Rule, on: Exchange, space: str = "prob", public_e
     learns.
     """
     n, size = task.num_clients, public.count(task, on.public_size)
-    if on.public_at == "server":
-        public.check_sent(task, None if public_epochs else size)
+    check_sent(task, on, size, public_epochs > 0)
     lr = task.lr if on.public_lr is None else on.public_lr
     distance = functools.partial(mixtures.distance, temperature=on.temperature, space=space, reduction=on.reduction)
     public_task = task._replace(lr=lr, batch_size=on.public_batch, drop_last=False, augment=None)
@@ -138,8 +137,7 @@ def transfer(task: Task, rule: Rule, on: Exchange, space: str = "prob", public_e
         metrics = Metrics(value, post, {"transfer_loss": gap}, {"coefficients": a})
         return State({} if rule.start is None else {"coefficients": a}, w), metrics
 
-    def predict(server: PyTree, w: PyTree, c: Client) -> Predictor:
-        return predictor(c.model, w)
+    predict = lambda server, w, c: predictor(c.model, w)
 
     def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
         # down the ids of the examples, up the predictions, down their mixture, and up what the models predict then
@@ -153,6 +151,13 @@ def transfer(task: Task, rule: Rule, on: Exchange, space: str = "prob", public_e
     idle = Idle("coefficients", rule.start or 0, 1e-3, f"{what} and a larger coef_lr or coef_steps make them move.")
     options: dict[str, Any] = {"no_unseen": alone, "idle": () if rule.start is None or n == 1 else (idle,)}
     return Algorithm(init, round, predict, evaluate.classification, sent, one_architecture=False, **options)
+
+
+def check_sent(task: Task, on: Exchange, size: int, labels: bool) -> None:
+    """Raises InputError if the examples of `with_pool` have more numbers than an int32 counts."""
+    pool, *shape = task.public.shape  # type: ignore[union-attr]  # `public.count` has asked for it
+    if on.public_at == "server" and (pool if labels else size) * math.prod(shape) >= 2**31:
+        raise InputError("public_at=server sends 2^31 numbers or more in a round: take fewer public examples.")
 
 
 def with_pool(sent: Traffic, task: Task, cohort: Cohort, size: int, labels: bool) -> Traffic:

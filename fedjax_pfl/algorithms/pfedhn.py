@@ -175,8 +175,8 @@ def pfedhn(
       step, with replacement. The task's lr and optimizer are not used, its batch size is (the
       authors' is 64). Decay and momentum move a client's embedding in its own steps only; in the
       authors' code also in the others'. Running statistics are not generated but averaged. Inner
-      steps walk through epochs, a short last batch included unless dropped, where the authors' each begin a new
-      order. Their variant with personal heads (pFedHN-PC) is not built.
+      steps walk through epochs, a short last batch included unless dropped, where the authors' each
+      begin a new order. Their variant with personal heads (pFedHN-PC) is not built.
     """
     width = 1 + task.num_clients // 4 if embedding is None else embedding
     length: dict[str, Any] = {} if inner_steps is None else {"epochs": None, "steps": inner_steps}

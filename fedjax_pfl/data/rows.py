@@ -69,8 +69,8 @@ def load_file(path: str | Path, dataset: Dataset) -> Partition:
     Args:
       path: train, train_sizes, test, test_sizes and optionally val, val_sizes; the entries of
         train, test and val are row numbers of the data set's training examples followed by its test
-        examples. `labels` and `inputs`, which `save` writes, are hashes of its labels and of some of
-        its inputs.
+        examples. `labels` and `inputs`, which `save` writes, are hashes of its labels and of some
+        inputs.
       dataset: what the row numbers refer to.
 
     Raises:

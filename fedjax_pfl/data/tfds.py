@@ -175,8 +175,8 @@ def _useful(record: LogRecord) -> bool:
 
 
 def _decode(source: str, folder: Path) -> dict[str, np.ndarray]:
-    """The splits train and test in order: x, y, coarse labels (-1 where there are none) and the number of training
-    examples."""
+    """The splits train and test in order: x, y, coarse labels (-1 where there are none) and the
+    number of training examples."""
     try:
         import tensorflow_datasets as tfds
 

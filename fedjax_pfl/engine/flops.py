@@ -59,10 +59,10 @@ def flops_of_step(
     """Floating-point operations of a client for each of the steps that its settings ask for
     (`local.planned`), of clients of several architectures in the mean over those steps' examples.
 
-    Counts 2 for each multiply-add of a matrix product or convolution in the loops over batches of a round without
-    evaluation, batches full: further models, inner steps, further gradients and what a method
-    scores by itself are in it. The rest of the client's work and the server's (`local.ON_SERVER`)
-    are not, nor is element-wise work.
+    Counts 2 for each multiply-add of a matrix product or convolution in the loops over batches of a
+    round without evaluation, batches full: further models, inner steps, further gradients and what
+    a method scores by itself are in it. The rest of the client's work and the server's
+    (`local.ON_SERVER`) are not, nor is element-wise work.
 
     Args:
       task: with a model whose convolutions have the form "matmul": others save or hide products.
