@@ -242,8 +242,9 @@ def _source(name: str) -> str:
     name = name.removeprefix("tfds:")
     if name.startswith("npz:"):
         return os.path.realpath(os.path.expanduser(name.removeprefix("npz:")))
-    # EMNIST's sets are drawn from the same images
-    return "cifar100" if name == "cifar100_coarse" else "emnist" if name.startswith("emnist/") else name
+    if name.startswith("emnist/"):  # all drawn from the same images
+        return "emnist"
+    return "cifar100" if name == "cifar100_coarse" else name
 
 
 def check_growth(experiment: Experiment, before: int) -> None:

@@ -76,8 +76,8 @@ def _class_losses(b: Branches, z: Array, y: Array) -> Array:
     """The loss of every sample under every task whose logits are those of its classes, [B, T]."""
     no, z = _reject(b, z) if b.head == "group_reject" else None, z[:, : len(b.of)]
     hit = jax.nn.one_hot(y, z.shape[1], dtype=bool)
-    own = b.member.T.astype(z.dtype)  # [B, T] below, of use where a group is one class; a product that only selects
-    bce = jnp.dot(binary_cross_entropy(z, hit), own, precision=jax.lax.Precision.HIGHEST)
+    member = b.member.T.astype(z.dtype)  # [C, T], by which the product only selects: it must not round
+    bce = jnp.dot(binary_cross_entropy(z, hit), member, precision=jax.lax.Precision.HIGHEST)  # of use for one class
     label = jnp.take_along_axis(z, y[:, None], axis=1)  # [B, 1]
     ce = jax.nn.logsumexp(z[:, None, :], axis=-1, where=b.member[None])  # [B, T]
     # without a reject logit of use for the label's own group
