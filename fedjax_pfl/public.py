@@ -161,7 +161,8 @@ def early_stopped(
       loss: `distillation` but for its target [D, C].
 
     Returns:
-      (variables, the loss of the best pass on the examples held out []).
+      (variables, the loss of the best pass on the examples held out []: 0 without a pass, inf if
+      none was finite).
     """
     data, held, held_target = parts
     optimizer, fit = task.optimizer(task.lr), loss(target=target)
@@ -185,11 +186,11 @@ def early_stopped(
         found = jax.lax.cond(ended, validate, lambda _: jnp.full((), jnp.inf), w)
         better = found < carry["least"]
         idle = jnp.where(better, 0, carry["idle"] + ended)
-        best, least = trees.choose(better, w, carry["best"]), jnp.minimum(found, carry["least"])
+        best, least = trees.choose(better, w, carry["best"]), jnp.where(better, found, carry["least"])
         return {"w": w, "opt": opt, "count": count, "best": best, "least": least, "idle": idle}
 
     params = {name: part for name, part in variables.items() if name != "stats"}
     start = {"w": variables, "opt": optimizer.init(params), "best": variables, "least": jnp.full((), jnp.inf)}
     start |= {"count": jnp.int32(0), "idle": jnp.int32(0)}
     end, _, _ = local.work(key, data, step, start, task, epochs=passes)
-    return end["best"], jnp.where(jnp.isfinite(end["least"]), end["least"], 0)
+    return end["best"], jnp.where(end["count"] > 0, end["least"], 0)

@@ -152,6 +152,16 @@ def test_a_student_stops_where_nothing_comes_of_it_and_keeps_its_best_pass(patie
     assert w["w"] == kept and least == (1 if patience == 2 else 0)
 
 
+@pytest.mark.parametrize("passes, least", [(0, 0), (2, np.inf)])
+def test_without_a_finite_pass_the_student_stays_and_the_divergence_is_infinite(passes, least):
+    pool = Examples(jnp.zeros((10, 1)), jnp.zeros(10, jnp.int32))
+    target, begin = jnp.zeros(10), {"w": jnp.ones(()), "stats": ()}
+    parts = public.validation(Data(pool, jnp.arange(10), jnp.int32(10), lambda x: x), target, 0.2)
+    loss = lambda **_: lambda v, batch, key: (v["w"] * jnp.nan, v["stats"])
+    w, found = public.early_stopped(KEY, parts, loss, target, begin, MLP, passes, 9)
+    assert w["w"] == 1 and found == least
+
+
 def test_a_student_that_is_validated_learns_and_reports_the_divergence_held_out():
     """Of the last pass, as each is better than the one before."""
     options = {"passes": 6, "student_lr": 0.02, "patience": 3, "held_out": 0.3}
