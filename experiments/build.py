@@ -30,6 +30,7 @@ class Experiment(NamedTuple):
 
     config: Config
     dataset: datasets.Dataset
+    unmarked: datasets.Dataset  # the same without --marks, to which partition files refer
     public: datasets.Dataset | None
     partition: partitioners.Partition  # of the clients that train, as all that follows
     federation: Federation
@@ -118,7 +119,7 @@ def prepare(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
     dataset = datasets.load(config.dataset, config.data_dir, config.seed)
     available = len(dataset.y)
     dataset = datasets.subset(dataset, config.data_fraction, config.seed)
-    everybody, kinds = _partition(config, dataset), tuple[str, ...]()
+    everybody, kinds, unmarked = _partition(config, dataset), tuple[str, ...](), dataset
     if config.marks:
         dataset, kinds = marks.mark(dataset, everybody, config.seed)
     model = ("cnn" if _is_image(dataset.x.shape[1:]) else "mlp") if config.model == "auto" else config.model
@@ -134,15 +135,16 @@ def prepare(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
     size = max(available, tfds.SIZES.get(dataset.name, 0))
     examples = {"used": len(dataset.y), "available": available, "of": size}
     kinds = tuple(kinds[i] for i in ids if kinds)
-    experiment = Experiment(config, dataset, public, assigned, None, task, {}, examples, kinds)  # type: ignore[arg-type]
+    found = (config, dataset, unmarked, public, assigned)
+    experiment = Experiment(*found, None, task, {}, examples, kinds)  # type: ignore[arg-type]
     experiment.program()  # checks the method: its hyperparameters, the model's parts, the shapes of a round
     if not len(apart):
         return experiment._replace(federation=federate.federate(dataset, assigned, room, public))
     others = among(whole, apart)
     unseen.scorer(config, task, others)  # checks the method
     federation, theirs = federate.federate(dataset, assigned, room, public), partitioners.select(everybody, apart)
-    found = Unseen(apart, everybody, theirs, federate.others(federation, dataset, theirs, room), others)
-    return experiment._replace(federation=federation, unseen=found)
+    of_others = Unseen(apart, everybody, theirs, federate.others(federation, dataset, theirs, room), others)
+    return experiment._replace(federation=federation, unseen=of_others)
 
 
 def room(configs: Sequence[Config]) -> tuple[int, ...]:
@@ -242,6 +244,8 @@ def _source(name: str) -> str:
     name = name.removeprefix("tfds:")
     if name.startswith("npz:"):
         return os.path.realpath(os.path.expanduser(name.removeprefix("npz:")))
+    if own.named(name):
+        return own.source(name)
     if name.startswith("emnist/"):  # all drawn from the same images
         return "emnist"
     return "cifar100" if name == "cifar100_coarse" else name

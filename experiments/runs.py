@@ -120,7 +120,7 @@ class RunDirectory:
 
     def _partition(self, experiment: build.Experiment) -> None:
         """Writes who owns what, as numbers and as a picture."""
-        partitioners.save(self.path / "partition.npz", experiment.everybody, experiment.dataset)
+        partitioners.save(self.path / "partition.npz", experiment.everybody, experiment.unmarked)
         figures.draw_partition(experiment.everybody, experiment.dataset, self.path / "partition.png")
 
     def _rewind(self, start: int, config: Config) -> None:

@@ -55,6 +55,12 @@ def load(kind: str, name: str) -> Callable[..., Any]:
     return found
 
 
+def source(name: str) -> str:
+    """The same text for names of the same part."""
+    place, _, function = name.rpartition(":")
+    return f"{os.path.realpath(_file(name) or place)}:{function}"
+
+
 def call(kind: str, name: str, **given: Any) -> Any:
     """What the function of a user's own part returns.
 

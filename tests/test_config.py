@@ -92,6 +92,7 @@ def test_a_wrong_command_is_one_sentence(done, flags, sentence, capsys):
         ("cifar100", "tfds:cifar100_coarse:50"),
         ("emnist/bymerge", "emnist/byclass:50"),
         ("npz:mine.npz", "npz:./mine.npz"),
+        ("mine.py:digits", "./mine.py:digits:50"),
     ],
 )
 def test_the_clients_own_data_are_not_public_by_another_name(dataset, public):

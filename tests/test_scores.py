@@ -238,6 +238,11 @@ def test_marks_are_drawn_and_written(tmp_path):
         assert changed.any() == (kind != "plain")
     runs.RunDirectory(tmp_path / "run", made).start(made, {}, {})
     assert json.loads((tmp_path / "run" / "partition.json").read_text())["marks"] == list(made.marks)
+    file = f"file:{tmp_path / 'run' / 'partition.npz'}"  # serves other runs, with marks or without
+    again = [build.prepare(config(dataset="digits", marks=on, partition=file, model="mlp")) for on in (True, False)]
+    for other, dataset in zip(again, (made.dataset, plain), strict=True):
+        assert np.array_equal(other.partition.train, made.partition.train)
+        assert np.array_equal(other.dataset.x, dataset.x)
 
 
 def test_the_run_says_how_long_the_rest_takes(monkeypatch):

@@ -30,7 +30,7 @@ DESCRIPTIONS: dict[str, str] = {
     "emnist/letters": "103,600 letters, 28x28 grey, 26 classes, numbered from 0 here (TFDS)",
     "emnist/byclass": "814,255 characters, 28x28 grey, 62 classes (TFDS)",
     "emnist/bymerge": "814,255 characters, 28x28 grey, 47 classes (TFDS)",
-    "emnist/mnist": "70,000 digits of MNIST as EMNIST stores them, 10 classes (TFDS)",
+    "emnist/mnist": "70,000 digits in MNIST's sizes, cut by EMNIST from the source of both, 10 classes (TFDS)",
     "celeb_a": "19,547 faces by attribute (bald, hat, blond, black hair), 64x64 colour, 4 classes, no test set (TFDS)",
 }
 
