@@ -4,12 +4,13 @@ import difflib
 import math
 import numbers
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
+T = TypeVar("T")
 
 
 class InputError(ValueError):
@@ -62,6 +63,14 @@ def check(
         raise InputError(f"{name}={value} is outside its range {span}{why and f': {why}'}.")
     if not whole and abs(number) > FLOAT32_MAX:
         raise InputError(f"{name}={value} is infinite in float32, with which it is computed.")
+
+
+def needed(name: str, value: T | None, why: str) -> T:
+    """Returns a field of the task that may be left out; InputError, which says why the method needs
+    it, if it was."""
+    if value is None:
+        raise InputError(f"This method needs {name}, {why}: give {name}= to `task`.")
+    return value
 
 
 def interval(low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> str:

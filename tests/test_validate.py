@@ -231,7 +231,7 @@ WRONG = [
     ),
     *((make_task, {"batch_size": x}, f"batch_size={x!r} must be a whole number") for x in (2.5, "10", None, NAN)),
     *((make_task, {"rounds": x}, f"rounds={x} is outside") for x in (-1, 2**40)),
-    *((make_task, {"rounds": x}, f"rounds={x!r} must be a whole number") for x in (2.5, "3", None, True)),
+    *((make_task, {"rounds": x}, f"rounds={x!r} must be a whole number") for x in (2.5, "3", True)),
     *((make_task, {"epochs": x}, f"epochs={x} is outside") for x in (-1, 2**31)),
     *((make_task, {"epochs": x}, f"epochs={x!r} must be a whole number") for x in (0.5, 0.0, False, "one")),
     *((make_task, {"epochs": None, "steps": x}, f"steps={x} is outside") for x in (-1, 2**31)),
@@ -448,6 +448,14 @@ def test_a_key_whose_draws_depend_on_the_others_is_refused(kind):
 def test_a_factory_without_arguments_gets_a_sentence():
     with pytest.raises(InputError, match="<lambda>"):
         simulate.program(lambda: None, given_task())
+
+
+@pytest.mark.parametrize("method, hparams", [("fedphp", {}), ("fedkd", {"svd": True}), ("mocha", {})])
+def test_a_schedule_over_the_rounds_needs_their_number(method, hparams):
+    task = given_task()._replace(rounds=None, shared=net())
+    with pytest.raises(InputError, match=r"This method needs rounds, .*: give rounds= to `task`"):
+        ALGORITHMS[method](task, **hparams)
+    ALGORITHMS["fedavg"](task)
 
 
 def test_there_are_enough_of_them():

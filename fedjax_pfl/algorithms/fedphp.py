@@ -14,6 +14,7 @@ from chex import Numeric
 
 from fedjax_pfl import averaging, evaluate, local, losses, trees
 from fedjax_pfl.averaging import beside, predictor, score_beside
+from fedjax_pfl.errors import needed
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task
 
 TEMPERATURE = 4.0  # of the teacher in distillation, as in the authors' code
@@ -77,7 +78,8 @@ def fedphp(
       sum.
     """
     split = averaging.split(task)
-    expected = sum(task.cohort_sizes) / 2 / task.num_clients * task.rounds
+    rounds = needed("rounds", task.rounds, "which its mixing weight follows")
+    expected = sum(task.cohort_sizes) / 2 / task.num_clients * rounds
 
     def init(key: Array) -> State:
         return split.init(key, lambda w: {"h": w, "count": jnp.zeros((), jnp.int32)})

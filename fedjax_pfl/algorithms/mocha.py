@@ -18,7 +18,7 @@ from annotated_types import Ge, Gt, Interval
 from chex import Numeric
 
 from fedjax_pfl import evaluate, local, losses, traffic, trees
-from fedjax_pfl.errors import InputError
+from fedjax_pfl.errors import InputError, needed
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task, Traffic
 
 EXACT = jax.lax.Precision.HIGHEST
@@ -167,7 +167,8 @@ def mocha(
       the loss's are under plain SGD; momentum or Adam weigh the loss differently.
     """
     sdca = solver == "sdca"
-    period = max(1, task.rounds // 10) if relate_every is None else relate_every
+    if relate_every is None:
+        relate_every = max(1, needed("rounds", task.rounds, "a tenth of which lies between updates of Sigma") // 10)
     check_linear(task)
     n, d, classes = task.num_clients, math.prod(task.prepared.shape) + 1, task.num_classes
     pairs = sdca and bool(np.all(np.count_nonzero(task.class_counts, axis=1) == 2))
@@ -204,7 +205,7 @@ def mocha(
         if sdca:
             server["w"] = models(server["sigma"], server["b"])
         # where an outer iteration ends it learns Sigma of the models, and rho and the models follow
-        renew = (cohort.round + 1) % period == 0
+        renew = (cohort.round + 1) % relate_every == 0
         sigma = jax.lax.cond(renew, lambda: relations(server["w"]), lambda: server["sigma"])
         server = {**server, "sigma": sigma}
         if sdca:

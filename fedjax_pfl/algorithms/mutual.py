@@ -21,6 +21,7 @@ from chex import Numeric
 
 from fedjax_pfl import evaluate, groups, keys, local, losses, traffic, trees
 from fedjax_pfl.averaging import BODY_AND_HEAD, predictor, score_beside
+from fedjax_pfl.errors import needed
 from fedjax_pfl.numerics.low_rank import compress
 from fedjax_pfl.small import Objective, Outputs, divergence, exchanged, learn, marked, start
 from fedjax_pfl.types import (
@@ -131,6 +132,7 @@ def fedkd(
     """
     small = exchanged(task)
     objective = fedkd_objective(detach, 1 if reduction == "sum" else 1 / task.num_classes)
+    rounds = max(1, needed("rounds", task.rounds, "over which the share kept moves")) if svd else 1
 
     def init(key: Array) -> State:
         state, fan_in = start(key, task, small), small.model.num_features
@@ -141,7 +143,7 @@ def fedkd(
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def squeeze(theta: PyTree) -> tuple[PyTree, Array]:
-            passed = jnp.minimum(1, (cohort.round + 1) / max(task.rounds, 1))
+            passed = jnp.minimum(1, (cohort.round + 1) / rounds)
             energy = energy_start + (energy_end - energy_start) * passed
             return compress(theta, state.server, energy) if svd else (theta, jnp.int32(trees.size(theta)))
 

@@ -36,7 +36,8 @@ def task(given: Task) -> Task:
     _variables(given)
     check("lr", given.lr, 0, math.inf, open_low=True)
     check("batch_size", given.batch_size, 1, LARGEST, whole=True, why=_COUNTED)
-    check("rounds", given.rounds, 0, LARGEST, whole=True, why=_COUNTED)
+    if given.rounds is not None:
+        check("rounds", given.rounds, 0, LARGEST, whole=True, why=_COUNTED)
     if (given.epochs is None) == (given.steps is None):
         raise InputError("Local work is either epochs or steps: give exactly one of the two.")
     if given.drop_last not in (True, False):
