@@ -122,7 +122,7 @@ class Task(NamedTuple):
     epochs: int | None = 1  # local epochs per round
     steps: int | None = None  # local steps per round; one of `epochs` and `steps` is None
     rounds: int | None = None  # of the whole run; needed by schedules over the rounds (FedPHP, FedKD, MOCHA)
-    participation: tuple[float, float] = (1.0, 1.0)  # fraction of the clients in a round, drawn from [low, high]
+    participation: tuple[float, float] = (1.0, 1.0)  # share of the clients in a round, drawn from [low, high]
     drop_last: bool = False  # drop the short last batch, to copy a paper that did
     augment: Callable[[Array, Array], Array] | None = None  # (key, x) -> x, on training batches
     bn_stats: str = "aggregate"  # batch norm's statistics are averaged; "local": each client's own; "batch": none

@@ -79,7 +79,7 @@ def fedphp(
     """
     split = averaging.split(task)
     rounds = needed("rounds", task.rounds, "which its mixing weight follows")
-    expected = sum(task.cohort_sizes) / 2 / task.num_clients * rounds
+    expected = sum(task.participation) / 2 * rounds
 
     def init(key: Array) -> State:
         return split.init(key, lambda w: {"h": w, "count": jnp.zeros((), jnp.int32)})

@@ -27,7 +27,7 @@ from fedjax_pfl.engine.placement import (
     starts,
     without_mesh,
 )
-from fedjax_pfl.engine.sampling import sample
+from fedjax_pfl.engine.sampling import sample, shares
 from fedjax_pfl.types import Algorithm, Array, Client, Federation, PyTree, Scores, State, Task, Traffic
 
 
@@ -217,7 +217,7 @@ def parts(
 ) -> Parts:
     """The functions of an experiment for clients whose rows are at hand; arguments as of
     `program`."""
-    algorithm, traced = bound(factory, task, hparams or {}, lr_decay)
+    algorithm, traced = bound(factory, task._replace(participation=shares(task)), hparams or {}, lr_decay)
     mesh, where = make_mesh(devices), placement(task, devices)
     lengths = segments(task, max(task.cohort_sizes), devices)
     free: Callable[..., Any] = (lambda *args: args) if mesh is None else (lambda *args: without_mesh(args))

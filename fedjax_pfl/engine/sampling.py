@@ -8,6 +8,13 @@ from fedjax_pfl.types import Array, Task
 FEW = 4  # a cohort of at most one in so many clients is drawn without sorting them all
 
 
+def shares(task: Task) -> tuple[float, float]:
+    """The least and the largest share of the clients that a round has; `participation` is rounded
+    to whole clients."""
+    low, high = (size / task.num_clients for size in task.cohort_sizes)
+    return low, high
+
+
 def sample(key: Array, task: Task) -> tuple[Array, Array]:
     """Draws a round's clients: ids [S] distinct, active [S].
 

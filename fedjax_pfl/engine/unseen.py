@@ -11,6 +11,7 @@ import numpy as np
 
 from fedjax_pfl.engine import contract, validate
 from fedjax_pfl.engine.program import program
+from fedjax_pfl.engine.sampling import shares
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.hyperparameters import method_name
 from fedjax_pfl.types import Algorithm, Array, Federation, PyTree, State, Task
@@ -73,7 +74,7 @@ def _as_drawn(factory: Callable[..., Algorithm], trained: Task) -> Callable[...,
 
     @functools.wraps(factory)
     def make(task: Task, **hparams: Any) -> Algorithm:
-        return factory(task._replace(participation=trained.participation), **hparams)
+        return factory(task._replace(participation=shares(trained)), **hparams)
 
     make.__name__ = method_name(factory)  # of a functools.partial, too
     return make

@@ -252,9 +252,12 @@ def test_expected_are_the_clients_that_are_drawn(participation, share, monkeypat
 def test_unseen_clients_follow_the_schedule_of_those_who_train(monkeypatch):
     seen = expectations(monkeypatch)
     given = simulate.program("fedphp", toy.task(rounds=50)._replace(participation=0.2), checked=False).task
-    run, f = unseen.scorer("fedphp", given, given), toy.federation()
+    apart = unseen.among(given, np.arange(2))  # of which 0.2 would be one, a half
+    run, f = unseen.scorer("fedphp", given, apart), toy.federation()
+    few = f._replace(train=toy.rows(f.train, [0, 1]), test=toy.rows(f.test, [0, 1]), val=toy.rows(f.val, [0, 1]))
+    few = few._replace(class_counts=f.class_counts[:2])
     server = jax.eval_shape(factory(given).init, jax.random.key(0)).server
-    jax.eval_shape(run, jax.random.key(0), f, server, jnp.int32(0))
+    jax.eval_shape(run, jax.random.key(0), few, server, jnp.int32(0))
     assert seen and np.allclose(seen, 10)
 
 
