@@ -43,11 +43,13 @@ def scaffold(
         script uses 0.1).
       option: of the new c_i, in [1, 2], 1: the gradient at the received model; 2: from the steps
         taken.
-      weights: of the models, one of uniform (the paper), data (training examples); c is averaged
-        uniformly.
+      weights: of the models, and of the c_i in c, one of uniform (the paper), data (training
+        examples).
 
     Note:
-      Option 2 divides by the learning rate, so c_i estimates a gradient for plain SGD only. Running
+      Option 2 divides by the learning rate, so c_i estimates a gradient for plain SGD only; under
+      momentum 0.9 it grows from round to round where a client takes four steps or more: take
+      option 1. Were c the uniform mean under weights=data, it would undo the weights. Running
       statistics have no control variate and are averaged as the models are. A client without
       training examples is no part of S. A client keeps c_i as it was before any `transform` of
       uploads, so that with one c is not their mean.
@@ -81,10 +83,10 @@ def scaffold(
 
         last = state.server["w"]
         here = cohort.trained
-        weight = {"w": cohort.sizes if weights == "data" else here, "c": here}
+        weight = cohort.sizes if weights == "data" else here
         default = {"w": last, "c": jax.tree.map(jnp.zeros_like, control)}
         mean, (mine, value, post) = cohort.mean(client, state.clients, weight=weight, default=default)
-        part = jnp.sum(here) / task.num_clients  # |S| / N
+        part = jnp.sum(weight) / (cohort.total if weights == "data" else task.num_clients)  # |S| / N
         moved = trees.lerp(server_lr, averaging.params(mean["w"]), averaging.params(last))
         w = {**mean["w"], **trees.choose(jnp.any(here), moved, averaging.params(last))}
         server = {

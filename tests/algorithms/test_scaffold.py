@@ -46,7 +46,9 @@ def round_of(task, state=None, ids=range(N), **hparams):
 )
 def test_the_servers_variate_is_the_mean_of_the_clients(task, hparams):
     state = toy.train(factory, task, 3, KEY, **hparams).state
-    assert_close(jax.tree.map(lambda x: np.mean(x, axis=0), state.clients["c"]), state.server["c"], 1e-5)
+    weight = SIZES if hparams.get("weights") == "data" else None
+    mean = jax.tree.map(lambda x: np.average(x, axis=0, weights=weight), state.clients["c"])
+    assert_close(mean, state.server["c"], 1e-5)
     assert sum(np.sum(np.square(x)) for x in jax.tree.leaves(state.server["c"])) > 1e-4
 
 
@@ -68,9 +70,11 @@ def test_two_rounds_by_hand(weights):
             changes.append([a - b for a, b in zip(new, own[i], strict=True)])
             own[i] = new
             models.append(y)
-        target = oracle.mean(models, [1 if weights == "uniform" else SIZES[i] for i in here])
+        weight = [1 if weights == "uniform" else SIZES[i] for i in here]
+        total = N if weights == "uniform" else sum(SIZES) - SIZES[3]
+        target = oracle.mean(models, weight)
         w = [a + server_lr * (b - a) for a, b in zip(w, target, strict=True)]
-        c = [a + sum(change[k] for change in changes) / N for k, a in enumerate(c)]
+        c = [a + sum(p * x[k] for p, x in zip(weight, changes, strict=True)) / total for k, a in enumerate(c)]
         oracle.close(states[t + 1].server["w"], w)
         oracle.close(states[t + 1].server["c"], c)
         for i in range(N):
