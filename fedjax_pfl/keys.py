@@ -83,6 +83,7 @@ class Loss(Stream):
 
     GUMBEL = 21, "FedCP: the gate's noise; in a prediction below the client's key"
     SHARED = 22, "dropout of the shared model that is trained beside a client's own"
+    INNER = 23, "dropout of Per-FedAvg's inner batch, + 1 of the Hessian's; of pFedMe's inner steps, + their number"
 
 
 class Init(Stream):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from annotated_types import Ge, Interval
 
-from fedjax_pfl import averaging, evaluate, local, losses, trees
+from fedjax_pfl import averaging, evaluate, keys, local, losses, trees
 from fedjax_pfl.averaging import predictor
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task
 
@@ -30,7 +30,8 @@ def mixture_loss(task: Task, mix: str) -> Callable[[PyTree, Array, PyTree, Batch
         if mix == "params":
             return losses.classification(model)(mixture(v, a, w), batch, key)
         z, stats = model.apply(v, batch.x, mask=batch.mask, train=True, key=key)
-        z_global, _ = model.apply(w, batch.x, mask=batch.mask, train=True, key=key)
+        apart = keys.fold(key, keys.Loss.SHARED)
+        z_global, _ = model.apply(w, batch.x, mask=batch.mask, train=True, key=apart)
         return losses.cross_entropy(trees.lerp(a, z, z_global), batch.y, batch.mask), stats
 
     return loss

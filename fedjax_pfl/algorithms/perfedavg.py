@@ -49,17 +49,17 @@ def meta_gradient(
     """
     w, stats = averaging.params(variables), variables["stats"]
 
-    def value(w: PyTree, batch: Batch) -> tuple[Array, PyTree]:
+    def value(w: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
         return loss({**w, "stats": stats}, batch, key)
 
-    def gradient(w: PyTree, batch: Batch) -> PyTree:
-        return jax.grad(value, has_aux=True)(w, batch)[0]
+    def gradient(w: PyTree, batch: Batch, number: int) -> PyTree:
+        return jax.grad(value, has_aux=True)(w, batch, keys.fold(key, keys.Loss.INNER, number))[0]
 
     inner, outer, *more = batches
-    adapted = jax.tree.map(lambda x, g: x - alpha * g, w, gradient(w, inner))
-    (after, new), v = jax.value_and_grad(value, has_aux=True)(adapted, outer)
+    adapted = jax.tree.map(lambda x, g: x - alpha * g, w, gradient(w, inner, 0))
+    (after, new), v = jax.value_and_grad(value, has_aux=True)(adapted, outer, key)
     if variant != "fo":
-        h = curvature(lambda w: gradient(w, more[0]), w, v, variant, delta)
+        h = curvature(lambda w: gradient(w, more[0], 1), w, v, variant, delta)
         v = jax.tree.map(lambda v, h: v - alpha * h, v, h)
     return v, after, new
 
@@ -92,8 +92,9 @@ def per_fedavg(
       A round has as many meta-steps as FedAvg has steps, the outer batches are FedAvg's, and the
       inner one (and the Hessian's) come from orders of their own: independent draws, that may share
       examples where PFLlib's halves of a batch of 2B do not, and that reuse all of them on a client
-      with at most B. The inner step is plain SGD. `pre` scores the step from the global model,
-      `post` from the client's. The loss is that after the inner step.
+      with at most B. The inner step is plain SGD. In bfloat16 hf's difference is below rounding:
+      take exact. `pre` scores the step from the global model, `post` from the client's. The loss is
+      that after the inner step.
     """
     batches = 2 if variant == "fo" else 3
     if (short := int((task.sizes < batches * task.batch_size).sum())) > 0:

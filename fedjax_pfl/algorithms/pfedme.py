@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from annotated_types import Ge, Interval
 
-from fedjax_pfl import averaging, evaluate, local, losses, trees
+from fedjax_pfl import averaging, evaluate, keys, local, losses, trees
 from fedjax_pfl.averaging import beside, predictor, score_beside
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task
 
@@ -53,9 +53,9 @@ def pfedme(
         """K steps from (theta, running statistics, optimizer state); also the loss before the last
         of them."""
 
-        def step(_: Array, loop: tuple[Inner, Array]) -> tuple[Inner, Array]:
+        def step(i: Array, loop: tuple[Inner, Array]) -> tuple[Inner, Array]:
             (theta, stats, opt), _ = loop
-            objective = lambda theta: loss({**theta, "stats": stats}, batch, key)
+            objective = lambda theta: loss({**theta, "stats": stats}, batch, keys.fold(key, keys.Loss.INNER, i))
             (value, stats), gradient = jax.value_and_grad(objective, has_aux=True)(theta)
             whole = jax.tree.map(lambda g, t, x: g + lam * (t - x) + inner_decay * t, gradient, theta, w)
             updates, opt = optimizer.update(whole, opt, theta)

@@ -7,7 +7,7 @@ import numpy as np
 import oracle
 import pytest
 import toy
-from toy import assert_close, assert_same, each_bn_stats
+from toy import C, assert_close, assert_same, each_bn_stats
 
 from fedjax_pfl import losses
 from fedjax_pfl.algorithms import apfl as factory
@@ -126,3 +126,14 @@ def test_the_loss_of_the_mixture_moves_the_personal_models_statistics(mix):
 def test_the_mixtures_running_statistics_are_the_personal_models():
     v, w = ({**x, "stats": {"mean": np.float32(i)}} for i, x in enumerate((V, W)))
     assert_same(mixture(v, np.float32(0.3), w)["stats"], v["stats"])
+
+
+def test_models_whose_outputs_are_mixed_draw_dropout_apart():
+    """Else the weight of a model and its like would be without effect."""
+
+    def apply(w, x, mask=None, train=False, key=None):
+        return jnp.outer(x[:, 0], w["head"]["bias"] + jax.random.normal(key, (C,))), {}
+
+    task = TASK._replace(models=(TASK.model._replace(apply=apply),))
+    slope = jax.grad(lambda a: mixture_loss(task, "outputs")(V, a, V, BATCH, KEY)[0])(0.3)
+    assert abs(slope) > 1e-3

@@ -12,7 +12,7 @@ import pytest
 import toy
 from toy import SIZES, assert_close, assert_same, each_bn_stats
 
-from fedjax_pfl import averaging, losses
+from fedjax_pfl import averaging, keys, losses
 from fedjax_pfl.algorithms import per_fedavg as factory
 from fedjax_pfl.algorithms.perfedavg import Variant, _warn, curvature, meta_gradient
 from fedjax_pfl.errors import InputError
@@ -170,3 +170,12 @@ def test_clients_too_small_for_separate_batches_are_named(caplog):
     assert [r.getMessage() for r in caplog.records] == [
         "per_fedavg: the batches of a meta-step must share examples at 3 clients, which hold fewer than 2 batches."
     ]
+
+
+def test_the_inner_batch_draws_dropout_of_its_own():
+    """On (n w)^2 / 2, where n is drawn: two gradients of one n each."""
+    drawn = lambda w, batch, key: ((jax.random.normal(key) * w["body"]) ** 2 / 2, w["stats"])
+    w = {"body": jnp.float32(2), "head": {}, "stats": {}}
+    found, _, _ = meta_gradient(drawn, w, (batch(0), batch(0)), KEY, "fo", 0.3, 1e-3)
+    outer, inner = jax.random.normal(KEY), jax.random.normal(keys.fold(KEY, keys.Loss.INNER))
+    np.testing.assert_allclose(found["body"], outer**2 * 2 * (1 - 0.3 * inner**2), rtol=1e-5)

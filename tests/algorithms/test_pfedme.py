@@ -1,5 +1,7 @@
 """The properties of sheet 7: where theta goes, how w follows, and what is kept."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -128,3 +130,13 @@ def test_batch_norm(bn_stats):
 def test_bad_input(wrong):
     with pytest.raises(InputError):
         factory(TASK, **wrong)
+
+
+def test_every_inner_step_draws_dropout_of_its_own(monkeypatch):
+    """Of a loss n b, where n is drawn: without a proximal term a step is -n."""
+    drawn = lambda model: lambda w, batch, key: (jax.random.normal(key) * w["head"]["bias"].sum(), w["stats"])
+    monkeypatch.setattr(losses, "classification", drawn)
+    fresh, bias = functools.partial(factory), lambda state: state.clients["theta"]["head"]["bias"][:, 0]
+    runs = [toy.train(fresh, ONE_STEP, 1, KEY, inner_steps=count, inner_lr=1.0, lam=0.0) for count in (1, 2)]
+    once, twice = (bias(run.state) - bias(run.begin) for run in runs)
+    assert (np.abs(twice - 2 * once) > 1e-3).all()
