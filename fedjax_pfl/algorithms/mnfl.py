@@ -136,5 +136,5 @@ def mnfl(
         return traffic.both_ways(cohort, one)
 
     what = "MNFL mixes all models alike: FedAvg of uniform weights, if all take part. --hparam=lam=N (N clients)"
-    idle = Idle("coefficients", 1 / n, 1e-3, f"{what} and a larger coef_lr make the coefficients move.")
+    idle = Idle("coefficients", 1 / n, min(1e-3, 0.1 / n), f"{what} and a larger coef_lr make the coefficients move.")
     return Algorithm(init, round, predict, evaluate.classification, sent, idle=() if n == 1 else (idle,))
