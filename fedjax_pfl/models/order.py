@@ -13,7 +13,7 @@ Path = tuple[str, ...]  # of a layer in the variables, such as ("body", "convs",
 
 
 def layers(model: Model, x: jax.ShapeDtypeStruct) -> list[dict[Path, tuple[tuple[int, ...], ...]]]:
-    """Lists a model's layers from the input to the logits.
+    """Lists a model's layers from the input to the logits, without those that no prediction uses.
 
     Args:
       x: an input of the model, [B, ...].
@@ -27,11 +27,12 @@ def layers(model: Model, x: jax.ShapeDtypeStruct) -> list[dict[Path, tuple[tuple
     leaves = jax.tree_util.tree_leaves_with_path(variables)
     order, _ = _uses(traced, range(len(traced.invars)))
     used = [leaves[i] for i in dict.fromkeys([*order, *range(len(leaves))]) if i < len(leaves)]
+    needed = {leaves[i][0][:-1] for i in order if i < len(leaves)}
     bn_mask = dict(jax.tree_util.tree_leaves_with_path(model.bn_mask))
     found: list[dict[Path, tuple[tuple[int, ...], ...]]] = []
     for path, leaf in used:
         part, *inside, _name = (key.key for key in path)
-        if part == "stats":
+        if part == "stats" or path[:-1] not in needed:
             continue
         layer = (part, *inside)
         if not any(layer in known for known in found):

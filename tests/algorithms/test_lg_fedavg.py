@@ -73,6 +73,22 @@ def test_layers_are_in_the_order_of_their_use():
     assert found[0]["body", "stem"] == ((3, 3, 3, 64),)
 
 
+def test_layers_that_no_prediction_uses_are_none():
+    """An auxiliary head is neither the upper layer nor anything else."""
+
+    class Body(nnx.Module):
+        def __init__(self, rngs):
+            self.inner, self.auxiliary = layers.linear(toy.SHAPE[0], 8, rngs), layers.linear(8, C, rngs)
+
+        def __call__(self, x, train=False):
+            h = self.inner(x)
+            return h + self.auxiliary(h).sum() if train else h
+
+    model = models.model(lambda shape, classes, rngs: nets.Net(Body(rngs), layers.linear(8, C, rngs)), toy.SHAPE, C)
+    found = order.layers(model, jax.ShapeDtypeStruct((1, *toy.SHAPE), jnp.float32))
+    assert [list(layer) for layer in found] == [[("body", "inner")], [("head",)]]
+
+
 @pytest.mark.parametrize("name", ["lenet_bn", "resnet18", "cnn_dva", "shufflenet"])
 def test_the_order_of_layers_does_not_depend_on_the_type_of_computation(name):
     """In bfloat16 all parameters are cast first, in the order of their names."""
