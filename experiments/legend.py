@@ -39,7 +39,7 @@ SCORES = {
     "task_bal": "the same, balanced between yes and no (pFedC)",
     "recall_macro": "mean recall over the client's classes",
     "elbo": "evidence lower bound: minus the sum of the next three (FedDVA)",
-    "reconstruction": "error of the reconstruction, half the squared one unless it is focal (FedDVA)",
+    "reconstruction": "half the squared error of the reconstruction (FedDVA)",
     "kl_z": "divergence of the shared latent from a standard normal (FedDVA)",
     "kl_c": "divergence of the personal latent from a standard normal (FedDVA)",
 }

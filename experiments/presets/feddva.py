@@ -54,7 +54,7 @@ FEDDVA: dict[str, Preset] = {
     "feddva_marks": Preset(
         description="FedDVA, MNIST with marks: 20 clients, four types of mark, all networks as published",
         settings={**_MARKS, "clients": 20, "batch_size": 256, "rounds": 200},
-        steps=2200,
+        steps=1100,
         headline="post/elbo",
         protocol=_PROTOCOL,
     ),

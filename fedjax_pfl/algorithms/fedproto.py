@@ -57,7 +57,8 @@ def fedproto(
     Args:
       lam: weight of the distance to the prototypes (λ) in [0, inf); 1 as in the authors' code.
       proto_weight: of a client in the mean of a class, one of uniform (the authors' code), size
-        (its examples of that class, as in the paper).
+        (its examples of that class, as in the paper; with collect=during as often as they were in
+        its batches).
       collect: when a client takes the mean features of its classes, one of after (by one more pass,
         of the trained model), during (over the batches of local training, of the model as it moves:
         HtFLlib, and for one epoch the authors' code).
