@@ -119,6 +119,7 @@ def prepare(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
     dataset = datasets.load(config.dataset, config.data_dir, config.seed)
     available = len(dataset.y)
     dataset = datasets.subset(dataset, config.data_fraction, config.seed)
+    _warn_of_channels_first(dataset)
     everybody, kinds, unmarked = _partition(config, dataset), tuple[str, ...](), dataset
     if config.marks:
         dataset, kinds = marks.mark(dataset, everybody, config.seed)
@@ -180,6 +181,18 @@ def _warn_of_short(sizes: np.ndarray, batch_size: int) -> None:
             short,
             len(sizes),
             batch_size,
+        )
+
+
+def _warn_of_channels_first(dataset: datasets.Dataset) -> None:
+    """Images of PyTorch would be taken for narrow ones of many channels, or for no images."""
+    shape = dataset.x.shape[1:]
+    if len(shape) == 3 and shape[0] in (1, 3) and min(shape[1:]) >= 16:
+        logging.warning(
+            "%s has inputs of shape %s, taken as [height, width, channels]: if the channels are first, store "
+            "x.transpose(0, 2, 3, 1).",
+            dataset.name,
+            shape,
         )
 
 

@@ -56,7 +56,9 @@ class Config:
         1, "rounds of local work that personalise them", free=True
     )
     participation: str = _setting("1", "the part of the clients in a round, or a range as 0.1:1 drawn each round")
-    rounds: Annotated[int, Ge(0)] = _setting(100, "communication rounds; may grow on a resume")
+    rounds: Annotated[int, Ge(0)] = _setting(
+        100, "communication rounds; may grow on a resume, if the method has no schedule over them"
+    )
     epochs: int | None = _setting(1, "local epochs per round")
     steps: int | None = _setting(None, "local steps per round, in place of epochs")
     batch_size: int = _setting(10, "examples per step")

@@ -37,7 +37,8 @@ if root is None:
 sys.path.insert(0, str(root))
 installed = bool(list(importlib.metadata.distributions(name="fedjax_pfl", path=sys.path[1:])))
 if not installed or importlib.util.find_spec("jax") is None:  # what is there may be too old: pip sees to it
-    accelerator = "[cuda]" if shutil.which("nvidia-smi") else "[tpu]" if glob.glob("/dev/accel*") else ""
+    tpu = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
+    accelerator = "[cuda]" if shutil.which("nvidia-smi") else "[tpu]" if tpu else ""
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "-e", f"{root}{accelerator}"], check=True)
 """
 DEVICE = """\

@@ -3,6 +3,7 @@
 import json
 import re
 
+import numpy as np
 import pytest
 
 from experiments import build, entry, gather, main, runs, settings
@@ -105,3 +106,13 @@ def test_of_a_method_with_networks_of_its_own_their_settings_have_no_effect(capl
     assert "--compute_dtype=bfloat16 has no effect with --algo=feddva." in caplog.text
     found = [gather.setting(made.replace(algo=name), "compute_dtype") for name in ("feddva", "fedavg")]
     assert found == [None, "bfloat16"]
+
+
+def test_images_whose_channels_are_first_are_warned_of(tmp_path, caplog):
+    x = np.random.default_rng(0).integers(0, 256, (40, 3, 16, 16), np.uint8)
+    for name, images in (("first", x), ("last", x.transpose(0, 2, 3, 1))):
+        np.savez(tmp_path / f"{name}.npz", x=images, y=np.arange(40) % 2)
+        where = {"dataset": f"npz:{tmp_path / name}.npz", "clients": 2, "partition": "iid", "model": "linear"}
+        build.prepare(settings.resolve({"algo": "local", **where}))
+        assert ("store x.transpose(0, 2, 3, 1)" in caplog.text) == (name == "first")
+        caplog.clear()

@@ -36,7 +36,7 @@ PARTITIONS: dict[str, str] = {
     "dirichlet": "FedCP / PFLlib practical: per class over clients Dir(alpha), full clients left out, a minimum size",
     "dirichlet_class": "per class over clients Dir(alpha)",
     "dirichlet_total": "FedDVA: per class over clients Dir(alpha / N), alpha in total",
-    "dirichlet_hsu": "Hsu 2019: per client over classes Dir(alpha p), equal sizes",
+    "dirichlet_hsu": "Hsu 2019: per client over classes Dir(alpha p), p the classes' shares of the data, equal sizes",
     "file:PATH": "an .npz with flat int arrays train, train_sizes, test, test_sizes (optional val, val_sizes)",
 }
 
