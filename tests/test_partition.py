@@ -291,6 +291,12 @@ def test_official_clients_without_a_test_example_get_one_of_their_classes():
         assert set(data.y[p.test[client, : p.test_sizes[client]]]) <= mine
 
 
+def test_official_test_examples_of_classes_that_nobody_trains_on_are_assigned_too():
+    y = np.where((np.arange(2000) < DATA.num_train) & (DATA.y == 9), 0, DATA.y)
+    p = partition(DATA._replace(y=y), "dirichlet", num_clients=10, seed=0, test_split="official")
+    assert p.test_sizes.sum() == 2000 - DATA.num_train
+
+
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
@@ -478,6 +484,8 @@ def test_label_groups_have_pfllibs_holders_and_parts():
     parts = np.stack([counts[:3, 0] for counts in made])
     assert all(np.array_equal(np.flatnonzero(counts[:, 0]), range(4)) for counts in made)
     assert 25 <= parts.min() < 40 and 230 < parts.max() < 250
+    large = assignment.label_groups(np.random.default_rng(0), np.full(4, 1000), 7, 2, 800)
+    assert large[:3, 0].min() >= 200  # the least of a client, over the classes
 
 
 def test_dirichlet_leaves_out_who_owns_just_its_share():
@@ -514,14 +522,20 @@ def test_equal_seeds_are_equal_partitions_on_every_machine():
     """As recorded: what NumPy draws is part of every result."""
     y = np.arange(400) % 10
     data = datasets.Dataset("y", np.zeros((400, 1), np.float32), y, 400, 10, lambda x: x)
-    found = {spec: digest(partition(data, spec, num_clients=8, seed=3))[:12] for spec in RECORDED}
+    clients = {spec: 4 if spec == "pathological_subset" else 8 for spec in SPECS}  # of 4, two classes are left out
+    found = {spec: digest(partition(data, spec, num_clients=n, seed=3))[:12] for spec, n in clients.items()}
     assert found == RECORDED
 
 
 RECORDED = {
     "iid": "84b693e1a9f8",
+    "dirichlet": "7c54f7d41814",
     "dirichlet_class": "96f476c19b0e",
     "dirichlet_hsu": "7c432c9db9cc",
+    "dirichlet_total": "6c14b17c4dd0",
+    "label_groups": "5897b53b330b",
     "pathological": "99ada87abcea",
+    "pathological_subset": "03b300db0e3c",
+    "round_robin": "48d5ac9e971f",
     "shards": "d6a8362e1df8",
 }
