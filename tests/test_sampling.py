@@ -6,6 +6,7 @@ import pytest
 import toy
 from scipy import stats
 
+from fedjax_pfl import keys
 from fedjax_pfl.engine import sampling
 
 DRAWS = 4000
@@ -59,3 +60,31 @@ def test_a_share_that_is_not_a_binary_fraction_is_not_rounded_down():
     of = task(100, 0.29, 0.29)
     _, active = sampling.sample(jax.random.key(0), of)
     assert max(of.cohort_sizes) == 29 == active.sum()
+
+
+def test_draws_are_as_recorded():
+    """They are part of every result."""
+    few, many = (sampling.sample(jax.random.key(3), task(20, 0.1, high)) for high in (0.2, 0.6))
+    assert (few[0].tolist(), int(few[1].sum())) == ([17, 6, 1, 0], 3)
+    assert (many[0].tolist(), int(many[1].sum())) == ([12, 6, 14, 7, 2, 5, 17, 19, 3, 18, 0, 13], 10)
+
+
+def test_the_numbers_of_the_streams_are_as_recorded():
+    """They are part of every result, and a number that is given stays."""
+    found = {kind.__name__: {stream.name: stream.number for stream in kind} for kind in keys.Stream.__subclasses__()}
+    assert found == STREAMS
+
+
+CLIENT = {"SHUFFLE": 1, "STEP": 2, "HEAD_PHASE": 11, "FINE_TUNE": 12, "SELECT": 31, "SUBSET": 31, "BLEND": 32}
+CLIENT |= {"SECOND_PHASE": 41, "THIRD_PHASE": 42, "TRANSFER": 42, "WARM_UP": 43, "PUBLIC_LABELS": 44}
+CLIENT |= {"EXTRACTOR": 45, "FULL_GRADIENT": 46}
+STREAMS = {
+    "Run": {"INIT": 0, "ROUND": 1},
+    "Round": {"SAMPLING": 2, "SERVER": 3, "CLIENTS": 4},
+    "Server": {"PUBLIC": 40, "STUDENT": 41, "HELD_OUT": 42},
+    "Cohort": {"ORDER": 0x5CA4, "UPLOAD": 0x7F00},
+    "Client": CLIENT,
+    "Step": {"LOSS": 3, "AUGMENT": 4},
+    "Loss": {"GUMBEL": 21, "SHARED": 22},
+    "Init": {"POLICY": 22, "REJECT": 31, "MAP": 40, "EXTRACTOR": 45},
+}
