@@ -442,9 +442,22 @@ def test_one_number_that_is_not_finite_makes_its_row_so():
     np.testing.assert_array_equal(found, [False, True, True])
 
 
+def everybody(**more):
+    """A cohort of all clients."""
+    given = {"key": jax.random.key(0), "round": jnp.int32(0), "evaluated": jnp.bool(False), "width": 1}
+    return Cohort(toy.federation(), toy.task(), jnp.arange(toy.N), jnp.ones(toy.N, bool), **given, **more)
+
+
+def test_what_is_sent_by_default_is_all_that_the_means_of_a_round_average():
+    cohort = everybody()
+    for phase, given in enumerate((jnp.zeros(3), jnp.zeros(5))):
+        cohort.mean(lambda c, upload=given: (upload, c.id), default=given, phase=phase)
+    sent = traffic.uploads(State({"w": jnp.zeros(8)}, ()), cohort, Metrics())
+    np.testing.assert_array_equal([sent.down, sent.up], 8)
+
+
 def test_each_mean_of_a_round_has_noise_of_its_own():
     noise = lambda key, upload, default: upload + jax.random.normal(key)
-    given = {"key": jax.random.key(0), "round": jnp.int32(0), "evaluated": jnp.bool(False), "width": 1}
-    cohort = Cohort(toy.federation(), toy.task(), jnp.arange(toy.N), jnp.ones(toy.N, bool), transform=noise, **given)
+    cohort = everybody(transform=noise)
     one, two = (cohort.mean(lambda c: (jnp.zeros(()), c.id), default=jnp.zeros(()), phase=i)[0] for i in range(2))
     assert one != two

@@ -102,6 +102,7 @@ def test_nothing_comes_down_before_there_are_prototypes():
     np.testing.assert_array_equal(sent.down, [[0] * N, [8 * C] * N, [8 * C] * N])
     np.testing.assert_array_equal(sent.up[0], 8 * counts)
     np.testing.assert_array_equal(sent.ints[0], counts)
+    np.testing.assert_array_equal(sent.messages, [[1] * N, [2] * N, [2] * N])
 
 
 def test_classes_that_were_in_no_batch_do_not_go_up():
