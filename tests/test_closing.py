@@ -73,7 +73,13 @@ def test_the_picture_shows_the_numbers(said, monkeypatch):
         assert list(line.get_ydata()) == pytest.approx([row["pre/acc"] for row in rows])
         assert line.get_label().endswith(f"{100 * rows[-1]['pre/acc']:.1f}")
         assert set(majority.get_ydata()) == {rows[-1]["pre/acc_majority"]}
-    assert [text.get_text() for text in right.get_yticklabels()] == _ordered(root)[::-1]
+    methods = _ordered(root)[::-1]
+    assert [text.get_text() for text in right.get_yticklabels()] == methods
+    for i, method in enumerate(methods):
+        *_, row, closing = runs.read_rows(root / f"{method}-seed0" / "metrics.jsonl")
+        worst, mean = closing["pre/acc_worst10"], closing["pre/acc"]
+        shown = [list(line.get_xdata()) for line in right.lines[4 * i : 4 * i + 4]]
+        assert shown == [[worst, mean], [worst], [mean], [row["post/acc"]]]
 
 
 def test_what_was_measured_is_said_only_of_its_setting():

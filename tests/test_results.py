@@ -31,6 +31,13 @@ def test_a_row_is_of_the_participants_and_their_own_test_examples():
     expected |= {"pre/acc": 0.5, "pre/acc_micro": (1 + 4.5 + 1.5) / 22, "pre/acc_best10": 1}
     assert {name: row[name] for name in expected} == pytest.approx(expected)
     assert "traffic/public_data" not in row
+    assert records.client_scores(Result(3, None, m, pre)) == {
+        "round": 3,
+        "ids": [1, 4],
+        "loss": [1, 3],
+        "post": {"acc": [0.25, 0.75]},
+        "pre": {"acc": [0, 1, None, 0.5, 0.5]},
+    }
 
 
 def test_a_score_that_is_not_finite_is_null_in_the_files():

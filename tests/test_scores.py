@@ -280,6 +280,22 @@ def test_of_an_architectures_score_the_same_way_is_better():
     names = ("acc", "acc_present", "acc_groups", "recall_macro", "task_bal")
     floors = ["acc_majority", "acc_majority", "acc_majority", "recall_majority", "task_bal_majority"]
     assert [scores.baseline(name) for name in names] == floors
+    assert scores.baseline("acc_present_micro") == "acc_majority_micro"
+
+
+def test_runs_of_a_seed_with_other_data_have_no_majority_baseline():
+    found = lambda floor, seed: gather.Found(
+        Path(), CONFIG.replace(seed=seed), {"scores": {"pre": {"acc_majority": {"macro": floor}}}}
+    )
+    one, other, same = found(0.3, 0), found(0.4, 1), found(0.3, 0)
+    assert comparison.majority([one, other, same], "acc") == [0.3, 0.4]
+    assert comparison.majority([one, found(0.4, 0)], "acc") == []
+
+
+def test_seconds_are_divided_by_the_rounds_that_were_timed():
+    said = {"status": "complete", "rounds": 4, "timed": 2, "seconds": {"train": 2.0}}
+    run = gather.Found(Path(), config(), said | {"scores": {}, "headline": {"score": "acc", "better": "max"}})
+    assert tables.row(run, {})[-2:] == ["2", "1.00"]
 
 
 @pytest.mark.parametrize(

@@ -144,9 +144,10 @@ def test_a_sweep_is_shown_as_a_table_over_seeds(root):
     assert head.split("  ")[0] == "method" and head.split()[-4:] == ["rounds", "MB", "sent", "seconds"]
     for line in lines:
         method = line.split()[0]
-        values = [100 * last(root / f"{method}-seed{k}", "pre/acc") for k in (0, 1)]
-        assert f"{np.mean(values):.1f} ± {abs(values[0] - values[1]) / np.sqrt(2):.1f}" in line
-        cells = [cell.strip() for cell in line.split("  ") if cell.strip()]
+        cells, found = [cell.strip() for cell in line.split("  ") if cell.strip()], rows_of(root, method)
+        for cell, place, name in ((2, -1, "pre/acc"), (3, -1, "pre/acc_worst10"), (4, -2, "post/acc")):
+            values = [100 * rows[place][name] for rows in found]
+            assert cells[cell] == f"{np.mean(values):.1f} ± {abs(values[0] - values[1]) / np.sqrt(2):.1f}"
         sent = 2 * 2 * 5 * 650 * 4 / 1e6 if method == "fedavg" else 0  # down and up, rounds, clients, parameters, bytes
         assert cells[1] == "2" and cells[5:7] == ["2", f"{sent:.3g}"]
     assert sorted(line.split()[0] for line in lines) == ["fedavg", "local"]
@@ -302,6 +303,7 @@ def test_clients_out_of_a_round_keep_their_last_score(tmp_path):
     assert found["post"] == pytest.approx([0.5, np.nan, 0.2], nan_ok=True) and list(found["pre"]) == [0.0] * 3
     assert list(courses.ranked([found["post"]]).mean) == [0.2, 0.5]
     assert list(courses.ranked([found["post"]], "min").mean) == [0.5, 0.2]  # the worst first
+    assert courses.ranked(np.array([[0.0], [1.0]])).std == [np.sqrt(0.5)]  # of the sample
     assert len(courses.ranked([np.zeros(0)]).x) == 0  # of a run without scores after local training
 
 

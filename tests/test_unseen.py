@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import toy
 
-from experiments import build, main, runs, settings, sweep, tables, unseen
+from experiments import build, courses, gather, main, runs, settings, sweep, tables, unseen
 from experiments.config import Config
 from experiments.recorded import is_complete
 from fedjax_pfl import models, testing, trees
@@ -43,6 +43,7 @@ def test_training_does_not_know_of_them(run, tmp_path):
     everybody = partitioners.load_file(run / "partition.npz", data)
     assert config["clients"] == len(everybody.train) == 6 and len(apart["unseen"]) == 2
     alone = partitioners.select(everybody, np.setdiff1d(np.arange(6), apart["unseen"]))
+    toy.assert_same(courses.sizes(gather.read(run)), (alone.train_sizes, alone.test_sizes))
     partitioners.save(tmp_path / "alone.npz", alone, data)
     given = [f"--partition=file:{tmp_path / 'alone.npz'}", "--rounds=2", f"--workdir={tmp_path / 'alone'}"]
     assert main.run([*FLAGS, *given]) == 0
