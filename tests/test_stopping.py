@@ -1,5 +1,6 @@
 """Runs that end before their last round: --stop_at and --patience."""
 
+import numpy as np
 import pytest
 
 from experiments import main, many, recorded, runs, stopping
@@ -31,6 +32,15 @@ def ended(whole, goal):
     path = whole.parent / "ended"
     assert main.run([*RUN, goal, f"--workdir={path}"]) == 0
     return path
+
+
+def test_the_validation_scores_are_of_the_validation_examples(whole):
+    run = runs.load(whole)
+    p, (x, y) = run.experiment.partition, run.experiment.dataset[1:3]
+    right = np.argmax(run.predictor(0)(x), axis=1) == y  # by the one model of FedAvg
+    found = [float(right[p.val[i, :size]].mean()) for i, size in enumerate(p.val_sizes)]
+    assert run.scores[-1]["val"]["acc"] == pytest.approx(found) != run.scores[-1]["pre"]["acc"]
+    assert run.metrics[-1]["val/acc_micro"] == pytest.approx(np.average(found, weights=p.val_sizes))
 
 
 def test_it_ends_after_the_first_evaluated_round_that_reaches_the_score(whole, ended):
