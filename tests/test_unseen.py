@@ -91,6 +91,26 @@ def test_of_each_architecture_some_do_not_train_and_some_do():
         unseen.draw(Config(unseen=0.25), np.array([0, 0, 1]))
 
 
+def test_each_seed_draws_others_and_they_are_as_recorded():
+    found = [unseen.draw(Config(unseen=0.2, seed=seed), np.zeros(20, int))[1].tolist() for seed in (0, 1)]
+    assert found == RECORDED
+
+
+RECORDED = [[0, 10, 13, 15], [6, 7, 16, 19]]
+
+
+def test_they_are_personalised_as_the_settings_and_the_seed_say(monkeypatch):
+    def scorer(*given, **options):
+        return lambda key, federation, server, t: {"given": options, "key": jax.random.key_data(key), "t": t}
+
+    monkeypatch.setattr(unseen.unseen, "scorer", scorer)
+    config = Config(algo="fedavg", seed=3, rounds=7, lr_decay=0.5, unseen_rounds=2)
+    others = unseen.Unseen(np.arange(3), None, None, (), None)
+    found = unseen.scores(config, None, others, (), width=8)
+    toy.assert_same(found["given"], {"lr_decay": 0.5, "width": 3, "rounds": 2})
+    toy.assert_same((found["key"], found["t"]), (jax.random.key_data(jax.random.key(3)), 7))
+
+
 def test_the_draw_is_not_that_of_the_partition():
     """By shards of one class each; with the partition's stream they would be the first classes."""
     found = []
