@@ -184,6 +184,9 @@ def test_a_full_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 0))
     with pytest.raises(OSError, match="0 are free"):
         checkpoint.save(tmp_path, 2, tree())
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**20, 0, 2**20))
+    with pytest.raises(OSError, match="1,048,576 are free"):  # which its arrays alone would take
+        checkpoint.save(tmp_path, 2, {"a": np.zeros(2**17)})
     assert checkpoint.steps(tmp_path) == [1]
 
 

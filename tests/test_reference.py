@@ -124,3 +124,9 @@ def test_a_prediction_that_is_no_number_is_wrong():
         "acc_present": (2, 3),  # the NaN of a class that the client does not hold is not looked at
         "acc_majority": (2, 3),  # of as many examples the first class
     }
+
+
+def test_of_a_client_without_training_examples_no_class_is_present_and_no_answer_right():
+    client = type("Client", (), {"class_counts": np.zeros(3, int)})()
+    found = evaluate.accuracies(jax.numpy.eye(3), np.arange(3), np.ones(3, bool), client)
+    assert found["acc_present"] == (0, 3) and found["acc"] == (3, 3)
