@@ -85,6 +85,6 @@ STREAMS = {
     "Cohort": {"ORDER": 0x5CA4, "UPLOAD": 0x7F00},
     "Client": CLIENT,
     "Step": {"LOSS": 3, "AUGMENT": 4},
-    "Loss": {"GUMBEL": 21, "SHARED": 22},
+    "Loss": {"GUMBEL": 21, "SHARED": 22, "INNER": 23},
     "Init": {"POLICY": 22, "REJECT": 31, "MAP": 40, "EXTRACTOR": 45},
 }
