@@ -56,6 +56,12 @@ def test_ditto_without_pull_is_local():
     assert_same(last, alone.last)
 
 
+def test_dittos_personal_epochs_are_of_the_personal_model_alone():
+    got = train("ditto", personal_epochs=0)
+    assert_close(got.state.server, train("fedavg").state.server)
+    assert_same(got.state.clients["v"], got.begin.clients["v"])
+
+
 def test_scaffolds_first_round_is_fedavgs():
     def first(method, **hparams):
         program, f = toy.program(ALGORITHMS[method], MLP, hparams), toy.federation()
@@ -264,12 +270,24 @@ def test_traffic_with_batch_norm(method, bn_stats):
     assert not np.any(sent.ints)
 
 
+@pytest.mark.parametrize(
+    "method, hparams", [("scaffold", {}), ("apfl", {}), ("pfedme", {"inner_steps": 1, "lam": 0.0, "inner_lr": 0.1})]
+)
+def test_the_server_receives_the_running_statistics_that_local_training_has_seen(method, hparams):
+    """Of a round in which one client has examples: they are those of training alone."""
+    f = toy.federation()
+    one = f._replace(train=f.train._replace(size=jnp.where(jnp.arange(toy.N) == 1, f.train.size, 0)))
+    got = toy.train(method, NORM, 1, federation_=one, **hparams).state.server
+    alone = toy.train("local", NORM, 1, federation_=one).state.clients
+    assert_close(got.get("w", got)["stats"], toy.rows(alone["stats"], 1))
+
+
 @pytest.mark.parametrize("bn_stats", [toy.slow("local"), "batch"])
 @pytest.mark.parametrize("method", ["ditto", *map(toy.slow, ["fedavg", "pfedc"])])
 def test_every_use_of_running_statistics_learns(method, bn_stats):
-    _, metrics, last = train(method, toy.task("norm", bn_stats=bn_stats))
-    assert metrics.loss[-1].mean() < metrics.loss[0].mean()
-    assert np.isfinite(last["acc"]).all()
+    got = train(method, toy.task("norm", bn_stats=bn_stats))
+    assert got.metrics.loss[-1].mean() < got.metrics.loss[0].mean()
+    toy.assert_finite((got.state, got.outputs()))
 
 
 def test_fedrep_without_head_phase_is_fedbabu():

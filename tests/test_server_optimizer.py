@@ -13,7 +13,7 @@ from flax import nnx
 from toy import assert_close, assert_same
 
 from experiments import main, runs
-from fedjax_pfl import models, simulate, testing
+from fedjax_pfl import models, simulate, testing, trees
 from fedjax_pfl.algorithms import ALGORITHMS, template
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import layers, nets
@@ -216,6 +216,7 @@ def test_running_statistics_beside_the_weights_are_averaged_as_ever():
     under = toy.train(optimized(ALGORITHMS["scaffold"], optax.sgd), norm, rounds=1, **{RATE: 0.1})
     plain = toy.train("scaffold", norm, rounds=1)
     assert_close(under.state.server.method["w"]["stats"], plain.state.server["w"]["stats"])
+    assert trees.sq_dist(plain.state.server["w"]["stats"], plain.begin.server["w"]["stats"]) > 0
 
 
 def test_a_head_that_never_moves_is_no_weight_of_the_server():

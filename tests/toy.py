@@ -33,8 +33,22 @@ class NormNet(nnx.Module):
         return jax.nn.relu(self.norm(self.inner(x), mask, train))
 
 
+class DropNet(nnx.Module):
+    """A linear layer under dropout."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.inner, self.drop = layers.linear(SHAPE[0], 8, rngs), nnx.Dropout(0.5)
+
+    def __call__(self, x, train=False, rngs=None):
+        return self.drop(self.inner(x), deterministic=not train, rngs=rngs)
+
+
 def norm_net(input_shape, num_classes, rngs):
     return nets.Net(NormNet(rngs), layers.linear(8, num_classes, rngs))
+
+
+def drop_net(input_shape, num_classes, rngs):
+    return nets.Net(DropNet(rngs), layers.linear(8, num_classes, rngs))
 
 
 def tiny_mlp(input_shape, num_classes, rngs):
@@ -58,7 +72,7 @@ METHODS = ALGORITHMS | {name: functools.partial(ALGORITHMS[name], **options) for
 TASKS: dict = {
     "feddva": {"prepare": images, "optimizer": lambda lr: optax.chain(optax.clip_by_global_norm(3.0), optax.sgd(lr))}
 }
-NETS = {"mlp": tiny_mlp, "norm": norm_net, "linear": nets.linear}
+NETS = {"mlp": tiny_mlp, "norm": norm_net, "dropout": drop_net, "linear": nets.linear}
 
 
 def slow(*values: Any):
@@ -141,6 +155,11 @@ class Trained:
         """The scores after the last round, {name: [N]}."""
         return self._steps["evaluate"](*self._args, self.state, jnp.int32(self.rounds))
 
+    def outputs(self, examples: int = 4, client: int = 1):
+        """What a client predicts after the last round for the first examples."""
+        x = self._args[2].examples.x[:examples]
+        return self._steps["predict"](*self._args, self.state, jnp.int32(self.rounds), client, x)
+
     def __iter__(self):
         return iter((self.state, self.metrics, self.last))
 
@@ -160,7 +179,7 @@ def train(method, given: Task, rounds: int = 3, key=None, federation_=None, begi
     fixed = sorted((k, repr(v)) for k, v in values.items() if k not in program.traced)
     where = (factory, id(given), *program.traced, *fixed)
     if where not in _compiled:
-        jitted = {name: jax.jit(getattr(program, name)) for name in ("init", "round", "evaluate")}
+        jitted = {name: jax.jit(getattr(program, name)) for name in ("init", "round", "evaluate", "predict")}
         _compiled[where] = (given, jitted)  # with the task, so that its id stays its own
     steps, key = _compiled[where][1], jax.random.key(5) if key is None else key
     begin = steps["init"](key, program.traced) if begin is None else begin
@@ -179,6 +198,11 @@ def rows(tree, ids):
 def assert_same(a, b) -> None:
     """Equal trees, bit for bit; NaN equals NaN."""
     chex.assert_trees_all_equal(_on_host(a), _on_host(b))
+
+
+def assert_finite(tree) -> None:
+    """No NaN and no infinity. Scores cannot have them: a prediction of NaN counts as wrong."""
+    chex.assert_tree_all_finite(_on_host(tree))
 
 
 def assert_close(a, b, tolerance: float = 1e-6) -> None:

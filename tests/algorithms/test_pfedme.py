@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 import pytest
 import toy
-from toy import assert_close, assert_same, each_bn_stats
+from toy import assert_close, assert_same
 
 from fedjax_pfl import losses
 from fedjax_pfl.algorithms import pfedme as factory
@@ -120,10 +120,14 @@ def test_theta_is_a_model_of_its_own():
     assert_same(metrics.post["acc_present"][-1], last["acc_present"])  # theta is kept until the next round
 
 
-@each_bn_stats
+@pytest.mark.parametrize("bn_stats", ["local", toy.slow("aggregate"), toy.slow("batch")])
 def test_batch_norm(bn_stats):
-    state, metrics, last = toy.train(factory, toy.task("norm", bn_stats=bn_stats), 2, KEY)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics.loss, last)))
+    got = toy.train(factory, toy.task("norm", bn_stats=bn_stats), 2, KEY)
+    state = got.state
+    toy.assert_finite((state, got.metrics.loss, got.outputs()))
+    own = jax.tree.leaves(state.clients["own"])
+    assert bool(own) == (bn_stats == "local")
+    assert all((x[0] != x[1]).any() for x in own)  # all began alike: each has seen its own batches since
 
 
 @pytest.mark.parametrize("wrong", [{"inner_steps": -1}, {"lam": -1.0}, {"beta": -0.1}, {"inner_lr": float("nan")}])
