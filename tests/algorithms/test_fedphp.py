@@ -52,6 +52,14 @@ def test_the_loss_by_hand(regularizer):
     np.testing.assert_allclose(got, 0.7 * ce + 0.3 * r, rtol=1e-5)
 
 
+def test_the_teacher_normalises_by_its_running_statistics():
+    task = toy.task("norm")
+    w, h = (jax.jit(task.model.init)(jax.random.key(seed)) for seed in (0, 1))
+    taught = jax.jit(lambda h: transfer_loss(task, h, 1.0, "kd")(w, BATCH, KEY)[0])
+    other = {**h, "stats": jax.tree.map(lambda x: x + 1, h["stats"])}
+    assert abs(taught(h) - taught(other)) > 1e-3
+
+
 def test_an_equal_teacher_teaches_nothing():
     taught = lambda w, teacher: transfer_loss(TASK, teacher, 1.0, "mmd")(w, BATCH, KEY)[0]
     learn = jax.jit(jax.value_and_grad(taught))
@@ -198,8 +206,9 @@ def test_both_models_are_scored():
 )
 def test_batch_norm(regularizer, bn_stats):
     task = toy.task("norm", bn_stats=bn_stats)
-    state, metrics, last = toy.train(factory, task, 2, key=KEY, regularizer=regularizer)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics.loss, last)))
+    got = toy.train(factory, task, 2, key=KEY, regularizer=regularizer)
+    state = got.state
+    toy.assert_finite((state, got.metrics.loss, got.outputs()))
     own = jax.tree.leaves(state.clients["own"])
     assert bool(own) == (bn_stats == "local")
     assert all((x[0] != x[1]).any() for x in own)  # all began alike: each has seen its own batches since

@@ -23,11 +23,11 @@ def train(rounds=3, **hparams):
     return toy.train("fedproto", TASK, rounds, **hparams)
 
 
-def class_means(w, id):
+def class_means(w, id, model=TASK.model):
     """A client's prototypes [K, C], example by example."""
     f, found = toy.federation(), np.zeros((8, C))
     rows = np.asarray(f.train.index[id][: f.train.size[id]])
-    h = np.asarray(TASK.model.features(w, f.examples.x)[0])
+    h = np.asarray(model.features(w, f.examples.x)[0])
     for label in set(np.asarray(f.examples.y)[rows]):
         found[:, label] = np.mean([h[i] for i in rows if f.examples.y[i] == label], axis=0)
     return found
@@ -46,10 +46,12 @@ def test_without_pull_it_is_local():
     assert_close(got.metrics.loss, expected.metrics.loss)
 
 
-@pytest.mark.parametrize("weight", ["uniform", "size"])
-def test_prototypes_are_means_over_clients_of_means_over_examples(weight):
-    state, counts = train(1, proto_weight=weight).state, np.asarray(toy.federation().class_counts)
-    means = [class_means(toy.rows(state.clients, i), i) for i in range(N)]
+@pytest.mark.parametrize("net, weight", [("mlp", "uniform"), ("mlp", "size"), ("norm", "uniform")])
+def test_prototypes_are_means_over_clients_of_means_over_examples(net, weight):
+    """Of features as in a prediction, normalised by running statistics."""
+    task, counts = toy.task(net), np.asarray(toy.federation().class_counts)
+    state = toy.train("fedproto", task, 1, proto_weight=weight).state
+    means = [class_means(toy.rows(state.clients, i), i, task.model) for i in range(N)]
     share = counts if weight == "size" else counts > 0
     assert_close(np.asarray(state.server["proto"]), np.einsum("nkc,nc->kc", means, share / share.sum(axis=0)), 1e-5)
     assert state.server["known"].all()
