@@ -58,13 +58,26 @@ def test_fedavg():
     check(state.server, w)
 
 
+def towards(w, strength):
+    """The gradient of strength/2 ||u - w||^2 at u."""
+    return lambda u: tuple(strength * (a - b) for a, b in zip(u, w, strict=True))
+
+
+def test_fedprox():
+    f, (begin, state) = toy.federation(), run("fedprox", mu=0.7)
+    w, p = head(begin.server), toy.SIZES / toy.SIZES.sum()
+    for _ in range(ROUNDS):
+        w = average([descend(w, *client_arrays(f, i), residual_softmax, towards(w, 0.7)) for i in range(N)], p)
+    check(state.server, w)
+
+
 def test_ditto():
     lam = 0.7
     f, (begin, state) = toy.federation(), run("ditto", lam=lam)
     w, p = head(begin.server), toy.SIZES / toy.SIZES.sum()
     v = [w] * N
     for _ in range(ROUNDS):
-        pull = lambda u, w=w: tuple(lam * (a - b) for a, b in zip(u, w, strict=True))
+        pull = towards(w, lam)
         v = [descend(v[i], *client_arrays(f, i), residual_softmax, pull) for i in range(N)]
         w = average([descend(w, *client_arrays(f, i), residual_softmax) for i in range(N)], p)
     check(state.server, w)

@@ -7,7 +7,7 @@ import numpy as np
 import oracle
 import pytest
 import toy
-from toy import C, assert_close, assert_same, each_bn_stats
+from toy import C, assert_close, assert_same
 
 from fedjax_pfl import losses
 from fedjax_pfl.algorithms import apfl as factory
@@ -26,7 +26,16 @@ V, W = map(jax.jit(TASK.model.init), map(jax.random.key, range(2)))
 def test_the_gradient_of_the_weight_is_the_finite_difference(mix):
     both = jax.jit(jax.value_and_grad(lambda a: mixture_loss(TASK, mix)(V, a, W, BATCH, KEY)[0]))
     h = 1e-2
+    assert abs(both(0.3)[1]) > 1e-2
     np.testing.assert_allclose(both(0.3)[1], (both(0.3 + h)[0] - both(0.3 - h)[0]) / (2 * h), atol=2e-3)
+
+
+def test_the_outputs_of_both_models_are_mixed():
+    z, g = (TASK.model.apply(m, X)[0] for m in (V, W))
+    loss = mixture_loss(TASK, "outputs")(V, 0.3, W, BATCH, KEY)[0]
+    assert_close(loss, losses.cross_entropy(0.3 * z + 0.7 * g, BATCH.y, BATCH.mask))
+    mine = toy.rows(train(rounds=0, mix="outputs").begin.clients, 1) | {"v": V, "alpha": np.float32(0.3)}
+    assert_close(factory(TASK, mix="outputs").predict(W, mine, None)(X, np.ones(6, bool)), 0.3 * z + 0.7 * g)
 
 
 def test_gradients_of_mixed_parameters_follow_the_chain_rule():
@@ -98,12 +107,22 @@ def test_without_a_personal_share_the_personal_model_is_the_global_one():
     assert_close(*both(toy.rows(clients, 1)))
 
 
-@pytest.mark.parametrize("mix", ["params", "outputs"])
-@each_bn_stats
+@pytest.mark.parametrize(
+    "mix, bn_stats",
+    [
+        ("params", "local"),
+        ("outputs", "aggregate"),
+        *(toy.slow("params", stats) for stats in ("aggregate", "batch")),
+        *(toy.slow("outputs", stats) for stats in ("local", "batch")),
+    ],
+)
 def test_batch_norm(mix, bn_stats):
-    state, metrics, last = train(rounds=2, task=toy.task("norm", bn_stats=bn_stats), mix=mix)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics.loss, last)))
-    assert bool(jax.tree.leaves(state.clients["own"])) == (bn_stats == "local")
+    got = train(rounds=2, task=toy.task("norm", bn_stats=bn_stats), mix=mix)
+    state = got.state
+    toy.assert_finite((state, got.metrics.loss, got.outputs()))
+    own = jax.tree.leaves(state.clients["own"])
+    assert bool(own) == (bn_stats == "local")
+    assert all((x[0] != x[1]).any() for x in own)  # all began alike: each has seen its own batches since
 
 
 @pytest.mark.parametrize("wrong", [{"alpha": 1.5}, {"lr_alpha": -1.0}, {"alpha_decay": -1.0}, {"mix": "models"}])
