@@ -95,6 +95,12 @@ def test_tables_follow_a_permutation_of_the_classes():
     assert_close(after[np.ix_(order, order)], before)
 
 
+def test_only_columns_that_another_client_has_sent_come_down():
+    """In round 0 nobody has; afterwards every class is held by another client, too."""
+    down = train().metrics.traffic.down
+    assert not down[0].any() and (down[1:] == C * C).all()
+
+
 def test_two_rounds_by_hand():
     """In plain NumPy; in the second round some are absent, and one client never has examples."""
     f, (keys, states, _) = oracle.federation(), oracle.run(fd, TASK)

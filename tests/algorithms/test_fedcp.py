@@ -110,7 +110,6 @@ def test_shares_sum_to_one_and_lie_inside():
 def test_gumbel_noise_belongs_to_its_key():
     w, frozen = start()
     noisy = lambda key: np.asarray(forward(w, frozen, "gumbel", key=key)[2])
-    assert_same(noisy(KEY), noisy(KEY))
     assert np.all(noisy(KEY) != noisy(jax.random.key(9)))
     assert_same(forward(w, frozen, key=KEY), forward(w, frozen, key=jax.random.key(9)))
     noise = jax.jit(lambda a: gate(a, KEY)[0])
@@ -123,6 +122,16 @@ def test_training_with_gumbel_is_reproducible_and_not_softmax():
     once, again = (train(rounds=1, policy="gumbel")[1] for _ in range(2))
     assert_same(once, again)
     assert sq_dist(once.server["policy"], train(rounds=1)[1].server["policy"]) > 1e-8
+
+
+def test_both_extractors_drop_the_same_features():
+    """So that where they are equal their distance is 0."""
+    task = toy.task("dropout")
+    w = jax.jit(factory(task).init)(KEY).server
+    frozen = Frozen(w["body"], w["head"], client_vector(w["head"]))
+    apply, batch = gated(task, policy_network(task), "softmax", set()), Batch(X, np.arange(6) % C, ALL, np.arange(6))
+    value = jax.jit(lambda lam: objective(task, apply, frozen, lam)(w, batch, KEY)[0])
+    np.testing.assert_allclose(value(50.0), value(0.0), rtol=1e-5)
 
 
 @pytest.mark.parametrize("policy", ["softmax", "gumbel"])

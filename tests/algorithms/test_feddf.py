@@ -237,19 +237,21 @@ def test_the_reported_divergence_is_the_mean_over_the_architectures():
     np.testing.assert_allclose(got.metrics.server["distillation_loss"][0], np.mean(gaps), rtol=1e-4)
 
 
-def test_other_examples_are_held_out_in_each_round(monkeypatch):
-    seen, validation = [], public.validation
+def test_other_examples_are_drawn_and_held_out_in_each_round(monkeypatch):
+    seen, drawn, validation = [], [], public.validation
 
     def noted(*given):
         parts = validation(*given)
-        note = lambda rows, size: seen.append(frozenset(rows[:size].tolist()))
-        jax.debug.callback(note, parts[1].index, parts[1].size)
+        note = lambda into, rows: into.append(frozenset(rows.tolist()))
+        jax.debug.callback(lambda rows, size: note(seen, rows[:size]), parts[1].index, parts[1].size)
+        jax.debug.callback(lambda rows: note(drawn, rows), given[0].index)
         return parts
 
     monkeypatch.setattr(public, "validation", noted)
-    toy.train(functools.partial(feddf), MLP, rounds=3, patience=9, held_out=0.5)
+    toy.train(functools.partial(feddf), MLP, rounds=3, patience=9, held_out=0.5, public_size=8)
     jax.effects_barrier()
-    assert {len(rows) for rows in seen} == {6} and len(set(seen)) == 3
+    assert {len(rows) for rows in seen} == {4} and len(set(seen)) == 3
+    assert {len(rows) for rows in drawn} == {8} and len(set(drawn)) == 3
 
 
 def test_fine_tuning_takes_its_own_epochs():

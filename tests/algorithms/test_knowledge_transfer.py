@@ -145,6 +145,19 @@ def test_public_examples_are_drawn_without_replacement_in_every_round():
     np.testing.assert_array_equal(public.draw(jax.random.key(0), MLP, 3000), np.arange(PUBLIC))
 
 
+def test_every_round_has_other_public_examples(monkeypatch):
+    seen, subset = set(), public.subset
+
+    def noted(pool, index, wanted):
+        jax.debug.callback(lambda rows: seen.add(tuple(rows.tolist())), index)
+        return subset(pool, index, wanted)
+
+    monkeypatch.setattr(public, "subset", noted)
+    toy.train(functools.partial(ALGORITHMS["fedmd"]), MLP, 3, public_size=5)  # compiled anew
+    jax.effects_barrier()
+    assert len(seen) == 3 and {len(rows) for rows in seen} == {5}
+
+
 @pytest.mark.parametrize("method, order", [("mnfl_het", "paper"), ("mnfl_het", "code"), ("topk_pfd", "paper")])
 def test_no_passes_is_local(method, order):
     got, alone = toy.train(method, MLP, passes=0, order=order, warmup_epochs=0), toy.train("local", MLP)

@@ -295,6 +295,18 @@ def test_a_frozen_extractor_is_as_in_a_prediction():
         assert trees.sq_dist(new, v["stats"][moved]) > 0
 
 
+def test_the_extractors_draw_dropout_of_their_own():
+    """So that equal ones trained end to end have other features, which alpha mixes."""
+    model = toy.task("dropout").model
+    w, x = model.init(KEY), toy.federation().examples.x[:8]
+    stats = {"w": w["stats"], "theta": w["stats"]}
+    v = {"w": averaging.params(w), "theta": {"body": w["body"]}, "alpha": jnp.full(8, 0.5), "stats": stats}
+    loss = objective(model, model, ("w", "alpha", "theta"))
+    batch = Batch(x, jnp.arange(8) % C, jnp.ones(8, bool), jnp.arange(8))
+    by = jax.jit(jax.grad(lambda v: loss(v, batch, KEY)[0]))(v)["alpha"]
+    assert np.abs(by).max() > 1e-3
+
+
 def test_each_phase_draws_its_own_batches(monkeypatch):
     seen, sgd = [], local.sgd
 
