@@ -46,8 +46,10 @@ def optimized(
     from which the optimizer moves w (for the weights that `Algorithm.averages` names; all else of
     the state, running statistics among it, becomes what the method makes it). With plain SGD of
     rate 1 that is w'. An optimizer that selects by name sees the averaged parts, of a single one
-    that holds a model (SCAFFOLD's w) the model's. A round in which nobody takes a step changes
-    neither w nor the optimizer's state.
+    that holds a model (SCAFFOLD's w) the model's. Where w - w' may be the rounding
+    of a mean of so many models the gradient is 0, else Adam would make steps of full length of it.
+    A round in which nobody takes a step, or no weight of the mean moves, changes neither w nor the
+    optimizer's state.
 
     Args:
       factory: a method, or its name, of which `averages` names at least one part.
@@ -102,11 +104,13 @@ def _wrapped(task: Task, method: Algorithm, step: optax.GradientTransformation) 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         new, metrics = method.round(key, inner(state), cohort)
         (before, _), (mean, rest) = weights(state.server.method), weights(new.server)
-        gradient = jax.tree.map(jnp.subtract, before, mean)
+        gradient = jax.tree.map(functools.partial(_difference, jnp.sum(cohort.active)), before, mean)
         updates, kept = step.update(shown(gradient), state.server.optimizer, shown(before))
         new_weights = optax.tree.cast_like(optax.apply_updates(shown(before), updates), shown(before))
         moved = ({**before, whole: new_weights} if whole else new_weights, kept)
-        moved, kept = trees.choose(jnp.any(local.learns(cohort.sizes, task)), moved, (before, state.server.optimizer))
+        moves = functools.reduce(jnp.logical_or, map(jnp.any, jax.tree.leaves(gradient)), jnp.bool(False))
+        moves &= jnp.any(local.learns(cohort.sizes, task))
+        moved, kept = trees.choose(moves, moved, (before, state.server.optimizer))
         return State(Optimized(trees.merge(moved, rest), kept), new.clients), metrics
 
     def predict(server: PyTree, row: PyTree, c: Client) -> Predictor:
@@ -118,6 +122,16 @@ def _wrapped(task: Task, method: Algorithm, step: optax.GradientTransformation) 
 
     traffic = None if method.traffic is None else sent
     return method._replace(init=init, round=round, predict=predict, traffic=traffic, averages=())
+
+
+def _difference(count: Array, before: Array, mean: Array) -> Array:
+    """before - mean, and 0 where it is no more than the rounding of a mean of `count` [] models
+    that are all as before."""
+    difference = before - mean
+    # their shares, products and sum are each rounded, in float32: by count + 1 half units in the last place; and
+    # methods mix the mean with what was before (`trees.lerp`)
+    bound = (count + 8) * jnp.finfo(jnp.float32).epsneg * jnp.abs(before)
+    return jnp.where(jnp.abs(difference) <= bound, 0, difference)
 
 
 def _moves(method: Algorithm, path: tuple[Any, ...], leaf: Array) -> bool:

@@ -82,6 +82,16 @@ def test_a_server_optimizer_that_selects_by_name_sees_the_parts_of_a_model(metho
     assert not np.array_equal(*(jax.tree.leaves(x["body"])[0] for x in (before, after)))
 
 
+def test_weights_that_no_client_trains_stay_under_adam_at_the_server():
+    """Their mean is what they were to rounding, of which Adam would make steps of full length."""
+    run = toy.train(
+        server_optimizer.optimized("fedavg"), toy.task(optimizer=frozen_heads), rounds=2, server_optimizer_lr=0.01
+    )
+    before, after = (state.server.method for state in (run.begin, run.state))
+    toy.assert_same(before["head"], after["head"])
+    assert not np.array_equal(*(jax.tree.leaves(x["body"])[0] for x in (before, after)))
+
+
 def test_a_server_optimizer_that_fails_is_named():
     masked = lambda lr: optax.masked(optax.sgd(lr), {"body": True})
     method = server_optimizer.optimized("fedavg", masked)

@@ -13,7 +13,7 @@ from flax import nnx
 from toy import assert_close, assert_same
 
 from experiments import main, runs
-from fedjax_pfl import models, simulate, testing, trees
+from fedjax_pfl import models, server_optimizer, simulate, testing, trees
 from fedjax_pfl.algorithms import ALGORITHMS, template
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import layers, nets
@@ -108,6 +108,30 @@ def test_no_momentum_moves_the_server_where_nobody_takes_a_step(method):
     assert_same(same.server, s.start.server)
     with pytest.raises(AssertionError):
         assert_same(moved.server, s.start.server)
+
+
+STILL = {
+    "a body that is not trained": ("fedrep", {"body_epochs": 0}, {}),
+    "no step": ("ditto", {}, {"epochs": None, "steps": 0}),
+    "a mean that is mixed with what was before": ("scaffold", {"server_lr": 0.3}, {"epochs": 0}),
+}
+
+
+@pytest.mark.parametrize("case", STILL)
+def test_rounding_is_no_gradient(case):
+    """Adam would normalise it: weights that nobody trains moved by steps of full length."""
+    method, hparams, work = STILL[case]
+    run = toy.train(optimized(method), toy.task(**work), rounds=2, **hparams, **{RATE: 0.01})
+    assert_same(run.state.server, run.begin.server)
+
+
+def test_the_mean_of_many_equal_models_is_no_gradient():
+    """The error of a sum grows with its terms; a change of 0.1 % is none."""
+    w = np.random.default_rng(0).normal(size=10_000).astype(np.float32)
+    mean = functools.reduce(np.add, [np.float32(1 / 500) * w] * 500)
+    assert np.abs(mean / w - 1).max() > 16 * np.finfo(np.float32).eps
+    assert not np.any(server_optimizer._difference(500, w, mean))
+    assert np.all(server_optimizer._difference(500, w, w * np.float32(1.001)))
 
 
 def test_what_averages_is_in_the_server_and_other_methods_are_refused():
