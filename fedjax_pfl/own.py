@@ -172,7 +172,8 @@ def _from_file(kind: str, place: str) -> Any:
     name = f"_own_{hashlib.sha256(str(path).encode() + content).hexdigest()[:16]}"
     if name not in sys.modules:  # a part is looked up several times in a run
         if str(path.parent) not in sys.path:
-            sys.path.append(str(path.parent))  # what lies beside it can be imported, as by a script
+            sys.path.append(str(path.parent))  # what lies beside it can be imported
+        _check_beside(path)
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None
         sys.modules[name] = module = importlib.util.module_from_spec(spec)  # dataclasses look it up there
@@ -182,6 +183,20 @@ def _from_file(kind: str, place: str) -> Any:
             del sys.modules[name]
             raise InputError(f"{path} cannot be imported ({in_one_line(error)}).") from error
     return sys.modules[name]
+
+
+def _check_beside(path: Path) -> None:
+    """Raises InputError if a module that a file imports from its folder is another one for Python:
+    one of the same name is loaded already, or comes first on its path."""
+    files: dict[Path, bytes] = {}
+    _read(path, path.parent, files)
+    for name in sorted({file.relative_to(path.parent).parts[0].removesuffix(".py") for file in files if file != path}):
+        spec = importlib.util.find_spec(name)
+        places = [spec.origin or "", *(spec.submodule_search_locations or ())] if spec else []
+        beside = {os.path.realpath(path.parent / found) for found in (name, f"{name}.py")}
+        if places and beside.isdisjoint(map(os.path.realpath, places)):
+            other = next(filter(None, places))
+            raise InputError(f"{path} imports {name} from its folder, but Python takes {other}: rename one of them.")
 
 
 def _from_package(kind: str, place: str, name: str) -> Any:

@@ -100,6 +100,18 @@ def test_what_a_file_imports_from_its_folder_is_found_and_has_its_part_in_the_ha
     assert own.load("model", name).__name__ == "net" and len(set(hashes)) == 2
 
 
+def test_a_helper_whose_name_another_part_has_taken_is_refused(tmp_path):
+    for place in ("a", "b"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "net.py").write_text("from helper_of_one_name import width\n" + MODEL)
+        (tmp_path / place / "helper_of_one_name.py").write_text(f"width = {place!r}")
+    own.load("model", f"{tmp_path}/a/net.py:net")
+    for _ in range(2):
+        with pytest.raises(InputError, match=r"b/net.py imports helper_of_one_name .*, but Python takes .*a/helper_of"):
+            own.load("model", f"{tmp_path}/b/net.py:net")
+    own.load("model", f"{tmp_path}/a/net.py:net")
+
+
 def test_clients_of_several_networks_are_named_by_the_function():
     names = build.networks.names
     config = settings.resolve({"algo": "fd", "model": "mlp,model.py:net", "hparams": {}})
