@@ -113,33 +113,44 @@ def blamed(kind: str, name: str) -> Iterator[None]:
 
 def digest(names: list[str]) -> str | None:
     """SHA-256 of the files of those of the names that are a user's own parts, and of what these
-    import from their folders; None if none is."""
+    import from their folders or packages; None if none is."""
     files: dict[Path, bytes] = {}
-    for path in (_file(name) for name in names if named(name)):
-        _read(path, path and path.parent, files)
+    for name in filter(named, names):
+        if path := _file(name):
+            _read(path, path.parent, files, _package(name, path))
     return hashlib.sha256(b"\0".join(files.values())).hexdigest() if files else None
 
 
-def _read(path: Path | None, folder: Path | None, files: dict[Path, bytes]) -> None:
-    """Adds the content of a file, and of the files in the folder that it imports, to `files`."""
-    if path is None or folder is None or path in files or not path.is_file():
+def _package(name: str, path: Path) -> Path | None:
+    """The folder of the top package of a part in a module of one; None where there is none."""
+    place, _, _ = name.rpartition(":")
+    above = place.count(".") - (path.name != "__init__.py")
+    return None if place.endswith(".py") or above < 0 else path.parents[above]
+
+
+def _read(path: Path, folder: Path, files: dict[Path, bytes], package: Path | None = None) -> None:
+    """Adds the content of a file, and of the files in the folder or in the package that it imports,
+    to `files`."""
+    if path in files or not path.is_file():
         return
     files[path] = path.read_bytes()
     try:
         nodes = list(ast.walk(ast.parse(files[path])))
     except (SyntaxError, ValueError):  # which `load` says
         return
-    modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    modules = [(alias.name, 0) for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     for node in nodes:
         if isinstance(node, ast.ImportFrom):
             start = f"{node.module}." if node.module else ""
-            modules += [f"{start}{alias.name}" for alias in node.names]
-    for module in sorted(set(modules)):
+            modules += [(f"{start}{alias.name}", node.level) for alias in node.names]
+    for module, level in sorted(set(modules)):
         steps = module.split(".")
-        for count in range(1, len(steps) + 1) if steps[0] != "fedjax_pfl" else ():  # its revision is recorded
-            place = folder.joinpath(*steps[:count])
-            _read(place.with_suffix(".py"), folder, files)
-            _read(place / "__init__.py", folder, files)
+        own = package.parent if package and steps[0] == package.name else folder
+        for above in path.parents[level - 1 : level] if level else [own]:  # none: beyond the root
+            for count in range(1, len(steps) + 1) if steps[0] != "fedjax_pfl" else ():  # its revision is recorded
+                place = above.joinpath(*steps[:count])
+                _read(place.with_suffix(".py"), folder, files, package)
+                _read(place / "__init__.py", folder, files, package)
 
 
 def _defined(module: Any) -> list[str]:

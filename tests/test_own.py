@@ -100,6 +100,39 @@ def test_what_a_file_imports_from_its_folder_is_found_and_has_its_part_in_the_ha
     assert own.load("model", name).__name__ == "net" and len(set(hashes)) == 2
 
 
+PACKAGE = {  # what is named, and how the files of the package import each other
+    "of_all:algo": {"__init__": "from of_all.method import algo", "method": "from of_all.sub.helper import algo"},
+    "of_one.method:algo": {"method": "from of_one.sub.helper import f\ndef algo(task): pass"},
+    "of_two.method:algo": {"method": "from .sub import helper\ndef algo(task): pass"},
+    "of_three.sub.method:algo": {"sub/method": "from ..sub.helper import f\ndef algo(task): pass"},
+}
+
+
+@pytest.mark.parametrize("name", PACKAGE)
+def test_what_a_module_imports_from_its_package_has_its_part_in_the_hash(name, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    top = tmp_path / name.partition(":")[0].partition(".")[0]
+    (top / "sub").mkdir(parents=True)
+    for file, content in {"__init__": "", "sub/__init__": "", **PACKAGE[name]}.items():
+        (top / f"{file}.py").write_text(content)
+    hashes = []
+    for value in (1, 2):
+        (top / "sub" / "helper.py").write_text(f"algo = f = {value}")
+        hashes.append(own.digest([name]))
+    assert len(set(hashes)) == 2
+
+
+def test_what_a_package_beside_a_file_imports_within_itself_has_its_part_in_the_hash(tmp_path):
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "net.py").write_text("from parts import body")
+    (tmp_path / "parts" / "__init__.py").write_text("from .width import body")
+    hashes = []
+    for value in (1, 2):
+        (tmp_path / "parts" / "width.py").write_text(f"body = {value}")
+        hashes.append(own.digest([f"{tmp_path}/net.py:net"]))
+    assert len(set(hashes)) == 2
+
+
 def test_a_helper_whose_name_another_part_has_taken_is_refused(tmp_path):
     for place in ("a", "b"):
         (tmp_path / place).mkdir()
