@@ -199,6 +199,19 @@ def test_runs_may_differ_in_what_is_traced_and_share_everything_else():
         assert not np.allclose(*(each.pre["acc"] for each in results))
 
 
+def test_seeds_of_one_program_of_several_architectures():
+    """They have one placement, which needs no axis."""
+    given = [models.model(net, toy.SHAPE, toy.C) for net in (toy.tiny_mlp, toy.norm_net)]
+    task = toy.task(models=tuple(given), architecture=np.arange(toy.N) % 2)
+    program, f = toy.program("fedproto", task), toy.federation()
+    whole, federation = simulate.vectorized([program, program], [f, f])
+    functions = simulate.compiled(whole, KEYS, federation)
+    *_, results = simulate.rounds_at_once(whole, KEYS, federation, functions, rounds=1)
+    for i, key in enumerate(KEYS):
+        *_, alone = simulate.rounds(program, key, f, rounds=1)
+        assert_close((plain(results[i].metrics), results[i].pre), (plain(alone.metrics), alone.pre), 1e-4)
+
+
 def test_the_learning_rate_shrinks_by_its_factor_in_each_round():
     """In round t it is lr * lr_decay ** t."""
     program, f, key = toy.program("fedavg", toy.task()), toy.federation(), jax.random.key(5)

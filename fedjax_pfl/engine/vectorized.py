@@ -10,10 +10,12 @@ import numpy as np
 
 from fedjax_pfl import trees
 from fedjax_pfl.engine import validate
+from fedjax_pfl.engine.method import Traced
+from fedjax_pfl.engine.placement import Placement
 from fedjax_pfl.engine.program import Program
 from fedjax_pfl.engine.xla import computation
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import Federation, Model, PyTree, State
+from fedjax_pfl.types import Array, Federation, Model, PyTree, State
 
 
 def vectorized(
@@ -56,12 +58,15 @@ def vectorized(
     whole, axes = _stacked(federations)
     traced = {name: jnp.stack([jnp.asarray(p.traced[name], float) for p in programs]) for name in first.traced}
 
+    def init(key: Array, traced: Traced, where: Placement | None = None) -> State:
+        return jax.vmap(first.init, in_axes=(0, 0, None if where is None else axes.placement))(key, traced, where)
+
     def each(functions: Sequence[Callable[[State], State]], state: State) -> State:
         return stack([function(trees.gather(state, i)) for i, function in enumerate(functions)])
 
     return Program(
         traced,  # type: ignore[arg-type]
-        jax.vmap(first.init),
+        init,
         jax.vmap(first.round, in_axes=(0, 0, axes, 0, None, None)),
         jax.vmap(first.evaluate, in_axes=(0, 0, axes, 0, None)),
         jax.vmap(first.predict, in_axes=(0, 0, axes, 0, None, None, None)),
