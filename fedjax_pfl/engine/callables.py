@@ -84,7 +84,9 @@ def optimizer(given: Any, name: str = "optimizer", rate: str = "lr and its decay
 
 
 def guarded(given: Callable[..., optax.GradientTransformation], name: str = "optimizer") -> Callable[..., Any]:
-    """The optimizer as it is; where it fails on what a method trains, InputError says so."""
+    """The optimizer, of gradients in the types of the parameters (a traced weight makes a sum
+    float32, and an average that is kept would change its type); where it fails on what a method
+    trains, InputError says so."""
 
     @contextlib.contextmanager
     def blamed(params: Any = None) -> Iterator[None]:
@@ -113,6 +115,7 @@ def guarded(given: Callable[..., optax.GradientTransformation], name: str = "opt
 
         def update(gradient: Any, state: Any, params: Any = None) -> Any:
             with blamed(params):
+                gradient = gradient if params is None else optax.tree.cast_like(gradient, params)
                 return made.update(gradient, state, params)
 
         return optax.GradientTransformation(init, update)

@@ -11,6 +11,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from fedjax_pfl import trees
 from fedjax_pfl.engine import program
@@ -208,7 +209,8 @@ def dtype(s: Subject) -> None:
         )
         return model._replace(init=init)
 
-    made = program.parts(s.factory, s.task._replace(models=tuple(map(low, s.task.models))))
+    momentum = lambda lr: optax.sgd(lr, 0.9)  # which keeps an average in the gradient's types
+    made = program.parts(s.factory, s.task._replace(models=tuple(map(low, s.task.models)), optimizer=momentum))
     before = jax.eval_shape(made.init, jax.random.key(0), s.traced)
     after, _ = jax.eval_shape(made.train, *arguments(s, state=before)[:-1])  # refuses other types itself
     for path, x in jax.tree_util.tree_leaves_with_path((before, after)):
