@@ -2,6 +2,7 @@
 change."""
 
 import functools
+import inspect
 import re
 
 import jax
@@ -47,6 +48,12 @@ def test_the_busiest_device_has_little_more_than_the_best_assignment_gives_it(se
     loads = np.append(steps, np.zeros(assigned.size - 100))[assigned].sum(axis=1)
     assert loads.sum() == steps.sum()
     assert loads.max() <= 1.1 * best.max()
+
+
+def test_program_says_what_its_layout_means():
+    said = simulate.program.__doc__
+    for name in inspect.signature(simulate.program).parameters:
+        assert name == "task" or f"\n      {name}: " in said, name
 
 
 def mixed(*nets):

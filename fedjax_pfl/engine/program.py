@@ -92,9 +92,9 @@ def program(
 ) -> Program:
     """Makes an experiment of a method and a task.
 
-    The hyperparameters that are floats by their annotation, `lr` and `lr_decay` (the factor by
-    which lr shrinks a round) become `traced`, arguments of every function, so that other values
-    need no new compilation and can be vmapped over.
+    The hyperparameters that are floats by their annotation, `lr` and `lr_decay` become `traced`,
+    arguments of every function, so that other values need no new compilation and can be vmapped
+    over.
 
     Over several devices, and with several architectures, the rows of State.clients lie in the order
     of the placement: `unplace` gives them in the clients' order. The devices may be those of
@@ -102,6 +102,11 @@ def program(
     brings results to every host, as `simulate.rounds` does by itself.
 
     Args:
+      factory: the method, or its name.
+      hparams: its hyperparameters, those that are not its defaults.
+      lr_decay: the factor by which lr shrinks a round.
+      width: clients trained at once on each device, by vmap; 1: one after another.
+      devices: how many share the clients of a round; of a CPU `autotune.split_cpu` makes several.
       transform: (key, upload, default) -> upload, what is done to every client's upload before the
         server averages it (`types.Cohort.mean`), such as clipping or noise.
       checked: whether shapes of one round are evaluated at once, so that a method's mistakes are
