@@ -158,7 +158,7 @@ class RunDirectory:
         """Writes one round's rows and returns its metrics; `more`: {point: {score: [clients]}} of
         further points."""
         wide = records.by_architecture(result, self._architectures, self._headline[0])
-        row = {name: records.finite(value) for name, value in simulate.record(wide, self._test_sizes).items()}
+        row = simulate.record(wide, self._test_sizes)
         if result.metrics is not None:
             here = result.metrics.ids[result.metrics.active]
             steps, examples = (int(work[here].sum()) for work in self._planned)
@@ -179,6 +179,7 @@ class RunDirectory:
             latest = records.parts(self.latest, self._architectures, self._headline[0])
             row |= results.statistics("post_latest", latest, self._test_sizes)
             row |= records.clients("post_latest", latest)
+        row = {name: records.finite(value) for name, value in row.items()}
         for name, content in (("metrics", row), ("scores", scores)):
             with open(self.path / f"{name}.jsonl", "a", encoding="utf-8", newline="\n") as file:
                 file.write(_line(content))

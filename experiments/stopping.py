@@ -85,8 +85,9 @@ class Progress(NamedTuple):
         if "loss" not in row:
             return self
         now, (name, way) = self, self.headline
-        if (value := row.get(f"{validation.POINT}/{name}")) is not None:
-            better = self.best is None or (value < self.best[1] if way == "min" else value > self.best[1])
+        if (key := f"{validation.POINT}/{name}") in row:
+            value, best = row[key], self.best  # null for one that is not finite: it is no better
+            better = value is not None and (best is None or (value < best[1] if way == "min" else value > best[1]))
             now = now._replace(best=(row["round"], value), since=0) if better else now._replace(since=self.since + 1)
         if self.goal and self.reached is None:
             value = row.get(f"{self.goal.point}/{self.goal.score}")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experiments import main, many, recorded, runs, stopping
+from experiments import main, many, recorded, runs, stopping, validation
 from experiments.config import Config
 from fedjax_pfl.errors import InputError
 
@@ -90,6 +90,8 @@ def why(config, rows, headline=("acc", "max")):
         ((0.5, 0.5, 0.5), "max", True),  # the same is no better
         ((0.5, 0.4, 0.3), "min", False),
         ((0.3, 0.4, 0.5), "min", True),
+        ((0.5, None, None), "max", True),  # nor is one that is not finite
+        ((None, 0.5, None), "max", False),
     ],
 )
 def test_patience_counts_evaluations_without_a_better_validation_score(values, way, ends):
@@ -98,6 +100,24 @@ def test_patience_counts_evaluations_without_a_better_validation_score(values, w
     assert bool(why(config, rows, ("acc", way))) == ends
     assert not why(config, [{**x, "val/acc": None} for x in rows], ("acc", way))
     assert why(config.replace(patience=0), rows) is None
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # the deviation of an infinite score
+def test_a_run_with_an_infinite_validation_score_can_be_resumed(tmp_path, monkeypatch):
+    apart = validation.apart
+
+    def infinite(found):
+        result, held_out = apart(found)
+        return result, {
+            point: {n: np.where(np.arange(5), x, np.inf) for n, x in of.items()} for point, of in held_out.items()
+        }
+
+    monkeypatch.setattr(validation, "apart", infinite)
+    path = tmp_path / "run"
+    assert main.run([*RUN, "--rounds=2", f"--workdir={path}"]) == 0
+    first = runs.read_rows(path / "metrics.jsonl")[0]
+    assert first["val/acc"] is None and first["val/acc_clients"] == 4 and first["pre/acc"] is not None
+    assert main.run(["--resume", "--rounds=3", f"--workdir={path}"]) == 0
 
 
 def test_a_goal_is_at_the_point_of_the_preset_and_in_the_direction_of_the_score():
