@@ -12,7 +12,7 @@ from experiments import at_once, build, closing, entry, phases, runs, schema, se
 from experiments.config import Config
 from experiments.files import read_json
 from experiments.grid import Member
-from experiments.recorded import OWN_FILES, Layout, is_complete, own_files
+from experiments.recorded import Layout, is_complete, other_files, own_files
 from fedjax_pfl import hyperparameters
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data.federate import ROOM
@@ -181,11 +181,8 @@ def _check_files(path: Path, config: Config) -> None:
     """Raises InputError where a complete run was made by another file of the user's own."""
     clients = config.clients or runs.read_config(path).clients or _MANY  # a partition's file says how many
     known, now = read_json(path / "partition.json", schema.PARTITION), own_files(config, clients)
-    for key, (_, what) in OWN_FILES.items():
-        if known.get(key) != now.get(key):
-            raise InputError(
-                f"The file of the {what} is not the one that {path} was made with: take another directory."
-            )
+    for what in other_files(known, now):
+        raise InputError(f"The file of the {what} is not the one that {path} was made with: take another directory.")
 
 
 def _more(member: Member) -> dict[str, Any]:

@@ -58,6 +58,7 @@ def signed(config: Config) -> Row:
 OWN_FILES = {  # in partition.json the hashes of a user's own parts: their settings, and what they are
     "algo": (("algo",), "method"),
     "model_file": (("model", "shared_model"), "model"),
+    "networks": (("model",), "clients' networks"),
     "dataset_file": (("dataset", "public"), "data set"),
     "partition_file": (("partition",), "partition"),
 }
@@ -70,9 +71,24 @@ def own_files(config: Config, num_clients: int) -> dict[str, str]:
         texts = [re.sub(r":\d+$", "", getattr(config, name) or "") for name in names]  # of public, how many
         if key == "model_file":
             texts = [*networks.architectures(config.model, num_clients)[0], *texts[1:]]
-        digest = own.digest(texts)
+        digest = _networks(config, num_clients) if key == "networks" else own.digest(texts)
         found |= {key: digest} if digest else {}
     return found
+
+
+def other_files(known: Row, now: Row) -> list[str]:
+    """What the parts of a user's own are whose files are not the ones that are `known`; runs begun
+    before the clients' networks were recorded may have any."""
+    keys = [key for key in OWN_FILES if key in known or key != "networks"]
+    return [OWN_FILES[key][1] for key in keys if known.get(key) != now.get(key)]
+
+
+def _networks(config: Config, num_clients: int) -> str | None:
+    """The hash of the names in --model=file:PATH, each client's; None of another model."""
+    if not config.model.startswith("file:"):
+        return None
+    names, of = networks.architectures(config.model, num_clients)
+    return _digest([names[place] for place in of])
 
 
 def read_config(path: Path) -> Config:

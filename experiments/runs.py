@@ -24,10 +24,10 @@ from experiments.config import Config
 from experiments.entry import directory
 from experiments.files import Row, Rows, damaged, read_json, read_rows, write_csv, write_json
 from experiments.recorded import (
-    OWN_FILES,
     Layout,
     complete,
     is_run,
+    other_files,
     own_files,
     read_config,
     read_layout,
@@ -220,12 +220,12 @@ def digests(experiment: build.Experiment) -> dict[str, str]:
 def check_digests(experiment: build.Experiment, found: Row, recorded: Row, whose: str) -> None:
     """Raises InputError where the `digests` found are not the recorded ones; `whose` ends its
     sentence."""
-    names = {key: f"The file of the {what}" for key, (_, what) in OWN_FILES.items()}
-    names |= {"data": f"The data set {experiment.dataset.name}", "partition": "The partition"}
+    names = {"data": f"The data set {experiment.dataset.name}", "partition": "The partition"}
     names |= {"public": f"The public data set {experiment.config.public}"}
-    for name, what in names.items():
-        if recorded.get(name) != found.get(name):
-            raise InputError(f"{what} is not the one that {whose}.")
+    other = [f"The file of the {what}" for what in other_files(recorded, found)]
+    other += [what for name, what in names.items() if recorded.get(name) != found.get(name)]
+    if other:
+        raise InputError(f"{other[0]} is not the one that {whose}.")
 
 
 def _line(row: Row) -> str:

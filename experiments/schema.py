@@ -40,7 +40,8 @@ LAYOUT = Object(
 )
 PARTITION = Object(
     {"partition": str, "data": str},
-    dict.fromkeys(("public", "algo", "model_file", "dataset_file", "partition_file"), str) | {"unseen": List(COUNT)},
+    dict.fromkeys(("public", "algo", "model_file", "networks", "dataset_file", "partition_file"), str)
+    | {"unseen": List(COUNT)},
 )
 VERSIONS = Object({}, {"resumed": List(Object({"round": COUNT}))})
 _STATISTICS = Object(

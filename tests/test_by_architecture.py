@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from experiments import drawing, export, figures, main, networks, report, runs, within
+from experiments import drawing, export, figures, main, many, networks, report, runs, within
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import State
 
@@ -75,6 +75,24 @@ def test_architectures_in_blocks():
     assert names == ["mlp", "linear"] and of.tolist() == [0, 0, 1, 0, 0, 1]  # one architecture however often named
     with pytest.raises(InputError, match="has 3 networks for 2 clients"):
         networks.architectures("blocks:lenet,alexnet,mlp", 2)
+
+
+def test_the_file_of_the_networks_may_not_change_under_a_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    file, path, resume = tmp_path / "nets.txt", tmp_path / "run", ["--resume", f"--workdir={tmp_path / 'run'}"]
+    file.write_text("mlp linear mlp linear")
+    words = ["--algo=local", "--model=file:nets.txt", "--clients=4", "--data_fraction=0.2", "--width=1", "--epochs=1"]
+    assert main.run([*words, "--rounds=1", f"--workdir={path}"]) == 0
+    config, known = runs.read_config(path), runs.read_json(path / "partition.json")
+    file.write_text("mlp mlp linear linear")  # the same networks, of other clients
+    assert main.run([*resume, "--rounds=2"]) == 2
+    assert "The file of the clients' networks is not the one that" in capsys.readouterr().err
+    with pytest.raises(InputError, match="The file of the clients' networks is not the one that"):
+        many._check_files(path, config)
+    del known["networks"]  # as of a run that was begun before they were recorded
+    runs.write_json(path / "partition.json", known)
+    many._check_files(path, config)
+    assert main.run([*resume, "--rounds=1"]) == 0
 
 
 def test_each_client_predicts_with_its_own_row(tmp_path, monkeypatch):
