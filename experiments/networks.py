@@ -14,6 +14,7 @@ from experiments.config import OWN_NETWORKS, Config
 from fedjax_pfl import own
 from fedjax_pfl.data import datasets
 from fedjax_pfl.engine import callables
+from fedjax_pfl.engine.contract import ENDINGS
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import functional
 from fedjax_pfl.types import Model
@@ -59,11 +60,20 @@ def label(config: Config) -> str:
 
 def names(config: Config, num_clients: int) -> np.ndarray:
     """The name of each client's network [N], "own" of a method that makes its own; of a user's own
-    the function's, if no other has it."""
+    the function's, if no other has it.
+
+    Raises:
+      InputError: there are several, and a score of one would have the name of a statistic.
+    """
     if config.algo in OWN_NETWORKS:
         return np.full(num_clients, "own")
     found, of = architectures(config.model, num_clients)
     brief = [own.short(name) for name in found]
+    if len(found) > 1 and (taken := [name for name in brief if name.endswith(ENDINGS)]):
+        raise InputError(
+            f"--model={config.model}: no network may end in {', '.join(ENDINGS)} beside others, as the statistics of "
+            f"scores do; give the function {taken[0]} another name."
+        )
     return np.array(brief if len(set(brief)) == len(set(found)) else found)[of]
 
 

@@ -17,13 +17,13 @@ from experiments import entry, phases, scores
 from experiments.files import Row
 from experiments.plain import plural
 from experiments.scores import ACCURACY, Headline
+from fedjax_pfl.engine.contract import ENDINGS
 
 T = TypeVar("T")
 STATISTICS = {"macro": "", "micro": "_micro", "std": "_std", "worst10": "_worst10", "best10": "_best10"}
 POINTS = {"pre": "before", "post": "after", "post_latest": "latest after"}  # local training
 HELD_OUT = {"val": "validation, before"}  # of the examples that --val_fraction holds out
 WITH_UNSEEN = POINTS | HELD_OUT | {"unseen": "unseen before", "unseen_post": "unseen after"}  # clients not in training
-_SUFFIXES = (*(suffix for suffix in STATISTICS.values() if suffix), "_clients")
 _TAIL = 10  # evaluations that a mean is taken of, if there are so many
 _BEST, _BEST_HELD_OUT = "chosen on the test examples, so optimistic", "chosen on the validation examples"
 _LINES = 20  # at most, where the output is no terminal
@@ -124,7 +124,7 @@ def _place(key: str) -> tuple[str, str] | None:
     """The point and the score of which a row's entry is the macro mean; None if it is something
     else."""
     point, slash, name = key.partition("/")
-    return (point, name) if slash and point in WITH_UNSEEN and not name.endswith(_SUFFIXES) else None
+    return (point, name) if slash and point in WITH_UNSEEN and not name.endswith(ENDINGS) else None
 
 
 def rounds_behind(point: str, t: int) -> int:

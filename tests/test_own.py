@@ -150,6 +150,9 @@ def test_clients_of_several_networks_are_named_by_the_function():
     config = settings.resolve({"algo": "fd", "model": "mlp,model.py:net", "hparams": {}})
     assert names(config, 3).tolist() == ["mlp", "net", "mlp"]
     assert names(config.replace(model="a.py:net,b.py:net"), 2).tolist() == ["a.py:net", "b.py:net"]
+    with pytest.raises(InputError, match="give the function net_std another name"):  # acc@net_std is none of a score
+        names(config.replace(model="mlp,a.py:net_std"), 2)
+    assert names(config.replace(model="a.py:net_std"), 1).tolist() == ["net_std"]
 
 
 def test_describe_and_list_know_them(here, capsys):

@@ -285,6 +285,10 @@ FIELDS = {
     "row": ({"init": lambda made, key: State({}, {"h": jnp.zeros(3)})}, "clients['h'] of `init` has the shape [3] and"),
     "averages": ({"averages": ("bdy",)}, "`averages` names 'bdy', which is no part of its State.server."),
     "averages as text": ({"averages": "body"}, "`averages` must be a tuple of names, such as ('body',), not 'body'."),
+    "statistic": (
+        {"score": lambda made, *given: made.score(*given) | {"f1_std": made.score(*given)["acc"]}},
+        "a score cannot be named 'f1_std': names that end in _micro, _std, _worst10, _best10, _clients are those of",
+    ),
     "idle": ({"idle": (Idle("pull", 0, 1e-3, "Nothing."),)}, "`idle` names the metric 'pull', which is not in its Me"),
 }
 
@@ -307,6 +311,11 @@ METRICS = {
     ),
     "text": ({"server": {"a": "high"}}, "its metric server['a'] must be an array of numbers, not str."),
     "headline": ({"post": {"f1": jnp.zeros(5)}}, "its Metrics.post lacks the headline 'acc' and has only f1."),
+    "statistic": (
+        {"post": {"acc": jnp.zeros(5), "f1_micro": jnp.zeros(5)}},
+        "a score cannot be named 'f1_micro': names that end in _micro, _std, ",
+    ),
+    "point": ({"server": {"val/acc": jnp.zeros(())}}, "a metric cannot be named 'val/acc': that name is taken."),
     "list": ({"loss": [0.0] * 5}, "its metric loss must be an array of floats, not list."),
     "integers": ({"loss": jnp.zeros(5, int)}, "its metric loss must be an array of floats, not int32."),
 }

@@ -5,7 +5,7 @@ import contextlib
 import inspect
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
@@ -18,7 +18,11 @@ from fedjax_pfl.errors import ContractError, InputError, in_one_line
 from fedjax_pfl.hyperparameters import method_name
 from fedjax_pfl.types import Algorithm, Examples, Federation, Grouped, Metrics, PyTree, State, Subset, Task, Traffic
 
-RESERVED = ("round", "participants", "loss", "traffic", "work", "pre", "post", "post_latest")  # columns of the tables
+RESERVED = (  # columns of the tables
+    *("round", "participants", "loss", "traffic", "work"),
+    *("pre", "post", "post_latest", "val", "unseen", "unseen_post"),
+)
+ENDINGS = ("_micro", "_std", "_worst10", "_best10", "_clients")  # of the columns of a score's statistics
 
 TRACED = (  # what JAX says where Python looks at an array's value
     jax.errors.ConcretizationTypeError,
@@ -190,6 +194,7 @@ def _check_metrics(metrics: Metrics, places: int, headline: str) -> None:
         if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
             keys = f"with the keys {list(given)}" if isinstance(given, dict) else type(given).__name__
             raise ContractError(f"its Metrics.{field} must be a dictionary {{name: array}}, not {keys}.")
+    _check_names(metrics.post)
     if headline not in metrics.post:
         raise ContractError(f"its Metrics.post lacks the headline {headline!r} and has only {', '.join(metrics.post)}.")
     vectors = {f"{at}[{name!r}]": x for at in ("post", "clients") for name, x in getattr(metrics, at).items()}
@@ -239,6 +244,7 @@ def check_scores(scores: Any, headline: str) -> None:
     fits = isinstance(scores, dict) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in scores.values())
     if not fits:
         raise ContractError("`score` must return {name: (sum, count)}.")
+    _check_names(scores)
     if headline not in scores:
         raise ContractError(f"`score` does not return the headline {headline!r}, only {', '.join(scores)}.")
     for name, pair in shapes(scores).items():
@@ -247,6 +253,14 @@ def check_scores(scores: Any, headline: str) -> None:
                 f"the sum and the count of the score {name!r} must have one shape, not {list(pair[0].shape)} and "
                 f"{list(pair[1].shape)}."
             )
+
+
+def _check_names(scores: Iterable[str]) -> None:
+    """Raises ContractError if a score has the name of a column of another one's statistics."""
+    if taken := [name for name in scores if str(name).endswith(ENDINGS)]:
+        raise ContractError(
+            f"a score cannot be named {taken[0]!r}: names that end in {', '.join(ENDINGS)} are those of its statistics."
+        )
 
 
 def _abstract(task: Task) -> Federation:
