@@ -188,18 +188,19 @@ def summary(rows: Iterable[Row], headline: Headline = ACCURACY) -> Row:
     """The results of a run: {point: {score: statistics in its last round, and its course}}, and the
     traffic.
 
-    The rows are read one after another, and none is kept but the last of each score.
+    The rows are read one after another, and none is kept but the last of each score; one that is
+    not finite at its last evaluation has no result.
     """
     loss, ends, courses = None, dict[tuple[str, str], Row](), dict[tuple[str, str], _Course]()
     for row in rows:
         loss = row["loss"] if row.get("loss") is not None else loss
         for point, name in filter(None, map(_place, row)):
-            if (value := row[f"{point}/{name}"]) is None:
-                continue
-            way = scores.better(name, headline)
-            courses[point, name] = _longer(courses.get((point, name)), (row["round"], value), way)
+            ends.pop((point, name), None)
             if found := _statistics(row, point, name, headline):
                 ends[point, name] = found
+            if (value := row[f"{point}/{name}"]) is not None:
+                way = scores.better(name, headline)
+                courses[point, name] = _longer(courses.get((point, name)), (row["round"], value), way)
     names = scores.ordered((name for point, name in courses if point != "post_latest"), headline)
     results = {
         point: {n: ends[point, n] | {"course": courses[point, n].said(point)} for n in names if (point, n) in ends}
@@ -241,7 +242,7 @@ def _points(results: Row, names: list[str], points: Iterable[str]) -> Iterator[t
 def _clients_table(results: Row, names: list[str], headline: Headline) -> Table:
     """Statistics over clients, and beside them the macro mean of the majority baseline; all shares,
     or none."""
-    everybody = max(found["round"] for found in results["pre"].values())
+    everybody = max(found["round"] for found in (results["pre"] or results["post"]).values())
     shares = scores.is_share(names[0])
     unit = " in %" if shares else f" ({scores.directions(names, headline)})"
     title = f"Clients' test scores{unit}, before local training (after {plural(everybody, 'round')}) and after it"

@@ -55,7 +55,8 @@ def ending(run: Found) -> Iterator[str]:
     if run.complete and "ended" in said:
         yield f"Ended after {said['rounds']} of {plural(run.config.rounds, 'round')}: {said['ended']['why']}."
     if not any(said["scores"].values()):
-        yield "No evaluation is recorded yet."
+        known = report.score_names(run.rows)
+        yield "No score is finite at the last evaluation." if known else "No evaluation is recorded yet."
         return
     yield from closing.lines(said, run.rows, done, said.get("examples"))
     if text := published.sentence(done, said.get("examples")):

@@ -91,6 +91,23 @@ def test_the_best_round_and_the_worst_clients_are_those_of_the_scores_direction(
     assert report.score_names(rows(), DVA)[0] == "elbo"
 
 
+def test_a_score_that_is_not_finite_at_the_last_evaluation_has_no_result():
+    """Else that of an earlier round would be said to be after the last."""
+    first, second, _ = rows()
+    lost = {name: None if name.startswith("pre/reconstruction") else x for name, x in second.items()}
+    given = [first, lost, {"round": 2, "loss": 1.0}]  # which is not evaluated
+    found = report.summary(given, DVA)["scores"]
+    assert {point: list(of) for point, of in found.items() if of} == {
+        "pre": ["elbo"],
+        "post": ["elbo", "reconstruction"],
+    }
+    assert found["post"]["reconstruction"]["round"] == 1
+    alone = [{name: x for name, x in row.items() if "elbo" not in name} for row in given]
+    console = Console(file=io.StringIO(), width=200)
+    report.tables(console, report.summary(alone, ERROR))
+    assert "reconstruction" in console.file.getvalue()
+
+
 def test_the_tables_say_what_is_better_and_show_no_percent():
     console = Console(file=io.StringIO(), width=200)
     report.tables(console, report.summary(rows(), DVA))
