@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments import networks, schema, settings, stopping
+from experiments import networks, schema, settings, stopping, unseen
 from experiments.config import SETTINGS, Config
 from experiments.files import Row, damaged, lines, read_derived, read_json
 from fedjax_pfl import hyperparameters, own
@@ -138,8 +138,7 @@ def is_complete(path: Path, config: Config) -> bool:
     whole = bool(content) and content["status"] == "complete"
     if not whole or content["rounds"] < config.rounds:
         return whole and stopping.ended(path, config) is not None
-    # the scores of unseen clients may be after another number of their rounds
-    return not config.unseen or content.get("unseen_rounds", config.unseen_rounds) == config.unseen_rounds
+    return unseen.as_asked(config, content)
 
 
 def complete(path: Path, count: int) -> Iterator[tuple[bytes, Row]]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from experiments import build, report, schema, scores, targets, validation
+from experiments import build, report, schema, scores, targets, unseen, validation
 from experiments.config import Config
 from experiments.files import Row, read_derived
 from experiments.plain import plural
@@ -127,10 +127,10 @@ def progress(config: Config, headline: Headline, rows: Iterable[Row]) -> Progres
 
 def ended(path: Path, config: Config) -> str | None:
     """What is said of a run that has ended by just these settings, and so does not go on; None of
-    any other."""
+    any other, and of one whose unseen clients are to be scored after other rounds."""
     said = read_derived(path / "summary.json", schema.SUMMARY)
     found = said.get("ended")
-    if not found or found != {"why": found["why"], **given(config)}:
+    if not found or found != {"why": found["why"], **given(config)} or not unseen.as_asked(config, said):
         return None
     return (
         f"{path} has ended after {said['rounds']} of {plural(config.rounds, 'round')}: {found['why']}. It goes on with "

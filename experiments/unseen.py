@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from experiments.config import Config
+from experiments.files import Row
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data.partitioners import Partition
 from fedjax_pfl.engine import unseen
@@ -43,6 +44,11 @@ def draw(config: Config, architecture: np.ndarray) -> tuple[np.ndarray, np.ndarr
             )
         apart[chosen] = True
     return np.flatnonzero(~apart), np.flatnonzero(apart)
+
+
+def as_asked(config: Config, summary: Row) -> bool:
+    """Are the scores in a summary, if there are such clients, after just these --unseen_rounds?"""
+    return not config.unseen or summary.get("unseen_rounds", config.unseen_rounds) == config.unseen_rounds
 
 
 def scorer(config: Config, trained: Task, others: Task, width: int = 1) -> Any:

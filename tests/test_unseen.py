@@ -78,6 +78,20 @@ def test_a_sweep_with_other_rounds_of_theirs_scores_them_again(tmp_path, capsys)
     assert [is_complete(path, config.replace(unseen_rounds=count)) for count in (3, 7)] == [True, False]
 
 
+def test_they_are_scored_again_after_a_run_that_ended_early(tmp_path, capsys):
+    path = tmp_path / "run"
+    assert main.run([*FLAGS, "--clients=6", "--unseen=0.3", "--stop_at=acc:0.01", f"--workdir={path}"]) == 0
+    before, resume = rows(path), ["--resume", f"--workdir={path}"]
+    assert not is_complete(path, runs.read_config(path).replace(unseen_rounds=3))
+    assert main.run([*resume, "--unseen_rounds=3"]) == 0
+    summary, after = runs.read_json(path / "summary.json"), rows(path)
+    assert (summary["unseen_rounds"], summary["rounds"]) == (3, 1) and "has reached" in summary["ended"]["why"]
+    assert after[:-1] == before[:-1] and after[-1]["pre/acc"] == before[-1]["pre/acc"]
+    assert after[-1]["unseen_post/acc"] != before[-1]["unseen_post/acc"]
+    capsys.readouterr()
+    assert main.run(resume) == 0 and "has ended after 1 of" in capsys.readouterr().out
+
+
 def scored(path):
     return (path / "scores.jsonl").read_text().splitlines()
 
