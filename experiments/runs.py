@@ -22,7 +22,7 @@ import numpy as np
 from experiments import build, figures, lock, matrices, records, schema, validation
 from experiments.config import Config
 from experiments.entry import directory
-from experiments.files import Row, Rows, damaged, read_json, read_rows, write_csv, write_json
+from experiments.files import Row, Rows, damaged, read_derived, read_json, read_rows, write_csv, write_json
 from experiments.recorded import (
     Layout,
     complete,
@@ -146,6 +146,7 @@ class RunDirectory:
                         self._remember(score)
                     except (KeyError, IndexError, ValueError):
                         raise damaged(paths[1], f"round {row['round']} is of other clients") from None
+            self._go_on()
             write_json(self.path / "config.json", signed(config))
             for part, path in zip(parts, paths, strict=True):
                 os.replace(part, path)
@@ -153,6 +154,13 @@ class RunDirectory:
             for part in parts:
                 part.unlink(missing_ok=True)
         matrices.rewind(self.path, start, lambda t: wanted(t, config.rounds, config.eval_every))
+
+    def _go_on(self) -> None:
+        """Says in the summary that the run is no longer at its end; its seconds stay, see
+        `recorder.Clock`."""
+        said = read_derived(self.path / "summary.json", schema.SUMMARY)
+        if said.pop("ended", None) or said.get("status", "running") != "running":
+            write_json(self.path / "summary.json", said | {"status": "running"})
 
     def append(self, result: simulate.Result, more: dict[str, dict[str, np.ndarray]] | None = None) -> Row:
         """Writes one round's rows and returns its metrics; `more`: {point: {score: [clients]}} of

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import toy
 
-from experiments import build, entry, figures, flags, interrupt, main, runs, settings
+from experiments import build, entry, figures, flags, gather, interrupt, main, recorded, runs, session, settings
 from fedjax_pfl import simulate
 from fedjax_pfl.engine import checkpoint, loop, memory
 from fedjax_pfl.errors import InputError
@@ -239,6 +239,24 @@ def test_a_killed_run_goes_on(whole, tmp_path):
     (path / "metrics.jsonl").write_text(rows[: len(rows) // 6 * 5])  # a torn line in round 5
     assert main.run(["--resume", f"--workdir={path}"]) == 0
     assert_same_run(whole, path)
+
+
+@pytest.mark.parametrize("rounds", [6, 8])
+def test_a_run_that_is_killed_as_it_goes_on_is_not_complete(rounds, whole, tmp_path, monkeypatch):
+    path = tmp_path / "run"
+    shutil.copytree(whole, path)
+    summary = runs.read_json(path / "summary.json")
+    runs.write_json(path / "summary.json", summary | {"ended": {"why": "reached", "stop_at": "acc:0.5", "patience": 0}})
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session.train, "train", killed)
+    assert main.run(["--resume", f"--rounds={rounds}", f"--workdir={path}"]) == 130
+    assert len(runs.read_rows(path / "metrics.jsonl")) == 6  # without the closing row
+    assert runs.read_json(path / "summary.json") == summary | {"status": "running"}
+    assert not recorded.is_complete(path, runs.read_config(path))
+    assert gather.read(path).status == "running or killed after 6 rounds"
 
 
 def test_a_run_without_a_checkpoint_starts_again(whole, tmp_path):
