@@ -73,6 +73,7 @@ def train_into(
 
     Raises:
       InputError, KeyboardInterrupt: before there is anything to resume.
+      NoRoomError: the device ran out of memory, at any time.
       at_once.ApartError, at_once.TooManyError: several that cannot be one program, or something is
         wrong with one of them.
     """
@@ -94,8 +95,14 @@ def train_into(
         except (train.Stopped, multihost.LostError, OSError) as error:
             return stopped(error, paths)
         except jax.errors.JaxRuntimeError as error:  # the account has not all that lies in a device's memory
-            if len(given) == 1 or "RESOURCE_EXHAUSTED" not in str(error):
+            if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
+            if len(given) == 1:
+                way = "go on with --resume and" if runs.is_run(paths[0]) else "take"
+                raise NoRoomError(
+                    f"The device has no memory left for {paths[0]}: {way} a smaller --width, or begin a run with a "
+                    "smaller --model or fewer --clients."
+                ) from None
             raise at_once.TooManyError(f"There is no room for {len(given)} runs as one program.") from None
 
 

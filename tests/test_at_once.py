@@ -237,6 +237,20 @@ def test_runs_without_room_after_they_began_go_on_halved(alone, tmp_path, monkey
     assert "There is no room for 2 runs as one program. Half of them at once" in capsys.readouterr().out
 
 
+def test_a_run_without_room_is_one_sentence_and_stops_no_other(tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def into(places, *_):
+        asked.append(places[0][1].seed)
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes.")
+
+    monkeypatch.setattr(session, "_into", into)
+    words = ["--algo=local", *TINY, "--seeds=2", "--runs_at_once=1", f"--workdir={tmp_path}"]
+    assert main.run(words) == 2 and asked == [0, 1]
+    said = capsys.readouterr().err
+    assert f"The device has no memory left for {tmp_path / 'seed1'}: take a smaller --width" in said
+
+
 @pytest.mark.parametrize("several", ["1", "all"])
 def test_ctrl_c_while_the_last_checkpoint_is_written_ends_the_sweep(several, tmp_path, monkeypatch):
     """The runs themselves are complete."""
