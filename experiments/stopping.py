@@ -25,7 +25,7 @@ _POINTS = ("pre", "post", validation.POINT)
 class Goal(NamedTuple):
     """A score to reach."""
 
-    point: str | None  # None: the one that the preset's headline is of, else `pre`
+    point: str | None  # None: as `_goal` finds it
     score: str
     value: float
 
@@ -54,11 +54,20 @@ def parse(text: str | None) -> Goal | None:
     return Goal(point or None, score, value)
 
 
+def _goal(config: Config) -> Goal | None:
+    """The goal at its point: where none is said that of the preset's headline, else `pre`."""
+    goal = parse(config.stop_at)
+    if goal is None or goal.point is not None:
+        return goal
+    preset = PRESETS.get(config.preset or "")
+    return goal._replace(point=preset.headline_of(config.algo).partition("/")[0] if preset else "pre")
+
+
 def check_possible(experiment: build.Experiment) -> None:
     """Raises InputError where what is asked for cannot be: a score that the method has not, no
     validation examples, or no evaluation before the end."""
     c = experiment.config
-    goal = parse(c.stop_at)
+    goal = _goal(c)
     flags = [f"--stop_at={c.stop_at}"] * bool(goal) + [f"--patience={c.patience}"] * bool(c.patience)
     if flags and not c.eval_every:
         raise InputError(f"{flags[0]} needs evaluations before the last round: take an --eval_every from 1 on.")
@@ -67,7 +76,8 @@ def check_possible(experiment: build.Experiment) -> None:
             f"{flags[-1]} needs validation examples, and there are none: hold some out, as with --val_fraction=0.2."
         )
     if goal:
-        choose(f"score of {c.algo}", goal.score.removesuffix("_micro"), targets.score_names(experiment))
+        known = targets.score_names(experiment, "post" if goal.point == "post" else "pre")  # `val` has those of `pre`
+        choose(f"score of {c.algo} at {goal.point}", goal.score.removesuffix("_micro"), known)
 
 
 class Progress(NamedTuple):
@@ -116,12 +126,9 @@ def _after(point: str | None, t: int) -> str:
 
 def progress(config: Config, headline: Headline, rows: Iterable[Row]) -> Progress | None:
     """What the rows of a run say so far; None if it has no such end."""
-    goal = parse(config.stop_at)
+    goal = _goal(config)
     if goal is None and not config.patience:
         return None
-    if goal is not None and goal.point is None:
-        preset = PRESETS.get(config.preset or "")
-        goal = goal._replace(point=preset.headline_of(config.algo).partition("/")[0] if preset else "pre")
     return functools.reduce(Progress.after, rows, Progress(goal, config.patience, headline))
 
 

@@ -100,12 +100,15 @@ def check_possible(experiment: Any) -> None:
         check_score(c.targets, score_names(experiment), c.algo)
 
 
-def score_names(experiment: Any) -> list[str]:
-    """The names of the scores that a `build.Experiment` will have; nothing is compiled."""
+def score_names(experiment: Any, point: str = "pre") -> list[str]:
+    """The names of the scores that a `build.Experiment` will have before (`pre`) or after (`post`)
+    local training; nothing is compiled."""
     program = experiment.program(rounds=experiment.config.rounds)
     arguments = experiment.key, program.traced, experiment.federation, experiment.state_shapes(), np.int32(0)
     headline, networks = experiment.headline[0], dict.fromkeys(experiment.network_names)
     each = [f"{headline}{scores.OF}{name}" for name in networks] if len(networks) > 1 else []
+    if point == "post":
+        return [*jax.eval_shape(program.round, *arguments, np.bool_(True))[1].post, *each]
     return [*jax.eval_shape(program.evaluate, *arguments), *each]
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experiments import main, many, recorded, runs, stopping, validation
+from experiments import build, main, many, recorded, runs, settings, stopping, validation
 from experiments.config import Config
 from fedjax_pfl.errors import InputError
 
@@ -145,6 +145,8 @@ def test_a_goal_may_be_of_the_validation_examples_of_one_network(tmp_path, capsy
         (["--stop_at=nowhere/acc:0.9"], "one of pre, post, val"),
         (["--stop_at=acc:90"], "stop_at=90.0 is outside its range (0, 1]"),
         (["--stop_at=accc:0.9"], "did you mean 'acc'"),
+        (["--stop_at=post/untuned_acc:0.5", "--algo=fedbabu"], "score of fedbabu at post 'untuned_acc'"),
+        (["--stop_at=mixed_acc:0.5", "--algo=fedfomo"], "score of fedfomo at pre 'mixed_acc'"),
         (["--stop_at=val/acc:0.9", "--val_fraction=0"], "--stop_at=val/acc:0.9 needs validation examples"),
         (["--patience=2", "--val_fraction=0"], "--patience=2 needs validation examples"),
         (["--patience=2", "--eval_every=0"], "--patience=2 needs evaluations before the last round"),
@@ -154,6 +156,15 @@ def test_a_goal_may_be_of_the_validation_examples_of_one_network(tmp_path, capsy
 def test_an_end_that_cannot_be_is_refused(words, said, tmp_path, capsys):
     assert main.run(["--algo=fedavg", *TINY, "--rounds=2", *words, f"--workdir={tmp_path / 'x'}"]) == 2
     assert said in capsys.readouterr().err and not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    "user",
+    [{"algo": "fedfomo", "stop_at": "post/mixed_acc:0.9"}, {"algo": "fedbabu", "stop_at": "untuned_acc_micro:0.9"}],
+)
+def test_a_goal_may_be_a_score_of_its_point_alone(user):
+    small = {"data_fraction": 0.2, "clients": 5, "model": "linear", "val_fraction": 0.2, "hparams": {}}
+    stopping.check_possible(build.prepare(settings.resolve(small | user)))
 
 
 def test_none_is_no_goal():
