@@ -32,7 +32,8 @@ DATA = (
 )
 
 
-BESIDE = ("comparison.json", "comparison.md", "comparison.png", "figures")  # in the directory of a sweep
+# in the directory of a sweep
+BESIDE = ("comparison.json", "comparison.md", "comparison.png", "report.html", "figures")
 
 
 class Found(NamedTuple):

@@ -178,10 +178,14 @@ def test_what_is_no_run_directory_is_one_sentence(root, tmp_path):
         show.main([])
 
 
-def test_what_a_sweep_writes_beside_its_runs_is_left_out(root):
+def test_what_is_written_beside_the_runs_of_a_sweep_is_left_out(root):
+    page = gather.output(None, gather.directories([str(root)]), "report.html")
+    assert page.parent.samefile(root)
+    page.touch()
     inside = [str(path) for path in root.iterdir()]
     assert {"comparison.json", "comparison.md", "comparison.png"} <= {path.name for path in root.iterdir()}
     assert set(gather.directories(inside)) == set(gather.directories([str(root)]))
+    page.unlink()
     table = tables.main([str(root)])
     assert table == tables.main([str(path) for path in gather.directories([str(root)])])
     assert "| fedavg, seed=0 |" in table and "| local, seed=1 |" in table
