@@ -131,6 +131,7 @@ _KNOWN = hyperparameters.of(Config)
 SETTINGS = {field.name: _KNOWN[field.name] for field in _FIELDS}  # by name: kind, default, range and choices
 HELP = {field.name: field.metadata["help"] for field in _FIELDS}
 FREE = {field.name for field in _FIELDS if field.metadata["free"]}  # may differ between a run and its resume
+ENDS = ("stop_at", "patience", "unseen_rounds")  # of these, what changes what comes out
 
 
 @functools.cache

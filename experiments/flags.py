@@ -114,8 +114,9 @@ def _illegal(message: str, known: Mapping[str, Flag]) -> InputError:
     found = re.match(r"flag --(\w+)=(.*?): ", message, re.DOTALL)
     if not found or found[1] not in known:
         return InputError(message)
-    more = if_several(found[2]) if found[1] in SETTINGS else ""
-    return InputError(f"--{found[1]}={found[2]} must be {NOUN[known[found[1]].kind]}{more}.")
+    kind = known[found[1]].kind
+    more = if_several(found[2]) if found[1] in SETTINGS and kind is not bool else ""  # of which a sweep takes one, too
+    return InputError(f"--{found[1]}={found[2]} must be {NOUN[kind]}{more}.")
 
 
 def _name_value(text: str) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from experiments import published, recorded, report, schema, scores
-from experiments.config import FREE, SETTINGS, Config, without_effect
+from experiments.config import ENDS, FREE, SETTINGS, Config, without_effect
 from experiments.entry import directory
 from experiments.files import Row, Rows, read_derived
 from experiments.plain import plural
@@ -176,9 +176,8 @@ def names(runs: Sequence[Found]) -> list[str]:
     return said
 
 
-_ENDS = ("stop_at", "patience", "unseen_rounds")  # may change on a resume, and change what comes out
 _APART = (*DATA, "algo", "seed", "preset")
-_OWN = [name for name in SETTINGS if (name not in FREE or name in _ENDS) and name not in _APART]
+_OWN = [name for name in SETTINGS if (name not in FREE or name in ENDS) and name not in _APART]
 
 
 def unlike(runs: Sequence[Found]) -> list[str]:

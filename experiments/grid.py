@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments import flags, settings
-from experiments.config import FREE, SETTINGS, Config
+from experiments.config import ENDS, FREE, SETTINGS, Config
 from experiments.values import number, typed_all
 from fedjax_pfl import hyperparameters, own
 from fedjax_pfl.algorithms.find import find
@@ -117,7 +117,9 @@ def _settings(given: Mapping[str, Any]) -> dict[str, list[Any]]:
             )
         values = [part if known.kind is str else number(known.kind, flag, part, text) for part in parts]
         if len(values) > 1 and name in FREE:
-            raise InputError(f"{flag}={text} lists {len(values)} values, but it changes no result: give one.")
+            why = "it changes no result: give one"
+            why = "a run may go on with another: make a sweep of each, in a --root of its own" if name in ENDS else why
+            raise InputError(f"{flag}={text} lists {len(values)} values, but {why}.")
         if len(values) > 1 and name == "preset":
             raise InputError(f"{flag}={text} lists {len(values)} settings of papers: make a sweep of each.")
         found[name] = _once(flag, text, values)

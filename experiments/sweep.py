@@ -6,10 +6,10 @@
     python -m experiments.sweep --algo=ditto --hparam=lam=0.1,1,10 --lr=0.005,0.01
     --val_fraction=0.2 --select=val/acc
 
-`--algo` and `--seed` are lists, as is every setting and hyperparameter that changes a result:
-values apart by commas; every combination is run. In text of which a comma may be a part (--model, a
-hyperparameter that is text) it is one, and values are apart by semicolons: --model="mlp;cnn,lenet".
---hparam=METHOD:NAME=VALUES is of one of several methods.
+`--algo` and `--seed` are lists, as is almost every setting and hyperparameter that changes a
+result: values apart by commas; every combination is run. In text of which a comma may be a part
+(--model, a hyperparameter that is text) it is one, and values are apart by semicolons:
+--model="mlp;cnn,lenet". --hparam=METHOD:NAME=VALUES is of one of several methods.
 
 Each run has a directory ROOT/ALGO-WHAT VARIES-seedK (`--root`, by default runs/PRESET-SETTINGS with
 the settings that were changed). Runs that differ in seed, rate and hyperparameters that are numbers

@@ -98,6 +98,8 @@ def test_seeds_are_counted_from_the_one_that_is_given():
         (["--hparam=fedavg:mu=1"], "Unknown method of --hparam 'fedavg'"),
         (["--width=1,2"], "--width=1,2 must be a whole number"),
         (["--checkpoint_every=1,2"], "lists 2 values, but it changes no result"),
+        (["--patience=2,5"], "lists 2 values, but a run may go on with another: make a sweep of each"),
+        (["--drop_last=true,false"], "--drop_last=true,false must be true or false."),
         (["--preset=digits,digits_pathological"], "make a sweep of each"),
         (["--partition=file:a,b.npz"], "the comma may be of a file's name"),
         (["--model=a b;a_b"], "Two runs would have the directory root/ditto-model=a_b-seed0"),
@@ -106,7 +108,7 @@ def test_seeds_are_counted_from_the_one_that_is_given():
 def test_what_is_no_grid_is_refused(words, said):
     with pytest.raises(InputError) as error:
         members("--algo=ditto", *words)
-    assert said in str(error.value)
+    assert said in str(error.value) and "experiments.sweep" not in str(error.value)
 
 
 def test_seeds_and_a_list_of_them_are_one_too_many():
