@@ -12,7 +12,7 @@ diverged; 4 a file could not be written; 5 another process was lost; 128 + n sto
 import logging
 import sys
 
-from experiments import closing, describe, entry, flags, phases, seeds, session, values
+from experiments import closing, describe, entry, flags, many, phases, seeds, session, values
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.engine import autotune, multihost
 from fedjax_pfl.errors import InputError
@@ -52,7 +52,7 @@ def _trained(parsed: flags.Parsed) -> int:
         raise InputError(f"--algo={algo} names several methods{values.if_several(algo)}.")
     verbose, several = bool(parsed.get("verbose")), parsed.get("seeds", 1)
     if several != 1:
-        return seeds.run(several, parsed, verbose)
+        return entry.guarded(lambda: seeds.run(several, parsed, verbose), many.GOES_ON)
     say = closing.ALL if verbose else closing.SHORT
     given = session.Given(parsed.settings(), parsed.get("workdir"), parsed.get("resume", False))
     return session.train_into([given], say=say)

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from experiments import grid, main, many, runs, session, settings
+from experiments import grid, main, many, outcome, runs, session, settings
 from experiments.recorded import own_files
 from fedjax_pfl.errors import InputError
 
@@ -82,6 +82,17 @@ def test_the_same_command_runs_what_is_missing(folder, said, monkeypatch, capsys
     assert main.run([*command, "--rounds=2"]) == 0
     found = [(workdir, resume) for _, workdir, resume in started]
     assert found == [(str(folder / f"seed{k}"), k < 7) for k in (4, 6, 7)]
+
+
+@pytest.mark.parametrize("step", ["run", "show"])
+def test_ctrl_c_between_or_after_the_runs_says_that_the_same_command_goes_on(step, tmp_path, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(many, "run", lambda *_: (0, False))
+    monkeypatch.setattr(many if step == "run" else outcome, step, interrupted)
+    assert main.run([*TINY, "--seeds=2", f"--workdir={tmp_path}"]) == 130
+    assert capsys.readouterr().err == f"{many.GOES_ON}\n"
 
 
 @pytest.mark.parametrize(
