@@ -40,10 +40,11 @@ class Clock:
 
     def __init__(self, run: RunDirectory, compiling: Callable[[], float], runs: int = 1):
         said = read_derived(run.path / "summary.json", schema.SECONDS)
+        # after a crash the summary, whose seconds these are, may be of fewer rounds than the checkpoint, or of more
+        done, timed = sum("loss" in row for row in run.rows), said.get("timed", said.get("rounds", 0))
+        self.untimed = max(0, done - timed)
         self.before = {name: said.get("seconds", {}).get(name, 0.0) for name in ("compile", "train")}
-        # after a crash the checkpoint is of more rounds than the summary, whose seconds are of fewer
-        done = sum("loss" in row for row in run.rows)
-        self.untimed = max(0, done - said.get("timed", said.get("rounds", 0)))
+        self.before["train"] *= min(1, done / max(1, timed))
         self._start, self._compiling, self._runs = time.perf_counter(), compiling, runs
         self._compiled = compiling()  # before the rounds
 

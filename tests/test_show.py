@@ -464,11 +464,13 @@ def test_the_page_in_a_browser(root, written, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "said, untimed", [({}, 5), ({"rounds": 3}, 2), ({"rounds": 4, "timed": 1}, 4), ({"rounds": 9}, 0)]
+    "said, untimed, train",
+    [({}, 5, 0.0), ({"rounds": 3}, 2, 2.0), ({"rounds": 4, "timed": 1}, 4, 2.0), ({"rounds": 8}, 0, 1.25)],
 )
-def test_rounds_that_nobody_timed_are_not_divided_by(said, untimed, tmp_path):
-    """After a crash the last summary may be of fewer rounds than the checkpoint."""
+def test_seconds_are_of_the_rounds_that_are_there_and_were_timed(said, untimed, train, tmp_path):
+    """After a crash the last summary may be of fewer rounds than the checkpoint, or of more."""
     if said:
         files.write_json(tmp_path / "summary.json", said | {"seconds": {"train": 2.0}})
     run = types.SimpleNamespace(path=tmp_path, rows=[{"round": t, "loss": 1.0} for t in range(5)] + [{"round": 5}])
-    assert recorder.Clock(run, lambda: 0.0).untimed == untimed
+    clock = recorder.Clock(run, lambda: 0.0)
+    assert clock.untimed == untimed and clock.before == {"compile": 0.0, "train": train}
