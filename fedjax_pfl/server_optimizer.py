@@ -23,6 +23,7 @@ from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Predicto
 
 NAME = "A server optimizer"
 RATE = "server_optimizer_lr"  # of the hyperparameter that the factory gets
+MANY = 256  # models of a mean whose rounding, at most 2e-5 of a weight, counts as no change
 
 
 class Optimized(NamedTuple):
@@ -46,9 +47,9 @@ def optimized(
     from which the optimizer moves w (for the weights that `Algorithm.averages` names; all else of
     the state, running statistics among it, becomes what the method makes it). With plain SGD of
     rate 1 that is w'. An optimizer that selects by name sees the averaged parts, of a single one
-    that holds a model (SCAFFOLD's w) the model's. Where w - w' may be the rounding
-    of a mean of so many models the gradient is 0, else Adam would make steps of full length of it.
-    A round in which nobody takes a step, or no weight of the mean moves, changes neither w nor the
+    that holds a model (SCAFFOLD's w) the model's. Where w - w' may be the rounding of a mean of so
+    many models (up to 256) the gradient is 0, else Adam would make steps of full length of it. A
+    round in which nobody takes a step, or no weight of the mean moves, changes neither w nor the
     optimizer's state.
 
     Args:
@@ -129,8 +130,8 @@ def _difference(count: Array, before: Array, mean: Array) -> Array:
     that are all as before."""
     difference = before - mean
     # their shares, products and sum are each rounded, in float32: by count + 1 half units in the last place; and
-    # methods mix the mean with what was before (`trees.lerp`)
-    bound = (count + 8) * jnp.finfo(jnp.float32).epsneg * jnp.abs(before)
+    # methods mix the mean with what was before (`trees.lerp`). Of many models that would be as much as they move.
+    bound = (jnp.minimum(count, MANY) + 8) * jnp.finfo(jnp.float32).epsneg * jnp.abs(before)
     return jnp.where(jnp.abs(difference) <= bound, 0, difference)
 
 
