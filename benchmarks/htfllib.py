@@ -105,7 +105,8 @@ def ours(case: Case) -> Side:
     data, owned = recipes.partitioned(recipe)
     f = federate(data, owned)
     nets = [models.model(name, recipe.shape, recipe.classes) for name in AFM]
-    fields = {"lr": recipe.lr, "batch_size": recipe.batch, "epochs": 1, "drop_last": True, "shared": nets[-1]}
+    fields = {"lr": recipe.lr, "batch_size": recipe.batch, "epochs": 1, "rounds": 1, "drop_last": True}
+    fields["shared"] = nets[-1]
     task = simulate.task(data, f.class_counts, nets, **fields)
     method = functools.partial(ALGORITHMS[case.method], **case.hparams)
     run = Runner(method, task, f, 1, jax.device_count())

@@ -124,7 +124,7 @@ def build(
     on average."""
     data = dataset(SHAPES[model], clients * each * 4 // 3)
     f = federate(data, partition(data, split, num_clients=clients, seed=0))
-    local = {"epochs": 1} if steps is None else {"epochs": None, "steps": steps}
+    local = {"rounds": 1} | ({"epochs": 1} if steps is None else {"epochs": None, "steps": steps})
     return simulate.task(data, f.class_counts, in_form(model, conv), lr=0.01, batch_size=batch_size(model), **local), f
 
 

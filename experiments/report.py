@@ -189,7 +189,7 @@ def summary(rows: Iterable[Row], headline: Headline = ACCURACY) -> Row:
     traffic.
 
     The rows are read one after another, and none is kept but the last of each score; one that is
-    not finite at its last evaluation has no result.
+    infinite at its last evaluation has no result.
     """
     loss, ends, courses = None, dict[tuple[str, str], Row](), dict[tuple[str, str], _Course]()
     for row in rows:

@@ -98,7 +98,7 @@ def train_into(
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             if len(given) == 1:
-                way = "go on with --resume and" if runs.is_run(paths[0]) else "take"
+                way = f"go on with {command(paths[0])} and" if runs.is_run(paths[0]) else "take"
                 raise NoRoomError(
                     f"The device has no memory left for {paths[0]}: {way} a smaller --width, or begin a run with a "
                     "smaller --model or fewer --clients."

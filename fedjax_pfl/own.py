@@ -167,7 +167,7 @@ def _file(name: str) -> Path | None:
         return Path(os.path.expanduser(place))
     try:
         file = getattr(sys.modules.get(place) or importlib.import_module(place), "__file__", None)
-    except ImportError:  # which `load` says
+    except (Exception, SystemExit):  # which `load` says
         file = None
     return Path(file) if file else None
 
@@ -198,11 +198,16 @@ def _from_file(kind: str, place: str) -> Any:
 
 def _check_beside(path: Path) -> None:
     """Raises InputError if a module that a file imports from its folder is another one for Python:
-    one of the same name is loaded already, or comes first on its path."""
+    one of the same name is loaded already, or comes first on its path; the standard library's is
+    meant."""
     files: dict[Path, bytes] = {}
     _read(path, path.parent, files)
-    for name in sorted({file.relative_to(path.parent).parts[0].removesuffix(".py") for file in files if file != path}):
-        spec = importlib.util.find_spec(name)
+    places = [file.relative_to(path.parent).parts[0] for file in files if file.is_relative_to(path.parent)]
+    for name in sorted({place.removesuffix(".py") for place in places} - {path.stem} - sys.stdlib_module_names):
+        try:
+            spec = importlib.util.find_spec(name)
+        except ValueError:  # it is loaded, and from nowhere
+            spec = None
         places = [spec.origin or "", *(spec.submodule_search_locations or ())] if spec else []
         beside = {os.path.realpath(path.parent / found) for found in (name, f"{name}.py")}
         if places and beside.isdisjoint(map(os.path.realpath, places)):

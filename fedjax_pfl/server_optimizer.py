@@ -46,11 +46,11 @@ def optimized(
     In each round the weights w of the server and their mean after it, w', make a gradient w - w',
     from which the optimizer moves w (for the weights that `Algorithm.averages` names; all else of
     the state, running statistics among it, becomes what the method makes it). With plain SGD of
-    rate 1 that is w'. An optimizer that selects by name sees the averaged parts, of a single one
-    that holds a model (SCAFFOLD's w) the model's. Where w - w' may be the rounding of a mean of so
-    many models (up to 256) the gradient is 0, else Adam would make steps of full length of it. A
-    round in which nobody takes a step, or no weight of the mean moves, changes neither w nor the
-    optimizer's state.
+    rate 1 that is w', but for rounding. An optimizer that selects by name sees the averaged parts,
+    of a single one that holds a model (SCAFFOLD's w) the model's. Where w - w' may be the rounding
+    of a mean of so many models (up to 256) the gradient is 0, else Adam would make steps of full
+    length of it. A round in which nobody takes a step, or no weight of the mean moves, changes
+    neither w nor the optimizer's state.
 
     Args:
       factory: a method, or its name, of which `averages` names at least one part.

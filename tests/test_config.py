@@ -116,3 +116,10 @@ def test_images_whose_channels_are_first_are_warned_of(tmp_path, caplog):
         build.prepare(settings.resolve({"algo": "local", **where}))
         assert ("store x.transpose(0, 2, 3, 1)" in caplog.text) == (name == "first")
         caplog.clear()
+
+
+def test_a_pool_of_ones_own_that_cannot_be_imported_is_one_sentence(tmp_path, monkeypatch):
+    (tmp_path / "broken_pool.py").write_text("def (")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InputError, match="'broken_pool' cannot be imported"):
+        build._public(settings.resolve({"algo": "fedmd", "public": "broken_pool:pool"}))

@@ -133,6 +133,12 @@ def test_what_a_package_beside_a_file_imports_within_itself_has_its_part_in_the_
     assert len(set(hashes)) == 2
 
 
+def test_beside_a_file_pythons_own_library_is_meant(tmp_path):
+    (tmp_path / "random.py").write_text("raise SystemExit")
+    (tmp_path / "part.py").write_text("import random\n\n\ndef part():\n    return random.Random(0).random() < 1\n")
+    assert own.load("dataset", f"{tmp_path / 'part.py'}:part")()
+
+
 def test_a_helper_whose_name_another_part_has_taken_is_refused(tmp_path):
     for place in ("a", "b"):
         (tmp_path / place).mkdir()

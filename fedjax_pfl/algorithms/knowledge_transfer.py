@@ -147,8 +147,8 @@ def transfer(task: Task, rule: Rule, on: Exchange, space: str = "prob", public_e
         return whole if on.public_at == "clients" else with_pool(whole, task, cohort, size, public_epochs > 0)
 
     alone = "its clients learn from each other's predictions within a round, of which the server keeps none"
-    what = "the mixture is the mean of all predictions, as FedMD's is. --hparam=lam=N (N clients)"
-    idle = Idle("coefficients", rule.start or 0, min(1e-3, 0.1 / n), f"{what}, coef_lr and coef_steps move them.")
+    what = "the mixture is the mean of all predictions, as FedMD's is. --hparam=lam=N (N clients) and a larger "
+    idle = Idle("coefficients", rule.start or 0, min(1e-3, 0.1 / n), f"{what}coef_lr or coef_steps make them move.")
     options: dict[str, Any] = {"no_unseen": alone, "idle": () if rule.start is None or n == 1 else (idle,)}
     return Algorithm(init, round, predict, evaluate.classification, sent, one_architecture=False, **options)
 
