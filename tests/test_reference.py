@@ -58,7 +58,7 @@ def test_fedavg():
     check(state.server, w)
 
 
-def towards(w, strength):
+def proximal(w, strength):
     """The gradient of strength/2 ||u - w||^2 at u."""
     return lambda u: tuple(strength * (a - b) for a, b in zip(u, w, strict=True))
 
@@ -67,7 +67,7 @@ def test_fedprox():
     f, (begin, state) = toy.federation(), run("fedprox", mu=0.7)
     w, p = head(begin.server), toy.SIZES / toy.SIZES.sum()
     for _ in range(ROUNDS):
-        w = average([descend(w, *client_arrays(f, i), residual_softmax, towards(w, 0.7)) for i in range(N)], p)
+        w = average([descend(w, *client_arrays(f, i), residual_softmax, proximal(w, 0.7)) for i in range(N)], p)
     check(state.server, w)
 
 
@@ -77,7 +77,7 @@ def test_ditto():
     w, p = head(begin.server), toy.SIZES / toy.SIZES.sum()
     v = [w] * N
     for _ in range(ROUNDS):
-        pull = towards(w, lam)
+        pull = proximal(w, lam)
         v = [descend(v[i], *client_arrays(f, i), residual_softmax, pull) for i in range(N)]
         w = average([descend(w, *client_arrays(f, i), residual_softmax) for i in range(N)], p)
     check(state.server, w)
