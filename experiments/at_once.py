@@ -63,7 +63,8 @@ def sharing(experiment: build.Experiment, first: build.Experiment) -> build.Expe
     share = lambda federation: federation._replace(**arrays)
     others = experiment.unseen and experiment.unseen._replace(federation=share(experiment.unseen.federation))
     shared = experiment._replace(federation=share(experiment.federation), unseen=others)
-    if _same_examples(first.unmarked, experiment.unmarked):
+    plain = experiment.unmarked is experiment.dataset  # and has been compared
+    if "dataset" in same if plain else _same_examples(first.unmarked, experiment.unmarked):
         shared = shared._replace(unmarked=first.unmarked)
     return shared._replace(**{name: getattr(first, name) for name in same})
 

@@ -185,7 +185,8 @@ def _warn_of_short(sizes: np.ndarray, batch_size: int) -> None:
 
 
 def _warn_of_channels_first(dataset: datasets.Dataset) -> None:
-    """Images of PyTorch would be taken for narrow ones of many channels, or for no images."""
+    """Warns of images [n, C, H, W], as PyTorch has them, which would be taken for narrow ones of many
+    channels, or for no images."""
     shape = dataset.x.shape[1:]
     if len(shape) == 3 and shape[0] in (1, 3) and min(shape[1:]) >= 16:
         logging.warning(

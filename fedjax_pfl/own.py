@@ -56,7 +56,7 @@ def load(kind: str, name: str) -> Callable[..., Any]:
 
 
 def source(name: str) -> str:
-    """The same text for names of the same part."""
+    """Returns the same text for all names of one part, such as ./net.py:NAME and net.py:NAME."""
     place, _, function = name.rpartition(":")
     return f"{os.path.realpath(_file(name) or place)}:{function}"
 
@@ -197,9 +197,9 @@ def _from_file(kind: str, place: str) -> Any:
 
 
 def _check_beside(path: Path) -> None:
-    """Raises InputError if a module that a file imports from its folder is another one for Python:
-    one of the same name is loaded already, or comes first on its path; the standard library's is
-    meant."""
+    """Raises InputError if Python takes another module than the one in the folder of a file that
+    imports it: one of the same name is loaded already, or comes first on its path. Names of the
+    standard library are never those of the folder."""
     files: dict[Path, bytes] = {}
     _read(path, path.parent, files)
     places = [file.relative_to(path.parent).parts[0] for file in files if file.is_relative_to(path.parent)]
