@@ -52,6 +52,14 @@ NOT_ITS_OWN = {  # methods whose `post` no state predicts with
     "pfedhn": "the hypernetwork moves to the client's model: it has a test of its own below",
     "pfedma": "its round is FedMA's, and FedMA is here",
 }
+# Of the rules that compile a round of their own, the methods that are not slow: one of each way to train and average.
+MOST = ("fedavg", "scaffold", "mnfl_het", "fedcp", "pfedc")
+QUICK = {
+    "layout": (*MOST, "fedma", "fedfomo", "pfedhn", "mocha", "fedproto", "feddf"),
+    "bn_stats": (*MOST, "fedbabu", "fedrod", "ditto", "fd", "pfeddf", "fedem"),
+    "grouping": ("lg_fedavg", "fedproto", "fedkd", "mnfl_het"),
+    "float32": (*MOST, "fedfomo", "pfedhn", "mocha", "fedproto", "fedkd", "fedem"),
+}
 PARTICULAR = ("mocha", "fedma", "pfedma", "feddva")  # have networks of their own, or refuse that of the rule bn_stats
 
 
@@ -77,7 +85,13 @@ def applies(method, rule):
     return rule != "bn_stats" or method not in PARTICULAR
 
 
-@pytest.mark.parametrize("method, rule", [(m, rule) for m in ALGORITHMS for rule in testing.RULES if applies(m, rule)])
+def cases():
+    for method, rule in itertools.product(ALGORITHMS, testing.RULES):
+        if applies(method, rule):
+            yield (method, rule) if method in QUICK.get(rule, ALGORITHMS) else toy.slow(method, rule)
+
+
+@pytest.mark.parametrize("method, rule", cases())
 def test_rule(method, rule):
     testing.check(rule, subject(method))
 
@@ -208,7 +222,7 @@ def test_every_upload_is_transformed(method):
         assert any(np.any(np.abs(x - y) > 5e-3) for x, y in zip(*pair, strict=True))
 
 
-@each
+@pytest.mark.parametrize("method", [m if m in QUICK["float32"] else toy.slow(m) for m in ALGORITHMS])
 def test_state_is_float32_in_programs_of_64_bits(method):
     """Also where jax_enable_x64 makes float64 the type of arrays that name none; and what is drawn
     is what is drawn without it."""
