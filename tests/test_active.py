@@ -16,7 +16,6 @@ from fedjax_pfl.types import State
 
 ROOT = Path(__file__).parent.parent
 KNOWN = json.loads(active.FILE.read_text())
-QUICK = ("fedprox",)  # one compilation; the others are slow
 ROUGH = {"fedbn": 0.1}  # batch norm of a few rows magnifies rounding, and the tests' compiler rounds in another order
 
 
@@ -36,7 +35,8 @@ def test_a_part_is_switched_off_by_another_value_or_method(name):
         assert part.method or all(off[x] != usual[x] for x in part.hparams)
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else toy.slow(n) for n in active.TABLE if active.TABLE[n].parts])
+@pytest.mark.slow  # compiles a run with each part and without it
+@pytest.mark.parametrize("name", [n for n in active.TABLE if active.TABLE[n].parts])
 def test_the_numbers_are_those_of_today(name):
     for found, known in zip(active.measure(name), KNOWN[name], strict=True):
         share = found["score"] == "acc"

@@ -104,7 +104,8 @@ def on_host(program, state):
 
 
 @pytest.mark.parametrize(
-    "devices, participation", [(3, (1, 1)), toy.slow(3, (0.6, 0.6)), (3, (0.3, 1)), toy.slow(8, (0.6, 0.6))]
+    "devices, participation",
+    [toy.slow(3, (1, 1)), toy.slow(3, (0.6, 0.6)), (3, (0.3, 1)), toy.slow(8, (0.6, 0.6))],
 )
 def test_a_run_over_devices_is_the_run_on_one(devices, participation):
     """Everybody, a sample and drop-outs, with state that stays on the clients; N is not a multiple
@@ -119,8 +120,7 @@ def test_a_run_over_devices_is_the_run_on_one(devices, participation):
             assert_close(a.metrics, b.metrics, 1e-5)
 
 
-# state that stays on the clients, models kept by the server, public data, steps on the host
-QUICK = {"ditto", "fedfomo", "mnfl_het", "privacy_pfedc"}
+QUICK = {"mnfl_het"}  # models kept by the server, and public data; Ditto, with state on the clients, is above
 ON_EIGHT = [(method, (0.6, 0.6)) if method in QUICK else toy.slow(method, (0.6, 0.6)) for method in sorted(ALGORITHMS)]
 ON_EIGHT += [toy.slow(method, (1, 1)) for method in sorted(ALGORITHMS)]
 
@@ -134,6 +134,7 @@ def test_every_method_on_eight_devices(method, participation):
         assert_close(a.pre, b.pre, 1e-5)
 
 
+@pytest.mark.slow  # test_offload.py has a state that goes on over two devices
 def test_a_state_may_move_to_another_number_of_devices():
     program, results = run("ditto", 3, (0.6, 0.6), rounds=2)
     rest = on_host(program, results[-1].state)  # through the host, as a checkpoint does
@@ -144,6 +145,7 @@ def test_a_state_may_move_to_another_number_of_devices():
     assert_close(on_host(other, last.state), on_host(other, whole[-1].state), 1e-5)
 
 
+@pytest.mark.slow  # compiles a whole run for one device and for three
 def test_one_client_can_be_asked_wherever_it_lies():
     answers = []
     for devices in (1, 3):
@@ -154,6 +156,7 @@ def test_one_client_can_be_asked_wherever_it_lies():
     assert_close(answers[1], answers[0], 1e-5)
 
 
+@pytest.mark.slow  # compiles a round of one seed and of two; a sampled cohort over devices is above
 def test_seeds_are_vmapped_over_devices_too():
     program, seeds = program_of("ditto", 2, (1.0, 1.0)), jax.random.split(KEY, 2)
 
@@ -193,7 +196,7 @@ def collectives(program) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("method", ["fedavg", "ditto", "pfedc"])
+@pytest.mark.parametrize("method", ["ditto", *map(toy.slow, ["fedavg", "pfedc"])])
 def test_everybody_takes_part_and_only_the_aggregate_travels(method):
     state, program = compiled(method, (1.0, 1.0))
     (kind, shapes), *others = collectives(program).items()

@@ -32,6 +32,7 @@ def scores(row):
     return [key[4:-8] for key in row if key.startswith("pre/") and key.endswith("_clients")]
 
 
+@pytest.mark.slow  # a run and its resume
 def test_event_files_hold_every_round_once_also_after_a_resume(tmp_path):
     pytest.importorskip("tensorboard", reason=REASON)
     path = tmp_path / "run"

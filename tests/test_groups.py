@@ -57,9 +57,10 @@ def test_a_client_alone_trains_as_among_clients_of_its_own_architecture():
     assert a.state.clients.trees[1]["head"]["kernel"].shape == (2, 12, toy.C)
 
 
+@pytest.mark.slow  # compiles a round of both architectures for several devices
 @pytest.mark.parametrize(
     "participation, devices",
-    [((1.0, 1.0), 2), toy.slow((1.0, 1.0), 8), toy.slow((0.3, 0.7), 2), ((0.3, 0.7), 8)],
+    [((1.0, 1.0), 2), ((1.0, 1.0), 8), ((0.3, 0.7), 2), ((0.3, 0.7), 8)],
 )
 def test_devices_do_not_matter(participation, devices):
     for a, b in zip(mixed("local", participation), mixed("local", participation, devices), strict=True):
@@ -69,6 +70,7 @@ def test_devices_do_not_matter(participation, devices):
             assert_close(a.metrics._replace(traffic=None), b.metrics._replace(traffic=None), 1e-5)
 
 
+@pytest.mark.slow  # compiles a round of a sample, of one architecture and of two; so does the next
 def test_a_sample_is_the_one_of_a_single_architecture_and_the_others_stay():
     """Who takes part does not depend on the architectures; absent rows are unchanged, bit for
     bit."""
@@ -90,6 +92,7 @@ def test_a_sample_is_the_one_of_a_single_architecture_and_the_others_stay():
         before = a.state
 
 
+@pytest.mark.slow
 def test_state_on_the_host_and_from_a_checkpoint(tmp_path):
     whole = mixed("local", (0.3, 0.7))
     host = host_state.program(ALGORITHMS["local"], task((0.3, 0.7)))
@@ -111,6 +114,7 @@ def test_one_prediction_per_architecture():
         assert_close(program.predict(KEY, program.traced, f, state, 0, id, x), expected)
 
 
+@pytest.mark.slow  # both are in test_lg_fedavg.py, too
 def test_what_is_shared_is_averaged_over_all_and_must_have_one_shape():
     same_width = (SMALL, models.model(toy.norm_net, toy.SHAPE, toy.C))  # both of 8 features
     given = toy.task(models=same_width, architecture=OF)

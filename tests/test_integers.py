@@ -57,6 +57,7 @@ def learns(tokens, *algorithms):
         assert np.mean(last.pre["acc"]) > 0.9, algo
 
 
+@pytest.mark.slow  # from TFDS it learns below
 def test_an_embedding_learns_from_integers(tokens):
     assert tokens.x.dtype == np.int32
     learns(tokens, "fedavg", "fedper")

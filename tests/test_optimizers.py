@@ -20,6 +20,7 @@ HEADS = {
     "apfl": lambda s: [s.server["head"], s.clients["v"]["head"]],
     "ditto": lambda s: [s.server["head"], s.clients["v"]["head"]],
 }
+QUICK = ("fedrod", "apfl", "pfedafm")  # two heads; two models; a model that stays at its client
 
 
 def frozen_heads(lr):
@@ -28,7 +29,7 @@ def frozen_heads(lr):
     return optax.multi_transform({"moving": optax.sgd(lr), "still": optax.set_to_zero()}, label)
 
 
-@pytest.mark.parametrize("method", HEADS)
+@pytest.mark.parametrize("method", [name if name in QUICK else toy.slow(name) for name in HEADS])
 def test_an_optimizer_that_selects_by_name_sees_each_models_own_parts(method):
     run = toy.train(method, toy.fitted(method, toy.net_of(method), optimizer=frozen_heads), rounds=2)
     before, after = jax.device_get((run.begin, run.state))
@@ -38,6 +39,7 @@ def test_an_optimizer_that_selects_by_name_sees_each_models_own_parts(method):
         assert not np.array_equal(a, b)
 
 
+@pytest.mark.slow  # of Optax, and of four seconds
 def test_a_schedule_that_peaks_at_one_scales_the_learning_rate():
     """The way that is named where a schedule asks for the value of lr."""
     flat = optax.warmup_cosine_decay_schedule(1.0, 1.0, 2, 10**6)
@@ -72,7 +74,7 @@ def test_where_an_optimizer_fails_the_sentence_names_it(case):
         simulate.program(method, task)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "scaffold"])
+@pytest.mark.parametrize("method", [toy.slow("fedavg"), "scaffold"])
 def test_a_server_optimizer_that_selects_by_name_sees_the_parts_of_a_model(method):
     """SCAFFOLD's server has the model as a part of its own."""
     under = server_optimizer.optimized(method, frozen_heads)

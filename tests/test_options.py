@@ -51,7 +51,10 @@ NONE = {
 # Methods with many options of another one's, which are the same code: theirs are slow.
 LIKE = {**dict.fromkeys(("mnfl_het", "sim_pfd", "topk_pfd"), "fedmd"), "pfeddf": "feddf"}
 LIKE |= {"pfedma": "fedma", "privacy_pfedc": "pfedc"}
-SLOW = ("feddva", *LIKE)
+# Their options are many, or their rounds take long to trace: they are slow, too.
+MANY = ("pfedc", "fedcp", "fedmd", "pfedhn", "feddf", "fedma", "mnfl", "fedkd", "per_fedavg", "lg_fedavg", "fedala")
+MANY += ("fedem", "fedbabu", "pfedafm", "fedavg_ft")
+SLOW = ("feddva", *LIKE, *MANY)
 
 
 def image(x):
@@ -177,11 +180,12 @@ def test_no_option_is_without_effect(method):
     assert without_effect(method) == []
 
 
-@pytest.mark.parametrize("method", LIKE)
+@pytest.mark.parametrize("method", [toy.slow(name) if name in ("pfedma", "mnfl_het") else name for name in LIKE])
 def test_no_option_that_others_have_not_is_without_effect(method):
     assert without_effect(method, but=hyperparameters.of(ALGORITHMS[LIKE[method]])) == []
 
 
+@pytest.mark.slow  # traces options of FedKD and of MNFL, which are slow
 def test_an_option_that_acts_beside_another_is_seen_to_do_nothing_alone():
     """So that what is compared shows it."""
     cases = Cases("fedkd")

@@ -34,6 +34,7 @@ def test_fedprox_without_pull_is_fedavg():
     assert_close(train("fedprox", mu=0.0).state, train("fedavg").state)
 
 
+@pytest.mark.slow  # test_reference.py has the pull by hand
 def test_fedprox_pull_acts_from_the_second_step_on():
     one_step = toy.task("mlp", epochs=None, steps=1)
     weak, strong = (train("fedprox", one_step, mu=mu).state for mu in (0.0, 100.0))
@@ -62,6 +63,7 @@ def test_dittos_personal_epochs_are_of_the_personal_model_alone():
     assert_same(got.state.clients["v"], got.begin.clients["v"])
 
 
+@pytest.mark.slow  # with identical clients it is FedAvg's in every round
 def test_scaffolds_first_round_is_fedavgs():
     def first(method, **hparams):
         program, f = toy.program(ALGORITHMS[method], MLP, hparams), toy.federation()
@@ -81,21 +83,22 @@ def test_scaffold_of_identical_clients_is_fedavg():
 
 
 @pytest.mark.parametrize("variant", ["hf", *map(toy.slow, ["fo", "exact"])])
-def test_per_fedavg_without_inner_step_is_fedavg(variant):
-    for task in (MLP, NORM):
-        state = train("per_fedavg", task, alpha=0.0, variant=variant).state
-        expected = train("fedavg", task).state
-        assert_close(state.server, expected.server, 2e-6)
+@pytest.mark.parametrize("task", [toy.slow(MLP), NORM])
+def test_per_fedavg_without_inner_step_is_fedavg(task, variant):
+    state = train("per_fedavg", task, alpha=0.0, variant=variant).state
+    expected = train("fedavg", task).state
+    assert_close(state.server, expected.server, 2e-6)
 
 
+@pytest.mark.slow  # test_perfedavg.py has rates by hand
 def test_per_fedavgs_outer_step_has_a_rate_of_its_own():
     slower = toy.task("mlp", lr=0.05)
     assert_close(train("per_fedavg", alpha=0.0, beta=0.05).state.server, train("fedavg", slower).state.server)
 
 
-def test_fedrod_without_balancing_is_fedavg():
-    for task in (MLP, NORM):
-        assert_close(train("fedrod", task, gamma=0.0).state.server, train("fedavg", task).state.server, 2e-6)
+@pytest.mark.parametrize("task", [toy.slow(MLP), NORM])
+def test_fedrod_without_balancing_is_fedavg(task):
+    assert_close(train("fedrod", task, gamma=0.0).state.server, train("fedavg", task).state.server, 2e-6)
 
 
 @pytest.mark.parametrize("still", [{"lam": 0.0}, {"beta": 0.0}])
@@ -104,13 +107,13 @@ def test_pfedme_without_pull_or_mixing_keeps_the_global_model(still):
     assert_close(train("pfedme", **still).state.server, program.init(KEY, program.traced).server)
 
 
-def test_apfl_global_model_is_fedavgs():
-    expected = train("fedavg").state.server
-    for hparams in ({}, {"alpha": 0.9}, {"mix": "outputs"}):
-        assert_close(train("apfl", **hparams).state.server, expected)
+# of the two values of `mix` each is fast in one of the following
+@pytest.mark.parametrize("hparams", [{}, {"alpha": 0.9}, toy.slow({"mix": "outputs"})])
+def test_apfl_global_model_is_fedavgs(hparams):
+    assert_close(train("apfl", **hparams).state.server, train("fedavg").state.server)
 
 
-@pytest.mark.parametrize("mix", ["params", "outputs"])
+@pytest.mark.parametrize("mix", [toy.slow("params"), "outputs"])
 def test_apfl_of_personal_models_only_is_local(mix):
     state, _, last = train("apfl", alpha=1.0, adaptive=False, mix=mix)
     alone = train("local")
@@ -118,6 +121,7 @@ def test_apfl_of_personal_models_only_is_local(mix):
     assert_same(last, alone.last)
 
 
+@pytest.mark.slow  # test_mnfl.py has the mixing by hand
 def test_mnfl_of_uniform_coefficients_is_fedavg():
     got = train("mnfl", federation=equal_sizes(), coef_lr=0.0)
     state, metrics = got.state, got.metrics
@@ -138,7 +142,7 @@ def test_mnfl_of_own_models_only_is_local():
     assert_same(state.server["coefficients"], jnp.eye(toy.N))
 
 
-@pytest.mark.parametrize("task", [MLP, NORM])
+@pytest.mark.parametrize("task", [MLP, toy.slow(NORM)])
 def test_fedem_of_one_component_is_fedavg(task):
     state, metrics, last = train("fedem", task, components=1)
     expected, plain, scores = train("fedavg", task)
@@ -148,7 +152,7 @@ def test_fedem_of_one_component_is_fedavg(task):
     assert_same(state.clients["pi"], jnp.ones((toy.N, 1)))
 
 
-@pytest.mark.parametrize("task, hparams", [(NORM, {}), toy.slow(MLP, {"attention": "heur"})])
+@pytest.mark.parametrize("task, hparams", [toy.slow(NORM, {}), (MLP, {"attention": "heur"})])
 def test_fedamp_without_attention_is_local(task, hparams):
     state, _, last = train("fedamp", task, lam=0.0, **hparams)
     alone = train("local", task)
@@ -156,6 +160,7 @@ def test_fedamp_without_attention_is_local(task, hparams):
     assert_close(last, alone.last)
 
 
+@pytest.mark.slow  # test_fedamp.py has the attention by hand
 def test_fedamp_that_sees_nobody_is_local():
     """In a round of one step, for the pull lam/alpha (w - u) with u = w_i acts from the second step
     on."""
@@ -166,6 +171,7 @@ def test_fedamp_that_sees_nobody_is_local():
     assert_close({**state.server["w"], "stats": {}}, train("local", task).state.clients)
 
 
+@pytest.mark.slow  # test_fedamp.py has the attention by hand
 def test_fedamp_that_sees_everybody_equally_pulls_towards_the_mean():
     """A wide attention has u_i = mean of all: with one step a round, w_i - lr (g + lam/alpha (w_i -
     mean))."""
@@ -188,7 +194,7 @@ def test_fedphp_without_a_teacher_trains_as_fedavg(task, hparams):
     assert_close(train("fedphp", task, lam=0.0, **hparams).state.server, train("fedavg", task).state.server, 2e-6)
 
 
-@pytest.mark.parametrize("task, hparams", [(MLP, {"lr_weights": 0.0}), (NORM, {"blended": "none"})])
+@pytest.mark.parametrize("task, hparams", [(MLP, {"lr_weights": 0.0}), toy.slow(NORM, {"blended": "none"})])
 def test_fedala_that_takes_the_global_model_is_fedavg(task, hparams):
     state, _, last = train("fedala", task, **hparams)
     expected = train("fedavg", task)
@@ -196,6 +202,7 @@ def test_fedala_that_takes_the_global_model_is_fedavg(task, hparams):
     assert_close(last, expected.last)
 
 
+@pytest.mark.slow  # test_fedala.py has the blending by hand
 @pytest.mark.parametrize("blended, method", [("head", "fedper"), ("all", "local")])
 def test_fedala_that_keeps_its_own_model_is_partial_averaging(blended, method):
     def own(task):
@@ -255,7 +262,8 @@ TRAFFIC = {
 }
 
 
-@pytest.mark.parametrize("bn_stats", [0, 1], ids=["aggregate", "local"])
+# that no statistics travel if they stay local is a rule of the contract
+@pytest.mark.parametrize("bn_stats", [0, toy.slow(1)], ids=["aggregate", "local"])
 @pytest.mark.parametrize("method", TRAFFIC)
 def test_traffic_with_batch_norm(method, bn_stats):
     task = toy.task("norm", bn_stats=("aggregate", "local")[bn_stats])
@@ -271,7 +279,8 @@ def test_traffic_with_batch_norm(method, bn_stats):
 
 
 @pytest.mark.parametrize(
-    "method, hparams", [("scaffold", {}), ("apfl", {}), ("pfedme", {"inner_steps": 1, "lam": 0.0, "inner_lr": 0.1})]
+    "method, hparams",
+    [toy.slow("scaffold", {}), toy.slow("apfl", {}), ("pfedme", {"inner_steps": 1, "lam": 0.0, "inner_lr": 0.1})],
 )
 def test_the_server_receives_the_running_statistics_that_local_training_has_seen(method, hparams):
     """Of a round in which one client has examples: they are those of training alone."""
@@ -310,6 +319,7 @@ def test_fedbn_without_batch_norm_is_fedavg():
     assert_same(train("fedbn").state.server, train("fedavg").state.server)
 
 
+@pytest.mark.slow  # its traffic shows it
 def test_fedbn_keeps_norms_and_shares_the_rest():
     state = train("fedbn", NORM).state
     shared, own = (jax.tree.leaves(jax.tree_util.tree_map_with_path(lambda path, _: str(path), part)) for part in state)
@@ -323,10 +333,12 @@ def test_fine_tuning_by_no_epochs_is_fedavg():
     assert_same(last, scores)
 
 
+@pytest.mark.slow  # by no epochs it is FedAvg's, too
 def test_fine_tuning_does_not_touch_training():
     assert_same(train("fedavg_ft", fine_tune_epochs=3).state, train("fedavg").state)
 
 
+@pytest.mark.slow  # pFedMA's is seen below
 def test_fine_tuning_for_the_local_epochs_is_fedavgs_post():
     before, after = (toy.train("fedavg_ft", MLP, rounds, fine_tune_epochs=MLP.epochs) for rounds in (2, 3))
     assert_same(before.last, toy.rows(after.metrics.post, -1))
@@ -348,13 +360,14 @@ def test_what_is_fine_tuned(method):
     assert np.abs(logits["body"] - logits["all"]).max() > 1e-2
 
 
-@pytest.mark.parametrize("task", [MLP, toy.task("linear")])
+@pytest.mark.parametrize("task", [MLP, toy.slow(toy.task("linear"))])
 def test_fedma_of_neurons_that_stay_is_uniform_fedavg(task):
     still = {"retrain_epochs": 0, "matching": "identity", "weights": "uniform"}
     uniform = equal_sizes()
     assert_close(train("fedma", task, uniform, **still).state, train("fedavg", task, uniform).state)
 
 
+@pytest.mark.slow  # so is its state with fine-tuning, below
 def test_pfedma_without_fine_tuning_is_fedma():
     state, _, last = train("pfedma", fine_tune_epochs=0)
     expected, _, scores = train("fedma")
@@ -412,6 +425,7 @@ def test_local_ignores_the_others():
     assert_same(mine(train("local", federation=changed)), mine(train("local")))
 
 
+@pytest.mark.slow  # FedPer's mask is in test_masks_of_the_family
 def test_fedper_of_equal_clients_has_equal_heads():
     f = toy.federation()
     same = lambda rows: type(rows)(*(x.at[1].set(x[0]) for x in rows))
@@ -421,7 +435,7 @@ def test_fedper_of_equal_clients_has_equal_heads():
     assert_close(trees.gather(heads, 0), trees.gather(heads, 1))
 
 
-@pytest.mark.parametrize("hparams", [{"without": "cpn_gfm_gh"}, {"without": "cpn_gh", "lam": 0.0}])
+@pytest.mark.parametrize("hparams", [toy.slow({"without": "cpn_gfm_gh"}), {"without": "cpn_gh", "lam": 0.0}])
 @pytest.mark.parametrize("task", [toy.slow(MLP), NORM])
 def test_fedcp_with_the_personal_path_only_is_fedper(task, hparams):
     state, expected = train("fedcp", task, **hparams).state, train("fedper", task).state
@@ -429,13 +443,14 @@ def test_fedcp_with_the_personal_path_only_is_fedper(task, hparams):
     assert_close(state.clients["head"], expected.clients["head"])
 
 
-@pytest.mark.parametrize("head_weighting, federation", [("data", toy.federation()), ("uniform", equal_sizes())])
+@pytest.mark.parametrize("head_weighting, federation", [("data", toy.federation()), toy.slow("uniform", equal_sizes())])
 def test_pfedc_with_one_task_is_fedavg(head_weighting, federation):
     state = train("pfedc", federation=federation, tasks="single", head_weighting=head_weighting).state.server
     expected = train("fedavg", federation=federation).state.server
     assert_close({part: state[part] for part in ("body", "head")}, {part: expected[part] for part in ("body", "head")})
 
 
+@pytest.mark.slow  # oracle.py has minibatches in this order for the rounds by hand
 def test_one_client_is_a_plain_loop():
     """Minibatches, their order and the short last batch against a Python loop over the same
     permutations."""
@@ -497,6 +512,7 @@ def test_fewer_places_than_clients_keep_the_absent_bit_for_bit():
     assert len(numbers) > 1 and max(numbers) <= 4
 
 
+@pytest.mark.slow  # so do several equal ones, below
 def test_one_client_averages_to_itself():
     task = toy.task("mlp", sizes=SIZES[:1], class_counts=MLP.class_counts[:1])
     f = toy.federation()
@@ -515,6 +531,7 @@ def test_identical_clients_average_to_any_of_them():
     assert_close(average, trees.gather(alone, 2))
 
 
+@pytest.mark.slow  # seconds; test_vectorized.py has seeds and rates
 def test_two_seeds_times_two_rates_in_one_vmap_are_four_runs():
     program = toy.program(ALGORITHMS["ditto"], MLP)
     f = toy.federation()

@@ -87,7 +87,7 @@ def test_ditto():
 
 @pytest.mark.parametrize(
     ("head_weighting", "task_loss"),
-    [toy.slow("uniform", "class"), toy.slow("data", "class"), ("task_count", "class"), ("uniform", "batch")],
+    [toy.slow("uniform", "class"), toy.slow("data", "class"), ("task_count", "class"), toy.slow("uniform", "batch")],
 )
 def test_pfedc_aggregation(head_weighting, task_loss):
     f = toy.federation()

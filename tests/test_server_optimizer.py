@@ -20,7 +20,7 @@ from fedjax_pfl.models import layers, nets
 from fedjax_pfl.server_optimizer import RATE, optimized
 
 AVERAGE = [name for name in sorted(ALGORITHMS) if toy.METHODS[name](toy.method_task(name)).averages]
-QUICK = ("fedrep", "scaffold")  # body and head apart; the weights beside the control variate
+QUICK = ("scaffold",)  # the weights beside the control variate
 PAPERS = optimized("fedavg", lambda lr: optax.adam(lr, b2=0.99, eps=1e-3))  # rounding is no step of it
 NORMS = toy.task("norm", participation=(0.5, 0.5))
 
@@ -64,7 +64,8 @@ def test_adam_steps_along_the_mean_difference():
     assert apart["body"]["inner"]["kernel"] > 1e-3 and max(jax.tree.leaves(apart["stats"])) == 0  # not the mean
 
 
-@pytest.mark.parametrize("layout", [{"width": 3}, toy.slow({"devices": 2})])
+@pytest.mark.slow  # the contract has it of every method, and the step is one after the mean
+@pytest.mark.parametrize("layout", [{"width": 3}, {"devices": 2}])
 def test_the_layout_changes_nothing(layout):
     states = []
     for options in ({}, layout):
@@ -96,8 +97,8 @@ def test_a_round_in_which_nobody_trains_moves_nothing():
     "method",
     [
         optimized("fedavg", lambda lr: optax.sgd(lr, 0.9)),
-        ALGORITHMS["pfedhn"],
-        functools.partial(ALGORITHMS["pfedhn"], mode="batched"),
+        toy.slow(ALGORITHMS["pfedhn"]),
+        toy.slow(functools.partial(ALGORITHMS["pfedhn"], mode="batched")),
     ],
 )
 def test_no_momentum_moves_the_server_where_nobody_takes_a_step(method):
@@ -117,7 +118,7 @@ STILL = {
 }
 
 
-@pytest.mark.parametrize("case", STILL)
+@pytest.mark.parametrize("case", [toy.slow(name) if name == "no step" else name for name in STILL])
 def test_rounding_is_no_gradient(case):
     """Adam would normalise it: weights that nobody trains moved by steps of full length."""
     method, hparams, work = STILL[case]
@@ -152,6 +153,7 @@ def test_an_optimizer_of_a_fixed_rate_is_refused_by_its_name():
             optimized("fedavg", given)
 
 
+@pytest.mark.slow  # of SCAFFOLD it is seen above
 def test_the_mean_is_the_step_of_sgd_for_a_method_of_ones_own():
     given = toy.task()
     plain = toy.train(template.small_head, given, rounds=2).state
@@ -180,6 +182,7 @@ TINY = ["--data_fraction=0.2", "--clients=5", "--width=1", "--epochs=1", "--mode
 ADAM = ["--algo=fedavg", "--server_optimizer=adam", "--server_lr=0.03", *TINY]
 
 
+@pytest.mark.slow  # three runs from the command line; a state is kept whatever it holds
 def test_its_state_is_kept_in_checkpoints(tmp_path, capsys):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert main.run([*ADAM, "--rounds=3", f"--workdir={whole}"]) == 0
@@ -235,6 +238,7 @@ def test_an_optimizer_that_decays_weights_decays_those_of_before():
     assert_close(under.state.server.method, expected)
 
 
+@pytest.mark.slow  # of FedAvg it is seen under Adam above
 def test_running_statistics_beside_the_weights_are_averaged_as_ever():
     norm = toy.task("norm")
     under = toy.train(optimized(ALGORITHMS["scaffold"], optax.sgd), norm, rounds=1, **{RATE: 0.1})

@@ -120,10 +120,12 @@ def _random():
     return jax.pure_callback(lambda: np.float32(draw()), jax.ShapeDtypeStruct((), jnp.float32))
 
 
+@pytest.mark.slow  # as of every method in test_contract.py
 def test_without_a_mistake_every_rule_holds():
     testing.check_algorithm(planted(None))
 
 
+@pytest.mark.slow  # compiles all that the rules need
 def test_a_copy_of_the_template_outside_of_the_package_passes(tmp_path):
     copy = shutil.copy(Path(template.__file__), tmp_path / "own.py")
     factory = find(f"{copy}:small_head")
@@ -154,8 +156,12 @@ BROKEN = {
     "lifted": ("dtype", r"\['body'\].* is float32.* and must be bfloat16"),
 }
 
+# Their rules have a mistake that is found faster, or other tests of the methods see what they do.
+SLOW = ("counts the inactive", "traffic of the inactive", "random", "unmasked norm", "fine-tunes on test examples")
+SLOW += ("counts places", "only architecture", "lifted", "weak type", "nothing moves", "always scored")
 
-@pytest.mark.parametrize("mistake", BROKEN)
+
+@pytest.mark.parametrize("mistake", [toy.slow(name) if name in SLOW else name for name in BROKEN])
 def test_a_broken_rule_is_named_with_its_place(mistake):
     rule, where = BROKEN[mistake]
     with pytest.raises(ContractViolation, match=f"^factory breaks the rule '{rule}' (.|\n)*{where}"):
@@ -164,6 +170,7 @@ def test_a_broken_rule_is_named_with_its_place(mistake):
         testing.check_algorithm(planted(mistake))
 
 
+@pytest.mark.slow  # compiles rounds of two groupings; so does the next
 def test_a_result_that_depends_on_the_grouping():
     def factory(task):
         made = ALGORITHMS["lg_fedavg"](task)
@@ -178,6 +185,7 @@ def test_a_result_that_depends_on_the_grouping():
         testing.check("grouping", testing.subject(factory, testing.task()))
 
 
+@pytest.mark.slow
 def test_a_method_for_one_network_that_says_it_takes_several():
     """One architecture declared twice is as one, and two that differ are refused."""
 

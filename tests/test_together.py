@@ -17,7 +17,7 @@ KEY = jax.random.key(3)
 ROUNDS = 8
 QUICK = [
     ("ditto", 3, (0.3, 0.7)),
-    ("privacy_pfedc", 1, (0.6, 0.6)),
+    toy.slow("privacy_pfedc", 1, (0.6, 0.6)),
     toy.slow("pfedma", 2, (1, 1)),
     toy.slow("pfedhn", 2, (0.6, 0.6)),
 ]
@@ -58,6 +58,7 @@ def test_rounds_together_are_the_rounds_one_by_one(method, devices, participatio
             assert_close(a.state, b.state, 1e-5)
 
 
+@pytest.mark.slow  # to rounding it is seen above
 def test_how_many_go_together_is_not_seen(monkeypatch):
     """Bit for bit: what was interrupted goes on with another number."""
     program = program_of("ditto", 1, (0.3, 0.7))
@@ -98,6 +99,7 @@ def test_what_diverges_among_them_is_not_given_out():
     assert all(np.isfinite(r.metrics.loss).all() for r in got)
 
 
+@pytest.mark.slow  # compiles one round and several for eight devices
 def test_the_devices_say_no_more_to_each_other_than_in_one_round():
     program = program_of("ditto", 8, (0.5, 0.5))
     f = jax.device_put(toy.federation(), jax.NamedSharding(program.mesh, jax.P()))
@@ -110,6 +112,7 @@ def test_the_devices_say_no_more_to_each_other_than_in_one_round():
     assert one.keys() == several.keys() and all(len(one[kind]) == len(several[kind]) for kind in one)
 
 
+@pytest.mark.slow  # the metrics of Ditto above have it
 def test_of_several_rounds_only_the_first_is_scored():
     got = run(program_of("fedavg", 1, (1.0, 1.0)), eval_every=3, state_every=100)
     assert [r.round for r in got if r.state is None] == [1, 3, 4]  # 1 and 2 went together, and 3 to 5

@@ -7,7 +7,7 @@ import toy
 
 from fedjax_pfl.types import Subset
 
-FAST = ("fedavg", "ditto", "fedrep")
+FAST = ("ditto",)
 F = toy.federation()
 METHODS = [name if name in FAST else toy.slow(name) for name in toy.METHODS if name != "fedfomo"]
 

@@ -160,7 +160,7 @@ def centred(mean):
     return toy.task(prepare=jax.jit(lambda x: x - mean))
 
 
-@pytest.mark.parametrize("make", [dropping, started, centred])
+@pytest.mark.parametrize("make", [toy.slow(dropping), toy.slow(started), centred])
 def test_programs_that_differ_in_what_their_parts_do_not_show_are_refused(make):
     """As a whole they are compared, too."""
     f = toy.federation()
@@ -186,6 +186,7 @@ def test_what_cannot_be_traced_is_the_same_where_it_is_one_object():
         simulate.vectorized([first, other], [f, f])
 
 
+@pytest.mark.slow  # seeds and rates differ above, too
 def test_runs_may_differ_in_what_is_traced_and_share_everything_else():
     """Seeds on one federation, and tasks that are equal without being the same objects."""
     f, plain = toy.federation(), toy.task()._replace(optimizer=lambda lr: optax.sgd(lr))
@@ -199,6 +200,7 @@ def test_runs_may_differ_in_what_is_traced_and_share_everything_else():
         assert not np.allclose(*(each.pre["acc"] for each in results))
 
 
+@pytest.mark.slow  # compiles rounds of two networks twice
 def test_seeds_of_one_program_of_several_architectures():
     """They have one placement, which needs no axis."""
     given = [models.model(net, toy.SHAPE, toy.C) for net in (toy.tiny_mlp, toy.norm_net)]
