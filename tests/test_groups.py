@@ -57,10 +57,9 @@ def test_a_client_alone_trains_as_among_clients_of_its_own_architecture():
     assert a.state.clients.trees[1]["head"]["kernel"].shape == (2, 12, toy.C)
 
 
-@pytest.mark.slow  # compiles a round of both architectures for several devices
 @pytest.mark.parametrize(
     "participation, devices",
-    [((1.0, 1.0), 2), ((1.0, 1.0), 8), ((0.3, 0.7), 2), ((0.3, 0.7), 8)],
+    [toy.slow((1.0, 1.0), 2), toy.slow((1.0, 1.0), 8), toy.slow((0.3, 0.7), 2), ((0.3, 0.7), 8)],
 )
 def test_devices_do_not_matter(participation, devices):
     for a, b in zip(mixed("local", participation), mixed("local", participation, devices), strict=True):
