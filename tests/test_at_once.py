@@ -7,6 +7,7 @@ import json
 import jax
 import numpy as np
 import pytest
+import toy
 
 from experiments import (
     at_once,
@@ -55,7 +56,8 @@ def assert_same_rows(first, second):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Runs alone, and runs at once that were stopped after the first round and went on."""
+    """Runs alone, and runs at once that were stopped after the first round and went on. Its tests
+    are slow: that results are those of runs alone is tested without files in test_vectorized.py."""
     folder, said = tmp_path_factory.mktemp("runs"), io.StringIO()
     words = [*RUN, "--runs_at_once=all", f"--workdir={folder / 'at_once'}"]
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
@@ -71,6 +73,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_each_has_the_rows_of_the_run_alone(folder):
     for seed in ("seed0", "seed1"):
         assert_same_rows(rows(folder / "at_once" / seed), rows(folder / "alone" / seed))
@@ -82,6 +85,7 @@ def test_each_has_the_rows_of_the_run_alone(folder):
     assert [runs.read_layout(folder / name / "seed0").runs for name in ("at_once", "alone")] == [2, 1]
 
 
+@pytest.mark.slow
 def test_one_of_them_goes_on_alone(folder, capsys):
     path = folder / "at_once" / "seed1"
     assert main.run(["--resume", f"--workdir={path}", "--rounds=5"]) == 0
@@ -90,6 +94,7 @@ def test_one_of_them_goes_on_alone(folder, capsys):
     assert len(rows(path)) == 6 and len(rows(folder / "at_once" / "seed0")) == 5
 
 
+@pytest.mark.slow  # as in test_vectorized.py
 def test_values_are_a_batch_axis_too_and_one_that_diverges_is_alone_in_it(tmp_path, capsys):
     words = ["--algo=ditto", *TINY, "--rounds=2", "--lr=0.1,1e38", "--hparam=lam=0.5,2", f"--root={tmp_path}"]
     assert sweep.run([*words, "--runs_at_once=3"]) == 3
@@ -102,7 +107,7 @@ def test_values_are_a_batch_axis_too_and_one_that_diverges_is_alone_in_it(tmp_pa
     assert one != two
 
 
-@pytest.mark.slow  # that it is said, and what follows, is also seen where one of the runs is locked
+@pytest.mark.slow  # that it is said, and what follows, is also seen where runs were taken further
 def test_other_programs_run_one_after_another(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(build, "lowered", lambda experiment: str(experiment.config.seed))
     assert main.run([*RUN, "--rounds=1", "--runs_at_once=all", f"--workdir={tmp_path}"]) == 0
@@ -137,6 +142,7 @@ def test_clients_in_training_of_other_networks_are_no_one_program(monkeypatch):
     at_once.check(made[:1] * 2, 1)
 
 
+@pytest.mark.slow  # as one a little later does, below
 def test_ctrl_c_in_the_last_round_of_a_run_ends_the_sweep(tmp_path, monkeypatch):
     """The run itself is complete."""
     monkeypatch.setattr(train, "Interrupt", Asked)
@@ -187,6 +193,7 @@ def test_runs_that_recorded_other_rounds_or_memory_are_no_one_program(other):
         at_once.check_settings([config, config.replace(**other)])
 
 
+@pytest.mark.slow  # three runs; that there is no room stops no other, below
 def test_what_is_wrong_with_one_stops_no_other(tmp_path, capsys):
     (tmp_path / "seed0").mkdir()
     words = ["--algo=local", *TINY, "--rounds=1", "--seeds=2", "--runs_at_once=all", f"--workdir={tmp_path}"]
@@ -251,7 +258,7 @@ def test_a_run_without_room_is_one_sentence_and_stops_no_other(tmp_path, monkeyp
     assert f"The device has no memory left for {tmp_path / 'seed1'}: take a smaller --width" in said
 
 
-@pytest.mark.parametrize("several", ["1", "all"])
+@pytest.mark.parametrize("several", [toy.slow("1"), "all"])
 def test_ctrl_c_while_the_last_checkpoint_is_written_ends_the_sweep(several, tmp_path, monkeypatch):
     """The runs themselves are complete."""
 

@@ -169,6 +169,7 @@ def test_the_peak_of_a_process_is_its_own():
     assert small < 1000 and large > small + 400
 
 
+@pytest.mark.slow  # two measurements
 def test_memory_is_what_is_compiled():
     cost = memory.measure(memory.Case("ditto", model="mlp"))
     assert cost.compiled > 2**16 and memory.measure(memory.Case("ditto", 1, "host", "mlp")).compiled is None
@@ -192,6 +193,7 @@ def test_the_work_of_a_round_is_counted():
     }
 
 
+@pytest.mark.slow  # eleven programs
 def test_a_mixed_federation_is_compared_with_what_it_is_made_of(monkeypatch):
     """By seconds that a stand-in makes up; the programs are traced as they are."""
     made = []

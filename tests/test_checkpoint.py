@@ -62,7 +62,7 @@ def assert_equal(a, b):
         np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize("more", [1, 30])
+@pytest.mark.parametrize("more", [1, toy.slow(30)])  # sixty checkpoints
 def test_a_checkpoint_that_goes_while_it_is_read_gives_way_to_the_next(tmp_path, monkeypatch, more):
     """A run writes on: the last one listed is deleted by the time it is opened."""
     check, left = checkpoint._check_digests, iter(range(more))
@@ -190,6 +190,7 @@ def test_a_full_disk(tmp_path, monkeypatch):
     assert checkpoint.steps(tmp_path) == [1]
 
 
+@pytest.mark.slow  # so does that of a killed run, below
 def test_a_state_goes_on_bit_for_bit(tmp_path, cache):
     e = build.prepare(settings.resolve(flags.parse([*FLAGS, "--rounds=4"], flags.OF_A_RUN).settings()))
     program = e.program(width=2)
@@ -241,7 +242,7 @@ def test_a_killed_run_goes_on(whole, tmp_path):
     assert_same_run(whole, path)
 
 
-@pytest.mark.parametrize("rounds", [6, 8])
+@pytest.mark.parametrize("rounds", [6, toy.slow(8)])
 def test_a_run_that_is_killed_as_it_goes_on_is_not_complete(rounds, whole, tmp_path, monkeypatch):
     path = tmp_path / "run"
     shutil.copytree(whole, path)
@@ -265,6 +266,7 @@ def test_a_run_without_a_checkpoint_starts_again(whole, tmp_path):
     assert_same_run(whole, tmp_path / "run")
 
 
+@pytest.mark.slow  # signals are tested below, how a run ends by them in test_at_once.py
 def test_ctrl_c_keeps_a_resumable_run(whole, tmp_path, monkeypatch, capsys):
     path = tmp_path / "run"
     rounds = simulate.rounds
@@ -336,6 +338,7 @@ def test_other_settings_are_refused_by_name(whole, capsys):
     assert "has no hyperparameters" in refused(capsys, "--resume", f"--workdir={whole}", "--hparam", "mu=1")
 
 
+@pytest.mark.slow  # what a resume takes is also tested without a run, in test_main.py
 def test_what_may_change_may(whole, tmp_path):
     path = tmp_path / "run"
     shutil.copytree(whole, path)
@@ -365,6 +368,7 @@ def laid(path):
     )
 
 
+@pytest.mark.slow  # the choice itself is tested in test_layout.py
 def test_a_resume_takes_the_layout_that_is_named_and_says_so(whole, tmp_path, capsys):
     path = tmp_path / "run"
     shutil.copytree(whole, path)
@@ -383,6 +387,7 @@ def test_a_resume_takes_the_layout_that_is_named_and_says_so(whole, tmp_path, ca
     np.testing.assert_allclose(list(rows[0].values()), list(rows[1].values()), rtol=1e-5)
 
 
+@pytest.mark.slow  # as in test_main.py, where a run begins
 def test_a_layout_that_cannot_be_is_refused_before_anything_is_written(whole, tmp_path, capsys, monkeypatch):
     path = tmp_path / "run"
     shutil.copytree(whole, path)
@@ -402,6 +407,7 @@ def test_another_partition_or_data_set_is_refused(whole, tmp_path, capsys):
         assert sentence in refused(capsys, "--resume", f"--workdir={path}")
 
 
+@pytest.mark.slow  # of rows and of checkpoints, both also tested alone
 def test_damage_to_a_run_directory_is_said_in_a_sentence(whole, tmp_path, capsys):
     path = tmp_path / "run"
     shutil.copytree(whole, path)
@@ -427,8 +433,9 @@ def contents(path):
     return {p.relative_to(path): p.read_bytes() for p in path.rglob("*") if p.is_file()}
 
 
+@pytest.mark.slow  # rows that cannot be read are refused likewise, below
 @pytest.mark.parametrize(("kept", "way"), [(5, "folders 6 in .* to resume from step 4"), (1, "folders 4, 6 in .* 0")])
-@pytest.mark.parametrize("name", ["metrics", toy.slow("scores")])
+@pytest.mark.parametrize("name", ["metrics", "scores"])
 def test_missing_rows_offer_the_earlier_checkpoint_or_a_fresh_start(whole, tmp_path, capsys, name, kept, way):
     path = tmp_path / "run"
     shutil.copytree(whole, path)
@@ -443,7 +450,7 @@ def test_missing_rows_offer_the_earlier_checkpoint_or_a_fresh_start(whole, tmp_p
     assert_same_run(whole, path)
 
 
-@pytest.mark.parametrize("row", [{"loss": "low"}, {"pre/acc": [1]}, {"round": 2.0}, {"loss": True}])
+@pytest.mark.parametrize("row", [*map(toy.slow, [{"loss": "low"}, {"pre/acc": [1]}, {"round": 2.0}]), {"loss": True}])
 def test_a_row_with_a_value_of_a_wrong_type_is_refused(whole, tmp_path, capsys, row):
     path = tmp_path / "run"
     shutil.copytree(whole, path)
@@ -491,7 +498,9 @@ def test_an_edited_setting_is_named(whole, tmp_path, capsys, change):
         runs.load(path)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"seconds": 7}', '{"seconds": {"train": "x"}, "resumed": [7]}'])
+@pytest.mark.parametrize(
+    "content", [*map(toy.slow, ["{", "[]", '{"seconds": 7}']), '{"seconds": {"train": "x"}, "resumed": [7]}']
+)
 def test_a_damaged_derived_file_is_written_anew(whole, tmp_path, content):
     path = tmp_path / "run"
     shutil.copytree(whole, path)

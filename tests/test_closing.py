@@ -14,7 +14,8 @@ TINY = ["--data_fraction=0.2", "--clients=5", "--width=1", "--epochs=1", "--mode
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
-    """Where a sweep of two methods is, and what it printed."""
+    """Where a sweep of two methods is, and what it printed. Its tests are slow: what is drawn and
+    printed of another is in test_show.py and test_grid.py."""
     import contextlib
     import io
 
@@ -46,6 +47,7 @@ def test_a_run_ends_with_at_most_eight_lines(tmp_path, capsys):
     assert f"{traffic / 1e6:,.1f} MB in all, {traffic / 10 / 1e3:,.1f} kB per client and round" in out
 
 
+@pytest.mark.slow
 def test_a_sweep_ends_with_its_methods_in_order_and_a_picture(said):
     root, out = said
     end = out.splitlines()[-6:]
@@ -59,6 +61,7 @@ def _ordered(root):
     return sorted(last, key=last.get, reverse=True)
 
 
+@pytest.mark.slow
 def test_the_picture_shows_the_numbers(said, monkeypatch):
     root, drawn = said[0], []
     monkeypatch.setattr(drawing, "save", lambda figure, path: drawn.append(figure))

@@ -24,6 +24,7 @@ def resolved(path, **user):
     return settings.resolve({"config": str(path / "config.json"), "hparams": {}} | user)
 
 
+@pytest.mark.slow  # that the settings are the same is tested below
 def test_it_is_the_same_run_bit_for_bit(done, tmp_path):
     again = tmp_path / "again"
     assert main.run([f"--config={done / 'config.json'}", f"--workdir={again}"]) == 0

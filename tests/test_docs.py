@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import toy
 from documents import PAGES, ROOT, TABLES, blocks, commands, files_of, is_program, module, read
 
 from experiments import build, export, figures, flags, grid, html, main, settings, show, sweep, tables, within
@@ -85,7 +86,11 @@ def prepared():
     return set()
 
 
-@pytest.mark.parametrize("page", [*PAGES, *TABLES])
+# Their many commands take long; those of pages are also run when slow.
+MANY = ("docs/command-line.md", "docs/data.md", "docs/methods/index.md", "experiments/README.md")
+
+
+@pytest.mark.parametrize("page", [toy.slow(page) if page in MANY else page for page in [*PAGES, *TABLES]])
 def test_commands_are_right_up_to_compilation(page, tmp_path, monkeypatch, prepared):
     with files_of(page, tmp_path, monkeypatch):
         for block in blocks(page):

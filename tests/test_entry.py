@@ -24,10 +24,7 @@ def command(module, *flags, **environment):
 
 
 # the others begin as export does, and the bad commands of all are tested within one process
-SAME = [pytest.param(module, marks=pytest.mark.slow) for module in ("tables", "within")]
-
-
-@pytest.mark.parametrize("module", ["sweep", "export", *SAME])
+@pytest.mark.parametrize("module", ["export", *map(toy.slow, ["sweep", "tables", "within"])])
 def test_every_command_has_help_and_exits_with_2_on_bad_input(module):
     found = command(module, "--help")
     assert found.returncode == 0 and f"experiments.{module}" in found.stdout and not found.stderr
@@ -37,7 +34,11 @@ def test_every_command_has_help_and_exits_with_2_on_bad_input(module):
 
 @pytest.mark.parametrize(
     ("platform", "said"),
-    [("cuda", "pip install 'fedjax_pfl[cuda]'"), toy.slow("tpu", "fedjax_pfl[tpu]"), ("cdua", "did you mean 'cuda'?")],
+    [
+        ("cuda", "pip install 'fedjax_pfl[cuda]'"),
+        toy.slow("tpu", "fedjax_pfl[tpu]"),
+        toy.slow("cdua", "did you mean 'cuda'?"),
+    ],
 )
 def test_a_platform_that_is_not_there_is_said_with_the_extra_that_brings_it(platform, said, tmp_path):
     found = command("main", "--algo=local", f"--workdir={tmp_path / 'run'}", JAX_PLATFORMS=platform)
@@ -98,6 +99,7 @@ def test_a_flag_in_capitals_is_understood(capsys):
     assert "did you mean 'fedavg'?" in refused(capsys, "--algo=FedAvg")
 
 
+@pytest.mark.slow  # a run of its own
 def test_what_the_user_named_is_printed_as_it_is(tmp_path, capsys):
     path = tmp_path / ":smile:" / "run"
     tiny = ["--data_fraction=0.2", "--clients=5", "--width=99", "--devices=1", "--model=linear", "--rounds=1"]

@@ -2,16 +2,18 @@
 
 import numpy as np
 import pytest
+import toy
 
 from experiments import export, main, runs
 from fedjax_pfl.errors import InputError
 
 TINY = ["--data_fraction=0.2", "--clients=4", "--epochs=1", "--width=1", "--devices=1", "--rounds=1", "--batch_size=20"]
-SLOW = ("per_fedavg", "fedem", "fedproto")  # which adapts before it predicts; in a loop; by a network beside prototypes
+# which predicts by two models; adapts before it predicts; in a loop; by a network beside prototypes
+SLOW = ("fedrod", "per_fedavg", "fedem", "fedproto")
 CLIENT = 1
 
 
-@pytest.fixture(scope="module", params=["fd", "fedrod", *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)])
+@pytest.fixture(scope="module", params=["fd", *map(toy.slow, SLOW)])
 def run(request, tmp_path_factory):
     """Of FD clients of two networks; FedRoD's predict with more than one."""
     path = tmp_path_factory.mktemp("runs") / request.param

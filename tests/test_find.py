@@ -31,6 +31,7 @@ def rows(path):
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow  # that one runs is tested below, changed files in test_own.py
 def test_it_runs_resumes_and_is_the_method_it_says(file, tmp_path, capsys):
     own, fedprox = tmp_path / "own", tmp_path / "fedprox"
     for path, algo in ((own, f"{file}:mine"), (fedprox, "fedprox")):

@@ -72,6 +72,7 @@ def tried(monkeypatch, cache, accelerator):
     return seen, seconds
 
 
+@pytest.mark.slow  # its parts are tested below
 def test_a_form_is_timed_once_said_and_remembered(cache, accelerator, monkeypatch, caplog):
     monkeypatch.setattr(autotune, "SECONDS", 0.0)
     with caplog.at_level(logging.INFO, autotune.__name__):

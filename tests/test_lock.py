@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import toy
 
 from experiments import entry, lock, main, runs
 from fedjax_pfl.errors import InputError
@@ -43,7 +44,7 @@ def test_a_file_system_without_locks_is_none_to_wait_for(tmp_path, monkeypatch):
         pass
 
 
-@pytest.mark.parametrize("begun", [True, False])
+@pytest.mark.parametrize("begun", [toy.slow(True), False])
 def test_a_run_directory_in_use_is_refused_and_left_as_it_is(begun, tmp_path, capsys):
     path = tmp_path / "run"
     flags = [*TINY, "--rounds=1", f"--workdir={path}"]

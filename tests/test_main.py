@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import toy
 
 from experiments import (
     account,
@@ -225,7 +226,11 @@ NO_UNSEEN = ("fedamp", "fedfomo", "pfedhn", "mocha", "fd", "mnfl", "mnfl_het", "
 NO_UNSEEN += ("privacy_pfedc",)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+# seconds to trace, for what is said of unseen clients
+LONG = ("feddva", "pfedafm", "fml", "fedapen", "fedcp", "fedkd", "fedem", "pfedhn", "privacy_pfedc")
+
+
+@pytest.mark.parametrize("name", [toy.slow(name) if name in LONG else name for name in ALGORITHMS])
 def test_describe_shows_paper_defaults_and_ranges(name, capsys):
     assert main.run([f"--describe={name}"]) == 0
     out = capsys.readouterr().out
@@ -392,6 +397,7 @@ def test_other_random_numbers_are_refused(name):
         versions.check_draws(now | {name: "rbg"})
 
 
+@pytest.mark.slow  # a process of its own
 def test_an_output_without_arrows_gets_a_question_mark():
     code = "import sys; sys.argv[1:] = ['--describe=ditto']; from experiments import main; main.main()"
     environment = os.environ | {"PYTHONIOENCODING": "ascii", "JAX_PLATFORMS": "cpu"}
@@ -430,7 +436,7 @@ def test_a_schedule_over_rounds_cannot_grow(monkeypatch):
             build.check_growth(experiment, 4)
 
 
-@pytest.mark.parametrize("flags, what", [("fedavg --lr=1e38", "loss"), ("ditto --hparam=lam=1e30", "state")])
+@pytest.mark.parametrize("flags, what", [("fedavg --lr=1e38", "loss"), toy.slow("ditto --hparam=lam=1e30", "state")])
 def test_a_diverging_run_keeps_what_it_wrote(flags, what, tmp_path, capsys):
     """Ditto's loss is that of the global model, and its clients predict with another one."""
     path = tmp_path / "run"

@@ -16,6 +16,7 @@ def run(path, *flags):
     assert main.run([*TINY, "--eval_every=2", "--checkpoint_every=2", f"--workdir={path}", *flags]) == 0
 
 
+@pytest.mark.slow  # three runs
 def test_a_file_for_each_evaluated_round_and_a_resume_ends_alike(tmp_path):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     run(whole, "--rounds=6")
@@ -79,6 +80,7 @@ def test_a_heat_map_of_some_rounds_in_png_and_pdf(tmp_path, monkeypatch):
     assert [text.get_text() for text in panels[3].child_axes[0].get_yticklabels()] == ["mlp", "linear"]
 
 
+@pytest.mark.slow  # a run of its own
 def test_what_is_no_matrix_of_pairs_is_not_drawn(tmp_path):
     path = tmp_path / "run"
     run(path, "--rounds=1")

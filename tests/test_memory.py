@@ -67,11 +67,13 @@ def test_a_run_holds_its_models():
     assert fedavg > 2 * ONE and ditto - fedavg > toy.N * ONE
 
 
+@pytest.mark.slow  # that the account sees models is tested above
 def test_a_wider_round_takes_more():
     peaks = [peak_of("fedavg", width) for width in (1, 2, 4)]
     assert peaks[1] - peaks[0] > ONE and peaks[2] - peaks[1] > 2 * ONE
 
 
+@pytest.mark.slow  # that the devices are added is tested above
 def test_devices_of_one_machine_share_its_memory():
     assert peak_of("ditto", devices=2) > peak_of("ditto") + ONE
 
@@ -90,7 +92,7 @@ def test_few_of_many_clients_cost_their_own_rows_only():
     assert found.alias_size_in_bytes >= rows and found.temp_size_in_bytes < rows / 10
 
 
-@pytest.mark.parametrize("devices, state_every", [(1, 2), (2, 1), toy.slow(1, 1), toy.slow(2, 2)])
+@pytest.mark.parametrize("devices, state_every", [(1, 2), toy.slow(2, 1), toy.slow(1, 1), toy.slow(2, 2)])
 def test_what_was_compiled_to_account_for_it_is_what_runs(devices, state_every):
     """A trace calls the method's factory. With the state of every second round only, rounds can go
     to the devices together."""

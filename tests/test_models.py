@@ -61,13 +61,23 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("name, shape, classes, size", SIZES)
+NAMES = [name for name, *_ in SIZES]
+
+
+# the first of each network; with other images and classes the others count alike
+@pytest.mark.parametrize(
+    "name, shape, classes, size",
+    [toy.slow(*case) if case[0] in NAMES[:i] else case for i, case in enumerate(SIZES)],
+)
 def test_sizes_are_the_papers(name, shape, classes, size):
     variables = jax.eval_shape(model(name, shape, classes).init, jax.random.key(0))
     assert num_parameters(variables) == size
 
 
-@pytest.mark.parametrize("name", [toy.slow(name) if name == "shufflenet" else name for name in MODELS])  # seconds
+LONG = ("shufflenet", "resnet18_50", "resnet18_gn", "resnet18_imagenet", "cnn_dva_small")  # like others, and seconds
+
+
+@pytest.mark.parametrize("name", [toy.slow(name) if name in LONG else name for name in MODELS])
 def test_every_model_has_a_line_of_help_and_gives_logits(name):
     net = model(name, (28, 28, 1), 10)
     x = jax.ShapeDtypeStruct((3, 28, 28, 1), jnp.float32)

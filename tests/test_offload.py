@@ -45,6 +45,7 @@ def test_a_run_is_bit_for_bit_that_of_state_on_the_devices(devices):
         assert_same(tuple(a), tuple(b))
 
 
+@pytest.mark.slow  # the run is that of state on the devices, where they do
 def test_rows_of_absent_clients_stay():
     before, after = both(1)[1][1:3]
     absent = np.setdiff1d(np.arange(N), after.metrics.ids[after.metrics.active])
@@ -86,6 +87,7 @@ def test_everybody_in_the_round_is_one_sentence():
         host_state.program(ALGORITHMS["ditto"], task)
 
 
+@pytest.mark.slow  # five runs
 def test_the_command_line(tmp_path):
     """A run, its resumes with the state on the host and on the device, and its last state asked for
     answers."""

@@ -4,6 +4,7 @@ file."""
 import json
 
 import pytest
+import toy
 
 from experiments import build, describe, entry, main, runs, settings
 from fedjax_pfl import own
@@ -71,7 +72,9 @@ def test_it_is_the_run_of_what_it_says(here, done):
     assert runs.load(done).experiment.task.models[0].num_features == 64
 
 
-@pytest.mark.parametrize(("kind", "what"), [("model", "model"), ("dataset", "data set"), ("partition", "partition")])
+@pytest.mark.parametrize(
+    ("kind", "what"), [toy.slow("model", "model"), ("dataset", "data set"), toy.slow("partition", "partition")]
+)
 def test_a_resume_refuses_a_changed_file(here, done, kind, what, capsys):
     (here / f"{kind}.py").write_text(FILES[kind] + "# changed\n")
     assert main.run(["--resume", "--rounds=2", f"--workdir={done}"]) == entry.BAD_INPUT

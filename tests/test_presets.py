@@ -270,9 +270,8 @@ FEDCP = [name for name in PRESETS if name.startswith("fedcp_") and name != "fedc
     "name",
     [
         *SMALL[:2],
-        PFEDAFM[0],
         "fedcp_cifar100_pathological",
-        *map(toy.slow, [*SMALL[2:], *RESNETS, *PFEDAFM[1:], *MNFL, *FEDCP]),
+        *map(toy.slow, [*SMALL[2:], *RESNETS, *PFEDAFM, *MNFL, *FEDCP]),
     ],
 )
 def test_a_preset_can_be_built_at_a_small_size(name, monkeypatch):

@@ -20,7 +20,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def said(folder):
-    """What three seeds from 4 on print."""
+    """What three seeds from 4 on print. Its tests are slow: several seeds of one setting, of which
+    some are missing, are also in test_grid.py."""
     import contextlib
     import io
 
@@ -30,6 +31,7 @@ def said(folder):
     return out.getvalue()
 
 
+@pytest.mark.slow
 def test_they_end_with_mean_and_sample_deviation_over_seeds(folder, said):
     last = [runs.read_rows(folder / f"seed{k}" / "metrics.jsonl")[-1]["pre/acc"] for k in (4, 5, 6)]
     assert f"{100 * np.mean(last):.1f} ± {100 * np.std(last, ddof=1):.1f}" in said
@@ -38,6 +40,7 @@ def test_they_end_with_mean_and_sample_deviation_over_seeds(folder, said):
     assert (folder / "comparison.png").is_file() and len(set(last)) > 1
 
 
+@pytest.mark.slow
 def test_each_is_a_run_of_its_own_that_resumes_alone(folder, said, capsys):
     assert runs.read_config(folder / "seed5").seed == 5
     assert main.run(["--resume", f"--workdir={folder / 'seed5'}", "--rounds=2"]) == 0
@@ -66,6 +69,7 @@ def test_the_files_of_networks_and_of_a_partition_say_how_many_clients_there_are
     many._check_files(tmp_path, config.replace(clients=None))
 
 
+@pytest.mark.slow
 def test_more_rounds_by_default_are_more_rounds(folder, said):
     """A resume takes what is not given from the run."""
     config = runs.read_config(folder / "seed4")
@@ -74,6 +78,7 @@ def test_more_rounds_by_default_are_more_rounds(folder, said):
     assert "rounds" not in many._more(member._replace(config=config))
 
 
+@pytest.mark.slow
 def test_the_same_command_runs_what_is_missing(folder, said, monkeypatch, capsys):
     started = []
     monkeypatch.setattr(session, "train_into", lambda given, *_: started.extend(given) or 0)
@@ -108,6 +113,7 @@ def test_what_cannot_be_is_one_sentence(words, why, capsys, tmp_path):
     assert why in capsys.readouterr().err and not (tmp_path / "x").exists()
 
 
+@pytest.mark.slow
 def test_the_directory_of_one_run_is_none_of_several(folder, said, capsys):
     assert main.run([*TINY, "--seeds=2", f"--workdir={folder / 'seed4'}"]) == 2
     assert "is that of one run" in capsys.readouterr().err

@@ -329,6 +329,7 @@ def test_heterogeneity_is_drawn_where_runs_differ_in_it(root):
     assert {name for name in made if name.startswith("alpha")} == {"alpha-clients=5", "alpha-clients=9"}
 
 
+@pytest.mark.slow  # the figures are tested above, their files in test_matrices.py
 def test_several_runs_are_drawn_as_png_and_pdf(root, tmp_path):
     said = figures.main([str(root), f"--output={tmp_path / 'out'}"])
     made = {f"{name}.{suffix}" for name in ("curves", "clients", "costs") for suffix in ("png", "pdf")}

@@ -63,6 +63,7 @@ def test_it_does_not_go_on_by_accident(ended, capsys):
     assert not recorded.is_complete(ended, config.replace(stop_at=None))
 
 
+@pytest.mark.slow  # test_checkpoint.py has a run that grows
 def test_with_another_end_it_goes_on_as_if_it_had_not_ended(whole, ended, monkeypatch):
     """As a sweep has it, where the flag is left out."""
     monkeypatch.setattr(many, "_found", lambda path, config: (False, True))
@@ -102,6 +103,7 @@ def test_patience_counts_evaluations_without_a_better_validation_score(values, w
     assert why(config.replace(patience=0), rows) is None
 
 
+@pytest.mark.slow  # two runs
 @pytest.mark.filterwarnings("ignore:invalid value")  # the deviation of an infinite score
 def test_a_run_with_an_infinite_validation_score_can_be_resumed(tmp_path, monkeypatch):
     apart = validation.apart
@@ -132,6 +134,7 @@ def test_a_goal_is_at_the_point_of_the_preset_and_in_the_direction_of_the_score(
     assert why(config.replace(preset=None), [closing]) is None
 
 
+@pytest.mark.slow  # that a run ends is tested above, goals below
 def test_a_goal_may_be_of_the_validation_examples_of_one_network(tmp_path, capsys):
     words = ["--algo=local", *TINY, "--model=linear,mlp", "--rounds=3", "--stop_at=val/acc@linear:0.001"]
     assert main.run([*words, f"--workdir={tmp_path / 'x'}"]) == 0

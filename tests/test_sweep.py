@@ -20,6 +20,7 @@ TINY = [
 ]
 
 
+@pytest.mark.slow  # test_grid.py has such a sweep
 def test_a_sweep_runs_what_is_missing_and_prints_a_table(tmp_path, capsys, monkeypatch):
     command = [*TINY, "--algo=fedavg,local", "--seed=0,1", f"--root={tmp_path}"]
     assert sweep.run([*command, "--verbose"]) == 0
@@ -67,7 +68,7 @@ def test_a_wrong_name_stops_a_sweep_before_anything_runs(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
+@pytest.mark.parametrize(  # test_at_once.py needs one program of two seeds, too
     "algo, spec, participation",
     [
         toy.slow("ditto", "pathological", "1"),
@@ -75,7 +76,7 @@ def test_a_wrong_name_stops_a_sweep_before_anything_runs(tmp_path):
         toy.slow("ditto", "dirichlet", "1"),
         toy.slow("ditto", "dirichlet", "0.5"),
         toy.slow("fedem", "dirichlet", "1"),  # these depend on the clients' sizes, too
-        ("fedfomo", "dirichlet", "1"),
+        toy.slow("fedfomo", "dirichlet", "1"),
         toy.slow("mnfl", "dirichlet", "1"),
         toy.slow("fedproto", "pathological", "1"),
     ],
@@ -119,6 +120,7 @@ def test_a_seed_with_nothing_to_deal_leaves_the_others_to_run():
     assert many._room([settings.resolve(given | {"seed": seed}) for seed in range(2)]) == many.ROOM
 
 
+@pytest.mark.slow  # four runs
 def test_seeds_are_laid_out_as_the_first_was(tmp_path, monkeypatch):
     """But for what the user says; the settings stay as they were given."""
     laid, choose, widths = [], layouts.choose, iter([3])
@@ -142,6 +144,7 @@ def test_seeds_are_laid_out_as_the_first_was(tmp_path, monkeypatch):
     assert [(given, found.width) for given, found in laid] == [("auto", 3), ("auto", 3), ("2", 2), ("2", 2)]
 
 
+@pytest.mark.slow  # as a resume does, in test_checkpoint.py
 def test_fewer_rounds_than_a_run_has_are_refused(tmp_path):
     """Else runs of different lengths would be averaged."""
     command = [*TINY, "--algo=local", f"--root={tmp_path}"]

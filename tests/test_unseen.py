@@ -52,6 +52,7 @@ def test_training_does_not_know_of_them(run, tmp_path):
     assert wanted[0]["participants"] == 2  # 0.7 of the four that train
 
 
+@pytest.mark.slow  # test_clients_table.py has a run with some
 def test_their_scores_are_in_the_last_row_the_summary_and_the_table(run, capsys):
     *before, last = rows(run)
     assert not any(name.startswith("unseen") for row in before for name in row)
@@ -67,6 +68,7 @@ def test_their_scores_are_in_the_last_row_the_summary_and_the_table(run, capsys)
     assert ["unseen/acc" in row for row in rows(run)] == [False] * 3 + [True]
 
 
+@pytest.mark.slow  # three sweeps
 def test_a_sweep_with_other_rounds_of_theirs_scores_them_again(tmp_path, capsys):
     words = ["--algo=local", "--model=linear", "--clients=6", "--data_fraction=0.2", "--unseen=0.3", "--rounds=1"]
     path = tmp_path / "local-seed0"
@@ -78,6 +80,7 @@ def test_a_sweep_with_other_rounds_of_theirs_scores_them_again(tmp_path, capsys)
     assert [is_complete(path, config.replace(unseen_rounds=count)) for count in (3, 7)] == [True, False]
 
 
+@pytest.mark.slow  # three commands
 def test_they_are_scored_again_after_a_run_that_ended_early(tmp_path, capsys):
     path = tmp_path / "run"
     assert main.run([*FLAGS, "--clients=6", "--unseen=0.3", "--stop_at=acc:0.01", f"--workdir={path}"]) == 0
@@ -166,7 +169,7 @@ def test_the_server_stays_and_a_round_is_what_it_is_for_a_client_that_trains():
     toy.assert_close(found["unseen_post"], {name: x[1] for name, x in two.metrics.post.items()})
 
 
-@pytest.mark.parametrize("matching", ["distance", "bbp"])
+@pytest.mark.parametrize("matching", ["distance", toy.slow("bbp")])
 def test_fedma_matches_no_neurons_of_clients_that_keep_their_statistics(matching):
     """The server of unseen clients does not change, so their statistics must not change places."""
     method = functools.partial(ALGORITHMS["fedma"], matching=matching)
@@ -197,6 +200,7 @@ def of_the_round(task):
     )
 
 
+@pytest.mark.slow  # their learning rate goes by these numbers, below
 def test_rounds_of_personalisation_have_the_numbers_that_follow():
     given, key = toy.method_task("fedavg"), jax.random.key(5)
     program, begin = toy.program(of_the_round, given), toy.train(of_the_round, given, 0).state
@@ -225,6 +229,7 @@ def test_their_learning_rate_is_that_of_the_round():
     np.testing.assert_allclose(found["unseen_post"]["acc"], 0.1, rtol=1e-6)
 
 
+@pytest.mark.slow  # four programs
 def test_they_are_scored_by_id_whatever_their_architectures():
     model = toy.method_task("local").models[0]
     one = toy.task(models=(model,))

@@ -470,6 +470,7 @@ def test_a_single_participation_and_the_name_of_a_method_are_accepted():
     assert make_program(hparams={"lam": 2}).traced["lam"] == 2.0
 
 
+@pytest.mark.slow  # other tests of rounds see it
 def test_what_is_right_is_not_refused():
     results = run(rounds=1)
     assert [r.round for r in results] == [0, 1]
@@ -483,6 +484,7 @@ def test_debug_nans_needs_scores_in_every_round():
         assert len(run(rounds=1)) == 2
 
 
+@pytest.mark.slow  # one operation after another
 def test_without_compilation_it_is_the_same_run():
     program = simulate.program(ALGORITHMS["fedavg"], toy.task("linear", epochs=None, steps=1))
     one = lambda: list(simulate.rounds(program, jax.random.key(0), toy.federation(), rounds=2, eval_every=2))

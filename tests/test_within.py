@@ -43,6 +43,7 @@ def test_a_run_is_asked_for_the_class_within_the_group(algo, tmp_path):
     assert f"| {tmp_path} | {100 * found.mean():.2f} |" in table
 
 
+@pytest.mark.slow  # a run of its own
 def test_what_cannot_be_asked_is_one_sentence(tmp_path):
     wrong = {"--tasks=single": "Name the run directories", str(tmp_path): "Give a task map and runs"}
     for argv, said in (
@@ -55,6 +56,7 @@ def test_what_cannot_be_asked_is_one_sentence(tmp_path):
         within.main(["--tasks=class", str(tmp_path)])
 
 
+@pytest.mark.slow  # a run of its own
 def test_a_run_that_cannot_be_scored_does_not_lose_the_others(tmp_path, capsys):
     whole, torn = tmp_path / "a", tmp_path / "b"
     assert main.run([*TINY, "--algo=local", f"--workdir={whole}"]) == 0

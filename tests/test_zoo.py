@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import toy
 from flax import nnx
 from jax import lax
 
@@ -143,6 +144,7 @@ def plain(layer, x, stride=1, groups=1, relu=True):
     return jnp.maximum(x, 0) if relu else x
 
 
+@pytest.mark.slow  # its parts are tested above
 def test_shufflenet_unit_by_unit():
     """Strides, ReLUs, branches and their order, without what the library makes convolutions of."""
     net = shufflenet.ShuffleNet(3, nnx.Rngs(0), stages=((16, 2), (24, 1)), last=12)
@@ -188,6 +190,7 @@ def test_forms_of_convolution_agree_in_shufflenet():
     assert all(np.isfinite(a).all() and np.any(np.asarray(a) != 0) for a in jax.tree.leaves(matmul[2]))
 
 
+@pytest.mark.slow  # a smaller network with batch norm is in test_models.py
 def test_padding_changes_nothing_in_shufflenet():
     net, x = models.model(small, (8, 8, 3), 3), normal(0, 3, 8, 8, 3)
     padded = np.concatenate([x, np.full((2, 8, 8, 3), 7, np.float32)])
@@ -204,6 +207,7 @@ def test_padding_changes_nothing_in_shufflenet():
 # --- AlexNet -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # a smaller network with dropout is in test_models.py
 def test_alexnet_draws_dropout_in_training_only():
     net, x = models.model("alexnet", (15, 15, 1), 3), normal(0, 2, 15, 15, 1)
 
@@ -236,7 +240,7 @@ def test_adaptive_pooling_from_84_to_512_averages_inputs_0_and_1_in_output_6():
     np.testing.assert_array_equal(slope[0], [0.5, 0.5, *[0] * 82])
 
 
-@pytest.mark.parametrize("name, native", [("lenet_valid", 84), ("cnn5", 500), ("alexnet", 4096), (small, 12)])
+@pytest.mark.parametrize("name, native", [("lenet_valid", 84), ("cnn5", 500), toy.slow("alexnet", 4096), (small, 12)])
 @pytest.mark.parametrize("by", features.WIDTH_BY)
 def test_any_network_can_have_512_features(name, native, by):
     plain, net = (models.model(name, CIFAR, 7, **o) for o in ({}, {"features": 512, "width_by": by}))
@@ -316,7 +320,7 @@ def train(net, variables, x, y, steps=5):
     return lax.fori_loop(0, steps, body, (variables, optimizer.init(variables)))[0]
 
 
-@pytest.mark.parametrize("name", ["cnn2", "cnn5"])
+@pytest.mark.parametrize("name", [toy.slow("cnn2"), "cnn5"])
 def test_training_padded_equals_native(name):
     shape = (16, 20, 3)  # 1 x 2 pixels are left, so that the order of pixels and channels matters
     native, padded = models.model(name, shape, 4), models.pad_to_superset(name, shape, 4)
