@@ -3,7 +3,6 @@
 import re
 import textwrap
 
-import pytest
 from documents import ROOT, blocks, read
 
 from fedjax_pfl.algorithms import ALGORITHMS
@@ -37,7 +36,6 @@ def test_continuous_integration_runs_the_commands_as_they_stand():
     assert start in script
 
 
-@pytest.mark.slow  # a notebook has such a program, too
 def test_the_examples_run():
     one, mixed = blocks("README.md", "python")
     names: dict = {}
