@@ -173,7 +173,7 @@ MOVES = {
 
 @pytest.mark.parametrize(
     "mode, head",
-    [("paper", "personal"), toy.slow("paper", "shared"), toy.slow("code", "personal"), ("code", "shared")],
+    [("paper", "personal"), toy.slow("paper", "shared"), toy.slow("code", "personal"), toy.slow("code", "shared")],
 )
 def test_which_parts_move(mode, head):
     """By `local.sgd`: every part of the phase moves, the others stay bit for bit, running
@@ -202,7 +202,8 @@ def test_which_parts_move(mode, head):
         assert all(jax.tree.leaves(moved["z"])) and all(jax.tree.leaves(moved["decoder"]))
 
 
-@pytest.mark.parametrize("regulariser", dva.REGULARISERS)
+# the regularisers alone are above
+@pytest.mark.parametrize("regulariser", [dva.REGULARISERS[0], *map(toy.slow, dva.REGULARISERS[1:])])
 @pytest.mark.parametrize("mode", [dva_phases.MODES[0], *map(toy.slow, dva_phases.MODES[1:])])
 def test_the_losses_are_masked(mode, regulariser):
     variables, b = dva_phases.init(NETS, jax.random.key(0)), batch()
@@ -266,6 +267,7 @@ def test_a_prior_draw_leaves_the_encoder_of_c_out():
         assert jax.tree.all(jax.tree.map(np.array_equal, stats["c"], variables["stats"]["c"]))
 
 
+@pytest.mark.slow  # the contract predicts with FedDVA
 def test_outputs_are_deterministic_and_carry_logits():
     variables, b = dva_phases.init(NETS, jax.random.key(0)), batch()
     out = dva_phases.outputs(NETS, variables, b.x, b.mask)

@@ -54,6 +54,7 @@ def test_reconstructions(tmp_path):
     written(tmp_path, "reconstructions")
 
 
+@pytest.mark.slow  # three figures; the planes that they draw are below
 def test_manifolds(tmp_path):
     clients = views()
     figures.manifolds(tmp_path, clients[0], figures.latents(clients)[1])

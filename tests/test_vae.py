@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy
 from flax import nnx
 
 from fedjax_pfl import trees
@@ -39,7 +40,9 @@ def test_the_cnn_of_the_comparison(shape, size):
     assert num_parameters(jax.eval_shape(net.init, jax.random.key(0))) == size
 
 
-@pytest.mark.parametrize("shape, hidden", [((28, 28, 1), vae.SMALL), ((8, 8, 3), (4, 8)), ((14, 14, 1), (4, 4, 8))])
+@pytest.mark.parametrize(
+    "shape, hidden", [((28, 28, 1), vae.SMALL), toy.slow((8, 8, 3), (4, 8)), toy.slow((14, 14, 1), (4, 4, 8))]
+)
 def test_shapes_of_what_the_networks_give(shape, hidden):
     nets = vae.dual_vae(shape, 3, 2, hidden, 5)
     x = jax.ShapeDtypeStruct((6, *shape), jnp.float32)

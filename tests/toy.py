@@ -80,8 +80,8 @@ def slow(*values: Any):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-# the contract has a round of every method with statistics that stay local
-each_bn_stats = pytest.mark.parametrize("bn_stats", ["aggregate", slow("local"), slow("batch")])
+# the contract has a round of every method with statistics that stay local, and most reductions others
+each_bn_stats = pytest.mark.parametrize("bn_stats", [*map(slow, ("aggregate", "local", "batch"))])
 
 
 def federation(width: int = 19, seed: int = 0) -> Federation:

@@ -1,6 +1,8 @@
 """The properties of sheet 18: the chain rule of the mixture, the step of its weight, and its
 bounds."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,6 +80,7 @@ def test_two_rounds_by_hand():
             oracle.close(toy.rows(states[t + 1].clients["v"], i), own[i])
 
 
+@pytest.mark.slow  # as the rounds by hand
 def test_the_weight_takes_one_step_a_round():
     tasks = [toy.task("linear", batch_size=1, **work) for work in ({"epochs": 3}, {"epochs": None, "steps": 1})]
     many, one = (train(task=task, lr_alpha=0.5).state.clients["alpha"] for task in tasks)
@@ -107,14 +110,10 @@ def test_without_a_personal_share_the_personal_model_is_the_global_one():
     assert_close(*both(toy.rows(clients, 1)))
 
 
+@pytest.mark.slow  # the contract has a round with local statistics, and whose they are is below
 @pytest.mark.parametrize(
     "mix, bn_stats",
-    [
-        ("params", "local"),
-        ("outputs", "aggregate"),
-        *(toy.slow("params", stats) for stats in ("aggregate", "batch")),
-        *(toy.slow("outputs", stats) for stats in ("local", "batch")),
-    ],
+    itertools.product(("params", "outputs"), ("aggregate", "local", "batch")),
 )
 def test_batch_norm(mix, bn_stats):
     got = train(rounds=2, task=toy.task("norm", bn_stats=bn_stats), mix=mix)

@@ -22,8 +22,8 @@ def by_id(metrics):
     return jax.tree.map(take, (metrics.loss, metrics.post, metrics.clients, metrics.traffic))
 
 
-# the contract has a round of each
-@pytest.mark.parametrize("method", ["fedproto", *map(toy.slow, METHODS[1:])])
+@pytest.mark.slow  # the contract has a round of each
+@pytest.mark.parametrize("method", METHODS)
 def test_grouping_does_not_matter(method):
     one = toy.task()
     two = toy.task(models=one.models * 2, architecture=OF)
@@ -34,7 +34,7 @@ def test_grouping_does_not_matter(method):
 
 
 # one feature width and two; FedProto refuses two, see its own tests
-MIXED = [("fedproto", "norm"), ("fedapen", "norm"), *(toy.slow(method, "norm") for method in ("fd", "fml", "fedkd"))]
+MIXED = [("fedproto", "norm"), *(toy.slow(method, "norm") for method in METHODS[1:])]
 MIXED += [toy.slow(method, "linear") for method in METHODS if method != "fedproto"]
 
 
@@ -47,6 +47,7 @@ def test_architectures_mix(method, other):
     assert got.metrics.finite.all() and np.mean(got.last["acc_present"]) > 0.75
 
 
+@pytest.mark.slow  # test_zoo.py trains a padded network beside its own
 def test_padded_clients_of_one_architecture_train_as_grouped_ones():
     """FedProto of CNN-2 and CNN-5 in two groups, and of one group of CNN-1 that holds both,
     padded."""

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+import pytest
 import toy
 from toy import OWN, C, N, assert_close, assert_same
 
@@ -60,6 +61,7 @@ def test_a_class_that_nobody_else_sent_keeps_what_was_known():
     assert known.all()
 
 
+@pytest.mark.slow  # as the rounds by hand
 def test_without_the_others_predictions_it_is_local():
     got, expected = train(gamma=0.0), toy.train("local", TASK)
     assert_close(got.state.clients["w"], expected.state.clients)

@@ -210,7 +210,7 @@ def test_rounds_by_hand():
     assert most > 4
 
 
-@pytest.mark.parametrize("blended", ["head", "all"])
+@pytest.mark.parametrize("blended", ["head", toy.slow("all")])
 def test_weights_stay_within_bounds_and_reach_them(blended):
     states, metrics = rounds([range(N)] * 2, start=differing(blended), blended=blended, lr_weights=50.0)
     flat = np.concatenate([np.ravel(x) for x in jax.tree.leaves(states[-1].clients["weights"])])
@@ -260,9 +260,8 @@ def test_a_round_without_examples_keeps_the_server():
     assert not metrics.clients["ala_epochs"].any() and after.clients["first"].all()
 
 
-@pytest.mark.parametrize(
-    "blended, bn_stats", [("head", "aggregate"), toy.slow("all", "local"), toy.slow("none", "batch")]
-)
+@pytest.mark.slow  # the contract has a round with local statistics, and the reductions have others
+@pytest.mark.parametrize("blended, bn_stats", [("head", "aggregate"), ("all", "local"), ("none", "batch")])
 def test_batch_norm(blended, bn_stats):
     got = toy.train(factory, toy.task("norm", bn_stats=bn_stats), 2, key=KEY, blended=blended)
     state = got.state

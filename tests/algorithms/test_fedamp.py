@@ -249,6 +249,7 @@ def far_apart():
     return State({**server, "w": noisy}, clients)
 
 
+@pytest.mark.slow  # the contract's rules where they hardly mix
 def test_order_and_width_do_not_matter_where_models_mix():
     ids, active, order = *COHORTS[1], np.array([4, 2, 0, 5, 1, 3])
     start = far_apart()
@@ -263,6 +264,7 @@ def test_order_and_width_do_not_matter_where_models_mix():
     assert_close(shorter, state)
 
 
+@pytest.mark.slow  # as the contract's rule `absent`
 def test_absent_models_stay_bit_for_bit():
     ids, active = COHORTS[1]
     (before, after), _ = rounds([(ids, active)], "norm")

@@ -13,7 +13,7 @@ import pytest
 import toy
 from toy import C, assert_close, assert_same, each_bn_stats
 
-from fedjax_pfl import evaluate, losses, models, testing, trees
+from fedjax_pfl import evaluate, losses, models, simulate, testing, trees
 from fedjax_pfl.algorithms import fedcp as factory
 from fedjax_pfl.algorithms.fedcp import Ablation, Frozen, client_vector, gate, gated, objective, policy_network
 from fedjax_pfl.engine.cohort import Cohort
@@ -66,6 +66,7 @@ def forward(variables, frozen, policy="softmax", without="none", key=KEY, x=X, *
 
 
 _compiled: dict = {}
+DEFAULTS = simulate.hyperparameters(factory)
 
 
 def train(task=TASK, federation=None, rounds=2, begin=None, lr=0.1, **options):
@@ -73,7 +74,7 @@ def train(task=TASK, federation=None, rounds=2, begin=None, lr=0.1, **options):
     serves all values."""
     program = toy.program(factory, task, options)
     f = toy.federation() if federation is None else federation
-    where = (id(task), *((k, v) for k, v in options.items() if not isinstance(v, float)))
+    where = (id(task), *((k, v) for k, v in options.items() if not isinstance(v, float) and v != DEFAULTS[k]))
     if where not in _compiled:
         step = jax.jit(lambda *args: program.round(*args, jnp.bool(False)))
         _compiled[where] = task, jax.jit(program.init), step  # holds the task: its id stays its own
@@ -118,6 +119,7 @@ def test_gumbel_noise_belongs_to_its_key():
     assert_same(noise(np.zeros((10, 2 * K), np.float32)), draws[:10])  # padding does not change a row's noise
 
 
+@pytest.mark.slow  # two compilations; the noise itself is above
 def test_training_with_gumbel_is_reproducible_and_not_softmax():
     once, again = (train(rounds=1, policy="gumbel")[1] for _ in range(2))
     assert_same(once, again)
@@ -274,7 +276,7 @@ def test_a_round_is_the_sheets():
 DECAYED = toy.task(epochs=1, optimizer=lambda lr: optax.adamw(lr, weight_decay=0.5))
 
 
-@pytest.mark.parametrize("task", [TASK, DECAYED], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("task", [TASK, toy.slow(DECAYED)], ids=["sgd", "adamw"])
 def test_the_midpoint_of_the_heads_travels(task):
     begin, state, _ = train(task, alone(), rounds=1)
     own, head = toy.rows(state.clients["head"], 1), jax.tree.map(np.asarray, begin.server["head"])
@@ -367,7 +369,7 @@ def test_variants_of_the_policy_network(norm, activation):
     np.testing.assert_allclose(s, 1 / (1 + np.exp(first - second)), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("policy", ["softmax", "gumbel"])
+@pytest.mark.parametrize("policy", ["softmax", toy.slow("gumbel")])
 def test_a_prediction_is_the_personal_models(policy):
     """Under the received extractor and policy network, the vector of the client's head and both
     heads."""
@@ -434,7 +436,8 @@ def test_what_an_ablation_sends(without):
     np.testing.assert_array_equal(traffic.up, [sent, 0])
 
 
-@pytest.mark.parametrize("without", ["cpn", *map(toy.slow, ["cs", "cpn_gfm", "cpn_gh"])])
+@pytest.mark.slow  # test_reductions.py has two of them
+@pytest.mark.parametrize("without", ["cpn", "cs", "cpn_gfm", "cpn_gh"])
 def test_an_ablation_trains(without):
     _, state, metrics = train(without=without)
     _, full, _ = train()
@@ -486,7 +489,7 @@ def test_an_extractor_as_it_was_received_has_no_distance():
     "rule, one",
     [
         (lambda lr: optax.chain(optax.add_decayed_weights(0.01), optax.sgd(lr, momentum=0.9)), True),
-        (optax.adam, False),
+        toy.slow(optax.adam, False),
     ],
 )
 def test_under_sgd_all_clients_keep_one_vector(rule, one):

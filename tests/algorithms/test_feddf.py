@@ -27,7 +27,7 @@ def net(hidden):
 MIXED = toy.task(models=(net(3), net(8)), architecture=np.array([0, 1, 0, 1, 1], np.int32))
 
 
-@pytest.mark.parametrize("net", ["mlp", "norm"])
+@pytest.mark.parametrize("net", [toy.slow("mlp"), "norm"])
 def test_without_distillation_it_is_fedavg(net):
     task = MLP if net == "mlp" else toy.task(net)
     got, plain = toy.train("feddf", task, passes=0), toy.train("fedavg", task)
@@ -67,6 +67,7 @@ def test_a_step_is_that_of_the_divergence_from_the_mean_logits():
     assert value > 1e-3
 
 
+@pytest.mark.slow  # the weights are FedAvg's: above
 def test_more_examples_of_everybody_weigh_the_same():
     f = toy.federation()
     index = np.tile(np.asarray(f.train.index), 2)
@@ -78,6 +79,7 @@ def test_more_examples_of_everybody_weigh_the_same():
     assert_close(other.state.server, got.state.server, 1e-5)
 
 
+@pytest.mark.slow  # four methods; the tuning is FedAvg's, see test_reductions.py
 def test_fine_tuning():
     """By no epochs it is FedDF, and without distillation FedAvg, fine-tuned."""
     got = toy.train("feddf", MLP, rounds=2)
@@ -117,6 +119,7 @@ def test_an_absent_architecture_learns_from_the_others():
     assert trees_differ(new.server.trees[1 - present], state.server.trees[1 - present])
 
 
+@pytest.mark.slow  # without distillation it is FedAvg with batch norm, too
 @pytest.mark.parametrize("bn_stats", ["aggregate", toy.slow("local")])
 def test_batch_norm(bn_stats):
     task = toy.task("norm", bn_stats=bn_stats)
@@ -162,6 +165,7 @@ def test_without_a_finite_pass_the_student_stays_and_the_divergence_is_infinite(
     assert w["w"] == 1 and found == least
 
 
+@pytest.mark.slow  # when a student stops is above
 def test_a_student_that_is_validated_learns_and_reports_the_divergence_held_out():
     """Of the last pass, as each is better than the one before."""
     options = {"passes": 6, "student_lr": 0.02, "patience": 3, "held_out": 0.3}
@@ -171,7 +175,7 @@ def test_a_student_that_is_validated_learns_and_reports_the_divergence_held_out(
     assert 0 < gap[0] < gap[1]
 
 
-@pytest.mark.parametrize("held_out", [0.1, 0.5])
+@pytest.mark.parametrize("held_out", [toy.slow(0.1), 0.5])
 def test_the_rate_decays_over_the_steps_that_are_taken(held_out, monkeypatch):
     seen, schedule = [], optax.cosine_decay_schedule
 
@@ -226,6 +230,7 @@ def test_without_public_examples_it_is_one_sentence():
         feddf(MLP._replace(public=None))
 
 
+@pytest.mark.slow  # that of one architecture is above
 def test_the_reported_divergence_is_the_mean_over_the_architectures():
     """A rate of 0 leaves the fused models, of which it then is."""
     x, two = toy.federation().public.x, toy.task(models=MLP.models * 2, architecture=MIXED.architecture)
@@ -254,6 +259,7 @@ def test_other_examples_are_drawn_and_held_out_in_each_round(monkeypatch):
     assert {len(rows) for rows in drawn} == {8} and len(set(drawn)) == 3
 
 
+@pytest.mark.slow  # as FedAvg's, see test_reductions.py
 def test_fine_tuning_takes_its_own_epochs():
     """Many of them, at a rate at which the task's two hardly move."""
     slow = toy.task(lr=0.001)
@@ -261,6 +267,7 @@ def test_fine_tuning_takes_its_own_epochs():
     assert np.mean(many["acc_present"]) > np.mean(two["acc_present"]) + 0.1
 
 
+@pytest.mark.slow  # three runs; clients do so in test_knowledge_transfer.py
 def test_students_take_all_public_examples_as_they_are():
     """Neither augmentation nor the dropped short batches are theirs."""
     plain, odd = (toy.task(lr=1e-12, **more) for more in ({}, {"drop_last": True, "augment": lambda key, x: -x}))

@@ -42,10 +42,11 @@ def compiled(**fixed):
 
 def one_round(active=(True, True), numbers=None, **fixed):
     numbers = {"alpha": 1.0, "beta": 0.75, "xi": 8.0, "cls": 1.0} | (numbers or {})
-    return compiled(**fixed)(np.array(active), numbers)
+    return compiled(**({"mode": "paper"} | fixed))(np.array(active), numbers)  # the default is no other compilation
 
 
-@pytest.mark.parametrize("mode", ["paper", toy.slow("code")])
+@pytest.mark.slow  # 40 s; test_dva.py has the losses, and the contract the losses of twelve rounds
+@pytest.mark.parametrize("mode", ["paper", "code"])
 def test_one_client_is_a_plain_loop_over_the_phases(mode):
     """The average of one upload is the upload; the first phase has the client's key, each further
     one its own."""
@@ -75,6 +76,7 @@ def test_one_client_is_a_plain_loop_over_the_phases(mode):
     np.testing.assert_allclose(metrics.clients["loss_decoder"][0], losses[0], rtol=1e-5)
 
 
+@pytest.mark.slow  # 20 s; test_dva.py has the regulariser alone
 def test_without_slack_the_regulariser_is_the_divergence():
     """xi below any bound: R_c = KL(q(c|x, z) || N(0, I)) whatever xi; with slack it is not."""
     low, lower, high = (one_round(numbers={"xi": xi})[0].server for xi in (-1e4, -1e6, 8.0))
@@ -82,6 +84,7 @@ def test_without_slack_the_regulariser_is_the_divergence():
     assert trees.sq_dist(low["c"], high["c"]) > 1e-6
 
 
+@pytest.mark.slow  # test_dva.py has the objective with its weights
 def test_without_weight_the_regulariser_does_not_matter():
     """In the phase that has it: what a round makes of the phases is above."""
     nets, _ = networks(TASK, 2, 2, 8)
@@ -99,7 +102,8 @@ def test_without_weight_the_regulariser_does_not_matter():
     assert trees.sq_dist(first, other) > 1e-6
 
 
-@pytest.mark.parametrize("head", [toy.slow("personal"), toy.slow("shared")])
+@pytest.mark.slow
+@pytest.mark.parametrize("head", ["personal", "shared"])
 def test_a_classifier_without_weight_changes_nothing_else(head):
     plain, beside = one_round()[0], one_round(numbers={"cls": 0.0}, head=head)[0]
     for part in ("z", "c"):

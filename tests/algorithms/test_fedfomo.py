@@ -135,6 +135,7 @@ def test_a_benefit_at_twice_the_distance_is_half():
     np.testing.assert_array_equal(of(1.0, 1.0, W[0], W[0]), 0)
 
 
+@pytest.mark.slow  # the split is in the plain loop, too: below
 def test_with_its_own_model_only_it_is_local_on_the_split():
     f = toy.federation()
     split = f._replace(train=f.train._replace(size=np.asarray(f.train.size) - HELD.astype(np.int32)))
@@ -218,6 +219,7 @@ def test_exploration_and_ties_are_random():
     np.testing.assert_allclose(explored, 0.42 / 3 + 0.09 * 2 / 4, atol=0.06)
 
 
+@pytest.mark.slow  # by how much is below
 def test_epsilon_shrinks_from_round_to_round():
     run = lambda **hparams: toy.train(factory, TASK, 4, key=KEY, received=2, **hparams).state.server["affinity"]
     shrunk, greedy = run(epsilon=1.0, epsilon_decay=1.0), run(epsilon=0.0)  # in round 0 nothing is sent

@@ -12,7 +12,7 @@ import pytest
 import toy
 from flax import nnx
 from scipy.optimize import linear_sum_assignment
-from toy import SIZES, C, assert_close, assert_same, each_bn_stats
+from toy import SIZES, C, assert_close, assert_same
 
 from fedjax_pfl import local, models, simulate, trees
 from fedjax_pfl.algorithms import fedma as factory, pfedma
@@ -356,6 +356,7 @@ def test_uniform_weights_are_a_plain_mean_of_the_classifiers():
     assert np.abs(by_class["head"]["kernel"] - after.server["head"]["kernel"]).max() > 1e-2
 
 
+@pytest.mark.slow  # as the rounds by hand
 def test_without_retraining_the_hidden_layer_is_the_same():
     """It is averaged and frozen before anything is retrained; the classifier is what retraining
     moves."""
@@ -369,7 +370,7 @@ def test_without_retraining_the_hidden_layer_is_the_same():
         assert sum(np.sum((a - b) ** 2) for a, b in pairs) > 1e-4
 
 
-@each_bn_stats
+@pytest.mark.parametrize("bn_stats", ["aggregate", *map(toy.slow, ["local", "batch"])])  # the contract has none
 def test_batch_norm(bn_stats):
     before, after = round_of(conv_task, options=(("bn_stats", bn_stats),), retrain_epochs=1)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(after))
@@ -379,6 +380,7 @@ def test_batch_norm(bn_stats):
     assert bn_stats == "batch" or not np.array_equal(*(jax.tree.leaves(x)[0][:1] for x in moments))
 
 
+@pytest.mark.slow  # which rows those are, and how BBP shrinks rows, is beside
 def test_bbp_shrinks_the_rows_of_a_residual_network():
     """Of copies that do not train, and nothing else."""
     options = (*STILL, ("net", one_stage))

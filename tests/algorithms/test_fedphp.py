@@ -201,9 +201,8 @@ def test_both_models_are_scored():
         assert_close(np.asarray(got)[..., i], expected[i])
 
 
-@pytest.mark.parametrize(
-    "regularizer, bn_stats", [("kd", "local"), toy.slow("mmd", "aggregate"), toy.slow("mmd", "batch")]
-)
+@pytest.mark.slow  # the contract has a round with local statistics, and the average's are below
+@pytest.mark.parametrize("regularizer, bn_stats", [("kd", "local"), ("mmd", "aggregate"), ("mmd", "batch")])
 def test_batch_norm(regularizer, bn_stats):
     task = toy.task("norm", bn_stats=bn_stats)
     got = toy.train(factory, task, 2, key=KEY, regularizer=regularizer)
@@ -270,6 +269,7 @@ def test_unseen_clients_follow_the_schedule_of_those_who_train(monkeypatch):
     assert seen and np.allclose(seen, 10)
 
 
+@pytest.mark.slow  # as with drop_last: above
 def test_a_client_that_takes_no_step_inherits_nothing():
     got = toy.train(factory, toy.task(epochs=0), 1)
     np.testing.assert_array_equal(got.state.clients["count"], 0)

@@ -39,6 +39,7 @@ def alone(id):
     return f._replace(train=f.train._replace(size=f.train.size * only), class_counts=f.class_counts * only[:, None])
 
 
+@pytest.mark.slow  # the pull and the rest are in the rounds by hand
 def test_without_pull_it_is_local():
     got, expected = train(lam=0.0), toy.train("local", TASK)
     assert_close(got.state.clients, expected.state.clients)
@@ -46,7 +47,7 @@ def test_without_pull_it_is_local():
     assert_close(got.metrics.loss, expected.metrics.loss)
 
 
-@pytest.mark.parametrize("net, weight", [("mlp", "uniform"), ("mlp", "size"), ("norm", "uniform")])
+@pytest.mark.parametrize("net, weight", [("mlp", "uniform"), toy.slow("mlp", "size"), ("norm", "uniform")])
 def test_prototypes_are_means_over_clients_of_means_over_examples(net, weight):
     """Of features as in a prediction, normalised by running statistics."""
     task, counts = toy.task(net), np.asarray(toy.federation().class_counts)
@@ -66,6 +67,7 @@ def test_prototypes_of_a_single_client_are_its_own_and_the_others_stay():
     assert_same(server["proto"][:, missing], before.server["proto"][:, missing])
 
 
+@pytest.mark.slow  # the means are above
 def test_a_population_twice_has_the_same_prototypes():
     f = toy.federation()
     twice = lambda x: jnp.concatenate([x, x])
@@ -114,8 +116,17 @@ def test_classes_that_were_in_no_batch_do_not_go_up():
     np.testing.assert_array_equal(sent.ints[0], [1] * N)
 
 
-@pytest.mark.parametrize("weight", ["uniform", "size"])
-@pytest.mark.parametrize("collect, dropped", [("after", False), ("during", False), ("during", True)])
+@pytest.mark.parametrize(
+    "collect, dropped, weight",
+    [
+        ("after", False, "uniform"),
+        ("during", True, "size"),
+        toy.slow("after", False, "size"),
+        toy.slow("during", False, "uniform"),
+        toy.slow("during", False, "size"),
+        toy.slow("during", True, "uniform"),
+    ],
+)
 def test_two_rounds_by_hand(collect, dropped, weight):
     """In plain NumPy; in the second round some are absent, and one client never has examples.
 

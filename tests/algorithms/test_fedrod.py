@@ -102,6 +102,7 @@ def test_two_rounds_by_hand():
             np.testing.assert_allclose(head["bias"], own[i][1], rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow  # as the rounds by hand
 def test_the_personal_head_starts_as_the_generic_one():
     run = toy.train(factory, CLIP, 2, KEY)
     state, after = run.begin, run.state

@@ -158,6 +158,7 @@ def test_every_round_has_other_public_examples(monkeypatch):
     assert len(seen) == 3 and {len(rows) for rows in seen} == {5}
 
 
+@pytest.mark.slow  # a client that hears itself only is local, too: below
 @pytest.mark.parametrize("method, order", [("mnfl_het", "paper"), ("mnfl_het", "code"), ("topk_pfd", "paper")])
 def test_no_passes_is_local(method, order):
     got, alone = toy.train(method, MLP, passes=0, order=order, warmup_epochs=0), toy.train("local", MLP)
@@ -165,7 +166,7 @@ def test_no_passes_is_local(method, order):
     assert_same(got.metrics.loss, alone.metrics.loss)
 
 
-@pytest.mark.parametrize("order", ["paper", "code"])
+@pytest.mark.parametrize("order", [toy.slow("paper"), "code"])
 def test_a_client_that_hears_itself_only_is_local(order):
     got = toy.train("topk_pfd", MLP, neighbours=1, warmup_epochs=0, order=order)
     assert_close(got.state.clients, toy.train("local", MLP).state.clients, 1e-5)
@@ -364,6 +365,7 @@ def test_only_the_block_of_the_cohort_moves():
     np.testing.assert_allclose(a.sum(axis=1), 1, rtol=1e-5)
 
 
+@pytest.mark.slow  # the plain loops know whose a coefficient is
 def test_permuted_clients_permute_the_coefficients():
     order, f = np.array([2, 0, 4, 1, 3]), toy.federation()
     moved = f._replace(**{name: jax.tree.map(lambda x: x[order], getattr(f, name)) for name in ("train", "test")})
@@ -375,6 +377,7 @@ def test_permuted_clients_permute_the_coefficients():
     assert np.abs(a[-1] - a[-1][order][:, order]).max() > 1e-3
 
 
+@pytest.mark.slow  # what a frozen model is: test_feddf.py
 def test_public_examples_move_the_running_statistics_unless_frozen():
     """A client that hears itself only has nothing to learn by frozen statistics; one round, as the
     batch norm of a single example magnifies a last bit."""
@@ -393,6 +396,7 @@ def net(hidden):
     return models.model(lambda shape, classes, rngs: nets.mlp(shape, classes, rngs, hidden=hidden), SHAPE, C)
 
 
+@pytest.mark.slow  # as the contract's rule `grouping`
 def test_architectures_of_one_model_are_one():
     """Grouping does not matter."""
     two = toy.task(models=MLP.models * 2, architecture=np.array([0, 1, 0, 0, 1], np.int32))
@@ -402,6 +406,7 @@ def test_architectures_of_one_model_are_one():
     assert np.abs(got.metrics.server["coefficients"] - 1 / N).max() > 1e-2
 
 
+@pytest.mark.slow  # eight rounds
 def test_different_architectures_learn_from_each_other():
     task = toy.task(models=(net(3), net(17)), architecture=np.array([0, 1, 1, 1, 0], np.int32))
     got = toy.train("fedmd", task, rounds=8, space="logit", public_size=7)
@@ -435,6 +440,7 @@ def test_public_examples_are_all_taken_as_they_are():
     assert_close(run(odd), run(plain))
 
 
+@pytest.mark.slow  # as what is learned from public labels does: above
 def test_the_warm_up_comes_before_round_0_only():
     def after(epochs, t):
         program = toy.program(ALGORITHMS["fedmd"], MLP, {"passes": 0, "order": "code", "warmup_epochs": epochs})
@@ -466,6 +472,7 @@ def test_the_codes_rule_of_some_clients_is_that_of_the_others_out_of_sight():
     assert_close(moved[here], 0.8 * alone)
 
 
+@pytest.mark.slow  # four runs; the steps themselves are above
 def test_a_mixture_has_the_coefficients_before_or_after_their_step():
     def gap(rule, lr):
         got = toy.train("mnfl_het", MLP, rounds=1, coef_rule=rule, order="code", coef_lr=lr)
@@ -475,7 +482,8 @@ def test_a_mixture_has_the_coefficients_before_or_after_their_step():
     assert np.abs(gap("paper", 3.0) - gap("paper", 0.0)).max() > 1e-4
 
 
-@pytest.mark.parametrize("penalty", ["implicit", "explicit"])
+# the implicit one is also in the plain loops
+@pytest.mark.parametrize("penalty", [toy.slow("implicit"), "explicit"])
 def test_a_step_of_some_clients_is_that_of_the_normalised_block(penalty):
     before = np.random.default_rng(0).dirichlet(np.ones(N), size=N).astype(np.float32)
     ids, task = np.array([1, 3, 4], np.int32), toy.task(lr=1e-12)
@@ -530,7 +538,8 @@ def test_the_coefficients_of_one_client_are_not_called_idle():
         assert [bool(method(x).idle) for x in (alone, task)] == [False, True]
 
 
-@pytest.mark.parametrize("method", ["fedmd", "sim_pfd", "topk_pfd"])
+# the rules themselves are above
+@pytest.mark.parametrize("method", [*map(toy.slow, ["fedmd", "sim_pfd"]), "topk_pfd"])
 def test_coefficients_of_clients_out_of_the_round_are_not_known(method):
     a = toy.train(method, MLP._replace(participation=(0.6, 0.6)), rounds=1).metrics.server["coefficients"][0]
     here = np.isfinite(a).any(axis=1)

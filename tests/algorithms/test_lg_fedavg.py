@@ -37,7 +37,7 @@ def shared_size(task, **hparams):
 
 
 @pytest.mark.parametrize("net", [toy.slow("mlp"), "norm"])
-@pytest.mark.parametrize("count, method", [(0, "local"), (1, "lg_fedavg"), (99, "fedavg")])
+@pytest.mark.parametrize("count, method", [toy.slow(0, "local"), toy.slow(1, "lg_fedavg"), (99, "fedavg")])
 def test_upper_layers_reach_from_local_to_fedavg(net, count, method):
     task = toy.task(net)
     got, expected = train(task, shared="upper", upper_layers=count), train(task, method=method)
@@ -89,7 +89,7 @@ def test_layers_that_no_prediction_uses_are_none():
     assert [list(layer) for layer in found] == [[("body", "inner")], [("head",)]]
 
 
-@pytest.mark.parametrize("name", ["lenet_bn", "resnet18", "cnn_dva", "shufflenet"])
+@pytest.mark.parametrize("name", ["lenet_bn", toy.slow("resnet18"), "cnn_dva", toy.slow("shufflenet")])
 def test_the_order_of_layers_does_not_depend_on_the_type_of_computation(name):
     """In bfloat16 all parameters are cast first, in the order of their names."""
     shape = (28, 28, 1) if name == "lenet_bn" else (32, 32, 3)
@@ -132,6 +132,7 @@ def test_what_cannot_be_shared_is_said_in_one_sentence(names, hparams, message):
         shared_size(images((32, 32, 3), *names), **hparams)
 
 
+@pytest.mark.slow  # which layers those are is above
 def test_convolutions_of_a_federation_are_shared():
     """Clients whose networks differ above the convolution; the input is an image of products of the
     features."""
@@ -151,6 +152,7 @@ def test_convolutions_of_a_federation_are_shared():
     assert got.metrics.loss[-1].mean() < got.metrics.loss[0].mean()
 
 
+@pytest.mark.slow  # as the reductions
 def test_the_head_of_identical_clients_is_each_ones():
     f = toy.federation()
     same = lambda rows: type(rows)(*(trees.replicate(x[1], N) for x in rows))
@@ -170,6 +172,7 @@ def test_nothing_of_another_client_reaches_the_body_within_the_round():
     assert trees.sq_dist(mine(2, changed), mine(2, f)) > 1e-8
 
 
+@pytest.mark.slow  # as the contract's rule `grouping`
 def test_grouping_does_not_matter():
     model = MLP.models[0]
     two = toy.task(models=(model, model), architecture=MIXED)
@@ -181,6 +184,7 @@ def test_grouping_does_not_matter():
         assert_close(mine, toy.rows(one.state.clients, members))
 
 
+@pytest.mark.slow  # six rounds; the contract has two architectures
 def test_bodies_of_different_structure_learn_under_one_head():
     task = toy.task(models=tuple(models.model(toy.NETS[n], toy.SHAPE, C) for n in ("mlp", "norm")), architecture=MIXED)
     got = train(task, 6)

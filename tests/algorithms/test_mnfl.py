@@ -210,6 +210,7 @@ def test_a_fresh_residual_prefers_the_own_model():
     assert_same(metrics.clients["self_weight"], own)
 
 
+@pytest.mark.slow  # the contract scores a client that trains alone
 def test_a_client_is_scored_with_the_model_it_trained():
     _, metrics, last = toy.train(factory, TASK, rounds=2)
     assert_close(toy.rows(metrics.post, -1), last)

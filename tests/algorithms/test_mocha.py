@@ -41,6 +41,7 @@ TWINS_FEDERATION = only(FEDERATION, [1, 1, 1, 1])
 TWINS = task_of(TWINS_FEDERATION)
 CASES = {"rest": (REST, FEDERATION), "pairs": (PAIRS, PAIRS_FEDERATION), "twins": (TWINS, TWINS_FEDERATION)}
 cases = pytest.mark.parametrize("case", ["rest", "pairs"])
+rest = pytest.mark.parametrize("case", ["rest", toy.slow("pairs")])  # the plain loops have both
 
 
 def examples(task, f, i):
@@ -82,7 +83,7 @@ def objectives(task, f, state, lam):
     return hinge + penalty, dual, w, b, [y * a for (_, y), a in zip(data, duals, strict=True)]
 
 
-@cases
+@rest
 def test_duality_and_the_identity_of_the_models(case):
     task, f = CASES[case]
     for lam in (0.1, 1.0):
@@ -100,7 +101,7 @@ def test_duality_and_the_identity_of_the_models(case):
         assert gaps[-1] < gaps[0]
 
 
-@cases
+@rest
 def test_the_gap_closes(case):
     task, f = CASES[case]
     *_, state = states(case, 400, relate_every=390, lam=0.3, frac=4.0)
@@ -113,7 +114,7 @@ def test_the_gap_closes(case):
     assert abs(primal - dual) < 1e-3 * begin
 
 
-@cases
+@rest
 def test_fixed_relations_are_independent_machines(case):
     """Sigma = I/m: each client's own SVM with m lambda; its own duality gap closes whatever the
     others hold."""
@@ -274,6 +275,7 @@ def test_sgd_is_the_plain_steps():
     np.testing.assert_allclose(got, expected, atol=1e-3)
 
 
+@pytest.mark.slow  # its steps are above, and another case of stability below
 def test_sgd_learns_and_is_stable():
     for lam in (0.01, 100.0):
         got = toy.train(factory, REST, 10, key=KEY, federation_=FEDERATION, solver="sgd", lam=lam)

@@ -64,6 +64,7 @@ def test_divergence_pulls_each_model_by_the_difference_of_probabilities():
     assert_close(slope, expected)
 
 
+@pytest.mark.slow  # three methods; both losses are in the rounds by hand
 def test_fml_learning_from_labels_only_is_local_and_fedavg():
     got, alone = train("fml", alpha=1.0, beta=1.0, weights="data"), toy.train("local", TASK)
     assert_close(got.state.clients["w"], alone.state.clients)
@@ -72,6 +73,7 @@ def test_fml_learning_from_labels_only_is_local_and_fedavg():
     assert_close(got.state.server, toy.train("fedavg", toy.task(models=(TASK.shared,))).state.server)
 
 
+@pytest.mark.slow  # as the rounds by hand
 def test_fml_twins_stay_twins_and_follow_the_labels():
     got = toy.train("fml", TWINS, 1, alpha=0.5, beta=0.5)
     assert_close(jax.tree.map(lambda x: jnp.mean(x, axis=0), got.state.clients["w"]), got.state.server, 1e-5)
@@ -103,7 +105,7 @@ def test_fml_by_hand():
             oracle.close(toy.rows(states[t + 1].clients["w"], i), w[i])
 
 
-@pytest.mark.parametrize("bn_stats, kept", [("aggregate", 0), ("local", 16)])
+@pytest.mark.parametrize("bn_stats, kept", [("aggregate", 0), toy.slow("local", 16)])
 def test_running_statistics_of_the_small_model_travel_or_stay(bn_stats, kept):
     task = toy.task("norm", bn_stats=bn_stats)
     got = toy.train("fml", task._replace(shared=task.model), 1)
@@ -325,6 +327,7 @@ def test_scores_of_an_ensemble_and_its_parts():
         assert_same(again["acc"], got.last[name])
 
 
+@pytest.mark.slow  # the clipping itself is above
 def test_fml_clips_the_gradient_of_each_model():
     one = toy.task(epochs=None, steps=1)
     got = toy.train("fml", one, 1, clip=0.01)
@@ -347,6 +350,7 @@ def test_fedkds_energy_is_the_ends_in_the_last_round_of_the_task(monkeypatch):
     assert seen == {0.6, 0.7, 0.8, 0.9}  # the fifth round is beyond the task's
 
 
+@pytest.mark.slow  # what can be sent is above
 def test_fedkd_with_svd_counts_what_each_sends():
     wide = toy.task(shared=toy.models.model(lambda *args: toy.nets.mlp(*args, hidden=24), toy.SHAPE, C))
     m = toy.train("fedkd", wide, 2, svd=True, energy_start=0.8, energy_end=0.8).metrics
@@ -355,6 +359,7 @@ def test_fedkd_with_svd_counts_what_each_sends():
     assert np.any(m.traffic.up != m.traffic.down)
 
 
+@pytest.mark.slow  # the contract scores a client that trains alone
 def test_the_weight_that_was_learned_is_scored(monkeypatch):
     """With the averaged small model."""
     monkeypatch.setattr(mutual.evaluate, "post", lambda cohort, c, f, score: {"acc": f(X, BATCH.mask)[0, 0, 0]})

@@ -141,6 +141,7 @@ def test_evaluation_takes_one_step_and_leaves_no_trace(drop_last):
     assert_same(state, copy)
 
 
+@pytest.mark.slow  # as the rounds by hand
 def test_outer_step_size():
     still, moved = (toy.train(factory, TASK, 1, KEY, variant="fo", **beta) for beta in ({"beta": 0.0}, {}))
     assert_close(still.begin.server, still.state.server)

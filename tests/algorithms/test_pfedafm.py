@@ -85,8 +85,16 @@ def test_the_step_of_alpha_is_the_formula(training):
         np.testing.assert_allclose(got.state.clients["alpha"][i], np.clip(a - 0.1 * da, 0, 1), atol=1e-6)
 
 
-@pytest.mark.parametrize("training", ["iterative", "end_to_end"])
-@pytest.mark.parametrize("net", [toy.slow("mlp"), "norm"])
+# end to end, and with batch norm, it is FedPer: below
+@pytest.mark.parametrize(
+    "net, training",
+    [
+        ("mlp", "iterative"),
+        toy.slow("mlp", "end_to_end"),
+        toy.slow("norm", "iterative"),
+        toy.slow("norm", "end_to_end"),
+    ],
+)
 def test_own_features_alone_are_local(net, training):
     """Whatever the extractor is; end to end it then learns nothing."""
     task = task_of(net)
@@ -139,6 +147,7 @@ def test_shared_features_alone_end_to_end_are_fedper(net):
     assert_same(got.last["acc"], expected.last["acc"])
 
 
+@pytest.mark.slow  # three runs; each phase alone is above
 def test_the_first_phase_moves_the_client_and_the_second_the_extractor():
     """A shared model without a gradient in training mode moves neither in the second phase nor end
     to end, which then is the first phase alone."""
@@ -185,6 +194,7 @@ def test_equal_extractors_leave_alpha_to_its_decay():
         assert_same(score["acc"], scores[0]["large_acc"])
 
 
+@pytest.mark.slow  # the average is FedPer's: above
 def test_equal_extractors_average_to_themselves():
     begin = start()
     still = task_of(lr=1e-12)
@@ -203,6 +213,7 @@ def test_the_extractor_of_the_paper_is_counted():
     assert trees.size(state.server) == 665_048
 
 
+@pytest.mark.slow  # two runs; whose it is is drawn below
 def test_the_relayed_extractor_is_one_clients():
     f = toy.federation()
 
@@ -233,6 +244,7 @@ def test_the_relaying_client_is_drawn_from_those_that_trained():
     assert not drawn(KEY, order, jnp.zeros(4, bool)).any()
 
 
+@pytest.mark.slow  # as the contract's rule `grouping`
 def test_grouping_does_not_matter():
     model = MLP.models[0]
     two = task_of(models=(model, model), architecture=MIXED)
@@ -245,6 +257,7 @@ def test_grouping_does_not_matter():
     assert_close(apart.last["acc"], one.last["acc"])
 
 
+@pytest.mark.slow  # six rounds; the contract has two architectures
 @pytest.mark.parametrize("training", ["iterative", "end_to_end"])
 def test_clients_of_two_architectures_learn(training):
     nets = tuple(models.model(toy.NETS[name], toy.SHAPE, C) for name in ("mlp", "norm"))

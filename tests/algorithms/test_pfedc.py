@@ -331,7 +331,9 @@ def test_task_counts_weigh_the_holders():
     assert np.any(columns(uniform, [0])["kernel"] != columns(counted, [0])["kernel"])
 
 
-@pytest.mark.parametrize("head, columns_of", [("group_reject", [(0, 1, 4), (2, 3, 5)]), ("group_binary", [(0,), (1,)])])
+@pytest.mark.parametrize(
+    "head, columns_of", [("group_reject", [(0, 1, 4), (2, 3, 5)]), toy.slow("group_binary", [(0,), (1,)])]
+)
 def test_only_held_columns_move_and_never_mix(head, columns_of):
     before, both = round_of([0, 2], head=head, **PAIRS)  # classes 0 and 1; class 3
     _, first = round_of([0], head=head, **PAIRS)
@@ -342,6 +344,7 @@ def test_only_held_columns_move_and_never_mix(head, columns_of):
     assert moved.all()
 
 
+@pytest.mark.slow  # six compilations; their losses by hand are above
 def test_of_tasks_of_one_class_all_heads_are_the_same():
     slopes = [slope("mgda_ub", "fista", "scaled", head)(W, BATCH, ALL) for head in task_maps.HEADS]
     servers = [round_of([0, 1, 4], head=head, **PLAIN)[1] for head in task_maps.HEADS]
@@ -362,7 +365,7 @@ def test_traffic_counts_the_logits_of_held_tasks(head, per_task):
         np.testing.assert_array_equal(sent.up, sent.down)
 
 
-@pytest.mark.parametrize("head", task_maps.HEADS)
+@pytest.mark.parametrize("head", [h if h == "group_reject" else toy.slow(h) for h in task_maps.HEADS])
 def test_every_head_learns(head):
     run = train(10, head=head, **PAIRS)
     loss = run.metrics.loss.mean(axis=1)
@@ -451,6 +454,7 @@ def test_a_round_that_happens_to_draw_everybody_is_one_of_full_participation():
     assert_same(state, everybody.state)
 
 
+@pytest.mark.slow  # the contract has a round of Privacy-pFedC like it
 def test_stale_heads_with_moments_of_their_own():
     got = train(2, toy.task("norm", bn_stats="local", epochs=1), **STALE)
     toy.assert_finite((got.state, got.metrics.loss, got.outputs()))
@@ -624,6 +628,7 @@ def test_weights_lie_where_a_sample_counts():
         np.testing.assert_allclose(got["weight_on_one_class"], alpha[[1, 3]].sum() / alpha.sum(), rtol=1e-6)
 
 
+@pytest.mark.slow  # a compilation for a metric; the traffic counts them, too
 def test_the_tasks_that_a_client_holds_are_counted():
     metrics = train(1, **PAIRS, **PLAIN).metrics
     expected = [len({c // 2 for c in toy.OWN[i]}) for i in metrics.ids[0]]

@@ -17,7 +17,7 @@ LINEAR = toy.task("linear", lr=0.3)  # batches of 4: most lack a sample of some 
 BATCH_LOSSES = [0.629285, 0.362609, 0.212951]  # rounds 0, 5 and 11, measured when whole batches were the default
 
 
-@pytest.mark.parametrize("method", ["pfedc", "privacy_pfedc"])
+@pytest.mark.parametrize("method", ["pfedc", toy.slow("privacy_pfedc")])
 def test_whole_batches_have_the_losses_they_had_as_the_default(method):
     got = toy.train(method, toy.method_task(method), 12, KEY, task_loss="batch")
     loss = got.metrics.loss.mean(axis=1)
@@ -57,7 +57,8 @@ def trained(kernel, bias, key, i, task_loss):
     return kernel, bias, np.mean(shares)
 
 
-@pytest.mark.parametrize("task_loss", TASK_LOSSES)
+# of whole batches the losses are above
+@pytest.mark.parametrize("task_loss", [TASK_LOSSES[0], toy.slow(TASK_LOSSES[1])])
 def test_minibatches_of_uneven_classes(task_loss):
     run = toy.train("pfedc", LINEAR, 1, KEY, task_loss=task_loss, weighting="uniform", download="stale")
     begin = run.begin.server["head"]
@@ -76,6 +77,7 @@ def test_minibatches_of_uneven_classes(task_loss):
         )
 
 
+@pytest.mark.slow  # what lies where is in test_pfedc.py
 def test_weight_on_groups_of_which_a_client_holds_one_class():
     run = toy.train("pfedc", LINEAR, 1, KEY, tasks="consecutive:2", weighting="uniform")
     of, stream = np.arange(C) // -(-C // 2), jax.random.fold_in(keys.clients_key(KEY, 0), 0)

@@ -91,7 +91,7 @@ def distance(a, b):
     return sum(np.sum((x - y) ** 2) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True)) ** 0.5
 
 
-@pytest.mark.parametrize("mode", ["sequential", "batched"])
+@pytest.mark.parametrize("mode", ["sequential", toy.slow("batched")])
 def test_one_plain_step_is_a_gradient_step_of_the_hypernetwork(mode):
     h = begin().server["h"]
     hparams = PLAIN | {"inner_steps": None, "inner_lr": 0.3, "hyper_lr": 0.7, "mode": mode}
@@ -257,14 +257,10 @@ def test_nothing_moves_without_training_examples(mode):
 NORMED = {bn_stats: toy.task("norm", bn_stats=bn_stats) for bn_stats in ("aggregate", "local", "batch")}
 
 
+@pytest.mark.slow  # the contract has a round with local statistics, and others are below
 @pytest.mark.parametrize(
     "mode, bn_stats",
-    [
-        ("sequential", "aggregate"),
-        toy.slow("batched", "aggregate"),
-        toy.slow("sequential", "local"),
-        toy.slow("batched", "batch"),
-    ],
+    [("sequential", "aggregate"), ("batched", "aggregate"), ("sequential", "local"), ("batched", "batch")],
 )
 def test_batch_norm(mode, bn_stats):
     begin = toy.train(factory, NORMED[bn_stats], rounds=0, **SMALL).begin  # the same in both modes

@@ -42,6 +42,7 @@ def step(w, g, by):
     return jax.tree.map(lambda w, g: np.asarray(w) - by * g, w, g)
 
 
+@pytest.mark.slow  # as the rounds by hand
 def test_one_inner_step_of_one_batch():
     lr, lam, inner_lr = 0.1, 7.0, 0.03
     w, after = round_of(ONE_STEP, [1], inner_steps=1, lam=lam, inner_lr=inner_lr)
@@ -75,6 +76,7 @@ def test_two_rounds_by_hand():
             oracle.close(toy.rows(states[t + 1].clients["theta"], i), own[i])
 
 
+@pytest.mark.slow  # as the rounds by hand
 def test_weight_decay_of_theta():
     w, after = round_of(ONE_STEP, [1], inner_steps=1, inner_lr=0.03, inner_decay=0.5)
     theta = jax.tree.map(lambda w, g: w - 0.03 * (g + 0.5 * np.asarray(w)), w, gradient(w, 1))
@@ -112,6 +114,7 @@ def test_beta_one_is_the_average_and_beta_a_half_stays_half_way():
     assert_close(half.server, between(0.5, whole.server, w))
 
 
+@pytest.mark.slow  # the contract scores a client that trains alone
 def test_theta_is_a_model_of_its_own():
     state, metrics, last = toy.train(factory, TASK, 3, KEY)
     both = zip(*map(jax.tree.leaves, (toy.rows(state.clients["theta"], 1), state.server)), strict=True)
@@ -120,7 +123,8 @@ def test_theta_is_a_model_of_its_own():
     assert_same(metrics.post["acc_present"][-1], last["acc_present"])  # theta is kept until the next round
 
 
-@pytest.mark.parametrize("bn_stats", ["local", toy.slow("aggregate"), toy.slow("batch")])
+@pytest.mark.slow  # the contract has a round with local statistics
+@pytest.mark.parametrize("bn_stats", ["local", "aggregate", "batch"])
 def test_batch_norm(bn_stats):
     got = toy.train(factory, toy.task("norm", bn_stats=bn_stats), 2, KEY)
     state = got.state

@@ -42,7 +42,7 @@ def round_of(task, state=None, ids=range(N), **hparams):
 
 
 @pytest.mark.parametrize(
-    "task, hparams", [(LONG, {}), (FULL, {"option": 1}), (LONG, {"server_lr": 0.1, "weights": "data"})]
+    "task, hparams", [(LONG, {}), (FULL, {"option": 1}), toy.slow(LONG, {"server_lr": 0.1, "weights": "data"})]
 )
 def test_the_servers_variate_is_the_mean_of_the_clients(task, hparams):
     state = toy.train(factory, task, 3, KEY, **hparams).state
@@ -94,6 +94,7 @@ def test_absent_clients_count_in_the_servers_variate():
     assert_close(after.server["c"], jax.tree.map(lambda x: np.sum(x, axis=0) / N, after.clients["c"]))
 
 
+@pytest.mark.slow  # the steps are in the rounds by hand
 def test_a_common_stationary_point_holds():
     """With c_i = grad f_i(w) and c = 0 every step is 0."""
     state = toy.train(factory, FULL, 0, KEY).begin
