@@ -56,8 +56,8 @@ NOT_ITS_OWN = {  # methods whose `post` no state predicts with
 MOST = ("fedavg", "scaffold", "mnfl_het", "fedcp", "pfedc")
 QUICK = {
     "layout": (*MOST, "fedma", "fedfomo", "pfedhn", "mocha", "fedproto", "feddf"),
-    "bn_stats": (*MOST, "fedbabu", "fedrod", "ditto", "fd", "pfeddf", "fedem"),
-    "grouping": ("lg_fedavg", "fedproto", "fedkd", "mnfl_het"),
+    "bn_stats": (*MOST, "fedbabu", "fedrod", "ditto", "fedfomo", "pfedhn", "fd", "pfeddf", "fedem"),
+    "grouping": ("lg_fedavg", "fedproto", "fedkd", "mnfl_het", "pfedafm"),
     "float32": (*MOST, "fedfomo", "pfedhn", "mocha", "fedproto", "fedkd", "fedem"),
 }
 PARTICULAR = ("mocha", "fedma", "pfedma", "feddva")  # have networks of their own, or refuse that of the rule bn_stats
