@@ -113,7 +113,6 @@ def test_one_prediction_per_architecture():
         assert_close(program.predict(KEY, program.traced, f, state, 0, id, x), expected)
 
 
-@pytest.mark.slow  # both are in test_lg_fedavg.py, too
 def test_what_is_shared_is_averaged_over_all_and_must_have_one_shape():
     same_width = (SMALL, models.model(toy.norm_net, toy.SHAPE, toy.C))  # both of 8 features
     given = toy.task(models=same_width, architecture=OF)
