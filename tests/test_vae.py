@@ -54,6 +54,7 @@ def test_shapes_of_what_the_networks_give(shape, hidden):
     assert jax.tree.map(jnp.shape, out.stats) == jax.tree.map(jnp.shape, variables_of(nets)["stats"])
 
 
+@pytest.mark.slow  # many small compilations
 def test_z_reaches_the_personal_encoder_and_log_variances_are_bounded():
     nets = vae.dual_vae((8, 8, 1), 2, 2, (4, 8))
     v = nets.c.init(jax.random.key(0))

@@ -305,6 +305,7 @@ def test_the_personalisation_ratio_is_the_mean_share():
     np.testing.assert_allclose(metrics.clients["pir"][1], np.mean(shares(w)), rtol=1e-5)
 
 
+@pytest.mark.slow  # the contract has the layer norm
 def test_the_policy_networks_batch_norm_counts_no_padding():
     testing.check("mask", testing.subject(functools.partial(factory, norm="batch"), testing.task()))
 

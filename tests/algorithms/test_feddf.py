@@ -109,6 +109,7 @@ def trees_differ(a, b):
     return any(np.any(x != y) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
 
 
+@pytest.mark.slow  # that all clients teach each student is above
 def test_an_absent_architecture_learns_from_the_others():
     task = MIXED._replace(participation=(0.2, 0.2))  # a single client
     program = toy.program(feddf, task, {"student_lr": 0.1})

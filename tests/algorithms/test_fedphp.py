@@ -189,6 +189,7 @@ def test_without_examples_nothing_is_inherited():
     assert_same(rounds([[0, 3]], start=start, federation=nothing)[1].server, start.server)
 
 
+@pytest.mark.slow  # the contract scores a client that trains alone
 def test_both_models_are_scored():
     state, metrics, last = toy.train(factory, TASK, key=KEY, mu0=1.0)
     assert_same(metrics.post["acc"][-1], last["acc"])  # h_i is kept until the next round

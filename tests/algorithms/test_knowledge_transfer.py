@@ -145,6 +145,7 @@ def test_public_examples_are_drawn_without_replacement_in_every_round():
     np.testing.assert_array_equal(public.draw(jax.random.key(0), MLP, 3000), np.arange(PUBLIC))
 
 
+@pytest.mark.slow  # the draw is above, and in rounds in test_feddf.py
 def test_every_round_has_other_public_examples(monkeypatch):
     seen, subset = set(), public.subset
 

@@ -163,6 +163,7 @@ def test_the_head_of_identical_clients_is_each_ones():
     assert_close(got.clients["body"], alone.clients["body"])
 
 
+@pytest.mark.slow  # the contract: the head alone is sent
 def test_nothing_of_another_client_reaches_the_body_within_the_round():
     f = toy.federation()
     other = np.asarray(f.train.index[3][: toy.SIZES[3]])

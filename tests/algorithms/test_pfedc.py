@@ -653,6 +653,7 @@ def test_branches_that_a_client_does_not_hold_are_not_seen_by_its_optimizer():
     toy.assert_close(*found)
 
 
+@pytest.mark.slow  # what is sent is above
 def test_a_transformation_sees_no_change_of_branches_that_are_not_sent():
     """In the second round, when the server's branches have left their start."""
     changes = []

@@ -140,6 +140,7 @@ def test_bad_input(wrong):
         factory(TASK, **wrong)
 
 
+@pytest.mark.slow  # two compilations
 def test_every_inner_step_draws_dropout_of_its_own(monkeypatch):
     """Of a loss n b, where n is drawn: without a proximal term a step is -n."""
     drawn = lambda model: lambda w, batch, key: (jax.random.normal(key) * w["head"]["bias"].sum(), w["stats"])
