@@ -96,6 +96,7 @@ def test_the_file_of_the_networks_may_not_change_under_a_run(tmp_path, monkeypat
     assert main.run([*resume, "--rounds=1"]) == 0
 
 
+@pytest.mark.slow  # a network for every prediction
 def test_each_client_predicts_with_its_own_row(tmp_path, monkeypatch):
     """Rows lie by architecture where clients train, and by client id in a run directory."""
     flags = ["--algo=fedapen", "--model=linear,mlp,linear", "--features=8", "--shared_model=mlp", "--clients=5"]

@@ -249,6 +249,7 @@ def test_the_codes_rule_keeps_what_absent_clients_have():
     np.testing.assert_allclose(moved[here].sum(), 0.8, rtol=1e-6)
 
 
+@pytest.mark.slow  # a round of its own
 def test_after_the_training_the_coefficients_follow_a_second_upload():
     """What the models predict in the end, and so without passes what they predicted before."""
     post, paper = (toy.train("mnfl_het", MLP, rounds=1, coef_rule=rule, coef_lr=3.0) for rule in ("post", "paper"))
