@@ -23,6 +23,7 @@ jax.config.update("jax_num_cpu_devices", 8)  # for the tests of several devices
 
 # Groups of few tests that take long, first: one that began last would keep one worker busy alone.
 LONG = ("feddva", "hosts", "presets", "checkpoint", "devices", "reductions", "benchmarks", "grid", "at_once", "entry")
+LONG += ("dva", "groups", "style", "readme", "notebooks", "offload", "clients_table")
 MAPPINGS = 20_000  # Linux allows a process 65,530; each compiled function takes some, and at the limit XLA crashes
 
 
