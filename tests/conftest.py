@@ -6,11 +6,12 @@ from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
-# Tests compile much and compute little: a compiler that optimises less, and makes code of fusions in the older of its
-# two ways, takes a third of the time. An unknown flag would stop the process, so the latter is for a known version.
+# Tests compile much and compute little: a compiler that optimises less, compiles a module in one piece, and makes code
+# of fusions in the older of its two ways takes a third of the time. An unknown flag would stop the process.
 FLAGS = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
-if version("jaxlib").startswith("0.10."):
-    FLAGS += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
+FLAGS += ["--xla_cpu_parallel_codegen_split_count=1"]
+if version("jaxlib").startswith("0.10."):  # newer ones do not have it
+    FLAGS += ["--xla_cpu_use_fusion_emitters=false"]
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
 
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # the command line would fill the user's
