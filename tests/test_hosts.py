@@ -49,8 +49,7 @@ def alone(folder: Path, *flags: str) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """Two processes that did what hosts_worker.py says, and the same runs by this process alone. It
-    takes more than a minute, so all its tests are slow."""
+    """Two processes that did what hosts_worker.py says, and the same runs by this process alone."""
     folder = tmp_path_factory.mktemp("hosts")
     for i in range(2):
         (folder / f"disk{i}").mkdir()
@@ -90,19 +89,16 @@ def assert_same_run(path: Path, other: Path) -> None:
     assert_close(a.state, b.state, 1e-5)
 
 
-@pytest.mark.slow
 def test_a_run_over_processes_is_the_run_of_one(pair):
     assert_same_run(pair / "disk0" / "pfedc", pair / "pfedc")
     layout = runs.read_layout(pair / "disk0" / "pfedc")
     assert layout.devices.count == 4
 
 
-@pytest.mark.slow
 def test_a_run_of_one_process_goes_on_over_two_that_share_no_disk(pair):
     assert_same_run(pair / "disk0" / "half", pair / "fedavg")
 
 
-@pytest.mark.slow
 def test_whichever_process_is_asked_all_stop_after_the_same_round_and_one_goes_on(pair):
     path = pair / "disk0" / "ditto"
     assert runs.read_json(path / "summary.json")["status"] == "interrupted"
@@ -110,7 +106,6 @@ def test_whichever_process_is_asked_all_stop_after_the_same_round_and_one_goes_o
     assert_same_run(alone(path, "--resume"), pair / "ditto")
 
 
-@pytest.mark.slow
 def test_process_0_alone_writes_and_talks(pair):
     assert sorted(p.name for p in (pair / "disk1").iterdir()) == ["both.npz"]
     # Gloo's threads write their sentence in parts, so those of two may mix
@@ -120,7 +115,6 @@ def test_process_0_alone_writes_and_talks(pair):
     assert "4 x cpu of 2 processes" in (pair / "stdout0").read_text()
 
 
-@pytest.mark.slow
 def test_what_one_process_lacks_is_one_sentence_and_ends_all(pair):
     done, sigterm = 0, 128 + 15
     for process in range(2):
@@ -133,7 +127,6 @@ def test_what_one_process_lacks_is_one_sentence_and_ends_all(pair):
     assert "There is no" not in others and "devices=3" not in others
 
 
-@pytest.mark.slow
 def test_a_program_from_python_with_a_step_on_the_host(pair):
     """FedMA's matching runs on one host, and its result reaches all."""
     expected = hosts_worker.library("fedma", 1)
