@@ -266,7 +266,6 @@ def test_a_run_without_a_checkpoint_starts_again(whole, tmp_path):
     assert_same_run(whole, tmp_path / "run")
 
 
-@pytest.mark.slow  # signals are tested below, how a run ends by them in test_at_once.py
 def test_ctrl_c_keeps_a_resumable_run(whole, tmp_path, monkeypatch, capsys):
     path = tmp_path / "run"
     rounds = simulate.rounds

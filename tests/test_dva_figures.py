@@ -61,7 +61,6 @@ def test_manifolds(tmp_path):
     written(tmp_path, "manifold_zc", "manifold_z", "manifold_c")
 
 
-@pytest.mark.slow  # t-SNE
 def test_scatter(tmp_path):
     figures.scatter(tmp_path / "tsne", views(3, 20))
     written(tmp_path, "tsne")
