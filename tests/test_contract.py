@@ -53,12 +53,12 @@ NOT_ITS_OWN = {  # methods whose `post` no state predicts with
     "pfedma": "its round is FedMA's, and FedMA is here",
 }
 # Of the rules that compile a round of their own, the methods that are not slow: one of each way to train and average.
-MOST = ("fedavg", "scaffold", "mnfl_het", "fedcp", "pfedc")
+COMMON = ("fedavg", "scaffold", "mnfl_het", "fedcp", "pfedc")
 QUICK = {
-    "layout": (*MOST, "fedma", "fedfomo", "pfedhn", "mocha", "fedproto", "feddf"),
-    "bn_stats": (*MOST, "fedbabu", "fedrod", "ditto", "fedfomo", "pfedhn", "fd", "pfeddf", "fedem"),
+    "layout": (*COMMON, "fedma", "fedfomo", "pfedhn", "mocha", "fedproto", "feddf"),
+    "bn_stats": (*COMMON, "fedbabu", "fedrod", "ditto", "fedfomo", "pfedhn", "fd", "pfeddf", "fedem"),
     "grouping": ("lg_fedavg", "fedproto", "fedkd", "mnfl_het", "pfedafm"),
-    "float32": (*MOST, "fedfomo", "pfedhn", "mocha", "fedproto", "fedkd", "fedem"),
+    "float32": (*COMMON, "fedfomo", "pfedhn", "mocha", "fedproto", "fedkd", "fedem"),
 }
 PARTICULAR = ("mocha", "fedma", "pfedma", "feddva")  # have networks of their own, or refuse that of the rule bn_stats
 

@@ -80,7 +80,7 @@ def slow(*values: Any):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-# the contract has a round of every method with statistics that stay local, and most reductions others
+# the contract has rounds with statistics that stay local, test_reductions.py with aggregated ones
 each_bn_stats = pytest.mark.parametrize("bn_stats", [*map(slow, ("aggregate", "local", "batch"))])
 
 
