@@ -62,6 +62,7 @@ def test_table_summary_and_curves_have_it(mixed, monkeypatch):
     np.testing.assert_allclose(axes.lines[2].get_ydata(), [row["pre/acc@mlp"] for row in rows])
 
 
+@pytest.mark.slow
 def test_of_a_single_architecture_nothing_is_added(tmp_path):
     assert main.run([*MIXED[:1], "--model=linear,linear", *MIXED[2:], "--rounds=1", f"--workdir={tmp_path / 'a'}"]) == 0
     assert "@" not in (tmp_path / "a" / "metrics.jsonl").read_text()

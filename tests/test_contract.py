@@ -55,10 +55,10 @@ NOT_ITS_OWN = {  # methods whose `post` no state predicts with
 # Of the rules that compile a round of their own, the methods that are not slow: one of each way to train and average.
 COMMON = ("fedavg", "scaffold", "mnfl_het", "fedcp", "pfedc")
 QUICK = {
-    "layout": (*COMMON, "fedma", "fedfomo", "pfedhn", "mocha", "fedproto", "feddf"),
-    "bn_stats": (*COMMON, "fedbabu", "fedrod", "ditto", "fedfomo", "pfedhn", "fd", "pfeddf", "fedem"),
-    "grouping": ("lg_fedavg", "fedproto", "fedkd", "mnfl_het", "pfedafm"),
-    "float32": (*COMMON, "fedfomo", "pfedhn", "mocha", "fedproto", "fedkd", "fedem"),
+    "layout": (*COMMON, "fedma", "pfedhn"),
+    "bn_stats": (*COMMON, "fedrod", "ditto", "fedfomo"),
+    "grouping": ("fedproto", "mnfl_het"),
+    "float32": (*COMMON, "fedfomo", "fedkd"),
 }
 PARTICULAR = ("mocha", "fedma", "pfedma", "feddva")  # have networks of their own, or refuse that of the rule bn_stats
 

@@ -196,6 +196,7 @@ def collectives(program) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["ditto", *map(toy.slow, ["fedavg", "pfedc"])])
 def test_everybody_takes_part_and_only_the_aggregate_travels(method):
     state, program = compiled(method, (1.0, 1.0))

@@ -303,6 +303,7 @@ def test_the_objectives_of_the_code_are_the_formulas():
         close(jax.jit(phase.loss)(variables, b, key)[0], losses.masked_mean(values, MASK), 1e-4)
 
 
+@pytest.mark.slow
 def test_whether_the_mixture_is_a_constant_reaches_the_phase():
     variables, b = dva_phases.init(PLAIN, jax.random.key(0)), batch()
     loss = lambda detach: dva_phases.phases(PLAIN, xi=1e3, detach=detach)[1].loss

@@ -104,6 +104,7 @@ def test_state_on_the_host_and_from_a_checkpoint(tmp_path):
     assert_same(again[-1].state, whole[-1].state)
 
 
+@pytest.mark.slow
 def test_one_prediction_per_architecture():
     program, f = toy.program(ALGORITHMS["local"], task()), toy.federation()
     state, x = jax.jit(program.init)(KEY, program.traced), f.examples.x[:3]
@@ -137,6 +138,7 @@ def test_architectures_that_do_not_fit_are_one_sentence(of):
         simulate.program(ALGORITHMS["local"], toy.task(models=(SMALL, LARGE), architecture=of))
 
 
+@pytest.mark.slow
 def test_the_clients_of_an_architecture_go_where_those_before_left_room():
     """Client 0 keeps the first device busy, so 1 and 2, of the other architecture, go to the
     second."""

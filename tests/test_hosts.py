@@ -1,6 +1,7 @@
 """Several processes: one run whose results are those of a single process, read and written by
 process 0 alone."""
 
+import contextlib
 import os
 import pickle
 import re
@@ -10,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,11 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def started(process: int, port: int, folder: Path) -> subprocess.Popen:
+def started(process: int, port: int, folder: Path, what: str) -> subprocess.Popen:
     """One process of two, with two devices and a directory of its own."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, str(ROOT / "tests" / "hosts_worker.py")]
-    command += [f"localhost:{port}", str(process), "2", str(folder / f"out{process}.npz")]
+    command += [f"localhost:{port}", str(process), "2", str(folder / f"out{process}.npz"), what]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=folder / f"disk{process}", env=env, **pipes)
 
@@ -47,9 +48,25 @@ def alone(folder: Path, *flags: str) -> Path:
     return folder
 
 
+@contextlib.contextmanager
+def two(folder: Path, what: str) -> Iterator[None]:
+    """Two processes that do what hosts_worker.py says, beside what this one does meanwhile."""
+    port = free_port()
+    both = [started(i, port, folder, what) for i in range(2)]
+    try:
+        yield
+        for i, process in enumerate(both):
+            said, errors = process.communicate(timeout=300)
+            assert process.returncode == 0, errors
+            (folder / f"stdout{i}").write_text(said), (folder / f"stderr{i}").write_text(errors)
+    finally:
+        for process in both:
+            process.kill()
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """Two processes that did what hosts_worker.py says, and the same runs by this process alone."""
+    """Runs by two processes, and the same by this one alone."""
     folder = tmp_path_factory.mktemp("hosts")
     for i in range(2):
         (folder / f"disk{i}").mkdir()
@@ -58,18 +75,19 @@ def pair(tmp_path_factory):
     shutil.copy(folder / "disk0" / "both.npz", folder / "disk0" / "data.npz")
     fedavg = alone(folder / "fedavg", "--algo=fedavg", *ONE, "--rounds=3", "--checkpoint_every=2")
     shutil.copytree(fedavg, folder / "disk0" / "half", ignore=shutil.ignore_patterns("3", "3.sha256"))
-    port = free_port()
-    both = [started(i, port, folder) for i in range(2)]
-    try:
-        alone(folder / "pfedc", *UNSEEN)
+    with two(folder, "runs"):
         alone(folder / "ditto", "--algo=ditto", *ONE, "--rounds=4")
-        for i, process in enumerate(both):
-            said, errors = process.communicate(timeout=300)
-            assert process.returncode == 0, errors
-            (folder / f"stdout{i}").write_text(said), (folder / f"stderr{i}").write_text(errors)
-    finally:
-        for process in both:
-            process.kill()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory):
+    """A run with clients that do not train, whose width is tried out, and a program from Python."""
+    folder = tmp_path_factory.mktemp("more")
+    for i in range(2):
+        (folder / f"disk{i}").mkdir()
+    with two(folder, "more"):
+        alone(folder / "pfedc", *UNSEEN)
     return folder
 
 
@@ -89,9 +107,10 @@ def assert_same_run(path: Path, other: Path) -> None:
     assert_close(a.state, b.state, 1e-5)
 
 
-def test_a_run_over_processes_is_the_run_of_one(pair):
-    assert_same_run(pair / "disk0" / "pfedc", pair / "pfedc")
-    layout = runs.read_layout(pair / "disk0" / "pfedc")
+@pytest.mark.slow  # a run of one process that goes on over two is below
+def test_a_run_over_processes_is_the_run_of_one(more):
+    assert_same_run(more / "disk0" / "pfedc", more / "pfedc")
+    layout = runs.read_layout(more / "disk0" / "pfedc")
     assert layout.devices.count == 4
 
 
@@ -118,7 +137,7 @@ def test_process_0_alone_writes_and_talks(pair):
 def test_what_one_process_lacks_is_one_sentence_and_ends_all(pair):
     done, sigterm = 0, 128 + 15
     for process in range(2):
-        codes = [done, done, entry.BAD_INPUT, entry.BAD_INPUT, entry.BAD_INPUT, sigterm]
+        codes = [done, entry.BAD_INPUT, entry.BAD_INPUT, entry.BAD_INPUT, sigterm]
         assert results(pair, process)["codes"].tolist() == codes
     errors, others = ((pair / f"stderr{i}").read_text() for i in range(2))
     assert "Process 1: There is no file 'data.npz'" in errors
@@ -127,11 +146,12 @@ def test_what_one_process_lacks_is_one_sentence_and_ends_all(pair):
     assert "There is no" not in others and "devices=3" not in others
 
 
-def test_a_program_from_python_with_a_step_on_the_host(pair):
+@pytest.mark.slow
+def test_a_program_from_python_with_a_step_on_the_host(more):
     """FedMA's matching runs on one host, and its result reaches all."""
     expected = hosts_worker.library("fedma", 1)
     for process in range(2):
-        leaves = [x for name, x in results(pair, process).items() if name.startswith("leaf")]
+        leaves = [x for name, x in results(more, process).items() if name.startswith("leaf")]
         assert_close(leaves, [np.asarray(x) for x in expected], 1e-5)
 
 

@@ -113,6 +113,7 @@ def test_apfl_global_model_is_fedavgs(hparams):
     assert_close(train("apfl", **hparams).state.server, train("fedavg").state.server)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mix", [toy.slow("params"), "outputs"])
 def test_apfl_of_personal_models_only_is_local(mix):
     state, _, last = train("apfl", alpha=1.0, adaptive=False, mix=mix)
@@ -280,7 +281,7 @@ def test_traffic_with_batch_norm(method, bn_stats):
 
 @pytest.mark.parametrize(
     "method, hparams",
-    [toy.slow("scaffold", {}), toy.slow("apfl", {}), ("pfedme", {"inner_steps": 1, "lam": 0.0, "inner_lr": 0.1})],
+    [("scaffold", {}), toy.slow("apfl", {}), toy.slow("pfedme", {"inner_steps": 1, "lam": 0.0, "inner_lr": 0.1})],
 )
 def test_the_server_receives_the_running_statistics_that_local_training_has_seen(method, hparams):
     """Of a round in which one client has examples: they are those of training alone."""
@@ -305,6 +306,7 @@ def test_fedrep_without_head_phase_is_fedbabu():
     assert_same(fedrep.clients["head"], trees.replicate(fedbabu.server["head"], toy.N))
 
 
+@pytest.mark.slow
 def test_fedrep_without_body_phase_keeps_the_body():
     program = toy.program(ALGORITHMS["fedrep"], MLP, {"body_epochs": 0})
     begin = program.init(KEY, program.traced)
@@ -375,6 +377,7 @@ def test_pfedma_without_fine_tuning_is_fedma():
     assert_same(last, scores)
 
 
+@pytest.mark.slow
 def test_pfedma_trains_as_fedma_and_predicts_what_it_has_trained():
     before, after = (toy.train("pfedma", MLP, rounds, fine_tune_epochs=MLP.epochs) for rounds in (2, 3))
     assert_same(after.state, train("fedma").state)
@@ -396,6 +399,7 @@ def test_fedbabu_head_never_moves():
     assert_same(train("fedbabu").state.server["head"], program.init(KEY, program.traced).server["head"])
 
 
+@pytest.mark.slow
 def test_fedbabu_scores_the_untuned_model_beside_the_tuned_one():
     program, f = toy.program(ALGORITHMS["fedbabu"], MLP), toy.federation()
     frozen_head = toy.program(ALGORITHMS["fedavg"], MLP)  # as `pre` scores a model that nobody tunes
@@ -476,7 +480,7 @@ def test_evaluation_does_not_depend_on_the_width():
     assert_close(one, three)
 
 
-@pytest.mark.parametrize("eval_every", [toy.slow(1), 2, toy.slow(0)])
+@pytest.mark.parametrize("eval_every", [toy.slow(1), toy.slow(2), toy.slow(0)])
 def test_curve_is_the_loop(eval_every):
     task = toy.task("mlp", participation=(0.4, 0.8))
     program, f = toy.program(ALGORITHMS["ditto"], task), toy.federation()
@@ -494,6 +498,7 @@ def test_curve_is_the_loop(eval_every):
         assert_close(result.pre or jax.tree.map(lambda x: x * np.nan, pre), pre)
 
 
+@pytest.mark.slow
 def test_fewer_places_than_clients_keep_the_absent_bit_for_bit():
     """The contract has a place for everybody; here the rows of a round are gathered and
     scattered."""

@@ -146,7 +146,7 @@ def random_variables(model):
     return {**w, "stats": jax.tree.map(np.abs, w["stats"])}
 
 
-@pytest.mark.parametrize("stem, mode", [("cifar", "train"), ("imagenet", "batch"), ("cifar", "group")])
+@pytest.mark.parametrize("stem, mode", [("cifar", "train"), toy.slow("imagenet", "batch"), toy.slow("cifar", "group")])
 def test_a_narrow_net_and_its_gradient_are_numpys(stem, mode):
     """Four rows, one of them padding; the reference sees the three. Its gradient is a central
     difference."""

@@ -2,6 +2,7 @@
 end."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -41,7 +42,8 @@ def test_they_end_with_mean_and_sample_deviation_over_seeds(folder, said):
 
 
 @pytest.mark.slow
-def test_each_is_a_run_of_its_own_that_resumes_alone(folder, said, capsys):
+def test_each_is_a_run_of_its_own_that_resumes_alone(folder, said, capsys, tmp_path):
+    folder = shutil.copytree(folder, tmp_path / "seeds")  # which the other tests read, in any order
     assert runs.read_config(folder / "seed5").seed == 5
     assert main.run(["--resume", f"--workdir={folder / 'seed5'}", "--rounds=2"]) == 0
     assert "Resuming after round 1 of 2" in capsys.readouterr().out

@@ -229,6 +229,7 @@ def test_an_option_with_which_the_server_keeps_no_mean_is_refused(method, option
         optimized(ALGORITHMS[method])(toy.method_task(method), **options)
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_decays_weights_decays_those_of_before():
     rule = lambda lr: optax.chain(optax.add_decayed_weights(0.5), optax.sgd(lr))
     given = toy.method_task("fedavg")
@@ -251,6 +252,7 @@ def test_a_head_that_never_moves_is_no_weight_of_the_server():
     assert ALGORITHMS["fedbabu"](toy.method_task("fedbabu")).averages == ("body",)
 
 
+@pytest.mark.slow
 def test_a_module_called_stats_has_weights_of_the_server():
     class Body(nnx.Module):
         def __init__(self, rngs):

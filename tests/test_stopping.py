@@ -1,5 +1,7 @@
 """Runs that end before their last round: --stop_at and --patience."""
 
+import shutil
+
 import numpy as np
 import pytest
 
@@ -64,8 +66,9 @@ def test_it_does_not_go_on_by_accident(ended, capsys):
 
 
 @pytest.mark.slow  # test_checkpoint.py has a run that grows
-def test_with_another_end_it_goes_on_as_if_it_had_not_ended(whole, ended, monkeypatch):
+def test_with_another_end_it_goes_on_as_if_it_had_not_ended(whole, ended, monkeypatch, tmp_path):
     """As a sweep has it, where the flag is left out."""
+    ended = shutil.copytree(ended, tmp_path / "ended")  # which the other tests read, in any order
     monkeypatch.setattr(many, "_found", lambda path, config: (False, True))
     config = runs.read_config(ended).replace(stop_at=None)
     member = many.Member({"hparams": {}}, config, {}, ended)

@@ -44,6 +44,7 @@ def test_a_sweep_runs_what_is_missing_and_prints_a_table(tmp_path, capsys, monke
     assert len(started) == 5  # its table would be that of the old runs, or of old and new ones
 
 
+@pytest.mark.slow
 def test_hyperparameters_are_among_the_settings(tmp_path):
     command = [*TINY, "--algo=fedprox", "--rounds=0", "--hparam=mu=2", f"--root={tmp_path}"]
     assert sweep.run(command) == 0

@@ -235,6 +235,7 @@ def alone(task: Task, f: Federation, key, state: State, i: int) -> np.ndarray:
     return np.asarray(one_client()(clients_key, f, State(state.server, rows), np.array([i], np.int32)))
 
 
+@pytest.mark.slow
 def test_consecutive_tasks_whose_number_does_not_divide_the_classes():
     of = task_maps.branches(toy.task()._replace(num_classes=10), "consecutive:4").of
     np.testing.assert_array_equal(of, [0, 0, 0, 1, 1, 2, 2, 2, 3, 3])

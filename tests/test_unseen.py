@@ -181,6 +181,7 @@ def test_fedma_matches_no_neurons_of_clients_that_keep_their_statistics(matching
         assert not obstacle(functools.partial(method, matching="identity"), given)
 
 
+@pytest.mark.slow
 def test_rounds_of_personalisation_go_on_from_their_rows():
     given = toy.method_task("local")
     wanted = toy.train("local", given, rounds=3)
@@ -221,6 +222,7 @@ def of_the_rate(task):
     return base._replace(round=round)
 
 
+@pytest.mark.slow
 def test_their_learning_rate_is_that_of_the_round():
     """Half as large in each, so an eighth in round 3."""
     given = toy.method_task("fedavg")._replace(lr=0.8)

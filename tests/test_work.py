@@ -47,6 +47,7 @@ def test_what_a_method_trains_beside_it_counts(method, flops):
     assert counted(method) == flops
 
 
+@pytest.mark.slow
 def test_inner_steps_and_models_count():
     inner = [counted("pfedme", inner_steps=k) for k in (1, 2, 5)]
     assert inner[1] - inner[0] == STEP and inner[2] - inner[1] == 3 * STEP
@@ -54,6 +55,7 @@ def test_inner_steps_and_models_count():
     assert mixture[2] - mixture[1] == 2 * (mixture[1] - mixture[0]) >= 2 * STEP
 
 
+@pytest.mark.slow
 def test_a_methods_own_number_of_steps_is_related_to_the_settings():
     """pFedHN takes steps of its own number, so relative to more epochs they are fewer."""
     assert counted("pfedhn", epochs=2) == 2 * counted("pfedhn", epochs=4) > 0

@@ -253,6 +253,7 @@ def test_any_network_can_have_512_features(name, native, by):
     assert size(after["stats"]) == size(before["stats"])
 
 
+@pytest.mark.slow
 def test_pooled_features_are_the_networks_own_averaged():
     plain, net = (models.model(small, (8, 8, 3), 3, features=width) for width in (None, 5))
     x, mask = normal(0, 4, 8, 8, 3), np.arange(4) < 3

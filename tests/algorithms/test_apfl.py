@@ -95,6 +95,7 @@ def test_the_weight_moves_against_its_gradient_and_stays_within_bounds():
     assert_same(got.state.clients["alpha"], alpha[-1])
 
 
+@pytest.mark.slow
 def test_a_fixed_weight_never_moves_and_decay_shrinks_it():
     np.testing.assert_array_equal(train(rounds=2, adaptive=False).state.clients["alpha"], 0.5)
     alpha = train(lr_alpha=0.1, alpha_decay=1.0).state.clients["alpha"]  # v = w in round 0: the gradient is 0

@@ -406,6 +406,7 @@ def test_what_the_policy_sees(without, sample, client):
     assert np.any(before != 0.5)
 
 
+@pytest.mark.slow
 def test_without_mmd_is_lam_zero():
     assert_close(train(without="gfm")[1], train(lam=0.0)[1])
 

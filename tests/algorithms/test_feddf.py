@@ -204,6 +204,7 @@ def test_a_frozen_model_normalises_by_its_statistics_or_by_the_batch():
         assert (value == shifted) == by_batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bn_stats", ["aggregate", "local"])
 def test_statistics_that_no_client_sends_do_not_validate_a_student(bn_stats):
     """At a rate of 0, by the loss on what is held out of students with other running statistics."""
@@ -243,6 +244,7 @@ def test_the_reported_divergence_is_the_mean_over_the_architectures():
     np.testing.assert_allclose(got.metrics.server["distillation_loss"][0], np.mean(gaps), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_other_examples_are_drawn_and_held_out_in_each_round(monkeypatch):
     seen, drawn, validation = [], [], public.validation
 
@@ -277,6 +279,7 @@ def test_students_take_all_public_examples_as_they_are():
     assert_close(run(odd), run(plain))
 
 
+@pytest.mark.slow
 def test_where_nobody_has_examples_the_models_stay():
     f = toy.federation()
     nobody = f._replace(train=f.train._replace(size=0 * f.train.size), class_counts=0 * f.class_counts)

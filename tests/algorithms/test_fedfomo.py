@@ -279,6 +279,7 @@ def test_more_scalars_than_an_integer_counts_are_refused(monkeypatch):
         factory(TASK, received=2)
 
 
+@pytest.mark.slow
 def test_epsilon_loses_as_much_in_every_round(monkeypatch):
     seen = set()
 

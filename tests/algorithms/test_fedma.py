@@ -142,7 +142,7 @@ def test_a_permutation_leaves_the_function_alone(name):
         assert np.ptp(expected, axis=0).min() > 0.1  # or all neurons would be dead
 
 
-@pytest.mark.parametrize("net, shape", [(narrow_mlp, (6,)), (tiny_conv, (6, 6, 1)), (narrow_resnet, (8, 8, 1))])
+@pytest.mark.parametrize("net, shape", [(narrow_mlp, (6,)), (tiny_conv, (6, 6, 1)), toy.slow(narrow_resnet, (8, 8, 1))])
 def test_the_matched_average_of_permuted_copies_is_the_copy(net, shape):
     with jax.enable_x64(True):
         model = models.model(net, shape, C)
@@ -343,6 +343,7 @@ def test_two_rounds_by_hand():
     assert moved  # else the matching had nothing to do
 
 
+@pytest.mark.slow
 def test_uniform_weights_are_a_plain_mean_of_the_classifiers():
     """Of clients with 12, 7 and 19 examples of other classes; by class it is another one."""
     alone = {"matching": "identity", "retrain_epochs": 0}

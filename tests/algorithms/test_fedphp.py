@@ -221,6 +221,7 @@ def test_bad_input(wrong):
         factory(TASK, **wrong)
 
 
+@pytest.mark.slow
 def test_the_average_has_the_batch_norm_of_the_model_too():
     """With mu0 = 0 it is the trained model, which the server has, too, where nobody else trains."""
     f = toy.federation()

@@ -47,7 +47,7 @@ def test_without_pull_it_is_local():
     assert_close(got.metrics.loss, expected.metrics.loss)
 
 
-@pytest.mark.parametrize("net, weight", [("mlp", "uniform"), toy.slow("mlp", "size"), ("norm", "uniform")])
+@pytest.mark.parametrize("net, weight", [("mlp", "uniform"), toy.slow("mlp", "size"), toy.slow("norm", "uniform")])
 def test_prototypes_are_means_over_clients_of_means_over_examples(net, weight):
     """Of features as in a prediction, normalised by running statistics."""
     task, counts = toy.task(net), np.asarray(toy.federation().class_counts)

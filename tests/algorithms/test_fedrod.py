@@ -113,6 +113,7 @@ def test_the_personal_head_starts_as_the_generic_one():
     assert run.last.keys() == {"acc", "acc_present", "acc_majority", "global_acc", "global_acc_present"}
 
 
+@pytest.mark.slow
 def test_the_heads_have_optimizers_of_their_own():
     """Clipping by the global norm would otherwise let the personal gradient shrink the generic
     one's step."""

@@ -269,6 +269,7 @@ def test_after_the_training_the_coefficients_follow_a_second_upload():
     assert_close(*(run.metrics.server for run in same))
 
 
+@pytest.mark.slow
 def test_public_examples_on_the_server_travel():
     at = {where: toy.train("fedmd", MLP, rounds=1, public_at=where).metrics.traffic for where in ("clients", "server")}
     assert at["clients"].public_data is None
@@ -276,6 +277,7 @@ def test_public_examples_on_the_server_travel():
     assert_same(at["server"]._replace(public_data=None), at["clients"])
 
 
+@pytest.mark.slow
 def test_where_public_labels_are_learned_first_all_travel_in_round_0():
     task = toy.task(public_classes=C)
     sent = toy.train("fedmd", task, 2, public_at="server", public_epochs=1, public_size=3).metrics.traffic
@@ -346,6 +348,7 @@ def test_mnfl_keeps_uniform_coefficients(still):
     np.testing.assert_allclose(a, 1 / N, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_only_the_block_of_the_cohort_moves():
     """The step is large: some coefficients end at 0, and rows keep what they weigh in the block."""
     before = np.random.default_rng(0).dirichlet(np.ones(N), size=N).astype(np.float32)
@@ -541,7 +544,7 @@ def test_the_coefficients_of_one_client_are_not_called_idle():
 
 
 # the rules themselves are above
-@pytest.mark.parametrize("method", [*map(toy.slow, ["fedmd", "sim_pfd"]), "topk_pfd"])
+@pytest.mark.parametrize("method", [*map(toy.slow, ["fedmd", "sim_pfd", "topk_pfd"])])
 def test_coefficients_of_clients_out_of_the_round_are_not_known(method):
     a = toy.train(method, MLP._replace(participation=(0.6, 0.6)), rounds=1).metrics.server["coefficients"][0]
     here = np.isfinite(a).any(axis=1)

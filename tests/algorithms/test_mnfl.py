@@ -135,7 +135,7 @@ FRESH = {"coef_steps": 2, "residual": "fresh"}
     "ids, names",
     [
         (range(N), {}),
-        ([3, 1, 4], {"coef_steps": 3, "penalty": "explicit", "transfer": "step"}),
+        toy.slow([3, 1, 4], {"coef_steps": 3, "penalty": "explicit", "transfer": "step"}),
         ([2, 0, 4], FRESH),
     ],
 )

@@ -276,6 +276,7 @@ def test_equal_logits_do_not_move_the_weight():
     assert jax.grad(loss)(0.3) == 0
 
 
+@pytest.mark.slow
 def test_fedapen_of_a_frozen_weight_is_feden():
     frozen, without = train("fedapen", lam_lr=0.0), train("fedapen", lam_epochs=0)
     assert_same(frozen.state, without.state)
@@ -336,6 +337,7 @@ def test_fml_clips_the_gradient_of_each_model():
         np.testing.assert_allclose(np.sqrt(moved), one.lr * 0.01, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_fedkds_energy_is_the_ends_in_the_last_round_of_the_task(monkeypatch):
     seen, whole = set(), mutual.compress
 

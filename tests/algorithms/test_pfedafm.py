@@ -116,6 +116,7 @@ def test_own_features_alone_are_local(net, training):
             assert trees.sq_dist(got.state.server["theta"], first.server["theta"]) > 1e-3
 
 
+@pytest.mark.slow
 def test_shared_features_alone_train_the_head_on_them():
     cut = split(MLP, ("body", "head"))
 
@@ -168,7 +169,7 @@ def test_the_first_phase_moves_the_client_and_the_second_the_extractor():
     assert_same(one.metrics.post, two.metrics.post)  # scored with the received extractor
 
 
-@pytest.mark.parametrize("mix, width", [("vector", 8), ("scalar", 1)])
+@pytest.mark.parametrize("mix, width", [("vector", 8), toy.slow("scalar", 1)])
 def test_alpha_stays_between_0_and_1(mix, width):
     got = train(mix=mix, alpha=0.5, lr_alpha=10.0)
     alpha = np.asarray(got.state.clients["alpha"])

@@ -255,6 +255,7 @@ def test_unscaled_heads_take_the_whole_gradient_of_their_task():
     toy.assert_close(unscaled["head"], gradient("sum")["head"])
 
 
+@pytest.mark.slow
 def test_unscaled_heads_learn_where_alpha_is_zero():
     large = np.array([30, 1, 1, 1, 1, 1], np.float32)[:, None]  # one task's gradient dominates
     wide = BATCH._replace(x=BATCH.x * large)
@@ -307,6 +308,7 @@ def columns(server, classes):
     return jax.tree.map(lambda x: np.asarray(x)[..., np.array(classes)], server["head"])
 
 
+@pytest.mark.slow
 def test_only_held_branches_move_even_under_weight_decay():
     before, after = round_of([0], **PLAIN)  # client 0 holds classes 0 and 1
     assert_same(columns(after, [2, 3]), columns(before, [2, 3]))
@@ -325,6 +327,7 @@ def test_branches_of_clients_without_a_common_class_never_mix():
     )
 
 
+@pytest.mark.slow
 def test_task_counts_weigh_the_holders():
     uniform, counted = (round_of([0, 4], head_weighting=by, **PLAIN)[1] for by in ("uniform", "task_count"))
     assert_same(columns(uniform, [3]), columns(counted, [3]))  # one holder
@@ -426,6 +429,7 @@ def test_a_stale_download_is_equation_7():
     assert len(participants) > 1 and min(participants) < toy.N
 
 
+@pytest.mark.slow
 def test_a_newcomer_begins_with_the_banks_branches_or_with_its_own():
     """Client 4, of all classes, held nothing when 0 and 1 trained."""
     f, outputs = toy.federation(), {}
@@ -565,6 +569,7 @@ def test_a_head_that_is_not_linear_is_refused():
         factory(TASK._replace(models=(model,))).init(KEY)
 
 
+@pytest.mark.slow
 def test_holders_may_weigh_by_all_their_examples():
     """Whoever holds no example of a class does not count for it."""
     both, first, second = (round_of(ids, head_weighting="data", **PLAIN)[1] for ids in ([0, 4], [0], [4]))
@@ -635,6 +640,7 @@ def test_the_tasks_that_a_client_holds_are_counted():
     np.testing.assert_array_equal(metrics.clients["tasks"][0], expected)
 
 
+@pytest.mark.slow
 def test_running_statistics_weigh_by_examples():
     norm = toy.task("norm")
     both, first, second = (round_of(ids, task=norm, **PLAIN)[1]["stats"] for ids in ([0, 4], [0], [4]))
@@ -642,6 +648,7 @@ def test_running_statistics_weigh_by_examples():
     toy.assert_close(both, jax.tree.map(lambda x, y: (n * x + m * y) / (n + m), first, second), 1e-5)
 
 
+@pytest.mark.slow
 def test_branches_that_a_client_does_not_hold_are_not_seen_by_its_optimizer():
     """Their decay is in no norm by which what the client trains is clipped."""
     rule = lambda lr: optax.chain(optax.add_decayed_weights(0.1), optax.clip_by_global_norm(0.1), optax.sgd(lr))

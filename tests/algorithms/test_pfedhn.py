@@ -272,6 +272,7 @@ def test_batch_norm(mode, bn_stats):
     assert bool(jax.tree.leaves(state.server["stats"])) == (bn_stats == "aggregate")
 
 
+@pytest.mark.slow
 def test_running_statistics_are_a_mean_by_examples():
     """Of those that each client has after a round alone."""
     task, ids, f = NORMED["aggregate"], jnp.arange(N, dtype=jnp.int32), toy.federation()

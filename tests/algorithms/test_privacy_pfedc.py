@@ -127,6 +127,7 @@ def test_what_the_server_keeps_has_no_branches_and_no_holders(tenseal):
 OTHERS = {"tasks": "consecutive:2", "head": "group_reject", "head_weighting": "data"} | QUICK
 
 
+@pytest.mark.slow
 def test_with_drop_outs_other_heads_and_an_encrypted_body_it_is_stale_pfedc(tenseal):
     some = toy.task(participation=(0.2, 0.8))
     expected = toy.train("pfedc", some, 4, download="stale", **OTHERS)
@@ -182,6 +183,7 @@ def test_the_branch_of_a_single_holder_comes_back_unchanged(wire):
             np.testing.assert_allclose(back, sent, rtol=0, atol=encryption.GRID / 2)  # what is below the grid is lost
 
 
+@pytest.mark.slow
 def test_without_division_a_branch_grows_by_its_holders_in_every_round(wire):
     """Algorithm 2 to the letter, by clients that read 1 for every count of holders, and as it is
     built."""
