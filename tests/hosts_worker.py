@@ -1,5 +1,5 @@
-"""One of the processes of test_hosts.py: `hosts_worker.py HOST:PORT I N OUT WHAT`, in a directory of
-its own; what it does is "runs" or "more".
+"""One of the processes of test_hosts.py: `hosts_worker.py HOST:PORT I N OUT WHAT`, in a directory
+of its own; what it does is "runs" or "more".
 
 Writes the exit codes and what the library returned to OUT, a file.
 """
