@@ -258,6 +258,7 @@ def test_a_run_without_room_is_one_sentence_and_stops_no_other(tmp_path, monkeyp
     assert f"The device has no memory left for {tmp_path / 'seed1'}: take a smaller --width" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("several", [toy.slow("1"), "all"])
 def test_ctrl_c_while_the_last_checkpoint_is_written_ends_the_sweep(several, tmp_path, monkeypatch):
     """The runs themselves are complete."""

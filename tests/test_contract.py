@@ -58,6 +58,7 @@ QUICK = {
     "layout": (*COMMON, "fedma", "pfedhn"),
     "bn_stats": (*COMMON, "fedrod", "ditto", "fedfomo"),
     "grouping": ("fedproto", "mnfl_het"),
+    "architectures": ("lg_fedavg", "fedproto", "fml", "mnfl_het", "feddf", "pfedafm"),
     "float32": (*COMMON, "fedfomo", "fedkd"),
 }
 PARTICULAR = ("mocha", "fedma", "pfedma", "feddva")  # have networks of their own, or refuse that of the rule bn_stats

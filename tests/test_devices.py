@@ -105,7 +105,7 @@ def on_host(program, state):
 
 @pytest.mark.parametrize(
     "devices, participation",
-    [toy.slow(3, (1, 1)), toy.slow(3, (0.6, 0.6)), (3, (0.3, 1)), toy.slow(8, (0.6, 0.6))],
+    [toy.slow(3, (1, 1)), toy.slow(3, (0.6, 0.6)), toy.slow(3, (0.3, 1)), toy.slow(8, (0.6, 0.6))],
 )
 def test_a_run_over_devices_is_the_run_on_one(devices, participation):
     """Everybody, a sample and drop-outs, with state that stays on the clients; N is not a multiple

@@ -202,6 +202,7 @@ def test_which_parts_move(mode, head):
         assert all(jax.tree.leaves(moved["z"])) and all(jax.tree.leaves(moved["decoder"]))
 
 
+@pytest.mark.slow
 # the regularisers alone are above
 @pytest.mark.parametrize("regulariser", [dva.REGULARISERS[0], *map(toy.slow, dva.REGULARISERS[1:])])
 @pytest.mark.parametrize("mode", [dva_phases.MODES[0], *map(toy.slow, dva_phases.MODES[1:])])

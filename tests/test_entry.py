@@ -32,6 +32,7 @@ def test_every_command_has_help_and_exits_with_2_on_bad_input(module):
     assert found.returncode == 2 and found.stderr.count("\n") == 1 and not found.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("platform", "said"),
     [

@@ -44,6 +44,7 @@ def mixed(method="local", participation=(1.0, 1.0), devices=1):
     return run(toy.program(ALGORITHMS[method], task(participation), devices=devices))
 
 
+@pytest.mark.slow
 def test_a_client_alone_trains_as_among_clients_of_its_own_architecture():
     """Local: rows and scores of architecture 0 are those of a run in which everybody has it, bit
     for bit."""

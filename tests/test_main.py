@@ -418,6 +418,7 @@ def test_compilations_are_kept_where_the_user_says_or_with_the_decoded_data(monk
         jax.config.update("jax_compilation_cache_dir", before)
 
 
+@pytest.mark.slow
 def test_a_schedule_over_rounds_cannot_grow(monkeypatch):
     def scheduled(task, *, scale: float = 1.0):
         method = ALGORITHMS["local"](task._replace(lr=task.lr * scale / task.rounds))

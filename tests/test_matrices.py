@@ -59,6 +59,7 @@ def test_the_scale_of_colours(matrix, expected):
     assert low < high and extend == expected[2]
 
 
+@pytest.mark.slow
 def test_a_heat_map_of_some_rounds_in_png_and_pdf(tmp_path, monkeypatch):
     """Every panel has the matrix of its round, rows and columns reordered alike, and lines between
     architectures."""

@@ -78,6 +78,7 @@ def test_devices_of_one_machine_share_its_memory():
     assert peak_of("ditto", devices=2) > peak_of("ditto") + ONE
 
 
+@pytest.mark.slow
 def test_few_of_many_clients_cost_their_own_rows_only():
     """The rows of 200 clients are overwritten in place, where two of them took part."""
     f, many = toy.federation(), np.arange(200) % toy.N
@@ -92,6 +93,7 @@ def test_few_of_many_clients_cost_their_own_rows_only():
     assert found.alias_size_in_bytes >= rows and found.temp_size_in_bytes < rows / 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices, state_every", [(1, 2), toy.slow(2, 1), toy.slow(1, 1), toy.slow(2, 2)])
 def test_what_was_compiled_to_account_for_it_is_what_runs(devices, state_every):
     """A trace calls the method's factory. With the state of every second round only, rounds can go

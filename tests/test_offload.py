@@ -63,6 +63,7 @@ def test_the_rows_are_the_hosts_and_are_overwritten_in_place():
     assert len(places) == 1
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_state_wherever_it_was():
     """As a resume with another --client_memory does."""
     for program, from_other in zip(programs(2), reversed(both(2)), strict=True):

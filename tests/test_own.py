@@ -72,6 +72,7 @@ def test_it_is_the_run_of_what_it_says(here, done):
     assert runs.load(done).experiment.task.models[0].num_features == 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "what"), [toy.slow("model", "model"), ("dataset", "data set"), toy.slow("partition", "partition")]
 )

@@ -101,14 +101,14 @@ def test_fedrod_without_balancing_is_fedavg(task):
     assert_close(train("fedrod", task, gamma=0.0).state.server, train("fedavg", task).state.server, 2e-6)
 
 
-@pytest.mark.parametrize("still", [{"lam": 0.0}, {"beta": 0.0}])
+@pytest.mark.parametrize("still", [toy.slow({"lam": 0.0}), {"beta": 0.0}])
 def test_pfedme_without_pull_or_mixing_keeps_the_global_model(still):
     program = toy.program(ALGORITHMS["pfedme"], MLP)
     assert_close(train("pfedme", **still).state.server, program.init(KEY, program.traced).server)
 
 
 # of the two values of `mix` each is fast in one of the following
-@pytest.mark.parametrize("hparams", [{}, {"alpha": 0.9}, toy.slow({"mix": "outputs"})])
+@pytest.mark.parametrize("hparams", [toy.slow({}), {"alpha": 0.9}, toy.slow({"mix": "outputs"})])
 def test_apfl_global_model_is_fedavgs(hparams):
     assert_close(train("apfl", **hparams).state.server, train("fedavg").state.server)
 
@@ -292,6 +292,7 @@ def test_the_server_receives_the_running_statistics_that_local_training_has_seen
     assert_close(got.get("w", got)["stats"], toy.rows(alone["stats"], 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bn_stats", [toy.slow("local"), "batch"])
 @pytest.mark.parametrize("method", ["ditto", *map(toy.slow, ["fedavg", "pfedc"])])
 def test_every_use_of_running_statistics_learns(method, bn_stats):
@@ -300,6 +301,7 @@ def test_every_use_of_running_statistics_learns(method, bn_stats):
     toy.assert_finite((got.state, got.outputs()))
 
 
+@pytest.mark.slow
 def test_fedrep_without_head_phase_is_fedbabu():
     fedrep, fedbabu = train("fedrep", head_epochs=0).state, train("fedbabu").state
     assert_close(fedrep.server["body"], fedbabu.server["body"])
@@ -346,6 +348,7 @@ def test_fine_tuning_for_the_local_epochs_is_fedavgs_post():
     assert_same(before.last, toy.rows(after.metrics.post, -1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedbabu", *map(toy.slow, ["fedavg_ft", "pfedma"])])
 def test_what_is_fine_tuned(method):
     """Logits of a tuned head are linear in the received features."""

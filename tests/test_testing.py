@@ -158,6 +158,7 @@ BROKEN = {
 # Their rules have a mistake that is found faster, or other tests of the methods see what they do.
 SLOW = ("counts the inactive", "traffic of the inactive", "random", "unmasked norm", "fine-tunes on test examples")
 SLOW += ("counts places", "only architecture", "lifted", "weak type", "nothing moves", "always scored")
+SLOW += ("trains on test examples", "statistics travel", "a key of its own")
 
 
 @pytest.mark.parametrize("mistake", [toy.slow(name) if name in SLOW else name for name in BROKEN])

@@ -20,6 +20,7 @@ TINY = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algo", ["pfedc", *map(toy.slow, ["ditto", "fedrod"])])
 def test_a_run_is_asked_for_the_class_within_the_group(algo, tmp_path):
     """Of pFedC with these tasks it is its own score; of the others the argmax within the group,

@@ -487,6 +487,7 @@ def test_an_extractor_as_it_was_received_has_no_distance():
     assert_close(*jax.jit(lambda: (value(50.0), value(0.0)))(), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rule, one",
     [

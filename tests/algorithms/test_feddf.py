@@ -176,6 +176,7 @@ def test_a_student_that_is_validated_learns_and_reports_the_divergence_held_out(
     assert 0 < gap[0] < gap[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held_out", [toy.slow(0.1), 0.5])
 def test_the_rate_decays_over_the_steps_that_are_taken(held_out, monkeypatch):
     seen, schedule = [], optax.cosine_decay_schedule

@@ -371,6 +371,7 @@ def test_without_retraining_the_hidden_layer_is_the_same():
         assert sum(np.sum((a - b) ** 2) for a, b in pairs) > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bn_stats", ["aggregate", *map(toy.slow, ["local", "batch"])])  # the contract has none
 def test_batch_norm(bn_stats):
     before, after = round_of(conv_task, options=(("bn_stats", bn_stats),), retrain_epochs=1)
@@ -431,7 +432,9 @@ def test_a_residual_network_learns_however_its_clients_number_their_neurons():
     assert matched[-1].mean() < 0.6 * matched[0].mean() < unmatched[-1].mean()
 
 
-@pytest.mark.parametrize("sigma, sigma0, shrink", [(1.0, 1.0, 3 / 4), (1.0, 2.0, 12 / 13), (2.0, 1.0, 3 / 7)])
+@pytest.mark.parametrize(
+    "sigma, sigma0, shrink", [(1.0, 1.0, 3 / 4), toy.slow(1.0, 2.0, 12 / 13), toy.slow(2.0, 1.0, 3 / 7)]
+)
 def test_bbp_of_copies_shrinks_their_rows(sigma, sigma0, shrink):
     """Three clients take part, and do not train: J / (J + 1) where both deviations are equal."""
     prior = {"sigma": sigma, "sigma0": sigma0, "mu0": 0.0, "mu0_bias": 0.0}

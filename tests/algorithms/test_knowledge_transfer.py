@@ -437,6 +437,7 @@ def test_bad_input(wrong):
         toy.METHODS["fedmd"](MLP, **wrong)
 
 
+@pytest.mark.slow
 def test_public_examples_are_all_taken_as_they_are():
     """Neither augmentation nor the dropped short batches are theirs."""
     plain, odd = (toy.task(lr=1e-12, **more) for more in ({}, {"drop_last": True, "augment": lambda key, x: -x}))
@@ -487,6 +488,7 @@ def test_a_mixture_has_the_coefficients_before_or_after_their_step():
     assert np.abs(gap("paper", 3.0) - gap("paper", 0.0)).max() > 1e-4
 
 
+@pytest.mark.slow
 # the implicit one is also in the plain loops
 @pytest.mark.parametrize("penalty", [toy.slow("implicit"), "explicit"])
 def test_a_step_of_some_clients_is_that_of_the_normalised_block(penalty):

@@ -289,6 +289,7 @@ def test_sgd_learns_and_is_stable():
     np.testing.assert_array_equal([sent.down, sent.up], [[57, 0], [28, 0]])
 
 
+@pytest.mark.slow
 def test_sgd_is_stable_where_the_clients_share_a_direction():
     """Along which Sigma has a small eigenvalue: with Omega_tt for the bound it diverges."""
     n = toy.N

@@ -105,6 +105,7 @@ def test_fml_by_hand():
             oracle.close(toy.rows(states[t + 1].clients["w"], i), w[i])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bn_stats, kept", [("aggregate", 0), toy.slow("local", 16)])
 def test_running_statistics_of_the_small_model_travel_or_stay(bn_stats, kept):
     task = toy.task("norm", bn_stats=bn_stats)

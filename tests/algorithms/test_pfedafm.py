@@ -290,6 +290,7 @@ def test_small_models_that_do_not_fit():
         ALGORITHMS["pfedafm"](MLP._replace(shared=models.model(toy.NETS["mlp"], (5,), C)))
 
 
+@pytest.mark.slow
 def test_a_frozen_extractor_is_as_in_a_prediction():
     """It normalises by its running statistics; only those of what moves follow."""
     model = toy.task("norm").models[0]
@@ -321,6 +322,7 @@ def test_the_extractors_draw_dropout_of_their_own():
     assert np.abs(by).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_each_phase_draws_its_own_batches(monkeypatch):
     seen, sgd = [], local.sgd
 

@@ -385,6 +385,7 @@ def test_every_head_learns(head):
 # --- download
 
 
+@pytest.mark.slow
 def test_with_everybody_a_stale_download_is_the_banks():
     run = functools.partial(train, head="group_reject", **PAIRS)
     bank, stale = (run(3, download=name) for name in ("bank", "stale"))
@@ -450,6 +451,7 @@ def test_a_newcomer_begins_with_the_banks_branches_or_with_its_own():
     assert np.abs(np.asarray(outputs["bank"]) - np.asarray(outputs["stale"])).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_a_round_that_happens_to_draw_everybody_is_one_of_full_participation():
     everybody = train(1, **STALE)
     args = (KEY, ANY_NUMBER.traced, toy.federation(), everybody.begin, jnp.int32(0), jnp.bool(True))
@@ -579,6 +581,7 @@ def test_holders_may_weigh_by_all_their_examples():
     toy.assert_close(columns(both, [2, 3]), columns(second, [2, 3]))
 
 
+@pytest.mark.slow
 def test_right_after_training_the_branches_of_others_are_as_they_were(monkeypatch):
     """Weight decay would move them."""
     task, x = toy.task("linear", optimizer=lambda lr: TASK.optimizer(10 * lr)), BATCH.x
