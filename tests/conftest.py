@@ -1,6 +1,7 @@
 """Strict JAX for every test; the toy federation itself is in toy.py."""
 
 import gc
+import itertools
 import os
 from collections import Counter
 from importlib.metadata import version
@@ -26,6 +27,7 @@ jax.config.update("jax_num_cpu_devices", 8)  # for the tests of several devices
 LONG = ("feddva", "hosts", "presets", "checkpoint", "devices", "reductions", "benchmarks", "grid", "at_once", "entry")
 LONG += ("dva", "groups", "style", "readme", "notebooks", "offload", "clients_table")
 MAPPINGS = 20_000  # Linux allows a process 65,530; each compiled function takes some, and at the limit XLA crashes
+TESTS = itertools.count()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -50,8 +52,11 @@ def pytest_collection_finish():
 def pytest_runtest_teardown(item, nextitem):
     if nextitem is None:
         return
+    within = _group(item) == _group(nextitem)
+    if within and next(TESTS) % 20:  # counting takes a hundredth of a second
+        return
     # what a group shares is dropped only if it must be
-    if _mappings() > (2 * MAPPINGS if _group(item) == _group(nextitem) else MAPPINGS):
+    if _mappings() > (2 * MAPPINGS if within else MAPPINGS):
         jax.clear_caches()
 
 

@@ -24,6 +24,7 @@ def mixed(tmp_path_factory):
     return path, read("metrics"), read("scores")
 
 
+@pytest.mark.slow
 def test_the_headline_of_each_architecture_is_the_mean_of_its_clients(mixed):
     _, rows, scores = mixed
     for row, score in zip(rows, scores, strict=True):

@@ -397,6 +397,7 @@ def test_a_layout_that_cannot_be_is_refused_before_anything_is_written(whole, tm
     assert (path / "config.json").read_text() == (whole / "config.json").read_text()
 
 
+@pytest.mark.slow
 def test_another_partition_or_data_set_is_refused(whole, tmp_path, capsys):
     path = tmp_path / "run"
     shutil.copytree(whole, path)

@@ -58,6 +58,7 @@ QUICK = {
     "layout": (*COMMON, "fedma", "pfedhn"),
     "bn_stats": (*COMMON, "fedrod", "ditto", "fedfomo"),
     "grouping": ("fedproto", "mnfl_het"),
+    "dtype": (*COMMON, "fedfomo", "pfedhn", "mocha", "fedma", "fedproto", "fedkd", "feddf", "fedem", "feddva"),
     "architectures": ("lg_fedavg", "fedproto", "fml", "mnfl_het", "feddf", "pfedafm"),
     "float32": (*COMMON, "fedfomo", "fedkd"),
 }

@@ -171,6 +171,7 @@ MOVES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode, head",
     [("paper", "personal"), toy.slow("paper", "shared"), toy.slow("code", "personal"), toy.slow("code", "shared")],

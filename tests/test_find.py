@@ -72,6 +72,7 @@ def test_a_file_that_cannot_be_imported_is_one_sentence(file):
         find(f"{file}:mine")
 
 
+@pytest.mark.slow
 def test_a_run_is_read_without_the_file_of_its_method(file, tmp_path, capsys):
     path = tmp_path / "run"
     assert main.run([f"--algo={file}:mine", "--rounds=1", *TINY, f"--workdir={path}"]) == 0

@@ -63,6 +63,7 @@ def test_an_embedding_learns_from_integers(tokens):
     learns(tokens, "fedavg", "fedper")
 
 
+@pytest.mark.slow
 def test_an_embedding_learns_from_integers_that_tfds_prepared(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDJAX_PFL_CACHE", str(tmp_path / "cache"))
     x, y = sequences()

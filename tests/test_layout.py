@@ -166,6 +166,7 @@ def test_a_width_pays_for_the_clients_that_wait(cache, accelerator, monkeypatch,
     assert caplog.messages == [takes.format(1080000, 1600000), takes.format(900000, 800000)]
 
 
+@pytest.mark.slow
 def test_the_form_chosen_is_the_form_of_the_run(monkeypatch):
     def traced(experiment, conv="auto"):
         task = experiment.in_form(experiment.task, conv)

@@ -61,6 +61,7 @@ def test_the_machine_has_what_it_says():
     assert 0 < free < total
 
 
+@pytest.mark.slow
 def test_a_run_holds_its_models():
     """FedAvg the server's and those in training, Ditto besides a personal one of every client."""
     fedavg, ditto = peak_of("fedavg"), peak_of("ditto")

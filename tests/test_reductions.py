@@ -73,6 +73,7 @@ def test_scaffolds_first_round_is_fedavgs():
     assert_close(first("scaffold", weights="data")["w"], first("fedavg"))
 
 
+@pytest.mark.slow
 def test_scaffold_of_identical_clients_is_fedavg():
     f = toy.federation()
     same = lambda rows: type(rows)(*(trees.replicate(x[1], toy.N) for x in rows))
@@ -279,6 +280,7 @@ def test_traffic_with_batch_norm(method, bn_stats):
     assert not np.any(sent.ints)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method, hparams",
     [("scaffold", {}), toy.slow("apfl", {}), toy.slow("pfedme", {"inner_steps": 1, "lam": 0.0, "inner_lr": 0.1})],

@@ -161,6 +161,7 @@ def keeping(task):
     return base._replace(init=init, round=round, predict=lambda _, row, c: base.predict(row["kept"], row["own"], c))
 
 
+@pytest.mark.slow
 def test_the_server_stays_and_a_round_is_what_it_is_for_a_client_that_trains():
     given = toy.method_task("fedavg")
     two, once = (toy.train("fedavg", given, rounds=rounds) for rounds in (2, 1))

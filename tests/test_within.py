@@ -44,7 +44,6 @@ def test_a_run_is_asked_for_the_class_within_the_group(algo, tmp_path):
     assert f"| {tmp_path} | {100 * found.mean():.2f} |" in table
 
 
-@pytest.mark.slow
 def test_what_cannot_be_asked_is_one_sentence(tmp_path):
     wrong = {"--tasks=single": "Name the run directories", str(tmp_path): "Give a task map and runs"}
     for argv, said in (

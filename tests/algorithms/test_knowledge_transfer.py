@@ -311,6 +311,7 @@ def labelled(public_epochs, t, order, **numbers):
     return step(jax.random.key(5), traced | numbers, toy.federation(), state, jnp.int32(t), jnp.bool(False))[0].clients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["paper", toy.slow("code")])
 def test_public_labels_are_learnt_before_round_0_only(order):
     """At a rate of 0 nothing is; the outputs of the public classes are gone afterwards."""

@@ -85,6 +85,7 @@ def test_the_step_of_alpha_is_the_formula(training):
         np.testing.assert_allclose(got.state.clients["alpha"][i], np.clip(a - 0.1 * da, 0, 1), atol=1e-6)
 
 
+@pytest.mark.slow
 # end to end, and with batch norm, it is FedPer: below
 @pytest.mark.parametrize(
     "net, training",
