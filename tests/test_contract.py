@@ -55,8 +55,8 @@ NOT_ITS_OWN = {  # methods whose `post` no state predicts with
 # Of the rules that compile a round of their own, the methods that are not slow: one of each way to train and average.
 COMMON = ("fedavg", "scaffold", "mnfl_het", "fedcp", "pfedc")
 QUICK = {
-    "layout": (*COMMON, "fedma", "pfedhn"),
-    "bn_stats": (*COMMON, "fedrod", "ditto", "fedfomo"),
+    "layout": COMMON,
+    "bn_stats": (*COMMON, "fedrod", "ditto"),
     "grouping": ("fedproto", "mnfl_het"),
     "dtype": (*COMMON, "fedfomo", "pfedhn", "mocha", "fedma", "fedproto", "fedkd", "feddf", "fedem", "feddva"),
     "architectures": ("lg_fedavg", "fedproto", "fml", "mnfl_het", "feddf", "pfedafm"),

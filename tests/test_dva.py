@@ -237,6 +237,7 @@ def test_the_objective_is_the_formula():
     close(encoders.loss(variables, b, key)[0], expected, 1e-4)
 
 
+@pytest.mark.slow
 def test_without_c_it_is_a_plain_vae():
     """beta = 0, alpha = 1 and c fixed to 0: the gradients of reconstruction + KL of an ordinary
     VAE."""

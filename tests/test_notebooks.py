@@ -11,7 +11,6 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "notebooks"
 NAMES = sorted(path.stem for path in (FOLDER / "sources").glob("*.py"))
-QUICK = "c_your_own_model_data_partition"  # the others are slow
 
 spec = importlib.util.spec_from_file_location("notebooks_build", FOLDER / "build.py")
 build = importlib.util.module_from_spec(spec)
@@ -31,9 +30,8 @@ def test_nothing_else_is_a_notebook():
     assert sorted(path.stem for path in FOLDER.glob("*.ipynb")) == NAMES
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == QUICK else pytest.mark.slow) for name in NAMES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_runs_and_draws(name, tmp_path, monkeypatch):
     figures = run(name, tmp_path, monkeypatch)
     assert figures and all(len(figure) > 5000 for figure in figures)  # base64 of a PNG that shows something

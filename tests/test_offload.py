@@ -53,6 +53,7 @@ def test_rows_of_absent_clients_stay():
     assert_same(toy.rows(before.state.clients, absent), toy.rows(after.state.clients, absent))
 
 
+@pytest.mark.slow
 def test_the_rows_are_the_hosts_and_are_overwritten_in_place():
     _, program = programs(1)
     places = set()

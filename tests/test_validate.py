@@ -516,6 +516,7 @@ def test_another_pool_of_public_examples_is_refused():
                 next(simulate.rounds(program, jax.random.key(0), toy.federation()._replace(public=other), rounds=1))
 
 
+@pytest.mark.slow
 def test_public_examples_may_have_no_labels():
     """Every y is -1: then nothing can train on labels, and what needs none runs."""
     unlabelled = blobs()._replace(y=np.full(len(blobs().y), -1))

@@ -222,6 +222,7 @@ def test_a_round_of_mnfl_is_the_plain_loops():
     assert_same(got.state.server["coefficients"], got.metrics.server["coefficients"][0])
 
 
+@pytest.mark.slow
 def test_the_codes_rule_is_the_plain_loops():
     """Squared error, a step size by powers of 5, and the softmax of 5 times the row."""
     got = toy.train("mnfl_het", MLP, rounds=1, coef_rule="code", rho=0.05)
