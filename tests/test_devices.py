@@ -103,10 +103,8 @@ def on_host(program, state):
     return jax.device_get(jax.jit(program.unplace)(state))
 
 
-@pytest.mark.parametrize(
-    "devices, participation",
-    [toy.slow(3, (1, 1)), toy.slow(3, (0.6, 0.6)), toy.slow(3, (0.3, 1)), toy.slow(8, (0.6, 0.6))],
-)
+@pytest.mark.slow  # one method on eight devices is below
+@pytest.mark.parametrize("devices, participation", [(3, (1, 1)), (3, (0.6, 0.6)), (3, (0.3, 1)), (8, (0.6, 0.6))])
 def test_a_run_over_devices_is_the_run_on_one(devices, participation):
     """Everybody, a sample and drop-outs, with state that stays on the clients; N is not a multiple
     of the devices. On 8 of them a sample takes as many places as everybody does."""
@@ -120,7 +118,9 @@ def test_a_run_over_devices_is_the_run_on_one(devices, participation):
             assert_close(a.metrics, b.metrics, 1e-5)
 
 
-QUICK = {"mnfl_het"}  # models kept by the server, and public data; Ditto, with state on the clients, is above
+QUICK = {
+    "mnfl_het"
+}  # models kept by the server, and public data; Ditto, with state on the clients, is in test_hosts.py
 ON_EIGHT = [(method, (0.6, 0.6)) if method in QUICK else toy.slow(method, (0.6, 0.6)) for method in sorted(ALGORITHMS)]
 ON_EIGHT += [toy.slow(method, (1, 1)) for method in sorted(ALGORITHMS)]
 

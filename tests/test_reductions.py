@@ -485,7 +485,8 @@ def test_evaluation_does_not_depend_on_the_width():
     assert_close(one, three)
 
 
-@pytest.mark.parametrize("eval_every", [toy.slow(1), toy.slow(2), toy.slow(0)])
+@pytest.mark.slow
+@pytest.mark.parametrize("eval_every", [1, 2, 0])
 def test_curve_is_the_loop(eval_every):
     task = toy.task("mlp", participation=(0.4, 0.8))
     program, f = toy.program(ALGORITHMS["ditto"], task), toy.federation()
