@@ -1,6 +1,6 @@
 """The networks of --model and --shared_model, and the clients' optimizer."""
 
-import contextlib
+import functools
 import inspect
 import os
 from pathlib import Path
@@ -82,11 +82,16 @@ def model(config: Config, dataset: datasets.Dataset, conv: str, name: str) -> Mo
     example = jax.ShapeDtypeStruct((1, *dataset.x.shape[1:]), dataset.x.dtype)
     prepared = jax.eval_shape(dataset.prepare, example)
     options = (config.bn_stats, conv, config.compute_dtype, config.features)
-    shape, dtype = prepared.shape[1:], prepared.dtype
-    with own.blamed("model", name) if own.named(name) else contextlib.nullcontext():
-        made = functional.model(name, shape, dataset.num_classes, *options, input_dtype=dtype)
+    arguments = (name, prepared.shape[1:], dataset.num_classes, *options)
+    if not own.named(name):
+        return _known(*arguments, input_dtype=prepared.dtype)
+    with own.blamed("model", name):
+        made = functional.model(*arguments, input_dtype=prepared.dtype)
         callables.model(made, dataset)
     return made
+
+
+_known = functools.cache(functional.model)  # the same in all runs of a sweep: what is traced of it is traced once
 
 
 def shared(config: Config, dataset: datasets.Dataset, conv: str, made: dict[str, Model]) -> Model:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, traverse_util
 
-from fedjax_pfl import own
+from fedjax_pfl import own, trees
 from fedjax_pfl.errors import InputError, check, check_shape, choose
 from fedjax_pfl.models import checks, layers
 from fedjax_pfl.models.features import WIDTH_BY, widened
@@ -67,7 +67,8 @@ def network(
     ) -> tuple[Any, PyTree]:
         return run(variables["params"], variables["stats"], x, mask, train, key)
 
-    return Network(init, apply, {"params": _marked(template, nnx.Param), "stats": _marked(template, nnx.BatchStat)})
+    norms = {"params": _marked(template, nnx.Param), "stats": _marked(template, nnx.BatchStat)}
+    return Network(_drawn_once(init), apply, norms)
 
 
 def model(
@@ -155,7 +156,14 @@ def model(
 
     variables = _parts(template, _nest)
     h = checks.output(template, lambda x: jax.eval_shape(extract, variables, x)[0], example)
-    return Model(init, extract, head, apply, _parts(template, _marked), h.shape[-1])
+    return Model(_drawn_once(init), extract, head, apply, _parts(template, _marked), h.shape[-1])
+
+
+def _drawn_once(init: Callable[[Array], PyTree]) -> Callable[[Array], PyTree]:
+    """Traced once where it is traced at all: NNX takes milliseconds to draw each parameter, and every
+    function of a program begins with a state."""
+    traced = trees.traced_once(init)
+    return lambda key: traced(key) if isinstance(key, jax.core.Tracer) else init(key)
 
 
 def _apply(template: nnx.Module, conv: str, dtype: str) -> Callable[..., tuple[Any, PyTree]]:

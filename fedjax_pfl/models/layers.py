@@ -242,7 +242,8 @@ class BatchNorm(nnx.BatchNorm):
     def _update(self, mean: Array, var: Array, count: Array) -> None:
         for old, new, least in ((self.mean, mean, 1), (self.var, var, 2)):  # one value has no variance
             moved = self.momentum * old[...] + (1 - self.momentum) * lax.stop_gradient(new)
-            old[...] = jnp.where(count >= least, moved, old[...])
+            # not old[...] =, for which NNX asks traced values for their sharding: an error that takes milliseconds
+            old.set_value(jnp.where(count >= least, moved, old[...]))
 
 
 class GroupNorm(nnx.Module):
