@@ -103,13 +103,13 @@ class Recorder:
 
     def keep(self, status: str, done: int, state: State) -> None:
         """Writes the state after `done` rounds, on the host as the program has it; and tables, curves
-        and summary, as often as they take `SHARE` of the time."""
+        and summary, as often as they take `SHARE` of the time. After the last round `end` does."""
         if self.diverged:
             return
         program = layouts.program(self._experiment, self._layout)
         self._run.save(done, program.unplace(state))
-        begin = time.perf_counter()
-        if status == "interrupted" or begin >= self._due:
+        begin, last = time.perf_counter(), done == self._experiment.config.rounds
+        if status == "interrupted" or (begin >= self._due and not last):
             self.show(status)
             self._due = begin + (time.perf_counter() - begin) / SHARE
 

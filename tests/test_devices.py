@@ -181,7 +181,7 @@ def compiled(method, participation):
         participation=participation, sizes=np.asarray(f.train.size), class_counts=np.asarray(f.class_counts)
     )
     program = toy.program(ALGORITHMS[method], task, devices=8)
-    state = jax.jit(program.init)(KEY, program.traced)
+    state = program.init(KEY, program.traced)
     f = jax.device_put(f, jax.NamedSharding(program.mesh, jax.P()))
     args = (KEY, program.traced, f, state, jnp.int32(0), jnp.bool(False))
     return state, jax.jit(program.round).lower(*args).compile()

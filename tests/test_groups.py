@@ -108,7 +108,7 @@ def test_state_on_the_host_and_from_a_checkpoint(tmp_path):
 @pytest.mark.slow
 def test_one_prediction_per_architecture():
     program, f = toy.program(ALGORITHMS["local"], task()), toy.federation()
-    state, x = jax.jit(program.init)(KEY, program.traced), f.examples.x[:3]
+    state, x = program.init(KEY, program.traced), f.examples.x[:3]
     for id, model in ((0, SMALL), (4, LARGE)):
         row = toy.rows(groups.select(state.clients, int(OF[id])), int(groups.slots(task())[id]))
         expected = model.apply(row, x)[0]

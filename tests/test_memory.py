@@ -87,7 +87,7 @@ def test_few_of_many_clients_cost_their_own_rows_only():
     sizes, counts = np.asarray(f.train.size), np.asarray(f.class_counts)
     task = toy.task(model=MODEL, participation=(0.01, 0.01), sizes=sizes, class_counts=counts)
     program = toy.program(ALGORITHMS["ditto"], task)
-    state = jax.jit(program.init)(KEY, program.traced)
+    state = program.init(KEY, program.traced)
     rows = sum(x.nbytes for x in jax.tree.leaves(state.clients))
     args = (KEY, program.traced, f, state, np.int32(0), np.bool_(False))
     found = jax.jit(program.round, donate_argnums=3).lower(*args).compile().memory_analysis()

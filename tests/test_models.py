@@ -260,7 +260,7 @@ def test_batch_norm_without_a_valid_row_changes_nothing():
 def start(make, *options):
     """(net, its variables, its jitted function) of six inputs and three classes."""
     net = model(make, (6,), 3, *options)
-    return net, jax.jit(net.init)(jax.random.key(0)), jax.jit(net.apply, static_argnums=3)
+    return net, net.init(jax.random.key(0)), jax.jit(net.apply, static_argnums=3)
 
 
 class Normed(nnx.Module):
@@ -315,7 +315,7 @@ def test_own_module_gets_only_the_arguments_it_accepts():
 
 def test_dropout_draws_in_training_only():
     net, x = model("cnn_dropout", (8, 8, 1), 3), normal(0, 4, 8, 8, 1)
-    variables = jax.jit(net.init)(jax.random.key(0))
+    variables = net.init(jax.random.key(0))
     features = jax.jit(lambda train, i: net.features(variables, x, None, train, jax.random.key(i))[0], static_argnums=0)
     first, again, other, last = (np.asarray(features(True, i)) for i in (1, 1, 2, 3))
     assert (first == again).all()
@@ -371,7 +371,7 @@ def test_bfloat16_computes_the_body_and_keeps_float32():
 
         return jax.grad(loss, has_aux=True)(variables)
 
-    variables = jax.jit(nets[0].init)(jax.random.key(0))
+    variables = nets[0].init(jax.random.key(0))
     (wide, narrow) = jax.device_get(jax.jit(lambda v: [run(net, v) for net in nets])(variables))
     assert {a.dtype for a in jax.tree.leaves(narrow)} == {np.dtype("float32")}
     flat = lambda tree: np.concatenate([np.ravel(a) for a in jax.tree.leaves(tree)])

@@ -186,7 +186,7 @@ def test_masks_are_of_the_selected_and_the_bank_keeps_what_none_of_them_holds():
     alone, or what it was."""
     task, f = sparse()
     program, key = toy.program(ALGORITHMS["pfedc"], task, UNIFORM), jax.random.key(3)
-    begin = worn(jax.jit(program.init)(key, program.traced))
+    begin = worn(program.init(key, program.traced))
     run = jax.jit(program.round)
     state, metrics = run(key, program.traced, f, begin, jnp.int32(4), jnp.bool(False))
     ids = np.asarray(metrics.ids)

@@ -103,7 +103,7 @@ def test_what_diverges_among_them_is_not_given_out():
 def test_the_devices_say_no_more_to_each_other_than_in_one_round():
     program = program_of("ditto", 8, (0.5, 0.5))
     f = jax.device_put(toy.federation(), jax.NamedSharding(program.mesh, jax.P()))
-    args = (KEY, program.traced, f, jax.jit(program.init)(KEY, program.traced), np.int32(0), np.bool_(False))
+    args = (KEY, program.traced, f, program.init(KEY, program.traced), np.int32(0), np.bool_(False))
     lowered = (
         jax.jit(program.round).lower(*args),
         jax.jit(loop._several(program)).lower(*args, np.int32(3)),

@@ -179,8 +179,9 @@ def train(method, given: Task, rounds: int = 3, key=None, federation_=None, begi
     fixed = sorted((k, repr(v)) for k, v in values.items() if k not in program.traced)
     where = (factory, id(given), *program.traced, *fixed)
     if where not in _compiled:
-        jitted = {name: jax.jit(getattr(program, name)) for name in ("init", "round", "evaluate", "predict")}
-        _compiled[where] = (given, jitted)  # with the task, so that its id stays its own
+        jitted = {name: jax.jit(getattr(program, name)) for name in ("round", "evaluate", "predict")}
+        # init as it is: its few operations are those of other programs, and compiled with them
+        _compiled[where] = (given, jitted | {"init": program.init})  # with the task, so that its id stays its own
     steps, key = _compiled[where][1], jax.random.key(5) if key is None else key
     begin = steps["init"](key, program.traced) if begin is None else begin
     return Trained(steps, program, key, federation() if federation_ is None else federation_, begin, rounds)

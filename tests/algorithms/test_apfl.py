@@ -21,7 +21,7 @@ KEY = jax.random.key(0)
 TASK = toy.task()
 X = np.random.default_rng(0).normal(size=(6, *toy.SHAPE)).astype(np.float32)
 BATCH = Batch(X, np.array([0, 2, 1, 3, 2, 0]), np.arange(6) < 5, np.arange(6))
-V, W = map(jax.jit(TASK.model.init), map(jax.random.key, range(2)))
+V, W = map(TASK.model.init, map(jax.random.key, range(2)))
 
 
 @pytest.mark.parametrize("mix", ["params", "outputs"])

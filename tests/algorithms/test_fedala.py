@@ -66,7 +66,7 @@ def test_the_stretch_reaches_every_place():
 
 def test_the_gradient_of_the_weights_follows_the_chain_rule():
     """dL/dW = g(w^) * (w^t - w_i), also by finite differences."""
-    rng, init = np.random.default_rng(0), jax.jit(TASK.model.init)
+    rng, init = np.random.default_rng(0), TASK.model.init
     own, received = (jax.tree.map(np.float64, init(jax.random.key(i))) for i in range(2))
     with jax.enable_x64(True):
         batch = Batch(rng.normal(size=(6, *toy.SHAPE)), np.arange(6) % C, np.arange(6) < 5, np.arange(6))
@@ -122,7 +122,7 @@ TASKS = {"mlp": TASK, "linear": FULL}
 
 def differing(blended="head"):
     """A start in which the clients' heads are their own."""
-    begin = jax.device_get(jax.jit(factory(TASK, blended=blended).init)(KEY))
+    begin = jax.device_get(factory(TASK, blended=blended).init(KEY))
     rng = np.random.default_rng(5)
     noisy = jax.tree.map(lambda x: x + 0.5 * rng.normal(size=x.shape).astype(np.float32), begin.clients["w"])
     return State(begin.server, {**begin.clients, "w": noisy})
@@ -140,7 +140,7 @@ def compiled(net, blended, window):
         new, metrics = algorithm.round(KEY, rows, Cohort(federation, task, ids, ids >= 0, width=1, **now))
         return State(new.server, trees.scatter(state.clients, ids, new.clients, ids >= 0)), metrics
 
-    return jax.jit(factory(task, **static).init), run
+    return factory(task, **static).init, run
 
 
 def rounds(cohorts, net="mlp", start=None, federation=F, blended="head", window=10, **numbers):

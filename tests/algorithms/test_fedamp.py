@@ -154,7 +154,7 @@ TASKS = {"linear": FULL, "mlp": toy.task("mlp"), "norm": toy.task("norm")}
 
 @functools.cache
 def begin(net):
-    return jax.device_get(jax.jit(factory(TASKS[net], **NEAR).init)(KEY))
+    return jax.device_get(factory(TASKS[net], **NEAR).init(KEY))
 
 
 @functools.cache

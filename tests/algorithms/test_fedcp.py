@@ -44,7 +44,7 @@ def sq_dist(a, b):
 def start(**options):
     """The variables of client 0 and its frozen parts, with a personal head and an extractor of its
     own."""
-    state = jax.jit(factory(TASK, **options).init)(KEY)
+    state = factory(TASK, **options).init(KEY)
     shifted = lambda tree, seed: jax.tree.map(lambda x: np.asarray(x) + np.float32(0.3) * normal(seed, *x.shape), tree)
     server, own = state.server, toy.rows(state.clients, 0)
     head = shifted(own["head"], 1)
@@ -77,7 +77,7 @@ def train(task=TASK, federation=None, rounds=2, begin=None, lr=0.1, **options):
     where = (id(task), *((k, v) for k, v in options.items() if not isinstance(v, float) and v != DEFAULTS[k]))
     if where not in _compiled:
         step = jax.jit(lambda *args: program.round(*args, jnp.bool(False)))
-        _compiled[where] = task, jax.jit(program.init), step  # holds the task: its id stays its own
+        _compiled[where] = task, program.init, step  # holds the task: its id stays its own
     _, init, step = _compiled[where]
     numbers = program.traced | {"lr": lr}
     begin = init(KEY, numbers) if begin is None else begin
@@ -129,7 +129,7 @@ def test_training_with_gumbel_is_reproducible_and_not_softmax():
 def test_both_extractors_drop_the_same_features():
     """So that where they are equal their distance is 0."""
     task = toy.task("dropout")
-    w = jax.jit(factory(task).init)(KEY).server
+    w = factory(task).init(KEY).server
     frozen = Frozen(w["body"], w["head"], client_vector(w["head"]))
     apply, batch = gated(task, policy_network(task), "softmax", set()), Batch(X, np.arange(6) % C, ALL, np.arange(6))
     value = jax.jit(lambda lam: objective(task, apply, frozen, lam)(w, batch, KEY)[0])

@@ -21,7 +21,7 @@ KEY = jax.random.key(0)
 TASK = toy.task("linear")
 TASKS = {"linear": TASK, "norm": toy.task("norm")}
 ALL = np.arange(N)
-W = list(map(jax.device_get, map(jax.jit(TASK.model.init), map(jax.random.key, range(3)))))
+W = list(map(jax.device_get, map(TASK.model.init, map(jax.random.key, range(3)))))
 THETA = jax.tree.map(lambda *x: 3 * np.stack(x), *W)  # far apart
 OWN = trees.partition(THETA, averaging.split(TASK).personal[0])[0]  # nothing stays at home
 PI = np.array([0.5, 0.3, 0.2], np.float32)
@@ -153,7 +153,7 @@ def test_a_weight_of_zero_stays_zero():
 
 def test_permuting_the_components_permutes_everything():
     order, task = [2, 0, 1], TASKS["norm"]
-    init = jax.jit(task.model.init)
+    init = task.model.init
     theta = jax.tree.map(lambda *x: np.stack(x), *(init(jax.random.key(m)) for m in range(3)))
     own = trees.partition(theta, averaging.split(task).personal[0])[0]
     start = State(theta, {"pi": np.stack([PI] * N), "own": own})
@@ -226,7 +226,7 @@ def test_responsibilities_are_of_the_model_as_it_predicts():
     """By its moments, not by the batch's."""
     task = TASKS["norm"]
     shifted = lambda i, tree: jax.tree.map(lambda x: x + 0.3 * (i + 1), tree)
-    w = [jax.device_get(jax.jit(task.model.init)(jax.random.key(i))) for i in range(2)]
+    w = [jax.device_get(task.model.init(jax.random.key(i))) for i in range(2)]
     w = [{**v, "stats": shifted(i, v["stats"])} for i, v in enumerate(w)]
     data = Data(F.examples, F.train.index[1], F.train.size[1], task.prepare)
     pi = np.array([0.7, 0.3], np.float32)

@@ -20,7 +20,7 @@ from fedjax_pfl.types import Metrics, State, Subset
 
 KEY = jax.random.key(0)
 TASK = toy.task("linear")
-W = list(map(jax.device_get, map(jax.jit(TASK.model.init), map(jax.random.key, range(N)))))
+W = list(map(jax.device_get, map(TASK.model.init, map(jax.random.key, range(N)))))
 OWN = trees.partition(W[0], averaging.split(TASK).personal[0])[0]  # nothing stays at home
 ALL = np.arange(N)
 HELD = np.array([1, 4, 0, 2, 1])  # a fifth of 7, 19, 1, 12, 4 examples
@@ -228,7 +228,7 @@ def test_epsilon_shrinks_from_round_to_round():
 
 
 def test_absent_clients_are_not_candidates_until_they_upload():
-    begin = jax.jit(factory(TASK).init)(KEY)
+    begin = factory(TASK).init(KEY)
     state, metrics = round_of(begin, ids=[3, 1])
     np.testing.assert_array_equal(state.server["known"], [False, True, False, True, False])
     np.testing.assert_array_equal(metrics.clients["received"][:2], 0)

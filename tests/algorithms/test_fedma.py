@@ -104,7 +104,7 @@ def compiled(task_of, options, static):
     def run(key, state, active, floats):
         return factory(task, **dict(static), **floats).round(key, state, cohort_of(task, active=active))[0]
 
-    return jax.jit(run), jax.device_get(jax.jit(factory(task).init)(KEY))
+    return jax.jit(run), jax.device_get(factory(task).init(KEY))
 
 
 def round_of(task_of, state=None, key=KEY, active=ACTIVE, options=(), **hparams):

@@ -27,7 +27,7 @@ LR, EPOCHS = 0.3, 3
 FULL = toy.task("linear", lr=LR, batch_size=32, epochs=EPOCHS, rounds=4)  # full batches: no shuffling to imitate
 X = np.random.default_rng(2).normal(size=(6, *toy.SHAPE)).astype(np.float32)
 BATCH = Batch(X, np.array([0, 2, 1, 3, 2, 0]), np.arange(6) < 5, np.arange(6))
-W, H, OTHER = map(jax.device_get, map(jax.jit(TASK.model.init), map(jax.random.key, range(3))))
+W, H, OTHER = map(jax.device_get, map(TASK.model.init, map(jax.random.key, range(3))))
 
 
 def test_the_old_average_weighs_more_with_every_participation():
@@ -54,7 +54,7 @@ def test_the_loss_by_hand(regularizer):
 
 def test_the_teacher_normalises_by_its_running_statistics():
     task = toy.task("norm")
-    w, h = (jax.jit(task.model.init)(jax.random.key(seed)) for seed in (0, 1))
+    w, h = (task.model.init(jax.random.key(seed)) for seed in (0, 1))
     taught = jax.jit(lambda h: transfer_loss(task, h, 1.0, "kd")(w, BATCH, KEY)[0])
     other = {**h, "stats": jax.tree.map(lambda x: x + 1, h["stats"])}
     assert abs(taught(h) - taught(other)) > 1e-3
@@ -106,7 +106,7 @@ def compiled(regularizer):
         new, _ = factory(task, regularizer=regularizer, **numbers).round(KEY, rows, cohort)
         return State(new.server, trees.scatter(state.clients, ids, new.clients, ids < N))
 
-    return jax.device_get(jax.jit(factory(task).init)(KEY)), run
+    return jax.device_get(factory(task).init(KEY)), run
 
 
 def rounds(cohorts, regularizer="mmd", start=None, federation=F, **numbers):

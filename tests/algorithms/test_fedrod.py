@@ -51,7 +51,7 @@ def test_absent_classes_get_no_gradient():
 
 
 def test_the_personal_loss_moves_the_personal_head_only():
-    w = jax.jit(TASK.model.init)(KEY)
+    w = TASK.model.init(KEY)
 
     def loss(w, own):
         h, _ = TASK.model.features(w, BATCH.x, mask=BATCH.mask)
@@ -63,7 +63,7 @@ def test_the_personal_loss_moves_the_personal_head_only():
 
 def test_a_personal_head_of_zeros_predicts_as_the_generic_one():
     algorithm = factory(TASK)
-    state = jax.jit(algorithm.init)(KEY)
+    state = algorithm.init(KEY)
     mine = jax.tree.map(np.zeros_like, toy.rows(state.clients, 0))
     outputs = jax.jit(lambda w: algorithm.predict(w, mine, None)(BATCH.x, BATCH.mask))(state.server)
     outputs, expected = np.asarray(outputs), jax.jit(lambda w: TASK.model.apply(w, BATCH.x)[0])(state.server)

@@ -28,7 +28,7 @@ slope = jax.jit(gradient)
 def models(seed=3):
     """N different models, stacked, without batch-norm moments."""
     init = lambda seed: jax.vmap(TASK.model.init)(jax.random.split(jax.random.key(seed), N))
-    return jax.device_get(jax.jit(init)(seed))
+    return jax.device_get(init(seed))
 
 
 def copies():

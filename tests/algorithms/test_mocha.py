@@ -59,7 +59,7 @@ def compiled(case, relate_every):
     task, f = CASES[case]
     program = toy.program(factory, task, {"relate_every": relate_every})
     step = lambda numbers, state, t: program.round(KEY, numbers, f, state, t, jnp.bool(False))
-    return jax.device_get(jax.jit(program.init)(KEY, program.traced)), program.traced, jax.jit(step)
+    return jax.device_get(program.init(KEY, program.traced)), program.traced, jax.jit(step)
 
 
 def states(case, rounds, relate_every=2, **numbers):
@@ -219,7 +219,7 @@ def test_rounds_are_the_plain_loops(case):
         new, _ = algorithm.round(KEY, rows, Cohort(f, task, ids, ids < n, **here))
         return State(new.server, trees.scatter(state.clients, ids, new.clients, ids < n))
 
-    state = jax.device_get(jax.jit(algorithm.init)(KEY))
+    state = jax.device_get(algorithm.init(KEY))
     expected = ([np.zeros((s, state.server["w"].shape[2])) for s in task.sizes],)
     expected += (np.zeros(state.server["w"].shape), np.zeros(state.server["w"].shape), np.eye(n) / n, 1.0)
     for t, ids in enumerate([range(n), range(n), [2, 0]]):  # Sigma after the second; then client 1 is absent

@@ -22,7 +22,7 @@ KEY = jax.random.key(0)
 VARIANTS = get_args(Variant)
 TASK = toy.task(epochs=1)
 LOSS = losses.classification(TASK.model)
-W = jax.jit(TASK.model.init)(KEY)
+W = TASK.model.init(KEY)
 
 
 def batch(seed):
@@ -131,7 +131,7 @@ def test_a_client_with_one_example_uses_it_for_every_batch(variant):
 def test_evaluation_takes_one_step_and_leaves_no_trace(drop_last):
     f, task = toy.federation(), toy.task("linear", batch_size=20, drop_last=drop_last)
     program = toy.program(factory, task, {"alpha": 0.5})
-    state = jax.jit(program.init)(KEY, program.traced)
+    state = program.init(KEY, program.traced)
     copy, x = jax.tree.map(np.array, state), np.asarray(f.examples.x)[:4]
     (own, y), w = toy.rows(f.examples, f.train.index[1][: SIZES[1]]), copy.server["head"]
     dz = oracle.by_logits(own.astype(np.float64) @ w["kernel"] + w["bias"], y)

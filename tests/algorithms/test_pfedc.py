@@ -39,7 +39,7 @@ MAPS = {
 }
 SPECS = {"class": (TASK, "class"), "pairs": (TASK, "consecutive:2"), "mixed": (SUPER, "superclass")}
 HEADED = {(name, head): task_maps.branches(*SPECS[name], head) for name in SPECS for head in task_maps.HEADS}
-W = jax.jit(TASK.model.init)(KEY)
+W = TASK.model.init(KEY)
 ALL = np.ones(C, bool)
 DEFAULTS = simulate.hyperparameters(factory)
 WEIGHTS = jax.jit(min_norm_weights, static_argnums=(3, 4))
@@ -245,7 +245,7 @@ def test_the_gradients_of_the_tasks_normalise_by_the_batch():
     norm = toy.task("norm")
     how = ("mgda", "fista", "none", "scaled", "class")
     loss = branch_loss(norm, task_maps.branches(norm, "class"), ALL, *how)
-    value, w = jax.jit(lambda w: loss(w, BATCH, KEY)[0]), jax.jit(norm.model.init)(KEY)
+    value, w = jax.jit(lambda w: loss(w, BATCH, KEY)[0]), norm.model.init(KEY)
     np.testing.assert_allclose(value({**w, "stats": jax.tree.map(lambda x: x + 1, w["stats"])}), value(w), rtol=1e-6)
 
 

@@ -36,7 +36,7 @@ def cohort_of(ids, active=True, federation=None, key=KEY):
 
 @functools.cache
 def begin():
-    return jax.device_get(jax.jit(factory(TASK, **SMALL).init)(KEY))
+    return jax.device_get(factory(TASK, **SMALL).init(KEY))
 
 
 def start():
@@ -279,7 +279,7 @@ def test_running_statistics_are_a_mean_by_examples():
     algorithm = factory(task, mode="batched", inner_steps=3, **SMALL)
     here = {"key": KEY, "round": jnp.int32(0), "evaluated": jnp.bool(False), "width": 1}
     run = jax.jit(lambda state, active: algorithm.round(KEY, state, Cohort(f, task, ids, active, **here))[0].server)
-    state = jax.jit(algorithm.init)(KEY)
+    state = algorithm.init(KEY)
     alone = [run(state, ids == i)["stats"] for i in range(N)]
     together = run(state, ids >= 0)["stats"]
     mean = lambda weights: jax.tree.map(lambda *x: np.average(x, axis=0, weights=weights), *alone)

@@ -143,6 +143,6 @@ def test_each_batch_of_the_full_gradient_has_its_own_dropout(monkeypatch):
     monkeypatch.setattr(losses, "classification", drawn)
     data = Data(toy.federation().examples, jnp.zeros(8, jnp.int32), jnp.int32(8), lambda x: x)
     client = types.SimpleNamespace(key=KEY, train=data)
-    got = jax.jit(lambda w: full_gradient(TASK._replace(batch_size=4), client, w))(jax.jit(TASK.model.init)(KEY))
+    got = jax.jit(lambda w: full_gradient(TASK._replace(batch_size=4), client, w))(TASK.model.init(KEY))
     batches = [jax.random.fold_in(keys.fold(KEY, keys.Client.FULL_GRADIENT), row) for row in (0, 4)]
     np.testing.assert_allclose(got["head"]["bias"], np.mean([jax.random.normal(key) for key in batches]), rtol=1e-5)
