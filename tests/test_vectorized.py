@@ -66,8 +66,9 @@ def at_once(programs, given):
 def test_runs_at_once_are_the_runs_one_by_one(method):
     programs, given = runs_of(method), federations()
     found = list(at_once(programs, given))
+    functions = simulate.compiled(programs[0], KEYS[0], given[0], eval_every=2)  # for the others, too
     for i, (program, federation) in enumerate(zip(programs, given, strict=True)):
-        each = simulate.rounds(program, KEYS[i], federation, **OPTIONS)
+        each = simulate.rounds(program, KEYS[i], federation, functions=functions, **OPTIONS)
         alone = [result._replace(state=on_host(program, result.state)) for result in each]
         for got, wanted in zip((results[i] for results in found), alone, strict=True):
             assert got.round == wanted.round
