@@ -323,6 +323,31 @@ def test_dropout_draws_in_training_only():
     np.testing.assert_array_equal(features(False, 1), features(False, 2))
 
 
+def test_traces_draw_a_network_once_and_as_it_is_drawn_without():
+    calls = []
+
+    def counted(*arguments):
+        calls.append(arguments)
+        return Custom(*arguments)
+
+    net, key = model(counted, (6,), 3), jax.random.key(4)
+    made = len(calls)
+    drawn, twice = jax.jit(net.init)(key), jax.jit(lambda key: jax.vmap(net.init)(jax.random.split(key)))(key)
+    jax.eval_shape(lambda key: (net.init(key), net.init(jax.random.split(key)[0])), key)
+    assert len(calls) == made + 1
+    toy.assert_same(drawn, net.init(key))
+    toy.assert_same(toy.rows(twice, 1), net.init(jax.random.split(key)[1]))
+
+
+def test_a_traced_update_of_running_moments_asks_for_no_sharding(monkeypatch):
+    """JAX would word an error for each, which takes milliseconds."""
+    net, x = model("lenet_bn", (16, 16, 1), 3), jax.ShapeDtypeStruct((2, 16, 16, 1), np.float32)
+    variables = jax.eval_shape(net.init, jax.random.key(0))
+    monkeypatch.setattr(jax.core.Tracer, "sharding", property(lambda self: pytest.fail("asked for a sharding")))
+    stats = jax.eval_shape(lambda v, x: net.apply(v, x, None, True)[1], variables, x)
+    assert jax.tree.structure(stats) == jax.tree.structure(variables["stats"]) and jax.tree.leaves(stats)
+
+
 def test_variables_go_in_and_out_in_the_same_places():
     _, variables, apply = start(Custom)
     module = jax.jit(lambda: Custom((6,), 3, nnx.Rngs(jax.random.key(0))))()
