@@ -27,6 +27,7 @@ from experiments.values import number, typed_all
 from fedjax_pfl import own
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.algorithms.find import find
+from fedjax_pfl.data.partitioners import PARTITIONS
 from fedjax_pfl.errors import InputError, check, choose
 from fedjax_pfl.hyperparameters import check_value
 from fedjax_pfl.models.layers import CONVOLUTIONS
@@ -53,7 +54,7 @@ def resolve(user: Mapping[str, Any]) -> Config:
     values |= _local_work(user, values)
     # None of a file: its partition may have been one that says everything
     values = {setting: value for setting, value in values.items() if setting not in BY_FILE or value is not None}
-    values |= _by_partition(values.get("partition", ""), user)
+    values |= _by_partition(values.get("partition", Config.partition), user)
     algo, factory = values["algo"], find(values["algo"])
     before = base.hparams if base and base.algo == algo else preset.hparams.get(algo, {}) if preset else {}
     values["hparams"] = hyperparameters(factory) | before | typed_all(factory, user.get("hparams", {}))
@@ -96,8 +97,9 @@ def _local_work(user: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
 
 def _by_partition(spec: str, user: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that a partition of the user's own decides; the number of clients, if given, is
-    compared with a file's."""
+    compared with a file's. A name that no partition has is found here, before data are loaded."""
     if not spec.startswith("file:") and not own.named(spec):
+        choose("partition", spec, PARTITIONS)
         return {}
     for name in BY_FILE:
         if user.get(name) is not None:

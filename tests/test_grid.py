@@ -101,6 +101,7 @@ def test_seeds_are_counted_from_the_one_that_is_given():
         (["--patience=2,5"], "lists 2 values, but a run may go on with another: make a sweep of each"),
         (["--drop_last=true,false"], "--drop_last=true,false must be true or false."),
         (["--preset=digits,digits_pathological"], "make a sweep of each"),
+        (["--partition=iid,pathologic"], "Unknown partition 'pathologic': did you mean 'pathological'?"),
         (["--partition=file:a,b.npz"], "the comma may be of a file's name"),
         (["--model=a b;a_b"], "Two runs would have the directory root/ditto-model=a_b-seed0"),
     ],
