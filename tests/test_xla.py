@@ -37,4 +37,16 @@ def test_an_option_that_xla_does_not_know_is_not_given(monkeypatch):
 @pytest.mark.parametrize("backend", ["gpu", "tpu"])
 def test_other_devices_need_no_option(monkeypatch, backend):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    assert xla.compiler_options.__wrapped__() == {}
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    assert xla.compiler_options.__wrapped__() == xla.init_options.__wrapped__() == {}
+
+
+def test_a_state_drawn_with_less_optimisation_is_the_same_bit_for_bit(monkeypatch):
+    assert xla.init_options.__wrapped__() == {}  # the level of these tests stays
+    monkeypatch.delenv("XLA_FLAGS")
+    options = xla.init_options.__wrapped__()
+    assert options
+    init = jax.jit(models.model("linear", (60,), 10).init).lower(jax.random.key(0))
+    usual = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+    quickly, usually = (init.compile(compiler_options=each)(jax.random.key(0)) for each in (options, usual))
+    toy.assert_same(quickly, usually)

@@ -19,7 +19,7 @@ from fedjax_pfl.engine import validate
 from fedjax_pfl.engine.method import Traced
 from fedjax_pfl.engine.placement import AXIS, Placement, starts
 from fedjax_pfl.engine.program import Program, Round, parts, program as whole_program
-from fedjax_pfl.engine.xla import compiler_options
+from fedjax_pfl.engine.xla import compiler_options, init_options
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Algorithm, Array, Federation, PyTree, State, Task
 
@@ -43,6 +43,7 @@ def program(
     on = parts(factory, task, hparams, **{name: x for name, x in options.items() if name != "checked"})
     everywhere, apart = (on.mesh and NamedSharding(on.mesh, spec) for spec in (P(), P(AXIS)))
     draw, jit = jax.jit(on.draw), functools.partial(jax.jit, compiler_options=compiler_options())
+    draw_all = jax.jit(on.init, compiler_options=init_options())
     train, score = jit(on.train, donate_argnums=3), jit(on.score, static_argnums=6)
     begin, slot, architecture = starts(on.lengths), groups.slots(task), np.asarray(task.architecture)
 
@@ -56,7 +57,7 @@ def program(
         return State(jax.device_put(state.server, everywhere), jax.tree.map(np.array, state.clients))
 
     def init(key: Array, traced: Traced, where: Placement | None = None) -> State:
-        return place(jax.device_get(jax.jit(on.init)(*_on_cpu((key, traced)))))
+        return place(jax.device_get(draw_all(*_on_cpu((key, traced)))))
 
     def round(
         key: Array, traced: Traced, federation: Federation, state: State, t: Array, evaluated: Array

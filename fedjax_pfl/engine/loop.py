@@ -14,7 +14,7 @@ from fedjax_pfl.engine.memory import Memory
 from fedjax_pfl.engine.method import Traced
 from fedjax_pfl.engine.program import Program, Round
 from fedjax_pfl.engine.results import Result, check_finite, without_padding
-from fedjax_pfl.engine.xla import compiler_options
+from fedjax_pfl.engine.xla import compiler_options, init_options
 from fedjax_pfl.errors import DivergenceError, InputError
 from fedjax_pfl.types import Array, Federation, State
 
@@ -41,7 +41,8 @@ def compiled(
     if _as_it_is(program):
         return Compiled(program.init, program.evaluate, _single(program.round), Memory(None, None, None))
     key, traced, federation = _arguments(program, key, federation)
-    init = jax.jit(program.init).lower(key, traced, federation.placement).compile()
+    once = jax.jit(program.init, compiler_options=init_options())
+    init = once.lower(key, traced, federation.placement).compile()
     shapes = jax.eval_shape(program.init, key, traced, federation.placement)
     where = init.output_shardings
     state = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, where)
