@@ -118,9 +118,8 @@ def test_a_run_over_devices_is_the_run_on_one(devices, participation):
             assert_close(a.metrics, b.metrics, 1e-5)
 
 
-QUICK = {
-    "mnfl_het"
-}  # models kept by the server, and public data; Ditto, with state on the clients, is in test_hosts.py
+# models kept by the server, and public data; Ditto, with state on the clients, is in test_hosts.py
+QUICK = {"mnfl_het"}
 ON_EIGHT = [(method, (0.6, 0.6)) if method in QUICK else toy.slow(method, (0.6, 0.6)) for method in sorted(ALGORITHMS)]
 ON_EIGHT += [toy.slow(method, (1, 1)) for method in sorted(ALGORITHMS)]
 

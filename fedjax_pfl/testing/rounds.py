@@ -94,7 +94,7 @@ def subject(
 
     fill = Examples(jnp.zeros(task.prepared.shape[1:], task.prepared.dtype), jnp.int32(0))
     f = federation(input=task.input, public=task.public)._replace(mask_fill=fill)
-    functions = (made.init, jax.jit(round), jax.jit(evaluate))  # compiling init would take longer than it does
+    functions = (made.init, jax.jit(round), jax.jit(evaluate))  # init's few operations are those of other methods
     found = Subject(factory, task, f, traced, *functions, State(None, None), options)
     with mistakes(factory):
         jax.eval_shape(made.init, jax.random.key(1), traced)  # under a trace, where no branch may depend on a value
