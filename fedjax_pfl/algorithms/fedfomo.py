@@ -122,8 +122,10 @@ def fedfomo(
     Note:
       A client trains on what it does not validate on: the holdout is the tail of its rows, at least
       one and not all; a client with one example has none and keeps its model. So does a client for
-      which no benefit is positive: it goes on from its own trained model. Validation examples of
-      the federation, where a client has them, take the holdout's place. The candidates are the last
+      which no benefit is positive: it goes on from its own trained model. A client that takes no
+      step (with `drop_last`, one without a whole batch beside its holdout) uploads nothing, and is
+      scored by the model it had. Validation examples of the federation, where a client has them,
+      take the holdout's place. The candidates are the last
       uploads of all clients so far, as in PFLlib, where a client receives no more of them than the
       last round had (the authors' code: of those of the last round). The distance is Euclidean over
       the parameters, the server adds the raw benefits to the affinities; the authors' code

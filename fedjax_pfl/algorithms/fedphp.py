@@ -67,15 +67,16 @@ def fedphp(
     Note:
       mu = mu0 min(1, z_i / (expected participations in all rounds)), z_i the participations before
       this round, as in the authors' code: the first h_i is w_i, and a run's number of rounds is
-      part of the method (PFLlib: mu0 t / T). The MMD has PFLlib's fixed bandwidths (`losses.mmd`);
-      the authors scale theirs by the batch's mean distance, and clip gradients, which `--clip` does
-      here. The teacher predicts as in a test, by its running statistics, which are averaged as its
-      parameters are. `acc` scores h_i, `global_acc` the received model before local training and
-      the trained w_i after it, as PFLlib does now. PFLlib when FedCP's tables were made (its
-      revisions of 2022 and 2023) trained another method, which has no score here: a client began
-      with (1 - mu) times the received model plus mu times its last one, of which accuracy was taken
-      before training, and the received model was the teacher. The reported loss is the weighted
-      sum.
+      part of the method (PFLlib: mu0 t / T). A client that takes no step (with `drop_last`, one
+      without a whole batch) inherits nothing, and its round is not counted. The MMD has PFLlib's
+      fixed bandwidths (`losses.mmd`); the authors scale theirs by the batch's mean distance, and
+      clip gradients, which `--clip` does here. The teacher predicts as in a test, by its running
+      statistics, which are averaged as its parameters are. `acc` scores h_i, `global_acc` the
+      received model before local training and the trained w_i after it, as PFLlib does now. PFLlib
+      when FedCP's tables were made (its revisions of 2022 and 2023) trained another method, which
+      has no score here: a client began with (1 - mu) times the received model plus mu times its
+      last one, of which accuracy was taken before training, and the received model was the teacher.
+      The reported loss is the weighted sum.
     """
     split = averaging.split(task)
     rounds = needed("rounds", task.rounds, "which its mixing weight follows")
