@@ -15,7 +15,7 @@ from flax import linen, nnx
 from jax import lax
 
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.models import MODELS, flops, layers, model, num_parameters
+from fedjax_pfl.models import MODELS, flops, layers, model, nets, num_parameters
 from fedjax_pfl.models.functional import BN_STATS
 
 
@@ -509,9 +509,47 @@ class Twofold(Custom):
         self.body = Pair()
 
 
+class Dropping(nnx.Module):
+    """A network with dropout, whose call takes too little."""
+
+    def __init__(self, size, rngs):
+        self.linear, self.dropout = layers.linear(size, size, rngs), nnx.Dropout(0.5)
+
+    def __call__(self, h):
+        return self.dropout(self.linear(h), deterministic=True)
+
+
+class Dropped(Custom):
+    def __init__(self, input_shape, num_classes, rngs):
+        super().__init__(input_shape, num_classes, rngs)
+        self.body = Dropping(*input_shape, rngs)
+
+
+class Guessing(Custom):
+    def __init__(self, input_shape, num_classes, rngs):
+        super().__init__(input_shape, num_classes, rngs)
+        self.head = Dropping(8, rngs)
+
+
+class Scaled(Custom):
+    scale = staticmethod(jnp.ones)
+
+    def __init__(self, input_shape, num_classes, rngs):
+        super().__init__(input_shape, num_classes, rngs)
+        self.body.scales = self.scale(6)
+
+
+class ScaledByNumPy(Scaled):
+    scale = staticmethod(np.ones)
+
+
 @pytest.mark.parametrize(
     "args, message",
     [
+        ((Dropped, (6,), 3), "Dropping has dropout: let its __call__ take `train` and `rngs`"),
+        ((Guessing, (6,), 3), "Guessing.head has dropout, and a head gets h alone"),
+        ((Scaled, (6,), 3), "Scaled.body.scales is an array: make a constant in `__call__`"),
+        ((ScaledByNumPy, (6,), 3), "ScaledByNumPy.body.scales is an array"),
         ((linen.Dense, (6,), 3), r"Dense is a module of Flax Linen: give a function that makes one of NNX"),
         ((linen.Dense(3), (6,), 3), "Dense is a module of Flax Linen"),
         ((lambda *_: linen.Dense(3), (6,), 3), "Dense is a module of Flax Linen: make one of NNX"),
@@ -537,6 +575,22 @@ class Twofold(Custom):
 def test_what_cannot_work_is_said_at_once(args, message):
     with pytest.raises(InputError, match=message):
         model(*args)
+
+
+def test_a_mask_that_a_body_does_not_hand_to_its_batch_norm_is_missed():
+    class Body(nnx.Module):
+        def __init__(self, rngs):
+            self.norm = layers.BatchNorm(6, rngs=rngs)
+
+        def __call__(self, x, mask, train):
+            return self.norm(x, None, train)
+
+    net = model(lambda shape, classes, rngs: nets.Net(Body(rngs), layers.linear(6, classes, rngs)), (6,), 3)
+    variables, x, mask = net.init(jax.random.key(0)), jnp.ones((4, 6)), jnp.arange(4) < 3
+    for options in ({"mask": mask}, {"train": True}, {}):  # nothing is counted, or nothing is padding
+        net.apply(variables, x, **options)
+    with pytest.raises(InputError, match="does not get the `mask` of its network's __call__: hand it on"):
+        net.apply(variables, x, mask=mask, train=True)
 
 
 def test_the_features_of_a_body_with_batch_norm_are_widened_if_it_knows_what_is_valid():

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen, nnx
 
 from fedjax_pfl import own
@@ -47,9 +48,23 @@ def _variables(module: Any, may: Callable[[str], tuple[type[nnx.Variable[Any]], 
                     f"{name} is a parameter of {kind}: let it be of floats, which are trained and averaged."
                 )
         if not isinstance(variable, may(str(path[0]))):
+            drawn = isinstance(variable, nnx.RngState)
             raise InputError(
-                f"{name} is a {type(variable).__name__}: {rule}; dropout takes `rngs` when called, not when built."
+                f"{name} is a {type(variable).__name__}: {rule}"
+                f"{'; dropout takes `rngs` when called, not when built' if drawn else ''}."
             )
+
+
+def _constants(module: nnx.Module) -> None:
+    """InputError for an array that is no variable: of the trace in which the module is made, it
+    means nothing in another one."""
+    for path, part in nnx.iter_modules(module):
+        for name, value in vars(part).items():
+            if any(
+                isinstance(x, jax.Array | np.ndarray) for x in (value if isinstance(value, tuple | list) else (value,))
+            ):
+                full = ".".join(map(str, (type(module).__name__, *path, name)))
+                raise InputError(f"{full} is an array: make a constant in `__call__`, where it is used.")
 
 
 def output(module: Any, shape: Callable[[jax.ShapeDtypeStruct], Any], example: jax.ShapeDtypeStruct) -> Any:
@@ -77,16 +92,23 @@ def _takes_integers(shape: Callable[[jax.ShapeDtypeStruct], Any], example: jax.S
     return False
 
 
-def norms(module: nnx.Module) -> None:
-    """InputError for a module with batch norm that is not told what is valid and whether it is
-    trained."""
-    there = any(isinstance(part, nnx.BatchNorm) for _, part in nnx.iter_modules(module))
-    if there and not {"mask", "train"} <= set(inspect.signature(module.__call__).parameters):
-        raise InputError(f"{type(module).__name__} has batch norm: let its __call__ take `mask` and `train`, for it.")
+_NEEDS = {"batch norm": (nnx.BatchNorm, ("mask", "train")), "dropout": (nnx.Dropout, ("train", "rngs"))}
+
+
+def called(module: nnx.Module) -> None:
+    """InputError for a module with batch norm or dropout whose `__call__` does not take what these
+    need."""
+    taken = set(inspect.signature(module.__call__).parameters)
+    for what, (layer, needed) in _NEEDS.items():
+        there = any(isinstance(part, layer) for _, part in nnx.iter_modules(module))
+        if there and not set(needed) <= taken:
+            names = " and ".join(f"`{name}`" for name in needed)
+            raise InputError(f"{type(module).__name__} has {what}: let its __call__ take {names}, for it.")
 
 
 def network(module: nnx.Module) -> None:
     """InputError unless all variables are parameters or running statistics."""
+    _constants(module)
     _variables(module, lambda _: (nnx.Param, nnx.BatchStat), "a network may hold parameters and running statistics")
 
 
@@ -101,13 +123,17 @@ def parts(module: nnx.Module) -> None:
             raise InputError(
                 f"{type(module).__name__} has no `{part}`: a model needs a body, x -> h, and a head, h -> logits."
             )
-    graphs = [nnx.iter_graph(getattr(module, part)) for part in kinds]
+    body, head = (getattr(module, part) for part in kinds)
+    graphs = [nnx.iter_graph(part) for part in (body, head)]
     held = [{id(x) for _, x in graph if isinstance(x, nnx.Variable)} for graph in graphs]
     if set.intersection(*held):
         raise InputError(
             f"{type(module).__name__} has a variable in both body and head: give each its own, as they are trained and "
             "sent apart."
         )
+    if any(isinstance(part, nnx.Dropout) for _, part in nnx.iter_modules(head)):
+        raise InputError(f"{type(module).__name__}.head has dropout, and a head gets h alone: move it into the body.")
+    _constants(module)
     _variables(
         module,
         lambda part: kinds.get(part, ()),

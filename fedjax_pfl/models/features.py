@@ -77,7 +77,7 @@ def widened(
     """
     choose("width_by", by, WIDTH_BY)
     check("features", features, 1, 10**6, whole=True, why="the head has a row of weights for each")
-    checks.norms(module.body)
+    checks.called(module.body)
     body = functools.partial(_called, module.body, mask=None, train=False, rngs=None)
     h = checks.output(module, functools.partial(jax.eval_shape, body), example)
     project = layers.linear(h.shape[-1], features, rngs) if by == "linear" else None

@@ -170,7 +170,7 @@ def _apply(template: nnx.Module, conv: str, dtype: str) -> Callable[..., tuple[A
     """A module as a function of (parameters, running statistics, x, mask, train, key)."""
     graph, param_state, stat_state = nnx.split(template, nnx.Param, nnx.BatchStat)  # type: ignore[misc]  # its results are of unknown number
     accepted = set(inspect.signature(template.__call__).parameters) & {"mask", "train", "rngs"}
-    checks.norms(template)
+    checks.called(template)
 
     def run(
         params: PyTree, stats: PyTree, x: PyTree, mask: Array | None, train: bool, key: Array | None
@@ -181,7 +181,7 @@ def _apply(template: nnx.Module, conv: str, dtype: str) -> Callable[..., tuple[A
             lower = lambda a: a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a
             params, x = jax.tree.map(lower, (params, x))
         module = nnx.merge(graph, _fill(param_state, params), _fill(stat_state, stats))
-        with layers.convolution(conv):
+        with layers.convolution(conv), layers.padded(mask):
             out = module(x, **{name: kwargs[name] for name in accepted})
         if dtype != "float32":
             out = jax.tree.map(lambda a: a.astype(jnp.float32), out)

@@ -3,9 +3,11 @@
 Axes: B batch, H and W pixels, C and O channels in and out. Images are NHWC, kernels HWIO.
 """
 
+import contextlib
+import contextvars
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.models.kernels import dense
 from fedjax_pfl.models.kernels.convolution import (
     CONVOLUTIONS,
@@ -203,6 +206,20 @@ class ConvTranspose(nnx.Module):
         return y + self.bias[...][None, None, None]
 
 
+_padded = contextvars.ContextVar("padded", default=False)
+
+
+@contextlib.contextmanager
+def padded(mask: Array | None) -> Iterator[None]:
+    """Inside the `with` block a batch norm that computes statistics without a mask is refused where
+    the network has one."""
+    token = _padded.set(mask is not None)
+    try:
+        yield
+    finally:
+        _padded.reset(token)
+
+
 class BatchNorm(nnx.BatchNorm):
     """Batch norm whose mean and variance are those of the valid rows, with PyTorch's constants.
 
@@ -217,7 +234,11 @@ class BatchNorm(nnx.BatchNorm):
 
     def __call__(self, x: Array, mask: Array | None = None, train: bool = False) -> Array:  # type: ignore[override]  # Flax's takes other arguments
         """Normalises x [B, ..., C] over all axes but the last; mask [B] bool says which rows are
-        valid."""
+        valid.
+
+        Raises:
+          InputError: its network got a mask and does not hand it on.
+        """
         assert self.scale is not None and self.bias is not None
         x, dtype = x.astype(jnp.promote_types(x.dtype, jnp.float32)), x.dtype  # sums of bfloat16 would lose digits
         axes = tuple(range(x.ndim - 1))
@@ -228,6 +249,10 @@ class BatchNorm(nnx.BatchNorm):
 
         count = jnp.asarray((len(x) if mask is None else mask.sum()) * math.prod(x.shape[1:-1]), x.dtype)
         n, of_batch = jnp.maximum(count, 1), train or self.mean is None
+        if of_batch and mask is None and _padded.get():
+            raise InputError(
+                "A batch norm does not get the `mask` of its network's __call__: hand it on, or padding would count."
+            )
         mean = valid(x.sum(axes[1:])).sum(0) / n if of_batch else self.mean[...]
         # A constant is subtracted from x and corrected for: the mean's gradient then takes no sum over x of its own,
         # and x less the constant is all that is kept for it (a step of ResNet-18 on a CPU: 0.96 of the time).
