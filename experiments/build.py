@@ -37,7 +37,7 @@ class Experiment(NamedTuple):
     task: Task
     made: dict[Any, Any]  # what is made once: programs by layout, so that what was traced is there again; `flops`
     examples: dict[str, int]  # those used (data_fraction), available here, and of the whole data set
-    marks: tuple[str, ...] = ()  # [N] the type of mark on each client's images; empty without --marks
+    marks: tuple[str, ...] = ()  # as `everybody`, the type of mark on each client's images; empty without --marks
     unseen: Unseen | None = None  # the clients that do not train
 
     @property
@@ -52,8 +52,11 @@ class Experiment(NamedTuple):
     @property
     def network_names(self) -> np.ndarray:
         """Of each client that trains the name of its network [N], see `networks.names`."""
-        names = networks.names(self.config, len(self.everybody.train))
-        return names if self.unseen is None else np.delete(names, self.unseen.ids)
+        return self.of_trained(networks.names(self.config, len(self.everybody.train)))
+
+    def of_trained(self, values: Sequence[Any] | np.ndarray) -> np.ndarray:
+        """What is known of everybody, of the clients that train [N]."""
+        return np.asarray(values) if self.unseen is None else np.delete(values, self.unseen.ids)
 
     def program(
         self, width: int = 1, devices: int = 1, conv: str = "auto", rounds: int | None = None
@@ -135,7 +138,6 @@ def prepare(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
         _warn_of_short(task.sizes, config.batch_size)
     size = max(available, tfds.SIZES.get(dataset.name, 0))
     examples = {"used": len(dataset.y), "available": available, "of": size}
-    kinds = tuple(kinds[i] for i in ids if kinds)
     found = (config, dataset, unmarked, public, assigned)
     experiment = Experiment(*found, None, task, {}, examples, kinds)  # type: ignore[arg-type]
     experiment.program()  # checks the method: its hyperparameters, the model's parts, the shapes of a round

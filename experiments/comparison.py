@@ -229,7 +229,7 @@ def _parts(c: Config) -> list[str]:
     spread = f", alpha {c.alpha:g}" if c.alpha is not None and "dirichlet" in c.partition else ""
     classes = f", {c.classes_per_client} classes each" if c.classes_per_client and c.partition in _BY_CLASSES else ""
     held = f" ({c.partition}{spread}{classes})"
-    clients = plural(c.clients or 0, "client")
+    clients = plural(c.clients or 0, "client") + (f" ({c.unseen:.4g} of them unseen)" if c.unseen else "")
     part = "" if c.data_fraction == 1 else f" ({c.data_fraction:.4g} of it)"
     return [
         f"{c.dataset}{part}: {clients}",

@@ -21,7 +21,7 @@ REFERENCE = 3000  # images that the classifier of the swaps is fitted on, at mos
 
 def views(run: runs.Run) -> list[dva_figures.View]:
     """Every client's test images and model at the last checkpoint."""
-    e, h = run.experiment, run.config.hparams
+    e, h, marks = run.experiment, run.config.hparams, _marks(run)
     nets, _ = networks(e.task, *(h[name] for name in ("latent", "personal", "hidden", "head")))
 
     @jax.jit
@@ -36,7 +36,7 @@ def views(run: runs.Run) -> list[dva_figures.View]:
     def view(k: int) -> dva_figures.View:
         w = trees.merge(jax.tree.map(lambda x: x[k], run.state.clients), server_optimizer.plain(run.state.server))
         index = e.partition.test[k, : min(PER_CLIENT, e.partition.test_sizes[k])]
-        name = f"client {k}" + (f", {e.marks[k].replace('_', ' ')}" if e.marks else "")
+        name = f"client {k}" + (f", {marks[k].replace('_', ' ')}" if marks else "")
         latents = lambda z, c: jnp.asarray(np.concatenate([z, c], axis=-1), jnp.float32)
         x = np.asarray(e.dataset.prepare(e.dataset.x[index]))
         return dva_figures.View(
@@ -50,16 +50,21 @@ def probes(run: runs.Run, found: list[dva_figures.View]) -> dict[str, float]:
     """`dva_figures.probes` by type of mark, or by client without marks; and with marks
     `swap_accuracy`, of the client without any, judged by a classifier of its training images, and
     `swap_kind`, judged by one of reconstructions."""
-    e = run.experiment
-    values = dva_figures.probes(found, e.marks or [view.name for view in found])
-    if "plain" in e.marks:
-        plain, own = e.marks.index("plain"), [np.asarray(view.decode(*view.encode(view.x))) for view in found]
+    e, marks = run.experiment, _marks(run)
+    values = dva_figures.probes(found, marks or [view.name for view in found])
+    if "plain" in marks:
+        plain, own = marks.index("plain"), [np.asarray(view.decode(*view.encode(view.x))) for view in found]
         index = e.partition.train[plain, : min(REFERENCE, e.partition.train_sizes[plain])]
         digits = _classifier(e.dataset.prepare(e.dataset.x[index]), e.dataset.y[index])
         values["swap_accuracy"] = dva_figures.swap_accuracy(found[plain], digits)
-        kinds = _classifier(np.concatenate(own), np.repeat(e.marks, [len(x) for x in own]))
-        values["swap_kind"] = dva_figures.swap_kind(found, e.marks, kinds)
+        kinds = _classifier(np.concatenate(own), np.repeat(marks, [len(x) for x in own]))
+        values["swap_kind"] = dva_figures.swap_kind(found, marks, kinds)
     return values
+
+
+def _marks(run: runs.Run) -> list[str]:
+    """The type of mark of each client that trains; empty without --marks."""
+    return run.experiment.of_trained(run.experiment.marks).tolist() if run.experiment.marks else []
 
 
 def _classifier(x: Any, target: np.ndarray):

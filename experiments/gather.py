@@ -218,7 +218,11 @@ def _differing(config: Config, others: Sequence[Config], names: Iterable[str]) -
 
 def _hparams(config: Config, others: Sequence[Config]) -> list[str]:
     values = [(name, x, [other.hparams.get(name) for other in others]) for name, x in config.hparams.items()]
-    return [f"{name}={_apart(x, known)}" for name, x, known in values if any(other != x for other in known)]
+    return [
+        f"{published.hparam(name)}={_apart(x, known)}"
+        for name, x, known in values
+        if any(other != x for other in known)
+    ]
 
 
 def _apart(value: Any, known: Iterable[Any]) -> str:

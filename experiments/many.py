@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from experiments import at_once, build, closing, entry, phases, runs, schema, session, settings, stopping
+from experiments import at_once, build, closing, entry, gather, phases, runs, schema, session, settings, stopping
 from experiments.config import Config
 from experiments.files import read_json
 from experiments.grid import Member
@@ -171,9 +171,10 @@ def _found(path: Path, config: Config) -> tuple[bool, bool]:
     """Is the run complete, and is it begun? Raises InputError if it is one of other settings."""
     begun, complete = runs.is_run(path), is_complete(path, config)
     if begun:
-        settings.check_same(runs.read_config(path), config, path)
+        settings.check_same(recorded := runs.read_config(path), config, path)
     if complete:  # else the resume looks at it
         _check_files(path, config)
+        _check_end(path, recorded, config)
     return complete, begun
 
 
@@ -183,6 +184,20 @@ def _check_files(path: Path, config: Config) -> None:
     known, now = read_json(path / "partition.json", schema.PARTITION), own_files(config, clients)
     for what in other_files(known, now):
         raise InputError(f"The file of the {what} is not the one that {path} was made with: take another directory.")
+
+
+def _check_end(path: Path, recorded: Config, config: Config) -> None:
+    """Raises InputError where a complete run has rounds that it would not have by its settings
+    now."""
+    if stopping.given(recorded) == stopping.given(config):
+        return
+    run = gather.read(path)
+    now = stopping.progress(config, run.headline, run.rows)
+    if run.said["rounds"] == config.rounds and now and (why := now.why()):
+        raise InputError(
+            f"{path} holds a run of all {config.rounds} rounds, which would have ended before: {why}. Take another "
+            "directory."
+        )
 
 
 def _more(member: Member) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def _settings(preset: Preset, config: Config) -> list[Difference]:
         for name, value in ((name, getattr(config, name)) for name in names)
         if not (same(name, value, wanted[name]) or (name in BY_FILE and value is None))
     ]
-    return found + [Difference(n, x, usual[n]) for n, x in config.hparams.items() if x != usual[n]]
+    return found + [Difference(hparam(n), x, usual[n]) for n, x in config.hparams.items() if x != usual[n]]
 
 
 def deviations(config: Config, examples: Row | None = None) -> str:
@@ -88,6 +88,11 @@ def deviations(config: Config, examples: Row | None = None) -> str:
         if said := [f"{d.name} {shown(d.value)}{between}{shown(d.wanted)}" for d in found if d.kind == kind]:
             parts.append(f"{kind}: {apart.join(said)}")
     return "; ".join(parts)
+
+
+def hparam(name: str) -> str:
+    """What a hyperparameter is called beside settings, of which one may have its name."""
+    return f"hparam.{name}" if name in SETTINGS else name
 
 
 def shown(value: Any) -> str:

@@ -82,7 +82,7 @@ def train_into(
         with at_once.each_alone(len(given)):
             places = [where(one, held) for one in given]
         paths = [path for path, *_ in places]
-        if len(paths) == 1 and given[0].resume and (ended := stopping.ended(paths[0], places[0][1])):
+        if len(paths) == 1 and given[0].resume and (ended := _settled(*places[0][:2], say)):
             console.print(ended)
             return 0
         try:
@@ -104,6 +104,13 @@ def train_into(
                     "smaller --model or fewer --clients."
                 ) from None
             raise at_once.TooManyError(f"There is no room for {len(given)} runs as one program.") from None
+
+
+def _settled(path: Path, config: Config, say: int) -> str | None:
+    """What is said of a run that has ended, where nothing else of it is asked for."""
+    known = runs.read_config(path)
+    same = (config.targets, config.tensorboard) == (known.targets, known.tensorboard)
+    return stopping.ended(path, config) if same and say != closing.ALL else None
 
 
 def _into(

@@ -26,7 +26,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from experiments import closing, entry, flags, grid, main, many, outcome, settings
+from experiments import closing, entry, flags, grid, main, many, outcome, runs, settings
+from fedjax_pfl.errors import InputError
 
 _FLAGS = {
     **grid.FLAGS,
@@ -52,6 +53,8 @@ def run(argv: list[str]) -> int:
 def _swept(parsed: flags.Parsed) -> int:
     user = parsed.settings()
     root = _root(parsed, user)
+    if runs.is_run(root):
+        raise InputError(f"--root={root} is the directory of one run: choose another.")
     members = grid.members(user, root, parsed.get("seeds"))  # before anything runs
     by = outcome.rule(parsed.given["select"], members) if "select" in parsed.given else None
     say = closing.HELD_OUT if by else closing.ALL if parsed.get("verbose") else closing.ONE

@@ -48,7 +48,7 @@ def row(run: Found, columns: dict[str, tuple[str, str]], apart: str = "") -> lis
     config, summary = run.config, run.said
     defaults = {} if own.named(config.algo) else simulate.hyperparameters(find(config.algo))  # its file may be gone
     changed = {name: x for name, x in config.hparams.items() if name not in defaults or x != defaults[name]}
-    hparams = "".join(f", {name}={published.shown(x)}" for name, x in changed.items())
+    hparams = "".join(f", {published.hparam(name)}={published.shown(x)}" for name, x in changed.items())
     model = networks.label(config)
     rounds = str(summary["rounds"]) if run.complete else run.status
     cells = [config.algo + hparams + apart, model, f"{config.data_fraction:g}", rounds]

@@ -118,6 +118,8 @@ def train(
             if stop:
                 raise Stopped(done, number)
     with phases.said(console, "Writing tables and curves"):
+        for clock in clocks:
+            clock.stop()
         for one in recorders:
             one.end()
     return [one.diverged for one in recorders], interrupt.asked or number

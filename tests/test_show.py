@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import time
 import types
 from html.parser import HTMLParser
 
@@ -213,6 +214,10 @@ def test_runs_are_called_by_what_they_differ_in(root):
     classes = [run._replace(config=run.config.replace(alpha=a)) for a, run in ((0.1, fedavg), (1.0, other))]
     pathological = [run._replace(config=run.config.replace(partition="pathological")) for run in classes]
     assert gather.labels(pathological) == ["fedavg", "fedavg"]  # of a partition without alpha
+    own = [
+        run._replace(config=run.config.replace(hparams={"alpha": a, "lam": a})) for a, run in ((1, fedavg), (2, other))
+    ]
+    assert gather.labels(own) == [f"fedavg, hparam.alpha={a}, lam={a}" for a in (1, 2)]
 
 
 def test_settings_that_differ_between_methods_are_said_below_the_table(root):
@@ -475,3 +480,7 @@ def test_seconds_are_of_the_rounds_that_are_there_and_were_timed(said, untimed, 
     run = types.SimpleNamespace(path=tmp_path, rows=[{"round": t, "loss": 1.0} for t in range(5)] + [{"round": 5}])
     clock = recorder.Clock(run, lambda: 0.0)
     assert clock.untimed == untimed and clock.before == {"compile": 0.0, "train": train}
+    clock.stop()
+    seconds = clock.seconds()
+    time.sleep(0.01)
+    assert clock.seconds() == seconds

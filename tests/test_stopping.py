@@ -65,6 +65,21 @@ def test_it_does_not_go_on_by_accident(ended, capsys):
     assert not recorded.is_complete(ended, config.replace(stop_at=None))
 
 
+def test_an_ended_run_is_scored_by_other_targets(ended, tmp_path):
+    path = shutil.copytree(ended, tmp_path / "ended")  # which the other tests read, in any order
+    assert main.run(["--resume", f"--workdir={path}", "--targets=acc:0.01"]) == 0
+    summary = runs.read_json(path / "summary.json")
+    assert summary["targets"]["score"] == "acc" and summary["rounds"] == 3 and "ended" in summary
+    assert (path / "metrics.jsonl").read_bytes() == (ended / "metrics.jsonl").read_bytes()
+
+
+def test_a_whole_run_that_would_have_ended_before_is_not_mixed_with_others(whole, ended, goal):
+    config = runs.read_config(whole).replace(stop_at=goal.removeprefix("--stop_at="))
+    with pytest.raises(InputError, match="of all 6 rounds, which would have ended before: pre/acc has reached"):
+        many._found(whole, config)
+    assert many._found(whole, config.replace(stop_at="pre/acc:1")) == many._found(ended, config) == (True, True)
+
+
 @pytest.mark.slow  # test_checkpoint.py has a run that grows
 def test_with_another_end_it_goes_on_as_if_it_had_not_ended(whole, ended, monkeypatch, tmp_path):
     """As a sweep has it, where the flag is left out."""

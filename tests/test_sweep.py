@@ -63,6 +63,12 @@ def test_sweeps_of_other_settings_have_other_roots(tmp_path, monkeypatch):
     assert started == [f"runs/{name}/fedprox-seed0" for name in names]
 
 
+def test_a_run_directory_is_no_root(tmp_path):
+    (tmp_path / "config.json").touch()
+    with pytest.raises(InputError, match=f"--root={tmp_path} is the directory of one run: choose another."):
+        sweep.run([*TINY, "--algo=local", f"--root={tmp_path}"])
+
+
 def test_a_wrong_name_stops_a_sweep_before_anything_runs(tmp_path):
     with pytest.raises(InputError, match="did you mean 'fedavg'"):
         sweep.run([*TINY, "--algo=local,fedavgg", f"--root={tmp_path}"])

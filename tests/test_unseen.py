@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import toy
 
-from experiments import build, courses, gather, main, runs, settings, sweep, tables, unseen
+from experiments import build, comparison, courses, gather, main, runs, settings, sweep, tables, unseen
 from experiments.config import Config
 from experiments.recorded import is_complete
 from fedjax_pfl import models, testing, trees
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.data import datasets, partitioners
+from fedjax_pfl.data import datasets, marks, partitioners
 from fedjax_pfl.engine import validate
 from fedjax_pfl.engine.unseen import among, obstacle, scorer
 from fedjax_pfl.errors import InputError
@@ -43,6 +43,7 @@ def test_training_does_not_know_of_them(run, tmp_path):
     everybody = partitioners.load_file(run / "partition.npz", data)
     assert config["clients"] == len(everybody.train) == 6 and len(apart["unseen"]) == 2
     alone = partitioners.select(everybody, np.setdiff1d(np.arange(6), apart["unseen"]))
+    assert "digits (0.2 of it): 6 clients (0.3 of them unseen)" in comparison.title([gather.read(run)])
     toy.assert_same(courses.sizes(gather.read(run)), (alone.train_sizes, alone.test_sizes))
     partitioners.save(tmp_path / "alone.npz", alone, data)
     given = [f"--partition=file:{tmp_path / 'alone.npz'}", "--rounds=2", f"--workdir={tmp_path / 'alone'}"]
@@ -66,6 +67,13 @@ def test_their_scores_are_in_the_last_row_the_summary_and_the_table(run, capsys)
     out = capsys.readouterr().out
     assert "4 clients and 2 unseen" in out and "unseen before" in out and "unseen after" in out
     assert ["unseen/acc" in row for row in rows(run)] == [False] * 3 + [True]
+
+
+def test_marks_are_of_everybody():
+    words = {"algo": "local", "model": "linear", "clients": 6, "data_fraction": 0.2, "unseen": 0.3, "marks": True}
+    found = build.prepare(settings.resolve(words | {"hparams": {}}))
+    assert found.marks == tuple(marks.MARKS[k % 4] for k in range(6))
+    assert found.of_trained(found.marks).tolist() == [found.marks[k] for k in range(6) if k not in found.unseen.ids]
 
 
 @pytest.mark.slow  # three sweeps
