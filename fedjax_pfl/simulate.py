@@ -44,6 +44,9 @@ __all__ = [
 ]
 
 
+_GIVEN = ("models", "sizes", "class_counts", "num_classes", "input")  # by a task's data set, counts and model
+
+
 def task(
     dataset: Dataset,
     class_counts: np.ndarray | Array,
@@ -63,14 +66,14 @@ def task(
         --model=mlp,mlp; those of two calls of `model` are two.
       optimizer: lr -> optax.GradientTransformation.
       options: further fields of Task: epochs, steps (given alone, in place of epochs), rounds,
-        participation, ...
+        participation, ..., not those that the arguments give.
     """
     checked(dataset)
     models = tuple(model) if isinstance(model, Sequence) and not isinstance(model, Model | str) else (model,)
     for each in models:
         callables.model(each, dataset)
     for name in options:
-        choose("option of a task", name, Task._fields)
+        choose("option of a task", name, [field for field in Task._fields if field not in _GIVEN])
     if options.get("steps") is not None:
         options = {"epochs": None} | options
     counts = validate.class_counts(class_counts, dataset.num_classes)

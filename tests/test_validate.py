@@ -18,9 +18,10 @@ from fedjax_pfl.data.federate import federate, others
 from fedjax_pfl.engine import host_state, unseen, validate
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import nets
-from fedjax_pfl.types import Subset
+from fedjax_pfl.types import Model, State, Subset
 
 NAN, INF = float("nan"), float("inf")
+PARTS = ("train", "val", "test")
 KEYS = jax.random.split(jax.random.key(0), 2)
 SCHEDULE = "let its peak be 1 and scale by it, optax.chain"
 
@@ -103,6 +104,37 @@ def ask(id=0, x=None):
     return program.predict(key, program.traced, federation(), state, 0, id, blobs().x[:2] if x is None else x)
 
 
+def run_on_host(change):
+    program, key = host_state.program("fedper", given_task()._replace(participation=(0.5, 0.5))), jax.random.key(0)
+    shapes = jax.eval_shape(simulate.program("fedper", given_task()).init, key, program.traced)
+    state = State(*(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), part) for part in shapes))
+    return next(simulate.rounds(program, key, federation(), rounds=1, state=change(state)))
+
+
+def read_only(x):
+    x.flags.writeable = False
+    return x
+
+
+@functools.cache
+def scorer():
+    return unseen.scorer("fedavg", given_task(), unseen.among(given_task(), np.arange(2)))
+
+
+def score_unseen(server=None, rows=slice(2)):
+    of = lambda part: Subset(*(np.asarray(x)[rows] for x in getattr(federation(), part)))
+    return scorer()(jax.random.key(0), federation()._replace(**{part: of(part) for part in PARTS}), server, 1)
+
+
+def by_hand(**changed):
+    """A model without Flax, with some of it otherwise."""
+    apply = lambda v, x, mask=None, train=False, key=None: (features(v, x)[0] @ v["head"]["w"], v["stats"])
+    features = lambda v, x, mask=None, train=False, key=None: (x @ v["body"]["w"], v["stats"])
+    init = lambda key: {"body": {"w": jnp.ones((6, 3))}, "head": {"w": jnp.ones((3, toy.C))}, "stats": {}}
+    mask = {"body": {"w": False}, "head": {"w": False}, "stats": {}}
+    return Model(init, features, lambda w, h: h @ w["w"], apply, mask, 3)._replace(**changed)
+
+
 def unseen_of(method):
     return unseen.scorer(method, given_task(), given_task())
 
@@ -137,7 +169,7 @@ def rows_of(part, change):
 
 
 def other_clients(f):
-    return f._replace(**{part: Subset(*(x[:4] for x in getattr(f, part))) for part in ("train", "val", "test")})
+    return f._replace(**{part: Subset(*(x[:4] for x in getattr(f, part))) for part in PARTS})
 
 
 def spoiled(value):
@@ -218,6 +250,17 @@ WRONG = [
     (make_task, {"counts": -np.ones((5, 4), int)}, "the least count -1"),
     (make_task, {"counts": np.ones((0, 4), int)}, "class_counts is int64[0, 4]"),
     (make_task, {"counts": "iid"}, "class_counts is <U3[]"),
+    (make_task, {"counts": partitioned()}, "class_counts is a Partition: give `class_counts` of the Federation"),
+    (make_task, {"counts": federation()}, "class_counts is a Federation: give `class_counts` of the Federation"),
+    (make_task, {"model": by_hand(init=lambda key: {"body": {}, "head": {}})}, '{"body", "head", "stats"}, nested'),
+    (make_task, {"model": by_hand(bn_mask={})}, "bn_mask must be like its variables"),
+    (make_task, {"model": by_hand(num_features=7)}, "The model's num_features is 7, and its features are"),
+    (make_task, {"model": by_hand(apply=lambda v, x: (x, {}))}, "`apply` does not take (variables, x, mask=None"),
+    (make_task, {"model": by_hand(features=lambda v, x, **_: x)}, "`features` must return two things, the outputs"),
+    (run_on_host, {"change": lambda s: State({}, {})}, "The state is not one of this program"),
+    (run_on_host, {"change": lambda s: jax.tree.map(read_only, s)}, "which rounds overwrite: `place` the state first"),
+    (score_unseen, {"rows": slice(5)}, "The federation has 5 clients, but the task was made for 2"),
+    (score_unseen, {"server": {}}, "The server is not one that fedavg has trained here: ["),
     (make_task, {"bn_stats": "foo"}, "Unknown bn_stats 'foo': Choose one of aggregate, local, batch"),
     (make_task, {"bn_stats": "Local"}, "Unknown bn_stats 'Local': did you mean 'local'?"),
     (make_task, {"bn_stats": None}, "Unknown bn_stats None"),
@@ -260,6 +303,7 @@ WRONG = [
     (make_task, {"optimizer": lambda lr: optax.sgd(optax.warmup_cosine_decay_schedule(0, lr, 2, 9))}, SCHEDULE),
     (make_task, {"optimizer": lambda lr: optax.sgd(float(lr))}, SCHEDULE),
     (make_task, {"optimizer": lambda: optax.sgd(0.1)}, "optimizer must be a function of the learning rate"),
+    (make_task, {"sizes": np.ones(5, int)}, "Unknown option of a task 'sizes'"),
     (make_task, {"epoch": 2}, "Unknown option of a task 'epoch': did you mean 'epochs'?"),
     (make_task, {"optimizer": optax.lbfgs}, "optimizer asks for more than a gradient"),
     (make_task, {"optimizer": optax.polyak_sgd}, "'value'): take another"),
@@ -358,8 +402,8 @@ WRONG = [
     (give, {"change": lambda p: p.train}, "partition is ndarray, not a Partition"),
     (give, {"test": p.train, "test_sizes": p.train_sizes}, "are in train and in test: keep them apart"),
     (give, {"val": p.test, "val_sizes": p.test_sizes}, "are in val and in test: keep them apart"),
-    (give, {"train": moved("train", p.train[2, 1])}, "are in train more than once"),
-    (give, {"train": moved("train", p.train[3, 0])}, "are in train more than once"),
+    (give, {"train": moved("train", p.train[2, 1])}, "is in train more than once"),
+    (give, {"train": moved("train", p.train[3, 0])}, "is in train more than once"),
     (give, {"test": moved("test", p.train[3, 0])}, "are in train and in test"),
     (give, {"train": moved("train", 200)}, "train holds the row 200, but the data set has rows 0..199"),
     (give, {"test": moved("test", -1)}, "test holds the row -1"),
@@ -370,6 +414,7 @@ WRONG = [
     (others, {"federation": federation(), "dataset": blobs(), "partition": p._replace(test=p.train)}, "in test"),
     (partitioners.of_clients, {"train": [[0]], "test": 7}, "test must have a list of row numbers for each of 1"),
     (partitioners.of_clients, {"train": [0, 1], "test": [2, 3]}, "train must have a list of row numbers"),
+    (partitioners.of_clients, {"train": [[True]], "test": [[1]]}, "row numbers (here bool) for each of 1"),
     (partitioners.of_clients, {"train": iter([]), "test": []}, "each of 0 clients, at least one"),
     (
         functools.partial(partitioners.partition, spec="iid", num_clients=5, seed=0),
@@ -386,6 +431,7 @@ WRONG = [
     (divide, {"test_fraction": None}, "test_fraction=None must be a number"),
     (divide, {"test_split": None}, "Unknown test_split None"),
     (divide, {"spec": None}, "Unknown partition None"),
+    (divide, {"spec": divide}, "is a function: call it, it returns the Partition"),
     (models.model, {"factory": "linearr", "input_shape": (6,), "num_classes": 4}, "did you mean 'linear'?"),
     (models.model, {"factory": None, "input_shape": (6,), "num_classes": 4}, "Unknown model None"),
     (models.model, {"factory": "linear", "input_shape": 6, "num_classes": 4}, "input_shape=6 must be a shape"),
@@ -411,7 +457,7 @@ def test_a_wrong_call_is_one_sentence(case):
     function, arguments, sentence = WRONG[case]
     events = []
     listen = lambda name, *_, **__: events.append(name)
-    federation(), compiled(), on_host()
+    federation(), compiled(), on_host(), scorer()
     jax.monitoring.register_event_time_span_listener(listen)
     try:
         with pytest.raises(InputError) as error:

@@ -283,7 +283,9 @@ def checked(dataset: Dataset) -> Dataset:
     name = check_inputs(dataset)
     x, y = np.asarray(dataset.x), np.asarray(dataset.y)
     if y.ndim != 1 or y.dtype.kind not in "iu" or y.dtype == np.uint64 or not y.size:
-        raise InputError(f"{name} has y {_kind(y[None])}: labels must be y [examples] integers, not empty.")
+        raise InputError(
+            f"{name} has y {_kind(y[None])}: labels must be y [examples] integers, a class each, not empty."
+        )
     if len(x) != len(y):
         raise InputError(f"{name} has {len(x)} inputs x but {len(y)} labels y: store one label each.")
     check(f"{name}: num_train", dataset.num_train, 1, len(y), whole=True, why="it has so many examples")

@@ -218,6 +218,8 @@ def _own(spec: str, dataset: Dataset, num_clients: int, seed: int) -> Partition:
 
 
 def _check_spec(spec: str, test_split: str, dataset: Dataset) -> None:
+    if callable(spec):
+        raise InputError(f"{spec!r} is a function: call it, it returns the Partition.")
     choose("partition", spec, PARTITIONS)
     if test_split == "official" and dataset.num_train == len(dataset.y):
         raise InputError(f"Data set {dataset.name} has no official test set: use test_split=pool.")

@@ -128,7 +128,9 @@ def of_clients(train: Iterable[Any], test: Iterable[Any], val: Iterable[Any] | N
     for part, own in ({"val": [()] * count} | lists).items():
         rows = [_numbers(each) for each in own]
         if len(rows) != count or not rows or any(x.ndim != 1 or x.dtype.kind not in "iu" for x in rows):
-            raise InputError(f"{part} must have a list of row numbers for each of {count} clients, at least one.")
+            kinds = ", ".join(sorted({str(x.dtype) for x in rows if x.dtype.kind not in "iu"}))
+            what = f" (here {kinds})" if kinds else ""
+            raise InputError(f"{part} must have a list of row numbers{what} for each of {count} clients, at least one.")
         arrays |= {part: np.concatenate(rows), f"{part}_sizes": np.array([len(each) for each in rows])}
     return build(**arrays)  # type: ignore[arg-type]  # `moved`, the one int, is not among the arrays
 
@@ -223,7 +225,8 @@ def _check_part(path: Any, part: str, rows: np.ndarray, sizes: np.ndarray, num_c
         own = np.sort(np.repeat(np.arange(num_clients), sizes) * n + rows)
         repeated = np.unique(own[1:][own[1:] == own[:-1]] % n)
     if len(repeated):
-        raise InputError(f"{path}: {len(repeated)} rows, first {repeated[0]}, are in {part} more than once: keep one.")
+        which = f"row {repeated[0]} is" if len(repeated) == 1 else f"{len(repeated)} rows, first {repeated[0]}, are"
+        raise InputError(f"{path}: {which} in {part} more than once: keep one.")
 
 
 def _check_disjoint(path: Any, arrays: dict[str, np.ndarray], n: int) -> None:

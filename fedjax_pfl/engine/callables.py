@@ -1,6 +1,8 @@
 """Functions that a program hands to the library, checked: networks, optimizers, augmentations."""
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,10 +24,10 @@ def model(given: Model, dataset: Dataset) -> None:
         raise InputError(f"model={given!r} must be a Model, as fedjax_pfl.models.model makes it{how}.")
     x = prepared(dataset)
     variables = jax.eval_shape(given.init, jax.random.key(0))
-    try:
-        logits = jax.eval_shape(given.apply, variables, x)[0]
-    except Exception as error:  # of a user's network
-        raise InputError(_misfit(given, variables, x, dataset, error)) from error
+    _parts(given, variables)
+    logits, h = (_returned(given, name, variables, x, dataset) for name in ("apply", "features"))
+    if getattr(h, "shape", ())[-1:] != (given.num_features,):
+        raise InputError(f"The model's num_features is {given.num_features}, and its features are {h} of a batch of 2.")
     shape, expected = getattr(logits, "shape", None), (2, dataset.num_classes)
     if shape is None or shape[:-1] != expected[:-1]:
         raise InputError(f"The model returns {logits} of a batch of 2: it must be logits [B, C], {list(expected)}.")
@@ -34,6 +36,34 @@ def model(given: Model, dataset: Dataset) -> None:
         raise InputError(
             f"The model has {shape[-1]} outputs, but {dataset.name} has {dataset.num_classes} classes: {advice}."
         )
+
+
+def _parts(given: Model, variables: Any) -> None:
+    """Raises InputError for variables that are not of a model's three parts, or a mask of others."""
+    if not isinstance(variables, dict) or set(variables) != {"body", "head", "stats"}:
+        found = ", ".join(map(str, variables)) if isinstance(variables, dict) else type(variables).__name__
+        raise InputError(f'The model\'s `init` must return {{"body", "head", "stats"}}, nested dicts, not {found}.')
+    if jax.tree.structure(given.bn_mask) != jax.tree.structure(variables):  # type: ignore[operator]  # PyTreeDef has no type
+        raise InputError("The model's bn_mask must be like its variables, with a bool in place of each array.")
+
+
+def _returned(given: Model, name: str, variables: Any, x: Any, dataset: Dataset) -> Any:
+    """The shape of what a model's `apply` or `features` returns beside its statistics."""
+    function, mask = getattr(given, name), jax.ShapeDtypeStruct(x.shape[:1], bool)
+    try:
+        inspect.signature(function).bind(variables, x, mask=mask, train=False, key=None)
+    except TypeError as error:
+        wanted = "(variables, x, mask=None, train=False, key=None)"
+        raise InputError(f"The model's `{name}` does not take {wanted}: {error}.") from error
+    try:
+        made = jax.eval_shape(functools.partial(function, train=False, key=None), variables, x, mask=mask)
+    except InputError:
+        raise
+    except Exception as error:  # of a user's network
+        raise InputError(_misfit(given, variables, x, dataset, error)) from error
+    if not isinstance(made, tuple | list) or len(made) != 2:
+        raise InputError(f"The model's `{name}` must return two things, the outputs and the statistics, not {made}.")
+    return made[0]
 
 
 def _misfit(given: Model, variables: Any, x: Any, dataset: Dataset, error: Exception) -> str:

@@ -45,9 +45,13 @@ def program(
     draw, jit = jax.jit(on.draw), functools.partial(jax.jit, compiler_options=compiler_options())
     draw_all = jax.jit(on.init, compiler_options=init_options())
     train, score = jit(on.train, donate_argnums=3), jit(on.score, static_argnums=6)
+    like = jax.eval_shape(on.init, jax.random.key(0), on.traced)
     begin, slot, architecture = starts(on.lengths), groups.slots(task), np.asarray(task.architecture)
 
     def here(state: State, ids: np.ndarray, lengths: tuple[int, ...]) -> State:
+        validate.state(state, like)
+        if not all(isinstance(x, np.ndarray) and x.flags.writeable for x in jax.tree.leaves(state.clients)):
+            raise InputError("Clients' rows must be NumPy arrays, which rounds overwrite: `place` the state first.")
         known, ends = np.minimum(ids, n - 1), starts(lengths)
         inside = lambda g, x: x[np.minimum(slot[known[ends[g] : ends[g + 1]]], len(x) - 1)]
         rows = groups.per_group(lambda x: x[known], inside, len(lengths), state.clients)

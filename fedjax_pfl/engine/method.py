@@ -44,14 +44,16 @@ def bound(
     traced = {name: float(value) for name, value in hparams.items() if known[name].traced and value is not None}
     static = {name: value for name, value in hparams.items() if name not in traced}
 
+    values = traced | {"lr": float(task.lr), "lr_decay": float(lr_decay)}
+
     def algorithm(traced: Traced, t: Array | int) -> Algorithm:
-        traced = {name: jnp.asarray(value, jnp.float32) for name, value in traced.items()}
+        traced = {name: jnp.asarray(value, jnp.float32) for name, value in (values | traced).items()}
         free = {name: value for name, value in traced.items() if name not in ("lr", "lr_decay")}
         lr = traced["lr"] * traced["lr_decay"] ** jnp.asarray(t, jnp.float32)
         with contract.named(factory, "the factory"):
             return factory(task._replace(lr=lr), **static, **free)
 
-    return algorithm, traced | {"lr": float(task.lr), "lr_decay": float(lr_decay)}
+    return algorithm, values
 
 
 def _made(factory: Callable[..., Algorithm], task: Task, hparams: dict[str, Any]) -> Algorithm:

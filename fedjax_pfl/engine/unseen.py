@@ -55,6 +55,10 @@ def scorer(
     on = program(method, everybody, hparams, checked=False, **options)  # type: ignore[arg-type]
 
     def run(key: Array, federation: Federation, server: PyTree, t: Array) -> Scored:
+        validate.number_of_clients(unseen, federation)
+        wanted = jax.eval_shape(on.init, key, on.traced).server
+        if difference := contract.difference(wanted, contract.shapes(server)):
+            raise InputError(f"The server is not one that {method_name(factory)} has trained here: {difference}.")
         traced = {name: jnp.asarray(value, float) for name, value in on.traced.items()}
 
         def one(rows: PyTree, i: Array) -> tuple[PyTree, dict[str, Array]]:

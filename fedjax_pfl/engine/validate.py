@@ -89,6 +89,8 @@ def _variables(given: Task) -> None:
 
 def class_counts(given: Any, num_classes: int) -> np.ndarray:
     """Returns training examples per client and class [N, C], on the host; else InputError."""
+    if isinstance(given, tuple) and hasattr(given, "train"):
+        raise InputError(f"class_counts is a {type(given).__name__}: give `class_counts` of the Federation.")
     counts = np.asarray(given)
     if counts.ndim != 2 or counts.dtype.kind not in "iu" or not counts.size:
         raise InputError(
@@ -198,11 +200,7 @@ def federation(task: Task, given: Federation) -> None:
     batches(task)
     if any(isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable) for x in leaves):
         return
-    n = len(given.train.size)
-    if n != task.num_clients:
-        raise InputError(
-            f"The federation has {n} clients, but the task was made for {task.num_clients}: {_ONE_SOURCE}."
-        )
+    number_of_clients(task, given)
     if not np.array_equal(given.class_counts, task.class_counts) or not np.array_equal(given.train.size, task.sizes):
         raise InputError(f"The federation's clients hold other training examples than the task's: {_ONE_SOURCE}.")
     _public(task, given.public)
@@ -215,8 +213,10 @@ def federation(task: Task, given: Federation) -> None:
     if len(x) != len(y):
         raise InputError(f"The federation's examples have {len(x)} inputs x but {len(y)} labels y: {_ONE_SOURCE}.")
     for part in ("train", "val", "test"):
-        if len(getattr(given, part).size) != n:
-            raise InputError(f"The federation has {n} clients in train, and in {part} another number: {_ONE_SOURCE}.")
+        if len(getattr(given, part).size) != task.num_clients:
+            raise InputError(
+                f"The federation has {task.num_clients} clients in train, and in {part} another number: {_ONE_SOURCE}."
+            )
         rows = _rows(part, getattr(given, part), len(y))
         labels = np.asarray(y)[rows]
         if len(labels) and not (labels.min() >= 0 and labels.max() < task.num_classes):
@@ -224,6 +224,15 @@ def federation(task: Task, given: Federation) -> None:
                 f"The federation has labels {labels.min()}..{labels.max()} in {part}, but the task has "
                 f"{task.num_classes} classes: {_ONE_SOURCE}."
             )
+
+
+def number_of_clients(task: Task, given: Federation) -> None:
+    """Raises InputError unless a federation, which may be traced, has as many clients as the
+    task."""
+    if (n := len(given.train.size)) != task.num_clients:
+        raise InputError(
+            f"The federation has {n} clients, but the task was made for {task.num_clients}: {_ONE_SOURCE}."
+        )
 
 
 def _public(task: Task, given: Examples | None) -> None:
