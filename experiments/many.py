@@ -172,9 +172,9 @@ def _found(path: Path, config: Config) -> tuple[bool, bool]:
     begun, complete = runs.is_run(path), is_complete(path, config)
     if begun:
         settings.check_same(recorded := runs.read_config(path), config, path)
+        _check_end(path, recorded, config)
     if complete:  # else the resume looks at it
         _check_files(path, config)
-        _check_end(path, recorded, config)
     return complete, begun
 
 
@@ -187,16 +187,15 @@ def _check_files(path: Path, config: Config) -> None:
 
 
 def _check_end(path: Path, recorded: Config, config: Config) -> None:
-    """Raises InputError where a complete run has rounds that it would not have by its settings
-    now."""
+    """Raises InputError where a run has more rounds than it would have by --stop_at and --patience
+    as they are now: those of other seeds would have fewer."""
     if stopping.given(recorded) == stopping.given(config):
         return
     run = gather.read(path)
-    now = stopping.progress(config, run.headline, run.rows)
-    if run.said["rounds"] == config.rounds and now and (why := now.why()):
+    if (first := stopping.first(config, run.headline, run.rows)) and first.rounds < run.said["rounds"]:
         raise InputError(
-            f"{path} holds a run of all {config.rounds} rounds, which would have ended before: {why}. Take another "
-            "directory."
+            f"{path} holds a run of {run.said['rounds']} rounds, which would have ended after {first.rounds}: "
+            f"{first.why}. Take another directory."
         )
 
 

@@ -46,16 +46,19 @@ class Clock:
         self.before = {name: said.get("seconds", {}).get(name, 0.0) for name in ("compile", "train")}
         self.before["train"] *= min(1, done / max(1, timed))
         self._start, self._compiling, self._runs = time.perf_counter(), compiling, runs
-        self._end: float | None = None
+        self._end: tuple[float, float] | None = None
         self._compiled = compiling()  # before the rounds
 
     def stop(self) -> None:
         """Counts no further: what is written of one run at the end is no time of the others."""
-        self._end = time.perf_counter()
+        self._end = self._now()
+
+    def _now(self) -> tuple[float, float]:
+        return time.perf_counter() - self._start, self._compiling()
 
     def seconds(self) -> dict[str, float]:
         """Compiling apart from the rest of the rounds, evaluation and writing included."""
-        spent, compiling = (self._end or time.perf_counter()) - self._start, self._compiling()
+        spent, compiling = self._end or self._now()
         now = {"compile": compiling, "train": spent - (compiling - self._compiled)}
         return {name: round(self.before[name] + value / self._runs, 3) for name, value in now.items()}
 

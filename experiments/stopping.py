@@ -132,6 +132,24 @@ def progress(config: Config, headline: Headline, rows: Iterable[Row]) -> Progres
     return functools.reduce(Progress.after, rows, Progress(goal, config.patience, headline))
 
 
+class End(NamedTuple):
+    """After how many rounds a run is to end, and why."""
+
+    rounds: int
+    why: str
+
+
+def first(config: Config, headline: Headline, rows: Iterable[Row]) -> End | None:
+    """Where a run with these rows is to end; None: nowhere among them."""
+    if (now := progress(config, headline, ())) is None:
+        return None
+    for row in rows:
+        now = now.after(row)
+        if why := now.why():
+            return End(row["round"] + 1, why)
+    return None
+
+
 def ended(path: Path, config: Config) -> str | None:
     """What is said of a run that has ended by just these settings, and so does not go on; None of
     any other, and of one whose unseen clients are to be scored after other rounds."""

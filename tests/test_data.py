@@ -336,7 +336,7 @@ def test_labels_are_int32_whatever_integers_they_were():
     p = partition(data, "iid", num_clients=3, seed=0)
     made = federate(data._replace(y=data.y.astype(np.uint8)), p, public=data._replace(y=data.y.astype(np.uint8)))
     assert made.examples.y.dtype == made.public.y.dtype == jnp.int32
-    with pytest.raises(InputError, match="labels must be y"):
+    with pytest.raises(InputError, match="labels y must be integers"):
         partition(data._replace(y=data.y.astype(np.uint64)), "iid", num_clients=3, seed=0)
 
 

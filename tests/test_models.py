@@ -546,7 +546,7 @@ class ScaledByNumPy(Scaled):
 @pytest.mark.parametrize(
     "args, message",
     [
-        ((Dropped, (6,), 3), "Dropping has dropout: let its __call__ take `train` and `rngs`"),
+        ((Dropped, (6,), 3), "Dropping has dropout: let its __call__ take `rngs`"),
         ((Guessing, (6,), 3), "Guessing.head has dropout, and a head gets h alone"),
         ((Scaled, (6,), 3), "Scaled.body.scales is an array: make a constant in `__call__`"),
         ((ScaledByNumPy, (6,), 3), "ScaledByNumPy.body.scales is an array"),

@@ -75,9 +75,11 @@ def test_an_ended_run_is_scored_by_other_targets(ended, tmp_path):
 
 def test_a_whole_run_that_would_have_ended_before_is_not_mixed_with_others(whole, ended, goal):
     config = runs.read_config(whole).replace(stop_at=goal.removeprefix("--stop_at="))
-    with pytest.raises(InputError, match="of all 6 rounds, which would have ended before: pre/acc has reached"):
+    with pytest.raises(InputError, match="of 6 rounds, which would have ended after 3: pre/acc has reached"):
         many._found(whole, config)
     assert many._found(whole, config.replace(stop_at="pre/acc:1")) == many._found(ended, config) == (True, True)
+    with pytest.raises(InputError, match="of 3 rounds, which would have ended after 1: pre/acc has"):
+        many._found(ended, config.replace(stop_at="pre/acc:0.01"))
 
 
 @pytest.mark.slow  # test_checkpoint.py has a run that grows
@@ -119,6 +121,13 @@ def test_patience_counts_evaluations_without_a_better_validation_score(values, w
     assert bool(why(config, rows, ("acc", way))) == ends
     assert not why(config, [{**x, "val/acc": None} for x in rows], ("acc", way))
     assert why(config.replace(patience=0), rows) is None
+
+
+@pytest.mark.parametrize("values, rounds", [((0.5, 0.4, 0.4, 0.4, 0.6), 5), ((0.5, 0.6), None), ((0.5, 0.4, 0.4), 5)])
+def test_the_first_end_counts_also_where_the_score_improves_after_it(values, rounds):
+    rows = [row(2 * t, x) for t, x in enumerate(values)]
+    found = stopping.first(Config(algo="fedavg", patience=2), ("acc", "max"), rows)
+    assert (found and found.rounds) == rounds
 
 
 @pytest.mark.slow  # two runs

@@ -108,7 +108,7 @@ def run_on_host(change):
     program, key = host_state.program("fedper", given_task()._replace(participation=(0.5, 0.5))), jax.random.key(0)
     shapes = jax.eval_shape(simulate.program("fedper", given_task()).init, key, program.traced)
     state = State(*(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), part) for part in shapes))
-    return next(simulate.rounds(program, key, federation(), rounds=1, state=change(state)))
+    return next(simulate.rounds(program, key, federation(), rounds=1, eval_every=0, state=change(state)))
 
 
 def read_only(x):
@@ -208,9 +208,9 @@ WRONG = [
     (make_task, {"dataset": {"num_classes": 2}}, "has 2 classes but labels 0..3"),
     (make_task, {"dataset": {"num_classes": 0}}, "num_classes=0 is outside"),
     (make_task, {"dataset": {"num_classes": "4"}}, "num_classes='4' must be a whole number"),
-    (make_task, {"dataset": {"y": y.astype(float)}}, "y [examples] integers"),
-    (make_task, {"dataset": {"y": y[:, None]}}, "y [examples] integers"),
-    (make_task, {"dataset": {"y": y[:0]}}, "y [examples] integers"),
+    (make_task, {"dataset": {"y": y.astype(float)}}, "labels y must be integers"),
+    (make_task, {"dataset": {"y": y[:, None]}}, "labels y must be integers"),
+    (make_task, {"dataset": {"y": y[:0]}}, "labels y must be integers"),
     (make_task, {"dataset": {"y": list(y)}}, "has y as list: make it an array"),
     (make_task, {"dataset": {"x": blobs().x.tolist()}}, "has x as list: make it an array"),
     (make_task, {"dataset": {"x": blobs().x[:, :0]}}, "x must be [examples, ...], not empty"),
@@ -256,6 +256,7 @@ WRONG = [
     (make_task, {"model": by_hand(bn_mask={})}, "bn_mask must be like its variables"),
     (make_task, {"model": by_hand(num_features=7)}, "The model's num_features is 7, and its features are"),
     (make_task, {"model": by_hand(apply=lambda v, x: (x, {}))}, "`apply` does not take (variables, x, mask=None"),
+    (make_task, {"model": by_hand(apply=lambda v, x, mask, train, key: (x, {}))}, "train=False, key=None): missing"),
     (make_task, {"model": by_hand(features=lambda v, x, **_: x)}, "`features` must return two things, the outputs"),
     (run_on_host, {"change": lambda s: State({}, {})}, "The state is not one of this program"),
     (run_on_host, {"change": lambda s: jax.tree.map(read_only, s)}, "which rounds overwrite: `place` the state first"),
@@ -616,3 +617,16 @@ def test_a_model_that_is_listed_twice_is_one_architecture():
     assert mixed.models == (mlp, other) and mixed.architecture.tolist() == [[0, 1, 0][i % 3] for i in range(n)]
     given = make_task(model=[other, mlp, other], architecture=[2, 1, *[0] * (n - 2)])
     assert given.models == (other, mlp) and given.architecture.tolist() == [0, 1, *[0] * (n - 2)]
+
+
+def test_traced_values_that_are_left_out_are_the_programs():
+    program, key = make_program("fedprox", {"rounds": 1}, lr_decay=0.5), jax.random.key(0)
+    state, step = program.init(key, {}), jax.jit(program.round)
+    assert set(program.traced) == {"lr", "lr_decay", "mu"}
+    whole, none, some, other = (
+        step(key, traced, federation(), state, 1, True)[0].server
+        for traced in (program.traced, {}, {"mu": program.traced["mu"]}, {"lr": 0.2})
+    )
+    toy.assert_same(none, whole)
+    toy.assert_same(some, whole)
+    assert not np.allclose(other["head"]["kernel"], whole["head"]["kernel"])

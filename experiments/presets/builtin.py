@@ -13,7 +13,7 @@ _HPARAMS = {"fedcp": {"lam": 1.0}}  # the paper's 5 goes with its lr of 0.005; w
 
 BUILTIN: dict[str, Preset] = {
     "digits": Preset(
-        description="digits, 100 clients of 17 or 18, Dirichlet 0.1 per class, an MLP of 64: the first thing to run",
+        description="digits, 100 clients of 17 or 18, Dirichlet over classes (0.1 each), MLP of 64: run it first",
         settings={
             "dataset": "digits",
             "partition": "dirichlet_hsu",

@@ -72,10 +72,8 @@ _PROTOCOL_SAME = (
     "the mean accuracy of all clients' models at the end of the last round. The paper names a CNN of McMahan et al., "
     "a step size of 0.005 and that each client has all labels; batch, epochs and rounds are those of Table 1. FedAvg "
     "fine-tuned with 20 clients on CIFAR-10, 42.88, is below FedAvg and below its own number with 100 clients: likely "
-    "a misprint. With a tenth of 100 clients per round the last round's scores after local training are of its ten "
-    "clients; all clients' are post_latest/acc."
+    "a misprint."
 )
-_BEFORE = ("fedavg", "fedavg_ft", "per_fedavg", "pfedhn")  # what they predict with is ready before local training
 _ALONE = ("fedavg", "per_fedavg", "fedavg_ft", "pfedme", "fedamp", "fedfomo", "pfedhn", "mnfl")
 
 
@@ -86,8 +84,7 @@ def _same(dataset: str, few: str, many: str) -> Preset:
         description=f"MNFL, Table 2, {_NAMES[dataset]}: everybody the CNN, all classes (--clients=100 "
         "--participation=0.1)",
         settings={k: v for k, v in {**_SETTINGS, "dataset": dataset, **changed}.items() if k != "classes_per_client"},
-        headline="post/acc",
-        headlines=dict.fromkeys(_BEFORE, "pre/acc"),
+        headline="pre/acc",  # after the last round, of the model that is kept of each client
         published=numbers(_ALONE, few),
         cells=(Cell({"clients": 100, "participation": "0.1"}, numbers(_ALONE, many)),),
         own=("mnfl",),

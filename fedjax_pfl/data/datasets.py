@@ -284,7 +284,7 @@ def checked(dataset: Dataset) -> Dataset:
     x, y = np.asarray(dataset.x), np.asarray(dataset.y)
     if y.ndim != 1 or y.dtype.kind not in "iu" or y.dtype == np.uint64 or not y.size:
         raise InputError(
-            f"{name} has y {_kind(y[None])}: labels must be y [examples] integers, a class each, not empty."
+            f"{name} has y {_kind(y[None])}: labels y must be integers [examples], a class for each example."
         )
     if len(x) != len(y):
         raise InputError(f"{name} has {len(x)} inputs x but {len(y)} labels y: store one label each.")

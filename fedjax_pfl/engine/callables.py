@@ -1,7 +1,6 @@
 """Functions that a program hands to the library, checked: networks, optimizers, augmentations."""
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -49,14 +48,16 @@ def _parts(given: Model, variables: Any) -> None:
 
 def _returned(given: Model, name: str, variables: Any, x: Any, dataset: Dataset) -> Any:
     """The shape of what a model's `apply` or `features` returns beside its statistics."""
-    function, mask = getattr(given, name), jax.ShapeDtypeStruct(x.shape[:1], bool)
+    function = getattr(given, name)
     try:
-        inspect.signature(function).bind(variables, x, mask=mask, train=False, key=None)
+        signature = inspect.signature(function)
+        signature.bind(variables, x)
+        signature.bind(variables, x, mask=None, train=False, key=None)
     except TypeError as error:
         wanted = "(variables, x, mask=None, train=False, key=None)"
         raise InputError(f"The model's `{name}` does not take {wanted}: {error}.") from error
     try:
-        made = jax.eval_shape(functools.partial(function, train=False, key=None), variables, x, mask=mask)
+        made = jax.eval_shape(function, variables, x)
     except InputError:
         raise
     except Exception as error:  # of a user's network

@@ -49,9 +49,6 @@ def program(
     begin, slot, architecture = starts(on.lengths), groups.slots(task), np.asarray(task.architecture)
 
     def here(state: State, ids: np.ndarray, lengths: tuple[int, ...]) -> State:
-        validate.state(state, like)
-        if not all(isinstance(x, np.ndarray) and x.flags.writeable for x in jax.tree.leaves(state.clients)):
-            raise InputError("Clients' rows must be NumPy arrays, which rounds overwrite: `place` the state first.")
         known, ends = np.minimum(ids, n - 1), starts(lengths)
         inside = lambda g, x: x[np.minimum(slot[known[ends[g] : ends[g + 1]]], len(x) - 1)]
         rows = groups.per_group(lambda x: x[known], inside, len(lengths), state.clients)
@@ -66,6 +63,8 @@ def program(
     def round(
         key: Array, traced: Traced, federation: Federation, state: State, t: Array, evaluated: Array
     ) -> tuple[State, Round]:
+        validate.state(state, like)
+        _check_writable(state.clients)
         ids, active = jax.device_get(draw(on.placement, key, t))
         new, known = train(key, traced, federation, here(state, ids, on.lengths), ids, active, t, evaluated)
 
@@ -91,6 +90,7 @@ def program(
             yield from ((ids, only) for ids in members.reshape(-1, length))
 
     def scores(key: Array, traced: Traced, federation: Federation, state: State, t: Array) -> dict[str, Any]:
+        validate.state(state, like)
         found: dict[str, np.ndarray] = {}
         for ids, lengths in blocks():
             block = jax.device_get(score(key, traced, federation, here(state, ids, lengths), ids, t, lengths))
@@ -116,6 +116,11 @@ def _check_some_stay(task: Task) -> None:
             f"client_memory=host keeps the clients that are not in the round on the host, but with participation=1 "
             f"all {n} are: leave it out."
         )
+
+
+def _check_writable(clients: PyTree) -> None:
+    if not all(isinstance(x, np.ndarray) and x.flags.writeable for x in jax.tree.leaves(clients)):
+        raise InputError("Clients' rows must be NumPy arrays, which rounds overwrite: `place` the state first.")
 
 
 def _on_cpu(tree: PyTree) -> PyTree:

@@ -60,9 +60,8 @@ def _constants(module: nnx.Module) -> None:
     means nothing in another one."""
     for path, part in nnx.iter_modules(module):
         for name, value in vars(part).items():
-            if any(
-                isinstance(x, jax.Array | np.ndarray) for x in (value if isinstance(value, tuple | list) else (value,))
-            ):
+            leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, nnx.Module | nnx.Variable))
+            if any(isinstance(x, jax.Array | np.ndarray) for x in leaves):
                 full = ".".join(map(str, (type(module).__name__, *path, name)))
                 raise InputError(f"{full} is an array: make a constant in `__call__`, where it is used.")
 
@@ -92,7 +91,7 @@ def _takes_integers(shape: Callable[[jax.ShapeDtypeStruct], Any], example: jax.S
     return False
 
 
-_NEEDS = {"batch norm": (nnx.BatchNorm, ("mask", "train")), "dropout": (nnx.Dropout, ("train", "rngs"))}
+_NEEDS = {"batch norm": (nnx.BatchNorm, ("mask", "train")), "dropout": (nnx.Dropout, ("rngs",))}
 
 
 def called(module: nnx.Module) -> None:
@@ -100,7 +99,7 @@ def called(module: nnx.Module) -> None:
     need."""
     taken = set(inspect.signature(module.__call__).parameters)
     for what, (layer, needed) in _NEEDS.items():
-        there = any(isinstance(part, layer) for _, part in nnx.iter_modules(module))
+        there = any(isinstance(part, layer) and getattr(part, "rate", 1) for _, part in nnx.iter_modules(module))
         if there and not set(needed) <= taken:
             names = " and ".join(f"`{name}`" for name in needed)
             raise InputError(f"{type(module).__name__} has {what}: let its __call__ take {names}, for it.")
@@ -131,7 +130,7 @@ def parts(module: nnx.Module) -> None:
             f"{type(module).__name__} has a variable in both body and head: give each its own, as they are trained and "
             "sent apart."
         )
-    if any(isinstance(part, nnx.Dropout) for _, part in nnx.iter_modules(head)):
+    if any(isinstance(part, nnx.Dropout) and part.rate for _, part in nnx.iter_modules(head)):
         raise InputError(f"{type(module).__name__}.head has dropout, and a head gets h alone: move it into the body.")
     _constants(module)
     _variables(

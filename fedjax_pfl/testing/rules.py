@@ -54,7 +54,7 @@ def padding(s: Subject) -> None:
 def _poisoned(f: Federation, at: np.ndarray) -> Federation:
     """NaN, or another integer, in some examples."""
     x = np.array(f.examples.x)
-    x[at] = np.nan if np.issubdtype(x.dtype, np.floating) else 9 - x[at]
+    x[at] = np.nan if jnp.issubdtype(x.dtype, jnp.floating) else 9 - x[at]
     return f._replace(examples=f.examples._replace(x=jnp.asarray(x)))
 
 
@@ -85,13 +85,13 @@ def inactive(s: Subject) -> None:
 
 
 def _nothing(x: np.ndarray) -> Any:
-    return np.nan if np.issubdtype(x.dtype, np.floating) else np.zeros((), x.dtype)
+    return np.nan if jnp.issubdtype(x.dtype, jnp.floating) else np.zeros((), x.dtype)
 
 
 def _finite(result: tuple[State, Round], clients: np.ndarray) -> None:
     for what, tree in (("server", result[0].server), ("clients", rows_of(result[0].clients, clients))):
         for path, x in jax.tree_util.tree_leaves_with_path(tree):
-            if np.issubdtype(x.dtype, np.floating) and not np.isfinite(x).all():
+            if jnp.issubdtype(x.dtype, jnp.floating) and not np.isfinite(x).all():
                 raise ContractViolation(f"{what}{jax.tree_util.keystr(path)} is not finite")
 
 
@@ -103,7 +103,7 @@ def absent(s: Subject) -> None:
     same("clients", rows_of(state.clients, gone), rows_of(s.start.clients, gone), gone)
     leaves = zip(*(jax.tree.leaves(rows_of(x.clients, here)) for x in (state, s.start)), strict=True)
     # a choice, such as of a cluster, may have settled
-    moved = [np.any(x != y) for x, y in leaves if np.issubdtype(x.dtype, np.floating)]
+    moved = [np.any(x != y) for x, y in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
     if moved and not any(moved):
         raise ContractViolation("no row of State.clients changes in a round")
 
