@@ -241,7 +241,9 @@ class Accepted(Exception):
 
 
 def tree(path):
-    return {p.relative_to(path): p.read_bytes() if p.is_file() else None for p in path.rglob("*")}
+    """All that lies there, but what Python compiled of a file that it imported."""
+    found = (p for p in path.rglob("*") if "__pycache__" not in p.parts)
+    return {p.relative_to(path): p.read_bytes() if p.is_file() else None for p in found}
 
 
 @pytest.fixture

@@ -81,8 +81,9 @@ def test_more_rounds_by_default_are_more_rounds(folder, said):
 
 
 @pytest.mark.slow
-def test_the_same_command_runs_what_is_missing(folder, said, monkeypatch, capsys):
-    started = []
+def test_the_same_command_runs_what_is_missing(folder, said, monkeypatch, capsys, tmp_path):
+    folder, started = shutil.copytree(folder, tmp_path / "seeds"), []
+    assert main.run(["--resume", f"--workdir={folder / 'seed5'}", "--rounds=2"]) == 0
     monkeypatch.setattr(session, "train_into", lambda given, *_: started.extend(given) or 0)
     command = [*TINY, "--seed=4", "--seeds=4", f"--workdir={folder}"]
     assert main.run([*command, "--rounds=1"]) == 2 and "a run of 2 rounds" in capsys.readouterr().err and not started
