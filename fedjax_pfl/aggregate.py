@@ -17,15 +17,15 @@ def shares(weight: PyTree, active: Array) -> PyTree:
       active: [S] bool.
 
     Returns:
-      The same tree of shares that sum to 1 over the clients, or are all 0 where no active client
-      has a weight.
+      The same tree of shares that sum to 1 over the clients; all 0 where the weights of the active
+      clients sum to 0, all NaN where their sum is not finite, so that the mean is seen to be.
     """
 
     def share(w: Array | None) -> Array:
         w = jnp.ones(active.shape) if w is None else jnp.asarray(w, jnp.float32)
         w = jnp.where(trees.expand(active, w.ndim), w, 0)
         total = jnp.sum(w, axis=0, keepdims=True)
-        return w / jnp.where(total > 0, total, 1)
+        return w / jnp.where(jnp.isfinite(total), jnp.where(total != 0, total, 1), jnp.nan)
 
     return jax.tree.map(share, weight, is_leaf=lambda w: w is None)
 
@@ -37,7 +37,7 @@ def weigh(share: PyTree, tree: PyTree) -> PyTree:
 
     def times(p: Array, x: Array) -> Array:
         p = trees.align(p, x.ndim)
-        return jnp.where(p > 0, p * x, 0)
+        return jnp.where(p != 0, p * jnp.where(p != 0, x, 0), 0)  # the inner one is for the gradient by p
 
     return jax.tree.map(lambda p, part: jax.tree.map(lambda x: times(p, x), part), share, tree)
 
@@ -46,7 +46,7 @@ def filled(shares: PyTree, mean: PyTree, default: PyTree) -> PyTree:
     """The mean where some client has a share, else `default`; shares as `shares` returns them."""
 
     def fill(share: Array, mean: PyTree, default: PyTree) -> PyTree:
-        return trees.choose(jnp.sum(share, axis=0) > 0, mean, default)
+        return trees.choose(jnp.sum(share, axis=0) != 0, mean, default)
 
     return jax.tree.map(fill, shares, mean, default)
 

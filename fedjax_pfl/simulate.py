@@ -169,6 +169,8 @@ def _check_traced(program: Program, values: Traced) -> None:
         raise InputError(f"traced={values!r} must be {{name: value}}: {{}} for the program's own values.")
     for name, value in values.items():
         choose("traced hyperparameter", name, program.traced)
+        if program.task is not None and np.ndim(value):
+            raise InputError(f"{name} is {list(np.shape(value))}: it must be one value; jax.vmap is for several.")
         if name in ("lr", "lr_decay") and not isinstance(value, jax.core.Tracer):
             check(name, value, 0, math.inf, open_low=True)
     if program.static is not None:

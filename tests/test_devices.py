@@ -56,6 +56,19 @@ def test_program_says_what_its_layout_means():
         assert name == "task" or f"\n  {name}: " in said, name
 
 
+@pytest.mark.skipif(jax.device_count() < 2, reason="one device")
+def test_the_derivative_along_a_learning_rate_is_that_of_one_device():
+    f, key, found = toy.federation(), jax.random.key(0), []
+    for devices in (1, 2):
+        program = simulate.program("ditto", toy.task("linear"), devices=devices)
+        loss = lambda lr, program=program: simulate.curve(program, key, {"lr": lr}, f, rounds=2, eval_every=0)[
+            1
+        ].loss.sum(1)
+        found.append(jax.jit(lambda lr, loss=loss: jax.jvp(loss, (lr,), (jnp.float32(1),)))(jnp.float32(0.05)))
+    assert_close(found[1], found[0], 1e-4)
+    assert np.all(found[0][1])
+
+
 def mixed(*nets):
     """Two clients of each network; the first of them has the most examples where the last has the
     least."""

@@ -126,6 +126,26 @@ def test_shares_by_column():
     np.testing.assert_allclose(got, [[0.25, 0, 0], [0.75, 0, 1], [0, 0, 0]])
 
 
+def test_a_weight_that_is_not_finite_is_seen_in_the_mean():
+    """Else the server would stay where it is, and the run go on."""
+    active, x, default = np.array([True, True, False]), jnp.array([1.0, 3, jnp.nan]), jnp.float32(9)
+
+    def mean(w, x=x):
+        share = aggregate.shares(w, active)
+        return aggregate.filled(share, jnp.sum(jax.vmap(aggregate.weigh)(share, x), axis=0), default)
+
+    assert mean(jnp.zeros(3)) == 9 and mean(jnp.array([1.0, 3, 7])) == 2.5
+    for weight in ([np.nan, 1, 1], [np.inf, 1, 1], [3e38, 3e38, 1]):
+        assert np.isnan(mean(jnp.array(weight, jnp.float32)))
+    assert np.isfinite(jax.grad(mean)(jnp.array([1.0, 3, 7]))).all()
+    assert np.isfinite(jax.grad(mean, 1)(jnp.array([1.0, 3, 7]), x)).all()
+
+
+def test_a_gradient_of_zero_is_the_minimum():
+    norms = jnp.array([0.166, 0.0, 7.77, 3507.0])
+    np.testing.assert_array_equal(SOLVERS["fista"](jnp.diag(norms), jnp.ones(4, bool)), [0, 1, 0, 0])
+
+
 def test_the_gap_is_that_of_the_active_tasks():
     """Else no solver stopped before its last iteration."""
     half = np.float32([0.5, 0.5, 0])

@@ -88,6 +88,12 @@ def test_a_run_that_diverges_leaves_the_others_as_they_are():
 def test_what_cannot_be_one_program_is_refused():
     first, second = federations()
     programs = runs_of("ditto")
+    with pytest.raises(InputError, match="There are 2 programs and 1 federations: give one to each run"):
+        simulate.vectorized(programs, [first])
+    several, both = simulate.vectorized(programs, [first, second], checked=False)
+    for keys in (KEYS[0], KEYS[:1]):
+        with pytest.raises(InputError, match="These are 2 runs: give each a key"):
+            next(simulate.rounds_at_once(several, keys, both, None, rounds=1))
     with pytest.raises(InputError, match="arrays of the same shapes"):
         simulate.vectorized(programs, [first, toy.federation(width=20)])
     with pytest.raises(InputError, match="need one device"):

@@ -31,6 +31,7 @@ class Compiled(NamedTuple):
         ..., tuple[State, Round]
     ]  # (key, traced, federation, State, t, evaluated, count): metrics [count, ...]
     memory: Memory  # of the larger of evaluation and step
+    together: bool = False  # may a step be of several rounds?
 
 
 def compiled(
@@ -54,7 +55,7 @@ def compiled(
     step = jax.jit(run, donate_argnums=3, **options).lower(*given, np.bool_(True), np.int32(1)).compile()
     evaluate = jax.jit(program.evaluate, **options).lower(*given).compile()
     devices = 1 if program.mesh is None else len(program.mesh.local_devices)
-    return Compiled(init, evaluate, step, memory.of([evaluate, step], devices=devices))
+    return Compiled(init, evaluate, step, memory.of([evaluate, step], devices=devices), together)
 
 
 def _as_it_is(program: Program) -> bool:
@@ -96,8 +97,9 @@ def rounds(
 
     Args:
       state: after `start` rounds, of a Result of the same layout, or of another one as
-        `program.place(other.unplace(state))` has it: clients' rows lie where they are trained. It
-        is donated, as the states of the results are: `jax.device_get` one to keep it.
+        `program.place(other.unplace(state))` has it: clients' rows lie where they are trained, and
+        by architecture, with several also on one device. It is donated, as the states of the
+        results are: `jax.device_get` one to keep it.
       functions: what `compiled` returned for the same arguments; None: compiled here.
       until: asked before each round; True: there is no further one, only the closing scores. The
         state is then sure to be there after each evaluated round, too.
@@ -130,14 +132,20 @@ def rounds_at_once(
     keys: Array,
     federation: Federation,
     functions: Compiled,
-    **options: Any,
+    *,
+    rounds: int,
+    eval_every: int = 1,
+    start: int = 0,
+    state: State | None = None,
+    state_every: int = 1,
+    until: Callable[[], bool] | None = None,
 ) -> Iterator[list[Result | DivergenceError]]:
     """Runs several experiments in one, round by round: `rounds` for what `vectorized` returns.
 
     Args:
       keys: [R], of each run.
       functions: what `compiled` returned for the same arguments.
-      options: rounds, eval_every, start, state, state_every and until, as `rounds` takes them.
+      rounds: and the others, as `rounds` takes them.
 
     Yields:
       for each run its Result, with the state of all (`trees.gather` takes one's), or the error
@@ -146,9 +154,12 @@ def rounds_at_once(
     if not np.ndim(program.traced["lr"]):
         raise InputError("This program is of one run: `rounds` runs it, and `vectorized` makes one of several.")
     validate.kind_of_key(keys)
+    if (count := np.size(program.traced["lr"])) != (len(keys) if np.ndim(keys) else 0):
+        raise InputError(f"These are {count} runs: give each a key, as jax.random.split(key, {count}) makes them.")
     num_clients = federation.train.size.shape[-1]  # [R, N], or [N] where all runs share them
-    options = {"eval_every": 1, "start": 0, "state": None, "state_every": 1, "until": None} | options
-    validate.rounds(*(options[name] for name in ("rounds", "eval_every", "start", "state", "state_every")))
+    validate.rounds(rounds, eval_every, start, state, state_every)
+    options: dict[str, Any] = {"eval_every": eval_every, "state_every": state_every, "start": start}
+    options |= {"rounds": rounds, "state": state, "until": until}
     failed: dict[int, DivergenceError] = {}
     for t, state, metrics, pre in _course(program, keys, federation, functions, **options):
         found: list[Result | DivergenceError] = []
@@ -181,7 +192,7 @@ def _course(
     key, traced, federation = _arguments(program, key, federation)
     if state is None:
         state = run.init(key, traced, federation.placement)
-    together = not _as_it_is(program) and 1 not in (eval_every, state_every)
+    together = run.together and 1 not in (eval_every, state_every)
     few, t = 1, start
     while t < rounds and not (until is not None and until()):
         wanted = bool(eval_every) and (t % eval_every == 0 or t == rounds - 1)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from fedjax_pfl import groups, local, trees
@@ -277,6 +277,7 @@ _unmark.def_impl(lambda x: x)
 _unmark.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype))
 mlir.register_lowering(_unmark, lambda ctx, x: [x])
 batching.defvectorized(_unmark)
+ad.deflinear2(_unmark, lambda ct, _: [ct])
 
 
 def without_mesh(tree: PyTree) -> PyTree:

@@ -40,6 +40,10 @@ def vectorized(
         of another task, or anything else in which a program differs from the first (Python
         callbacks are not compared).
     """
+    if not programs or len(programs) != len(federations):
+        raise InputError(
+            f"There are {len(programs)} programs and {len(federations)} federations: give one to each run."
+        )
     first = programs[0]
     if first.on_host or first.mesh is not None:
         raise InputError("Several runs at once need one device that holds the clients' rows.")

@@ -67,7 +67,8 @@ def fista(gram: Array, mask: Array) -> Array:
 
     loop = (jnp.int32(0), linear, linear, jnp.ones((), gram.dtype))
     loop = jax.lax.while_loop(lambda loop: _unsolved(gram, mask, simplex(loop[1]), loop[0]), improve, loop)
-    return simplex(loop[1])
+    zero = mask & (d <= 0)  # such a gradient is the minimum by itself, and has no scale
+    return jnp.where(jnp.any(zero), uniform(zero, gram.dtype), simplex(loop[1]))
 
 
 def frank_wolfe(gram: Array, mask: Array) -> Array:
