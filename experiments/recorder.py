@@ -57,7 +57,8 @@ class Clock:
         return time.perf_counter() - self._start, self._compiling()
 
     def seconds(self) -> dict[str, float]:
-        """Compiling apart from the rest of the rounds, evaluation and writing included."""
+        """Compiling apart from the rest of the rounds, evaluation and what is written meanwhile
+        included."""
         spent, compiling = self._end or self._now()
         now = {"compile": compiling, "train": spent - (compiling - self._compiled)}
         return {name: round(self.before[name] + value / self._runs, 3) for name, value in now.items()}

@@ -340,15 +340,15 @@ BAD_FILES = {
     "row negative": ({"test": [4, -1]}, r"test holds the row -1, but the data set has rows 0..1999"),
     "no training example": ({"train_sizes": [4, 0]}, r"client 1 has no train example"),
     "no test example": ({"test_sizes": [0, 2]}, r"client 0 has no test example"),
-    "train in test": ({"test": [3, 5]}, r"1 rows, first 3, are in train and in test: keep them apart"),
-    "train in val": ({"val": [9, 0], "val_sizes": [1, 1]}, r"1 rows, first 0, are in train and in val"),
+    "train in test": ({"test": [3, 5]}, r"row 3 is in train and in test: keep them apart"),
+    "train in val": ({"val": [9, 0], "val_sizes": [1, 1]}, r"row 0 is in train and in val"),
     "beyond int64": ({"train": np.array([0, 1, 2, 2**64 - 1], np.uint64)}, r"train holds the row -1"),
     "sizes beyond int64": ({"train_sizes": [2**62] * 3 + [2**62 + 4]}, r"train_sizes sum to 4 but train has 4 rows"),
-    "twice in train": ({"train": [0, 1, 1, 3]}, r"1 rows, first 1, are in train more than once"),
-    "twice in test": ({"test": [4, 4, 5], "test_sizes": [2, 1]}, r"1 rows, first 4, are in test more than once"),
+    "twice in train": ({"train": [0, 1, 1, 3]}, r"row 1 is in train more than once"),
+    "twice in test": ({"test": [4, 4, 5], "test_sizes": [2, 1]}, r"row 4 is in test more than once"),
     "val alone": ({"val": [9]}, r"has only one of val and val_sizes: store both, or neither"),
     "val_sizes alone": ({"val_sizes": [0, 0]}, r"has only one of val and val_sizes: store both, or neither"),
-    "val in test": ({"val": [9, 4], "val_sizes": [1, 1]}, r"1 rows, first 4, are in val and in test"),
+    "val in test": ({"val": [9, 4], "val_sizes": [1, 1]}, r"row 4 is in val and in test"),
 }
 
 

@@ -405,7 +405,7 @@ WRONG = [
     (give, {"val": p.test, "val_sizes": p.test_sizes}, "are in val and in test: keep them apart"),
     (give, {"train": moved("train", p.train[2, 1])}, "is in train more than once"),
     (give, {"train": moved("train", p.train[3, 0])}, "is in train more than once"),
-    (give, {"test": moved("test", p.train[3, 0])}, "are in train and in test"),
+    (give, {"test": moved("test", p.train[3, 0])}, "is in train and in test"),
     (give, {"train": moved("train", 200)}, "train holds the row 200, but the data set has rows 0..199"),
     (give, {"test": moved("test", -1)}, "test holds the row -1"),
     (give, {"train_sizes": without("train_sizes")}, "client 2 has no train example"),

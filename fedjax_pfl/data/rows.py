@@ -225,8 +225,7 @@ def _check_part(path: Any, part: str, rows: np.ndarray, sizes: np.ndarray, num_c
         own = np.sort(np.repeat(np.arange(num_clients), sizes) * n + rows)
         repeated = np.unique(own[1:][own[1:] == own[:-1]] % n)
     if len(repeated):
-        which = f"row {repeated[0]} is" if len(repeated) == 1 else f"{len(repeated)} rows, first {repeated[0]}, are"
-        raise InputError(f"{path}: {which} in {part} more than once: keep one.")
+        raise InputError(f"{path}: {_these(repeated)} in {part} more than once: keep one.")
 
 
 def _check_disjoint(path: Any, arrays: dict[str, np.ndarray], n: int) -> None:
@@ -235,6 +234,9 @@ def _check_disjoint(path: Any, arrays: dict[str, np.ndarray], n: int) -> None:
             np.bincount(arrays[one], minlength=n).astype(bool) & np.isin(np.arange(n), arrays[other])
         )
         if len(shared):
-            raise InputError(
-                f"{path}: {len(shared)} rows, first {shared[0]}, are in {one} and in {other}: keep them apart."
-            )
+            raise InputError(f"{path}: {_these(shared)} in {one} and in {other}: keep them apart.")
+
+
+def _these(rows: np.ndarray) -> str:
+    """Rows as the subject of a sentence, with its verb."""
+    return f"row {rows[0]} is" if len(rows) == 1 else f"{len(rows)} rows, first {rows[0]}, are"
