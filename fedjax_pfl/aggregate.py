@@ -18,7 +18,7 @@ def shares(weight: PyTree, active: Array) -> PyTree:
 
     Returns:
       The same tree of shares that sum to 1 over the clients; all 0 where the weights of the active
-      clients sum to 0, all NaN where their sum is not finite, so that the mean is seen to be.
+      clients sum to 0; all NaN, and so the mean, where their sum is not finite.
     """
 
     def share(w: Array | None) -> Array:
