@@ -192,10 +192,10 @@ def _check_end(path: Path, recorded: Config, config: Config) -> None:
     if stopping.given(recorded) == stopping.given(config):
         return
     run = gather.read(path)
-    if (first := stopping.first(config, run.headline, run.rows)) and first.rounds < run.said["rounds"]:
+    if (end := stopping.first_end(config, run.headline, run.rows)) and end.rounds < run.said["rounds"]:
         raise InputError(
-            f"{path} holds a run of {run.said['rounds']} rounds, which would have ended after {first.rounds}: "
-            f"{first.why}. Take another directory."
+            f"{path} holds a run of {run.said['rounds']} rounds, which would have ended after {end.rounds}: "
+            f"{end.why}. Take another directory."
         )
 
 

@@ -139,7 +139,7 @@ class End(NamedTuple):
     why: str
 
 
-def first(config: Config, headline: Headline, rows: Iterable[Row]) -> End | None:
+def first_end(config: Config, headline: Headline, rows: Iterable[Row]) -> End | None:
     """Where a run with these rows is to end; None: nowhere among them."""
     if (now := progress(config, headline, ())) is None:
         return None

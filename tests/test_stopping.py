@@ -126,7 +126,7 @@ def test_patience_counts_evaluations_without_a_better_validation_score(values, w
 @pytest.mark.parametrize("values, rounds", [((0.5, 0.4, 0.4, 0.4, 0.6), 5), ((0.5, 0.6), None), ((0.5, 0.4, 0.4), 5)])
 def test_the_first_end_counts_also_where_the_score_improves_after_it(values, rounds):
     rows = [row(2 * t, x) for t, x in enumerate(values)]
-    found = stopping.first(Config(algo="fedavg", patience=2), ("acc", "max"), rows)
+    found = stopping.first_end(Config(algo="fedavg", patience=2), ("acc", "max"), rows)
     assert (found and found.rounds) == rounds
 
 

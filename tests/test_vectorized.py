@@ -15,6 +15,7 @@ from toy import assert_close
 
 from fedjax_pfl import models, simulate, trees
 from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.engine import loop
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import layers, nets
 
@@ -83,6 +84,16 @@ def test_a_run_that_diverges_leaves_the_others_as_they_are():
     for calm, results in zip(at_once(programs, given), at_once(wild, given), strict=True):
         toy.assert_same(results[0].state, calm[0].state)
         assert isinstance(results[1], simulate.DivergenceError) and "not finite in round 0:" in str(results[1])
+
+
+@pytest.mark.parametrize("intervals", [(1, 3), (3, 1)])
+def test_functions_compiled_for_other_intervals_serve(intervals, monkeypatch):
+    monkeypatch.setattr(loop, "SECONDS", 1e9)  # as many rounds at once as may be
+    program, f = runs_of("ditto")[0], federations()[0]
+    first, now = ({"eval_every": every, "state_every": every} for every in intervals)
+    functions = simulate.compiled(program, KEYS[0], f, **first)
+    found = list(simulate.rounds(program, KEYS[0], f, rounds=6, functions=functions, **now))
+    assert [result.round for result in found] == list(range(7)) and np.isfinite(found[-1].pre["acc"]).all()
 
 
 def test_what_cannot_be_one_program_is_refused():

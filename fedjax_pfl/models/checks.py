@@ -56,8 +56,8 @@ def _variables(module: Any, may: Callable[[str], tuple[type[nnx.Variable[Any]], 
 
 
 def _constants(module: nnx.Module) -> None:
-    """InputError for an array that is no variable: of the trace in which the module is made, it
-    means nothing in another one."""
+    """InputError for an array that is no variable: one that is made while the module is traced
+    cannot be used in another trace."""
     for path, part in nnx.iter_modules(module):
         for name, value in vars(part).items():
             leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, nnx.Module | nnx.Variable))
@@ -91,7 +91,15 @@ def _takes_integers(shape: Callable[[jax.ShapeDtypeStruct], Any], example: jax.S
     return False
 
 
-_NEEDS = {"batch norm": (nnx.BatchNorm, ("mask", "train")), "dropout": (nnx.Dropout, ("rngs",))}
+def _has(module: nnx.Module, layer: type[nnx.Module]) -> bool:
+    """Is there such a layer in a module, other than dropout with rate 0?"""
+    return any(isinstance(part, layer) and getattr(part, "rate", 1) for _, part in nnx.iter_modules(module))
+
+
+_NEEDS: dict[str, tuple[type[nnx.Module], tuple[str, ...]]] = {
+    "batch norm": (nnx.BatchNorm, ("mask", "train")),
+    "dropout": (nnx.Dropout, ("rngs",)),
+}
 
 
 def called(module: nnx.Module) -> None:
@@ -99,8 +107,7 @@ def called(module: nnx.Module) -> None:
     need."""
     taken = set(inspect.signature(module.__call__).parameters)
     for what, (layer, needed) in _NEEDS.items():
-        there = any(isinstance(part, layer) and getattr(part, "rate", 1) for _, part in nnx.iter_modules(module))
-        if there and not set(needed) <= taken:
+        if _has(module, layer) and not set(needed) <= taken:
             names = " and ".join(f"`{name}`" for name in needed)
             raise InputError(f"{type(module).__name__} has {what}: let its __call__ take {names}, for it.")
 
@@ -130,7 +137,7 @@ def parts(module: nnx.Module) -> None:
             f"{type(module).__name__} has a variable in both body and head: give each its own, as they are trained and "
             "sent apart."
         )
-    if any(isinstance(part, nnx.Dropout) and part.rate for _, part in nnx.iter_modules(head)):
+    if _has(head, nnx.Dropout):
         raise InputError(f"{type(module).__name__}.head has dropout, and a head gets h alone: move it into the body.")
     _constants(module)
     _variables(
