@@ -49,7 +49,7 @@ def cache(tmp_path_factory):
 def tree():
     return {
         "server": {"a": jnp.arange(6.0).reshape(2, 3), "nothing": {}, "hole": None, "empty": jnp.zeros((4, 0))},
-        "clients": (jnp.array([True, False]), jnp.int32(7), jax.random.key(3)),
+        "clients": (jnp.array([True, False]), jnp.int32(7), jax.random.key(3), jax.random.key(3, impl="rbg")),
     }
 
 

@@ -151,7 +151,7 @@ def _check_same(folder: Path, leaves: dict[str, np.ndarray], wanted: dict[str, A
 def _filled(like: PyTree, leaves: dict[str, np.ndarray]) -> PyTree:
     def fill(name: str, x: Any) -> Any:
         array = leaves.get(name, np.zeros(*_shape(x)))  # empty leaves are not stored
-        return jax.random.wrap_key_data(jnp.asarray(array)) if _is_key(x) else array
+        return _as_key(array, x.dtype) if _is_key(x) else array
 
     values = [fill(name, x) for name, x in _named(like).items()]
     return jax.tree.unflatten(jax.tree.structure(like), values)
@@ -174,6 +174,10 @@ def _named(tree: PyTree) -> dict[str, Any]:
 
 def _is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _as_key(data: np.ndarray, dtype: Any) -> Any:
+    return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(jnp.empty((), dtype)))
 
 
 def _without_keys(tree: PyTree) -> PyTree:
