@@ -443,7 +443,7 @@ def test_a_diverging_run_keeps_what_it_wrote(flags, what, tmp_path, capsys):
     path = tmp_path / "run"
     assert main.run([*f"--algo={flags}".split(), *TINY, "--rounds=3", f"--workdir={path}"]) == entry.DIVERGED
     said = capsys.readouterr().err
-    assert re.match(rf"The {what} .*of client .* is not finite in round", said)
+    assert re.match(rf"The {what} .*of clients? \d.* is not finite in round", said)
     assert f"kept in {path}" in said and "Traceback" not in said
     summary = json.loads((path / "summary.json").read_text())
     assert summary["status"] == "diverged"

@@ -12,6 +12,8 @@ from fedjax_pfl.engine.program import Round
 from fedjax_pfl.errors import DivergenceError
 from fedjax_pfl.types import State
 
+_NAMED = 10  # clients that an error names
+
 
 class Result(NamedTuple):
     """What `simulate.rounds` yields: host arrays, and the state after the round, valid until the
@@ -37,11 +39,16 @@ def check_finite(t: int, metrics: Round) -> None:
     found: dict[str, Any] = {"loss": ~np.isfinite(metrics.loss), "state (or the server's)": ~metrics.finite}
     for what, bad in found.items():
         if (bad := bad & metrics.active).any():
-            ids = ", ".join(map(str, metrics.ids[bad][:20]))
             raise DivergenceError(
-                f"The {what} of client {ids} is not finite in round {t}: lower the learning rate (--lr), or clip "
-                "gradients (--clip, in Python by the task's optimizer)."
+                f"The {what} of {_clients(metrics.ids[bad])} is not finite in round {t}: lower the learning rate "
+                "(--lr), or clip gradients (--clip, in Python by the task's optimizer)."
             )
+
+
+def _clients(ids: np.ndarray) -> str:
+    shown = ", ".join(map(str, ids[:_NAMED]))
+    more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
+    return f"client{'s' if len(ids) > 1 else ''} {shown}{more}"
 
 
 def record(result: Result, test_sizes: np.ndarray) -> dict[str, Any]:
