@@ -53,10 +53,10 @@ def predictor(model: Model, variables: PyTree) -> Predictor:
     return lambda x, mask: model.apply(variables, x, mask=mask, train=False)[0]
 
 
-def beside(personal: Predictor, other: Predictor) -> Predictor:
-    """The logits [B, C, 2] of a client's personal predictor and of another one, that `score_beside`
-    scores."""
-    return lambda x, mask: jnp.stack([personal(x, mask), other(x, mask)], axis=-1)
+def beside(model: Model, personal: PyTree, other: PyTree) -> Predictor:
+    """The logits [B, C, 2] of a model with a client's personal variables and with others, that
+    `score_beside` scores."""
+    return lambda x, mask: jnp.stack([predictor(model, w)(x, mask) for w in (personal, other)], axis=-1)
 
 
 def score_beside(outputs: Array, y: Array, mask: Array, c: Client, *, names: tuple[str, ...] = ("global",)) -> Scores:
@@ -167,7 +167,7 @@ def partial_averaging(
     *,
     fixed: tuple[str, ...] = (),
     phases: tuple[Phase, ...] = (Phase(),),
-    mu: Numeric = 0.0,
+    mu: Numeric | None = None,
     fine_tune: Phase | None = None,
     untuned: bool = False,
     one_architecture: bool = True,
@@ -180,7 +180,7 @@ def partial_averaging(
       fixed: parts that never move and never travel (FedBABU's head).
       phases: local training, one stretch after another, each with a fresh optimizer; the loss is
         the last one's.
-      mu: weight of the proximal term mu/2 ||w - w^t||^2 over all trained leaves.
+      mu: weight of the proximal term mu/2 ||w - w^t||^2 over all trained leaves; None: without.
       fine_tune: what a client does with the model before it predicts; discarded afterwards.
       untuned: whether `pre` also scores the model before that, as `untuned_*`.
       one_architecture: see `types.Algorithm`.
@@ -201,7 +201,7 @@ def partial_averaging(
             variables = received = split.receive(state.server, own)
             value = jnp.zeros(())
             for phase in phases:
-                extra = trees.proximal({name: received[name] for name in phase.train}, mu) if not _is_zero(mu) else None
+                extra = None if mu is None else trees.proximal({name: received[name] for name in phase.train}, mu)
                 variables, value = train(c.key, c, variables, phase, extra)
             post = evaluate.post(cohort, c, predictor(c.model, variables))
             shared, own = split.send(variables, c.architecture)
@@ -215,15 +215,10 @@ def partial_averaging(
         variables = received = split.receive(server, own)
         if fine_tune is not None and fine_tune.epochs != 0:
             variables, _ = train(c.key, c, variables, fine_tune)
-        tuned = predictor(c.model, variables)
-        return beside(tuned, predictor(c.model, received)) if untuned else tuned
+        return beside(c.model, variables, received) if untuned else predictor(c.model, variables)
 
     score = functools.partial(score_beside, names=("untuned",)) if untuned else evaluate.classification
     averages = tuple(
         part for part in BODY_AND_HEAD if part not in fixed and not all(jax.tree.leaves(split.personal[0][part]))
     )
     return Algorithm(split.init, round, predict, score, one_architecture=one_architecture, averages=averages)
-
-
-def _is_zero(x: Numeric) -> bool:
-    return isinstance(x, int | float) and x == 0

@@ -100,8 +100,7 @@ def post(cohort: Cohort, c: Client, predictor: Predictor, score: Score = classif
 def mean(data: Data, value: Callable[[Batch], Array], batch_size: int) -> Array:
     """The mean [] over all rows of a client's data of value(batch) [], itself a mean over the batch's
     valid rows; 0 without any."""
-    total: Array = local.sweep(data, lambda batch: jnp.sum(batch.mask) * value(batch), batch_size)
-    return total / jnp.maximum(data.size, 1)
+    return local.sweep(data, lambda batch: jnp.sum(batch.mask) * value(batch), batch_size) / jnp.maximum(data.size, 1)
 
 
 def statistics(values: np.ndarray, weights: np.ndarray) -> dict[str, float]:
@@ -121,10 +120,9 @@ def statistics(values: np.ndarray, weights: np.ndarray) -> dict[str, float]:
         return dict.fromkeys(("macro", "micro", "std", "worst10", "best10"), math.nan)
     v = np.sort(values[seen])
     tenth = max(1, math.ceil(0.1 * len(v) - 1e-9))
-    micro = float(np.average(values[seen], weights=weights[seen]))
     return {
         "macro": float(v.mean()),
-        "micro": micro,
+        "micro": float(np.average(values[seen], weights=weights[seen])),
         "std": float(v.std()),
         "worst10": float(v[:tenth].mean()),
         "best10": float(v[-tenth:].mean()),

@@ -52,15 +52,14 @@ def is_grouped(x: Any) -> bool:
     return isinstance(x, Grouped)
 
 
-def per_group(plain: Callable[..., Any], own: Callable[..., Any], count: int, tree: PyTree, *others: PyTree) -> PyTree:
-    """A tree mapped leaf by leaf: plain(*leaves), and own(group, *leaves) below Grouped nodes of
-    `count` groups."""
+def per_group(plain: Callable[..., Any], own: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
+    """A tree mapped leaf by leaf: plain(*leaves), and own(group, *leaves) below Grouped nodes."""
 
     def one(first: Any, *rest: Any) -> Any:
         if not is_grouped(first):
             return plain(first, *rest)
         part = lambda g: jax.tree.map(lambda *x: own(g, *x), *(t.trees[g] for t in (first, *rest)))
-        return Grouped(tuple(map(part, range(count))))
+        return Grouped(tuple(map(part, range(len(first.trees)))))
 
     return jax.tree.map(one, tree, *others, is_leaf=is_grouped)
 

@@ -164,8 +164,7 @@ def check_value(known: Hyperparameter, value: Any) -> None:
     if known.choices:
         errors.choose(known.name, str(value), map(str, known.choices))
     elif known.ranged:
-        low, high, open_low, open_high = known.low, known.high, known.open_low, known.open_high
-        errors.check(known.name, value, low, high, open_low=open_low, open_high=open_high)
+        errors.check(known.name, value, known.low, known.high, open_low=known.open_low, open_high=known.open_high)
 
 
 def _is(value: Any, kind: type) -> bool:

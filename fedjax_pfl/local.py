@@ -270,8 +270,7 @@ def fold(data: Data, function: Callable[[T, Batch], T], carry: T, batch_size: in
         return function(carry, batch)
 
     with jax.named_scope(SCOPE):
-        last: T = jax.lax.fori_loop(0, (data.size + batch_size - 1) // batch_size, one, carry)
-    return last
+        return jax.lax.fori_loop(0, (data.size + batch_size - 1) // batch_size, one, carry)
 
 
 def sweep(data: Data, function: Callable[[Batch], T], batch_size: int) -> T:

@@ -26,8 +26,7 @@ def count(task: Task, size: int) -> int:
             "This method needs public examples: give --public, such as mnist:5000 (in Python `with_public` of a task, "
             "and `public` of `federate`)."
         )
-    pool: int = task.public.shape[0]
-    return min(size, pool)
+    return min(size, task.public.shape[0])
 
 
 def draw(key: Array, task: Task, size: int) -> Array:

@@ -19,7 +19,7 @@ from fedjax_pfl.averaging import BODY_AND_HEAD
 from fedjax_pfl.engine import callables, validate
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.hyperparameters import method_name
-from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Predictor, PyTree, State, Task, Traffic
+from fedjax_pfl.types import Algorithm, Array, Cohort, Metrics, PyTree, State, Task
 
 NAME = "A server optimizer"
 RATE = "server_optimizer_lr"  # of the hyperparameter that the factory gets
@@ -114,14 +114,9 @@ def _wrapped(task: Task, method: Algorithm, step: optax.GradientTransformation) 
         moved, kept = trees.choose(moves, moved, (before, state.server.optimizer))
         return State(Optimized(trees.merge(moved, rest), kept), new.clients), metrics
 
-    def predict(server: PyTree, row: PyTree, c: Client) -> Predictor:
-        return method.predict(server.method, row, c)
-
-    def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
-        assert method.traffic is not None
-        return method.traffic(inner(state), cohort, metrics)
-
-    traffic = None if method.traffic is None else sent
+    predict = lambda server, row, c: method.predict(server.method, row, c)
+    sent = method.traffic
+    traffic = sent and (lambda state, cohort, metrics: sent(inner(state), cohort, metrics))
     return method._replace(init=init, round=round, predict=predict, traffic=traffic, averages=())
 
 

@@ -208,8 +208,7 @@ def fedcp(
         """The variables of the personal model."""
         w = model.init(key)
         averaging.check_linear_head(w, "fedcp")
-        policy_key = keys.fold(key, keys.Init.POLICY)
-        theta = {"params": {}, "stats": {}} if network is None else network.init(policy_key)
+        theta = {"params": {}, "stats": {}} if network is None else network.init(keys.fold(key, keys.Init.POLICY))
         stats = {"model": w["stats"], "policy": theta["stats"]}
         return {"body": w["body"], "head": w["head"], "policy": theta["params"], "stats": stats}
 

@@ -81,8 +81,7 @@ def feddf(task: Task, *, on: Students) -> Algorithm:
         own = iter([own for _, own in starts])
         return State(groups.grouped([shared for shared, _ in starts]), groups.stack(task, lambda _: next(own)))
 
-    def divergence(target: Array, z: Array) -> Array:
-        return mixtures.divergence(target, z, on.temperature)
+    divergence = functools.partial(mixtures.divergence, temperature=on.temperature)
 
     @jax.named_scope(local.ON_SERVER)
     def distil(key: Array, fused: PyTree, cohort: Cohort, index: Array, target: Array) -> tuple[PyTree, Array]:

@@ -150,8 +150,7 @@ def feddva(
             shared, own = split.send(w)
             return shared, own, losses, evaluate.post(cohort, c, predictor(w), score)
 
-        sent = cohort.mean(client, state.clients, weight=cohort.sizes, default=state.server)
-        server, (own, losses, post) = sent
+        server, (own, losses, post) = cohort.mean(client, state.clients, weight=cohort.sizes, default=state.server)
         before = {f"loss_{phase.parts[0]}": loss for phase, loss in zip(phases, losses[:-1], strict=False)}
         return State(server, own), Metrics(losses[-1], post, before)
 

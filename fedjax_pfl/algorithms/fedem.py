@@ -25,8 +25,7 @@ def losses_of_rows(task: Task, components: PyTree, batch: Batch) -> Array:
         logits = averaging.predictor(task.model, theta)(batch.x, batch.mask)
         return optax.losses.softmax_cross_entropy_with_integer_labels(logits, batch.y)
 
-    loss: Array = jax.lax.map(one, components)  # [M, B]
-    return loss.T
+    return jax.lax.map(one, components).T  # [M, B] -> [B, M]
 
 
 def responsibilities(pi: Array, loss: Array) -> Array:

@@ -198,7 +198,7 @@ def fedfomo(
         return predictor(task.model, split.receive(trees.gather(server["models"], c.id), mine["own"]))
 
     def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
-        size = trees.size(jax.eval_shape(init, jax.random.key(0)).server["models"]) // n
+        size = trees.size(state.server["models"]) // n
         active = cohort.active.astype(jnp.int32)
         count = metrics.clients["received"].astype(jnp.int32) * active
         return Traffic(count * size, (size + n) * active, count, active + (count > 0))

@@ -13,7 +13,7 @@ from annotated_types import Interval
 from chex import Numeric
 
 from fedjax_pfl import averaging, evaluate, local, losses, trees
-from fedjax_pfl.averaging import beside, predictor, score_beside
+from fedjax_pfl.averaging import beside, score_beside
 from fedjax_pfl.errors import needed
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task
 
@@ -92,7 +92,7 @@ def fedphp(
             h = trees.lerp(momentum(mine["count"], mu0, expected), mine["h"], w)
             learned = local.count(c.train, task) > 0  # else w is the received model, nothing of its own
             h, count = trees.choose(learned, h, mine["h"]), mine["count"] + learned
-            post = evaluate.post(cohort, c, beside(predictor(task.model, h), predictor(task.model, w)), score_beside)
+            post = evaluate.post(cohort, c, beside(task.model, h, w), score_beside)
             shared, own = split.send(w)
             return shared, {"h": h, "count": count, "own": own}, value, post
 
@@ -100,6 +100,6 @@ def fedphp(
         return State(w, mine), Metrics(value, post)
 
     def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
-        return beside(predictor(task.model, mine["h"]), predictor(task.model, split.receive(server, mine["own"])))
+        return beside(task.model, mine["h"], split.receive(server, mine["own"]))
 
     return Algorithm(init, round, predict, score_beside, averages=averaging.BODY_AND_HEAD)

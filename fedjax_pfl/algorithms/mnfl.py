@@ -132,8 +132,7 @@ def mnfl(
         return averaging.predictor(task.model, split.receive(trees.gather(server["w"], c.id), own))
 
     def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
-        one = jax.eval_shape(lambda w: jax.tree.map(lambda x: x[0], w), state.server["w"])
-        return traffic.both_ways(cohort, one)
+        return traffic.both_ways(cohort, trees.size(state.server["w"]) // n)
 
     what = "MNFL mixes all models alike: FedAvg of uniform weights, if all take part. --hparam=lam=N (N clients)"
     idle = Idle("coefficients", 1 / n, min(1e-3, 0.1 / n), f"{what} and a larger coef_lr make the coefficients move.")

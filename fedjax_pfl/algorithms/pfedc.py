@@ -104,10 +104,7 @@ def branched(task: Task, on: Branching) -> Branched:
     def predictor(w: PyTree) -> Predictor:
         return lambda x, mask: class_logits(b, columns(w["head"], model.features(w, x, mask=mask, train=False)[0]))
 
-    def score(z: Array, y: Array, mask: Array, c: Client) -> Scores:
-        return scores(b, z, y, mask, c)
-
-    return Branched(b, start, train, predictor, score)
+    return Branched(b, start, train, predictor, lambda z, y, mask, c: scores(b, z, y, mask, c))
 
 
 @hyperparameters.shared(Branching)
@@ -177,8 +174,8 @@ def pfedc(
         def client(c: Client, mine: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array], dict[str, Array]]:
             w, value, seen = of.train(c, compose(state.server, mine, c))
             shared, own = split.send(w)
-            holds = (held(c.class_counts) > 0)[b.column]
-            shared["head"] = trees.choose(holds, w["head"], state.server["head"])  # it has no part in the others
+            # it has no part in the others
+            shared["head"] = trees.choose((held(c.class_counts) > 0)[b.column], w["head"], state.server["head"])
             return shared, own, value, seen, evaluate.post(cohort, c, of.predictor(w), of.score)
 
         by_branch = of.shares(on.head_weighting, cohort)[:, b.column]  # [S, L], of the task of each logit

@@ -13,7 +13,7 @@ import optax
 from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, evaluate, keys, local, losses, trees
-from fedjax_pfl.averaging import beside, predictor, score_beside
+from fedjax_pfl.averaging import beside, score_beside
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task
 
 Inner = tuple[PyTree, PyTree, PyTree]  # theta, its running statistics, the optimizer's state
@@ -80,9 +80,7 @@ def pfedme(
             start = (w, (w, received["stats"], optimizer.init(w)))
             (w, (theta, stats, _)), value, _ = local.work(c.key, c.train, step, start, task)
             w, theta = {**w, "stats": stats}, {**theta, "stats": stats}
-            post = evaluate.post(
-                cohort, c, beside(predictor(task.model, theta), predictor(task.model, w)), score_beside
-            )
+            post = evaluate.post(cohort, c, beside(task.model, theta, w), score_beside)
             shared, own = split.send(w)
             return shared, {"theta": theta, "own": own}, value, post
 
@@ -92,7 +90,6 @@ def pfedme(
         return State({**w, **mixed}, mine), Metrics(value, post)
 
     def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
-        received = split.receive(server, mine["own"])
-        return beside(predictor(task.model, mine["theta"]), predictor(task.model, received))
+        return beside(task.model, mine["theta"], split.receive(server, mine["own"]))
 
     return Algorithm(init, round, predict, score_beside, averages=averaging.BODY_AND_HEAD)

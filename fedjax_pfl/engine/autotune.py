@@ -14,7 +14,6 @@ import logging
 import math
 import os
 import platform
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,6 +31,7 @@ from fedjax_pfl import local, losses
 from fedjax_pfl.data.tfds import cache_dir
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.engine.placement import make_mesh, padding_overhead
+from fedjax_pfl.engine.xla import computation
 from fedjax_pfl.models import layers
 from fedjax_pfl.types import Array, Batch, Client, Federation, Model, PyTree, Task
 
@@ -53,8 +53,7 @@ def split_cpu() -> None:
     `benchmarks.throughput`).
     """
     with contextlib.suppress(RuntimeError):  # it has started: the devices are what they are
-        said = "JAX_NUM_CPU_DEVICES" in os.environ or "device_count" in os.environ.get("XLA_FLAGS", "")
-        if not said:
+        if "JAX_NUM_CPU_DEVICES" not in os.environ and "device_count" not in os.environ.get("XLA_FLAGS", ""):
             jax.config.update("jax_num_cpu_devices", min(_cores(), 8))
 
 
@@ -254,9 +253,7 @@ def _program(task: Task, shapes: PyTree) -> str:
     """What the model computes of a batch: its forms, types and sizes; addresses in it say
     nothing."""
     x = jax.ShapeDtypeStruct((task.batch_size, *task.input.shape), task.input.dtype)
-    return re.sub(
-        r"0x[0-9a-f]+", "", str(jax.make_jaxpr(lambda w, x: task.model.apply(w, task.prepare(x))[0])(shapes, x))
-    )
+    return computation(lambda w, x: task.model.apply(w, task.prepare(x))[0], shapes, x)
 
 
 def _path(*parts: Any) -> Path:

@@ -31,9 +31,9 @@ def model(given: Model, dataset: Dataset) -> None:
     if shape is None or shape[:-1] != expected[:-1]:
         raise InputError(f"The model returns {logits} of a batch of 2: it must be logits [B, C], {list(expected)}.")
     if shape != expected:
-        advice = "make it with dataset.num_classes"
         raise InputError(
-            f"The model has {shape[-1]} outputs, but {dataset.name} has {dataset.num_classes} classes: {advice}."
+            f"The model has {shape[-1]} outputs, but {dataset.name} has {dataset.num_classes} classes: make it with "
+            "dataset.num_classes."
         )
 
 

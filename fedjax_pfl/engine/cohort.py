@@ -10,7 +10,6 @@ is the same for every layout, to rounding.
 """
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 from fedjax_pfl import aggregate, groups, keys, trees
 from fedjax_pfl.engine import callables, contract
-from fedjax_pfl.engine.placement import AXIS, sharded, starts, without_mesh
+from fedjax_pfl.engine.placement import AXIS, sharded, slices, without_mesh
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Array, Client, Data, Examples, Federation, Own, PyTree, Subset, Task
 
@@ -60,9 +59,9 @@ class Cohort:
         self.sizes = jnp.where(active, federation.train.size[known], 0)
         self.class_counts = jnp.where(active[:, None], federation.class_counts[known], 0)
         self.total = jnp.sum(federation.train.size)
-        if mesh is not None:  # replicated on every device, so that sums over them need no communication
-            here = (self.ids, self.active, self.sizes, self.class_counts, self.total)
-            self.ids, self.active, self.sizes, self.class_counts, self.total = sharded(here, mesh, P())
+        # replicated on every device, so that sums over them need no communication
+        here = (self.ids, self.active, self.sizes, self.class_counts, self.total)
+        self.ids, self.active, self.sizes, self.class_counts, self.total = sharded(here, mesh, P())
         self.trained = self.sizes > 0
         self.public = _public(federation, task, jnp.bool(True))
         self.uploads: list[list[PyTree]] = []
@@ -93,7 +92,9 @@ class Cohort:
         contract.check_weight(weight, len(self.ids))
         apart = groups.is_grouped(default)  # then each architecture's clients are averaged separately
         cut = lambda here: (jax.tree.map(lambda w: w[here], weight), self.active[here])
-        shares = [aggregate.shares(*each) for each in (map(cut, self._slices) if apart else [(weight, self.active)])]
+        shares = [
+            aggregate.shares(*each) for each in (map(cut, slices(self.lengths)) if apart else [(weight, self.active)])
+        ]
         shares = sharded(shares, self._mesh, P())
         send = self._sender(default, client, len(self.uploads))
         self.uploads.append([])
@@ -120,31 +121,22 @@ class Cohort:
         draws = jax.vmap(lambda id: jax.random.bits(jax.random.fold_in(key, id), (), jnp.uint32))(self.ids)
         order = jnp.lexsort((self.ids, draws, ~self.active))
 
-        def one(i: Array, loop: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-            carry, results = loop
-            position = order[i]
+        def turn(position: Array, carry: PyTree) -> tuple[PyTree, PyTree]:
             c = self._client(self._federation, self.ids[position], self.active[position], phase, 0)
-            carry, result = client(c, carry, *trees.gather(rows, position))
-            return carry, jax.tree.map(lambda all, x: all.at[position].set(x), results, result)
+            return client(c, carry, *trees.gather(rows, position))
 
-        def first() -> PyTree:  # traced for its shapes only
-            c = self._client(self._federation, self.ids[0], self.active[0], phase, 0)
-            return client(c, carry, *trees.gather(rows, order[0]))[1]
+        def one(i: Array, loop: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+            carry, result = turn(order[i], loop[0])
+            return carry, jax.tree.map(lambda all, x: all.at[order[i]].set(x), loop[1], result)
 
-        shapes = jax.eval_shape(first)
+        shapes = jax.eval_shape(turn, order[0], carry)[1]
         results = jax.tree.map(lambda x: jnp.zeros((len(self.ids), *x.shape), x.dtype), shapes)
         # the trip count is dynamic, so that whoever is inactive costs nothing and the carry needs no select
-        carry, results = jax.lax.fori_loop(0, jnp.sum(self.active), one, (carry, results))
-        return carry, results
+        return jax.lax.fori_loop(0, jnp.sum(self.active), one, (carry, results))
 
     def replicated(self, tree: PyTree) -> PyTree:
         """See `types.Cohort`."""
         return sharded(tree, self._mesh, P())
-
-    @property
-    def _slices(self) -> list[slice]:
-        begin = starts(self.lengths)
-        return [slice(a, b) for a, b in itertools.pairwise(begin)]
 
     def _once(self, phase: int | None) -> None:
         """Raises InputError if a phase is used again: its clients would draw the same random
@@ -193,7 +185,7 @@ class Cohort:
         some = [group for group, length in enumerate(self.lengths) if length]
         arrays = (self.ids, self.active, self.sizes, rows, shares)
         alone = len(self.lengths) == 1
-        each = [arrays if alone else groups.rows_of(arrays, group, self._slices[group]) for group in some]
+        each = [arrays if alone else groups.rows_of(arrays, group, slices(self.lengths)[group]) for group in some]
 
         def here(federation: Federation, each: list[Any]) -> tuple[list[PyTree], list[PyTree]]:
             blocks = (

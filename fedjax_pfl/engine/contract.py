@@ -241,8 +241,7 @@ def check_predictor(predictor: Any) -> None:
 def check_scores(scores: Any, headline: str) -> None:
     """Raises ContractError unless `score` returned {name: (sum, count)} with the headline among
     them."""
-    fits = isinstance(scores, dict) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in scores.values())
-    if not fits:
+    if not (isinstance(scores, dict) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in scores.values())):
         raise ContractError("`score` must return {name: (sum, count)}.")
     _check_names(scores)
     if headline not in scores:

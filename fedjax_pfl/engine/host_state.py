@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from fedjax_pfl import groups
 from fedjax_pfl.engine import validate
 from fedjax_pfl.engine.method import Traced
-from fedjax_pfl.engine.placement import AXIS, Placement, starts
+from fedjax_pfl.engine.placement import AXIS, Placement, slices
 from fedjax_pfl.engine.program import Program, Round, parts, program as whole_program
 from fedjax_pfl.engine.xla import compiler_options, init_options
 from fedjax_pfl.errors import InputError
@@ -46,12 +46,12 @@ def program(
     draw_all = jax.jit(on.init, compiler_options=init_options())
     train, score = jit(on.train, donate_argnums=3), jit(on.score, static_argnums=6)
     like = jax.eval_shape(on.init, jax.random.key(0), on.traced)
-    begin, slot, architecture = starts(on.lengths), groups.slots(task), np.asarray(task.architecture)
+    places, slot = slices(on.lengths), groups.slots(task)
 
     def here(state: State, ids: np.ndarray, lengths: tuple[int, ...]) -> State:
-        known, ends = np.minimum(ids, n - 1), starts(lengths)
-        inside = lambda g, x: x[np.minimum(slot[known[ends[g] : ends[g + 1]]], len(x) - 1)]
-        rows = groups.per_group(lambda x: x[known], inside, len(lengths), state.clients)
+        known = np.minimum(ids, n - 1)
+        inside = lambda g, x: x[np.minimum(slot[known[slices(lengths)[g]]], len(x) - 1)]
+        rows = groups.per_group(lambda x: x[known], inside, state.clients)
         return State(state.server, jax.device_put(rows, apart))
 
     def place(state: State) -> State:
@@ -73,18 +73,15 @@ def program(
             return old
 
         def inside(g: int, old: np.ndarray, rows: Array) -> np.ndarray:
-            part = slice(begin[g], begin[g + 1])
-            return put(old, rows, slot[np.minimum(ids[part], n - 1)], active[part])
+            return put(old, rows, slot[np.minimum(ids[places[g]], n - 1)], active[places[g]])
 
-        groups.per_group(
-            lambda old, rows: put(old, rows, ids, active), inside, len(on.lengths), state.clients, new.clients
-        )
+        groups.per_group(lambda old, rows: put(old, rows, ids, active), inside, state.clients, new.clients)
         return State(new.server, state.clients), known
 
     def blocks() -> Iterator[tuple[np.ndarray, tuple[int, ...]]]:
         """All clients, as many at once as a round has places for."""
         for g, length in enumerate(on.lengths):
-            members = np.flatnonzero(architecture == g)
+            members = groups.members(task, g)
             members = np.append(members, n + np.arange(-len(members) % length)).astype(np.int32)
             only = tuple(length if h == g else 0 for h in range(len(on.lengths)))
             yield from ((ids, only) for ids in members.reshape(-1, length))

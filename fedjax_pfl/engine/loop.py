@@ -39,7 +39,7 @@ def compiled(
 ) -> Compiled:
     """Compiles the functions that `rounds` runs with these arguments, and accounts for their
     memory."""
-    if _as_it_is(program):
+    if program.on_host or jax.config.values["jax_disable_jit"]:  # it is run without being compiled as a whole
         return Compiled(program.init, program.evaluate, _single(program.round), Memory(None, None, None))
     key, traced, federation = _arguments(program, key, federation)
     once = jax.jit(program.init, compiler_options=init_options())
@@ -56,11 +56,6 @@ def compiled(
     evaluate = jax.jit(program.evaluate, **options).lower(*given).compile()
     devices = 1 if program.mesh is None else len(program.mesh.local_devices)
     return Compiled(init, evaluate, step, memory.of([evaluate, step], devices=devices), together)
-
-
-def _as_it_is(program: Program) -> bool:
-    """Is a program run without being compiled as a whole?"""
-    return program.on_host or bool(jax.config.values["jax_disable_jit"])
 
 
 def _arguments(program: Program, key: Array, federation: Federation) -> tuple[Array, Traced, Federation]:
@@ -118,9 +113,9 @@ def rounds(
         validate.state(state, jax.eval_shape(program.init, key, program.traced, program.placement))
     num_clients = len(federation.train.size)
     run = functions or compiled(program, key, federation, eval_every=eval_every, state_every=state_every)
-    options: dict[str, Any] = {"eval_every": eval_every, "state_every": state_every, "start": start}
-    options |= {"rounds": rounds, "state": state, "until": until}
-    for t, new, known, pre in _course(program, key, federation, run, **options):
+    for t, new, known, pre in _course(
+        program, key, federation, run, rounds, eval_every, start, state, state_every, until
+    ):
         metrics = None if known is None else without_padding(known, num_clients)
         if metrics is not None:
             check_finite(t, metrics)
@@ -158,10 +153,10 @@ def rounds_at_once(
         raise InputError(f"These are {count} runs: give each a key, as jax.random.split(key, {count}) makes them.")
     num_clients = federation.train.size.shape[-1]  # [R, N], or [N] where all runs share them
     validate.rounds(rounds, eval_every, start, state, state_every)
-    options: dict[str, Any] = {"eval_every": eval_every, "state_every": state_every, "start": start}
-    options |= {"rounds": rounds, "state": state, "until": until}
     failed: dict[int, DivergenceError] = {}
-    for t, state, metrics, pre in _course(program, keys, federation, functions, **options):
+    for t, new, metrics, pre in _course(
+        program, keys, federation, functions, rounds, eval_every, start, state, state_every, until
+    ):
         found: list[Result | DivergenceError] = []
         for i in range(len(keys)):
             mine, scores = jax.tree.map(lambda x, i=i: x[i], (metrics, pre))
@@ -170,7 +165,7 @@ def rounds_at_once(
                     check_finite(t, mine := without_padding(mine, num_clients))
             except DivergenceError as error:
                 failed[i] = error
-            found.append(failed[i] if i in failed else Result(t, state, mine, scores))
+            found.append(failed[i] if i in failed else Result(t, new, mine, scores))
         yield found
 
 
@@ -179,7 +174,6 @@ def _course(
     key: Array,
     federation: Federation,
     run: Compiled,
-    *,
     rounds: int,
     eval_every: int,
     start: int,
@@ -249,7 +243,6 @@ def _several(program: Program) -> Callable[..., tuple[State, Round]]:
 
         shapes = jax.eval_shape(step, key, traced, federation, state, t, evaluated)[1]
         metrics = jax.tree.map(lambda x: jnp.zeros((TOGETHER, *x.shape), x.dtype), shapes)
-        state, metrics = jax.lax.fori_loop(0, count, one, (state, metrics))
-        return state, metrics
+        return jax.lax.fori_loop(0, count, one, (state, metrics))
 
     return run

@@ -5,6 +5,7 @@ The rows of State.clients, and the places of a round, are segments of one archit
 after another; every segment is as long for each device as for the others.
 """
 
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -121,9 +122,9 @@ def segments(task: Task, count: int, devices: int) -> tuple[int, ...]:
     return tuple(-(-size // devices) * devices for size in sizes)
 
 
-def starts(lengths: tuple[int, ...]) -> list[int]:
-    """Where each of the segments begins, and their end: [G + 1]."""
-    return [0, *np.cumsum(lengths).tolist()]
+def slices(lengths: tuple[int, ...]) -> list[slice]:
+    """Where each of the segments lies, [G]."""
+    return [slice(*ends) for ends in itertools.pairwise([0, *np.cumsum(lengths).tolist()])]
 
 
 def relative_operations(task: Task) -> np.ndarray:
@@ -212,7 +213,7 @@ class StateRows:
 
     def __init__(self, task: Task, where: Placement | None, devices: int):
         self._task, self._where = task, where
-        self._begin = starts(segments(task, task.num_clients, devices))
+        self._parts = slices(segments(task, task.num_clients, devices))
 
     def of(self, ids: Array) -> Array:
         """The rows of the clients `ids` [S]; some row for padding."""
@@ -221,29 +222,24 @@ class StateRows:
     def gather(self, clients: PyTree, at: Array, lengths: tuple[int, ...]) -> PyTree:
         """Rows `at` [S] of a round with segments of these lengths."""
         inside = lambda g, x: x[jnp.clip(self._part(at, g, lengths), 0, len(x) - 1)]
-        return groups.per_group(lambda x: x[at], inside, len(lengths), clients)
+        return groups.per_group(lambda x: x[at], inside, clients)
 
     def scatter(self, clients: PyTree, at: Array, new: PyTree, active: Array, lengths: tuple[int, ...]) -> PyTree:
         """The rows with those of the active clients of a round replaced."""
-        begin = starts(lengths)
 
         def inside(g: int, old: Array, rows: Array) -> PyTree:
-            return trees.scatter(old, self._part(at, g, lengths), rows, active[begin[g] : begin[g + 1]])
+            return trees.scatter(old, self._part(at, g, lengths), rows, active[slices(lengths)[g]])
 
-        return groups.per_group(
-            lambda old, rows: trees.scatter(old, at, rows, active), inside, len(lengths), clients, new
-        )
+        return groups.per_group(lambda old, rows: trees.scatter(old, at, rows, active), inside, clients, new)
 
     def keep(self, new: PyTree, old: PyTree, active: Array) -> PyTree:
         """Where everybody has a place: the new rows of the active clients, the old ones of the
         others."""
-        begin = self._begin
-        inside = lambda g, a, b: trees.where(active[begin[g] : begin[g + 1]], a, b)
-        return groups.per_group(lambda a, b: trees.where(active, a, b), inside, len(begin) - 1, new, old)
+        inside = lambda g, a, b: trees.where(active[self._parts[g]], a, b)
+        return groups.per_group(lambda a, b: trees.where(active, a, b), inside, new, old)
 
     def _part(self, at: Array, group: int, lengths: tuple[int, ...]) -> Array:
-        begin = starts(lengths)
-        return at[begin[group] : begin[group + 1]] - self._begin[group]
+        return at[slices(lengths)[group]] - self._parts[group].start
 
     def place(self, state: State) -> State:
         """Rows by client id (Grouped ones by rank within the architecture) -> rows at rest."""
@@ -251,18 +247,16 @@ class StateRows:
             return state
         client = jnp.minimum(jnp.asarray(self._where.client), self._task.num_clients - 1)
         slot = jnp.asarray(groups.slots(self._task))[client]
-        begin = self._begin
-        inside = lambda g, x: x[jnp.minimum(slot[begin[g] : begin[g + 1]], len(x) - 1)]
-        return state._replace(clients=groups.per_group(lambda x: x[client], inside, len(begin) - 1, state.clients))
+        inside = lambda g, x: x[jnp.minimum(slot[self._parts[g]], len(x) - 1)]
+        return state._replace(clients=groups.per_group(lambda x: x[client], inside, state.clients))
 
     def unplace(self, state: State) -> State:
         """The inverse of `place`."""
         if self._where is None:
             return state
         row = self._where.row[: self._task.num_clients]
-        ids = [groups.members(self._task, group) for group in range(len(self._task.models))]
-        inside = lambda g, x: x[row[ids[g]] - self._begin[g]]
-        return state._replace(clients=groups.per_group(lambda x: x[row], inside, len(ids), state.clients))
+        inside = lambda g, x: x[row[groups.members(self._task, g)] - self._parts[g].start]
+        return state._replace(clients=groups.per_group(lambda x: x[row], inside, state.clients))
 
 
 def sharded(tree: PyTree, mesh: Mesh | None, spec: P) -> PyTree:

@@ -24,7 +24,7 @@ from fedjax_pfl.engine.placement import (
     placement,
     segments,
     sharded,
-    starts,
+    slices,
     without_mesh,
 )
 from fedjax_pfl.engine.sampling import sample, shares
@@ -152,17 +152,16 @@ def _program(on: Parts, task: Task, devices: int, predict: Callable[..., PyTree]
     ) -> tuple[State, Round]:
         key, traced, federation, state, t, evaluated = free(key, traced, federation, state, t, evaluated)
         ids, active = on.draw(given(federation), key, t)
-        at = sharded(rows(given(federation)).of(ids), mesh, P())
+        home = rows(given(federation))
+        at = sharded(home.of(ids), mesh, P())
         # on every device, as the sum over them is anyway: else the indices would travel, leaf by leaf
-        here = rows(given(federation)).gather(state.clients, at, on.lengths) if not everybody else state.clients
-        here = here if everybody else sharded(here, mesh, P())
+        here = state.clients if everybody else sharded(home.gather(state.clients, at, on.lengths), mesh, P())
         new, known = on.train(key, traced, federation, State(state.server, here), ids, active, t, evaluated)
         if everybody:
-            clients = rows(given(federation)).keep(new.clients, state.clients, active)
-        else:
-            moved = sharded(new.clients, mesh, P())  # on all devices at once: the indices then need not travel
-            on_all = sharded(active, mesh, P())
-            clients = rows(given(federation)).scatter(state.clients, at, moved, on_all, on.lengths)
+            clients = home.keep(new.clients, state.clients, active)
+        else:  # on all devices at once: the indices then need not travel
+            moved, on_all = sharded((new.clients, active), mesh, P())
+            clients = home.scatter(state.clients, at, moved, on_all, on.lengths)
         return _sharded(State(new.server, clients), mesh), known
 
     def scores(key: Array, traced: Traced, federation: Federation, state: State, t: Array) -> dict[str, Array]:
@@ -277,8 +276,7 @@ def parts(
 
         with contract.named(factory, "predict"):
             present = cohort(key, f, ids, ids < task.num_clients, t, jnp.bool(True), lengths)
-            found: dict[str, Array] = present.map(client, here.clients)
-        return found
+            return present.map(client, here.clients)
 
     return Parts(init, draw, train, score, traced, where, lengths, mesh)
 
@@ -289,9 +287,8 @@ def _finite(state: State, count: int, lengths: tuple[int, ...]) -> Array:
     if len(lengths) == 1:
         clients = trees.finite(state.clients, count)
     else:
-        begin = starts(lengths)
-        cut: Callable[[int], PyTree] = lambda g: groups.rows_of(state.clients, g, slice(begin[g], begin[g + 1]))
-        clients = jnp.concatenate([trees.finite(cut(g), length) for g, length in enumerate(lengths)])
+        cut = (groups.rows_of(state.clients, *each) for each in enumerate(slices(lengths)))
+        clients = jnp.concatenate([trees.finite(*each) for each in zip(cut, lengths, strict=True)])
     return clients & trees.finite(jax.tree.map(lambda x: x[None], state.server), 1)
 
 

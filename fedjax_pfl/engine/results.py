@@ -28,8 +28,7 @@ class Result(NamedTuple):
 def without_padding(metrics: Round, num_clients: int) -> Round:
     """What is known of the cohort's clients only, by id."""
     real = np.argsort(metrics.ids)[: np.sum(metrics.ids < num_clients)]
-    own: Round = jax.tree.map(lambda x: x[real], metrics._replace(server={}))
-    return own._replace(server=metrics.server)
+    return jax.tree.map(lambda x: x[real], metrics._replace(server={}))._replace(server=metrics.server)
 
 
 def check_finite(t: int, metrics: Round) -> None:
@@ -45,7 +44,7 @@ def check_finite(t: int, metrics: Round) -> None:
             )
 
 
-def _clients(ids: np.ndarray) -> str:
+def _clients(ids: Any) -> str:
     shown = ", ".join(map(str, ids[:_NAMED]))
     more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
     return f"client{'s' if len(ids) > 1 else ''} {shown}{more}"

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from fedjax_pfl.errors import check, choose
+from fedjax_pfl.errors import check
 from fedjax_pfl.models import checks, layers
 from fedjax_pfl.models.nets import Net
 from fedjax_pfl.types import Array
@@ -72,10 +72,8 @@ def widened(
       A Net whose head is one linear layer, kernel [K, C] and bias [C].
 
     Raises:
-      InputError: for less than one feature, an unknown `by`, or a body that does not return one
-        array.
+      InputError: for less than one feature, or a body that does not return one array.
     """
-    choose("width_by", by, WIDTH_BY)
     check("features", features, 1, 10**6, whole=True, why="the head has a row of weights for each")
     checks.called(module.body)
     body = functools.partial(_called, module.body, mask=None, train=False, rngs=None)

@@ -202,7 +202,7 @@ def _head(template: nnx.Module, conv: str) -> Callable[[PyTree, Array], Array]:
 
 def num_parameters(variables: PyTree) -> int:
     """Number of scalars in the parameters; running statistics do not count."""
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves({k: v for k, v in variables.items() if k != "stats"}))
+    return trees.size({part: tree for part, tree in variables.items() if part != "stats"})
 
 
 def _parts(module: Any, of: Callable[[nnx.Module, type[nnx.Variable[Any]]], PyTree]) -> PyTree:

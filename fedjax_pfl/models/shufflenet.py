@@ -1,7 +1,6 @@
 """ShuffleNetV2 1x for small images (Ma et al., ShuffleNet V2, ECCV 2018)."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +21,7 @@ class ConvNorm(nnx.Module):
     def __init__(
         self, cin: int, cout: int, side: int, rngs: nnx.Rngs, strides: int = 1, relu: bool = True, groups: int = 1
     ):
-        kwargs: dict[str, Any] = {"use_bias": False, "feature_group_count": groups}
-        self.conv = layers.conv(cin, cout, side, side // 2, rngs, strides, **kwargs)
+        self.conv = layers.conv(cin, cout, side, side // 2, rngs, strides, use_bias=False, feature_group_count=groups)
         self.norm, self.relu = layers.BatchNorm(cout, rngs=rngs), relu
 
     def __call__(self, x: Array, mask: Array | None = None, train: bool = False) -> Array:

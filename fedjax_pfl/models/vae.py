@@ -140,7 +140,6 @@ def dual_vae(
     check("latent", latent, 1, 10**6)
     check("personal", personal, 1, 10**6)
     shape, both = tuple(input_shape), latent + personal
-    first_padding(shape, hidden)
     make: Callable[..., Network] = lambda module, *args: network(lambda rngs: module(*args, rngs), **options)
     return DualVAE(
         make(RepresentationEncoder, shape, latent, hidden),

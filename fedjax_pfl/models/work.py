@@ -35,8 +35,7 @@ def step_flops(net: Model, x: jax.ShapeDtypeStruct) -> int:
 
 def _product_flops(jaxpr: Jaxpr) -> int:
     def inner(eqn: JaxprEqn) -> int:
-        length: int = eqn.params.get("length", 1)
-        return length * sum(map(_product_flops, jaxprs_in_params(eqn.params)))
+        return eqn.params.get("length", 1) * sum(map(_product_flops, jaxprs_in_params(eqn.params)))
 
     return sum(product_flops(eqn) + inner(eqn) for eqn in jaxpr.eqns)
 

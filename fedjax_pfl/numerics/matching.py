@@ -234,8 +234,7 @@ def match(rows: Array, ids: Array, sizes: Array, priority: Array) -> Array:
 
         def turn(i: Array, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
             s = queue[i]
-            total, orders = lax.cond(here[s] & ((n > 0) | (s != start)), lambda: again(s, *so_far), lambda: so_far)
-            return total, orders
+            return lax.cond(here[s] & ((n > 0) | (s != start)), lambda: again(s, *so_far), lambda: so_far)
 
         def again(s: Array, total: Array, orders: Array) -> tuple[Array, Array]:
             rest = jnp.where(n > 0, total - rows[s][orders[s]], total)

@@ -17,7 +17,6 @@ from fedjax_pfl.testing.rounds import (
     ContractViolation,
     Subject,
     filled,
-    mask_fill,
     reported,
     rows_of,
     run,
@@ -34,7 +33,7 @@ TWO_GROUPS = np.array([0, 1, 0, 1, 1])  # architecture of each client
 def bn_stats(s: Subject) -> None:
     """With bn_stats=local running statistics stay with their client and influence nobody else,
     masked rows nothing."""
-    shape = mask_fill(s.federation).x.shape
+    shape = s.task.prepared.shape[1:]
     net = lambda shape, classes, rngs: nets.Net(_Marked(shape, rngs), layers.linear(8, classes, rngs))
     model = models.model(net, shape, s.task.num_classes)
     shared = None if s.task.shared is None else model  # the other inputs of a small model would influence all
@@ -108,7 +107,7 @@ def architectures(s: Subject) -> None:
     """Clients may have different networks, as `one_architecture=False` says."""
     if s.factory(s.task).one_architecture:
         return
-    shape, model = mask_fill(s.federation).x.shape, s.task.model
+    shape, model = s.task.prepared.shape[1:], s.task.model
     net = lambda shape, classes, rngs: nets.Net(
         _Deeper(shape, model.num_features, rngs), layers.linear(model.num_features, classes, rngs)
     )

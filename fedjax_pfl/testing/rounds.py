@@ -136,8 +136,7 @@ def arguments(
 def run(s: Subject, **changes: Any) -> tuple[State, Round]:
     """One round of a subject: the state and the metrics on the host; `changes` of its arguments or
     its traced hyperparameters."""
-    state, metrics = jax.device_get(s.round(*arguments(s, **changes)))
-    return state, metrics
+    return jax.device_get(s.round(*arguments(s, **changes)))
 
 
 def evaluate(
@@ -150,13 +149,9 @@ def evaluate(
 
 def filled(f: Federation) -> Federation:
     """Other finite values and a valid label in masked rows."""
-    x = mask_fill(f).x
-    return f._replace(mask_fill=Examples(jnp.linspace(1, 3, x.size).reshape(x.shape).astype(x.dtype), jnp.int32(C - 1)))
-
-
-def mask_fill(f: Federation) -> Examples:
     assert f.mask_fill is not None
-    return f.mask_fill
+    x = f.mask_fill.x
+    return f._replace(mask_fill=Examples(jnp.linspace(1, 3, x.size).reshape(x.shape).astype(x.dtype), jnp.int32(C - 1)))
 
 
 def rows_of(tree: PyTree, at: Any) -> PyTree:

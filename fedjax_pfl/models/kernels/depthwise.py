@@ -40,5 +40,4 @@ def depthwise_conv(x: Array, kernel: Array, strides: Sequence[int], pads: Sequen
     taps = jnp.unstack(kernel.astype(wide).reshape(kh * kw, 1, 1, 1, channels))
     ends: Callable[[int, int], tuple[int, ...]] = lambda i, j: (len(x), i + spans[0], j + spans[1], channels)
     seen = [lax.slice(x, (0, i, j, 0), ends(i, j), steps) for i, j in itertools.product(range(kh), range(kw))]
-    total: Array = functools.reduce(operator.add, map(operator.mul, seen, taps))
-    return total.astype(dtype)
+    return functools.reduce(operator.add, map(operator.mul, seen, taps)).astype(dtype)
