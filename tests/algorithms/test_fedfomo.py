@@ -56,7 +56,9 @@ def round_of(state, federation=F, ids=ALL, lr=TASK.lr, evaluated=True):
 def test_only_the_models_received_are_counted():
     """28 parameters; a client that received none, and one that is absent."""
     cohort = types.SimpleNamespace(active=np.array([True, True, True, False]))
-    sent = factory(TASK).traffic(None, cohort, Metrics(clients={"received": np.array([0, 2, 5, 5])}))
+    method = factory(TASK)
+    state = jax.eval_shape(method.init, jax.random.key(0))
+    sent = method.traffic(state, cohort, Metrics(clients={"received": np.array([0, 2, 5, 5])}))
     assert_same(tuple(sent)[:4], tuple(map(np.array, ([0, 56, 140, 0], [33, 33, 33, 0], [0, 2, 5, 0], [1, 2, 2, 0]))))
 
 
