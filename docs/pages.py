@@ -138,7 +138,7 @@ def method(name: str) -> str:
     parts += ["## Idea", _prose(about)]
     parts += ["## Algorithm", _prose(doc.split("\n\n")[0]), _source(factory)]
     parts += ["## Hyperparameters", _hyperparameters(factory)]
-    if note := describe.sections(doc, join="\n").get("Note"):
+    if note := describe.sections(doc).get("Note"):
         parts += ["## What differs from the paper, and what to know", _prose(note)]
     acts = [f"* {_prose(line)}" for line in active.lines(name)]
     where = f"Measured by `python -m experiments.active {name}`: {_prose(active.where(name))}."

@@ -30,6 +30,7 @@ from fedjax_pfl.models import layers, nets
 
 FILE = Path(__file__).parent.parent / "benchmarks" / "results" / "active.json"
 ROUNDS, WIDTH = 5, 4
+_EVERY: dict[str, Any] = {"eval_every": ROUNDS, "state_every": ROUNDS}
 FEW, NEAR = 0.001, 0.01  # less than both, and a part is idle: of the score (0.1 points), of the parameters' norm
 _NO_PARAMETERS = ("stats", "start")  # in the state beside them
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -150,8 +151,7 @@ TABLE = {
 def _compiled(method: str, given: str) -> tuple[build.Experiment, simulate.Program, simulate.Compiled]:
     experiment = build.prepare(settings.resolve({"algo": method, "rounds": ROUNDS} | json.loads(given)))
     program = experiment.program(WIDTH)
-    every = {"eval_every": ROUNDS, "state_every": ROUNDS}
-    return experiment, program, simulate.compiled(program, experiment.key, experiment.federation, **every)
+    return experiment, program, simulate.compiled(program, experiment.key, experiment.federation, **_EVERY)
 
 
 @functools.cache
@@ -166,10 +166,8 @@ def _trained(method: str, given: str, hparams: str) -> tuple[str, np.ndarray, An
         experiment, program, functions = _compiled(method, json.dumps(more))
         wanted = {}
     program = program._replace(traced=program.traced | {name: float(value) for name, value in wanted.items()})
-    every: dict[str, Any] = {"eval_every": ROUNDS, "state_every": ROUNDS}
-    *_, last = simulate.rounds(
-        program, experiment.key, experiment.federation, rounds=ROUNDS, functions=functions, **every
-    )
+    arguments = program, experiment.key, experiment.federation
+    *_, last = simulate.rounds(*arguments, rounds=ROUNDS, functions=functions, **_EVERY)
     assert last.state is not None and last.pre is not None
     name = experiment.headline[0]
     return name, last.pre[name], jax.device_get(program.unplace(last.state))

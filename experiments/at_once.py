@@ -57,16 +57,15 @@ def check(experiments: Sequence[build.Experiment], devices: int) -> None:
 
 def sharing(experiment: build.Experiment, first: build.Experiment) -> build.Experiment:
     """The experiment with the first one's arrays of the examples where it has the same."""
-    names = {"dataset": "examples", "public": "public"}  # on the host and on the device
-    same = [name for name in names if _same_examples(getattr(first, name), getattr(experiment, name))]
-    arrays: dict[str, Any] = {names[name]: getattr(first.federation, names[name]) for name in same}
+    names = ("dataset", "unmarked", "public")
+    same: dict[str, Any] = {
+        n: getattr(first, n) for n in names if _same_examples(getattr(first, n), getattr(experiment, n))
+    }
+    fields = {"dataset": "examples", "public": "public"}  # on the host and on the device
+    arrays: dict[str, Any] = {x: getattr(first.federation, x) for name, x in fields.items() if name in same}
     share = lambda federation: federation._replace(**arrays)
     others = experiment.unseen and experiment.unseen._replace(federation=share(experiment.unseen.federation))
-    shared = experiment._replace(federation=share(experiment.federation), unseen=others)
-    plain = experiment.unmarked is experiment.dataset  # and has been compared
-    if "dataset" in same if plain else _same_examples(first.unmarked, experiment.unmarked):
-        shared = shared._replace(unmarked=first.unmarked)
-    return shared._replace(**{name: getattr(first, name) for name in same})
+    return experiment._replace(federation=share(experiment.federation), unseen=others, **same)
 
 
 def _same_examples(a: Dataset | None, b: Dataset | None) -> bool:

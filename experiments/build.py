@@ -13,7 +13,7 @@ import numpy as np
 from absl import logging
 
 from experiments import networks, scores, unseen
-from experiments.config import Config, participation
+from experiments.config import BY_FILE, Config, participation
 from experiments.unseen import Unseen
 from fedjax_pfl import own, server_optimizer, simulate
 from fedjax_pfl.algorithms.find import find
@@ -166,24 +166,19 @@ def room(configs: Sequence[Config]) -> tuple[int, ...]:
 
 
 def _partition(config: Config, dataset: datasets.Dataset) -> partitioners.Partition:
-    spec, names = config.partition, ("alpha", "classes_per_client", "test_split", "val_fraction")
+    spec = config.partition
     if config.clients is None:  # the file says it
         return partitioners.load_file(spec.removeprefix("file:"), dataset)
     theirs = spec.startswith("file:") or own.named(spec)
-    how = {} if theirs else {name: getattr(config, name) for name in names}
+    how = {} if theirs else {name: getattr(config, name) for name in BY_FILE}
     return partitioners.partition(dataset, spec, num_clients=config.clients, seed=config.seed, **how)
 
 
 def _warn_of_short(sizes: np.ndarray, batch_size: int) -> None:
     """Says how many clients cannot fill one batch, and so take no step with drop_last."""
-    short = int((sizes < batch_size).sum())
-    if short:
-        logging.warning(
-            "--drop_last: %d of %d clients have fewer than %d examples and will not train.",
-            short,
-            len(sizes),
-            batch_size,
-        )
+    if short := int((sizes < batch_size).sum()):
+        told = "--drop_last: %d of %d clients have fewer than %d examples and will not train."
+        logging.warning(told, short, len(sizes), batch_size)
 
 
 def _warn_of_channels_first(dataset: datasets.Dataset) -> None:
@@ -270,9 +265,7 @@ def _source(name: str) -> str:
 def check_growth(experiment: Experiment, before: int) -> None:
     """Raises InputError if the program depends on the number of rounds, which grew from
     `before`."""
-    if experiment.config.rounds == before:
-        return
-    if lowered(experiment, before) != lowered(experiment):
+    if experiment.config.rounds != before and lowered(experiment, before) != lowered(experiment):
         raise InputError(
             f"{experiment.config.algo} has a schedule over the rounds, so rounds cannot grow from {before} to "
             f"{experiment.config.rounds}: start a new run with --workdir."

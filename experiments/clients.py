@@ -27,7 +27,7 @@ def rows(experiment: Experiment, path: Path) -> list[Row]:
       path: of scores.jsonl.
     """
     e, apart = experiment, experiment.unseen
-    trains = np.setdiff1d(np.arange(len(e.everybody.train)), [] if apart is None else apart.ids)
+    trains = e.of_trained(np.arange(len(e.everybody.train)))
     names = networks.names(e.config, len(e.everybody.train))
     who = lambda client, row: {"client": client, "row": int(row), "architecture": str(names[row])}
     found: list[Row] = [who(i, row) | _about(e, e.partition, i) for i, row in enumerate(trains)]
@@ -71,7 +71,7 @@ def show(console: Console, experiment: Experiment, folder: Path) -> None:
     half = MOST // 2
     unit = "in %" if scores.is_share(name) else f"({scores.direction(headline)})"
     title = f"Clients by {name} {unit}, the one served worst first (all of them, and all scores: clients.csv)"
-    several = len({row["architecture"] for row in found} - {""}) > 1
+    several = len({row["architecture"] for row in found}) > 1
     names = ["client", *(["architecture"] if several else [])]
     table = report.plain_table(title, names, [*_NUMBERS, "before", "after"])
     for i, row in enumerate(ordered):

@@ -22,24 +22,17 @@ MAJORITY: dict[str, Any] = {"color": "0.35", "linewidth": 1, "linestyle": (0, (1
 _LINES = {"-": "-", "--": "--"}, {"-": "-.", "--": ":"}  # of the first method of a colour, and of the next
 
 
-def _by_method(workdirs: Sequence[Path]) -> dict[str, list[Found]]:
-    """The runs of each method, one for each seed; of each method and settings where these
-    differ."""
-    found = [gather.read(path) for path in workdirs]
-    return gather.grouped(found, gather.labels(found))
-
-
 def table(workdirs: Sequence[Path]) -> str:
     """A line for each method, the best before local training first: mean over seeds, and standard
     deviation."""
-    title, rows, notes = content(workdirs)
+    title, rows, notes = content([gather.read(path) for path in workdirs])
     return "\n".join([title, plain.columns(rows), *notes])
 
 
-def content(workdirs: Sequence[Path]) -> tuple[str, list[list[str]], list[str]]:
+def content(every: Sequence[Found]) -> tuple[str, list[list[str]], list[str]]:
     """What stands in `table`: its title; its rows, that of the headings first; and notes on runs
     that are not complete, are there twice, or are of other settings."""
-    found = _by_method(workdirs)
+    found = gather.grouped(every, gather.labels(every))
     headline, several = next(iter(found.values()))[0].headline, max(map(len, found.values())) > 1
     name = headline[0]
     points = {
@@ -61,7 +54,7 @@ def content(workdirs: Sequence[Path]) -> tuple[str, list[list[str]], list[str]]:
         row.append(str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}")
         row += [_costs([cost(run) for run in runs if cost(run) is not None]) for cost in costs.values()]
         rows.append(row)
-    every = [run for runs in found.values() for run in runs]
+    every = [run for runs in found.values() for run in runs]  # by method
     floors = {column: majority(every, name, point) for column, (point, which) in points.items() if which == "macro"}
     if any(floors.values()):
         known = {column: mean_std(of, functools.partial(scores.shown, name)) for column, of in floors.items()}
@@ -117,7 +110,8 @@ def _costs(values: Sequence[float]) -> str:
 def draw(workdirs: Sequence[Path], root: Path) -> Path:
     """Draws ROOT/comparison.png: the headline before local training by round, and what it is at the
     end for whom."""
-    found = _by_method(workdirs)
+    every = [gather.read(path) for path in workdirs]
+    found = gather.grouped(every, gather.labels(every))
     headline = next(iter(found.values()))[0].headline
     found = {method: compared(runs) for method, runs in found.items() if compared(runs)} or found
     colours = dict(zip(found, _palette(list(found)), strict=True))

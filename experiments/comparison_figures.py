@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from experiments import comparison, courses, drawing, gather, scores, settings as all_settings
 from experiments.courses import Band
@@ -99,7 +98,7 @@ def curves(series: Mapping[str, Series]) -> Figure:
             _line(panel, courses.band([course[point] for course in one.courses]), one.style, label, name)
         _baseline(panel, series, name, point)
         panel.set(xlabel="rounds", title=when.capitalize())
-        panel.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]))
+        drawing.whole_numbers(panel.xaxis, 8, steps=[1, 2, 5, 10])
     axes[0].set_ylabel(f"{_score(name)}, mean over clients")
     _limit(axes[0], series, name)
     return _finished(figure, axes[0], series)

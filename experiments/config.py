@@ -120,10 +120,6 @@ class Config:
         """The settings with some of them changed."""
         return dataclasses.replace(self, **values)
 
-    def asdict(self) -> dict[str, Any]:
-        """The settings by name, as config.json holds them."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
 
 _FIELDS = [field for field in dataclasses.fields(Config) if field.metadata]
 OWN_NETWORKS = ("feddva",)  # methods that make their networks of the inputs' shape: of --model they take nothing

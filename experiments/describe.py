@@ -119,12 +119,12 @@ def _method(factory: Callable, name: str) -> str:
     doc = inspect.getdoc(factory) or ""
     module = sys.modules[factory.__module__]
     about, place = inspect.getdoc(module) or "", module.__file__ if ":" in name else module.__name__
-    first = doc.split(chr(10) * 2)[0] or "no docstring."
+    first = doc.split("\n\n")[0] or "no docstring."
     parts = [f"{name}: {first}", f"From {place}:\n{textwrap.indent(about, '  ')}" if about else f"From {place}."]
     rows = hyperparameters(factory)
     lines = [_hanging(f"  {n}={row['default']}{_beside(row)}  ", row["text"]) for n, row in rows.items()]
     parts.append("\n".join(["Hyperparameters (--hparam name=value):", *lines]) if lines else "No hyperparameters.")
-    if note := sections(doc, join="\n").get("Note"):
+    if note := sections(doc).get("Note"):
         first, *more = (" ".join(paragraph.split()) for paragraph in note.split("\n\n"))
         parts += [_hanging("Note: ", first), *(textwrap.indent(textwrap.fill(x, _WIDTH - 6), " " * 6) for x in more)]
     if known := active.lines(name):
@@ -231,11 +231,11 @@ def _values(known: Hyperparameter) -> str:
 
 def arguments(doc: str) -> dict[str, str]:
     """The entries of a docstring's `Args:`."""
-    entries = re.split(r"^(?=\w+: )", sections(doc, join="\n").get("Args", ""), flags=re.MULTILINE)
+    entries = re.split(r"^(?=\w+: )", sections(doc).get("Args", ""), flags=re.MULTILINE)
     return dict(re.split(r":\s+", " ".join(e.split()), maxsplit=1) for e in entries if ": " in e)  # type: ignore[misc]
 
 
-def sections(doc: str, join: str = " ") -> dict[str, str]:
+def sections(doc: str) -> dict[str, str]:
     """The indented sections of a docstring, {"Args": ..., "Note": ...}."""
     found: dict[str, list[str]] = {}
     lines: list[str] = []
@@ -246,7 +246,7 @@ def sections(doc: str, join: str = " ") -> dict[str, str]:
             lines = []
         else:
             lines.append(line)
-    return {name: textwrap.dedent("\n".join(body)).strip().replace("\n", join) for name, body in found.items()}
+    return {name: textwrap.dedent("\n".join(body)).strip() for name, body in found.items()}
 
 
 def first_sentence(thing: Callable) -> str:

@@ -89,22 +89,17 @@ def manifolds(folder: str | Path, view: View, all_c: Array) -> None:
         _draw_rows(Path(folder) / name, [("", row) for row in images], shape[1], f"{view.name}: {title}")
 
 
-def scatter(path: str | Path, views: Sequence[View], per_client: int = 200, seed: int = 0) -> None:
-    """Draws t-SNE of z and of c of test images, coloured by client and by class (FedDVA's Fig. 5).
-
-    Args:
-      per_client: images of each client, its first ones.
-      seed: of t-SNE.
-    """
+def scatter(path: str | Path, views: Sequence[View]) -> None:
+    """Draws t-SNE of z and of c of test images, coloured by client and by class (FedDVA's Fig. 5)."""
     from sklearn.manifold import TSNE  # imported here: scikit-learn takes a second
 
-    z, c, client, label = latents(views, per_client)
+    z, c, client, label = latents(views)
     with drawing.drawn(path, (8, 7.6), drawing.SMALL, suffixes=drawing.SUFFIXES) as figure:
         panels = figure.subplots(2, 2)
         for column, (name, points) in enumerate((("z, shared", z), ("c, personal", c))):
             start: Any = "pca" if points.shape[1] > 1 else "random"
             perplexity = min(30, (len(points) - 1) / 3)
-            flat = TSNE(init=start, perplexity=perplexity, random_state=seed).fit_transform(points)
+            flat = TSNE(init=start, perplexity=perplexity, random_state=0).fit_transform(points)
             names = ([view.name for view in views], [str(i) for i in range(int(label.max()) + 1)])
             for row, (what, colour) in enumerate((("client", client), ("class", label))):
                 _points(panels[row, column], flat, colour, names[row], what if column else "")
@@ -130,13 +125,13 @@ def swaps(path: str | Path, one: View, other: View, columns: int = 8) -> None:
     _draw_rows(path, [(name, np.asarray(x)) for name, x in rows], columns, "shared and personal latents swapped")
 
 
-def latents(views: Sequence[View], per_client: int | None = None) -> tuple[Array, Array, Array, Array]:
-    """z [m, d_z], c [m, d_c], the place of the client [m] and the label [m] of the first images of
-    every client."""
-    parts = [tuple(map(np.asarray, view.encode(view.x[:per_client]))) for view in views]
+def latents(views: Sequence[View]) -> tuple[Array, Array, Array, Array]:
+    """z [m, d_z], c [m, d_c], the place of the client [m] and the label [m] of every client's
+    images."""
+    parts = [tuple(map(np.asarray, view.encode(view.x))) for view in views]
     z, c = (np.concatenate(part) for part in zip(*parts, strict=True))
     client = np.repeat(np.arange(len(views)), [len(part[0]) for part in parts])
-    return z, c, client, np.concatenate([view.y[:per_client] for view in views])
+    return z, c, client, np.concatenate([view.y for view in views])
 
 
 def probes(views: Sequence[View], kinds: Sequence[str], seed: int = 0) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -33,8 +32,7 @@ def scalars(row: Row) -> dict[str, float]:
     """What event files hold of a row: the loss, and every score's mean over clients at each
     point."""
     names = ["loss", *(f"{point}/{name}" for point in report.WITH_UNSEEN for name in report.score_names([row]))]
-    known = {name: row[name] for name in names if row.get(name) is not None}
-    return {name: value for name, value in known.items() if math.isfinite(value)}
+    return {name: row[name] for name in names if row.get(name) is not None}
 
 
 @contextlib.contextmanager

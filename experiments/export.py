@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import serialization, traverse_util
 
-from experiments import build, entry, flags, runs
+from experiments import build, entry, flags, gather, runs
 from experiments.files import write_bytes
 from fedjax_pfl import groups, own, simulate
 from fedjax_pfl.errors import InputError, check
@@ -154,35 +154,26 @@ def write(run: runs.Run, client: int, output: str | None = None) -> str:
         raise InputError(f"--output={output}: there is no directory {base.parent}.")
     found = exported(run, client)
     arrays = {name: x for name, x in _flat(found.tree).items() if hasattr(x, "shape")}
-    try:
-        packed = serialization.msgpack_serialize(found.tree)
+    packed = serialization.msgpack_serialize(found.tree)
+    with gather.writing(base):
         write_bytes(Path(f"{base}.msgpack"), lambda file: file.write(packed))
         write_bytes(Path(f"{base}.npz"), lambda file: np.savez(file, **arrays))
-    except OSError as error:
-        raise InputError(f"--output={base} cannot be written ({error.strerror or error}).") from None
     count = sum(x.size for x in arrays.values())
     what = "one network" if found.network else f"the parts that {run.config.algo} puts together, the server's whole"
     head = f"# client {client} after round {run.round}, at `pre`: {what}, {count:,} numbers; {base}.npz holds the same"
     return "\n".join([head, *lines(run, client, str(base), found.network)])
 
 
-def lines(run: runs.Run, client: int, base: str, network: bool, npz: bool = False) -> list[str]:
-    """The Python that loads the files of a client and makes `predict`, raw inputs -> outputs."""
-    name = "variables" if network else "parts"
-    loaded = ["from flax import serialization", "", f'with open({base + ".msgpack"!r}, "rb") as file:']
+def lines(run: runs.Run, client: int, base: str, network: bool) -> list[str]:
+    """The Python that loads the file of a client and makes `predict`, raw inputs -> outputs."""
+    name, needed = (
+        ("variables", "import fedjax_pfl as pfl") if network else ("parts", "from experiments import export, runs")
+    )
+    loaded = ["from flax import serialization", needed, "", f'with open({base + ".msgpack"!r}, "rb") as file:']
     loaded += [f"    {name} = serialization.msgpack_restore(file.read())"]
-    if npz:
-        empty = '{"body": {}, "head": {}, "stats": {}} | ' if network else ""  # which .npz does not hold
-        loaded = ["import numpy as np", "from flax import traverse_util", ""]
-        loaded += [f"{name} = {empty}traverse_util.unflatten_dict(dict(np.load({base + '.npz'!r})), sep='/')"]
-    if not network:
-        load = f"predict = export.predictor(runs.load({str(run.path)!r}), {client}, parts)"
-        return (
-            [*loaded[:-2], "from experiments import export, runs", *loaded[-2:], load]
-            if npz
-            else [loaded[0], "from experiments import export, runs", *loaded[1:], load]
-        )
-    return [loaded[0], "import fedjax_pfl as pfl", *loaded[1:], *_network(run, client)]
+    if network:
+        return loaded + _network(run, client)
+    return [*loaded, f"predict = export.predictor(runs.load({str(run.path)!r}), {client}, parts)"]
 
 
 def _network(run: runs.Run, client: int) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import drawing, report, scores
+from experiments import courses, drawing, report, scores
 from experiments.drawing import PALETTE
 from experiments.files import Rows
 from experiments.flags import Flag
@@ -30,7 +30,6 @@ from fedjax_pfl.data.partitioners import Partition, class_counts
 _FLAGS = {"output": Flag(str, "the folder of the figures that compare runs")}
 _MAX_CLIENTS, _MAX_POINTS = 200, 2000
 _COLOURS = {"pre": PALETTE[0], "post": PALETTE[1], "loss": "#444444", "majority": "#777777"}
-_LABELS = {"pre": "before local training", "post": "after local training"}
 
 
 def draw_partition(partition: Partition, dataset: Dataset, path: str | Path) -> None:
@@ -127,7 +126,7 @@ def _score_axes(axes: Any, headline: Headline) -> None:
 def _score(axes: Any, series: np.ndarray, when: str, name: str) -> None:
     if not len(series):
         return
-    axes.plot(*series[:, :2].T, color=_COLOURS[when], label=_LABELS[when], **_markers(series))
+    axes.plot(*series[:, :2].T, color=_COLOURS[when], label=courses.BEFORE_AND_AFTER[when], **_markers(series))
     rounds, mean, std = series[~np.isnan(series[:, 2])].T
     drawing.band(axes, rounds, mean, std, name, _COLOURS[when])
 

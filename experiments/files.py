@@ -15,6 +15,7 @@ from fedjax_pfl.errors import InputError
 
 Row = dict[str, Any]
 _OBJECT = schema.Object({})  # any
+_WAY = "start a new run with another --workdir"  # where a file is missing or damaged that is not written anew
 
 
 def read_json(path: Path, wanted: schema.Object = _OBJECT) -> Any:
@@ -24,7 +25,7 @@ def read_json(path: Path, wanted: schema.Object = _OBJECT) -> Any:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if (path.parent / "config.json").exists():
-            raise InputError(f"{path.parent} has no {path.name}: {_way(path)}.") from None
+            raise InputError(f"{path.parent} has no {path.name}: {_WAY}.") from None
         raise InputError(f"{path.parent} is not a run directory: it has no {path.name}.") from None
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror or error}).") from None
@@ -45,13 +46,7 @@ def read_derived(path: Path, wanted: schema.Object) -> Any:
 
 def damaged(path: Path, why: Any) -> InputError:
     """What is said of a file that nothing can be made of."""
-    return InputError(f"{path} is damaged ({str(why).splitlines()[0]}): {_way(path)}.")
-
-
-def _way(path: Path) -> str:
-    """What to do where a file is missing or damaged."""
-    derived = path.name in ("summary.json", "versions.json")
-    return "--resume writes it anew" if derived else "start a new run with another --workdir"
+    return InputError(f"{path} is damaged ({str(why).splitlines()[0]}): {_WAY}.")
 
 
 def write_json(path: Path, content: Any) -> None:

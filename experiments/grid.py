@@ -117,8 +117,8 @@ def _settings(given: Mapping[str, Any]) -> dict[str, list[Any]]:
             )
         values = [part if known.kind is str else number(known.kind, flag, part, text) for part in parts]
         if len(values) > 1 and name in FREE:
-            why = "it changes no result: give one"
-            why = "a run may go on with another: make a sweep of each, in a --root of its own" if name in ENDS else why
+            other = "a run may go on with another: make a sweep of each, in a --root of its own"
+            why = other if name in ENDS else "it changes no result: give one"
             raise InputError(f"{flag}={text} lists {len(values)} values, but {why}.")
         if len(values) > 1 and name == "preset":
             raise InputError(f"{flag}={text} lists {len(values)} settings of papers: make a sweep of each.")

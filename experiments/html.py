@@ -112,7 +112,7 @@ def _results(runs: Sequence[Found]) -> str:
     """What `experiments.show` prints first."""
     if len(runs) == 1:
         return _paragraphs(["\n".join(show.ending(runs[0]))], ' class="lines"')
-    title, (head, *rows), notes = comparison.content([run.path for run in runs])
+    title, (head, *rows), notes = comparison.content(runs)
     return _paragraphs([title]) + _table(head, rows) + _paragraphs(notes, ' class="quiet"')
 
 

@@ -149,9 +149,8 @@ def _kind(config: Config) -> str:
     """The same text for runs of one compiled program: all but what is an argument of it."""
     known = hyperparameters.of(find(config.algo))
     static = {name: value for name, value in config.hparams.items() if value is None or not known[name].traced}
-    return json.dumps(
-        config.replace(seed=0, lr=0.0, lr_decay=0.0, server_lr=None, hparams=static).asdict(), default=str
-    )
+    alike = config.replace(seed=0, lr=0.0, lr_decay=0.0, server_lr=None, hparams=static)
+    return json.dumps(vars(alike), default=str)
 
 
 def _room(configs: list[Config]) -> Sequence[int]:

@@ -58,8 +58,8 @@ def rule(text: str, members: Sequence[Member]) -> Rule:
             f"--select chooses among runs on the same examples, but --{wrong[0]} has several values: make a sweep for "
             "each."
         )
-    first = {member.config.algo: member for member in reversed(members)}
-    ways = [_way(score, first[algo]) for algo in dict.fromkeys(m.config.algo for m in members)]
+    groups = gather.grouped(members, [member.config.algo for member in members])
+    ways = [_way(score, of[0]) for of in groups.values()]
     return Rule(score, ways[0])
 
 

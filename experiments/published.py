@@ -42,7 +42,7 @@ def cell(preset: Preset, config: Config) -> Cell:
     A cell without a number of the method is the paper's setting all the same, but one that has it
     comes first.
     """
-    algo, known = config.algo, config.hparams | config.asdict()
+    algo, known = config.algo, config.hparams | vars(config)
     fitting = [found for found in preset.cells if all(same(n, known.get(n), x) for n, x in found.where.items())]
     having = [found for found in fitting if algo in {**found.numbers, **found.rounds}]
     return next(iter(having + fitting), Cell({}, {algo: preset.published[algo]} if algo in preset.published else {}))

@@ -51,7 +51,7 @@ class Layout(NamedTuple):
 
 def signed(config: Config) -> Row:
     """The settings as they are written, with a digest of each."""
-    values = config.asdict()
+    values = vars(config)
     return values | {"digests": {name: _digest(value) for name, value in values.items()}}
 
 

@@ -39,11 +39,13 @@ class Reporter:
         self._done = start
         self._due = not console.is_terminal  # is a long round said? Only after a line was printed
         self._first: tuple[int, float] | None = None  # rounds done when one was first seen here, and when that was
-        columns = ("[bold]{task.description}", BarColumn(bar_width=12), "{task.fields[shown]}")
-        texts = [TextColumn(column) if isinstance(column, str) else column for column in columns]
-        hide = not console.is_terminal
         self._bar = Progress(
-            *texts, TimeRemainingColumn(compact=True, elapsed_when_finished=True), console=console, disable=hide
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=12),
+            TextColumn("{task.fields[shown]}"),
+            TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+            console=console,
+            disable=not console.is_terminal,
         )
         self._task = self._bar.add_task(f"round {start}/{rounds}", total=rounds, completed=start, shown="...")
 
@@ -109,14 +111,14 @@ def _duration(seconds: float | None) -> str:
     """The rest of a run in words, where it is worth a word."""
     if seconds is None or seconds < 10:
         return ""
-    size, unit = next((s, u) for s, u in ((3600, "h"), (60, "min"), (1, "s")) if seconds >= 2 * s or s == 1)
+    size, unit = next((s, u) for s, u in ((3600, "h"), (60, "min"), (1, "s")) if seconds >= 2 * s)
     return f", about {seconds / size:.0f} {unit}"
 
 
-def score_names(rows: Iterable[Row], headline: Headline = ACCURACY) -> list[str]:
+def score_names(rows: Iterable[Row]) -> list[str]:
     """The scores of a run, in its own order but for the first ones, see `scores.ordered`."""
     found = dict.fromkeys(place for row in rows for key in row if (place := _place(key)))
-    return scores.ordered((name for point, name in found if point != "post_latest"), headline)
+    return scores.ordered(name for point, name in found if point != "post_latest")
 
 
 @functools.cache

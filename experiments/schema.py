@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from experiments.config import SETTINGS
+from experiments.values import NOUN
 from fedjax_pfl.models.layers import CONVOLUTIONS
 
 
@@ -75,13 +76,7 @@ SCORES = Object(
     | dict.fromkeys(("post", "pre", "val", "unseen", "unseen_post"), Object({}, others=List(Number))),
 )
 
-_NOUNS: dict[Any, str] = {
-    str: "text",
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    type(None): "null",
-}
+_NOUNS = NOUN | {type(None): "null"}
 
 
 def problem(value: Any, wanted: Any, name: str = "it") -> str | None:
@@ -93,7 +88,7 @@ def problem(value: Any, wanted: Any, name: str = "it") -> str | None:
         if not isinstance(value, list):
             return f"{name} is {_shown(value)}, not a list"
         return next((x for i, item in enumerate(value) if (x := problem(item, wanted.element, f"{name}[{i}]"))), None)
-    return None if wanted is None or _is(value, wanted) else f"{name} is {_shown(value)}, not {_noun(wanted)}"
+    return None if _is(value, wanted) else f"{name} is {_shown(value)}, not {_noun(wanted)}"
 
 
 def _object(value: Any, wanted: Object, name: str) -> str | None:
@@ -118,8 +113,8 @@ def _is(value: Any, wanted: Any) -> bool:
 
 
 def _noun(wanted: Any) -> str:
-    if isinstance(wanted, Object | List):  # which are tuples, too
-        return "an object" if isinstance(wanted, Object) else "a list"
+    if isinstance(wanted, Object):  # which is a tuple, too
+        return "an object"
     if isinstance(wanted, tuple):
         return " or ".join(map(_noun, wanted))
     if isinstance(wanted, range):

@@ -47,7 +47,7 @@ def resolve(user: Mapping[str, Any]) -> Config:
     usual = base.preset if base else DEFAULT_PRESETS.get(user.get("dataset", "digits"))
     name = usual if user.get("preset") is None else user["preset"]
     preset = None if name is None else PRESETS[choose("preset", name, PRESETS)]
-    start = base.asdict() if base else preset.settings_of(user.get("algo")) if preset else {}
+    start = vars(base) if base else preset.settings_of(user.get("algo")) if preset else {}
     values = start | {setting: value for setting, value in user.items() if setting != "config"} | {"preset": name}
     if not values.get("algo"):
         raise InputError(f"Say which method to run with --algo=NAME: one of {', '.join(ALGORITHMS)}.")

@@ -36,7 +36,7 @@ def parse(text: str | None) -> Goal | None:
     Raises:
       InputError: it is not of that form, or a share of examples is outside (0, 1].
     """
-    if text is None or text.lower() == "none":
+    if text is None or not targets.given(text):
         return None
     place, colon, number = text.rpartition(":")
     point, slash, score = place.rpartition("/")

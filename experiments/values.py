@@ -34,11 +34,8 @@ def typed_all(factory: Callable, texts: dict[str, str]) -> dict[str, Any]:
     known = hyperparameters.of(factory)
     for name in texts:
         hyperparameters.check_place(factory, name)
-    if texts and not known:
-        raise InputError(
-            f"{factory.__name__} has no hyperparameters, so --hparam {next(iter(texts))}=... means nothing."
-        )
-    for name in texts:
+        if not known:
+            raise InputError(f"{factory.__name__} has no hyperparameters, so --hparam {name}=... means nothing.")
         choose(f"hyperparameter of {factory.__name__}", name, known)
     return {name: _recorded(known[name], typed(known[name], text)) for name, text in texts.items()}
 

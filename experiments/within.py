@@ -43,8 +43,7 @@ def scores(workdir: Path, name: str) -> dict[str, np.ndarray]:
     factory = find(config.algo)
 
     def score(z: Array, y: Array, mask: Array, c: Client) -> Scores:
-        personal = z[..., 0] if z.ndim == 3 else z  # of two models (`averaging.beside`)
-        return class_groups.scores(branches, personal, y, mask, c)
+        return class_groups.scores(branches, runs.first(z), y, mask, c)
 
     @functools.wraps(factory)
     def scored(*args, **hparams) -> Algorithm:
@@ -72,7 +71,7 @@ def main(argv: list[str]) -> str:
         except InputError as error:
             if path == paths[-1] and len(rows) == 1:
                 raise
-            entry.errors().print(f"{path} is left out: {error}", markup=False, highlight=False)
+            entry.errors().print(f"{path} is left out: {error}")
             continue
         rows.append([str(path), *(f"{100 * np.nanmean(found[score]):.2f}" for score in COLUMNS.values())])
     return plain.markdown(rows)

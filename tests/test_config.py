@@ -45,7 +45,7 @@ def test_a_partition_of_ones_own_over_another_and_back(done, tmp_path):
     own = resolved(done, partition="own.py:f")
     assert own.alpha is None and own.clients == 5
     content = json.loads((done / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(content | own.asdict()))
+    (tmp_path / "config.json").write_text(json.dumps(content | vars(own)))
     assert resolved(tmp_path) == own
     assert resolved(tmp_path, partition="iid").alpha == settings.Config().alpha
 

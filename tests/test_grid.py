@@ -65,7 +65,7 @@ def test_names_are_apart_by_commas():
 
 def test_what_no_flag_says_is_taken_from_the_settings_of_a_run(tmp_path):
     config = settings.resolve({"algo": "ditto", "seed": 3, "lr": 0.2, "hparams": {"lam": "2"}})
-    (tmp_path / "config.json").write_text(json.dumps(config.asdict() | {"digests": {}}, default=str))
+    (tmp_path / "config.json").write_text(json.dumps(vars(config) | {"digests": {}}, default=str))
     found = members(f"--config={tmp_path / 'config.json'}", "--epochs=1,2", "--hparam=personal_epochs=3")
     assert [(m.config.algo, m.config.seed, m.config.lr, m.config.epochs) for m in found] == [
         ("ditto", 3, 0.2, 1),

@@ -20,7 +20,7 @@ def once(function):
 
     def given(first, *rest):
         configs = [getattr(one, "config", one) for one in (first if isinstance(first, list) else [first])]
-        key = json.dumps([[config.asdict() for config in configs], rest], default=str)
+        key = json.dumps([[vars(config) for config in configs], rest], default=str)
         return made[key] if key in made else made.setdefault(key, function(first, *rest))
 
     return given

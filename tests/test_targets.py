@@ -10,7 +10,7 @@ import pytest
 import toy
 from rich.console import Console
 
-from experiments import comparison, entry, main, recorded, report, settings, tables, targets
+from experiments import comparison, entry, gather, main, recorded, report, settings, tables, targets
 from experiments.config import Config
 from experiments.files import write_json, write_text
 from fedjax_pfl import local
@@ -180,7 +180,7 @@ def test_the_majority_baseline_of_a_table_is_that_of_each_point(tmp_path):
     ends = ("", "_micro", "_std", "_worst10", "_best10")
     floors = {f"{p}/acc_majority{end}": x for p, x in (("pre", 0.5), ("post", 0.4)) for end in ends}
     path = finished(tmp_path / "a", "fedavg", floors)
-    _, (head, _, floor), _ = comparison.content([Path(path)])
+    _, (head, _, floor), _ = comparison.content([gather.read(Path(path))])
     found = dict(zip(head, floor, strict=True))
     assert [found[x] for x in ("before local training", "worst tenth", "after it")] == ["50.0", "-", "40.0"]
 

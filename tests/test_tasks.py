@@ -82,7 +82,7 @@ def test_a_resume_does_not_need_the_file_again(tmp_path):
     path = tmp_path / "map.txt"
     path.write_text("0 0 0 0 0 1 1 1 1 1")
     user = {"algo": "pfedc", "model": "linear", "clients": 5, "hparams": {"tasks": f"file:{path}"}}
-    config = Config(**json.loads(json.dumps(build.prepare(settings.resolve(user)).config.asdict())))
+    config = Config(**json.loads(json.dumps(vars(build.prepare(settings.resolve(user)).config))))
     assert config.hparams["tasks"] == "map:0,0,0,0,0,1,1,1,1,1"
     assert settings.resumed(config, user) == config  # the same command
     path.write_text("0 1 0 1 0 1 0 1 0 1")

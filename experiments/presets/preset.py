@@ -36,7 +36,7 @@ class Preset(NamedTuple):
         """What of a run to compare with the paper's number."""
         return self.headlines.get(method, self.headline)
 
-    def settings_of(self, method: str | None = None) -> dict[str, Any]:
+    def settings_of(self, method: str | None) -> dict[str, Any]:
         """Flag -> value for a method; None: for the preset's own."""
         return {**self.settings, **self.methods.get(method or self.settings.get("algo", ""), {})}
 
