@@ -142,7 +142,7 @@ def method(name: str) -> str:
         parts += ["## What differs from the paper, and what to know", _prose(note)]
     acts = [f"* {_prose(line)}" for line in active.lines(name)]
     where = f"Measured by `python -m experiments.active {name}`: {_prose(active.where(name))}."
-    parts += ["## What of it acts at the defaults", where, "\n".join(acts)]
+    parts += ["## Which of its parts have an effect at the defaults", where, "\n".join(acts)]
     cost = {"-": "not measured"}.get(time, f"{time} times FedAvg's ([how](index.md))")
     sent = f"Each way: {travels}. A client keeps: {keeps}. Clients' architectures: {architectures}."
     parts += ["## What travels", sent]

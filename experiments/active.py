@@ -1,4 +1,4 @@
-"""What of a method acts at its defaults: how far it is from itself without a part of it.
+"""Which parts of a method have an effect at its defaults: how far it is from itself without one.
 
     python -m experiments.active [METHOD ...]
 

@@ -128,7 +128,7 @@ def _method(factory: Callable, name: str) -> str:
         first, *more = (" ".join(paragraph.split()) for paragraph in note.split("\n\n"))
         parts += [_hanging("Note: ", first), *(textwrap.indent(textwrap.fill(x, _WIDTH - 6), " " * 6) for x in more)]
     if known := active.lines(name):
-        title = _hanging("", f"What of it acts at the defaults ({active.where(name)}):")
+        title = _hanging("", f"Which of its parts have an effect at the defaults ({active.where(name)}):")
         parts.append("\n".join([title, *(_hanging("  ", line) for line in known)]))
     return "\n\n".join([*parts, _hanging("Unseen clients (--unseen): ", unseen_clients(factory))])
 

@@ -2,7 +2,7 @@
 # # What heterogeneity does
 #
 # Dirichlet's α says how differently classes are spread over clients: each draws its shares of the ten classes from
-# Dir(α/10, ..., α/10). At 0.1 a client has one class, at 100 nearly equal shares of all. It is the usual knob of papers
+# Dir(α/10, ..., α/10). At 0.1 most clients have one class, at 100 nearly equal shares of all. It is the usual knob of papers
 # on personalised federated learning, and it decides who wins. Five methods over one sweep:
 #
 # * **FedAvg**, one model for all, scored as it is, before local training;
