@@ -84,9 +84,10 @@ def draw(run: runs.Run, folder: Path) -> str:
     folder.mkdir(exist_ok=True)
     found = views(run)
     dva_figures.reconstructions(folder / "reconstructions", found[:8])
+    c = dva_figures.latents(found)[1]
     for k, view in enumerate(found[:4]):
         (folder / f"client{k}").mkdir(exist_ok=True)
-        dva_figures.manifolds(folder / f"client{k}", view, dva_figures.latents(found)[1])
+        dva_figures.manifolds(folder / f"client{k}", view, c)
     dva_figures.scatter(folder / "latents", found)
     if len(found) > 1:
         dva_figures.swaps(folder / "swaps", found[0], found[1])
