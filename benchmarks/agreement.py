@@ -38,8 +38,6 @@ from fedjax_pfl.models.nets import AFM
 from fedjax_pfl.types import Model
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("run", None, "the directory of a run")
-flags.DEFINE_bool("shuffled", False, "HtFLlib's clients shuffle their batches")
 
 METHODS = {  # ours -> PFLlib's module and server
     "local": ("serverlocal", "Local"),
@@ -213,4 +211,8 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
+    flags.DEFINE_string("pfllib", None, "a checkout of PFLlib")
+    flags.DEFINE_string("htfllib", None, "a checkout of HtFLlib")
+    flags.DEFINE_string("run", None, "the directory of a run")
+    flags.DEFINE_bool("shuffled", False, "HtFLlib's clients shuffle their batches")
     report.run(main)

@@ -19,7 +19,7 @@ from absl import flags
 from benchmarks import report
 from benchmarks.report import table
 from benchmarks.runner import Runner
-from benchmarks.throughput import CLIENTS, SHAPES, build, in_form
+from benchmarks.setting import CLIENTS, SHAPES, build, in_form
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.engine.autotune import choose_width
 from fedjax_pfl.errors import InputError, choose
@@ -27,9 +27,6 @@ from fedjax_pfl.models import layers
 from fedjax_pfl.models.layers import CONVOLUTIONS
 
 FLAGS = flags.FLAGS
-flags.DEFINE_list("methods", [], "which methods beside fedavg (default: all that the model allows)")
-flags.DEFINE_string("model", "cnn", "which model: linear, mlp, mlp28, lenet or cnn")
-flags.DEFINE_string("conv", "auto", "form of the convolutions")
 
 
 def main(argv) -> None:
@@ -77,4 +74,8 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
+    flags.DEFINE_list("methods", [], "which methods beside fedavg (default: all that the model allows)")
+    flags.DEFINE_string("model", "cnn", "which model: linear, mlp, mlp28, lenet or cnn")
+    flags.DEFINE_string("conv", "auto", "form of the convolutions")
+    flags.DEFINE_integer("repeats", 3, "turns that a median is taken of", lower_bound=1)
     report.run(main)

@@ -20,7 +20,7 @@ from absl import flags
 
 from benchmarks import report
 from benchmarks.runner import Runner
-from benchmarks.throughput import CLASSES, dataset
+from benchmarks.setting import CLASSES, dataset
 from fedjax_pfl import averaging, evaluate, local, losses, models, simulate
 from fedjax_pfl.algorithms.feddva import feddva
 from fedjax_pfl.data.federate import federate
@@ -31,8 +31,6 @@ from fedjax_pfl.numerics import dva
 from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Federation, Metrics, PyTree, State, Task
 
 FLAGS = flags.FLAGS
-flags.DEFINE_integer("hidden", 512, "channels of the last convolution, see the method", lower_bound=16)
-flags.DEFINE_list("federation", ["4", "512"], "how many clients, all of them in each round; images of each")
 
 SHAPE, BATCH, LATENT = (28, 28, 1), 256, 8
 
@@ -109,4 +107,7 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
+    flags.DEFINE_integer("hidden", 512, "channels of the last convolution, see the method", lower_bound=16)
+    flags.DEFINE_list("federation", ["4", "512"], "how many clients, all of them in each round; images of each")
+    flags.DEFINE_integer("repeats", 3, "turns that a median is taken of", lower_bound=1)
     report.run(main)

@@ -1,13 +1,13 @@
 """The memory that a run takes, as XLA accounts for the programs that it compiles.
 
-    python -m benchmarks.memory [--markdown] [--quick]
+    python -m benchmarks.memory [--markdown] [--quick] [--repeats=3]
 
 20 clients with 100 images of CIFAR-10's shape, half of them in a round, the CNN, batch 10, one
 device. `XLA` is the larger of a round and an evaluation: arguments, outputs and temporaries, less
 what overwrites its arguments, the data among them; of rows that are kept in main memory it knows
 nothing. On an accelerator every row is a process of its own, and `device` is what the device held
-at most while it ran. `compile s` is of both programs. The rates are of a round without evaluation,
-counted as in `benchmarks.cost`, medians of 3.
+at most while it ran. `compile s` is of both programs and of the first state's. The rates are
+of a round without evaluation, the median, counted as in `benchmarks.cost`; --quick takes the MLP.
 """
 
 import itertools
@@ -19,7 +19,7 @@ import jax
 from absl import flags
 
 from benchmarks import report
-from benchmarks.throughput import CLIENTS, batch_size, build, in_form
+from benchmarks.setting import CLIENTS, batch_size, build, in_form
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.engine import host_state
@@ -27,7 +27,7 @@ from fedjax_pfl.engine import host_state
 FLAGS = flags.FLAGS
 METHODS = ("fedavg", "ditto", "fedcp", "pfedc", "fedamp", "fedem")
 KEEPING = ("ditto", "fedcp")  # a model or a head for every client, which may lie on the host
-PARTICIPATION, ROUNDS = 0.5, 3
+PARTICIPATION = 0.5
 
 
 class Case(NamedTuple):
@@ -37,6 +37,7 @@ class Case(NamedTuple):
     width: int = 1
     client_memory: str = "device"
     model: str = "cnn"
+    rounds: int = 3
 
 
 class Cost(NamedTuple):
@@ -60,9 +61,9 @@ def measure(case: Case) -> Cost:
     begin = time.perf_counter()
     functions = simulate.compiled(program, key, federation, eval_every=0)
     took, ends = time.perf_counter() - begin, []
-    for _ in simulate.rounds(program, key, federation, rounds=1 + ROUNDS, eval_every=0, functions=functions):
+    for _ in simulate.rounds(program, key, federation, rounds=1 + case.rounds, eval_every=0, functions=functions):
         ends.append(time.perf_counter())
-    seconds = statistics.median(b - a for a, b in itertools.pairwise(ends[: 1 + ROUNDS]))  # then it is evaluated
+    seconds = statistics.median(b - a for a, b in itertools.pairwise(ends[: 1 + case.rounds]))  # then it is evaluated
     steps, samples = (PARTICIPATION * x for x in report.planned(task))
     flops = report.flops(case.method, task, federation, in_form(case.model, "matmul"))
     return Cost(functions.memory.peak, took, seconds, steps, samples, flops, report.device_peak())
@@ -74,9 +75,9 @@ def main(argv) -> None:
     peak = report.matmul_peak()
     print(report.machine())
     print(f"{model}, {CLIENTS} clients, half of them in a round, batch {batch_size(model)}, one device")
-    print(f"matmul peak {peak:.0f} GFLOP/s; medians of {ROUNDS}\n")
-    cases = [Case(method, width, model=model) for method in METHODS for width in (1, 4)]
-    cases += [Case(method, 1, "host", model) for method in KEEPING]
+    print(f"matmul peak {peak:.0f} GFLOP/s; medians of {FLAGS.repeats}\n")
+    cases = [Case(method, width, "device", model, FLAGS.repeats) for method in METHODS for width in (1, 4)]
+    cases += [Case(method, 1, "host", model, FLAGS.repeats) for method in KEEPING]
     sizes = ("XLA MiB", "device MiB")
     rows: list[tuple] = [("method", "width", "state on", *report.RATES, *sizes, "compile s")]
     costs = map(measure, cases) if jax.default_backend() == "cpu" else report.fresh(measure, cases)
@@ -90,4 +91,6 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
+    flags.DEFINE_bool("quick", False, "the MLP in place of the CNN, to see that it runs")
+    flags.DEFINE_integer("repeats", 3, "rounds that a median is taken of", lower_bound=1)
     report.run(main)

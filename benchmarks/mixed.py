@@ -25,7 +25,7 @@ from absl import flags
 
 from benchmarks import report
 from benchmarks.runner import Runner
-from benchmarks.throughput import BATCH, CLASSES, dataset
+from benchmarks.setting import BATCH, CLASSES, dataset
 from fedjax_pfl import evaluate, groups, local, models, optimizers, public, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.averaging import predictor
@@ -37,8 +37,6 @@ from fedjax_pfl.numerics import mixtures
 from fedjax_pfl.types import Algorithm, Federation, Metrics, Own, State, Task
 
 FLAGS = flags.FLAGS
-flags.DEFINE_list("architectures", ["cnn1", "cnn2", "cnn3", "cnn4", "cnn5"], "client i has number i mod G")
-flags.DEFINE_integer("mixed_clients", 10, "clients in all", lower_bound=1)
 
 PUBLIC_BATCH = 256
 AIMS = {
@@ -176,4 +174,7 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
+    flags.DEFINE_list("architectures", ["cnn1", "cnn2", "cnn3", "cnn4", "cnn5"], "client i has number i mod G")
+    flags.DEFINE_integer("mixed_clients", 10, "clients in all", lower_bound=1)
+    flags.DEFINE_integer("repeats", 3, "turns that a median is taken of", lower_bound=1)
     report.run(main)

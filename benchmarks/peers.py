@@ -51,9 +51,6 @@ from fedjax_pfl.data.partitioners import Partition
 from fedjax_pfl.errors import InputError
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("pfllib", None, "a checkout of PFLlib")
-flags.DEFINE_string("htfllib", None, "a checkout of HtFLlib")
-flags.DEFINE_integer("clients", None, "all of them in each round (default: 20, beside HtFLlib 10)", lower_bound=1)
 
 DATASET = "Cifar10"  # its name decides how PFLlib reads it
 
@@ -256,4 +253,9 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
+    flags.DEFINE_string("pfllib", None, "a checkout of PFLlib")
+    flags.DEFINE_string("htfllib", None, "a checkout of HtFLlib")
+    flags.DEFINE_integer("clients", None, "all of them in each round (default: 20, beside HtFLlib 10)", lower_bound=1)
+    flags.DEFINE_integer("images", None, "fewer images in all")
+    flags.DEFINE_integer("repeats", 3, "rounds that a median is taken of", lower_bound=1)
     report.run(main)

@@ -84,7 +84,7 @@ def steps_per_second(
     repetitions.
 
     Args:
-      model: its name in `throughput`.
+      model: its name in `setting`.
       shape: (height, width, channels) of an image.
       classes: C.
       batch: examples a step.

@@ -1,7 +1,7 @@
 """Whole recipes of the field, evaluation included: seconds a round and for all of their rounds.
 
     python -m benchmarks.recipes [--markdown] [--recipes=pfl_research,pfllib_20] [--repeats=3]
-    [--conv=auto]
+    [--conv=auto] [--images=N]
 
 Images are random, of the recipe's shape, number and distribution over clients. A round and an
 evaluation of all clients (personalised, on a quarter of each client's examples) are compiled apart
@@ -83,9 +83,6 @@ RECIPES = {
 }
 
 FLAGS = flags.FLAGS
-flags.DEFINE_list("recipes", list(RECIPES), f"of {', '.join(RECIPES)}")
-flags.DEFINE_integer("images", None, "fewer images in all, to see that it runs")
-flags.DEFINE_string("conv", "auto", "form of the convolutions")
 
 
 class Cost(NamedTuple):
@@ -178,4 +175,8 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
+    flags.DEFINE_list("recipes", list(RECIPES), f"of {', '.join(RECIPES)}")
+    flags.DEFINE_integer("images", None, "fewer images in all, to see that it runs")
+    flags.DEFINE_string("conv", "auto", "form of the convolutions")
+    flags.DEFINE_integer("repeats", 3, "rounds and evaluations that a median is taken of", lower_bound=1)
     report.run(main)

@@ -27,7 +27,6 @@ from fedjax_pfl.types import Federation, Model, Task
 
 FLAGS = flags.FLAGS
 flags.DEFINE_bool("markdown", False, "print the tables as Markdown")
-flags.DEFINE_integer("repeats", 3, "rounds or turns that a median is taken of", lower_bound=1)
 
 RATES = ("steps/s", "samples/s", "GFLOP/s", "of peak")
 

@@ -1,12 +1,12 @@
 """What many clients cost: start-up, a round and memory against the clients, the cohort and the
 devices.
 
-    python -m benchmarks.scaling [--markdown] [--quick]
+    python -m benchmarks.scaling [--markdown] [--quick] [--repeats=20]
 
 Every row is a process of its own. Ditto (a personal model a client) with the digits' MLP; clients
 have 10 to 50 images of 8x8 pixels, batch 10, one local epoch, no evaluation. Start-up: `partition`,
 from a loaded data set to the federation on the device; `build`, the program and its trace;
-`compile`, with the first round. A round is the median of 20, with what it fetches; its steps, of
+`compile`, with the first round. A round is the median, with what it fetches; its steps, of
 both models, are those of an average cohort, and `of peak` is against the matmul peak of the whole
 machine. `peak MiB` is what the device, on a CPU the process, took at most, and `XLA` what XLA
 accounts for the compiled functions.
@@ -22,14 +22,14 @@ from absl import flags
 
 from benchmarks import report
 from benchmarks.report import matmul_peak, table
-from benchmarks.throughput import BATCH, CLASSES, SHAPES, dataset
+from benchmarks.setting import BATCH, CLASSES, SHAPES, dataset
 from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.data import federate, rows
 from fedjax_pfl.engine import host_state
 
 FLAGS = flags.FLAGS
-ROUNDS, LEAST, MOST = 20, 10, 50
+LEAST, MOST = 10, 50
 SHAPE = SHAPES["mlp"]
 
 
@@ -40,7 +40,7 @@ class Case(NamedTuple):
     cohort: int = 100
     devices: int = 1
     client_memory: str = "device"
-    rounds: int = ROUNDS
+    rounds: int = 20
 
 
 class Cost(NamedTuple):
@@ -121,18 +121,20 @@ def measured(cases: list[Case], peak: float) -> list[tuple]:
 
 def main(argv) -> None:
     del argv
-    short = {"rounds": 2} if FLAGS.quick else {}
+    rounds = FLAGS.repeats or (2 if FLAGS.quick else 20)
     many, peak = (100, 1000) if FLAGS.quick else (100, 1000, 10_000), matmul_peak()
     show = lambda title, cases: print(f"{title}:\n\n{table(measured(cases, peak))}\n")
     print(report.machine())
-    print(f"matmul peak {peak:.0f} GFLOP/s\n")
+    print(f"matmul peak {peak:.0f} GFLOP/s; medians of {rounds}\n")
     memories = lambda n: ("device", "host") if n > 100 else ("device",)
-    cases = [Case(n, client_memory=where, **short) for n in many for where in memories(n)]
+    cases = [Case(n, client_memory=where, rounds=rounds) for n in many for where in memories(n)]
     show("Against the clients, 100 of them in a round", cases)
-    show("Against the cohort", [Case(many[-1], cohort=s, **short) for s in (10, 100, 1000) if s < many[-1]])
+    show("Against the cohort", [Case(many[-1], cohort=s, rounds=rounds) for s in (10, 100, 1000) if s < many[-1]])
     spread = [2**i for i in range(10) if 2**i <= jax.device_count()]
-    show("Against the devices", [Case(many[-1], devices=d, **short) for d in spread])
+    show("Against the devices", [Case(many[-1], devices=d, rounds=rounds) for d in spread])
 
 
 if __name__ == "__main__":
+    flags.DEFINE_bool("quick", False, "two rounds, and no 10,000 clients, to see that it runs")
+    flags.DEFINE_integer("repeats", None, "rounds of a median (default: 20, with --quick 2)", lower_bound=1)
     report.run(main)

@@ -72,6 +72,6 @@ class StockNet(nnx.Module):
 
 
 def stock(model: str, shape: tuple[int, ...], classes: int) -> nnx.Module:
-    """A network by its name in `throughput`."""
+    """A network by its name in `setting`."""
     rngs = nnx.Rngs(0)
     return StockResNet(classes, rngs) if model == "resnet18" else StockNet(model, shape, classes, rngs)

@@ -2,9 +2,9 @@
 memory.
 
     python -m benchmarks.throughput [--markdown] [--models=mlp,lenet,cnn,resnet18] [--pytorch]
-    [--quick]
+    [--quick] [--repeats=5]
 
-Medians of five repetitions, fewer where they take over ten seconds; compare ratios, not machines.
+Medians of the repetitions, fewer where they take over ten seconds; compare ratios, not machines.
 On a CPU every core is a device of its own, as in experiments.main; the rows with a plain width use
 one of them (whose matrix products may still run on all cores), `auto (D x W)` uses D. A FLOP count
 has 2 per multiply-add of the plain product or convolution, the forward pass and both gradients,
@@ -33,35 +33,21 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import pytorch, report
 from benchmarks.report import RATES, matmul_peak, table
+from benchmarks.setting import BATCH, BATCHES, CLASSES, CLIENTS, SHAPES, batch_size, build, in_form, network
 from benchmarks.stock import stock
 from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.data.datasets import Dataset, prepare_images
-from fedjax_pfl.data.federate import federate
-from fedjax_pfl.data.partitioners import partition
+from fedjax_pfl.data.datasets import prepare_images
 from fedjax_pfl.engine.autotune import choose_form, choose_width
 from fedjax_pfl.errors import InputError, choose
-from fedjax_pfl.types import Federation, Model, Task
+from fedjax_pfl.types import Federation, Task
 
-BATCH, CLIENTS, CLASSES, REPEATS = 10, 20, 10, 5
 WIDTHS = (8, 32, 128)  # on an accelerator, with as many clients as the last
-SHAPES = {
-    "linear": (32, 32, 3),
-    "mlp": (8, 8, 1),
-    "mlp28": (28, 28, 1),
-    "lenet": (28, 28, 1),
-    "cnn": (32, 32, 3),
-    "resnet18": (32, 32, 3),
-}
 # of a client and round: seconds of work
 STEPS = {"linear": 100, "mlp": 400, "mlp28": 200, "lenet": 40, "cnn": 15, "resnet18": 2}
 SECONDS = 10  # after which nothing is repeated
-BATCHES = {"resnet18": 16}  # and a fifth of the clients; one where XLA's convolution takes 10 seconds a step
 
 FLAGS = flags.FLAGS
-flags.DEFINE_list("models", ["mlp", "mlp28", "lenet", "cnn"], "which models; resnet18, too, takes minutes")
-flags.DEFINE_bool("pytorch", False, "time PyTorch, too: pip install -e '.[benchmarks]'")
-flags.DEFINE_bool("quick", False, "one repetition and few steps, to see that it runs")
 
 
 class Timing(NamedTuple):
@@ -70,29 +56,13 @@ class Timing(NamedTuple):
     megabytes: float | None = None
 
 
-def dataset(shape: tuple[int, ...], size: int) -> Dataset:
-    """Random images with labels in equal numbers."""
-    rng = np.random.default_rng(0)
-    y = np.arange(size, dtype=np.int32) % CLASSES
-    return Dataset("random", rng.integers(0, 256, (size, *shape), np.uint8), y, size, CLASSES, prepare_images)
-
-
-def network(model: str) -> str:
-    """The MLP is in the table twice: on the 8x8 pixels of the digits and on MNIST's 28x28."""
-    return "mlp" if model == "mlp28" else model
-
-
-def batch_size(model: str) -> int:
-    return BATCHES.get(model, BATCH)
-
-
 def on_cpu() -> bool:
     return jax.default_backend() == "cpu"
 
 
 def cohort(model: str) -> int:
     clients = CLIENTS if on_cpu() else WIDTHS[-1]
-    return clients // 5 if model in BATCHES else clients
+    return clients // 5 if model in BATCHES else clients  # where a step takes long
 
 
 def widths(clients: int) -> list[int]:
@@ -107,29 +77,8 @@ def forms(model: str) -> dict[str, str]:
     return xla | {"ours": "auto"} if on_cpu() else xla | {"matmul": "matmul", "winograd": "winograd"}
 
 
-def in_form(model: str, conv: str) -> Model:
-    return models.model(network(model), SHAPES[model], CLASSES, conv=conv)
-
-
-def build(
-    model: str,
-    *,
-    conv: str = "auto",
-    clients: int = CLIENTS,
-    split: str = "iid",
-    steps: int | None = None,
-    each: int = 100,
-) -> tuple[Task, Federation]:
-    """A task of `steps` local steps, or of one epoch if it is None, over clients with `each` images
-    on average."""
-    data = dataset(SHAPES[model], clients * each * 4 // 3)
-    f = federate(data, partition(data, split, num_clients=clients, seed=0))
-    local = {"rounds": 1} | ({"epochs": 1} if steps is None else {"epochs": None, "steps": steps})
-    return simulate.task(data, f.class_counts, in_form(model, conv), lr=0.01, batch_size=batch_size(model), **local), f
-
-
 def repeats() -> int:
-    return 1 if FLAGS.quick else REPEATS
+    return FLAGS.repeats or (1 if FLAGS.quick else 5)
 
 
 def median_seconds(run: Callable[[], object]) -> float:
@@ -297,4 +246,8 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
+    flags.DEFINE_list("models", ["mlp", "mlp28", "lenet", "cnn"], "which models; resnet18, too, takes minutes")
+    flags.DEFINE_bool("pytorch", False, "time PyTorch, too: pip install -e '.[benchmarks]'")
+    flags.DEFINE_bool("quick", False, "one repetition and few steps, to see that it runs")
+    flags.DEFINE_integer("repeats", None, "of each measurement (default: 5, with --quick 1)", lower_bound=1)
     report.run(main)
