@@ -39,7 +39,7 @@ from fedjax_pfl.types import Algorithm, Federation, Metrics, Own, State, Task
 FLAGS = flags.FLAGS
 
 PUBLIC_BATCH = 256
-AIMS = {
+GOALS = {
     "mixed": 1.10,
     "FedProto": 1.3,
     "FedProto, collect=during": 1.3,
@@ -65,7 +65,7 @@ class Line(NamedTuple):
     name: str
     seconds: float  # of a round, the median
     ratio: float
-    aim: float
+    goal: float
     compile: float
     compile_ratio: float
 
@@ -153,11 +153,11 @@ def measure(setting: Setting, repeats: int) -> list[Line]:
             name,
             median(turn[name] for turn in turns),
             median(ratio(turn, name) for turn in turns),
-            aim,
+            goal,
             compile[name],
             ratio(compile, name),
         )
-        for name, aim in AIMS.items()
+        for name, goal in GOALS.items()
     ]
 
 
@@ -167,7 +167,7 @@ def main(argv) -> None:
     print(report.machine())
     nets = ", ".join(setting.architectures)
     print(f"{setting.clients} clients of {nets}; {jax.device_count()} x width 1; medians of {FLAGS.repeats} turns\n")
-    header = ("round", "s", "of its parts", "aim", "compile s", "of its parts'")
+    header = ("round", "s", "of its parts", "goal", "compile s", "of its parts'")
     print(report.table([header, *measure(setting, FLAGS.repeats)]))
     found = ", ".join(f"{name} {ratio:.2f}" for name, ratio in operations(setting).items())
     print(f"\nMultiply-adds by those of its parts: {found}")
