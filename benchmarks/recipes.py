@@ -113,13 +113,15 @@ def partitioned(recipe: Recipe) -> tuple[Dataset, Partition]:
 
 
 def seconds(function: Callable, *args, repeats: int) -> tuple[float, float]:
-    """The first call's seconds, with compilation, and the median of the others'."""
-    times = []
+    """Seconds of the function's compilation, and the median of its calls' without the first."""
+    begin = time.perf_counter()
+    compiled = jax.jit(function, compiler_options=simulate.compiler_options()).lower(*args).compile()
+    compiling, times = time.perf_counter() - begin, []
     for _ in range(1 + repeats):
         begin = time.perf_counter()
-        jax.block_until_ready(function(*args))
+        jax.block_until_ready(compiled(*args))
         times.append(time.perf_counter() - begin)
-    return times[0], statistics.median(times[1:])
+    return compiling, statistics.median(times[1:])
 
 
 def measure(recipe: Recipe, conv: str = "auto", repeats: int = 3, **options) -> Cost:
@@ -139,13 +141,11 @@ def measure(recipe: Recipe, conv: str = "auto", repeats: int = 3, **options) -> 
         f = jax.device_put(f, NamedSharding(program.mesh, PartitionSpec()))
     state = jax.jit(program.init)(key, traced)
     t, wanted = jnp.int32(0), jnp.bool(False)
-    step = jax.jit(program.round, compiler_options=simulate.compiler_options())
-    first, each = seconds(step, key, traced, f, state, t, wanted, repeats=repeats)
-    first_scores, scores = seconds(jax.jit(program.evaluate), key, traced, f, state, t, repeats=repeats)
-    compiling = first - each + first_scores - scores
+    compiling, each = seconds(program.round, key, traced, f, state, t, wanted, repeats=repeats)
+    more, scores = seconds(program.evaluate, key, traced, f, state, t, repeats=repeats)
     steps, samples = report.planned(task)
     peak = report.device_peak() or report.process_peak()
-    return Cost(f"{devices} x {width}", start, compiling, each, scores, steps * share, samples * share, peak)
+    return Cost(f"{devices} x {width}", start, compiling + more, each, scores, steps * share, samples * share, peak)
 
 
 def row(name: str, recipe: Recipe, cost: Cost, peak: float) -> tuple:
