@@ -94,7 +94,7 @@ def steps_per_second(
       device: see `device`.
     """
     spawn = multiprocessing.get_context("spawn")
-    threads = max(1, len(os.sched_getaffinity(0)) // processes)
+    threads = max(1, report.cores() // processes)
     rates = {}
     for form in ("NCHW", "channels last"):
         args = (model, shape, classes, batch, form, threads, steps, repeats, device)

@@ -10,11 +10,12 @@ one of them (whose matrix products may still run on all cores), `auto (D x W)` u
 has 2 per multiply-add of the plain product or convolution, the forward pass and both gradients,
 without the input gradient of the first layer; Winograd's form needs fewer. `serial` is the plain
 baseline: a Python loop over clients and batches of one jitted step with Flax's stock convolution
-and pooling. Memory is XLA's own account of the compiled round (arguments, outputs and temporaries),
-the data apart. With --pytorch the same steps are timed in PyTorch, too (see `benchmarks.pytorch`):
-compare them with the row `auto`, which uses the whole machine as they do. On an accelerator there
-are more clients and a row of each form of the convolutions, of which `auto` chooses as
-experiments.main does; Winograd's products have the highest precision.
+and pooling. Memory is XLA's own account of the compiled round (arguments, outputs and temporaries,
+less what overwrites its arguments), the data apart. With --pytorch the same steps are timed in
+PyTorch, too (see `benchmarks.pytorch`): compare them with the row `auto`, which uses the whole
+machine as they do. On an accelerator there are more clients and a row of each form of the
+convolutions, of which `auto` chooses as experiments.main does; Winograd's products have the highest
+precision.
 """
 
 import functools
@@ -29,13 +30,13 @@ import numpy as np
 import optax
 from absl import flags
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import pytorch, report
 from benchmarks.report import RATES, matmul_peak, table
+from benchmarks.runner import Runner
 from benchmarks.setting import BATCH, BATCHES, CLASSES, CLIENTS, SHAPES, batch_size, build, in_form, network
 from benchmarks.stock import stock
-from fedjax_pfl import models, simulate
+from fedjax_pfl import models
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.data.datasets import prepare_images
 from fedjax_pfl.engine.autotune import choose_form, choose_width
@@ -92,19 +93,9 @@ def median_seconds(run: Callable[[], object]) -> float:
 
 def fedavg(task: Task, f: Federation, width: int, devices: int = 1) -> Timing:
     """One FedAvg round, without evaluation, of the whole federation."""
-    program = simulate.program(ALGORITHMS["fedavg"], task, width=width, devices=devices)
-    key = jax.random.key(0)
-    state = jax.jit(program.init)(key, program.traced)
-    if program.mesh is not None:
-        f = jax.device_put(f, NamedSharding(program.mesh, PartitionSpec()))
-    args = (key, program.traced, f, state, jnp.int32(0), jnp.bool(False))
-    begin = time.perf_counter()
-    compiled = jax.jit(program.round, compiler_options=simulate.compiler_options()).lower(*args).compile()
-    took = time.perf_counter() - begin
-    taken = report.account(compiled) - sum(x.nbytes for x in jax.tree.leaves(f))
-    jax.block_until_ready(compiled(*args))
-    seconds = median_seconds(lambda: compiled(*args))
-    return Timing(report.planned(task)[0] / seconds, took, taken / 2**20)
+    run = Runner(ALGORITHMS["fedavg"], task, f, width, devices)
+    run()
+    return Timing(report.planned(task)[0] / median_seconds(run), run.compile, run.bytes / 2**20)
 
 
 def serial(model: str, f: Federation, steps: int) -> float:
@@ -146,9 +137,8 @@ def layouts(model: str, peak: float) -> list[tuple]:
     PyTorch's."""
     flops = models.flops(network(model), SHAPES[model], CLASSES, batch_size(model))
     steps, clients, devices = 2 if FLAGS.quick else STEPS[model], cohort(model), jax.device_count()
-    few = max(1, steps // 5)  # where steps take long
     task, f = build(model, clients=clients, steps=steps)
-    base = serial(model, f, few)
+    base = serial(model, f, steps)
     rows: list[tuple] = []
 
     def add(form: str, width: str, timing: Timing) -> None:
@@ -160,7 +150,7 @@ def layouts(model: str, peak: float) -> list[tuple]:
     for name, form in forms(model).items():
         slow = on_cpu() and form == "xla"  # ResNet-18 then takes 10 seconds a step: one client
         some = 1 if slow and model in BATCHES else clients
-        given = build(model, conv=form, clients=some, steps=few if slow else steps)
+        given = build(model, conv=form, clients=some, steps=max(1, steps // 5) if slow else steps)
         for width in widths(some):
             add(name, "all" if width == clients else str(width), fedavg(*given, width))
     chosen = ""
@@ -177,7 +167,7 @@ def layouts(model: str, peak: float) -> list[tuple]:
 def torch_rates(model: str, steps: int) -> dict[str, float]:
     """Steps a second of PyTorch, each in its faster memory format: on a CPU of one process with
     every core, and of one a core; else of one on a GPU."""
-    cores, rates, device = jax.device_count(), {}, pytorch.device() if FLAGS.pytorch else None
+    cores, rates, device = report.cores(), {}, pytorch.device() if FLAGS.pytorch else None
     for processes in sorted({1, cores}) if device == "cpu" else [1] if device else []:
         given = (SHAPES[model], CLASSES, batch_size(model), processes, max(2, steps // (2 * processes)), repeats())
         measured = pytorch.steps_per_second(model, *given, device=device)
