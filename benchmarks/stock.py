@@ -5,6 +5,8 @@ import itertools
 
 from flax import nnx
 
+from benchmarks.pytorch import NETS
+
 
 class StockBlock(nnx.Module):
     """A basic block; its batch norms take the batch's statistics, and whoever trains it may drop the
@@ -47,17 +49,11 @@ class StockNet(nnx.Module):
 
     def __init__(self, model: str, shape: tuple[int, ...], classes: int, rngs: nnx.Rngs):
         h, w, c = shape
-        channels, pads, widths = {
-            "linear": ((), (), ()),
-            "mlp": ((), (), (64,)),
-            "mlp28": ((), (), (64,)),
-            "lenet": ((6, 16), ("SAME", "VALID"), (120, 84)),
-            "cnn": ((32, 64), ("VALID", "VALID"), (512,)),
-        }[model]
+        channels, pads, widths = NETS[model]
         convs = []
         for out, pad in zip(channels, pads, strict=True):
             convs.append(nnx.Conv(c, out, (5, 5), padding=pad, rngs=rngs))
-            c, h, w = out, (h - 4 * (pad == "VALID")) // 2, (w - 4 * (pad == "VALID")) // 2
+            c, h, w = out, (h + 2 * pad - 4) // 2, (w + 2 * pad - 4) // 2
         sizes = (h * w * c, *widths, classes)
         self.convs = nnx.List(convs)
         self.dense = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in itertools.pairwise(sizes)])

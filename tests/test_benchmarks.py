@@ -8,8 +8,10 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
-from benchmarks import feddva, htfllib, memory, mixed, peers, pytorch, recipes, report, scaling, throughput
+from benchmarks import feddva, htfllib, memory, mixed, peers, pytorch, recipes, report, scaling, setting, throughput
+from benchmarks.stock import stock
 from fedjax_pfl import simulate
 from fedjax_pfl.data.federate import federate
 from fedjax_pfl.errors import InputError
@@ -70,6 +72,13 @@ def FedAvgCNN(in_features=1, num_classes=10, dim=1024):
     two = nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2)
     return nn.Sequential(*one, *two, nn.Flatten(), nn.Linear(dim, 512), nn.ReLU(), nn.Linear(512, num_classes))
 """
+
+
+@pytest.mark.parametrize("name", setting.SHAPES)
+def test_the_plain_baselines_networks_have_our_parameters(name):
+    stock_net = nnx.eval_shape(lambda: stock(name, setting.SHAPES[name], setting.CLASSES))
+    count = sum(x.size for x in jax.tree.leaves(nnx.state(stock_net, nnx.Param)))
+    assert count == num_parameters(jax.eval_shape(setting.in_form(name, "auto").init, jax.random.key(0)))
 
 
 @pytest.mark.parametrize("name", [*pytorch.NETS, "resnet18"])
