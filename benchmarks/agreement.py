@@ -21,7 +21,6 @@ import io
 import os
 import random
 import tempfile
-import types
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,7 +45,6 @@ METHODS = {  # ours -> PFLlib's module and server
     "fedbabu": ("serverbabu", "FedBABU"),
     "per_fedavg": ("serverperavg", "PerAvg"),
 }
-MISSING = ("h5py", "matplotlib", "matplotlib.pyplot")  # what is imported there and not used here
 PLAIN = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "clip": None, "lr_decay": 1.0, "participation": "1"}
 SCORES = {"fedbabu": "untuned_acc", "fedproto": "proto_acc"}  # what the libraries call the accuracy, if it is not `acc`
 
@@ -77,7 +75,7 @@ def check(run: runs.Run, mixed: bool = False) -> None:
         raise InputError("--run has local work by --steps: for a comparison it must be by --epochs.")
 
 
-def options(run: runs.Run, net: Any) -> peers.Options:
+def options(run: runs.Run, net: Any) -> pytorch.Options:
     """What PFLlib's command line would hand on."""
     config, classes = run.config, run.experiment.dataset.num_classes
     recipe = recipes.RECIPES["pfllib_20"]._replace(classes=classes, clients=len(run.experiment.partition.train_sizes))
@@ -115,12 +113,12 @@ def theirs(case: Case) -> list[float]:
     import torch
 
     run = runs.load(case.run)
-    pytorch.import_from(case.checkout, MISSING)
+    pytorch.import_from(case.checkout)
     peers.write_clients(Path(case.folder), run.experiment.dataset, run.experiment.partition)
     module, name = METHODS[run.config.algo]
     args = options(run, network(run))
     os.chdir(Path(case.folder) / "system")
-    with peers.told(), contextlib.redirect_stdout(io.StringIO()):
+    with pytorch.told("PFLlib"), contextlib.redirect_stdout(io.StringIO()):
         server = getattr(importlib.import_module(f"flcore.servers.{module}"), name)(args, 0)
         server.save_results = server.save_global_model = lambda: None
         server.train_metrics = lambda: ([0], [1], [0.0])  # ids, examples, losses: a pass over all data
@@ -141,12 +139,12 @@ def theirs_mixed(case: Case) -> list[float]:
     run = runs.load(case.run)
     config, e = run.config, run.experiment
     peers.write_clients(Path(case.folder), e.dataset, e.partition)
-    server_class = htfllib.loaded(config.algo, case.checkout, case.folder)
     own, shared = [weights(run, model) for model in e.task.models], e.task.shared
-    htfllib.begin_with([own[g] for g in e.task.architecture], weights(run, shared) if shared else [])
-    if case.shuffled:
-        htfllib.shuffled()
-    with contextlib.redirect_stdout(io.StringIO()):
+    with pytorch.told("HtFLlib"), contextlib.redirect_stdout(io.StringIO()):
+        server_class = htfllib.loaded(config.algo, case.checkout, case.folder)
+        htfllib.begin_with([own[g] for g in e.task.architecture], weights(run, shared) if shared else [])
+        if case.shuffled:
+            htfllib.shuffled()
         server = server_class(mixed_options(run), 0)
         server.save_results = lambda: None
         for seed in (torch.manual_seed, np.random.seed, random.seed):
@@ -155,7 +153,7 @@ def theirs_mixed(case: Case) -> list[float]:
     return [float(x) for x in server.rs_test_acc]
 
 
-def mixed_options(run: runs.Run) -> types.SimpleNamespace:
+def mixed_options(run: runs.Run) -> pytorch.Options:
     """What HtFLlib's command line would hand on."""
     config, e = run.config, run.experiment
     recipe = recipes.RECIPES["pfllib_20"]._replace(classes=e.dataset.num_classes, clients=len(e.task.sizes))
@@ -197,10 +195,11 @@ def rows(run: runs.Run, found: list[float], library: str = "PFLlib") -> list[tup
 def main(argv) -> None:
     del argv
     mixed = bool(FLAGS.htfllib)
-    checkout = os.path.abspath(htfllib.check(FLAGS.htfllib) if mixed else peers.check(FLAGS.pfllib))
+    library = "HtFLlib" if mixed else "PFLlib"
+    checkout = os.path.abspath(pytorch.check(FLAGS.htfllib or FLAGS.pfllib, library))
     if not FLAGS.run:
         raise InputError("Say which run with --run=DIRECTORY.")
-    library, run = "HtFLlib" if mixed else "PFLlib", runs.load(FLAGS.run)
+    run = runs.load(FLAGS.run)
     check(run, mixed)
     if not run.config.drop_last:
         print(f"The run keeps short last batches, {library} drops them (--drop_last).")

@@ -14,7 +14,6 @@ import importlib
 import io
 import os
 import statistics
-import types
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +28,6 @@ from benchmarks.runner import Runner
 from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.data.federate import federate
-from fedjax_pfl.errors import InputError
 from fedjax_pfl.models.nets import AFM
 
 SERVERS = {  # ours -> its module and server
@@ -44,7 +42,6 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {  # that are timed: a line's n
     "FML": ("fml", {}),
 }
 FEATURES = 500
-MISSING = ("torchvision", "h5py")  # what is imported there and not used here
 
 
 class Case(NamedTuple):
@@ -60,23 +57,14 @@ class Case(NamedTuple):
 
 class Side(NamedTuple):
     """What one side cost: seconds of a round without evaluation, with that before local training, and
-    as evaluated by default, the medians, and the parameters of all clients' models."""
+    as evaluated by default, the medians, the parameters of all clients' models, and of HtFLlib the
+    seconds of training in a round, the mean, by its clients' own count."""
 
     seconds: float
     before: float
     evaluated: float
     parameters: int
-
-
-def check(path: str) -> str:
-    """Returns the checkout; InputError if it is none, or without PyTorch."""
-    if not (Path(path) / "system" / "flcore" / "servers" / "serverproto.py").exists():
-        raise InputError(
-            f"--htfllib={path} is no checkout of HtFLlib: there is no system/flcore/servers/serverproto.py in it."
-        )
-    if not pytorch.installed():
-        raise InputError("--htfllib needs PyTorch: pip install -e '.[benchmarks]'.")
-    return path
+    training: float | None = None
 
 
 def network(channels: int, units: int) -> Any:
@@ -95,7 +83,10 @@ def measure(case: Case) -> Side:
     Raises:
       InputError: HtFLlib cannot be run.
     """
-    return ours(case) if case.checkout is None else theirs(case)
+    if case.checkout is None:
+        return ours(case)
+    with pytorch.told("HtFLlib"):
+        return theirs(case)
 
 
 def ours(case: Case) -> Side:
@@ -131,29 +122,21 @@ def theirs(case: Case) -> Side:
         server.train()
     model = lambda client: torch.load(os.path.join(client.save_folder_name, f"{client.role}_model.pt"))
     count = lambda client: sum(x.numel() for x in model(client).parameters())
-    evaluated = statistics.median(server.Budget[1:])
-    return Side(statistics.median(plain), evaluated, evaluated, sum(map(count, server.clients)))
+    evaluated, parameters = statistics.median(server.Budget[1:]), sum(map(count, server.clients))
+    return Side(statistics.median(plain), evaluated, evaluated, parameters, pytorch.training(server.clients))
 
 
 def loaded(method: str, checkout: str | None, folder: str) -> Any:
-    """The class of HtFLlib's server for a method, and the temporary folder as working directory.
-
-    Raises:
-      InputError: the checkout cannot be run.
-    """
+    """The class of HtFLlib's server for a method, and the temporary folder as working directory."""
     import torch
 
-    pytorch.import_from(str(checkout), MISSING)
+    pytorch.import_from(str(checkout))
     torch.load = functools.partial(torch.load, weights_only=False)  # it saves whole models
     os.chdir(Path(folder) / "system")
     module, name = SERVERS[method]
-    try:
-        nets = importlib.import_module("flcore.trainmodel.models")
-        server_class = getattr(importlib.import_module(f"flcore.servers.{module}"), name)
-    except (ImportError, AttributeError) as error:
-        raise InputError(f"The checkout of HtFLlib cannot be run here: {error}.") from error
+    nets = importlib.import_module("flcore.trainmodel.models")
     nets.network = network  # type: ignore[attr-defined]  # where it evaluates the texts of `models`
-    return server_class
+    return getattr(importlib.import_module(f"flcore.servers.{module}"), name)
 
 
 def begin_with(weights: Sequence[list[np.ndarray]], shared: list[np.ndarray]) -> None:
@@ -182,19 +165,12 @@ def shuffled() -> None:
     )  # type: ignore[attr-defined]  # it drops a short last batch in training only
 
 
-def options(case: Case) -> types.SimpleNamespace:
+def options(case: Case) -> pytorch.Options:
     """What HtFLlib's command line would hand on."""
-    recipe, rounds = case.recipe, case.repeats
     nets = [f"network({channels}, {units})" for channels, units in AFM.values()]
-    given: dict[str, Any] = {"models": nets, "global_model": nets[-1], "feature_dim": FEATURES, "device": "cpu"}
-    given |= {"dataset": "Cifar10", "algorithm": case.method, "goal": "time", "save_folder_name": "temp"}
-    given |= {"num_classes": recipe.classes, "num_clients": recipe.clients, "batch_size": recipe.batch}
-    given |= {"global_rounds": rounds, "eval_gap": rounds + 1, "local_epochs": 1, "local_learning_rate": recipe.lr}
-    given |= {"join_ratio": 1.0, "random_join_ratio": False, "top_cnt": 100, "time_threthold": 10_000}
-    given |= {"lamda": 1.0, "alpha": 0.5, "beta": 0.5, "models_folder_name": "", "few_shot": 0}
-    given |= dict.fromkeys(("client_drop_rate", "train_slow_rate", "send_slow_rate"), 0.0)
-    given |= dict.fromkeys(("time_select", "auto_break"), False)
-    return types.SimpleNamespace(**given)
+    given = pytorch.options(case.recipe, case.repeats, "cpu") | {"algorithm": case.method, "models_folder_name": ""}
+    given |= {"models": nets, "global_model": nets[-1], "feature_dim": FEATURES}
+    return pytorch.Options(**given, lamda=1.0, alpha=0.5, beta=0.5)
 
 
 def rows(found: dict[str, list[Side]]) -> list[tuple]:

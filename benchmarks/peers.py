@@ -5,38 +5,36 @@
     python -m benchmarks.peers --htfllib=PATH [--clients=10]    # likewise the others
 
 PATH is a checkout of github.com/TsingZ0/PFLlib, of which its FedAvg server with its FedAvgCNN is
-run as it stands; it needs PyTorch, h5py and what else it imports. Nothing is written there. The
-setting is PFLlib's: SGD, one local epoch, batch 10, everybody in each round, Dirichlet 0.1 (see
-`benchmarks.recipes`); random images of CIFAR-10's shape are written in its format to a temporary
-folder, from which its clients read theirs in every round. Both drop a client's last batch if it is
-short, so that the steps are the same. First we run, then PFLlib, then we again, in processes of
-their own with every core.
+run as it stands, without results; it needs PyTorch and what else it imports, h5py and torchvision
+apart. Nothing is written there. The setting is PFLlib's: SGD, one local epoch, batch 10, everybody
+in each round, Dirichlet 0.1 (see `benchmarks.recipes`); random images of CIFAR-10's shape are
+written in its format to a temporary folder, from which its clients read theirs in every round. Both
+drop a client's last batch if it is short, so that the steps are the same. First we run, then
+PFLlib, then we again, in processes of their own with every core.
 
 `round s` is the median without the first, evaluation apart; PFLlib's is what its server counts, of
 which the line below the table has the part that its clients count as training, without reading
-their files. PFLlib's evaluation has the training examples in it. The rates are of rounds, the
-memory is the device's where it says it, on a CPU that of the process, and `speed` is relative to
-PFLlib's steps/s. Beside other work PFLlib, whose threads wait for each other at every operation, is
-slowed down more than we are.
+their files. Two columns do not compare: PFLlib's evaluation has the training examples and an AUC in
+it, and `start s` is PFLlib's with its imports, ours with the drawing of the images. The rates are
+of rounds, the memory is the device's where it says it, on a CPU that of the process, and `speed` is
+relative to PFLlib's steps/s. Beside other work PFLlib, whose threads wait for each other at every
+operation, is slowed down more than we are.
 
 Known are the versions whose options are one object and whose files are named ID.npz: those with
 --privacy (they import opacus, too), those after, and those with --few_shot. On an accelerator
 nothing of this was tried.
 
 With --htfllib it is rounds of FedProto and of FML beside HtFLlib's, see `benchmarks.htfllib`: CNN-1
-to CNN-5, on a CPU.
+to CNN-5, on a CPU; below the table what its clients count as training, without reading files.
 """
 
 import contextlib
 import io
 import os
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -48,11 +46,8 @@ from benchmarks.recipes import RECIPES, Cost, Recipe
 from fedjax_pfl import models
 from fedjax_pfl.data.datasets import Dataset
 from fedjax_pfl.data.partitioners import Partition
-from fedjax_pfl.errors import InputError
 
 FLAGS = flags.FLAGS
-
-DATASET = "Cifar10"  # its name decides how PFLlib reads it
 
 
 class Case(NamedTuple):
@@ -73,33 +68,6 @@ class Side(NamedTuple):
     training: float | None = None  # seconds of a round, the mean, by the clients' own count, where they have one
 
 
-class Unknown(AttributeError):
-    """An option of PFLlib that `options` does not have."""
-
-
-class Options(SimpleNamespace):
-    """What PFLlib's command line would hand on."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise Unknown(f"it asks for an option {name!r} that is not known here")
-
-
-@contextlib.contextmanager
-def told() -> Iterator[None]:
-    """Says in one sentence what a checkout lacks that is of another version, or what it imports in
-    vain.
-
-    Raises:
-      InputError: PFLlib cannot be run.
-    """
-    try:
-        yield
-    except ImportError as error:
-        raise InputError(f"The checkout of PFLlib cannot be run here: {error}.") from error
-    except (AttributeError, TypeError, FileNotFoundError) as error:
-        raise InputError(f"The checkout of PFLlib is of another version than those known here: {error}.") from error
-
-
 def write(folder: Path, recipe: Recipe) -> None:
     """The clients' examples of a recipe as PFLlib wants them, see `write_clients`."""
     write_clients(folder, *recipes.partitioned(recipe))
@@ -110,7 +78,7 @@ def write_clients(folder: Path, data: Dataset, owned: Partition) -> None:
     H, W] and y."""
     parts = {"train": (owned.train, owned.train_sizes), "test": (owned.test, owned.test_sizes)}
     for part, (index, sizes) in parts.items():
-        place = folder / "dataset" / DATASET / part
+        place = folder / "dataset" / pytorch.DATASET / part
         place.mkdir(parents=True)
         for client, (rows, size) in enumerate(zip(index, sizes, strict=True)):
             own = rows[:size]
@@ -126,7 +94,7 @@ def measure(case: Case) -> Side:
       InputError: PFLlib cannot be run.
     """
     if case.checkout is not None:
-        with told():
+        with pytorch.told("PFLlib"):
             return pfllib(case)
     recipe = case.recipe
     net = models.model(recipe.model, recipe.shape, recipe.classes)
@@ -138,9 +106,7 @@ def pfllib(case: Case) -> Side:
     """Times PFLlib's server, whose working directory is the temporary folder."""
     import torch
 
-    torch.set_num_threads(report.cores())
-    sys.dont_write_bytecode = True
-    sys.path.insert(0, os.path.join(os.path.abspath(str(case.checkout)), "system"))
+    pytorch.import_from(str(case.checkout))
     os.chdir(Path(case.folder) / "system")
     begin = time.perf_counter()
     from flcore.servers.serveravg import FedAvg  # type: ignore
@@ -150,52 +116,27 @@ def pfllib(case: Case) -> Side:
     net = FedAvgCNN(in_features=recipe.shape[-1], num_classes=recipe.classes, dim=1600).to(case.device)
     with contextlib.redirect_stdout(io.StringIO()):
         server = FedAvg(options(case, net), 0)
+        server.save_results = server.save_global_model = lambda: None
         start = time.perf_counter() - begin
         server.train()
         begin = time.perf_counter()
         server.evaluate()
         evaluation = time.perf_counter() - begin
     times = server.Budget[1:]  # the first has an evaluation in it
-    training = sum(x.train_time_cost["total_cost"] / x.train_time_cost["num_rounds"] for x in server.clients)
     steps = sum(client.train_samples // recipe.batch for client in server.clients)
     peak = report.process_peak() if on_cpu else torch.cuda.max_memory_allocated()
     layout = f"{torch.get_num_threads()} threads" if on_cpu else case.device
     cost = Cost(layout, start, 0, statistics.median(times), evaluation, steps, steps * recipe.batch, peak)
-    return Side(cost, sum(x.numel() for x in net.parameters()), training)
+    return Side(cost, sum(x.numel() for x in net.parameters()), pytorch.training(server.clients))
 
 
-def options(case: Case, net: Any) -> Options:
+def options(case: Case, net: Any) -> pytorch.Options:
     """The options that FedAvg's server and clients read in the versions that are known."""
-    recipe, rounds = case.recipe, case.repeats
-    given = {"dataset": DATASET, "model": net, "device": case.device, "algorithm": "FedAvg", "goal": "time"}
-    given |= {"num_classes": recipe.classes, "num_clients": recipe.clients, "batch_size": recipe.batch}
-    given |= {"global_rounds": rounds, "eval_gap": rounds + 1, "local_epochs": 1, "local_learning_rate": recipe.lr}
-    given |= {"learning_rate_decay": False, "learning_rate_decay_gamma": 0.99, "save_folder_name": "items"}
-    given |= {"join_ratio": 1.0, "random_join_ratio": False, "top_cnt": 100, "time_threthold": 10_000}
-    given |= dict.fromkeys(("client_drop_rate", "train_slow_rate", "send_slow_rate", "dp_sigma"), 0.0)
-    given |= dict.fromkeys(("time_select", "auto_break", "dlg_eval", "privacy"), False)
-    given |= dict.fromkeys(("few_shot", "num_new_clients", "fine_tuning_epoch", "fine_tuning_epoch_new"), 0)
-    return Options(**given, dlg_gap=100, batch_num_per_client=2)
-
-
-def check(path: str | None) -> str:
-    """Returns the checkout.
-
-    Raises:
-      InputError: there is none, or no PyTorch.
-    """
-    if not path:
-        raise InputError(
-            "There is nothing to compare with: give --pfllib=PATH, a checkout of github.com/TsingZ0/PFLlib, "
-            "or --htfllib=PATH, one of github.com/TsingZ0/HtFLlib."
-        )
-    if not (Path(path) / "system" / "flcore" / "servers" / "serveravg.py").exists():
-        raise InputError(
-            f"--pfllib={path} is no checkout of PFLlib: there is no system/flcore/servers/serveravg.py in it."
-        )
-    if not pytorch.installed():
-        raise InputError("--pfllib needs PyTorch: pip install -e '.[benchmarks]'.")
-    return path
+    given = pytorch.options(case.recipe, case.repeats, case.device) | {"model": net, "algorithm": "FedAvg"}
+    given |= {"learning_rate_decay_gamma": 0.99, "dp_sigma": 0.0, "dlg_gap": 100, "batch_num_per_client": 2}
+    given |= dict.fromkeys(("learning_rate_decay", "dlg_eval", "privacy"), False)
+    given |= dict.fromkeys(("num_new_clients", "fine_tuning_epoch", "fine_tuning_epoch_new"), 0)
+    return pytorch.Options(**given)
 
 
 def compare(recipe: Recipe, repeats: int, checkout: str) -> list[Side]:
@@ -221,7 +162,7 @@ def rows(costs: list[Cost], recipe: Recipe, peak: float) -> list[tuple]:
 
 def beside_htfllib(recipe: Recipe) -> None:
     """Prints the table of both methods; each side runs in a process of its own."""
-    checkout, found = htfllib.check(FLAGS.htfllib), {}
+    checkout, found = pytorch.check(FLAGS.htfllib, "HtFLlib"), {}
     print(report.machine("torch"))
     print(f"medians of {FLAGS.repeats}; {recipe.clients} clients of CNN-1 to CNN-5, {recipe.images} images\n")
     for name, (method, hparams) in htfllib.METHODS.items():
@@ -231,6 +172,8 @@ def beside_htfllib(recipe: Recipe) -> None:
             theirs = ours._replace(checkout=checkout, folder=folder)
             found[name] = list(report.fresh(htfllib.measure, (ours, theirs, ours)))
     print(report.table(htfllib.rows(found)))
+    counted = ", ".join(f"{name} {theirs.training:.3g} s" for name, (_, theirs, _) in found.items())
+    print(f"\ntraining, by the count of HtFLlib's clients, of a round: {counted}")
 
 
 def main(argv) -> None:
@@ -239,7 +182,7 @@ def main(argv) -> None:
     clients, images = FLAGS.clients or (10 if FLAGS.htfllib else 20), FLAGS.images or recipe.images
     if FLAGS.htfllib:
         return beside_htfllib(recipe._replace(clients=clients, cohort=clients, images=images, lr=0.01))
-    checkout = check(FLAGS.pfllib)
+    checkout = pytorch.check(FLAGS.pfllib, "PFLlib")
     recipe, peak = recipe._replace(clients=clients, cohort=clients, images=images), report.matmul_peak()
     print(report.machine("torch"))
     print(f"matmul peak {peak:.0f} GFLOP/s; medians of {FLAGS.repeats}; {clients} clients, {images} images\n")

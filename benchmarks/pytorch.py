@@ -4,8 +4,12 @@
 Processes of their own run them, so that PyTorch's threads and JAX's do not compete: either one that
 uses every core, or one a core with a thread each; on a GPU one. Both memory formats are measured,
 NCHW and channels last.
+
+And what running a checkout of PFLlib or of HtFLlib takes, for `benchmarks.peers` and
+`benchmarks.agreement`.
 """
 
+import contextlib
 import importlib.util
 import itertools
 import multiprocessing
@@ -14,13 +18,16 @@ import statistics
 import sys
 import time
 import types
+from collections.abc import Iterator, Sequence
 from concurrent import futures
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from benchmarks import report
+from benchmarks.recipes import Recipe
 from fedjax_pfl.errors import InputError
 
 WIDTHS = (64, 64, 128, 256, 512)  # of ResNet-18's stem and stages
@@ -32,24 +39,80 @@ NETS: dict[str, tuple] = {  # channels and paddings of the 5x5 convolutions, wid
     "lenet": ((6, 16), (2, 0), (120, 84)),
     "cnn": ((32, 64), (0, 0), (512,)),
 }
+SERVERS = {"PFLlib": "serveravg", "HtFLlib": "serverproto"}  # by which a checkout is known
+MISSING = ("torchvision", "h5py")  # what the libraries import and is not used here
+DATASET = "Cifar10"  # its name decides how they read it
+
+
+class Options(types.SimpleNamespace):
+    """What a library's command line would hand on."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"it asks for an option {name!r} that is not known here")
 
 
 def installed() -> bool:
     return importlib.util.find_spec("torch") is not None
 
 
-def import_from(checkout: str, missing: tuple[str, ...]) -> None:
-    """Makes what is in a checkout's folder `system` importable here, on all cores.
+def check(path: str | None, library: str) -> str:
+    """Returns the checkout of a library.
 
-    Args:
-      missing: modules that it imports and that are not used here; stood in for where they are not
-        installed.
+    Raises:
+      InputError: there is none, or no PyTorch.
     """
+    if not path:
+        raise InputError(
+            "There is nothing to compare with: give --pfllib=PATH, a checkout of github.com/TsingZ0/PFLlib, "
+            "or --htfllib=PATH, one of github.com/TsingZ0/HtFLlib."
+        )
+    flag, file = f"--{library.lower()}", f"system/flcore/servers/{SERVERS[library]}.py"
+    if not (Path(path) / file).exists():
+        raise InputError(f"{flag}={path} is no checkout of {library}: there is no {file} in it.")
+    if not installed():
+        raise InputError(f"{flag} needs PyTorch: pip install -e '.[benchmarks]'.")
+    return path
+
+
+@contextlib.contextmanager
+def told(library: str) -> Iterator[None]:
+    """Says in one sentence what a checkout lacks that is of another version, or what it imports in
+    vain.
+
+    Raises:
+      InputError: the library cannot be run.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise InputError(f"The checkout of {library} cannot be run here: {error}.") from error
+    except (AttributeError, TypeError, FileNotFoundError) as error:
+        raise InputError(f"The checkout of {library} is of another version than those known here: {error}.") from error
+
+
+def options(recipe: Recipe, rounds: int, device: str) -> dict[str, Any]:
+    """The options that both libraries read; nothing is evaluated after the first of the rounds."""
+    given = {"dataset": DATASET, "device": device, "goal": "time", "save_folder_name": "temp", "few_shot": 0}
+    given |= {"num_classes": recipe.classes, "num_clients": recipe.clients, "batch_size": recipe.batch}
+    given |= {"global_rounds": rounds, "eval_gap": rounds + 1, "local_epochs": 1, "local_learning_rate": recipe.lr}
+    given |= {"join_ratio": 1.0, "random_join_ratio": False, "top_cnt": 100, "time_threthold": 10_000}
+    given |= dict.fromkeys(("client_drop_rate", "train_slow_rate", "send_slow_rate"), 0.0)
+    return given | dict.fromkeys(("time_select", "auto_break"), False)
+
+
+def training(clients: Sequence[Any]) -> float:
+    """Seconds of a round, the mean, by the count of a library's clients."""
+    return sum(x.train_time_cost["total_cost"] / x.train_time_cost["num_rounds"] for x in clients)
+
+
+def import_from(checkout: str) -> None:
+    """Makes what is in a checkout's folder `system` importable here, on all cores; what it imports and
+    is not used here is stood in for where it is missing."""
     import torch
 
     torch.set_num_threads(report.cores())
-    for name in missing:
-        if name not in sys.modules and importlib.util.find_spec(name.partition(".")[0]) is None:
+    for name in MISSING:
+        if name not in sys.modules and importlib.util.find_spec(name) is None:
             sys.modules[name] = types.ModuleType(name)
     sys.dont_write_bytecode = True
     sys.path.insert(0, os.path.join(os.path.abspath(checkout), "system"))

@@ -138,7 +138,7 @@ def test_pfllib_is_given_the_same_work(tmp_path):
     before = sorted(tmp_path.rglob("*"))
     (tmp_path / "run").mkdir()
     peers.write(tmp_path / "run", SMALL)
-    case = peers.Case(SMALL, 1, peers.check(str(tmp_path / "PFLlib")), str(tmp_path / "run"))
+    case = peers.Case(SMALL, 1, pytorch.check(str(tmp_path / "PFLlib"), "PFLlib"), str(tmp_path / "run"))
     ((cost, count, training),) = report.fresh(peers.measure, [case])
     data, owned = recipes.partitioned(SMALL)
     net = model(SMALL.model, SMALL.shape, SMALL.classes)
@@ -153,7 +153,7 @@ def test_pfllib_is_given_the_same_work(tmp_path):
 def test_what_cannot_be_compared_with_is_one_sentence(tmp_path):
     for path, said in ((None, "give --pfllib=PATH"), (str(tmp_path), "no checkout of PFLlib")):
         with pytest.raises(InputError, match=said):
-            peers.check(path)
+            pytorch.check(path, "PFLlib")
     options = peers.options(peers.Case(SMALL, 1), None)
     for lacking, said in (
         (lambda: options.warmup, "another version than those known here: .*an option 'warmup'"),
@@ -162,7 +162,7 @@ def test_what_cannot_be_compared_with_is_one_sentence(tmp_path):
         ((tmp_path / "train0_.npz").read_bytes, "another version.*train0_.npz"),
         (lambda: importlib.import_module("a_module_of_pfllib"), "cannot be run here: No module named"),
     ):
-        with pytest.raises(InputError, match=said), peers.told():
+        with pytest.raises(InputError, match=f"PFLlib .*{said}"), pytorch.told("PFLlib"):
             lacking()
 
 
@@ -257,7 +257,25 @@ def test_a_checkout_that_is_none_is_one_sentence(tmp_path):
     with pytest.raises(
         InputError, match=r"is no checkout of HtFLlib: there is no system/flcore/servers/serverproto\.py"
     ):
-        htfllib.check(str(tmp_path))
+        pytorch.check(str(tmp_path), "HtFLlib")
+
+
+def test_a_checkout_of_another_version_is_one_sentence(tmp_path, monkeypatch):
+    """Of HtFLlib, whose module has not the server that is known here."""
+    for name in ("trainmodel/models", "servers/serverfml"):
+        path = tmp_path / "system" / "flcore" / f"{name}.py"
+        path.parent.mkdir(parents=True)
+        path.touch()
+    torch = types.SimpleNamespace(set_num_threads=lambda count: None, load=print)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    for module in [name for name in sys.modules if name.partition(".")[0] == "flcore"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "modules", {**sys.modules})
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"The checkout of HtFLlib is of another version.*'FML'"):
+        htfllib.measure(htfllib.Case("fml", SMALL, 1, str(tmp_path), str(tmp_path)))
 
 
 def test_the_table_beside_htfllib():
