@@ -7,12 +7,12 @@ PATH is a checkout of github.com/TsingZ0/PFLlib, or of github.com/TsingZ0/HtFLli
 networks of several architectures (CNN-1 to CNN-5), run as it stands (what it imports and does not
 use here is stood in for where it is missing; PFLlib's training loss at an evaluation is left out,
 and no results are written), RUN the directory of a run of one of its methods known here, with plain
-SGD and everybody in each round. The library gets the run's clients, its initial weights and its
-settings, and draws batches of its own, by the run's seed. Compared is the accuracy over all test
-examples before local training (`pre`); of FedBABU the body as received under its untrained head,
-and in the last line the fine-tuned model; of FedProto that of the nearest prototype. Both libraries
-always drop a short last batch (--drop_last), and HtFLlib's clients take their batches in one order
-in all epochs, but with --shuffled.
+SGD, plain means and everybody in each round. The library gets the run's clients, its initial
+weights and its settings, and draws batches of its own, by the run's seed. Compared is the accuracy
+over all test examples before local training (`pre`); of FedBABU the body as received under its
+untrained head, and in the last line the fine-tuned model; of FedProto that of the nearest
+prototype. Both libraries always drop a short last batch (--drop_last), and HtFLlib's clients take
+their batches in one order in all epochs, but with --shuffled.
 """
 
 import contextlib
@@ -31,6 +31,7 @@ from absl import flags
 
 from benchmarks import htfllib, peers, pytorch, recipes, report
 from experiments import networks, runs
+from experiments.config import same
 from fedjax_pfl import keys
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models.nets import AFM
@@ -46,6 +47,8 @@ METHODS = {  # ours -> PFLlib's module and server
     "per_fedavg": ("serverperavg", "PerAvg"),
 }
 PLAIN = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "clip": None, "lr_decay": 1.0, "participation": "1"}
+PLAIN |= {"server_optimizer": None, "compute_dtype": "float32", "features": None, "unseen": 0.0}
+HPARAMS = {"per_fedavg": {"variant": "fo", "alpha": None, "beta": None}, "fedbabu": {"fine_tune": "all"}}  # PFLlib's
 SCORES = {"fedbabu": "untuned_acc", "fedproto": "proto_acc"}  # what the libraries call the accuracy, if it is not `acc`
 
 
@@ -69,8 +72,11 @@ def check(run: runs.Run, mixed: bool = False) -> None:
     if mixed and (shape := run.experiment.dataset.x.shape[1:]) != (32, 32, 3):
         raise InputError(f"--run has examples of shape {shape}: for a comparison they must be images of 32x32x3.")
     for name, value in PLAIN.items():
-        if getattr(config, name) != value:
-            raise InputError(f"--run has {name}={getattr(config, name)}: for a comparison it must be {value}.")
+        if not same(name, found := getattr(config, name), value):
+            raise InputError(f"--run has {name}={found}: for a comparison it must be {value}.")
+    for name, value in HPARAMS.get(config.algo, {}).items():
+        if (found := config.hparams[name]) != value:
+            raise InputError(f"--run has hparam={name}={found}: for a comparison it must be {value}.")
     if config.epochs is None:
         raise InputError("--run has local work by --steps: for a comparison it must be by --epochs.")
 

@@ -11,7 +11,9 @@ import pytest
 from flax import nnx
 
 from benchmarks import feddva, htfllib, memory, mixed, peers, pytorch, recipes, report, scaling, setting, throughput
+from benchmarks.agreement import check
 from benchmarks.stock import stock
+from experiments.config import Config
 from fedjax_pfl import simulate
 from fedjax_pfl.data.federate import federate
 from fedjax_pfl.errors import InputError
@@ -164,6 +166,25 @@ def test_what_cannot_be_compared_with_is_one_sentence(tmp_path):
     ):
         with pytest.raises(InputError, match=f"PFLlib .*{said}"), pytorch.told("PFLlib"):
             lacking()
+
+
+def test_a_run_that_pfllib_cannot_repeat_is_refused():
+    plain = Config(algo="per_fedavg", model="mlp", hparams={"variant": "fo", "alpha": None, "beta": None})
+    experiment = types.SimpleNamespace(task=types.SimpleNamespace(sizes=np.ones(8)))
+    run = lambda **changes: types.SimpleNamespace(config=plain.replace(**changes), experiment=experiment)
+    check(run(participation="1.0"))
+    for changes, said in (
+        ({"participation": "0.5"}, "participation=0.5: for a comparison it must be 1."),
+        ({"server_optimizer": "adam"}, "server_optimizer=adam: for a comparison it must be None."),
+        ({"compute_dtype": "bfloat16"}, "compute_dtype=bfloat16: for a comparison it must be float32."),
+        ({"features": 16}, "features=16"),
+        ({"unseen": 0.5}, "unseen=0.5"),
+        ({"hparams": plain.hparams | {"variant": "hf"}}, "hparam=variant=hf: for a comparison it must be fo."),
+        ({"hparams": plain.hparams | {"beta": 0.1}}, "hparam=beta=0.1"),
+        ({"algo": "fedbabu", "hparams": {"fine_tune": "head"}}, "hparam=fine_tune=head"),
+    ):
+        with pytest.raises(InputError, match=f"--run has {said}"):
+            check(run(**changes))
 
 
 def held(megabytes):
