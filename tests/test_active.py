@@ -1,5 +1,5 @@
-"""What of each method acts at its defaults: the table of parts, and the numbers that are kept of
-them."""
+"""Which parts of each method have an effect at its defaults: the table, and the numbers that are
+kept."""
 
 import json
 import re

@@ -19,9 +19,11 @@ def test_the_table_lists_every_method():
 
 
 def test_the_readme_groups_every_method_once_and_counts_them():
-    names = re.findall(r"`(\w+)`", README.split("<!-- papers -->")[1])
+    rows = README.split("<!-- papers -->")[1]
+    names = re.findall(r"`(\w+)`", rows)
     assert sorted(names) == sorted(ALGORITHMS)
     assert f"{len(ALGORITHMS)} methods" in README
+    assert not re.search(r"\]\([^)]*\) (?!`)", rows)  # the name follows its link, by which its page finds the paper
 
 
 def test_the_readme_is_short():

@@ -88,6 +88,7 @@ def test_the_best_round_and_the_worst_clients_are_those_of_the_scores_direction(
     assert (error["course"]["best"]["round"], error["course"]["best"]["value"]) == (1, 40)
     assert elbo["course"]["best"]["round"] == 2
     assert (error["worst10"], error["best10"]) == (55, 45) and (elbo["worst10"], elbo["best10"]) == (-65.25, -55.25)
+    assert scores.ordered(["acc", "elbo"], DVA) == ["elbo", "acc"]
 
 
 def test_a_score_that_is_not_finite_at_the_last_evaluation_has_no_result():

@@ -25,6 +25,7 @@ def bound(
       InputError: a hyperparameter, the task, or the clients' architectures are not as the method
         takes them.
     """
+    hyperparameters.check(factory, hparams)
     known = hyperparameters.of(factory)
     hparams = hyperparameters.defaults(factory) | hparams
     try:
