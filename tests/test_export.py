@@ -22,7 +22,7 @@ def run(request, tmp_path_factory):
     return runs.load(path)
 
 
-def restored(run, text, base):
+def restored(text, base):
     """The lines that load the .msgpack, with the arrays of the .npz in its place."""
     arrays = f"traverse_util.unflatten_dict(dict(np.load({f'{base}.npz'!r})), sep='/')"
     empty = "dict(body={}, head={}, stats={}) | " if "variables" in text else ""
@@ -38,7 +38,7 @@ def test_both_files_predict_as_the_run_does(run, tmp_path):
     assert ("one network" in said) == one and {p.name for p in tmp_path.iterdir()} == {"client.msgpack", "client.npz"}
     x = run.experiment.dataset.x[:7]
     wanted = np.asarray(run.predictor(CLIENT)(x))
-    for text in (said, restored(run, said, base)):
+    for text in (said, restored(said, base)):
         names: dict = {}
         exec(text, names)
         np.testing.assert_allclose(names["predict"](x), wanted, rtol=1e-5, atol=1e-5)
@@ -52,7 +52,7 @@ def test_the_files_hold_the_weights_and_not_the_run(run, tmp_path):
     np.savez(tmp_path / "client.npz", **{name: 0 * x for name, x in arrays.items()})
     names: dict = {}
     one = run.config.algo not in ("fedrod", "fedem")
-    exec(restored(run, "\n".join(export.lines(run, CLIENT, str(tmp_path / "client"), one)), tmp_path / "client"), names)
+    exec(restored("\n".join(export.lines(run, CLIENT, str(tmp_path / "client"), one)), tmp_path / "client"), names)
     outputs = np.asarray(names["predict"](run.experiment.dataset.x[:3]))
     np.testing.assert_allclose(outputs, outputs[:1, :1].repeat(3, 0).repeat(10, 1), atol=1e-5)  # says nothing
 
