@@ -1,16 +1,17 @@
 """What clients of several architectures in one federation cost:
 
-    python -m benchmarks.mixed [--markdown] [--architectures=cnn1,...,cnn5] [--repeats=3]
-    [--mixed_clients=10]
+    python -m benchmarks.mixed [--markdown] [--architectures=cnn1,...,cnn5]
+    [--repeats=3] [--mixed_clients=10]
 
-Each line divides the seconds of a round by those of what it is made of: the mixed federation by the
-sum of a federation for each architecture's clients alone (all by Local), FedProto by Local, FML by
-Local and Local of everybody's small model, MNFL by Local and by its passes over the public examples
-alone. FML clips its gradients, which takes time, so it is divided by Local with the same clipping,
-too. Compilation is divided likewise, apart. One process, a round without evaluation; all take
-turns, a ratio is of one turn, and the medians are printed. Clients have 100 images of 32x32x3,
-batches of 10 and one epoch; 300 public images in batches of 256. Then the same ratio of FedProto
-and FML in the multiply-adds of their matrix products (`engine.flops`).
+Each line divides the seconds of a round by those of what it is made of: the mixed
+federation by the sum of a federation for each architecture's clients alone (all by
+Local), FedProto by Local, FML by Local and Local of everybody's small model, MNFL by
+Local and by its passes over the public examples alone. FML clips its gradients, which
+takes time, so it is divided by Local with the same clipping, too. Compilation is
+divided likewise, apart. One process, a round without evaluation; all take turns, a
+ratio is of one turn, and the medians are printed. Clients have 100 images of 32x32x3,
+batches of 10 and one epoch; 300 public images in batches of 256. Then the same ratio of
+FedProto and FML in the multiply-adds of their matrix products (`engine.flops`).
 """
 
 import functools
@@ -60,7 +61,8 @@ class Setting(NamedTuple):
 
 
 class Line(NamedTuple):
-    """One comparison: a round, or compiling it, divided by the sum of what it is made of."""
+    """One comparison: a round, or compiling it, divided by the sum of what it is made
+    of."""
 
     name: str
     seconds: float  # of a round, the median
@@ -71,8 +73,8 @@ class Line(NamedTuple):
 
 
 def passes(task: Task) -> Algorithm:
-    """The client's part of an exchange of predictions: those for the public examples, and a pass of
-    training on them.
+    """The client's part of an exchange of predictions: those for the public examples,
+    and a pass of training on them.
 
     Nothing is exchanged, and nobody trains on private examples.
     """
@@ -83,7 +85,9 @@ def passes(task: Task) -> Algorithm:
 
         def client(c, w):
             data = public.subset(c.public, index, c.train.size > 0)
-            target = jax.nn.softmax(public.logits(c.model, w, data, task.num_classes, PUBLIC_BATCH))
+            target = jax.nn.softmax(
+                public.logits(c.model, w, data, task.num_classes, PUBLIC_BATCH)
+            )
             loss = public.distillation(c.model, target, mixtures.divergence)
             w, value = local.sgd(c.key, data, loss, w, public_task, epochs=1)
             return Own(w), value, evaluate.post(cohort, c, predictor(c.model, w))
@@ -93,12 +97,15 @@ def passes(task: Task) -> Algorithm:
 
     init = lambda key: State((), groups.stack(task, lambda model: model.init(key)))
     predict = lambda server, w, c: predictor(c.model, w)
-    return Algorithm(init, round, predict, evaluate.classification, one_architecture=False)
+    return Algorithm(
+        init, round, predict, evaluate.classification, one_architecture=False
+    )
 
 
 def operations(setting: Setting) -> dict[str, float]:
-    """Multiply-adds of the local work of FedProto by those of Local, and of FML by those of Local
-    and of Local of everybody's small model; convolutions counted as products of matrices."""
+    """Multiply-adds of the local work of FedProto by those of Local, and of FML by
+    those of Local and of Local of everybody's small model; convolutions counted as
+    products of matrices."""
     _, f, task = made(setting, "matmul")
     count = lambda name, task=task: flops_of_step(ALGORITHMS[name], task, f)
     return {
@@ -109,17 +116,28 @@ def operations(setting: Setting) -> dict[str, float]:
 
 def all_small(task: Task) -> Task:
     """The task with the small model, which is the last architecture, for everybody."""
-    return task._replace(models=task.models[-1:], architecture=np.zeros(task.num_clients, int))
+    return task._replace(
+        models=task.models[-1:], architecture=np.zeros(task.num_clients, int)
+    )
 
 
 def made(setting: Setting, conv: str = "auto") -> tuple[Dataset, Federation, Task]:
     """The mixed federation."""
     data = dataset(setting.shape, setting.clients * setting.each * 4 // 3)
     pool = dataset(setting.shape, setting.public)
-    f = federate(data, partition(data, "iid", num_clients=setting.clients, seed=0), public=pool)
-    nets = [models.model(name, setting.shape, CLASSES, conv=conv) for name in setting.architectures]
+    f = federate(
+        data, partition(data, "iid", num_clients=setting.clients, seed=0), public=pool
+    )
+    nets = [
+        models.model(name, setting.shape, CLASSES, conv=conv)
+        for name in setting.architectures
+    ]
     own = {"lr": 0.01, "batch_size": BATCH, "epochs": 1, "shared": nets[-1]}
-    return data, f, simulate.with_public(simulate.task(data, f.class_counts, nets, **own), pool)
+    return (
+        data,
+        f,
+        simulate.with_public(simulate.task(data, f.class_counts, nets, **own), pool),
+    )
 
 
 def measure(setting: Setting, repeats: int) -> list[Line]:
@@ -127,26 +145,47 @@ def measure(setting: Setting, repeats: int) -> list[Line]:
     _, f, task = made(setting)
     devices = jax.device_count()
     run = lambda factory, given: Runner(factory, *given, 1, devices)
-    runners = {f"part{g}": run(ALGORITHMS["local"], alone(task, f, g)) for g in range(len(task.models))}
+    runners = {
+        f"part{g}": run(ALGORITHMS["local"], alone(task, f, g))
+        for g in range(len(task.models))
+    }
     runners["small"] = run(ALGORITHMS["local"], (all_small(task), f))
     largest = simulate.hyperparameters(ALGORITHMS["fml"])["clip"]
-    clipped = task._replace(optimizer=lambda lr: optax.chain(optimizers.clipped(largest), optax.sgd(lr)))
+    clipped = task._replace(
+        optimizer=lambda lr: optax.chain(optimizers.clipped(largest), optax.sgd(lr))
+    )
     runners["clipped"] = run(ALGORITHMS["local"], (clipped, f))
     runners["small, clipped"] = run(ALGORITHMS["local"], (all_small(clipped), f))
-    mnfl = functools.partial(ALGORITHMS["mnfl_het"], public_batch=PUBLIC_BATCH, public_size=setting.public)
-    factories = {"mixed": ALGORITHMS["local"], "FedProto": ALGORITHMS["fedproto"], "FML": ALGORITHMS["fml"]}
+    mnfl = functools.partial(
+        ALGORITHMS["mnfl_het"], public_batch=PUBLIC_BATCH, public_size=setting.public
+    )
+    factories = {
+        "mixed": ALGORITHMS["local"],
+        "FedProto": ALGORITHMS["fedproto"],
+        "FML": ALGORITHMS["fml"],
+    }
     factories |= {"MNFL": mnfl, "passes": passes}
-    factories["FedProto, collect=during"] = functools.partial(ALGORITHMS["fedproto"], collect="during")
+    factories["FedProto, collect=during"] = functools.partial(
+        ALGORITHMS["fedproto"], collect="during"
+    )
     runners |= {name: run(factory, (task, f)) for name, factory in factories.items()}
     of = {"mixed": [name for name in runners if name.startswith("part")]}
-    of |= {"FedProto": ["mixed"], "FedProto, collect=during": ["mixed"], "MNFL": ["mixed", "passes"]}
+    of |= {
+        "FedProto": ["mixed"],
+        "FedProto, collect=during": ["mixed"],
+        "MNFL": ["mixed", "passes"],
+    }
     of |= {"FML": ["mixed", "small"], "FML, all clipped": ["clipped", "small, clipped"]}
     for runner in runners.values():
         runner(), runner()
     runners["FML, all clipped"] = runners["FML"]
-    turns = [{name: runner() for name, runner in runners.items()} for _ in range(repeats)]
+    turns = [
+        {name: runner() for name, runner in runners.items()} for _ in range(repeats)
+    ]
     compile = {name: runner.compile for name, runner in runners.items()}
-    ratio = lambda seconds, name: seconds[name] / sum(seconds[other] for other in of[name])
+    ratio = lambda seconds, name: (
+        seconds[name] / sum(seconds[other] for other in of[name])
+    )
     median = lambda values: statistics.median(list(values))
     return [
         Line(
@@ -166,15 +205,24 @@ def main(argv) -> None:
     setting = Setting(tuple(FLAGS.architectures), clients=FLAGS.mixed_clients)
     print(report.machine())
     nets = ", ".join(setting.architectures)
-    print(f"{setting.clients} clients of {nets}; {jax.device_count()} x width 1; medians of {FLAGS.repeats} turns\n")
+    print(
+        f"{setting.clients} clients of {nets}; {jax.device_count()} x width 1; medians "
+        f"of {FLAGS.repeats} turns\n"
+    )
     header = ("round", "s", "of its parts", "goal", "compile s", "of its parts'")
     print(report.table([header, *measure(setting, FLAGS.repeats)]))
-    found = ", ".join(f"{name} {ratio:.2f}" for name, ratio in operations(setting).items())
+    found = ", ".join(
+        f"{name} {ratio:.2f}" for name, ratio in operations(setting).items()
+    )
     print(f"\nMultiply-adds by those of its parts: {found}")
 
 
 if __name__ == "__main__":
-    flags.DEFINE_list("architectures", ["cnn1", "cnn2", "cnn3", "cnn4", "cnn5"], "client i has number i mod G")
+    flags.DEFINE_list(
+        "architectures",
+        ["cnn1", "cnn2", "cnn3", "cnn4", "cnn5"],
+        "client i has number i mod G",
+    )
     flags.DEFINE_integer("mixed_clients", 10, "clients in all", lower_bound=1)
     flags.DEFINE_integer("repeats", 3, "turns that a median is taken of", lower_bound=1)
     report.run(main)

@@ -1,9 +1,9 @@
-"""The same local training steps in PyTorch, eager, on the same CPU or a GPU; `benchmarks.throughput
---pytorch` shows them.
+"""The same local training steps in PyTorch, eager, on the same CPU or a GPU;
+`benchmarks.throughput --pytorch` shows them.
 
-Processes of their own run them, so that PyTorch's threads and JAX's do not compete: either one that
-uses every core, or one a core with a thread each; on a GPU one. Both memory formats are measured,
-NCHW and channels last.
+Processes of their own run them, so that PyTorch's threads and JAX's do not compete:
+either one that uses every core, or one a core with a thread each; on a GPU one. Both
+memory formats are measured, NCHW and channels last.
 
 And what running a checkout of PFLlib or of HtFLlib takes, for `benchmarks.peers` and
 `benchmarks.agreement`.
@@ -32,14 +32,16 @@ from fedjax_pfl.errors import InputError
 
 WIDTHS = (64, 64, 128, 256, 512)  # of ResNet-18's stem and stages
 TIMEOUT = 300  # seconds a process waits for the others, one of which may have failed
-NETS: dict[str, tuple] = {  # channels and paddings of the 5x5 convolutions, widths of the linear layers
+# channels and paddings of the 5x5 convolutions, widths of the linear layers
+NETS: dict[str, tuple] = {
     "linear": ((), (), ()),
     "mlp": ((), (), (64,)),
     "mlp28": ((), (), (64,)),
     "lenet": ((6, 16), (2, 0), (120, 84)),
     "cnn": ((32, 64), (0, 0), (512,)),
 }
-SERVERS = {"PFLlib": "serveravg", "HtFLlib": "serverproto"}  # by which a checkout is known
+# by which a checkout is known
+SERVERS = {"PFLlib": "serveravg", "HtFLlib": "serverproto"}
 MISSING = ("torchvision", "h5py")  # what the libraries import and is not used here
 DATASET = "Cifar10"  # its name decides how they read it
 
@@ -63,12 +65,15 @@ def check(path: str | None, library: str) -> str:
     """
     if not path:
         raise InputError(
-            "There is nothing to compare with: give --pfllib=PATH, a checkout of github.com/TsingZ0/PFLlib, "
+            "There is nothing to compare with: give --pfllib=PATH, a checkout of "
+            "github.com/TsingZ0/PFLlib, "
             "or --htfllib=PATH, one of github.com/TsingZ0/HtFLlib."
         )
     flag, file = f"--{library.lower()}", f"system/flcore/servers/{SERVERS[library]}.py"
     if not (Path(path) / file).exists():
-        raise InputError(f"{flag}={path} is no checkout of {library}: there is no {file} in it.")
+        raise InputError(
+            f"{flag}={path} is no checkout of {library}: there is no {file} in it."
+        )
     if not installed():
         raise InputError(f"{flag} needs PyTorch: pip install -e '.[benchmarks]'.")
     return path
@@ -76,8 +81,8 @@ def check(path: str | None, library: str) -> str:
 
 @contextlib.contextmanager
 def told(library: str) -> Iterator[None]:
-    """Says in one sentence what a checkout lacks that is of another version, or what it imports in
-    vain.
+    """Says in one sentence what a checkout lacks that is of another version, or what it
+    imports in vain.
 
     Raises:
       InputError: the library cannot be run.
@@ -85,29 +90,60 @@ def told(library: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise InputError(f"The checkout of {library} cannot be run here: {error}.") from error
+        raise InputError(
+            f"The checkout of {library} cannot be run here: {error}."
+        ) from error
     except (AttributeError, TypeError, FileNotFoundError) as error:
-        raise InputError(f"The checkout of {library} is of another version than those known here: {error}.") from error
+        raise InputError(
+            f"The checkout of {library} is of another version than those known here: "
+            f"{error}."
+        ) from error
 
 
 def options(recipe: Recipe, rounds: int, device: str) -> dict[str, Any]:
-    """The options that both libraries read; nothing is evaluated after the first of the rounds."""
-    given = {"dataset": DATASET, "device": device, "goal": "time", "save_folder_name": "temp", "few_shot": 0}
-    given |= {"num_classes": recipe.classes, "num_clients": recipe.clients, "batch_size": recipe.batch}
-    given |= {"global_rounds": rounds, "eval_gap": rounds + 1, "local_epochs": 1, "local_learning_rate": recipe.lr}
-    given |= {"join_ratio": 1.0, "random_join_ratio": False, "top_cnt": 100, "time_threthold": 10_000}
-    given |= dict.fromkeys(("client_drop_rate", "train_slow_rate", "send_slow_rate"), 0.0)
+    """The options that both libraries read; nothing is evaluated after the first of the
+    rounds."""
+    given = {
+        "dataset": DATASET,
+        "device": device,
+        "goal": "time",
+        "save_folder_name": "temp",
+        "few_shot": 0,
+    }
+    given |= {
+        "num_classes": recipe.classes,
+        "num_clients": recipe.clients,
+        "batch_size": recipe.batch,
+    }
+    given |= {
+        "global_rounds": rounds,
+        "eval_gap": rounds + 1,
+        "local_epochs": 1,
+        "local_learning_rate": recipe.lr,
+    }
+    given |= {
+        "join_ratio": 1.0,
+        "random_join_ratio": False,
+        "top_cnt": 100,
+        "time_threthold": 10_000,
+    }
+    given |= dict.fromkeys(
+        ("client_drop_rate", "train_slow_rate", "send_slow_rate"), 0.0
+    )
     return given | dict.fromkeys(("time_select", "auto_break"), False)
 
 
 def training(clients: Sequence[Any]) -> float:
     """Seconds of a round, the mean, by the count of a library's clients."""
-    return sum(x.train_time_cost["total_cost"] / x.train_time_cost["num_rounds"] for x in clients)
+    return sum(
+        x.train_time_cost["total_cost"] / x.train_time_cost["num_rounds"]
+        for x in clients
+    )
 
 
 def import_from(checkout: str) -> None:
-    """Makes what is in a checkout's folder `system` importable here, on all cores; what it imports and
-    is not used here is stood in for where it is missing."""
+    """Makes what is in a checkout's folder `system` importable here, on all cores; what
+    it imports and is not used here is stood in for where it is missing."""
     import torch
 
     torch.set_num_threads(report.cores())
@@ -129,7 +165,10 @@ def device() -> str:
     import torch
 
     if not torch.cuda.is_available():
-        raise InputError("--pytorch: JAX runs on an accelerator and PyTorch finds no GPU, so leave it out here.")
+        raise InputError(
+            "--pytorch: JAX runs on an accelerator and PyTorch finds no GPU, so leave "
+            "it out here."
+        )
     return "cuda"
 
 
@@ -143,8 +182,8 @@ def steps_per_second(
     repeats: int,
     device: str = "cpu",
 ) -> dict[str, float]:
-    """Steps a second of all processes together, for each memory format; the median of the
-    repetitions.
+    """Steps a second of all processes together, for each memory format; the median of
+    the repetitions.
 
     Args:
       model: its name in `setting`.
@@ -161,7 +200,11 @@ def steps_per_second(
     rates = {}
     for form in ("NCHW", "channels last"):
         args = (model, shape, classes, batch, form, threads, steps, repeats, device)
-        options = {"mp_context": spawn, "initializer": _meet, "initargs": (spawn.Barrier(processes),)}
+        options = {
+            "mp_context": spawn,
+            "initializer": _meet,
+            "initargs": (spawn.Barrier(processes),),
+        }
         with futures.ProcessPoolExecutor(processes, **options) as pool:
             runs = [pool.submit(_work, *args) for _ in range(processes)]
             rates[form] = processes * steps / statistics.median(runs[0].result())
@@ -173,8 +216,11 @@ def _meet(barrier: Any) -> None:
     _barrier = barrier
 
 
-def _work(model, shape, classes, batch, form, threads, steps, repeats, device) -> list[float]:
-    """Seconds of each repetition in one process, which begin and end for all processes at once."""
+def _work(
+    model, shape, classes, batch, form, threads, steps, repeats, device
+) -> list[float]:
+    """Seconds of each repetition in one process, which begin and end for all processes
+    at once."""
     import torch
 
     torch.set_num_threads(threads)
@@ -183,7 +229,9 @@ def _work(model, shape, classes, batch, form, threads, steps, repeats, device) -
     net = _network(model, shape, classes).to(device, memory_format=last)
     sgd = torch.optim.SGD(net.parameters(), lr=0.01)
     rng = np.random.default_rng(0)
-    images = torch.from_numpy(rng.integers(0, 256, (100, shape[2], *shape[:2]), np.uint8)).to(device)
+    images = torch.from_numpy(
+        rng.integers(0, 256, (100, shape[2], *shape[:2]), np.uint8)
+    ).to(device)
     labels = torch.from_numpy(rng.integers(0, classes, 100)).to(device)
     finish = torch.cuda.synchronize if device == "cuda" else lambda: None
 
@@ -209,8 +257,9 @@ def _work(model, shape, classes, batch, form, threads, steps, repeats, device) -
 
 
 def parameters(variables: Any, channels: int) -> list[np.ndarray]:
-    """Our parameters of a network of NETS, in the order and layout of PyTorch's: convolutions OIHW,
-    linear kernels transposed, the first linear one with its inputs by channel.
+    """Our parameters of a network of NETS, in the order and layout of PyTorch's:
+    convolutions OIHW, linear kernels transposed, the first linear one with its inputs
+    by channel.
 
     Args:
       variables: as `Model.init` makes them.
@@ -220,11 +269,18 @@ def parameters(variables: Any, channels: int) -> list[np.ndarray]:
     for _, conv in sorted(body.get("convs", {}).items()):
         values += [np.transpose(conv["kernel"], (3, 2, 0, 1)), np.asarray(conv["bias"])]
         channels = conv["kernel"].shape[-1]
-    layers = [layer for _, layer in sorted(body.get("dense", body).get("layers", {}).items())]
+    layers = [
+        layer for _, layer in sorted(body.get("dense", body).get("layers", {}).items())
+    ]
     for i, layer in enumerate([*layers, variables["head"]]):
         kernel = np.asarray(layer["kernel"])
-        if i == 0:  # its inputs are pixels by channel here, [H W, C], and channels by pixel there
-            kernel = kernel.reshape(-1, channels, kernel.shape[1]).transpose(1, 0, 2).reshape(kernel.shape)
+        # its inputs are pixels by channel here, [H W, C], and channels by pixel there
+        if i == 0:
+            kernel = (
+                kernel.reshape(-1, channels, kernel.shape[1])
+                .transpose(1, 0, 2)
+                .reshape(kernel.shape)
+            )
         values += [kernel.T, np.asarray(layer["bias"])]
     return values
 
@@ -239,7 +295,11 @@ def _network(model: str, shape: tuple[int, ...], classes: int) -> Any:
     layers: list[Any] = []
     for cout, padding in zip(channels, paddings, strict=True):
         layers += [nn.Conv2d(cin, cout, 5, padding=padding), nn.ReLU(), nn.MaxPool2d(2)]
-        cin, height, width = cout, (height + 2 * padding - 4) // 2, (width + 2 * padding - 4) // 2
+        cin, height, width = (
+            cout,
+            (height + 2 * padding - 4) // 2,
+            (width + 2 * padding - 4) // 2,
+        )
     layers, size = [*layers, nn.Flatten()], cin * height * width
     for width in widths:
         layers, size = [*layers, nn.Linear(size, width), nn.ReLU()], width
@@ -251,18 +311,27 @@ def _resnet(classes: int) -> Any:
     from torch import nn
 
     def conv(cin: int, cout: int, side: int, stride: int) -> list[Any]:
-        return [nn.Conv2d(cin, cout, side, stride, side // 2, bias=False), nn.BatchNorm2d(cout)]
+        return [
+            nn.Conv2d(cin, cout, side, stride, side // 2, bias=False),
+            nn.BatchNorm2d(cout),
+        ]
 
     class Block(nn.Module):
         def __init__(self, cin: int, cout: int):
             super().__init__()
             stride = 1 if cin == cout else 2
-            self.main = nn.Sequential(*conv(cin, cout, 3, stride), nn.ReLU(), *conv(cout, cout, 3, 1))
-            self.shortcut = nn.Sequential(*(conv(cin, cout, 1, stride) if cin != cout else []))
+            self.main = nn.Sequential(
+                *conv(cin, cout, 3, stride), nn.ReLU(), *conv(cout, cout, 3, 1)
+            )
+            self.shortcut = nn.Sequential(
+                *(conv(cin, cout, 1, stride) if cin != cout else [])
+            )
 
         def forward(self, x):
             return nn.functional.relu(self.main(x) + self.shortcut(x))
 
     pairs = [pair for a, b in itertools.pairwise(WIDTHS) for pair in ((a, b), (b, b))]
     ends = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(WIDTHS[-1], classes)]
-    return nn.Sequential(*conv(3, 64, 3, 1), nn.ReLU(), *(Block(*pair) for pair in pairs), *ends)
+    return nn.Sequential(
+        *conv(3, 64, 3, 1), nn.ReLU(), *(Block(*pair) for pair in pairs), *ends
+    )

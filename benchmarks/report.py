@@ -1,5 +1,5 @@
-"""What every benchmark prints: the machine and the versions, the matmul peak, rates against it,
-memory, a table."""
+"""What every benchmark prints: the machine and the versions, the matmul peak, rates
+against it, memory, a table."""
 
 import multiprocessing
 import os
@@ -34,8 +34,8 @@ RATES = ("steps/s", "samples/s", "GFLOP/s", "of peak")
 def run(main: Callable[[list[str]], None]) -> None:
     """Runs a benchmark's main; what a user got wrong is one sentence.
 
-    A CPU's cores are devices, and an accelerator's memory is taken as it is needed, so that
-    processes can share it.
+    A CPU's cores are devices, and an accelerator's memory is taken as it is needed, so
+    that processes can share it.
     """
 
     def guarded(argv: list[str]) -> None:
@@ -50,35 +50,45 @@ def run(main: Callable[[list[str]], None]) -> None:
 
 
 def machine(*packages: str) -> str:
-    """The processor, the devices that JAX sees, the precision of its float32 products, and the
-    versions of what is measured and of further packages.
+    """The processor, the devices that JAX sees, the precision of its float32 products,
+    and the versions of what is measured and of further packages.
 
-    The default precision is float32 on a CPU, TF32 on recent NVIDIA GPUs, bfloat16 on a TPU.
+    The default precision is float32 on a CPU, TF32 on recent NVIDIA GPUs, bfloat16 on a
+    TPU.
     """
     found = versions() | {name: metadata.version(name) for name in packages}
     names = ("git", "python", "jax", "jaxlib", "flax", *packages)
     precision = jax.config.values["jax_default_matmul_precision"] or "default"
-    where = f"{cores()} cores of {_processor()}; {found['device']}, matmul precision {precision}; "
+    where = (
+        f"{cores()} cores of {_processor()}; {found['device']}, matmul precision "
+        f"{precision}; "
+    )
     return where + ", ".join(f"{x} {found[x]}" for x in names)
 
 
 def cores() -> int:
     """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
+    )
 
 
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    names = [
+        line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
+    ]
     return names[0] if names else platform.processor() or platform.machine()
 
 
 def matmul_peak() -> float:
     """GFLOP/s of float32 matrix products at the default precision, the best of several.
 
-    Of 2048^3 on a CPU; on an accelerator, for which that is too short beside the call, of 8192^3.
-    """
+    Of 2048^3 on a CPU; on an accelerator, for which that is too short beside the call,
+    of 8192^3."""
     side = 2048 if jax.default_backend() == "cpu" else 8192
     a = jax.random.normal(jax.random.key(0), (side, side))
     product = jax.jit(lambda a: a @ a)
@@ -91,7 +101,9 @@ def matmul_peak() -> float:
     return 2 * side**3 / best / 1e9
 
 
-def rates(steps: float, samples: float, seconds: float, flops: float, peak: float) -> tuple[float, ...]:
+def rates(
+    steps: float, samples: float, seconds: float, flops: float, peak: float
+) -> tuple[float, ...]:
     """The columns RATES.
 
     Args:
@@ -115,14 +127,15 @@ def flops(method: str, task: Task, federation: Federation, plain: Model) -> floa
     """Floating-point operations of a method's own for each planned step.
 
     Args:
-      plain: the task's model, its convolutions in the form "matmul" (see `flops_of_step`).
+      plain: the task's model, its convolutions in the form "matmul" (see
+        `flops_of_step`).
     """
     return flops_of_step(ALGORITHMS[method], task._replace(models=(plain,)), federation)
 
 
 def account(compiled: jax.stages.Compiled) -> int:
-    """XLA's, in bytes on each device: arguments, outputs and temporaries, less what overwrites its
-    arguments."""
+    """XLA's, in bytes on each device: arguments, outputs and temporaries, less what
+    overwrites its arguments."""
     m: Any = compiled.memory_analysis()
     taken = m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes
     return taken - m.alias_size_in_bytes
@@ -136,22 +149,36 @@ def device_peak() -> int | None:
 def process_peak() -> int:
     """Bytes of main memory that this process took at most."""
     status = Path("/proc/self/status")
-    if status.exists():  # what getrusage tells a process that was started by another begins with the other's memory
+    # what getrusage tells a process that was started by another begins with the other's
+    # memory
+    if status.exists():
         lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
         return int(lines["VmHWM"].split()[0]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def fresh(function: Callable[[Any], Any], cases: Iterable[Any]) -> Iterator[Any]:
-    """The function's results, each from a process of its own, one after another: their peaks are
-    their own."""
+    """The function's results, each from a process of its own, one after another: their
+    peaks are their own."""
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=split_cpu, max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(
+        1, mp_context=spawn, initializer=split_cpu, max_tasks_per_child=1
+    ) as pool:
         yield from pool.map(function, cases)
 
 
 def cell(x: str | float | None) -> str:
-    return x if isinstance(x, str) else "-" if x is None else f"{x:.3g}" if x < 100 else f"{x:.0f}"
+    return (
+        x
+        if isinstance(x, str)
+        else "-"
+        if x is None
+        else f"{x:.3g}"
+        if x < 100
+        else f"{x:.0f}"
+    )
 
 
 def table(rows: list[tuple]) -> str:
@@ -160,4 +187,6 @@ def table(rows: list[tuple]) -> str:
     if FLAGS.markdown:
         return plain.markdown(cells)
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join("  ".join(x.rjust(w) for x, w in zip(row, widths, strict=True)) for row in cells)
+    return "\n".join(
+        "  ".join(x.rjust(w) for x, w in zip(row, widths, strict=True)) for row in cells
+    )

@@ -17,15 +17,25 @@ class Runner:
         self.program = simulate.program(factory, task, width=width, devices=devices)
         self.federation = federation
         if self.program.mesh is not None:
-            self.federation = jax.device_put(federation, NamedSharding(self.program.mesh, PartitionSpec()))
-        self.traced = {name: jnp.asarray(x, float) for name, x in self.program.traced.items()}
+            self.federation = jax.device_put(
+                federation, NamedSharding(self.program.mesh, PartitionSpec())
+            )
+        self.traced = {
+            name: jnp.asarray(x, float) for name, x in self.program.traced.items()
+        }
         self.key, self.round = jax.random.key(0), 0
         self.state = jax.jit(self.program.init)(self.key, self.traced)
         options = {"compiler_options": simulate.compiler_options()}
         begin = time.perf_counter()
-        self.step = jax.jit(self.program.round, donate_argnums=3, **options).lower(*self._arguments()).compile()
+        self.step = (
+            jax.jit(self.program.round, donate_argnums=3, **options)
+            .lower(*self._arguments())
+            .compile()
+        )
         self.compile = time.perf_counter() - begin
-        self.bytes = report.account(self.step) - sum(x.nbytes for x in jax.tree.leaves(federation))
+        self.bytes = report.account(self.step) - sum(
+            x.nbytes for x in jax.tree.leaves(federation)
+        )
         self._evaluate = jax.jit(self.program.evaluate, **options)
 
     def _arguments(self, evaluated: bool = False) -> tuple:
@@ -33,8 +43,8 @@ class Runner:
         return self.key, self.traced, self.federation, self.state, t, wanted
 
     def __call__(self, evaluated: bool = False, before: bool = False) -> float:
-        """Seconds of a round; if it is evaluated, with the scores before and after local training, or
-        with those `before` it only."""
+        """Seconds of a round; if it is evaluated, with the scores before and after
+        local training, or with those `before` it only."""
         given = self._arguments(evaluated)
         begin = time.perf_counter()
         if evaluated or before:

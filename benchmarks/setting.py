@@ -24,11 +24,19 @@ def dataset(shape: tuple[int, ...], size: int) -> Dataset:
     """Random images with labels in equal numbers."""
     rng = np.random.default_rng(0)
     y = np.arange(size, dtype=np.int32) % CLASSES
-    return Dataset("random", rng.integers(0, 256, (size, *shape), np.uint8), y, size, CLASSES, prepare_images)
+    return Dataset(
+        "random",
+        rng.integers(0, 256, (size, *shape), np.uint8),
+        y,
+        size,
+        CLASSES,
+        prepare_images,
+    )
 
 
 def network(model: str) -> str:
-    """Its name in `models`; the MLP is here twice, on the digits' 8x8 pixels and on MNIST's 28x28."""
+    """Its name in `models`; the MLP is here twice, on the digits' 8x8 pixels and on
+    MNIST's 28x28."""
     return "mlp" if model == "mlp28" else model
 
 
@@ -49,9 +57,18 @@ def build(
     steps: int | None = None,
     each: int = 100,
 ) -> tuple[Task, Federation]:
-    """A task of `steps` local steps, or of one epoch if it is None, over clients with `each` images
-    on average."""
+    """A task of `steps` local steps, or of one epoch if it is None, over clients with
+    `each` images on average."""
     data = dataset(SHAPES[model], clients * each * 4 // 3)
     f = federate(data, partition(data, split, num_clients=clients, seed=0))
-    local = {"rounds": 1} | ({"epochs": 1} if steps is None else {"epochs": None, "steps": steps})
-    return simulate.task(data, f.class_counts, in_form(model, conv), lr=0.01, batch_size=batch_size(model), **local), f
+    local = {"rounds": 1} | (
+        {"epochs": 1} if steps is None else {"epochs": None, "steps": steps}
+    )
+    return simulate.task(
+        data,
+        f.class_counts,
+        in_form(model, conv),
+        lr=0.01,
+        batch_size=batch_size(model),
+        **local,
+    ), f

@@ -1,4 +1,5 @@
-"""The benchmark's networks as the Flax documentation would write them: the plain baseline."""
+"""The benchmark's networks as the Flax documentation would write them: the plain
+baseline."""
 
 import functools
 import itertools
@@ -9,16 +10,20 @@ from benchmarks.pytorch import NETS
 
 
 class StockBlock(nnx.Module):
-    """A basic block; its batch norms take the batch's statistics, and whoever trains it may drop the
-    running ones."""
+    """A basic block; its batch norms take the batch's statistics, and whoever trains it
+    may drop the running ones."""
 
     def __init__(self, cin: int, cout: int, strides: int, rngs: nnx.Rngs):
         conv = functools.partial(nnx.Conv, use_bias=False, rngs=rngs)
-        self.convs = nnx.List([conv(cin, cout, (3, 3), strides), conv(cout, cout, (3, 3))])
+        self.convs = nnx.List(
+            [conv(cin, cout, (3, 3), strides), conv(cout, cout, (3, 3))]
+        )
         self.norms = nnx.List([nnx.BatchNorm(cout, rngs=rngs) for _ in range(2)])
         self.shortcut = nnx.List([])
         if cin != cout:
-            self.shortcut = nnx.List([conv(cin, cout, (1, 1), strides), nnx.BatchNorm(cout, rngs=rngs)])
+            self.shortcut = nnx.List(
+                [conv(cin, cout, (1, 1), strides), nnx.BatchNorm(cout, rngs=rngs)]
+            )
 
     def __call__(self, x):
         h = self.norms[1](self.convs[1](nnx.relu(self.norms[0](self.convs[0](x)))))
@@ -33,8 +38,15 @@ class StockResNet(nnx.Module):
     def __init__(self, classes: int, rngs: nnx.Rngs):
         widths = (64, 64, 128, 256, 512)
         self.stem = nnx.Conv(3, 64, (3, 3), use_bias=False, rngs=rngs)
-        self.norm, self.head = nnx.BatchNorm(64, rngs=rngs), nnx.Linear(512, classes, rngs=rngs)
-        shapes = [s for a, b in itertools.pairwise(widths) for s in ((a, b, 1 + (a != b)), (b, b, 1))]
+        self.norm, self.head = (
+            nnx.BatchNorm(64, rngs=rngs),
+            nnx.Linear(512, classes, rngs=rngs),
+        )
+        shapes = [
+            s
+            for a, b in itertools.pairwise(widths)
+            for s in ((a, b, 1 + (a != b)), (b, b, 1))
+        ]
         self.blocks = nnx.List([StockBlock(*shape, rngs) for shape in shapes])
 
     def __call__(self, x):
@@ -47,7 +59,9 @@ class StockResNet(nnx.Module):
 class StockNet(nnx.Module):
     """The benchmark's other networks as the Flax documentation would write them."""
 
-    def __init__(self, model: str, shape: tuple[int, ...], classes: int, rngs: nnx.Rngs):
+    def __init__(
+        self, model: str, shape: tuple[int, ...], classes: int, rngs: nnx.Rngs
+    ):
         h, w, c = shape
         channels, pads, widths = NETS[model]
         convs = []
@@ -56,7 +70,9 @@ class StockNet(nnx.Module):
             c, h, w = out, (h + 2 * pad - 4) // 2, (w + 2 * pad - 4) // 2
         sizes = (h * w * c, *widths, classes)
         self.convs = nnx.List(convs)
-        self.dense = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in itertools.pairwise(sizes)])
+        self.dense = nnx.List(
+            [nnx.Linear(a, b, rngs=rngs) for a, b in itertools.pairwise(sizes)]
+        )
 
     def __call__(self, x):
         for conv in self.convs:
@@ -70,4 +86,8 @@ class StockNet(nnx.Module):
 def stock(model: str, shape: tuple[int, ...], classes: int) -> nnx.Module:
     """A network by its name in `setting`."""
     rngs = nnx.Rngs(0)
-    return StockResNet(classes, rngs) if model == "resnet18" else StockNet(model, shape, classes, rngs)
+    return (
+        StockResNet(classes, rngs)
+        if model == "resnet18"
+        else StockNet(model, shape, classes, rngs)
+    )

@@ -1,5 +1,5 @@
-"""The command lines. Importing JAX takes seconds, in which Ctrl-C would end `python -m` with a page
-of text."""
+"""The command lines. Importing JAX takes seconds, in which Ctrl-C would end `python -m`
+with a page of text."""
 
 import os
 import signal

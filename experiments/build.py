@@ -1,5 +1,5 @@
-"""From settings to an experiment: data, partition, task, program. Everything wrong is found here,
-before compiling."""
+"""From settings to an experiment: data, partition, task, program. Everything wrong is
+found here, before compiling."""
 
 import functools
 import hashlib
@@ -30,14 +30,19 @@ class Experiment(NamedTuple):
 
     config: Config
     dataset: datasets.Dataset
-    unmarked: datasets.Dataset  # the same without --marks, to which partition files refer
+    # the same without --marks, to which partition files refer
+    unmarked: datasets.Dataset
     public: datasets.Dataset | None
     partition: partitioners.Partition  # of the clients that train, as all that follows
     federation: Federation
     task: Task
-    made: dict[Any, Any]  # what is made once: programs by layout, so that what was traced is there again; `flops`
-    examples: dict[str, int]  # those used (data_fraction), available here, and of the whole data set
-    marks: tuple[str, ...] = ()  # as `everybody`, the type of mark on each client's images; empty without --marks
+    # what is made once: programs by layout, so that what was traced is there again;
+    # `flops`
+    made: dict[Any, Any]
+    # those used (data_fraction), available here, and of the whole data set
+    examples: dict[str, int]
+    # as `everybody`, the type of mark on each client's images; empty without --marks
+    marks: tuple[str, ...] = ()
     unseen: Unseen | None = None  # the clients that do not train
 
     @property
@@ -51,25 +56,43 @@ class Experiment(NamedTuple):
 
     @property
     def network_names(self) -> np.ndarray:
-        """Of each client that trains the name of its network [N], see `networks.names`."""
+        """Of each client that trains the name of its network [N], see
+        `networks.names`."""
         return self.of_trained(networks.names(self.config, len(self.everybody.train)))
 
     def of_trained(self, values: Sequence[Any] | np.ndarray) -> np.ndarray:
         """What is known of everybody, of the clients that train [N]."""
-        return np.asarray(values) if self.unseen is None else np.delete(values, self.unseen.ids)
+        return (
+            np.asarray(values)
+            if self.unseen is None
+            else np.delete(values, self.unseen.ids)
+        )
 
     def program(
-        self, width: int = 1, devices: int = 1, conv: str = "auto", rounds: int | None = None
+        self,
+        width: int = 1,
+        devices: int = 1,
+        conv: str = "auto",
+        rounds: int | None = None,
     ) -> simulate.Program:
         """The pure functions of this experiment; made once for each layout."""
         if (width, devices, conv, rounds) not in self.made:
-            task = self.in_form(self.task if rounds is None else self.task._replace(rounds=rounds), conv)
-            on_host = rounds is None and self.config.client_memory == "host"  # with `rounds` it is to be traced
+            task = self.in_form(
+                self.task if rounds is None else self.task._replace(rounds=rounds), conv
+            )
+            # with `rounds` it is to be traced
+            on_host = rounds is None and self.config.client_memory == "host"
             make = host_state.program if on_host else simulate.program
-            options: dict[str, Any] = {"lr_decay": self.config.lr_decay, "width": width, "devices": devices}
+            options: dict[str, Any] = {
+                "lr_decay": self.config.lr_decay,
+                "width": width,
+                "devices": devices,
+            }
             options["checked"] = not self.made  # the first time
             factory, hparams = method(self.config)
-            self.made[width, devices, conv, rounds] = make(factory, task, hparams, **options)
+            self.made[width, devices, conv, rounds] = make(
+                factory, task, hparams, **options
+            )
         return self.made[width, devices, conv, rounds]
 
     def algorithm(self) -> Algorithm:
@@ -83,16 +106,24 @@ class Experiment(NamedTuple):
         return self.algorithm().headline
 
     def state_shapes(self) -> State:
-        """The state's structure with shapes and types in place of arrays; nothing is compiled."""
+        """The state's structure with shapes and types in place of arrays; nothing is
+        compiled."""
         program = self.program(rounds=self.config.rounds)
-        traced = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in program.traced}
-        return jax.eval_shape(lambda values: program.unplace(program.init(self.key, values)), traced)
+        traced = {
+            name: jax.ShapeDtypeStruct((), jnp.float32) for name in program.traced
+        }
+        return jax.eval_shape(
+            lambda values: program.unplace(program.init(self.key, values)), traced
+        )
 
     def in_form(self, task: Task, conv: str) -> Task:
-        """A task of this experiment with convolutions in a form; "auto": as the settings have them."""
+        """A task of this experiment with convolutions in a form; "auto": as the
+        settings have them."""
         if conv == "auto" or layers.form(conv) == layers.form(self.config.conv):
             return task
-        models, _, shared = _models(self.config, self.dataset, len(self.everybody.train), conv)
+        models, _, shared = _models(
+            self.config, self.dataset, len(self.everybody.train), conv
+        )
         return task._replace(models=tuple(models), shared=shared)
 
 
@@ -102,11 +133,15 @@ def method(config: Config) -> tuple[Callable[..., Algorithm], dict[str, Any]]:
     factory = find(config.algo)
     if config.server_optimizer is None:
         return factory, config.hparams
-    return _optimized(factory, config.server_optimizer), config.hparams | {server_optimizer.RATE: config.server_lr}
+    return _optimized(factory, config.server_optimizer), config.hparams | {
+        server_optimizer.RATE: config.server_lr
+    }
 
 
 @functools.cache  # the same for runs that are to be one program
-def _optimized(factory: Callable[..., Algorithm], name: str) -> Callable[..., Algorithm]:
+def _optimized(
+    factory: Callable[..., Algorithm], name: str
+) -> Callable[..., Algorithm]:
     return server_optimizer.optimized(factory, networks.optimizer(0.0, 0.0, None, name))
 
 
@@ -126,7 +161,11 @@ def prepare(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
     everybody, kinds, unmarked = _partition(config, dataset), tuple[str, ...](), dataset
     if config.marks:
         dataset, kinds = marks.mark(dataset, everybody, config.seed)
-    model = ("cnn" if _is_image(dataset.x.shape[1:]) else "mlp") if config.model == "auto" else config.model
+    model = (
+        ("cnn" if _is_image(dataset.x.shape[1:]) else "mlp")
+        if config.model == "auto"
+        else config.model
+    )
     config = config.replace(clients=len(everybody.train), model=model)
     whole = _task(config, dataset, everybody)
     if (public := _public(config)) is not None:
@@ -140,28 +179,49 @@ def prepare(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
     examples = {"used": len(dataset.y), "available": available, "of": size}
     found = (config, dataset, unmarked, public, assigned)
     experiment = Experiment(*found, None, task, {}, examples, kinds)  # type: ignore[arg-type]
-    experiment.program()  # checks the method: its hyperparameters, the model's parts, the shapes of a round
+    # checks the method: its hyperparameters, the model's parts, the shapes of a round
+    experiment.program()
     if not len(apart):
-        return experiment._replace(federation=federate.federate(dataset, assigned, room, public))
+        return experiment._replace(
+            federation=federate.federate(dataset, assigned, room, public)
+        )
     others = among(whole, apart)
     unseen.scorer(config, task, others)  # checks the method
-    federation, theirs = federate.federate(dataset, assigned, room, public), partitioners.select(everybody, apart)
-    of_others = Unseen(apart, everybody, theirs, federate.others(federation, dataset, theirs, room), others)
+    federation, theirs = (
+        federate.federate(dataset, assigned, room, public),
+        partitioners.select(everybody, apart),
+    )
+    of_others = Unseen(
+        apart,
+        everybody,
+        theirs,
+        federate.others(federation, dataset, theirs, room),
+        others,
+    )
     return experiment._replace(federation=federation, unseen=of_others)
 
 
 def room(configs: Sequence[Config]) -> tuple[int, ...]:
-    """Room for the clients of each of these settings, which differ in the seed (see `federate`).
+    """Room for the clients of each of these settings, which differ in the seed (see
+    `federate`).
 
     Raises:
       InputError: as `prepare`.
     """
-    load = functools.cache(lambda seed: datasets.load(configs[0].dataset, configs[0].data_dir, seed))
+    load = functools.cache(
+        lambda seed: datasets.load(configs[0].dataset, configs[0].data_dir, seed)
+    )
     found = [federate.ROOM]
     for config in configs:
         whole = load(config.seed if own.named(config.dataset) else 0)
-        assigned = _partition(config, datasets.subset(whole, config.data_fraction, config.seed))
-        found.append(tuple(rows.shape[1] for rows in (assigned.train, assigned.val, assigned.test)))
+        assigned = _partition(
+            config, datasets.subset(whole, config.data_fraction, config.seed)
+        )
+        found.append(
+            tuple(
+                rows.shape[1] for rows in (assigned.train, assigned.val, assigned.test)
+            )
+        )
     return tuple(map(max, zip(*found, strict=True)))
 
 
@@ -171,23 +231,30 @@ def _partition(config: Config, dataset: datasets.Dataset) -> partitioners.Partit
         return partitioners.load_file(spec.removeprefix("file:"), dataset)
     theirs = spec.startswith("file:") or own.named(spec)
     how = {} if theirs else {name: getattr(config, name) for name in BY_FILE}
-    return partitioners.partition(dataset, spec, num_clients=config.clients, seed=config.seed, **how)
+    return partitioners.partition(
+        dataset, spec, num_clients=config.clients, seed=config.seed, **how
+    )
 
 
 def _warn_of_short(sizes: np.ndarray, batch_size: int) -> None:
-    """Says how many clients cannot fill one batch, and so take no step with drop_last."""
+    """Says how many clients cannot fill one batch, and so take no step with
+    drop_last."""
     if short := int((sizes < batch_size).sum()):
-        told = "--drop_last: %d of %d clients have fewer than %d examples and will not train."
+        told = (
+            "--drop_last: %d of %d clients have fewer than %d examples and will not "
+            "train."
+        )
         logging.warning(told, short, len(sizes), batch_size)
 
 
 def _warn_of_channels_first(dataset: datasets.Dataset) -> None:
-    """Warns of images [n, C, H, W], as PyTorch has them, which would be taken for narrow ones of many
-    channels, or for no images."""
+    """Warns of images [n, C, H, W], as PyTorch has them, which would be taken for
+    narrow ones of many channels, or for no images."""
     shape = dataset.x.shape[1:]
     if len(shape) == 3 and shape[0] in (1, 3) and min(shape[1:]) >= 16:
         logging.warning(
-            "%s has inputs of shape %s, taken as [height, width, channels]: if the channels are first, store "
+            "%s has inputs of shape %s, taken as [height, width, channels]: if the "
+            "channels are first, store "
             "x.transpose(0, 2, 3, 1).",
             dataset.name,
             shape,
@@ -198,7 +265,9 @@ def _is_image(shape: tuple[int, ...]) -> bool:
     return len(shape) == 3 and min(shape[:2]) >= 16
 
 
-def _task(config: Config, dataset: datasets.Dataset, assigned: partitioners.Partition) -> Task:
+def _task(
+    config: Config, dataset: datasets.Dataset, assigned: partitioners.Partition
+) -> Task:
     models, of, shared = _models(config, dataset, len(assigned.train), config.conv)
     return simulate.task(
         dataset,
@@ -207,7 +276,9 @@ def _task(config: Config, dataset: datasets.Dataset, assigned: partitioners.Part
         architecture=of,
         shared=shared,
         lr=config.lr,
-        optimizer=networks.optimizer(config.momentum, config.weight_decay, config.clip, config.optimizer),
+        optimizer=networks.optimizer(
+            config.momentum, config.weight_decay, config.clip, config.optimizer
+        ),
         batch_size=config.batch_size,
         epochs=config.epochs,
         steps=config.steps,
@@ -221,10 +292,18 @@ def _task(config: Config, dataset: datasets.Dataset, assigned: partitioners.Part
 def _models(
     config: Config, dataset: datasets.Dataset, num_clients: int, conv: str
 ) -> tuple[list[Model], np.ndarray, Model]:
-    """The networks [G], which of them each client has [N], and the one that all exchange."""
+    """The networks [G], which of them each client has [N], and the one that all
+    exchange."""
     names, of = networks.architectures(config.model, num_clients)
-    made = {name: networks.model(config, dataset, conv, name) for name in dict.fromkeys(names)}
-    return [made[name] for name in names], of, networks.shared(config, dataset, conv, made)
+    made = {
+        name: networks.model(config, dataset, conv, name)
+        for name in dict.fromkeys(names)
+    }
+    return (
+        [made[name] for name in names],
+        of,
+        networks.shared(config, dataset, conv, made),
+    )
 
 
 def _public(config: Config) -> datasets.Dataset | None:
@@ -233,20 +312,29 @@ def _public(config: Config) -> datasets.Dataset | None:
         return None
     name, colon, count = config.public.rpartition(":")
     if colon and name in datasets.DATASETS and not count.isdecimal():
-        raise InputError(f"--public={config.public}: write how many examples of {name} as a whole number.")
+        raise InputError(
+            f"--public={config.public}: write how many examples of {name} as a whole "
+            "number."
+        )
     if not colon or not count.isdecimal():
         name, count = config.public, ""
     if _source(name) == _source(config.dataset):
         raise InputError(
-            f"--public={config.public}: {name} is the clients' own data set, whose test examples would be among the "
+            f"--public={config.public}: {name} is the clients' own data set, whose "
+            "test examples would be among the "
             "public ones: take another."
         )
     dataset = datasets.load(name, config.data_dir, config.seed)
     if not count:
         return dataset
     if not 1 <= int(count) <= len(dataset.y):
-        raise InputError(f"--public={config.public}: {name} has 1 to {len(dataset.y)} examples to take.")
-    rows = np.sort(np.random.default_rng(config.seed).permutation(len(dataset.y))[: int(count)])
+        raise InputError(
+            f"--public={config.public}: {name} has 1 to {len(dataset.y)} examples to "
+            "take."
+        )
+    rows = np.sort(
+        np.random.default_rng(config.seed).permutation(len(dataset.y))[: int(count)]
+    )
     return dataset._replace(x=dataset.x[rows], y=dataset.y[rows], num_train=len(rows))
 
 
@@ -265,18 +353,25 @@ def _source(name: str) -> str:
 def check_growth(experiment: Experiment, before: int) -> None:
     """Raises InputError if the program depends on the number of rounds, which grew from
     `before`."""
-    if experiment.config.rounds != before and lowered(experiment, before) != lowered(experiment):
+    if experiment.config.rounds != before and lowered(experiment, before) != lowered(
+        experiment
+    ):
         raise InputError(
-            f"{experiment.config.algo} has a schedule over the rounds, so rounds cannot grow from {before} to "
+            f"{experiment.config.algo} has a schedule over the rounds, so rounds "
+            f"cannot grow from {before} to "
             f"{experiment.config.rounds}: start a new run with --workdir."
         )
 
 
 def lowered(experiment: Experiment, rounds: int | None = None) -> str:
-    """A digest of all that a run of so many rounds, or of its own, compiles; runs that have the same
-    differ in arguments only."""
-    program = experiment.program(rounds=experiment.config.rounds if rounds is None else rounds)
-    return vectorized.lowered(program, experiment.federation._replace(placement=program.placement))
+    """A digest of all that a run of so many rounds, or of its own, compiles; runs that
+    have the same differ in arguments only."""
+    program = experiment.program(
+        rounds=experiment.config.rounds if rounds is None else rounds
+    )
+    return vectorized.lowered(
+        program, experiment.federation._replace(placement=program.placement)
+    )
 
 
 def data_digest(dataset: datasets.Dataset) -> str:

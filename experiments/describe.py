@@ -44,10 +44,17 @@ def named(user: Mapping[str, Any] = MappingProxyType({})) -> dict[str, dict[str,
     Args:
       user: settings, whose parts of the user's own are named, too.
     """
-    yours = {kind: f"your own function, {call} -> {_MADE[kind]}" for kind, call in own.CALLS.items()}
+    yours = {
+        kind: f"your own function, {call} -> {_MADE[kind]}"
+        for kind, call in own.CALLS.items()
+    }
     mine = {
         kind: {"FILE.py:NAME": yours[kind]}
-        | {name: first_sentence(own.load(kind, name)) for name in str(user.get(kind, "")).split(",") if own.named(name)}
+        | {
+            name: first_sentence(own.load(kind, name))
+            for name in str(user.get(kind, "")).split(",")
+            if own.named(name)
+        }
         for kind in yours
     }
     methods = {name: first_sentence(factory) for name, factory in ALGORITHMS.items()}
@@ -57,7 +64,9 @@ def named(user: Mapping[str, Any] = MappingProxyType({})) -> dict[str, dict[str,
         "Data sets (--dataset)": DATASETS | mine["dataset"],
         "Partitions (--partition)": PARTITIONS | mine["partition"],
         "Models (--model)": models | mine["model"],
-        "Presets (--preset)": {name: preset.description for name, preset in PRESETS.items()},
+        "Presets (--preset)": {
+            name: preset.description for name, preset in PRESETS.items()
+        },
     }
 
 
@@ -68,13 +77,20 @@ def listing(user: Mapping[str, Any] = MappingProxyType({})) -> str:
 
 def _rows(rows: dict[str, str]) -> str:
     width = max(map(len, rows))
-    return "\n".join(_hanging(f"  {name:<{width}}  ", text) for name, text in rows.items())
+    return "\n".join(
+        _hanging(f"  {name:<{width}}  ", text) for name, text in rows.items()
+    )
 
 
 def _hanging(head: str, text: str) -> str:
     if not text:
         return head.rstrip()
-    return textwrap.fill(text, _WIDTH, initial_indent=head, subsequent_indent=" " * min(len(head), _INDENT))
+    return textwrap.fill(
+        text,
+        _WIDTH,
+        initial_indent=head,
+        subsequent_indent=" " * min(len(head), _INDENT),
+    )
 
 
 def describe(name: str) -> str:
@@ -84,13 +100,19 @@ def describe(name: str) -> str:
     if ":" in name:
         kind = _kind(own.load("describe", name))
         return _method(find(name), name) if kind == "algo" else _part(kind, name)
-    return _method(ALGORITHMS[choose("method or preset", name, [*ALGORITHMS, *PRESETS])], name)
+    return _method(
+        ALGORITHMS[choose("method or preset", name, [*ALGORITHMS, *PRESETS])], name
+    )
 
 
 def _kind(function: Callable) -> str:
     """What a part of a user's own is, by the arguments of its function."""
     known = own.parameters(function)
-    places = [x for x in known.values() if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
+    places = [
+        x
+        for x in known.values()
+        if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)
+    ]
     required = [x.name for x in places if x.default is x.empty]
     if not required or (required == ["seed"] and len(known) == 1):
         return "dataset"
@@ -100,16 +122,19 @@ def _kind(function: Callable) -> str:
 
 
 def _part(kind: str, name: str) -> str:
-    """A network, data set or partition of a user's own: its docstring, how it is called, and what a
-    data set holds."""
+    """A network, data set or partition of a user's own: its docstring, how it is
+    called, and what a data set holds."""
     function = own.load(kind, name)
     parts = [f"{name}: {inspect.getdoc(function) or 'no docstring.'}"]
-    parts += [f"Use: --{kind}={name}, called with {own.CALLS[kind]}, returns {_MADE[kind]}."]
+    parts += [
+        f"Use: --{kind}={name}, called with {own.CALLS[kind]}, returns {_MADE[kind]}."
+    ]
     if kind == "dataset":
         d = load(name)
         tests = len(d.y) - d.num_train
         parts += [
-            f"Holds: {len(d.y):,} examples of {d.x.dtype}{list(d.x.shape[1:])} in {d.num_classes} classes, "
+            f"Holds: {len(d.y):,} examples of {d.x.dtype}{list(d.x.shape[1:])} in "
+            f"{d.num_classes} classes, "
             f"{f'{tests:,} of them the official test set' if tests else 'no official test set'}."
         ]
     return "\n\n".join(parts)
@@ -118,34 +143,62 @@ def _part(kind: str, name: str) -> str:
 def _method(factory: Callable, name: str) -> str:
     doc = inspect.getdoc(factory) or ""
     module = sys.modules[factory.__module__]
-    about, place = inspect.getdoc(module) or "", module.__file__ if ":" in name else module.__name__
+    about, place = (
+        inspect.getdoc(module) or "",
+        module.__file__ if ":" in name else module.__name__,
+    )
     first = doc.split("\n\n")[0] or "no docstring."
-    parts = [f"{name}: {first}", f"From {place}:\n{textwrap.indent(about, '  ')}" if about else f"From {place}."]
+    parts = [
+        f"{name}: {first}",
+        f"From {place}:\n{textwrap.indent(about, '  ')}" if about else f"From {place}.",
+    ]
     rows = hyperparameters(factory)
-    lines = [_hanging(f"  {n}={row['default']}{_beside(row)}  ", row["text"]) for n, row in rows.items()]
-    parts.append("\n".join(["Hyperparameters (--hparam name=value):", *lines]) if lines else "No hyperparameters.")
+    lines = [
+        _hanging(f"  {n}={row['default']}{_beside(row)}  ", row["text"])
+        for n, row in rows.items()
+    ]
+    parts.append(
+        "\n".join(["Hyperparameters (--hparam name=value):", *lines])
+        if lines
+        else "No hyperparameters."
+    )
     if note := sections(doc).get("Note"):
         first, *more = (" ".join(paragraph.split()) for paragraph in note.split("\n\n"))
-        parts += [_hanging("Note: ", first), *(textwrap.indent(textwrap.fill(x, _WIDTH - 6), " " * 6) for x in more)]
+        parts += [
+            _hanging("Note: ", first),
+            *(textwrap.indent(textwrap.fill(x, _WIDTH - 6), " " * 6) for x in more),
+        ]
     if known := active.lines(name):
-        title = _hanging("", f"Which of its parts have an effect at the defaults ({active.where(name)}):")
+        title = _hanging(
+            "",
+            "Which of its parts have an effect at the defaults "
+            f"({active.where(name)}):",
+        )
         parts.append("\n".join([title, *(_hanging("  ", line) for line in known)]))
-    return "\n\n".join([*parts, _hanging("Unseen clients (--unseen): ", unseen_clients(factory))])
+    return "\n\n".join(
+        [*parts, _hanging("Unseen clients (--unseen): ", unseen_clients(factory))]
+    )
 
 
 def _beside(row: dict[str, Any]) -> str:
-    """The type of a hyperparameter after its default, unless its text lists the choices."""
+    """The type of a hyperparameter after its default, unless its text lists the
+    choices."""
     listed = row["type"].startswith("one of") and "one of" in row["text"]
     return "" if listed else f" ({row['type']})"
 
 
 def unseen_clients(factory: Callable) -> str:
-    """Whether a method has a way for clients that do not train; of small tasks, one of which nearly
-    all take."""
+    """Whether a method has a way for clients that do not train; of small tasks, one of
+    which nearly all take."""
     for net in ("lenet_bn", "linear"):
-        with contextlib.suppress(Exception):  # a user's method for other inputs may raise anything
+        # a user's method for other inputs may raise anything
+        with contextlib.suppress(Exception):
             why = unseen.obstacle(factory, _task(net))
-            return f"no way; {why}." if why else "a round of their own under the trained server."
+            return (
+                f"no way; {why}."
+                if why
+                else "a round of their own under the trained server."
+            )
     return "it depends on the task."
 
 
@@ -153,7 +206,10 @@ def unseen_clients(factory: Callable) -> str:
 def _task(net: str) -> Task:
     """A task with all that a method may need: images, public examples, a model that all
     exchange."""
-    counts, image = np.full((4, synthetic.C), 50), jax.ShapeDtypeStruct((28, 28, 1), np.float32)
+    counts, image = (
+        np.full((4, synthetic.C), 50),
+        jax.ShapeDtypeStruct((28, 28, 1), np.float32),
+    )
     model = models.model(net, image.shape, synthetic.C)
     pool = jax.ShapeDtypeStruct((8, *image.shape), image.dtype)
     parts = {"models": (model,), "shared": model, "input": image, "public": pool}
@@ -164,34 +220,71 @@ def _preset(name: str) -> str:
     preset = PRESETS[name]
     flags = " ".join(f"--{flag}={value}" for flag, value in preset.settings.items())
     default = [dataset for dataset, chosen in DEFAULT_PRESETS.items() if chosen == name]
-    parts = [f"{name}: {preset.description}", f"Command: python -m experiments.main --preset={name} --algo=METHOD"]
+    parts = [
+        f"{name}: {preset.description}",
+        f"Command: python -m experiments.main --preset={name} --algo=METHOD",
+    ]
     parts += [_hanging("Same as: ", flags)]
-    parts += [f"Work: {preset.steps:,} client steps per round on all of the data."] if preset.steps else []
-    own = [_hanging(f"  {method:<14}", _own(preset, method)) for method in sorted({*preset.methods, *preset.hparams})]
+    parts += (
+        [f"Work: {preset.steps:,} client steps per round on all of the data."]
+        if preset.steps
+        else []
+    )
+    own = [
+        _hanging(f"  {method:<14}", _own(preset, method))
+        for method in sorted({*preset.methods, *preset.hparams})
+    ]
     parts += ["\n".join(["Methods with settings of their own:", *own])] if own else []
-    parts += [f"What --dataset={dataset} takes when no --preset is given." for dataset in default]
+    parts += [
+        f"What --dataset={dataset} takes when no --preset is given."
+        for dataset in default
+    ]
     cells = [*([Cell({}, preset.published)] if preset.published else []), *preset.cells]
     if cells:
         rows = [_hanging("  ", row) for cell in cells for row in _cell(cell)]
-        parts.append("\n".join([f"Published, in %; compare {_compared(preset)}:", *rows]))
+        parts.append(
+            "\n".join([f"Published, in %; compare {_compared(preset)}:", *rows])
+        )
     if preset.measured:
         rows = [f"  {method:<14}{value}" for method, value in preset.measured.items()]
-        parts.append("\n".join([f"Measured here, {preset.headline} in %, mean of seeds 0, 1, 2:", *rows]))
+        parts.append(
+            "\n".join(
+                [
+                    f"Measured here, {preset.headline} in %, mean of seeds 0, 1, 2:",
+                    *rows,
+                ]
+            )
+        )
     if preset.protocol:
         parts.append(_hanging("The paper's protocol: ", preset.protocol))
     return "\n\n".join(parts)
 
 
 def _own(preset: Preset, method: str) -> str:
-    flags = [f"--{name}={value}" for name, value in preset.methods.get(method, {}).items()]
-    return " ".join(flags + [f"--hparam={name}={value}" for name, value in preset.hparams.get(method, {}).items()])
+    flags = [
+        f"--{name}={value}" for name, value in preset.methods.get(method, {}).items()
+    ]
+    return " ".join(
+        flags
+        + [
+            f"--hparam={name}={value}"
+            for name, value in preset.hparams.get(method, {}).items()
+        ]
+    )
 
 
 def _compared(preset: Preset) -> str:
     scores = dict.fromkeys(preset.headlines.values())
-    methods = {x: ", ".join(m for m, own in preset.headlines.items() if own == x) for x in scores}
+    methods = {
+        x: ", ".join(m for m, own in preset.headlines.items() if own == x)
+        for x in scores
+    }
     return "; ".join(
-        f"{who} with {score}" for score, who in {**methods, preset.headline: "the others" if methods else "all"}.items()
+        f"{who} with {score}"
+        for score, who in {
+            **methods,
+            preset.headline: "the others" if methods else "all",
+        }.items()
     )
 
 
@@ -199,16 +292,23 @@ def _cell(cell: Cell) -> list[str]:
     """A cell of the paper's tables: where it is, then a line for each method."""
     where = ", ".join(f"{name}={value}" for name, value in cell.where.items())
     rows = [f"{method:<14}{value}" for method, value in cell.numbers.items()]
-    rows += [f"{method:<14}converged in {value} rounds" for method, value in cell.rounds.items()]
+    rows += [
+        f"{method:<14}converged in {value} rounds"
+        for method, value in cell.rounds.items()
+    ]
     return [*([f"at {where}:"] if where else []), *(rows or ["no number is known"])]
 
 
 def hyperparameters(factory: Callable) -> dict[str, dict[str, Any]]:
-    """For every hyperparameter its default, its type and range, and what the docstring says:
-    meaning, source."""
+    """For every hyperparameter its default, its type and range, and what the docstring
+    says: meaning, source."""
     texts = arguments(inspect.getdoc(factory) or "")
     return {
-        name: {"default": known.default, "type": _type(known), "text": texts.get(name, "")}
+        name: {
+            "default": known.default,
+            "type": _type(known),
+            "text": texts.get(name, ""),
+        }
         for name, known in of(factory).items()
     }
 
@@ -221,18 +321,28 @@ def _type(known: Hyperparameter) -> str:
 def _values(known: Hyperparameter) -> str:
     if known.choices:
         return f"one of {', '.join(map(str, known.choices))}"
-    low, high, open_low, open_high = known.low, known.high, known.open_low, known.open_high
+    low, high, open_low, open_high = (
+        known.low,
+        known.high,
+        known.open_low,
+        known.open_high,
+    )
     if math.isfinite(low) and math.isinf(high):
         return f"{known.kind.__name__} {'>' if open_low else '>='} {low:g}"
     if known.ranged:
-        return f"{known.kind.__name__} in {interval(low, high, open_low=open_low, open_high=open_high)}"
+        return (
+            f"{known.kind.__name__} in "
+            f"{interval(low, high, open_low=open_low, open_high=open_high)}"
+        )
     return known.kind.__name__
 
 
 def arguments(doc: str) -> dict[str, str]:
     """The entries of a docstring's `Args:`."""
     entries = re.split(r"^(?=\w+: )", sections(doc).get("Args", ""), flags=re.MULTILINE)
-    return dict(re.split(r":\s+", " ".join(e.split()), maxsplit=1) for e in entries if ": " in e)  # type: ignore[misc]
+    return dict(
+        re.split(r":\s+", " ".join(e.split()), maxsplit=1) for e in entries if ": " in e
+    )  # type: ignore[misc]
 
 
 def sections(doc: str) -> dict[str, str]:
@@ -246,9 +356,14 @@ def sections(doc: str) -> dict[str, str]:
             lines = []
         else:
             lines.append(line)
-    return {name: textwrap.dedent("\n".join(body)).strip() for name, body in found.items()}
+    return {
+        name: textwrap.dedent("\n".join(body)).strip() for name, body in found.items()
+    }
 
 
 def first_sentence(thing: Callable) -> str:
-    """The first paragraph of a docstring, which is one sentence, without its full stop."""
-    return " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split()).removesuffix(".")
+    """The first paragraph of a docstring, which is one sentence, without its full
+    stop."""
+    return " ".join(
+        (inspect.getdoc(thing) or "").split("\n\n")[0].split()
+    ).removesuffix(".")

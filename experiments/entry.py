@@ -1,5 +1,5 @@
-"""What the command lines have in common: how they begin, and that each failure is one sentence and
-an exit code."""
+"""What the command lines have in common: how they begin, and that each failure is one
+sentence and an exit code."""
 
 import io
 import os
@@ -31,15 +31,15 @@ def _interrupt(number: int, _frame: object) -> None:
 
 
 def check_interrupt() -> None:
-    """Raises KeyboardInterrupt if Ctrl-C was pressed: raised in a callback of another library, it
-    would be lost."""
+    """Raises KeyboardInterrupt if Ctrl-C was pressed: raised in a callback of another
+    library, it would be lost."""
     if _interrupts:
         raise KeyboardInterrupt
 
 
 def _unraisable(args: Any) -> None:
-    """Says what was raised in a callback and lost, but for Ctrl-C, which `check_interrupt`
-    finds."""
+    """Says what was raised in a callback and lost, but for Ctrl-C, which
+    `check_interrupt` finds."""
     if not issubclass(args.exc_type, KeyboardInterrupt):
         sys.__unraisablehook__(args)
 
@@ -50,7 +50,8 @@ def begin() -> None:
     if not sys.warnoptions:  # other libraries warn of what no user can change
         warnings.simplefilter("ignore")
     sys.stdout, sys.stderr = (_lenient(stream) for stream in (sys.stdout, sys.stderr))
-    signal.signal(signal.SIGINT, _interrupt)  # last: what it raises is caught by `guarded`
+    # last: what it raises is caught by `guarded`
+    signal.signal(signal.SIGINT, _interrupt)
 
 
 def guarded(command: Callable[[], int], interrupted: str = "Interrupted.") -> int:
@@ -58,14 +59,16 @@ def guarded(command: Callable[[], int], interrupted: str = "Interrupted.") -> in
     try:
         return command()
     except InputError as error:
-        errors().print(" ".join(str(error).splitlines()))  # what the user gave may have several lines
+        # what the user gave may have several lines
+        errors().print(" ".join(str(error).splitlines()))
         return BAD_INPUT
     except multihost.LostError as error:
         errors().print(str(error))
         return LOST
     except OSError as error:
         errors().print(
-            f"Cannot read or write {error.filename or 'a file'} ({error.strerror or error}): make room or choose "
+            f"Cannot read or write {error.filename or 'a file'} "
+            f"({error.strerror or error}): make room or choose "
             "another directory; then the same command goes on."
         )
         return UNWRITABLE
@@ -75,8 +78,8 @@ def guarded(command: Callable[[], int], interrupted: str = "Interrupted.") -> in
 
 
 def lead(command: Callable[[], int], interrupted: str) -> int:
-    """Runs a command; of several processes process 0 does, `guarded` and as if there were no other:
-    those follow, and end with the same exit code."""
+    """Runs a command; of several processes process 0 does, `guarded` and as if there
+    were no other: those follow, and end with the same exit code."""
     if not multihost.several():
         return command()
     if jax.process_index():
@@ -94,18 +97,22 @@ def lead(command: Callable[[], int], interrupted: str) -> int:
 def terminal() -> Console:
     """Where results are said."""
     # a file gets whole lines, and tables of up to this width
-    to_file: dict[str, Any] = {} if sys.stdout.isatty() else {"soft_wrap": True, "width": 200}
+    to_file: dict[str, Any] = (
+        {} if sys.stdout.isatty() else {"soft_wrap": True, "width": 200}
+    )
     return Console(highlight=False, markup=False, emoji=False, **to_file)
 
 
 def errors() -> Console:
     """Where failures are said."""
-    return Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False)
+    return Console(
+        stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False
+    )
 
 
 class _Output(io.FileIO):
-    """A standard stream that goes on without a reader: a run does not end where `| head` has seen
-    enough."""
+    """A standard stream that goes on without a reader: a run does not end where `|
+    head` has seen enough."""
 
     def write(self, content: Any) -> int:
         try:
@@ -115,10 +122,13 @@ class _Output(io.FileIO):
 
 
 def _lenient(stream: Any) -> io.TextIOWrapper:
-    """The stream, without errors where nobody reads or where the encoding lacks a letter."""
+    """The stream, without errors where nobody reads or where the encoding lacks a
+    letter."""
     raw = _Output(stream.fileno(), "w", closefd=False)
     made = io.BufferedWriter(raw)
-    return io.TextIOWrapper(made, stream.encoding, errors="replace", line_buffering=True)
+    return io.TextIOWrapper(
+        made, stream.encoding, errors="replace", line_buffering=True
+    )
 
 
 def enter(command: Callable[[list[str]], str], usage: str | None) -> int:
@@ -135,18 +145,26 @@ def enter(command: Callable[[list[str]], str], usage: str | None) -> int:
 
 def leave(code: int) -> NoReturn:
     """Ends the process."""
-    # JAX would wait at the exit for whoever is lost, then abort; and crash in what was interrupted while it compiles
-    if code == LOST or multihost.left() or (code == INTERRUPTED and not multihost.several()):
+    # JAX would wait at the exit for whoever is lost, then abort; and crash in what was
+    # interrupted while it compiles
+    if (
+        code == LOST
+        or multihost.left()
+        or (code == INTERRUPTED and not multihost.several())
+    ):
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
 
 
 def directory(text: str) -> Path:
-    """A path as the user wrote it, `~` for a home; InputError if there is no such user."""
+    """A path as the user wrote it, `~` for a home; InputError if there is no such
+    user."""
     path = Path(os.path.expanduser(text))
     if text.startswith("~") and path == Path(text):
-        raise InputError(f"There is no user {text.split('/')[0]!r}, so there is no directory {text}.")
+        raise InputError(
+            f"There is no user {text.split('/')[0]!r}, so there is no directory {text}."
+        )
     return path
 
 
@@ -157,8 +175,18 @@ def check_platform() -> None:
         choose("platform in JAX_PLATFORMS", name, _PLATFORMS)
     try:
         jax.devices()
-    except (RuntimeError, AssertionError) as error:  # the latter: there is none, and JAX does not say which
+    except (RuntimeError, AssertionError) as error:
+        # the latter: there is none, and JAX does not say which
         extra = next((extra for name, extra in _EXTRAS.items() if name in wanted), None)
-        way = f"pip install 'fedjax_pfl[{extra}]' on a machine that has it, or " if extra else ""
-        why = next(iter(str(error).splitlines()), "there is no such device").rstrip(".:")
-        raise InputError(f"JAX cannot use JAX_PLATFORMS={wanted} ({why}): {way}leave JAX_PLATFORMS out.") from error
+        way = (
+            f"pip install 'fedjax_pfl[{extra}]' on a machine that has it, or "
+            if extra
+            else ""
+        )
+        why = next(iter(str(error).splitlines()), "there is no such device").rstrip(
+            ".:"
+        )
+        raise InputError(
+            f"JAX cannot use JAX_PLATFORMS={wanted} ({why}): {way}leave JAX_PLATFORMS "
+            "out."
+        ) from error

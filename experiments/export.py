@@ -1,11 +1,13 @@
-"""Writes one client's personal model: `python -m experiments.export RUN --client=3 --output=PATH`.
+"""Writes one client's personal model: `python -m experiments.export RUN --client=3
+--output=PATH`.
 
-It is what the client predicts with at `pre`: the state of the run's last checkpoint, a method's
-adaptation before predicting included. PATH.msgpack (Flax) and PATH.npz (NumPy, names joined by /)
-hold the same arrays; PATH is RUN/client-3 where it is not given. Where the client predicts with one
-network, they are its variables: body, head, and running statistics. Where the method puts several
-parts together (as FedCP, FedEM, FedRoD), they are what the client and what the server hold. The
-lines that load them are printed.
+It is what the client predicts with at `pre`: the state of the run's last checkpoint, a
+method's adaptation before predicting included. PATH.msgpack (Flax) and PATH.npz (NumPy,
+names joined by /) hold the same arrays; PATH is RUN/client-3 where it is not given.
+Where the client predicts with one network, they are its variables: body, head, and
+running statistics. Where the method puts several parts together (as FedCP, FedEM,
+FedRoD), they are what the client and what the server hold. The lines that load them are
+printed.
 """
 
 import functools
@@ -27,39 +29,53 @@ from fedjax_pfl.types import Algorithm, Client, Model, Predictor, PyTree, Task
 
 _FLAGS = {
     "client": flags.Flag(int, "which client, from 0"),
-    "output": flags.Flag(str, "where to: PATH.msgpack and PATH.npz (default: RUN/client-K)"),
+    "output": flags.Flag(
+        str, "where to: PATH.msgpack and PATH.npz (default: RUN/client-K)"
+    ),
 }
-_COMPARED = 64  # examples by which a network is recognised as the one that the client predicts with
+# examples by which a network is recognised as the one that the client predicts with
+_COMPARED = 64
 
 
 class Exported(NamedTuple):
     """What one client predicts with."""
 
     tree: PyTree  # nested dicts of arrays with string keys
-    network: bool  # is it the variables of one network? Else {"server": ..., "client": ...}
+    # is it the variables of one network? Else {"server": ..., "client": ...}
+    network: bool
 
 
 def exported(run: runs.Run, client: int) -> Exported:
     """What a client of a run predicts with; InputError if there is no such client."""
     check("client", client, 0, run.experiment.task.num_clients - 1, whole=True)
     e = run.experiment
-    x = e.dataset.x[e.partition.test[client][: e.partition.test_sizes[client]][:_COMPARED]]
+    x = e.dataset.x[
+        e.partition.test[client][: e.partition.test_sizes[client]][:_COMPARED]
+    ]
     try:
         found = _predicted(run, client, x, networks=True)
-    except jax.errors.UnexpectedTracerError:  # networks inside a loop, so several of them
+    except jax.errors.UnexpectedTracerError:
+        # networks inside a loop, so several of them
         found = _predicted(run, client, x, networks=False)
     model, outputs = e.task.models[e.task.architecture[client]], found["outputs"]
     if isinstance(outputs, np.ndarray):
         wanted = runs.first(outputs)
         for network in found["networks"]:
-            if _is_of(model, network) and _close(model.apply(network, e.dataset.prepare(jnp.asarray(x)))[0], wanted):
+            if _is_of(model, network) and _close(
+                model.apply(network, e.dataset.prepare(jnp.asarray(x)))[0], wanted
+            ):
                 return Exported(network, True)
-    return Exported(serialization.to_state_dict({name: found[name] for name in ("server", "client")}), False)
+    return Exported(
+        serialization.to_state_dict(
+            {name: found[name] for name in ("server", "client")}
+        ),
+        False,
+    )
 
 
 def predictor(run: runs.Run, client: int, parts: PyTree) -> Callable[[Any], PyTree]:
-    """The prediction, raw inputs [B, *input] -> outputs, that a run's method makes of exported
-    parts.
+    """The prediction, raw inputs [B, *input] -> outputs, that a run's method makes of
+    exported parts.
 
     Args:
       parts: {"server": ..., "client": ...}, as a file of `export` holds them.
@@ -69,17 +85,25 @@ def predictor(run: runs.Run, client: int, parts: PyTree) -> Callable[[Any], PyTr
     def predict(method: Algorithm, server: PyTree, row: PyTree, c: Client) -> Predictor:
         here = {"server": groups.select(server, c.architecture), "client": row}
         merged = _flat(serialization.to_state_dict(here)) | _flat(parts)
-        given = serialization.from_state_dict(here, traverse_util.unflatten_dict(merged, sep="/"))
+        given = serialization.from_state_dict(
+            here, traverse_util.unflatten_dict(merged, sep="/")
+        )
         given = jax.tree.map(jnp.asarray, given)
         whole = jax.tree.map(
-            lambda old, new: new if not groups.is_grouped(old) else _grouped(old, new, c.architecture),
+            lambda old, new: (
+                new
+                if not groups.is_grouped(old)
+                else _grouped(old, new, c.architecture)
+            ),
             server,
             given["server"],
             is_leaf=groups.is_grouped,
         )
         return method.predict(whole, given["client"], c)
 
-    return lambda x: runs.first(_run(run, client, jnp.asarray(x), predict, run.experiment.task))
+    return lambda x: runs.first(
+        _run(run, client, jnp.asarray(x), predict, run.experiment.task)
+    )
 
 
 def _grouped(old: PyTree, new: PyTree, group: int) -> PyTree:
@@ -87,9 +111,12 @@ def _grouped(old: PyTree, new: PyTree, group: int) -> PyTree:
     return old._replace(trees=(*old.trees[:group], new, *old.trees[group + 1 :]))
 
 
-def _predicted(run: runs.Run, client: int, x: np.ndarray, networks: bool) -> dict[str, Any]:
-    """On the host {"outputs": of the client's predictor, "server", "client": what it is made of,
-    "networks": variables of the client's models, in the order in which they were applied}."""
+def _predicted(
+    run: runs.Run, client: int, x: np.ndarray, networks: bool
+) -> dict[str, Any]:
+    """On the host {"outputs": of the client's predictor, "server", "client": what it is
+    made of, "networks": variables of the client's models, in the order in which they
+    were applied}."""
     seen: list[PyTree] = []
 
     def noted(apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,16 +133,30 @@ def _predicted(run: runs.Run, client: int, x: np.ndarray, networks: bool) -> dic
             seen.clear()  # what it adapted with
             outputs = inner(x, mask)
             parts = {"server": groups.select(server, c.architecture), "client": row}
-            return {"outputs": outputs, "networks": list(seen) if networks else []} | parts
+            return {
+                "outputs": outputs,
+                "networks": list(seen) if networks else [],
+            } | parts
 
         return run
 
     task = run.experiment.task
-    models = tuple(m._replace(apply=noted(m.apply), features=noted(m.features)) for m in task.models)
-    return jax.device_get(_run(run, client, jnp.asarray(x), predict, task._replace(models=models)))
+    models = tuple(
+        m._replace(apply=noted(m.apply), features=noted(m.features))
+        for m in task.models
+    )
+    return jax.device_get(
+        _run(run, client, jnp.asarray(x), predict, task._replace(models=models))
+    )
 
 
-def _run(run: runs.Run, client: int, x: jax.Array, predictor: Callable[..., Predictor], task: Task) -> PyTree:
+def _run(
+    run: runs.Run,
+    client: int,
+    x: jax.Array,
+    predictor: Callable[..., Predictor],
+    task: Task,
+) -> PyTree:
     """What `predictor` returns for one client, which takes the run's method and what
     `Algorithm.predict` does."""
     c, e = run.config, run.experiment
@@ -126,9 +167,15 @@ def _run(run: runs.Run, client: int, x: jax.Array, predictor: Callable[..., Pred
         method = factory(task, **hparams)
         return method._replace(predict=functools.partial(predictor, method))
 
-    program = simulate.program(changed, task, hparams, lr_decay=c.lr_decay, checked=False)
+    program = simulate.program(
+        changed, task, hparams, lr_decay=c.lr_decay, checked=False
+    )
     values = {name: jnp.float32(value) for name, value in program.traced.items()}
-    predict = jax.jit(lambda state, x: program.predict(e.key, values, e.federation, state, run.round, client, x))
+    predict = jax.jit(
+        lambda state, x: program.predict(
+            e.key, values, e.federation, state, run.round, client, x
+        )
+    )
     return predict(program.place(run.state), x)
 
 
@@ -159,40 +206,69 @@ def write(run: runs.Run, client: int, output: str | None = None) -> str:
         write_bytes(Path(f"{base}.msgpack"), lambda file: file.write(packed))
         write_bytes(Path(f"{base}.npz"), lambda file: np.savez(file, **arrays))
     count = sum(x.size for x in arrays.values())
-    what = "one network" if found.network else f"the parts that {run.config.algo} puts together, the server's whole"
-    head = f"# client {client} after round {run.round}, at `pre`: {what}, {count:,} numbers; {base}.npz holds the same"
+    what = (
+        "one network"
+        if found.network
+        else f"the parts that {run.config.algo} puts together, the server's whole"
+    )
+    head = (
+        f"# client {client} after round {run.round}, at `pre`: {what}, {count:,} "
+        f"numbers; {base}.npz holds the same"
+    )
     return "\n".join([head, *lines(run, client, str(base), found.network)])
 
 
 def lines(run: runs.Run, client: int, base: str, network: bool) -> list[str]:
-    """The Python that loads the file of a client and makes `predict`, raw inputs -> outputs."""
+    """The Python that loads the file of a client and makes `predict`, raw inputs ->
+    outputs."""
     name, needed = (
-        ("variables", "import fedjax_pfl as pfl") if network else ("parts", "from experiments import export, runs")
+        ("variables", "import fedjax_pfl as pfl")
+        if network
+        else ("parts", "from experiments import export, runs")
     )
-    loaded = ["from flax import serialization", needed, "", f'with open({base + ".msgpack"!r}, "rb") as file:']
+    loaded = [
+        "from flax import serialization",
+        needed,
+        "",
+        f'with open({base + ".msgpack"!r}, "rb") as file:',
+    ]
     loaded += [f"    {name} = serialization.msgpack_restore(file.read())"]
     if network:
         return loaded + _network(run, client)
-    return [*loaded, f"predict = export.predictor(runs.load({str(run.path)!r}), {client}, parts)"]
+    return [
+        *loaded,
+        f"predict = export.predictor(runs.load({str(run.path)!r}), {client}, parts)",
+    ]
 
 
 def _network(run: runs.Run, client: int) -> list[str]:
     """The Python that makes the network and `predict`."""
     c, e = run.config, run.experiment
-    name = build.networks.architectures(c.model, len(e.everybody.train))[0][e.task.architecture[client]]
-    example = jax.eval_shape(e.dataset.prepare, jax.ShapeDtypeStruct((1, *e.dataset.x.shape[1:]), e.dataset.x.dtype))
+    name = build.networks.architectures(c.model, len(e.everybody.train))[0][
+        e.task.architecture[client]
+    ]
+    example = jax.eval_shape(
+        e.dataset.prepare,
+        jax.ShapeDtypeStruct((1, *e.dataset.x.shape[1:]), e.dataset.x.dtype),
+    )
     options: dict[str, tuple[Any, Any]] = {
         "bn_stats": (c.bn_stats, "aggregate"),
         "compute_dtype": (c.compute_dtype, "float32"),
         "features": (c.features, None),
         "input_dtype": (str(example.dtype), "float32"),
     }
-    given = "".join(f", {key}={value!r}" for key, (value, usual) in options.items() if value != usual)
+    given = "".join(
+        f", {key}={value!r}"
+        for key, (value, usual) in options.items()
+        if value != usual
+    )
     data = f", {c.data_dir!r}" if c.data_dir else ""
     data += f", seed={c.seed}" if own.named(c.dataset) else ""
     return [
-        f"network = pfl.model({name!r}, {example.shape[1:]}, {e.task.num_classes}{given})",
-        f"prepare = pfl.load({c.dataset!r}{data}).prepare  # of raw inputs, as the data set has them",
+        f"network = pfl.model({name!r}, {example.shape[1:]}, "
+        f"{e.task.num_classes}{given})",
+        f"prepare = pfl.load({c.dataset!r}{data}).prepare  # of raw inputs, as the "
+        "data set has them",
         "predict = lambda x: network.apply(variables, prepare(x))[0]  # logits [B, C]",
     ]
 
@@ -204,7 +280,11 @@ def main(argv: list[str]) -> str:
         raise InputError(f"Name one run directory, not {len(parsed.words)}.")
     if parsed.get("client") is None:
         raise InputError("Say which client to export with --client=K.")
-    return write(runs.load(entry.directory(parsed.words[0])), parsed.given["client"], parsed.get("output"))
+    return write(
+        runs.load(entry.directory(parsed.words[0])),
+        parsed.given["client"],
+        parsed.get("output"),
+    )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The files of a run directory: written whole or not at all, and read with a sentence where they
-are damaged."""
+"""The files of a run directory: written whole or not at all, and read with a sentence
+where they are damaged."""
 
 import csv
 import dataclasses
@@ -15,20 +15,25 @@ from fedjax_pfl.errors import InputError
 
 Row = dict[str, Any]
 _OBJECT = schema.Object({})  # any
-_WAY = "start a new run with another --workdir"  # where a file is missing or damaged that is not written anew
+# where a file is missing or damaged that is not written anew
+_WAY = "start a new run with another --workdir"
 
 
 def read_json(path: Path, wanted: schema.Object = _OBJECT) -> Any:
-    """Reads an object from a file of a run directory; InputError if it is missing, or is not as
-    `wanted` says."""
+    """Reads an object from a file of a run directory; InputError if it is missing, or
+    is not as `wanted` says."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if (path.parent / "config.json").exists():
             raise InputError(f"{path.parent} has no {path.name}: {_WAY}.") from None
-        raise InputError(f"{path.parent} is not a run directory: it has no {path.name}.") from None
+        raise InputError(
+            f"{path.parent} is not a run directory: it has no {path.name}."
+        ) from None
     except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror or error}).") from None
+        raise InputError(
+            f"{path} cannot be read ({error.strerror or error})."
+        ) from None
     except (ValueError, RecursionError) as error:
         raise damaged(path, error) from None
     if found := schema.problem(content, wanted):
@@ -37,7 +42,8 @@ def read_json(path: Path, wanted: schema.Object = _OBJECT) -> Any:
 
 
 def read_derived(path: Path, wanted: schema.Object) -> Any:
-    """As `read_json` of a file that is written anew anyway: {} if it is missing or damaged."""
+    """As `read_json` of a file that is written anew anyway: {} if it is missing or
+    damaged."""
     try:
         return read_json(path, wanted)
     except InputError:
@@ -60,8 +66,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_csv(path: Path, rows: Iterable[Row]) -> None:
-    """Writes rows under the names that any of them has, in the order in which they come first; rows
-    are read twice."""
+    """Writes rows under the names that any of them has, in the order in which they come
+    first; rows are read twice."""
     names = dict.fromkeys(name for row in rows for name in row)
 
     def content(file: BinaryIO) -> None:
@@ -83,8 +89,8 @@ def write_bytes(path: Path, write: Callable[[BinaryIO], Any]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The rows of a .jsonl, up to the first line that is torn or none; read anew each time, never
-    held together."""
+    """The rows of a .jsonl, up to the first line that is torn or none; read anew each
+    time, never held together."""
 
     path: Path
 
@@ -97,9 +103,11 @@ def read_rows(path: Path) -> list[Row]:
     return list(Rows(path))
 
 
-def lines(path: Path, wanted: schema.Object = schema.ROW) -> Iterator[tuple[bytes, Row]]:
-    """The lines of a .jsonl, one after another, and the rows that they say, up to the first that is
-    torn or none."""
+def lines(
+    path: Path, wanted: schema.Object = schema.ROW
+) -> Iterator[tuple[bytes, Row]]:
+    """The lines of a .jsonl, one after another, and the rows that they say, up to the
+    first that is torn or none."""
     if not path.is_file():
         return
     with open(path, "rb") as file:

@@ -1,10 +1,11 @@
-"""Writes one HTML page on runs: `python -m experiments.html RUN ... [--output=report.html]`.
+"""Writes one HTML page on runs: `python -m experiments.html RUN ...
+[--output=report.html]`.
 
-RUN is a run directory, or the directory of a sweep, which stands for all runs in it. The page has
-what `experiments.show` prints, the figures of `experiments.figures` of several runs, the settings,
-and every client's last scores in a table that a click on a heading sorts. It is one file that needs
-no network and no server. By default it is report.html in the run directory; of several runs, beside
-them.
+RUN is a run directory, or the directory of a sweep, which stands for all runs in it.
+The page has what `experiments.show` prints, the figures of `experiments.figures` of
+several runs, the settings, and every client's last scores in a table that a click on a
+heading sorts. It is one file that needs no network and no server. By default it is
+report.html in the run directory; of several runs, beside them.
 """
 
 import base64
@@ -73,7 +74,8 @@ def page(runs: Sequence[Found]) -> str:
         "setting": _text(comparison.title(runs).replace("\n", "; ")),
         "links": " ".join(f'<a href="#{name.lower()}">{name}</a>' for name in sections),
         "sections": "\n".join(
-            f'<section id="{name.lower()}">\n<h2>{name}</h2>\n{body}\n</section>' for name, body in sections.items()
+            f'<section id="{name.lower()}">\n<h2>{name}</h2>\n{body}\n</section>'
+            for name, body in sections.items()
         ),
     }
     return string.Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(made)
@@ -87,11 +89,19 @@ def _paragraphs(lines: Iterable[str], kind: str = "") -> str:
     return "\n".join(f"<p{kind}>{_text(line)}</p>" for line in lines)
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[Any]], kind: str = "", sortable: bool = False) -> str:
-    """A table of texts and Cells; a column is one of numbers if its cells are, but for empty
-    ones."""
+def _table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    kind: str = "",
+    sortable: bool = False,
+) -> str:
+    """A table of texts and Cells; a column is one of numbers if its cells are, but for
+    empty ones."""
     body = [list(row) for row in rows]
-    numeric = [all(isinstance(row[i], Cell) or row[i] == "" for row in body) for i in range(len(head))]
+    numeric = [
+        all(isinstance(row[i], Cell) or row[i] == "" for row in body)
+        for i in range(len(head))
+    ]
 
     def cell(value: Any) -> str:
         if isinstance(value, Cell):
@@ -100,8 +110,13 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[Any]], kind: str = "", s
         return f"<td{long}>{_text(value)}</td>"
 
     kinds = [' class="number"' if is_number else "" for is_number in numeric]
-    named = [f"<button>{_text(name)}</button>" if sortable else _text(name) for name in head]
-    titles = [f'<th scope="col"{of}>{name}</th>' for name, of in zip(named, kinds, strict=True)]
+    named = [
+        f"<button>{_text(name)}</button>" if sortable else _text(name) for name in head
+    ]
+    titles = [
+        f'<th scope="col"{of}>{name}</th>'
+        for name, of in zip(named, kinds, strict=True)
+    ]
     lines = "\n".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in body)
     opened = '<table class="sortable">' if sortable else "<table>"
     whole = f"{opened}\n<thead><tr>{''.join(titles)}</tr></thead>\n<tbody>\n{lines}\n</tbody>\n</table>"
@@ -113,24 +128,41 @@ def _results(runs: Sequence[Found]) -> str:
     if len(runs) == 1:
         return _paragraphs(["\n".join(show.ending(runs[0]))], ' class="lines"')
     title, (head, *rows), notes = comparison.content(runs)
-    return _paragraphs([title]) + _table(head, rows) + _paragraphs(notes, ' class="quiet"')
+    return (
+        _paragraphs([title]) + _table(head, rows) + _paragraphs(notes, ' class="quiet"')
+    )
 
 
 def _scores(runs: Sequence[Found]) -> str:
-    """All scores of the last round: mean and sample standard deviation over the seeds of a
-    method."""
+    """All scores of the last round: mean and sample standard deviation over the seeds
+    of a method."""
     groups, rows = gather.grouped(runs, gather.labels(runs)), []
     for label, every in groups.items():
         of = comparison.compared(every)
         names = dict.fromkeys(
-            name for run in of for point in report.POINTS for name in run.said["scores"].get(point, {})
+            name
+            for run in of
+            for point in report.POINTS
+            for name in run.said["scores"].get(point, {})
         )
         for name in scores.ordered(names, every[0].headline):
             for point, when in report.WITH_UNSEEN.items():
-                found = [run.said["scores"][point][name] for run in of if name in run.said["scores"].get(point, {})]
+                found = [
+                    run.said["scores"][point][name]
+                    for run in of
+                    if name in run.said["scores"].get(point, {})
+                ]
                 if found:
                     rows.append(
-                        [label, name, when, *(_mean(name, [row[x] for row in found]) for x in report.STATISTICS)]
+                        [
+                            label,
+                            name,
+                            when,
+                            *(
+                                _mean(name, [row[x] for row in found])
+                                for x in report.STATISTICS
+                            ),
+                        ]
                     )
     head = [
         "method",
@@ -142,12 +174,17 @@ def _scores(runs: Sequence[Found]) -> str:
         "worst 10 %",
         "best 10 %",
     ]
-    shares = "Scores that are shares of examples are in %. " + ("± is over seeds." if len(runs) > len(groups) else "")
+    shares = "Scores that are shares of examples are in %. " + (
+        "± is over seeds." if len(runs) > len(groups) else ""
+    )
     return _paragraphs([shares]) + _table(head, rows, " tall", sortable=True)
 
 
 def _mean(name: str, values: Sequence[float]) -> Cell:
-    return Cell(comparison.mean_std(values, lambda value: scores.shown(name, value)), float(np.mean(values)))
+    return Cell(
+        comparison.mean_std(values, lambda value: scores.shown(name, value)),
+        float(np.mean(values)),
+    )
 
 
 def _figures(runs: Sequence[Found]) -> str:
@@ -155,10 +192,15 @@ def _figures(runs: Sequence[Found]) -> str:
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": "page"}):
         made = [(name, "svg+xml", _svg(figure)) for name, figure in drawn.items()]
     if len(runs) == 1:  # what the run itself and `experiments.figures` drew of it
-        files = [runs[0].path / "partition.png", *sorted((runs[0].path / "figures").glob("*.png"))]
+        files = [
+            runs[0].path / "partition.png",
+            *sorted((runs[0].path / "figures").glob("*.png")),
+        ]
         known = [path for path in files if path.is_file() and path.stem not in drawn]
         made += [(path.stem, "png", path.read_bytes()) for path in known]
-    return "\n".join(_figure(*one) for one in made) + _paragraphs(notes, ' class="quiet"')
+    return "\n".join(_figure(*one) for one in made) + _paragraphs(
+        notes, ' class="quiet"'
+    )
 
 
 def _svg(figure: Figure) -> bytes:
@@ -169,7 +211,9 @@ def _svg(figure: Figure) -> bytes:
 
 def _figure(name: str, kind: str, content: bytes) -> str:
     known, _, where = name.partition("-")
-    caption = _CAPTIONS.get(known, name) + (f" ({where})" if where and known in _CAPTIONS else "")
+    caption = _CAPTIONS.get(known, name) + (
+        f" ({where})" if where and known in _CAPTIONS else ""
+    )
     data = base64.b64encode(content).decode()
     image = f'<img alt="{_text(caption)}" src="data:image/{kind};base64,{data}">'
     return f'<figure><div class="wide">{image}</div><figcaption>{_text(caption)}</figcaption></figure>'
@@ -186,32 +230,58 @@ def _clients(runs: Sequence[Found]) -> str:
         count = max(len(of["pre"]) for of in known.values())
         for i in range(count):
             row = [label, Cell(str(run.config.seed), run.config.seed), Cell(str(i), i)]
-            row += [Cell(str(size[i]), size[i]) if i < len(size) else "" for size in sizes]
-            rows.append([*row, *(_score(name, known[name][point], i) for name, point in columns)])
+            row += [
+                Cell(str(size[i]), size[i]) if i < len(size) else "" for size in sizes
+            ]
+            rows.append(
+                [
+                    *row,
+                    *(_score(name, known[name][point], i) for name, point in columns),
+                ]
+            )
     filled = [i for i in range(5 + len(columns)) if any(row[i] != "" for row in rows)]
     head = ["method", "seed", "client", "train", "test"]
-    head += [f"{name}{' in %' * scores.is_share(name)} {report.POINTS[point]}" for name, point in columns]
+    head += [
+        f"{name}{' in %' * scores.is_share(name)} {report.POINTS[point]}"
+        for name, point in columns
+    ]
     said = "Training and test examples, and the last scores before and after local training; a heading sorts."
-    table = _table([head[i] for i in filled], ([row[i] for i in filled] for row in rows), " tall", sortable=True)
+    table = _table(
+        [head[i] for i in filled],
+        ([row[i] for i in filled] for row in rows),
+        " tall",
+        sortable=True,
+    )
     return _paragraphs([said]) + table
 
 
 def _score(name: str, values: np.ndarray, client: int) -> Cell | str:
     known = client < len(values) and np.isfinite(values[client])
-    return Cell(scores.shown(name, values[client]), float(values[client])) if known else ""
+    return (
+        Cell(scores.shown(name, values[client]), float(values[client])) if known else ""
+    )
 
 
 def _settings(runs: Sequence[Found]) -> str:
-    """The settings that all runs share, then those of each method and what the runs differ in."""
+    """The settings that all runs share, then those of each method and what the runs
+    differ in."""
     known = [show.settings(run.config, grid.shown) for run in runs]
     names = dict.fromkeys(name for of in known for name in of)
-    same = {name: known[0].get(name) for name in names if len({of.get(name) for of in known}) == 1}
+    same = {
+        name: known[0].get(name)
+        for name in names
+        if len({of.get(name) for of in known}) == 1
+    }
     shared = [[name, value] for name, value in same.items()]
     other = [name for name in names if name not in same and name != "seed"]
-    text = _paragraphs(["Of all runs:"]) * (len(runs) > 1) + _table(["setting", "value"], shared)
+    text = _paragraphs(["Of all runs:"]) * (len(runs) > 1) + _table(
+        ["setting", "value"], shared
+    )
     if other:
         rows = {tuple(of.get(name, "") for name in other): None for of in known}
-        text += _paragraphs(["In which they differ (and the seed):"]) + _table(other, rows)
+        text += _paragraphs(["In which they differ (and the seed):"]) + _table(
+            other, rows
+        )
     return text
 
 
@@ -220,12 +290,29 @@ def _runs(runs: Sequence[Found]) -> str:
     rows, software = [], dict[str, int]()
     for label, run in zip(gather.labels(runs), runs, strict=True):
         seconds, made = run.said.get("seconds", {}), show.versions(run)
-        times = [Cell(f"{seconds[x]:,.1f}", seconds[x]) if x in seconds else "" for x in ("train", "compile")]
-        rows.append([run.path, label, Cell(str(run.config.seed), run.config.seed), run.status, *times])
-        said = ", ".join(f"{name} {value}" for name, value in made.items()) or "not recorded"
+        times = [
+            Cell(f"{seconds[x]:,.1f}", seconds[x]) if x in seconds else ""
+            for x in ("train", "compile")
+        ]
+        rows.append(
+            [
+                run.path,
+                label,
+                Cell(str(run.config.seed), run.config.seed),
+                run.status,
+                *times,
+            ]
+        )
+        said = (
+            ", ".join(f"{name} {value}" for name, value in made.items())
+            or "not recorded"
+        )
         software[said] = software.get(said, 0) + 1
     head = ["directory", "method", "seed", "ended", "seconds", "of compilation"]
-    of = [f"Software and device{f' of {n} runs' * (len(software) > 1)}: {text}." for text, n in software.items()]
+    of = [
+        f"Software and device{f' of {n} runs' * (len(software) > 1)}: {text}."
+        for text, n in software.items()
+    ]
     return _table(head, rows, sortable=True) + _paragraphs(of, ' class="quiet"')
 
 

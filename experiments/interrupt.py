@@ -1,5 +1,5 @@
-"""Ctrl-C: the first asks for a stop after the current round, the second ends the process at
-once."""
+"""Ctrl-C: the first asks for a stop after the current round, the second ends the
+process at once."""
 
 import contextlib
 import os
@@ -12,17 +12,19 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt:
-    """A context that turns signals into a request, seen even while the main thread is inside a long
-    computation.
+    """A context that turns signals into a request, seen even while the main thread is
+    inside a long computation.
 
-    Python runs a signal handler only between two of its own instructions, a round may take minutes:
-    so a thread reads the signals' numbers from a pipe that the interpreter fills at once.
+    Python runs a signal handler only between two of its own instructions, a round may
+    take minutes: so a thread reads the signals' numbers from a pipe that the
+    interpreter fills at once.
 
     Attributes:
       asked: the number of the first signal since the process entered one, None before.
     """
 
-    asked: int | None = None  # of the class, as signals are the process's: whoever wants to know may ask it
+    # of the class, as signals are the process's: whoever wants to know may ask it
+    asked: int | None = None
 
     def __init__(self, on_first: Callable[[], None], last_words: str):
         self._on_first, self._last_words = on_first, last_words
@@ -33,9 +35,12 @@ class Interrupt:
         if not self._main:  # only the main thread may set handlers
             return self
         self._read, self._write = os.pipe()
-        if hasattr(os, "set_blocking"):  # Windows has it from Python 3.12 on, and does not ask for it
+        # Windows has it from Python 3.12 on, and does not ask for it
+        if hasattr(os, "set_blocking"):
             os.set_blocking(self._write, False)
-        self._old = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+        self._old = {
+            number: signal.signal(number, lambda *_: None) for number in SIGNALS
+        }
         self._old_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -57,7 +62,8 @@ class Interrupt:
                 continue
             if self.asked is not None:
                 with contextlib.suppress(OSError):
-                    os.write(2, f"\x1b[?25h\n{self._last_words}\n".encode())  # the bar had hidden the cursor
+                    # the bar had hidden the cursor
+                    os.write(2, f"\x1b[?25h\n{self._last_words}\n".encode())
                 os._exit(128 + numbers[0])
             Interrupt.asked = int(numbers[0])
             self._on_first()

@@ -1,5 +1,5 @@
-"""How an experiment is laid out on this machine: the form of convolutions, devices, width, and
-whether it has room."""
+"""How an experiment is laid out on this machine: the form of convolutions, devices,
+width, and whether it has room."""
 
 import jax
 
@@ -11,9 +11,11 @@ from fedjax_pfl.engine.autotune import choose_form, choose_width
 from fedjax_pfl.errors import check
 
 
-def choose(experiment: Experiment, spread: int, recorded: Layout | None = None) -> Layout:
-    """How an experiment is laid out over `spread` devices: as its settings say, and where they say
-    auto as is recorded, or chosen here.
+def choose(
+    experiment: Experiment, spread: int, recorded: Layout | None = None
+) -> Layout:
+    """How an experiment is laid out over `spread` devices: as its settings say, and
+    where they say auto as is recorded, or chosen here.
 
     Args:
       recorded: the layout of the run that goes on, or of another seed.
@@ -28,8 +30,13 @@ def choose(experiment: Experiment, spread: int, recorded: Layout | None = None) 
     else:
         task = experiment.in_form(experiment.task, conv)
         width = choose_width(task, experiment.federation, *_part(experiment, spread))
-    width = min(width, max(experiment.task.cohort_sizes))  # more clients at once there are not
-    return Layout(width, conv, Devices(jax.default_backend(), jax.devices()[0].device_kind, spread))
+    # more clients at once there are not
+    width = min(width, max(experiment.task.cohort_sizes))
+    return Layout(
+        width,
+        conv,
+        Devices(jax.default_backend(), jax.devices()[0].device_kind, spread),
+    )
 
 
 def program(experiment: Experiment, laid: Layout) -> simulate.Program:
@@ -45,15 +52,28 @@ def say(laid: Layout, chosen: bool) -> str:
 
 
 def check_memory(found: memory.Memory, experiment: Experiment, laid: Layout) -> None:
-    """Raises NoRoomError if the compiled run takes more memory than there is, with what would take
-    less."""
-    cohort, width, spread = max(experiment.task.cohort_sizes), laid.width, laid.devices.count
-    ways = [f"less than --width={width}"] if min(width, -(-cohort // spread)) > 1 else []
+    """Raises NoRoomError if the compiled run takes more memory than there is, with what
+    would take less."""
+    cohort, width, spread = (
+        max(experiment.task.cohort_sizes),
+        laid.width,
+        laid.devices.count,
+    )
+    ways = (
+        [f"less than --width={width}"] if min(width, -(-cohort // spread)) > 1 else []
+    )
     if jax.default_backend() == "cpu":
         ways += [f"less than --devices={spread}"] if spread > 1 else []
-    elif cohort < experiment.task.num_clients and experiment.config.client_memory == "device":
+    elif (
+        cohort < experiment.task.num_clients
+        and experiment.config.client_memory == "device"
+    ):
         ways += ["--client_memory=host"]
-    memory.check(found, f"take {' or '.join(ways) if ways else 'fewer --clients, or a smaller --model'}")
+    memory.check(
+        found,
+        "take "
+        f"{' or '.join(ways) if ways else 'fewer --clients, or a smaller --model'}",
+    )
 
 
 def _auto_form(experiment: Experiment, width: str, spread: int) -> str:
@@ -65,14 +85,15 @@ def _auto_form(experiment: Experiment, width: str, spread: int) -> str:
 
 
 def _part(experiment: Experiment, spread: int) -> tuple[int, int]:
-    """What process 0 tries with, for all: its part of the clients of a round and of the devices."""
+    """What process 0 tries with, for all: its part of the clients of a round and of the
+    devices."""
     processes = jax.process_count()
     return -(-max(experiment.task.cohort_sizes) // processes), spread // processes
 
 
 def devices(count: str, experiment: Experiment, recorded: int | None = None) -> int:
-    """How many devices to use: as given, or on a resume as recorded, or as many as have clients to
-    train.
+    """How many devices to use: as given, or on a resume as recorded, or as many as have
+    clients to train.
 
     Of several processes each has equally many, so their number is rounded up.
 
@@ -80,7 +101,13 @@ def devices(count: str, experiment: Experiment, recorded: int | None = None) -> 
       InputError: there are not that many, or they cannot be shared by the processes.
     """
     if count not in ("auto", "all"):
-        check("devices", int(count), 1, jax.device_count(), why=f"JAX finds so many here ({jax.default_backend()})")
+        check(
+            "devices",
+            int(count),
+            1,
+            jax.device_count(),
+            why=f"JAX finds so many here ({jax.default_backend()})",
+        )
         placement.take(int(count))
         return int(count)
     most = min(jax.device_count(), max(experiment.task.cohort_sizes))

@@ -9,11 +9,23 @@ from experiments import report
 from experiments.scores import OF
 
 POINTS = {
-    "before": "before a round's local training, all clients, after the last round: the state as it stands (pre)",
-    "after": "right after a participant's local training, before the server has seen it (post)",
-    "latest after": "each client's last score after local training, whenever it took part (post_latest)",
+    "before": (
+        "before a round's local training, all clients, after the last round: the state "
+        "as it stands (pre)"
+    ),
+    "after": (
+        "right after a participant's local training, before the server has seen it "
+        "(post)"
+    ),
+    "latest after": (
+        "each client's last score after local training, whenever it took part "
+        "(post_latest)"
+    ),
     "validation, before": "as before, on the examples that --val_fraction holds out",
-    "unseen before": "clients that did not train, with the trained server, before local training of their own",
+    "unseen before": (
+        "clients that did not train, with the trained server, before local training of "
+        "their own"
+    ),
     "unseen after": "the same clients after it",
 }
 COLUMNS = {
@@ -28,7 +40,8 @@ COLUMNS = {
     "mean of last 10": "macro mean, averaged over the last ten evaluations",
     "evaluations": "how many those are",
     "best round": "the best macro mean of all rounds, chosen on the test examples, so optimistic",
-    "after rounds": "how many rounds are behind it, that of the local training included",
+    "after "
+    "rounds": "how many rounds are behind it, that of the local training included",
 }
 SCORES = {
     "acc": "accuracy: the argmax over all classes is the label",
@@ -43,7 +56,8 @@ SCORES = {
     "kl_z": "divergence of the shared latent from a standard normal (FedDVA)",
     "kl_c": "divergence of the personal latent from a standard normal (FedDVA)",
 }
-OTHER_MODELS = {  # in front of a score: another model than the one the client is scored by
+# in front of a score: another model than the one the client is scored by
+OTHER_MODELS = {
     "global_": "of the shared model in place of the personal one",
     "untuned_": "of the model as received, before it is fine-tuned",
     "proto_": "of the nearest prototype in place of the classifier",
@@ -64,7 +78,9 @@ def of_score(name: str) -> str | None:
     """What a score is; None for one that only its method knows."""
     plain, _, kind = name.partition(OF)
     if plain in SCORES:
-        return SCORES[plain] + (f"; of the clients whose network is {kind}" if kind else "")
+        return SCORES[plain] + (
+            f"; of the clients whose network is {kind}" if kind else ""
+        )
     prefix = next((prefix for prefix in OTHER_MODELS if name.startswith(prefix)), None)
     rest = of_score(name.removeprefix(prefix)) if prefix else None
     return f"{rest}; {OTHER_MODELS[prefix]}" if prefix and rest else None
@@ -75,11 +91,20 @@ def words(found: dict[str, Any]) -> dict[str, str]:
 
     The baselines (`..._majority`) stand in a column, not in a row of their own.
     """
-    points = {report.WITH_UNSEEN[point] for point, values in found["scores"].items() if values}
-    names: Iterable[str] = dict.fromkeys(name for values in found["scores"].values() for name in values)
+    points = {
+        report.WITH_UNSEEN[point] for point, values in found["scores"].items() if values
+    }
+    names: Iterable[str] = dict.fromkeys(
+        name for values in found["scores"].values() for name in values
+    )
     known = {name: of_score(name) for name in names if not name.endswith("_majority")}
     shown = {name: text for name, text in known.items() if text}
-    return {point: text for point, text in POINTS.items() if point in points} | shown | COLUMNS | TRAFFIC
+    return (
+        {point: text for point, text in POINTS.items() if point in points}
+        | shown
+        | COLUMNS
+        | TRAFFIC
+    )
 
 
 def show(console: Console, found: dict[str, Any]) -> None:

@@ -1,31 +1,53 @@
 """Trains one method on one federation: `python -m experiments.main --algo=pfedc`.
 
-Over several processes the same command starts each, with --coordinator=HOST:PORT --num_processes=N
---process_id=I, or --coordinator=auto where JAX finds these by itself; the settings are those of
-process 0, which alone reads and writes the run directory. Every host needs the data.
+Over several processes the same command starts each, with --coordinator=HOST:PORT
+--num_processes=N --process_id=I, or --coordinator=auto where JAX finds these by itself;
+the settings are those of process 0, which alone reads and writes the run directory.
+Every host needs the data.
 
-Exit codes: 0 done; 2 something in the command is wrong (nothing was compiled); 3 the training
-diverged; 4 a file could not be written; 5 another process was lost; 128 + n stopped by signal n
-(130: Ctrl-C). What was written is kept, and --resume continues it.
+Exit codes: 0 done; 2 something in the command is wrong (nothing was compiled); 3 the
+training diverged; 4 a file could not be written; 5 another process was lost; 128 + n
+stopped by signal n (130: Ctrl-C). What was written is kept, and --resume continues it.
 """
 
 import logging
 import sys
 
-from experiments import closing, describe, entry, flags, many, phases, seeds, session, values
+from experiments import (
+    closing,
+    describe,
+    entry,
+    flags,
+    many,
+    phases,
+    seeds,
+    session,
+    values,
+)
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.engine import autotune, multihost
 from fedjax_pfl.errors import InputError
 
 _FLAGS = {
     **flags.OF_A_RUN,
-    "workdir": flags.Flag(str, "the run directory (default: runs/ALGO-DATASET-PARTITION-seedK and what you changed)"),
+    "workdir": flags.Flag(
+        str,
+        "the run directory (default: runs/ALGO-DATASET-PARTITION-seedK and what you "
+        "changed)",
+    ),
     "resume": flags.Flag(
-        bool, "continue the run in the run directory; settings not given are the recorded ones", False
+        bool,
+        "continue the run in the run directory; settings not given are the recorded "
+        "ones",
+        False,
     ),
     **flags.OF_A_PROCESS,
-    "list": flags.Flag(bool, "list methods, data sets, partitions, models and presets", False),
-    "describe": flags.Flag(str, "describe a method, a preset, or a part of your own, FILE.py:NAME"),
+    "list": flags.Flag(
+        bool, "list methods, data sets, partitions, models and presets", False
+    ),
+    "describe": flags.Flag(
+        str, "describe a method, a preset, or a part of your own, FILE.py:NAME"
+    ),
     "seeds": flags.SEEDS,
     "runs_at_once": flags.RUNS_AT_ONCE,
     "verbose": flags.VERBOSE,
@@ -33,8 +55,8 @@ _FLAGS = {
 
 
 def run(argv: list[str]) -> int:
-    """Runs a command line (without the program's name) and returns its exit code; every failure is
-    one sentence."""
+    """Runs a command line (without the program's name) and returns its exit code; every
+    failure is one sentence."""
 
     def command() -> int:
         parsed = flags.parse(argv, _FLAGS)
@@ -48,19 +70,26 @@ def run(argv: list[str]) -> int:
 
 
 def _trained(parsed: flags.Parsed) -> int:
-    if "," in (algo := parsed.get("algo", "")) and not set(algo.split(",")) - ALGORITHMS.keys():
-        raise InputError(f"--algo={algo} names several methods{values.if_several(algo)}.")
+    if (
+        "," in (algo := parsed.get("algo", ""))
+        and not set(algo.split(",")) - ALGORITHMS.keys()
+    ):
+        raise InputError(
+            f"--algo={algo} names several methods{values.if_several(algo)}."
+        )
     verbose, several = bool(parsed.get("verbose")), parsed.get("seeds", 1)
     if several != 1:
         return entry.guarded(lambda: seeds.run(several, parsed, verbose), many.GOES_ON)
     say = closing.ALL if verbose else closing.SHORT
-    given = session.Given(parsed.settings(), parsed.get("workdir"), parsed.get("resume", False))
+    given = session.Given(
+        parsed.settings(), parsed.get("workdir"), parsed.get("resume", False)
+    )
     return session.train_into([given], say=say)
 
 
 def start(parsed: flags.Parsed) -> None:
-    """Prepares messages, and JAX for this machine, and joins the other processes, before JAX looks
-    for devices."""
+    """Prepares messages, and JAX for this machine, and joins the other processes,
+    before JAX looks for devices."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger(autotune.__name__).setLevel(logging.INFO)  # what was tried
     autotune.split_cpu()
@@ -77,7 +106,9 @@ def _information(parsed: flags.Parsed) -> str | None:
         return f"{__doc__}\n{parsed.usage}"
     if parsed.get("list"):
         return describe.listing(parsed.settings())
-    return describe.describe(parsed.given["describe"]) if parsed.get("describe") else None
+    return (
+        describe.describe(parsed.given["describe"]) if parsed.get("describe") else None
+    )
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
-"""Heat maps of what a method reports of pairs of clients, such as MNFL's coefficients, round beside
-round."""
+"""Heat maps of what a method reports of pairs of clients, such as MNFL's coefficients,
+round beside round."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +12,9 @@ from experiments import drawing
 Array = np.ndarray
 PANELS = 4  # rounds side by side, at most
 _NAMED = 30  # clients up to which each is named at the axes
-_FLAT = 0.01  # of the mean: entries that differ by less all in all are shown as one colour, not as a pattern
+# of the mean: entries that differ by less all in all are shown as one colour, not as a
+# pattern
+_FLAT = 0.01
 _STYLE: Any = {"font.size": 9, "figure.dpi": 150}  # with all four spines: a frame
 
 
@@ -33,13 +35,15 @@ def chosen(rounds: list[int]) -> list[int]:
 
 
 def scale(matrices: list[Array]) -> tuple[float, float, str]:
-    """The least and the largest value of the colours, and which ends are beyond them, as
-    matplotlib's `extend`.
+    """The least and the largest value of the colours, and which ends are beyond them,
+    as matplotlib's `extend`.
 
-    Where the diagonals exceed all that is beside them, they are beyond the end: else nothing else
-    could be seen. NaN is left out.
+    Where the diagonals exceed all that is beside them, they are beyond the end: else
+    nothing else could be seen. NaN is left out.
     """
-    beside = np.concatenate([found[~np.eye(len(found), dtype=bool)] for found in matrices])
+    beside = np.concatenate(
+        [found[~np.eye(len(found), dtype=bool)] for found in matrices]
+    )
     every = np.concatenate([found.ravel() for found in matrices])
     beside, every = beside[np.isfinite(beside)], every[np.isfinite(every)]
     every = every if every.size else np.zeros(1)
@@ -48,12 +52,24 @@ def scale(matrices: list[Array]) -> tuple[float, float, str]:
     least = _FLAT * abs(float(beside.mean())) or 1e-12
     if high - low < least:
         low, high = (low + high - least) / 2, (low + high + least) / 2
-    ends = {(False, False): "neither", (True, False): "min", (False, True): "max", (True, True): "both"}
+    ends = {
+        (False, False): "neither",
+        (True, False): "min",
+        (False, True): "max",
+        (True, True): "both",
+    }
     return low, high, ends[bool(every.min() < low), bool(every.max() > high)]
 
 
-def draw(path: str | Path, name: str, matrices: Mapping[int, Array], names: Array, class_counts: Array) -> None:
-    """Draws some rounds of a matrix side by side in one scale of colours, as PNG and PDF.
+def draw(
+    path: str | Path,
+    name: str,
+    matrices: Mapping[int, Array],
+    names: Array,
+    class_counts: Array,
+) -> None:
+    """Draws some rounds of a matrix side by side in one scale of colours, as PNG and
+    PDF.
 
     Args:
       path: of the image files, without a suffix.
@@ -65,24 +81,36 @@ def draw(path: str | Path, name: str, matrices: Mapping[int, Array], names: Arra
     kinds = list(dict.fromkeys(names))
     group = np.array([kinds.index(kind) for kind in names])
     ids = order(group, class_counts)
-    shown = {t: np.asarray(matrices[t])[np.ix_(ids, ids)] for t in chosen(list(matrices))}
+    shown = {
+        t: np.asarray(matrices[t])[np.ix_(ids, ids)] for t in chosen(list(matrices))
+    }
     low, high, extend = scale(list(shown.values()))
     side = float(np.clip(0.17 * len(ids), 2.6, 5))
     size = ((side + 0.2) * len(shown) + 1.9, side + 1.2)
-    with drawing.drawn(path, size, _STYLE, layout="compressed", suffixes=drawing.SUFFIXES) as figure:
+    with drawing.drawn(
+        path, size, _STYLE, layout="compressed", suffixes=drawing.SUFFIXES
+    ) as figure:
         panels = figure.subplots(1, len(shown), squeeze=False)[0]
         for axes, (t, matrix) in zip(panels, shown.items(), strict=True):
             # cividis looks the same without red and green
-            image = axes.imshow(matrix, cmap="cividis", vmin=low, vmax=high, interpolation="nearest")
+            image = axes.imshow(
+                matrix, cmap="cividis", vmin=low, vmax=high, interpolation="nearest"
+            )
             axes.set_title(f"round {t}", fontsize=9)
             _client_axes(axes, group[ids])
         _name_clients(panels, [f"{k} ({np.argmax(class_counts[k])})" for k in ids])
         if len(kinds) > 1:
             _name_architectures(panels[-1], group[ids], [str(kind) for kind in kinds])
         panels[0].set_ylabel("client of the row")
-        how = "its most frequent class in brackets" if len(ids) <= _NAMED else "by architecture and most frequent class"
+        how = (
+            "its most frequent class in brackets"
+            if len(ids) <= _NAMED
+            else "by architecture and most frequent class"
+        )
         figure.supxlabel(f"client of the column, {how}", fontsize=9)
-        bar = figure.colorbar(image, ax=list(panels), extend=extend, shrink=0.9, label=name)
+        bar = figure.colorbar(
+            image, ax=list(panels), extend=extend, shrink=0.9, label=name
+        )
         bar.ax.ticklabel_format(useOffset=False)
 
 
@@ -97,7 +125,8 @@ def _client_axes(axes: Any, group: Array) -> None:
 
 
 def _name_clients(panels: Any, clients: list[str]) -> None:
-    """Names the columns of all panels and the rows of the first, unless they are too many."""
+    """Names the columns of all panels and the rows of the first, unless they are too
+    many."""
     if len(clients) <= _NAMED:
         panels[0].set_yticks(range(len(clients)), clients)
         for axes in panels:
@@ -107,6 +136,8 @@ def _name_clients(panels: Any, clients: list[str]) -> None:
 def _name_architectures(axes: Any, group: Array, kinds: list[str]) -> None:
     """Names the architectures beside their rows, at the right."""
     right = axes.secondary_yaxis("right")
-    middles = [float(np.flatnonzero(group == number).mean()) for number in range(len(kinds))]
+    middles = [
+        float(np.flatnonzero(group == number).mean()) for number in range(len(kinds))
+    ]
     right.set_yticks(middles, kinds, rotation=270, va="center", fontsize=8)
     right.tick_params(length=0)

@@ -27,28 +27,40 @@ def architectures(spec: str, num_clients: int) -> tuple[list[str], np.ndarray]:
       the names of the networks [G], and which of them each client has [N].
 
     Raises:
-      InputError: a file cannot be read or has not one name per client, or there are more networks
-        than clients.
+      InputError: a file cannot be read or has not one name per client, or there are
+        more networks than clients.
     """
     if not spec.startswith("file:"):
         listed = spec.removeprefix("blocks:").split(",")
         if len(listed) > num_clients:
-            raise InputError(f"--model={spec} has {len(listed)} networks for {num_clients} clients: name fewer.")
+            raise InputError(
+                f"--model={spec} has {len(listed)} networks for {num_clients} clients: "
+                "name fewer."
+            )
         ids, count = np.arange(num_clients), len(listed)
-        places = ids * count // num_clients if spec.startswith("blocks:") else ids % count
+        places = (
+            ids * count // num_clients if spec.startswith("blocks:") else ids % count
+        )
         return _numbered([listed[place] for place in places])
     path = Path(os.path.expanduser(spec.removeprefix("file:")))
     try:
         words = path.read_text(encoding="utf-8").split()
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--model={spec} cannot be read ({error}): write the name of a network per client.") from None
+        raise InputError(
+            f"--model={spec} cannot be read ({error}): write the name of a network per "
+            "client."
+        ) from None
     if len(words) != num_clients:
-        raise InputError(f"--model={spec} names {len(words)} networks for {num_clients} clients: write one per client.")
+        raise InputError(
+            f"--model={spec} names {len(words)} networks for {num_clients} clients: "
+            "write one per client."
+        )
     return _numbered(words)
 
 
 def _numbered(words: list[str]) -> tuple[list[str], np.ndarray]:
-    """The names in the order of their first clients, and the number of each client's [N]."""
+    """The names in the order of their first clients, and the number of each client's
+    [N]."""
     names = list(dict.fromkeys(words))
     return names, np.array([names.index(word) for word in words])
 
@@ -59,11 +71,12 @@ def label(config: Config) -> str:
 
 
 def names(config: Config, num_clients: int) -> np.ndarray:
-    """The name of each client's network [N], "own" of a method that makes its own; of a user's own
-    the function's, if no other has it.
+    """The name of each client's network [N], "own" of a method that makes its own; of a
+    user's own the function's, if no other has it.
 
     Raises:
-      InputError: there are several, and a score of one would have the name of a statistic.
+      InputError: there are several, and a score of one would have the name of a
+        statistic.
     """
     if config.algo in OWN_NETWORKS:
         return np.full(num_clients, "own")
@@ -71,14 +84,16 @@ def names(config: Config, num_clients: int) -> np.ndarray:
     brief = [own.short(name) for name in found]
     if len(found) > 1 and (taken := [name for name in brief if name.endswith(ENDINGS)]):
         raise InputError(
-            f"--model={config.model}: no network may end in {', '.join(ENDINGS)} beside others, as the statistics of "
+            f"--model={config.model}: no network may end in {', '.join(ENDINGS)} "
+            "beside others, as the statistics of "
             f"scores do; give the function {taken[0]} another name."
         )
     return np.array(brief if len(set(brief)) == len(set(found)) else found)[of]
 
 
 def model(config: Config, dataset: datasets.Dataset, conv: str, name: str) -> Model:
-    """A network for inputs of the data set's shape, with convolutions in the form `conv`."""
+    """A network for inputs of the data set's shape, with convolutions in the form
+    `conv`."""
     example = jax.ShapeDtypeStruct((1, *dataset.x.shape[1:]), dataset.x.dtype)
     prepared = jax.eval_shape(dataset.prepare, example)
     options = (config.bn_stats, conv, config.compute_dtype, config.features)
@@ -91,12 +106,15 @@ def model(config: Config, dataset: datasets.Dataset, conv: str, name: str) -> Mo
     return made
 
 
-_known = functools.cache(functional.model)  # the same in all runs of a sweep: what is traced of it is traced once
+# the same in all runs of a sweep: what is traced of it is traced once
+_known = functools.cache(functional.model)
 
 
-def shared(config: Config, dataset: datasets.Dataset, conv: str, made: dict[str, Model]) -> Model:
-    """The network that all clients exchange: as --shared_model says, else the smallest of the
-    clients' own."""
+def shared(
+    config: Config, dataset: datasets.Dataset, conv: str, made: dict[str, Model]
+) -> Model:
+    """The network that all clients exchange: as --shared_model says, else the smallest
+    of the clients' own."""
     if config.shared_model is not None:
         return model(config, dataset, conv, config.shared_model)
     return min(made.values(), key=num_parameters)
@@ -104,17 +122,22 @@ def shared(config: Config, dataset: datasets.Dataset, conv: str, made: dict[str,
 
 def num_parameters(model: Model) -> int:
     """Parameters of a network."""
-    return functional.num_parameters(jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0))))
+    return functional.num_parameters(
+        jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
+    )
 
 
-def optimizer(momentum: float, weight_decay: float, clip: float | None, name: str = "sgd"):
-    """An optimizer with PyTorch's meaning of its numbers, lr -> transformation: gradients clipped,
-    then decayed, unless the optimizer has a decay of its own (AdamW).
+def optimizer(
+    momentum: float, weight_decay: float, clip: float | None, name: str = "sgd"
+):
+    """An optimizer with PyTorch's meaning of its numbers, lr -> transformation:
+    gradients clipped, then decayed, unless the optimizer has a decay of its own
+    (AdamW).
 
     Args:
       momentum: of SGD.
-      name: one of `config.optimizers`, with optax's defaults but for the learning rate and the
-        decay.
+      name: one of `config.optimizers`, with optax's defaults but for the learning rate
+        and the decay.
     """
 
     def make(lr: Numeric) -> optax.GradientTransformation:
@@ -122,6 +145,8 @@ def optimizer(momentum: float, weight_decay: float, clip: float | None, name: st
         if "weight_decay" in inspect.signature(rule := getattr(optax, name)).parameters:
             return optax.chain(*parts, rule(lr, weight_decay=weight_decay))
         parts += [optax.add_decayed_weights(weight_decay)] if weight_decay else []
-        return optax.chain(*parts, rule(lr, momentum or None) if name == "sgd" else rule(lr))
+        return optax.chain(
+            *parts, rule(lr, momentum or None) if name == "sgd" else rule(lr)
+        )
 
     return make

@@ -1,4 +1,5 @@
-"""Text: numbers with their nouns; tables as aligned columns for a terminal, and as Markdown."""
+"""Text: numbers with their nouns; tables as aligned columns for a terminal, and as
+Markdown."""
 
 from collections.abc import Sequence
 
@@ -19,4 +20,6 @@ def columns(rows: Rows) -> str:
 def markdown(rows: Rows) -> str:
     """A Markdown table."""
     head, *body = rows
-    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *body))
+    return "\n".join(
+        "| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *body)
+    )

@@ -1,5 +1,5 @@
-"""The paper's number for a run, what of the run to compare with it, and where the run is not the
-paper's."""
+"""The paper's number for a run, what of the run to compare with it, and where the run
+is not the paper's."""
 
 from typing import Any, NamedTuple
 
@@ -25,8 +25,8 @@ class Difference(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """reduced: it only makes the experiment smaller; longer: it has more rounds; changed: all
-        else."""
+        """reduced: it only makes the experiment smaller; longer: it has more rounds;
+        changed: all else."""
         if self.name in _SIZES and self.value is not None and self.wanted is not None:
             if self.value < self.wanted:
                 return "reduced"
@@ -36,24 +36,32 @@ class Difference(NamedTuple):
 
 
 def cell(preset: Preset, config: Config) -> Cell:
-    """What the paper publishes for a run's settings; of the preset itself where no other of its
-    cells fits.
+    """What the paper publishes for a run's settings; of the preset itself where no
+    other of its cells fits.
 
-    A cell without a number of the method is the paper's setting all the same, but one that has it
-    comes first.
+    A cell without a number of the method is the paper's setting all the same, but one
+    that has it comes first.
     """
     algo, known = config.algo, config.hparams | vars(config)
-    fitting = [found for found in preset.cells if all(same(n, known.get(n), x) for n, x in found.where.items())]
+    fitting = [
+        found
+        for found in preset.cells
+        if all(same(n, known.get(n), x) for n, x in found.where.items())
+    ]
     having = [found for found in fitting if algo in {**found.numbers, **found.rounds}]
-    return next(iter(having + fitting), Cell({}, {algo: preset.published[algo]} if algo in preset.published else {}))
+    return next(
+        iter(having + fitting),
+        Cell({}, {algo: preset.published[algo]} if algo in preset.published else {}),
+    )
 
 
 def differences(config: Config, examples: Row | None = None) -> list[Difference]:
-    """Where a run is not the paper's; what cannot change its last scores does not count.
+    """Where a run is not the paper's; what cannot change its last scores does not
+    count.
 
     Args:
-      examples: {"used", "available", "of"}, those used, there, and of the whole data set; None: not
-        known.
+      examples: {"used", "available", "of"}, those used, there, and of the whole data
+        set; None: not known.
     """
     preset = PRESETS.get(config.preset or "")
     found = _settings(preset, config) if preset else []
@@ -64,10 +72,16 @@ def differences(config: Config, examples: Row | None = None) -> list[Difference]
 
 def _settings(preset: Preset, config: Config) -> list[Difference]:
     algo, where = config.algo, cell(preset, config).where
-    wanted = {name: setting.default for name, setting in SETTINGS.items()} | dict(preset.settings)
+    wanted = {name: setting.default for name, setting in SETTINGS.items()} | dict(
+        preset.settings
+    )
     if algo not in preset.own:
         wanted |= preset.baselines
-    usual = config.hparams if own.named(algo) else hyperparameters(find(algo)) | preset.hparams.get(algo, {})
+    usual = (
+        config.hparams
+        if own.named(algo)
+        else hyperparameters(find(algo)) | preset.hparams.get(algo, {})
+    )
     wanted |= {name: value for name, value in where.items() if name in SETTINGS}
     usual |= {name: value for name, value in where.items() if name not in SETTINGS}
     off = {"algo", "preset", "seed", "eval_every", *FREE, *without_effect(config)}
@@ -77,21 +91,34 @@ def _settings(preset: Preset, config: Config) -> list[Difference]:
         for name, value in ((name, getattr(config, name)) for name in names)
         if not (same(name, value, wanted[name]) or (name in BY_FILE and value is None))
     ]
-    return found + [Difference(hparam(n), x, usual[n]) for n, x in config.hparams.items() if x != usual[n]]
+    return found + [
+        Difference(hparam(n), x, usual[n])
+        for n, x in config.hparams.items()
+        if x != usual[n]
+    ]
 
 
 def deviations(config: Config, examples: Row | None = None) -> str:
-    """In words, as `reduced: rounds 3 of 40; changed: lr 0.1, not 0.005`; empty for the preset's
-    own settings."""
+    """In words, as `reduced: rounds 3 of 40; changed: lr 0.1, not 0.005`; empty for the
+    preset's own settings."""
     found, parts = differences(config, examples), []
-    for kind, between, apart in (("reduced", " of ", ", "), ("longer", ", not ", "; "), ("changed", ", not ", "; ")):
-        if said := [f"{d.name} {shown(d.value)}{between}{shown(d.wanted)}" for d in found if d.kind == kind]:
+    for kind, between, apart in (
+        ("reduced", " of ", ", "),
+        ("longer", ", not ", "; "),
+        ("changed", ", not ", "; "),
+    ):
+        if said := [
+            f"{d.name} {shown(d.value)}{between}{shown(d.wanted)}"
+            for d in found
+            if d.kind == kind
+        ]:
             parts.append(f"{kind}: {apart.join(said)}")
     return "; ".join(parts)
 
 
 def hparam(name: str) -> str:
-    """What a hyperparameter is called beside settings, of which one may have its name."""
+    """What a hyperparameter is called beside settings, of which one may have its
+    name."""
     return f"hparam.{name}" if name in SETTINGS else name
 
 
@@ -102,8 +129,8 @@ def shown(value: Any) -> str:
 
 
 def comparison(config: Config, examples: Row | None = None) -> Row | None:
-    """For summary.json: the preset's name, what is published for it, and every setting that is not
-    the preset's."""
+    """For summary.json: the preset's name, what is published for it, and every setting
+    that is not the preset's."""
     preset, algo = PRESETS.get(config.preset or ""), config.algo
     if not preset:
         return None
@@ -114,33 +141,44 @@ def comparison(config: Config, examples: Row | None = None) -> Row | None:
         "published": found.numbers.get(algo),
         "published_rounds": found.rounds.get(algo),
         "deviations": deviations(config, examples),
-        "differs": [{"setting": d.name, "value": d.value, "preset": d.wanted} for d in differences(config, examples)],
+        "differs": [
+            {"setting": d.name, "value": d.value, "preset": d.wanted}
+            for d in differences(config, examples)
+        ],
     }
 
 
 def beside(config: Config, examples: Row | None = None) -> str | None:
-    """What other methods had in a run's setting, where its preset knows and the run does not
-    deviate from it."""
+    """What other methods had in a run's setting, where its preset knows and the run
+    does not deviate from it."""
     preset = PRESETS.get(config.preset or "")
     if not preset or not preset.measured or differences(config, examples):
         return None
     found = ", ".join(f"{method} {value}" for method, value in preset.measured.items())
-    return f"In this setting, {preset.headline} in %, mean of seeds 0, 1, 2 (experiments/README.md): {found}."
+    return (
+        f"In this setting, {preset.headline} in %, mean of seeds 0, 1, 2 "
+        f"(experiments/README.md): {found}."
+    )
 
 
 def sentence(config: Config, examples: Row | None = None) -> str | None:
-    """The paper's number, what to compare with it, and where this run is not the paper's; None if
-    nothing is known."""
+    """The paper's number, what to compare with it, and where this run is not the
+    paper's; None if nothing is known."""
     preset, algo = PRESETS.get(config.preset or ""), config.algo
     if not preset or not (preset.published or preset.cells):
         return None
     found = cell(preset, config)
     parts = []
     if algo in found.numbers:
-        parts.append(f"The paper's {algo}: {found.numbers[algo]} % (compare {preset.headline_of(algo)}).")
+        parts.append(
+            f"The paper's {algo}: {found.numbers[algo]} % (compare "
+            f"{preset.headline_of(algo)})."
+        )
     if algo in found.rounds:
         parts.append(f"The paper's {algo} converged in {found.rounds[algo]} rounds.")
     if not parts:
         parts.append(f"The paper has no number of {algo} at these settings.")
     differing = deviations(config, examples)
-    return " ".join([*parts, *([f"This run is not the paper's: {differing}."] if differing else [])])
+    return " ".join(
+        [*parts, *([f"This run is not the paper's: {differing}."] if differing else [])]
+    )

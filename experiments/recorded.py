@@ -1,5 +1,5 @@
-"""What a run directory records, read back: the settings, which nobody may have edited, the layout,
-and the rows."""
+"""What a run directory records, read back: the settings, which nobody may have edited,
+the layout, and the rows."""
 
 import dataclasses
 import hashlib
@@ -39,23 +39,33 @@ class Layout(NamedTuple):
 
     def content(self, memory: Memory) -> Row:
         """What layout.json holds of it."""
-        return self._asdict() | {"devices": dataclasses.asdict(self.devices), "memory": memory._asdict()}
+        return self._asdict() | {
+            "devices": dataclasses.asdict(self.devices),
+            "memory": memory._asdict(),
+        }
 
     def changes(self, now: "Layout") -> str:
-        """What differs in another one, as `width 3 -> 1, devices 2 -> 1`; nothing if it is the
-        same."""
+        """What differs in another one, as `width 3 -> 1, devices 2 -> 1`; nothing if it
+        is the same."""
         rows = [layout._replace(devices=layout.devices.count) for layout in (self, now)]  # type: ignore[arg-type]
         pairs = zip(self._fields, *rows, strict=True)
-        return ", ".join(f"{name} {before} -> {after}" for name, before, after in pairs if before != after)
+        return ", ".join(
+            f"{name} {before} -> {after}"
+            for name, before, after in pairs
+            if before != after
+        )
 
 
 def signed(config: Config) -> Row:
     """The settings as they are written, with a digest of each."""
     values = vars(config)
-    return values | {"digests": {name: _digest(value) for name, value in values.items()}}
+    return values | {
+        "digests": {name: _digest(value) for name, value in values.items()}
+    }
 
 
-OWN_FILES = {  # in partition.json the hashes of a user's own parts: their settings, and what they are
+# in partition.json the hashes of a user's own parts: their settings, and what they are
+OWN_FILES = {
     "algo": (("algo",), "method"),
     "model_file": (("model", "shared_model"), "model"),
     "networks": (("model",), "clients' networks"),
@@ -65,26 +75,31 @@ OWN_FILES = {  # in partition.json the hashes of a user's own parts: their setti
 
 
 def own_files(config: Config, num_clients: int) -> dict[str, str]:
-    """The hashes of the files of a user's own parts; nothing of parts that have a name here."""
+    """The hashes of the files of a user's own parts; nothing of parts that have a name
+    here."""
     found: dict[str, str] = {}
     for key, (names, _) in OWN_FILES.items():
-        texts = [re.sub(r":\d+$", "", getattr(config, name) or "") for name in names]  # of public, how many
+        # of public, how many
+        texts = [re.sub(r":\d+$", "", getattr(config, name) or "") for name in names]
         if key == "model_file":
             texts = [*networks.architectures(config.model, num_clients)[0], *texts[1:]]
-        digest = _networks(config, num_clients) if key == "networks" else own.digest(texts)
+        digest = (
+            _networks(config, num_clients) if key == "networks" else own.digest(texts)
+        )
         found |= {key: digest} if digest else {}
     return found
 
 
 def other_files(known: Row, now: Row) -> list[str]:
-    """What the parts of a user's own are whose files are not the ones that are `known`; runs begun
-    before the clients' networks were recorded may have any."""
+    """What the parts of a user's own are whose files are not the ones that are `known`;
+    runs begun before the clients' networks were recorded may have any."""
     keys = [key for key in OWN_FILES if key in known or key != "networks"]
     return [OWN_FILES[key][1] for key in keys if known.get(key) != now.get(key)]
 
 
 def _networks(config: Config, num_clients: int) -> str | None:
-    """The hash of the names in --model=file:PATH, each client's; None of another model."""
+    """The hash of the names in --model=file:PATH, each client's; None of another
+    model."""
     if not config.model.startswith("file:"):
         return None
     names, of = networks.architectures(config.model, num_clients)
@@ -95,20 +110,31 @@ def read_config(path: Path) -> Config:
     """The settings of a run, with the defaults of those that came into being since.
 
     Raises:
-      InputError: there are none, the file is damaged, or a setting is not the one that was written.
+      InputError: there are none, the file is damaged, or a setting is not the one that
+        was written.
     """
     file = path / "config.json"
     config = read_json(file, schema.CONFIG)
     digests = config.pop("digests")
-    if names := [name for name in config | digests if _digest(config.get(name)) != digests.get(name, _digest(None))]:
+    if names := [
+        name
+        for name in config | digests
+        if _digest(config.get(name)) != digests.get(name, _digest(None))
+    ]:
         raise InputError(
-            f"{file} was edited ({', '.join(names)}), so the run would not be the one that was begun: undo that, "
+            f"{file} was edited ({', '.join(names)}), so the run would not be the one "
+            "that was begun: undo that, "
             "or start a new run with another --workdir."
         )
-    if unknown := [name for name in config if name not in SETTINGS and name != "hparams"]:
-        raise damaged(file, f"it has a setting {unknown[0]!r}, which this version does not know")
+    if unknown := [
+        name for name in config if name not in SETTINGS and name != "hparams"
+    ]:
+        raise damaged(
+            file, f"it has a setting {unknown[0]!r}, which this version does not know"
+        )
     try:
-        if own.named(config["algo"]):  # its file need not be there to read what came of it
+        # its file need not be there to read what came of it
+        if own.named(config["algo"]):
             found = Config(**config)
         else:
             hyperparameters.check(find(config["algo"]), config["hparams"])
@@ -123,17 +149,20 @@ def read_layout(path: Path) -> Layout:
     """How the clients of a run are laid out."""
     found = read_json(path / "layout.json", schema.LAYOUT)
     devices = (found["devices"][name] for name in ("platform", "kind", "count"))
-    return Layout(found["width"], found["conv"], Devices(*devices), found.get("runs", 1))
+    return Layout(
+        found["width"], found["conv"], Devices(*devices), found.get("runs", 1)
+    )
 
 
 def is_run(path: Path) -> bool:
     """Does a run directory hold all that a resume needs?"""
-    return os.path.isfile(path / "config.json")  # unlike Path.is_file, False for a name that is too long
+    # unlike Path.is_file, False for a name that is too long
+    return os.path.isfile(path / "config.json")
 
 
 def is_complete(path: Path, config: Config) -> bool:
-    """Has this run directory all the rounds of these settings, by its summary, or has it ended
-    before by --stop_at or --patience?"""
+    """Has this run directory all the rounds of these settings, by its summary, or has
+    it ended before by --stop_at or --patience?"""
     content = read_derived(path / "summary.json", schema.SUMMARY)
     whole = bool(content) and content["status"] == "complete"
     if not whole or content["rounds"] < config.rounds:
@@ -142,14 +171,17 @@ def is_complete(path: Path, config: Config) -> bool:
 
 
 def complete(path: Path, count: int) -> Iterator[tuple[bytes, Row]]:
-    """The lines and rows of rounds 0 to count - 1; what follows, a torn last line included, may go.
+    """The lines and rows of rounds 0 to count - 1; what follows, a torn last line
+    included, may go.
 
     Raises:
-      InputError: one of them is not there, or not in its place; the message says from where the run
-        can go on.
+      InputError: one of them is not there, or not in its place; the message says from
+        where the run can go on.
     """
     found = 0
-    for line, row in lines(path, schema.METRICS if path.stem == "metrics" else schema.SCORES):
+    for line, row in lines(
+        path, schema.METRICS if path.stem == "metrics" else schema.SCORES
+    ):
         if found == count or row["round"] != found:
             break
         found += 1
@@ -159,9 +191,12 @@ def complete(path: Path, count: int) -> Iterator[tuple[bytes, Row]]:
         known = checkpoint.steps(folder)
         later = ", ".join(str(step) for step in known if step > found)
         earlier = [step for step in known if step <= found]
-        way = f"resume from step {earlier[-1]}" if earlier else "start again from round 0"
+        way = (
+            f"resume from step {earlier[-1]}" if earlier else "start again from round 0"
+        )
         raise InputError(
-            f"{path} does not hold the rounds 0 to {count - 1} once each, but only the first {found}: delete the "
+            f"{path} does not hold the rounds 0 to {count - 1} once each, but only the "
+            f"first {found}: delete the "
             f"folders {later} in {folder} to {way}, or take another --workdir."
         )
 

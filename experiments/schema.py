@@ -1,5 +1,5 @@
-"""What the JSON files of a run directory hold, said once: read back, they are compared with
-this."""
+"""What the JSON files of a run directory hold, said once: read back, they are compared
+with this."""
 
 import math
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ from fedjax_pfl.models.layers import CONVOLUTIONS
 
 
 class Object(NamedTuple):
-    """A JSON object: what it must hold, what it may hold, and of what kind everything else is
-    (None: any)."""
+    """A JSON object: what it must hold, what it may hold, and of what kind everything
+    else is (None: any)."""
 
     required: dict[str, Any]
     optional: Mapping[str, Any] = MappingProxyType({})
@@ -33,25 +33,42 @@ _PLACES = range(1, 2**31)
 CONFIG = Object(
     {"algo": str, "dataset": str, "hparams": Object({}), "rounds": COUNT, "seed": COUNT}
     | {"digests": Object({}, others=str)},
-    {name: (s.kind, type(None)) if s.optional else s.kind for name, s in SETTINGS.items()},
+    {
+        name: (s.kind, type(None)) if s.optional else s.kind
+        for name, s in SETTINGS.items()
+    },
 )
 LAYOUT = Object(
-    {"width": _PLACES, "conv": set(CONVOLUTIONS), "devices": Object({"count": _PLACES, "kind": str, "platform": str})},
+    {
+        "width": _PLACES,
+        "conv": set(CONVOLUTIONS),
+        "devices": Object({"count": _PLACES, "kind": str, "platform": str}),
+    },
     {"runs": _PLACES},
 )
 PARTITION = Object(
     {"partition": str, "data": str},
-    dict.fromkeys(("public", "algo", "model_file", "networks", "dataset_file", "partition_file"), str)
+    dict.fromkeys(
+        ("public", "algo", "model_file", "networks", "dataset_file", "partition_file"),
+        str,
+    )
     | {"unseen": List(COUNT)},
 )
 VERSIONS = Object({}, {"resumed": List(Object({"round": COUNT}))})
 _STATISTICS = Object(
     {"macro": float, "std": float},
-    {"clients": (COUNT, type(None)), "round": COUNT, "course": (Object({}), type(None))},
+    {
+        "clients": (COUNT, type(None)),
+        "round": COUNT,
+        "course": (Object({}), type(None)),
+    },
     Number,
 )
 _POINTS = Object({}, others=Object({}, others=_STATISTICS))
-SECONDS = Object({"seconds": Object({"train": float}, {"compile": float})}, {"rounds": COUNT, "timed": COUNT})
+SECONDS = Object(
+    {"seconds": Object({"train": float}, {"compile": float})},
+    {"rounds": COUNT, "timed": COUNT},
+)
 SUMMARY = Object(
     SECONDS.required
     | {
@@ -65,7 +82,10 @@ SUMMARY = Object(
         "timed": COUNT,
         "unseen_rounds": COUNT,
         "ended": Object({"why": str, "stop_at": str, "patience": COUNT}),
-        "examples": (Object({"used": COUNT, "available": COUNT, "of": COUNT}), type(None)),
+        "examples": (
+            Object({"used": COUNT, "available": COUNT, "of": COUNT}),
+            type(None),
+        ),
     },
 )
 ROW = Object({"round": COUNT})
@@ -73,22 +93,35 @@ METRICS = Object({"round": COUNT}, others=Number)
 SCORES = Object(
     {"round": COUNT},
     {"ids": List(COUNT), "loss": List(Number)}
-    | dict.fromkeys(("post", "pre", "val", "unseen", "unseen_post"), Object({}, others=List(Number))),
+    | dict.fromkeys(
+        ("post", "pre", "val", "unseen", "unseen_post"), Object({}, others=List(Number))
+    ),
 )
 
 _NOUNS = NOUN | {type(None): "null"}
 
 
 def problem(value: Any, wanted: Any, name: str = "it") -> str | None:
-    """What is wrong with a value that was read, as `devices.count is "two", not a whole number from
-    1`; or None."""
+    """What is wrong with a value that was read, as `devices.count is "two", not a whole
+    number from 1`; or None."""
     if isinstance(wanted, Object):
         return _object(value, wanted, name)
     if isinstance(wanted, List):
         if not isinstance(value, list):
             return f"{name} is {_shown(value)}, not a list"
-        return next((x for i, item in enumerate(value) if (x := problem(item, wanted.element, f"{name}[{i}]"))), None)
-    return None if _is(value, wanted) else f"{name} is {_shown(value)}, not {_noun(wanted)}"
+        return next(
+            (
+                x
+                for i, item in enumerate(value)
+                if (x := problem(item, wanted.element, f"{name}[{i}]"))
+            ),
+            None,
+        )
+    return (
+        None
+        if _is(value, wanted)
+        else f"{name} is {_shown(value)}, not {_noun(wanted)}"
+    )
 
 
 def _object(value: Any, wanted: Object, name: str) -> str | None:
@@ -96,8 +129,15 @@ def _object(value: Any, wanted: Object, name: str) -> str | None:
         return f"{name} is {_shown(value)}, not an object"
     if missing := [key for key in wanted.required if key not in value]:
         return f"{name} lacks {missing[0]!r}"
-    kinds, prefix = dict(wanted.optional) | wanted.required, "" if name == "it" else f"{name}."
-    limited = [(key, kind) for key in value if (kind := kinds.get(key, wanted.others)) is not None]
+    kinds, prefix = (
+        dict(wanted.optional) | wanted.required,
+        "" if name == "it" else f"{name}.",
+    )
+    limited = [
+        (key, kind)
+        for key in value
+        if (kind := kinds.get(key, wanted.others)) is not None
+    ]
     found = (problem(value[key], kind, prefix + key) for key, kind in limited)
     return next((x for x in found if x), None)
 
@@ -109,7 +149,11 @@ def _is(value: Any, wanted: Any) -> bool:
         return type(value) is int and value in wanted
     if isinstance(wanted, set):
         return isinstance(value, str) and value in wanted
-    return type(value) in (int, float) and math.isfinite(value) if wanted is float else type(value) is wanted
+    return (
+        type(value) in (int, float) and math.isfinite(value)
+        if wanted is float
+        else type(value) is wanted
+    )
 
 
 def _noun(wanted: Any) -> str:

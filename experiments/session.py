@@ -1,5 +1,5 @@
-"""A run, or several as one program: from the settings, or from where it stopped, to what it leaves
-in its directory."""
+"""A run, or several as one program: from the settings, or from where it stopped, to
+what it leaves in its directory."""
 
 import contextlib
 import errno
@@ -61,28 +61,37 @@ class Run(NamedTuple):
 
 
 def train_into(
-    given: Sequence[Given], room: Sequence[int] = ROOM, say: int = closing.SHORT, like: Layout | None = None
+    given: Sequence[Given],
+    room: Sequence[int] = ROOM,
+    say: int = closing.SHORT,
+    like: Layout | None = None,
 ) -> int:
     """Trains one run, or several as one program, and returns the exit code.
 
     Args:
       given: several are all new, or all stopped after the same round.
-      room: as `federate` takes it, for the clients of each; results do not depend on it.
+      room: as `federate` takes it, for the clients of each; results do not depend on
+        it.
       say: how much of the run is said: closing.ONE, SHORT, or ALL.
-      like: the layout that new runs take where their settings say auto; None: it is chosen.
+      like: the layout that new runs take where their settings say auto; None: it is
+        chosen.
 
     Raises:
       InputError, KeyboardInterrupt: before there is anything to resume.
       NoRoomError: the device ran out of memory, at any time.
-      at_once.ApartError, at_once.TooManyError: several that cannot be one program, or something is
-        wrong with one of them.
+      at_once.ApartError, at_once.TooManyError: several that cannot be one program, or
+        something is wrong with one of them.
     """
     console = entry.terminal()
     with contextlib.ExitStack() as held:  # the locks of the run directories
         with at_once.each_alone(len(given)):
             places = [where(one, held) for one in given]
         paths = [path for path, *_ in places]
-        if len(paths) == 1 and given[0].resume and (ended := _settled(*places[0][:2], say)):
+        if (
+            len(paths) == 1
+            and given[0].resume
+            and (ended := _settled(*places[0][:2], say))
+        ):
             console.print(ended)
             return 0
         try:
@@ -94,16 +103,24 @@ def train_into(
             return INTERRUPTED
         except (train.Stopped, multihost.LostError, OSError) as error:
             return stopped(error, paths)
-        except jax.errors.JaxRuntimeError as error:  # the account has not all that lies in a device's memory
+        except jax.errors.JaxRuntimeError as error:
+            # the account has not all that lies in a device's memory
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             if len(given) == 1:
-                way = f"go on with {command(paths[0])} and" if runs.is_run(paths[0]) else "take"
+                way = (
+                    f"go on with {command(paths[0])} and"
+                    if runs.is_run(paths[0])
+                    else "take"
+                )
                 raise NoRoomError(
-                    f"The device has no memory left for {paths[0]}: {way} a smaller --width, or begin a run with a "
+                    f"The device has no memory left for {paths[0]}: {way} a smaller "
+                    "--width, or begin a run with a "
                     "smaller --model or fewer --clients."
                 ) from None
-            raise at_once.TooManyError(f"There is no room for {len(given)} runs as one program.") from None
+            raise at_once.TooManyError(
+                f"There is no room for {len(given)} runs as one program."
+            ) from None
 
 
 def _settled(path: Path, config: Config, say: int) -> str | None:
@@ -129,7 +146,11 @@ def _into(
     with at_once.each_alone(count):
         for place in places:
             run = loaded(*place, room, console)
-            shared = at_once.sharing(run.experiment, found[0].experiment) if found else run.experiment
+            shared = (
+                at_once.sharing(run.experiment, found[0].experiment)
+                if found
+                else run.experiment
+            )
             found.append(run._replace(experiment=shared))
     several = f"; {count} runs as one program" if count > 1 else ""
     console.print(f"{account.describe(found[0].experiment)}{several}")
@@ -144,14 +165,23 @@ def _into(
         batch = compiled([run.experiment for run in found], laid, console)
         with at_once.each_alone(count):
             begun = [begin(run, laid, batch.functions.memory, console) for run in found]
-        if len({start for start, _ in begun}) > 1:  # another process went on with one meanwhile
+        # another process went on with one meanwhile
+        if len({start for start, _ in begun}) > 1:
             raise at_once.ApartError("they go on from different rounds")
         quiet, words = shown(console, say), said(batch, found[0].recorded is not None)
-        quiet.print(f"Run director{'y' if count == 1 else 'ies'}: {', '.join(map(str, paths))}; {words}")
+        quiet.print(
+            f"Run director{'y' if count == 1 else 'ies'}: "
+            f"{', '.join(map(str, paths))}; {words}"
+        )
         entry.check_interrupt()
         clocks = [Clock(run.directory, compiling, count) for run in found]
-        states, directories = [state for _, state in begun if state is not None], [run.directory for run in found]
-        diverged, asked = train.train(batch, directories, clocks, begun[0][0], states, quiet, _goes_on(paths))
+        states, directories = (
+            [state for _, state in begun if state is not None],
+            [run.directory for run in found],
+        )
+        diverged, asked = train.train(
+            batch, directories, clocks, begun[0][0], states, quiet, _goes_on(paths)
+        )
     for run, lost in zip(found, diverged, strict=True):
         if not lost:
             if count > 1:
@@ -160,17 +190,24 @@ def _into(
     return 128 + asked if asked else DIVERGED if any(diverged) else 0
 
 
-def loaded(path: Path, config: Config, resume: bool, room: Sequence[int], console: Console) -> Run:
+def loaded(
+    path: Path, config: Config, resume: bool, room: Sequence[int], console: Console
+) -> Run:
     """The data and the clients of a run; everything wrong is found here."""
     recorded = runs.read_layout(path) if resume else None
     check_draws(read_derived(path / "versions.json", schema.VERSIONS) if resume else {})
     with phases.said(console, "Loading the data and making the clients"):
         experiment = multihost.run_on_all(build.prepare, config, room)
-        count = layouts.devices(config.devices, experiment, recorded and recorded.devices.count)
+        count = layouts.devices(
+            config.devices, experiment, recorded and recorded.devices.count
+        )
         targets.check_possible(experiment)
         stopping.check_possible(experiment)
         own = multihost.run_on_all(runs.digests, experiment)
-        multihost.run_on_all(runs.check_digests, experiment, own, dict(own), "process 0 has")  # the copy is sent
+        # the copy is sent
+        multihost.run_on_all(
+            runs.check_digests, experiment, own, dict(own), "process 0 has"
+        )
     return Run(runs.RunDirectory(path, experiment), experiment, recorded, count)
 
 
@@ -178,11 +215,15 @@ def laid_out(found: list[Run], like: Layout | None, console: Console) -> Layout:
     """How the first run, and so all, are laid out here."""
     run, count = found[0], len(found)
     with phases.said(console, "Trying how many clients to train at once"):
-        laid = layouts.choose(run.experiment, run.devices if count == 1 else 1, run.recorded or like)
+        laid = layouts.choose(
+            run.experiment, run.devices if count == 1 else 1, run.recorded or like
+        )
     return laid._replace(runs=count)
 
 
-def compiled(experiments: list[build.Experiment], laid: Layout, console: Console) -> train.Batch:
+def compiled(
+    experiments: list[build.Experiment], laid: Layout, console: Console
+) -> train.Batch:
     """The runs as one program on every process."""
     with phases.said(console, "Compiling"):
         try:
@@ -193,9 +234,11 @@ def compiled(experiments: list[build.Experiment], laid: Layout, console: Console
             raise at_once.TooManyError(f"{str(error).partition(':')[0]}.") from None
 
 
-def begin(run: Run, laid: Layout, found: memory.Memory, console: Console) -> tuple[int, State | None]:
-    """Writes what a new run directory begins with, or goes back to the last checkpoint: the round
-    and the state to go on with (None: from the start)."""
+def begin(
+    run: Run, laid: Layout, found: memory.Memory, console: Console
+) -> tuple[int, State | None]:
+    """Writes what a new run directory begins with, or goes back to the last checkpoint:
+    the round and the state to go on with (None: from the start)."""
     directory, experiment, before = run.directory, run.experiment, run.recorded
     if before is None:
         directory.start(experiment, laid.content(found), versions())
@@ -207,16 +250,28 @@ def begin(run: Run, laid: Layout, found: memory.Memory, console: Console) -> tup
         start, state = directory.reopen(experiment)
         if differing := changed(recorded, now) if recorded else []:
             console.print(
-                f"Not the software or device of the start ({', '.join(differing)}): the last bits may differ."
+                f"Not the software or device of the start ({', '.join(differing)}): "
+                "the last bits may differ."
             )
         if relaid := before.changes(laid):
-            console.print(f"The layout changes ({relaid}): from here on the run is the same only to rounding.")
-            # where the settings leave the number of devices open, the recorded one is wanted again on a machine that
-            # has it
-            kept = laid._replace(devices=before.devices) if experiment.config.devices == "auto" else laid
+            console.print(
+                f"The layout changes ({relaid}): from here on the run is the same only "
+                "to rounding."
+            )
+            # where the settings leave the number of devices open, the recorded one is
+            # wanted again on a machine that has it
+            kept = (
+                laid._replace(devices=before.devices)
+                if experiment.config.devices == "auto"
+                else laid
+            )
             runs.write_json(directory.path / "layout.json", kept.content(found))
             now["layout"] = relaid
-        runs.write_json(file, recorded | {"resumed": [*recorded.get("resumed", []), {"round": start, **now}]})
+        runs.write_json(
+            file,
+            recorded
+            | {"resumed": [*recorded.get("resumed", []), {"round": start, **now}]},
+        )
         console.print(f"Resuming after round {start} of {experiment.config.rounds}.")
         return start, state
 
@@ -235,13 +290,15 @@ def shown(console: Console, say: int) -> Console:
 
 
 def where(given: Given, held: contextlib.ExitStack) -> tuple[Path, Config, bool]:
-    """The run directory, locked if there is one to resume, the settings of the run, and whether it
-    is a resume."""
+    """The run directory, locked if there is one to resume, the settings of the run, and
+    whether it is a resume."""
     user, workdir, resume = given
     if resume and workdir:
         path = entry.directory(workdir)
     elif resume and not user.get("algo"):
-        raise InputError("--resume needs --workdir=DIRECTORY: the run that it is to continue.")
+        raise InputError(
+            "--resume needs --workdir=DIRECTORY: the run that it is to continue."
+        )
     else:
         config = settings.resolve(user)
         path = entry.directory(workdir or settings.default_workdir(user, config))
@@ -277,7 +334,11 @@ def stopped(error: Exception, paths: Sequence[Path]) -> int:
     if isinstance(error, multihost.LostError):
         errors.print(f"{error}; {again}")
         return LOST
-    then = ["make room"] if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) else []
+    then = (
+        ["make room"]
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        else []
+    )
     place = paths[0] if len(paths) == 1 else f"one of {', '.join(map(str, paths))}"
     errors.print(f"Cannot write to {place} ({error}): {', then '.join([*then, again])}")
     return UNWRITABLE
@@ -285,9 +346,16 @@ def stopped(error: Exception, paths: Sequence[Path]) -> int:
 
 def _goes_on(paths: Sequence[Path]) -> str:
     """How the user goes on, as the end of a sentence."""
-    return f"go on with {command(paths[0])}" if len(paths) == 1 else "the same command goes on."
+    return (
+        f"go on with {command(paths[0])}"
+        if len(paths) == 1
+        else "the same command goes on."
+    )
 
 
 def command(path: Path) -> str:
     """The command that continues a run."""
-    return f"{Path(sys.executable).name} -m experiments.main --resume --workdir={shlex.quote(str(path))}"
+    return (
+        f"{Path(sys.executable).name} -m experiments.main --resume "
+        f"--workdir={shlex.quote(str(path))}"
+    )

@@ -1,10 +1,11 @@
 """Shows runs in the terminal: `python -m experiments.show RUN ...`.
 
-RUN is a run directory, or the directory of a sweep, which stands for all runs in it, or for those
-that --select chose. One run is shown with its settings, what it said at its end, and all tables of
-scores; several as one table, their methods the best first, with mean and sample standard deviation
-over seeds, rounds, megabytes sent and seconds of training. A run that goes on or was interrupted is
-shown with what it has; its data need not be here.
+RUN is a run directory, or the directory of a sweep, which stands for all runs in it, or
+for those that --select chose. One run is shown with its settings, what it said at its
+end, and all tables of scores; several as one table, their methods the best first, with
+mean and sample standard deviation over seeds, rounds, megabytes sent and seconds of
+training. A run that goes on or was interrupted is shown with what it has; its data need
+not be here.
 """
 
 import sys
@@ -13,20 +14,40 @@ from typing import Any
 
 from rich.console import Console
 
-from experiments import closing, comparison, courses, entry, flags, gather, published, report, schema, targets
+from experiments import (
+    closing,
+    comparison,
+    courses,
+    entry,
+    flags,
+    gather,
+    published,
+    report,
+    schema,
+    targets,
+)
 from experiments.config import FREE, SETTINGS, Config
 from experiments.files import read_derived
 from experiments.gather import Found
 from experiments.plain import plural
 from experiments.report import Row
 
-_SHOWN = ("targets", "stop_at", "patience", "unseen_rounds")  # of those that may change on a resume
+# of those that may change on a resume
+_SHOWN = ("targets", "stop_at", "patience", "unseen_rounds")
 
 
 def settings(c: Config, said: Callable[[Any], str] = published.shown) -> dict[str, str]:
-    """The settings of a run in words, by name; the hyperparameters of its method are among them."""
-    values = {name: getattr(c, name) for name in SETTINGS if name not in FREE or name in _SHOWN}
-    hparams = {f"{name} of {c.algo}" if name in values else name: x for name, x in c.hparams.items()}
+    """The settings of a run in words, by name; the hyperparameters of its method are
+    among them."""
+    values = {
+        name: getattr(c, name)
+        for name in SETTINGS
+        if name not in FREE or name in _SHOWN
+    }
+    hparams = {
+        f"{name} of {c.algo}" if name in values else name: x
+        for name, x in c.hparams.items()
+    }
     return {name: said(x) for name, x in (values | hparams).items() if x is not None}
 
 
@@ -39,24 +60,43 @@ def versions(run: Found) -> Row:
 def about(run: Found) -> Iterator[str]:
     """What a run is: setting, settings, software."""
     yield f"{run.path}: {comparison.title([run])}"
-    yield "Settings: " + ", ".join(f"{name} {value}" for name, value in settings(run.config).items())
+    yield "Settings: " + ", ".join(
+        f"{name} {value}" for name, value in settings(run.config).items()
+    )
     if known := versions(run):
-        yield "Software and device: " + ", ".join(f"{name} {value}" for name, value in known.items())
+        yield "Software and device: " + ", ".join(
+            f"{name} {value}" for name, value in known.items()
+        )
 
 
 def ending(run: Found) -> Iterator[str]:
     """How a run stands, and what it said at its end."""
     done, said = run.config.replace(rounds=run.said["rounds"]), run.said
     seconds = said.get("seconds", {})
-    spent = "; ".join(f"{seconds[name]:,.1f} s {what}" for name, what in _SECONDS.items() if name in seconds)
-    spent += f" (of {plural(run.timed, 'round')})" if spent and run.timed < said["rounds"] else ""
+    spent = "; ".join(
+        f"{seconds[name]:,.1f} s {what}"
+        for name, what in _SECONDS.items()
+        if name in seconds
+    )
+    spent += (
+        f" (of {plural(run.timed, 'round')})"
+        if spent and run.timed < said["rounds"]
+        else ""
+    )
     unfinished = "" if run.complete else f" of {run.config.rounds}"
     yield f"{run.status.capitalize()}{unfinished}{'; ' * bool(spent)}{spent}."
     if run.complete and "ended" in said:
-        yield f"Ended after {said['rounds']} of {plural(run.config.rounds, 'round')}: {said['ended']['why']}."
+        yield (
+            f"Ended after {said['rounds']} of {plural(run.config.rounds, 'round')}: "
+            f"{said['ended']['why']}."
+        )
     if not any(said["scores"].values()):
         known = report.score_names(run.rows)
-        yield "No score is finite at the last evaluation." if known else "No evaluation is recorded yet."
+        yield (
+            "No score is finite at the last evaluation."
+            if known
+            else "No evaluation is recorded yet."
+        )
         return
     yield from closing.lines(said, run.rows, done, said.get("examples"))
     if text := published.sentence(done, said.get("examples")):

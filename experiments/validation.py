@@ -1,8 +1,8 @@
-"""The scores on the clients' validation examples, where they have any: of the model that `pre`
-scores, in the same rounds.
+"""The scores on the clients' validation examples, where they have any: of the model
+that `pre` scores, in the same rounds.
 
-No method's training in the round uses what is scored here, but a method that trains with its
-validation examples (FedFomo's weights) has seen them.
+No method's training in the round uses what is scored here, but a method that trains
+with its validation examples (FedFomo's weights) has seen them.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,8 @@ from fedjax_pfl.engine.method import Traced
 from fedjax_pfl.types import Array, Federation, State
 
 POINT = "val"
-_MARK = f"{POINT}/"  # before the names of these scores where they stand among those of the test examples
+# before the names of these scores where they stand among those of the test examples
+_MARK = f"{POINT}/"
 
 
 def exists(experiment: build.Experiment) -> bool:
@@ -25,31 +26,45 @@ def exists(experiment: build.Experiment) -> bool:
 
 
 def sizes(experiment: build.Experiment) -> dict[str, np.ndarray]:
-    """Examples per client of the points beside `pre` and `post`, {point: [clients]}: of the
-    validation, and of clients that do not train."""
+    """Examples per client of the points beside `pre` and `post`, {point: [clients]}: of
+    the validation, and of clients that do not train."""
     apart = experiment.unseen
-    theirs = {} if apart is None else dict.fromkeys(("unseen", "unseen_post"), apart.partition.test_sizes)
+    theirs = (
+        {}
+        if apart is None
+        else dict.fromkeys(("unseen", "unseen_post"), apart.partition.test_sizes)
+    )
     return {POINT: experiment.partition.val_sizes} | theirs
 
 
 def scored(experiment: build.Experiment, program: simulate.Program) -> simulate.Program:
-    """The program whose evaluation also scores the validation examples, as val/NAME; itself where
-    there are none."""
-    return program._replace(evaluate=_with_validation(program.evaluate)) if exists(experiment) else program
+    """The program whose evaluation also scores the validation examples, as val/NAME;
+    itself where there are none."""
+    return (
+        program._replace(evaluate=_with_validation(program.evaluate))
+        if exists(experiment)
+        else program
+    )
 
 
-def _with_validation(evaluate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    def both(key: Array, traced: Traced, federation: Federation, state: State, t: Array) -> dict[str, Any]:
+def _with_validation(
+    evaluate: Callable[..., dict[str, Any]],
+) -> Callable[..., dict[str, Any]]:
+    def both(
+        key: Array, traced: Traced, federation: Federation, state: State, t: Array
+    ) -> dict[str, Any]:
         found = evaluate(key, traced, federation, state, t)
-        held_out = evaluate(key, traced, federation._replace(test=federation.val), state, t)
+        held_out = evaluate(
+            key, traced, federation._replace(test=federation.val), state, t
+        )
         return found | {_MARK + name: values for name, values in held_out.items()}
 
     return both
 
 
 def apart(result: simulate.Result) -> tuple[simulate.Result, dict[str, dict[str, Any]]]:
-    """The result with the scores of the test examples only, and {"val": {score: [N]}}, or nothing
-    where there are none."""
+    """The result with the scores of the test examples only, and {"val": {score: [N]}},
+    or nothing where there are none."""
     names = [name for name in result.pre or {} if name.startswith(_MARK)]
     if not names:
         return result, {}

@@ -1,5 +1,5 @@
-"""Values read from text: numbers, and the hyperparameters of a method by the types of its factory's
-arguments."""
+"""Values read from text: numbers, and the hyperparameters of a method by the types of
+its factory's arguments."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,12 @@ from fedjax_pfl import hyperparameters
 from fedjax_pfl.errors import InputError, choose
 from fedjax_pfl.hyperparameters import Hyperparameter
 
-NOUN: dict[Any, str] = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+NOUN: dict[Any, str] = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+}
 
 
 def if_several(text: str) -> str:
@@ -22,11 +27,18 @@ def number(kind: type, name: str, text: str, whole: str | None = None) -> Any:
     Raises:
       InputError: it is none.
     """
-    hints = {"--participation": ", or a range as 0.1:1", "--width": ", or auto", "--devices": ", auto or all"}
+    hints = {
+        "--participation": ", or a range as 0.1:1",
+        "--width": ", or auto",
+        "--devices": ", auto or all",
+    }
     try:
         return kind(text)
     except ValueError:
-        raise InputError(f"{name}={whole or text} must be {NOUN[kind]}{hints.get(name, if_several(text))}.") from None
+        raise InputError(
+            f"{name}={whole or text} must be "
+            f"{NOUN[kind]}{hints.get(name, if_several(text))}."
+        ) from None
 
 
 def typed_all(factory: Callable, texts: dict[str, str]) -> dict[str, Any]:
@@ -35,9 +47,15 @@ def typed_all(factory: Callable, texts: dict[str, str]) -> dict[str, Any]:
     for name in texts:
         hyperparameters.check_place(factory, name)
         if not known:
-            raise InputError(f"{factory.__name__} has no hyperparameters, so --hparam {name}=... means nothing.")
+            raise InputError(
+                f"{factory.__name__} has no hyperparameters, so --hparam {name}=... "
+                "means nothing."
+            )
         choose(f"hyperparameter of {factory.__name__}", name, known)
-    return {name: _recorded(known[name], typed(known[name], text)) for name, text in texts.items()}
+    return {
+        name: _recorded(known[name], typed(known[name], text))
+        for name, text in texts.items()
+    }
 
 
 def _recorded(known: Hyperparameter, value: Any) -> Any:

@@ -1,10 +1,10 @@
 """Vectorised simulation of personalised federated learning in JAX and Flax.
 
-From data to results: `load` a data set, `partition` it among clients, `federate` it onto the
-device; `task` says how clients train, `program` binds a method of `ALGORITHMS` to it, and `rounds`
-runs it round by round (`curve` inside one compiled function). A method of one's own is a factory of
-an `Algorithm`, whose round maps over the `Client`s of a `Cohort`; `check_algorithm` checks it
-against the rules of the contract.
+From data to results: `load` a data set, `partition` it among clients, `federate` it
+onto the device; `task` says how clients train, `program` binds a method of `ALGORITHMS`
+to it, and `rounds` runs it round by round (`curve` inside one compiled function). A
+method of one's own is a factory of an `Algorithm`, whose round maps over the `Client`s
+of a `Cohort`; `check_algorithm` checks it against the rules of the contract.
 """
 
 from fedjax_pfl.algorithms import ALGORITHMS
@@ -17,7 +17,18 @@ from fedjax_pfl.errors import DivergenceError, InputError
 from fedjax_pfl.models import MODELS, model
 from fedjax_pfl.simulate import curve, rounds, task
 from fedjax_pfl.testing import check_algorithm
-from fedjax_pfl.types import Algorithm, Client, Cohort, Federation, Metrics, Model, Own, State, Task, Traffic
+from fedjax_pfl.types import (
+    Algorithm,
+    Client,
+    Cohort,
+    Federation,
+    Metrics,
+    Model,
+    Own,
+    State,
+    Task,
+    Traffic,
+)
 
 __version__ = "0.1.0"
 __all__ = [

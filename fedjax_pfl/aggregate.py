@@ -12,38 +12,45 @@ def shares(weight: PyTree, active: Array) -> PyTree:
     """Normalises weights over the active clients.
 
     Args:
-      weight: a pytree whose leaves are [S, ...] (or None: uniform); each trailing entry is
-        normalised by itself, so [S, C] holds one set of weights a class branch.
+      weight: a pytree whose leaves are [S, ...] (or None: uniform); each trailing entry
+        is normalised by itself, so [S, C] holds one set of weights a class branch.
       active: [S] bool.
 
     Returns:
-      The same tree of shares that sum to 1 over the clients; all 0 where the weights of the active
-      clients sum to 0; all NaN, and so the mean, where their sum is not finite.
+      The same tree of shares that sum to 1 over the clients; all 0 where the weights of
+      the active clients sum to 0; all NaN, and so the mean, where their sum is not
+      finite.
     """
 
     def share(w: Array | None) -> Array:
         w = jnp.ones(active.shape) if w is None else jnp.asarray(w, jnp.float32)
         w = jnp.where(trees.expand(active, w.ndim), w, 0)
         total = jnp.sum(w, axis=0, keepdims=True)
-        return w / jnp.where(jnp.isfinite(total), jnp.where(total != 0, total, 1), jnp.nan)
+        return w / jnp.where(
+            jnp.isfinite(total), jnp.where(total != 0, total, 1), jnp.nan
+        )
 
     return jax.tree.map(share, weight, is_leaf=lambda w: w is None)
 
 
 def weigh(share: PyTree, tree: PyTree) -> PyTree:
-    """share * tree for one client: a share [] or [C] of a prefix multiplies the last axes of every
-    leaf below it; what has no share may be anything, NaN included, so the gradient for a share of 0
-    is 0."""
+    """share * tree for one client: a share [] or [C] of a prefix multiplies the last
+    axes of every leaf below it; what has no share may be anything, NaN included, so the
+    gradient for a share of 0 is 0."""
 
     def times(p: Array, x: Array) -> Array:
         p = trees.align(p, x.ndim)
-        return jnp.where(p != 0, p * jnp.where(p != 0, x, 0), 0)  # the inner one is for the gradient by p
+        # the inner one is for the gradient by p
+        return jnp.where(p != 0, p * jnp.where(p != 0, x, 0), 0)
 
-    return jax.tree.map(lambda p, part: jax.tree.map(lambda x: times(p, x), part), share, tree)
+    return jax.tree.map(
+        lambda p, part: jax.tree.map(lambda x: times(p, x), part), share, tree
+    )
 
 
 def filled(shares: PyTree, mean: PyTree, default: PyTree) -> PyTree:
-    """The mean where some client has a share, else `default`; shares as `shares` returns them."""
+    """The mean where some client has a share, else `default`; shares as `shares`
+    returns them."""
 
     def fill(share: Array, mean: PyTree, default: PyTree) -> PyTree:
         return trees.choose(jnp.sum(share, axis=0) != 0, mean, default)
@@ -52,8 +59,8 @@ def filled(shares: PyTree, mean: PyTree, default: PyTree) -> PyTree:
 
 
 def project_simplex(v: Array, mask: Array, total: Numeric = 1.0) -> Array:
-    """Euclidean projection of v [T] onto {alpha >= 0, sum alpha = total, alpha = 0 off `mask`}
-    (Duchi 2008)."""
+    """Euclidean projection of v [T] onto {alpha >= 0, sum alpha = total, alpha = 0 off
+    `mask`} (Duchi 2008)."""
     low = jnp.where(mask, v, -jnp.inf)
     # the projection stays the same, and sums of large values would lose `total`
     low -= jnp.max(low, initial=jnp.finfo(low.dtype).min)
@@ -74,8 +81,8 @@ def descend(
     penalty: str = "implicit",
     mean: float | None = None,
 ) -> Array:
-    """One step of a row [N] of coefficients along its gradient `slope` [N] and the penalty rho
-    ||row - mean||^2.
+    """One step of a row [N] of coefficients along its gradient `slope` [N] and the
+    penalty rho ||row - mean||^2.
 
     Only the entries `here` [N] bool move; they stay non-negative and keep their sum.
 

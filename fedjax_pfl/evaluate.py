@@ -17,20 +17,20 @@ Score = Callable[[Any, Array, Array, Client], Scores]
 
 
 def batch_size(rows: float) -> int:
-    """The power of two from `rows` on, at most BATCH: of clients' sizes and not of their padding,
-    which must not count, and for seeds with about the same sizes the same, so that they share what
-    is compiled."""
+    """The power of two from `rows` on, at most BATCH: of clients' sizes and not of
+    their padding, which must not count, and for seeds with about the same sizes the
+    same, so that they share what is compiled."""
     return min(BATCH, 1 << max(0, math.ceil(math.log2(max(rows, 1)))))
 
 
 def pass_size(sizes: np.ndarray) -> int:
-    """Rows at once of a pass over clients' training sets of these sizes [N], so that little padding
-    is computed.
+    """Rows at once of a pass over clients' training sets of these sizes [N], so that
+    little padding is computed.
 
-    Of even clients at most 128, in equal parts, and a multiple of 8: for seeds with about the same
-    sizes the same, so that they share what is compiled. Of uneven ones a power of two from 8 to
-    BATCH, small enough that of 64 rows or more of the largest client less than an eighth is added.
-    """
+    Of even clients at most 128, in equal parts, and a multiple of 8: for seeds with
+    about the same sizes the same, so that they share what is compiled. Of uneven ones a
+    power of two from 8 to BATCH, small enough that of 64 rows or more of the largest
+    client less than an eighth is added."""
     largest = int(max(sizes))
     if min(sizes) >= 0.9 * largest > 0:
         parts = -(-largest // 128)
@@ -39,25 +39,28 @@ def pass_size(sizes: np.ndarray) -> int:
 
 
 def classification(outputs: Array, y: Array, mask: Array, client: Client) -> Scores:
-    """The scores of logits [B, C]: `accuracies`, and `acc_majority`, the majority baseline (always
-    the class of which the client has the most training examples)."""
+    """The scores of logits [B, C]: `accuracies`, and `acc_majority`, the majority
+    baseline (always the class of which the client has the most training examples)."""
     majority = y == jnp.argmax(client.class_counts)
-    return accuracies(outputs, y, mask, client) | {"acc_majority": (jnp.sum(majority & mask), jnp.sum(mask))}
+    return accuracies(outputs, y, mask, client) | {
+        "acc_majority": (jnp.sum(majority & mask), jnp.sum(mask))
+    }
 
 
 def accuracies(outputs: Array, y: Array, mask: Array, client: Client) -> Scores:
-    """The scores of logits [B, C]: `acc`, argmax over all classes, and `acc_present`, over the
-    client's own.
+    """The scores of logits [B, C]: `acc`, argmax over all classes, and `acc_present`,
+    over the client's own.
 
-    A class is present if the client holds a training example of it; the rows where `mask` is False
-    do not count, and one with NaN among its logits is wrong.
+    A class is present if the client holds a training example of it; the rows where
+    `mask` is False do not count, and one with NaN among its logits is wrong.
     """
     count, held = jnp.sum(mask), client.class_counts > 0
     wanted, found = [*mask.shape, *held.shape], getattr(outputs, "shape", None)
     if found is None or list(found) != wanted:
         given = type(outputs).__name__ if found is None else list(found)
         raise ContractError(
-            f"accuracies are of logits [B, C], here {wanted}, and not of {given}, as its predictor gives."
+            f"accuracies are of logits [B, C], here {wanted}, and not of {given}, as "
+            "its predictor gives."
         )
 
     def hits(z: Array) -> Array:
@@ -65,23 +68,32 @@ def accuracies(outputs: Array, y: Array, mask: Array, client: Client) -> Scores:
         return jnp.sum((jnp.argmax(z, axis=-1) == y) & known & mask)
 
     present = hits(jnp.where(held[None], outputs, -jnp.inf))
-    return {"acc": (hits(outputs), count), "acc_present": (jnp.where(jnp.any(held), present, 0), count)}
+    return {
+        "acc": (hits(outputs), count),
+        "acc_present": (jnp.where(jnp.any(held), present, 0), count),
+    }
 
 
 def ratio(total: Array, count: Array) -> Array:
-    """total / count, averaged over the last axis until a scalar is left; entries without a count do
-    not enter (NaN)."""
+    """total / count, averaged over the last axis until a scalar is left; entries
+    without a count do not enter (NaN)."""
     value = jnp.where(count > 0, total / jnp.where(count > 0, count, 1), jnp.nan)
     while value.ndim:
         seen = ~jnp.isnan(value)
         n = jnp.sum(seen, axis=-1)
-        value = jnp.where(n > 0, jnp.sum(jnp.where(seen, value, 0), axis=-1) / jnp.where(n > 0, n, 1), jnp.nan)
+        value = jnp.where(
+            n > 0,
+            jnp.sum(jnp.where(seen, value, 0), axis=-1) / jnp.where(n > 0, n, 1),
+            jnp.nan,
+        )
     return value
 
 
-def client(c: Client, predictor: Predictor, score: Score = classification) -> dict[str, Array]:
-    """Scores of one client's predictor on its own test examples: {name: []}, NaN where there is
-    nothing to score."""
+def client(
+    c: Client, predictor: Predictor, score: Score = classification
+) -> dict[str, Array]:
+    """Scores of one client's predictor on its own test examples: {name: []}, NaN where
+    there is nothing to score."""
 
     def batch_scores(batch: Batch) -> Scores:
         return score(predictor(batch.x, batch.mask), batch.y, batch.mask, c)
@@ -90,17 +102,25 @@ def client(c: Client, predictor: Predictor, score: Score = classification) -> di
     return {name: ratio(*pair) for name, pair in sums.items()}
 
 
-def post(cohort: Cohort, c: Client, predictor: Predictor, score: Score = classification) -> dict[str, Array]:
-    """The scores right after local training, if `cohort.evaluated`; else NaN at no cost."""
+def post(
+    cohort: Cohort, c: Client, predictor: Predictor, score: Score = classification
+) -> dict[str, Array]:
+    """The scores right after local training, if `cohort.evaluated`; else NaN at no
+    cost."""
     run = trees.traced_once(lambda: client(c, predictor, score))
-    nothing = {name: jnp.full(x.shape, jnp.nan, x.dtype) for name, x in jax.eval_shape(run).items()}
+    nothing = {
+        name: jnp.full(x.shape, jnp.nan, x.dtype)
+        for name, x in jax.eval_shape(run).items()
+    }
     return jax.lax.cond(cohort.evaluated, run, lambda: nothing)
 
 
 def mean(data: Data, value: Callable[[Batch], Array], batch_size: int) -> Array:
-    """The mean [] over all rows of a client's data of value(batch) [], itself a mean over the batch's
-    valid rows; 0 without any."""
-    return local.sweep(data, lambda batch: jnp.sum(batch.mask) * value(batch), batch_size) / jnp.maximum(data.size, 1)
+    """The mean [] over all rows of a client's data of value(batch) [], itself a mean
+    over the batch's valid rows; 0 without any."""
+    return local.sweep(
+        data, lambda batch: jnp.sum(batch.mask) * value(batch), batch_size
+    ) / jnp.maximum(data.size, 1)
 
 
 def statistics(values: np.ndarray, weights: np.ndarray) -> dict[str, float]:
@@ -111,8 +131,8 @@ def statistics(values: np.ndarray, weights: np.ndarray) -> dict[str, float]:
       weights: [N] test examples.
 
     Returns:
-      macro (mean over clients), micro (weighted by `weights`), std, and the means of the worst and
-      the best 10 % of clients.
+      macro (mean over clients), micro (weighted by `weights`), std, and the means of
+      the worst and the best 10 % of clients.
     """
     values = np.asarray(values, np.float64)
     seen = ~np.isnan(values)

@@ -1,5 +1,5 @@
-"""Clients of several architectures: trees stacked per architecture. With a single one they are
-plain stacked trees."""
+"""Clients of several architectures: trees stacked per architecture. With a single one
+they are plain stacked trees."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,9 +27,14 @@ def slots(task: Task) -> np.ndarray:
 
 
 def stack(task: Task, make: Callable[[Model], PyTree]) -> PyTree:
-    """`make(model)` for every client: trees [N_g, ...] per architecture, Grouped if there are
-    several."""
-    return grouped([trees.replicate(make(model), len(members(task, group))) for group, model in enumerate(task.models)])
+    """`make(model)` for every client: trees [N_g, ...] per architecture, Grouped if
+    there are several."""
+    return grouped(
+        [
+            trees.replicate(make(model), len(members(task, group)))
+            for group, model in enumerate(task.models)
+        ]
+    )
 
 
 def grouped(parts: list[PyTree]) -> PyTree:
@@ -39,12 +44,16 @@ def grouped(parts: list[PyTree]) -> PyTree:
 
 def select(tree: PyTree, group: int) -> PyTree:
     """The tree with each Grouped node replaced by the part of one architecture."""
-    return jax.tree.map(lambda x: x.trees[group] if is_grouped(x) else x, tree, is_leaf=is_grouped)
+    return jax.tree.map(
+        lambda x: x.trees[group] if is_grouped(x) else x, tree, is_leaf=is_grouped
+    )
 
 
 def rows_of(tree: PyTree, group: int, here: slice) -> PyTree:
     """The rows of one architecture's clients, which stand at `here` in plain leaves."""
-    return jax.tree.map(lambda x: x.trees[group] if is_grouped(x) else x[here], tree, is_leaf=is_grouped)
+    return jax.tree.map(
+        lambda x: x.trees[group] if is_grouped(x) else x[here], tree, is_leaf=is_grouped
+    )
 
 
 def is_grouped(x: Any) -> bool:
@@ -52,26 +61,35 @@ def is_grouped(x: Any) -> bool:
     return isinstance(x, Grouped)
 
 
-def per_group(plain: Callable[..., Any], own: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
-    """A tree mapped leaf by leaf: plain(*leaves), and own(group, *leaves) below Grouped nodes."""
+def per_group(
+    plain: Callable[..., Any], own: Callable[..., Any], tree: PyTree, *others: PyTree
+) -> PyTree:
+    """A tree mapped leaf by leaf: plain(*leaves), and own(group, *leaves) below Grouped
+    nodes."""
 
     def one(first: Any, *rest: Any) -> Any:
         if not is_grouped(first):
             return plain(first, *rest)
-        part = lambda g: jax.tree.map(lambda *x: own(g, *x), *(t.trees[g] for t in (first, *rest)))
+        part = lambda g: jax.tree.map(
+            lambda *x: own(g, *x), *(t.trees[g] for t in (first, *rest))
+        )
         return Grouped(tuple(map(part, range(len(first.trees)))))
 
     return jax.tree.map(one, tree, *others, is_leaf=is_grouped)
 
 
 def join(results: list[PyTree]) -> PyTree:
-    """The results of each architecture's clients as one tree: what is marked `Own` Grouped, the
-    rest one after another."""
+    """The results of each architecture's clients as one tree: what is marked `Own`
+    Grouped, the rest one after another."""
     own: Callable[[Any], bool] = lambda x: isinstance(x, Own)
     if len(results) == 1:
         return jax.tree.map(lambda x: x.tree if own(x) else x, results[0], is_leaf=own)
 
     def one(*parts: Any) -> Any:
-        return Grouped(tuple(x.tree for x in parts)) if own(parts[0]) else jnp.concatenate(parts)
+        return (
+            Grouped(tuple(x.tree for x in parts))
+            if own(parts[0])
+            else jnp.concatenate(parts)
+        )
 
     return jax.tree.map(one, *results, is_leaf=own)

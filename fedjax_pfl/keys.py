@@ -1,10 +1,10 @@
 """Every random stream by name: one enum for each kind of parent key.
 
-A key is split by folding in the number of a stream. The main local training of a client uses the
-client's key unchanged, and every further stream is folded in by its name here, so that methods
-coincide exactly where their papers say that they do. The numbers below one parent key must differ
-within what one method folds into it; their values are part of every recorded result and never
-change.
+A key is split by folding in the number of a stream. The main local training of a client
+uses the client's key unchanged, and every further stream is folded in by its name here,
+so that methods coincide exactly where their papers say that they do. The numbers below
+one parent key must differ within what one method folds into it; their values are part
+of every recorded result and never change.
 """
 
 import enum
@@ -15,8 +15,8 @@ from fedjax_pfl.types import Array
 
 
 class Stream(enum.Enum):
-    """A stream: its number, and who draws from it. Two streams may share a number if no method uses
-    both."""
+    """A stream: its number, and who draws from it. Two streams may share a number if no
+    method uses both."""
 
     def __init__(self, number: int, use: str):
         self.number, self.use = number, use
@@ -49,7 +49,10 @@ class Cohort(Stream):
     """Below Round.CLIENTS, beside the phases 0, 1, ..."""
 
     ORDER = 0x5CA4, "the order of Cohort.scan"
-    UPLOAD = 0x7F00, "the transformation of uploads, + the number of the call of Cohort.mean"
+    UPLOAD = (
+        0x7F00,
+        "the transformation of uploads, + the number of the call of Cohort.mean",
+    )
 
 
 class Client(Stream):
@@ -66,9 +69,16 @@ class Client(Stream):
     THIRD_PHASE = 42, "FedDVA: the released code's encoder of c, with the decoder"
     TRANSFER = 42, "knowledge transfer: training on the public examples"
     WARM_UP = 43, "knowledge transfer: private training before the first exchange"
-    PUBLIC_LABELS = 44, "FedMD: training on labelled public examples before round 0; below it, their outputs"
+    PUBLIC_LABELS = (
+        44,
+        "FedMD: training on labelled public examples before round 0; below it, their "
+        "outputs",
+    )
     EXTRACTOR = 45, "pFedAFM: training of the shared extractor"
-    FULL_GRADIENT = 46, "SCAFFOLD, option 1: the gradient over all examples, + the batch's first row"
+    FULL_GRADIENT = (
+        46,
+        "SCAFFOLD, option 1: the gradient over all examples, + the batch's first row",
+    )
 
 
 class Step(Stream):
@@ -83,7 +93,11 @@ class Loss(Stream):
 
     GUMBEL = 21, "FedCP: the gate's noise; in a prediction below the client's key"
     SHARED = 22, "dropout of the shared model that is trained beside a client's own"
-    INNER = 23, "dropout of Per-FedAvg's inner batch, + 1 of the Hessian's; of pFedMe's inner steps, + their number"
+    INNER = (
+        23,
+        "dropout of Per-FedAvg's inner batch, + 1 of the Hessian's; of pFedMe's inner "
+        "steps, + their number",
+    )
 
 
 class Init(Stream):

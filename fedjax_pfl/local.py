@@ -1,5 +1,5 @@
-"""One client's training: shuffling, batching, masks, steps. The only file that scans over
-batches."""
+"""One client's training: shuffling, batching, masks, steps. The only file that scans
+over batches."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -16,63 +16,82 @@ from fedjax_pfl.types import Array, Batch, Data, PyTree, Task
 
 T = TypeVar("T")
 SCOPE = "loop_over_batches"  # in the names of a trace, see `engine.flops`
-ON_SERVER = "on_server"  # likewise: what the server computes, though a client's function may have it
+# likewise: what the server computes, though a client's function may have it
+ON_SERVER = "on_server"
 # (variables, batch, key) -> loss [], new stats (, aux)
-Loss = Callable[[PyTree, Batch, Array], tuple[Array, PyTree] | tuple[Array, PyTree, PyTree]]
+Loss = Callable[
+    [PyTree, Batch, Array], tuple[Array, PyTree] | tuple[Array, PyTree, PyTree]
+]
 
 
 def shuffle(key: Array, length: int, size: Array) -> Array:
-    """A permutation [length] whose first `size` entries are 0..size-1 in an order that ignores the
-    padding `length`."""
-    bits = jax.random.bits(key, (length,), jnp.uint32)  # one draw a row: a prefix does not depend on the length
-    # the sort is stable and valid rows stand first, so ties with the padding's value are harmless
-    return jnp.argsort(jnp.where(jnp.arange(length) < size, bits, ~jnp.zeros((), bits.dtype)))
+    """A permutation [length] whose first `size` entries are 0..size-1 in an order that
+    ignores the padding `length`."""
+    # one draw a row: a prefix does not depend on the length
+    bits = jax.random.bits(key, (length,), jnp.uint32)
+    # the sort is stable and valid rows stand first, so ties with the padding's value
+    # are harmless
+    return jnp.argsort(
+        jnp.where(jnp.arange(length) < size, bits, ~jnp.zeros((), bits.dtype))
+    )
 
 
 def take(data: Data, row: Array, mask: Array) -> Batch:
-    """The batch of a client's rows `row` [B]; where `mask` [B] is False it holds zeros, or
-    `data.mask_fill`."""
+    """The batch of a client's rows `row` [B]; where `mask` [B] is False it holds zeros,
+    or `data.mask_fill`."""
     index = data.index[jnp.where(mask, row, 0)]
     index = jnp.where(mask, index, 0)  # an empty client's list holds nothing meaningful
     x = data.prepare(_rows(data.examples.x, index))
-    empty_x, empty_y = (0, 0) if data.mask_fill is None else (data.mask_fill.x[None], data.mask_fill.y)
-    x = jnp.where(trees.expand(mask, x.ndim), x, empty_x)  # not a product: 0 * NaN is NaN
+    empty_x, empty_y = (
+        (0, 0) if data.mask_fill is None else (data.mask_fill.x[None], data.mask_fill.y)
+    )
+    # not a product: 0 * NaN is NaN
+    x = jnp.where(trees.expand(mask, x.ndim), x, empty_x)
     return Batch(x, jnp.where(mask, _rows(data.examples.y, index), empty_y), mask, row)
 
 
 def _rows(x: Array, index: Array) -> Array:
-    """x [n, ...] and index [B] -> x[index], on a CPU one row after another: a gather from a large
-    array XLA splits over its threads, however few the rows, and a small step then waits longer for
-    them than it computes."""
+    """x [n, ...] and index [B] -> x[index], on a CPU one row after another: a gather
+    from a large array XLA splits over its threads, however few the rows, and a small
+    step then waits longer for them than it computes."""
     return _copied_rows(x, index) if jax.default_backend() == "cpu" else x[index]
 
 
 @jax.custom_batching.custom_vmap
 def _copied_rows(x: Array, index: Array) -> Array:
-    return jax.lax.map(lambda i: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), index)
+    return jax.lax.map(
+        lambda i: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), index
+    )
 
 
 @_copied_rows.def_vmap
-def _copied_rows_of_clients(count: int, batched: list[bool], x: Array, index: Array) -> tuple[Array, bool]:
+def _copied_rows_of_clients(
+    count: int, batched: list[bool], x: Array, index: Array
+) -> tuple[Array, bool]:
     if batched[0]:  # every client has a data set of its own
-        return jax.vmap(lambda x, i: x[i], in_axes=(0, 0 if batched[1] else None), axis_size=count)(x, index), True
-    rows = _copied_rows(x, index.reshape(-1))  # else several rows at once would be a gather again
+        return jax.vmap(
+            lambda x, i: x[i], in_axes=(0, 0 if batched[1] else None), axis_size=count
+        )(x, index), True
+    # else several rows at once would be a gather again
+    rows = _copied_rows(x, index.reshape(-1))
     return rows.reshape(*index.shape, *x.shape[1:]), True
 
 
 def held_out(size: Numeric, fraction: Numeric) -> Array:
     """How many of a client's rows `holdout` holds out, [] int32."""
-    held = jnp.clip(jnp.round(fraction * size).astype(jnp.int32), 1, jnp.maximum(size - 1, 1))
+    held = jnp.clip(
+        jnp.round(fraction * size).astype(jnp.int32), 1, jnp.maximum(size - 1, 1)
+    )
     return jnp.where(size > 1, held, 0)
 
 
 def holdout(data: Data, fraction: Numeric) -> tuple[Data, Data]:
-    """Splits off the last of a client's rows: (the other rows, the held out ones), the same in
-    every round.
+    """Splits off the last of a client's rows: (the other rows, the held out ones), the
+    same in every round.
 
-    Where the partition shuffled the rows, as all here do, the tail is a random sample. The nearest
-    number to fraction * n is held out, but at least one row and not all of them; a single row is
-    not held out.
+    Where the partition shuffled the rows, as all here do, the tail is a random sample.
+    The nearest number to fraction * n is held out, but at least one row and not all of
+    them; a single row is not held out.
     """
     held = held_out(data.size, fraction)
     rest, length = data.size - held, data.index.shape[0]
@@ -81,22 +100,29 @@ def holdout(data: Data, fraction: Numeric) -> tuple[Data, Data]:
 
 
 def check_left(task: Task, fraction: Numeric) -> None:
-    """Raises InputError where `drop_last` leaves no client a batch of what `holdout` leaves; a
-    fraction that is traced passes."""
+    """Raises InputError where `drop_last` leaves no client a batch of what `holdout`
+    leaves; a fraction that is traced passes."""
     if not task.drop_last or isinstance(fraction, jax.core.Tracer):
         return
     with jax.ensure_compile_time_eval():
         left = int(np.max(task.sizes - np.asarray(held_out(task.sizes, fraction))))
     if left < task.batch_size:
         raise InputError(
-            f"drop_last with batches of {task.batch_size} leaves nothing to train on: beside the examples held out the "
-            f"largest client has {left}. Take a smaller batch_size, or leave drop_last out."
+            f"drop_last with batches of {task.batch_size} leaves nothing to train on: "
+            "beside the examples held out the "
+            f"largest client has {left}. Take a smaller batch_size, or leave drop_last "
+            "out."
         )
 
 
-def _batches(data: Data, orders: list[Array], start: Array, batch_size: int) -> list[Batch]:
+def _batches(
+    data: Data, orders: list[Array], start: Array, batch_size: int
+) -> list[Batch]:
     mask = start + jnp.arange(batch_size) < data.size
-    return [take(data, jax.lax.dynamic_slice_in_dim(order, start, batch_size), mask) for order in orders]
+    return [
+        take(data, jax.lax.dynamic_slice_in_dim(order, start, batch_size), mask)
+        for order in orders
+    ]
 
 
 def _zeros_like_result(function: Callable[[], PyTree]) -> PyTree:
@@ -117,36 +143,55 @@ def steps(
 ) -> tuple[PyTree, PyTree, Array]:
     """Runs `carry, aux = step(key, carry, *batches)` over shuffled batches.
 
-    An epoch takes ceil(n / B) steps (floor with `drop_last`), in a new order each epoch; with
-    `steps` (which may be traced) the client takes that many in all, however few its examples. A
-    client without examples takes none. Where a step wants several batches, each comes from an order
-    of its own, the first from the same as if it were alone: they are drawn independently, have the
-    same number of valid rows, and may share rows (all of them where n <= B). The trip count is
-    dynamic: a client takes exactly its own steps, and no batch consists of padding only.
+    An epoch takes ceil(n / B) steps (floor with `drop_last`), in a new order each
+    epoch; with `steps` (which may be traced) the client takes that many in all, however
+    few its examples. A client without examples takes none. Where a step wants several
+    batches, each comes from an order of its own, the first from the same as if it were
+    alone: they are drawn independently, have the same number of valid rows, and may
+    share rows (all of them where n <= B). The trip count is dynamic: a client takes
+    exactly its own steps, and no batch consists of padding only.
 
     Returns:
       (carry, the mean of aux over the steps, the number of steps [] int32).
     """
     length = data.index.shape[0]
     per_epoch, total = _counts(data, batch_size, epochs, steps, drop_last)
-    passes: Any = epochs if steps is None else (total + per_epoch - 1) // jnp.maximum(per_epoch, 1)
+    passes: Any = (
+        epochs
+        if steps is None
+        else (total + per_epoch - 1) // jnp.maximum(per_epoch, 1)
+    )
 
     def one(e: Array, orders: list[Array], s: Array, loop: PyTree) -> PyTree:
         carry, sums = loop
-        step_key = jax.random.fold_in(keys.fold(key, keys.Client.STEP), e * per_epoch + s)
-        carry, aux = step(step_key, carry, *_batches(data, orders, s * batch_size, batch_size))
+        step_key = jax.random.fold_in(
+            keys.fold(key, keys.Client.STEP), e * per_epoch + s
+        )
+        carry, aux = step(
+            step_key, carry, *_batches(data, orders, s * batch_size, batch_size)
+        )
         return carry, trees.add(sums, aux)
 
     def epoch(e: Array, loop: PyTree) -> PyTree:
         first = jax.random.fold_in(keys.fold(key, keys.Client.SHUFFLE), e)
-        draws = [first, *(jax.random.fold_in(first, i) for i in range(1, batches_per_step))]
-        orders = [jnp.pad(shuffle(key, length, data.size), (0, -length % batch_size)) for key in draws]
+        draws = [
+            first,
+            *(jax.random.fold_in(first, i) for i in range(1, batches_per_step)),
+        ]
+        orders = [
+            jnp.pad(shuffle(key, length, data.size), (0, -length % batch_size))
+            for key in draws
+        ]
         count = jnp.minimum(per_epoch, total - e * per_epoch)
-        return jax.lax.fori_loop(0, count, lambda s, loop: one(e, orders, s, loop), loop)
+        return jax.lax.fori_loop(
+            0, count, lambda s, loop: one(e, orders, s, loop), loop
+        )
 
     step = trees.traced_once(step)  # for the shapes of its sums, and in the loop
     orders = [jnp.zeros(length + -length % batch_size, jnp.int32)] * batches_per_step
-    sums = _zeros_like_result(lambda: step(key, carry, *_batches(data, orders, jnp.int32(0), batch_size))[1])
+    sums = _zeros_like_result(
+        lambda: step(key, carry, *_batches(data, orders, jnp.int32(0), batch_size))[1]
+    )
     with jax.named_scope(SCOPE):
         carry, sums = jax.lax.fori_loop(0, passes, epoch, (carry, sums))
     return carry, jax.tree.map(lambda x: x / jnp.maximum(total, 1), sums), total
@@ -156,13 +201,19 @@ def _counts(
     data: Data, batch_size: int, epochs: Any, steps: int | Array | None, drop_last: bool
 ) -> tuple[Array, Array]:
     """The steps of an epoch, and all of them."""
-    per_epoch = data.size // batch_size if drop_last else (data.size + batch_size - 1) // batch_size
-    return per_epoch, per_epoch * epochs if steps is None else jnp.where(per_epoch > 0, steps, 0)
+    per_epoch = (
+        data.size // batch_size
+        if drop_last
+        else (data.size + batch_size - 1) // batch_size
+    )
+    return per_epoch, per_epoch * epochs if steps is None else jnp.where(
+        per_epoch > 0, steps, 0
+    )
 
 
 def learns(size: Array, task: Task) -> Array:
-    """Which clients of `size` training examples, [] or [S], have a batch to train on: bool of that
-    shape. With `drop_last` it must be a whole one."""
+    """Which clients of `size` training examples, [] or [S], have a batch to train on:
+    bool of that shape. With `drop_last` it must be a whole one."""
     return size >= (task.batch_size if task.drop_last else 1)
 
 
@@ -181,18 +232,33 @@ def work(
     epochs: int | None = None,
     batches_per_step: int = 1,
 ) -> tuple[PyTree, PyTree, Array]:
-    """The task's local work: `steps` with its batch size, its epochs or steps (or `epochs`), and
-    augmented batches."""
-    length: dict[str, Any] = {"epochs": task.epochs, "steps": task.steps} if epochs is None else {"epochs": epochs}
+    """The task's local work: `steps` with its batch size, its epochs or steps (or
+    `epochs`), and augmented batches."""
+    length: dict[str, Any] = (
+        {"epochs": task.epochs, "steps": task.steps}
+        if epochs is None
+        else {"epochs": epochs}
+    )
 
     def augmented(key: Array, carry: PyTree, *batches: Batch) -> tuple[PyTree, PyTree]:
         if task.augment is not None:
-            draws = [keys.fold(key, keys.Step.AUGMENT, i) for i in range(batches_per_step)]
-            batches = tuple(b._replace(x=task.augment(k, b.x)) for k, b in zip(draws, batches, strict=True))
+            draws = [
+                keys.fold(key, keys.Step.AUGMENT, i) for i in range(batches_per_step)
+            ]
+            batches = tuple(
+                b._replace(x=task.augment(k, b.x))
+                for k, b in zip(draws, batches, strict=True)
+            )
         return step(keys.fold(key, keys.Step.LOSS), carry, *batches)
 
-    options: dict[str, Any] = {"batch_size": task.batch_size, "drop_last": task.drop_last, **length}
-    return steps(key, data, augmented, carry, batches_per_step=batches_per_step, **options)
+    options: dict[str, Any] = {
+        "batch_size": task.batch_size,
+        "drop_last": task.drop_last,
+        **length,
+    }
+    return steps(
+        key, data, augmented, carry, batches_per_step=batches_per_step, **options
+    )
 
 
 def planned(task: Task, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -208,7 +274,11 @@ def planned(task: Task, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     whole = sizes // task.batch_size
     per_epoch = whole if task.drop_last else -(-sizes // task.batch_size)
     seen = whole * task.batch_size if task.drop_last else sizes  # in an epoch
-    steps = per_epoch * task.epochs if task.steps is None else np.where(per_epoch > 0, task.steps, 0)
+    steps = (
+        per_epoch * task.epochs
+        if task.steps is None
+        else np.where(per_epoch > 0, task.steps, 0)
+    )
     passes, rest = np.divmod(steps, np.maximum(per_epoch, 1))
     return steps, passes * seen + np.minimum(rest * task.batch_size, seen)
 
@@ -225,18 +295,19 @@ def sgd(
     epochs: int | None = None,
     has_aux: bool = False,
 ) -> tuple[dict[str, PyTree], Any]:
-    """Trains the parts `train` of the variables by minibatch SGD with a fresh optimizer; running
-    statistics follow.
+    """Trains the parts `train` of the variables by minibatch SGD with a fresh
+    optimizer; running statistics follow.
 
     Args:
       loss: (variables, batch, key) -> (mean loss over the valid rows [], new stats).
-      extra: a gradient added to the loss's, a function of the trained parts (a proximal term, say).
+      extra: a gradient added to the loss's, a function of the trained parts (a proximal
+        term, say).
       epochs: in place of the task's epochs or steps.
       has_aux: the loss returns a third result, a tree of what is to be reported.
 
     Returns:
-      (variables, the mean loss over the steps []); with `has_aux`, in place of the loss, (loss,
-      aux), both means.
+      (variables, the mean loss over the steps []); with `has_aux`, in place of the
+      loss, (loss, aux), both means.
     """
     optimizer = task.optimizer(task.lr)
     fixed = {name: part for name, part in variables.items() if name not in train}
@@ -248,7 +319,9 @@ def sgd(
             value, *others = loss({**fixed, **params, "stats": stats}, batch, key)
             return value, others
 
-        (value, (stats, *aux)), grads = jax.value_and_grad(objective, has_aux=True)(params)
+        (value, (stats, *aux)), grads = jax.value_and_grad(objective, has_aux=True)(
+            params
+        )
         if extra is not None:
             grads = trees.add(grads, extra(params))
         updates, opt = optimizer.update(grads, opt, params)
@@ -270,26 +343,39 @@ def fold(data: Data, function: Callable[[T, Batch], T], carry: T, batch_size: in
         return function(carry, batch)
 
     with jax.named_scope(SCOPE):
-        return jax.lax.fori_loop(0, (data.size + batch_size - 1) // batch_size, one, carry)
+        return jax.lax.fori_loop(
+            0, (data.size + batch_size - 1) // batch_size, one, carry
+        )
 
 
 def sweep(data: Data, function: Callable[[Batch], T], batch_size: int) -> T:
-    """The sum of `function(batch)` over all rows in order; `function` masks its own sums by
-    batch.mask."""
-    rows, function = jnp.arange(batch_size, dtype=jnp.int32), trees.traced_once(function)
+    """The sum of `function(batch)` over all rows in order; `function` masks its own
+    sums by batch.mask."""
+    rows, function = (
+        jnp.arange(batch_size, dtype=jnp.int32),
+        trees.traced_once(function),
+    )
     zeros: T = _zeros_like_result(lambda: function(take(data, rows, rows < data.size)))
-    return fold(data, lambda sums, batch: trees.add(sums, function(batch)), zeros, batch_size)
+    return fold(
+        data, lambda sums, batch: trees.add(sums, function(batch)), zeros, batch_size
+    )
 
 
 def class_sums(values: Array, batch: Batch, num_classes: int) -> tuple[Array, Array]:
-    """Sums [D, C] of a batch's values [B, D] over the rows of each class, and how many these are
-    [C]."""
+    """Sums [D, C] of a batch's values [B, D] over the rows of each class, and how many
+    these are [C]."""
     member = jax.nn.one_hot(batch.y, num_classes) * batch.mask[:, None]
-    return jnp.dot(values.T, member, precision=jax.lax.Precision.HIGHEST), jnp.sum(member, axis=0)
+    return jnp.dot(values.T, member, precision=jax.lax.Precision.HIGHEST), jnp.sum(
+        member, axis=0
+    )
 
 
-def class_means(data: Data, values: Callable[[Batch], Array], num_classes: int, batch_size: int) -> Array:
-    """Means [D, C] of values(batch) [B, D] over the rows of each class; 0 for a class without
-    rows."""
-    total, count = sweep(data, lambda batch: class_sums(values(batch), batch, num_classes), batch_size)
+def class_means(
+    data: Data, values: Callable[[Batch], Array], num_classes: int, batch_size: int
+) -> Array:
+    """Means [D, C] of values(batch) [B, D] over the rows of each class; 0 for a class
+    without rows."""
+    total, count = sweep(
+        data, lambda batch: class_sums(values(batch), batch, num_classes), batch_size
+    )
     return total / jnp.maximum(count, 1)[None]

@@ -1,5 +1,5 @@
-"""Losses as means over the valid rows of a batch, and the loss of a model that local training
-takes."""
+"""Losses as means over the valid rows of a batch, and the loss of a model that local
+training takes."""
 
 from collections.abc import Callable
 
@@ -10,47 +10,62 @@ from jax import lax
 
 from fedjax_pfl.types import Array, Batch, Model, PyTree
 
-VARIANCES = (10.0, 15.0, 20.0, 50.0)  # of the four Gaussian kernels of `mmd`, as in FedCP's code
+# of the four Gaussian kernels of `mmd`, as in FedCP's code
+VARIANCES = (10.0, 15.0, 20.0, 50.0)
 
 
 def masked_mean(values: Array, mask: Array) -> Array:
-    """Mean of values [B] over the rows where `mask` [B] is not zero; 0 if there is none. `mask` may
-    hold weights."""
+    """Mean of values [B] over the rows where `mask` [B] is not zero; 0 if there is
+    none. `mask` may hold weights."""
     weight = mask.astype(values.dtype)
     total = jnp.sum(weight)
-    return jnp.sum(jnp.where(weight > 0, values, 0) * weight) / jnp.where(total > 0, total, 1)
+    return jnp.sum(jnp.where(weight > 0, values, 0) * weight) / jnp.where(
+        total > 0, total, 1
+    )
 
 
 def cross_entropy(logits: Array, y: Array, mask: Array) -> Array:
     """Mean cross entropy of logits [B, C] and labels [B] over the valid rows, []."""
-    return masked_mean(optax.losses.softmax_cross_entropy_with_integer_labels(logits, y), mask)
+    return masked_mean(
+        optax.losses.softmax_cross_entropy_with_integer_labels(logits, y), mask
+    )
 
 
-def balanced_softmax(logits: Array, y: Array, mask: Array, class_counts: Array, gamma: Numeric = 1.0) -> Array:
-    """Mean cross entropy of logits [B, C] + gamma log class_counts [C] over the valid rows, [].
+def balanced_softmax(
+    logits: Array, y: Array, mask: Array, class_counts: Array, gamma: Numeric = 1.0
+) -> Array:
+    """Mean cross entropy of logits [B, C] + gamma log class_counts [C] over the valid
+    rows, [].
 
-    A class without a count takes no part (unless gamma is 0), so it must not be a label.
+    A class without a count takes no part (unless gamma is 0), so it must not be a
+    label.
     """
-    prior = jnp.where(class_counts > 0, jnp.log(jnp.maximum(class_counts, 1)), -1e9)  # finite: 0 * inf is NaN
+    # finite: 0 * inf is NaN
+    prior = jnp.where(class_counts > 0, jnp.log(jnp.maximum(class_counts, 1)), -1e9)
     return cross_entropy(logits + gamma * prior[None], y, mask)
 
 
-def classification(model: Model) -> Callable[[PyTree, Batch, Array], tuple[Array, PyTree]]:
-    """The loss of ordinary training: cross entropy of the model's logits, as `local.sgd` takes
-    it."""
+def classification(
+    model: Model,
+) -> Callable[[PyTree, Batch, Array], tuple[Array, PyTree]]:
+    """The loss of ordinary training: cross entropy of the model's logits, as
+    `local.sgd` takes it."""
 
     def loss(variables: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
-        logits, stats = model.apply(variables, batch.x, mask=batch.mask, train=True, key=key)
+        logits, stats = model.apply(
+            variables, batch.x, mask=batch.mask, train=True, key=key
+        )
         return cross_entropy(logits, batch.y, batch.mask), stats
 
     return loss
 
 
 def mmd(h: Array, u: Array, mask: Array) -> Array:
-    """Squared maximum mean discrepancy of features h and u [B, K] over the valid rows, [].
+    """Squared maximum mean discrepancy of features h and u [B, K] over the valid rows,
+    [].
 
-    The biased V-statistic, a mean over all pairs of rows, of the kernel sum_a exp(-d^2 / 2a) with a
-    in VARIANCES.
+    The biased V-statistic, a mean over all pairs of rows, of the kernel sum_a exp(-d^2
+    / 2a) with a in VARIANCES.
     """
     weight = mask / jnp.maximum(jnp.sum(mask), 1)
     h, u = (jnp.where(mask[:, None], x, 0) for x in (h, u))
@@ -60,7 +75,14 @@ def mmd(h: Array, u: Array, mask: Array) -> Array:
 
     def kernel(p: Array, q: Array) -> Array:  # [B, B]
         square: Callable[[Array], Array] = lambda x: jnp.sum(x * x, axis=1)
-        d2 = square(p)[:, None] + square(q)[None] - 2 * jnp.dot(p, q.T, precision=lax.Precision.HIGHEST)
-        return sum((jnp.exp(-jnp.maximum(d2, 0) / (2 * a)) for a in VARIANCES), jnp.zeros_like(d2))
+        d2 = (
+            square(p)[:, None]
+            + square(q)[None]
+            - 2 * jnp.dot(p, q.T, precision=lax.Precision.HIGHEST)
+        )
+        return sum(
+            (jnp.exp(-jnp.maximum(d2, 0) / (2 * a)) for a in VARIANCES),
+            jnp.zeros_like(d2),
+        )
 
     return weight @ (kernel(h, h) + kernel(u, u) - 2 * kernel(h, u)) @ weight

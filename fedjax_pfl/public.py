@@ -1,5 +1,5 @@
-"""Public examples, which the server and all clients have: what models predict for them, and
-training on predictions."""
+"""Public examples, which the server and all clients have: what models predict for them,
+and training on predictions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,15 +23,16 @@ def count(task: Task, size: int) -> int:
     """
     if task.public is None:
         raise InputError(
-            "This method needs public examples: give --public, such as mnist:5000 (in Python `with_public` of a task, "
+            "This method needs public examples: give --public, such as mnist:5000 (in "
+            "Python `with_public` of a task, "
             "and `public` of `federate`)."
         )
     return min(size, task.public.shape[0])
 
 
 def draw(key: Array, task: Task, size: int) -> Array:
-    """The public examples of a round, drawn without replacement: ascending indices [D] into the
-    pool.
+    """The public examples of a round, drawn without replacement: ascending indices [D]
+    into the pool.
 
     Args:
       key: the server's, of the round.
@@ -40,7 +41,9 @@ def draw(key: Array, task: Task, size: int) -> Array:
     pool = task.public.shape[0]  # type: ignore[union-attr]  # else `count` has raised
     if drawn == pool:
         return jnp.arange(pool, dtype=jnp.int32)
-    index = jax.random.choice(keys.fold(key, keys.Server.PUBLIC), pool, (drawn,), replace=False)
+    index = jax.random.choice(
+        keys.fold(key, keys.Server.PUBLIC), pool, (drawn,), replace=False
+    )
     return jnp.sort(index).astype(jnp.int32)
 
 
@@ -51,19 +54,32 @@ def subset(pool: Data | None, index: Array, wanted: Array) -> Data:
       InputError: the federation has no pool.
     """
     if pool is None:
-        raise InputError("The task has public examples and the federation has none: give Federation.public.")
-    return pool._replace(index=index, size=jnp.where(wanted, len(index), 0).astype(jnp.int32))
+        raise InputError(
+            "The task has public examples and the federation has none: give "
+            "Federation.public."
+        )
+    return pool._replace(
+        index=index, size=jnp.where(wanted, len(index), 0).astype(jnp.int32)
+    )
 
 
-def logits(model: Model, variables: PyTree, data: Data, num_classes: int, batch_size: int) -> Array:
-    """A model's logits [M, C] for all rows of the data, without dropout and with running
-    statistics."""
+def logits(
+    model: Model, variables: PyTree, data: Data, num_classes: int, batch_size: int
+) -> Array:
+    """A model's logits [M, C] for all rows of the data, without dropout and with
+    running statistics."""
 
     def one(found: Array, batch: Batch) -> Array:
         z, _ = model.apply(variables, batch.x, mask=batch.mask, train=False)
-        return found.at[batch.row].set(z.astype(found.dtype), mode="drop")  # past the end there is only padding
+        # past the end there is only padding
+        return found.at[batch.row].set(z.astype(found.dtype), mode="drop")
 
-    return local.fold(data, one, jnp.zeros((data.index.shape[0], num_classes), jnp.float32), batch_size)
+    return local.fold(
+        data,
+        one,
+        jnp.zeros((data.index.shape[0], num_classes), jnp.float32),
+        batch_size,
+    )
 
 
 def gathered(cohort: Cohort, outputs: Array) -> Predictions:
@@ -71,14 +87,17 @@ def gathered(cohort: Cohort, outputs: Array) -> Predictions:
     order = jnp.argsort(cohort.ids)
     here = cohort.trained[order]
     outputs = cohort.replicated(outputs)[order]
-    return Predictions(cohort.ids[order], here, jnp.where(trees.expand(here, outputs.ndim), outputs, 0))
+    return Predictions(
+        cohort.ids[order], here, jnp.where(trees.expand(here, outputs.ndim), outputs, 0)
+    )
 
 
 def pretrain(c: Client, variables: PyTree, task: Task, epochs: Any) -> PyTree:
-    """The client's model after epochs over all public examples with their labels (FedMD).
+    """The client's model after epochs over all public examples with their labels
+    (FedMD).
 
-    Meanwhile the public classes stand beside the private ones, as outputs of a linear layer that is
-    dropped then.
+    Meanwhile the public classes stand beside the private ones, as outputs of a linear
+    layer that is dropped then.
 
     Raises:
       InputError: their labels are meaningless.
@@ -86,20 +105,27 @@ def pretrain(c: Client, variables: PyTree, task: Task, epochs: Any) -> PyTree:
     classes, width, own = task.public_classes, c.model.num_features, task.num_classes
     if not classes:
         raise InputError(
-            "Training on public examples needs their labels, and the task's pool has none (Task.public_classes is 0): "
+            "Training on public examples needs their labels, and the task's pool has "
+            "none (Task.public_classes is 0): "
             "give a labelled one, or public_epochs=0."
         )
 
     def loss(v: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
         h, stats = c.model.features(v, batch.x, mask=batch.mask, train=True, key=key)
-        z = jnp.concatenate([c.model.head(v["head"], h), jnp.dot(h, v["public"])], axis=1)
+        z = jnp.concatenate(
+            [c.model.head(v["head"], h), jnp.dot(h, v["public"])], axis=1
+        )
         return losses.cross_entropy(z, own + batch.y, batch.mask), stats
 
     key = keys.fold(c.key, keys.Client.PUBLIC_LABELS)
-    outputs = jax.random.uniform(keys.fold(key, keys.Client.PUBLIC_LABELS), (width, classes), jnp.float32, -1, 1)
+    outputs = jax.random.uniform(
+        keys.fold(key, keys.Client.PUBLIC_LABELS), (width, classes), jnp.float32, -1, 1
+    )
     data = subset(c.public, jnp.arange(task.public.shape[0]), c.train.size > 0)  # type: ignore[union-attr]
     v = {**variables, "public": outputs / width**0.5}
-    v, _ = local.sgd(key, data, loss, v, task, train=("body", "head", "public"), epochs=epochs)
+    v, _ = local.sgd(
+        key, data, loss, v, task, train=("body", "head", "public"), epochs=epochs
+    )
     return {part: v[part] for part in variables}
 
 
@@ -111,29 +137,37 @@ def distillation(
     frozen: bool = False,
     by_batch: bool = False,
 ) -> Callable[[PyTree, Batch, Array], tuple[Array, PyTree]]:
-    """The loss of training on targets: the mean of `distance` over the valid rows, as `local.sgd`
-    takes it.
+    """The loss of training on targets: the mean of `distance` over the valid rows, as
+    `local.sgd` takes it.
 
     Args:
       target: [D, C], for the rows of the data.
       distance: (target [B, C], logits [B, C]) -> [B].
-      frozen: whether running statistics stay as they are, by which the model normalises, and there
-        is no dropout.
+      frozen: whether running statistics stay as they are, by which the model
+        normalises, and there is no dropout.
       by_batch: whether a frozen model normalises by the batch nevertheless.
     """
 
     def loss(variables: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
         train = not frozen or by_batch
-        z, stats = model.apply(variables, batch.x, mask=batch.mask, train=train, key=None if frozen else key)
+        z, stats = model.apply(
+            variables,
+            batch.x,
+            mask=batch.mask,
+            train=train,
+            key=None if frozen else key,
+        )
         value = losses.masked_mean(distance(target[batch.row], z), batch.mask)
         return value, variables["stats"] if frozen else stats
 
     return loss
 
 
-def validation(data: Data, target: Array, fraction: Numeric) -> tuple[Data, Data, Array]:
-    """Splits off the last of the examples as `local.holdout` does: (the others, those held out, and
-    these' targets).
+def validation(
+    data: Data, target: Array, fraction: Numeric
+) -> tuple[Data, Data, Array]:
+    """Splits off the last of the examples as `local.holdout` does: (the others, those
+    held out, and these' targets).
 
     Args:
       target: [D, C], for the rows of the data.
@@ -152,16 +186,16 @@ def early_stopped(
     passes: int,
     patience: int,
 ) -> tuple[PyTree, Array]:
-    """Trains on targets until `patience` passes have brought nothing on the examples held out; the
-    best pass is kept.
+    """Trains on targets until `patience` passes have brought nothing on the examples
+    held out; the best pass is kept.
 
     Args:
       parts: what `validation` returned.
       loss: `distillation` but for its target [D, C].
 
     Returns:
-      (variables, the loss of the best pass on the examples held out []: 0 without a pass, inf if
-      none was finite).
+      (variables, the loss of the best pass on the examples held out []: 0 without a
+      pass, inf if none was finite).
     """
     data, held, held_target = parts
     optimizer, fit = task.optimizer(task.lr), loss(target=target)
@@ -169,10 +203,14 @@ def early_stopped(
     per_pass = (data.size + task.batch_size - 1) // task.batch_size
 
     def validate(w: PyTree) -> Array:
-        return evaluate.mean(held, lambda batch: check(w, batch, key)[0], task.batch_size)
+        return evaluate.mean(
+            held, lambda batch: check(w, batch, key)[0], task.batch_size
+        )
 
     def step(key: Array, carry: PyTree, batch: Batch) -> tuple[PyTree, tuple[()]]:
-        return jax.lax.cond(carry["idle"] < patience, lambda: trained(key, carry, batch), lambda: carry), ()
+        return jax.lax.cond(
+            carry["idle"] < patience, lambda: trained(key, carry, batch), lambda: carry
+        ), ()
 
     def trained(key: Array, carry: PyTree, batch: Batch) -> PyTree:
         w, count = carry["w"], carry["count"] + 1
@@ -185,11 +223,26 @@ def early_stopped(
         found = jax.lax.cond(ended, validate, lambda _: jnp.full((), jnp.inf), w)
         better = found < carry["least"]
         idle = jnp.where(better, 0, carry["idle"] + ended)
-        best, least = trees.choose(better, w, carry["best"]), jnp.where(better, found, carry["least"])
-        return {"w": w, "opt": opt, "count": count, "best": best, "least": least, "idle": idle}
+        best, least = (
+            trees.choose(better, w, carry["best"]),
+            jnp.where(better, found, carry["least"]),
+        )
+        return {
+            "w": w,
+            "opt": opt,
+            "count": count,
+            "best": best,
+            "least": least,
+            "idle": idle,
+        }
 
     params = {name: part for name, part in variables.items() if name != "stats"}
-    start = {"w": variables, "opt": optimizer.init(params), "best": variables, "least": jnp.full((), jnp.inf)}
+    start = {
+        "w": variables,
+        "opt": optimizer.init(params),
+        "best": variables,
+        "least": jnp.full((), jnp.inf),
+    }
     start |= {"count": jnp.int32(0), "idle": jnp.int32(0)}
     end, _, _ = local.work(key, data, step, start, task, epochs=passes)
     return end["best"], jnp.where(end["count"] > 0, end["least"], 0)

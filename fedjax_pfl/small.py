@@ -1,5 +1,5 @@
-"""A small model that all clients exchange, each of which trains it together with its own model of
-any architecture."""
+"""A small model that all clients exchange, each of which trains it together with its
+own model of any architecture."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -27,7 +27,8 @@ class Outputs(NamedTuple):
     z: Array  # [B, C] logits
 
 
-# (trained rows, outputs of the own model, of the small one, batch) -> (what is minimised [], what is reported [])
+# (trained rows, outputs of the own model, of the small one, batch) -> (what is
+# minimised [], what is reported [])
 Objective = Callable[[PyTree, Outputs, Outputs, Batch], tuple[Array, Array]]
 
 
@@ -35,23 +36,36 @@ def exchanged(task: Task) -> Small:
     """The task's shared model.
 
     Raises:
-      InputError: there is none, or it does not take the clients' inputs or has not their classes.
+      InputError: there is none, or it does not take the clients' inputs or has not
+        their classes.
     """
     if (model := task.shared) is None:
-        raise InputError("This method exchanges a small model that every client has: give the task one as `shared`.")
+        raise InputError(
+            "This method exchanges a small model that every client has: give the task "
+            "one as `shared`."
+        )
     x = task.prepared
     try:
-        logits = jax.eval_shape(lambda x: model.apply(model.init(jax.random.key(0)), x)[0], x)
+        logits = jax.eval_shape(
+            lambda x: model.apply(model.init(jax.random.key(0)), x)[0], x
+        )
     except (TypeError, ValueError):
-        raise InputError(f"The task's `shared` model does not take inputs of shape {list(x.shape[1:])}.") from None
+        raise InputError(
+            "The task's `shared` model does not take inputs of shape "
+            f"{list(x.shape[1:])}."
+        ) from None
     if logits.shape[1] != task.num_classes:
-        raise InputError(f"The task's `shared` model has {logits.shape[1]} classes instead of {task.num_classes}.")
-    return Small(model, averaging.split(task._replace(models=(model,))))  # one for all clients
+        raise InputError(
+            f"The task's `shared` model has {logits.shape[1]} classes instead of "
+            f"{task.num_classes}."
+        )
+    # one for all clients
+    return Small(model, averaging.split(task._replace(models=(model,))))
 
 
 def start(key: Array, task: Task, small: Small) -> State:
-    """The state that all methods here have: the small model, each client's own model, and what it
-    keeps of the small one."""
+    """The state that all methods here have: the small model, each client's own model,
+    and what it keeps of the small one."""
     shared, kept = small.split.send(small.model.init(key))
     own = groups.stack(task, lambda model: model.init(key))
     return State(shared, {"w": own, "kept": trees.replicate(kept, task.num_clients)})
@@ -69,8 +83,8 @@ def learn(
     also: tuple[str, ...] = (),
     clip: Numeric | None = None,
 ) -> tuple[PyTree, PyTree, Array]:
-    """Trains a client's own model mine["w"] and the small model, as received, together on the same
-    batches.
+    """Trains a client's own model mine["w"] and the small model, as received, together
+    on the same batches.
 
     Each has its own optimizer, so that nothing but the objective joins them.
 
@@ -80,29 +94,40 @@ def learn(
       clip: the largest norm of the gradient of each; None: any.
 
     Returns:
-      (what is sent of the small model, the client's new rows, the mean of what the objective
-      reports []).
+      (what is sent of the small model, the client's new rows, the mean of what the
+      objective reports []).
     """
-    models = {"own": (c.model, mine["w"]), "small": (small.model, small.split.receive(server, mine["kept"]))}
+    models = {
+        "own": (c.model, mine["w"]),
+        "small": (small.model, small.split.receive(server, mine["kept"])),
+    }
 
     def loss(v: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree, Array]:
         out, stats = {}, {}
         draws = {"own": key, "small": keys.fold(key, keys.Loss.SHARED)}
         for name, (model, _) in models.items():
             w = {**v[name], "stats": v["stats"][name]}
-            h, stats[name] = model.features(w, batch.x, mask=batch.mask, train=True, key=draws[name])
+            h, stats[name] = model.features(
+                w, batch.x, mask=batch.mask, train=True, key=draws[name]
+            )
             out[name] = Outputs(h, model.head(w["head"], h))
         value, reported = objective(v.get("rows", {}), out["own"], out["small"], batch)
         return value, stats, reported
 
     def apart(lr: Numeric) -> optax.GradientTransformation:
-        one = task.optimizer(lr) if clip is None else optax.chain(optimizers.clipped(clip), task.optimizer(lr))
+        one = (
+            task.optimizer(lr)
+            if clip is None
+            else optax.chain(optimizers.clipped(clip), task.optimizer(lr))
+        )
         return optimizers.per_part(dict.fromkeys(parts, one))
 
     v = {name: averaging.params(w) for name, (_, w) in models.items()}
     v |= {"rows": {name: mine[name] for name in also}} if also else {}
     parts, v["stats"] = tuple(v), {name: w["stats"] for name, (_, w) in models.items()}
-    v, (_, value) = local.sgd(c.key, data, loss, v, task._replace(optimizer=apart), train=parts, has_aux=True)
+    v, (_, value) = local.sgd(
+        c.key, data, loss, v, task._replace(optimizer=apart), train=parts, has_aux=True
+    )
     w, theta = ({**v[name], "stats": v["stats"][name]} for name in models)
     upload, kept = small.split.send(theta)
     return upload, {**mine, **v.get("rows", {}), "w": w, "kept": kept}, value
@@ -114,6 +139,9 @@ def marked(mine: PyTree, names: tuple[str, ...] = ("w",)) -> PyTree:
 
 
 def divergence(target: Array, z: Array, mask: Array) -> Array:
-    """Mean KL(softmax(target) || softmax(z)) of logits [B, C] over the valid rows, []."""
+    """Mean KL(softmax(target) || softmax(z)) of logits [B, C] over the valid rows,
+    []."""
     log_p, log_q = jax.nn.log_softmax(target), jax.nn.log_softmax(z)
-    return losses.masked_mean(optax.losses.kl_divergence_with_log_targets(log_q, log_p), mask)
+    return losses.masked_mean(
+        optax.losses.kl_divergence_with_log_targets(log_q, log_p), mask
+    )

@@ -1,4 +1,5 @@
-"""What travels between the server and the clients, in scalars, integers and messages."""
+"""What travels between the server and the clients, in scalars, integers and
+messages."""
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +9,14 @@ from fedjax_pfl.errors import ContractError
 from fedjax_pfl.types import Array, Cohort, Metrics, PyTree, State, Traffic
 
 
-def both_ways(cohort: Cohort, down: PyTree | int | Array, up: PyTree | int | Array | None = None) -> Traffic:
+def both_ways(
+    cohort: Cohort, down: PyTree | int | Array, up: PyTree | int | Array | None = None
+) -> Traffic:
     """One message each way per round.
 
     Args:
-      down: a tree that travels whole, a count of scalars, or counts per client [S]; what is
-        received.
+      down: a tree that travels whole, a count of scalars, or counts per client [S];
+        what is received.
       up: likewise, what is sent; None: the same.
     """
     up = down if up is None else up
@@ -24,23 +27,34 @@ def both_ways(cohort: Cohort, down: PyTree | int | Array, up: PyTree | int | Arr
 
 
 def uploads(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
-    """The size of what `Cohort.mean` averaged, both ways: the default of a method that counts
-    nothing else; ContractError where the server has a state and nothing passes through `mean`."""
+    """The size of what `Cohort.mean` averaged, both ways: the default of a method that
+    counts nothing else; ContractError where the server has a state and nothing passes
+    through `mean`."""
     if not cohort.uploads and jax.tree.leaves(state.server):  # type: ignore[attr-defined]
         raise ContractError(
-            "nothing passes through cohort.mean, and only that is counted as sent: give the Algorithm `traffic`, what "
+            "nothing passes through cohort.mean, and only that is counted as sent: "
+            "give the Algorithm `traffic`, what "
             "clients receive and send (see fedjax_pfl.traffic.both_ways)."
         )
     lengths = cohort.lengths  # type: ignore[attr-defined]  # the engine's
     sizes = [[trees.size(upload) for upload in call] for call in cohort.uploads]  # type: ignore[attr-defined]
     per_group = [sum(call[group] for call in sizes) for group in range(len(lengths))]
-    each = jnp.concatenate([jnp.full(n, size, jnp.int32) for n, size in zip(lengths, per_group, strict=True)])
+    each = jnp.concatenate(
+        [
+            jnp.full(n, size, jnp.int32)
+            for n, size in zip(lengths, per_group, strict=True)
+        ]
+    )
     return both_ways(cohort, each)
 
 
 def _count(tree: PyTree | int | Array, clients: int) -> int | Array:
     if isinstance(tree, int):
         return tree
-    if isinstance(tree, jax.Array) and tree.shape == (clients,) and jnp.issubdtype(tree.dtype, jnp.integer):
+    if (
+        isinstance(tree, jax.Array)
+        and tree.shape == (clients,)
+        and jnp.issubdtype(tree.dtype, jnp.integer)
+    ):
         return tree
     return trees.size(tree)

@@ -1,7 +1,8 @@
-"""Arithmetic on pytrees of arrays: a model's variables, one client's or with a leading client axis.
+"""Arithmetic on pytrees of arrays: a model's variables, one client's or with a leading
+client axis.
 
-A tree with holes has None where a leaf was left out; None is an empty pytree, so such trees pass
-through jax.tree.map.
+A tree with holes has None where a leaf was left out; None is an empty pytree, so such
+trees pass through jax.tree.map.
 """
 
 import functools
@@ -21,8 +22,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def traced_once(function: F) -> F:
-    """The function of arrays, traced once for all calls with arguments of the same shapes; programs
-    contain it as if it were called."""
+    """The function of arrays, traced once for all calls with arguments of the same
+    shapes; programs contain it as if it were called."""
     return jax.jit(function, inline=True)  # type: ignore[return-value]
 
 
@@ -32,24 +33,30 @@ def replicate(tree: PyTree, count: int) -> PyTree:
 
 
 def gather(tree: PyTree, ids: Array | np.ndarray | int) -> PyTree:
-    """Takes rows `ids` [S] (or one row, ids [] or an int) of the leading axis of every leaf."""
+    """Takes rows `ids` [S] (or one row, ids [] or an int) of the leading axis of every
+    leaf."""
     return jax.tree.map(lambda x: x[ids], tree)
 
 
 def scatter(tree: PyTree, ids: Array, rows: PyTree, active: Array) -> PyTree:
-    """Writes rows [S, ...] into a tree [N, ...] at the distinct `ids` [S]; rows not `active` stay
-    as they are."""
+    """Writes rows [S, ...] into a tree [N, ...] at the distinct `ids` [S]; rows not
+    `active` stay as they are."""
 
     def put(old: Array, new: Array) -> Array:
         nowhere = old.shape[0] + jnp.arange(ids.shape[0])
-        return old.at[jnp.where(active, ids, nowhere)].set(new, mode="drop", unique_indices=True)
+        return old.at[jnp.where(active, ids, nowhere)].set(
+            new, mode="drop", unique_indices=True
+        )
 
     return jax.tree.map(put, tree, rows)
 
 
 def where(condition: Array, new: PyTree, old: PyTree) -> PyTree:
-    """Takes the rows of `new` [S, ...] where condition [S] holds, else those of `old`."""
-    return jax.tree.map(lambda a, b: jnp.where(expand(condition, a.ndim), a, b), new, old)
+    """Takes the rows of `new` [S, ...] where condition [S] holds, else those of
+    `old`."""
+    return jax.tree.map(
+        lambda a, b: jnp.where(expand(condition, a.ndim), a, b), new, old
+    )
 
 
 def expand(x: Array, ndim: int) -> Array:
@@ -63,9 +70,11 @@ def align(x: Array, ndim: int) -> Array:
 
 
 def choose(condition: Array, new: PyTree, old: PyTree) -> PyTree:
-    """Takes `new` where the condition holds, else `old`; its axes ([] or [C], say) are the last
-    ones of every leaf."""
-    return jax.tree.map(lambda a, b: jnp.where(align(condition, a.ndim), a, b), new, old)
+    """Takes `new` where the condition holds, else `old`; its axes ([] or [C], say) are
+    the last ones of every leaf."""
+    return jax.tree.map(
+        lambda a, b: jnp.where(align(condition, a.ndim), a, b), new, old
+    )
 
 
 def add(a: PyTree, b: PyTree) -> PyTree:
@@ -75,24 +84,31 @@ def add(a: PyTree, b: PyTree) -> PyTree:
 
 def lerp(weight: Numeric, a: PyTree, b: PyTree) -> PyTree:
     """weight * a + (1 - weight) * b, leaf by leaf."""
-    return optax.tree.cast_like(jax.tree.map(lambda x, y: weight * x + (1 - weight) * y, a, b), b)
+    return optax.tree.cast_like(
+        jax.tree.map(lambda x, y: weight * x + (1 - weight) * y, a, b), b
+    )
 
 
 def proximal(anchor: PyTree, weight: Numeric) -> Callable[[PyTree], PyTree]:
-    """The gradient of the proximal term weight/2 ||w - anchor||^2 as a function of w."""
+    """The gradient of the proximal term weight/2 ||w - anchor||^2 as a function of
+    w."""
     return lambda w: jax.tree.map(lambda a, b: weight * (a - b), w, anchor)
 
 
 def sq_dist(a: PyTree, b: PyTree) -> Array:
     """||a - b||^2 over all leaves, []."""
     return sum(
-        (jnp.sum((x - y) ** 2) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)), jnp.float32(0)
+        (
+            jnp.sum((x - y) ** 2)
+            for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+        ),
+        jnp.float32(0),
     )
 
 
 def partition(tree: PyTree, mask: PyTree) -> tuple[PyTree, PyTree]:
-    """Splits a tree into (leaves where `mask`, the others), each with holes; `mask` holds Python
-    booleans."""
+    """Splits a tree into (leaves where `mask`, the others), each with holes; `mask`
+    holds Python booleans."""
     chosen = jax.tree.map(lambda m, x: x if m else None, mask, tree)
     rest = jax.tree.map(lambda m, x: None if m else x, mask, tree)
     return chosen, rest
@@ -100,14 +116,18 @@ def partition(tree: PyTree, mask: PyTree) -> tuple[PyTree, PyTree]:
 
 def merge(a: PyTree, b: PyTree) -> PyTree:
     """Undoes `partition`."""
-    return jax.tree.map(lambda x, y: y if x is None else x, a, b, is_leaf=lambda x: x is None)
+    return jax.tree.map(
+        lambda x, y: y if x is None else x, a, b, is_leaf=lambda x: x is None
+    )
 
 
 def overlay(own: PyTree, other: PyTree) -> PyTree:
-    """`own` with the leaves of `other` in its holes; of nested dicts, of which `other` may lack
-    what has no hole."""
+    """`own` with the leaves of `other` in its holes; of nested dicts, of which `other`
+    may lack what has no hole."""
     if isinstance(own, dict):
-        return {name: overlay(part, (other or {}).get(name)) for name, part in own.items()}
+        return {
+            name: overlay(part, (other or {}).get(name)) for name, part in own.items()
+        }
     return other if own is None else own
 
 
@@ -116,19 +136,29 @@ def pruned(tree: PyTree) -> PyTree:
     if not isinstance(tree, dict):
         return tree
     found = {name: pruned(part) for name, part in tree.items()}
-    return {name: part for name, part in found.items() if not (part is None or (isinstance(part, dict) and not part))}
+    return {
+        name: part
+        for name, part in found.items()
+        if not (part is None or (isinstance(part, dict) and not part))
+    }
 
 
 def named_shapes(tree: PyTree) -> list[tuple[str, tuple[int, ...]]]:
     """The path and the shape of every leaf."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [(jax.tree_util.keystr(path, simple=True, separator="/"), jnp.shape(leaf)) for path, leaf in leaves]
+    return [
+        (jax.tree_util.keystr(path, simple=True, separator="/"), jnp.shape(leaf))
+        for path, leaf in leaves
+    ]
 
 
 def parts(tree: dict[str, PyTree], chosen: tuple[str, ...]) -> PyTree:
-    """The mask of a dict of parts ("body", "head", "stats"): True at the leaves of the chosen
-    ones."""
-    return {name: jax.tree.map(lambda _, hit=name in chosen: hit, part) for name, part in tree.items()}
+    """The mask of a dict of parts ("body", "head", "stats"): True at the leaves of the
+    chosen ones."""
+    return {
+        name: jax.tree.map(lambda _, hit=name in chosen: hit, part)
+        for name, part in tree.items()
+    }
 
 
 def size(tree: PyTree) -> int:
@@ -137,12 +167,19 @@ def size(tree: PyTree) -> int:
 
 
 def finite(tree: PyTree, count: int) -> Array:
-    """In which of the `count` rows [count, ...] of its leaves is every number finite? [count]"""
+    """In which of the `count` rows [count, ...] of its leaves is every number finite?
+    [count]"""
     floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
     rows = (jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim))) for x in floats)
     return functools.reduce(jnp.logical_and, rows, jnp.ones(count, bool))
 
 
 def single(tree: PyTree) -> PyTree:
-    """The tree with float32 for float64, which jax_enable_x64 gives to arrays that name no type."""
-    return jax.tree.map(lambda x: x.astype(jnp.float32) if getattr(x, "dtype", None) == jnp.float64 else x, tree)
+    """The tree with float32 for float64, which jax_enable_x64 gives to arrays that name
+    no type."""
+    return jax.tree.map(
+        lambda x: (
+            x.astype(jnp.float32) if getattr(x, "dtype", None) == jnp.float64 else x
+        ),
+        tree,
+    )

@@ -1,8 +1,8 @@
 """The contract: what a method is given and returns, and the legend of the axis letters.
 
-Axes: N clients of the federation, S clients of a round, M examples of a client with padding, B
-batch, C classes, K features, T class groups (pFedC's tasks), P public examples, G architectures, Z
-parameters, n examples of the whole data set.
+Axes: N clients of the federation, S clients of a round, M examples of a client with
+padding, B batch, C classes, K features, T class groups (pFedC's tasks), P public
+examples, G architectures, Z parameters, n examples of the whole data set.
 """
 
 import math
@@ -18,20 +18,24 @@ from fedjax_pfl.errors import ArchitectureError
 
 Array = jax.Array
 PyTree = Any
-# name -> (sum, count) over unmasked rows: scalars, or vectors, as over classes, whose ratios are averaged where counted
+# name -> (sum, count) over unmasked rows: scalars, or vectors, as over classes, whose
+# ratios are averaged where counted
 Scores = dict[str, tuple[Array, Array]]
-Predictor = Callable[[Array, Array], PyTree]  # (x [B, ...] prepared, mask [B]) -> outputs [B, ...]
+# (x [B, ...] prepared, mask [B]) -> outputs [B, ...]
+Predictor = Callable[[Array, Array], PyTree]
 
 
 class Examples(NamedTuple):
-    """Inputs and labels; in `Federation.examples` the official training examples, then the test's."""
+    """Inputs and labels; in `Federation.examples` the official training examples, then
+    the test's."""
 
     x: Array  # [n, *input], raw: uint8 images stay uint8 until a batch is taken
     y: Array  # [n] int32
 
 
 class Subset(NamedTuple):
-    """The examples of each client, as positions in `Federation.examples`; the last axis is padded."""
+    """The examples of each client, as positions in `Federation.examples`; the last axis
+    is padded."""
 
     index: Array  # type: ignore[assignment]  # hides tuple.index; [..., M] int32, meaningless past `size`
     size: Array  # [...] int32
@@ -45,20 +49,26 @@ class Federation(NamedTuple):
     val: Subset  # index [N, M'], size [N]; M' may be 0
     test: Subset  # index [N, M''], size [N]
     class_counts: Array  # [N, C] int32, training examples of each class
-    public: Examples | None = None  # the pool of public examples, P of them; their labels may be meaningless
-    placement: Any = None  # of `engine.placement`: which rows of State.clients are whose; None: row i is client i's
-    mask_fill: Examples | None = None  # as of `Data`; no result may depend on it, which a test checks
+    # the pool of public examples, P of them; their labels may be meaningless
+    public: Examples | None = None
+    # of `engine.placement`: which rows of State.clients are whose; None: row i is
+    # client i's
+    placement: Any = None
+    # as of `Data`; no result may depend on it, which a test checks
+    mask_fill: Examples | None = None
 
 
 class Data(NamedTuple):
-    """One client's train, validation, test or public examples, as positions in everybody's, and how
-    raw inputs become what a model takes. Methods read them through `local` and `evaluate`."""
+    """One client's train, validation, test or public examples, as positions in
+    everybody's, and how raw inputs become what a model takes. Methods read them through
+    `local` and `evaluate`."""
 
     examples: Examples
     index: Array  # type: ignore[assignment]  # hides tuple.index; [M] int32
     size: Array  # [] int32
     prepare: Callable[[Array], Array]  # raw [B, *input] -> the model's input [B, ...]
-    mask_fill: Examples | None = None  # what stands where Batch.mask is False: x prepared [...], y []; None: zeros
+    # what stands where Batch.mask is False: x prepared [...], y []; None: zeros
+    mask_fill: Examples | None = None
 
 
 class Batch(NamedTuple):
@@ -66,37 +76,51 @@ class Batch(NamedTuple):
 
     x: Array  # [B, ...], prepared; anything finite where the mask is False
     y: Array  # [B] int32; any label where the mask is False
-    mask: Array  # [B] bool: is this row an example? Every mean and sum over a batch must use it
+    # [B] bool: is this row an example? Every mean and sum over a batch must use it
+    mask: Array
     row: Array  # [B] int32, position in Data.index
 
 
 class Network(NamedTuple):
-    """Any network: pure functions over {"params": parameters, "stats": running statistics}."""
+    """Any network: pure functions over {"params": parameters, "stats": running
+    statistics}."""
 
     init: Callable[[Array], PyTree]  # key -> variables
-    apply: Callable[..., tuple[Any, PyTree]]  # (variables, x, mask=None, train=False, key=None) -> outputs, new stats
-    bn_mask: PyTree  # the structure of the variables, bool: does this leaf belong to a batch-norm module?
+    # (variables, x, mask=None, train=False, key=None) -> outputs, new stats
+    apply: Callable[..., tuple[Any, PyTree]]
+    # the structure of the variables, bool: does this leaf belong to a batch-norm
+    # module?
+    bn_mask: PyTree
 
 
 class Model(NamedTuple):
-    """A classifier: pure functions over {"body": params, "head": params, "stats": statistics}."""
+    """A classifier: pure functions over {"body": params, "head": params, "stats":
+    statistics}."""
 
     init: Callable[[Array], PyTree]  # key -> variables
-    features: Callable[..., tuple[Array, PyTree]]  # (variables, x, mask=None, train=False, key=None) -> [B, K], stats
-    head: Callable[[PyTree, Array], Array]  # (variables["head"], h [B, K]) -> logits [B, C]
-    apply: Callable[..., tuple[Array, PyTree]]  # (variables, x, mask=None, train=False, key=None) -> [B, C], stats
-    bn_mask: PyTree  # the structure of the variables, bool: does this leaf belong to a batch-norm module?
+    # (variables, x, mask=None, train=False, key=None) -> [B, K], stats
+    features: Callable[..., tuple[Array, PyTree]]
+    # (variables["head"], h [B, K]) -> logits [B, C]
+    head: Callable[[PyTree, Array], Array]
+    # (variables, x, mask=None, train=False, key=None) -> [B, C], stats
+    apply: Callable[..., tuple[Array, PyTree]]
+    # the structure of the variables, bool: does this leaf belong to a batch-norm
+    # module?
+    bn_mask: PyTree
     num_features: int  # K
 
 
 class Client(NamedTuple):
-    """One client of a round, as a method's function gets it: under `jax.vmap`, without a client axis.
+    """One client of a round, as a method's function gets it: under `jax.vmap`, without
+    a client axis.
 
     Where the client is inactive, all its data have size 0, and its class counts are 0.
     """
 
     id: Array  # [] int32 among all N; N or more in padding
-    key: Array  # a function of (run, round, phase, id), not of the place in the cohort; None with phase=None
+    # a function of (run, round, phase, id), not of the place in the cohort; None with
+    # phase=None
+    key: Array
     train: Data
     val: Data
     test: Data  # for scores alone
@@ -107,7 +131,8 @@ class Client(NamedTuple):
 
 
 class Task(NamedTuple):
-    """The setting, the same for every method; host values except `lr`, which may be traced."""
+    """The setting, the same for every method; host values except `lr`, which may be
+    traced."""
 
     models: tuple[Model, ...]  # [G] architectures
     architecture: np.ndarray  # [N] of each client, 0 to G - 1
@@ -117,18 +142,27 @@ class Task(NamedTuple):
     input: jax.ShapeDtypeStruct  # one raw example, as a row of `Examples.x`
     prepare: Callable[[Array], Array]  # raw [B, *input] -> the models' input [B, ...]
     lr: Numeric
-    optimizer: Callable[[Numeric], optax.GradientTransformation]  # learning rate -> optimizer
+    # learning rate -> optimizer
+    optimizer: Callable[[Numeric], optax.GradientTransformation]
     batch_size: int
     epochs: int | None = 1  # local epochs per round
-    steps: int | None = None  # local steps per round; one of `epochs` and `steps` is None
-    rounds: int | None = None  # of the whole run; needed by schedules over the rounds (FedPHP, FedKD, MOCHA)
-    participation: tuple[float, float] = (1.0, 1.0)  # share of the clients in a round, drawn from [low, high]
+    # local steps per round; one of `epochs` and `steps` is None
+    steps: int | None = None
+    # of the whole run; needed by schedules over the rounds (FedPHP, FedKD, MOCHA)
+    rounds: int | None = None
+    # share of the clients in a round, drawn from [low, high]
+    participation: tuple[float, float] = (1.0, 1.0)
     drop_last: bool = False  # drop the short last batch, to copy a paper that did
-    augment: Callable[[Array, Array], Array] | None = None  # (key, x) -> x, on training batches
-    bn_stats: str = "aggregate"  # batch norm's statistics are averaged; "local": each client's own; "batch": none
-    superclass: np.ndarray | None = None  # [C] -> superclass, where the data set has them
-    shared: Model | None = None  # the small model that all clients exchange (FML, FedKD, ...)
-    public: jax.ShapeDtypeStruct | None = None  # the pool of public examples [P, *input], raw; None: there is none
+    # (key, x) -> x, on training batches
+    augment: Callable[[Array, Array], Array] | None = None
+    # batch norm's statistics are averaged; "local": each client's own; "batch": none
+    bn_stats: str = "aggregate"
+    # [C] -> superclass, where the data set has them
+    superclass: np.ndarray | None = None
+    # the small model that all clients exchange (FML, FedKD, ...)
+    shared: Model | None = None
+    # the pool of public examples [P, *input], raw; None: there is none
+    public: jax.ShapeDtypeStruct | None = None
     prepare_public: Callable[[Array], Array] | None = None  # as `prepare`
     public_classes: int = 0  # of the pool's labels; 0: they are meaningless
 
@@ -139,47 +173,66 @@ class Task(NamedTuple):
     @property
     def prepared(self) -> jax.ShapeDtypeStruct:
         """Shape and dtype of one example as the models take it, [1, ...]."""
-        return jax.eval_shape(self.prepare, jax.ShapeDtypeStruct((1, *self.input.shape), self.input.dtype))
+        return jax.eval_shape(
+            self.prepare, jax.ShapeDtypeStruct((1, *self.input.shape), self.input.dtype)
+        )
 
     @property
     def cohort_sizes(self) -> tuple[int, int]:
-        """The least and the largest number of clients of a round, max(1, floor(fraction N)) each."""
-        low, high = (max(1, math.floor(x * self.num_clients + 1e-9)) for x in self.participation)
+        """The least and the largest number of clients of a round, max(1, floor(fraction
+        N)) each."""
+        low, high = (
+            max(1, math.floor(x * self.num_clients + 1e-9)) for x in self.participation
+        )
         return low, high
 
     @property
     def model(self) -> Model:
         """The only architecture; ArchitectureError if there are several."""
         if len(self.models) > 1:
-            raise ArchitectureError(f"This needs clients of one architecture, and there are {len(self.models)}.")
+            raise ArchitectureError(
+                "This needs clients of one architecture, and there are "
+                f"{len(self.models)}."
+            )
         return self.models[0]
 
 
 class Own(NamedTuple):
-    """Marks a result of a client's function whose tree structure is its architecture's, as a whole
-    model's; of an upload so marked the mean is taken within each architecture."""
+    """Marks a result of a client's function whose tree structure is its architecture's,
+    as a whole model's; of an upload so marked the mean is taken within each
+    architecture."""
 
     tree: PyTree
 
 
 class Grouped(NamedTuple):
-    """Stacked trees, one per architecture; of a single architecture its plain tree stands instead."""
+    """Stacked trees, one per architecture; of a single architecture its plain tree
+    stands instead."""
 
-    trees: tuple[PyTree, ...]  # [G] trees, leading axis: the clients of that architecture
+    # [G] trees, leading axis: the clients of that architecture
+    trees: tuple[PyTree, ...]
 
 
 class State(NamedTuple):
     """What a method carries from round to round."""
 
-    server: PyTree  # no client axis, or a leading N, by client id, where the server must see every client
-    clients: PyTree  # `init`: leading axis N by client id; `round`: S, the clients of its cohort; parts may be Grouped
+    # no client axis, or a leading N, by client id, where the server must see every
+    # client
+    server: PyTree
+    # `init`: leading axis N by client id; `round`: S, the clients of its cohort; parts
+    # may be Grouped
+    clients: PyTree
 
 
 class Metrics(NamedTuple):
     """What a round reports."""
 
-    loss: Any = None  # [S] mean training loss over the local steps, of the model that the method's Note names; required
-    post: Any = None  # {score: [S]} right after local training (`evaluate.post`), the headline among them; required
+    # [S] mean training loss over the local steps, of the model that the method's Note
+    # names; required
+    loss: Any = None
+    # {score: [S]} right after local training (`evaluate.post`), the headline among
+    # them; required
+    post: Any = None
     clients: dict[str, Array] = {}  # noqa: RUF012  # {name: [S]}, ignored where inactive; immutable by convention
     server: dict[str, Array] = {}  # noqa: RUF012  # {name: any shape}, such as mixing weights [N, N]
 
@@ -187,15 +240,17 @@ class Metrics(NamedTuple):
 class Cohort(Protocol):
     """The clients of a round and how to run a function over them.
 
-    Some of its S places are inactive: padding, and clients that have dropped out. They must change
-    nothing: where nobody trains the server stays as it is. The engine keeps their rows of
-    State.clients; what a method writes into State.server by client id it masks itself
-    (`trees.scatter` with `active` or `trained`). The places are in no particular order, so a sum of
-    floats over them outside `mean` is taken in the order of the ids (`jnp.argsort(cohort.ids)`), or
-    the layout changes its rounding.
+    Some of its S places are inactive: padding, and clients that have dropped out. They
+    must change nothing: where nobody trains the server stays as it is. The engine keeps
+    their rows of State.clients; what a method writes into State.server by client id it
+    masks itself (`trees.scatter` with `active` or `trained`). The places are in no
+    particular order, so a sum of floats over them outside `mean` is taken in the order
+    of the ids (`jnp.argsort(cohort.ids)`), or the layout changes its rounding.
     """
 
-    ids: Array  # [S] int32, distinct; N or more in padding: x[ids] reads some row there, x.at[ids].set writes none
+    # [S] int32, distinct; N or more in padding: x[ids] reads some row there,
+    # x.at[ids].set writes none
+    ids: Array
     active: Array  # [S] bool: takes part; the others are padding or have dropped out
     sizes: Array  # [S] int32 training examples; 0 where inactive
     trained: Array  # [S] bool: takes part and has training examples
@@ -205,14 +260,18 @@ class Cohort(Protocol):
     evaluated: Array  # [] bool: is this round evaluated?
     public: Data | None  # the pool of public examples, for the server
 
-    def map(self, client: Callable[..., PyTree], *rows: PyTree, phase: int | None = 0) -> PyTree:
-        """Calls client(c, *rows) per client and stacks the results, [S, ...]; those marked `Own` come
-        back as Grouped. What is returned of inactive clients is undefined: mask it.
+    def map(
+        self, client: Callable[..., PyTree], *rows: PyTree, phase: int | None = 0
+    ) -> PyTree:
+        """Calls client(c, *rows) per client and stacks the results, [S, ...]; those
+        marked `Own` come back as Grouped. What is returned of inactive clients is
+        undefined: mask it.
 
         Args:
           rows: trees with a leading axis S, or Grouped; each client gets its own entry.
-          phase: separates the random streams of the calls in one round, so each call needs its own
-            (else InputError); None: the function draws nothing, and c.key is None.
+          phase: separates the random streams of the calls in one round, so each call
+            needs its own (else InputError); None: the function draws nothing, and c.key
+            is None.
         """
 
     def mean(
@@ -223,78 +282,106 @@ class Cohort(Protocol):
         default: PyTree,
         phase: int | None = 0,
     ) -> tuple[PyTree, tuple[PyTree, ...]]:
-        """Maps `client`, which returns a tuple, and averages its first result, the upload, over the
-        active clients.
+        """Maps `client`, which returns a tuple, and averages its first result, the
+        upload, over the active clients.
 
-        Uploads are trees of floats (integers would be truncated). They alone are counted as sent
-        (`Algorithm.traffic`) and clipped or made noisy (`transform` of `simulate.program`); the
-        other results, and those of `map` and `scan`, are not.
+        Uploads are trees of floats (integers would be truncated). They alone are
+        counted as sent (`Algorithm.traffic`) and clipped or made noisy (`transform` of
+        `simulate.program`); the other results, and those of `map` and `scan`, are not.
 
         Args:
-          weight: not negative, not normalised; None (uniform over the active clients, those without
-            examples included: `trained` leaves them out), [S], or a prefix tree of the upload whose
-            leaves are None, [S], or [S, ...], broadcast against the trailing axes of every leaf
-            below (see `aggregate.shares`).
-          default: a tree like the upload, taken where the weights of the active clients sum to
-            zero, and in place of every upload for unseen clients; usually the server's present
-            value. Grouped where the upload is marked `Own`, as the mean then is.
+          weight: not negative, not normalised; None (uniform over the active clients,
+            those without examples included: `trained` leaves them out), [S], or a
+            prefix tree of the upload whose leaves are None, [S], or [S, ...], broadcast
+            against the trailing axes of every leaf below (see `aggregate.shares`).
+          default: a tree like the upload, taken where the weights of the active clients
+            sum to zero, and in place of every upload for unseen clients; usually the
+            server's present value. Grouped where the upload is marked `Own`, as the
+            mean then is.
 
         Returns:
-          (the mean, in the dtypes of the upload, and the other results [S, ...] as a tuple).
+          (the mean, in the dtypes of the upload, and the other results [S, ...] as a
+          tuple).
         """
 
     def scan(
-        self, client: Callable[..., tuple[PyTree, PyTree]], carry: PyTree, *rows: PyTree, phase: int | None = 0
+        self,
+        client: Callable[..., tuple[PyTree, PyTree]],
+        carry: PyTree,
+        *rows: PyTree,
+        phase: int | None = 0,
     ) -> tuple[PyTree, PyTree]:
-        """Active clients of one architecture one after another, in random order: carry, results =
-        client(c, carry, *rows); returns the last carry and the results [S, ...], zeros where
-        inactive."""
+        """Active clients of one architecture one after another, in random order: carry,
+        results = client(c, carry, *rows); returns the last carry and the results [S,
+        ...], zeros where inactive."""
 
     def replicated(self, tree: PyTree) -> PyTree:
-        """The tree [S, ...] whole on every device: needed by a callback, or by another order of rows."""
+        """The tree [S, ...] whole on every device: needed by a callback, or by another
+        order of rows."""
 
 
 class Traffic(NamedTuple):
-    """Communication of one round per client, integers, 0 where inactive (see `traffic.both_ways`)."""
+    """Communication of one round per client, integers, 0 where inactive (see
+    `traffic.both_ways`)."""
 
     down: Array  # [S] scalars received
     up: Array  # [S] scalars sent
-    ints: Array  # [S] integers and ids, both ways (class ids that key prototypes or logits: up alone)
+    # [S] integers and ids, both ways (class ids that key prototypes or logits: up
+    # alone)
+    ints: Array
     messages: Array  # [S] messages, both ways
-    encrypted: Array | None = None  # [S] bytes of ciphertexts, both ways; None: nothing is encrypted
-    public_data: Array | None = None  # [S] scalars of public examples received; None: whoever needs them has them
+    # [S] bytes of ciphertexts, both ways; None: nothing is encrypted
+    encrypted: Array | None = None
+    # [S] scalars of public examples received; None: whoever needs them has them
+    public_data: Array | None = None
 
 
 class Idle(NamedTuple):
-    """When a part of a method does nothing: while a server's metric is near one value."""
+    """When a part of a method does nothing: while a server's metric is near one
+    value."""
 
     metric: str  # its name in Metrics.server
     at: float  # the value at which the part does nothing
     within: float  # the largest distance to it that counts as nothing
-    what: str  # what the method then amounts to, and what makes the part act: a sentence with its full stop
+    # what the method then amounts to, and what makes the part act: a sentence with its
+    # full stop
+    what: str
 
 
 class Algorithm(NamedTuple):
     """A method as a value: pure functions, and what is known of them.
 
-    A factory, name(task, *, hyperparameters) -> Algorithm, makes it anew in every trace: `task.lr`
-    and hyperparameters that are floats are then traced, so Python branches on none of them, nor on
-    any array. A round reaches clients through `cohort.map`, `mean` and `scan` only, and returns a
-    State of the structure, shapes and dtypes that it was given. What a client sends and what stays
-    goes through `averaging.split`, which knows of running statistics. The round's key is for the
-    server's draws; a client's main local training takes `c.key` unchanged, every other draw
-    `keys.fold(c.key, stream)`, a stream being of `keys.Client` or another `keys.Stream`.
+    A factory, name(task, *, hyperparameters) -> Algorithm, makes it anew in every
+    trace: `task.lr` and hyperparameters that are floats are then traced, so Python
+    branches on none of them, nor on any array. A round reaches clients through
+    `cohort.map`, `mean` and `scan` only, and returns a State of the structure, shapes
+    and dtypes that it was given. What a client sends and what stays goes through
+    `averaging.split`, which knows of running statistics. The round's key is for the
+    server's draws; a client's main local training takes `c.key` unchanged, every other
+    draw `keys.fold(c.key, stream)`, a stream being of `keys.Client` or another
+    `keys.Stream`.
     """
 
-    init: Callable[[Array], State]  # key -> State, State.clients by client id; give every array its dtype
-    round: Callable[[Array, State, Cohort], tuple[State, Metrics]]  # (key, State[S], Cohort) -> State[S], Metrics
-    # (server, the client's entry of State.clients, client); called once per client, so it is here that a model is
-    # fine-tuned before it predicts. c.key is that of the round's training: draw from keys.fold(c.key, ...)
+    # key -> State, State.clients by client id; give every array its dtype
+    init: Callable[[Array], State]
+    # (key, State[S], Cohort) -> State[S], Metrics
+    round: Callable[[Array, State, Cohort], tuple[State, Metrics]]
+    # (server, the client's entry of State.clients, client); called once per client, so
+    # it is here that a model is fine-tuned before it predicts. c.key is that of the
+    # round's training: draw from keys.fold(c.key, ...)
     predict: Callable[[PyTree, PyTree, Client], Predictor]
-    score: Callable[[PyTree, Array, Array, Client], Scores]  # (outputs [B, ...], y, mask, client), with the headline
-    traffic: Callable[[State, Cohort, Metrics], Traffic] | None = None  # None: the size of the upload, both ways
-    headline: tuple[str, str] = ("acc", "max")  # the primary score, and whether "max" or "min" is better
-    one_architecture: bool = True  # False: there may be several; use `c.model`, not `task.model`, and `groups.stack`
-    no_unseen: str = ""  # why unseen clients cannot be personalised, as the end of an error's sentence; "": they can
-    averages: tuple[str, ...] = ()  # keys of State.server, means of parameters that a server optimizer may update
-    idle: tuple[Idle, ...] = ()  # when a part of the method does nothing, by the server's metrics
+    # (outputs [B, ...], y, mask, client), with the headline
+    score: Callable[[PyTree, Array, Array, Client], Scores]
+    # None: the size of the upload, both ways
+    traffic: Callable[[State, Cohort, Metrics], Traffic] | None = None
+    # the primary score, and whether "max" or "min" is better
+    headline: tuple[str, str] = ("acc", "max")
+    # False: there may be several; use `c.model`, not `task.model`, and `groups.stack`
+    one_architecture: bool = True
+    # why unseen clients cannot be personalised, as the end of an error's sentence; "":
+    # they can
+    no_unseen: str = ""
+    # keys of State.server, means of parameters that a server optimizer may update
+    averages: tuple[str, ...] = ()
+    # when a part of the method does nothing, by the server's metrics
+    idle: tuple[Idle, ...] = ()

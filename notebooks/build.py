@@ -1,9 +1,9 @@
-"""Makes the notebooks of their sources: `python notebooks/build.py`; the same sources give the same
-files.
+"""Makes the notebooks of their sources: `python notebooks/build.py`; the same sources
+give the same files.
 
-A source is a Python file of cells: `# %% [markdown]` begins a text, every line of it a comment, `#
-%%` begins code. Each notebook begins with the cells that install the project and find the device.
-"""
+A source is a Python file of cells: `# %% [markdown]` begins a text, every line of it a
+comment, `# %%` begins code. Each notebook begins with the cells that install the
+project and find the device."""
 
 import json
 import sys
@@ -12,7 +12,8 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 BADGE = (
-    "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/)"
+    "[![Open in "
+    "Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/)"
 )
 SETUP = """\
 import glob
@@ -66,7 +67,10 @@ def cells(source: str) -> list[tuple[str, str]]:
         elif line.strip():
             raise ValueError(f"A source begins with a cell, not with {line!r}.")
     texts = [(kind, "\n".join(lines).strip("\n")) for kind, lines in found]
-    return [(kind, "\n".join(x[2:] for x in t.splitlines()) if kind == "markdown" else t) for kind, t in texts]
+    return [
+        (kind, "\n".join(x[2:] for x in t.splitlines()) if kind == "markdown" else t)
+        for kind, t in texts
+    ]
 
 
 def notebook(source: str) -> dict[str, Any]:
@@ -75,11 +79,20 @@ def notebook(source: str) -> dict[str, Any]:
     if kind != "markdown" or not title.startswith("# "):
         raise ValueError("A notebook begins with its title.")
     head, _, intro = title.partition("\n")
-    whole = [("markdown", f"{head}\n\n{BADGE}\n{intro}"), ("code", SETUP.rstrip()), ("code", DEVICE.rstrip()), *rest]
+    whole = [
+        ("markdown", f"{head}\n\n{BADGE}\n{intro}"),
+        ("code", SETUP.rstrip()),
+        ("code", DEVICE.rstrip()),
+        *rest,
+    ]
     return {
         "cells": [_cell(i, kind, text) for i, (kind, text) in enumerate(whole)],
         "metadata": {
-            "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+            "kernelspec": {
+                "display_name": "Python 3",
+                "language": "python",
+                "name": "python3",
+            },
             "language_info": {"name": "python"},
         },
         "nbformat": 4,
@@ -89,12 +102,21 @@ def notebook(source: str) -> dict[str, Any]:
 
 def _cell(number: int, kind: str, text: str) -> dict[str, Any]:
     code = {"execution_count": None, "outputs": []} if kind == "code" else {}
-    return {"cell_type": kind, "id": f"cell-{number}", "metadata": {}, "source": text.splitlines(keepends=True), **code}
+    return {
+        "cell_type": kind,
+        "id": f"cell-{number}",
+        "metadata": {},
+        "source": text.splitlines(keepends=True),
+        **code,
+    }
 
 
 def text(source: str) -> str:
     """A notebook's file."""
-    return json.dumps(notebook(source), indent=1, ensure_ascii=False, sort_keys=True) + "\n"
+    return (
+        json.dumps(notebook(source), indent=1, ensure_ascii=False, sort_keys=True)
+        + "\n"
+    )
 
 
 def main(folder: Path = FOLDER) -> None:

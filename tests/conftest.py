@@ -7,15 +7,20 @@ from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
-# Tests compile much and compute little: a compiler that optimises less, compiles a module in one piece, and makes code
-# of fusions in the older of its two ways takes a third of the time. An unknown flag would stop the process.
-FLAGS = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+# Tests compile much and compute little: a compiler that optimises less, compiles a
+# module in one piece, and makes code of fusions in the older of its two ways takes a
+# third of the time. An unknown flag would stop the process.
+FLAGS = [
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+]
 FLAGS += ["--xla_cpu_parallel_codegen_split_count=1"]
 if version("jaxlib").startswith("0.10."):  # newer ones do not have it
     FLAGS += ["--xla_cpu_use_fusion_emitters=false"]
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
 
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # the command line would fill the user's
+# the command line would fill the user's
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
 import jax  # noqa: E402  (it reads the flags)
 import pytest  # noqa: E402
@@ -23,19 +28,39 @@ import pytest  # noqa: E402
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 8)  # for the tests of several devices
 
-# Groups of few tests that take long, first: one that began last would keep one worker busy alone.
-LONG = ("feddva", "hosts", "presets", "checkpoint", "devices", "reductions", "benchmarks", "grid", "at_once", "entry")
+# Groups of few tests that take long, first: one that began last would keep one worker
+# busy alone.
+LONG = (
+    "feddva",
+    "hosts",
+    "presets",
+    "checkpoint",
+    "devices",
+    "reductions",
+    "benchmarks",
+    "grid",
+    "at_once",
+    "entry",
+)
 LONG += ("dva", "groups", "style", "readme", "notebooks", "offload", "clients_table")
-MAPPINGS = 20_000  # Linux allows a process 65,530; each compiled function takes some, and at the limit XLA crashes
+# Linux allows a process 65,530; each compiled function takes some, and at the limit XLA
+# crashes
+MAPPINGS = 20_000
 TESTS = itertools.count()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """One worker for the tests that share compilations: those of a method, or else of a file; the
-    longest groups begin first, the others by how many tests they have."""
+    """One worker for the tests that share compilations: those of a method, or else of a
+    file; the longest groups begin first, the others by how many tests they have."""
     counts = Counter(map(_group, items))
-    order = [*LONG, *sorted((name for name in counts if name not in LONG), key=lambda name: -counts[name])]
+    order = [
+        *LONG,
+        *sorted(
+            (name for name in counts if name not in LONG),
+            key=lambda name: -counts[name],
+        ),
+    ]
     rank = {name: place for place, name in enumerate(order)}
     items.sort(key=lambda item: rank[_group(item)])
     for item in items:
@@ -43,8 +68,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Tracing makes many objects and few cycles: looking for those less often takes a twentieth
-    less time."""
+    """Tracing makes many objects and few cycles: looking for those less often takes a
+    twentieth less time."""
     gc.freeze()
     gc.set_threshold(100_000, 20, 50)
 
@@ -62,7 +87,11 @@ def pytest_runtest_teardown(item, nextitem):
 
 def _group(item) -> str:
     given = getattr(item, "callspec", None)
-    method = given.params.get("method") if given and item.get_closest_marker("contract") else None
+    method = (
+        given.params.get("method")
+        if given and item.get_closest_marker("contract")
+        else None
+    )
     return method or item.path.stem.removeprefix("test_")
 
 

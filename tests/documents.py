@@ -7,9 +7,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
-TABLES = ["experiments/README.md", "CONTRIBUTING.md"]  # whose commands are real but long, or change the repository
-_BLOCK = re.compile(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+PAGES = [
+    "README.md",
+    *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")),
+]
+# whose commands are real but long, or change the repository
+TABLES = ["experiments/README.md", "CONTRIBUTING.md"]
+_BLOCK = re.compile(
+    r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL
+)
 
 
 class Block(NamedTuple):
@@ -32,7 +38,11 @@ def blocks(page: str, language: str | None = None) -> list[Block]:
 def commands(code: str) -> list[list[str]]:
     """The commands of a bash block, as lists of words without their comments."""
     lines = code.replace("\\\n", " ").splitlines()
-    split = [shlex.split(part, comments=True) for line in lines for part in line.split(" && ")]
+    split = [
+        shlex.split(part, comments=True)
+        for line in lines
+        for part in line.split(" && ")
+    ]
     return [words for words in split if words]
 
 

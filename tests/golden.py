@@ -1,8 +1,8 @@
-"""Records the golden losses and the defaults of the methods named: `python tests/golden.py ditto
-fedprox`.
+"""Records the golden losses and the defaults of the methods named: `python
+tests/golden.py ditto fedprox`.
 
-For a new method, or after a change that is meant to move them; other methods' stay as they are.
-"""
+For a new method, or after a change that is meant to move them; other methods' stay as
+they are."""
 
 import json
 import sys
@@ -19,7 +19,8 @@ from fedjax_pfl.errors import choose  # noqa: E402
 
 
 def recorded(known: dict, found: dict) -> dict:
-    """What is recorded, with what was found; the order stays, and what is new comes last."""
+    """What is recorded, with what was found; the order stays, and what is new comes
+    last."""
     return known | found
 
 
@@ -40,7 +41,9 @@ def main(methods: list[str]) -> None:
     defaults = {m: simulate.hyperparameters(ALGORITHMS[m]) for m in methods}
     folder = Path(__file__).parent
     (folder / "golden.json").write_text(losses_text(recorded(contract.GOLDEN, losses)))
-    (folder / "defaults.json").write_text(defaults_text(recorded(contract.DEFAULTS, defaults)))
+    (folder / "defaults.json").write_text(
+        defaults_text(recorded(contract.DEFAULTS, defaults))
+    )
     print(f"Recorded {', '.join(methods)}.")
 
 

@@ -1,5 +1,5 @@
-"""A two-layer network, its gradient and its minibatches in plain NumPy: whole rounds are written
-out with them."""
+"""A two-layer network, its gradient and its minibatches in plain NumPy: whole rounds
+are written out with them."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,15 @@ from fedjax_pfl.types import State
 def variables(w) -> list[np.ndarray]:
     """(kernel, bias) of the toy network's hidden layer and of its head."""
     layer = w["body"]["layers"]["0"]
-    return [np.asarray(x, np.float64) for x in (layer["kernel"], layer["bias"], w["head"]["kernel"], w["head"]["bias"])]
+    return [
+        np.asarray(x, np.float64)
+        for x in (
+            layer["kernel"],
+            layer["bias"],
+            w["head"]["kernel"],
+            w["head"]["bias"],
+        )
+    ]
 
 
 def forward(w, x):
@@ -49,23 +57,33 @@ def gradient(w, x, y):
 
 
 def batches(f, i, key, task, count=1):
-    """The minibatches of client i in a round of this key: a list of steps, each of `count` pairs
-    (x, y)."""
+    """The minibatches of client i in a round of this key: a list of steps, each of
+    `count` pairs (x, y)."""
     key = jax.random.fold_in(jax.random.fold_in(key, 0), i)
     size, own = int(f.train.size[i]), np.asarray(f.train.index[i])
     x, y, steps = np.asarray(f.examples.x, np.float64), np.asarray(f.examples.y), []
     for epoch in range(task.epochs):
         first = jax.random.fold_in(keys.fold(key, keys.Client.SHUFFLE), epoch)
         draws = [first, *(jax.random.fold_in(first, k) for k in range(1, count))]
-        orders = [own[np.asarray(local.shuffle(draw, len(own), size))[:size]] for draw in draws]
-        for s in range(0, size - size % task.batch_size if task.drop_last else size, task.batch_size):
+        orders = [
+            own[np.asarray(local.shuffle(draw, len(own), size))[:size]]
+            for draw in draws
+        ]
+        for s in range(
+            0,
+            size - size % task.batch_size if task.drop_last else size,
+            task.batch_size,
+        ):
             rows = [order[s : s + task.batch_size] for order in orders]
             steps.append([(x[row], y[row]) for row in rows])
     return steps
 
 
 def mean(models, weights):
-    return [sum(p * w[k] for p, w in zip(weights, models, strict=True)) / sum(weights) for k in range(len(models[0]))]
+    return [
+        sum(p * w[k] for p, w in zip(weights, models, strict=True)) / sum(weights)
+        for k in range(len(models[0]))
+    ]
 
 
 def close(got, expected) -> None:
@@ -85,17 +103,29 @@ ROUNDS = [[0, 1, 2, 3, 4], [1, 3, 4]]  # who takes part
 
 
 def run(factory, task, **hparams):
-    """What the program makes of ROUNDS: their keys, the states before, between and after them, and
-    their metrics."""
-    algorithm, f, ids = factory(task, **hparams), federation(), jnp.arange(toy.N, dtype=jnp.int32)
+    """What the program makes of ROUNDS: their keys, the states before, between and
+    after them, and their metrics."""
+    algorithm, f, ids = (
+        factory(task, **hparams),
+        federation(),
+        jnp.arange(toy.N, dtype=jnp.int32),
+    )
 
     @jax.jit
     def step(key, state, active):
-        cohort = Cohort(f, task, ids, active, key=key, round=0, evaluated=jnp.bool(False), width=1)
+        cohort = Cohort(
+            f, task, ids, active, key=key, round=0, evaluated=jnp.bool(False), width=1
+        )
         new, metrics = algorithm.round(key, state, cohort)
-        return State(new.server, trees.scatter(state.clients, ids, new.clients, active)), metrics
+        return State(
+            new.server, trees.scatter(state.clients, ids, new.clients, active)
+        ), metrics
 
-    states, rounds, reports = [algorithm.init(jax.random.key(0))], [jax.random.key(10 + t) for t in range(2)], []
+    states, rounds, reports = (
+        [algorithm.init(jax.random.key(0))],
+        [jax.random.key(10 + t) for t in range(2)],
+        [],
+    )
     for key, here in zip(rounds, ROUNDS, strict=True):
         state, metrics = step(key, states[-1], jnp.isin(ids, jnp.array(here)))
         states.append(state)

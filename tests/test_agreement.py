@@ -1,5 +1,5 @@
-"""PFLlib and HtFLlib beside a run: they are given the run's clients, weights and settings, which
-stand-ins show."""
+"""PFLlib and HtFLlib beside a run: they are given the run's clients, weights and
+settings, which stand-ins show."""
 
 import json
 import sys
@@ -38,7 +38,14 @@ class FedPer:
         self.rs_test_acc = [right / rows] * 2
         self.save_results()
 """
-FLAGS = ["--algo=fedper", "--model=mlp", "--clients=8", "--rounds=1", "--epochs=1", "--drop_last"]
+FLAGS = [
+    "--algo=fedper",
+    "--model=mlp",
+    "--clients=8",
+    "--rounds=1",
+    "--epochs=1",
+    "--drop_last",
+]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +56,9 @@ def case(tmp_path_factory):
     servers.mkdir(parents=True)
     (servers / "serverper.py").write_text(SERVER)
     (folder / "work").mkdir()
-    return agreement.Case(str(folder / "run"), str(folder / "PFLlib"), str(folder / "work"))
+    return agreement.Case(
+        str(folder / "run"), str(folder / "PFLlib"), str(folder / "work")
+    )
 
 
 def test_pfllib_begins_where_the_run_began_and_is_given_its_settings(case, monkeypatch):
@@ -69,7 +78,9 @@ def test_pfllib_begins_where_the_run_began_and_is_given_its_settings(case, monke
             "eval_gap": 1,
         }
     header, start, end = agreement.rows(run, found)
-    assert header[1:3] == ("ours", "PFLlib") and start[0] == "0" and float(start[3]) == 0
+    assert (
+        header[1:3] == ("ours", "PFLlib") and start[0] == "0" and float(start[3]) == 0
+    )
     assert end[1] == f"{100 * run.metrics[-1]['pre/acc_micro']:.2f}"
 
 
@@ -116,27 +127,56 @@ class FML:
         self.rs_test_acc = [own, shared, *given, order(True) != order(False), order(False) == list(range(50))]
         self.save_results()
 """
-MIXED = ["--algo=fml", "--model=cnn2,cnn5", "--partition=iid", "--clients=4", "--epochs=5"]
+MIXED = [
+    "--algo=fml",
+    "--model=cnn2,cnn5",
+    "--partition=iid",
+    "--clients=4",
+    "--epochs=5",
+]
 
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mixed")
     rng = np.random.default_rng(0)
-    np.savez(folder / "images.npz", x=rng.integers(0, 256, (120, 32, 32, 3), np.uint8), y=np.arange(120) % 10)
-    flags = ["--hparam=alpha=0.25", "--lr=0.05", "--batch_size=7", "--rounds=0", f"--workdir={folder / 'run'}"]
+    np.savez(
+        folder / "images.npz",
+        x=rng.integers(0, 256, (120, 32, 32, 3), np.uint8),
+        y=np.arange(120) % 10,
+    )
+    flags = [
+        "--hparam=alpha=0.25",
+        "--lr=0.05",
+        "--batch_size=7",
+        "--rounds=0",
+        f"--workdir={folder / 'run'}",
+    ]
     flags.append(f"--dataset=npz:{folder / 'images.npz'}")
     assert main.run([*MIXED, *flags]) == 0
     system = folder / "HtFLlib" / "system" / "flcore"
-    texts = {"servers/serverfml": MIXED_SERVER, "trainmodel/models": MIXED_NETS, "servers/serverproto": ""}
-    for name, text in (texts | {"clients/clientbase": "from torch.utils.data import DataLoader"}).items():
+    texts = {
+        "servers/serverfml": MIXED_SERVER,
+        "trainmodel/models": MIXED_NETS,
+        "servers/serverproto": "",
+    }
+    for name, text in (
+        texts | {"clients/clientbase": "from torch.utils.data import DataLoader"}
+    ).items():
         (system / name).parent.mkdir(parents=True, exist_ok=True)
         (system / f"{name}.py").write_text(text)
     (folder / "work").mkdir()
-    return agreement.Case(str(folder / "run"), str(folder / "HtFLlib"), str(folder / "work"), shuffled=True)
+    return agreement.Case(
+        str(folder / "run"),
+        str(folder / "HtFLlib"),
+        str(folder / "work"),
+        shuffled=True,
+    )
 
 
-def test_htfllib_begins_where_the_run_began_and_is_given_its_settings(mixed, monkeypatch):
+def test_htfllib_begins_where_the_run_began_and_is_given_its_settings(
+    mixed, monkeypatch
+):
     monkeypatch.chdir(mixed.folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "modules", {**sys.modules})
@@ -148,17 +188,31 @@ def test_htfllib_begins_where_the_run_began_and_is_given_its_settings(mixed, mon
     own, shared, *given, shuffled, tested_in_order = agreement.theirs_mixed(mixed)
     assert shuffled and tested_in_order
     np.testing.assert_allclose(own, run.metrics[0]["pre/acc_micro"], rtol=1e-6)
-    small, key = run.experiment.task.shared, keys.fold(run.experiment.key, keys.Run.INIT)
-    np.testing.assert_allclose(shared, small.apply(small.init(key), np.ones((1, 32, 32, 3), "float32"))[0].sum(), 1e-5)
+    small, key = (
+        run.experiment.task.shared,
+        keys.fold(run.experiment.key, keys.Run.INIT),
+    )
+    np.testing.assert_allclose(
+        shared,
+        small.apply(small.init(key), np.ones((1, 32, 32, 3), "float32"))[0].sum(),
+        1e-5,
+    )
     assert given == [0.25, 0.5, 7, 0.05, 0, 5, 1]
 
 
 def test_what_cannot_be_compared_is_one_sentence(case):
     run = runs.load(case.run)
-    with pytest.raises(InputError, match="has the network mlp: it must be one of cnn1, cnn2"):
-        agreement.check(run._replace(config=run.config.replace(algo="local")), mixed=True)
+    with pytest.raises(
+        InputError, match="has the network mlp: it must be one of cnn1, cnn2"
+    ):
+        agreement.check(
+            run._replace(config=run.config.replace(algo="local")), mixed=True
+        )
     for change, said in (
-        ({"algo": "pfedc"}, "--run has the method pfedc: it must be one of local, fedavg"),
+        (
+            {"algo": "pfedc"},
+            "--run has the method pfedc: it must be one of local, fedavg",
+        ),
         ({"model": "resnet18"}, "--run has the network resnet18"),
         ({"momentum": 0.9}, "--run has momentum=0.9: for a comparison it must be 0.0"),
         ({"epochs": None}, "--run has local work by --steps"),

@@ -1,9 +1,9 @@
-"""Bad commands and files, made systematically: each is one sentence and the documented exit code,
-and writes nothing.
+"""Bad commands and files, made systematically: each is one sentence and the documented
+exit code, and writes nothing.
 
-Every setting and every hyperparameter has values of a wrong kind and out of its range; every file
-that a user may bring is damaged in every way. A command that would begin to compile counts as
-accepted, which none of them may be.
+Every setting and every hyperparameter has values of a wrong kind and out of its range;
+every file that a user may bring is damaged in every way. A command that would begin to
+compile counts as accepted, which none of them may be.
 """
 
 import functools
@@ -13,26 +13,81 @@ import math
 import numpy as np
 import pytest
 
-from experiments import entry, export, figures, html, main, show, sweep, tables, train, within
+from experiments import (
+    entry,
+    export,
+    figures,
+    html,
+    main,
+    show,
+    sweep,
+    tables,
+    train,
+    within,
+)
 from experiments.config import SETTINGS
 from fedjax_pfl import hyperparameters
 from fedjax_pfl.algorithms import ALGORITHMS
 
-BASE = {"algo": "fedavg", "data_fraction": "0.2", "clients": "5", "model": "linear", "width": "1", "devices": "1"}
+BASE = {
+    "algo": "fedavg",
+    "data_fraction": "0.2",
+    "clients": "5",
+    "model": "linear",
+    "width": "1",
+    "devices": "1",
+}
 INTEGERS = ("x", "1.5", "", "nan", "-1", "1\n2", "9" * 30)
 NUMBERS = ("x", "", "nan", "inf", "-1", "1,5", "1\n2")
 WRONG = {int: INTEGERS, float: NUMBERS, bool: ("maybe", ""), str: ("", "no such")}
 TEXTS = {
-    "algo": ("", "fedavgg", "FedAvg", "x:", ":x", "nowhere.py:f", "os:getcwd", "os.path:nothing", "1\n2"),
+    "algo": (
+        "",
+        "fedavgg",
+        "FedAvg",
+        "x:",
+        ":x",
+        "nowhere.py:f",
+        "os:getcwd",
+        "os.path:nothing",
+        "1\n2",
+    ),
     "preset": ("", "pfedc", "DIGITS"),
     "dataset": ("", "digit", "npz:", "npz:/", "npz:nowhere.npz", "mnist"),
     "test_split": ("", "Pool", "official"),
     "partition": ("", "dirichlett", "file:", "file:/", "file:nowhere.npz"),
-    "participation": ("", "0", "1.5", "-1", "nan", "1:0.5", "0.1:", ":", "0.1:0.5:1", "half"),
+    "participation": (
+        "",
+        "0",
+        "1.5",
+        "-1",
+        "nan",
+        "1:0.5",
+        "0.1:",
+        ":",
+        "0.1:0.5:1",
+        "half",
+    ),
     "optimizer": ("", "sgdd", "lbfgs", "SGD"),
-    "model": ("", "linearr", "linear,", "linear,linear,linear,linear,linear,linear", "file:", "file:/", "cnn"),
+    "model": (
+        "",
+        "linearr",
+        "linear,",
+        "linear,linear,linear,linear,linear,linear",
+        "file:",
+        "file:/",
+        "cnn",
+    ),
     "shared_model": ("", "linearr", "linear,linear"),
-    "public": ("", "digit", "digits:0", "digits:99999999", "digits:-1", "digits:20k", "npz:"),
+    "public": (
+        "",
+        "digit",
+        "digits:0",
+        "digits:99999999",
+        "digits:-1",
+        "digits:20k",
+        "npz:",
+    ),
     "bn_stats": ("", "Local", "global"),
     "compute_dtype": ("", "float", "int8"),
     "targets": ("", "80", "x", "0.5;0.6", "nan", ":", "nothing:0.5"),
@@ -70,7 +125,10 @@ def of_hyperparameters():
             for value in WRONG.get(known.kind, ("no such choice",))[:1]:
                 yield [*flags(algo=algo), f"--hparam={name}={value}"]
             if known.kind in (int, float) and math.isfinite(known.low):
-                yield [*flags(algo=algo), f"--hparam={name}={math.floor(known.low) - 1}"]
+                yield [
+                    *flags(algo=algo),
+                    f"--hparam={name}={math.floor(known.low) - 1}",
+                ]
 
 
 @functools.cache
@@ -78,9 +136,19 @@ def arrays(kind):
     """The arrays of a data set or of a partition of 5 clients."""
     rng = np.random.default_rng(0)
     if kind == "dataset":
-        return {"x": rng.random((60, 8), np.float32), "y": (np.arange(60) % 3).astype(np.int32)}
-    sizes = {"train_sizes": np.full(5, 8, np.int32), "test_sizes": np.full(5, 4, np.int32)}
-    return {"train": np.arange(40, dtype=np.int32), "test": np.arange(40, 60, dtype=np.int32), **sizes}
+        return {
+            "x": rng.random((60, 8), np.float32),
+            "y": (np.arange(60) % 3).astype(np.int32),
+        }
+    sizes = {
+        "train_sizes": np.full(5, 8, np.int32),
+        "test_sizes": np.full(5, 4, np.int32),
+    }
+    return {
+        "train": np.arange(40, dtype=np.int32),
+        "test": np.arange(40, 60, dtype=np.int32),
+        **sizes,
+    }
 
 
 ARRAYS = {  # what is done to one array
@@ -93,8 +161,16 @@ ARRAYS = {  # what is done to one array
     "objects": lambda x: x.astype(object),
     "nan": lambda x: np.full(x.shape, np.nan),
     "complex": lambda x: x + 1j,
-    "negative": lambda x: np.where(np.arange(len(x)) == 1, -1, x.T).T.astype(x.dtype) if x.dtype.kind == "i" else None,
-    "huge": lambda x: np.where(np.arange(len(x)) == 1, 2**31 - 1, x) if x.dtype.kind == "i" else x * np.inf,
+    "negative": lambda x: (
+        np.where(np.arange(len(x)) == 1, -1, x.T).T.astype(x.dtype)
+        if x.dtype.kind == "i"
+        else None
+    ),
+    "huge": lambda x: (
+        np.where(np.arange(len(x)) == 1, 2**31 - 1, x)
+        if x.dtype.kind == "i"
+        else x * np.inf
+    ),
 }
 FILES = {  # what is done to the file
     "empty": lambda content: b"",
@@ -103,7 +179,9 @@ FILES = {  # what is done to the file
     "the end gone": lambda content: content[:-1],
     "the beginning gone": lambda content: content[1:],
     "zeros": lambda content: bytes(len(content)),
-    "a byte in the middle": lambda content: content[:200] + bytes([content[200] ^ 255]) + content[201:],
+    "a byte in the middle": lambda content: (
+        content[:200] + bytes([content[200] ^ 255]) + content[201:]
+    ),
 }
 
 
@@ -119,11 +197,19 @@ def npz(kind, part, how):
 def of_files():
     for kind in ("dataset", "partition"):
         for part in (*arrays(kind), "file"):
-            yield from ((kind, part, how) for how in (FILES if part == "file" else ARRAYS))
+            yield from (
+                (kind, part, how) for how in (FILES if part == "file" else ARRAYS)
+            )
 
 
 OTHER = {  # other files of a user: the flag, and contents that cannot be
-    "--model=file:{}": (b"", b"linear\n", b"linear\n" * 6, b"linear\n" * 4 + b"linearr\n", b"\xff\xfe"),
+    "--model=file:{}": (
+        b"",
+        b"linear\n",
+        b"linear\n" * 6,
+        b"linear\n" * 4 + b"linearr\n",
+        b"\xff\xfe",
+    ),
     "--algo={}.py:f": (
         b"",
         b"f = 1\n",
@@ -136,7 +222,15 @@ OTHER = {  # other files of a user: the flag, and contents that cannot be
         b"\xff\n",
         b"def f(): pass\n",
     ),
-    "--hparam=tasks=file:{}": (b"", b"0 1", b"x " * 10, b"0.5 " * 10, b"\xff", b"-1 " * 10, b"99999999999999 " * 10),
+    "--hparam=tasks=file:{}": (
+        b"",
+        b"0 1",
+        b"x " * 10,
+        b"0.5 " * 10,
+        b"\xff",
+        b"-1 " * 10,
+        b"99999999999999 " * 10,
+    ),
 }
 
 COMMANDS = {  # one a line; a line may be empty
@@ -271,14 +365,18 @@ def check(tmp_path, monkeypatch, capsys):
 
         code, (out, said) = entry.guarded(printed), capsys.readouterr()
         assert code == entry.BAD_INPUT and "Traceback" not in out, (code, said, out)
-        assert said.count("\n") == 1 and "Traceback" not in said and len(said) < 1500, said
+        assert said.count("\n") == 1 and "Traceback" not in said and len(said) < 1500, (
+            said
+        )
         assert tree(tmp_path) == before
 
     return run
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [*of_settings(), *of_hyperparameters()], ids=lambda c: " ".join(c[-2:]))
+@pytest.mark.parametrize(
+    "command", [*of_settings(), *of_hyperparameters()], ids=lambda c: " ".join(c[-2:])
+)
 def test_a_bad_setting(command, check):
     check(command)
 
@@ -291,18 +389,27 @@ def test_a_damaged_npz(kind, part, how, tmp_path, check):
     given = {"dataset": "npz:damaged.npz"}
     if kind == "partition":
         given = {"dataset": "npz:whole.npz", "partition": "file:damaged.npz"}
-    words = [word for word in flags(**given) if not word.startswith(("--clients", "--data_fraction"))]
+    words = [
+        word
+        for word in flags(**given)
+        if not word.startswith(("--clients", "--data_fraction"))
+    ]
     check(words)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("flag", "content"), [(flag, content) for flag in OTHER for content in OTHER[flag]])
+@pytest.mark.parametrize(
+    ("flag", "content"), [(flag, content) for flag in OTHER for content in OTHER[flag]]
+)
 def test_a_file_of_a_user_that_cannot_be(flag, content, tmp_path, check):
     (tmp_path / ("own.py" if ".py" in flag else "own")).write_bytes(content)
     check([*flags(algo="pfedc" if "tasks" in flag else "fedavg"), flag.format("own")])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("command", "words"), [(f, words) for f in COMMANDS for words in COMMANDS[f].splitlines()])
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [(f, words) for f in COMMANDS for words in COMMANDS[f].splitlines()],
+)
 def test_a_bad_command(command, words, check):
     check(words.split(), command)

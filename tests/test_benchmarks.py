@@ -1,4 +1,5 @@
-"""What the benchmarks compare with is the same work, and what they say of it is true."""
+"""What the benchmarks compare with is the same work, and what they say of it is
+true."""
 
 import importlib
 import sys
@@ -10,7 +11,19 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks import feddva, htfllib, memory, mixed, peers, pytorch, recipes, report, scaling, setting, throughput
+from benchmarks import (
+    feddva,
+    htfllib,
+    memory,
+    mixed,
+    peers,
+    pytorch,
+    recipes,
+    report,
+    scaling,
+    setting,
+    throughput,
+)
 from benchmarks.agreement import check
 from benchmarks.stock import stock
 from experiments.config import Config
@@ -78,16 +91,22 @@ def FedAvgCNN(in_features=1, num_classes=10, dim=1024):
 
 @pytest.mark.parametrize("name", setting.SHAPES)
 def test_the_plain_baselines_networks_have_our_parameters(name):
-    stock_net = nnx.eval_shape(lambda: stock(name, setting.SHAPES[name], setting.CLASSES))
+    stock_net = nnx.eval_shape(
+        lambda: stock(name, setting.SHAPES[name], setting.CLASSES)
+    )
     count = sum(x.size for x in jax.tree.leaves(nnx.state(stock_net, nnx.Param)))
-    assert count == num_parameters(jax.eval_shape(setting.in_form(name, "auto").init, jax.random.key(0)))
+    assert count == num_parameters(
+        jax.eval_shape(setting.in_form(name, "auto").init, jax.random.key(0))
+    )
 
 
 @pytest.mark.parametrize("name", [*pytorch.NETS, "resnet18"])
 def test_pytorchs_networks_have_our_parameters(name):
     pytest.importorskip("torch")
     shape = (28, 28, 1) if name in ("mlp28", "lenet") else (32, 32, 3)
-    variables = jax.eval_shape(model(name.removesuffix("28"), shape, 10).init, jax.random.key(0))
+    variables = jax.eval_shape(
+        model(name.removesuffix("28"), shape, 10).init, jax.random.key(0)
+    )
     net = pytorch._network(name, shape, 10)
     assert sum(x.numel() for x in net.parameters()) == num_parameters(variables)
 
@@ -101,7 +120,9 @@ def test_pytorch_runs_where_jax_does(monkeypatch):
         if found:
             assert pytorch.device() == "cuda"
             continue
-        with pytest.raises(InputError, match="PyTorch finds no GPU, so leave it out here"):
+        with pytest.raises(
+            InputError, match="PyTorch finds no GPU, so leave it out here"
+        ):
             pytorch.device()
 
 
@@ -121,7 +142,9 @@ def test_pfllib_reads_our_clients(tmp_path):
     for part in ("train", "test"):
         index, sizes = getattr(owned, part), getattr(owned, f"{part}_sizes")
         for client in range(SMALL.clients):
-            with open(tmp_path / "dataset" / "Cifar10" / part / f"{client}.npz", "rb") as file:
+            with open(
+                tmp_path / "dataset" / "Cifar10" / part / f"{client}.npz", "rb"
+            ) as file:
                 found = np.load(file, allow_pickle=True)["data"].tolist()
             rows = index[client, : sizes[client]]
             x = np.asarray(data.prepare(data.x[rows]))
@@ -133,55 +156,112 @@ def test_pfllib_reads_our_clients(tmp_path):
 def test_pfllib_is_given_the_same_work(tmp_path):
     """A stand-in with PFLlib's interface, so far as it is used."""
     pytest.importorskip("torch")
-    for name, text in {"servers/serveravg": SERVER, "trainmodel/models": MODELS}.items():
+    for name, text in {
+        "servers/serveravg": SERVER,
+        "trainmodel/models": MODELS,
+    }.items():
         path = tmp_path / "PFLlib" / "system" / "flcore" / f"{name}.py"
         path.parent.mkdir(parents=True)
         path.write_text(text)
     before = sorted(tmp_path.rglob("*"))
     (tmp_path / "run").mkdir()
     peers.write(tmp_path / "run", SMALL)
-    case = peers.Case(SMALL, 1, pytorch.check(str(tmp_path / "PFLlib"), "PFLlib"), str(tmp_path / "run"))
+    case = peers.Case(
+        SMALL,
+        1,
+        pytorch.check(str(tmp_path / "PFLlib"), "PFLlib"),
+        str(tmp_path / "run"),
+    )
     ((cost, count, training),) = report.fresh(peers.measure, [case])
     data, owned = recipes.partitioned(SMALL)
     net = model(SMALL.model, SMALL.shape, SMALL.classes)
-    ours = task(data, federate(data, owned).class_counts, net, lr=0.1, batch_size=SMALL.batch, drop_last=True)
+    ours = task(
+        data,
+        federate(data, owned).class_counts,
+        net,
+        lr=0.1,
+        batch_size=SMALL.batch,
+        drop_last=True,
+    )
     assert (cost.steps, cost.samples) == report.planned(ours)
-    assert cost.samples < report.planned(ours._replace(drop_last=False))[1] == sum(owned.train_sizes)
+    assert (
+        cost.samples
+        < report.planned(ours._replace(drop_last=False))[1]
+        == sum(owned.train_sizes)
+    )
     assert count == num_parameters(jax.eval_shape(net.init, jax.random.key(0)))
-    assert min(cost.start, cost.round, cost.evaluation, cost.peak) > 0 and training == 0.25 * SMALL.clients
-    assert before == sorted(x for x in tmp_path.rglob("*") if tmp_path / "run" not in (x, *x.parents))
+    assert (
+        min(cost.start, cost.round, cost.evaluation, cost.peak) > 0
+        and training == 0.25 * SMALL.clients
+    )
+    assert before == sorted(
+        x for x in tmp_path.rglob("*") if tmp_path / "run" not in (x, *x.parents)
+    )
 
 
 def test_what_cannot_be_compared_with_is_one_sentence(tmp_path):
-    for path, said in ((None, "give --pfllib=PATH"), (str(tmp_path), "no checkout of PFLlib")):
+    for path, said in (
+        (None, "give --pfllib=PATH"),
+        (str(tmp_path), "no checkout of PFLlib"),
+    ):
         with pytest.raises(InputError, match=said):
             pytorch.check(path, "PFLlib")
     options = peers.options(peers.Case(SMALL, 1), None)
     for lacking, said in (
-        (lambda: options.warmup, "another version than those known here: .*an option 'warmup'"),
+        (
+            lambda: options.warmup,
+            "another version than those known here: .*an option 'warmup'",
+        ),
         (lambda: object().Budget, "another version.*Budget"),
-        (lambda: (lambda device, dataset: 0)(options, 0, 1), "another version.*positional arguments"),
+        (
+            lambda: (lambda device, dataset: 0)(options, 0, 1),
+            "another version.*positional arguments",
+        ),
         ((tmp_path / "train0_.npz").read_bytes, "another version.*train0_.npz"),
-        (lambda: importlib.import_module("a_module_of_pfllib"), "cannot be run here: No module named"),
+        (
+            lambda: importlib.import_module("a_module_of_pfllib"),
+            "cannot be run here: No module named",
+        ),
     ):
-        with pytest.raises(InputError, match=f"PFLlib .*{said}"), pytorch.told("PFLlib"):
+        with (
+            pytest.raises(InputError, match=f"PFLlib .*{said}"),
+            pytorch.told("PFLlib"),
+        ):
             lacking()
 
 
 def test_a_run_that_pfllib_cannot_repeat_is_refused():
-    plain = Config(algo="per_fedavg", model="mlp", hparams={"variant": "fo", "alpha": None, "beta": None})
+    plain = Config(
+        algo="per_fedavg",
+        model="mlp",
+        hparams={"variant": "fo", "alpha": None, "beta": None},
+    )
     experiment = types.SimpleNamespace(task=types.SimpleNamespace(sizes=np.ones(8)))
-    run = lambda **changes: types.SimpleNamespace(config=plain.replace(**changes), experiment=experiment)
+    run = lambda **changes: types.SimpleNamespace(
+        config=plain.replace(**changes), experiment=experiment
+    )
     check(run(participation="1.0"))
     for changes, said in (
         ({"participation": "0.5"}, "participation=0.5: for a comparison it must be 1."),
-        ({"server_optimizer": "adam"}, "server_optimizer=adam: for a comparison it must be None."),
-        ({"compute_dtype": "bfloat16"}, "compute_dtype=bfloat16: for a comparison it must be float32."),
+        (
+            {"server_optimizer": "adam"},
+            "server_optimizer=adam: for a comparison it must be None.",
+        ),
+        (
+            {"compute_dtype": "bfloat16"},
+            "compute_dtype=bfloat16: for a comparison it must be float32.",
+        ),
         ({"features": 16}, "features=16"),
         ({"unseen": 0.5}, "unseen=0.5"),
-        ({"hparams": plain.hparams | {"variant": "hf"}}, "hparam=variant=hf: for a comparison it must be fo."),
+        (
+            {"hparams": plain.hparams | {"variant": "hf"}},
+            "hparam=variant=hf: for a comparison it must be fo.",
+        ),
         ({"hparams": plain.hparams | {"beta": 0.1}}, "hparam=beta=0.1"),
-        ({"algo": "fedbabu", "hparams": {"fine_tune": "head"}}, "hparam=fine_tune=head"),
+        (
+            {"algo": "fedbabu", "hparams": {"fine_tune": "head"}},
+            "hparam=fine_tune=head",
+        ),
     ):
         with pytest.raises(InputError, match=f"--run has {said}"):
             check(run(**changes))
@@ -202,18 +282,28 @@ def test_the_peak_of_a_process_is_its_own():
 @pytest.mark.slow  # two measurements
 def test_memory_is_what_is_compiled():
     cost = memory.measure(memory.Case("ditto", model="mlp"))
-    assert cost.compiled > 2**16 and memory.measure(memory.Case("ditto", 1, "host", "mlp")).compiled is None
+    assert (
+        cost.compiled > 2**16
+        and memory.measure(memory.Case("ditto", 1, "host", "mlp")).compiled is None
+    )
     assert min(cost.compile, cost.round) > 0 and cost.device is None
-    assert (cost.steps, cost.samples) == (100, 993)  # half of 20 clients with 99 or 100 examples
+    # half of 20 clients with 99 or 100 examples
+    assert (cost.steps, cost.samples) == (100, 993)
     assert cost.flops == 2 * flops("mlp", (8, 8, 1), 10, 10)  # of two models
 
 
 def test_the_work_of_a_round_is_counted():
     cost = scaling.measure(scaling.Case(20, cohort=20, rounds=1))
     sizes = scaling.partitioned(20).train_sizes
-    assert cost.samples == 2 * sizes.sum() and cost.steps == 2 * np.ceil(sizes / 10).sum()
+    assert (
+        cost.samples == 2 * sizes.sum() and cost.steps == 2 * np.ceil(sizes / 10).sum()
+    )
     rates = dict(
-        zip(report.RATES, report.rates(cost.steps, cost.samples, 2.0, flops=4e9, peak=cost.steps), strict=True)
+        zip(
+            report.RATES,
+            report.rates(cost.steps, cost.samples, 2.0, flops=4e9, peak=cost.steps),
+            strict=True,
+        )
     )
     assert rates == {
         "steps/s": cost.steps / 2,
@@ -232,15 +322,23 @@ def test_a_mixed_federation_is_compared_with_what_it_is_made_of(monkeypatch):
         def __init__(self, factory, task, federation, width, devices):
             simulate.program(factory, task, width=width, devices=devices)
             self.clients, self.compile = len(federation.train.size), 10.0
-            self.name = f"{getattr(factory, 'func', factory).__name__}{len(task.models)}"
+            self.name = (
+                f"{getattr(factory, 'func', factory).__name__}{len(task.models)}"
+            )
             made.append(self)
 
         def __call__(self):
-            seconds = {"local2": 4.0, "local1": 1.0 if self.clients < 5 else 2.0, "passes2": 1.5}
+            seconds = {
+                "local2": 4.0,
+                "local1": 1.0 if self.clients < 5 else 2.0,
+                "passes2": 1.5,
+            }
             return seconds.get(self.name, 6.0)
 
     monkeypatch.setattr(mixed, "Runner", Runner)
-    lines = mixed.measure(mixed.Setting(("mlp", "linear"), (8, 8, 1), clients=5, each=12, public=20), 1)
+    lines = mixed.measure(
+        mixed.Setting(("mlp", "linear"), (8, 8, 1), clients=5, each=12, public=20), 1
+    )
     assert [(line.name, line.ratio) for line in lines] == [
         ("mixed", 4 / 2),
         ("FedProto", 6 / 4),
@@ -254,15 +352,21 @@ def test_a_mixed_federation_is_compared_with_what_it_is_made_of(monkeypatch):
 
 
 def test_the_operations_of_fedproto_and_fml():
-    """A step forwards and backwards takes two products for each of 10 examples, eight steps 80; the
-    pass after them one for each of 80. The norm that FML clips by takes one multiply-add for each
-    of 64 x 10 weights and 10 biases."""
-    found = mixed.operations(mixed.Setting(("linear",), (8, 8, 1), clients=2, each=80, public=20))
-    assert found == {"FedProto": pytest.approx(1 + 80 / 160), "FML": pytest.approx(1 + 650 / (20 * 640))}
+    """A step forwards and backwards takes two products for each of 10 examples, eight
+    steps 80; the pass after them one for each of 80. The norm that FML clips by takes
+    one multiply-add for each of 64 x 10 weights and 10 biases."""
+    found = mixed.operations(
+        mixed.Setting(("linear",), (8, 8, 1), clients=2, each=80, public=20)
+    )
+    assert found == {
+        "FedProto": pytest.approx(1 + 80 / 160),
+        "FML": pytest.approx(1 + 650 / (20 * 640)),
+    }
 
 
 def test_htfllibs_networks_are_pfedafms():
-    """With the head that HtFLlib puts behind 500 features in place of the last layer."""
+    """With the head that HtFLlib puts behind 500 features in place of the last
+    layer."""
     pytest.importorskip("torch")
     from torch import nn
 
@@ -270,13 +374,21 @@ def test_htfllibs_networks_are_pfedafms():
         net = htfllib.network(*sizes)
         net.fc = nn.AdaptiveAvgPool1d(htfllib.FEATURES)
         count = sum(x.numel() for x in net.parameters()) + 10 * (htfllib.FEATURES + 1)
-        assert count == num_parameters(jax.eval_shape(model(name, (32, 32, 3), 10).init, jax.random.key(0)))
-    assert htfllib.options(htfllib.Case("fml", SMALL, 2)).models[-1] == "network(32, 500)"
+        assert count == num_parameters(
+            jax.eval_shape(model(name, (32, 32, 3), 10).init, jax.random.key(0))
+        )
+    assert (
+        htfllib.options(htfllib.Case("fml", SMALL, 2)).models[-1] == "network(32, 500)"
+    )
 
 
 def test_a_checkout_that_is_none_is_one_sentence(tmp_path):
     with pytest.raises(
-        InputError, match=r"is no checkout of HtFLlib: there is no system/flcore/servers/serverproto\.py"
+        InputError,
+        match=(
+            r"is no checkout of HtFLlib: there is no "
+            r"system/flcore/servers/serverproto\.py"
+        ),
     ):
         pytorch.check(str(tmp_path), "HtFLlib")
 
@@ -295,12 +407,17 @@ def test_a_checkout_of_another_version_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "modules", {**sys.modules})
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match=r"The checkout of HtFLlib is of another version.*'FML'"):
+    with pytest.raises(
+        InputError, match=r"The checkout of HtFLlib is of another version.*'FML'"
+    ):
         htfllib.measure(htfllib.Case("fml", SMALL, 1, str(tmp_path), str(tmp_path)))
 
 
 def test_the_table_beside_htfllib():
-    sides = [htfllib.Side(seconds, 2 * seconds, 2 * seconds + 1, 7) for seconds in (1.0, 6.0, 2.0)]
+    sides = [
+        htfllib.Side(seconds, 2 * seconds, 2 * seconds + 1, 7)
+        for seconds in (1.0, 6.0, 2.0)
+    ]
     assert htfllib.rows({"fml": sides})[1:] == [
         ("fml", "no", 1.0, 6.0, 2.0, 4.0, "the same"),
         ("fml", "before training", 2.0, 12.0, 4.0, 4.0, "the same"),
@@ -314,11 +431,19 @@ def test_the_plain_autoencoder_is_feddvas_without_what_is_personal(monkeypatch):
     monkeypatch.setattr(feddva, "SHAPE", (8, 8, 1))
     task, federation = feddva.build(2, 6, epochs=1, batch=4)
     plain = simulate.program(partial(feddva.plain_vae, hidden=16), task)
-    results = simulate.rounds(plain, jax.random.key(0), federation, rounds=2, state_every=1)
-    start, after, _ = (jax.device_get(result.state.server) for result in results)  # of one round, and of two
-    own = jax.eval_shape(feddva.feddva(task, latent=feddva.LATENT, hidden=16).init, jax.random.key(0)).server
+    results = simulate.rounds(
+        plain, jax.random.key(0), federation, rounds=2, state_every=1
+    )
+    # of one round, and of two
+    start, after, _ = (jax.device_get(result.state.server) for result in results)
+    own = jax.eval_shape(
+        feddva.feddva(task, latent=feddva.LATENT, hidden=16).init, jax.random.key(0)
+    ).server
     assert jax.tree.map(np.shape, start["encoder"]) == jax.tree.map(np.shape, own["z"])
     for part in ("encoder", "decoder"):
         assert sum(map(np.size, jax.tree.leaves(start[part]))) > 100
         moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), start[part], after[part])
-        assert np.all(np.isfinite(jax.tree.leaves(moved))) and max(jax.tree.leaves(moved)) > 1e-4
+        assert (
+            np.all(np.isfinite(jax.tree.leaves(moved)))
+            and max(jax.tree.leaves(moved)) > 1e-4
+        )

@@ -1,5 +1,5 @@
-"""CelebA by attribute: which images are taken, how they are cut, and which client gets which
-attribute."""
+"""CelebA by attribute: which images are taken, how they are cut, and which client gets
+which attribute."""
 
 import io
 import json
@@ -13,7 +13,10 @@ from fedjax_pfl.data.partitioners import class_counts, partition
 from fedjax_pfl.errors import InputError
 
 FEATURES = "tensorflow_datasets.core.features."
-DICT, BOOL = FEATURES + "features_dict.FeaturesDict", {"shape": {}, "dtype": "bool", "encoding": "none"}
+DICT, BOOL = (
+    FEATURES + "features_dict.FeaturesDict",
+    {"shape": {}, "dtype": "bool", "encoding": "none"},
+)
 NAMES = (*celeba.ATTRIBUTES, "Smiling")
 
 
@@ -30,9 +33,12 @@ def encoded(level):
 
 
 def prepare(root, attributes):
-    """Writes celeb_a as `tfds build --file_format=array_record` does; image i has the grey level 5
-    i."""
-    module = pytest.importorskip("array_record.python.array_record_module", reason="array_record is not installed")
+    """Writes celeb_a as `tfds build --file_format=array_record` does; image i has the
+    grey level 5 i."""
+    module = pytest.importorskip(
+        "array_record.python.array_record_module",
+        reason="array_record is not installed",
+    )
     from tensorflow_datasets.proto import tf_example_pb2
 
     folder = root / "celeb_a" / "2.1.0"
@@ -41,22 +47,50 @@ def prepare(root, attributes):
     dimensions = {"dimensions": ["218", "178", "3"]}
     image = {"shape": dimensions, "dtype": "uint8", "encodingFormat": "jpeg"}
     image = {"pythonClassName": FEATURES + "image_feature.Image", "image": image}
-    inner = {"pythonClassName": DICT, "featuresDict": {"features": dict.fromkeys(NAMES, flag)}}
-    whole = {"pythonClassName": DICT, "featuresDict": {"features": {"image": image, "attributes": inner}}}
+    inner = {
+        "pythonClassName": DICT,
+        "featuresDict": {"features": dict.fromkeys(NAMES, flag)},
+    }
+    whole = {
+        "pythonClassName": DICT,
+        "featuresDict": {"features": {"image": image, "attributes": inner}},
+    }
     (folder / "features.json").write_text(json.dumps(whole))
     splits = []
-    for split, rows in zip(("train", "validation", "test"), np.array_split(np.arange(len(attributes)), 3), strict=True):
-        writer = module.ArrayRecordWriter(str(folder / f"celeb_a-{split}.array_record-00000-of-00001"), "group_size:1")
+    for split, rows in zip(
+        ("train", "validation", "test"),
+        np.array_split(np.arange(len(attributes)), 3),
+        strict=True,
+    ):
+        writer = module.ArrayRecordWriter(
+            str(folder / f"celeb_a-{split}.array_record-00000-of-00001"), "group_size:1"
+        )
         for row in rows:
             example = tf_example_pb2.Example()
-            example.features.feature["image"].bytes_list.value.append(encoded(5 * int(row)))
+            example.features.feature["image"].bytes_list.value.append(
+                encoded(5 * int(row))
+            )
             for name, value in zip(NAMES, attributes[row], strict=True):
-                example.features.feature[f"attributes/{name}"].int64_list.value.append(int(value))
+                example.features.feature[f"attributes/{name}"].int64_list.value.append(
+                    int(value)
+                )
             writer.write(example.SerializeToString())
         writer.close()
         template = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
-        splits.append({"name": split, "filepathTemplate": template, "shardLengths": [str(len(rows))], "numBytes": "1"})
-    info = {"name": "celeb_a", "version": "2.1.0", "fileFormat": "array_record", "splits": splits}
+        splits.append(
+            {
+                "name": split,
+                "filepathTemplate": template,
+                "shardLengths": [str(len(rows))],
+                "numBytes": "1",
+            }
+        )
+    info = {
+        "name": "celeb_a",
+        "version": "2.1.0",
+        "fileFormat": "array_record",
+        "splits": splits,
+    }
     (folder / "dataset_info.json").write_text(json.dumps(info))
 
 
@@ -66,10 +100,18 @@ def test_images_are_those_with_an_attribute(tmp_path):
     attributes[0, 1] = True  # bald, with a hat: taken for both
     prepare(tmp_path, attributes)
     data = datasets.load("celeb_a", str(tmp_path))
-    expected = [(label, row) for label in range(4) for row in np.flatnonzero(attributes[:, label])]
-    assert data.num_classes == 4 and data.num_train == len(data.y) == len(expected) == 21
+    expected = [
+        (label, row)
+        for label in range(4)
+        for row in np.flatnonzero(attributes[:, label])
+    ]
+    assert (
+        data.num_classes == 4 and data.num_train == len(data.y) == len(expected) == 21
+    )
     assert data.x.shape == (21, 64, 64, 3) and data.x.dtype == np.uint8
-    assert [(label, round(x.mean() / 5)) for label, x in zip(data.y, data.x, strict=True)] == expected
+    assert [
+        (label, round(x.mean() / 5)) for label, x in zip(data.y, data.x, strict=True)
+    ] == expected
     p = partition(data, "round_robin", num_clients=4, seed=0, test_fraction=0.25)
     assert np.array_equal(class_counts(p, data) > 0, np.eye(4, dtype=bool))
 
@@ -78,7 +120,11 @@ def test_at_most_5000_of_an_attribute_always_the_same():
     has = np.zeros((12_000, 2), bool)
     has[:6000, 0], has[-70:, 1] = True, True
     many, few = celeba.choose(has)
-    assert len(many) == len(set(many)) == 5000 and many.max() < 6000 and (many == celeba.choose(has)[0]).all()
+    assert (
+        len(many) == len(set(many)) == 5000
+        and many.max() < 6000
+        and (many == celeba.choose(has)[0]).all()
+    )
     assert np.array_equal(few, np.arange(11_930, 12_000)) and np.ptp(many) > 5900
 
 
@@ -95,14 +141,19 @@ def test_the_middle_is_cut_out(shape):
 
 
 def test_not_prepared_is_answered_with_the_command(tmp_path):
-    with pytest.raises(InputError, match=r"'celeb_a' is not prepared in .*: run .*tfds build celeb_a --file_format"):
+    with pytest.raises(
+        InputError,
+        match=r"'celeb_a' is not prepared in .*: run .*tfds build celeb_a --file_format",
+    ):
         datasets.load("celeb_a", str(tmp_path))
 
 
 def test_classes_go_round():
     data = datasets.synthetic(300, 3)
     counts = class_counts(partition(data, "round_robin", num_clients=7, seed=0), data)
-    assert (counts.argmax(axis=1) == np.arange(7) % 3).all() and ((counts > 0).sum(axis=1) == 1).all()
+    assert (counts.argmax(axis=1) == np.arange(7) % 3).all() and (
+        (counts > 0).sum(axis=1) == 1
+    ).all()
     for label in range(3):
         assert np.ptp(counts[label::3, label]) <= 1
     few = class_counts(partition(data, "round_robin", num_clients=2, seed=0), data)

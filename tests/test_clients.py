@@ -18,29 +18,51 @@ IDS = np.array([3, 0, 4, 1, 2], np.int32)
 
 def cohort_of(ids, active, key=KEY, width=1):
     nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
-    return Cohort(toy.federation(), toy.method_task("fedavg"), ids, active, key=key, width=width, **nothing)
+    return Cohort(
+        toy.federation(),
+        toy.method_task("fedavg"),
+        ids,
+        active,
+        key=key,
+        width=width,
+        **nothing,
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("width", "phase"))
 def compiled(ids, active, rows, key, width, phase):
     def client(c, carry, row):
         visited, count = carry
-        result = {"place": count, "size": c.train.size, "row": row, "key": jax.random.bits(c.key)}
+        result = {
+            "place": count,
+            "size": c.train.size,
+            "row": row,
+            "key": jax.random.bits(c.key),
+        }
         return (visited.at[count].set(c.id), count + 1), result
 
-    return cohort_of(ids, active, key, width).scan(client, (jnp.full(8, -1), 0), rows, phase=phase)
+    return cohort_of(ids, active, key, width).scan(
+        client, (jnp.full(8, -1), 0), rows, phase=phase
+    )
 
 
 def scan(ids=IDS, active=None, key=KEY, width=1, phase=0):
-    """The carry holds who was visited, in order; a client reports its place, its size and its
-    row."""
-    active, rows = np.ones(len(ids), bool) if active is None else active, 10 * ids.astype(np.float32)
+    """The carry holds who was visited, in order; a client reports its place, its size
+    and its row."""
+    active, rows = (
+        np.ones(len(ids), bool) if active is None else active,
+        10 * ids.astype(np.float32),
+    )
     return jax.device_get(compiled(ids, active, rows, key, width, phase))
 
 
 def test_every_client_is_visited_once_with_its_own_row():
     (visited, count), results = scan()
-    assert count == 5 and sorted(visited[:5]) == list(range(5)) and np.all(visited[5:] == -1)
+    assert (
+        count == 5
+        and sorted(visited[:5]) == list(range(5))
+        and np.all(visited[5:] == -1)
+    )
     np.testing.assert_array_equal(visited[results["place"]], IDS)
     np.testing.assert_array_equal(results["size"], toy.SIZES[IDS])
     np.testing.assert_array_equal(results["row"], 10 * IDS)
@@ -66,7 +88,8 @@ def test_absent_clients_are_passed_over():
     active = IDS != 4
     (fewer, count), some = scan(active=active)
     assert count == 4
-    np.testing.assert_array_equal(fewer[:4], visited[:5][visited[:5] != 4])  # the others keep their order
+    # the others keep their order
+    np.testing.assert_array_equal(fewer[:4], visited[:5][visited[:5] != 4])
     assert_same(some["key"][active], results["key"][active])
     assert all(x[~active] == 0 for x in some.values())
     padded = scan(np.append(IDS, 77).astype(np.int32), np.append(active, False))
@@ -81,7 +104,11 @@ def test_nobody_changes_nothing():
 
 
 def test_a_clients_key_is_the_one_of_a_map():
-    mapped = jax.jit(lambda ids: cohort_of(ids, jnp.ones(5, bool)).map(lambda c: jax.random.bits(c.key)))
+    mapped = jax.jit(
+        lambda ids: cohort_of(ids, jnp.ones(5, bool)).map(
+            lambda c: jax.random.bits(c.key)
+        )
+    )
     assert_same(scan()[1]["key"], np.asarray(mapped(IDS)))
 
 
@@ -97,9 +124,13 @@ def test_the_steps_computed_for_each_that_is_wanted(width):
 
         return jax.lax.fori_loop(0, c.train.size, step, 0.0)
 
-    jax.jit(lambda ids, active: cohort_of(ids, active, width=width).map(client))(IDS, np.ones(5, bool))
+    jax.jit(lambda ids, active: cohort_of(ids, active, width=width).map(client))(
+        IDS, np.ones(5, bool)
+    )
     jax.effects_barrier()
-    assert len(count) == pytest.approx(padding_overhead(toy.SIZES, width) * toy.SIZES.sum())
+    assert len(count) == pytest.approx(
+        padding_overhead(toy.SIZES, width) * toy.SIZES.sum()
+    )
 
 
 def test_the_slowest_device_counts():

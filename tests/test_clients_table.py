@@ -10,8 +10,23 @@ import pytest
 from experiments import legend, main, report, runs
 
 ROOT = Path(__file__).parent.parent
-RUN = ["--algo=fedproto", "--model=mlp,linear", "--features=16", "--data_fraction=0.2", "--clients=8", "--unseen=0.25"]
-RUN += ["--rounds=3", "--eval_every=2", "--participation=0.5", "--epochs=1", "--width=1", "--devices=1", "--verbose"]
+RUN = [
+    "--algo=fedproto",
+    "--model=mlp,linear",
+    "--features=16",
+    "--data_fraction=0.2",
+    "--clients=8",
+    "--unseen=0.25",
+]
+RUN += [
+    "--rounds=3",
+    "--eval_every=2",
+    "--participation=0.5",
+    "--epochs=1",
+    "--width=1",
+    "--devices=1",
+    "--verbose",
+]
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +55,22 @@ def test_a_row_for_each_client_with_its_last_scores(done, table):
     path, _ = done
     scores, run = runs.read_rows(path / "scores.jsonl"), runs.load(path)
     train = [row for row in table if row["client"]]
-    assert [row["client"] for row in train] == list(map(str, range(len(train)))) and len(table) == 8
+    assert [row["client"] for row in train] == list(
+        map(str, range(len(train)))
+    ) and len(table) == 8
     for name in ("acc", "acc_present", "proto_acc"):
         assert numbers(train, f"pre/{name}") == scores[-1]["pre"][name]
         last = next(row for row in reversed(scores) if "post" in row)
-        found = {i: x for i, x in enumerate(numbers(train, f"post/{name}")) if x is not None}
-        assert found == dict(sorted(zip(last["ids"], last["post"][name], strict=True))) and len(found) < len(train)
+        found = {
+            i: x for i, x in enumerate(numbers(train, f"post/{name}")) if x is not None
+        }
+        assert found == dict(
+            sorted(zip(last["ids"], last["post"][name], strict=True))
+        ) and len(found) < len(train)
     assert {row["architecture"] for row in train} == {"mlp", "linear"}
-    assert [row["architecture"] for row in train] == run.experiment.network_names.tolist()
+    assert [
+        row["architecture"] for row in train
+    ] == run.experiment.network_names.tolist()
 
 
 def test_sizes_and_classes_are_the_partitions(done, table):
@@ -55,20 +78,38 @@ def test_sizes_and_classes_are_the_partitions(done, table):
     p, y = e.everybody, e.dataset.y
     for row in table:
         i = int(row["row"])
-        assert [int(row[part]) for part in ("train", "test")] == [p.train_sizes[i], p.test_sizes[i]]
-        assert int(row["classes"]) == len(set(y[p.train[i, : p.train_sizes[i]]].tolist()))
+        assert [int(row[part]) for part in ("train", "test")] == [
+            p.train_sizes[i],
+            p.test_sizes[i],
+        ]
+        assert int(row["classes"]) == len(
+            set(y[p.train[i, : p.train_sizes[i]]].tolist())
+        )
 
 
 def test_clients_that_did_not_train_come_last(done, table):
     scores, unseen = runs.read_rows(done[0] / "scores.jsonl"), table[-2:]
-    assert [row["client"] for row in unseen] == ["", ""] and len({row["row"] for row in table}) == 8
-    assert [row["architecture"] for row in sorted(table, key=lambda row: int(row["row"]))] == ["mlp", "linear"] * 4
+    assert [row["client"] for row in unseen] == ["", ""] and len(
+        {row["row"] for row in table}
+    ) == 8
+    assert [
+        row["architecture"] for row in sorted(table, key=lambda row: int(row["row"]))
+    ] == ["mlp", "linear"] * 4
     assert numbers(unseen, "unseen/acc") == scores[-1]["unseen"]["acc"]
-    assert numbers(table[:-2], "unseen/acc") == [None] * 6 == numbers(table[:-2], "unseen_post/acc")
+    assert (
+        numbers(table[:-2], "unseen/acc")
+        == [None] * 6
+        == numbers(table[:-2], "unseen_post/acc")
+    )
 
 
 def test_the_terminals_table_begins_with_the_client_served_worst(done, table):
-    out = done[1].split("Clients by acc in %")[1].split("Words of the tables")[0].splitlines()
+    out = (
+        done[1]
+        .split("Clients by acc in %")[1]
+        .split("Words of the tables")[0]
+        .splitlines()
+    )
     first = next(line for line in out if re.match(r" ?(\d|unseen)", line)).split()
     worst = min(float(row["pre/acc"] or row["unseen/acc"]) for row in table)
     assert f"{100 * worst:.1f}" in first
@@ -79,15 +120,24 @@ def test_every_word_of_the_tables_is_explained(done, monkeypatch):
     path, out = done
     run = runs.load(path)
     found, tables = report.summary(run.metrics, run.experiment.headline), []
-    monkeypatch.setattr(report, "plain_table", lambda *a: tables.append(a) or original(*a))
+    monkeypatch.setattr(
+        report, "plain_table", lambda *a: tables.append(a) or original(*a)
+    )
     report.tables(type("Console", (), {"print": lambda *_: None})(), found)
     words = legend.words(found)
     for _, _, columns in tables:
         for column in columns:
             assert column.replace("-\n", "").replace("\n", " ") in words
-    names = {name for values in found["scores"].values() for name in values if not name.endswith("_majority")}
+    names = {
+        name
+        for values in found["scores"].values()
+        for name in values
+        if not name.endswith("_majority")
+    }
     assert len(tables) == 2 and names <= words.keys()
-    assert {report.WITH_UNSEEN[point] for point, values in found["scores"].items() if values} <= words.keys()
+    assert {
+        report.WITH_UNSEEN[point] for point, values in found["scores"].items() if values
+    } <= words.keys()
     assert all(f"  {word} " in out for word in words)
 
 
@@ -97,15 +147,27 @@ original = report.plain_table
 def test_every_point_has_a_meaning_and_every_word_stands_in_the_documents():
     assert set(report.WITH_UNSEEN.values()) <= legend.POINTS.keys()
     page = (ROOT / "docs" / "evaluation.md").read_text()
-    for part in (legend.POINTS, legend.COLUMNS, legend.SCORES, legend.OTHER_MODELS, legend.TRAFFIC):
+    for part in (
+        legend.POINTS,
+        legend.COLUMNS,
+        legend.SCORES,
+        legend.OTHER_MODELS,
+        legend.TRAFFIC,
+    ):
         for word, text in part.items():
             assert f"| `{word}` | {text} |\n" in page
 
 
 def test_a_score_is_known_by_its_name():
-    assert legend.of_score("acc@lenet").endswith("of the clients whose network is lenet")
-    assert legend.of_score("untuned_acc_present").endswith(legend.OTHER_MODELS["untuned_"])
-    assert legend.of_score("my_own_score") is None and legend.of_score("own_score") is None
+    assert legend.of_score("acc@lenet").endswith(
+        "of the clients whose network is lenet"
+    )
+    assert legend.of_score("untuned_acc_present").endswith(
+        legend.OTHER_MODELS["untuned_"]
+    )
+    assert (
+        legend.of_score("my_own_score") is None and legend.of_score("own_score") is None
+    )
 
 
 def test_a_run_that_is_still_on_has_no_table_yet(done, monkeypatch):
@@ -114,7 +176,9 @@ def test_a_run_that_is_still_on_has_no_table_yet(done, monkeypatch):
     run, written = runs.load(done[0]), []
     monkeypatch.setattr(clients, "write", lambda *_: written.append(1))
     monkeypatch.setattr(recorder.Recorder, "_summarise", lambda *_: None)
-    directory = type("Directory", (), {"path": done[0], "rows": (), "tables": lambda _: None})()
+    directory = type(
+        "Directory", (), {"path": done[0], "rows": (), "tables": lambda _: None}
+    )()
     one = recorder.Recorder(directory, run.experiment, run.layout, None, None, None)
     one.show("running")
     assert not written

@@ -1,8 +1,8 @@
-"""What every method must hold, over every entry of ALGORITHMS: the rules of fedjax_pfl.testing, and
-recorded numbers.
+"""What every method must hold, over every entry of ALGORITHMS: the rules of
+fedjax_pfl.testing, and recorded numbers.
 
-One compiled round a method serves most rows, because cohort, state, learning rate and round are its
-arguments.
+One compiled round a method serves most rows, because cohort, state, learning rate and
+round are its arguments.
 """
 
 import functools
@@ -26,59 +26,110 @@ from fedjax_pfl.types import State
 pytestmark = pytest.mark.contract
 each = pytest.mark.parametrize("method", ALGORITHMS)
 
-# Mean losses of rounds 0, 5 and 11 under each method's defaults, measured when the method was built.
+# Mean losses of rounds 0, 5 and 11 under each method's defaults, measured when the
+# method was built.
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
-ROUNDING = {"feddva": (1e-3, 1e-2, 0.1)}  # it grows from round to round, and differs between processors and compilers
-DEFAULTS = json.loads((Path(__file__).parent / "defaults.json").read_text())  # losses see few of them
+# it grows from round to round, and differs between processors and compilers
+ROUNDING = {"feddva": (1e-3, 1e-2, 0.1)}
+# losses see few of them
+DEFAULTS = json.loads((Path(__file__).parent / "defaults.json").read_text())
 SEND_NOTHING = (  # through Cohort.mean, on these networks
-    *("local", "fedamp", "fedfomo", "pfedhn", "mocha", "mnfl", "mnfl_het", "fedmd", "sim_pfd", "topk_pfd"),
+    *(
+        "local",
+        "fedamp",
+        "fedfomo",
+        "pfedhn",
+        "mocha",
+        "mnfl",
+        "mnfl_het",
+        "fedmd",
+        "sim_pfd",
+        "topk_pfd",
+    ),
 )
-# What scores the model that `post` does, of methods whose clients fine-tune a copy of it before they predict.
+# What scores the model that `post` does, of methods whose clients fine-tune a copy of
+# it before they predict.
 BEFORE_TUNING = {"fedavg_ft": "fedavg", "fedbabu": "fedavg", "pfeddf": "feddf"}
-ALONE = {  # hyperparameters under which the score of a client that trains alone stays, and shows what was scored
-    "mocha": {"relate_every": 100},  # else Sigma changes after the scores, and with it the models
-    "fedma": {"retrain_epochs": 0},  # else the layers are trained once more after the scores
-    "feddf": {"student_lr": 0.0},  # else the server distils after the scores, though from one teacher
+# hyperparameters under which the score of a client that trains alone stays, and shows
+# what was scored
+ALONE = {
+    # else Sigma changes after the scores, and with it the models
+    "mocha": {"relate_every": 100},
+    # else the layers are trained once more after the scores
+    "fedma": {"retrain_epochs": 0},
+    # else the server distils after the scores, though from one teacher
+    "feddf": {"student_lr": 0.0},
     "pfeddf": {"student_lr": 0.0},
     "fedapen": {"lam_lr": 1.0},  # else the weight moves too little to change a score
     "pfedme": {"lam": 1.0},  # else the two models are too near to each other
 }
-SEEN_LATER = {  # scores by what the server makes of the client's training, and `post` by what the client had received
+# scores by what the server makes of the client's training, and `post` by what the
+# client had received
+SEEN_LATER = {
     "fedproto": ("proto_acc", "proto_acc_present"),  # the prototypes
-    "pfedafm": ("small_acc", "small_acc_present"),  # the small model is trained once more after the scores
+    # the small model is trained once more after the scores
+    "pfedafm": ("small_acc", "small_acc_present"),
 }
 NOT_ITS_OWN = {  # methods whose `post` no state predicts with
-    "fedcp": "the model runs beside the body and the head that were received: test_fedcp.py checks them",
+    "fedcp": (
+        "the model runs beside the body and the head that were received: test_fedcp.py "
+        "checks them"
+    ),
     "pfedhn": "the hypernetwork moves to the client's model: it has a test of its own below",
     "pfedma": "its round is FedMA's, and FedMA is here",
 }
-# Of the rules that compile a round of their own, the methods that are not slow: one of each way to train and average.
+# Of the rules that compile a round of their own, the methods that are not slow: one of
+# each way to train and average.
 COMMON = ("fedavg", "scaffold", "mnfl_het", "fedcp", "pfedc")
 QUICK = {
     "layout": COMMON,
     "bn_stats": (*COMMON, "fedrod", "ditto"),
     "grouping": ("fedproto", "mnfl_het"),
-    "dtype": (*COMMON, "fedfomo", "pfedhn", "mocha", "fedma", "fedproto", "fedkd", "feddf", "fedem", "feddva"),
+    "dtype": (
+        *COMMON,
+        "fedfomo",
+        "pfedhn",
+        "mocha",
+        "fedma",
+        "fedproto",
+        "fedkd",
+        "feddf",
+        "fedem",
+        "feddva",
+    ),
     "architectures": ("lg_fedavg", "fedproto", "fml", "mnfl_het", "feddf", "pfedafm"),
     "float32": (*COMMON, "fedfomo", "fedkd"),
 }
-PARTICULAR = ("mocha", "fedma", "pfedma", "feddva")  # have networks of their own, or refuse that of the rule bn_stats
+# have networks of their own, or refuse that of the rule bn_stats
+PARTICULAR = ("mocha", "fedma", "pfedma", "feddva")
 
 
 @functools.cache
 def subject(method):
     """Its uploads can be clipped and made noisy; by default they are not."""
     off = np.float32([-1, 0])
-    return testing.subject(toy.METHODS[method], toy.method_task(method), transform=clip_and_add_noise, options=off)
+    return testing.subject(
+        toy.METHODS[method],
+        toy.method_task(method),
+        transform=clip_and_add_noise,
+        options=off,
+    )
 
 
 def clip_and_add_noise(options, key, upload, default):
-    """How far the upload is from the default is clipped to options[0], unless that is negative;
-    options[1] is the standard deviation of a number that is added."""
+    """How far the upload is from the default is clipped to options[0], unless that is
+    negative; options[1] is the standard deviation of a number that is added."""
     bound, sigma = options
     norm = jnp.sqrt(trees.sq_dist(upload, default))
-    factor, noise = jnp.minimum(1, bound / jnp.maximum(norm, 1e-9)), sigma * jax.random.normal(key)
-    return jax.tree.map(lambda x, d: jnp.where(bound < 0, x, d + factor * (x - d) + noise), upload, default)
+    factor, noise = (
+        jnp.minimum(1, bound / jnp.maximum(norm, 1e-9)),
+        sigma * jax.random.normal(key),
+    )
+    return jax.tree.map(
+        lambda x, d: jnp.where(bound < 0, x, d + factor * (x - d) + noise),
+        upload,
+        default,
+    )
 
 
 def applies(method, rule):
@@ -90,7 +141,11 @@ def applies(method, rule):
 def cases():
     for method, rule in itertools.product(ALGORITHMS, testing.RULES):
         if applies(method, rule):
-            yield (method, rule) if method in QUICK.get(rule, ALGORITHMS) else toy.slow(method, rule)
+            yield (
+                (method, rule)
+                if method in QUICK.get(rule, ALGORITHMS)
+                else toy.slow(method, rule)
+            )
 
 
 @pytest.mark.parametrize("method, rule", cases())
@@ -99,8 +154,13 @@ def test_rule(method, rule):
 
 
 def learn(method):
-    """The state after twelve rounds with everybody, and the mean losses of rounds 0, 5 and 11."""
-    s, everybody, losses = subject(method), {"ids": np.arange(N, dtype=np.int32), "active": np.ones(N, bool)}, []
+    """The state after twelve rounds with everybody, and the mean losses of rounds 0, 5
+    and 11."""
+    s, everybody, losses = (
+        subject(method),
+        {"ids": np.arange(N, dtype=np.int32), "active": np.ones(N, bool)},
+        [],
+    )
     state = jax.device_get(s.init(jax.random.key(7), s.traced))
     for t in range(12):
         state, metrics = testing.run(s, state=state, t=t, **everybody)
@@ -111,7 +171,8 @@ def learn(method):
 @each
 def test_learns(method):
     s, (state, losses) = subject(method), learn(method)
-    chance = np.mean([1 / len(own) for own in toy.OWN])  # 0.55: argmax over the client's own classes
+    # 0.55: argmax over the client's own classes
+    chance = np.mean([1 / len(own) for own in toy.OWN])
     assert np.mean(testing.evaluate(s, state=state, t=12)["acc_present"]) > chance + 0.2
     assert losses[-1] < losses[0]
     drifted = "a default has drifted, or a stream of keys"
@@ -122,62 +183,94 @@ def test_learns(method):
 
 @each
 def test_unseen_clients_influence_nobody(method):
-    """Under a server that stays, a round of a client with the row of `init` depends on that client
-    alone."""
+    """Under a server that stays, a round of a client with the row of `init` depends on
+    that client alone."""
     s, one = subject(method), 3
-    start = State(s.start.server, jax.device_get(s.init(jax.random.key(7), s.traced)).clients)
-    given = {"options": np.float32([0, 0]), "state": start, "ids": np.arange(N, dtype=np.int32)}
+    start = State(
+        s.start.server, jax.device_get(s.init(jax.random.key(7), s.traced)).clients
+    )
+    given = {
+        "options": np.float32([0, 0]),
+        "state": start,
+        "ids": np.arange(N, dtype=np.int32),
+    }
     (together, metrics), (alone, by_itself) = (
-        testing.run(s, active=np.isin(np.arange(N), active), **given) for active in (np.arange(N), [one])
+        testing.run(s, active=np.isin(np.arange(N), active), **given)
+        for active in (np.arange(N), [one])
     )
     both = [(together.clients, metrics.post), (alone.clients, by_itself.post)]
     leaves = [jax.tree.leaves(toy.rows(tree, one)) for tree in both]
-    close = lambda a, b: np.allclose(a, b, rtol=1e-5, atol=1e-6, equal_nan=True)  # a mean of equal numbers rounds
+    # a mean of equal numbers rounds
+    close = lambda a, b: np.allclose(a, b, rtol=1e-5, atol=1e-6, equal_nan=True)
     influence = not all(close(*pair) for pair in zip(*leaves, strict=True))
     why = unseen.obstacle(toy.METHODS[method], toy.method_task(method))
     assert influence <= bool(why)
-    if toy.METHODS[method](toy.method_task(method)).no_unseen:  # it says so itself, and with reason
+    # it says so itself, and with reason
+    if toy.METHODS[method](toy.method_task(method)).no_unseen:
         assert influence
 
 
 def hard(f, one, seed):
-    """The federation with as many test examples as fit, each halfway between two of other clients;
-    the training examples of client `one` stay."""
-    rng, x, width = np.random.default_rng(seed), np.array(f.examples.x), f.test.index.shape[1]
+    """The federation with as many test examples as fit, each halfway between two of
+    other clients; the training examples of client `one` stay."""
+    rng, x, width = (
+        np.random.default_rng(seed),
+        np.array(f.examples.x),
+        f.test.index.shape[1],
+    )
     others = np.setdiff1d(np.arange(len(x) - 1), np.asarray(f.train.index[one]))
     x[others] = (x[others] + x[rng.permutation(others)]) / 2
-    index = np.stack([rng.permutation(others)[:width] for _ in range(N)]).astype(np.int32)
+    index = np.stack([rng.permutation(others)[:width] for _ in range(N)]).astype(
+        np.int32
+    )
     test = f.test._replace(index=jnp.asarray(index), size=jnp.full(N, width, jnp.int32))
     return f._replace(examples=f.examples._replace(x=jnp.asarray(x)), test=test)
 
 
-@pytest.mark.parametrize("method", [method for method in ALGORITHMS if method not in NOT_ITS_OWN])
+@pytest.mark.parametrize(
+    "method", [method for method in ALGORITHMS if method not in NOT_ITS_OWN]
+)
 def test_a_client_that_trains_alone_is_scored_as_what_it_then_predicts_with(method):
-    """The mean of one upload is that upload, so the next `pre` of the client is its `post`."""
+    """The mean of one upload is that upload, so the next `pre` of the client is its
+    `post`."""
     s, task, given = subject(method), toy.method_task(method), ALONE.get(method, {})
     traced = {name: value for name, value in given.items() if name in s.traced}
     if given != traced:
-        s = testing.subject(functools.partial(ALGORITHMS[method], **given), task, start=s.start)
+        s = testing.subject(
+            functools.partial(ALGORITHMS[method], **given), task, start=s.start
+        )
     of = BEFORE_TUNING.get(method)
     predicts = testing.subject(ALGORITHMS[of], task, start=s.start) if of else s
     for one, seed in itertools.product(IDS[ACTIVE], range(2)):
         f = hard(s.federation, one, seed)
         state, metrics = testing.run(s, federation=f, active=one == IDS, **traced)
         after = testing.evaluate(predicts, f, state)
-        names = (metrics.post.keys() & after.keys()).difference(SEEN_LATER.get(method, ()))
+        names = (metrics.post.keys() & after.keys()).difference(
+            SEEN_LATER.get(method, ())
+        )
         assert "acc" in names
         for name in names:
-            np.testing.assert_allclose(metrics.post[name][one == IDS], after[name][one], 1e-4, err_msg=name)
+            np.testing.assert_allclose(
+                metrics.post[name][one == IDS], after[name][one], 1e-4, err_msg=name
+            )
 
 
 @pytest.mark.parametrize("method", ["pfedhn"])
 def test_pfedhns_client_is_scored_as_trained_from_what_it_received(method):
-    """With a learning rate of zero that is what the hypernetwork makes for it before the round."""
+    """With a learning rate of zero that is what the hypernetwork makes for it before
+    the round."""
     s, moved = subject(method), []
-    for one in IDS[ACTIVE]:  # alone, because the hypernetwork takes a step after each client
+    # alone, because the hypernetwork takes a step after each client
+    for one in IDS[ACTIVE]:
         f = hard(s.federation, one, 0)
-        post = lambda f=f, one=one, **rate: testing.run(s, federation=f, active=one == IDS, **rate)[1].post["acc"]
-        received, untrained, trained = testing.evaluate(s, f)["acc"][one], post(inner_lr=0.0), post()
+        post = lambda f=f, one=one, **rate: testing.run(
+            s, federation=f, active=one == IDS, **rate
+        )[1].post["acc"]
+        received, untrained, trained = (
+            testing.evaluate(s, f)["acc"][one],
+            post(inner_lr=0.0),
+            post(),
+        )
         np.testing.assert_array_equal(untrained[one == IDS], received)
         moved.append(trained[one == IDS] != received)
     assert np.any(moved)
@@ -192,7 +285,9 @@ def test_a_client_without_training_examples_is_as_one_that_takes_no_part(method)
 @pytest.mark.parametrize("method", ["fedma"])
 def test_bbp_does_not_count_clients_without_training_examples(method):
     bbp = functools.partial(ALGORITHMS[method], matching="bbp", retrain_epochs=0)
-    check_without_examples(testing.subject(bbp, toy.method_task(method), start=subject(method).start))
+    check_without_examples(
+        testing.subject(bbp, toy.method_task(method), start=subject(method).start)
+    )
 
 
 def check_without_examples(s):
@@ -200,51 +295,83 @@ def check_without_examples(s):
     for one in IDS[ACTIVE]:
         train = f.train._replace(size=f.train.size.at[one].set(0))
         empty = f._replace(train=train, class_counts=f.class_counts.at[one].set(0))
-        here, away = (testing.run(s, federation=empty, active=a) for a in (ACTIVE, ACTIVE & (one != IDS)))
+        here, away = (
+            testing.run(s, federation=empty, active=a)
+            for a in (ACTIVE, ACTIVE & (one != IDS))
+        )
         same_round(here, away, np.setdiff1d(IDS[ACTIVE], one), 1e-5)
 
 
-@pytest.mark.parametrize("method", [method for method in ALGORITHMS if method not in SEND_NOTHING])
+@pytest.mark.parametrize(
+    "method", [method for method in ALGORITHMS if method not in SEND_NOTHING]
+)
 def test_every_upload_is_transformed(method):
-    """Clipped to the default, nothing arrives; noise is drawn for each client, whatever its
-    place."""
+    """Clipped to the default, nothing arrives; noise is drawn for each client, whatever
+    its place."""
     s, mixed = subject(method), np.array([2, 0, 4, 3, 1])
 
     def served(amount, **changes):
         server = testing.run(s, options=np.float32([0, amount]), **changes)[0].server
-        return [x for x in jax.tree.leaves(server) if np.issubdtype(x.dtype, np.floating)]  # no counters
+        # no counters
+        return [
+            x for x in jax.tree.leaves(server) if np.issubdtype(x.dtype, np.floating)
+        ]
 
-    before = [x for x in jax.tree.leaves(s.start.server) if np.issubdtype(x.dtype, np.floating)]
-    before = [0 * x for x in before] if method == "fd" else before  # what it sends has zeros as the default
+    before = [
+        x
+        for x in jax.tree.leaves(s.start.server)
+        if np.issubdtype(x.dtype, np.floating)
+    ]
+    # what it sends has zeros as the default
+    before = [0 * x for x in before] if method == "fd" else before
     clipped, noisy = served(0), served(1)
-    toy.assert_close(clipped, before, 2e-3 if "feddf" in method else 1e-5)  # FedDF distils by a step of Adam of 1e-3
+    # FedDF distils by a step of Adam of 1e-3
+    toy.assert_close(clipped, before, 2e-3 if "feddf" in method else 1e-5)
     toy.assert_same(served(1, ids=IDS[mixed], active=ACTIVE[mixed]), noisy)
     one, two = (served(1, active=np.isin(IDS, i)) for i in (0, 4))
     for pair in ((noisy, clipped), (one, clipped), (two, clipped), (one, two)):
         assert any(np.any(np.abs(x - y) > 5e-3) for x, y in zip(*pair, strict=True))
 
 
-@pytest.mark.parametrize("method", [m if m in QUICK["float32"] else toy.slow(m) for m in ALGORITHMS])
+@pytest.mark.parametrize(
+    "method", [m if m in QUICK["float32"] else toy.slow(m) for m in ALGORITHMS]
+)
 def test_state_is_float32_in_programs_of_64_bits(method):
-    """Also where jax_enable_x64 makes float64 the type of arrays that name none; and what is drawn
-    is what is drawn without it."""
+    """Also where jax_enable_x64 makes float64 the type of arrays that name none; and
+    what is drawn is what is drawn without it."""
     key, f = jax.random.key(0), toy.federation()
     with jax.enable_x64(True):
-        program = simulate.program(toy.METHODS[method], toy.method_task(method), checked=False)
-        init, state = jax.make_jaxpr(program.init, return_shape=True)(key, program.traced)
-        round, (new, _) = jax.make_jaxpr(program.round, return_shape=True)(key, program.traced, f, state, 0, True)
+        program = simulate.program(
+            toy.METHODS[method], toy.method_task(method), checked=False
+        )
+        init, state = jax.make_jaxpr(program.init, return_shape=True)(
+            key, program.traced
+        )
+        round, (new, _) = jax.make_jaxpr(program.round, return_shape=True)(
+            key, program.traced, f, state, 0, True
+        )
         jax.eval_shape(program.evaluate, key, program.traced, f, new, 1)
         drawn = f"{init}{round}"
         assert "bit_width=32" in drawn and "bit_width=64" not in drawn
     assert new == state
-    assert {x.dtype for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)} <= {jnp.dtype("float32")}
+    assert {
+        x.dtype for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)
+    } <= {jnp.dtype("float32")}
 
 
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "pfedc"])
 def test_a_transformation_that_changes_nothing_costs_no_bit(method):
-    plain = testing.subject(toy.METHODS[method], toy.method_task(method), start=subject(method).start)
-    (state, metrics), (state_2, metrics_2) = testing.run(plain), testing.run(subject(method))
-    toy.assert_same((state.server, state.clients, metrics), (state_2.server, state_2.clients, metrics_2))
+    plain = testing.subject(
+        toy.METHODS[method], toy.method_task(method), start=subject(method).start
+    )
+    (state, metrics), (state_2, metrics_2) = (
+        testing.run(plain),
+        testing.run(subject(method)),
+    )
+    toy.assert_same(
+        (state.server, state.clients, metrics),
+        (state_2.server, state_2.clients, metrics_2),
+    )
 
 
 @each
@@ -254,8 +381,8 @@ def test_defaults_are_the_recorded_ones(method):
 
 @each
 def test_streams_below_one_key_are_distinct(method, monkeypatch):
-    """Two streams with one number, below one key or one kind of key, would draw the same random
-    numbers."""
+    """Two streams with one number, below one key or one kind of key, would draw the
+    same random numbers."""
     folded, fold = [], keys.fold
 
     def record(key, stream, offset=0):
@@ -263,10 +390,15 @@ def test_streams_below_one_key_are_distinct(method, monkeypatch):
         return fold(key, stream, offset)
 
     monkeypatch.setattr(keys, "fold", record)
-    simulate.program(toy.METHODS[method], toy.method_task(method))  # traces init, a round and predictions
+    # traces init, a round and predictions
+    simulate.program(toy.METHODS[method], toy.method_task(method))
     assert {type(stream) for _, stream in folded} >= {keys.Run, keys.Round, keys.Client}
-    kinds = {type(stream): {s for _, s in folded if type(s) is type(stream)} for _, stream in folded}
-    parents = {id(key): {s for k, s in folded if k is key} for key, _ in folded}  # `folded` keeps the keys alive
+    kinds = {
+        type(stream): {s for _, s in folded if type(s) is type(stream)}
+        for _, stream in folded
+    }
+    # `folded` keeps the keys alive
+    parents = {id(key): {s for k, s in folded if k is key} for key, _ in folded}
     for streams in (*kinds.values(), *parents.values()):
         numbers = [stream.number for stream in streams]
         assert len(set(numbers)) == len(numbers), streams
@@ -291,14 +423,18 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
         # two convolutions and a posterior of z; of c, after embeddings of the labels
         "feddva": (76 + 536 + 112 + (180 + 2) + 140 + 536 + 112) * ones,
         "pfedc": body + classes * (8 + 1),
-        "privacy_pfedc": (body + head + C) * ones,  # all branches and the client's part in them, here unencrypted
+        # all branches and the client's part in them, here unencrypted
+        "privacy_pfedc": (body + head + C) * ones,
     }
     small = 6 * 5 + 5 + 5 * C + C
     table |= dict.fromkeys(("fml", "fedkd", "fedapen"), small * ones)
-    table |= dict.fromkeys(("fedmd", "sim_pfd", "topk_pfd", "mnfl_het"), toy.PUBLIC * C * ones)
+    table |= dict.fromkeys(
+        ("fedmd", "sim_pfd", "topk_pfd", "mnfl_het"), toy.PUBLIC * C * ones
+    )
     columns = (6 + 1) * C * ones  # one-vs-rest, a constant among the features
     apart = {
-        "fedfomo": (5 * (body + head) * ones, (body + head + N) * ones),  # M = 5 models down
+        # M = 5 models down
+        "fedfomo": (5 * (body + head) * ones, (body + head + N) * ones),
         "mocha": (columns + 2, columns),  # Sigma_tt and rho
         "fedproto": (8 * C * ones, 8 * classes),  # all classes are known
         "fd": (C * C * ones, C * classes),  # every class has been sent by somebody else

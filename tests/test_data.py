@@ -42,23 +42,35 @@ def _real(name):
     return data_dir
 
 
-# --- embedded data sets -----------------------------------------------------------------------------------------------
+# --- embedded data sets
+# -----------------------------------------------------------------------------------------------
 
 
 def test_digits():
     data = datasets.load("digits")
-    assert data.x.shape == (1797, 8, 8, 1) and data.x.dtype == np.uint8 and data.y.dtype == np.int32
+    assert (
+        data.x.shape == (1797, 8, 8, 1)
+        and data.x.dtype == np.uint8
+        and data.y.dtype == np.int32
+    )
     assert data.num_train == 1797 and set(data.y) == set(range(10))
     prepared_x = data.prepare(jnp.asarray(data.x))
-    assert prepared_x.dtype == jnp.float32 and (prepared_x.min(), prepared_x.max()) == (-1, 1)
+    assert prepared_x.dtype == jnp.float32 and (prepared_x.min(), prepared_x.max()) == (
+        -1,
+        1,
+    )
 
 
 def test_synthetic_is_reproducible_balanced_and_learnable():
     one, two = datasets.load("synthetic"), datasets.load("synthetic")
-    assert np.array_equal(one.x, two.x) and not np.array_equal(one.x, datasets.synthetic(seed=1).x)
+    assert np.array_equal(one.x, two.x) and not np.array_equal(
+        one.x, datasets.synthetic(seed=1).x
+    )
     assert one.x.dtype == np.float32 and np.ptp(np.bincount(one.y)) == 0
     train, test = slice(0, one.num_train), slice(one.num_train, None)
-    means = np.stack([one.x[train][one.y[train] == label].mean(axis=0) for label in range(10)])
+    means = np.stack(
+        [one.x[train][one.y[train] == label].mean(axis=0) for label in range(10)]
+    )
     guess = np.argmin(((one.x[test][:, None] - means) ** 2).sum(axis=(2, 3, 4)), axis=1)
     assert np.mean(guess == one.y[test]) > 0.95
 
@@ -73,9 +85,14 @@ def test_subset_is_stratified(fraction):
     data = datasets.synthetic(1000, 7)
     part = datasets.subset(data, fraction, seed=3)
     for side in (slice(0, data.num_train), slice(data.num_train, None)):
-        mine = slice(0, part.num_train) if side.start == 0 else slice(part.num_train, None)
+        mine = (
+            slice(0, part.num_train) if side.start == 0 else slice(part.num_train, None)
+        )
         sizes = np.bincount(data.y[side], minlength=7)
-        assert np.array_equal(np.bincount(part.y[mine], minlength=7), np.maximum(np.rint(fraction * sizes), 1))
+        assert np.array_equal(
+            np.bincount(part.y[mine], minlength=7),
+            np.maximum(np.rint(fraction * sizes), 1),
+        )
     assert np.array_equal(part.x, datasets.subset(data, fraction, seed=3).x)
 
 
@@ -86,13 +103,18 @@ def test_subset_keeps_inputs_and_labels_together():
     assert all(label[row.tobytes()] == y for row, y in zip(part.x, part.y, strict=True))
 
 
-# --- a user's arrays --------------------------------------------------------------------------------------------------
+# --- a user's arrays
+# --------------------------------------------------------------------------------------------------
 
 
 def test_npz_images(npz):
-    x, y = np.arange(6 * 4 * 4, dtype=np.uint8).reshape(6, 4, 4), np.array([0, 1, 2, 0, 1, 2])
+    x, y = (
+        np.arange(6 * 4 * 4, dtype=np.uint8).reshape(6, 4, 4),
+        np.array([0, 1, 2, 0, 1, 2]),
+    )
     data = datasets.load(npz(x=x, y=y, x_test=x[:2], y_test=y[:2]))
-    assert data.x.shape == (8, 4, 4, 1) and data.x.dtype == np.uint8  # grey images get a channel axis
+    # grey images get a channel axis
+    assert data.x.shape == (8, 4, 4, 1) and data.x.dtype == np.uint8
     assert data.num_train == 6 and data.num_classes == 3 and data.y.dtype == np.int32
     assert float(data.prepare(jnp.asarray(data.x)).min()) == -1
 
@@ -107,23 +129,68 @@ def test_npz_floats_pass_unchanged(npz):
 _X, _Y = np.zeros((4, 2), np.float32), np.array([0, 1, 0, 1])
 _NAN = np.where(np.arange(8).reshape(4, 2) == 5, np.nan, 0.0)
 BAD_ARRAYS = {
-    "negative label": ({"x": _X, "y": _Y - 1}, r"y holds the label -1: labels must be 0 or more"),
-    "labels not integers": ({"x": _X, "y": _Y / 2}, r"y has type float64: labels must be integers"),
-    "labels one-hot": ({"x": _X, "y": np.eye(4, dtype=int)}, r"y has shape \(4, 4\): it must be \[examples\]"),
-    "labels far too large": ({"x": _X, "y": _Y * 1000}, r"label 1000 in only 4 examples cannot be a class number"),
-    "lengths": ({"x": _X, "y": _Y[:3]}, r"x has 4 rows but y has 3: store one label a row"),
-    "test lengths": ({"x": _X, "y": _Y, "x_test": _X, "y_test": _Y[:2]}, r"x_test has 4 rows but y_test has 2"),
-    "NaN": ({"x": _NAN, "y": _Y}, r"x has NaN or infinite values in float32, first in row 2"),
-    "infinite": ({"x": _X + np.inf, "y": _Y}, r"x has NaN or infinite values in float32, first in row 0"),
-    "infinite in float32": ({"x": np.full((4, 2), 1e300), "y": _Y}, r"NaN or infinite values in float32"),
-    "no examples": ({"x": _X[:0], "y": _Y[:0]}, r"x has shape \(0, 2\): it must be \[examples, ...\] and not be empty"),
-    "scalars": ({"x": _X[:, 0], "y": _Y}, r"x has shape \(4,\): it must be \[examples, ...\]"),
+    "negative label": (
+        {"x": _X, "y": _Y - 1},
+        r"y holds the label -1: labels must be 0 or more",
+    ),
+    "labels not integers": (
+        {"x": _X, "y": _Y / 2},
+        r"y has type float64: labels must be integers",
+    ),
+    "labels one-hot": (
+        {"x": _X, "y": np.eye(4, dtype=int)},
+        r"y has shape \(4, 4\): it must be \[examples\]",
+    ),
+    "labels far too large": (
+        {"x": _X, "y": _Y * 1000},
+        r"label 1000 in only 4 examples cannot be a class number",
+    ),
+    "lengths": (
+        {"x": _X, "y": _Y[:3]},
+        r"x has 4 rows but y has 3: store one label a row",
+    ),
+    "test lengths": (
+        {"x": _X, "y": _Y, "x_test": _X, "y_test": _Y[:2]},
+        r"x_test has 4 rows but y_test has 2",
+    ),
+    "NaN": (
+        {"x": _NAN, "y": _Y},
+        r"x has NaN or infinite values in float32, first in row 2",
+    ),
+    "infinite": (
+        {"x": _X + np.inf, "y": _Y},
+        r"x has NaN or infinite values in float32, first in row 0",
+    ),
+    "infinite in float32": (
+        {"x": np.full((4, 2), 1e300), "y": _Y},
+        r"NaN or infinite values in float32",
+    ),
+    "no examples": (
+        {"x": _X[:0], "y": _Y[:0]},
+        r"x has shape \(0, 2\): it must be \[examples, ...\] and not be empty",
+    ),
+    "scalars": (
+        {"x": _X[:, 0], "y": _Y},
+        r"x has shape \(4,\): it must be \[examples, ...\]",
+    ),
     "no y": ({"x": _X}, r"lacks the array 'y': it has x"),
     "nothing": ({}, r"lacks the array 'x': it has none"),
-    "half a test set": ({"x": _X, "y": _Y, "x_test": _X}, r"only one of x_test and y_test"),
-    "test shape": ({"x": _X, "y": _Y, "x_test": _X[:, :1], "y_test": _Y}, r"x_test is float32\[1\] a row but x is"),
-    "objects": ({"x": np.array([[1, 2], [3, None]], object), "y": _Y[:2]}, r"x holds Python objects"),
-    "text": ({"x": np.array([["a"], ["b"]]), "y": _Y[:2]}, r"x has type <U1: store uint8 images or real numbers"),
+    "half a test set": (
+        {"x": _X, "y": _Y, "x_test": _X},
+        r"only one of x_test and y_test",
+    ),
+    "test shape": (
+        {"x": _X, "y": _Y, "x_test": _X[:, :1], "y_test": _Y},
+        r"x_test is float32\[1\] a row but x is",
+    ),
+    "objects": (
+        {"x": np.array([[1, 2], [3, None]], object), "y": _Y[:2]},
+        r"x holds Python objects",
+    ),
+    "text": (
+        {"x": np.array([["a"], ["b"]]), "y": _Y[:2]},
+        r"x has type <U1: store uint8 images or real numbers",
+    ),
     "complex": ({"x": _X * 1j, "y": _Y}, r"x has type complex64"),
 }
 
@@ -136,7 +203,9 @@ def test_bad_arrays(case, npz):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"not an npz", b"PK\x03\x04 half a zip", b"\x93NUMPY\x01\x00"])
+@pytest.mark.parametrize(
+    "content", [b"", b"not an npz", b"PK\x03\x04 half a zip", b"\x93NUMPY\x01\x00"]
+)
 def test_file_that_is_no_npz(tmp_path, content):
     (tmp_path / "mine.npz").write_bytes(content)
     named = "" if content.startswith(b"PK") else "it is a .npy of one array, a text"
@@ -144,10 +213,13 @@ def test_file_that_is_no_npz(tmp_path, content):
         datasets.load(f"npz:{tmp_path / 'mine.npz'}")
 
 
-@pytest.mark.parametrize(("write", "place"), [(np.savez, 1500), (np.savez_compressed, 200), (np.savez_compressed, 8)])
+@pytest.mark.parametrize(
+    ("write", "place"),
+    [(np.savez, 1500), (np.savez_compressed, 200), (np.savez_compressed, 8)],
+)
 def test_bytes_flipped_in_npz(tmp_path, write, place):
-    """Place 200 is in the compressed data; place 8 says how they are compressed (twice: also in the
-    list)."""
+    """Place 200 is in the compressed data; place 8 says how they are compressed (twice:
+    also in the list)."""
     path = tmp_path / "mine.npz"
     write(path, x=np.random.default_rng(0).normal(size=(100, 9)), y=np.arange(100) % 3)
     content = bytearray(path.read_bytes())
@@ -165,17 +237,35 @@ def test_home_is_where_the_tilde_is(tmp_path, npz, monkeypatch):
 
 
 BAD_CALLS = {
-    "unknown data set": (lambda: datasets.load("mnits"), r"Unknown data set 'mnits': did you mean 'mnist'\?"),
+    "unknown data set": (
+        lambda: datasets.load("mnits"),
+        r"Unknown data set 'mnits': did you mean 'mnist'\?",
+    ),
     "pattern": (lambda: datasets.load("npz:PATH"), r"There is no file 'PATH'"),
-    "no file": (lambda: datasets.load("npz:/no/such.npz"), r"There is no file '/no/such.npz': give the path"),
-    "a name that is too long": (lambda: datasets.load("npz:" + 300 * "x"), r"There is no file 'x+'"),
+    "no file": (
+        lambda: datasets.load("npz:/no/such.npz"),
+        r"There is no file '/no/such.npz': give the path",
+    ),
+    "a name that is too long": (
+        lambda: datasets.load("npz:" + 300 * "x"),
+        r"There is no file 'x+'",
+    ),
     "fraction 0": (
         lambda: datasets.subset(datasets.synthetic(20, 2), 0, 0),
         r"data_fraction=0 is outside its range \(0,",
     ),
-    "fraction 2": (lambda: datasets.subset(datasets.synthetic(20, 2), 2, 0), r"data_fraction=2 is outside its range"),
-    "fraction nan": (lambda: datasets.subset(datasets.synthetic(20, 2), np.nan, 0), r"data_fraction=nan is outside"),
-    "few examples": (lambda: datasets.synthetic(5, 10), r"num_examples=5 is outside its range"),
+    "fraction 2": (
+        lambda: datasets.subset(datasets.synthetic(20, 2), 2, 0),
+        r"data_fraction=2 is outside its range",
+    ),
+    "fraction nan": (
+        lambda: datasets.subset(datasets.synthetic(20, 2), np.nan, 0),
+        r"data_fraction=nan is outside",
+    ),
+    "few examples": (
+        lambda: datasets.synthetic(5, 10),
+        r"num_examples=5 is outside its range",
+    ),
 }
 
 
@@ -186,7 +276,8 @@ def test_bad_calls(case):
         call()
 
 
-# --- prepared TFDS data sets ------------------------------------------------------------------------------------------
+# --- prepared TFDS data sets
+# ------------------------------------------------------------------------------------------
 
 
 def _pictures(n, shape):
@@ -203,19 +294,37 @@ def test_tfds_letters_start_at_zero(tmp_path):
 
 def test_tfds_superclasses(tmp_path):
     fine = np.arange(110) % 100
-    prepared.dataset(tmp_path, "cifar100", _pictures(110, (32, 32, 3)), {"label": fine, "coarse_label": fine // 5}, 100)
-    data, coarse = datasets.load("cifar100", str(tmp_path)), datasets.load("cifar100_coarse", str(tmp_path))
-    assert np.array_equal(data.superclass, np.arange(100) // 5) and data.num_classes == 100
-    assert np.array_equal(coarse.y, data.superclass[data.y]) and coarse.num_classes == 20
-    assert len(list(tfds.cache_dir().iterdir())) == 1  # both names share one decoded copy
+    prepared.dataset(
+        tmp_path,
+        "cifar100",
+        _pictures(110, (32, 32, 3)),
+        {"label": fine, "coarse_label": fine // 5},
+        100,
+    )
+    data, coarse = (
+        datasets.load("cifar100", str(tmp_path)),
+        datasets.load("cifar100_coarse", str(tmp_path)),
+    )
+    assert (
+        np.array_equal(data.superclass, np.arange(100) // 5) and data.num_classes == 100
+    )
+    assert (
+        np.array_equal(coarse.y, data.superclass[data.y]) and coarse.num_classes == 20
+    )
+    # both names share one decoded copy
+    assert len(list(tfds.cache_dir().iterdir())) == 1
 
 
-def test_cache_is_used_rebuilt_when_damaged_and_renewed_with_the_data(tmp_path, monkeypatch):
+def test_cache_is_used_rebuilt_when_damaged_and_renewed_with_the_data(
+    tmp_path, monkeypatch
+):
     x, y = _pictures(12, (28, 28, 1)), np.arange(12) % 10
     folder = prepared.dataset(tmp_path, "mnist", x, {"label": y}, 8)
     decoded = []
     decode = tfds._decode
-    monkeypatch.setattr(tfds, "_decode", lambda *args: decoded.append(1) or decode(*args))
+    monkeypatch.setattr(
+        tfds, "_decode", lambda *args: decoded.append(1) or decode(*args)
+    )
 
     def load():
         assert np.array_equal(datasets.load("mnist", str(tmp_path)).x, x)
@@ -229,12 +338,15 @@ def test_cache_is_used_rebuilt_when_damaged_and_renewed_with_the_data(tmp_path, 
     content[len(content) // 2] ^= 1  # one bit
     file.write_bytes(content)
     assert load() == 3 and load() == 3
-    os.utime(folder / "dataset_info.json", (time.time() + 9, time.time() + 9))  # prepared anew
+    # prepared anew
+    os.utime(folder / "dataset_info.json", (time.time() + 9, time.time() + 9))
     assert load() == 4
 
 
 def test_cache_that_cannot_be_written_does_not_stop_the_run(tmp_path, monkeypatch):
-    prepared.dataset(tmp_path, "mnist", _pictures(12, (28, 28, 1)), {"label": np.arange(12) % 10}, 8)
+    prepared.dataset(
+        tmp_path, "mnist", _pictures(12, (28, 28, 1)), {"label": np.arange(12) % 10}, 8
+    )
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FEDJAX_PFL_CACHE", str(tmp_path / "file"))
     assert len(datasets.load("mnist", str(tmp_path)).y) == 12
@@ -242,14 +354,26 @@ def test_cache_that_cannot_be_written_does_not_stop_the_run(tmp_path, monkeypatc
 
 def test_newest_version_is_read(tmp_path):
     for version, label in (("3.0.9", 1), ("3.0.10", 2)):
-        prepared.dataset(tmp_path, "mnist", _pictures(4, (28, 28, 1)), {"label": np.full(4, label)}, 2, version)
+        prepared.dataset(
+            tmp_path,
+            "mnist",
+            _pictures(4, (28, 28, 1)),
+            {"label": np.full(4, label)},
+            2,
+            version,
+        )
     assert set(datasets.load("mnist", str(tmp_path)).y) == {2}
 
 
 def test_tfds_not_prepared(tmp_path, monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
-    command = f"tfds build emnist/letters --file_format=array_record --data_dir={tmp_path}"
-    with pytest.raises(InputError, match=f"'emnist/letters' is not prepared in .*: run .*{re.escape(command)}"):
+    command = (
+        f"tfds build emnist/letters --file_format=array_record --data_dir={tmp_path}"
+    )
+    with pytest.raises(
+        InputError,
+        match=f"'emnist/letters' is not prepared in .*: run .*{re.escape(command)}",
+    ):
         datasets.load("emnist/letters")
     with pytest.raises(InputError, match="tfds build cifar100 --file_format"):
         datasets.load("cifar100_coarse")
@@ -265,84 +389,138 @@ def test_tfds_in_another_format(tmp_path):
     for name in ("dataset_info.json", "mnist-train.tfrecord-00000-of-00001"):
         (folder / name).write_text("{}")
     with pytest.raises(
-        InputError, match=r"not in the array_record format.*tfds build mnist --file_format=array_record"
+        InputError,
+        match=(
+            r"not in the array_record format.*tfds build mnist "
+            r"--file_format=array_record"
+        ),
     ):
         datasets.load("mnist", str(tmp_path))
 
 
 def test_tfds_damaged(tmp_path):
-    folder = prepared.dataset(tmp_path, "mnist", _pictures(4, (28, 28, 1)), {"label": np.arange(4)}, 2)
+    folder = prepared.dataset(
+        tmp_path, "mnist", _pictures(4, (28, 28, 1)), {"label": np.arange(4)}, 2
+    )
     for file in folder.glob("*train*"):
         file.write_bytes(b"rubbish")
-    with pytest.raises(InputError, match=r"'mnist' in .* cannot be read .*: prepare it anew"):
+    with pytest.raises(
+        InputError, match=r"'mnist' in .* cannot be read .*: prepare it anew"
+    ):
         datasets.load("mnist", str(tmp_path))
 
 
 def test_tfds_with_impossible_labels(tmp_path):
-    prepared.dataset(tmp_path, "mnist", _pictures(4, (28, 28, 1)), {"label": np.array([0, 11, 0, 0])}, 2)
-    with pytest.raises(InputError, match=r"mnist has 10 classes but labels 0..11: number them from 0, or prepare"):
+    prepared.dataset(
+        tmp_path,
+        "mnist",
+        _pictures(4, (28, 28, 1)),
+        {"label": np.array([0, 11, 0, 0])},
+        2,
+    )
+    with pytest.raises(
+        InputError,
+        match=r"mnist has 10 classes but labels 0..11: number them from 0, or prepare",
+    ):
         datasets.load("mnist", str(tmp_path))
 
 
 @pytest.mark.parametrize("missing", ["tensorflow_datasets", "array_record"])
 def test_without_tfds_only_its_data_sets_fail(tmp_path, monkeypatch, missing):
-    folder = prepared.dataset(tmp_path, "mnist", _pictures(4, (28, 28, 1)), {"label": np.arange(4)}, 2)
+    folder = prepared.dataset(
+        tmp_path, "mnist", _pictures(4, (28, 28, 1)), {"label": np.arange(4)}, 2
+    )
 
     def without_array_record(_):
         raise ImportError("No module named 'array_record'")
 
     if missing == "array_record":  # which tensorflow_datasets imports on first use
-        monkeypatch.setattr("tensorflow_datasets.builder_from_directory", without_array_record)
+        monkeypatch.setattr(
+            "tensorflow_datasets.builder_from_directory", without_array_record
+        )
     else:
         monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(InputError, match=r"tensorflow_datasets, which cannot be used .*: run pip install"):
+    with pytest.raises(
+        InputError,
+        match=r"tensorflow_datasets, which cannot be used .*: run pip install",
+    ):
         datasets.load("mnist", str(tmp_path))
     assert len(datasets.load("digits").y) == 1797
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("name", ["cifar10", pytest.param("cifar100", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["cifar10", pytest.param("cifar100", marks=pytest.mark.slow)]
+)
 def test_real_data(name):
     data = datasets.load(name, _real(name))
     assert data.x.shape[1:] == (32, 32, 3) and data.x.dtype == np.uint8
-    assert set(data.y) == set(range(data.num_classes)) and 0 < data.num_train < len(data.y)
+    assert set(data.y) == set(range(data.num_classes)) and 0 < data.num_train < len(
+        data.y
+    )
     if name == "cifar100":
         assert np.array_equal(np.bincount(data.superclass), np.full(20, 5))
-        assert np.array_equal(datasets.load("cifar100_coarse", _real(name)).y, data.superclass[data.y])
+        assert np.array_equal(
+            datasets.load("cifar100_coarse", _real(name)).y, data.superclass[data.y]
+        )
 
 
-# --- to the device ----------------------------------------------------------------------------------------------------
+# --- to the device
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_federate():
     data = datasets.synthetic(200, 4, (3,))
     p = partition(data, "iid", num_clients=10, seed=0)
     f = federate(data, p)
-    assert f.train.index.shape == (10, 15) and f.test.index.shape == (10, 5) and f.val.index.shape == (10, 0)
-    assert np.array_equal(f.class_counts.sum(axis=1), f.train.size) and f.class_counts.dtype == jnp.int32
     assert (
-        f.examples.x.shape == (200, 3) and f.train.index.dtype == f.train.size.dtype == f.examples.y.dtype == jnp.int32
+        f.train.index.shape == (10, 15)
+        and f.test.index.shape == (10, 5)
+        and f.val.index.shape == (10, 0)
+    )
+    assert (
+        np.array_equal(f.class_counts.sum(axis=1), f.train.size)
+        and f.class_counts.dtype == jnp.int32
+    )
+    assert (
+        f.examples.x.shape == (200, 3)
+        and f.train.index.dtype == f.train.size.dtype == f.examples.y.dtype == jnp.int32
     )
     assert f.val.size.shape == (10,) and not f.val.size.any()
 
 
 def test_federate_keeps_bytes():
     data = datasets.load("digits")
-    assert federate(data, partition(data, "iid", num_clients=3, seed=0)).examples.x.dtype == jnp.uint8
+    assert (
+        federate(data, partition(data, "iid", num_clients=3, seed=0)).examples.x.dtype
+        == jnp.uint8
+    )
 
 
 def test_labels_are_int32_whatever_integers_they_were():
     data = datasets.synthetic(60, 3, (2,))
     p = partition(data, "iid", num_clients=3, seed=0)
-    made = federate(data._replace(y=data.y.astype(np.uint8)), p, public=data._replace(y=data.y.astype(np.uint8)))
+    made = federate(
+        data._replace(y=data.y.astype(np.uint8)),
+        p,
+        public=data._replace(y=data.y.astype(np.uint8)),
+    )
     assert made.examples.y.dtype == made.public.y.dtype == jnp.int32
     with pytest.raises(InputError, match="labels y must be integers"):
-        partition(data._replace(y=data.y.astype(np.uint64)), "iid", num_clients=3, seed=0)
+        partition(
+            data._replace(y=data.y.astype(np.uint64)), "iid", num_clients=3, seed=0
+        )
 
 
 def test_tfds_without_the_splits_that_are_read(tmp_path):
-    folder = prepared.dataset(tmp_path, "mnist", _pictures(4, (28, 28, 1)), {"label": np.arange(4)}, 2)
+    folder = prepared.dataset(
+        tmp_path, "mnist", _pictures(4, (28, 28, 1)), {"label": np.arange(4)}, 2
+    )
     info = folder / "dataset_info.json"
-    info.write_text(info.read_text().replace('"train"', '"validation"').replace('"test"', '"holdout"'))
+    info.write_text(
+        info.read_text()
+        .replace('"train"', '"validation"')
+        .replace('"test"', '"holdout"')
+    )
     with pytest.raises(InputError, match="'mnist' has neither a split train nor test"):
         datasets.load("mnist", str(tmp_path))

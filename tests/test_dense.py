@@ -1,4 +1,5 @@
-"""The product of a dense layer with its own gradients, against XLA's, and which shapes get it."""
+"""The product of a dense layer with its own gradients, against XLA's, and which shapes
+get it."""
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +24,16 @@ def ours(x, w):
 
 def operands(*clients):
     rng = np.random.default_rng(0)
-    return [rng.normal(size=(*clients, *shape)).astype(np.float32) for shape in ((ROWS, IN), (IN, OUT))]
+    return [
+        rng.normal(size=(*clients, *shape)).astype(np.float32)
+        for shape in ((ROWS, IN), (IN, OUT))
+    ]
 
 
 def close(a, b):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4), a, b)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4), a, b
+    )
 
 
 @pytest.mark.parametrize("clients", [(), (2,)])
@@ -47,7 +53,9 @@ def test_forward_mode_and_forward_over_reverse():
 
     def both(product):
         loss = lambda w: jnp.sum(jnp.tanh(product(x, w) / 20))
-        return jax.jit(lambda w: [jax.jvp(f, (w,), (w,)) for f in (loss, jax.grad(loss))])(w)
+        return jax.jit(
+            lambda w: [jax.jvp(f, (w,), (w,)) for f in (loss, jax.grad(loss))]
+        )(w)
 
     close(both(ours), both(plain))
 
@@ -60,7 +68,8 @@ def test_rows_of_zeros_add_exactly_nothing():
     np.testing.assert_array_equal(gradient(x, ours(x, w)), gradient(*padded))
 
 
-CHOICES = [  # rows, sizes in and out, type; whether its gradient is the sum of outer products
+# rows, sizes in and out, type; whether its gradient is the sum of outer products
+CHOICES = [
     (10, 1600, 512, "float32", True),
     (32, 1600, 512, "float32", False),
     (10, 3072, 10, "float32", False),

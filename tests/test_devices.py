@@ -1,5 +1,5 @@
-"""Several devices: who gets which client, what they say to each other, and that results do not
-change."""
+"""Several devices: who gets which client, what they say to each other, and that results
+do not change."""
 
 import functools
 import inspect
@@ -36,11 +36,15 @@ def test_one_device_and_equal_work():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_busiest_device_has_little_more_than_the_best_assignment_gives_it(seed):
-    """100 clients, Dirichlet 0.1, 8 devices, in steps: at most 10 % over longest-processing-time
-    without places."""
+    """100 clients, Dirichlet 0.1, 8 devices, in steps: at most 10 % over
+    longest-processing-time without places."""
     y = np.arange(14_000, dtype=np.int32) % 10
-    data = Dataset("random", np.zeros((len(y), 1, 1, 1), np.uint8), y, len(y), 10, prepare_images)
-    sizes = partition(data, "dirichlet", num_clients=100, alpha=0.1, seed=seed).train_sizes
+    data = Dataset(
+        "random", np.zeros((len(y), 1, 1, 1), np.uint8), y, len(y), 10, prepare_images
+    )
+    sizes = partition(
+        data, "dirichlet", num_clients=100, alpha=0.1, seed=seed
+    ).train_sizes
     steps, best = -(-sizes // 10), np.zeros(8)
     for n in sorted(steps)[::-1]:
         best[best.argmin()] += n
@@ -51,7 +55,8 @@ def test_the_busiest_device_has_little_more_than_the_best_assignment_gives_it(se
 
 
 def test_program_says_what_its_layout_means():
-    said = inspect.getdoc(simulate.program)  # Python 3.13 keeps docstrings without their indentation
+    # Python 3.13 keeps docstrings without their indentation
+    said = inspect.getdoc(simulate.program)
     for name in inspect.signature(simulate.program).parameters:
         assert name == "task" or f"\n  {name}: " in said, name
 
@@ -61,24 +66,37 @@ def test_the_derivative_along_a_learning_rate_is_that_of_one_device():
     f, key, found = toy.federation(), jax.random.key(0), []
     for devices in (1, 2):
         program = simulate.program("ditto", toy.task("linear"), devices=devices)
-        loss = lambda lr, program=program: simulate.curve(program, key, {"lr": lr}, f, rounds=2, eval_every=0)[
-            1
-        ].loss.sum(1)
-        found.append(jax.jit(lambda lr, loss=loss: jax.jvp(loss, (lr,), (jnp.float32(1),)))(jnp.float32(0.05)))
+        loss = lambda lr, program=program: simulate.curve(
+            program, key, {"lr": lr}, f, rounds=2, eval_every=0
+        )[1].loss.sum(1)
+        found.append(
+            jax.jit(lambda lr, loss=loss: jax.jvp(loss, (lr,), (jnp.float32(1),)))(
+                jnp.float32(0.05)
+            )
+        )
     assert_close(found[1], found[0], 1e-4)
     assert np.all(found[0][1])
 
 
 def mixed(*nets):
-    """Two clients of each network; the first of them has the most examples where the last has the
-    least."""
-    sizes, given = np.array([32, 28, 20, 8, 4, 16]), [models.model(net, toy.SHAPE, toy.C) for net in nets]
-    return toy.task(models=tuple(given), architecture=np.arange(6) % len(nets), sizes=sizes, epochs=1)
+    """Two clients of each network; the first of them has the most examples where the
+    last has the least."""
+    sizes, given = (
+        np.array([32, 28, 20, 8, 4, 16]),
+        [models.model(net, toy.SHAPE, toy.C) for net in nets],
+    )
+    return toy.task(
+        models=tuple(given),
+        architecture=np.arange(6) % len(nets),
+        sizes=sizes,
+        epochs=1,
+    )
 
 
 def test_devices_are_balanced_over_all_architectures():
     task = mixed(*[toy.tiny_mlp] * 3)
-    rows = placement.placement(task, 2).client.reshape(3, 2)  # each device has a row of each
+    # each device has a row of each
+    rows = placement.placement(task, 2).client.reshape(3, 2)
     assert sorted(rows.reshape(-1)) == list(range(6))
     # in steps 8 and 2, 7 and 1, 5 and 4: the longest of each on one device would be 20
     assert sorted((task.sizes // 4)[rows].sum(axis=0)) == [13, 14]
@@ -86,9 +104,17 @@ def test_devices_are_balanced_over_all_architectures():
 
 def test_the_balance_counts_what_a_step_of_an_architecture_costs():
     task = mixed(toy.tiny_mlp, toy.small_mlp)
-    flops = np.array([models.flops(net, toy.SHAPE, toy.C, 4) for net in (toy.tiny_mlp, toy.small_mlp)])
+    flops = np.array(
+        [
+            models.flops(net, toy.SHAPE, toy.C, 4)
+            for net in (toy.tiny_mlp, toy.small_mlp)
+        ]
+    )
     np.testing.assert_allclose(placement.relative_operations(task), flops / flops.min())
-    np.testing.assert_allclose(placement.placement(task, 2).work, task.sizes / 4 * (flops / flops.min())[[0, 1] * 3])
+    np.testing.assert_allclose(
+        placement.placement(task, 2).work,
+        task.sizes / 4 * (flops / flops.min())[[0, 1] * 3],
+    )
     broken = task._replace(models=(task.models[0], task.models[1]._replace(apply=None)))
     np.testing.assert_array_equal(placement.relative_operations(broken), [1, 1])
 
@@ -102,7 +128,8 @@ def test_more_devices_than_there_are_is_one_sentence():
 def program_of(method, devices, participation):
     """One for all tests: its functions are then compiled once."""
     task = toy.method_task(method)._replace(participation=participation)
-    factory = toy.METHODS[method] if method == "feddva" else ALGORITHMS[method]  # its own networks are large
+    # its own networks are large
+    factory = toy.METHODS[method] if method == "feddva" else ALGORITHMS[method]
     return toy.program(factory, task, devices=devices)
 
 
@@ -117,10 +144,14 @@ def on_host(program, state):
 
 
 @pytest.mark.slow  # one method on eight devices is below
-@pytest.mark.parametrize("devices, participation", [(3, (1, 1)), (3, (0.6, 0.6)), (3, (0.3, 1)), (8, (0.6, 0.6))])
+@pytest.mark.parametrize(
+    "devices, participation",
+    [(3, (1, 1)), (3, (0.6, 0.6)), (3, (0.3, 1)), (8, (0.6, 0.6))],
+)
 def test_a_run_over_devices_is_the_run_on_one(devices, participation):
-    """Everybody, a sample and drop-outs, with state that stays on the clients; N is not a multiple
-    of the devices. On 8 of them a sample takes as many places as everybody does."""
+    """Everybody, a sample and drop-outs, with state that stays on the clients; N is not
+    a multiple of the devices. On 8 of them a sample takes as many places as everybody
+    does."""
     _, alone = run("ditto", 1, participation)
     many, together = run("ditto", devices, participation)
     assert_close(on_host(many, together[-1].state), alone[-1].state, 1e-5)
@@ -131,16 +162,22 @@ def test_a_run_over_devices_is_the_run_on_one(devices, participation):
             assert_close(a.metrics, b.metrics, 1e-5)
 
 
-# models kept by the server, and public data; Ditto, with state on the clients, is in test_hosts.py
+# models kept by the server, and public data; Ditto, with state on the clients, is in
+# test_hosts.py
 QUICK = {"mnfl_het"}
-ON_EIGHT = [(method, (0.6, 0.6)) if method in QUICK else toy.slow(method, (0.6, 0.6)) for method in sorted(ALGORITHMS)]
+ON_EIGHT = [
+    (method, (0.6, 0.6)) if method in QUICK else toy.slow(method, (0.6, 0.6))
+    for method in sorted(ALGORITHMS)
+]
 ON_EIGHT += [toy.slow(method, (1, 1)) for method in sorted(ALGORITHMS)]
 
 
 @pytest.mark.parametrize("method, participation", ON_EIGHT)
 def test_every_method_on_eight_devices(method, participation):
     """A sample; with everybody the contract has every method's round on two of them."""
-    (_, alone), (many, together) = (run(method, devices, participation, rounds=2) for devices in (1, 8))
+    (_, alone), (many, together) = (
+        run(method, devices, participation, rounds=2) for devices in (1, 8)
+    )
     assert_close(on_host(many, together[-1].state), alone[-1].state, 1e-5)
     for a, b in zip(together, alone, strict=True):
         assert_close(a.pre, b.pre, 1e-5)
@@ -153,7 +190,14 @@ def test_a_state_may_move_to_another_number_of_devices():
     assert jax.tree.leaves(rest.clients)[0].shape[0] == N
     assert_same(on_host(program, jax.jit(program.place)(rest)), rest)
     other, whole = run("ditto", 2, (0.6, 0.6), rounds=3)
-    *_, last = simulate.rounds(other, KEY, toy.federation(), rounds=3, start=2, state=jax.jit(other.place)(rest))
+    *_, last = simulate.rounds(
+        other,
+        KEY,
+        toy.federation(),
+        rounds=3,
+        start=2,
+        state=jax.jit(other.place)(rest),
+    )
     assert_close(on_host(other, last.state), on_host(other, whole[-1].state), 1e-5)
 
 
@@ -168,7 +212,8 @@ def test_one_client_can_be_asked_wherever_it_lies():
     assert_close(answers[1], answers[0], 1e-5)
 
 
-@pytest.mark.slow  # compiles a round of one seed and of two; a sampled cohort over devices is above
+# compiles a round of one seed and of two; a sampled cohort over devices is above
+@pytest.mark.slow
 def test_seeds_are_vmapped_over_devices_too():
     program, seeds = program_of("ditto", 2, (1.0, 1.0)), jax.random.split(KEY, 2)
 
@@ -176,11 +221,15 @@ def test_seeds_are_vmapped_over_devices_too():
     def one(key, lam):
         numbers = program.traced | {"lam": lam}
         state = program.init(key, numbers)
-        return program.round(key, numbers, toy.federation(), state, jnp.int32(0), jnp.bool(True))[1].loss
+        return program.round(
+            key, numbers, toy.federation(), state, jnp.int32(0), jnp.bool(True)
+        )[1].loss
 
     lam = jnp.array([0.1, 1.0])
     together = jax.jit(jax.vmap(one))(seeds, lam)
-    assert_close(together, jnp.stack([one(*pair) for pair in zip(seeds, lam, strict=True)]), 1e-5)
+    assert_close(
+        together, jnp.stack([one(*pair) for pair in zip(seeds, lam, strict=True)]), 1e-5
+    )
 
 
 @functools.cache
@@ -188,9 +237,16 @@ def compiled(method, participation):
     """The compiled round on 8 devices, of 16 clients with the toy's data."""
     f = toy.federation()
     rows = lambda x: toy.rows(x, np.arange(16) % N)
-    f = f._replace(train=rows(f.train), val=rows(f.val), test=rows(f.test), class_counts=rows(f.class_counts))
+    f = f._replace(
+        train=rows(f.train),
+        val=rows(f.val),
+        test=rows(f.test),
+        class_counts=rows(f.class_counts),
+    )
     task = toy.task(
-        participation=participation, sizes=np.asarray(f.train.size), class_counts=np.asarray(f.class_counts)
+        participation=participation,
+        sizes=np.asarray(f.train.size),
+        class_counts=np.asarray(f.class_counts),
     )
     program = toy.program(ALGORITHMS[method], task, devices=8)
     state = program.init(KEY, program.traced)
@@ -203,7 +259,9 @@ def collectives(program) -> dict[str, list[str]]:
     """{kind: shapes} of what the devices say to each other."""
     found: dict[str, list[str]] = {}
     kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
-    for shape, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", program.as_text()):
+    for shape, kind in re.findall(
+        rf"= (.*?) ({kinds})(?:-start)?\(", program.as_text()
+    ):
         found.setdefault(kind, []).append(shape)
     return found
 
@@ -219,12 +277,21 @@ def test_everybody_takes_part_and_only_the_aggregate_travels(method):
 
 
 def test_a_sampled_cohort_adds_one_gather_and_one_scatter_of_its_rows():
-    """The rows come with the aggregate's sum and go back one array a leaf; nothing else travels,
-    indices neither."""
+    """The rows come with the aggregate's sum and go back one array a leaf; nothing else
+    travels, indices neither."""
     state, program = compiled("ditto", (0.5, 0.5))
-    rows, model = (len(jax.tree.leaves(x)) for x in (state.clients, [state.server[part] for part in ("body", "head")]))
-    arrays = {kind: re.findall(r"(\w+)\[", "".join(shapes)) for kind, shapes in collectives(program).items()}
-    assert arrays == {"all-reduce": ["f32"] * (model + rows), "all-gather": ["f32"] * rows}
+    rows, model = (
+        len(jax.tree.leaves(x))
+        for x in (state.clients, [state.server[part] for part in ("body", "head")])
+    )
+    arrays = {
+        kind: re.findall(r"(\w+)\[", "".join(shapes))
+        for kind, shapes in collectives(program).items()
+    }
+    assert arrays == {
+        "all-reduce": ["f32"] * (model + rows),
+        "all-gather": ["f32"] * rows,
+    }
 
 
 def test_clients_at_rest_lie_on_their_devices():

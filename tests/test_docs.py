@@ -1,5 +1,5 @@
-"""Every command and code block of README and docs: checked up to compilation here, run at a tiny
-size when slow."""
+"""Every command and code block of README and docs: checked up to compilation here, run
+at a tiny size when slow."""
 
 import ast
 import importlib.util
@@ -10,9 +10,32 @@ from pathlib import Path
 
 import pytest
 import toy
-from documents import PAGES, ROOT, TABLES, blocks, commands, files_of, is_program, module, read
+from documents import (
+    PAGES,
+    ROOT,
+    TABLES,
+    blocks,
+    commands,
+    files_of,
+    is_program,
+    module,
+    read,
+)
 
-from experiments import build, export, figures, flags, grid, html, main, settings, show, sweep, tables, within
+from experiments import (
+    build,
+    export,
+    figures,
+    flags,
+    grid,
+    html,
+    main,
+    settings,
+    show,
+    sweep,
+    tables,
+    within,
+)
 from fedjax_pfl import own
 
 WITHOUT_FILES = ("digits", "synthetic", "npz:")
@@ -39,12 +62,15 @@ def user_settings(parsed: flags.Parsed, name: str) -> list[dict]:
     """The settings of each run of a command line of main or of a sweep."""
     if name == "main":
         return [parsed.settings()]
-    return [member.given for member in grid.members(parsed.settings(), Path(), parsed.get("seeds"))]
+    return [
+        member.given
+        for member in grid.members(parsed.settings(), Path(), parsed.get("seeds"))
+    ]
 
 
 def check_run(argv: list[str], name: str, prepared: set) -> None:
-    """Reads a command of main or sweep, and prepares what it would train, but for data that are not
-    in the package."""
+    """Reads a command of main or sweep, and prepares what it would train, but for data
+    that are not in the package."""
     parsed = flags.parse(argv, {"main": main._FLAGS, "sweep": sweep._FLAGS}[name])
     if parsed.get("list") or parsed.get("describe"):
         assert main._information(parsed)
@@ -55,7 +81,9 @@ def check_run(argv: list[str], name: str, prepared: set) -> None:
     for user in user_settings(parsed, name):
         config = settings.resolve(user)
         what = repr(config.replace(seed=0, rounds=0, targets=None))
-        if (config.dataset.startswith(WITHOUT_FILES) or own.named(config.dataset)) and what not in prepared:
+        if (
+            config.dataset.startswith(WITHOUT_FILES) or own.named(config.dataset)
+        ) and what not in prepared:
             prepared.add(what)
             public = config.public is None or config.public.startswith(WITHOUT_FILES)
             build.prepare(config if public else config.replace(public="synthetic"))
@@ -67,7 +95,9 @@ def check_benchmark(name: str, argv: list[str]) -> None:
     source = "".join((folder / f"{file}.py").read_text() for file in (name, "report"))
     for word in argv:
         flag = word.removeprefix("--").removeprefix("no").partition("=")[0]
-        assert not word.startswith("--") or re.search(rf'DEFINE_\w+\(\s*"{flag}"', source), word
+        assert not word.startswith("--") or re.search(
+            rf'DEFINE_\w+\(\s*"{flag}"', source
+        ), word
 
 
 READERS = {
@@ -87,14 +117,25 @@ def prepared():
 
 
 # Their many commands take long; those of pages are also run when slow.
-MANY = ("docs/command-line.md", "docs/data.md", "docs/methods/index.md", "experiments/README.md")
+MANY = (
+    "docs/command-line.md",
+    "docs/data.md",
+    "docs/methods/index.md",
+    "experiments/README.md",
+)
 
 
-@pytest.mark.parametrize("page", [toy.slow(page) if page in MANY else page for page in [*PAGES, *TABLES]])
+@pytest.mark.parametrize(
+    "page", [toy.slow(page) if page in MANY else page for page in [*PAGES, *TABLES]]
+)
 def test_commands_are_right_up_to_compilation(page, tmp_path, monkeypatch, prepared):
     with files_of(page, tmp_path, monkeypatch):
         for block in blocks(page):
-            if block.language == "python" and "fedjax_pfl" not in block.code and not block.title:
+            if (
+                block.language == "python"
+                and "fedjax_pfl" not in block.code
+                and not block.title
+            ):
                 if "savez" in block.code:  # writes what the commands below it read
                     exec(compile(block.code, page, "exec"), {})
             elif block.language == "bash":
@@ -115,19 +156,24 @@ def check(words: list[str], prepared: set) -> None:
     elif words[:2] == ["pip", "install"]:
         extras = ",".join(re.findall(r"\[([\w,]+)\]", " ".join(words))).split(",")
         declared = (ROOT / "pyproject.toml").read_text()
-        assert all(re.search(rf"^{extra} = \[", declared, re.M) for extra in filter(None, extras)), words
+        assert all(
+            re.search(rf"^{extra} = \[", declared, re.M)
+            for extra in filter(None, extras)
+        ), words
 
 
 def test_a_wrong_command_is_found(prepared):
     for words in (
         ["python", "-m", "experiments.main", "--algo=fedavg", "--nonsense=1"],
         ["python", "-m", "experiments.sweep", "--algo=fedavg,fedavgg"],
-        ["python", "-m", "experiments.main", "--algo=fedavg", "--model=mlp,linear"],  # which needs one architecture
+        # which needs one architecture
+        ["python", "-m", "experiments.main", "--algo=fedavg", "--model=mlp,linear"],
     ):
         with pytest.raises(ValueError):
             check(words, prepared)
     with pytest.raises(AssertionError):
-        check(["python", "-m", "benchmarks.cost", "--recipes=flute"], prepared)  # another one's
+        # another one's
+        check(["python", "-m", "benchmarks.cost", "--recipes=flute"], prepared)
     with pytest.raises(AssertionError):
         check(["pip", "install", "-e", ".[nonsense]"], prepared)
 
@@ -146,7 +192,9 @@ def test_links_lead_somewhere(page):
         file = (ROOT / page).parent / path if path else ROOT / page
         assert file.exists(), target
         if anchor:
-            assert anchor in map(anchor_of, re.findall(r"^#+ (.*)$", file.read_text(), re.M)), target
+            assert anchor in map(
+                anchor_of, re.findall(r"^#+ (.*)$", file.read_text(), re.M)
+            ), target
 
 
 def anchor_of(heading: str) -> str:
@@ -163,7 +211,10 @@ def test_what_is_named_in_code_is_there():
         for flag in re.findall(r"--(\w+)", " ".join(quoted)):
             assert flag in known or flag in BENCHMARK_FLAGS, (page, flag)
         for path in quoted:
-            if re.fullmatch(r"(fedjax_pfl|experiments|benchmarks|tests|docs|notebooks)/[\w/.]+\.\w+", path):
+            if re.fullmatch(
+                r"(fedjax_pfl|experiments|benchmarks|tests|docs|notebooks)/[\w/.]+\.\w+",
+                path,
+            ):
                 assert (ROOT / path).exists(), (page, path)
 
 
@@ -178,14 +229,20 @@ BENCHMARK_FLAGS = {
 
 
 def tiny(name: str, argv: list[str]) -> list[str]:
-    """The arguments of a run, made small; its directory is the one that it would have had."""
+    """The arguments of a run, made small; its directory is the one that it would have
+    had."""
     parsed = flags.parse(argv, {"main": main._FLAGS, "sweep": sweep._FLAGS}[name])
     if parsed.get("list") or parsed.get("describe") or parsed.get("resume"):
         return argv
     user = user_settings(parsed, name)[0]
     config = settings.resolve(user)
-    more = [f"--{key}={value}" for key, value in TINY.items() if config.steps is None or key != "epochs"]
-    if not config.dataset.startswith(WITHOUT_FILES) and not own.named(config.dataset):  # not everywhere prepared
+    more = [
+        f"--{key}={value}"
+        for key, value in TINY.items()
+        if config.steps is None or key != "epochs"
+    ]
+    # not everywhere prepared
+    if not config.dataset.startswith(WITHOUT_FILES) and not own.named(config.dataset):
         more += ["--dataset=synthetic", "--model=linear", "--batch_size=10"]
         more += ["--shared_model=linear"] if config.shared_model else []
     if name == "main" and not parsed.get("workdir"):
@@ -196,8 +253,8 @@ def tiny(name: str, argv: list[str]) -> list[str]:
 
 
 def run(words: list[str]) -> None:
-    """Runs a command of the project at a tiny size; those that install or build are other
-    tests'."""
+    """Runs a command of the project at a tiny size; those that install or build are
+    other tests'."""
     name, argv = module(words) or ("", [])
     package, _, name = name.rpartition(".")
     if package != "experiments":
@@ -207,7 +264,14 @@ def run(words: list[str]) -> None:
     elif name == "sweep":
         assert sweep.run(tiny(name, argv)) == 0, words
     else:
-        readers = {"export": export, "figures": figures, "html": html, "show": show, "tables": tables, "within": within}
+        readers = {
+            "export": export,
+            "figures": figures,
+            "html": html,
+            "show": show,
+            "tables": tables,
+            "within": within,
+        }
         assert readers[name].main(argv), words
 
 
@@ -225,9 +289,20 @@ def test_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not importlib.util.find_spec("mkdocs"), reason="pip install -e '.[docs]'")
+@pytest.mark.skipif(
+    not importlib.util.find_spec("mkdocs"), reason="pip install -e '.[docs]'"
+)
 def test_the_site_is_built_without_warnings(tmp_path):
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(tmp_path / "site"),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     page = (tmp_path / "site" / "methods" / "fedcp" / "index.html").read_text()

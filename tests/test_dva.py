@@ -1,5 +1,5 @@
-"""FedDVA's losses: closed forms against loops, Monte Carlo and limits; what each phase moves; the
-scores."""
+"""FedDVA's losses: closed forms against loops, Monte Carlo and limits; what each phase
+moves; the scores."""
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +23,17 @@ PLAIN = NETS._replace(head=None)
 
 def gaussian(seed, rows=6, d=3, offset=0.0):
     rng = np.random.default_rng(seed)
-    return Gaussian(*(jnp.asarray(rng.normal(size=(rows, d)) + o, jnp.float32) for o in (offset, 0)))
+    return Gaussian(
+        *(jnp.asarray(rng.normal(size=(rows, d)) + o, jnp.float32) for o in (offset, 0))
+    )
 
 
 def close(a, b, tolerance=1e-5):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), a, b)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance),
+        a,
+        b,
+    )
 
 
 def log_density(q, row, points):
@@ -38,10 +44,15 @@ def log_density(q, row, points):
 
 def draws(q, row, n=200_000):
     q = jax.device_get(q)
-    return np.random.default_rng(7).normal(size=(n, q.mean.shape[1])) * np.exp(q.log_var[row] / 2) + q.mean[row]
+    return (
+        np.random.default_rng(7).normal(size=(n, q.mean.shape[1]))
+        * np.exp(q.log_var[row] / 2)
+        + q.mean[row]
+    )
 
 
-# --- divergences ------------------------------------------------------------------------------------------------------
+# --- divergences
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_kl_is_monte_carlos():
@@ -49,20 +60,31 @@ def test_kl_is_monte_carlos():
     for row in range(2):
         points = draws(p, row)
         ratio = log_density(p, row, points) - log_density(q, row, points)
-        assert dva.kl(p, q)[row] == pytest.approx(ratio.mean(), abs=5 * ratio.std() / len(ratio) ** 0.5)
+        assert dva.kl(p, q)[row] == pytest.approx(
+            ratio.mean(), abs=5 * ratio.std() / len(ratio) ** 0.5
+        )
 
 
 def test_kl_is_not_negative_and_zero_only_where_equal():
     p, q = gaussian(0, 50), gaussian(1, 50)
     assert (dva.kl(p, q) > 0).all() and (dva.kl(p, p) == 0).all()
-    close(dva.kl_standard(q), dva.kl(q, Gaussian(jnp.zeros((50, 3)), jnp.zeros((50, 3)))))
+    close(
+        dva.kl_standard(q), dva.kl(q, Gaussian(jnp.zeros((50, 3)), jnp.zeros((50, 3))))
+    )
 
 
 def test_samples_have_the_mean_and_variance():
     q = Gaussian(jnp.full((20_000, 1), 2.0), jnp.full((20_000, 1), jnp.log(9.0)))
     z = dva.sample(jax.random.key(0), q)
-    assert z.mean() == pytest.approx(2, abs=0.1) and z.std() == pytest.approx(3, abs=0.1)
-    assert jax.grad(lambda m: dva.sample(jax.random.key(0), q._replace(mean=m)).sum())(q.mean).min() == 1
+    assert z.mean() == pytest.approx(2, abs=0.1) and z.std() == pytest.approx(
+        3, abs=0.1
+    )
+    assert (
+        jax.grad(lambda m: dva.sample(jax.random.key(0), q._replace(mean=m)).sum())(
+            q.mean
+        ).min()
+        == 1
+    )
 
 
 @pytest.mark.parametrize("offset", [0.0, 100.0])
@@ -82,17 +104,24 @@ def test_mixture_bound_of_one_example_or_equal_ones_is_zero():
 
 
 def test_mixture_bound_is_the_divergence_from_equal_others():
-    """j over equal posteriors q', i another one: the bound is KL(q_i || q') but for the pair i =
-    j."""
-    q = jax.tree.map(lambda a: jnp.concatenate([a[:1], jnp.repeat(a[1:2], 5, axis=0)]), gaussian(0))
+    """j over equal posteriors q', i another one: the bound is KL(q_i || q') but for the
+    pair i = j."""
+    q = jax.tree.map(
+        lambda a: jnp.concatenate([a[:1], jnp.repeat(a[1:2], 5, axis=0)]), gaussian(0)
+    )
     others = jnp.arange(6) > 0
-    close(dva.mixture_bound(q, others)[0], dva.kl(*(jax.tree.map(lambda a, i=i: a[i], q) for i in (0, 1))))
+    close(
+        dva.mixture_bound(q, others)[0],
+        dva.kl(*(jax.tree.map(lambda a, i=i: a[i], q) for i in (0, 1))),
+    )
 
 
 def test_mixture_bound_is_above_the_divergence_from_the_mixture():
     q, every = gaussian(3, 4), jnp.ones(4, bool)
     points = draws(q, 0)
-    mixture = np.logaddexp.reduce([log_density(q, j, points) for j in range(4)], axis=0) - np.log(4)
+    mixture = np.logaddexp.reduce(
+        [log_density(q, j, points) for j in range(4)], axis=0
+    ) - np.log(4)
     ratio = log_density(q, 0, points) - mixture
     assert 0.1 < ratio.mean() < dva.mixture_bound(q, every)[0]
 
@@ -105,7 +134,8 @@ def test_the_detached_bound_has_no_gradient_through_the_others():
     assert np.abs(whole.mean[1:]).min() > 0
 
 
-# --- regularisers -----------------------------------------------------------------------------------------------------
+# --- regularisers
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_paper_max_is_the_larger_of_both_and_its_limits():
@@ -115,7 +145,11 @@ def test_paper_max_is_the_larger_of_both_and_its_limits():
         close(dva.personal_term(q, MASK, xi), jnp.maximum(xi + bound, divergence))
     close(dva.personal_term(q, MASK, -1e4), divergence)
     gradient = lambda f: jax.grad(lambda q: jnp.where(MASK, f(q), 0).sum())(q)
-    close(gradient(lambda q: dva.personal_term(q, MASK, 1e4)), gradient(lambda q: dva.mixture_bound(q, MASK)), 1e-4)
+    close(
+        gradient(lambda q: dva.personal_term(q, MASK, 1e4)),
+        gradient(lambda q: dva.mixture_bound(q, MASK)),
+        1e-4,
+    )
 
 
 def test_code_hinge():
@@ -127,22 +161,31 @@ def test_code_hinge():
     slope = jax.grad(lambda q: dva.personal_term(q, MASK, 1e4, "code_hinge").sum())(
         jax.tree.map(lambda a: jnp.repeat(a[:1], 6, axis=0), q)
     )
-    close(slope.mean, -jnp.repeat(q.mean[:1], 6, axis=0), 1e-4)  # of -B: away from the origin
+    # of -B: away from the origin
+    close(slope.mean, -jnp.repeat(q.mean[:1], 6, axis=0), 1e-4)
 
 
 @pytest.mark.parametrize("regulariser", dva.REGULARISERS)
 def test_rows_that_do_not_count_change_nothing(regulariser):
     q = gaussian(0)
     other = jax.tree.map(lambda a: jnp.where(MASK[:, None], a, 7.0), q)
-    of_valid = lambda q: jnp.where(MASK, dva.personal_term(q, MASK, 1.0, regulariser), 0)
+    of_valid = lambda q: jnp.where(
+        MASK, dva.personal_term(q, MASK, 1.0, regulariser), 0
+    )
     close(of_valid(q), of_valid(other), 1e-6)
 
 
 def test_reconstructions():
     x, mean = (np.random.default_rng(i).uniform(-1, 1, (4, 3, 3, 2)) for i in (0, 1))
     density = norm.pdf(x - mean)
-    close(dva.reconstruction(x, mean), (-np.log(density) - np.log(2 * np.pi) / 2).sum(axis=(1, 2, 3)))
-    close(dva.reconstruction(x, mean, "focal"), (-((1 - density) ** 5) * np.log(density)).sum(axis=(1, 2, 3)))
+    close(
+        dva.reconstruction(x, mean),
+        (-np.log(density) - np.log(2 * np.pi) / 2).sum(axis=(1, 2, 3)),
+    )
+    close(
+        dva.reconstruction(x, mean, "focal"),
+        (-((1 - density) ** 5) * np.log(density)).sum(axis=(1, 2, 3)),
+    )
 
 
 def test_terms_sum_to_the_bound():
@@ -150,17 +193,22 @@ def test_terms_sum_to_the_bound():
     t = dva.terms(x, x + 1, gaussian(0), gaussian(1))
     close(t["elbo"], -(2 + dva.kl_standard(gaussian(0)) + dva.kl_standard(gaussian(1))))
     sums = dva_phases.totals(t | {"logits": jnp.zeros((6, 3))}, MASK)
-    assert set(sums) == {"reconstruction", "kl_z", "kl_c", "elbo"} and sums["kl_z"][1] == 4
+    assert (
+        set(sums) == {"reconstruction", "kl_z", "kl_c", "elbo"} and sums["kl_z"][1] == 4
+    )
     close(sums["kl_z"][0], np.asarray(t["kl_z"])[np.asarray(MASK)].sum())
 
 
-# --- phases -----------------------------------------------------------------------------------------------------------
+# --- phases
+# -----------------------------------------------------------------------------------------------------------
 
 
 def batch(seed=0, rows=6):
     rng = np.random.default_rng(seed)
     x = jnp.asarray(rng.uniform(-1, 1, (rows, 8, 8, 1)), jnp.float32)
-    return Batch(x, jnp.asarray(rng.integers(0, 3, rows), jnp.int32), MASK, jnp.arange(rows))
+    return Batch(
+        x, jnp.asarray(rng.integers(0, 3, rows), jnp.int32), MASK, jnp.arange(rows)
+    )
 
 
 MOVES = {
@@ -174,16 +222,27 @@ MOVES = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mode, head",
-    [("paper", "personal"), toy.slow("paper", "shared"), toy.slow("code", "personal"), toy.slow("code", "shared")],
+    [
+        ("paper", "personal"),
+        toy.slow("paper", "shared"),
+        toy.slow("code", "personal"),
+        toy.slow("code", "shared"),
+    ],
 )
 def test_which_parts_move(mode, head):
-    """By `local.sgd`: every part of the phase moves, the others stay bit for bit, running
-    statistics follow."""
+    """By `local.sgd`: every part of the phase moves, the others stay bit for bit,
+    running statistics follow."""
     b = batch()
     index = jnp.arange(6)
     data = Data(Examples(b.x, b.y), index, jnp.int32(6), lambda x: x)
     task = type("Task", (), {})()
-    task.lr, task.optimizer, task.batch_size, task.epochs, task.steps = 1e-2, optax.adam, 4, 1, None
+    task.lr, task.optimizer, task.batch_size, task.epochs, task.steps = (
+        1e-2,
+        optax.adam,
+        4,
+        1,
+        None,
+    )
     task.drop_last, task.augment = False, None
     variables = dva_phases.init(NETS, jax.random.key(0))
     found = dva_phases.phases(NETS, mode, head, xi=1.0)
@@ -191,46 +250,81 @@ def test_which_parts_move(mode, head):
 
     @jax.jit
     def run(variables):
-        after = [local.sgd(jax.random.key(1), data, p.loss, variables, task, train=p.parts)[0] for p in found]
+        after = [
+            local.sgd(jax.random.key(1), data, p.loss, variables, task, train=p.parts)[
+                0
+            ]
+            for p in found
+        ]
         return after
 
     for phase, after in zip(found, run(variables), strict=True):
         for part in dva_phases.PARTS:
-            pairs = zip(jax.tree.leaves(variables[part]), jax.tree.leaves(after[part]), strict=True)
+            pairs = zip(
+                jax.tree.leaves(variables[part]),
+                jax.tree.leaves(after[part]),
+                strict=True,
+            )
             same = all(np.array_equal(x, y) for x, y in pairs)
             assert same == (part not in phase.parts), (phase.parts, part)
-        moved = jax.tree.map(lambda x, y: not np.array_equal(x, y), variables["stats"], after["stats"])
-        assert all(jax.tree.leaves(moved["z"])) and all(jax.tree.leaves(moved["decoder"]))
+        moved = jax.tree.map(
+            lambda x, y: not np.array_equal(x, y), variables["stats"], after["stats"]
+        )
+        assert all(jax.tree.leaves(moved["z"])) and all(
+            jax.tree.leaves(moved["decoder"])
+        )
 
 
 @pytest.mark.slow
 # the regularisers alone are above
-@pytest.mark.parametrize("regulariser", [dva.REGULARISERS[0], *map(toy.slow, dva.REGULARISERS[1:])])
-@pytest.mark.parametrize("mode", [dva_phases.MODES[0], *map(toy.slow, dva_phases.MODES[1:])])
+@pytest.mark.parametrize(
+    "regulariser", [dva.REGULARISERS[0], *map(toy.slow, dva.REGULARISERS[1:])]
+)
+@pytest.mark.parametrize(
+    "mode", [dva_phases.MODES[0], *map(toy.slow, dva_phases.MODES[1:])]
+)
 def test_the_losses_are_masked(mode, regulariser):
     variables, b = dva_phases.init(NETS, jax.random.key(0)), batch()
-    other = b._replace(x=jnp.where(MASK[:, None, None, None], b.x, 9.0), y=jnp.where(MASK, b.y, 2))
+    other = b._replace(
+        x=jnp.where(MASK[:, None, None, None], b.x, 9.0), y=jnp.where(MASK, b.y, 2)
+    )
     phases = dva_phases.phases(NETS, mode, xi=1.0, regulariser=regulariser)
 
     @jax.jit
     def values(b):
-        return [jax.value_and_grad(lambda v, p=p: p.loss(v, b, jax.random.key(1))[0])(variables) for p in phases]
+        return [
+            jax.value_and_grad(lambda v, p=p: p.loss(v, b, jax.random.key(1))[0])(
+                variables
+            )
+            for p in phases
+        ]
 
     close(values(b), values(other), 1e-4)
 
 
 def test_the_shared_parts():
-    assert dva_phases.shared_parts(NETS) == ("z", "c") == dva_phases.shared_parts(PLAIN, "shared")
+    assert (
+        dva_phases.shared_parts(NETS)
+        == ("z", "c")
+        == dva_phases.shared_parts(PLAIN, "shared")
+    )
     assert dva_phases.shared_parts(NETS, "shared") == ("z", "c", "head")
 
 
 def test_the_objective_is_the_formula():
     """alpha, beta and the weight of the classification, term by term at one draw."""
-    variables, b, key = dva_phases.init(NETS, jax.random.key(0)), batch(), jax.random.key(1)
+    variables, b, key = (
+        dva_phases.init(NETS, jax.random.key(0)),
+        batch(),
+        jax.random.key(1),
+    )
     out = dva_phases.forward(NETS, variables, b.x, b.mask, key, train=True)
     logits = NETS.head.apply({"params": variables["head"], "stats": {}}, out.latents)[0]
     expected = losses.masked_mean(
-        dva.reconstruction(b.x, out.mean) + 2 * dva.kl_standard(out.z) + 3 * dva.personal_term(out.c, MASK, 1.5), MASK
+        dva.reconstruction(b.x, out.mean)
+        + 2 * dva.kl_standard(out.z)
+        + 3 * dva.personal_term(out.c, MASK, 1.5),
+        MASK,
     )
     expected += 4 * losses.cross_entropy(logits, b.y, MASK)
     encoders = dva_phases.phases(NETS, alpha=2.0, beta=3.0, xi=1.5, cls=4.0)[1]
@@ -239,10 +333,12 @@ def test_the_objective_is_the_formula():
 
 @pytest.mark.slow
 def test_without_c_it_is_a_plain_vae():
-    """beta = 0, alpha = 1 and c fixed to 0: the gradients of reconstruction + KL of an ordinary
-    VAE."""
+    """beta = 0, alpha = 1 and c fixed to 0: the gradients of reconstruction + KL of an
+    ordinary VAE."""
     absent = Gaussian(jnp.zeros((6, 2)), jnp.full((6, 2), -1e3))
-    nets = PLAIN._replace(c=Network(lambda key: {}, lambda v, x, **kwargs: (absent, {}), {}))
+    nets = PLAIN._replace(
+        c=Network(lambda key: {}, lambda v, x, **kwargs: (absent, {}), {})
+    )
     variables = dva_phases.init(PLAIN, jax.random.key(0))
     stats, b, key = variables["stats"], batch(), jax.random.key(1)
 
@@ -250,14 +346,18 @@ def test_without_c_it_is_a_plain_vae():
         at = lambda name: {"params": params[name], "stats": stats[name]}
         q, _ = nets.z.apply(at("z"), b.x, mask=MASK, train=True)
         z = dva.sample(jax.random.split(key)[0], q)
-        mean, _ = nets.decoder.apply(at("decoder"), jnp.pad(z, ((0, 0), (0, 2))), mask=MASK, train=True)
+        mean, _ = nets.decoder.apply(
+            at("decoder"), jnp.pad(z, ((0, 0), (0, 2))), mask=MASK, train=True
+        )
         square = jnp.sum((b.x - mean) ** 2, axis=(1, 2, 3)) / 2
         divergence = jnp.sum(q.mean**2 + jnp.exp(q.log_var) - q.log_var - 1, axis=1) / 2
         return jnp.sum(jnp.where(MASK, square + divergence, 0)) / 4
 
     encoders = dva_phases.phases(nets, beta=0.0)[1].loss
     params = {"z": variables["z"], "decoder": variables["decoder"]}
-    ours = jax.grad(lambda p: encoders({**p, "c": {}, "stats": stats}, b, key)[0])(params)
+    ours = jax.grad(lambda p: encoders({**p, "c": {}, "stats": stats}, b, key)[0])(
+        params
+    )
     close(ours, jax.grad(elbo)(params), 1e-4)
 
 
@@ -265,9 +365,13 @@ def test_a_prior_draw_leaves_the_encoder_of_c_out():
     variables, b = dva_phases.init(PLAIN, jax.random.key(0)), batch()
     first, second, _ = dva_phases.phases(PLAIN, "code")
     for phase in (first, second):
-        grads, stats = jax.grad(phase.loss, has_aux=True)(variables, b, jax.random.key(1))
+        grads, stats = jax.grad(phase.loss, has_aux=True)(
+            variables, b, jax.random.key(1)
+        )
         assert not any(np.any(g) for g in jax.tree.leaves(grads["c"]))
-        assert jax.tree.all(jax.tree.map(np.array_equal, stats["c"], variables["stats"]["c"]))
+        assert jax.tree.all(
+            jax.tree.map(np.array_equal, stats["c"], variables["stats"]["c"])
+        )
 
 
 @pytest.mark.slow  # the contract predicts with FedDVA
@@ -275,8 +379,11 @@ def test_outputs_are_deterministic_and_carry_logits():
     variables, b = dva_phases.init(NETS, jax.random.key(0)), batch()
     out = dva_phases.outputs(NETS, variables, b.x, b.mask)
     assert out["logits"].shape == (6, 3) and out["elbo"].shape == (6,)
-    close(dva_phases.outputs(NETS, variables, b.x[:2])["elbo"], out["elbo"][:2], 1e-4)  # rows do not mix
-    assert "logits" not in dva_phases.outputs(PLAIN, dva_phases.init(PLAIN, jax.random.key(0)), b.x)
+    # rows do not mix
+    close(dva_phases.outputs(NETS, variables, b.x[:2])["elbo"], out["elbo"][:2], 1e-4)
+    assert "logits" not in dva_phases.outputs(
+        PLAIN, dva_phases.init(PLAIN, jax.random.key(0)), b.x
+    )
 
 
 BAD = {"mode": "papr", "head": "own", "regulariser": "max", "reconstruction": "mse"}
@@ -297,21 +404,45 @@ def test_a_detached_regulariser_has_no_gradient_through_the_others(regulariser):
 
 
 def test_the_objectives_of_the_code_are_the_formulas():
-    variables, b, key = dva_phases.init(PLAIN, jax.random.key(0)), batch(), jax.random.key(1)
-    run = lambda prior_c: dva_phases.forward(PLAIN, variables, b.x, b.mask, key, train=True, prior_c=prior_c)
+    variables, b, key = (
+        dva_phases.init(PLAIN, jax.random.key(0)),
+        batch(),
+        jax.random.key(1),
+    )
+    run = lambda prior_c: dva_phases.forward(
+        PLAIN, variables, b.x, b.mask, key, train=True, prior_c=prior_c
+    )
     prior, out = jax.jit(lambda: (run(True), run(False)))()
-    fit, personal = dva.reconstruction(b.x, prior.mean), dva.personal_term(out.c, MASK, 1.5)
-    expected = fit, fit + 2 * dva.kl_standard(prior.z), dva.reconstruction(b.x, out.mean) + 3 * personal
-    for phase, values in zip(dva_phases.phases(PLAIN, "code", alpha=2.0, beta=3.0, xi=1.5), expected, strict=True):
-        close(jax.jit(phase.loss)(variables, b, key)[0], losses.masked_mean(values, MASK), 1e-4)
+    fit, personal = (
+        dva.reconstruction(b.x, prior.mean),
+        dva.personal_term(out.c, MASK, 1.5),
+    )
+    expected = (
+        fit,
+        fit + 2 * dva.kl_standard(prior.z),
+        dva.reconstruction(b.x, out.mean) + 3 * personal,
+    )
+    for phase, values in zip(
+        dva_phases.phases(PLAIN, "code", alpha=2.0, beta=3.0, xi=1.5),
+        expected,
+        strict=True,
+    ):
+        close(
+            jax.jit(phase.loss)(variables, b, key)[0],
+            losses.masked_mean(values, MASK),
+            1e-4,
+        )
 
 
 @pytest.mark.slow
 def test_whether_the_mixture_is_a_constant_reaches_the_phase():
     variables, b = dva_phases.init(PLAIN, jax.random.key(0)), batch()
     loss = lambda detach: dva_phases.phases(PLAIN, xi=1e3, detach=detach)[1].loss
-    slope = lambda detach: jax.grad(lambda c: loss(detach)({**variables, "c": c}, b, jax.random.key(1))[0])(
-        variables["c"]
-    )
+    slope = lambda detach: jax.grad(
+        lambda c: loss(detach)({**variables, "c": c}, b, jax.random.key(1))[0]
+    )(variables["c"])
     one, two = jax.jit(lambda: (slope(True), slope(False)))()
-    assert any(np.abs(x - y).max() > 1e-4 for x, y in zip(*map(jax.tree.leaves, (one, two)), strict=True))
+    assert any(
+        np.abs(x - y).max() > 1e-4
+        for x, y in zip(*map(jax.tree.leaves, (one, two)), strict=True)
+    )

@@ -1,5 +1,5 @@
-"""FedDVA's figures and probes, on an encoder and a decoder of which it is known what z and c
-hold."""
+"""FedDVA's figures and probes, on an encoder and a decoder of which it is known what z
+and c hold."""
 
 import numpy as np
 import pytest
@@ -28,20 +28,23 @@ def encode(x):
 
 
 def views(clients=4, n=40):
-    """Four classes, the corners of z; a client's kind, its place modulo 2, is the sign of c."""
+    """Four classes, the corners of z; a client's kind, its place modulo 2, is the sign
+    of c."""
     made = []
     for client in range(clients):
         rng = np.random.default_rng(client)
         y = np.arange(n) % 4
         z = 2 * np.stack([y // 2, y % 2], -1) - 1 + rng.normal(0, 0.2, (n, 2))
-        c = np.array([[0.5, -0.5]]) * (1 - 2 * (client % 2)) + rng.normal(0, 0.05, (n, 2))
+        c = np.array([[0.5, -0.5]]) * (1 - 2 * (client % 2)) + rng.normal(
+            0, 0.05, (n, 2)
+        )
         made.append(figures.View(f"client {client}", decode(z, c), y, encode, decode))
     return made
 
 
 def written(folder, *names):
-    """Both files of each figure; the width and the share of pixels that are not white of the
-    PNG."""
+    """Both files of each figure; the width and the share of pixels that are not white
+    of the PNG."""
     for name in names:
         assert (folder / f"{name}.pdf").read_bytes().startswith(b"%PDF")
         picture = np.asarray(Image.open(folder / f"{name}.png").convert("L"))
@@ -73,7 +76,11 @@ def test_swaps(tmp_path):
 
 def test_paths_follow_the_widest_axis():
     rng = np.random.default_rng(0)
-    points = rng.normal(size=(500, 1)) * np.array([[3.0, 4.0, 0.0]]) + rng.normal(size=(500, 3)) * 0.01 + 1
+    points = (
+        rng.normal(size=(500, 1)) * np.array([[3.0, 4.0, 0.0]])
+        + rng.normal(size=(500, 3)) * 0.01
+        + 1
+    )
     path = figures.path_through(points, 5)
     assert np.allclose(path[2], points.mean(axis=0)) and np.allclose(
         np.ptp(path, axis=0), [12, 16, 0], rtol=0.1, atol=0.1
@@ -84,7 +91,10 @@ def test_paths_follow_the_widest_axis():
 
 @pytest.mark.parametrize("d, shape", [(1, (1, 8, 1)), (2, (8, 8, 2))])
 def test_planes_of_few_dimensions(d, shape):
-    assert figures.plane_through(np.random.default_rng(0).normal(size=(20, d))).shape == shape
+    assert (
+        figures.plane_through(np.random.default_rng(0).normal(size=(20, d))).shape
+        == shape
+    )
 
 
 def test_one_image_has_a_path_of_one_point():
@@ -105,7 +115,9 @@ def test_a_probe_of_one_kind_is_right():
 
 def test_of_one_client_there_are_no_clusters_and_of_one_class_no_doubt():
     assert np.isnan(figures.probes(views(1), ["plain"])["silhouette_z"])
-    answers = dva_run._classifier(np.zeros((3, 2, 2, 1)), np.array([5, 5, 5]))(np.ones((4, 2, 2, 1)))
+    answers = dva_run._classifier(np.zeros((3, 2, 2, 1)), np.array([5, 5, 5]))(
+        np.ones((4, 2, 2, 1))
+    )
     assert answers.tolist() == [5] * 4
 
 
@@ -115,7 +127,9 @@ def test_swapping_c_keeps_the_class():
     assert figures.swap_accuracy(client, by_blob) > 0.95
     mixed = client._replace(encode=lambda x: (encode(x)[1], encode(x)[0]))
     assert figures.swap_accuracy(mixed, by_blob) < 0.6
-    assert np.isnan(figures.swap_accuracy(client._replace(y=np.zeros(40, int)), by_blob))
+    assert np.isnan(
+        figures.swap_accuracy(client._replace(y=np.zeros(40, int)), by_blob)
+    )
 
 
 def test_a_foreign_z_shows_the_decoders_kind():

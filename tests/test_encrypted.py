@@ -1,5 +1,5 @@
-"""Sums under encryption: what they are, what they cost, and that the server's side cannot read
-them."""
+"""Sums under encryption: what they are, what they cost, and that the server's side
+cannot read them."""
 
 import sys
 
@@ -18,7 +18,9 @@ RNG = np.random.default_rng(0)
 @pytest.fixture
 def tenseal():
     return pytest.importorskip(
-        "tenseal", reason="TenSEAL is not there: pip install -e '.[privacy]'", exc_type=ImportError
+        "tenseal",
+        reason="TenSEAL is not there: pip install -e '.[privacy]'",
+        exc_type=ImportError,
     )
 
 
@@ -43,13 +45,26 @@ def test_sums_of_numbers_on_the_grid_are_exact(parties, length):
 def test_the_server_has_no_secret_key(tenseal, parties):
     clients, server = parties
     context = tenseal.context_from(clients.public())
-    for held in (server._context, context, tenseal.context_from(server._context.serialize())):
-        assert held.has_public_key() and not held.is_private() and not held.has_secret_key()
+    for held in (
+        server._context,
+        context,
+        tenseal.context_from(server._context.serialize()),
+    ):
+        assert (
+            held.has_public_key()
+            and not held.is_private()
+            and not held.has_secret_key()
+        )
     sent = clients.encrypt(np.ones(5))
     with pytest.raises(ValueError, match="secret_key"):
         tenseal.ckks_vector_from(server._context, sent[0]).decrypt()
-    assert all(isinstance(part, bytes) for part in (clients.public(), *sent, *server.add([sent, sent])))
-    assert [name for name in vars(server) if "Key" in type(getattr(server, name)).__name__] == []
+    assert all(
+        isinstance(part, bytes)
+        for part in (clients.public(), *sent, *server.add([sent, sent]))
+    )
+    assert [
+        name for name in vars(server) if "Key" in type(getattr(server, name)).__name__
+    ] == []
 
 
 def test_a_server_that_is_given_the_secret_key_refuses_it(parties):
@@ -62,15 +77,24 @@ def test_ciphertexts_do_not_tell_what_is_in_them_by_number_or_size(parties):
     """One vector's ciphertexts differ in size, too, by some bytes: they are random, and
     compressed."""
     clients, _ = parties
-    vectors = [np.zeros(5000), np.ones(5000), RNG.normal(size=5000) * 1e6, np.eye(1, 5000)[0]]
+    vectors = [
+        np.zeros(5000),
+        np.ones(5000),
+        RNG.normal(size=5000) * 1e6,
+        np.eye(1, 5000)[0],
+    ]
     sent = [clients.encrypt(vector) for vector in vectors for _ in range(3)]
     assert {len(parts) for parts in sent} == {2}
     sizes = np.array([sum(map(len, parts)) for parts in sent])
     assert np.ptp(sizes) < 1e-2 * sizes.mean()
-    assert len({part for parts in sent for part in parts}) == 2 * len(sent)  # no two are alike
+    # no two are alike
+    assert len({part for parts in sent for part in parts}) == 2 * len(sent)
 
 
-ROWS = {"a": RNG.normal(size=(4, 3, 2)).astype(np.float32), "b": RNG.normal(size=(4,)).astype(np.float32)}
+ROWS = {
+    "a": RNG.normal(size=(4, 3, 2)).astype(np.float32),
+    "b": RNG.normal(size=(4,)).astype(np.float32),
+}
 IDS, ACTIVE = np.array([3, 0, 4, 1], np.int32), np.array([True, True, False, True])
 run = jax.jit(encryption.total, static_argnums=3)
 
@@ -80,18 +104,32 @@ def test_totals_are_those_of_the_active_rows(request, backend):
     if backend == "ckks":
         request.getfixturevalue("tenseal")
     total, up, down = run(
-        jax.tree.map(lambda x: np.where(ACTIVE.reshape(4, *[1] * (x.ndim - 1)), x, np.nan), ROWS), IDS, ACTIVE, backend
+        jax.tree.map(
+            lambda x: np.where(ACTIVE.reshape(4, *[1] * (x.ndim - 1)), x, np.nan), ROWS
+        ),
+        IDS,
+        ACTIVE,
+        backend,
     )
     for name, rows in ROWS.items():
-        np.testing.assert_allclose(total[name], rows[ACTIVE].astype(np.float64).sum(axis=0), rtol=1e-6)
+        np.testing.assert_allclose(
+            total[name], rows[ACTIVE].astype(np.float64).sum(axis=0), rtol=1e-6
+        )
     for sent in (up, down):
         np.testing.assert_array_equal(sent > 0, ACTIVE & (backend == "ckks"))
     order = np.array([2, 0, 3, 1])
-    moved, *_ = run(jax.tree.map(lambda x: x[order], ROWS), IDS[order], ACTIVE[order], backend)
+    moved, *_ = run(
+        jax.tree.map(lambda x: x[order], ROWS), IDS[order], ACTIVE[order], backend
+    )
     jax.tree.map(np.testing.assert_array_equal, moved, total)
     none, up, _ = run(ROWS, IDS, ~np.ones(4, bool), backend)
     assert not any(np.any(x) for x in jax.tree.leaves((none, up)))
-    broken, up, _ = run(ROWS | {"b": ROWS["b"] + np.array([0, np.inf, 0, 0], np.float32)}, IDS, ACTIVE, backend)
+    broken, up, _ = run(
+        ROWS | {"b": ROWS["b"] + np.array([0, np.inf, 0, 0], np.float32)},
+        IDS,
+        ACTIVE,
+        backend,
+    )
     assert np.isnan(broken["b"]) or np.isinf(broken["b"])
     assert not np.any(up)
 
@@ -104,14 +142,22 @@ def test_totals_over_devices_and_under_vmap(tenseal):
         jax.jit(encryption.total, static_argnums=3)(spread, IDS, ACTIVE, "ckks")[0],
         expected,
     )
-    twice = jax.jit(jax.vmap(lambda s: encryption.total({"a": s * ROWS["a"]}, IDS, ACTIVE, "ckks")[0]["a"]))
+    twice = jax.jit(
+        jax.vmap(
+            lambda s: encryption.total({"a": s * ROWS["a"]}, IDS, ACTIVE, "ckks")[0][
+                "a"
+            ]
+        )
+    )
     for got, times in zip(twice(jnp.array([1.0, 2.0])), (1, 2), strict=True):
         np.testing.assert_array_equal(got, times * expected["a"])
 
 
 def test_without_tenseal_one_sentence_says_what_to_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "tenseal", None)
-    with pytest.raises(InputError, match=r"TenSEAL.*pip install -e '\.\[privacy\]'.*backend='plain'"):
+    with pytest.raises(
+        InputError, match=r"TenSEAL.*pip install -e '\.\[privacy\]'.*backend='plain'"
+    ):
         encryption.check_backend("ckks")
     encryption.check_backend("plain")
     with pytest.raises(InputError, match="backend"):
@@ -119,7 +165,13 @@ def test_without_tenseal_one_sentence_says_what_to_do(monkeypatch):
 
 
 def test_a_vector_whose_bytes_cannot_be_counted_is_refused():
-    ids, shapes = jnp.arange(2), [jax.ShapeDtypeStruct((2, encryption.LONGEST + more), jnp.float32) for more in (0, 1)]
+    ids, shapes = (
+        jnp.arange(2),
+        [
+            jax.ShapeDtypeStruct((2, encryption.LONGEST + more), jnp.float32)
+            for more in (0, 1)
+        ],
+    )
     total = lambda rows: encryption.total(rows, ids, ids >= 0, "ckks")
     assert jax.eval_shape(total, shapes[0])[0].shape == (encryption.LONGEST,)
     with pytest.raises(InputError, match="16,777,217 numbers, more than 16,777,216"):

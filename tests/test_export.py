@@ -7,8 +7,17 @@ import toy
 from experiments import export, main, runs
 from fedjax_pfl.errors import InputError
 
-TINY = ["--data_fraction=0.2", "--clients=4", "--epochs=1", "--width=1", "--devices=1", "--rounds=1", "--batch_size=20"]
-# which predicts by two models; adapts before it predicts; in a loop; by a network beside prototypes
+TINY = [
+    "--data_fraction=0.2",
+    "--clients=4",
+    "--epochs=1",
+    "--width=1",
+    "--devices=1",
+    "--rounds=1",
+    "--batch_size=20",
+]
+# which predicts by two models; adapts before it predicts; in a loop; by a network
+# beside prototypes
 SLOW = ("fedrod", "per_fedavg", "fedem", "fedproto")
 CLIENT = 1
 
@@ -18,7 +27,12 @@ def run(request, tmp_path_factory):
     """Of FD clients of two networks; FedRoD's predict with more than one."""
     path = tmp_path_factory.mktemp("runs") / request.param
     model = "mlp,linear" if request.param == "fd" else "linear"
-    assert main.run([f"--algo={request.param}", f"--model={model}", *TINY, f"--workdir={path}"]) == 0
+    assert (
+        main.run(
+            [f"--algo={request.param}", f"--model={model}", *TINY, f"--workdir={path}"]
+        )
+        == 0
+    )
     return runs.load(path)
 
 
@@ -33,9 +47,14 @@ def restored(text, base):
 
 def test_both_files_predict_as_the_run_does(run, tmp_path):
     base = tmp_path / "client"
-    said = export.main([str(run.path), f"--client={CLIENT}", f"--output={base}.msgpack"])
+    said = export.main(
+        [str(run.path), f"--client={CLIENT}", f"--output={base}.msgpack"]
+    )
     one = run.config.algo not in ("fedrod", "fedem")
-    assert ("one network" in said) == one and {p.name for p in tmp_path.iterdir()} == {"client.msgpack", "client.npz"}
+    assert ("one network" in said) == one and {p.name for p in tmp_path.iterdir()} == {
+        "client.msgpack",
+        "client.npz",
+    }
     x = run.experiment.dataset.x[:7]
     wanted = np.asarray(run.predictor(CLIENT)(x))
     for text in (said, restored(said, base)):
@@ -52,9 +71,18 @@ def test_the_files_hold_the_weights_and_not_the_run(run, tmp_path):
     np.savez(tmp_path / "client.npz", **{name: 0 * x for name, x in arrays.items()})
     names: dict = {}
     one = run.config.algo not in ("fedrod", "fedem")
-    exec(restored("\n".join(export.lines(run, CLIENT, str(tmp_path / "client"), one)), tmp_path / "client"), names)
+    exec(
+        restored(
+            "\n".join(export.lines(run, CLIENT, str(tmp_path / "client"), one)),
+            tmp_path / "client",
+        ),
+        names,
+    )
     outputs = np.asarray(names["predict"](run.experiment.dataset.x[:3]))
-    np.testing.assert_allclose(outputs, outputs[:1, :1].repeat(3, 0).repeat(10, 1), atol=1e-5)  # says nothing
+    # says nothing
+    np.testing.assert_allclose(
+        outputs, outputs[:1, :1].repeat(3, 0).repeat(10, 1), atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,7 +93,10 @@ def test_the_files_hold_the_weights_and_not_the_run(run, tmp_path):
         (["{run}", "{run}", "--client=0"], "Name one run directory, not 2"),
         (["{run}", "--client=4"], r"client=4 is outside its range \[0, 3\]"),
         (["{run}", "--client=-1"], "client=-1 is outside its range"),
-        (["{run}", "--client=0", "--output=/nowhere/x"], "there is no directory /nowhere"),
+        (
+            ["{run}", "--client=0", "--output=/nowhere/x"],
+            "there is no directory /nowhere",
+        ),
         (["/nowhere", "--client=0"], "is not a run directory"),
     ],
 )

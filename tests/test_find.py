@@ -17,7 +17,14 @@ def mine(task, *, mu: float = 0.1):
     """FedProx by another name."""
     return partial_averaging(task, split(task), mu=mu)
 '''
-TINY = ["--data_fraction=0.2", "--clients=5", "--epochs=1", "--model=linear", "--width=1", "--devices=1"]
+TINY = [
+    "--data_fraction=0.2",
+    "--clients=5",
+    "--epochs=1",
+    "--model=linear",
+    "--width=1",
+    "--devices=1",
+]
 
 
 @pytest.fixture
@@ -28,17 +35,33 @@ def file(tmp_path):
 
 
 def rows(path):
-    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.mark.slow  # that one runs is tested below, changed files in test_own.py
 def test_it_runs_resumes_and_is_the_method_it_says(file, tmp_path, capsys):
     own, fedprox = tmp_path / "own", tmp_path / "fedprox"
     for path, algo in ((own, f"{file}:mine"), (fedprox, "fedprox")):
-        assert main.run([f"--algo={algo}", "--hparam=mu=0.5", "--rounds=2", *TINY, f"--workdir={path}"]) == 0
+        assert (
+            main.run(
+                [
+                    f"--algo={algo}",
+                    "--hparam=mu=0.5",
+                    "--rounds=2",
+                    *TINY,
+                    f"--workdir={path}",
+                ]
+            )
+            == 0
+        )
     assert rows(own) == rows(fedprox)
     assert runs.load(own).config.algo == f"{file}:mine"
-    assert main.run(["--resume", "--rounds=3", f"--workdir={own}"]) == 0 and len(rows(own)) == 4
+    assert (
+        main.run(["--resume", "--rounds=3", f"--workdir={own}"]) == 0
+        and len(rows(own)) == 4
+    )
 
     file.write_text(OWN + "# changed\n")
     capsys.readouterr()
@@ -49,7 +72,11 @@ def test_it_runs_resumes_and_is_the_method_it_says(file, tmp_path, capsys):
 def test_it_is_described(file, capsys):
     assert main.run([f"--describe={file}:mine"]) == 0
     said = capsys.readouterr().out
-    assert "FedProx by another name." in said and "mu=0.1" in said and f"From {file}:" in said
+    assert (
+        "FedProx by another name." in said
+        and "mu=0.1" in said
+        and f"From {file}:" in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,14 +95,18 @@ def test_what_is_not_there_is_one_sentence(file, name, sentence):
 
 def test_a_file_that_cannot_be_imported_is_one_sentence(file):
     file.write_text("import nothing_of_that_name\n")
-    with pytest.raises(InputError, match=r"own.py cannot be imported \(ModuleNotFoundError"):
+    with pytest.raises(
+        InputError, match=r"own.py cannot be imported \(ModuleNotFoundError"
+    ):
         find(f"{file}:mine")
 
 
 @pytest.mark.slow
 def test_a_run_is_read_without_the_file_of_its_method(file, tmp_path, capsys):
     path = tmp_path / "run"
-    assert main.run([f"--algo={file}:mine", "--rounds=1", *TINY, f"--workdir={path}"]) == 0
+    assert (
+        main.run([f"--algo={file}:mine", "--rounds=1", *TINY, f"--workdir={path}"]) == 0
+    )
     file.unlink()
     assert "after local training" in show.main([str(path)])
     capsys.readouterr()
@@ -83,7 +114,9 @@ def test_a_run_is_read_without_the_file_of_its_method(file, tmp_path, capsys):
     assert "there is no such file" in capsys.readouterr().err
 
 
-def test_a_method_that_fails_is_one_sentence_with_the_line_of_the_file(file, tmp_path, capsys):
+def test_a_method_that_fails_is_one_sentence_with_the_line_of_the_file(
+    file, tmp_path, capsys
+):
     file.write_text(
         OWN.replace("partial_averaging(task, split(task), mu=mu)", "m(task, mu)")
         + """
@@ -93,5 +126,18 @@ def m(task, mu):
     return made._replace(round=lambda key, state, cohort: state.server["haed"])
 """
     )
-    assert main.run([f"--algo={file}:mine", "--rounds=1", *TINY, f"--workdir={tmp_path / 'run'}"]) == entry.BAD_INPUT
-    assert f"mine fails in round (KeyError: 'haed', at {file}:13)." in capsys.readouterr().err
+    assert (
+        main.run(
+            [
+                f"--algo={file}:mine",
+                "--rounds=1",
+                *TINY,
+                f"--workdir={tmp_path / 'run'}",
+            ]
+        )
+        == entry.BAD_INPUT
+    )
+    assert (
+        f"mine fails in round (KeyError: 'haed', at {file}:13)."
+        in capsys.readouterr().err
+    )

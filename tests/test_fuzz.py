@@ -1,5 +1,6 @@
-"""Random experiments: whatever the layout, the padding, where the clients' state lies and an
-interruption, the results are those of one client after another on one device, straight through."""
+"""Random experiments: whatever the layout, the padding, where the clients' state lies
+and an interruption, the results are those of one client after another on one device,
+straight through."""
 
 import itertools
 from typing import Any, NamedTuple
@@ -21,13 +22,18 @@ OPTIMIZERS = {
     "sgd": optax.sgd,
     "momentum": lambda lr: optax.sgd(lr, momentum=0.9),
     "decay": lambda lr: optax.chain(optax.add_decayed_weights(0.01), optax.sgd(lr)),
-    "adam": lambda lr: optax.adam(lr, eps=0.01),  # a larger one: steps do not jump with a gradient's last bits
+    # a larger one: steps do not jump with a gradient's last bits
+    "adam": lambda lr: optax.adam(lr, eps=0.01),
 }
 HPARAMS: dict[str, dict[str, tuple]] = {  # other ways through a method
     "scaffold": {"option": (1, 2), "weights": ("uniform", "data")},
     "per_fedavg": {"variant": ("fo", "hf", "exact")},
     "fedrep": {"head_epochs": (0, 2)},
-    "fedma": {"matching": ("distance", "bbp"), "weights": ("classes", "uniform"), "retrain_epochs": (0, 1)},
+    "fedma": {
+        "matching": ("distance", "bbp"),
+        "weights": ("classes", "uniform"),
+        "retrain_epochs": (0, 1),
+    },
     "apfl": {"mix": ("params", "outputs")},
     "fedamp": {"attention": ("amp", "heur")},
     "fedphp": {"regularizer": ("mmd", "kd")},
@@ -36,24 +42,36 @@ HPARAMS: dict[str, dict[str, tuple]] = {  # other ways through a method
     "pfedhn": {"mode": ("sequential", "batched"), "inner_steps": (None, 3)},
     "mocha": {"solver": ("sdca", "sgd"), "relate_every": (1, 2)},
     "mnfl": {"residual": ("sent", "fresh"), "transfer": ("replace", "step")},
-    "mnfl_het": {"order": ("paper", "code"), "penalty": ("implicit", "explicit"), "public_size": (4, 3000)},
+    "mnfl_het": {
+        "order": ("paper", "code"),
+        "penalty": ("implicit", "explicit"),
+        "public_size": (4, 3000),
+    },
     "fedmd": {"space": ("prob", "logit"), "passes": (0, 2), "public_batch": (3, 256)},
     "sim_pfd": {"sim_norm": ("sum", "minmax"), "order": ("paper", "code")},
     "topk_pfd": {"neighbours": (1, 2, 5), "weights": ("uniform", "cos")},
     "feddf": {"student_optimizer": ("adam", "sgd"), "public_batch": (3, 256)},
     "fedem": {"average": ("round", "all"), "refit": (0, 1)},
-    "fedcp": {"policy": ("softmax", "gumbel"), "norm": ("layer", "batch"), "without": ("none", "cs_ss", "cpn_gh")},
+    "fedcp": {
+        "policy": ("softmax", "gumbel"),
+        "norm": ("layer", "batch"),
+        "without": ("none", "cs_ss", "cpn_gh"),
+    },
     "pfedc": {
         "tasks": ("class", "map:0,1,0,1"),
         "head": ("group_softmax", "group_reject"),
         "download": ("bank", "stale"),
     },
-    "privacy_pfedc": {"head_weighting": ("uniform", "data"), "encrypt_phi": (False, True)},
+    "privacy_pfedc": {
+        "head_weighting": ("uniform", "data"),
+        "encrypt_phi": (False, True),
+    },
 }
 
 
 class Case(NamedTuple):
-    """One experiment, and two other layouts for it, before and after an interruption."""
+    """One experiment, and two other layouts for it, before and after an
+    interruption."""
 
     task: Task
     hparams: dict[str, Any]
@@ -68,13 +86,25 @@ def draw(method: str, seed: int) -> Case:
     rng = np.random.default_rng([seed, *method.encode()])
     one_of = lambda *values: values[rng.integers(len(values))]
     n = int(rng.integers(2, 14))
-    net = one_of("mlp", "norm") if method not in ("mocha", "fedma", "pfedma", "fedbn") else toy.net_of(method)
-    apart = net == "norm"  # batch norm of two or three rows magnifies a last bit a thousand times
-    sizes = rng.choice([0, 1, 5, 8, 13] if apart else [0, 1, 1, 2, 3, 5, 8, 13], n), *rng.integers(0, 5, (2, n))
-    sizes[0][rng.integers(n)], sizes[1][:] = 9, sizes[1] * one_of(0, 1)  # somebody has examples
+    net = (
+        one_of("mlp", "norm")
+        if method not in ("mocha", "fedma", "pfedma", "fedbn")
+        else toy.net_of(method)
+    )
+    # batch norm of two or three rows magnifies a last bit a thousand times
+    apart = net == "norm"
+    sizes = (
+        rng.choice([0, 1, 5, 8, 13] if apart else [0, 1, 1, 2, 3, 5, 8, 13], n),
+        *rng.integers(0, 5, (2, n)),
+    )
+    # somebody has examples
+    sizes[0][rng.integers(n)], sizes[1][:] = 9, sizes[1] * one_of(0, 1)
     own = [rng.choice(C, rng.integers(1, C + 1), replace=False) for _ in range(n)]
     low, high = np.sort(rng.integers(1, n + 1, 2)) / n
-    plain, padded = (federation(sizes, own, *more, seed) for more in ((0, 0.0), (int(rng.integers(1, 9)), np.nan)))
+    plain, padded = (
+        federation(sizes, own, *more, seed)
+        for more in ((0, 0.0), (int(rng.integers(1, 9)), np.nan))
+    )
     given = {
         "sizes": sizes[0],
         "class_counts": np.asarray(plain.class_counts),
@@ -82,14 +112,21 @@ def draw(method: str, seed: int) -> Case:
         "optimizer": OPTIMIZERS[one_of(*OPTIMIZERS)],
         "batch_size": 16 if apart else one_of(1, 2, 4, 16),
         "drop_last": not apart and one_of(True, False, False),
-        "participation": one_of((1.0, 1.0), (low, high), (high, high), ((n - 1) / n, (n - 1) / n)),
+        "participation": one_of(
+            (1.0, 1.0), (low, high), (high, high), ((n - 1) / n, (n - 1) / n)
+        ),
         "bn_stats": one_of("aggregate", "local", "batch"),
     } | one_of({"epochs": 2}, {"epochs": None, "steps": 3})
-    given["drop_last"] &= given["batch_size"] <= max(sizes[0])  # else nobody has a batch, which is refused
-    hparams = {name: one_of(*values) for name, values in HPARAMS.get(method, {}).items()}
-    if apart and method in ("feddf", "pfeddf"):  # Adam's steps on a bias before a batch norm would be those of rounding
+    # else nobody has a batch, which is refused
+    given["drop_last"] &= given["batch_size"] <= max(sizes[0])
+    hparams = {
+        name: one_of(*values) for name, values in HPARAMS.get(method, {}).items()
+    }
+    # Adam's steps on a bias before a batch norm would be those of rounding
+    if apart and method in ("feddf", "pfeddf"):
         hparams["student_optimizer"] = "sgd"
-    if hparams.get("variant") == "hf":  # divides differences of gradients, and their last bits, by 2 delta
+    # divides differences of gradients, and their last bits, by 2 delta
+    if hparams.get("variant") == "hf":
         hparams["delta"] = 0.1
     layout = lambda: {
         "width": int(rng.integers(1, n + 2)),
@@ -98,41 +135,84 @@ def draw(method: str, seed: int) -> Case:
     }
     layouts = layout(), layout()
     every = {"eval_every": one_of(0, 1, 3, 4), "state_every": one_of(1, 4, 5)}
-    return Case(toy.fitted(method, net, **given), hparams, plain, padded, layouts, int(rng.integers(1, ROUNDS)), every)
+    return Case(
+        toy.fitted(method, net, **given),
+        hparams,
+        plain,
+        padded,
+        layouts,
+        int(rng.integers(1, ROUNDS)),
+        every,
+    )
 
 
-def federation(sizes: tuple, own: list, pad: int, nobodys: float, seed: int) -> Federation:
-    """Clients with these numbers of training, validation and test examples [N] of their own
-    classes."""
+def federation(
+    sizes: tuple, own: list, pad: int, nobodys: float, seed: int
+) -> Federation:
+    """Clients with these numbers of training, validation and test examples [N] of their
+    own classes."""
     rng, total = np.random.default_rng(seed), sum(sizes)
-    y = np.append(np.concatenate([np.resize(classes, count) for classes, count in zip(own, total, strict=True)]), 0)
+    y = np.append(
+        np.concatenate(
+            [
+                np.resize(classes, count)
+                for classes, count in zip(own, total, strict=True)
+            ]
+        ),
+        0,
+    )
     x = rng.normal(size=(C, *SHAPE))[y] * 2 + rng.normal(size=(len(y), *SHAPE))
     x[-1] = nobodys
     ends, splits = np.cumsum(total), []
     for i, count in enumerate(sizes):
         first = ends - sum(sizes[i:])
-        place = np.arange(max(count.max() + pad, i != 1) if i != 1 or count.any() else 0)[None]
+        place = np.arange(
+            max(count.max() + pad, i != 1) if i != 1 or count.any() else 0
+        )[None]
         index = np.where(place < count[:, None], first[:, None] + place, len(y) - 1)
-        splits.append(Subset(jnp.asarray(index, jnp.int32), jnp.asarray(count, jnp.int32)))
+        splits.append(
+            Subset(jnp.asarray(index, jnp.int32), jnp.asarray(count, jnp.int32))
+        )
     held = [
         np.bincount(y[end - all_ :][:count], minlength=C)
         for end, all_, count in zip(ends, total, sizes[0], strict=True)
     ]
     examples = Examples(jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.int32))
-    pool = Examples(jnp.asarray(2 * rng.normal(size=(PUBLIC, *SHAPE)), jnp.float32), jnp.zeros(PUBLIC, jnp.int32))
+    pool = Examples(
+        jnp.asarray(2 * rng.normal(size=(PUBLIC, *SHAPE)), jnp.float32),
+        jnp.zeros(PUBLIC, jnp.int32),
+    )
     return Federation(examples, *splits, jnp.asarray(np.stack(held), jnp.int32), pool)
 
 
-def program(method: str, case: Case, width: int = 1, devices: int = 1, host: bool = False) -> simulate.Program:
+def program(
+    method: str, case: Case, width: int = 1, devices: int = 1, host: bool = False
+) -> simulate.Program:
     sampled = max(case.task.cohort_sizes) < case.task.num_clients
     make = host_state.program if host and sampled else simulate.program
-    return make(toy.METHODS[method], case.task, case.hparams, width=width, devices=devices, checked=False)
+    return make(
+        toy.METHODS[method],
+        case.task,
+        case.hparams,
+        width=width,
+        devices=devices,
+        checked=False,
+    )
 
 
-def run(p: simulate.Program, f: Federation, key, rounds: int = ROUNDS, **options) -> list[simulate.Result]:
+def run(
+    p: simulate.Program, f: Federation, key, rounds: int = ROUNDS, **options
+) -> list[simulate.Result]:
     """Each round's result, with a state that stays what it was."""
-    keep = lambda state: None if state is None else jax.tree.map(np.array, jax.device_get(p.unplace(state)))
-    return [r._replace(state=keep(r.state)) for r in simulate.rounds(p, key, f, rounds=rounds, **options)]
+    keep = lambda state: (
+        None
+        if state is None
+        else jax.tree.map(np.array, jax.device_get(p.unplace(state)))
+    )
+    return [
+        r._replace(state=keep(r.state))
+        for r in simulate.rounds(p, key, f, rounds=rounds, **options)
+    ]
 
 
 def interrupted(method: str, case: Case, key, path) -> list[simulate.Result]:
@@ -141,7 +221,9 @@ def interrupted(method: str, case: Case, key, path) -> list[simulate.Result]:
     results = run(before, case.padded, key, case.stop, **case.every)
     checkpoint.save(path, case.stop, results[-1].state)
     start, state = checkpoint.restore(path, jax.eval_shape(lambda: results[-1].state))
-    return results[:-1] + run(after, case.padded, key, start=start, state=after.place(state), **case.every)
+    return results[:-1] + run(
+        after, case.padded, key, start=start, state=after.place(state), **case.every
+    )
 
 
 def assert_close(a: Any, b: Any) -> None:
@@ -150,8 +232,12 @@ def assert_close(a: Any, b: Any) -> None:
 
 def assert_absent_clients_stay(results: list[simulate.Result]) -> None:
     for before, after in itertools.pairwise(results[:-1]):
-        absent = np.setdiff1d(np.arange(len(after.pre["acc"])), after.metrics.ids[after.metrics.active])
-        assert_same(rows(before.state.clients, absent), rows(after.state.clients, absent))
+        absent = np.setdiff1d(
+            np.arange(len(after.pre["acc"])), after.metrics.ids[after.metrics.active]
+        )
+        assert_same(
+            rows(before.state.clients, absent), rows(after.state.clients, absent)
+        )
 
 
 @pytest.mark.slow
@@ -160,17 +246,25 @@ def assert_absent_clients_stay(results: list[simulate.Result]) -> None:
 def test_the_results_are_those_of_the_plain_run(method, seed, tmp_path):
     case, key = draw(method, seed), jax.random.key(seed)
     plain = run(program(method, case), case.plain, key)
-    for mine, theirs in zip(interrupted(method, case, key, tmp_path), plain, strict=True):
+    for mine, theirs in zip(
+        interrupted(method, case, key, tmp_path), plain, strict=True
+    ):
         if mine.state is not None:
             assert_close(mine.state, theirs.state)
         if mine.pre is not None:
             assert_close(mine.pre, theirs.pre)
         if theirs.metrics is not None:
             assert_same(mine.metrics.ids, theirs.metrics.ids)
-            active, known = theirs.metrics.active, mine.pre is not None  # of the others they mean nothing
-            of = lambda r, on=active, known=known: rows(r._replace(server={}, post=r.post if known else {}), on)
+            # of the others they mean nothing
+            active, known = theirs.metrics.active, mine.pre is not None
+            of = lambda r, on=active, known=known: rows(
+                r._replace(server={}, post=r.post if known else {}), on
+            )
             assert_close(of(mine.metrics), of(theirs.metrics))
-            # scaled to their range, similarities that are nearly equal have large last bits
+            # scaled to their range, similarities that are nearly equal have large last
+            # bits
             ranged = case.hparams.get("sim_norm") == "minmax"
-            toy.assert_close(mine.metrics.server, theirs.metrics.server, 1e-3 if ranged else 1e-4)
+            toy.assert_close(
+                mine.metrics.server, theirs.metrics.server, 1e-3 if ranged else 1e-4
+            )
     assert_absent_clients_stay(plain)

@@ -9,8 +9,14 @@ FOLDER = Path(__file__).parent
 
 
 def test_what_is_not_named_stays_to_the_letter():
-    assert golden.losses_text(golden.recorded(contract.GOLDEN, {})) == (FOLDER / "golden.json").read_text()
-    assert golden.defaults_text(golden.recorded(contract.DEFAULTS, {})) == (FOLDER / "defaults.json").read_text()
+    assert (
+        golden.losses_text(golden.recorded(contract.GOLDEN, {}))
+        == (FOLDER / "golden.json").read_text()
+    )
+    assert (
+        golden.defaults_text(golden.recorded(contract.DEFAULTS, {}))
+        == (FOLDER / "defaults.json").read_text()
+    )
 
 
 def test_one_method_is_renewed_and_a_new_one_comes_last():

@@ -1,5 +1,5 @@
-"""Several processes: one run whose results are those of a single process, read and written by
-process 0 alone."""
+"""Several processes: one run whose results are those of a single process, read and
+written by process 0 alone."""
 
 import contextlib
 import os
@@ -36,9 +36,19 @@ def free_port() -> int:
 
 def started(process: int, port: int, folder: Path, what: str) -> subprocess.Popen:
     """One process of two, with two devices and a directory of its own."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"}
+    env = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "JAX_NUM_CPU_DEVICES": "2",
+        "JAX_PLATFORMS": "cpu",
+    }
     command = [sys.executable, str(ROOT / "tests" / "hosts_worker.py")]
-    command += [f"localhost:{port}", str(process), "2", str(folder / f"out{process}.npz"), what]
+    command += [
+        f"localhost:{port}",
+        str(process),
+        "2",
+        str(folder / f"out{process}.npz"),
+        what,
+    ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=folder / f"disk{process}", env=env, **pipes)
 
@@ -50,7 +60,8 @@ def alone(folder: Path, *flags: str) -> Path:
 
 @contextlib.contextmanager
 def two(folder: Path, what: str) -> Iterator[None]:
-    """Two processes that do what hosts_worker.py says, beside what this one does meanwhile."""
+    """Two processes that do what hosts_worker.py says, beside what this one does
+    meanwhile."""
     port = free_port()
     both = [started(i, port, folder, what) for i in range(2)]
     try:
@@ -58,7 +69,10 @@ def two(folder: Path, what: str) -> Iterator[None]:
         for i, process in enumerate(both):
             said, errors = process.communicate(timeout=300)
             assert process.returncode == 0, errors
-            (folder / f"stdout{i}").write_text(said), (folder / f"stderr{i}").write_text(errors)
+            (
+                (folder / f"stdout{i}").write_text(said),
+                (folder / f"stderr{i}").write_text(errors),
+            )
     finally:
         for process in both:
             process.kill()
@@ -70,11 +84,18 @@ def pair(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hosts")
     for i in range(2):
         (folder / f"disk{i}").mkdir()
-        x = np.arange(400, dtype=np.float32).reshape(200, 2) + i  # not the same on both disks
+        # not the same on both disks
+        x = np.arange(400, dtype=np.float32).reshape(200, 2) + i
         np.savez(folder / f"disk{i}" / "both.npz", x=x, y=np.arange(200) % 2)
     shutil.copy(folder / "disk0" / "both.npz", folder / "disk0" / "data.npz")
-    fedavg = alone(folder / "fedavg", "--algo=fedavg", *ONE, "--rounds=3", "--checkpoint_every=2")
-    shutil.copytree(fedavg, folder / "disk0" / "half", ignore=shutil.ignore_patterns("3", "3.sha256"))
+    fedavg = alone(
+        folder / "fedavg", "--algo=fedavg", *ONE, "--rounds=3", "--checkpoint_every=2"
+    )
+    shutil.copytree(
+        fedavg,
+        folder / "disk0" / "half",
+        ignore=shutil.ignore_patterns("3", "3.sha256"),
+    )
     with two(folder, "runs"):
         alone(folder / "ditto", "--algo=ditto", *ONE, "--rounds=4")
     return folder
@@ -82,7 +103,8 @@ def pair(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def more(tmp_path_factory):
-    """A run with clients that do not train, whose width is tried out, and a program from Python."""
+    """A run with clients that do not train, whose width is tried out, and a program
+    from Python."""
     folder = tmp_path_factory.mktemp("more")
     for i in range(2):
         (folder / f"disk{i}").mkdir()
@@ -128,7 +150,10 @@ def test_whichever_process_is_asked_all_stop_after_the_same_round_and_one_goes_o
 def test_process_0_alone_writes_and_talks(pair):
     assert sorted(p.name for p in (pair / "disk1").iterdir()) == ["both.npz"]
     # Gloo's threads write their sentence in parts, so those of two may mix
-    gloo = r" is connected to | peer ranks\. Expected number of connected peer ranks is : |\[Gloo\] Rank |\d+"
+    gloo = (
+        r" is connected to | peer ranks\. Expected number of connected peer ranks is : "
+        r"|\[Gloo\] Rank |\d+"
+    )
     said = re.sub(gloo, "", (pair / "stdout1").read_text())
     assert not said.strip()
     assert "4 x cpu of 2 processes" in (pair / "stdout0").read_text()
@@ -141,7 +166,10 @@ def test_what_one_process_lacks_is_one_sentence_and_ends_all(pair):
         assert results(pair, process)["codes"].tolist() == codes
     errors, others = ((pair / f"stderr{i}").read_text() for i in range(2))
     assert "Process 1: There is no file 'data.npz'" in errors
-    assert "Process 1: The data set npz:both.npz is not the one that process 0 has." in errors
+    assert (
+        "Process 1: The data set npz:both.npz is not the one that process 0 has."
+        in errors
+    )
     assert "devices=3 cannot be shared by 2 processes: take a multiple of 2." in errors
     assert "There is no" not in others and "devices=3" not in others
 
@@ -151,49 +179,89 @@ def test_a_program_from_python_with_a_step_on_the_host(more):
     """FedMA's matching runs on one host, and its result reaches all."""
     expected = hosts_worker.library("fedma", 1)
     for process in range(2):
-        leaves = [x for name, x in results(more, process).items() if name.startswith("leaf")]
+        leaves = [
+            x for name, x in results(more, process).items() if name.startswith("leaf")
+        ]
         assert_close(leaves, [np.asarray(x) for x in expected], 1e-5)
 
 
 @pytest.fixture
 def network(tmp_path):
-    """Two hosts with a network between them, as far as Linux's namespaces are that: the words that
-    start a command on each. Given the wrong names, each takes its own for 127.0.0.1, as many
-    systems do."""
+    """Two hosts with a network between them, as far as Linux's namespaces are that: the
+    words that start a command on each. Given the wrong names, each takes its own for
+    127.0.0.1, as many systems do."""
     tools = ("ip", "unshare", "mount", "hostname")
     if os.name != "posix" or os.geteuid() or not all(map(shutil.which, tools)):
         pytest.skip(f"network namespaces need root and {', '.join(tools)}")
     names = [f"fedjax{os.getpid()}{side}" for side in "ab"]
-    (tmp_path / "wrong").write_text("127.0.0.1 localhost\n" + "".join(f"127.0.0.1 {name}\n" for name in names))
+    (tmp_path / "wrong").write_text(
+        "127.0.0.1 localhost\n" + "".join(f"127.0.0.1 {name}\n" for name in names)
+    )
     link = f"ip link add {names[0]} type veth peer name {names[1]}"
     setup = [f"ip netns add {name}" for name in names] + [link]
     for i, name in enumerate(names):
         (tmp_path / name).write_text(f"127.0.0.1 localhost\n10.77.0.{i + 1} {name}\n")
         inside = f"ip -n {name}"
-        setup += [f"ip link set {name} netns {name}", f"{inside} addr add 10.77.0.{i + 1}/24 dev {name}"]
+        setup += [
+            f"ip link set {name} netns {name}",
+            f"{inside} addr add 10.77.0.{i + 1}/24 dev {name}",
+        ]
         setup += [f"{inside} link set {name} up", f"{inside} link set lo up"]
 
     def inside(i: int, right: bool) -> list[str]:
         enter = (
-            f'mount --bind {tmp_path / (names[i] if right else "wrong")} /etc/hosts && hostname {names[i]} && exec "$@"'
+            f"mount --bind {tmp_path / (names[i] if right else 'wrong')} /etc/hosts && "
+            f'hostname {names[i]} && exec "$@"'
         )
-        return ["ip", "netns", "exec", names[i], "unshare", "--uts", "--mount", "sh", "-c", enter, "sh"]
+        return [
+            "ip",
+            "netns",
+            "exec",
+            names[i],
+            "unshare",
+            "--uts",
+            "--mount",
+            "sh",
+            "-c",
+            enter,
+            "sh",
+        ]
 
     try:
         for command in setup:
-            done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                command.split(), capture_output=True, text=True, check=False
+            )
             if done.returncode:
-                pytest.skip(f"no network namespaces here: {command}: {done.stderr.strip()}")
+                pytest.skip(
+                    f"no network namespaces here: {command}: {done.stderr.strip()}"
+                )
         yield inside
     finally:
         for name in names:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+            subprocess.run(
+                ["ip", "netns", "delete", name], capture_output=True, check=False
+            )
 
 
-def on_two_hosts(inside, right: bool, folder: Path, *flags: str) -> list[tuple[int, str]]:
-    """The exit code and the errors of a command on each host, with a disk of its own."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "experiments.main", *flags, "--workdir=run", "--coordinator=10.77.0.1:12345"]
+def on_two_hosts(
+    inside, right: bool, folder: Path, *flags: str
+) -> list[tuple[int, str]]:
+    """The exit code and the errors of a command on each host, with a disk of its
+    own."""
+    env = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "JAX_NUM_CPU_DEVICES": "1",
+        "JAX_PLATFORMS": "cpu",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "experiments.main",
+        *flags,
+        "--workdir=run",
+        "--coordinator=10.77.0.1:12345",
+    ]
     both = []
     for i in range(2):
         (folder / f"host{i}").mkdir()
@@ -201,7 +269,11 @@ def on_two_hosts(inside, right: bool, folder: Path, *flags: str) -> list[tuple[i
         pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
         both.append(subprocess.Popen(given, cwd=folder / f"host{i}", env=env, **pipes))
     try:
-        return [(process.wait(), errors) for process in both for _, errors in [process.communicate(timeout=300)]]
+        return [
+            (process.wait(), errors)
+            for process in both
+            for _, errors in [process.communicate(timeout=300)]
+        ]
     finally:
         for process in both:
             process.kill()
@@ -217,24 +289,44 @@ def test_two_hosts_that_share_a_network_only(network, tmp_path):
 
 
 @pytest.mark.slow  # they try for a minute
-def test_hosts_that_take_their_own_names_for_the_loopback_are_told_so(network, tmp_path):
+def test_hosts_that_take_their_own_names_for_the_loopback_are_told_so(
+    network, tmp_path
+):
     """By whoever gives up first; if that is process 0, JAX ends the other."""
     ended = on_two_hosts(network, False, tmp_path, "--algo=ditto", *ONE)
     assert all(code for code, _ in ended)
-    assert any(code == entry.LOST and "each host's own name must stand for an" in errors for code, errors in ended), (
-        ended
-    )
+    assert any(
+        code == entry.LOST and "each host's own name must stand for an" in errors
+        for code, errors in ended
+    ), ended
 
 
-def ended(folder: Path, ready: Callable[[], Any], process: int, by: signal.Signals) -> tuple[list[int], str]:
-    """The exit codes of a long run of two processes, one of which gets a signal once they are
-    ready, and the errors of process 0."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu"}
-    words = ["--algo=fedavg", *ONE, "--rounds=100000", "--workdir=run", f"--coordinator=localhost:{free_port()}"]
+def ended(
+    folder: Path, ready: Callable[[], Any], process: int, by: signal.Signals
+) -> tuple[list[int], str]:
+    """The exit codes of a long run of two processes, one of which gets a signal once
+    they are ready, and the errors of process 0."""
+    env = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "JAX_NUM_CPU_DEVICES": "1",
+        "JAX_PLATFORMS": "cpu",
+    }
+    words = [
+        "--algo=fedavg",
+        *ONE,
+        "--rounds=100000",
+        "--workdir=run",
+        f"--coordinator=localhost:{free_port()}",
+    ]
     command = [sys.executable, "-m", "experiments.main", *words, "--num_processes=2"]
     with (folder / "out").open("w") as said, (folder / "errors").open("w") as wrong:
         pipes = {"stdout": said, "stderr": wrong}
-        both = [subprocess.Popen([*command, f"--process_id={i}"], cwd=folder, env=env, **pipes) for i in range(2)]
+        both = [
+            subprocess.Popen(
+                [*command, f"--process_id={i}"], cwd=folder, env=env, **pipes
+            )
+            for i in range(2)
+        ]
         try:
             while all(one.poll() is None for one in both) and not ready():
                 time.sleep(0.1)
@@ -248,14 +340,18 @@ def ended(folder: Path, ready: Callable[[], Any], process: int, by: signal.Signa
 
 @pytest.mark.slow  # two processes more
 def test_a_process_that_is_killed_ends_the_run_at_once(tmp_path):
-    codes, errors = ended(tmp_path, (tmp_path / "run" / "checkpoints").exists, 1, signal.SIGKILL)
+    codes, errors = ended(
+        tmp_path, (tmp_path / "run" / "checkpoints").exists, 1, signal.SIGKILL
+    )
     assert codes[0] == entry.LOST
     assert "Lost another process" in errors and "--resume --workdir=run" in errors
 
 
 @pytest.mark.slow  # two processes more
 def test_ctrl_c_before_the_first_round_ends_all(tmp_path):
-    compiling: Callable[[], bool] = lambda: "fedavg on digits" in (tmp_path / "out").read_text()
+    compiling: Callable[[], bool] = lambda: (
+        "fedavg on digits" in (tmp_path / "out").read_text()
+    )
     codes, errors = ended(tmp_path, compiling, 0, signal.SIGINT)
     assert codes[0] == entry.INTERRUPTED and codes[1]
     assert "Interrupted" in errors
@@ -264,10 +360,23 @@ def test_ctrl_c_before_the_first_round_ends_all(tmp_path):
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ((None, 2, None), "--num_processes and --process_id need --coordinator=HOST:PORT"),
-        (("localhost", 2, 0), "--coordinator=localhost must be HOST:PORT, where process 0 listens, or auto"),
-        (("localhost:1234", None, 0), "needs --num_processes=N and --process_id=0 to N-1 as well"),
-        (("localhost:1234", 2, 2), "--process_id=2 is not one of the 2 processes: they count from 0"),
+        (
+            (None, 2, None),
+            "--num_processes and --process_id need --coordinator=HOST:PORT",
+        ),
+        (
+            ("localhost", 2, 0),
+            "--coordinator=localhost must be HOST:PORT, where process 0 listens, or "
+            "auto",
+        ),
+        (
+            ("localhost:1234", None, 0),
+            "needs --num_processes=N and --process_id=0 to N-1 as well",
+        ),
+        (
+            ("localhost:1234", 2, 2),
+            "--process_id=2 is not one of the 2 processes: they count from 0",
+        ),
         (("localhost:99999", 2, 0), "--coordinator=localhost:99999 must be HOST:PORT"),
     ],
 )
@@ -279,8 +388,13 @@ def test_coordinators_that_cannot_be(given, sentence):
 
 def test_an_environment_that_is_wrong_is_said_by_its_name(monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS", "x")
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: int(os.environ["SLURM_NTASKS"]))
-    sentence = r"--coordinator=auto does not work here \(SLURM_NTASKS=x is not a whole number\): --help says"
+    monkeypatch.setattr(
+        jax.distributed, "initialize", lambda *_, **__: int(os.environ["SLURM_NTASKS"])
+    )
+    sentence = (
+        r"--coordinator=auto does not work here \(SLURM_NTASKS=x is not a whole "
+        r"number\): --help says"
+    )
     with pytest.raises(InputError, match=sentence):
         multihost.connect("auto")
 
@@ -289,7 +403,10 @@ def test_a_port_that_is_taken_is_said_by_process_0():
     """JAX would crash."""
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(InputError, match=rf"--coordinator=localhost:{port} cannot be used \(.*: choose another"):
+        with pytest.raises(
+            InputError,
+            match=rf"--coordinator=localhost:{port} cannot be used \(.*: choose another",
+        ):
             multihost.connect(f"localhost:{port}", 2, 0)
 
 

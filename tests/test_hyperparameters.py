@@ -1,5 +1,5 @@
-"""Hyperparameters have one source, the factory's signature: what is read of it, and what of it is
-refused."""
+"""Hyperparameters have one source, the factory's signature: what is read of it, and
+what of it is refused."""
 
 import functools
 import inspect
@@ -21,7 +21,11 @@ from fedjax_pfl.hyperparameters import Hyperparameter
 
 INF = math.inf
 FREE_TEXT = ("tasks",)  # whose grammar class_groups checks
-KNOWN = {(m, name): known for m, factory in ALGORITHMS.items() for name, known in hyperparameters.of(factory).items()}
+KNOWN = {
+    (m, name): known
+    for m, factory in ALGORITHMS.items()
+    for name, known in hyperparameters.of(factory).items()
+}
 
 
 def read(annotation: Any, default: Any = 1) -> Hyperparameter:
@@ -41,12 +45,24 @@ def read(annotation: Any, default: Any = 1) -> Hyperparameter:
         (None, {"kind": int}),
         (int | None, {"kind": int, "optional": True}),
         (Annotated[float, Ge(0)], {"kind": float, "low": 0, "open_high": True}),
-        (Annotated[float, Gt(0)], {"kind": float, "low": 0, "open_low": True, "open_high": True}),
+        (
+            Annotated[float, Gt(0)],
+            {"kind": float, "low": 0, "open_low": True, "open_high": True},
+        ),
         (Annotated[int, Le(3)], {"kind": int, "high": 3, "open_low": True}),
-        (Annotated[int, Ge(1), Lt(3)], {"kind": int, "low": 1, "high": 3, "open_high": True}),
+        (
+            Annotated[int, Ge(1), Lt(3)],
+            {"kind": int, "low": 1, "high": 3, "open_high": True},
+        ),
         (Annotated[float, Interval(ge=0, le=1)], {"kind": float, "low": 0, "high": 1}),
-        (Annotated[float, Interval(gt=-INF, lt=INF)], {"kind": float, "open_low": True, "open_high": True}),
-        (Annotated[float, Ge(0)] | None, {"kind": float, "low": 0, "open_high": True, "optional": True}),
+        (
+            Annotated[float, Interval(gt=-INF, lt=INF)],
+            {"kind": float, "open_low": True, "open_high": True},
+        ),
+        (
+            Annotated[float, Ge(0)] | None,
+            {"kind": float, "low": 0, "open_high": True, "optional": True},
+        ),
         (
             Annotated[float | None, "a unit", Ge(0)],
             {"kind": float, "low": 0, "open_high": True, "optional": True},
@@ -79,15 +95,28 @@ def wrong_values(known: Hyperparameter) -> list[Any]:
 @pytest.mark.parametrize("method", ALGORITHMS)
 def test_every_hyperparameter_of_a_method_says_what_is_allowed(method):
     for name, known in hyperparameters.of(ALGORITHMS[method]).items():
-        assert known.known and (known.kind not in (int, float) or known.ranged), f"{name} has no range"
-        assert known.kind is not str or known.choices or name in FREE_TEXT, f"{name} has no choices"
+        assert known.known and (known.kind not in (int, float) or known.ranged), (
+            f"{name} has no range"
+        )
+        assert known.kind is not str or known.choices or name in FREE_TEXT, (
+            f"{name} has no choices"
+        )
         hyperparameters.check(ALGORITHMS[method], {name: known.default})
-        ends = [end for end, opened in ((known.low, known.open_low), (known.high, known.open_high)) if not opened]
+        ends = [
+            end
+            for end, opened in (
+                (known.low, known.open_low),
+                (known.high, known.open_high),
+            )
+            if not opened
+        ]
         for value in (*known.choices, *(ends if known.ranged else ())):
             hyperparameters.check(ALGORITHMS[method], {name: value})
 
 
-@pytest.mark.parametrize("method", [m for m in ALGORITHMS if hyperparameters.of(ALGORITHMS[m])])
+@pytest.mark.parametrize(
+    "method", [m for m in ALGORITHMS if hyperparameters.of(ALGORITHMS[m])]
+)
 def test_a_wrong_value_is_one_sentence_before_anything_is_compiled(method):
     task, events = toy.method_task(method), []
     listen = lambda name, *_, **__: events.append(name)
@@ -95,12 +124,22 @@ def test_a_wrong_value_is_one_sentence_before_anything_is_compiled(method):
     try:
         for name, known in hyperparameters.of(ALGORITHMS[method]).items():
             for value in wrong_values(known):
-                program = functools.partial(simulate.program, ALGORITHMS[method], task, {name: value})
-                for call in (program, functools.partial(ALGORITHMS[method], task, **{name: value})):
+                program = functools.partial(
+                    simulate.program, ALGORITHMS[method], task, {name: value}
+                )
+                for call in (
+                    program,
+                    functools.partial(ALGORITHMS[method], task, **{name: value}),
+                ):
                     with pytest.raises(InputError) as error:
                         call()
                     said = str(error.value)
-                    assert said.startswith((f"{method}: {name}={value!r} ", f"{method}: Unknown {name} {value!r}: "))
+                    assert said.startswith(
+                        (
+                            f"{method}: {name}={value!r} ",
+                            f"{method}: Unknown {name} {value!r}: ",
+                        )
+                    )
                     assert said.endswith(".") and "\n" not in said
     finally:
         jax.monitoring.unregister_event_time_span_listener(listen)
@@ -109,11 +148,19 @@ def test_a_wrong_value_is_one_sentence_before_anything_is_compiled(method):
 
 @pytest.mark.parametrize(("method", "name"), KNOWN)
 def test_the_docstring_says_the_same_range_and_choices(method, name):
-    known, text = KNOWN[method, name], describe.arguments(inspect.getdoc(ALGORITHMS[method]))[name]
+    known, text = (
+        KNOWN[method, name],
+        describe.arguments(inspect.getdoc(ALGORITHMS[method]))[name],
+    )
     if known.choices:
-        assert all(re.search(rf"\b(?<!=){re.escape(choice)}(?![\w+])", text) for choice in known.choices)
+        assert all(
+            re.search(rf"\b(?<!=){re.escape(choice)}(?![\w+])", text)
+            for choice in known.choices
+        )
     elif known.ranged:
-        left, low, high, right = re.findall(r"([\[(])(-?[\d.]+|-inf), ([\d.]+|inf)([\])])", text)[0]
+        left, low, high, right = re.findall(
+            r"([\[(])(-?[\d.]+|-inf), ([\d.]+|inf)([\])])", text
+        )[0]
         assert (float(low), float(high)) == (known.low, known.high)
         assert (left == "(", right == ")") == (known.open_low, known.open_high)
     if known.kind is bool:
@@ -135,7 +182,16 @@ def test_describe_says_type_and_range(known, said):
     assert describe._type(known) == said
 
 
-def plain(task, *, lam: float = 1, rate: float | None = None, steps=2, gamma=0.5, clip: float = INF, kind: str = "a"):
+def plain(
+    task,
+    *,
+    lam: float = 1,
+    rate: float | None = None,
+    steps=2,
+    gamma=0.5,
+    clip: float = INF,
+    kind: str = "a",
+):
     """A stranger's factory: no range, and floats whose default is none."""
     return ALGORITHMS["fedavg"](task)
 
@@ -150,11 +206,17 @@ def test_a_number_that_is_infinite_in_float32_is_said(value):
 
 def test_what_is_traced_follows_the_annotation():
     task = toy.task()
-    numbers = lambda **given: simulate.program(plain, task, given, checked=False).traced.keys() - {"lr", "lr_decay"}
+    numbers = lambda **given: (
+        simulate.program(plain, task, given, checked=False).traced.keys()
+        - {"lr", "lr_decay"}
+    )
     assert numbers() == {"lam", "gamma", "clip"}
     assert numbers(rate=1) == {"lam", "rate", "gamma", "clip"}
     assert numbers(steps=np.int32(3), kind="b") == {"lam", "gamma", "clip"}
-    for wrong, said in (({"steps": 0.5}, "plain: steps=0.5 must be a whole number."), ({"lam": "1"}, "plain: lam='1'")):
+    for wrong, said in (
+        ({"steps": 0.5}, "plain: steps=0.5 must be a whole number."),
+        ({"lam": "1"}, "plain: lam='1'"),
+    ):
         with pytest.raises(InputError, match=re.escape(said)):
             simulate.program(plain, task, wrong)
 
@@ -162,9 +224,15 @@ def test_what_is_traced_follows_the_annotation():
 def test_a_partial_factory_is_read_and_named_as_its_function():
     factory = functools.partial(ALGORITHMS["fedcp"], lam=2.0)
     assert hyperparameters.defaults(factory)["lam"] == 2.0
-    with pytest.raises(InputError, match=r"^fedcp: Unknown hyperparameter 'lamda': did you mean 'lam'\? "):
+    with pytest.raises(
+        InputError,
+        match=r"^fedcp: Unknown hyperparameter 'lamda': did you mean 'lam'\? ",
+    ):
         hyperparameters.check(factory, {"lamda": 1.0})
-    assert values.typed_all(factory.func, {"norm": "none", "lam": "2"}) == {"norm": "none", "lam": 2.0}
+    assert values.typed_all(factory.func, {"norm": "none", "lam": "2"}) == {
+        "norm": "none",
+        "lam": 2.0,
+    }
 
 
 def test_a_hyperparameter_without_a_default_is_refused():
@@ -180,7 +248,10 @@ def test_an_argument_before_the_star_is_no_hyperparameter():
         raise AssertionError("not to be called")
 
     for check in (hyperparameters.check, values.typed_all):
-        with pytest.raises(InputError, match=r"mu is no hyperparameter.*write \(task, \*, mu: float = 0.1\)"):
+        with pytest.raises(
+            InputError,
+            match=r"mu is no hyperparameter.*write \(task, \*, mu: float = 0.1\)",
+        ):
             check(factory, {"mu": "0.2"})
         with pytest.raises(InputError, match=r"There is none|no hyperparameters"):
             check(factory, {"task": "0.2"})

@@ -1,5 +1,5 @@
-"""Inputs that are integers, as tokens: they reach the model as they are, and an embedding learns
-from them."""
+"""Inputs that are integers, as tokens: they reach the model as they are, and an
+embedding learns from them."""
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +32,8 @@ class Text(nnx.Module):
 
 
 def sequences():
-    """Sequences whose tokens are those of their class, all above 255 so that bytes would not hold
-    them."""
+    """Sequences whose tokens are those of their class, all above 255 so that bytes
+    would not hold them."""
     draw = np.random.default_rng(0)
     y = np.arange(400) % CLASSES
     return 300 + CLASSES * draw.integers(0, 5, (400, LENGTH)) + y[:, None], y
@@ -47,13 +47,19 @@ def tokens(tmp_path_factory):
 
 
 def learns(tokens, *algorithms):
-    federation = federate.federate(tokens, partitioners.partition(tokens, "pathological", num_clients=4, seed=0))
+    federation = federate.federate(
+        tokens, partitioners.partition(tokens, "pathological", num_clients=4, seed=0)
+    )
     model = models.model(Text, (LENGTH,), CLASSES, input_dtype=jnp.int32)
-    task = simulate.task(tokens, federation.class_counts, model, lr=1.0, batch_size=10, epochs=3)
+    task = simulate.task(
+        tokens, federation.class_counts, model, lr=1.0, batch_size=10, epochs=3
+    )
     assert task.input == jax.ShapeDtypeStruct((LENGTH,), np.int32)
     for algo in algorithms:
         program = simulate.program(ALGORITHMS[algo], task)
-        *_, last = simulate.rounds(program, jax.random.key(0), federation, rounds=4, eval_every=4)
+        *_, last = simulate.rounds(
+            program, jax.random.key(0), federation, rounds=4, eval_every=4
+        )
         assert np.mean(last.pre["acc"]) > 0.9, algo
 
 
@@ -69,7 +75,11 @@ def test_an_embedding_learns_from_integers_that_tfds_prepared(tmp_path, monkeypa
     x, y = sequences()
     prepared.dataset(tmp_path, "words/plain", x.astype(np.int64), {"label": y}, 300)
     data = datasets.load("tfds:words/plain", str(tmp_path))
-    assert data.x.dtype == np.int32 and np.array_equal(data.x, x) and np.array_equal(data.y, y)
+    assert (
+        data.x.dtype == np.int32
+        and np.array_equal(data.x, x)
+        and np.array_equal(data.y, y)
+    )
     assert (data.num_train, data.num_classes) == (300, CLASSES)
     learns(data, "fedavg")
 
@@ -84,17 +94,30 @@ def test_bytes_of_tfds_that_are_no_image_stay_integers(tmp_path, monkeypatch):
 
 def test_what_tfds_has_of_no_fixed_shape_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDJAX_PFL_CACHE", str(tmp_path / "cache"))
-    folder = prepared.dataset(tmp_path, "ragged", np.zeros((4, 3), np.int64), {"label": np.zeros(4)}, 2)
+    folder = prepared.dataset(
+        tmp_path, "ragged", np.zeros((4, 3), np.int64), {"label": np.zeros(4)}, 2
+    )
     features = folder / "features.json"
     features.write_text(features.read_text().replace('"length": "3"', '"length": "-1"'))
-    with pytest.raises(InputError, match=r"'ragged' cannot be used: its tokens is Sequence\(int64\), and what is read"):
+    with pytest.raises(
+        InputError,
+        match=(
+            r"'ragged' cannot be used: its tokens is Sequence\(int64\), and what is "
+            r"read"
+        ),
+    ):
         datasets.load("tfds:ragged", str(tmp_path))
 
 
 def test_networks_of_the_library_take_integers_as_floats(tokens):
-    plain, whole = (models.model("mlp", (LENGTH,), CLASSES, input_dtype=dtype) for dtype in (jnp.float32, jnp.int32))
+    plain, whole = (
+        models.model("mlp", (LENGTH,), CLASSES, input_dtype=dtype)
+        for dtype in (jnp.float32, jnp.int32)
+    )
     variables, x = plain.init(jax.random.key(0)), jnp.asarray(tokens.x[:5])
-    assert jnp.array_equal(whole.apply(variables, x)[0], plain.apply(variables, x.astype(jnp.float32))[0])
+    assert jnp.array_equal(
+        whole.apply(variables, x)[0], plain.apply(variables, x.astype(jnp.float32))[0]
+    )
 
 
 def test_integers_beyond_int32_are_refused(tmp_path):
@@ -104,11 +127,15 @@ def test_integers_beyond_int32_are_refused(tmp_path):
 
 
 def test_a_network_of_tokens_says_which_argument_it_lacks():
-    said = "Text.body takes integers, and examples are float32: for tokens give input_dtype=jnp.int32"
+    said = (
+        "Text.body takes integers, and examples are float32: for tokens give "
+        "input_dtype=jnp.int32"
+    )
     for options in ({}, {"features": 8}):
         with pytest.raises(InputError, match=said):
             models.model(Text, (LENGTH,), CLASSES, **options)
-    with pytest.raises(ZeroDivisionError):  # what fails for another reason is the user's to read
+    # what fails for another reason is the user's to read
+    with pytest.raises(ZeroDivisionError):
         models.model(lambda *given: Broken(*given), (LENGTH,), CLASSES)
 
 

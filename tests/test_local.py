@@ -31,7 +31,12 @@ def visits(size, length=None, **options):
 
     seen, mean, count = jax.jit(
         lambda d_size: local.steps(
-            KEY, data(size, length)._replace(size=d_size), step, jnp.zeros(40), batch_size=4, **options
+            KEY,
+            data(size, length)._replace(size=d_size),
+            step,
+            jnp.zeros(40),
+            batch_size=4,
+            **options,
         )
     )(jnp.int32(size))
     return np.asarray(seen), float(mean), int(count)
@@ -44,7 +49,9 @@ def test_an_epoch_sees_every_row_once():
 
 
 def test_epochs_have_their_own_orders():
-    orders = [local.shuffle(jax.random.fold_in(KEY, e), 20, jnp.int32(20)) for e in range(2)]
+    orders = [
+        local.shuffle(jax.random.fold_in(KEY, e), 20, jnp.int32(20)) for e in range(2)
+    ]
     assert not np.array_equal(*orders)
 
 
@@ -54,7 +61,9 @@ def test_shuffle_does_not_depend_on_padding():
     np.testing.assert_array_equal(np.sort(short), np.arange(9))
 
 
-@pytest.mark.parametrize("size, steps, expected", [(10, 7, 7), (3, 5, 5), (0, 5, 0), (10, 0, 0)])
+@pytest.mark.parametrize(
+    "size, steps, expected", [(10, 7, 7), (3, 5, 5), (0, 5, 0), (10, 0, 0)]
+)
 def test_a_fixed_number_of_steps(size, steps, expected):
     seen, _, count = visits(size, 17, steps=steps)
     assert count == expected
@@ -82,9 +91,20 @@ def test_several_batches_a_step():
 @pytest.mark.parametrize("size", [1, 5, 10])
 def test_no_batch_of_a_step_is_empty_and_the_first_is_the_usual_one(size):
     def rows(count):
-        step = lambda key, seen, *batches: ([jnp.where(b.mask, b.row, -1) for b in batches], 0.0)
+        step = lambda key, seen, *batches: (
+            [jnp.where(b.mask, b.row, -1) for b in batches],
+            0.0,
+        )
         start = [jnp.zeros(4, jnp.int32)] * count
-        return local.steps(KEY, data(size, 17), step, start, batch_size=4, epochs=1, batches_per_step=count)[0]
+        return local.steps(
+            KEY,
+            data(size, 17),
+            step,
+            start,
+            batch_size=4,
+            epochs=1,
+            batches_per_step=count,
+        )[0]
 
     (alone,), several = rows(1), rows(3)
     np.testing.assert_array_equal(several[0], alone)
@@ -93,11 +113,15 @@ def test_no_batch_of_a_step_is_empty_and_the_first_is_the_usual_one(size):
 
 
 def test_sweep_sums_every_row_once():
-    total = local.sweep(data(10, 17), lambda b: {"x": jnp.sum(b.x), "n": jnp.sum(b.mask)}, 4)
+    total = local.sweep(
+        data(10, 17), lambda b: {"x": jnp.sum(b.x), "n": jnp.sum(b.mask)}, 4
+    )
     assert total == {"x": 45, "n": 10}
 
 
-@pytest.mark.parametrize("size, held", [(0, 0), (1, 0), (2, 1), (4, 1), (10, 2), (12, 2), (13, 3), (17, 3)])
+@pytest.mark.parametrize(
+    "size, held", [(0, 0), (1, 0), (2, 1), (4, 1), (10, 2), (12, 2), (13, 3), (17, 3)]
+)
 def test_a_holdout_is_the_tail(size, held):
     rest, tail = local.holdout(data(size, 17), 0.2)
     assert int(tail.size) == held and int(rest.size) == size - held
@@ -115,9 +139,13 @@ def test_a_holdout_leaves_and_takes_at_least_one(fraction, held):
 def test_fold_takes_the_rows_in_order():
     def place(seen, batch):  # a row's place is the number of those before it
         before, order = seen
-        return before + jnp.sum(batch.mask), order.at[jnp.where(batch.mask, batch.row, 99)].set(before, mode="drop")
+        return before + jnp.sum(batch.mask), order.at[
+            jnp.where(batch.mask, batch.row, 99)
+        ].set(before, mode="drop")
 
-    total, batch_starts = local.fold(data(10, 17), place, (jnp.int32(0), jnp.full(17, -1)), 4)
+    total, batch_starts = local.fold(
+        data(10, 17), place, (jnp.int32(0), jnp.full(17, -1)), 4
+    )
     assert total == 10
     np.testing.assert_array_equal(batch_starts, [0] * 4 + [4] * 4 + [8] * 2 + [-1] * 7)
 
@@ -130,11 +158,15 @@ def test_an_empty_client_takes_no_step():
 def test_a_split_that_nobody_has():
     f = toy.federation()
     nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(True)}
-    cohort = Cohort(f, toy.task(), jnp.arange(2), jnp.ones(2, bool), key=KEY, width=1, **nothing)
+    cohort = Cohort(
+        f, toy.task(), jnp.arange(2), jnp.ones(2, bool), key=KEY, width=1, **nothing
+    )
 
     def client(c):
         seen = local.sweep(c.val, lambda b: jnp.sum(b.mask), 4)
-        _, _, count = local.steps(KEY, c.val, lambda key, n, b: (n + 1, 0), 0, batch_size=4, epochs=2)
+        _, _, count = local.steps(
+            KEY, c.val, lambda key, n, b: (n + 1, 0), 0, batch_size=4, epochs=2
+        )
         return seen, count
 
     assert f.val.index.shape == (toy.N, 0)
@@ -146,7 +178,14 @@ def test_each_client_takes_its_own_steps_under_vmap():
 
     def one(size):
         step = lambda key, n, batch: (n + 1, jnp.sum(batch.mask))
-        return local.steps(KEY, data(10)._replace(size=size), step, jnp.int32(0), batch_size=4, epochs=2)
+        return local.steps(
+            KEY,
+            data(10)._replace(size=size),
+            step,
+            jnp.int32(0),
+            batch_size=4,
+            epochs=2,
+        )
 
     done, _, count = jax.vmap(one)(sizes)
     np.testing.assert_array_equal(done, [6, 0, 2])
@@ -154,28 +193,44 @@ def test_each_client_takes_its_own_steps_under_vmap():
 
 
 @pytest.mark.parametrize("shape", [(), (3, 2)])
-def test_rows_are_those_of_plain_indexing_for_one_client_for_many_and_for_data_sets_of_their_own(shape):
+def test_rows_are_those_of_plain_indexing_for_one_client_for_many_and_for_data_sets_of_their_own(
+    shape,
+):
     x = jax.random.normal(KEY, (2, 50, *shape))
     index = jax.random.randint(KEY, (4, 6), 0, 50)
     np.testing.assert_array_equal(local._rows(x[0], index[0]), x[0][index[0]])
-    np.testing.assert_array_equal(jax.vmap(local._rows, (None, 0))(x[0], index), x[0][index])
-    np.testing.assert_array_equal(jax.vmap(local._rows, (0, None))(x, index[0]), x[:, index[0]])
+    np.testing.assert_array_equal(
+        jax.vmap(local._rows, (None, 0))(x[0], index), x[0][index]
+    )
+    np.testing.assert_array_equal(
+        jax.vmap(local._rows, (0, None))(x, index[0]), x[:, index[0]]
+    )
     own = jax.jit(jax.vmap(local._rows))(x, index[:2])
     np.testing.assert_array_equal(own, jnp.stack([x[0][index[0]], x[1][index[1]]]))
 
 
 def test_a_batch_of_a_large_data_set_is_not_split_over_a_cpus_threads():
-    """XLA's gather would be, and a small step waits longer for the threads than it computes."""
+    """XLA's gather would be, and a small step waits longer for the threads than it
+    computes."""
     index = jnp.zeros((4, 10), jnp.int32)
     large = jnp.zeros((100_000, 64), jnp.uint8)
     for batch in (index[0], index):
         get = local._rows if batch.ndim == 1 else jax.vmap(local._rows, (None, 0))
-        assert "outer_dimension_partitions" not in jax.jit(get).lower(large, batch).compile().as_text()
+        assert (
+            "outer_dimension_partitions"
+            not in jax.jit(get).lower(large, batch).compile().as_text()
+        )
 
 
 @pytest.mark.parametrize(
     "sizes, rows, computed",
-    [([100, 99, 97], 104, 312), ([300] * 2, 104, 624), ([7, 7], 8, 16), ([1000, 30], 64, 1088), ([75, 19, 0], 8, 104)],
+    [
+        ([100, 99, 97], 104, 312),
+        ([300] * 2, 104, 624),
+        ([7, 7], 8, 16),
+        ([1000, 30], 64, 1088),
+        ([75, 19, 0], 8, 104),
+    ],
 )
 def test_a_pass_over_training_sets_is_padded_little(sizes, rows, computed):
     assert evaluate.pass_size(np.array(sizes)) == rows
@@ -183,7 +238,8 @@ def test_a_pass_over_training_sets_is_padded_little(sizes, rows, computed):
 
 
 def test_statistics_over_clients_by_hand():
-    values = np.append(np.random.default_rng(0).permutation(np.arange(21) / 20), np.nan)  # one client has none
+    # one client has none
+    values = np.append(np.random.default_rng(0).permutation(np.arange(21) / 20), np.nan)
     weights = np.append(np.arange(1, 22), 1000)
     seen = values[:21]
     got = evaluate.statistics(values, weights)
@@ -196,17 +252,26 @@ def test_statistics_over_clients_by_hand():
     assert got == pytest.approx(expected | {"worst10": 0.05, "best10": 0.95})
     twenty = evaluate.statistics(np.arange(20.0), np.ones(20))
     assert (twenty["worst10"], twenty["best10"]) == (0.5, 18.5)
-    assert all(np.isnan(x) for x in evaluate.statistics(np.full(3, np.nan), np.ones(3)).values())
+    assert all(
+        np.isnan(x)
+        for x in evaluate.statistics(np.full(3, np.nan), np.ones(3)).values()
+    )
 
 
 def test_each_step_and_each_of_its_batches_has_random_numbers_of_its_own():
-    task = toy.task(batch_size=4, epochs=2, augment=lambda key, x: jax.random.uniform(key, x.shape))
+    task = toy.task(
+        batch_size=4, epochs=2, augment=lambda key, x: jax.random.uniform(key, x.shape)
+    )
 
     def step(key, carry, one, two):
         n, seen, drawn = carry
-        drawn = drawn.at[n].set(jnp.stack([one.x[0, 0], two.x[0, 0], jax.random.uniform(key)]))
+        drawn = drawn.at[n].set(
+            jnp.stack([one.x[0, 0], two.x[0, 0], jax.random.uniform(key)])
+        )
         return (n + 1, seen, drawn), 0.0
 
     start = jnp.int32(0), 0, jnp.zeros((6, 3))
-    (_, _, drawn), _, count = local.work(KEY, data(10), step, start, task, batches_per_step=2)
+    (_, _, drawn), _, count = local.work(
+        KEY, data(10), step, start, task, batches_per_step=2
+    )
     assert count == 6 and len(np.unique(drawn)) == 18

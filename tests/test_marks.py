@@ -1,4 +1,5 @@
-"""The marks of FedDVA's heterogeneous inputs: pixels, who gets which, and what stays as it was."""
+"""The marks of FedDVA's heterogeneous inputs: pixels, who gets which, and what stays as
+it was."""
 
 import numpy as np
 import pytest
@@ -22,7 +23,11 @@ def images(n=60, side=28, channels=1):
 def test_at_most_32_points_inside_the_border(kind):
     drawn = marks.draw(kind, np.linspace(0, 1, 50, endpoint=False), 28)
     rows, columns = np.nonzero(drawn.any(axis=0))
-    assert drawn.shape == (50, 28, 28) and drawn.sum(axis=(1, 2)).max() <= 32 and drawn.sum(axis=(1, 2)).min() >= 20
+    assert (
+        drawn.shape == (50, 28, 28)
+        and drawn.sum(axis=(1, 2)).max() <= 32
+        and drawn.sum(axis=(1, 2)).min() >= 20
+    )
     assert min(rows.min(), columns.min()) >= 1 and max(rows.max(), columns.max()) <= 26
     assert len({picture.tobytes() for picture in drawn}) > 40  # the phase moves it
 
@@ -31,7 +36,9 @@ def test_a_sine_of_phase_zero_point_by_point():
     (drawn,) = marks.draw("horizontal_sine", np.zeros(1), 28)
     expected = np.zeros((28, 28), bool)
     for i in range(32):
-        expected[round(1 + 12.5 + 12.5 * np.sin(0.2 * i)), round(1 + i * 25 / 32)] = True
+        expected[round(1 + 12.5 + 12.5 * np.sin(0.2 * i)), round(1 + i * 25 / 32)] = (
+            True
+        )
     assert np.array_equal(drawn, expected)
     assert np.array_equal(marks.draw("vertical_sine", np.zeros(1), 28)[0], expected.T)
 
@@ -50,11 +57,16 @@ def test_types_go_round_and_an_image_is_the_larger_of_both():
     assert out.marks == (*marks.MARKS, *marks.MARKS[:2]) and out.dataset.y is data.y
     assert (out.dataset.x >= data.x).all() and out.dataset.x.dtype == np.uint8
     for client, kind in enumerate(out.marks):
-        for rows, size in ((p.train[client], p.train_sizes[client]), (p.test[client], p.test_sizes[client])):
+        for rows, size in (
+            (p.train[client], p.train_sizes[client]),
+            (p.test[client], p.test_sizes[client]),
+        ):
             rows = rows[:size][rows[:size] > 0]  # image 0 is white
             changed = (out.dataset.x[rows] != data.x[rows]).sum(axis=(1, 2, 3))
             assert (changed == 0).all() if kind == "plain" else (changed >= 20).all()
-            assert set(out.dataset.x[rows][out.dataset.x[rows] != data.x[rows]]) <= {255}
+            assert set(out.dataset.x[rows][out.dataset.x[rows] != data.x[rows]]) <= {
+                255
+            }
 
 
 def test_a_mark_depends_on_seed_row_and_type_only():
@@ -62,7 +74,9 @@ def test_a_mark_depends_on_seed_row_and_type_only():
     few, many = (partition(data, "iid", num_clients=n, seed=0) for n in (4, 8))
     one, again, other = (marks.mark(data, few, seed).dataset.x for seed in (1, 1, 2))
     assert np.array_equal(one, again) and not np.array_equal(one, other)
-    type_of = lambda p: {r: k % 4 for k in range(len(p.train)) for r in p.train[k, : p.train_sizes[k]]}
+    type_of = lambda p: {
+        r: k % 4 for k in range(len(p.train)) for r in p.train[k, : p.train_sizes[k]]
+    }
     a, b = type_of(few), type_of(many)
     same = [row for row in a if b.get(row) == a[row] != 0]
     assert same and np.array_equal(one[same], marks.mark(data, many, 1).dataset.x[same])
@@ -73,7 +87,11 @@ def test_other_sizes_and_colours(side, channels):
     data = images(24, side, channels)
     out = marks.mark(data, partition(data, "iid", num_clients=4, seed=0), 0).dataset.x
     changed = out != data.x
-    assert changed.any() and not changed[:, [0, -1]].any() and not changed[:, :, [0, -1]].any()
+    assert (
+        changed.any()
+        and not changed[:, [0, -1]].any()
+        and not changed[:, :, [0, -1]].any()
+    )
     assert (changed == changed[..., :1]).all()
 
 
@@ -83,7 +101,11 @@ def test_floats_and_other_ranges_take_their_own_largest_value():
     assert out.x.max() == 16 and out.x.dtype == np.uint8
     data = datasets.synthetic()
     out = marks.mark(data, partition(data, "iid", num_clients=4, seed=0), 0).dataset
-    assert out.x.max() == data.x.max() and out.x.dtype == np.float32 and (out.x >= data.x).all()
+    assert (
+        out.x.max() == data.x.max()
+        and out.x.dtype == np.float32
+        and (out.x >= data.x).all()
+    )
 
 
 def test_what_cannot_be_marked_is_said():
@@ -91,6 +113,8 @@ def test_what_cannot_be_marked_is_said():
     p = partition(data, "iid", num_clients=4, seed=0)
     with pytest.raises(InputError, match="square images of at least 8 pixels"):
         marks.mark(data._replace(x=data.x[:, :20]), p, 0)
-    shared = p._replace(train=np.where(np.arange(4)[:, None] == 1, p.train[:1], p.train))
+    shared = p._replace(
+        train=np.where(np.arange(4)[:, None] == 1, p.train[:1], p.train)
+    )
     with pytest.raises(InputError, match="belongs to two clients"):
         marks.mark(data, shared, 0)

@@ -1,4 +1,5 @@
-"""What memory a run takes, by XLA's account of what is compiled, and what is done about it."""
+"""What memory a run takes, by XLA's account of what is compiled, and what is done about
+it."""
 
 import functools
 from types import SimpleNamespace
@@ -16,23 +17,34 @@ from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import nets
 
 KEY, GIB = jax.random.key(0), 2**30
-MODEL = models.model(lambda shape, classes, rngs: nets.mlp(shape, classes, rngs, hidden=1024), toy.SHAPE, toy.C)
+MODEL = models.model(
+    lambda shape, classes, rngs: nets.mlp(shape, classes, rngs, hidden=1024),
+    toy.SHAPE,
+    toy.C,
+)
 ONE = 4 * (6 * 1024 + 1024 + 1024 * toy.C + toy.C)  # bytes of the model
 
 
 @functools.cache
 def peak_of(method, width=1, devices=1):
     """Of a run with a network that is large beside the rest."""
-    program = toy.program(ALGORITHMS[method], toy.task(model=MODEL), width=width, devices=devices)
+    program = toy.program(
+        ALGORITHMS[method], toy.task(model=MODEL), width=width, devices=devices
+    )
     return simulate.compiled(program, KEY, toy.federation()).memory.peak
 
 
 def test_an_account_counts_what_is_overwritten_once():
     x = jnp.zeros((16, 256))
-    sin = lambda **options: memory.account(jax.jit(jnp.sin, **options).lower(x).compile())
+    sin = lambda **options: memory.account(
+        jax.jit(jnp.sin, **options).lower(x).compile()
+    )
     assert sin() == 2 * x.nbytes and sin(donate_argnums=0) == x.nbytes
-    product = memory.account(jax.jit(lambda x: jnp.sum(jnp.sin(x @ x.T) @ x)).lower(x).compile())
-    assert product >= x.nbytes + 4 * 16 * 16  # the argument, and what is between it and the sum
+    product = memory.account(
+        jax.jit(lambda x: jnp.sum(jnp.sin(x @ x.T) @ x)).lower(x).compile()
+    )
+    # the argument, and what is between it and the sum
+    assert product >= x.nbytes + 4 * 16 * 16
     assert memory.account(SimpleNamespace(memory_analysis=lambda: None)) is None
 
 
@@ -42,11 +54,15 @@ def test_a_run_takes_what_its_largest_function_does(monkeypatch):
             return SimpleNamespace(memory_analysis=lambda: None)
         names = ("argument", "output", "temp", "alias")
         return SimpleNamespace(
-            memory_analysis=lambda: SimpleNamespace(**{f"{name}_size_in_bytes": size for name in names})
+            memory_analysis=lambda: SimpleNamespace(
+                **{f"{name}_size_in_bytes": size for name in names}
+            )
         )
 
     monkeypatch.setattr(memory, "machine", lambda: (3, 5))
-    assert memory.of([function(10), function(None), function(20)], kept=7, devices=3) == (2 * 20 * 3 + 7, 3, 5)
+    assert memory.of(
+        [function(10), function(None), function(20)], kept=7, devices=3
+    ) == (2 * 20 * 3 + 7, 3, 5)
     assert memory.of([function(None)]) == (None, 3, 5)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 11})
@@ -63,7 +79,8 @@ def test_the_machine_has_what_it_says():
 
 @pytest.mark.slow
 def test_a_run_holds_its_models():
-    """FedAvg the server's and those in training, Ditto besides a personal one of every client."""
+    """FedAvg the server's and those in training, Ditto besides a personal one of every
+    client."""
     fedavg, ditto = peak_of("fedavg"), peak_of("ditto")
     assert fedavg > 2 * ONE and ditto - fedavg > toy.N * ONE
 
@@ -83,22 +100,36 @@ def test_devices_of_one_machine_share_its_memory():
 def test_few_of_many_clients_cost_their_own_rows_only():
     """The rows of 200 clients are overwritten in place, where two of them took part."""
     f, many = toy.federation(), np.arange(200) % toy.N
-    f = f._replace(**{name: toy.rows(getattr(f, name), many) for name in ("train", "val", "test", "class_counts")})
+    f = f._replace(
+        **{
+            name: toy.rows(getattr(f, name), many)
+            for name in ("train", "val", "test", "class_counts")
+        }
+    )
     sizes, counts = np.asarray(f.train.size), np.asarray(f.class_counts)
-    task = toy.task(model=MODEL, participation=(0.01, 0.01), sizes=sizes, class_counts=counts)
+    task = toy.task(
+        model=MODEL, participation=(0.01, 0.01), sizes=sizes, class_counts=counts
+    )
     program = toy.program(ALGORITHMS["ditto"], task)
     state = program.init(KEY, program.traced)
     rows = sum(x.nbytes for x in jax.tree.leaves(state.clients))
     args = (KEY, program.traced, f, state, np.int32(0), np.bool_(False))
-    found = jax.jit(program.round, donate_argnums=3).lower(*args).compile().memory_analysis()
+    found = (
+        jax.jit(program.round, donate_argnums=3)
+        .lower(*args)
+        .compile()
+        .memory_analysis()
+    )
     assert found.alias_size_in_bytes >= rows and found.temp_size_in_bytes < rows / 10
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices, state_every", [(1, 2), toy.slow(2, 1), toy.slow(1, 1), toy.slow(2, 2)])
+@pytest.mark.parametrize(
+    "devices, state_every", [(1, 2), toy.slow(2, 1), toy.slow(1, 1), toy.slow(2, 2)]
+)
 def test_what_was_compiled_to_account_for_it_is_what_runs(devices, state_every):
-    """A trace calls the method's factory. With the state of every second round only, rounds can go
-    to the devices together."""
+    """A trace calls the method's factory. With the state of every second round only,
+    rounds can go to the devices together."""
     calls = []
 
     @functools.wraps(ALGORITHMS["fedavg"])
@@ -110,19 +141,35 @@ def test_what_was_compiled_to_account_for_it_is_what_runs(devices, state_every):
     options = {"eval_every": 0, "state_every": state_every}
     functions = simulate.compiled(program, KEY, f, **options)
     traced = len(calls)
-    assert len(list(simulate.rounds(program, KEY, f, rounds=1, functions=functions, **options))) == 2
+    assert (
+        len(
+            list(
+                simulate.rounds(
+                    program, KEY, f, rounds=1, functions=functions, **options
+                )
+            )
+        )
+        == 2
+    )
     assert len(calls) == traced
 
 
 def test_more_than_there_is_is_an_error():
-    memory.check(memory.Memory(10 * GIB, 8 * GIB, 12 * GIB), "x")  # others may give back what they hold
+    # others may give back what they hold
+    memory.check(memory.Memory(10 * GIB, 8 * GIB, 12 * GIB), "x")
     memory.check(memory.Memory(10 * GIB, None, None), "x")
     memory.check(memory.Memory(None, 8 * GIB, 12 * GIB), "x")
-    with pytest.raises(InputError, match=r"The run would take about 25 GiB, and there are 12 GiB: take less.$"):
+    with pytest.raises(
+        InputError,
+        match=r"The run would take about 25 GiB, and there are 12 GiB: take less.$",
+    ):
         memory.check(memory.Memory(25 * GIB, 11 * GIB, 12 * GIB), "take less")
 
 
 def test_what_is_said():
-    assert memory.say(memory.Memory(int(1.21 * GIB), 23 * GIB, 24 * GIB)) == "memory: about 1.2 GiB of 23 GiB"
+    assert (
+        memory.say(memory.Memory(int(1.21 * GIB), 23 * GIB, 24 * GIB))
+        == "memory: about 1.2 GiB of 23 GiB"
+    )
     assert memory.say(memory.Memory(2**20, None, None)) == "memory: about 1 MiB"
     assert memory.say(memory.Memory(None, 23 * GIB, 24 * GIB)) == ""

@@ -1,5 +1,5 @@
-"""Networks: sizes, the convolution against XLA's, pooling, initialisation, batch norm, and the pure
-functions."""
+"""Networks: sizes, the convolution against XLA's, pooling, initialisation, batch norm,
+and the pure functions."""
 
 import functools
 import math
@@ -30,7 +30,11 @@ def normal(seed, *shape):
 
 
 def close(a, b, tolerance=1e-5):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), a, b)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance),
+        a,
+        b,
+    )
 
 
 SIZES = [
@@ -74,21 +78,34 @@ def test_sizes_are_the_papers(name, shape, classes, size):
     assert num_parameters(variables) == size
 
 
-LONG = ("shufflenet", "resnet18_50", "resnet18_gn", "resnet18_imagenet", "cnn_dva_small")  # like others, and seconds
+# like others, and seconds
+LONG = (
+    "shufflenet",
+    "resnet18_50",
+    "resnet18_gn",
+    "resnet18_imagenet",
+    "cnn_dva_small",
+)
 
 
-@pytest.mark.parametrize("name", [toy.slow(name) if name in LONG else name for name in MODELS])
+@pytest.mark.parametrize(
+    "name", [toy.slow(name) if name in LONG else name for name in MODELS]
+)
 def test_every_model_has_a_line_of_help_and_gives_logits(name):
     net = model(name, (28, 28, 1), 10)
     x = jax.ShapeDtypeStruct((3, 28, 28, 1), jnp.float32)
     variables = jax.eval_shape(net.init, jax.random.key(0))
     h, _ = jax.eval_shape(net.features, variables, x)
-    logits, stats = jax.eval_shape(lambda v, x: net.apply(v, x, jnp.ones(3, bool), train=True), variables, x)
+    logits, stats = jax.eval_shape(
+        lambda v, x: net.apply(v, x, jnp.ones(3, bool), train=True), variables, x
+    )
     assert "\n\n" not in MODELS[name].__doc__
     assert h.shape == (3, net.num_features) and logits.shape == (3, 10)
     assert jax.tree.structure(net.bn_mask) == jax.tree.structure(variables)
     assert jax.tree.map(jnp.shape, stats) == jax.tree.map(jnp.shape, variables["stats"])
-    assert variables["head"]["kernel"].shape == (net.num_features, 10) and variables["head"]["bias"].shape == (10,)
+    assert variables["head"]["kernel"].shape == (net.num_features, 10) and variables[
+        "head"
+    ]["bias"].shape == (10,)
 
 
 CONVOLUTIONS = [
@@ -110,7 +127,9 @@ def test_matmul_convolution_equals_xla(shape, kernel, strides, padding):
     def both(form):
         def conv(x, w):
             with layers.convolution(form):
-                return layers.conv_general_dilated(x, w, strides, padding, dimension_numbers=NHWC)
+                return layers.conv_general_dilated(
+                    x, w, strides, padding, dimension_numbers=NHWC
+                )
 
         y, pullback = jax.vjp(conv, x, w)
         return y, pullback(jnp.sin(y))
@@ -127,10 +146,16 @@ def test_matmul_convolution_with_a_kernel_for_each_client_and_forward_over_rever
 
     def hessian_times_w(conv):
         gradient = jax.grad(lambda w, x: loss(conv, w, x))
-        return jax.jit(jax.vmap(lambda w, x: jax.jvp(lambda w: gradient(w, x), (w,), (w,))))(w, x)
+        return jax.jit(
+            jax.vmap(lambda w, x: jax.jvp(lambda w: gradient(w, x), (w,), (w,)))
+        )(w, x)
 
     ours = hessian_times_w(lambda x, w: layers.matmul_conv(x, w, (1, 1), "SAME"))
-    xla = hessian_times_w(lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=NHWC))
+    xla = hessian_times_w(
+        lambda x, w: lax.conv_general_dilated(
+            x, w, (1, 1), "SAME", dimension_numbers=NHWC
+        )
+    )
     close(ours, xla, 1e-3)
 
 
@@ -138,8 +163,14 @@ def test_dilated_grouped_and_one_dimensional_convolutions_go_to_xla():
     rngs = nnx.Rngs(0)
     grouped = layers.conv(4, 4, 3, 1, rngs, feature_group_count=2)
     dilated = layers.conv(4, 4, 3, 1, rngs, kernel_dilation=2)
-    line = nnx.Conv(4, 4, (3,), conv_general_dilated=layers.conv_general_dilated, rngs=rngs)
-    for layer, shape, expected in ((grouped, (6, 6), (6, 6)), (dilated, (6, 6), (4, 4)), (line, (6,), (6,))):
+    line = nnx.Conv(
+        4, 4, (3,), conv_general_dilated=layers.conv_general_dilated, rngs=rngs
+    )
+    for layer, shape, expected in (
+        (grouped, (6, 6), (6, 6)),
+        (dilated, (6, 6), (4, 4)),
+        (line, (6,), (6,)),
+    ):
         x = jax.ShapeDtypeStruct((2, *shape, 4), jnp.float32)
         assert jax.eval_shape(layer, x).shape == (2, *expected, 4)
         assert "conv_general_dilated" in str(jax.make_jaxpr(layer)(x))
@@ -150,33 +181,50 @@ def test_dilated_grouped_and_one_dimensional_convolutions_go_to_xla():
 @pytest.mark.parametrize("shape", [(2, 6, 8, 3), (2, 7, 5, 2), (1, 2, 3, 1)])
 def test_max_pool_equals_reduce_window(shape):
     def reduce_window(x):
-        return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+        return lax.reduce_window(
+            x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"
+        )
 
     def both(pool, x):
         y, pullback = jax.vjp(pool, x)
         return y, pullback(y)
 
-    close(*jax.jit(lambda x: (both(layers.max_pool, x), both(reduce_window, x)))(normal(0, *shape)))
+    close(
+        *jax.jit(lambda x: (both(layers.max_pool, x), both(reduce_window, x)))(
+            normal(0, *shape)
+        )
+    )
 
 
 def test_where_values_tie_the_first_gets_the_gradient():
-    """As in PyTorch; equal pixels are common, a digit's background is all of one value."""
-    gradient = jax.jit(jax.grad(lambda x: layers.max_pool(x).sum()))(np.zeros((1, 4, 4, 1), np.float32))
-    np.testing.assert_array_equal(np.asarray(gradient)[0, :, :, 0], np.kron(np.ones((2, 2)), [[1, 0], [0, 0]]))
+    """As in PyTorch; equal pixels are common, a digit's background is all of one
+    value."""
+    gradient = jax.jit(jax.grad(lambda x: layers.max_pool(x).sum()))(
+        np.zeros((1, 4, 4, 1), np.float32)
+    )
+    np.testing.assert_array_equal(
+        np.asarray(gradient)[0, :, :, 0], np.kron(np.ones((2, 2)), [[1, 0], [0, 0]])
+    )
 
     @jax.jit
     def both(y, slope):
         largest, pullback = jax.vjp(layers._largest, y)
         return largest, pullback(slope)[0]
 
-    largest, slope = both(np.array([[3.0, 1], [3, 2], [1, 2], [3, 2]], np.float32), np.array([5.0, 7], np.float32))
+    largest, slope = both(
+        np.array([[3.0, 1], [3, 2], [1, 2], [3, 2]], np.float32),
+        np.array([5.0, 7], np.float32),
+    )
     np.testing.assert_array_equal(largest, [3, 2])
     np.testing.assert_array_equal(slope, [[5, 0], [0, 7], [0, 0], [0, 0]])
 
 
 def test_pooling_can_be_differentiated_forwards_and_twice():
     x, v = normal(0, 1, 4, 4, 1), normal(1, 1, 4, 4, 1)
-    for pool, inputs in ((layers.max_pool, (x, v)), (layers._largest, (x.reshape(4, 4), v.reshape(4, 4)))):
+    for pool, inputs in (
+        (layers.max_pool, (x, v)),
+        (layers._largest, (x.reshape(4, 4), v.reshape(4, 4))),
+    ):
 
         @jax.jit
         def slopes(x, v, pool=pool):
@@ -189,7 +237,10 @@ def test_pooling_can_be_differentiated_forwards_and_twice():
         close(np.vdot(curved, inputs[1]), 2 * np.sum(np.square(moved)))
 
 
-@pytest.mark.parametrize("layer", [layers.linear(100, 64, nnx.Rngs(0)), layers.conv(4, 64, 5, 0, nnx.Rngs(0))])
+@pytest.mark.parametrize(
+    "layer",
+    [layers.linear(100, 64, nnx.Rngs(0)), layers.conv(4, 64, 5, 0, nnx.Rngs(0))],
+)
 def test_initialisation_is_pytorchs(layer):
     bound = 1 / math.sqrt(100)
     for leaf, least in ((layer.kernel[...], 0.99), (layer.bias[...], 0.9)):
@@ -233,7 +284,10 @@ def test_masked_batch_norm_gradient_ignores_padding_even_nan():
 def test_batch_norm_is_the_textbooks_to_the_second_derivative():
     """Gradient, and the gradient's derivative, of x and of the scale and bias."""
     target, axes = normal(0, 5, 4, 4, 3), (0, 1, 2)
-    at, along = [(1 + normal(i, 3), normal(i + 1, 3), 3 + normal(i + 2, 5, 4, 4, 3)) for i in (1, 4)]
+    at, along = [
+        (1 + normal(i, 3), normal(i + 1, 3), 3 + normal(i + 2, 5, 4, 4, 3))
+        for i in (1, 4)
+    ]
 
     def ours(scale, bias, x):
         norm = layers.BatchNorm(3, rngs=nnx.Rngs(0))
@@ -242,17 +296,25 @@ def test_batch_norm_is_the_textbooks_to_the_second_derivative():
 
     def textbooks(scale, bias, x):
         mean, var = x.mean(axes, keepdims=True), x.var(axes, keepdims=True)
-        return (x - mean) / jnp.sqrt(var + 1e-5) * scale.reshape(1, 1, 1, 3) + bias.reshape(1, 1, 1, 3)
+        return (x - mean) / jnp.sqrt(var + 1e-5) * scale.reshape(
+            1, 1, 1, 3
+        ) + bias.reshape(1, 1, 1, 3)
 
     @functools.partial(jax.jit, static_argnums=0)
     def slopes(norm):
-        return jax.jvp(jax.grad(lambda *args: jnp.sum(jnp.tanh(norm(*args)) * target), (0, 1, 2)), at, along)
+        return jax.jvp(
+            jax.grad(lambda *args: jnp.sum(jnp.tanh(norm(*args)) * target), (0, 1, 2)),
+            at,
+            along,
+        )
 
     close(slopes(ours), slopes(textbooks), 1e-4)
 
 
 def test_batch_norm_without_a_valid_row_changes_nothing():
-    y, mean, var = jax.device_get(_normed(np.zeros((4, 2, 2, 3), np.float32), np.zeros(4, bool)))
+    y, mean, var = jax.device_get(
+        _normed(np.zeros((4, 2, 2, 3), np.float32), np.zeros(4, bool))
+    )
     assert np.isfinite(y).all() and (mean == 0).all() and (var == 1).all()
 
 
@@ -274,17 +336,22 @@ class Normed(nnx.Module):
             return self.norm(x, mask, train)
 
     def __init__(self, input_shape, num_classes, rngs):
-        self.body, self.head = self.Body(*input_shape, rngs), layers.linear(*input_shape, num_classes, rngs)
+        self.body, self.head = (
+            self.Body(*input_shape, rngs),
+            layers.linear(*input_shape, num_classes, rngs),
+        )
 
 
 class Custom(nnx.Module):
-    """A user's net whose normalisation has an unhelpful name, with dropout, and with more than nine
-    layers."""
+    """A user's net whose normalisation has an unhelpful name, with dropout, and with
+    more than nine layers."""
 
     class Body(nnx.Module):
         def __init__(self, size, rngs):
             self.first = layers.linear(size, 8, rngs)
-            self.middle = nnx.List([nnx.Linear(8, 8, use_bias=False, rngs=rngs) for _ in range(11)])
+            self.middle = nnx.List(
+                [nnx.Linear(8, 8, use_bias=False, rngs=rngs) for _ in range(11)]
+            )
             self.squash = layers.BatchNorm(8, rngs=rngs)
             self.drop = nnx.Dropout(0.5)
 
@@ -292,14 +359,21 @@ class Custom(nnx.Module):
             x = self.first(x)
             for layer in self.middle:
                 x = x + layer(x)
-            return self.drop(self.squash(x, mask, train), deterministic=not train, rngs=rngs)
+            return self.drop(
+                self.squash(x, mask, train), deterministic=not train, rngs=rngs
+            )
 
     def __init__(self, input_shape, num_classes, rngs):
-        self.body, self.head = self.Body(*input_shape, rngs), layers.linear(8, num_classes, rngs)
+        self.body, self.head = (
+            self.Body(*input_shape, rngs),
+            layers.linear(8, num_classes, rngs),
+        )
 
 
 def test_own_factory_may_take_its_arguments_by_keyword():
-    own = model(lambda shape, *, num_classes, rngs: Custom(shape, num_classes, rngs), (6,), 3)
+    own = model(
+        lambda shape, *, num_classes, rngs: Custom(shape, num_classes, rngs), (6,), 3
+    )
     plain = model(Custom, (6,), 3)
     toy.assert_same(own.init(jax.random.key(0)), plain.init(jax.random.key(0)))
 
@@ -307,19 +381,28 @@ def test_own_factory_may_take_its_arguments_by_keyword():
 def test_own_module_gets_only_the_arguments_it_accepts():
     net, variables, apply = start(Custom)
     x, mask = normal(0, 4, 6), np.ones(4, bool)
-    first, second, other = (np.asarray(apply(variables, x, mask, True, jax.random.key(i))[0]) for i in (1, 1, 2))
+    first, second, other = (
+        np.asarray(apply(variables, x, mask, True, jax.random.key(i))[0])
+        for i in (1, 1, 2)
+    )
     assert (first == second).all() and (first != other).any()
-    np.testing.assert_array_equal(apply(variables, x)[0], apply(variables, x, key=jax.random.key(1))[0])
+    np.testing.assert_array_equal(
+        apply(variables, x)[0], apply(variables, x, key=jax.random.key(1))[0]
+    )
     assert net.num_features == 8
 
 
 def test_dropout_draws_in_training_only():
     net, x = model("cnn_dropout", (8, 8, 1), 3), normal(0, 4, 8, 8, 1)
     variables = net.init(jax.random.key(0))
-    features = jax.jit(lambda train, i: net.features(variables, x, None, train, jax.random.key(i))[0], static_argnums=0)
+    features = jax.jit(
+        lambda train, i: net.features(variables, x, None, train, jax.random.key(i))[0],
+        static_argnums=0,
+    )
     first, again, other, last = (np.asarray(features(True, i)) for i in (1, 1, 2, 3))
     assert (first == again).all()
-    assert 0.4 < np.mean((first == 0)[other + last > 0]) < 0.8  # half of those that are not 0 anyway
+    # half of those that are not 0 anyway
+    assert 0.4 < np.mean((first == 0)[other + last > 0]) < 0.8
     np.testing.assert_array_equal(features(False, 1), features(False, 2))
 
 
@@ -332,7 +415,10 @@ def test_traces_draw_a_network_once_and_as_it_is_drawn_without():
 
     net, key = model(counted, (6,), 3), jax.random.key(4)
     made = len(calls)
-    drawn, twice = jax.jit(net.init)(key), jax.jit(lambda key: jax.vmap(net.init)(jax.random.split(key)))(key)
+    drawn, twice = (
+        jax.jit(net.init)(key),
+        jax.jit(lambda key: jax.vmap(net.init)(jax.random.split(key)))(key),
+    )
     jax.eval_shape(lambda key: (net.init(key), net.init(jax.random.split(key)[0])), key)
     assert len(calls) == made + 1
     toy.assert_same(drawn, net.init(key))
@@ -341,11 +427,20 @@ def test_traces_draw_a_network_once_and_as_it_is_drawn_without():
 
 def test_a_traced_update_of_running_moments_asks_for_no_sharding(monkeypatch):
     """JAX would word an error for each, which takes milliseconds."""
-    net, x = model("lenet_bn", (16, 16, 1), 3), jax.ShapeDtypeStruct((2, 16, 16, 1), np.float32)
+    net, x = (
+        model("lenet_bn", (16, 16, 1), 3),
+        jax.ShapeDtypeStruct((2, 16, 16, 1), np.float32),
+    )
     variables = jax.eval_shape(net.init, jax.random.key(0))
-    monkeypatch.setattr(jax.core.Tracer, "sharding", property(lambda self: pytest.fail("asked for a sharding")))
+    monkeypatch.setattr(
+        jax.core.Tracer,
+        "sharding",
+        property(lambda self: pytest.fail("asked for a sharding")),
+    )
     stats = jax.eval_shape(lambda v, x: net.apply(v, x, None, True)[1], variables, x)
-    assert jax.tree.structure(stats) == jax.tree.structure(variables["stats"]) and jax.tree.leaves(stats)
+    assert jax.tree.structure(stats) == jax.tree.structure(
+        variables["stats"]
+    ) and jax.tree.leaves(stats)
 
 
 def test_variables_go_in_and_out_in_the_same_places():
@@ -353,7 +448,9 @@ def test_variables_go_in_and_out_in_the_same_places():
     module = jax.jit(lambda: Custom((6,), 3, nnx.Rngs(jax.random.key(0))))()
     x = normal(0, 4, 6)
     close(apply(variables, x)[0], jax.jit(lambda x: module.head(module.body(x)))(x))
-    close(variables["body"]["middle"]["10"]["kernel"], module.body.middle[10].kernel[...])
+    close(
+        variables["body"]["middle"]["10"]["kernel"], module.body.middle[10].kernel[...]
+    )
 
 
 def test_norms_are_found_by_type_not_by_name():
@@ -365,7 +462,9 @@ def test_norms_are_found_by_type_not_by_name():
 
 def test_batch_statistics_at_test_time():
     x = 5 + normal(0, 8, 6)
-    (_, variables, apply), (_, others, apply_running) = (start(Normed, stats) for stats in ("batch", "local"))
+    (_, variables, apply), (_, others, apply_running) = (
+        start(Normed, stats) for stats in ("batch", "local")
+    )
     close(variables["body"], others["body"])
     logits, stats = apply(variables, x)
     assert variables["stats"] == stats == {}
@@ -380,40 +479,58 @@ def test_running_moments_move_only_in_training():
     close(apply(variables, x)[1], variables["stats"], 0)
     moved = apply(variables, x, None, True)[1]
     assert all(
-        np.any(np.asarray(a) != b) for a, b in zip(*map(jax.tree.leaves, (moved, variables["stats"])), strict=True)
+        np.any(np.asarray(a) != b)
+        for a, b in zip(*map(jax.tree.leaves, (moved, variables["stats"])), strict=True)
     )
 
 
 def test_bfloat16_computes_the_body_and_keeps_float32():
     """8 bits are a relative error of 0.4 % an operation."""
     x = normal(0, 6, 12, 12, 1)
-    nets = [model("lenet_bn", (12, 12, 1), 3, compute_dtype=dtype) for dtype in ("float32", "bfloat16")]
+    nets = [
+        model("lenet_bn", (12, 12, 1), 3, compute_dtype=dtype)
+        for dtype in ("float32", "bfloat16")
+    ]
 
     def run(net, variables):
         def loss(variables):
             logits, stats = net.apply(variables, x, train=True)
-            return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(6) % 3)), (logits, stats)
+            return jnp.mean(
+                optax.softmax_cross_entropy_with_integer_labels(
+                    logits, jnp.arange(6) % 3
+                )
+            ), (logits, stats)
 
         return jax.grad(loss, has_aux=True)(variables)
 
     variables = nets[0].init(jax.random.key(0))
-    (wide, narrow) = jax.device_get(jax.jit(lambda v: [run(net, v) for net in nets])(variables))
+    (wide, narrow) = jax.device_get(
+        jax.jit(lambda v: [run(net, v) for net in nets])(variables)
+    )
     assert {a.dtype for a in jax.tree.leaves(narrow)} == {np.dtype("float32")}
     flat = lambda tree: np.concatenate([np.ravel(a) for a in jax.tree.leaves(tree)])
     for a, b in zip(wide[1], narrow[1], strict=True):  # logits, moments
         error = np.linalg.norm(flat(a) - flat(b)) / np.linalg.norm(flat(a))
         assert 1e-4 < error < 0.02
-    assert np.linalg.norm(flat(wide[0]) - flat(narrow[0])) < 0.1 * np.linalg.norm(flat(wide[0]))
-    traced = str(jax.make_jaxpr(lambda v: nets[1].features(v, x, train=True)[0])(variables))
+    assert np.linalg.norm(flat(wide[0]) - flat(narrow[0])) < 0.1 * np.linalg.norm(
+        flat(wide[0])
+    )
+    traced = str(
+        jax.make_jaxpr(lambda v: nets[1].features(v, x, train=True)[0])(variables)
+    )
     assert "dot_general" in traced and not re.search(r":f32[^\n]*= dot_general", traced)
 
 
 def test_moments_of_bfloat16_are_summed_in_float32():
-    x = jnp.asarray(100 + normal(0, 512, 4, 4, 3), jnp.bfloat16)  # a bfloat16 sum of 8,192 such stands still at 32,768
+    # a bfloat16 sum of 8,192 such stands still at 32,768
+    x = jnp.asarray(100 + normal(0, 512, 4, 4, 3), jnp.bfloat16)
     y, mean, var = jax.device_get(_normed(x))
     wide = np.asarray(x, np.float32)
     close(_normed(wide)[1:], (mean, var))
-    assert y.dtype == jnp.bfloat16 and np.abs(np.asarray(_normed(wide)[0]) - y.astype(np.float32)).max() < 0.03
+    assert (
+        y.dtype == jnp.bfloat16
+        and np.abs(np.asarray(_normed(wide)[0]) - y.astype(np.float32)).max() < 0.03
+    )
 
 
 def test_padding_changes_neither_logits_nor_moments_of_a_net():
@@ -429,10 +546,17 @@ def test_padding_changes_neither_logits_nor_moments_of_a_net():
     close(*both(normal(0, 4, 12, 12, 1)), 1e-4)
 
 
-POOLED = [((9, 8, 1), 2, 6, 5), ((10, 11, 3), 0, 6, 5), ((9, 8, 1), 2, 16, 5), ((10, 11, 3), 0, 16, (5, 3))]
+POOLED = [
+    ((9, 8, 1), 2, 6, 5),
+    ((10, 11, 3), 0, 6, 5),
+    ((9, 8, 1), 2, 16, 5),
+    ((10, 11, 3), 0, 16, (5, 3)),
+]
 
 
-@pytest.mark.parametrize("shape, padding, out, kernel", [*POOLED, ((10, 9, 2), 0, 16, (4, 3))])
+@pytest.mark.parametrize(
+    "shape, padding, out, kernel", [*POOLED, ((10, 9, 2), 0, 16, (4, 3))]
+)
 def test_fused_pooling_is_convolution_and_pooling(shape, padding, out, kernel):
     graph, state = nnx.split(layers.conv(shape[-1], out, kernel, padding, nnx.Rngs(0)))
     x = normal(1, 3, *shape)
@@ -445,7 +569,12 @@ def test_fused_pooling_is_convolution_and_pooling(shape, padding, out, kernel):
 
         return jax.value_and_grad(total, (0, 1), has_aux=True)(state, x)
 
-    close(*jax.jit(lambda state, x: (run("fused", state, x), run("xla", state, x)))(state, x), 1e-4)
+    close(
+        *jax.jit(lambda state, x: (run("fused", state, x), run("xla", state, x)))(
+            state, x
+        ),
+        1e-4,
+    )
 
 
 @pytest.mark.parametrize("form", ["matmul", "xla"])
@@ -460,7 +589,8 @@ def test_flops_of_cnn_by_hand():
     step = 2 * 28 * 28 * 75 * 32 + 3 * (10 * 10 * 800 * 64 + 1600 * 512 + 512 * 10)
     assert flops("cnn", (32, 32, 3), 10, batch=10) == 2 * 10 * step
     assert flops("linear", (60,), 10, batch=3) == 2 * 2 * 3 * 600
-    assert flops("linear", (4096,), 64, batch=3) == 2 * 2 * 3 * 2**18  # large enough for `dense`'s own gradient
+    # large enough for `dense`'s own gradient
+    assert flops("linear", (4096,), 64, batch=3) == 2 * 2 * 3 * 2**18
 
 
 class Headless(nnx.Module):
@@ -483,7 +613,10 @@ class Foreign(Custom):
 class Deaf(Custom):
     def __init__(self, input_shape, num_classes, rngs):
         super().__init__(input_shape, num_classes, rngs)
-        self.body = nnx.Sequential(layers.BatchNorm(*input_shape, rngs=rngs), layers.linear(*input_shape, 8, rngs))
+        self.body = nnx.Sequential(
+            layers.BatchNorm(*input_shape, rngs=rngs),
+            layers.linear(*input_shape, 8, rngs),
+        )
 
 
 class Tied(Custom):
@@ -548,28 +681,61 @@ class ScaledByNumPy(Scaled):
     [
         ((Dropped, (6,), 3), "Dropping has dropout: let its __call__ take `rngs`"),
         ((Guessing, (6,), 3), "Guessing.head has dropout, and a head gets h alone"),
-        ((Scaled, (6,), 3), "Scaled.body.scales is an array: make a constant in `__call__`"),
+        (
+            (Scaled, (6,), 3),
+            "Scaled.body.scales is an array: make a constant in `__call__`",
+        ),
         ((ScaledByNumPy, (6,), 3), "ScaledByNumPy.body.scales is an array"),
-        ((linen.Dense, (6,), 3), r"Dense is a module of Flax Linen: give a function that makes one of NNX"),
+        (
+            (linen.Dense, (6,), 3),
+            r"Dense is a module of Flax Linen: give a function that makes one of NNX",
+        ),
         ((linen.Dense(3), (6,), 3), "Dense is a module of Flax Linen"),
-        ((lambda *_: linen.Dense(3), (6,), 3), "Dense is a module of Flax Linen: make one of NNX"),
-        ((lambda *_: nnx.Linear(6, 3, rngs=nnx.Rngs(0)), (6,), 3), "Linear has no `body`"),
+        (
+            (lambda *_: linen.Dense(3), (6,), 3),
+            "Dense is a module of Flax Linen: make one of NNX",
+        ),
+        (
+            (lambda *_: nnx.Linear(6, 3, rngs=nnx.Rngs(0)), (6,), 3),
+            "Linear has no `body`",
+        ),
         ((Pair(), (6,), 3), "Pair is a module of Flax NNX: give a function"),
-        ((lambda shape, classes: None, (6,), 3), r"called with \(input_shape, num_classes, rngs\) \(too many"),
-        ((lambda shape, classes, *, seed: None, (6,), 3), r"called with .*\(too many positional"),
+        (
+            (lambda shape, classes: None, (6,), 3),
+            r"called with \(input_shape, num_classes, rngs\) \(too many",
+        ),
+        (
+            (lambda shape, classes, *, seed: None, (6,), 3),
+            r"called with .*\(too many positional",
+        ),
         ((lambda *_: None, (6,), 3), "NoneType has no `body`"),
         ((Twofold, (6,), 3), "body returns .* it must be one array, "),
-        ((Counting, (6,), 3), "Counting.body.steps is a parameter of int32: let it be of floats"),
+        (
+            (Counting, (6,), 3),
+            "Counting.body.steps is a parameter of int32: let it be of floats",
+        ),
         (("cnnn", (28, 28, 1), 10), "did you mean 'cnn'"),
         (("cnn", (12, 12, 3), 10), "at least 16x16 pixels, got 12x12"),
         (("lenet", (60,), 10), "images of shape"),
         (("mlp", (6,), 3, "bach"), "did you mean 'batch'"),
-        (("mlp", (6,), 3, "batch", "fft"), "Choose one of auto, winograd, fused, matmul, xla"),
+        (
+            ("mlp", (6,), 3, "batch", "fft"),
+            "Choose one of auto, winograd, fused, matmul, xla",
+        ),
         ((Headless, (6,), 3), "Headless has no `head`"),
         ((Stray, (6,), 3), "Stray.temperature is a Param"),
-        ((Deaf, (6,), 3), "Sequential has batch norm: let its __call__ take `mask` and `train`"),
+        (
+            (Deaf, (6,), 3),
+            "Sequential has batch norm: let its __call__ take `mask` and `train`",
+        ),
         ((Tied, (6,), 6), "Tied has a variable in both body and head"),
-        *(((Foreign, (6,), 3, bn_stats), "Foreign.body.squash is Flax's own batch norm") for bn_stats in BN_STATS),
+        *(
+            (
+                (Foreign, (6,), 3, bn_stats),
+                "Foreign.body.squash is Flax's own batch norm",
+            )
+            for bn_stats in BN_STATS
+        ),
     ],
 )
 def test_what_cannot_work_is_said_at_once(args, message):
@@ -585,14 +751,31 @@ def test_a_mask_that_a_body_does_not_hand_to_its_batch_norm_is_missed():
         def __call__(self, x, mask, train):
             return self.norm(x, None, train)
 
-    net = model(lambda shape, classes, rngs: nets.Net(Body(rngs), layers.linear(6, classes, rngs)), (6,), 3)
-    variables, x, mask = net.init(jax.random.key(0)), jnp.ones((4, 6)), jnp.arange(4) < 3
-    for options in ({"mask": mask}, {"train": True}, {}):  # nothing is counted, or nothing is padding
+    net = model(
+        lambda shape, classes, rngs: nets.Net(
+            Body(rngs), layers.linear(6, classes, rngs)
+        ),
+        (6,),
+        3,
+    )
+    variables, x, mask = (
+        net.init(jax.random.key(0)),
+        jnp.ones((4, 6)),
+        jnp.arange(4) < 3,
+    )
+    # nothing is counted, or nothing is padding
+    for options in ({"mask": mask}, {"train": True}, {}):
         net.apply(variables, x, **options)
-    with pytest.raises(InputError, match="does not get the `mask` of its network's __call__: hand it on"):
+    with pytest.raises(
+        InputError,
+        match="does not get the `mask` of its network's __call__: hand it on",
+    ):
         net.apply(variables, x, mask=mask, train=True)
 
 
 def test_the_features_of_a_body_with_batch_norm_are_widened_if_it_knows_what_is_valid():
-    with pytest.raises(InputError, match="Sequential has batch norm: let its __call__ take `mask` and `train`"):
+    with pytest.raises(
+        InputError,
+        match="Sequential has batch norm: let its __call__ take `mask` and `train`",
+    ):
         model(Deaf, (6,), 3, features=8)

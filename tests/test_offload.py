@@ -20,16 +20,24 @@ KEY = jax.random.key(3)
 @functools.cache
 def programs(devices):
     """State on the devices, and on the host."""
-    task = toy.method_task("ditto")._replace(participation=(0.3, 0.7))  # cohorts of three, some of them dropped out
+    # cohorts of three, some of them dropped out
+    task = toy.method_task("ditto")._replace(participation=(0.3, 0.7))
     program = toy.program(ALGORITHMS["ditto"], task, devices=devices)
     return program, host_state.program(ALGORITHMS["ditto"], task, devices=devices)
 
 
 def run(program, rounds=4, **options):
     """Each round's result, with a state that stays what it was."""
-    keep = lambda result: result._replace(state=jax.device_get(program.unplace(result.state)))
+    keep = lambda result: result._replace(
+        state=jax.device_get(program.unplace(result.state))
+    )
     copied = lambda result: result._replace(state=jax.tree.map(np.array, result.state))
-    return [copied(keep(r)) for r in simulate.rounds(program, KEY, toy.federation(), rounds=rounds, **options)]
+    return [
+        copied(keep(r))
+        for r in simulate.rounds(
+            program, KEY, toy.federation(), rounds=rounds, **options
+        )
+    ]
 
 
 @functools.cache
@@ -50,14 +58,18 @@ def test_rows_of_absent_clients_stay():
     before, after = both(1)[1][1:3]
     absent = np.setdiff1d(np.arange(N), after.metrics.ids[after.metrics.active])
     assert len(absent)
-    assert_same(toy.rows(before.state.clients, absent), toy.rows(after.state.clients, absent))
+    assert_same(
+        toy.rows(before.state.clients, absent), toy.rows(after.state.clients, absent)
+    )
 
 
 @pytest.mark.slow
 def test_the_rows_are_the_hosts_and_are_overwritten_in_place():
     _, program = programs(1)
     places = set()
-    for result in simulate.rounds(program, KEY, toy.federation(), rounds=2, eval_every=0):
+    for result in simulate.rounds(
+        program, KEY, toy.federation(), rounds=2, eval_every=0
+    ):
         leaves = jax.tree.leaves(result.state.clients)
         assert all(type(x) is np.ndarray and x.shape[0] == N for x in leaves)
         places.add(tuple(x.ctypes.data for x in leaves))
@@ -76,31 +88,59 @@ def test_a_run_goes_on_from_its_state_wherever_it_was():
 def test_the_rows_begin_on_one_cpu_wherever_the_key_is(monkeypatch):
     """All N of them, which the devices of the mesh may have no room for."""
     _, program = programs(2)
-    key, numbers = multihost.replicate((KEY, {name: np.float32(x) for name, x in program.traced.items()}), program.mesh)
+    key, numbers = multihost.replicate(
+        (KEY, {name: np.float32(x) for name, x in program.traced.items()}), program.mesh
+    )
     places, get = [], jax.device_get
-    monkeypatch.setattr(jax, "device_get", lambda tree: places.extend(jax.tree.leaves(tree)) or get(tree))
+    monkeypatch.setattr(
+        jax,
+        "device_get",
+        lambda tree: places.extend(jax.tree.leaves(tree)) or get(tree),
+    )
     program.init(key, numbers)
-    assert places and all(x.devices() == {jax.local_devices(backend="cpu")[0]} for x in places)
+    assert places and all(
+        x.devices() == {jax.local_devices(backend="cpu")[0]} for x in places
+    )
 
 
 def test_everybody_in_the_round_is_one_sentence():
     task = toy.method_task("ditto")
-    with pytest.raises(InputError, match="with participation=1 all 5 are: leave it out"):
+    with pytest.raises(
+        InputError, match="with participation=1 all 5 are: leave it out"
+    ):
         host_state.program(ALGORITHMS["ditto"], task)
 
 
 @pytest.mark.slow  # five runs
 def test_the_command_line(tmp_path):
-    """A run, its resumes with the state on the host and on the device, and its last state asked for
-    answers."""
-    flags = ["--algo=ditto", "--data_fraction=0.2", "--clients=5", "--epochs=1", "--model=linear", "--width=1"]
+    """A run, its resumes with the state on the host and on the device, and its last
+    state asked for answers."""
+    flags = [
+        "--algo=ditto",
+        "--data_fraction=0.2",
+        "--clients=5",
+        "--epochs=1",
+        "--model=linear",
+        "--width=1",
+    ]
     flags += ["--participation=0.4", "--devices=1", "--eval_every=3"]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    assert main.run([*flags, "--rounds=4", "--client_memory=host", f"--workdir={whole}"]) == 0
-    assert main.run([*flags, "--rounds=0", "--client_memory=host", f"--workdir={resumed}"]) == 0
+    assert (
+        main.run([*flags, "--rounds=4", "--client_memory=host", f"--workdir={whole}"])
+        == 0
+    )
+    assert (
+        main.run([*flags, "--rounds=0", "--client_memory=host", f"--workdir={resumed}"])
+        == 0
+    )
     assert main.run(["--rounds=2", "--resume", f"--workdir={resumed}"]) == 0
     assert main.run(["--rounds=3", "--resume", f"--workdir={resumed}"]) == 0
-    assert main.run(["--rounds=4", "--client_memory=device", "--resume", f"--workdir={resumed}"]) == 0
+    assert (
+        main.run(
+            ["--rounds=4", "--client_memory=device", "--resume", f"--workdir={resumed}"]
+        )
+        == 0
+    )
     rows = [runs.read_rows(path / "metrics.jsonl") for path in (whole, resumed)]
     assert [row["loss"] for row in rows[0][:4]] == [row["loss"] for row in rows[1][:4]]
     assert rows[0][-1] == rows[1][-1]

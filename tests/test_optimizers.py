@@ -20,21 +20,32 @@ HEADS = {
     "apfl": lambda s: [s.server["head"], s.clients["v"]["head"]],
     "ditto": lambda s: [s.server["head"], s.clients["v"]["head"]],
 }
-QUICK = ("fedrod", "apfl", "pfedafm")  # two heads; two models; a model that stays at its client
+# two heads; two models; a model that stays at its client
+QUICK = ("fedrod", "apfl", "pfedafm")
 
 
 def frozen_heads(lr):
     """SGD of what is not called "head"."""
-    label = lambda params: {part: "still" if part == "head" else "moving" for part in params}
-    return optax.multi_transform({"moving": optax.sgd(lr), "still": optax.set_to_zero()}, label)
+    label = lambda params: {
+        part: "still" if part == "head" else "moving" for part in params
+    }
+    return optax.multi_transform(
+        {"moving": optax.sgd(lr), "still": optax.set_to_zero()}, label
+    )
 
 
-@pytest.mark.parametrize("method", [name if name in QUICK else toy.slow(name) for name in HEADS])
+@pytest.mark.parametrize(
+    "method", [name if name in QUICK else toy.slow(name) for name in HEADS]
+)
 def test_an_optimizer_that_selects_by_name_sees_each_models_own_parts(method):
-    run = toy.train(method, toy.fitted(method, toy.net_of(method), optimizer=frozen_heads), rounds=2)
+    run = toy.train(
+        method, toy.fitted(method, toy.net_of(method), optimizer=frozen_heads), rounds=2
+    )
     before, after = jax.device_get((run.begin, run.state))
     toy.assert_close(HEADS[method](before), HEADS[method](after))
-    bodies = lambda state: [x for path, x in jax.tree.leaves_with_path(state) if "body" in str(path)]
+    bodies = lambda state: [
+        x for path, x in jax.tree.leaves_with_path(state) if "body" in str(path)
+    ]
     for a, b in zip(bodies(before), bodies(after), strict=True):
         assert not np.array_equal(a, b)
 
@@ -43,8 +54,13 @@ def test_an_optimizer_that_selects_by_name_sees_each_models_own_parts(method):
 def test_a_schedule_that_peaks_at_one_scales_the_learning_rate():
     """The way that is named where a schedule asks for the value of lr."""
     flat = optax.warmup_cosine_decay_schedule(1.0, 1.0, 2, 10**6)
-    scaled = toy.task(optimizer=lambda lr: optax.chain(optax.sgd(lr), optax.scale_by_schedule(flat)))
-    toy.assert_close(toy.train("fedavg", scaled, rounds=2).state, toy.train("fedavg", toy.task(), rounds=2).state)
+    scaled = toy.task(
+        optimizer=lambda lr: optax.chain(optax.sgd(lr), optax.scale_by_schedule(flat))
+    )
+    toy.assert_close(
+        toy.train("fedavg", scaled, rounds=2).state,
+        toy.train("fedavg", toy.task(), rounds=2).state,
+    )
 
 
 FAILING = {
@@ -55,12 +71,16 @@ FAILING = {
     ),
     "gradients of single examples": (
         "fedavg",
-        lambda lr: optax.chain(optax.contrib.differentially_private_aggregate(1.0, 0.1, 0), optax.sgd(lr)),
+        lambda lr: optax.chain(
+            optax.contrib.differentially_private_aggregate(1.0, 0.1, 0), optax.sgd(lr)
+        ),
         "optimizer fails on parameters of the parts body, head",
     ),
     "the norm of a gradient as a number": (
         "fedavg",
-        lambda lr: optax.stateless(lambda g, _: jax.tree.map(lambda x: x if float(x.sum()) > 0 else -x, g)),
+        lambda lr: optax.stateless(
+            lambda g, _: jax.tree.map(lambda x: x if float(x.sum()) > 0 else -x, g)
+        ),
         "asks for the value of the learning rate or of a gradient",
     ),
 }
@@ -69,7 +89,8 @@ FAILING = {
 @pytest.mark.parametrize("case", FAILING)
 def test_where_an_optimizer_fails_the_sentence_names_it(case):
     method, optimizer, said = FAILING[case]
-    task = toy.task()._replace(optimizer=optimizer)  # what `task` finds in it at once is in test_validate
+    # what `task` finds in it at once is in test_validate
+    task = toy.task()._replace(optimizer=optimizer)
     with pytest.raises(InputError, match=said):
         simulate.program(method, task)
 
@@ -79,15 +100,22 @@ def test_a_server_optimizer_that_selects_by_name_sees_the_parts_of_a_model(metho
     """SCAFFOLD's server has the model as a part of its own."""
     under = server_optimizer.optimized(method, frozen_heads)
     run = toy.train(under, toy.task(), rounds=1, server_optimizer_lr=1.0)
-    before, after = (state.server.method.get("w", state.server.method) for state in (run.begin, run.state))
+    before, after = (
+        state.server.method.get("w", state.server.method)
+        for state in (run.begin, run.state)
+    )
     toy.assert_same(before["head"], after["head"])
     assert not np.array_equal(*(jax.tree.leaves(x["body"])[0] for x in (before, after)))
 
 
 def test_weights_that_no_client_trains_stay_under_adam_at_the_server():
-    """Their mean is what they were to rounding, of which Adam would make steps of full length."""
+    """Their mean is what they were to rounding, of which Adam would make steps of full
+    length."""
     run = toy.train(
-        server_optimizer.optimized("fedavg"), toy.task(optimizer=frozen_heads), rounds=2, server_optimizer_lr=0.01
+        server_optimizer.optimized("fedavg"),
+        toy.task(optimizer=frozen_heads),
+        rounds=2,
+        server_optimizer_lr=0.01,
     )
     before, after = (state.server.method for state in (run.begin, run.state))
     toy.assert_same(before["head"], after["head"])
@@ -97,5 +125,8 @@ def test_weights_that_no_client_trains_stay_under_adam_at_the_server():
 def test_a_server_optimizer_that_fails_is_named():
     masked = lambda lr: optax.masked(optax.sgd(lr), {"body": True})
     method = server_optimizer.optimized("fedavg", masked)
-    with pytest.raises(InputError, match="A server optimizer fails on parameters of the parts body, head"):
+    with pytest.raises(
+        InputError,
+        match="A server optimizer fails on parameters of the parts body, head",
+    ):
         simulate.program(method, toy.task())

@@ -1,5 +1,5 @@
-"""Every hyperparameter of every method changes what is computed. Methods are traced, not compiled
-and not run."""
+"""Every hyperparameter of every method changes what is computed. Methods are traced,
+not compiled and not run."""
 
 import functools
 import hashlib
@@ -17,12 +17,16 @@ from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.models import layers, nets
 
 KEY = jax.random.key(0)
-PARTS = ("round", "init", "evaluate")  # in the order of what an option most often changes
+# in the order of what an option most often changes
+PARTS = ("round", "init", "evaluate")
 
-# Options that act only beside others: {option: {method or "": the others}}; "" is for all methods that have it.
-PRIOR = {method: {"matching": "bbp"} for method in ("fedma", "pfedma")}  # of the neurons
+# Options that act only beside others: {option: {method or "": the others}}; "" is for
+# all methods that have it.
+# of the neurons
+PRIOR = {method: {"matching": "bbp"} for method in ("fedma", "pfedma")}
 BESIDE = {
-    "delta": {"": {"variant": "hf"}},  # the differences by which products with the Hessian are taken
+    # the differences by which products with the Hessian are taken
+    "delta": {"": {"variant": "hf"}},
     "upper_layers": {"": {"shared": "upper"}},
     **dict.fromkeys(("sigma", "sigma0", "mu0", "mu0_bias"), PRIOR),
     "xi_self": {"": {"attention": "heur"}},
@@ -36,11 +40,19 @@ BESIDE = {
 }
 # Options that need another task: {option: its name}; the others have the method's own.
 ON = {"distil_stats": "norm", "public_epochs": "labelled", "shared": "convolution"}
-NO_RATE = ("pfedhn",)  # the task's rate is not used, as is documented: it has hyper_lr and inner_lr
-# The other value, where it is not the default's neighbour: 5 clients, of which one takes at most 5 models, and 11
-# public examples; 2 layers.
-OTHER = {"received": [2], "neighbours": [2], "public_size": [5], "upper_layers": [1], "tasks": ["consecutive:2"]}
-OTHER["without"] = ["cs", "cpn_gh"]  # of the nine of FedCP, which are seen one by one in its own tests
+# the task's rate is not used, as is documented: it has hyper_lr and inner_lr
+NO_RATE = ("pfedhn",)
+# The other value, where it is not the default's neighbour: 5 clients, of which one
+# takes at most 5 models, and 11 public examples; 2 layers.
+OTHER = {
+    "received": [2],
+    "neighbours": [2],
+    "public_size": [5],
+    "upper_layers": [1],
+    "tasks": ["consecutive:2"],
+}
+# of the nine of FedCP, which are seen one by one in its own tests
+OTHER["without"] = ["cs", "cpn_gh"]
 # What None stands for, where it is not another training.
 NONE = {
     ("fedavg_ft", "fine_tune_epochs"): lambda task: max(task.epochs, 5),
@@ -49,10 +61,25 @@ NONE = {
     ("pfedhn", "embedding"): lambda task: 1 + toy.N // 4,
 }
 # Methods with many options of another one's, which are the same code: theirs are slow.
-LIKE = {**dict.fromkeys(("mnfl_het", "sim_pfd", "topk_pfd"), "fedmd"), "pfeddf": "feddf"}
+LIKE = {
+    **dict.fromkeys(("mnfl_het", "sim_pfd", "topk_pfd"), "fedmd"),
+    "pfeddf": "feddf",
+}
 LIKE |= {"pfedma": "fedma", "privacy_pfedc": "pfedc"}
 # Their options are many, or their rounds take long to trace: they are slow, too.
-MANY = ("pfedc", "fedcp", "fedmd", "pfedhn", "feddf", "fedma", "mnfl", "fedkd", "per_fedavg", "lg_fedavg", "fedala")
+MANY = (
+    "pfedc",
+    "fedcp",
+    "fedmd",
+    "pfedhn",
+    "feddf",
+    "fedma",
+    "mnfl",
+    "fedkd",
+    "per_fedavg",
+    "lg_fedavg",
+    "fedala",
+)
 MANY += ("fedem", "fedbabu", "pfedafm", "fedavg_ft")
 SLOW = ("feddva", *LIKE, *MANY)
 
@@ -63,7 +90,10 @@ def image(x):
 
 def convolution(input_shape, num_classes, rngs):
     """One convolution and two linear layers."""
-    return nets.Net(nets.Conv("tiny", input_shape, (3,), (2,), (5,), rngs), layers.linear(5, num_classes, rngs))
+    return nets.Net(
+        nets.Conv("tiny", input_shape, (3,), (2,), (5,), rngs),
+        layers.linear(5, num_classes, rngs),
+    )
 
 
 @functools.cache
@@ -73,13 +103,15 @@ def task_of(method, name=""):
     if name == "labelled":
         return toy.method_task(method)._replace(public_classes=3)
     if name == "convolution":
-        return toy.task(model=models.model(convolution, (6, 6, 1), toy.C), prepare=image)
+        return toy.task(
+            model=models.model(convolution, (6, 6, 1), toy.C), prepare=image
+        )
     return toy.method_task(method)
 
 
 class Traced:
-    """What a method with these options computes in a round, in the beginning and in an evaluation;
-    each is traced when it is asked for."""
+    """What a method with these options computes in a round, in the beginning and in an
+    evaluation; each is traced when it is asked for."""
 
     def __init__(self, method, options, task):
         self.program = toy.program(toy.METHODS[method], task, options)
@@ -87,19 +119,28 @@ class Traced:
 
     @functools.cached_property
     def _init(self):
-        return jax.make_jaxpr(self.program.init, return_shape=True)(KEY, self.program.traced)
+        return jax.make_jaxpr(self.program.init, return_shape=True)(
+            KEY, self.program.traced
+        )
 
     @functools.cached_property
     def jaxprs(self):
         args = (KEY, self.program.traced, toy.federation(), self._init[1], jnp.int32(1))
         make = {"init": lambda: self._init[0]}
-        make["round"] = lambda: jax.make_jaxpr(self.program.round)(*args, jnp.bool(True))
+        make["round"] = lambda: jax.make_jaxpr(self.program.round)(
+            *args, jnp.bool(True)
+        )
         make["evaluate"] = lambda: jax.make_jaxpr(self.program.evaluate)(*args)
         return {part: functools.cache(make[part]) for part in PARTS}
 
     def _text(self, part):
         jaxpr = self.jaxprs[part]()
-        raw = (jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in jaxpr.consts)
+        raw = (
+            jax.random.key_data(x)
+            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+            else x
+            for x in jaxpr.consts
+        )
         consts = [hashlib.sha256(np.asarray(x).tobytes()).hexdigest() for x in raw]
         return re.sub("0x[0-9a-f]+", "", f"{jaxpr} {consts}")  # addresses say nothing
 
@@ -113,7 +154,8 @@ class Traced:
         for part in PARTS:
             jaxpr = self.jaxprs[part]().jaxpr
             _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-            used = dict(zip(sorted(self.program.traced), used[1:], strict=False))  # the first is the key
+            # the first is the key
+            used = dict(zip(sorted(self.program.traced), used[1:], strict=False))
             names = [name for name in names if not used[name]]
             if not names:
                 break
@@ -129,7 +171,9 @@ class Cases:
     def of(self, options, task=""):
         found = (*sorted(options.items(), key=str), task)
         if found not in self.traced:
-            self.traced[found] = Traced(self.method, options, task_of(self.method, task))
+            self.traced[found] = Traced(
+                self.method, options, task_of(self.method, task)
+            )
         return self.traced[found]
 
     def beside(self, name):
@@ -149,11 +193,16 @@ def others(known, default):
     if known.kind is float:  # it is an argument of what is traced, unless it is None
         return [0.3] if default is None else []
     assert known.kind is int, known
-    return [3] if default is None else [default + 1 if default < known.high else default - 1]
+    return (
+        [3]
+        if default is None
+        else [default + 1 if default < known.high else default - 1]
+    )
 
 
 def without_effect(method, but=()):
-    """The hyperparameters of a method, `but` some, that change nothing, with their values."""
+    """The hyperparameters of a method, `but` some, that change nothing, with their
+    values."""
     cases, found = Cases(method), []
     for name, known in hyperparameters.of(ALGORITHMS[method]).items():
         if name in but:
@@ -175,29 +224,45 @@ def without_effect(method, but=()):
     return found + [("lr", "of the task")] * rate
 
 
-@pytest.mark.parametrize("method", [toy.slow(name) if name in SLOW else name for name in ALGORITHMS])
+@pytest.mark.parametrize(
+    "method", [toy.slow(name) if name in SLOW else name for name in ALGORITHMS]
+)
 def test_no_option_is_without_effect(method):
     assert without_effect(method) == []
 
 
-@pytest.mark.parametrize("method", [toy.slow(name) if name in ("pfedma", "mnfl_het") else name for name in LIKE])
+@pytest.mark.parametrize(
+    "method",
+    [toy.slow(name) if name in ("pfedma", "mnfl_het") else name for name in LIKE],
+)
 def test_no_option_that_others_have_not_is_without_effect(method):
-    assert without_effect(method, but=hyperparameters.of(ALGORITHMS[LIKE[method]])) == []
+    assert (
+        without_effect(method, but=hyperparameters.of(ALGORITHMS[LIKE[method]])) == []
+    )
 
 
 @pytest.mark.slow  # traces options of FedKD and of MNFL, which are slow
 def test_an_option_that_acts_beside_another_is_seen_to_do_nothing_alone():
     """So that what is compared shows it."""
     cases = Cases("fedkd")
-    assert cases.of({}).unused() == ["energy_end", "energy_start"] and cases.of({"svd": True}).unused() == []
+    assert (
+        cases.of({}).unused() == ["energy_end", "energy_start"]
+        and cases.of({"svd": True}).unused() == []
+    )
     cases = Cases("mnfl")
     steps = {"transfer_steps": 2}
     assert cases.of({}).computes(cases.of(steps))
-    assert not cases.of({"transfer": "step"}).computes(cases.of({"transfer": "step"} | steps))
+    assert not cases.of({"transfer": "step"}).computes(
+        cases.of({"transfer": "step"} | steps)
+    )
 
 
-@pytest.mark.parametrize("method, name", [toy.slow(*each) if each[0] in SLOW else each for each in NONE])
+@pytest.mark.parametrize(
+    "method, name", [toy.slow(*each) if each[0] in SLOW else each for each in NONE]
+)
 def test_none_is_the_value_that_is_documented(method, name):
     for change in ({}, {"epochs": 7, "rounds": 40}):
         task = task_of(method)._replace(**change)
-        assert Traced(method, {}, task).computes(Traced(method, {name: NONE[method, name](task)}, task))
+        assert Traced(method, {}, task).computes(
+            Traced(method, {name: NONE[method, name](task)}, task)
+        )

@@ -1,5 +1,5 @@
-"""Parts of a user's own: a network, a data set and a partition, named on the command line by their
-file."""
+"""Parts of a user's own: a network, a data set and a partition, named on the command
+line by their file."""
 
 import json
 
@@ -32,13 +32,37 @@ def split(dataset, num_clients, seed):
     return partitioners.partition(dataset, "iid", num_clients=num_clients, seed=seed)
 '''
 FILES = {"model": MODEL, "dataset": DATA, "partition": SPLIT}
-OWN = {"model": "model.py:net", "dataset": "dataset.py:data", "partition": "partition.py:split"}
-PLAIN = {"model": "linear", "dataset": "digits", "partition": "iid", "val_fraction": "0", "test_split": "pool"}
-TINY = ["--preset=digits", "--data_fraction=0.2", "--clients=5", "--epochs=1", "--width=1", "--devices=1"]
+OWN = {
+    "model": "model.py:net",
+    "dataset": "dataset.py:data",
+    "partition": "partition.py:split",
+}
+PLAIN = {
+    "model": "linear",
+    "dataset": "digits",
+    "partition": "iid",
+    "val_fraction": "0",
+    "test_split": "pool",
+}
+TINY = [
+    "--preset=digits",
+    "--data_fraction=0.2",
+    "--clients=5",
+    "--epochs=1",
+    "--width=1",
+    "--devices=1",
+]
 
 
 def command(parts, path, *more):
-    return ["--algo=fedavg", *TINY, *(f"--{k}={v}" for k, v in parts.items()), "--rounds=1", f"--workdir={path}", *more]
+    return [
+        "--algo=fedavg",
+        *TINY,
+        *(f"--{k}={v}" for k, v in parts.items()),
+        "--rounds=1",
+        f"--workdir={path}",
+        *more,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +90,9 @@ def here(folder, monkeypatch):
 
 def test_it_is_the_run_of_what_it_says(here, done):
     assert main.run(command(PLAIN, here / "plain")) == 0
-    assert runs.read_rows(done / "metrics.jsonl") == runs.read_rows(here / "plain" / "metrics.jsonl")
+    assert runs.read_rows(done / "metrics.jsonl") == runs.read_rows(
+        here / "plain" / "metrics.jsonl"
+    )
     config = json.loads((done / "config.json").read_text())
     assert {kind: config[kind] for kind in OWN} == OWN and config["alpha"] is None
     assert runs.load(done).experiment.task.models[0].num_features == 64
@@ -74,27 +100,44 @@ def test_it_is_the_run_of_what_it_says(here, done):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "what"), [toy.slow("model", "model"), ("dataset", "data set"), toy.slow("partition", "partition")]
+    ("kind", "what"),
+    [
+        toy.slow("model", "model"),
+        ("dataset", "data set"),
+        toy.slow("partition", "partition"),
+    ],
 )
 def test_a_resume_refuses_a_changed_file(here, done, kind, what, capsys):
     (here / f"{kind}.py").write_text(FILES[kind] + "# changed\n")
     assert main.run(["--resume", "--rounds=2", f"--workdir={done}"]) == entry.BAD_INPUT
-    assert f"The file of the {what} is not the one that {done} was started with" in capsys.readouterr().err
+    assert (
+        f"The file of the {what} is not the one that {done} was started with"
+        in capsys.readouterr().err
+    )
     (here / f"{kind}.py").write_text(FILES[kind])
 
 
 def test_a_module_is_as_good_as_a_file_and_has_a_hash(here, monkeypatch):
     monkeypatch.syspath_prepend(str(here))
     (here / "mine_of_one.py").write_text(MODEL)
-    assert own.load("model", "mine_of_one:net").__doc__ == "Softmax regression by another name."
     assert (
-        own.digest(["mine_of_one:net"]) == own.digest([f"{here}/mine_of_one.py:net"]) != own.digest(["dataset.py:data"])
+        own.load("model", "mine_of_one:net").__doc__
+        == "Softmax regression by another name."
+    )
+    assert (
+        own.digest(["mine_of_one:net"])
+        == own.digest([f"{here}/mine_of_one.py:net"])
+        != own.digest(["dataset.py:data"])
     )
     assert own.digest(["linear", "npz:x.npz"]) is None
 
 
-def test_what_a_file_imports_from_its_folder_is_found_and_has_its_part_in_the_hash(tmp_path):
-    (tmp_path / "net_of_two.py").write_text("import jax\nfrom parts_of_it import body\n" + MODEL)
+def test_what_a_file_imports_from_its_folder_is_found_and_has_its_part_in_the_hash(
+    tmp_path,
+):
+    (tmp_path / "net_of_two.py").write_text(
+        "import jax\nfrom parts_of_it import body\n" + MODEL
+    )
     (tmp_path / "parts_of_it").mkdir()
     (tmp_path / "parts_of_it" / "__init__.py").write_text("")
     name, hashes = f"{tmp_path}/net_of_two.py:net", []
@@ -105,15 +148,24 @@ def test_what_a_file_imports_from_its_folder_is_found_and_has_its_part_in_the_ha
 
 
 PACKAGE = {  # what is named, and how the files of the package import each other
-    "of_all:algo": {"__init__": "from of_all.method import algo", "method": "from of_all.sub.helper import algo"},
-    "of_one.method:algo": {"method": "from of_one.sub.helper import f\ndef algo(task): pass"},
+    "of_all:algo": {
+        "__init__": "from of_all.method import algo",
+        "method": "from of_all.sub.helper import algo",
+    },
+    "of_one.method:algo": {
+        "method": "from of_one.sub.helper import f\ndef algo(task): pass"
+    },
     "of_two.method:algo": {"method": "from .sub import helper\ndef algo(task): pass"},
-    "of_three.sub.method:algo": {"sub/method": "from ..sub.helper import f\ndef algo(task): pass"},
+    "of_three.sub.method:algo": {
+        "sub/method": "from ..sub.helper import f\ndef algo(task): pass"
+    },
 }
 
 
 @pytest.mark.parametrize("name", PACKAGE)
-def test_what_a_module_imports_from_its_package_has_its_part_in_the_hash(name, tmp_path, monkeypatch):
+def test_what_a_module_imports_from_its_package_has_its_part_in_the_hash(
+    name, tmp_path, monkeypatch
+):
     monkeypatch.syspath_prepend(str(tmp_path))
     top = tmp_path / name.partition(":")[0].partition(".")[0]
     (top / "sub").mkdir(parents=True)
@@ -126,7 +178,9 @@ def test_what_a_module_imports_from_its_package_has_its_part_in_the_hash(name, t
     assert len(set(hashes)) == 2
 
 
-def test_what_a_package_beside_a_file_imports_within_itself_has_its_part_in_the_hash(tmp_path):
+def test_what_a_package_beside_a_file_imports_within_itself_has_its_part_in_the_hash(
+    tmp_path,
+):
     (tmp_path / "parts").mkdir()
     (tmp_path / "net.py").write_text("from parts import body")
     (tmp_path / "parts" / "__init__.py").write_text("from .width import body")
@@ -139,89 +193,153 @@ def test_what_a_package_beside_a_file_imports_within_itself_has_its_part_in_the_
 
 def test_beside_a_file_pythons_own_library_is_meant(tmp_path):
     (tmp_path / "random.py").write_text("raise SystemExit")
-    (tmp_path / "part.py").write_text("import random\n\n\ndef part():\n    return random.Random(0).random() < 1\n")
+    (tmp_path / "part.py").write_text(
+        "import random\n\n\ndef part():\n    return random.Random(0).random() < 1\n"
+    )
     assert own.load("dataset", f"{tmp_path / 'part.py'}:part")()
 
 
 def test_a_helper_whose_name_another_part_has_taken_is_refused(tmp_path):
     for place in ("a", "b"):
         (tmp_path / place).mkdir()
-        (tmp_path / place / "net.py").write_text("from helper_of_one_name import width\n" + MODEL)
+        (tmp_path / place / "net.py").write_text(
+            "from helper_of_one_name import width\n" + MODEL
+        )
         (tmp_path / place / "helper_of_one_name.py").write_text(f"width = {place!r}")
     own.load("model", f"{tmp_path}/a/net.py:net")
     for _ in range(2):
-        with pytest.raises(InputError, match=r"b/net.py imports helper_of_one_name .*, but Python takes .*a/helper_of"):
+        with pytest.raises(
+            InputError,
+            match=(
+                r"b/net.py imports helper_of_one_name .*, but Python takes "
+                r".*a/helper_of"
+            ),
+        ):
             own.load("model", f"{tmp_path}/b/net.py:net")
     own.load("model", f"{tmp_path}/a/net.py:net")
 
 
 def test_clients_of_several_networks_are_named_by_the_function():
     names = build.networks.names
-    config = settings.resolve({"algo": "fd", "model": "mlp,model.py:net", "hparams": {}})
+    config = settings.resolve(
+        {"algo": "fd", "model": "mlp,model.py:net", "hparams": {}}
+    )
     assert names(config, 3).tolist() == ["mlp", "net", "mlp"]
-    assert names(config.replace(model="a.py:net,b.py:net"), 2).tolist() == ["a.py:net", "b.py:net"]
-    with pytest.raises(InputError, match="give the function net_std another name"):  # acc@net_std is none of a score
+    assert names(config.replace(model="a.py:net,b.py:net"), 2).tolist() == [
+        "a.py:net",
+        "b.py:net",
+    ]
+    # acc@net_std is none of a score
+    with pytest.raises(InputError, match="give the function net_std another name"):
         names(config.replace(model="mlp,a.py:net_std"), 2)
     assert names(config.replace(model="a.py:net_std"), 1).tolist() == ["net_std"]
 
 
 def test_describe_and_list_know_them(here, capsys):
     said = {kind: describe.describe(name) for kind, name in OWN.items()}
-    assert "Softmax regression" in said["model"] and "--model=model.py:net, called with (input_shape" in said["model"]
+    assert (
+        "Softmax regression" in said["model"]
+        and "--model=model.py:net, called with (input_shape" in said["model"]
+    )
     assert "Holds: 1,797 examples of uint8[8, 8, 1] in 10 classes" in said["dataset"]
     assert "--partition=partition.py:split" in said["partition"]
     assert main.run(["--list", "--model=mlp,model.py:net"]) == 0
     out = capsys.readouterr().out
-    assert "model.py:net       Softmax regression by another name\n" in out and "dataset.py" not in out
+    assert (
+        "model.py:net       Softmax regression by another name\n" in out
+        and "dataset.py" not in out
+    )
 
 
-HEAD = "import numpy as np\nimport fedjax_pfl as pfl\nfrom flax import nnx\nfrom fedjax_pfl.data import partitioners\n"
+HEAD = (
+    "import numpy as np\nimport fedjax_pfl as pfl\nfrom flax import nnx\nfrom "
+    "fedjax_pfl.data import partitioners\n"
+)
 MISTAKES = {  # kind, function (or the file's name): what is said
     ("model", "nowhere.py:f"): "there is no such file",
     ("model", "no_such_module:f"): "'no_such_module' cannot be imported",
     ("model", "g = 1"): "there is no function 'f', only",
-    ("model", "from flax.linen import Dense\ndef g(): pass"): r"there is no function 'f', only g\.",
-    ("model", "def ff(): pass"): r"there is no function 'f', only ff: did you mean 'ff'\?",
+    (
+        "model",
+        "from flax.linen import Dense\ndef g(): pass",
+    ): r"there is no function 'f', only g\.",
+    (
+        "model",
+        "def ff(): pass",
+    ): r"there is no function 'f', only ff: did you mean 'ff'\?",
     ("model", "f = 1"): "there is no function 'f'",
     ("model", "def f(:"): r"cannot be imported \(SyntaxError",
     ("model", "raise SystemExit(0)"): "cannot be imported",
-    ("model", "def f(shape): pass"): r"called with \(input_shape, num_classes, rngs\) \(too many positional",
-    ("model", "def f(s, c, rngs): 1 / 0"): r"fails \(ZeroDivisionError: division by zero\)",
+    (
+        "model",
+        "def f(shape): pass",
+    ): r"called with \(input_shape, num_classes, rngs\) \(too many positional",
+    (
+        "model",
+        "def f(s, c, rngs): 1 / 0",
+    ): r"fails \(ZeroDivisionError: division by zero\)",
     ("model", "def f(s, c, rngs): return None"): "NoneType has no `body`",
     (
         "model",
-        "def f(s, c, rngs): return pfl.models.nets.Net(nnx.Linear(8, 3, rngs=rngs), nnx.Linear(4, c, rngs=rngs))",
+        "def f(s, c, rngs): return pfl.models.nets.Net(nnx.Linear(8, 3, rngs=rngs), "
+        "nnx.Linear(4, c, rngs=rngs))",
     ): (r"model=.*f fails \(TypeError: dot_general"),
-    ("model", "from fedjax_pfl.models import nets\ndef f(s, c, rngs): return nets.linear(s, c + 1, rngs)"): (
-        "model=.*The model has 11 outputs, but digits has 10 classes"
-    ),
-    ("dataset", "def f(path): pass"): r"called with \(\) or \(seed\) \(missing a required argument: 'path'\)",
+    (
+        "model",
+        "from fedjax_pfl.models import nets\ndef f(s, c, rngs): return nets.linear(s, "
+        "c + 1, rngs)",
+    ): ("model=.*The model has 11 outputs, but digits has 10 classes"),
+    (
+        "dataset",
+        "def f(path): pass",
+    ): r"called with \(\) or \(seed\) \(missing a required argument: 'path'\)",
     ("dataset", "def f(): raise KeyError('x')"): r"fails \(KeyError: 'x'\)",
     ("dataset", "def f(): return 1, 2"): "returns tuple, not a fedjax_pfl.Dataset",
     ("dataset", "def f(): return pfl.load('digitts')"): "Unknown data set 'digitts'",
-    ("dataset", "def f(): d = pfl.load('digits'); return d._replace(prepare=None)"): "prepare=None must be a function",
-    ("dataset", "def f(): d = pfl.load('digits'); return d._replace(y=d.y[1:])"): "1797 inputs x but 1796 labels y",
-    ("dataset", "def f(): d = pfl.load('digits'); return d._replace(num_classes=9)"): r"9 classes but labels 0\.\.9",
-    ("dataset", "def f(): d = pfl.load('digits'); return d._replace(x=d.x * np.nan)"): "NaN or infinite values",
+    (
+        "dataset",
+        "def f(): d = pfl.load('digits'); return d._replace(prepare=None)",
+    ): "prepare=None must be a function",
+    (
+        "dataset",
+        "def f(): d = pfl.load('digits'); return d._replace(y=d.y[1:])",
+    ): "1797 inputs x but 1796 labels y",
+    (
+        "dataset",
+        "def f(): d = pfl.load('digits'); return d._replace(num_classes=9)",
+    ): r"9 classes but labels 0\.\.9",
+    (
+        "dataset",
+        "def f(): d = pfl.load('digits'); return d._replace(x=d.x * np.nan)",
+    ): "NaN or infinite values",
     (
         "dataset",
         "def f(): d = pfl.load('digits'); return d._replace(prepare=lambda x: x[0])",
     ): "must keep the first axis",
     ("partition", "def f(): pass"): r"called with \(dataset, num_clients, seed\)",
     ("partition", "def f(d, n, seed): return [1, 2]"): "is list, not a Partition",
-    ("partition", "def f(d, n, seed): return partitioners.of_clients([[0], [1]], [[2], [3]])"): (
-        "gives rows to 2 clients, not 5: say clients=2"
-    ),
-    ("partition", "def f(d, n, seed): return partitioners.of_clients([[0]] * n, [[1]] * n)"): "train more than once",
-    ("partition", "def f(d, n, seed): return partitioners.of_clients([[i] for i in range(n)], [[0.5]] * n)"): (
-        "test must have a list of row numbers"
-    ),
-    ("partition", "def f(d, n, seed): return partitioners.of_clients([[i] for i in range(n)], [[9999]] * n)"): (
-        "holds the row 9999"
-    ),
     (
         "partition",
-        "def f(d, n, seed): return pfl.partition(d, 'iid', num_clients=n, seed=0)._replace(test=np.zeros(3))",
+        "def f(d, n, seed): return partitioners.of_clients([[0], [1]], [[2], [3]])",
+    ): ("gives rows to 2 clients, not 5: say clients=2"),
+    (
+        "partition",
+        "def f(d, n, seed): return partitioners.of_clients([[0]] * n, [[1]] * n)",
+    ): "train more than once",
+    (
+        "partition",
+        "def f(d, n, seed): return partitioners.of_clients([[i] for i in range(n)], "
+        "[[0.5]] * n)",
+    ): ("test must have a list of row numbers"),
+    (
+        "partition",
+        "def f(d, n, seed): return partitioners.of_clients([[i] for i in range(n)], "
+        "[[9999]] * n)",
+    ): ("holds the row 9999"),
+    (
+        "partition",
+        "def f(d, n, seed): return pfl.partition(d, 'iid', num_clients=n, "
+        "seed=0)._replace(test=np.zeros(3))",
     ): (r"test is float64\[3\] with sizes \[5\]"),
 }
 
@@ -231,32 +349,58 @@ def test_a_mistake_is_one_sentence(kind, code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     name = code if code.endswith(":f") else f"{tmp_path}/own.py:f"
     (tmp_path / "own.py").write_text(f"{HEAD}{code}\n")
-    given = {"algo": "fedavg", "clients": 5, "model": "linear", kind: name, "hparams": {}}
+    given = {
+        "algo": "fedavg",
+        "clients": 5,
+        "model": "linear",
+        kind: name,
+        "hparams": {},
+    }
     with pytest.raises(InputError, match=MISTAKES[kind, code]) as found:
         build.prepare(settings.resolve(given))
     assert name.rpartition(":")[0] in str(found.value) and "\n" not in str(found.value)
     if kind == "model":
-        assert main.run([f"--{k}={v}" for k, v in given.items() if k != "hparams"]) == entry.BAD_INPUT
+        assert (
+            main.run([f"--{k}={v}" for k, v in given.items() if k != "hparams"])
+            == entry.BAD_INPUT
+        )
 
 
 def test_a_seed_that_a_data_set_takes_is_the_runs(tmp_path):
     (tmp_path / "own.py").write_text(
-        "import fedjax_pfl as pfl\ndef f(*, seed): return pfl.data.datasets.synthetic(seed=seed)"
+        "import fedjax_pfl as pfl\ndef f(*, seed): return "
+        "pfl.data.datasets.synthetic(seed=seed)"
     )
-    config = settings.resolve({"algo": "fedavg", "dataset": f"{tmp_path}/own.py:f", "model": "linear", "hparams": {}})
-    one, same, other = (build.prepare(config.replace(seed=seed)).dataset.x for seed in (1, 1, 2))
+    config = settings.resolve(
+        {
+            "algo": "fedavg",
+            "dataset": f"{tmp_path}/own.py:f",
+            "model": "linear",
+            "hparams": {},
+        }
+    )
+    one, same, other = (
+        build.prepare(config.replace(seed=seed)).dataset.x for seed in (1, 1, 2)
+    )
     assert (one == same).all() and (one != other).any()
     assert build.room([config, config.replace(seed=1)])
 
 
 def test_what_the_settings_say_of_another_partition_means_nothing():
     user = {"algo": "fedavg", "partition": "split.py:f", "hparams": {}}
-    with pytest.raises(InputError, match=r"--alpha means nothing with --partition=split.py:f"):
+    with pytest.raises(
+        InputError, match=r"--alpha means nothing with --partition=split.py:f"
+    ):
         settings.resolve(user | {"alpha": 0.5})
-    assert settings.default_workdir(user, settings.resolve(user)) == "runs/fedavg-digits-f-seed0"
+    assert (
+        settings.default_workdir(user, settings.resolve(user))
+        == "runs/fedavg-digits-f-seed0"
+    )
 
 
 def test_a_hyperparameter_that_a_run_cannot_record_is_refused(tmp_path):
     (tmp_path / "own.py").write_text("def method(task, *, table=(1, 2)):\n    pass\n")
-    with pytest.raises(InputError, match="hyperparameter table is tuple, which a run cannot record"):
+    with pytest.raises(
+        InputError, match="hyperparameter table is tuple, which a run cannot record"
+    ):
         settings.resolve({"algo": f"{tmp_path}/own.py:method", "hparams": {}})

@@ -1,5 +1,5 @@
-"""Partitions: what every one of them promises, what each of them promises, their files, and bad
-input."""
+"""Partitions: what every one of them promises, what each of them promises, their files,
+and bad input."""
 
 import logging
 import re
@@ -12,7 +12,15 @@ from scipy.special import softmax
 from experiments import figures
 from fedjax_pfl.data import assignment, datasets
 from fedjax_pfl.data.federate import federate
-from fedjax_pfl.data.partitioners import PARTITIONS, class_counts, digest, load_file, of_clients, partition, save
+from fedjax_pfl.data.partitioners import (
+    PARTITIONS,
+    class_counts,
+    digest,
+    load_file,
+    of_clients,
+    partition,
+    save,
+)
 from fedjax_pfl.data.rows import flat
 from fedjax_pfl.errors import InputError
 
@@ -22,7 +30,11 @@ SPECS = [name for name in PARTITIONS if name != "file:PATH"]
 
 def _owned(p):
     """All rows of train, test and val, client after client."""
-    return [flat(p.train, p.train_sizes), flat(p.test, p.test_sizes), flat(p.val, p.val_sizes)]
+    return [
+        flat(p.train, p.train_sizes),
+        flat(p.test, p.test_sizes),
+        flat(p.val, p.val_sizes),
+    ]
 
 
 def _sizes(p):
@@ -33,10 +45,14 @@ def _all_counts(data, **kwargs):
     """Counts [N, C] of everything a client owns."""
     p = partition(data, **kwargs)
     parts = ((p.train, p.train_sizes), (p.test, p.test_sizes))
-    return sum(class_counts(p._replace(train=index, train_sizes=sizes), data) for index, sizes in parts)
+    return sum(
+        class_counts(p._replace(train=index, train_sizes=sizes), data)
+        for index, sizes in parts
+    )
 
 
-# --- every partitioner ------------------------------------------------------------------------------------------------
+# --- every partitioner
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("test_split", ["pool", "official"])
@@ -45,12 +61,21 @@ def _all_counts(data, **kwargs):
 def test_every_example_is_assigned_exactly_once(spec, num_clients, test_split):
     k = 10 if num_clients == 1 else 3
     p = partition(
-        DATA, spec, num_clients=num_clients, seed=1, classes_per_client=k, test_split=test_split, val_fraction=0.1
+        DATA,
+        spec,
+        num_clients=num_clients,
+        seed=1,
+        classes_per_client=k,
+        test_split=test_split,
+        val_fraction=0.1,
     )
     train, held, val = _owned(p)
     assert np.array_equal(np.sort(np.concatenate([train, held, val])), np.arange(2000))
     assert min(p.train_sizes.min(), p.test_sizes.min(), p.val_sizes.min()) >= 1
-    assert p.train.shape == (num_clients, p.train_sizes.max()) and p.train.dtype == p.train_sizes.dtype == np.int32
+    assert (
+        p.train.shape == (num_clients, p.train_sizes.max())
+        and p.train.dtype == p.train_sizes.dtype == np.int32
+    )
     if test_split == "official":
         assert held.min() >= DATA.num_train > max(train.max(), val.max())
     counts = class_counts(p, DATA)
@@ -62,12 +87,18 @@ def test_every_example_is_assigned_exactly_once(spec, num_clients, test_split):
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_equal_seeds_give_equal_partitions(spec):
-    one, same, other = (partition(DATA, spec, num_clients=20, seed=seed) for seed in (5, 5, 6))
+    one, same, other = (
+        partition(DATA, spec, num_clients=20, seed=seed) for seed in (5, 5, 6)
+    )
     assert all(np.array_equal(a, b) for a, b in zip(one, same, strict=True))
-    assert digest(one) == digest(same) != digest(other) and re.fullmatch("[0-9a-f]{64}", digest(one))
+    assert digest(one) == digest(same) != digest(other) and re.fullmatch(
+        "[0-9a-f]{64}", digest(one)
+    )
 
 
-@pytest.mark.parametrize("spec", [name for name in SPECS if name.startswith("dirichlet")])
+@pytest.mark.parametrize(
+    "spec", [name for name in SPECS if name.startswith("dirichlet")]
+)
 @pytest.mark.parametrize("alpha", [1e-6, 0.01, 0.1, 1.0, 1e6])
 def test_dirichlet_ends(spec, alpha):
     p = partition(DATA, spec, num_clients=100, seed=0, alpha=alpha)
@@ -83,9 +114,18 @@ def random_case(rng):
     num_train = int(rng.integers(1, count + 1))
     data = datasets.synthetic(max(count, classes), classes, (1,))
     data = data._replace(x=np.zeros((count, 1), np.float32), y=y, num_train=num_train)
-    how = {"num_clients": int(rng.integers(1, 2 + min(count // 4, 60))), "alpha": 10.0 ** rng.uniform(-6, 6)}
-    how |= {"classes_per_client": int(rng.integers(1, classes + 1)), "seed": int(rng.integers(2**31))}
-    how |= {"test_split": str(rng.choice(["pool", "official"])), "test_fraction": rng.uniform(0.01, 0.99)}
+    how = {
+        "num_clients": int(rng.integers(1, 2 + min(count // 4, 60))),
+        "alpha": 10.0 ** rng.uniform(-6, 6),
+    }
+    how |= {
+        "classes_per_client": int(rng.integers(1, classes + 1)),
+        "seed": int(rng.integers(2**31)),
+    }
+    how |= {
+        "test_split": str(rng.choice(["pool", "official"])),
+        "test_fraction": rng.uniform(0.01, 0.99),
+    }
     how |= {"val_fraction": float(rng.choice([0, rng.uniform(0, 0.9)]))}
     how |= {"min_size": int(rng.integers(0, 20))} if rng.random() < 0.3 else {}
     return data, str(rng.choice(SPECS)), how
@@ -106,7 +146,11 @@ def test_random_partitions_end_and_are_whole_or_refused():
         finally:
             assert time.process_time() - begin < 5, (spec, how)
         rows = np.concatenate(_owned(p))
-        assert len(np.unique(rows)) == len(rows) and rows.min() >= 0 and rows.max() < len(data.y), (spec, how)
+        assert (
+            len(np.unique(rows)) == len(rows)
+            and rows.min() >= 0
+            and rows.max() < len(data.y)
+        ), (spec, how)
         assert len(p.train_sizes) == how["num_clients"], (spec, how)
         assert min(p.train_sizes.min(), p.test_sizes.min()) >= 1, (spec, how)
         assert (p.val_sizes.min() >= 1) == (how["val_fraction"] > 0), (spec, how)
@@ -114,41 +158,62 @@ def test_random_partitions_end_and_are_whole_or_refused():
 
 
 def test_labels_and_rows_stay_random():
-    """Neither the split nor the order of a client's rows depends on the label, so any tail is a
-    random holdout."""
+    """Neither the split nor the order of a client's rows depends on the label, so any
+    tail is a random holdout."""
     data = datasets.synthetic(20_000, 2, (1,))
     p = partition(data, "iid", num_clients=4, seed=0)
     labels = data.y[p.train]
-    assert abs(labels[:, :500].mean() - 0.5) < 0.05 and abs(labels[:, -500:].mean() - 0.5) < 0.05
+    assert (
+        abs(labels[:, :500].mean() - 0.5) < 0.05
+        and abs(labels[:, -500:].mean() - 0.5) < 0.05
+    )
     assert abs(np.corrcoef(p.train[0], np.arange(p.train.shape[1]))[0, 1]) < 0.1
 
 
-@pytest.mark.parametrize(("size", "fraction", "expected"), [(4, 0.25, 1), (10, 0.25, 3), (2, 0.25, 1), (2, 0.9, 1)])
-def test_test_fraction_is_rounded_up_and_leaves_both_sides_something(size, fraction, expected):
+@pytest.mark.parametrize(
+    ("size", "fraction", "expected"),
+    [(4, 0.25, 1), (10, 0.25, 3), (2, 0.25, 1), (2, 0.9, 1)],
+)
+def test_test_fraction_is_rounded_up_and_leaves_both_sides_something(
+    size, fraction, expected
+):
     data = datasets.synthetic(size * 5, 2, (1,))
     p = partition(data, "iid", num_clients=5, seed=0, test_fraction=fraction)
     assert set(p.test_sizes) == {expected} and set(p.train_sizes) == {size - expected}
 
 
-@pytest.mark.parametrize(("fraction", "expected"), [(0.0, 0), (0.01, 1), (0.2, 30), (0.5, 75)])
+@pytest.mark.parametrize(
+    ("fraction", "expected"), [(0.0, 0), (0.01, 1), (0.2, 30), (0.5, 75)]
+)
 def test_val_is_a_tail_of_train(fraction, expected):
     without = partition(DATA, "iid", num_clients=10, seed=0)
     p = partition(DATA, "iid", num_clients=10, seed=0, val_fraction=fraction)
-    assert p.val.shape == (10, expected) and np.array_equal(np.hstack([p.train, p.val]), without.train)
+    assert p.val.shape == (10, expected) and np.array_equal(
+        np.hstack([p.train, p.val]), without.train
+    )
     assert np.array_equal(p.test, without.test)
 
 
-# --- each partitioner -------------------------------------------------------------------------------------------------
+# --- each partitioner
+# -------------------------------------------------------------------------------------------------
 
 
 def test_iid_hands_are_equal():
     assert np.ptp(_sizes(partition(DATA, "iid", num_clients=30, seed=0))) <= 1
 
 
-@pytest.mark.parametrize(("num_clients", "k"), [(5, 2), (7, 2), (13, 3), (20, 2), (100, 7), (4, 10), (3, 9)])
+@pytest.mark.parametrize(
+    ("num_clients", "k"), [(5, 2), (7, 2), (13, 3), (20, 2), (100, 7), (4, 10), (3, 9)]
+)
 @pytest.mark.parametrize("seed", range(5))
 def test_pathological_holders(num_clients, k, seed):
-    counts = _all_counts(DATA, spec="pathological", num_clients=num_clients, classes_per_client=k, seed=seed)
+    counts = _all_counts(
+        DATA,
+        spec="pathological",
+        num_clients=num_clients,
+        classes_per_client=k,
+        seed=seed,
+    )
     assert set((counts > 0).sum(axis=1)) == {k}
     holders = (counts > 0).sum(axis=0)
     assert set(holders) <= {num_clients * k // 10, -(-num_clients * k // 10)}
@@ -158,50 +223,77 @@ def test_pathological_holders(num_clients, k, seed):
 
 @pytest.mark.parametrize("test_split", ["pool", "official"])
 @pytest.mark.parametrize(("num_clients", "k"), [(1, 1), (4, 2), (2, 3)])
-def test_a_pathological_subset_leaves_out_whole_classes(num_clients, k, test_split, caplog):
-    given = {"num_clients": num_clients, "classes_per_client": k, "seed": 3, "test_split": test_split}
+def test_a_pathological_subset_leaves_out_whole_classes(
+    num_clients, k, test_split, caplog
+):
+    given = {
+        "num_clients": num_clients,
+        "classes_per_client": k,
+        "seed": 3,
+        "test_split": test_split,
+    }
     counts = _all_counts(DATA, spec="pathological_subset", **given)
     assert set((counts > 0).sum(axis=1)) == {k}
-    assert set(counts.sum(axis=0)) == {0, 200} and (counts.sum(axis=0) > 0).sum() == num_clients * k
-    assert f"{10 - num_clients * k} classes have no place in {num_clients} clients and are left out" in caplog.text
+    assert (
+        set(counts.sum(axis=0)) == {0, 200}
+        and (counts.sum(axis=0) > 0).sum() == num_clients * k
+    )
+    assert (
+        f"{10 - num_clients * k} classes have no place in {num_clients} clients and "
+        "are left out" in caplog.text
+    )
 
 
 @pytest.mark.parametrize("num_clients", [5, 20])
 def test_a_pathological_subset_of_all_classes_is_the_pathological_split(num_clients):
     one, other = (
-        partition(DATA, spec, num_clients=num_clients, seed=3) for spec in ("pathological", "pathological_subset")
+        partition(DATA, spec, num_clients=num_clients, seed=3)
+        for spec in ("pathological", "pathological_subset")
     )
     assert digest(one) == digest(other)
 
 
 def test_pathological_pairs_are_random():
-    counts = _all_counts(DATA, spec="pathological", num_clients=200, classes_per_client=2, seed=0)
+    counts = _all_counts(
+        DATA, spec="pathological", num_clients=200, classes_per_client=2, seed=0
+    )
     assert len({tuple(np.flatnonzero(row)) for row in counts}) > 35  # of 45 pairs
 
 
 def test_a_client_may_have_more_shards_than_there_are_classes():
-    counts = _all_counts(DATA, spec="shards", num_clients=5, classes_per_client=40, seed=0)
+    counts = _all_counts(
+        DATA, spec="shards", num_clients=5, classes_per_client=40, seed=0
+    )
     assert (counts.sum(axis=1) == 400).all()  # 200 shards of 10 examples
 
 
 def test_shards_are_few_and_equal():
-    counts = _all_counts(DATA, spec="shards", num_clients=50, classes_per_client=2, seed=0)
+    counts = _all_counts(
+        DATA, spec="shards", num_clients=50, classes_per_client=2, seed=0
+    )
     assert set(counts.sum(axis=1)) == {40} and (counts > 0).sum(axis=1).max() <= 4
 
 
 def test_label_groups_share_classes():
-    """FedCP's case: 20 clients, 10 classes, 2 each: 5 groups of 4 clients, unequal sizes."""
-    counts = _all_counts(DATA, spec="label_groups", num_clients=20, classes_per_client=2, seed=0)
+    """FedCP's case: 20 clients, 10 classes, 2 each: 5 groups of 4 clients, unequal
+    sizes."""
+    counts = _all_counts(
+        DATA, spec="label_groups", num_clients=20, classes_per_client=2, seed=0
+    )
     for group in range(5):
         holders, labels = np.nonzero(counts[4 * group : 4 * group + 4])
         assert set(labels) == {2 * group, 2 * group + 1} and len(holders) == 8
     assert np.ptp(counts.sum(axis=1)) > 50
 
 
-@pytest.mark.parametrize(("num_clients", "k"), [(7, 2), (3, 4), (10, 1), (1, 10), (13, 7)])
+@pytest.mark.parametrize(
+    ("num_clients", "k"), [(7, 2), (3, 4), (10, 1), (1, 10), (13, 7)]
+)
 def test_label_groups_where_places_do_not_come_out_even(num_clients, k):
     totals = np.full(10, 50)
-    counts = assignment.label_groups(np.random.default_rng(0), totals, num_clients, k, 40)
+    counts = assignment.label_groups(
+        np.random.default_rng(0), totals, num_clients, k, 40
+    )
     assert np.array_equal(counts.sum(axis=0), totals) and counts.min() >= 0
     assert (counts > 0).sum(axis=1).max() <= k
 
@@ -211,12 +303,13 @@ def test_dirichlet_has_pfllibs_minimum_and_bounds_owners():
     assert _sizes(p).min() >= 40  # min(40, 2000 / 20 / 2)
     counts = assignment.dirichlet(np.random.default_rng(0), np.full(10, 200), 20, 0.1)
     sizes = np.cumsum(counts, axis=1)
-    assert np.all(counts[:, 1:][sizes[:, :-1] >= 100] == 0)  # who owns n / N gets no further class
+    # who owns n / N gets no further class
+    assert np.all(counts[:, 1:][sizes[:, :-1] >= 100] == 0)
 
 
 def test_dirichlet_concentration():
-    """Share of the largest owner of a class: near 1 for tiny alpha, near 1 / N for huge; Dir(alpha
-    / N) is spikier."""
+    """Share of the largest owner of a class: near 1 for tiny alpha, near 1 / N for
+    huge; Dir(alpha / N) is spikier."""
     top = {}
     for rule in (assignment.dirichlet_class, assignment.dirichlet_total):
         for alpha in (0.01, 1.0, 1e5):
@@ -228,36 +321,53 @@ def test_dirichlet_concentration():
 
 @pytest.mark.parametrize("alpha", [0.5, 5.0, 1e4])
 def test_dirichlet_total_is_feddvas(alpha):
-    """Shares over N clients ~ Dir((alpha / N) 1_N): mean 1 / N, variance (1 / N)(1 - 1 / N) /
-    (alpha + 1)."""
-    shares = assignment.dirichlet_total(np.random.default_rng(0), np.full(4000, 100_000), 20, alpha) / 100_000
-    assert np.allclose(shares.sum(axis=0), 1) and np.allclose(shares.mean(axis=1), 1 / 20, rtol=0.2)
+    """Shares over N clients ~ Dir((alpha / N) 1_N): mean 1 / N, variance (1 / N)(1 - 1
+    / N) / (alpha + 1)."""
+    shares = (
+        assignment.dirichlet_total(
+            np.random.default_rng(0), np.full(4000, 100_000), 20, alpha
+        )
+        / 100_000
+    )
+    assert np.allclose(shares.sum(axis=0), 1) and np.allclose(
+        shares.mean(axis=1), 1 / 20, rtol=0.2
+    )
     assert shares.var() == pytest.approx(0.05 * 0.95 / (alpha + 1), rel=0.05)
 
 
 def test_log_gamma_draws_are_dirichlet():
-    draws = softmax(assignment._log_gamma(np.random.default_rng(0), 0.3, (5, 40_000)), axis=0)
+    draws = softmax(
+        assignment._log_gamma(np.random.default_rng(0), 0.3, (5, 40_000)), axis=0
+    )
     assert np.allclose(draws.mean(axis=1), 0.2, atol=0.01)
     assert np.allclose(draws.var(axis=1), 0.2 * 0.8 / (5 * 0.3 + 1), atol=0.005)
 
 
 def test_hsu_sizes_are_equal_and_skewed():
     p = partition(DATA, "dirichlet_hsu", num_clients=40, seed=0, alpha=0.1)
-    assert np.ptp(_sizes(p)) <= 1 and (class_counts(p, DATA).max(axis=1) / p.train_sizes).mean() > 0.5
+    assert (
+        np.ptp(_sizes(p)) <= 1
+        and (class_counts(p, DATA).max(axis=1) / p.train_sizes).mean() > 0.5
+    )
 
 
 def test_classes_without_examples_are_left_out():
     data = DATA._replace(num_classes=15)
-    counts = _all_counts(data, spec="pathological", num_clients=10, classes_per_client=3, seed=0)
+    counts = _all_counts(
+        data, spec="pathological", num_clients=10, classes_per_client=3, seed=0
+    )
     assert set((counts > 0).sum(axis=1)) == {3} and not counts[:, 10:].any()
 
 
-# --- minimum and the official test set --------------------------------------------------------------------------------
+# --- minimum and the official test set
+# --------------------------------------------------------------------------------
 
 
 def test_minimum_moves_from_the_largest_and_is_reported(caplog):
     with caplog.at_level(logging.INFO, logger="absl"):
-        p = partition(DATA, "dirichlet_class", num_clients=100, seed=0, alpha=0.01, min_size=12)
+        p = partition(
+            DATA, "dirichlet_class", num_clients=100, seed=0, alpha=0.01, min_size=12
+        )
     assert _sizes(p).min() == 12 and p.moved > 500
     assert f"moved {p.moved} examples" in caplog.text
 
@@ -266,11 +376,21 @@ def test_fill_up_moves_no_more_than_needed():
     counts = np.array([[0, 0], [3, 0], [50, 47]])
     new, moved = assignment.fill_up(np.random.default_rng(0), counts, 5)
     assert moved == 5 + 2 and np.array_equal(new.sum(axis=1), [5, 5, 90])
-    assert np.array_equal(new.sum(axis=0), counts.sum(axis=0)) and new.min() >= 0 and counts[0].sum() == 0
+    assert (
+        np.array_equal(new.sum(axis=0), counts.sum(axis=0))
+        and new.min() >= 0
+        and counts[0].sum() == 0
+    )
 
 
 def test_minimum_of_everything_is_the_iid_sizes():
-    assert set(_sizes(partition(DATA, "dirichlet", num_clients=20, seed=0, alpha=0.01, min_size=100))) == {100}
+    assert set(
+        _sizes(
+            partition(
+                DATA, "dirichlet", num_clients=20, seed=0, alpha=0.01, min_size=100
+            )
+        )
+    ) == {100}
 
 
 @pytest.mark.parametrize("spec", ["pathological", "dirichlet", "label_groups"])
@@ -284,7 +404,14 @@ def test_official_test_set_has_the_training_proportions(spec):
 
 def test_official_clients_without_a_test_example_get_one_of_their_classes():
     data = DATA._replace(num_train=1900)
-    p = partition(data, "pathological", num_clients=90, seed=0, test_split="official", classes_per_client=2)
+    p = partition(
+        data,
+        "pathological",
+        num_clients=90,
+        seed=0,
+        test_split="official",
+        classes_per_client=2,
+    )
     assert p.test_sizes.min() == 1 and p.moved > 0
     for client in range(90):
         mine = set(data.y[p.train[client, : p.train_sizes[client]]])
@@ -293,11 +420,14 @@ def test_official_clients_without_a_test_example_get_one_of_their_classes():
 
 def test_official_test_examples_of_classes_that_nobody_trains_on_are_assigned_too():
     y = np.where((np.arange(2000) < DATA.num_train) & (DATA.y == 9), 0, DATA.y)
-    p = partition(DATA._replace(y=y), "dirichlet", num_clients=10, seed=0, test_split="official")
+    p = partition(
+        DATA._replace(y=y), "dirichlet", num_clients=10, seed=0, test_split="official"
+    )
     assert p.test_sizes.sum() == 2000 - DATA.num_train
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("val_fraction", [0.0, 0.2])
@@ -310,7 +440,9 @@ def test_file_round_trip(tmp_path, val_fraction):
     assert all(np.array_equal(a, b) for a, b in zip(p[:6], again[:6], strict=True))
     assert [file.name for file in tmp_path.iterdir()] == ["p.npz"]
     for other in (DATA._replace(y=DATA.y[::-1]), DATA._replace(x=DATA.x[::-1])):
-        with pytest.raises(InputError, match=r"p.npz is a partition of other examples than these .* of"):
+        with pytest.raises(
+            InputError, match=r"p.npz is a partition of other examples than these .* of"
+        ):
             load_file(path, other)
 
 
@@ -322,41 +454,100 @@ def test_digest_sees_every_part():
         index = getattr(p, part).copy()
         index[0, [0, 1]] = index[0, [1, 0]]
         seen.add(digest(p._replace(**{part: index})))
-        seen.add(digest(p._replace(**{f"{part}_sizes": getattr(p, f"{part}_sizes") - 1})))
+        seen.add(
+            digest(p._replace(**{f"{part}_sizes": getattr(p, f"{part}_sizes") - 1}))
+        )
     assert len(seen) == 7
 
 
-_GOOD = {"train": [0, 1, 2, 3], "train_sizes": [2, 2], "test": [4, 5], "test_sizes": [1, 1]}
+_GOOD = {
+    "train": [0, 1, 2, 3],
+    "train_sizes": [2, 2],
+    "test": [4, 5],
+    "test_sizes": [1, 1],
+}
 BAD_FILES = {
     "no train": ({"test": None, "train": None}, r"lacks the array 'train'"),
     "no test sizes": ({"test_sizes": None}, r"lacks the array 'test_sizes'"),
-    "floats": ({"train": [0.0, 1, 2, 3]}, r"train is float64\[4\]: it must be a flat array of integers"),
-    "padded": ({"train": [[0, 1], [2, 3]]}, r"train is int64\[2, 2\]: it must be a flat array of integers"),
-    "sizes do not sum": ({"train_sizes": [2, 1]}, r"train_sizes sum to 3 but train has 4 rows"),
-    "negative sizes": ({"val": [6], "val_sizes": [-1, 2]}, r"val_sizes sum to 1 but val has 1"),
-    "clients differ": ({"test_sizes": [2]}, r"test_sizes has 1 clients but train_sizes 2"),
-    "no clients": ({name: np.zeros(0, int) for name in _GOOD}, r"train_sizes has 0 clients"),
-    "row too large": ({"train": [0, 1, 2, 2000]}, r"train holds the row 2000, but the data set has rows 0..1999"),
-    "row negative": ({"test": [4, -1]}, r"test holds the row -1, but the data set has rows 0..1999"),
+    "floats": (
+        {"train": [0.0, 1, 2, 3]},
+        r"train is float64\[4\]: it must be a flat array of integers",
+    ),
+    "padded": (
+        {"train": [[0, 1], [2, 3]]},
+        r"train is int64\[2, 2\]: it must be a flat array of integers",
+    ),
+    "sizes do not sum": (
+        {"train_sizes": [2, 1]},
+        r"train_sizes sum to 3 but train has 4 rows",
+    ),
+    "negative sizes": (
+        {"val": [6], "val_sizes": [-1, 2]},
+        r"val_sizes sum to 1 but val has 1",
+    ),
+    "clients differ": (
+        {"test_sizes": [2]},
+        r"test_sizes has 1 clients but train_sizes 2",
+    ),
+    "no clients": (
+        {name: np.zeros(0, int) for name in _GOOD},
+        r"train_sizes has 0 clients",
+    ),
+    "row too large": (
+        {"train": [0, 1, 2, 2000]},
+        r"train holds the row 2000, but the data set has rows 0..1999",
+    ),
+    "row negative": (
+        {"test": [4, -1]},
+        r"test holds the row -1, but the data set has rows 0..1999",
+    ),
     "no training example": ({"train_sizes": [4, 0]}, r"client 1 has no train example"),
     "no test example": ({"test_sizes": [0, 2]}, r"client 0 has no test example"),
-    "train in test": ({"test": [3, 5]}, r"row 3 is in train and in test: keep them apart"),
-    "train in val": ({"val": [9, 0], "val_sizes": [1, 1]}, r"row 0 is in train and in val"),
-    "beyond int64": ({"train": np.array([0, 1, 2, 2**64 - 1], np.uint64)}, r"train holds the row -1"),
-    "sizes beyond int64": ({"train_sizes": [2**62] * 3 + [2**62 + 4]}, r"train_sizes sum to 4 but train has 4 rows"),
+    "train in test": (
+        {"test": [3, 5]},
+        r"row 3 is in train and in test: keep them apart",
+    ),
+    "train in val": (
+        {"val": [9, 0], "val_sizes": [1, 1]},
+        r"row 0 is in train and in val",
+    ),
+    "beyond int64": (
+        {"train": np.array([0, 1, 2, 2**64 - 1], np.uint64)},
+        r"train holds the row -1",
+    ),
+    "sizes beyond int64": (
+        {"train_sizes": [2**62] * 3 + [2**62 + 4]},
+        r"train_sizes sum to 4 but train has 4 rows",
+    ),
     "twice in train": ({"train": [0, 1, 1, 3]}, r"row 1 is in train more than once"),
-    "twice in test": ({"test": [4, 4, 5], "test_sizes": [2, 1]}, r"row 4 is in test more than once"),
-    "val alone": ({"val": [9]}, r"has only one of val and val_sizes: store both, or neither"),
-    "val_sizes alone": ({"val_sizes": [0, 0]}, r"has only one of val and val_sizes: store both, or neither"),
-    "val in test": ({"val": [9, 4], "val_sizes": [1, 1]}, r"row 4 is in val and in test"),
+    "twice in test": (
+        {"test": [4, 4, 5], "test_sizes": [2, 1]},
+        r"row 4 is in test more than once",
+    ),
+    "val alone": (
+        {"val": [9]},
+        r"has only one of val and val_sizes: store both, or neither",
+    ),
+    "val_sizes alone": (
+        {"val_sizes": [0, 0]},
+        r"has only one of val and val_sizes: store both, or neither",
+    ),
+    "val in test": (
+        {"val": [9, 4], "val_sizes": [1, 1]},
+        r"row 4 is in val and in test",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", BAD_FILES)
 def test_bad_files(case, tmp_path):
     changes, sentence = BAD_FILES[case]
-    arrays = {name: value for name, value in {**_GOOD, **changes}.items() if value is not None}
-    np.savez(tmp_path / "p.npz", **{name: np.array(value) for name, value in arrays.items()})
+    arrays = {
+        name: value for name, value in {**_GOOD, **changes}.items() if value is not None
+    }
+    np.savez(
+        tmp_path / "p.npz", **{name: np.array(value) for name, value in arrays.items()}
+    )
     with pytest.raises(InputError, match=sentence) as error:
         load_file(tmp_path / "p.npz", DATA)
     assert "\n" not in str(error.value)
@@ -368,40 +559,73 @@ def test_clients_may_be_tested_on_the_same_examples():
 
 
 def test_good_file(tmp_path):
-    np.savez(tmp_path / "p.npz", **{name: np.array(value, np.uint16) for name, value in _GOOD.items()})
+    np.savez(
+        tmp_path / "p.npz",
+        **{name: np.array(value, np.uint16) for name, value in _GOOD.items()},
+    )
     p = load_file(tmp_path / "p.npz", DATA)
-    assert np.array_equal(p.train, [[0, 1], [2, 3]]) and np.array_equal(p.test, [[4], [5]]) and p.val.shape == (2, 0)
-    with pytest.raises(InputError, match="holds 2 clients, not 3: leave their number out, or say 2"):
+    assert (
+        np.array_equal(p.train, [[0, 1], [2, 3]])
+        and np.array_equal(p.test, [[4], [5]])
+        and p.val.shape == (2, 0)
+    )
+    with pytest.raises(
+        InputError, match="holds 2 clients, not 3: leave their number out, or say 2"
+    ):
         partition(DATA, f"file:{tmp_path / 'p.npz'}", num_clients=3, seed=0)
 
 
-# --- bad input --------------------------------------------------------------------------------------------------------
+# --- bad input
+# --------------------------------------------------------------------------------------------------------
 
 BAD_INPUT = {
-    "unknown": ({"spec": "dirichlett"}, r"Unknown partition 'dirichlett': did you mean 'dirichlet'\?"),
+    "unknown": (
+        {"spec": "dirichlett"},
+        r"Unknown partition 'dirichlett': did you mean 'dirichlet'\?",
+    ),
     "pattern": (
         {"spec": "file:PATH"},
-        r"There is no file 'PATH': give the path of an \.npz with the arrays train, train_sizes",
+        r"There is no file 'PATH': give the path of an \.npz with the arrays train, "
+        r"train_sizes",
     ),
     "no file": ({"spec": "file:/no/such"}, r"There is no file '/no/such'"),
-    "alpha 0": ({"spec": "dirichlet", "alpha": 0}, r"alpha=0 is outside its range \[1e-06, 1e\+06\]"),
-    "alpha negative": ({"spec": "dirichlet_class", "alpha": -0.5}, r"alpha=-0.5 is outside its range"),
-    "alpha nan": ({"spec": "dirichlet_hsu", "alpha": np.nan}, r"alpha=nan is outside its range"),
-    "alpha infinite": ({"spec": "dirichlet_total", "alpha": np.inf}, r"alpha=inf is outside its range"),
+    "alpha 0": (
+        {"spec": "dirichlet", "alpha": 0},
+        r"alpha=0 is outside its range \[1e-06, 1e\+06\]",
+    ),
+    "alpha negative": (
+        {"spec": "dirichlet_class", "alpha": -0.5},
+        r"alpha=-0.5 is outside its range",
+    ),
+    "alpha nan": (
+        {"spec": "dirichlet_hsu", "alpha": np.nan},
+        r"alpha=nan is outside its range",
+    ),
+    "alpha infinite": (
+        {"spec": "dirichlet_total", "alpha": np.inf},
+        r"alpha=inf is outside its range",
+    ),
     "k > C": (
         {"spec": "pathological", "classes_per_client": 11},
         r"classes_per_client=11 is outside its range \[1, 10\]",
     ),
-    "k < 1": ({"spec": "shards", "classes_per_client": 0}, r"classes_per_client=0 is outside its range"),
+    "k < 1": (
+        {"spec": "shards", "classes_per_client": 0},
+        r"classes_per_client=0 is outside its range",
+    ),
     "k fractional": (
         {"spec": "pathological", "classes_per_client": 1.5},
         r"classes_per_client=1.5 must be a whole number",
     ),
     "N k < C": (
         {"spec": "pathological", "num_clients": 4},
-        r"4 clients with 2 classes each cannot hold all 10 classes: take at least 3 classes per client",
+        r"4 clients with 2 classes each cannot hold all 10 classes: take at least 3 "
+        r"classes per client",
     ),
-    "N k < C, groups": ({"spec": "label_groups", "num_clients": 4}, r"cannot hold all 10 classes"),
+    "N k < C, groups": (
+        {"spec": "label_groups", "num_clients": 4},
+        r"cannot hold all 10 classes",
+    ),
     "N k > n": (
         {"spec": "shards", "num_clients": 900, "classes_per_client": 5},
         r"4500 shards need 4500 examples, but there are 2000",
@@ -409,22 +633,45 @@ BAD_INPUT = {
     "N > n": ({"num_clients": 2001}, r"clients=2001 is outside its range \[1, 2000\]"),
     "N > n / 2": (
         {"num_clients": 1500},
-        r"1500 clients with at least 2 examples each need 3000, but there are only 2000: take fewer",
+        r"1500 clients with at least 2 examples each need 3000, but there are only "
+        r"2000: take fewer",
     ),
     "N < 1": ({"num_clients": 0}, r"clients=0 is outside its range"),
     "N fractional": ({"num_clients": 2.0}, r"clients=2.0 must be a whole number"),
-    "min_size": ({"min_size": 300}, r"10 clients with at least 300 examples each need 3000"),
+    "min_size": (
+        {"min_size": 300},
+        r"10 clients with at least 300 examples each need 3000",
+    ),
     "min_size negative": ({"min_size": -1}, r"min_size=-1 is outside its range"),
     "seed": ({"seed": -1}, r"seed=-1 is outside its range"),
-    "test": ({"test_split": "oficial"}, r"Unknown test_split 'oficial': did you mean 'official'\?"),
-    "test_fraction 0": ({"test_fraction": 0}, r"test_fraction=0 is outside its range \(0, 1\)"),
-    "test_fraction 1": ({"test_fraction": 1.0}, r"test_fraction=1.0 is outside its range"),
-    "test_fraction nan": ({"test_fraction": np.nan}, r"test_fraction=nan is outside its range"),
-    "val_fraction 1": ({"val_fraction": 1}, r"val_fraction=1 is outside its range \[0, 1\)"),
-    "val_fraction < 0": ({"val_fraction": -0.1}, r"val_fraction=-0.1 is outside its range"),
+    "test": (
+        {"test_split": "oficial"},
+        r"Unknown test_split 'oficial': did you mean 'official'\?",
+    ),
+    "test_fraction 0": (
+        {"test_fraction": 0},
+        r"test_fraction=0 is outside its range \(0, 1\)",
+    ),
+    "test_fraction 1": (
+        {"test_fraction": 1.0},
+        r"test_fraction=1.0 is outside its range",
+    ),
+    "test_fraction nan": (
+        {"test_fraction": np.nan},
+        r"test_fraction=nan is outside its range",
+    ),
+    "val_fraction 1": (
+        {"val_fraction": 1},
+        r"val_fraction=1 is outside its range \[0, 1\)",
+    ),
+    "val_fraction < 0": (
+        {"val_fraction": -0.1},
+        r"val_fraction=-0.1 is outside its range",
+    ),
     "too few official": (
         {"test_split": "official", "num_clients": 500},
-        r"500 clients, but the official test set has only 400 examples: take fewer clients or test_split=pool",
+        r"500 clients, but the official test set has only 400 examples: take fewer "
+        r"clients or test_split=pool",
     ),
 }
 
@@ -439,11 +686,14 @@ def test_bad_input(case):
 
 def test_official_without_official_test_set():
     data = DATA._replace(num_train=2000)
-    with pytest.raises(InputError, match="has no official test set: use test_split=pool"):
+    with pytest.raises(
+        InputError, match="has no official test set: use test_split=pool"
+    ):
         partition(data, "iid", num_clients=10, seed=0, test_split="official")
 
 
-# --- figures ----------------------------------------------------------------------------------------------------------
+# --- figures
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_clients", [1, 250])
@@ -460,8 +710,14 @@ def test_draw_partition(tmp_path, num_clients):
     [
         [],
         [{"round": 0}],
-        [{"round": 0, "loss": 2.0, "pre/acc": 0.1, "pre/acc_std": None}, {"round": 1, "loss": None, "post/acc": 0.5}],
-        [{"round": t, "loss": 1 / (t + 1), "pre/acc": 0.5, "pre/acc_std": 0.1} for t in range(40)],
+        [
+            {"round": 0, "loss": 2.0, "pre/acc": 0.1, "pre/acc_std": None},
+            {"round": 1, "loss": None, "post/acc": 0.5},
+        ],
+        [
+            {"round": t, "loss": 1 / (t + 1), "pre/acc": 0.5, "pre/acc_std": 0.1}
+            for t in range(40)
+        ],
     ],
 )
 def test_draw_curves_with_holes(tmp_path, records):
@@ -472,58 +728,93 @@ def test_draw_curves_with_holes(tmp_path, records):
 def test_rows_of_clients_may_come_from_generators():
     lists = [[3, 1], [2]], [[0], [5, 4]]
     plain = of_clients(*lists)
-    for made in (of_clients(*map(iter, lists)), of_clients(*((iter(own) for own in part) for part in lists), [[], []])):
+    for made in (
+        of_clients(*map(iter, lists)),
+        of_clients(*((iter(own) for own in part) for part in lists), [[], []]),
+    ):
         assert digest(made) == digest(plain)
     assert digest(of_clients(*lists, ([7], np.array([8])))) != digest(plain)
 
 
 def test_label_groups_have_pfllibs_holders_and_parts():
-    """Of 7 clients with 2 of 4 classes each, the first ceil(3.5); parts from a tenth of the mean
-    on."""
-    made = [assignment.label_groups(np.random.default_rng(s), np.full(4, 1000), 7, 2, 40) for s in range(50)]
+    """Of 7 clients with 2 of 4 classes each, the first ceil(3.5); parts from a tenth of
+    the mean on."""
+    made = [
+        assignment.label_groups(np.random.default_rng(s), np.full(4, 1000), 7, 2, 40)
+        for s in range(50)
+    ]
     parts = np.stack([counts[:3, 0] for counts in made])
-    assert all(np.array_equal(np.flatnonzero(counts[:, 0]), range(4)) for counts in made)
+    assert all(
+        np.array_equal(np.flatnonzero(counts[:, 0]), range(4)) for counts in made
+    )
     assert 25 <= parts.min() < 40 and 230 < parts.max() < 250
-    large = assignment.label_groups(np.random.default_rng(0), np.full(4, 1000), 7, 2, 800)
+    large = assignment.label_groups(
+        np.random.default_rng(0), np.full(4, 1000), 7, 2, 800
+    )
     assert large[:3, 0].min() >= 200  # the least of a client, over the classes
 
 
 def test_dirichlet_leaves_out_who_owns_just_its_share():
     for seed in range(20):
-        counts = assignment.dirichlet(np.random.default_rng(seed), np.array([10, 5, 5]), 2, 1e-6)
+        counts = assignment.dirichlet(
+            np.random.default_rng(seed), np.array([10, 5, 5]), 2, 1e-6
+        )
         assert sorted(counts.tolist()) == [[0, 5, 5], [10, 0, 0]]
 
 
 def test_dirichlets_minimum_is_half_a_share_of_many_clients():
-    assert _sizes(partition(DATA, "dirichlet", num_clients=100, seed=0, alpha=0.01)).min() == 10  # 2000 / 100 / 2
+    # 2000 / 100 / 2
+    assert (
+        _sizes(partition(DATA, "dirichlet", num_clients=100, seed=0, alpha=0.01)).min()
+        == 10
+    )
 
 
 def test_hsus_class_shares_are_the_data_sets_on_average_and_each_clients_own():
-    draw = lambda seed, *given: assignment.dirichlet_hsu(np.random.default_rng(seed), *given)
-    first = [draw(seed, np.array([900, 100]), 10, 5.0)[0, 0] / 100 for seed in range(200)]
+    draw = lambda seed, *given: assignment.dirichlet_hsu(
+        np.random.default_rng(seed), *given
+    )
+    first = [
+        draw(seed, np.array([900, 100]), 10, 5.0)[0, 0] / 100 for seed in range(200)
+    ]
     assert np.mean(first) == pytest.approx(0.9, abs=0.03)
-    assert all(len(set(draw(seed, np.full(10, 200), 40, 0.01)[:4].argmax(axis=1))) > 1 for seed in range(5))
+    assert all(
+        len(set(draw(seed, np.full(10, 200), 40, 0.01)[:4].argmax(axis=1))) > 1
+        for seed in range(5)
+    )
 
 
 def test_fill_up_takes_random_examples_that_are_there():
-    counts, _ = assignment.fill_up(np.random.default_rng(0), np.array([[0, 0], [600, 400]]), 300)
+    counts, _ = assignment.fill_up(
+        np.random.default_rng(0), np.array([[0, 0], [600, 400]]), 300
+    )
     assert np.allclose(counts[0], [180, 120], atol=30)
     for seed in range(20):
-        counts, _ = assignment.fill_up(np.random.default_rng(seed), np.array([[0, 0], [0, 4]]), 2)
+        counts, _ = assignment.fill_up(
+            np.random.default_rng(seed), np.array([[0, 0], [0, 4]]), 2
+        )
         assert counts.tolist() == [[0, 2], [0, 2]]
 
 
 def test_apportion_rounds_the_edges():
     """Whoever else did it would change every split that is drawn."""
-    assert assignment.apportion(np.full((3, 2), 1 / 3), np.array([10, 11])).T.tolist() == [[3, 4, 3], [4, 3, 4]]
+    assert assignment.apportion(
+        np.full((3, 2), 1 / 3), np.array([10, 11])
+    ).T.tolist() == [[3, 4, 3], [4, 3, 4]]
 
 
 def test_equal_seeds_are_equal_partitions_on_every_machine():
     """As recorded: what NumPy draws is part of every result."""
     y = np.arange(400) % 10
-    data = datasets.Dataset("y", np.zeros((400, 1), np.float32), y, 400, 10, lambda x: x)
-    clients = {spec: 4 if spec == "pathological_subset" else 8 for spec in SPECS}  # of 4, two classes are left out
-    found = {spec: digest(partition(data, spec, num_clients=n, seed=3))[:12] for spec, n in clients.items()}
+    data = datasets.Dataset(
+        "y", np.zeros((400, 1), np.float32), y, 400, 10, lambda x: x
+    )
+    # of 4, two classes are left out
+    clients = {spec: 4 if spec == "pathological_subset" else 8 for spec in SPECS}
+    found = {
+        spec: digest(partition(data, spec, num_clients=n, seed=3))[:12]
+        for spec, n in clients.items()
+    }
     assert found == RECORDED
 
 

@@ -31,7 +31,12 @@ class Clock:
 
 class _Timer:
     def __init__(self, seconds, function, args):
-        self.left, self.function, self.args, self.running = seconds, function, args, False
+        self.left, self.function, self.args, self.running = (
+            seconds,
+            function,
+            args,
+            False,
+        )
 
     def start(self):
         self.running = True
@@ -74,18 +79,36 @@ def test_long_rounds_are_said_as_often_as_lines_are_printed(clock):
             reporter.update(row)
     lines = console.file.getvalue().splitlines()
     said = [line for line in lines if line.endswith("...")]
-    assert said[:2] == [f"round {t}/100: evaluating and training clients ..." for t in (1, 2)]
-    assert said[-1] == "Evaluating all clients after the last round ..." and len(said) == 22
+    assert said[:2] == [
+        f"round {t}/100: evaluating and training clients ..." for t in (1, 2)
+    ]
+    assert (
+        said[-1] == "Evaluating all clients after the last round ..."
+        and len(said) == 22
+    )
     assert len(lines) - len(said) == 21  # the lines of rounds
 
 
 def test_a_run_says_what_takes_long(clock, tmp_path, monkeypatch, capsys):
-    """Each phase of a run takes six seconds; those from the first round on are its training."""
+    """Each phase of a run takes six seconds; those from the first round on are its
+    training."""
     monkeypatch.setattr(recorder.time, "perf_counter", lambda: clock.now)
-    for place, name in ((build, "prepare"), (train, "compiled"), (layouts, "choose"), (recorder.Recorder, "keep")):
+    for place, name in (
+        (build, "prepare"),
+        (train, "compiled"),
+        (layouts, "choose"),
+        (recorder.Recorder, "keep"),
+    ):
         monkeypatch.setattr(place, name, slow(clock, getattr(place, name)))
     monkeypatch.setattr(recorder.Recorder, "show", slow(clock, recorder.Recorder.show))
-    tiny = ["--data_fraction=0.2", "--clients=5", "--model=linear", "--width=1", "--devices=1", "--rounds=1"]
+    tiny = [
+        "--data_fraction=0.2",
+        "--clients=5",
+        "--model=linear",
+        "--width=1",
+        "--devices=1",
+        "--rounds=1",
+    ]
     assert main.run(["--algo=local", *tiny, f"--workdir={tmp_path / 'run'}"]) == 0
     said = [
         line.removesuffix(" ...")
@@ -100,7 +123,9 @@ def test_a_run_says_what_takes_long(clock, tmp_path, monkeypatch, capsys):
         "Writing tables and curves",
     ]
     # two checkpoints, the second with the closing scores; not the tables after them
-    assert files.read_json(tmp_path / "run" / "summary.json")["seconds"]["train"] == 2 * 6
+    assert (
+        files.read_json(tmp_path / "run" / "summary.json")["seconds"]["train"] == 2 * 6
+    )
 
 
 def slow(clock, function):

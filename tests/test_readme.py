@@ -23,7 +23,8 @@ def test_the_readme_groups_every_method_once_and_counts_them():
     names = re.findall(r"`(\w+)`", rows)
     assert sorted(names) == sorted(ALGORITHMS)
     assert f"{len(ALGORITHMS)} methods" in README
-    assert not re.search(r"\]\([^)]*\) (?!`)", rows)  # the name follows its link, by which its page finds the paper
+    # the name follows its link, by which its page finds the paper
+    assert not re.search(r"\]\([^)]*\) (?!`)", rows)
 
 
 def test_the_readme_is_short():
@@ -55,17 +56,32 @@ def without_types(source: str) -> list[str]:
 
 
 def test_the_template_is_the_method_of_the_page():
-    (shown,) = (b.code for b in blocks("docs/your-own-method.md", "python") if "def small_head" in b.code)
+    (shown,) = (
+        b.code
+        for b in blocks("docs/your-own-method.md", "python")
+        if "def small_head" in b.code
+    )
     source = (ROOT / "fedjax_pfl" / "algorithms" / "template.py").read_text()
     start = "def small_head"
-    assert without_types(source[source.index(start) :]) == without_types(shown[shown.index(start) :])
+    assert without_types(source[source.index(start) :]) == without_types(
+        shown[shown.index(start) :]
+    )
 
 
 def test_the_method_shown_is_the_method():
-    (shown,) = (b.code for b in blocks("docs/your-own-method.md", "python") if b.code.startswith("def round"))
+    (shown,) = (
+        b.code
+        for b in blocks("docs/your-own-method.md", "python")
+        if b.code.startswith("def round")
+    )
     source = (ROOT / "fedjax_pfl" / "algorithms" / "ditto.py").read_text()
     start = source.index("    def round")
     found = textwrap.dedent(source[start : source.index("    def predict")])
-    found = re.sub(r": (PyTree|Array|State|Client|Cohort)\b|, epochs=personal_epochs| -> [^:\n]*(?=:\n)", "", found)
+    found = re.sub(
+        r": (PyTree|Array|State|Client|Cohort)\b|, epochs=personal_epochs| -> "
+        r"[^:\n]*(?=:\n)",
+        "",
+        found,
+    )
     found = re.sub(r"\n *#[^\n]*", "", found)
     assert found.split() == shown.split()

@@ -1,5 +1,5 @@
-"""Rounds against slow NumPy loops in float64, on softmax regression with full batches (no shuffling
-to imitate)."""
+"""Rounds against slow NumPy loops in float64, on softmax regression with full batches
+(no shuffling to imitate)."""
 
 import jax
 import numpy as np
@@ -32,7 +32,9 @@ def descend(w, x, y, residual, extra=lambda w: (0, 0)):
 
 
 def average(models, weights):
-    return tuple(np.tensordot(weights, np.stack(parts), 1) for parts in zip(*models, strict=True))
+    return tuple(
+        np.tensordot(weights, np.stack(parts), 1) for parts in zip(*models, strict=True)
+    )
 
 
 def run(method, **hparams):
@@ -42,7 +44,9 @@ def run(method, **hparams):
 
 
 def head(tree):
-    return np.asarray(tree["head"]["kernel"], np.float64), np.asarray(tree["head"]["bias"], np.float64)
+    return np.asarray(tree["head"]["kernel"], np.float64), np.asarray(
+        tree["head"]["bias"], np.float64
+    )
 
 
 def check(tree, expected):
@@ -54,7 +58,9 @@ def test_fedavg():
     f, (begin, state) = toy.federation(), run("fedavg")
     w, p = head(begin.server), toy.SIZES / toy.SIZES.sum()
     for _ in range(ROUNDS):
-        w = average([descend(w, *client_arrays(f, i), residual_softmax) for i in range(N)], p)
+        w = average(
+            [descend(w, *client_arrays(f, i), residual_softmax) for i in range(N)], p
+        )
     check(state.server, w)
 
 
@@ -67,7 +73,13 @@ def test_fedprox():
     f, (begin, state) = toy.federation(), run("fedprox", mu=0.7)
     w, p = head(begin.server), toy.SIZES / toy.SIZES.sum()
     for _ in range(ROUNDS):
-        w = average([descend(w, *client_arrays(f, i), residual_softmax, proximal(w, 0.7)) for i in range(N)], p)
+        w = average(
+            [
+                descend(w, *client_arrays(f, i), residual_softmax, proximal(w, 0.7))
+                for i in range(N)
+            ],
+            p,
+        )
     check(state.server, w)
 
 
@@ -78,8 +90,13 @@ def test_ditto():
     v = [w] * N
     for _ in range(ROUNDS):
         pull = proximal(w, lam)
-        v = [descend(v[i], *client_arrays(f, i), residual_softmax, pull) for i in range(N)]
-        w = average([descend(w, *client_arrays(f, i), residual_softmax) for i in range(N)], p)
+        v = [
+            descend(v[i], *client_arrays(f, i), residual_softmax, pull)
+            for i in range(N)
+        ]
+        w = average(
+            [descend(w, *client_arrays(f, i), residual_softmax) for i in range(N)], p
+        )
     check(state.server, w)
     for i in range(N):
         check(toy.rows(state.clients["v"], i), v[i])
@@ -87,29 +104,54 @@ def test_ditto():
 
 @pytest.mark.parametrize(
     ("head_weighting", "task_loss"),
-    [toy.slow("uniform", "class"), toy.slow("data", "class"), ("task_count", "class"), toy.slow("uniform", "batch")],
+    [
+        toy.slow("uniform", "class"),
+        toy.slow("data", "class"),
+        ("task_count", "class"),
+        toy.slow("uniform", "batch"),
+    ],
 )
 def test_pfedc_aggregation(head_weighting, task_loss):
     f = toy.federation()
-    begin, state = run("pfedc", weighting="uniform", head_weighting=head_weighting, task_loss=task_loss)
+    begin, state = run(
+        "pfedc", weighting="uniform", head_weighting=head_weighting, task_loss=task_loss
+    )
     counts = np.asarray(f.class_counts)
     holds = counts > 0
     start, bank = head(begin.server), list(head(begin.server))
-    by = {"uniform": holds * 1.0, "data": holds * toy.SIZES[:, None], "task_count": counts}[head_weighting]
+    by = {
+        "uniform": holds * 1.0,
+        "data": holds * toy.SIZES[:, None],
+        "task_count": counts,
+    }[head_weighting]
     for _ in range(ROUNDS):
         trained = []
         for i in range(N):
 
             def residual(z, y, i=i):
-                of = np.maximum(np.bincount(y, minlength=C), 1) if task_loss == "class" else len(y)
-                return (1 / (1 + np.exp(-z)) - np.eye(C)[y]) / of * holds[i] / holds[i].sum()
+                of = (
+                    np.maximum(np.bincount(y, minlength=C), 1)
+                    if task_loss == "class"
+                    else len(y)
+                )
+                return (
+                    (1 / (1 + np.exp(-z)) - np.eye(C)[y])
+                    / of
+                    * holds[i]
+                    / holds[i].sum()
+                )
 
-            own = tuple(np.where(holds[i], new, old) for new, old in zip(bank, start, strict=True))
+            own = tuple(
+                np.where(holds[i], new, old)
+                for new, old in zip(bank, start, strict=True)
+            )
             trained.append(descend(own, *client_arrays(f, i), residual))
         for part in range(2):
             stacked = np.stack([t[part] for t in trained])  # [N, K, C] or [N, C]
             for c in range(C):
-                bank[part][..., c] = np.average(stacked[..., c], axis=0, weights=by[:, c])
+                bank[part][..., c] = np.average(
+                    stacked[..., c], axis=0, weights=by[:, c]
+                )
     check(state.server, bank)
 
 
@@ -126,20 +168,25 @@ def test_accuracy_is_counted_by_hand():
 
 
 def test_a_prediction_that_is_no_number_is_wrong():
-    """As of a model that diverged while it was fine-tuned: its logits are NaN, and argmax would
-    call that class 0."""
+    """As of a model that diverged while it was fine-tuned: its logits are NaN, and
+    argmax would call that class 0."""
     z = np.array([[np.nan, np.nan, np.nan], [1, 0, 0], [0, 1, np.nan]], np.float32)
     counts = jax.numpy.array([1, 1, 0])
     client = type("Client", (), {"class_counts": counts})()
-    found = evaluate.classification(jax.numpy.asarray(z), np.array([0, 0, 1]), np.ones(3, bool), client)
+    found = evaluate.classification(
+        jax.numpy.asarray(z), np.array([0, 0, 1]), np.ones(3, bool), client
+    )
     assert {name: (int(hits), int(rows)) for name, (hits, rows) in found.items()} == {
         "acc": (1, 3),
-        "acc_present": (2, 3),  # the NaN of a class that the client does not hold is not looked at
+        # the NaN of a class that the client does not hold is not looked at
+        "acc_present": (2, 3),
         "acc_majority": (2, 3),  # of as many examples the first class
     }
 
 
 def test_of_a_client_without_training_examples_no_class_is_present_and_no_answer_right():
     client = type("Client", (), {"class_counts": np.zeros(3, int)})()
-    found = evaluate.accuracies(jax.numpy.eye(3), np.arange(3), np.ones(3, bool), client)
+    found = evaluate.accuracies(
+        jax.numpy.eye(3), np.arange(3), np.ones(3, bool), client
+    )
     assert found["acc_present"] == (0, 3) and found["acc"] == (3, 3)

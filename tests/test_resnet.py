@@ -1,5 +1,5 @@
-"""ResNet-18: its sizes, a narrow one against NumPy, forward and gradient, and which of its leaves
-FedBN keeps."""
+"""ResNet-18: its sizes, a narrow one against NumPy, forward and gradient, and which of
+its leaves FedBN keeps."""
 
 import functools
 import math
@@ -34,7 +34,10 @@ SIZES = [
 def body(name):
     """The body's parameters and moments, as shapes."""
     net = nnx.eval_shape(lambda: MODELS[name]((64, 64, 3), 7, nnx.Rngs(0)))
-    return [nnx.to_pure_dict(nnx.state(net.body, kind)) for kind in (nnx.Param, nnx.BatchStat)], net.head.in_features
+    return [
+        nnx.to_pure_dict(nnx.state(net.body, kind))
+        for kind in (nnx.Param, nnx.BatchStat)
+    ], net.head.in_features
 
 
 def size(tree):
@@ -52,18 +55,23 @@ def test_sizes_are_the_papers(name, classes, expected):
 def test_sizes_of_the_stages():
     (params, _), _ = body("resnet18")
     assert size(params["stem"]) + size(params["norm"]) == 1_856
-    stages = [size(params["blocks"][i]) + size(params["blocks"][i + 1]) for i in (0, 2, 4, 6)]
+    stages = [
+        size(params["blocks"][i]) + size(params["blocks"][i + 1]) for i in (0, 2, 4, 6)
+    ]
     assert stages == [147_968, 525_568, 2_099_712, 8_393_728]
 
 
 def test_torchvisions_initialisation():
     """Normal with variance 2 / fan_out, where PyTorch's default is uniform."""
-    kernel = resnet.resnet((8, 8, 3), 2, nnx.Rngs(0), widths=(16,), stem="imagenet").body.stem.kernel[...]
+    kernel = resnet.resnet(
+        (8, 8, 3), 2, nnx.Rngs(0), widths=(16,), stem="imagenet"
+    ).body.stem.kernel[...]
     assert abs(kernel.std() / math.sqrt(2 / (49 * 16)) - 1) < 0.03
     assert jnp.abs(kernel).max() > 2 * kernel.std()  # sqrt(3) times it, if uniform
 
 
-# --- against NumPy -----------------------------------------------------------------------------------------------
+# --- against NumPy
+# -----------------------------------------------------------------------------------------------
 
 
 def conv(x, kernel, strides, padding):
@@ -79,11 +87,16 @@ def conv(x, kernel, strides, padding):
 
 
 class Reference:
-    """A forward pass over valid rows in plain NumPy; `new` collects the running moments that
-    training would leave."""
+    """A forward pass over valid rows in plain NumPy; `new` collects the running moments
+    that training would leave."""
 
     def __init__(self, variables, mode):
-        self.w, self.stats, self.mode, self.new = variables["body"], variables["stats"], mode, {}
+        self.w, self.stats, self.mode, self.new = (
+            variables["body"],
+            variables["stats"],
+            mode,
+            {},
+        )
         self.head = variables["head"]
 
     def norm(self, x, *path):
@@ -104,26 +117,43 @@ class Reference:
     def group_norm(self, x, w):
         groups = np.split(x, math.gcd(32, x.shape[-1]), axis=-1)
         normed = [
-            (g - g.mean((1, 2, 3), keepdims=True)) / np.sqrt(g.var((1, 2, 3), keepdims=True) + 1e-5) for g in groups
+            (g - g.mean((1, 2, 3), keepdims=True))
+            / np.sqrt(g.var((1, 2, 3), keepdims=True) + 1e-5)
+            for g in groups
         ]
         return np.concatenate(normed, axis=-1) * w["scale"] + w["bias"]
 
     def block(self, x, i, strides):
         w = self.w["blocks"][i]
-        h = np.maximum(self.norm(conv(x, w["conv1"]["kernel"], strides, 1), "blocks", i, "norm1"), 0)
+        h = np.maximum(
+            self.norm(conv(x, w["conv1"]["kernel"], strides, 1), "blocks", i, "norm1"),
+            0,
+        )
         h = self.norm(conv(h, w["conv2"]["kernel"], 1, 1), "blocks", i, "norm2")
         if strides != 1:
-            x = self.norm(conv(x, w["shortcut"]["kernel"], strides, 0), "blocks", i, "shortcut_norm")
+            x = self.norm(
+                conv(x, w["shortcut"]["kernel"], strides, 0),
+                "blocks",
+                i,
+                "shortcut_norm",
+            )
         return np.maximum(h + x, 0)
 
     def logits(self, x, stem):
         strides, padding = {"cifar": (1, 1), "imagenet": (2, 3)}[stem]
-        x = np.maximum(self.norm(conv(x, self.w["stem"]["kernel"], strides, padding), "norm"), 0)
+        x = np.maximum(
+            self.norm(conv(x, self.w["stem"]["kernel"], strides, padding), "norm"), 0
+        )
         if stem == "imagenet":
-            x = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))  # with zeros, which are never above a ReLU's values
+            # with zeros, which are never above a ReLU's values
+            x = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
             height, width = (x.shape[1] - 1) // 2, (x.shape[2] - 1) // 2
             pooled = [
-                [x[:, 2 * i : 2 * i + 3, 2 * j : 2 * j + 3].max((1, 2)) for j in range(width)] for i in range(height)
+                [
+                    x[:, 2 * i : 2 * i + 3, 2 * j : 2 * j + 3].max((1, 2))
+                    for j in range(width)
+                ]
+                for i in range(height)
             ]
             x = np.moveaxis(np.array(pooled), 2, 0)
         for i, stride in enumerate((1, 1, 2, 1)):
@@ -135,7 +165,9 @@ class Reference:
 
 def narrow(input_shape, num_classes, rngs, **options):
     """Two stages, of which the second has stride 2 and a projection."""
-    return resnet.resnet(input_shape, num_classes, rngs, widths=(2, 3), feature_dim=4, **options)
+    return resnet.resnet(
+        input_shape, num_classes, rngs, widths=(2, 3), feature_dim=4, **options
+    )
 
 
 def random_variables(model):
@@ -146,49 +178,87 @@ def random_variables(model):
     return {**w, "stats": jax.tree.map(np.abs, w["stats"])}
 
 
-@pytest.mark.parametrize("stem, mode", [("cifar", "train"), toy.slow("imagenet", "batch"), toy.slow("cifar", "group")])
+@pytest.mark.parametrize(
+    "stem, mode",
+    [("cifar", "train"), toy.slow("imagenet", "batch"), toy.slow("cifar", "group")],
+)
 def test_a_narrow_net_and_its_gradient_are_numpys(stem, mode):
-    """Four rows, one of them padding; the reference sees the three. Its gradient is a central
-    difference."""
+    """Four rows, one of them padding; the reference sees the three. Its gradient is a
+    central difference."""
     rng = np.random.default_rng(0)
     shape, valid = ((5, 6, 2) if stem == "cifar" else (9, 8, 2)), np.array([0, 1, 3])
-    x, target, mask = rng.normal(size=(4, *shape)), rng.normal(size=(3, 3)), np.arange(4) != 2
+    x, target, mask = (
+        rng.normal(size=(4, *shape)),
+        rng.normal(size=(3, 3)),
+        np.arange(4) != 2,
+    )
     x[2] = 0
-    net = functools.partial(narrow, stem=stem, norm="group" if mode == "group" else "batch")
+    net = functools.partial(
+        narrow, stem=stem, norm="group" if mode == "group" else "batch"
+    )
     with jax.enable_x64(True):
-        model = models.model(net, shape, 3, bn_stats="batch" if mode == "batch" else "aggregate")
+        model = models.model(
+            net, shape, 3, bn_stats="batch" if mode == "batch" else "aggregate"
+        )
         w = random_variables(model)
 
         @jax.jit
         def run(params, stats):
             def total(params):
-                logits, new = model.apply({**params, "stats": stats}, x, mask, train=mode == "train")
+                logits, new = model.apply(
+                    {**params, "stats": stats}, x, mask, train=mode == "train"
+                )
                 return jnp.sum(logits[valid] * target), (logits, new)
 
-            tested = model.apply({**params, "stats": stats}, x, mask)[0] if mode == "train" else None
+            tested = (
+                model.apply({**params, "stats": stats}, x, mask)[0]
+                if mode == "train"
+                else None
+            )
             return *jax.value_and_grad(total, has_aux=True)(params), tested
 
-        (_, (logits, new)), gradient, tested = run({"body": w["body"], "head": w["head"]}, w["stats"])
+        (_, (logits, new)), gradient, tested = run(
+            {"body": w["body"], "head": w["head"]}, w["stats"]
+        )
 
     reference = Reference(w, mode)
-    np.testing.assert_allclose(np.asarray(logits)[valid], reference.logits(x[valid], stem), rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(
+        np.asarray(logits)[valid],
+        reference.logits(x[valid], stem),
+        rtol=1e-9,
+        atol=1e-9,
+    )
     if mode == "train":
         toy.assert_close(new, reference.new, 1e-9)
         running = Reference(w, "running").logits(x[valid], stem)
-        np.testing.assert_allclose(np.asarray(tested)[valid], running, rtol=1e-9, atol=1e-9)
-    paths, tree = jax.tree_util.tree_flatten_with_path({"body": w["body"], "head": w["head"]})
-    for k, ((path, leaf), slope) in enumerate(zip(paths, jax.tree.leaves(gradient), strict=True)):
+        np.testing.assert_allclose(
+            np.asarray(tested)[valid], running, rtol=1e-9, atol=1e-9
+        )
+    paths, tree = jax.tree_util.tree_flatten_with_path(
+        {"body": w["body"], "head": w["head"]}
+    )
+    for k, ((path, leaf), slope) in enumerate(
+        zip(paths, jax.tree.leaves(gradient), strict=True)
+    ):
         direction = rng.normal(size=leaf.shape)
         ends = []
         for h in (1e-6, -1e-6):
-            moved = [y + h * direction if i == k else y for i, (_, y) in enumerate(paths)]
+            moved = [
+                y + h * direction if i == k else y for i, (_, y) in enumerate(paths)
+            ]
             moved = {**tree.unflatten(moved), "stats": w["stats"]}
             ends.append(np.sum(Reference(moved, mode).logits(x[valid], stem) * target))
-        got, expected = np.sum(np.asarray(slope) * direction), (ends[0] - ends[1]) / 2e-6
-        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path))
+        got, expected = (
+            np.sum(np.asarray(slope) * direction),
+            (ends[0] - ends[1]) / 2e-6,
+        )
+        np.testing.assert_allclose(
+            got, expected, rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path)
+        )
 
 
-# --- in a federation ---------------------------------------------------------------------------------------------
+# --- in a federation
+# ---------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -198,11 +268,16 @@ def resnet18():
 
 @pytest.mark.parametrize("bn_stats, scalars", [("aggregate", 9_600), ("local", 0)])
 def test_fedbn_keeps_all_twenty_norms(bn_stats, scalars):
-    """The three of the shortcuts too, which a search for names misses; what FedAvg sends of the
-    moments follows."""
+    """The three of the shortcuts too, which a search for names misses; what FedAvg
+    sends of the moments follows."""
     task = toy.task(model=resnet18(), bn_stats=bn_stats)
-    state, fedavg = (jax.eval_shape(ALGORITHMS[name](task).init, KEY) for name in ("fedbn", "fedavg"))
-    own = {jax.tree_util.keystr(path[1:-1]) for path, _ in jax.tree_util.tree_leaves_with_path(state.clients)}
+    state, fedavg = (
+        jax.eval_shape(ALGORITHMS[name](task).init, KEY) for name in ("fedbn", "fedavg")
+    )
+    own = {
+        jax.tree_util.keystr(path[1:-1])
+        for path, _ in jax.tree_util.tree_leaves_with_path(state.clients)
+    }
     assert len(own) == 20 and sum("shortcut" in name for name in own) == 3
     assert len(jax.tree.leaves(state.clients)) == 80
     total = 11_168_832 + 512 * toy.C + toy.C
@@ -213,7 +288,11 @@ def test_fedbn_keeps_all_twenty_norms(bn_stats, scalars):
 @pytest.mark.parametrize(
     "shape, options, message",
     [
-        ((60,), {}, r"needs images of shape \(height, width, channels\), got input shape \(60,\)"),
+        (
+            (60,),
+            {},
+            r"needs images of shape \(height, width, channels\), got input shape \(60,\)",
+        ),
         ((8, 8, 1), {"norm": "batc"}, "did you mean 'batch'"),
         ((8, 8, 1), {"stem": "torch"}, "Choose one of cifar, imagenet"),
     ],

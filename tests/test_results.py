@@ -26,9 +26,24 @@ def test_a_row_is_of_the_participants_and_their_own_test_examples():
     pre = {"acc": np.array([0.0, 1.0, np.nan, 0.5, 0.5])}
     row = record(Result(3, None, m, pre), np.array([9, 1, 9, 9, 3]))
     expected = {"round": 3, "loss": 2, "participants": 2, "alpha": 4, "gap": 7}
-    expected |= {"row/mean": 3, "row/min": 1, "row/max": 6, "traffic/down": 7, "traffic/up": 10, "traffic/messages": 7}
-    expected |= {"post/acc": 0.5, "post/acc_micro": (0.25 + 3 * 0.75) / 4, "post/acc_worst10": 0.25}
-    expected |= {"pre/acc": 0.5, "pre/acc_micro": (1 + 4.5 + 1.5) / 22, "pre/acc_best10": 1}
+    expected |= {
+        "row/mean": 3,
+        "row/min": 1,
+        "row/max": 6,
+        "traffic/down": 7,
+        "traffic/up": 10,
+        "traffic/messages": 7,
+    }
+    expected |= {
+        "post/acc": 0.5,
+        "post/acc_micro": (0.25 + 3 * 0.75) / 4,
+        "post/acc_worst10": 0.25,
+    }
+    expected |= {
+        "pre/acc": 0.5,
+        "pre/acc_micro": (1 + 4.5 + 1.5) / 22,
+        "pre/acc_best10": 1,
+    }
     assert {name: row[name] for name in expected} == pytest.approx(expected)
     assert "traffic/public_data" not in row
     assert records.client_scores(Result(3, None, m, pre)) == {
@@ -41,5 +56,12 @@ def test_a_row_is_of_the_participants_and_their_own_test_examples():
 
 
 def test_a_score_that_is_not_finite_is_null_in_the_files():
-    row = records.client_scores(Result(1, None, None, {"nll": np.array([np.inf, 0.1, np.nan, -np.inf], np.float32)}))
-    assert row == {"round": 1, "pre": {"nll": [None, 0.1, None, None]}} and schema.problem(row, schema.SCORES) is None
+    row = records.client_scores(
+        Result(
+            1, None, None, {"nll": np.array([np.inf, 0.1, np.nan, -np.inf], np.float32)}
+        )
+    )
+    assert (
+        row == {"round": 1, "pre": {"nll": [None, 0.1, None, None]}}
+        and schema.problem(row, schema.SCORES) is None
+    )

@@ -19,24 +19,35 @@ def task(n, low, high):
 def drawn(n, low, high):
     """ids [DRAWS, S], active [DRAWS, S]."""
     of = task(n, low, high)
-    return map(np.asarray, jax.vmap(lambda key: sampling.sample(key, of))(jax.random.split(jax.random.key(0), DRAWS)))
+    return map(
+        np.asarray,
+        jax.vmap(lambda key: sampling.sample(key, of))(
+            jax.random.split(jax.random.key(0), DRAWS)
+        ),
+    )
 
 
-@pytest.mark.parametrize("share", [0.2, 0.6])  # few of many clients are drawn in another way
+# few of many clients are drawn in another way
+@pytest.mark.parametrize("share", [0.2, 0.6])
 def test_every_ordered_draw_of_distinct_clients_is_equally_likely(share):
     n = 10
     ids, active = drawn(n, share, share)
     size = ids.shape[1]
     assert size == share * n and active.all() and ids.min() == 0 and ids.max() == n - 1
     assert all(len(set(row)) == size for row in ids)
-    pairs = np.bincount(ids[:, 0] * n + ids[:, 1], minlength=n * n)[~np.eye(n, dtype=bool).ravel()]
+    pairs = np.bincount(ids[:, 0] * n + ids[:, 1], minlength=n * n)[
+        ~np.eye(n, dtype=bool).ravel()
+    ]
     assert stats.chisquare(pairs).pvalue > 0.01
     assert stats.chisquare(np.bincount(ids[:, -1], minlength=n)).pvalue > 0.01
 
 
 @pytest.mark.parametrize("share", [0.2, 0.6])
 def test_programs_of_64_bits_draw_the_same(share):
-    single = [np.asarray(x) for x in sampling.sample(jax.random.key(1), task(20, share, share))]
+    single = [
+        np.asarray(x)
+        for x in sampling.sample(jax.random.key(1), task(20, share, share))
+    ]
     with jax.enable_x64(True):
         double = sampling.sample(jax.random.key(1), task(20, share, share))
         assert double[0].dtype == "int32"
@@ -64,19 +75,41 @@ def test_a_share_that_is_not_a_binary_fraction_is_not_rounded_down():
 
 def test_draws_are_as_recorded():
     """They are part of every result."""
-    few, many = (sampling.sample(jax.random.key(3), task(20, 0.1, high)) for high in (0.2, 0.6))
+    few, many = (
+        sampling.sample(jax.random.key(3), task(20, 0.1, high)) for high in (0.2, 0.6)
+    )
     assert (few[0].tolist(), int(few[1].sum())) == ([17, 6, 1, 0], 3)
-    assert (many[0].tolist(), int(many[1].sum())) == ([12, 6, 14, 7, 2, 5, 17, 19, 3, 18, 0, 13], 10)
+    assert (many[0].tolist(), int(many[1].sum())) == (
+        [12, 6, 14, 7, 2, 5, 17, 19, 3, 18, 0, 13],
+        10,
+    )
 
 
 def test_the_numbers_of_the_streams_are_as_recorded():
     """They are part of every result, and a number that is given stays."""
-    found = {kind.__name__: {stream.name: stream.number for stream in kind} for kind in keys.Stream.__subclasses__()}
+    found = {
+        kind.__name__: {stream.name: stream.number for stream in kind}
+        for kind in keys.Stream.__subclasses__()
+    }
     assert found == STREAMS
 
 
-CLIENT = {"SHUFFLE": 1, "STEP": 2, "HEAD_PHASE": 11, "FINE_TUNE": 12, "SELECT": 31, "SUBSET": 31, "BLEND": 32}
-CLIENT |= {"SECOND_PHASE": 41, "THIRD_PHASE": 42, "TRANSFER": 42, "WARM_UP": 43, "PUBLIC_LABELS": 44}
+CLIENT = {
+    "SHUFFLE": 1,
+    "STEP": 2,
+    "HEAD_PHASE": 11,
+    "FINE_TUNE": 12,
+    "SELECT": 31,
+    "SUBSET": 31,
+    "BLEND": 32,
+}
+CLIENT |= {
+    "SECOND_PHASE": 41,
+    "THIRD_PHASE": 42,
+    "TRANSFER": 42,
+    "WARM_UP": 43,
+    "PUBLIC_LABELS": 44,
+}
 CLIENT |= {"EXTRACTOR": 45, "FULL_GRADIENT": 46}
 STREAMS = {
     "Run": {"INIT": 0, "ROUND": 1},

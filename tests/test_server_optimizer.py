@@ -19,13 +19,20 @@ from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import layers, nets
 from fedjax_pfl.server_optimizer import RATE, optimized
 
-AVERAGE = [name for name in sorted(ALGORITHMS) if toy.METHODS[name](toy.method_task(name)).averages]
+AVERAGE = [
+    name
+    for name in sorted(ALGORITHMS)
+    if toy.METHODS[name](toy.method_task(name)).averages
+]
 QUICK = ("scaffold",)  # the weights beside the control variate
-PAPERS = optimized("fedavg", lambda lr: optax.adam(lr, b2=0.99, eps=1e-3))  # rounding is no step of it
+# rounding is no step of it
+PAPERS = optimized("fedavg", lambda lr: optax.adam(lr, b2=0.99, eps=1e-3))
 NORMS = toy.task("norm", participation=(0.5, 0.5))
 
 
-@pytest.mark.parametrize("method", [name if name in QUICK else toy.slow(name) for name in AVERAGE])
+@pytest.mark.parametrize(
+    "method", [name if name in QUICK else toy.slow(name) for name in AVERAGE]
+)
 def test_plain_sgd_of_rate_1_is_the_mean(method):
     given = toy.method_task(method)
     alone = toy.train(method, given, rounds=2)
@@ -43,7 +50,8 @@ def adam(w, gradient, m, v, t, rate, b1=0.9, b2=0.99, eps=1e-3):
 
 
 def test_adam_steps_along_the_mean_difference():
-    """Two rounds of FedAvg with half of the clients; running statistics are averaged as ever."""
+    """Two rounds of FedAvg with half of the clients; running statistics are averaged as
+    ever."""
     under = toy.train(PAPERS, NORMS, rounds=2, **{RATE: 0.05})
     server = jax.device_get(under.begin.server.method)
     leaves, structure = jax.tree.flatten_with_path(server)
@@ -51,26 +59,49 @@ def test_adam_steps_along_the_mean_difference():
     program = simulate.program("fedavg", NORMS, checked=False)
     step = jax.jit(program.round)
     for t in range(2):
-        state = under.begin._replace(server=server)  # of FedAvg no client keeps anything
-        plain, _ = step(jax.random.key(5), program.traced, toy.federation(), state, np.int32(t), np.bool_(True))
+        # of FedAvg no client keeps anything
+        state = under.begin._replace(server=server)
+        plain, _ = step(
+            jax.random.key(5),
+            program.traced,
+            toy.federation(),
+            state,
+            np.int32(t),
+            np.bool_(True),
+        )
         new = []
-        for i, ((path, w), mean) in enumerate(zip(leaves, jax.tree.leaves(plain.server), strict=True)):
-            moved, *averages[i] = adam(w, w - np.asarray(mean), *averages[i], t + 1, 0.05)
-            new.append(np.asarray(mean) if "stats" in jax.tree_util.keystr(path) else moved)
+        for i, ((path, w), mean) in enumerate(
+            zip(leaves, jax.tree.leaves(plain.server), strict=True)
+        ):
+            moved, *averages[i] = adam(
+                w, w - np.asarray(mean), *averages[i], t + 1, 0.05
+            )
+            new.append(
+                np.asarray(mean) if "stats" in jax.tree_util.keystr(path) else moved
+            )
         server = jax.tree.unflatten(structure, new)
         leaves = jax.tree.flatten_with_path(server)[0]
     assert_close(under.state.server.method, server, 1e-4)
-    apart = jax.tree.map(lambda a, b: np.abs(a - np.asarray(b)).max(), server, plain.server)
-    assert apart["body"]["inner"]["kernel"] > 1e-3 and max(jax.tree.leaves(apart["stats"])) == 0  # not the mean
+    apart = jax.tree.map(
+        lambda a, b: np.abs(a - np.asarray(b)).max(), server, plain.server
+    )
+    # not the mean
+    assert (
+        apart["body"]["inner"]["kernel"] > 1e-3
+        and max(jax.tree.leaves(apart["stats"])) == 0
+    )
 
 
-@pytest.mark.slow  # the contract has it of every method, and the step is one after the mean
+# the contract has it of every method, and the step is one after the mean
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"width": 3}, {"devices": 2}])
 def test_the_layout_changes_nothing(layout):
     states = []
     for options in ({}, layout):
         program = toy.program(PAPERS, NORMS, {RATE: 0.05}, **options)
-        *_, last = simulate.rounds(program, jax.random.key(5), toy.federation(), rounds=2, eval_every=0)
+        *_, last = simulate.rounds(
+            program, jax.random.key(5), toy.federation(), rounds=2, eval_every=0
+        )
         states.append(program.unplace(jax.device_get(last.state)).server)
     assert_close(*states, 1e-5)
 
@@ -78,8 +109,8 @@ def test_the_layout_changes_nothing(layout):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedavg", "ditto"])
 def test_the_contract_holds_under_a_server_optimizer(method):
-    """A round in which nobody trains leaves the optimizer's state as it was, padding and order count
-    for nothing, and the rate is traced."""
+    """A round in which nobody trains leaves the optimizer's state as it was, padding
+    and order count for nothing, and the rate is traced."""
     testing.check_algorithm(optimized(ALGORITHMS[method]))
 
 
@@ -89,7 +120,9 @@ def test_a_round_in_which_nobody_trains_moves_nothing():
     before = toy.train(PAPERS, NORMS, rounds=2, **{RATE: 0.05}).state
     sizes, counts = (np.zeros_like(x) for x in (empty.train.size, empty.class_counts))
     empty = empty._replace(train=empty.train._replace(size=sizes), class_counts=counts)
-    after = toy.train(PAPERS, NORMS, rounds=1, federation_=empty, begin=before, **{RATE: 0.05}).state
+    after = toy.train(
+        PAPERS, NORMS, rounds=1, federation_=empty, begin=before, **{RATE: 0.05}
+    ).state
     assert_same(after.server, before.server)
 
 
@@ -105,7 +138,10 @@ def test_no_momentum_moves_the_server_where_nobody_takes_a_step(method):
     """With drop_last clients 0, 2 and 4, of fewer examples than a batch, have none."""
     s = testing.subject(method, testing.task(batch_size=10, drop_last=True))
     given = {"ids": np.arange(toy.N, dtype=np.int32), "t": 2}
-    moved, same = (testing.run(s, active=np.isin(np.arange(toy.N), who), **given)[0] for who in ((0, 1), (0, 2, 4)))
+    moved, same = (
+        testing.run(s, active=np.isin(np.arange(toy.N), who), **given)[0]
+        for who in ((0, 1), (0, 2, 4))
+    )
     assert_same(same.server, s.start.server)
     with pytest.raises(AssertionError):
         assert_same(moved.server, s.start.server)
@@ -114,15 +150,24 @@ def test_no_momentum_moves_the_server_where_nobody_takes_a_step(method):
 STILL = {
     "a body that is not trained": ("fedrep", {"body_epochs": 0}, {}),
     "no step": ("ditto", {}, {"epochs": None, "steps": 0}),
-    "a mean that is mixed with what was before": ("scaffold", {"server_lr": 0.3}, {"epochs": 0}),
+    "a mean that is mixed with what was before": (
+        "scaffold",
+        {"server_lr": 0.3},
+        {"epochs": 0},
+    ),
 }
 
 
-@pytest.mark.parametrize("case", [toy.slow(name) if name == "no step" else name for name in STILL])
+@pytest.mark.parametrize(
+    "case", [toy.slow(name) if name == "no step" else name for name in STILL]
+)
 def test_rounding_is_no_gradient(case):
-    """Adam would normalise it: weights that nobody trains moved by steps of full length."""
+    """Adam would normalise it: weights that nobody trains moved by steps of full
+    length."""
     method, hparams, work = STILL[case]
-    run = toy.train(optimized(method), toy.task(**work), rounds=2, **hparams, **{RATE: 0.01})
+    run = toy.train(
+        optimized(method), toy.task(**work), rounds=2, **hparams, **{RATE: 0.01}
+    )
     assert_same(run.state.server, run.begin.server)
 
 
@@ -149,7 +194,10 @@ def test_what_averages_is_in_the_server_and_other_methods_are_refused():
 
 def test_an_optimizer_of_a_fixed_rate_is_refused_by_its_name():
     for given in (optax.sgd(1.0), lambda: optax.sgd(1.0), lambda lr: lr):
-        with pytest.raises(InputError, match="A server optimizer must be a function of the learning rate"):
+        with pytest.raises(
+            InputError,
+            match="A server optimizer must be a function of the learning rate",
+        ):
             optimized("fedavg", given)
 
 
@@ -158,7 +206,11 @@ def test_the_mean_is_the_step_of_sgd_for_a_method_of_ones_own():
     given = toy.task()
     plain = toy.train(template.small_head, given, rounds=2).state
     assert_close(
-        toy.train(optimized(template.small_head, optax.sgd), given, rounds=2).state.server.method, plain.server, 1e-5
+        toy.train(
+            optimized(template.small_head, optax.sgd), given, rounds=2
+        ).state.server.method,
+        plain.server,
+        1e-5,
     )
 
 
@@ -168,7 +220,9 @@ def test_a_network_whose_body_has_no_weights_is_no_reason():
 
 def test_a_part_that_the_server_has_not_is_said():
     wrong = lambda task: ALGORITHMS["fedavg"](task)._replace(averages=("body", "tail"))
-    with pytest.raises(InputError, match="names 'tail', which is no part of State\\.server"):
+    with pytest.raises(
+        InputError, match="names 'tail', which is no part of State\\.server"
+    ):
         simulate.program(optimized(wrong), NORMS)
 
 
@@ -178,7 +232,14 @@ def test_the_documents_name_the_methods():
     assert sorted(re.findall(r"`(\w+)`", listed.replace("`svd`", ""))) == AVERAGE
 
 
-TINY = ["--data_fraction=0.2", "--clients=5", "--width=1", "--epochs=1", "--model=linear", "--unseen=0.2"]
+TINY = [
+    "--data_fraction=0.2",
+    "--clients=5",
+    "--width=1",
+    "--epochs=1",
+    "--model=linear",
+    "--unseen=0.2",
+]
 ADAM = ["--algo=fedavg", "--server_optimizer=adam", "--server_lr=0.03", *TINY]
 
 
@@ -204,11 +265,26 @@ def test_its_state_is_kept_in_checkpoints(tmp_path, capsys):
     [
         (["--algo=fedavg", "--server_optimizer=adam"], "belong together"),
         (["--algo=fedavg", "--server_lr=0.1"], "belong together"),
-        (["--algo=fedavg", "--server_optimizer=adamm", "--server_lr=0.1"], "did you mean 'adam'"),
-        (["--algo=fedavg", "--server_optimizer=noisy_sgd", "--server_lr=0.1"], "Unknown server_optimizer"),
-        (["--algo=fedavg", "--server_optimizer=adam", "--server_lr=0"], "outside its range"),
-        (["--algo=local", "--server_optimizer=adam", "--server_lr=0.1"], "local cannot have a server optimizer"),
-        (["--algo=fedproto", "--server_optimizer=adam", "--server_lr=0.1"], "fedproto cannot have a server optimizer"),
+        (
+            ["--algo=fedavg", "--server_optimizer=adamm", "--server_lr=0.1"],
+            "did you mean 'adam'",
+        ),
+        (
+            ["--algo=fedavg", "--server_optimizer=noisy_sgd", "--server_lr=0.1"],
+            "Unknown server_optimizer",
+        ),
+        (
+            ["--algo=fedavg", "--server_optimizer=adam", "--server_lr=0"],
+            "outside its range",
+        ),
+        (
+            ["--algo=local", "--server_optimizer=adam", "--server_lr=0.1"],
+            "local cannot have a server optimizer",
+        ),
+        (
+            ["--algo=fedproto", "--server_optimizer=adam", "--server_lr=0.1"],
+            "fedproto cannot have a server optimizer",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_sentence(words, said, tmp_path, capsys):
@@ -234,18 +310,33 @@ def test_an_optimizer_that_decays_weights_decays_those_of_before():
     rule = lambda lr: optax.chain(optax.add_decayed_weights(0.5), optax.sgd(lr))
     given = toy.method_task("fedavg")
     plain = toy.train("fedavg", given, rounds=1)
-    under = toy.train(optimized(ALGORITHMS["fedavg"], rule), given, rounds=1, **{RATE: 0.2})
-    expected = jax.tree.map(lambda w, mean: w - 0.2 * (w - mean + 0.5 * w), plain.begin.server, plain.state.server)
+    under = toy.train(
+        optimized(ALGORITHMS["fedavg"], rule), given, rounds=1, **{RATE: 0.2}
+    )
+    expected = jax.tree.map(
+        lambda w, mean: w - 0.2 * (w - mean + 0.5 * w),
+        plain.begin.server,
+        plain.state.server,
+    )
     assert_close(under.state.server.method, expected)
 
 
 @pytest.mark.slow  # of FedAvg it is seen under Adam above
 def test_running_statistics_beside_the_weights_are_averaged_as_ever():
     norm = toy.task("norm")
-    under = toy.train(optimized(ALGORITHMS["scaffold"], optax.sgd), norm, rounds=1, **{RATE: 0.1})
+    under = toy.train(
+        optimized(ALGORITHMS["scaffold"], optax.sgd), norm, rounds=1, **{RATE: 0.1}
+    )
     plain = toy.train("scaffold", norm, rounds=1)
-    assert_close(under.state.server.method["w"]["stats"], plain.state.server["w"]["stats"])
-    assert trees.sq_dist(plain.state.server["w"]["stats"], plain.begin.server["w"]["stats"]) > 0
+    assert_close(
+        under.state.server.method["w"]["stats"], plain.state.server["w"]["stats"]
+    )
+    assert (
+        trees.sq_dist(
+            plain.state.server["w"]["stats"], plain.begin.server["w"]["stats"]
+        )
+        > 0
+    )
 
 
 def test_a_head_that_never_moves_is_no_weight_of_the_server():
@@ -261,7 +352,9 @@ def test_a_module_called_stats_has_weights_of_the_server():
         def __call__(self, x):
             return jax.nn.relu(self.stats(x))
 
-    net = lambda shape, classes, rngs: nets.Net(Body(rngs), layers.linear(8, classes, rngs))
+    net = lambda shape, classes, rngs: nets.Net(
+        Body(rngs), layers.linear(8, classes, rngs)
+    )
     task = toy.task(models=(models.model(net, toy.SHAPE, toy.C),))
     run = toy.train(optimized("fedavg", optax.sgd), task, rounds=1, **{RATE: 1e-6})
     assert_close(run.state.server.method["body"], run.begin.server.method["body"])

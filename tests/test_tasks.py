@@ -1,5 +1,5 @@
-"""Task maps of many classes, a user's own, and pFedC's branches when a few of many clients take
-part."""
+"""Task maps of many classes, a user's own, and pFedC's branches when a few of many
+clients take part."""
 
 import functools
 import json
@@ -34,7 +34,14 @@ SUPERCLASS = np.array([  # of each class of CIFAR-100
 
 
 @pytest.mark.parametrize(
-    "text", ["0\n1\n0\n2\n", "0, 1, 0, 2", "[0, 1,\n 0, 2]", "\ufeff0 1\t0 2", "# pets\n0 # cat\n1 # car\n0 # dog\n2"]
+    "text",
+    [
+        "0\n1\n0\n2\n",
+        "0, 1, 0, 2",
+        "[0, 1,\n 0, 2]",
+        "\ufeff0 1\t0 2",
+        "# pets\n0 # cat\n1 # car\n0 # dog\n2",
+    ],
 )
 def test_a_map_from_a_file(tmp_path, text):
     (tmp_path / "map.txt").write_text(text, encoding="utf-8")
@@ -74,19 +81,31 @@ def test_a_map_that_cannot_be_used(tmp_path, text, sentence):
 
 @pytest.mark.parametrize("spec", ["map", "map:", "map:0,a", "map:0,-1", "map:0 1"])
 def test_a_map_that_is_mistyped(spec):
-    with pytest.raises(InputError, match="write the task of each class as whole numbers from 0, as map:0,0,1"):
+    with pytest.raises(
+        InputError,
+        match="write the task of each class as whole numbers from 0, as map:0,0,1",
+    ):
         task_maps.branches(toy.task(), spec)
 
 
 def test_a_resume_does_not_need_the_file_again(tmp_path):
     path = tmp_path / "map.txt"
     path.write_text("0 0 0 0 0 1 1 1 1 1")
-    user = {"algo": "pfedc", "model": "linear", "clients": 5, "hparams": {"tasks": f"file:{path}"}}
-    config = Config(**json.loads(json.dumps(vars(build.prepare(settings.resolve(user)).config))))
+    user = {
+        "algo": "pfedc",
+        "model": "linear",
+        "clients": 5,
+        "hparams": {"tasks": f"file:{path}"},
+    }
+    config = Config(
+        **json.loads(json.dumps(vars(build.prepare(settings.resolve(user)).config)))
+    )
     assert config.hparams["tasks"] == "map:0,0,0,0,0,1,1,1,1,1"
     assert settings.resumed(config, user) == config  # the same command
     path.write_text("0 1 0 1 0 1 0 1 0 1")
-    with pytest.raises(InputError, match=r"differ: hparam tasks \(recorded map:0,0,0,0,0,1"):
+    with pytest.raises(
+        InputError, match=r"differ: hparam tasks \(recorded map:0,0,0,0,0,1"
+    ):
         settings.resumed(config, user)
     path.unlink()
     again = build.prepare(settings.resumed(config, {"hparams": {}}))
@@ -101,7 +120,19 @@ def hundred(num_clients: int = 20) -> Task:
     model = models.model("linear", (6,), 100)
     like = jax.ShapeDtypeStruct((6,), jnp.float32)
     of, prepare = np.zeros(num_clients, int), lambda x: x
-    return Task((model,), of, counts.sum(1), counts, 100, like, prepare, 0.1, optax.sgd, 16, superclass=SUPERCLASS)
+    return Task(
+        (model,),
+        of,
+        counts.sum(1),
+        counts,
+        100,
+        like,
+        prepare,
+        0.1,
+        optax.sgd,
+        16,
+        superclass=SUPERCLASS,
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,24 +146,37 @@ def hundred(num_clients: int = 20) -> Task:
     ],
 )
 def test_the_tasks_of_a_hundred_classes(spec, count, head, logits):
-    """The paper's 1, 10, 20 and 100 tasks: who owns what, and the shapes of a round; nothing is
-    compiled."""
+    """The paper's 1, 10, 20 and 100 tasks: who owns what, and the shapes of a round;
+    nothing is compiled."""
     task, f = hundred(), shapes(100)
     b = task_maps.branches(task, spec, head)
-    assert len(b.member) == count and set(b.member.sum(1)) == {100 // count} and b.owns.shape == (count, logits)
+    assert (
+        len(b.member) == count
+        and set(b.member.sum(1)) == {100 // count}
+        and b.owns.shape == (count, logits)
+    )
     assert (b.owns.sum(0) == 1).all() and b.binary.all() == (count == 100)
     program = toy.program(ALGORITHMS["pfedc"], task, {"tasks": spec, "head": head})
-    key, t = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), jnp.int32)
+    key, t = (
+        jax.eval_shape(lambda: jax.random.key(0)),
+        jax.ShapeDtypeStruct((), jnp.int32),
+    )
     numbers = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in program.traced}
     state = jax.eval_shape(program.init, key, numbers)
     assert state.server["head"]["kernel"].shape == (6, logits)
     wanted = jax.ShapeDtypeStruct((), jnp.bool)
     new, metrics = jax.eval_shape(program.round, key, numbers, f, state, t, wanted)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
-    assert {name: x.shape for name, x in metrics.post.items()} == {name: (20,) for name in metrics.post}
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), state
+    )
+    assert {name: x.shape for name, x in metrics.post.items()} == {
+        name: (20,) for name in metrics.post
+    }
     client = jax.ShapeDtypeStruct((), jnp.int32)
     x = jax.ShapeDtypeStruct((3, 6), jnp.float32)
-    assert jax.eval_shape(program.predict, key, numbers, f, state, t, client, x).shape == (3, 100)
+    assert jax.eval_shape(
+        program.predict, key, numbers, f, state, t, client, x
+    ).shape == (3, 100)
 
 
 def shapes(num_classes: int, num_clients: int = 20, length: int = 30) -> Federation:
@@ -140,14 +184,22 @@ def shapes(num_classes: int, num_clients: int = 20, length: int = 30) -> Federat
     array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     rows = lambda length: Subset(array(num_clients, length), array(num_clients))
     examples = Examples(jax.ShapeDtypeStruct((500, 6), jnp.float32), array(500))
-    return Federation(examples, rows(length), rows(0), rows(10), array(num_clients, num_classes))
+    return Federation(
+        examples, rows(length), rows(0), rows(10), array(num_clients, num_classes)
+    )
 
 
 def test_consecutive_and_superclass_tasks_of_cifar100():
-    b = {spec: task_maps.branches(hundred(), spec) for spec in ("consecutive:10", "superclass")}
+    b = {
+        spec: task_maps.branches(hundred(), spec)
+        for spec in ("consecutive:10", "superclass")
+    }
     np.testing.assert_array_equal(b["consecutive:10"].of, np.arange(100) // 10)
     np.testing.assert_array_equal(b["superclass"].of, SUPERCLASS)
-    np.testing.assert_array_equal(np.flatnonzero(b["superclass"].member[0]), [4, 30, 55, 72, 95])  # aquatic mammals
+    # aquatic mammals
+    np.testing.assert_array_equal(
+        np.flatnonzero(b["superclass"].member[0]), [4, 30, 55, 72, 95]
+    )
 
 
 # --- ten of a hundred clients
@@ -158,7 +210,8 @@ UNIFORM = {"weighting": "uniform"}  # which has no part in the masks, and compil
 
 @functools.cache
 def sparse() -> tuple[Task, Federation]:
-    """100 clients with six examples of two of 40 classes each, of whom ten take part."""
+    """100 clients with six examples of two of 40 classes each, of whom ten take
+    part."""
     rng = np.random.default_rng(1)
     own = np.stack([rng.permutation(CLASSES)[:HELD] for _ in range(MANY)])
     y = np.repeat(own, 3, axis=1).astype(np.int32)  # [100, 6]
@@ -167,23 +220,40 @@ def sparse() -> tuple[Task, Federation]:
     index = np.arange(y.size, dtype=np.int32).reshape(y.shape)
     rows = Subset(jnp.asarray(index), jnp.full(MANY, 6, jnp.int32))
     nothing = Subset(jnp.zeros((MANY, 0), jnp.int32), jnp.zeros(MANY, jnp.int32))
-    f = Federation(Examples(jnp.asarray(x), jnp.asarray(y.ravel())), rows, nothing, rows, jnp.asarray(counts))
+    f = Federation(
+        Examples(jnp.asarray(x), jnp.asarray(y.ravel())),
+        rows,
+        nothing,
+        rows,
+        jnp.asarray(counts),
+    )
     model = models.model("linear", (5,), CLASSES)
-    given = (np.zeros(MANY, int), counts.sum(1), counts, CLASSES, jax.ShapeDtypeStruct((5,), jnp.float32), lambda x: x)
+    given = (
+        np.zeros(MANY, int),
+        counts.sum(1),
+        counts,
+        CLASSES,
+        jax.ShapeDtypeStruct((5,), jnp.float32),
+        lambda x: x,
+    )
     return Task((model,), *given, 0.5, optax.sgd, 4, participation=(0.1, 0.1)), f
 
 
 def worn(state: State) -> State:
     """The state with a bank that is not as it started."""
-    noise = np.random.default_rng(2).normal(size=state.server["head"]["kernel"].shape).astype(np.float32)
+    noise = (
+        np.random.default_rng(2)
+        .normal(size=state.server["head"]["kernel"].shape)
+        .astype(np.float32)
+    )
     head = state.server["head"]
     bank = {"kernel": head["kernel"] + noise, "bias": head["bias"] + noise[0]}
     return State(state.server | {"head": bank}, state.clients)
 
 
 def test_masks_are_of_the_selected_and_the_bank_keeps_what_none_of_them_holds():
-    """Every branch is the mean of its selected holders' (Eqs. 4 and 7 over S_t), each trained
-    alone, or what it was."""
+    """Every branch is the mean of its selected holders' (Eqs. 4 and 7 over S_t), each
+    trained alone, or what it was."""
     task, f = sparse()
     program, key = toy.program(ALGORITHMS["pfedc"], task, UNIFORM), jax.random.key(3)
     begin = worn(program.init(key, program.traced))
@@ -200,18 +270,32 @@ def test_masks_are_of_the_selected_and_the_bank_keeps_what_none_of_them_holds():
     expected = np.asarray(begin.server["head"]["kernel"]).copy()
     for c in np.flatnonzero(held):
         expected[:, c] = kernels[counts[ids, c] > 0, :, c].mean(0)
-    np.testing.assert_allclose(state.server["head"]["kernel"], expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        state.server["head"]["kernel"], expected, rtol=1e-5, atol=1e-6
+    )
     for name in ("kernel", "bias"):
-        before, after = (np.asarray(s.server["head"][name])[..., ~held] for s in (begin, state))
+        before, after = (
+            np.asarray(s.server["head"][name])[..., ~held] for s in (begin, state)
+        )
         np.testing.assert_array_equal(after, before)
     assert (
-        (np.asarray(state.server["head"]["kernel"]) != np.asarray(begin.server["head"]["kernel"]))[:, held].any(0).all()
+        (
+            np.asarray(state.server["head"]["kernel"])
+            != np.asarray(begin.server["head"]["kernel"])
+        )[:, held]
+        .any(0)
+        .all()
     )
 
     swapped = counts.copy()
     swapped[absent] = 1  # what clients hold that do not take part means nothing
     other = run(
-        key, program.traced, f._replace(class_counts=jnp.asarray(swapped)), begin, jnp.int32(4), jnp.bool(False)
+        key,
+        program.traced,
+        f._replace(class_counts=jnp.asarray(swapped)),
+        begin,
+        jnp.int32(4),
+        jnp.bool(False),
     )
     toy.assert_same(other[0], state)
 
@@ -222,8 +306,21 @@ def one_client():
 
     @jax.jit
     def run(key, f, state, ids):
-        cohort = Cohort(f, task, ids, ids >= 0, key=key, round=jnp.int32(4), evaluated=jnp.bool(False), width=1)
-        return ALGORITHMS["pfedc"](task, **UNIFORM).round(key, state, cohort)[0].server["head"]["kernel"]
+        cohort = Cohort(
+            f,
+            task,
+            ids,
+            ids >= 0,
+            key=key,
+            round=jnp.int32(4),
+            evaluated=jnp.bool(False),
+            width=1,
+        )
+        return (
+            ALGORITHMS["pfedc"](task, **UNIFORM)
+            .round(key, state, cohort)[0]
+            .server["head"]["kernel"]
+        )
 
     return run
 
@@ -232,7 +329,9 @@ def alone(task: Task, f: Federation, key, state: State, i: int) -> np.ndarray:
     """The branches [K, C] that one selected client sends."""
     clients_key = keys.clients_key(key, jnp.int32(4))
     rows = jax.tree.map(lambda x: x[i : i + 1], state.clients)
-    return np.asarray(one_client()(clients_key, f, State(state.server, rows), np.array([i], np.int32)))
+    return np.asarray(
+        one_client()(clients_key, f, State(state.server, rows), np.array([i], np.int32))
+    )
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
-"""The checks of fedjax_pfl.testing: each planted mistake is answered by a sentence that says which
-rule and where."""
+"""The checks of fedjax_pfl.testing: each planted mistake is answered by a sentence that
+says which rule and where."""
 
 import functools
 import re
@@ -15,7 +15,17 @@ import optax
 import pytest
 import toy
 
-from fedjax_pfl import averaging, evaluate, keys, local, losses, simulate, testing, traffic, trees
+from fedjax_pfl import (
+    averaging,
+    evaluate,
+    keys,
+    local,
+    losses,
+    simulate,
+    testing,
+    traffic,
+    trees,
+)
 from fedjax_pfl.algorithms import ALGORITHMS, template
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.averaging import predictor
@@ -26,7 +36,8 @@ from fedjax_pfl.types import Algorithm, Idle, Metrics, Own, State
 
 
 def planted(mistake):
-    """FedAvg with a table of the clients' last losses at the server, and one mistake."""
+    """FedAvg with a table of the clients' last losses at the server, and one
+    mistake."""
 
     def factory(task, *, lam: float = 0.5):
         split = averaging.split(task)
@@ -37,16 +48,31 @@ def planted(mistake):
             mask = None if mistake == "unmasked norm" else batch.mask
             logits, stats = task.model.apply(variables, batch.x, mask=mask, train=True)
             if mistake == "unmasked loss":
-                return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch.y)), stats
+                return jnp.mean(
+                    optax.softmax_cross_entropy_with_integer_labels(logits, batch.y)
+                ), stats
             return losses.cross_entropy(logits, batch.y, batch.mask), stats
 
         def init(key):
             shared, own = split.send(task.model.init(key))
             if mistake == "statistics travel":
-                shared, own = trees.merge(shared, own), jax.tree.map(lambda x: None, own)
+                shared, own = (
+                    trees.merge(shared, own),
+                    jax.tree.map(lambda x: None, own),
+                )
             weak = 0.0 if mistake == "weak type" else jnp.float32(0)
-            server = {"w": shared, "table": jnp.zeros(task.num_clients), "scale": jnp.asarray(weak)}
-            return State(server, {"own": trees.replicate(own, task.num_clients), "last": jnp.zeros(task.num_clients)})
+            server = {
+                "w": shared,
+                "table": jnp.zeros(task.num_clients),
+                "scale": jnp.asarray(weak),
+            }
+            return State(
+                server,
+                {
+                    "own": trees.replicate(own, task.num_clients),
+                    "last": jnp.zeros(task.num_clients),
+                },
+            )
 
         def round(key, state, cohort):
             server = state.server
@@ -54,25 +80,41 @@ def planted(mistake):
             def client(c, mine):
                 data = c.test if mistake == "trains on test examples" else c.train
                 key = jax.random.key(0) if mistake == "a key of its own" else c.key
-                w, value = local.sgd(key, data, loss, split.receive(server["w"], mine["own"]), task)
+                w, value = local.sgd(
+                    key, data, loss, split.receive(server["w"], mine["own"]), task
+                )
                 predict = predictor(task.model, w)
-                post = evaluate.client(c, predict) if mistake == "always scored" else evaluate.post(cohort, c, predict)
+                post = (
+                    evaluate.client(c, predict)
+                    if mistake == "always scored"
+                    else evaluate.post(cohort, c, predict)
+                )
                 post = {} if mistake == "no post" else post
                 shared, own = split.send(w)
                 if mistake == "statistics travel":
                     shared, own = w, mine["own"]
-                upload = shared["head"] if mistake == "upload unlike default" else shared
+                upload = (
+                    shared["head"] if mistake == "upload unlike default" else shared
+                )
                 return upload, {"own": own, "last": value}, value, post
 
             default = {} if mistake == "missing default" else {"default": server["w"]}
-            w, (mine, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, **default)
+            w, (mine, value, post) = cohort.mean(
+                client, state.clients, weight=cohort.sizes, **default
+            )
             if mistake == "same phase":
                 cohort.map(lambda c: jax.random.normal(c.key))
             if mistake == "counts the inactive":
-                share = (1 + jnp.sum(cohort.active)) / (1 + jnp.sum(cohort.ids < task.num_clients))
+                share = (1 + jnp.sum(cohort.active)) / (
+                    1 + jnp.sum(cohort.ids < task.num_clients)
+                )
                 w = w | {"head": jax.tree.map(lambda x: x * share, w["head"])}
             if mistake == "counts places":
-                share = jnp.where(jnp.any(cohort.trained), jnp.sum(cohort.trained) / len(cohort.ids), 1)
+                share = jnp.where(
+                    jnp.any(cohort.trained),
+                    jnp.sum(cohort.trained) / len(cohort.ids),
+                    1,
+                )
                 w = w | {"head": jax.tree.map(lambda x: x * share, w["head"])}
             if mistake == "order":
                 w = w | {"head": jax.tree.map(lambda x: x * (1 + value[0]), w["head"])}
@@ -80,7 +122,11 @@ def planted(mistake):
                 w = jax.tree.map(lambda x: x * (1 - 0.1 * lam), w)
             if mistake == "random":
                 w = w | {"head": jax.tree.map(lambda x: x + _random(), w["head"])}
-            ids = cohort.ids if mistake == "absent" else jnp.where(cohort.trained, cohort.ids, task.num_clients)
+            ids = (
+                cohort.ids
+                if mistake == "absent"
+                else jnp.where(cohort.trained, cohort.ids, task.num_clients)
+            )
             table = server["table"].at[ids].set(value, mode="drop")
             new = {"w": w, "table": table, "scale": server["scale"]}
             if mistake == "state grows":
@@ -90,19 +136,27 @@ def planted(mistake):
             metrics = Metrics(None if mistake == "no loss" else value, post)
             if mistake == "metric":
                 metrics = metrics._replace(clients={"drift": table[:2]})
-            return State(new, state.clients if mistake == "nothing moves" else mine), metrics
+            return State(
+                new, state.clients if mistake == "nothing moves" else mine
+            ), metrics
 
         def predict(server, mine, c):
             w = split.receive(server["w"], mine["own"])
             if mistake == "fine-tunes on test examples":
-                w, _ = local.sgd(keys.fold(c.key, keys.Client.FINE_TUNE), c.test, loss, w, task)
+                w, _ = local.sgd(
+                    keys.fold(c.key, keys.Client.FINE_TUNE), c.test, loss, w, task
+                )
             return predictor(task.model, w)
 
         def sent(state, cohort, metrics):
             found = traffic.both_ways(cohort, state.server["w"])
             if mistake == "traffic":
                 return found._replace(up=jnp.sum(found.up))
-            return found._replace(down=0 * found.down + 7) if mistake == "traffic of the inactive" else found
+            return (
+                found._replace(down=0 * found.down + 7)
+                if mistake == "traffic of the inactive"
+                else found
+            )
 
         changes = {
             "signature of predict": {"predict": lambda server, c: None},
@@ -110,14 +164,18 @@ def planted(mistake):
             "headline": {"headline": ("f1", "max")},
             "only architecture": {"one_architecture": False},  # but it uses task.model
         }
-        return Algorithm(init, round, predict, evaluate.classification, sent)._replace(**changes.get(mistake, {}))
+        return Algorithm(init, round, predict, evaluate.classification, sent)._replace(
+            **changes.get(mistake, {})
+        )
 
     return factory
 
 
 def _random():
     draw = np.random.default_rng().normal
-    return jax.pure_callback(lambda: np.float32(draw()), jax.ShapeDtypeStruct((), jnp.float32))
+    return jax.pure_callback(
+        lambda: np.float32(draw()), jax.ShapeDtypeStruct((), jnp.float32)
+    )
 
 
 @pytest.mark.slow  # as of every method in test_contract.py
@@ -137,8 +195,14 @@ BROKEN = {
     "counts the inactive": ("inactive", r"server\['w'\]\['head'\]"),
     "order": ("order", r"server\['w'\]\['head'\]"),
     "absent": ("inactive", r"server\['table'\]"),
-    "python branch": ("traced", r"line \d+ of .*test_testing.py: if mistake == .python branch. and lam > 1"),
-    "missing default": ("default", r"line \d+ of .*test_testing.py: w, .* = cohort.mean"),
+    "python branch": (
+        "traced",
+        r"line \d+ of .*test_testing.py: if mistake == .python branch. and lam > 1",
+    ),
+    "missing default": (
+        "default",
+        r"line \d+ of .*test_testing.py: w, .* = cohort.mean",
+    ),
     "unmasked norm": ("bn_stats", "masked rows"),
     "statistics travel": ("bn_stats", r"server\['w'\]\['stats'\]\['mark'\]\['mean'\]"),
     "counts places": ("layout", r"server\['w'\]\['head'\]"),
@@ -151,22 +215,48 @@ BROKEN = {
     "trains on test examples": ("held_out", r"server\['w'\]|table"),
     "fine-tunes on test examples": ("held_out", "`predict` reads c.test"),
     "a key of its own": ("key", "`round` draws the same under any key"),
-    "only architecture": ("grouping", "needs clients of one architecture, and there are 2"),
+    "only architecture": (
+        "grouping",
+        "needs clients of one architecture, and there are 2",
+    ),
     "lifted": ("dtype", r"\['body'\].* is float32.* and must be bfloat16"),
 }
 
-# Their rules have a mistake that is found faster, or other tests of the methods see what they do.
-SLOW = ("counts the inactive", "traffic of the inactive", "random", "unmasked norm", "fine-tunes on test examples")
-SLOW += ("counts places", "only architecture", "lifted", "weak type", "nothing moves", "always scored")
+# Their rules have a mistake that is found faster, or other tests of the methods see
+# what they do.
+SLOW = (
+    "counts the inactive",
+    "traffic of the inactive",
+    "random",
+    "unmasked norm",
+    "fine-tunes on test examples",
+)
+SLOW += (
+    "counts places",
+    "only architecture",
+    "lifted",
+    "weak type",
+    "nothing moves",
+    "always scored",
+)
 SLOW += ("trains on test examples", "statistics travel", "a key of its own")
 
 
-@pytest.mark.parametrize("mistake", [toy.slow(name) if name in SLOW else name for name in BROKEN])
+@pytest.mark.parametrize(
+    "mistake", [toy.slow(name) if name in SLOW else name for name in BROKEN]
+)
 def test_a_broken_rule_is_named_with_its_place(mistake):
     rule, where = BROKEN[mistake]
-    with pytest.raises(ContractViolation, match=f"^factory breaks the rule '{rule}' (.|\n)*{where}"):
+    with pytest.raises(
+        ContractViolation, match=f"^factory breaks the rule '{rule}' (.|\n)*{where}"
+    ):
         if rule == "bn_stats":  # alone: it compiles a round of its own
-            testing.check(rule, testing.subject(planted(mistake), testing.task(), start=State(None, None)))
+            testing.check(
+                rule,
+                testing.subject(
+                    planted(mistake), testing.task(), start=State(None, None)
+                ),
+            )
         testing.check_algorithm(planted(mistake))
 
 
@@ -177,7 +267,9 @@ def test_a_result_that_depends_on_the_grouping():
 
         def round(key, state, cohort):
             new, metrics = made.round(key, state, cohort)
-            return new._replace(server=optax.tree.scale(1 + len(task.models), new.server)), metrics
+            return new._replace(
+                server=optax.tree.scale(1 + len(task.models), new.server)
+            ), metrics
 
         return made._replace(round=round)
 
@@ -195,33 +287,50 @@ def test_a_method_for_one_network_that_says_it_takes_several():
         def round(key, state, cohort):
             def client(c, own):
                 w = split.receive(state.server, own)
-                w, value = local.sgd(c.key, c.train, losses.classification(c.model), w, task)
+                w, value = local.sgd(
+                    c.key, c.train, losses.classification(c.model), w, task
+                )
                 head, own = split.send(w)  # without c.architecture
-                return head, Own(own), value, evaluate.post(cohort, c, predictor(c.model, w))
+                return (
+                    head,
+                    Own(own),
+                    value,
+                    evaluate.post(cohort, c, predictor(c.model, w)),
+                )
 
-            head, (own, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, default=state.server)
+            head, (own, value, post) = cohort.mean(
+                client, state.clients, weight=cohort.sizes, default=state.server
+            )
             return State(head, own), Metrics(value, post)
 
         def predict(server, own, c):
             return predictor(c.model, split.receive(server, own))
 
-        return Algorithm(split.init, round, predict, evaluate.classification, one_architecture=False)
+        return Algorithm(
+            split.init, round, predict, evaluate.classification, one_architecture=False
+        )
 
     made = testing.subject(factory, testing.task())
     testing.check("grouping", made)
-    with pytest.raises(ContractViolation, match=r"'architectures' .*may have different networks"):
+    with pytest.raises(
+        ContractViolation, match=r"'architectures' .*may have different networks"
+    ):
         testing.check("architectures", made)
 
 
 def test_a_method_is_checked_by_its_name():
-    with pytest.raises(InputError, match="Unknown algo 'fedavgg': did you mean 'fedavg'"):
+    with pytest.raises(
+        InputError, match="Unknown algo 'fedavgg': did you mean 'fedavg'"
+    ):
         testing.check_algorithm("fedavgg")
     with pytest.raises(InputError, match="3 is no method"):
         testing.check_algorithm(3)
 
 
 def test_a_hyperparameter_that_is_not_given_by_keyword():
-    with pytest.raises(InputError, match=r"mu is no hyperparameter.*write \(task, \*, mu=0\.5\)"):
+    with pytest.raises(
+        InputError, match=r"mu is no hyperparameter.*write \(task, \*, mu=0\.5\)"
+    ):
         testing.check_algorithm(lambda task, mu=0.5: ALGORITHMS["fedavg"](task))
 
 
@@ -230,8 +339,13 @@ def test_a_method_without_a_mean_says_what_it_sends():
         nothing = cohort.map(lambda c: jnp.zeros(()), phase=None)
         return state, Metrics(nothing, {"acc": nothing})
 
-    simulate.program(changed(round=round, traffic=lambda *_: traffic.both_ways(_[-2], 0)), testing.task())
-    with pytest.raises(InputError, match=r"nothing passes through cohort\.mean.*`traffic`"):
+    simulate.program(
+        changed(round=round, traffic=lambda *_: traffic.both_ways(_[-2], 0)),
+        testing.task(),
+    )
+    with pytest.raises(
+        InputError, match=r"nothing passes through cohort\.mean.*`traffic`"
+    ):
         simulate.program(changed(round=round, traffic=None), testing.task())
 
 
@@ -250,8 +364,14 @@ def test_traffic_counts_an_array_per_client():
 
 REFUSED = {
     "same phase": "Two calls of map, mean or scan in one round have phase=0",
-    "metric": "its metric clients['drift'] has the shape [2] and must be one number per client",
-    "state grows": "same structure, shapes and types: .server['table'] is float32[6] and must be float32[5]",
+    "metric": (
+        "its metric clients['drift'] has the shape [2] and must be one number per "
+        "client"
+    ),
+    "state grows": (
+        "same structure, shapes and types: .server['table'] is float32[6] and must be "
+        "float32[5]"
+    ),
     "traffic": "its traffic `up` has the shape [] and must be one count per client",
     "no loss": "its Metrics have no `loss`",
     "no post": "its Metrics have no `post`",
@@ -269,11 +389,15 @@ def test_what_the_engine_refuses(mistake):
 
 
 def changed(**functions):
-    """FedAvg with other functions, each of (FedAvg's Algorithm, its arguments...), or other values."""
+    """FedAvg with other functions, each of (FedAvg's Algorithm, its arguments...), or
+    other values."""
 
     def factory(task):
         made = ALGORITHMS["fedavg"](task)
-        given = {name: functools.partial(f, made) if callable(f) else f for name, f in functions.items()}
+        given = {
+            name: functools.partial(f, made) if callable(f) else f
+            for name, f in functions.items()
+        }
         return made._replace(**given)
 
     return factory
@@ -283,21 +407,47 @@ FIELDS = {
     "round": ({"round": None}, "factory: `round` is None, and must be given."),
     "score": ({"score": None}, "factory: `score` is None, and must be given."),
     "headline": ({"headline": None}, "factory: `headline` is None, and must be given."),
-    "no pair": ({"headline": 3}, "factory: `headline` must be (score, 'max' or 'min'), not 3."),
+    "no pair": (
+        {"headline": 3},
+        "factory: `headline` must be (score, 'max' or 'min'), not 3.",
+    ),
     "tuple": (
         {"init": lambda made, key: tuple(made.init(key))},
         "must return State(server, clients), not tuple.",
     ),
-    "None": ({"init": lambda made, key: None}, "must return State(server, clients), not NoneType."),
-    "text": ({"init": lambda made, key: State({"w": "text"}, {})}, ".server['w'] is of type str and must be an array"),
-    "row": ({"init": lambda made, key: State({}, {"h": jnp.zeros(3)})}, "clients['h'] of `init` has the shape [3] and"),
-    "averages": ({"averages": ("bdy",)}, "`averages` names 'bdy', which is no part of its State.server."),
-    "averages as text": ({"averages": "body"}, "`averages` must be a tuple of names, such as ('body',), not 'body'."),
-    "statistic": (
-        {"score": lambda made, *given: made.score(*given) | {"f1_std": made.score(*given)["acc"]}},
-        "a score cannot be named 'f1_std': names that end in _micro, _std, _worst10, _best10, _clients are those of",
+    "None": (
+        {"init": lambda made, key: None},
+        "must return State(server, clients), not NoneType.",
     ),
-    "idle": ({"idle": (Idle("pull", 0, 1e-3, "Nothing."),)}, "`idle` names the metric 'pull', which is not in its Me"),
+    "text": (
+        {"init": lambda made, key: State({"w": "text"}, {})},
+        ".server['w'] is of type str and must be an array",
+    ),
+    "row": (
+        {"init": lambda made, key: State({}, {"h": jnp.zeros(3)})},
+        "clients['h'] of `init` has the shape [3] and",
+    ),
+    "averages": (
+        {"averages": ("bdy",)},
+        "`averages` names 'bdy', which is no part of its State.server.",
+    ),
+    "averages as text": (
+        {"averages": "body"},
+        "`averages` must be a tuple of names, such as ('body',), not 'body'.",
+    ),
+    "statistic": (
+        {
+            "score": lambda made, *given: (
+                made.score(*given) | {"f1_std": made.score(*given)["acc"]}
+            )
+        },
+        "a score cannot be named 'f1_std': names that end in _micro, _std, _worst10, "
+        "_best10, _clients are those of",
+    ),
+    "idle": (
+        {"idle": (Idle("pull", 0, 1e-3, "Nothing."),)},
+        "`idle` names the metric 'pull', which is not in its Me",
+    ),
 }
 
 
@@ -309,23 +459,50 @@ def test_a_field_or_a_state_that_cannot_be(mistake):
 
 
 METRICS = {
-    "empty": ({"server": {"a": jnp.zeros((0, 3))}}, "its metric server['a'] has the shape [0, 3], and so no number"),
-    "post is an array": ({"post": jnp.zeros(5)}, "its Metrics.post must be a dictionary {name: array}, not "),
-    "clients is an array": ({"clients": jnp.zeros(5)}, "its Metrics.clients must be a dictionary {name: array}, not "),
-    "server is an array": ({"server": jnp.zeros(5)}, "its Metrics.server must be a dictionary {name: array}, not "),
+    "empty": (
+        {"server": {"a": jnp.zeros((0, 3))}},
+        "its metric server['a'] has the shape [0, 3], and so no number",
+    ),
+    "post is an array": (
+        {"post": jnp.zeros(5)},
+        "its Metrics.post must be a dictionary {name: array}, not ",
+    ),
+    "clients is an array": (
+        {"clients": jnp.zeros(5)},
+        "its Metrics.clients must be a dictionary {name: array}, not ",
+    ),
+    "server is an array": (
+        {"server": jnp.zeros(5)},
+        "its Metrics.server must be a dictionary {name: array}, not ",
+    ),
     "key": (
         {"server": {3: jnp.zeros(5)}},
         "its Metrics.server must be a dictionary {name: array}, not with the keys",
     ),
-    "text": ({"server": {"a": "high"}}, "its metric server['a'] must be an array of numbers, not str."),
-    "headline": ({"post": {"f1": jnp.zeros(5)}}, "its Metrics.post lacks the headline 'acc' and has only f1."),
+    "text": (
+        {"server": {"a": "high"}},
+        "its metric server['a'] must be an array of numbers, not str.",
+    ),
+    "headline": (
+        {"post": {"f1": jnp.zeros(5)}},
+        "its Metrics.post lacks the headline 'acc' and has only f1.",
+    ),
     "statistic": (
         {"post": {"acc": jnp.zeros(5), "f1_micro": jnp.zeros(5)}},
         "a score cannot be named 'f1_micro': names that end in _micro, _std, ",
     ),
-    "point": ({"server": {"val/acc": jnp.zeros(())}}, "a metric cannot be named 'val/acc': that name is taken."),
-    "list": ({"loss": [0.0] * 5}, "its metric loss must be an array of floats, not list."),
-    "integers": ({"loss": jnp.zeros(5, int)}, "its metric loss must be an array of floats, not int32."),
+    "point": (
+        {"server": {"val/acc": jnp.zeros(())}},
+        "a metric cannot be named 'val/acc': that name is taken.",
+    ),
+    "list": (
+        {"loss": [0.0] * 5},
+        "its metric loss must be an array of floats, not list.",
+    ),
+    "integers": (
+        {"loss": jnp.zeros(5, int)},
+        "its metric loss must be an array of floats, not int32.",
+    ),
 }
 
 
@@ -350,11 +527,17 @@ def decided(made, server, row, c):
 SHAPES = {
     "classes": (
         {"predict": decided},
-        "accuracies are of logits [B, C], here [3, 4], and not of [3], as its predictor gives.",
+        "accuracies are of logits [B, C], here [3, 4], and not of [3], as its "
+        "predictor gives.",
     ),
     "counts": (
-        {"score": lambda made, outputs, y, mask, c: {"acc": (jnp.sum(outputs, axis=0), mask)}},
-        "the sum and the count of the score 'acc' must have one shape, not [4] and [3].",
+        {
+            "score": lambda made, outputs, y, mask, c: {
+                "acc": (jnp.sum(outputs, axis=0), mask)
+            }
+        },
+        "the sum and the count of the score 'acc' must have one shape, not [4] and "
+        "[3].",
     ),
 }
 
@@ -382,25 +565,53 @@ def failing(where):
             return plain(variables, batch, key) if mu > 0 else None
 
         def round(key, state, cohort):
-            given = (lambda variables, batch: None) if where == "loss" else loss if where == "branch" else plain
+            given = (
+                (lambda variables, batch: None)
+                if where == "loss"
+                else loss
+                if where == "branch"
+                else plain
+            )
 
             def client(c):
                 w, value = local.sgd(c.key, c.train, given, state.server, task)
                 post = evaluate.post(cohort, c, predictor(task.model, w))
-                return w if where == "no tuple" else (w, value) if where == "too few" else (w, value, post)
+                return (
+                    w
+                    if where == "no tuple"
+                    else (w, value)
+                    if where == "too few"
+                    else (w, value, post)
+                )
 
-            weight = cohort.sizes[:3] if where == "weight" else jnp.ones(1) if where == "one weight" else cohort.sizes
+            weight = (
+                cohort.sizes[:3]
+                if where == "weight"
+                else jnp.ones(1)
+                if where == "one weight"
+                else cohort.sizes
+            )
             w, (value, post) = cohort.mean(client, weight=weight, default=state.server)
             return State(w, state.clients), Metrics(value, post)
 
         def predict(server, row, c):
-            return lambda x, mask: x["image"] if where == "predict" else predictor(task.model, server)(x, mask)
+            return lambda x, mask: (
+                x["image"]
+                if where == "predict"
+                else predictor(task.model, server)(x, mask)
+            )
 
         def score(outputs, y, mask, c):
-            return {"acc": (outputs.sums, mask)} if where == "score" else evaluate.classification(outputs, y, mask, c)
+            return (
+                {"acc": (outputs.sums, mask)}
+                if where == "score"
+                else evaluate.classification(outputs, y, mask, c)
+            )
 
         def sent(state, cohort, metrics):
-            return traffic.both_ways(cohort, state.servers if where == "traffic" else state.server)
+            return traffic.both_ways(
+                cohort, state.servers if where == "traffic" else state.server
+            )
 
         return Algorithm(init, round, predict, score, sent)
 
@@ -409,31 +620,49 @@ def failing(where):
 
 LINE = r"at .*test_testing\.py:\d+"
 BRANCH = (
-    rf"\(TracerBoolConversionError, {LINE}\): a float hyperparameter is traced, .*int or Literal, or use jnp\.where"
+    rf"\(TracerBoolConversionError, {LINE}\): a float hyperparameter is traced, .*int "
+    r"or Literal, or use jnp\.where"
 )
 FAILS = {
     "factory": ("the factory", BRANCH),
     "init": ("init", rf"\(KeyError: 'haed', {LINE}\)"),
-    "loss": ("round", rf"\(TypeError: .* takes 2 positional arguments but 3 were given, {LINE}\)"),
+    "loss": (
+        "round",
+        rf"\(TypeError: .* takes 2 positional arguments but 3 were given, {LINE}\)",
+    ),
     "branch": ("round", BRANCH),
-    "too few": ("round", rf"\(ValueError: not enough values to unpack \(expected 2, got 1\), {LINE}\)"),
+    "too few": (
+        "round",
+        rf"\(ValueError: not enough values to unpack \(expected 2, got 1\), {LINE}\)",
+    ),
     "predict": ("predict", rf"\(TypeError: .*, {LINE}\)"),
     "score": ("score", rf"\(AttributeError: .*sums.*, {LINE}\)"),
-    "traffic": ("traffic", rf"\(AttributeError: 'State' object has no attribute 'servers'.*, {LINE}\)"),
+    "traffic": (
+        "traffic",
+        rf"\(AttributeError: 'State' object has no attribute 'servers'.*, {LINE}\)",
+    ),
 }
 
 
 @pytest.mark.parametrize("where", FAILS)
 def test_what_the_users_code_raises_is_one_sentence_with_its_line(where):
     part, why = FAILS[where]
-    with pytest.raises(InputError, match=rf"^factory fails in {part} {why}\.") as caught:
+    with pytest.raises(
+        InputError, match=rf"^factory fails in {part} {why}\."
+    ) as caught:
         simulate.program(failing(where), testing.task())
     assert caught.value.__cause__ is not None
 
 
 GIVEN = {
-    "weight": "the `weight` given to cohort.mean has the shape [3] and must have one entry per client, here [5].",
-    "one weight": "the `weight` given to cohort.mean has the shape [1] and must have one entry per client, here [5].",
+    "weight": (
+        "the `weight` given to cohort.mean has the shape [3] and must have one entry "
+        "per client, here [5]."
+    ),
+    "one weight": (
+        "the `weight` given to cohort.mean has the shape [1] and must have one entry "
+        "per client, here [5]."
+    ),
     "no tuple": "the function given to cohort.mean must return a tuple (upload, ...), not dict.",
 }
 
@@ -455,14 +684,33 @@ def test_what_the_package_itself_raises_stays_as_it_is(monkeypatch):
 
 
 def test_one_number_that_is_not_finite_makes_its_row_so():
-    found = trees.finite({"a": jnp.array([[1.0, jnp.nan], [1, 1], [1, 1]]), "b": jnp.ones(3), "n": jnp.arange(3)}, 3)
+    found = trees.finite(
+        {
+            "a": jnp.array([[1.0, jnp.nan], [1, 1], [1, 1]]),
+            "b": jnp.ones(3),
+            "n": jnp.arange(3),
+        },
+        3,
+    )
     np.testing.assert_array_equal(found, [False, True, True])
 
 
 def everybody(**more):
     """A cohort of all clients."""
-    given = {"key": jax.random.key(0), "round": jnp.int32(0), "evaluated": jnp.bool(False), "width": 1}
-    return Cohort(toy.federation(), toy.task(), jnp.arange(toy.N), jnp.ones(toy.N, bool), **given, **more)
+    given = {
+        "key": jax.random.key(0),
+        "round": jnp.int32(0),
+        "evaluated": jnp.bool(False),
+        "width": 1,
+    }
+    return Cohort(
+        toy.federation(),
+        toy.task(),
+        jnp.arange(toy.N),
+        jnp.ones(toy.N, bool),
+        **given,
+        **more,
+    )
 
 
 def test_what_is_sent_by_default_is_all_that_the_means_of_a_round_average():
@@ -476,5 +724,8 @@ def test_what_is_sent_by_default_is_all_that_the_means_of_a_round_average():
 def test_each_mean_of_a_round_has_noise_of_its_own():
     noise = lambda key, upload, default: upload + jax.random.normal(key)
     cohort = everybody(transform=noise)
-    one, two = (cohort.mean(lambda c: (jnp.zeros(()), c.id), default=jnp.zeros(()), phase=i)[0] for i in range(2))
+    one, two = (
+        cohort.mean(lambda c: (jnp.zeros(()), c.id), default=jnp.zeros(()), phase=i)[0]
+        for i in range(2)
+    )
     assert one != two

@@ -21,7 +21,10 @@ QUICK = [
     toy.slow("pfedma", 2, (1, 1)),
     toy.slow("pfedhn", 2, (0.6, 0.6)),
 ]
-ALL = [toy.slow(*case, (0.6, 0.6)) for case in itertools.product(sorted(ALGORITHMS), (1, 8))]
+ALL = [
+    toy.slow(*case, (0.6, 0.6))
+    for case in itertools.product(sorted(ALGORITHMS), (1, 8))
+]
 
 
 @pytest.fixture(autouse=True)
@@ -30,26 +33,43 @@ def never_too_long(monkeypatch):
 
 
 def run(program, **options):
-    copied = lambda result: result._replace(state=result.state and on_host(program, result.state))
-    return [copied(r) for r in simulate.rounds(program, KEY, toy.federation(), rounds=ROUNDS, **options)]
+    copied = lambda result: result._replace(
+        state=result.state and on_host(program, result.state)
+    )
+    return [
+        copied(r)
+        for r in simulate.rounds(
+            program, KEY, toy.federation(), rounds=ROUNDS, **options
+        )
+    ]
 
 
 def plain(metrics):
     """Without the sizes of ciphertexts, which are random."""
     if metrics is None:
         return None
-    kept = {name: x for name, x in metrics.clients.items() if not name.startswith("encrypted")}
-    return metrics._replace(clients=kept, traffic=metrics.traffic._replace(encrypted=None))
+    kept = {
+        name: x
+        for name, x in metrics.clients.items()
+        if not name.startswith("encrypted")
+    }
+    return metrics._replace(
+        clients=kept, traffic=metrics.traffic._replace(encrypted=None)
+    )
 
 
 @pytest.mark.parametrize("method, devices, participation", [*QUICK, *ALL])
 def test_rounds_together_are_the_rounds_one_by_one(method, devices, participation):
-    """Metrics, scores and states; after the first round, whose time is measured, 1 to 4, 5, 6 and
-    7."""
+    """Metrics, scores and states; after the first round, whose time is measured, 1 to
+    4, 5, 6 and 7."""
     program = program_of(method, devices, participation)
     alone = run(program, eval_every=5)
     together = run(program, eval_every=5, state_every=6)
-    assert [r.round for r in together] == [r.round for r in alone] == list(range(ROUNDS + 1))
+    assert (
+        [r.round for r in together]
+        == [r.round for r in alone]
+        == list(range(ROUNDS + 1))
+    )
     assert [r.round for r in together if r.state is None] == [1, 2, 3]
     for a, b in zip(together, alone, strict=True):
         assert_close(plain(a.metrics), plain(b.metrics), 1e-5)
@@ -68,7 +88,9 @@ def test_how_many_go_together_is_not_seen(monkeypatch):
     assert [r.round for r in many if r.state is None] == [1, 2, 4, 5, 6]
     assert all(r.state is not None for r in single)
     for a, b in zip(many, single, strict=True):
-        toy.assert_same((a.metrics, a.pre, a.state or b.state), (b.metrics, b.pre, b.state))
+        toy.assert_same(
+            (a.metrics, a.pre, a.state or b.state), (b.metrics, b.pre, b.state)
+        )
 
 
 @pytest.mark.parametrize(
@@ -103,17 +125,32 @@ def test_what_diverges_among_them_is_not_given_out():
 def test_the_devices_say_no_more_to_each_other_than_in_one_round():
     program = program_of("ditto", 8, (0.5, 0.5))
     f = jax.device_put(toy.federation(), jax.NamedSharding(program.mesh, jax.P()))
-    args = (KEY, program.traced, f, program.init(KEY, program.traced), np.int32(0), np.bool_(False))
+    args = (
+        KEY,
+        program.traced,
+        f,
+        program.init(KEY, program.traced),
+        np.int32(0),
+        np.bool_(False),
+    )
     lowered = (
         jax.jit(program.round).lower(*args),
         jax.jit(loop._several(program)).lower(*args, np.int32(3)),
     )
     one, several = (collectives(made.compile()) for made in lowered)
-    assert one.keys() == several.keys() and all(len(one[kind]) == len(several[kind]) for kind in one)
+    assert one.keys() == several.keys() and all(
+        len(one[kind]) == len(several[kind]) for kind in one
+    )
 
 
 @pytest.mark.slow  # the metrics of Ditto above have it
 def test_of_several_rounds_only_the_first_is_scored():
     got = run(program_of("fedavg", 1, (1.0, 1.0)), eval_every=3, state_every=100)
-    assert [r.round for r in got if r.state is None] == [1, 3, 4]  # 1 and 2 went together, and 3 to 5
-    assert [r.round for r in got[:-1] if np.isfinite(r.metrics.post["acc"]).any()] == [0, 3, 6, 7]
+    # 1 and 2 went together, and 3 to 5
+    assert [r.round for r in got if r.state is None] == [1, 3, 4]
+    assert [r.round for r in got[:-1] if np.isfinite(r.metrics.post["acc"]).any()] == [
+        0,
+        3,
+        6,
+        7,
+    ]

@@ -30,7 +30,8 @@ _compiled: dict = {}
 
 @functools.cache
 def federations():
-    """Two over the same examples, of which the second's clients hold theirs in another order."""
+    """Two over the same examples, of which the second's clients hold theirs in another
+    order."""
     first = toy.federation()
     size = np.asarray(first.train.size)
     index = np.array(first.train.index)
@@ -53,37 +54,56 @@ def at_once(programs, given):
     """The rounds of all, with the states on the host."""
     program, federation = simulate.vectorized(programs, given)
     if programs[0].round not in _compiled:  # other rates need nothing new
-        _compiled[programs[0].round] = simulate.compiled(program, KEYS, federation, eval_every=2)
+        _compiled[programs[0].round] = simulate.compiled(
+            program, KEYS, federation, eval_every=2
+        )
     functions = _compiled[programs[0].round]
-    for results in simulate.rounds_at_once(program, KEYS, federation, functions, **OPTIONS):
+    for results in simulate.rounds_at_once(
+        program, KEYS, federation, functions, **OPTIONS
+    ):
         whole = next((r.state for r in results if isinstance(r, simulate.Result)), None)
         states = jax.device_get(program.unplace(whole))
         yield [
-            r if isinstance(r, Exception) else r._replace(state=trees.gather(states, i)) for i, r in enumerate(results)
+            r if isinstance(r, Exception) else r._replace(state=trees.gather(states, i))
+            for i, r in enumerate(results)
         ]
 
 
-@pytest.mark.parametrize("method", [*QUICK, *(toy.slow(name) for name in sorted({*ALGORITHMS} - {*QUICK}))])
+@pytest.mark.parametrize(
+    "method", [*QUICK, *(toy.slow(name) for name in sorted({*ALGORITHMS} - {*QUICK}))]
+)
 def test_runs_at_once_are_the_runs_one_by_one(method):
     programs, given = runs_of(method), federations()
     found = list(at_once(programs, given))
-    functions = simulate.compiled(programs[0], KEYS[0], given[0], eval_every=2)  # for the others, too
+    # for the others, too
+    functions = simulate.compiled(programs[0], KEYS[0], given[0], eval_every=2)
     for i, (program, federation) in enumerate(zip(programs, given, strict=True)):
-        each = simulate.rounds(program, KEYS[i], federation, functions=functions, **OPTIONS)
-        alone = [result._replace(state=on_host(program, result.state)) for result in each]
+        each = simulate.rounds(
+            program, KEYS[i], federation, functions=functions, **OPTIONS
+        )
+        alone = [
+            result._replace(state=on_host(program, result.state)) for result in each
+        ]
         for got, wanted in zip((results[i] for results in found), alone, strict=True):
             assert got.round == wanted.round
-            assert_close((plain(got.metrics), got.pre), (plain(wanted.metrics), wanted.pre), 1e-4)
-            assert_close(got.state, wanted.state, 1e-3)  # FedDVA's running variances take most of it
+            assert_close(
+                (plain(got.metrics), got.pre), (plain(wanted.metrics), wanted.pre), 1e-4
+            )
+            # FedDVA's running variances take most of it
+            assert_close(got.state, wanted.state, 1e-3)
     assert not np.allclose(*(result.metrics.loss for result in found[0]))
 
 
 def test_a_run_that_diverges_leaves_the_others_as_they_are():
     programs, given = runs_of("ditto"), federations()
     wild = [programs[0], programs[1]._replace(traced=programs[1].traced | {"lr": 1e38})]
-    for calm, results in zip(at_once(programs, given), at_once(wild, given), strict=True):
+    for calm, results in zip(
+        at_once(programs, given), at_once(wild, given), strict=True
+    ):
         toy.assert_same(results[0].state, calm[0].state)
-        assert isinstance(results[1], simulate.DivergenceError) and "not finite in round 0:" in str(results[1])
+        assert isinstance(
+            results[1], simulate.DivergenceError
+        ) and "not finite in round 0:" in str(results[1])
 
 
 @pytest.mark.parametrize("intervals", [(1, 3), (3, 1)])
@@ -92,14 +112,20 @@ def test_functions_compiled_for_other_intervals_serve(intervals, monkeypatch):
     program, f = runs_of("ditto")[0], federations()[0]
     first, now = ({"eval_every": every, "state_every": every} for every in intervals)
     functions = simulate.compiled(program, KEYS[0], f, **first)
-    found = list(simulate.rounds(program, KEYS[0], f, rounds=6, functions=functions, **now))
-    assert [result.round for result in found] == list(range(7)) and np.isfinite(found[-1].pre["acc"]).all()
+    found = list(
+        simulate.rounds(program, KEYS[0], f, rounds=6, functions=functions, **now)
+    )
+    assert [result.round for result in found] == list(range(7)) and np.isfinite(
+        found[-1].pre["acc"]
+    ).all()
 
 
 def test_what_cannot_be_one_program_is_refused():
     first, second = federations()
     programs = runs_of("ditto")
-    with pytest.raises(InputError, match="There are 2 programs and 1 federations: give one to each run"):
+    with pytest.raises(
+        InputError, match="There are 2 programs and 1 federations: give one to each run"
+    ):
         simulate.vectorized(programs, [first])
     several, both = simulate.vectorized(programs, [first, second], checked=False)
     for keys in (KEYS[0], KEYS[:1]):
@@ -110,15 +136,23 @@ def test_what_cannot_be_one_program_is_refused():
     with pytest.raises(InputError, match="need one device"):
         simulate.vectorized([program_of("ditto", 3, (1, 1))] * 2, [first, second])
     fewer = second._replace(train=second.train._replace(size=second.train.size - 1))
-    with pytest.raises(InputError, match="hold other training examples than the task's"):
+    with pytest.raises(
+        InputError, match="hold other training examples than the task's"
+    ):
         simulate.vectorized(programs, [first, fewer])
     task = toy.task("linear")
-    larger = task._replace(sizes=2 * task.sizes, class_counts=2 * task.class_counts)  # more dual variables per client
+    # more dual variables per client
+    larger = task._replace(sizes=2 * task.sizes, class_counts=2 * task.class_counts)
     others = [toy.program(ALGORITHMS["mocha"], each) for each in (task, larger)]
     with pytest.raises(InputError, match="states of the same shapes"):
-        simulate.vectorized([p._replace(task=None, static=None) for p in others], [first, second])
+        simulate.vectorized(
+            [p._replace(task=None, static=None) for p in others], [first, second]
+        )
     whole, federation = simulate.vectorized(programs, [first, second])
-    for options, why in (({"rounds": -1}, "rounds=-1"), ({"rounds": 3, "start": 1}, "start=1 needs the state")):
+    for options, why in (
+        ({"rounds": -1}, "rounds=-1"),
+        ({"rounds": 3, "start": 1}, "start=1 needs the state"),
+    ):
         with pytest.raises(InputError, match=why):
             next(simulate.rounds_at_once(whole, KEYS, federation, None, **options))
     with pytest.raises(InputError, match="of several runs: `rounds_at_once` runs them"):
@@ -133,7 +167,12 @@ OTHERS = {
     "width": {"width": 2},
     "transform": {"transform": lambda key, upload, default: upload},
     **{
-        name: {"task": {name: value}} for name, value in (("epochs", 1), ("batch_size", 3), ("participation", (0.5, 1)))
+        name: {"task": {name: value}}
+        for name, value in (
+            ("epochs", 1),
+            ("batch_size", 3),
+            ("participation", (0.5, 1)),
+        )
     },
     "models": {"task": {"models": (models.model("linear", toy.SHAPE, toy.C),)}},
     "optimizer": {"task": {"optimizer": functools.partial(optax.sgd, momentum=0.9)}},
@@ -148,8 +187,12 @@ def test_runs_that_differ_in_a_constant_are_refused(name):
     changed, f = {"factory": "ditto", "hparams": {}} | OTHERS[name], toy.federation()
     task = toy.task()._replace(**changed.pop("task", {}))
     first = simulate.program("ditto", toy.task(), checked=False)
-    with pytest.raises(InputError, match=f"but run 1 has another {name} than the first"):
-        simulate.vectorized([first, simulate.program(task=task, checked=False, **changed)], [f, f])
+    with pytest.raises(
+        InputError, match=f"but run 1 has another {name} than the first"
+    ):
+        simulate.vectorized(
+            [first, simulate.program(task=task, checked=False, **changed)], [f, f]
+        )
 
 
 def dropping(rate):
@@ -157,19 +200,30 @@ def dropping(rate):
 
     class Body(nnx.Module):
         def __init__(self, rngs):
-            self.inner, self.drop = layers.linear(toy.SHAPE[0], 8, rngs), nnx.Dropout(rate)
+            self.inner, self.drop = (
+                layers.linear(toy.SHAPE[0], 8, rngs),
+                nnx.Dropout(rate),
+            )
 
         def __call__(self, x, train=False, rngs=None):
             return self.drop(self.inner(x), deterministic=not train, rngs=rngs)
 
-    net = lambda shape, classes, rngs: nets.Net(Body(rngs), layers.linear(8, classes, rngs))
+    net = lambda shape, classes, rngs: nets.Net(
+        Body(rngs), layers.linear(8, classes, rngs)
+    )
     return toy.task(models=(models.model(net, toy.SHAPE, toy.C),))
 
 
 def started(factor):
     """A network whose variables start larger, of the same predictions."""
     model = toy.task().models[0]
-    return toy.task(models=(model._replace(init=lambda key: jax.tree.map(lambda x: factor * x, model.init(key))),))
+    return toy.task(
+        models=(
+            model._replace(
+                init=lambda key: jax.tree.map(lambda x: factor * x, model.init(key))
+            ),
+        )
+    )
 
 
 def centred(mean):
@@ -186,7 +240,9 @@ def test_programs_that_differ_in_what_their_parts_do_not_show_are_refused(make):
     again = toy.program("fedavg", make(0.1))
     assert simulate.vectorized([same, again], [f, f])
     assert simulate.vectorized([same, other], [f, f], checked=False)
-    with pytest.raises(InputError, match="but what run 1 computes is not what the first does"):
+    with pytest.raises(
+        InputError, match="but what run 1 computes is not what the first does"
+    ):
         simulate.vectorized([same, other], [f, f])
 
 
@@ -196,7 +252,9 @@ def test_what_cannot_be_traced_is_the_same_where_it_is_one_object():
     once, apart = make(), make()
     f = toy.federation()
     first, same, other = (
-        simulate.program("fedavg", toy.task()._replace(optimizer=optimizer), checked=False)
+        simulate.program(
+            "fedavg", toy.task()._replace(optimizer=optimizer), checked=False
+        )
         for optimizer in (once, once, apart)
     )
     assert simulate.vectorized([first, same], [f, f], checked=False)
@@ -206,22 +264,35 @@ def test_what_cannot_be_traced_is_the_same_where_it_is_one_object():
 
 @pytest.mark.slow  # seeds and rates differ above, too
 def test_runs_may_differ_in_what_is_traced_and_share_everything_else():
-    """Seeds on one federation, and tasks that are equal without being the same objects."""
+    """Seeds on one federation, and tasks that are equal without being the same
+    objects."""
     f, plain = toy.federation(), toy.task()._replace(optimizer=lambda lr: optax.sgd(lr))
-    given = [({"lam": 1.0}, 0.9, toy.task()), ({"lam": 2.0}, 1.0, plain._replace(lr=0.3))]
-    programs = [simulate.program("ditto", task, lam, lr_decay=decay) for lam, decay, task in given]
+    given = [
+        ({"lam": 1.0}, 0.9, toy.task()),
+        ({"lam": 2.0}, 1.0, plain._replace(lr=0.3)),
+    ]
+    programs = [
+        simulate.program("ditto", task, lam, lr_decay=decay)
+        for lam, decay, task in given
+    ]
     whole, federation = simulate.vectorized(programs, [f, f])
     functions = simulate.compiled(whole, KEYS, federation)
     assert federation.train is f.train
-    for results in simulate.rounds_at_once(whole, KEYS, federation, functions, rounds=1):
-        assert len(results) == 2 and all(isinstance(each, simulate.Result) for each in results)
+    for results in simulate.rounds_at_once(
+        whole, KEYS, federation, functions, rounds=1
+    ):
+        assert len(results) == 2 and all(
+            isinstance(each, simulate.Result) for each in results
+        )
         assert not np.allclose(*(each.pre["acc"] for each in results))
 
 
 @pytest.mark.slow  # compiles rounds of two networks twice
 def test_seeds_of_one_program_of_several_architectures():
     """They have one placement, which needs no axis."""
-    given = [models.model(net, toy.SHAPE, toy.C) for net in (toy.tiny_mlp, toy.norm_net)]
+    given = [
+        models.model(net, toy.SHAPE, toy.C) for net in (toy.tiny_mlp, toy.norm_net)
+    ]
     task = toy.task(models=tuple(given), architecture=np.arange(toy.N) % 2)
     program, f = toy.program("fedproto", task), toy.federation()
     whole, federation = simulate.vectorized([program, program], [f, f])
@@ -229,17 +300,36 @@ def test_seeds_of_one_program_of_several_architectures():
     *_, results = simulate.rounds_at_once(whole, KEYS, federation, functions, rounds=1)
     for i, key in enumerate(KEYS):
         *_, alone = simulate.rounds(program, key, f, rounds=1)
-        assert_close((plain(results[i].metrics), results[i].pre), (plain(alone.metrics), alone.pre), 1e-4)
+        assert_close(
+            (plain(results[i].metrics), results[i].pre),
+            (plain(alone.metrics), alone.pre),
+            1e-4,
+        )
 
 
 def test_the_learning_rate_shrinks_by_its_factor_in_each_round():
     """In round t it is lr * lr_decay ** t."""
-    program, f, key = toy.program("fedavg", toy.task()), toy.federation(), jax.random.key(5)
+    program, f, key = (
+        toy.program("fedavg", toy.task()),
+        toy.federation(),
+        jax.random.key(5),
+    )
     begin, step = program.init(key, program.traced), jax.jit(program.round)
-    rates = [{"lr": 0.8, "lr_decay": 0.5}, {"lr": 0.1, "lr_decay": 1.0}, {"lr": 0.05, "lr_decay": 1.0}]
-    after = [step(key, program.traced | rate, f, begin, jnp.int32(3), jnp.bool(False))[0].server for rate in rates]
+    rates = [
+        {"lr": 0.8, "lr_decay": 0.5},
+        {"lr": 0.1, "lr_decay": 1.0},
+        {"lr": 0.05, "lr_decay": 1.0},
+    ]
+    after = [
+        step(key, program.traced | rate, f, begin, jnp.int32(3), jnp.bool(False))[
+            0
+        ].server
+        for rate in rates
+    ]
     assert_close(after[0], after[1])
-    assert not np.allclose(*(state["head"]["kernel"] for state in (after[0], after[2])), rtol=1e-2)
+    assert not np.allclose(
+        *(state["head"]["kernel"] for state in (after[0], after[2])), rtol=1e-2
+    )
 
 
 def test_examples_that_are_shared_are_there_once():

@@ -1,4 +1,5 @@
-"""The package as others install it: a wheel, in an environment that has nothing else."""
+"""The package as others install it: a wheel, in an environment that has nothing
+else."""
 
 import importlib.util
 import subprocess
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-NEEDED = pytest.mark.skipif(not importlib.util.find_spec("build"), reason="pip install -e '.[wheel]'")
+NEEDED = pytest.mark.skipif(
+    not importlib.util.find_spec("build"), reason="pip install -e '.[wheel]'"
+)
 RUN = """
 import jax, pathlib, fedjax_pfl
 from fedjax_pfl import models, simulate
@@ -27,7 +30,9 @@ print(pathlib.Path(fedjax_pfl.__file__).with_name("py.typed").exists(), fedjax_p
 
 
 def done(*command: object, **where) -> str:
-    result = subprocess.run([*map(str, command)], capture_output=True, text=True, **where)
+    result = subprocess.run(
+        [*map(str, command)], capture_output=True, text=True, **where
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -37,7 +42,9 @@ def done(*command: object, **where) -> str:
 def test_the_wheel_runs_in_an_empty_environment(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
-    for name in done("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines():
+    for name in done(
+        "git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT
+    ).splitlines():
         if (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
@@ -46,7 +53,8 @@ def test_the_wheel_runs_in_an_empty_environment(tmp_path):
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert "fedjax_pfl/py.typed" in names
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"fedjax_pfl"}  # no tests, no experiments
+    # no tests, no experiments
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"fedjax_pfl"}
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv" / "bin" / "python"
     done(python, "-m", "pip", "install", "--quiet", wheel)

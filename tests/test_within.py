@@ -23,8 +23,8 @@ TINY = [
 @pytest.mark.slow
 @pytest.mark.parametrize("algo", ["pfedc", *map(toy.slow, ["ditto", "fedrod"])])
 def test_a_run_is_asked_for_the_class_within_the_group(algo, tmp_path):
-    """Of pFedC with these tasks it is its own score; of the others the argmax within the group,
-    counted by hand, of FedRoD's two models the personal one's."""
+    """Of pFedC with these tasks it is its own score; of the others the argmax within
+    the group, counted by hand, of FedRoD's two models the personal one's."""
     more = ["--hparam=tasks=consecutive:2"] if algo == "pfedc" else []
     assert main.run([*TINY, *more, f"--algo={algo}", f"--workdir={tmp_path}"]) == 0
     run = runs.load(tmp_path)
@@ -36,18 +36,32 @@ def test_a_run_is_asked_for_the_class_within_the_group(algo, tmp_path):
     for i in range(4):
         rows = e.partition.test[i, : e.partition.test_sizes[i]]
         y, z = e.dataset.y[rows], np.asarray(run.predictor(i)(e.dataset.x[rows]))
-        hit = [5 * (y[k] // 5) + np.argmax(z[k, 5 * (y[k] // 5) :][:5]) == y[k] for k in range(len(y))]
-        held = np.unique(e.dataset.y[e.partition.train[i, : e.partition.train_sizes[i]]] // 5)
-        means = [np.mean(np.array(hit)[y // 5 == t]) for t in held if (y // 5 == t).any()]
+        hit = [
+            5 * (y[k] // 5) + np.argmax(z[k, 5 * (y[k] // 5) :][:5]) == y[k]
+            for k in range(len(y))
+        ]
+        held = np.unique(
+            e.dataset.y[e.partition.train[i, : e.partition.train_sizes[i]]] // 5
+        )
+        means = [
+            np.mean(np.array(hit)[y // 5 == t]) for t in held if (y // 5 == t).any()
+        ]
         np.testing.assert_allclose(found[i], np.mean(means), rtol=1e-6)
     table = within.main(["--tasks=consecutive:2", str(tmp_path)])
     assert f"| {tmp_path} | {100 * found.mean():.2f} |" in table
 
 
 def test_what_cannot_be_asked_is_one_sentence(tmp_path):
-    wrong = {"--tasks=single": "Name the run directories", str(tmp_path): "Give a task map and runs"}
+    wrong = {
+        "--tasks=single": "Name the run directories",
+        str(tmp_path): "Give a task map and runs",
+    }
     for argv, said in (
-        wrong | {f"--tasks=single --task {tmp_path}": "Unknown flag --task: did you mean --tasks"}
+        wrong
+        | {
+            "--tasks=single --task "
+            f"{tmp_path}": "Unknown flag --task: did you mean --tasks"
+        }
     ).items():
         with pytest.raises(InputError, match=said):
             within.main(argv.split())

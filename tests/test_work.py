@@ -20,10 +20,13 @@ HIDDEN, HEAD = 2 * 4 * 6 * 8, 2 * 4 * 8 * 4  # of its two products, forward
 
 
 def counted(method, *, epochs=2, scale=1, round=1, **hparams):
-    """Of a step that the settings ask for; all clients have `scale` times the toy's examples."""
+    """Of a step that the settings ask for; all clients have `scale` times the toy's
+    examples."""
     task = toy.method_task(method)
     task = task._replace(epochs=epochs, sizes=task.sizes * scale, public_classes=3)
-    return flops.flops_of_step(toy.METHODS[method], task, toy.federation(), hparams, round=round)
+    return flops.flops_of_step(
+        toy.METHODS[method], task, toy.federation(), hparams, round=round
+    )
 
 
 def test_a_step_of_sgd_is_the_models_own():
@@ -40,7 +43,8 @@ def test_a_step_of_sgd_is_the_models_own():
         ("apfl", 2 * STEP),
         ("per_fedavg", 2 * STEP),
         ("fedbabu", 2 * HIDDEN + 2 * HEAD),  # the head is not trained
-        ("fedrod", STEP + 2 * HEAD),  # a second head, whose gradient for the features is stopped
+        # a second head, whose gradient for the features is stopped
+        ("fedrod", STEP + 2 * HEAD),
     ],
 )
 def test_what_a_method_trains_beside_it_counts(method, flops):
@@ -57,12 +61,14 @@ def test_inner_steps_and_models_count():
 
 @pytest.mark.slow
 def test_a_methods_own_number_of_steps_is_related_to_the_settings():
-    """pFedHN takes steps of its own number, so relative to more epochs they are fewer."""
+    """pFedHN takes steps of its own number, so relative to more epochs they are
+    fewer."""
     assert counted("pfedhn", epochs=2) == 2 * counted("pfedhn", epochs=4) > 0
 
 
 def test_what_the_server_trains_is_not_the_clients_work():
-    """FedDF's distillation and its teachers' predictions are the server's, who has their models."""
+    """FedDF's distillation and its teachers' predictions are the server's, who has
+    their models."""
     assert counted("feddf") == counted("feddf", passes=3) == STEP
     assert counted("feddf", patience=2) == STEP
 
@@ -70,22 +76,32 @@ def test_what_the_server_trains_is_not_the_clients_work():
 def test_what_precedes_the_first_round_counts_once():
     later = [counted("fedmd", public_epochs=epochs) for epochs in (0, 2)]
     first = [counted("fedmd", public_epochs=epochs, round=0) for epochs in (0, 2, 4)]
-    assert later[0] == later[1] == first[0] and first[2] - first[0] == 2 * (first[1] - first[0]) > 0
-    warm = [counted("mnfl_het", order="code", warmup_epochs=2, round=index) for index in (0, 1)]
-    assert warm[0] == pytest.approx(warm[1] + STEP)  # two epochs of warm-up beside the settings' two
+    assert (
+        later[0] == later[1] == first[0]
+        and first[2] - first[0] == 2 * (first[1] - first[0]) > 0
+    )
+    warm = [
+        counted("mnfl_het", order="code", warmup_epochs=2, round=index)
+        for index in (0, 1)
+    ]
+    # two epochs of warm-up beside the settings' two
+    assert warm[0] == pytest.approx(warm[1] + STEP)
 
 
 def test_short_batches_and_no_examples():
     task = toy.task(sizes=np.array([3, 3, 3, 3, 3]), optimizer=optax.sgd)
     assert flops.flops_of_step(toy.METHODS["fedavg"], task, toy.federation()) == STEP
-    full = task._replace(drop_last=True)  # they have no batch; the steps of larger clients are whole
+    # they have no batch; the steps of larger clients are whole
+    full = task._replace(drop_last=True)
     assert flops.flops_of_step(toy.METHODS["fedavg"], full, toy.federation()) == STEP
 
 
-@pytest.mark.parametrize("turns, counts", [(0, 0), (1, 1), (2, 2), (7, 7), ("data", 1), ("flags", 3)])
+@pytest.mark.parametrize(
+    "turns, counts", [(0, 0), (1, 1), (2, 2), (7, 7), ("data", 1), ("flags", 3)]
+)
 def test_turns_of_a_loop(turns, counts):
-    """Counted where a counter ends it; once where the data do; and where flags that are known do,
-    turn by turn."""
+    """Counted where a counter ends it; once where the data do; and where flags that are
+    known do, turn by turn."""
 
     def run(n, x):
         if turns == "data":
@@ -105,11 +121,19 @@ def test_what_a_scan_takes_is_known_whatever_the_version_of_jax_says():
     """A constant, a carried value and rows: JAX 0.12 no longer counts them."""
     k, rows = jnp.float32(2), jnp.ones((3, 2))
     turn = lambda c, x, k: (c * k + x.sum(), (x, c))
-    closed = jax.make_jaxpr(lambda k, c, rows: jax.lax.scan(lambda c, x: turn(c, x, k), c, rows))(k, k, rows)
+    closed = jax.make_jaxpr(
+        lambda k, c, rows: jax.lax.scan(lambda c, x: turn(c, x, k), c, rows)
+    )(k, k, rows)
     (eqn,) = [eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "scan"]
     assert {"num_consts": 1, "num_carry": 1}.items() <= parameters(eqn).items()
-    unsaid = {name: x for name, x in eqn.params.items() if name not in ("num_consts", "num_carry")}
-    silent = types.SimpleNamespace(primitive=eqn.primitive, params=unsaid, invars=eqn.invars, outvars=eqn.outvars)
+    unsaid = {
+        name: x
+        for name, x in eqn.params.items()
+        if name not in ("num_consts", "num_carry")
+    }
+    silent = types.SimpleNamespace(
+        primitive=eqn.primitive, params=unsaid, invars=eqn.invars, outvars=eqn.outvars
+    )
     assert {"num_consts": 1, "num_carry": 1}.items() <= parameters(silent).items()
 
 
@@ -117,9 +141,13 @@ def test_convolutions_of_another_form_count_about_as_much():
     """XLA's own, by whose gradient for the input the padding is counted, too."""
     x = jax.ShapeDtypeStruct((4, 16, 16, 3), jnp.float32)
     xla, products = (
-        work.step_flops(models.model("lenet", x.shape[1:], 10, conv=form), x) for form in ("xla", "matmul")
+        work.step_flops(models.model("lenet", x.shape[1:], 10, conv=form), x)
+        for form in ("xla", "matmul")
     )
-    assert products == models.flops("lenet", x.shape[1:], 10, 4) and 1 <= xla / products < 2
+    assert (
+        products == models.flops("lenet", x.shape[1:], 10, 4)
+        and 1 <= xla / products < 2
+    )
 
 
 @pytest.mark.parametrize("participation", [(1, 1), (0.2, 0.2)])
@@ -131,8 +159,12 @@ def test_of_several_architectures_the_mean_over_their_examples_counts(participat
         participation=participation,
     )
     tiny, small = (models.flops(net, toy.SHAPE, toy.C, 4) for net in nets)
-    wanted = np.average(np.where(task.architecture == 0, tiny, small), weights=toy.SIZES)
-    np.testing.assert_allclose(flops.flops_of_step(toy.METHODS["local"], task, toy.federation()), wanted)
+    wanted = np.average(
+        np.where(task.architecture == 0, tiny, small), weights=toy.SIZES
+    )
+    np.testing.assert_allclose(
+        flops.flops_of_step(toy.METHODS["local"], task, toy.federation()), wanted
+    )
 
 
 def test_convolutions_of_ones_own_network_count():
@@ -143,7 +175,13 @@ def test_convolutions_of_ones_own_network_count():
         def __call__(self, x):
             return self.conv(x).reshape(len(x), -1)
 
-    net = lambda shape, classes, rngs: nets.Net(Body(rngs), layers.linear(72, classes, rngs))
+    net = lambda shape, classes, rngs: nets.Net(
+        Body(rngs), layers.linear(72, classes, rngs)
+    )
     task = toy.task(models=(models.model(net, (6, 6, 1), toy.C),), prepare=toy.images)
     x = jax.ShapeDtypeStruct((4, 6, 6, 1), jnp.float32)
-    assert flops.flops_of_step(toy.METHODS["local"], task, toy.federation()) == work.step_flops(task.model, x) > 0
+    assert (
+        flops.flops_of_step(toy.METHODS["local"], task, toy.federation())
+        == work.step_flops(task.model, x)
+        > 0
+    )

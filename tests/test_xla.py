@@ -14,16 +14,30 @@ from fedjax_pfl.models import nets
 
 
 def test_no_local_step_copies_the_weights():
-    """XLA would, by itself: the gradient of the first layer reads the weights of the second, which
-    the step overwrites."""
-    net = models.model(lambda shape, classes, rngs: nets.mlp(shape, classes, rngs, hidden=97), toy.SHAPE, toy.C)
+    """XLA would, by itself: the gradient of the first layer reads the weights of the
+    second, which the step overwrites."""
+    net = models.model(
+        lambda shape, classes, rngs: nets.mlp(shape, classes, rngs, hidden=97),
+        toy.SHAPE,
+        toy.C,
+    )
     program = toy.program(ALGORITHMS["local"], toy.task(model=net), width=1)
     given = (jax.random.key(0), program.traced, toy.federation())
-    args = (*given, jax.eval_shape(program.init, *given[:2]), jnp.int32(0), jnp.bool(False))
+    args = (
+        *given,
+        jax.eval_shape(program.init, *given[:2]),
+        jnp.int32(0),
+        jnp.bool(False),
+    )
 
     def copies(**options):
         """Of the second layer's weights, in all loops and outside of them."""
-        text = jax.jit(program.round, donate_argnums=3, **options).lower(*args).compile().as_text()
+        text = (
+            jax.jit(program.round, donate_argnums=3, **options)
+            .lower(*args)
+            .compile()
+            .as_text()
+        )
         return len(re.findall(rf"= f32\[97,{toy.C}\]\S* copy\(", text))
 
     assert copies(compiler_options=simulate.compiler_options()) == 0 < copies()
@@ -47,6 +61,12 @@ def test_a_state_drawn_with_less_optimisation_is_the_same_bit_for_bit(monkeypatc
     options = xla.init_options.__wrapped__()
     assert options
     init = jax.jit(models.model("linear", (60,), 10).init).lower(jax.random.key(0))
-    usual = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
-    quickly, usually = (init.compile(compiler_options=each)(jax.random.key(0)) for each in (options, usual))
+    usual = {
+        "xla_backend_optimization_level": 3,
+        "xla_llvm_disable_expensive_passes": False,
+    }
+    quickly, usually = (
+        init.compile(compiler_options=each)(jax.random.key(0))
+        for each in (options, usual)
+    )
     toy.assert_same(quickly, usually)

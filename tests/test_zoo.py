@@ -1,4 +1,5 @@
-"""CNN-1 to CNN-5, AlexNet and ShuffleNetV2, the common feature width, and CNN-k inside CNN-1."""
+"""CNN-1 to CNN-5, AlexNet and ShuffleNetV2, the common feature width, and CNN-k inside
+CNN-1."""
 
 import functools
 import math
@@ -26,8 +27,19 @@ SIZES = [
     *[("cnn4", CIFAR, c, n) for c, n in ((10, 1_060_358), (100, 1_105_448))],
     *[("cnn5", CIFAR, c, n) for c, n in ((10, 670_058), (100, 715_148))],
     *[("alexnet", CIFAR, c, n) for c, n in ((10, 23_272_266), (100, 23_640_996))],
-    *[("alexnet", MNIST_RGB, c, n) for c, n in ((10, 20_126_538), (26, 20_192_090), (47, 20_278_127))],
-    *[("shufflenet", CIFAR, c, n) for c, n in ((10, 1_263_854), (100, 1_356_104), (26, 1_280_254), (47, 1_301_779))],
+    *[
+        ("alexnet", MNIST_RGB, c, n)
+        for c, n in ((10, 20_126_538), (26, 20_192_090), (47, 20_278_127))
+    ],
+    *[
+        ("shufflenet", CIFAR, c, n)
+        for c, n in (
+            (10, 1_263_854),
+            (100, 1_356_104),
+            (26, 1_280_254),
+            (47, 1_301_779),
+        )
+    ],
 ]
 
 
@@ -36,7 +48,11 @@ def normal(seed, *shape):
 
 
 def close(a, b, tolerance=1e-5):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), a, b)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance),
+        a,
+        b,
+    )
 
 
 def size(tree):
@@ -45,9 +61,13 @@ def size(tree):
 
 @functools.cache
 def body(name, shape):
-    """The body's parameters and running statistics, as shapes, and the number of features."""
+    """The body's parameters and running statistics, as shapes, and the number of
+    features."""
     net = nnx.eval_shape(lambda: MODELS[name](shape, 7, nnx.Rngs(0)))
-    return [nnx.to_pure_dict(nnx.state(net.body, kind)) for kind in (nnx.Param, nnx.BatchStat)], net.head.in_features
+    return [
+        nnx.to_pure_dict(nnx.state(net.body, kind))
+        for kind in (nnx.Param, nnx.BatchStat)
+    ], net.head.in_features
 
 
 @pytest.mark.parametrize("name, shape, classes, expected", SIZES)
@@ -59,16 +79,32 @@ def test_sizes_are_the_papers(name, shape, classes, expected):
 def test_sizes_of_the_parts():
     (params, stats), width = body("shufflenet", CIFAR)
     units = [size(params["units"][i]) for i in range(16)]
-    assert [sum(units[:4]), sum(units[4:12]), sum(units[12:])] == [30_192, 244_180, 501_352]
-    assert (size(params["stem"]), size(params["last"]), size(stats), width) == (696, 477_184, 16_180, 1024)
+    assert [sum(units[:4]), sum(units[4:12]), sum(units[12:])] == [
+        30_192,
+        244_180,
+        501_352,
+    ]
+    assert (size(params["stem"]), size(params["last"]), size(stats), width) == (
+        696,
+        477_184,
+        16_180,
+        1024,
+    )
     (params, _), width = body("alexnet", CIFAR)
-    assert [size(params["convs"][i]) for i in range(5)] == [1_792, 110_784, 663_936, 884_992, 590_080]
+    assert [size(params["convs"][i]) for i in range(5)] == [
+        1_792,
+        110_784,
+        663_936,
+        884_992,
+        590_080,
+    ]
     (params, _), width = body("cnn5", CIFAR)
     assert size(params) == 665_048  # pFedAFM's shared extractor
     assert {body(f"cnn{k}", CIFAR)[1] for k in range(1, 6)} == {500}
 
 
-# --- depthwise convolution ---------------------------------------------------------------------------------------
+# --- depthwise convolution
+# ---------------------------------------------------------------------------------------
 
 DEPTHWISE = [
     ((2, 7, 6, 4), (3, 3), (1, 1), [(1, 1), (1, 1)]),
@@ -79,7 +115,9 @@ DEPTHWISE = [
 
 def xla(x, w, strides, pads):
     numbers = ("NHWC", "HWIO", "NHWC")
-    return lax.conv_general_dilated(x, w, strides, pads, dimension_numbers=numbers, feature_group_count=x.shape[-1])
+    return lax.conv_general_dilated(
+        x, w, strides, pads, dimension_numbers=numbers, feature_group_count=x.shape[-1]
+    )
 
 
 @pytest.mark.parametrize("shape, sides, strides, pads", DEPTHWISE)
@@ -94,15 +132,24 @@ def test_depthwise_convolution_equals_xla(shape, sides, strides, pads):
 
 
 def test_depthwise_sums_of_bfloat16_are_of_float32():
-    x, w = jnp.asarray(normal(0, 2, 6, 6, 4), jnp.bfloat16), jnp.asarray(1 + normal(1, 3, 3, 1, 4), jnp.bfloat16)
+    x, w = (
+        jnp.asarray(normal(0, 2, 6, 6, 4), jnp.bfloat16),
+        jnp.asarray(1 + normal(1, 3, 3, 1, 4), jnp.bfloat16),
+    )
     pads = [(1, 1), (1, 1)]
     y = jax.jit(lambda: depthwise_conv(x, w, (1, 1), pads))()
-    exact = jax.jit(lambda: depthwise_conv(x.astype(jnp.float32), w.astype(jnp.float32), (1, 1), pads))()
+    exact = jax.jit(
+        lambda: depthwise_conv(
+            x.astype(jnp.float32), w.astype(jnp.float32), (1, 1), pads
+        )
+    )()
     assert y.dtype == jnp.bfloat16
     np.testing.assert_array_equal(y, exact.astype(jnp.bfloat16))
 
 
-@pytest.mark.parametrize("form, grouped", [("matmul", False), ("winograd", False), ("xla", True)])
+@pytest.mark.parametrize(
+    "form, grouped", [("matmul", False), ("winograd", False), ("xla", True)]
+)
 def test_the_form_of_a_depthwise_convolution_is_the_models(form, grouped):
     layer = layers.conv(4, 4, 3, 1, nnx.Rngs(0), feature_group_count=4)
     with layers.convolution(form):
@@ -110,12 +157,15 @@ def test_the_form_of_a_depthwise_convolution_is_the_models(form, grouped):
     assert ("feature_group_count=4" in program) == grouped
 
 
-# --- ShuffleNetV2 ------------------------------------------------------------------------------------------------
+# --- ShuffleNetV2
+# ------------------------------------------------------------------------------------------------
 
 
 def test_the_shuffle_alternates_channels():
     left, right = np.arange(3.0).reshape(1, 3), 10 + np.arange(3.0).reshape(1, 3)
-    np.testing.assert_array_equal(shufflenet.shuffle(left, right), [[0, 10, 1, 11, 2, 12]])
+    np.testing.assert_array_equal(
+        shufflenet.shuffle(left, right), [[0, 10, 1, 11, 2, 12]]
+    )
 
 
 def test_a_plain_unit_passes_its_left_half():
@@ -123,13 +173,20 @@ def test_a_plain_unit_passes_its_left_half():
     x = normal(0, 2, 4, 4, 8)
     y = np.asarray(jax.jit(lambda x: unit(x))(x))
     np.testing.assert_array_equal(y[..., ::2], x[..., :4])
-    moved = np.asarray(jax.jit(lambda x: unit(x))(x + np.r_[np.ones(4), np.zeros(4)].astype(np.float32)))
+    moved = np.asarray(
+        jax.jit(lambda x: unit(x))(
+            x + np.r_[np.ones(4), np.zeros(4)].astype(np.float32)
+        )
+    )
     np.testing.assert_array_equal(moved[..., 1::2], y[..., 1::2])
 
 
 def small(input_shape, num_classes, rngs):
-    """ShuffleNetV2 with one stage of two units, few channels and a ReLU after the stem."""
-    body = shufflenet.ShuffleNet(input_shape[-1], rngs, stages=((16, 2),), last=12, stem_relu=True)
+    """ShuffleNetV2 with one stage of two units, few channels and a ReLU after the
+    stem."""
+    body = shufflenet.ShuffleNet(
+        input_shape[-1], rngs, stages=((16, 2),), last=12, stem_relu=True
+    )
     return nets.Net(body, layers.linear(12, num_classes, rngs))
 
 
@@ -137,25 +194,39 @@ def plain(layer, x, stride=1, groups=1, relu=True):
     """A convolution, a batch norm as in a test, and a ReLU."""
     kernel, norm = layer.conv.kernel[...], layer.norm
     pad = [(n // 2, n // 2) for n in kernel.shape[:2]]
-    given = {"dimension_numbers": ("NHWC", "HWIO", "NHWC"), "feature_group_count": groups}
+    given = {
+        "dimension_numbers": ("NHWC", "HWIO", "NHWC"),
+        "feature_group_count": groups,
+    }
     x = lax.conv_general_dilated(x, kernel, (stride, stride), pad, **given)
-    mean, var, scale, bias = (v[...].reshape(1, 1, 1, -1) for v in (norm.mean, norm.var, norm.scale, norm.bias))
+    mean, var, scale, bias = (
+        v[...].reshape(1, 1, 1, -1)
+        for v in (norm.mean, norm.var, norm.scale, norm.bias)
+    )
     x = (x - mean) / jnp.sqrt(var + 1e-5) * scale + bias
     return jnp.maximum(x, 0) if relu else x
 
 
 @pytest.mark.slow  # its parts are tested above
 def test_shufflenet_unit_by_unit():
-    """Strides, ReLUs, branches and their order, without what the library makes convolutions of."""
+    """Strides, ReLUs, branches and their order, without what the library makes
+    convolutions of."""
     net = shufflenet.ShuffleNet(3, nnx.Rngs(0), stages=((16, 2), (24, 1)), last=12)
     for number, (_, norm) in enumerate(nnx.iter_modules(net)):
         if isinstance(norm, layers.BatchNorm):
-            for least, value in ((-2, norm.mean), (0.5, norm.var), (0.5, norm.scale), (-1, norm.bias)):
+            for least, value in (
+                (-2, norm.mean),
+                (0.5, norm.var),
+                (0.5, norm.scale),
+                (-1, norm.bias),
+            ):
                 value[...] = least + np.abs(normal(number, *value[...].shape))
     x = given = normal(0, 2, 16, 16, 3)
     x = plain(net.stem, x, relu=False)
     for unit, down in zip(net.units, (True, False, True), strict=True):
-        left, right = (x, x) if down else (x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :])
+        left, right = (
+            (x, x) if down else (x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :])
+        )
         if down:
             left = plain(unit.left[0], left, 2, left.shape[-1], relu=False)
             left = plain(unit.left[1], left)
@@ -172,8 +243,13 @@ def step(net, variables, x, mask=None, key=None):
 
     def loss(variables):
         logits, stats = net.apply(variables, x, mask, True, key)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(len(x)) % 3)
-        return (losses if mask is None else jnp.where(mask, losses, 0)).sum(), (logits, stats)
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            logits, jnp.arange(len(x)) % 3
+        )
+        return (losses if mask is None else jnp.where(mask, losses, 0)).sum(), (
+            logits,
+            stats,
+        )
 
     gradients, (logits, stats) = jax.grad(loss, has_aux=True)(variables)
     return logits, stats, {part: gradients[part] for part in ("body", "head")}
@@ -182,12 +258,18 @@ def step(net, variables, x, mask=None, key=None):
 @pytest.mark.slow
 def test_forms_of_convolution_agree_in_shufflenet():
     x = normal(0, 3, 9, 8, 3)
-    nets_ = [models.model(small, x.shape[1:], 3, conv=form) for form in ("matmul", "winograd", "xla")]
+    nets_ = [
+        models.model(small, x.shape[1:], 3, conv=form)
+        for form in ("matmul", "winograd", "xla")
+    ]
     run = jax.jit(lambda x: [step(net, nets_[0].init(KEY), x) for net in nets_])
     matmul, winograd, reference = run(x)
     close(matmul, reference, 1e-4)
     close(winograd, reference, 1e-4)
-    assert all(np.isfinite(a).all() and np.any(np.asarray(a) != 0) for a in jax.tree.leaves(matmul[2]))
+    assert all(
+        np.isfinite(a).all() and np.any(np.asarray(a) != 0)
+        for a in jax.tree.leaves(matmul[2])
+    )
 
 
 @pytest.mark.slow  # a smaller network with batch norm is in test_models.py
@@ -204,7 +286,8 @@ def test_padding_changes_nothing_in_shufflenet():
     close(*both(x, padded), 1e-4)
 
 
-# --- AlexNet -----------------------------------------------------------------------------------------------------
+# --- AlexNet
+# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow  # a smaller network with dropout is in test_models.py
@@ -214,36 +297,63 @@ def test_alexnet_draws_dropout_in_training_only():
     @jax.jit
     def runs(x):
         variables = net.init(KEY)
-        run = lambda train, i: net.features(variables, x, None, train, None if i is None else jax.random.key(i))[0]
+        run = lambda train, i: net.features(
+            variables, x, None, train, None if i is None else jax.random.key(i)
+        )[0]
         drawn = [run(True, i) for i in (1, 1, 2)]
-        return drawn, [run(False, 1), run(False, None), run(True, None)], step(net, variables, x, None, KEY)
+        return (
+            drawn,
+            [run(False, 1), run(False, None), run(True, None)],
+            step(net, variables, x, None, KEY),
+        )
 
-    (first, again, other), (plain, *same), (logits, _, gradients) = jax.device_get(runs(x))
+    (first, again, other), (plain, *same), (logits, _, gradients) = jax.device_get(
+        runs(x)
+    )
     assert (first == again).all() and (first != other).any()
     assert all((plain == h).all() for h in same) and (plain != first).any()
     assert logits.shape == (2, 3) and first.shape == (2, 4096)
     assert all(np.isfinite(a).all() and a.any() for a in jax.tree.leaves(gradients))
 
 
-# --- the common feature width ------------------------------------------------------------------------------------
+# --- the common feature width
+# ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size, width", [(4, 3), (84, 512), (1024, 512), (500, 512), (512, 512), (10, 7), (3, 7)])
+@pytest.mark.parametrize(
+    "size, width",
+    [(4, 3), (84, 512), (1024, 512), (500, 512), (512, 512), (10, 7), (3, 7)],
+)
 def test_adaptive_pooling_is_the_mean_of_each_bin(size, width):
     h = normal(0, 2, size)
-    bins = [h[:, i * size // width : math.ceil((i + 1) * size / width)].mean(1) for i in range(width)]
-    close(jax.jit(lambda h: features.adaptive_average_pool(h, width))(h), np.stack(bins, 1), 1e-6)
+    bins = [
+        h[:, i * size // width : math.ceil((i + 1) * size / width)].mean(1)
+        for i in range(width)
+    ]
+    close(
+        jax.jit(lambda h: features.adaptive_average_pool(h, width))(h),
+        np.stack(bins, 1),
+        1e-6,
+    )
 
 
 def test_adaptive_pooling_from_84_to_512_averages_inputs_0_and_1_in_output_6():
-    slope = jax.jit(jax.grad(lambda h: features.adaptive_average_pool(h, 512)[0, 6]))(np.zeros((1, 84), np.float32))
+    slope = jax.jit(jax.grad(lambda h: features.adaptive_average_pool(h, 512)[0, 6]))(
+        np.zeros((1, 84), np.float32)
+    )
     np.testing.assert_array_equal(slope[0], [0.5, 0.5, *[0] * 82])
 
 
-@pytest.mark.parametrize("name, native", [("lenet_valid", 84), ("cnn5", 500), toy.slow("alexnet", 4096), (small, 12)])
+@pytest.mark.parametrize(
+    "name, native",
+    [("lenet_valid", 84), ("cnn5", 500), toy.slow("alexnet", 4096), (small, 12)],
+)
 @pytest.mark.parametrize("by", features.WIDTH_BY)
 def test_any_network_can_have_512_features(name, native, by):
-    plain, net = (models.model(name, CIFAR, 7, **o) for o in ({}, {"features": 512, "width_by": by}))
+    plain, net = (
+        models.model(name, CIFAR, 7, **o)
+        for o in ({}, {"features": 512, "width_by": by})
+    )
     before, after = (jax.eval_shape(net.init, KEY) for net in (plain, net))
     added = native * 512 + 512 if by == "linear" else 0
     assert net.num_features == 512
@@ -255,7 +365,9 @@ def test_any_network_can_have_512_features(name, native, by):
 
 @pytest.mark.slow
 def test_pooled_features_are_the_networks_own_averaged():
-    plain, net = (models.model(small, (8, 8, 3), 3, features=width) for width in (None, 5))
+    plain, net = (
+        models.model(small, (8, 8, 3), 3, features=width) for width in (None, 5)
+    )
     x, mask = normal(0, 4, 8, 8, 3), np.arange(4) < 3
 
     @jax.jit
@@ -274,7 +386,9 @@ def test_a_linear_map_of_features_is_trained():
     net = models.model("mlp", (6,), 3, features=5, width_by="linear")
     _, _, gradients = jax.jit(lambda x: step(net, net.init(KEY), x))(normal(0, 4, 6))
     project = gradients["body"]["project"]
-    assert project["kernel"].shape == (64, 5) and np.all(np.any(np.asarray(project["kernel"]) != 0, axis=0))
+    assert project["kernel"].shape == (64, 5) and np.all(
+        np.any(np.asarray(project["kernel"]) != 0, axis=0)
+    )
 
 
 class Bag(nnx.Module):
@@ -303,15 +417,20 @@ def test_a_network_of_tokens_can_have_other_features(by):
         tokens(by, twice=True)
 
 
-# --- CNN-k inside CNN-1 ------------------------------------------------------------------------------------------
+# --- CNN-k inside CNN-1
+# ------------------------------------------------------------------------------------------
 
 
 def train(net, variables, x, y, steps=5):
     """Steps of SGD with momentum and weight decay, PyTorch's order; the variables."""
-    optimizer = optax.chain(optax.add_decayed_weights(1e-3), optax.sgd(0.01, momentum=0.9))
+    optimizer = optax.chain(
+        optax.add_decayed_weights(1e-3), optax.sgd(0.01, momentum=0.9)
+    )
 
     def loss(variables):
-        return optax.softmax_cross_entropy_with_integer_labels(net.apply(variables, x)[0], y).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            net.apply(variables, x)[0], y
+        ).mean()
 
     def body(_, carry):
         variables, state = carry
@@ -323,8 +442,12 @@ def train(net, variables, x, y, steps=5):
 
 @pytest.mark.parametrize("name", [toy.slow("cnn2"), "cnn5"])
 def test_training_padded_equals_native(name):
-    shape = (16, 20, 3)  # 1 x 2 pixels are left, so that the order of pixels and channels matters
-    native, padded = models.model(name, shape, 4), models.pad_to_superset(name, shape, 4)
+    # 1 x 2 pixels are left, so that the order of pixels and channels matters
+    shape = (16, 20, 3)
+    native, padded = (
+        models.model(name, shape, 4),
+        models.pad_to_superset(name, shape, 4),
+    )
     x, y = normal(0, 4, *shape), np.arange(4)
 
     @jax.jit
@@ -332,12 +455,19 @@ def test_training_padded_equals_native(name):
         start = native.init(KEY), padded.init(KEY)
         ours = train(native, start[0], x, y)
         within = train(padded, start[1], x, y)
-        return start, (ours, within), native.apply(ours, x)[0], padded.apply(within, x)[0]
+        return (
+            start,
+            (ours, within),
+            native.apply(ours, x)[0],
+            padded.apply(within, x)[0],
+        )
 
     start, end, logits, same = jax.device_get(run(x, y))
     np.testing.assert_allclose(logits, same, atol=1e-6)
     for (a, b), (old, new) in zip(
-        zip(*map(jax.tree.leaves, end), strict=True), zip(*map(jax.tree.leaves, start), strict=True), strict=True
+        zip(*map(jax.tree.leaves, end), strict=True),
+        zip(*map(jax.tree.leaves, start), strict=True),
+        strict=True,
     ):
         assert np.abs(a - old).max() > 1e-5  # it has trained
         kept, extra = b[new != 0], b[new == 0]
@@ -346,7 +476,10 @@ def test_training_padded_equals_native(name):
 
 
 def test_all_five_have_the_shapes_of_cnn1_and_travel_as_themselves():
-    shapes = [jax.eval_shape(models.pad_to_superset(name, CIFAR, 10).init, KEY) for name in nets.AFM]
+    shapes = [
+        jax.eval_shape(models.pad_to_superset(name, CIFAR, 10).init, KEY)
+        for name in nets.AFM
+    ]
     assert all(shape == shapes[0] for shape in shapes)
     sizes = [models.native_size(name, CIFAR, 10) for name in nets.AFM]
     assert sizes == [2_621_558, 1_815_142, 1_320_558, 1_060_358, 670_058]
@@ -357,10 +490,16 @@ def test_all_five_have_the_shapes_of_cnn1_and_travel_as_themselves():
     [
         (lambda: models.model("alexnet", (14, 32, 3), 10), "at least 15x15 pixels"),
         (lambda: models.model("shufflenet", (60,), 10), "images of shape"),
-        (lambda: models.model("cnn2", (12, 12, 3), 10), "'cnn2' needs images of at least 16x16"),
+        (
+            lambda: models.model("cnn2", (12, 12, 3), 10),
+            "'cnn2' needs images of at least 16x16",
+        ),
         (lambda: models.pad_to_superset("cnn", CIFAR, 10), "Unknown model 'cnn'"),
         (lambda: models.model("mlp", (6,), 3, features=0), "features=0 is outside"),
-        (lambda: models.model("mlp", (6,), 3, features=5, width_by="pol"), "did you mean 'pool'"),
+        (
+            lambda: models.model("mlp", (6,), 3, features=5, width_by="pol"),
+            "did you mean 'pool'",
+        ),
     ],
 )
 def test_what_cannot_work_is_said_at_once(make, message):

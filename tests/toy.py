@@ -1,4 +1,5 @@
-"""Tasks of the synthetic federation that every method must learn, and runs of a few rounds."""
+"""Tasks of the synthetic federation that every method must learn, and runs of a few
+rounds."""
 
 import functools
 from typing import Any
@@ -16,18 +17,31 @@ from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.models import layers, nets
 from fedjax_pfl.testing import synthetic
 from fedjax_pfl.testing.synthetic import OWN, SHAPE, SIZES, C, N  # noqa: F401  (the tests take them here)
-from fedjax_pfl.types import Algorithm, Cohort, Federation, Metrics, Model, State, Task, Traffic
+from fedjax_pfl.types import (
+    Algorithm,
+    Cohort,
+    Federation,
+    Metrics,
+    Model,
+    State,
+    Task,
+    Traffic,
+)
 
 PUBLIC = 11  # public examples
 POOL = jax.ShapeDtypeStruct((PUBLIC, *SHAPE), jnp.float32)
-ON_PUBLIC = ("fedmd", "sim_pfd", "topk_pfd", "mnfl_het", "feddf", "pfeddf")  # methods that need them
+# methods that need them
+ON_PUBLIC = ("fedmd", "sim_pfd", "topk_pfd", "mnfl_het", "feddf", "pfeddf")
 
 
 class NormNet(nnx.Module):
     """A tiny network with batch norm."""
 
     def __init__(self, rngs: nnx.Rngs):
-        self.inner, self.norm = layers.linear(SHAPE[0], 8, rngs), layers.BatchNorm(8, rngs=rngs)
+        self.inner, self.norm = (
+            layers.linear(SHAPE[0], 8, rngs),
+            layers.BatchNorm(8, rngs=rngs),
+        )
 
     def __call__(self, x, mask=None, train=False):
         return jax.nn.relu(self.norm(self.inner(x), mask, train))
@@ -60,17 +74,34 @@ def small_mlp(input_shape, num_classes, rngs):
 
 
 def images(x):
-    """The toy's inputs [B, 6] as images [B, 6, 6, 1] in (-1, 1): every row is the one above,
-    rotated."""
-    return jnp.tanh(x / 2)[:, (np.arange(6)[:, None] + np.arange(6)) % 6, None].astype(jnp.float32)
+    """The toy's inputs [B, 6] as images [B, 6, 6, 1] in (-1, 1): every row is the one
+    above, rotated."""
+    return jnp.tanh(x / 2)[:, (np.arange(6)[:, None] + np.arange(6)) % 6, None].astype(
+        jnp.float32
+    )
 
 
 SMALL: dict = {"privacy_pfedc": {"backend": "plain"}}
-SMALL["feddva"] = {"hidden": 8, "latent": 4, "personal": 4, "head": "personal", "cls": 30.0}
-METHODS = ALGORITHMS | {name: functools.partial(ALGORITHMS[name], **options) for name, options in SMALL.items()}
-# Adam would turn the zero gradient of a bias before a batch norm, which is rounding, into steps of full length.
+SMALL["feddva"] = {
+    "hidden": 8,
+    "latent": 4,
+    "personal": 4,
+    "head": "personal",
+    "cls": 30.0,
+}
+METHODS = ALGORITHMS | {
+    name: functools.partial(ALGORITHMS[name], **options)
+    for name, options in SMALL.items()
+}
+# Adam would turn the zero gradient of a bias before a batch norm, which is rounding,
+# into steps of full length.
 TASKS: dict = {
-    "feddva": {"prepare": images, "optimizer": lambda lr: optax.chain(optax.clip_by_global_norm(3.0), optax.sgd(lr))}
+    "feddva": {
+        "prepare": images,
+        "optimizer": lambda lr: optax.chain(
+            optax.clip_by_global_norm(3.0), optax.sgd(lr)
+        ),
+    }
 }
 NETS = {"mlp": tiny_mlp, "norm": norm_net, "dropout": drop_net, "linear": nets.linear}
 
@@ -80,8 +111,11 @@ def slow(*values: Any):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-# the contract has rounds with statistics that stay local, test_reductions.py with aggregated ones
-each_bn_stats = pytest.mark.parametrize("bn_stats", [*map(slow, ("aggregate", "local", "batch"))])
+# the contract has rounds with statistics that stay local, test_reductions.py with
+# aggregated ones
+each_bn_stats = pytest.mark.parametrize(
+    "bn_stats", [*map(slow, ("aggregate", "local", "batch"))]
+)
 
 
 def federation(width: int = 19, seed: int = 0) -> Federation:
@@ -90,8 +124,8 @@ def federation(width: int = 19, seed: int = 0) -> Federation:
 
 
 def task(net: str = "mlp", **options: Any) -> Task:
-    """Local work of two epochs in batches of 4 on the toy federation; equal options give the same
-    Task, so that what `train` compiles is for all files."""
+    """Local work of two epochs in batches of 4 on the toy federation; equal options
+    give the same Task, so that what `train` compiles is for all files."""
     plain = all(x is None or isinstance(x, int | float | str) for x in options.values())
     return (_task if plain else _task.__wrapped__)(net, **options)
 
@@ -106,7 +140,10 @@ def _task(net: str, **options: Any) -> Task:
     bn_stats = options.get("bn_stats", "aggregate")
     if "model" in options:
         options["models"] = (options.pop("model"),)
-    given, small = {"models": (_model(NETS[net], bn_stats),)}, _model(small_mlp, bn_stats)
+    given, small = (
+        {"models": (_model(NETS[net], bn_stats),)},
+        _model(small_mlp, bn_stats),
+    )
     return testing.task(**(given | {"shared": small, "public": POOL} | options))
 
 
@@ -120,18 +157,27 @@ def method_task(method: str) -> Task:
 
 
 def fitted(method: str, net: str, **options: Any) -> Task:
-    """A task that the method can have: FedDVA's inputs and optimizer, pFedAFM's shared model."""
+    """A task that the method can have: FedDVA's inputs and optimizer, pFedAFM's shared
+    model."""
     given = task(net, **(options | TASKS.get(method, {})))
-    return given._replace(shared=given.models[0]) if method == "pfedafm" else given  # of one feature width
+    # of one feature width
+    return given._replace(shared=given.models[0]) if method == "pfedafm" else given
 
 
 def sent(algorithm: Algorithm, cohort: Cohort) -> Traffic:
-    """What a round of this cohort sends by the shapes of its uploads, which tracing it tells;
-    nothing is computed."""
+    """What a round of this cohort sends by the shapes of its uploads, which tracing it
+    tells; nothing is computed."""
 
     def trace(key) -> State:
         state = algorithm.init(key)
-        algorithm.round(key, State(state.server, jax.tree.map(lambda x: x[: len(cohort.ids)], state.clients)), cohort)
+        algorithm.round(
+            key,
+            State(
+                state.server,
+                jax.tree.map(lambda x: x[: len(cohort.ids)], state.clients),
+            ),
+            cohort,
+        )
         return state
 
     state = jax.eval_shape(trace, jax.random.key(0))
@@ -142,13 +188,20 @@ class Trained:
     """Some rounds of an experiment; what was not asked for is not compiled."""
 
     def __init__(self, steps, program, key, federation, begin, rounds):
-        self._steps, self._args, self.begin = steps, (key, program.traced, federation), begin
+        self._steps, self._args, self.begin = (
+            steps,
+            (key, program.traced, federation),
+            begin,
+        )
         self.state, self.rounds, history = begin, rounds, []
         for t in range(rounds):
             args = (*self._args, self.state, jnp.int32(t), jnp.bool(True))
             self.state, metrics = steps["round"](*args)
             history.append(jax.device_get(metrics))
-        self.metrics = jax.tree.map(lambda *x: np.stack(x), *history) if history else None  # [rounds, ...]
+        # [rounds, ...]
+        self.metrics = (
+            jax.tree.map(lambda *x: np.stack(x), *history) if history else None
+        )
 
     @functools.cached_property
     def last(self):
@@ -158,7 +211,9 @@ class Trained:
     def outputs(self, examples: int = 4, client: int = 1):
         """What a client predicts after the last round for the first examples."""
         x = self._args[2].examples.x[:examples]
-        return self._steps["predict"](*self._args, self.state, jnp.int32(self.rounds), client, x)
+        return self._steps["predict"](
+            *self._args, self.state, jnp.int32(self.rounds), client, x
+        )
 
     def __iter__(self):
         return iter((self.state, self.metrics, self.last))
@@ -167,11 +222,21 @@ class Trained:
 _compiled: dict = {}
 
 
-def train(method, given: Task, rounds: int = 3, key=None, federation_=None, begin=None, **hparams) -> Trained:
-    """Runs rounds of a method (a name or a factory) one by one, each scored after local training.
+def train(
+    method,
+    given: Task,
+    rounds: int = 3,
+    key=None,
+    federation_=None,
+    begin=None,
+    **hparams,
+) -> Trained:
+    """Runs rounds of a method (a name or a factory) one by one, each scored after local
+    training.
 
-    Its parts are compiled once for each task and each choice of what is not a float: other floats
-    need nothing new. Together they take half of what compiling `simulate.curve` takes.
+    Its parts are compiled once for each task and each choice of what is not a float:
+    other floats need nothing new. Together they take half of what compiling
+    `simulate.curve` takes.
     """
     factory = METHODS[method] if isinstance(method, str) else method
     program = simulate.program(factory, given, hparams, checked=False)
@@ -179,12 +244,24 @@ def train(method, given: Task, rounds: int = 3, key=None, federation_=None, begi
     fixed = sorted((k, repr(v)) for k, v in values.items() if k not in program.traced)
     where = (factory, id(given), *program.traced, *fixed)
     if where not in _compiled:
-        jitted = {name: jax.jit(getattr(program, name)) for name in ("round", "evaluate", "predict")}
-        # init as it is: its few operations are those of other programs, and compiled with them
-        _compiled[where] = (given, jitted | {"init": program.init})  # with the task, so that its id stays its own
+        jitted = {
+            name: jax.jit(getattr(program, name))
+            for name in ("round", "evaluate", "predict")
+        }
+        # init as it is: its few operations are those of other programs, and compiled
+        # with them
+        # with the task, so that its id stays its own
+        _compiled[where] = (given, jitted | {"init": program.init})
     steps, key = _compiled[where][1], jax.random.key(5) if key is None else key
     begin = steps["init"](key, program.traced) if begin is None else begin
-    return Trained(steps, program, key, federation() if federation_ is None else federation_, begin, rounds)
+    return Trained(
+        steps,
+        program,
+        key,
+        federation() if federation_ is None else federation_,
+        begin,
+        rounds,
+    )
 
 
 # what a method returns is checked when it is traced, which in a test is soon
@@ -202,13 +279,16 @@ def assert_same(a, b) -> None:
 
 
 def assert_finite(tree) -> None:
-    """No NaN and no infinity. Scores cannot have them: a prediction of NaN counts as wrong."""
+    """No NaN and no infinity. Scores cannot have them: a prediction of NaN counts as
+    wrong."""
     chex.assert_tree_all_finite(_on_host(tree))
 
 
 def assert_close(a, b, tolerance: float = 1e-6) -> None:
     """Equal trees to rounding."""
-    chex.assert_trees_all_close(_on_host(a), _on_host(b), rtol=tolerance, atol=tolerance)
+    chex.assert_trees_all_close(
+        _on_host(a), _on_host(b), rtol=tolerance, atol=tolerance
+    )
 
 
 def _on_host(tree):

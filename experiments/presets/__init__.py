@@ -1,5 +1,5 @@
-"""Presets: one file a paper's tables; a preset is data, and any flag the user gives overrides
-it."""
+"""Presets: one file a paper's tables; a preset is data, and any flag the user gives
+overrides it."""
 
 from experiments.presets import builtin, fedcp, feddva, mnfl, pfedafm, pfedc
 from experiments.presets.preset import Preset
@@ -13,6 +13,7 @@ PRESETS: dict[str, Preset] = {
     **pfedafm.PFEDAFM,
 }
 
-DEFAULT_PRESETS = {"digits": "digits", "synthetic": "synthetic"}  # data set -> what it takes when no --preset is given
+# data set -> what it takes when no --preset is given
+DEFAULT_PRESETS = {"digits": "digits", "synthetic": "synthetic"}
 
 __all__ = ["DEFAULT_PRESETS", "PRESETS", "Preset"]

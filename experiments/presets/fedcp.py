@@ -1,5 +1,5 @@
-"""The FedCP paper's Tables 2 and 4 to 8; its numbers are micro means before local training (`pre`),
-of the best round.
+"""The FedCP paper's Tables 2 and 4 to 8; its numbers are micro means before local
+training (`pre`), of the best round.
 
 Not here: AG News, which needs fastText, and ResNet-18 on Tiny-ImageNet.
 """
@@ -29,7 +29,9 @@ _PROTOCOL = (
 )
 
 
-def _preset(what: str, dataset: str, examples: int, setting: dict[str, Any], **more: Any) -> Preset:
+def _preset(
+    what: str, dataset: str, examples: int, setting: dict[str, Any], **more: Any
+) -> Preset:
     return Preset(
         description=f"FedCP, {what}, the 4-layer CNN",
         settings={"dataset": dataset, **_SETTINGS, **setting},
@@ -131,7 +133,10 @@ FEDCP: dict[str, Preset] = {
             "59.16±0.47; 59.21±0.40; 87.74±0.19; 88.09±0.32; 88.70±0.18; 90.59±0.01; "
             "89.22±0.33; 90.40±0.24; 89.93±0.01; 88.06±0.02; 88.92±0.02; 91.30±0.17",
         ),
-        cells=tuple(Cell({"epochs": epochs}, numbers(_METHODS, text)) for epochs, text in _BY_EPOCHS.items()),
+        cells=tuple(
+            Cell({"epochs": epochs}, numbers(_METHODS, text))
+            for epochs, text in _BY_EPOCHS.items()
+        ),
     ),
     "fedcp_cifar10_pathological": _preset(
         "Table 2, Cifar10, pathological setting: 20 clients with 2 classes each",
@@ -156,12 +161,21 @@ FEDCP: dict[str, Preset] = {
             "49.63±0.54; 52.39±0.35; 50.94±0.11; 45.39±0.45; 50.52±0.16; 59.56±0.08",
         ),
         cells=(
-            *(Cell({"clients": clients, **_ALL}, numbers(_METHODS, text)) for clients, text in _BY_CLIENTS.items()),
+            *(
+                Cell({"clients": clients, **_ALL}, numbers(_METHODS, text))
+                for clients, text in _BY_CLIENTS.items()
+            ),
             *(
                 Cell({"clients": 50, **_ALL, "unseen": part}, numbers(_METHODS, text))
                 for part, text in _OF_FIFTY.items()
             ),
-            *(Cell({"clients": 50, **_ALL, "participation": p}, numbers(_METHODS[2:], x)) for p, x in _DROPOUT.items()),
+            *(
+                Cell(
+                    {"clients": 50, **_ALL, "participation": p},
+                    numbers(_METHODS[2:], x),
+                )
+                for p, x in _DROPOUT.items()
+            ),
         ),
         note=" With 50 clients, all in each round, Table 7 has other numbers than Tables 4 and 5 of Ditto (50.59), "
         "FedPHP (50.23) and FedCP (54.81). Table 5 has 10 and 30 of the 50 clients and leaves the others out "
@@ -185,8 +199,14 @@ FEDCP: dict[str, Preset] = {
         100_000,
         _PRACTICAL,
         cells=(
-            *(Cell({"alpha": 0.5, "lam": lam}, {"fedcp": number}) for lam, number in _BY_LAM.items()),
-            *(Cell({"alpha": alpha}, numbers(_METHODS, text)) for alpha, text in _BY_ALPHA.items()),
+            *(
+                Cell({"alpha": 0.5, "lam": lam}, {"fedcp": number})
+                for lam, number in _BY_LAM.items()
+            ),
+            *(
+                Cell({"alpha": alpha}, numbers(_METHODS, text))
+                for alpha, text in _BY_ALPHA.items()
+            ),
         ),
         note=" The data are yours to bring, 100,000 images of 64x64 in 200 classes as an .npz file. Of Table 8 only "
         "the row of alpha 0.5 is known here in full; the other numbers are with lam=5.",

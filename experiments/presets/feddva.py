@@ -8,7 +8,8 @@ _MARKS = {
     "algo": "feddva",
     "dataset": "mnist",
     "marks": True,
-    "partition": "dirichlet_total",  # all in all 10000: balanced, as the released code allots the marked images
+    # all in all 10000: balanced, as the released code allots the marked images
+    "partition": "dirichlet_total",
     "alpha": 10_000.0,
     "epochs": 5,
     "optimizer": "adam",
@@ -20,33 +21,51 @@ _PROTOCOL = (
     "`python -m experiments.figures RUN` draws them and measures both by linear probes."
 )
 
-_LABELS = {"marks": False, "partition": "dirichlet_hsu", "alpha": 0.5}  # the paper gives no number
+# the paper gives no number
+_LABELS = {"marks": False, "partition": "dirichlet_hsu", "alpha": 0.5}
 _ORDER = (
     "the paper has curves of accuracy over rounds and no numbers: FedDVA above FedAvg, FedAvg fine-tuned and Ditto, "
     "with a narrower band over clients. It gives no number for the label skew: here each client draws its classes "
     "from Dirichlet 0.5; the released code cuts each class over the clients (dirichlet_total). Running statistics of "
     "the classifiers on the CNN are averaged, FedDVA's stay with the client (for all: --bn_stats=local)."
 )
-_TENTH = {"model": "cnn_dva_small", "data_fraction": 0.1, "batch_size": 32, "epochs": 2, "rounds": 20, "eval_every": 1}
+_TENTH = {
+    "model": "cnn_dva_small",
+    "data_fraction": 0.1,
+    "batch_size": 32,
+    "epochs": 2,
+    "rounds": 20,
+    "eval_every": 1,
+}
 
 
 def _classification(description: str, small: bool, **settings: Any) -> Preset:
     """FedDVA's classifier of [z; c] beside classifiers on the CNN of the same width."""
     size = _TENTH if small else {"model": "cnn_dva", "batch_size": 256, "rounds": 200}
-    classify = {"latent": 8, "personal": 8, "head": "personal"} | ({"hidden": 128} if small else {})
+    classify = {"latent": 8, "personal": 8, "head": "personal"} | (
+        {"hidden": 128} if small else {}
+    )
     smaller = ", a tenth of the images, hidden widths 16 to 128" if small else ""
     return Preset(
         description=f"FedDVA, {description}, 20 clients{smaller}",
         settings={**_MARKS, "clients": 20, **settings, **size},
         headline="post/acc",
-        headlines={"fedavg": "pre/acc", "fedavg_ft": "pre/acc"},  # its fine-tuned model is what predicts
-        hparams={"feddva": classify, "ditto": {"lam": 0.1}, "fedavg_ft": {"fine_tune_epochs": 5}},
+        # its fine-tuned model is what predicts
+        headlines={"fedavg": "pre/acc", "fedavg_ft": "pre/acc"},
+        hparams={
+            "feddva": classify,
+            "ditto": {"lam": 0.1},
+            "fedavg_ft": {"fine_tune_epochs": 5},
+        },
         protocol=_ORDER,
     )
 
 
 def _both(name: str, description: str, **settings: Any) -> dict[str, Preset]:
-    made = {small: _classification(description, small, **settings) for small in (False, True)}
+    made = {
+        small: _classification(description, small, **settings)
+        for small in (False, True)
+    }
     return {f"feddva_{name}": made[False], f"feddva_{name}_small": made[True]}
 
 
@@ -77,6 +96,13 @@ FEDDVA: dict[str, Preset] = {
         "client, as with a shared one c does not tell the clients apart (experiments/README.md).",
     ),
     **_both("classify_marks", "Fig. 6: classification, MNIST with marks"),
-    **_both("classify_mnist", "Fig. 7: classification, MNIST with label skew", **_LABELS),
-    **_both("classify_cifar10", "Fig. 7: classification, CIFAR-10 with label skew", dataset="cifar10", **_LABELS),
+    **_both(
+        "classify_mnist", "Fig. 7: classification, MNIST with label skew", **_LABELS
+    ),
+    **_both(
+        "classify_cifar10",
+        "Fig. 7: classification, CIFAR-10 with label skew",
+        dataset="cifar10",
+        **_LABELS,
+    ),
 }

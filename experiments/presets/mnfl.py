@@ -1,5 +1,5 @@
-"""The MNFL paper's Table 1, four architectures in one federation, Table 2, one architecture, and
-its Tables 3 to 6.
+"""The MNFL paper's Table 1, four architectures in one federation, Table 2, one
+architecture, and its Tables 3 to 6.
 
 Their columns in which EMNIST is the clients' data have no preset.
 """
@@ -37,7 +37,8 @@ def _preset(what: str, dataset: str, public: str, steps: int, **more: Any) -> Pr
         settings={**_SETTINGS, "dataset": dataset, "public": public, **more},
         steps=steps,
         headline="post/acc",
-        headlines={"feddf": "pre/acc", "pfeddf": "pre/acc"},  # fused, before any local step
+        # fused, before any local step
+        headlines={"feddf": "pre/acc", "pfeddf": "pre/acc"},
         own=("mnfl_het",),
         protocol=_PROTOCOL,
     )
@@ -58,7 +59,10 @@ def _cells(base: str, **numbers: str) -> tuple[Cell, ...]:
     cells = [Cell(_BASE, {"mnfl_het": base})]
     for name, text in numbers.items():
         pairs = zip(_VALUES[name], text.split(), strict=True)
-        cells += [Cell({**_BASE, name: value}, {"mnfl_het": number}) for value, number in pairs]
+        cells += [
+            Cell({**_BASE, name: value}, {"mnfl_het": number})
+            for value, number in pairs
+        ]
     return tuple(cells)
 
 
@@ -74,17 +78,37 @@ _PROTOCOL_SAME = (
     "fine-tuned with 20 clients on CIFAR-10, 42.88, is below FedAvg and below its own number with 100 clients: likely "
     "a misprint."
 )
-_ALONE = ("fedavg", "per_fedavg", "fedavg_ft", "pfedme", "fedamp", "fedfomo", "pfedhn", "mnfl")
+_ALONE = (
+    "fedavg",
+    "per_fedavg",
+    "fedavg_ft",
+    "pfedme",
+    "fedamp",
+    "fedfomo",
+    "pfedhn",
+    "mnfl",
+)
 
 
 def _same(dataset: str, few: str, many: str) -> Preset:
     """A column pair of Table 2: 20 clients, and a tenth of 100."""
-    changed = {"algo": "mnfl", "model": "cnn", "lr": 0.005, "partition": "dirichlet_class", "alpha": 1.0}
+    changed = {
+        "algo": "mnfl",
+        "model": "cnn",
+        "lr": 0.005,
+        "partition": "dirichlet_class",
+        "alpha": 1.0,
+    }
     return Preset(
         description=f"MNFL, Table 2, {_NAMES[dataset]}: everybody the CNN, all classes (--clients=100 "
         "--participation=0.1)",
-        settings={k: v for k, v in {**_SETTINGS, "dataset": dataset, **changed}.items() if k != "classes_per_client"},
-        headline="pre/acc",  # after the last round, of the model that is kept of each client
+        settings={
+            k: v
+            for k, v in {**_SETTINGS, "dataset": dataset, **changed}.items()
+            if k != "classes_per_client"
+        },
+        # after the last round, of the model that is kept of each client
+        headline="pre/acc",
         published=numbers(_ALONE, few),
         cells=(Cell({"clients": 100, "participation": "0.1"}, numbers(_ALONE, many)),),
         own=("mnfl",),
@@ -98,7 +122,10 @@ MNFL: dict[str, Preset] = {
         "fashion_mnist",
         "mnist",
         8400,
-        published=numbers(_METHODS, "68.02/66.10 70.32/70.83 72.69/73.45 72.82/72.71 72.24/73.39 75.48/75.60"),
+        published=numbers(
+            _METHODS,
+            "68.02/66.10 70.32/70.83 72.69/73.45 72.82/72.71 72.24/73.39 75.48/75.60",
+        ),
     ),
     "mnfl_cifar10": _preset(
         "Table 1, CIFAR-10: LeNet, AlexNet, ResNet-18, ShuffleNetV2, 20 clients, CIFAR-100 public",
@@ -106,7 +133,10 @@ MNFL: dict[str, Preset] = {
         "cifar100",
         7200,
         lr=0.02,
-        published=numbers(_METHODS, "39.14/35.56 40.19/37.81 42.83/39.54 42.50/39.90 42.58/39.34 43.82/41.04"),
+        published=numbers(
+            _METHODS,
+            "39.14/35.56 40.19/37.81 42.83/39.54 42.50/39.90 42.58/39.34 43.82/41.04",
+        ),
     ),
     "mnfl_fashion_mnist_ablations": _preset(
         "Tables 3 to 6, Fashion-MNIST: all classes, by --epochs, --public=emnist/letters and --hparam=passes=, rho=, "
@@ -118,7 +148,8 @@ MNFL: dict[str, Preset] = {
         alpha=1.0,
         protocol=_ABLATION,
         cells=(
-            Cell({**_BASE, "public": "emnist/letters"}, {"mnfl_het": "88.76"}),  # Table 5, which names no split
+            # Table 5, which names no split
+            Cell({**_BASE, "public": "emnist/letters"}, {"mnfl_het": "88.76"}),
             *_cells(
                 "89.14 to 89.50",
                 epochs="88.73 89.14 88.58",

@@ -1,14 +1,24 @@
-"""The pFedAFM paper's Tables 2 and 3: eight methods; all clients with CNN-1, and with five nets.
+"""The pFedAFM paper's Tables 2 and 3: eight methods; all clients with CNN-1, and with
+five nets.
 
-Of the paper's batch sizes, epochs and rounds, chosen per method from grids, only those of its code
-are known.
+Of the paper's batch sizes, epochs and rounds, chosen per method from grids, only those
+of its code are known.
 """
 
 from typing import Any
 
 from experiments.presets.preset import Cell, Preset, numbers
 
-_METHODS = ("local", "lg_fedavg", "fd", "fedproto", "fml", "fedkd", "fedapen", "pfedafm")
+_METHODS = (
+    "local",
+    "lg_fedavg",
+    "fd",
+    "fedproto",
+    "fml",
+    "fedkd",
+    "fedapen",
+    "pfedafm",
+)
 _SETTINGS = {
     "algo": "pfedafm",
     "partition": "pathological",
@@ -24,22 +34,43 @@ _SETTINGS = {
     "rounds": 500,
 }
 _PROTOCOL = (
-    "the mean accuracy of a round's participants right after local training, of the best round on the test examples: "
-    "compare the best round of post/acc, not the last. A client's images are split 80/20 there and 75/25 here, its "
-    "shares of a class are uneven there (0.4 to 0.6 before normalising) and equal here, and images are flipped, "
-    "cropped and erased there. Where a method did not converge there is no number. That FML is at 30 % in Table 3 with "
-    "two classes per client, where guessing is 50 %, and at 15 to 22 % with ten is no target."
+    "the mean accuracy of a round's participants right after local training, of the "
+    "best round on the test examples: "
+    "compare the best round of post/acc, not the last. A client's images are split "
+    "80/20 there and 75/25 here, its "
+    "shares of a class are uneven there (0.4 to 0.6 before normalising) and equal "
+    "here, and images are flipped, "
+    "cropped and erased there. Where a method did not converge there is no number. "
+    "That FML is at 30 % in Table 3 with "
+    "two classes per client, where guessing is 50 %, and at 15 to 22 % with ten is no "
+    "target."
 )
 
 
 _ONE = {"pfedafm": {"lr_alpha": 0.1}}  # the authors' code, with one architecture
 
 
-def _preset(what: str, dataset: str, classes: int, ten: str, fifty: str, hundred: str, **settings: Any) -> Preset:
-    more = (({"clients": 50, "participation": "0.2"}, fifty), ({"clients": 100, "participation": "0.1"}, hundred))
+def _preset(
+    what: str,
+    dataset: str,
+    classes: int,
+    ten: str,
+    fifty: str,
+    hundred: str,
+    **settings: Any,
+) -> Preset:
+    more = (
+        ({"clients": 50, "participation": "0.2"}, fifty),
+        ({"clients": 100, "participation": "0.1"}, hundred),
+    )
     return Preset(
         description=f"pFedAFM, {what}",
-        settings={**_SETTINGS, "dataset": dataset, "classes_per_client": classes, **settings},
+        settings={
+            **_SETTINGS,
+            "dataset": dataset,
+            "classes_per_client": classes,
+            **settings,
+        },
         steps=900,
         headline="post/acc",
         published=numbers(_METHODS, ten),
@@ -51,7 +82,8 @@ def _preset(what: str, dataset: str, classes: int, ten: str, fifty: str, hundred
 
 PFEDAFM: dict[str, Preset] = {
     "pfedafm_cifar10": _preset(
-        "Table 3, CIFAR-10: CNN-1 to CNN-5, 10 clients with 2 classes each (--clients=50 or 100 with --participation)",
+        "Table 3, CIFAR-10: CNN-1 to CNN-5, 10 clients with 2 classes each "
+        "(--clients=50 or 100 with --participation)",
         "cifar10",
         2,
         "96.53 96.30 96.21 96.51 30.48 80.20 - 96.76",
@@ -59,7 +91,8 @@ PFEDAFM: dict[str, Preset] = {
         "91.97 91.27 - 92.49 - 73.21 - 95.68",
     ),
     "pfedafm_cifar100": _preset(
-        "Table 3, CIFAR-100: CNN-1 to CNN-5, 10 clients with 10 classes each (--clients=50 or 100 with "
+        "Table 3, CIFAR-100: CNN-1 to CNN-5, 10 clients with 10 classes each "
+        "(--clients=50 or 100 with "
         "--participation)",
         "cifar100",
         10,
@@ -68,7 +101,8 @@ PFEDAFM: dict[str, Preset] = {
         "53.04 45.83 - 53.67 15.21 37.21 - 61.60",
     ),
     "pfedafm_cifar10_same": _preset(
-        "Table 2, CIFAR-10: everybody CNN-1, 10 clients with 2 classes each (--clients=50 or 100 with --participation)",
+        "Table 2, CIFAR-10: everybody CNN-1, 10 clients with 2 classes each "
+        "(--clients=50 or 100 with --participation)",
         "cifar10",
         2,
         "96.35 96.47 96.30 95.83 94.83 94.77 95.38 96.81",
@@ -77,7 +111,8 @@ PFEDAFM: dict[str, Preset] = {
         model="cnn1",
     )._replace(hparams=_ONE),
     "pfedafm_cifar100_same": _preset(
-        "Table 2, CIFAR-100: everybody CNN-1, 10 clients with 10 classes each (--clients=50 or 100 with "
+        "Table 2, CIFAR-100: everybody CNN-1, 10 clients with 10 classes each "
+        "(--clients=50 or 100 with "
         "--participation)",
         "cifar100",
         10,

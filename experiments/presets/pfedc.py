@@ -1,8 +1,8 @@
 """The pFedC paper's experiments: Tables 1 to 6 and Figure 10.
 
-Its own method is scored by the "mean accuracy on all tasks" (`task_acc`), after 40 rounds; the
-others by ordinary accuracy, after 1000. Here all methods have 40, as equal rounds are the fairer
-comparison; --rounds=1000 is the paper's.
+Its own method is scored by the "mean accuracy on all tasks" (`task_acc`), after 40
+rounds; the others by ordinary accuracy, after 1000. Here all methods have 40, as equal
+rounds are the fairer comparison; --rounds=1000 is the paper's.
 """
 
 from typing import Any
@@ -21,26 +21,57 @@ _PATHOLOGICAL = {
     "classes_per_client": 2,
 }  # subset: for fewer clients, and CIFAR-100
 _DIRICHLET = {"partition": "dirichlet_class"}
-_GREY = {"clients": 20, "model": "lenet", "batch_size": 32, "epochs": 5, "lr": 0.005, "rounds": 40}
-_COLOUR = {"clients": 20, "model": "resnet18", "batch_size": 16, "epochs": 10, "lr": 0.01, "rounds": 40}
+_GREY = {
+    "clients": 20,
+    "model": "lenet",
+    "batch_size": 32,
+    "epochs": 5,
+    "lr": 0.005,
+    "rounds": 40,
+}
+_COLOUR = {
+    "clients": 20,
+    "model": "resnet18",
+    "batch_size": 16,
+    "epochs": 10,
+    "lr": 0.01,
+    "rounds": 40,
+}
 _OWN = ("pfedc", "privacy_pfedc")
-_BEFORE = ("fedavg", "per_fedavg", "fedma", "pfedma", "mocha")  # what they predict with is ready before local training
-_METHODS = ("fedavg", "per_fedavg", "pfedme", "fedbn", "fedrep", "fedfomo", "pfedc")  # the columns of Tables 1 to 3
+# what they predict with is ready before local training
+_BEFORE = ("fedavg", "per_fedavg", "fedma", "pfedma", "mocha")
+# the columns of Tables 1 to 3
+_METHODS = ("fedavg", "per_fedavg", "pfedme", "fedbn", "fedrep", "fedfomo", "pfedc")
 
 
-def _preset(what: str, dataset: str, setting: dict[str, Any], steps: int, **more: Any) -> Preset:
-    """`steps`: what a round of local work is, on all of the data, with the setting's epochs."""
+def _preset(
+    what: str, dataset: str, setting: dict[str, Any], steps: int, **more: Any
+) -> Preset:
+    """`steps`: what a round of local work is, on all of the data, with the setting's
+    epochs."""
     grey = dataset in ("mnist", "emnist/digits")
-    tasks = {method: {"tasks": "superclass"} for method in _OWN} if dataset == "cifar100" else {}  # T = 20
-    settings = {"algo": "pfedc", "dataset": dataset, **(_GREY if grey else _COLOUR), **setting}
+    # T = 20
+    tasks = (
+        {method: {"tasks": "superclass"} for method in _OWN}
+        if dataset == "cifar100"
+        else {}
+    )
+    settings = {
+        "algo": "pfedc",
+        "dataset": dataset,
+        **(_GREY if grey else _COLOUR),
+        **setting,
+    }
     return Preset(
         description=f"pFedC, {what}",
         settings=settings,
         steps=steps,
         headline="post/acc",
-        headlines=dict.fromkeys(_BEFORE, "pre/acc") | dict.fromkeys(_OWN, "post/task_acc"),
+        headlines=dict.fromkeys(_BEFORE, "pre/acc")
+        | dict.fromkeys(_OWN, "post/task_acc"),
         hparams={"fedfomo": {"epsilon": 0.3}, "fedphp": {"lam": 0.05}, **tasks},
-        methods={"fedbn": {"model": "lenet_bn"}} if grey else {},  # without batch norm FedBN is FedAvg
+        # without batch norm FedBN is FedAvg
+        methods={"fedbn": {"model": "lenet_bn"}} if grey else {},
         own=_OWN,
         baselines={"rounds": 1000},
         protocol=_PROTOCOL,
@@ -48,10 +79,15 @@ def _preset(what: str, dataset: str, setting: dict[str, Any], steps: int, **more
 
 
 def _by_alpha(*rows: tuple[float, str], **where: Any) -> tuple[Cell, ...]:
-    return tuple(Cell({**where, "alpha": alpha}, numbers(_METHODS, text)) for alpha, text in rows)
+    return tuple(
+        Cell({**where, "alpha": alpha}, numbers(_METHODS, text)) for alpha, text in rows
+    )
 
 
-_CIFAR100 = numbers(_METHODS, "46.29±0.26 54.49±1.55 51.70±0.38 61.35±0.09 63.20±0.57 58.50±0.12 93.49±0.66")
+_CIFAR100 = numbers(
+    _METHODS,
+    "46.29±0.26 54.49±1.55 51.70±0.38 61.35±0.09 63.20±0.57 58.50±0.12 93.49±0.66",
+)
 _ROUNDS = {  # Table 5: with 2 classes per client, then alpha = 0.05, 0.1, 1
     "single": (244, 250, 200, 200),
     "consecutive:10": (55, 58, 41, 49),
@@ -73,7 +109,10 @@ _ACCURACY = {  # Table 4: alpha = 0.05, 0.1, 1
 }
 
 _EPOCHS = (3, 5, 10, 20)
-_FIGURE = _PROTOCOL + " Of the figure only the best number of epochs is known: 5 on MNIST, 10 on CIFAR-10."
+_FIGURE = (
+    _PROTOCOL
+    + " Of the figure only the best number of epochs is known: 5 on MNIST, 10 on CIFAR-10."
+)
 
 PFEDC: dict[str, Preset] = {
     "pfedc_mnist": _preset(
@@ -81,30 +120,45 @@ PFEDC: dict[str, Preset] = {
         "mnist",
         _PATHOLOGICAL,
         8200,
-        published=numbers(_METHODS, "91.94±0.76 92.95±0.28 93.30±0.44 97.73±0.34 97.85±0.15 98.61±0.29 99.44±0.41"),
+        published=numbers(
+            _METHODS,
+            "91.94±0.76 92.95±0.28 93.30±0.44 97.73±0.34 97.85±0.15 98.61±0.29 99.44±0.41",
+        ),
     ),
     "pfedc_emnist": _preset(
         "Table 1, EMNIST (its digits): 20 clients with 2 classes each, LeNet",
         "emnist/digits",
         _PATHOLOGICAL,
         33_000,
-        published=numbers(_METHODS, "85.32±0.38 81.81±1.14 86.56±0.50 93.53±0.42 93.94±0.12 92.31±0.17 97.94±1.35"),
+        published=numbers(
+            _METHODS,
+            "85.32±0.38 81.81±1.14 86.56±0.50 93.53±0.42 93.94±0.12 92.31±0.17 97.94±1.35",
+        ),
     ),
     "pfedc_cifar10": _preset(
         "Table 1, CIFAR-10: 20 clients with 2 classes each, ResNet-18",
         "cifar10",
         _PATHOLOGICAL,
         28_000,
-        published=numbers(_METHODS, "53.70±0.98 60.33±1.83 57.20±0.86 61.43±0.37 60.93±0.26 58.65±0.34 90.37±0.29"),
+        published=numbers(
+            _METHODS,
+            "53.70±0.98 60.33±1.83 57.20±0.86 61.43±0.37 60.93±0.26 58.65±0.34 90.37±0.29",
+        ),
     ),
     "pfedc_cifar100": _preset(
         "Tables 1 and 5, CIFAR-100: 20 clients with 2 of 40 classes each, ResNet-18, 20 tasks",
         "cifar100",
         _PATHOLOGICAL,
         11_000,
-        published={method: number for method, number in _CIFAR100.items() if method != "pfedc"},
+        published={
+            method: number for method, number in _CIFAR100.items() if method != "pfedc"
+        },
         cells=tuple(
-            Cell({"tasks": tasks}, {"pfedc": _CIFAR100["pfedc"]} if tasks == "superclass" else {}, {"pfedc": rounds[0]})
+            Cell(
+                {"tasks": tasks},
+                {"pfedc": _CIFAR100["pfedc"]} if tasks == "superclass" else {},
+                {"pfedc": rounds[0]},
+            )
             for tasks, rounds in _ROUNDS.items()
         ),
     ),
@@ -114,9 +168,18 @@ PFEDC: dict[str, Preset] = {
         _DIRICHLET,
         8200,
         cells=_by_alpha(
-            (0.05, "54.59±0.12 65.64±0.59 67.27±0.28 68.77±0.42 74.82±0.29 70.66±0.37 80.05±0.28"),
-            (0.1, "57.72±0.32 88.21±0.57 92.84±0.38 83.57±0.21 71.88±0.37 92.25±0.74 94.99±0.46"),
-            (1.0, "84.56±0.18 90.08±1.12 94.03±0.95 93.24±0.82 89.44±0.44 80.60±1.11 96.87±0.28"),
+            (
+                0.05,
+                "54.59±0.12 65.64±0.59 67.27±0.28 68.77±0.42 74.82±0.29 70.66±0.37 80.05±0.28",
+            ),
+            (
+                0.1,
+                "57.72±0.32 88.21±0.57 92.84±0.38 83.57±0.21 71.88±0.37 92.25±0.74 94.99±0.46",
+            ),
+            (
+                1.0,
+                "84.56±0.18 90.08±1.12 94.03±0.95 93.24±0.82 89.44±0.44 80.60±1.11 96.87±0.28",
+            ),
         ),
     ),
     "pfedc_emnist_dirichlet": _preset(
@@ -125,9 +188,18 @@ PFEDC: dict[str, Preset] = {
         _DIRICHLET,
         33_000,
         cells=_by_alpha(
-            (0.05, "60.39±0.40 67.92±0.94 80.18±0.19 64.90±1.19 64.20±1.07 65.68±0.86 76.34±0.96"),
-            (0.1, "74.68±0.51 69.02±0.11 82.77±0.82 65.34±0.94 65.65±1.66 65.29±0.93 89.18±0.82"),
-            (1.0, "77.89±0.16 69.59±0.91 84.37±0.14 75.02±0.33 72.23±0.42 66.02±0.50 91.01±0.54"),
+            (
+                0.05,
+                "60.39±0.40 67.92±0.94 80.18±0.19 64.90±1.19 64.20±1.07 65.68±0.86 76.34±0.96",
+            ),
+            (
+                0.1,
+                "74.68±0.51 69.02±0.11 82.77±0.82 65.34±0.94 65.65±1.66 65.29±0.93 89.18±0.82",
+            ),
+            (
+                1.0,
+                "77.89±0.16 69.59±0.91 84.37±0.14 75.02±0.33 72.23±0.42 66.02±0.50 91.01±0.54",
+            ),
         ),
     ),
     "pfedc_cifar10_dirichlet": _preset(
@@ -138,9 +210,18 @@ PFEDC: dict[str, Preset] = {
         cells=tuple(
             cell._replace(numbers={**cell.numbers, **_MATCHING[cell.where["alpha"]]})
             for cell in _by_alpha(
-                (0.05, "34.88±0.08 48.08±0.56 52.19±0.23 53.27±0.73 53.61±0.57 53.17±0.74 70.65±0.34"),
-                (0.1, "48.12±0.11 64.37±0.38 69.20±0.29 70.13±0.31 70.34±0.49 70.13±0.51 77.85±0.24"),
-                (1.0, "61.37±0.18 67.24±1.07 73.12±0.56 74.98±0.92 74.20±0.16 70.70±0.08 83.04±0.34"),
+                (
+                    0.05,
+                    "34.88±0.08 48.08±0.56 52.19±0.23 53.27±0.73 53.61±0.57 53.17±0.74 70.65±0.34",
+                ),
+                (
+                    0.1,
+                    "48.12±0.11 64.37±0.38 69.20±0.29 70.13±0.31 70.34±0.49 70.13±0.51 77.85±0.24",
+                ),
+                (
+                    1.0,
+                    "61.37±0.18 67.24±1.07 73.12±0.56 74.98±0.92 74.20±0.16 70.70±0.08 83.04±0.34",
+                ),
             )
         ),
     ),
@@ -150,9 +231,18 @@ PFEDC: dict[str, Preset] = {
         _DIRICHLET,
         28_000,
         cells=_by_alpha(
-            (0.05, "36.99±1.04 58.63±0.08 62.91±0.14 64.72±0.51 64.06±0.88 63.41±0.11 81.79±1.60"),
-            (0.1, "54.16±0.09 62.44±0.91 66.24±0.98 68.36±0.96 68.18±1.89 67.31±0.83 85.91±0.26"),
-            (1.0, "58.56±0.17 75.66±0.37 79.38±0.25 81.75±0.13 82.25±0.70 79.50±1.01 87.69±0.37"),
+            (
+                0.05,
+                "36.99±1.04 58.63±0.08 62.91±0.14 64.72±0.51 64.06±0.88 63.41±0.11 81.79±1.60",
+            ),
+            (
+                0.1,
+                "54.16±0.09 62.44±0.91 66.24±0.98 68.36±0.96 68.18±1.89 67.31±0.83 85.91±0.26",
+            ),
+            (
+                1.0,
+                "58.56±0.17 75.66±0.37 79.38±0.25 81.75±0.13 82.25±0.70 79.50±1.01 87.69±0.37",
+            ),
         ),
     ),
     "pfedc_cifar100_sampled": _preset(
@@ -162,7 +252,10 @@ PFEDC: dict[str, Preset] = {
         _DIRICHLET | {"clients": 100, "participation": "0.1"},
         2800,
         cells=(
-            Cell({"partition": "pathological_subset"}, numbers(_METHODS, "45.19 43.72 53.60 56.16 56.47 44.28 -")),
+            Cell(
+                {"partition": "pathological_subset"},
+                numbers(_METHODS, "45.19 43.72 53.60 56.16 56.47 44.28 -"),
+            ),
             *_by_alpha(
                 (0.05, "40.89 42.56 44.35 46.42 43.51 29.63 84.03"),
                 (0.1, "54.03 54.40 58.23 60.62 60.36 47.08 89.25"),
@@ -170,7 +263,8 @@ PFEDC: dict[str, Preset] = {
                 partition="dirichlet_class",
             ),
         ),
-        protocol=_PROTOCOL + " In the row of 2 classes a client pFedC's number is not known here, and the order of "
+        protocol=_PROTOCOL
+        + " In the row of 2 classes a client pFedC's number is not known here, and the order of "
         "the others is inferred. post is of a round's ten clients; post_latest has everybody's last.",
     ),
     "pfedc_cifar100_tasks": _preset(
@@ -180,7 +274,11 @@ PFEDC: dict[str, Preset] = {
         _DIRICHLET,
         28_000,
         cells=tuple(
-            Cell({"tasks": tasks, "alpha": alpha}, {"pfedc": accuracy[i]}, {"pfedc": _ROUNDS[tasks][i + 1]})
+            Cell(
+                {"tasks": tasks, "alpha": alpha},
+                {"pfedc": accuracy[i]},
+                {"pfedc": _ROUNDS[tasks][i + 1]},
+            )
             for tasks, accuracy in _ACCURACY.items()
             for i, alpha in enumerate((0.05, 0.1, 1.0))
         ),
@@ -193,14 +291,21 @@ PFEDC: dict[str, Preset] = {
         "cifar10",
         _PATHOLOGICAL | {"model": "linear"},
         28_000,
-        published={"mocha": "64.75 ± 0.65", "fedem": "65.40 ± 0.01", "pfedc": "77.23 ± 0.52"},
+        published={
+            "mocha": "64.75 ± 0.65",
+            "fedem": "65.40 ± 0.01",
+            "pfedc": "77.23 ± 0.52",
+        },
     ),
     "pfedc_mnist_epochs": _preset(
         "Figure 10, MNIST: 3, 5, 10 or 20 local epochs (--epochs), Dirichlet 1, LeNet",
         "mnist",
         _DIRICHLET | {"alpha": 1.0},
         8200,
-        cells=tuple(Cell({"epochs": epochs}, {"pfedc": "96.86"} if epochs == 5 else {}) for epochs in _EPOCHS),
+        cells=tuple(
+            Cell({"epochs": epochs}, {"pfedc": "96.86"} if epochs == 5 else {})
+            for epochs in _EPOCHS
+        ),
         protocol=_FIGURE,
     ),
     "pfedc_cifar10_epochs": _preset(

@@ -1,5 +1,5 @@
-"""Every method by its name on the command line: {name: factory}, factory(task, **hyperparameters)
--> Algorithm.
+"""Every method by its name on the command line: {name: factory}, factory(task,
+**hyperparameters) -> Algorithm.
 
 The factories of this package check their hyperparameters by their signatures, see
 `fedjax_pfl.hyperparameters`; as they stand in their modules they do not.

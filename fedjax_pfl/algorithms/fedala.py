@@ -1,8 +1,8 @@
-"""FedALA: before training, a client learns for each scalar of its last layer how far to move it to
-the global model's.
+"""FedALA: before training, a client learns for each scalar of its last layer how far to
+move it to the global model's.
 
-Reference: Zhang et al., FedALA: adaptive local aggregation for personalized federated learning
-(AAAI 2023), Algorithm 1.
+Reference: Zhang et al., FedALA: adaptive local aggregation for personalized federated
+learning (AAAI 2023), Algorithm 1.
 """
 
 from collections.abc import Callable
@@ -16,21 +16,38 @@ from chex import Numeric
 
 from fedjax_pfl import averaging, evaluate, keys, local, losses, trees
 from fedjax_pfl.averaging import BODY_AND_HEAD, predictor
-from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Data, Metrics, Predictor, PyTree, State, Task
+from fedjax_pfl.types import (
+    Algorithm,
+    Array,
+    Batch,
+    Client,
+    Cohort,
+    Data,
+    Metrics,
+    Predictor,
+    PyTree,
+    State,
+    Task,
+)
 
-BLENDED: dict[str, tuple[str, ...]] = {"none": (), "head": ("head",), "all": BODY_AND_HEAD}
+BLENDED: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "head": ("head",),
+    "all": BODY_AND_HEAD,
+}
 
 
 class Patience(NamedTuple):
-    """When a client's first learning of its weights ends: at a steady loss, or after `cap`
-    epochs."""
+    """When a client's first learning of its weights ends: at a steady loss, or after
+    `cap` epochs."""
 
     window: int  # epochs whose losses are compared
     threshold: Numeric  # of their standard deviation
     cap: int
 
 
-Loop = tuple[PyTree, Array, Array, Array]  # the weights, the last epochs' losses, epochs, batches
+# the weights, the last epochs' losses, epochs, batches
+Loop = tuple[PyTree, Array, Array, Array]
 
 
 def blend(own: PyTree, received: PyTree, weights: PyTree) -> PyTree:
@@ -40,16 +57,24 @@ def blend(own: PyTree, received: PyTree, weights: PyTree) -> PyTree:
 
 def mean_of(weights: PyTree) -> Array:
     """The mean over all scalars, []."""
-    total = sum((jnp.sum(x, dtype=jnp.float32) for x in jax.tree.leaves(weights)), jnp.float32(0))
+    total = sum(
+        (jnp.sum(x, dtype=jnp.float32) for x in jax.tree.leaves(weights)),
+        jnp.float32(0),
+    )
     return total / max(trees.size(weights), 1)
 
 
 def subset(key: Array, data: Data, percent: Numeric) -> Data:
-    """A stretch of `percent` % of a client's rows, at least one, from a random place in its
-    list."""
-    size = jnp.minimum(jnp.maximum(jnp.floor(percent * data.size / 100).astype(jnp.int32), 1), data.size)
+    """A stretch of `percent` % of a client's rows, at least one, from a random place in
+    its list."""
+    size = jnp.minimum(
+        jnp.maximum(jnp.floor(percent * data.size / 100).astype(jnp.int32), 1),
+        data.size,
+    )
     first = jax.random.randint(key, (), 0, data.size - size + 1, jnp.int32)
-    place = jnp.minimum(first + jnp.arange(data.index.shape[0]), data.index.shape[0] - 1)
+    place = jnp.minimum(
+        first + jnp.arange(data.index.shape[0]), data.index.shape[0] - 1
+    )
     return data._replace(index=data.index[place], size=size)
 
 
@@ -63,8 +88,8 @@ def learn(
     lr: Numeric,
     patience: Patience,
 ) -> tuple[PyTree, Array]:
-    """Descends `loss(weights, batch, key)` within [0, 1]: one epoch, or if `first` [] until the
-    losses are steady.
+    """Descends `loss(weights, batch, key)` within [0, 1]: one epoch, or if `first` []
+    until the losses are steady.
 
     Returns:
       (weights, the number of epochs []); none without data.
@@ -72,21 +97,32 @@ def learn(
 
     def batch(carry: PyTree, batch: Batch) -> PyTree:
         weights, _, count = carry
-        value, slope = jax.value_and_grad(loss)(weights, batch, jax.random.fold_in(key, count))
+        value, slope = jax.value_and_grad(loss)(
+            weights, batch, jax.random.fold_in(key, count)
+        )
         moved = jax.tree.map(lambda a, g: jnp.clip(a - lr * g, 0, 1), weights, slope)
         return optax.tree.cast_like(moved, weights), value, count + 1
 
     def epoch(loop: Loop) -> Loop:
         weights, recent, epochs, count = loop
-        weights, last, count = local.fold(data, batch, (weights, jnp.float32(0), count), task.batch_size)
+        weights, last, count = local.fold(
+            data, batch, (weights, jnp.float32(0), count), task.batch_size
+        )
         return weights, jnp.roll(recent, -1).at[-1].set(last), epochs + 1, count
 
     def goes_on(loop: Loop) -> Array:
         _, recent, epochs, _ = loop
-        steady: Array = (epochs > patience.window) & (jnp.std(recent) < patience.threshold)
+        steady: Array = (epochs > patience.window) & (
+            jnp.std(recent) < patience.threshold
+        )
         return (data.size > 0) & (epochs < jnp.where(first, patience.cap, 1)) & ~steady
 
-    start = (weights, jnp.zeros(patience.window, jnp.float32), jnp.int32(0), jnp.int32(0))
+    start = (
+        weights,
+        jnp.zeros(patience.window, jnp.float32),
+        jnp.int32(0),
+        jnp.int32(0),
+    )
     weights, _, epochs, _ = jax.lax.while_loop(goes_on, epoch, start)
     return weights, epochs
 
@@ -101,60 +137,99 @@ def fedala(
     threshold: Annotated[float, Ge(0)] = 0.1,
     cap: Annotated[int, Interval(ge=1, le=100_000)] = 100,
 ) -> Algorithm:
-    """Trains from w_i + (w^t - w_i) W_i, W_i learned on the client's examples, in the head; else
-    from w^t.
+    """Trains from w_i + (w^t - w_i) W_i, W_i learned on the client's examples, in the
+    head; else from w^t.
 
     Args:
-      percent: the share (s) in [0, 100] of the training examples that W_i is learned on, a new
-        stretch each round, at least one example; 80 as in the paper.
+      percent: the share (s) in [0, 100] of the training examples that W_i is learned
+        on, a new stretch each round, at least one example; 80 as in the paper.
       lr_weights: the step size (η) in [0, inf) of W_i; 1 as in the paper.
-      blended: what is blended, one of none (FedAvg), head (the paper's p = 1 layer), all.
-      window: in [1, 1000], the epochs whose losses must be steady before the first learning of W_i
-        ends; 10 as in the authors' code.
+      blended: what is blended, one of none (FedAvg), head (the paper's p = 1 layer),
+        all.
+      window: in [1, 1000], the epochs whose losses must be steady before the first
+        learning of W_i ends; 10 as in the authors' code.
       threshold: of the standard deviation in [0, inf) of these losses; 0.1 as there.
-      cap: in [1, 100000], the most epochs of the first learning; 100, the authors have none.
+      cap: in [1, 100000], the most epochs of the first learning; 100, the authors have
+        none.
 
     Note:
-      The first learning runs until the loss of the last batch is steady over the epochs, later ones
-      for one epoch; where w^t equals w_i (in round 0) nothing is learned. Only participants learn
-      W_i (the authors' code blends on every client in every round); a prediction of the others'
-      blends too, and forgets it. Of w_i a client keeps what is blended, as the rest is replaced.
-      The paper's p may stop at any layer; here a model is head and body. Running statistics are the
-      received ones, or the client's with bn_stats=local. `global_share` is the mean of W_i,
+      The first learning runs until the loss of the last batch is steady over the
+      epochs, later ones for one epoch; where w^t equals w_i (in round 0) nothing is
+      learned. Only participants learn W_i (the authors' code blends on every client in
+      every round); a prediction of the others' blends too, and forgets it. Of w_i a
+      client keeps what is blended, as the rest is replaced. The paper's p may stop at
+      any layer; here a model is head and body. Running statistics are the received
+      ones, or the client's with bn_stats=local. `global_share` is the mean of W_i,
       `ala_epochs` how long it was learned.
     """
     loss, split = losses.classification(task.model), averaging.split(task)
-    mask, patience = trees.parts(task.model.bn_mask, BLENDED[blended]), Patience(window, threshold, cap)
+    mask, patience = (
+        trees.parts(task.model.bn_mask, BLENDED[blended]),
+        Patience(window, threshold, cap),
+    )
 
     def beside(w: PyTree) -> dict[str, PyTree]:
         mine, _ = trees.partition(w, mask)
-        return {"w": mine, "weights": jax.tree.map(jnp.ones_like, mine), "first": jnp.bool(True)}
+        return {
+            "w": mine,
+            "weights": jax.tree.map(jnp.ones_like, mine),
+            "first": jnp.bool(True),
+        }
 
     def start(c: Client, server: PyTree, mine: PyTree) -> tuple[PyTree, PyTree, Array]:
-        """The model that a client trains from, its weights, and the epochs that they were learned
-        for."""
+        """The model that a client trains from, its weights, and the epochs that they
+        were learned for."""
         received, rest = trees.partition(split.receive(server, mine["own"]), mask)
 
         def objective(weights: PyTree, batch: Batch, key: Array) -> Array:
-            return loss(trees.merge(blend(mine["w"], received, weights), rest), batch, key)[0]
+            return loss(
+                trees.merge(blend(mine["w"], received, weights), rest), batch, key
+            )[0]
 
         same = jax.tree.map(lambda a, b: jnp.all(a == b), mine["w"], received)
         data = subset(keys.fold(c.key, keys.Client.SUBSET), c.train, percent)
-        data = data._replace(size=jnp.where(jnp.all(jnp.array(jax.tree.leaves(same), bool)), 0, data.size))
+        data = data._replace(
+            size=jnp.where(
+                jnp.all(jnp.array(jax.tree.leaves(same), bool)), 0, data.size
+            )
+        )
         key = keys.fold(c.key, keys.Client.BLEND)
-        weights, epochs = learn(key, data, objective, mine["weights"], mine["first"], task, lr_weights, patience)
+        weights, epochs = learn(
+            key,
+            data,
+            objective,
+            mine["weights"],
+            mine["first"],
+            task,
+            lr_weights,
+            patience,
+        )
         return trees.merge(blend(mine["w"], received, weights), rest), weights, epochs
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(c: Client, mine: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array], dict[str, Array]]:
+        def client(
+            c: Client, mine: PyTree
+        ) -> tuple[PyTree, PyTree, Array, dict[str, Array], dict[str, Array]]:
             w, weights, epochs = start(c, state.server, mine)
             w, value = local.sgd(c.key, c.train, loss, w, task)
             shared, own = split.send(w)
-            kept = {"w": trees.partition(w, mask)[0], "weights": weights, "first": mine["first"] & (epochs == 0)}
+            kept = {
+                "w": trees.partition(w, mask)[0],
+                "weights": weights,
+                "first": mine["first"] & (epochs == 0),
+            }
             seen = {"global_share": mean_of(weights), "ala_epochs": epochs}
-            return shared, {**kept, "own": own}, value, evaluate.post(cohort, c, predictor(task.model, w)), seen
+            return (
+                shared,
+                {**kept, "own": own},
+                value,
+                evaluate.post(cohort, c, predictor(task.model, w)),
+                seen,
+            )
 
-        w, (mine, value, post, seen) = cohort.mean(client, state.clients, weight=cohort.sizes, default=state.server)
+        w, (mine, value, post, seen) = cohort.mean(
+            client, state.clients, weight=cohort.sizes, default=state.server
+        )
         return State(w, mine), Metrics(value, post, seen)
 
     def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
@@ -163,4 +238,6 @@ def fedala(
     def init(key: Array) -> State:
         return split.init(key, beside)
 
-    return Algorithm(init, round, predict, evaluate.classification, averages=averaging.BODY_AND_HEAD)
+    return Algorithm(
+        init, round, predict, evaluate.classification, averages=averaging.BODY_AND_HEAD
+    )

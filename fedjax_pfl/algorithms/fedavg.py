@@ -1,8 +1,9 @@
-"""FedAvg: one global model, the mean of the clients' locally trained copies; FedProx holds the
-copies near it.
+"""FedAvg: one global model, the mean of the clients' locally trained copies; FedProx
+holds the copies near it.
 
-References: McMahan et al., Communication-efficient learning of deep networks from decentralized
-data (AISTATS 2017); Li et al., Federated optimization in heterogeneous networks (MLSys 2020).
+References: McMahan et al., Communication-efficient learning of deep networks from
+decentralized data (AISTATS 2017); Li et al., Federated optimization in heterogeneous
+networks (MLSys 2020).
 """
 
 from typing import Annotated, Literal
@@ -14,7 +15,8 @@ from fedjax_pfl.types import Algorithm, Task
 
 
 def fedavg(task: Task) -> Algorithm:
-    """Averages the clients' models weighted by their numbers of training examples (Algorithm 1)."""
+    """Averages the clients' models weighted by their numbers of training examples
+    (Algorithm 1)."""
     return partial_averaging(task, split(task))
 
 
@@ -24,11 +26,12 @@ def fedavg_ft(
     fine_tune_epochs: Annotated[int, Interval(ge=0, le=10_000)] | None = None,
     fine_tune: Literal["all", "head", "body"] = "all",
 ) -> Algorithm:
-    """FedAvg whose global model each client fine-tunes before it predicts; the fine-tuned copy is
-    discarded.
+    """FedAvg whose global model each client fine-tunes before it predicts; the
+    fine-tuned copy is discarded.
 
     Args:
-      fine_tune_epochs: E_ft in [0, 10000]; default max(E, 5), as no paper gives a value.
+      fine_tune_epochs: E_ft in [0, 10000]; default max(E, 5), as no paper gives a
+        value.
       fine_tune: what of the model moves then, one of all, head, body.
     """
     epochs = max(task.epochs or 0, 5) if fine_tune_epochs is None else fine_tune_epochs
@@ -40,7 +43,7 @@ def fedprox(task: Task, *, mu: Annotated[float, Ge(0)] = 0.001) -> Algorithm:
     """FedAvg with the proximal term mu/2 ||w - w^t||^2 in the local loss (Eq. 2).
 
     Args:
-      mu: weight of the proximal term (μ) in [0, inf); the paper's grid is {0.001, 0.01, 0.1, 1},
-        PFLlib uses 0.001.
+      mu: weight of the proximal term (μ) in [0, inf); the paper's grid is {0.001, 0.01,
+        0.1, 1}, PFLlib uses 0.001.
     """
     return partial_averaging(task, split(task), mu=mu)

@@ -1,8 +1,8 @@
-"""FedBN: FedAvg that leaves every batch-norm layer, parameters and running statistics, with its
-client.
+"""FedBN: FedAvg that leaves every batch-norm layer, parameters and running statistics,
+with its client.
 
-Reference: Li et al., FedBN: federated learning on non-IID features via local batch normalization
-(ICLR 2021).
+Reference: Li et al., FedBN: federated learning on non-IID features via local batch
+normalization (ICLR 2021).
 """
 
 import jax
@@ -13,8 +13,12 @@ from fedjax_pfl.types import Algorithm, Task
 
 
 def fedbn(task: Task) -> Algorithm:
-    """Averages all but the batch-norm layers, which are found by module type; equals FedAvg where
-    there are none."""
+    """Averages all but the batch-norm layers, which are found by module type; equals
+    FedAvg where there are none."""
     if not any(jax.tree.leaves(task.model.bn_mask)):
-        logging.log_first_n(logging.WARNING, "fedbn: this model has no batch norm, so FedBN is FedAvg here.", 1)
+        logging.log_first_n(
+            logging.WARNING,
+            "fedbn: this model has no batch norm, so FedBN is FedAvg here.",
+            1,
+        )
     return partial_averaging(task, split(task, batch_norm=True))

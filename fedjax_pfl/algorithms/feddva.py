@@ -1,11 +1,11 @@
-"""FedDVA: clients share the two encoders of a dual variational autoencoder, and each keeps a
-decoder of its own.
+"""FedDVA: clients share the two encoders of a dual variational autoencoder, and each
+keeps a decoder of its own.
 
-The latent z is to hold what all clients have in common, c what is a client's own; there need not be
-labels.
+The latent z is to hold what all clients have in common, c what is a client's own; there
+need not be labels.
 
-Reference: Yan & Long, Personalization disentanglement for federated learning (ICME 2023), Algorithm
-1.
+Reference: Yan & Long, Personalization disentanglement for federated learning (ICME
+2023), Algorithm 1.
 """
 
 import functools
@@ -32,10 +32,12 @@ from fedjax_pfl.types import (
     Task,
 )
 
-LATER = (keys.Client.SECOND_PHASE, keys.Client.THIRD_PHASE)  # the first phase has the client's key
+# the first phase has the client's key
+LATER = (keys.Client.SECOND_PHASE, keys.Client.THIRD_PHASE)
 
 
-@functools.lru_cache(maxsize=8)  # a factory is called whenever something is traced, and building takes half a second
+# a factory is called whenever something is traced, and building takes half a second
+@functools.lru_cache(maxsize=8)
 def _built(*args: Any, bn_stats: str) -> tuple[vae.DualVAE, PyTree]:
     """The networks, and the shapes of their variables."""
     nets = vae.dual_vae(*args, bn_stats=bn_stats)
@@ -43,22 +45,39 @@ def _built(*args: Any, bn_stats: str) -> tuple[vae.DualVAE, PyTree]:
 
 
 def networks(
-    task: Task, latent: int = 4, personal: int = 4, hidden: int = 512, head: str = "none"
+    task: Task,
+    latent: int = 4,
+    personal: int = 4,
+    hidden: int = 512,
+    head: str = "none",
 ) -> tuple[vae.DualVAE, PyTree]:
-    """The networks for the task's prepared inputs, see `feddva`, and the shapes of their variables;
-    nothing of `task.model` is in them."""
+    """The networks for the task's prepared inputs, see `feddva`, and the shapes of
+    their variables; nothing of `task.model` is in them."""
     shape = task.prepared.shape[1:]
-    classes = None if choose("head", head, ("none", *dva_phases.HEADS)) == "none" else task.num_classes
+    classes = (
+        None
+        if choose("head", head, ("none", *dva_phases.HEADS)) == "none"
+        else task.num_classes
+    )
     widths = strided.channels(shape, hidden)
-    why = f"each of {len(widths)} convolutions has half the channels of the next, and the first needs 2"
+    why = (
+        f"each of {len(widths)} convolutions has half the channels of the next, and "
+        "the first needs 2"
+    )
     check("hidden", hidden, 2 ** len(widths), math.inf, why=why)
-    return _built(shape, latent, personal, tuple(widths), classes, bn_stats=task.bn_stats)
+    return _built(
+        shape, latent, personal, tuple(widths), classes, bn_stats=task.bn_stats
+    )
 
 
 def score(outputs: dict[str, Array], y: Array, mask: Array, c: Client) -> Scores:
     """The terms of `dva.terms`, and with a classifier the scores of its logits."""
     terms = dva_phases.totals(outputs, mask)
-    return terms | (evaluate.classification(outputs["logits"], y, mask, c) if "logits" in outputs else {})
+    return terms | (
+        evaluate.classification(outputs["logits"], y, mask, c)
+        if "logits" in outputs
+        else {}
+    )
 
 
 def feddva(
@@ -78,43 +97,45 @@ def feddva(
     detach: bool = True,
     exchange: Literal["encoders", "z"] = "encoders",
 ) -> Algorithm:
-    """Trains the decoder with frozen encoders, then the encoders with a frozen decoder; averages
-    the encoders.
+    """Trains the decoder with frozen encoders, then the encoders with a frozen decoder;
+    averages the encoders.
 
     Args:
-      latent: d_z, dimensions of what is common, in [1, 1000000]; 4 in the paper, 8 where it
-        classifies.
+      latent: d_z, dimensions of what is common, in [1, 1000000]; 4 in the paper, 8
+        where it classifies.
       personal: d_c, dimensions of what is a client's own, in [1, 1000000], likewise.
-      hidden: channels in [4, inf) of the last convolution, each before it having half, the first at
-        least 2 (so 16 for 28 and 32 pixels a side): 512 as published (64 to 512 for 28 and 32
-        pixels a side, 32 to 512 for 64), 128 a network of a sixteenth.
+      hidden: channels in [4, inf) of the last convolution, each before it having half,
+        the first at least 2 (so 16 for 28 and 32 pixels a side): 512 as published (64
+        to 512 for 28 and 32 pixels a side, 32 to 512 for 64), 128 a network of a
+        sixteenth.
       alpha: weight of KL(q(z|x) || N(0, I)) (α) in [0, inf); 1 in the paper.
-      beta: weight of the personal regulariser R_c (β) in [0, inf); 0.75 in the paper, 1 in its
-        code.
-      xi: slack of R_c in [0, inf), in nats for each dimension of c; 8 in the paper (ξ = 8 d_c), 0.5
-        in its notebooks.
-      head: a classifier of [z; c], one of none, personal (it stays with its client), shared.
+      beta: weight of the personal regulariser R_c (β) in [0, inf); 0.75 in the paper, 1
+        in its code.
+      xi: slack of R_c in [0, inf), in nats for each dimension of c; 8 in the paper (ξ =
+        8 d_c), 0.5 in its notebooks.
+      head: a classifier of [z; c], one of none, personal (it stays with its client),
+        shared.
       cls: weight of its cross entropy in [0, inf); 1 in the code.
       mode: one of paper (two phases), code (three, see `dva_phases.phases`).
       regulariser: R_c, one of paper_max (Eq. 7), code_hinge (see `dva.personal_term`).
       reconstruction: one of gaussian (unit variance), focal (see `dva.reconstruction`).
-      detach: whether the batch's mixture counts as a constant in R_c's gradient, as in the code,
-        true or false.
-      exchange: what clients share, one of encoders (both, Algorithm 1), z (the encoder of c stays
-        with its client).
+      detach: whether the batch's mixture counts as a constant in R_c's gradient, as in
+        the code, true or false.
+      exchange: what clients share, one of encoders (both, Algorithm 1), z (the encoder
+        of c stays with its client).
 
     Raises:
-      InputError: inputs that are not square images with a side of 2^k - 4, 2^k - 2 or 2^k pixels, k
-        >= 3 (28, 30, 32; 60, 62, 64), or a value out of range.
+      InputError: inputs that are not square images with a side of 2^k - 4, 2^k - 2 or
+        2^k pixels, k >= 3 (28, 30, 32; 60, 62, 64), or a value out of range.
 
     Note:
-      Each phase is the task's whole local work with a fresh optimizer; the paper's is Adam with
-      rate 0.001. The server weights encoders by training examples (the paper's sum over all
-      clients, of losses that are sums over examples, counts sizes twice). Running statistics always
-      stay with their client, as in the code. Scores are taken at the posterior means; `loss` is the
-      last phase's. No term asks c to differ between clients: a client's decoder knows its client,
-      R_c binds examples of one client only. With a shared encoder of c, c tells clients apart by
-      accident.
+      Each phase is the task's whole local work with a fresh optimizer; the paper's is
+      Adam with rate 0.001. The server weights encoders by training examples (the
+      paper's sum over all clients, of losses that are sums over examples, counts sizes
+      twice). Running statistics always stay with their client, as in the code. Scores
+      are taken at the posterior means; `loss` is the last phase's. No term asks c to
+      differ between clients: a client's decoder knows its client, R_c binds examples of
+      one client only. With a shared encoder of c, c tells clients apart by accident.
     """
     nets, start = networks(task, latent, personal, hidden, head)
     owner = "personal" if head == "none" else head
@@ -141,17 +162,26 @@ def feddva(
         return lambda x, mask: dva_phases.outputs(nets, variables, x, mask)
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(c: Client, own: PyTree) -> tuple[PyTree, PyTree, list[Array], dict[str, Array]]:
+        def client(
+            c: Client, own: PyTree
+        ) -> tuple[PyTree, PyTree, list[Array], dict[str, Array]]:
             w, losses = split.receive(state.server, own), []
             streams = (c.key, *(keys.fold(c.key, stream) for stream in LATER))
             for phase, stream in zip(phases, streams, strict=False):
-                w, loss = local.sgd(stream, c.train, phase.loss, w, task, train=phase.parts)
+                w, loss = local.sgd(
+                    stream, c.train, phase.loss, w, task, train=phase.parts
+                )
                 losses.append(loss)
             shared, own = split.send(w)
             return shared, own, losses, evaluate.post(cohort, c, predictor(w), score)
 
-        server, (own, losses, post) = cohort.mean(client, state.clients, weight=cohort.sizes, default=state.server)
-        before = {f"loss_{phase.parts[0]}": loss for phase, loss in zip(phases, losses[:-1], strict=False)}
+        server, (own, losses, post) = cohort.mean(
+            client, state.clients, weight=cohort.sizes, default=state.server
+        )
+        before = {
+            f"loss_{phase.parts[0]}": loss
+            for phase, loss in zip(phases, losses[:-1], strict=False)
+        }
         return State(server, own), Metrics(losses[-1], post, before)
 
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:

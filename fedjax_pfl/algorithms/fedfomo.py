@@ -1,8 +1,8 @@
-"""FedFomo: a client mixes the models of others by how much each would lower its own validation
-loss.
+"""FedFomo: a client mixes the models of others by how much each would lower its own
+validation loss.
 
-Reference: Zhang et al., Personalized federated learning with first order model optimization (ICLR
-2021), Eq. 4-6.
+Reference: Zhang et al., Personalized federated learning with first order model
+optimization (ICLR 2021), Eq. 4-6.
 """
 
 from collections.abc import Callable
@@ -35,47 +35,63 @@ from fedjax_pfl.types import (
 TINY = 1e-5  # added to a distance, as in PFLlib
 
 
-def select(key: Array, affinity: Array, known: Array, id: Array, received: int, epsilon: Numeric) -> Array:
-    """The models [M] that the server sends to client `id`: its own, then those it has the largest
-    affinity to.
+def select(
+    key: Array,
+    affinity: Array,
+    known: Array,
+    id: Array,
+    received: int,
+    epsilon: Numeric,
+) -> Array:
+    """The models [M] that the server sends to client `id`: its own, then those it has
+    the largest affinity to.
 
-    Ties are broken at random. With probability epsilon, each place after the first goes to a random
-    model instead.
+    Ties are broken at random. With probability epsilon, each place after the first goes
+    to a random model instead.
 
     Args:
       affinity: the client's row of Q [N].
       known: [N] bool, uploaded; where fewer than M are, the others stand last.
     """
     key_tie, key_draw, key_explore = (jax.random.fold_in(key, i) for i in range(3))
-    tie, draw = (jax.random.bits(k, affinity.shape, jnp.uint32) for k in (key_tie, key_draw))
+    tie, draw = (
+        jax.random.bits(k, affinity.shape, jnp.uint32) for k in (key_tie, key_draw)
+    )
     cost = jnp.where(known, -affinity, jnp.inf)
-    rank = jnp.argsort(jnp.lexsort((tie, jnp.where(jnp.arange(len(known)) == id, -jnp.inf, cost))))
-    greedy = received - jnp.sum(jax.random.uniform(key_explore, (received - 1,), jnp.float32) < epsilon)
-    place = jnp.where(rank < greedy, rank, len(known))  # behind the greedy ones `draw` decides, the unknown last
+    rank = jnp.argsort(
+        jnp.lexsort((tie, jnp.where(jnp.arange(len(known)) == id, -jnp.inf, cost)))
+    )
+    greedy = received - jnp.sum(
+        jax.random.uniform(key_explore, (received - 1,), jnp.float32) < epsilon
+    )
+    # behind the greedy ones `draw` decides, the unknown last
+    place = jnp.where(rank < greedy, rank, len(known))
     return jnp.lexsort((draw, ~known, place))[:received]
 
 
 def benefit(loss: Array, base_loss: Array, w: PyTree, base: PyTree) -> Array:
-    """How much lower the validation loss is at w than at `base`, per unit of distance between their
-    parameters, []."""
+    """How much lower the validation loss is at w than at `base`, per unit of distance
+    between their parameters, []."""
     distance = jnp.sqrt(trees.sq_dist(params(w), params(base)))
     return (base_loss - loss) / (distance + TINY)
 
 
 def mixing(benefits: Array) -> Array:
-    """The weights of the models [M]: the positive benefits, normalised; all zero where none is
-    positive."""
+    """The weights of the models [M]: the positive benefits, normalised; all zero where
+    none is positive."""
     positive = jnp.maximum(benefits, 0)
     total = jnp.sum(positive)
     return positive / jnp.where(total > 0, total, 1)
 
 
 def splits(c: Client, val: Numeric) -> tuple[Data, Data]:
-    """What a client trains on and what it validates on: its own validation examples if it has any,
-    else a holdout."""
+    """What a client trains on and what it validates on: its own validation examples if
+    it has any, else a holdout."""
     rest, held = local.holdout(c.train, val)
     given, length = c.val.size > 0, max(c.val.index.shape[0], held.index.shape[0])
-    pad: Callable[[Array], Array] = lambda index: jnp.pad(index, (0, length - index.shape[0]))
+    pad: Callable[[Array], Array] = lambda index: jnp.pad(
+        index, (0, length - index.shape[0])
+    )
     index = jnp.where(given, pad(c.val.index), pad(held.index))
     held = held._replace(index=index, size=jnp.where(given, c.val.size, held.size))
     return rest._replace(size=jnp.where(given, c.train.size, rest.size)), held
@@ -92,11 +108,16 @@ def mean_loss(model: Model, variables: PyTree, data: Data, batch_size: int) -> A
 
 
 def check_room(task: Task, received: int) -> None:
-    """Raises InputError if the models that a client receives in a round have more parameters than
-    an int32 counts."""
-    whole, _ = jax.eval_shape(lambda key: averaging.split(task).send(task.model.init(key)), jax.random.key(0))
+    """Raises InputError if the models that a client receives in a round have more
+    parameters than an int32 counts."""
+    whole, _ = jax.eval_shape(
+        lambda key: averaging.split(task).send(task.model.init(key)), jax.random.key(0)
+    )
     if received * trees.size(whole) >= 2**31:
-        raise InputError(f"fedfomo: received={received} models have 2^31 parameters or more: take fewer.")
+        raise InputError(
+            f"fedfomo: received={received} models have 2^31 parameters or more: take "
+            "fewer."
+        )
 
 
 def fedfomo(
@@ -107,67 +128,95 @@ def fedfomo(
     epsilon: Annotated[float, Interval(ge=0, le=1)] = 0.0,
     epsilon_decay: Annotated[float, Ge(0)] = 0.05,
 ) -> Algorithm:
-    """Starts a client's training from the models that beat its last start on its validation
-    examples, in a mixture.
+    """Starts a client's training from the models that beat its last start on its
+    validation examples, in a mixture.
 
     Args:
       received: models a round (M) in [1, inf), the own one among them; 5 as in PFLlib.
-      val: the part of a client's training examples in [0, 1] that it validates on; 0.2 as in the
-        codes.
-      epsilon: chance in [0, 1] that a place goes to a random model in round 0; 0 as in PFLlib, 0.3
-        in the authors'.
-      epsilon_decay: how much less epsilon is each round, in [0, inf); 0.05 as in the authors' code
-        (there an epoch).
+      val: the part of a client's training examples in [0, 1] that it validates on; 0.2
+        as in the codes.
+      epsilon: chance in [0, 1] that a place goes to a random model in round 0; 0 as in
+        PFLlib, 0.3 in the authors'.
+      epsilon_decay: how much less epsilon is each round, in [0, inf); 0.05 as in the
+        authors' code (there an epoch).
 
     Note:
-      A client trains on what it does not validate on: the holdout is the tail of its rows, at least
-      one and not all; a client with one example has none and keeps its model. So does a client for
-      which no benefit is positive: it goes on from its own trained model. A client that takes no
-      step (with `drop_last`, one without a whole batch beside its holdout) uploads nothing, and is
-      scored by the model it had. Validation examples of the federation, where a client has them,
-      take the holdout's place. The candidates are the last
-      uploads of all clients so far, as in PFLlib, where a client receives no more of them than the
-      last round had (the authors' code: of those of the last round). The distance is Euclidean over
-      the parameters, the server adds the raw benefits to the affinities; the authors' code
-      normalises them and takes the L1 norm by default. `acc` at `pre` is of the client's own
-      trained model, before it mixes (PFLlib); `mixed_acc` at `post` is of the mixture, before
-      training. `own_weight` is the share of the own model in it. Running statistics are mixed, or
-      stay.
+      A client trains on what it does not validate on: the holdout is the tail of its
+      rows, at least one and not all; a client with one example has none and keeps its
+      model. So does a client for which no benefit is positive: it goes on from its own
+      trained model. A client that takes no step (with `drop_last`, one without a whole
+      batch beside its holdout) uploads nothing, and is scored by the model it had.
+      Validation examples of the federation, where a client has them, take the holdout's
+      place. The candidates are the last
+      uploads of all clients so far, as in PFLlib, where a client receives no more of
+      them than the last round had (the authors' code: of those of the last round). The
+      distance is Euclidean over the parameters, the server adds the raw benefits to the
+      affinities; the authors' code normalises them and takes the L1 norm by default.
+      `acc` at `pre` is of the client's own trained model, before it mixes (PFLlib);
+      `mixed_acc` at `post` is of the mixture, before training. `own_weight` is the
+      share of the own model in it. Running statistics are mixed, or stay.
     """
-    loss, split, n = losses.classification(task.model), averaging.split(task), task.num_clients
+    loss, split, n = (
+        losses.classification(task.model),
+        averaging.split(task),
+        task.num_clients,
+    )
     received = min(received, n)
     check_room(task, received)
-    batch_size = evaluate.batch_size(task.sizes.max() / 5)  # small enough that a usual holdout is not padded many times
+    # small enough that a usual holdout is not padded many times
+    batch_size = evaluate.batch_size(task.sizes.max() / 5)
 
     def init(key: Array) -> State:
         shared, own = split.send(task.model.init(key))
-        server = {"models": trees.replicate(shared, n), "known": jnp.zeros(n, bool), "affinity": jnp.eye(n)}
+        server = {
+            "models": trees.replicate(shared, n),
+            "known": jnp.zeros(n, bool),
+            "affinity": jnp.eye(n),
+        }
         return State(server, trees.replicate({"start": shared, "own": own}, n))
 
     def download(c: Client, server: PyTree, t: Array) -> tuple[Array, Array]:
         """The ids of the models a client receives [M], and whether they are there."""
         chance = jnp.maximum(epsilon - epsilon_decay * t, 0)
         affinity = server["affinity"][c.id]
-        ids = select(keys.fold(c.key, keys.Client.SELECT), affinity, server["known"], c.id, received, chance)
+        ids = select(
+            keys.fold(c.key, keys.Client.SELECT),
+            affinity,
+            server["known"],
+            c.id,
+            received,
+            chance,
+        )
         return ids, server["known"][ids]
 
-    def mix(models: PyTree, ids: Array, there: Array, mine: PyTree, c: Client, held: Data) -> tuple[PyTree, Array]:
-        """The mixture, and the benefits [M]. One model is taken from the store at a time."""
+    def mix(
+        models: PyTree, ids: Array, there: Array, mine: PyTree, c: Client, held: Data
+    ) -> tuple[PyTree, Array]:
+        """The mixture, and the benefits [M]. One model is taken from the store at a
+        time."""
         base = split.receive(mine["start"], mine["own"])
         base_loss = mean_loss(task.model, base, held, batch_size)
 
         def one(j: Array) -> Array:
             w = split.receive(trees.gather(models, j), mine["own"])
-            return benefit(mean_loss(task.model, w, held, batch_size), base_loss, w, base)
+            return benefit(
+                mean_loss(task.model, w, held, batch_size), base_loss, w, base
+            )
 
         benefits = jnp.where(there, jax.lax.map(one, ids), 0)
         weights = mixing(benefits)
 
         def add(m: Array, total: PyTree) -> PyTree:
-            return jax.tree.map(lambda x, store: x + (weights[m] * store[ids[m]]).astype(x.dtype), total, models)
+            return jax.tree.map(
+                lambda x, store: x + (weights[m] * store[ids[m]]).astype(x.dtype),
+                total,
+                models,
+            )
 
         current = trees.gather(models, c.id)
-        mixed = jax.lax.fori_loop(0, received, add, jax.tree.map(jnp.zeros_like, current))
+        mixed = jax.lax.fori_loop(
+            0, received, add, jax.tree.map(jnp.zeros_like, current)
+        )
         return trees.choose(jnp.sum(weights) > 0, mixed, current), benefits
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
@@ -175,27 +224,55 @@ def fedfomo(
 
         def client(c: Client, mine: PyTree) -> tuple[PyTree, ...]:
             rest, held = splits(c, val)
-            # the client receives the models it has the largest affinity to, and mixes them by their benefits (Eq. 4-6)
+            # the client receives the models it has the largest affinity to, and mixes
+            # them by their benefits (Eq. 4-6)
             ids, there = download(c, server, cohort.round)
             mixed, benefits = mix(server["models"], ids, there, mine, c, held)
             before = split.receive(mixed, mine["own"])
             # it trains the mixture, the base of the next round's benefits
             w, value = local.sgd(c.key, rest, loss, before, task)
             post = evaluate.post(cohort, c, predictor(task.model, w))
-            post |= {f"mixed_{k}": x for k, x in evaluate.post(cohort, c, predictor(task.model, before)).items()}
-            # it sends its model and the benefits, which the server adds to its affinities
+            post |= {
+                f"mixed_{k}": x
+                for k, x in evaluate.post(
+                    cohort, c, predictor(task.model, before)
+                ).items()
+            }
+            # it sends its model and the benefits, which the server adds to its
+            # affinities
             shared, own = split.send(w)
-            more = {"received": jnp.sum(there), "own_weight": 1 - jnp.sum(mixing(benefits)[1:])}
+            more = {
+                "received": jnp.sum(there),
+                "own_weight": 1 - jnp.sum(mixing(benefits)[1:]),
+            }
             affinity = server["affinity"][c.id].at[ids].add(benefits)
-            return shared, {"start": mixed, "own": own}, affinity, local.learns(rest.size, task), value, post, more
+            return (
+                shared,
+                {"start": mixed, "own": own},
+                affinity,
+                local.learns(rest.size, task),
+                value,
+                post,
+                more,
+            )
 
-        w, mine, affinity, learned, value, post, more = cohort.map(client, state.clients)
-        uploads = {"models": w, "known": jnp.ones(len(cohort.ids), bool), "affinity": affinity}
+        w, mine, affinity, learned, value, post, more = cohort.map(
+            client, state.clients
+        )
+        uploads = {
+            "models": w,
+            "known": jnp.ones(len(cohort.ids), bool),
+            "affinity": affinity,
+        }
         learned &= cohort.active  # who has nothing to train on has nothing to offer
-        return State(trees.scatter(server, cohort.ids, uploads, learned), mine), Metrics(value, post, more)
+        return State(
+            trees.scatter(server, cohort.ids, uploads, learned), mine
+        ), Metrics(value, post, more)
 
     def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
-        return predictor(task.model, split.receive(trees.gather(server["models"], c.id), mine["own"]))
+        return predictor(
+            task.model, split.receive(trees.gather(server["models"], c.id), mine["own"])
+        )
 
     def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
         size = trees.size(state.server["models"]) // n

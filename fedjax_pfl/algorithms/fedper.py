@@ -1,11 +1,11 @@
-"""FedPer and its relatives: the model is cut into body and head, and one part stays with the client
-or at its start.
+"""FedPer and its relatives: the model is cut into body and head, and one part stays
+with the client or at its start.
 
-References: FedPer, Arivazhagan et al., Federated learning with personalization layers (2019);
-FedRep, Collins et al., Exploiting shared representations for personalized federated learning (ICML
-2021); LG-FedAvg, Liang et al., Think locally, act globally: federated learning with local and
-global representations (2020); FedBABU, Oh et al., FedBABU: toward enhanced representation for
-federated image classification (ICLR 2022).
+References: FedPer, Arivazhagan et al., Federated learning with personalization layers
+(2019); FedRep, Collins et al., Exploiting shared representations for personalized
+federated learning (ICML 2021); LG-FedAvg, Liang et al., Think locally, act globally:
+federated learning with local and global representations (2020); FedBABU, Oh et al.,
+FedBABU: toward enhanced representation for federated image classification (ICLR 2022).
 """
 
 from typing import Annotated, Literal
@@ -15,7 +15,14 @@ from absl import logging
 from annotated_types import Interval
 
 from fedjax_pfl import keys
-from fedjax_pfl.averaging import FINE_TUNED, Path, Phase, partial_averaging, split, split_layers
+from fedjax_pfl.averaging import (
+    FINE_TUNED,
+    Path,
+    Phase,
+    partial_averaging,
+    split,
+    split_layers,
+)
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models.order import layers
 from fedjax_pfl.types import Algorithm, Model, Task
@@ -24,16 +31,19 @@ from fedjax_pfl.types import Algorithm, Model, Task
 def _warn_without_body(task: Task) -> None:
     if not jax.tree.leaves(task.model.bn_mask["body"]):
         what = (
-            "this model is a head without a body, and FedPer, FedRep and FedBABU share the body: nothing is averaged."
+            "this model is a head without a body, and FedPer, FedRep and FedBABU share "
+            "the body: nothing is averaged."
         )
         logging.log_first_n(logging.WARNING, what, 1)
 
 
 def fedper(task: Task) -> Algorithm:
-    """Shares the body and keeps the head, the last layer, personal; both are trained together.
+    """Shares the body and keeps the head, the last layer, personal; both are trained
+    together.
 
     Note:
-      The paper's personal layers before the last one are not built; see `lg_fedavg` for the mirror.
+      The paper's personal layers before the last one are not built; see `lg_fedavg` for
+      the mirror.
     """
     _warn_without_body(task)
     return partial_averaging(task, split(task, ("head",)))
@@ -45,19 +55,22 @@ def fedrep(
     head_epochs: Annotated[int, Interval(ge=0, le=10_000)] = 1,
     body_epochs: Annotated[int, Interval(ge=0, le=10_000)] | None = None,
 ) -> Algorithm:
-    """FedPer in two phases: first the personal head on the received body, then the body under that
-    head.
+    """FedPer in two phases: first the personal head on the received body, then the body
+    under that head.
 
     Args:
       head_epochs: E_h in [0, 10000]; 1 as in PFLlib (the authors' code uses 10).
       body_epochs: E_b in [0, 10000]; default the task's local work.
 
     Note:
-      The loss is that of the body's phase, of the head's if body_epochs is 0. A last training of
-      the head alone, after all rounds as in the authors' code, is not built.
+      The loss is that of the body's phase, of the head's if body_epochs is 0. A last
+      training of the head alone, after all rounds as in the authors' code, is not
+      built.
     """
     _warn_without_body(task)
-    head = (Phase(("head",), head_epochs, keys.Client.HEAD_PHASE),) if head_epochs else ()
+    head = (
+        (Phase(("head",), head_epochs, keys.Client.HEAD_PHASE),) if head_epochs else ()
+    )
     body = () if head and body_epochs == 0 else (Phase(("body",), body_epochs),)
     return partial_averaging(task, split(task, ("head",)), phases=head + body)
 
@@ -68,29 +81,36 @@ def lg_fedavg(
     shared: Literal["head", "upper", "conv", "conv1+head"] = "head",
     upper_layers: Annotated[int, Interval(ge=0, le=10_000)] = 3,
 ) -> Algorithm:
-    """The mirror of FedPer: shares the upper layers and keeps the others personal; all are trained
-    together.
+    """The mirror of FedPer: shares the upper layers and keeps the others personal; all
+    are trained together.
 
     Args:
-      shared: what is averaged, one of head (the last layer), upper (the last layers, the paper),
-        conv (the convolutions, the authors' code on CIFAR), conv1+head (the first convolution and
-        the last layer).
-      upper_layers: of `shared=upper`, in [0, 10000]; 3 as in the authors' code on MNIST; 0 is
-        Local, all FedAvg.
+      shared: what is averaged, one of head (the last layer), upper (the last layers,
+        the paper), conv (the convolutions, the authors' code on CIFAR), conv1+head (the
+        first convolution and the last layer).
+      upper_layers: of `shared=upper`, in [0, 10000]; 3 as in the authors' code on
+        MNIST; 0 is Local, all FedAvg.
 
     Note:
-      Weighted by training examples, where the authors' code averages uniformly, and without their
-      FedAvg warm start. What is shared must have the same shape in every architecture. A batch norm
-      goes with the layer before it.
+      Weighted by training examples, where the authors' code averages uniformly, and
+      without their FedAvg warm start. What is shared must have the same shape in every
+      architecture. A batch norm goes with the layer before it.
     """
     if shared == "head":
         return partial_averaging(task, split(task, ("body",)), one_architecture=False)
 
     def chosen(model: Model) -> list[Path]:
         found = layers(model, task.prepared)
-        convs = [layer for layer in found if any(len(shape) == 4 for shape in next(iter(layer.values())))]
+        convs = [
+            layer
+            for layer in found
+            if any(len(shape) == 4 for shape in next(iter(layer.values())))
+        ]
         if shared != "upper" and not convs:
-            raise InputError(f"shared={shared} needs networks with convolutions, and one has none: take shared=head.")
+            raise InputError(
+                f"shared={shared} needs networks with convolutions, and one has none: "
+                "take shared=head."
+            )
         parts = {"upper": found[max(len(found) - upper_layers, 0) :], "conv": convs}
         parts["conv1+head"] = [*convs[:1], found[-1]]
         return [path for layer in parts[shared] for path in layer]
@@ -104,17 +124,18 @@ def fedbabu(
     fine_tune_epochs: Annotated[int, Interval(ge=0, le=10_000)] = 5,
     fine_tune: Literal["all", "head", "body"] = "all",
 ) -> Algorithm:
-    """Federates the body under a head frozen at its random start; each client fine-tunes it before
-    it predicts.
+    """Federates the body under a head frozen at its random start; each client
+    fine-tunes it before it predicts.
 
     Args:
       fine_tune_epochs: E_ft in [0, 10000]; 5 as in the paper.
-      fine_tune: what of the model moves then, one of all (the paper's choice), head, body.
+      fine_tune: what of the model moves then, one of all (the paper's choice), head,
+        body.
 
     Note:
-      `pre` scores are of the fine-tuned model, and as `untuned_acc` of the model as received;
-      `post` scores are of the trained body. The last two are under a head that nobody trained, and
-      say little.
+      `pre` scores are of the fine-tuned model, and as `untuned_acc` of the model as
+      received; `post` scores are of the trained body. The last two are under a head
+      that nobody trained, and say little.
     """
     _warn_without_body(task)
     parts = FINE_TUNED[fine_tune]

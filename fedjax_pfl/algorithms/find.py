@@ -1,5 +1,5 @@
-"""A method by its name: one of this package, or a factory of the user's own in a file or a
-module."""
+"""A method by its name: one of this package, or a factory of the user's own in a file
+or a module."""
 
 from collections.abc import Callable
 

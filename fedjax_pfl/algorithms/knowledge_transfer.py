@@ -1,9 +1,10 @@
-"""Knowledge transfer: clients of any architectures exchange predictions on public examples and
-learn from a mixture.
+"""Knowledge transfer: clients of any architectures exchange predictions on public
+examples and learn from a mixture.
 
-References: FedMD, Li & Wang, FedMD: heterogenous federated learning via model distillation (2019);
-KT-pFL, Zhang et al., Parameterized knowledge transfer for personalized federated learning (NeurIPS
-2021), whose baselines Sim-pFD and TopK-pFD are, and of which MNFL is a variant.
+References: FedMD, Li & Wang, FedMD: heterogenous federated learning via model
+distillation (2019); KT-pFL, Zhang et al., Parameterized knowledge transfer for
+personalized federated learning (NeurIPS 2021), whose baselines Sim-pFD and TopK-pFD
+are, and of which MNFL is a variant.
 """
 
 import functools
@@ -14,11 +15,30 @@ import jax
 import jax.numpy as jnp
 from annotated_types import Ge, Gt, Interval
 
-from fedjax_pfl import aggregate, evaluate, groups, hyperparameters, keys, local, losses, public, traffic, trees
+from fedjax_pfl import (
+    aggregate,
+    evaluate,
+    groups,
+    hyperparameters,
+    keys,
+    local,
+    losses,
+    public,
+    traffic,
+    trees,
+)
 from fedjax_pfl.averaging import predictor
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.numerics import mixtures
-from fedjax_pfl.numerics.mixtures import Asked, Predictions, Rule, nearest, similar, slope, uniform
+from fedjax_pfl.numerics.mixtures import (
+    Asked,
+    Predictions,
+    Rule,
+    nearest,
+    similar,
+    slope,
+    uniform,
+)
 from fedjax_pfl.types import (
     Algorithm,
     Array,
@@ -38,21 +58,23 @@ class Exchange(NamedTuple):
     """How predictions are exchanged and learnt from, whatever the coefficients.
 
     Args:
-      public_size: public examples per round in [1, inf), at most the pool; 3000 as in KT-pFL
-        (FedMD's authors: 5000).
+      public_size: public examples per round in [1, inf), at most the pool; 3000 as in
+        KT-pFL (FedMD's authors: 5000).
       public_batch: their batch size in [1, inf); 256 as in both papers.
       passes: over them in each round (R), in [0, 10000]; 1 as in both papers.
       public_lr: learning rate on them (η2) in [0, inf); default the task's.
       temperature: of the softmax, in (0, inf); 1, as the papers give none.
-      order: one of paper (KT-pFL's: private training comes first), code (last, and predictions
-        first: as KT-pFL's code and FedMD's authors do).
-      warmup_epochs: private epochs in [0, 10000] before round 0 with order=code; 1 as there.
-      reduction: of the KL divergence, one of batchmean, mean (over the classes, too, as in KT-pFL's
-        code).
-      distil_stats: batch norm on public examples, one of train (by the batch, and it moves the
-        running statistics), frozen (by the running statistics, which stay, without dropout).
-      public_at: where the public examples are, one of clients (who are sent their ids), server (and
-        are sent with them in each round: counted as `public_data`).
+      order: one of paper (KT-pFL's: private training comes first), code (last, and
+        predictions first: as KT-pFL's code and FedMD's authors do).
+      warmup_epochs: private epochs in [0, 10000] before round 0 with order=code; 1 as
+        there.
+      reduction: of the KL divergence, one of batchmean, mean (over the classes, too, as
+        in KT-pFL's code).
+      distil_stats: batch norm on public examples, one of train (by the batch, and it
+        moves the running statistics), frozen (by the running statistics, which stay,
+        without dropout).
+      public_at: where the public examples are, one of clients (who are sent their ids),
+        server (and are sent with them in each round: counted as `public_data`).
     """
 
     public_size: Annotated[int, Ge(1)] = 3000
@@ -67,45 +89,80 @@ class Exchange(NamedTuple):
     public_at: Literal["clients", "server"] = "clients"
 
 
-def transfer(task: Task, rule: Rule, on: Exchange, space: str = "prob", public_epochs: int = 0) -> Algorithm:
-    """The round that the methods of this family share, which differ in their coefficients (KT-pFL,
-    Algorithm 1).
+def transfer(
+    task: Task, rule: Rule, on: Exchange, space: str = "prob", public_epochs: int = 0
+) -> Algorithm:
+    """The round that the methods of this family share, which differ in their
+    coefficients (KT-pFL, Algorithm 1).
 
-    Private training, predictions, their mixture, training on it; with order=code the predictions
-    come first and the private training last. A client without training examples neither teaches nor
-    learns.
+    Private training, predictions, their mixture, training on it; with order=code the
+    predictions come first and the private training last. A client without training
+    examples neither teaches nor learns.
     """
     n, size = task.num_clients, public.count(task, on.public_size)
     check_sent(task, on, size, public_epochs > 0)
     lr = task.lr if on.public_lr is None else on.public_lr
-    distance = functools.partial(mixtures.distance, temperature=on.temperature, space=space, reduction=on.reduction)
-    public_task = task._replace(lr=lr, batch_size=on.public_batch, drop_last=False, augment=None)
+    distance = functools.partial(
+        mixtures.distance,
+        temperature=on.temperature,
+        space=space,
+        reduction=on.reduction,
+    )
+    public_task = task._replace(
+        lr=lr, batch_size=on.public_batch, drop_last=False, augment=None
+    )
 
     def init(key: Array) -> State:
-        server = {} if rule.start is None else {"coefficients": jnp.full((n, n), rule.start, jnp.float32)}
+        server = (
+            {}
+            if rule.start is None
+            else {"coefficients": jnp.full((n, n), rule.start, jnp.float32)}
+        )
         return State(server, groups.stack(task, lambda model: model.init(key)))
 
-    def train(c: Client, key: Array, w: PyTree, epochs: Any = None) -> tuple[PyTree, Array]:
-        return local.sgd(key, c.train, losses.classification(c.model), w, task, epochs=epochs)
+    def train(
+        c: Client, key: Array, w: PyTree, epochs: Any = None
+    ) -> tuple[PyTree, Array]:
+        return local.sgd(
+            key, c.train, losses.classification(c.model), w, task, epochs=epochs
+        )
 
     def predictions(c: Client, w: PyTree, index: Array) -> Array:
         data = public.subset(c.public, index, c.train.size > 0)
         z = public.logits(c.model, w, data, task.num_classes, on.public_batch)
         return z if space == "logit" else jax.nn.softmax(z / on.temperature)
 
-    def distil(c: Client, w: PyTree, index: Array, target: Array) -> tuple[PyTree, Array]:
+    def distil(
+        c: Client, w: PyTree, index: Array, target: Array
+    ) -> tuple[PyTree, Array]:
         data = public.subset(c.public, index, c.train.size > 0)
-        loss = public.distillation(c.model, target, distance, frozen=on.distil_stats == "frozen")
-        return local.sgd(keys.fold(c.key, keys.Client.TRANSFER), data, loss, w, public_task, epochs=on.passes)
+        loss = public.distillation(
+            c.model, target, distance, frozen=on.distil_stats == "frozen"
+        )
+        return local.sgd(
+            keys.fold(c.key, keys.Client.TRANSFER),
+            data,
+            loss,
+            w,
+            public_task,
+            epochs=on.passes,
+        )
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        index, first, start = public.draw(key, task, on.public_size), on.order == "paper", cohort.round == 0
+        index, first, start = (
+            public.draw(key, task, on.public_size),
+            on.order == "paper",
+            cohort.round == 0,
+        )
 
-        # private training, and the predictions of the model for the round's public examples
+        # private training, and the predictions of the model for the round's public
+        # examples
         def teach(c: Client, w: PyTree) -> tuple[Own, Array, Array]:
             value = jnp.zeros(())
             if public_epochs:
-                w = public.pretrain(c, w, public_task, jnp.where(start, public_epochs, 0))
+                w = public.pretrain(
+                    c, w, public_task, jnp.where(start, public_epochs, 0)
+                )
             if first:
                 w, value = train(c, c.key, w)
             elif on.warmup_epochs:
@@ -117,21 +174,39 @@ def transfer(task: Task, rule: Rule, on: Exchange, space: str = "prob", public_e
         w, outputs, value = cohort.map(teach, state.clients, phase=0 if first else 1)
         given = public.gathered(cohort, outputs)
         # without a memory, those of clients out of the round are not known
-        a = jnp.full((n, n), jnp.nan, jnp.float32) if rule.start is None else state.server["coefficients"]
+        a = (
+            jnp.full((n, n), jnp.nan, jnp.float32)
+            if rule.start is None
+            else state.server["coefficients"]
+        )
 
         # the coefficients of the student's mixture, and training on it
-        def learn(c: Client, w: PyTree, outputs: Array, value: Array) -> tuple[Any, ...]:
+        def learn(
+            c: Client, w: PyTree, outputs: Array, value: Array
+        ) -> tuple[Any, ...]:
             used, kept = rule.coefficients(asked(c, cohort, a, outputs, given))
-            w, gap = distil(c, w, index, mixtures.mean(mixtures.normalised(used, given.here), given))
+            w, gap = distil(
+                c, w, index, mixtures.mean(mixtures.normalised(used, given.here), given)
+            )
             if not first:
                 w, value = train(c, c.key, w)
-            return Own(w), written(a[c.id], kept, given), value, gap, evaluate.post(cohort, c, predictor(c.model, w))
+            return (
+                Own(w),
+                written(a[c.id], kept, given),
+                value,
+                gap,
+                evaluate.post(cohort, c, predictor(c.model, w)),
+            )
 
-        w, rows, value, gap, post = cohort.map(learn, w, outputs, value, phase=1 if first else 0)
+        w, rows, value, gap, post = cohort.map(
+            learn, w, outputs, value, phase=1 if first else 0
+        )
         if rule.after:  # the coefficients follow what the models predict in the end
             outputs = cohort.map(lambda c, w: predictions(c, w, index), w, phase=None)
             given = public.gathered(cohort, outputs)
-            follow = lambda c, out: written(a[c.id], rule.coefficients(asked(c, cohort, a, out, given))[1], given)
+            follow = lambda c, out: written(
+                a[c.id], rule.coefficients(asked(c, cohort, a, out, given))[1], given
+            )
             rows = cohort.map(follow, outputs, phase=None)
         a = trees.scatter(a, cohort.ids, rows, cohort.trained)
         metrics = Metrics(value, post, {"transfer_loss": gap}, {"coefficients": a})
@@ -140,36 +215,79 @@ def transfer(task: Task, rule: Rule, on: Exchange, space: str = "prob", public_e
     predict = lambda server, w, c: predictor(c.model, w)
 
     def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
-        # down the ids of the examples, up the predictions, down their mixture, and up what the models predict then
+        # down the ids of the examples, up the predictions, down their mixture, and up
+        # what the models predict then
         part = cohort.trained.astype(jnp.int32)
-        whole = traffic.both_ways(cohort, *(size * task.num_classes * times * part for times in (1, 1 + rule.after)))
+        whole = traffic.both_ways(
+            cohort,
+            *(size * task.num_classes * times * part for times in (1, 1 + rule.after)),
+        )
         whole = whole._replace(ints=size * part, messages=(3 + rule.after) * part)
-        return whole if on.public_at == "clients" else with_pool(whole, task, cohort, size, public_epochs > 0)
+        return (
+            whole
+            if on.public_at == "clients"
+            else with_pool(whole, task, cohort, size, public_epochs > 0)
+        )
 
-    alone = "its clients learn from each other's predictions within a round, of which the server keeps none"
-    what = "the mixture is the mean of all predictions, as FedMD's is. --hparam=lam=N (N clients) and a larger "
-    idle = Idle("coefficients", rule.start or 0, min(1e-3, 0.1 / n), f"{what}coef_lr or coef_steps make them move.")
-    options: dict[str, Any] = {"no_unseen": alone, "idle": () if rule.start is None or n == 1 else (idle,)}
-    return Algorithm(init, round, predict, evaluate.classification, sent, one_architecture=False, **options)
+    alone = (
+        "its clients learn from each other's predictions within a round, of which the "
+        "server keeps none"
+    )
+    what = (
+        "the mixture is the mean of all predictions, as FedMD's is. --hparam=lam=N (N "
+        "clients) and a larger "
+    )
+    idle = Idle(
+        "coefficients",
+        rule.start or 0,
+        min(1e-3, 0.1 / n),
+        f"{what}coef_lr or coef_steps make them move.",
+    )
+    options: dict[str, Any] = {
+        "no_unseen": alone,
+        "idle": () if rule.start is None or n == 1 else (idle,),
+    }
+    return Algorithm(
+        init,
+        round,
+        predict,
+        evaluate.classification,
+        sent,
+        one_architecture=False,
+        **options,
+    )
 
 
 def check_sent(task: Task, on: Exchange, size: int, labels: bool) -> None:
-    """Raises InputError if the examples of `with_pool` have more numbers than an int32 counts."""
+    """Raises InputError if the examples of `with_pool` have more numbers than an int32
+    counts."""
     pool, *shape = task.public.shape  # type: ignore[union-attr]  # `public.count` has asked for it
-    if on.public_at == "server" and (pool if labels else size) * math.prod(shape) >= 2**31:
-        raise InputError("public_at=server sends 2^31 numbers or more in a round: take fewer public examples.")
+    if (
+        on.public_at == "server"
+        and (pool if labels else size) * math.prod(shape) >= 2**31
+    ):
+        raise InputError(
+            "public_at=server sends 2^31 numbers or more in a round: take fewer public "
+            "examples."
+        )
 
 
-def with_pool(sent: Traffic, task: Task, cohort: Cohort, size: int, labels: bool) -> Traffic:
-    """The traffic of clients that also receive `size` public examples a round; to learn their labels
-    first, all of the pool in round 0, and the labels."""
+def with_pool(
+    sent: Traffic, task: Task, cohort: Cohort, size: int, labels: bool
+) -> Traffic:
+    """The traffic of clients that also receive `size` public examples a round; to learn
+    their labels first, all of the pool in round 0, and the labels."""
     pool, *shape = task.public.shape  # type: ignore[union-attr]  # `exchange` has asked for it
     part, first = cohort.trained.astype(jnp.int32), labels & (cohort.round == 0)
     values = jnp.where(first, pool, size) * math.prod(shape) * part
-    return sent._replace(ints=sent.ints + jnp.where(first, pool, 0) * part, public_data=values)
+    return sent._replace(
+        ints=sent.ints + jnp.where(first, pool, 0) * part, public_data=values
+    )
 
 
-def asked(c: Client, cohort: Cohort, a: Array, outputs: Array, given: Predictions) -> Asked:
+def asked(
+    c: Client, cohort: Cohort, a: Array, outputs: Array, given: Predictions
+) -> Asked:
     """What a client's rule is given; a [N, N] are the coefficients so far."""
     share = jnp.float32(c.train.size) / jnp.maximum(1, cohort.total)
     return Asked(a[c.id][given.ids], given.ids == c.id, outputs, given, share)
@@ -189,34 +307,38 @@ def fedmd(
     space: Literal["prob", "logit"] = "prob",
     public_epochs: Annotated[int, Interval(ge=0, le=10_000)] = 0,
 ) -> Algorithm:
-    """Trains each client's own model on its examples, then on the mean prediction of all for public
-    examples.
+    """Trains each client's own model on its examples, then on the mean prediction of
+    all for public examples.
 
     Args:
-      space: what is averaged, one of prob (softmax outputs, learnt by KL divergence, as KT-pFL runs
-        it), logit (logits, learnt by absolute error, as the authors' code does).
-      public_epochs: over all public examples with their labels before round 0, in [0, 10000]; the
-        authors train until this stops to help, KT-pFL does not, so 0.
+      space: what is averaged, one of prob (softmax outputs, learnt by KL divergence, as
+        KT-pFL runs it), logit (logits, learnt by absolute error, as the authors' code
+        does).
+      public_epochs: over all public examples with their labels before round 0, in [0,
+        10000]; the authors train until this stops to help, KT-pFL does not, so 0.
 
     Note:
-      The authors' models have the public classes among their outputs; here these are outputs of the
-      first epochs only, and what is exchanged are the private classes, as in KT-pFL. `post` scores
-      are of the model at the end of the round: with order=paper after the training on public
-      examples. The loss is that of the private training, `transfer_loss` that on the public
-      examples. What is trained before round 0, on public labels (then order=paper goes on with
-      round 0's private training, order=code with its warm-up), is of round 0's clients.
+      The authors' models have the public classes among their outputs; here these are
+      outputs of the first epochs only, and what is exchanged are the private classes,
+      as in KT-pFL. `post` scores are of the model at the end of the round: with
+      order=paper after the training on public examples. The loss is that of the private
+      training, `transfer_loss` that on the public examples. What is trained before
+      round 0, on public labels (then order=paper goes on with round 0's private
+      training, order=code with its warm-up), is of round 0's clients.
     """
     return transfer(task, Rule(uniform), on, space, public_epochs)
 
 
 @hyperparameters.shared(Exchange)
-def sim_pfd(task: Task, *, on: Exchange, sim_norm: Literal["sum", "minmax"] = "sum") -> Algorithm:
-    """FedMD whose clients weigh each other's predictions by how similar they are to their own
-    (Sim-pFD).
+def sim_pfd(
+    task: Task, *, on: Exchange, sim_norm: Literal["sum", "minmax"] = "sum"
+) -> Algorithm:
+    """FedMD whose clients weigh each other's predictions by how similar they are to
+    their own (Sim-pFD).
 
     Args:
-      sim_norm: weights proportional to, one of sum (the cosine), minmax (what it exceeds the least
-        similar one's by).
+      sim_norm: weights proportional to, one of sum (the cosine), minmax (what it
+        exceeds the least similar one's by).
     """
     return transfer(task, Rule(functools.partial(similar, norm=sim_norm)), on)
 
@@ -229,15 +351,19 @@ def topk_pfd(
     neighbours: Annotated[int, Ge(1)] = 5,
     weights: Literal["uniform", "cos"] = "uniform",
 ) -> Algorithm:
-    """FedMD among the K clients whose predictions are the most similar, each with its own
-    (TopK-pFD).
+    """FedMD among the K clients whose predictions are the most similar, each with its
+    own (TopK-pFD).
 
     Args:
-      neighbours: K in [1, inf), itself included; 5 as in KT-pFL (its code takes half of the
-        clients).
+      neighbours: K in [1, inf), itself included; 5 as in KT-pFL (its code takes half of
+        the clients).
       weights: of these, one of uniform, cos (proportional to the cosine).
     """
-    return transfer(task, Rule(functools.partial(nearest, neighbours=neighbours, weights=weights)), on)
+    return transfer(
+        task,
+        Rule(functools.partial(nearest, neighbours=neighbours, weights=weights)),
+        on,
+    )
 
 
 @hyperparameters.shared(Exchange)
@@ -252,35 +378,37 @@ def mnfl_het(
     coef_steps: Annotated[int, Interval(ge=0, le=10_000)] = 1,
     penalty: Literal["implicit", "explicit"] = "implicit",
 ) -> Algorithm:
-    """FedMD whose mixtures t_n = sum_m A[n,m] s_m have learned coefficients, rows of a simplex
-    (KT-pFL, Eq. 7).
+    """FedMD whose mixtures t_n = sum_m A[n,m] s_m have learned coefficients, rows of a
+    simplex (KT-pFL, Eq. 7).
 
     Args:
-      coef_rule: how they are learned, one of paper (by the uploaded predictions, from before the
-        training on public examples), post (by those of the models after it, a second upload, as Eq.
-        7 is printed), code (as the authors' code: squared error, a step of its own size, and the
-        softmax of 5 times each row).
-      coef_lr: step size of the coefficients (η3) in [0, inf); 0.01 as in the paper's ablations, 0
-        freezes A at 1/N.
-      rho: weight of the penalty ||A - 1/N||^2 (ρ) in [0, inf); 0.7, the value of most of the
-        authors' settings.
-      lam: weight of the coefficients' loss KL(t_n || s_n) (λ) in [0, inf); the paper gives none, so
-        1.
+      coef_rule: how they are learned, one of paper (by the uploaded predictions, from
+        before the training on public examples), post (by those of the models after it,
+        a second upload, as Eq. 7 is printed), code (as the authors' code: squared
+        error, a step of its own size, and the softmax of 5 times each row).
+      coef_lr: step size of the coefficients (η3) in [0, inf); 0.01 as in the paper's
+        ablations, 0 freezes A at 1/N.
+      rho: weight of the penalty ||A - 1/N||^2 (ρ) in [0, inf); 0.7, the value of most
+        of the authors' settings.
+      lam: weight of the coefficients' loss KL(t_n || s_n) (λ) in [0, inf); the paper
+        gives none, so 1.
       coef_steps: steps of the coefficients per round, in [0, 10000]; 1 as in the paper.
-      penalty: how the penalty is stepped, one of implicit (stable for every rho), explicit (the
-        paper's Eq. 7).
+      penalty: how the penalty is stepped, one of implicit (stable for every rho),
+        explicit (the paper's Eq. 7).
 
     Note:
-      The projection to the simplex is ours: without it the rows' sums drift. Of a round's clients
-      the block of rows and columns moves, normalised in their mixtures, and each row keeps what it
-      weighs there. With order=code a mixture has the coefficients after their step, but for
-      coef_rule=post. Of the coefficients' hyperparameters coef_rule=code takes rho, of the mean of
-      the squares, and coef_steps.
+      The projection to the simplex is ours: without it the rows' sums drift. Of a
+      round's clients the block of rows and columns moves, normalised in their mixtures,
+      and each row keeps what it weighs there. With order=code a mixture has the
+      coefficients after their step, but for coef_rule=post. Of the coefficients'
+      hyperparameters coef_rule=code takes rho, of the mean of the squares, and
+      coef_steps.
 
-      At the defaults the coefficients hardly leave 1/N, as their gradient is weighted by a client's
-      share of all examples, so that this is FedMD, and a run that ends so says it. lam=N takes the
-      share away (experiments/README.md, "MNFL's coefficients"). As in FedMD `pre` scores the model
-      after its local training and the public examples: to be compared with FedAvg's `post`.
+      At the defaults the coefficients hardly leave 1/N, as their gradient is weighted
+      by a client's share of all examples, so that this is FedMD, and a run that ends so
+      says it. lam=N takes the share away (experiments/README.md, "MNFL's
+      coefficients"). As in FedMD `pre` scores the model after its local training and
+      the public examples: to be compared with FedAvg's `post`.
     """
 
     def learned(asked: Asked) -> tuple[Array, Array]:
@@ -290,8 +418,12 @@ def mnfl_het(
             if coef_rule == "code":
                 return mixtures.sharpened(row, asked, rho, 1 / task.num_clients)
             mass = jnp.maximum(jnp.sum(jnp.where(here, row, 0)), mixtures.TINY)
-            gradient = lam * asked.share * slope(mixtures.normalised(row, here), asked) / mass
-            return aggregate.descend(row, gradient, here, coef_lr, rho, penalty, mean=1 / task.num_clients)
+            gradient = (
+                lam * asked.share * slope(mixtures.normalised(row, here), asked) / mass
+            )
+            return aggregate.descend(
+                row, gradient, here, coef_lr, rho, penalty, mean=1 / task.num_clients
+            )
 
         kept = jax.lax.fori_loop(0, coef_steps, step, asked.row)
         return kept if on.order == "code" and coef_rule != "post" else asked.row, kept

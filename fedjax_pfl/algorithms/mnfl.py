@@ -1,9 +1,9 @@
-"""MNFL with one architecture: every client receives a mixture of all clients' models, whose
-coefficients are learned.
+"""MNFL with one architecture: every client receives a mixture of all clients' models,
+whose coefficients are learned.
 
-Reference: Zhang et al., Parameterized knowledge transfer for personalized federated learning
-(KT-pFL, NeurIPS 2021), Eq. 7 with parameters in place of predictions; MNFL is a variant of it.
-"""
+Reference: Zhang et al., Parameterized knowledge transfer for personalized federated
+learning (KT-pFL, NeurIPS 2021), Eq. 7 with parameters in place of predictions; MNFL is
+a variant of it."""
 
 from typing import Annotated, Literal
 
@@ -14,25 +14,49 @@ from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, evaluate, local, losses, traffic, trees
 from fedjax_pfl.aggregate import descend
-from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Idle, Metrics, Predictor, PyTree, State, Task, Traffic
+from fedjax_pfl.types import (
+    Algorithm,
+    Array,
+    Client,
+    Cohort,
+    Idle,
+    Metrics,
+    Predictor,
+    PyTree,
+    State,
+    Task,
+    Traffic,
+)
 
 EXACT = jax.lax.Precision.HIGHEST  # models are mixed in float32 on every device
 
 
 def mix(row: Array, models: PyTree) -> PyTree:
-    """sum_m row[m] models[m], of row [N] and leaves [N, ...], in the types of the models."""
-    return optax.tree.cast_like(jax.tree.map(lambda w: jnp.tensordot(row, w, 1, precision=EXACT), models), models)
+    """sum_m row[m] models[m], of row [N] and leaves [N, ...], in the types of the
+    models."""
+    return optax.tree.cast_like(
+        jax.tree.map(lambda w: jnp.tensordot(row, w, 1, precision=EXACT), models),
+        models,
+    )
 
 
 def gradient(row: Array, w: PyTree, models: PyTree) -> Array:
-    """The gradient [N] of ||mix(row, models) - w||^2 / (2 ||w||^2) with respect to the row."""
+    """The gradient [N] of ||mix(row, models) - w||^2 / (2 ||w||^2) with respect to the
+    row."""
     residual = jax.tree.map(jnp.subtract, mix(row, models), w)
 
     def products(m: Array, r: Array) -> Array:
-        return jnp.dot(m.reshape(m.shape[0], -1), r.reshape(-1), precision=EXACT).astype(row.dtype)
+        return jnp.dot(
+            m.reshape(m.shape[0], -1), r.reshape(-1), precision=EXACT
+        ).astype(row.dtype)
 
-    inner = sum(map(products, *map(jax.tree.leaves, (models, residual))), jnp.zeros_like(row))
-    norm = sum((jnp.sum(jnp.square(x.astype(row.dtype))) for x in jax.tree.leaves(w)), jnp.zeros((), row.dtype))
+    inner = sum(
+        map(products, *map(jax.tree.leaves, (models, residual))), jnp.zeros_like(row)
+    )
+    norm = sum(
+        (jnp.sum(jnp.square(x.astype(row.dtype))) for x in jax.tree.leaves(w)),
+        jnp.zeros((), row.dtype),
+    )
     return inner / jnp.where(norm > 0, norm, 1)
 
 
@@ -49,67 +73,83 @@ def mnfl(
     transfer_lr: Annotated[float, Interval(ge=0, le=1)] = 0.01,
     transfer_steps: Annotated[int, Interval(ge=0, le=10_000)] = 1,
 ) -> Algorithm:
-    """Sends v_n = sum_m A[n,m] w_m, trains it to w_n, and moves row n of A so that v_n comes nearer
-    to w_n.
+    """Sends v_n = sum_m A[n,m] w_m, trains it to w_n, and moves row n of A so that v_n
+    comes nearer to w_n.
 
     Args:
-      coef_lr: step size of the coefficients (η3) in [0, inf); 0.01 as in the paper's ablations, 0
-        freezes A at 1/N.
-      rho: weight of the penalty ||A - 1/N||^2 (ρ) in [0, inf); 0.7, the value of most of the
-        authors' settings.
+      coef_lr: step size of the coefficients (η3) in [0, inf); 0.01 as in the paper's
+        ablations, 0 freezes A at 1/N.
+      rho: weight of the penalty ||A - 1/N||^2 (ρ) in [0, inf); 0.7, the value of most
+        of the authors' settings.
       lam: weight of the coefficients' loss (λ) in [0, inf); the paper gives none, so 1.
       coef_steps: steps of the coefficients a round, in [0, 10000]; 1 as in the paper.
-      penalty: how the penalty is stepped, one of implicit (stable for every rho), explicit (the
-        paper's Eq. 7).
-      residual: what the mixture is compared in, one of sent (it is made of the models before the
-        round, as it was sent), fresh (of the models after it, of which the own one fits best).
-      transfer: what a client starts from, one of replace (v_n), step (its own model, moved a part
-        of the way to v_n).
-      transfer_lr: step size (η2) of transfer=step in [0, 1]; 0.01 as in the paper's ablations.
+      penalty: how the penalty is stepped, one of implicit (stable for every rho),
+        explicit (the paper's Eq. 7).
+      residual: what the mixture is compared in, one of sent (it is made of the models
+        before the round, as it was sent), fresh (of the models after it, of which the
+        own one fits best).
+      transfer: what a client starts from, one of replace (v_n), step (its own model,
+        moved a part of the way to v_n).
+      transfer_lr: step size (η2) of transfer=step in [0, 1]; 0.01 as in the paper's
+        ablations.
       transfer_steps: its number (R) in [0, 10000]; 1 as in the paper.
 
     Note:
-      The paper describes this version by two lines and has no code: the coefficients' loss ||v_n -
-      w_n||^2 / (2 ||w_n||^2), weighted by the client's share of all training examples, is ours, as
-      is the projection of every row to the simplex, without which the rows' sums drift. The server
-      keeps all N models; where only some clients take part, only their rows and columns of A move.
-      Running statistics are mixed as the models are, and do not count in the loss. With public
-      examples and several architectures it is mnfl_het.
+      The paper describes this version by two lines and has no code: the coefficients'
+      loss ||v_n - w_n||^2 / (2 ||w_n||^2), weighted by the client's share of all
+      training examples, is ours, as is the projection of every row to the simplex,
+      without which the rows' sums drift. The server keeps all N models; where only some
+      clients take part, only their rows and columns of A move. Running statistics are
+      mixed as the models are, and do not count in the loss. With public examples and
+      several architectures it is mnfl_het.
 
-      At the defaults the coefficients stay at 1/N, as their gradient is weighted by a client's
-      share of all examples, so that with everybody in every round this is FedAvg of uniform
-      weights, and a run that ends so says it. The model of a client that did not take part counts
-      as it is, which before its first round is the start. With lam=N, rho=0 and coef_lr from 1 to
-      100 the coefficients move, nearer to Local (experiments/README.md, "MNFL's coefficients"). A
-      client predicts with the model of its last local training: `pre` is to be compared with
-      FedAvg's `post`.
+      At the defaults the coefficients stay at 1/N, as their gradient is weighted by a
+      client's share of all examples, so that with everybody in every round this is
+      FedAvg of uniform weights, and a run that ends so says it. The model of a client
+      that did not take part counts as it is, which before its first round is the start.
+      With lam=N, rho=0 and coef_lr from 1 to 100 the coefficients move, nearer to Local
+      (experiments/README.md, "MNFL's coefficients"). A client predicts with the model
+      of its last local training: `pre` is to be compared with FedAvg's `post`.
     """
     n, split = task.num_clients, averaging.split(task)
     loss = losses.classification(task.model)
 
     def init(key: Array) -> State:
         shared, own = split.send(task.model.init(key))
-        server = {"w": trees.replicate(shared, n), "coefficients": jnp.full((n, n), 1 / n, jnp.float32)}
+        server = {
+            "w": trees.replicate(shared, n),
+            "coefficients": jnp.full((n, n), 1 / n, jnp.float32),
+        }
         return State(server, trees.replicate(own, n))
 
     def received(server: PyTree, c: Client) -> PyTree:
         v = mix(server["coefficients"][c.id], server["w"])
         if transfer == "replace":
             return v
-        return trees.lerp((1 - transfer_lr) ** transfer_steps, trees.gather(server["w"], c.id), v)
+        return trees.lerp(
+            (1 - transfer_lr) ** transfer_steps, trees.gather(server["w"], c.id), v
+        )
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         server = state.server
 
         # each client trains the mixture that it receives
-        def client(c: Client, own: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
+        def client(
+            c: Client, own: PyTree
+        ) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
             start = split.receive(received(server, c), own)
             w, value = local.sgd(c.key, c.train, loss, start, task)
             shared, own = split.send(w)
-            return shared, own, value, evaluate.post(cohort, c, averaging.predictor(task.model, w))
+            return (
+                shared,
+                own,
+                value,
+                evaluate.post(cohort, c, averaging.predictor(task.model, w)),
+            )
 
         w, own, value, post = cohort.map(client, state.clients)
-        # the server keeps the models, and moves the coefficients of those that trained them (Eq. 7)
+        # the server keeps the models, and moves the coefficients of those that trained
+        # them (Eq. 7)
         models = trees.scatter(server["w"], cohort.ids, w, cohort.trained)
         here = jnp.zeros(n, bool).at[cohort.ids].set(cohort.trained)
         compared = averaging.params(server["w"] if residual == "sent" else models)
@@ -118,22 +158,48 @@ def mnfl(
             weight = lam * c.train.size / jnp.maximum(1, cohort.total)
 
             def step(_: Array, row: Array) -> Array:
-                return descend(row, weight * gradient(row, w, compared), here, coef_lr, rho, penalty)
+                return descend(
+                    row,
+                    weight * gradient(row, w, compared),
+                    here,
+                    coef_lr,
+                    rho,
+                    penalty,
+                )
 
             row = jax.lax.fori_loop(0, coef_steps, step, server["coefficients"][c.id])
             return row, row[c.id]
 
         rows, self_weight = cohort.map(coefficients, averaging.params(w), phase=1)
         rows = trees.scatter(server["coefficients"], cohort.ids, rows, cohort.trained)
-        metrics = Metrics(value, post, {"self_weight": self_weight}, {"coefficients": rows})
+        metrics = Metrics(
+            value, post, {"self_weight": self_weight}, {"coefficients": rows}
+        )
         return State({"w": models, "coefficients": rows}, own), metrics
 
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
-        return averaging.predictor(task.model, split.receive(trees.gather(server["w"], c.id), own))
+        return averaging.predictor(
+            task.model, split.receive(trees.gather(server["w"], c.id), own)
+        )
 
     def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
         return traffic.both_ways(cohort, trees.size(state.server["w"]) // n)
 
-    what = "MNFL mixes all models alike: FedAvg of uniform weights, if all take part. --hparam=lam=N (N clients)"
-    idle = Idle("coefficients", 1 / n, min(1e-3, 0.1 / n), f"{what} and a larger coef_lr make the coefficients move.")
-    return Algorithm(init, round, predict, evaluate.classification, sent, idle=() if n == 1 else (idle,))
+    what = (
+        "MNFL mixes all models alike: FedAvg of uniform weights, if all take part. "
+        "--hparam=lam=N (N clients)"
+    )
+    idle = Idle(
+        "coefficients",
+        1 / n,
+        min(1e-3, 0.1 / n),
+        f"{what} and a larger coef_lr make the coefficients move.",
+    )
+    return Algorithm(
+        init,
+        round,
+        predict,
+        evaluate.classification,
+        sent,
+        idle=() if n == 1 else (idle,),
+    )

@@ -1,15 +1,16 @@
-"""pFedC: the classifier is split into class branches, each averaged over the clients that hold its
-classes only.
+"""pFedC: the classifier is split into class branches, each averaged over the clients
+that hold its classes only.
 
-A branch (a task t) owns columns of the last layer, those of its classes G_t, so the branches of all
-tasks together are one ordinary head: kernel [K, L] and bias [L], L = C unless groups have another
-head (see `task_maps`). A client trains the branches it has labels for, and weighs their losses by
-the minimum-norm point of their gradients in the feature space (MGDA-UB). In Privacy-pFedC who holds
-which classes stays secret: branches and holders are added under encryption.
+A branch (a task t) owns columns of the last layer, those of its classes G_t, so the
+branches of all tasks together are one ordinary head: kernel [K, L] and bias [L], L = C
+unless groups have another head (see `task_maps`). A client trains the branches it has
+labels for, and weighs their losses by the minimum-norm point of their gradients in the
+feature space (MGDA-UB). In Privacy-pFedC who holds which classes stays secret: branches
+and holders are added under encryption.
 
-Reference: the pFedC paper, whose equations are meant; its journal version seems to be Zhang et al.,
-Model decomposition and reassembly for purified knowledge transfer in personalized federated
-learning (IEEE TMC 2025). MGDA-UB: Sener & Koltun (NeurIPS 2018).
+Reference: the pFedC paper, whose equations are meant; its journal version seems to be
+Zhang et al., Model decomposition and reassembly for purified knowledge transfer in
+personalized federated learning (IEEE TMC 2025). MGDA-UB: Sener & Koltun (NeurIPS 2018).
 """
 
 from collections.abc import Callable
@@ -19,30 +20,54 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_pfl import aggregate, averaging, evaluate, hyperparameters, keys, local, optimizers, trees
+from fedjax_pfl import (
+    aggregate,
+    averaging,
+    evaluate,
+    hyperparameters,
+    keys,
+    local,
+    optimizers,
+    trees,
+)
 from fedjax_pfl.numerics.class_groups import branch_loss, class_logits, columns, scores
 from fedjax_pfl.numerics.task_maps import Branches, branches, inline
 from fedjax_pfl.privacy import encryption
-from fedjax_pfl.types import Algorithm, Array, Client, Cohort, Metrics, Predictor, PyTree, Scores, State, Task, Traffic
+from fedjax_pfl.types import (
+    Algorithm,
+    Array,
+    Client,
+    Cohort,
+    Metrics,
+    Predictor,
+    PyTree,
+    Scores,
+    State,
+    Task,
+    Traffic,
+)
 
 
 class Branching(NamedTuple):
-    """How the classifier is split into branches, and how these are trained and averaged.
+    """How the classifier is split into branches, and how these are trained and
+    averaged.
 
     Args:
-      tasks: one of class (T = C), single (T = 1), consecutive:T, superclass, file:PATH (your own
-        map: a text with the task of each class, numbered from 0), or such a map itself as
-        map:0,0,1.
-      head: of a task of several classes, one of group_softmax (samples of its classes only),
-        group_reject (all samples, and a further logit for none of its classes), group_binary (one
-        logit, whether it is one of them).
-      task_loss: what the sum over a task's samples in a minibatch is divided by, one of class
-        (those of its classes, D_i^c of Eq. 3; a task without one is left out), batch (all of them).
-      weighting: of the task losses, one of mgda_ub (the paper's), mgda (gradients by the body),
-        uniform, sum.
+      tasks: one of class (T = C), single (T = 1), consecutive:T, superclass, file:PATH
+        (your own map: a text with the task of each class, numbered from 0), or such a
+        map itself as map:0,0,1.
+      head: of a task of several classes, one of group_softmax (samples of its classes
+        only), group_reject (all samples, and a further logit for none of its classes),
+        group_binary (one logit, whether it is one of them).
+      task_loss: what the sum over a task's samples in a minibatch is divided by, one of
+        class (those of its classes, D_i^c of Eq. 3; a task without one is left out),
+        batch (all of them).
+      weighting: of the task losses, one of mgda_ub (the paper's), mgda (gradients by
+        the body), uniform, sum.
       solver: of the minimum-norm point, one of fista, fw (the paper's Frank-Wolfe).
       normalise: gradients before solving, one of none, l2, loss, loss+.
-      head_grad: one of scaled (by alpha, Eq. 5), unscaled (Sener & Koltun's Algorithm 2).
+      head_grad: one of scaled (by alpha, Eq. 5), unscaled (Sener & Koltun's Algorithm
+        2).
       head_weighting: of a branch's holders, one of uniform (Eq. 7), data, task_count.
     """
 
@@ -60,8 +85,10 @@ class Branched(NamedTuple):
     """A model with branches, and its training by one client."""
 
     b: Branches
-    start: Callable[[Array], PyTree]  # key -> the model's variables, with a head of the map's logits
-    # (client, received variables) -> trained ones, and means over the steps: the loss, and what else is reported
+    # key -> the model's variables, with a head of the map's logits
+    start: Callable[[Array], PyTree]
+    # (client, received variables) -> trained ones, and means over the steps: the loss,
+    # and what else is reported
     train: Callable[[Client, PyTree], tuple[PyTree, Array, dict[str, Array]]]
     predictor: Callable[[PyTree], Predictor]
     score: Callable[[Array, Array, Array, Client], Scores]
@@ -73,15 +100,19 @@ class Branched(NamedTuple):
     def shares(self, by: str, cohort: Cohort) -> Array:
         """The weights of a branch's holders, [S, T], not normalised."""
         n = self.held(cohort.class_counts)
-        return {"uniform": n > 0, "data": cohort.sizes[:, None] * (n > 0), "task_count": n}[by]
+        return {
+            "uniform": n > 0,
+            "data": cohort.sizes[:, None] * (n > 0),
+            "task_count": n,
+        }[by]
 
 
 def branched(task: Task, on: Branching) -> Branched:
     """What both methods share, for a task's first model.
 
     Raises:
-      InputError: the tasks are not a map of the classes; from `start`, the head is not one linear
-        layer.
+      InputError: the tasks are not a map of the classes; from `start`, the head is not
+        one linear layer.
     """
     b, model = branches(task, on.tasks, on.head), task.model
 
@@ -89,22 +120,39 @@ def branched(task: Task, on: Branching) -> Branched:
         w = model.init(key)
         averaging.check_linear_head(w, "pfedc")
         reject = model.init(keys.fold(key, keys.Init.REJECT))["head"]
-        widest = jax.tree.map(lambda x, more: jnp.concatenate([x, more], axis=-1), w["head"], reject)
+        widest = jax.tree.map(
+            lambda x, more: jnp.concatenate([x, more], axis=-1), w["head"], reject
+        )
         return {**w, "head": jax.tree.map(lambda x: x[..., : len(b.column)], widest)}
 
     def train(c: Client, received: PyTree) -> tuple[PyTree, Array, dict[str, Array]]:
-        classes = jnp.sign(c.class_counts) @ b.member.T  # [T], that the client holds of each task
-        holds, how = classes > 0, (on.weighting, on.solver, on.normalise, on.head_grad, on.task_loss)
+        # [T], that the client holds of each task
+        classes = jnp.sign(c.class_counts) @ b.member.T
+        holds, how = (
+            classes > 0,
+            (on.weighting, on.solver, on.normalise, on.head_grad, on.task_loss),
+        )
         loss = branch_loss(task, b, holds, *how, one_class=classes == 1)
-        alone = task._replace(optimizer=lambda lr: optimizers.without_columns(~holds[b.column], task.optimizer(lr)))
-        w, (value, seen) = local.sgd(c.key, c.train, loss, received, alone, has_aux=True)
-        w["head"] = trees.choose(holds[b.column], w["head"], received["head"])  # as they came
+        alone = task._replace(
+            optimizer=lambda lr: optimizers.without_columns(
+                ~holds[b.column], task.optimizer(lr)
+            )
+        )
+        w, (value, seen) = local.sgd(
+            c.key, c.train, loss, received, alone, has_aux=True
+        )
+        # as they came
+        w["head"] = trees.choose(holds[b.column], w["head"], received["head"])
         return w, value, seen
 
     def predictor(w: PyTree) -> Predictor:
-        return lambda x, mask: class_logits(b, columns(w["head"], model.features(w, x, mask=mask, train=False)[0]))
+        return lambda x, mask: class_logits(
+            b, columns(w["head"], model.features(w, x, mask=mask, train=False)[0])
+        )
 
-    return Branched(b, start, train, predictor, lambda z, y, mask, c: scores(b, z, y, mask, c))
+    return Branched(
+        b, start, train, predictor, lambda z, y, mask, c: scores(b, z, y, mask, c)
+    )
 
 
 @hyperparameters.shared(Branching)
@@ -115,89 +163,131 @@ def pfedc(
     download: Literal["bank", "stale"] = "bank",
     comm: Literal["sparse", "full"] = "sparse",
 ) -> Algorithm:
-    """Averages the body over all clients and each class branch over those that hold it (Algorithm
-    1, Eqs. 3-7).
+    """Averages the body over all clients and each class branch over those that hold it
+    (Algorithm 1, Eqs. 3-7).
 
     Args:
-      download: the branches a client begins a round with, one of bank (the server's last), stale
-        (Eq. 7 to the letter: only the round's clients receive its means, and the others keep their
-        own last ones).
+      download: the branches a client begins a round with, one of bank (the server's
+        last), stale (Eq. 7 to the letter: only the round's clients receive its means,
+        and the others keep their own last ones).
       comm: what travels, one of sparse (the client's own branches), full (all).
 
     Note:
-      A task of one class is binary and sees all samples. Eq. 3 sums over the D_i^c samples of the
-      class alone, which leaves no negatives, and divides by their number; here the sum is over the
-      minibatch, and task_loss says which of the two is divided by. A larger group is a softmax over
-      its samples, the same under both, so that T = 1 is an ordinary classifier. Classes of
-      different groups are compared by their logits, of group_reject less the reject logit;
-      group_binary is what the paper's count of parameters implies, and knows no classes within a
-      group. Branches a client does not hold keep their start. With full participation bank and
-      stale are the same.
+      A task of one class is binary and sees all samples. Eq. 3 sums over the D_i^c
+      samples of the class alone, which leaves no negatives, and divides by their
+      number; here the sum is over the minibatch, and task_loss says which of the two is
+      divided by. A larger group is a softmax over its samples, the same under both, so
+      that T = 1 is an ordinary classifier. Classes of different groups are compared by
+      their logits, of group_reject less the reject logit; group_binary is what the
+      paper's count of parameters implies, and knows no classes within a group. Branches
+      a client does not hold keep their start. With full participation bank and stale
+      are the same.
 
-      The minimum-norm point lies near the shortest gradients. With task_loss=batch these are of the
-      tasks that only answer "no" to the batch: on the digits at Dirichlet 0.5 the weight on the
-      others (the metric `weight_on_positives`) is 0.37 in the first round, 0.05 in the fourth and
-      0.03 in the fifteenth, and `acc` before local training 2.1 ± 0.9 %, against 87.9 ± 1.8 with
-      task_loss=class (three seeds). With task_loss=batch, normalise=loss+ (as in the public code),
-      head_grad=unscaled or weighting=uniform learn where the default weights do not. group_reject
-      and group_binary follow the same rule, a positive being a sample of the group: five tasks of
-      two digits each have `task_bal` 95.4 and 94.6 with class, 67.1 and 64.0 with batch.
+      The minimum-norm point lies near the shortest gradients. With task_loss=batch
+      these are of the tasks that only answer "no" to the batch: on the digits at
+      Dirichlet 0.5 the weight on the others (the metric `weight_on_positives`) is 0.37
+      in the first round, 0.05 in the fourth and 0.03 in the fifteenth, and `acc` before
+      local training 2.1 ± 0.9 %, against 87.9 ± 1.8 with task_loss=class (three seeds).
+      With task_loss=batch, normalise=loss+ (as in the public code), head_grad=unscaled
+      or weighting=uniform learn where the default weights do not. group_reject and
+      group_binary follow the same rule, a positive being a sample of the group: five
+      tasks of two digits each have `task_bal` 95.4 and 94.6 with class, 67.1 and 64.0
+      with batch.
 
-      Groups of group_softmax share no samples, so their gradients are orthogonal, and the weights
-      are in inverse proportion to their squared norms: the largest are of groups already learnt.
-      The reported loss is the weighted one; `unweighted_loss` is the mean of the tasks' losses. On
-      the digits at Dirichlet 0.5 in five groups they are 0.012 and 0.20 in the fifteenth round, the
-      latter 0.016 with weighting=uniform; on CIFAR-100 in ten groups 0.13 and 1.46, which in ten
-      rounds moves from 1.48. `weight_on_one_class` is the weight on groups of which a client holds
-      one class, of tasks of one class each always 1.
+      Groups of group_softmax share no samples, so their gradients are orthogonal, and
+      the weights are in inverse proportion to their squared norms: the largest are of
+      groups already learnt. The reported loss is the weighted one; `unweighted_loss` is
+      the mean of the tasks' losses. On the digits at Dirichlet 0.5 in five groups they
+      are 0.012 and 0.20 in the fifteenth round, the latter 0.016 with
+      weighting=uniform; on CIFAR-100 in ten groups 0.13 and 1.46, which in ten rounds
+      moves from 1.48. `weight_on_one_class` is the weight on groups of which a client
+      holds one class, of tasks of one class each always 1.
 
-      `post`, right after local training, is the paper's evaluation point. Holders' presence (T bits
-      each, once) is not counted in the traffic.
+      `post`, right after local training, is the paper's evaluation point. Holders'
+      presence (T bits each, once) is not counted in the traffic.
     """
     of = branched(task, on)
     b, held = of.b, of.held
     split, stale = averaging.split(task), download == "stale"
 
     def compose(server: PyTree, mine: PyTree, c: Client) -> PyTree:
-        """The client's model: the received branches it holds, and the others as they started."""
+        """The client's model: the received branches it holds, and the others as they
+        started."""
         holds = (held(c.class_counts) > 0)[b.column]
-        branches = mine["head"] if stale else trees.choose(holds, server["head"], server["start"])
-        return split.receive({"body": server["body"], "head": branches, "stats": server["stats"]}, mine["own"])
+        branches = (
+            mine["head"]
+            if stale
+            else trees.choose(holds, server["head"], server["start"])
+        )
+        return split.receive(
+            {"body": server["body"], "head": branches, "stats": server["stats"]},
+            mine["own"],
+        )
 
     def init(key: Array) -> State:
         w = of.start(key)
         shared, own = split.send(w)
         mine = {"head": w["head"] if stale else (), "own": own}
-        return State(shared | {"start": w["head"]}, trees.replicate(mine, task.num_clients))
+        return State(
+            shared | {"start": w["head"]}, trees.replicate(mine, task.num_clients)
+        )
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(c: Client, mine: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array], dict[str, Array]]:
+        def client(
+            c: Client, mine: PyTree
+        ) -> tuple[PyTree, PyTree, Array, dict[str, Array], dict[str, Array]]:
             w, value, seen = of.train(c, compose(state.server, mine, c))
             shared, own = split.send(w)
             # it has no part in the others
-            shared["head"] = trees.choose((held(c.class_counts) > 0)[b.column], w["head"], state.server["head"])
-            return shared, own, value, seen, evaluate.post(cohort, c, of.predictor(w), of.score)
+            shared["head"] = trees.choose(
+                (held(c.class_counts) > 0)[b.column], w["head"], state.server["head"]
+            )
+            return (
+                shared,
+                own,
+                value,
+                seen,
+                evaluate.post(cohort, c, of.predictor(w), of.score),
+            )
 
-        by_branch = of.shares(on.head_weighting, cohort)[:, b.column]  # [S, L], of the task of each logit
+        # [S, L], of the task of each logit
+        by_branch = of.shares(on.head_weighting, cohort)[:, b.column]
         weight = {"body": cohort.sizes, "head": by_branch, "stats": cohort.sizes}
-        last = {part: state.server[part] for part in weight}  # what nobody holds keeps its last value
-        mean, (own, value, seen, post) = cohort.mean(client, state.clients, weight=weight, default=last)
-        receive: Callable[[Array, PyTree], PyTree] = jax.vmap(lambda holds, old: trees.choose(holds, mean["head"], old))
-        mine = {"head": receive(by_branch > 0, state.clients["head"]) if stale else (), "own": own}
+        # what nobody holds keeps its last value
+        last = {part: state.server[part] for part in weight}
+        mean, (own, value, seen, post) = cohort.mean(
+            client, state.clients, weight=weight, default=last
+        )
+        receive: Callable[[Array, PyTree], PyTree] = jax.vmap(
+            lambda holds, old: trees.choose(holds, mean["head"], old)
+        )
+        mine = {
+            "head": receive(by_branch > 0, state.clients["head"]) if stale else (),
+            "own": own,
+        }
         tasks_held = jnp.sum(held(cohort.class_counts) > 0, axis=-1)
-        return State(state.server | mean, mine), Metrics(value, post, {"tasks": tasks_held, **seen})
+        return State(state.server | mean, mine), Metrics(
+            value, post, {"tasks": tasks_held, **seen}
+        )
 
     def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
         shared = trees.size((state.server["body"], state.server["stats"]))
         a_logit = trees.size(state.server["head"]) // len(b.column)
-        logits = jnp.sum((held(cohort.class_counts) > 0)[:, b.column], axis=-1) if comm == "sparse" else len(b.column)
+        logits = (
+            jnp.sum((held(cohort.class_counts) > 0)[:, b.column], axis=-1)
+            if comm == "sparse"
+            else len(b.column)
+        )
         scalars = (shared + a_logit * logits) * cohort.active
-        return Traffic(scalars, scalars, 0 * scalars, 2 * cohort.active.astype(jnp.int32))
+        return Traffic(
+            scalars, scalars, 0 * scalars, 2 * cohort.active.astype(jnp.int32)
+        )
 
     def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
         return of.predictor(compose(server, mine, c))
 
-    # a branch is averaged over whoever holds its task, and keeps its value where nobody does
+    # a branch is averaged over whoever holds its task, and keeps its value where nobody
+    # does
     return Algorithm(init, round, predict, of.score, sent, averages=("body",))
 
 
@@ -209,27 +299,29 @@ def privacy_pfedc(
     backend: Literal["ckks", "plain"] = "ckks",
     encrypt_phi: bool = False,
 ) -> Algorithm:
-    """pFedC whose server adds encrypted branches and encrypted counts of their holders (Algorithm
-    2).
+    """pFedC whose server adds encrypted branches and encrypted counts of their holders
+    (Algorithm 2).
 
     Args:
-      backend: of the sums, one of ckks (encrypted by TenSEAL, an optional dependency), plain (the
-        same in the clear).
-      encrypt_phi: true or false, whether the body (φ) is added under encryption, too; the paper
-        sends it in the clear.
+      backend: of the sums, one of ckks (encrypted by TenSEAL, an optional dependency),
+        plain (the same in the clear).
+      encrypt_phi: true or false, whether the body (φ) is added under encryption, too;
+        the paper sends it in the clear.
 
     Note:
-      A client sends its weights of all T tasks (0 where it holds none), and all branches multiplied
-      by them. It divides the sums itself; Algorithm 2 does not, which multiplies a branch by the
-      number of its holders in every round. So clients, not the server, come to know how many hold a
-      task. The body goes in the clear, as the paper has it, and its change may tell of labels. All
-      clients share the secret key: one that colludes with the server breaks the secrecy. Only the
-      clients of a round receive its sums, and the server keeps nothing of a branch: without the
-      holders it cannot tell which branches are to keep their last value. So this is pfedc with
-      download=stale, and with full participation just pfedc. Clients' numbers of examples are
-      public. Traffic has ciphertexts in bytes, and in scalars what goes in the clear; keys, sent
-      once, are not counted. The simulator runs all parties in one process, and its state is what
-      the clients decrypt. A `transform` of uploads is of what goes in the clear alone.
+      A client sends its weights of all T tasks (0 where it holds none), and all
+      branches multiplied by them. It divides the sums itself; Algorithm 2 does not,
+      which multiplies a branch by the number of its holders in every round. So clients,
+      not the server, come to know how many hold a task. The body goes in the clear, as
+      the paper has it, and its change may tell of labels. All clients share the secret
+      key: one that colludes with the server breaks the secrecy. Only the clients of a
+      round receive its sums, and the server keeps nothing of a branch: without the
+      holders it cannot tell which branches are to keep their last value. So this is
+      pfedc with download=stale, and with full participation just pfedc. Clients'
+      numbers of examples are public. Traffic has ciphertexts in bytes, and in scalars
+      what goes in the clear; keys, sent once, are not counted. The simulator runs all
+      parties in one process, and its state is what the clients decrypt. A `transform`
+      of uploads is of what goes in the clear alone.
     """
     encryption.check_backend(backend)
     of = branched(task, on)
@@ -242,7 +334,9 @@ def privacy_pfedc(
         w = of.start(key)
         shared, own = split.send(w)
         server = {"body": shared["body"], "stats": shared["stats"]}
-        return State(server, trees.replicate({"head": w["head"], "own": own}, task.num_clients))
+        return State(
+            server, trees.replicate({"head": w["head"], "own": own}, task.num_clients)
+        )
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def client(c: Client, mine: PyTree) -> tuple[PyTree, ...]:
@@ -250,39 +344,82 @@ def privacy_pfedc(
             shared, own = split.send(w)
             phi = {"body": shared["body"], "stats": shared["stats"]}
             post = evaluate.post(cohort, c, of.predictor(w), of.score)
-            return () if encrypt_phi else phi, phi if encrypt_phi else (), w["head"], own, value, seen, post
+            return (
+                () if encrypt_phi else phi,
+                phi if encrypt_phi else (),
+                w["head"],
+                own,
+                value,
+                seen,
+                post,
+            )
 
         clear, (phi, heads, own, value, seen, post) = cohort.mean(
-            client, state.clients, weight=cohort.sizes, default=() if encrypt_phi else state.server
+            client,
+            state.clients,
+            weight=cohort.sizes,
+            default=() if encrypt_phi else state.server,
         )
         weight = of.shares(on.head_weighting, cohort).astype(float)  # [S, T]
         factors = {"branches": weight[:, b.column], "phi": cohort.sizes.astype(float)}
-        upload = jax.vmap(aggregate.weigh)(factors, {"branches": heads, "phi": phi}) | {"weight": weight}
-        total, up, down = encryption.total(cohort.replicated(upload), cohort.ids, cohort.active, backend)
-        # from here on as each of the round's clients does by itself, for they alone can read the sums
+        upload = jax.vmap(aggregate.weigh)(factors, {"branches": heads, "phi": phi}) | {
+            "weight": weight
+        }
+        total, up, down = encryption.total(
+            cohort.replicated(upload), cohort.ids, cohort.active, backend
+        )
+        # from here on as each of the round's clients does by itself, for they alone can
+        # read the sums
         mean = _ratio(total["branches"], total["weight"][b.column], heads)
-        receive: Callable[[Array, PyTree], PyTree] = jax.vmap(lambda holds, old: trees.choose(holds, mean, old))
-        mine = {"head": receive(factors["branches"] > 0, state.clients["head"]), "own": own}
+        receive: Callable[[Array, PyTree], PyTree] = jax.vmap(
+            lambda holds, old: trees.choose(holds, mean, old)
+        )
+        mine = {
+            "head": receive(factors["branches"] > 0, state.clients["head"]),
+            "own": own,
+        }
         n = jnp.sum(cohort.sizes)
-        server = trees.choose(n > 0, _ratio(total["phi"], n, phi), state.server) if encrypt_phi else clear
+        server = (
+            trees.choose(n > 0, _ratio(total["phi"], n, phi), state.server)
+            if encrypt_phi
+            else clear
+        )
         seen |= {"tasks": jnp.sum(weight > 0, axis=-1)}
         seen |= {} if plain else {"encrypted_up": up, "encrypted_down": down}
         return State(server, mine), Metrics(value, post, seen)
 
     def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
-        shared, slots = trees.size(state.server), trees.size(state.clients["head"]) // len(cohort.ids) + len(b.member)
-        clear = (shared + slots if plain else 0 if encrypt_phi else shared) * cohort.active
-        ciphertexts = None if plain else metrics.clients["encrypted_up"] + metrics.clients["encrypted_down"]
-        return Traffic(clear, clear, 0 * clear, 2 * cohort.active.astype(jnp.int32), ciphertexts)
+        shared, slots = (
+            trees.size(state.server),
+            trees.size(state.clients["head"]) // len(cohort.ids) + len(b.member),
+        )
+        clear = (
+            shared + slots if plain else 0 if encrypt_phi else shared
+        ) * cohort.active
+        ciphertexts = (
+            None
+            if plain
+            else metrics.clients["encrypted_up"] + metrics.clients["encrypted_down"]
+        )
+        return Traffic(
+            clear, clear, 0 * clear, 2 * cohort.active.astype(jnp.int32), ciphertexts
+        )
 
     predict = lambda server, mine, c: of.predictor(compose(server, mine))
-    secret = "the branches' sums are only for the clients of the round, and the server keeps nothing of them"
+    secret = (
+        "the branches' sums are only for the clients of the round, and the server "
+        "keeps nothing of them"
+    )
     averages = () if encrypt_phi else ("body",)  # of ciphertexts no server takes a step
-    return Algorithm(init, round, predict, of.score, sent, no_unseen=secret, averages=averages)
+    return Algorithm(
+        init, round, predict, of.score, sent, no_unseen=secret, averages=averages
+    )
 
 
 def _ratio(total: PyTree, weight: Array, like: PyTree) -> PyTree:
-    """total / weight over the last axes, in the types of another tree; total where the weight is
-    0."""
+    """total / weight over the last axes, in the types of another tree; total where the
+    weight is 0."""
     safe = jnp.where(weight > 0, weight, 1)
-    return optax.tree.cast_like(jax.tree.map(lambda x: x / trees.align(safe, x.ndim), total), like)
+    return optax.tree.cast_like(
+        jax.tree.map(lambda x: x / trees.align(safe, x.ndim), total), like
+    )

@@ -1,4 +1,5 @@
-"""Local: every client trains alone from the common start; the floor that federation has to beat."""
+"""Local: every client trains alone from the common start; the floor that federation has
+to beat."""
 
 from fedjax_pfl.averaging import BODY_AND_HEAD, partial_averaging, split
 from fedjax_pfl.types import Algorithm, Task

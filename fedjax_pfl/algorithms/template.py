@@ -1,8 +1,9 @@
-"""A method to copy and change: clients average the body, each keeps a head that an L2 term holds
-small.
+"""A method to copy and change: clients average the body, each keeps a head that an L2
+term holds small.
 
-It is not in `ALGORITHMS`. Copy it to a file of your own, say own.py; `--algo=own.py:small_head`
-runs the copy, and `testing.check_algorithm(own.small_head)` checks it.
+It is not in `ALGORITHMS`. Copy it to a file of your own, say own.py;
+`--algo=own.py:small_head` runs the copy, and `testing.check_algorithm(own.small_head)`
+checks it.
 """
 
 from typing import Annotated
@@ -11,11 +12,23 @@ import optax
 from annotated_types import Ge
 
 from fedjax_pfl import averaging, evaluate, local, losses
-from fedjax_pfl.types import Algorithm, Array, Batch, Client, Cohort, Metrics, Predictor, PyTree, State, Task
+from fedjax_pfl.types import (
+    Algorithm,
+    Array,
+    Batch,
+    Client,
+    Cohort,
+    Metrics,
+    Predictor,
+    PyTree,
+    State,
+    Task,
+)
 
 
 def small_head(task: Task, *, mu: Annotated[float, Ge(0)] = 0.01) -> Algorithm:
-    """Averages the body; each head stays with its client, under the penalty mu/2 ||head||^2.
+    """Averages the body; each head stays with its client, under the penalty mu/2
+    ||head||^2.
 
     Args:
       mu: weight of the penalty in [0, inf).
@@ -30,12 +43,23 @@ def small_head(task: Task, *, mu: Annotated[float, Ge(0)] = 0.01) -> Algorithm:
         return split.init(key)  # what the server holds; a row for each client
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(c: Client, own: PyTree) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
-            w, value = local.sgd(c.key, c.train, loss, split.receive(state.server, own), task)
+        def client(
+            c: Client, own: PyTree
+        ) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
+            w, value = local.sgd(
+                c.key, c.train, loss, split.receive(state.server, own), task
+            )
             body, own = split.send(w)
-            return body, own, value, evaluate.post(cohort, c, averaging.predictor(task.model, w))
+            return (
+                body,
+                own,
+                value,
+                evaluate.post(cohort, c, averaging.predictor(task.model, w)),
+            )
 
-        body, (own, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, default=state.server)
+        body, (own, value, post) = cohort.mean(
+            client, state.clients, weight=cohort.sizes, default=state.server
+        )
         return State(body, own), Metrics(value, post)
 
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:

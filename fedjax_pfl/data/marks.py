@@ -1,5 +1,5 @@
-"""FedDVA's heterogeneous inputs: every client's images carry marks of one type (Section 5, its
-released code)."""
+"""FedDVA's heterogeneous inputs: every client's images carry marks of one type (Section
+5, its released code)."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,8 @@ from fedjax_pfl.data.partitioners import Partition
 from fedjax_pfl.data.rows import flat
 from fedjax_pfl.errors import InputError
 
-MARKS = ("plain", "horizontal_sine", "vertical_sine", "ellipse")  # client k has type k mod 4
+# client k has type k mod 4
+MARKS = ("plain", "horizontal_sine", "vertical_sine", "ellipse")
 ANGLE = 0.2  # between the points of a curve: 32 of them in a turn
 ECCENTRICITY = 0.9
 SMALLEST = 8  # pixels a side
@@ -26,23 +27,25 @@ class Marked(NamedTuple):
 def mark(dataset: Dataset, partition: Partition, seed: int) -> Marked:
     """Draws a mark over every image: the larger of image and mark, pixel by pixel.
 
-    A mark has the data set's largest value, in all channels. Each example has a mark of its own,
-    which depends on the seed, its row and the type of its client, so that it does not depend on who
-    else holds what.
+    A mark has the data set's largest value, in all channels. Each example has a mark of
+    its own, which depends on the seed, its row and the type of its client, so that it
+    does not depend on who else holds what.
 
     Args:
       dataset: square images [n, H, W, C].
-      partition: who owns which row; client k gets marks of type k mod 4, on train, validation and
-        test rows alike.
+      partition: who owns which row; client k gets marks of type k mod 4, on train,
+        validation and test rows alike.
       seed: equal seeds give equal marks.
 
     Raises:
-      InputError: not square images of at least 8 pixels a side, or a row that two clients own.
+      InputError: not square images of at least 8 pixels a side, or a row that two
+        clients own.
     """
     shape = dataset.x.shape[1:]
     if len(shape) != 3 or shape[0] != shape[1] or shape[0] < SMALLEST:
         raise InputError(
-            f"Marks are drawn on square images of at least {SMALLEST} pixels a side, but data set {dataset.name} has "
+            f"Marks are drawn on square images of at least {SMALLEST} pixels a side, "
+            f"but data set {dataset.name} has "
             f"inputs of shape {shape}."
         )
     owner = _owners(partition, len(dataset.y))
@@ -51,30 +54,40 @@ def mark(dataset: Dataset, partition: Partition, seed: int) -> Marked:
     for kind in range(1, len(MARKS)):
         rows = np.flatnonzero((owner >= 0) & (owner % len(MARKS) == kind))
         drawn = draw(MARKS[kind], phase[rows], shape[0])
-        x[rows] = np.maximum(x[rows], np.where(drawn, top, dataset.x.min())[..., None].astype(x.dtype))
-    return Marked(dataset._replace(x=x), tuple(MARKS[k % len(MARKS)] for k in range(len(partition.train))))
+        x[rows] = np.maximum(
+            x[rows], np.where(drawn, top, dataset.x.min())[..., None].astype(x.dtype)
+        )
+    return Marked(
+        dataset._replace(x=x),
+        tuple(MARKS[k % len(MARKS)] for k in range(len(partition.train))),
+    )
 
 
 def draw(kind: str, phase: np.ndarray, side: int) -> np.ndarray:
     """The pixels of marks: bool [n, side, side], the outermost pixels free.
 
     Args:
-      kind: one of MARKS. A sine is one period over the whole width (height); an ellipse has
-        eccentricity 0.9.
-      phase: [n] in [0, 1): of a turn for a sine, of half a turn for an ellipse's rotation.
+      kind: one of MARKS. A sine is one period over the whole width (height); an ellipse
+        has eccentricity 0.9.
+      phase: [n] in [0, 1): of a turn for a sine, of half a turn for an ellipse's
+        rotation.
       side: of the image, in pixels.
     """
     pixels = np.zeros((len(phase), side, side), bool)
     if kind != "plain":
-        rows, columns = _sine(phase, side) if kind.endswith("sine") else _ellipse(phase, side)
+        rows, columns = (
+            _sine(phase, side) if kind.endswith("sine") else _ellipse(phase, side)
+        )
         rows, columns = (columns, rows) if kind == "vertical_sine" else (rows, columns)
-        pixels[np.arange(len(phase))[:, None], _pixel(rows, side), _pixel(columns, side)] = True
+        pixels[
+            np.arange(len(phase))[:, None], _pixel(rows, side), _pixel(columns, side)
+        ] = True
     return pixels
 
 
 def _angles(side: int) -> np.ndarray:
-    """32 for images of up to 32 pixels a side, as published; larger ones get as many as their
-    side."""
+    """32 for images of up to 32 pixels a side, as published; larger ones get as many as
+    their side."""
     angles = np.arange(0, 2 * np.pi, ANGLE)
     return angles if side <= len(angles) else np.arange(side) * 2 * np.pi / side
 
@@ -83,7 +96,9 @@ def _sine(phase: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
     """Rows and columns [n, points] of a horizontal sine."""
     span, angles = side - 3, _angles(side)
     rows = 1 + span / 2 * (1 + np.sin(angles + 2 * np.pi * phase[:, None]))
-    return rows, np.broadcast_to(1 + np.arange(len(angles)) * span / len(angles), rows.shape)
+    return rows, np.broadcast_to(
+        1 + np.arange(len(angles)) * span / len(angles), rows.shape
+    )
 
 
 def _ellipse(phase: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
@@ -91,7 +106,9 @@ def _ellipse(phase: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
     long, angles, turn = (side - 3) / 2, _angles(side), np.pi * phase[:, None]
     x, y = long * np.cos(angles), long * np.sqrt(1 - ECCENTRICITY**2) * np.sin(angles)
     middle = (side - 2) / 2
-    return middle + x * np.sin(turn) + y * np.cos(turn), middle + x * np.cos(turn) - y * np.sin(turn)
+    return middle + x * np.sin(turn) + y * np.cos(turn), middle + x * np.cos(
+        turn
+    ) - y * np.sin(turn)
 
 
 def _pixel(place: np.ndarray, side: int) -> np.ndarray:
@@ -109,5 +126,8 @@ def _owners(partition: Partition, n: int) -> np.ndarray:
         owner[rows] = client
         if taken.any() or (owner[rows] != client).any():
             row = rows[taken | (owner[rows] != client)][0]
-            raise InputError(f"Row {row} belongs to two clients, which would mark it twice: give every row one owner.")
+            raise InputError(
+                f"Row {row} belongs to two clients, which would mark it twice: give "
+                "every row one owner."
+            )
     return owner

@@ -1,5 +1,5 @@
-"""Which client owns which example: divides a data set among clients and holds their test examples
-out."""
+"""Which client owns which example: divides a data set among clients and holds their
+test examples out."""
 
 import operator
 from collections.abc import Callable
@@ -11,7 +11,16 @@ from absl import logging
 from fedjax_pfl import own
 from fedjax_pfl.data import assignment, rows
 from fedjax_pfl.data.datasets import Dataset, checked
-from fedjax_pfl.data.rows import Partition, build, class_counts, digest, load_file, of_clients, save, select
+from fedjax_pfl.data.rows import (
+    Partition,
+    build,
+    class_counts,
+    digest,
+    load_file,
+    of_clients,
+    save,
+    select,
+)
 from fedjax_pfl.errors import InputError, check, choose
 
 __all__ = [
@@ -28,16 +37,40 @@ __all__ = [
 
 PARTITIONS: dict[str, str] = {
     "iid": "random parts of equal size",
-    "shards": "McMahan 2017: sorted by class, cut into shards, classes_per_client shards a client",
-    "pathological": "classes_per_client random classes a client, every class in equal parts over its holders",
-    "pathological_subset": "as pathological, but few clients leave classes out, random ones, where they must",
-    "round_robin": "FedDVA's CelebA: client k holds class k mod C, every class in equal parts over its holders",
-    "label_groups": "FedCP / PFLlib pathological: groups of clients share classes_per_client classes, unequal parts",
-    "dirichlet": "FedCP / PFLlib practical: per class over clients Dir(alpha), full clients left out, a minimum size",
+    "shards": (
+        "McMahan 2017: sorted by class, cut into shards, classes_per_client shards a "
+        "client"
+    ),
+    "pathological": (
+        "classes_per_client random classes a client, every class in equal parts over "
+        "its holders"
+    ),
+    "pathological_subset": (
+        "as pathological, but few clients leave classes out, random ones, where they "
+        "must"
+    ),
+    "round_robin": (
+        "FedDVA's CelebA: client k holds class k mod C, every class in equal parts "
+        "over its holders"
+    ),
+    "label_groups": (
+        "FedCP / PFLlib pathological: groups of clients share classes_per_client "
+        "classes, unequal parts"
+    ),
+    "dirichlet": (
+        "FedCP / PFLlib practical: per class over clients Dir(alpha), full clients "
+        "left out, a minimum size"
+    ),
     "dirichlet_class": "per class over clients Dir(alpha)",
     "dirichlet_total": "FedDVA: per class over clients Dir(alpha / N), alpha in total",
-    "dirichlet_hsu": "Hsu 2019: per client over classes Dir(alpha p), p the classes' shares of the data, equal sizes",
-    "file:PATH": "an .npz with flat int arrays train, train_sizes, test, test_sizes (optional val, val_sizes)",
+    "dirichlet_hsu": (
+        "Hsu 2019: per client over classes Dir(alpha p), p the classes' shares of the "
+        "data, equal sizes"
+    ),
+    "file:PATH": (
+        "an .npz with flat int arrays train, train_sizes, test, test_sizes (optional "
+        "val, val_sizes)"
+    ),
 }
 
 
@@ -54,37 +87,38 @@ def partition(
     val_fraction: float = 0.0,
     min_size: int | None = None,
 ) -> Partition:
-    """Divides a data set among clients; every example goes to exactly one of them, and equal seeds
-    give equal partitions.
+    """Divides a data set among clients; every example goes to exactly one of them, and
+    equal seeds give equal partitions.
 
-    Only pathological_subset may leave examples to nobody: those of all the classes for which the
-    clients have no place.
+    Only pathological_subset may leave examples to nobody: those of all the classes for
+    which the clients have no place.
 
-    Drawn once: while a client is below the minimum, a random example moves to it from the largest
-    client.
+    Drawn once: while a client is below the minimum, a random example moves to it from
+    the largest client.
 
     Args:
       dataset: what to divide.
-      spec: a key of `PARTITIONS`; a file says everything itself and is only checked against
-        `num_clients`; a function of your own, FILE.py:NAME or package.module:NAME, is given the
-        data set, `num_clients` and `seed`.
+      spec: a key of `PARTITIONS`; a file says everything itself and is only checked
+        against `num_clients`; a function of your own, FILE.py:NAME or
+        package.module:NAME, is given the data set, `num_clients` and `seed`.
       num_clients: N.
-      seed: of the assignment and of the order of every client's rows (so that any tail of them is a
-        random holdout).
+      seed: of the assignment and of the order of every client's rows (so that any tail
+        of them is a random holdout).
       alpha: Dirichlet concentration, in [1e-6, 1e6].
       classes_per_client: k, in [1, C] (shards: shards a client, in [1, n]).
-      test_split: `pool`: official train and test examples together, each client's rows split at
-        random (PFLlib's protocol); `official`: training examples are assigned, test examples in the
-        same per-class proportions.
+      test_split: `pool`: official train and test examples together, each client's rows
+        split at random (PFLlib's protocol); `official`: training examples are assigned,
+        test examples in the same per-class proportions.
       test_fraction: of a client's rows, in (0, 1), rounded up; only for `pool`.
-      val_fraction: of a client's training rows, in [0, 1), taken from them, at least one row if not
-        0.
-      min_size: least examples of a client (with `pool` train and test together; with `official`
-        train only). Default: for `dirichlet` PFLlib's min(40, n / N / 2) (its 10 / (1 - 0.75) for
-        batches of 10), else what train, val and test need.
+      val_fraction: of a client's training rows, in [0, 1), taken from them, at least
+        one row if not 0.
+      min_size: least examples of a client (with `pool` train and test together; with
+        `official` train only). Default: for `dirichlet` PFLlib's min(40, n / N / 2)
+        (its 10 / (1 - 0.75) for batches of 10), else what train, val and test need.
 
     Raises:
-      InputError: a value is out of its range, or there are too few examples for so many clients.
+      InputError: a value is out of its range, or there are too few examples for so many
+        clients.
     """
     checked(dataset)
     _check_fractions(test_split, test_fraction, val_fraction)
@@ -95,8 +129,11 @@ def partition(
         return _own(spec, dataset, num_clients, seed)
     _check_spec(spec, test_split, dataset)
     y = dataset.y[: dataset.num_train] if test_split == "official" else dataset.y
-    num_clients = _whole("clients", num_clients, 1, len(y), "there are so many examples")
-    need = 1 + (test_split == "pool") + (val_fraction > 0)  # one example for each part that is cut from these
+    num_clients = _whole(
+        "clients", num_clients, 1, len(y), "there are so many examples"
+    )
+    # one example for each part that is cut from these
+    need = 1 + (test_split == "pool") + (val_fraction > 0)
     practical = min(40, len(y) // num_clients // 2)
     least = practical if min_size is None else _whole("min_size", min_size, 0, len(y))
     minimum = max(need, least if spec == "dirichlet" or min_size is not None else 0)
@@ -111,19 +148,36 @@ def partition(
         held, held_sizes = _rows(rng, dataset.y[dataset.num_train :], test_counts)
         held, moved = held + dataset.num_train, moved + more
     else:
-        held_sizes = sizes - np.clip(_floor(sizes * (1 - test_fraction)), need - 1, sizes - 1)
+        held_sizes = sizes - np.clip(
+            _floor(sizes * (1 - test_fraction)), need - 1, sizes - 1
+        )
         train, held = _cut(train, sizes, held_sizes)
         sizes = sizes - held_sizes
     val_sizes = np.maximum(_floor(sizes * val_fraction), int(val_fraction > 0))
     train, val = _cut(train, sizes, val_sizes)
     if nobodys := int((counts.sum(axis=0) < totals).sum()):
-        logging.warning("%s: %d classes have no place in %d clients and are left out.", spec, nobodys, num_clients)
+        logging.warning(
+            "%s: %d classes have no place in %d clients and are left out.",
+            spec,
+            nobodys,
+            num_clients,
+        )
     if moved:
-        logging.info("Partition %s: moved %d examples to clients below the minimum.", spec, moved)
+        logging.info(
+            "Partition %s: moved %d examples to clients below the minimum.", spec, moved
+        )
     return build(train, sizes - val_sizes, held, held_sizes, val, val_sizes, moved)
 
 
-def _assign(rng: Any, spec: str, totals: np.ndarray, num_clients: int, alpha: float, k: int, least: int) -> np.ndarray:
+def _assign(
+    rng: Any,
+    spec: str,
+    totals: np.ndarray,
+    num_clients: int,
+    alpha: float,
+    k: int,
+    least: int,
+) -> np.ndarray:
     """Counts [N, C] by the named rule."""
     rule: Callable[..., np.ndarray] = getattr(assignment, spec)
     if spec in ("iid", "round_robin"):
@@ -131,7 +185,11 @@ def _assign(rng: Any, spec: str, totals: np.ndarray, num_clients: int, alpha: fl
     if spec.startswith("dirichlet"):
         check("alpha", alpha, 1e-6, 1e6)
         return rule(rng, totals, num_clients, alpha)
-    of = (int(totals.sum()), "examples") if spec == "shards" else (len(totals), "classes")
+    of = (
+        (int(totals.sum()), "examples")
+        if spec == "shards"
+        else (len(totals), "classes")
+    )
     k = _whole("classes_per_client", k, 1, of[0], f"there are so many {of[1]}")
     if spec == "label_groups":
         return rule(rng, totals, num_clients, k, least)
@@ -139,25 +197,34 @@ def _assign(rng: Any, spec: str, totals: np.ndarray, num_clients: int, alpha: fl
 
 
 def _official_counts(counts: np.ndarray, dataset: Dataset) -> tuple[np.ndarray, int]:
-    """Test examples per client and class [N, C], in the proportions of the training counts, at
-    least one a client."""
+    """Test examples per client and class [N, C], in the proportions of the training
+    counts, at least one a client."""
     num_clients, totals = len(counts), counts.sum(axis=0)
-    test_totals = np.bincount(dataset.y[dataset.num_train :], minlength=dataset.num_classes)
-    left_out = np.bincount(dataset.y[: dataset.num_train], minlength=dataset.num_classes) > totals
+    test_totals = np.bincount(
+        dataset.y[dataset.num_train :], minlength=dataset.num_classes
+    )
+    left_out = (
+        np.bincount(dataset.y[: dataset.num_train], minlength=dataset.num_classes)
+        > totals
+    )
     test_totals = np.where(left_out & (totals == 0), 0, test_totals)
     if test_totals.sum() < num_clients:
         raise InputError(
-            f"{num_clients} clients, but the official test set has only {test_totals.sum()} examples: "
+            f"{num_clients} clients, but the official test set has only "
+            f"{test_totals.sum()} examples: "
             "take fewer clients or test_split=pool."
         )
-    by_size = np.broadcast_to(counts.sum(axis=1, keepdims=True) / counts.sum(), counts.shape)
-    shares = np.where(totals > 0, counts / np.maximum(totals, 1), by_size)  # by size: classes seen only in the test set
+    by_size = np.broadcast_to(
+        counts.sum(axis=1, keepdims=True) / counts.sum(), counts.shape
+    )
+    # by size: classes seen only in the test set
+    shares = np.where(totals > 0, counts / np.maximum(totals, 1), by_size)
     return _one_each(assignment.apportion(shares, test_totals), counts)
 
 
 def _one_each(tests: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, int]:
-    """Gives clients without a test example one of a class they train on, from the client with most
-    of that class."""
+    """Gives clients without a test example one of a class they train on, from the
+    client with most of that class."""
     sizes = tests.sum(axis=1)
     needy = np.flatnonzero(sizes == 0)
     for client in needy:
@@ -173,13 +240,17 @@ def _one_each(tests: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def _rows(rng: Any, y: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Random rows of y for these counts [N, C]: flat [n], client after client and shuffled within,
-    and sizes [N]."""
+    """Random rows of y for these counts [N, C]: flat [n], client after client and
+    shuffled within, and sizes [N]."""
     by_class = rng.permutation(len(y))
     by_class = by_class[np.argsort(y[by_class], kind="stable")]
-    nobodys = np.bincount(y, minlength=counts.shape[1]) - counts.sum(axis=0)  # of one client more, the last
+    # of one client more, the last
+    nobodys = np.bincount(y, minlength=counts.shape[1]) - counts.sum(axis=0)
     everything = np.vstack([counts, nobodys])
-    owner = np.repeat(np.tile(np.arange(len(everything)), counts.shape[1]), everything.T.ravel())  # of by_class
+    # of by_class
+    owner = np.repeat(
+        np.tile(np.arange(len(everything)), counts.shape[1]), everything.T.ravel()
+    )
     order = rng.permutation(len(y))
     order = order[np.argsort(owner[order], kind="stable")]
     return by_class[order[: counts.sum()]], counts.sum(axis=1)
@@ -190,7 +261,9 @@ def _floor(x: np.ndarray) -> np.ndarray:
     return np.floor(x + 1e-9).astype(np.int64)
 
 
-def _cut(flat: np.ndarray, sizes: np.ndarray, tails: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _cut(
+    flat: np.ndarray, sizes: np.ndarray, tails: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Splits the last `tails` [N] rows of every client off the flat rows."""
     ends = np.repeat(np.cumsum(sizes), sizes)
     is_tail = ends - np.arange(len(flat)) <= np.repeat(tails, sizes)
@@ -201,18 +274,22 @@ def _from_file(path: str, dataset: Dataset, num_clients: int) -> Partition:
     p = load_file(path, dataset)
     if len(p.train) != num_clients:
         raise InputError(
-            f"{path} holds {len(p.train)} clients, not {num_clients}: leave their number out, or say {len(p.train)}."
+            f"{path} holds {len(p.train)} clients, not {num_clients}: leave their "
+            f"number out, or say {len(p.train)}."
         )
     return p
 
 
 def _own(spec: str, dataset: Dataset, num_clients: int, seed: int) -> Partition:
-    made = own.call("partition", spec, dataset=dataset, num_clients=num_clients, seed=seed)
+    made = own.call(
+        "partition", spec, dataset=dataset, num_clients=num_clients, seed=seed
+    )
     with own.blamed("partition", spec):
         p = rows.checked(f"partition={spec}", made, dataset)
     if len(p.train) != num_clients:
         raise InputError(
-            f"partition={spec} gives rows to {len(p.train)} clients, not {num_clients}: say clients={len(p.train)}."
+            f"partition={spec} gives rows to {len(p.train)} clients, not "
+            f"{num_clients}: say clients={len(p.train)}."
         )
     return p
 
@@ -222,18 +299,23 @@ def _check_spec(spec: str, test_split: str, dataset: Dataset) -> None:
         raise InputError(f"{spec!r} is a function: call it, it returns the Partition.")
     choose("partition", spec, PARTITIONS)
     if test_split == "official" and dataset.num_train == len(dataset.y):
-        raise InputError(f"Data set {dataset.name} has no official test set: use test_split=pool.")
+        raise InputError(
+            f"Data set {dataset.name} has no official test set: use test_split=pool."
+        )
 
 
 def _check_enough(num_clients: int, minimum: int, n: int) -> None:
     if num_clients * minimum > n:
         raise InputError(
-            f"{num_clients} clients with at least {minimum} examples each need {num_clients * minimum}, but there "
+            f"{num_clients} clients with at least {minimum} examples each need "
+            f"{num_clients * minimum}, but there "
             f"are only {n}: take fewer clients or more data."
         )
 
 
-def _check_fractions(test_split: str, test_fraction: float, val_fraction: float) -> None:
+def _check_fractions(
+    test_split: str, test_fraction: float, val_fraction: float
+) -> None:
     choose("test_split", test_split, ("pool", "official"))
     check("test_fraction", test_fraction, 0, 1, open_low=True, open_high=True)
     check("val_fraction", val_fraction, 0, 1, open_high=True)

@@ -1,4 +1,5 @@
-"""What a partition is: the padded rows of every client, their digest, and their file."""
+"""What a partition is: the padded rows of every client, their digest, and their
+file."""
 
 import hashlib
 import os
@@ -17,8 +18,8 @@ _PARTS = ("train", "test", "val")
 
 
 class Partition(NamedTuple):
-    """Every client's examples as row numbers of Dataset.x, shuffled, padded with 0 past the
-    sizes."""
+    """Every client's examples as row numbers of Dataset.x, shuffled, padded with 0 past
+    the sizes."""
 
     train: np.ndarray  # [N, M] int32
     train_sizes: np.ndarray  # [N] int32, at least 1
@@ -37,8 +38,8 @@ def class_counts(p: Partition, dataset: Dataset) -> np.ndarray:
 
 
 def digest(p: Partition) -> str:
-    """SHA-256 (hex) of who owns what in which order; padding and `moved` do not count, so a saved
-    file has its own."""
+    """SHA-256 (hex) of who owns what in which order; padding and `moved` do not count,
+    so a saved file has its own."""
     content = hashlib.sha256()
     for name, array in _contents(p).items():
         content.update(f"{name} {len(array)}\n".encode())
@@ -47,8 +48,8 @@ def digest(p: Partition) -> str:
 
 
 def save(path: str | Path, p: Partition, dataset: Dataset) -> None:
-    """Writes a partition of a data set as .npz in the format that `file:PATH` reads; the file
-    appears whole or not at all."""
+    """Writes a partition of a data set as .npz in the format that `file:PATH` reads;
+    the file appears whole or not at all."""
     part = Path(f"{path}.part")
     with open(part, "wb") as file:
         np.savez_compressed(file, **_data(dataset), **_contents(p))  # type: ignore[arg-type]  # numpy's stub
@@ -56,38 +57,57 @@ def save(path: str | Path, p: Partition, dataset: Dataset) -> None:
 
 
 def _data(dataset: Dataset) -> dict[str, np.ndarray]:
-    """Hashes of the labels and of a thousand inputs, each [1] int64: by them row numbers know the
-    data set that they are of."""
+    """Hashes of the labels and of a thousand inputs, each [1] int64: by them row
+    numbers know the data set that they are of."""
     few = np.ascontiguousarray(dataset.x[:: max(1, len(dataset.x) // 1000)])
-    found = {"labels": dataset.y.astype("<i4"), "inputs": few.astype(few.dtype.newbyteorder("<"))}
-    return {name: np.frombuffer(hashlib.sha256(x.tobytes()).digest()[:8], "<i8") for name, x in found.items()}
+    found = {
+        "labels": dataset.y.astype("<i4"),
+        "inputs": few.astype(few.dtype.newbyteorder("<")),
+    }
+    return {
+        name: np.frombuffer(hashlib.sha256(x.tobytes()).digest()[:8], "<i8")
+        for name, x in found.items()
+    }
 
 
 def load_file(path: str | Path, dataset: Dataset) -> Partition:
     """Reads a partition from an .npz of flat int arrays, clients one after another.
 
     Args:
-      path: train, train_sizes, test, test_sizes and optionally val, val_sizes; the entries of
-        train, test and val are row numbers of the data set's training examples followed by its test
-        examples. `labels` and `inputs`, which `save` writes, are hashes of its labels and of some
-        inputs.
+      path: train, train_sizes, test, test_sizes and optionally val, val_sizes; the
+        entries of train, test and val are row numbers of the data set's training
+        examples followed by its test examples. `labels` and `inputs`, which `save`
+        writes, are hashes of its labels and of some inputs.
       dataset: what the row numbers refer to.
 
     Raises:
-      InputError: an array is missing, not of integers or out of range, sizes do not fit, a client
-        lacks training or test examples, an example is there more than once, or the partition is of
-        other data.
+      InputError: an array is missing, not of integers or out of range, sizes do not
+        fit, a client lacks training or test examples, an example is there more than
+        once, or the partition is of other data.
     """
-    arrays = read_npz(path, ("train", "train_sizes", "test", "test_sizes"), ("val", "val_sizes", "labels", "inputs"))
-    if any(not np.array_equal(arrays.pop(name, known), known) for name, known in _data(dataset).items()):
+    arrays = read_npz(
+        path,
+        ("train", "train_sizes", "test", "test_sizes"),
+        ("val", "val_sizes", "labels", "inputs"),
+    )
+    if any(
+        not np.array_equal(arrays.pop(name, known), known)
+        for name, known in _data(dataset).items()
+    ):
         raise InputError(
-            f"{path} is a partition of other examples than these {len(dataset.y):,} of {dataset.name}: take it with "
+            f"{path} is a partition of other examples than these {len(dataset.y):,} of "
+            f"{dataset.name}: take it with "
             "the data set, and the part of it, that it was made of."
         )
     if ("val" in arrays) != ("val_sizes" in arrays):
-        raise InputError(f"{path} has only one of val and val_sizes: store both, or neither.")
+        raise InputError(
+            f"{path} has only one of val and val_sizes: store both, or neither."
+        )
     if "val" not in arrays:
-        arrays |= {"val": np.zeros(0, np.int32), "val_sizes": np.zeros_like(arrays["train_sizes"])}
+        arrays |= {
+            "val": np.zeros(0, np.int32),
+            "val_sizes": np.zeros_like(arrays["train_sizes"]),
+        }
     return _checked(path, arrays, len(dataset.y))
 
 
@@ -102,20 +122,32 @@ def checked(source: str, p: Partition, dataset: Dataset) -> Partition:
     """
     if not isinstance(p, Partition):
         raise InputError(
-            f"{source} is {type(p).__name__}, not a Partition, as fedjax_pfl.data.rows.of_clients makes it."
+            f"{source} is {type(p).__name__}, not a Partition, as "
+            "fedjax_pfl.data.rows.of_clients makes it."
         )
     for part in _PARTS:
-        index, sizes = np.asarray(getattr(p, part)), np.asarray(getattr(p, f"{part}_sizes"))
-        if index.ndim != 2 or sizes.shape != index.shape[:1] or index.dtype.kind not in "iu":
+        index, sizes = (
+            np.asarray(getattr(p, part)),
+            np.asarray(getattr(p, f"{part}_sizes")),
+        )
+        if (
+            index.ndim != 2
+            or sizes.shape != index.shape[:1]
+            or index.dtype.kind not in "iu"
+        ):
             raise InputError(
-                f"{source}: {part} is {index.dtype}{list(index.shape)} with sizes {list(sizes.shape)}: it must be "
+                f"{source}: {part} is {index.dtype}{list(index.shape)} with sizes "
+                f"{list(sizes.shape)}: it must be "
                 "[clients, rows] of integers, padded, and its sizes [clients]."
             )
     return _checked(source, _contents(p), len(dataset.y))._replace(moved=int(p.moved))
 
 
-def of_clients(train: Iterable[Any], test: Iterable[Any], val: Iterable[Any] | None = None) -> Partition:
-    """The partition that gives client i the rows train[i], test[i] and val[i] of a data set.
+def of_clients(
+    train: Iterable[Any], test: Iterable[Any], val: Iterable[Any] | None = None
+) -> Partition:
+    """The partition that gives client i the rows train[i], test[i] and val[i] of a data
+    set.
 
     Args:
       train: for each client the row numbers of its training examples.
@@ -123,21 +155,40 @@ def of_clients(train: Iterable[Any], test: Iterable[Any], val: Iterable[Any] | N
       val: of its validation examples; None: there are none.
     """
     given = {"train": train, "test": test} | ({} if val is None else {"val": val})
-    lists = {part: list(own) if isinstance(own, Iterable) else [] for part, own in given.items()}
+    lists = {
+        part: list(own) if isinstance(own, Iterable) else []
+        for part, own in given.items()
+    }
     count, arrays = len(lists["train"]), dict[str, np.ndarray]()
     for part, own in ({"val": [()] * count} | lists).items():
         rows = [_numbers(each) for each in own]
-        if len(rows) != count or not rows or any(x.ndim != 1 or x.dtype.kind not in "iu" for x in rows):
-            kinds = ", ".join(sorted({str(x.dtype) for x in rows if x.dtype.kind not in "iu"}))
+        if (
+            len(rows) != count
+            or not rows
+            or any(x.ndim != 1 or x.dtype.kind not in "iu" for x in rows)
+        ):
+            kinds = ", ".join(
+                sorted({str(x.dtype) for x in rows if x.dtype.kind not in "iu"})
+            )
             what = f" (here {kinds})" if kinds else ""
-            raise InputError(f"{part} must have a list of row numbers{what} for each of {count} clients, at least one.")
-        arrays |= {part: np.concatenate(rows), f"{part}_sizes": np.array([len(each) for each in rows])}
+            raise InputError(
+                f"{part} must have a list of row numbers{what} for each of {count} "
+                "clients, at least one."
+            )
+        arrays |= {
+            part: np.concatenate(rows),
+            f"{part}_sizes": np.array([len(each) for each in rows]),
+        }
     return build(**arrays)  # type: ignore[arg-type]  # `moved`, the one int, is not among the arrays
 
 
 def _numbers(own: Any) -> np.ndarray:
     """The row numbers of one client, whatever holds them."""
-    rows = np.asarray(own if isinstance(own, np.ndarray) or not isinstance(own, Iterable) else list(own))
+    rows = np.asarray(
+        own
+        if isinstance(own, np.ndarray) or not isinstance(own, Iterable)
+        else list(own)
+    )
     return rows if rows.size else np.zeros(0, np.int64)
 
 
@@ -187,56 +238,89 @@ def _contents(p: Partition) -> dict[str, np.ndarray]:
     """The flat arrays that say everything."""
     arrays: dict[str, np.ndarray] = {}
     for part in _PARTS:
-        index, sizes = np.asarray(getattr(p, part)), np.asarray(getattr(p, f"{part}_sizes"))
+        index, sizes = (
+            np.asarray(getattr(p, part)),
+            np.asarray(getattr(p, f"{part}_sizes")),
+        )
         arrays |= {part: flat(index, sizes), f"{part}_sizes": sizes}
     return arrays
 
 
 def _checked(source: Any, arrays: dict[str, np.ndarray], n: int) -> Partition:
-    """The partition of flat arrays over `n` examples; InputError unless they are one."""
+    """The partition of flat arrays over `n` examples; InputError unless they are
+    one."""
     for name, array in arrays.items():
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise InputError(
-                f"{source}: {name} is {array.dtype}{list(array.shape)}: it must be a flat array of integers."
+                f"{source}: {name} is {array.dtype}{list(array.shape)}: it must be a "
+                "flat array of integers."
             )
-        arrays[name] = array.astype(np.int64)  # what does not fit is negative, and out of range
+        # what does not fit is negative, and out of range
+        arrays[name] = array.astype(np.int64)
     for part in _PARTS:
-        _check_part(source, part, arrays[part], arrays[f"{part}_sizes"], len(arrays["train_sizes"]), n)
+        _check_part(
+            source,
+            part,
+            arrays[part],
+            arrays[f"{part}_sizes"],
+            len(arrays["train_sizes"]),
+            n,
+        )
     _check_disjoint(source, arrays, n)
     return build(**arrays)  # type: ignore[arg-type]  # `moved`, the one int, is not among the arrays
 
 
-def _check_part(path: Any, part: str, rows: np.ndarray, sizes: np.ndarray, num_clients: int, n: int) -> None:
+def _check_part(
+    path: Any, part: str, rows: np.ndarray, sizes: np.ndarray, num_clients: int, n: int
+) -> None:
     if len(sizes) != num_clients or not num_clients:
         raise InputError(
-            f"{path}: {part}_sizes has {len(sizes)} clients but train_sizes {num_clients}: they must agree."
+            f"{path}: {part}_sizes has {len(sizes)} clients but train_sizes "
+            f"{num_clients}: they must agree."
         )
     if part != "val" and sizes.min() < 1:
-        raise InputError(f"{path}: client {sizes.argmin()} has no {part} example: give every client at least one.")
+        raise InputError(
+            f"{path}: client {sizes.argmin()} has no {part} example: give every client "
+            "at least one."
+        )
     if sizes.min() < 0 or sizes.max() > len(rows) or sizes.sum() != len(rows):
-        raise InputError(f"{path}: {part}_sizes sum to {sizes.sum()} but {part} has {len(rows)} rows: they must agree.")
+        raise InputError(
+            f"{path}: {part}_sizes sum to {sizes.sum()} but {part} has {len(rows)} "
+            "rows: they must agree."
+        )
     if len(rows) and not (rows.min() >= 0 and rows.max() < n):
         wrong = rows.min() if rows.min() < 0 else rows.max()
         raise InputError(
-            f"{path}: {part} holds the row {wrong}, but the data set has rows 0..{n - 1}: is it another one?"
+            f"{path}: {part} holds the row {wrong}, but the data set has rows "
+            f"0..{n - 1}: is it another one?"
         )
     repeated = np.flatnonzero(np.bincount(rows, minlength=n) > 1)
-    if part == "test" and len(repeated):  # several clients may be tested on the same examples
+    # several clients may be tested on the same examples
+    if part == "test" and len(repeated):
         own = np.sort(np.repeat(np.arange(num_clients), sizes) * n + rows)
         repeated = np.unique(own[1:][own[1:] == own[:-1]] % n)
     if len(repeated):
-        raise InputError(f"{path}: {_these(repeated)} in {part} more than once: keep one.")
+        raise InputError(
+            f"{path}: {_these(repeated)} in {part} more than once: keep one."
+        )
 
 
 def _check_disjoint(path: Any, arrays: dict[str, np.ndarray], n: int) -> None:
     for one, other in (("train", "test"), ("train", "val"), ("val", "test")):
         shared = np.flatnonzero(
-            np.bincount(arrays[one], minlength=n).astype(bool) & np.isin(np.arange(n), arrays[other])
+            np.bincount(arrays[one], minlength=n).astype(bool)
+            & np.isin(np.arange(n), arrays[other])
         )
         if len(shared):
-            raise InputError(f"{path}: {_these(shared)} in {one} and in {other}: keep them apart.")
+            raise InputError(
+                f"{path}: {_these(shared)} in {one} and in {other}: keep them apart."
+            )
 
 
 def _these(rows: np.ndarray) -> str:
     """Rows as the subject of a sentence, with its verb."""
-    return f"row {rows[0]} is" if len(rows) == 1 else f"{len(rows)} rows, first {rows[0]}, are"
+    return (
+        f"row {rows[0]} is"
+        if len(rows) == 1
+        else f"{len(rows)} rows, first {rows[0]}, are"
+    )

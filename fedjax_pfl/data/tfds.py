@@ -1,4 +1,5 @@
-"""TensorFlow Datasets prepared on disk, read without TensorFlow and cached as plain arrays."""
+"""TensorFlow Datasets prepared on disk, read without TensorFlow and cached as plain
+arrays."""
 
 import contextlib
 import hashlib
@@ -23,18 +24,25 @@ DESCRIPTIONS: dict[str, str] = {
     "mnist": "70,000 handwritten digits, 28x28 grey, 10 classes (TFDS)",
     "fashion_mnist": "70,000 pieces of clothing, 28x28 grey, 10 classes (TFDS)",
     "cifar10": "60,000 photographs, 32x32 colour, 10 classes (TFDS)",
-    "cifar100": "60,000 photographs, 32x32 colour, 100 classes with 20 superclasses (TFDS)",
-    "cifar100_coarse": "the photographs of cifar100 labelled with the 20 superclasses (TFDS)",
+    "cifar100": "60,000 photographs, 32x32 colour, 100 classes, 20 superclasses (TFDS)",
+    "cifar100_coarse": "the photographs of cifar100 with 20 coarse labels (TFDS)",
     "emnist/balanced": "131,600 characters, 28x28 grey, 47 classes (TFDS)",
     "emnist/digits": "280,000 digits, 28x28 grey, 10 classes (TFDS)",
-    "emnist/letters": "103,600 letters, 28x28 grey, 26 classes, numbered from 0 here (TFDS)",
+    "emnist/letters": "103,600 letters, 28x28 grey, 26 classes, numbered from 0 (TFDS)",
     "emnist/byclass": "814,255 characters, 28x28 grey, 62 classes (TFDS)",
     "emnist/bymerge": "814,255 characters, 28x28 grey, 47 classes (TFDS)",
-    "emnist/mnist": "70,000 digits in MNIST's sizes, cut by EMNIST from the source of both, 10 classes (TFDS)",
-    "celeb_a": "19,547 faces by attribute (bald, hat, blond, black hair), 64x64 colour, 4 classes, no test set (TFDS)",
+    "emnist/mnist": (
+        "70,000 digits in MNIST's sizes, cut by EMNIST from the source of both, 10 "
+        "classes (TFDS)"
+    ),
+    "celeb_a": (
+        "19,547 faces by attribute (bald, hat, blond, black hair), 64x64 colour, 4 "
+        "classes, no test set (TFDS)"
+    ),
 }
 
-SIZES: dict[str, int] = {  # examples of the whole, training and test; what is prepared may be a part of it
+# examples of the whole, training and test; what is prepared may be a part of it
+SIZES: dict[str, int] = {
     "mnist": 70_000,
     "fashion_mnist": 70_000,
     "cifar10": 60_000,
@@ -46,7 +54,8 @@ SIZES: dict[str, int] = {  # examples of the whole, training and test; what is p
     "emnist/byclass": 814_255,
     "emnist/bymerge": 814_255,
     "emnist/mnist": 70_000,
-    "celeb_a": 19_547,  # Bald has 4,547, the other attributes more than the 5,000 that are taken
+    # Bald has 4,547, the other attributes more than the 5,000 that are taken
+    "celeb_a": 19_547,
 }
 
 _CLASSES = {
@@ -72,22 +81,28 @@ class Arrays(NamedTuple):
 
 
 def load(name: str, data_dir: str | None = None) -> Arrays:
-    """Reads a prepared data set of images, or of numbers of one shape, from the cache where that is
-    fresh.
+    """Reads a prepared data set of images, or of numbers of one shape, from the cache
+    where that is fresh.
 
     Note: TFDS stores EMNIST transposed, as its authors do; it is left so.
 
     Args:
-      name: a key of `DESCRIPTIONS`, or what TFDS calls any other, whose label's classes are
-        counted.
-      data_dir: TFDS's data directory; default: TFDS_DATA_DIR, then ~/tensorflow_datasets.
+      name: a key of `DESCRIPTIONS`, or what TFDS calls any other, whose label's classes
+        are counted.
+      data_dir: TFDS's data directory; default: TFDS_DATA_DIR, then
+        ~/tensorflow_datasets.
 
     Raises:
-      InputError: the data set is not there, not in the array_record format, without such inputs, or
-        cannot be read.
+      InputError: the data set is not there, not in the array_record format, without
+        such inputs, or cannot be read.
     """
-    source = "cifar100" if name == "cifar100_coarse" else name  # both cifar100s are one decoded copy
-    root = Path(os.path.expanduser(data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"))
+    # both cifar100s are one decoded copy
+    source = "cifar100" if name == "cifar100_coarse" else name
+    root = Path(
+        os.path.expanduser(
+            data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
+        )
+    )
     folder = _version_folder(root, source)
     arrays = _cached(_cache_path(source, folder), source, folder)
     x, y, num_train = arrays["x"], arrays["y"], int(arrays["num_train"])
@@ -99,59 +114,105 @@ def load(name: str, data_dir: str | None = None) -> Arrays:
         superclass[y] = arrays["coarse"]
     if name == "cifar100_coarse":
         y = arrays["coarse"]
-    num_classes = _CLASSES.get(name, 10) if name in DESCRIPTIONS else int(y.max(initial=0)) + 1
+    num_classes = (
+        _CLASSES.get(name, 10) if name in DESCRIPTIONS else int(y.max(initial=0)) + 1
+    )
     return Arrays(x, y, num_train, num_classes, superclass)
 
 
 def command(source: str, root: Path) -> str:
     """The shell command that prepares a TFDS data set the way this library reads it."""
     folder = shlex.quote(str(root))
-    return f"pip install -e '.[prepare]' && tfds build {source} --file_format=array_record --data_dir={folder}"
+    return (
+        f"pip install -e '.[prepare]' && tfds build {source} "
+        f"--file_format=array_record --data_dir={folder}"
+    )
 
 
 def _version_folder(root: Path, source: str) -> Path:
     """The folder of the newest prepared version."""
     found = [path.parent for path in (root / source).glob("*/dataset_info.json")]
     if not found:
-        raise InputError(f"Data set {source!r} is not prepared in {root}: run {command(source, root)}")
-    folder = max(found, key=lambda path: [int(part) if part.isdecimal() else -1 for part in path.name.split(".")])
+        raise InputError(
+            f"Data set {source!r} is not prepared in {root}: run "
+            f"{command(source, root)}"
+        )
+    folder = max(
+        found,
+        key=lambda path: [
+            int(part) if part.isdecimal() else -1 for part in path.name.split(".")
+        ],
+    )
     if not any(".array_record" in path.name for path in folder.iterdir()):
         raise InputError(
-            f"Data set {source!r} in {folder} is not in the array_record format, the only one that is read without "
+            f"Data set {source!r} in {folder} is not in the array_record format, the "
+            "only one that is read without "
             f"TensorFlow: delete that folder and run {command(source, root)}"
         )
     return folder
 
 
 def cache_dir() -> Path:
-    """Where decoded arrays are kept: the variable FEDJAX_PFL_CACHE, else ~/.cache/fedjax_pfl."""
-    return Path(os.path.expanduser(os.environ.get("FEDJAX_PFL_CACHE") or "~/.cache/fedjax_pfl"))
+    """Where decoded arrays are kept: the variable FEDJAX_PFL_CACHE, else
+    ~/.cache/fedjax_pfl."""
+    return Path(
+        os.path.expanduser(os.environ.get("FEDJAX_PFL_CACHE") or "~/.cache/fedjax_pfl")
+    )
 
 
 def _cache_path(source: str, folder: Path) -> Path:
-    """A file name that changes when the version or any file of the prepared data set changes."""
-    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.iterdir())]
+    """A file name that changes when the version or any file of the prepared data set
+    changes."""
+    stats = [
+        (path.name, path.stat().st_size, path.stat().st_mtime_ns)
+        for path in sorted(folder.iterdir())
+    ]
     content = json.dumps([_CACHE_FORMAT, source, str(folder.resolve()), stats])
     key = hashlib.sha256(content.encode()).hexdigest()[:16]
     return cache_dir() / f"{source.replace('/', '-')}-{folder.name}-{key}.npz"
 
 
 def _cached(path: Path, source: str, folder: Path) -> dict[str, np.ndarray]:
-    """The decoded arrays, from the cache or decoded now; a corrupt cache file is rebuilt."""
+    """The decoded arrays, from the cache or decoded now; a corrupt cache file is
+    rebuilt."""
     if path.is_file():
         try:
             # Opened here because np.load leaves a damaged file open.
-            with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
+            with (
+                open(path, "rb") as stream,
+                np.load(stream, allow_pickle=False) as file,
+            ):
                 return {name: file[name] for name in ("x", "y", "coarse", "num_train")}
-        except (zipfile.BadZipFile, zlib.error, OSError, EOFError, KeyError, ValueError) as error:
-            logging.warning("The cache file %s is damaged (%s): decoding %s anew.", path, error, source)
+        except (
+            zipfile.BadZipFile,
+            zlib.error,
+            OSError,
+            EOFError,
+            KeyError,
+            ValueError,
+        ) as error:
+            logging.warning(
+                "The cache file %s is damaged (%s): decoding %s anew.",
+                path,
+                error,
+                source,
+            )
     start = time.perf_counter()
     arrays = _decode(source, folder)
-    logging.info("Decoded %s: %d examples in %.1f s.", source, len(arrays["y"]), time.perf_counter() - start)
+    logging.info(
+        "Decoded %s: %d examples in %.1f s.",
+        source,
+        len(arrays["y"]),
+        time.perf_counter() - start,
+    )
     try:
         _write(path, arrays)
     except OSError as error:
-        logging.warning("The decoded %s is not cached, so the next start decodes again: %s", source, error)
+        logging.warning(
+            "The decoded %s is not cached, so the next start decodes again: %s",
+            source,
+            error,
+        )
     return arrays
 
 
@@ -170,58 +231,95 @@ def _write(path: Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def _useful(record: LogRecord) -> bool:
-    """Not TFDS's advice to decode with OpenCV, which reads as if something was wrong."""
+    """Not TFDS's advice to decode with OpenCV, which reads as if something was
+    wrong."""
     return "OpenCV" not in record.getMessage()
 
 
 def _decode(source: str, folder: Path) -> dict[str, np.ndarray]:
-    """The splits train and test in order: x, y, coarse labels (-1 where there are none) and the
-    number of training examples."""
+    """The splits train and test in order: x, y, coarse labels (-1 where there are none)
+    and the number of training examples."""
     try:
         import tensorflow_datasets as tfds
 
         logging.get_absl_logger().addFilter(_useful)
-        builder = tfds.builder_from_directory(folder)  # reads the files' own description: any version works
-        if source == "celeb_a":  # which has attributes for labels, and more images than are wanted
+        # reads the files' own description: any version works
+        builder = tfds.builder_from_directory(folder)
+        # which has attributes for labels, and more images than are wanted
+        if source == "celeb_a":
             return celeba.decode(builder)
         x_name, y_name = _columns(builder.info.features, builder.info.supervised_keys)
-        splits = [builder.as_data_source(split) for split in ("train", "test") if split in builder.info.splits]
+        splits = [
+            builder.as_data_source(split)
+            for split in ("train", "test")
+            if split in builder.info.splits
+        ]
         if not splits:
-            raise InputError("has neither a split train nor test: prepare it with one of them.")
-        records = (record for split in splits for record in celeba.records(split, range(len(split))))
-        rows = [(record[x_name], record[y_name], record.get("coarse_label", -1)) for record in records]
+            raise InputError(
+                "has neither a split train nor test: prepare it with one of them."
+            )
+        records = (
+            record
+            for split in splits
+            for record in celeba.records(split, range(len(split)))
+        )
+        rows = [
+            (record[x_name], record[y_name], record.get("coarse_label", -1))
+            for record in records
+        ]
         pixels = isinstance(builder.info.features[x_name], tfds.features.Image)
-    except ImportError as error:  # array_record, which is imported here on first use, is not there on every system
+    except ImportError as error:
+        # array_record, which is imported here on first use, is not there on every
+        # system
         raise InputError(
-            f"This data set is read by tensorflow_datasets, which cannot be used ({first_line(error)}): "
-            "run pip install tensorflow-datasets array_record, or choose digits, synthetic or npz:PATH."
+            "This data set is read by tensorflow_datasets, which cannot be used "
+            f"({first_line(error)}): "
+            "run pip install tensorflow-datasets array_record, or choose digits, "
+            "synthetic or npz:PATH."
         ) from error
     except InputError as error:
         raise InputError(f"Data set {source!r} {error}") from None
-    except Exception as error:  # array_record and protobuf raise their own types on damaged files
+    except Exception as error:
+        # array_record and protobuf raise their own types on damaged files
         raise InputError(
-            f"Data set {source!r} in {folder} cannot be read ({first_line(error)}): prepare it anew."
+            f"Data set {source!r} in {folder} cannot be read ({first_line(error)}): "
+            "prepare it anew."
         ) from error
     x, y, coarse = (np.asarray(column) for column in zip(*rows, strict=True))
     if x.dtype == np.uint8 and not pixels:
         x = x.astype(np.int32)  # bytes are taken for pixels
     num_train = np.asarray(len(splits[0]))
-    return {"x": x, "y": y.astype(np.int32), "coarse": coarse.astype(np.int32), "num_train": num_train}
+    return {
+        "x": x,
+        "y": y.astype(np.int32),
+        "coarse": coarse.astype(np.int32),
+        "num_train": num_train,
+    }
 
 
 def _columns(features: Any, supervised: tuple[str, ...] | None) -> tuple[str, str]:
     """The names of a record's input and label.
 
     Raises:
-      InputError: they are not numbers of one shape; its sentence begins after the data set's name.
+      InputError: they are not numbers of one shape; its sentence begins after the data
+        set's name.
     """
     x, y = (supervised or ("image", "label"))[:2]
     for name, kinds in ((x, "biuf"), (y, "iu")):
         shape = features[name].shape if name in features else None
-        if not isinstance(shape, tuple) or None in shape or np.dtype(features[name].np_dtype).kind not in kinds:
-            found = " ".join(repr(features[name]).split()) if name in features else "missing"
+        if (
+            not isinstance(shape, tuple)
+            or None in shape
+            or np.dtype(features[name].np_dtype).kind not in kinds
+        ):
+            found = (
+                " ".join(repr(features[name]).split())
+                if name in features
+                else "missing"
+            )
             raise InputError(
-                f"cannot be used: its {name} is {found}, and what is read are images or numbers of one shape with an "
+                f"cannot be used: its {name} is {found}, and what is read are images "
+                "or numbers of one shape with an "
                 "integer label. Store what you make of it as npz:PATH."
             )
     return x, y

@@ -1,10 +1,11 @@
-"""Checkpoints of a state: one orbax directory a step, written whole or not at all, and checked
-before it is read.
+"""Checkpoints of a state: one orbax directory a step, written whole or not at all, and
+checked before it is read.
 
-On disk a tree is a flat dict {"/server/body/kernel": array, ...}, so that empty subtrees and holes
-need no place. Beside the directory `20` stands `20.sha256` with the digests of its files
-(`sha256sum -c` reads it), written last: without it a checkpoint is not finished, and with it a byte
-that changed is noticed. Orbax is imported on first use (two seconds).
+On disk a tree is a flat dict {"/server/body/kernel": array, ...}, so that empty
+subtrees and holes need no place. Beside the directory `20` stands `20.sha256` with the
+digests of its files (`sha256sum -c` reads it), written last: without it a checkpoint is
+not finished, and with it a byte that changed is noticed. Orbax is imported on first use
+(two seconds).
 """
 
 import contextlib
@@ -33,13 +34,15 @@ _SLACK = 2**18  # bytes that a checkpoint takes beside its arrays
 
 def steps(path: str | Path) -> list[int]:
     """The steps that have a finished checkpoint below `path`, ascending."""
-    finished = (p.stem for p in Path(path).glob("*.sha256") if p.with_suffix("").is_dir())
+    finished = (
+        p.stem for p in Path(path).glob("*.sha256") if p.with_suffix("").is_dir()
+    )
     return sorted(int(name) for name in finished if name.isdecimal())
 
 
 def save(path: str | Path, step: int, tree: PyTree) -> None:
-    """Writes `tree` as the checkpoint of `step` and deletes all but the last two; an existing one
-    is left as it is.
+    """Writes `tree` as the checkpoint of `step` and deletes all but the last two; an
+    existing one is left as it is.
 
     Raises:
       OSError: it cannot be written, for whatever reason orbax had.
@@ -49,18 +52,27 @@ def save(path: str | Path, step: int, tree: PyTree) -> None:
         return
     import orbax.checkpoint as ocp
 
-    leaves = {name: np.asarray(x) for name, x in _named(jax.device_get(_without_keys(tree))).items() if np.size(x)}
+    leaves = {
+        name: np.asarray(x)
+        for name, x in _named(jax.device_get(_without_keys(tree))).items()
+        if np.size(x)
+    }
     leaves = leaves or {_NOTHING: np.zeros(1)}  # orbax refuses an empty tree
     path.mkdir(parents=True, exist_ok=True)
     _check_space(path, sum(x.nbytes for x in leaves.values()))
-    (path / f"{step}.sha256").unlink(missing_ok=True)  # of a folder that was deleted: it would finish the new one early
+    # of a folder that was deleted: it would finish the new one early
+    (path / f"{step}.sha256").unlink(missing_ok=True)
     try:
         with _quiet(), _checkpointer() as checkpointer:
-            checkpointer.save(path / str(step), args=ocp.args.PyTreeSave(leaves), force=True)
+            checkpointer.save(
+                path / str(step), args=ocp.args.PyTreeSave(leaves), force=True
+            )
     except OSError:
         raise
     except Exception as error:  # tensorstore reports a full disk as a ValueError
-        raise OSError(f"cannot write {path / str(step)}: {first_line(error)[:200]}") from error
+        raise OSError(
+            f"cannot write {path / str(step)}: {first_line(error)[:200]}"
+        ) from error
     _write_digests(path / str(step))
     _tidy(path)
 
@@ -73,8 +85,8 @@ def restore(path: str | Path, like: PyTree) -> tuple[int, PyTree]:
         (`jax.eval_shape` will do).
 
     Returns:
-      the step and a tree of NumPy arrays (and keys): for `Program.place`, which puts each row where
-      it belongs.
+      the step and a tree of NumPy arrays (and keys): for `Program.place`, which puts
+      each row where it belongs.
 
     Raises:
       InputError: there is none, it is damaged, or it belongs to something else.
@@ -85,7 +97,8 @@ def restore(path: str | Path, like: PyTree) -> tuple[int, PyTree]:
 
 
 def _last(path: str | Path) -> tuple[int, dict[str, np.ndarray]]:
-    """The last step and its leaves; a run that goes on may delete them while they are read."""
+    """The last step and its leaves; a run that goes on may delete them while they are
+    read."""
     for _ in range(_TRIES):
         if not (found := steps(path)):
             raise InputError(f"There is no checkpoint in {path}.")
@@ -96,16 +109,25 @@ def _last(path: str | Path) -> tuple[int, dict[str, np.ndarray]]:
         except (InputError, OSError):
             if steps(path)[-1:] == found[-1:]:  # nobody has written a later one
                 raise
-    raise InputError(f"The run writes checkpoints to {path} faster than they can be read: wait for its end.")
+    raise InputError(
+        f"The run writes checkpoints to {path} faster than they can be read: wait for "
+        "its end."
+    )
 
 
 def _read(folder: Path) -> dict[str, np.ndarray]:
     try:
         with _quiet(), _checkpointer() as checkpointer:
-            return {name: np.asarray(x) for name, x in checkpointer.restore(folder).items() if name != _NOTHING}
-    except Exception as error:  # orbax, tensorstore and json each raise their own types on damaged files
+            return {
+                name: np.asarray(x)
+                for name, x in checkpointer.restore(folder).items()
+                if name != _NOTHING
+            }
+    except Exception as error:
+        # orbax, tensorstore and json each raise their own types on damaged files
         raise InputError(
-            f"Checkpoint {folder} cannot be read ({first_line(error)[:200]}): {_way_out(folder)}."
+            f"Checkpoint {folder} cannot be read ({first_line(error)[:200]}): "
+            f"{_way_out(folder)}."
         ) from error
 
 
@@ -114,8 +136,13 @@ def _checkpointer() -> Any:
     import orbax.checkpoint as ocp
 
     here = jax.process_index()
-    alone = ocp.options.MultiprocessingOptions(primary_host=here, active_processes={here})
-    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(multiprocessing_options=alone), multiprocessing_options=alone)
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=here, active_processes={here}
+    )
+    return ocp.Checkpointer(
+        ocp.PyTreeCheckpointHandler(multiprocessing_options=alone),
+        multiprocessing_options=alone,
+    )
 
 
 @contextlib.contextmanager
@@ -130,20 +157,27 @@ def _quiet() -> Iterator[None]:
 
 
 def _check_space(path: Path, size: int) -> None:
-    """Raises OSError where the disk is too full: tensorstore would fill it, then fail with pages of
-    text."""
+    """Raises OSError where the disk is too full: tensorstore would fill it, then fail
+    with pages of text."""
     free = shutil.disk_usage(path).free
     if free < size + _SLACK:
-        raise OSError(errno.ENOSPC, f"a checkpoint takes {size + _SLACK:,} bytes, {free:,} are free", str(path))
+        raise OSError(
+            errno.ENOSPC,
+            f"a checkpoint takes {size + _SLACK:,} bytes, {free:,} are free",
+            str(path),
+        )
 
 
-def _check_same(folder: Path, leaves: dict[str, np.ndarray], wanted: dict[str, Any]) -> None:
+def _check_same(
+    folder: Path, leaves: dict[str, np.ndarray], wanted: dict[str, Any]
+) -> None:
     shapes = {name: _shape(x) for name, x in wanted.items() if np.prod(x.shape)}
     found = {name: (x.shape, str(x.dtype)) for name, x in leaves.items()}
     for name in sorted(shapes.keys() | found.keys()):
         if shapes.get(name) != found.get(name):
             raise InputError(
-                f"Checkpoint {folder} is of another experiment: {name} is {said(found.get(name))} there, "
+                f"Checkpoint {folder} is of another experiment: {name} is "
+                f"{said(found.get(name))} there, "
                 f"but {said(shapes.get(name))} here."
             )
 
@@ -167,7 +201,10 @@ def _named(tree: PyTree) -> dict[str, Any]:
     for path, x in jax.tree.leaves_with_path(tree):
         name = "/" + jax.tree_util.keystr(path, simple=True, separator="/")
         if name in found:
-            raise InputError(f"Two leaves of the state are called {name}: leave the / out of the names of its dicts.")
+            raise InputError(
+                f"Two leaves of the state are called {name}: leave the / out of the "
+                "names of its dicts."
+            )
         found[name] = x
     return found
 
@@ -177,7 +214,9 @@ def _is_key(x: Any) -> bool:
 
 
 def _as_key(data: np.ndarray, dtype: Any) -> Any:
-    return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(jnp.empty((), dtype)))
+    return jax.random.wrap_key_data(
+        jnp.asarray(data), impl=jax.random.key_impl(jnp.empty((), dtype))
+    )
 
 
 def _without_keys(tree: PyTree) -> PyTree:
@@ -191,24 +230,38 @@ def _shape(x: Any) -> tuple[tuple[int, ...], str]:
 
 def _write_digests(folder: Path) -> None:
     files = sorted(p for p in folder.rglob("*") if p.is_file())
-    lines = [f"{_digest(p)}  {p.relative_to(folder.parent).as_posix()}\n" for p in files]
+    lines = [
+        f"{_digest(p)}  {p.relative_to(folder.parent).as_posix()}\n" for p in files
+    ]
     part = folder.with_suffix(".part")
     part.write_text("".join(lines), encoding="utf-8", newline="\n")
     os.replace(part, folder.with_suffix(".sha256"))
 
 
 def _check_digests(folder: Path) -> None:
-    """Before orbax reads a file: on damage it fails in many ways, some of them in other threads."""
+    """Before orbax reads a file: on damage it fails in many ways, some of them in other
+    threads."""
     digests = folder.with_suffix(".sha256")
-    lines = [line.partition("  ") for line in digests.read_text("utf-8", errors="replace").splitlines()]
-    wrong = [name or digests.name for digest, _, name in lines if not _is_as_written(folder.parent / name, digest)]
+    lines = [
+        line.partition("  ")
+        for line in digests.read_text("utf-8", errors="replace").splitlines()
+    ]
+    wrong = [
+        name or digests.name
+        for digest, _, name in lines
+        if not _is_as_written(folder.parent / name, digest)
+    ]
     if wrong or not lines:
         name = wrong[0] if lines else digests.name
-        raise InputError(f"Checkpoint {folder} is damaged ({name!r} is not as it was written): {_way_out(folder)}.")
+        raise InputError(
+            f"Checkpoint {folder} is damaged ({name!r} is not as it was written): "
+            f"{_way_out(folder)}."
+        )
 
 
 def _is_as_written(file: Path, digest: str) -> bool:
-    return os.path.isfile(file) and _digest(file) == digest  # Path.is_file fails on names that are too long
+    # Path.is_file fails on names that are too long
+    return os.path.isfile(file) and _digest(file) == digest
 
 
 def _digest(path: Path) -> str:
@@ -218,7 +271,9 @@ def _digest(path: Path) -> str:
 
 def _tidy(path: Path) -> None:
     """Deletes older checkpoints, and what an interrupted save left."""
-    kept = {f"{step}{suffix}" for step in steps(path)[-KEEP:] for suffix in ("", ".sha256")}
+    kept = {
+        f"{step}{suffix}" for step in steps(path)[-KEEP:] for suffix in ("", ".sha256")
+    }
     for old in path.iterdir():
         if old.name in kept or not old.name.split(".")[0].isdecimal():
             continue

@@ -1,12 +1,14 @@
-"""The clients of a round on devices: the only file that runs methods' functions in chunks.
+"""The clients of a round on devices: the only file that runs methods' functions in
+chunks.
 
-On each device `width` clients are trained at once (vmap), chunks of as many one after another
-(scan), the clients with the most training examples first. A client's result is that of exactly its
-own steps, though a chunk takes as long as its longest client. A mean is accumulated inside the
-scan, so that `width` models are held, not S. Over several devices each trains its own part of the
-cohort (shard_map), without communication until the partial means are summed, once. The clients of
-each architecture form a segment of the cohort, and the segments run one after another. The result
-is the same for every layout, to rounding.
+On each device `width` clients are trained at once (vmap), chunks of as many one after
+another (scan), the clients with the most training examples first. A client's result is
+that of exactly its own steps, though a chunk takes as long as its longest client. A
+mean is accumulated inside the scan, so that `width` models are held, not S. Over
+several devices each trains its own part of the cohort (shard_map), without
+communication until the partial means are summed, once. The clients of each architecture
+form a segment of the cohort, and the segments run one after another. The result is the
+same for every layout, to rounding.
 """
 
 import functools
@@ -22,20 +24,32 @@ from fedjax_pfl import aggregate, groups, keys, trees
 from fedjax_pfl.engine import callables, contract
 from fedjax_pfl.engine.placement import AXIS, sharded, slices, without_mesh
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import Array, Client, Data, Examples, Federation, Own, PyTree, Subset, Task
+from fedjax_pfl.types import (
+    Array,
+    Client,
+    Data,
+    Examples,
+    Federation,
+    Own,
+    PyTree,
+    Subset,
+    Task,
+)
 
-Transform = Callable[[Array, PyTree, PyTree], PyTree]  # (key, upload, default) -> upload, as clipping or noise
-Sender = Callable[..., tuple[PyTree, PyTree]]  # (client, *rows) -> what is summed over the clients, what is not
+# (key, upload, default) -> upload, as clipping or noise
+Transform = Callable[[Array, PyTree, PyTree], PyTree]
+# (client, *rows) -> what is summed over the clients, what is not
+Sender = Callable[..., tuple[PyTree, PyTree]]
 
 
 class Cohort:
     """The cohort of a round, see `types.Cohort`, which is what methods may use of it.
 
     Attributes:
-      lengths: [G] places of each architecture's segment, padding included, in the order of
-        Task.models.
-      uploads: for each call of `mean`, in their order, the shapes of the upload per architecture;
-        known once traced.
+      lengths: [G] places of each architecture's segment, padding included, in the order
+        of Task.models.
+      uploads: for each call of `mean`, in their order, the shapes of the upload per
+        architecture; known once traced.
     """
 
     def __init__(
@@ -54,18 +68,32 @@ class Cohort:
         transform: Transform | None = None,
     ):
         """`lengths`: as of the attribute; None: all are of one architecture."""
-        self.ids, self.active, self.round, self.evaluated = ids, active, round, evaluated
+        self.ids, self.active, self.round, self.evaluated = (
+            ids,
+            active,
+            round,
+            evaluated,
+        )
         known = jnp.minimum(ids, federation.train.size.shape[0] - 1)
         self.sizes = jnp.where(active, federation.train.size[known], 0)
-        self.class_counts = jnp.where(active[:, None], federation.class_counts[known], 0)
+        self.class_counts = jnp.where(
+            active[:, None], federation.class_counts[known], 0
+        )
         self.total = jnp.sum(federation.train.size)
         # replicated on every device, so that sums over them need no communication
         here = (self.ids, self.active, self.sizes, self.class_counts, self.total)
-        self.ids, self.active, self.sizes, self.class_counts, self.total = sharded(here, mesh, P())
+        self.ids, self.active, self.sizes, self.class_counts, self.total = sharded(
+            here, mesh, P()
+        )
         self.trained = self.sizes > 0
         self.public = _public(federation, task, jnp.bool(True))
         self.uploads: list[list[PyTree]] = []
-        self._federation, self._task, self._key, self._mesh = federation, task, key, mesh
+        self._federation, self._task, self._key, self._mesh = (
+            federation,
+            task,
+            key,
+            mesh,
+        )
         self.lengths = lengths or (len(ids),)
         self._width, self._transform = width, transform
         self._phases: set[int] = set()
@@ -73,7 +101,9 @@ class Cohort:
             length % (1 if mesh is None else mesh.size) == 0 for length in self.lengths
         )  # by `placement.segments`
 
-    def map(self, client: Callable[..., PyTree], *rows: PyTree, phase: int | None = 0) -> PyTree:
+    def map(
+        self, client: Callable[..., PyTree], *rows: PyTree, phase: int | None = 0
+    ) -> PyTree:
         """See `types.Cohort`."""
         self._once(phase)
         _, results = self._run(lambda c, *rows: ((), client(c, *rows)), rows, (), phase)
@@ -90,48 +120,75 @@ class Cohort:
         """See `types.Cohort`."""
         self._once(phase)
         contract.check_weight(weight, len(self.ids))
-        apart = groups.is_grouped(default)  # then each architecture's clients are averaged separately
+        # then each architecture's clients are averaged separately
+        apart = groups.is_grouped(default)
         cut = lambda here: (jax.tree.map(lambda w: w[here], weight), self.active[here])
         shares = [
-            aggregate.shares(*each) for each in (map(cut, slices(self.lengths)) if apart else [(weight, self.active)])
+            aggregate.shares(*each)
+            for each in (
+                map(cut, slices(self.lengths)) if apart else [(weight, self.active)]
+            )
         ]
         shares = sharded(shares, self._mesh, P())
         send = self._sender(default, client, len(self.uploads))
         self.uploads.append([])
-        joined = jax.tree.map(lambda *x: jnp.concatenate(x), *shares) if apart else shares[0]
+        joined = (
+            jax.tree.map(lambda *x: jnp.concatenate(x), *shares) if apart else shares[0]
+        )
         totals, rest = self._run(send, rows, joined, phase)
         if not apart:
-            return aggregate.filled(joined, functools.reduce(trees.add, totals), default), rest
-        means = [aggregate.filled(*each) for each in zip(shares, totals, default.trees, strict=True)]
+            return aggregate.filled(
+                joined, functools.reduce(trees.add, totals), default
+            ), rest
+        means = [
+            aggregate.filled(*each)
+            for each in zip(shares, totals, default.trees, strict=True)
+        ]
         return groups.grouped(means), rest
 
     def scan(
-        self, client: Callable[..., tuple[PyTree, PyTree]], carry: PyTree, *rows: PyTree, phase: int | None = 0
+        self,
+        client: Callable[..., tuple[PyTree, PyTree]],
+        carry: PyTree,
+        *rows: PyTree,
+        phase: int | None = 0,
     ) -> tuple[PyTree, PyTree]:
         """See `types.Cohort`.
 
-        Each client's turn comes from a random number of (round, phase, id; None as phase 0), so
-        neither the order of the cohort nor an absent client changes the relative order of the
-        others.
+        Each client's turn comes from a random number of (round, phase, id; None as
+        phase 0), so neither the order of the cohort nor an absent client changes the
+        relative order of the others.
         """
         if len(self.lengths) > 1:
-            raise InputError(f"cohort.scan is for clients of one architecture, and there are {len(self.lengths)}.")
+            raise InputError(
+                "cohort.scan is for clients of one architecture, and there are "
+                f"{len(self.lengths)}."
+            )
         self._once(phase)
         key = jax.random.fold_in(keys.fold(self._key, keys.Cohort.ORDER), phase or 0)
-        draws = jax.vmap(lambda id: jax.random.bits(jax.random.fold_in(key, id), (), jnp.uint32))(self.ids)
+        draws = jax.vmap(
+            lambda id: jax.random.bits(jax.random.fold_in(key, id), (), jnp.uint32)
+        )(self.ids)
         order = jnp.lexsort((self.ids, draws, ~self.active))
 
         def turn(position: Array, carry: PyTree) -> tuple[PyTree, PyTree]:
-            c = self._client(self._federation, self.ids[position], self.active[position], phase, 0)
+            c = self._client(
+                self._federation, self.ids[position], self.active[position], phase, 0
+            )
             return client(c, carry, *trees.gather(rows, position))
 
         def one(i: Array, loop: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
             carry, result = turn(order[i], loop[0])
-            return carry, jax.tree.map(lambda all, x: all.at[order[i]].set(x), loop[1], result)
+            return carry, jax.tree.map(
+                lambda all, x: all.at[order[i]].set(x), loop[1], result
+            )
 
         shapes = jax.eval_shape(turn, order[0], carry)[1]
-        results = jax.tree.map(lambda x: jnp.zeros((len(self.ids), *x.shape), x.dtype), shapes)
-        # the trip count is dynamic, so that whoever is inactive costs nothing and the carry needs no select
+        results = jax.tree.map(
+            lambda x: jnp.zeros((len(self.ids), *x.shape), x.dtype), shapes
+        )
+        # the trip count is dynamic, so that whoever is inactive costs nothing and the
+        # carry needs no select
         return jax.lax.fori_loop(0, jnp.sum(self.active), one, (carry, results))
 
     def replicated(self, tree: PyTree) -> PyTree:
@@ -139,17 +196,22 @@ class Cohort:
         return sharded(tree, self._mesh, P())
 
     def _once(self, phase: int | None) -> None:
-        """Raises InputError if a phase is used again: its clients would draw the same random
-        numbers."""
+        """Raises InputError if a phase is used again: its clients would draw the same
+        random numbers."""
         if phase in self._phases:
             raise InputError(
-                f"Two calls of map, mean or scan in one round have phase={phase}, so their clients draw the same "
-                "random numbers: give each its own phase, or phase=None if it draws nothing."
+                f"Two calls of map, mean or scan in one round have phase={phase}, so "
+                "their clients draw the same "
+                "random numbers: give each its own phase, or phase=None if it draws "
+                "nothing."
             )
         self._phases |= set() if phase is None else {phase}
 
-    def _sender(self, default: PyTree, client: Callable[..., tuple[PyTree, ...]], call: int) -> Sender:
-        """`client`, whose first result is checked against `default` and then transformed."""
+    def _sender(
+        self, default: PyTree, client: Callable[..., tuple[PyTree, ...]], call: int
+    ) -> Sender:
+        """`client`, whose first result is checked against `default` and then
+        transformed."""
 
         def send(c: Client, *rows: PyTree) -> tuple[PyTree, tuple[PyTree, ...]]:
             contract.check_sent(results := trees.single(client(c, *rows)))
@@ -157,51 +219,95 @@ class Cohort:
             upload = first.tree if isinstance(first, Own) else first
             like = groups.select(default, c.architecture)
             contract.check_upload(upload, like)
-            self.uploads[call] = [*self.uploads[call][: c.architecture], contract.shapes(upload)]
+            self.uploads[call] = [
+                *self.uploads[call][: c.architecture],
+                contract.shapes(upload),
+            ]
             if self._transform is not None:
-                key = jax.random.fold_in(keys.fold(self._key, keys.Cohort.UPLOAD, call), c.id)
+                key = jax.random.fold_in(
+                    keys.fold(self._key, keys.Cohort.UPLOAD, call), c.id
+                )
                 upload = callables.transformed(self._transform, key, upload, like)
             return upload, tuple(rest)
 
         return send
 
-    def _client(self, f: Federation, id: Array, active: Array, phase: int | None, group: int) -> Client:
+    def _client(
+        self, f: Federation, id: Array, active: Array, phase: int | None, group: int
+    ) -> Client:
         row = jnp.minimum(id, f.train.size.shape[0] - 1)
 
         def data(rows: Subset) -> Data:
-            index = rows.index[row] if rows.index.shape[1] else jnp.zeros(1, jnp.int32)  # a split that nobody has
-            return Data(f.examples, index, jnp.where(active, rows.size[row], 0), self._task.prepare, f.mask_fill)
+            # a split that nobody has
+            index = rows.index[row] if rows.index.shape[1] else jnp.zeros(1, jnp.int32)
+            return Data(
+                f.examples,
+                index,
+                jnp.where(active, rows.size[row], 0),
+                self._task.prepare,
+                f.mask_fill,
+            )
 
-        key = None if phase is None else jax.random.fold_in(jax.random.fold_in(self._key, phase), id)
-        splits, public = (data(f.train), data(f.val), data(f.test)), _public(f, self._task, active)
-        counts, model = jnp.where(active, f.class_counts[row], 0), self._task.models[group]
+        key = (
+            None
+            if phase is None
+            else jax.random.fold_in(jax.random.fold_in(self._key, phase), id)
+        )
+        splits, public = (
+            (data(f.train), data(f.val), data(f.test)),
+            _public(f, self._task, active),
+        )
+        counts, model = (
+            jnp.where(active, f.class_counts[row], 0),
+            self._task.models[group],
+        )
         return Client(id, key, *splits, public, counts, model, group)  # type: ignore[arg-type]  # see Client.key
 
     def _run(
-        self, client: Sender, rows: tuple[PyTree, ...], shares: PyTree, phase: int | None
+        self,
+        client: Sender,
+        rows: tuple[PyTree, ...],
+        shares: PyTree,
+        phase: int | None,
     ) -> tuple[list[PyTree], PyTree]:
-        """Per architecture the weighted sum of the uploads, and all clients' other results in the
-        cohort's order."""
+        """Per architecture the weighted sum of the uploads, and all clients' other
+        results in the cohort's order."""
         some = [group for group, length in enumerate(self.lengths) if length]
         arrays = (self.ids, self.active, self.sizes, rows, shares)
         alone = len(self.lengths) == 1
-        each = [arrays if alone else groups.rows_of(arrays, group, slices(self.lengths)[group]) for group in some]
+        each = [
+            arrays
+            if alone
+            else groups.rows_of(arrays, group, slices(self.lengths)[group])
+            for group in some
+        ]
 
-        def here(federation: Federation, each: list[Any]) -> tuple[list[PyTree], list[PyTree]]:
+        def here(
+            federation: Federation, each: list[Any]
+        ) -> tuple[list[PyTree], list[PyTree]]:
             blocks = (
-                self._block(client, phase, group, federation, *mine) for group, mine in zip(some, each, strict=True)
+                self._block(client, phase, group, federation, *mine)
+                for group, mine in zip(some, each, strict=True)
             )
             totals, results, like = (list(part) for part in zip(*blocks, strict=True))
-            # all at once: a sum after each architecture would have its devices wait for each other
+            # all at once: a sum after each architecture would have its devices wait for
+            # each other
             totals = totals if self._mesh is None else jax.lax.psum(totals, AXIS)
             return optax.tree.cast_like(totals, like), results
 
         if self._mesh is None:
             totals, results = here(self._federation, each)
         else:
-            # check_vma would refuse loops that start from the server's state, which `client` closes over
+            # check_vma would refuse loops that start from the server's state, which
+            # `client` closes over
             inside, outside = (P(), P(AXIS)), (P(), P(AXIS))
-            spread = jax.shard_map(here, mesh=self._mesh, in_specs=inside, out_specs=outside, check_vma=False)
+            spread = jax.shard_map(
+                here,
+                mesh=self._mesh,
+                in_specs=inside,
+                out_specs=outside,
+                check_vma=False,
+            )
             totals, results = without_mesh(spread(self._federation, each))
         return totals, groups.join(results)
 
@@ -217,20 +323,25 @@ class Cohort:
         rows: tuple[PyTree, ...],
         shares: PyTree,
     ) -> tuple[PyTree, PyTree, PyTree]:
-        """What one device does with its own clients of an architecture, all arrays with as many
-        rows: the weighted sum of their uploads, their other results, and an upload's shapes and
-        types."""
+        """What one device does with its own clients of an architecture, all arrays with
+        as many rows: the weighted sum of their uploads, their other results, and an
+        upload's shapes and types."""
         count = ids.shape[0]
         width = min(self._width, count)
-        # longest first, ties by id: no chunk and no sum depends on the order of the cohort
+        # longest first, ties by id: no chunk and no sum depends on the order of the
+        # cohort
         order = jnp.lexsort((ids, -sizes))
         chunks = -(-count // width)
-        positions = jnp.pad(order, (0, chunks * width - count), constant_values=count).reshape(chunks, width)
+        positions = jnp.pad(
+            order, (0, chunks * width - count), constant_values=count
+        ).reshape(chunks, width)
 
         def one(position: Array) -> tuple[PyTree, PyTree, PyTree]:
             real = position < count
             position = jnp.minimum(position, count - 1)
-            c = self._client(federation, ids[position], active[position] & real, phase, group)
+            c = self._client(
+                federation, ids[position], active[position] & real, phase, group
+            )
             first, rest = client(c, *trees.gather(rows, position))
             share = jax.tree.map(lambda p: jnp.where(real, p[position], 0), shares)
             return share, first, rest
@@ -240,7 +351,9 @@ class Cohort:
             return aggregate.weigh(share, first), rest
 
         def chunk(total: PyTree, positions: Array) -> tuple[PyTree, PyTree]:
-            if width == 1:  # no vmap: a batched loop condition copies the carry by a select in every step
+            # no vmap: a batched loop condition copies the carry by a select in every
+            # step
+            if width == 1:
                 part, rest = weighed(positions[0])
             else:
                 parts, rest = jax.vmap(weighed)(positions)
@@ -249,7 +362,10 @@ class Cohort:
 
         one = trees.traced_once(one)  # for the shape of the sum, and in the loop
         share, first, _ = jax.eval_shape(one, positions[0, 0])
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(aggregate.weigh, share, first))
+        zeros = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype),
+            jax.eval_shape(aggregate.weigh, share, first),
+        )
         total, rest = jax.lax.scan(chunk, zeros, positions)
         if width > 1:
             rest = jax.tree.map(lambda x: x.reshape(chunks * width, *x.shape[2:]), rest)
@@ -264,5 +380,9 @@ def _public(federation: Federation, task: Task, active: Array) -> Data | None:
     count = pool.x.shape[0]
     size = jnp.where(active, count, 0).astype(jnp.int32)
     return Data(
-        pool, jnp.arange(count, dtype=jnp.int32), size, task.prepare_public or task.prepare, federation.mask_fill
+        pool,
+        jnp.arange(count, dtype=jnp.int32),
+        size,
+        task.prepare_public or task.prepare,
+        federation.mask_fill,
     )

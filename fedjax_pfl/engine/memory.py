@@ -1,4 +1,5 @@
-"""How much memory a run takes, as XLA accounts for what it has compiled, and how much there is."""
+"""How much memory a run takes, as XLA accounts for what it has compiled, and how much
+there is."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,12 +9,13 @@ import psutil
 
 from fedjax_pfl.errors import NoRoomError
 
-_CGROUPS = ("memory.max", "memory/memory.limit_in_bytes")  # of the second version and of the first
+# of the second version and of the first
+_CGROUPS = ("memory.max", "memory/memory.limit_in_bytes")
 
 
 class Memory(NamedTuple):
-    """What a run takes and what there is, in bytes; on a CPU of the machine, else per device; None:
-    unknown."""
+    """What a run takes and what there is, in bytes; on a CPU of the machine, else per
+    device; None: unknown."""
 
     peak: int | None
     free: int | None  # for this process, now
@@ -21,12 +23,17 @@ class Memory(NamedTuple):
 
 
 def account(compiled: Any) -> int | None:
-    """Bytes per device while a compiled function runs: arguments, outputs (less what they
-    overwrite), temporaries."""
+    """Bytes per device while a compiled function runs: arguments, outputs (less what
+    they overwrite), temporaries."""
     m = compiled.memory_analysis()
     if m is None:
         return None
-    return int(m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes - m.alias_size_in_bytes)
+    return int(
+        m.argument_size_in_bytes
+        + m.output_size_in_bytes
+        + m.temp_size_in_bytes
+        - m.alias_size_in_bytes
+    )
 
 
 def of(executables: list[Any], kept: int = 0, devices: int = 1) -> Memory:
@@ -55,23 +62,34 @@ def say(memory: Memory) -> str:
 
 def check(memory: Memory, advice: str) -> None:
     """Raises NoRoomError if a run takes more than all the memory that there is."""
-    if memory.peak is not None and memory.total is not None and memory.peak > memory.total:
+    if (
+        memory.peak is not None
+        and memory.total is not None
+        and memory.peak > memory.total
+    ):
         raise NoRoomError(
-            f"The run would take about {size(memory.peak)}, and there are {size(memory.total)}: {advice}."
+            f"The run would take about {size(memory.peak)}, and there are "
+            f"{size(memory.total)}: {advice}."
         )
 
 
 def size(count: int) -> str:
     """Bytes in MiB or GiB."""
     unit, name = (2**30, "GiB") if count >= 2**30 else (2**20, "MiB")
-    return f"{count / unit:.2g} {name}" if count < 10 * unit else f"{count / unit:,.0f} {name}"
+    return (
+        f"{count / unit:.2g} {name}"
+        if count < 10 * unit
+        else f"{count / unit:,.0f} {name}"
+    )
 
 
 def machine() -> tuple[int, int]:
     """The main memory in bytes that is free, and that there is, for this process."""
     memory, own = psutil.virtual_memory(), psutil.Process().memory_info().rss
     limits = [_limit(Path("/sys/fs/cgroup") / name, memory.total) for name in _CGROUPS]
-    return min(memory.available, *(limit - own for limit in limits)), min(memory.total, *limits)
+    return min(memory.available, *(limit - own for limit in limits)), min(
+        memory.total, *limits
+    )
 
 
 def _limit(file: Path, otherwise: int) -> int:

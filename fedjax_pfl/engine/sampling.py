@@ -9,8 +9,8 @@ FEW = 4  # a cohort of at most one in so many clients is drawn without sorting t
 
 
 def shares(task: Task) -> tuple[float, float]:
-    """The least and the largest share of the clients that a round has; `participation` is rounded
-    to whole clients."""
+    """The least and the largest share of the clients that a round has; `participation`
+    is rounded to whole clients."""
     low, high = (size / task.num_clients for size in task.cohort_sizes)
     return low, high
 
@@ -18,13 +18,14 @@ def shares(task: Task) -> tuple[float, float]:
 def sample(key: Array, task: Task) -> tuple[Array, Array]:
     """Draws a round's clients: ids [S] distinct, active [S].
 
-    With participation (low, high) their number is uniform on {max(1, floor(low N)), ..., floor(high
-    N)}.
+    With participation (low, high) their number is uniform on {max(1, floor(low N)),
+    ..., floor(high N)}.
     """
     n, (least, most) = task.num_clients, task.cohort_sizes
     key_ids, key_number = jax.random.split(key)
     number = jax.random.randint(key_number, (), least, most + 1, jnp.int32)
-    if FEW * most <= n:  # sorting all of many clients would take longer than a small cohort's training
+    # sorting all of many clients would take longer than a small cohort's training
+    if FEW * most <= n:
         return _distinct(key_ids, n, most), jnp.arange(most) < number
     order = jax.random.permutation(key_ids, n).astype(jnp.int32)
     if most == n:  # everybody has a place, so nothing needs gathering
@@ -33,11 +34,12 @@ def sample(key: Array, task: Task) -> tuple[Array, Array]:
 
 
 def _distinct(key: Array, n: int, count: int) -> Array:
-    """Draws `count` distinct numbers below n, in an order: [count] int32. Takes a time that does
-    not depend on n.
+    """Draws `count` distinct numbers below n, in an order: [count] int32. Takes a time
+    that does not depend on n.
 
-    Draws with replacement, and again for whoever repeats an earlier place, until nobody does. No
-    number is treated differently from another, so all ordered draws are equally likely.
+    Draws with replacement, and again for whoever repeats an earlier place, until nobody
+    does. No number is treated differently from another, so all ordered draws are
+    equally likely.
     """
 
     def repeats(ids: Array) -> Array:
@@ -47,7 +49,11 @@ def _distinct(key: Array, n: int, count: int) -> Array:
 
     def redraw(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         i, ids, again = carry
-        ids = jnp.where(again, jax.random.randint(jax.random.fold_in(key, i), (count,), 0, n, jnp.int32), ids)
+        ids = jnp.where(
+            again,
+            jax.random.randint(jax.random.fold_in(key, i), (count,), 0, n, jnp.int32),
+            ids,
+        )
         return i + 1, ids, repeats(ids)
 
     start = jnp.int32(0), jnp.zeros(count, jnp.int32), jnp.ones(count, bool)

@@ -5,4 +5,12 @@ from fedjax_pfl.models.registry import MODELS
 from fedjax_pfl.models.superset import native_size, pad_to_superset
 from fedjax_pfl.models.work import flops
 
-__all__ = ["MODELS", "flops", "model", "native_size", "network", "num_parameters", "pad_to_superset"]
+__all__ = [
+    "MODELS",
+    "flops",
+    "model",
+    "native_size",
+    "network",
+    "num_parameters",
+    "pad_to_superset",
+]

@@ -22,29 +22,46 @@ WIDTH_BY = ("pool", "linear")
 
 
 def adaptive_average_pool(h: Array, features: int) -> Array:
-    """Averages neighbouring features, as PyTorch's AdaptiveAvgPool1d does: [B, L] -> [B, K].
+    """Averages neighbouring features, as PyTorch's AdaptiveAvgPool1d does: [B, L] ->
+    [B, K].
 
-    Output i is the mean of the inputs floor(i L / K) to ceil((i + 1) L / K) - 1; K may be larger
-    than L.
+    Output i is the mean of the inputs floor(i L / K) to ceil((i + 1) L / K) - 1; K may
+    be larger than L.
     """
     size = h.shape[-1]
     if size % features == 0:
         return h.reshape(len(h), features, -1).mean(-1)
     first = np.arange(features) * size // features
     last = -(-np.arange(1, features + 1) * size // features)  # exclusive
-    inside = (first <= np.arange(size)[:, None]) & (np.arange(size)[:, None] < last)  # [L, K]
-    return jnp.dot(h, jnp.asarray(inside / (last - first), h.dtype), precision=lax.Precision.HIGHEST)
+    # [L, K]
+    inside = (first <= np.arange(size)[:, None]) & (np.arange(size)[:, None] < last)
+    return jnp.dot(
+        h,
+        jnp.asarray(inside / (last - first), h.dtype),
+        precision=lax.Precision.HIGHEST,
+    )
 
 
 class Widened(nnx.Module):
-    """A body and a map of its features to K: a linear layer or, where it is None, pooling."""
+    """A body and a map of its features to K: a linear layer or, where it is None,
+    pooling."""
 
     def __init__(self, body: Any, features: int, project: nnx.Linear | None):
         self.body, self.features, self.project = body, features, project
 
-    def __call__(self, x: Array, mask: Array | None = None, train: bool = False, rngs: nnx.Rngs | None = None) -> Array:
+    def __call__(
+        self,
+        x: Array,
+        mask: Array | None = None,
+        train: bool = False,
+        rngs: nnx.Rngs | None = None,
+    ) -> Array:
         h = _called(self.body, x, mask=mask, train=train, rngs=rngs)
-        return adaptive_average_pool(h, self.features) if self.project is None else self.project(h)
+        return (
+            adaptive_average_pool(h, self.features)
+            if self.project is None
+            else self.project(h)
+        )
 
 
 def _called(body: Any, x: Array, **given: Any) -> Array:
@@ -54,7 +71,12 @@ def _called(body: Any, x: Array, **given: Any) -> Array:
 
 
 def widened(
-    module: Any, example: jax.ShapeDtypeStruct, num_classes: int, features: int, by: str, rngs: nnx.Rngs
+    module: Any,
+    example: jax.ShapeDtypeStruct,
+    num_classes: int,
+    features: int,
+    by: str,
+    rngs: nnx.Rngs,
 ) -> Net:
     """Gives a network another number of features and a new linear head.
 
@@ -74,9 +96,19 @@ def widened(
     Raises:
       InputError: for less than one feature, or a body that does not return one array.
     """
-    check("features", features, 1, 10**6, whole=True, why="the head has a row of weights for each")
+    check(
+        "features",
+        features,
+        1,
+        10**6,
+        whole=True,
+        why="the head has a row of weights for each",
+    )
     checks.called(module.body)
     body = functools.partial(_called, module.body, mask=None, train=False, rngs=None)
     h = checks.output(module, functools.partial(jax.eval_shape, body), example)
     project = layers.linear(h.shape[-1], features, rngs) if by == "linear" else None
-    return Net(Widened(module.body, features, project), layers.linear(features, num_classes, rngs))
+    return Net(
+        Widened(module.body, features, project),
+        layers.linear(features, num_classes, rngs),
+    )

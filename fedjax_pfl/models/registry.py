@@ -48,6 +48,8 @@ def find(name: str) -> Factory:
     checks.no_module(own.load("model", name))
 
     def build(input_shape: tuple[int, ...], num_classes: int, rngs: nnx.Rngs) -> Any:
-        return own.call("model", name, input_shape=input_shape, num_classes=num_classes, rngs=rngs)
+        return own.call(
+            "model", name, input_shape=input_shape, num_classes=num_classes, rngs=rngs
+        )
 
     return build

@@ -1,4 +1,5 @@
-"""CNN-2 to CNN-5 of pFedAFM inside CNN-1: clients of all five train as one architecture."""
+"""CNN-2 to CNN-5 of pFedAFM inside CNN-1: clients of all five train as one
+architecture."""
 
 from typing import Any
 
@@ -11,13 +12,16 @@ from fedjax_pfl.models.nets import AFM, Shape
 from fedjax_pfl.types import Array, Model, PyTree
 
 
-def pad_to_superset(name: str, input_shape: Shape, num_classes: int, **options: Any) -> Model:
+def pad_to_superset(
+    name: str, input_shape: Shape, num_classes: int, **options: Any
+) -> Model:
     """Makes CNN-k a CNN-1 whose further channels and units are zero.
 
-    The weights are drawn in CNN-k's own shapes, so with its fan-in, and padded. A unit whose
-    incoming and outgoing weights are zero has the value 0 and the gradient 0, which momentum and
-    weight decay keep: training is CNN-k's, at the cost of CNN-1. Noise on the parameters would end
-    that. Methods count what travels as padded; `native_size` is what CNN-k has.
+    The weights are drawn in CNN-k's own shapes, so with its fan-in, and padded. A unit
+    whose incoming and outgoing weights are zero has the value 0 and the gradient 0,
+    which momentum and weight decay keep: training is CNN-k's, at the cost of CNN-1.
+    Noise on the parameters would end that. Methods count what travels as padded;
+    `native_size` is what CNN-k has.
 
     Args:
       name: one of cnn1, cnn2, cnn3, cnn4, cnn5.
@@ -32,12 +36,17 @@ def pad_to_superset(name: str, input_shape: Shape, num_classes: int, **options: 
       InputError: for another name.
     """
     channels, _ = AFM[choose("model", name, AFM)]
-    native, whole = (model(each, input_shape, num_classes, **options) for each in (name, "cnn1"))
+    native, whole = (
+        model(each, input_shape, num_classes, **options) for each in (name, "cnn1")
+    )
     shapes = jax.eval_shape(whole.init, jax.random.key(0))
 
-    def pad(path: tuple[jax.tree_util.DictKey, ...], leaf: Array, like: jax.ShapeDtypeStruct) -> Array:
+    def pad(
+        path: tuple[jax.tree_util.DictKey, ...], leaf: Array, like: jax.ShapeDtypeStruct
+    ) -> Array:
         inner, outer = leaf.shape, like.shape
-        if [key.key for key in path[-4:]] == ["dense", "layers", "0", "kernel"]:  # its inputs are pixels x channels
+        # its inputs are pixels x channels
+        if [key.key for key in path[-4:]] == ["dense", "layers", "0", "kernel"]:
             inner = (inner[0] // channels, channels, inner[1])
             outer = (inner[0], outer[0] // inner[0], outer[1])
         by = [(0, b - a) for a, b in zip(inner, outer, strict=True)]
@@ -50,5 +59,10 @@ def pad_to_superset(name: str, input_shape: Shape, num_classes: int, **options: 
 
 
 def native_size(name: str, input_shape: Shape, num_classes: int, **options: Any) -> int:
-    """Number of parameters of the model as it is without padding; arguments as `models.model`'s."""
-    return num_parameters(jax.eval_shape(model(name, input_shape, num_classes, **options).init, jax.random.key(0)))
+    """Number of parameters of the model as it is without padding; arguments as
+    `models.model`'s."""
+    return num_parameters(
+        jax.eval_shape(
+            model(name, input_shape, num_classes, **options).init, jax.random.key(0)
+        )
+    )

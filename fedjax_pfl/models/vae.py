@@ -1,5 +1,5 @@
-"""The networks of FedDVA's dual variational autoencoder: two encoders, a decoder, a classifier of
-both latents.
+"""The networks of FedDVA's dual variational autoencoder: two encoders, a decoder, a
+classifier of both latents.
 
 Axes: B batch, H and W pixels, C channels; images are in [-1, 1].
 """
@@ -34,67 +34,103 @@ class DualVAE(NamedTuple):
 
 
 class Posterior(nnx.Module):
-    """A diagonal Gaussian of h [B, K]: mean and log variance by two MLPs with K // 2 hidden ReLU
-    units each."""
+    """A diagonal Gaussian of h [B, K]: mean and log variance by two MLPs with K // 2
+    hidden ReLU units each."""
 
     def __init__(self, width: int, latent: int, rngs: nnx.Rngs):
         def make() -> Net:
-            return Net(Dense(width, (width // 2,), rngs), layers.linear(width // 2, latent, rngs))
+            return Net(
+                Dense(width, (width // 2,), rngs),
+                layers.linear(width // 2, latent, rngs),
+            )
 
         self.mean, self.log_var = make(), make()
 
     def __call__(self, h: Array) -> Gaussian:
-        return Gaussian(self.mean(h), jnp.clip(self.log_var(h), -LOG_VARIANCE, LOG_VARIANCE))
+        return Gaussian(
+            self.mean(h), jnp.clip(self.log_var(h), -LOG_VARIANCE, LOG_VARIANCE)
+        )
 
 
 class RepresentationEncoder(nnx.Module):
     """q(z|x), of what clients share: x [B, H, W, C] -> a Gaussian of [B, d_z]."""
 
-    def __init__(self, shape: Shape, latent: int, hidden: Sequence[int], rngs: nnx.Rngs):
+    def __init__(
+        self, shape: Shape, latent: int, hidden: Sequence[int], rngs: nnx.Rngs
+    ):
         self.backbone = Backbone(shape, hidden, rngs)
         self.posterior = Posterior(hidden[-1], latent, rngs)
 
-    def __call__(self, x: Array, mask: Array | None = None, train: bool = False) -> Gaussian:
+    def __call__(
+        self, x: Array, mask: Array | None = None, train: bool = False
+    ) -> Gaussian:
         return self.posterior(self.backbone(x, mask, train))
 
 
 class PersonalEncoder(nnx.Module):
-    """q(c|x, z), of what is a client's own: (x [B, H, W, C], z [B, d_z]) -> a Gaussian of [B, d_c].
+    """q(c|x, z), of what is a client's own: (x [B, H, W, C], z [B, d_z]) -> a Gaussian
+    of [B, d_c].
 
-    A linear layer makes one more plane of z beside the image, which a 1x1 convolution embeds.
+    A linear layer makes one more plane of z beside the image, which a 1x1 convolution
+    embeds.
     """
 
-    def __init__(self, shape: Shape, latent: int, personal: int, hidden: Sequence[int], rngs: nnx.Rngs):
+    def __init__(
+        self,
+        shape: Shape,
+        latent: int,
+        personal: int,
+        hidden: Sequence[int],
+        rngs: nnx.Rngs,
+    ):
         height, width, channels = shape
         self.embed_z = layers.linear(latent, height * width, rngs)
         self.embed_x = layers.conv(channels, channels, 1, 0, rngs)
         self.backbone = Backbone((height, width, channels + 1), hidden, rngs)
         self.posterior = Posterior(hidden[-1], personal, rngs)
 
-    def __call__(self, inputs: tuple[Array, Array], mask: Array | None = None, train: bool = False) -> Gaussian:
+    def __call__(
+        self,
+        inputs: tuple[Array, Array],
+        mask: Array | None = None,
+        train: bool = False,
+    ) -> Gaussian:
         x, z = inputs
         plane = self.embed_z(z).reshape(*x.shape[:3], 1)
-        return self.posterior(self.backbone(jnp.concatenate([self.embed_x(x), plane], -1), mask, train))
+        return self.posterior(
+            self.backbone(jnp.concatenate([self.embed_x(x), plane], -1), mask, train)
+        )
 
 
 class Decoder(nnx.Module):
     """The mean of p(x|z, c): [z; c] [B, d_z + d_c] -> images [B, H, W, C] in (-1, 1).
 
-    Two linear layers with LeakyReLU, then the backbone's convolutions transposed; all but the last
-    are followed by batch norm and LeakyReLU, the last by tanh.
+    Two linear layers with LeakyReLU, then the backbone's convolutions transposed; all
+    but the last are followed by batch norm and LeakyReLU, the last by tanh.
     """
 
-    def __init__(self, shape: Shape, latents: int, hidden: Sequence[int], rngs: nnx.Rngs):
+    def __init__(
+        self, shape: Shape, latents: int, hidden: Sequence[int], rngs: nnx.Rngs
+    ):
         widths = tuple(reversed(hidden))
         self.dense = nnx.List([layers.linear(latents, widths[0] // 2, rngs)])
         self.dense.append(layers.linear(widths[0] // 2, widths[0], rngs))
         paddings = (0, *[1] * (len(hidden) - 2), first_padding(shape, hidden))
         strides = (1, *[2] * (len(hidden) - 1))
         sizes = zip(widths, (*widths[1:], shape[-1]), paddings, strides, strict=True)
-        self.convs = nnx.List([layers.ConvTranspose(a, b, SIDE, pad, rngs, stride) for a, b, pad, stride in sizes])
-        self.norms = nnx.List([layers.BatchNorm(width, rngs=rngs) for width in widths[1:]])
+        self.convs = nnx.List(
+            [
+                layers.ConvTranspose(a, b, SIDE, pad, rngs, stride)
+                for a, b, pad, stride in sizes
+            ]
+        )
+        self.norms = nnx.List(
+            [layers.BatchNorm(width, rngs=rngs) for width in widths[1:]]
+        )
 
-    def __call__(self, latents: Array, mask: Array | None = None, train: bool = False) -> Array:
+    def __call__(
+        self, latents: Array, mask: Array | None = None, train: bool = False
+    ) -> Array:
         for layer in self.dense:
             latents = jax.nn.leaky_relu(layer(latents))
         x = latents[:, None, None]
@@ -125,12 +161,12 @@ def dual_vae(
     """Makes the networks of FedDVA (Appendix C-B, its released code).
 
     Args:
-      input_shape: (H, W, C), square; with four hidden widths 28, 30 or 32 pixels a side, with five
-        60, 62 or 64.
+      input_shape: (H, W, C), square; with four hidden widths 28, 30 or 32 pixels a
+        side, with five 60, 62 or 64.
       latent: d_z.
       personal: d_c.
-      hidden: channels of the convolutions, the decoder's in the reverse order; SMALL is the
-        notebook-sized variant.
+      hidden: channels of the convolutions, the decoder's in the reverse order; SMALL is
+        the notebook-sized variant.
       num_classes: of the classifier of [z; c]; without it there is none.
       **options: bn_stats, conv and compute_dtype of `models.network`.
 
@@ -140,7 +176,9 @@ def dual_vae(
     check("latent", latent, 1, 10**6)
     check("personal", personal, 1, 10**6)
     shape, both = tuple(input_shape), latent + personal
-    make: Callable[..., Network] = lambda module, *args: network(lambda rngs: module(*args, rngs), **options)
+    make: Callable[..., Network] = lambda module, *args: network(
+        lambda rngs: module(*args, rngs), **options
+    )
     return DualVAE(
         make(RepresentationEncoder, shape, latent, hidden),
         make(PersonalEncoder, shape, latent, personal, hidden),

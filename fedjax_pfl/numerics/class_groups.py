@@ -1,5 +1,5 @@
-"""Classes in groups: the loss of each group's task, and the scores of a classifier task by task
-(pFedC, 26.2-26.5).
+"""Classes in groups: the loss of each group's task, and the scores of a classifier task
+by task (pFedC, 26.2-26.5).
 
 A task t owns a group of classes G_t (`task_maps`).
 """
@@ -16,7 +16,8 @@ from fedjax_pfl.numerics import min_norm
 from fedjax_pfl.numerics.task_maps import Branches
 from fedjax_pfl.types import Array, Batch, Client, PyTree, Scores, Task
 
-NEGLIGIBLE = 1e-12  # a task with less than this share of the largest squared gradient norm counts as solved
+# a task with less than this share of the largest squared gradient norm counts as solved
+NEGLIGIBLE = 1e-12
 
 
 def columns(head: PyTree, h: Array) -> Array:
@@ -25,11 +26,12 @@ def columns(head: PyTree, h: Array) -> Array:
 
 
 def gram(b: Branches, residual: Array, kernel: Array) -> Array:
-    """<D_s, D_t> of the tasks' gradients in the feature space, D_t = R_t W_t^T, in closed form for
-    a linear head.
+    """<D_s, D_t> of the tasks' gradients in the feature space, D_t = R_t W_t^T, in
+    closed form for a linear head.
 
     Args:
-      residual: R [B, L], the gradient of each logit's own task loss by it; kernel: W [K, L].
+      residual: R [B, L], the gradient of each logit's own task loss by it; kernel: W
+        [K, L].
 
     Returns:
       [T, T]: the sums over the groups' blocks of (R^T R) * (W^T W).
@@ -45,7 +47,9 @@ def class_logits(b: Branches, z: Array) -> Array:
     """
     if b.head == "group_binary":
         return z[:, b.of]
-    return z if b.head == "group_softmax" else z[:, : len(b.of)] - _reject(b, z)[:, b.of]
+    return (
+        z if b.head == "group_softmax" else z[:, : len(b.of)] - _reject(b, z)[:, b.of]
+    )
 
 
 def _reject(b: Branches, z: Array) -> Array:
@@ -54,34 +58,52 @@ def _reject(b: Branches, z: Array) -> Array:
     return jnp.where(b.binary[None], 0, z[:, np.where(b.binary, 0, place)])
 
 
-def task_losses(b: Branches, z: Array, y: Array, mask: Array, task_loss: str = "class") -> tuple[Array, Array]:
-    """Computes the loss of every task on one batch (Eq. 3; which samples enter: see the Note of
-    `pfedc`).
+def task_losses(
+    b: Branches, z: Array, y: Array, mask: Array, task_loss: str = "class"
+) -> tuple[Array, Array]:
+    """Computes the loss of every task on one batch (Eq. 3; which samples enter: see the
+    Note of `pfedc`).
 
     Args:
       z: columns [B, L]; y: labels [B]; mask: [B] bool.
-      task_loss: what the sum over a task's samples is divided by: "class", its samples within the
-        group (D_i^c of Eq. 3, per minibatch); "batch", all of them. group_softmax has no others.
+      task_loss: what the sum over a task's samples is divided by: "class", its samples
+        within the group (D_i^c of Eq. 3, per minibatch); "batch", all of them.
+        group_softmax has no others.
 
     Returns:
       losses [T], 0 where there is nothing to divide by; and whether there is, [T] bool.
     """
     rows = samples(b, y, mask)
     count = jnp.sum(rows & _inside(b, y) if task_loss == "class" else rows, axis=0)
-    each = binary_cross_entropy(z, _inside(b, y)) if b.head == "group_binary" else _class_losses(b, z, y)
-    return jnp.sum(jnp.where(rows & (count > 0)[None], each, 0), axis=0) / jnp.maximum(count, 1), count > 0
+    each = (
+        binary_cross_entropy(z, _inside(b, y))
+        if b.head == "group_binary"
+        else _class_losses(b, z, y)
+    )
+    return jnp.sum(jnp.where(rows & (count > 0)[None], each, 0), axis=0) / jnp.maximum(
+        count, 1
+    ), count > 0
 
 
 def _class_losses(b: Branches, z: Array, y: Array) -> Array:
-    """The loss of every sample under every task whose logits are those of its classes, [B, T]."""
+    """The loss of every sample under every task whose logits are those of its classes,
+    [B, T]."""
     no, z = _reject(b, z) if b.head == "group_reject" else None, z[:, : len(b.of)]
     hit = jax.nn.one_hot(y, z.shape[1], dtype=bool)
-    member = b.member.T.astype(z.dtype)  # [C, T], by which the product only selects: it must not round
-    bce = jnp.dot(binary_cross_entropy(z, hit), member, precision=jax.lax.Precision.HIGHEST)  # of use for one class
+    # [C, T], by which the product only selects: it must not round
+    member = b.member.T.astype(z.dtype)
+    # of use for one class
+    bce = jnp.dot(
+        binary_cross_entropy(z, hit), member, precision=jax.lax.Precision.HIGHEST
+    )
     label = jnp.take_along_axis(z, y[:, None], axis=1)  # [B, 1]
     ce = jax.nn.logsumexp(z[:, None, :], axis=-1, where=b.member[None])  # [B, T]
     # without a reject logit of use for the label's own group
-    ce = ce - label if no is None else jnp.logaddexp(ce, no) - jnp.where(_inside(b, y), label, no)
+    ce = (
+        ce - label
+        if no is None
+        else jnp.logaddexp(ce, no) - jnp.where(_inside(b, y), label, no)
+    )
     return jnp.where(b.binary[None], bce, ce)
 
 
@@ -91,25 +113,38 @@ def _inside(b: Branches, y: Array) -> Array:
 
 
 def samples(b: Branches, y: Array, mask: Array) -> Array:
-    """Which samples a task looks at, [B, T] bool: all if it is open, else those with a label in its
-    group."""
+    """Which samples a task looks at, [B, T] bool: all if it is open, else those with a
+    label in its group."""
     return (_inside(b, y) | b.open[None]) & mask[:, None]
 
 
-def min_norm_weights(m: Array, losses: Array, active: Array, solver: str, normalise: str) -> Array:
-    """alpha [T] on the simplex over `active` [T]; tasks with a negligible gradient are left out
-    (26.2, step 2)."""
+def min_norm_weights(
+    m: Array, losses: Array, active: Array, solver: str, normalise: str
+) -> Array:
+    """alpha [T] on the simplex over `active` [T]; tasks with a negligible gradient are
+    left out (26.2, step 2)."""
     norms = jnp.diag(m)
-    scale = {"none": jnp.ones_like(norms), "l2": jnp.sqrt(norms), "loss": losses, "loss+": losses * jnp.sqrt(norms)}
+    scale = {
+        "none": jnp.ones_like(norms),
+        "l2": jnp.sqrt(norms),
+        "loss": losses,
+        "loss+": losses * jnp.sqrt(norms),
+    }
     moving = active & (norms > NEGLIGIBLE * jnp.max(jnp.where(active, norms, 0)))
     s = jnp.where(moving & (scale[normalise] > 0), scale[normalise], 1)
     solve = {"fista": min_norm.fista, "fw": min_norm.frank_wolfe}[solver]
-    return jnp.where(jnp.any(moving), solve(m / (s[:, None] * s[None, :]), moving), min_norm.uniform(active, m.dtype))
+    return jnp.where(
+        jnp.any(moving),
+        solve(m / (s[:, None] * s[None, :]), moving),
+        min_norm.uniform(active, m.dtype),
+    )
 
 
-def weight_shares(b: Branches, alpha: Array, y: Array, mask: Array, one_class: Array) -> dict[str, Array]:
-    """Where the weights alpha [T] lie: their share [] on tasks with a sample of their group in the
-    batch, the others answering "no", and on the tasks `one_class` [T]."""
+def weight_shares(
+    b: Branches, alpha: Array, y: Array, mask: Array, one_class: Array
+) -> dict[str, Array]:
+    """Where the weights alpha [T] lie: their share [] on tasks with a sample of their
+    group in the batch, the others answering "no", and on the tasks `one_class` [T]."""
     positive = jnp.any(_inside(b, y) & mask[:, None], axis=0)
     on = {"weight_on_positives": positive, "weight_on_one_class": one_class}
     total = jnp.maximum(jnp.sum(alpha), jnp.finfo(alpha.dtype).tiny)
@@ -127,16 +162,16 @@ def branch_loss(
     task_loss: str = "class",
     one_class: Array | bool = False,
 ) -> Callable[[PyTree, Batch, Array], tuple[Array, PyTree, dict[str, Array]]]:
-    """The weighted sum of a client's task losses (Eq. 5 with MGDA-UB's weights), as `local.sgd`
-    takes it.
+    """The weighted sum of a client's task losses (Eq. 5 with MGDA-UB's weights), as
+    `local.sgd` takes it.
 
     Args:
       active: [T] bool, the tasks the client holds.
       one_class: [T] bool, those of whose classes it holds one.
 
     Returns:
-      (variables, batch, key) -> (loss [], new stats, `weight_shares` and under unweighted_loss the
-      mean of the tasks' losses).
+      (variables, batch, key) -> (loss [], new stats, `weight_shares` and under
+      unweighted_loss the mean of the tasks' losses).
     """
     model = task.model
 
@@ -145,12 +180,16 @@ def branch_loss(
 
     # a duality gap of 1e-5 is below the noise of shorter products
     @jax.default_matmul_precision("highest")  # type: ignore[untyped-decorator]  # of JAX, without types
-    def weights(variables: PyTree, batch: Batch, z: Array, key: Array) -> tuple[Array, Array]:
+    def weights(
+        variables: PyTree, batch: Batch, z: Array, key: Array
+    ) -> tuple[Array, Array]:
         """alpha [T], and which tasks learn from this batch, [T] bool."""
         values, usable = each(z, batch)
         on = active & usable
         if weighting in ("uniform", "sum"):
-            return min_norm.uniform(on, z.dtype) if weighting == "uniform" else on.astype(z.dtype), on
+            return min_norm.uniform(
+                on, z.dtype
+            ) if weighting == "uniform" else on.astype(z.dtype), on
         if weighting == "mgda_ub":
             residual = jax.grad(lambda z: jnp.sum(each(z, batch)[0]))(z)
             m = gram(b, residual, variables["head"]["kernel"])
@@ -158,12 +197,20 @@ def branch_loss(
             m = _body_gram(task, b, lambda z: each(z, batch)[0], variables, batch, key)
         return min_norm_weights(m, values, on, solver, normalise), on
 
-    def loss(variables: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree, dict[str, Array]]:
-        h, stats = model.features(variables, batch.x, mask=batch.mask, train=True, key=key)
+    def loss(
+        variables: PyTree, batch: Batch, key: Array
+    ) -> tuple[Array, PyTree, dict[str, Array]]:
+        h, stats = model.features(
+            variables, batch.x, mask=batch.mask, train=True, key=key
+        )
         z = columns(variables["head"], h)
-        alpha, on = jax.lax.stop_gradient(weights(*jax.lax.stop_gradient((variables, batch, z, key))))
+        alpha, on = jax.lax.stop_gradient(
+            weights(*jax.lax.stop_gradient((variables, batch, z, key)))
+        )
         values = each(z, batch)[0]
-        seen = weight_shares(b, alpha, batch.y, batch.mask, jnp.broadcast_to(one_class, alpha.shape))
+        seen = weight_shares(
+            b, alpha, batch.y, batch.mask, jnp.broadcast_to(one_class, alpha.shape)
+        )
         seen["unweighted_loss"] = values @ min_norm.uniform(on, z.dtype)
         if head_grad == "scaled":
             return alpha @ values, stats, seen
@@ -177,29 +224,41 @@ def branch_loss(
 
 
 def _body_gram(
-    task: Task, b: Branches, each: Callable[[Array], Array], variables: PyTree, batch: Batch, key: Array
+    task: Task,
+    b: Branches,
+    each: Callable[[Array], Array],
+    variables: PyTree,
+    batch: Batch,
+    key: Array,
 ) -> Array:
-    """<grad l_s, grad l_t> by the body's parameters, [T, T]: MGDA proper, at T backward passes."""
+    """<grad l_s, grad l_t> by the body's parameters, [T, T]: MGDA proper, at T backward
+    passes."""
 
     def by_body(body: PyTree) -> Array:
-        h, _ = task.model.features({**variables, "body": body}, batch.x, mask=batch.mask, train=True, key=key)
+        h, _ = task.model.features(
+            {**variables, "body": body}, batch.x, mask=batch.mask, train=True, key=key
+        )
         return each(columns(variables["head"], h))
 
-    rows = [g.reshape(g.shape[0], -1) for g in jax.tree.leaves(jax.jacrev(by_body)(variables["body"]))]
+    rows = [
+        g.reshape(g.shape[0], -1)
+        for g in jax.tree.leaves(jax.jacrev(by_body)(variables["body"]))
+    ]
     return sum((g @ g.T for g in rows), jnp.zeros((len(b.member),) * 2))
 
 
 def scores(b: Branches, z: Array, y: Array, mask: Array, c: Client) -> Scores:
-    """The metrics of class logits [B, C] (26.5): `acc` and `acc_present` as every method, and the
-    tasks' own.
+    """The metrics of class logits [B, C] (26.5): `acc` and `acc_present` as every
+    method, and the tasks' own.
 
-    `acc_groups` is the argmax over the classes of the client's groups, and `coarse_acc` whether its
-    group is right; `task_acc` the accuracy of each task it holds (on all samples, where no is the
-    answer to other groups' labels, or within the group given the group); `task_bal` the mean of an
-    open task's accuracy inside and outside its group, for a binary one (TPR + TNR) / 2;
-    `recall_macro` the mean recall of `acc_present`'s predictions; `*_majority` their majority
-    baselines: what always saying no, or always the client's majority class, scores on the same
-    samples. With group_binary, which cannot tell the classes of a group apart, a group's prediction
+    `acc_groups` is the argmax over the classes of the client's groups, and `coarse_acc`
+    whether its group is right; `task_acc` the accuracy of each task it holds (on all
+    samples, where no is the answer to other groups' labels, or within the group given
+    the group); `task_bal` the mean of an open task's accuracy inside and outside its
+    group, for a binary one (TPR + TNR) / 2; `recall_macro` the mean recall of
+    `acc_present`'s predictions; `*_majority` their majority baselines: what always
+    saying no, or always the client's majority class, scores on the same samples. With
+    group_binary, which cannot tell the classes of a group apart, a group's prediction
     is the client's majority class in it, and a task's is a yes.
     """
     counts = c.class_counts
@@ -216,21 +275,34 @@ def scores(b: Branches, z: Array, y: Array, mask: Array, c: Client) -> Scores:
 
     # argmax would name the first NaN, and class 0 where the client holds none
     known = ~jnp.any(jnp.isnan(z), axis=-1) & jnp.any(held)
-    own = (best(jnp.asarray(b.member)[jnp.asarray(b.of)[y]]) == y) & known  # given the group
+    # given the group
+    own = (best(jnp.asarray(b.member)[jnp.asarray(b.of)[y]]) == y) & known
     named = jnp.ones_like(own) if b.head == "group_binary" else own
-    right = jnp.where(b.open[None], jnp.where(truth, yes & named[:, None], ~yes), own[:, None])
+    right = jnp.where(
+        b.open[None], jnp.where(truth, yes & named[:, None], ~yes), own[:, None]
+    )
     lazy = jnp.where(b.open[None], ~truth, y[:, None] == majority[None])
-    split = jnp.stack([rows & truth, rows & ~truth], axis=-1) & b.open[None, :, None]  # [B, T, 2]
+    # [B, T, 2]
+    split = jnp.stack([rows & truth, rows & ~truth], axis=-1) & b.open[None, :, None]
     guess = best(held[b.of])
     always = y == jnp.argmax(counts)
     n, per_task, per_class = jnp.sum(mask), jnp.sum(rows, axis=0), jnp.sum(hit, axis=0)
     return evaluate.classification(z, y, mask, c) | {
         "acc_groups": (jnp.sum((guess == y) & known & mask), n),
-        "coarse_acc": (jnp.sum((jnp.asarray(b.of)[guess] == jnp.asarray(b.of)[y]) & known & mask), n),
+        "coarse_acc": (
+            jnp.sum((jnp.asarray(b.of)[guess] == jnp.asarray(b.of)[y]) & known & mask),
+            n,
+        ),
         "task_acc": (jnp.sum(right & rows, axis=0), per_task),
         "task_acc_majority": (jnp.sum(lazy & rows, axis=0), per_task),
         "task_bal": (jnp.sum(split & right[..., None], axis=0), jnp.sum(split, axis=0)),
-        "task_bal_majority": (jnp.sum(split & lazy[..., None], axis=0), jnp.sum(split, axis=0)),
-        "recall_macro": (jnp.sum(hit & ((best(counts > 0) == y) & known)[:, None], axis=0), per_class),
+        "task_bal_majority": (
+            jnp.sum(split & lazy[..., None], axis=0),
+            jnp.sum(split, axis=0),
+        ),
+        "recall_macro": (
+            jnp.sum(hit & ((best(counts > 0) == y) & known)[:, None], axis=0),
+            per_class,
+        ),
         "recall_majority": (jnp.sum(hit & always[:, None], axis=0), per_class),
     }

@@ -1,8 +1,8 @@
-"""Terms of FedDVA's dual variational autoencoder: Gaussian divergences, its regularisers,
-reconstruction errors.
+"""Terms of FedDVA's dual variational autoencoder: Gaussian divergences, its
+regularisers, reconstruction errors.
 
-Axes: B batch, d dimensions of a latent. All terms are sums over dimensions or pixels for each
-example, in nats.
+Axes: B batch, d dimensions of a latent. All terms are sums over dimensions or pixels
+for each example, in nats.
 """
 
 import math
@@ -29,14 +29,19 @@ class Gaussian(NamedTuple):
 
 
 def sample(key: Array, q: Gaussian) -> Array:
-    """Draws mean + exp(log_var / 2) * eps, eps ~ N(0, I): [B, d], differentiable in q."""
-    return q.mean + jnp.exp(q.log_var / 2) * jax.random.normal(key, q.mean.shape, q.mean.dtype)
+    """Draws mean + exp(log_var / 2) * eps, eps ~ N(0, I): [B, d], differentiable in
+    q."""
+    return q.mean + jnp.exp(q.log_var / 2) * jax.random.normal(
+        key, q.mean.shape, q.mean.dtype
+    )
 
 
 def kl(p: Gaussian, q: Gaussian) -> Array:
     """KL(p || q) of each example (FedDVA, Eq. 24), [B]."""
     square, ratio = (p.mean - q.mean) ** 2, p.log_var - q.log_var
-    return 0.5 * jnp.sum(square * jnp.exp(-q.log_var) + jnp.exp(ratio) - 1 - ratio, axis=-1)
+    return 0.5 * jnp.sum(
+        square * jnp.exp(-q.log_var) + jnp.exp(ratio) - 1 - ratio, axis=-1
+    )
 
 
 def kl_standard(q: Gaussian) -> Array:
@@ -45,42 +50,61 @@ def kl_standard(q: Gaussian) -> Array:
 
 
 def mixture_bound(q: Gaussian, mask: Array, detach: bool = True) -> Array:
-    """Upper bound of KL(q_i || the batch's mixture), the mean over j of KL(q_i || q_j) (FedDVA, Eq.
-    26), [B].
+    """Upper bound of KL(q_i || the batch's mixture), the mean over j of KL(q_i || q_j)
+    (FedDVA, Eq. 26), [B].
 
     Args:
       q: of each example, i and j; the pair i = j counts and adds 0.
       mask: [B] bool, the examples over which j runs.
-      detach: no gradient through the side of j, the mixture being a constant, as in the released
-        code.
+      detach: no gradient through the side of j, the mixture being a constant, as in the
+        released code.
 
     Note:
-      In time O(B d), from four means over j: the sum over pairs factorises. The means are taken
-      about the batch's, on which the bound does not depend, or they would cancel where it lies far
-      from 0.
+      In time O(B d), from four means over j: the sum over pairs factorises. The means
+      are taken about the batch's, on which the bound does not depend, or they would
+      cancel where it lies far from 0.
     """
     centre = lax.stop_gradient(_mean(q.mean, mask))
     q = q._replace(mean=q.mean - centre)
     other = lax.stop_gradient(q) if detach else q
     precision = jnp.exp(-other.log_var)
-    parts = (precision, other.mean * precision, other.mean**2 * precision, other.log_var)
+    parts = (
+        precision,
+        other.mean * precision,
+        other.mean**2 * precision,
+        other.log_var,
+    )
     p, pm, pmm, log_var = (_mean(part, mask) for part in parts)
-    total = (q.mean**2 + jnp.exp(q.log_var)) * p - 2 * q.mean * pm + pmm - q.log_var + log_var - 1
+    total = (
+        (q.mean**2 + jnp.exp(q.log_var)) * p
+        - 2 * q.mean * pm
+        + pmm
+        - q.log_var
+        + log_var
+        - 1
+    )
     return 0.5 * jnp.sum(total, axis=-1)
 
 
-def personal_term(q: Gaussian, mask: Array, xi: Numeric, regulariser: str = "paper_max", detach: bool = True) -> Array:
+def personal_term(
+    q: Gaussian,
+    mask: Array,
+    xi: Numeric,
+    regulariser: str = "paper_max",
+    detach: bool = True,
+) -> Array:
     """The regulariser R_c of the personal latent for each example, [B].
 
     Args:
       q: q(c|x, z).
       mask: [B] bool, the valid examples.
       xi: slack in nats; 8 d_c in the paper.
-      regulariser: one of paper_max: max(xi + A, B) (Eq. 7) with A the mixture bound and B = KL(q ||
-        N(0, I)): below the slack it draws
+      regulariser: one of paper_max: max(xi + A, B) (Eq. 7) with A the mixture bound and
+        B = KL(q || N(0, I)): below the slack it draws
           the client's examples together, above it is the ordinary divergence;
-        code_hinge: KL(q || N(the batch's mean of the means, I)) + relu(xi + A - B), as in the
-          released code: while active it also drives the client's examples away from the origin.
+        code_hinge: KL(q || N(the batch's mean of the means, I)) + relu(xi + A - B), as
+          in the released code: while active it also drives the client's examples away
+          from the origin.
       detach: see `mixture_bound`.
 
     Raises:
@@ -101,9 +125,9 @@ def reconstruction(x: Array, mean: Array, kind: str = "gaussian") -> Array:
     Args:
       x: [B, ...].
       mean: the decoder's, of the same shape.
-      kind: one of gaussian: of unit variance, without the constant log(2 pi) / 2 a pixel: half the
-        squared error; focal: the sum over pixels of -(1 - u)^5 log u, u the density of that
-        Gaussian, as in the released code.
+      kind: one of gaussian: of unit variance, without the constant log(2 pi) / 2 a
+        pixel: half the squared error; focal: the sum over pixels of -(1 - u)^5 log u, u
+        the density of that Gaussian, as in the released code.
 
     Raises:
       InputError: for another kind.
@@ -119,16 +143,21 @@ def reconstruction(x: Array, mean: Array, kind: str = "gaussian") -> Array:
 def terms(x: Array, mean: Array, z: Gaussian, c: Gaussian) -> dict[str, Array]:
     """The scores of each example: {name: [B]}.
 
-    `reconstruction` (half the squared error), `kl_z` and `kl_c` (to N(0, I)), lower being better,
-    and their negative sum `elbo`: the evidence lower bound without the constant log(2 pi) / 2 a
-    pixel, higher being better.
+    `reconstruction` (half the squared error), `kl_z` and `kl_c` (to N(0, I)), lower
+    being better, and their negative sum `elbo`: the evidence lower bound without the
+    constant log(2 pi) / 2 a pixel, higher being better.
     """
-    parts = {"reconstruction": reconstruction(x, mean), "kl_z": kl_standard(z), "kl_c": kl_standard(c)}
+    parts = {
+        "reconstruction": reconstruction(x, mean),
+        "kl_z": kl_standard(z),
+        "kl_c": kl_standard(c),
+    }
     return parts | {"elbo": -(parts["reconstruction"] + parts["kl_z"] + parts["kl_c"])}
 
 
 def _mean(values: Array, mask: Array) -> Array:
-    """Mean of values [B, d] over the rows where `mask` [B] holds, [1, d]; 0 without one."""
+    """Mean of values [B, d] over the rows where `mask` [B] holds, [1, d]; 0 without
+    one."""
     weight = mask[:, None].astype(values.dtype)
     total = jnp.where(mask[:, None], values, 0).sum(axis=0, keepdims=True)
     return total / jnp.maximum(weight.sum(axis=0, keepdims=True), 1)

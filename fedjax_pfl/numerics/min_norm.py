@@ -1,5 +1,5 @@
-"""The minimum-norm point of a convex hull of gradients, from their Gram matrix (Désidéri 2012;
-Sener & Koltun 2018)."""
+"""The minimum-norm point of a convex hull of gradients, from their Gram matrix
+(Désidéri 2012; Sener & Koltun 2018)."""
 
 import jax
 import jax.numpy as jnp
@@ -13,37 +13,43 @@ TOLERANCE = 1e-5  # relative duality gap at which both solvers stop
 def two_point(gram: Array) -> Array:
     """Closed form for two gradients: gram [2, 2] -> alpha [2]."""
     across = gram[0, 0] + gram[1, 1] - 2 * gram[0, 1]
-    gamma = jnp.where(across > 0, (gram[1, 1] - gram[0, 1]) / jnp.where(across > 0, across, 1), 0.5)
+    gamma = jnp.where(
+        across > 0, (gram[1, 1] - gram[0, 1]) / jnp.where(across > 0, across, 1), 0.5
+    )
     gamma = jnp.clip(gamma, 0, 1)
     return jnp.stack([gamma, 1 - gamma])
 
 
 def gap(gram: Array, mask: Array, alpha: Array) -> Array:
-    """Duality gap alpha^T M alpha - min_{t in A} (M alpha)_t >= 0; 0 at the optimum, []."""
+    """Duality gap alpha^T M alpha - min_{t in A} (M alpha)_t >= 0; 0 at the optimum,
+    []."""
     slope = gram @ alpha
     return alpha @ slope - jnp.min(jnp.where(mask, slope, jnp.inf))
 
 
 def _unsolved(gram: Array, mask: Array, alpha: Array, i: Array) -> Array:
-    return (gap(gram, mask, alpha) > TOLERANCE * (alpha @ gram @ alpha)) & (i < MAX_ITERATIONS)
+    return (gap(gram, mask, alpha) > TOLERANCE * (alpha @ gram @ alpha)) & (
+        i < MAX_ITERATIONS
+    )
 
 
 def fista(gram: Array, mask: Array) -> Array:
-    """Minimises ||sum_t alpha_t D_t||^2 over the simplex on `mask` by accelerated gradient.
+    """Minimises ||sum_t alpha_t D_t||^2 over the simplex on `mask` by accelerated
+    gradient.
 
     Args:
       gram: [T, T], <D_s, D_t>; entries off `mask` are ignored.
       mask: [T] bool, the active set A.
 
     Returns:
-      alpha [T] on the simplex, 0 off A (all 0 if A is empty); it stops at a relative duality gap of
-      1e-5 or after 250 iterations.
+      alpha [T] on the simplex, 0 off A (all 0 if A is empty); it stops at a relative
+      duality gap of 1e-5 or after 250 iterations.
 
     Note:
-      The minimiser is that of x^T M x / 2 - sum x over x >= 0, normalised. There the variables can
-      be scaled so that M has a unit diagonal: gradients whose norms differ by orders of magnitude,
-      as those of learnt and unlearnt tasks do, then do not slow it down. Momentum restarts as in
-      O'Donoghue & Candès (2015).
+      The minimiser is that of x^T M x / 2 - sum x over x >= 0, normalised. There the
+      variables can be scaled so that M has a unit diagonal: gradients whose norms
+      differ by orders of magnitude, as those of learnt and unlearnt tasks do, then do
+      not slow it down. Momentum restarts as in O'Donoghue & Candès (2015).
     """
     gram = _restrict(gram, mask)
     d = jnp.diag(gram)
@@ -54,9 +60,15 @@ def fista(gram: Array, mask: Array) -> Array:
 
     def simplex(beta: Array) -> Array:
         total = jnp.sum(beta / s)
-        return jnp.where(total > 0, beta / s / jnp.where(total > 0, total, 1), uniform(mask, gram.dtype))
+        return jnp.where(
+            total > 0,
+            beta / s / jnp.where(total > 0, total, 1),
+            uniform(mask, gram.dtype),
+        )
 
-    def improve(loop: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
+    def improve(
+        loop: tuple[Array, Array, Array, Array],
+    ) -> tuple[Array, Array, Array, Array]:
         i, beta, ahead, t = loop
         new = jnp.maximum(ahead - rate * (scaled @ ahead - linear), 0)
         t_new = (1 + jnp.sqrt(1 + 4 * t * t)) / 2
@@ -66,14 +78,16 @@ def fista(gram: Array, mask: Array) -> Array:
         return i + 1, new, new + momentum * (new - beta), t_new
 
     loop = (jnp.int32(0), linear, linear, jnp.ones((), gram.dtype))
-    loop = jax.lax.while_loop(lambda loop: _unsolved(gram, mask, simplex(loop[1]), loop[0]), improve, loop)
+    loop = jax.lax.while_loop(
+        lambda loop: _unsolved(gram, mask, simplex(loop[1]), loop[0]), improve, loop
+    )
     zero = mask & (d <= 0)  # such a gradient is the minimum by itself, and has no scale
     return jnp.where(jnp.any(zero), uniform(zero, gram.dtype), simplex(loop[1]))
 
 
 def frank_wolfe(gram: Array, mask: Array) -> Array:
-    """The paper's solver, Frank-Wolfe with exact line search, from the uniform point; arguments as
-    in `fista`."""
+    """The paper's solver, Frank-Wolfe with exact line search, from the uniform point;
+    arguments as in `fista`."""
     gram = _restrict(gram, mask)
 
     def improve(loop: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -82,10 +96,14 @@ def frank_wolfe(gram: Array, mask: Array) -> Array:
         t = jnp.argmin(jnp.where(mask, slope, jnp.inf))
         pair = jnp.array([[gram[t, t], slope[t]], [slope[t], alpha @ slope]])
         step = two_point(pair)[0]
-        return i + 1, (1 - step) * alpha + step * jax.nn.one_hot(t, mask.shape[0], dtype=gram.dtype)
+        return i + 1, (1 - step) * alpha + step * jax.nn.one_hot(
+            t, mask.shape[0], dtype=gram.dtype
+        )
 
     loop = (jnp.int32(0), uniform(mask, gram.dtype))
-    return jax.lax.while_loop(lambda loop: _unsolved(gram, mask, loop[1], loop[0]), improve, loop)[1]
+    return jax.lax.while_loop(
+        lambda loop: _unsolved(gram, mask, loop[1], loop[0]), improve, loop
+    )[1]
 
 
 def _restrict(gram: Array, mask: Array) -> Array:

@@ -24,19 +24,33 @@ def gram(a: PyTree, b: PyTree) -> Array:
 
 def square_norms(w: PyTree) -> Array:
     """||w_i||^2 [N] of models w [N, ...]."""
-    squares = (jnp.sum(x.astype(jnp.float32) ** 2, axis=tuple(range(1, x.ndim))) for x in jax.tree.leaves(w))
+    squares = (
+        jnp.sum(x.astype(jnp.float32) ** 2, axis=tuple(range(1, x.ndim)))
+        for x in jax.tree.leaves(w)
+    )
     return sum(squares, jnp.zeros(()))
 
 
 def square_distances(w: PyTree, ids: Array) -> Array:
     """||w_i - w_j||^2 [S, N] of the models `ids` [S] to all models w [N, ...]."""
-    # one matrix product instead of S passes over all models; centred, so that what they have in common cannot cancel
-    w = jax.tree.map(lambda x: x.astype(jnp.float32) - jnp.mean(x.astype(jnp.float32), axis=0, keepdims=True), w)
+    # one matrix product instead of S passes over all models; centred, so that what they
+    # have in common cannot cancel
+    w = jax.tree.map(
+        lambda x: (
+            x.astype(jnp.float32)
+            - jnp.mean(x.astype(jnp.float32), axis=0, keepdims=True)
+        ),
+        w,
+    )
     norms = square_norms(w)
-    return jnp.maximum(norms[ids][:, None] + norms[None] - 2 * gram(trees.gather(w, ids), w), 0)
+    return jnp.maximum(
+        norms[ids][:, None] + norms[None] - 2 * gram(trees.gather(w, ids), w), 0
+    )
 
 
 def cosines(w: PyTree, ids: Array) -> Array:
     """cos(w_i, w_j) [S, N] of the models `ids` [S] with all models w [N, ...]."""
     norms = jnp.sqrt(square_norms(w))
-    return gram(trees.gather(w, ids), w) / jnp.maximum(norms[ids][:, None] * norms[None], TINY)
+    return gram(trees.gather(w, ids), w) / jnp.maximum(
+        norms[ids][:, None] * norms[None], TINY
+    )

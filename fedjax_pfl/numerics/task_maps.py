@@ -1,11 +1,11 @@
-"""Task maps: which group of classes each task of a classifier owns, read from a name, a file or a
-list (pFedC, 26.1).
+"""Task maps: which group of classes each task of a classifier owns, read from a name, a
+file or a list (pFedC, 26.1).
 
-A group of one class is a yes-or-no question about every sample. A larger group is by its head:
-group_softmax, a softmax over the samples whose label is in it; group_reject, one over all samples
-with the further answer "none of these"; group_binary, the question whether the label is in it at
-all. Tasks but those of group_softmax are open: they see every sample, and one of their answers is
-no.
+A group of one class is a yes-or-no question about every sample. A larger group is by
+its head: group_softmax, a softmax over the samples whose label is in it; group_reject,
+one over all samples with the further answer "none of these"; group_binary, the question
+whether the label is in it at all. Tasks but those of group_softmax are open: they see
+every sample, and one of their answers is no.
 """
 
 import os
@@ -23,13 +23,17 @@ MAPS = ("class", "single", "consecutive", "superclass", "file", "map")
 
 
 class Branches(NamedTuple):
-    """The task map, as host constants. A head has L logits, each of one task: columns [B, L]."""
+    """The task map, as host constants. A head has L logits, each of one task: columns
+    [B, L]."""
 
     of: np.ndarray  # [C] int, the task of each class (tau)
     member: np.ndarray  # [T, C] bool, the classes of each task (G_t)
-    binary: np.ndarray  # [T] bool: a group of one class is a yes-or-no task on all samples
+    # [T] bool: a group of one class is a yes-or-no task on all samples
+    binary: np.ndarray
     head: str  # of larger groups, one of HEADS
-    column: np.ndarray  # [L] int, the task of each logit: of the classes, then the reject logits; or one a task
+    # [L] int, the task of each logit: of the classes, then the reject logits; or one a
+    # task
+    column: np.ndarray
 
     @property
     def open(self) -> np.ndarray:
@@ -43,15 +47,16 @@ class Branches(NamedTuple):
 
 
 def branches(task: Task, tasks: str, head: str = "group_softmax") -> Branches:
-    """Reads a task map: a name of `MAPS`; the user's own file:PATH, or its content as map:0,0,1
-    (see `inline`)."""
+    """Reads a task map: a name of `MAPS`; the user's own file:PATH, or its content as
+    map:0,0,1 (see `inline`)."""
     choose("head", head, HEADS)
     of = _tasks_of_classes(task, tasks)
     member = np.arange(of.max() + 1)[:, None] == of
     binary = (member.sum(1) == 1) & (len(of) > 1)
     if head == "group_binary" and len(member) == 1:
         raise InputError(
-            "head='group_binary' asks whether a label is in the group: it needs tasks other than 'single'."
+            "head='group_binary' asks whether a label is in the group: it needs tasks "
+            "other than 'single'."
         )
     columns = {
         "group_softmax": of,
@@ -69,14 +74,20 @@ def _tasks_of_classes(task: Task, tasks: str) -> np.ndarray:
     if name == "consecutive":
         if not value.isdecimal() or not 1 <= int(value) <= len(c):
             raise InputError(
-                f"tasks={tasks!r}: consecutive needs a number of tasks from 1 to {len(c)}, as consecutive:2."
+                f"tasks={tasks!r}: consecutive needs a number of tasks from 1 to "
+                f"{len(c)}, as consecutive:2."
             )
         return c * int(value) // len(c)
     if name == "superclass":
         if task.superclass is None:
-            raise InputError("tasks='superclass': this data set has no superclasses; cifar100 has.")
+            raise InputError(
+                "tasks='superclass': this data set has no superclasses; cifar100 has."
+            )
         if len(task.superclass) != len(c):
-            raise InputError(f"tasks='superclass': the map has {len(task.superclass)} entries for {len(c)} classes.")
+            raise InputError(
+                f"tasks='superclass': the map has {len(task.superclass)} entries for "
+                f"{len(c)} classes."
+            )
         return np.unique(task.superclass, return_inverse=True)[1]
     if name == "map":
         return _checked_map(value, len(c))
@@ -84,11 +95,11 @@ def _tasks_of_classes(task: Task, tasks: str) -> np.ndarray:
 
 
 def inline(tasks: str) -> str:
-    """A task map without its file: file:PATH becomes map:0,0,1, the task of each class; others stay
-    as they are.
+    """A task map without its file: file:PATH becomes map:0,0,1, the task of each class;
+    others stay as they are.
 
-    The file is text: one whole number a class, apart by commas or white space, or a JSON list; #
-    begins a comment.
+    The file is text: one whole number a class, apart by commas or white space, or a
+    JSON list; # begins a comment.
 
     Raises:
       InputError: the file cannot be read, or holds something else.
@@ -101,14 +112,16 @@ def inline(tasks: str) -> str:
     except (OSError, ValueError) as error:  # no such file; not text
         why = getattr(error, "strerror", None) or "it is no text"
         raise InputError(
-            f"The task map {path!r} cannot be read ({why}): give a text with the task of each class."
+            f"The task map {path!r} cannot be read ({why}): give a text with the task "
+            "of each class."
         ) from None
     text = re.sub(r"#.*", "", text).strip().removeprefix("[").removesuffix("]").strip()
     words = re.split(r"\s*,\s*|\s+", text)
     for word in words:
         if not re.fullmatch("[0-9]{1,9}", word):
             raise InputError(
-                f"The task map {path!r} holds {word[:40]!r}, no whole number from 0: write the task of each class."
+                f"The task map {path!r} holds {word[:40]!r}, no whole number from 0: "
+                "write the task of each class."
             )
     return "map:" + ",".join(str(int(word)) for word in words)
 
@@ -118,12 +131,19 @@ def _checked_map(value: str, num_classes: int) -> np.ndarray:
     words = value.split(",")
     if not all(re.fullmatch("[0-9]{1,9}", word) for word in words):
         raise InputError(
-            f"tasks='map:{value[:40]}': write the task of each class as whole numbers from 0, as map:0,0,1."
+            f"tasks='map:{value[:40]}': write the task of each class as whole numbers "
+            "from 0, as map:0,0,1."
         )
     of = np.array([int(word) for word in words])
     if len(of) != num_classes:
-        raise InputError(f"The task map has {len(of)} entries for {num_classes} classes: write the task of each class.")
+        raise InputError(
+            f"The task map has {len(of)} entries for {num_classes} classes: write the "
+            "task of each class."
+        )
     missing = np.setdiff1d(np.arange(of.max()), of)
     if missing.size:
-        raise InputError(f"The task map has a task {of.max()} but no class of task {missing[0]}: leave no number out.")
+        raise InputError(
+            f"The task map has a task {of.max()} but no class of task {missing[0]}: "
+            "leave no number out."
+        )
     return of

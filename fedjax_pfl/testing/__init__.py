@@ -12,7 +12,14 @@ from fedjax_pfl.engine import program, validate
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.hyperparameters import method_name
 from fedjax_pfl.testing import synthetic
-from fedjax_pfl.testing.rounds import ContractViolation, Subject, evaluate, mistakes, run, subject
+from fedjax_pfl.testing.rounds import (
+    ContractViolation,
+    Subject,
+    evaluate,
+    mistakes,
+    run,
+    subject,
+)
 from fedjax_pfl.testing.rules import RULES
 from fedjax_pfl.testing.synthetic import federation, task
 from fedjax_pfl.types import Algorithm, Task
@@ -36,27 +43,38 @@ def check(rule: str, s: Subject) -> None:
     try:
         RULES[rule](s)
     except (ContractViolation, InputError) as error:
-        sentence = f"{method_name(s.factory)} breaks the rule {rule!r} ({_sentence(rule)}): {str(error).rstrip('.')}."
+        sentence = (
+            f"{method_name(s.factory)} breaks the rule {rule!r} ({_sentence(rule)}): "
+            f"{str(error).rstrip('.')}."
+        )
         raise ContractViolation(sentence) from None
 
 
-def check_algorithm(factory: Callable[..., Algorithm] | str, task: Task | None = None) -> None:
-    """Checks a method against every rule of the contract, on a synthetic federation of five
-    clients.
+def check_algorithm(
+    factory: Callable[..., Algorithm] | str, task: Task | None = None
+) -> None:
+    """Checks a method against every rule of the contract, on a synthetic federation of
+    five clients.
 
     Args:
       factory: factory(task, **hyperparameters) -> Algorithm, with a default for each
         hyperparameter; or a method's name.
-      task: as the function `task` makes it, of one architecture; for methods that need other models
-        or public data.
+      task: as the function `task` makes it, of one architecture; for methods that need
+        other models or public data.
 
     Raises:
       ContractViolation: a rule is broken; the message names the rule and where.
       InputError: what the method returns has a wrong shape, structure or signature.
     """
-    factory, given = validate.method(factory), synthetic.task() if task is None else task
+    factory, given = (
+        validate.method(factory),
+        synthetic.task() if task is None else task,
+    )
     if len(given.models) != 1 or not np.array_equal(given.sizes, synthetic.SIZES):
-        raise InputError("check_algorithm needs a Task made by testing.task, with clients of one architecture.")
+        raise InputError(
+            "check_algorithm needs a Task made by testing.task, with clients of one "
+            "architecture."
+        )
     validate.key(jax.random.key(0))  # the rules draw from keys of the default kind
     with mistakes(factory):
         program.program(factory, given)

@@ -1,4 +1,5 @@
-"""The rules of the contract on clients' networks: batch norm, and several architectures."""
+"""The rules of the contract on clients' networks: batch norm, and several
+architectures."""
 
 from typing import Any
 
@@ -31,12 +32,15 @@ TWO_GROUPS = np.array([0, 1, 0, 1, 1])  # architecture of each client
 
 
 def bn_stats(s: Subject) -> None:
-    """With bn_stats=local running statistics stay with their client and influence nobody else,
-    masked rows nothing."""
+    """With bn_stats=local running statistics stay with their client and influence
+    nobody else, masked rows nothing."""
     shape = s.task.prepared.shape[1:]
-    net = lambda shape, classes, rngs: nets.Net(_Marked(shape, rngs), layers.linear(8, classes, rngs))
+    net = lambda shape, classes, rngs: nets.Net(
+        _Marked(shape, rngs), layers.linear(8, classes, rngs)
+    )
     model = models.model(net, shape, s.task.num_classes)
-    shared = None if s.task.shared is None else model  # the other inputs of a small model would influence all
+    # the other inputs of a small model would influence all
+    shared = None if s.task.shared is None else model
     t = s.task._replace(models=(model,), shared=shared, bn_stats="local")
     try:
         s.factory(t)
@@ -47,7 +51,8 @@ def bn_stats(s: Subject) -> None:
     x = np.array(f.examples.x).reshape(len(f.examples.y), -1)
     x[:, 0] = 0
     found = []
-    for value in (0, 5):  # in the input that only a batch norm of its own sees, whose outputs nobody reads
+    # in the input that only a batch norm of its own sees, whose outputs nobody reads
+    for value in (0, 5):
         x[np.asarray(f.train.index)[of][: SIZES[of]], 0] = value
         examples = f.examples._replace(x=jnp.asarray(x.reshape(f.examples.x.shape)))
         found.append(run(normed, federation=f._replace(examples=examples)))
@@ -59,17 +64,25 @@ def bn_stats(s: Subject) -> None:
     same_round(masked, found[1], IDS[ACTIVE])
     rows = [jax.tree.leaves(rows_of(state.clients, of)) for state, _ in found]
     if all(np.array_equal(*pair) for pair in zip(*rows, strict=True)):
-        raise ContractViolation(f"the running statistics of client {of} are not kept in State.clients")
+        raise ContractViolation(
+            f"the running statistics of client {of} are not kept in State.clients"
+        )
 
 
 class _Marked(nnx.Module):
-    """A batch-norm network, and a batch norm of the first input alone that nothing depends on."""
+    """A batch-norm network, and a batch norm of the first input alone that nothing
+    depends on."""
 
     def __init__(self, shape: tuple[int, ...], rngs: nnx.Rngs):
         self.inner = layers.linear(int(np.prod(shape)) - 1, 8, rngs)
-        self.norm, self.mark = layers.BatchNorm(8, rngs=rngs), layers.BatchNorm(1, rngs=rngs)
+        self.norm, self.mark = (
+            layers.BatchNorm(8, rngs=rngs),
+            layers.BatchNorm(1, rngs=rngs),
+        )
 
-    def __call__(self, x: Array, mask: Array | None = None, train: bool = False) -> Array:
+    def __call__(
+        self, x: Array, mask: Array | None = None, train: bool = False
+    ) -> Array:
         x = x.reshape(len(x), -1)
         self.mark(x[:, :1], mask, train)
         return jax.nn.relu(self.norm(self.inner(x[:, 1:]), mask, train))
@@ -79,14 +92,23 @@ def grouping(s: Subject) -> None:
     """Grouping does not matter: one architecture declared twice is one."""
     if s.factory(s.task).one_architecture:
         return
-    t = s.task._replace(models=s.task.models * 2, architecture=TWO_GROUPS, participation=(0.8, 0.8))
+    t = s.task._replace(
+        models=s.task.models * 2, architecture=TWO_GROUPS, participation=(0.8, 0.8)
+    )
     own = [groups.members(t, g) for g in range(2)]
     like = jax.eval_shape(s.factory(t).init, jax.random.key(0))
-    if any(groups.is_grouped(x) for x in jax.tree.leaves(like.server, is_leaf=groups.is_grouped)):
+    if any(
+        groups.is_grouped(x)
+        for x in jax.tree.leaves(like.server, is_leaf=groups.is_grouped)
+    ):
         return  # it averages within architectures, so that grouping is meant to matter
 
     def divided(node: Any, tree: PyTree) -> PyTree:
-        return Grouped(tuple(rows_of(tree, ids) for ids in own)) if groups.is_grouped(node) else tree
+        return (
+            Grouped(tuple(rows_of(tree, ids) for ids in own))
+            if groups.is_grouped(node)
+            else tree
+        )
 
     def joined(node: Any) -> PyTree:
         if not groups.is_grouped(node):
@@ -94,12 +116,18 @@ def grouping(s: Subject) -> None:
         by_id = np.argsort(np.concatenate(own))
         return jax.tree.map(lambda *x: np.concatenate(x)[by_id], *node.trees)
 
-    clients = jax.tree.map(divided, like.clients, s.start.clients, is_leaf=groups.is_grouped)
+    clients = jax.tree.map(
+        divided, like.clients, s.start.clients, is_leaf=groups.is_grouped
+    )
     # what the architectures share is the same leaves, in containers of what both have
-    server = jax.tree.unflatten(jax.tree.structure(like.server), jax.tree.leaves(s.start.server))
+    server = jax.tree.unflatten(
+        jax.tree.structure(like.server), jax.tree.leaves(s.start.server)
+    )
     other = subject(s.factory, t, start=State(server, clients))
     state, metrics = run(other, ids=IDS[ACTIVE], active=np.ones(4, bool))
-    state = state._replace(clients=jax.tree.map(joined, state.clients, is_leaf=groups.is_grouped))
+    state = state._replace(
+        clients=jax.tree.map(joined, state.clients, is_leaf=groups.is_grouped)
+    )
     same_round((state, metrics), run(s), IDS[ACTIVE], 1e-5)
 
 
@@ -109,17 +137,25 @@ def architectures(s: Subject) -> None:
         return
     shape, model = s.task.prepared.shape[1:], s.task.model
     net = lambda shape, classes, rngs: nets.Net(
-        _Deeper(shape, model.num_features, rngs), layers.linear(model.num_features, classes, rngs)
+        _Deeper(shape, model.num_features, rngs),
+        layers.linear(model.num_features, classes, rngs),
     )
     other = models.model(net, shape, s.task.num_classes)
-    program.program(s.factory, s.task._replace(models=(model, other), architecture=TWO_GROUPS))
+    program.program(
+        s.factory, s.task._replace(models=(model, other), architecture=TWO_GROUPS)
+    )
 
 
 class _Deeper(nnx.Module):
     """Two layers, of which the first is narrow."""
 
     def __init__(self, shape: tuple[int, ...], features: int, rngs: nnx.Rngs):
-        self.layers = nnx.List([layers.linear(int(np.prod(shape)), 3, rngs), layers.linear(3, features, rngs)])
+        self.layers = nnx.List(
+            [
+                layers.linear(int(np.prod(shape)), 3, rngs),
+                layers.linear(3, features, rngs),
+            ]
+        )
 
     def __call__(self, x: Array) -> Array:
         h = x.reshape(len(x), -1)

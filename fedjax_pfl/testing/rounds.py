@@ -1,5 +1,5 @@
-"""A method and its compiled round on the synthetic federation, and how two of its rounds are
-compared."""
+"""A method and its compiled round on the synthetic federation, and how two of its
+rounds are compared."""
 
 import contextlib
 import functools
@@ -18,7 +18,8 @@ from fedjax_pfl.hyperparameters import method_name
 from fedjax_pfl.testing.synthetic import C, N, federation
 from fedjax_pfl.types import Algorithm, Array, Examples, Federation, PyTree, State, Task
 
-IDS = np.array([3, 0, 4, 1, N + 2], np.int32)  # a cohort without client 2, and with a padded place
+# a cohort without client 2, and with a padded place
+IDS = np.array([3, 0, 4, 1, N + 2], np.int32)
 ACTIVE = IDS < N
 Round = program.Round
 
@@ -35,8 +36,10 @@ class Subject(NamedTuple):
     federation: Federation
     traced: dict[str, Any]  # the traced hyperparameters, float32
     init: Callable[..., State]  # (key, traced) -> State, rows by client id
-    round: Callable[..., tuple[State, Round]]  # (key, traced, federation, State, ids, active, t, evaluated, options)
-    evaluate: Callable[..., dict[str, Array]]  # (key, traced, federation, State, t) -> {name: [N]}
+    # (key, traced, federation, State, ids, active, t, evaluated, options)
+    round: Callable[..., tuple[State, Round]]
+    # (key, traced, federation, State, t) -> {name: [N]}
+    evaluate: Callable[..., dict[str, Array]]
     start: State  # all clients have trained and differ
     options: PyTree = None
 
@@ -51,18 +54,21 @@ def subject(
     transform: Callable[..., PyTree] | None = None,
     options: PyTree = None,
 ) -> Subject:
-    """Compiles the round of a method on an explicit cohort; State and metrics are by client id, not
-    by place.
+    """Compiles the round of a method on an explicit cohort; State and metrics are by
+    client id, not by place.
 
     Args:
       task: as `task` makes it.
       width: clients at once on each of the `devices`.
-      start: the state in which the checks begin; default that after two rounds of everybody.
-      transform: of uploads, as of `program.program`, but with the round's `options` as its first
-        argument.
+      start: the state in which the checks begin; default that after two rounds of
+        everybody.
+      transform: of uploads, as of `program.program`, but with the round's `options` as
+        its first argument.
       options: what it is given by default.
     """
-    parts = functools.partial(program.parts, factory, task, width=width, devices=devices)
+    parts = functools.partial(
+        program.parts, factory, task, width=width, devices=devices
+    )
     made = parts()
     traced = {name: np.float32(value) for name, value in made.traced.items()}
     where = made.placement if len(task.models) > 1 else None
@@ -80,7 +86,9 @@ def subject(
         options: PyTree,
     ) -> tuple[State, Round]:
         with jax.ensure_compile_time_eval():  # the placement is made on the host
-            train = parts(transform=transform and functools.partial(transform, options)).train
+            train = parts(
+                transform=transform and functools.partial(transform, options)
+            ).train
         if where is not None:
             ids, active = placement.arrange(task, where, ids, active, 1)
         state, at = rows.place(state), rows.of(ids)
@@ -89,27 +97,43 @@ def subject(
         clients = rows.scatter(state.clients, at, new.clients, active, made.lengths)
         return rows.unplace(State(new.server, clients)), metrics
 
-    def evaluate(key: Array, traced: Traced, f: Federation, state: State, t: Array) -> dict[str, Array]:
-        return made.score(key, traced, f, state, jnp.arange(N, dtype=jnp.int32), t, (N,))
+    def evaluate(
+        key: Array, traced: Traced, f: Federation, state: State, t: Array
+    ) -> dict[str, Array]:
+        return made.score(
+            key, traced, f, state, jnp.arange(N, dtype=jnp.int32), t, (N,)
+        )
 
-    fill = Examples(jnp.zeros(task.prepared.shape[1:], task.prepared.dtype), jnp.int32(0))
+    fill = Examples(
+        jnp.zeros(task.prepared.shape[1:], task.prepared.dtype), jnp.int32(0)
+    )
     f = federation(input=task.input, public=task.public)._replace(mask_fill=fill)
-    functions = (made.init, jax.jit(round), jax.jit(evaluate))  # init's few operations are those of other methods
+    # init's few operations are those of other methods
+    functions = (made.init, jax.jit(round), jax.jit(evaluate))
     found = Subject(factory, task, f, traced, *functions, State(None, None), options)
     with mistakes(factory):
-        jax.eval_shape(made.init, jax.random.key(1), traced)  # under a trace, where no branch may depend on a value
+        # under a trace, where no branch may depend on a value
+        jax.eval_shape(made.init, jax.random.key(1), traced)
         return found._replace(start=_started(found) if start is None else start)
 
 
 def _started(s: Subject) -> State:
     state = jax.device_get(s.init(jax.random.key(1), s.traced))
     for t in range(2):
-        state, _ = run(s, state=state, ids=np.arange(N, dtype=np.int32), active=np.ones(N, bool), t=t)
+        state, _ = run(
+            s,
+            state=state,
+            ids=np.arange(N, dtype=np.int32),
+            active=np.ones(N, bool),
+            t=t,
+        )
     rng = np.random.default_rng(2)
-    real: Callable[[Any], bool] = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # a counter stays what it is
+    # a counter stays what it is
+    real: Callable[[Any], bool] = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
 
     def noisy(x: np.ndarray) -> np.ndarray:
-        return x + rng.uniform(0, 0.2, x.shape).astype(x.dtype) if real(x) else x  # a variance stays positive
+        # a variance stays positive
+        return x + rng.uniform(0, 0.2, x.shape).astype(x.dtype) if real(x) else x
 
     return State(state.server, jax.tree.map(noisy, state.clients))
 
@@ -134,24 +158,34 @@ def arguments(
 
 
 def run(s: Subject, **changes: Any) -> tuple[State, Round]:
-    """One round of a subject: the state and the metrics on the host; `changes` of its arguments or
-    its traced hyperparameters."""
+    """One round of a subject: the state and the metrics on the host; `changes` of its
+    arguments or its traced hyperparameters."""
     return jax.device_get(s.round(*arguments(s, **changes)))
 
 
 def evaluate(
-    s: Subject, federation: Federation | None = None, state: State | None = None, t: int = 2
+    s: Subject,
+    federation: Federation | None = None,
+    state: State | None = None,
+    t: int = 2,
 ) -> dict[str, np.ndarray]:
     """The scores of all clients before round t, {name: [N]} on the host."""
     state, f = s.start if state is None else state, federation or s.federation
-    return jax.device_get(s.evaluate(jax.random.key(7), s.traced, f, state, np.int32(t)))
+    return jax.device_get(
+        s.evaluate(jax.random.key(7), s.traced, f, state, np.int32(t))
+    )
 
 
 def filled(f: Federation) -> Federation:
     """Other finite values and a valid label in masked rows."""
     assert f.mask_fill is not None
     x = f.mask_fill.x
-    return f._replace(mask_fill=Examples(jnp.linspace(1, 3, x.size).reshape(x.shape).astype(x.dtype), jnp.int32(C - 1)))
+    return f._replace(
+        mask_fill=Examples(
+            jnp.linspace(1, 3, x.size).reshape(x.shape).astype(x.dtype),
+            jnp.int32(C - 1),
+        )
+    )
 
 
 def rows_of(tree: PyTree, at: Any) -> PyTree:
@@ -165,48 +199,84 @@ def reported(metrics: Round, clients: np.ndarray) -> PyTree:
     return rows_of(kept | {"traffic": metrics.traffic._asdict()}, at)
 
 
-def same(what: str, found: PyTree, wanted: PyTree, clients: Any = None, tolerance: float = 0.0) -> None:
-    """Raises ContractViolation at the first place where two trees of equal structure differ; NaN
-    equals NaN.
+def same(
+    what: str,
+    found: PyTree,
+    wanted: PyTree,
+    clients: Any = None,
+    tolerance: float = 0.0,
+) -> None:
+    """Raises ContractViolation at the first place where two trees of equal structure
+    differ; NaN equals NaN.
 
     Args:
       clients: whose the rows are, if the leaves have a client axis.
       tolerance: relative and absolute; 0: bit for bit.
     """
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True
+    ):
         a, b = np.asarray(a), np.asarray(b)
         off = ~np.isclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
         if off.any():
             at = tuple(np.argwhere(off)[0])
-            whose = "" if clients is None else f" of client {np.asarray(clients)[at[0]]}"
-            raise ContractViolation(f"{what}{jax.tree_util.keystr(path)}{whose} is {a[at]:.9g} in place of {b[at]:.9g}")
+            whose = (
+                "" if clients is None else f" of client {np.asarray(clients)[at[0]]}"
+            )
+            raise ContractViolation(
+                f"{what}{jax.tree_util.keystr(path)}{whose} is {a[at]:.9g} in place of "
+                f"{b[at]:.9g}"
+            )
 
 
-def same_round(found: tuple[State, Round], wanted: tuple[State, Round], clients: Any, tolerance: float = 0.0) -> None:
+def same_round(
+    found: tuple[State, Round],
+    wanted: tuple[State, Round],
+    clients: Any,
+    tolerance: float = 0.0,
+) -> None:
     """Compares the server, the rows of `clients` and what is reported of them."""
     same("server", found[0].server, wanted[0].server, tolerance=tolerance)
-    own: Callable[[tuple[State, Round]], PyTree] = lambda result: rows_of(result[0].clients, clients)
+    own: Callable[[tuple[State, Round]], PyTree] = lambda result: rows_of(
+        result[0].clients, clients
+    )
     same("clients", own(found), own(wanted), clients, tolerance)
-    same("metrics", reported(found[1], clients), reported(wanted[1], clients), clients, tolerance)
+    same(
+        "metrics",
+        reported(found[1], clients),
+        reported(wanted[1], clients),
+        clients,
+        tolerance,
+    )
 
 
 @contextlib.contextmanager
 def mistakes(factory: Callable[..., Algorithm]) -> Iterator[None]:
-    """Puts what Python and JAX say while a method is traced into the contract's words, with the
-    line of the method."""
+    """Puts what Python and JAX say while a method is traced into the contract's words,
+    with the line of the method."""
     try:
         yield
     except Exception as given:
         error = given.__cause__ if isinstance(given, InputError) else given
         if isinstance(error, contract.TRACED):
-            rule, use = "traced", "so that no Python branch or conversion may depend on it: use jnp.where"
+            rule, use = (
+                "traced",
+                "so that no Python branch or conversion may depend on it: use "
+                "jnp.where",
+            )
             said = f"A float hyperparameter is traced, {use}"
-        elif isinstance(error, TypeError) and "required keyword-only argument: 'default'" in str(error):
-            rule, said = "default", "cohort.mean needs `default`, what is taken where nobody has a weight"
+        elif isinstance(
+            error, TypeError
+        ) and "required keyword-only argument: 'default'" in str(error):
+            rule, said = (
+                "default",
+                "cohort.mean needs `default`, what is taken where nobody has a weight",
+            )
         else:
             raise
         raise ContractViolation(
-            f"{method_name(factory)} breaks the rule {rule!r} ({said}): {_line(factory, error)}."
+            f"{method_name(factory)} breaks the rule {rule!r} ({said}): "
+            f"{_line(factory, error)}."
         ) from error
 
 
@@ -214,5 +284,7 @@ def _line(factory: Any, error: BaseException) -> str:
     """Where in the method's own file the error arose."""
     inner = getattr(factory, "func", factory)
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename == inner.__code__.co_filename] or frames
+    own = [
+        frame for frame in frames if frame.filename == inner.__code__.co_filename
+    ] or frames
     return f"line {own[-1].lineno} of {own[-1].filename}: {own[-1].line}"

@@ -1,7 +1,9 @@
-"""The rules of the contract, each a function of a Subject that raises ContractViolation.
+"""The rules of the contract, each a function of a Subject that raises
+ContractViolation.
 
-The round of a Subject serves most of them, because cohort, state, learning rate, round and what
-masked rows hold are its arguments. A rule's docstring is said where it is broken.
+The round of a Subject serves most of them, because cohort, state, learning rate, round
+and what masked rows hold are its arguments. A rule's docstring is said where it is
+broken.
 """
 
 import functools
@@ -46,7 +48,9 @@ def padding(s: Subject) -> None:
     f = s.federation
     nobody = f.examples.x.shape[0] - 1
     poisoned = _poisoned(f, np.array([nobody]))
-    poisoned = poisoned._replace(examples=poisoned.examples._replace(y=f.examples.y.at[nobody].set(3)))
+    poisoned = poisoned._replace(
+        examples=poisoned.examples._replace(y=f.examples.y.at[nobody].set(3))
+    )
     same_round(run(s, federation=poisoned), run(s), IDS[ACTIVE])
     same("scores", evaluate(s, poisoned), evaluate(s), np.arange(N))
 
@@ -59,21 +63,24 @@ def _poisoned(f: Federation, at: np.ndarray) -> Federation:
 
 
 def mask(s: Subject) -> None:
-    """What masked rows of a batch hold changes nothing: every mean over a batch is masked."""
+    """What masked rows of a batch hold changes nothing: every mean over a batch is
+    masked."""
     other = filled(s.federation)
     same_round(run(s, federation=other), run(s), IDS[ACTIVE])
     same("scores", evaluate(s, other), evaluate(s), np.arange(N))
 
 
 def inactive(s: Subject) -> None:
-    """Clients that take no part have no influence: neither their data, nor their rows, nor their
-    ids."""
+    """Clients that take no part have no influence: neither their data, nor their rows,
+    nor their ids."""
     away = 1  # the place of client 0
     active = ACTIVE & (np.arange(len(IDS)) != away)
     wanted, others = run(s, active=active), IDS[active]
     f = s.federation
     poisoned = _poisoned(f, np.asarray(f.train.index)[IDS[away]][: SIZES[IDS[away]]])
-    empty = lambda x: np.where(trees.expand(np.arange(N) == IDS[away], x.ndim), _nothing(x), x)
+    empty = lambda x: np.where(
+        trees.expand(np.arange(N) == IDS[away], x.ndim), _nothing(x), x
+    )
     state = State(s.start.server, jax.tree.map(empty, s.start.clients))
     elsewhere = np.where(np.arange(len(IDS)) == away, N + 9, IDS).astype(np.int32)
     for change in ({"federation": poisoned}, {"state": state}, {"ids": elsewhere}):
@@ -81,7 +88,9 @@ def inactive(s: Subject) -> None:
     _finite(wanted, others)
     for name, x in wanted[1].traffic._asdict().items():
         if x is not None and np.any(x[~active]):
-            raise ContractViolation(f"traffic.{name} is not 0 for clients that take no part")
+            raise ContractViolation(
+                f"traffic.{name} is not 0 for clients that take no part"
+            )
 
 
 def _nothing(x: np.ndarray) -> Any:
@@ -89,19 +98,27 @@ def _nothing(x: np.ndarray) -> Any:
 
 
 def _finite(result: tuple[State, Round], clients: np.ndarray) -> None:
-    for what, tree in (("server", result[0].server), ("clients", rows_of(result[0].clients, clients))):
+    for what, tree in (
+        ("server", result[0].server),
+        ("clients", rows_of(result[0].clients, clients)),
+    ):
         for path, x in jax.tree_util.tree_leaves_with_path(tree):
             if jnp.issubdtype(x.dtype, jnp.floating) and not np.isfinite(x).all():
-                raise ContractViolation(f"{what}{jax.tree_util.keystr(path)} is not finite")
+                raise ContractViolation(
+                    f"{what}{jax.tree_util.keystr(path)} is not finite"
+                )
 
 
 def absent(s: Subject) -> None:
-    """Absent clients keep their rows bit for bit, and those that train change theirs, where these
-    are floats."""
+    """Absent clients keep their rows bit for bit, and those that train change theirs,
+    where these are floats."""
     state, _ = run(s)
     gone, here = np.setdiff1d(np.arange(N), IDS), IDS[ACTIVE]
     same("clients", rows_of(state.clients, gone), rows_of(s.start.clients, gone), gone)
-    leaves = zip(*(jax.tree.leaves(rows_of(x.clients, here)) for x in (state, s.start)), strict=True)
+    leaves = zip(
+        *(jax.tree.leaves(rows_of(x.clients, here)) for x in (state, s.start)),
+        strict=True,
+    )
     # a choice, such as of a cluster, may have settled
     moved = [np.any(x != y) for x, y in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
     if moved and not any(moved):
@@ -109,19 +126,26 @@ def absent(s: Subject) -> None:
 
 
 def nobody(s: Subject) -> None:
-    """A round in which nobody trains leaves the server as it was, and if nobody takes part the
-    clients, too."""
-    before = State(run(s)[0].server, s.start.clients)  # after a round nothing in the server is zero
+    """A round in which nobody trains leaves the server as it was, and if nobody takes
+    part the clients, too."""
+    # after a round nothing in the server is zero
+    before = State(run(s)[0].server, s.start.clients)
     f = s.federation
     empty = f._replace(
-        train=f.train._replace(size=jnp.zeros_like(f.train.size)), class_counts=jnp.zeros_like(f.class_counts)
+        train=f.train._replace(size=jnp.zeros_like(f.train.size)),
+        class_counts=jnp.zeros_like(f.class_counts),
     )
-    for traced in ({}, {name: x / 2 for name, x in s.traced.items()}):  # mixing by one would be exact by itself
+    # mixing by one would be exact by itself
+    for traced in ({}, {name: x / 2 for name, x in s.traced.items()}):
         after, _ = run(s, active=ACTIVE & False, state=before, **traced)
         same("server", after.server, before.server)
         same("clients", after.clients, before.clients, np.arange(N))
         if s.task.public is None:
-            same("server", run(s, federation=empty, state=before, **traced)[0].server, before.server)
+            same(
+                "server",
+                run(s, federation=empty, state=before, **traced)[0].server,
+                before.server,
+            )
 
 
 def determinism(s: Subject) -> None:
@@ -132,41 +156,78 @@ def determinism(s: Subject) -> None:
 def compilation(s: Subject) -> None:
     """One compilation serves every cohort, state, round and traced hyperparameter."""
     state, _ = s.round(*arguments(s))
-    s.round(*arguments(s, state=jax.device_get(state), t=9, lr=0.03, ids=IDS[::-1], active=~ACTIVE, evaluated=False))
+    s.round(
+        *arguments(
+            s,
+            state=jax.device_get(state),
+            t=9,
+            lr=0.03,
+            ids=IDS[::-1],
+            active=~ACTIVE,
+            evaluated=False,
+        )
+    )
     if (count := s.round._cache_size()) != 1:  # type: ignore[attr-defined]  # it is jitted
         raise ContractViolation(f"the round was compiled {count} times")
 
 
 def scores(s: Subject) -> None:
-    """`post` holds the headline, is scored only when wanted, and is as finite as the loss and the
-    state."""
+    """`post` holds the headline, is scored only when wanted, and is as finite as the
+    loss and the state."""
     state, metrics = run(s)
     headline = s.factory(s.task).headline[0]
-    _finite((State(metrics.loss[ACTIVE], metrics.post[headline]), metrics), np.flatnonzero(ACTIVE))
+    _finite(
+        (State(metrics.loss[ACTIVE], metrics.post[headline]), metrics),
+        np.flatnonzero(ACTIVE),
+    )
     _finite((state, metrics), IDS[ACTIVE])
     _, unwanted = run(s, evaluated=False)
     for name, x in unwanted.post.items():
         if not np.isnan(x[ACTIVE]).all():
-            raise ContractViolation(f"post[{name!r}] is scored though cohort.evaluated is False: use evaluate.post")
+            raise ContractViolation(
+                f"post[{name!r}] is scored though cohort.evaluated is False: use "
+                "evaluate.post"
+            )
 
 
 def held_out(s: Subject) -> None:
-    """Test examples are for scores alone: no training and no prediction reads `c.test`."""
+    """Test examples are for scores alone: no training and no prediction reads
+    `c.test`."""
     f, closed = s.federation, cast(Data, _Closed())
     x = np.array(f.examples.x)
-    of_test = np.unique(np.asarray(f.test.index)[np.arange(f.test.index.shape[1]) < np.asarray(f.test.size)[:, None]])
+    of_test = np.unique(
+        np.asarray(f.test.index)[
+            np.arange(f.test.index.shape[1]) < np.asarray(f.test.size)[:, None]
+        ]
+    )
     x[of_test] = x[of_test][::-1]
     test = f.test._replace(size=jnp.maximum(f.test.size - 1, 1))
     other = f._replace(examples=f.examples._replace(x=jnp.asarray(x)), test=test)
     found, wanted = (run(s, federation=each) for each in (other, f))
-    same_round((found[0], found[1]._replace(post={})), (wanted[0], wanted[1]._replace(post={})), IDS[ACTIVE])
+    same_round(
+        (found[0], found[1]._replace(post={})),
+        (wanted[0], wanted[1]._replace(post={})),
+        IDS[ACTIVE],
+    )
 
     def factory(task: Task, **hparams: Any) -> Algorithm:
         made = s.factory(task, **hparams)
-        return made._replace(predict=lambda server, row, c: made.predict(server, row, c._replace(test=closed)))
+        return made._replace(
+            predict=lambda server, row, c: made.predict(
+                server, row, c._replace(test=closed)
+            )
+        )
 
     score = program.parts(functools.wraps(s.factory)(factory), s.task).score
-    jax.eval_shape(functools.partial(score, lengths=(N,)), jax.random.key(0), s.traced, f, s.start, np.arange(N), 2)
+    jax.eval_shape(
+        functools.partial(score, lengths=(N,)),
+        jax.random.key(0),
+        s.traced,
+        f,
+        s.start,
+        np.arange(N),
+        2,
+    )
 
 
 @jax.tree_util.register_static
@@ -178,16 +239,28 @@ class _Closed:
 
 
 def key(s: Subject) -> None:
-    """Random draws are of the key: another one gives another start, and another round."""
-    drawn: Callable[..., bool] = lambda function, *args: "random_bits" in str(jax.make_jaxpr(function)(*args))
+    """Random draws are of the key: another one gives another start, and another
+    round."""
+    drawn: Callable[..., bool] = lambda function, *args: (
+        "random_bits" in str(jax.make_jaxpr(function)(*args))
+    )
     keys = [jax.random.key(i) for i in (7, 8)]
     found = {
-        "init": [jax.device_get(s.init(k, s.traced)) for k in keys if drawn(s.init, k, s.traced)],
+        "init": [
+            jax.device_get(s.init(k, s.traced))
+            for k in keys
+            if drawn(s.init, k, s.traced)
+        ],
         "round": [run(s, key=k)[0] for k in keys if drawn(s.round, *arguments(s))],
     }
     for name, states in found.items():
-        if states and all(np.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, states), strict=True)):
-            raise ContractViolation(f"`{name}` draws the same under any key: fold its own key, or c.key")
+        if states and all(
+            np.array_equal(*pair)
+            for pair in zip(*map(jax.tree.leaves, states), strict=True)
+        ):
+            raise ContractViolation(
+                f"`{name}` draws the same under any key: fold its own key, or c.key"
+            )
 
 
 def traffic(s: Subject) -> None:
@@ -203,30 +276,47 @@ def dtype(s: Subject) -> None:
 
     def low(model: Model) -> Model:
         init = lambda key: (
-            model.init(key) | {"body": jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.init(key)["body"])}
+            model.init(key)
+            | {
+                "body": jax.tree.map(
+                    lambda x: x.astype(jnp.bfloat16), model.init(key)["body"]
+                )
+            }
         )
         return model._replace(init=init)
 
-    momentum = lambda lr: optax.sgd(lr, 0.9)  # which keeps an average in the gradient's types
-    made = program.parts(s.factory, s.task._replace(models=tuple(map(low, s.task.models)), optimizer=momentum))
+    # which keeps an average in the gradient's types
+    momentum = lambda lr: optax.sgd(lr, 0.9)
+    made = program.parts(
+        s.factory,
+        s.task._replace(models=tuple(map(low, s.task.models)), optimizer=momentum),
+    )
     before = jax.eval_shape(made.init, jax.random.key(0), s.traced)
-    after, _ = jax.eval_shape(made.train, *arguments(s, state=before)[:-1])  # refuses other types itself
+    # refuses other types itself
+    after, _ = jax.eval_shape(made.train, *arguments(s, state=before)[:-1])
     for path, x in jax.tree_util.tree_leaves_with_path((before, after)):
         if x.weak_type:
             raise ContractViolation(
-                f"the state's leaf {jax.tree_util.keystr(path[1:])} has a weak type: give it a dtype"
+                f"the state's leaf {jax.tree_util.keystr(path[1:])} has a weak type: "
+                "give it a dtype"
             )
 
 
 def layout(s: Subject) -> None:
-    """The layout does not matter: clients at once, devices, places, and the padding of examples."""
+    """The layout does not matter: clients at once, devices, places, and the padding of
+    examples."""
     devices = 2 if jax.device_count() > 1 else 1
     if devices == 2:  # six places
         t, ids = s.task, np.array([3, N + 1, 0, 4, N, 1], np.int32)
     else:
-        t, ids = s.task._replace(participation=(0.8, 0.8)), np.array([3, 0, 4, 1], np.int32)
+        t, ids = (
+            s.task._replace(participation=(0.8, 0.8)),
+            np.array([3, 0, 4, 1], np.int32),
+        )
     other = subject(s.factory, t, width=2, devices=devices, start=s.start)
-    wide = federation(24, input=t.input, public=t.public)._replace(mask_fill=s.federation.mask_fill)
+    wide = federation(24, input=t.input, public=t.public)._replace(
+        mask_fill=s.federation.mask_fill
+    )
     found = run(other, federation=wide, ids=ids, active=ids < N)
     same_round(found, run(s), IDS[ACTIVE], 1e-5)
 

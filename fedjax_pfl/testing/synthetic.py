@@ -12,11 +12,13 @@ from fedjax_pfl.models import nets
 from fedjax_pfl.types import Examples, Federation, Subset, Task
 
 N, C, SHAPE = 5, 4, (6,)
-SIZES = np.array([7, 19, 1, 12, 4])  # training examples: uneven, one client with a single example
+# training examples: uneven, one client with a single example
+SIZES = np.array([7, 19, 1, 12, 4])
 OWN = [(0, 1), (1, 2), (3,), (2, 0), (0, 1, 2, 3)]  # the classes of each client
 
 
-@jax.ensure_compile_time_eval()  # also where a test first asks for it in a function that is traced
+# also where a test first asks for it in a function that is traced
+@jax.ensure_compile_time_eval()
 def federation(
     width: int = 19,
     seed: int = 0,
@@ -34,9 +36,12 @@ def federation(
     rng = np.random.default_rng(seed)
     centres = rng.normal(size=(C, *shape)) * 2
     test = np.maximum(SIZES // 3, 2)
-    y = np.concatenate([np.resize(own, n + m) for own, n, m in zip(OWN, SIZES, test, strict=True)])
+    y = np.concatenate(
+        [np.resize(own, n + m) for own, n, m in zip(OWN, SIZES, test, strict=True)]
+    )
     x = _typed(centres[y] + rng.normal(size=(len(y), *shape)), dtype)
-    x = np.concatenate([x, np.zeros((1, *shape), dtype)])  # the last example is nobody's: padding points to it
+    # the last example is nobody's: padding points to it
+    x = np.concatenate([x, np.zeros((1, *shape), dtype)])
     y = np.append(y, 0).astype(np.int32)
     starts = np.concatenate([[0], np.cumsum(SIZES + test)])[:-1]
 
@@ -46,27 +51,45 @@ def federation(
             index[i, : sizes[i]] = first[i] + np.arange(sizes[i])
         return Subset(jnp.asarray(index), jnp.asarray(sizes, jnp.int32))
 
-    counts = np.stack([np.bincount(y[s : s + n], minlength=C) for s, n in zip(starts, SIZES, strict=True)])
-    splits = (rows(starts, SIZES, width), rows(starts, 0 * SIZES, 0), rows(starts + SIZES, test, int(test.max())))
+    counts = np.stack(
+        [
+            np.bincount(y[s : s + n], minlength=C)
+            for s, n in zip(starts, SIZES, strict=True)
+        ]
+    )
+    splits = (
+        rows(starts, SIZES, width),
+        rows(starts, 0 * SIZES, 0),
+        rows(starts + SIZES, test, int(test.max())),
+    )
     pool = None
     if public is not None:
         drawn = 2 * rng.normal(size=public.shape)
-        pool = Examples(jnp.asarray(_typed(drawn, public.dtype)), jnp.zeros(len(drawn), jnp.int32))
-    return Federation(Examples(jnp.asarray(x), jnp.asarray(y)), *splits, jnp.asarray(counts, jnp.int32), pool)
+        pool = Examples(
+            jnp.asarray(_typed(drawn, public.dtype)), jnp.zeros(len(drawn), jnp.int32)
+        )
+    return Federation(
+        Examples(jnp.asarray(x), jnp.asarray(y)),
+        *splits,
+        jnp.asarray(counts, jnp.int32),
+        pool,
+    )
 
 
 def _typed(x: np.ndarray, dtype: Any) -> np.ndarray:
     """Examples of the type; whole numbers from 0 to 9."""
-    return (x if jnp.issubdtype(dtype, jnp.floating) else np.clip(np.rint(x) + 4, 0, 9)).astype(dtype)
+    return (
+        x if jnp.issubdtype(dtype, jnp.floating) else np.clip(np.rint(x) + 4, 0, 9)
+    ).astype(dtype)
 
 
 def task(**options: Any) -> Task:
-    """A Task of the synthetic federation: two epochs in batches of 4 on a small multilayer
-    perceptron.
+    """A Task of the synthetic federation: two epochs in batches of 4 on a small
+    multilayer perceptron.
 
     Args:
-      options: fields of Task that differ; for other inputs `models` and `input`, for methods that
-        need them `public` or `shared`.
+      options: fields of Task that differ; for other inputs `models` and `input`, for
+        methods that need them `public` or `shared`.
     """
     given = {
         "architecture": np.zeros(len(options.get("sizes", SIZES)), np.int32),
@@ -83,5 +106,7 @@ def task(**options: Any) -> Task:
     }
     if "models" not in options:
         mlp = lambda shape, classes, rngs: nets.mlp(shape, classes, rngs, hidden=8)
-        given["models"] = (models.model(mlp, SHAPE, C, bn_stats=options.get("bn_stats", "aggregate")),)
+        given["models"] = (
+            models.model(mlp, SHAPE, C, bn_stats=options.get("bn_stats", "aggregate")),
+        )
     return Task(**(given | options))

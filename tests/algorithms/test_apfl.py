@@ -1,5 +1,5 @@
-"""The properties of sheet 18: the chain rule of the mixture, the step of its weight, and its
-bounds."""
+"""The properties of sheet 18: the chain rule of the mixture, the step of its weight,
+and its bounds."""
 
 import itertools
 
@@ -26,28 +26,46 @@ V, W = map(TASK.model.init, map(jax.random.key, range(2)))
 
 @pytest.mark.parametrize("mix", ["params", "outputs"])
 def test_the_gradient_of_the_weight_is_the_finite_difference(mix):
-    both = jax.jit(jax.value_and_grad(lambda a: mixture_loss(TASK, mix)(V, a, W, BATCH, KEY)[0]))
+    both = jax.jit(
+        jax.value_and_grad(lambda a: mixture_loss(TASK, mix)(V, a, W, BATCH, KEY)[0])
+    )
     h = 1e-2
     assert abs(both(0.3)[1]) > 1e-2
-    np.testing.assert_allclose(both(0.3)[1], (both(0.3 + h)[0] - both(0.3 - h)[0]) / (2 * h), atol=2e-3)
+    np.testing.assert_allclose(
+        both(0.3)[1], (both(0.3 + h)[0] - both(0.3 - h)[0]) / (2 * h), atol=2e-3
+    )
 
 
 def test_the_outputs_of_both_models_are_mixed():
     z, g = (TASK.model.apply(m, X)[0] for m in (V, W))
     loss = mixture_loss(TASK, "outputs")(V, 0.3, W, BATCH, KEY)[0]
     assert_close(loss, losses.cross_entropy(0.3 * z + 0.7 * g, BATCH.y, BATCH.mask))
-    mine = toy.rows(train(rounds=0, mix="outputs").begin.clients, 1) | {"v": V, "alpha": np.float32(0.3)}
-    assert_close(factory(TASK, mix="outputs").predict(W, mine, None)(X, np.ones(6, bool)), 0.3 * z + 0.7 * g)
+    mine = toy.rows(train(rounds=0, mix="outputs").begin.clients, 1) | {
+        "v": V,
+        "alpha": np.float32(0.3),
+    }
+    assert_close(
+        factory(TASK, mix="outputs").predict(W, mine, None)(X, np.ones(6, bool)),
+        0.3 * z + 0.7 * g,
+    )
 
 
 def test_gradients_of_mixed_parameters_follow_the_chain_rule():
     a = np.float32(0.3)
-    by_both = jax.grad(lambda v, a: mixture_loss(TASK, "params")(v, a, W, BATCH, KEY)[0], argnums=(0, 1))
+    by_both = jax.grad(
+        lambda v, a: mixture_loss(TASK, "params")(v, a, W, BATCH, KEY)[0],
+        argnums=(0, 1),
+    )
     (by_v, by_a), u = jax.jit(lambda v, a: (by_both(v, a), mixture(v, a, W)))(V, a)
-    by_mixture = jax.jit(jax.grad(lambda u: losses.classification(TASK.model)(u, BATCH, KEY)[0]))(u)
+    by_mixture = jax.jit(
+        jax.grad(lambda u: losses.classification(TASK.model)(u, BATCH, KEY)[0])
+    )(u)
     assert_close(by_v, jax.tree.map(lambda g: a * np.asarray(g), by_mixture))
     leaves = lambda tree: [np.asarray(x, np.float64) for x in jax.tree.leaves(tree)]
-    inner = sum(np.sum((x - y) * g) for x, y, g in zip(*map(leaves, (V, W, by_mixture)), strict=True))
+    inner = sum(
+        np.sum((x - y) * g)
+        for x, y, g in zip(*map(leaves, (V, W, by_mixture)), strict=True)
+    )
     np.testing.assert_allclose(by_a, inner, rtol=1e-5)
 
 
@@ -57,7 +75,9 @@ def train(rounds=1, task=TASK, **hparams):
 
 def test_two_rounds_by_hand():
     task, lr, decay = toy.task(), 0.1, 0.3
-    keys, states, _ = oracle.run(factory, task, alpha=0.4, lr_alpha=0.5, alpha_decay=decay)
+    keys, states, _ = oracle.run(
+        factory, task, alpha=0.4, lr_alpha=0.5, alpha_decay=decay
+    )
     w, f = oracle.variables(states[0].server), oracle.federation()
     own, alpha = [w] * toy.N, [0.4] * toy.N
     for t, here in enumerate(oracle.ROUNDS):
@@ -65,10 +85,18 @@ def test_two_rounds_by_hand():
         for i in here:
             local, v, a = w, own[i], alpha[i]
             for k, ((x, y),) in enumerate(oracle.batches(f, i, keys[t], task)):
-                by_mixture = oracle.gradient([a * p + (1 - a) * q for p, q in zip(v, local, strict=True)], x, y)
-                slope = sum(np.sum((p - q) * g) for p, q, g in zip(v, local, by_mixture, strict=True))
+                by_mixture = oracle.gradient(
+                    [a * p + (1 - a) * q for p, q in zip(v, local, strict=True)], x, y
+                )
+                slope = sum(
+                    np.sum((p - q) * g)
+                    for p, q, g in zip(v, local, by_mixture, strict=True)
+                )
                 next_a = min(max(a - 0.5 * (slope + decay * a), 0), 1) if k == 0 else a
-                local = [p - lr * g for p, g in zip(local, oracle.gradient(local, x, y), strict=True)]
+                local = [
+                    p - lr * g
+                    for p, g in zip(local, oracle.gradient(local, x, y), strict=True)
+                ]
                 v = [p - lr * a * g for p, g in zip(v, by_mixture, strict=True)]
                 a = next_a
             own[i], alpha[i] = v, a
@@ -82,8 +110,13 @@ def test_two_rounds_by_hand():
 
 @pytest.mark.slow  # as the rounds by hand
 def test_the_weight_takes_one_step_a_round():
-    tasks = [toy.task("linear", batch_size=1, **work) for work in ({"epochs": 3}, {"epochs": None, "steps": 1})]
-    many, one = (train(task=task, lr_alpha=0.5).state.clients["alpha"] for task in tasks)
+    tasks = [
+        toy.task("linear", batch_size=1, **work)
+        for work in ({"epochs": 3}, {"epochs": None, "steps": 1})
+    ]
+    many, one = (
+        train(task=task, lr_alpha=0.5).state.clients["alpha"] for task in tasks
+    )
     assert_close(many, one)
 
 
@@ -97,8 +130,11 @@ def test_the_weight_moves_against_its_gradient_and_stays_within_bounds():
 
 @pytest.mark.slow
 def test_a_fixed_weight_never_moves_and_decay_shrinks_it():
-    np.testing.assert_array_equal(train(rounds=2, adaptive=False).state.clients["alpha"], 0.5)
-    alpha = train(lr_alpha=0.1, alpha_decay=1.0).state.clients["alpha"]  # v = w in round 0: the gradient is 0
+    np.testing.assert_array_equal(
+        train(rounds=2, adaptive=False).state.clients["alpha"], 0.5
+    )
+    # v = w in round 0: the gradient is 0
+    alpha = train(lr_alpha=0.1, alpha_decay=1.0).state.clients["alpha"]
     np.testing.assert_allclose(alpha, 0.45, rtol=1e-6)
 
 
@@ -107,11 +143,17 @@ def test_without_a_personal_share_the_personal_model_is_the_global_one():
     assert_same(got.state.clients["v"], got.begin.clients["v"])
     (server, clients), x = got.state, toy.federation().examples.x[:7]
     predict = factory(TASK, alpha=0.0).predict
-    both = jax.jit(lambda mine: (predict(server, mine, None)(x, np.ones(7, bool)), TASK.model.apply(server, x)[0]))
+    both = jax.jit(
+        lambda mine: (
+            predict(server, mine, None)(x, np.ones(7, bool)),
+            TASK.model.apply(server, x)[0],
+        )
+    )
     assert_close(*both(toy.rows(clients, 1)))
 
 
-@pytest.mark.slow  # the contract has a round with local statistics, and whose they are is below
+# the contract has a round with local statistics, and whose they are is below
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mix, bn_stats",
     itertools.product(("params", "outputs"), ("aggregate", "local", "batch")),
@@ -122,10 +164,14 @@ def test_batch_norm(mix, bn_stats):
     toy.assert_finite((state, got.metrics.loss, got.outputs()))
     own = jax.tree.leaves(state.clients["own"])
     assert bool(own) == (bn_stats == "local")
-    assert all((x[0] != x[1]).any() for x in own)  # all began alike: each has seen its own batches since
+    # all began alike: each has seen its own batches since
+    assert all((x[0] != x[1]).any() for x in own)
 
 
-@pytest.mark.parametrize("wrong", [{"alpha": 1.5}, {"lr_alpha": -1.0}, {"alpha_decay": -1.0}, {"mix": "models"}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"alpha": 1.5}, {"lr_alpha": -1.0}, {"alpha_decay": -1.0}, {"mix": "models"}],
+)
 def test_bad_input(wrong):
     with pytest.raises(InputError):
         factory(TASK, **wrong)
@@ -154,5 +200,7 @@ def test_models_whose_outputs_are_mixed_draw_dropout_apart():
         return jnp.outer(x[:, 0], w["head"]["bias"] + jax.random.normal(key, (C,))), {}
 
     task = TASK._replace(models=(TASK.model._replace(apply=apply),))
-    slope = jax.grad(lambda a: mixture_loss(task, "outputs")(V, a, V, BATCH, KEY)[0])(0.3)
+    slope = jax.grad(lambda a: mixture_loss(task, "outputs")(V, a, V, BATCH, KEY)[0])(
+        0.3
+    )
     assert abs(slope) > 1e-3

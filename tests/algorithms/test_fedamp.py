@@ -1,5 +1,5 @@
-"""The properties of sheet 9: what the attention weighs, what is mixed, and whom a client is pulled
-towards."""
+"""The properties of sheet 9: what the attention weighs, what is mixed, and whom a
+client is pulled towards."""
 
 import functools
 
@@ -21,18 +21,26 @@ from fedjax_pfl.types import State
 KEY = jax.random.key(0)
 EVERY = np.arange(N)
 OWN = np.eye(N, dtype=bool)
-FULL = toy.task("linear", lr=0.3, batch_size=32, epochs=3)  # full batches: no shuffling to imitate
-NEAR = {"alpha": 2.0, "sigma": 8.0, "lam": 1.0}  # numbers with which the toy federation's models see each other
+# full batches: no shuffling to imitate
+FULL = toy.task("linear", lr=0.3, batch_size=32, epochs=3)
+# numbers with which the toy federation's models see each other
+NEAR = {"alpha": 2.0, "sigma": 8.0, "lam": 1.0}
 
 
 def models(seed=0, scale=1.0, offset=0.0):
     rng = np.random.default_rng(seed)
-    made = {"a": offset + scale * rng.normal(size=(N, 3, 2)), "b": offset + scale * rng.normal(size=(N, 4))}
+    made = {
+        "a": offset + scale * rng.normal(size=(N, 3, 2)),
+        "b": offset + scale * rng.normal(size=(N, 4)),
+    }
     return jax.tree.map(np.float32, made)
 
 
 def flat(w):
-    return np.concatenate([np.asarray(x, np.float64).reshape(len(x), -1) for x in jax.tree.leaves(w)], axis=1)
+    return np.concatenate(
+        [np.asarray(x, np.float64).reshape(len(x), -1) for x in jax.tree.leaves(w)],
+        axis=1,
+    )
 
 
 @jax.jit
@@ -45,7 +53,11 @@ def weigh(w, alpha=0.05, sigma=4.0, xi_min=0.0, others=~OWN):
 
 
 mixed = jax.jit(lambda xi, w: mixtures(xi, w, EVERY))
-distances, similarities, heur = jax.jit(square_distances), jax.jit(cosines), jax.jit(heur_weights)
+distances, similarities, heur = (
+    jax.jit(square_distances),
+    jax.jit(cosines),
+    jax.jit(heur_weights),
+)
 
 
 def test_wide_attention_is_the_plain_mean():
@@ -53,11 +65,15 @@ def test_wide_attention_is_the_plain_mean():
     xi, rescaled = weigh(models(), alpha=sigma / N, sigma=sigma)
     np.testing.assert_allclose(np.asarray(xi)[~OWN], 1 / N, rtol=1e-4)
     assert not rescaled.any()
-    mean = jax.tree.map(lambda x: np.broadcast_to(np.mean(x, axis=0), x.shape), models())
+    mean = jax.tree.map(
+        lambda x: np.broadcast_to(np.mean(x, axis=0), x.shape), models()
+    )
     assert_close(mixed(xi, models()), mean, 1e-4)
 
 
-@pytest.mark.parametrize("hparams", [{}, {"alpha": 1e3}, {"alpha": 1e3, "xi_min": 0.25}, {"sigma": 1e-3}])
+@pytest.mark.parametrize(
+    "hparams", [{}, {"alpha": 1e3}, {"alpha": 1e3, "xi_min": 0.25}, {"sigma": 1e-3}]
+)
 @pytest.mark.parametrize("absent", [[], [1, 3], [0, 1, 2, 3, 4]])
 def test_weights_lie_inside_and_leave_the_rest_to_the_own_model(hparams, absent):
     others = ~OWN & ~np.isin(EVERY, absent)[None]
@@ -72,7 +88,9 @@ def test_weights_lie_inside_and_leave_the_rest_to_the_own_model(hparams, absent)
         assert_same(xi, np.zeros((N, N)))
     whole = np.asarray(xi, np.float64) + np.diag(1 - total)  # its rows sum to 1
     np.testing.assert_allclose(whole.sum(axis=1), 1, rtol=1e-6)
-    np.testing.assert_allclose(flat(mixed(xi, models())), whole @ flat(models()), atol=1e-6)
+    np.testing.assert_allclose(
+        flat(mixed(xi, models())), whole @ flat(models()), atol=1e-6
+    )
 
 
 def test_the_mixture_of_equal_models_or_without_others_is_the_own_to_the_last_bit():
@@ -88,7 +106,8 @@ def test_shrinking_keeps_the_ratios_of_the_others():
 
 
 def test_the_mixture_is_a_gradient_step_of_the_attention():
-    """u_i = w_i - alpha/2 grad_i sum_{a<b} A(||w_a - w_b||^2), by finite differences."""
+    """u_i = w_i - alpha/2 grad_i sum_{a<b} A(||w_a - w_b||^2), by finite
+    differences."""
     w, alpha, sigma = models(), 0.5, 8.0
     u = flat(mixed(next(weigh(w, alpha, sigma)), w))
     v, h = flat(w), 1e-5
@@ -123,24 +142,33 @@ def test_distances_survive_a_large_common_part():
 
 @pytest.mark.parametrize("sigma", [1.0, 1e3, 1e6])
 def test_the_others_keep_their_share_however_sharp_the_attention(sigma):
-    cosine, others = jnp.array([[1.0, 0.2, -0.1], [1.0, -1.0, -1.0]]), jnp.array([[False, True, True]] * 2)
+    cosine, others = (
+        jnp.array([[1.0, 0.2, -0.1], [1.0, -1.0, -1.0]]),
+        jnp.array([[False, True, True]] * 2),
+    )
     xi, _ = heur(cosine, others, sigma, 0.1)
     np.testing.assert_allclose(xi.sum(axis=1), 0.9, rtol=1e-6)
     np.testing.assert_allclose(xi[1], [0, 0.45, 0.45], rtol=1e-6)
-    np.testing.assert_array_equal(heur(cosine, jnp.zeros((2, 3), bool), sigma, 0.1)[0], 0)
+    np.testing.assert_array_equal(
+        heur(cosine, jnp.zeros((2, 3), bool), sigma, 0.1)[0], 0
+    )
 
 
 def test_cosine_attention():
     w, sigma, xi_self = models(), 2.0, 0.3
     v = flat(w)
-    cosine = v @ v.T / np.linalg.norm(v, axis=1)[:, None] / np.linalg.norm(v, axis=1)[None]
+    cosine = (
+        v @ v.T / np.linalg.norm(v, axis=1)[:, None] / np.linalg.norm(v, axis=1)[None]
+    )
     np.testing.assert_allclose(similarities(w, EVERY), cosine, atol=1e-6)
     present = np.array([True, False, True, True, False])
     xi, rescaled = heur(similarities(w, EVERY), present[None] & ~OWN, sigma, xi_self)
     assert not np.any(rescaled)
     for i in range(N):
         e = np.exp(sigma * cosine[i]) * present * (i != EVERY)
-        np.testing.assert_allclose(np.asarray(xi)[i], (1 - xi_self) * e / e.sum(), atol=1e-6)
+        np.testing.assert_allclose(
+            np.asarray(xi)[i], (1 - xi_self) * e / e.sum(), atol=1e-6
+        )
     nobody, _ = heur(similarities(w, EVERY), np.zeros((N, N), bool), sigma, xi_self)
     assert_same(nobody, np.zeros((N, N)))
 
@@ -166,18 +194,25 @@ def compiled(net, width, attention):
     def run(state, federation, ids, active):
         rows = State(state.server, trees.gather(state.clients, ids))
         now = {"key": KEY, "round": jnp.int32(0), "evaluated": jnp.bool(True)}
-        new, metrics = algorithm.round(KEY, rows, Cohort(federation, task, ids, active, width=width, **now))
-        return State(new.server, trees.scatter(state.clients, ids, new.clients, active)), metrics
+        new, metrics = algorithm.round(
+            KEY, rows, Cohort(federation, task, ids, active, width=width, **now)
+        )
+        return State(
+            new.server, trees.scatter(state.clients, ids, new.clients, active)
+        ), metrics
 
     return run
 
 
 def rounds(cohorts, net="mlp", start=None, federation=F, width=1, attention="amp"):
-    """The states before, between and after rounds of the given (ids, active), and their metrics."""
+    """The states before, between and after rounds of the given (ids, active), and their
+    metrics."""
     run = compiled(net, width, attention)
     states, metrics = [begin(net) if start is None else start], []
     for ids, active in cohorts:
-        state, row = jax.device_get(run(states[-1], federation, ids.astype(np.int32), active))
+        state, row = jax.device_get(
+            run(states[-1], federation, ids.astype(np.int32), active)
+        )
         states.append(state)
         metrics.append(row)
     return states, metrics
@@ -199,7 +234,9 @@ def mixture_by_hand(w, i, pool, alpha, sigma, attention):
     xi = np.zeros(N)
     for j in pool:
         if j != i and attention == "amp":
-            xi[j] = alpha / sigma * np.exp(-(((vector[i] - vector[j]) ** 2).sum()) / sigma)
+            xi[j] = (
+                alpha / sigma * np.exp(-(((vector[i] - vector[j]) ** 2).sum()) / sigma)
+            )
         elif j != i:
             norms = np.linalg.norm(vector[i]) * np.linalg.norm(vector[j])
             xi[j] = np.exp(sigma * (vector[i] @ vector[j]) / norms)
@@ -208,12 +245,17 @@ def mixture_by_hand(w, i, pool, alpha, sigma, attention):
     event = xi.sum() > 1
     xi = xi / max(xi.sum(), 1)
     xi[i] = 1 - xi.sum()
-    return tuple(sum(xi[j] * w[j][part] for j in range(N)) for part in range(2)), xi[i], event
+    return (
+        tuple(sum(xi[j] * w[j][part] for j in range(N)) for part in range(2)),
+        xi[i],
+        event,
+    )
 
 
 COHORTS = [
     (np.array([3, 0, 4, 1, 2, 9]), np.array([True] * 5 + [False])),  # 9 is padding
-    (np.array([3, 0, 1, 7, 4, 5]), np.array([True, False, True, False, True, False])),  # 0 drops out, 2 is absent
+    # 0 drops out, 2 is absent
+    (np.array([3, 0, 1, 7, 4, 5]), np.array([True, False, True, False, True, False])),
     (np.array([0, 1, 2, 3, 4, 5]), np.array([True, True, True, False, False, False])),
 ]
 
@@ -222,7 +264,9 @@ COHORTS = [
 def test_rounds_by_hand(attention):
     alpha, sigma, lam = NEAR["alpha"], NEAR["sigma"], NEAR["lam"]
     states, metrics = rounds(COHORTS, "linear", attention=attention)
-    head = jax.tree.map(lambda x: np.asarray(x, np.float64), states[0].server["w"]["head"])
+    head = jax.tree.map(
+        lambda x: np.asarray(x, np.float64), states[0].server["w"]["head"]
+    )
     w, pool = [(head["kernel"][i], head["bias"][i]) for i in range(N)], range(N)
     for (ids, active), got, row in zip(COHORTS, states[1:], metrics, strict=True):
         here, before = [int(i) for i in ids[active]], list(w)
@@ -234,18 +278,27 @@ def test_rounds_by_hand(attention):
             for _ in range(FULL.epochs):
                 d = [a - b for a, b in zip(w[i], u, strict=True)]
                 steps = [lam / alpha * x for x in d]
-                w[i] = tuple(a - 0.3 * (g + s) for a, g, s in zip(w[i], gradient(w[i], i), steps, strict=True))
+                w[i] = tuple(
+                    a - 0.3 * (g + s)
+                    for a, g, s in zip(w[i], gradient(w[i], i), steps, strict=True)
+                )
         pool = here
         np.testing.assert_array_equal(got.server["uploaded"], np.isin(range(N), here))
         for i in range(N):
-            np.testing.assert_allclose(got.server["w"]["head"]["kernel"][i], w[i][0], atol=2e-5)
-            np.testing.assert_allclose(got.server["w"]["head"]["bias"][i], w[i][1], atol=2e-5)
+            np.testing.assert_allclose(
+                got.server["w"]["head"]["kernel"][i], w[i][0], atol=2e-5
+            )
+            np.testing.assert_allclose(
+                got.server["w"]["head"]["bias"][i], w[i][1], atol=2e-5
+            )
 
 
 def far_apart():
     server, clients = begin("mlp")
     rng = np.random.default_rng(0)
-    noisy = jax.tree.map(lambda x: x + 0.3 * rng.normal(size=x.shape).astype(np.float32), server["w"])
+    noisy = jax.tree.map(
+        lambda x: x + 0.3 * rng.normal(size=x.shape).astype(np.float32), server["w"]
+    )
     return State({**server, "w": noisy}, clients)
 
 
@@ -254,7 +307,8 @@ def test_order_and_width_do_not_matter_where_models_mix():
     ids, active, order = *COHORTS[1], np.array([4, 2, 0, 5, 1, 3])
     start = far_apart()
     (_, state), (metrics,) = rounds([(ids, active)], start=start)
-    assert np.all(metrics.clients["self_weight"][active] < 0.99)  # so there is something to mix up
+    # so there is something to mix up
+    assert np.all(metrics.clients["self_weight"][active] < 0.99)
     (_, permuted), (metrics_2,) = rounds([(ids[order], active[order])], start=start)
     assert_same(permuted, state)
     of = lambda m, places: jax.tree.map(lambda x: x[places], (m.loss, m.clients))
@@ -269,14 +323,19 @@ def test_absent_models_stay_bit_for_bit():
     ids, active = COHORTS[1]
     (before, after), _ = rounds([(ids, active)], "norm")
     absent = ~np.isin(range(N), ids[active])
-    assert_same(toy.rows(after.server["w"], absent), toy.rows(before.server["w"], absent))
+    assert_same(
+        toy.rows(after.server["w"], absent), toy.rows(before.server["w"], absent)
+    )
     assert_same(toy.rows(after.clients, absent), toy.rows(before.clients, absent))
 
 
 def test_a_round_without_examples_keeps_the_server():
     nothing = F._replace(train=F.train._replace(size=np.zeros(N, np.int32)))
     start = far_apart()
-    start = State({**start.server, "uploaded": np.array([True, False, True, True, False])}, start.clients)
+    start = State(
+        {**start.server, "uploaded": np.array([True, False, True, True, False])},
+        start.clients,
+    )
     (_, after), _ = rounds(COHORTS[:1], start=start, federation=nothing)
     assert_same(after.server, start.server)
 
@@ -284,10 +343,14 @@ def test_a_round_without_examples_keeps_the_server():
 def test_each_client_predicts_with_its_own_model():
     state, task, x = far_apart(), TASKS["mlp"], F.examples.x[:7]
     program = toy.program(factory, task, NEAR)
-    predict = jax.jit(lambda state, i: program.predict(KEY, program.traced, F, state, 0, i, x))
+    predict = jax.jit(
+        lambda state, i: program.predict(KEY, program.traced, F, state, 0, i, x)
+    )
     outputs = jax.jit(lambda w: task.model.apply(w, x)[0])
     for i in (0, 3):
-        assert_close(predict(state, i), outputs({**toy.rows(state.server["w"], i), "stats": {}}))
+        assert_close(
+            predict(state, i), outputs({**toy.rows(state.server["w"], i), "stats": {}})
+        )
 
 
 @each_bn_stats
@@ -295,14 +358,23 @@ def test_batch_norm(bn_stats):
     task = toy.task("norm", bn_stats=bn_stats)
     one, two = (toy.train(factory, task, rounds, key=KEY, **NEAR) for rounds in (1, 2))
     toy.assert_finite((two.state, two.metrics.loss))
-    assert_same(two.metrics.post, jax.tree.map(lambda a, b: np.stack([a, b]), one.last, two.last))
+    assert_same(
+        two.metrics.post,
+        jax.tree.map(lambda a, b: np.stack([a, b]), one.last, two.last),
+    )
     assert "stats" not in two.state.server["w"]
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        *({"alpha": 0.0}, {"sigma": 0.0}, {"lam": -1.0}, {"xi_min": 1.5}, {"xi_self": -0.1}),
+        *(
+            {"alpha": 0.0},
+            {"sigma": 0.0},
+            {"lam": -1.0},
+            {"xi_min": 1.5},
+            {"xi_self": -0.1},
+        ),
         {"attention": "softmax"},
     ],
 )

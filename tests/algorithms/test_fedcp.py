@@ -1,5 +1,5 @@
-"""The properties of sheet 25: gate, kernel distance, what is frozen, what travels, and every
-ablation."""
+"""The properties of sheet 25: gate, kernel distance, what is frozen, what travels, and
+every ablation."""
 
 import functools
 from typing import get_args
@@ -15,7 +15,15 @@ from toy import C, assert_close, assert_same, each_bn_stats
 
 from fedjax_pfl import evaluate, losses, models, simulate, testing, trees
 from fedjax_pfl.algorithms import fedcp as factory
-from fedjax_pfl.algorithms.fedcp import Ablation, Frozen, client_vector, gate, gated, objective, policy_network
+from fedjax_pfl.algorithms.fedcp import (
+    Ablation,
+    Frozen,
+    client_vector,
+    gate,
+    gated,
+    objective,
+    policy_network,
+)
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.keys import clients_key
@@ -37,18 +45,27 @@ X = normal(0, 6, *toy.SHAPE)
 
 def sq_dist(a, b):
     """As trees.sq_dist, on the host."""
-    return sum(np.sum((np.asarray(x) - np.asarray(y)) ** 2) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
+    return sum(
+        np.sum((np.asarray(x) - np.asarray(y)) ** 2)
+        for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True)
+    )
 
 
 @functools.cache
 def start(**options):
-    """The variables of client 0 and its frozen parts, with a personal head and an extractor of its
-    own."""
+    """The variables of client 0 and its frozen parts, with a personal head and an
+    extractor of its own."""
     state = factory(TASK, **options).init(KEY)
-    shifted = lambda tree, seed: jax.tree.map(lambda x: np.asarray(x) + np.float32(0.3) * normal(seed, *x.shape), tree)
+    shifted = lambda tree, seed: jax.tree.map(
+        lambda x: np.asarray(x) + np.float32(0.3) * normal(seed, *x.shape), tree
+    )
     server, own = state.server, toy.rows(state.clients, 0)
     head = shifted(own["head"], 1)
-    variables = {"body": shifted(server["body"], 2), "head": head, "policy": server["policy"]}
+    variables = {
+        "body": shifted(server["body"], 2),
+        "head": head,
+        "policy": server["policy"],
+    }
     frozen = Frozen(server["body"], server["head"], jax.jit(client_vector)(head))
     return {**variables, "stats": server["stats"]}, frozen
 
@@ -58,7 +75,11 @@ def compiled_forward(policy, without, **cpn):
     off = set(without.split("_"))
     network = None if "cpn" in off else policy_network(TASK, **cpn)
     model = gated(TASK, network, policy, off)
-    return jax.jit(lambda variables, frozen, x, key: model(variables, frozen, x, jnp.ones(len(x), bool), False, key))
+    return jax.jit(
+        lambda variables, frozen, x, key: model(
+            variables, frozen, x, jnp.ones(len(x), bool), False, key
+        )
+    )
 
 
 def forward(variables, frozen, policy="softmax", without="none", key=KEY, x=X, **cpn):
@@ -70,14 +91,22 @@ DEFAULTS = simulate.hyperparameters(factory)
 
 
 def train(task=TASK, federation=None, rounds=2, begin=None, lr=0.1, **options):
-    """(state at the start, state after some rounds, metrics); floats are traced: one compilation
-    serves all values."""
+    """(state at the start, state after some rounds, metrics); floats are traced: one
+    compilation serves all values."""
     program = toy.program(factory, task, options)
     f = toy.federation() if federation is None else federation
-    where = (id(task), *((k, v) for k, v in options.items() if not isinstance(v, float) and v != DEFAULTS[k]))
+    where = (
+        id(task),
+        *(
+            (k, v)
+            for k, v in options.items()
+            if not isinstance(v, float) and v != DEFAULTS[k]
+        ),
+    )
     if where not in _compiled:
         step = jax.jit(lambda *args: program.round(*args, jnp.bool(False)))
-        _compiled[where] = task, program.init, step  # holds the task: its id stays its own
+        # holds the task: its id stays its own
+        _compiled[where] = task, program.init, step
     _, init, step = _compiled[where]
     numbers = program.traced | {"lr": lr}
     begin = init(KEY, numbers) if begin is None else begin
@@ -90,7 +119,11 @@ def train(task=TASK, federation=None, rounds=2, begin=None, lr=0.1, **options):
 def alone(size=19):
     """The toy federation in which only client 1 has examples."""
     f = toy.federation()
-    return f._replace(train=f.train._replace(size=np.where(np.arange(toy.N) == 1, size, 0).astype(np.int32)))
+    return f._replace(
+        train=f.train._replace(
+            size=np.where(np.arange(toy.N) == 1, size, 0).astype(np.int32)
+        )
+    )
 
 
 # --- the gate
@@ -114,9 +147,11 @@ def test_gumbel_noise_belongs_to_its_key():
     assert np.all(noisy(KEY) != noisy(jax.random.key(9)))
     assert_same(forward(w, frozen, key=KEY), forward(w, frozen, key=jax.random.key(9)))
     noise = jax.jit(lambda a: gate(a, KEY)[0])
-    draws = np.asarray(noise(np.zeros((1000, 2 * K), np.float32)))  # P(r < x) = P(logistic < logit x) = x
+    # P(r < x) = P(logistic < logit x) = x
+    draws = np.asarray(noise(np.zeros((1000, 2 * K), np.float32)))
     np.testing.assert_allclose(np.mean(draws < 0.25), 0.25, atol=0.02)
-    assert_same(noise(np.zeros((10, 2 * K), np.float32)), draws[:10])  # padding does not change a row's noise
+    # padding does not change a row's noise
+    assert_same(noise(np.zeros((10, 2 * K), np.float32)), draws[:10])
 
 
 @pytest.mark.slow  # two compilations; the noise itself is above
@@ -131,7 +166,10 @@ def test_both_extractors_drop_the_same_features():
     task = toy.task("dropout")
     w = factory(task).init(KEY).server
     frozen = Frozen(w["body"], w["head"], client_vector(w["head"]))
-    apply, batch = gated(task, policy_network(task), "softmax", set()), Batch(X, np.arange(6) % C, ALL, np.arange(6))
+    apply, batch = (
+        gated(task, policy_network(task), "softmax", set()),
+        Batch(X, np.arange(6) % C, ALL, np.arange(6)),
+    )
     value = jax.jit(lambda lam: objective(task, apply, frozen, lam)(w, batch, KEY)[0])
     np.testing.assert_allclose(value(50.0), value(0.0), rtol=1e-5)
 
@@ -162,11 +200,18 @@ def test_policy_gradient_is_the_finite_difference():
             return losses.cross_entropy(out, jnp.arange(6) % C, jnp.ones(6, bool))
 
         towards = double(jax.tree.map(lambda x: normal(5, *x.shape), w["policy"]))
-        moved = lambda e: value(jax.tree.map(lambda a, b: a + e * b, w["policy"], towards))
+        moved = lambda e: value(
+            jax.tree.map(lambda a, b: a + e * b, w["policy"], towards)
+        )
         by = jax.jit(jax.grad(value))(w["policy"])
-        slope = sum(np.sum(a * b) for a, b in zip(*map(jax.tree.leaves, (by, towards)), strict=True))
+        slope = sum(
+            np.sum(a * b)
+            for a, b in zip(*map(jax.tree.leaves, (by, towards)), strict=True)
+        )
         assert abs(slope) > 1e-4
-        np.testing.assert_allclose(slope, (moved(1e-6) - moved(-1e-6)) / 2e-6, rtol=1e-6)
+        np.testing.assert_allclose(
+            slope, (moved(1e-6) - moved(-1e-6)) / 2e-6, rtol=1e-6
+        )
 
 
 # --- the kernel distance
@@ -178,14 +223,22 @@ MMD = jax.jit(jax.value_and_grad(mmd))
 def test_mmd_by_hand():
     h, u = 2 * normal(1, 6, K).astype(np.float64), normal(2, 6, K).astype(np.float64)
     mask = np.array([1, 1, 0, 1, 1, 0], bool)
-    k = lambda p, q: sum(np.exp(-np.sum((p - q) ** 2) / (2 * a)) for a in (10, 15, 20, 50))
+    k = lambda p, q: sum(
+        np.exp(-np.sum((p - q) ** 2) / (2 * a)) for a in (10, 15, 20, 50)
+    )
     rows = np.flatnonzero(mask)
-    expected = np.mean([k(h[p], h[q]) + k(u[p], u[q]) - 2 * k(h[p], u[q]) for p in rows for q in rows])
+    expected = np.mean(
+        [k(h[p], h[q]) + k(u[p], u[q]) - 2 * k(h[p], u[q]) for p in rows for q in rows]
+    )
     h[~mask] = u[2] = np.nan
     got, gradient = MMD(h.astype(np.float32), u.astype(np.float32), mask)
     gradient = np.asarray(gradient)
     np.testing.assert_allclose(got, expected, rtol=1e-4)
-    assert np.isfinite(gradient).all() and not gradient[~mask].any() and gradient[mask].any()
+    assert (
+        np.isfinite(gradient).all()
+        and not gradient[~mask].any()
+        and gradient[mask].any()
+    )
 
 
 def test_mmd_is_a_distance_of_sets():
@@ -194,7 +247,9 @@ def test_mmd_is_a_distance_of_sets():
     value, gradient = MMD(h, h, ALL)
     assert abs(value) < 1e-6
     np.testing.assert_allclose(gradient, 0, atol=1e-6)
-    between, back, reordered = (MMD(*sets, ALL)[0] for sets in ((h, u), (u, h), (h[order], u)))
+    between, back, reordered = (
+        MMD(*sets, ALL)[0] for sets in ((h, u), (u, h), (h[order], u))
+    )
     assert between > 0
     np.testing.assert_allclose(back, between, rtol=1e-5)
     np.testing.assert_allclose(reordered, between, rtol=1e-4)
@@ -205,7 +260,9 @@ def test_mmd_does_not_depend_on_where_the_features_are(far):
     h, u = normal(1, 6, K), normal(2, 6, K)
     (value, gradient), (there, slope) = MMD(h, u, ALL), MMD(h + far, u + far, ALL)
     np.testing.assert_allclose(there, value, rtol=1e-6 * far)
-    np.testing.assert_allclose(slope, gradient, atol=1e-5 * far * np.abs(gradient).max())
+    np.testing.assert_allclose(
+        slope, gradient, atol=1e-5 * far * np.abs(gradient).max()
+    )
 
 
 def test_mmd_of_single_rows():
@@ -215,16 +272,22 @@ def test_mmd_of_single_rows():
     np.testing.assert_allclose(MMD(h, u, ALL[:1])[0], expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize("task, cpn", [(TASK, {}), toy.slow(NORM, {"norm": "batch"})], ids=["mlp", "norm"])
+@pytest.mark.parametrize(
+    "task, cpn", [(TASK, {}), toy.slow(NORM, {"norm": "batch"})], ids=["mlp", "norm"]
+)
 def test_mmd_acts_from_the_second_step_on(task, cpn):
     f = toy.federation()
     size, batch = np.asarray(f.train.size), task.batch_size
     one_batch = f._replace(train=f.train._replace(size=np.minimum(size, batch)))
-    (_, free, low), (_, tied, high) = (train(task, one_batch, lam=lam, **cpn) for lam in (0.0, 50.0))
+    (_, free, low), (_, tied, high) = (
+        train(task, one_batch, lam=lam, **cpn) for lam in (0.0, 50.0)
+    )
     assert_close(free, tied, 2e-6)
     assert_close(low.loss, high.loss, 1e-5)
     two_batches = f._replace(train=f.train._replace(size=np.minimum(size, 2 * batch)))
-    free, tied = (train(task, two_batches, lam=lam, rounds=1, **cpn)[1] for lam in (0.0, 50.0))
+    free, tied = (
+        train(task, two_batches, lam=lam, rounds=1, **cpn)[1] for lam in (0.0, 50.0)
+    )
     assert sq_dist(free.server["body"], tied.server["body"]) > 1e-8
 
 
@@ -252,23 +315,31 @@ def by_hand(task, state, batches, lam):
         r = jnp.exp(a[:, :K]) / (jnp.exp(a[:, :K]) + jnp.exp(a[:, K:]))
         through = lambda w, h: h @ w["kernel"] + w["bias"][None]
         out = jax.nn.log_softmax(through(frozen, r * h) + through(head, (1 - r) * h))
-        return -out[jnp.arange(len(y)), y].mean() + lam * mmd(h, extract(start, x), jnp.ones(len(y), bool))
+        return -out[jnp.arange(len(y)), y].mean() + lam * mmd(
+            h, extract(start, x), jnp.ones(len(y), bool)
+        )
 
     p = start, own, state.server["policy"]
     for x, y in batches:
-        p = jax.tree.map(lambda w, g: np.asarray(w) - task.lr * np.asarray(g), p, slope(p, x.astype(np.float32), y))
+        p = jax.tree.map(
+            lambda w, g: np.asarray(w) - task.lr * np.asarray(g),
+            p,
+            slope(p, x.astype(np.float32), y),
+        )
     return p
 
 
 def test_a_round_is_the_sheets():
-    """Among others: nothing frozen moves, and the client's vector stays what it was when training
-    began."""
+    """Among others: nothing frozen moves, and the client's vector stays what it was
+    when training began."""
     f, key = alone(), clients_key(KEY, 0)
     begin, first, _ = train(TASK, f, rounds=1, lam=3.0)
     begin, state, _ = train(TASK, f, rounds=1, begin=first, lam=3.0)  # its heads differ
     batches = [pair for (pair,) in oracle.batches(f, 1, key, TASK)]
     (kernel, bias), head, policy = by_hand(TASK, begin, batches, 3.0)
-    assert_close(state.server["body"], {"layers": {"0": {"bias": bias, "kernel": kernel}}}, 1e-5)
+    assert_close(
+        state.server["body"], {"layers": {"0": {"bias": bias, "kernel": kernel}}}, 1e-5
+    )
     assert_close(state.server["policy"], policy, 1e-5)
     assert_close(toy.rows(state.clients["head"], 1), head, 1e-5)
 
@@ -279,15 +350,23 @@ DECAYED = toy.task(epochs=1, optimizer=lambda lr: optax.adamw(lr, weight_decay=0
 @pytest.mark.parametrize("task", [TASK, toy.slow(DECAYED)], ids=["sgd", "adamw"])
 def test_the_midpoint_of_the_heads_travels(task):
     begin, state, _ = train(task, alone(), rounds=1)
-    own, head = toy.rows(state.clients["head"], 1), jax.tree.map(np.asarray, begin.server["head"])
+    own, head = (
+        toy.rows(state.clients["head"], 1),
+        jax.tree.map(np.asarray, begin.server["head"]),
+    )
     assert sq_dist(own, head) > 0
-    assert_same(state.server["head"], jax.tree.map(lambda a, b: np.float32(0.5) * (a + b), head, own))
+    assert_same(
+        state.server["head"],
+        jax.tree.map(lambda a, b: np.float32(0.5) * (a + b), head, own),
+    )
 
 
 def test_the_global_head_halves_its_way_to_a_fixed_personal_head():
     f = alone()
     begin, _, _ = train(TASK, f, rounds=1)
-    own = jax.tree.map(lambda x: np.asarray(x) + normal(1, *x.shape), begin.clients["head"])
+    own = jax.tree.map(
+        lambda x: np.asarray(x) + normal(1, *x.shape), begin.clients["head"]
+    )
     begin = State(begin.server, begin.clients | {"head": own})
     apart = lambda state: np.sqrt(sq_dist(state.server["head"], toy.rows(own, 1)))
     _, state, _ = train(TASK, f, rounds=3, begin=begin, lr=0.0)
@@ -301,21 +380,33 @@ def test_the_personalisation_ratio_is_the_mean_share():
     w = {**begin.server, "head": toy.rows(begin.clients["head"], 1)}
     frozen = Frozen(w["body"], w["head"], jax.jit(client_vector)(w["head"]))
     x, mask = toy.rows(f.examples.x, f.train.index[1][:16]), np.ones(16, bool)
-    shares = jax.jit(lambda w: gated(TASK, policy_network(TASK), "softmax", set())(w, frozen, x, mask, True, KEY)[2])
+    shares = jax.jit(
+        lambda w: gated(TASK, policy_network(TASK), "softmax", set())(
+            w, frozen, x, mask, True, KEY
+        )[2]
+    )
     np.testing.assert_allclose(metrics.clients["pir"][1], np.mean(shares(w)), rtol=1e-5)
 
 
 @pytest.mark.slow  # the contract has the layer norm
 def test_the_policy_networks_batch_norm_counts_no_padding():
-    testing.check("mask", testing.subject(functools.partial(factory, norm="batch"), testing.task()))
+    testing.check(
+        "mask",
+        testing.subject(functools.partial(factory, norm="batch"), testing.task()),
+    )
 
 
 @each_bn_stats
 def test_batch_norm_moments_follow_the_task(bn_stats):
-    task = NORM if bn_stats == "aggregate" else toy.task("norm", epochs=1, bn_stats=bn_stats)
+    task = (
+        NORM
+        if bn_stats == "aggregate"
+        else toy.task("norm", epochs=1, bn_stats=bn_stats)
+    )
     begin, state, metrics = train(task, norm="batch", rounds=1)
     count = lambda tree: len(jax.tree.leaves(tree))
-    moments = {"aggregate": (4, 0), "local": (0, 4), "batch": (0, 0)}[bn_stats]  # of the extractor and of the CPN
+    # of the extractor and of the CPN
+    moments = {"aggregate": (4, 0), "local": (0, 4), "batch": (0, 0)}[bn_stats]
     stats = lambda state: (state.server["stats"], state.clients["own"]["stats"])
     assert tuple(map(count, stats(state))) == moments
     for part in (0, 1):
@@ -331,7 +422,9 @@ def cnn_task():
     return TASK._replace(models=(models.model("cnn", (28, 28, 1), 10),), num_classes=10)
 
 
-@pytest.mark.parametrize("depth, size", [(1, 527_360), (2, 790_016), (3, 1_052_672), (4, 1_315_328)])
+@pytest.mark.parametrize(
+    "depth, size", [(1, 527_360), (2, 790_016), (3, 1_052_672), (4, 1_315_328)]
+)
 def test_size_of_the_policy_network(depth, size):
     shapes = jax.eval_shape(factory(cnn_task(), depth=depth).init, KEY).server
     assert trees.size(shapes["policy"]) == size
@@ -340,52 +433,92 @@ def test_size_of_the_policy_network(depth, size):
 
 def policy_by_hand(policy, x, norm, activation):
     """In NumPy; a batch norm's moments are those of its start."""
-    act = {"relu": lambda x: np.maximum(x, 0), "tanh": np.tanh, "sigmoid": lambda x: 1 / (1 + np.exp(-x))}[activation]
+    act = {
+        "relu": lambda x: np.maximum(x, 0),
+        "tanh": np.tanh,
+        "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    }[activation]
     first, last = (policy["layers"][i] for i in "01")
     x = act(x @ first["kernel"] + first["bias"]) @ last["kernel"] + last["bias"]
     if norm == "batch":
         x = x / np.sqrt(1 + 1e-5)
     elif norm != "none":
         parts = x.reshape(len(x), {"layer": 1, "group": 2}[norm], -1)
-        parts = (parts - parts.mean(-1, keepdims=True)) / np.sqrt(parts.var(-1, keepdims=True) + 1e-5)
+        parts = (parts - parts.mean(-1, keepdims=True)) / np.sqrt(
+            parts.var(-1, keepdims=True) + 1e-5
+        )
         x = parts.reshape(x.shape)
-    return act(x if norm == "none" else x * policy["norm"]["scale"] + policy["norm"]["bias"])
+    return act(
+        x if norm == "none" else x * policy["norm"]["scale"] + policy["norm"]["bias"]
+    )
 
 
 @pytest.mark.parametrize("norm", ["layer", "batch", "group", "none"])
 @pytest.mark.parametrize("activation", ["relu", "tanh", "sigmoid"])
 def test_variants_of_the_policy_network(norm, activation):
-    (w, frozen), network = start(), policy_network(TASK, depth=2, norm=norm, activation=activation)
+    (w, frozen), network = (
+        start(),
+        policy_network(TASK, depth=2, norm=norm, activation=activation),
+    )
     shapes = jax.eval_shape(network.init, KEY)
     rng = np.random.default_rng(4)
-    policy = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), shapes["params"])
-    stats = jax.tree_util.tree_map_with_path(
-        lambda path, x: np.full(x.shape, path[-1].key == "var", x.dtype), shapes["stats"]
+    policy = jax.tree.map(
+        lambda x: rng.normal(size=x.shape).astype(np.float32), shapes["params"]
     )
-    variables = {**w, "policy": policy, "stats": {"model": w["stats"]["model"], "policy": stats}}
-    run = jax.jit(lambda w: gated(TASK, network, "softmax", set())(w, frozen, X, jnp.asarray(ALL), False, KEY))
+    stats = jax.tree_util.tree_map_with_path(
+        lambda path, x: np.full(x.shape, path[-1].key == "var", x.dtype),
+        shapes["stats"],
+    )
+    variables = {
+        **w,
+        "policy": policy,
+        "stats": {"model": w["stats"]["model"], "policy": stats},
+    }
+    run = jax.jit(
+        lambda w: gated(TASK, network, "softmax", set())(
+            w, frozen, X, jnp.asarray(ALL), False, KEY
+        )
+    )
     s = np.asarray(run(variables)[2])
     h, _ = oracle.forward(oracle.variables(w), X.astype(np.float64))
-    first, second = np.split(policy_by_hand(policy, h * np.asarray(frozen.vector), norm, activation), 2, axis=1)
-    np.testing.assert_allclose(s, 1 / (1 + np.exp(first - second)), rtol=1e-4, atol=1e-6)
+    first, second = np.split(
+        policy_by_hand(policy, h * np.asarray(frozen.vector), norm, activation),
+        2,
+        axis=1,
+    )
+    np.testing.assert_allclose(
+        s, 1 / (1 + np.exp(first - second)), rtol=1e-4, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("policy", ["softmax", toy.slow("gumbel")])
 def test_a_prediction_is_the_personal_models(policy):
-    """Under the received extractor and policy network, the vector of the client's head and both
-    heads."""
+    """Under the received extractor and policy network, the vector of the client's head
+    and both heads."""
     _, state, _ = train(policy=policy)
     f, program = toy.federation(), toy.program(factory, TASK, {"policy": policy})
     key = clients_key(KEY, 2)
-    key = jax.random.fold_in(jax.random.fold_in(key, 0), 1)  # of the client's main stream
+    # of the client's main stream
+    key = jax.random.fold_in(jax.random.fold_in(key, 0), 1)
     server, own = state.server, toy.rows(state.clients["head"], 1)
-    w = {"body": server["body"], "head": own, "policy": server["policy"], "stats": server["stats"]}
+    w = {
+        "body": server["body"],
+        "head": own,
+        "policy": server["policy"],
+        "stats": server["stats"],
+    }
     frozen = Frozen(server["body"], server["head"], jax.jit(client_vector)(own))
     x = f.examples.x[:6]
     got = jax.jit(program.predict)(KEY, program.traced, f, state, jnp.int32(2), 1, x)
     assert_close(got, forward(w, frozen, policy, key=key, x=x)[0])
     others = toy.rows(state.clients["head"], 0)
-    assert np.abs(np.asarray(got) - forward({**w, "head": others}, frozen, policy, key=key, x=x)[0]).max() > 1e-2
+    assert (
+        np.abs(
+            np.asarray(got)
+            - forward({**w, "head": others}, frozen, policy, key=key, x=x)[0]
+        ).max()
+        > 1e-2
+    )
 
 
 # --- ablations
@@ -393,11 +526,18 @@ def test_a_prediction_is_the_personal_models(policy):
 
 def shares(without, change_sample=False, change_client=False):
     w, frozen = start(without=without)
-    frozen = frozen._replace(vector=-np.asarray(frozen.vector)) if change_client else frozen
-    return np.asarray(forward(w, frozen, without=without, x=X[::-1] if change_sample else X)[2])
+    frozen = (
+        frozen._replace(vector=-np.asarray(frozen.vector)) if change_client else frozen
+    )
+    return np.asarray(
+        forward(w, frozen, without=without, x=X[::-1] if change_sample else X)[2]
+    )
 
 
-@pytest.mark.parametrize("without, sample, client", [("none", 1, 1), ("cs", 1, 0), ("ss", 0, 1), ("cs_ss", 0, 0)])
+@pytest.mark.parametrize(
+    "without, sample, client",
+    [("none", 1, 1), ("cs", 1, 0), ("ss", 0, 1), ("cs_ss", 0, 0)],
+)
 def test_what_the_policy_sees(without, sample, client):
     before = shares(without)
     assert np.any(shares(without, change_sample=True) != before) == bool(sample)
@@ -414,7 +554,9 @@ def test_without_mmd_is_lam_zero():
 def test_without_a_policy_both_heads_see_everything():
     w, frozen = start(without="cpn")
     out, h, s, _ = forward(w, frozen, without="cpn")
-    both = jax.jit(lambda h: TASK.model.head(frozen.head, h) + TASK.model.head(w["head"], h))
+    both = jax.jit(
+        lambda h: TASK.model.head(frozen.head, h) + TASK.model.head(w["head"], h)
+    )
     assert_close(out, both(h))
     assert s is None and w["policy"] == {}
 
@@ -431,8 +573,15 @@ def test_what_an_ablation_sends(without):
     body, head, policy = 6 * 8 + 8, 8 * C + C, 8 * 16 + 16 + 2 * 16
     sent = body + head * ("gh" not in without) + policy * ("cpn" not in without)
     method = factory(TASK, without=without)
-    given = {"round": jnp.int32(0), "evaluated": jnp.bool(False), "key": KEY, "width": 1}
-    cohort = Cohort(toy.federation(), TASK, jnp.arange(2), jnp.array([True, False]), **given)
+    given = {
+        "round": jnp.int32(0),
+        "evaluated": jnp.bool(False),
+        "key": KEY,
+        "width": 1,
+    }
+    cohort = Cohort(
+        toy.federation(), TASK, jnp.arange(2), jnp.array([True, False]), **given
+    )
     traffic = toy.sent(method, cohort)
     np.testing.assert_array_equal(traffic.down, [sent, 0])
     np.testing.assert_array_equal(traffic.up, [sent, 0])
@@ -443,7 +592,9 @@ def test_what_an_ablation_sends(without):
 def test_an_ablation_trains(without):
     _, state, metrics = train(without=without)
     _, full, _ = train()
-    assert np.isfinite(metrics.loss).all() and ("pir" in metrics.clients) == ("cpn" not in without)
+    assert np.isfinite(metrics.loss).all() and ("pir" in metrics.clients) == (
+        "cpn" not in without
+    )
     assert sq_dist(state.server["body"], full.server["body"]) > 1e-8
 
 
@@ -451,7 +602,15 @@ def test_an_ablation_trains(without):
 
 
 @pytest.mark.parametrize(
-    "options", [{"lam": -1.0}, {"depth": 5}, {"policy": "hard"}, {"without": "gh"}, {"norm": "x"}, {"activation": "x"}]
+    "options",
+    [
+        {"lam": -1.0},
+        {"depth": 5},
+        {"policy": "hard"},
+        {"without": "gh"},
+        {"norm": "x"},
+        {"activation": "x"},
+    ],
 )
 def test_bad_options(options):
     with pytest.raises(InputError, match=next(iter(options))):
@@ -459,19 +618,26 @@ def test_bad_options(options):
 
 
 def test_a_head_that_is_not_linear_is_refused():
-    model = TASK.model._replace(init=lambda key: {"body": {}, "head": {"w": jnp.zeros(3)}, "stats": {}})
+    model = TASK.model._replace(
+        init=lambda key: {"body": {}, "head": {"w": jnp.zeros(3)}, "stats": {}}
+    )
     with pytest.raises(InputError, match="one linear layer"):
         factory(TASK._replace(models=(model,))).init(KEY)
 
 
 def test_after_training_the_vector_is_still_that_of_the_head_before(monkeypatch):
-    """Plain SGD leaves it anyway: the gradients of a cross entropy by the logits sum to 0 over the
-    classes."""
-    monkeypatch.setattr(evaluate, "post", lambda cohort, c, predictor: {"acc": predictor(X, ALL)[0, 0]})
-    begin, state, metrics = train(DECAYED._replace(), alone(), rounds=1)  # compiled anew
+    """Plain SGD leaves it anyway: the gradients of a cross entropy by the logits sum to
+    0 over the classes."""
+    monkeypatch.setattr(
+        evaluate, "post", lambda cohort, c, predictor: {"acc": predictor(X, ALL)[0, 0]}
+    )
+    # compiled anew
+    begin, state, metrics = train(DECAYED._replace(), alone(), rounds=1)
     trained, before = (toy.rows(s.clients["head"], 1) for s in (state, begin))
     w = {**state.server, "head": trained}
-    logit = lambda head: forward(w, Frozen(w["body"], begin.server["head"], jax.jit(client_vector)(head)))[0][0, 0]
+    logit = lambda head: forward(
+        w, Frozen(w["body"], begin.server["head"], jax.jit(client_vector)(head))
+    )[0][0, 0]
     np.testing.assert_allclose(metrics.post["acc"][1], logit(before), rtol=1e-5)
     assert abs(logit(before) - logit(trained)) > 1e-3
 
@@ -483,7 +649,9 @@ def test_an_extractor_as_it_was_received_has_no_distance():
     variables = {"body": v["body"], "head": v["head"], "policy": {}, "stats": stats}
     frozen = Frozen(v["body"], v["head"], client_vector(v["head"]))
     batch = Batch(X, np.arange(6) % C, np.arange(6) < 5, np.arange(6))
-    value = lambda lam: objective(NORM, gated(NORM, None, "softmax", {"cpn"}), frozen, lam)(variables, batch, KEY)[0]
+    value = lambda lam: objective(
+        NORM, gated(NORM, None, "softmax", {"cpn"}), frozen, lam
+    )(variables, batch, KEY)[0]
     assert_close(*jax.jit(lambda: (value(50.0), value(0.0)))(), 1e-5)
 
 
@@ -491,13 +659,21 @@ def test_an_extractor_as_it_was_received_has_no_distance():
 @pytest.mark.parametrize(
     "rule, one",
     [
-        (lambda lr: optax.chain(optax.add_decayed_weights(0.01), optax.sgd(lr, momentum=0.9)), True),
+        (
+            lambda lr: optax.chain(
+                optax.add_decayed_weights(0.01), optax.sgd(lr, momentum=0.9)
+            ),
+            True,
+        ),
         toy.slow(optax.adam, False),
     ],
 )
 def test_under_sgd_all_clients_keep_one_vector(rule, one):
     got = toy.train("fedcp", toy.task(optimizer=rule), rounds=2)
-    vectors, begin = (np.asarray(jax.vmap(client_vector)(s.clients["head"])) for s in (got.state, got.begin))
+    vectors, begin = (
+        np.asarray(jax.vmap(client_vector)(s.clients["head"]))
+        for s in (got.state, got.begin)
+    )
     assert np.allclose(vectors, begin, atol=1e-5) == one
     kernels = got.state.clients["head"]["kernel"]
     assert np.abs(kernels - kernels[:1]).max() > 0.1

@@ -1,5 +1,5 @@
-"""The properties of sheet 2.10: what the fused models become, and the cases in which FedDF is
-FedAvg."""
+"""The properties of sheet 2.10: what the fused models become, and the cases in which
+FedDF is FedAvg."""
 
 import functools
 
@@ -21,10 +21,16 @@ KEY, MLP = jax.random.key(0), toy.task()
 
 
 def net(hidden):
-    return models.model(lambda shape, classes, rngs: nets.mlp(shape, classes, rngs, hidden=hidden), SHAPE, C)
+    return models.model(
+        lambda shape, classes, rngs: nets.mlp(shape, classes, rngs, hidden=hidden),
+        SHAPE,
+        C,
+    )
 
 
-MIXED = toy.task(models=(net(3), net(8)), architecture=np.array([0, 1, 0, 1, 1], np.int32))
+MIXED = toy.task(
+    models=(net(3), net(8)), architecture=np.array([0, 1, 0, 1, 1], np.int32)
+)
 
 
 @pytest.mark.parametrize("net", [toy.slow("mlp"), "norm"])
@@ -44,26 +50,45 @@ def test_a_student_that_agrees_with_its_teachers_stays():
 
 
 def test_a_step_is_that_of_the_divergence_from_the_mean_logits():
-    """All public examples are one batch, and the first step of a cosine has the whole learning
-    rate."""
+    """All public examples are one batch, and the first step of a cosine has the whole
+    learning rate."""
     x = toy.federation().public.x
     logits = lambda w: MLP.model.apply(w, x, train=False)[0]
     alone = toy.train("local", MLP, rounds=1).state.clients
-    teacher = jax.nn.softmax(sum(logits(toy.rows(alone, i)) for i in range(N)) / N / 2.0)
-    fused = jax.tree.map(lambda w: np.tensordot(SIZES / SIZES.sum(), w, 1).astype(np.float32), alone)
+    teacher = jax.nn.softmax(
+        sum(logits(toy.rows(alone, i)) for i in range(N)) / N / 2.0
+    )
+    fused = jax.tree.map(
+        lambda w: np.tensordot(SIZES / SIZES.sum(), w, 1).astype(np.float32), alone
+    )
 
     def kl(w):
-        return jnp.mean(jnp.sum(teacher * (jnp.log(teacher) - jax.nn.log_softmax(logits(w) / 2.0)), axis=1))
+        return jnp.mean(
+            jnp.sum(
+                teacher * (jnp.log(teacher) - jax.nn.log_softmax(logits(w) / 2.0)),
+                axis=1,
+            )
+        )
 
     value, slope = jax.value_and_grad(kl)(fused)
     length = np.sqrt(sum(float(jnp.sum(g**2)) for g in jax.tree.leaves(slope)))
-    run = functools.partial(toy.train, "feddf", MLP, rounds=1, student_optimizer="sgd", student_lr=0.5, temperature=2.0)
+    run = functools.partial(
+        toy.train,
+        "feddf",
+        MLP,
+        rounds=1,
+        student_optimizer="sgd",
+        student_lr=0.5,
+        temperature=2.0,
+    )
     for clip in (5.0, length / 4):
         step = 0.5 * min(1, clip / length)
         expected = jax.tree.map(lambda w, g, step=step: w - step * g, fused, slope)
         got = run(clip=clip)
         assert_close(got.state.server, expected, 1e-5)
-        np.testing.assert_allclose(got.metrics.server["distillation_loss"], value, rtol=1e-4)
+        np.testing.assert_allclose(
+            got.metrics.server["distillation_loss"], value, rtol=1e-4
+        )
     assert value > 1e-3
 
 
@@ -73,9 +98,14 @@ def test_more_examples_of_everybody_weigh_the_same():
     index = np.tile(np.asarray(f.train.index), 2)
     for i, n in enumerate(SIZES):
         index[i, n : 2 * n] = index[i, :n]
-    twice = f._replace(train=f.train._replace(index=jnp.asarray(index), size=2 * f.train.size))
-    task = toy.task(batch_size=64)  # all of them are one batch, whose mean loss is the same
-    got, other = (toy.train("feddf", task, federation_=each, rounds=2) for each in (f, twice))
+    twice = f._replace(
+        train=f.train._replace(index=jnp.asarray(index), size=2 * f.train.size)
+    )
+    # all of them are one batch, whose mean loss is the same
+    task = toy.task(batch_size=64)
+    got, other = (
+        toy.train("feddf", task, federation_=each, rounds=2) for each in (f, twice)
+    )
     assert_close(other.state.server, got.state.server, 1e-5)
 
 
@@ -94,19 +124,32 @@ def test_each_architecture_has_a_student():
     """Within an architecture models are averaged; teachers are all clients."""
     got = toy.train("feddf", MIXED, rounds=6, passes=20)
     of = np.asarray(MIXED.architecture)
-    sizes = np.array([trees.size(jax.eval_shape(model.init, jax.random.key(0))) for model in MIXED.models])
-    np.testing.assert_array_equal(got.metrics.traffic.up[0], sizes[of[got.metrics.ids[0]]])
+    sizes = np.array(
+        [
+            trees.size(jax.eval_shape(model.init, jax.random.key(0)))
+            for model in MIXED.models
+        ]
+    )
+    np.testing.assert_array_equal(
+        got.metrics.traffic.up[0], sizes[of[got.metrics.ids[0]]]
+    )
     first = toy.train("local", MIXED, rounds=1).state.clients.trees
     begin = toy.train("feddf", MIXED, rounds=1, passes=0).state.server.trees
     for group in range(2):
         weight = SIZES[of == group] / SIZES[of == group].sum()
         alone = {part: first[group][part] for part in begin[group]}
-        assert_close(begin[group], jax.tree.map(lambda w, p=weight: np.tensordot(p, w, 1), alone), 1e-6)
+        assert_close(
+            begin[group],
+            jax.tree.map(lambda w, p=weight: np.tensordot(p, w, 1), alone),
+            1e-6,
+        )
     assert np.mean(got.metrics.post["acc_present"][-1]) > 0.75
 
 
 def trees_differ(a, b):
-    return any(np.any(x != y) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
+    return any(
+        np.any(x != y) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True)
+    )
 
 
 @pytest.mark.slow  # that all clients teach each student is above
@@ -115,7 +158,9 @@ def test_an_absent_architecture_learns_from_the_others():
     program = toy.program(feddf, task, {"student_lr": 0.1})
     key, f = jax.random.key(2), toy.federation()
     state = program.init(key, program.traced)
-    new, metrics = jax.jit(program.round)(key, program.traced, f, state, jnp.int32(0), jnp.bool(False))
+    new, metrics = jax.jit(program.round)(
+        key, program.traced, f, state, jnp.int32(0), jnp.bool(False)
+    )
     (present,) = np.asarray(MIXED.architecture)[metrics.ids[metrics.active]]
     assert trees_differ(new.server.trees[1 - present], state.server.trees[1 - present])
 
@@ -125,14 +170,21 @@ def test_an_absent_architecture_learns_from_the_others():
 def test_batch_norm(bn_stats):
     task = toy.task("norm", bn_stats=bn_stats)
     got = toy.train("feddf", task, rounds=2)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves((got.state, got.metrics.loss)))
+    assert all(
+        np.isfinite(x).all() for x in jax.tree.leaves((got.state, got.metrics.loss))
+    )
     assert bool(jax.tree.leaves(got.state.clients)) == (bn_stats == "local")
-    np.testing.assert_array_equal(got.metrics.traffic.up[0], 124 if bn_stats == "aggregate" else 108)
+    np.testing.assert_array_equal(
+        got.metrics.traffic.up[0], 124 if bn_stats == "aggregate" else 108
+    )
 
 
 @pytest.mark.parametrize("patience, kept", [(2, 3.0), (9, 9.0)])
-def test_a_student_stops_where_nothing_comes_of_it_and_keeps_its_best_pass(patience, kept):
-    """Every step adds 1 to w. Held out, 3 is better than all until 9; two steps a pass."""
+def test_a_student_stops_where_nothing_comes_of_it_and_keeps_its_best_pass(
+    patience, kept
+):
+    """Every step adds 1 to w. Held out, 3 is better than all until 9; two steps a
+    pass."""
     pool = Examples(jnp.zeros((10, 1)), jnp.zeros(10, jnp.int32))
     data = Data(pool, jnp.arange(10), jnp.int32(10), lambda x: x)
 
@@ -140,27 +192,41 @@ def test_a_student_stops_where_nothing_comes_of_it_and_keeps_its_best_pass(patie
         def value(v, batch, key):
             if frozen:  # rows and targets belong together
                 np.testing.assert_array_equal(target.shape, (10,))
-                gap = jnp.sum(jnp.where(batch.mask, jnp.abs(target[batch.row] - 8 - batch.row), 0))
-                return jnp.minimum(jnp.abs(v["w"] - 3) + 1, jnp.abs(v["w"] - 9)) + gap, v["stats"]
+                gap = jnp.sum(
+                    jnp.where(batch.mask, jnp.abs(target[batch.row] - 8 - batch.row), 0)
+                )
+                return jnp.minimum(
+                    jnp.abs(v["w"] - 3) + 1, jnp.abs(v["w"] - 9)
+                ) + gap, v["stats"]
             return -v["w"], v["stats"]
 
         return value
 
-    task = MLP._replace(lr=0.5, optimizer=optax.sgd, batch_size=4, augment=None, drop_last=False)
+    task = MLP._replace(
+        lr=0.5, optimizer=optax.sgd, batch_size=4, augment=None, drop_last=False
+    )
     target = jnp.arange(10.0)
     parts = public.validation(data, target, 0.2)
     assert (int(parts[0].size), int(parts[1].size)) == (8, 2)
     begin = {"w": jnp.zeros(()), "stats": ()}
-    run = jax.jit(lambda: public.early_stopped(KEY, parts, loss, target, begin, task, 12, patience))
+    run = jax.jit(
+        lambda: public.early_stopped(
+            KEY, parts, loss, target, begin, task, 12, patience
+        )
+    )
     w, least = run()
     assert w["w"] == kept and least == (1 if patience == 2 else 0)
 
 
 @pytest.mark.parametrize("passes, least", [(0, 0), (2, np.inf)])
-def test_without_a_finite_pass_the_student_stays_and_the_divergence_is_infinite(passes, least):
+def test_without_a_finite_pass_the_student_stays_and_the_divergence_is_infinite(
+    passes, least
+):
     pool = Examples(jnp.zeros((10, 1)), jnp.zeros(10, jnp.int32))
     target, begin = jnp.zeros(10), {"w": jnp.ones(()), "stats": ()}
-    parts = public.validation(Data(pool, jnp.arange(10), jnp.int32(10), lambda x: x), target, 0.2)
+    parts = public.validation(
+        Data(pool, jnp.arange(10), jnp.int32(10), lambda x: x), target, 0.2
+    )
     loss = lambda **_: lambda v, batch, key: (v["w"] * jnp.nan, v["stats"])
     w, found = public.early_stopped(KEY, parts, loss, target, begin, MLP, passes, 9)
     assert w["w"] == 1 and found == least
@@ -196,10 +262,14 @@ def test_a_frozen_model_normalises_by_its_statistics_or_by_the_batch():
     task, x = toy.task("norm"), toy.federation().public.x
     begin = task.model.init(KEY)
     other = {**begin, "stats": jax.tree.map(lambda s: s + 1, begin["stats"])}
-    batch = Batch(x, jnp.zeros(len(x), jnp.int32), jnp.arange(len(x)) < 9, jnp.arange(len(x)))
+    batch = Batch(
+        x, jnp.zeros(len(x), jnp.int32), jnp.arange(len(x)) < 9, jnp.arange(len(x))
+    )
     distance = lambda target, z: jnp.sum((z - target) ** 2, axis=1)
     for by_batch in (False, True):
-        loss = public.distillation(task.model, jnp.zeros((len(x), C)), distance, frozen=True, by_batch=by_batch)
+        loss = public.distillation(
+            task.model, jnp.zeros((len(x), C)), distance, frozen=True, by_batch=by_batch
+        )
         (value, stats), (shifted, _) = (loss(w, batch, KEY) for w in (begin, other))
         assert_same(stats, begin["stats"])
         assert (value == shifted) == by_batch
@@ -208,9 +278,18 @@ def test_a_frozen_model_normalises_by_its_statistics_or_by_the_batch():
 @pytest.mark.slow
 @pytest.mark.parametrize("bn_stats", ["aggregate", "local"])
 def test_statistics_that_no_client_sends_do_not_validate_a_student(bn_stats):
-    """At a rate of 0, by the loss on what is held out of students with other running statistics."""
-    task, x = toy.task("norm", bn_stats=bn_stats)._replace(lr=0.0, drop_last=False), toy.federation().public.x
-    data = Data(Examples(x, jnp.zeros(len(x), jnp.int32)), jnp.arange(len(x)), jnp.int32(len(x)), lambda x: x)
+    """At a rate of 0, by the loss on what is held out of students with other running
+    statistics."""
+    task, x = (
+        toy.task("norm", bn_stats=bn_stats)._replace(lr=0.0, drop_last=False),
+        toy.federation().public.x,
+    )
+    data = Data(
+        Examples(x, jnp.zeros(len(x), jnp.int32)),
+        jnp.arange(len(x)),
+        jnp.int32(len(x)),
+        lambda x: x,
+    )
     target = jax.nn.softmax(x[:, :C])
     distance = lambda target, z: jnp.sum((z - target) ** 2, axis=1)
     loss = functools.partial(public.distillation, task.model, distance=distance)
@@ -221,7 +300,15 @@ def test_statistics_that_no_client_sends_do_not_validate_a_student(bn_stats):
     assert np.isclose(*found, rtol=1e-6) == (bn_stats == "local")
 
 
-@pytest.mark.parametrize("wrong", [{"passes": -1}, {"clip": 0.0}, {"student_optimizer": "lamb"}, {"student_lr": -1.0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"passes": -1},
+        {"clip": 0.0},
+        {"student_optimizer": "lamb"},
+        {"student_lr": -1.0},
+    ],
+)
 def test_bad_input(wrong):
     for factory in (feddf, pfeddf):
         with pytest.raises(InputError):
@@ -236,13 +323,21 @@ def test_without_public_examples_it_is_one_sentence():
 @pytest.mark.slow  # that of one architecture is above
 def test_the_reported_divergence_is_the_mean_over_the_architectures():
     """A rate of 0 leaves the fused models, of which it then is."""
-    x, two = toy.federation().public.x, toy.task(models=MLP.models * 2, architecture=MIXED.architecture)
+    x, two = (
+        toy.federation().public.x,
+        toy.task(models=MLP.models * 2, architecture=MIXED.architecture),
+    )
     logits = lambda w: MLP.model.apply({**w, "stats": {}}, x, train=False)[0]
     alone = toy.train("local", MLP, rounds=1).state.clients
     teacher = jax.nn.softmax(sum(logits(toy.rows(alone, i)) for i in range(N)) / N)
     got = toy.train("feddf", two, rounds=1, student_lr=0.0)
-    gaps = [optax.losses.kl_divergence(jax.nn.log_softmax(logits(w)), teacher) for w in got.state.server.trees]
-    np.testing.assert_allclose(got.metrics.server["distillation_loss"][0], np.mean(gaps), rtol=1e-4)
+    gaps = [
+        optax.losses.kl_divergence(jax.nn.log_softmax(logits(w)), teacher)
+        for w in got.state.server.trees
+    ]
+    np.testing.assert_allclose(
+        got.metrics.server["distillation_loss"][0], np.mean(gaps), rtol=1e-4
+    )
 
 
 @pytest.mark.slow
@@ -252,12 +347,16 @@ def test_other_examples_are_drawn_and_held_out_in_each_round(monkeypatch):
     def noted(*given):
         parts = validation(*given)
         note = lambda into, rows: into.append(frozenset(rows.tolist()))
-        jax.debug.callback(lambda rows, size: note(seen, rows[:size]), parts[1].index, parts[1].size)
+        jax.debug.callback(
+            lambda rows, size: note(seen, rows[:size]), parts[1].index, parts[1].size
+        )
         jax.debug.callback(lambda rows: note(drawn, rows), given[0].index)
         return parts
 
     monkeypatch.setattr(public, "validation", noted)
-    toy.train(functools.partial(feddf), MLP, rounds=3, patience=9, held_out=0.5, public_size=8)
+    toy.train(
+        functools.partial(feddf), MLP, rounds=3, patience=9, held_out=0.5, public_size=8
+    )
     jax.effects_barrier()
     assert {len(rows) for rows in seen} == {4} and len(set(seen)) == 3
     assert {len(rows) for rows in drawn} == {8} and len(set(drawn)) == 3
@@ -267,15 +366,25 @@ def test_other_examples_are_drawn_and_held_out_in_each_round(monkeypatch):
 def test_fine_tuning_takes_its_own_epochs():
     """Many of them, at a rate at which the task's two hardly move."""
     slow = toy.task(lr=0.001)
-    many, two = (toy.train("pfeddf", slow, rounds=1, fine_tune_epochs=n).last for n in (300, None))
+    many, two = (
+        toy.train("pfeddf", slow, rounds=1, fine_tune_epochs=n).last
+        for n in (300, None)
+    )
     assert np.mean(many["acc_present"]) > np.mean(two["acc_present"]) + 0.1
 
 
 @pytest.mark.slow  # three runs; clients do so in test_knowledge_transfer.py
 def test_students_take_all_public_examples_as_they_are():
     """Neither augmentation nor the dropped short batches are theirs."""
-    plain, odd = (toy.task(lr=1e-12, **more) for more in ({}, {"drop_last": True, "augment": lambda key, x: -x}))
-    run = lambda task: toy.train("feddf", task, rounds=1, begin=begin, public_batch=4, student_lr=0.1).state.server
+    plain, odd = (
+        toy.task(lr=1e-12, **more)
+        for more in ({}, {"drop_last": True, "augment": lambda key, x: -x})
+    )
+    run = lambda task: (
+        toy.train(
+            "feddf", task, rounds=1, begin=begin, public_batch=4, student_lr=0.1
+        ).state.server
+    )
     begin = toy.train("feddf", plain, rounds=1).begin
     assert_close(run(odd), run(plain))
 
@@ -283,6 +392,8 @@ def test_students_take_all_public_examples_as_they_are():
 @pytest.mark.slow
 def test_where_nobody_has_examples_the_models_stay():
     f = toy.federation()
-    nobody = f._replace(train=f.train._replace(size=0 * f.train.size), class_counts=0 * f.class_counts)
+    nobody = f._replace(
+        train=f.train._replace(size=0 * f.train.size), class_counts=0 * f.class_counts
+    )
     got = toy.train("feddf", MLP, rounds=1, federation_=nobody)
     assert_same(got.state.server, got.begin.server)

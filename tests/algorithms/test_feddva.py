@@ -1,4 +1,5 @@
-"""FedDVA's rounds against a plain loop, its degenerate cases, and what travels and what stays."""
+"""FedDVA's rounds against a plain loop, its degenerate cases, and what travels and what
+stays."""
 
 import functools
 
@@ -26,8 +27,8 @@ F = toy.federation()
 
 @functools.cache
 def compiled(**fixed):
-    """One round of the clients 1 and 3 from the initial state: (active, numbers) -> State[2],
-    Metrics, Traffic."""
+    """One round of the clients 1 and 3 from the initial state: (active, numbers) ->
+    State[2], Metrics, Traffic."""
 
     @jax.jit
     def run(active, numbers):
@@ -35,34 +36,46 @@ def compiled(**fixed):
         options = {"width": 1, "round": jnp.int32(0), "evaluated": jnp.bool(False)}
         cohort = Cohort(F, TASK, jnp.asarray(IDS), active, key=KEY, **options)
         state = algorithm.init(KEY)
-        return algorithm.round(KEY, State(state.server, trees.gather(state.clients, IDS)), cohort)
+        return algorithm.round(
+            KEY, State(state.server, trees.gather(state.clients, IDS)), cohort
+        )
 
     return run
 
 
 def one_round(active=(True, True), numbers=None, **fixed):
     numbers = {"alpha": 1.0, "beta": 0.75, "xi": 8.0, "cls": 1.0} | (numbers or {})
-    return compiled(**({"mode": "paper"} | fixed))(np.array(active), numbers)  # the default is no other compilation
+    # the default is no other compilation
+    return compiled(**({"mode": "paper"} | fixed))(np.array(active), numbers)
 
 
-@pytest.mark.slow  # 40 s; test_dva.py has the losses, and the contract the losses of twelve rounds
+# 40 s; test_dva.py has the losses, and the contract the losses of twelve rounds
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["paper", "code"])
 def test_one_client_is_a_plain_loop_over_the_phases(mode):
-    """The average of one upload is the upload; the first phase has the client's key, each further
-    one its own."""
+    """The average of one upload is the upload; the first phase has the client's key,
+    each further one its own."""
     state, metrics = one_round((True, False), mode=mode)
     nets, _ = networks(TASK, 2, 2, 8)
 
     @jax.jit
     def alone():
         key = jax.random.fold_in(jax.random.fold_in(KEY, 0), 1)
-        streams = (key, *(keys.fold(key, s) for s in (keys.Client.SECOND_PHASE, keys.Client.THIRD_PHASE)))
+        streams = (
+            key,
+            *(
+                keys.fold(key, s)
+                for s in (keys.Client.SECOND_PHASE, keys.Client.THIRD_PHASE)
+            ),
+        )
         data, w, losses = (
             Data(F.examples, F.train.index[1], F.train.size[1], TASK.prepare),
             dva_phases.init(nets, KEY),
             [],
         )
-        for phase, stream in zip(dva_phases.phases(nets, mode, xi=16.0), streams, strict=False):
+        for phase, stream in zip(
+            dva_phases.phases(nets, mode, xi=16.0), streams, strict=False
+        ):
             w, loss = local.sgd(stream, data, phase.loss, w, TASK, train=phase.parts)
             losses.append(loss)
         return w, losses
@@ -78,8 +91,11 @@ def test_one_client_is_a_plain_loop_over_the_phases(mode):
 
 @pytest.mark.slow  # 20 s; test_dva.py has the regulariser alone
 def test_without_slack_the_regulariser_is_the_divergence():
-    """xi below any bound: R_c = KL(q(c|x, z) || N(0, I)) whatever xi; with slack it is not."""
-    low, lower, high = (one_round(numbers={"xi": xi})[0].server for xi in (-1e4, -1e6, 8.0))
+    """xi below any bound: R_c = KL(q(c|x, z) || N(0, I)) whatever xi; with slack it is
+    not."""
+    low, lower, high = (
+        one_round(numbers={"xi": xi})[0].server for xi in (-1e4, -1e6, 8.0)
+    )
     assert_same(low, lower)
     assert trees.sq_dist(low["c"], high["c"]) > 1e-6
 
@@ -89,15 +105,22 @@ def test_without_weight_the_regulariser_does_not_matter():
     """In the phase that has it: what a round makes of the phases is above."""
     nets, _ = networks(TASK, 2, 2, 8)
     x = TASK.prepare(F.examples.x[:4])
-    batch, w = Batch(x, F.examples.y[:4], jnp.ones(4, bool), jnp.arange(4)), dva_phases.init(nets, KEY)
+    batch, w = (
+        Batch(x, F.examples.y[:4], jnp.ones(4, bool), jnp.arange(4)),
+        dva_phases.init(nets, KEY),
+    )
 
     @functools.partial(jax.jit, static_argnums=0)
     def gradient(regulariser, beta):
         encoders = dva_phases.phases(nets, beta=beta, regulariser=regulariser)[1]
         parts = {name: w[name] for name in encoders.parts}
-        return jax.grad(lambda parts: encoders.loss({**w, **parts}, batch, KEY)[0])(parts)
+        return jax.grad(lambda parts: encoders.loss({**w, **parts}, batch, KEY)[0])(
+            parts
+        )
 
-    (free, first), (hinge, other) = ([gradient(name, x) for x in (0.0, 1.0)] for name in ("paper_max", "code_hinge"))
+    (free, first), (hinge, other) = (
+        [gradient(name, x) for x in (0.0, 1.0)] for name in ("paper_max", "code_hinge")
+    )
     assert_close(free, hinge, 1e-5)
     assert trees.sq_dist(first, other) > 1e-6
 
@@ -121,25 +144,35 @@ def shapes(**options):
 
 
 def test_the_encoders_travel_and_the_rest_stays():
-    """6,047,202 scalars for 28x28 pixels and d = 4; the decoder's 2,888,769 and all running
-    statistics stay."""
+    """6,047,202 scalars for 28x28 pixels and d = 4; the decoder's 2,888,769 and all
+    running statistics stay."""
     algorithm, state = shapes()
     assert trees.size(state.server) == 6_047_202 and algorithm.traffic is None
-    row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.clients)
+    row = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.clients
+    )
     assert trees.size(row["decoder"]) == 2_888_769
-    assert set(row["stats"]) == {"z", "c", "decoder"} and trees.size(row["stats"]) == 2 * (2 * 960 + 448)
+    assert set(row["stats"]) == {"z", "c", "decoder"} and trees.size(
+        row["stats"]
+    ) == 2 * (2 * 960 + 448)
     assert all(x.shape[0] == N for x in jax.tree.leaves(state.clients))
-    assert trees.size(shapes(head="shared")[1].server) == 6_047_202 + 8 * 4 + 4 + 4 * 4 + 4
+    assert (
+        trees.size(shapes(head="shared")[1].server) == 6_047_202 + 8 * 4 + 4 + 4 * 4 + 4
+    )
 
 
 def test_the_encoder_of_c_may_stay():
     state = shapes(exchange="z")[1]
     assert trees.size(state.server) == 2_756_416 + 264_712
-    row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.clients)
+    row = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.clients
+    )
     assert trees.size(row["c"]) == 3_920 + 2 + 2_757_440 + 264_712
 
 
-@pytest.mark.parametrize("head, headline", [("none", ("elbo", "max")), ("personal", ("acc", "max"))])
+@pytest.mark.parametrize(
+    "head, headline", [("none", ("elbo", "max")), ("personal", ("acc", "max"))]
+)
 def test_the_headline(head, headline):
     assert shapes(head=head)[0].headline == headline
 
@@ -154,7 +187,8 @@ def test_the_headline(head, headline):
         ({"latent": 0}, "latent=0"),
         (
             {"hidden": 8},
-            "hidden=8 is outside its range .16, inf.: each of 4 convolutions has half the channels of the next",
+            "hidden=8 is outside its range .16, inf.: each of 4 convolutions has half "
+            "the channels of the next",
         ),
         ({"hidden": 1}, "hidden=1"),
     ],
@@ -171,6 +205,10 @@ def test_inputs_that_are_no_images_are_said():
 
 def test_the_slack_is_for_each_dimension_of_c(monkeypatch):
     seen, made = [], dva_phases.phases
-    monkeypatch.setattr(dva_phases, "phases", lambda *given, **named: seen.append(named["xi"]) or made(*given, **named))
+    monkeypatch.setattr(
+        dva_phases,
+        "phases",
+        lambda *given, **named: seen.append(named["xi"]) or made(*given, **named),
+    )
     factory(TASK, latent=3, personal=2, hidden=8, xi=8.0)
     assert seen == [16.0]

@@ -1,5 +1,5 @@
-"""The properties of sheet 22: responsibilities, mixing weights, what EM never worsens, and two
-rounds by hand."""
+"""The properties of sheet 22: responsibilities, mixing weights, what EM never worsens,
+and two rounds by hand."""
 
 import functools
 
@@ -23,7 +23,8 @@ TASKS = {"linear": TASK, "norm": toy.task("norm")}
 ALL = np.arange(N)
 W = list(map(jax.device_get, map(TASK.model.init, map(jax.random.key, range(3)))))
 THETA = jax.tree.map(lambda *x: 3 * np.stack(x), *W)  # far apart
-OWN = trees.partition(THETA, averaging.split(TASK).personal[0])[0]  # nothing stays at home
+# nothing stays at home
+OWN = trees.partition(THETA, averaging.split(TASK).personal[0])[0]
 PI = np.array([0.5, 0.3, 0.2], np.float32)
 F = toy.federation()
 
@@ -39,23 +40,36 @@ def compiled(net, average="round"):
     @jax.jit
     def run(state, federation, ids):
         rows = State(state.server, trees.gather(state.clients, ids))
-        here = {"key": KEY, "round": jnp.int32(0), "evaluated": jnp.bool(False), "width": 1}
+        here = {
+            "key": KEY,
+            "round": jnp.int32(0),
+            "evaluated": jnp.bool(False),
+            "width": 1,
+        }
         cohort = Cohort(federation, task, ids, ids < N, **here)
         new, metrics = factory(task, average=average).round(KEY, rows, cohort)
-        return State(new.server, trees.scatter(state.clients, ids, new.clients, ids < N)), metrics
+        return State(
+            new.server, trees.scatter(state.clients, ids, new.clients, ids < N)
+        ), metrics
 
     return run
 
 
 def round_of(state, ids=ALL, federation=F, net="linear", average="round"):
     """The state after a round of the clients `ids`, and their metrics."""
-    places = np.append(ids, N + np.arange(N - len(ids))).astype(np.int32)  # every cohort is the same compilation
+    # every cohort is the same compilation
+    places = np.append(ids, N + np.arange(N - len(ids))).astype(np.int32)
     return jax.device_get(compiled(net, average)(state, federation, places))
 
 
 @jax.jit
 def e_step_of(i, theta, pi):
-    return e_step(TASK, theta, pi, Data(F.examples, F.train.index[i], F.train.size[i], TASK.prepare))
+    return e_step(
+        TASK,
+        theta,
+        pi,
+        Data(F.examples, F.train.index[i], F.train.size[i], TASK.prepare),
+    )
 
 
 def rows(i):
@@ -69,20 +83,34 @@ def log_probabilities(head, x):
 
 
 def heads(theta):
-    return [tuple(np.asarray(theta["head"][k][m], np.float64) for k in ("kernel", "bias")) for m in range(3)]
+    return [
+        tuple(np.asarray(theta["head"][k][m], np.float64) for k in ("kernel", "bias"))
+        for m in range(3)
+    ]
 
 
 def q_by_hand(heads, pi, i):
     x, y = rows(i)
-    p = np.stack([np.exp(log_probabilities(h, x))[np.arange(len(y)), y] for h in heads], axis=1) * pi
+    p = (
+        np.stack(
+            [np.exp(log_probabilities(h, x))[np.arange(len(y)), y] for h in heads],
+            axis=1,
+        )
+        * pi
+    )
     return p / p.sum(1, keepdims=True)
 
 
 @jax.jit
 def orders(i, size):
     """The library's shuffles of client i's rows, one an epoch."""
-    key = keys.fold(jax.random.fold_in(jax.random.fold_in(KEY, 0), i), keys.Client.SHUFFLE)
-    return [local.shuffle(jax.random.fold_in(key, epoch), 19, size) for epoch in range(TASK.epochs)]
+    key = keys.fold(
+        jax.random.fold_in(jax.random.fold_in(KEY, 0), i), keys.Client.SHUFFLE
+    )
+    return [
+        local.shuffle(jax.random.fold_in(key, epoch), 19, size)
+        for epoch in range(TASK.epochs)
+    ]
 
 
 def train_by_hand(i, head, q):
@@ -92,7 +120,9 @@ def train_by_hand(i, head, q):
         order = np.asarray(order)[:size]
         for s in range(0, size, TASK.batch_size):
             b = order[s : s + TASK.batch_size]
-            error = np.exp(log_probabilities((kernel, bias), x[b])) - np.eye(toy.C)[y[b]]
+            error = (
+                np.exp(log_probabilities((kernel, bias), x[b])) - np.eye(toy.C)[y[b]]
+            )
             error *= q[b][:, None] / len(b)
             kernel, bias = kernel - 0.1 * x[b].T @ error, bias - 0.1 * error.sum(0)
     return kernel, bias
@@ -102,7 +132,10 @@ def train_by_hand(i, head, q):
 def test_two_rounds_are_the_plain_loop(average):
     state, ids = state_of(THETA, PI), [3, 0, 1]
     components, pi = heads(THETA), [np.asarray(PI, np.float64)] * N
-    share = {i: SIZES[i] / (SIZES[ids].sum() if average == "round" else SIZES.sum()) for i in ids}
+    share = {
+        i: SIZES[i] / (SIZES[ids].sum() if average == "round" else SIZES.sum())
+        for i in ids
+    }
     for _ in range(2):
         state, _ = round_of(state, ids, average=average)
         q = {i: q_by_hand(components, pi[i], i) for i in ids}
@@ -111,10 +144,16 @@ def test_two_rounds_are_the_plain_loop(average):
         left = 1 - sum(share.values())  # of the absent, who count with the last models
         for m, head in enumerate(components):
             trained = [(share[i], train_by_hand(i, head, q[i][:, m])) for i in ids]
-            components[m] = tuple(left * head[k] + sum(p * new[k] for p, new in trained) for k in range(2))
+            components[m] = tuple(
+                left * head[k] + sum(p * new[k] for p, new in trained) for k in range(2)
+            )
     for m, head in enumerate(components):
-        np.testing.assert_allclose(state.server["head"]["kernel"][m], head[0], rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(state.server["head"]["bias"][m], head[1], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            state.server["head"]["kernel"][m], head[0], rtol=1e-4, atol=1e-5
+        )
+        np.testing.assert_allclose(
+            state.server["head"]["bias"][m], head[1], rtol=1e-4, atol=1e-5
+        )
     np.testing.assert_allclose(state.clients["pi"], np.stack(pi), rtol=1e-4, atol=1e-5)
 
 
@@ -133,12 +172,17 @@ def test_responsibilities_and_weights_are_on_the_simplex(i):
     np.testing.assert_allclose(q[: SIZES[i]].sum(1), 1, rtol=1e-6)
     np.testing.assert_array_equal(q[SIZES[i] :], 0)  # no row of padding has any
     np.testing.assert_allclose(pi, q[: SIZES[i]].mean(0), rtol=1e-5)
-    np.testing.assert_allclose(q[: SIZES[i]], q_by_hand(heads(THETA), PI, i), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        q[: SIZES[i]], q_by_hand(heads(THETA), PI, i), rtol=1e-4, atol=1e-6
+    )
 
 
 def test_em_on_fixed_components_never_lowers_the_likelihood():
     x, y = rows(1)
-    by_component = np.stack([np.exp(log_probabilities(h, x))[np.arange(len(y)), y] for h in heads(THETA)], axis=1)
+    by_component = np.stack(
+        [np.exp(log_probabilities(h, x))[np.arange(len(y)), y] for h in heads(THETA)],
+        axis=1,
+    )
     pi, values = PI, []
     for _ in range(20):
         values.append(np.log(by_component @ np.asarray(pi, np.float64)).sum())
@@ -147,17 +191,23 @@ def test_em_on_fixed_components_never_lowers_the_likelihood():
 
 
 def test_a_weight_of_zero_stays_zero():
-    q = jax.jit(responsibilities)(jnp.array([0.0, 0.6, 0.4]), jnp.array([[0.1, 2.0, 3.0]]))
+    q = jax.jit(responsibilities)(
+        jnp.array([0.0, 0.6, 0.4]), jnp.array([[0.1, 2.0, 3.0]])
+    )
     assert np.isfinite(q).all() and q[0, 0] < 1e-20
 
 
 def test_permuting_the_components_permutes_everything():
     order, task = [2, 0, 1], TASKS["norm"]
     init = task.model.init
-    theta = jax.tree.map(lambda *x: np.stack(x), *(init(jax.random.key(m)) for m in range(3)))
+    theta = jax.tree.map(
+        lambda *x: np.stack(x), *(init(jax.random.key(m)) for m in range(3))
+    )
     own = trees.partition(theta, averaging.split(task).personal[0])[0]
     start = State(theta, {"pi": np.stack([PI] * N), "own": own})
-    turned = State(toy.rows(theta, order), {"pi": start.clients["pi"][:, order], "own": own})
+    turned = State(
+        toy.rows(theta, order), {"pi": start.clients["pi"][:, order], "own": own}
+    )
     (a, losses), (b, other) = (round_of(state, net="norm") for state in (start, turned))
     assert_close(toy.rows(a.server, order), b.server)
     assert_close(a.clients["pi"][:, order], b.clients["pi"])
@@ -169,9 +219,16 @@ mixed = jax.jit(lambda pi: mixture(TASK, THETA, pi)(jnp.asarray(X), jnp.ones(7, 
 
 
 def test_the_prediction_mixes_probabilities():
-    p = sum(w * np.exp(log_probabilities(h, X)) for w, h in zip(PI, heads(THETA), strict=True))
+    p = sum(
+        w * np.exp(log_probabilities(h, X))
+        for w, h in zip(PI, heads(THETA), strict=True)
+    )
     np.testing.assert_allclose(np.exp(mixed(PI)), p, rtol=1e-4, atol=1e-6)
-    assert_close(mixed(np.array([0, 1, 0], np.float32)), log_probabilities(heads(THETA)[1], X), 1e-4)
+    assert_close(
+        mixed(np.array([0, 1, 0], np.float32)),
+        log_probabilities(heads(THETA)[1], X),
+        1e-4,
+    )
 
 
 def test_refitting_finds_the_weights_of_a_client_that_never_trained():
@@ -181,8 +238,14 @@ def test_refitting_finds_the_weights_of_a_client_that_never_trained():
     def outputs(refit):
         cohort = Cohort(F, TASK, ids, ids >= 0, **here)
         predict = factory(TASK, refit=refit).predict
-        client = lambda c, row: predict(THETA, row, c)(jnp.asarray(X), jnp.ones(7, bool))
-        return np.asarray(jax.jit(lambda mine: cohort.map(client, mine)[0])(toy.rows(state_of(THETA, pi).clients, [1])))
+        client = lambda c, row: predict(THETA, row, c)(
+            jnp.asarray(X), jnp.ones(7, bool)
+        )
+        return np.asarray(
+            jax.jit(lambda mine: cohort.map(client, mine)[0])(
+                toy.rows(state_of(THETA, pi).clients, [1])
+            )
+        )
 
     plain, refitted = outputs(0), outputs(2)
     assert_close(plain, mixed(pi))
@@ -203,20 +266,26 @@ def test_components_begin_apart_and_the_first_as_fedavgs_model():
 def test_a_client_without_examples_keeps_its_weights():
     size = np.array(F.train.size)
     size[0] = 0
-    state, _ = round_of(state_of(THETA, PI), federation=F._replace(train=F.train._replace(size=size)))
+    state, _ = round_of(
+        state_of(THETA, PI), federation=F._replace(train=F.train._replace(size=size))
+    )
     assert_same(state.clients["pi"][0], PI)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
 
 
 @each_bn_stats
 def test_batch_norm(bn_stats):
-    got = toy.train(factory, toy.task("norm", bn_stats=bn_stats), 2, key=KEY, components=2)
+    got = toy.train(
+        factory, toy.task("norm", bn_stats=bn_stats), 2, key=KEY, components=2
+    )
     state = got.state
     toy.assert_finite((state, got.metrics.loss, got.outputs()))
     assert bool(jax.tree.leaves(state.clients["own"])) == (bn_stats == "local")
 
 
-@pytest.mark.parametrize("wrong", [{"components": 0}, {"average": "some"}, {"refit": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"components": 0}, {"average": "some"}, {"refit": -1}]
+)
 def test_bad_input(wrong):
     with pytest.raises(InputError):
         factory(TASK, **wrong)
@@ -234,9 +303,16 @@ def test_responsibilities_are_of_the_model_as_it_predicts():
     @jax.jit
     def run(theta):
         x, y = F.examples.x[data.index], F.examples.y[data.index]
-        logits = [task.model.apply(jax.tree.map(lambda a, m=m: a[m], theta), x, train=False)[0] for m in range(2)]
+        logits = [
+            task.model.apply(jax.tree.map(lambda a, m=m: a[m], theta), x, train=False)[
+                0
+            ]
+            for m in range(2)
+        ]
         loss = [-jax.nn.log_softmax(z)[jnp.arange(len(y)), y] for z in logits]
-        return e_step(task, theta, pi, data), responsibilities(pi, jnp.stack(loss, axis=1))
+        return e_step(task, theta, pi, data), responsibilities(
+            pi, jnp.stack(loss, axis=1)
+        )
 
     (q, new), by_hand = run(jax.tree.map(lambda *x: np.stack(x), *w))
     assert_close((q, new), (by_hand, by_hand.mean(axis=0)))

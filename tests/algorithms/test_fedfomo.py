@@ -1,5 +1,5 @@
-"""The properties of sheet 14: benefits, mixing weights, who is sent what, the split, and two rounds
-by hand."""
+"""The properties of sheet 14: benefits, mixing weights, who is sent what, the split,
+and two rounds by hand."""
 
 import functools
 import types
@@ -21,10 +21,12 @@ from fedjax_pfl.types import Metrics, State, Subset
 KEY = jax.random.key(0)
 TASK = toy.task("linear")
 W = list(map(jax.device_get, map(TASK.model.init, map(jax.random.key, range(N)))))
-OWN = trees.partition(W[0], averaging.split(TASK).personal[0])[0]  # nothing stays at home
+# nothing stays at home
+OWN = trees.partition(W[0], averaging.split(TASK).personal[0])[0]
 ALL = np.arange(N)
 HELD = np.array([1, 4, 0, 2, 1])  # a fifth of 7, 19, 1, 12, 4 examples
-ROOM = Subset(toy.federation().test.index, np.zeros(N, np.int32))  # for validation examples, which nobody has yet
+# for validation examples, which nobody has yet
+ROOM = Subset(toy.federation().test.index, np.zeros(N, np.int32))
 F = toy.federation()._replace(val=ROOM)
 X, Y = np.asarray(F.examples.x, np.float64), np.asarray(F.examples.y)
 
@@ -34,9 +36,14 @@ def replicated(tree):
 
 
 def store(models):
-    """A server that holds these models, and clients that all began at the first of W."""
+    """A server that holds these models, and clients that all began at the first of
+    W."""
     stacked = jax.tree.map(lambda *x: np.stack(x), *models)
-    server = {"models": stacked, "known": np.ones(N, bool), "affinity": np.eye(N, dtype=np.float32)}
+    server = {
+        "models": stacked,
+        "known": np.ones(N, bool),
+        "affinity": np.eye(N, dtype=np.float32),
+    }
     return State(server, replicated({"start": W[0], "own": OWN}))
 
 
@@ -44,12 +51,15 @@ def store(models):
 def step(state, federation, ids, lr, evaluated):
     rows = State(state.server, trees.gather(state.clients, ids))
     here = {"key": KEY, "round": jnp.int32(0), "evaluated": evaluated, "width": 1}
-    return factory(TASK._replace(lr=lr)).round(KEY, rows, Cohort(federation, TASK, ids, ids < N, **here))
+    return factory(TASK._replace(lr=lr)).round(
+        KEY, rows, Cohort(federation, TASK, ids, ids < N, **here)
+    )
 
 
 def round_of(state, federation=F, ids=ALL, lr=TASK.lr, evaluated=True):
     """One round of the clients `ids`; with a rate of zero they mix and do not train."""
-    places = np.append(ids, N + np.arange(N - len(ids))).astype(np.int32)  # every cohort is the same compilation
+    # every cohort is the same compilation
+    places = np.append(ids, N + np.arange(N - len(ids))).astype(np.int32)
     return step(state, federation, places, lr, evaluated)
 
 
@@ -58,8 +68,17 @@ def test_only_the_models_received_are_counted():
     cohort = types.SimpleNamespace(active=np.array([True, True, True, False]))
     method = factory(TASK)
     state = jax.eval_shape(method.init, jax.random.key(0))
-    sent = method.traffic(state, cohort, Metrics(clients={"received": np.array([0, 2, 5, 5])}))
-    assert_same(tuple(sent)[:4], tuple(map(np.array, ([0, 56, 140, 0], [33, 33, 33, 0], [0, 2, 5, 0], [1, 2, 2, 0]))))
+    sent = method.traffic(
+        state, cohort, Metrics(clients={"received": np.array([0, 2, 5, 5])})
+    )
+    assert_same(
+        tuple(sent)[:4],
+        tuple(
+            map(
+                np.array, ([0, 56, 140, 0], [33, 33, 33, 0], [0, 2, 5, 0], [1, 2, 2, 0])
+            )
+        ),
+    )
 
 
 def held_out(i):
@@ -96,11 +115,15 @@ def test_models_like_the_start_have_no_weight_and_change_nothing():
 def stepped(i, rate):
     """The first of W after a step along the gradient of client i's validation loss."""
     head = [W[0]["head"][k] for k in ("kernel", "bias")]
-    kernel, bias = (np.float32(w - rate * g) for w, g in zip(head, gradient(*head, *held_out(i)), strict=True))
+    kernel, bias = (
+        np.float32(w - rate * g)
+        for w, g in zip(head, gradient(*head, *held_out(i)), strict=True)
+    )
     return W[0] | {"head": {"kernel": kernel, "bias": bias}}
 
 
-GOOD, WORSE = stepped(1, 0.1), stepped(1, -0.3)  # the latter goes in the opposite direction
+# the latter goes in the opposite direction
+GOOD, WORSE = stepped(1, 0.1), stepped(1, -0.3)
 
 
 def test_the_only_better_model_is_taken_over():
@@ -121,7 +144,10 @@ def test_without_a_better_model_the_own_stays():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_weights_are_on_the_simplex_or_all_zero(seed):
-    d, weights = np.random.default_rng(seed).normal(size=6).astype(np.float32), jax.jit(mixing)
+    d, weights = (
+        np.random.default_rng(seed).normal(size=6).astype(np.float32),
+        jax.jit(mixing),
+    )
     p = np.asarray(weights(d))
     assert np.all(p >= 0) and np.all((p > 0) == (d > 0))
     np.testing.assert_allclose(p.sum(), 1, rtol=1e-6)
@@ -140,24 +166,34 @@ def test_a_benefit_at_twice_the_distance_is_half():
 @pytest.mark.slow  # the split is in the plain loop, too: below
 def test_with_its_own_model_only_it_is_local_on_the_split():
     f = toy.federation()
-    split = f._replace(train=f.train._replace(size=np.asarray(f.train.size) - HELD.astype(np.int32)))
+    split = f._replace(
+        train=f.train._replace(size=np.asarray(f.train.size) - HELD.astype(np.int32))
+    )
     mine, metrics, scores = toy.train(factory, TASK, key=KEY, received=1)
     alone, _, alone_scores = toy.train("local", TASK, key=KEY, federation_=split)
     assert_close(mine.server["models"], alone.clients)
     assert_same(scores["acc"], alone_scores["acc"])
-    np.testing.assert_array_equal(metrics.clients["received"], [[0] * N, [1] * N, [1] * N])
+    np.testing.assert_array_equal(
+        metrics.clients["received"], [[0] * N, [1] * N, [1] * N]
+    )
     np.testing.assert_array_equal(metrics.clients["own_weight"], 1)
 
 
 @jax.jit
 def orders(i, size):
     """The library's shuffles of client i's rows, [epochs, 19]."""
-    key = keys.fold(jax.random.fold_in(jax.random.fold_in(KEY, 0), i), keys.Client.SHUFFLE)
-    return [local.shuffle(jax.random.fold_in(key, epoch), 19, size) for epoch in range(TASK.epochs)]
+    key = keys.fold(
+        jax.random.fold_in(jax.random.fold_in(KEY, 0), i), keys.Client.SHUFFLE
+    )
+    return [
+        local.shuffle(jax.random.fold_in(key, epoch), 19, size)
+        for epoch in range(TASK.epochs)
+    ]
 
 
 def train_by_hand(i, w, size):
-    """Plain SGD on a client's first `size` rows, in the order of the library's shuffle."""
+    """Plain SGD on a client's first `size` rows, in the order of the library's
+    shuffle."""
     kernel, bias = (np.asarray(w["head"][k], np.float64) for k in ("kernel", "bias"))
     for order in orders(i, size):
         row = np.asarray(F.train.index[i])[np.asarray(order)[:size]]
@@ -176,11 +212,18 @@ def test_two_rounds_are_the_plain_loop():
         trained = []
         for i in range(N):
             loss = [val_loss(w, i) if HELD[i] else 0.0 for w in (start[i], *models)]
-            d = [(loss[0] - loss[1 + j]) / (np.linalg.norm(vector(models[j]) - vector(start[i])) + 1e-5) for j in ALL]
+            d = [
+                (loss[0] - loss[1 + j])
+                / (np.linalg.norm(vector(models[j]) - vector(start[i])) + 1e-5)
+                for j in ALL
+            ]
             c = np.maximum(d, 0)
             if c.sum() > 0:
                 start[i] = jax.tree.map(
-                    lambda *w, c=c: sum(p * x for p, x in zip(c / c.sum(), w, strict=True)), *models
+                    lambda *w, c=c: sum(
+                        p * x for p, x in zip(c / c.sum(), w, strict=True)
+                    ),
+                    *models,
                 )
             else:
                 start[i] = models[i]
@@ -199,22 +242,36 @@ AFFINITY = np.array([0.1, 0.9, 0.5, -1.0, 0.0], np.float32)
 
 def test_the_server_sends_the_own_model_and_the_nearest_uploaded():
     known = np.array([True, False, True, True, True])
-    sent = jax.jit(lambda id, count, epsilon: select(KEY, AFFINITY, known, id, count, epsilon), static_argnums=1)
+    sent = jax.jit(
+        lambda id, count, epsilon: select(KEY, AFFINITY, known, id, count, epsilon),
+        static_argnums=1,
+    )
     pick = lambda count: set(np.asarray(sent(3, count, 0.0)).tolist())
     assert sent(3, 3, 0.0)[0] == 3
-    assert pick(1) == {3} and pick(2) == {3, 2} and pick(3) == {3, 2, 0} and pick(4) == {3, 2, 0, 4}
+    assert (
+        pick(1) == {3}
+        and pick(2) == {3, 2}
+        and pick(3) == {3, 2, 0}
+        and pick(4) == {3, 2, 0, 4}
+    )
     ids = np.asarray(sent(0, 5, 1.0))
     assert ids[0] == 0 and ids[-1] == 1  # nobody has uploaded model 1
 
 
 def test_exploration_and_ties_are_random():
     known = np.ones(N, bool)
-    draw = jax.jit(jax.vmap(lambda k, q, e: select(k, q, known, jnp.int32(0), 3, e), (0, None, None)))
+    draw = jax.jit(
+        jax.vmap(
+            lambda k, q, e: select(k, q, known, jnp.int32(0), 3, e), (0, None, None)
+        )
+    )
     draws = jax.random.split(KEY, 400)
     for q, epsilon in ((np.zeros_like(AFFINITY), 0.0), (AFFINITY, 1.0)):
         ids = np.asarray(draw(draws, q, epsilon))
         assert np.all(ids[:, 0] == 0) and np.all(np.diff(np.sort(ids)) > 0)
-        np.testing.assert_allclose([np.mean(ids == j) * 3 for j in range(1, N)], 0.5, atol=0.1)
+        np.testing.assert_allclose(
+            [np.mean(ids == j) * 3 for j in range(1, N)], 0.5, atol=0.1
+        )
     explored = np.mean(
         np.any(np.asarray(draw(draws, AFFINITY, 0.3)) == 3, axis=1)
     )  # the farthest comes only by exploring
@@ -223,8 +280,11 @@ def test_exploration_and_ties_are_random():
 
 @pytest.mark.slow  # by how much is below
 def test_epsilon_shrinks_from_round_to_round():
-    run = lambda **hparams: toy.train(factory, TASK, 4, key=KEY, received=2, **hparams).state.server["affinity"]
-    shrunk, greedy = run(epsilon=1.0, epsilon_decay=1.0), run(epsilon=0.0)  # in round 0 nothing is sent
+    run = lambda **hparams: toy.train(
+        factory, TASK, 4, key=KEY, received=2, **hparams
+    ).state.server["affinity"]
+    # in round 0 nothing is sent
+    shrunk, greedy = run(epsilon=1.0, epsilon_decay=1.0), run(epsilon=0.0)
     assert_same(shrunk, greedy)
     assert np.any(np.asarray(greedy) != np.asarray(run(epsilon=1.0, epsilon_decay=0.0)))
 
@@ -232,13 +292,19 @@ def test_epsilon_shrinks_from_round_to_round():
 def test_absent_clients_are_not_candidates_until_they_upload():
     begin = factory(TASK).init(KEY)
     state, metrics = round_of(begin, ids=[3, 1])
-    np.testing.assert_array_equal(state.server["known"], [False, True, False, True, False])
+    np.testing.assert_array_equal(
+        state.server["known"], [False, True, False, True, False]
+    )
     np.testing.assert_array_equal(metrics.clients["received"][:2], 0)
     away = [0, 2, 4]
-    assert_same(toy.rows(state.server["models"], away), toy.rows(begin.server["models"], away))
+    assert_same(
+        toy.rows(state.server["models"], away), toy.rows(begin.server["models"], away)
+    )
     state, metrics = round_of(State(state.server, begin.clients), ids=[0, 1])
     np.testing.assert_array_equal(metrics.clients["received"][:2], 2)
-    np.testing.assert_array_equal((np.asarray(state.server["affinity"]) - np.eye(N))[:, away], 0)
+    np.testing.assert_array_equal(
+        (np.asarray(state.server["affinity"]) - np.eye(N))[:, away], 0
+    )
     assert state.server["affinity"][0, 3] != 0
 
 
@@ -246,7 +312,9 @@ def test_validation_examples_of_the_federation_replace_the_holdout():
     size = np.array(F.test.size)
     size[1] = 0
     given = F._replace(val=F.val._replace(size=size))  # client 1 has none
-    models, split = (round_of(store([W[0]] * N), f)[0].server["models"] for f in (given, F))
+    models, split = (
+        round_of(store([W[0]] * N), f)[0].server["models"] for f in (given, F)
+    )
     for i in (0, 2, 3, 4):  # they train on all they have
         assert_close(toy.rows(models, i), train_by_hand(i, W[0], SIZES[i]))
     assert_same(toy.rows(models, 1), toy.rows(split, 1))
@@ -269,7 +337,9 @@ def test_batch_norm(bn_stats):
     assert bool(jax.tree.leaves(state.clients["own"])) == (bn_stats == "local")
 
 
-@pytest.mark.parametrize("wrong", [{"received": 0}, {"val": 1.5}, {"epsilon": -0.1}, {"epsilon_decay": -1.0}])
+@pytest.mark.parametrize(
+    "wrong", [{"received": 0}, {"val": 1.5}, {"epsilon": -0.1}, {"epsilon_decay": -1.0}]
+)
 def test_bad_input(wrong):
     with pytest.raises(InputError):
         factory(TASK, **wrong)
@@ -290,13 +360,18 @@ def test_epsilon_loses_as_much_in_every_round(monkeypatch):
         return select(key, affinity, known, id, received, epsilon)
 
     monkeypatch.setitem(mixing.__globals__, "select", noted)
-    toy.train(functools.partial(factory), TASK, 4, key=KEY, epsilon=0.5, epsilon_decay=0.2)
+    toy.train(
+        functools.partial(factory), TASK, 4, key=KEY, epsilon=0.5, epsilon_decay=0.2
+    )
     jax.effects_barrier()
     assert seen == {0.5, 0.3, 0.1, 0.0}
 
 
 def test_a_client_without_a_batch_beside_its_holdout_uploads_nothing():
-    """Client 0 has a batch of its seven examples, and none of the six that it does not hold out."""
+    """Client 0 has a batch of its seven examples, and none of the six that it does not
+    hold out."""
     got = toy.train(factory, toy.task("linear", batch_size=7, drop_last=True), 1, KEY)
     np.testing.assert_array_equal(got.state.server["known"], SIZES - HELD >= 7)
-    assert_same(toy.rows(got.state.server["models"], 0), toy.rows(got.begin.server["models"], 0))
+    assert_same(
+        toy.rows(got.state.server["models"], 0), toy.rows(got.begin.server["models"], 0)
+    )

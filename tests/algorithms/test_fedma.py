@@ -1,5 +1,5 @@
-"""The properties of sheets 23 and 24: what a permutation leaves alone, which one is chosen, and a
-round by hand."""
+"""The properties of sheets 23 and 24: what a permutation leaves alone, which one is
+chosen, and a round by hand."""
 
 import functools
 import itertools
@@ -34,13 +34,15 @@ def narrow_mlp(input_shape, num_classes, rngs):
 
 
 def tiny_conv(input_shape, num_classes, rngs):
-    """One convolution with batch norm, 9 pixels where it is flattened, and one linear layer."""
+    """One convolution with batch norm, 9 pixels where it is flattened, and one linear
+    layer."""
     body = nets.Conv("tiny", input_shape, (3,), (2,), (5,), rngs, norm=True)
     return nets.Net(body, layers.linear(5, num_classes, rngs))
 
 
 def narrow_resnet(input_shape, num_classes, rngs):
-    """A stage that begins with the stem, one that begins with a projection, and a linear layer."""
+    """A stage that begins with the stem, one that begins with a projection, and a
+    linear layer."""
     return resnet.resnet(input_shape, num_classes, rngs, widths=(5, 6), feature_dim=4)
 
 
@@ -49,21 +51,25 @@ def one_stage(input_shape, num_classes, rngs):
 
 
 def two_blocks(input_shape, num_classes, rngs):
-    """Two stages of one block each, the first of which adds its input and the second a projection
-    of it."""
+    """Two stages of one block each, the first of which adds its input and the second a
+    projection of it."""
     net = resnet.resnet(input_shape, num_classes, rngs, widths=(3, 4))
     net.body.blocks = nnx.List([net.body.blocks[0], net.body.blocks[2]])
     return net
 
 
 def narrow_task(**options):
-    """Full batches, so that an epoch is a step and the order of examples does not matter."""
+    """Full batches, so that an epoch is a step and the order of examples does not
+    matter."""
     model = models.model(narrow_mlp, toy.SHAPE, C)
-    return toy.task(**({"model": model, "batch_size": 19, "epochs": 1, "lr": 4.0} | options))
+    return toy.task(
+        **({"model": model, "batch_size": 19, "epochs": 1, "lr": 4.0} | options)
+    )
 
 
 def conv_task(bn_stats="aggregate", net=tiny_conv, **options):
-    model = models.model(net, (6, 6, 1), C, bn_stats, "xla")  # the form of a convolution that is traced fastest
+    # the form of a convolution that is traced fastest
+    model = models.model(net, (6, 6, 1), C, bn_stats, "xla")
     image = lambda x: (x[:, :, None] * x[:, None])[..., None]
     return toy.task(model=model, bn_stats=bn_stats, prepare=image, lr=0.03, **options)
 
@@ -72,11 +78,14 @@ def random_variables(model, seed=0):
     """In float64 on the host, moments too, so that no two neurons are alike."""
     shapes = jax.eval_shape(model.init, KEY)
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda x: rng.uniform(0.1, 1, x.shape) * rng.choice([-1, 1], x.shape), shapes)
+    return jax.tree.map(
+        lambda x: rng.uniform(0.1, 1, x.shape) * rng.choice([-1, 1], x.shape), shapes
+    )
 
 
 def positive(variables):
-    return {**variables, "stats": jax.tree.map(np.abs, variables["stats"])}  # a variance is one
+    # a variance is one
+    return {**variables, "stats": jax.tree.map(np.abs, variables["stats"])}
 
 
 def groups(variables):
@@ -92,8 +101,15 @@ def shuffled(variables, seed):
 
 
 def cohort_of(task, active=ACTIVE):
-    given = {"key": KEY, "round": jnp.int32(0), "evaluated": jnp.bool(False), "width": 1}
-    return Cohort(toy.federation(), task, jnp.asarray(IDS), jnp.asarray(active), **given)
+    given = {
+        "key": KEY,
+        "round": jnp.int32(0),
+        "evaluated": jnp.bool(False),
+        "width": 1,
+    }
+    return Cohort(
+        toy.federation(), task, jnp.asarray(IDS), jnp.asarray(active), **given
+    )
 
 
 @functools.cache
@@ -102,91 +118,155 @@ def compiled(task_of, options, static):
     task = task_of(**dict(options))
 
     def run(key, state, active, floats):
-        return factory(task, **dict(static), **floats).round(key, state, cohort_of(task, active=active))[0]
+        return factory(task, **dict(static), **floats).round(
+            key, state, cohort_of(task, active=active)
+        )[0]
 
     return jax.jit(run), jax.device_get(factory(task).init(KEY))
 
 
 def round_of(task_of, state=None, key=KEY, active=ACTIVE, options=(), **hparams):
     """(state before, state after) of one round of the cohort."""
-    static = tuple((name, value) for name, value in hparams.items() if not isinstance(value, float))
-    floats = {name: value for name, value in (DEFAULTS | hparams).items() if isinstance(value, float)}
+    static = tuple(
+        (name, value) for name, value in hparams.items() if not isinstance(value, float)
+    )
+    floats = {
+        name: value
+        for name, value in (DEFAULTS | hparams).items()
+        if isinstance(value, float)
+    }
     run, start = compiled(task_of, options, static)
     state = start if state is None else state
     rows = State(state.server, toy.rows(state.clients, IDS))
     return state, jax.device_get(run(key, rows, np.asarray(active), floats))
 
 
-# --- permutations ------------------------------------------------------------------------------------------------
+# --- permutations
+# ------------------------------------------------------------------------------------------------
 
 
-WIDTHS = {"linear": [], "mlp": [64], "cnn": [32, 64, 512], "cnn_same": [32, 64, 512], "cnn_dropout": [32, 64, 128]}
-WIDTHS |= {name: [16, channels, width, 500] for name, (channels, width) in nets.AFM.items()}
+WIDTHS = {
+    "linear": [],
+    "mlp": [64],
+    "cnn": [32, 64, 512],
+    "cnn_same": [32, 64, 512],
+    "cnn_dropout": [32, 64, 128],
+}
+WIDTHS |= {
+    name: [16, channels, width, 500] for name, (channels, width) in nets.AFM.items()
+}
 
 
-@pytest.mark.parametrize("name", [net.__name__ for net in registry.NETS])  # the others: with the matched average
+# the others: with the matched average
+@pytest.mark.parametrize("name", [net.__name__ for net in registry.NETS])
 def test_a_permutation_leaves_the_function_alone(name):
     with jax.enable_x64(True):
         model = models.model(name, (20, 20, 2), 3)
         w = positive(random_variables(model))
-        assert [group.width for group in groups(w)] == WIDTHS.get(name, [6, 16, 120, 84])
+        assert [group.width for group in groups(w)] == WIDTHS.get(
+            name, [6, 16, 120, 84]
+        )
         moved = shuffled(w, 1)
         changed = [
-            not np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (w["body"], moved["body"])), strict=True)
+            not np.array_equal(a, b)
+            for a, b in zip(
+                *map(jax.tree.leaves, (w["body"], moved["body"])), strict=True
+            )
         ]
         assert all(changed)
         x = np.random.default_rng(2).normal(size=(3, 20, 20, 2))
         apply = jax.jit(lambda w: model.apply(w, x)[0])
         got, expected = np.asarray(apply(moved)), np.asarray(apply(w))
-        np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-12 * np.abs(expected).max())
+        np.testing.assert_allclose(
+            got, expected, rtol=1e-12, atol=1e-12 * np.abs(expected).max()
+        )
         assert np.ptp(expected, axis=0).min() > 0.1  # or all neurons would be dead
 
 
-@pytest.mark.parametrize("net, shape", [(narrow_mlp, (6,)), (tiny_conv, (6, 6, 1)), toy.slow(narrow_resnet, (8, 8, 1))])
+@pytest.mark.parametrize(
+    "net, shape",
+    [(narrow_mlp, (6,)), (tiny_conv, (6, 6, 1)), toy.slow(narrow_resnet, (8, 8, 1))],
+)
 def test_the_matched_average_of_permuted_copies_is_the_copy(net, shape):
     with jax.enable_x64(True):
         model = models.model(net, shape, C)
         w = positive(random_variables(model, seed=3))
-        copies = jax.tree.map(lambda *x: np.stack(x), *(shuffled(w, seed) for seed in range(5)))
+        copies = jax.tree.map(
+            lambda *x: np.stack(x), *(shuffled(w, seed) for seed in range(5))
+        )
         naive = jax.tree.map(lambda x: x.mean(axis=0), copies)
         turns = np.random.default_rng(0).integers(0, 99, (5, 5)).astype(np.uint32)
 
         @jax.jit
         def aligned(copies):
-            for group in (group for layer in matching.layers(w) for group in layer.turns):
-                rows = jax.vmap(lambda w, group=group: matching.neurons(w, group))(copies)
+            for group in (
+                group for layer in matching.layers(w) for group in layer.turns
+            ):
+                rows = jax.vmap(lambda w, group=group: matching.neurons(w, group))(
+                    copies
+                )
                 assert rows.dtype == jnp.float64
                 order = matching.match(rows, jnp.arange(5), jnp.asarray(SIZES), turns)
-                copies = jax.vmap(lambda w, o, group=group: matching.permute(w, group, o))(copies, order)
+                copies = jax.vmap(
+                    lambda w, o, group=group: matching.permute(w, group, o)
+                )(copies, order)
             return copies
 
         matched = jax.device_get(aligned(copies))
-        one, average = (jax.tree.map(pick, matched) for pick in (lambda x: x[1], lambda x: x.mean(axis=0)))
+        one, average = (
+            jax.tree.map(pick, matched)
+            for pick in (lambda x: x[1], lambda x: x.mean(axis=0))
+        )
         x = np.random.default_rng(2).normal(size=(4, *shape))
         apply = jax.jit(lambda w: model.apply(w, x)[0])
         expected, unmatched = np.asarray(apply(w)), np.asarray(apply(naive))
         for same in (one, average):
-            np.testing.assert_allclose(apply(same), expected, rtol=1e-12, atol=1e-12 * np.abs(expected).max())
-        assert np.abs(unmatched - expected).max() > 0.1 and np.ptp(expected, axis=0).min() > 0.1
+            np.testing.assert_allclose(
+                apply(same), expected, rtol=1e-12, atol=1e-12 * np.abs(expected).max()
+            )
+        assert (
+            np.abs(unmatched - expected).max() > 0.1
+            and np.ptp(expected, axis=0).min() > 0.1
+        )
 
 
 def test_a_residual_stage_is_one_layer():
-    """All that is added shares a permutation; it is matched by what can be compared, then by all
-    that writes to it."""
+    """All that is added shares a permutation; it is matched by what can be compared,
+    then by all that writes to it."""
     w = jax.eval_shape(models.model("resnet18", (32, 32, 3), 10).init, KEY)
     found = matching.layers(w)
-    assert [[group.width for group in layer.groups] for layer in found] == [[k] * 3 for k in (64, 128, 256, 512)]
+    assert [[group.width for group in layer.groups] for layer in found] == [
+        [k] * 3 for k in (64, 128, 256, 512)
+    ]
     names = lambda paths: ["/".join(path[1:-1]) for path in paths]
     stream, *inner = found[1].groups
-    assert names(stream.rows) == ["blocks/2/shortcut", "blocks/2/conv2", "blocks/3/conv2"]
-    assert names(stream.readers) == ["blocks/3/conv1", "blocks/4/conv1", "blocks/4/shortcut"]
+    assert names(stream.rows) == [
+        "blocks/2/shortcut",
+        "blocks/2/conv2",
+        "blocks/3/conv2",
+    ]
+    assert names(stream.readers) == [
+        "blocks/3/conv1",
+        "blocks/4/conv1",
+        "blocks/4/shortcut",
+    ]
     assert [names(group.rows + group.readers) for group in inner] == [
         ["blocks/2/conv1", "blocks/2/conv2"],
         ["blocks/3/conv1", "blocks/3/conv2"],
     ]
-    norms = [f"blocks/{norm}" for norm in ("2/shortcut_norm", "2/norm2", "3/norm2") for _ in range(2)]
+    norms = [
+        f"blocks/{norm}"
+        for norm in ("2/shortcut_norm", "2/norm2", "3/norm2")
+        for _ in range(2)
+    ]
     assert names(stream.followers) == norms * 2  # parameters, then moments
-    turns = [["blocks/2/conv1"], names(stream.rows)[:2], ["blocks/3/conv1"], names(stream.rows), ["blocks/3/conv1"]]
+    turns = [
+        ["blocks/2/conv1"],
+        names(stream.rows)[:2],
+        ["blocks/3/conv1"],
+        names(stream.rows),
+        ["blocks/3/conv1"],
+    ]
     assert [names(group.rows) for group in found[1].turns] == turns
     assert {*found[1].turns[1].tensors} == {*stream.tensors}
     assert found[-1].groups[0].readers[-1] == ("head", "kernel")
@@ -197,8 +277,15 @@ def clouds(count=5, width=6, d=7, seed=0):
 
 
 def matched(rows, ids=range(5), sizes=SIZES, sweeps=30, seed=1):
-    turns = np.random.default_rng(seed).integers(0, 1000, (100, sweeps))[np.asarray(ids)]
-    args = (rows.astype(np.float32), np.asarray(ids, np.int32), np.asarray(sizes, np.int32), turns.astype(np.uint32))
+    turns = np.random.default_rng(seed).integers(0, 1000, (100, sweeps))[
+        np.asarray(ids)
+    ]
+    args = (
+        rows.astype(np.float32),
+        np.asarray(ids, np.int32),
+        np.asarray(sizes, np.int32),
+        turns.astype(np.uint32),
+    )
     return np.asarray(jax.jit(matching.match)(*args))
 
 
@@ -209,8 +296,13 @@ def test_no_other_permutation_is_nearer_to_the_others():
     mine = np.stack([x[order] for x, order in zip(rows, orders, strict=True)])
     for s in range(5):
         others = np.delete(mine, s, axis=0).mean(axis=0)
-        cost = lambda order, s=s, others=others: ((rows[s][list(order)] - others) ** 2).sum()
-        assert cost(orders[s]) <= min(map(cost, itertools.permutations(range(width)))) + 1e-9
+        cost = lambda order, s=s, others=others: (
+            (rows[s][list(order)] - others) ** 2
+        ).sum()
+        assert (
+            cost(orders[s])
+            <= min(map(cost, itertools.permutations(range(width)))) + 1e-9
+        )
 
 
 def test_matching_starts_from_the_client_with_most_data():
@@ -229,7 +321,10 @@ def test_matching_goes_by_ids_and_ignores_who_has_no_data():
     order = np.array([4, 2, 1, 3, 0])
     wild = rows.copy()
     wild[1] = np.nan
-    assert_same(matched(wild[order], ids=order, sizes=np.array([4, 0, 4, 4, 4])[order]), orders[order])
+    assert_same(
+        matched(wild[order], ids=order, sizes=np.array([4, 0, 4, 4, 4])[order]),
+        orders[order],
+    )
     without = [0, 2, 3, 4]
     assert_same(matched(rows[without], ids=without, sizes=[4] * 4), orders[without])
 
@@ -248,7 +343,8 @@ def test_matching_can_be_vmapped():
 
 
 def test_the_gains_of_bbp_rank_assignments_of_a_fixed_width_as_distances_do():
-    """The gain of BBP-MAP for neurons l of a client and atoms g that J - 1 others have matched."""
+    """The gain of BBP-MAP for neurons l of a client and atoms g that J - 1 others have
+    matched."""
     rng = np.random.default_rng(0)
     x, others = rng.normal(size=(5, 7)), rng.normal(size=(3, 5, 7))
     mu0, s2, s02, count, clients = 0.3 * rng.normal(size=7), 0.7, 1.9, 3, 5
@@ -264,12 +360,13 @@ def test_the_gains_of_bbp_rank_assignments_of_a_fixed_width_as_distances_do():
     assert_same(np.argsort(gains), np.argsort(distances)[::-1])
 
 
-# --- rounds ------------------------------------------------------------------------------------------------------
+# --- rounds
+# ------------------------------------------------------------------------------------------------------
 
 
 def numpy_step(w, x, y, lr, hidden=True):
-    """A gradient step of the mean cross entropy on the network w1, b1, ReLU, w2, b2; the
-    classifier's only if asked."""
+    """A gradient step of the mean cross entropy on the network w1, b1, ReLU, w2, b2;
+    the classifier's only if asked."""
     w1, b1, w2, b2 = w
     h = np.maximum(x @ w1 + b1, 0)
     z = h @ w2 + b2
@@ -281,8 +378,8 @@ def numpy_step(w, x, y, lr, hidden=True):
 
 
 def brute_force(rows, clients, turns):
-    """Orders by trying every permutation against the mean of the others' matched rows: {client:
-    order}."""
+    """Orders by trying every permutation against the mean of the others' matched rows:
+    {client: order}."""
     start = max(clients, key=lambda i: SIZES[i])
     orders = {start: list(range(rows[start].shape[0]))}
     for sweep in range(turns[start].shape[0]):
@@ -290,7 +387,9 @@ def brute_force(rows, clients, turns):
             others = [rows[j][orders[j]] for j in orders if j != i]
             if others:
                 mean = np.mean(others, axis=0)
-                cost = lambda order, i=i, mean=mean: ((rows[i][list(order)] - mean) ** 2).sum()
+                cost = lambda order, i=i, mean=mean: (
+                    (rows[i][list(order)] - mean) ** 2
+                ).sum()
                 orders[i] = list(min(itertools.permutations(orders[start]), key=cost))
     return orders
 
@@ -299,18 +398,29 @@ def brute_force(rows, clients, turns):
 def turns_of(key, sweeps):
     """[N, sweeps] of the first layer."""
     layer = jax.random.fold_in(key, 0)
-    return jax.vmap(lambda i: jax.random.bits(jax.random.fold_in(layer, i), (sweeps,)))(jnp.arange(toy.N))
+    return jax.vmap(lambda i: jax.random.bits(jax.random.fold_in(layer, i), (sweeps,)))(
+        jnp.arange(toy.N)
+    )
 
 
 def numpy_round(w, clients, key, lr, retrain, sweeps):
     f = jax.device_get(toy.federation())
     data = {
-        i: (f.examples.x[f.train.index[i][: SIZES[i]]], f.examples.y[f.train.index[i][: SIZES[i]]]) for i in clients
+        i: (
+            f.examples.x[f.train.index[i][: SIZES[i]]],
+            f.examples.y[f.train.index[i][: SIZES[i]]],
+        )
+        for i in clients
     }
     own = {i: numpy_step(w, *data[i], lr) for i in clients}
     turns = np.asarray(turns_of(key, sweeps))
-    orders = brute_force({i: np.vstack([v[0], v[1]]).T for i, v in own.items()}, clients, turns)
-    own = {i: [v[0][:, orders[i]], v[1][orders[i]], v[2][orders[i]], v[3]] for i, v in own.items()}
+    orders = brute_force(
+        {i: np.vstack([v[0], v[1]]).T for i, v in own.items()}, clients, turns
+    )
+    own = {
+        i: [v[0][:, orders[i]], v[1][orders[i]], v[2][orders[i]], v[3]]
+        for i, v in own.items()
+    }
     w1, b1 = (np.mean([v[k] for v in own.values()], axis=0) for k in (0, 1))
     for i, v in own.items():
         own[i] = [w1, b1, v[2], v[3]]
@@ -319,14 +429,24 @@ def numpy_round(w, clients, key, lr, retrain, sweeps):
     counts = np.array([np.bincount(data[i][1], minlength=C) for i in clients], float)
     counts[:, counts.sum(axis=0) == 0] = 1
     share = counts / counts.sum(axis=0)  # [clients, C]
-    w2, b2 = (sum(p * own[i][k] for p, i in zip(share, clients, strict=True)) for k in (2, 3))
+    w2, b2 = (
+        sum(p * own[i][k] for p, i in zip(share, clients, strict=True)) for k in (2, 3)
+    )
     return [w1, b1, w2, b2], orders
 
 
 def flat(w):
     """w1, b1, w2, b2 of the narrow network."""
     layer = w["body"]["layers"]["0"]
-    return [np.asarray(x, np.float64) for x in (layer["kernel"], layer["bias"], w["head"]["kernel"], w["head"]["bias"])]
+    return [
+        np.asarray(x, np.float64)
+        for x in (
+            layer["kernel"],
+            layer["bias"],
+            w["head"]["kernel"],
+            w["head"]["bias"],
+        )
+    ]
 
 
 def test_two_rounds_by_hand():
@@ -345,7 +465,8 @@ def test_two_rounds_by_hand():
 
 @pytest.mark.slow
 def test_uniform_weights_are_a_plain_mean_of_the_classifiers():
-    """Of clients with 12, 7 and 19 examples of other classes; by class it is another one."""
+    """Of clients with 12, 7 and 19 examples of other classes; by class it is another
+    one."""
     alone = {"matching": "identity", "retrain_epochs": 0}
     before, after = round_of(narrow_task, weights="uniform", **alone)
     f, w = jax.device_get(toy.federation()), flat(before.server)
@@ -354,41 +475,64 @@ def test_uniform_weights_are_a_plain_mean_of_the_classifiers():
     for x, each in zip(flat(after.server), zip(*own, strict=True), strict=True):
         np.testing.assert_allclose(x, np.mean(each, axis=0), rtol=1e-4, atol=1e-4)
     by_class = round_of(narrow_task, weights="classes", **alone)[1].server
-    assert np.abs(by_class["head"]["kernel"] - after.server["head"]["kernel"]).max() > 1e-2
+    assert (
+        np.abs(by_class["head"]["kernel"] - after.server["head"]["kernel"]).max() > 1e-2
+    )
 
 
 @pytest.mark.slow  # as the rounds by hand
 def test_without_retraining_the_hidden_layer_is_the_same():
-    """It is averaged and frozen before anything is retrained; the classifier is what retraining
-    moves."""
+    """It is averaged and frozen before anything is retrained; the classifier is what
+    retraining moves."""
     still, moved = (
-        round_of(conv_task, options=(("bn_stats", "aggregate"),), retrain_epochs=epochs)[1] for epochs in (0, 1)
+        round_of(
+            conv_task, options=(("bn_stats", "aggregate"),), retrain_epochs=epochs
+        )[1]
+        for epochs in (0, 1)
     )
-    first = lambda server: (server["body"]["convs"], server["body"]["norms"], server["stats"])
+    first = lambda server: (
+        server["body"]["convs"],
+        server["body"]["norms"],
+        server["stats"],
+    )
     assert_close(first(moved.server), first(still.server))
     for last in (lambda server: server["body"]["dense"], lambda server: server["head"]):
-        pairs = zip(*(jax.tree.leaves(last(state.server)) for state in (moved, still)), strict=True)
+        pairs = zip(
+            *(jax.tree.leaves(last(state.server)) for state in (moved, still)),
+            strict=True,
+        )
         assert sum(np.sum((a - b) ** 2) for a, b in pairs) > 1e-4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bn_stats", ["aggregate", *map(toy.slow, ["local", "batch"])])  # the contract has none
+# the contract has none
+@pytest.mark.parametrize("bn_stats", ["aggregate", *map(toy.slow, ["local", "batch"])])
 def test_batch_norm(bn_stats):
-    before, after = round_of(conv_task, options=(("bn_stats", bn_stats),), retrain_epochs=1)
+    before, after = round_of(
+        conv_task, options=(("bn_stats", bn_stats),), retrain_epochs=1
+    )
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(after))
     assert bool(jax.tree.leaves(after.clients)) == (bn_stats == "local")
     assert bool(jax.tree.leaves(after.server["stats"])) == (bn_stats == "aggregate")
-    moments = [state.clients if bn_stats == "local" else state.server["stats"] for state in (before, after)]
-    assert bn_stats == "batch" or not np.array_equal(*(jax.tree.leaves(x)[0][:1] for x in moments))
+    moments = [
+        state.clients if bn_stats == "local" else state.server["stats"]
+        for state in (before, after)
+    ]
+    assert bn_stats == "batch" or not np.array_equal(
+        *(jax.tree.leaves(x)[0][:1] for x in moments)
+    )
 
 
 @pytest.mark.slow  # which rows those are, and how BBP shrinks rows, is beside
 def test_bbp_shrinks_the_rows_of_a_residual_network():
     """Of copies that do not train, and nothing else."""
     options = (*STILL, ("net", one_stage))
-    before, after = round_of(conv_task, options=options, matching="bbp", mu0_bias=0.0, retrain_epochs=0)
+    before, after = round_of(
+        conv_task, options=options, matching="bbp", mu0_bias=0.0, retrain_epochs=0
+    )
     rows = jax.tree_util.tree_map_with_path(
-        lambda path, x: x if "norm" in jax.tree_util.keystr(path) else 3 / 4 * x, before.server["body"]
+        lambda path, x: x if "norm" in jax.tree_util.keystr(path) else 3 / 4 * x,
+        before.server["body"],
     )
     assert_close(after.server, {**before.server, "body": rows})
 
@@ -401,14 +545,18 @@ def reordered(variables, key):
 
 
 def renumbered(task, *, own=1.0, matching="distance"):
-    """FedMA whose clients, once trained, have their neurons in an order of their own, unless own is
-    0."""
+    """FedMA whose clients, once trained, have their neurons in an order of their own,
+    unless own is 0."""
     algorithm, train = factory(task, matching=matching), local.sgd
 
     def sgd(key, *args, **options):
         w, value = train(key, *args, **options)
         retrains = "train" in options
-        return (w if retrains else trees.choose(own > 0, reordered(w, jax.random.fold_in(key, 99)), w)), value
+        return (
+            w
+            if retrains
+            else trees.choose(own > 0, reordered(w, jax.random.fold_in(key, 99)), w)
+        ), value
 
     def round(*args):
         with mock.patch.object(local, "sgd", sgd):
@@ -419,52 +567,73 @@ def renumbered(task, *, own=1.0, matching="distance"):
 
 @pytest.mark.slow
 def test_a_residual_network_learns_however_its_clients_number_their_neurons():
-    """With matching the order changes nothing; without, it undoes much of what a round learns.
+    """With matching the order changes nothing; without, it undoes much of what a round
+    learns.
 
-    Of the first loss 0.35 is left, and without matching 0.73 (with keys 0 to 9 at most 0.56, and at
-    least 0.64).
+    Of the first loss 0.35 is left, and without matching 0.73 (with keys 0 to 9 at most
+    0.56, and at least 0.64).
     """
     task = conv_task(net=two_blocks, batch_size=19)._replace(lr=0.4)
     common = toy.train(renumbered, task, 5, own=0.0)
-    run = lambda **hparams: toy.train(renumbered, task, 5, begin=common.begin, **hparams).metrics.loss
+    run = lambda **hparams: (
+        toy.train(renumbered, task, 5, begin=common.begin, **hparams).metrics.loss
+    )
     matched, unmatched = run(), run(matching="identity")
     np.testing.assert_allclose(matched, common.metrics.loss, rtol=1e-4)
     assert matched[-1].mean() < 0.6 * matched[0].mean() < unmatched[-1].mean()
 
 
 @pytest.mark.parametrize(
-    "sigma, sigma0, shrink", [(1.0, 1.0, 3 / 4), toy.slow(1.0, 2.0, 12 / 13), toy.slow(2.0, 1.0, 3 / 7)]
+    "sigma, sigma0, shrink",
+    [(1.0, 1.0, 3 / 4), toy.slow(1.0, 2.0, 12 / 13), toy.slow(2.0, 1.0, 3 / 7)],
 )
 def test_bbp_of_copies_shrinks_their_rows(sigma, sigma0, shrink):
-    """Three clients take part, and do not train: J / (J + 1) where both deviations are equal."""
+    """Three clients take part, and do not train: J / (J + 1) where both deviations are
+    equal."""
     prior = {"sigma": sigma, "sigma0": sigma0, "mu0": 0.0, "mu0_bias": 0.0}
     before, after = round_of(conv_task, options=STILL, **BBP, **prior)
     rows = trees.parts(before.server["body"], ("convs", "dense"))
-    expected = jax.tree.map(lambda row, x: shrink * x if row else x, rows, before.server["body"])
+    expected = jax.tree.map(
+        lambda row, x: shrink * x if row else x, rows, before.server["body"]
+    )
     assert_close(after.server, {**before.server, "body": expected})
 
 
 def test_the_priors_mean_draws_weights_and_biases():
     prior = {"sigma": 1.0, "sigma0": 1.0, "mu0": 2.0, "mu0_bias": -4.0}
     before, after = round_of(conv_task, options=STILL, **BBP, **prior)
-    old, new = (state.server["body"]["dense"]["layers"]["0"] for state in (before, after))
-    assert_close(new, {"kernel": (3 * old["kernel"] + 2) / 4, "bias": (3 * old["bias"] - 4) / 4})
+    old, new = (
+        state.server["body"]["dense"]["layers"]["0"] for state in (before, after)
+    )
+    assert_close(
+        new, {"kernel": (3 * old["kernel"] + 2) / 4, "bias": (3 * old["bias"] - 4) / 4}
+    )
 
 
 def test_nobody_to_learn_from_keeps_the_server():
-    for task_of, choice in ((narrow_task, {"retrain_epochs": 2, "sweeps": 3}), (conv_task, BBP | {"options": STILL})):
+    for task_of, choice in (
+        (narrow_task, {"retrain_epochs": 2, "sweeps": 3}),
+        (conv_task, BBP | {"options": STILL}),
+    ):
         before, after = round_of(task_of, active=np.zeros(4, bool), **choice)
         assert_same(after.server, before.server)
 
 
-@pytest.mark.parametrize("bn_stats, scalars", [("aggregate", 5 * 5 * 3 + 3 + 6 + 6), ("local", 5 * 5 * 3 + 3 + 6)])
+@pytest.mark.parametrize(
+    "bn_stats, scalars",
+    [("aggregate", 5 * 5 * 3 + 3 + 6 + 6), ("local", 5 * 5 * 3 + 3 + 6)],
+)
 def test_traffic(bn_stats, scalars):
     task = conv_task(bn_stats)
     scalars += 27 * 5 + 5 + 5 * C + C
     for hparams, ids in (({}, 3 + 5), ({"matching": "identity"}, 0)):
         algorithm = factory(task, **hparams)
         state = jax.eval_shape(algorithm.init, KEY)
-        sent = jax.jit(lambda algorithm=algorithm, state=state: algorithm.traffic(state, cohort_of(task), {}))()
+        sent = jax.jit(
+            lambda algorithm=algorithm, state=state: algorithm.traffic(
+                state, cohort_of(task), {}
+            )
+        )()
         for got, each in zip(sent[:4], (scalars, scalars, ids, 2 * 3), strict=True):
             assert_same(got, each * ACTIVE)
 
@@ -487,15 +656,16 @@ def skipping(input_shape, num_classes, rngs):
 
 
 def with_more(input_shape, num_classes, rngs):
-    """A multilayer perceptron and something that its chain of layers does not account for."""
+    """A multilayer perceptron and something that its chain of layers does not account
+    for."""
     net = narrow_mlp(input_shape, num_classes, rngs)
     net.body.gate = layers.linear(6, 4, rngs)
     return net
 
 
 def group_normed(input_shape, num_classes, rngs):
-    """A group's channels are normalised together: not every permutation leaves the function
-    alone."""
+    """A group's channels are normalised together: not every permutation leaves the
+    function alone."""
     return resnet.resnet((6, 6, 1), num_classes, rngs, widths=(4,), norm="group")
 
 
@@ -503,7 +673,11 @@ def group_normed(input_shape, num_classes, rngs):
 def test_a_model_whose_connections_are_not_known_is_refused(net):
     variables = jax.eval_shape(lambda: build(net))
     with pytest.raises(
-        InputError, match=r"^Neurons can be matched in models .* but the body of this one holds [^.]*\.$"
+        InputError,
+        match=(
+            r"^Neurons can be matched in models .* but the body of this one holds "
+            r"[^.]*\.$"
+        ),
     ):
         groups(variables)
 
@@ -511,14 +685,22 @@ def test_a_model_whose_connections_are_not_known_is_refused(net):
 def build(net):
     """The variables of a network that need not be able to run."""
     pure = nnx.to_pure_dict(nnx.state(net(toy.SHAPE, C, nnx.Rngs(0)), nnx.Param))
-    strings = lambda tree: {str(k): strings(v) for k, v in tree.items()} if isinstance(tree, dict) else tree
+    strings = lambda tree: (
+        {str(k): strings(v) for k, v in tree.items()}
+        if isinstance(tree, dict)
+        else tree
+    )
     return strings(pure) | {"stats": {}}
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_in_each_sweep_clients_take_turns_by_its_own_priority(seed):
     rng = np.random.default_rng(seed)
-    rows, priority, sizes = rng.normal(size=(5, 12, 2)).astype(np.float32), rng.random((5, 2)), np.arange(5, 0, -1)
+    rows, priority, sizes = (
+        rng.normal(size=(5, 12, 2)).astype(np.float32),
+        rng.random((5, 2)),
+        np.arange(5, 0, -1),
+    )
     total, orders = rows[0].copy(), np.tile(np.arange(12), (5, 1))
     for n in range(2):
         for s in np.argsort(priority[:, n]):

@@ -1,4 +1,5 @@
-"""The properties of sheet 15: what the teacher teaches, and how it inherits the trained models."""
+"""The properties of sheet 15: what the teacher teaches, and how it inherits the trained
+models."""
 
 import functools
 import importlib
@@ -19,12 +20,14 @@ from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Batch, State
 
-php = importlib.import_module("fedjax_pfl.algorithms.fedphp")  # the package has the factory of that name
+# the package has the factory of that name
+php = importlib.import_module("fedjax_pfl.algorithms.fedphp")
 
 KEY = jax.random.key(0)
 TASK = toy.task()
 LR, EPOCHS = 0.3, 3
-FULL = toy.task("linear", lr=LR, batch_size=32, epochs=EPOCHS, rounds=4)  # full batches: no shuffling to imitate
+# full batches: no shuffling to imitate
+FULL = toy.task("linear", lr=LR, batch_size=32, epochs=EPOCHS, rounds=4)
 X = np.random.default_rng(2).normal(size=(6, *toy.SHAPE)).astype(np.float32)
 BATCH = Batch(X, np.array([0, 2, 1, 3, 2, 0]), np.arange(6) < 5, np.arange(6))
 W, H, OTHER = map(jax.device_get, map(TASK.model.init, map(jax.random.key, range(3))))
@@ -33,7 +36,8 @@ W, H, OTHER = map(jax.device_get, map(TASK.model.init, map(jax.random.key, range
 def test_the_old_average_weighs_more_with_every_participation():
     got = jax.jit(lambda z: momentum(z, 0.9, 4.0))(np.array([0, 1, 3, 4, 7]))
     np.testing.assert_allclose(got, [0, 0.225, 0.675, 0.9, 0.9], rtol=1e-6)
-    np.testing.assert_allclose(momentum(jnp.int32(1), 0.9, 0.3), 0.9, rtol=1e-6)  # less than one is expected
+    # less than one is expected
+    np.testing.assert_allclose(momentum(jnp.int32(1), 0.9, 0.3), 0.9, rtol=1e-6)
 
 
 @pytest.mark.parametrize("regularizer", ["mmd", "kd"])
@@ -44,11 +48,20 @@ def test_the_loss_by_hand(regularizer):
     log_p = np.log(oracle.softmax(z))
     ce = -np.mean([log_p[i, y[i]] for i in range(5)])
     if regularizer == "mmd":
-        k = lambda a, b: sum(np.exp(-((a - b) ** 2).sum() / (2 * v)) for v in (10, 15, 20, 50))
-        r = np.mean([[k(h[i], h[j]) + k(u[i], u[j]) - 2 * k(h[i], u[j]) for j in range(5)] for i in range(5)])
+        k = lambda a, b: sum(
+            np.exp(-((a - b) ** 2).sum() / (2 * v)) for v in (10, 15, 20, 50)
+        )
+        r = np.mean(
+            [
+                [k(h[i], h[j]) + k(u[i], u[j]) - 2 * k(h[i], u[j]) for j in range(5)]
+                for i in range(5)
+            ]
+        )
     else:
         r = -np.mean((oracle.softmax(z_u / 4) * log_p).sum(axis=1))
-    got = jax.jit(lambda w: transfer_loss(TASK, H, 0.3, regularizer)(w, BATCH, KEY)[0])(W)
+    got = jax.jit(lambda w: transfer_loss(TASK, H, 0.3, regularizer)(w, BATCH, KEY)[0])(
+        W
+    )
     np.testing.assert_allclose(got, 0.7 * ce + 0.3 * r, rtol=1e-5)
 
 
@@ -61,7 +74,9 @@ def test_the_teacher_normalises_by_its_running_statistics():
 
 
 def test_an_equal_teacher_teaches_nothing():
-    taught = lambda w, teacher: transfer_loss(TASK, teacher, 1.0, "mmd")(w, BATCH, KEY)[0]
+    taught = lambda w, teacher: transfer_loss(TASK, teacher, 1.0, "mmd")(w, BATCH, KEY)[
+        0
+    ]
     learn = jax.jit(jax.value_and_grad(taught))
     value, by_w = learn(W, W)
     np.testing.assert_allclose(value, 0, atol=1e-6)
@@ -72,18 +87,32 @@ def test_an_equal_teacher_teaches_nothing():
 
 def distance(a, b):
     """Squared, of two trees."""
-    return sum(np.sum((np.asarray(x) - y) ** 2) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
+    return sum(
+        np.sum((np.asarray(x) - y) ** 2)
+        for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True)
+    )
 
 
 @pytest.mark.parametrize("regularizer", ["mmd", "kd"])
-def test_the_teacher_is_held_still_and_the_gradient_is_the_finite_difference(regularizer):
+def test_the_teacher_is_held_still_and_the_gradient_is_the_finite_difference(
+    regularizer,
+):
     w, h, towards = (jax.tree.map(np.float64, tree) for tree in (W, H, OTHER))
     with jax.enable_x64(True):
         batch = BATCH._replace(x=X.astype(np.float64))
-        both = jax.jit(jax.value_and_grad(lambda w: transfer_loss(TASK, h, 0.4, regularizer)(w, batch, KEY)[0]))
+        both = jax.jit(
+            jax.value_and_grad(
+                lambda w: transfer_loss(TASK, h, 0.4, regularizer)(w, batch, KEY)[0]
+            )
+        )
         moved = lambda e: both(jax.tree.map(lambda a, b: a + e * b, w, towards))[0]
-        slope = sum(np.vdot(a, b) for a, b in zip(*map(jax.tree.leaves, (both(w)[1], towards)), strict=True))
-        np.testing.assert_allclose(slope, (moved(1e-6) - moved(-1e-6)) / 2e-6, rtol=1e-6)
+        slope = sum(
+            np.vdot(a, b)
+            for a, b in zip(*map(jax.tree.leaves, (both(w)[1], towards)), strict=True)
+        )
+        np.testing.assert_allclose(
+            slope, (moved(1e-6) - moved(-1e-6)) / 2e-6, rtol=1e-6
+        )
         assert abs(slope) > 1e-4
 
 
@@ -103,19 +132,27 @@ def compiled(regularizer):
         rows = State(state.server, trees.gather(state.clients, ids))
         now = {"key": KEY, "round": jnp.int32(0), "evaluated": jnp.bool(False)}
         cohort = Cohort(federation, task, ids, ids < N, width=1, **now)
-        new, _ = factory(task, regularizer=regularizer, **numbers).round(KEY, rows, cohort)
-        return State(new.server, trees.scatter(state.clients, ids, new.clients, ids < N))
+        new, _ = factory(task, regularizer=regularizer, **numbers).round(
+            KEY, rows, cohort
+        )
+        return State(
+            new.server, trees.scatter(state.clients, ids, new.clients, ids < N)
+        )
 
     return jax.device_get(factory(task).init(KEY)), run
 
 
 def rounds(cohorts, regularizer="mmd", start=None, federation=F, **numbers):
-    """The states before, between and after rounds of the clients `cohorts`, a list of at most three
-    ids."""
+    """The states before, between and after rounds of the clients `cohorts`, a list of
+    at most three ids."""
     begin, run = compiled(regularizer)
-    states, numbers = [begin if start is None else start], {"lam": 0.01, "mu0": 0.9} | numbers
+    states, numbers = (
+        [begin if start is None else start],
+        {"lam": 0.01, "mu0": 0.9} | numbers,
+    )
     for ids in cohorts:
-        places = np.append(ids, N + np.arange(3 - len(ids))).astype(np.int32)  # every cohort is the same compilation
+        # every cohort is the same compilation
+        places = np.append(ids, N + np.arange(3 - len(ids))).astype(np.int32)
         states.append(jax.device_get(run(states[-1], federation, places, numbers)))
     return states
 
@@ -123,12 +160,16 @@ def rounds(cohorts, regularizer="mmd", start=None, federation=F, **numbers):
 def inherited():
     """A start in which everybody's average is H."""
     begin = compiled("mmd")[0]
-    return State(begin.server, {**begin.clients, "h": jax.tree.map(lambda x: np.stack([x] * N), H)})
+    return State(
+        begin.server,
+        {**begin.clients, "h": jax.tree.map(lambda x: np.stack([x] * N), H)},
+    )
 
 
 def test_without_inheritance_the_average_is_the_last_model():
     for state in rounds([[1], [1], [1]], mu0=0.0)[1:]:
-        assert_close(toy.rows(state.clients["h"], 1), state.server)  # alone in the round: w^{t+1} = w_i
+        # alone in the round: w^{t+1} = w_i
+        assert_close(toy.rows(state.clients["h"], 1), state.server)
 
 
 def test_the_first_average_is_the_first_model():
@@ -141,19 +182,26 @@ def test_the_first_average_is_the_first_model():
 
 
 def test_taught_alone_labels_have_no_influence():
-    other = F._replace(examples=F.examples._replace(y=(np.asarray(F.examples.y) + 1) % C))
+    other = F._replace(
+        examples=F.examples._replace(y=(np.asarray(F.examples.y) + 1) % C)
+    )
     start = inherited()
-    here, there = (rounds([[0, 1, 3]] * 2, start=start, federation=g, lam=1.0)[-1] for g in (F, other))
+    here, there = (
+        rounds([[0, 1, 3]] * 2, start=start, federation=g, lam=1.0)[-1]
+        for g in (F, other)
+    )
     assert_same(here, there)
     assert distance(here.server, start.server) > 1e-6
 
 
 def test_rounds_by_hand():
-    """Softmax regression distilled from h_i, with clients that come and go; mu counts each one's
-    participations."""
+    """Softmax regression distilled from h_i, with clients that come and go; mu counts
+    each one's participations."""
     lam, mu0, cohorts = 0.4, 0.8, [[0, 1, 3], [1, 4, 2], [1, 0, 3]]
     states = rounds(cohorts, "kd", lam=lam, mu0=mu0)
-    head = lambda tree: tuple(np.asarray(tree["head"][name], np.float64) for name in ("kernel", "bias"))
+    head = lambda tree: tuple(
+        np.asarray(tree["head"][name], np.float64) for name in ("kernel", "bias")
+    )
     softmax = lambda z: np.exp(z) / np.exp(z).sum(axis=1, keepdims=True)
     w, count = head(states[0].server), np.zeros(N)
     h = [w] * N
@@ -161,7 +209,10 @@ def test_rounds_by_hand():
         trained = {}
         for i in ids:
             rows = np.asarray(F.train.index[i])[: SIZES[i]]
-            x, y = np.asarray(F.examples.x, np.float64)[rows], np.eye(C)[np.asarray(F.examples.y)[rows]]
+            x, y = (
+                np.asarray(F.examples.x, np.float64)[rows],
+                np.eye(C)[np.asarray(F.examples.y)[rows]],
+            )
             taught, v = softmax((x @ h[i][0] + h[i][1]) / 4), w
             for _ in range(EPOCHS):
                 p = softmax(x @ v[0] + v[1])
@@ -172,9 +223,15 @@ def test_rounds_by_hand():
             trained[i] = v
             count[i] += 1
         share = SIZES[ids] / SIZES[ids].sum()
-        w = tuple(sum(p * trained[i][part] for p, i in zip(share, ids, strict=True)) for part in range(2))
+        w = tuple(
+            sum(p * trained[i][part] for p, i in zip(share, ids, strict=True))
+            for part in range(2)
+        )
         np.testing.assert_array_equal(got.clients["count"], count)
-        for mine, expected in [(got.server, w), *((toy.rows(got.clients["h"], i), h[i]) for i in range(N))]:
+        for mine, expected in [
+            (got.server, w),
+            *((toy.rows(got.clients["h"], i), h[i]) for i in range(N)),
+        ]:
             np.testing.assert_allclose(head(mine)[0], expected[0], atol=1e-5)
             np.testing.assert_allclose(head(mine)[1], expected[1], atol=1e-5)
 
@@ -184,26 +241,41 @@ def test_without_examples_nothing_is_inherited():
     size[[0, 3]] = 0
     nothing, start = F._replace(train=F.train._replace(size=size)), inherited()
     state = rounds([[0, 1, 3]], start=start, federation=nothing)[1]
-    assert_same(toy.rows(state.clients["h"], [0, 3]), toy.rows(start.clients["h"], [0, 3]))
+    assert_same(
+        toy.rows(state.clients["h"], [0, 3]), toy.rows(start.clients["h"], [0, 3])
+    )
     np.testing.assert_array_equal(state.clients["count"], [0, 1, 0, 0, 0])
-    assert_same(rounds([[0, 3]], start=start, federation=nothing)[1].server, start.server)
+    assert_same(
+        rounds([[0, 3]], start=start, federation=nothing)[1].server, start.server
+    )
 
 
 @pytest.mark.slow  # the contract scores a client that trains alone
 def test_both_models_are_scored():
     state, metrics, last = toy.train(factory, TASK, key=KEY, mu0=1.0)
-    assert_same(metrics.post["acc"][-1], last["acc"])  # h_i is kept until the next round
-    assert not np.array_equal(metrics.post["global_acc"][-1], last["global_acc"])  # w_i is not
-    program, x, model = toy.program(factory, TASK, {"mu0": 1.0}), F.examples.x[:7], TASK.model
+    # h_i is kept until the next round
+    assert_same(metrics.post["acc"][-1], last["acc"])
+    # w_i is not
+    assert not np.array_equal(metrics.post["global_acc"][-1], last["global_acc"])
+    program, x, model = (
+        toy.program(factory, TASK, {"mu0": 1.0}),
+        F.examples.x[:7],
+        TASK.model,
+    )
     predict = lambda state: program.predict(KEY, program.traced, F, state, 0, 1, x)
     both = lambda h, w: (model.apply(h, x)[0], model.apply(w, x)[0])
-    got, expected = jax.jit(lambda s, h: (predict(s), both(h, s.server)))(state, toy.rows(state.clients["h"], 1))
+    got, expected = jax.jit(lambda s, h: (predict(s), both(h, s.server)))(
+        state, toy.rows(state.clients["h"], 1)
+    )
     for i in range(2):
         assert_close(np.asarray(got)[..., i], expected[i])
 
 
-@pytest.mark.slow  # the contract has a round with local statistics, and the average's are below
-@pytest.mark.parametrize("regularizer, bn_stats", [("kd", "local"), ("mmd", "aggregate"), ("mmd", "batch")])
+# the contract has a round with local statistics, and the average's are below
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "regularizer, bn_stats", [("kd", "local"), ("mmd", "aggregate"), ("mmd", "batch")]
+)
 def test_batch_norm(regularizer, bn_stats):
     task = toy.task("norm", bn_stats=bn_stats)
     got = toy.train(factory, task, 2, key=KEY, regularizer=regularizer)
@@ -211,7 +283,8 @@ def test_batch_norm(regularizer, bn_stats):
     toy.assert_finite((state, got.metrics.loss, got.outputs()))
     own = jax.tree.leaves(state.clients["own"])
     assert bool(own) == (bn_stats == "local")
-    assert all((x[0] != x[1]).any() for x in own)  # all began alike: each has seen its own batches since
+    # all began alike: each has seen its own batches since
+    assert all((x[0] != x[1]).any() for x in own)
     assert bool(jax.tree.leaves(state.clients["h"]["stats"])) == (bn_stats != "batch")
 
 
@@ -223,10 +296,17 @@ def test_bad_input(wrong):
 
 @pytest.mark.slow
 def test_the_average_has_the_batch_norm_of_the_model_too():
-    """With mu0 = 0 it is the trained model, which the server has, too, where nobody else trains."""
+    """With mu0 = 0 it is the trained model, which the server has, too, where nobody
+    else trains."""
     f = toy.federation()
-    alone = f._replace(train=f.train._replace(size=np.where(np.arange(N) == 1, SIZES, 0).astype(np.int32)))
-    state = toy.train(factory, toy.task("norm"), rounds=1, federation_=alone, mu0=0.0).state
+    alone = f._replace(
+        train=f.train._replace(
+            size=np.where(np.arange(N) == 1, SIZES, 0).astype(np.int32)
+        )
+    )
+    state = toy.train(
+        factory, toy.task("norm"), rounds=1, federation_=alone, mu0=0.0
+    ).state
     h, begin = toy.rows(state.clients["h"], 1), toy.rows(state.clients["h"], 0)
     assert_close(h, state.server)
     assert distance(h["stats"], begin["stats"]) > 1e-4
@@ -239,32 +319,50 @@ def test_who_takes_no_step_inherits_nothing():
     counts = np.asarray(trained.state.clients["count"])
     np.testing.assert_array_equal(counts, SIZES >= 8)
     idle = SIZES < 8
-    assert_same(toy.rows(trained.state.clients["h"], idle), toy.rows(trained.begin.clients["h"], idle))
+    assert_same(
+        toy.rows(trained.state.clients["h"], idle),
+        toy.rows(trained.begin.clients["h"], idle),
+    )
 
 
 def expectations(monkeypatch):
     """What the rounds of a program expect a client's participations to be."""
     seen = []
     monkeypatch.setattr(
-        php, "momentum", lambda count, mu0, expected: seen.append(expected) or momentum(count, mu0, expected)
+        php,
+        "momentum",
+        lambda count, mu0, expected: (
+            seen.append(expected) or momentum(count, mu0, expected)
+        ),
     )
     return seen
 
 
-@pytest.mark.parametrize("participation, share", [(0.05, 1 / 5), (0.39, 1 / 5), ((0.3, 0.9), 2.5 / 5), (1.0, 1.0)])
+@pytest.mark.parametrize(
+    "participation, share",
+    [(0.05, 1 / 5), (0.39, 1 / 5), ((0.3, 0.9), 2.5 / 5), (1.0, 1.0)],
+)
 def test_expected_are_the_clients_that_are_drawn(participation, share, monkeypatch):
     """Of five clients 0.05 and 0.39 are one each."""
     seen = expectations(monkeypatch)
-    simulate.program("fedphp", toy.task(rounds=50)._replace(participation=participation))
+    simulate.program(
+        "fedphp", toy.task(rounds=50)._replace(participation=participation)
+    )
     assert seen and np.allclose(seen, 50 * share)
 
 
 def test_unseen_clients_follow_the_schedule_of_those_who_train(monkeypatch):
     seen = expectations(monkeypatch)
-    given = simulate.program("fedphp", toy.task(rounds=50)._replace(participation=0.2), checked=False).task
+    given = simulate.program(
+        "fedphp", toy.task(rounds=50)._replace(participation=0.2), checked=False
+    ).task
     apart = unseen.among(given, np.arange(2))  # of which 0.2 would be one, a half
     run, f = unseen.scorer("fedphp", given, apart), toy.federation()
-    few = f._replace(train=toy.rows(f.train, [0, 1]), test=toy.rows(f.test, [0, 1]), val=toy.rows(f.val, [0, 1]))
+    few = f._replace(
+        train=toy.rows(f.train, [0, 1]),
+        test=toy.rows(f.test, [0, 1]),
+        val=toy.rows(f.val, [0, 1]),
+    )
     few = few._replace(class_counts=f.class_counts[:2])
     server = jax.eval_shape(factory(given).init, jax.random.key(0)).server
     jax.eval_shape(run, jax.random.key(0), few, server, jnp.int32(0))

@@ -15,7 +15,8 @@ from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import State
 
 TASK = toy.task()
-FULL = toy.task(batch_size=19)  # one step per epoch, in which the order of the examples does not matter
+# one step per epoch, in which the order of the examples does not matter
+FULL = toy.task(batch_size=19)
 
 
 @functools.cache
@@ -29,14 +30,19 @@ def class_means(w, id, model=TASK.model):
     rows = np.asarray(f.train.index[id][: f.train.size[id]])
     h = np.asarray(model.features(w, f.examples.x)[0])
     for label in set(np.asarray(f.examples.y)[rows]):
-        found[:, label] = np.mean([h[i] for i in rows if f.examples.y[i] == label], axis=0)
+        found[:, label] = np.mean(
+            [h[i] for i in rows if f.examples.y[i] == label], axis=0
+        )
     return found
 
 
 def alone(id):
     """A federation in which only this client has training examples."""
     f, only = toy.federation(), jnp.arange(N) == id
-    return f._replace(train=f.train._replace(size=f.train.size * only), class_counts=f.class_counts * only[:, None])
+    return f._replace(
+        train=f.train._replace(size=f.train.size * only),
+        class_counts=f.class_counts * only[:, None],
+    )
 
 
 @pytest.mark.slow  # the pull and the rest are in the rounds by hand
@@ -47,20 +53,29 @@ def test_without_pull_it_is_local():
     assert_close(got.metrics.loss, expected.metrics.loss)
 
 
-@pytest.mark.parametrize("net, weight", [("mlp", "uniform"), toy.slow("mlp", "size"), toy.slow("norm", "uniform")])
+@pytest.mark.parametrize(
+    "net, weight",
+    [("mlp", "uniform"), toy.slow("mlp", "size"), toy.slow("norm", "uniform")],
+)
 def test_prototypes_are_means_over_clients_of_means_over_examples(net, weight):
     """Of features as in a prediction, normalised by running statistics."""
     task, counts = toy.task(net), np.asarray(toy.federation().class_counts)
     state = toy.train("fedproto", task, 1, proto_weight=weight).state
     means = [class_means(toy.rows(state.clients, i), i, task.model) for i in range(N)]
     share = counts if weight == "size" else counts > 0
-    assert_close(np.asarray(state.server["proto"]), np.einsum("nkc,nc->kc", means, share / share.sum(axis=0)), 1e-5)
+    assert_close(
+        np.asarray(state.server["proto"]),
+        np.einsum("nkc,nc->kc", means, share / share.sum(axis=0)),
+        1e-5,
+    )
     assert state.server["known"].all()
 
 
 def test_prototypes_of_a_single_client_are_its_own_and_the_others_stay():
     before = train().state
-    server, clients = toy.train("fedproto", TASK, 1, federation_=alone(0), begin=before).state
+    server, clients = toy.train(
+        "fedproto", TASK, 1, federation_=alone(0), begin=before
+    ).state
     held, missing = list(OWN[0]), [label for label in range(C) if label not in OWN[0]]
     w = toy.rows(clients, 0)
     assert_close(np.asarray(server["proto"])[:, held], class_means(w, 0)[:, held], 1e-5)
@@ -72,28 +87,47 @@ def test_a_population_twice_has_the_same_prototypes():
     f = toy.federation()
     twice = lambda x: jnp.concatenate([x, x])
     rows = lambda r: type(r)(twice(r.index), twice(r.size))
-    doubled = f._replace(train=rows(f.train), val=rows(f.val), test=rows(f.test), class_counts=twice(f.class_counts))
+    doubled = f._replace(
+        train=rows(f.train),
+        val=rows(f.val),
+        test=rows(f.test),
+        class_counts=twice(f.class_counts),
+    )
     task = FULL._replace(
-        sizes=np.tile(FULL.sizes, 2), class_counts=np.tile(FULL.class_counts, (2, 1)), architecture=np.zeros(2 * N, int)
+        sizes=np.tile(FULL.sizes, 2),
+        class_counts=np.tile(FULL.class_counts, (2, 1)),
+        architecture=np.zeros(2 * N, int),
     )
     got = toy.train("fedproto", task, 2, federation_=doubled).state.server
     assert_close(got, toy.train("fedproto", FULL, 2).state.server, 1e-5)
 
 
 def test_only_examples_of_known_classes_are_pulled():
-    assert_same(train(1, lam=100.0).state.clients, train(1, lam=0.0).state.clients)  # nothing is known yet
+    # nothing is known yet
+    assert_same(train(1, lam=100.0).state.clients, train(1, lam=0.0).state.clients)
     start = train(1).state
     half = State({**start.server, "known": jnp.arange(C) < 3}, start.clients)
-    free, pulled = (toy.train("fedproto", TASK, 1, begin=half, lam=lam).state.clients for lam in (0.0, 1.0))
+    free, pulled = (
+        toy.train("fedproto", TASK, 1, begin=half, lam=lam).state.clients
+        for lam in (0.0, 1.0)
+    )
     assert_same(toy.rows(free, 2), toy.rows(pulled, 2))  # client 2 has class 3 only
     assert np.abs(free["head"]["kernel"] - pulled["head"]["kernel"])[0].max() > 1e-3
 
 
 def test_the_nearest_known_prototype_wins():
     rng = np.random.default_rng(0)
-    w, x = TASK.model.init(jax.random.key(3)), rng.normal(size=(20, *toy.SHAPE)).astype(np.float32)
-    proto, known = np.abs(rng.normal(size=(8, C))).astype(np.float32), np.array([True, False, True, True])
-    outputs = predictor(TASK.model, w, {"proto": jnp.asarray(proto), "known": jnp.asarray(known)})(x, np.ones(20, bool))
+    w, x = (
+        TASK.model.init(jax.random.key(3)),
+        rng.normal(size=(20, *toy.SHAPE)).astype(np.float32),
+    )
+    proto, known = (
+        np.abs(rng.normal(size=(8, C))).astype(np.float32),
+        np.array([True, False, True, True]),
+    )
+    outputs = predictor(
+        TASK.model, w, {"proto": jnp.asarray(proto), "known": jnp.asarray(known)}
+    )(x, np.ones(20, bool))
     h, logits = np.asarray(TASK.model.features(w, x)[0]), TASK.model.apply(w, x)[0]
     away = np.where(known, np.sum((h[:, :, None] - proto[None]) ** 2, axis=1), np.inf)
     assert_same(np.argmax(outputs[..., 1], axis=1), np.argmin(away, axis=1))
@@ -128,10 +162,11 @@ def test_classes_that_were_in_no_batch_do_not_go_up():
     ],
 )
 def test_two_rounds_by_hand(collect, dropped, weight):
-    """In plain NumPy; in the second round some are absent, and one client never has examples.
+    """In plain NumPy; in the second round some are absent, and one client never has
+    examples.
 
-    Where short batches are dropped, some classes that a client holds are in none of its batches.
-    """
+    Where short batches are dropped, some classes that a client holds are in none of its
+    batches."""
     task = toy.task(drop_last=True, epochs=1, batch_size=6) if dropped else TASK
     options = {"lam": 2.0, "collect": collect, "proto_weight": weight}
     f, (keys, states, _) = oracle.federation(), oracle.run(fedproto, task, **options)
@@ -149,17 +184,27 @@ def test_two_rounds_by_hand(collect, dropped, weight):
                 step[0], step[1] = step[0] + x.T @ dh, step[1] + dh.sum(axis=0)
                 w[i] = [a - 0.1 * g for a, g in zip(w[i], step, strict=True)]
             rows = np.asarray(f.train.index[i][: f.train.size[i]])
-            h, y = oracle.forward(w[i], np.asarray(f.examples.x)[rows])[0], np.asarray(f.examples.y)[rows].tolist()
+            h, y = (
+                oracle.forward(w[i], np.asarray(f.examples.x)[rows])[0],
+                np.asarray(f.examples.y)[rows].tolist(),
+            )
             pairs = seen if collect == "during" else list(zip(h, y, strict=True))
             missed += len(set(y) - {label for _, label in pairs})
             for label in {label for _, label in pairs}:
                 own = [h for h, k in pairs if k == label]
-                found[label].append((np.mean(own, axis=0), len(own) if weight == "size" else 1))
+                found[label].append(
+                    (np.mean(own, axis=0), len(own) if weight == "size" else 1)
+                )
         for label, means in found.items():
             if means:
                 total = sum(share for _, share in means)
-                proto[label], known[label] = sum(share * mean for mean, share in means) / total, True
-        assert_close(np.asarray(states[t + 1].server["proto"]), np.float32(proto.T), 2e-5)
+                proto[label], known[label] = (
+                    sum(share * mean for mean, share in means) / total,
+                    True,
+                )
+        assert_close(
+            np.asarray(states[t + 1].server["proto"]), np.float32(proto.T), 2e-5
+        )
         assert_same(states[t + 1].server["known"], known)
         for i in range(N):
             oracle.close(toy.rows(states[t + 1].clients, i), w[i])
@@ -167,6 +212,10 @@ def test_two_rounds_by_hand(collect, dropped, weight):
 
 
 def test_different_widths_are_refused():
-    several = toy.task(models=(TASK.model, toy.task("linear").model), architecture=np.arange(N) % 2)
-    with pytest.raises(InputError, match=r"one feature width K in all architectures, not \[6, 8\]"):
+    several = toy.task(
+        models=(TASK.model, toy.task("linear").model), architecture=np.arange(N) % 2
+    )
+    with pytest.raises(
+        InputError, match=r"one feature width K in all architectures, not \[6, 8\]"
+    ):
         fedproto(several)

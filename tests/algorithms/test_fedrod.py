@@ -1,5 +1,5 @@
-"""The properties of sheet 13: the balanced softmax, and two heads that do not reach into each
-other."""
+"""The properties of sheet 13: the balanced softmax, and two heads that do not reach
+into each other."""
 
 import jax
 import numpy as np
@@ -17,10 +17,17 @@ from fedjax_pfl.types import Batch
 
 KEY = jax.random.key(0)
 TASK = toy.task()
-CLIP = toy.task(optimizer=lambda lr: optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(lr)))
+CLIP = toy.task(
+    optimizer=lambda lr: optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(lr))
+)
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(6, *toy.SHAPE)).astype(np.float32)
-BATCH = Batch(X, np.array([0, 2, 0, 3, 2, 0], np.int32), np.arange(6) < 5, np.arange(6, dtype=np.int32))
+BATCH = Batch(
+    X,
+    np.array([0, 2, 0, 3, 2, 0], np.int32),
+    np.arange(6) < 5,
+    np.arange(6, dtype=np.int32),
+)
 Z = RNG.normal(size=(6, C)).astype(np.float32)
 COUNTS = np.array([5, 0, 9, 1], np.int32)
 
@@ -31,9 +38,13 @@ def balanced(z, counts, gamma):
     return losses.balanced_softmax(z, BATCH.y, BATCH.mask, counts, gamma)
 
 
-@pytest.mark.parametrize("counts, gamma", [(np.full(C, 7, np.int32), 1.0), (COUNTS, 0.0)])
+@pytest.mark.parametrize(
+    "counts, gamma", [(np.full(C, 7, np.int32), 1.0), (COUNTS, 0.0)]
+)
 def test_balanced_softmax_without_imbalance_is_cross_entropy(counts, gamma):
-    expected = jax.jit(jax.value_and_grad(lambda z: losses.cross_entropy(z, BATCH.y, BATCH.mask)))(Z)
+    expected = jax.jit(
+        jax.value_and_grad(lambda z: losses.cross_entropy(z, BATCH.y, BATCH.mask))
+    )(Z)
     assert_close(balanced(Z, counts, gamma), expected)
 
 
@@ -42,7 +53,9 @@ def test_balanced_softmax_by_hand():
     p = np.exp(Z)[:5, present] * np.array([5, 9, 1])
     p = p / p.sum(axis=1, keepdims=True)
     y = np.array([0, 1, 0, 2, 1])
-    np.testing.assert_allclose(balanced(Z, COUNTS, 1.0)[0], -np.mean(np.log(p[np.arange(5), y])), rtol=1e-5)
+    np.testing.assert_allclose(
+        balanced(Z, COUNTS, 1.0)[0], -np.mean(np.log(p[np.arange(5), y])), rtol=1e-5
+    )
 
 
 def test_absent_classes_get_no_gradient():
@@ -58,15 +71,22 @@ def test_the_personal_loss_moves_the_personal_head_only():
         return personal_loss(TASK, own, h, TASK.model.head(w["head"], h), BATCH)
 
     by_w, by_own = jax.jit(jax.grad(loss, argnums=(0, 1)))(w, w["head"])
-    assert all(not np.any(g) for g in jax.tree.leaves(by_w)) and all(np.any(g) for g in jax.tree.leaves(by_own))
+    assert all(not np.any(g) for g in jax.tree.leaves(by_w)) and all(
+        np.any(g) for g in jax.tree.leaves(by_own)
+    )
 
 
 def test_a_personal_head_of_zeros_predicts_as_the_generic_one():
     algorithm = factory(TASK)
     state = algorithm.init(KEY)
     mine = jax.tree.map(np.zeros_like, toy.rows(state.clients, 0))
-    outputs = jax.jit(lambda w: algorithm.predict(w, mine, None)(BATCH.x, BATCH.mask))(state.server)
-    outputs, expected = np.asarray(outputs), jax.jit(lambda w: TASK.model.apply(w, BATCH.x)[0])(state.server)
+    outputs = jax.jit(lambda w: algorithm.predict(w, mine, None)(BATCH.x, BATCH.mask))(
+        state.server
+    )
+    outputs, expected = (
+        np.asarray(outputs),
+        jax.jit(lambda w: TASK.model.apply(w, BATCH.x)[0])(state.server),
+    )
     assert_same(outputs[..., 0], outputs[..., 1])
     assert_close(outputs[..., 1], expected)
 
@@ -84,16 +104,27 @@ def test_two_rounds_by_hand():
             for ((x, y),) in oracle.batches(f, i, keys[t], task):
                 h, z = oracle.forward(local, x)
                 place = np.searchsorted(np.flatnonzero(held), y)
-                balanced, both = z[:, held] + gamma * np.log(counts[held]), z + h @ mine[0] + mine[1]
+                balanced, both = (
+                    z[:, held] + gamma * np.log(counts[held]),
+                    z + h @ mine[0] + mine[1],
+                )
                 dz = np.zeros_like(z)
                 dz[:, held] = oracle.by_logits(balanced, place)
                 dp = oracle.by_logits(both, y)
-                values.append(oracle.cross_entropy(balanced, place) + oracle.cross_entropy(both, y))
-                local = [p - lr * g for p, g in zip(local, oracle.backward(local, x, dz), strict=True)]
+                values.append(
+                    oracle.cross_entropy(balanced, place)
+                    + oracle.cross_entropy(both, y)
+                )
+                local = [
+                    p - lr * g
+                    for p, g in zip(local, oracle.backward(local, x, dz), strict=True)
+                ]
                 mine = [mine[0] - lr * h.T @ dp, mine[1] - lr * dp.sum(axis=0)]
             own[i] = mine
             models.append(local)
-            np.testing.assert_allclose(reports[t].loss[i], np.mean(values) if values else 0, rtol=1e-4)
+            np.testing.assert_allclose(
+                reports[t].loss[i], np.mean(values) if values else 0, rtol=1e-4
+            )
         w = oracle.mean(models, [int(f.train.size[i]) for i in here])
         oracle.close(states[t + 1].server, w)
         for i in range(toy.N):
@@ -108,16 +139,29 @@ def test_the_personal_head_starts_as_the_generic_one():
     state, after = run.begin, run.state
     for i in range(toy.N):
         assert_same(toy.rows(state.clients["head"], i), state.server["head"])
-    heads = zip(*(jax.tree.leaves(x.clients["head"]) for x in (after, state)), strict=True)
-    assert sum(np.sum(np.square(np.asarray(a) - np.asarray(b))) for a, b in heads) > 1e-3
-    assert run.last.keys() == {"acc", "acc_present", "acc_majority", "global_acc", "global_acc_present"}
+    heads = zip(
+        *(jax.tree.leaves(x.clients["head"]) for x in (after, state)), strict=True
+    )
+    assert (
+        sum(np.sum(np.square(np.asarray(a) - np.asarray(b))) for a, b in heads) > 1e-3
+    )
+    assert run.last.keys() == {
+        "acc",
+        "acc_present",
+        "acc_majority",
+        "global_acc",
+        "global_acc_present",
+    }
 
 
 @pytest.mark.slow
 def test_the_heads_have_optimizers_of_their_own():
-    """Clipping by the global norm would otherwise let the personal gradient shrink the generic
-    one's step."""
-    own, plain = toy.train(factory, CLIP, 2, KEY, gamma=0.0), toy.train(fedavg, CLIP, 2, KEY)
+    """Clipping by the global norm would otherwise let the personal gradient shrink the
+    generic one's step."""
+    own, plain = (
+        toy.train(factory, CLIP, 2, KEY, gamma=0.0),
+        toy.train(fedavg, CLIP, 2, KEY),
+    )
     assert_close(own.state.server, plain.state.server)
 
 

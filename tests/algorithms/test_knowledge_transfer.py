@@ -1,5 +1,5 @@
-"""The properties of sheets 2.8, 2.9 and 2.11 to 2.13.a: coefficients, mixtures, and the cases in
-which methods meet."""
+"""The properties of sheets 2.8, 2.9 and 2.11 to 2.13.a: coefficients, mixtures, and the
+cases in which methods meet."""
 
 import functools
 
@@ -21,39 +21,64 @@ from fedjax_pfl.numerics.mixtures import Predictions
 from fedjax_pfl.types import Client, Data, Examples, State
 
 MLP, NORM = toy.task(), toy.task("norm")
-ONE = toy.task(batch_size=32, epochs=1)  # one step on all of a client's examples: their order does not matter
+# one step on all of a client's examples: their order does not matter
+ONE = toy.task(batch_size=32, epochs=1)
 METHODS = ("fedmd", "sim_pfd", "topk_pfd", "mnfl_het")
 GOLDEN = np.array([[[0.9, 0.1]], [[0.6, 0.4]]], np.float32)  # [S, D, C]
 
 
 def asked(outputs, student, row=None, here=None):
-    """What student number `student` of clients with these predictions [S, D, C] asks its rule."""
+    """What student number `student` of clients with these predictions [S, D, C] asks
+    its rule."""
     s = len(outputs)
     here = np.ones(s, bool) if here is None else np.asarray(here)
-    given = Predictions(jnp.arange(s), jnp.asarray(here), jnp.where(here[:, None, None], outputs, 0))
+    given = Predictions(
+        jnp.arange(s), jnp.asarray(here), jnp.where(here[:, None, None], outputs, 0)
+    )
     row = jnp.full(s, 1 / s) if row is None else jnp.asarray(row)
-    return mixtures.Asked(row, jnp.arange(s) == student, jnp.asarray(outputs[student]), given, jnp.float32(1 / s))
+    return mixtures.Asked(
+        row,
+        jnp.arange(s) == student,
+        jnp.asarray(outputs[student]),
+        given,
+        jnp.float32(1 / s),
+    )
 
 
 def some(s=6, d=7, seed=0):
-    return np.random.default_rng(seed).dirichlet(np.ones(C), size=(s, d)).astype(np.float32)
+    return (
+        np.random.default_rng(seed)
+        .dirichlet(np.ones(C), size=(s, d))
+        .astype(np.float32)
+    )
 
 
 def matrix(rule, outputs, **options):
-    return np.stack([rule(asked(outputs, n, **options))[0] for n in range(len(outputs))])
+    return np.stack(
+        [rule(asked(outputs, n, **options))[0] for n in range(len(outputs))]
+    )
 
 
-similar, minmax = (functools.partial(mixtures.similar, norm=norm) for norm in ("sum", "minmax"))
+similar, minmax = (
+    functools.partial(mixtures.similar, norm=norm) for norm in ("sum", "minmax")
+)
 nearest = functools.partial(mixtures.nearest, weights="uniform")
 
 
 def test_the_gradient_and_a_step_have_the_golden_numbers():
     half = jnp.full(2, 0.5)
     slopes = np.stack([mixtures.slope(half, asked(GOLDEN, n)) for n in range(2)])
-    np.testing.assert_allclose(slopes, [[0.927540, 1.257123], [1.153829, 0.945885]], atol=1e-6)
+    np.testing.assert_allclose(
+        slopes, [[0.927540, 1.257123], [1.153829, 0.945885]], atol=1e-6
+    )
     step = lambda g: aggregate.descend(half, 0.5 * g, jnp.ones(2, bool), 0.1, 0.7)
-    np.testing.assert_allclose([*map(step, slopes)], [[0.507228, 0.492772], [0.495440, 0.504560]], atol=1e-6)
-    kl = [mixtures.divergence(jnp.array([[0.75, 0.25]]), jnp.log(GOLDEN[n])) for n in range(2)]
+    np.testing.assert_allclose(
+        [*map(step, slopes)], [[0.507228, 0.492772], [0.495440, 0.504560]], atol=1e-6
+    )
+    kl = [
+        mixtures.divergence(jnp.array([[0.75, 0.25]]), jnp.log(GOLDEN[n]))
+        for n in range(2)
+    ]
     np.testing.assert_allclose(np.concatenate(kl), [0.09233152, 0.04985676], atol=1e-7)
 
 
@@ -61,33 +86,55 @@ def test_the_distance_of_a_space_has_the_golden_numbers():
     target, z = jnp.array([[0.75, 0.25]]), jnp.log(GOLDEN[0])
     distance = functools.partial(mixtures.distance, temperature=1.0)
     for reduction, value in (("batchmean", 0.09233152), ("mean", 0.09233152 / 2)):
-        np.testing.assert_allclose(distance(target, z, space="prob", reduction=reduction), [value], atol=1e-7)
-    np.testing.assert_allclose(distance(z + jnp.array([[1, -3]]), z, space="logit", reduction="mean"), [2], rtol=1e-6)
+        np.testing.assert_allclose(
+            distance(target, z, space="prob", reduction=reduction), [value], atol=1e-7
+        )
+    np.testing.assert_allclose(
+        distance(z + jnp.array([[1, -3]]), z, space="logit", reduction="mean"),
+        [2],
+        rtol=1e-6,
+    )
 
 
 def test_similarities_have_the_golden_numbers():
-    np.testing.assert_allclose(similar(asked(GOLDEN, 0))[0], [0.529600, 0.470400], atol=1e-6)
+    np.testing.assert_allclose(
+        similar(asked(GOLDEN, 0))[0], [0.529600, 0.470400], atol=1e-6
+    )
     np.testing.assert_array_equal(minmax(asked(GOLDEN, 0))[0], [1, 0])
 
 
 def test_the_gradient_is_that_of_the_divergence():
-    outputs, row = some(), jnp.asarray(np.random.default_rng(1).dirichlet(np.ones(6)).astype(np.float32))
+    outputs, row = (
+        some(),
+        jnp.asarray(np.random.default_rng(1).dirichlet(np.ones(6)).astype(np.float32)),
+    )
     ask = asked(outputs, 2)
-    kl = lambda row: jnp.mean(mixtures.divergence(mixtures.mean(row, ask.given), jnp.log(ask.outputs)))
+    kl = lambda row: jnp.mean(
+        mixtures.divergence(mixtures.mean(row, ask.given), jnp.log(ask.outputs))
+    )
     np.testing.assert_allclose(mixtures.slope(row, ask), jax.grad(kl)(row), rtol=1e-5)
 
 
 def test_own_coefficients_are_stationary():
     ask = asked(some(), 2)
-    np.testing.assert_allclose(mixtures.slope(jnp.eye(6)[2], ask), np.ones(6), rtol=1e-5)
+    np.testing.assert_allclose(
+        mixtures.slope(jnp.eye(6)[2], ask), np.ones(6), rtol=1e-5
+    )
 
 
 def test_equal_clients_are_weighed_equally():
     same = np.repeat(some(1), 5, axis=0)
     for rule in (similar, minmax):
-        np.testing.assert_array_equal(matrix(rule, same), np.full((5, 5), np.float32(1 / 5)))
-    np.testing.assert_allclose(mixtures.slope(jnp.full(5, 0.2), asked(same, 0)), np.ones(5), rtol=1e-5)
-    np.testing.assert_array_equal(nearest(asked(same, 4), neighbours=3)[0] > 0, [1, 1, 0, 0, 1])  # itself, lower ids
+        np.testing.assert_array_equal(
+            matrix(rule, same), np.full((5, 5), np.float32(1 / 5))
+        )
+    np.testing.assert_allclose(
+        mixtures.slope(jnp.full(5, 0.2), asked(same, 0)), np.ones(5), rtol=1e-5
+    )
+    # itself, lower ids
+    np.testing.assert_array_equal(
+        nearest(asked(same, 4), neighbours=3)[0] > 0, [1, 1, 0, 0, 1]
+    )
 
 
 def test_similar_clients_weigh_more():
@@ -96,17 +143,25 @@ def test_similar_clients_weigh_more():
     np.testing.assert_allclose(a.sum(axis=1), 1, rtol=1e-6)
     ratio = a / np.diag(a)[:, None]
     np.testing.assert_allclose(ratio, ratio.T, rtol=1e-5)
-    scaled = outputs * np.where(np.arange(6) == 3, 7.0, 1.0)[:, None, None].astype(np.float32)
+    scaled = outputs * np.where(np.arange(6) == 3, 7.0, 1.0)[:, None, None].astype(
+        np.float32
+    )
     np.testing.assert_allclose(matrix(similar, scaled), a, atol=2e-6)
-    assert np.all(matrix(minmax, outputs).min(axis=1) == 0) and np.all(a.min(axis=1) > 0)
+    assert np.all(matrix(minmax, outputs).min(axis=1) == 0) and np.all(
+        a.min(axis=1) > 0
+    )
 
 
 def test_only_the_nearest_weigh():
     a = matrix(functools.partial(nearest, neighbours=3), some())
     assert np.all((a > 0).sum(axis=1) == 3) and np.all(np.diag(a) > 0)
     np.testing.assert_allclose(a[a > 0], 1 / 3, rtol=1e-6)
-    np.testing.assert_array_equal(matrix(functools.partial(nearest, neighbours=1), np.repeat(some(1), 4, 0)), np.eye(4))
-    two = np.repeat(np.eye(C, dtype=np.float32)[:2, None].repeat(7, axis=1), 5, axis=0)  # five clients each
+    np.testing.assert_array_equal(
+        matrix(functools.partial(nearest, neighbours=1), np.repeat(some(1), 4, 0)),
+        np.eye(4),
+    )
+    # five clients each
+    two = np.repeat(np.eye(C, dtype=np.float32)[:2, None].repeat(7, axis=1), 5, axis=0)
     a = matrix(functools.partial(nearest, neighbours=5), two)
     np.testing.assert_allclose(a, np.kron(np.eye(2), np.full((5, 5), 0.2)), rtol=1e-6)
 
@@ -117,11 +172,16 @@ def test_the_nearest_weigh_by_their_cosine():
     least = np.sort(cosine, axis=1)[:, [-3]]  # the own one is 1
     expected = np.where(cosine >= least, cosine, 0)
     a = matrix(functools.partial(mixtures.nearest, neighbours=3, weights="cos"), some())
-    np.testing.assert_allclose(a, expected / expected.sum(axis=1, keepdims=True), atol=1e-6)
+    np.testing.assert_allclose(
+        a, expected / expected.sum(axis=1, keepdims=True), atol=1e-6
+    )
     assert np.ptp(a[a > 0]) > 0.01
 
 
-@pytest.mark.parametrize("rule", [similar, minmax, functools.partial(nearest, neighbours=4), mixtures.uniform])
+@pytest.mark.parametrize(
+    "rule",
+    [similar, minmax, functools.partial(nearest, neighbours=4), mixtures.uniform],
+)
 def test_who_is_absent_weighs_nothing(rule):
     here = np.array([1, 1, 0, 1, 0, 1], bool)
     outputs = np.where(here[:, None, None], some(), np.nan)
@@ -135,14 +195,20 @@ def test_a_constant_among_the_logits_shifts_their_mean_only():
     moved = z + np.array([0, 5, 0], np.float32)[:, None, None]
     mean = lambda z: mixtures.mean(jnp.full(3, 1 / 3), asked(z, 0).given)
     np.testing.assert_allclose(mean(moved), mean(z) + 5 / 3, rtol=1e-5)
-    np.testing.assert_allclose(jax.nn.softmax(mean(moved)), jax.nn.softmax(mean(z)), rtol=1e-5)
+    np.testing.assert_allclose(
+        jax.nn.softmax(mean(moved)), jax.nn.softmax(mean(z)), rtol=1e-5
+    )
 
 
 def test_public_examples_are_drawn_without_replacement_in_every_round():
     draws = [np.asarray(public.draw(jax.random.key(i), MLP, 5)) for i in range(4)]
-    assert all(len(set(d)) == 5 and d.max() < PUBLIC and np.all(np.diff(d) > 0) for d in draws)
+    assert all(
+        len(set(d)) == 5 and d.max() < PUBLIC and np.all(np.diff(d) > 0) for d in draws
+    )
     assert len({tuple(d) for d in draws}) > 1
-    np.testing.assert_array_equal(public.draw(jax.random.key(0), MLP, 3000), np.arange(PUBLIC))
+    np.testing.assert_array_equal(
+        public.draw(jax.random.key(0), MLP, 3000), np.arange(PUBLIC)
+    )
 
 
 @pytest.mark.slow  # the draw is above, and in rounds in test_feddf.py
@@ -154,16 +220,25 @@ def test_every_round_has_other_public_examples(monkeypatch):
         return subset(pool, index, wanted)
 
     monkeypatch.setattr(public, "subset", noted)
-    toy.train(functools.partial(ALGORITHMS["fedmd"]), MLP, 3, public_size=5)  # compiled anew
+    # compiled anew
+    toy.train(functools.partial(ALGORITHMS["fedmd"]), MLP, 3, public_size=5)
     jax.effects_barrier()
     assert len(seen) == 3 and {len(rows) for rows in seen} == {5}
 
 
 @pytest.mark.slow  # a client that hears itself only is local, too: below
-@pytest.mark.parametrize("method, order", [("mnfl_het", "paper"), ("mnfl_het", "code"), ("topk_pfd", "paper")])
+@pytest.mark.parametrize(
+    "method, order",
+    [("mnfl_het", "paper"), ("mnfl_het", "code"), ("topk_pfd", "paper")],
+)
 def test_no_passes_is_local(method, order):
-    got, alone = toy.train(method, MLP, passes=0, order=order, warmup_epochs=0), toy.train("local", MLP)
-    assert_same((got.state.clients, got.metrics.post), (alone.state.clients, alone.metrics.post))
+    got, alone = (
+        toy.train(method, MLP, passes=0, order=order, warmup_epochs=0),
+        toy.train("local", MLP),
+    )
+    assert_same(
+        (got.state.clients, got.metrics.post), (alone.state.clients, alone.metrics.post)
+    )
     assert_same(got.metrics.loss, alone.metrics.loss)
 
 
@@ -175,7 +250,10 @@ def test_a_client_that_hears_itself_only_is_local(order):
 
 def test_fedmd_is_mnfl_of_frozen_coefficients_and_topk_of_all():
     got = toy.train("fedmd", MLP)
-    others = toy.train("mnfl_het", MLP, coef_lr=0.0), toy.train("topk_pfd", MLP, neighbours=N)
+    others = (
+        toy.train("mnfl_het", MLP, coef_lr=0.0),
+        toy.train("topk_pfd", MLP, neighbours=N),
+    )
     for other in others:
         assert_same(other.state.clients, got.state.clients)
         assert_same(other.metrics.server, got.metrics.server)
@@ -195,12 +273,15 @@ def softmax(z):
 
 def predicted(i):
     x = toy.federation().public.x
-    return softmax(np.asarray(MLP.model.apply(toy.rows(alone(), i), x, train=False)[0], np.float64))  # [D, C]
+    # [D, C]
+    return softmax(
+        np.asarray(MLP.model.apply(toy.rows(alone(), i), x, train=False)[0], np.float64)
+    )
 
 
 def test_a_round_of_mnfl_is_the_plain_loops():
-    """In float64 from the models before the exchange; one batch holds all public examples, so the
-    loss of training on them is that of the mixture."""
+    """In float64 from the models before the exchange; one batch holds all public
+    examples, so the loss of training on them is that of the mixture."""
     numbers = {"coef_lr": 3.0, "rho": 0.05, "lam": 2.0}
     got = toy.train("mnfl_het", MLP, rounds=1, **numbers)
     s = [predicted(i) for i in range(N)]
@@ -212,8 +293,12 @@ def test_a_round_of_mnfl_is_the_plain_loops():
     )
     a = np.full((N, N), 1 / N)
     for n in range(N):
-        g = np.array([np.mean(np.sum(s[m] * (np.log(t / s[n]) + 1), axis=1)) for m in range(N)])
-        v = (a[n] - 3.0 * 2.0 * SIZES[n] / SIZES.sum() * g + 2 * 3.0 * 0.05 / N) / (1 + 2 * 3.0 * 0.05)
+        g = np.array(
+            [np.mean(np.sum(s[m] * (np.log(t / s[n]) + 1), axis=1)) for m in range(N)]
+        )
+        v = (a[n] - 3.0 * 2.0 * SIZES[n] / SIZES.sum() * g + 2 * 3.0 * 0.05 / N) / (
+            1 + 2 * 3.0 * 0.05
+        )
         u = np.sort(v)[::-1]
         excess = (np.cumsum(u) - 1) / np.arange(1, N + 1)
         a[n] = np.maximum(v - excess[np.flatnonzero(u > excess)[-1]], 0)
@@ -230,7 +315,9 @@ def test_the_codes_rule_is_the_plain_loops():
     a = np.full((N, N), 1 / N)
     for n in range(N):
         error = np.tensordot(a[n], s, 1) - s[n]
-        gradient = 2 * np.array([np.mean(error * s[m]) for m in range(N)]) + 2 * 0.05 / N * (a[n] - 1 / N)
+        gradient = 2 * np.array(
+            [np.mean(error * s[m]) for m in range(N)]
+        ) + 2 * 0.05 / N * (a[n] - 1 / N)
         average, size = np.abs(gradient).sum() / N, 1.0
         for _ in range(5):
             if average > 0.01:
@@ -244,35 +331,59 @@ def test_the_codes_rule_is_the_plain_loops():
 
 
 def test_the_codes_rule_keeps_what_absent_clients_have():
-    row, here = np.array([0.1, 0.2, 0.3, 0.4], np.float32), np.array([True, False, True, True])
-    moved = mixtures.sharpened(jnp.asarray(row), asked(some(4), 0, row=row, here=here), 0.7, 0.25)
+    row, here = (
+        np.array([0.1, 0.2, 0.3, 0.4], np.float32),
+        np.array([True, False, True, True]),
+    )
+    moved = mixtures.sharpened(
+        jnp.asarray(row), asked(some(4), 0, row=row, here=here), 0.7, 0.25
+    )
     assert moved[1] == row[1] and np.abs(moved - row)[here].min() > 1e-3
     np.testing.assert_allclose(moved[here].sum(), 0.8, rtol=1e-6)
 
 
 @pytest.mark.slow  # a round of its own
 def test_after_the_training_the_coefficients_follow_a_second_upload():
-    """What the models predict in the end, and so without passes what they predicted before."""
-    post, paper = (toy.train("mnfl_het", MLP, rounds=1, coef_rule=rule, coef_lr=3.0) for rule in ("post", "paper"))
+    """What the models predict in the end, and so without passes what they predicted
+    before."""
+    post, paper = (
+        toy.train("mnfl_het", MLP, rounds=1, coef_rule=rule, coef_lr=3.0)
+        for rule in ("post", "paper")
+    )
     assert_same(post.state.clients, paper.state.clients)
     x, w = toy.federation().public.x, jax.device_get(post.state.clients)
-    s = np.array([softmax(np.asarray(MLP.model.apply(toy.rows(w, i), x, train=False)[0])) for i in range(N)])
+    s = np.array(
+        [
+            softmax(np.asarray(MLP.model.apply(toy.rows(w, i), x, train=False)[0]))
+            for i in range(N)
+        ]
+    )
     share = lambda n: np.float32(SIZES[n] / SIZES.sum())
     step = lambda n: aggregate.descend(
-        jnp.full(N, 1 / N), share(n) * mixtures.slope(jnp.full(N, 1 / N), asked(s, n)), jnp.ones(N, bool), 3.0, 0.7
+        jnp.full(N, 1 / N),
+        share(n) * mixtures.slope(jnp.full(N, 1 / N), asked(s, n)),
+        jnp.ones(N, bool),
+        3.0,
+        0.7,
     )
     a = post.metrics.server["coefficients"][0]
     np.testing.assert_allclose(a, [step(n) for n in range(N)], atol=1e-5)
     assert np.abs(a - paper.metrics.server["coefficients"][0]).max() > 1e-4
     np.testing.assert_array_equal(post.metrics.traffic.up[0], 2 * PUBLIC * C)
     np.testing.assert_array_equal(post.metrics.traffic.messages[0], 4)
-    same = [toy.train("mnfl_het", MLP, rounds=1, coef_rule=rule, passes=0) for rule in ("post", "paper")]
+    same = [
+        toy.train("mnfl_het", MLP, rounds=1, coef_rule=rule, passes=0)
+        for rule in ("post", "paper")
+    ]
     assert_close(*(run.metrics.server for run in same))
 
 
 @pytest.mark.slow
 def test_public_examples_on_the_server_travel():
-    at = {where: toy.train("fedmd", MLP, rounds=1, public_at=where).metrics.traffic for where in ("clients", "server")}
+    at = {
+        where: toy.train("fedmd", MLP, rounds=1, public_at=where).metrics.traffic
+        for where in ("clients", "server")
+    }
     assert at["clients"].public_data is None
     np.testing.assert_array_equal(at["server"].public_data[0], PUBLIC * SHAPE[0])
     assert_same(at["server"]._replace(public_data=None), at["clients"])
@@ -281,13 +392,19 @@ def test_public_examples_on_the_server_travel():
 @pytest.mark.slow
 def test_where_public_labels_are_learned_first_all_travel_in_round_0():
     task = toy.task(public_classes=C)
-    sent = toy.train("fedmd", task, 2, public_at="server", public_epochs=1, public_size=3).metrics.traffic
-    np.testing.assert_array_equal(sent.public_data, [[PUBLIC * SHAPE[0]] * N, [3 * SHAPE[0]] * N])
+    sent = toy.train(
+        "fedmd", task, 2, public_at="server", public_epochs=1, public_size=3
+    ).metrics.traffic
+    np.testing.assert_array_equal(
+        sent.public_data, [[PUBLIC * SHAPE[0]] * N, [3 * SHAPE[0]] * N]
+    )
     np.testing.assert_array_equal(sent.ints, [[3 + PUBLIC] * N, [3] * N])
 
 
 def test_a_pool_that_an_int32_cannot_count_is_refused():
-    images = MLP._replace(public=jax.ShapeDtypeStruct((200_000, 64, 64, 3), jnp.float32))
+    images = MLP._replace(
+        public=jax.ShapeDtypeStruct((200_000, 64, 64, 3), jnp.float32)
+    )
     toy.METHODS["fedmd"](images, public_at="server")
     for options in ({"public_epochs": 1}, {"public_size": 200_000}):
         with pytest.raises(InputError, match="numbers or more in a round"):
@@ -299,7 +416,12 @@ LABELLED = MLP._replace(public_classes=3)
 
 @functools.cache
 def labelled_round(public_epochs, order):
-    options = {"passes": 0, "public_epochs": public_epochs, "order": order, "warmup_epochs": 0}
+    options = {
+        "passes": 0,
+        "public_epochs": public_epochs,
+        "order": order,
+        "warmup_epochs": 0,
+    }
     options["public_lr"] = MLP.lr  # traced
     program = toy.program(ALGORITHMS["fedmd"], LABELLED, options)
     return program.traced, jax.jit(program.round)
@@ -309,13 +431,21 @@ def labelled(public_epochs, t, order, **numbers):
     """The state after round t, from the state after round 0's."""
     traced, step = labelled_round(public_epochs, order)
     state = toy.train("local", MLP, rounds=1).state._replace(server={})
-    return step(jax.random.key(5), traced | numbers, toy.federation(), state, jnp.int32(t), jnp.bool(False))[0].clients
+    return step(
+        jax.random.key(5),
+        traced | numbers,
+        toy.federation(),
+        state,
+        jnp.int32(t),
+        jnp.bool(False),
+    )[0].clients
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["paper", toy.slow("code")])
 def test_public_labels_are_learnt_before_round_0_only(order):
-    """At a rate of 0 nothing is; the outputs of the public classes are gone afterwards."""
+    """At a rate of 0 nothing is; the outputs of the public classes are gone
+    afterwards."""
     without, still = labelled(0, 0, order), labelled(2, 0, order, public_lr=0.0)
     assert_same(still, without)
     assert trees_differ(labelled(2, 0, order), without)
@@ -323,8 +453,8 @@ def test_public_labels_are_learnt_before_round_0_only(order):
 
 
 def test_training_on_public_labels_fits_them():
-    """The loss of the joint outputs falls: seen through the body, from which a new linear layer
-    tells the labels."""
+    """The loss of the joint outputs falls: seen through the body, from which a new
+    linear layer tells the labels."""
     f = toy.federation()
     y = np.arange(PUBLIC) % 3
     x = np.asarray(f.public.x) + 4 * np.eye(3, SHAPE[0])[y]
@@ -336,11 +466,14 @@ def test_training_on_public_labels_fits_them():
     trained = jax.jit(lambda w: public.pretrain(c, w, task, 60))(w)
     assert jax.tree.structure(trained) == jax.tree.structure(w)
     private = lambda w: np.mean(jax.nn.logsumexp(MLP.model.apply(w, pool.x)[0], axis=1))
-    assert private(trained) < private(w) - 0.5  # the private outputs lose against the public ones
+    # the private outputs lose against the public ones
+    assert private(trained) < private(w) - 0.5
 
 
 def test_public_labels_without_meaning_are_one_sentence():
-    with pytest.raises(InputError, match=r"needs their labels, and the task.s pool has none"):
+    with pytest.raises(
+        InputError, match=r"needs their labels, and the task.s pool has none"
+    ):
         simulate.program(ALGORITHMS["fedmd"], MLP, {"public_epochs": 1})
 
 
@@ -352,15 +485,23 @@ def test_mnfl_keeps_uniform_coefficients(still):
 
 @pytest.mark.slow
 def test_only_the_block_of_the_cohort_moves():
-    """The step is large: some coefficients end at 0, and rows keep what they weigh in the block."""
+    """The step is large: some coefficients end at 0, and rows keep what they weigh in
+    the block."""
     before = np.random.default_rng(0).dirichlet(np.ones(N), size=N).astype(np.float32)
     ids, active = np.array([3, 1, 4, 0], np.int32), np.array([True, True, True, False])
     here, clients = ids[:3], jax.tree.map(jnp.asarray, toy.rows(alone(), ids))
 
     @jax.jit
     def run(a):
-        given = {"round": jnp.int32(0), "evaluated": jnp.bool(False), "width": 1, "key": jax.random.key(1)}
-        cohort = Cohort(toy.federation(), MLP, jnp.asarray(ids), jnp.asarray(active), **given)
+        given = {
+            "round": jnp.int32(0),
+            "evaluated": jnp.bool(False),
+            "width": 1,
+            "key": jax.random.key(1),
+        }
+        cohort = Cohort(
+            toy.federation(), MLP, jnp.asarray(ids), jnp.asarray(active), **given
+        )
         method = kt.mnfl_het(MLP, coef_lr=100.0, rho=0.0)
         start = State({"coefficients": a}, clients)
         return method.round(jax.random.key(2), start, cohort)[0].server["coefficients"]
@@ -375,47 +516,72 @@ def test_only_the_block_of_the_cohort_moves():
 @pytest.mark.slow  # the plain loops know whose a coefficient is
 def test_permuted_clients_permute_the_coefficients():
     order, f = np.array([2, 0, 4, 1, 3]), toy.federation()
-    moved = f._replace(**{name: jax.tree.map(lambda x: x[order], getattr(f, name)) for name in ("train", "test")})
+    moved = f._replace(
+        **{
+            name: jax.tree.map(lambda x: x[order], getattr(f, name))
+            for name in ("train", "test")
+        }
+    )
     moved = moved._replace(class_counts=f.class_counts[order])
-    got, other = (toy.train("mnfl_het", ONE, federation_=each, coef_lr=1.0) for each in (f, moved))
+    got, other = (
+        toy.train("mnfl_het", ONE, federation_=each, coef_lr=1.0) for each in (f, moved)
+    )
     a, b = (x.metrics.server["coefficients"] for x in (got, other))
     np.testing.assert_allclose(b, a[:, order][:, :, order], atol=1e-5)
-    np.testing.assert_allclose(other.metrics.post["acc"], got.metrics.post["acc"][:, order])
+    np.testing.assert_allclose(
+        other.metrics.post["acc"], got.metrics.post["acc"][:, order]
+    )
     assert np.abs(a[-1] - a[-1][order][:, order]).max() > 1e-3
 
 
 @pytest.mark.slow  # what a frozen model is: test_feddf.py
 def test_public_examples_move_the_running_statistics_unless_frozen():
-    """A client that hears itself only has nothing to learn by frozen statistics; one round, as the
-    batch norm of a single example magnifies a last bit."""
+    """A client that hears itself only has nothing to learn by frozen statistics; one
+    round, as the batch norm of a single example magnifies a last bit."""
     hears = functools.partial(toy.train, "topk_pfd", NORM, neighbours=1, rounds=1)
-    free, frozen = (hears(distil_stats=how).state.clients for how in ("train", "frozen"))
+    free, frozen = (
+        hears(distil_stats=how).state.clients for how in ("train", "frozen")
+    )
     private = toy.train("local", NORM, rounds=1).state.clients
     assert_close(frozen, private, 1e-6)
-    assert trees_differ(free["stats"], private["stats"]) and trees_differ(free["body"], private["body"])
+    assert trees_differ(free["stats"], private["stats"]) and trees_differ(
+        free["body"], private["body"]
+    )
 
 
 def trees_differ(a, b):
-    return any(np.any(x != y) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
+    return any(
+        np.any(x != y) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True)
+    )
 
 
 def net(hidden):
-    return models.model(lambda shape, classes, rngs: nets.mlp(shape, classes, rngs, hidden=hidden), SHAPE, C)
+    return models.model(
+        lambda shape, classes, rngs: nets.mlp(shape, classes, rngs, hidden=hidden),
+        SHAPE,
+        C,
+    )
 
 
 @pytest.mark.slow  # as the contract's rule `grouping`
 def test_architectures_of_one_model_are_one():
     """Grouping does not matter."""
-    two = toy.task(models=MLP.models * 2, architecture=np.array([0, 1, 0, 0, 1], np.int32))
+    two = toy.task(
+        models=MLP.models * 2, architecture=np.array([0, 1, 0, 0, 1], np.int32)
+    )
     got, other = (toy.train("mnfl_het", task, coef_lr=1.0) for task in (MLP, two))
     assert_close(other.metrics.server, got.metrics.server, 1e-5)
-    assert_close(other.state.clients.trees[1], toy.rows(got.state.clients, [1, 4]), 1e-5)
+    assert_close(
+        other.state.clients.trees[1], toy.rows(got.state.clients, [1, 4]), 1e-5
+    )
     assert np.abs(got.metrics.server["coefficients"] - 1 / N).max() > 1e-2
 
 
 @pytest.mark.slow  # eight rounds
 def test_different_architectures_learn_from_each_other():
-    task = toy.task(models=(net(3), net(17)), architecture=np.array([0, 1, 1, 1, 0], np.int32))
+    task = toy.task(
+        models=(net(3), net(17)), architecture=np.array([0, 1, 1, 1, 0], np.int32)
+    )
     got = toy.train("fedmd", task, rounds=8, space="logit", public_size=7)
     assert got.metrics.loss[-1].mean() < 0.5 * got.metrics.loss[0].mean()
     gap = got.metrics.clients["transfer_loss"]
@@ -432,7 +598,14 @@ def test_without_public_examples_it_is_one_sentence():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"public_size": 0}, {"temperature": 0.0}, {"order": "both"}, {"passes": -1}, {"reduction": "sum"}]
+    "wrong",
+    [
+        {"public_size": 0},
+        {"temperature": 0.0},
+        {"order": "both"},
+        {"passes": -1},
+        {"reduction": "sum"},
+    ],
 )
 def test_bad_input(wrong):
     with pytest.raises(InputError):
@@ -442,8 +615,15 @@ def test_bad_input(wrong):
 @pytest.mark.slow
 def test_public_examples_are_all_taken_as_they_are():
     """Neither augmentation nor the dropped short batches are theirs."""
-    plain, odd = (toy.task(lr=1e-12, **more) for more in ({}, {"drop_last": True, "augment": lambda key, x: -x}))
-    run = lambda task: toy.train("fedmd", task, 1, begin=begin, public_batch=4, public_lr=0.1).state.clients
+    plain, odd = (
+        toy.task(lr=1e-12, **more)
+        for more in ({}, {"drop_last": True, "augment": lambda key, x: -x})
+    )
+    run = lambda task: (
+        toy.train(
+            "fedmd", task, 1, begin=begin, public_batch=4, public_lr=0.1
+        ).state.clients
+    )
     begin = State({}, jax.tree.map(jnp.asarray, alone()))
     assert_close(run(odd), run(plain))
 
@@ -451,7 +631,11 @@ def test_public_examples_are_all_taken_as_they_are():
 @pytest.mark.slow  # as what is learned from public labels does: above
 def test_the_warm_up_comes_before_round_0_only():
     def after(epochs, t):
-        program = toy.program(ALGORITHMS["fedmd"], MLP, {"passes": 0, "order": "code", "warmup_epochs": epochs})
+        program = toy.program(
+            ALGORITHMS["fedmd"],
+            MLP,
+            {"passes": 0, "order": "code", "warmup_epochs": epochs},
+        )
         begin = State({}, jax.tree.map(jnp.asarray, alone()))
         args = jax.random.key(5), program.traced, toy.federation(), begin
         run = jax.jit(lambda t: program.round(*args, t, jnp.bool(False))[0].clients)
@@ -465,25 +649,44 @@ def test_the_warm_up_comes_before_round_0_only():
 def test_the_temperature_is_the_teachers_and_the_students():
     x = toy.federation().public.x
     s = [
-        softmax(np.asarray(MLP.model.apply(toy.rows(alone(), i), x, train=False)[0], np.float64) / 2) for i in range(N)
+        softmax(
+            np.asarray(
+                MLP.model.apply(toy.rows(alone(), i), x, train=False)[0], np.float64
+            )
+            / 2
+        )
+        for i in range(N)
     ]
     t = sum(s) / N
-    got = toy.train("fedmd", MLP, rounds=1, temperature=2.0).metrics.clients["transfer_loss"][0]
-    np.testing.assert_allclose(got, [np.mean(np.sum(t * np.log(t / own), axis=1)) for own in s], rtol=1e-4)
+    got = toy.train("fedmd", MLP, rounds=1, temperature=2.0).metrics.clients[
+        "transfer_loss"
+    ][0]
+    np.testing.assert_allclose(
+        got, [np.mean(np.sum(t * np.log(t / own), axis=1)) for own in s], rtol=1e-4
+    )
 
 
 def test_the_codes_rule_of_some_clients_is_that_of_the_others_out_of_sight():
-    row, here = np.array([0.1, 0.2, 0.3, 0.4], np.float32), np.array([True, False, True, True])
-    moved = mixtures.sharpened(jnp.asarray(row), asked(some(4), 0, row=row, here=here), 0.7, 0.25)
+    row, here = (
+        np.array([0.1, 0.2, 0.3, 0.4], np.float32),
+        np.array([True, False, True, True]),
+    )
+    moved = mixtures.sharpened(
+        jnp.asarray(row), asked(some(4), 0, row=row, here=here), 0.7, 0.25
+    )
     rest = row[here] / 0.8
-    alone = mixtures.sharpened(jnp.asarray(rest), asked(some(4)[here], 0, row=rest), 0.7, 0.25 / 0.8)
+    alone = mixtures.sharpened(
+        jnp.asarray(rest), asked(some(4)[here], 0, row=rest), 0.7, 0.25 / 0.8
+    )
     assert_close(moved[here], 0.8 * alone)
 
 
 @pytest.mark.slow  # four runs; the steps themselves are above
 def test_a_mixture_has_the_coefficients_before_or_after_their_step():
     def gap(rule, lr):
-        got = toy.train("mnfl_het", MLP, rounds=1, coef_rule=rule, order="code", coef_lr=lr)
+        got = toy.train(
+            "mnfl_het", MLP, rounds=1, coef_rule=rule, order="code", coef_lr=lr
+        )
         return got.metrics.clients["transfer_loss"]
 
     assert_same(gap("post", 3.0), gap("post", 0.0))  # their step comes last
@@ -500,8 +703,15 @@ def test_a_step_of_some_clients_is_that_of_the_normalised_block(penalty):
 
     @jax.jit
     def run(a):
-        given = {"round": jnp.int32(0), "evaluated": jnp.bool(False), "width": 1, "key": jax.random.key(1)}
-        cohort = Cohort(toy.federation(), task, jnp.asarray(ids), jnp.ones(3, bool), **given)
+        given = {
+            "round": jnp.int32(0),
+            "evaluated": jnp.bool(False),
+            "width": 1,
+            "key": jax.random.key(1),
+        }
+        cohort = Cohort(
+            toy.federation(), task, jnp.asarray(ids), jnp.ones(3, bool), **given
+        )
         start = State({"coefficients": a}, clients)
         method = kt.mnfl_het(task, coef_lr=2.0, rho=0.1, penalty=penalty)
         return method.round(jax.random.key(2), start, cohort)[0].server["coefficients"]
@@ -509,8 +719,15 @@ def test_a_step_of_some_clients_is_that_of_the_normalised_block(penalty):
     a, s = run(before), np.array([predicted(i) for i in ids], np.float32)
     for n, i in enumerate(ids):
         row = before[i, ids]
-        slope = SIZES[i] / SIZES.sum() * mixtures.slope(row / row.sum(), asked(s, n)) / row.sum()
-        expected = aggregate.descend(row, slope, np.ones(3, bool), 2.0, 0.1, penalty, 1 / N)
+        slope = (
+            SIZES[i]
+            / SIZES.sum()
+            * mixtures.slope(row / row.sum(), asked(s, n))
+            / row.sum()
+        )
+        expected = aggregate.descend(
+            row, slope, np.ones(3, bool), 2.0, 0.1, penalty, 1 / N
+        )
         np.testing.assert_allclose(a[i, ids], expected, atol=1e-5)
     assert np.abs(a - before).max() > 0.05
 
@@ -522,7 +739,10 @@ def test_the_least_similar_of_those_present_weighs_nothing():
 
 
 def test_a_client_without_examples_neither_teaches_nor_learns():
-    got = toy.train("mnfl_het", MLP, rounds=1, coef_rule="code", federation_=oracle.federation())  # client 3 has none
+    # client 3 has none
+    got = toy.train(
+        "mnfl_het", MLP, rounds=1, coef_rule="code", federation_=oracle.federation()
+    )
     a, others = got.metrics.server["coefficients"][0], np.arange(N) != 3
     np.testing.assert_array_equal([a[3], a[:, 3]], np.float32(1 / N))
     assert np.abs(a[others][:, others] - 1 / N).max() > 0.01
@@ -551,7 +771,9 @@ def test_the_coefficients_of_one_client_are_not_called_idle():
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedmd", "sim_pfd", "topk_pfd"])
 def test_coefficients_of_clients_out_of_the_round_are_not_known(method):
-    a = toy.train(method, MLP._replace(participation=(0.6, 0.6)), rounds=1).metrics.server["coefficients"][0]
+    a = toy.train(
+        method, MLP._replace(participation=(0.6, 0.6)), rounds=1
+    ).metrics.server["coefficients"][0]
     here = np.isfinite(a).any(axis=1)
     assert here.sum() == 3 and np.isnan(a[~here]).all() and np.isnan(a[:, ~here]).all()
     np.testing.assert_allclose(a[here][:, here].sum(axis=1), 1, atol=1e-5)
@@ -559,6 +781,14 @@ def test_coefficients_of_clients_out_of_the_round_are_not_known(method):
 
 def test_clients_without_examples_exchange_nothing():
     f = oracle.federation()  # client 3 has none
-    sent = toy.train("fedmd", MLP, rounds=1, federation_=f, public_at="server").metrics.traffic
-    for counts in (sent.down[0], sent.up[0], sent.ints[0], sent.messages[0], sent.public_data[0]):
+    sent = toy.train(
+        "fedmd", MLP, rounds=1, federation_=f, public_at="server"
+    ).metrics.traffic
+    for counts in (
+        sent.down[0],
+        sent.up[0],
+        sent.ints[0],
+        sent.messages[0],
+        sent.public_data[0],
+    ):
         np.testing.assert_array_equal(counts > 0, np.arange(N) != 3)

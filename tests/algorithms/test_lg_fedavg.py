@@ -1,4 +1,5 @@
-"""LG-FedAvg: what of the network is shared, by its layers, and between which architectures."""
+"""LG-FedAvg: what of the network is shared, by its layers, and between which
+architectures."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,9 @@ def train(task=MLP, rounds=3, method="lg_fedavg", **options):
 def images(shape, *names, bn_stats="aggregate"):
     """Clients with these networks in turn, of which nothing is trained."""
     return toy.task(
-        models=tuple(models.model(name, shape, 10, bn_stats=bn_stats) for name in names),
+        models=tuple(
+            models.model(name, shape, 10, bn_stats=bn_stats) for name in names
+        ),
         architecture=np.arange(N) % len(names),
         input=jax.ShapeDtypeStruct(shape, jnp.float32),
         bn_stats=bn_stats,
@@ -33,14 +36,21 @@ def images(shape, *names, bn_stats="aggregate"):
 
 
 def shared_size(task, **hparams):
-    return trees.size(jax.eval_shape(ALGORITHMS["lg_fedavg"](task, **hparams).init, KEY).server)
+    return trees.size(
+        jax.eval_shape(ALGORITHMS["lg_fedavg"](task, **hparams).init, KEY).server
+    )
 
 
 @pytest.mark.parametrize("net", [toy.slow("mlp"), "norm"])
-@pytest.mark.parametrize("count, method", [toy.slow(0, "local"), toy.slow(1, "lg_fedavg"), (99, "fedavg")])
+@pytest.mark.parametrize(
+    "count, method", [toy.slow(0, "local"), toy.slow(1, "lg_fedavg"), (99, "fedavg")]
+)
 def test_upper_layers_reach_from_local_to_fedavg(net, count, method):
     task = toy.task(net)
-    got, expected = train(task, shared="upper", upper_layers=count), train(task, method=method)
+    got, expected = (
+        train(task, shared="upper", upper_layers=count),
+        train(task, method=method),
+    )
     assert_close(jax.tree.leaves(got.state), jax.tree.leaves(expected.state))
     assert_same(got.metrics.post, expected.metrics.post)
 
@@ -53,7 +63,10 @@ def test_sizes_are_the_sheets():
     lenet = images((32, 32, 3), "lenet_valid")
     assert shared_size(lenet, shared="conv") == 2_872
     assert shared_size(lenet, shared="upper") == 62_006 - 2_872
-    assert shared_size(images((32, 32, 3), "cnn1", "cnn3", "cnn4", "cnn5"), shared="conv") == 1_216 + 12_832
+    assert (
+        shared_size(images((32, 32, 3), "cnn1", "cnn3", "cnn4", "cnn5"), shared="conv")
+        == 1_216 + 12_832
+    )
 
 
 @pytest.mark.parametrize("bn_stats, stats", [("aggregate", 2 * 22), ("local", 0)])
@@ -61,14 +74,20 @@ def test_batch_norms_go_with_their_layer(bn_stats, stats):
     task = images((28, 28, 1), "lenet_bn", bn_stats=bn_stats)
     convs, norms = 25 * 6 + 6 + 25 * 6 * 16 + 16, 2 * 22
     assert shared_size(task, shared="conv") == convs + norms + stats
-    assert shared_size(task, shared="upper") == 400 * 120 + 120 + 120 * 84 + 84 + 84 * 10 + 10
+    assert (
+        shared_size(task, shared="upper")
+        == 400 * 120 + 120 + 120 * 84 + 84 + 84 * 10 + 10
+    )
 
 
 def test_layers_are_in_the_order_of_their_use():
     x = jax.ShapeDtypeStruct((1, 32, 32, 3), jnp.float32)
     found = order.layers(models.model("resnet18", x.shape[1:], 10), x)
     paths = [["/".join(path) for path in layer] for layer in found]
-    assert paths[:2] == [["body/stem", "body/norm"], ["body/blocks/0/conv1", "body/blocks/0/norm1"]]
+    assert paths[:2] == [
+        ["body/stem", "body/norm"],
+        ["body/blocks/0/conv1", "body/blocks/0/norm1"],
+    ]
     assert paths[-1] == ["head"] and len(paths) == 1 + 8 * 2 + 3 + 1
     assert found[0]["body", "stem"] == ((3, 3, 3, 64),)
 
@@ -78,49 +97,89 @@ def test_layers_that_no_prediction_uses_are_none():
 
     class Body(nnx.Module):
         def __init__(self, rngs):
-            self.inner, self.auxiliary = layers.linear(toy.SHAPE[0], 8, rngs), layers.linear(8, C, rngs)
+            self.inner, self.auxiliary = (
+                layers.linear(toy.SHAPE[0], 8, rngs),
+                layers.linear(8, C, rngs),
+            )
 
         def __call__(self, x, train=False):
             h = self.inner(x)
             return h + self.auxiliary(h).sum() if train else h
 
-    model = models.model(lambda shape, classes, rngs: nets.Net(Body(rngs), layers.linear(8, C, rngs)), toy.SHAPE, C)
+    model = models.model(
+        lambda shape, classes, rngs: nets.Net(Body(rngs), layers.linear(8, C, rngs)),
+        toy.SHAPE,
+        C,
+    )
     found = order.layers(model, jax.ShapeDtypeStruct((1, *toy.SHAPE), jnp.float32))
     assert [list(layer) for layer in found] == [[("body", "inner")], [("head",)]]
 
 
-@pytest.mark.parametrize("name", ["lenet_bn", toy.slow("resnet18"), "cnn_dva", toy.slow("shufflenet")])
+@pytest.mark.parametrize(
+    "name", ["lenet_bn", toy.slow("resnet18"), "cnn_dva", toy.slow("shufflenet")]
+)
 def test_the_order_of_layers_does_not_depend_on_the_type_of_computation(name):
     """In bfloat16 all parameters are cast first, in the order of their names."""
     shape = (28, 28, 1) if name == "lenet_bn" else (32, 32, 3)
     x = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
-    made = [models.model(name, shape, 10, compute_dtype=dtype) for dtype in ("float32", "bfloat16")]
+    made = [
+        models.model(name, shape, 10, compute_dtype=dtype)
+        for dtype in ("float32", "bfloat16")
+    ]
     assert order.layers(made[0], x) == order.layers(made[1], x)
 
 
 @pytest.mark.parametrize("whole", [jax.jit, jax.checkpoint])
-@pytest.mark.parametrize("cast", [lambda x: x, jax.jit(lambda x: x.astype(jnp.bfloat16))])
+@pytest.mark.parametrize(
+    "cast", [lambda x: x, jax.jit(lambda x: x.astype(jnp.bfloat16))]
+)
 def test_layers_within_jit_and_remat_are_in_their_order(whole, cast):
     class Body(nnx.Module):
         def __init__(self, rngs):
-            self.zfirst, self.asecond = layers.linear(6, 5, rngs), layers.linear(5, 4, rngs)
+            self.zfirst, self.asecond = (
+                layers.linear(6, 5, rngs),
+                layers.linear(5, 4, rngs),
+            )
 
         def __call__(self, x):
             run = whole(lambda a, b, x: jnp.tanh(jnp.tanh(x @ a) @ b))
-            second, first = cast(self.asecond.kernel[...]), cast(self.zfirst.kernel[...])
+            second, first = (
+                cast(self.asecond.kernel[...]),
+                cast(self.zfirst.kernel[...]),
+            )
             return run(first, second, x)
 
-    net = models.model(lambda input_shape, c, rngs: nets.Net(Body(rngs), layers.linear(4, c, rngs)), (6,), C)
+    net = models.model(
+        lambda input_shape, c, rngs: nets.Net(Body(rngs), layers.linear(4, c, rngs)),
+        (6,),
+        C,
+    )
     found = order.layers(net, jax.ShapeDtypeStruct((1, 6), jnp.float32))
-    assert [next(iter(layer)) for layer in found][:3] == [("body", "zfirst"), ("body", "asecond"), ("head",)]
+    assert [next(iter(layer)) for layer in found][:3] == [
+        ("body", "zfirst"),
+        ("body", "asecond"),
+        ("head",),
+    ]
 
 
 @pytest.mark.parametrize(
     "names, hparams, message",
     [
-        (("cnn1", "cnn2"), {"shared": "conv"}, r"body/convs/1/bias is \(32,\) in the first and \(16,\) in number 2"),
-        (("cnn1", "cnn5"), {"shared": "upper"}, r"body/dense/layers/0/bias is \(2000,\) .* or share less"),
-        (("cnn1", "lenet"), {}, r"head/kernel is \(500, 10\) .* and \(84, 10\) .* one feature width"),
+        (
+            ("cnn1", "cnn2"),
+            {"shared": "conv"},
+            r"body/convs/1/bias is \(32,\) in the first and \(16,\) in number 2",
+        ),
+        (
+            ("cnn1", "cnn5"),
+            {"shared": "upper"},
+            r"body/dense/layers/0/bias is \(2000,\) .* or share less",
+        ),
+        (
+            ("cnn1", "lenet"),
+            {},
+            r"head/kernel is \(500, 10\) .* and \(84, 10\) .* one feature width",
+        ),
         (("mlp",), {"shared": "conv"}, "shared=conv needs networks with convolutions"),
         (("cnn1", "mlp"), {"shared": "conv1+head"}, "needs networks with convolutions"),
         (("mlp",), {"upper_layers": -1}, "upper_layers=-1 is outside"),
@@ -134,8 +193,8 @@ def test_what_cannot_be_shared_is_said_in_one_sentence(names, hparams, message):
 
 @pytest.mark.slow  # which layers those are is above
 def test_convolutions_of_a_federation_are_shared():
-    """Clients whose networks differ above the convolution; the input is an image of products of the
-    features."""
+    """Clients whose networks differ above the convolution; the input is an image of
+    products of the features."""
 
     def net(width):
         def build(input_shape, num_classes, rngs):
@@ -147,7 +206,10 @@ def test_convolutions_of_a_federation_are_shared():
     image = lambda x: x[:, :, None, None] * x[:, None, :, None] / 4
     task = toy.task(models=(net(8), net(12)), architecture=MIXED, prepare=image)
     got = train(task, shared="conv")
-    assert list(got.state.server) == ["body"] and trees.size(got.state.server) == 25 * 2 + 2
+    assert (
+        list(got.state.server) == ["body"]
+        and trees.size(got.state.server) == 25 * 2 + 2
+    )
     assert trees.sq_dist(got.state.server, got.begin.server) > 1e-4
     assert got.metrics.loss[-1].mean() < got.metrics.loss[0].mean()
 
@@ -156,9 +218,14 @@ def test_convolutions_of_a_federation_are_shared():
 def test_the_head_of_identical_clients_is_each_ones():
     f = toy.federation()
     same = lambda rows: type(rows)(*(trees.replicate(x[1], N) for x in rows))
-    equal = f._replace(train=same(f.train), class_counts=trees.replicate(f.class_counts[1], N))
+    equal = f._replace(
+        train=same(f.train), class_counts=trees.replicate(f.class_counts[1], N)
+    )
     task = toy.task(batch_size=19)
-    got, alone = (train(task, method=method, federation_=equal).state for method in ("lg_fedavg", "local"))
+    got, alone = (
+        train(task, method=method, federation_=equal).state
+        for method in ("lg_fedavg", "local")
+    )
     assert_close(got.server["head"], trees.gather(alone.clients["head"], 0))
     assert_close(got.clients["body"], alone.clients["body"])
 
@@ -167,8 +234,12 @@ def test_the_head_of_identical_clients_is_each_ones():
 def test_nothing_of_another_client_reaches_the_body_within_the_round():
     f = toy.federation()
     other = np.asarray(f.train.index[3][: toy.SIZES[3]])
-    changed = f._replace(examples=f.examples._replace(x=f.examples.x.at[other].multiply(-3)))
-    mine = lambda rounds, data: toy.rows(train(rounds=rounds, federation_=data).state.clients, 0)
+    changed = f._replace(
+        examples=f.examples._replace(x=f.examples.x.at[other].multiply(-3))
+    )
+    mine = lambda rounds, data: toy.rows(
+        train(rounds=rounds, federation_=data).state.clients, 0
+    )
     assert_same(mine(1, changed), mine(1, f))
     assert trees.sq_dist(mine(2, changed), mine(2, f)) > 1e-8
 
@@ -187,7 +258,10 @@ def test_grouping_does_not_matter():
 
 @pytest.mark.slow  # six rounds; the contract has two architectures
 def test_bodies_of_different_structure_learn_under_one_head():
-    task = toy.task(models=tuple(models.model(toy.NETS[n], toy.SHAPE, C) for n in ("mlp", "norm")), architecture=MIXED)
+    task = toy.task(
+        models=tuple(models.model(toy.NETS[n], toy.SHAPE, C) for n in ("mlp", "norm")),
+        architecture=MIXED,
+    )
     got = train(task, 6)
     assert got.metrics.loss[-1].mean() < got.metrics.loss[0].mean() - 0.2
     assert trees.size(got.state.server) == 8 * C + C

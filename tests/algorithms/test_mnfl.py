@@ -1,5 +1,5 @@
-"""The properties of sheet 2.13.b: the coefficients' gradient and step, and two rounds against plain
-NumPy."""
+"""The properties of sheet 2.13.b: the coefficients' gradient and step, and two rounds
+against plain NumPy."""
 
 import functools
 
@@ -27,7 +27,9 @@ slope = jax.jit(gradient)
 @functools.cache
 def models(seed=3):
     """N different models, stacked, without batch-norm moments."""
-    init = lambda seed: jax.vmap(TASK.model.init)(jax.random.split(jax.random.key(seed), N))
+    init = lambda seed: jax.vmap(TASK.model.init)(
+        jax.random.split(jax.random.key(seed), N)
+    )
     return jax.device_get(init(seed))
 
 
@@ -42,14 +44,19 @@ def rows_of_a(seed=0):
 
 def flat(stacked):
     """[N, P] in float64."""
-    return np.concatenate([np.reshape(x, (len(x), -1)) for x in jax.tree.leaves(stacked)], axis=1).astype(float)
+    return np.concatenate(
+        [np.reshape(x, (len(x), -1)) for x in jax.tree.leaves(stacked)], axis=1
+    ).astype(float)
 
 
 def unflat(v):
     """One model of its variables [P]."""
     leaves, structure = jax.tree.flatten(toy.rows(models(), 0))
     parts = np.split(v.astype(np.float32), np.cumsum([x.size for x in leaves])[:-1])
-    return jax.tree.unflatten(structure, [x.reshape(like.shape) for x, like in zip(parts, leaves, strict=True)])
+    return jax.tree.unflatten(
+        structure,
+        [x.reshape(like.shape) for x, like in zip(parts, leaves, strict=True)],
+    )
 
 
 def cohort_of(ids, active, task=TASK):
@@ -63,33 +70,49 @@ def compiled(epochs, static):
     task = toy.task(epochs=epochs)
 
     def run(state, ids, active, numbers):
-        return factory(task, **dict(static), **numbers).round(KEY, state, cohort_of(ids, active, task))
+        return factory(task, **dict(static), **numbers).round(
+            KEY, state, cohort_of(ids, active, task)
+        )
 
     return jax.jit(run)
 
 
 def round_of(server, ids=range(N), active=None, epochs=TASK.epochs, **hparams):
-    """(server, metrics) after one round, whose cohort is padded to N places; the clients have no
-    state of their own."""
+    """(server, metrics) after one round, whose cohort is padded to N places; the
+    clients have no state of their own."""
     padding = np.arange(N, 2 * N - len(ids))
-    active = np.append(np.ones(len(ids), bool) if active is None else active, padding < 0)
+    active = np.append(
+        np.ones(len(ids), bool) if active is None else active, padding < 0
+    )
     given, own = DEFAULTS | hparams, jax.tree.map(lambda x: None, models())
     numbers = {name: value for name, value in given.items() if isinstance(value, float)}
-    static = tuple((name, value) for name, value in given.items() if name not in numbers)
-    args = (State(server, own), np.append(ids, padding).astype(np.int32), active, numbers)
+    static = tuple(
+        (name, value) for name, value in given.items() if name not in numbers
+    )
+    args = (
+        State(server, own),
+        np.append(ids, padding).astype(np.int32),
+        active,
+        numbers,
+    )
     state, metrics = jax.device_get(compiled(epochs, static)(*args))
     return state.server, metrics
 
 
 def server_of(w=None, a=None):
-    return {"w": models() if w is None else w, "coefficients": rows_of_a() if a is None else a}
+    return {
+        "w": models() if w is None else w,
+        "coefficients": rows_of_a() if a is None else a,
+    }
 
 
 @jax.jit
 def trained(i, w):
     """A client's model after its local SGD, by the library."""
     loss = losses.classification(TASK.model)
-    return cohort_of(i[None], jnp.array([True])).map(lambda c: local.sgd(c.key, c.train, loss, w, TASK)[0])
+    return cohort_of(i[None], jnp.array([True])).map(
+        lambda c: local.sgd(c.key, c.train, loss, w, TASK)[0]
+    )
 
 
 def project(v, mass):
@@ -97,13 +120,25 @@ def project(v, mass):
     low, high = v.min() - mass, v.max()
     for _ in range(200):
         middle = (low + high) / 2
-        low, high = (middle, high) if np.maximum(v - middle, 0).sum() > mass else (low, middle)
+        low, high = (
+            (middle, high) if np.maximum(v - middle, 0).sum() > mass else (low, middle)
+        )
     return np.maximum(v - low, 0)
 
 
-def oracle(server, ids, coef_lr, rho, lam, coef_steps=1, penalty="implicit", residual="sent", transfer="replace"):
-    """One round: the clients' SGD by the library, everything between the clients in loops of
-    NumPy."""
+def oracle(
+    server,
+    ids,
+    coef_lr,
+    rho,
+    lam,
+    coef_steps=1,
+    penalty="implicit",
+    residual="sent",
+    transfer="replace",
+):
+    """One round: the clients' SGD by the library, everything between the clients in
+    loops of NumPy."""
     a, old = server["coefficients"].astype(np.float64), flat(server["w"])
     new = old.copy()
     for i in ids:
@@ -135,12 +170,15 @@ FRESH = {"coef_steps": 2, "residual": "fresh"}
     "ids, names",
     [
         (range(N), {}),
-        toy.slow([3, 1, 4], {"coef_steps": 3, "penalty": "explicit", "transfer": "step"}),
+        toy.slow(
+            [3, 1, 4], {"coef_steps": 3, "penalty": "explicit", "transfer": "step"}
+        ),
         ([2, 0, 4], FRESH),
     ],
 )
 def test_two_rounds_are_the_plain_loops(ids, names):
-    numbers = {"coef_lr": 2.0, "rho": 0.05, "lam": 3.0}  # large, so that coefficients move and some reach 0
+    # large, so that coefficients move and some reach 0
+    numbers = {"coef_lr": 2.0, "rho": 0.05, "lam": 3.0}
     transfer = {"transfer_lr": 0.25, "transfer_steps": 3} if "transfer" in names else {}
     server = server_of()
     for _ in range(2):
@@ -154,14 +192,25 @@ def test_two_rounds_are_the_plain_loops(ids, names):
 
 def test_the_gradient_is_that_of_the_relative_distance():
     w, others, row = toy.rows(models(4), 0), models(), rows_of_a()[1]
-    relative = lambda row: trees.sq_dist(mix(row, others), w) / (2 * trees.sq_dist(w, optax.tree.scale(0, w)))
-    np.testing.assert_allclose(slope(row, w, others), jax.jit(jax.grad(relative))(row), rtol=1e-4, atol=1e-6)
+    relative = lambda row: (
+        trees.sq_dist(mix(row, others), w)
+        / (2 * trees.sq_dist(w, optax.tree.scale(0, w)))
+    )
+    np.testing.assert_allclose(
+        slope(row, w, others), jax.jit(jax.grad(relative))(row), rtol=1e-4, atol=1e-6
+    )
 
 
 def test_a_step_has_the_golden_numbers():
     slopes = np.array([[0.927540, 1.257123], [1.153829, 0.945885]], np.float32)
-    step = jax.jit(jax.vmap(lambda g: descend(jnp.full(2, 0.5), 0.5 * g, jnp.ones(2, bool), 0.1, 0.7)))
-    np.testing.assert_allclose(step(slopes), [[0.507228, 0.492772], [0.495440, 0.504560]], atol=1e-6)
+    step = jax.jit(
+        jax.vmap(
+            lambda g: descend(jnp.full(2, 0.5), 0.5 * g, jnp.ones(2, bool), 0.1, 0.7)
+        )
+    )
+    np.testing.assert_allclose(
+        step(slopes), [[0.507228, 0.492772], [0.495440, 0.504560]], atol=1e-6
+    )
 
 
 def test_equal_models_leave_the_coefficients():
@@ -173,7 +222,9 @@ def test_equal_models_leave_the_coefficients():
 
 def test_rows_stay_on_the_simplex_and_only_the_cohorts_block_moves():
     server = server_of()
-    after, _ = round_of(server, [3, 1, 4, 0], [True, True, True, False], coef_lr=300.0, rho=0.0)
+    after, _ = round_of(
+        server, [3, 1, 4, 0], [True, True, True, False], coef_lr=300.0, rho=0.0
+    )
     a, before = (x["coefficients"] for x in (after, server))
     assert np.all(a >= 0) and np.any(a == 0)
     np.testing.assert_allclose(a.sum(axis=1), 1, rtol=1e-5)
@@ -197,12 +248,16 @@ def test_no_step_of_equal_models_moves_nothing():
     after, _ = round_of(server, epochs=0)
     assert_close(after, server)
     w = toy.rows(copies(), 0)
-    np.testing.assert_allclose(slope(server["coefficients"][0], w, copies()), 0, atol=1e-6)
+    np.testing.assert_allclose(
+        slope(server["coefficients"][0], w, copies()), 0, atol=1e-6
+    )
 
 
 def test_a_fresh_residual_prefers_the_own_model():
     w = toy.rows(models(), 1)
-    np.testing.assert_allclose(slope(np.eye(N, dtype=np.float32)[1], w, models()), 0, atol=1e-7)
+    np.testing.assert_allclose(
+        slope(np.eye(N, dtype=np.float32)[1], w, models()), 0, atol=1e-7
+    )
     uniform = server_of(a=np.full((N, N), 1 / N, np.float32))
     server, metrics = round_of(uniform, **FRESH, coef_lr=1.0, lam=float(N))
     own = np.diagonal(server["coefficients"])
@@ -225,7 +280,14 @@ def test_batch_norm(bn_stats):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"rho": -1.0}, {"coef_lr": float("nan")}, {"transfer_lr": 2.0}, {"penalty": "l1"}, {"transfer": "sum"}]
+    "wrong",
+    [
+        {"rho": -1.0},
+        {"coef_lr": float("nan")},
+        {"transfer_lr": 2.0},
+        {"penalty": "l1"},
+        {"transfer": "sum"},
+    ],
 )
 def test_bad_input(wrong):
     with pytest.raises(InputError):

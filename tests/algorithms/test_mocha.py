@@ -1,5 +1,5 @@
-"""The properties of sheet 21: duality, the identity of the models, the relations, and two rounds in
-plain NumPy."""
+"""The properties of sheet 21: duality, the identity of the models, the relations, and
+two rounds in plain NumPy."""
 
 import functools
 import math
@@ -19,9 +19,11 @@ from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import State
 
 KEY = jax.random.key(0)
-REST = toy.task("linear", rounds=20)  # some clients have other than two classes: one-vs-rest
+# some clients have other than two classes: one-vs-rest
+REST = toy.task("linear", rounds=20)
 FEDERATION = toy.federation()
-PAIR_IDS = np.array([0, 1, 3])  # the clients with two classes: 0 and 1, 1 and 2, 2 and 0
+# the clients with two classes: 0 and 1, 1 and 2, 2 and 0
+PAIR_IDS = np.array([0, 1, 3])
 
 
 def only(federation, ids):
@@ -31,21 +33,32 @@ def only(federation, ids):
 
 
 def task_of(federation, **options):
-    sizes, counts = np.asarray(federation.train.size), np.asarray(federation.class_counts)
-    return toy.task("linear", sizes=sizes, class_counts=counts, **{"rounds": 20} | options)
+    sizes, counts = (
+        np.asarray(federation.train.size),
+        np.asarray(federation.class_counts),
+    )
+    return toy.task(
+        "linear", sizes=sizes, class_counts=counts, **{"rounds": 20} | options
+    )
 
 
 PAIRS_FEDERATION = only(FEDERATION, PAIR_IDS)
 PAIRS = task_of(PAIRS_FEDERATION)
 TWINS_FEDERATION = only(FEDERATION, [1, 1, 1, 1])
 TWINS = task_of(TWINS_FEDERATION)
-CASES = {"rest": (REST, FEDERATION), "pairs": (PAIRS, PAIRS_FEDERATION), "twins": (TWINS, TWINS_FEDERATION)}
+CASES = {
+    "rest": (REST, FEDERATION),
+    "pairs": (PAIRS, PAIRS_FEDERATION),
+    "twins": (TWINS, TWINS_FEDERATION),
+}
 cases = pytest.mark.parametrize("case", ["rest", "pairs"])
-rest = pytest.mark.parametrize("case", ["rest", toy.slow("pairs")])  # the plain loops have both
+# the plain loops have both
+rest = pytest.mark.parametrize("case", ["rest", toy.slow("pairs")])
 
 
 def examples(task, f, i):
-    """x [n, d] with the constant and labels [n, H] in float64, of the case's columns."""
+    """x [n, d] with the constant and labels [n, H] in float64, of the case's
+    columns."""
     row = np.asarray(f.train.index[i])[: int(f.train.size[i])]
     x, y = np.asarray(f.examples.x, np.float64)[row], np.asarray(f.examples.y)[row]
     x = np.hstack([x, np.ones((len(x), 1))])
@@ -58,8 +71,14 @@ def examples(task, f, i):
 def compiled(case, relate_every):
     task, f = CASES[case]
     program = toy.program(factory, task, {"relate_every": relate_every})
-    step = lambda numbers, state, t: program.round(KEY, numbers, f, state, t, jnp.bool(False))
-    return jax.device_get(program.init(KEY, program.traced)), program.traced, jax.jit(step)
+    step = lambda numbers, state, t: program.round(
+        KEY, numbers, f, state, t, jnp.bool(False)
+    )
+    return (
+        jax.device_get(program.init(KEY, program.traced)),
+        program.traced,
+        jax.jit(step),
+    )
 
 
 def states(case, rounds, relate_every=2, **numbers):
@@ -73,14 +92,29 @@ def objectives(task, f, state, lam):
     """Primal and dual of the multi-task SVMs, summed over the columns."""
     sigma = np.asarray(state.server["sigma"], np.float64)
     n = len(sigma)
-    data, alpha = [examples(task, f, i) for i in range(n)], np.asarray(state.clients["alpha"], np.float64)
+    data, alpha = (
+        [examples(task, f, i) for i in range(n)],
+        np.asarray(state.clients["alpha"], np.float64),
+    )
     duals = [alpha[i, : len(x)] for i, (x, _) in enumerate(data)]
     b = np.stack([x.T @ a / len(x) for (x, _), a in zip(data, duals, strict=True)])
     w = np.einsum("nm,mdh->ndh", sigma, b) / lam
     penalty = lam / 2 * np.einsum("ndh,nm,mdh->", w, np.linalg.inv(sigma), w)
-    hinge = sum(np.maximum(1 - y * (x @ w[i]), 0).sum() / len(x) for i, (x, y) in enumerate(data))
-    dual = sum((y * a).sum() / len(x) for (x, y), a in zip(data, duals, strict=True)) - penalty
-    return hinge + penalty, dual, w, b, [y * a for (_, y), a in zip(data, duals, strict=True)]
+    hinge = sum(
+        np.maximum(1 - y * (x @ w[i]), 0).sum() / len(x)
+        for i, (x, y) in enumerate(data)
+    )
+    dual = (
+        sum((y * a).sum() / len(x) for (x, y), a in zip(data, duals, strict=True))
+        - penalty
+    )
+    return (
+        hinge + penalty,
+        dual,
+        w,
+        b,
+        [y * a for (_, y), a in zip(data, duals, strict=True)],
+    )
 
 
 @rest
@@ -105,22 +139,26 @@ def test_duality_and_the_identity_of_the_models(case):
 def test_the_gap_closes(case):
     task, f = CASES[case]
     *_, state = states(case, 400, relate_every=390, lam=0.3, frac=4.0)
-    assert not np.allclose(state.server["sigma"], np.eye(len(task.sizes)) / len(task.sizes), atol=1e-2)
+    assert not np.allclose(
+        state.server["sigma"], np.eye(len(task.sizes)) / len(task.sizes), atol=1e-2
+    )
     primal, dual, *_ = objectives(task, f, state, 0.3)
     begin = sum(task.sizes > 0) * state.server["w"].shape[-1]  # the primal at w = 0
     assert -1e-4 * begin < primal - dual < 0.02 * begin
-    *_, state = states(case, 60, relate_every=390, lam=0.3, frac=4.0)  # before they change
+    # before they change
+    *_, state = states(case, 60, relate_every=390, lam=0.3, frac=4.0)
     primal, dual, *_ = objectives(task, f, state, 0.3)
     assert abs(primal - dual) < 1e-3 * begin
 
 
 @rest
 def test_fixed_relations_are_independent_machines(case):
-    """Sigma = I/m: each client's own SVM with m lambda; its own duality gap closes whatever the
-    others hold."""
+    """Sigma = I/m: each client's own SVM with m lambda; its own duality gap closes
+    whatever the others hold."""
     task, f = CASES[case]
     m, lam = len(task.sizes), 0.3
-    *_, state = states(case, 60, relate_every=390, lam=lam, frac=4.0)  # they do not change in as few
+    # they do not change in as few
+    *_, state = states(case, 60, relate_every=390, lam=lam, frac=4.0)
     np.testing.assert_allclose(state.server["sigma"], np.eye(m) / m, atol=1e-7)
     for i in range(m):
         x, y = examples(task, f, i)
@@ -140,7 +178,9 @@ def test_identical_tasks_are_found_to_be_one():
 
 def test_relations_are_learned_in_every_tenth_of_the_rounds():
     """Of 20: after every second."""
-    first, second, third, fourth = (state.server["sigma"] for state in states("rest", 4, relate_every=None))
+    first, second, third, fourth = (
+        state.server["sigma"] for state in states("rest", 4, relate_every=None)
+    )
     np.testing.assert_array_equal(first, np.float32(np.eye(toy.N) / toy.N))
     assert np.abs(second - first).max() > 1e-2 < np.abs(fourth - third).max()
     np.testing.assert_array_equal(third, second)
@@ -148,11 +188,21 @@ def test_relations_are_learned_in_every_tenth_of_the_rounds():
 
 def test_relations_are_learned_with_sgd_too():
     run = lambda rounds: (
-        toy.train(factory, REST, rounds, key=KEY, federation_=FEDERATION, solver="sgd", relate_every=2).state.server
+        toy.train(
+            factory,
+            REST,
+            rounds,
+            key=KEY,
+            federation_=FEDERATION,
+            solver="sgd",
+            relate_every=2,
+        ).state.server
     )
     first, second = run(1), run(2)
     np.testing.assert_array_equal(first["sigma"], np.float32(np.eye(toy.N) / toy.N))
-    np.testing.assert_allclose(second["sigma"], jax.jit(relations)(second["w"]), atol=1e-5)
+    np.testing.assert_allclose(
+        second["sigma"], jax.jit(relations)(second["w"]), atol=1e-5
+    )
     assert np.abs(second["sigma"] - first["sigma"]).max() > 1e-2
 
 
@@ -161,8 +211,12 @@ def test_relations_are_the_root_of_the_gram_matrix():
     of = jax.jit(relations)
     sigma = np.asarray(of(w.astype(np.float32)), np.float64)
     gram = np.einsum("ndh,mdh->nm", w, w)
-    np.testing.assert_allclose(sigma @ sigma, gram / np.trace(root(gram)) ** 2, atol=1e-5)
-    np.testing.assert_allclose(of(np.zeros((4, 7, 3), np.float32)), np.eye(4) / 4, atol=1e-6)
+    np.testing.assert_allclose(
+        sigma @ sigma, gram / np.trace(root(gram)) ** 2, atol=1e-5
+    )
+    np.testing.assert_allclose(
+        of(np.zeros((4, 7, 3), np.float32)), np.eye(4) / 4, atol=1e-6
+    )
 
 
 def root(gram):
@@ -172,14 +226,19 @@ def root(gram):
 
 @jax.jit
 def orders(key, i, size):
-    """The library's shuffles of client i's rows in as many epochs as are begun at most."""
-    key = keys.fold(jax.random.fold_in(jax.random.fold_in(key, 0), i), keys.Client.SHUFFLE)
-    return [local.shuffle(jax.random.fold_in(key, epoch), 19, size) for epoch in range(2)]
+    """The library's shuffles of client i's rows in as many epochs as are begun at
+    most."""
+    key = keys.fold(
+        jax.random.fold_in(jax.random.fold_in(key, 0), i), keys.Client.SHUFFLE
+    )
+    return [
+        local.shuffle(jax.random.fold_in(key, epoch), 19, size) for epoch in range(2)
+    ]
 
 
 def sdca(task, f, state, key, ids, lam, frac, renew):
-    """One round of the sheet in loops; `state` holds alpha [N] lists, b, w, sigma, rho in
-    float64."""
+    """One round of the sheet in loops; `state` holds alpha [N] lists, b, w, sigma, rho
+    in float64."""
     alpha, b, w, sigma, rho = state
     new = b.copy()
     for i in ids:
@@ -192,9 +251,14 @@ def sdca(task, f, state, key, ids, lam, frac, renew):
                 done += 1
                 for h in range(w.shape[2]):
                     u = y[k, h] * x[k] @ (w[i, :, h] + rho * dw[:, h])
-                    q = lam * n * (1 - u) / (sigma[i, i] * rho * x[k] @ x[k]) + alpha[i][k, h] * y[k, h]
+                    q = (
+                        lam * n * (1 - u) / (sigma[i, i] * rho * x[k] @ x[k])
+                        + alpha[i][k, h] * y[k, h]
+                    )
                     after = y[k, h] * min(max(q, 0), 1)
-                    dw[:, h] += sigma[i, i] * (after - alpha[i][k, h]) * x[k] / (lam * n)
+                    dw[:, h] += (
+                        sigma[i, i] * (after - alpha[i][k, h]) * x[k] / (lam * n)
+                    )
                     new[i, :, h] += (after - alpha[i][k, h]) * x[k] / n
                     alpha[i][k, h] = after
     w = np.einsum("nm,mdh->ndh", sigma, new) / lam
@@ -217,31 +281,52 @@ def test_rounds_are_the_plain_loops(case):
         rows = State(state.server, trees.gather(state.clients, ids))
         here = {"key": key, "round": t, "evaluated": jnp.bool(False), "width": 1}
         new, _ = algorithm.round(KEY, rows, Cohort(f, task, ids, ids < n, **here))
-        return State(new.server, trees.scatter(state.clients, ids, new.clients, ids < n))
+        return State(
+            new.server, trees.scatter(state.clients, ids, new.clients, ids < n)
+        )
 
     state = jax.device_get(algorithm.init(KEY))
     expected = ([np.zeros((s, state.server["w"].shape[2])) for s in task.sizes],)
-    expected += (np.zeros(state.server["w"].shape), np.zeros(state.server["w"].shape), np.eye(n) / n, 1.0)
-    for t, ids in enumerate([range(n), range(n), [2, 0]]):  # Sigma after the second; then client 1 is absent
-        key, places = jax.random.key(100 + t), np.append(list(ids), n + np.arange(n - len(ids)))
+    expected += (
+        np.zeros(state.server["w"].shape),
+        np.zeros(state.server["w"].shape),
+        np.eye(n) / n,
+        1.0,
+    )
+    # Sigma after the second; then client 1 is absent
+    for t, ids in enumerate([range(n), range(n), [2, 0]]):
+        key, places = (
+            jax.random.key(100 + t),
+            np.append(list(ids), n + np.arange(n - len(ids))),
+        )
         state = jax.device_get(step(key, state, places.astype(np.int32), np.int32(t)))
         expected = sdca(task, f, expected, key, list(ids), lam, frac, t == 1)
         alpha, b, w, sigma, rho = expected
         for name, value in (("b", b), ("w", w), ("sigma", sigma), ("rho", rho)):
-            np.testing.assert_allclose(state.server[name], value, atol=5e-4, err_msg=f"{name} of round {t}")
+            np.testing.assert_allclose(
+                state.server[name], value, atol=5e-4, err_msg=f"{name} of round {t}"
+            )
         for i, a in enumerate(alpha):
-            np.testing.assert_allclose(state.clients["alpha"][i, : len(a)], a, atol=5e-4)
+            np.testing.assert_allclose(
+                state.clients["alpha"][i, : len(a)], a, atol=5e-4
+            )
             assert not np.any(state.clients["alpha"][i, len(a) :])
 
 
 def test_two_classes_are_predicted_by_a_sign():
     program, f = toy.program(factory, PAIRS, {"lam": 0.1}), PAIRS_FEDERATION
-    state, _, last = jax.device_get(tuple(toy.train(factory, PAIRS, 6, key=KEY, federation_=f, lam=0.1)))
+    state, _, last = jax.device_get(
+        tuple(toy.train(factory, PAIRS, 6, key=KEY, federation_=f, lam=0.1))
+    )
     assert state.server["w"].shape == (3, 7, 1)
     np.testing.assert_array_equal(last["acc"], last["acc_present"])
     assert np.mean(last["acc"]) > 0.9
     x = np.asarray(FEDERATION.examples.x[:5])
-    predict = jax.jit(lambda state, i: program.predict(KEY, program.traced, f, state, 0, i, jnp.asarray(x)))
+    predict = jax.jit(
+        lambda state, i: program.predict(
+            KEY, program.traced, f, state, 0, i, jnp.asarray(x)
+        )
+    )
     for i, (low, high) in enumerate([(0, 1), (1, 2), (0, 2)]):
         z = np.asarray(predict(state, i))
         score = x @ state.server["w"][i, :-1, 0] + state.server["w"][i, -1, 0]
@@ -259,8 +344,12 @@ def test_sgd_is_the_plain_steps():
     state = State({"w": w.astype(np.float32), "sigma": sigma.astype(np.float32)}, ())
     ids = jnp.array([3, 0, 4], jnp.int32)
     nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
-    cohort = Cohort(f, task, ids, jnp.array([True, True, False]), key=KEY, width=1, **nothing)
-    got = jax.jit(lambda state: algorithm.round(KEY, state, cohort))(state)[0].server["w"]
+    cohort = Cohort(
+        f, task, ids, jnp.array([True, True, False]), key=KEY, width=1, **nothing
+    )
+    got = jax.jit(lambda state: algorithm.round(KEY, state, cohort))(state)[0].server[
+        "w"
+    ]
     omega, expected = np.linalg.inv(sigma), w.copy()
     for i in (3, 0):
         x, y = examples(task, f, i)
@@ -278,28 +367,44 @@ def test_sgd_is_the_plain_steps():
 @pytest.mark.slow  # its steps are above, and another case of stability below
 def test_sgd_learns_and_is_stable():
     for lam in (0.01, 100.0):
-        got = toy.train(factory, REST, 10, key=KEY, federation_=FEDERATION, solver="sgd", lam=lam)
+        got = toy.train(
+            factory, REST, 10, key=KEY, federation_=FEDERATION, solver="sgd", lam=lam
+        )
         state, metrics = got.state, got.metrics
         assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics.loss)))
         assert metrics.loss[-1].mean() < metrics.loss[0].mean()
     ids = jnp.arange(2)
     nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
-    cohort = Cohort(FEDERATION, REST, ids, jnp.array([True, False]), key=KEY, width=1, **nothing)
+    cohort = Cohort(
+        FEDERATION, REST, ids, jnp.array([True, False]), key=KEY, width=1, **nothing
+    )
     sent = factory(REST, solver="sgd").traffic(state, cohort, {})
     np.testing.assert_array_equal([sent.down, sent.up], [[57, 0], [28, 0]])
 
 
 @pytest.mark.slow
 def test_sgd_is_stable_where_the_clients_share_a_direction():
-    """Along which Sigma has a small eigenvalue: with Omega_tt for the bound it diverges."""
+    """Along which Sigma has a small eigenvalue: with Omega_tt for the bound it
+    diverges."""
     n = toy.N
     shared = np.full((n, n), 1 / n)
-    state = toy.train(factory, REST, 1, key=KEY, federation_=FEDERATION, solver="sgd").state
-    state = state._replace(server={**state.server, "sigma": jnp.float32((np.eye(n) - shared) / n + 0.01 * shared)})
-    program = toy.program(factory, REST, {"solver": "sgd", "lam": 1.0, "relate_every": 100})
+    state = toy.train(
+        factory, REST, 1, key=KEY, federation_=FEDERATION, solver="sgd"
+    ).state
+    state = state._replace(
+        server={
+            **state.server,
+            "sigma": jnp.float32((np.eye(n) - shared) / n + 0.01 * shared),
+        }
+    )
+    program = toy.program(
+        factory, REST, {"solver": "sgd", "lam": 1.0, "relate_every": 100}
+    )
     run, sizes = jax.jit(program.round), []
     for t in range(12):
-        state, _ = run(KEY, program.traced, FEDERATION, state, jnp.int32(t), jnp.bool(False))
+        state, _ = run(
+            KEY, program.traced, FEDERATION, state, jnp.int32(t), jnp.bool(False)
+        )
         sizes.append(np.abs(state.server["w"]).max())
     assert max(sizes) < 1
 
@@ -324,10 +429,16 @@ def test_inputs_may_be_prepared_to_another_length():
     assert 1 <= width < np.prod(REST.prepared.shape)
     model = models.model("linear", task.prepared.shape[1:], task.num_classes)
     made = factory(task._replace(models=(model,)))
-    assert jax.eval_shape(made.init, KEY).server["w"].shape == (task.num_clients, width + 1, task.num_classes)
+    assert jax.eval_shape(made.init, KEY).server["w"].shape == (
+        task.num_clients,
+        width + 1,
+        task.num_classes,
+    )
 
 
-@pytest.mark.parametrize("wrong", [{"lam": 0.0}, {"frac": 0.0}, {"relate_every": 0}, {"solver": "adam"}])
+@pytest.mark.parametrize(
+    "wrong", [{"lam": 0.0}, {"frac": 0.0}, {"relate_every": 0}, {"solver": "adam"}]
+)
 def test_bad_input(wrong):
     with pytest.raises(InputError):
         factory(REST, **wrong)

@@ -1,5 +1,5 @@
-"""FML, FedKD and FedAPEN: what the two models teach each other, and what becomes of the small
-one."""
+"""FML, FedKD and FedAPEN: what the two models teach each other, and what becomes of the
+small one."""
 
 import functools
 
@@ -24,10 +24,17 @@ TASK = toy.task()
 TWINS = toy.task(shared=TASK.model)  # the small model is the own one
 RNG = np.random.default_rng(0)
 ONE = Batch(np.zeros((1, 1)), np.array([0]), np.array([True]), np.array([0]))
-OWN, SMALL = (Outputs(np.zeros((1, 1)), jnp.array([z])) for z in ([2.0, 0.0], [0.0, 1.0]))
+OWN, SMALL = (
+    Outputs(np.zeros((1, 1)), jnp.array([z])) for z in ([2.0, 0.0], [0.0, 1.0])
+)
 EYE = {"map": jnp.eye(1)}
 X = RNG.normal(size=(6, *toy.SHAPE)).astype(np.float32)
-BATCH = Batch(X, np.array([0, 2, 0, 3, 2, 0], np.int32), np.arange(6) < 5, np.arange(6, dtype=np.int32))
+BATCH = Batch(
+    X,
+    np.array([0, 2, 0, 3, 2, 0], np.int32),
+    np.arange(6) < 5,
+    np.arange(6, dtype=np.int32),
+)
 Z = [RNG.normal(size=(6, C)).astype(np.float32) for _ in range(2)]
 H = [RNG.normal(size=(6, k)).astype(np.float32) for k in (3, 2)]
 OUT = [Outputs(*pair) for pair in zip(H, Z, strict=True)]
@@ -40,7 +47,10 @@ def train(method, **hparams):
 
 @pytest.mark.parametrize("method", ["fml", "fedkd", "fedapen"])
 def test_a_missing_or_unfit_shared_model_is_one_sentence(method):
-    other, more = toy.models.model(toy.small_mlp, (7,), C), toy.models.model(toy.small_mlp, toy.SHAPE, C + 1)
+    other, more = (
+        toy.models.model(toy.small_mlp, (7,), C),
+        toy.models.model(toy.small_mlp, toy.SHAPE, C + 1),
+    )
     for shared, said in (
         (None, "give the task one"),
         (other, r"inputs of shape \[6\]"),
@@ -50,12 +60,15 @@ def test_a_missing_or_unfit_shared_model_is_one_sentence(method):
             ALGORITHMS[method](toy.task(shared=shared))
 
 
-# ------------------------------------------------------------------------------------------------ FML
+# ------------------------------------------------------------------------------------------------
+# FML
 
 
 def test_fml_golden_numbers():
     total, private = mutual.fml_objective(0.5, 0.5)({}, OWN, SMALL, ONE)
-    np.testing.assert_allclose([private, total - private], [0.56688504, 1.07099330], rtol=1e-6)
+    np.testing.assert_allclose(
+        [private, total - private], [0.56688504, 1.07099330], rtol=1e-6
+    )
 
 
 def test_divergence_pulls_each_model_by_the_difference_of_probabilities():
@@ -66,25 +79,38 @@ def test_divergence_pulls_each_model_by_the_difference_of_probabilities():
 
 @pytest.mark.slow  # three methods; both losses are in the rounds by hand
 def test_fml_learning_from_labels_only_is_local_and_fedavg():
-    got, alone = train("fml", alpha=1.0, beta=1.0, weights="data"), toy.train("local", TASK)
+    got, alone = (
+        train("fml", alpha=1.0, beta=1.0, weights="data"),
+        toy.train("local", TASK),
+    )
     assert_close(got.state.clients["w"], alone.state.clients)
     assert_same(got.last, alone.last)
     assert_close(got.metrics.loss, alone.metrics.loss)
-    assert_close(got.state.server, toy.train("fedavg", toy.task(models=(TASK.shared,))).state.server)
+    assert_close(
+        got.state.server,
+        toy.train("fedavg", toy.task(models=(TASK.shared,))).state.server,
+    )
 
 
 @pytest.mark.slow  # as the rounds by hand
 def test_fml_twins_stay_twins_and_follow_the_labels():
     got = toy.train("fml", TWINS, 1, alpha=0.5, beta=0.5)
-    assert_close(jax.tree.map(lambda x: jnp.mean(x, axis=0), got.state.clients["w"]), got.state.server, 1e-5)
+    assert_close(
+        jax.tree.map(lambda x: jnp.mean(x, axis=0), got.state.clients["w"]),
+        got.state.server,
+        1e-5,
+    )
     half = toy.train("local", toy.task(lr=0.05), 1)  # half the gradient
     assert_close(got.state.clients["w"], half.state.clients, 1e-5)
 
 
 def test_fml_by_hand():
-    """Two rounds in plain NumPy; in the second some are absent, and one client never has
-    examples."""
-    f, (keys, states, _) = oracle.federation(), oracle.run(fml, TASK, alpha=0.3, beta=0.6)
+    """Two rounds in plain NumPy; in the second some are absent, and one client never
+    has examples."""
+    f, (keys, states, _) = (
+        oracle.federation(),
+        oracle.run(fml, TASK, alpha=0.3, beta=0.6),
+    )
     w = [oracle.variables(toy.rows(states[0].clients["w"], i)) for i in range(N)]
     theta = oracle.variables(states[0].server)
     for t, here in enumerate(oracle.ROUNDS):
@@ -96,7 +122,12 @@ def test_fml_by_hand():
                 by_own = (0.3 * (p - np.eye(C)[y]) + 0.7 * (p - q)) / len(y)
                 by_small = (0.6 * (q - np.eye(C)[y]) + 0.4 * (q - p)) / len(y)
                 own = oracle.backward(w[i], x, by_own)
-                small = [a - 0.1 * g for a, g in zip(small, oracle.backward(small, x, by_small), strict=True)]
+                small = [
+                    a - 0.1 * g
+                    for a, g in zip(
+                        small, oracle.backward(small, x, by_small), strict=True
+                    )
+                ]
                 w[i] = [a - 0.1 * g for a, g in zip(w[i], own, strict=True)]
             sent += [small] if steps else []
         theta = oracle.mean(sent, [1] * len(sent))
@@ -110,10 +141,14 @@ def test_fml_by_hand():
 def test_running_statistics_of_the_small_model_travel_or_stay(bn_stats, kept):
     task = toy.task("norm", bn_stats=bn_stats)
     got = toy.train("fml", task._replace(shared=task.model), 1)
-    assert (got.metrics.traffic.up == 72 + 36 + 16 - kept).all()  # body, head, statistics
+    # body, head, statistics
+    assert (got.metrics.traffic.up == 72 + 36 + 16 - kept).all()
     assert sum(x[0].size for x in jax.tree.leaves(got.state.clients["kept"])) == kept
-    assert all((x[0] != x[1]).any() for x in jax.tree.leaves(got.state.clients["kept"]))  # all began alike
-    assert kept or trees.sq_dist(got.state.server["stats"], got.begin.server["stats"]) > 0
+    # all began alike
+    assert all((x[0] != x[1]).any() for x in jax.tree.leaves(got.state.clients["kept"]))
+    assert (
+        kept or trees.sq_dist(got.state.server["stats"], got.begin.server["stats"]) > 0
+    )
     toy.assert_finite((got.state, got.outputs()))
 
 
@@ -121,12 +156,15 @@ def test_running_statistics_of_the_small_model_travel_or_stay(bn_stats, kept):
 def test_clipping_is_optaxs(largest):
     tree = {"a": Z[0], "b": H[0]}
     ours, theirs = clipped(largest), optax.clip_by_global_norm(largest)
-    assert_close(ours.update(tree, ours.init(tree))[0], theirs.update(tree, theirs.init(tree))[0])
+    assert_close(
+        ours.update(tree, ours.init(tree))[0], theirs.update(tree, theirs.init(tree))[0]
+    )
     zero = jax.tree.map(jnp.zeros_like, tree)
     assert_same(ours.update(zero, ours.init(zero))[0], zero)
 
 
-# ------------------------------------------------------------------------------------------------ FedKD
+# ------------------------------------------------------------------------------------------------
+# FedKD
 
 
 def fedkd_terms(detach=False, scale=1.0):
@@ -164,16 +202,25 @@ def test_fedkd_detached_gives_each_model_its_own_half():
         return jax.grad(loss, argnums=(0, 1, 2))(*OUT, w)
 
     by_own, by_small, by_map = half(0, True)
-    assert not any(np.any(x) for x in (*by_small, by_map)) and all(np.any(x) for x in by_own)
+    assert not any(np.any(x) for x in (*by_small, by_map)) and all(
+        np.any(x) for x in by_own
+    )
     by_own, by_small, by_map = half(1, True)
-    assert not any(np.any(x) for x in by_own) and all(np.any(x) for x in (*by_small, by_map))
+    assert not any(np.any(x) for x in by_own) and all(
+        np.any(x) for x in (*by_small, by_map)
+    )
     assert all(np.any(x) for x in half(0, False)[1])
 
 
 def test_fedkd_twins_start_as_the_labels_alone():
     same = [OUT[0], Outputs(H[0], Z[0])]
-    grads = jax.grad(lambda own, small: fedkd_terms()({"map": jnp.eye(3)}, own, small, BATCH)[0], argnums=(0, 1))(*same)
-    expected = jax.grad(lambda z: mutual.losses.cross_entropy(z, BATCH.y, BATCH.mask))(Z[0])
+    grads = jax.grad(
+        lambda own, small: fedkd_terms()({"map": jnp.eye(3)}, own, small, BATCH)[0],
+        argnums=(0, 1),
+    )(*same)
+    expected = jax.grad(lambda z: mutual.losses.cross_entropy(z, BATCH.y, BATCH.mask))(
+        Z[0]
+    )
     for by_h, by_z in grads:
         assert_close(by_z, expected)
         np.testing.assert_allclose(by_h, 0, atol=1e-7)
@@ -190,10 +237,13 @@ def test_rank_of_singular_values_3_2_1(energy, rank):
 
 
 def test_rank_is_the_least_that_keeps_the_energy():
-    x = RNG.normal(size=(3, 4, 2, 20)).astype(np.float32)  # a convolution's kernel: [24, 20]
+    # a convolution's kernel: [24, 20]
+    x = RNG.normal(size=(3, 4, 2, 20)).astype(np.float32)
     s = np.linalg.svd(x.reshape(24, 20), compute_uv=False) ** 2
     for energy in (0.3, 0.6, 0.9, 1.0):
-        rank = min(r for r in range(1, 21) if s[:r].sum() >= energy * s.sum() * (1 - 1e-6))
+        rank = min(
+            r for r in range(1, 21) if s[:r].sum() >= energy * s.sum() * (1 - 1e-6)
+        )
         near, count = low_rank(x, energy)
         assert count == min(x.size, rank * 45)
         assert near.shape == x.shape
@@ -222,18 +272,25 @@ def test_compressed_to_all_energy_is_the_model():
 
 
 def test_fedkd_with_svd_sends_less_and_with_all_energy_the_same():
-    wide = toy.task(shared=toy.models.model(lambda *args: toy.nets.mlp(*args, hidden=24), toy.SHAPE, C))
+    wide = toy.task(
+        shared=toy.models.model(
+            lambda *args: toy.nets.mlp(*args, hidden=24), toy.SHAPE, C
+        )
+    )
     plain = toy.train("fedkd", wide, 2)
     whole = toy.train("fedkd", wide, 2, svd=True, energy_start=1.0, energy_end=1.0)
     assert_close(whole.state, plain.state, 2e-5)
     few = toy.train("fedkd", wide, 2, svd=True, energy_start=0.5, energy_end=0.5)
     sizes, vectors = np.array([24 + 6 + 1, 24 + 4 + 1]), 24 + 4
     for x in (*few.metrics.traffic.up.ravel(), *few.metrics.traffic.down.ravel()):
-        ranks = [(a, b) for a in range(5) for b in range(4) if (a, b) @ sizes + vectors == x]
+        ranks = [
+            (a, b) for a in range(5) for b in range(4) if (a, b) @ sizes + vectors == x
+        ]
         assert ranks and x < plain.metrics.traffic.up.min()
 
 
-# ---------------------------------------------------------------------------------------------- FedAPEN
+# ----------------------------------------------------------------------------------------------
+# FedAPEN
 
 
 def ensemble(lam):
@@ -241,8 +298,12 @@ def ensemble(lam):
 
 
 def test_fedapen_golden_numbers():
-    loss = lambda lam: mutual.losses.cross_entropy(mutual.mixed(lam, OWN.z, SMALL.z), ONE.y, ONE.mask)
-    np.testing.assert_allclose(jax.value_and_grad(loss)(0.25), [0.82593942, -1.68652950], rtol=1e-6)
+    loss = lambda lam: mutual.losses.cross_entropy(
+        mutual.mixed(lam, OWN.z, SMALL.z), ONE.y, ONE.mask
+    )
+    np.testing.assert_allclose(
+        jax.value_and_grad(loss)(0.25), [0.82593942, -1.68652950], rtol=1e-6
+    )
 
 
 def test_slope_of_the_weight_by_hand_and_by_differences():
@@ -250,19 +311,29 @@ def test_slope_of_the_weight_by_hand_and_by_differences():
     p = jax.nn.softmax(mutual.mixed(lam, *Z))
     expected = np.mean(np.sum((p - np.eye(C)[BATCH.y]) * (Z[0] - Z[1]), axis=1)[:5])
     np.testing.assert_allclose(jax.grad(ensemble)(lam), expected, rtol=1e-5)
-    np.testing.assert_allclose((ensemble(lam + 0.01) - ensemble(lam - 0.01)) / 0.02, expected, rtol=1e-2)
+    np.testing.assert_allclose(
+        (ensemble(lam + 0.01) - ensemble(lam - 0.01)) / 0.02, expected, rtol=1e-2
+    )
 
 
 def test_an_ensemble_of_the_own_model_alone():
     def terms(own, small, lam):
-        total, private = mutual.fedapen_objective(lam)({}, OUT[0]._replace(z=own), OUT[1]._replace(z=small), BATCH)
+        total, private = mutual.fedapen_objective(lam)(
+            {}, OUT[0]._replace(z=own), OUT[1]._replace(z=small), BATCH
+        )
         return private, total - private
 
     fit, pulled = mutual.losses.cross_entropy, divergence
     own, _ = terms(*Z, 1.0)
-    np.testing.assert_allclose(own, 2 * fit(Z[0], BATCH.y, BATCH.mask) + pulled(Z[1], Z[0], BATCH.mask), rtol=1e-5)
+    np.testing.assert_allclose(
+        own,
+        2 * fit(Z[0], BATCH.y, BATCH.mask) + pulled(Z[1], Z[0], BATCH.mask),
+        rtol=1e-5,
+    )
     slope = jax.grad(lambda small: terms(Z[0], small, 1.0)[1])(Z[1])
-    expected = jax.grad(lambda z: fit(z, BATCH.y, BATCH.mask) + pulled(Z[0], z, BATCH.mask))(Z[1])
+    expected = jax.grad(
+        lambda z: fit(z, BATCH.y, BATCH.mask) + pulled(Z[0], z, BATCH.mask)
+    )(Z[1])
     assert_close(slope, expected)
 
 
@@ -273,7 +344,9 @@ def test_the_weight_stays_between_0_and_1_and_is_learned():
 
 
 def test_equal_logits_do_not_move_the_weight():
-    loss = lambda lam: mutual.losses.cross_entropy(mutual.mixed(lam, Z[0], Z[0]), BATCH.y, BATCH.mask)
+    loss = lambda lam: mutual.losses.cross_entropy(
+        mutual.mixed(lam, Z[0], Z[0]), BATCH.y, BATCH.mask
+    )
     assert jax.grad(loss)(0.3) == 0
 
 
@@ -287,45 +360,82 @@ def test_fedapen_of_a_frozen_weight_is_feden():
 def test_fedapen_trains_on_what_it_does_not_hold_out_and_adapts_with_the_new_small_model():
     f = toy.federation()
     held = np.asarray(f.train.index[1][f.train.size[1] - 1])  # one of 19
-    poisoned = f._replace(examples=f.examples._replace(x=f.examples.x.at[held].multiply(9)))
-    got, expected = (toy.train("fedapen", TASK, 1, federation_=g, lam_lr=1.0).state for g in (poisoned, f))
+    poisoned = f._replace(
+        examples=f.examples._replace(x=f.examples.x.at[held].multiply(9))
+    )
+    got, expected = (
+        toy.train("fedapen", TASK, 1, federation_=g, lam_lr=1.0).state
+        for g in (poisoned, f)
+    )
     assert_same(got.server, expected.server)
     assert_same(got.clients["w"], expected.clients["w"])
     assert got.clients["lam"][1] != expected.clients["lam"][1]
     w, row = toy.rows(expected.clients["w"], 1), held[None]
-    z = [m.apply(v, f.examples.x[row])[0] for m, v in ((TASK.model, w), (TASK.shared, expected.server))]
+    z = [
+        m.apply(v, f.examples.x[row])[0]
+        for m, v in ((TASK.model, w), (TASK.shared, expected.server))
+    ]
     lam = 0.5
     for _ in range(10):
-        slope = jax.grad(lambda lam: -jax.nn.log_softmax(mutual.mixed(lam, *z))[0, f.examples.y[held]])(lam)
+        slope = jax.grad(
+            lambda lam: (
+                -jax.nn.log_softmax(mutual.mixed(lam, *z))[0, f.examples.y[held]]
+            )
+        )(lam)
         lam = jnp.clip(lam - slope, 0, 1)
     np.testing.assert_allclose(expected.clients["lam"][1], lam, rtol=1e-4)
 
 
 def test_fedapen_learns_the_weight_of_exactly_what_it_holds_out():
-    """Of the last half of a client's examples, which the models do not see; here they are one
-    batch."""
+    """Of the last half of a client's examples, which the models do not see; here they
+    are one batch."""
     f = jax.device_get(toy.federation())
-    run = lambda f: toy.train("fedapen", TASK, 1, federation_=f, held_out=0.5, lam_lr=0.05).state
-    got, rows = run(toy.federation()), {i: f.train.index[i][: toy.SIZES[i]][-held:] for i, held in ((0, 4), (4, 2))}
+    run = lambda f: (
+        toy.train("fedapen", TASK, 1, federation_=f, held_out=0.5, lam_lr=0.05).state
+    )
+    got, rows = (
+        run(toy.federation()),
+        {i: f.train.index[i][: toy.SIZES[i]][-held:] for i, held in ((0, 4), (4, 2))},
+    )
     poisoned = f.examples.x.copy()
     poisoned[np.concatenate([*rows.values()])] *= 9
     other = run(f._replace(examples=f.examples._replace(x=poisoned)))
     assert_same((other.server, other.clients["w"]), (got.server, got.clients["w"]))
     for i, row in rows.items():
-        x, labels, lam = f.examples.x[row].astype(float), np.eye(C)[f.examples.y[row]], 0.5
-        z = [oracle.forward(oracle.variables(w), x)[1] for w in (toy.rows(got.clients["w"], i), got.server)]
+        x, labels, lam = (
+            f.examples.x[row].astype(float),
+            np.eye(C)[f.examples.y[row]],
+            0.5,
+        )
+        z = [
+            oracle.forward(oracle.variables(w), x)[1]
+            for w in (toy.rows(got.clients["w"], i), got.server)
+        ]
         for _ in range(10):
             p = oracle.softmax(lam * z[0] + (1 - lam) * z[1])
-            lam = np.clip(lam - 0.05 * np.mean(np.sum((p - labels) * (z[0] - z[1]), axis=1)), 0, 1)
+            lam = np.clip(
+                lam - 0.05 * np.mean(np.sum((p - labels) * (z[0] - z[1]), axis=1)), 0, 1
+            )
         np.testing.assert_allclose(got.clients["lam"][i], lam, rtol=1e-4)
         assert 1e-3 < abs(lam - 0.5) < 0.5
 
 
 def test_scores_of_an_ensemble_and_its_parts():
     got = train("fedapen")
-    for name, lam in (("own_acc", 1.0), ("shared_acc", 0.0), ("equal_acc", 0.5), ("acc", None)):
-        clients = got.state.clients if lam is None else {**got.state.clients, "lam": jnp.full(N, lam)}
-        again = toy.train("fedapen", TASK, 0, begin=State(got.state.server, clients)).last
+    for name, lam in (
+        ("own_acc", 1.0),
+        ("shared_acc", 0.0),
+        ("equal_acc", 0.5),
+        ("acc", None),
+    ):
+        clients = (
+            got.state.clients
+            if lam is None
+            else {**got.state.clients, "lam": jnp.full(N, lam)}
+        )
+        again = toy.train(
+            "fedapen", TASK, 0, begin=State(got.state.server, clients)
+        ).last
         assert_same(again["acc"], got.last[name])
 
 
@@ -334,7 +444,9 @@ def test_fml_clips_the_gradient_of_each_model():
     one = toy.task(epochs=None, steps=1)
     got = toy.train("fml", one, 1, clip=0.01)
     for i in range(N):
-        moved = trees.sq_dist(*(toy.rows(state.clients["w"], i) for state in (got.state, got.begin)))
+        moved = trees.sq_dist(
+            *(toy.rows(state.clients["w"], i) for state in (got.state, got.begin))
+        )
         np.testing.assert_allclose(np.sqrt(moved), one.lr * 0.01, rtol=1e-3)
 
 
@@ -355,29 +467,44 @@ def test_fedkds_energy_is_the_ends_in_the_last_round_of_the_task(monkeypatch):
 
 @pytest.mark.slow  # what can be sent is above
 def test_fedkd_with_svd_counts_what_each_sends():
-    wide = toy.task(shared=toy.models.model(lambda *args: toy.nets.mlp(*args, hidden=24), toy.SHAPE, C))
+    wide = toy.task(
+        shared=toy.models.model(
+            lambda *args: toy.nets.mlp(*args, hidden=24), toy.SHAPE, C
+        )
+    )
     m = toy.train("fedkd", wide, 2, svd=True, energy_start=0.8, energy_end=0.8).metrics
     np.testing.assert_array_equal(m.traffic.up, m.clients["scalars_up"])
-    np.testing.assert_array_equal(m.traffic.down, np.repeat(m.server["scalars_down"][:, None], N, axis=1))
+    np.testing.assert_array_equal(
+        m.traffic.down, np.repeat(m.server["scalars_down"][:, None], N, axis=1)
+    )
     assert np.any(m.traffic.up != m.traffic.down)
 
 
 @pytest.mark.slow  # the contract scores a client that trains alone
 def test_the_weight_that_was_learned_is_scored(monkeypatch):
     """With the averaged small model."""
-    monkeypatch.setattr(mutual.evaluate, "post", lambda cohort, c, f, score: {"acc": f(X, BATCH.mask)[0, 0, 0]})
-    got = toy.train(functools.partial(ALGORITHMS["fedapen"]), TASK, 1, lam_lr=1.0)  # compiled anew
+    monkeypatch.setattr(
+        mutual.evaluate,
+        "post",
+        lambda cohort, c, f, score: {"acc": f(X, BATCH.mask)[0, 0, 0]},
+    )
+    # compiled anew
+    got = toy.train(functools.partial(ALGORITHMS["fedapen"]), TASK, 1, lam_lr=1.0)
     small = TASK.shared.apply(got.state.server, X)[0][0, 0]
     for i, z in zip(got.metrics.ids[0], got.metrics.post["acc"][0], strict=True):
         own = TASK.model.apply(toy.rows(got.state.clients["w"], i), X)[0][0, 0]
-        np.testing.assert_allclose(z, mutual.mixed(got.state.clients["lam"][i], own, small), rtol=1e-5)
+        np.testing.assert_allclose(
+            z, mutual.mixed(got.state.clients["lam"][i], own, small), rtol=1e-5
+        )
     assert np.abs(np.asarray(got.state.clients["lam"]) - 0.5).max() > 0.1
 
 
 def test_fedapen_says_that_no_batch_is_left_beside_the_examples_held_out():
     """The largest of the toy's clients has 19 examples, of which one is held out."""
     task = toy.task(batch_size=19, drop_last=True)
-    with pytest.raises(InputError, match="the examples held out the largest client has 18"):
+    with pytest.raises(
+        InputError, match="the examples held out the largest client has 18"
+    ):
         toy.program("fedapen", task)
     toy.program("fedapen", task._replace(batch_size=18))
 

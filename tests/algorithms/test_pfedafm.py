@@ -1,4 +1,5 @@
-"""pFedAFM: the mixture and its gradient, the phases, and what it is without one of its parts."""
+"""pFedAFM: the mixture and its gradient, the phases, and what it is without one of its
+parts."""
 
 import functools
 from types import SimpleNamespace
@@ -28,13 +29,16 @@ def task_of(net="mlp", **options):
 
 
 MLP = task_of()
-FULL = task_of(epochs=None, steps=1, batch_size=19)  # one step on all of a client's examples
+# one step on all of a client's examples
+FULL = task_of(epochs=None, steps=1, batch_size=19)
 FROZEN = {"lr_alpha": 0.0}
 MIXED = np.array([0, 1, 0, 1, 1])
 
 
 def train(task=MLP, rounds=3, method="pfedafm", begin=None, federation=None, **hparams):
-    return toy.train(method, task, rounds, begin=begin, federation_=federation, **hparams)
+    return toy.train(
+        method, task, rounds, begin=begin, federation_=federation, **hparams
+    )
 
 
 def start(task=MLP, **hparams):
@@ -53,7 +57,10 @@ def local_rows(rows):
 
 def test_golden_mixture():
     g, G, a = jnp.array([[1.0, 2.0]]), jnp.array([[3.0, 0.0]]), jnp.array([0.25, 0.5])
-    ce = lambda a: losses.cross_entropy(mixture(a, g, G), jnp.array([0]), jnp.array([True]))  # the head is the identity
+    # the head is the identity
+    ce = lambda a: losses.cross_entropy(
+        mixture(a, g, G), jnp.array([0]), jnp.array([True])
+    )
     assert_close(mixture(a, g, G), jnp.array([[2.5, 1.0]]))
     np.testing.assert_allclose(ce(a), 0.20141328, rtol=1e-6)
     np.testing.assert_allclose(jax.grad(ce)(a), [0.364851, 0.364851], rtol=1e-5)
@@ -61,16 +68,21 @@ def test_golden_mixture():
 
 @pytest.mark.parametrize("training", ["iterative", "end_to_end"])
 def test_the_step_of_alpha_is_the_formula(training):
-    """da = mean over the batch of (g - G) * (p - y) h^T, and of plain SGD at the first step."""
+    """da = mean over the batch of (g - G) * (p - y) h^T, and of plain SGD at the first
+    step."""
     begin = start(FULL, alpha=0.5)
-    got = train(FULL, 1, begin=begin, training=training, alpha=0.5, lr_alpha=0.1, wd_alpha=0.0)
+    got = train(
+        FULL, 1, begin=begin, training=training, alpha=0.5, lr_alpha=0.1, wd_alpha=0.0
+    )
     f, model = toy.federation(), FULL.models[0]
     for i, n in enumerate(toy.SIZES):
         x, y = (part[f.train.index[i][:n]] for part in f.examples)
         w = local_rows(toy.rows(begin.clients, i))
         theta = {"body": begin.server["theta"]["body"], "stats": {}}
         g, G = (np.asarray(model.features(v, x)[0], np.float64) for v in (w, theta))
-        kernel, bias = (np.asarray(w["head"][part], np.float64) for part in ("kernel", "bias"))
+        kernel, bias = (
+            np.asarray(w["head"][part], np.float64) for part in ("kernel", "bias")
+        )
 
         def ce(a, g=g, G=G, kernel=kernel, bias=bias, y=y):
             z = (a * g + (1 - a) * G) @ kernel + bias
@@ -80,9 +92,13 @@ def test_the_step_of_alpha_is_the_formula(training):
         p = np.exp(ce(a)[1])
         p /= p.sum(axis=1, keepdims=True)
         da = np.mean((g - G) * ((p - np.eye(C)[np.asarray(y)]) @ kernel.T), axis=0)
-        numeric = [(ce(a + 1e-5 * e)[0] - ce(a - 1e-5 * e)[0]) / 2e-5 for e in np.eye(8)]
+        numeric = [
+            (ce(a + 1e-5 * e)[0] - ce(a - 1e-5 * e)[0]) / 2e-5 for e in np.eye(8)
+        ]
         np.testing.assert_allclose(da, numeric, atol=1e-8)
-        np.testing.assert_allclose(got.state.clients["alpha"][i], np.clip(a - 0.1 * da, 0, 1), atol=1e-6)
+        np.testing.assert_allclose(
+            got.state.clients["alpha"][i], np.clip(a - 0.1 * da, 0, 1), atol=1e-6
+        )
 
 
 @pytest.mark.slow
@@ -114,7 +130,9 @@ def test_own_features_alone_are_local(net, training):
         if training == "end_to_end":
             assert_close(got.state.server["theta"], first.server["theta"])
         else:
-            assert trees.sq_dist(got.state.server["theta"], first.server["theta"]) > 1e-3
+            assert (
+                trees.sq_dist(got.state.server["theta"], first.server["theta"]) > 1e-3
+            )
 
 
 @pytest.mark.slow
@@ -125,7 +143,10 @@ def test_shared_features_alone_train_the_head_on_them():
         return partial_averaging(task, cut, phases=(Phase(("head",)),))
 
     begin = start(alpha=0.0)
-    on_shared = State(cut.init(KEY)[0], {**local_rows(begin.clients), **trees.replicate(begin.server["theta"], N)})
+    on_shared = State(
+        cut.init(KEY)[0],
+        {**local_rows(begin.clients), **trees.replicate(begin.server["theta"], N)},
+    )
     got = train(rounds=1, begin=begin, alpha=0.0, **FROZEN)
     expected = train(rounds=1, method=head_only, begin=on_shared)
     assert_close(got.state.clients["w"]["head"], expected.state.clients["head"])
@@ -140,8 +161,15 @@ def test_shared_features_alone_end_to_end_are_fedper(net):
     task = task_of(net)
     begin, fedper = start(task, alpha=0.0), toy.program(ALGORITHMS["fedper"], task)
     other = fedper.init(KEY, fedper.traced)
-    server = {**begin.server, "theta": {"body": other.server["body"]}}  # the same first extractor
-    got = train(task, begin=begin._replace(server=server), alpha=0.0, training="end_to_end", **FROZEN)
+    # the same first extractor
+    server = {**begin.server, "theta": {"body": other.server["body"]}}
+    got = train(
+        task,
+        begin=begin._replace(server=server),
+        alpha=0.0,
+        training="end_to_end",
+        **FROZEN,
+    )
     expected = train(task, method="fedper")
     assert_close(got.state.server["theta"]["body"], expected.state.server["body"])
     assert_close(got.state.server["stats"]["theta"], expected.state.server["stats"])
@@ -151,8 +179,8 @@ def test_shared_features_alone_end_to_end_are_fedper(net):
 
 @pytest.mark.slow  # three runs; each phase alone is above
 def test_the_first_phase_moves_the_client_and_the_second_the_extractor():
-    """A shared model without a gradient in training mode moves neither in the second phase nor end
-    to end, which then is the first phase alone."""
+    """A shared model without a gradient in training mode moves neither in the second
+    phase nor end to end, which then is the first phase alone."""
 
     def still(variables, x, mask=None, train=False, key=None):
         h, stats = MLP.models[0].features(variables, x, mask=mask, train=train, key=key)
@@ -160,14 +188,17 @@ def test_the_first_phase_moves_the_client_and_the_second_the_extractor():
 
     task = MLP._replace(shared=MLP.models[0]._replace(features=still))
     begin = start(alpha=0.5)
-    run = lambda task, training="iterative": train(task, 1, begin=begin, training=training, alpha=0.5, lr_alpha=0.1)
+    run = lambda task, training="iterative": train(
+        task, 1, begin=begin, training=training, alpha=0.5, lr_alpha=0.1
+    )
     one, two, first_phase = run(task), run(MLP), run(task, "end_to_end")
     for still_there in (one, first_phase):
         assert_close(still_there.state.server["theta"], begin.server["theta"])
     assert trees.sq_dist(two.state.server["theta"], begin.server["theta"]) > 1e-3
     assert_same(one.state.clients, two.state.clients)
     assert_close(one.state.clients, first_phase.state.clients)
-    assert_same(one.metrics.post, two.metrics.post)  # scored with the received extractor
+    # scored with the received extractor
+    assert_same(one.metrics.post, two.metrics.post)
 
 
 @pytest.mark.parametrize("mix, width", [("vector", 8), toy.slow("scalar", 1)])
@@ -176,22 +207,33 @@ def test_alpha_stays_between_0_and_1(mix, width):
     alpha = np.asarray(got.state.clients["alpha"])
     assert alpha.shape == (N, width)
     assert alpha.min() == 0 and alpha.max() == 1
-    np.testing.assert_allclose(got.metrics.clients["alpha"][-1], alpha.mean(axis=1), rtol=1e-6)
+    np.testing.assert_allclose(
+        got.metrics.clients["alpha"][-1], alpha.mean(axis=1), rtol=1e-6
+    )
 
 
 def test_a_frozen_scalar_is_a_frozen_vector():
-    scalar, vector = (train(mix=mix, alpha=0.3, **FROZEN) for mix in ("scalar", "vector"))
+    scalar, vector = (
+        train(mix=mix, alpha=0.3, **FROZEN) for mix in ("scalar", "vector")
+    )
     assert_close(scalar.state.server, vector.state.server)
     assert_close(scalar.state.clients["w"], vector.state.clients["w"])
 
 
 def test_equal_extractors_leave_alpha_to_its_decay():
     begin = start(FULL, alpha=0.5)
-    equal = with_rows(begin, w={**toy.rows(begin.clients["w"], 0), **begin.server["theta"]})
-    rounds = lambda wd: train(FULL, 1, begin=equal, alpha=0.5, lr_alpha=0.1, wd_alpha=wd).state.clients["alpha"]
+    equal = with_rows(
+        begin, w={**toy.rows(begin.clients["w"], 0), **begin.server["theta"]}
+    )
+    rounds = lambda wd: train(
+        FULL, 1, begin=equal, alpha=0.5, lr_alpha=0.1, wd_alpha=wd
+    ).state.clients["alpha"]
     assert_same(rounds(0.0), jnp.full((N, 8), 0.5))
     assert_close(rounds(0.2), jnp.full((N, 8), 0.5 * (1 - 0.1 * 0.2)))
-    scores = [train(FULL, 0, begin=with_rows(equal, alpha=jnp.full(8, a)), alpha=0.5).last for a in (0.0, 0.3, 1.0)]
+    scores = [
+        train(FULL, 0, begin=with_rows(equal, alpha=jnp.full(8, a)), alpha=0.5).last
+        for a in (0.0, 0.3, 1.0)
+    ]
     for score in scores:
         assert_same(score["acc"], scores[0]["large_acc"])
 
@@ -231,7 +273,9 @@ def test_the_relayed_extractor_is_one_clients():
 
 def test_the_relaying_client_is_drawn_from_those_that_trained():
     ids, trained = jnp.array([4, 0, 2, 7]), jnp.array([True, False, True, True])
-    cohort = lambda order, on=trained: SimpleNamespace(ids=ids[order], trained=on[order])
+    cohort = lambda order, on=trained: SimpleNamespace(
+        ids=ids[order], trained=on[order]
+    )
     drawn, order, chosen = (
         jax.jit(lambda key, order, on: random_one(key, cohort(order, on))),
         np.array([2, 3, 0, 1]),
@@ -254,8 +298,13 @@ def test_grouping_does_not_matter():
     assert_close(apart.state.server["theta"], one.state.server["theta"])
     ids = [groups.members(two, group) for group in (0, 1)]
     for group, members in enumerate(ids):
-        assert_close(groups.select(apart.state.clients, group), toy.rows(one.state.clients, members))
-    assert_close(apart.metrics.loss[:, np.argsort(np.concatenate(ids))], one.metrics.loss)
+        assert_close(
+            groups.select(apart.state.clients, group),
+            toy.rows(one.state.clients, members),
+        )
+    assert_close(
+        apart.metrics.loss[:, np.argsort(np.concatenate(ids))], one.metrics.loss
+    )
     assert_close(apart.last["acc"], one.last["acc"])
 
 
@@ -280,15 +329,23 @@ def test_the_extractors_running_statistics(bn_stats):
 
 
 def test_small_models_that_do_not_fit():
-    with pytest.raises(InputError, match=r"needs a small model .* but it is missing .*\[8\]"):
+    with pytest.raises(
+        InputError, match=r"needs a small model .* but it is missing .*\[8\]"
+    ):
         ALGORITHMS["pfedafm"](MLP._replace(shared=None))
-    with pytest.raises(InputError, match=r"but it has 6 and the architectures have \[8\]"):
+    with pytest.raises(
+        InputError, match=r"but it has 6 and the architectures have \[8\]"
+    ):
         ALGORITHMS["pfedafm"](MLP._replace(shared=task_of("linear").models[0]))
     linear = task_of("linear")
     with pytest.raises(InputError, match="has no parameters there"):
         ALGORITHMS["pfedafm"](linear._replace(shared=linear.models[0]))
-    with pytest.raises(InputError, match=r"`shared` model does not take inputs of shape \[6\]"):
-        ALGORITHMS["pfedafm"](MLP._replace(shared=models.model(toy.NETS["mlp"], (5,), C)))
+    with pytest.raises(
+        InputError, match=r"`shared` model does not take inputs of shape \[6\]"
+    ):
+        ALGORITHMS["pfedafm"](
+            MLP._replace(shared=models.model(toy.NETS["mlp"], (5,), C))
+        )
 
 
 @pytest.mark.slow
@@ -316,7 +373,12 @@ def test_the_extractors_draw_dropout_of_their_own():
     model = toy.task("dropout").model
     w, x = model.init(KEY), toy.federation().examples.x[:8]
     stats = {"w": w["stats"], "theta": w["stats"]}
-    v = {"w": averaging.params(w), "theta": {"body": w["body"]}, "alpha": jnp.full(8, 0.5), "stats": stats}
+    v = {
+        "w": averaging.params(w),
+        "theta": {"body": w["body"]},
+        "alpha": jnp.full(8, 0.5),
+        "stats": stats,
+    }
     loss = objective(model, model, ("w", "alpha", "theta"))
     batch = Batch(x, jnp.arange(8) % C, jnp.ones(8, bool), jnp.arange(8))
     by = jax.jit(jax.grad(lambda v: loss(v, batch, KEY)[0]))(v)["alpha"]

@@ -1,5 +1,5 @@
-"""The properties of sheet 20: the chain rule through the hypernetwork, whom a step moves, and
-rounds in plain NumPy."""
+"""The properties of sheet 20: the chain rule through the hypernetwork, whom a step
+moves, and rounds in plain NumPy."""
 
 import functools
 
@@ -22,7 +22,13 @@ KEY = jax.random.key(0)
 TASK = toy.task()
 SHAPES = jax.eval_shape(TASK.model.init, KEY)
 TARGET = {part: SHAPES[part] for part in ("body", "head")}
-PLAIN = {"momentum": 0.0, "decay": 0.0, "inner_momentum": 0.0, "inner_decay": 0.0, "clip": 1e9}
+PLAIN = {
+    "momentum": 0.0,
+    "decay": 0.0,
+    "inner_momentum": 0.0,
+    "inner_decay": 0.0,
+    "clip": 1e9,
+}
 SMALL = {"hidden": 7, "hidden_layers": 2, "embedding": 3}
 DEFAULTS = simulate.hyperparameters(factory) | SMALL | {"inner_steps": 3}
 
@@ -41,8 +47,14 @@ def begin():
 
 def start():
     rng = np.random.default_rng(0)
-    noise = lambda x: (0.01 * rng.normal(size=x.shape)).astype(np.float32)  # velocities of rounds before
-    return begin()._replace(server={**begin().server, "velocity": jax.tree.map(noise, begin().server["velocity"])})
+    # velocities of rounds before
+    noise = lambda x: (0.01 * rng.normal(size=x.shape)).astype(np.float32)
+    return begin()._replace(
+        server={
+            **begin().server,
+            "velocity": jax.tree.map(noise, begin().server["velocity"]),
+        }
+    )
 
 
 @functools.cache
@@ -51,20 +63,30 @@ def compiled(steps, static):
     task = TASK if steps is None else toy.task(epochs=None, steps=steps)
 
     def run(key, f, state, ids, active, numbers):
-        return factory(task, **dict(static), **numbers).round(key, state, cohort_of(ids, active, f, key))[0].server
+        return (
+            factory(task, **dict(static), **numbers)
+            .round(key, state, cohort_of(ids, active, f, key))[0]
+            .server
+        )
 
     return jax.jit(run)
 
 
-def round_of(state, ids, active=None, steps=None, federation=None, key=KEY, places=N, **hparams):
-    """The server after one round, whose cohort is padded; with `steps` the task's local work is
-    that many batches."""
+def round_of(
+    state, ids, active=None, steps=None, federation=None, key=KEY, places=N, **hparams
+):
+    """The server after one round, whose cohort is padded; with `steps` the task's local
+    work is that many batches."""
     f = toy.federation() if federation is None else federation
     padding = np.arange(N, N + places - len(ids))
-    active = np.append(np.ones(len(ids), bool) if active is None else active, padding < 0)
+    active = np.append(
+        np.ones(len(ids), bool) if active is None else active, padding < 0
+    )
     ids, given = np.append(ids, padding).astype(np.int32), DEFAULTS | hparams
     numbers = {name: value for name, value in given.items() if isinstance(value, float)}
-    static = tuple((name, value) for name, value in given.items() if name not in numbers)
+    static = tuple(
+        (name, value) for name, value in given.items() if name not in numbers
+    )
     here = State(state.server, toy.rows(state.clients, np.minimum(ids, N - 1)))
     return jax.device_get(compiled(steps, static)(key, f, here, ids, active, numbers))
 
@@ -73,38 +95,64 @@ def round_of(state, ids, active=None, steps=None, federation=None, key=KEY, plac
 def order_of(ids, key):
     """Who comes when in a sequential round."""
     client = lambda c, carry: ((carry[0].at[carry[1]].set(c.id), carry[1] + 1), 0)
-    return cohort_of(ids, key=key).scan(client, (jnp.zeros(len(ids), jnp.int32), 0))[0][0]
+    return cohort_of(ids, key=key).scan(client, (jnp.zeros(len(ids), jnp.int32), 0))[0][
+        0
+    ]
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def mean_gradient(h, i):
-    """Of client i's mean loss at h(e_i) with respect to psi and the embeddings, by autodiff through
-    everything."""
+    """Of client i's mean loss at h(e_i) with respect to psi and the embeddings, by
+    autodiff through everything."""
     f = toy.federation()
     row = f.train.index[i][: toy.SIZES[i]]
     batch = Batch(f.examples.x[row], f.examples.y[row], jnp.ones(len(row), bool), row)
     theta = lambda h: {**generate(h["psi"], h["embeddings"][i], TARGET), "stats": {}}
-    return jax.grad(lambda h: losses.classification(TASK.model)(theta(h), batch, KEY)[0])(h)
+    return jax.grad(
+        lambda h: losses.classification(TASK.model)(theta(h), batch, KEY)[0]
+    )(h)
 
 
 def distance(a, b):
-    return sum(np.sum((x - y) ** 2) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True)) ** 0.5
+    return (
+        sum(
+            np.sum((x - y) ** 2)
+            for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True)
+        )
+        ** 0.5
+    )
 
 
 @pytest.mark.parametrize("mode", ["sequential", toy.slow("batched")])
 def test_one_plain_step_is_a_gradient_step_of_the_hypernetwork(mode):
     h = begin().server["h"]
-    hparams = PLAIN | {"inner_steps": None, "inner_lr": 0.3, "hyper_lr": 0.7, "mode": mode}
-    after = round_of(begin(), [4], steps=1, **hparams)["h"]  # whose examples are one batch
-    expected = jax.tree.map(lambda x, g: x - 0.7 * 0.3 * np.asarray(g), h, mean_gradient(h, 4))
+    hparams = PLAIN | {
+        "inner_steps": None,
+        "inner_lr": 0.3,
+        "hyper_lr": 0.7,
+        "mode": mode,
+    }
+    # whose examples are one batch
+    after = round_of(begin(), [4], steps=1, **hparams)["h"]
+    expected = jax.tree.map(
+        lambda x, g: x - 0.7 * 0.3 * np.asarray(g), h, mean_gradient(h, 4)
+    )
     assert_close(after, expected)
     assert distance(after, h) > 1e-3
 
 
-@pytest.mark.parametrize("still", [{"mode": "sequential", "inner_lr": 0.0}, {"mode": "batched", "inner_steps": 0}])
+@pytest.mark.parametrize(
+    "still",
+    [{"mode": "sequential", "inner_lr": 0.0}, {"mode": "batched", "inner_steps": 0}],
+)
 def test_without_a_change_of_the_models_only_decay_moves(still):
-    after = round_of(begin(), [1, 4], momentum=0.0, decay=0.5, hyper_lr=0.1, **still)["h"]
-    psi, embeddings = begin().server["h"]["psi"], begin().server["h"]["embeddings"].copy()
+    after = round_of(begin(), [1, 4], momentum=0.0, decay=0.5, hyper_lr=0.1, **still)[
+        "h"
+    ]
+    psi, embeddings = (
+        begin().server["h"]["psi"],
+        begin().server["h"]["embeddings"].copy(),
+    )
     factor = 0.95 ** (2 if still["mode"] == "sequential" else 1)
     assert_close(after["psi"], jax.tree.map(lambda x: factor * x, psi))
     embeddings[[1, 4]] *= 0.95
@@ -130,20 +178,31 @@ def test_ids_and_embeddings_may_be_permuted_together():
 
     @jax.jit
     def outputs(server, ids):
-        predict, own = factory(TASK, **SMALL).predict, state.clients  # holes: without batch norm nothing stays
-        return cohort_of(ids).map(lambda c: predict(server, own, c)(x, jnp.ones(6, bool)))
+        # holes: without batch norm nothing stays
+        predict, own = factory(TASK, **SMALL).predict, state.clients
+        return cohort_of(ids).map(
+            lambda c: predict(server, own, c)(x, jnp.ones(6, bool))
+        )
 
     everybody = np.arange(N, dtype=np.int32)
     assert_same(outputs(permuted, everybody), outputs(state.server, order))
-    assert not np.array_equal(outputs(permuted, everybody), outputs(state.server, everybody))
+    assert not np.array_equal(
+        outputs(permuted, everybody), outputs(state.server, everybody)
+    )
 
 
 class Oracle:
     """The hypernetwork in NumPy, with its gradient written out."""
 
     def __init__(self, h):
-        self.hidden = [(np.array(x["kernel"], float), np.array(x["bias"], float)) for x in h["psi"]["hidden"]]
-        pair = lambda like, head: (np.array(head["kernel"], float), np.array(head["bias"], float))
+        self.hidden = [
+            (np.array(x["kernel"], float), np.array(x["bias"], float))
+            for x in h["psi"]["hidden"]
+        ]
+        pair = lambda like, head: (
+            np.array(head["kernel"], float),
+            np.array(head["bias"], float),
+        )
         pairs = jax.tree.map(pair, TARGET, h["psi"]["heads"])
         self.heads = jax.tree.leaves(pairs, is_leaf=lambda x: isinstance(x, tuple))
         self.embeddings = np.array(h["embeddings"], float)
@@ -156,7 +215,11 @@ class Oracle:
         for kernel, bias in self.hidden[1:]:
             inputs.append(np.maximum(x, 0))
             x = inputs[-1] @ kernel + bias
-        return inputs, x, [np.tensordot(x, kernel, 1) + bias for kernel, bias in self.heads]
+        return (
+            inputs,
+            x,
+            [np.tensordot(x, kernel, 1) + bias for kernel, bias in self.heads],
+        )
 
     def backward(self, e, changes):
         inputs, x, _ = self.forward(e)
@@ -184,41 +247,66 @@ HYPER = {"hyper_lr": 0.2, "momentum": 0.8, "decay": 0.05, "clip": 0.05, "inner_l
 def trained(i, key, theta):
     """The client's model after local SGD made of optax's own parts."""
     sgd = lambda lr: optax.chain(
-        optax.clip_by_global_norm(0.05), optax.add_decayed_weights(5e-5), optax.sgd(lr, momentum=0.9)
+        optax.clip_by_global_norm(0.05),
+        optax.add_decayed_weights(5e-5),
+        optax.sgd(lr, momentum=0.9),
     )
-    task, loss = TASK._replace(lr=0.2, optimizer=sgd, epochs=None, steps=3), losses.classification(TASK.model)
+    task, loss = (
+        TASK._replace(lr=0.2, optimizer=sgd, epochs=None, steps=3),
+        losses.classification(TASK.model),
+    )
     w = {**jax.tree.unflatten(jax.tree.structure(TARGET), theta), "stats": {}}
-    return cohort_of(i[None], key=key).map(lambda c: local.sgd(c.key, c.train, loss, w, task)[0])
+    return cohort_of(i[None], key=key).map(
+        lambda c: local.sgd(c.key, c.train, loss, w, task)[0]
+    )
 
 
 def change_of(i, theta, key):
     """theta - theta~ of client i."""
     after = trained(np.int32(i), key, [x.astype(np.float32) for x in theta])
-    return [x - np.asarray(y[0], float) for x, y in zip(theta, jax.tree.leaves(after), strict=True)]
+    return [
+        x - np.asarray(y[0], float)
+        for x, y in zip(theta, jax.tree.leaves(after), strict=True)
+    ]
 
 
 @pytest.mark.parametrize("mode", ["sequential", "batched"])
 def test_rounds_are_the_plain_loops(mode):
-    state, oracle, ids = begin(), Oracle(begin().server["h"]), np.array([3, 0, 1], np.int32)
+    state, oracle, ids = (
+        begin(),
+        Oracle(begin().server["h"]),
+        np.array([3, 0, 1], np.int32),
+    )
     speed, own_speed = [np.zeros_like(x) for x in oracle.arrays()], np.zeros((N, 3))
     for t in range(2):
         key = jax.random.key(50 + t)
         state = State(round_of(state, ids, key=key, mode=mode, **HYPER), state.clients)
-        groups = [[i] for i in np.asarray(order_of(ids, key))] if mode == "sequential" else [ids]
+        groups = (
+            [[i] for i in np.asarray(order_of(ids, key))]
+            if mode == "sequential"
+            else [ids]
+        )
         for group in groups:
             total, own = [np.zeros_like(x) for x in oracle.arrays()], {}
             for i in group:
                 theta = oracle.forward(oracle.embeddings[i])[2]
-                gradient, own[i] = oracle.backward(oracle.embeddings[i], change_of(i, theta, key))
+                gradient, own[i] = oracle.backward(
+                    oracle.embeddings[i], change_of(i, theta, key)
+                )
                 total = [x + y for x, y in zip(total, gradient, strict=True)]
             norm = np.sqrt(sum((x**2).sum() for x in [*total, *own.values()]))
             factor = min(1, 0.05 / norm)
             assert factor < 1
             arrays = oracle.arrays()
-            speed = [0.8 * v + factor * g + 0.05 * x for v, g, x in zip(speed, total, arrays, strict=True)]
+            speed = [
+                0.8 * v + factor * g + 0.05 * x
+                for v, g, x in zip(speed, total, arrays, strict=True)
+            ]
             oracle.set([x - 0.2 * v for x, v in zip(arrays, speed, strict=True)])
             for i in group:
-                own_speed[i] = 0.8 * own_speed[i] + factor * own[i] + 0.05 * oracle.embeddings[i]
+                own_speed[i] = (
+                    0.8 * own_speed[i] + factor * own[i] + 0.05 * oracle.embeddings[i]
+                )
                 oracle.embeddings[i] = oracle.embeddings[i] - 0.2 * own_speed[i]
         got = Oracle(state.server["h"])
         np.testing.assert_allclose(got.embeddings, oracle.embeddings, atol=2e-5)
@@ -227,7 +315,10 @@ def test_rounds_are_the_plain_loops(mode):
 
 
 def test_one_client_is_the_same_in_both_modes():
-    one, other = (round_of(start(), [2, 4], [False, True], mode=mode) for mode in ("sequential", "batched"))
+    one, other = (
+        round_of(start(), [2, 4], [False, True], mode=mode)
+        for mode in ("sequential", "batched")
+    )
     assert_close(one, other)
 
 
@@ -239,12 +330,19 @@ def test_the_sum_of_a_batch_does_not_depend_on_the_order():
 
 
 def test_a_step_is_no_longer_than_the_clip():
-    after = round_of(begin(), [1], momentum=0.0, decay=0.0, clip=0.001, hyper_lr=2.0, inner_lr=100.0)
-    np.testing.assert_allclose(distance(after["h"], begin().server["h"]), 0.002, rtol=1e-2)
+    after = round_of(
+        begin(), [1], momentum=0.0, decay=0.0, clip=0.001, hyper_lr=2.0, inner_lr=100.0
+    )
+    np.testing.assert_allclose(
+        distance(after["h"], begin().server["h"]), 0.002, rtol=1e-2
+    )
 
 
 def test_the_tasks_own_local_work():
-    assert_same(round_of(start(), [1], steps=3, inner_steps=None), round_of(start(), [1], inner_steps=3))
+    assert_same(
+        round_of(start(), [1], steps=3, inner_steps=None),
+        round_of(start(), [1], inner_steps=3),
+    )
 
 
 @pytest.mark.parametrize("mode", ["sequential", "batched"])
@@ -254,17 +352,29 @@ def test_nothing_moves_without_training_examples(mode):
     assert_same(round_of(start(), range(N), federation=f, mode=mode), start().server)
 
 
-NORMED = {bn_stats: toy.task("norm", bn_stats=bn_stats) for bn_stats in ("aggregate", "local", "batch")}
+NORMED = {
+    bn_stats: toy.task("norm", bn_stats=bn_stats)
+    for bn_stats in ("aggregate", "local", "batch")
+}
 
 
-@pytest.mark.slow  # the contract has a round with local statistics, and others are below
+# the contract has a round with local statistics, and others are below
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode, bn_stats",
-    [("sequential", "aggregate"), ("batched", "aggregate"), ("sequential", "local"), ("batched", "batch")],
+    [
+        ("sequential", "aggregate"),
+        ("batched", "aggregate"),
+        ("sequential", "local"),
+        ("batched", "batch"),
+    ],
 )
 def test_batch_norm(mode, bn_stats):
-    begin = toy.train(factory, NORMED[bn_stats], rounds=0, **SMALL).begin  # the same in both modes
-    got = toy.train(factory, NORMED[bn_stats], rounds=5, begin=begin, mode=mode, **SMALL)
+    # the same in both modes
+    begin = toy.train(factory, NORMED[bn_stats], rounds=0, **SMALL).begin
+    got = toy.train(
+        factory, NORMED[bn_stats], rounds=5, begin=begin, mode=mode, **SMALL
+    )
     state = got.state
     toy.assert_finite((state, got.metrics.loss, got.outputs()))
     assert got.metrics.loss[-1].mean() < got.metrics.loss[0].mean()
@@ -278,26 +388,46 @@ def test_running_statistics_are_a_mean_by_examples():
     task, ids, f = NORMED["aggregate"], jnp.arange(N, dtype=jnp.int32), toy.federation()
     algorithm = factory(task, mode="batched", inner_steps=3, **SMALL)
     here = {"key": KEY, "round": jnp.int32(0), "evaluated": jnp.bool(False), "width": 1}
-    run = jax.jit(lambda state, active: algorithm.round(KEY, state, Cohort(f, task, ids, active, **here))[0].server)
+    run = jax.jit(
+        lambda state, active: (
+            algorithm.round(KEY, state, Cohort(f, task, ids, active, **here))[0].server
+        )
+    )
     state = algorithm.init(KEY)
     alone = [run(state, ids == i)["stats"] for i in range(N)]
     together = run(state, ids >= 0)["stats"]
-    mean = lambda weights: jax.tree.map(lambda *x: np.average(x, axis=0, weights=weights), *alone)
+    mean = lambda weights: jax.tree.map(
+        lambda *x: np.average(x, axis=0, weights=weights), *alone
+    )
     assert_close(together, mean(toy.SIZES), 1e-5)
     assert distance(together, mean(None)) > 1e-3
 
 
 def test_the_authors_size_of_an_embedding():
-    assert jax.eval_shape(factory(TASK).init, KEY).server["h"]["embeddings"].shape == (N, 1 + N // 4)
+    assert jax.eval_shape(factory(TASK).init, KEY).server["h"]["embeddings"].shape == (
+        N,
+        1 + N // 4,
+    )
 
 
 def test_a_hypernetwork_that_is_too_large_is_refused():
-    with pytest.raises(InputError, match=r"hypernetwork .* 300,\d{3},\d{3} parameters, more than 268,435,456"):
+    with pytest.raises(
+        InputError,
+        match=r"hypernetwork .* 300,\d{3},\d{3} parameters, more than 268,435,456",
+    ):
         factory(TASK, hidden=10_000)
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"mode": "random"}, {"hidden": 0}, {"momentum": 1.5}, {"clip": 0.0}, {"inner_steps": -1}, {"decay": -1.0}]
+    "wrong",
+    [
+        {"mode": "random"},
+        {"hidden": 0},
+        {"momentum": 1.5},
+        {"clip": 0.0},
+        {"inner_steps": -1},
+        {"decay": -1.0},
+    ],
 )
 def test_bad_input(wrong):
     with pytest.raises(InputError):

@@ -21,11 +21,13 @@ ONE_STEP = toy.task("linear", batch_size=19, epochs=1)  # one full batch
 
 
 def round_of(task, ids, **hparams):
-    """The server before a round of these clients, and the state after it; the others have no
-    examples."""
+    """The server before a round of these clients, and the state after it; the others
+    have no examples."""
     f = toy.federation()
     size = np.where(np.isin(np.arange(toy.N), ids), f.train.size, 0)
-    run = toy.train(factory, task, 1, KEY, f._replace(train=f.train._replace(size=size)), **hparams)
+    run = toy.train(
+        factory, task, 1, KEY, f._replace(train=f.train._replace(size=size)), **hparams
+    )
     return run.begin.server, run.state
 
 
@@ -35,7 +37,11 @@ def gradient(w, i):
     x, y = toy.rows(f.examples, f.train.index[i][: toy.SIZES[i]])
     x, head = x.astype(np.float64), w["head"]
     dz = oracle.by_logits(x @ np.asarray(head["kernel"]) + np.asarray(head["bias"]), y)
-    return {"body": {}, "head": {"kernel": x.T @ dz, "bias": dz.sum(axis=0)}, "stats": {}}
+    return {
+        "body": {},
+        "head": {"kernel": x.T @ dz, "bias": dz.sum(axis=0)},
+        "stats": {},
+    }
 
 
 def step(w, g, by):
@@ -53,7 +59,15 @@ def test_one_inner_step_of_one_batch():
 
 def test_two_rounds_by_hand():
     task, lr, inner_lr, lam, beta = TASK, 0.1, 0.05, 4.0, 0.6
-    keys, states, _ = oracle.run(factory, task, inner_steps=3, inner_lr=inner_lr, lam=lam, beta=beta, inner_decay=0.2)
+    keys, states, _ = oracle.run(
+        factory,
+        task,
+        inner_steps=3,
+        inner_lr=inner_lr,
+        lam=lam,
+        beta=beta,
+        inner_decay=0.2,
+    )
     w, f = oracle.variables(states[0].server), oracle.federation()
     own = [w] * toy.N
     for t, here in enumerate(oracle.ROUNDS):
@@ -64,9 +78,12 @@ def test_two_rounds_by_hand():
                 for _ in range(3):
                     g = oracle.gradient(theta, x, y)
                     theta = [
-                        p - inner_lr * (d + lam * (p - q) + 0.2 * p) for p, d, q in zip(theta, g, local, strict=True)
+                        p - inner_lr * (d + lam * (p - q) + 0.2 * p)
+                        for p, d, q in zip(theta, g, local, strict=True)
                     ]
-                local = [q - lr * lam * (q - p) for q, p in zip(local, theta, strict=True)]
+                local = [
+                    q - lr * lam * (q - p) for q, p in zip(local, theta, strict=True)
+                ]
             own[i] = theta
             models.append(local)
         average = oracle.mean(models, [int(f.train.size[i]) for i in here])
@@ -79,7 +96,9 @@ def test_two_rounds_by_hand():
 @pytest.mark.slow  # as the rounds by hand
 def test_weight_decay_of_theta():
     w, after = round_of(ONE_STEP, [1], inner_steps=1, inner_lr=0.03, inner_decay=0.5)
-    theta = jax.tree.map(lambda w, g: w - 0.03 * (g + 0.5 * np.asarray(w)), w, gradient(w, 1))
+    theta = jax.tree.map(
+        lambda w, g: w - 0.03 * (g + 0.5 * np.asarray(w)), w, gradient(w, 1)
+    )
     assert_close(toy.rows(after.clients["theta"], 1), theta)
 
 
@@ -96,12 +115,19 @@ def test_theta_of_a_quadratic_is_the_proximal_point(monkeypatch):
     )
 
     def quadratic(model):
-        return lambda v, batch, key: (v["head"]["w"] @ a @ v["head"]["w"] / 2 - b @ v["head"]["w"], v["stats"])
+        return lambda v, batch, key: (
+            v["head"]["w"] @ a @ v["head"]["w"] / 2 - b @ v["head"]["w"],
+            v["stats"],
+        )
 
     monkeypatch.setattr(losses, "classification", quadratic)
-    _, after = round_of(ONE_STEP._replace(models=(fixed,)), [1], inner_steps=1000, inner_lr=0.1, lam=lam)
+    _, after = round_of(
+        ONE_STEP._replace(models=(fixed,)), [1], inner_steps=1000, inner_lr=0.1, lam=lam
+    )
     expected = np.linalg.solve(a + lam * np.eye(4), b + lam * w)
-    np.testing.assert_allclose(np.asarray(after.clients["theta"]["head"]["w"])[1], expected, atol=1e-5)
+    np.testing.assert_allclose(
+        np.asarray(after.clients["theta"]["head"]["w"])[1], expected, atol=1e-5
+    )
 
 
 def test_beta_one_is_the_average_and_beta_a_half_stays_half_way():
@@ -109,7 +135,9 @@ def test_beta_one_is_the_average_and_beta_a_half_stays_half_way():
     _, half = round_of(ONE_STEP, [0, 1], beta=0.5)
     alone = [round_of(ONE_STEP, [i])[1].server for i in (0, 1)]
     share = toy.SIZES[0] / (toy.SIZES[0] + toy.SIZES[1])
-    between = lambda p, a, b: jax.tree.map(lambda a, b: p * np.asarray(a) + (1 - p) * np.asarray(b), a, b)
+    between = lambda p, a, b: jax.tree.map(
+        lambda a, b: p * np.asarray(a) + (1 - p) * np.asarray(b), a, b
+    )
     assert_close(whole.server, between(share, *alone))
     assert_close(half.server, between(0.5, whole.server, w))
 
@@ -117,10 +145,14 @@ def test_beta_one_is_the_average_and_beta_a_half_stays_half_way():
 @pytest.mark.slow  # the contract scores a client that trains alone
 def test_theta_is_a_model_of_its_own():
     state, metrics, last = toy.train(factory, TASK, 3, KEY)
-    both = zip(*map(jax.tree.leaves, (toy.rows(state.clients["theta"], 1), state.server)), strict=True)
+    both = zip(
+        *map(jax.tree.leaves, (toy.rows(state.clients["theta"], 1), state.server)),
+        strict=True,
+    )
     assert sum(np.sum(np.square(a - b)) for a, b in both) > 1e-4
     assert not np.array_equal(metrics.post["acc"][-1], last["global_acc"])
-    assert_same(metrics.post["acc_present"][-1], last["acc_present"])  # theta is kept until the next round
+    # theta is kept until the next round
+    assert_same(metrics.post["acc_present"][-1], last["acc_present"])
 
 
 @pytest.mark.slow  # the contract has a round with local statistics
@@ -131,10 +163,14 @@ def test_batch_norm(bn_stats):
     toy.assert_finite((state, got.metrics.loss, got.outputs()))
     own = jax.tree.leaves(state.clients["own"])
     assert bool(own) == (bn_stats == "local")
-    assert all((x[0] != x[1]).any() for x in own)  # all began alike: each has seen its own batches since
+    # all began alike: each has seen its own batches since
+    assert all((x[0] != x[1]).any() for x in own)
 
 
-@pytest.mark.parametrize("wrong", [{"inner_steps": -1}, {"lam": -1.0}, {"beta": -0.1}, {"inner_lr": float("nan")}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"inner_steps": -1}, {"lam": -1.0}, {"beta": -0.1}, {"inner_lr": float("nan")}],
+)
 def test_bad_input(wrong):
     with pytest.raises(InputError):
         factory(TASK, **wrong)
@@ -143,9 +179,20 @@ def test_bad_input(wrong):
 @pytest.mark.slow  # two compilations
 def test_every_inner_step_draws_dropout_of_its_own(monkeypatch):
     """Of a loss n b, where n is drawn: without a proximal term a step is -n."""
-    drawn = lambda model: lambda w, batch, key: (jax.random.normal(key) * w["head"]["bias"].sum(), w["stats"])
+    drawn = lambda model: (
+        lambda w, batch, key: (
+            jax.random.normal(key) * w["head"]["bias"].sum(),
+            w["stats"],
+        )
+    )
     monkeypatch.setattr(losses, "classification", drawn)
-    fresh, bias = functools.partial(factory), lambda state: state.clients["theta"]["head"]["bias"][:, 0]
-    runs = [toy.train(fresh, ONE_STEP, 1, KEY, inner_steps=count, inner_lr=1.0, lam=0.0) for count in (1, 2)]
+    fresh, bias = (
+        functools.partial(factory),
+        lambda state: state.clients["theta"]["head"]["bias"][:, 0],
+    )
+    runs = [
+        toy.train(fresh, ONE_STEP, 1, KEY, inner_steps=count, inner_lr=1.0, lam=0.0)
+        for count in (1, 2)
+    ]
     once, twice = (bias(run.state) - bias(run.begin) for run in runs)
     assert (np.abs(twice - 2 * once) > 1e-3).all()

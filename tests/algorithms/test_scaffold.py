@@ -20,20 +20,28 @@ KEY = jax.random.key(0)
 TASK = toy.task()
 ONE_STEP = toy.task("linear", batch_size=19, epochs=1)  # one full batch
 FULL = toy.task("linear", batch_size=19, epochs=5)
-LONG = toy.task("linear", batch_size=10, drop_last=True)  # some clients have not a single batch
+# some clients have not a single batch
+LONG = toy.task("linear", batch_size=10, drop_last=True)
 
 
 def gradient(i, w):
     """Of client i's mean loss over all its examples at w, of a linear model."""
     f = toy.federation()
-    x, y = (np.asarray(a, np.float64) for a in toy.rows(f.examples, f.train.index[i][: SIZES[i]]))
-    (kernel, bias), y = (np.asarray(w["head"][name], np.float64) for name in ("kernel", "bias")), y.astype(int)
+    x, y = (
+        np.asarray(a, np.float64)
+        for a in toy.rows(f.examples, f.train.index[i][: SIZES[i]])
+    )
+    (kernel, bias), y = (
+        (np.asarray(w["head"][name], np.float64) for name in ("kernel", "bias")),
+        y.astype(int),
+    )
     dz = oracle.by_logits(x @ kernel + bias, y)
     return {"body": {}, "head": {"kernel": x.T @ dz, "bias": dz.sum(axis=0)}}
 
 
 def round_of(task, state=None, ids=range(N), **hparams):
-    """The states before and after a round of these clients; the others have no examples."""
+    """The states before and after a round of these clients; the others have no
+    examples."""
     f = toy.federation()
     size = np.where(np.isin(np.arange(N), list(ids)), f.train.size, 0)
     here = f._replace(train=f.train._replace(size=size))
@@ -42,19 +50,27 @@ def round_of(task, state=None, ids=range(N), **hparams):
 
 
 @pytest.mark.parametrize(
-    "task, hparams", [(LONG, {}), (FULL, {"option": 1}), toy.slow(LONG, {"server_lr": 0.1, "weights": "data"})]
+    "task, hparams",
+    [
+        (LONG, {}),
+        (FULL, {"option": 1}),
+        toy.slow(LONG, {"server_lr": 0.1, "weights": "data"}),
+    ],
 )
 def test_the_servers_variate_is_the_mean_of_the_clients(task, hparams):
     state = toy.train(factory, task, 3, KEY, **hparams).state
     weight = SIZES if hparams.get("weights") == "data" else None
-    mean = jax.tree.map(lambda x: np.average(x, axis=0, weights=weight), state.clients["c"])
+    mean = jax.tree.map(
+        lambda x: np.average(x, axis=0, weights=weight), state.clients["c"]
+    )
     assert_close(mean, state.server["c"], 1e-5)
     assert sum(np.sum(np.square(x)) for x in jax.tree.leaves(state.server["c"])) > 1e-4
 
 
 @pytest.mark.parametrize("weights", ["uniform", "data"])
 def test_two_rounds_by_hand(weights):
-    """Client 3 holds nothing and counts for nothing; clients 0 and 2 miss the second round."""
+    """Client 3 holds nothing and counts for nothing; clients 0 and 2 miss the second
+    round."""
     task, lr, server_lr = TASK, 0.1, 0.7
     keys, states, _ = oracle.run(factory, task, server_lr=server_lr, weights=weights)
     w, f = oracle.variables(states[0].server["w"]), oracle.federation()
@@ -65,8 +81,14 @@ def test_two_rounds_by_hand(weights):
             y, steps = w, oracle.batches(f, i, keys[t], task)
             for ((x, label),) in steps:
                 g = oracle.gradient(y, x, label)
-                y = [a - lr * (b - mine + all_) for a, b, mine, all_ in zip(y, g, own[i], c, strict=True)]
-            new = [a - b + (p - q) / (len(steps) * lr) for a, b, p, q in zip(own[i], c, w, y, strict=True)]
+                y = [
+                    a - lr * (b - mine + all_)
+                    for a, b, mine, all_ in zip(y, g, own[i], c, strict=True)
+                ]
+            new = [
+                a - b + (p - q) / (len(steps) * lr)
+                for a, b, p, q in zip(own[i], c, w, y, strict=True)
+            ]
             changes.append([a - b for a, b in zip(new, own[i], strict=True)])
             own[i] = new
             models.append(y)
@@ -74,7 +96,10 @@ def test_two_rounds_by_hand(weights):
         total = N if weights == "uniform" else sum(SIZES) - SIZES[3]
         target = oracle.mean(models, weight)
         w = [a + server_lr * (b - a) for a, b in zip(w, target, strict=True)]
-        c = [a + sum(p * x[k] for p, x in zip(weight, changes, strict=True)) / total for k, a in enumerate(c)]
+        c = [
+            a + sum(p * x[k] for p, x in zip(weight, changes, strict=True)) / total
+            for k, a in enumerate(c)
+        ]
         oracle.close(states[t + 1].server["w"], w)
         oracle.close(states[t + 1].server["c"], c)
         for i in range(N):
@@ -86,12 +111,17 @@ def test_one_full_batch_makes_the_variate_the_gradient(task, hparams):
     """With option 1 whatever the steps are."""
     before, after = round_of(task, **hparams)
     for i in range(N):
-        assert_close(toy.rows(after.clients["c"], i), gradient(i, before.server["w"]), 1e-5)
+        assert_close(
+            toy.rows(after.clients["c"], i), gradient(i, before.server["w"]), 1e-5
+        )
 
 
 def test_absent_clients_count_in_the_servers_variate():
     _, after = round_of(ONE_STEP, ids=[1, 4])
-    assert_close(after.server["c"], jax.tree.map(lambda x: np.sum(x, axis=0) / N, after.clients["c"]))
+    assert_close(
+        after.server["c"],
+        jax.tree.map(lambda x: np.sum(x, axis=0) / N, after.clients["c"]),
+    )
 
 
 @pytest.mark.slow  # the steps are in the rounds by hand
@@ -99,7 +129,9 @@ def test_a_common_stationary_point_holds():
     """With c_i = grad f_i(w) and c = 0 every step is 0."""
     state = toy.train(factory, FULL, 0, KEY).begin
     w = state.server["w"]
-    stacked = jax.tree.map(lambda *g: np.stack(g).astype(np.float32), *(gradient(i, w) for i in range(N)))
+    stacked = jax.tree.map(
+        lambda *g: np.stack(g).astype(np.float32), *(gradient(i, w) for i in range(N))
+    )
     state = State(state.server, {**state.clients, "c": stacked})
     for i in range(N):
         _, after = round_of(FULL, state, ids=[i])
@@ -111,10 +143,16 @@ def test_a_server_step_of_zero_keeps_the_model():
     assert_same(after.server["w"], before.server["w"])
 
 
-@pytest.mark.parametrize("drop_last, task", [(True, LONG), (False, toy.task("linear", batch_size=10, epochs=0))])
+@pytest.mark.parametrize(
+    "drop_last, task",
+    [(True, LONG), (False, toy.task("linear", batch_size=10, epochs=0))],
+)
 def test_without_a_step_a_variate_stays(drop_last, task):
     before = toy.train(factory, task, 0, KEY).begin
-    noisy = State(before.server, jax.tree.map(lambda x: np.asarray(x) + np.float32(0.5), before.clients))
+    noisy = State(
+        before.server,
+        jax.tree.map(lambda x: np.asarray(x) + np.float32(0.5), before.clients),
+    )
     _, after = round_of(task, noisy)
     idle = SIZES < 10 if drop_last else SIZES > 0
     assert_same(toy.rows(after.clients["c"], idle), toy.rows(noisy.clients["c"], idle))
@@ -128,7 +166,9 @@ def test_batch_norm(bn_stats):
     assert bool(jax.tree.leaves(state.clients["own"])) == (bn_stats == "local")
 
 
-@pytest.mark.parametrize("wrong", [{"server_lr": -1.0}, {"option": 3}, {"weights": "size"}])
+@pytest.mark.parametrize(
+    "wrong", [{"server_lr": -1.0}, {"option": 3}, {"weights": "size"}]
+)
 def test_bad_input(wrong):
     with pytest.raises(InputError):
         factory(TASK, **wrong)
@@ -138,11 +178,25 @@ def test_each_batch_of_the_full_gradient_has_its_own_dropout(monkeypatch):
     """Of equal batches, whose gradients differ by what is drawn alone."""
 
     def drawn(model):
-        return lambda w, batch, key: (jax.random.normal(key) * w["head"]["bias"].sum(), ())
+        return lambda w, batch, key: (
+            jax.random.normal(key) * w["head"]["bias"].sum(),
+            (),
+        )
 
     monkeypatch.setattr(losses, "classification", drawn)
-    data = Data(toy.federation().examples, jnp.zeros(8, jnp.int32), jnp.int32(8), lambda x: x)
+    data = Data(
+        toy.federation().examples, jnp.zeros(8, jnp.int32), jnp.int32(8), lambda x: x
+    )
     client = types.SimpleNamespace(key=KEY, train=data)
-    got = jax.jit(lambda w: full_gradient(TASK._replace(batch_size=4), client, w))(TASK.model.init(KEY))
-    batches = [jax.random.fold_in(keys.fold(KEY, keys.Client.FULL_GRADIENT), row) for row in (0, 4)]
-    np.testing.assert_allclose(got["head"]["bias"], np.mean([jax.random.normal(key) for key in batches]), rtol=1e-5)
+    got = jax.jit(lambda w: full_gradient(TASK._replace(batch_size=4), client, w))(
+        TASK.model.init(KEY)
+    )
+    batches = [
+        jax.random.fold_in(keys.fold(KEY, keys.Client.FULL_GRADIENT), row)
+        for row in (0, 4)
+    ]
+    np.testing.assert_allclose(
+        got["head"]["bias"],
+        np.mean([jax.random.normal(key) for key in batches]),
+        rtol=1e-5,
+    )
