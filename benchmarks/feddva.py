@@ -22,7 +22,7 @@ from absl import flags
 from benchmarks import report
 from benchmarks.runner import Runner
 from benchmarks.setting import CLASSES, dataset
-from fedjax_pfl import averaging, evaluate, local, losses, models, simulate
+from fedjax_pfl import averaging, evaluation, local_training, losses, models, simulate
 from fedjax_pfl.algorithms.feddva import feddva
 from fedjax_pfl.data.federate import federate
 from fedjax_pfl.data.partitioners import partition
@@ -98,7 +98,7 @@ def plain_vae(task: Task, *, hidden: int = 512) -> Algorithm:
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def client(c: Client, own: PyTree):
-            w, value = local.sgd(
+            w, value = local_training.sgd(
                 c.key,
                 c.train,
                 loss,
@@ -111,7 +111,7 @@ def plain_vae(task: Task, *, hidden: int = 512) -> Algorithm:
                 shared,
                 own,
                 value,
-                evaluate.post(cohort, c, predict(w, own, c), score),
+                evaluation.post(cohort, c, predict(w, own, c), score),
             )
 
         server, (own, value, post) = cohort.mean(

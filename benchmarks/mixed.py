@@ -27,8 +27,15 @@ from absl import flags
 from benchmarks import report
 from benchmarks.runner import Runner
 from benchmarks.setting import BATCH, CLASSES, dataset
-from fedjax_pfl import evaluate, groups, local, models, optimizers, public, simulate
-from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl import (
+    architectures,
+    evaluation,
+    local_training,
+    models,
+    optimizers,
+    simulate,
+)
+from fedjax_pfl.algorithms import ALGORITHMS, public_data
 from fedjax_pfl.averaging import predictor
 from fedjax_pfl.data.datasets import Dataset
 from fedjax_pfl.data.federate import federate
@@ -84,21 +91,23 @@ def passes(task: Task) -> Algorithm:
         index = jnp.arange(task.public.shape[0])
 
         def client(c, w):
-            data = public.subset(c.public, index, c.train.size > 0)
+            data = public_data.subset(c.public, index, c.train.size > 0)
             target = jax.nn.softmax(
-                public.logits(c.model, w, data, task.num_classes, PUBLIC_BATCH)
+                public_data.logits(c.model, w, data, task.num_classes, PUBLIC_BATCH)
             )
-            loss = public.distillation(c.model, target, mixtures.divergence)
-            w, value = local.sgd(c.key, data, loss, w, public_task, epochs=1)
-            return Own(w), value, evaluate.post(cohort, c, predictor(c.model, w))
+            loss = public_data.distillation(c.model, target, mixtures.divergence)
+            w, value = local_training.sgd(c.key, data, loss, w, public_task, epochs=1)
+            return Own(w), value, evaluation.post(cohort, c, predictor(c.model, w))
 
         w, value, post = cohort.map(client, state.clients)
         return State((), w), Metrics(value, post)
 
-    init = lambda key: State((), groups.stack(task, lambda model: model.init(key)))
+    init = lambda key: State(
+        (), architectures.stack(task, lambda model: model.init(key))
+    )
     predict = lambda server, w, c: predictor(c.model, w)
     return Algorithm(
-        init, round, predict, evaluate.classification, one_architecture=False
+        init, round, predict, evaluation.classification, one_architecture=False
     )
 
 

@@ -18,7 +18,7 @@ from absl import app, flags
 
 from experiments import plain
 from experiments.versions import versions
-from fedjax_pfl import local
+from fedjax_pfl import local_training
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.engine.autotune import split_cpu
 from fedjax_pfl.engine.flops import flops_of_step
@@ -119,7 +119,7 @@ def rates(
 
 def planned(task: Task) -> tuple[int, int]:
     """Steps and examples of a round of every client."""
-    steps, examples = local.planned(task, task.sizes)
+    steps, examples = local_training.planned(task, task.sizes)
     return int(steps.sum()), int(examples.sum())
 
 

@@ -15,7 +15,7 @@ from absl import logging
 from experiments import networks, scores, unseen
 from experiments.config import BY_FILE, Config, participation
 from experiments.unseen import Unseen
-from fedjax_pfl import own, server_optimizer, simulate
+from fedjax_pfl import server_optimizer, simulate, user_code
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data import datasets, federate, marks, partitioners, tfds
 from fedjax_pfl.engine import host_state, validate, vectorized
@@ -213,7 +213,7 @@ def room(configs: Sequence[Config]) -> tuple[int, ...]:
     )
     found = [federate.ROOM]
     for config in configs:
-        whole = load(config.seed if own.named(config.dataset) else 0)
+        whole = load(config.seed if user_code.named(config.dataset) else 0)
         assigned = _partition(
             config, datasets.subset(whole, config.data_fraction, config.seed)
         )
@@ -229,7 +229,7 @@ def _partition(config: Config, dataset: datasets.Dataset) -> partitioners.Partit
     spec = config.partition
     if config.clients is None:  # the file says it
         return partitioners.load_file(spec.removeprefix("file:"), dataset)
-    theirs = spec.startswith("file:") or own.named(spec)
+    theirs = spec.startswith("file:") or user_code.named(spec)
     how = {} if theirs else {name: getattr(config, name) for name in BY_FILE}
     return partitioners.partition(
         dataset, spec, num_clients=config.clients, seed=config.seed, **how
@@ -343,8 +343,8 @@ def _source(name: str) -> str:
     name = name.removeprefix("tfds:")
     if name.startswith("npz:"):
         return os.path.realpath(os.path.expanduser(name.removeprefix("npz:")))
-    if own.named(name):
-        return own.source(name)
+    if user_code.named(name):
+        return user_code.source(name)
     if name.startswith("emnist/"):  # all drawn from the same images
         return "emnist"
     return "cifar100" if name == "cifar100_coarse" else name

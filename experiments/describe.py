@@ -17,7 +17,7 @@ import numpy as np
 from experiments import active
 from experiments.presets import DEFAULT_PRESETS, PRESETS, Preset
 from experiments.presets.preset import Cell
-from fedjax_pfl import models, own
+from fedjax_pfl import models, user_code
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data.datasets import DATASETS, load
@@ -46,14 +46,14 @@ def named(user: Mapping[str, Any] = MappingProxyType({})) -> dict[str, dict[str,
     """
     yours = {
         kind: f"your own function, {call} -> {_MADE[kind]}"
-        for kind, call in own.CALLS.items()
+        for kind, call in user_code.CALLS.items()
     }
     mine = {
         kind: {"FILE.py:NAME": yours[kind]}
         | {
-            name: first_sentence(own.load(kind, name))
+            name: first_sentence(user_code.load(kind, name))
             for name in str(user.get(kind, "")).split(",")
-            if own.named(name)
+            if user_code.named(name)
         }
         for kind in yours
     }
@@ -98,7 +98,7 @@ def describe(name: str) -> str:
     if name in PRESETS:
         return _preset(name)
     if ":" in name:
-        kind = _kind(own.load("describe", name))
+        kind = _kind(user_code.load("describe", name))
         return _method(find(name), name) if kind == "algo" else _part(kind, name)
     return _method(
         ALGORITHMS[choose("method or preset", name, [*ALGORITHMS, *PRESETS])], name
@@ -107,7 +107,7 @@ def describe(name: str) -> str:
 
 def _kind(function: Callable) -> str:
     """What a part of a user's own is, by the arguments of its function."""
-    known = own.parameters(function)
+    known = user_code.parameters(function)
     places = [
         x
         for x in known.values()
@@ -124,10 +124,11 @@ def _kind(function: Callable) -> str:
 def _part(kind: str, name: str) -> str:
     """A network, data set or partition of a user's own: its docstring, how it is
     called, and what a data set holds."""
-    function = own.load(kind, name)
+    function = user_code.load(kind, name)
     parts = [f"{name}: {inspect.getdoc(function) or 'no docstring.'}"]
     parts += [
-        f"Use: --{kind}={name}, called with {own.CALLS[kind]}, returns {_MADE[kind]}."
+        f"Use: --{kind}={name}, called with {user_code.CALLS[kind]}, returns "
+        f"{_MADE[kind]}."
     ]
     if kind == "dataset":
         d = load(name)

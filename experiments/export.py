@@ -23,7 +23,7 @@ from flax import serialization, traverse_util
 
 from experiments import build, entry, flags, gather, runs
 from experiments.files import write_bytes
-from fedjax_pfl import groups, own, simulate
+from fedjax_pfl import architectures, simulate, user_code
 from fedjax_pfl.errors import InputError, check
 from fedjax_pfl.types import Algorithm, Client, Model, Predictor, PyTree, Task
 
@@ -83,7 +83,7 @@ def predictor(run: runs.Run, client: int, parts: PyTree) -> Callable[[Any], PyTr
     check("client", client, 0, run.experiment.task.num_clients - 1, whole=True)
 
     def predict(method: Algorithm, server: PyTree, row: PyTree, c: Client) -> Predictor:
-        here = {"server": groups.select(server, c.architecture), "client": row}
+        here = {"server": architectures.select(server, c.architecture), "client": row}
         merged = _flat(serialization.to_state_dict(here)) | _flat(parts)
         given = serialization.from_state_dict(
             here, traverse_util.unflatten_dict(merged, sep="/")
@@ -92,12 +92,12 @@ def predictor(run: runs.Run, client: int, parts: PyTree) -> Callable[[Any], PyTr
         whole = jax.tree.map(
             lambda old, new: (
                 new
-                if not groups.is_grouped(old)
+                if not architectures.is_grouped(old)
                 else _grouped(old, new, c.architecture)
             ),
             server,
             given["server"],
-            is_leaf=groups.is_grouped,
+            is_leaf=architectures.is_grouped,
         )
         return method.predict(whole, given["client"], c)
 
@@ -132,7 +132,10 @@ def _predicted(
         def run(x: jax.Array, mask: jax.Array) -> dict[str, PyTree]:
             seen.clear()  # what it adapted with
             outputs = inner(x, mask)
-            parts = {"server": groups.select(server, c.architecture), "client": row}
+            parts = {
+                "server": architectures.select(server, c.architecture),
+                "client": row,
+            }
             return {
                 "outputs": outputs,
                 "networks": list(seen) if networks else [],
@@ -263,7 +266,7 @@ def _network(run: runs.Run, client: int) -> list[str]:
         if value != usual
     )
     data = f", {c.data_dir!r}" if c.data_dir else ""
-    data += f", seed={c.seed}" if own.named(c.dataset) else ""
+    data += f", seed={c.seed}" if user_code.named(c.dataset) else ""
     return [
         f"network = pfl.model({name!r}, {example.shape[1:]}, "
         f"{e.task.num_classes}{given})",

@@ -13,7 +13,7 @@ from experiments.entry import directory
 from experiments.files import Row, Rows, read_derived
 from experiments.plain import plural
 from experiments.scores import ACCURACY, Headline
-from fedjax_pfl import own
+from fedjax_pfl import user_code
 from fedjax_pfl.errors import InputError
 
 T = TypeVar("T")
@@ -215,9 +215,9 @@ def names(runs: Sequence[Found]) -> list[str]:
     said = []
     for run in runs:
         same = [other.config for other in runs if other.config.algo == run.config.algo]
-        algo = own.short(run.config.algo)
+        algo = user_code.short(run.config.algo)
         if any(
-            own.short(other.config.algo) == algo
+            user_code.short(other.config.algo) == algo
             and other.config.algo != run.config.algo
             for other in runs
         ):
@@ -250,7 +250,7 @@ def unlike(runs: Sequence[Found]) -> list[str]:
         )
         if len(known) > 1 and any(len(set(of)) == 1 for of in of_methods):
             whose = {
-                value: dict.fromkeys(own.short(run.config.algo) for run in of)
+                value: dict.fromkeys(user_code.short(run.config.algo) for run in of)
                 for value, of in known.items()
             }
             text = {

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from experiments import flags, settings
 from experiments.config import ENDS, FREE, SETTINGS, Config
 from experiments.values import number, typed_all
-from fedjax_pfl import hyperparameters, own
+from fedjax_pfl import hyperparameters, user_code
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.errors import InputError, check, choose
 
@@ -42,7 +42,7 @@ class Member(NamedTuple):
         """What it is called beside the others: its method, and what varies."""
         return ", ".join(
             [
-                own.short(self.config.algo),
+                user_code.short(self.config.algo),
                 *(f"{name}={text}" for name, text in self.varied.items()),
             ]
         )
@@ -96,7 +96,7 @@ def members(
                     config = settings.resolve(user)
                     hyperparameters.check(find(algo), config.hparams)
                     name = [
-                        own.short(algo),
+                        user_code.short(algo),
                         *(f"{n}={text}" for n, text in varied.items()),
                         f"seed{seed}",
                     ]

@@ -11,7 +11,7 @@ import optax
 from chex import Numeric
 
 from experiments.config import OWN_NETWORKS, Config
-from fedjax_pfl import own
+from fedjax_pfl import user_code
 from fedjax_pfl.data import datasets
 from fedjax_pfl.engine import callables
 from fedjax_pfl.engine.contract import ENDINGS
@@ -81,7 +81,7 @@ def names(config: Config, num_clients: int) -> np.ndarray:
     if config.algo in OWN_NETWORKS:
         return np.full(num_clients, "own")
     found, of = architectures(config.model, num_clients)
-    brief = [own.short(name) for name in found]
+    brief = [user_code.short(name) for name in found]
     if len(found) > 1 and (taken := [name for name in brief if name.endswith(ENDINGS)]):
         raise InputError(
             f"--model={config.model}: no network may end in {', '.join(ENDINGS)} "
@@ -98,9 +98,9 @@ def model(config: Config, dataset: datasets.Dataset, conv: str, name: str) -> Mo
     prepared = jax.eval_shape(dataset.prepare, example)
     options = (config.bn_stats, conv, config.compute_dtype, config.features)
     arguments = (name, prepared.shape[1:], dataset.num_classes, *options)
-    if not own.named(name):
+    if not user_code.named(name):
         return _known(*arguments, input_dtype=prepared.dtype)
-    with own.blamed("model", name):
+    with user_code.blamed("model", name):
         made = functional.model(*arguments, input_dtype=prepared.dtype)
         callables.model(made, dataset)
     return made

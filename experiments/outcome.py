@@ -22,7 +22,7 @@ from experiments import (
 from experiments.files import write_json, write_text
 from experiments.grid import Member
 from experiments.recorded import is_complete
-from fedjax_pfl import own
+from fedjax_pfl import user_code
 from fedjax_pfl.errors import InputError, choose
 
 # a choice compares combinations on the same examples
@@ -90,7 +90,7 @@ def _way(score: str, member: Member) -> str:
             "out, as with --val_fraction=0.2."
         )
     choose(
-        f"score of {own.short(member.config.algo)}",
+        f"score of {user_code.short(member.config.algo)}",
         score,
         targets.score_names(experiment),
     )
@@ -220,7 +220,7 @@ class Outcome(NamedTuple):
         """Which lines were chosen, and of which methods none."""
         assert self.by is not None
         every, found = (
-            {own.short(line.members[0].config.algo) for line in of}
+            {user_code.short(line.members[0].config.algo) for line in of}
             for of in (self.lines, self.best)
         )
         parts = [

@@ -7,7 +7,7 @@ from experiments.config import BY_FILE, FREE, SETTINGS, Config, same, without_ef
 from experiments.files import Row
 from experiments.presets import PRESETS, Preset
 from experiments.presets.preset import Cell
-from fedjax_pfl import own
+from fedjax_pfl import user_code
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.simulate import hyperparameters
 
@@ -79,7 +79,7 @@ def _settings(preset: Preset, config: Config) -> list[Difference]:
         wanted |= preset.baselines
     usual = (
         config.hparams
-        if own.named(algo)
+        if user_code.named(algo)
         else hyperparameters(find(algo)) | preset.hparams.get(algo, {})
     )
     wanted |= {name: value for name, value in where.items() if name in SETTINGS}

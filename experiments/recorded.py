@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from experiments import networks, schema, settings, stopping, unseen
 from experiments.config import SETTINGS, Config
 from experiments.files import Row, damaged, lines, read_derived, read_json
-from fedjax_pfl import hyperparameters, own
+from fedjax_pfl import hyperparameters, user_code
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.engine import checkpoint
 from fedjax_pfl.engine.memory import Memory
@@ -84,7 +84,9 @@ def own_files(config: Config, num_clients: int) -> dict[str, str]:
         if key == "model_file":
             texts = [*networks.architectures(config.model, num_clients)[0], *texts[1:]]
         digest = (
-            _networks(config, num_clients) if key == "networks" else own.digest(texts)
+            _networks(config, num_clients)
+            if key == "networks"
+            else user_code.digest(texts)
         )
         found |= {key: digest} if digest else {}
     return found
@@ -134,7 +136,7 @@ def read_config(path: Path) -> Config:
         )
     try:
         # its file need not be there to read what came of it
-        if own.named(config["algo"]):
+        if user_code.named(config["algo"]):
             found = Config(**config)
         else:
             hyperparameters.check(find(config["algo"]), config["hparams"])

@@ -44,7 +44,7 @@ from experiments.recorded import (
     read_layout,
     signed,
 )
-from fedjax_pfl import local, simulate
+from fedjax_pfl import local_training, simulate
 from fedjax_pfl.data import partitioners
 from fedjax_pfl.engine import checkpoint, results
 from fedjax_pfl.errors import InputError, check
@@ -120,7 +120,7 @@ class RunDirectory:
         )
         self._partial, self._planned = (
             task.participation != (1.0, 1.0),
-            local.planned(task, task.sizes),
+            local_training.planned(task, task.sizes),
         )
         self._headline = experiment.headline
         # where networks differ, the headline is also recorded for each

@@ -25,7 +25,7 @@ from experiments.config import (
 )
 from experiments.presets import DEFAULT_PRESETS, PRESETS
 from experiments.values import number, typed_all
-from fedjax_pfl import own
+from fedjax_pfl import user_code
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data.partitioners import PARTITIONS
@@ -133,7 +133,7 @@ def _by_partition(spec: str, user: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that a partition of the user's own decides; the number of clients,
     if given, is compared with a file's. A name that no partition has is found here,
     before data are loaded."""
-    if not spec.startswith("file:") and not own.named(spec):
+    if not spec.startswith("file:") and not user_code.named(spec):
         choose("partition", spec, PARTITIONS)
         return {}
     for name in BY_FILE:
@@ -268,7 +268,10 @@ def default_workdir(
     """runs/ALGO-DATASET-PARTITION-seedK, then what the user set beside these, so that a
     sweep needs no names; `seeds`: of the runs of several seeds."""
     seed = "seeds" if seeds else f"seed{config.seed}"
-    parts = [*map(own.short, (config.algo, config.dataset, config.partition)), seed]
+    parts = [
+        *map(user_code.short, (config.algo, config.dataset, config.partition)),
+        seed,
+    ]
     parts += [
         change
         for change in changes(user)

@@ -29,7 +29,7 @@ from experiments import (
 )
 from experiments.config import FREE, SETTINGS
 from experiments.gather import Found
-from fedjax_pfl import own, simulate
+from fedjax_pfl import simulate, user_code
 from fedjax_pfl.algorithms.find import find
 
 BOUND = "≤"
@@ -65,7 +65,9 @@ def row(run: Found, columns: dict[str, tuple[str, str]], apart: str = "") -> lis
     config, summary = run.config, run.said
     # its file may be gone
     defaults = (
-        {} if own.named(config.algo) else simulate.hyperparameters(find(config.algo))
+        {}
+        if user_code.named(config.algo)
+        else simulate.hyperparameters(find(config.algo))
     )
     changed = {
         name: x

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from chex import Numeric
 
-from fedjax_pfl import evaluate, groups, keys, local, losses, trees
+from fedjax_pfl import architectures, evaluation, keys, local_training, losses, trees
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import (
     Algorithm,
@@ -72,9 +72,9 @@ def score_beside(
 ) -> Scores:
     """The scores of the personal logits outputs[..., 0], and under `global_*` (or other
     names) of those that follow."""
-    found = evaluate.classification(outputs[..., 0], y, mask, c)
+    found = evaluation.classification(outputs[..., 0], y, mask, c)
     for i, name in enumerate(names, start=1):
-        other = evaluate.accuracies(outputs[..., i], y, mask, c)
+        other = evaluation.accuracies(outputs[..., i], y, mask, c)
         found |= {f"{name}_{key}": pair for key, pair in other.items()}
     return found
 
@@ -102,7 +102,7 @@ class Split(NamedTuple):
         self, key: Array, beside: Callable[[PyTree], dict[str, PyTree]] | None = None
     ) -> State:
         """The common start: what the server has, and the clients' rows
-        (`groups.stack`).
+        (`architectures.stack`).
 
         Args:
           beside: variables -> what else a client keeps; a row is then that, and as
@@ -134,7 +134,7 @@ class Split(NamedTuple):
                 for w, (_, own) in pairs
             ]
         )
-        return State(starts[0][0], groups.stack(self.task, lambda _: next(rows)))
+        return State(starts[0][0], architectures.stack(self.task, lambda _: next(rows)))
 
     def receive(self, server: PyTree, own: PyTree) -> PyTree:
         """The client's variables, of what the server sends and what the client has
@@ -247,7 +247,7 @@ def partial_averaging(
     ) -> tuple[PyTree, Array]:
         key = key if phase.stream is None else keys.fold(key, phase.stream)
         loss = losses.classification(c.model)
-        return local.sgd(
+        return local_training.sgd(
             key,
             c.train,
             loss,
@@ -273,7 +273,7 @@ def partial_averaging(
                     )
                 )
                 variables, value = train(c.key, c, variables, phase, extra)
-            post = evaluate.post(cohort, c, predictor(c.model, variables))
+            post = evaluation.post(cohort, c, predictor(c.model, variables))
             shared, own = split.send(variables, c.architecture)
             return moving(shared), Own(own), value, post
 
@@ -296,7 +296,7 @@ def partial_averaging(
     score = (
         functools.partial(score_beside, names=("untuned",))
         if untuned
-        else evaluate.classification
+        else evaluation.classification
     )
     averages = tuple(
         part

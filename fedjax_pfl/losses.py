@@ -49,7 +49,7 @@ def classification(
     model: Model,
 ) -> Callable[[PyTree, Batch, Array], tuple[Array, PyTree]]:
     """The loss of ordinary training: cross entropy of the model's logits, as
-    `local.sgd` takes it."""
+    `local_training.sgd` takes it."""
 
     def loss(variables: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
         logits, stats = model.apply(

@@ -14,7 +14,7 @@ import optax
 from annotated_types import Gt
 from chex import Numeric
 
-from fedjax_pfl import local, trees
+from fedjax_pfl import local_training, trees
 from fedjax_pfl.averaging import BODY_AND_HEAD
 from fedjax_pfl.engine import callables, validate
 from fedjax_pfl.errors import InputError
@@ -144,7 +144,7 @@ def _wrapped(
         moves = functools.reduce(
             jnp.logical_or, map(jnp.any, jax.tree.leaves(gradient)), jnp.bool(False)
         )
-        moves &= jnp.any(local.learns(cohort.sizes, task))
+        moves &= jnp.any(local_training.learns(cohort.sizes, task))
         moved, kept = trees.choose(moves, moved, (before, state.server.optimizer))
         return State(Optimized(trees.merge(moved, rest), kept), new.clients), metrics
 

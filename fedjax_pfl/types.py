@@ -230,7 +230,7 @@ class Metrics(NamedTuple):
     # [S] mean training loss over the local steps, of the model that the method's Note
     # names; required
     loss: Any = None
-    # {score: [S]} right after local training (`evaluate.post`), the headline among
+    # {score: [S]} right after local training (`evaluation.post`), the headline among
     # them; required
     post: Any = None
     clients: dict[str, Array] = {}  # noqa: RUF012  # {name: [S]}, ignored where inactive; immutable by convention
@@ -376,7 +376,8 @@ class Algorithm(NamedTuple):
     traffic: Callable[[State, Cohort, Metrics], Traffic] | None = None
     # the primary score, and whether "max" or "min" is better
     headline: tuple[str, str] = ("acc", "max")
-    # False: there may be several; use `c.model`, not `task.model`, and `groups.stack`
+    # False: there may be several; use `c.model`, not `task.model`, and
+    # `architectures.stack`
     one_architecture: bool = True
     # why unseen clients cannot be personalised, as the end of an error's sentence; "":
     # they can

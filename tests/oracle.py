@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import toy
 
-from fedjax_pfl import keys, local, trees
+from fedjax_pfl import keys, local_training, trees
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.types import State
 
@@ -66,7 +66,7 @@ def batches(f, i, key, task, count=1):
         first = jax.random.fold_in(keys.fold(key, keys.Client.SHUFFLE), epoch)
         draws = [first, *(jax.random.fold_in(first, k) for k in range(1, count))]
         orders = [
-            own[np.asarray(local.shuffle(draw, len(own), size))[:size]]
+            own[np.asarray(local_training.shuffle(draw, len(own), size))[:size]]
             for draw in draws
         ]
         for s in range(

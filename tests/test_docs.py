@@ -36,7 +36,7 @@ from experiments import (
     tables,
     within,
 )
-from fedjax_pfl import own
+from fedjax_pfl import user_code
 
 WITHOUT_FILES = ("digits", "synthetic", "npz:")
 OTHERS = {
@@ -82,7 +82,7 @@ def check_run(argv: list[str], name: str, prepared: set) -> None:
         config = settings.resolve(user)
         what = repr(config.replace(seed=0, rounds=0, targets=None))
         if (
-            config.dataset.startswith(WITHOUT_FILES) or own.named(config.dataset)
+            config.dataset.startswith(WITHOUT_FILES) or user_code.named(config.dataset)
         ) and what not in prepared:
             prepared.add(what)
             public = config.public is None or config.public.startswith(WITHOUT_FILES)
@@ -242,7 +242,9 @@ def tiny(name: str, argv: list[str]) -> list[str]:
         if config.steps is None or key != "epochs"
     ]
     # not everywhere prepared
-    if not config.dataset.startswith(WITHOUT_FILES) and not own.named(config.dataset):
+    if not config.dataset.startswith(WITHOUT_FILES) and not user_code.named(
+        config.dataset
+    ):
         more += ["--dataset=synthetic", "--model=linear", "--batch_size=10"]
         more += ["--shared_model=linear"] if config.shared_model else []
     if name == "main" and not parsed.get("workdir"):

@@ -9,7 +9,7 @@ import pytest
 import toy
 from scipy.stats import norm
 
-from fedjax_pfl import local, losses
+from fedjax_pfl import local_training, losses
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import vae
 from fedjax_pfl.numerics import dva, dva_phases
@@ -230,8 +230,8 @@ MOVES = {
     ],
 )
 def test_which_parts_move(mode, head):
-    """By `local.sgd`: every part of the phase moves, the others stay bit for bit,
-    running statistics follow."""
+    """By `local_training.sgd`: every part of the phase moves, the others stay bit for
+    bit, running statistics follow."""
     b = batch()
     index = jnp.arange(6)
     data = Data(Examples(b.x, b.y), index, jnp.int32(6), lambda x: x)
@@ -251,9 +251,9 @@ def test_which_parts_move(mode, head):
     @jax.jit
     def run(variables):
         after = [
-            local.sgd(jax.random.key(1), data, p.loss, variables, task, train=p.parts)[
-                0
-            ]
+            local_training.sgd(
+                jax.random.key(1), data, p.loss, variables, task, train=p.parts
+            )[0]
             for p in found
         ]
         return after

@@ -10,7 +10,7 @@ import pytest
 import toy
 from toy import N, assert_close, assert_same
 
-from fedjax_pfl import groups, models, simulate
+from fedjax_pfl import architectures, models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.engine import checkpoint, host_state, placement
 from fedjax_pfl.errors import InputError
@@ -56,8 +56,8 @@ def test_a_client_alone_trains_as_among_clients_of_its_own_architecture():
     same = run(toy.program(ALGORITHMS["local"], task(mixed=False)))
     for a, b in zip(mixed(), same, strict=True):
         assert_same(
-            groups.select(a.state.clients, 0),
-            toy.rows(b.state.clients, groups.members(task(), 0)),
+            architectures.select(a.state.clients, 0),
+            toy.rows(b.state.clients, architectures.members(task(), 0)),
         )
         for name in a.pre:
             np.testing.assert_array_equal(a.pre[name][OF == 0], b.pre[name][OF == 0])
@@ -105,11 +105,11 @@ def test_a_sample_is_the_one_of_a_single_architecture_and_the_others_stay():
         assert took_part[0] == took_part[1]
         absent = np.setdiff1d(np.arange(N), took_part[0])
         for group in range(2):
-            slots = groups.slots(task())[absent[OF[absent] == group]]
+            slots = architectures.slots(task())[absent[OF[absent] == group]]
             if before is not None:
                 assert_same(
-                    toy.rows(groups.select(a.state.clients, group), slots),
-                    toy.rows(groups.select(before.clients, group), slots),
+                    toy.rows(architectures.select(a.state.clients, group), slots),
+                    toy.rows(architectures.select(before.clients, group), slots),
                 )
         before = a.state
 
@@ -133,7 +133,8 @@ def test_one_prediction_per_architecture():
     state, x = program.init(KEY, program.traced), f.examples.x[:3]
     for id, model in ((0, SMALL), (4, LARGE)):
         row = toy.rows(
-            groups.select(state.clients, int(OF[id])), int(groups.slots(task())[id])
+            architectures.select(state.clients, int(OF[id])),
+            int(architectures.slots(task())[id]),
         )
         expected = model.apply(row, x)[0]
         assert_close(program.predict(KEY, program.traced, f, state, 0, id, x), expected)

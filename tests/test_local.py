@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import toy
 
-from fedjax_pfl import evaluate, local
+from fedjax_pfl import evaluation, local_training
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.types import Data, Examples
 
@@ -30,7 +30,7 @@ def visits(size, length=None, **options):
         return seen, jnp.sum(jnp.stack([jnp.sum(b.x) for b in batches]))
 
     seen, mean, count = jax.jit(
-        lambda d_size: local.steps(
+        lambda d_size: local_training.steps(
             KEY,
             data(size, length)._replace(size=d_size),
             step,
@@ -50,13 +50,16 @@ def test_an_epoch_sees_every_row_once():
 
 def test_epochs_have_their_own_orders():
     orders = [
-        local.shuffle(jax.random.fold_in(KEY, e), 20, jnp.int32(20)) for e in range(2)
+        local_training.shuffle(jax.random.fold_in(KEY, e), 20, jnp.int32(20))
+        for e in range(2)
     ]
     assert not np.array_equal(*orders)
 
 
 def test_shuffle_does_not_depend_on_padding():
-    short, long = (local.shuffle(KEY, length, jnp.int32(9)) for length in (9, 30))
+    short, long = (
+        local_training.shuffle(KEY, length, jnp.int32(9)) for length in (9, 30)
+    )
     np.testing.assert_array_equal(short, long[:9])
     np.testing.assert_array_equal(np.sort(short), np.arange(9))
 
@@ -96,7 +99,7 @@ def test_no_batch_of_a_step_is_empty_and_the_first_is_the_usual_one(size):
             0.0,
         )
         start = [jnp.zeros(4, jnp.int32)] * count
-        return local.steps(
+        return local_training.steps(
             KEY,
             data(size, 17),
             step,
@@ -113,7 +116,7 @@ def test_no_batch_of_a_step_is_empty_and_the_first_is_the_usual_one(size):
 
 
 def test_sweep_sums_every_row_once():
-    total = local.sweep(
+    total = local_training.sweep(
         data(10, 17), lambda b: {"x": jnp.sum(b.x), "n": jnp.sum(b.mask)}, 4
     )
     assert total == {"x": 45, "n": 10}
@@ -123,17 +126,17 @@ def test_sweep_sums_every_row_once():
     "size, held", [(0, 0), (1, 0), (2, 1), (4, 1), (10, 2), (12, 2), (13, 3), (17, 3)]
 )
 def test_a_holdout_is_the_tail(size, held):
-    rest, tail = local.holdout(data(size, 17), 0.2)
+    rest, tail = local_training.holdout(data(size, 17), 0.2)
     assert int(tail.size) == held and int(rest.size) == size - held
     np.testing.assert_array_equal(tail.index[:held], np.arange(size - held, size))
     np.testing.assert_array_equal(rest.index[: size - held], np.arange(size - held))
-    longer = local.holdout(data(size, 23), 0.2)[1]
+    longer = local_training.holdout(data(size, 23), 0.2)[1]
     np.testing.assert_array_equal(longer.index[:held], tail.index[:held])
 
 
 @pytest.mark.parametrize("fraction, held", [(0.0, 1), (1.0, 9), (0.5, 5)])
 def test_a_holdout_leaves_and_takes_at_least_one(fraction, held):
-    assert int(local.holdout(data(10), jnp.float32(fraction))[1].size) == held
+    assert int(local_training.holdout(data(10), jnp.float32(fraction))[1].size) == held
 
 
 def test_fold_takes_the_rows_in_order():
@@ -143,7 +146,7 @@ def test_fold_takes_the_rows_in_order():
             jnp.where(batch.mask, batch.row, 99)
         ].set(before, mode="drop")
 
-    total, batch_starts = local.fold(
+    total, batch_starts = local_training.fold(
         data(10, 17), place, (jnp.int32(0), jnp.full(17, -1)), 4
     )
     assert total == 10
@@ -163,8 +166,8 @@ def test_a_split_that_nobody_has():
     )
 
     def client(c):
-        seen = local.sweep(c.val, lambda b: jnp.sum(b.mask), 4)
-        _, _, count = local.steps(
+        seen = local_training.sweep(c.val, lambda b: jnp.sum(b.mask), 4)
+        _, _, count = local_training.steps(
             KEY, c.val, lambda key, n, b: (n + 1, 0), 0, batch_size=4, epochs=2
         )
         return seen, count
@@ -178,7 +181,7 @@ def test_each_client_takes_its_own_steps_under_vmap():
 
     def one(size):
         step = lambda key, n, batch: (n + 1, jnp.sum(batch.mask))
-        return local.steps(
+        return local_training.steps(
             KEY,
             data(10)._replace(size=size),
             step,
@@ -198,14 +201,14 @@ def test_rows_are_those_of_plain_indexing_for_one_client_for_many_and_for_data_s
 ):
     x = jax.random.normal(KEY, (2, 50, *shape))
     index = jax.random.randint(KEY, (4, 6), 0, 50)
-    np.testing.assert_array_equal(local._rows(x[0], index[0]), x[0][index[0]])
+    np.testing.assert_array_equal(local_training._rows(x[0], index[0]), x[0][index[0]])
     np.testing.assert_array_equal(
-        jax.vmap(local._rows, (None, 0))(x[0], index), x[0][index]
+        jax.vmap(local_training._rows, (None, 0))(x[0], index), x[0][index]
     )
     np.testing.assert_array_equal(
-        jax.vmap(local._rows, (0, None))(x, index[0]), x[:, index[0]]
+        jax.vmap(local_training._rows, (0, None))(x, index[0]), x[:, index[0]]
     )
-    own = jax.jit(jax.vmap(local._rows))(x, index[:2])
+    own = jax.jit(jax.vmap(local_training._rows))(x, index[:2])
     np.testing.assert_array_equal(own, jnp.stack([x[0][index[0]], x[1][index[1]]]))
 
 
@@ -215,7 +218,11 @@ def test_a_batch_of_a_large_data_set_is_not_split_over_a_cpus_threads():
     index = jnp.zeros((4, 10), jnp.int32)
     large = jnp.zeros((100_000, 64), jnp.uint8)
     for batch in (index[0], index):
-        get = local._rows if batch.ndim == 1 else jax.vmap(local._rows, (None, 0))
+        get = (
+            local_training._rows
+            if batch.ndim == 1
+            else jax.vmap(local_training._rows, (None, 0))
+        )
         assert (
             "outer_dimension_partitions"
             not in jax.jit(get).lower(large, batch).compile().as_text()
@@ -233,7 +240,7 @@ def test_a_batch_of_a_large_data_set_is_not_split_over_a_cpus_threads():
     ],
 )
 def test_a_pass_over_training_sets_is_padded_little(sizes, rows, computed):
-    assert evaluate.pass_size(np.array(sizes)) == rows
+    assert evaluation.pass_size(np.array(sizes)) == rows
     assert sum(-(-n // rows) * rows for n in sizes) == computed
 
 
@@ -242,7 +249,7 @@ def test_statistics_over_clients_by_hand():
     values = np.append(np.random.default_rng(0).permutation(np.arange(21) / 20), np.nan)
     weights = np.append(np.arange(1, 22), 1000)
     seen = values[:21]
-    got = evaluate.statistics(values, weights)
+    got = evaluation.statistics(values, weights)
     expected = {
         "macro": 0.5,
         "micro": seen @ weights[:21] / weights[:21].sum(),
@@ -250,11 +257,11 @@ def test_statistics_over_clients_by_hand():
     }
     # three clients are at least a tenth of 21
     assert got == pytest.approx(expected | {"worst10": 0.05, "best10": 0.95})
-    twenty = evaluate.statistics(np.arange(20.0), np.ones(20))
+    twenty = evaluation.statistics(np.arange(20.0), np.ones(20))
     assert (twenty["worst10"], twenty["best10"]) == (0.5, 18.5)
     assert all(
         np.isnan(x)
-        for x in evaluate.statistics(np.full(3, np.nan), np.ones(3)).values()
+        for x in evaluation.statistics(np.full(3, np.nan), np.ones(3)).values()
     )
 
 
@@ -271,7 +278,7 @@ def test_each_step_and_each_of_its_batches_has_random_numbers_of_its_own():
         return (n + 1, seen, drawn), 0.0
 
     start = jnp.int32(0), 0, jnp.zeros((6, 3))
-    (_, _, drawn), _, count = local.work(
+    (_, _, drawn), _, count = local_training.work(
         KEY, data(10), step, start, task, batches_per_step=2
     )
     assert count == 6 and len(np.unique(drawn)) == 18

@@ -7,7 +7,7 @@ import pytest
 import toy
 
 from experiments import build, describe, entry, main, runs, settings
-from fedjax_pfl import own
+from fedjax_pfl import user_code
 from fedjax_pfl.errors import InputError
 
 MODEL = '''
@@ -121,15 +121,15 @@ def test_a_module_is_as_good_as_a_file_and_has_a_hash(here, monkeypatch):
     monkeypatch.syspath_prepend(str(here))
     (here / "mine_of_one.py").write_text(MODEL)
     assert (
-        own.load("model", "mine_of_one:net").__doc__
+        user_code.load("model", "mine_of_one:net").__doc__
         == "Softmax regression by another name."
     )
     assert (
-        own.digest(["mine_of_one:net"])
-        == own.digest([f"{here}/mine_of_one.py:net"])
-        != own.digest(["dataset.py:data"])
+        user_code.digest(["mine_of_one:net"])
+        == user_code.digest([f"{here}/mine_of_one.py:net"])
+        != user_code.digest(["dataset.py:data"])
     )
-    assert own.digest(["linear", "npz:x.npz"]) is None
+    assert user_code.digest(["linear", "npz:x.npz"]) is None
 
 
 def test_what_a_file_imports_from_its_folder_is_found_and_has_its_part_in_the_hash(
@@ -143,8 +143,8 @@ def test_what_a_file_imports_from_its_folder_is_found_and_has_its_part_in_the_ha
     name, hashes = f"{tmp_path}/net_of_two.py:net", []
     for content in ("import net_of_two\nwidth = 3", "import net_of_two\nwidth = 4"):
         (tmp_path / "parts_of_it" / "body.py").write_text(content)
-        hashes.append(own.digest([name]))
-    assert own.load("model", name).__name__ == "net" and len(set(hashes)) == 2
+        hashes.append(user_code.digest([name]))
+    assert user_code.load("model", name).__name__ == "net" and len(set(hashes)) == 2
 
 
 PACKAGE = {  # what is named, and how the files of the package import each other
@@ -174,7 +174,7 @@ def test_what_a_module_imports_from_its_package_has_its_part_in_the_hash(
     hashes = []
     for value in (1, 2):
         (top / "sub" / "helper.py").write_text(f"algo = f = {value}")
-        hashes.append(own.digest([name]))
+        hashes.append(user_code.digest([name]))
     assert len(set(hashes)) == 2
 
 
@@ -187,7 +187,7 @@ def test_what_a_package_beside_a_file_imports_within_itself_has_its_part_in_the_
     hashes = []
     for value in (1, 2):
         (tmp_path / "parts" / "width.py").write_text(f"body = {value}")
-        hashes.append(own.digest([f"{tmp_path}/net.py:net"]))
+        hashes.append(user_code.digest([f"{tmp_path}/net.py:net"]))
     assert len(set(hashes)) == 2
 
 
@@ -196,7 +196,7 @@ def test_beside_a_file_pythons_own_library_is_meant(tmp_path):
     (tmp_path / "part.py").write_text(
         "import random\n\n\ndef part():\n    return random.Random(0).random() < 1\n"
     )
-    assert own.load("dataset", f"{tmp_path / 'part.py'}:part")()
+    assert user_code.load("dataset", f"{tmp_path / 'part.py'}:part")()
 
 
 def test_a_helper_whose_name_another_part_has_taken_is_refused(tmp_path):
@@ -206,7 +206,7 @@ def test_a_helper_whose_name_another_part_has_taken_is_refused(tmp_path):
             "from helper_of_one_name import width\n" + MODEL
         )
         (tmp_path / place / "helper_of_one_name.py").write_text(f"width = {place!r}")
-    own.load("model", f"{tmp_path}/a/net.py:net")
+    user_code.load("model", f"{tmp_path}/a/net.py:net")
     for _ in range(2):
         with pytest.raises(
             InputError,
@@ -215,8 +215,8 @@ def test_a_helper_whose_name_another_part_has_taken_is_refused(tmp_path):
                 r".*a/helper_of"
             ),
         ):
-            own.load("model", f"{tmp_path}/b/net.py:net")
-    own.load("model", f"{tmp_path}/a/net.py:net")
+            user_code.load("model", f"{tmp_path}/b/net.py:net")
+    user_code.load("model", f"{tmp_path}/a/net.py:net")
 
 
 def test_clients_of_several_networks_are_named_by_the_function():

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import pytorch
 from experiments import networks
-from fedjax_pfl import keys, local, losses, models, testing
+from fedjax_pfl import keys, local_training, losses, models, testing
 from fedjax_pfl.types import Data, Examples
 
 torch = pytest.importorskip(
@@ -40,8 +40,8 @@ def ours(x, y, momentum, decay):
         lambda x: x,
     )
     loss = losses.classification(model)
-    end, _ = jax.jit(lambda w: local.sgd(KEY, data, loss, w, task))(start)
-    order = local.shuffle(
+    end, _ = jax.jit(lambda w: local_training.sgd(KEY, data, loss, w, task))(start)
+    order = local_training.shuffle(
         jax.random.fold_in(keys.fold(KEY, keys.Client.SHUFFLE), 0), ROWS, data.size
     )
     return *(pytorch.parameters(w, SHAPE[-1]) for w in (start, end)), np.array(

@@ -11,7 +11,7 @@ import toy
 from absl import logging
 from toy import SIZES, assert_close, assert_same
 
-from fedjax_pfl import averaging, keys, local, losses, simulate, trees
+from fedjax_pfl import averaging, keys, local_training, losses, simulate, trees
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.types import Batch, Data, State
@@ -600,7 +600,7 @@ def test_one_client_is_a_plain_loop():
     for epoch in range(MLP.epochs):
         key = jax.random.fold_in(keys.fold(KEY, keys.Client.SHUFFLE), epoch)
         order = np.asarray(data.index)[
-            np.asarray(local.shuffle(key, data.index.shape[0], size))[:size]
+            np.asarray(local_training.shuffle(key, data.index.shape[0], size))[:size]
         ]
         for s in range(0, size, batch):
             x, y = (
@@ -613,7 +613,7 @@ def test_one_client_is_a_plain_loop():
                 w,
                 jax.grad(lambda w, one=one: loss(w, one, KEY)[0])(w),
             )
-    got, _ = jax.jit(lambda: local.sgd(KEY, data, loss, start, MLP))()
+    got, _ = jax.jit(lambda: local_training.sgd(KEY, data, loss, start, MLP))()
     assert_close(got, w)
 
 

@@ -7,7 +7,7 @@ import pytest
 import toy
 from toy import C, N
 
-from fedjax_pfl import evaluate
+from fedjax_pfl import evaluation
 
 LR, EPOCHS, ROUNDS = 0.3, 3, 3
 TASK = toy.task("linear", lr=LR, batch_size=32, epochs=EPOCHS)
@@ -173,7 +173,7 @@ def test_a_prediction_that_is_no_number_is_wrong():
     z = np.array([[np.nan, np.nan, np.nan], [1, 0, 0], [0, 1, np.nan]], np.float32)
     counts = jax.numpy.array([1, 1, 0])
     client = type("Client", (), {"class_counts": counts})()
-    found = evaluate.classification(
+    found = evaluation.classification(
         jax.numpy.asarray(z), np.array([0, 0, 1]), np.ones(3, bool), client
     )
     assert {name: (int(hits), int(rows)) for name, (hits, rows) in found.items()} == {
@@ -186,7 +186,7 @@ def test_a_prediction_that_is_no_number_is_wrong():
 
 def test_of_a_client_without_training_examples_no_class_is_present_and_no_answer_right():
     client = type("Client", (), {"class_counts": np.zeros(3, int)})()
-    found = evaluate.accuracies(
+    found = evaluation.accuracies(
         jax.numpy.eye(3), np.arange(3), np.ones(3, bool), client
     )
     assert found["acc_present"] == (0, 3) and found["acc"] == (3, 3)

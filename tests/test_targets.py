@@ -23,7 +23,7 @@ from experiments import (
 )
 from experiments.config import Config
 from experiments.files import write_json, write_text
-from fedjax_pfl import local
+from fedjax_pfl import local_training
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Data
 
@@ -329,9 +329,9 @@ def test_the_work_that_is_counted_is_the_work_that_is_done(options):
             return seen + jnp.sum(batch.mask), ()
 
         data = Data(f.examples, index, size, task.prepare)
-        return local.work(jax.random.key(0), data, step, jnp.int32(0), task)
+        return local_training.work(jax.random.key(0), data, step, jnp.int32(0), task)
 
-    steps, examples = local.planned(task, toy.SIZES)
+    steps, examples = local_training.planned(task, toy.SIZES)
     done = [work(*client) for client in zip(*f.train, strict=True)]
     assert steps.tolist() == [int(count) for _, _, count in done] and steps.any()
     assert examples.tolist() == [int(seen) for seen, _, _ in done]

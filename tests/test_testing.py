@@ -17,9 +17,9 @@ import toy
 
 from fedjax_pfl import (
     averaging,
-    evaluate,
+    evaluation,
     keys,
-    local,
+    local_training,
     losses,
     simulate,
     testing,
@@ -80,14 +80,14 @@ def planted(mistake):
             def client(c, mine):
                 data = c.test if mistake == "trains on test examples" else c.train
                 key = jax.random.key(0) if mistake == "a key of its own" else c.key
-                w, value = local.sgd(
+                w, value = local_training.sgd(
                     key, data, loss, split.receive(server["w"], mine["own"]), task
                 )
                 predict = predictor(task.model, w)
                 post = (
-                    evaluate.client(c, predict)
+                    evaluation.client(c, predict)
                     if mistake == "always scored"
-                    else evaluate.post(cohort, c, predict)
+                    else evaluation.post(cohort, c, predict)
                 )
                 post = {} if mistake == "no post" else post
                 shared, own = split.send(w)
@@ -143,7 +143,7 @@ def planted(mistake):
         def predict(server, mine, c):
             w = split.receive(server["w"], mine["own"])
             if mistake == "fine-tunes on test examples":
-                w, _ = local.sgd(
+                w, _ = local_training.sgd(
                     keys.fold(c.key, keys.Client.FINE_TUNE), c.test, loss, w, task
                 )
             return predictor(task.model, w)
@@ -164,9 +164,9 @@ def planted(mistake):
             "headline": {"headline": ("f1", "max")},
             "only architecture": {"one_architecture": False},  # but it uses task.model
         }
-        return Algorithm(init, round, predict, evaluate.classification, sent)._replace(
-            **changes.get(mistake, {})
-        )
+        return Algorithm(
+            init, round, predict, evaluation.classification, sent
+        )._replace(**changes.get(mistake, {}))
 
     return factory
 
@@ -287,7 +287,7 @@ def test_a_method_for_one_network_that_says_it_takes_several():
         def round(key, state, cohort):
             def client(c, own):
                 w = split.receive(state.server, own)
-                w, value = local.sgd(
+                w, value = local_training.sgd(
                     c.key, c.train, losses.classification(c.model), w, task
                 )
                 head, own = split.send(w)  # without c.architecture
@@ -295,7 +295,7 @@ def test_a_method_for_one_network_that_says_it_takes_several():
                     head,
                     Own(own),
                     value,
-                    evaluate.post(cohort, c, predictor(c.model, w)),
+                    evaluation.post(cohort, c, predictor(c.model, w)),
                 )
 
             head, (own, value, post) = cohort.mean(
@@ -307,7 +307,11 @@ def test_a_method_for_one_network_that_says_it_takes_several():
             return predictor(c.model, split.receive(server, own))
 
         return Algorithm(
-            split.init, round, predict, evaluate.classification, one_architecture=False
+            split.init,
+            round,
+            predict,
+            evaluation.classification,
+            one_architecture=False,
         )
 
     made = testing.subject(factory, testing.task())
@@ -574,8 +578,8 @@ def failing(where):
             )
 
             def client(c):
-                w, value = local.sgd(c.key, c.train, given, state.server, task)
-                post = evaluate.post(cohort, c, predictor(task.model, w))
+                w, value = local_training.sgd(c.key, c.train, given, state.server, task)
+                post = evaluation.post(cohort, c, predictor(task.model, w))
                 return (
                     w
                     if where == "no tuple"
@@ -605,7 +609,7 @@ def failing(where):
             return (
                 {"acc": (outputs.sums, mask)}
                 if where == "score"
-                else evaluate.classification(outputs, y, mask, c)
+                else evaluation.classification(outputs, y, mask, c)
             )
 
         def sent(state, cohort, metrics):
@@ -677,7 +681,7 @@ def test_what_the_package_itself_raises_stays_as_it_is(monkeypatch):
     def raising(*args):
         raise KeyError("of the package")
 
-    code = raising.__code__.replace(co_filename=evaluate.__file__)
+    code = raising.__code__.replace(co_filename=evaluation.__file__)
     monkeypatch.setattr(traffic, "uploads", types.FunctionType(code, globals()))
     with pytest.raises(KeyError, match="of the package"):
         simulate.program(ALGORITHMS["fedavg"], testing.task())

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from annotated_types import Ge, Interval
 
-from fedjax_pfl import averaging, evaluate, keys, local, losses, trees
+from fedjax_pfl import averaging, evaluation, keys, local_training, losses, trees
 from fedjax_pfl.averaging import predictor
 from fedjax_pfl.types import (
     Algorithm,
@@ -132,13 +132,15 @@ def apfl(
             w = split.receive(state.server, mine["own"])
             opts = tuple(optimizer.init(averaging.params(x)) for x in (w, mine["v"]))
             carry = (w, mine["v"], mine["alpha"], opts, jnp.bool(True))
-            (w, v, a, _, _), value, _ = local.work(c.key, c.train, step, carry, task)
+            (w, v, a, _, _), value, _ = local_training.work(
+                c.key, c.train, step, carry, task
+            )
             shared, own = split.send(w)
             return (
                 shared,
                 {"v": v, "alpha": a, "own": own},
                 value,
-                evaluate.post(cohort, c, mixed(v, a, w)),
+                evaluation.post(cohort, c, mixed(v, a, w)),
             )
 
         w, (mine, value, post) = cohort.mean(
@@ -150,5 +152,9 @@ def apfl(
         return mixed(mine["v"], mine["alpha"], split.receive(server, mine["own"]))
 
     return Algorithm(
-        init, round, predict, evaluate.classification, averages=averaging.BODY_AND_HEAD
+        init,
+        round,
+        predict,
+        evaluation.classification,
+        averages=averaging.BODY_AND_HEAD,
     )

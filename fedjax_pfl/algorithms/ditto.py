@@ -9,7 +9,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Interval
 
-from fedjax_pfl import averaging, evaluate, local, losses, trees
+from fedjax_pfl import averaging, evaluation, local_training, losses, trees
 from fedjax_pfl.types import (
     Algorithm,
     Array,
@@ -41,8 +41,8 @@ def ditto(
     Note:
       The global model is averaged with weights proportional to the training examples;
       the authors average uniformly over clients sampled in proportion to their size. v
-      and w see the same batches in the same order, as far as both go: `local.sgd` is
-      given the same key. The reported loss is that of w.
+      and w see the same batches in the same order, as far as both go:
+      `local_training.sgd` is given the same key. The reported loss is that of w.
     """
     # `split.send` divides variables into (what is uploaded, what stays), as bn_stats
     # says; `receive` joins them; what stays is the entry "own" of a client's row,
@@ -59,7 +59,7 @@ def ditto(
             c: Client, mine: PyTree
         ) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
             # the personal model near w^t: the gradient of Eq. 1
-            v, _ = local.sgd(
+            v, _ = local_training.sgd(
                 c.key,
                 c.train,
                 loss,
@@ -70,13 +70,13 @@ def ditto(
             )
             # the client's part of the global problem, from w^t
             w = split.receive(state.server, mine["own"])
-            w, value = local.sgd(c.key, c.train, loss, w, task)
+            w, value = local_training.sgd(c.key, c.train, loss, w, task)
             shared, own = split.send(w)
             return (
                 shared,
                 {"v": v, "own": own},
                 value,
-                evaluate.post(cohort, c, averaging.predictor(task.model, v)),
+                evaluation.post(cohort, c, averaging.predictor(task.model, v)),
             )
 
         w, (mine, value, post) = cohort.mean(
@@ -88,5 +88,9 @@ def ditto(
         return averaging.predictor(task.model, mine["v"])
 
     return Algorithm(
-        init, round, predict, evaluate.classification, averages=averaging.BODY_AND_HEAD
+        init,
+        round,
+        predict,
+        evaluation.classification,
+        averages=averaging.BODY_AND_HEAD,
     )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from annotated_types import Ge
 
-from fedjax_pfl import evaluate, groups, local, losses, traffic, trees
+from fedjax_pfl import architectures, evaluation, local_training, losses, traffic, trees
 from fedjax_pfl.averaging import predictor
 from fedjax_pfl.types import (
     Algorithm,
@@ -68,7 +68,7 @@ def fd(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
       sum as it was before any `transform` of uploads, so that with one the others' mean
       is off by the difference.
     """
-    classes, batch_size = task.num_classes, evaluate.pass_size(task.sizes)
+    classes, batch_size = task.num_classes, evaluation.pass_size(task.sizes)
 
     def init(key: Array) -> State:
         nothing, none = jnp.zeros((classes, classes)), jnp.zeros(classes, bool)
@@ -81,7 +81,8 @@ def fd(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
             {"own": nothing, "table": nothing, "known": none}, task.num_clients
         )
         return State(
-            server, {"w": groups.stack(task, lambda model: model.init(key)), **mine}
+            server,
+            {"w": architectures.stack(task, lambda model: model.init(key)), **mine},
         )
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
@@ -102,12 +103,12 @@ def fd(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
                 value = losses.cross_entropy(z, batch.y, batch.mask)
                 return value + gamma * losses.masked_mean(gap, batch.mask), stats
 
-            w, value = local.sgd(c.key, c.train, loss, mine["w"], task)
+            w, value = local_training.sgd(c.key, c.train, loss, mine["w"], task)
             logits = predictor(c.model, w)
             soft = lambda batch: jax.nn.softmax(logits(batch.x, batch.mask))
-            own = local.class_means(c.train, soft, classes, batch_size)
+            own = local_training.class_means(c.train, soft, classes, batch_size)
             new = {"w": Own(w), "own": own, "table": table, "known": known}
-            return own, new, value, evaluate.post(cohort, c, logits)
+            return own, new, value, evaluation.post(cohort, c, logits)
 
         has = cohort.class_counts > 0
         nothing = jnp.zeros_like(state.server["mean"])
@@ -141,5 +142,5 @@ def fd(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
         return count._replace(ints=own)  # which classes
 
     return Algorithm(
-        init, round, predict, evaluate.classification, sent, one_architecture=False
+        init, round, predict, evaluation.classification, sent, one_architecture=False
     )

@@ -14,7 +14,7 @@ import optax
 from annotated_types import Ge, Interval
 from chex import Numeric
 
-from fedjax_pfl import averaging, evaluate, keys, local, losses, trees
+from fedjax_pfl import averaging, evaluation, keys, local_training, losses, trees
 from fedjax_pfl.averaging import BODY_AND_HEAD, predictor
 from fedjax_pfl.types import (
     Algorithm,
@@ -105,7 +105,7 @@ def learn(
 
     def epoch(loop: Loop) -> Loop:
         weights, recent, epochs, count = loop
-        weights, last, count = local.fold(
+        weights, last, count = local_training.fold(
             data, batch, (weights, jnp.float32(0), count), task.batch_size
         )
         return weights, jnp.roll(recent, -1).at[-1].set(last), epochs + 1, count
@@ -211,7 +211,7 @@ def fedala(
             c: Client, mine: PyTree
         ) -> tuple[PyTree, PyTree, Array, dict[str, Array], dict[str, Array]]:
             w, weights, epochs = start(c, state.server, mine)
-            w, value = local.sgd(c.key, c.train, loss, w, task)
+            w, value = local_training.sgd(c.key, c.train, loss, w, task)
             shared, own = split.send(w)
             kept = {
                 "w": trees.partition(w, mask)[0],
@@ -223,7 +223,7 @@ def fedala(
                 shared,
                 {**kept, "own": own},
                 value,
-                evaluate.post(cohort, c, predictor(task.model, w)),
+                evaluation.post(cohort, c, predictor(task.model, w)),
                 seen,
             )
 
@@ -239,5 +239,9 @@ def fedala(
         return split.init(key, beside)
 
     return Algorithm(
-        init, round, predict, evaluate.classification, averages=averaging.BODY_AND_HEAD
+        init,
+        round,
+        predict,
+        evaluation.classification,
+        averages=averaging.BODY_AND_HEAD,
     )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from annotated_types import Ge, Gt, Interval
 from chex import Numeric
 
-from fedjax_pfl import evaluate, local, losses, traffic, trees
+from fedjax_pfl import evaluation, local_training, losses, traffic, trees
 from fedjax_pfl.averaging import params, predictor
 from fedjax_pfl.numerics.similarity import cosines, square_distances
 from fedjax_pfl.types import (
@@ -159,7 +159,7 @@ def fedamp(
         def client(
             c: Client, u: PyTree, w: PyTree, stats: PyTree
         ) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
-            variables, value = local.sgd(
+            variables, value = local_training.sgd(
                 c.key,
                 c.train,
                 loss,
@@ -167,7 +167,7 @@ def fedamp(
                 task,
                 extra=trees.proximal(u, lam / alpha),
             )
-            post = evaluate.post(cohort, c, predictor(task.model, variables))
+            post = evaluation.post(cohort, c, predictor(task.model, variables))
             return params(variables), variables["stats"], value, post
 
         own = trees.gather(state.server["w"], cohort.ids)
@@ -191,4 +191,4 @@ def fedamp(
             cohort, trees.size(state.server["w"]) // task.num_clients
         )
 
-    return Algorithm(init, round, predict, evaluate.classification, sent)
+    return Algorithm(init, round, predict, evaluation.classification, sent)

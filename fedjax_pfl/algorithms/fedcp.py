@@ -20,7 +20,15 @@ from annotated_types import Ge, Interval
 from chex import Numeric
 from flax import nnx
 
-from fedjax_pfl import averaging, evaluate, keys, local, losses, models, trees
+from fedjax_pfl import (
+    averaging,
+    evaluation,
+    keys,
+    local_training,
+    losses,
+    models,
+    trees,
+)
 from fedjax_pfl.models import layers
 from fedjax_pfl.types import (
     Algorithm,
@@ -188,13 +196,13 @@ def gated(task: Task, network: Network | None, policy: str, off: set[str]) -> Ap
 
 def objective(
     task: Task, apply: Apply, frozen: Frozen, lam: Numeric | None
-) -> local.Loss:
+) -> local_training.Loss:
     """The loss of a client: cross entropy and lam times the MMD between own and global
     features (None: without).
 
     Returns:
-      As `local.sgd` takes it, with the aux {"pir": the mean of s []} where there is a
-      gate.
+      As `local_training.sgd` takes it, with the aux {"pir": the mean of s []} where
+      there is a gate.
     """
 
     def loss(
@@ -316,10 +324,10 @@ def fedcp(
             # the vector is that of the head before training
             w, frozen = receive(state.server, mine)
             loss = objective(task, apply, frozen, None if "gfm" in off else lam)
-            w, (value, ratio) = local.sgd(
+            w, (value, ratio) = local_training.sgd(
                 c.key, c.train, loss, w, task, train=PARTS, has_aux=True
             )
-            post = evaluate.post(cohort, c, predictor(w, frozen, c))
+            post = evaluation.post(cohort, c, predictor(w, frozen, c))
             # Eq. 6
             head = (
                 ()
@@ -349,6 +357,6 @@ def fedcp(
         init,
         round,
         predict,
-        evaluate.classification,
+        evaluation.classification,
         averages=(*averaging.BODY_AND_HEAD, "policy"),
     )

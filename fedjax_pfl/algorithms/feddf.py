@@ -14,15 +14,15 @@ import optax
 from annotated_types import Ge, Gt, Interval
 
 from fedjax_pfl import (
+    architectures,
     averaging,
-    evaluate,
-    groups,
+    evaluation,
     hyperparameters,
     keys,
-    local,
+    local_training,
     losses,
-    public,
 )
+from fedjax_pfl.algorithms import public_data
 from fedjax_pfl.numerics import mixtures
 from fedjax_pfl.optimizers import clipped
 from fedjax_pfl.types import (
@@ -88,8 +88,10 @@ def feddf(task: Task, *, on: Students) -> Algorithm:
       their own, students those of each batch, of the validation, too.
     """
     rule = {"adam": optax.adam, "sgd": optax.sgd}[on.student_optimizer]
-    drawn = public.count(task, on.public_size)
-    rows = drawn - (0 if on.patience is None else local.held_out(drawn, on.held_out))
+    drawn = public_data.count(task, on.public_size)
+    rows = drawn - (
+        0 if on.patience is None else local_training.held_out(drawn, on.held_out)
+    )
     steps, decay = (
         on.passes * -(-rows // on.public_batch),
         optax.cosine_decay_schedule(1.0, 1),
@@ -115,70 +117,72 @@ def feddf(task: Task, *, on: Students) -> Algorithm:
         starts = start(key)
         own = iter([own for _, own in starts])
         return State(
-            groups.grouped([shared for shared, _ in starts]),
-            groups.stack(task, lambda _: next(own)),
+            architectures.grouped([shared for shared, _ in starts]),
+            architectures.stack(task, lambda _: next(own)),
         )
 
     divergence = functools.partial(mixtures.divergence, temperature=on.temperature)
 
-    @jax.named_scope(local.ON_SERVER)
+    @jax.named_scope(local_training.ON_SERVER)
     def distil(
         key: Array, fused: PyTree, cohort: Cohort, index: Array, target: Array
     ) -> tuple[PyTree, Array]:
         data, students, gaps = (
-            public.subset(cohort.public, index, jnp.any(cohort.trained)),
+            public_data.subset(cohort.public, index, jnp.any(cohort.trained)),
             [],
             [],
         )
         for group, (_, own) in enumerate(start(key)):
-            w = split.receive(groups.select(fused, group), own)
+            w = split.receive(architectures.select(fused, group), own)
             loss = functools.partial(
-                public.distillation, task.models[group], distance=divergence
+                public_data.distillation, task.models[group], distance=divergence
             )
             # the same batches for every student
             stream = keys.fold(key, keys.Server.STUDENT)
             if on.patience is None:
-                w, gap = local.sgd(
+                w, gap = local_training.sgd(
                     stream, data, loss(target=target), w, server_task, epochs=on.passes
                 )
             else:
-                part = public.validation(data, target, on.held_out)
-                w, gap = public.early_stopped(
+                part = public_data.validation(data, target, on.held_out)
+                w, gap = public_data.early_stopped(
                     stream, part, loss, target, w, server_task, on.passes, on.patience
                 )
             students.append(split.send(w, group)[0])
             gaps.append(gap)
-        return groups.grouped(students), jnp.mean(jnp.stack(gaps))
+        return architectures.grouped(students), jnp.mean(jnp.stack(gaps))
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        index = public.draw(key, task, on.public_size)
+        index = public_data.draw(key, task, on.public_size)
         if on.patience is not None:  # the last of them are for validation
             index = jax.random.permutation(keys.fold(key, keys.Server.HELD_OUT), index)
 
         def client(
             c: Client, own: PyTree
         ) -> tuple[Own, Own, Array, Array, dict[str, Array]]:
-            w = split.receive(groups.select(state.server, c.architecture), own)
-            w, value = local.sgd(
+            w = split.receive(architectures.select(state.server, c.architecture), own)
+            w, value = local_training.sgd(
                 c.key, c.train, losses.classification(c.model), w, task
             )
             shared, own = split.send(w, c.architecture)
-            data = public.subset(c.public, index, c.train.size > 0)
+            data = public_data.subset(c.public, index, c.train.size > 0)
             # it has the models, and they are its teachers
-            with jax.named_scope(local.ON_SERVER):
-                z = public.logits(c.model, w, data, task.num_classes, on.public_batch)
+            with jax.named_scope(local_training.ON_SERVER):
+                z = public_data.logits(
+                    c.model, w, data, task.num_classes, on.public_batch
+                )
             return (
                 Own(shared),
                 Own(own),
                 z,
                 value,
-                evaluate.post(cohort, c, averaging.predictor(c.model, w)),
+                evaluation.post(cohort, c, averaging.predictor(c.model, w)),
             )
 
         fused, (own, z, value, post) = cohort.mean(
             client, state.clients, weight=cohort.sizes, default=state.server
         )
-        teachers = public.gathered(cohort, z)
+        teachers = public_data.gathered(cohort, z)
         uniform = mixtures.normalised(jnp.ones(len(teachers.ids)), teachers.here)
         target = jax.nn.softmax(mixtures.mean(uniform, teachers) / on.temperature)
         students, gap = distil(key, fused, cohort, index, target)
@@ -188,11 +192,11 @@ def feddf(task: Task, *, on: Students) -> Algorithm:
 
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
         return averaging.predictor(
-            c.model, split.receive(groups.select(server, c.architecture), own)
+            c.model, split.receive(architectures.select(server, c.architecture), own)
         )
 
     return Algorithm(
-        init, round, predict, evaluate.classification, one_architecture=False
+        init, round, predict, evaluation.classification, one_architecture=False
     )
 
 
@@ -214,6 +218,6 @@ def pfeddf(
     averaged = averaging.partial_averaging(task, averaging.split(task), fine_tune=tuned)
 
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
-        return averaged.predict(groups.select(server, c.architecture), own, c)
+        return averaged.predict(architectures.select(server, c.architecture), own, c)
 
     return feddf(task, **on._asdict())._replace(predict=predict)

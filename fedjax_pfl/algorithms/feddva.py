@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import jax
 from annotated_types import Ge, Interval
 
-from fedjax_pfl import averaging, evaluate, keys, local, trees
+from fedjax_pfl import averaging, evaluation, keys, local_training, trees
 from fedjax_pfl.errors import check, choose
 from fedjax_pfl.models import strided, vae
 from fedjax_pfl.numerics import dva_phases
@@ -74,7 +74,7 @@ def score(outputs: dict[str, Array], y: Array, mask: Array, c: Client) -> Scores
     """The terms of `dva.terms`, and with a classifier the scores of its logits."""
     terms = dva_phases.totals(outputs, mask)
     return terms | (
-        evaluate.classification(outputs["logits"], y, mask, c)
+        evaluation.classification(outputs["logits"], y, mask, c)
         if "logits" in outputs
         else {}
     )
@@ -168,12 +168,12 @@ def feddva(
             w, losses = split.receive(state.server, own), []
             streams = (c.key, *(keys.fold(c.key, stream) for stream in LATER))
             for phase, stream in zip(phases, streams, strict=False):
-                w, loss = local.sgd(
+                w, loss = local_training.sgd(
                     stream, c.train, phase.loss, w, task, train=phase.parts
                 )
                 losses.append(loss)
             shared, own = split.send(w)
-            return shared, own, losses, evaluate.post(cohort, c, predictor(w), score)
+            return shared, own, losses, evaluation.post(cohort, c, predictor(w), score)
 
         server, (own, losses, post) = cohort.mean(
             client, state.clients, weight=cohort.sizes, default=state.server

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from annotated_types import Interval
 
-from fedjax_pfl import averaging, evaluate, local, losses, trees
+from fedjax_pfl import averaging, evaluation, local_training, losses, trees
 from fedjax_pfl.types import (
     Algorithm,
     Array,
@@ -54,14 +54,14 @@ def e_step(
     [M], their mean."""
     shape = (data.index.shape[0], len(pi))
     # small enough that a short client is not padded many times
-    batch_size = evaluate.batch_size(task.sizes.max() / 4)
+    batch_size = evaluation.batch_size(task.sizes.max() / 4)
 
     def summed(batch: Batch) -> tuple[Array, Array]:
         q = responsibilities(pi, losses_of_rows(task, components, batch))
         q = jnp.where(batch.mask[:, None], q, 0)
         return jnp.zeros(shape, q.dtype).at[batch.row].add(q), jnp.sum(q, axis=0)
 
-    q, total = local.sweep(data, summed, batch_size)
+    q, total = local_training.sweep(data, summed, batch_size)
     return q, jnp.where(data.size > 0, total / jnp.maximum(data.size, 1), pi)
 
 
@@ -127,7 +127,7 @@ def fedem(
             )
             return losses.masked_mean(q[batch.row] * each, batch.mask), stats
 
-        return local.sgd(c.key, c.train, loss, theta, task)
+        return local_training.sgd(c.key, c.train, loss, theta, task)
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def client(
@@ -141,7 +141,7 @@ def fedem(
                 shared,
                 {"pi": pi, "own": own},
                 jnp.sum(value),
-                evaluate.post(cohort, c, mixture(task, theta, pi)),
+                evaluation.post(cohort, c, mixture(task, theta, pi)),
             )
 
         mean, (mine, value, post) = cohort.mean(
@@ -160,5 +160,9 @@ def fedem(
         return mixture(task, theta, pi)
 
     return Algorithm(
-        init, round, predict, evaluate.classification, averages=averaging.BODY_AND_HEAD
+        init,
+        round,
+        predict,
+        evaluation.classification,
+        averages=averaging.BODY_AND_HEAD,
     )

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from annotated_types import Ge, Interval
 from chex import Numeric
 
-from fedjax_pfl import averaging, evaluate, keys, local, losses, trees
+from fedjax_pfl import averaging, evaluation, keys, local_training, losses, trees
 from fedjax_pfl.averaging import params, predictor
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import (
@@ -87,7 +87,7 @@ def mixing(benefits: Array) -> Array:
 def splits(c: Client, val: Numeric) -> tuple[Data, Data]:
     """What a client trains on and what it validates on: its own validation examples if
     it has any, else a holdout."""
-    rest, held = local.holdout(c.train, val)
+    rest, held = local_training.holdout(c.train, val)
     given, length = c.val.size > 0, max(c.val.index.shape[0], held.index.shape[0])
     pad: Callable[[Array], Array] = lambda index: jnp.pad(
         index, (0, length - index.shape[0])
@@ -104,7 +104,7 @@ def mean_loss(model: Model, variables: PyTree, data: Data, batch_size: int) -> A
         logits = predictor(model, variables)(batch.x, batch.mask)
         return losses.cross_entropy(logits, batch.y, batch.mask)
 
-    return evaluate.mean(data, loss, batch_size)
+    return evaluation.mean(data, loss, batch_size)
 
 
 def check_room(task: Task, received: int) -> None:
@@ -164,7 +164,7 @@ def fedfomo(
     received = min(received, n)
     check_room(task, received)
     # small enough that a usual holdout is not padded many times
-    batch_size = evaluate.batch_size(task.sizes.max() / 5)
+    batch_size = evaluation.batch_size(task.sizes.max() / 5)
 
     def init(key: Array) -> State:
         shared, own = split.send(task.model.init(key))
@@ -230,11 +230,11 @@ def fedfomo(
             mixed, benefits = mix(server["models"], ids, there, mine, c, held)
             before = split.receive(mixed, mine["own"])
             # it trains the mixture, the base of the next round's benefits
-            w, value = local.sgd(c.key, rest, loss, before, task)
-            post = evaluate.post(cohort, c, predictor(task.model, w))
+            w, value = local_training.sgd(c.key, rest, loss, before, task)
+            post = evaluation.post(cohort, c, predictor(task.model, w))
             post |= {
                 f"mixed_{k}": x
-                for k, x in evaluate.post(
+                for k, x in evaluation.post(
                     cohort, c, predictor(task.model, before)
                 ).items()
             }
@@ -250,7 +250,7 @@ def fedfomo(
                 shared,
                 {"start": mixed, "own": own},
                 affinity,
-                local.learns(rest.size, task),
+                local_training.learns(rest.size, task),
                 value,
                 post,
                 more,
@@ -280,4 +280,4 @@ def fedfomo(
         count = metrics.clients["received"].astype(jnp.int32) * active
         return Traffic(count * size, (size + n) * active, count, active + (count > 0))
 
-    return Algorithm(init, round, predict, evaluate.classification, sent)
+    return Algorithm(init, round, predict, evaluation.classification, sent)

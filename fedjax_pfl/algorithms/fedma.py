@@ -16,9 +16,9 @@ from annotated_types import Gt, Interval
 
 from fedjax_pfl import (
     averaging,
-    evaluate,
+    evaluation,
     hyperparameters,
-    local,
+    local_training,
     losses,
     optimizers,
     traffic,
@@ -131,7 +131,7 @@ def retrain(
     task = task._replace(
         optimizer=lambda lr: optimizers.per_part({"moving": optimizer(lr)})
     )
-    v, _ = local.sgd(
+    v, _ = local_training.sgd(
         c.key, c.train, objective, v, task, train=("moving",), epochs=epochs
     )
     # the server has frozen layers' running statistics already
@@ -212,13 +212,13 @@ def fedma(task: Task, *, on: Matching) -> Algorithm:
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def client(c: Client, own: PyTree) -> tuple[PyTree, Array, dict[str, Array]]:
-            w, value = local.sgd(
+            w, value = local_training.sgd(
                 c.key, c.train, loss, split.receive(state.server, own), task
             )
             return (
                 w,
                 value,
-                evaluate.post(cohort, c, averaging.predictor(task.model, w)),
+                evaluation.post(cohort, c, averaging.predictor(task.model, w)),
             )
 
         models, value, post = cohort.map(client, state.clients)
@@ -293,7 +293,7 @@ def fedma(task: Task, *, on: Matching) -> Algorithm:
         else ""
     )
     return Algorithm(
-        split.init, round, predict, evaluate.classification, sent, no_unseen=alone
+        split.init, round, predict, evaluation.classification, sent, no_unseen=alone
     )
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from annotated_types import Interval
 from chex import Numeric
 
-from fedjax_pfl import averaging, evaluate, local, losses, trees
+from fedjax_pfl import averaging, evaluation, local_training, losses, trees
 from fedjax_pfl.averaging import beside, score_beside
 from fedjax_pfl.errors import needed
 from fedjax_pfl.types import (
@@ -39,9 +39,9 @@ def momentum(count: Array, mu0: Numeric, expected: float) -> Array:
 
 def transfer_loss(
     task: Task, teacher: PyTree, lam: Numeric, regularizer: str
-) -> local.Loss:
-    """(1 - lam) cross entropy + lam R(w, teacher), as `local.sgd` takes it; the teacher
-    does not move.
+) -> local_training.Loss:
+    """(1 - lam) cross entropy + lam R(w, teacher), as `local_training.sgd` takes it;
+    the teacher does not move.
 
     Args:
       regularizer: mmd (of the features), kd (the teacher's softened predictions).
@@ -111,12 +111,12 @@ def fedphp(
                 split.receive(state.server, mine["own"]),
                 transfer_loss(task, mine["h"], lam, regularizer),
             )
-            w, value = local.sgd(c.key, c.train, loss, w, task)
+            w, value = local_training.sgd(c.key, c.train, loss, w, task)
             h = trees.lerp(momentum(mine["count"], mu0, expected), mine["h"], w)
             # else w is the received model, nothing of its own
-            learned = local.count(c.train, task) > 0
+            learned = local_training.count(c.train, task) > 0
             h, count = trees.choose(learned, h, mine["h"]), mine["count"] + learned
-            post = evaluate.post(cohort, c, beside(task.model, h, w), score_beside)
+            post = evaluation.post(cohort, c, beside(task.model, h, w), score_beside)
             shared, own = split.send(w)
             return shared, {"h": h, "count": count, "own": own}, value, post
 

@@ -13,7 +13,14 @@ import jax
 import jax.numpy as jnp
 from annotated_types import Ge
 
-from fedjax_pfl import averaging, evaluate, groups, local, losses, traffic
+from fedjax_pfl import (
+    architectures,
+    averaging,
+    evaluation,
+    local_training,
+    losses,
+    traffic,
+)
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import (
     Algorithm,
@@ -89,7 +96,7 @@ def fedproto(
             f"FedProto needs one feature width K in all architectures, not {widths}: "
             "set it to one value (--features)."
         )
-    batch_size, moving = evaluate.pass_size(task.sizes), collect == "during"
+    batch_size, moving = evaluation.pass_size(task.sizes), collect == "during"
     score = functools.partial(averaging.score_beside, names=("proto",))
 
     def init(key: Array) -> State:
@@ -97,7 +104,7 @@ def fedproto(
             "proto": jnp.zeros((widths[0], classes)),
             "known": jnp.zeros(classes, bool),
         }
-        return State(server, groups.stack(task, lambda model: model.init(key)))
+        return State(server, architectures.stack(task, lambda model: model.init(key)))
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         proto, known = state.server["proto"], state.server["known"]  # [K, C], [C]
@@ -118,25 +125,29 @@ def fedproto(
                     known[batch.y], jnp.mean((h - proto.T[batch.y]) ** 2, axis=1), 0
                 )
                 seen = (
-                    local.class_sums(jax.lax.stop_gradient(h), batch, classes)
+                    local_training.class_sums(jax.lax.stop_gradient(h), batch, classes)
                     if moving
                     else ()
                 )
                 return value + lam * losses.masked_mean(gap, batch.mask), stats, seen
 
-            w, (value, seen) = local.sgd(c.key, c.train, loss, w, task, has_aux=True)
+            w, (value, seen) = local_training.sgd(
+                c.key, c.train, loss, w, task, has_aux=True
+            )
             if moving:  # `seen` are means over the steps
-                total, count = (x * local.count(c.train, task) for x in seen)
+                total, count = (x * local_training.count(c.train, task) for x in seen)
                 means = total / jnp.maximum(count, 1)[None]
             else:
                 features = lambda batch: c.model.features(
                     w, batch.x, mask=batch.mask, train=False
                 )[0]
                 means, count = (
-                    local.class_means(c.train, features, classes, batch_size),
+                    local_training.class_means(c.train, features, classes, batch_size),
                     c.class_counts,
                 )
-            post = evaluate.post(cohort, c, predictor(c.model, w, state.server), score)
+            post = evaluation.post(
+                cohort, c, predictor(c.model, w, state.server), score
+            )
             return means, Own(w), count, value, post
 
         weigh: Callable[[Array], Array] = lambda count: (

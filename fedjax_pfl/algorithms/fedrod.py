@@ -13,7 +13,7 @@ import optax
 from annotated_types import Ge
 from chex import Numeric
 
-from fedjax_pfl import averaging, evaluate, local, losses, optimizers
+from fedjax_pfl import averaging, evaluation, local_training, losses, optimizers
 from fedjax_pfl.types import (
     Algorithm,
     Array,
@@ -92,12 +92,14 @@ def fedrod(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
                 "stats": w["stats"],
             }
             apart = task._replace(optimizer=separate)
-            v, value = local.sgd(
+            v, value = local_training.sgd(
                 c.key, c.train, loss, v, apart, train=("generic", "own")
             )
             w, head = {**v["generic"], "stats": v["stats"]}, v["own"]["head"]
             shared, own = split.send(w)
-            post = evaluate.post(cohort, c, predictor(w, head), averaging.score_beside)
+            post = evaluation.post(
+                cohort, c, predictor(w, head), averaging.score_beside
+            )
             return shared, {"head": head, "own": own}, value, post
 
         w, (mine, value, post) = cohort.mean(

@@ -3,7 +3,7 @@ or a module."""
 
 from collections.abc import Callable
 
-from fedjax_pfl import own
+from fedjax_pfl import user_code
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.errors import choose
 from fedjax_pfl.types import Algorithm
@@ -19,5 +19,5 @@ def find(name: str) -> Callable[..., Algorithm]:
       InputError: there is none; the message says what was looked for.
     """
     if ":" in name:
-        return own.load("algo", name)
+        return user_code.load("algo", name)
     return ALGORITHMS[choose("algo", name, ALGORITHMS)]

@@ -17,16 +17,16 @@ from annotated_types import Ge, Gt, Interval
 
 from fedjax_pfl import (
     aggregate,
-    evaluate,
-    groups,
+    architectures,
+    evaluation,
     hyperparameters,
     keys,
-    local,
+    local_training,
     losses,
-    public,
     traffic,
     trees,
 )
+from fedjax_pfl.algorithms import public_data
 from fedjax_pfl.averaging import predictor
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.numerics import mixtures
@@ -99,7 +99,7 @@ def transfer(
     predictions come first and the private training last. A client without training
     examples neither teaches nor learns.
     """
-    n, size = task.num_clients, public.count(task, on.public_size)
+    n, size = task.num_clients, public_data.count(task, on.public_size)
     check_sent(task, on, size, public_epochs > 0)
     lr = task.lr if on.public_lr is None else on.public_lr
     distance = functools.partial(
@@ -118,28 +118,28 @@ def transfer(
             if rule.start is None
             else {"coefficients": jnp.full((n, n), rule.start, jnp.float32)}
         )
-        return State(server, groups.stack(task, lambda model: model.init(key)))
+        return State(server, architectures.stack(task, lambda model: model.init(key)))
 
     def train(
         c: Client, key: Array, w: PyTree, epochs: Any = None
     ) -> tuple[PyTree, Array]:
-        return local.sgd(
+        return local_training.sgd(
             key, c.train, losses.classification(c.model), w, task, epochs=epochs
         )
 
     def predictions(c: Client, w: PyTree, index: Array) -> Array:
-        data = public.subset(c.public, index, c.train.size > 0)
-        z = public.logits(c.model, w, data, task.num_classes, on.public_batch)
+        data = public_data.subset(c.public, index, c.train.size > 0)
+        z = public_data.logits(c.model, w, data, task.num_classes, on.public_batch)
         return z if space == "logit" else jax.nn.softmax(z / on.temperature)
 
     def distil(
         c: Client, w: PyTree, index: Array, target: Array
     ) -> tuple[PyTree, Array]:
-        data = public.subset(c.public, index, c.train.size > 0)
-        loss = public.distillation(
+        data = public_data.subset(c.public, index, c.train.size > 0)
+        loss = public_data.distillation(
             c.model, target, distance, frozen=on.distil_stats == "frozen"
         )
-        return local.sgd(
+        return local_training.sgd(
             keys.fold(c.key, keys.Client.TRANSFER),
             data,
             loss,
@@ -150,7 +150,7 @@ def transfer(
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         index, first, start = (
-            public.draw(key, task, on.public_size),
+            public_data.draw(key, task, on.public_size),
             on.order == "paper",
             cohort.round == 0,
         )
@@ -160,7 +160,7 @@ def transfer(
         def teach(c: Client, w: PyTree) -> tuple[Own, Array, Array]:
             value = jnp.zeros(())
             if public_epochs:
-                w = public.pretrain(
+                w = public_data.pretrain(
                     c, w, public_task, jnp.where(start, public_epochs, 0)
                 )
             if first:
@@ -172,7 +172,7 @@ def transfer(
 
         # the private training has the key of phase 0, as everywhere
         w, outputs, value = cohort.map(teach, state.clients, phase=0 if first else 1)
-        given = public.gathered(cohort, outputs)
+        given = public_data.gathered(cohort, outputs)
         # without a memory, those of clients out of the round are not known
         a = (
             jnp.full((n, n), jnp.nan, jnp.float32)
@@ -195,7 +195,7 @@ def transfer(
                 written(a[c.id], kept, given),
                 value,
                 gap,
-                evaluate.post(cohort, c, predictor(c.model, w)),
+                evaluation.post(cohort, c, predictor(c.model, w)),
             )
 
         w, rows, value, gap, post = cohort.map(
@@ -203,7 +203,7 @@ def transfer(
         )
         if rule.after:  # the coefficients follow what the models predict in the end
             outputs = cohort.map(lambda c, w: predictions(c, w, index), w, phase=None)
-            given = public.gathered(cohort, outputs)
+            given = public_data.gathered(cohort, outputs)
             follow = lambda c, out: written(
                 a[c.id], rule.coefficients(asked(c, cohort, a, out, given))[1], given
             )
@@ -251,7 +251,7 @@ def transfer(
         init,
         round,
         predict,
-        evaluate.classification,
+        evaluation.classification,
         sent,
         one_architecture=False,
         **options,
@@ -261,7 +261,7 @@ def transfer(
 def check_sent(task: Task, on: Exchange, size: int, labels: bool) -> None:
     """Raises InputError if the examples of `with_pool` have more numbers than an int32
     counts."""
-    pool, *shape = task.public.shape  # type: ignore[union-attr]  # `public.count` has asked for it
+    pool, *shape = task.public.shape  # type: ignore[union-attr]  # `public_data.count` has asked for it
     if (
         on.public_at == "server"
         and (pool if labels else size) * math.prod(shape) >= 2**31

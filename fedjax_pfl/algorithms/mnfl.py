@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from annotated_types import Ge, Interval
 
-from fedjax_pfl import averaging, evaluate, local, losses, traffic, trees
+from fedjax_pfl import averaging, evaluation, local_training, losses, traffic, trees
 from fedjax_pfl.aggregate import descend
 from fedjax_pfl.types import (
     Algorithm,
@@ -138,13 +138,13 @@ def mnfl(
             c: Client, own: PyTree
         ) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
             start = split.receive(received(server, c), own)
-            w, value = local.sgd(c.key, c.train, loss, start, task)
+            w, value = local_training.sgd(c.key, c.train, loss, start, task)
             shared, own = split.send(w)
             return (
                 shared,
                 own,
                 value,
-                evaluate.post(cohort, c, averaging.predictor(task.model, w)),
+                evaluation.post(cohort, c, averaging.predictor(task.model, w)),
             )
 
         w, own, value, post = cohort.map(client, state.clients)
@@ -199,7 +199,7 @@ def mnfl(
         init,
         round,
         predict,
-        evaluate.classification,
+        evaluation.classification,
         sent,
         idle=() if n == 1 else (idle,),
     )

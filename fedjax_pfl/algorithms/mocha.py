@@ -17,7 +17,7 @@ import numpy as np
 from annotated_types import Ge, Gt, Interval
 from chex import Numeric
 
-from fedjax_pfl import evaluate, local, losses, traffic, trees
+from fedjax_pfl import evaluation, local_training, losses, traffic, trees
 from fedjax_pfl.errors import InputError, needed
 from fedjax_pfl.types import (
     Algorithm,
@@ -133,7 +133,7 @@ def climb(
         return carry, hinge
 
     carry = alpha, jnp.zeros_like(w), jnp.zeros_like(w)
-    (alpha, dw, db), hinge, _ = local.steps(
+    (alpha, dw, db), hinge, _ = local_training.steps(
         c.key, c.train, step, carry, batch_size=1, steps=visits(frac, c.train.size)
     )
     return alpha, db, dw, hinge
@@ -168,7 +168,9 @@ def descend(
             opt,
         ), value
 
-    (w, _), value, _ = local.work(c.key, c.train, step, (w, optimizer.init(w)), task)
+    (w, _), value, _ = local_training.work(
+        c.key, c.train, step, (w, optimizer.init(w)), task
+    )
     return w, value
 
 
@@ -252,7 +254,7 @@ def mocha(
             else:
                 w, value = descend(server, omega, c, lam, task)
                 row = w
-            return mine, row, value, evaluate.post(cohort, c, predictor(w, c, pairs))
+            return mine, row, value, evaluation.post(cohort, c, predictor(w, c, pairs))
 
         mine, rows, value, post = cohort.map(client, state.clients)
         # the server adds up, and makes the models of the sums
@@ -288,4 +290,4 @@ def mocha(
             cohort, d * columns + 2 if sdca else 2 * d * columns + 1, d * columns
         )
 
-    return Algorithm(init, round, predict, evaluate.classification, sent)
+    return Algorithm(init, round, predict, evaluation.classification, sent)

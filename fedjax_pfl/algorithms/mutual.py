@@ -19,11 +19,16 @@ import jax.numpy as jnp
 from annotated_types import Ge, Gt, Interval
 from chex import Numeric
 
-from fedjax_pfl import evaluate, groups, keys, local, losses, traffic, trees
-from fedjax_pfl.averaging import BODY_AND_HEAD, predictor, score_beside
-from fedjax_pfl.errors import needed
-from fedjax_pfl.numerics.low_rank import compress
-from fedjax_pfl.small import (
+from fedjax_pfl import (
+    architectures,
+    evaluation,
+    keys,
+    local_training,
+    losses,
+    traffic,
+    trees,
+)
+from fedjax_pfl.algorithms.shared_model import (
     Objective,
     Outputs,
     divergence,
@@ -32,6 +37,9 @@ from fedjax_pfl.small import (
     marked,
     start,
 )
+from fedjax_pfl.averaging import BODY_AND_HEAD, predictor, score_beside
+from fedjax_pfl.errors import needed
+from fedjax_pfl.numerics.low_rank import compress
 from fedjax_pfl.types import (
     Algorithm,
     Array,
@@ -97,7 +105,7 @@ def fml(
                 upload,
                 marked(mine),
                 value,
-                evaluate.post(cohort, c, predictor(c.model, mine["w"])),
+                evaluation.post(cohort, c, predictor(c.model, mine["w"])),
             )
 
         weight = cohort.sizes if weights == "data" else cohort.trained
@@ -111,7 +119,7 @@ def fml(
         init,
         round,
         predict_own,
-        evaluate.classification,
+        evaluation.classification,
         one_architecture=False,
         averages=BODY_AND_HEAD,
     )
@@ -189,7 +197,7 @@ def fedkd(
         return state._replace(
             clients={
                 **state.clients,
-                "map": groups.stack(task, lambda m: draw(m) / fan_in**0.5),
+                "map": architectures.stack(task, lambda m: draw(m) / fan_in**0.5),
             }
         )
 
@@ -210,7 +218,7 @@ def fedkd(
                 c, c.train, mine, state.server, small, objective, task, also=("map",)
             )
             upload, up = squeeze(upload)
-            post = evaluate.post(cohort, c, predictor(c.model, mine["w"]))
+            post = evaluation.post(cohort, c, predictor(c.model, mine["w"]))
             return upload, marked(mine, ("w", "map")), value, post, up
 
         theta, (mine, value, post, up) = cohort.mean(
@@ -234,7 +242,7 @@ def fedkd(
         init,
         round,
         predict_own,
-        evaluate.classification,
+        evaluation.classification,
         sent if svd else None,
         one_architecture=False,
         averages=() if svd else BODY_AND_HEAD,
@@ -333,7 +341,7 @@ def fedapen(
       traffic counts one.
     """
     small = exchanged(task)
-    local.check_left(task, held_out)
+    local_training.check_left(task, held_out)
 
     def both(server: PyTree, mine: PyTree, c: Client) -> tuple[Predictor, Predictor]:
         theta = small.split.receive(server, mine["kept"])
@@ -355,7 +363,7 @@ def fedapen(
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         def client(c: Client, mine: PyTree) -> tuple[PyTree, PyTree, Array]:
-            data, _ = local.holdout(c.train, held_out)
+            data, _ = local_training.holdout(c.train, held_out)
             upload, mine, value = learn(
                 c, data, mine, state.server, small, fedapen_objective(mine["lam"]), task
             )
@@ -373,8 +381,8 @@ def fedapen(
                 )(lam)
                 return jnp.clip(lam - lam_lr * slope, 0, 1), ()
 
-            _, data = local.holdout(c.train, held_out)
-            learned, _, _ = local.steps(
+            _, data = local_training.holdout(c.train, held_out)
+            learned, _, _ = local_training.steps(
                 c.key,
                 data,
                 step,
@@ -382,7 +390,7 @@ def fedapen(
                 batch_size=task.batch_size,
                 epochs=lam_epochs,
             )
-            return learned, evaluate.post(
+            return learned, evaluation.post(
                 cohort, c, predict(theta, {**mine, "lam": learned}, c), ensemble_scores
             )
 

@@ -15,7 +15,7 @@ from absl import logging
 from annotated_types import Ge, Gt
 from chex import Numeric
 
-from fedjax_pfl import averaging, evaluate, keys, local, losses
+from fedjax_pfl import averaging, evaluation, keys, local_training, losses
 from fedjax_pfl.types import (
     Algorithm,
     Array,
@@ -63,7 +63,7 @@ def meta_gradient(
     three.
 
     Args:
-      loss: as `local.sgd` takes it.
+      loss: as `local_training.sgd` takes it.
       batches: of the inner gradient, of the outer one, and of the Hessian.
 
     Returns:
@@ -137,7 +137,7 @@ def per_fedavg(
 
     def adapt(c: Client, w: PyTree) -> PyTree:
         """One step, which is discarded after the prediction."""
-        return local.sgd(
+        return local_training.sgd(
             keys.fold(c.key, keys.Client.FINE_TUNE), c.train, loss, w, once
         )[0]
 
@@ -158,7 +158,7 @@ def per_fedavg(
         ) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
             w = split.receive(state.server, own)
             start = (w, optimizer.init(averaging.params(w)))
-            (w, _), value, _ = local.work(
+            (w, _), value, _ = local_training.work(
                 c.key, c.train, step, start, task, batches_per_step=batches
             )
             shared, own = split.send(w)
@@ -167,7 +167,7 @@ def per_fedavg(
                 shared,
                 own,
                 value,
-                evaluate.post(cohort, c, averaging.predictor(task.model, tuned)),
+                evaluation.post(cohort, c, averaging.predictor(task.model, tuned)),
             )
 
         w, (own, value, post) = cohort.mean(
@@ -182,6 +182,6 @@ def per_fedavg(
         split.init,
         round,
         predict,
-        evaluate.classification,
+        evaluation.classification,
         averages=averaging.BODY_AND_HEAD,
     )

@@ -16,16 +16,16 @@ from annotated_types import Ge, Interval
 from chex import Numeric
 
 from fedjax_pfl import (
+    architectures,
     averaging,
-    evaluate,
-    groups,
+    evaluation,
     keys,
-    local,
+    local_training,
     losses,
     optimizers,
-    small,
     trees,
 )
+from fedjax_pfl.algorithms import shared_model
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import (
     Algorithm,
@@ -62,7 +62,7 @@ def small_model(task: Task) -> Model:
             "parameters there (as `linear`): give "
             "another (Task.shared, --shared_model)."
         )
-    return small.exchanged(task).model
+    return shared_model.exchanged(task).model
 
 
 def mixture(alpha: Array, g: Array, G: Array) -> Array:
@@ -115,7 +115,9 @@ def features(
     return model.features({**v[part], "stats": v["stats"][part]}, *args, **options)
 
 
-def objective(model: Model, shared: Model, moving: tuple[str, ...]) -> local.Loss:
+def objective(
+    model: Model, shared: Model, moving: tuple[str, ...]
+) -> local_training.Loss:
     """The cross entropy of the head on mixed features, or on those of theta alone where
     only that is `moving`."""
 
@@ -217,7 +219,7 @@ def pfedafm(
         c: Client, key: Array, v: PyTree, moving: tuple[str, ...]
     ) -> tuple[PyTree, Array]:
         loss = objective(c.model, shared, moving)
-        return local.sgd(
+        return local_training.sgd(
             key, c.train, loss, v, task._replace(optimizer=optimizer), train=moving
         )
 
@@ -240,7 +242,8 @@ def pfedafm(
             )
 
         return State(
-            start(task.models[0])[0], groups.stack(task, lambda model: start(model)[1])
+            start(task.models[0])[0],
+            architectures.stack(task, lambda model: start(model)[1]),
         )
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
@@ -249,7 +252,7 @@ def pfedafm(
         ) -> tuple[PyTree, Own, Array, dict[str, Array], Array]:
             # model and mixing vector, on mixed features
             v, value = train(c, c.key, split.receive(state.server, own), phases[0])
-            post = evaluate.post(cohort, c, predictor(c.model, shared, v), score)
+            post = evaluation.post(cohort, c, predictor(c.model, shared, v), score)
             # the extractor, under the trained head
             if phases[1:]:
                 v, _ = train(c, keys.fold(c.key, keys.Client.EXTRACTOR), v, phases[1])

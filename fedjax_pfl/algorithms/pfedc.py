@@ -23,10 +23,10 @@ import optax
 from fedjax_pfl import (
     aggregate,
     averaging,
-    evaluate,
+    evaluation,
     hyperparameters,
     keys,
-    local,
+    local_training,
     optimizers,
     trees,
 )
@@ -138,7 +138,7 @@ def branched(task: Task, on: Branching) -> Branched:
                 ~holds[b.column], task.optimizer(lr)
             )
         )
-        w, (value, seen) = local.sgd(
+        w, (value, seen) = local_training.sgd(
             c.key, c.train, loss, received, alone, has_aux=True
         )
         # as they came
@@ -247,7 +247,7 @@ def pfedc(
                 own,
                 value,
                 seen,
-                evaluate.post(cohort, c, of.predictor(w), of.score),
+                evaluation.post(cohort, c, of.predictor(w), of.score),
             )
 
         # [S, L], of the task of each logit
@@ -343,7 +343,7 @@ def privacy_pfedc(
             w, value, seen = of.train(c, compose(state.server, mine))
             shared, own = split.send(w)
             phi = {"body": shared["body"], "stats": shared["stats"]}
-            post = evaluate.post(cohort, c, of.predictor(w), of.score)
+            post = evaluation.post(cohort, c, of.predictor(w), of.score)
             return (
                 () if encrypt_phi else phi,
                 phi if encrypt_phi else (),

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from annotated_types import Ge, Gt, Interval
 
-from fedjax_pfl import averaging, evaluate, local, losses, traffic, trees
+from fedjax_pfl import averaging, evaluation, local_training, losses, traffic, trees
 from fedjax_pfl.averaging import params, predictor
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models.layers import uniform
@@ -115,7 +115,7 @@ class Hypernetwork(NamedTuple):
 
     target: PyTree  # the shapes and types of a client's parameters
     optimizer: optax.GradientTransformation
-    learns: Callable[[Array], Array]  # `local.learns` of the task
+    learns: Callable[[Array], Array]  # `local_training.learns` of the task
 
     def generated(self, h: PyTree, id: Array) -> PyTree:
         """theta of client `id` []."""
@@ -252,7 +252,7 @@ def pfedhn(
     )
     loss, split = losses.classification(task.model), averaging.split(task)
     shapes = jax.eval_shape(task.model.init, jax.random.key(0))
-    learns = functools.partial(local.learns, task=task)
+    learns = functools.partial(local_training.learns, task=task)
     hyper = Hypernetwork(
         params(shapes), clipped_sgd(hyper_lr, momentum, decay, clip), learns
     )
@@ -277,7 +277,7 @@ def pfedhn(
 
         # k local steps from theta; the client sends how far they moved it
         def train(c: Client, theta: PyTree, own: PyTree) -> tuple[PyTree, PyTree]:
-            w, value = local.sgd(
+            w, value = local_training.sgd(
                 c.key,
                 c.train,
                 loss,
@@ -290,7 +290,7 @@ def pfedhn(
                 shared["stats"],
                 own,
                 value,
-                evaluate.post(cohort, c, predictor(task.model, w)),
+                evaluation.post(cohort, c, predictor(task.model, w)),
             )
 
         (h, velocity), (shared, own, value, post) = step(hyper, train, state, cohort)
@@ -311,4 +311,4 @@ def pfedhn(
             cohort, {"theta": hyper.target, "stats": state.server["stats"]}
         )
 
-    return Algorithm(init, round, predict, evaluate.classification, sent)
+    return Algorithm(init, round, predict, evaluation.classification, sent)

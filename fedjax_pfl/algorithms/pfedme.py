@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from annotated_types import Ge, Interval
 
-from fedjax_pfl import averaging, evaluate, keys, local, losses, trees
+from fedjax_pfl import averaging, evaluation, keys, local_training, losses, trees
 from fedjax_pfl.averaging import beside, score_beside
 from fedjax_pfl.types import (
     Algorithm,
@@ -102,11 +102,13 @@ def pfedme(
             received = split.receive(state.server, mine["own"])
             w = averaging.params(received)
             start = (w, (w, received["stats"], optimizer.init(w)))
-            (w, (theta, stats, _)), value, _ = local.work(
+            (w, (theta, stats, _)), value, _ = local_training.work(
                 c.key, c.train, step, start, task
             )
             w, theta = {**w, "stats": stats}, {**theta, "stats": stats}
-            post = evaluate.post(cohort, c, beside(task.model, theta, w), score_beside)
+            post = evaluation.post(
+                cohort, c, beside(task.model, theta, w), score_beside
+            )
             shared, own = split.send(w)
             return shared, {"theta": theta, "own": own}, value, post
 

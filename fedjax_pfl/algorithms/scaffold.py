@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from annotated_types import Ge, Interval
 
-from fedjax_pfl import averaging, evaluate, keys, local, losses, trees
+from fedjax_pfl import averaging, evaluation, keys, local_training, losses, trees
 from fedjax_pfl.types import (
     Algorithm,
     Array,
@@ -41,7 +41,8 @@ def full_gradient(task: Task, c: Client, variables: PyTree) -> PyTree:
         return optax.tree.scale(jnp.sum(batch.mask), by)
 
     return optax.tree.scale(
-        1 / jnp.maximum(c.train.size, 1), local.sweep(c.train, summed, task.batch_size)
+        1 / jnp.maximum(c.train.size, 1),
+        local_training.sweep(c.train, summed, task.batch_size),
     )
 
 
@@ -91,10 +92,10 @@ def scaffold(
         ) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
             received = split.receive(state.server["w"], mine["own"])
             correction = jax.tree.map(jnp.subtract, control, mine["c"])
-            y, value = local.sgd(
+            y, value = local_training.sgd(
                 c.key, c.train, loss, received, task, extra=lambda _: correction
             )
-            count = local.count(c.train, task)
+            count = local_training.count(c.train, task)
             if option == 1:
                 new = full_gradient(task, c, received)
             else:
@@ -111,7 +112,7 @@ def scaffold(
             )
             change = jax.tree.map(jnp.subtract, new, mine["c"])
             shared, own = split.send(y)
-            post = evaluate.post(cohort, c, averaging.predictor(task.model, y))
+            post = evaluation.post(cohort, c, averaging.predictor(task.model, y))
             return {"w": shared, "c": change}, {"c": new, "own": own}, value, post
 
         last = state.server["w"]
@@ -140,4 +141,4 @@ def scaffold(
     def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
         return averaging.predictor(task.model, split.receive(server["w"], mine["own"]))
 
-    return Algorithm(init, round, predict, evaluate.classification, averages=("w",))
+    return Algorithm(init, round, predict, evaluation.classification, averages=("w",))

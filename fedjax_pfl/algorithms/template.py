@@ -11,7 +11,7 @@ from typing import Annotated
 import optax
 from annotated_types import Ge
 
-from fedjax_pfl import averaging, evaluate, local, losses
+from fedjax_pfl import averaging, evaluation, local_training, losses
 from fedjax_pfl.types import (
     Algorithm,
     Array,
@@ -46,7 +46,7 @@ def small_head(task: Task, *, mu: Annotated[float, Ge(0)] = 0.01) -> Algorithm:
         def client(
             c: Client, own: PyTree
         ) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
-            w, value = local.sgd(
+            w, value = local_training.sgd(
                 c.key, c.train, loss, split.receive(state.server, own), task
             )
             body, own = split.send(w)
@@ -54,7 +54,7 @@ def small_head(task: Task, *, mu: Annotated[float, Ge(0)] = 0.01) -> Algorithm:
                 body,
                 own,
                 value,
-                evaluate.post(cohort, c, averaging.predictor(task.model, w)),
+                evaluation.post(cohort, c, averaging.predictor(task.model, w)),
             )
 
         body, (own, value, post) = cohort.mean(
@@ -65,4 +65,6 @@ def small_head(task: Task, *, mu: Annotated[float, Ge(0)] = 0.01) -> Algorithm:
     def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
         return averaging.predictor(task.model, split.receive(server, own))
 
-    return Algorithm(init, round, predict, evaluate.classification, averages=("body",))
+    return Algorithm(
+        init, round, predict, evaluation.classification, averages=("body",)
+    )

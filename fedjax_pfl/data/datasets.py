@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import own
+from fedjax_pfl import user_code
 from fedjax_pfl.data import tfds
 from fedjax_pfl.data.npz import read_npz
 from fedjax_pfl.errors import InputError, check, check_shape, choose, first_line
@@ -67,7 +67,7 @@ def load(name: str, data_dir: str | None = None, seed: int = 0) -> Dataset:
     """
     if isinstance(name, str) and name.startswith("npz:"):
         return _npz(name.removeprefix("npz:"))
-    if own.named(name):
+    if user_code.named(name):
         return _own(name, seed)
     if not (isinstance(name, str) and name.startswith("tfds:")):
         choose("data set", name, DATASETS)
@@ -234,9 +234,11 @@ def _npz(path: str) -> Dataset:
 
 def _own(name: str, seed: int) -> Dataset:
     """What a user's function returns, checked as the arrays of a file are."""
-    takes = own.parameters(own.load("dataset", name))
-    made = own.call("dataset", name, **({"seed": seed} if "seed" in takes else {}))
-    with own.blamed("dataset", name):
+    takes = user_code.parameters(user_code.load("dataset", name))
+    made = user_code.call(
+        "dataset", name, **({"seed": seed} if "seed" in takes else {})
+    )
+    with user_code.blamed("dataset", name):
         if not isinstance(made, Dataset):
             raise InputError(
                 f"it returns {type(made).__name__}, not a fedjax_pfl.Dataset."

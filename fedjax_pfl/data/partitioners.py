@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from fedjax_pfl import own
+from fedjax_pfl import user_code
 from fedjax_pfl.data import assignment, rows
 from fedjax_pfl.data.datasets import Dataset, checked
 from fedjax_pfl.data.rows import (
@@ -125,7 +125,7 @@ def partition(
     rng = np.random.default_rng(_whole("seed", seed, 0, 2**63 - 1))
     if isinstance(spec, str) and spec.startswith("file:"):
         return _from_file(spec.removeprefix("file:"), dataset, num_clients)
-    if own.named(spec):
+    if user_code.named(spec):
         return _own(spec, dataset, num_clients, seed)
     _check_spec(spec, test_split, dataset)
     y = dataset.y[: dataset.num_train] if test_split == "official" else dataset.y
@@ -281,10 +281,10 @@ def _from_file(path: str, dataset: Dataset, num_clients: int) -> Partition:
 
 
 def _own(spec: str, dataset: Dataset, num_clients: int, seed: int) -> Partition:
-    made = own.call(
+    made = user_code.call(
         "partition", spec, dataset=dataset, num_clients=num_clients, seed=seed
     )
-    with own.blamed("partition", spec):
+    with user_code.blamed("partition", spec):
         p = rows.checked(f"partition={spec}", made, dataset)
     if len(p.train) != num_clients:
         raise InputError(

@@ -27,7 +27,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from fedjax_pfl import local, losses
+from fedjax_pfl import local_training, losses
 from fedjax_pfl.data.tfds import cache_dir
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.engine.placement import make_mesh, padding_overhead
@@ -194,7 +194,7 @@ def _is_small(model: Model) -> bool:
 def _work(task: Task, clients: int) -> np.ndarray:
     """Steps of the clients of a round [S]; where they are drawn, of as many that stand
     for all N."""
-    steps = np.sort(local.planned(task, task.sizes)[0])
+    steps = np.sort(local_training.planned(task, task.sizes)[0])
     return steps[(2 * np.arange(clients) + 1) * len(steps) // (2 * clients)]
 
 
@@ -249,7 +249,9 @@ def _trial(
         # its own: side by side each ends by itself
         size = jnp.where(c.train.size > 0, STEPS * task.batch_size, 0)
         carry = (params, stats, optimizer.init(params))
-        return local.fold(c.train._replace(size=size), step, carry, task.batch_size)[:2]
+        return local_training.fold(
+            c.train._replace(size=size), step, carry, task.batch_size
+        )[:2]
 
     @jax.jit
     def run(key: Array, federation: Federation) -> PyTree:

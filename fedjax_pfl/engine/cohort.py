@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec as P
 
-from fedjax_pfl import aggregate, groups, keys, trees
+from fedjax_pfl import aggregate, architectures, keys, trees
 from fedjax_pfl.engine import callables, contract
 from fedjax_pfl.engine.placement import AXIS, sharded, slices, without_mesh
 from fedjax_pfl.errors import InputError
@@ -121,7 +121,7 @@ class Cohort:
         self._once(phase)
         contract.check_weight(weight, len(self.ids))
         # then each architecture's clients are averaged separately
-        apart = groups.is_grouped(default)
+        apart = architectures.is_grouped(default)
         cut = lambda here: (jax.tree.map(lambda w: w[here], weight), self.active[here])
         shares = [
             aggregate.shares(*each)
@@ -144,7 +144,7 @@ class Cohort:
             aggregate.filled(*each)
             for each in zip(shares, totals, default.trees, strict=True)
         ]
-        return groups.grouped(means), rest
+        return architectures.grouped(means), rest
 
     def scan(
         self,
@@ -217,7 +217,7 @@ class Cohort:
             contract.check_sent(results := trees.single(client(c, *rows)))
             first, *rest = results
             upload = first.tree if isinstance(first, Own) else first
-            like = groups.select(default, c.architecture)
+            like = architectures.select(default, c.architecture)
             contract.check_upload(upload, like)
             self.uploads[call] = [
                 *self.uploads[call][: c.architecture],
@@ -278,7 +278,7 @@ class Cohort:
         each = [
             arrays
             if alone
-            else groups.rows_of(arrays, group, slices(self.lengths)[group])
+            else architectures.rows_of(arrays, group, slices(self.lengths)[group])
             for group in some
         ]
 
@@ -309,7 +309,7 @@ class Cohort:
                 check_vma=False,
             )
             totals, results = without_mesh(spread(self._federation, each))
-        return totals, groups.join(results)
+        return totals, architectures.join(results)
 
     def _block(
         self,

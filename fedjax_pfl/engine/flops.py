@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
-from fedjax_pfl import groups, local
+from fedjax_pfl import architectures, local_training
 from fedjax_pfl.engine.program import parts
 from fedjax_pfl.models.work import product_flops
 from fedjax_pfl.types import Algorithm, Federation, State, Task
@@ -68,8 +68,8 @@ def flops_of_step(
     round: int = 1,
 ) -> float:
     """Floating-point operations of a client for each of the steps that its settings ask
-    for (`local.planned`), of clients of several architectures in the mean over those
-    steps' examples.
+    for (`local_training.planned`), of clients of several architectures in the mean over
+    those steps' examples.
 
     Counts 2 for each multiply-add of a matrix product or convolution in the loops over
     batches of a round without evaluation, batches full: further models, inner steps,
@@ -91,11 +91,11 @@ def flops_of_step(
             )
             for group in range(count)
         ]
-        _, examples = local.planned(task, task.sizes)
+        _, examples = local_training.planned(task, task.sizes)
         return float(np.average(np.asarray(each)[task.architecture], weights=examples))
     size = max(1, int(np.median(task.sizes)))
     size = max(size, task.batch_size) if task.drop_last else size  # fewer make no batch
-    steps = int(local.planned(task, np.array([size]))[0][0])
+    steps = int(local_training.planned(task, np.array([size]))[0][0])
     key = jax.eval_shape(lambda: jax.random.key(0))
     on = parts(factory, task, hparams)
     traced = {name: np.float32(value) for name, value in on.traced.items()}
@@ -135,7 +135,7 @@ def flops_of_step(
 
 def alone(task: Task, federation: Federation, group: int) -> tuple[Task, Federation]:
     """The clients of one architecture as a federation of their own."""
-    ids = groups.members(task, group)
+    ids = architectures.members(task, group)
     splits = ("train", "val", "test", "class_counts")
     rows = {
         name: jax.tree.map(lambda x: x[ids], getattr(federation, name))
@@ -187,10 +187,10 @@ def _walk(
     for eqn in jaxpr.eqns:
         names = str(eqn.source_info.name_stack)
         outs, flops = _equation(
-            eqn, [read(v) for v in eqn.invars], counts or local.SCOPE in names
+            eqn, [read(v) for v in eqn.invars], counts or local_training.SCOPE in names
         )
         values.update(zip(eqn.outvars, outs, strict=True))
-        total += 0 if local.ON_SERVER in names else flops
+        total += 0 if local_training.ON_SERVER in names else flops
     return [read(v) for v in jaxpr.outvars], total
 
 

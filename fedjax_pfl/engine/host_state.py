@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from fedjax_pfl import groups
+from fedjax_pfl import architectures
 from fedjax_pfl.engine import validate
 from fedjax_pfl.engine.method import Traced
 from fedjax_pfl.engine.placement import AXIS, Placement, slices
@@ -59,12 +59,12 @@ def program(
     draw_all = jax.jit(on.init, compiler_options=init_options())
     train, score = jit(on.train, donate_argnums=3), jit(on.score, static_argnums=6)
     like = jax.eval_shape(on.init, jax.random.key(0), on.traced)
-    places, slot = slices(on.lengths), groups.slots(task)
+    places, slot = slices(on.lengths), architectures.slots(task)
 
     def here(state: State, ids: np.ndarray, lengths: tuple[int, ...]) -> State:
         known = np.minimum(ids, n - 1)
         inside = lambda g, x: x[np.minimum(slot[known[slices(lengths)[g]]], len(x) - 1)]
-        rows = groups.per_group(lambda x: x[known], inside, state.clients)
+        rows = architectures.per_group(lambda x: x[known], inside, state.clients)
         return State(state.server, jax.device_put(rows, apart))
 
     def place(state: State) -> State:
@@ -109,7 +109,7 @@ def program(
                 old, rows, slot[np.minimum(ids[places[g]], n - 1)], active[places[g]]
             )
 
-        groups.per_group(
+        architectures.per_group(
             lambda old, rows: put(old, rows, ids, active),
             inside,
             state.clients,
@@ -120,7 +120,7 @@ def program(
     def blocks() -> Iterator[tuple[np.ndarray, tuple[int, ...]]]:
         """All clients, as many at once as a round has places for."""
         for g, length in enumerate(on.lengths):
-            members = groups.members(task, g)
+            members = architectures.members(task, g)
             members = np.append(members, n + np.arange(-len(members) % length)).astype(
                 np.int32
             )

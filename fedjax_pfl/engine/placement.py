@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from fedjax_pfl import groups, local, trees
+from fedjax_pfl import architectures, local_training, trees
 from fedjax_pfl.errors import InputError, check
 from fedjax_pfl.models.work import step_flops
 from fedjax_pfl.types import Array, PyTree, State, Task
@@ -157,7 +157,7 @@ def segments(task: Task, count: int, devices: int) -> tuple[int, ...]:
     """The places [G] per architecture of `count` clients of which any may be drawn,
     rounded up to the devices."""
     sizes = (
-        min(count, len(groups.members(task, group)))
+        min(count, len(architectures.members(task, group)))
         for group in range(len(task.models))
     )
     return tuple(-(-size // devices) * devices for size in sizes)
@@ -193,13 +193,16 @@ def placement(task: Task, devices: int) -> Placement | None:
     """
     if devices == 1 and len(task.models) == 1:
         return None
-    n, work = task.num_clients, local.planned(task, task.sizes)[0].astype(np.float32)
+    n, work = (
+        task.num_clients,
+        local_training.planned(task, task.sizes)[0].astype(np.float32),
+    )
     if devices > 1 and len(task.models) > 1:
         work *= relative_operations(task)[task.architecture]
     parts: list[np.ndarray] = []
     load = jnp.zeros(devices)
     for group in range(len(task.models)):
-        ids = groups.members(task, group)
+        ids = architectures.members(task, group)
         at = np.arange(len(ids))
         if devices > 1:
             places = jax.jit(assign, static_argnums=1)(work[ids], devices, load)
@@ -255,7 +258,7 @@ def _of_group(
         return ids, active, jnp.ones(len(ids), bool)
     own = jnp.asarray(task.architecture == group)[ids]
     first = jnp.argsort(~own, stable=True)[
-        : min(len(ids), len(groups.members(task, group)))
+        : min(len(ids), len(architectures.members(task, group)))
     ]
     return ids[first], active[first] & own[first], own[first]
 
@@ -278,7 +281,7 @@ class StateRows:
     def gather(self, clients: PyTree, at: Array, lengths: tuple[int, ...]) -> PyTree:
         """Rows `at` [S] of a round with segments of these lengths."""
         inside = lambda g, x: x[jnp.clip(self._part(at, g, lengths), 0, len(x) - 1)]
-        return groups.per_group(lambda x: x[at], inside, clients)
+        return architectures.per_group(lambda x: x[at], inside, clients)
 
     def scatter(
         self,
@@ -295,7 +298,7 @@ class StateRows:
                 old, self._part(at, g, lengths), rows, active[slices(lengths)[g]]
             )
 
-        return groups.per_group(
+        return architectures.per_group(
             lambda old, rows: trees.scatter(old, at, rows, active), inside, clients, new
         )
 
@@ -303,7 +306,7 @@ class StateRows:
         """Where everybody has a place: the new rows of the active clients, the old ones
         of the others."""
         inside = lambda g, a, b: trees.where(active[self._parts[g]], a, b)
-        return groups.per_group(
+        return architectures.per_group(
             lambda a, b: trees.where(active, a, b), inside, new, old
         )
 
@@ -318,10 +321,10 @@ class StateRows:
         client = jnp.minimum(
             jnp.asarray(self._where.client), self._task.num_clients - 1
         )
-        slot = jnp.asarray(groups.slots(self._task))[client]
+        slot = jnp.asarray(architectures.slots(self._task))[client]
         inside = lambda g, x: x[jnp.minimum(slot[self._parts[g]], len(x) - 1)]
         return state._replace(
-            clients=groups.per_group(lambda x: x[client], inside, state.clients)
+            clients=architectures.per_group(lambda x: x[client], inside, state.clients)
         )
 
     def unplace(self, state: State) -> State:
@@ -330,10 +333,10 @@ class StateRows:
             return state
         row = self._where.row[: self._task.num_clients]
         inside = lambda g, x: x[
-            row[groups.members(self._task, g)] - self._parts[g].start
+            row[architectures.members(self._task, g)] - self._parts[g].start
         ]
         return state._replace(
-            clients=groups.per_group(lambda x: x[row], inside, state.clients)
+            clients=architectures.per_group(lambda x: x[row], inside, state.clients)
         )
 
 

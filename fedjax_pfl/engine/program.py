@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec as P
 
-from fedjax_pfl import evaluate, groups, hyperparameters, keys, traffic, trees
+from fedjax_pfl import architectures, evaluation, hyperparameters, keys, traffic, trees
 from fedjax_pfl.engine import contract, validate
 from fedjax_pfl.engine.cohort import Cohort, Transform
 from fedjax_pfl.engine.method import Traced, bound
@@ -426,7 +426,7 @@ def parts(
 
         def client(c: Client, row: PyTree) -> dict[str, Array]:
             contract.check_predictor(predictor := method.predict(here.server, row, c))
-            return evaluate.client(c, predictor, checked)
+            return evaluation.client(c, predictor, checked)
 
         def checked(outputs: PyTree, y: Array, mask: Array, c: Client) -> Scores:
             with contract.named(factory, "score"):
@@ -451,7 +451,8 @@ def _finite(state: State, count: int, lengths: tuple[int, ...]) -> Array:
         clients = trees.finite(state.clients, count)
     else:
         cut = (
-            groups.rows_of(state.clients, *each) for each in enumerate(slices(lengths))
+            architectures.rows_of(state.clients, *each)
+            for each in enumerate(slices(lengths))
         )
         clients = jnp.concatenate(
             [trees.finite(*each) for each in zip(cut, lengths, strict=True)]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedjax_pfl import evaluate
+from fedjax_pfl import evaluation
 from fedjax_pfl.engine.program import Round
 from fedjax_pfl.errors import DivergenceError
 from fedjax_pfl.types import State
@@ -105,7 +105,7 @@ def statistics(
     the names of `record`."""
     row = {}
     for name, values in scores.items():
-        for statistic, value in evaluate.statistics(values, weights).items():
+        for statistic, value in evaluation.statistics(values, weights).items():
             if not math.isnan(value):
                 row[
                     f"{point}/{name}"

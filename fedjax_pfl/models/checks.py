@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 
-from fedjax_pfl import own
+from fedjax_pfl import user_code
 from fedjax_pfl.errors import InputError
 
 
@@ -38,7 +38,7 @@ def arguments(factory: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
     def make(
         input_shape: tuple[int, ...], num_classes: int, rngs: nnx.Rngs | None
     ) -> Callable[[], Any]:
-        return own.bound(
+        return user_code.bound(
             factory,
             "model",
             name,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, traverse_util
 
-from fedjax_pfl import own, trees
+from fedjax_pfl import trees, user_code
 from fedjax_pfl.errors import InputError, check, check_shape, choose
 from fedjax_pfl.models import checks, layers
 from fedjax_pfl.models.features import WIDTH_BY, widened
@@ -126,7 +126,7 @@ def model(
         not `layers.BatchNorm` or does not get `mask`.
     """
     checks.no_module(factory)
-    named = not callable(factory) and not own.named(factory)  # in MODELS
+    named = not callable(factory) and not user_code.named(factory)  # in MODELS
     if not callable(factory):
         factory = find(factory)
     make = checks.arguments(factory)

@@ -5,7 +5,7 @@ from typing import Any
 
 from flax import nnx
 
-from fedjax_pfl import own
+from fedjax_pfl import user_code
 from fedjax_pfl.errors import choose
 from fedjax_pfl.models import alexnet, checks, nets, resnet, shufflenet, strided
 
@@ -43,12 +43,12 @@ def find(name: str) -> Factory:
     Raises:
       InputError: there is none.
     """
-    if not own.named(name):
+    if not user_code.named(name):
         return MODELS[choose("model", name, MODELS)]
-    checks.no_module(own.load("model", name))
+    checks.no_module(user_code.load("model", name))
 
     def build(input_shape: tuple[int, ...], num_classes: int, rngs: nnx.Rngs) -> Any:
-        return own.call(
+        return user_code.call(
             "model", name, input_shape=input_shape, num_classes=num_classes, rngs=rngs
         )
 

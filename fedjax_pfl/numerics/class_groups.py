@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from optax.losses import sigmoid_binary_cross_entropy as binary_cross_entropy
 
-from fedjax_pfl import evaluate, trees
+from fedjax_pfl import evaluation, trees
 from fedjax_pfl.numerics import min_norm
 from fedjax_pfl.numerics.task_maps import Branches
 from fedjax_pfl.types import Array, Batch, Client, PyTree, Scores, Task
@@ -163,7 +163,7 @@ def branch_loss(
     one_class: Array | bool = False,
 ) -> Callable[[PyTree, Batch, Array], tuple[Array, PyTree, dict[str, Array]]]:
     """The weighted sum of a client's task losses (Eq. 5 with MGDA-UB's weights), as
-    `local.sgd` takes it.
+    `local_training.sgd` takes it.
 
     Args:
       active: [T] bool, the tasks the client holds.
@@ -287,7 +287,7 @@ def scores(b: Branches, z: Array, y: Array, mask: Array, c: Client) -> Scores:
     guess = best(held[b.of])
     always = y == jnp.argmax(counts)
     n, per_task, per_class = jnp.sum(mask), jnp.sum(rows, axis=0), jnp.sum(hit, axis=0)
-    return evaluate.classification(z, y, mask, c) | {
+    return evaluation.classification(z, y, mask, c) | {
         "acc_groups": (jnp.sum((guess == y) & known & mask), n),
         "coarse_acc": (
             jnp.sum((jnp.asarray(b.of)[guess] == jnp.asarray(b.of)[y]) & known & mask),

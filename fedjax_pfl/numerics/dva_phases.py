@@ -1,5 +1,5 @@
-"""FedDVA's client update as losses that `local.sgd` takes, one for each phase, and its
-scores (Algorithm 1).
+"""FedDVA's client update as losses that `local_training.sgd` takes, one for each phase,
+and its scores (Algorithm 1).
 
 Variables are {"z": ..., "c": ..., "decoder": ..., "stats": running statistics of each},
 with labels also "head".

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from fedjax_pfl import groups, models
+from fedjax_pfl import architectures, models
 from fedjax_pfl.engine import program
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import layers, nets
@@ -95,29 +95,29 @@ def grouping(s: Subject) -> None:
     t = s.task._replace(
         models=s.task.models * 2, architecture=TWO_GROUPS, participation=(0.8, 0.8)
     )
-    own = [groups.members(t, g) for g in range(2)]
+    own = [architectures.members(t, g) for g in range(2)]
     like = jax.eval_shape(s.factory(t).init, jax.random.key(0))
     if any(
-        groups.is_grouped(x)
-        for x in jax.tree.leaves(like.server, is_leaf=groups.is_grouped)
+        architectures.is_grouped(x)
+        for x in jax.tree.leaves(like.server, is_leaf=architectures.is_grouped)
     ):
         return  # it averages within architectures, so that grouping is meant to matter
 
     def divided(node: Any, tree: PyTree) -> PyTree:
         return (
             Grouped(tuple(rows_of(tree, ids) for ids in own))
-            if groups.is_grouped(node)
+            if architectures.is_grouped(node)
             else tree
         )
 
     def joined(node: Any) -> PyTree:
-        if not groups.is_grouped(node):
+        if not architectures.is_grouped(node):
             return node
         by_id = np.argsort(np.concatenate(own))
         return jax.tree.map(lambda *x: np.concatenate(x)[by_id], *node.trees)
 
     clients = jax.tree.map(
-        divided, like.clients, s.start.clients, is_leaf=groups.is_grouped
+        divided, like.clients, s.start.clients, is_leaf=architectures.is_grouped
     )
     # what the architectures share is the same leaves, in containers of what both have
     server = jax.tree.unflatten(
@@ -126,12 +126,12 @@ def grouping(s: Subject) -> None:
     other = subject(s.factory, t, start=State(server, clients))
     state, metrics = run(other, ids=IDS[ACTIVE], active=np.ones(4, bool))
     state = state._replace(
-        clients=jax.tree.map(joined, state.clients, is_leaf=groups.is_grouped)
+        clients=jax.tree.map(joined, state.clients, is_leaf=architectures.is_grouped)
     )
     same_round((state, metrics), run(s), IDS[ACTIVE], 1e-5)
 
 
-def architectures(s: Subject) -> None:
+def several_architectures(s: Subject) -> None:
     """Clients may have different networks, as `one_architecture=False` says."""
     if s.factory(s.task).one_architecture:
         return

@@ -17,7 +17,7 @@ import optax
 
 from fedjax_pfl import trees
 from fedjax_pfl.engine import program
-from fedjax_pfl.testing.networks import architectures, bn_stats, grouping
+from fedjax_pfl.testing.networks import bn_stats, grouping, several_architectures
 from fedjax_pfl.testing.rounds import (
     ACTIVE,
     IDS,
@@ -340,6 +340,6 @@ RULES: dict[str, Callable[[Subject], None]] = {
         layout,
         bn_stats,
         grouping,
-        architectures,
+        several_architectures,
     )
 }

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from annotated_types import Interval
 
-from fedjax_pfl import averaging, evaluate, local, losses, trees
+from fedjax_pfl import averaging, evaluation, local_training, losses, trees
 from fedjax_pfl.types import Algorithm, Metrics, State
 
 
@@ -34,9 +34,9 @@ def halfway(task, *, beta: Annotated[float, Interval(ge=0, le=1)] = 0.5):
 
     def round(key, state, cohort):
         def client(c, mine):
-            w, value = local.sgd(c.key, c.train, loss, start(state.server, mine), task)
+            w, value = local_training.sgd(c.key, c.train, loss, start(state.server, mine), task)
             shared, own = split.send(w)
-            post = evaluate.post(cohort, c, averaging.predictor(task.model, w))
+            post = evaluation.post(cohort, c, averaging.predictor(task.model, w))
             return shared, {"head": w["head"], "own": own}, value, post
 
         w, (mine, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, default=state.server)
@@ -45,7 +45,7 @@ def halfway(task, *, beta: Annotated[float, Interval(ge=0, le=1)] = 0.5):
     def predict(server, mine, c):
         return averaging.predictor(task.model, start(server, mine))
 
-    return Algorithm(init, round, predict, evaluate.classification)
+    return Algorithm(init, round, predict, evaluation.classification)
 
 
 # %% [markdown]

@@ -11,7 +11,7 @@ import pytest
 import toy
 from toy import OWN, C, N, assert_close, assert_same
 
-from fedjax_pfl import local
+from fedjax_pfl import local_training
 from fedjax_pfl.algorithms.fd import fd, teacher
 from fedjax_pfl.types import Data, Examples
 
@@ -129,7 +129,7 @@ def test_tables_follow_a_permutation_of_the_classes():
             Examples(f.examples.x, y), f.train.index[4], f.train.size[4], TASK.prepare
         )
         soft = lambda batch: jax.nn.softmax(TASK.model.apply(w, batch.x)[0])
-        return np.asarray(local.class_means(data, soft, C, 3))
+        return np.asarray(local_training.class_means(data, soft, C, 3))
 
     before, after = (
         table(w, f.examples.y),

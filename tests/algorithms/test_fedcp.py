@@ -13,7 +13,7 @@ import pytest
 import toy
 from toy import C, assert_close, assert_same, each_bn_stats
 
-from fedjax_pfl import evaluate, losses, models, simulate, testing, trees
+from fedjax_pfl import evaluation, losses, models, simulate, testing, trees
 from fedjax_pfl.algorithms import fedcp as factory
 from fedjax_pfl.algorithms.fedcp import (
     Ablation,
@@ -629,7 +629,9 @@ def test_after_training_the_vector_is_still_that_of_the_head_before(monkeypatch)
     """Plain SGD leaves it anyway: the gradients of a cross entropy by the logits sum to
     0 over the classes."""
     monkeypatch.setattr(
-        evaluate, "post", lambda cohort, c, predictor: {"acc": predictor(X, ALL)[0, 0]}
+        evaluation,
+        "post",
+        lambda cohort, c, predictor: {"acc": predictor(X, ALL)[0, 0]},
     )
     # compiled anew
     begin, state, metrics = train(DECAYED._replace(), alone(), rounds=1)

@@ -11,8 +11,8 @@ import pytest
 import toy
 from toy import SHAPE, SIZES, C, N, assert_close, assert_same
 
-from fedjax_pfl import models, public, trees
-from fedjax_pfl.algorithms import feddf, pfeddf
+from fedjax_pfl import models, trees
+from fedjax_pfl.algorithms import feddf, pfeddf, public_data
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import nets
 from fedjax_pfl.types import Batch, Data, Examples
@@ -206,11 +206,11 @@ def test_a_student_stops_where_nothing_comes_of_it_and_keeps_its_best_pass(
         lr=0.5, optimizer=optax.sgd, batch_size=4, augment=None, drop_last=False
     )
     target = jnp.arange(10.0)
-    parts = public.validation(data, target, 0.2)
+    parts = public_data.validation(data, target, 0.2)
     assert (int(parts[0].size), int(parts[1].size)) == (8, 2)
     begin = {"w": jnp.zeros(()), "stats": ()}
     run = jax.jit(
-        lambda: public.early_stopped(
+        lambda: public_data.early_stopped(
             KEY, parts, loss, target, begin, task, 12, patience
         )
     )
@@ -224,11 +224,13 @@ def test_without_a_finite_pass_the_student_stays_and_the_divergence_is_infinite(
 ):
     pool = Examples(jnp.zeros((10, 1)), jnp.zeros(10, jnp.int32))
     target, begin = jnp.zeros(10), {"w": jnp.ones(()), "stats": ()}
-    parts = public.validation(
+    parts = public_data.validation(
         Data(pool, jnp.arange(10), jnp.int32(10), lambda x: x), target, 0.2
     )
     loss = lambda **_: lambda v, batch, key: (v["w"] * jnp.nan, v["stats"])
-    w, found = public.early_stopped(KEY, parts, loss, target, begin, MLP, passes, 9)
+    w, found = public_data.early_stopped(
+        KEY, parts, loss, target, begin, MLP, passes, 9
+    )
     assert w["w"] == 1 and found == least
 
 
@@ -267,7 +269,7 @@ def test_a_frozen_model_normalises_by_its_statistics_or_by_the_batch():
     )
     distance = lambda target, z: jnp.sum((z - target) ** 2, axis=1)
     for by_batch in (False, True):
-        loss = public.distillation(
+        loss = public_data.distillation(
             task.model, jnp.zeros((len(x), C)), distance, frozen=True, by_batch=by_batch
         )
         (value, stats), (shifted, _) = (loss(w, batch, KEY) for w in (begin, other))
@@ -292,11 +294,17 @@ def test_statistics_that_no_client_sends_do_not_validate_a_student(bn_stats):
     )
     target = jax.nn.softmax(x[:, :C])
     distance = lambda target, z: jnp.sum((z - target) ** 2, axis=1)
-    loss = functools.partial(public.distillation, task.model, distance=distance)
-    parts, begin, found = public.validation(data, target, 0.4), task.model.init(KEY), []
+    loss = functools.partial(public_data.distillation, task.model, distance=distance)
+    parts, begin, found = (
+        public_data.validation(data, target, 0.4),
+        task.model.init(KEY),
+        [],
+    )
     for stats in (begin["stats"], jax.tree.map(lambda s: s + 1, begin["stats"])):
         w = {**begin, "stats": stats}
-        found.append(public.early_stopped(KEY, parts, loss, target, w, task, 1, 9)[1])
+        found.append(
+            public_data.early_stopped(KEY, parts, loss, target, w, task, 1, 9)[1]
+        )
     assert np.isclose(*found, rtol=1e-6) == (bn_stats == "local")
 
 
@@ -342,7 +350,7 @@ def test_the_reported_divergence_is_the_mean_over_the_architectures():
 
 @pytest.mark.slow
 def test_other_examples_are_drawn_and_held_out_in_each_round(monkeypatch):
-    seen, drawn, validation = [], [], public.validation
+    seen, drawn, validation = [], [], public_data.validation
 
     def noted(*given):
         parts = validation(*given)
@@ -353,7 +361,7 @@ def test_other_examples_are_drawn_and_held_out_in_each_round(monkeypatch):
         jax.debug.callback(lambda rows: note(drawn, rows), given[0].index)
         return parts
 
-    monkeypatch.setattr(public, "validation", noted)
+    monkeypatch.setattr(public_data, "validation", noted)
     toy.train(
         functools.partial(feddf), MLP, rounds=3, patience=9, held_out=0.5, public_size=8
     )

@@ -10,7 +10,7 @@ import pytest
 import toy
 from toy import N, assert_close, assert_same
 
-from fedjax_pfl import keys, local, trees
+from fedjax_pfl import keys, local_training, trees
 from fedjax_pfl.algorithms import feddva as factory
 from fedjax_pfl.algorithms.feddva import networks
 from fedjax_pfl.data.datasets import prepare_images
@@ -76,7 +76,9 @@ def test_one_client_is_a_plain_loop_over_the_phases(mode):
         for phase, stream in zip(
             dva_phases.phases(nets, mode, xi=16.0), streams, strict=False
         ):
-            w, loss = local.sgd(stream, data, phase.loss, w, TASK, train=phase.parts)
+            w, loss = local_training.sgd(
+                stream, data, phase.loss, w, TASK, train=phase.parts
+            )
             losses.append(loss)
         return w, losses
 

@@ -10,7 +10,7 @@ import pytest
 import toy
 from toy import SIZES, N, assert_close, assert_same, each_bn_stats
 
-from fedjax_pfl import averaging, keys, local, trees
+from fedjax_pfl import averaging, keys, local_training, trees
 from fedjax_pfl.algorithms import fedem as factory
 from fedjax_pfl.algorithms.fedem import e_step, mixture, responsibilities
 from fedjax_pfl.engine.cohort import Cohort
@@ -108,7 +108,7 @@ def orders(i, size):
         jax.random.fold_in(jax.random.fold_in(KEY, 0), i), keys.Client.SHUFFLE
     )
     return [
-        local.shuffle(jax.random.fold_in(key, epoch), 19, size)
+        local_training.shuffle(jax.random.fold_in(key, epoch), 19, size)
         for epoch in range(TASK.epochs)
     ]
 

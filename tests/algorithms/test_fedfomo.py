@@ -11,7 +11,7 @@ import pytest
 import toy
 from toy import SIZES, N, assert_close, assert_same, each_bn_stats
 
-from fedjax_pfl import averaging, keys, local, trees
+from fedjax_pfl import averaging, keys, local_training, trees
 from fedjax_pfl.algorithms import fedfomo as factory
 from fedjax_pfl.algorithms.fedfomo import benefit, mixing, select
 from fedjax_pfl.engine.cohort import Cohort
@@ -186,7 +186,7 @@ def orders(i, size):
         jax.random.fold_in(jax.random.fold_in(KEY, 0), i), keys.Client.SHUFFLE
     )
     return [
-        local.shuffle(jax.random.fold_in(key, epoch), 19, size)
+        local_training.shuffle(jax.random.fold_in(key, epoch), 19, size)
         for epoch in range(TASK.epochs)
     ]
 

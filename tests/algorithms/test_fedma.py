@@ -14,7 +14,7 @@ from flax import nnx
 from scipy.optimize import linear_sum_assignment
 from toy import SIZES, C, assert_close, assert_same
 
-from fedjax_pfl import local, models, simulate, trees
+from fedjax_pfl import local_training, models, simulate, trees
 from fedjax_pfl.algorithms import fedma as factory, pfedma
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
@@ -547,7 +547,7 @@ def reordered(variables, key):
 def renumbered(task, *, own=1.0, matching="distance"):
     """FedMA whose clients, once trained, have their neurons in an order of their own,
     unless own is 0."""
-    algorithm, train = factory(task, matching=matching), local.sgd
+    algorithm, train = factory(task, matching=matching), local_training.sgd
 
     def sgd(key, *args, **options):
         w, value = train(key, *args, **options)
@@ -559,7 +559,7 @@ def renumbered(task, *, own=1.0, matching="distance"):
         ), value
 
     def round(*args):
-        with mock.patch.object(local, "sgd", sgd):
+        with mock.patch.object(local_training, "sgd", sgd):
             return algorithm.round(*args)
 
     return algorithm._replace(round=round)

@@ -11,8 +11,8 @@ import pytest
 import toy
 from toy import PUBLIC, SHAPE, SIZES, C, N, assert_close, assert_same
 
-from fedjax_pfl import aggregate, models, public, simulate
-from fedjax_pfl.algorithms import ALGORITHMS, knowledge_transfer as kt
+from fedjax_pfl import aggregate, models, simulate
+from fedjax_pfl.algorithms import ALGORITHMS, knowledge_transfer as kt, public_data
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import nets
@@ -201,25 +201,25 @@ def test_a_constant_among_the_logits_shifts_their_mean_only():
 
 
 def test_public_examples_are_drawn_without_replacement_in_every_round():
-    draws = [np.asarray(public.draw(jax.random.key(i), MLP, 5)) for i in range(4)]
+    draws = [np.asarray(public_data.draw(jax.random.key(i), MLP, 5)) for i in range(4)]
     assert all(
         len(set(d)) == 5 and d.max() < PUBLIC and np.all(np.diff(d) > 0) for d in draws
     )
     assert len({tuple(d) for d in draws}) > 1
     np.testing.assert_array_equal(
-        public.draw(jax.random.key(0), MLP, 3000), np.arange(PUBLIC)
+        public_data.draw(jax.random.key(0), MLP, 3000), np.arange(PUBLIC)
     )
 
 
 @pytest.mark.slow  # the draw is above, and in rounds in test_feddf.py
 def test_every_round_has_other_public_examples(monkeypatch):
-    seen, subset = set(), public.subset
+    seen, subset = set(), public_data.subset
 
     def noted(pool, index, wanted):
         jax.debug.callback(lambda rows: seen.add(tuple(rows.tolist())), index)
         return subset(pool, index, wanted)
 
-    monkeypatch.setattr(public, "subset", noted)
+    monkeypatch.setattr(public_data, "subset", noted)
     # compiled anew
     toy.train(functools.partial(ALGORITHMS["fedmd"]), MLP, 3, public_size=5)
     jax.effects_barrier()
@@ -463,7 +463,7 @@ def test_training_on_public_labels_fits_them():
     c = Client(0, jax.random.key(0), data, data, data, data, None, MLP.model, 0)
     w = MLP.model.init(jax.random.key(1))
     task = LABELLED._replace(public=jax.ShapeDtypeStruct(x.shape, x.dtype), lr=0.1)
-    trained = jax.jit(lambda w: public.pretrain(c, w, task, 60))(w)
+    trained = jax.jit(lambda w: public_data.pretrain(c, w, task, 60))(w)
     assert jax.tree.structure(trained) == jax.tree.structure(w)
     private = lambda w: np.mean(jax.nn.logsumexp(MLP.model.apply(w, pool.x)[0], axis=1))
     # the private outputs lose against the public ones
@@ -749,13 +749,13 @@ def test_a_client_without_examples_neither_teaches_nor_learns():
 
 
 def test_the_outputs_of_the_public_classes_learn_too(monkeypatch):
-    seen, sgd = [], public.local.sgd
+    seen, sgd = [], public_data.local.sgd
 
     def noted(*given, **options):
         seen.append(options.get("train"))
         return sgd(*given, **options)
 
-    monkeypatch.setattr(public.local, "sgd", noted)
+    monkeypatch.setattr(public_data.local_training, "sgd", noted)
     simulate.program(ALGORITHMS["fedmd"], LABELLED, {"public_epochs": 1})
     assert ("body", "head", "public") in seen
 

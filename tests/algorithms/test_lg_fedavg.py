@@ -9,7 +9,7 @@ import toy
 from flax import nnx
 from toy import C, N, assert_close, assert_same
 
-from fedjax_pfl import groups, models, trees
+from fedjax_pfl import architectures, models, trees
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import layers, nets, order
@@ -251,8 +251,8 @@ def test_grouping_does_not_matter():
     one, apart = train(), train(two)
     assert_close(apart.state.server["head"], one.state.server["head"])
     for group in (0, 1):
-        members = groups.members(two, group)
-        mine = groups.select(apart.state.clients, group)
+        members = architectures.members(two, group)
+        mine = architectures.select(apart.state.clients, group)
         assert_close(mine, toy.rows(one.state.clients, members))
 
 

@@ -11,7 +11,7 @@ import pytest
 import toy
 from toy import SIZES, N, assert_close, assert_same, each_bn_stats
 
-from fedjax_pfl import local, losses, simulate, trees
+from fedjax_pfl import local_training, losses, simulate, trees
 from fedjax_pfl.algorithms import mnfl as factory
 from fedjax_pfl.algorithms.mnfl import descend, gradient, mix
 from fedjax_pfl.engine.cohort import Cohort
@@ -111,7 +111,7 @@ def trained(i, w):
     """A client's model after its local SGD, by the library."""
     loss = losses.classification(TASK.model)
     return cohort_of(i[None], jnp.array([True])).map(
-        lambda c: local.sgd(c.key, c.train, loss, w, TASK)[0]
+        lambda c: local_training.sgd(c.key, c.train, loss, w, TASK)[0]
     )
 
 

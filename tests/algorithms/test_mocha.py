@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import toy
 
-from fedjax_pfl import keys, local, models, trees
+from fedjax_pfl import keys, local_training, models, trees
 from fedjax_pfl.algorithms import mocha as factory
 from fedjax_pfl.algorithms.mocha import relations, visits
 from fedjax_pfl.engine.cohort import Cohort
@@ -232,7 +232,8 @@ def orders(key, i, size):
         jax.random.fold_in(jax.random.fold_in(key, 0), i), keys.Client.SHUFFLE
     )
     return [
-        local.shuffle(jax.random.fold_in(key, epoch), 19, size) for epoch in range(2)
+        local_training.shuffle(jax.random.fold_in(key, epoch), 19, size)
+        for epoch in range(2)
     ]
 
 

@@ -12,7 +12,15 @@ import pytest
 import toy
 from toy import C, N, assert_close, assert_same
 
-from fedjax_pfl import averaging, groups, local, losses, models, simulate, trees
+from fedjax_pfl import (
+    architectures,
+    averaging,
+    local_training,
+    losses,
+    models,
+    simulate,
+    trees,
+)
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.algorithms.pfedafm import mixture, objective, random_one
 from fedjax_pfl.averaging import Phase, partial_averaging, split
@@ -296,10 +304,10 @@ def test_grouping_does_not_matter():
     two = task_of(models=(model, model), architecture=MIXED)
     one, apart = train(alpha=0.7), train(two, alpha=0.7)
     assert_close(apart.state.server["theta"], one.state.server["theta"])
-    ids = [groups.members(two, group) for group in (0, 1)]
+    ids = [architectures.members(two, group) for group in (0, 1)]
     for group, members in enumerate(ids):
         assert_close(
-            groups.select(apart.state.clients, group),
+            architectures.select(apart.state.clients, group),
             toy.rows(one.state.clients, members),
         )
     assert_close(
@@ -387,14 +395,14 @@ def test_the_extractors_draw_dropout_of_their_own():
 
 @pytest.mark.slow
 def test_each_phase_draws_its_own_batches(monkeypatch):
-    seen, sgd = [], local.sgd
+    seen, sgd = [], local_training.sgd
 
     def noted(key, *given, **options):
         note = lambda data: seen.append(tuple(np.asarray(data).tolist()))
         jax.debug.callback(note, jax.random.key_data(key))
         return sgd(key, *given, **options)
 
-    monkeypatch.setattr(local, "sgd", noted)
+    monkeypatch.setattr(local_training, "sgd", noted)
     toy.train(functools.partial(ALGORITHMS["pfedafm"]), MLP, rounds=1)
     jax.effects_barrier()
     assert len(seen) == len(set(seen)) == 2 * N

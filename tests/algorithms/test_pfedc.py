@@ -11,7 +11,7 @@ import pytest
 import toy
 from toy import C, assert_same
 
-from fedjax_pfl import evaluate, losses, simulate, testing
+from fedjax_pfl import evaluation, losses, simulate, testing
 from fedjax_pfl.algorithms import pfedc as factory
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
@@ -640,7 +640,7 @@ def scores(b, z, y, mask, counts):
     @jax.jit
     def run(z, y, mask, c):
         return {
-            name: evaluate.ratio(*pair)
+            name: evaluation.ratio(*pair)
             for name, pair in class_groups.scores(b, z, y, mask, c).items()
         }
 
@@ -788,7 +788,7 @@ def test_right_after_training_the_branches_of_others_are_as_they_were(monkeypatc
         gap = jnp.abs(predictor(x, BATCH.mask) - begin).max(axis=0)
         return {"acc": gap[0]} | {str(k): gap[k] for k in range(C)}
 
-    monkeypatch.setattr(evaluate, "post", moved)
+    monkeypatch.setattr(evaluation, "post", moved)
     metrics = toy.train(functools.partial(factory), task, 1, KEY, **PLAIN).metrics
     for place, i in enumerate(metrics.ids[0]):
         np.testing.assert_array_equal(

@@ -8,7 +8,7 @@ import pytest
 import toy
 from toy import SIZES, C, N
 
-from fedjax_pfl import keys, local
+from fedjax_pfl import keys, local_training
 from fedjax_pfl.numerics import class_groups, min_norm, task_maps
 
 KEY = jax.random.key(7)
@@ -29,13 +29,16 @@ def test_whole_batches_have_the_losses_they_had_as_the_default(method):
 
 
 def batches(key, i):
-    """The minibatches (x [b, F], y [b]) of client i in the order of `local.sgd`."""
+    """The minibatches (x [b, F], y [b]) of client i in the order of
+    `local_training.sgd`."""
     f, size = toy.federation(), SIZES[i]
     index = np.asarray(f.train.index[i])
     for epoch in range(LINEAR.epochs):
         stream = jax.random.fold_in(keys.fold(key, keys.Client.SHUFFLE), epoch)
         order = index[
-            np.asarray(local.shuffle(stream, len(index), jnp.int32(size)))[:size]
+            np.asarray(local_training.shuffle(stream, len(index), jnp.int32(size)))[
+                :size
+            ]
         ]
         for first in range(0, size, LINEAR.batch_size):
             rows = order[first : first + LINEAR.batch_size]

@@ -11,7 +11,7 @@ import pytest
 import toy
 from toy import N, assert_close, assert_same
 
-from fedjax_pfl import local, losses, simulate
+from fedjax_pfl import local_training, losses, simulate
 from fedjax_pfl.algorithms import pfedhn as factory
 from fedjax_pfl.algorithms.pfedhn import generate
 from fedjax_pfl.engine.cohort import Cohort
@@ -257,7 +257,7 @@ def trained(i, key, theta):
     )
     w = {**jax.tree.unflatten(jax.tree.structure(TARGET), theta), "stats": {}}
     return cohort_of(i[None], key=key).map(
-        lambda c: local.sgd(c.key, c.train, loss, w, task)[0]
+        lambda c: local_training.sgd(c.key, c.train, loss, w, task)[0]
     )
 
 

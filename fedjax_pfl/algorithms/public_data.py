@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from chex import Numeric
 
-from fedjax_pfl import evaluate, keys, local, losses, trees
+from fedjax_pfl import evaluation, keys, local_training, losses, trees
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.numerics.mixtures import Predictions
 from fedjax_pfl.types import Array, Batch, Client, Cohort, Data, Model, PyTree, Task
@@ -74,7 +74,7 @@ def logits(
         # past the end there is only padding
         return found.at[batch.row].set(z.astype(found.dtype), mode="drop")
 
-    return local.fold(
+    return local_training.fold(
         data,
         one,
         jnp.zeros((data.index.shape[0], num_classes), jnp.float32),
@@ -123,7 +123,7 @@ def pretrain(c: Client, variables: PyTree, task: Task, epochs: Any) -> PyTree:
     )
     data = subset(c.public, jnp.arange(task.public.shape[0]), c.train.size > 0)  # type: ignore[union-attr]
     v = {**variables, "public": outputs / width**0.5}
-    v, _ = local.sgd(
+    v, _ = local_training.sgd(
         key, data, loss, v, task, train=("body", "head", "public"), epochs=epochs
     )
     return {part: v[part] for part in variables}
@@ -138,7 +138,7 @@ def distillation(
     by_batch: bool = False,
 ) -> Callable[[PyTree, Batch, Array], tuple[Array, PyTree]]:
     """The loss of training on targets: the mean of `distance` over the valid rows, as
-    `local.sgd` takes it.
+    `local_training.sgd` takes it.
 
     Args:
       target: [D, C], for the rows of the data.
@@ -166,20 +166,20 @@ def distillation(
 def validation(
     data: Data, target: Array, fraction: Numeric
 ) -> tuple[Data, Data, Array]:
-    """Splits off the last of the examples as `local.holdout` does: (the others, those
-    held out, and these' targets).
+    """Splits off the last of the examples as `local_training.holdout` does: (the
+    others, those held out, and these' targets).
 
     Args:
       target: [D, C], for the rows of the data.
     """
-    rest, held = local.holdout(data, fraction)
+    rest, held = local_training.holdout(data, fraction)
     return rest, held, jnp.roll(target, -rest.size, axis=0)
 
 
 def early_stopped(
     key: Array,
     parts: tuple[Data, Data, Array],
-    loss: Callable[..., local.Loss],
+    loss: Callable[..., local_training.Loss],
     target: Array,
     variables: PyTree,
     task: Task,
@@ -203,7 +203,7 @@ def early_stopped(
     per_pass = (data.size + task.batch_size - 1) // task.batch_size
 
     def validate(w: PyTree) -> Array:
-        return evaluate.mean(
+        return evaluation.mean(
             held, lambda batch: check(w, batch, key)[0], task.batch_size
         )
 
@@ -244,5 +244,5 @@ def early_stopped(
         "least": jnp.full((), jnp.inf),
     }
     start |= {"count": jnp.int32(0), "idle": jnp.int32(0)}
-    end, _, _ = local.work(key, data, step, start, task, epochs=passes)
+    end, _, _ = local_training.work(key, data, step, start, task, epochs=passes)
     return end["best"], jnp.where(end["count"] > 0, end["least"], 0)

@@ -8,7 +8,15 @@ import jax
 import optax
 from chex import Numeric
 
-from fedjax_pfl import averaging, groups, keys, local, losses, optimizers, trees
+from fedjax_pfl import (
+    architectures,
+    averaging,
+    keys,
+    local_training,
+    losses,
+    optimizers,
+    trees,
+)
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Array, Batch, Client, Data, Model, Own, PyTree, State, Task
 
@@ -67,7 +75,7 @@ def start(key: Array, task: Task, small: Small) -> State:
     """The state that all methods here have: the small model, each client's own model,
     and what it keeps of the small one."""
     shared, kept = small.split.send(small.model.init(key))
-    own = groups.stack(task, lambda model: model.init(key))
+    own = architectures.stack(task, lambda model: model.init(key))
     return State(shared, {"w": own, "kept": trees.replicate(kept, task.num_clients)})
 
 
@@ -125,7 +133,7 @@ def learn(
     v = {name: averaging.params(w) for name, (_, w) in models.items()}
     v |= {"rows": {name: mine[name] for name in also}} if also else {}
     parts, v["stats"] = tuple(v), {name: w["stats"] for name, (_, w) in models.items()}
-    v, (_, value) = local.sgd(
+    v, (_, value) = local_training.sgd(
         c.key, data, loss, v, task._replace(optimizer=apart), train=parts, has_aux=True
     )
     w, theta = ({**v[name], "stats": v["stats"][name]} for name in models)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import local, trees
+from fedjax_pfl import local_training, trees
 from fedjax_pfl.errors import ContractError
 from fedjax_pfl.types import Array, Batch, Client, Cohort, Data, Predictor, Scores
 
@@ -98,7 +98,7 @@ def client(
     def batch_scores(batch: Batch) -> Scores:
         return score(predictor(batch.x, batch.mask), batch.y, batch.mask, c)
 
-    sums = local.sweep(c.test, batch_scores, min(BATCH, c.test.index.shape[0]))
+    sums = local_training.sweep(c.test, batch_scores, min(BATCH, c.test.index.shape[0]))
     return {name: ratio(*pair) for name, pair in sums.items()}
 
 
@@ -118,7 +118,7 @@ def post(
 def mean(data: Data, value: Callable[[Batch], Array], batch_size: int) -> Array:
     """The mean [] over all rows of a client's data of value(batch) [], itself a mean
     over the batch's valid rows; 0 without any."""
-    return local.sweep(
+    return local_training.sweep(
         data, lambda batch: jnp.sum(batch.mask) * value(batch), batch_size
     ) / jnp.maximum(data.size, 1)
 
