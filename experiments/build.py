@@ -18,7 +18,7 @@ from experiments.unseen import Unseen
 from fedjax_pfl import server_optimizer, simulate, user_code
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data import datasets, federate, marks, partitioners, tfds
-from fedjax_pfl.engine import host_state, validate, vectorized
+from fedjax_pfl.engine import batch, host_state, validate
 from fedjax_pfl.engine.unseen import among
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import layers
@@ -369,7 +369,7 @@ def lowered(experiment: Experiment, rounds: int | None = None) -> str:
     program = experiment.program(
         rounds=experiment.config.rounds if rounds is None else rounds
     )
-    return vectorized.lowered(
+    return batch.lowered(
         program, experiment.federation._replace(placement=program.placement)
     )
 
