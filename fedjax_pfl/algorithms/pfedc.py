@@ -63,7 +63,10 @@ class Branching(NamedTuple):
         class (those of its classes, D_i^c of Eq. 3; a task without one is left out),
         batch (all of them).
       weighting: of the task losses, one of mgda_ub (the paper's), mgda (gradients by
-        the body), uniform, sum.
+        the body), uniform.
+      weight_scale: of these weights, one of simplex (they sum to 1), mean_one (times
+        the number of tasks that learn from the batch, so that their mean is 1; with
+        uniform the plain sum).
       solver: of the minimum-norm point, one of fista, fw (the paper's Frank-Wolfe).
       normalise: gradients before solving, one of none, l2, loss, loss+.
       head_grad: one of scaled (by alpha, Eq. 5), unscaled (Sener & Koltun's Algorithm
@@ -74,7 +77,8 @@ class Branching(NamedTuple):
     tasks: Annotated[str, hyperparameters.Recorded(inline)] = "class"
     head: Literal["group_softmax", "group_reject", "group_binary"] = "group_softmax"
     task_loss: Literal["class", "batch"] = "class"
-    weighting: Literal["mgda_ub", "mgda", "uniform", "sum"] = "mgda_ub"
+    weighting: Literal["mgda_ub", "mgda", "uniform"] = "mgda_ub"
+    weight_scale: Literal["simplex", "mean_one"] = "simplex"
     solver: Literal["fista", "fw"] = "fista"
     normalise: Literal["none", "l2", "loss", "loss+"] = "none"
     head_grad: Literal["scaled", "unscaled"] = "scaled"
@@ -128,11 +132,9 @@ def branched(task: Task, on: Branching) -> Branched:
     def train(c: Client, received: PyTree) -> tuple[PyTree, Array, dict[str, Array]]:
         # [T], that the client holds of each task
         classes = jnp.sign(c.class_counts) @ b.member.T
-        holds, how = (
-            classes > 0,
-            (on.weighting, on.solver, on.normalise, on.head_grad, on.task_loss),
-        )
-        loss = branch_loss(task, b, holds, *how, one_class=classes == 1)
+        holds = classes > 0
+        how = on.weighting, on.weight_scale, on.solver, on.normalise, on.head_grad
+        loss = branch_loss(task, b, holds, *how, on.task_loss, one_class=classes == 1)
         alone = task._replace(
             optimizer=lambda lr: optimizers.without_columns(
                 ~holds[b.column], task.optimizer(lr)

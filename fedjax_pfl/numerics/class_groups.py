@@ -156,6 +156,7 @@ def branch_loss(
     b: Branches,
     active: Array,
     weighting: str,
+    weight_scale: str,
     solver: str,
     normalise: str,
     head_grad: str,
@@ -178,6 +179,14 @@ def branch_loss(
     def each(z: Array, batch: Batch) -> tuple[Array, Array]:
         return task_losses(b, z, batch.y, batch.mask, task_loss)
 
+    def task_gram(variables: PyTree, batch: Batch, z: Array, key: Array) -> Array:
+        if weighting == "mgda":
+            return _body_gram(
+                task, b, lambda z: each(z, batch)[0], variables, batch, key
+            )
+        residual = jax.grad(lambda z: jnp.sum(each(z, batch)[0]))(z)
+        return gram(b, residual, variables["head"]["kernel"])
+
     # a duality gap of 1e-5 is below the noise of shorter products
     @jax.default_matmul_precision("highest")  # type: ignore[untyped-decorator]  # of JAX, without types
     def weights(
@@ -186,16 +195,12 @@ def branch_loss(
         """alpha [T], and which tasks learn from this batch, [T] bool."""
         values, usable = each(z, batch)
         on = active & usable
-        if weighting in ("uniform", "sum"):
-            return min_norm.uniform(
-                on, z.dtype
-            ) if weighting == "uniform" else on.astype(z.dtype), on
-        if weighting == "mgda_ub":
-            residual = jax.grad(lambda z: jnp.sum(each(z, batch)[0]))(z)
-            m = gram(b, residual, variables["head"]["kernel"])
+        if weighting == "uniform":
+            alpha = min_norm.uniform(on, z.dtype)
         else:
-            m = _body_gram(task, b, lambda z: each(z, batch)[0], variables, batch, key)
-        return min_norm_weights(m, values, on, solver, normalise), on
+            m = task_gram(variables, batch, z, key)
+            alpha = min_norm_weights(m, values, on, solver, normalise)
+        return alpha * jnp.sum(on) if weight_scale == "mean_one" else alpha, on
 
     def loss(
         variables: PyTree, batch: Batch, key: Array

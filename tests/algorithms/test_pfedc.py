@@ -53,6 +53,7 @@ HEADED = {
 }
 W = TASK.model.init(KEY)
 ALL = np.ones(C, bool)
+WEIGHTINGS = ["mgda_ub", "mgda", "uniform"]
 DEFAULTS = simulate.hyperparameters(factory)
 WEIGHTS = jax.jit(min_norm_weights, static_argnums=(3, 4))
 
@@ -252,29 +253,32 @@ def test_weights_are_uniform_when_all_is_solved():
 
 
 @functools.cache
-def slope(weighting, solver, head_grad, head="group_softmax", task_loss="class"):
+def slope(weighting, scale, solver, head_grad, head="group_softmax", task_loss="class"):
     def loss(w, batch, active):
-        how = (active, weighting, solver, "none", head_grad, task_loss)
+        how = (active, weighting, scale, solver, "none", head_grad, task_loss)
         return branch_loss(TASK, HEADED["class", head], *how)(w, batch, KEY)[0]
 
     return jax.jit(jax.grad(loss))
 
 
 def gradient(
-    weighting="sum",
+    weighting="uniform",
     head_grad="scaled",
     active=ALL,
     solver="fista",
     w=W,
     batch=BATCH,
     task_loss="class",
+    scale="mean_one",
 ):
     """Of the tasks of one class each."""
-    return slope(weighting, solver, head_grad, task_loss=task_loss)(w, batch, active)
+    return slope(weighting, scale, solver, head_grad, task_loss=task_loss)(
+        w, batch, active
+    )
 
 
 @pytest.mark.parametrize("task_loss", TASK_LOSSES)
-def test_sum_weighting_adds_the_binary_losses(task_loss):
+def test_uniform_weights_of_mean_one_add_the_binary_losses(task_loss):
     hit = jax.nn.one_hot(BATCH.y[:5], C)
     of = hit.sum(0) if task_loss == "class" else 5
 
@@ -284,12 +288,33 @@ def test_sum_weighting_adds_the_binary_losses(task_loss):
             jnp.sum(optax.losses.sigmoid_binary_cross_entropy(z, hit), axis=0) / of
         )
 
-    toy.assert_close(
-        gradient("sum", task_loss=task_loss), jax.jit(jax.grad(total))(W), 1e-5
+    toy.assert_close(gradient(task_loss=task_loss), jax.jit(jax.grad(total))(W), 1e-5)
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+def test_weights_of_mean_one(weighting):
+    """A weight is the gradient by a branch's bias, divided by that of the plain sum."""
+    active = np.array([True, False, True, True])
+    bias = lambda *how, scale: gradient(*how, active=active, scale=scale)["head"][
+        "bias"
+    ]
+    plain = bias("uniform", scale="mean_one")
+    weights = bias(weighting, scale="mean_one")[active] / plain[active]
+    np.testing.assert_allclose(np.mean(weights), 1, rtol=1e-5)
+    shares = bias(weighting, scale="simplex")[active] / plain[active]
+    np.testing.assert_allclose(shares, weights / 3, rtol=1e-5)
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+def test_the_scale_does_not_matter_to_one_active_task(weighting):
+    active = np.arange(C) == 2
+    scaled = (
+        gradient(weighting, active=active, scale=x) for x in ("simplex", "mean_one")
     )
+    assert_same(*scaled)
 
 
-@pytest.mark.parametrize("weighting", ["mgda_ub", "mgda", "uniform", "sum"])
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
 @pytest.mark.parametrize("task_loss", TASK_LOSSES)
 def test_a_task_without_a_positive_in_the_batch_is_left_out(weighting, task_loss):
     """The one sample of class 0 that counts is relabelled; another stands in a row that
@@ -301,7 +326,7 @@ def test_a_task_without_a_positive_in_the_batch_is_left_out(weighting, task_loss
     assert kernel[:, 0].any() == (task_loss == "batch") and kernel[:, 1:].any()
 
 
-@pytest.mark.parametrize("weighting", ["mgda_ub", "mgda", "uniform", "sum"])
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
 def test_branches_that_are_not_held_get_no_gradient(weighting):
     kernel = np.asarray(
         gradient(weighting, active=np.array([True, False, True, False]))["head"][
@@ -321,7 +346,7 @@ def test_the_gradients_of_the_tasks_count_no_padding():
 def test_the_gradients_of_the_tasks_normalise_by_the_batch():
     """As the training does: running statistics are no part of the weights."""
     norm = toy.task("norm")
-    how = ("mgda", "fista", "none", "scaled", "class")
+    how = ("mgda", "simplex", "fista", "none", "scaled", "class")
     loss = branch_loss(norm, task_maps.branches(norm, "class"), ALL, *how)
     value, w = jax.jit(lambda w: loss(w, BATCH, KEY)[0]), norm.model.init(KEY)
     np.testing.assert_allclose(
@@ -333,10 +358,11 @@ def test_the_gradients_of_the_tasks_normalise_by_the_batch():
 
 def test_unscaled_heads_take_the_whole_gradient_of_their_task():
     scaled, unscaled = (
-        gradient("uniform", head_grad) for head_grad in ("scaled", "unscaled")
+        gradient(head_grad=head_grad, scale="simplex")
+        for head_grad in ("scaled", "unscaled")
     )
     toy.assert_close(unscaled["body"], scaled["body"])
-    toy.assert_close(unscaled["head"], gradient("sum")["head"])
+    toy.assert_close(unscaled["head"], gradient()["head"])
 
 
 @pytest.mark.slow
@@ -345,12 +371,12 @@ def test_unscaled_heads_learn_where_alpha_is_zero():
     large = np.array([30, 1, 1, 1, 1, 1], np.float32)[:, None]
     wide = BATCH._replace(x=BATCH.x * large)
     kernel = lambda *how: np.asarray(
-        gradient(*how, solver="fw", batch=wide)["head"]["kernel"]
+        gradient(*how, solver="fw", batch=wide, scale="simplex")["head"]["kernel"]
     )
     scaled, unscaled = (
         kernel("mgda_ub", head_grad) for head_grad in ("scaled", "unscaled")
     )
-    toy.assert_close(unscaled, kernel("sum"), 1e-5)
+    toy.assert_close(unscaled, kernel(), 1e-5)
     assert np.any(np.abs(scaled) < 0.1 * np.abs(unscaled).max())
 
 
@@ -374,7 +400,7 @@ def test_order_of_the_classes_does_not_matter():
 
 @pytest.mark.parametrize("task_loss", TASK_LOSSES)
 def test_mgda_descends_every_loss(task_loss):
-    step = gradient("mgda", task_loss=task_loss)["body"]
+    step = gradient("mgda", task_loss=task_loss, scale="simplex")["body"]
 
     def each(body):
         z = TASK.model.apply({**W, "body": body}, BATCH.x)[0]
@@ -458,7 +484,7 @@ def test_only_held_columns_move_and_never_mix(head, columns_of):
 @pytest.mark.slow  # six compilations; their losses by hand are above
 def test_of_tasks_of_one_class_all_heads_are_the_same():
     slopes = [
-        slope("mgda_ub", "fista", "scaled", head)(W, BATCH, ALL)
+        slope("mgda_ub", "simplex", "fista", "scaled", head)(W, BATCH, ALL)
         for head in task_maps.HEADS
     ]
     servers = [round_of([0, 1, 4], head=head, **PLAIN)[1] for head in task_maps.HEADS]
