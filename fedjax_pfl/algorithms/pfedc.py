@@ -67,7 +67,6 @@ class Branching(NamedTuple):
       weight_scale: of these weights, one of simplex (they sum to 1), mean_one (times
         the number of tasks that learn from the batch, so that their mean is 1; with
         uniform the plain sum).
-      solver: of the minimum-norm point, one of fista, fw (the paper's Frank-Wolfe).
       normalise: gradients before solving, one of none, l2, loss, loss+.
       head_grad: one of scaled (by alpha, Eq. 5), unscaled (Sener & Koltun's Algorithm
         2).
@@ -79,7 +78,6 @@ class Branching(NamedTuple):
     task_loss: Literal["class", "batch"] = "class"
     weighting: Literal["mgda_ub", "mgda", "uniform"] = "mgda_ub"
     weight_scale: Literal["simplex", "mean_one"] = "simplex"
-    solver: Literal["fista", "fw"] = "fista"
     normalise: Literal["none", "l2", "loss", "loss+"] = "none"
     head_grad: Literal["scaled", "unscaled"] = "scaled"
     head_weighting: Literal["uniform", "data", "task_count"] = "uniform"
@@ -133,7 +131,7 @@ def branched(task: Task, on: Branching) -> Branched:
         # [T], that the client holds of each task
         classes = jnp.sign(c.class_counts) @ b.member.T
         holds = classes > 0
-        how = on.weighting, on.weight_scale, on.solver, on.normalise, on.head_grad
+        how = on.weighting, on.weight_scale, on.normalise, on.head_grad
         loss = branch_loss(task, b, holds, *how, on.task_loss, one_class=classes == 1)
         alone = task._replace(
             optimizer=lambda lr: optimizers.without_columns(

@@ -118,9 +118,7 @@ def samples(b: Branches, y: Array, mask: Array) -> Array:
     return (_inside(b, y) | b.open[None]) & mask[:, None]
 
 
-def min_norm_weights(
-    m: Array, losses: Array, active: Array, solver: str, normalise: str
-) -> Array:
+def min_norm_weights(m: Array, losses: Array, active: Array, normalise: str) -> Array:
     """alpha [T] on the simplex over `active` [T]; tasks with a negligible gradient are
     left out (26.2, step 2)."""
     norms = jnp.diag(m)
@@ -132,10 +130,9 @@ def min_norm_weights(
     }
     moving = active & (norms > NEGLIGIBLE * jnp.max(jnp.where(active, norms, 0)))
     s = jnp.where(moving & (scale[normalise] > 0), scale[normalise], 1)
-    solve = {"fista": min_norm.fista, "fw": min_norm.frank_wolfe}[solver]
     return jnp.where(
         jnp.any(moving),
-        solve(m / (s[:, None] * s[None, :]), moving),
+        min_norm.fista(m / (s[:, None] * s[None, :]), moving),
         min_norm.uniform(active, m.dtype),
     )
 
@@ -157,7 +154,6 @@ def branch_loss(
     active: Array,
     weighting: str,
     weight_scale: str,
-    solver: str,
     normalise: str,
     head_grad: str,
     task_loss: str = "class",
@@ -199,7 +195,7 @@ def branch_loss(
             alpha = min_norm.uniform(on, z.dtype)
         else:
             m = task_gram(variables, batch, z, key)
-            alpha = min_norm_weights(m, values, on, solver, normalise)
+            alpha = min_norm_weights(m, values, on, normalise)
         return alpha * jnp.sum(on) if weight_scale == "mean_one" else alpha, on
 
     def loss(

@@ -55,7 +55,7 @@ W = TASK.model.init(KEY)
 ALL = np.ones(C, bool)
 WEIGHTINGS = ["mgda_ub", "mgda", "uniform"]
 DEFAULTS = simulate.hyperparameters(factory)
-WEIGHTS = jax.jit(min_norm_weights, static_argnums=(3, 4))
+WEIGHTS = jax.jit(min_norm_weights, static_argnums=3)
 
 
 @functools.cache
@@ -226,8 +226,7 @@ def test_gram_in_closed_form_is_autodiffs(name, head, task_loss):
 
 
 @pytest.mark.parametrize("normalise", ["none", "l2", "loss", "loss+"])
-@pytest.mark.parametrize("solver", ["fista", "fw"])
-def test_weights_are_on_the_simplex_of_active_tasks(solver, normalise):
+def test_weights_are_on_the_simplex_of_active_tasks(normalise):
     d = np.random.default_rng(0).normal(size=(5, 8))
     d[3] = 0  # solved: must not drag the others to zero
     active = np.array([True, False, True, True, True])
@@ -236,7 +235,6 @@ def test_weights_are_on_the_simplex_of_active_tasks(solver, normalise):
             (d @ d.T).astype(np.float32),
             np.arange(1, 6, dtype=np.float32),
             active,
-            solver,
             normalise,
         )
     )
@@ -248,14 +246,14 @@ def test_weights_are_on_the_simplex_of_active_tasks(solver, normalise):
 def test_weights_are_uniform_when_all_is_solved():
     active = np.array([True, False, True])
     nothing = np.zeros((3, 3), np.float32)
-    alpha = WEIGHTS(nothing, np.ones(3, np.float32), active, "fista", "none")
+    alpha = WEIGHTS(nothing, np.ones(3, np.float32), active, "none")
     np.testing.assert_array_equal(alpha, [0.5, 0, 0.5])
 
 
 @functools.cache
-def slope(weighting, scale, solver, head_grad, head="group_softmax", task_loss="class"):
+def slope(weighting, scale, head_grad, head="group_softmax", task_loss="class"):
     def loss(w, batch, active):
-        how = (active, weighting, scale, solver, "none", head_grad, task_loss)
+        how = (active, weighting, scale, "none", head_grad, task_loss)
         return branch_loss(TASK, HEADED["class", head], *how)(w, batch, KEY)[0]
 
     return jax.jit(jax.grad(loss))
@@ -265,16 +263,13 @@ def gradient(
     weighting="uniform",
     head_grad="scaled",
     active=ALL,
-    solver="fista",
     w=W,
     batch=BATCH,
     task_loss="class",
     scale="mean_one",
 ):
     """Of the tasks of one class each."""
-    return slope(weighting, scale, solver, head_grad, task_loss=task_loss)(
-        w, batch, active
-    )
+    return slope(weighting, scale, head_grad, task_loss=task_loss)(w, batch, active)
 
 
 @pytest.mark.parametrize("task_loss", TASK_LOSSES)
@@ -346,7 +341,7 @@ def test_the_gradients_of_the_tasks_count_no_padding():
 def test_the_gradients_of_the_tasks_normalise_by_the_batch():
     """As the training does: running statistics are no part of the weights."""
     norm = toy.task("norm")
-    how = ("mgda", "simplex", "fista", "none", "scaled", "class")
+    how = ("mgda", "simplex", "none", "scaled", "class")
     loss = branch_loss(norm, task_maps.branches(norm, "class"), ALL, *how)
     value, w = jax.jit(lambda w: loss(w, BATCH, KEY)[0]), norm.model.init(KEY)
     np.testing.assert_allclose(
@@ -371,7 +366,7 @@ def test_unscaled_heads_learn_where_alpha_is_zero():
     large = np.array([30, 1, 1, 1, 1, 1], np.float32)[:, None]
     wide = BATCH._replace(x=BATCH.x * large)
     kernel = lambda *how: np.asarray(
-        gradient(*how, solver="fw", batch=wide, scale="simplex")["head"]["kernel"]
+        gradient(*how, batch=wide, scale="simplex")["head"]["kernel"]
     )
     scaled, unscaled = (
         kernel("mgda_ub", head_grad) for head_grad in ("scaled", "unscaled")
@@ -484,7 +479,7 @@ def test_only_held_columns_move_and_never_mix(head, columns_of):
 @pytest.mark.slow  # six compilations; their losses by hand are above
 def test_of_tasks_of_one_class_all_heads_are_the_same():
     slopes = [
-        slope("mgda_ub", "simplex", "fista", "scaled", head)(W, BATCH, ALL)
+        slope("mgda_ub", "simplex", "scaled", head)(W, BATCH, ALL)
         for head in task_maps.HEADS
     ]
     servers = [round_of([0, 1, 4], head=head, **PLAIN)[1] for head in task_maps.HEADS]
@@ -834,7 +829,7 @@ def test_orthogonal_gradients_weigh_by_their_norms_and_losses():
         "loss": (value / n) ** 2,
         "loss+": value**2,
     }.items():
-        alpha = WEIGHTS(np.diag(n**2), value, np.ones(3, bool), "fista", normalise)
+        alpha = WEIGHTS(np.diag(n**2), value, np.ones(3, bool), normalise)
         np.testing.assert_allclose(alpha, share / share.sum(), atol=1e-3)
 
 
