@@ -70,6 +70,9 @@ class Branching(NamedTuple):
         task's loss).
       head_grad: one of scaled (by alpha, Eq. 5), unscaled (Sener & Koltun's Algorithm
         2).
+      train: the branches a client trains, one of held (of the tasks it holds), all
+        (those of the other open tasks, too: they learn to answer no to the client's
+        samples, at weight 1 and without a gradient by the body, and stay with it).
       head_weighting: of a branch's holders, one of uniform (Eq. 7), data.
     """
 
@@ -80,6 +83,7 @@ class Branching(NamedTuple):
     weight_scale: Literal["simplex", "mean_one"] = "simplex"
     normalise: Literal["none", "loss+"] = "none"
     head_grad: Literal["scaled", "unscaled"] = "scaled"
+    train: Literal["held", "all"] = "held"
     head_weighting: Literal["uniform", "data"] = "uniform"
 
 
@@ -127,18 +131,20 @@ def branched(task: Task, on: Branching) -> Branched:
         # [T], that the client holds of each task
         classes = jnp.sign(c.class_counts) @ b.member.T
         holds = classes > 0
-        how = on.weighting, on.weight_scale, on.normalise, on.head_grad
-        loss = branch_loss(task, b, holds, *how, on.task_loss, one_class=classes == 1)
+        absent = ~holds & b.open if on.train == "all" else None
+        trained = (holds if absent is None else holds | absent)[b.column]
+        how = on.weighting, on.weight_scale, on.normalise, on.head_grad, on.task_loss
+        loss = branch_loss(task, b, holds, *how, classes == 1, absent)
         alone = task._replace(
             optimizer=lambda lr: optimizers.without_columns(
-                ~holds[b.column], task.optimizer(lr)
+                ~trained, task.optimizer(lr)
             )
         )
         w, (value, seen) = local_training.sgd(
             c.key, c.train, loss, received, alone, has_aux=True
         )
         # as they came
-        w["head"] = trees.choose(holds[b.column], w["head"], received["head"])
+        w["head"] = trees.choose(trained, w["head"], received["head"])
         return w, value, seen
 
     def predictor(w: PyTree) -> Predictor:
@@ -176,8 +182,8 @@ def pfedc(
       that T = 1 is an ordinary classifier. Classes of different groups are compared by
       their logits, of group_reject less the reject logit; group_binary is what the
       paper's count of parameters implies, and knows no classes within a group. Branches
-      a client does not hold keep their start. With full participation bank and stale
-      are the same.
+      a client does not hold keep their start, unless train=all. With full participation
+      bank and stale are the same.
 
       The minimum-norm point lies near the shortest gradients. With task_loss=batch
       these are of the tasks that only answer "no" to the batch: on the digits at
@@ -205,16 +211,14 @@ def pfedc(
     of = branched(task, on)
     b, held = of.b, of.held
     split, stale = averaging.split(task), download == "stale"
+    keeps = stale or on.train == "all"  # the client has a head of its own
 
     def compose(server: PyTree, mine: PyTree, c: Client) -> PyTree:
-        """The client's model: the received branches it holds, and the others as they
-        started."""
+        """The client's model: the received branches it holds, and the others as it
+        has them."""
         holds = (held(c.class_counts) > 0)[b.column]
-        branches = (
-            mine["head"]
-            if stale
-            else trees.choose(holds, server["head"], server["start"])
-        )
+        kept = mine["head"] if keeps else server["start"]
+        branches = kept if stale else trees.choose(holds, server["head"], kept)
         return split.receive(
             {"body": server["body"], "head": branches, "stats": server["stats"]},
             mine["own"],
@@ -223,7 +227,7 @@ def pfedc(
     def init(key: Array) -> State:
         w = of.start(key)
         shared, own = split.send(w)
-        mine = {"head": w["head"] if stale else (), "own": own}
+        mine = {"head": w["head"] if keeps else (), "own": own}
         return State(
             shared | {"start": w["head"]}, trees.replicate(mine, task.num_clients)
         )
@@ -238,29 +242,23 @@ def pfedc(
             shared["head"] = trees.choose(
                 (held(c.class_counts) > 0)[b.column], w["head"], state.server["head"]
             )
-            return (
-                shared,
-                own,
-                value,
-                seen,
-                evaluation.post(cohort, c, of.predictor(w), of.score),
-            )
+            after = {"head": w["head"] if keeps else (), "own": own}
+            post = evaluation.post(cohort, c, of.predictor(w), of.score)
+            return shared, after, value, seen, post
 
         # [S, L], of the task of each logit
         by_branch = of.shares(on.head_weighting, cohort)[:, b.column]
         weight = {"body": cohort.sizes, "head": by_branch, "stats": cohort.sizes}
         # what nobody holds keeps its last value
         last = {part: state.server[part] for part in weight}
-        mean, (own, value, seen, post) = cohort.mean(
+        mean, (mine, value, seen, post) = cohort.mean(
             client, state.clients, weight=weight, default=last
         )
-        receive: Callable[[Array, PyTree], PyTree] = jax.vmap(
-            lambda holds, old: trees.choose(holds, mean["head"], old)
-        )
-        mine = {
-            "head": receive(by_branch > 0, state.clients["head"]) if stale else (),
-            "own": own,
-        }
+        if stale:
+            receive: Callable[[Array, PyTree], PyTree] = jax.vmap(
+                lambda holds, own: trees.choose(holds, mean["head"], own)
+            )
+            mine["head"] = receive(by_branch > 0, mine["head"])
         tasks_held = jnp.sum(held(cohort.class_counts) > 0, axis=-1)
         return State(state.server | mean, mine), Metrics(
             value, post, {"tasks": tasks_held, **seen}
@@ -371,7 +369,7 @@ def privacy_pfedc(
             lambda holds, old: trees.choose(holds, mean, old)
         )
         mine = {
-            "head": receive(factors["branches"] > 0, state.clients["head"]),
+            "head": receive(factors["branches"] > 0, heads),
             "own": own,
         }
         n = jnp.sum(cohort.sizes)

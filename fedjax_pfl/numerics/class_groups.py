@@ -153,6 +153,7 @@ def branch_loss(
     head_grad: str,
     task_loss: str = "class",
     one_class: Array | bool = False,
+    absent: Array | None = None,
 ) -> Callable[[PyTree, Batch, Array], tuple[Array, PyTree, dict[str, Array]]]:
     """The weighted sum of a client's task losses (Eq. 5 with MGDA-UB's weights), as
     `local_training.sgd` takes it.
@@ -160,6 +161,8 @@ def branch_loss(
     Args:
       active: [T] bool, the tasks the client holds.
       one_class: [T] bool, those of whose classes it holds one.
+      absent: [T] bool, open tasks the client does not hold, whose branches learn to
+        answer no: at weight 1, without a gradient by the body.
 
     Returns:
       (variables, batch, key) -> (loss [], new stats, `weight_shares` and under
@@ -198,13 +201,17 @@ def branch_loss(
             b, alpha, batch.y, batch.mask, jnp.broadcast_to(one_class, alpha.shape)
         )
         seen["unweighted_loss"] = values @ min_norm.uniform(on, z.dtype)
-        if head_grad == "scaled":
-            return alpha @ values, stats, seen
-        by_body = columns(jax.lax.stop_gradient(variables["head"]), h)
+        value, alone = alpha @ values, jnp.zeros((), z.dtype)
         by_head = columns(variables["head"], jax.lax.stop_gradient(h))
-        apart = each(by_head, batch)[0] @ on.astype(z.dtype)
-        value = alpha @ each(by_body, batch)[0]
-        return value + apart - jax.lax.stop_gradient(apart), stats, seen
+        if head_grad == "unscaled":
+            by_body = columns(jax.lax.stop_gradient(variables["head"]), h)
+            value = alpha @ each(by_body, batch)[0]
+            alone += each(by_head, batch)[0] @ on.astype(z.dtype)
+        if absent is not None:
+            no = task_losses(b, by_head, batch.y, batch.mask, "batch")[0]
+            alone += no @ absent.astype(z.dtype)
+        # `alone` trains the branches, and is no part of the reported loss
+        return value + alone - jax.lax.stop_gradient(alone), stats, seen
 
     return loss
 
