@@ -61,7 +61,8 @@ class Branching(NamedTuple):
         group_binary (one logit, whether it is one of them).
       task_loss: what the sum over a task's samples in a minibatch is divided by, one of
         class (those of its classes, D_i^c of Eq. 3; a task without one is left out),
-        batch (all of them).
+        balanced (likewise, and the others' losses by their own number), batch (all of
+        them).
       weighting: of the task losses, one of mgda_ub (the paper's), uniform.
       weight_scale: of these weights, one of simplex (they sum to 1), mean_one (times
         the number of tasks that learn from the batch, so that their mean is 1; with
@@ -78,7 +79,7 @@ class Branching(NamedTuple):
 
     tasks: Annotated[str, hyperparameters.Recorded(inline)] = "class"
     head: Literal["group_softmax", "group_reject", "group_binary"] = "group_softmax"
-    task_loss: Literal["class", "batch"] = "class"
+    task_loss: Literal["class", "balanced", "batch"] = "class"
     weighting: Literal["mgda_ub", "uniform"] = "mgda_ub"
     weight_scale: Literal["simplex", "mean_one"] = "simplex"
     normalise: Literal["none", "loss+"] = "none"

@@ -67,22 +67,26 @@ def task_losses(
     Args:
       z: columns [B, L]; y: labels [B]; mask: [B] bool.
       task_loss: what the sum over a task's samples is divided by: "class", its samples
-        within the group (D_i^c of Eq. 3, per minibatch); "batch", all of them.
-        group_softmax has no others.
+        within the group (D_i^c of Eq. 3, per minibatch); "batch", all of them;
+        "balanced", each side by its own, so that it is the mean over the samples in
+        the group plus that over the others. group_softmax has no others.
 
     Returns:
       losses [T], 0 where there is nothing to divide by; and whether there is, [T] bool.
     """
-    rows = samples(b, y, mask)
-    count = jnp.sum(rows & _inside(b, y) if task_loss == "class" else rows, axis=0)
+    rows, inside = samples(b, y, mask), _inside(b, y)
+    positives, negatives = (jnp.sum(rows & x, axis=0) for x in (inside, ~inside))
+    count = positives + negatives if task_loss == "batch" else positives
     each = (
-        binary_cross_entropy(z, _inside(b, y))
+        binary_cross_entropy(z, inside)
         if b.head == "group_binary"
         else _class_losses(b, z, y)
     )
-    return jnp.sum(jnp.where(rows & (count > 0)[None], each, 0), axis=0) / jnp.maximum(
-        count, 1
-    ), count > 0
+    if task_loss == "balanced":  # divided by `count` below
+        ratio = count / jnp.maximum(negatives, 1)
+        each = jnp.where(inside, each, each * ratio[None])
+    total = jnp.sum(jnp.where(rows & (count > 0)[None], each, 0), axis=0)
+    return total / jnp.maximum(count, 1), count > 0
 
 
 def _class_losses(b: Branches, z: Array, y: Array) -> Array:
