@@ -186,25 +186,20 @@ def pfedc(
       a client does not hold keep their start, unless train=all. With full participation
       bank and stale are the same.
 
-      The minimum-norm point lies near the shortest gradients. With task_loss=batch
-      these are of the tasks that only answer "no" to the batch: on the digits at
-      Dirichlet 0.5 the weight on the others (the metric `weight_on_positives`) is 0.37
-      in the first round, 0.05 in the fourth and 0.03 in the fifteenth, and `acc` before
-      local training 2.1 ± 0.9 %, against 87.9 ± 1.8 with task_loss=class (three seeds).
-      With task_loss=batch, normalise=loss+ (as in the public code), head_grad=unscaled
-      or weighting=uniform learn where the default weights do not. group_reject and
-      group_binary follow the same rule, a positive being a sample of the group: five
-      tasks of two digits each have `task_bal` 95.4 and 94.6 with class, 67.1 and 64.0
-      with batch.
+      The minimum-norm point is close to the shortest gradients. With task_loss=batch
+      these belong to tasks that only answer "no" to the batch, so that the other tasks
+      do not learn (metric `weight_on_positives`). group_reject and group_binary follow
+      the same rule: a positive is a sample of the group.
 
-      Groups of group_softmax share no samples, so their gradients are orthogonal, and
-      the weights are in inverse proportion to their squared norms: the largest are of
-      groups already learnt. The reported loss is the weighted one; `unweighted_loss` is
-      the mean of the tasks' losses. On the digits at Dirichlet 0.5 in five groups they
-      are 0.012 and 0.20 in the fifteenth round, the latter 0.016 with
-      weighting=uniform; on CIFAR-100 in ten groups 0.13 and 1.46, which in ten rounds
-      moves from 1.48. `weight_on_one_class` is the weight on groups of which a client
-      holds one class, of tasks of one class each always 1.
+      Weights that sum to 1 divide the learning rate by the number of tasks in the
+      minibatch. weight_scale=mean_one does not; with weighting=uniform every lambda_c
+      of Eq. 3 is then 1.
+
+      Groups of group_softmax share no samples. Their gradients are orthogonal, and the
+      weights are in inverse proportion to the squared norms: the largest weights are
+      those of groups already learnt. The reported loss is the weighted one;
+      `unweighted_loss` is the mean of the tasks' losses. `weight_on_one_class` is the
+      weight on groups of which a client holds one class.
 
       `post`, right after local training, is the paper's evaluation point. Holders'
       presence (T bits each, once) is not counted in the traffic.
