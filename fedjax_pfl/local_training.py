@@ -12,6 +12,7 @@ from chex import Numeric
 
 from fedjax_pfl import keys, trees
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.kernels.platform import platform
 from fedjax_pfl.types import Array, Batch, Data, PyTree, Task
 
 T = TypeVar("T")
@@ -56,7 +57,7 @@ def _rows(x: Array, index: Array) -> Array:
     """x [n, ...] and index [B] -> x[index], on a CPU one row after another: a gather
     from a large array XLA splits over its threads, however few the rows, and a small
     step then waits longer for them than it computes."""
-    return _copied_rows(x, index) if jax.default_backend() == "cpu" else x[index]
+    return _copied_rows(x, index) if platform() == "cpu" else x[index]
 
 
 @jax.custom_batching.custom_vmap

@@ -10,8 +10,8 @@ from flax import nnx
 
 from fedjax_pfl import trees
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.kernels import transposed
 from fedjax_pfl.models import layers, model, num_parameters, vae
-from fedjax_pfl.models.kernels import transposed
 from fedjax_pfl.numerics import dva_phases
 
 WIDE = (32, 64, 128, 256, 512)
