@@ -258,7 +258,6 @@ def partial_averaging(
     mu: Numeric | None = None,
     fine_tune: Phase | None = None,
     untuned: bool = False,
-    one_architecture: bool = True,
 ) -> Algorithm:
     """Averages the shared leaves of the model over the round's clients, weighted by
     their training examples.
@@ -272,7 +271,6 @@ def partial_averaging(
         without.
       fine_tune: trains the model before a prediction; discarded afterwards.
       untuned: `pre` also scores the model before fine-tuning, as `untuned_*`.
-      one_architecture: see `types.Algorithm`.
     """
     sgd = local_training.bind(task)
 
@@ -317,7 +315,6 @@ def partial_averaging(
         predict,
         default=moving,
         server_update=lambda server, mean, _: server | mean,
-        one_architecture=one_architecture,
         averages=averages,
     )
     if untuned:

@@ -10,9 +10,11 @@ from typing import Annotated
 from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, local_training, trees
+from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.types import Algorithm, Task, Update
 
 
+@register("ditto")
 def ditto(
     task: Task,
     *,

@@ -13,6 +13,7 @@ from annotated_types import Ge, Gt, Interval
 from chex import Numeric
 
 from fedjax_pfl import evaluation, local_training, losses, traffic, trees
+from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import params, predictor
 from fedjax_pfl.numerics.similarity import cosines, square_distances
 from fedjax_pfl.types import (
@@ -82,6 +83,7 @@ def mixtures(xi: Array, w: PyTree, ids: Array) -> PyTree:
     return jax.tree.map(mix, w)
 
 
+@register("fedamp")
 def fedamp(
     task: Task,
     *,

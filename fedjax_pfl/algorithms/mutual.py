@@ -28,6 +28,7 @@ from fedjax_pfl import (
     traffic,
     trees,
 )
+from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.algorithms.shared_model import (
     Objective,
     Outputs,
@@ -64,6 +65,7 @@ def predict_own(server: PyTree, mine: PyTree, c: Client) -> Predictor:
     return predictor(c.model, mine["w"])
 
 
+@register("fml", several_architectures=True)
 def fml(
     task: Task,
     *,
@@ -120,7 +122,6 @@ def fml(
         round,
         predict_own,
         evaluation.classification,
-        one_architecture=False,
         averages=BODY_AND_HEAD,
     )
 
@@ -143,6 +144,7 @@ def fml_objective(alpha: Numeric, beta: Numeric) -> Objective:
     return objective
 
 
+@register("fedkd", several_architectures=True)
 def fedkd(
     task: Task,
     *,
@@ -244,7 +246,6 @@ def fedkd(
         predict_own,
         evaluation.classification,
         sent if svd else None,
-        one_architecture=False,
         averages=() if svd else BODY_AND_HEAD,
     )
 
@@ -310,6 +311,7 @@ def fedapen_objective(lam: Array) -> Objective:
 ensemble_scores = functools.partial(score_beside, names=("own", "shared", "equal"))
 
 
+@register("fedapen", several_architectures=True)
 def fedapen(
     task: Task,
     *,
@@ -402,4 +404,4 @@ def fedapen(
             value, post, {"lam": learned}
         )
 
-    return Algorithm(init, round, predict, ensemble_scores, one_architecture=False)
+    return Algorithm(init, round, predict, ensemble_scores)
