@@ -11,10 +11,11 @@ README = read("README.md")
 
 def test_the_table_lists_every_method():
     table = read("docs/methods/index.md").split("<!-- methods -->")[1]
-    rows = re.findall(r"^\| `(\w+)` \|.*\| `(\w+\.py)` \|", table, re.M)
+    rows = re.findall(r"^\| `(\w+)` \|.*\| `([\w/]+\.py)` \|", table, re.M)
     assert [name for name, _ in rows] == list(ALGORITHMS)
     for name, file in rows:
-        assert ALGORITHMS[name].__module__.rsplit(".", 1)[1] + ".py" == file
+        module = ALGORITHMS[name].__module__.removeprefix("fedjax_pfl.algorithms.")
+        assert module.replace(".", "/") + ".py" == file
 
 
 def test_the_readme_groups_every_method_once_and_counts_them():

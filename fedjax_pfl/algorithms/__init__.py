@@ -6,36 +6,15 @@ A factory checks its hyperparameters against its signature, see
 """
 
 # ruff: noqa: F401, I001  # imported to be registered, in the order of the methods' table
-from fedjax_pfl.algorithms import (
-    standalone,
-    fedavg,
-    scaffold,
-    perfedavg,
-    pfedme,
-    fedper,
-    fedbn,
-    fedma,
-    fedrod,
-    ditto,
-    apfl,
-    fedamp,
-    fedphp,
-    fedala,
-    fedfomo,
-    pfedhn,
-    mocha,
-    fedproto,
-    fd,
-    mutual,
-    mnfl,
-    knowledge_transfer,
-    feddf,
-    fedem,
-    fedcp,
-    feddva,
-    pfedc,
-    pfedafm,
-)
+from fedjax_pfl.algorithms import standalone, fedavg, scaffold, perfedavg, pfedme
+from fedjax_pfl.algorithms import fedper, fedbn
+from fedjax_pfl.algorithms.fedma import fedma
+from fedjax_pfl.algorithms import fedrod, ditto, apfl, fedamp, fedphp, fedala, fedfomo
+from fedjax_pfl.algorithms import pfedhn, mocha, fedproto, fd, mutual, mnfl
+from fedjax_pfl.algorithms.knowledge_transfer import knowledge_transfer
+from fedjax_pfl.algorithms import feddf, fedem, fedcp
+from fedjax_pfl.algorithms.feddva import feddva
+from fedjax_pfl.algorithms import pfedc, pfedafm
 from fedjax_pfl.algorithms.registry import ALGORITHMS, SEVERAL_ARCHITECTURES, register
 
 __all__ = ["ALGORITHMS", "SEVERAL_ARCHITECTURES", "register"]

@@ -23,8 +23,8 @@ from fedjax_pfl import (
     losses,
 )
 from fedjax_pfl.algorithms import public_data
+from fedjax_pfl.algorithms.knowledge_transfer import mixtures
 from fedjax_pfl.algorithms.registry import register
-from fedjax_pfl.numerics import mixtures
 from fedjax_pfl.optimizers import clipped
 from fedjax_pfl.types import (
     Algorithm,

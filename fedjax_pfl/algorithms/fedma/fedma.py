@@ -24,8 +24,7 @@ from fedjax_pfl import (
     traffic,
     trees,
 )
-from fedjax_pfl.algorithms.registry import register
-from fedjax_pfl.numerics.matching import (
+from fedjax_pfl.algorithms.fedma.matching import (
     Group,
     Path,
     layers,
@@ -34,6 +33,7 @@ from fedjax_pfl.numerics.matching import (
     neurons,
     permute,
 )
+from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.types import (
     Algorithm,
     Array,

@@ -27,11 +27,8 @@ from fedjax_pfl import (
     trees,
 )
 from fedjax_pfl.algorithms import public_data
-from fedjax_pfl.algorithms.registry import register
-from fedjax_pfl.averaging import predictor
-from fedjax_pfl.errors import InputError
-from fedjax_pfl.numerics import mixtures
-from fedjax_pfl.numerics.mixtures import (
+from fedjax_pfl.algorithms.knowledge_transfer import mixtures
+from fedjax_pfl.algorithms.knowledge_transfer.mixtures import (
     Asked,
     Predictions,
     Rule,
@@ -40,6 +37,9 @@ from fedjax_pfl.numerics.mixtures import (
     slope,
     uniform,
 )
+from fedjax_pfl.algorithms.registry import register
+from fedjax_pfl.averaging import predictor
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import (
     Algorithm,
     Array,
