@@ -30,6 +30,7 @@ from fedjax_pfl import (
     optimizers,
     trees,
 )
+from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.numerics.class_groups import branch_loss, class_logits, columns, scores
 from fedjax_pfl.numerics.task_maps import Branches, branches, inline
 from fedjax_pfl.privacy import encryption
@@ -158,6 +159,7 @@ def branched(task: Task, on: Branching) -> Branched:
     )
 
 
+@register("pfedc")
 @hyperparameters.shared(Branching)
 def pfedc(
     task: Task,
@@ -281,6 +283,7 @@ def pfedc(
     return Algorithm(init, round, predict, of.score, sent, averages=("body",))
 
 
+@register("privacy_pfedc")
 @hyperparameters.shared(Branching)
 def privacy_pfedc(
     task: Task,
