@@ -211,7 +211,7 @@ TABLE = {
         {"clients": 20, "lr": 0.001, "optimizer": "adam", "hparams": {"hidden": "64"}},
     ),
     "pfedc": Method(
-        "server", (TASKS, Part("the minimum-norm weights", {"weighting": "uniform"}))
+        "server", (TASKS, Part("weights of mean 1", {"weight_scale": "simplex"}))
     ),
     "privacy_pfedc": Method("server", (TASKS,), {"hparams": {"backend": "plain"}}),
     "pfedafm": Method(

@@ -112,9 +112,7 @@ def test_ditto():
 )
 def test_pfedc_aggregation(head_weighting, task_loss):
     f = toy.federation()
-    begin, state = run(
-        "pfedc", weighting="uniform", head_weighting=head_weighting, task_loss=task_loss
-    )
+    begin, state = run("pfedc", head_weighting=head_weighting, task_loss=task_loss)
     holds = np.asarray(f.class_counts) > 0
     start, bank = head(begin.server), list(head(begin.server))
     by = holds * (toy.SIZES[:, None] if head_weighting == "data" else 1.0)
@@ -128,12 +126,7 @@ def test_pfedc_aggregation(head_weighting, task_loss):
                     if task_loss == "class"
                     else len(y)
                 )
-                return (
-                    (1 / (1 + np.exp(-z)) - np.eye(C)[y])
-                    / of
-                    * holds[i]
-                    / holds[i].sum()
-                )
+                return (1 / (1 + np.exp(-z)) - np.eye(C)[y]) / of * holds[i]
 
             own = tuple(
                 np.where(holds[i], new, old)

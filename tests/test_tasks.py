@@ -205,7 +205,6 @@ def test_consecutive_and_superclass_tasks_of_cifar100():
 # --- ten of a hundred clients
 
 MANY, CLASSES, HELD = 100, 40, 2
-UNIFORM = {"weighting": "uniform"}  # which has no part in the masks, and compiles fast
 
 
 @functools.cache
@@ -255,7 +254,7 @@ def test_masks_are_of_the_selected_and_the_bank_keeps_what_none_of_them_holds():
     """Every branch is the mean of its selected holders' (Eqs. 4 and 7 over S_t), each
     trained alone, or what it was."""
     task, f = sparse()
-    program, key = toy.program(ALGORITHMS["pfedc"], task, UNIFORM), jax.random.key(3)
+    program, key = toy.program(ALGORITHMS["pfedc"], task, {}), jax.random.key(3)
     begin = worn(program.init(key, program.traced))
     run = jax.jit(program.round)
     state, metrics = run(key, program.traced, f, begin, jnp.int32(4), jnp.bool(False))
@@ -317,7 +316,7 @@ def one_client():
             width=1,
         )
         return (
-            ALGORITHMS["pfedc"](task, **UNIFORM)
+            ALGORITHMS["pfedc"](task)
             .round(key, state, cohort)[0]
             .server["head"]["kernel"]
         )

@@ -64,10 +64,9 @@ class Branching(NamedTuple):
         class (those of its classes, D_i^c of Eq. 3; a task without one is left out),
         balanced (likewise, and the others' losses by their own number), batch (all of
         them).
-      weighting: of the task losses, one of mgda_ub (the paper's), uniform.
-      weight_scale: of these weights, one of simplex (they sum to 1), mean_one (times
-        the number of tasks that learn from the batch, so that their mean is 1; with
-        uniform the plain sum).
+      weighting: of the task losses, one of uniform, mgda_ub (the paper's).
+      weight_scale: of these weights, one of mean_one (their mean over the tasks that
+        learn from the batch is 1; with uniform the plain sum), simplex (they sum to 1).
       normalise: gradients before solving, one of none, loss+ (by their norm and the
         task's loss).
       head_grad: one of scaled (by alpha, Eq. 5), unscaled (Sener & Koltun's Algorithm
@@ -81,8 +80,8 @@ class Branching(NamedTuple):
     tasks: Annotated[str, hyperparameters.Recorded(inline)] = "class"
     head: Literal["group_softmax", "group_reject", "group_binary"] = "group_softmax"
     task_loss: Literal["class", "balanced", "batch"] = "class"
-    weighting: Literal["mgda_ub", "uniform"] = "mgda_ub"
-    weight_scale: Literal["simplex", "mean_one"] = "simplex"
+    weighting: Literal["uniform", "mgda_ub"] = "uniform"
+    weight_scale: Literal["mean_one", "simplex"] = "mean_one"
     normalise: Literal["none", "loss+"] = "none"
     head_grad: Literal["scaled", "unscaled"] = "scaled"
     train: Literal["held", "all"] = "held"
@@ -193,9 +192,9 @@ def pfedc(
       do not learn (metric `weight_on_positives`). group_reject and group_binary follow
       the same rule: a positive is a sample of the group.
 
+      The paper solves for the weights (lambda of Eq. 3) by MGDA-UB, on the simplex.
       Weights that sum to 1 divide the learning rate by the number of tasks in the
-      minibatch. weight_scale=mean_one does not; with weighting=uniform every lambda_c
-      of Eq. 3 is then 1.
+      minibatch. By default every weight is 1, which Eq. 3 allows.
 
       Groups of group_softmax share no samples. Their gradients are orthogonal, and the
       weights are in inverse proportion to the squared norms: the largest weights are

@@ -11,7 +11,7 @@ import pytest
 import toy
 from toy import C, assert_same
 
-from fedjax_pfl import evaluation, losses, simulate
+from fedjax_pfl import evaluation, losses, simulate, testing
 from fedjax_pfl.algorithms import pfedc as factory
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
@@ -25,8 +25,6 @@ TASK_LOSSES = ("class", "batch")
 TASK = toy.task(
     optimizer=lambda lr: optax.chain(optax.add_decayed_weights(0.01), optax.sgd(lr))
 )
-# where the weights of the tasks do not matter: their solver takes long to compile
-PLAIN = {"weighting": "uniform"}
 PAIRS = {"tasks": "consecutive:2", "head_weighting": "data"}
 SUPER = TASK._replace(superclass=np.array([5, 2, 5, 9]))
 MIXED = task_maps.branches(SUPER, "superclass")  # {1}, {0, 2}, {3}
@@ -349,6 +347,12 @@ def test_branches_that_are_not_held_get_no_gradient(weighting):
     assert not kernel[:, [1, 3]].any() and kernel[:, [0, 2]].any()
 
 
+def test_the_gradients_of_the_tasks_count_no_padding():
+    normed = testing.task(models=toy.task("norm").models)
+    solved = functools.partial(factory, weighting="mgda_ub")
+    testing.check("mask", testing.subject(solved, normed))
+
+
 def test_unscaled_heads_take_the_whole_gradient_of_their_task():
     scaled, unscaled = (
         gradient(head_grad=head_grad, scale="simplex")
@@ -413,16 +417,16 @@ def columns(server, classes):
 
 @pytest.mark.slow
 def test_only_held_branches_move_even_under_weight_decay():
-    before, after = round_of([0], **PLAIN)  # client 0 holds classes 0 and 1
+    before, after = round_of([0])  # client 0 holds classes 0 and 1
     assert_same(columns(after, [2, 3]), columns(before, [2, 3]))
     assert np.any(columns(after, [0])["kernel"] != columns(before, [0])["kernel"])
     assert_same(after["start"], before["start"])
 
 
 def test_branches_of_clients_without_a_common_class_never_mix():
-    _, both = round_of([0, 2], **PLAIN)
-    _, first = round_of([0], **PLAIN)
-    _, second = round_of([2], **PLAIN)
+    _, both = round_of([0, 2])
+    _, first = round_of([0])
+    _, second = round_of([2])
     assert_same(columns(both, [0, 1]), columns(first, [0, 1]))
     assert_same(columns(both, [3]), columns(second, [3]))
     assert np.any(
@@ -455,7 +459,7 @@ def test_of_tasks_of_one_class_all_heads_are_the_same():
         slope("mgda_ub", "simplex", "scaled", head)(W, BATCH, ALL)
         for head in task_maps.HEADS
     ]
-    servers = [round_of([0, 1, 4], head=head, **PLAIN)[1] for head in task_maps.HEADS]
+    servers = [round_of([0, 1, 4], head=head)[1] for head in task_maps.HEADS]
     for expected, *others in (slopes, servers):
         for other in others:
             assert_same(other, expected)
@@ -536,7 +540,7 @@ def test_with_everybody_a_stale_download_is_the_banks():
         toy.assert_close(toy.rows(stale.state.clients["head"], i), expected)
 
 
-STALE = PLAIN | {"download": "stale"}
+STALE = {"download": "stale"}
 ANY_NUMBER = toy.program(factory, TASK._replace(participation=(0.2, 1.0)), STALE)
 ROUND_OF_ANY_NUMBER = jax.jit(ANY_NUMBER.round)
 
@@ -579,8 +583,8 @@ def test_a_newcomer_begins_with_the_banks_branches_or_with_its_own():
     x, c = f.examples.x[:5], Client(*[None] * 6, f.class_counts[4], None, None)
     for download in ("bank", "stale"):
         algorithm = factory(TASK, download=download)
-        begin = train(0, download=download, **PLAIN).begin
-        after = round_of([0, 1], download=download, **PLAIN)[1]
+        begin = train(0, download=download).begin
+        after = round_of([0, 1], download=download)[1]
         used = after["head"] if download == "bank" else begin.server["head"]
 
         @jax.jit
@@ -759,7 +763,7 @@ def test_a_head_that_is_not_linear_is_refused():
 def test_holders_may_weigh_by_all_their_examples():
     """Whoever holds no example of a class does not count for it."""
     both, first, second = (
-        round_of(ids, head_weighting="data", **PLAIN)[1] for ids in ([0, 4], [0], [4])
+        round_of(ids, head_weighting="data")[1] for ids in ([0, 4], [0], [4])
     )
     n, m = toy.SIZES[[0, 4]]
     mean = jax.tree.map(
@@ -775,7 +779,7 @@ def test_right_after_training_the_branches_of_others_are_as_they_were(monkeypatc
     """Weight decay would move them."""
     task, x = toy.task("linear", optimizer=lambda lr: TASK.optimizer(10 * lr)), BATCH.x
     begin = class_groups.columns(
-        toy.train(factory, task, 0, KEY, **PLAIN).begin.server["head"], x
+        toy.train(factory, task, 0, KEY).begin.server["head"], x
     )
 
     def moved(cohort, c, predictor, score):
@@ -783,7 +787,7 @@ def test_right_after_training_the_branches_of_others_are_as_they_were(monkeypatc
         return {"acc": gap[0]} | {str(k): gap[k] for k in range(C)}
 
     monkeypatch.setattr(evaluation, "post", moved)
-    metrics = toy.train(functools.partial(factory), task, 1, KEY, **PLAIN).metrics
+    metrics = toy.train(functools.partial(factory), task, 1, KEY).metrics
     for place, i in enumerate(metrics.ids[0]):
         np.testing.assert_array_equal(
             [metrics.post[str(k)][0, place] > 0 for k in range(C)],
@@ -852,7 +856,7 @@ def test_weights_lie_where_a_sample_counts():
 
 @pytest.mark.slow  # a compilation for a metric; the traffic counts them, too
 def test_the_tasks_that_a_client_holds_are_counted():
-    metrics = train(1, **PAIRS, **PLAIN).metrics
+    metrics = train(1, **PAIRS).metrics
     expected = [len({c // 2 for c in toy.OWN[i]}) for i in metrics.ids[0]]
     np.testing.assert_array_equal(metrics.clients["tasks"][0], expected)
 
@@ -861,7 +865,7 @@ def test_the_tasks_that_a_client_holds_are_counted():
 def test_running_statistics_weigh_by_examples():
     norm = toy.task("norm")
     both, first, second = (
-        round_of(ids, task=norm, **PLAIN)[1]["stats"] for ids in ([0, 4], [0], [4])
+        round_of(ids, task=norm)[1]["stats"] for ids in ([0, 4], [0], [4])
     )
     n, m = toy.SIZES[[0, 4]]
     toy.assert_close(

@@ -13,15 +13,17 @@ from fedjax_pfl.numerics import class_groups, min_norm, task_maps
 
 KEY = jax.random.key(7)
 TASK_LOSSES = ("class", "batch")
-PLAIN = {"backend": "plain"}
 LINEAR = toy.task("linear", lr=0.3)  # batches of 4: most lack a sample of some class
-# rounds 0, 5 and 11, measured when whole batches were the default
+SOLVED = {"weighting": "mgda_ub", "weight_scale": "simplex"}
+# rounds 0, 5 and 11 with whole batches and the weights of SOLVED
 BATCH_LOSSES = [0.629285, 0.362609, 0.212951]
 
 
 @pytest.mark.parametrize("method", ["pfedc", toy.slow("privacy_pfedc")])
-def test_whole_batches_have_the_losses_they_had_as_the_default(method):
-    got = toy.train(method, toy.method_task(method), 12, KEY, task_loss="batch")
+def test_whole_batches_have_the_losses_they_had(method):
+    got = toy.train(
+        method, toy.method_task(method), 12, KEY, **SOLVED, task_loss="batch"
+    )
     loss = got.metrics.loss.mean(axis=1)
     np.testing.assert_allclose(loss[[0, 5, 11]], BATCH_LOSSES, rtol=1e-3, atol=1e-5)
 
@@ -50,8 +52,8 @@ def batches(key, i):
 
 
 def trained(kernel, bias, key, i, task_loss):
-    """Client i's head after local training with alpha uniform over the tasks that have
-    a loss; its weight on positives.
+    """Client i's head after local training with alpha 1 on the tasks that have a loss;
+    its weight on positives.
 
     Returns:
       kernel [F, C], bias [C], and the share of alpha on classes in the batch, mean over
@@ -62,9 +64,7 @@ def trained(kernel, bias, key, i, task_loss):
         positives = np.bincount(y, minlength=C)
         on = held & (positives > 0) if task_loss == "class" else held
         of = np.maximum(positives, 1) if task_loss == "class" else len(y)
-        residual = (
-            (1 / (1 + np.exp(-(x @ kernel + bias))) - np.eye(C)[y]) / of * on / on.sum()
-        )
+        residual = (1 / (1 + np.exp(-(x @ kernel + bias))) - np.eye(C)[y]) / of * on
         kernel, bias = kernel - 0.3 * x.T @ residual, bias - 0.3 * residual.sum(0)
         shares.append((on & (positives > 0)).sum() / on.sum())
     return kernel, bias, np.mean(shares)
@@ -79,7 +79,6 @@ def test_minibatches_of_uneven_classes(task_loss):
         1,
         KEY,
         task_loss=task_loss,
-        weighting="uniform",
         download="stale",
     )
     begin = run.begin.server["head"]
@@ -113,9 +112,8 @@ def test_minibatches_of_uneven_classes(task_loss):
 @pytest.mark.parametrize("download", ["bank", "stale"])
 def test_absent_branches_learn_to_answer_no(download):
     """By the mean over the batch, while the server stays the same."""
-    how = {"weighting": "uniform", "download": download}
     held, run = (
-        toy.train("pfedc", LINEAR, 1, KEY, train=train, **how)
+        toy.train("pfedc", LINEAR, 1, KEY, train=train, download=download)
         for train in ("held", "all")
     )
     toy.assert_close(run.state.server, held.state.server)
@@ -136,8 +134,8 @@ def test_absent_branches_learn_to_answer_no(download):
 
 @pytest.mark.parametrize("method", ["pfedc", toy.slow("privacy_pfedc")])
 def test_absent_branches_do_not_move_the_body(method):
-    task, how = toy.task(), {"weighting": "uniform", "head": "group_reject"}
-    how |= {"tasks": "consecutive:2"} | ({} if method == "pfedc" else PLAIN)
+    task, how = toy.task(), {"head": "group_reject", "tasks": "consecutive:2"}
+    how |= {} if method == "pfedc" else {"backend": "plain"}
     held, run = (
         toy.train(method, task, 2, KEY, train=train, **how) for train in ("held", "all")
     )
@@ -147,7 +145,8 @@ def test_absent_branches_do_not_move_the_body(method):
 
 @pytest.mark.slow  # what lies where is in test_pfedc.py
 def test_weight_on_groups_of_which_a_client_holds_one_class():
-    run = toy.train("pfedc", LINEAR, 1, KEY, tasks="consecutive:2", weighting="uniform")
+    how = {"tasks": "consecutive:2", "weight_scale": "simplex"}
+    run = toy.train("pfedc", LINEAR, 1, KEY, **how)
     of, stream = (
         np.arange(C) // -(-C // 2),
         jax.random.fold_in(keys.clients_key(KEY, 0), 0),
@@ -164,10 +163,10 @@ def test_weight_on_groups_of_which_a_client_holds_one_class():
     np.testing.assert_allclose(
         run.metrics.clients["unweighted_loss"], run.metrics.loss, rtol=1e-5
     )
-    plain = toy.train("pfedc", LINEAR, 1, KEY, tasks="consecutive:2").metrics
+    solved = toy.train("pfedc", LINEAR, 1, KEY, **how | SOLVED).metrics
     # the weights lie on what is learnt
-    assert np.all(plain.clients["unweighted_loss"] >= plain.loss * (1 - 1e-6))
-    assert np.any(plain.clients["unweighted_loss"] > 1.2 * plain.loss)
+    assert np.all(solved.clients["unweighted_loss"] >= solved.loss * (1 - 1e-6))
+    assert np.any(solved.clients["unweighted_loss"] > 1.2 * solved.loss)
 
 
 # --- the weights

@@ -19,8 +19,6 @@ from fedjax_pfl.errors import InputError
 from fedjax_pfl.privacy import encryption
 
 TASK = toy.task()
-# compiles in half the time; the contract's golden losses are those of the default
-QUICK = {"weighting": "uniform"}
 BODY, HEAD, T = 6 * 8 + 8, 8 * toy.C + toy.C, toy.C
 
 
@@ -75,7 +73,7 @@ def unpacked(vector):
 
 @functools.cache
 def train(method, **hparams):
-    return toy.train(method, TASK, 5, **QUICK, **hparams)
+    return toy.train(method, TASK, 5, **hparams)
 
 
 def test_plain_is_pfedc():
@@ -120,7 +118,7 @@ def test_encrypted_is_plain_after_five_rounds(tenseal):
 
 
 def test_encrypted_runs_are_alike_bit_for_bit(tenseal):
-    again = toy.train("privacy_pfedc", TASK, 5, backend="ckks", **QUICK)
+    again = toy.train("privacy_pfedc", TASK, 5, backend="ckks")
     assert_same(again.state, train("privacy_pfedc", backend="ckks").state)
 
 
@@ -160,7 +158,7 @@ OTHERS = {
     "head": "group_reject",
     "head_weighting": "data",
     "train": "all",
-} | QUICK
+}
 
 
 @pytest.mark.slow
@@ -184,9 +182,7 @@ def test_the_server_adds_ciphertexts_only_and_the_heads_are_what_the_clients_dec
     """The altered sum has 1 more in every branch and twice the holders: the heads must
     follow, if they come from it."""
     wire.alter = lambda total: total + np.where(np.arange(len(total)) < HEAD, 1, total)
-    heads = toy.train("privacy_pfedc", TASK, 1, backend="ckks", **QUICK).state.clients[
-        "head"
-    ]
+    heads = toy.train("privacy_pfedc", TASK, 1, backend="ckks").state.clients["head"]
     (uploads,), (total,) = wire.uploads, wire.totals
     assert len(uploads) == toy.N and all(
         type(part) is bytes for sent in uploads for part in sent
@@ -226,7 +222,7 @@ def one_holder():
 def test_the_branch_of_a_single_holder_comes_back_unchanged(wire):
     for backend in ("ckks", "plain"):
         got = toy.train(
-            "privacy_pfedc", TASK, 1, federation_=one_holder(), backend=backend, **QUICK
+            "privacy_pfedc", TASK, 1, federation_=one_holder(), backend=backend
         )
         head, (kernel, bias, presence) = (
             got.state.clients["head"],
@@ -248,7 +244,7 @@ def test_without_division_a_branch_grows_by_its_holders_in_every_round(wire):
     as it is built."""
     still = toy.task(epochs=0)
     run = lambda: toy.train(
-        "privacy_pfedc", still, 3, federation_=one_holder(), backend="ckks", **QUICK
+        "privacy_pfedc", still, 3, federation_=one_holder(), backend="ckks"
     )
     divided = run()
     wire.alter = lambda total: np.where(np.arange(len(total)) < HEAD, total, 1)
