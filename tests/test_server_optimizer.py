@@ -275,7 +275,7 @@ def test_its_state_is_kept_in_checkpoints(tmp_path, capsys):
         ),
         (
             ["--algo=fedavg", "--server_optimizer=adam", "--server_lr=0"],
-            "outside its range",
+            "must be in",
         ),
         (
             ["--algo=local", "--server_optimizer=adam", "--server_lr=0.1"],

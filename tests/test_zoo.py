@@ -495,7 +495,7 @@ def test_all_five_have_the_shapes_of_cnn1_and_travel_as_themselves():
             "'cnn2' needs images of at least 16x16",
         ),
         (lambda: models.pad_to_superset("cnn", CIFAR, 10), "Unknown model 'cnn'"),
-        (lambda: models.model("mlp", (6,), 3, features=0), "features=0 is outside"),
+        (lambda: models.model("mlp", (6,), 3, features=0), "`features` must be in"),
         (
             lambda: models.model("mlp", (6,), 3, features=5, width_by="pol"),
             "did you mean 'pool'",
