@@ -221,7 +221,7 @@ def test_a_network_whose_body_has_no_weights_is_no_reason():
 def test_a_part_that_the_server_has_not_is_said():
     wrong = lambda task: ALGORITHMS["fedavg"](task)._replace(averages=("body", "tail"))
     with pytest.raises(
-        InputError, match="`averages` must be keys of State.server, got {'tail'}"
+        InputError, match=r"`averages` must be keys of State.server, got {'tail'}"
     ):
         simulate.program(optimized(wrong), NORMS)
 
