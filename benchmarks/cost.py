@@ -21,7 +21,7 @@ from benchmarks.report import table
 from benchmarks.runner import Runner
 from benchmarks.setting import CLIENTS, SHAPES, build, in_form
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.engine.autotune import choose_width
+from fedjax_pfl.engine.placement import automatic_width
 from fedjax_pfl.errors import InputError, choose
 from fedjax_pfl.models import layers
 from fedjax_pfl.models.layers import CONVOLUTIONS
@@ -39,7 +39,7 @@ def main(argv) -> None:
         conv=choose("conv", FLAGS.conv, CONVOLUTIONS),
     )
     devices = jax.device_count()
-    width = choose_width(task, federation, CLIENTS, devices)
+    width = automatic_width(task, CLIENTS, devices)
     names = ["fedavg", *(name for name in chosen if name != "fedavg")]
     runners, refused, peak = {}, [], report.matmul_peak()
     for name in names:

@@ -32,7 +32,7 @@ from fedjax_pfl.data.datasets import Dataset, prepare_images
 from fedjax_pfl.data.federate import federate
 from fedjax_pfl.data.partition import Partition
 from fedjax_pfl.data.partitioners import partition
-from fedjax_pfl.engine.autotune import choose_width
+from fedjax_pfl.engine.placement import automatic_width
 from fedjax_pfl.errors import choose
 
 
@@ -163,7 +163,7 @@ def measure(recipe: Recipe, conv: str = "auto", repeats: int = 3, **options) -> 
         data, f.class_counts, net, lr=recipe.lr, batch_size=recipe.batch, **options
     )
     start = time.perf_counter() - begin
-    width = choose_width(task, f, recipe.cohort, devices)
+    width = automatic_width(task, recipe.cohort, devices)
     program = simulate.program(ALGORITHMS["fedavg"], task, width=width, devices=devices)
     key, traced = (
         jax.random.key(0),

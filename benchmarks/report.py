@@ -20,8 +20,8 @@ from experiments import plain
 from experiments.versions import versions
 from fedjax_pfl import local_training
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.engine.autotune import split_cpu
 from fedjax_pfl.engine.flops import flops_of_step
+from fedjax_pfl.engine.xla import split_cpu
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Federation, Model, Task
 

@@ -19,7 +19,6 @@ row of each form of the convolutions, of which `auto` chooses as experiments.mai
 Winograd's products have the highest precision.
 """
 
-import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -43,14 +42,13 @@ from benchmarks.setting import (
     SHAPES,
     batch_size,
     build,
-    in_form,
     network,
 )
 from benchmarks.stock import stock
 from fedjax_pfl import models
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.data.datasets import prepare_images
-from fedjax_pfl.engine.autotune import choose_form, choose_width
+from fedjax_pfl.engine.placement import automatic_width
 from fedjax_pfl.errors import InputError, choose
 from fedjax_pfl.types import Federation, Task
 
@@ -188,12 +186,8 @@ def layouts(model: str, peak: float) -> list[tuple]:
         )
         for width in widths(some):
             add(name, "all" if width == clients else str(width), fedavg(*given, width))
-    chosen = ""
-    if not on_cpu():
-        form = choose_form(task, functools.partial(in_form, model), f, clients, devices)
-        task, chosen = task._replace(models=(in_form(model, form),)), f"{form}, "
-    width = choose_width(task, f, clients, devices)
-    add("ours", f"auto ({chosen}{devices} x {width})", fedavg(task, f, width, devices))
+    width = automatic_width(task, clients, devices)
+    add("ours", f"auto ({devices} x {width})", fedavg(task, f, width, devices))
     for label, rate in torch_rates(model, steps * clients).items():
         add("PyTorch", label, Timing(rate))
     return rows
@@ -257,7 +251,7 @@ def uneven(peak: float) -> list[tuple]:
     tasks = {split: build("cnn", split=split) for split in found}
     for _ in range(1 if FLAGS.quick else 3):
         for split, (task, f) in tasks.items():
-            width = choose_width(task, f, CLIENTS, jax.device_count())
+            width = automatic_width(task, CLIENTS, jax.device_count())
             found[split].append(fedavg(task, f, width, jax.device_count()))
     median = {
         split: statistics.median(timing.steps_per_second for timing in found[split])

@@ -1,10 +1,10 @@
 """Vectorised simulation of personalised federated learning in JAX and Flax.
 
-From data to results: `load` a data set, `partition` it among clients, `federate` it
-onto the device; `task` says how clients train, `program` binds a method of `ALGORITHMS`
-to it, and `rounds` runs it round by round (`curve` inside one compiled function). A
-method of one's own is a factory of an `Algorithm`, whose round maps over the `Client`s
-of a `Cohort`; `check_algorithm` checks it against the rules of the contract.
+`load` a data set, `partition` it among clients, `federate` it onto the device. `task`
+describes the local training, `program` binds a method of `ALGORITHMS` to it, and
+`rounds` runs it round by round (`curve` inside one compiled function). Your own method
+is a factory of an `Algorithm`, whose round maps over the `Client`s of a `Cohort`;
+`check_algorithm` checks it against the rules of the contract.
 """
 
 from fedjax_pfl.algorithms import ALGORITHMS

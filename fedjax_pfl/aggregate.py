@@ -17,9 +17,8 @@ def shares(weight: PyTree, active: Array) -> PyTree:
       active: [S] bool.
 
     Returns:
-      The same tree of shares that sum to 1 over the clients; all 0 where the weights of
-      the active clients sum to 0; all NaN, and so the mean, where their sum is not
-      finite.
+      the same tree of shares that sum to 1 over the clients; all 0 where the weights of
+      the active clients sum to 0; all NaN where their sum is not finite.
     """
 
     def share(w: Array | None) -> Array:
@@ -34,9 +33,11 @@ def shares(weight: PyTree, active: Array) -> PyTree:
 
 
 def weigh(share: PyTree, tree: PyTree) -> PyTree:
-    """share * tree for one client: a share [] or [C] of a prefix multiplies the last
-    axes of every leaf below it; what has no share may be anything, NaN included, so the
-    gradient for a share of 0 is 0."""
+    """Multiplies one client's tree by its share.
+
+    A share [] or [C] of a prefix multiplies the last axes of every leaf below it. A
+    leaf with share 0 may be anything, NaN included, and its gradient is 0.
+    """
 
     def times(p: Array, x: Array) -> Array:
         p = trees.align(p, x.ndim)
@@ -49,8 +50,7 @@ def weigh(share: PyTree, tree: PyTree) -> PyTree:
 
 
 def filled(shares: PyTree, mean: PyTree, default: PyTree) -> PyTree:
-    """The mean where some client has a share, else `default`; shares as `shares`
-    returns them."""
+    """Returns the mean where a client has a share (see `shares`), else `default`."""
 
     def fill(share: Array, mean: PyTree, default: PyTree) -> PyTree:
         return trees.choose(jnp.sum(share, axis=0) != 0, mean, default)
@@ -59,8 +59,8 @@ def filled(shares: PyTree, mean: PyTree, default: PyTree) -> PyTree:
 
 
 def project_simplex(v: Array, mask: Array, total: Numeric = 1.0) -> Array:
-    """Euclidean projection of v [T] onto {alpha >= 0, sum alpha = total, alpha = 0 off
-    `mask`} (Duchi 2008)."""
+    """Projects v [T] onto {alpha >= 0, sum alpha = total, alpha = 0 off `mask`} in the
+    Euclidean norm (Duchi et al., 2008)."""
     low = jnp.where(mask, v, -jnp.inf)
     # the projection stays the same, and sums of large values would lose `total`
     low -= jnp.max(low, initial=jnp.finfo(low.dtype).min)
@@ -81,14 +81,14 @@ def descend(
     penalty: str = "implicit",
     mean: float | None = None,
 ) -> Array:
-    """One step of a row [N] of coefficients along its gradient `slope` [N] and the
-    penalty rho ||row - mean||^2.
+    """Moves a row [N] of coefficients by one step along its gradient `slope` [N] and
+    the penalty rho ||row - mean||^2.
 
-    Only the entries `here` [N] bool move; they stay non-negative and keep their sum.
+    Only the entries `here` [N] bool move. They remain non-negative and keep their sum.
 
     Args:
-      penalty: how it is stepped, implicit or explicit.
-      mean: where the penalty of an entry is 0; None: 1/N.
+      penalty: implicit or explicit step.
+      mean: value at which the penalty of an entry is 0; None: 1/N.
     """
     weight, mean = 2 * lr * rho, 1 / row.shape[0] if mean is None else mean
     if penalty == "implicit":

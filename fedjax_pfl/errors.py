@@ -54,19 +54,21 @@ def check(
     if isinstance(value, jax.core.Tracer):
         return
     value = plain(value)
+    start, colon, field = name.rpartition(": ")
+    name = f"{start}{colon}`{field}`"
     kind = numbers.Integral if whole else numbers.Real
     if isinstance(value, bool) or not isinstance(value, kind):
         noun = "an integer" if whole else "a number"
-        raise InputError(f"`{name}` must be {noun}, got {value!r}.")
+        raise InputError(f"{name} must be {noun}, got {value!r}.")
     number: Any = value  # mypy cannot compare numbers.Real
     above = low < number if open_low else low <= number
     below = number < high if open_high or math.isinf(high) else number <= high
     if not (above and below):
         span = interval(low, high, open_low=open_low, open_high=open_high)
         reason = f": {why}" if why else ""
-        raise InputError(f"`{name}` must be in {span}, got {number}{reason}.")
+        raise InputError(f"{name} must be in {span}, got {number}{reason}.")
     if not whole and abs(number) > FLOAT32_MAX:
-        raise InputError(f"`{name}` must be finite in float32, got {number}.")
+        raise InputError(f"{name} must be finite in float32, got {number}.")
 
 
 def plain(value: Any) -> Any:

@@ -17,20 +17,22 @@ Score = Callable[[Any, Array, Array, Client], Scores]
 
 
 def batch_size(rows: float) -> int:
-    """The power of two from `rows` on, at most BATCH: of clients' sizes and not of
-    their padding, which must not count, and for seeds with about the same sizes the
-    same, so that they share what is compiled."""
+    """Returns the smallest power of two from `rows` on, at most BATCH.
+
+    Seeds with similar client sizes get the same batch size and share compilations.
+    """
     return min(BATCH, 1 << max(0, math.ceil(math.log2(max(rows, 1)))))
 
 
 def pass_size(sizes: np.ndarray) -> int:
-    """Rows at once of a pass over clients' training sets of these sizes [N], so that
-    little padding is computed.
+    """Returns the batch size of a pass over training sets of these sizes [N] that
+    computes little padding.
 
-    Of even clients at most 128, in equal parts, and a multiple of 8: for seeds with
-    about the same sizes the same, so that they share what is compiled. Of uneven ones a
-    power of two from 8 to BATCH, small enough that of 64 rows or more of the largest
-    client less than an eighth is added."""
+    For clients of equal size a multiple of 8, at most 128, in equal batches. Else a
+    power of two from 8 to BATCH that adds less than an eighth to a largest client of 64
+    rows or more. Seeds with similar sizes get the same batch size and share
+    compilations.
+    """
     largest = int(max(sizes))
     if min(sizes) >= 0.9 * largest > 0:
         parts = -(-largest // 128)
@@ -39,8 +41,8 @@ def pass_size(sizes: np.ndarray) -> int:
 
 
 def classification(outputs: Array, y: Array, mask: Array, client: Client) -> Scores:
-    """The scores of logits [B, C]: `accuracies`, and `acc_majority`, the majority
-    baseline (always the class of which the client has the most training examples)."""
+    """Computes the scores of logits [B, C]: `accuracies`, and `acc_majority`, the
+    baseline that predicts the client's most frequent training class."""
     majority = y == jnp.argmax(client.class_counts)
     return accuracies(outputs, y, mask, client) | {
         "acc_majority": (jnp.sum(majority & mask), jnp.sum(mask))
@@ -48,19 +50,17 @@ def classification(outputs: Array, y: Array, mask: Array, client: Client) -> Sco
 
 
 def accuracies(outputs: Array, y: Array, mask: Array, client: Client) -> Scores:
-    """The scores of logits [B, C]: `acc`, argmax over all classes, and `acc_present`,
-    over the client's own.
+    """Computes the scores of logits [B, C]: `acc`, argmax over all classes, and
+    `acc_present`, argmax over the classes of the client's training examples.
 
-    A class is present if the client holds a training example of it; the rows where
-    `mask` is False do not count, and one with NaN among its logits is wrong.
+    Masked rows do not count, and a row with a NaN logit is wrong.
     """
     count, held = jnp.sum(mask), client.class_counts > 0
     wanted, found = [*mask.shape, *held.shape], getattr(outputs, "shape", None)
     if found is None or list(found) != wanted:
         given = type(outputs).__name__ if found is None else list(found)
         raise ContractError(
-            f"accuracies are of logits [B, C], here {wanted}, and not of {given}, as "
-            "its predictor gives."
+            f"the predictor must return logits {wanted} for accuracies, got {given}."
         )
 
     def hits(z: Array) -> Array:
@@ -75,8 +75,8 @@ def accuracies(outputs: Array, y: Array, mask: Array, client: Client) -> Scores:
 
 
 def ratio(total: Array, count: Array) -> Array:
-    """total / count, averaged over the last axis until a scalar is left; entries
-    without a count do not enter (NaN)."""
+    """Computes total / count, averaged over the last axis until a scalar is left;
+    entries without a count are left out."""
     value = jnp.where(count > 0, total / jnp.where(count > 0, count, 1), jnp.nan)
     while value.ndim:
         seen = ~jnp.isnan(value)
@@ -92,8 +92,8 @@ def ratio(total: Array, count: Array) -> Array:
 def client(
     c: Client, predictor: Predictor, score: Score = classification
 ) -> dict[str, Array]:
-    """Scores of one client's predictor on its own test examples: {name: []}, NaN where
-    there is nothing to score."""
+    """Computes the scores of one client's predictor on its test examples, {name: []};
+    NaN without examples."""
 
     def batch_scores(batch: Batch) -> Scores:
         return score(predictor(batch.x, batch.mask), batch.y, batch.mask, c)
@@ -105,8 +105,8 @@ def client(
 def post(
     cohort: Cohort, c: Client, predictor: Predictor, score: Score = classification
 ) -> dict[str, Array]:
-    """The scores right after local training, if `cohort.evaluated`; else NaN at no
-    cost."""
+    """Computes the scores right after local training if `cohort.evaluated`, else
+    NaN."""
     run = trees.traced_once(lambda: client(c, predictor, score))
     nothing = {
         name: jnp.full(x.shape, jnp.nan, x.dtype)
@@ -116,15 +116,15 @@ def post(
 
 
 def mean(data: Data, value: Callable[[Batch], Array], batch_size: int) -> Array:
-    """The mean [] over all rows of a client's data of value(batch) [], itself a mean
-    over the batch's valid rows; 0 without any."""
+    """Computes the mean [] over all rows of a client's data of value(batch) [], which
+    is a mean over the batch's valid rows; 0 without rows."""
     return local_training.sweep(
         data, lambda batch: jnp.sum(batch.mask) * value(batch), batch_size
     ) / jnp.maximum(data.size, 1)
 
 
 def statistics(values: np.ndarray, weights: np.ndarray) -> dict[str, float]:
-    """Statistics over clients of one score.
+    """Computes statistics over clients of one score.
 
     Args:
       values: [N], NaN where a client has none.

@@ -1,10 +1,10 @@
-"""Every random stream by name: one enum for each kind of parent key.
+"""Names of all random streams, one enum for each kind of parent key.
 
 A key is split by folding in the number of a stream. The main local training of a client
-uses the client's key unchanged, and every further stream is folded in by its name here,
-so that methods coincide exactly where their papers say that they do. The numbers below
-one parent key must differ within what one method folds into it; their values are part
-of every recorded result and never change.
+uses the client's key unchanged, and every further stream is folded in by its name. So
+methods coincide exactly where their papers claim it. The numbers below one parent key
+must differ within a method; their values are part of every recorded result and never
+change.
 """
 
 import enum
@@ -15,8 +15,8 @@ from fedjax_pfl.types import Array
 
 
 class Stream(enum.Enum):
-    """A stream: its number, and who draws from it. Two streams may share a number if no
-    method uses both."""
+    """A stream: its number and its use. Two streams may share a number if no method
+    uses both."""
 
     def __init__(self, number: int, use: str):
         self.number, self.use = number, use
@@ -46,7 +46,7 @@ class Server(Stream):
 
 
 class Cohort(Stream):
-    """Below Round.CLIENTS, beside the phases 0, 1, ..."""
+    """Below Round.CLIENTS, like the phases 0, 1, ..."""
 
     ORDER = 0x5CA4, "the order of Cohort.scan"
     UPLOAD = (
@@ -92,7 +92,7 @@ class Loss(Stream):
     """Below Step.LOSS."""
 
     GUMBEL = 21, "FedCP: the gate's noise; in a prediction below the client's key"
-    SHARED = 22, "dropout of the shared model that is trained beside a client's own"
+    SHARED = 22, "dropout of the shared model, trained with a client's own model"
     INNER = (
         23,
         "dropout of Per-FedAvg's inner batch, + 1 of the Hessian's; of pFedMe's inner "
@@ -101,7 +101,7 @@ class Loss(Stream):
 
 
 class Init(Stream):
-    """Below Run.INIT, beside the key unchanged for the model of every client."""
+    """Below Run.INIT, whose unchanged key is for the model of every client."""
 
     POLICY = 22, "FedCP: the policy network"
     REJECT = 31, "pFedC: the reject logits"
@@ -110,15 +110,15 @@ class Init(Stream):
 
 
 def fold(key: Array, stream: Stream, offset: int | Array = 0) -> Array:
-    """The key of a stream below `key`; `offset` is added to its number."""
+    """Returns the key of a stream below `key`; `offset` is added to its number."""
     return jax.random.fold_in(key, stream.number + offset)
 
 
 def round_key(key: Array, t: Array | int) -> Array:
-    """The key of round t of the experiment with this key."""
+    """Returns the key of round t of the experiment with this key."""
     return jax.random.fold_in(fold(key, Run.ROUND), t)
 
 
 def clients_key(key: Array, t: Array | int) -> Array:
-    """What the keys of round t's clients are drawn from."""
+    """Returns the parent of the keys of round t's clients."""
     return fold(round_key(key, t), Round.CLIENTS)

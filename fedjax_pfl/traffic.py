@@ -1,5 +1,4 @@
-"""What travels between the server and the clients, in scalars, integers and
-messages."""
+"""Communication between server and clients, in scalars, integers and messages."""
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +11,12 @@ from fedjax_pfl.types import Array, Cohort, Metrics, PyTree, State, Traffic
 def both_ways(
     cohort: Cohort, down: PyTree | int | Array, up: PyTree | int | Array | None = None
 ) -> Traffic:
-    """One message each way per round.
+    """Counts one message each way per round.
 
     Args:
-      down: a tree that travels whole, a count of scalars, or counts per client [S];
-        what is received.
-      up: likewise, what is sent; None: the same.
+      down: received by a client: a whole tree, a number of scalars, or numbers per
+        client [S].
+      up: sent by a client, likewise; None: the same.
     """
     up = down if up is None else up
     active = cohort.active.astype(jnp.int32)
@@ -27,14 +26,16 @@ def both_ways(
 
 
 def uploads(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
-    """The size of what `Cohort.mean` averaged, both ways: the default of a method that
-    counts nothing else; ContractError where the server has a state and nothing passes
-    through `mean`."""
+    """Counts the uploads of `Cohort.mean`, both ways; the default of
+    `Algorithm.traffic`.
+
+    Raises:
+      ContractError: the server has a state, and the round does not call `mean`.
+    """
     if not cohort.uploads and jax.tree.leaves(state.server):  # type: ignore[attr-defined]
         raise ContractError(
-            "nothing passes through cohort.mean, and only that is counted as sent: "
-            "give the Algorithm `traffic`, what "
-            "clients receive and send (see fedjax_pfl.traffic.both_ways)."
+            "a round without cohort.mean must count its own `traffic` (see "
+            "fedjax_pfl.traffic.both_ways)."
         )
     lengths = cohort.lengths  # type: ignore[attr-defined]  # the engine's
     sizes = [[trees.size(upload) for upload in call] for call in cohort.uploads]  # type: ignore[attr-defined]

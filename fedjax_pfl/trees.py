@@ -22,8 +22,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def traced_once(function: F) -> F:
-    """The function of arrays, traced once for all calls with arguments of the same
-    shapes; programs contain it as if it were called."""
+    """Returns a function of arrays that is traced once for all calls with arguments of
+    the same shapes, and inlined."""
     return jax.jit(function, inline=True)  # type: ignore[return-value]
 
 
@@ -40,7 +40,7 @@ def gather(tree: PyTree, ids: Array | np.ndarray | int) -> PyTree:
 
 def scatter(tree: PyTree, ids: Array, rows: PyTree, active: Array) -> PyTree:
     """Writes rows [S, ...] into a tree [N, ...] at the distinct `ids` [S]; rows not
-    `active` stay as they are."""
+    `active` are unchanged."""
 
     def put(old: Array, new: Array) -> Array:
         nowhere = old.shape[0] + jnp.arange(ids.shape[0])
@@ -78,25 +78,25 @@ def choose(condition: Array, new: PyTree, old: PyTree) -> PyTree:
 
 
 def add(a: PyTree, b: PyTree) -> PyTree:
-    """a + b, leaf by leaf."""
+    """Adds trees leaf by leaf."""
     return jax.tree.map(jnp.add, a, b)
 
 
 def lerp(weight: Numeric, a: PyTree, b: PyTree) -> PyTree:
-    """weight * a + (1 - weight) * b, leaf by leaf."""
+    """Computes weight * a + (1 - weight) * b, leaf by leaf."""
     return optax.tree.cast_like(
         jax.tree.map(lambda x, y: weight * x + (1 - weight) * y, a, b), b
     )
 
 
 def proximal(anchor: PyTree, weight: Numeric) -> Callable[[PyTree], PyTree]:
-    """The gradient of the proximal term weight/2 ||w - anchor||^2 as a function of
-    w."""
+    """Returns the gradient of the proximal term weight/2 ||w - anchor||^2 as a function
+    of w."""
     return lambda w: jax.tree.map(lambda a, b: weight * (a - b), w, anchor)
 
 
 def sq_dist(a: PyTree, b: PyTree) -> Array:
-    """||a - b||^2 over all leaves, []."""
+    """Computes ||a - b||^2 over all leaves, []."""
     return sum(
         (
             jnp.sum((x - y) ** 2)
@@ -122,8 +122,8 @@ def merge(a: PyTree, b: PyTree) -> PyTree:
 
 
 def overlay(own: PyTree, other: PyTree) -> PyTree:
-    """`own` with the leaves of `other` in its holes; of nested dicts, of which `other`
-    may lack what has no hole."""
+    """Fills the holes of `own` with the leaves of `other`, both nested dicts; `other`
+    may lack keys without holes."""
     if isinstance(own, dict):
         return {
             name: overlay(part, (other or {}).get(name)) for name, part in own.items()
@@ -132,7 +132,7 @@ def overlay(own: PyTree, other: PyTree) -> PyTree:
 
 
 def pruned(tree: PyTree) -> PyTree:
-    """A nested dict without its holes and without what is then empty."""
+    """Removes the holes of a nested dict, and dicts that are then empty."""
     if not isinstance(tree, dict):
         return tree
     found = {name: pruned(part) for name, part in tree.items()}
@@ -144,7 +144,7 @@ def pruned(tree: PyTree) -> PyTree:
 
 
 def named_shapes(tree: PyTree) -> list[tuple[str, tuple[int, ...]]]:
-    """The path and the shape of every leaf."""
+    """Returns the path and the shape of every leaf."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [
         (jax.tree_util.keystr(path, simple=True, separator="/"), jnp.shape(leaf))
@@ -153,8 +153,8 @@ def named_shapes(tree: PyTree) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def parts(tree: dict[str, PyTree], chosen: tuple[str, ...]) -> PyTree:
-    """The mask of a dict of parts ("body", "head", "stats"): True at the leaves of the
-    chosen ones."""
+    """Returns the mask of a dict of parts ("body", "head", "stats"), True at the leaves
+    of the chosen ones."""
     return {
         name: jax.tree.map(lambda _, hit=name in chosen: hit, part)
         for name, part in tree.items()
@@ -162,21 +162,20 @@ def parts(tree: dict[str, PyTree], chosen: tuple[str, ...]) -> PyTree:
 
 
 def size(tree: PyTree) -> int:
-    """Number of scalars."""
+    """Returns the number of scalars."""
     return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
 
 
 def finite(tree: PyTree, count: int) -> Array:
-    """In which of the `count` rows [count, ...] of its leaves is every number finite?
-    [count]"""
+    """Returns which of the `count` rows [count, ...] of the leaves are finite,
+    [count]."""
     floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
     rows = (jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim))) for x in floats)
     return functools.reduce(jnp.logical_and, rows, jnp.ones(count, bool))
 
 
 def single(tree: PyTree) -> PyTree:
-    """The tree with float32 for float64, which jax_enable_x64 gives to arrays that name
-    no type."""
+    """Casts float64 to float32; with jax_enable_x64 it is the default type."""
     return jax.tree.map(
         lambda x: (
             x.astype(jnp.float32) if getattr(x, "dtype", None) == jnp.float64 else x

@@ -48,7 +48,7 @@ def load(kind: str, name: str) -> Callable[..., Any]:
         module = _import(place)
     found: Callable[..., Any] | None = getattr(module, function, None)
     if not callable(found):
-        near = nearest(function, [x for x in vars(module) if not x.startswith("_")])
+        near = nearest(function, [x for x, y in vars(module).items() if callable(y)])
         hint = f": did you mean {near!r}?" if near else "."
         raise InputError(f"{kind}={name}: there is no function {function!r}{hint}")
     return found

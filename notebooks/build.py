@@ -47,10 +47,10 @@ import jax
 import matplotlib.pyplot as plt
 import numpy as np
 
-from fedjax_pfl.engine import autotune
+from fedjax_pfl.engine import xla
 
-autotune.split_cpu()  # on a CPU every core is a device
-autotune.keep_compilations()
+xla.split_cpu()  # on a CPU every core is a device
+xla.keep_compilations()
 devices = jax.devices()
 print(f"Running on {len(devices)} x {devices[0].device_kind} ({devices[0].platform}).")
 """

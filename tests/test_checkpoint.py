@@ -548,7 +548,7 @@ def test_a_layout_that_cannot_be_is_refused_before_anything_is_written(
     path = tmp_path / "run"
     shutil.copytree(whole, path)
     resume = ["--resume", f"--workdir={path}"]
-    assert "devices=99 is outside its range" in refused(capsys, *resume, "--devices=99")
+    assert "`devices` must be in" in refused(capsys, *resume, "--devices=99")
     monkeypatch.setattr(memory, "machine", lambda: (2**10, 2**10))
     assert "less than --width=3" in refused(capsys, *resume, "--width=3", "--devices=1")
     assert (path / "config.json").read_text() == (whole / "config.json").read_text()
@@ -737,7 +737,7 @@ def test_any_clients_model_can_be_had_again(whole):
         assert np.mean(answers == dataset.y[rows]) == pytest.approx(
             run.scores[-1]["pre"]["acc"][client]
         )
-    with pytest.raises(InputError, match=r"client=4 is outside its range \[0, 3\]"):
+    with pytest.raises(InputError, match=r"`client` must be in \[0, 3\], got 4"):
         run.predictor(4)
 
 

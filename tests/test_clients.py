@@ -10,7 +10,6 @@ import toy
 from toy import assert_same
 
 from fedjax_pfl.engine.cohort import Cohort
-from fedjax_pfl.engine.placement import padding_overhead
 
 KEY = jax.random.key(3)
 IDS = np.array([3, 0, 4, 1, 2], np.int32)
@@ -128,18 +127,5 @@ def test_the_steps_computed_for_each_that_is_wanted(width):
         IDS, np.ones(5, bool)
     )
     jax.effects_barrier()
-    assert len(count) == pytest.approx(
-        padding_overhead(toy.SIZES, width) * toy.SIZES.sum()
-    )
-
-
-def test_the_slowest_device_counts():
-    """The first has clients of 10 and 2 steps, the second of 6, 4 and 2."""
-    work = np.array([4, 10, 2, 6, 2])
-    assert [padding_overhead(work, width, 2) for width in (1, 2, 3, 9)] == [
-        1,
-        2 * 2 * 10 / 24,
-        2 * 3 * 10 / 24,
-        2 * 3 * 10 / 24,
-    ]
-    assert padding_overhead(np.zeros(3), 2) == 1
+    longest = -np.sort(-np.asarray(toy.SIZES))[::width]  # of each batch
+    assert len(count) == min(width, 5) * longest.sum()

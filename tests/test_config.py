@@ -78,7 +78,7 @@ def test_a_partition_of_ones_own_over_another_and_back(done, tmp_path):
         (lambda c: c.update(nothing=1), "'nothing', which this version does not know"),
         (lambda c: c.pop("algo"), "is not the config.json of a run .it lacks 'algo'"),
         (lambda c: c.update(lr="fast"), "lr is 'fast', not a number"),
-        (lambda c: c.update(lr=-1.0), r"lr=-1.0 is outside its range"),
+        (lambda c: c.update(lr=-1.0), r"`lr` must be in"),
         (lambda c: c["hparams"].update(nu=1), "nu"),
     ],
 )

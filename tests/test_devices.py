@@ -115,12 +115,10 @@ def test_the_balance_counts_what_a_step_of_an_architecture_costs():
         placement.placement(task, 2).work,
         task.sizes / 4 * (flops / flops.min())[[0, 1] * 3],
     )
-    broken = task._replace(models=(task.models[0], task.models[1]._replace(apply=None)))
-    np.testing.assert_array_equal(placement.relative_operations(broken), [1, 1])
 
 
 def test_more_devices_than_there_are_is_one_sentence():
-    with pytest.raises(InputError, match=r"devices=9 is outside its range \[1, 8\]"):
+    with pytest.raises(InputError, match=r"`devices` must be in \[1, 8\], got 9"):
         placement.make_mesh(9)
 
 

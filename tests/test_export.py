@@ -91,8 +91,8 @@ def test_the_files_hold_the_weights_and_not_the_run(run, tmp_path):
         ([], "Name one run directory, not 0"),
         (["{run}"], "Say which client"),
         (["{run}", "{run}", "--client=0"], "Name one run directory, not 2"),
-        (["{run}", "--client=4"], r"client=4 is outside its range \[0, 3\]"),
-        (["{run}", "--client=-1"], "client=-1 is outside its range"),
+        (["{run}", "--client=4"], r"`client` must be in \[0, 3\], got 4"),
+        (["{run}", "--client=-1"], "`client` must be in"),
         (
             ["{run}", "--client=0", "--output=/nowhere/x"],
             "there is no directory /nowhere",

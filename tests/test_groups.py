@@ -164,7 +164,7 @@ def test_a_method_of_one_architecture_names_those_of_several():
         given = toy.task(models=several, architecture=OF)
         with pytest.raises(
             InputError,
-            match=r"^ditto needs clients of one architecture, and there are 2: .* local, ",
+            match=r"^ditto needs clients of one architecture, got 2: .* local, ",
         ):
             simulate.program(ALGORITHMS["ditto"], given)
 
@@ -172,7 +172,7 @@ def test_a_method_of_one_architecture_names_those_of_several():
 @pytest.mark.parametrize("of", [np.zeros(N, int), np.arange(N), np.array([0, 1])])
 def test_architectures_that_do_not_fit_are_one_sentence(of):
     with pytest.raises(
-        InputError, match="each client needs one, and each architecture a client"
+        InputError, match="`architecture` must give each of the 5 clients"
     ):
         simulate.program(
             ALGORITHMS["local"], toy.task(models=(SMALL, LARGE), architecture=of)

@@ -69,8 +69,8 @@ def read(annotation: Any, default: Any = 1) -> Hyperparameter:
         ),
         (Literal["a", "b"], {"kind": str, "choices": ("a", "b")}),
         (Literal[1, 2] | None, {"kind": int, "choices": (1, 2), "optional": True}),
-        (int | str, {"kind": int, "known": False}),
-        (tuple[int, ...], {"kind": int, "known": False}),
+        (int | str, {"kind": object}),
+        (tuple[int, ...], {"kind": tuple}),
     ],
 )
 def test_an_annotation_is_read(annotation, expected):
@@ -95,9 +95,9 @@ def wrong_values(known: Hyperparameter) -> list[Any]:
 @pytest.mark.parametrize("method", ALGORITHMS)
 def test_every_hyperparameter_of_a_method_says_what_is_allowed(method):
     for name, known in hyperparameters.of(ALGORITHMS[method]).items():
-        assert known.known and (known.kind not in (int, float) or known.ranged), (
-            f"{name} has no range"
-        )
+        assert known.kind in hyperparameters.NOUNS and (
+            known.kind not in (int, float) or known.ranged
+        ), f"{name} has no range"
         assert known.kind is not str or known.choices or name in FREE_TEXT, (
             f"{name} has no choices"
         )
@@ -136,7 +136,7 @@ def test_a_wrong_value_is_one_sentence_before_anything_is_compiled(method):
                     said = str(error.value)
                     assert said.startswith(
                         (
-                            f"{method}: {name}={value!r} ",
+                            f"{method}: `{name}` must be ",
                             f"{method}: Unknown {name} {value!r}: ",
                         )
                     )
@@ -199,7 +199,9 @@ def plain(
 @pytest.mark.parametrize("value", [1e300, np.float64(1e39)])
 def test_a_number_that_is_infinite_in_float32_is_said(value):
     """It would make the loss NaN, and the learning rate would be blamed."""
-    with pytest.raises(InputError, match=r"ditto: lam=1e\+.* is infinite in float32"):
+    with pytest.raises(
+        InputError, match=r"ditto: `lam` must be finite in float32, got 1e\+.*"
+    ):
         simulate.program("ditto", toy.task(), {"lam": value})
     hyperparameters.check(ALGORITHMS["ditto"], {"lam": 3e38})
 
@@ -214,8 +216,8 @@ def test_what_is_traced_follows_the_annotation():
     assert numbers(rate=1) == {"lam", "rate", "gamma", "clip"}
     assert numbers(steps=np.int32(3), kind="b") == {"lam", "gamma", "clip"}
     for wrong, said in (
-        ({"steps": 0.5}, "plain: steps=0.5 must be a whole number."),
-        ({"lam": "1"}, "plain: lam='1'"),
+        ({"steps": 0.5}, "plain: `steps` must be an integer, got 0.5."),
+        ({"lam": "1"}, "plain: `lam` must be a number, got '1'."),
     ):
         with pytest.raises(InputError, match=re.escape(said)):
             simulate.program(plain, task, wrong)
@@ -239,7 +241,9 @@ def test_a_hyperparameter_without_a_default_is_refused():
     def factory(task, *, mu: float):
         raise AssertionError("not to be called")
 
-    with pytest.raises(InputError, match="hyperparameter mu has no default"):
+    with pytest.raises(
+        InputError, match="hyperparameter `mu` must be keyword-only with a"
+    ):
         simulate.hyperparameters(factory)
 
 
@@ -250,8 +254,6 @@ def test_an_argument_before_the_star_is_no_hyperparameter():
     for check in (hyperparameters.check, values.typed_all):
         with pytest.raises(
             InputError,
-            match=r"mu is no hyperparameter.*write \(task, \*, mu: float = 0.1\)",
+            match="hyperparameter `mu` must be keyword-only",
         ):
             check(factory, {"mu": "0.2"})
-        with pytest.raises(InputError, match=r"There is none|no hyperparameters"):
-            check(factory, {"task": "0.2"})

@@ -106,7 +106,7 @@ def test_the_rows_begin_on_one_cpu_wherever_the_key_is(monkeypatch):
 def test_everybody_in_the_round_is_one_sentence():
     task = toy.method_task("ditto")
     with pytest.raises(
-        InputError, match="with participation=1 all 5 are: leave it out"
+        InputError, match="client_memory=host needs participation below 1"
     ):
         host_state.program(ALGORITHMS["ditto"], task)
 

@@ -132,91 +132,12 @@ def test_a_module_is_as_good_as_a_file_and_has_a_hash(here, monkeypatch):
     assert user_code.digest(["linear", "npz:x.npz"]) is None
 
 
-def test_what_a_file_imports_from_its_folder_is_found_and_has_its_part_in_the_hash(
-    tmp_path,
-):
-    (tmp_path / "net_of_two.py").write_text(
-        "import jax\nfrom parts_of_it import body\n" + MODEL
-    )
-    (tmp_path / "parts_of_it").mkdir()
-    (tmp_path / "parts_of_it" / "__init__.py").write_text("")
-    name, hashes = f"{tmp_path}/net_of_two.py:net", []
-    for content in ("import net_of_two\nwidth = 3", "import net_of_two\nwidth = 4"):
-        (tmp_path / "parts_of_it" / "body.py").write_text(content)
-        hashes.append(user_code.digest([name]))
-    assert user_code.load("model", name).__name__ == "net" and len(set(hashes)) == 2
-
-
-PACKAGE = {  # what is named, and how the files of the package import each other
-    "of_all:algo": {
-        "__init__": "from of_all.method import algo",
-        "method": "from of_all.sub.helper import algo",
-    },
-    "of_one.method:algo": {
-        "method": "from of_one.sub.helper import f\ndef algo(task): pass"
-    },
-    "of_two.method:algo": {"method": "from .sub import helper\ndef algo(task): pass"},
-    "of_three.sub.method:algo": {
-        "sub/method": "from ..sub.helper import f\ndef algo(task): pass"
-    },
-}
-
-
-@pytest.mark.parametrize("name", PACKAGE)
-def test_what_a_module_imports_from_its_package_has_its_part_in_the_hash(
-    name, tmp_path, monkeypatch
-):
-    monkeypatch.syspath_prepend(str(tmp_path))
-    top = tmp_path / name.partition(":")[0].partition(".")[0]
-    (top / "sub").mkdir(parents=True)
-    for file, content in {"__init__": "", "sub/__init__": "", **PACKAGE[name]}.items():
-        (top / f"{file}.py").write_text(content)
-    hashes = []
-    for value in (1, 2):
-        (top / "sub" / "helper.py").write_text(f"algo = f = {value}")
-        hashes.append(user_code.digest([name]))
-    assert len(set(hashes)) == 2
-
-
-def test_what_a_package_beside_a_file_imports_within_itself_has_its_part_in_the_hash(
-    tmp_path,
-):
-    (tmp_path / "parts").mkdir()
-    (tmp_path / "net.py").write_text("from parts import body")
-    (tmp_path / "parts" / "__init__.py").write_text("from .width import body")
-    hashes = []
-    for value in (1, 2):
-        (tmp_path / "parts" / "width.py").write_text(f"body = {value}")
-        hashes.append(user_code.digest([f"{tmp_path}/net.py:net"]))
-    assert len(set(hashes)) == 2
-
-
 def test_beside_a_file_pythons_own_library_is_meant(tmp_path):
     (tmp_path / "random.py").write_text("raise SystemExit")
     (tmp_path / "part.py").write_text(
         "import random\n\n\ndef part():\n    return random.Random(0).random() < 1\n"
     )
     assert user_code.load("dataset", f"{tmp_path / 'part.py'}:part")()
-
-
-def test_a_helper_whose_name_another_part_has_taken_is_refused(tmp_path):
-    for place in ("a", "b"):
-        (tmp_path / place).mkdir()
-        (tmp_path / place / "net.py").write_text(
-            "from helper_of_one_name import width\n" + MODEL
-        )
-        (tmp_path / place / "helper_of_one_name.py").write_text(f"width = {place!r}")
-    user_code.load("model", f"{tmp_path}/a/net.py:net")
-    for _ in range(2):
-        with pytest.raises(
-            InputError,
-            match=(
-                r"b/net.py imports helper_of_one_name .*, but Python takes "
-                r".*a/helper_of"
-            ),
-        ):
-            user_code.load("model", f"{tmp_path}/b/net.py:net")
-    user_code.load("model", f"{tmp_path}/a/net.py:net")
 
 
 def test_clients_of_several_networks_are_named_by_the_function():
@@ -256,24 +177,23 @@ HEAD = (
     "fedjax_pfl.data import partition\n"
 )
 MISTAKES = {  # kind, function (or the file's name): what is said
-    ("model", "nowhere.py:f"): "there is no such file",
-    ("model", "no_such_module:f"): "'no_such_module' cannot be imported",
-    ("model", "g = 1"): "there is no function 'f', only",
+    ("model", "nowhere.py:f"): r"fails \(FileNotFoundError",
     (
         "model",
-        "from flax.linen import Dense\ndef g(): pass",
-    ): r"there is no function 'f', only g\.",
+        "no_such_module:f",
+    ): r"fails \(ModuleNotFoundError: No module named 'no_such_module'",
+    ("model", "g = 1"): "there is no function 'f'",
     (
         "model",
         "def ff(): pass",
-    ): r"there is no function 'f', only ff: did you mean 'ff'\?",
+    ): r"there is no function 'f': did you mean 'ff'\?",
     ("model", "f = 1"): "there is no function 'f'",
-    ("model", "def f(:"): r"cannot be imported \(SyntaxError",
-    ("model", "raise SystemExit(0)"): "cannot be imported",
+    ("model", "def f(:"): r"fails \(SyntaxError",
+    ("model", "raise SystemExit(0)"): "fails",
     (
         "model",
         "def f(shape): pass",
-    ): r"called with \(input_shape, num_classes, rngs\) \(too many positional",
+    ): r"arguments \(input_shape, num_classes, rngs\) \(too many positional",
     (
         "model",
         "def f(s, c, rngs): 1 / 0",
@@ -288,11 +208,11 @@ MISTAKES = {  # kind, function (or the file's name): what is said
         "model",
         "from fedjax_pfl.models import nets\ndef f(s, c, rngs): return nets.linear(s, "
         "c + 1, rngs)",
-    ): ("model=.*The model has 11 outputs, but digits has 10 classes"),
+    ): (r"model=.*must return logits \[2, 10\] for a batch of 2 of digits"),
     (
         "dataset",
         "def f(path): pass",
-    ): r"called with \(\) or \(seed\) \(missing a required argument: 'path'\)",
+    ): r"arguments \(\) or \(seed\) \(missing a required argument: 'path'\)",
     ("dataset", "def f(): raise KeyError('x')"): r"fails \(KeyError: 'x'\)",
     ("dataset", "def f(): return 1, 2"): r"x must be \[examples, ...\] and not empty",
     ("dataset", "def f(): return pfl.load('digitts')"): "Unknown data set 'digitts'",
@@ -316,7 +236,8 @@ MISTAKES = {  # kind, function (or the file's name): what is said
         "dataset",
         "def f(): d = pfl.load('digits'); return d._replace(prepare=lambda x: x[0])",
     ): "must keep the first axis",
-    ("partition", "def f(): pass"): r"called with \(dataset, num_clients, seed\)",
+    ("partition", "def f(): pass"): r"arguments \(dataset, num_clients, seed\)",
+    ("partition", "def f(d, n, seed): return [1, 2]"): "is list, not a Partition",
     (
         "partition",
         "def f(d, n, seed): return [1, 2]",

@@ -196,7 +196,7 @@ def test_an_optimizer_of_a_fixed_rate_is_refused_by_its_name():
     for given in (optax.sgd(1.0), lambda: optax.sgd(1.0), lambda lr: lr):
         with pytest.raises(
             InputError,
-            match="A server optimizer must be a function of the learning rate",
+            match="`server_optimizer` must be a function lr -> optax",
         ):
             optimized("fedavg", given)
 
@@ -221,7 +221,7 @@ def test_a_network_whose_body_has_no_weights_is_no_reason():
 def test_a_part_that_the_server_has_not_is_said():
     wrong = lambda task: ALGORITHMS["fedavg"](task)._replace(averages=("body", "tail"))
     with pytest.raises(
-        InputError, match="names 'tail', which is no part of State\\.server"
+        InputError, match=r"`averages` must be keys of State.server, got {'tail'}"
     ):
         simulate.program(optimized(wrong), NORMS)
 
@@ -275,7 +275,7 @@ def test_its_state_is_kept_in_checkpoints(tmp_path, capsys):
         ),
         (
             ["--algo=fedavg", "--server_optimizer=adam", "--server_lr=0"],
-            "outside its range",
+            "must be in",
         ),
         (
             ["--algo=local", "--server_optimizer=adam", "--server_lr=0.1"],

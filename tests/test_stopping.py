@@ -258,7 +258,7 @@ def test_a_goal_may_be_of_the_validation_examples_of_one_network(tmp_path, capsy
     [
         (["--stop_at=acc"], "write a score and its value"),
         (["--stop_at=nowhere/acc:0.9"], "one of pre, post, val"),
-        (["--stop_at=acc:90"], "stop_at=90.0 is outside its range (0, 1]"),
+        (["--stop_at=acc:90"], "`stop_at` must be in (0, 1], got 90.0"),
         (["--stop_at=accc:0.9"], "did you mean 'acc'"),
         (
             ["--stop_at=post/untuned_acc:0.5", "--algo=fedbabu"],
@@ -280,7 +280,7 @@ def test_a_goal_may_be_of_the_validation_examples_of_one_network(tmp_path, capsy
             ["--patience=2", "--eval_every=0"],
             "--patience=2 needs evaluations before the last round",
         ),
-        (["--patience=-1"], "patience=-1 is outside its range"),
+        (["--patience=-1"], "`patience` must be in"),
     ],
 )
 def test_an_end_that_cannot_be_is_refused(words, said, tmp_path, capsys):

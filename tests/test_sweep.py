@@ -175,7 +175,7 @@ def test_a_seed_with_nothing_to_deal_leaves_the_others_to_run():
 def test_seeds_are_laid_out_as_the_first_was(tmp_path, monkeypatch):
     """But for what the user says; the settings stay as they were given."""
     laid, choose, widths = [], layouts.choose, iter([3])
-    monkeypatch.setattr(layouts, "choose_width", lambda *_: next(widths))
+    monkeypatch.setattr(layouts.placement, "automatic_width", lambda *_: next(widths))
 
     def chosen(experiment, *given):
         laid.append((experiment.config.width, choose(experiment, *given)))

@@ -95,7 +95,7 @@ BAD = {
     "one layer": ({"input_shape": (8, 8, 1), "hidden": (8,)}, "at least two layers"),
     "no latent": (
         {"input_shape": (28, 28, 1), "latent": 0},
-        "latent=0 is outside its range",
+        "`latent` must be in",
     ),
 }
 

@@ -1,2 +1,2 @@
-"""How an experiment runs: layout of clients on devices, the compiled round,
+"""Execution of experiments: layout of clients on devices, the compiled round,
 checkpoints, several processes."""

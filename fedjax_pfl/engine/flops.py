@@ -1,10 +1,10 @@
 """Floating-point operations of a method's local work, counted in the trace of its
 round.
 
-A loop over batches has as many turns as the client's examples ask for, which a trace
-alone does not tell. So all clients get the same number of examples, and whatever in the
-trace is then one known number, over and over, is followed through it: sizes, counters,
-the ends of loops. A loop whose end depends on the data counts as one turn.
+The trip count of a loop over batches depends on the number of examples. So all clients
+get the same number, and values that are then known and uniform are propagated through
+the trace: sizes, counters, ends of loops. A loop whose end depends on the data counts
+once.
 """
 
 import math
@@ -67,22 +67,20 @@ def flops_of_step(
     *,
     round: int = 1,
 ) -> float:
-    """Floating-point operations of a client for each of the steps that its settings ask
-    for (`local_training.planned`), of clients of several architectures in the mean over
-    those steps' examples.
+    """Returns a client's floating-point operations in one round, divided by the local
+    steps of the task (`local_training.planned`).
 
     Counts 2 for each multiply-add of a matrix product or convolution in the loops over
-    batches of a round without evaluation, batches full: further models, inner steps,
-    further gradients and what a method scores by itself are in it. The rest of the
-    client's work and the server's (`local.ON_SERVER`) are not, nor is element-wise
-    work.
+    batches of a round without evaluation, with full batches. Further models, inner
+    steps and gradients count. Other work of the client, the server's work
+    (`local_training.ON_SERVER`) and element-wise operations do not. With several
+    architectures it is the mean over the examples of their clients.
 
     Args:
       task: with a model whose convolutions have the form "matmul": others save or hide
         products.
-      federation: of which only the shapes matter, and the sizes of the validation
-        splits.
-      round: which, from 0: some methods do more in the first.
+      federation: only its shapes and the sizes of the validation splits matter.
+      round: from 0; some methods do more in the first.
     """
     if (count := len(task.models)) > 1:
         each = [
@@ -134,7 +132,7 @@ def flops_of_step(
 
 
 def alone(task: Task, federation: Federation, group: int) -> tuple[Task, Federation]:
-    """The clients of one architecture as a federation of their own."""
+    """Returns the clients of one architecture as a federation of their own."""
     ids = architectures.members(task, group)
     splits = ("train", "val", "test", "class_counts")
     rows = {
@@ -152,8 +150,8 @@ def alone(task: Task, federation: Federation, group: int) -> tuple[Task, Federat
 
 
 def parameters(eqn: Any) -> dict[str, Any]:
-    """An equation's parameters; a scan's always say `num_consts` and `num_carry`, which
-    JAX's own do up to 0.11."""
+    """Returns an equation's parameters; those of a scan with `num_consts` and
+    `num_carry`, which JAX has up to 0.11."""
     p: dict[str, Any] = eqn.params
     if eqn.primitive.name != "scan" or "num_carry" in p:
         return p
@@ -175,8 +173,8 @@ def parameters(eqn: Any) -> dict[str, Any]:
 def _walk(
     jaxpr: Any, consts: Sequence[Known], given: Sequence[Known], counts: bool
 ) -> tuple[list[Known], int]:
-    """The results, as far as they are known, and the operations; `counts`: is this
-    inside a loop over batches?"""
+    """Returns the results, as far as they are known, and the operations; `counts` is
+    True inside a loop over batches."""
     values = dict(
         zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *given], strict=True)
     )
@@ -229,7 +227,7 @@ def _value(eqn: Any, given: list[Known]) -> Known:
     name, out = eqn.primitive.name, eqn.outvars[0].aval
     if name == "select_n" and given[0] is not None:
         return given[1 + int(given[0])]
-    # whether a client is there, and alike: the larger number is meant
+    # such as for an inactive client: the larger number counts
     if name == "select_n":
         return None if None in given[1:] else max(given[1:])
     if name in _SAME:
@@ -263,7 +261,7 @@ def _scan(p: Any, given: list[Known], counts: bool) -> tuple[list[Known], int]:
             body.jaxpr, [None] * len(body.consts), [*consts, *carry, *rows], counts
         )
         before, carry = carry, outs[: len(carry)]
-        if carry == before:  # as all that follow
+        if carry == before:  # so are all others
             total += flops * (p["length"] - turn)
             break
         total += flops
@@ -308,8 +306,8 @@ def _while(p: Any, given: list[Known], counts: bool) -> tuple[list[Known], int]:
 
 
 def _steps(before: list[Known], after: list[Known]) -> list[Known] | None:
-    """By how much each counter moves in a turn; None where none does, or something that
-    is known moves otherwise."""
+    """Returns the step of each counter; None without counters, or if another known
+    value changes."""
     found: list[Known] = []
     for a, b in zip(before, after, strict=True):
         if a is not None and b is not None and a != b and not isinstance(b, np.integer):
@@ -327,7 +325,7 @@ def _has_loops(jaxpr: Any) -> bool:
 
 
 def _cond(branches: Any, given: list[Known], counts: bool) -> tuple[list[Known], int]:
-    """The branch that is taken, or of those that may be the one with the most
+    """Returns the branch that is taken, or the possible one with the most
     operations."""
     chosen = branches if given[0] is None else [branches[int(given[0])]]
     found = [_walk(b.jaxpr, [None] * len(b.consts), given[1:], counts) for b in chosen]

@@ -63,7 +63,7 @@ def check(memory: Memory, advice: str) -> None:
     """Raises NoRoomError if a run needs more than all the memory there is."""
     if memory.peak and memory.total and memory.peak > memory.total:
         raise NoRoomError(
-            f"The run needs about {size(memory.peak)}, and there are "
+            f"The run would take about {size(memory.peak)}, and there are "
             f"{size(memory.total)}: {advice}."
         )
 

@@ -147,8 +147,8 @@ def slices(lengths: tuple[int, ...]) -> list[slice]:
 def relative_operations(task: Task) -> np.ndarray:
     """Returns the cost of a training step of each architecture, relative to the
     cheapest, [G] float32."""
-    x = task.prepared
-    batch = jax.ShapeDtypeStruct((task.batch_size, *x.shape[1:]), x.dtype)
+    shape = (task.batch_size, *task.prepared.shape[1:])
+    batch = jax.ShapeDtypeStruct(shape, task.prepared.dtype)
     count = np.array([step_flops(model, batch) for model in task.models], np.float32)
     return count / count.min() if count.all() else np.ones_like(count)
 

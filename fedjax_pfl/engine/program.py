@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec as P
 
-from fedjax_pfl import architectures, evaluation, keys, traffic, trees
+from fedjax_pfl import architectures, evaluation, hyperparameters, keys, traffic, trees
 from fedjax_pfl.engine import contract, validate
 from fedjax_pfl.engine.cohort import Cohort, Transform
 from fedjax_pfl.engine.method import Traced, bound
@@ -134,8 +134,9 @@ def program(
       InputError: an unknown hyperparameter, a value out of range, too many devices, or
         a method that breaks the contract.
     """
-    factory, task = validate.method(factory), validate.task(task)
-    hparams = {} if hparams is None else hparams
+    factory, hparams = validate.method(factory), {} if hparams is None else hparams
+    hyperparameters.check(factory, hparams)
+    task = validate.task(task)
     validate.layout(lr_decay, width, devices)
     on = parts(
         factory,

@@ -38,16 +38,17 @@ def check_finite(t: int, metrics: Round) -> None:
     # the loss may be of another model than the one that is kept, as in Ditto
     found: dict[str, Any] = {
         "loss": ~np.isfinite(metrics.loss),
-        "state": ~metrics.finite,
+        "state (or the server's)": ~metrics.finite,
     }
     for name, wrong in found.items():
         ids = metrics.ids[wrong & metrics.active]
         if len(ids):
             more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
+            noun = "clients" if len(ids) > 1 else "client"
+            shown = ", ".join(map(str, ids[:_NAMED]))
             raise DivergenceError(
-                f"The {name} is not finite in round {t} for clients "
-                f"{', '.join(map(str, ids[:_NAMED]))}{more}: lower the learning rate "
-                "or clip gradients (--lr, --clip)."
+                f"The {name} of {noun} {shown}{more} is not finite in round {t}: lower "
+                "the learning rate (--lr), or clip gradients (--clip)."
             )
 
 

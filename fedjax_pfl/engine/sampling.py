@@ -1,4 +1,4 @@
-"""Who takes part in a round."""
+"""Sampling of the clients of a round."""
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,8 @@ FEW = 4  # a cohort of at most one in so many clients is drawn without sorting t
 
 
 def shares(task: Task) -> tuple[float, float]:
-    """The least and the largest share of the clients that a round has; `participation`
-    is rounded to whole clients."""
+    """Returns the smallest and the largest fraction of the clients in a round, after
+    rounding to whole clients."""
     low, high = (size / task.num_clients for size in task.cohort_sizes)
     return low, high
 
@@ -28,18 +28,17 @@ def sample(key: Array, task: Task) -> tuple[Array, Array]:
     if FEW * most <= n:
         return _distinct(key_ids, n, most), jnp.arange(most) < number
     order = jax.random.permutation(key_ids, n).astype(jnp.int32)
-    if most == n:  # everybody has a place, so nothing needs gathering
+    if most == n:  # no rows need a gather
         return jnp.arange(n, dtype=jnp.int32), jnp.argsort(order) < number
     return order[:most], jnp.arange(most) < number
 
 
 def _distinct(key: Array, n: int, count: int) -> Array:
-    """Draws `count` distinct numbers below n, in an order: [count] int32. Takes a time
+    """Draws `count` distinct numbers below n in random order, [count] int32, in time
     that does not depend on n.
 
-    Draws with replacement, and again for whoever repeats an earlier place, until nobody
-    does. No number is treated differently from another, so all ordered draws are
-    equally likely.
+    Draws with replacement, and again where a number repeats an earlier one, until none
+    does. All ordered draws are equally likely.
     """
 
     def repeats(ids: Array) -> Array:

@@ -1,5 +1,6 @@
 """Checks of data, tasks and values where they enter the library."""
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -30,12 +31,12 @@ def task(given: Task) -> Task:
         participation=_participation(given.participation),
         architecture=np.asarray(given.architecture),
     )
-    if not all(isinstance(x, Model) for x in (*given.models, given.shared or Model)):
+    shared = () if given.shared is None else (given.shared,)
+    if not all(isinstance(x, Model) for x in (*given.models, *shared)):
         raise InputError("`models` and `shared` must be made by fedjax_pfl.model.")
     groups = given.architecture
-    if groups.shape != (given.num_clients,) or set(groups.tolist()) != set(
-        range(len(given.models))
-    ):
+    one_each = groups.shape == (given.num_clients,) and groups.dtype.kind in "iu"
+    if not one_each or set(groups.tolist()) != set(range(len(given.models))):
         raise InputError(
             f"`architecture` must give each of the {given.num_clients} clients the "
             f"index of one of the {len(given.models)} models, and use all of them."
@@ -118,16 +119,18 @@ def model(given: Model, dataset: Dataset) -> None:
 def optimizer(given: Any, name: str = "optimizer") -> None:
     """Raises InputError unless `given` makes a gradient transformation from a traced
     learning rate."""
-    weights = {part: {"kernel": jnp.zeros((2, 2))} for part in ("body", "head")}
+    kernel = {"kernel": jax.ShapeDtypeStruct((2, 2), jnp.float32)}
+    weights = {"body": kernel, "head": kernel}
 
-    def step(lr: Any) -> Any:
+    def step(lr: Any, weights: Any) -> None:
         made = given(lr)
         if not isinstance(made, optax.GradientTransformation):
-            raise TypeError(f"got {type(made).__name__}")
-        return made.update(weights, made.init(weights), weights)
+            raise InputError(f"got {type(made).__name__}")
+        with contextlib.suppress(KeyError, ValueError):  # a mask of other weights
+            made.update(weights, made.init(weights), weights)
 
     try:
-        jax.eval_shape(step, 0.1)
+        jax.eval_shape(step, 0.1, weights)
     except contract.TRACED as error:
         raise InputError(
             f"`{name}` must not use the value of the learning rate, which is traced "
@@ -153,7 +156,8 @@ def batches(given: Task) -> None:
 def class_counts(given: Any, num_classes: int) -> np.ndarray:
     """Returns training examples per client and class [N, C] as a NumPy array; raises
     InputError if it has another shape or type."""
-    counts = np.asarray(getattr(given, "class_counts", given))
+    given = getattr(given, "class_counts", given)
+    counts = np.asarray(() if isinstance(given, tuple) else given)
     wrong = counts.ndim != 2 or counts.dtype.kind not in "iu" or not counts.size
     if wrong or counts.shape[1] != num_classes or counts.min() < 0:
         raise InputError(
@@ -206,8 +210,8 @@ def client(task: Task, id: Any, x: Any) -> None:
         raise InputError("With several architectures the client id must be an integer.")
     if np.shape(x)[1:] != task.input.shape or not np.ndim(x):
         raise InputError(
-            f"`x` must be a batch of raw inputs, [B, *{list(task.input.shape)}], got "
-            f"{list(np.shape(x))}."
+            f"`x` must be a batch of raw inputs, [B, *{task.input.shape}], got "
+            f"{np.shape(x)}."
         )
 
 
@@ -215,7 +219,8 @@ def key(given: Any, shape: tuple[int, ...] = ()) -> None:
     """Raises InputError unless `given` is one key, or keys of this shape, whose draws
     do not depend on other keys under jax.vmap."""
     typed = jax.dtypes.issubdtype(getattr(given, "dtype", None), jax.dtypes.prng_key)
-    if (np.shape(given) if typed else np.shape(given)[:-1]) != shape:
+    wanted = shape if typed else (*shape, *np.shape(given)[-1:])
+    if np.shape(given) != wanted or not (typed or np.ndim(given)):
         raise InputError(
             f"`key` must be made by jax.random.key and have the shape {list(shape)}."
         )
@@ -262,7 +267,9 @@ def federation(task: Task, given: Federation) -> None:
         counts, "is_fully_addressable", True
     ):
         return
-    if not np.array_equal(counts, task.class_counts):
+    if not np.array_equal(counts, task.class_counts) or not np.array_equal(
+        given.train.size, task.sizes
+    ):
         raise InputError(
             f"The federation's class counts must be those of the task: {_ONE_SOURCE}."
         )

@@ -189,7 +189,7 @@ def test_the_headline(head, headline):
         ({"latent": 0}, "latent=0"),
         (
             {"hidden": 8},
-            "hidden=8 is outside its range .16, inf.: each of 4 convolutions has half "
+            "`hidden` must be in .16, inf.: each of 4 convolutions has half "
             "the channels of the next",
         ),
         ({"hidden": 1}, "hidden=1"),

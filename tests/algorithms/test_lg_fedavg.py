@@ -184,7 +184,7 @@ def test_layers_within_jit_and_remat_are_in_their_order(whole, cast):
         ),
         (("mlp",), {"shared": "conv"}, "shared=conv needs networks with convolutions"),
         (("cnn1", "mlp"), {"shared": "conv1+head"}, "needs networks with convolutions"),
-        (("mlp",), {"upper_layers": -1}, "upper_layers=-1 is outside"),
+        (("mlp",), {"upper_layers": -1}, "`upper_layers` must be in"),
         (("mlp",), {"shared": "body"}, "Unknown shared 'body'"),
     ],
 )
