@@ -417,9 +417,7 @@ def _check_inputs(name: str, x: np.ndarray) -> None:
         )
     whole = x.dtype.kind in "iub"
     if not whole and not jnp.issubdtype(x.dtype, jnp.floating):
-        raise InputError(
-            f"{name} must be uint8 images or real numbers, got {x.dtype}."
-        )
+        raise InputError(f"{name} must be uint8 images or real numbers, got {x.dtype}.")
     # of a float64 beyond float32, which becomes infinite
     with np.errstate(over="ignore"):
         finite = np.ones(1, bool) if whole else np.isfinite(x.astype(np.float32))
