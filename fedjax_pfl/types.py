@@ -238,6 +238,16 @@ class Metrics(NamedTuple):
     server: dict[str, Array] = {}  # noqa: RUF012  # {name: any shape}, such as mixing weights [N, N]
 
 
+class Update(NamedTuple):
+    """What one client returns from a round, see `averaging.from_client`."""
+
+    upload: PyTree  # of floats; averaged by the server
+    row: PyTree  # the client's entry of State.clients, kept
+    predict: Predictor  # the model that the client would use now, scored as `post`
+    loss: Array  # [] mean training loss
+    metrics: dict[str, Array] = {}  # noqa: RUF012  # {name: []}; immutable by convention
+
+
 class Cohort(Protocol):
     """The clients of a round and how to run a function over them.
 
