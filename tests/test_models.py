@@ -746,7 +746,7 @@ def test_a_mask_that_a_body_does_not_hand_to_its_batch_norm_is_missed():
         net.apply(variables, x, **options)
     with pytest.raises(
         InputError,
-        match="does not get the `mask` of its network's __call__: hand it on",
+        match="must get the `mask` of its network's __call__",
     ):
         net.apply(variables, x, mask=mask, train=True)
 

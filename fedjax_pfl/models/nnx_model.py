@@ -107,7 +107,7 @@ def model(
       input_shape: of one example, without the batch axis.
       num_classes: C.
       bn_stats: "batch" keeps no running statistics and normalises by the batch at test
-        time, too; "aggregate" and "local" differ only in what the methods do with
+        time, too; "aggregate" and "local" differ only in how the methods treat
         variables["stats"].
       conv: the form of the convolutions, see `layers.convolution`.
       compute_dtype: in which the body computes, "float32" (whatever the variables and x
@@ -126,7 +126,7 @@ def model(
 
     Raises:
       InputError: for an unknown name, a module without body or head, one that keeps
-        state in other places or takes inputs of another type, or a batch norm that is
+        other state or takes inputs of another type, or a batch norm that is
         not `layers.BatchNorm` or does not get `mask`.
     """
     input_shape = check_shape("input_shape", input_shape)
@@ -235,7 +235,7 @@ def _apply(
     ) -> tuple[Any, PyTree]:
         rngs = None if key is None or "rngs" not in accepted else nnx.Rngs(key)
         kwargs = {"mask": mask, "train": train, "rngs": rngs}
-        if dtype != "float32":  # else a float64 model stays one
+        if dtype != "float32":  # a float64 model keeps its type
             lower = lambda a: (
                 a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a
             )
