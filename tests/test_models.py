@@ -681,14 +681,17 @@ class ScaledByNumPy(Scaled):
             (lambda *_: nnx.Linear(6, 3, rngs=nnx.Rngs(0)), (6,), 3),
             "Linear must be .* it has no `body`",
         ),
-        ((Pair(), (6,), 3), r"called with \(input_shape, num_classes, rngs\)"),
+        (
+            (Pair(), (6,), 3),
+            r"must take the arguments \(input_shape, num_classes, rngs\)",
+        ),
         (
             (lambda shape, classes: None, (6,), 3),
-            r"called with \(input_shape, num_classes, rngs\) \(too many",
+            r"must take the arguments \(input_shape, num_classes, rngs\) \(too many",
         ),
         (
             (lambda shape, classes, *, seed: None, (6,), 3),
-            r"called with .*\(too many positional",
+            r"must take the arguments .*\(too many positional",
         ),
         ((lambda *_: None, (6,), 3), "NoneType must be .* it has no `body`"),
         ((Twofold, (6,), 3), r"body must return one array \[B, K\], got "),
