@@ -360,9 +360,6 @@ def _settings() -> str:
 
 
 LISTINGS = {
-    "list: data sets": lambda: _named("Data sets (--dataset)"),
-    "list: partitions": lambda: _named("Partitions (--partition)"),
-    "list: models": lambda: _named("Models (--model)"),
     "list: presets": lambda: _named("Presets (--preset)"),
     "list: settings": _settings,
 }

@@ -198,7 +198,7 @@ MISTAKES = {  # kind, function (or the file's name): what is said
         "model",
         "def f(s, c, rngs): 1 / 0",
     ): r"fails \(ZeroDivisionError: division by zero\)",
-    ("model", "def f(s, c, rngs): return None"): "NoneType has no `body`",
+    ("model", "def f(s, c, rngs): return None"): "NoneType must be .* it has no `body`",
     (
         "model",
         "def f(s, c, rngs): return pfl.models.nets.Net(nnx.Linear(8, 3, rngs=rngs), "

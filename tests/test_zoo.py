@@ -413,7 +413,7 @@ def tokens(by, twice=False):
 def test_a_network_of_tokens_can_have_other_features(by):
     net = tokens(by)
     assert net.apply(net.init(KEY), jnp.ones((2, 4), jnp.int32))[0].shape == (2, 3)
-    with pytest.raises(InputError, match=r"body returns .* it must be one array"):
+    with pytest.raises(InputError, match=r"body must return one array \[B, K\], got"):
         tokens(by, twice=True)
 
 

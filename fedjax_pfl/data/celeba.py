@@ -40,10 +40,10 @@ def decode(builder: Any) -> dict[str, np.ndarray]:
     starts = np.cumsum([0, *map(len, sources)])
     for source, start, end in zip(sources, starts[:-1], starts[1:], strict=True):
         mine = np.flatnonzero((rows >= start) & (rows < end))
-        for place, record in zip(
+        for row, record in zip(
             mine, records(source, (rows[mine] - start).tolist()), strict=True
         ):
-            x[place] = shrink(record["image"])
+            x[row] = shrink(record["image"])
     coarse, count = np.full(len(rows), -1, np.int32), np.asarray(len(rows))
     return {"x": x, "y": labels.astype(np.int32), "coarse": coarse, "num_train": count}
 

@@ -288,7 +288,7 @@ def synthetic(
 ) -> Dataset:
     """Returns balanced Gaussian blobs, four fifths of them for training.
 
-    The noise has variance 1 and the class means are about 5.7 apart for any shape.
+    The noise has variance 1 and the distance between class means is about 5.7.
 
     Args:
       num_examples: n, training and test examples together.

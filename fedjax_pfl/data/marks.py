@@ -107,8 +107,8 @@ def _ellipse(phase: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
     ) - y * np.sin(turn)
 
 
-def _pixel(place: np.ndarray, side: int) -> np.ndarray:
-    return np.asarray(np.clip(np.rint(place), 1, side - 2), np.int64)
+def _pixel(at: np.ndarray, side: int) -> np.ndarray:
+    return np.asarray(np.clip(np.rint(at), 1, side - 2), np.int64)
 
 
 def _owners(partition: Partition, n: int) -> np.ndarray:

@@ -102,7 +102,7 @@ def partition(
         one row if not 0.
       min_size: least examples of a client (with `pool` train and test together; with
         `official` train only). Default: for `dirichlet` PFLlib's min(40, n / N / 2)
-        (its 10 / (1 - 0.75) for batches of 10), else what train, val and test need.
+        (its 10 / (1 - 0.75) for batches of 10), else one for each of the parts.
 
     Raises:
       InputError: a value is out of its range, or there are too few examples for so many
@@ -296,11 +296,11 @@ def pathological(
     noise = rng.gumbel(size=(num_clients, len(present)))
     for client in range(num_clients):
         # The k largest of log(capacity) + Gumbel noise: a draw without replacement,
-        # weighted by the places left.
+        # weighted by the remaining capacity.
         with np.errstate(divide="ignore"):
             score = np.log(capacity) + noise[client]
-        # A class with as many places as clients are left must be taken now:
-        # with this rule the assignment always succeeds.
+        # A class with as much capacity as clients are left must be taken now, so that
+        # the assignment always succeeds.
         score[capacity == num_clients - client] = np.inf
         picked = np.argpartition(-score, per_client - 1)[:per_client]
         capacity[picked] -= 1
@@ -348,8 +348,8 @@ def label_groups(
     present = _present(totals, num_clients, per_client)
     wanted = np.full(num_clients, per_client)
     counts = np.zeros((num_clients, len(totals)), np.int64)
-    for place, label in enumerate(present):
-        later = len(present) - place - 1
+    for i, label in enumerate(present):
+        later = len(present) - i - 1
         limit = min(
             math.ceil(num_clients * per_client / len(present)), wanted.sum() - later
         )
@@ -462,8 +462,8 @@ def fill_up(rng: Rng, counts: np.ndarray, minimum: int) -> tuple[np.ndarray, int
             # a donor has more than the mean, hence more than the minimum
             size, donor = heap[0]
             heapq.heapreplace(heap, (size + 1, donor))
-            place = rng.integers(sizes[donor])
-            label = np.searchsorted(np.cumsum(counts[donor]), place, side="right")
+            example = rng.integers(sizes[donor])
+            label = np.searchsorted(np.cumsum(counts[donor]), example, side="right")
             counts[donor, label] -= 1
             counts[needy, label] += 1
             sizes[donor] -= 1
@@ -493,8 +493,7 @@ def _blocks(num_items: int, num_blocks: int) -> np.ndarray:
 def _log_gamma(
     rng: Rng, alpha: float | np.ndarray, shape: tuple[int, ...]
 ) -> np.ndarray:
-    """Logarithms of Gamma(alpha) draws: their softmax is Dirichlet, and stays so on a
-    subset however small alpha is.
+    """Logarithms of Gamma(alpha) draws, whose softmax over any subset is Dirichlet.
 
     In logarithms because at alpha = 0.01 most draws underflow to zero; by Gamma(a) =
     Gamma(a + 1) * U^(1 / a).

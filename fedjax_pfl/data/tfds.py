@@ -38,7 +38,7 @@ DESCRIPTIONS: dict[str, str] = {
     ),
 }
 
-# examples of the whole, training and test; what is prepared may be a part of it
+# training and test examples of the whole data set; a prepared copy may be a part
 SIZES: dict[str, int] = {
     "mnist": 70_000,
     "fashion_mnist": 70_000,

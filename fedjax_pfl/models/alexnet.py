@@ -18,8 +18,8 @@ class AlexNet(nnx.Module):
     """Five 3x3 convolutions with ReLU, three of them pooled, and two linear layers of
     4,096.
 
-    The first convolution has stride 2. Dropout stands before each linear layer and is
-    active where `train` and `rngs` are given. Images [B, H, W, C] -> [B, 4096].
+    The first convolution has stride 2. Dropout before each linear layer is active where
+    `train` and `rngs` are given. Images [B, H, W, C] -> [B, 4096].
     """
 
     def __init__(self, shape: Shape, rngs: nnx.Rngs, rate: float = 0.5):

@@ -1,5 +1,5 @@
-"""Strided 4x4 convolutions from an image to one pixel: FedDVA's backbone, and the CNN
-of its comparisons."""
+"""Strided 4x4 convolutions from an image to one pixel: the backbone of FedDVA and the
+CNN of its comparisons."""
 
 import math
 from collections.abc import Sequence
@@ -55,8 +55,8 @@ class Features(nnx.Module):
 
 
 def first_padding(shape: Shape, hidden: Sequence[int]) -> int:
-    """Pixels on every side with which the first convolution of stride 2 leads to 4x4
-    pixels before the last one.
+    """Returns the padding of the first convolution that leads to 4x4 pixels before the
+    last one.
 
     Raises:
       InputError: not a square image of even side, or a side that these layers do not
@@ -64,8 +64,8 @@ def first_padding(shape: Shape, hidden: Sequence[int]) -> int:
     """
     if len(hidden) < 2 or min(hidden) < 2:
         raise InputError(
-            f"hidden={tuple(hidden)}: give at least two layers of at least two "
-            "channels."
+            "`hidden` must be at least two layers of at least two channels, got "
+            f"{tuple(hidden)}."
         )
     full: int = SMALLEST * 2 ** (len(hidden) - 1)
     if (
@@ -76,20 +76,18 @@ def first_padding(shape: Shape, hidden: Sequence[int]) -> int:
     ):
         raise InputError(
             f"{len(hidden)} strided 4x4 convolutions need square images of {full - 4}, "
-            f"{full - 2} or {full} pixels a "
-            f"side, got input shape {tuple(shape)}: 28 and 32 pixels take 4 of them, "
-            "64 take 5."
+            f"{full - 2} or {full} pixels per side, got input shape {tuple(shape)}."
         )
     return 1 + (full - shape[0]) // 2
 
 
 def channels(shape: Shape, last: int = HIDDEN[-1]) -> tuple[int, ...]:
-    """Channels of as many convolutions as lead from images of this side to 4x4 pixels
-    and then to one.
+    """Returns the channels of the convolutions that lead from an image to one pixel.
 
     Args:
-      last: of the last one; each before it has half. 512 gives the published ones for
-        28, 32 and 64 pixels a side.
+      shape: (height, width, channels) of an image.
+      last: channels of the last one; each before it has half. 512 gives the published
+        ones for 28, 32 and 64 pixels per side.
     """
     count = (
         max(2, 1 + math.ceil(math.log2(max(shape[0], 1) / SMALLEST)))
@@ -102,7 +100,7 @@ def channels(shape: Shape, last: int = HIDDEN[-1]) -> tuple[int, ...]:
 def cnn_dva(
     input_shape: Shape, num_classes: int, rngs: nnx.Rngs, hidden: Sequence[int] = HIDDEN
 ) -> Net:
-    """The CNN beside which FedDVA classifies: 4x4 convolutions 64 to 512 with batch
+    """The classifier of FedDVA's comparisons: 4x4 convolutions 64 to 512 with batch
     norm, linear 256, K = 256."""
     width = hidden[-1]
     body = Features(
@@ -112,8 +110,8 @@ def cnn_dva(
 
 
 def cnn_dva_small(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
-    """`cnn_dva` with a quarter of its channels, 16 to 128, linear 64, K = 64: beside
-    FedDVA with hidden=128."""
+    """`cnn_dva` with a quarter of its channels, 16 to 128, linear 64, K = 64 (FedDVA
+    with hidden=128)."""
     return cnn_dva(
         input_shape, num_classes, rngs, tuple(width // 4 for width in HIDDEN)
     )

@@ -254,8 +254,8 @@ _padded = contextvars.ContextVar("padded", default=False)
 
 @contextlib.contextmanager
 def padded(mask: Array | None) -> Iterator[None]:
-    """Inside the `with` block a batch norm that computes statistics without a mask is
-    refused where the network has one."""
+    """Refuses, inside the `with` block, a batch norm that gets no mask although its
+    network got one."""
     token = _padded.set(mask is not None)
     try:
         yield
@@ -312,8 +312,8 @@ class BatchNorm(nnx.BatchNorm):
         n, of_batch = jnp.maximum(count, 1), train or self.mean is None
         if of_batch and mask is None and _padded.get():
             raise InputError(
-                "A batch norm does not get the `mask` of its network's __call__: hand "
-                "it on, or padding would count."
+                "A batch norm must get the `mask` of its network's __call__, or masked "
+                "rows would count."
             )
         mean = valid(x.sum(axes[1:])).sum(0) / n if of_batch else self.mean[...]
         # A constant is subtracted from x and corrected for: the mean's gradient then
@@ -360,7 +360,7 @@ class GroupNorm(nnx.Module):
     def __call__(
         self, x: Array, mask: Array | None = None, train: bool = False
     ) -> Array:
-        """Normalises x [B, H, W, C] over the pixels and channels of each group; rows
-        that are not valid stay apart."""
+        """Normalises x [B, H, W, C] over the pixels and channels of each group, every
+        row on its own."""
         del mask, train
         return self.norm(x)

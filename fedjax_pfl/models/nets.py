@@ -1,5 +1,5 @@
-"""The small networks: each has a `body`, inputs to K features, and a `head`, the last
-linear layer."""
+"""Small networks: a `body`, inputs to K features, and a `head`, the last linear
+layer."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -36,8 +36,7 @@ class Net(nnx.Module):
 
 
 class Dense(nnx.Module):
-    """Flattens, then linear layers with ReLU of the given widths; without widths, the
-    flat input."""
+    """Linear layers with ReLU of the given widths on the flat input."""
 
     def __init__(self, din: int, widths: Sequence[int], rngs: nnx.Rngs):
         sizes = (din, *widths)
@@ -118,8 +117,8 @@ class ConvDropout(nnx.Module):
 
 
 def pooled_size(name: str, shape: Shape, paddings: Shape) -> tuple[int, int]:
-    """Height and width after blocks of 5x5 convolution and 2x2 pooling; InputError if
-    nothing is left of the image."""
+    """Returns height and width after blocks of 5x5 convolution and 2x2 pooling, at
+    least one pixel."""
     if len(shape) != 3:
         raise InputError(
             f"Model {name!r} needs images of shape (height, width, channels), got "

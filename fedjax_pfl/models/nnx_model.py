@@ -1,4 +1,4 @@
-"""Turns a module with a body and a head into pure functions over plain nested dicts."""
+"""Models of Flax NNX modules: pure functions over nested dicts of variables."""
 
 import contextlib
 import functools
@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen, nnx, traverse_util
+from flax import nnx, traverse_util
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
@@ -33,8 +33,8 @@ def network(
     conv: str = "auto",
     compute_dtype: str = "float32",
 ) -> Network:
-    """Makes pure functions of any Flax NNX module, such as an encoder, a policy network
-    or a hypernetwork.
+    """Makes pure functions of any Flax NNX module, such as an encoder or a
+    hypernetwork.
 
     Args:
       build: rngs -> a module. It gets those of the keyword arguments `mask` [B] bool,
@@ -52,13 +52,11 @@ def network(
       InputError: the module keeps state other than parameters and running statistics,
         or has a batch norm that is not `layers.BatchNorm` or does not get `mask`.
     """
-    choose("bn_stats", bn_stats, BN_STATS)
-    choose("conv", conv, layers.CONVOLUTIONS)
-    choose("compute_dtype", compute_dtype, DTYPES)
+    _check_options(bn_stats, conv, compute_dtype)
 
     def made(rngs: nnx.Rngs) -> nnx.Module:
         module = build(rngs)
-        _check_network(module)
+        _check_variables(module)
         return _normalised(module, bn_stats)
 
     def init(key: Array) -> PyTree:
@@ -109,7 +107,7 @@ def model(
       input_shape: of one example, without the batch axis.
       num_classes: C.
       bn_stats: "batch" keeps no running statistics and normalises by the batch at test
-        time, too; "aggregate" and "local" differ only in what the methods do with
+        time, too; "aggregate" and "local" differ only in how the methods treat
         variables["stats"].
       conv: the form of the convolutions, see `layers.convolution`.
       compute_dtype: in which the body computes, "float32" (whatever the variables and x
@@ -118,7 +116,7 @@ def model(
       features: K, where it is not the network's own: its features are mapped to as
         many, and the head is a new one.
       width_by: how, "pool" (adaptive average pooling) or "linear" (a trainable layer),
-        see `features.widened`.
+        see `widened`.
       input_dtype: of a prepared example, such as jnp.int32 for tokens (on the command
         line it is that of the data); networks of MODELS take integers as float32.
 
@@ -128,28 +126,21 @@ def model(
 
     Raises:
       InputError: for an unknown name, a module without body or head, one that keeps
-        state in other places or takes inputs of another type, or a batch norm that is
+        other state or takes inputs of another type, or a batch norm that is
         not `layers.BatchNorm` or does not get `mask`.
     """
-    _no_module(factory)
-    named = not callable(factory) and not user_code.named(factory)  # in MODELS
-    if not callable(factory):
-        factory = find(factory)
-    make = _arguments(factory)
     input_shape = check_shape("input_shape", input_shape)
     check("num_classes", num_classes, 1, math.inf, whole=True)
-    choose("bn_stats", bn_stats, BN_STATS)
-    choose("conv", conv, layers.CONVOLUTIONS)
-    choose("compute_dtype", compute_dtype, DTYPES)
+    _check_options(bn_stats, conv, compute_dtype)
     choose("width_by", width_by, WIDTH_BY)
-    # the networks here take whole numbers as float32
-    whole = named and jnp.issubdtype(input_dtype, jnp.integer)
-    example = jax.ShapeDtypeStruct(
-        (2, *input_shape), jnp.float32 if whole else input_dtype
-    )
+    built_in = isinstance(factory, str) and not user_code.named(factory)
+    make = _maker(factory, input_shape, num_classes)
+    if built_in and jnp.issubdtype(input_dtype, jnp.integer):
+        input_dtype = jnp.float32
+    example = jax.ShapeDtypeStruct((2, *input_shape), input_dtype)
 
     def build(rngs: nnx.Rngs) -> Any:  # a module with body and head
-        module = make(input_shape, num_classes, rngs)()
+        module = make(rngs)
         _check_parts(module)
         if features is not None:
             module = widened(module, example, num_classes, features, width_by, rngs)
@@ -157,16 +148,6 @@ def model(
 
     def init(key: Array) -> PyTree:
         return _parts(build(nnx.Rngs(key)), _nest)
-
-    def apply(
-        variables: PyTree,
-        x: Array,
-        mask: Array | None = None,
-        train: bool = False,
-        key: Array | None = None,
-    ) -> tuple[Array, PyTree]:
-        h, stats = extract(variables, x, mask, train, key)
-        return head(variables["head"], h), stats
 
     template = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
     run, head = _apply(template.body, conv, compute_dtype), _head(template.head, conv)
@@ -178,20 +159,56 @@ def model(
         train: bool = False,
         key: Array | None = None,
     ) -> tuple[Array, PyTree]:
-        if named and jnp.issubdtype(x.dtype, jnp.integer):
+        if built_in and jnp.issubdtype(x.dtype, jnp.integer):
             x = x.astype(jnp.float32)
         return run(variables["body"], variables["stats"], x, mask, train, key)
 
-    variables = _parts(template, _nest)
-    h = _output(template, lambda x: jax.eval_shape(extract, variables, x)[0], example)
+    def apply(
+        variables: PyTree,
+        x: Array,
+        mask: Array | None = None,
+        train: bool = False,
+        key: Array | None = None,
+    ) -> tuple[Array, PyTree]:
+        h, stats = extract(variables, x, mask, train, key)
+        return head(variables["head"], h), stats
+
+    h = jax.eval_shape(extract, _parts(template, _nest), example)[0]
+    _check_features(template, h)
     return Model(
         _drawn_once(init), extract, head, apply, _parts(template, _marked), h.shape[-1]
     )
 
 
+def _check_options(bn_stats: str, conv: str, compute_dtype: str) -> None:
+    choose("bn_stats", bn_stats, BN_STATS)
+    choose("conv", conv, layers.CONVOLUTIONS)
+    choose("compute_dtype", compute_dtype, DTYPES)
+
+
+def _maker(
+    factory: Factory | str, input_shape: tuple[int, ...], num_classes: int
+) -> Callable[[nnx.Rngs], Any]:
+    """The factory, or the one of a name, as a function of `rngs`."""
+    name: str = getattr(factory, "__name__", str(factory))
+    own = isinstance(factory, str) and user_code.named(factory)
+    if own:
+        factory = user_code.load("model", name)
+    elif not callable(factory):
+        factory = MODELS[choose("model", factory, MODELS)]
+    function: Callable[..., Any] = factory
+
+    def make(rngs: nnx.Rngs) -> Any:
+        given = {"input_shape": input_shape, "num_classes": num_classes, "rngs": rngs}
+        build = user_code.bound(function, "model", name, **given)
+        with user_code.blamed("model", name) if own else contextlib.nullcontext():
+            return build()
+
+    return make
+
+
 def _drawn_once(init: Callable[[Array], PyTree]) -> Callable[[Array], PyTree]:
-    """Traced once where it is traced at all: NNX takes milliseconds to draw each
-    parameter, and every function of a program begins with a state."""
+    """Traces `init` once, as NNX takes milliseconds to draw each parameter."""
     traced = trees.traced_once(init)
     return lambda key: traced(key) if isinstance(key, jax.core.Tracer) else init(key)
 
@@ -199,8 +216,7 @@ def _drawn_once(init: Callable[[Array], PyTree]) -> Callable[[Array], PyTree]:
 def _apply(
     template: nnx.Module, conv: str, dtype: str
 ) -> Callable[..., tuple[Any, PyTree]]:
-    """A module as a function of (parameters, running statistics, x, mask, train,
-    key)."""
+    """A module as a function of (parameters, statistics, x, mask, train, key)."""
     graph, param_state, stat_state = nnx.split(template, nnx.Param, nnx.BatchStat)  # type: ignore[misc]  # its results are of unknown number
     accepted = set(inspect.signature(template.__call__).parameters) & {
         "mask",
@@ -219,7 +235,7 @@ def _apply(
     ) -> tuple[Any, PyTree]:
         rngs = None if key is None or "rngs" not in accepted else nnx.Rngs(key)
         kwargs = {"mask": mask, "train": train, "rngs": rngs}
-        if dtype != "float32":  # else a float64 model stays one
+        if dtype != "float32":  # a float64 model keeps its type
             lower = lambda a: (
                 a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a
             )
@@ -245,7 +261,7 @@ def _head(template: nnx.Module, conv: str) -> Callable[[PyTree, Array], Array]:
 
 
 def num_parameters(variables: PyTree) -> int:
-    """Number of scalars in the parameters; running statistics do not count."""
+    """Returns the number of parameters, without running statistics."""
     return trees.size(
         {part: tree for part, tree in variables.items() if part != "stats"}
     )
@@ -254,7 +270,7 @@ def num_parameters(variables: PyTree) -> int:
 def _parts(
     module: Any, of: Callable[[nnx.Module, type[nnx.Variable[Any]]], PyTree]
 ) -> PyTree:
-    """What `of`, `_nest` or `_marked`, says of a model's variables."""
+    """The parts of a model's variables by `_nest` or `_marked`."""
     return {
         "body": of(module.body, nnx.Param),
         "head": of(module.head, nnx.Param),
@@ -263,8 +279,7 @@ def _parts(
 
 
 def _marked(module: nnx.Module, kind: type[nnx.Variable[Any]]) -> PyTree:
-    """As `_nest`, True in place of the values whose own module is a batch norm, else
-    False."""
+    """The structure of `_nest`, True for variables of batch norms, else False."""
     inside = tuple(
         path
         for path, part in nnx.iter_modules(module)
@@ -302,42 +317,19 @@ def _named(path: Path) -> tuple[str, ...]:
 
 
 def _normalised(module: nnx.Module, bn_stats: str) -> nnx.Module:
-    """The module, its batch norms without running statistics for "batch"; Flax's own
-    would count padding."""
+    """The module, its batch norms without running statistics for "batch"."""
     for path, part in nnx.iter_modules(module):
         if not isinstance(part, nnx.BatchNorm):
             continue
         if not isinstance(part, layers.BatchNorm):
             raise InputError(
-                f"{type(module).__name__}.{'.'.join(map(str, path))} is Flax's own "
-                "batch norm, whose statistics count "
-                "the padding of a batch: use fedjax_pfl.models.layers.BatchNorm, and "
-                "hand it `mask` and `train`."
+                f"{type(module).__name__}.{'.'.join(map(str, path))} must be a "
+                "fedjax_pfl.models.layers.BatchNorm, called with `mask` and `train`: "
+                "Flax's own counts padding."
             )
         if bn_stats == "batch":
             part.mean = part.var = None  # type: ignore[assignment]  # layers.BatchNorm takes None
     return module
-
-
-def find(name: str) -> Factory:
-    """The factory of a network.
-
-    Args:
-      name: in MODELS, or FILE.py:NAME, or package.module:NAME.
-
-    Raises:
-      InputError: there is none.
-    """
-    if not user_code.named(name):
-        return MODELS[choose("model", name, MODELS)]
-    _no_module(user_code.load("model", name))
-
-    def build(input_shape: tuple[int, ...], num_classes: int, rngs: nnx.Rngs) -> Any:
-        return user_code.call(
-            "model", name, input_shape=input_shape, num_classes=num_classes, rngs=rngs
-        )
-
-    return build
 
 
 def adaptive_average_pool(h: Array, features: int) -> Array:
@@ -384,7 +376,7 @@ class Widened(nnx.Module):
 
 
 def _call_body(body: Any, x: Array, **given: Any) -> Array:
-    """A body's features of x, with those of the keyword arguments that it names."""
+    """The features of x; the body gets the keyword arguments that it names."""
     accepted = inspect.signature(body.__call__).parameters
     return body(x, **{name: value for name, value in given.items() if name in accepted})
 
@@ -415,17 +407,11 @@ def widened(
     Raises:
       InputError: for less than one feature, or a body that does not return one array.
     """
-    check(
-        "features",
-        features,
-        1,
-        10**6,
-        whole=True,
-        why="the head has a row of weights for each",
-    )
+    check("features", features, 1, 10**6, whole=True)
     _check_call(module.body)
     body = functools.partial(_call_body, module.body, mask=None, train=False, rngs=None)
-    h = _output(module, functools.partial(jax.eval_shape, body), example)
+    h = jax.eval_shape(body, example)
+    _check_features(module, h)
     project = layers.linear(h.shape[-1], features, rngs) if by == "linear" else None
     return Net(
         Widened(module.body, features, project),
@@ -433,131 +419,54 @@ def widened(
     )
 
 
-def _no_module(factory: Any) -> None:
-    """InputError for a module in place of what makes one, and for any of Flax Linen."""
-    old = isinstance(factory, linen.Module) or (
-        inspect.isclass(factory) and issubclass(factory, linen.Module)
-    )
-    if old or isinstance(factory, nnx.Module):
-        what = f"a module of Flax {'Linen' if old else 'NNX'}"
-        raise InputError(
-            f"{getattr(factory, '__name__', type(factory).__name__)} is {what}: give a "
-            "function that makes one of NNX, "
-            "(input_shape, num_classes, rngs) -> a module with body and head."
-        )
-
-
-def _arguments(factory: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
-    """The factory as (input_shape, num_classes, rngs) -> a function that makes the
-    module, whether or not its signature has these after `*`; InputError for one that
-    takes others."""
-    name = getattr(factory, "__name__", type(factory).__name__)
-
-    def make(
-        input_shape: tuple[int, ...], num_classes: int, rngs: nnx.Rngs | None
-    ) -> Callable[[], Any]:
-        return user_code.bound(
-            factory,
-            "model",
-            name,
-            input_shape=input_shape,
-            num_classes=num_classes,
-            rngs=rngs,
-        )
-
-    make((), 0, None)
-    return make
-
-
-def _variables(
-    module: Any, may: Callable[[str], tuple[type[nnx.Variable[Any]], ...]], rule: str
-) -> None:
-    """InputError unless each variable is of the kinds that `may` names for its part of
-    the module, and each parameter is of floats."""
-    for path, variable in nnx.to_flat_state(nnx.state(module)):
-        name = f"{type(module).__name__}.{'.'.join(map(str, path))}"
-        for x in (
-            jax.tree.leaves(variable.get_value())
-            if isinstance(variable, nnx.Param)
-            else ()
-        ):
-            if not jnp.issubdtype(kind := jnp.result_type(x), jnp.floating):
-                raise InputError(
-                    f"{name} is a parameter of {kind}: let it be of floats, which are "
-                    "trained and averaged."
-                )
-        if not isinstance(variable, may(str(path[0]))):
-            drawn = isinstance(variable, nnx.RngState)
-            hint = "; dropout takes `rngs` when called, not when built" if drawn else ""
-            raise InputError(f"{name} is a {type(variable).__name__}: {rule}{hint}.")
-
-
-def _constants(module: nnx.Module) -> None:
-    """InputError for an array that is no variable: one that is made while the module is
-    traced cannot be used in another trace."""
+def _check_variables(module: nnx.Module, *parts: str) -> None:
+    """Raises InputError for arrays other than parameters and running statistics, or
+    outside the `parts` of a module."""
     for path, part in nnx.iter_modules(module):
         for name, value in vars(part).items():
-            leaves = jax.tree.leaves(
-                value, is_leaf=lambda x: isinstance(x, nnx.Module | nnx.Variable)
-            )
-            if any(isinstance(x, jax.Array | np.ndarray) for x in leaves):
+            if isinstance(value, jax.Array | np.ndarray):
                 full = ".".join(map(str, (type(module).__name__, *path, name)))
                 raise InputError(
-                    f"{full} is an array: make a constant in `__call__`, where it is "
-                    "used."
+                    f"{full} must not be an array. Make constants in `__call__`."
                 )
-
-
-def _output(
-    module: Any,
-    shape: Callable[[jax.ShapeDtypeStruct], Any],
-    example: jax.ShapeDtypeStruct,
-) -> Any:
-    """The shape of the body's features of a batch of two.
-
-    Raises:
-      InputError: they are not one array, or the body takes integers where the example
-        has none.
-    """
-    try:
-        h = shape(example)
-    except Exception as error:
-        if jnp.issubdtype(example.dtype, jnp.floating) and _takes_integers(
-            shape, example
+    for path, variable in nnx.to_flat_state(nnx.state(module)):
+        name = f"{type(module).__name__}.{'.'.join(map(str, path))}"
+        if not isinstance(variable, nnx.Param | nnx.BatchStat) or (
+            parts and path[0] not in parts
         ):
-            what = (
-                f"takes integers, and examples are {example.dtype}: for tokens give "
-                "input_dtype=jnp.int32"
+            where = f" of {' or '.join(parts)}" if parts else ""
+            raise InputError(
+                f"{name} must be a parameter or a running statistic{where}, got "
+                f"{type(variable).__name__}. Dropout takes `rngs` when called."
             )
-            raise InputError(f"{type(module).__name__}.body {what}.") from error
-        raise
-    if (
-        not isinstance(h, jax.ShapeDtypeStruct)
-        or h.shape[:1] != (2,)
-        or len(h.shape) < 2
-    ):
+
+
+def _check_parts(module: Any) -> None:
+    """Raises InputError unless a module has a body and a head with variables of their
+    own."""
+    for part in ("body", "head"):
+        if not isinstance(getattr(module, part, None), nnx.Module):
+            raise InputError(
+                f"{type(module).__name__} must be a Flax NNX module with a body, "
+                f"x -> h, and a head, h -> logits: it has no `{part}`."
+            )
+    _check_variables(module, "body", "head")
+    held = [
+        {id(x) for _, x in nnx.iter_graph(part) if isinstance(x, nnx.Variable)}
+        for part in (module.body, module.head)
+    ]
+    if set.intersection(*held):
         raise InputError(
-            f"{type(module).__name__}.body returns {h} of a batch of 2: it must be one "
-            "array, [B, K]."
+            f"Body and head of {type(module).__name__} must not share a variable."
         )
-    return h
 
 
-def _takes_integers(
-    shape: Callable[[jax.ShapeDtypeStruct], Any], example: jax.ShapeDtypeStruct
-) -> bool:
-    with contextlib.suppress(Exception):
-        shape(jax.ShapeDtypeStruct(example.shape, jnp.int32))
-        return True
-    return False
-
-
-def _has(module: nnx.Module, layer: type[nnx.Module]) -> bool:
-    """Is there such a layer in a module, other than dropout with rate 0?"""
-    return any(
-        isinstance(part, layer) and getattr(part, "rate", 1)
-        for _, part in nnx.iter_modules(module)
-    )
+def _check_features(module: Any, h: Any) -> None:
+    if getattr(h, "shape", ())[:1] != (2,) or len(h.shape) < 2:
+        raise InputError(
+            f"{type(module).__name__}.body must return one array [B, K], got {h} for a "
+            "batch of 2."
+        )
 
 
 _NEEDS: dict[str, tuple[type[nnx.Module], tuple[str, ...]]] = {
@@ -567,75 +476,24 @@ _NEEDS: dict[str, tuple[type[nnx.Module], tuple[str, ...]]] = {
 
 
 def _check_call(module: nnx.Module) -> None:
-    """InputError for a module with batch norm or dropout whose `__call__` does not take
-    what these need."""
+    """Raises InputError for batch norm or dropout in a module whose `__call__` does not
+    take their arguments."""
     taken = set(inspect.signature(module.__call__).parameters)
-    for what, (layer, needed) in _NEEDS.items():
-        if _has(module, layer) and not set(needed) <= taken:
+    held = [part for _, part in nnx.iter_modules(module) if getattr(part, "rate", 1)]
+    for kind, (layer, needed) in _NEEDS.items():
+        if any(isinstance(part, layer) for part in held) and not taken.issuperset(
+            needed
+        ):
             names = " and ".join(f"`{name}`" for name in needed)
             raise InputError(
-                f"{type(module).__name__} has {what}: let its __call__ take {names}, "
-                "for it."
+                f"{type(module).__name__}.__call__ must take {names}: it has {kind}."
             )
-
-
-def _check_network(module: nnx.Module) -> None:
-    """InputError unless all variables are parameters or running statistics."""
-    _constants(module)
-    _variables(
-        module,
-        lambda _: (nnx.Param, nnx.BatchStat),
-        "a network may hold parameters and running statistics",
-    )
-
-
-def _check_parts(module: nnx.Module) -> None:
-    """InputError unless all variables are parameters of body or head, or running
-    statistics of the body."""
-    kinds: dict[str, tuple[type[nnx.Variable[Any]], ...]] = {
-        "body": (nnx.Param, nnx.BatchStat),
-        "head": (nnx.Param,),
-    }
-    if isinstance(module, linen.Module):
-        raise InputError(
-            f"{type(module).__name__} is a module of Flax Linen: make one of NNX, with "
-            "body and head."
-        )
-    for part in ("body", "head"):
-        if not isinstance(getattr(module, part, None), nnx.Module):
-            raise InputError(
-                f"{type(module).__name__} has no `{part}`: a model needs a body, x -> "
-                "h, and a head, h -> logits."
-            )
-    body, head = (getattr(module, part) for part in kinds)
-    graphs = [nnx.iter_graph(part) for part in (body, head)]
-    held = [
-        {id(x) for _, x in graph if isinstance(x, nnx.Variable)} for graph in graphs
-    ]
-    if set.intersection(*held):
-        raise InputError(
-            f"{type(module).__name__} has a variable in both body and head: give each "
-            "its own, as they are trained and "
-            "sent apart."
-        )
-    if _has(head, nnx.Dropout):
-        raise InputError(
-            f"{type(module).__name__}.head has dropout, and a head gets h alone: move "
-            "it into the body."
-        )
-    _constants(module)
-    _variables(
-        module,
-        lambda part: kinds.get(part, ()),
-        "a model may hold parameters in body and head and running statistics in body",
-    )
 
 
 def layer_order(
     model: Model, x: jax.ShapeDtypeStruct
 ) -> list[dict[tuple[str, ...], tuple[tuple[int, ...], ...]]]:
-    """Lists a model's layers from the input to the logits, without those that no
-    prediction uses.
+    """Lists the layers that a prediction uses, from the input to the logits.
 
     Args:
       x: an input of the model, [B, ...].
@@ -674,9 +532,11 @@ def layer_order(
 def _uses(
     jaxpr: Any, inputs: Sequence[int | None]
 ) -> tuple[list[int], list[int | None]]:
-    """Which of a jaxpr's inputs, by number, its equations compute with, in their order,
-    and which are its outputs: a change of type is no use, and what is within jit or
-    remat is looked at by itself."""
+    """The numbers of the inputs that the equations of a jaxpr compute with, in order,
+    and of its outputs.
+
+    A change of type does not count; jit and remat are searched.
+    """
     known, found = dict(zip(jaxpr.invars, inputs, strict=True)), list[int]()
     for e in jaxpr.eqns:
         given = [None if isinstance(v, Literal) else known.get(v) for v in e.invars]
@@ -701,7 +561,7 @@ def flops(
     num_classes: int = 10,
     batch: int = 1,
 ) -> int:
-    """Floating-point operations of one training step on `batch` examples.
+    """Counts floating-point operations of one training step on `batch` examples.
 
     Counts 2 for each multiply-add of a matrix product or convolution, forward and both
     gradients, without the gradient for the input; element-wise work is left out.
@@ -711,8 +571,8 @@ def flops(
 
 
 def step_flops(net: Model, x: jax.ShapeDtypeStruct) -> int:
-    """Floating-point operations of one training step on a batch x [B, ...], as the
-    network's own form of convolutions has them."""
+    """Counts floating-point operations of one training step on a batch x [B, ...] with
+    the network's form of convolutions."""
     variables = jax.eval_shape(net.init, jax.random.key(0))
 
     def loss(variables: PyTree, x: Array) -> Array:
@@ -733,8 +593,8 @@ def _product_flops(jaxpr: Jaxpr) -> int:
 
 
 def product_flops(eqn: Any) -> int:
-    """Floating-point operations of one equation of a trace if it is a matrix product or
-    a convolution, 2 a multiply-add; else 0."""
+    """Counts floating-point operations of a matrix product or convolution, 2 per
+    multiply-add; 0 for other equations."""
     each = 0  # multiply-adds of an element of the result
     if eqn.primitive.name == "dot_general":
         (axes, _), _ = eqn.params["dimension_numbers"]

@@ -1,4 +1,4 @@
-"""The networks that have a name, and those of a user's own."""
+"""Networks by name."""
 
 from collections.abc import Callable
 

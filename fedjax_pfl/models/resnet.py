@@ -149,7 +149,7 @@ def resnet18(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
 
 
 def resnet18_gn(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
-    """ResNet-18 for small images with group norm in place of batch norm, K = 512."""
+    """ResNet-18 for small images with group norm instead of batch norm, K = 512."""
     return resnet(input_shape, num_classes, rngs, norm="group")
 
 

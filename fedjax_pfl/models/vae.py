@@ -59,7 +59,7 @@ class Posterior(nnx.Module):
 
 
 class RepresentationEncoder(nnx.Module):
-    """q(z|x), of what clients share: x [B, H, W, C] -> a Gaussian of [B, d_z]."""
+    """q(z|x), shared by all clients: x [B, H, W, C] -> a Gaussian of [B, d_z]."""
 
     def __init__(
         self, shape: Shape, latent: int, hidden: Sequence[int], rngs: nnx.Rngs
@@ -74,10 +74,10 @@ class RepresentationEncoder(nnx.Module):
 
 
 class PersonalEncoder(nnx.Module):
-    """q(c|x, z), of what is a client's own: (x [B, H, W, C], z [B, d_z]) -> a Gaussian
+    """q(c|x, z), personal to a client: (x [B, H, W, C], z [B, d_z]) -> a Gaussian
     of [B, d_c].
 
-    A linear layer makes one more plane of z beside the image, which a 1x1 convolution
+    A linear layer maps z to one more channel of the image, which a 1x1 convolution
     embeds.
     """
 
