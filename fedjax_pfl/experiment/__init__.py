@@ -1,0 +1,1 @@
+"""Experiments from settings: presets, run directories, results and reports."""
