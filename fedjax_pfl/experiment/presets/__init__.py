@@ -9,6 +9,7 @@ earlier ones, tables entry by entry. Numbers are in %, one per method in the ord
 import tomllib
 from collections.abc import Mapping
 from importlib import resources
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 ORDER = ("builtin", "pfedc", "fedcp", "feddva", "mnfl", "pfedafm")
@@ -16,13 +17,16 @@ ORDER = ("builtin", "pfedc", "fedcp", "feddva", "mnfl", "pfedafm")
 DEFAULT_PRESETS = {"digits": "digits", "synthetic": "synthetic"}
 # a smaller value reduces the experiment, any other difference changes it
 SIZES = ("rounds", "clients", "data_fraction", "epochs", "steps")
+# settings that are compared by other means, or change no score after the last round
+_IGNORED = ("algo", "preset", "seed", "eval_every", "hparams")
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class Cell(NamedTuple):
     """A paper's numbers for settings that differ from the preset's."""
 
     where: dict[str, Any]  # setting or hyperparameter -> value
-    numbers: dict[str, str]  # method -> % as printed
+    numbers: Mapping[str, str]  # method -> % as printed
     rounds: dict[str, int]  # method -> rounds until convergence
 
 
@@ -34,14 +38,16 @@ class Preset(NamedTuple):
     settings: dict[str, Any]
     headline: str  # score and point that the paper reports, as POINT/SCORE
     steps: int | None = None  # client steps per round, on all of the data
-    headlines: dict[str, str] = {}  # method -> its own headline
-    published: dict[str, str] = {}  # method -> %, at these settings
-    hparams: dict[str, dict[str, Any]] = {}  # method -> values that are no defaults
-    methods: dict[str, dict[str, Any]] = {}  # method -> its own settings
+    headlines: Mapping[str, str] = _NONE  # method -> its own headline
+    published: Mapping[str, str] = _NONE  # method -> %, at these settings
+    hparams: Mapping[str, dict[str, Any]] = (
+        _NONE  # method -> values that are no defaults
+    )
+    methods: Mapping[str, dict[str, Any]] = _NONE  # method -> its own settings
     cells: tuple[Cell, ...] = ()
     own: tuple[str, ...] = ()  # the paper's own methods
-    baselines: dict[str, Any] = {}  # settings of all other methods
-    measured: dict[str, str] = {}  # method -> headline in %, measured here
+    baselines: Mapping[str, Any] = _NONE  # settings of all other methods
+    measured: Mapping[str, str] = _NONE  # method -> headline in %, measured here
     protocol: str = ""  # how the paper measured
 
     def headline_of(self, method: str) -> str:
@@ -52,6 +58,20 @@ class Preset(NamedTuple):
         """Returns the settings for a method; None: for the preset's own."""
         own = self.methods.get(method or self.settings.get("algo", ""), {})
         return self.settings | own
+
+    def cell(self, config: Mapping[str, Any]) -> Cell:
+        """Returns the published numbers for a run's settings.
+
+        Several cells may fit: those with a number for the method come first.
+        """
+        algo, known = config["algo"], {**config.get("hparams", {}), **config}
+        fitting = [
+            cell
+            for cell in self.cells
+            if all(same(name, known.get(name), x) for name, x in cell.where.items())
+        ]
+        first = [x for x in fitting if algo in x.numbers or algo in x.rounds]
+        return next(iter(first + fitting), Cell({}, self.published, {}))
 
 
 def _merged(*tables: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,10 +117,69 @@ def _preset(content: dict[str, Any], name: str) -> Preset:
     ]
     protocol = f"{fields.get('protocol', '')} {fields.pop('note', '')}"
     fields |= {"paper": content["paper"], "cells": tuple(cells)}
-    fields |= {"own": tuple(fields.get("own", ())), "protocol": " ".join(protocol.split())}
-    return Preset(**fields | {"published": _numbers(fields.get("published", {}), methods)})
+    fields |= {
+        "own": tuple(fields.get("own", ())),
+        "protocol": " ".join(protocol.split()),
+    }
+    return Preset(
+        **fields | {"published": _numbers(fields.get("published", {}), methods)}
+    )
 
 
 PRESETS: dict[str, Preset] = {
     name: preset for stem in ORDER for name, preset in _read(stem).items()
 }
+
+
+def same(name: str, a: Any, b: Any) -> bool:
+    """Returns whether two values of a setting are equal."""
+    if name == "participation":
+        return str(a).removesuffix(".0") == str(b).removesuffix(".0")
+    return a == b or (name == "model" and b == "auto" and a in ("cnn", "mlp"))
+
+
+def published(config: Mapping[str, Any]) -> str | None:
+    """Returns the paper's number for a run in %, as printed."""
+    preset = PRESETS.get(config.get("preset") or "")
+    return preset.cell(config).numbers.get(config["algo"]) if preset else None
+
+
+def deviations(
+    config: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+) -> str:
+    """Describes in words how a run differs from its preset's setting.
+
+    Args:
+      config: settings, with the method's hyperparameters as `hparams`.
+      defaults: of the settings that the preset leaves out, likewise; None: these are
+        not compared.
+
+    Returns:
+      e.g. `reduced: rounds 3 of 40; changed: lr 0.1, not 0.005`; empty without a preset
+      or a difference.
+    """
+    preset, algo = PRESETS.get(config.get("preset") or ""), config["algo"]
+    if preset is None:
+        return ""
+    where = preset.cell(config).where
+    wanted = dict(defaults or {}) | preset.settings
+    wanted |= {} if algo in preset.own else preset.baselines
+    hparams = dict(wanted.get("hparams", {})) | preset.hparams.get(algo, {})
+    actual = {**config.get("hparams", {}), **config}
+    wanted = hparams | wanted | where
+    names = [name for name in wanted if name in actual and name not in _IGNORED]
+    different = [n for n in names if not same(n, actual[n], wanted[n])]
+    reduced = [n for n in different if n in SIZES and _less(actual[n], wanted[n])]
+    parts = [f"{n} {_text(actual[n])} of {_text(wanted[n])}" for n in reduced]
+    other = [n for n in different if n not in reduced]
+    changes = [f"{n} {_text(actual[n])}, not {_text(wanted[n])}" for n in other]
+    found = {"reduced: ": ", ".join(parts), "changed: ": "; ".join(changes)}
+    return "; ".join(title + text for title, text in found.items() if text)
+
+
+def _less(value: Any, wanted: Any) -> bool:
+    return value is not None and wanted is not None and value < wanted
+
+
+def _text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
