@@ -4,8 +4,19 @@ A column of metrics.jsonl is POINT/SCORE, the mean over clients, or POINT/SCORE 
 suffix of another statistic: `pre/acc`, `post/acc_micro`.
 """
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from fedjax_pfl import simulate
+from fedjax_pfl.engine.results import statistics
+
+if TYPE_CHECKING:
+    from fedjax_pfl.experiment.build import Experiment
+
+Row = dict[str, Any]
+VAL = "val/"  # prefix of scores on validation examples among `Result.pre`
 
 Headline = tuple[str, str]  # the deciding score, and "max" or "min"
 ACCURACY: Headline = ("acc", "max")
@@ -162,3 +173,87 @@ def mean_std(score: str, mean: float, std: float, digits: int = 1) -> str:
     """Formats a mean and, where known, its standard deviation."""
     spread = text(score, std, digits)
     return text(score, mean, digits) + (f" ± {spread}" if spread else "")
+
+
+def points(result: simulate.Result) -> dict[str, dict[str, np.ndarray]]:
+    """Returns the scores of all clients before the round, {point: {score: [N]}}."""
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for name, values in (result.pre or {}).items():
+        point = "val" if name.startswith(VAL) else "pre"
+        found.setdefault(point, {})[name.removeprefix(VAL)] = values
+    return found
+
+
+def scores(result: simulate.Result, more: Mapping[str, Any]) -> Row:
+    """Returns the row of scores.jsonl: participants, their losses, scores per client.
+
+    Args:
+      more: {point: {score: [clients]}} of further clients.
+    """
+    row: Row = {"round": result.round}
+    if result.metrics is not None:
+        active = result.metrics.active
+        row |= {"ids": result.metrics.ids[active].tolist()}
+        row |= {"loss": _plain(result.metrics.loss[active])}
+        post = {name: x[active] for name, x in result.metrics.post.items()}
+        if any(np.isfinite(x).any() for x in post.values()):
+            row["post"] = {name: _plain(x) for name, x in post.items()}
+    for point, found in (points(result) | dict(more)).items():
+        row[point] = {name: _plain(x) for name, x in found.items()}
+    return row
+
+
+def row(
+    result: simulate.Result,
+    experiment: "Experiment",
+    latest: Mapping[str, np.ndarray] | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> Row:
+    """Returns the row of metrics.jsonl: statistics over clients, without vectors.
+
+    Args:
+      latest: {score: [N]}, every client's last score after local training, if not all
+        participate; NaN for clients not seen yet.
+      more: {point: {score: [clients]}} of unseen clients.
+    """
+    e, m = experiment, result.metrics
+    found = simulate.record(result._replace(pre=None), e.partition.test_sizes)
+    by: dict[str, Any] = {name: (x, e.partition) for name, x in points(result).items()}
+    for name, x in (more or {}).items():
+        by[name] = (x, e.unseen.partition if e.unseen else e.partition)
+    if m is not None:
+        work = [int(x[m.ids[m.active]].sum()) for x in e.planned]
+        found |= {"work/steps": work[0], "work/examples": work[1]}
+        post = {
+            n: np.full(e.task.num_clients, np.nan, x.dtype) for n, x in m.post.items()
+        }
+        for name, x in m.post.items():
+            post[name][m.ids] = np.where(m.active, x, np.nan)
+        by["post"] = (post, e.partition)
+        if latest and any(np.isfinite(x).any() for x in post.values()):
+            by["post_latest"] = (latest, e.partition)
+    for point, (values, partition) in by.items():
+        wide = values if point.startswith("unseen") else by_network(values, e)
+        sizes = partition.val_sizes if point == "val" else partition.test_sizes
+        found |= statistics(point, wide, sizes)
+        for name, x in wide.items():
+            if count := int(np.isfinite(x).sum()):
+                found[f"{point}/{name}_clients"] = count
+    return {name: x if np.isfinite(x) else None for name, x in found.items()}
+
+
+def by_network(values: Mapping[str, np.ndarray], e: "Experiment") -> dict[str, Any]:
+    """Returns scores [N] and the headline per network, such as `acc@lenet`."""
+    name, kinds = e.headline[0], list(dict.fromkeys(e.networks))
+    if len(kinds) == 1 or name not in values:
+        return dict(values)
+    own = {
+        f"{name}@{k}": np.where(e.networks == k, values[name], np.nan) for k in kinds
+    }
+    return {**values, **own}
+
+
+def _plain(values: Any) -> list[float | None]:
+    """Returns the shortest numbers that read back to the same float32; null for NaN."""
+    numbers = np.asarray(values, np.float32)
+    return [float(str(x)) if np.isfinite(x) else None for x in numbers]
