@@ -44,7 +44,7 @@ def _page(paper: str, names: list[str]) -> str:
     known = {name: json.loads((FOLDER / f"{name}.json").read_text()) for name in names}
     parts = [f"# Results: {paper}", _NOTE, _INTRO]
     protocols = dict.fromkeys(PRESETS[name].protocol for name in names)
-    parts += [f"In the paper: {text}" for text in protocols if text]
+    parts += [f"Protocol of the paper: {text}" for text in protocols if text]
     for name, content in known.items():
         for table in content["tables"]:
             parts += _section(name, table)

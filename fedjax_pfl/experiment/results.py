@@ -74,7 +74,8 @@ class Run:
         """What the run computes with; loads its data and builds its networks."""
         from fedjax_pfl.experiment.build import build
 
-        return build(RunDirectory(self.path).config)
+        config = RunDirectory(self.path).config
+        return build(config.replace(devices="1", client_memory="device"))
 
     @functools.cached_property
     def checkpoint(self) -> tuple[int, State]:
