@@ -60,7 +60,8 @@ class Experiment:
       planned: local steps and examples of each client in a round, [N] each.
       examples: counts of the data set: used, available, and of its whole.
       marks: type of mark on each client's images, without --marks empty.
-      member: index in a batch of experiments that is one program.
+      member: index in a batch of experiments that is one program; None: it is alone.
+      batch: number of experiments in the batch.
     """
 
     config: Config
@@ -79,6 +80,7 @@ class Experiment:
     marks: tuple[str, ...] = ()
     unseen: Unseen | None = None
     member: int | None = None
+    batch: int = 1
 
     @property
     def key(self) -> Array:

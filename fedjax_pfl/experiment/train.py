@@ -115,7 +115,8 @@ def build_at_once(
         if each.dataset is made[0].dataset:
             examples = made[0].federation.examples
             federation = federation._replace(examples=examples)
-        made[i] = dataclasses.replace(each, federation=federation, member=i)
+        options: dict[str, Any] = {"member": i, "batch": len(made)}
+        made[i] = dataclasses.replace(each, federation=federation, **options)
     return made
 
 
