@@ -5,12 +5,13 @@ suffix of another statistic: `pre/acc`, `post/acc_micro`.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fedjax_pfl import simulate
 from fedjax_pfl.engine.results import statistics
+from fedjax_pfl.errors import InputError
 
 if TYPE_CHECKING:
     from fedjax_pfl.experiment.build import Experiment
@@ -99,34 +100,21 @@ METHODS = {
 }  # display names
 
 
-class Column(NamedTuple):
-    """The meaning of a column of metrics.jsonl."""
-
-    point: str
-    score: str
-    statistic: str
-
-
-def column(name: str) -> Column | None:
-    """Reads a column's name; None for a column that is no score."""
+def column(name: str) -> tuple[str, str, str] | None:
+    """Reads a column's name as point, score and statistic; None if it is no score."""
     point, slash, score = name.partition("/")
     if not slash or point not in POINTS:
         return None
     for statistic, ending in STATISTICS.items():
         if ending and score.endswith(ending):
-            return Column(point, score.removesuffix(ending), statistic)
-    return Column(point, score, "macro")
+            return point, score.removesuffix(ending), statistic
+    return point, score, "macro"
 
 
-def split(headline: str) -> Column:
-    """Reads a preset's headline such as `pre/acc_micro`.
-
-    Raises:
-      ValueError: it has no point.
-    """
-    found = column(headline)
-    if found is None:
-        raise ValueError(f"{headline} is not POINT/SCORE.")
+def split(headline: str) -> tuple[str, str, str]:
+    """Reads `pre/acc_micro` as point, score and statistic; InputError if it is none."""
+    if (found := column(headline)) is None:
+        raise InputError(f"{headline} is not POINT/SCORE, such as pre/acc.")
     return found
 
 

@@ -1,36 +1,39 @@
-"""Results of finished runs as pandas frames.
+"""Results of runs as pandas frames.
 
 `load` reads one run directory, `frame` makes one tidy table of many: a row per run,
 round, point and score, with the settings of the run. The other functions select,
-aggregate and format rows of that table. No data set is loaded and no network is built.
+aggregate and format rows of that table. Only `Run.experiment` and what uses it load
+data and build networks.
 """
 
 import dataclasses
 import functools
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
-from fedjax_pfl import user_code
-from fedjax_pfl.errors import InputError, choose
+from fedjax_pfl import hyperparameters, user_code
+from fedjax_pfl.algorithms.find import find as find_method
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import metrics, presets
+from fedjax_pfl.experiment.config import FREE, Config
 from fedjax_pfl.experiment.metrics import Headline
+from fedjax_pfl.experiment.run_directory import RunDirectory
+from fedjax_pfl.types import State
+
+if TYPE_CHECKING:
+    from fedjax_pfl.experiment.build import Experiment
 
 # settings of the data, in which all runs of a comparison are expected to agree
 DATA = (
     *("dataset", "data_fraction", "marks", "test_split", "partition", "alpha"),
     *("classes_per_client", "clients", "unseen"),
 )
-# columns of the frame that describe a row; settings that change no score
-_ROW = ("run", "label", "status", "round", "completed", "megabytes", "seconds")
-_IGNORED = (
-    *("algo", "preset", "seed", "digests", "eval_every", "checkpoint_every", "conv"),
-    *("width", "devices", "client_memory", "tensorboard", "wandb", "data_dir"),
-)
+COSTS = {"completed": "rounds", "megabytes": "MB", "seconds": "seconds"}
+FLOOR = "majority baseline"
 _COUNTS = ("down", "up", "ints", "public_data")  # traffic in numbers of 4 bytes
 _ROUNDING = 1e-6  # scores are float32
 
@@ -40,7 +43,7 @@ class Run:
     """A run directory, as far as it has come.
 
     Attributes:
-      config: content of config.json.
+      config: settings.
       summary: content of summary.json; empty if there is none yet.
     """
 
@@ -51,13 +54,13 @@ class Run:
     @functools.cached_property
     def metrics(self) -> pd.DataFrame:
         """One row per round, with the columns of metrics.jsonl."""
-        return pd.DataFrame(_rows(self.path / "metrics.jsonl"))
+        return pd.DataFrame(RunDirectory(self.path).rows("metrics.jsonl"))
 
     @functools.cached_property
     def scores(self) -> pd.DataFrame:
         """Every client's scores: columns round, point, score, client and value."""
         rows = []
-        for row in _rows(self.path / "scores.jsonl"):
+        for row in RunDirectory(self.path).rows("scores.jsonl"):
             for point in metrics.POINTS:
                 for score, values in row.get(point, {}).items():
                     ids = row["ids"] if point == "post" else range(len(values))
@@ -66,14 +69,36 @@ class Run:
         columns = ["round", "point", "score", "client", "value"]
         return pd.DataFrame(rows, columns=columns).astype({"value": float})
 
+    @functools.cached_property
+    def experiment(self) -> "Experiment":
+        """What the run computes with; loads its data and builds its networks."""
+        from fedjax_pfl.experiment.build import build
+
+        return build(RunDirectory(self.path).config)
+
+    @functools.cached_property
+    def checkpoint(self) -> tuple[int, State]:
+        """The rounds before the last checkpoint, and the state after them."""
+        rounds, state = RunDirectory(self.path).restore(self.experiment)
+        if state is None:
+            raise InputError(f"{self.path} has no checkpoint yet.")
+        return rounds, state
+
+    def state(self) -> State:
+        """Returns the state at the last checkpoint."""
+        return self.checkpoint[1]
+
+    def predictor(self, client: int) -> Callable[[Any], Any]:
+        """Returns one client's model at the last checkpoint: raw inputs -> outputs."""
+        return self.experiment.predictor(self.state(), self.checkpoint[0], client)
+
     @property
     def headline(self) -> Headline:
         """The score that decides, and the better of its values."""
         if known := self.summary.get("headline"):
             return known["score"], known["better"]
         found = [metrics.column(name) for name in self.metrics]
-        scores = metrics.ordered(column.score for column in found if column)
-        name = next(iter(scores), metrics.ACCURACY[0])
+        name = next(iter(metrics.ordered(x[1] for x in found if x)), "acc")
         return name, metrics.better(name)
 
     @property
@@ -82,36 +107,10 @@ class Run:
         return self.summary.get("status", "running")
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """Reads a .jsonl; a last line without its end is left out."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-        return [json.loads(line) for line in lines[:-1]]
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}.") from error
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}.") from error
-
-
 def load(path: str | Path) -> Run:
-    """Reads a run directory.
-
-    Raises:
-      InputError: it has no config.json, or a file cannot be read.
-    """
-    path = Path(path)
-    if not (path / "config.json").is_file():
-        raise InputError(f"{path} is not a run directory: it has no config.json.")
-    summary = path / "summary.json"
-    known = _json(summary) if summary.is_file() else {}
-    return Run(path, _json(path / "config.json"), known)
+    """Reads a run directory; InputError if a file cannot be read."""
+    directory = RunDirectory(path)
+    return Run(directory.path, vars(directory.config), directory.summary)
 
 
 def find(paths: Iterable[str | Path]) -> list[Run]:
@@ -122,22 +121,12 @@ def find(paths: Iterable[str | Path]) -> list[Run]:
     """
     found = []
     for path in map(Path, paths):
-        inside = sorted(
-            path.glob("*/config.json"), key=lambda x: _natural(x.parent.name)
-        )
-        own = [path / "config.json"] if (path / "config.json").exists() else inside
-        if not own:
-            raise InputError(f"{path} is not a run directory, nor one of a sweep.")
-        found += [load(file.parent) for file in own]
+        inside = sorted(path.expanduser().glob("*/config.json"))
+        own = [] if inside else [path / "config.json"]
+        found += [load(file.parent) for file in (*own, *inside)]
     if not found:
         raise InputError("Name run directories, or the directory of a sweep.")
     return found
-
-
-def _natural(name: str) -> tuple[str, int]:
-    """Sorts seed10 after seed9."""
-    stem = name.rstrip("0123456789")
-    return stem, int(name[len(stem) :] or 0)
 
 
 def frame(runs: Iterable[str | Path | Run]) -> pd.DataFrame:
@@ -172,10 +161,8 @@ def _tidy(run: Run) -> pd.DataFrame:
     lower = [metrics.better(name, run.headline) == "min" for name in long["score"]]
     ends = ["worst10", "best10"]  # in the rows the lowest and the highest tenth
     long.loc[lower, ends] = long.loc[lower, ends[::-1]].to_numpy()
-    after = _spent(run)
-    before = after.shift(fill_value=0)
-    late = long["point"].isin(metrics.AFTER)
-    spent = before.loc[long["round"]].reset_index(drop=True)
+    after, late = _spent(run), long["point"].isin(metrics.AFTER)
+    spent = after.shift(fill_value=0).loc[long["round"]].set_axis(long.index)
     spent[late] = after.loc[long.loc[late, "round"]].set_axis(long.index[late])
     settings = {"run": str(run.path), "status": run.status} | _settings(run.config)
     return pd.concat([long, spent], axis=1).assign(**settings)
@@ -183,26 +170,22 @@ def _tidy(run: Run) -> pd.DataFrame:
 
 def _spent(run: Run) -> pd.DataFrame:
     """Returns what was spent until the end of each round, indexed by round."""
-    rows = run.metrics.set_index("round")
-    zero = pd.Series(0.0, rows.index)
-    trained = rows.get("participants", zero * np.nan).notna()
-    numbers = sum((rows.get(f"traffic/{x}", zero).fillna(0) for x in _COUNTS), zero)
-    sent = 4 * numbers + rows.get("traffic/encrypted", zero).fillna(0)
-    summary = run.summary
-    timed = summary.get("timed", summary.get("rounds")) or np.nan
-    mean = summary.get("seconds", {}).get("train", np.nan) / timed
-    seconds = rows.get("seconds", zero + mean).where(trained, 0)
-    examples = rows.get("work/examples", zero).fillna(0)
-    each = {"completed": trained, "megabytes": sent / 1e6, "seconds": seconds}
-    table = pd.DataFrame(each | {"examples": examples}).cumsum()
-    first = examples.iloc[0] if len(examples) else 0
-    return table.assign(first_examples=first).astype({"completed": int})
+    names = [f"traffic/{name}" for name in _COUNTS]
+    more = ["participants", "traffic/encrypted", "work/examples"]
+    rows = run.metrics.set_index("round").reindex(columns=[*names, *more]).fillna(0)
+    timed = run.summary.get("timed", run.summary.get("rounds")) or np.nan
+    seconds = run.summary.get("seconds", {}).get("train", np.nan) / timed
+    table = pd.DataFrame({"completed": (rows["participants"] > 0).astype(int)})
+    table["megabytes"] = (4 * rows[names].sum(axis=1) + rows["traffic/encrypted"]) / 1e6
+    table["seconds"] = table["completed"] * seconds
+    table["examples"] = rows["work/examples"]
+    return table.cumsum().assign(first_examples=rows["work/examples"].iloc[0])
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings of a run as values of cells."""
-    flat = {name: x for name, x in config.items() if name not in ("hparams", "digests")}
-    flat |= {f"hparams.{name}": x for name, x in config.get("hparams", {}).items()}
+    flat = {name: x for name, x in config.items() if name != "hparams"}
+    flat |= {f"hparams.{name}": x for name, x in config["hparams"].items()}
     return {n: x if np.isscalar(x) or x is None else str(x) for n, x in flat.items()}
 
 
@@ -212,20 +195,19 @@ def labels(runs: Sequence[Run]) -> dict[str, str]:
     Runs that differ in their seed only have the same name. A setting of the data counts
     where any two runs differ, another where two runs of the method do.
     """
-    table = pd.DataFrame([_settings(run.config) for run in runs])
-    table = table.astype(object).where(table.notna(), None)
-    names = [n for n in table if n not in _IGNORED]
+    known = {str(run.path): _settings(run.config) for run in runs}
+    skipped = {"algo", "preset", "seed", "eval_every", *FREE}
+    names = dict.fromkeys(n for of in known.values() for n in of)
     result = {}
-    for i, run in enumerate(runs):
-        same = table[table["algo"] == run.config["algo"]]
-        scope = {n: table if n in DATA else same for n in names}
-        parts = [
-            f"{name.removeprefix('hparams.')}={table.at[i, name]}"
-            for name in names
-            if scope[name][name].nunique(dropna=False) > 1
-            and table.at[i, name] is not None
-        ]
-        result[str(run.path)] = ", ".join([user_code.short(run.config["algo"]), *parts])
+    for path, own in known.items():
+        same = [of for of in known.values() if of["algo"] == own["algo"]]
+        parts = [user_code.short(own["algo"])]
+        for name in (x for x in names if x not in skipped):
+            others = known.values() if name in DATA else same
+            differs = len({str(of.get(name)) for of in others}) > 1
+            if differs and own.get(name) is not None:
+                parts.append(f"{name.removeprefix('hparams.')}={own[name]}")
+        result[path] = ", ".join(parts)
     return result
 
 
@@ -235,22 +217,28 @@ def last(table: pd.DataFrame) -> pd.DataFrame:
     return table.loc[table.groupby(keys, sort=False)["completed"].idxmax()]
 
 
+def _at(table: pd.DataFrame, headline: str) -> tuple[pd.DataFrame, pd.Series, int]:
+    """Returns the rows of POINT/SCORE, its values, and 1 if more is better, else -1.
+
+    Raises:
+      InputError: there are none.
+    """
+    point, score, statistic = metrics.split(headline)
+    rows = table[(table["point"] == point) & (table["score"] == score)]
+    if rows.empty:
+        raise InputError(f"No run has the score {headline}.")
+    return rows, rows[statistic], 1 if metrics.better(score) == "max" else -1
+
+
 def best(table: pd.DataFrame, by: str = "val/acc") -> pd.DataFrame:
-    """Returns each run's rows after the rounds that score best on validation examples.
+    """Returns each run's rows after as many rounds as have its best score.
 
     Args:
       by: POINT/SCORE. Any point but val chooses on test examples and is optimistic.
-
-    Raises:
-      InputError: no run has this score.
     """
-    wanted = metrics.split(by)
-    at = table[(table["point"] == wanted.point) & (table["score"] == wanted.score)]
-    if at.empty:
-        raise InputError(f"No run has {by}: see --val_fraction.")
-    sign = 1 if metrics.better(wanted.score) == "max" else -1
-    chosen = (sign * at[wanted.statistic]).groupby(at["run"]).idxmax()
-    rounds = at.loc[chosen].set_index("run")["completed"]
+    rows, values, sign = _at(table, by)
+    chosen = (sign * values).groupby(rows["run"]).idxmax()
+    rounds = rows.loc[chosen].set_index("run")["completed"]
     return table[table["completed"] == table["run"].map(rounds)]
 
 
@@ -265,12 +253,157 @@ def over_seeds(rows: pd.DataFrame, by: Sequence[str] = ()) -> pd.DataFrame:
       rows label, point, score and `by`; columns (statistic, "mean" or "std"), and
       ("run", "count"). The statistics are over clients, mean and std over seeds.
     """
-    keys = ["label", "point", "score", *by]
+    groups = rows.groupby(["label", "point", "score", *by], sort=False)
     values = ["macro", "micro", "std", "worst10", "best10", "megabytes", "seconds"]
-    groups = rows.groupby(keys, sort=False)
     table = groups[values].agg(["mean", "std"])
     table["run", "count"] = groups["run"].nunique()
     return table
+
+
+def to_target(table: pd.DataFrame, level: float, headline: str) -> pd.DataFrame:
+    """Returns when each run first reached a score.
+
+    Args:
+      level: of an accuracy its share, such as 0.9.
+      headline: POINT/SCORE; `post/acc_micro` asks for the mean over examples.
+
+    Returns:
+      a row per run: label, completed, megabytes and seconds, NaN if the level was never
+      reached.
+    """
+    rows, values, sign = _at(table, headline)
+    reached = rows[sign * (values - level) >= -_ROUNDING * abs(level)]
+    first = reached.drop_duplicates("run").set_index("run")
+    return table.groupby("run")[["label"]].first().join(first[list(COSTS)])
+
+
+def rounds_to(
+    table: pd.DataFrame, levels: Iterable[float], headline: str
+) -> pd.DataFrame:
+    """Returns a table of text: mean rounds, megabytes and seconds to some scores."""
+    columns = {}
+    for level in levels:
+        groups = to_target(table, level, headline).groupby("label", sort=False)
+        for cost, title in COSTS.items():
+            means = groups[cost].agg(lambda x: x.mean(skipna=False))
+            columns[f"{title} to {level:g}"] = means.map(number)
+    return pd.DataFrame(columns).replace("", "never").rename_axis("method")
+
+
+def number(value: float) -> str:
+    """Formats a cost with three digits, or all before the point; empty for NaN."""
+    if value != value:
+        return ""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def comparison(
+    runs: Sequence[Run], rows: pd.DataFrame, cost: bool = False
+) -> pd.DataFrame:
+    """Returns a table of text: a row per label, the best first.
+
+    Columns: mean over clients before and after local training and of the worst tenth,
+    the paper's score and its published number where a preset has one, rounds, megabytes
+    and seconds. ± is over seeds.
+
+    Args:
+      rows: of one evaluation per run, from `last` or `best`.
+      cost: also counts the operations of local training, see `flops`.
+    """
+    (name, better), known = runs[0].headline, {str(run.path): run for run in runs}
+    floor = rows[rows["score"] == metrics.baseline(name)]
+    if floor.groupby(["point", "seed"])["macro"].nunique().max() == 1:
+        floor = floor.drop_duplicates(["point", "seed"])
+        rows = pd.concat([rows, floor.assign(label=FLOOR, score=name)])
+    seeds, unit = over_seeds(rows), metrics.label(name)
+    shown = {f"{unit} before": ("pre", "macro"), "worst 10 %": ("pre", "worst10")}
+    shown |= {f"{unit} after": ("post", "macro")}
+    cells, means = {}, {}
+    for label, of in rows.groupby("label", sort=False):
+        found = {t: cell(seeds, label, p, name, x) for t, (p, x) in shown.items()}
+        if label != FLOOR:
+            run = known[of["run"].iloc[0]]
+            found |= _published(seeds, label, run) | _totals(of, run, cost)
+        cells[label] = found
+        means[label] = of.loc[of["score"] == name, "macro"].mean()
+    order = sorted(cells, key=means.__getitem__, reverse=better == "max")
+    result = pd.DataFrame(cells).T.loc[order].fillna("")
+    return result.loc[:, (result != "").any()].rename_axis("method")
+
+
+def cell(
+    seeds: pd.DataFrame, label: Any, point: str, score: str, statistic: str = "macro"
+) -> str:
+    """Formats a statistic of `over_seeds`; empty if there is none."""
+    if (label, point, score) not in seeds.index:
+        return ""
+    found = seeds.loc[(label, point, score), statistic]
+    return metrics.mean_std(score, found["mean"], found["std"])
+
+
+def _published(seeds: pd.DataFrame, label: Any, run: Run) -> dict[str, str]:
+    """Returns the paper's number, what was measured of it, and the differences."""
+    preset = presets.PRESETS.get(run.config.get("preset") or "")
+    if preset is None or not (preset.published or preset.cells):
+        return {}
+    headline = preset.headline_of(run.config["algo"])
+    measured = cell(seeds, label, *metrics.split(headline))
+    found = {"paper's score": headline, "measured": measured}
+    found |= {"published": presets.published(run.config) or ""}
+    return found | {"not the paper's": deviations(run.config)}
+
+
+def deviations(config: dict[str, Any]) -> str:
+    """Describes in words how a run differs from its preset, see presets.deviations."""
+    defaults = {name: x for name, x in vars(Config()).items() if name not in FREE}
+    if not user_code.named(config["algo"]):
+        defaults["hparams"] = hyperparameters.defaults(find_method(config["algo"]))
+    return presets.deviations(config, defaults)
+
+
+def _totals(rows: pd.DataFrame, run: Run, cost: bool) -> dict[str, str]:
+    """Returns what the runs of a label took; rounds of several as their range."""
+    spent = rows.groupby("run")[[*COSTS, "examples", "first_examples"]].max()
+    ends = dict.fromkeys((spent["completed"].min(), spent["completed"].max()))
+    means = spent.mean()
+    cells = {"runs": str(len(spent))} if len(spent) > 1 else {}
+    cells |= {title: number(means[name]) for name, title in COSTS.items()}
+    cells["rounds"] = " to ".join(map(str, ends))
+    if cost:
+        first, later = flops(run)
+        total = means["examples"] * later + means["first_examples"] * (first - later)
+        cells["TFLOP"] = number(total / 1e12)
+    return cells
+
+
+def flops(run: Run) -> tuple[float, float]:
+    """Returns operations of local training per example: of the first round, and later.
+
+    Matrix products count 2 per multiply-add. The run's data must be available.
+    """
+    from fedjax_pfl.engine.flops import flops_of_step
+    from fedjax_pfl.experiment.build import build, method
+
+    e = run.experiment
+    factory, hparams = method(e.config)
+    plain = build(e.config.replace(conv="matmul")).task
+    count = functools.partial(flops_of_step, factory, plain, e.federation, hparams)
+    return count(round=0) / plain.batch_size, count(round=1) / plain.batch_size
+
+
+def statistics(table: pd.DataFrame, headline: Headline) -> pd.DataFrame:
+    """Returns a table of text: every score with its statistics over clients."""
+    seeds = over_seeds(table)
+    order = [*metrics.ordered(table["score"], headline), *metrics.POINTS]
+    titles = {x: title for x, title in metrics.TITLES.items() if x != "clients"}
+    keys = sorted(seeds.index, key=lambda x: (order.index(x[2]), order.index(x[1])))
+    rows = {}
+    for label, point, score in keys:
+        cells = {t: cell(seeds, label, point, score, x) for x, t in titles.items()}
+        cells[FLOOR] = cell(seeds, label, point, metrics.baseline(score))
+        if not score.endswith("_majority"):
+            rows[label, metrics.label(score), metrics.POINTS[point]] = cells
+    return pd.DataFrame(rows).T.rename_axis(["method", "score", "local training"])
 
 
 def render(table: pd.DataFrame, style: str = "markdown") -> str:
@@ -283,180 +416,7 @@ def render(table: pd.DataFrame, style: str = "markdown") -> str:
     return flat.to_csv(index=False) if style == "csv" else flat.to_html(index=False)
 
 
-def to_target(
-    table: pd.DataFrame, level: float, headline: str = "pre/acc"
-) -> pd.DataFrame:
-    """Returns when each run first reached a score: completed, megabytes and seconds.
-
-    Args:
-      level: of a score in %, its share: 0.9.
-      headline: POINT/SCORE; `post/acc_micro` asks for the mean over examples.
-
-    Returns:
-      one row per run, in its order; NaN where the level was never reached.
-    """
-    wanted = metrics.split(headline)
-    at = table[(table["point"] == wanted.point) & (table["score"] == wanted.score)]
-    choose("score", wanted.score, table["score"].unique())
-    sign = 1 if metrics.better(wanted.score) == "max" else -1
-    reached = sign * at[wanted.statistic] >= sign * level - _ROUNDING * abs(level)
-    first = at[reached].drop_duplicates("run").set_index("run")
-    columns = ["completed", "megabytes", "seconds", "examples", "first_examples"]
-    runs = table.drop_duplicates("run").set_index("run")
-    return runs[["label"]].join(first[columns])
-
-
-def select(table: pd.DataFrame, by: str = "val/acc") -> pd.DataFrame:
-    """Returns the rows of each method's best label by its mean over seeds."""
-    ends, wanted = over_seeds(last(table)), metrics.split(by)
-    try:
-        values = ends.xs((wanted.point, wanted.score), level=("point", "score"))
-    except KeyError:
-        raise InputError(f"No run has {by}: see --val_fraction.") from None
-    means = values[wanted.statistic, "mean"]
-    means = means if metrics.better(wanted.score) == "max" else -means
-    algo = table.drop_duplicates("label").set_index("label")["algo"]
-    chosen = means.groupby(algo.reindex(means.index)).idxmax()
-    return table[table["label"].isin(chosen)]
-
-
-def comparison(table: pd.DataFrame, headline: Headline) -> pd.DataFrame:
-    """Returns a table of text: a row per label, the best first.
-
-    Columns: mean over clients before and after local training and of the worst tenth,
-    the paper's score and its published number where a preset has one, rounds, megabytes
-    and seconds. ± is over seeds.
-
-    Args:
-      table: of one evaluation per run, from `last` or `best`.
-    """
-    name, seeds = headline[0], over_seeds(table)
-    unit = metrics.label(name)
-    rows = {}
-    for label, of in table.groupby("label", sort=False):
-        row = {
-            f"{unit} before": _cell(seeds, label, "pre", name),
-            "worst 10 %": _cell(seeds, label, "pre", name, "worst10"),
-            f"{unit} after": _cell(seeds, label, "post", name),
-        }
-        rows[label] = row | _published(seeds, label, of.iloc[0]) | _costs(of)
-    result = pd.DataFrame(rows).T.fillna("")
-    column = result.columns[0]
-    order = result[column].str.extract(r"^(-?[\d.]+)")[0].astype(float)
-    result = result.loc[order.sort_values(ascending=headline[1] == "min").index]
-    floor = table[table["score"] == metrics.baseline(name)]
-    if (
-        not floor.empty
-        and floor.groupby(["point", "seed"])["macro"].nunique().max() == 1
-    ):
-        cells = [_floor(floor, point, name) for point in ("pre", "post")]
-        result.loc["majority baseline"] = ""
-        result.loc["majority baseline", result.columns[[0, 2]]] = cells
-    return result.loc[:, (result != "").any()].rename_axis("method")
-
-
-def _cell(
-    seeds: pd.DataFrame, label: Any, point: str, score: str, statistic: str = "macro"
-) -> str:
-    if (label, point, score) not in seeds.index:
-        return ""
-    found = seeds.loc[(label, point, score), statistic]
-    return metrics.mean_std(score, found["mean"], found["std"])
-
-
-def _floor(rows: pd.DataFrame, point: str, name: str) -> str:
-    values = rows[rows["point"] == point].drop_duplicates("seed")["macro"]
-    return metrics.mean_std(name, values.mean(), values.std())
-
-
-def _published(seeds: pd.DataFrame, label: Any, row: pd.Series) -> dict[str, str]:
-    """Returns the paper's number, what was measured of it, and the differences."""
-    config = _config(row)
-    preset = presets.PRESETS.get(config.get("preset") or "")
-    if preset is None or not (preset.published or preset.cells):
-        return {}
-    headline = preset.headline_of(config["algo"])
-    wanted = metrics.split(headline)
-    measured = _cell(seeds, label, wanted.point, wanted.score, wanted.statistic)
-    return {
-        "paper's score": headline,
-        "measured": measured,
-        "published": presets.published(config) or "",
-        "not the paper's": presets.deviations(config),
-    }
-
-
-def _config(row: pd.Series) -> dict[str, Any]:
-    """Returns the settings of a row as config.json has them."""
-    known = {n: None if pd.isna(x) else x for n, x in row.items()}
-    hparams = {
-        str(n).removeprefix("hparams."): x
-        for n, x in known.items()
-        if str(n).startswith("hparams.") and x is not None
-    }
-    return {str(n): x for n, x in known.items()} | {"hparams": hparams}
-
-
-def _costs(rows: pd.DataFrame) -> dict[str, str]:
-    runs = rows.groupby("run")[["completed", "megabytes", "seconds"]].max()
-    rounds = sorted(runs["completed"].unique())
-    cells = {
-        "rounds": str(rounds[0])
-        if len(rounds) == 1
-        else f"{rounds[0]} to {rounds[-1]}",
-        "MB sent": f"{runs['megabytes'].mean():,.4g}",
-        "seconds": number(runs["seconds"].mean()),
-    }
-    return ({"runs": str(len(runs))} if len(runs) > 1 else {}) | cells
-
-
-def number(value: float) -> str:
-    """Formats a cost with three digits, or all before the point; empty for NaN."""
-    if value != value:
-        return ""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def statistics(table: pd.DataFrame, headline: Headline) -> pd.DataFrame:
-    """Returns a table of text: every score with its statistics over clients."""
-    seeds, rows = over_seeds(table), []
-    names = metrics.ordered(table["score"].unique(), headline)
-    shown = [name for name in names if not name.endswith("_majority")]
-    wanted = [name for name in metrics.TITLES if name != "clients"]
-    for label in table["label"].unique():
-        for score in shown:
-            for point, when in metrics.POINTS.items():
-                if (label, point, score) not in seeds.index:
-                    continue
-                cells = [_cell(seeds, label, point, score, x) for x in wanted]
-                floor = _cell(seeds, label, point, metrics.baseline(score))
-                rows.append([label, metrics.label(score), when, *cells, floor])
-    titles = [metrics.TITLES[name] for name in wanted]
-    columns = ["method", "score", "local training", *titles, "majority baseline"]
-    return pd.DataFrame(rows, columns=columns).set_index(columns[:3])
-
-
-def rounds_to(
-    table: pd.DataFrame, levels: Sequence[float], headline: str
-) -> pd.DataFrame:
-    """Returns a table of text: rounds and megabytes until a score was first reached."""
-    rows: dict[Any, dict[str, str]] = {}
-    for level in levels:
-        found = to_target(table, level, headline)
-        for label, of in found.groupby("label", sort=False):
-            reached = of.dropna(subset="completed")
-            all_of_them = len(reached) == len(of)
-            means = reached[["completed", "megabytes", "seconds"]].mean()
-            cells = [number(x) if all_of_them else "never" for x in means]
-            titles = [f"{x} to {level:g}" for x in ("rounds", "MB", "seconds")]
-            rows.setdefault(label, {}).update(zip(titles, cells, strict=True))
-    return pd.DataFrame(rows).T.rename_axis("method")
-
-
 def notes(runs: Sequence[Run]) -> list[str]:
     """Returns a sentence per run that is not complete."""
-    return [
-        f"{run.path}: {run.status} of {run.config['rounds']} rounds."
-        for run in runs
-        if run.status != "complete"
-    ]
+    unfinished = [run for run in runs if run.status != "complete"]
+    return [f"{run.path}: {run.status}." for run in unfinished]

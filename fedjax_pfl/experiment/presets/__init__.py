@@ -7,7 +7,7 @@ earlier ones, tables entry by entry. Numbers are in %, one per method in the ord
 """
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -37,7 +37,6 @@ class Preset(NamedTuple):
     description: str  # one line
     settings: dict[str, Any]
     headline: str  # score and point that the paper reports, as POINT/SCORE
-    steps: int | None = None  # client steps per round, on all of the data
     headlines: Mapping[str, str] = _NONE  # method -> its own headline
     published: Mapping[str, str] = _NONE  # method -> %, at these settings
     hparams: Mapping[str, dict[str, Any]] = (
@@ -45,9 +44,8 @@ class Preset(NamedTuple):
     )
     methods: Mapping[str, dict[str, Any]] = _NONE  # method -> its own settings
     cells: tuple[Cell, ...] = ()
-    own: tuple[str, ...] = ()  # the paper's own methods
+    own: Sequence[str] = ()  # the paper's own methods
     baselines: Mapping[str, Any] = _NONE  # settings of all other methods
-    measured: Mapping[str, str] = _NONE  # method -> headline in %, measured here
     protocol: str = ""  # how the paper measured
 
     def headline_of(self, method: str) -> str:
@@ -100,30 +98,22 @@ def _read(stem: str) -> dict[str, Preset]:
 
 def _preset(content: dict[str, Any], name: str) -> Preset:
     methods, own = content.get("methods", []), content["presets"][name]
-    template = own.get("template", [])
-    used = [template] if isinstance(template, str) else template
-    templates = [content["templates"][one] for one in used]
+    templates = [content["templates"][one] for one in own.get("template", [])]
     fields = _merged(content.get("defaults", {}), *templates, own)
     fields.pop("template", None)
     base = fields.pop("base", {})
     cells = [
         Cell(
             base | cell["where"],
-            _numbers(cell.get("numbers", {}), methods)
-            | _numbers(cell.get("more", {}), methods),
+            _numbers(cell.get("numbers", {}), methods),
             cell.get("rounds", {}),
         )
         for cell in fields.get("cells", ())
     ]
     protocol = f"{fields.get('protocol', '')} {fields.pop('note', '')}"
-    fields |= {"paper": content["paper"], "cells": tuple(cells)}
-    fields |= {
-        "own": tuple(fields.get("own", ())),
-        "protocol": " ".join(protocol.split()),
-    }
-    return Preset(
-        **fields | {"published": _numbers(fields.get("published", {}), methods)}
-    )
+    published = _numbers(fields.get("published", {}), methods)
+    fields |= {"cells": tuple(cells), "published": published}
+    return Preset(content["paper"], **fields | {"protocol": " ".join(protocol.split())})
 
 
 PRESETS: dict[str, Preset] = {
@@ -145,7 +135,9 @@ def published(config: Mapping[str, Any]) -> str | None:
 
 
 def deviations(
-    config: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+    config: dict[str, Any],
+    defaults: Mapping[str, Any] | None = None,
+    at: Mapping[str, Any] | None = None,
 ) -> str:
     """Describes in words how a run differs from its preset's setting.
 
@@ -153,6 +145,7 @@ def deviations(
       config: settings, with the method's hyperparameters as `hparams`.
       defaults: of the settings that the preset leaves out, likewise; None: these are
         not compared.
+      at: settings by which the paper's cell is chosen instead of the run's.
 
     Returns:
       e.g. `reduced: rounds 3 of 40; changed: lr 0.1, not 0.005`; empty without a preset
@@ -161,25 +154,17 @@ def deviations(
     preset, algo = PRESETS.get(config.get("preset") or ""), config["algo"]
     if preset is None:
         return ""
-    where = preset.cell(config).where
     wanted = dict(defaults or {}) | preset.settings
     wanted |= {} if algo in preset.own else preset.baselines
-    hparams = dict(wanted.get("hparams", {})) | preset.hparams.get(algo, {})
+    wanted |= wanted.pop("hparams", {}) | preset.hparams.get(algo, {})
+    wanted |= preset.cell(config | dict(at or {})).where
     actual = {**config.get("hparams", {}), **config}
-    wanted = hparams | wanted | where
-    names = [name for name in wanted if name in actual and name not in _IGNORED]
-    different = [n for n in names if not same(n, actual[n], wanted[n])]
-    reduced = [n for n in different if n in SIZES and _less(actual[n], wanted[n])]
-    parts = [f"{n} {_text(actual[n])} of {_text(wanted[n])}" for n in reduced]
-    other = [n for n in different if n not in reduced]
-    changes = [f"{n} {_text(actual[n])}, not {_text(wanted[n])}" for n in other]
-    found = {"reduced: ": ", ".join(parts), "changed: ": "; ".join(changes)}
-    return "; ".join(title + text for title, text in found.items() if text)
-
-
-def _less(value: Any, wanted: Any) -> bool:
-    return value is not None and wanted is not None and value < wanted
-
-
-def _text(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    reduced, changed = [], []
+    for name in (x for x in wanted if x in actual and x not in _IGNORED):
+        value, other = actual[name], wanted[name]
+        if None not in (value, other) and name in SIZES and value < other:
+            reduced.append(f"{name} {value} of {other}")
+        elif not same(name, value, other):
+            changed.append(f"{name} {value}, not {other}")
+    parts = {"reduced: ": ", ".join(reduced), "changed: ": "; ".join(changed)}
+    return "; ".join(title + text for title, text in parts.items() if text)
