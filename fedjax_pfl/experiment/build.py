@@ -60,7 +60,8 @@ class Experiment:
       planned: local steps and examples of each client in a round, [N] each.
       examples: counts of the data set: used, available, and of its whole.
       marks: type of mark on each client's images, without --marks empty.
-      member: index in a batch of experiments that is one program.
+      member: index in a batch of experiments that is one program; None: it is alone.
+      batch: number of experiments in the batch.
     """
 
     config: Config
@@ -79,6 +80,7 @@ class Experiment:
     marks: tuple[str, ...] = ()
     unseen: Unseen | None = None
     member: int | None = None
+    batch: int = 1
 
     @property
     def key(self) -> Array:
@@ -131,8 +133,7 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
       InputError: the settings do not fit each other or the data.
     """
     config = settings.complete(config)
-    seed = config.seed if user_code.named(config.dataset) else 0
-    whole = _load(config.dataset, config.data_dir, seed)
+    whole = load_data(config)
     dataset = unmarked = datasets.subset(whole, config.data_fraction, config.seed)
     everybody = assign(config, dataset)
     kinds: tuple[str, ...] = ()
@@ -184,6 +185,22 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
 
 
 _load = functools.lru_cache(2)(datasets.load)  # for all runs of a sweep
+
+
+def load_data(config: Config) -> datasets.Dataset:
+    """Returns the data set of the settings, all of its examples."""
+    own = user_code.named(config.dataset)
+    return _load(config.dataset, config.data_dir, config.seed if own else 0)
+
+
+def room(configs: Sequence[Config]) -> tuple[int, ...]:
+    """Returns numbers of rows that give runs of all settings the same shapes."""
+    widths = [federate.ROOM]
+    for config in configs:
+        part = datasets.subset(load_data(config), config.data_fraction, config.seed)
+        rows = assign(config, part)
+        widths.append(tuple(x.shape[1] for x in (rows.train, rows.val, rows.test)))
+    return tuple(map(max, zip(*widths, strict=True)))
 
 
 def assign(config: Config, dataset: datasets.Dataset) -> partitioners.Partition:

@@ -167,7 +167,8 @@ class Checkpointer(Callback):
         if not (last or signal or done % self._every == 0):
             return
         self.directory.save(done, self.experiment.fetch(result.state))
-        e, spent = self.experiment, time.perf_counter() - self._begin
+        e = self.experiment
+        spent = (time.perf_counter() - self._begin) / e.batch
         seconds = self.directory.summary.get("seconds", {})
         self.directory.summarize(
             status="complete" if last else "interrupted" if signal else "running",

@@ -26,7 +26,7 @@ from fedjax_pfl.experiment.config import HELP, SETTINGS
 from fedjax_pfl.experiment.presets import PRESETS
 from fedjax_pfl.models import MODELS
 
-BAD_INPUT, DIVERGED, UNWRITABLE, INTERRUPTED = 2, 3, 4, 130
+BAD_INPUT, UNWRITABLE, INTERRUPTED = 2, 4, 130
 # A command's function takes the arguments and returns the exit code.
 COMMANDS = {
     "run": "sweep:run",

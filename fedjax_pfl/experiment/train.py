@@ -16,17 +16,17 @@ from fedjax_pfl.engine import memory
 from fedjax_pfl.errors import DivergenceError, InputError
 from fedjax_pfl.experiment import (
     callbacks as standard,
-    cli,
     config as settings,
     metrics,
     presets,
     results,
     text,
 )
-from fedjax_pfl.experiment.build import Experiment, build, num_parameters
+from fedjax_pfl.experiment.build import Experiment, build, method, num_parameters
 from fedjax_pfl.experiment.run_directory import RunDirectory
 from fedjax_pfl.types import Array, Federation, State
 
+DIVERGED = 3  # exit code
 Callback = Callable[[simulate.Result], Any]
 
 
@@ -115,7 +115,8 @@ def build_at_once(
         if each.dataset is made[0].dataset:
             examples = made[0].federation.examples
             federation = federation._replace(examples=examples)
-        made[i] = dataclasses.replace(each, federation=federation, member=i)
+        options: dict[str, Any] = {"member": i, "batch": len(made)}
+        made[i] = dataclasses.replace(each, federation=federation, **options)
     return made
 
 
@@ -210,6 +211,7 @@ def execute(
     configs: Sequence[settings.Config],
     room: Sequence[int] = federate.ROOM,
     show: Callable[[RunDirectory], str] | None = None,
+    progress: bool = True,
 ) -> int:
     """Runs experiments into their directories, from the start or the last checkpoint.
 
@@ -218,6 +220,7 @@ def execute(
     Args:
       room: as of `build`.
       show: returns the text about a finished run; None: `closing`.
+      progress: shows the rounds.
 
     Returns:
       the exit code.
@@ -244,7 +247,7 @@ def execute(
     interrupt = standard.Interrupt()
     each = [standard_callbacks(x, configs[0], interrupt) for x in directories]
     each[0] += [interrupt]
-    each[0] += [standard.ProgressBar()]
+    each[0] += [standard.ProgressBar()] if progress else []
     for directory in directories:
         seconds = directory.summary.get("seconds", {})
         directory.summarize(status="running", seconds=seconds | {"compile": spent})
@@ -266,8 +269,18 @@ def execute(
             directory.summarize(status="diverged")
             print(f"{directory.path}: {failed[i]}", file=sys.stderr)
         else:
-            say(show(directory))
-    return cli.DIVERGED if failed else 0
+            say(show(directory), *idle(experiments[i], directory.last))
+    return DIVERGED if failed else 0
+
+
+def idle(e: Experiment, last: metrics.Row) -> Iterator[str]:
+    """Yields a note per part of the method that had no effect in the last round."""
+    factory, hparams = method(e.config)
+    for part in factory(e.task, **hparams).idle:
+        found = [last.get(part.metric + end) for end in ("", "/min", "/max")]
+        far = [abs(x - part.at) for x in found if x is not None]
+        if far and max(far) < part.within:
+            yield f"Note: {part.metric} ended at {part.at:g}. {part.what}"
 
 
 def standard_callbacks(
