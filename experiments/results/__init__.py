@@ -1,0 +1,1 @@
+"""Measured results: a JSON file per preset, and the script that writes their pages."""

@@ -1,0 +1,135 @@
+"""Writes docs/results/PAPER.md from the JSON files of this folder.
+
+    python -m experiments.results
+
+A file has the `tables` of one preset and `findings`. A table has settings that differ
+from the preset's, seeds, rounds, share of the data, command, commit, machine, and a row
+per method with {score: {mean, std}} in %; std is over seeds, null for one seed. `best`
+and `best_round` are the best round on the test examples. Published numbers are those of
+the preset, chosen with the settings `at`. `also` and `columns` are further scores to
+show, `columns` without published numbers. Unknown entries are null.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from fedjax_pfl.experiment import metrics, presets
+from fedjax_pfl.experiment.presets import PRESETS
+
+FOLDER = Path(__file__).parent
+DOCS = FOLDER.parent.parent / "docs" / "results"
+_NOTE = "<!-- Written by `python -m experiments.results`: do not edit. -->"
+_INTRO = (
+    "Scores are means over clients (`_micro`: over test examples) in %, `pre` before and "
+    "`post` after local training, after the last round; ± is the sample standard "
+    "deviation over seeds. A difference is to the published number, of the best round where "
+    "that is given. See [evaluation](../evaluation.md)."
+)
+
+
+def pages() -> dict[str, str]:
+    """Returns the pages: {file name: Markdown}."""
+    found: dict[str, list[str]] = {}
+    for name, preset in PRESETS.items():
+        if (FOLDER / f"{name}.json").exists():
+            found.setdefault(preset.paper, []).append(name)
+    return {f"{paper.lower()}.md": _page(paper, of) for paper, of in found.items()}
+
+
+def _page(paper: str, names: list[str]) -> str:
+    known = {name: json.loads((FOLDER / f"{name}.json").read_text()) for name in names}
+    parts = [f"# Results: {paper}", _NOTE, _INTRO]
+    protocols = dict.fromkeys(PRESETS[name].protocol for name in names)
+    parts += [f"Protocol of the paper: {text}" for text in protocols if text]
+    for name, content in known.items():
+        for table in content["tables"]:
+            parts += _section(name, table)
+    findings = [f"* {x}" for content in known.values() for x in content["findings"]]
+    parts += ["## Findings", "\n".join(findings)] if findings else []
+    return "\n\n".join(parts) + "\n"
+
+
+def _section(name: str, table: dict[str, Any]) -> list[str]:
+    """Returns a heading, a table, a figure, the command, and the circumstances."""
+    seeds, share = len(table["seeds"]), table["share"]
+    size = f"{seeds} seeds" if seeds > 1 else "one seed"
+    part = f"{100 * share:.3g} % of" if share < 1 else "all"
+    title = f"## {table['table']} ({size}, {table['rounds']} rounds, {part} examples)"
+    rows, columns = table["rows"], table.get("columns")
+    if columns and "baseline" in table:
+        rows = [*rows, {"label": "majority baseline", "scores": table["baseline"]}]
+    cells = pd.DataFrame(
+        {"method": _label(row)}
+        | (_published(name, table, row) if not columns else {})
+        | {
+            f"`{x}`": _text(table, row["scores"].get(x))
+            for x in columns or table["also"]
+        }
+        for row in rows
+    )
+    about = ""
+    if "reduced or changed" in cells and cells["reduced or changed"].nunique() == 1:
+        about = f"The paper's setting, {cells.pop('reduced or changed').iloc[0]}. "
+    shown = cells.loc[:, (cells != "").any()]
+    text = shown.to_markdown(index=False, disable_numparse=True)
+    parts = [title, re.sub(r" {2,}", " ", re.sub("-{4,}", "---", text))]
+    if image := table.get("image"):
+        parts.append(f"![{table['table']}](../images/{image})")
+    machine, commit = (table[x] or "not recorded" for x in ("machine", "commit"))
+    about += f"Preset `{name}`. Machine: {machine}. Commit: {commit}. "
+    parts.append(f"```bash\n{table['command']}\n```")
+    return [*parts, (about + table.get("note", "")).strip()]
+
+
+def _published(name: str, table: dict[str, Any], row: dict[str, Any]) -> dict[str, str]:
+    """Returns the cells of a method beside its published number."""
+    preset, algo, at = PRESETS[name], row["method"], table.get("at", {})
+    headline = preset.headline_of(algo)
+    config = preset.settings_of(algo) | table["settings"] | row.get("settings", {})
+    hparams = preset.hparams.get(algo, {}) | row.get("hparams", {})
+    config |= {"preset": name, "algo": algo, "hparams": hparams}
+    published = row.get("published") or presets.published(config | at) or ""
+    score = row["scores"].get(headline, {})
+    value = score.get("best", score.get("mean"))
+    number = re.fullmatch(r"([\d.]+)(?: ± [\d.]+)?", published)
+    point, plain, _ = metrics.split(headline)
+    floor = row["scores"].get(f"{point}/{metrics.baseline(plain)}")
+    best = f"{value:.2f} ({score['best_round']})" if "best" in score else ""
+    difference = f"{value - float(number[1]) + 0:+.1f}" if number and value else ""
+    return {
+        "score": f"`{headline}`",
+        "published": published,
+        "measured": _text(table, score),
+        "best round": best,
+        "difference": difference.replace("-0.0", "+0.0"),
+        "majority baseline": _text(table, floor or table["baseline"].get(headline)),
+        "reduced or changed": presets.deviations(config, {"data_fraction": 1.0}, at),
+    }
+
+
+def _label(row: dict[str, Any]) -> str:
+    """Returns a row's name: its own, or the method's and its hyperparameters."""
+    parts = [f"`{name}={value}`" for name, value in row.get("hparams", {}).items()]
+    known = metrics.METHODS.get(row.get("method", ""), "")
+    return row.get("label") or ", ".join([known, *parts])
+
+
+def _text(table: dict[str, Any], score: dict[str, Any] | None) -> str:
+    found = [score.get("mean"), score.get("std")] if score else []
+    texts = [f"{x:{table.get('format', '.2f')}}" for x in found if x is not None]
+    return " ± ".join(texts)
+
+
+def main() -> None:
+    """Writes the pages."""
+    DOCS.mkdir(exist_ok=True)
+    for name, text in pages().items():
+        (DOCS / name).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

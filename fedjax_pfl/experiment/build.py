@@ -1,0 +1,464 @@
+"""Experiments from settings: data, partition, networks, task and program."""
+
+import dataclasses
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import logging
+from chex import Numeric
+
+from fedjax_pfl import local_training, server_optimizer, simulate, trees, user_code
+from fedjax_pfl.algorithms.find import find
+from fedjax_pfl.data import datasets, federate, marks, partitioners, tfds
+from fedjax_pfl.engine import (
+    callables,
+    host_state,
+    multihost,
+    placement,
+    unseen,
+    validate,
+    vectorized,
+)
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.experiment import config as settings, text
+from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.metrics import VAL
+from fedjax_pfl.models import MODELS, functional
+from fedjax_pfl.types import Algorithm, Array, Federation, Model, PyTree, State, Task
+
+LARGE = 50_000  # parameters from which a CPU trains one client at a time
+WIDTH = 32  # clients per vmapped batch on an accelerator
+
+
+class Unseen(NamedTuple):
+    """Clients that do not train."""
+
+    ids: np.ndarray  # [U] rows of the whole partition
+    partition: partitioners.Partition
+    federation: Federation
+    task: Task
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """Everything that a run computes with, for N clients that train.
+
+    Attributes:
+      config: the settings, with the number of clients, the network, the width and the
+        devices that were chosen.
+      everybody: the partition with the clients that do not train.
+      headline: the primary score, and "max" or "min".
+      networks: [N] name of each client's network.
+      planned: local steps and examples of each client in a round, [N] each.
+      examples: counts of the data set: used, available, and of its whole.
+      marks: type of mark on each client's images, without --marks empty.
+      member: index in a batch of experiments that is one program; None: it is alone.
+      batch: number of experiments in the batch.
+    """
+
+    config: Config
+    dataset: datasets.Dataset
+    unmarked: datasets.Dataset
+    public: datasets.Dataset | None
+    everybody: partitioners.Partition
+    partition: partitioners.Partition
+    federation: Federation
+    task: Task
+    program: simulate.Program
+    headline: tuple[str, str]
+    networks: np.ndarray
+    planned: tuple[np.ndarray, ...]
+    examples: dict[str, int]
+    marks: tuple[str, ...] = ()
+    unseen: Unseen | None = None
+    member: int | None = None
+    batch: int = 1
+
+    @property
+    def key(self) -> Array:
+        """Returns the random key of the seed."""
+        return jax.random.key(self.config.seed)
+
+    def on_one_device(self) -> simulate.Program:
+        """Returns the program on one device, for the same states by client id."""
+        return make_program(self.config.replace(client_memory="device"), self.task)
+
+    def state_shapes(self) -> State:
+        """Returns the state's structure, with shapes and dtypes instead of arrays."""
+        program = self.on_one_device()
+        traced = {
+            name: jax.ShapeDtypeStruct((), jnp.float32) for name in program.traced
+        }
+        return jax.eval_shape(
+            lambda x: program.unplace(program.init(self.key, x)), traced
+        )
+
+    def fetch(self, state: State | None) -> State:
+        """Returns the state of a result on every host, rows by client id."""
+        if self.member is not None:
+            state = trees.gather(state, self.member)
+        return self.program.unplace(multihost.fetch(state))
+
+    def predictor(self, state: State, t: int, client: int) -> Callable[[Any], PyTree]:
+        """Returns one client's model after `t` rounds, raw inputs [B, ...] -> outputs.
+
+        Args:
+          state: as `fetch` returns it.
+        """
+        program = self.on_one_device()
+        traced = {name: jnp.float32(value) for name, value in program.traced.items()}
+        predict, placed = (
+            jax.jit(program.predict, static_argnums=5),
+            program.place(state),
+        )
+        given = (self.key, traced, self.federation, placed, jnp.int32(t), client)
+        return lambda x: predict(*given, jnp.asarray(x))
+
+
+def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
+    """Loads the data, partitions them and makes the program of an experiment.
+
+    Args:
+      room: least number of train, val and test rows per client, see `federate`.
+
+    Raises:
+      InputError: the settings do not fit each other or the data.
+    """
+    config = settings.complete(config)
+    whole = load_data(config)
+    dataset = unmarked = datasets.subset(whole, config.data_fraction, config.seed)
+    everybody = assign(config, dataset)
+    kinds: tuple[str, ...] = ()
+    if config.marks:
+        dataset, kinds = marks.mark(dataset, everybody, config.seed)
+    shape = dataset.x.shape[1:]
+    if config.model == "auto":
+        image = len(shape) == 3 and min(shape[:2]) >= 16
+        config = config.replace(model="cnn" if image else "mlp")
+    config = config.replace(clients=len(everybody.train))
+    task = make_task(config, dataset, everybody)
+    public = load_public(config)
+    if public is not None:
+        task = simulate.with_public(task, public)
+    trained, others = draw_unseen(config, task.architecture)
+    partition, everyone = partitioners.select(everybody, trained), task
+    task = unseen.among(everyone, trained)
+    validate.batches(task)
+    if config.drop_last and (short := int((task.sizes < config.batch_size).sum())):
+        logging.warning("--drop_last: %d clients have no full batch.", short)
+    config = lay_out(config, task)
+    program = with_validation(make_program(config, task, laid_out=True), partition)
+    federation = federate.federate(dataset, partition, room, public)
+    away = None
+    if len(others):
+        rows = partitioners.select(everybody, others)
+        theirs = federate.others(federation, dataset, rows, room)
+        away = Unseen(others, rows, theirs, unseen.among(everyone, others))
+        unseen_scorer(config, task, away)
+    factory, hparams = method(config)
+    size = max(len(whole.y), tfds.SIZES.get(whole.name, 0))
+    return Experiment(
+        config=config,
+        dataset=dataset,
+        unmarked=unmarked,
+        public=public,
+        everybody=everybody,
+        partition=partition,
+        federation=federation,
+        task=task,
+        program=program,
+        headline=factory(task, **hparams).headline,
+        networks=network_names(config, len(everybody.train))[trained],
+        planned=local_training.planned(task, task.sizes),
+        examples={"used": len(dataset.y), "available": len(whole.y), "of": size},
+        marks=kinds,
+        unseen=away,
+    )
+
+
+_load = functools.lru_cache(2)(datasets.load)  # for all runs of a sweep
+
+
+def load_data(config: Config) -> datasets.Dataset:
+    """Returns the data set of the settings, all of its examples."""
+    own = user_code.named(config.dataset)
+    return _load(config.dataset, config.data_dir, config.seed if own else 0)
+
+
+def room(configs: Sequence[Config]) -> tuple[int, ...]:
+    """Returns numbers of rows that give runs of all settings the same shapes."""
+    widths = [federate.ROOM]
+    for config in configs:
+        part = datasets.subset(load_data(config), config.data_fraction, config.seed)
+        rows = assign(config, part)
+        widths.append(tuple(x.shape[1] for x in (rows.train, rows.val, rows.test)))
+    return tuple(map(max, zip(*widths, strict=True)))
+
+
+def assign(config: Config, dataset: datasets.Dataset) -> partitioners.Partition:
+    """Returns the partition of all clients."""
+    spec = config.partition
+    if config.clients is None:
+        return partitioners.load_file(spec.removeprefix("file:"), dataset)
+    own = spec.startswith("file:") or user_code.named(spec)
+    options = {} if own else {name: getattr(config, name) for name in settings.BY_FILE}
+    return partitioners.partition(
+        dataset, spec, num_clients=config.clients, seed=config.seed, **options
+    )
+
+
+def make_task(
+    config: Config, dataset: datasets.Dataset, partition: partitioners.Partition
+) -> Task:
+    """Returns the task of all clients."""
+    names, of = architectures(config.model, len(partition.train))
+    models = {name: network(config, dataset, name) for name in dict.fromkeys(names)}
+    shared = min(models.values(), key=num_parameters)
+    if config.shared_model is not None:
+        shared = network(config, dataset, config.shared_model)
+    rule = optimizer(
+        config.optimizer, config.momentum, config.weight_decay, config.clip
+    )
+    return simulate.task(
+        dataset,
+        partitioners.class_counts(partition, dataset),
+        [models[name] for name in names],
+        architecture=of,
+        shared=shared,
+        lr=config.lr,
+        optimizer=rule,
+        batch_size=config.batch_size,
+        epochs=config.epochs,
+        steps=config.steps,
+        rounds=config.rounds,
+        participation=settings.participation(config.participation),
+        drop_last=config.drop_last,
+        bn_stats=config.bn_stats,
+    )
+
+
+def method(config: Config) -> tuple[Callable[..., Algorithm], dict[str, Any]]:
+    """Returns the method's factory, under the server optimizer, and hyperparameters."""
+    factory, hparams = find(config.algo), config.hparams
+    if config.server_optimizer is None:
+        return factory, hparams
+    rate = {server_optimizer.RATE: config.server_lr}
+    return _optimized(factory, config.server_optimizer), hparams | rate
+
+
+@functools.cache  # the same function for runs that are one program
+def _optimized(
+    factory: Callable[..., Algorithm], name: str
+) -> Callable[..., Algorithm]:
+    return server_optimizer.optimized(factory, optimizer(name))
+
+
+def make_program(
+    config: Config, task: Task, *, laid_out: bool = False
+) -> simulate.Program:
+    """Returns the program of a task, on one device unless it is `laid_out`."""
+    factory, hparams = method(config)
+    options: dict[str, Any] = {"lr_decay": config.lr_decay, "checked": laid_out}
+    if laid_out:
+        options |= {"width": int(config.width), "devices": int(config.devices)}
+    make = host_state.program if config.client_memory == "host" else simulate.program
+    return make(factory, task, hparams, **options)
+
+
+def with_validation(
+    program: simulate.Program, partition: partitioners.Partition
+) -> simulate.Program:
+    """Returns the program that also scores validation examples, if there are any."""
+    inner = program.evaluate
+
+    def evaluate(key: Array, traced: Any, f: Federation, state: State, t: Array) -> Any:
+        held_out = inner(key, traced, f._replace(test=f.val), state, t)
+        found = inner(key, traced, f, state, t)
+        return found | {VAL + name: values for name, values in held_out.items()}
+
+    return program._replace(evaluate=evaluate) if partition.val_sizes.any() else program
+
+
+def draw_unseen(config: Config, of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns ids of clients that train, and of those that do not, of each network."""
+    rng, away = np.random.default_rng([config.seed, 1]), np.zeros(len(of), bool)
+    for group in np.unique(of) if config.unseen else ():
+        ids = np.flatnonzero(of == group)
+        count = max(1, round(config.unseen * len(ids)))
+        if count >= len(ids):
+            raise InputError(f"--unseen={config.unseen} leaves no client to train.")
+        away[rng.permutation(ids)[:count]] = True
+    return np.flatnonzero(~away), np.flatnonzero(away)
+
+
+def unseen_scorer(config: Config, trained: Task, others: Unseen) -> Any:
+    """Returns `engine.unseen.scorer` of the settings."""
+    width = min(int(config.width), len(others.ids))
+    options = {
+        "lr_decay": config.lr_decay,
+        "width": width,
+        "rounds": config.unseen_rounds,
+    }
+    factory, hparams = find(config.algo), config.hparams
+    return unseen.scorer(factory, trained, others.task, hparams, **options)  # type: ignore[arg-type]
+
+
+def lay_out(config: Config, task: Task) -> Config:
+    """Returns the settings with the devices and the width that "auto" stands for.
+
+    A CPU trains four clients at once of small networks without convolutions, else one.
+    """
+    cohort, processes = max(task.cohort_sizes), jax.process_count()
+    local = -(-min(jax.device_count(), cohort) // processes)
+    if config.devices not in ("auto", "all"):
+        local = len(placement.take(int(config.devices))) // processes
+    width = int(config.width) if config.width != "auto" else WIDTH
+    if config.width == "auto" and jax.default_backend() == "cpu":
+        width = 4 if all(map(_is_small, task.models)) else 1
+    width = min(width, -(-cohort // (local * processes)))
+    return config.replace(devices=str(local * processes), width=str(width))
+
+
+def _is_small(model: Model) -> bool:
+    leaves = jax.tree.leaves(_shapes(model))
+    return sum(x.size for x in leaves) < LARGE and all(x.ndim < 4 for x in leaves)
+
+
+def load_public(config: Config) -> datasets.Dataset | None:
+    """Returns the public examples: a data set, or so many of its as NAME:COUNT."""
+    if config.public is None:
+        return None
+    name, _, count = config.public.rpartition(":")
+    if not count.isdecimal():
+        name, count = config.public, ""
+    if name == config.dataset:
+        raise InputError(f"--public={config.public} is the data set of the clients.")
+    dataset = datasets.load(name, config.data_dir, config.seed)
+    if not count:
+        return dataset
+    order = np.random.default_rng(config.seed).permutation(len(dataset.y))
+    rows = np.sort(order[: int(count)])
+    return dataset._replace(x=dataset.x[rows], y=dataset.y[rows], num_train=len(rows))
+
+
+def architectures(spec: str, num_clients: int) -> tuple[list[str], np.ndarray]:
+    """Returns the names of the networks [G], and the index of each client's [N].
+
+    Raises:
+      InputError: there are more networks than clients, or not one name per client.
+    """
+    kind, _, rest = spec.partition(":")
+    ids = np.arange(num_clients)
+    if kind == "file":
+        words = Path(rest).expanduser().read_text(encoding="utf-8").split()
+    else:
+        listed = (rest if kind == "blocks" else spec).split(",")
+        places = (
+            ids * len(listed) // num_clients if kind == "blocks" else ids % len(listed)
+        )
+        words = [listed[i] for i in places] if len(listed) <= num_clients else listed
+    if len(words) != num_clients:
+        raise InputError(
+            f"--model={spec} has {len(words)} names, {num_clients} clients."
+        )
+    names = list(dict.fromkeys(words))
+    return names, np.array([names.index(word) for word in words])
+
+
+def network_names(config: Config, num_clients: int) -> np.ndarray:
+    """Returns the short name of each client's network [N]."""
+    if config.algo in settings.OWN_NETWORKS:
+        return np.full(num_clients, "own")
+    names, of = architectures(config.model, num_clients)
+    brief = [user_code.short(name) for name in names]
+    return np.array(brief if len(set(brief)) == len(names) else names)[of]
+
+
+def network(config: Config, dataset: datasets.Dataset, name: str) -> Model:
+    """Returns a network for the prepared inputs of a data set."""
+    text.choose("model", name, MODELS)
+    example = datasets.prepared(dataset)
+    options = (config.bn_stats, config.conv, config.compute_dtype, config.features)
+    given = (name, example.shape[1:], dataset.num_classes, *options)
+    if not user_code.named(name):
+        return _known(*given, input_dtype=example.dtype)
+    with user_code.blamed("model", name):
+        made = functional.model(*given, input_dtype=example.dtype)
+        callables.model(made, dataset)
+    return made
+
+
+_known = functools.cache(functional.model)  # one trace for all runs of a sweep
+
+
+def num_parameters(model: Model) -> int:
+    """Returns the number of parameters of a network."""
+    return functional.num_parameters(_shapes(model))
+
+
+def _shapes(model: Model) -> PyTree:
+    return jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
+
+
+def optimizer(
+    name: str, momentum: float = 0.0, decay: float = 0.0, clip: float | None = None
+) -> Callable[[Numeric], optax.GradientTransformation]:
+    """Returns lr -> an optimizer of optax, with PyTorch's order of its parts.
+
+    Gradients are clipped, then decayed, unless the optimizer has its own decay (AdamW).
+    """
+    rule = getattr(optax, name)
+
+    def make(lr: Numeric) -> optax.GradientTransformation:
+        parts = [optax.clip_by_global_norm(clip)] if clip is not None else []
+        if "weight_decay" in inspect.signature(rule).parameters:
+            return optax.chain(*parts, rule(lr, weight_decay=decay))
+        parts += [optax.add_decayed_weights(decay)] if decay else []
+        return optax.chain(
+            *parts, rule(lr, momentum or None) if name == "sgd" else rule(lr)
+        )
+
+    return make
+
+
+def check_growth(e: Experiment, before: int) -> None:
+    """Raises InputError if a method has a schedule over the rounds, which grew."""
+    texts, config = set(), e.config.replace(client_memory="device")
+    for rounds in {before, config.rounds}:
+        program = make_program(config, e.task._replace(rounds=rounds))
+        federation = e.federation._replace(placement=program.placement)
+        texts.add(vectorized.lowered(program, federation))
+    if len(texts) > 1:
+        raise InputError(f"{e.config.algo} has a schedule over --rounds={before}.")
+
+
+def digests(e: Experiment) -> dict[str, str]:
+    """Returns hashes of the data, the partition, the networks and the user's files."""
+    c, networks = e.config, "\n".join(e.networks).encode()
+    public = (e.public.x, e.public.y) if e.public else ()
+    parts = {
+        "data": (e.dataset.x, e.dataset.y),
+        "public": public,
+        "networks": (networks,),
+    }
+    found = {name: _digest(*arrays) for name, arrays in parts.items()}
+    names, _ = architectures(c.model, len(e.everybody.train))
+    code = user_code.digest(
+        [c.algo, *names, c.shared_model or "", c.dataset, c.partition]
+    )
+    return found | {"partition": partitioners.digest(e.everybody), "code": code or ""}
+
+
+def _digest(*arrays: Any) -> str:
+    found = hashlib.sha256()
+    for array in arrays:
+        found.update(np.ascontiguousarray(array).data)
+    return found.hexdigest()

@@ -1,0 +1,336 @@
+"""Callbacks of `train`.
+
+A callback is called with every `Result`, whose state is valid until the next round; it
+stops the training by returning True. It may have `start(experiment, start)`, called
+before the first round, and `close()`. One of your own:
+
+    class StopAt:
+        def __init__(self, accuracy):
+            self.accuracy = accuracy
+
+        def __call__(self, result):
+            return result.pre is not None and result.pre["acc"].mean() >= self.accuracy
+"""
+
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import rich.console
+import rich.progress
+from flax.training import early_stopping
+
+from fedjax_pfl import server_optimizer
+from fedjax_pfl.engine import multihost
+from fedjax_pfl.engine.results import statistics
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.experiment import metrics, results
+from fedjax_pfl.experiment.build import Experiment, unseen_scorer
+from fedjax_pfl.experiment.run_directory import RunDirectory
+from fedjax_pfl.simulate import Result
+
+
+class Stopped(Exception):
+    """The training was interrupted after a checkpoint; args: the signal's number."""
+
+
+class Callback:
+    """A callback that knows the experiment, and the run directory if there is one."""
+
+    experiment: Experiment
+
+    def __init__(self, directory: RunDirectory | None = None):
+        self.directory: Any = directory
+
+    def start(self, experiment: Experiment, start: int) -> None:
+        """Prepares for the rounds from `start` on."""
+        self.experiment = experiment
+
+
+class UnseenClients(Callback):
+    """Personalises and scores unseen clients after the last round.
+
+    Attributes:
+      scores: {"unseen", "unseen_post": {score: [U]}}; empty before the last round.
+    """
+
+    def __init__(self) -> None:
+        self.scores: dict[str, dict[str, np.ndarray]] = {}
+
+    def __call__(self, result: Result) -> None:
+        e = self.experiment
+        if e.unseen is None or result.metrics is not None:
+            return
+        score = jax.jit(unseen_scorer(e.config, e.task, e.unseen))
+        server = server_optimizer.plain(e.fetch(result.state).server)
+        given = (e.key, e.unseen.federation, server, np.int32(result.round))
+        self.scores = jax.device_get(score(*given))
+
+
+class MetricsWriter(Callback):
+    """Writes metrics.jsonl and scores.jsonl."""
+
+    def __init__(self, directory: RunDirectory, unseen: UnseenClients | None = None):
+        super().__init__(directory)
+        self._unseen = unseen or UnseenClients()
+
+    def start(self, experiment: Experiment, start: int) -> None:
+        self.experiment = experiment
+        self._latest: dict[str, np.ndarray] = {}
+        for row in self.directory.rows("scores.jsonl"):
+            self._remember(row)
+
+    def __call__(self, result: Result) -> None:
+        more = self._unseen.scores
+        scores = metrics.scores(result, more)
+        self._remember(scores)
+        row = metrics.row(result, self.experiment, self._latest, more)
+        self.directory.append(row, scores)
+
+    def _remember(self, scores: metrics.Row) -> None:
+        if self.experiment.task.participation == (1.0, 1.0):
+            return
+        for name, values in scores.get("post", {}).items():
+            unknown = np.full(self.experiment.task.num_clients, np.nan, np.float32)
+            known = self._latest.setdefault(name, unknown)
+            known[scores["ids"]] = [np.nan if x is None else x for x in values]
+
+
+class Interrupt:
+    """Notes SIGINT and SIGTERM; a second signal ends the process at once.
+
+    A thread reads the signals, as Python runs no handler during a compiled round.
+
+    Attributes:
+      number: of the signal that came, or 0.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    number = 0
+
+    def start(self, experiment: Experiment, start: int) -> None:
+        """Takes the signals over."""
+        self._read, write = os.pipe()
+        os.set_blocking(write, False)
+        self._handlers = [signal.signal(x, lambda *_: None) for x in self.SIGNALS]
+        self._file = signal.set_wakeup_fd(write)
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        self.number = os.read(self._read, 1)[0]
+        print("Stopping after this round; again: at once.", file=sys.stderr)
+        os._exit(128 + os.read(self._read, 1)[0])
+
+    def __call__(self, result: Result) -> None:
+        """Does nothing: `Checkpointer` stops."""
+
+    def close(self) -> None:
+        """Gives the signals back."""
+        signal.set_wakeup_fd(self._file)
+        for number, handler in zip(self.SIGNALS, self._handlers, strict=True):
+            signal.signal(number, handler)
+
+
+class Checkpointer(Callback):
+    """Writes checkpoints and summary.json: put it last.
+
+    Raises:
+      Stopped: after the checkpoint of a round in which a signal came.
+    """
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        every: int = 10,
+        interrupt: Interrupt | None = None,
+    ):
+        super().__init__(directory)
+        self._every, self._interrupt = every, interrupt
+
+    def start(self, experiment: Experiment, start: int) -> None:
+        self.experiment, self._begin = experiment, time.perf_counter()
+        self._before = self.directory.summary.get("seconds", {}).get("train", 0.0)
+
+    def __call__(self, result: Result) -> None:
+        if result.state is None:
+            return
+        last, signal = result.metrics is None, 0
+        if self._interrupt and not last:
+            signal = multihost.largest(self._interrupt.number)
+        done = result.round + (not last)
+        if not (last or signal or done % self._every == 0):
+            return
+        self.directory.save(done, self.experiment.fetch(result.state))
+        e = self.experiment
+        spent = (time.perf_counter() - self._begin) / e.batch
+        seconds = self.directory.summary.get("seconds", {})
+        self.directory.summarize(
+            status="complete" if last else "interrupted" if signal else "running",
+            rounds=done,
+            seconds=seconds | {"train": round(self._before + spent, 3)},
+            headline={"score": e.headline[0], "better": e.headline[1]},
+            unseen_rounds=e.config.unseen_rounds,
+            patience=e.config.patience,
+            examples=e.examples,
+        )
+        if signal:
+            raise Stopped(signal)
+
+
+class EarlyStopping(Callback):
+    """Stops after `patience` evaluations without a better validation score."""
+
+    def __init__(self, patience: int, directory: RunDirectory | None = None):
+        super().__init__(directory)
+        self._stop = early_stopping.EarlyStopping(patience=patience - 1)
+
+    def start(self, experiment: Experiment, start: int) -> None:
+        self._score, self._way = f"val/{experiment.headline[0]}", experiment.headline[1]
+        if not (experiment.partition.val_sizes.any() and experiment.config.eval_every):
+            raise InputError(
+                "--patience needs --val_fraction and --eval_every above 0."
+            )
+        self.experiment = experiment
+        for row in self.directory.rows("metrics.jsonl") if self.directory else ():
+            if self._score in row and "loss" in row:
+                self._update(row[self._score])
+
+    def _update(self, value: float | None) -> None:
+        if value is None:
+            value = math.inf if self._way == "min" else -math.inf
+        sign = 1 if self._way == "min" else -1
+        self._stop = self._stop.update(sign * value)  # type: ignore[no-untyped-call]
+
+    def __call__(self, result: Result) -> bool:
+        found = metrics.points(result).get("val")
+        if found and result.metrics is not None:
+            sizes = self.experiment.partition.val_sizes
+            self._update(statistics("val", found, sizes).get(self._score))
+        return self._stop.should_stop
+
+
+class ProgressBar(Callback):
+    """Shows rounds, loss and headline as a bar, or as 20 lines without a terminal."""
+
+    def start(self, experiment: Experiment, start: int) -> None:
+        self.experiment, self._score = experiment, ""
+        quiet = jax.process_index() > 0
+        self._console = rich.console.Console(highlight=False, width=100, quiet=quiet)
+        self._bar = rich.progress.Progress(
+            *("round", rich.progress.MofNCompleteColumn(), "{task.description}"),
+            rich.progress.TimeRemainingColumn(compact=True),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=experiment.config.rounds)
+        self._bar.start()
+
+    def __call__(self, result: Result) -> None:
+        if result.metrics is None:
+            return
+        done, rounds = result.round + 1, self.experiment.config.rounds
+        if result.pre is not None:
+            name = self.experiment.headline[0]
+            self._score = f"  {name} {np.nanmean(result.pre[name]):.4f}"
+        loss = np.mean(result.metrics.loss[result.metrics.active])
+        shown = f"loss {loss:.4f}{self._score}"
+        self._bar.update(self._task, completed=done, description=shown)
+        due = done in (1, rounds) or done % max(1, rounds // 20) == 0
+        if due and not self._console.is_terminal:
+            self._console.print(f"round {done}/{rounds}  {shown}")
+
+    def close(self) -> None:
+        """Ends the bar."""
+        self._bar.stop()
+
+
+class Matrices(Callback):
+    """Writes metrics of the server that have axes to matrices/NAME/ROUND.npy."""
+
+    def start(self, experiment: Experiment, start: int) -> None:
+        self._folder = self.directory.path / "matrices"
+        for file in self._folder.glob("*/*.npy"):
+            if int(file.stem) >= start:
+                file.unlink()
+
+    def __call__(self, result: Result) -> None:
+        if result.metrics is None or result.pre is None or jax.process_index():
+            return
+        for name, value in result.metrics.server.items():
+            if np.ndim(value):
+                (self._folder / name).mkdir(parents=True, exist_ok=True)
+                np.save(self._folder / name / f"{result.round:05d}.npy", value)
+
+
+class TensorBoard(Callback):
+    """Writes the rows of metrics.jsonl as events: put it after MetricsWriter."""
+
+    def start(self, experiment: Experiment, start: int) -> None:
+        """Opens the events, without those of rounds from `start` on."""
+        import tensorboardX
+
+        folder, writes = str(self.directory.path), jax.process_index() == 0
+        options: dict[str, Any] = {"purge_step": start, "write_to_disk": writes}
+        self._writer = tensorboardX.SummaryWriter(folder, **options)
+        self.close = self._writer.close
+
+    def __call__(self, result: Result) -> None:
+        for name, value in self.directory.row.items():
+            if value is not None and "/" in name:
+                self._writer.add_scalar(name, value, result.round)
+
+
+class WandB(Callback):
+    """Logs the rows to Weights & Biases: put it after MetricsWriter."""
+
+    def start(self, experiment: Experiment, start: int) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project="fedjax_pfl",
+            id=self.directory.path.name,
+            config=vars(experiment.config),
+            resume="allow",
+            mode="disabled" if jax.process_index() else None,
+        )
+
+    def __call__(self, result: Result) -> None:
+        self._run.log(self.directory.row, step=result.round)
+
+    def close(self) -> None:
+        """Ends the run there."""
+        self._run.finish()
+
+
+class ClientTable(Callback):
+    """Writes clients.csv, a row per client with its last scores, and metrics.csv."""
+
+    def __call__(self, result: Result) -> None:
+        if result.metrics is not None or jax.process_index():
+            return
+        import pandas as pd
+
+        run = results.load(self.directory.path)
+        run.metrics.to_csv(run.path / "metrics.csv", index=False)
+        rows = run.scores.assign(score=run.scores["point"] + "/" + run.scores["score"])
+        unseen = rows["point"].str.startswith("unseen")
+        rows["client"] = rows["client"].where(
+            ~unseen, "unseen " + rows["client"].astype(str)
+        )
+        table = rows.groupby(["client", "score"], sort=False)["value"].last().unstack()
+        sizes = pd.Series(self.experiment.partition.train_sizes, name="train")
+        table.join(sizes).to_csv(run.path / "clients.csv", index_label="client")
+
+
+class Curves(Callback):
+    """Draws curves.png after the last round."""
+
+    def __call__(self, result: Result) -> None:
+        if result.metrics is None and jax.process_index() == 0:
+            pass

@@ -1,0 +1,191 @@
+"""Commands: `fedjax-pfl run|sweep|report|plot|export`.
+
+Exit codes: 0 done; 1 a crash; 2 wrong input, and nothing was compiled; 3 the training
+diverged; 4 a file cannot be written; 128 + n stopped by signal n (130: Ctrl-C).
+"""
+
+import importlib
+import inspect
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from absl import flags, logging
+
+from fedjax_pfl import hyperparameters
+from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.algorithms.find import find
+from fedjax_pfl.data.datasets import DATASETS
+from fedjax_pfl.data.partitioners import PARTITIONS
+from fedjax_pfl.engine import autotune, multihost
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.experiment import text
+from fedjax_pfl.experiment.config import HELP, SETTINGS
+from fedjax_pfl.experiment.presets import PRESETS
+from fedjax_pfl.models import MODELS
+
+BAD_INPUT, UNWRITABLE, INTERRUPTED = 2, 4, 130
+# A command's function takes the arguments and returns the exit code.
+COMMANDS = {
+    "run": "sweep:run",
+    "sweep": "sweep:sweep",
+    "report": "report:main",
+    "plot": "figures:main",
+    "export": "export:main",
+}
+_DEFINE: dict[Any, Callable[..., Any]] = {
+    str: flags.DEFINE_string,
+    int: flags.DEFINE_integer,
+    float: flags.DEFINE_float,
+    bool: flags.DEFINE_boolean,
+    list: flags.DEFINE_multi_string,
+}
+
+
+class Flag(NamedTuple):
+    """A flag of one command."""
+
+    kind: Any  # str, int, float, bool, or list for a flag that may be repeated
+    help: str
+    default: Any = None  # shown in the help only
+
+
+SETTING_FLAGS = {
+    name: Flag(known.kind, HELP[name], known.default)
+    for name, known in SETTINGS.items()
+} | {
+    "hparam": Flag(list, "hyperparameter of the method, as NAME=VALUE"),
+    "config": Flag(str, "config.json of a run, whose settings other flags override"),
+}
+PROCESS_FLAGS = {
+    "coordinator": Flag(str, "HOST:PORT of process 0 of several, or auto (SLURM, TPU)"),
+    "num_processes": Flag(int, "number of processes, all with the same command"),
+    "process_id": Flag(int, "index of this process; 0 writes the run directory"),
+}
+
+
+class Parsed(NamedTuple):
+    """A parsed command line."""
+
+    given: dict[str, Any]  # values of the flags that were given
+    words: list[str]  # arguments that are no flags
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the settings that were given, for `config.resolve`."""
+        known = {n: x for n, x in self.given.items() if n in {*SETTINGS, "config"}}
+        pairs = [pair.partition("=") for pair in self.given.get("hparam", [])]
+        if wrong := [name for name, equals, _ in pairs if not equals]:
+            raise InputError(f"--hparam={wrong[0]} must be NAME=VALUE.")
+        return known | {"hparams": {name: value for name, _, value in pairs}}
+
+
+def parse(argv: Sequence[str], known: Mapping[str, Flag], usage: str = "") -> Parsed:
+    """Parses a command line without the program's name; --help prints and exits.
+
+    Raises:
+      InputError: an unknown flag, or a value of another kind.
+    """
+    values = flags.FlagValues()  # type: ignore[no-untyped-call]
+    for name, flag in {**known, "help": Flag(bool, "show this help")}.items():
+        shown = "" if flag.default in (None, "") else f" (default: {flag.default})"
+        _DEFINE[flag.kind](name, None, flag.help + shown, flag_values=values)
+    try:
+        words = values(["", *argv])[1:]
+    except flags.UnrecognizedFlagError as error:
+        name = error.flagname
+        hyper = any(name in hyperparameters.of(f) for f in ALGORITHMS.values())
+        hint = text.hint("flag", name, known)
+        hint = f" Did you mean --hparam={name}=VALUE?" if hyper else hint
+        raise InputError(f"Unknown flag --{name}.{hint} --help lists all.") from None
+    except (flags.Error, ValueError) as error:
+        several = " Lists of values are for `sweep`." if "," in str(error) else ""
+        raise InputError(f"{error}.{several}") from None
+    if values["help"].value:
+        print(f"{usage}\n{values.get_help()}")
+        raise SystemExit(0)
+    found = {name: values[name].value for name in known}
+    return Parsed({name: x for name, x in found.items() if x is not None}, words)
+
+
+def start(given: Mapping[str, Any]) -> None:
+    """Prepares JAX for this machine and joins the other processes of a run."""
+    autotune.split_cpu()
+    autotune.keep_compilations()
+    multihost.connect(*(given.get(name) for name in PROCESS_FLAGS))
+
+
+def listing() -> str:
+    """Returns all names to choose from, with a line each."""
+    presets = {name: preset.description for name, preset in PRESETS.items()}
+    kinds: dict[str, Mapping[str, Any]] = {
+        "Methods (--algo)": ALGORITHMS,
+        "Data sets (--dataset)": DATASETS,
+        "Partitions (--partition)": PARTITIONS,
+        "Networks (--model)": MODELS,
+        "Presets (--preset)": presets,
+    }
+    lines = []
+    for title, known in kinds.items():
+        lines += [title]
+        for name, x in known.items():
+            lines += [f"  {name:<28} {text.summary(x) if callable(x) else x}"]
+    return "\n".join(lines)
+
+
+def describe(name: str) -> str:
+    """Returns a method's docstring and hyperparameters, or a preset's flags."""
+    if name in PRESETS:
+        preset = PRESETS[name]
+        given = " ".join(f"--{flag}={x}" for flag, x in preset.settings.items())
+        return f"{preset.description}\n{given}\n{preset.protocol}"
+    text.choose("method or preset", name, [*ALGORITHMS, *PRESETS])
+    factory = find(name)
+    known = hyperparameters.defaults(factory)
+    given = " ".join(f"--hparam={key}={value}" for key, value in known.items())
+    docs = [inspect.getdoc(x) or "" for x in (inspect.getmodule(factory), factory)]
+    return "\n\n".join([*docs, given])
+
+
+def guarded(command: Callable[[], int]) -> int:
+    """Runs a command and returns its exit code; expected errors are one message."""
+    try:
+        return command()
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return BAD_INPUT
+    except OSError as error:
+        print(f"Cannot read or write: {error}", file=sys.stderr)
+        return UNWRITABLE
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return INTERRUPTED
+
+
+def main(command: str | None = None) -> None:
+    """Runs a command, by default the first word of the command line, and exits."""
+    argv = sys.argv[1:]
+    if command is None:
+        if not argv or argv[0] not in COMMANDS:
+            print(f"{__doc__}\nfedjax-pfl COMMAND --help lists the flags of a command.")
+            sys.exit(0 if argv in (["--help"], ["-h"]) else BAD_INPUT)
+        command = argv.pop(0)
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    logging.set_verbosity(logging.WARNING)
+    module, _, name = COMMANDS[command].partition(":")
+
+    def run() -> int:
+        function = getattr(importlib.import_module(f"{__package__}.{module}"), name)
+        return function(argv)
+
+    code = guarded(run)
+    if code == INTERRUPTED:  # JAX may crash at the exit of an interrupted compilation
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

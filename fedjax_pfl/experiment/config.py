@@ -1,0 +1,383 @@
+"""Settings of an experiment.
+
+`Config` is the only source of the flags, the checks, config.json and the presets.
+"""
+
+import dataclasses
+import functools
+import inspect
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import optax
+from absl import logging
+from annotated_types import Ge, Gt, Interval
+
+from fedjax_pfl import hyperparameters, user_code
+from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.algorithms.find import find
+from fedjax_pfl.data.datasets import DATASETS
+from fedjax_pfl.data.partitioners import PARTITIONS
+from fedjax_pfl.errors import InputError, check
+from fedjax_pfl.experiment import text
+from fedjax_pfl.experiment.presets import DEFAULT_PRESETS, PRESETS, same
+from fedjax_pfl.hyperparameters import NOUNS, Hyperparameter
+from fedjax_pfl.models.layers import CONVOLUTIONS
+
+# None where a partition of the user's own decides
+BY_FILE = ("val_fraction", "test_split", "alpha", "classes_per_client")
+OWN_NETWORKS = ("feddva",)  # methods that ignore --model
+_MOST = 2**31 - 1  # rounds are counted in int32
+
+
+def _field(default: Any, help: str, free: bool = False) -> Any:
+    """Returns a field with its help; `free` ones may change when a run resumes."""
+    return dataclasses.field(default=default, metadata={"help": help, "free": free})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Settings of one run.
+
+    Each field is a flag of the same name, whose type, range and choices are those of
+    the annotation. `resolve` adds a preset; `build` completes `hparams`.
+    """
+
+    algo: str = _field("", "method, or FILE.py:FUNCTION")
+    preset: str | None = _field(
+        None, "setting of a paper, which other flags override (digits has one)"
+    )
+    dataset: str = _field("digits", "data set, npz:PATH or FILE.py:FUNCTION")
+    data_fraction: float = _field(1.0, "stratified fraction of the data set, in (0, 1]")
+    marks: bool = _field(False, "draw FedDVA's marks: client k has type k mod 4")
+    val_fraction: float | None = _field(
+        0.0, "fraction of each client's training examples held out, in [0, 1)"
+    )
+    test_split: Literal["pool", "official"] | None = _field(
+        "pool", "pool: a quarter of each client's examples; official: the data set's"
+    )
+    partition: str = _field(
+        "pathological", "assignment of examples, file:PATH or FILE.py:FUNCTION"
+    )
+    alpha: float | None = _field(0.1, "Dirichlet concentration")
+    classes_per_client: int | None = _field(
+        2, "classes of a client (shards: shards of a client)"
+    )
+    clients: int | None = _field(20, "number of clients; file:PATH has its own")
+    unseen: Annotated[float, Interval(ge=0, lt=1)] = _field(
+        0.0, "fraction of clients excluded from training and personalised afterwards"
+    )
+    unseen_rounds: Annotated[int, Interval(ge=1, le=_MOST)] = _field(
+        1, "rounds of local training of unseen clients", free=True
+    )
+    participation: str = _field(
+        "1", "fraction of clients per round, or a range to draw it from, as 0.1:1"
+    )
+    rounds: Annotated[int, Interval(ge=0, le=_MOST)] = _field(
+        100, "communication rounds; may grow when a run resumes"
+    )
+    epochs: int | None = _field(1, "local epochs per round")
+    steps: int | None = _field(None, "local steps per round, instead of epochs")
+    batch_size: int = _field(10, "examples per step")
+    lr: float = _field(0.005, "learning rate of the clients")
+    lr_decay: Annotated[float, Gt(0)] = _field(1.0, "factor on lr after each round")
+    optimizer: str = _field("sgd", "optimizer of the clients, by its name in optax")
+    momentum: Annotated[float, Interval(ge=0, lt=1)] = _field(0.0, "momentum of sgd")
+    weight_decay: Annotated[float, Ge(0)] = _field(
+        0.0, "weight decay, added to the gradient after clipping"
+    )
+    clip: Annotated[float, Gt(0)] | None = _field(
+        None, "largest global norm of a gradient"
+    )
+    server_optimizer: str | None = _field(
+        None, "FedOpt: optax optimizer that takes the averaged update as a gradient"
+    )
+    server_lr: Annotated[float, Gt(0)] | None = _field(
+        None, "learning rate of --server_optimizer"
+    )
+    drop_last: bool = _field(False, "skip the short last batch of an epoch")
+    model: str = _field(
+        "auto",
+        "network; several: cnn,lenet (client i has number i mod G), blocks:cnn,lenet "
+        "or file:PATH with a name per client; FILE.py:FUNCTION for your own",
+    )
+    features: int | None = _field(
+        None, "feature dimension K of every network, by adaptive average pooling"
+    )
+    shared_model: str | None = _field(
+        None, "small network that all clients exchange (default: the smallest)"
+    )
+    public: str | None = _field(
+        None, "public examples: a data set, or so many of it as cifar100:10000"
+    )
+    bn_stats: str = _field("aggregate", "running statistics: aggregate, local or batch")
+    compute_dtype: str = _field("float32", "dtype of the body: float32 or bfloat16")
+    matmul_precision: Literal["default", "float32", "tensorfloat32", "bfloat16"] = (
+        _field("default", "precision of matrix products and convolutions")
+    )
+    seed: Annotated[int, Interval(ge=0, le=2**32 - 1)] = _field(0, "random seed")
+    eval_every: Annotated[int, Interval(ge=0, le=_MOST)] = _field(
+        1, "rounds between evaluations; 0: only after the last round"
+    )
+    patience: Annotated[int, Interval(ge=0, le=_MOST)] = _field(
+        0, "evaluations without a better validation score to stop after", free=True
+    )
+    checkpoint_every: Annotated[int, Interval(ge=1, le=_MOST)] = _field(
+        10, "rounds between checkpoints", free=True
+    )
+    conv: str = _field(
+        "auto", f"algorithm of convolutions: {', '.join(CONVOLUTIONS)}", free=True
+    )
+    width: str = _field("auto", "clients per vmapped batch on each device", free=True)
+    devices: str = _field("auto", "devices to use: a number, all or auto", free=True)
+    client_memory: Literal["device", "host"] = _field(
+        "device", "memory of the clients' state between rounds", free=True
+    )
+    tensorboard: bool = _field(False, "write event files for TensorBoard", free=True)
+    wandb: bool = _field(False, "log to Weights & Biases", free=True)
+    data_dir: str | None = _field(
+        None, "directory of prepared TFDS data sets (default: TFDS_DATA_DIR)", free=True
+    )
+    hparams: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def replace(self, **values: Any) -> "Config":
+        """Returns the settings with some of them changed."""
+        return dataclasses.replace(self, **values)
+
+
+_FIELDS = {field.name: field for field in dataclasses.fields(Config) if field.metadata}
+HELP = {name: field.metadata["help"] for name, field in _FIELDS.items()}
+FREE = {name for name, field in _FIELDS.items() if field.metadata["free"]}
+# Kind, default, range and choices by name
+SETTINGS = {name: hyperparameters.of(Config)[name] for name in _FIELDS}
+
+
+def resolve(given: Mapping[str, Any]) -> Config:
+    """Returns the given settings over those of a preset and the defaults.
+
+    Args:
+      given: settings by name. `hparams` is {name: value or text}; `config` is the path
+        of a config.json that takes the place of the preset.
+
+    Raises:
+      InputError: an unknown name, or a value out of range.
+    """
+    base = read(Path(given["config"]).expanduser()) if given.get("config") else None
+    usual = base.preset if base else DEFAULT_PRESETS.get(given.get("dataset", "digits"))
+    name = usual if given.get("preset") is None else given["preset"]
+    preset = PRESETS[text.choose("preset", name, PRESETS)] if name else None
+    start = preset.settings_of(given.get("algo")) if preset else {}
+    values = dict(vars(base)) if base else dict(start)
+    values |= {key: x for key, x in given.items() if key != "config"}
+    values["preset"] = name
+    if not values.get("algo"):
+        raise InputError(f"Choose a method with --algo: {', '.join(ALGORITHMS)}.")
+    if given.get("steps") is not None and given.get("epochs") is not None:
+        raise InputError("Specify exactly one of --epochs and --steps.")
+    by_steps = values.get("steps") is not None and given.get("epochs") is None
+    values["epochs" if by_steps else "steps"] = None
+    values |= _by_partition(values.get("partition", Config.partition), values, given)
+    algo = text.choose("algo", values["algo"], ALGORITHMS)
+    before = base.hparams if base and base.algo == algo else {}
+    if preset and not base:
+        before = preset.hparams.get(algo, {})
+    values["hparams"] = before | typed(find(algo), given.get("hparams", {}))
+    config = complete(Config(**values))
+    for setting, why in without_effect(config).items():
+        if given.get(setting) is not None:
+            _warn(f"--{setting}={given[setting]} has no effect with {why}.")
+    return config
+
+
+@functools.cache  # once for all runs of a sweep
+def _warn(message: str) -> None:
+    logging.warning("%s", message)
+
+
+def _by_partition(
+    spec: str, values: Mapping[str, Any], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the settings that the partition decides."""
+    file = spec.startswith("file:")
+    if not file and not user_code.named(spec):
+        text.choose("partition", spec, PARTITIONS)
+        missing = [name for name in BY_FILE if values.get(name, 0) is None]
+        return {name: getattr(Config, name) for name in missing}
+    if unused := [name for name in BY_FILE if given.get(name) is not None]:
+        raise InputError(f"--{unused[0]} has no effect with --partition={spec}.")
+    return dict.fromkeys(BY_FILE) | ({"clients": given.get("clients")} if file else {})
+
+
+def complete(config: Config) -> Config:
+    """Returns the settings with all hyperparameters of the method.
+
+    Raises:
+      InputError: a value out of range, or settings that contradict each other.
+    """
+    text.choose("algo", config.algo, ALGORITHMS)
+    hparams = hyperparameters.defaults(find(config.algo)) | config.hparams
+    config = config.replace(hparams=hparams)
+    hyperparameters.check(find(config.algo), hparams)
+    for name, known in SETTINGS.items():
+        hyperparameters.check_value(known, getattr(config, name))
+    if not config.dataset.startswith(("npz:", "tfds:")):
+        text.choose("dataset", config.dataset, DATASETS)
+    text.choose("conv", config.conv, CONVOLUTIONS)
+    for name in ("optimizer", "server_optimizer"):
+        if getattr(config, name) is not None:
+            text.choose(name, getattr(config, name), optimizers())
+    if config.momentum and config.optimizer != "sgd":
+        raise InputError("--momentum needs --optimizer=sgd.")
+    if (config.server_optimizer is None) != (config.server_lr is None):
+        raise InputError("--server_optimizer and --server_lr need each other.")
+    participation(config.participation)
+    for name in ("width", "devices"):
+        if getattr(config, name) not in ("auto", "all"):
+            check(name, parse(int, name, getattr(config, name)), 1, math.inf)
+    return config
+
+
+def typed(factory: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns hyperparameters with the types of a factory's arguments."""
+    known = hyperparameters.of(factory)
+    for name in given:
+        hyperparameters.check_place(factory, name)
+        text.choose(f"hyperparameter of {factory.__name__}", name, known)
+    return {name: _typed(known[name], value) for name, value in given.items()}
+
+
+def _typed(known: Hyperparameter, value: Any) -> Any:
+    if isinstance(value, str):
+        none = value.lower() == "none" and "none" not in known.choices
+        value = (
+            None if none and known.optional else parse(known.kind, known.name, value)
+        )
+    return value if known.recorded is None else known.recorded.value(value)
+
+
+def parse(kind: Any, name: str, value: str) -> Any:
+    """Returns a text as a value of a kind; InputError if it is none."""
+    try:
+        return (
+            {"true": True, "false": False}[value.lower()]
+            if kind is bool
+            else kind(value)
+        )
+    except (ValueError, KeyError):
+        raise InputError(f"{name}={value} must be {NOUNS.get(kind, kind)}.") from None
+
+
+def read(path: Path) -> Config:
+    """Returns the settings of a config.json; names that are no settings are ignored.
+
+    Raises:
+      InputError: the file cannot be read.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        known = {
+            name: content[name] for name in (*SETTINGS, "hparams") if name in content
+        }
+        return Config(**known)
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from None
+
+
+@functools.cache
+def optimizers() -> tuple[str, ...]:
+    """Returns the optimizers of optax that need a learning rate and gradients only."""
+    found = []
+    for name, thing in vars(optax).items():
+        if not inspect.isfunction(thing) or name.startswith("scale_by"):
+            continue
+        first, *rest = [*inspect.signature(thing).parameters.values(), None]
+        needed = [
+            p for p in rest if p and p.default is p.empty and p.kind < p.VAR_KEYWORD
+        ]
+        if first and first.name == "learning_rate" and not needed:
+            found.append(name)
+    # lbfgs also needs the loss; noisy_sgd keeps one random key for all clients
+    return tuple(name for name in found if name not in ("lbfgs", "noisy_sgd"))
+
+
+def participation(value: str) -> tuple[float, float]:
+    """Returns the range of `0.1:1`, or of `0.5` twice the same number."""
+    low, _, high = str(value).partition(":")
+    return parse(float, "participation", low), parse(
+        float, "participation", high or low
+    )
+
+
+def without_effect(config: Config) -> dict[str, str]:
+    """Returns the settings that have no effect because of others, with the reason."""
+    dirichlet, by = "dirichlet" in config.partition, f"--partition={config.partition}"
+    found = {} if dirichlet else {"alpha": by}
+    if dirichlet or config.partition in ("iid", "round_robin"):
+        found["classes_per_client"] = by
+    if config.algo in OWN_NETWORKS:
+        found |= dict.fromkeys(("compute_dtype", "conv"), f"--algo={config.algo}")
+    return found if config.unseen else found | {"unseen_rounds": "--unseen=0"}
+
+
+def resumed(recorded: Config, given: Mapping[str, Any]) -> Config:
+    """Returns recorded settings with the given ones, where a resume may change them.
+
+    Raises:
+      InputError: others differ; the message has both values of each.
+    """
+    wanted = {name: x for name, x in given.items() if name not in ("hparams", "config")}
+    hparams = given.get("hparams", {})
+    if wanted.get("algo", recorded.algo) == recorded.algo:
+        hparams = typed(find(recorded.algo), hparams)
+    check_same(recorded, wanted, hparams)
+    changed = {n: x for n, x in wanted.items() if n in FREE or n == "rounds"}
+    return complete(recorded.replace(**changed))
+
+
+def check_same(
+    recorded: Config, wanted: Mapping[str, Any], hparams: Mapping[str, Any]
+) -> None:
+    """Raises InputError unless the recorded run can go on with the wanted settings."""
+    differing = [
+        f"{name} (recorded {getattr(recorded, name)}, now {value})"
+        for name, value in wanted.items()
+        if name not in {*FREE, "rounds"}
+        and not same(name, getattr(recorded, name), value)
+    ]
+    differing += [
+        f"hparam {name} (recorded {recorded.hparams.get(name)}, now {value})"
+        for name, value in hparams.items()
+        if recorded.hparams.get(name) != value
+    ]
+    if wanted.get("rounds", recorded.rounds) < recorded.rounds:
+        differing += [f"rounds (recorded {recorded.rounds}, may only grow)"]
+    if differing:
+        raise InputError(
+            f"The recorded run has other settings: {', '.join(differing)}. "
+            "Choose another directory."
+        )
+
+
+def changes(given: Mapping[str, Any]) -> list[str]:
+    """Returns what the user set as name=value, but for what names a run otherwise."""
+    skipped = {"algo", "seed", "rounds", "preset", *FREE}
+    parts = [f"{n}={x}" for n, x in given.items() if n in SETTINGS and n not in skipped]
+    return parts + [f"{name}={x}" for name, x in given.get("hparams", {}).items()]
+
+
+def run_name(given: Mapping[str, Any], config: Config, seed: str = "") -> str:
+    """Returns ALGO-DATASET-PARTITION-seedK and the user's changes as a file name."""
+    parts = [given["preset"]] if given.get("preset") else []
+    parts += map(user_code.short, (config.algo, config.dataset, config.partition))
+    parts += [seed or f"seed{config.seed}"]
+    parts += [x for x in changes(given) if not x.startswith(("dataset=", "partition="))]
+    return file_name(parts)
+
+
+def file_name(parts: list[str]) -> str:
+    """Returns words as the name of a file."""
+    return "-".join(re.sub(r"[^\w.=+-]+", "_", str(part)) for part in parts)

@@ -1,0 +1,243 @@
+"""Figures of runs: `fedjax-pfl plot RUN ... [--output=FOLDER]`.
+
+RUN is a run directory, or the directory of a sweep. Several runs are compared by round,
+by cost, and from the worst client to the best. A single run also has its partition, its
+matrices of client pairs, and the figures of its method, if there is a module
+METHOD_figures with a function `figures(run) -> {name: figure}`.
+"""
+
+import importlib
+import itertools
+from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from fedjax_pfl.experiment import cli, metrics, results
+from fedjax_pfl.experiment.cli import Flag
+from fedjax_pfl.experiment.results import Run
+
+# Okabe and Ito's, which the colour-blind tell apart
+PALETTE = (
+    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"),
+)
+FLAGS = {"output": Flag(str, "folder (default: figures beside the runs)")}
+LINES = ("-", "--", "-.", ":")
+STYLE: Any = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "figure.dpi": 150,
+}
+_BASELINE: Any = {"color": "0.35", "linewidth": 1, "linestyle": (0, (1, 3))}
+_TITLES = {"pre": "Before local training", "post": "After local training"}
+# panels: point, column and its title
+BY_ROUND = (("pre", "completed", "rounds"), ("post", "completed", "rounds"))
+BY_COST = (
+    ("pre", "megabytes", "MB sent and received"),
+    ("pre", "seconds", "seconds of training"),
+)
+_CLIENTS, _ROUNDS = 200, 4  # drawn at most of a partition, and of matrices
+
+
+def _panels(count: int, width: float = 4.2, height: float = 4.2) -> tuple[Figure, Any]:
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(1 + width * count, height), layout="constrained")
+        return figure, figure.subplots(1, count, squeeze=False)[0]
+
+
+def _styles(labels: Iterable[Any]) -> dict[Any, dict[str, Any]]:
+    """Returns a colour and a line per label; Local is grey."""
+    pairs = itertools.cycle(itertools.product(LINES, PALETTE))
+    styles = {}
+    for label in labels:
+        line, colour = ("-", "#999999") if label == "local" else next(pairs)
+        styles[label] = {"color": colour, "linestyle": line, "linewidth": 1.6}
+    return styles
+
+
+def _line(axes: Any, x: Any, mean: Any, std: Any, score: str, **style: Any) -> None:
+    """Draws a curve with a band of one standard deviation."""
+    marker = "o" if len(x) <= 25 else ""
+    axes.plot(x, mean, marker=marker, markersize=3.5, **style)
+    ends = [mean - std, mean + std]
+    low, high = np.clip(ends, 0, 1) if metrics.is_share(score) else ends
+    axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
+
+
+def _finish(figure: Figure, axes: Any, ylabel: str) -> Figure:
+    """Adds a legend below the figure."""
+    axes.set_ylabel(ylabel)
+    handles, labels = axes.get_legend_handles_labels()
+    columns = max(1, int(10 * figure.get_figwidth() / (max(map(len, labels)) + 6)))
+    place: Any = {"loc": "outside lower center", "ncols": min(columns, len(labels))}
+    figure.legend(handles, labels, frameon=False, **place)
+    return figure
+
+
+def _baseline(axes: Any, table: pd.DataFrame, point: str, score: str) -> None:
+    rows = table[table["score"] == metrics.baseline(score)]
+    values = rows[rows["point"] == point].drop_duplicates("run")["macro"]
+    if len(values):
+        axes.axhline(values.mean(), label=results.FLOOR, **_BASELINE)
+
+
+def curves(table: pd.DataFrame, score: str, panels: Sequence[Any] = BY_ROUND) -> Figure:
+    """Draws the mean over clients, a curve per label; bands are over seeds.
+
+    Args:
+      panels: (point, column of the table, its title) of each, as BY_ROUND and BY_COST.
+    """
+    figure, every = _panels(len(panels))
+    styles = _styles(table["label"].unique())
+    for axes, (point, column, xlabel) in zip(every, panels, strict=True):
+        at = table[(table["point"] == point) & (table["score"] == score)]
+        for label, rows in at.groupby("label", sort=False):
+            seeds = rows.groupby("completed")
+            whole = seeds["run"].nunique() == rows["run"].nunique()
+            means = seeds[["macro", *results.COSTS]].mean()[whole]
+            x, std = np.asarray(means[column]), np.asarray(seeds["macro"].std()[whole])
+            _line(axes, x, means["macro"], std, score, label=label, **styles[label])
+        _baseline(axes, table, point, score)
+        axes.set(title=_TITLES[point], xlabel=xlabel)
+    return _finish(figure, every[0], f"test {score}, mean over clients")
+
+
+def of_run(run: Run) -> Figure:
+    """Draws one run's headline and loss by round; bands are over clients.
+
+    Clients of several architectures also have a curve for each.
+    """
+    table, score = results.frame([run]), run.headline[0]
+    figure, (left, right) = _panels(2)
+    names = [x for x in table["score"].unique() if x.partition(metrics.OF)[0] == score]
+    pairs = [(name, point) for name in names for point in _TITLES]
+    for (name, point), style in _styles(pairs).items():
+        rows = table[(table["point"] == point) & (table["score"] == name)]
+        of = rows["completed"], rows["macro"], rows["std"] * (name == score)
+        label = f"{_TITLES[point]} {name.removeprefix(score)}"
+        _line(left, *of, score, label=label, **style)
+    _baseline(left, table, "pre", score)
+    losses = run.metrics.reindex(columns=["round", "loss"]).dropna()
+    right.plot(losses["round"] + 1, losses["loss"], color="0.3")
+    right.set(xlabel="rounds", ylabel="training loss")
+    left.set(xlabel="rounds")
+    return _finish(figure, left, f"test {score}, mean ± std over clients")
+
+
+def last_scores(run: Run, score: str) -> pd.DataFrame:
+    """Returns each client's last value of a score: columns pre and post."""
+    rows = run.scores[run.scores["score"] == score]
+    last = rows.groupby(["client", "point"])["value"].last().unstack()
+    return last.reindex(columns=list(_TITLES))
+
+
+def clients(runs: Sequence[Run]) -> Figure:
+    """Draws every client's last score, from the worst client to the best.
+
+    Bands are over seeds, at equal shares of the clients.
+    """
+    figure, panels = _panels(2)
+    score, better = runs[0].headline
+    names, shares = results.labels(runs), np.linspace(0, 1, 101)
+    for label, style in _styles(dict.fromkeys(names.values())).items():
+        of = [last_scores(x, score) for x in runs if names[str(x.path)] == label]
+        for axes, (point, title) in zip(panels, _TITLES.items(), strict=True):
+            rows = np.array([scores[point].quantile(shares) for scores in of])
+            rows = rows[:, :: 1 if better == "max" else -1]
+            spread = rows.std(axis=0, ddof=min(1, len(rows) - 1))
+            x = 100 * shares
+            _line(axes, x, rows.mean(axis=0), spread, score, label=label, **style)
+            axes.set(title=title, xlabel="clients from worst to best (%)")
+    return _finish(figure, panels[0], f"test {score} of a client")
+
+
+def partition(class_counts: Any, title: str = "") -> Figure:
+    """Draws clients by classes; the area of a bubble is the number of examples.
+
+    Args:
+      class_counts: [N, C] training examples; the first 200 clients are drawn.
+    """
+    counts = np.asarray(class_counts)[:_CLIENTS]
+    width, height = np.clip(0.3 * np.array(counts.shape) + 2, 4, 16)
+    figure, (axes,) = _panels(1, width, height)
+    owners, classes = np.nonzero(counts)
+    area = 200 * counts[owners, classes] / max(counts.max(), 1)
+    axes.scatter(owners, classes, s=np.maximum(area, 1), alpha=0.75, linewidths=0)
+    axes.set(xlabel="client", ylabel="class", title=title)
+    return figure
+
+
+def matrices(run: Run) -> dict[str, Figure]:
+    """Draws a method's matrices of client pairs, such as MNFL's coefficients.
+
+    Up to four rounds share one scale of colours, which leaves out the diagonals.
+    """
+    drawn = {}
+    for folder in sorted((run.path / "matrices").glob("*")):
+        files = sorted(folder.glob("*.npy"))
+        chosen = np.linspace(0, len(files) - 1, min(_ROUNDS, len(files))).round()
+        found = [files[i] for i in chosen.astype(int)]
+        every = np.stack([np.load(file) for file in found])
+        if every.ndim == 3 and every.shape[1] == every.shape[2]:
+            drawn[folder.name] = _heat(every, [int(x.stem) for x in found], folder.name)
+    return drawn
+
+
+def _heat(every: Any, rounds: list[int], name: str) -> Figure:
+    others = every[:, ~np.eye(every.shape[1], dtype=bool)]
+    low, high = np.nanmin(others), np.nanmax(others)
+    high = max(high, low + 0.01 * abs(low))  # rounding is no pattern
+    figure, panels = _panels(len(every), 3.2, 3.6)
+    for axes, matrix, index in zip(panels, every, rounds, strict=True):
+        image = axes.imshow(matrix, cmap="cividis", vmin=low, vmax=high)
+        axes.set(title=f"round {index}", xlabel="client of the column")
+        axes.grid(visible=False)
+    panels[0].set_ylabel("client of the row")
+    figure.colorbar(image, ax=list(panels), extend="both", label=name)
+    return figure
+
+
+def figures(runs: Sequence[Run]) -> dict[str, Figure]:
+    """Draws the figures that need nothing but the files of runs: {name: figure}.
+
+    Of several runs, those whose headline is the first one's are drawn.
+    """
+    score = runs[0].headline[0]
+    same = [run for run in runs if run.headline[0] == score]
+    table = results.frame(same)
+    found = {"clients": clients(same), "costs": curves(table, score, BY_COST)}
+    if len(same) == 1:
+        return {"curves": of_run(same[0])} | found | matrices(same[0])
+    return {"curves": curves(table, score)} | found
+
+
+def of_method(run: Run) -> dict[str, Figure]:
+    """Draws the partition, and a method's own figures; these need the run's data."""
+    algo = run.config["algo"]
+    found = {"partition": partition(run.experiment.task.class_counts)}
+    if algo.isidentifier() and find_spec(name := f"{__package__}.{algo}_figures"):
+        found |= importlib.import_module(name).figures(run)
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """Draws the figures of the runs of a command line as PNG and PDF."""
+    given, words = cli.parse(argv, FLAGS, __doc__ or "")
+    runs = results.find(words)
+    parent = runs[0].path if len(runs) == 1 else runs[0].path.parent
+    folder = Path(given.get("output", parent / "figures"))
+    folder.mkdir(parents=True, exist_ok=True)
+    for draw in (figures, lambda runs: of_method(runs[0]) if len(runs) == 1 else {}):
+        for name, figure in draw(runs).items():
+            figure.savefig(folder / f"{name}.png")
+            figure.savefig(folder / f"{name}.pdf")
+            print(folder / f"{name}.png")
+    return 0

@@ -1,0 +1,247 @@
+"""Names, order, units and formatting of the scores in a run's metrics.
+
+A column of metrics.jsonl is POINT/SCORE, the mean over clients, or POINT/SCORE with the
+suffix of another statistic: `pre/acc`, `post/acc_micro`.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedjax_pfl import simulate
+from fedjax_pfl.engine.results import statistics
+from fedjax_pfl.errors import InputError
+
+if TYPE_CHECKING:
+    from fedjax_pfl.experiment.build import Experiment
+
+Row = dict[str, Any]
+VAL = "val/"  # prefix of scores on validation examples among `Result.pre`
+
+Headline = tuple[str, str]  # the deciding score, and "max" or "min"
+ACCURACY: Headline = ("acc", "max")
+POINTS = {
+    "pre": "before",
+    "post": "after",
+    "post_latest": "latest after",
+    "val": "validation, before",
+    "unseen": "held-out clients, before",
+    "unseen_post": "held-out clients, after",
+}  # relative to local training
+AFTER = ("post", "post_latest", "unseen_post")  # scored after a round's local training
+STATISTICS = {
+    "macro": "",
+    "micro": "_micro",
+    "std": "_std",
+    "worst10": "_worst10",
+    "best10": "_best10",
+    "clients": "_clients",
+}
+TITLES = {
+    "macro": "mean",
+    "micro": "mean over examples",
+    "std": "std over clients",
+    "worst10": "worst 10 %",
+    "best10": "best 10 %",
+    "clients": "clients",
+}
+LEADING = ("acc", "acc_present", "task_acc")  # shown before the others
+OF = "@"  # in a score of one architecture's clients: acc@lenet
+_SHARES = {"acc", "accuracy", "recall", "bal"}
+_LOWER = ("reconstruction", "kl_", "loss", "error", "perplexity")
+_BASELINES = {
+    "acc_present": "acc_majority",
+    "acc_groups": "acc_majority",
+    "recall_macro": "recall_majority",
+}
+METHODS = {
+    "local": "Local",
+    "fedavg": "FedAvg",
+    "fedavg_ft": "FedAvg, fine-tuned",
+    "fedprox": "FedProx",
+    "scaffold": "SCAFFOLD",
+    "per_fedavg": "Per-FedAvg",
+    "pfedme": "pFedMe",
+    "fedper": "FedPer",
+    "fedrep": "FedRep",
+    "lg_fedavg": "LG-FedAvg",
+    "fedbabu": "FedBABU",
+    "fedbn": "FedBN",
+    "fedma": "FedMA",
+    "pfedma": "FedMA, fine-tuned",
+    "fedrod": "FedRoD",
+    "ditto": "Ditto",
+    "apfl": "APFL",
+    "fedamp": "FedAMP",
+    "fedphp": "FedPHP",
+    "fedala": "FedALA",
+    "fedfomo": "FedFomo",
+    "pfedhn": "pFedHN",
+    "mocha": "MOCHA",
+    "fedproto": "FedProto",
+    "fd": "FD",
+    "fml": "FML",
+    "fedkd": "FedKD",
+    "fedapen": "FedAPEN",
+    "mnfl": "MNFL",
+    "mnfl_het": "MNFL",
+    "fedmd": "FedMD",
+    "sim_pfd": "Sim-pFD",
+    "topk_pfd": "TopK-pFD",
+    "feddf": "FedDF",
+    "pfeddf": "FedDF, fine-tuned",
+    "fedem": "FedEM",
+    "fedcp": "FedCP",
+    "feddva": "FedDVA",
+    "pfedc": "pFedC",
+    "privacy_pfedc": "Privacy-pFedC",
+    "pfedafm": "pFedAFM",
+}  # display names
+
+
+def column(name: str) -> tuple[str, str, str] | None:
+    """Reads a column's name as point, score and statistic; None if it is no score."""
+    point, slash, score = name.partition("/")
+    if not slash or point not in POINTS:
+        return None
+    for statistic, ending in STATISTICS.items():
+        if ending and score.endswith(ending):
+            return point, score.removesuffix(ending), statistic
+    return point, score, "macro"
+
+
+def split(headline: str) -> tuple[str, str, str]:
+    """Reads `pre/acc_micro` as point, score and statistic; InputError if it is none."""
+    if (found := column(headline)) is None:
+        raise InputError(f"{headline} is not POINT/SCORE, such as pre/acc.")
+    return found
+
+
+def is_share(score: str) -> bool:
+    """Returns whether a score is in [0, 1], judged by the words of its name."""
+    return not _SHARES.isdisjoint(score.partition(OF)[0].split("_"))
+
+
+def better(score: str, headline: Headline = ACCURACY) -> str:
+    """Returns "max" or "min": the better of two values of a score."""
+    name = score.partition(OF)[0]
+    if name == headline[0]:
+        return headline[1]
+    lower = any(word in name for word in _LOWER) and not is_share(name)
+    return "min" if lower else "max"
+
+
+def baseline(score: str) -> str:
+    """Returns the name of a score's majority baseline."""
+    return _BASELINES.get(score, f"{score}_majority")
+
+
+def ordered(scores: Iterable[str], headline: Headline = ACCURACY) -> list[str]:
+    """Sorts scores: the headline and its architectures', the leading ones, the rest."""
+    found = list(dict.fromkeys(scores))
+    parts = [name for name in found if name.startswith(headline[0] + OF)]
+    first = [x for x in dict.fromkeys((headline[0], *parts, *LEADING)) if x in found]
+    return [*first, *(name for name in found if name not in first)]
+
+
+def label(score: str) -> str:
+    """Returns a score's title in tables, with its unit."""
+    return f"{score} (%)" if is_share(score) else score
+
+
+def text(score: str, value: float, digits: int = 1) -> str:
+    """Formats a value without its unit; empty for NaN."""
+    if value != value:
+        return ""
+    return f"{100 * value:.{digits}f}" if is_share(score) else f"{value:.4g}"
+
+
+def mean_std(score: str, mean: float, std: float, digits: int = 1) -> str:
+    """Formats a mean and, where known, its standard deviation."""
+    spread = text(score, std, digits)
+    return text(score, mean, digits) + (f" ± {spread}" if spread else "")
+
+
+def points(result: simulate.Result) -> dict[str, dict[str, np.ndarray]]:
+    """Returns the scores of all clients before the round, {point: {score: [N]}}."""
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for name, values in (result.pre or {}).items():
+        point = "val" if name.startswith(VAL) else "pre"
+        found.setdefault(point, {})[name.removeprefix(VAL)] = values
+    return found
+
+
+def scores(result: simulate.Result, more: Mapping[str, Any]) -> Row:
+    """Returns the row of scores.jsonl: participants, their losses, scores per client.
+
+    Args:
+      more: {point: {score: [clients]}} of further clients.
+    """
+    row: Row = {"round": result.round}
+    if result.metrics is not None:
+        active = result.metrics.active
+        row |= {"ids": result.metrics.ids[active].tolist()}
+        row |= {"loss": _plain(result.metrics.loss[active])}
+        post = {name: x[active] for name, x in result.metrics.post.items()}
+        if any(np.isfinite(x).any() for x in post.values()):
+            row["post"] = {name: _plain(x) for name, x in post.items()}
+    for point, found in (points(result) | dict(more)).items():
+        row[point] = {name: _plain(x) for name, x in found.items()}
+    return row
+
+
+def row(
+    result: simulate.Result,
+    experiment: "Experiment",
+    latest: Mapping[str, np.ndarray] | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> Row:
+    """Returns the row of metrics.jsonl: statistics over clients, without vectors.
+
+    Args:
+      latest: {score: [N]}, every client's last score after local training, if not all
+        participate; NaN for clients not seen yet.
+      more: {point: {score: [clients]}} of unseen clients.
+    """
+    e, m = experiment, result.metrics
+    found = simulate.record(result._replace(pre=None), e.partition.test_sizes)
+    by: dict[str, Any] = {name: (x, e.partition) for name, x in points(result).items()}
+    for name, x in (more or {}).items():
+        by[name] = (x, e.unseen.partition if e.unseen else e.partition)
+    if m is not None:
+        work = [int(x[m.ids[m.active]].sum()) for x in e.planned]
+        found |= {"work/steps": work[0], "work/examples": work[1]}
+        post = {
+            n: np.full(e.task.num_clients, np.nan, x.dtype) for n, x in m.post.items()
+        }
+        for name, x in m.post.items():
+            post[name][m.ids] = np.where(m.active, x, np.nan)
+        by["post"] = (post, e.partition)
+        if latest and any(np.isfinite(x).any() for x in post.values()):
+            by["post_latest"] = (latest, e.partition)
+    for point, (values, partition) in by.items():
+        wide = values if point.startswith("unseen") else by_network(values, e)
+        sizes = partition.val_sizes if point == "val" else partition.test_sizes
+        found |= statistics(point, wide, sizes)
+        for name, x in wide.items():
+            if count := int(np.isfinite(x).sum()):
+                found[f"{point}/{name}_clients"] = count
+    return {name: x if np.isfinite(x) else None for name, x in found.items()}
+
+
+def by_network(values: Mapping[str, np.ndarray], e: "Experiment") -> dict[str, Any]:
+    """Returns scores [N] and the headline per network, such as `acc@lenet`."""
+    name, kinds = e.headline[0], list(dict.fromkeys(e.networks))
+    if len(kinds) == 1 or name not in values:
+        return dict(values)
+    own = {
+        f"{name}@{k}": np.where(e.networks == k, values[name], np.nan) for k in kinds
+    }
+    return {**values, **own}
+
+
+def _plain(values: Any) -> list[float | None]:
+    """Returns the shortest numbers that read back to the same float32; null for NaN."""
+    numbers = np.asarray(values, np.float32)
+    return [float(str(x)) if np.isfinite(x) else None for x in numbers]

@@ -1,0 +1,101 @@
+"""Tables of runs: `fedjax-pfl report RUN ... [--format=html]`.
+
+RUN is a run directory, or the directory of a sweep. Methods are compared by the mean
+over clients after the last round, with the sample standard deviation over seeds; a
+single method is shown with all its scores. html is one page with figures, every
+client's scores and sortable tables.
+"""
+
+import base64
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import jinja2
+import pandas as pd
+from markupsafe import Markup
+
+from fedjax_pfl.errors import InputError, choose
+from fedjax_pfl.experiment import cli, figures, metrics, results
+from fedjax_pfl.experiment.cli import Flag
+from fedjax_pfl.experiment.results import Run
+
+_TEMPLATE = Path(__file__).with_name("report.html")
+FORMATS = ("markdown", "latex", "csv", "html")
+FLAGS = {
+    "format": Flag(str, f"one of {', '.join(FORMATS)}", "markdown"),
+    "target": Flag(str, "scores whose first round is shown, as 0.8,0.9"),
+    "score": Flag(
+        str, "POINT/SCORE of --target (default: the headline before training)"
+    ),
+    "best": Flag(str, "POINT/SCORE whose best round replaces the last, as val/acc"),
+    "cost": Flag(bool, "count floating-point operations; the data must be available"),
+    "output": Flag(str, "file to write instead of printing"),
+}
+
+
+def tables(
+    runs: Sequence[Run],
+    levels: Sequence[float] = (),
+    score: str | None = None,
+    best: str | None = None,
+    cost: bool = False,
+) -> dict[str, pd.DataFrame]:
+    """Returns tables of text by title; the arguments are those of the flags."""
+    table, headline = results.frame(runs), runs[0].headline
+    rows = results.best(table, best) if best else results.last(table)
+    when = f"the round with the best {best}" if best else "the last round"
+    title = f"{metrics.label(headline[0])} after {when}"
+    found = {title: results.comparison(runs, rows, cost)}
+    if table["label"].nunique() == 1:
+        found["Scores over clients"] = results.statistics(rows, headline)
+    if levels:
+        wanted = score or f"pre/{headline[0]}"
+        found[f"First reached: {wanted}"] = results.rounds_to(table, levels, wanted)
+    return found
+
+
+def page(runs: Sequence[Run], found: dict[str, pd.DataFrame]) -> str:
+    """Returns one HTML page without links to other files."""
+    name, names = runs[0].headline[0], results.labels(runs)
+    rows = results.statistics(results.last(results.frame(runs)), runs[0].headline)
+    scores = {names[str(x.path)]: figures.last_scores(x, name) for x in runs}
+    clients = pd.concat(scores, names=["method"])
+    settings = pd.DataFrame({str(run.path): run.config for run in runs})
+    shown = found | {
+        "Scores over clients": rows,
+        "Clients": clients.map(lambda value: metrics.text(name, value)),
+        "Settings": settings.astype(str).rename_axis("setting"),
+    }
+    drawn = {}
+    for title, figure in figures.figures(runs).items():
+        figure.savefig(file := io.BytesIO(), format="svg")
+        drawn[title] = base64.b64encode(file.getvalue()).decode()
+    template = jinja2.Template(_TEMPLATE.read_text(encoding="utf-8"), autoescape=True)
+    texts = {t: Markup(results.render(table, "html")) for t, table in shown.items()}
+    title = ", ".join(dict.fromkeys(names.values()))
+    return template.render(title=title, tables=texts, figures=drawn)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints or writes the tables of a command line."""
+    given, words = cli.parse(argv, FLAGS, __doc__ or "")
+    style = choose("format", given.get("format", "markdown"), FORMATS)
+    try:
+        levels = [float(x) for x in given.get("target", "").split(",") if x]
+    except ValueError:
+        raise InputError("--target must be numbers, as 0.8,0.9.") from None
+    runs = results.find(words)
+    more = {name: given[name] for name in ("score", "best", "cost") if name in given}
+    found = tables(runs, levels, **more)
+    texts = [f"{title}\n\n{results.render(x, style)}" for title, x in found.items()]
+    text = "\n\n".join([*texts, *results.notes(runs)])
+    if style == "csv":
+        rows = results.over_seeds(results.last(results.frame(runs)))
+        text = rows.set_axis(map("_".join, rows.columns), axis=1).to_csv()
+    if style == "html":
+        text, given["output"] = page(runs, found), given.get("output", "report.html")
+    if "output" in given:
+        Path(given["output"]).write_text(text, encoding="utf-8")
+    print(given.get("output", text))
+    return 0

@@ -1,0 +1,423 @@
+"""Results of runs as pandas frames.
+
+`load` reads one run directory, `frame` makes one tidy table of many: a row per run,
+round, point and score, with the settings of the run. The other functions select,
+aggregate and format rows of that table. Only `Run.experiment` and what uses it load
+data and build networks.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from fedjax_pfl import hyperparameters, user_code
+from fedjax_pfl.algorithms.find import find as find_method
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.experiment import metrics, presets
+from fedjax_pfl.experiment.config import FREE, Config
+from fedjax_pfl.experiment.metrics import Headline
+from fedjax_pfl.experiment.run_directory import RunDirectory
+from fedjax_pfl.types import State
+
+if TYPE_CHECKING:
+    from fedjax_pfl.experiment.build import Experiment
+
+# settings of the data, in which all runs of a comparison are expected to agree
+DATA = (
+    *("dataset", "data_fraction", "marks", "test_split", "partition", "alpha"),
+    *("classes_per_client", "clients", "unseen"),
+)
+COSTS = {"completed": "rounds", "megabytes": "MB", "seconds": "seconds"}
+FLOOR = "majority baseline"
+_COUNTS = ("down", "up", "ints", "public_data")  # traffic in numbers of 4 bytes
+_ROUNDING = 1e-6  # scores are float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run directory, as far as it has come.
+
+    Attributes:
+      config: settings.
+      summary: content of summary.json; empty if there is none yet.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    summary: dict[str, Any]
+
+    @functools.cached_property
+    def metrics(self) -> pd.DataFrame:
+        """One row per round, with the columns of metrics.jsonl."""
+        return pd.DataFrame(RunDirectory(self.path).rows("metrics.jsonl"))
+
+    @functools.cached_property
+    def scores(self) -> pd.DataFrame:
+        """Every client's scores: columns round, point, score, client and value."""
+        rows = []
+        for row in RunDirectory(self.path).rows("scores.jsonl"):
+            for point in metrics.POINTS:
+                for score, values in row.get(point, {}).items():
+                    ids = row["ids"] if point == "post" else range(len(values))
+                    pairs = zip(ids, values, strict=True)
+                    rows += [(row["round"], point, score, *pair) for pair in pairs]
+        columns = ["round", "point", "score", "client", "value"]
+        return pd.DataFrame(rows, columns=columns).astype({"value": float})
+
+    @functools.cached_property
+    def experiment(self) -> "Experiment":
+        """What the run computes with; loads its data and builds its networks."""
+        from fedjax_pfl.experiment.build import build
+
+        config = RunDirectory(self.path).config
+        return build(config.replace(devices="1", client_memory="device"))
+
+    @functools.cached_property
+    def checkpoint(self) -> tuple[int, State]:
+        """The rounds before the last checkpoint, and the state after them."""
+        rounds, state = RunDirectory(self.path).restore(self.experiment)
+        if state is None:
+            raise InputError(f"{self.path} has no checkpoint yet.")
+        return rounds, state
+
+    def state(self) -> State:
+        """Returns the state at the last checkpoint."""
+        return self.checkpoint[1]
+
+    def predictor(self, client: int) -> Callable[[Any], Any]:
+        """Returns one client's model at the last checkpoint: raw inputs -> outputs."""
+        return self.experiment.predictor(self.state(), self.checkpoint[0], client)
+
+    @property
+    def headline(self) -> Headline:
+        """The score that decides, and the better of its values."""
+        if known := self.summary.get("headline"):
+            return known["score"], known["better"]
+        found = [metrics.column(name) for name in self.metrics]
+        name = next(iter(metrics.ordered(x[1] for x in found if x)), "acc")
+        return name, metrics.better(name)
+
+    @property
+    def status(self) -> str:
+        """running, interrupted, diverged or complete."""
+        return self.summary.get("status", "running")
+
+
+def load(path: str | Path) -> Run:
+    """Reads a run directory; InputError if a file cannot be read."""
+    directory = RunDirectory(path)
+    return Run(directory.path, vars(directory.config), directory.summary)
+
+
+def find(paths: Iterable[str | Path]) -> list[Run]:
+    """Loads run directories, and those inside the directories of sweeps.
+
+    Raises:
+      InputError: a path is neither, or there is none.
+    """
+    found = []
+    for path in map(Path, paths):
+        inside = sorted(path.expanduser().glob("*/config.json"))
+        own = [] if inside else [path / "config.json"]
+        found += [load(file.parent) for file in (*own, *inside)]
+    if not found:
+        raise InputError("Name run directories, or the directory of a sweep.")
+    return found
+
+
+def frame(runs: Iterable[str | Path | Run]) -> pd.DataFrame:
+    """Returns one tidy table of runs: a row per run, round, point and score.
+
+    Columns: run (path), label (method and settings in which the runs differ), status,
+    round, completed (rounds of training before the score was taken), megabytes and
+    seconds until then, examples and first_examples (processed by clients until then,
+    and of them in the first round), point, score, the statistics over clients (macro,
+    micro, std, worst10 and best10 by what is better, clients), and every setting;
+    hyperparameters as hparams.NAME.
+    """
+    loaded = [run if isinstance(run, Run) else load(run) for run in runs]
+    parts = [part for run in loaded if not (part := _tidy(run)).empty]
+    if not parts:
+        raise InputError("The runs have no evaluated round yet.")
+    table = pd.concat(parts, ignore_index=True)
+    return table.assign(label=table["run"].map(labels(loaded)))
+
+
+def _tidy(run: Run) -> pd.DataFrame:
+    rows = run.metrics
+    columns = {name: column for name in rows if (column := metrics.column(name))}
+    if not columns:
+        return pd.DataFrame()
+    wide = rows.set_index("round")[list(columns)].astype(float)
+    names = ["point", "score", "statistic"]
+    wide.columns = pd.MultiIndex.from_tuples(columns.values(), names=names)
+    long = wide.stack(["point", "score"], future_stack=True)
+    long = long.reindex(columns=list(metrics.STATISTICS)).dropna(subset="macro")
+    long = long.reset_index().rename_axis(columns=None)
+    lower = [metrics.better(name, run.headline) == "min" for name in long["score"]]
+    ends = ["worst10", "best10"]  # in the rows the lowest and the highest tenth
+    long.loc[lower, ends] = long.loc[lower, ends[::-1]].to_numpy()
+    after, late = _spent(run), long["point"].isin(metrics.AFTER)
+    spent = after.shift(fill_value=0).loc[long["round"]].set_axis(long.index)
+    spent[late] = after.loc[long.loc[late, "round"]].set_axis(long.index[late])
+    settings = {"run": str(run.path), "status": run.status} | _settings(run.config)
+    return pd.concat([long, spent], axis=1).assign(**settings)
+
+
+def _spent(run: Run) -> pd.DataFrame:
+    """Returns what was spent until the end of each round, indexed by round."""
+    names = [f"traffic/{name}" for name in _COUNTS]
+    more = ["participants", "traffic/encrypted", "work/examples"]
+    rows = run.metrics.set_index("round").reindex(columns=[*names, *more]).fillna(0)
+    timed = run.summary.get("timed", run.summary.get("rounds")) or np.nan
+    seconds = run.summary.get("seconds", {}).get("train", np.nan) / timed
+    table = pd.DataFrame({"completed": (rows["participants"] > 0).astype(int)})
+    table["megabytes"] = (4 * rows[names].sum(axis=1) + rows["traffic/encrypted"]) / 1e6
+    table["seconds"] = table["completed"] * seconds
+    table["examples"] = rows["work/examples"]
+    return table.cumsum().assign(first_examples=rows["work/examples"].iloc[0])
+
+
+def _settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a run as values of cells."""
+    flat = {name: x for name, x in config.items() if name != "hparams"}
+    flat |= {f"hparams.{name}": x for name, x in config["hparams"].items()}
+    return {n: x if np.isscalar(x) or x is None else str(x) for n, x in flat.items()}
+
+
+def labels(runs: Sequence[Run]) -> dict[str, str]:
+    """Names runs by their method and the settings in which they differ: {path: name}.
+
+    Runs that differ in their seed only have the same name. A setting of the data counts
+    where any two runs differ, another where two runs of the method do.
+    """
+    known = {str(run.path): _settings(run.config) for run in runs}
+    skipped = {"algo", "preset", "seed", "eval_every", *FREE}
+    names = dict.fromkeys(n for of in known.values() for n in of)
+    result = {}
+    for path, own in known.items():
+        same = [of for of in known.values() if of["algo"] == own["algo"]]
+        parts = [user_code.short(own["algo"])]
+        for name in (x for x in names if x not in skipped):
+            others = known.values() if name in DATA else same
+            differs = len({str(of.get(name)) for of in others}) > 1
+            if differs and own.get(name) is not None:
+                parts.append(f"{name.removeprefix('hparams.')}={own[name]}")
+        result[path] = ", ".join(parts)
+    return result
+
+
+def last(table: pd.DataFrame) -> pd.DataFrame:
+    """Returns the rows of each run's last evaluation, for every point and score."""
+    keys = ["run", "point", "score"]
+    return table.loc[table.groupby(keys, sort=False)["completed"].idxmax()]
+
+
+def _at(table: pd.DataFrame, headline: str) -> tuple[pd.DataFrame, pd.Series, int]:
+    """Returns the rows of POINT/SCORE, its values, and 1 if more is better, else -1.
+
+    Raises:
+      InputError: there are none.
+    """
+    point, score, statistic = metrics.split(headline)
+    rows = table[(table["point"] == point) & (table["score"] == score)]
+    if rows.empty:
+        raise InputError(f"No run has the score {headline}.")
+    return rows, rows[statistic], 1 if metrics.better(score) == "max" else -1
+
+
+def best(table: pd.DataFrame, by: str = "val/acc") -> pd.DataFrame:
+    """Returns each run's rows after as many rounds as have its best score.
+
+    Args:
+      by: POINT/SCORE. Any point but val chooses on test examples and is optimistic.
+    """
+    rows, values, sign = _at(table, by)
+    chosen = (sign * values).groupby(rows["run"]).idxmax()
+    rounds = rows.loc[chosen].set_index("run")["completed"]
+    return table[table["completed"] == table["run"].map(rounds)]
+
+
+def over_seeds(rows: pd.DataFrame, by: Sequence[str] = ()) -> pd.DataFrame:
+    """Returns mean and sample standard deviation over the runs of a label.
+
+    Args:
+      rows: of a tidy frame.
+      by: further columns to group by, such as completed.
+
+    Returns:
+      rows label, point, score and `by`; columns (statistic, "mean" or "std"), and
+      ("run", "count"). The statistics are over clients, mean and std over seeds.
+    """
+    groups = rows.groupby(["label", "point", "score", *by], sort=False)
+    values = ["macro", "micro", "std", "worst10", "best10", "megabytes", "seconds"]
+    table = groups[values].agg(["mean", "std"])
+    table["run", "count"] = groups["run"].nunique()
+    return table
+
+
+def to_target(table: pd.DataFrame, level: float, headline: str) -> pd.DataFrame:
+    """Returns when each run first reached a score.
+
+    Args:
+      level: of an accuracy its share, such as 0.9.
+      headline: POINT/SCORE; `post/acc_micro` asks for the mean over examples.
+
+    Returns:
+      a row per run: label, completed, megabytes and seconds, NaN if the level was never
+      reached.
+    """
+    rows, values, sign = _at(table, headline)
+    reached = rows[sign * (values - level) >= -_ROUNDING * abs(level)]
+    first = reached.drop_duplicates("run").set_index("run")
+    return table.groupby("run")[["label"]].first().join(first[list(COSTS)])
+
+
+def rounds_to(
+    table: pd.DataFrame, levels: Iterable[float], headline: str
+) -> pd.DataFrame:
+    """Returns a table of text: mean rounds, megabytes and seconds to some scores."""
+    columns = {}
+    for level in levels:
+        groups = to_target(table, level, headline).groupby("label", sort=False)
+        for cost, title in COSTS.items():
+            means = groups[cost].agg(lambda x: x.mean(skipna=False))
+            columns[f"{title} to {level:g}"] = means.map(number)
+    return pd.DataFrame(columns).replace("", "never").rename_axis("method")
+
+
+def number(value: float) -> str:
+    """Formats a cost with three digits, or all before the point; empty for NaN."""
+    if value != value:
+        return ""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def comparison(
+    runs: Sequence[Run], rows: pd.DataFrame, cost: bool = False
+) -> pd.DataFrame:
+    """Returns a table of text: a row per label, the best first.
+
+    Columns: mean over clients before and after local training and of the worst tenth,
+    the paper's score and its published number where a preset has one, rounds, megabytes
+    and seconds. ± is over seeds.
+
+    Args:
+      rows: of one evaluation per run, from `last` or `best`.
+      cost: also counts the operations of local training, see `flops`.
+    """
+    (name, better), known = runs[0].headline, {str(run.path): run for run in runs}
+    floor = rows[rows["score"] == metrics.baseline(name)]
+    if floor.groupby(["point", "seed"])["macro"].nunique().max() == 1:
+        floor = floor.drop_duplicates(["point", "seed"])
+        rows = pd.concat([rows, floor.assign(label=FLOOR, score=name)])
+    seeds, unit = over_seeds(rows), metrics.label(name)
+    shown = {f"{unit} before": ("pre", "macro"), "worst 10 %": ("pre", "worst10")}
+    shown |= {f"{unit} after": ("post", "macro")}
+    cells, means = {}, {}
+    for label, of in rows.groupby("label", sort=False):
+        found = {t: cell(seeds, label, p, name, x) for t, (p, x) in shown.items()}
+        if label != FLOOR:
+            run = known[of["run"].iloc[0]]
+            found |= _published(seeds, label, run) | _totals(of, run, cost)
+        cells[label] = found
+        means[label] = of.loc[of["score"] == name, "macro"].mean()
+    order = sorted(cells, key=means.__getitem__, reverse=better == "max")
+    result = pd.DataFrame(cells).T.loc[order].fillna("")
+    return result.loc[:, (result != "").any()].rename_axis("method")
+
+
+def cell(
+    seeds: pd.DataFrame, label: Any, point: str, score: str, statistic: str = "macro"
+) -> str:
+    """Formats a statistic of `over_seeds`; empty if there is none."""
+    if (label, point, score) not in seeds.index:
+        return ""
+    found = seeds.loc[(label, point, score), statistic]
+    return metrics.mean_std(score, found["mean"], found["std"])
+
+
+def _published(seeds: pd.DataFrame, label: Any, run: Run) -> dict[str, str]:
+    """Returns the paper's number, what was measured of it, and the differences."""
+    preset = presets.PRESETS.get(run.config.get("preset") or "")
+    if preset is None or not (preset.published or preset.cells):
+        return {}
+    headline = preset.headline_of(run.config["algo"])
+    measured = cell(seeds, label, *metrics.split(headline))
+    found = {"paper's score": headline, "measured": measured}
+    found |= {"published": presets.published(run.config) or ""}
+    return found | {"not the paper's": deviations(run.config)}
+
+
+def deviations(config: dict[str, Any]) -> str:
+    """Describes in words how a run differs from its preset, see presets.deviations."""
+    defaults = {name: x for name, x in vars(Config()).items() if name not in FREE}
+    if not user_code.named(config["algo"]):
+        defaults["hparams"] = hyperparameters.defaults(find_method(config["algo"]))
+    return presets.deviations(config, defaults)
+
+
+def _totals(rows: pd.DataFrame, run: Run, cost: bool) -> dict[str, str]:
+    """Returns what the runs of a label took; rounds of several as their range."""
+    spent = rows.groupby("run")[[*COSTS, "examples", "first_examples"]].max()
+    ends = dict.fromkeys((spent["completed"].min(), spent["completed"].max()))
+    means = spent.mean()
+    cells = {"runs": str(len(spent))} if len(spent) > 1 else {}
+    cells |= {title: number(means[name]) for name, title in COSTS.items()}
+    cells["rounds"] = " to ".join(map(str, ends))
+    if cost:
+        first, later = flops(run)
+        total = means["examples"] * later + means["first_examples"] * (first - later)
+        cells["TFLOP"] = number(total / 1e12)
+    return cells
+
+
+def flops(run: Run) -> tuple[float, float]:
+    """Returns operations of local training per example: of the first round, and later.
+
+    Matrix products count 2 per multiply-add. The run's data must be available.
+    """
+    from fedjax_pfl.engine.flops import flops_of_step
+    from fedjax_pfl.experiment.build import build, method
+
+    e = run.experiment
+    factory, hparams = method(e.config)
+    plain = build(e.config.replace(conv="matmul")).task
+    count = functools.partial(flops_of_step, factory, plain, e.federation, hparams)
+    return count(round=0) / plain.batch_size, count(round=1) / plain.batch_size
+
+
+def statistics(table: pd.DataFrame, headline: Headline) -> pd.DataFrame:
+    """Returns a table of text: every score with its statistics over clients."""
+    seeds = over_seeds(table)
+    order = [*metrics.ordered(table["score"], headline), *metrics.POINTS]
+    titles = {x: title for x, title in metrics.TITLES.items() if x != "clients"}
+    keys = sorted(seeds.index, key=lambda x: (order.index(x[2]), order.index(x[1])))
+    rows = {}
+    for label, point, score in keys:
+        cells = {t: cell(seeds, label, point, score, x) for x, t in titles.items()}
+        cells[FLOOR] = cell(seeds, label, point, metrics.baseline(score))
+        if not score.endswith("_majority"):
+            rows[label, metrics.label(score), metrics.POINTS[point]] = cells
+    return pd.DataFrame(rows).T.rename_axis(["method", "score", "local training"])
+
+
+def render(table: pd.DataFrame, style: str = "markdown") -> str:
+    """Formats a table of text as markdown, latex, csv or html."""
+    flat = table.reset_index()
+    if style == "markdown":
+        return flat.to_markdown(index=False, disable_numparse=True)
+    if style == "latex":
+        return flat.to_latex(index=False, escape=True).replace("±", r"$\pm$")
+    return flat.to_csv(index=False) if style == "csv" else flat.to_html(index=False)
+
+
+def notes(runs: Sequence[Run]) -> list[str]:
+    """Returns a sentence per run that is not complete."""
+    unfinished = [run for run in runs if run.status != "complete"]
+    return [f"{run.path}: {run.status}." for run in unfinished]

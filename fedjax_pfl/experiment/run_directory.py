@@ -1,0 +1,283 @@
+"""Files of one run.
+
+config.json     all settings               versions.json   software, device, revision
+partition.npz   rows of each client        partition.json  digests, unseen clients
+metrics.jsonl   a row per round            scores.jsonl    a row per round, by client
+summary.json    status, seconds, scores    checkpoints/    the last two, by orbax
+"""
+
+import contextlib
+import functools
+import importlib
+import itertools
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import filelock
+import jax
+import numpy as np
+from absl import logging
+
+import fedjax_pfl
+from fedjax_pfl.data import partitioners
+from fedjax_pfl.engine import multihost
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.experiment.build import Experiment, check_growth, digests
+from fedjax_pfl.experiment.config import Config, read
+from fedjax_pfl.experiment.metrics import Row
+from fedjax_pfl.types import PyTree, State
+
+KEEP = 2  # checkpoints
+_ROWS = ("metrics.jsonl", "scores.jsonl")
+_STARTED = {"lock", "partition.npz", "partition.json", "versions.json"}
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint")
+_OPTIONS = ("jax_enable_x64", "jax_default_prng_impl", "jax_threefry_partitionable")
+
+
+class RunDirectory:
+    """Writes and reads the files of a run; of several processes, process 0 writes.
+
+    Attributes:
+      path: the directory.
+      row: the last row of metrics.jsonl.
+      last: the last value of each column of metrics.jsonl.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path).expanduser()
+        self.row: Row = {}
+        self.last: Row = {}
+        self._writes = jax.process_index() == 0
+        self._lock = filelock.FileLock(self.path / "lock")
+
+    @property
+    def begun(self) -> bool:
+        """Returns whether there is a run to resume."""
+        return (self.path / "config.json").is_file()
+
+    @property
+    def config(self) -> Config:
+        """Returns the recorded settings."""
+        return read(self.path / "config.json")
+
+    @property
+    def summary(self) -> Row:
+        """Returns the content of summary.json, without one an empty dict."""
+        exists = (self.path / "summary.json").is_file()
+        return self.read("summary.json") if exists else {}
+
+    def lock(self) -> None:
+        """Locks the directory; InputError if another process writes it."""
+        if self._writes:
+            self.path.mkdir(parents=True, exist_ok=True)
+            try:
+                self._lock.acquire(timeout=0)
+            except filelock.Timeout:
+                raise InputError(f"Another process writes {self.path}.") from None
+
+    def check_free(self) -> None:
+        """Raises InputError unless a new run can begin here."""
+        if self.begun:
+            raise InputError(f"{self.path} holds a run: --resume continues it.")
+        found = {file.name for file in self.path.glob("*")}
+        if self.path.is_file() or found - _STARTED:
+            raise InputError(f"{self.path} is not an empty directory.")
+
+    def open(self, experiment: Experiment) -> tuple[int, State | None]:
+        """Begins a run, or goes back to the last checkpoint of the one that is there.
+
+        Returns:
+          the next round, and the state to go on with (None: from the start).
+
+        Raises:
+          InputError: the data or the user's files are not those of the start.
+        """
+        e, hashes, now = experiment, digests(experiment), versions()
+        self.lock()
+        if self.begun:
+            return self._reopen(e, hashes, now)
+        self.check_free()
+        more = {"moved": e.everybody.moved, "marks": e.marks}
+        more["unseen"] = e.unseen.ids.tolist() if e.unseen else []
+        self.write("partition.json", hashes | more)
+        self.write("versions.json", now)
+        if self._writes:
+            partitioners.save(self.path / "partition.npz", e.everybody, e.unmarked)
+        self.write("config.json", vars(e.config))
+        return 0, None
+
+    def _reopen(
+        self, experiment: Experiment, hashes: Row, now: Row
+    ) -> tuple[int, State | None]:
+        recorded, before = self.read("partition.json"), self.read("versions.json")
+        if other := [name for name, x in hashes.items() if recorded.get(name) != x]:
+            raise InputError(f"{self.path} was begun with other {', '.join(other)}.")
+        if changed := [name for name, x in now.items() if before.get(name) != x]:
+            names = ", ".join(changed)
+            logging.warning("Other %s than at the start: last bits may differ.", names)
+        check_growth(experiment, self.config.rounds)
+        start, state = self.restore(experiment)
+        files = {x: self._rewound(x, start, experiment.config) for x in _ROWS}
+        multihost.largest(0)  # all processes have read
+        for name, rows in files.items():
+            self._replace(name, "".join(json.dumps(row) + "\n" for row in rows))
+        for row in files[_ROWS[0]]:
+            self.last |= row
+        resumed = [*before.get("resumed", []), {"round": start, **now}]
+        self.write("versions.json", before | {"resumed": resumed})
+        self.write("config.json", vars(experiment.config))
+        return start, state
+
+    def _rewound(self, name: str, start: int, config: Config) -> list[Row]:
+        """Returns the rows of rounds before `start`.
+
+        A run that grew does not evaluate the last round that it had before.
+        """
+        rows = list(itertools.islice(self.rows(name), start))
+        if [row["round"] for row in rows] != list(range(start)):
+            raise InputError(f"{self.path / name} lacks rows before round {start}.")
+        every, points = config.eval_every, ("pre", "post", "post_latest", "val")
+        for row in rows:
+            t = row["round"]
+            if not every or (t % every and t != config.rounds - 1):
+                for column in [x for x in row if x.split("/")[0] in points]:
+                    del row[column]
+        return rows
+
+    def rows(self, name: str) -> Iterator[Row]:
+        """Yields the rows of a .jsonl file up to the first line that is torn."""
+        path = self.path / name
+        with contextlib.suppress(ValueError):
+            for line in path.open() if path.is_file() else ():
+                yield json.loads(line)
+
+    def append(self, row: Row, scores: Row) -> None:
+        """Writes a round to metrics.jsonl and scores.jsonl."""
+        self.row, self.last = row, self.last | row
+        for name, content in zip(_ROWS, (row, scores), strict=True):
+            if self._writes:
+                with open(self.path / name, "a") as file:
+                    file.write(json.dumps(content) + "\n")
+
+    def save(self, step: int, state: State) -> None:
+        """Writes a checkpoint after the rows so far; state as `Experiment.fetch`'s."""
+        if not self._writes or step in self._checkpoints.all_steps():
+            return
+        for name in _ROWS:
+            with open(self.path / name, "a") as file:
+                os.fsync(file.fileno())
+        leaves = {name: _data(x) for name, x in _named(state) if x.size}
+        leaves = leaves or {"empty": np.zeros(1)}  # orbax refuses an empty tree
+        try:
+            self._checkpoints.save(step, args=ocp().args.StandardSave(leaves))
+        except ValueError as error:  # of tensorstore on a full disk
+            raise OSError(f"{self.path}: {str(error)[:200]}") from error
+
+    def restore(self, experiment: Experiment) -> tuple[int, State | None]:
+        """Returns the step and the state of the last checkpoint, or 0 and None."""
+        known = (self.path / "checkpoints").is_dir()
+        step = self._checkpoints.latest_step() if known else None
+        if step is None:
+            return 0, None
+        like = experiment.state_shapes()
+        try:
+            found = self._checkpoints.restore(step, args=ocp().args.StandardRestore())
+            leaves = [_restored(x, found.get(name)) for name, x in _named(like)]
+        except Exception as error:  # of many types in orbax and tensorstore
+            path, why = self.path / "checkpoints" / str(step), str(error)[:200]
+            raise InputError(f"{path} cannot be read, delete it: {why}") from error
+        return step, jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+    @functools.cached_property
+    def _checkpoints(self) -> Any:
+        here = jax.process_index()
+        options = ocp().CheckpointManagerOptions(
+            max_to_keep=KEEP,
+            create=False,
+            enable_async_checkpointing=False,
+            multiprocessing_options=ocp().options.MultiprocessingOptions(
+                primary_host=here, active_processes={here}
+            ),
+        )
+        path = self.path.absolute() / "checkpoints"
+        path.mkdir(exist_ok=True)
+        return ocp().CheckpointManager(path, options=options)
+
+    def summarize(self, **values: Any) -> None:
+        """Changes entries of summary.json."""
+        scores = {name: x for name, x in self.last.items() if "/" in name}
+        self.write("summary.json", self.summary | {"scores": scores} | values)
+
+    def read(self, name: str) -> Any:
+        """Returns the content of a JSON file; InputError if it cannot be read."""
+        try:
+            return json.loads((self.path / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InputError(f"{self.path / name} cannot be read: {error}") from None
+
+    def write(self, name: str, content: Any) -> None:
+        """Writes a JSON file whole or not at all."""
+        self._replace(name, json.dumps(content, indent=2) + "\n")
+
+    def _replace(self, name: str, content: str) -> None:
+        if self._writes:
+            part = self.path / f"{name}.part"
+            part.write_text(content, encoding="utf-8")
+            os.replace(part, self.path / name)
+
+
+def ocp() -> Any:
+    """Returns orbax, which takes two seconds to import."""
+    return importlib.import_module("orbax.checkpoint")
+
+
+def _named(tree: PyTree) -> list[tuple[str, Any]]:
+    """Returns the leaves with their paths, as /server/body/kernel."""
+    name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+    return [(f"/{name(path)}", x) for path, x in jax.tree.leaves_with_path(tree)]
+
+
+def _is_key(x: Any) -> bool:
+    return bool(jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key))
+
+
+def _data(x: Any) -> Any:
+    """Returns an array that can be stored, of random keys their data."""
+    return np.asarray(jax.random.key_data(x) if _is_key(x) else x)
+
+
+def _restored(x: Any, array: Any) -> Any:
+    """Returns a stored array as the leaf x of a state; ValueError if it is another."""
+    wanted = jax.eval_shape(jax.random.key_data, x) if _is_key(x) else x
+    if not wanted.size:
+        return np.zeros(wanted.shape, wanted.dtype)
+    if (array.shape, array.dtype) != (wanted.shape, wanted.dtype):
+        raise ValueError(f"{array.shape} {array.dtype} is not {wanted}")
+    if _is_key(x):
+        return jax.random.wrap_key_data(array, impl=jax.random.key_impl(x))
+    return np.asarray(array)
+
+
+def versions() -> Row:
+    """Returns software, options of JAX, device and revision, which decide last bits."""
+    folder = str(Path(fedjax_pfl.__file__).parent)
+    command = ["git", "-C", folder, "describe", "--always", "--dirty"]
+    git = ""
+    with contextlib.suppress(OSError):
+        git = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    kind = f"{jax.devices()[0].device_kind} ({jax.default_backend()})"
+    return {
+        "fedjax_pfl": fedjax_pfl.__version__,
+        "git": git,
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in _PACKAGES},
+        **{name: getattr(jax.config, name) for name in _OPTIONS},
+        "platform": platform.platform(),
+        "device": f"{jax.device_count()} x {kind}",
+    }

@@ -1,0 +1,116 @@
+"""Names with a hint, and numbers with their nouns."""
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from fedjax_pfl import user_code
+from fedjax_pfl.errors import InputError, nearest
+
+# Names of PFLlib, Flower and FL-bench, by kind, with what to write here instead.
+ALIASES: dict[str, dict[str, str]] = {
+    "flag": {
+        "algorithm": "--algo",
+        "batch-size": "--batch_size",
+        "client_lr": "--lr",
+        "data": "--dataset",
+        "device": "the environment variable JAX_PLATFORMS",
+        "fraction_fit": "--participation",
+        "global_epoch": "--rounds",
+        "global_rounds": "--rounds",
+        "goal": "--workdir",
+        "join_ratio": "--participation",
+        "lamda": "--hparam=lam=VALUE",
+        "learning_rate": "--lr",
+        "learning_rate_decay_gamma": "--lr_decay",
+        "local_epoch": "--epochs",
+        "local_epochs": "--epochs",
+        "local_learning_rate": "--lr",
+        "local_lr": "--lr",
+        "local_steps": "--steps",
+        "method": "--algo",
+        "min_fit_clients": "--participation",
+        "num_client": "--clients",
+        "num_clients": "--clients",
+        "num_rounds": "--rounds",
+        "output": "--workdir",
+        "random_join_ratio": "--participation=LOW:HIGH",
+        "root": "--workdir",
+        "seeds_list": "--seeds",
+        "targets": "the command report, which computes rounds to a score",
+        "times": "--seeds",
+    },
+    "algo": {
+        "fedavgm": "fedavg with --server_optimizer=sgd",
+        "fedadam": "fedavg with --server_optimizer=adam",
+        "fedyogi": "fedavg with --server_optimizer=yogi",
+        "fedadagrad": "fedavg with --server_optimizer=adagrad",
+        "finetune": "fedavg_ft",
+        "fml": "mutual learning, listed by --list",
+        "perfedavg": "per_fedavg",
+        "moon": "",
+        "fedgen": "",
+        "feddyn": "",
+        "fedpac": "",
+    },
+    "dataset": {
+        "femnist": "",
+        "cifar": "cifar10 or cifar100",
+        "fmnist": "fashion_mnist",
+        "fashionmnist": "fashion_mnist",
+        "tiny_imagenet": "npz:PATH with your own copy",
+        "tinyimagenet": "npz:PATH with your own copy",
+    },
+    "partition": {
+        "dir": "dirichlet_class",
+        "dirichlet": "dirichlet_class or dirichlet_hsu",
+        "pat": "pathological",
+        "noniid": "pathological or dirichlet_class",
+        "exdir": "dirichlet_class",
+    },
+}
+
+
+def hint(kind: str, name: str, known: Iterable[str]) -> str:
+    """Returns a sentence with the name that was probably meant, or an empty text."""
+    other = ALIASES.get(kind, {}).get(name.lower().replace("-", "_"))
+    if other is None:
+        near = nearest(name, known)
+        other = f"--{near}" if near and kind == "flag" else near
+    return f" Did you mean {other}?" if other else ""
+
+
+def choose(kind: str, name: str, known: Iterable[str]) -> str:
+    """Returns `name`; InputError with a hint and the known names if it is unknown."""
+    known = list(known)
+    if name in known or user_code.named(name):
+        return name
+    file = f" Did you mean {name}:NAME?" if name.endswith(".py") else ""
+    raise InputError(
+        f"Unknown {kind} {name!r}.{file or hint(kind, name, known)} "
+        f"Known: {', '.join(known)}."
+    )
+
+
+def plural(number: int, noun: str) -> str:
+    """Returns a number with its noun, such as `1 round` and `12,000 rounds`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def columns(rows: Sequence[Sequence[str]], right: int = 1) -> list[str]:
+    """Returns rows as lines of columns, aligned right from column `right` on."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if i >= right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def summary(function: Callable[..., Any]) -> str:
+    """Returns the first sentence of a docstring in one line."""
+    paragraph = (inspect.getdoc(function) or "").split("\n\n")[0]
+    return " ".join(paragraph.split()).partition(". ")[0].rstrip(".")

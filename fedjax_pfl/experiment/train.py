@@ -1,0 +1,354 @@
+"""The loop over communication rounds, and runs from settings to results."""
+
+import contextlib
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl import simulate
+from fedjax_pfl.data import federate
+from fedjax_pfl.engine import memory
+from fedjax_pfl.errors import DivergenceError, InputError
+from fedjax_pfl.experiment import (
+    callbacks as standard,
+    config as settings,
+    metrics,
+    presets,
+    results,
+    text,
+)
+from fedjax_pfl.experiment.build import Experiment, build, method, num_parameters
+from fedjax_pfl.experiment.run_directory import RunDirectory
+from fedjax_pfl.types import Array, Federation, State
+
+DIVERGED = 3  # exit code
+Callback = Callable[[simulate.Result], Any]
+
+
+def train(
+    experiment: Experiment,
+    callbacks: Sequence[Callback] = (),
+    *,
+    start: int = 0,
+    state: State | None = None,
+    functions: simulate.Compiled | None = None,
+) -> None:
+    """Runs the rounds; stops early when a callback returns True.
+
+    The last result has the scores after the last round, and no metrics.
+
+    Args:
+      callbacks: called with each `Result`, in their order; see `callbacks`.
+      start: rounds that are done.
+      state: the state after them, as `RunDirectory.reopen` returns it.
+      functions: as `compiled` returns them.
+
+    Raises:
+      DivergenceError: a loss or a state is not finite any more.
+    """
+    arguments = _arguments([experiment])
+    options = _options([experiment], start, [] if state is None else [state])
+    ended: list[bool] = []
+    with _started([callbacks], [experiment], start):
+        for result in simulate.rounds(
+            *arguments, functions=functions, until=lambda: bool(ended), **options
+        ):
+            if any([callback(result) for callback in callbacks]):
+                ended.append(True)
+
+
+def train_at_once(
+    experiments: Sequence[Experiment],
+    callbacks: Sequence[Sequence[Callback]],
+    *,
+    start: int = 0,
+    states: Sequence[State] = (),
+    functions: simulate.Compiled | None = None,
+) -> dict[int, DivergenceError]:
+    """Runs several experiments as one compiled program, each with its own callbacks.
+
+    Args:
+      experiments: of `build_at_once`.
+      start: rounds that are done in all of them.
+      states: of each experiment after them.
+
+    Returns:
+      the errors of those that diverged, by index.
+
+    Raises:
+      InputError: the experiments are not one program.
+    """
+    arguments, options = _arguments(experiments), _options(experiments, start, states)
+    functions = functions or compiled(experiments)
+    failed: dict[int, DivergenceError] = {}
+    with _started(callbacks, experiments, start):
+        for found in simulate.rounds_at_once(*arguments, functions, **options):
+            stopped: list[standard.Stopped] = []
+            for i, result in enumerate(found):
+                if isinstance(result, DivergenceError):
+                    failed[i] = result
+                    continue
+                try:
+                    for callback in callbacks[i]:
+                        callback(result)
+                except standard.Stopped as error:
+                    stopped.append(error)
+            if stopped and len(stopped) == len(found) - len(failed):
+                raise stopped[0]  # all have a checkpoint of this round
+    return failed
+
+
+def build_at_once(
+    configs: Sequence[settings.Config], room: Sequence[int] = federate.ROOM
+) -> list[Experiment]:
+    """Builds experiments; several are on one device and share their examples."""
+    if len(configs) == 1:
+        return [build(configs[0], room)]
+    made = [build(config.replace(devices="1"), room) for config in configs]
+    for i, each in enumerate(made):
+        federation = each.federation
+        if each.dataset is made[0].dataset:
+            examples = made[0].federation.examples
+            federation = federation._replace(examples=examples)
+        options: dict[str, Any] = {"member": i, "batch": len(made)}
+        made[i] = dataclasses.replace(each, federation=federation, **options)
+    return made
+
+
+def compiled(experiments: Sequence[Experiment]) -> simulate.Compiled:
+    """Compiles experiments as one program.
+
+    Raises:
+      NoRoomError: it needs more memory than there is.
+      InputError: the experiments differ in more than traced values.
+    """
+    config = experiments[0].config
+    with _precision(config):
+        functions = simulate.compiled(
+            *_arguments(experiments),
+            eval_every=config.eval_every,
+            state_every=config.checkpoint_every,
+        )
+    memory.check(functions.memory, "use a smaller --width, --model or --clients")
+    return functions
+
+
+def _arguments(
+    experiments: Sequence[Experiment],
+) -> tuple[simulate.Program, Array, Federation]:
+    """Returns program, key and federation; of several experiments as one."""
+    first = experiments[0]
+    if first.member is None:
+        return first.program, first.key, first.federation
+    programs = [each.program for each in experiments]
+    federations = [each.federation for each in experiments]
+    program, federation = simulate.vectorized(programs, federations)
+    return program, jnp.stack([each.key for each in experiments]), federation
+
+
+def _options(
+    experiments: Sequence[Experiment], start: int, states: Sequence[State]
+) -> dict[str, Any]:
+    """Returns the other arguments of `simulate.rounds`."""
+    c = experiments[0].config
+    options = {"rounds": c.rounds, "eval_every": c.eval_every, "start": start}
+    options["state_every"] = c.checkpoint_every
+    if not start:
+        return options
+    pairs = zip(experiments, states, strict=True)
+    placed = [each.program.place(state) for each, state in pairs]
+    several = jax.tree.map(lambda *leaves: jnp.stack(leaves), *placed)
+    return options | {"state": placed[0] if len(placed) == 1 else several}
+
+
+@contextlib.contextmanager
+def _started(
+    callbacks: Sequence[Sequence[Any]], experiments: Sequence[Experiment], start: int
+) -> Iterator[None]:
+    """Calls `start` of all callbacks, and `close` in the end."""
+    with contextlib.ExitStack() as stack, _precision(experiments[0].config):
+        for own, experiment in zip(callbacks, experiments, strict=True):
+            for callback in own:
+                if hasattr(callback, "start"):
+                    callback.start(experiment, start)
+                if hasattr(callback, "close"):
+                    stack.callback(callback.close)
+        yield
+
+
+def _precision(config: settings.Config) -> Any:
+    """Returns the context in which programs are traced."""
+    wanted = config.matmul_precision
+    return jax.default_matmul_precision(None if wanted == "default" else wanted)
+
+
+def run(given: Mapping[str, Any], workdir: str | None, resume: bool = False) -> int:
+    """Runs one experiment into its directory and returns the exit code.
+
+    Args:
+      given: the user's settings, see `config.resolve`.
+      workdir: the directory; None: named by the settings.
+      resume: goes on with the recorded run.
+    """
+    config = settings.Config() if resume and workdir else settings.resolve(given)
+    directory = RunDirectory(workdir or f"runs/{settings.run_name(given, config)}")
+    if resume:
+        if not directory.begun:
+            raise InputError(f"{directory.path} holds no run to resume.")
+        config = settings.resumed(directory.config, given)
+    else:
+        directory.check_free()
+    return execute([directory], [config])
+
+
+def execute(
+    directories: Sequence[RunDirectory],
+    configs: Sequence[settings.Config],
+    room: Sequence[int] = federate.ROOM,
+    show: Callable[[RunDirectory], str] | None = None,
+    progress: bool = True,
+) -> int:
+    """Runs experiments into their directories, from the start or the last checkpoint.
+
+    Several are one compiled program.
+
+    Args:
+      room: as of `build`.
+      show: returns the text about a finished run; None: `closing`.
+      progress: shows the rounds.
+
+    Returns:
+      the exit code.
+
+    Raises:
+      InputError: the settings are wrong, or several are not one program.
+    """
+    show = show or closing
+    for directory in directories:
+        directory.lock()
+    if all(map(complete, directories, configs)):
+        say(*map(show, directories))
+        return 0
+    experiments = build_at_once(configs, room)
+    pairs = zip(directories, experiments, strict=True)
+    places = [directory.open(experiment) for directory, experiment in pairs]
+    start, states = places[0][0], [state for _, state in places if state is not None]
+    if any(step != start for step, _ in places):
+        raise InputError("Runs at once must go on from the same round.")
+    say(describe(experiments[0], directories))
+    begin = time.perf_counter()
+    functions = compiled(experiments)
+    spent = round(time.perf_counter() - begin, 3)
+    interrupt = standard.Interrupt()
+    each = [standard_callbacks(x, configs[0], interrupt) for x in directories]
+    each[0] += [interrupt]
+    each[0] += [standard.ProgressBar()] if progress else []
+    for directory in directories:
+        seconds = directory.summary.get("seconds", {})
+        directory.summarize(status="running", seconds=seconds | {"compile": spent})
+    failed: dict[int, DivergenceError] = {}
+    try:
+        if len(experiments) > 1:
+            given: dict[str, Any] = {"states": states, "functions": functions}
+            failed = train_at_once(experiments, each, start=start, **given)
+        else:
+            given = {"state": states[0] if states else None, "functions": functions}
+            train(experiments[0], each[0], start=start, **given)
+    except DivergenceError as error:
+        failed = {0: error}
+    except standard.Stopped as stopped:
+        say(f"Stopped; --resume --workdir={directories[0].path} continues.")
+        return 128 + int(stopped.args[0])
+    for i, directory in enumerate(directories):
+        if i in failed:
+            directory.summarize(status="diverged")
+            print(f"{directory.path}: {failed[i]}", file=sys.stderr)
+        else:
+            say(show(directory), *idle(experiments[i], directory.last))
+    return DIVERGED if failed else 0
+
+
+def idle(e: Experiment, last: metrics.Row) -> Iterator[str]:
+    """Yields a note per part of the method that had no effect in the last round."""
+    factory, hparams = method(e.config)
+    for part in factory(e.task, **hparams).idle:
+        found = [last.get(part.metric + end) for end in ("", "/min", "/max")]
+        far = [abs(x - part.at) for x in found if x is not None]
+        if far and max(far) < part.within:
+            yield f"Note: {part.metric} ended at {part.at:g}. {part.what}"
+
+
+def standard_callbacks(
+    directory: RunDirectory,
+    config: settings.Config,
+    interrupt: standard.Interrupt | None = None,
+) -> list[Any]:
+    """Returns the callbacks that write a run directory, in their order."""
+    unseen = standard.UnseenClients()
+    found: list[Any] = [unseen, standard.MetricsWriter(directory, unseen)]
+    found += [standard.TensorBoard(directory)] if config.tensorboard else []
+    found += [standard.WandB(directory)] if config.wandb else []
+    if config.patience:
+        found.append(standard.EarlyStopping(config.patience, directory))
+    tables = [standard.Matrices, standard.ClientTable, standard.Curves]
+    found += [callback(directory) for callback in tables]
+    every = config.checkpoint_every
+    return [*found, standard.Checkpointer(directory, every, interrupt)]
+
+
+def complete(directory: RunDirectory, config: settings.Config) -> bool:
+    """Returns whether a run has all rounds of its settings, or stopped by patience."""
+    found = directory.summary
+    if found.get("status") != "complete":
+        return False
+    if config.unseen and found["unseen_rounds"] != config.unseen_rounds:
+        return False
+    return found["rounds"] >= config.rounds or found["patience"] == config.patience > 0
+
+
+def say(*messages: str) -> None:
+    """Prints on process 0."""
+    if jax.process_index() == 0:
+        print(*messages, sep="\n", flush=True)
+
+
+def describe(e: Experiment, directories: Sequence[RunDirectory]) -> str:
+    """Returns two lines about an experiment that begins."""
+    c, n = e.config, e.examples
+    part = f" ({n['used']:,} of {n['of']:,} examples)" if n["used"] < n["of"] else ""
+    sizes = [f"{num_parameters(model):,}" for model in e.task.models]
+    names = dict.fromkeys(e.networks)
+    pairs = zip(names, sizes, strict=False)
+    networks = ", ".join(f"{name} with {size} parameters" for name, size in pairs)
+    work = text.plural(c.epochs or c.steps or 0, "epoch" if c.epochs else "step")
+    paths = ", ".join(str(directory.path) for directory in directories)
+    return (
+        f"{c.algo} on {c.dataset}{part}: {text.plural(e.task.num_clients, 'client')} "
+        f"({c.partition}), {networks}, {text.plural(c.rounds, 'round')} of {work}\n"
+        f"{paths}: width {c.width} on {c.devices} x {jax.devices()[0].device_kind}"
+    )
+
+
+def closing(directory: RunDirectory) -> str:
+    """Returns the headline, its costs and the published number of a finished run."""
+    run = results.load(directory.path)
+    table, (name, _) = results.last(results.frame([run])), run.headline
+    shown = table[table["score"].isin([name, metrics.baseline(name)])]
+    rows = results.statistics(shown, run.headline).reset_index()
+    cells = rows.drop(columns=["method", "score"])
+    lines = [f"{run.config['algo']} after {table['completed'].max()} rounds, "]
+    lines[0] += f"{metrics.label(name)} over clients:"
+    lines += text.columns([list(cells.columns), *cells.astype(str).to_numpy().tolist()])
+    seconds, sent = run.summary["seconds"], table["megabytes"].max()
+    costs = ", ".join(f"{spent:.1f} s {what}" for what, spent in seconds.items())
+    lines += [f"Traffic {sent:,.1f} MB; {costs}."]
+    if published := presets.published(run.config):
+        wanted = presets.PRESETS[run.config["preset"]].headline_of(run.config["algo"])
+        differences = presets.deviations(run.config)
+        lines += [f"Published: {published} %, compare {wanted}. {differences}"]
+    return "\n".join([*lines, f"All results: fedjax-pfl report {directory.path}"])

@@ -1,0 +1,118 @@
+import jax
+import numpy as np
+import pytest
+
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.experiment.build import architectures, build, digests, optimizer, room
+from fedjax_pfl.experiment.config import Config
+
+SMALL = {
+    "algo": "fedavg",
+    "clients": 6,
+    "data_fraction": 0.2,
+    "model": "linear",
+    "width": "1",
+    "devices": "1",
+}
+
+
+def make(**settings):
+    return build(Config(**(SMALL | settings)))
+
+
+def test_an_experiment_is_complete():
+    e = make(algo="ditto", model="auto", clients=4)
+    assert e.config.model == "mlp" and e.config.hparams["lam"] == 1.0
+    assert e.headline == ("acc", "max") and e.networks.tolist() == ["mlp"] * 4
+    assert e.task.num_clients == len(e.partition.train) == 4
+    assert e.examples["used"] < e.examples["available"] == e.examples["of"] == 1797
+    assert jax.random.key_data(e.key).tolist() == [0, 0]
+
+
+def test_unseen_clients_do_not_train():
+    e = make(unseen=0.3)
+    assert len(e.unseen.ids) == 2 and e.task.num_clients == 4
+    assert len(e.everybody.train) == 6
+    seen = np.delete(np.arange(6), e.unseen.ids)
+    sizes = e.everybody.train_sizes
+    assert (e.partition.train_sizes == sizes[seen]).all()
+    assert (e.unseen.partition.train_sizes == sizes[e.unseen.ids]).all()
+    with pytest.raises(InputError, match="leaves no client"):
+        make(unseen=0.9)
+
+
+def test_each_network_has_unseen_clients():
+    e = make(model="linear,mlp", unseen=0.3)
+    assert sorted(e.networks.tolist()) == ["linear"] * 2 + ["mlp"] * 2
+    assert len(e.unseen.ids) == 2
+
+
+def test_networks_of_the_clients(tmp_path):
+    names, of = architectures("cnn,lenet", 4)
+    assert names == ["cnn", "lenet"] and of.tolist() == [0, 1, 0, 1]
+    assert architectures("blocks:cnn,lenet", 4)[1].tolist() == [0, 0, 1, 1]
+    file = tmp_path / "networks.txt"
+    file.write_text("mlp cnn cnn mlp")
+    names, of = architectures(f"file:{file}", 4)
+    assert names == ["mlp", "cnn"] and of.tolist() == [0, 1, 1, 0]
+    with pytest.raises(InputError, match="3 names, 2 clients"):
+        architectures("a,b,c", 2)
+
+
+def test_parts_of_the_users_own(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import numpy as np\n"
+        "from fedjax_pfl import ALGORITHMS, load\n"
+        "def method(task, *, rate: float = 1.0):\n"
+        "    return ALGORITHMS['fedavg'](task)\n"
+        "def data(seed):\n"
+        "    return load('digits')\n"
+        "def split(dataset, num_clients, seed):\n"
+        "    return np.arange(len(dataset.y)) % num_clients\n"
+    )
+    own = {"algo": f"{file}:method", "dataset": f"{file}:data"}
+    e = make(**own, partition=f"{file}:split", clients=3)
+    assert e.config.hparams == {"rate": 1.0} and e.task.num_clients == 3
+    before = digests(e)
+    file.write_text(file.read_text() + "# changed\n")
+    after = digests(e)
+    assert {name for name in before if before[name] != after[name]} == {"code"}
+
+
+def test_public_examples(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import fedjax_pfl\ndef pool(seed): return fedjax_pfl.load('digits')\n"
+    )
+    e = make(algo="fedmd", public=f"{file}:pool:7")
+    assert e.public.x.shape == (7, *e.dataset.x.shape[1:])
+    assert len(e.federation.public.y) == e.task.public.shape[0] == 7
+    with pytest.raises(InputError, match="is the data set of the clients"):
+        make(public="digits:7")
+
+
+def test_runs_with_the_same_room_have_the_same_shapes():
+    configs = [Config(**SMALL | {"partition": "iid", "seed": seed}) for seed in (0, 1)]
+    rows = room(configs)
+    made = [build(config, rows) for config in configs]
+    shapes = [jax.tree.map(np.shape, e.federation.train) for e in made]
+    assert shapes[0] == shapes[1]
+    assert made[0].dataset.x.shape == made[1].dataset.x.shape
+
+
+def test_optimizers_clip_then_decay():
+    w, g = {"a": jax.numpy.ones(4)}, {"a": 3 * jax.numpy.ones(4)}
+    rule = optimizer("sgd", decay=0.5, clip=1.0)(0.1)
+    step = rule.update(g, rule.init(w), w)[0]["a"]
+    np.testing.assert_allclose(step, -0.1 * (3 / 6 + 0.5), rtol=1e-6)
+    for name in ("adam", "adamw"):
+        rule = optimizer(name, decay=0.5)(0.1)
+        assert np.isfinite(rule.update(g, rule.init(w), w)[0]["a"]).all()
+
+
+def test_a_client_predicts_from_a_fetched_state():
+    e = make()
+    state = e.fetch(e.program.init(e.key, e.program.traced))
+    predict = e.predictor(state, 0, 2)
+    assert predict(e.dataset.x[:3]).shape == (3, 10)

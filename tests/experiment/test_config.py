@@ -1,0 +1,112 @@
+import dataclasses
+import json
+
+import optax
+import pytest
+
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.experiment import config as settings
+from fedjax_pfl.experiment.config import FREE, HELP, SETTINGS, Config, resolve
+
+
+def test_every_setting_has_a_help_and_a_kind():
+    assert set(SETTINGS) == {f.name for f in dataclasses.fields(Config)} - {"hparams"}
+    assert all(HELP.values()) and all(known.known for known in SETTINGS.values())
+
+
+def test_a_given_value_overrides_the_preset_which_overrides_the_default():
+    assert resolve({"algo": "ditto"}).clients == 100  # of the preset of digits
+    assert resolve({"algo": "ditto", "clients": 7}).clients == 7
+    assert resolve({"algo": "ditto", "dataset": "mnist"}).clients == Config.clients
+    fedcp = resolve({"algo": "fedcp"})
+    assert fedcp.hparams["lam"] == 1.0  # of the preset
+    assert resolve({"algo": "fedcp", "hparams": {"lam": "2"}}).hparams["lam"] == 2.0
+
+
+def test_hyperparameters_are_complete_and_typed():
+    found = settings.complete(Config(algo="ditto")).hparams
+    assert found == {"lam": 1.0, "personal_epochs": None}
+    given = {"lam": "0.5", "personal_epochs": "3"}
+    found = resolve({"algo": "ditto", "hparams": given}).hparams
+    assert found == {"lam": 0.5, "personal_epochs": 3}
+    found = resolve({"algo": "ditto", "hparams": {"personal_epochs": "none"}}).hparams
+    assert found["personal_epochs"] is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "Choose a method"),
+        ({"algo": "dito"}, "Did you mean ditto"),
+        ({"algo": "moon"}, "Unknown algo 'moon'. Known"),
+        ({"algo": "fedavg", "dataset": "femnist"}, "Unknown dataset 'femnist'. Known"),
+        ({"algo": "fedavg", "partition": "noniid"}, "Did you mean pathological or"),
+        ({"algo": "fedavg", "preset": "pfedc_mnis"}, "Did you mean pfedc_mnist"),
+        ({"algo": "fedavg", "optimizer": "adm"}, "Did you mean adam"),
+        ({"algo": "ditto", "hparams": {"lamb": "1"}}, "Did you mean lam"),
+        ({"algo": "ditto", "hparams": {"lam": "x"}}, "lam=x must be a number"),
+        ({"algo": "ditto", "hparams": {"lam": "-1"}}, "outside its range"),
+        ({"algo": "fedavg", "unseen": 1.0}, "outside its range"),
+        ({"algo": "fedavg", "epochs": 1, "steps": 1}, "exactly one"),
+        ({"algo": "fedavg", "momentum": 0.9, "optimizer": "adam"}, "--optimizer=sgd"),
+        ({"algo": "fedavg", "server_optimizer": "adam"}, "need each other"),
+        ({"algo": "fedavg", "participation": "half"}, "must be a number"),
+        ({"algo": "fedavg", "width": "wide"}, "must be a whole number"),
+        ({"algo": "fedavg", "partition": "file:x.npz", "alpha": 1.0}, "no effect"),
+    ],
+)
+def test_wrong_settings_have_one_message(given, message):
+    with pytest.raises(InputError, match=message):
+        resolve(given)
+
+
+def test_local_work_is_in_epochs_or_in_steps():
+    by_steps = resolve({"algo": "fedavg", "steps": 3})
+    assert (by_steps.steps, by_steps.epochs) == (3, None)
+    assert resolve({"algo": "fedavg"}).steps is None
+
+
+def test_a_partition_file_decides_its_settings():
+    found = resolve({"algo": "fedavg", "partition": "file:x.npz"})
+    assert found.clients is None and found.alpha is None and found.val_fraction is None
+
+
+def test_a_recorded_config_is_read_and_overridden(tmp_path):
+    path = tmp_path / "config.json"
+    config = resolve({"algo": "ditto", "lr": 0.25, "hparams": {"lam": "0.5"}})
+    path.write_text(json.dumps(vars(config) | {"a_setting_of_before": 1}))
+    assert settings.read(path) == config
+    other = resolve({"config": str(path), "lr": 0.5})
+    assert other == config.replace(lr=0.5)
+    assert resolve({"config": str(path), "algo": "fedavg"}).hparams == {}
+    path.write_text("{")
+    with pytest.raises(InputError, match="cannot be read"):
+        settings.read(path)
+
+
+def test_a_resume_changes_free_settings_only():
+    before = resolve({"algo": "ditto"}).replace(model="mlp")
+    after = settings.resumed(before, {"width": "2", "rounds": 30, "model": "auto"})
+    assert after == before.replace(width="2", rounds=30)
+    assert "width" in FREE and "lr" not in FREE
+    for given in ({"lr": 0.5}, {"rounds": 1}, {"hparams": {"lam": "3"}}):
+        with pytest.raises(InputError, match="recorded"):
+            settings.resumed(before, given)
+
+
+def test_optimizers_are_those_that_need_a_learning_rate_and_gradients():
+    found = settings.optimizers()
+    assert {"sgd", "adam", "adamw", "yogi"} <= set(found)
+    assert not {"lbfgs", "noisy_sgd", "sam"} & set(found)
+    assert all(callable(getattr(optax, name)) for name in found)
+
+
+def test_a_run_is_named_by_what_was_changed():
+    given = {"algo": "ditto", "lr": 0.5, "width": "2", "hparams": {"lam": "0.1"}}
+    name = settings.run_name(given, resolve(given))
+    assert name == "ditto-digits-dirichlet_hsu-seed0-lr=0.5-lam=0.1"
+
+
+def test_settings_without_effect_are_named():
+    found = settings.without_effect(Config(partition="iid"))
+    assert {"alpha", "classes_per_client", "unseen_rounds"} == set(found)

@@ -1,0 +1,82 @@
+from pathlib import Path
+
+import pytest
+
+from experiment.runs import SMALL, rows, run
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.experiment import sweep
+
+LENGTH = ["--rounds=2", "--checkpoint_every=1"]
+
+
+def members(**given):
+    hparams = given.pop("hparams", {})
+    return sweep.members(
+        given | {"hparams": hparams}, Path("root"), given.pop("n", None)
+    )
+
+
+def test_every_combination_is_a_run():
+    found = members(algo="local,ditto", lr="0.1,0.2", hparams={"ditto:lam": "1,2"})
+    names = [member.name for member in found]
+    assert names[:2] == ["local-lr=0.1-seed0", "local-lr=0.2-seed0"]
+    assert len(found) == 2 + 4 and names[-1] == "ditto-lr=0.2-lam=2.0-seed0"
+    assert found[-1].config.hparams["lam"] == 2.0 and found[-1].config.lr == 0.2
+
+
+def test_values_with_commas_are_separated_by_semicolons():
+    found = members(algo="fd", model="mlp;linear,mlp")
+    assert [member.config.model for member in found] == ["mlp", "linear,mlp"]
+    assert members(algo="fd", model="linear,mlp")[0].config.model == "linear,mlp"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"lr": "0.1,0.1"},
+        {"lr": "0.1,a"},
+        {"width": "1,2"},
+        {"preset": "digits,synthetic"},
+    ],
+)
+def test_wrong_values(given):
+    with pytest.raises(InputError):
+        members(algo="fedavg", **given)
+
+
+def test_seeds_at_once_are_the_runs_one_by_one(tmp_path, capsys):
+    argv = ["--algo=ditto", *SMALL, *LENGTH, "--seeds=2"]
+    for how in ("all", "1"):
+        given = [f"--runs_at_once={how}", f"--workdir={tmp_path / how}"]
+        assert run(*argv, *given) == 0
+    for seed in ("seed0", "seed1"):
+        assert rows(tmp_path / "all" / seed) == rows(tmp_path / "1" / seed)
+    assert "±" in capsys.readouterr().out
+    before = rows(tmp_path / "all" / "seed0")
+    again = [*argv, "--runs_at_once=all", f"--workdir={tmp_path / 'all'}"]
+    assert run(*again, "--rounds=3") == 0  # all go on
+    assert rows(tmp_path / "all" / "seed0")[0].startswith(before[0][:100])
+    assert len(rows(tmp_path / "all" / "seed1")[0].splitlines()) == 4
+
+
+def test_a_validation_score_chooses(tmp_path, capsys):
+    argv = ["--algo=fedavg", *SMALL, *LENGTH, "--lr=0.0001,0.1", f"--root={tmp_path}"]
+    given = ["--val_fraction=0.2", "--select=val/acc"]
+    assert run(*argv, *given, command=sweep.sweep) == 0
+    text = capsys.readouterr().out
+    assert "Chosen: fedavg, lr=0.1" in text
+    shown = text.partition("Chosen:")[2]
+    assert "lr=0.0001" not in shown and "round 1/2" not in text
+    assert run(*argv, *given, command=sweep.sweep) == 0  # nothing is left to run
+    other = [*argv, *given, "--epochs=2"]
+    assert run(*other, command=sweep.sweep) == 2
+    assert "recorded" in capsys.readouterr().err
+    assert run(*argv, "--select=post/acc", command=sweep.sweep) == 2
+
+
+def test_a_run_that_fails_does_not_stop_the_others(tmp_path, capsys):
+    argv = ["--algo=fedavg", *SMALL, *LENGTH, "--lr=1e30,0.1", f"--root={tmp_path}"]
+    assert run(*argv, "--runs_at_once=all", command=sweep.sweep) == 3
+    text = capsys.readouterr()
+    assert "is not finite" in text.err and "lr=0.1-seed0" in text.out
+    assert (tmp_path / "fedavg-lr=0.1-seed0" / "metrics.csv").exists()

@@ -1,0 +1,174 @@
+import os
+import re
+import shutil
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from experiment.runs import SMALL, rows, run
+from fedjax_pfl import experiment
+from fedjax_pfl.experiment import callbacks
+from fedjax_pfl.experiment.build import build
+from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.run_directory import RunDirectory
+from fedjax_pfl.experiment.train import execute, standard_callbacks, train
+
+CONFIG = Config(
+    algo="fedavg",
+    clients=5,
+    partition="iid",
+    data_fraction=0.3,
+    val_fraction=0.2,
+    model="linear",
+    lr=0.05,
+    width="4",
+    devices="1",
+    rounds=6,
+    checkpoint_every=2,
+)
+SEVERAL = CONFIG.replace(participation="0.5", eval_every=3, rounds=5)
+
+
+def ends(path):
+    """Returns the files and the state that a run ends with."""
+    directory = RunDirectory(path)
+    return rows(directory.path), directory.restore(build(directory.config))
+
+
+def same(a, b):
+    assert a[0] == b[0] and a[1][0] == b[1][0]
+    jax.tree.map(np.testing.assert_array_equal, a[1][1], b[1][1])
+
+
+def killed(path, config, round):
+    """Runs until the row of a round is written, as if killed there."""
+    directory, e = RunDirectory(path), build(config)
+    start, state = directory.open(e)
+
+    def kill(result):
+        if result.round == round:
+            raise SystemError("killed")
+
+    found = standard_callbacks(directory, config)
+    with pytest.raises(SystemError):
+        train(e, [*found[:-1], kill, found[-1]], start=start, state=state)
+    directory._lock.release()
+
+
+@pytest.mark.parametrize("algo", ["pfedc", "scaffold"])
+def test_a_killed_run_goes_on_bit_for_bit(algo, tmp_path):
+    config = SEVERAL.replace(algo=algo)
+    assert execute([RunDirectory(tmp_path / "whole")], [config]) == 0
+    killed(tmp_path / "killed", config, 1)
+    killed(tmp_path / "killed", config, 3)
+    assert execute([RunDirectory(tmp_path / "killed")], [config]) == 0
+    same(ends(tmp_path / "whole"), ends(tmp_path / "killed"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algo", ["fedavg", "ditto", "fedcp", "feddva"])
+def test_random_kills_leave_no_trace(algo, tmp_path):
+    rng, config = np.random.default_rng(0), SEVERAL.replace(algo=algo, rounds=12)
+    assert execute([RunDirectory(tmp_path / "whole")], [config]) == 0
+    for i in range(3):
+        path, last = tmp_path / str(i), 0
+        for t in np.sort(rng.integers(0, 12, 3)):
+            last = max(last, int(t))
+            killed(path, config, last)
+        assert execute([RunDirectory(path)], [config]) == 0
+        same(ends(tmp_path / "whole"), ends(path))
+
+
+def test_a_longer_run_is_the_shorter_one_resumed(tmp_path):
+    short, whole = f"--workdir={tmp_path / 'short'}", f"--workdir={tmp_path / 'whole'}"
+    argv = ["--algo=fedavg", *SMALL, "--eval_every=2"]
+    assert run(*argv, "--rounds=4", short) == run(*argv, "--rounds=7", whole) == 0
+    assert run("--resume", "--rounds=7", short) == 0
+    same(ends(tmp_path / "short"), ends(tmp_path / "whole"))
+
+
+def test_a_schedule_over_the_rounds_cannot_grow(tmp_path, capsys):
+    path = f"--workdir={tmp_path / 'run'}"
+    assert run("--algo=fedbabu", *SMALL, "--rounds=2", path) == 0
+    code = run("--resume", "--rounds=3", path)
+    assert code in (0, 2)
+
+
+def test_ctrl_c_saves_and_goes_on(tmp_path, capsys):
+    directory = RunDirectory(tmp_path / "run")
+    e = build(CONFIG)
+    interrupt = callbacks.Interrupt()
+
+    def press(result):
+        if result.round == 2 and result.metrics is not None:
+            os.kill(os.getpid(), signal.SIGINT)
+            while not interrupt.number:
+                pass
+
+    directory.open(e)
+    found = standard_callbacks(directory, CONFIG, interrupt)
+    with pytest.raises(callbacks.Stopped):
+        train(e, [interrupt, press, *found])
+    assert directory.summary["status"] == "interrupted"
+    assert directory.restore(e)[0] == 3
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_callback_ends_a_run_after_its_last_scores():
+    seen = []
+
+    def stop(result):
+        seen.append((result.round, result.metrics is None))
+        return result.round == 2
+
+    experiment.train(build(CONFIG), [stop])
+    assert seen == [(0, False), (1, False), (2, False), (3, True)]
+
+
+def test_patience_ends_a_run_and_a_resume_ends_at_the_same_round(tmp_path, capsys):
+    config = CONFIG.replace(rounds=40, patience=2, lr=0.2)
+    directory = RunDirectory(tmp_path / "run")
+    assert execute([directory], [config]) == 0
+    rounds = directory.summary["rounds"]
+    values = [row["val/acc"] for row in directory.rows("metrics.jsonl")][:rounds]
+    assert rounds < 40 and max(values) == max(values[:-2]) == values[-3]
+    killed(tmp_path / "killed", config, rounds - 2)
+    assert execute([RunDirectory(tmp_path / "killed")], [config]) == 0
+    same(ends(tmp_path / "run"), ends(tmp_path / "killed"))
+    capsys.readouterr()
+    assert run("--resume", f"--workdir={directory.path}") == 0
+    assert "round 1/" not in capsys.readouterr().out  # nothing is trained
+
+
+def test_results_are_printed_and_tabulated(tmp_path, capsys):
+    path = tmp_path / "run"
+    argv = ["--algo=fedavg", *SMALL, "--rounds=2", "--unseen=0.2", "--tensorboard"]
+    assert run(*argv, f"--workdir={path}") == 0
+    text = capsys.readouterr().out
+    for word in ("before", "after", "held-out clients", "majority baseline", "MB"):
+        assert word in text
+    assert re.search(r"^round 2/2  loss \d", text, re.M)
+    header, *lines = (path / "clients.csv").read_text().splitlines()
+    assert header.startswith("client,") and "unseen/acc" in header and len(lines) == 5
+    assert len((path / "metrics.csv").read_text().splitlines()) == 4
+    assert len(list(path.glob("events.out.tfevents.*"))) == 1
+
+
+def test_clients_on_the_host_train_the_same(tmp_path):
+    config = CONFIG.replace(participation="0.4", rounds=2, server_optimizer="adam")
+    config = config.replace(server_lr=0.01)
+    for memory in ("device", "host"):
+        directory = RunDirectory(tmp_path / memory)
+        assert execute([directory], [config.replace(client_memory=memory)]) == 0
+    same(ends(tmp_path / "device"), ends(tmp_path / "host"))
+
+
+def test_rows_of_the_networks(tmp_path):
+    path = tmp_path / "run"
+    argv = ["--algo=fd", *SMALL, "--model=linear,mlp", "--rounds=1"]
+    assert run(*argv, f"--workdir={path}") == 0
+    *_, last = RunDirectory(path).rows("metrics.jsonl")
+    assert last["pre/acc@linear_clients"] + last["pre/acc@mlp_clients"] == 5
+    shutil.rmtree(path)
