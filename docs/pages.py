@@ -31,8 +31,8 @@ MODULES = {  # by topic
         *("averaging", "server_optimizer", "local_training", "losses", "evaluation"),
         *("aggregate", "traffic", "trees", "architectures", "keys", "testing"),
     ],
-    "Data": ["data.datasets", "data.partitioners", "data.federate"],
-    "Networks": ["models.functional", "models.nets", "models.resnet", "models.layers"],
+    "Data": ["data.datasets", "data.partition", "data.partitioners", "data.federate"],
+    "Networks": ["models.nnx_model", "models.nets", "models.resnet", "models.layers"],
     "Experiments": ["experiment.config", "experiment.callbacks", "experiment.results"],
     "Privacy": ["privacy.encryption"],
 }

@@ -12,12 +12,12 @@ import optax
 from fedjax_pfl.data.datasets import Dataset, checked, prepared
 from fedjax_pfl.data.federate import public_classes
 from fedjax_pfl.engine import callables, validate
-from fedjax_pfl.engine.loop import Compiled, compiled, rounds, rounds_at_once
+from fedjax_pfl.engine.batch import vectorized
 from fedjax_pfl.engine.method import Traced
 from fedjax_pfl.engine.program import Program, Round, program
 from fedjax_pfl.engine.results import Result, record
+from fedjax_pfl.engine.rounds import Compiled, compiled, rounds, rounds_at_once
 from fedjax_pfl.engine.sampling import sample
-from fedjax_pfl.engine.vectorized import vectorized
 from fedjax_pfl.engine.xla import compiler_options
 from fedjax_pfl.errors import DivergenceError, InputError, check, choose
 from fedjax_pfl.hyperparameters import (

@@ -253,7 +253,7 @@ def test_describe_and_list_know_them(here, capsys):
 
 HEAD = (
     "import numpy as np\nimport fedjax_pfl as pfl\nfrom flax import nnx\nfrom "
-    "fedjax_pfl.data import partitioners\n"
+    "fedjax_pfl.data import partition\n"
 )
 MISTAKES = {  # kind, function (or the file's name): what is said
     ("model", "nowhere.py:f"): "there is no such file",
@@ -320,20 +320,20 @@ MISTAKES = {  # kind, function (or the file's name): what is said
     ("partition", "def f(d, n, seed): return [1, 2]"): "is list, not a Partition",
     (
         "partition",
-        "def f(d, n, seed): return partitioners.of_clients([[0], [1]], [[2], [3]])",
+        "def f(d, n, seed): return partition.of_clients([[0], [1]], [[2], [3]])",
     ): ("gives rows to 2 clients, not 5: say clients=2"),
     (
         "partition",
-        "def f(d, n, seed): return partitioners.of_clients([[0]] * n, [[1]] * n)",
+        "def f(d, n, seed): return partition.of_clients([[0]] * n, [[1]] * n)",
     ): "train more than once",
     (
         "partition",
-        "def f(d, n, seed): return partitioners.of_clients([[i] for i in range(n)], "
+        "def f(d, n, seed): return partition.of_clients([[i] for i in range(n)], "
         "[[0.5]] * n)",
     ): ("test must have a list of row numbers"),
     (
         "partition",
-        "def f(d, n, seed): return partitioners.of_clients([[i] for i in range(n)], "
+        "def f(d, n, seed): return partition.of_clients([[i] for i in range(n)], "
         "[[9999]] * n)",
     ): ("holds the row 9999"),
     (

@@ -10,18 +10,17 @@ import pytest
 from scipy.special import softmax
 
 from experiments import figures
-from fedjax_pfl.data import assignment, datasets
+from fedjax_pfl.data import datasets, partitioners
 from fedjax_pfl.data.federate import federate
-from fedjax_pfl.data.partitioners import (
-    PARTITIONS,
+from fedjax_pfl.data.partition import (
     class_counts,
     digest,
+    flat,
     load_file,
     of_clients,
-    partition,
     save,
 )
-from fedjax_pfl.data.rows import flat
+from fedjax_pfl.data.partitioners import PARTITIONS, partition
 from fedjax_pfl.errors import InputError
 
 DATA = datasets.synthetic(2000, 10, (2,))
@@ -291,7 +290,7 @@ def test_label_groups_share_classes():
 )
 def test_label_groups_where_places_do_not_come_out_even(num_clients, k):
     totals = np.full(10, 50)
-    counts = assignment.label_groups(
+    counts = partitioners.label_groups(
         np.random.default_rng(0), totals, num_clients, k, 40
     )
     assert np.array_equal(counts.sum(axis=0), totals) and counts.min() >= 0
@@ -301,7 +300,7 @@ def test_label_groups_where_places_do_not_come_out_even(num_clients, k):
 def test_dirichlet_has_pfllibs_minimum_and_bounds_owners():
     p = partition(DATA, "dirichlet", num_clients=20, seed=0, alpha=0.1)
     assert _sizes(p).min() >= 40  # min(40, 2000 / 20 / 2)
-    counts = assignment.dirichlet(np.random.default_rng(0), np.full(10, 200), 20, 0.1)
+    counts = partitioners.dirichlet(np.random.default_rng(0), np.full(10, 200), 20, 0.1)
     sizes = np.cumsum(counts, axis=1)
     # who owns n / N gets no further class
     assert np.all(counts[:, 1:][sizes[:, :-1] >= 100] == 0)
@@ -311,7 +310,7 @@ def test_dirichlet_concentration():
     """Share of the largest owner of a class: near 1 for tiny alpha, near 1 / N for
     huge; Dir(alpha / N) is spikier."""
     top = {}
-    for rule in (assignment.dirichlet_class, assignment.dirichlet_total):
+    for rule in (partitioners.dirichlet_class, partitioners.dirichlet_total):
         for alpha in (0.01, 1.0, 1e5):
             counts = rule(np.random.default_rng(0), np.full(200, 1000), 20, alpha)
             top[rule.__name__, alpha] = counts.max(axis=0).mean() / 1000
@@ -324,7 +323,7 @@ def test_dirichlet_total_is_feddvas(alpha):
     """Shares over N clients ~ Dir((alpha / N) 1_N): mean 1 / N, variance (1 / N)(1 - 1
     / N) / (alpha + 1)."""
     shares = (
-        assignment.dirichlet_total(
+        partitioners.dirichlet_total(
             np.random.default_rng(0), np.full(4000, 100_000), 20, alpha
         )
         / 100_000
@@ -337,7 +336,7 @@ def test_dirichlet_total_is_feddvas(alpha):
 
 def test_log_gamma_draws_are_dirichlet():
     draws = softmax(
-        assignment._log_gamma(np.random.default_rng(0), 0.3, (5, 40_000)), axis=0
+        partitioners._log_gamma(np.random.default_rng(0), 0.3, (5, 40_000)), axis=0
     )
     assert np.allclose(draws.mean(axis=1), 0.2, atol=0.01)
     assert np.allclose(draws.var(axis=1), 0.2 * 0.8 / (5 * 0.3 + 1), atol=0.005)
@@ -374,7 +373,7 @@ def test_minimum_moves_from_the_largest_and_is_reported(caplog):
 
 def test_fill_up_moves_no_more_than_needed():
     counts = np.array([[0, 0], [3, 0], [50, 47]])
-    new, moved = assignment.fill_up(np.random.default_rng(0), counts, 5)
+    new, moved = partitioners.fill_up(np.random.default_rng(0), counts, 5)
     assert moved == 5 + 2 and np.array_equal(new.sum(axis=1), [5, 5, 90])
     assert (
         np.array_equal(new.sum(axis=0), counts.sum(axis=0))
@@ -740,7 +739,7 @@ def test_label_groups_have_pfllibs_holders_and_parts():
     """Of 7 clients with 2 of 4 classes each, the first ceil(3.5); parts from a tenth of
     the mean on."""
     made = [
-        assignment.label_groups(np.random.default_rng(s), np.full(4, 1000), 7, 2, 40)
+        partitioners.label_groups(np.random.default_rng(s), np.full(4, 1000), 7, 2, 40)
         for s in range(50)
     ]
     parts = np.stack([counts[:3, 0] for counts in made])
@@ -748,7 +747,7 @@ def test_label_groups_have_pfllibs_holders_and_parts():
         np.array_equal(np.flatnonzero(counts[:, 0]), range(4)) for counts in made
     )
     assert 25 <= parts.min() < 40 and 230 < parts.max() < 250
-    large = assignment.label_groups(
+    large = partitioners.label_groups(
         np.random.default_rng(0), np.full(4, 1000), 7, 2, 800
     )
     assert large[:3, 0].min() >= 200  # the least of a client, over the classes
@@ -756,7 +755,7 @@ def test_label_groups_have_pfllibs_holders_and_parts():
 
 def test_dirichlet_leaves_out_who_owns_just_its_share():
     for seed in range(20):
-        counts = assignment.dirichlet(
+        counts = partitioners.dirichlet(
             np.random.default_rng(seed), np.array([10, 5, 5]), 2, 1e-6
         )
         assert sorted(counts.tolist()) == [[0, 5, 5], [10, 0, 0]]
@@ -771,7 +770,7 @@ def test_dirichlets_minimum_is_half_a_share_of_many_clients():
 
 
 def test_hsus_class_shares_are_the_data_sets_on_average_and_each_clients_own():
-    draw = lambda seed, *given: assignment.dirichlet_hsu(
+    draw = lambda seed, *given: partitioners.dirichlet_hsu(
         np.random.default_rng(seed), *given
     )
     first = [
@@ -785,12 +784,12 @@ def test_hsus_class_shares_are_the_data_sets_on_average_and_each_clients_own():
 
 
 def test_fill_up_takes_random_examples_that_are_there():
-    counts, _ = assignment.fill_up(
+    counts, _ = partitioners.fill_up(
         np.random.default_rng(0), np.array([[0, 0], [600, 400]]), 300
     )
     assert np.allclose(counts[0], [180, 120], atol=30)
     for seed in range(20):
-        counts, _ = assignment.fill_up(
+        counts, _ = partitioners.fill_up(
             np.random.default_rng(seed), np.array([[0, 0], [0, 4]]), 2
         )
         assert counts.tolist() == [[0, 2], [0, 2]]
@@ -798,7 +797,7 @@ def test_fill_up_takes_random_examples_that_are_there():
 
 def test_apportion_rounds_the_edges():
     """Whoever else did it would change every split that is drawn."""
-    assert assignment.apportion(
+    assert partitioners.apportion(
         np.full((3, 2), 1 / 3), np.array([10, 11])
     ).T.tolist() == [[3, 4, 3], [4, 3, 4]]
 

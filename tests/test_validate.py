@@ -15,6 +15,7 @@ from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.data import datasets, partitioners
 from fedjax_pfl.data.federate import federate, others
+from fedjax_pfl.data.partition import class_counts, of_clients
 from fedjax_pfl.engine import host_state, unseen, validate
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import nets
@@ -48,9 +49,7 @@ def normed():
 
 def make_task(dataset=None, counts=None, model=None, **options):
     dataset = blobs()._replace(**(dataset or {}))
-    counts = (
-        partitioners.class_counts(partitioned(), blobs()) if counts is None else counts
-    )
+    counts = class_counts(partitioned(), blobs()) if counts is None else counts
     return simulate.task(
         dataset, counts, model or net(), **({"lr": 0.1, "batch_size": 4} | options)
     )
@@ -887,22 +886,22 @@ WRONG = [
         "in test",
     ),
     (
-        partitioners.of_clients,
+        of_clients,
         {"train": [[0]], "test": 7},
         "test must have a list of row numbers for each of 1",
     ),
     (
-        partitioners.of_clients,
+        of_clients,
         {"train": [0, 1], "test": [2, 3]},
         "train must have a list of row numbers",
     ),
     (
-        partitioners.of_clients,
+        of_clients,
         {"train": [[True]], "test": [[1]]},
         "row numbers (here bool) for each of 1",
     ),
     (
-        partitioners.of_clients,
+        of_clients,
         {"train": iter([]), "test": []},
         "each of 0 clients, at least one",
     ),

@@ -17,7 +17,7 @@ from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, evaluation, keys, local_training, trees
 from fedjax_pfl.errors import check, choose
-from fedjax_pfl.models import strided, vae
+from fedjax_pfl.models import cnn_dva, vae
 from fedjax_pfl.numerics import dva_phases
 from fedjax_pfl.types import (
     Algorithm,
@@ -59,7 +59,7 @@ def networks(
         if choose("head", head, ("none", *dva_phases.HEADS)) == "none"
         else task.num_classes
     )
-    widths = strided.channels(shape, hidden)
+    widths = cnn_dva.channels(shape, hidden)
     why = (
         f"each of {len(widths)} convolutions has half the channels of the next, and "
         "the first needs 2"

@@ -24,7 +24,7 @@ from fedjax_pfl.averaging import (
     split_layers,
 )
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.models.order import layers
+from fedjax_pfl.models.nnx_model import layer_order
 from fedjax_pfl.types import Algorithm, Model, Task
 
 
@@ -100,7 +100,7 @@ def lg_fedavg(
         return partial_averaging(task, split(task, ("body",)), one_architecture=False)
 
     def chosen(model: Model) -> list[Path]:
-        found = layers(model, task.prepared)
+        found = layer_order(model, task.prepared)
         convs = [
             layer
             for layer in found

@@ -62,23 +62,25 @@ class Branching(NamedTuple):
       task_loss: what the sum over a task's samples in a minibatch is divided by, one of
         class (those of its classes, D_i^c of Eq. 3; a task without one is left out),
         batch (all of them).
-      weighting: of the task losses, one of mgda_ub (the paper's), mgda (gradients by
-        the body), uniform, sum.
-      solver: of the minimum-norm point, one of fista, fw (the paper's Frank-Wolfe).
-      normalise: gradients before solving, one of none, l2, loss, loss+.
+      weighting: of the task losses, one of mgda_ub (the paper's), uniform.
+      weight_scale: of these weights, one of simplex (they sum to 1), mean_one (times
+        the number of tasks that learn from the batch, so that their mean is 1; with
+        uniform the plain sum).
+      normalise: gradients before solving, one of none, loss+ (by their norm and the
+        task's loss).
       head_grad: one of scaled (by alpha, Eq. 5), unscaled (Sener & Koltun's Algorithm
         2).
-      head_weighting: of a branch's holders, one of uniform (Eq. 7), data, task_count.
+      head_weighting: of a branch's holders, one of uniform (Eq. 7), data.
     """
 
     tasks: Annotated[str, hyperparameters.Recorded(inline)] = "class"
     head: Literal["group_softmax", "group_reject", "group_binary"] = "group_softmax"
     task_loss: Literal["class", "batch"] = "class"
-    weighting: Literal["mgda_ub", "mgda", "uniform", "sum"] = "mgda_ub"
-    solver: Literal["fista", "fw"] = "fista"
-    normalise: Literal["none", "l2", "loss", "loss+"] = "none"
+    weighting: Literal["mgda_ub", "uniform"] = "mgda_ub"
+    weight_scale: Literal["simplex", "mean_one"] = "simplex"
+    normalise: Literal["none", "loss+"] = "none"
     head_grad: Literal["scaled", "unscaled"] = "scaled"
-    head_weighting: Literal["uniform", "data", "task_count"] = "uniform"
+    head_weighting: Literal["uniform", "data"] = "uniform"
 
 
 class Branched(NamedTuple):
@@ -99,12 +101,8 @@ class Branched(NamedTuple):
 
     def shares(self, by: str, cohort: Cohort) -> Array:
         """The weights of a branch's holders, [S, T], not normalised."""
-        n = self.held(cohort.class_counts)
-        return {
-            "uniform": n > 0,
-            "data": cohort.sizes[:, None] * (n > 0),
-            "task_count": n,
-        }[by]
+        holds = self.held(cohort.class_counts) > 0
+        return cohort.sizes[:, None] * holds if by == "data" else holds
 
 
 def branched(task: Task, on: Branching) -> Branched:
@@ -128,11 +126,9 @@ def branched(task: Task, on: Branching) -> Branched:
     def train(c: Client, received: PyTree) -> tuple[PyTree, Array, dict[str, Array]]:
         # [T], that the client holds of each task
         classes = jnp.sign(c.class_counts) @ b.member.T
-        holds, how = (
-            classes > 0,
-            (on.weighting, on.solver, on.normalise, on.head_grad, on.task_loss),
-        )
-        loss = branch_loss(task, b, holds, *how, one_class=classes == 1)
+        holds = classes > 0
+        how = on.weighting, on.weight_scale, on.normalise, on.head_grad
+        loss = branch_loss(task, b, holds, *how, on.task_loss, one_class=classes == 1)
         alone = task._replace(
             optimizer=lambda lr: optimizers.without_columns(
                 ~holds[b.column], task.optimizer(lr)

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl.data.datasets import Dataset, check_inputs, checked
-from fedjax_pfl.data.partitioners import Partition, class_counts
-from fedjax_pfl.data.rows import checked as checked_rows
+from fedjax_pfl.data.partition import Partition, checked as checked_rows, class_counts
 from fedjax_pfl.types import Examples, Federation, Subset
 
 ROOM = (1, 0, 1)  # of a client in train, val and test, at least

@@ -6,8 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedjax_pfl.data.datasets import Dataset
-from fedjax_pfl.data.partitioners import Partition
-from fedjax_pfl.data.rows import flat
+from fedjax_pfl.data.partition import Partition, flat
 from fedjax_pfl.errors import InputError
 
 # client k has type k mod 4

@@ -12,7 +12,7 @@ import numpy as np
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.engine import callables
 from fedjax_pfl.errors import InputError, check, choose
-from fedjax_pfl.models.functional import BN_STATS
+from fedjax_pfl.models.nnx_model import BN_STATS
 from fedjax_pfl.types import Algorithm, Array, Examples, Federation, Model, Subset, Task
 
 LARGEST = 2**31 - 1  # steps and examples are counted in int32

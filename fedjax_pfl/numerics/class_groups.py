@@ -118,24 +118,16 @@ def samples(b: Branches, y: Array, mask: Array) -> Array:
     return (_inside(b, y) | b.open[None]) & mask[:, None]
 
 
-def min_norm_weights(
-    m: Array, losses: Array, active: Array, solver: str, normalise: str
-) -> Array:
+def min_norm_weights(m: Array, losses: Array, active: Array, normalise: str) -> Array:
     """alpha [T] on the simplex over `active` [T]; tasks with a negligible gradient are
     left out (26.2, step 2)."""
     norms = jnp.diag(m)
-    scale = {
-        "none": jnp.ones_like(norms),
-        "l2": jnp.sqrt(norms),
-        "loss": losses,
-        "loss+": losses * jnp.sqrt(norms),
-    }
+    scale = losses * jnp.sqrt(norms) if normalise == "loss+" else jnp.ones_like(norms)
     moving = active & (norms > NEGLIGIBLE * jnp.max(jnp.where(active, norms, 0)))
-    s = jnp.where(moving & (scale[normalise] > 0), scale[normalise], 1)
-    solve = {"fista": min_norm.fista, "fw": min_norm.frank_wolfe}[solver]
+    s = jnp.where(moving & (scale > 0), scale, 1)
     return jnp.where(
         jnp.any(moving),
-        solve(m / (s[:, None] * s[None, :]), moving),
+        min_norm.fista(m / (s[:, None] * s[None, :]), moving),
         min_norm.uniform(active, m.dtype),
     )
 
@@ -156,7 +148,7 @@ def branch_loss(
     b: Branches,
     active: Array,
     weighting: str,
-    solver: str,
+    weight_scale: str,
     normalise: str,
     head_grad: str,
     task_loss: str = "class",
@@ -180,22 +172,16 @@ def branch_loss(
 
     # a duality gap of 1e-5 is below the noise of shorter products
     @jax.default_matmul_precision("highest")  # type: ignore[untyped-decorator]  # of JAX, without types
-    def weights(
-        variables: PyTree, batch: Batch, z: Array, key: Array
-    ) -> tuple[Array, Array]:
+    def weights(z: Array, kernel: Array, batch: Batch) -> tuple[Array, Array]:
         """alpha [T], and which tasks learn from this batch, [T] bool."""
         values, usable = each(z, batch)
         on = active & usable
-        if weighting in ("uniform", "sum"):
-            return min_norm.uniform(
-                on, z.dtype
-            ) if weighting == "uniform" else on.astype(z.dtype), on
-        if weighting == "mgda_ub":
-            residual = jax.grad(lambda z: jnp.sum(each(z, batch)[0]))(z)
-            m = gram(b, residual, variables["head"]["kernel"])
+        if weighting == "uniform":
+            alpha = min_norm.uniform(on, z.dtype)
         else:
-            m = _body_gram(task, b, lambda z: each(z, batch)[0], variables, batch, key)
-        return min_norm_weights(m, values, on, solver, normalise), on
+            residual = jax.grad(lambda z: jnp.sum(each(z, batch)[0]))(z)
+            alpha = min_norm_weights(gram(b, residual, kernel), values, on, normalise)
+        return alpha * jnp.sum(on) if weight_scale == "mean_one" else alpha, on
 
     def loss(
         variables: PyTree, batch: Batch, key: Array
@@ -205,7 +191,7 @@ def branch_loss(
         )
         z = columns(variables["head"], h)
         alpha, on = jax.lax.stop_gradient(
-            weights(*jax.lax.stop_gradient((variables, batch, z, key)))
+            weights(*jax.lax.stop_gradient((z, variables["head"]["kernel"])), batch)
         )
         values = each(z, batch)[0]
         seen = weight_shares(
@@ -221,30 +207,6 @@ def branch_loss(
         return value + apart - jax.lax.stop_gradient(apart), stats, seen
 
     return loss
-
-
-def _body_gram(
-    task: Task,
-    b: Branches,
-    each: Callable[[Array], Array],
-    variables: PyTree,
-    batch: Batch,
-    key: Array,
-) -> Array:
-    """<grad l_s, grad l_t> by the body's parameters, [T, T]: MGDA proper, at T backward
-    passes."""
-
-    def by_body(body: PyTree) -> Array:
-        h, _ = task.model.features(
-            {**variables, "body": body}, batch.x, mask=batch.mask, train=True, key=key
-        )
-        return each(columns(variables["head"], h))
-
-    rows = [
-        g.reshape(g.shape[0], -1)
-        for g in jax.tree.leaves(jax.jacrev(by_body)(variables["body"]))
-    ]
-    return sum((g @ g.T for g in rows), jnp.zeros((len(b.member),) * 2))
 
 
 def scores(b: Branches, z: Array, y: Array, mask: Array, c: Client) -> Scores:

@@ -138,8 +138,7 @@ def test_weight_on_groups_of_which_a_client_holds_one_class():
 
 
 @pytest.mark.parametrize("head", task_maps.HEADS)
-@pytest.mark.parametrize("solver", ["fista", "fw"])
-def test_weights_are_the_minimum_norm_point_of_the_tasks_in_the_batch(solver, head):
+def test_weights_are_the_minimum_norm_point_of_the_tasks_in_the_batch(head):
     """Ten of twenty classes, in pairs but for the last; a batch of six: most tasks have
     no sample in it."""
     spec = "map:" + ",".join(str(c // 2 + (c == 19)) for c in range(20))
@@ -159,7 +158,7 @@ def test_weights_are_the_minimum_norm_point_of_the_tasks_in_the_batch(solver, he
         )
         return (
             m,
-            class_groups.min_norm_weights(m, values, held & usable, solver, "none"),
+            class_groups.min_norm_weights(m, values, held & usable, "none"),
             held & usable,
         )
 

@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedjax_pfl.data.assignment import tally
-from fedjax_pfl.data.datasets import Dataset
-from fedjax_pfl.data.npz import read_npz
+from fedjax_pfl.data.datasets import Dataset, read_npz
 from fedjax_pfl.errors import InputError
 
 _PARTS = ("train", "test", "val")
@@ -35,6 +33,15 @@ def class_counts(p: Partition, dataset: Dataset) -> np.ndarray:
     client = np.repeat(np.arange(len(p.train)), p.train_sizes)
     label = dataset.y[flat(p.train, p.train_sizes)]
     return tally(client, label, len(p.train), dataset.num_classes).astype(np.int32)
+
+
+def tally(
+    client: np.ndarray, label: np.ndarray, num_clients: int, num_classes: int
+) -> np.ndarray:
+    """Counts [N, C] of (client, label) pairs."""
+    return np.bincount(
+        client * num_classes + label, minlength=num_clients * num_classes
+    ).reshape(num_clients, -1)
 
 
 def digest(p: Partition) -> str:
@@ -123,7 +130,7 @@ def checked(source: str, p: Partition, dataset: Dataset) -> Partition:
     if not isinstance(p, Partition):
         raise InputError(
             f"{source} is {type(p).__name__}, not a Partition, as "
-            "fedjax_pfl.data.rows.of_clients makes it."
+            "fedjax_pfl.data.partition.of_clients makes it."
         )
     for part in _PARTS:
         index, sizes = (
