@@ -79,7 +79,9 @@ def _table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
 
 
 def _cell(value: Any) -> str:
-    return str(value).replace("|", "\\|").replace("<", "&lt;")
+    return (
+        ("" if value is None else str(value)).replace("|", "\\|").replace("<", "&lt;")
+    )
 
 
 def on_config(config: "MkDocsConfig") -> "MkDocsConfig":
@@ -102,7 +104,7 @@ def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
 
     pages = {page: (ROOT / file).read_text() for file, page in MOVED.items()}
     pages |= {f"methods/{name}.md": method(name) for name in ALGORITHMS}
-    for name in sum(MODULES.values(), []):
+    for name in [name for modules in MODULES.values() for name in modules]:
         page = f"# `fedjax_pfl.{name}`\n\n::: fedjax_pfl.{name}\n"
         pages[f"api/{name}.md"] = page
     for path, content in pages.items():

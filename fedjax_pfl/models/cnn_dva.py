@@ -102,8 +102,8 @@ def channels(shape: Shape, last: int = HIDDEN[-1]) -> tuple[int, ...]:
 def cnn_dva(
     input_shape: Shape, num_classes: int, rngs: nnx.Rngs, hidden: Sequence[int] = HIDDEN
 ) -> Net:
-    """The CNN beside which FedDVA classifies: 4x4 convolutions 64 to 512 with batch
-    norm, linear 256, K = 256."""
+    """The CNN that FedDVA's classifier extends: 4x4 convolutions 64 to 512 with
+    batch norm, linear 256, K = 256."""
     width = hidden[-1]
     body = Features(
         Backbone(tuple(input_shape), hidden, rngs), Dense(width, (width // 2,), rngs)
@@ -112,7 +112,7 @@ def cnn_dva(
 
 
 def cnn_dva_small(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
-    """`cnn_dva` with a quarter of its channels, 16 to 128, linear 64, K = 64: beside
+    """`cnn_dva` with a quarter of its channels, 16 to 128, linear 64, K = 64, for
     FedDVA with hidden=128."""
     return cnn_dva(
         input_shape, num_classes, rngs, tuple(width // 4 for width in HIDDEN)
