@@ -102,7 +102,7 @@ def channels(shape: Shape, last: int = HIDDEN[-1]) -> tuple[int, ...]:
 def cnn_dva(
     input_shape: Shape, num_classes: int, rngs: nnx.Rngs, hidden: Sequence[int] = HIDDEN
 ) -> Net:
-    """The CNN that FedDVA's classifier extends: 4x4 convolutions 64 to 512 with
+    """The CNN of FedDVA's comparisons: 4x4 convolutions 64 to 512 with
     batch norm, linear 256, K = 256."""
     width = hidden[-1]
     body = Features(
