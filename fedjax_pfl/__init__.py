@@ -29,6 +29,7 @@ from fedjax_pfl.types import (
     State,
     Task,
     Traffic,
+    Update,
 )
 
 __version__ = "0.1.0"
@@ -51,6 +52,7 @@ __all__ = [
     "State",
     "Task",
     "Traffic",
+    "Update",
     "check_algorithm",
     "curve",
     "federate",

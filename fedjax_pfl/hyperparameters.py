@@ -126,18 +126,6 @@ def check_place(factory: Callable[..., Algorithm], name: str) -> None:
         )
 
 
-def checked(factory: Callable[..., Algorithm]) -> Callable[..., Algorithm]:
-    """The factory that checks what it is called with, see `check`; its signature and
-    its docstring are the same."""
-
-    @functools.wraps(factory)
-    def make(task: Task, **values: Any) -> Algorithm:
-        check(factory, values)
-        return factory(task, **values)
-
-    return make
-
-
 def shared(
     options: type[Any],
 ) -> Callable[[Callable[..., Algorithm]], Callable[..., Algorithm]]:

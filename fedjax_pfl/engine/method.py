@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from fedjax_pfl import hyperparameters
-from fedjax_pfl.algorithms import ANY_ARCHITECTURE
+from fedjax_pfl.algorithms import SEVERAL_ARCHITECTURES
 from fedjax_pfl.engine import callables, contract
 from fedjax_pfl.errors import ArchitectureError, ContractError, InputError, in_one_line
 from fedjax_pfl.types import Algorithm, Array, Task
@@ -44,7 +44,7 @@ def bound(
         raise InputError(
             f"{name} needs clients of one architecture, and there are "
             f"{len(task.models)}: methods for several are "
-            f"{', '.join(ANY_ARCHITECTURE)}."
+            f"{', '.join(SEVERAL_ARCHITECTURES)}."
         ) from None
     task = task._replace(optimizer=callables.guarded(task.optimizer))
     traced = {
