@@ -1,4 +1,4 @@
-"""The documents of the repository, cut into code blocks and commands."""
+"""Code blocks and commands of the documents."""
 
 import contextlib
 import re
@@ -7,19 +7,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-PAGES = [
-    "README.md",
-    *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")),
-]
-# whose commands are real but long, or change the repository
-TABLES = ["experiments/README.md", "CONTRIBUTING.md"]
+# docs/results and docs/reference.md are generated
+PAGES = ["README.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+PAGES = [*(p for p in PAGES if p != "docs/reference.md"), "docs/methods/index.md"]
 _BLOCK = re.compile(
     r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL
 )
 
 
 class Block(NamedTuple):
-    """A fenced block; `title` is the file that it stands for."""
+    """A fenced block; `title` is the name of its file."""
 
     language: str
     title: str
@@ -36,7 +33,7 @@ def blocks(page: str, language: str | None = None) -> list[Block]:
 
 
 def commands(code: str) -> list[list[str]]:
-    """The commands of a bash block, as lists of words without their comments."""
+    """Returns the commands of a bash block, as lists of words without comments."""
     lines = code.replace("\\\n", " ").splitlines()
     split = [
         shlex.split(part, comments=True)
@@ -47,18 +44,18 @@ def commands(code: str) -> list[list[str]]:
 
 
 def module(words: list[str]) -> tuple[str, list[str]] | None:
-    """The module of `python -m MODULE ...` and its arguments."""
+    """Returns the module of `python -m MODULE ...` and its arguments."""
     return (words[2], words[3:]) if words[:2] == ["python", "-m"] else None
 
 
 def is_program(block: Block) -> bool:
-    """Is it Python that stands by itself, and no excerpt? It has imports."""
+    """Returns whether a block is a program, with imports, and no excerpt."""
     return block.language == "python" and "import" in block.code.split("\n\n")[0]
 
 
 @contextlib.contextmanager
 def files_of(page: str, folder: Path, monkeypatch):
-    """Works in a folder that has the files which a page shows."""
+    """Works in a folder with the files that a page shows."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     for block in blocks(page):

@@ -197,7 +197,7 @@ def cnn(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
 
 
 def cnn_same(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
-    """The CNN of McMahan et al. 2017: as cnn, with SAME padding, K = 512."""
+    """The CNN of McMahan et al., 2017: as cnn, with SAME padding, K = 512."""
     return _cnn("cnn_same", input_shape, num_classes, rngs, 2)
 
 
@@ -220,7 +220,7 @@ AFM_NETS = tuple(_afm(name, *sizes) for name, sizes in AFM.items())
 
 
 def cnn_dropout(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
-    """The CNN with dropout (0.25, 0.5) of Reddi et al. 2021 for EMNIST: 3x3
+    """The CNN with dropout (0.25, 0.5) of Reddi et al., 2021, for EMNIST: 3x3
     convolutions 32 and 64, K = 128."""
     if len(input_shape) != 3 or min(input_shape[:2]) < 6:
         raise InputError(
