@@ -30,10 +30,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from absl import flags
+from experiments.config import same
 
 from benchmarks import htfllib, peers, pytorch, recipes, report
 from experiments import networks, runs
-from experiments.config import same
 from fedjax_pfl import keys
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models.nets import AFM

@@ -15,9 +15,9 @@ from typing import Any
 
 import jax
 from absl import app, flags
+from experiments.versions import versions
 
 from experiments import plain
-from experiments.versions import versions
 from fedjax_pfl import local_training
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.engine.flops import flops_of_step

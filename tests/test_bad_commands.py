@@ -12,6 +12,7 @@ import math
 
 import numpy as np
 import pytest
+from experiments.config import SETTINGS
 
 from experiments import (
     entry,
@@ -25,7 +26,6 @@ from experiments import (
     train,
     within,
 )
-from experiments.config import SETTINGS
 from fedjax_pfl import hyperparameters
 from fedjax_pfl.algorithms import ALGORITHMS
 

@@ -9,6 +9,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from experiments.config import Config
 from flax import nnx
 
 from benchmarks import (
@@ -26,7 +27,6 @@ from benchmarks import (
 )
 from benchmarks.agreement import check
 from benchmarks.stock import stock
-from experiments.config import Config
 from fedjax_pfl import simulate
 from fedjax_pfl.data.federate import federate
 from fedjax_pfl.errors import InputError

@@ -4,6 +4,7 @@ asked for."""
 import re
 
 import pytest
+from experiments.presets import PRESETS
 from matplotlib.figure import Figure
 
 from experiments import (
@@ -17,7 +18,6 @@ from experiments import (
     settings,
     sweep,
 )
-from experiments.presets import PRESETS
 from fedjax_pfl.algorithms import ALGORITHMS
 
 TINY = [

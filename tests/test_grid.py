@@ -8,6 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from experiments.config import Config
+from experiments.gather import Found
+from experiments.grid import Member
+from experiments.outcome import Line, Rule
 
 from experiments import (
     flags,
@@ -21,10 +25,6 @@ from experiments import (
     sweep,
     tables,
 )
-from experiments.config import Config
-from experiments.gather import Found
-from experiments.grid import Member
-from experiments.outcome import Line, Rule
 from fedjax_pfl.errors import InputError
 
 TINY = [

@@ -8,10 +8,10 @@ import time
 import numpy as np
 import psutil
 import pytest
+from experiments.config import Config
 from rich.console import Console
 
 from experiments import build, figures, report, runs, settings, targets
-from experiments.config import Config
 from fedjax_pfl import simulate
 from fedjax_pfl.engine.program import Round
 from fedjax_pfl.types import Traffic

@@ -15,6 +15,10 @@ import numpy as np
 import optax
 import pytest
 import toy
+from experiments.config import SETTINGS, Config
+from experiments.presets import DEFAULT_PRESETS, PRESETS
+from experiments.recorded import Devices, Layout
+from experiments.versions import compile_clock
 
 from experiments import (
     account,
@@ -34,10 +38,6 @@ from experiments import (
     values,
     versions,
 )
-from experiments.config import SETTINGS, Config
-from experiments.presets import DEFAULT_PRESETS, PRESETS
-from experiments.recorded import Devices, Layout
-from experiments.versions import compile_clock
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.data.datasets import DATASETS

@@ -237,7 +237,6 @@ MISTAKES = {  # kind, function (or the file's name): what is said
         "def f(): d = pfl.load('digits'); return d._replace(prepare=lambda x: x[0])",
     ): "must keep the first axis",
     ("partition", "def f(): pass"): r"arguments \(dataset, num_clients, seed\)",
-    ("partition", "def f(d, n, seed): return [1, 2]"): "is list, not a Partition",
     (
         "partition",
         "def f(d, n, seed): return [1, 2]",

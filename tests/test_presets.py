@@ -4,10 +4,10 @@ and that they can be run."""
 import numpy as np
 import pytest
 import toy
-
-from experiments import account, build, describe, published, settings
 from experiments.presets import PRESETS
 from experiments.presets.pfedc import PFEDC
+
+from experiments import account, build, describe, published, settings
 from fedjax_pfl.data import datasets, tfds
 
 BASELINES = ("fedavg", "per_fedavg", "pfedme", "fedbn", "fedrep", "fedfomo")

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from experiments.config import Config, optimizers
+from experiments.files import write_json, write_text
 from rich.console import Console
 
 from experiments import (
@@ -27,8 +29,6 @@ from experiments import (
     tables,
     targets,
 )
-from experiments.config import Config, optimizers
-from experiments.files import write_json, write_text
 from fedjax_pfl.data import datasets, marks
 from fedjax_pfl.errors import InputError
 

@@ -6,9 +6,9 @@ import shutil
 
 import numpy as np
 import pytest
+from experiments.recorded import own_files
 
 from experiments import grid, main, many, outcome, runs, session, settings
-from experiments.recorded import own_files
 from fedjax_pfl.errors import InputError
 
 TINY = [

@@ -13,6 +13,7 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from experiments.targets import Flops
 
 from experiments import (
     comparison,
@@ -30,7 +31,6 @@ from experiments import (
     sweep,
     tables,
 )
-from experiments.targets import Flops
 from fedjax_pfl.errors import InputError
 
 TINY = [

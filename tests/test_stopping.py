@@ -4,6 +4,7 @@ import shutil
 
 import numpy as np
 import pytest
+from experiments.config import Config
 
 from experiments import (
     build,
@@ -15,7 +16,6 @@ from experiments import (
     stopping,
     validation,
 )
-from experiments.config import Config
 from fedjax_pfl.errors import InputError
 
 TINY = [

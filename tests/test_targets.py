@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from experiments.config import Config
+from experiments.files import write_json, write_text
 from rich.console import Console
 
 from experiments import (
@@ -21,8 +23,6 @@ from experiments import (
     tables,
     targets,
 )
-from experiments.config import Config
-from experiments.files import write_json, write_text
 from fedjax_pfl import local_training
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Data

@@ -10,9 +10,9 @@ import numpy as np
 import optax
 import pytest
 import toy
+from experiments.config import Config
 
 from experiments import build, settings
-from experiments.config import Config
 from fedjax_pfl import keys, models
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.engine.cohort import Cohort

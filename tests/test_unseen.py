@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from experiments.config import Config
+from experiments.recorded import is_complete
 
 from experiments import (
     build,
@@ -22,8 +24,6 @@ from experiments import (
     tables,
     unseen,
 )
-from experiments.config import Config
-from experiments.recorded import is_complete
 from fedjax_pfl import models, testing, trees
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.data import datasets, marks

@@ -8,9 +8,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from fedjax_pfl import server_optimizer, trees
-from fedjax_pfl.algorithms.feddva import networks
+from fedjax_pfl.algorithms.feddva import phases
+from fedjax_pfl.algorithms.feddva.feddva import networks
 from fedjax_pfl.experiment.results import Run
-from fedjax_pfl.numerics import dva_phases
 
 PER_CLIENT, SHOWN = 200, 8  # test images of a client, and clients and images drawn
 
@@ -30,7 +30,7 @@ def views(run: Run) -> pd.DataFrame:
         own = jax.tree.map(lambda x, k=k: x[k], clients)
         rows = e.partition.test[k, : min(PER_CLIENT, e.partition.test_sizes[k])]
         x: Any = e.dataset.prepare(e.dataset.x[rows])
-        out = dva_phases.forward(nets, trees.merge(own, server), x)
+        out = phases.forward(nets, trees.merge(own, server), x)
         found = {"x": x, "decoded": out.mean, "z": out.latents[:, : -nets.personal]}
         found |= {"c": out.latents[:, -nets.personal :], "label": e.dataset.y[rows]}
         part = pd.DataFrame({name: list(np.asarray(x)) for name, x in found.items()})

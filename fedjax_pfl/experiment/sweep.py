@@ -257,8 +257,8 @@ def show(paths: Iterable[Path], by: str | None) -> None:
     table, headline = results.last(results.frame(runs)), runs[0].headline
     if by:
         seeds = results.over_seeds(table)
-        score = metrics.split(by)
-        means = seeds.xs((score.point, score.score), level=("point", "score"))["macro"]
+        point, score, _ = metrics.split(by)
+        means = seeds.xs((point, score), level=("point", "score"))["macro"]
         print(f"\n{by}, mean and standard deviation over seeds:\n{means.to_string()}")
         table = results.select(table, by)
         print(f"Chosen: {'; '.join(table['label'].unique())}.")
