@@ -825,7 +825,7 @@ BAD = [
     ("--algo=fedavg --clip=0", "`clip` must be in (0, inf), got 0.0"),
     ("--algo=fedavg --batch_size=0", "`batch_size` must be in"),
     ("--algo=fedavg --rounds=-1", "`rounds` must be in"),
-    ("--algo=fedavg --epochs=1 --steps=2", "give exactly one of the two"),
+    ("--algo=fedavg --epochs=1 --steps=2", "xactly one of "),
     (
         "--algo=fedavg --participation=0",
         "`participation` must be in (0, 1], got 0.0",
@@ -874,8 +874,7 @@ BAD = [
     ("--algo=fedavg --unseen_rounds=0", "`unseen_rounds` must be in"),
     (
         "--algo=fedamp --unseen=0.2",
-        "fedamp cannot personalise unseen clients: its server keeps a part for each "
-        "client",
+        "fedamp cannot personalise held-out clients: its server has a row per client",
     ),
     ("--algo=fedavg --seed=-1", "`seed` must be in"),
     ("--algo=fedavg --partition=dirichlet --alpha=0", "`alpha` must be in"),
@@ -929,7 +928,7 @@ BAD = [
     ("--algo=ditto --hparam=lam=inf", "`lam` must be in [0, inf), got inf"),
     (
         "--algo=fedavg --drop_last --batch_size=1000",
-        "drop_last with batches of 1000 leaves nothing to train on",
+        "`batch_size` must be at most",
     ),
     (
         "--algo=pfedc --hparam=tasks=consecutive:11",
