@@ -112,32 +112,3 @@ def test_a_run_is_read_without_the_file_of_its_method(file, tmp_path, capsys):
     capsys.readouterr()
     assert main.run(["--resume", "--rounds=2", f"--workdir={path}"]) == entry.BAD_INPUT
     assert "there is no such file" in capsys.readouterr().err
-
-
-def test_a_method_that_fails_is_one_sentence_with_the_line_of_the_file(
-    file, tmp_path, capsys
-):
-    file.write_text(
-        OWN.replace("partial_averaging(task, split(task), mu=mu)", "m(task, mu)")
-        + """
-
-def m(task, mu):
-    made = partial_averaging(task, split(task), mu=mu)
-    return made._replace(round=lambda key, state, cohort: state.server["haed"])
-"""
-    )
-    assert (
-        main.run(
-            [
-                f"--algo={file}:mine",
-                "--rounds=1",
-                *TINY,
-                f"--workdir={tmp_path / 'run'}",
-            ]
-        )
-        == entry.BAD_INPUT
-    )
-    assert (
-        f"mine fails in round (KeyError: 'haed', at {file}:13)."
-        in capsys.readouterr().err
-    )

@@ -6,8 +6,7 @@ import optax
 import pytest
 import toy
 
-from fedjax_pfl import server_optimizer, simulate
-from fedjax_pfl.errors import InputError
+from fedjax_pfl import server_optimizer
 
 # where each state keeps what the name "head" stands for; the other parameters must move
 HEADS = {
@@ -63,38 +62,6 @@ def test_a_schedule_that_peaks_at_one_scales_the_learning_rate():
     )
 
 
-FAILING = {
-    "a mask of both parts where one is trained": (
-        "fedrep",
-        lambda lr: optax.masked(optax.sgd(lr), {"body": True, "head": False}),
-        "optimizer fails on parameters of the parts head",
-    ),
-    "gradients of single examples": (
-        "fedavg",
-        lambda lr: optax.chain(
-            optax.contrib.differentially_private_aggregate(1.0, 0.1, 0), optax.sgd(lr)
-        ),
-        "optimizer fails on parameters of the parts body, head",
-    ),
-    "the norm of a gradient as a number": (
-        "fedavg",
-        lambda lr: optax.stateless(
-            lambda g, _: jax.tree.map(lambda x: x if float(x.sum()) > 0 else -x, g)
-        ),
-        "asks for the value of the learning rate or of a gradient",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", FAILING)
-def test_where_an_optimizer_fails_the_sentence_names_it(case):
-    method, optimizer, said = FAILING[case]
-    # what `task` finds in it at once is in test_validate
-    task = toy.task()._replace(optimizer=optimizer)
-    with pytest.raises(InputError, match=said):
-        simulate.program(method, task)
-
-
 @pytest.mark.parametrize("method", [toy.slow("fedavg"), "scaffold"])
 def test_a_server_optimizer_that_selects_by_name_sees_the_parts_of_a_model(method):
     """SCAFFOLD's server has the model as a part of its own."""
@@ -120,13 +87,3 @@ def test_weights_that_no_client_trains_stay_under_adam_at_the_server():
     before, after = (state.server.method for state in (run.begin, run.state))
     toy.assert_same(before["head"], after["head"])
     assert not np.array_equal(*(jax.tree.leaves(x["body"])[0] for x in (before, after)))
-
-
-def test_a_server_optimizer_that_fails_is_named():
-    masked = lambda lr: optax.masked(optax.sgd(lr), {"body": True})
-    method = server_optimizer.optimized("fedavg", masked)
-    with pytest.raises(
-        InputError,
-        match="A server optimizer fails on parameters of the parts body, head",
-    ):
-        simulate.program(method, toy.task())
