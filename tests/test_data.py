@@ -354,19 +354,19 @@ BAD_CALLS = {
     ),
     "fraction 0": (
         lambda: datasets.subset(datasets.synthetic(20, 2), 0, 0),
-        r"data_fraction=0 is outside its range \(0,",
+        "`data_fraction` must be in ",
     ),
     "fraction 2": (
         lambda: datasets.subset(datasets.synthetic(20, 2), 2, 0),
-        r"data_fraction=2 is outside its range",
+        "`data_fraction` must be in ",
     ),
     "fraction nan": (
         lambda: datasets.subset(datasets.synthetic(20, 2), np.nan, 0),
-        r"data_fraction=nan is outside",
+        "`data_fraction` must be in ",
     ),
     "few examples": (
         lambda: datasets.synthetic(5, 10),
-        r"num_examples=5 is outside its range",
+        "`num_examples` must be in ",
     ),
 }
 

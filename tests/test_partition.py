@@ -570,31 +570,31 @@ BAD_INPUT = {
     "no file": ({"spec": "file:/no/such"}, r"There is no file '/no/such'"),
     "alpha 0": (
         {"spec": "dirichlet", "alpha": 0},
-        r"alpha=0 is outside its range \[1e-06, 1e\+06\]",
+        "`alpha` must be in ",
     ),
     "alpha negative": (
         {"spec": "dirichlet_class", "alpha": -0.5},
-        r"alpha=-0.5 is outside its range",
+        "`alpha` must be in ",
     ),
     "alpha nan": (
         {"spec": "dirichlet_hsu", "alpha": np.nan},
-        r"alpha=nan is outside its range",
+        "`alpha` must be in ",
     ),
     "alpha infinite": (
         {"spec": "dirichlet_total", "alpha": np.inf},
-        r"alpha=inf is outside its range",
+        "`alpha` must be in ",
     ),
     "k > C": (
         {"spec": "pathological", "classes_per_client": 11},
-        r"classes_per_client=11 is outside its range \[1, 10\]",
+        "`classes_per_client` must be in ",
     ),
     "k < 1": (
         {"spec": "shards", "classes_per_client": 0},
-        r"classes_per_client=0 is outside its range",
+        "`classes_per_client` must be in ",
     ),
     "k fractional": (
         {"spec": "pathological", "classes_per_client": 1.5},
-        r"classes_per_client=1.5 must be a whole number",
+        "`classes_per_client` must be an integer",
     ),
     "N k < C": (
         {"spec": "pathological", "num_clients": 4},
@@ -608,42 +608,42 @@ BAD_INPUT = {
         {"spec": "shards", "num_clients": 900, "classes_per_client": 5},
         r"4500 in all, got 2000",
     ),
-    "N > n": ({"num_clients": 2001}, r"clients=2001 is outside its range \[1, 2000\]"),
+    "N > n": ({"num_clients": 2001}, "`clients` must be in "),
     "N > n / 2": (
         {"num_clients": 1500},
         r"1500 clients need at least 2 examples each, 3000 in all, got 2000",
     ),
-    "N < 1": ({"num_clients": 0}, r"clients=0 is outside its range"),
-    "N fractional": ({"num_clients": 2.0}, r"clients=2.0 must be a whole number"),
+    "N < 1": ({"num_clients": 0}, "`clients` must be in "),
+    "N fractional": ({"num_clients": 2.0}, "`clients` must be an integer"),
     "min_size": (
         {"min_size": 300},
         r"10 clients need at least 300 examples each, 3000 in all",
     ),
-    "min_size negative": ({"min_size": -1}, r"min_size=-1 is outside its range"),
-    "seed": ({"seed": -1}, r"seed=-1 is outside its range"),
+    "min_size negative": ({"min_size": -1}, "`min_size` must be in "),
+    "seed": ({"seed": -1}, "`seed` must be in "),
     "test": (
         {"test_split": "oficial"},
         r"Unknown test_split 'oficial': did you mean 'official'\?",
     ),
     "test_fraction 0": (
         {"test_fraction": 0},
-        r"test_fraction=0 is outside its range \(0, 1\)",
+        "`test_fraction` must be in ",
     ),
     "test_fraction 1": (
         {"test_fraction": 1.0},
-        r"test_fraction=1.0 is outside its range",
+        "`test_fraction` must be in ",
     ),
     "test_fraction nan": (
         {"test_fraction": np.nan},
-        r"test_fraction=nan is outside its range",
+        "`test_fraction` must be in ",
     ),
     "val_fraction 1": (
         {"val_fraction": 1},
-        r"val_fraction=1 is outside its range \[0, 1\)",
+        "`val_fraction` must be in ",
     ),
     "val_fraction < 0": (
         {"val_fraction": -0.1},
-        r"val_fraction=-0.1 is outside its range",
+        "`val_fraction` must be in ",
     ),
     "too few official": (
         {"test_split": "official", "num_clients": 500},

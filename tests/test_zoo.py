@@ -438,7 +438,7 @@ def test_all_five_have_the_published_sizes():
             lambda: models.model("cnn2", (12, 12, 3), 10),
             "'cnn2' needs images of at least 16x16",
         ),
-        (lambda: models.model("mlp", (6,), 3, features=0), "features=0 is outside"),
+        (lambda: models.model("mlp", (6,), 3, features=0), "`features` must be in "),
         (
             lambda: models.model("mlp", (6,), 3, features=5, width_by="pol"),
             "did you mean 'pool'",
