@@ -152,9 +152,10 @@ class RunDirectory:
 
     def rows(self, name: str) -> Iterator[Row]:
         """Yields the rows of a .jsonl file up to the first line that is torn."""
-        path = self.path / name
-        with contextlib.suppress(ValueError):
-            for line in path.open() if path.is_file() else ():
+        if not (self.path / name).is_file():
+            return
+        with open(self.path / name) as file, contextlib.suppress(ValueError):
+            for line in file:
                 yield json.loads(line)
 
     def append(self, row: Row, scores: Row) -> None:

@@ -53,7 +53,7 @@ def test_mean_and_deviation_are_over_seeds(sweep):
     np.testing.assert_allclose(found["macro", "std"], np.std([0.8, 0.86], ddof=1))
     assert found["run", "count"] == 2
     by_round = results.over_seeds(results.frame(sweep), ["completed"])
-    assert len(by_round.loc["fedavg", "pre", "acc"]) == 4
+    assert ("fedavg", "pre", "acc", 2) in by_round.index
 
 
 def test_labels_name_what_differs(tmp_path):
@@ -162,7 +162,7 @@ def test_unfinished_and_torn_runs_are_read_as_far_as_they_go(tmp_path):
     (run.path / "summary.json").unlink()
     bare = results.load(run.path)
     assert (bare.status, bare.headline) == ("running", ("acc", "max"))
-    assert results.frame([bare])["seconds"].isna().all()
+    assert at(results.frame([bare]), completed=3)["seconds"].isna().all()
 
 
 def test_what_is_no_run_is_refused(tmp_path):
