@@ -201,7 +201,7 @@ TABLE = {
         "server+clients",
         (
             Part("the MMD", {"lam": "0"}),
-            Part("the policy network", {"without": "cpn"}),
+            Part("the policy network", {"cpn": "false"}),
             Part("both and the global head", method="fedper"),
         ),
     ),

@@ -78,7 +78,6 @@ def descend(
     here: Array,
     lr: Numeric,
     rho: Numeric,
-    penalty: str = "implicit",
     mean: float | None = None,
 ) -> Array:
     """One step of a row [N] of coefficients along its gradient `slope` [N] and the
@@ -87,13 +86,10 @@ def descend(
     Only the entries `here` [N] bool move; they stay non-negative and keep their sum.
 
     Args:
-      penalty: how it is stepped, implicit or explicit.
       mean: where the penalty of an entry is 0; None: 1/N.
     """
     weight, mean = 2 * lr * rho, 1 / row.shape[0] if mean is None else mean
-    if penalty == "implicit":
-        moved = (row - lr * slope + weight * mean) / (1 + weight)
-    else:
-        moved = row - lr * slope - weight * (row - mean)
+    # implicit: stable for every rho
+    moved = (row - lr * slope + weight * mean) / (1 + weight)
     mass = jnp.sum(jnp.where(here, row, 0))
     return jnp.where(here, project_simplex(moved, here, mass), row)
