@@ -36,8 +36,8 @@ def apfl(
     Args:
       alpha: a client's first mixing weight (α) in [0, 1]; 0.5 as in the authors' code
         (paper also 0.25, 0.75).
-      adaptive: true: a takes a gradient step at the first batch of each round; false: a
-        is fixed.
+      adaptive: true or false; a takes a gradient step at the first batch of each round,
+        or is fixed.
       lr_alpha: the step size of a in [0, inf); default the learning rate.
 
     Note:

@@ -134,12 +134,12 @@ class Parts(NamedTuple):
     """Parts of the method, each left out by an ablation of the paper's Table 1.
 
     Args:
-      cs: true: the client's vector is an input of the CPN; without `cs` and `ss` the
-        input is a fixed random vector.
-      ss: true: the sample's features are an input of the CPN.
-      gfm: true: the MMD between own and global features is part of the loss.
-      cpn: true: the CPN splits the features; false: both heads get all of them.
-      gh: true: the logits of the global head are added.
+      cs: the client's vector as an input of the CPN, true or false; without `cs` and
+        `ss` the input is a fixed random vector.
+      ss: the sample's features as an input of the CPN, true or false.
+      gfm: the MMD between own and global features in the loss, true or false.
+      cpn: the CPN, true or false; without it both heads get all features.
+      gh: the logits of the global head, true or false.
     """
 
     cs: bool = True

@@ -167,7 +167,7 @@ def fedkd(
     that grows as both fit the labels.
 
     Args:
-      svd: true: changes of the small model are sent as matrices of low rank.
+      svd: sends changes of the small model as matrices of low rank, true or false.
       energy_start: share of the squared singular values kept, in (0, 1], from which it
         moves to energy_end in equal steps, the first in round 0; 0.95 as in the
         authors' code.

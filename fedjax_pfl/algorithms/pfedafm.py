@@ -154,8 +154,8 @@ def pfedafm(
     under the trained head.
 
     Args:
-      iterative: true: the paper's two phases; false: one loss of all parts at once, the
-        ablation of its Figure 9.
+      iterative: true or false; the paper's two phases, or one loss of all parts at
+        once, the ablation of its Figure 9.
       alpha: the first weight (α) of the client's own features in [0, 1]; 1 as in the
         authors' code, purely local.
       lr_alpha: the step size of α in [0, inf); 0.01 as in the authors' code for several

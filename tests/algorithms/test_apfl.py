@@ -1,6 +1,8 @@
 """The properties of sheet 18: the chain rule of the mixture, the step of its weight,
 and its bounds."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,9 +122,10 @@ def test_without_a_personal_share_the_personal_model_is_the_global_one():
     assert_same(got.state.clients["v"], got.begin.clients["v"])
     (server, clients), x = got.state, toy.federation().examples.x[:7]
     predict = factory(TASK, alpha=0.0).predict
+    client = SimpleNamespace(model=TASK.model)
     both = jax.jit(
         lambda mine: (
-            predict(server, mine, None)(x, np.ones(7, bool)),
+            predict(server, mine, client)(x, np.ones(7, bool)),
             TASK.model.apply(server, x)[0],
         )
     )

@@ -643,7 +643,7 @@ def test_after_training_the_vector_is_still_that_of_the_head_before(monkeypatch)
     monkeypatch.setattr(
         evaluation,
         "post",
-        lambda cohort, c, predictor: {"acc": predictor(X, ALL)[0, 0]},
+        lambda cohort, c, predictor, score: {"acc": predictor(X, ALL)[0, 0]},
     )
     # compiled anew
     begin, state, metrics = train(DECAYED._replace(), alone(), rounds=1)
