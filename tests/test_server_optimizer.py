@@ -296,7 +296,6 @@ def test_what_cannot_be_is_one_sentence(words, said, tmp_path, capsys):
     "method, options",
     [
         ("fedkd", {"svd": True}),
-        ("pfedafm", {"aggregation": "relay"}),
         ("privacy_pfedc", {"backend": "plain", "encrypt_phi": True}),
     ],
 )
