@@ -110,17 +110,6 @@ def method_name(factory: Any) -> str:
     )
 
 
-def checked(factory: Callable[..., Algorithm]) -> Callable[..., Algorithm]:
-    """Returns the factory with a check of its arguments (see `check`)."""
-
-    @functools.wraps(factory)
-    def make(task: Task, **values: Any) -> Algorithm:
-        check(factory, values)
-        return factory(task, **values)
-
-    return make
-
-
 def shared(
     options: type[Any],
 ) -> Callable[[Callable[..., Algorithm]], Callable[..., Algorithm]]:

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from fedjax_pfl import hyperparameters, optimizers
-from fedjax_pfl.algorithms import ANY_ARCHITECTURE
+from fedjax_pfl.algorithms import SEVERAL_ARCHITECTURES
 from fedjax_pfl.engine import contract
 from fedjax_pfl.errors import ArchitectureError, ContractError, InputError
 from fedjax_pfl.types import Algorithm, Array, Task
@@ -71,5 +71,5 @@ def _check(
         name = hyperparameters.method_name(factory)
         raise InputError(
             f"{name} needs clients of one architecture, got {len(task.models)}: "
-            f"methods for several are {', '.join(ANY_ARCHITECTURE)}."
+            f"methods for several are {', '.join(SEVERAL_ARCHITECTURES)}."
         ) from None

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from fedjax_pfl import architectures, local_training, trees
 from fedjax_pfl.errors import InputError, check
-from fedjax_pfl.models.work import step_flops
+from fedjax_pfl.models.nnx_model import step_flops
 from fedjax_pfl.types import Array, Model, PyTree, State, Task
 
 AXIS = "clients"  # of the mesh

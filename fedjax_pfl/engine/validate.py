@@ -14,7 +14,7 @@ from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data.datasets import Dataset, prepared
 from fedjax_pfl.engine import contract
 from fedjax_pfl.errors import InputError, check, choose, first_line, in_one_line
-from fedjax_pfl.models.functional import BN_STATS
+from fedjax_pfl.models.nnx_model import BN_STATS
 from fedjax_pfl.types import Algorithm, Array, Federation, Model, Task
 
 LARGEST = 2**31 - 1  # steps and examples are counted in int32
