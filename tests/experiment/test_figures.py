@@ -53,7 +53,7 @@ def test_one_run_has_loss_and_matrices(tmp_path):
     np.save(folder / "00003.npy", np.full((4, 4), np.nan))
     drawn = figures.figures([run])
     np.testing.assert_allclose(
-        drawn["curves"].axes[1].lines[0].get_ydata(), [1, 1 / 2, 1 / 3]
+        drawn["curves"].axes[2].lines[0].get_ydata(), [1, 1 / 2, 1 / 3]
     )
     panels = drawn["coefficients"].axes[:4]
     assert [axes.get_title() for axes in panels] == [f"round {t}" for t in (0, 2, 3, 5)]
