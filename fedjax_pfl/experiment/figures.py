@@ -104,10 +104,9 @@ def curves(table: pd.DataFrame, score: str, panels: Sequence[Any] = BY_ROUND) ->
             seeds, runs = rows.groupby("completed"), rows["run"].nunique()
             means = seeds[["macro", "std", *results.COSTS]].mean()
             means["std"] = seeds["macro"].std() if runs > 1 else means["std"]
-            x, *of = (
-                means.loc[seeds.size() == runs, [column, "macro", "std"]].to_numpy().T
-            )
-            _line(axes, x, *of, name, label=label, **styles[label])
+            means = means[seeds.size() == runs]  # rounds that all have
+            x, mean, std = means[[column, "macro", "std"]].to_numpy().T
+            _line(axes, x, mean, std, name, label=label, **styles[label])
         floor = here[here["score"] == metrics.baseline(name)].drop_duplicates("run")
         if len(floor):
             axes.axhline(floor["macro"].mean(), label=results.FLOOR, **_BASELINE)
