@@ -343,7 +343,7 @@ def _source(name: str) -> str:
     if name.startswith("npz:"):
         return os.path.realpath(os.path.expanduser(name.removeprefix("npz:")))
     if user_code.named(name):
-        return user_code.source(name)
+        return os.path.abspath(name)
     if name.startswith("emnist/"):  # all drawn from the same images
         return "emnist"
     return "cifar100" if name == "cifar100_coarse" else name

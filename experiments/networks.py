@@ -13,7 +13,7 @@ from chex import Numeric
 from experiments.config import OWN_NETWORKS, Config
 from fedjax_pfl import user_code
 from fedjax_pfl.data import datasets
-from fedjax_pfl.engine import callables
+from fedjax_pfl.engine import validate
 from fedjax_pfl.engine.contract import ENDINGS
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import nnx_model
@@ -102,7 +102,7 @@ def model(config: Config, dataset: datasets.Dataset, conv: str, name: str) -> Mo
         return _known(*arguments, input_dtype=prepared.dtype)
     with user_code.blamed("model", name):
         made = nnx_model.model(*arguments, input_dtype=prepared.dtype)
-        callables.model(made, dataset)
+        validate.model(made, dataset)
     return made
 
 

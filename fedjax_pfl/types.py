@@ -67,7 +67,8 @@ class Data(NamedTuple):
     index: Array  # type: ignore[assignment]  # hides tuple.index; [M] int32
     size: Array  # [] int32
     prepare: Callable[[Array], Array]  # raw [B, *input] -> the model's input [B, ...]
-    # what stands where Batch.mask is False: x prepared [...], y []; None: zeros
+    # content of the rows where Batch.mask is False: x prepared [...], y [];
+    # None: the client's first example
     mask_fill: Examples | None = None
 
 

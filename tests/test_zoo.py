@@ -15,8 +15,8 @@ from jax import lax
 
 from fedjax_pfl import models
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.kernels.depthwise import depthwise_conv
 from fedjax_pfl.models import MODELS, layers, nets, nnx_model, shufflenet
-from fedjax_pfl.models.kernels.depthwise import depthwise_conv
 
 KEY = jax.random.key(0)
 CIFAR, MNIST_RGB = (32, 32, 3), (28, 28, 3)

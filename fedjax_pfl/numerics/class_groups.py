@@ -67,22 +67,26 @@ def task_losses(
     Args:
       z: columns [B, L]; y: labels [B]; mask: [B] bool.
       task_loss: what the sum over a task's samples is divided by: "class", its samples
-        within the group (D_i^c of Eq. 3, per minibatch); "batch", all of them.
-        group_softmax has no others.
+        within the group (D_i^c of Eq. 3, per minibatch); "batch", all of them;
+        "balanced", each side by its own, so that it is the mean over the samples in
+        the group plus that over the others. group_softmax has no others.
 
     Returns:
       losses [T], 0 where there is nothing to divide by; and whether there is, [T] bool.
     """
-    rows = samples(b, y, mask)
-    count = jnp.sum(rows & _inside(b, y) if task_loss == "class" else rows, axis=0)
+    rows, inside = samples(b, y, mask), _inside(b, y)
+    positives, negatives = (jnp.sum(rows & x, axis=0) for x in (inside, ~inside))
+    count = positives + negatives if task_loss == "batch" else positives
     each = (
-        binary_cross_entropy(z, _inside(b, y))
+        binary_cross_entropy(z, inside)
         if b.head == "group_binary"
         else _class_losses(b, z, y)
     )
-    return jnp.sum(jnp.where(rows & (count > 0)[None], each, 0), axis=0) / jnp.maximum(
-        count, 1
-    ), count > 0
+    if task_loss == "balanced":  # divided by `count` below
+        ratio = count / jnp.maximum(negatives, 1)
+        each = jnp.where(inside, each, each * ratio[None])
+    total = jnp.sum(jnp.where(rows & (count > 0)[None], each, 0), axis=0)
+    return total / jnp.maximum(count, 1), count > 0
 
 
 def _class_losses(b: Branches, z: Array, y: Array) -> Array:
@@ -153,6 +157,7 @@ def branch_loss(
     head_grad: str,
     task_loss: str = "class",
     one_class: Array | bool = False,
+    absent: Array | None = None,
 ) -> Callable[[PyTree, Batch, Array], tuple[Array, PyTree, dict[str, Array]]]:
     """The weighted sum of a client's task losses (Eq. 5 with MGDA-UB's weights), as
     `local_training.sgd` takes it.
@@ -160,6 +165,8 @@ def branch_loss(
     Args:
       active: [T] bool, the tasks the client holds.
       one_class: [T] bool, those of whose classes it holds one.
+      absent: [T] bool, open tasks the client does not hold, whose branches learn to
+        answer no: at weight 1, without a gradient by the body.
 
     Returns:
       (variables, batch, key) -> (loss [], new stats, `weight_shares` and under
@@ -198,13 +205,17 @@ def branch_loss(
             b, alpha, batch.y, batch.mask, jnp.broadcast_to(one_class, alpha.shape)
         )
         seen["unweighted_loss"] = values @ min_norm.uniform(on, z.dtype)
-        if head_grad == "scaled":
-            return alpha @ values, stats, seen
-        by_body = columns(jax.lax.stop_gradient(variables["head"]), h)
+        value, alone = alpha @ values, jnp.zeros((), z.dtype)
         by_head = columns(variables["head"], jax.lax.stop_gradient(h))
-        apart = each(by_head, batch)[0] @ on.astype(z.dtype)
-        value = alpha @ each(by_body, batch)[0]
-        return value + apart - jax.lax.stop_gradient(apart), stats, seen
+        if head_grad == "unscaled":
+            by_body = columns(jax.lax.stop_gradient(variables["head"]), h)
+            value = alpha @ each(by_body, batch)[0]
+            alone += each(by_head, batch)[0] @ on.astype(z.dtype)
+        if absent is not None:
+            no = task_losses(b, by_head, batch.y, batch.mask, "batch")[0]
+            alone += no @ absent.astype(z.dtype)
+        # `alone` trains the branches, and is no part of the reported loss
+        return value + alone - jax.lax.stop_gradient(alone), stats, seen
 
     return loss
 

@@ -99,6 +99,24 @@ def test_one_task_is_cross_entropy():
     assert usable.all()
 
 
+@pytest.mark.parametrize("head", task_maps.HEADS)
+def test_a_balanced_loss_is_the_mean_inside_plus_the_mean_outside(head):
+    """Both means are those of all samples, over batches of one side."""
+    b = HEADED["mixed", head]
+    z, y = logits(start(b)).astype(np.float32), BATCH.y
+    values, usable = task_losses(b, z, task_loss="balanced")
+    for t in np.flatnonzero(usable):
+        inside = np.isin(y, np.flatnonzero(b.member[t]))
+        sides = [inside, ~inside] if b.open[t] else [inside]
+        means = []
+        for rows in sides:
+            value = class_groups.task_losses(b, z, y, BATCH.mask & rows, "batch")[0]
+            means.append(value[t])
+        np.testing.assert_allclose(values[t], sum(means), rtol=1e-5)
+    _, usable = task_losses(b, z, np.zeros(6, np.int32), task_loss="balanced")
+    np.testing.assert_array_equal(usable, [False, True, False])
+
+
 @pytest.mark.parametrize("task_loss", TASK_LOSSES)
 def test_losses_by_hand(task_loss):
     z = logits(W["head"])
