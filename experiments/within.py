@@ -21,8 +21,8 @@ import numpy as np
 from experiments import entry, flags, gather, phases, plain, runs
 from fedjax_pfl import server_optimizer, simulate
 from fedjax_pfl.algorithms.find import find
+from fedjax_pfl.algorithms.pfedc import class_groups, task_maps
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.numerics import class_groups, task_maps
 from fedjax_pfl.types import Algorithm, Array, Client, Scores
 
 COLUMNS = {
