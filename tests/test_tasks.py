@@ -15,9 +15,9 @@ from experiments.config import Config
 from experiments import build, settings
 from fedjax_pfl import keys, models
 from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.algorithms.pfedc import task_maps
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.numerics import task_maps
 from fedjax_pfl.types import Examples, Federation, State, Subset, Task
 
 # fmt: off
