@@ -18,7 +18,7 @@ PROGRAM = """HloModule jit_round
   %x = f32[8,128]{1,0} get-tuple-element(%p), index=1
   %fusion.1 = f32[8,128]{1,0} fusion(%x), calls=%f, metadata={op_name="a/loop_over_batches/transpose(jvp())/mul"}, backend_config={"estimated_cycles":"70"}
   %pool = f32[4,128]{1,0} reduce-window(%fusion.1), metadata={op_name="a/loop_over_batches/max"}
-  %sort = f32[4,128]{1,0} sort(%pool), metadata={op_name="a/loop_over_batches/sort"}
+  %sort = f32[16,128]{1,0} sort(%pool), metadata={op_name="a/loop_over_batches/sort"}
 }
 
 ENTRY %main.2 (x: f32[8,128]) -> f32[8,128] {

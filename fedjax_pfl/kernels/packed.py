@@ -14,12 +14,14 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from fedjax_pfl.kernels.vmapped import vmapped
 from fedjax_pfl.types import Array
 
 LANES = 128
+FEW = 4  # clients whose kernels are joined one by one
 IMAGE = 4  # channels of an image, at most
 
 
@@ -87,10 +89,15 @@ def side_by_side(clients: int, channels: int, out: int) -> int:
 def block_diagonal(kernels: Array) -> Array:
     """Returns the kernel [kh, kw, P C, P O] with the kernels [P, kh, kw, C, O] on its
     diagonal."""
-    count, out = len(kernels), kernels[0].shape[-1]
-    rest = [(0, 0)] * 3
-    rows = [
-        jnp.pad(kernel, [*rest, (i * out, (count - 1 - i) * out)])
-        for i, kernel in enumerate(kernels)
-    ]
-    return jnp.concatenate(rows, axis=2)
+    count, *window, channels, out = kernels.shape
+    if count <= FEW:
+        rest = [(0, 0)] * 3
+        rows = [
+            jnp.pad(kernel, [*rest, (i * out, (count - 1 - i) * out)])
+            for i, kernel in enumerate(kernels)
+        ]
+        return jnp.concatenate(rows, axis=2)
+    joined = jnp.moveaxis(kernels, 0, 2).reshape(*window, count * channels, out)
+    block = np.kron(np.eye(count), np.ones((channels, out)))
+    whole = jnp.tile(joined, (1, 1, 1, count))
+    return jnp.where(block.astype(bool)[None, None], whole, 0)
