@@ -256,10 +256,14 @@ def show(paths: Iterable[Path], by: str | None) -> None:
     runs = [results.load(path) for path in paths]
     table, headline = results.last(results.frame(runs)), runs[0].headline
     if by:
-        seeds = results.over_seeds(table)
-        score = metrics.split(by)
-        means = seeds.xs((score.point, score.score), level=("point", "score"))["macro"]
-        print(f"\n{by}, mean and standard deviation over seeds:\n{means.to_string()}")
-        table = results.select(table, by)
-        print(f"Chosen: {'; '.join(table['label'].unique())}.")
-    print(f"\n{results.comparison(table, headline).to_string()}")
+        point, score, _ = metrics.split(by)
+        seeds = results.over_seeds(table).xs((point, score), level=("point", "score"))
+        means = seeds["macro", "mean"]
+        print(f"\n{by}, over seeds:\n{seeds['macro'].to_string()}")
+        algos = table.drop_duplicates("label").set_index("label")["algo"]
+        sign = 1 if metrics.better(score, headline) == "max" else -1
+        chosen = (sign * means).groupby(algos.reindex(means.index)).idxmax()
+        print(f"Chosen: {'; '.join(chosen)}.")
+        table = table[table["label"].isin(chosen)]
+        runs = [run for run in runs if str(run.path) in set(table["run"])]
+    print(f"\n{results.comparison(runs, table).to_string()}")
