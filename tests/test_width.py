@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import setting
-from fedjax_pfl.engine.width import width_for
+from fedjax_pfl.engine.width import automatic_width
 from fedjax_pfl.kernels.platform import on
 
 CASES = [
@@ -21,5 +21,5 @@ CASES = [
 def test_width_by_platform_and_network(platform, model, width):
     with on(platform):
         task, _ = setting.build(model, clients=20)
-        assert width_for(task, 20) == width
-        assert width_for(task, 6, devices=2) <= 3
+        assert automatic_width(task, 20) == width
+        assert automatic_width(task, 6, devices=2) <= 3

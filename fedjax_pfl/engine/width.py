@@ -15,7 +15,7 @@ SMALL = 50_000  # parameters
 WIDTHS = {"cpu": (4, 1), "gpu": (128, 128), "tpu": (64, 4)}
 
 
-def width_for(task: Task, clients: int, devices: int = 1) -> int:
+def automatic_width(task: Task, clients: int, devices: int = 1) -> int:
     """Returns the clients to train at once on each device.
 
     On a TPU as many clients of a convolutional network as fill the lanes with the
