@@ -29,7 +29,7 @@ from benchmarks.compiled import Costs, Part, bundles, missing
 from fedjax_pfl import simulate
 from fedjax_pfl.engine.program import Program
 from fedjax_pfl.kernels.platform import on
-from fedjax_pfl.models import work
+from fedjax_pfl.models.nnx_model import flops
 from fedjax_pfl.types import Federation, Task
 
 FLAGS = flags.FLAGS
@@ -137,8 +137,8 @@ def floor(target: Target, model: str, task: Task, width: int) -> float:
     shapes = jax.eval_shape(task.model.init, jax.random.key(0))
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
     classes, batch = setting.CLASSES, setting.batch_size(model)
-    flops = work.flops(setting.network(model), setting.SHAPES[model], classes, batch)
-    return width * max(flops / target.flops, 3 * size / target.bandwidth)
+    count = flops(setting.network(model), setting.SHAPES[model], classes, batch)
+    return width * max(count / target.flops, 3 * size / target.bandwidth)
 
 
 def row(target: Target, model: str, width: int, result: Result, least: float) -> tuple:
