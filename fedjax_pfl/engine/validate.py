@@ -30,7 +30,8 @@ def task(given: Task) -> Task:
         participation=_participation(given.participation),
         architecture=np.asarray(given.architecture),
     )
-    if not all(isinstance(x, Model) for x in (*given.models, given.shared or Model)):
+    shared = () if given.shared is None else (given.shared,)
+    if not all(isinstance(x, Model) for x in (*given.models, *shared)):
         raise InputError("`models` and `shared` must be made by fedjax_pfl.model.")
     groups = given.architecture
     if groups.shape != (given.num_clients,) or set(groups.tolist()) != set(
