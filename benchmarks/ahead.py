@@ -36,6 +36,7 @@ FLAGS = flags.FLAGS
 MODELS = ("mlp", "mlp28", "lenet", "cnn", "resnet18")
 WIDTHS = {"resnet18": 4}  # clients at once, of all others 20
 TPU_ENVIRONMENT = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
