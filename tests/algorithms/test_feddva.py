@@ -189,8 +189,8 @@ def test_the_headline(head, headline):
         ({"latent": 0}, "`latent` must be in"),
         (
             {"hidden": 8},
-            "hidden=8 is outside its range .16, inf.: each of 4 convolutions has half "
-            "the channels of the next",
+            "`hidden` must be in .16, inf., got 8: each of 4 convolutions has half the "
+            "channels of the next",
         ),
         ({"hidden": 1}, "`hidden` must be in"),
     ],
