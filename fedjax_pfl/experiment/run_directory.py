@@ -82,6 +82,10 @@ class RunDirectory:
             except filelock.Timeout:
                 raise InputError(f"Another process writes {self.path}.") from None
 
+    def unlock(self) -> None:
+        """Releases the lock."""
+        self._lock.release(force=True)
+
     def check_free(self) -> None:
         """Raises InputError unless a new run can begin here."""
         if self.begun:

@@ -228,11 +228,23 @@ def execute(
       InputError: the settings are wrong, or several are not one program.
     """
     show = show or closing
-    for directory in directories:
-        directory.lock()
-    if all(map(complete, directories, configs)):
-        say(*map(show, directories))
-        return 0
+    with contextlib.ExitStack() as stack:
+        for directory in directories:
+            directory.lock()
+            stack.callback(directory.unlock)
+        if all(map(complete, directories, configs)):
+            say(*map(show, directories))
+            return 0
+        return _execute(directories, configs, room, show, progress)
+
+
+def _execute(
+    directories: Sequence[RunDirectory],
+    configs: Sequence[settings.Config],
+    room: Sequence[int],
+    show: Callable[[RunDirectory], str],
+    progress: bool,
+) -> int:
     experiments = build_at_once(configs, room)
     pairs = zip(directories, experiments, strict=True)
     places = [directory.open(experiment) for directory, experiment in pairs]

@@ -90,7 +90,7 @@ def test_a_resume_drops_later_rows_and_a_torn_line(experiment, begun):
     begun.save(4, experiment.fetch(program.init(experiment.key, program.traced)))
     with open(begun.path / "metrics.jsonl", "a") as file:
         file.write('{"round": 6, "pre/a')
-    begun._lock.release()
+    begun.unlock()
     directory = RunDirectory(begun.path)
     start, state = directory.open(experiment)
     assert start == 4 and state is not None
