@@ -5,6 +5,7 @@ counted by their final instruction bundles; operations that remain are named.
 """
 
 import functools
+import math
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +20,7 @@ ASYNC = {"async-start", "async-update", "async-done", "copy-start", "copy-done"}
 ASYNC |= {"slice-start", "slice-done"}
 FREE_CALLS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast"}
 FREE_CALLS |= {"PinToDevice", "Sharding"}
+REGISTER = 8 * 128  # elements
 SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2}
 SIZES |= {"s64": 8, "u64": 8, "f64": 8}  # of an element in bytes; all others 4
 
@@ -46,7 +48,7 @@ class Operation(NamedTuple):
     where: str  # the name of the traced operation
     estimate: float | None  # cycles of a TPU, microseconds of a GPU
     bytes: int  # of results and operands in the device's main memory
-    scalar: bool
+    small: bool  # fits into one vector register of a TPU
     operands: tuple[str, ...]
     trips: int | None  # of a loop
     called: tuple[str, ...]
@@ -92,7 +94,7 @@ def _operation(name: str, text: str) -> Operation:
         where[1] if where else "",
         float(estimate[1]) if estimate else None,
         sum(map(_bytes, _SHAPE.findall(result))),
-        all(not shape[1] for shape in _SHAPE.findall(result)),
+        max(map(_elements, _SHAPE.findall(result)), default=0) <= REGISTER,
         tuple(_OPERAND.findall(operands)),
         int(trips[1]) if trips else None,
         tuple(split or _CALLED.findall(text)),
@@ -108,13 +110,13 @@ def _with_operands(rows: list[Operation]) -> list[Operation]:
     ]
 
 
+def _elements(shape: tuple[str, str, str]) -> int:
+    return math.prod(int(side) for side in shape[1].split(",") if side)
+
+
 def _bytes(shape: tuple[str, str, str]) -> int:
-    if shape[2]:
-        return 0
-    count = 1
-    for side in filter(None, shape[1].split(",")):
-        count *= int(side)
-    return count * SIZES.get(shape[0], 4)
+    on_chip = bool(shape[2])
+    return 0 if on_chip else _elements(shape) * SIZES.get(shape[0], 4)
 
 
 def bundles(folder: Path) -> dict[str, float | None]:
@@ -219,9 +221,9 @@ class Costs:
 
 
 def _is_free(op: Operation) -> bool:
-    """True if an operation takes no time of its own; scalars hardly do."""
+    """True if an operation takes no time of its own, or that of a few instructions."""
     free = op.opcode in FREE | ASYNC or op.opcode.endswith(("-start", "-done"))
-    return free or op.target in FREE_CALLS or op.scalar
+    return free or op.target in FREE_CALLS or op.small
 
 
 def missing(parts: list[Part]) -> str:

@@ -21,7 +21,7 @@ from benchmarks.report import table
 from benchmarks.runner import Runner
 from benchmarks.setting import CLIENTS, SHAPES, build, in_form
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.engine.placement import automatic_width
+from fedjax_pfl.engine.width import automatic_width
 from fedjax_pfl.errors import InputError, choose
 from fedjax_pfl.models import layers
 from fedjax_pfl.models.layers import CONVOLUTIONS

@@ -32,7 +32,7 @@ from fedjax_pfl.data.datasets import Dataset, prepare_images
 from fedjax_pfl.data.federate import federate
 from fedjax_pfl.data.partition import Partition
 from fedjax_pfl.data.partitioners import partition
-from fedjax_pfl.engine.placement import automatic_width
+from fedjax_pfl.engine.width import automatic_width
 from fedjax_pfl.errors import choose
 
 

@@ -48,7 +48,7 @@ from benchmarks.stock import stock
 from fedjax_pfl import models
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.data.datasets import prepare_images
-from fedjax_pfl.engine.placement import automatic_width
+from fedjax_pfl.engine.width import automatic_width
 from fedjax_pfl.errors import InputError, choose
 from fedjax_pfl.types import Federation, Task
 

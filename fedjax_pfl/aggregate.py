@@ -78,7 +78,6 @@ def descend(
     here: Array,
     lr: Numeric,
     rho: Numeric,
-    penalty: str = "implicit",
     mean: float | None = None,
 ) -> Array:
     """Moves a row [N] of coefficients by one step along its gradient `slope` [N] and
@@ -87,13 +86,10 @@ def descend(
     Only the entries `here` [N] bool move. They remain non-negative and keep their sum.
 
     Args:
-      penalty: implicit or explicit step.
-      mean: value at which the penalty of an entry is 0; None: 1/N.
+      mean: where the penalty of an entry is 0; None: 1/N.
     """
     weight, mean = 2 * lr * rho, 1 / row.shape[0] if mean is None else mean
-    if penalty == "implicit":
-        moved = (row - lr * slope + weight * mean) / (1 + weight)
-    else:
-        moved = row - lr * slope - weight * (row - mean)
+    # implicit: stable for every rho
+    moved = (row - lr * slope + weight * mean) / (1 + weight)
     mass = jnp.sum(jnp.where(here, row, 0))
     return jnp.where(here, project_simplex(moved, here, mass), row)

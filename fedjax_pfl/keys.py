@@ -42,7 +42,6 @@ class Server(Stream):
 
     PUBLIC = 40, "the public examples of a round"
     STUDENT = 41, "FedDF: training of the server's models on them"
-    HELD_OUT = 42, "FedDF: which of them its models are validated on"
 
 
 class Cohort(Stream):
@@ -75,10 +74,6 @@ class Client(Stream):
         "outputs",
     )
     EXTRACTOR = 45, "pFedAFM: training of the shared extractor"
-    FULL_GRADIENT = (
-        46,
-        "SCAFFOLD, option 1: the gradient over all examples, + the batch's first row",
-    )
 
 
 class Step(Stream):

@@ -26,7 +26,7 @@ OPTIMIZERS = {
     "adam": lambda lr: optax.adam(lr, eps=0.01),
 }
 HPARAMS: dict[str, dict[str, tuple]] = {  # other ways through a method
-    "scaffold": {"option": (1, 2), "weights": ("uniform", "data")},
+    "scaffold": {"server_lr": (0.5, 1.0)},
     "per_fedavg": {"variant": ("fo", "hf", "exact")},
     "fedrep": {"head_epochs": (0, 2)},
     "fedma": {
@@ -34,28 +34,28 @@ HPARAMS: dict[str, dict[str, tuple]] = {  # other ways through a method
         "weights": ("classes", "uniform"),
         "retrain_epochs": (0, 1),
     },
-    "apfl": {"mix": ("params", "outputs")},
+    "apfl": {"adaptive": (False, True)},
     "fedamp": {"attention": ("amp", "heur")},
     "fedphp": {"regularizer": ("mmd", "kd")},
     "fedala": {"blended": ("none", "head", "all"), "percent": (30.0, 80.0)},
     "fedfomo": {"received": (1, 2, 5), "epsilon": (0.0, 0.5)},
     "pfedhn": {"mode": ("sequential", "batched"), "inner_steps": (None, 3)},
     "mocha": {"solver": ("sdca", "sgd"), "relate_every": (1, 2)},
-    "mnfl": {"residual": ("sent", "fresh"), "transfer": ("replace", "step")},
+    "mnfl": {"coef_steps": (1, 3)},
     "mnfl_het": {
         "order": ("paper", "code"),
-        "penalty": ("implicit", "explicit"),
         "public_size": (4, 3000),
     },
     "fedmd": {"space": ("prob", "logit"), "passes": (0, 2), "public_batch": (3, 256)},
-    "sim_pfd": {"sim_norm": ("sum", "minmax"), "order": ("paper", "code")},
-    "topk_pfd": {"neighbours": (1, 2, 5), "weights": ("uniform", "cos")},
+    "sim_pfd": {"order": ("paper", "code")},
+    "topk_pfd": {"neighbours": (1, 2, 5)},
     "feddf": {"student_optimizer": ("adam", "sgd"), "public_batch": (3, 256)},
-    "fedem": {"average": ("round", "all"), "refit": (0, 1)},
+    "fedem": {"refit": (0, 1)},
     "fedcp": {
         "policy": ("softmax", "gumbel"),
         "norm": ("layer", "batch"),
-        "without": ("none", "cs_ss", "cpn_gh"),
+        "cs": (False, True),
+        "cpn": (False, True),
     },
     "pfedc": {
         "tasks": ("class", "map:0,1,0,1"),
@@ -259,10 +259,5 @@ def test_the_results_are_those_of_the_plain_run(method, seed):
                 r._replace(server={}, post=r.post if known else {}), on
             )
             assert_close(of(mine.metrics), of(theirs.metrics))
-            # scaled to their range, similarities that are nearly equal have large last
-            # bits
-            ranged = case.hparams.get("sim_norm") == "minmax"
-            toy.assert_close(
-                mine.metrics.server, theirs.metrics.server, 1e-3 if ranged else 1e-4
-            )
+            toy.assert_close(mine.metrics.server, theirs.metrics.server, 1e-4)
     assert_absent_clients_stay(plain)

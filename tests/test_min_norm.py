@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import aggregate
-from fedjax_pfl.numerics import min_norm
+from fedjax_pfl.algorithms.pfedc import min_norm
 
 FISTA = jax.jit(min_norm.fista)
 

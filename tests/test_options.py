@@ -32,14 +32,11 @@ BESIDE = {
     "xi_self": {"": {"attention": "heur"}},
     "energy_start": {"": {"svd": True}},
     "energy_end": {"": {"svd": True}},
-    "transfer_lr": {"": {"transfer": "step"}},
-    "transfer_steps": {"": {"transfer": "step"}},
     "warmup_epochs": {"": {"order": "code"}},
-    "held_out": {method: {"patience": 2} for method in ("feddf", "pfeddf")},
     "lr": {"mocha": {"solver": "sgd"}},  # the task's; coordinate ascent has none
 }
 # Options that need another task: {option: its name}; the others have the method's own.
-ON = {"distil_stats": "norm", "public_epochs": "labelled", "shared": "convolution"}
+ON = {"public_epochs": "labelled", "shared": "convolution"}
 # the task's rate is not used, as is documented: it has hyper_lr and inner_lr
 NO_RATE = ("pfedhn",)
 # The other value, where it is not the default's neighbour: 5 clients, of which one
@@ -51,8 +48,6 @@ OTHER = {
     "upper_layers": [1],
     "tasks": ["consecutive:2"],
 }
-# of the nine of FedCP, which are seen one by one in its own tests
-OTHER["without"] = ["cs", "cpn_gh"]
 # What None stands for, where it is not another training.
 NONE = {
     ("fedavg_ft", "fine_tune_epochs"): lambda task: max(task.epochs, 5),
@@ -241,19 +236,13 @@ def test_no_option_that_others_have_not_is_without_effect(method):
     )
 
 
-@pytest.mark.slow  # traces options of FedKD and of MNFL, which are slow
+@pytest.mark.slow  # traces options of FedKD, which are slow
 def test_an_option_that_acts_beside_another_is_seen_to_do_nothing_alone():
     """So that what is compared shows it."""
     cases = Cases("fedkd")
     assert (
         cases.of({}).unused() == ["energy_end", "energy_start"]
         and cases.of({"svd": True}).unused() == []
-    )
-    cases = Cases("mnfl")
-    steps = {"transfer_steps": 2}
-    assert cases.of({}).computes(cases.of(steps))
-    assert not cases.of({"transfer": "step"}).computes(
-        cases.of({"transfer": "step"} | steps)
     )
 
 

@@ -110,11 +110,11 @@ CLIENT |= {
     "WARM_UP": 43,
     "PUBLIC_LABELS": 44,
 }
-CLIENT |= {"EXTRACTOR": 45, "FULL_GRADIENT": 46}
+CLIENT |= {"EXTRACTOR": 45}
 STREAMS = {
     "Run": {"INIT": 0, "ROUND": 1},
     "Round": {"SAMPLING": 2, "SERVER": 3, "CLIENTS": 4},
-    "Server": {"PUBLIC": 40, "STUDENT": 41, "HELD_OUT": 42},
+    "Server": {"PUBLIC": 40, "STUDENT": 41},
     "Cohort": {"ORDER": 0x5CA4, "UPLOAD": 0x7F00},
     "Client": CLIENT,
     "Step": {"LOSS": 3, "AUGMENT": 4},

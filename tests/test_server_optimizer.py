@@ -235,7 +235,6 @@ def test_the_documents_name_the_methods():
     "method, options",
     [
         ("fedkd", {"svd": True}),
-        ("pfedafm", {"aggregation": "relay"}),
         ("privacy_pfedc", {"backend": "plain", "encrypt_phi": True}),
     ],
 )

@@ -13,12 +13,12 @@ import toy
 
 from fedjax_pfl import keys, models
 from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.algorithms.pfedc import task_maps
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import config as settings
 from fedjax_pfl.experiment.build import build
 from fedjax_pfl.experiment.config import Config
-from fedjax_pfl.numerics import task_maps
 from fedjax_pfl.types import Examples, Federation, State, Subset, Task
 
 # fmt: off

@@ -438,7 +438,6 @@ def test_all_five_have_the_published_sizes():
             lambda: models.model("cnn2", (12, 12, 3), 10),
             "'cnn2' needs images of at least 16x16",
         ),
-        (lambda: models.pad_to_superset("cnn", CIFAR, 10), "Unknown model 'cnn'"),
         (lambda: models.model("mlp", (6,), 3, features=0), "`features` must be in"),
         (
             lambda: models.model("mlp", (6,), 3, features=5, width_by="pol"),

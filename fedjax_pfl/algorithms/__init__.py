@@ -14,7 +14,8 @@ from fedjax_pfl.algorithms import pfedhn, mocha, fedproto, fd, mutual, mnfl
 from fedjax_pfl.algorithms.knowledge_transfer import knowledge_transfer
 from fedjax_pfl.algorithms import feddf, fedem, fedcp
 from fedjax_pfl.algorithms.feddva import feddva
-from fedjax_pfl.algorithms import pfedc, pfedafm
+from fedjax_pfl.algorithms.pfedc import pfedc
+from fedjax_pfl.algorithms import pfedafm
 from fedjax_pfl.algorithms.registry import ALGORITHMS, SEVERAL_ARCHITECTURES, register
 
 __all__ = ["ALGORITHMS", "SEVERAL_ARCHITECTURES", "register"]

@@ -12,22 +12,25 @@ import jax.numpy as jnp
 import optax
 from annotated_types import Ge
 
-from fedjax_pfl import architectures, evaluation, local_training, losses, traffic, trees
+from fedjax_pfl import (
+    architectures,
+    averaging,
+    evaluation,
+    local_training,
+    losses,
+    traffic,
+    trees,
+)
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import predictor
 from fedjax_pfl.types import (
     Algorithm,
     Array,
-    Batch,
-    Client,
-    Cohort,
-    Metrics,
     Own,
-    Predictor,
     PyTree,
     State,
     Task,
-    Traffic,
+    Update,
 )
 
 
@@ -70,9 +73,13 @@ def fd(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
       sum as it was before any `transform` of uploads, so that with one the others' mean
       is off by the difference.
     """
-    classes, batch_size = task.num_classes, evaluation.pass_size(task.sizes)
+    sgd, classes, batch_size = (
+        local_training.bind(task),
+        task.num_classes,
+        evaluation.pass_size(task.sizes),
+    )
 
-    def init(key: Array) -> State:
+    def init(key):
         nothing, none = jnp.zeros((classes, classes)), jnp.zeros(classes, bool)
         server = {
             "mean": nothing,
@@ -87,50 +94,33 @@ def fd(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
             {"w": architectures.stack(task, lambda model: model.init(key)), **mine},
         )
 
-    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(
-            c: Client, mine: PyTree
-        ) -> tuple[Array, PyTree, Array, dict[str, Array]]:
-            table, known = teacher(state.server, mine, c.id, c.class_counts)
+    def client(c, server, row):
+        table, known = teacher(server, row, c.id, c.class_counts)
 
-            def loss(w: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
-                z, stats = c.model.apply(
-                    w, batch.x, mask=batch.mask, train=True, key=key
-                )
-                gap = jnp.where(
-                    known[batch.y],
-                    optax.losses.softmax_cross_entropy(z, table.T[batch.y]),
-                    0,
-                )
-                value = losses.cross_entropy(z, batch.y, batch.mask)
-                return value + gamma * losses.masked_mean(gap, batch.mask), stats
+        def loss(w, batch, key):
+            z, stats = c.model.apply(w, batch.x, mask=batch.mask, train=True, key=key)
+            gap = optax.losses.softmax_cross_entropy(z, table.T[batch.y])
+            gap = losses.masked_mean(jnp.where(known[batch.y], gap, 0), batch.mask)
+            value = losses.cross_entropy(z, batch.y, batch.mask)
+            return value + gamma * gap, stats
 
-            w, value = local_training.sgd(c.key, c.train, loss, mine["w"], task)
-            logits = predictor(c.model, w)
-            soft = lambda batch: jax.nn.softmax(logits(batch.x, batch.mask))
-            own = local_training.class_means(c.train, soft, classes, batch_size)
-            new = {"w": Own(w), "own": own, "table": table, "known": known}
-            return own, new, value, evaluation.post(cohort, c, logits)
+        w, value = sgd(c, row["w"], loss=loss)
+        logits = predictor(c.model, w)
+        soft = lambda batch: jax.nn.softmax(logits(batch.x, batch.mask))
+        own = local_training.class_means(c.train, soft, classes, batch_size)
+        row = {"w": Own(w), "own": own, "table": table, "known": known}
+        return Update(own, row, logits, value)
 
-        has = cohort.class_counts > 0
-        nothing = jnp.zeros_like(state.server["mean"])
-        mean, (mine, value, post) = cohort.mean(
-            client, state.clients, weight=has, default=nothing
-        )
-        took = jnp.zeros_like(state.server["took"]).at[cohort.ids].set(cohort.trained)
-        server = {
-            "mean": mean,
-            "count": jnp.sum(has, axis=0, dtype=jnp.int32),
-            "took": took,
-        }
-        return State(
-            trees.choose(jnp.any(cohort.trained), server, state.server), mine
-        ), Metrics(value, post)
+    def server_update(server, mean, cohort):
+        took = jnp.zeros_like(server["took"]).at[cohort.ids].set(cohort.trained)
+        count = jnp.sum(cohort.class_counts > 0, axis=0, dtype=jnp.int32)
+        new = {"mean": mean, "count": count, "took": took}
+        return trees.choose(jnp.any(cohort.trained), new, server)
 
-    def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
-        return predictor(c.model, mine["w"])
+    def predict(server, row, c):
+        return predictor(c.model, row["w"])
 
-    def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
+    def sent(state, cohort, metrics):
         fresh = (
             jax.vmap(others, (None, 0, 0))(
                 state.server, cohort.ids, cohort.class_counts
@@ -143,4 +133,12 @@ def fd(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
         )
         return count._replace(ints=own)  # which classes
 
-    return Algorithm(init, round, predict, evaluation.classification, sent)
+    return averaging.from_client(
+        init,
+        client,
+        predict,
+        weight=lambda cohort: cohort.class_counts > 0,
+        default=lambda server: jnp.zeros_like(server["mean"]),
+        server_update=server_update,
+        traffic=sent,
+    )

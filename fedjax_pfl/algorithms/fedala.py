@@ -14,21 +14,17 @@ import optax
 from annotated_types import Ge, Interval
 from chex import Numeric
 
-from fedjax_pfl import averaging, evaluation, keys, local_training, losses, trees
+from fedjax_pfl import averaging, keys, local_training, losses, trees
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import BODY_AND_HEAD, predictor
 from fedjax_pfl.types import (
     Algorithm,
     Array,
     Batch,
-    Client,
-    Cohort,
     Data,
-    Metrics,
-    Predictor,
     PyTree,
-    State,
     Task,
+    Update,
 )
 
 BLENDED: dict[str, tuple[str, ...]] = {
@@ -165,85 +161,46 @@ def fedala(
       `ala_epochs` how long it was learned.
     """
     loss, split = losses.classification(task.model), averaging.split(task)
-    mask, patience = (
-        trees.parts(task.model.bn_mask, BLENDED[blended]),
-        Patience(window, threshold, cap),
-    )
+    sgd, patience = local_training.bind(task), Patience(window, threshold, cap)
+    mask = trees.parts(task.model.bn_mask, BLENDED[blended])
 
-    def beside(w: PyTree) -> dict[str, PyTree]:
+    def beside(w):
         mine, _ = trees.partition(w, mask)
-        return {
-            "w": mine,
-            "weights": jax.tree.map(jnp.ones_like, mine),
-            "first": jnp.bool(True),
-        }
+        ones = jax.tree.map(jnp.ones_like, mine)
+        return {"w": mine, "weights": ones, "first": jnp.bool(True)}
 
-    def start(c: Client, server: PyTree, mine: PyTree) -> tuple[PyTree, PyTree, Array]:
-        """The model that a client trains from, its weights, and the epochs that they
-        were learned for."""
-        received, rest = trees.partition(split.receive(server, mine["own"]), mask)
+    def start(c, server, row):
+        # The model before training, its weights, and the epochs of learning them.
+        received, rest = trees.partition(split.receive(server, row["own"]), mask)
 
-        def objective(weights: PyTree, batch: Batch, key: Array) -> Array:
-            return loss(
-                trees.merge(blend(mine["w"], received, weights), rest), batch, key
-            )[0]
+        def objective(weights, batch, key):
+            blended = blend(row["w"], received, weights)
+            return loss(trees.merge(blended, rest), batch, key)[0]
 
-        same = jax.tree.map(lambda a, b: jnp.all(a == b), mine["w"], received)
+        same = jax.tree.map(lambda a, b: jnp.all(a == b), row["w"], received)
+        same = jnp.all(jnp.array(jax.tree.leaves(same), bool))
         data = subset(keys.fold(c.key, keys.Client.SUBSET), c.train, percent)
-        data = data._replace(
-            size=jnp.where(
-                jnp.all(jnp.array(jax.tree.leaves(same), bool)), 0, data.size
-            )
-        )
+        data = data._replace(size=jnp.where(same, 0, data.size))
         key = keys.fold(c.key, keys.Client.BLEND)
+        state = row["weights"], row["first"]
         weights, epochs = learn(
-            key,
-            data,
-            objective,
-            mine["weights"],
-            mine["first"],
-            task,
-            lr_weights,
-            patience,
+            key, data, objective, *state, task, lr_weights, patience
         )
-        return trees.merge(blend(mine["w"], received, weights), rest), weights, epochs
+        return trees.merge(blend(row["w"], received, weights), rest), weights, epochs
 
-    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(
-            c: Client, mine: PyTree
-        ) -> tuple[PyTree, PyTree, Array, dict[str, Array], dict[str, Array]]:
-            w, weights, epochs = start(c, state.server, mine)
-            w, value = local_training.sgd(c.key, c.train, loss, w, task)
-            shared, own = split.send(w)
-            kept = {
-                "w": trees.partition(w, mask)[0],
-                "weights": weights,
-                "first": mine["first"] & (epochs == 0),
-            }
-            seen = {"global_share": mean_of(weights), "ala_epochs": epochs}
-            return (
-                shared,
-                {**kept, "own": own},
-                value,
-                evaluation.post(cohort, c, predictor(task.model, w)),
-                seen,
-            )
-
-        w, (mine, value, post, seen) = cohort.mean(
-            client, state.clients, weight=cohort.sizes, default=state.server
-        )
-        return State(w, mine), Metrics(value, post, seen)
-
-    def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
-        return predictor(task.model, start(c, server, mine)[0])
-
-    def init(key: Array) -> State:
+    def init(key):
         return split.init(key, beside)
 
-    return Algorithm(
-        init,
-        round,
-        predict,
-        evaluation.classification,
-        averages=averaging.BODY_AND_HEAD,
-    )
+    def client(c, server, row):
+        w, weights, epochs = start(c, server, row)
+        w, value = sgd(c, w)
+        upload, own = split.send(w)
+        first, mine = row["first"] & (epochs == 0), trees.partition(w, mask)[0]
+        row = {"w": mine, "weights": weights, "first": first, "own": own}
+        seen = {"global_share": mean_of(weights), "ala_epochs": epochs}
+        return Update(upload, row, predictor(c.model, w), value, seen)
+
+    def predict(server, row, c):
+        return predictor(c.model, start(c, server, row)[0])
+
+    return averaging.from_client(init, client, predict, averages=BODY_AND_HEAD)

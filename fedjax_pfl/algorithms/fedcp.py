@@ -22,7 +22,7 @@ from flax import nnx
 
 from fedjax_pfl import (
     averaging,
-    evaluation,
+    hyperparameters,
     keys,
     local_training,
     losses,
@@ -34,23 +34,16 @@ from fedjax_pfl.models import layers
 from fedjax_pfl.types import (
     Algorithm,
     Array,
-    Batch,
-    Client,
-    Cohort,
-    Metrics,
     Network,
-    Predictor,
     PyTree,
     State,
     Task,
+    Update,
 )
 
-# W_i^fe, W_i^hd and Theta_i: what local training updates
+# W_i^fe, W_i^hd and Theta_i: updated by local training
 PARTS = ("body", "head", "policy")
 TINY = 1e-12
-Ablation = Literal[
-    "none", "cs", "ss", "cs_ss", "gfm", "cpn", "cpn_gfm", "cpn_gh", "cpn_gfm_gh"
-]
 NORMS: dict[str, Callable[..., Any]] = {
     "layer": lambda size, rngs: nnx.LayerNorm(
         size, epsilon=1e-5, use_fast_variance=False, rngs=rngs
@@ -137,6 +130,25 @@ class Frozen(NamedTuple):
     vector: Array  # [K], of the client
 
 
+class Parts(NamedTuple):
+    """Parts of the method, each left out by an ablation of the paper's Table 1.
+
+    Args:
+      cs: the client's vector as an input of the CPN, true or false; without `cs` and
+        `ss` the input is a fixed random vector.
+      ss: the sample's features as an input of the CPN, true or false.
+      gfm: the MMD between own and global features in the loss, true or false.
+      cpn: the CPN, true or false; without it both heads get all features.
+      gh: the logits of the global head, true or false.
+    """
+
+    cs: bool = True
+    ss: bool = True
+    gfm: bool = True
+    cpn: bool = True
+    gh: bool = True
+
+
 # (variables, frozen, x, mask, train, key) -> logits [B, C], h [B, K], s [B, K], new
 # stats
 Apply = Callable[
@@ -145,49 +157,37 @@ Apply = Callable[
 ]
 
 
-def gated(task: Task, network: Network | None, policy: str, off: set[str]) -> Apply:
-    """The personal model.
+def gated(task: Task, network: Network | None, policy: str, on: Parts) -> Apply:
+    """Returns the personal model.
 
     Args:
-      network: the CPN; without it (None) features go whole through each head, and s is
-        None.
-      off: parts of the method that are left out, of which cs, ss and gh matter here.
+      network: the CPN; None: each head gets the features whole, and s is None.
     """
     model = task.model
 
-    def seen(h: Array, vector: Array) -> Array:
-        """The CPN's input of features h [B, K] of a client with this vector [K]."""
-        if {"cs", "ss"} <= off:  # one random vector for all clients and runs
-            vector = _unit(
-                jax.random.normal(jax.random.key(0), vector.shape, jnp.float32)
-            )
-        if "ss" in off:
+    def seen(h, vector):
+        # The CPN's input of features h [B, K] of a client with this vector [K].
+        if not on.cs and not on.ss:  # one random vector for all clients and runs
+            draw = jax.random.normal(jax.random.key(0), vector.shape, jnp.float32)
+            vector = _unit(draw)
+        if not on.ss:
             return jnp.broadcast_to(vector, h.shape)
-        return h if "cs" in off else h * vector[None]
+        return h * vector[None] if on.cs else h
 
-    def apply(
-        variables: PyTree,
-        frozen: Frozen,
-        x: Array,
-        mask: Array,
-        train: bool,
-        key: Array,
-    ) -> tuple[Array, Array, Array | None, PyTree]:
+    def apply(variables, frozen, x, mask, train, key):
         extractor = {"body": variables["body"], "stats": variables["stats"]["model"]}
         h, new = model.features(extractor, x, mask=mask, train=train, key=key)
         stats = {"model": new, "policy": variables["stats"]["policy"]}
         h_global, h_personal, s = h, h, None
         if network is not None:
             theta = {"params": variables["policy"], "stats": stats["policy"]}
-            a, stats["policy"] = network.apply(
-                theta, seen(h, frozen.vector), mask=mask, train=train
-            )
-            r, s = gate(
-                a, keys.fold(key, keys.Loss.GUMBEL) if policy == "gumbel" else None
-            )
+            inputs = seen(h, frozen.vector)
+            a, stats["policy"] = network.apply(theta, inputs, mask=mask, train=train)
+            noise = keys.fold(key, keys.Loss.GUMBEL) if policy == "gumbel" else None
+            r, s = gate(a, noise)
             h_global, h_personal = r * h, s * h
         out = model.head(variables["head"], h_personal)
-        if "gh" not in off:
+        if on.gh:
             # Eq. 5; both heads add their bias
             out = model.head(frozen.head, h_global) + out
         return out, h, s, stats
@@ -198,43 +198,36 @@ def gated(task: Task, network: Network | None, policy: str, off: set[str]) -> Ap
 def objective(
     task: Task, apply: Apply, frozen: Frozen, lam: Numeric | None
 ) -> local_training.Loss:
-    """The loss of a client: cross entropy and lam times the MMD between own and global
-    features (None: without).
+    """Returns the client's loss: cross entropy plus lam times the MMD between own and
+    global features (None: without).
 
-    Returns:
-      As `local_training.sgd` takes it, with the aux {"pir": the mean of s []} where
-      there is a gate.
+    Its aux is {"pir": the mean of s []} where there is a gate.
     """
 
-    def loss(
-        variables: PyTree, batch: Batch, key: Array
-    ) -> tuple[Array, PyTree, PyTree]:
+    def loss(variables, batch, key):
         out, h, s, stats = apply(variables, frozen, batch.x, batch.mask, True, key)
         value = losses.cross_entropy(out, batch.y, batch.mask)
         if lam is not None:
-            received = {"body": frozen.body, "stats": variables["stats"]["model"]}
-            # the same key: both extractors drop the same features
-            u, _ = task.model.features(
-                received, batch.x, mask=batch.mask, train=True, key=key
-            )
+            w = {"body": frozen.body, "stats": variables["stats"]["model"]}
+            # The same key: both extractors drop the same features.
+            u, _ = task.model.features(w, batch.x, mask=batch.mask, train=True, key=key)
             value += lam * losses.mmd(h, u, batch.mask)
-        ratio = (
-            {}
-            if s is None
-            else {"pir": losses.masked_mean(jnp.mean(s, axis=1), batch.mask)}
-        )
-        return value, stats, ratio
+        if s is None:
+            return value, stats, {}
+        ratio = losses.masked_mean(jnp.mean(s, axis=1), batch.mask)
+        return value, stats, {"pir": ratio}
 
     return loss
 
 
 @register("fedcp")
+@hyperparameters.shared(Parts)
 def fedcp(
     task: Task,
     *,
+    on: Parts,
     lam: Annotated[float, Ge(0)] = 5.0,
     policy: Literal["softmax", "gumbel"] = "softmax",
-    without: Ablation = "none",
     depth: Annotated[int, Interval(ge=1, le=4)] = 1,
     norm: Literal["layer", "batch", "group", "none"] = "layer",
     activation: Literal["relu", "tanh", "sigmoid"] = "relu",
@@ -244,13 +237,9 @@ def fedcp(
 
     Args:
       lam: weight of the MMD between own and global features (λ) in [0, inf); 5, the
-        paper's for its CNN at lr 0.005 (1 for ResNet-18 and fastText at lr 0.1; 5 at lr
-        0.1 collapses on the digits).
+        paper's for its CNN at lr 0.005 (1 for ResNet-18 and fastText at lr 0.1).
       policy: one of softmax (Eq. 4), gumbel (noisy in training and in prediction, as
         the authors' code is).
-      without: what Table 1 leaves out, one of none, cs (the client's vector at the
-        CPN), ss (the sample there), cs_ss (both, in their place a fixed random vector),
-        gfm (MMD), cpn, cpn_gfm, cpn_gh (no global head), cpn_gfm_gh.
       depth: linear layers of the CPN (Table 10) in [1, 4]; 1 as in the paper.
       norm: of the CPN's last layer, one of layer, batch, group (two groups), none.
       activation: of the CPN, one of relu, tanh, sigmoid.
@@ -259,8 +248,8 @@ def fedcp(
       Eq. 7 as printed, one kernel's mean over paired features, would push them apart:
       the MMD is that of the authors' code (`losses.mmd`). The client's vector is the
       sum over classes of the head's kernel in round 0 too (their code draws it at
-      random), and follows from the personal head at any time, so it is not stored. Only
-      clients of the round receive (their code sends the extractor to all). The frozen
+      random). It follows from the personal head and is not stored. Only clients of the
+      round receive the model (their code sends the extractor to all). The frozen
       extractor normalises by the batch, as in their code; the running statistics of
       extractor and CPN follow bn_stats. `pir` is the paper's personalisation ratio, the
       mean of s over samples and features, averaged over the local steps. Each added
@@ -268,97 +257,53 @@ def fedcp(
       their code's product of several layers' weights is not implemented. With gumbel,
       examples at the same position of different test batches share their noise. The
       reported loss includes the MMD term.
-
-      Under SGD, momentum and weight decay included, all clients keep the vector that
-      they begin with, which is one for all: the gradients of a cross entropy by the
-      logits sum to 0 over the classes, so training scales a head's sums over the
-      classes and does not turn them. It takes an optimizer such as Adam for the vectors
-      to differ.
     """
-    off = set(without.split("_"))
-    model = task.model
-    network = None if "cpn" in off else policy_network(task, depth, norm, activation)
-    apply = gated(task, network, policy, off)
+    model, sgd = task.model, local_training.bind(task)
+    network = policy_network(task, depth, norm, activation) if on.cpn else None
+    apply = gated(task, network, policy, on)
 
-    def start(key: Array) -> PyTree:
-        """The variables of the personal model."""
+    def start(key):
+        # The variables of the personal model.
         w = model.init(key)
         averaging.check_linear_head(w, "fedcp")
-        theta = (
-            {"params": {}, "stats": {}}
-            if network is None
-            else network.init(keys.fold(key, keys.Init.POLICY))
-        )
+        theta: PyTree = {"params": {}, "stats": {}}
+        if network is not None:
+            theta = network.init(keys.fold(key, keys.Init.POLICY))
         stats = {"model": w["stats"], "policy": theta["stats"]}
-        return {
-            "body": w["body"],
-            "head": w["head"],
-            "policy": theta["params"],
-            "stats": stats,
-        }
+        return {**w, "policy": theta["params"], "stats": stats}
 
     split = averaging.split(task, variables=jax.eval_shape(start, jax.random.key(0)))
 
-    def init(key: Array) -> State:
+    def init(key):
         w = start(key)
         shared, own = split.send(w)
-        head = () if "gh" in off else w["head"]
-        return State(
-            shared | {"head": head},
-            trees.replicate({"head": w["head"], "own": own}, task.num_clients),
-        )
+        rows = trees.replicate({"head": w["head"], "own": own}, task.num_clients)
+        return State(shared | {"head": w["head"] if on.gh else ()}, rows)
 
-    def receive(server: PyTree, mine: PyTree) -> tuple[PyTree, Frozen]:
-        """The personal model at the start of a round, W^fe, W_i^hd and Theta, and what
-        is frozen in it."""
-        variables = split.receive(server | {"head": mine["head"]}, mine["own"])
-        return variables, Frozen(
-            server["body"], server["head"], client_vector(mine["head"])
-        )
+    def receive(server, row):
+        # W^fe, W_i^hd and Theta, and the received model, which is frozen; the vector is
+        # that of the personal head before training.
+        w = split.receive(server | {"head": row["head"]}, row["own"])
+        vector = client_vector(row["head"])
+        return w, Frozen(server["body"], server["head"], vector)
 
-    def predictor(variables: PyTree, frozen: Frozen, c: Client) -> Predictor:
-        return lambda x, mask: apply(variables, frozen, x, mask, False, c.key)[0]
+    def predictor(w, frozen, c):
+        return lambda x, mask: apply(w, frozen, x, mask, False, c.key)[0]
 
-    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(
-            c: Client, mine: PyTree
-        ) -> tuple[PyTree, PyTree, Array, dict[str, Array], dict[str, Array]]:
-            # the vector is that of the head before training
-            w, frozen = receive(state.server, mine)
-            loss = objective(task, apply, frozen, None if "gfm" in off else lam)
-            w, (value, ratio) = local_training.sgd(
-                c.key, c.train, loss, w, task, train=PARTS, has_aux=True
-            )
-            post = evaluation.post(cohort, c, predictor(w, frozen, c))
-            # Eq. 6
-            head = (
-                ()
-                if "gh" in off
-                else optax.tree.scale(0.5, trees.add(frozen.head, w["head"]))
-            )
-            shared, own = split.send(w)
-            # in place of the personal head, which is never sent, its midpoint with the
-            # global one
-            return (
-                shared | {"head": head},
-                {"head": w["head"], "own": own},
-                value,
-                ratio,
-                post,
-            )
+    def client(c, server, row):
+        # Extractor, personal head and CPN are trained (Eq. 8).
+        w, frozen = receive(server, row)
+        loss = objective(task, apply, frozen, lam if on.gfm else None)
+        w, (value, ratio) = sgd(c, w, loss=loss, train=PARTS, has_aux=True)
+        upload, own = split.send(w)
+        # The personal head is never sent: its midpoint with the global one is (Eq. 6).
+        head = optax.tree.scale(0.5, trees.add(frozen.head, w["head"])) if on.gh else ()
+        upload, row = upload | {"head": head}, {"head": w["head"], "own": own}
+        return Update(upload, row, predictor(w, frozen, c), value, ratio)
 
-        server, (mine, value, ratio, post) = cohort.mean(
-            client, state.clients, weight=cohort.sizes, default=state.server
-        )
-        return State(server, mine), Metrics(value, post, ratio)
+    def predict(server, row, c):
+        w, frozen = receive(server, row)
+        return predictor(w, frozen, c)
 
-    def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
-        return predictor(*receive(server, mine), c)
-
-    return Algorithm(
-        init,
-        round,
-        predict,
-        evaluation.classification,
-        averages=(*averaging.BODY_AND_HEAD, "policy"),
-    )
+    averages = (*averaging.BODY_AND_HEAD, "policy")
+    return averaging.from_client(init, client, predict, averages=averages)

@@ -20,21 +20,14 @@ from fedjax_pfl import (
     hyperparameters,
     keys,
     local_training,
-    losses,
 )
 from fedjax_pfl.algorithms import public_data
-from fedjax_pfl.algorithms.knowledge_transfer import mixtures
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.optimizers import clipped
 from fedjax_pfl.types import (
     Algorithm,
-    Array,
-    Client,
-    Cohort,
     Metrics,
     Own,
-    Predictor,
-    PyTree,
     State,
     Task,
 )
@@ -56,12 +49,6 @@ class Students(NamedTuple):
       clip: greatest norm in (0, inf) of the server's gradients; 5 as in the authors'
         code.
       temperature: of the softmax, in (0, inf); 1 as in the authors' code.
-      patience: passes without a better one after which a student stops, in [1, 10000],
-        and its best pass is kept (the authors wait for 1000 steps); default: it does
-        not stop, and its last pass is kept, as in KT-pFL.
-      held_out: share of the round's public examples in (0, 1) that, with patience, a
-        student is only validated on, by the divergence from its teachers; 0.1 is our
-        choice.
     """
 
     passes: Annotated[int, Interval(ge=0, le=10_000)] = 1
@@ -71,8 +58,6 @@ class Students(NamedTuple):
     student_optimizer: Literal["adam", "sgd"] = "adam"
     clip: Annotated[float, Gt(0)] = 5.0
     temperature: Annotated[float, Gt(0)] = 1.0
-    patience: Annotated[int, Interval(ge=1, le=10_000)] | None = None
-    held_out: Annotated[float, Interval(gt=0, lt=1)] = 0.1
 
 
 @register("feddf", several_architectures=True)
@@ -85,21 +70,16 @@ def feddf(task: Task, *, on: Students) -> Algorithm:
       A client's model is its architecture's, which `pre` scores as fused; `post` scores
       it after local training. The teachers' logits are averaged uniformly over the
       round's clients of all architectures; an architecture without a client in the
-      round learns from them, too. The server has no labelled examples, by which the
-      authors' stops. With bn_stats=local running statistics are not sent: teachers have
-      their own, students those of each batch, of the validation, too.
+      round learns from them, too. The authors' server stops early by
+      labelled examples, which it does not have here. With bn_stats=local running
+      statistics are not sent: teachers have their own, students those of each batch.
     """
     rule = {"adam": optax.adam, "sgd": optax.sgd}[on.student_optimizer]
     drawn = public_data.count(task, on.public_size)
-    rows = drawn - (
-        0 if on.patience is None else local_training.held_out(drawn, on.held_out)
-    )
-    steps, decay = (
-        on.passes * -(-rows // on.public_batch),
-        optax.cosine_decay_schedule(1.0, 1),
-    )
-    # rate and share may be traced
-    decayed = lambda t: on.student_lr * decay(t / jnp.maximum(steps, 1))
+    steps = on.passes * -(-drawn // on.public_batch)
+    decay = optax.cosine_decay_schedule(1.0, 1)
+    # the rate may be traced
+    decayed = lambda t: on.student_lr * decay(t / max(steps, 1))
     optimizer = optax.chain(clipped(on.clip), rule(decayed))
     server_task = task._replace(
         optimizer=lambda lr: optimizer,
@@ -107,95 +87,66 @@ def feddf(task: Task, *, on: Students) -> Algorithm:
         drop_last=False,
         augment=None,
     )
-    split = averaging.split(task)
+    split, sgd = averaging.split(task), local_training.bind(task)
 
-    def start(key: Array) -> list[tuple[PyTree, PyTree]]:
-        return [
-            split.send(model.init(key), group)
-            for group, model in enumerate(task.models)
-        ]
+    def start(key):
+        # Per architecture, what is sent and what stays.
+        return [split.send(model.init(key), g) for g, model in enumerate(task.models)]
 
-    def init(key: Array) -> State:
-        starts = start(key)
-        own = iter([own for _, own in starts])
-        return State(
-            architectures.grouped([shared for shared, _ in starts]),
-            architectures.stack(task, lambda _: next(own)),
-        )
+    def init(key):
+        shared, own = zip(*start(key), strict=True)
+        rows = iter(own)
+        server = architectures.grouped(list(shared))
+        return State(server, architectures.stack(task, lambda _: next(rows)))
 
-    divergence = functools.partial(mixtures.divergence, temperature=on.temperature)
+    divergence = functools.partial(public_data.divergence, temperature=on.temperature)
 
     @jax.named_scope(local_training.ON_SERVER)
-    def distil(
-        key: Array, fused: PyTree, cohort: Cohort, index: Array, target: Array
-    ) -> tuple[PyTree, Array]:
-        data, students, gaps = (
-            public_data.subset(cohort.public, index, jnp.any(cohort.trained)),
-            [],
-            [],
-        )
+    def distil(key, fused, cohort, index, target):
+        data = public_data.subset(cohort.public, index, jnp.any(cohort.trained))
+        # the same batches for every student
+        stream, students, gaps = keys.fold(key, keys.Server.STUDENT), [], []
         for group, (_, own) in enumerate(start(key)):
             w = split.receive(architectures.select(fused, group), own)
-            loss = functools.partial(
-                public_data.distillation, task.models[group], distance=divergence
+            loss = public_data.distillation(task.models[group], target, divergence)
+            w, gap = local_training.sgd(
+                stream, data, loss, w, server_task, epochs=on.passes
             )
-            # the same batches for every student
-            stream = keys.fold(key, keys.Server.STUDENT)
-            if on.patience is None:
-                w, gap = local_training.sgd(
-                    stream, data, loss(target=target), w, server_task, epochs=on.passes
-                )
-            else:
-                part = public_data.validation(data, target, on.held_out)
-                w, gap = public_data.early_stopped(
-                    stream, part, loss, target, w, server_task, on.passes, on.patience
-                )
             students.append(split.send(w, group)[0])
             gaps.append(gap)
         return architectures.grouped(students), jnp.mean(jnp.stack(gaps))
 
-    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
+    def round(key, state, cohort):
         index = public_data.draw(key, task, on.public_size)
-        if on.patience is not None:  # the last of them are for validation
-            index = jax.random.permutation(keys.fold(key, keys.Server.HELD_OUT), index)
 
-        def client(
-            c: Client, own: PyTree
-        ) -> tuple[Own, Own, Array, Array, dict[str, Array]]:
+        def client(c, own):
             w = split.receive(architectures.select(state.server, c.architecture), own)
-            w, value = local_training.sgd(
-                c.key, c.train, losses.classification(c.model), w, task
-            )
+            w, value = sgd(c, w)
             shared, own = split.send(w, c.architecture)
             data = public_data.subset(c.public, index, c.train.size > 0)
-            # it has the models, and they are its teachers
+            # The server has the clients' models, its teachers.
             with jax.named_scope(local_training.ON_SERVER):
                 z = public_data.logits(
                     c.model, w, data, task.num_classes, on.public_batch
                 )
-            return (
-                Own(shared),
-                Own(own),
-                z,
-                value,
-                evaluation.post(cohort, c, averaging.predictor(c.model, w)),
-            )
+            post = evaluation.post(cohort, c, averaging.predictor(c.model, w))
+            return Own(shared), Own(own), z, value, post
 
+        # Models are averaged within each architecture.
         fused, (own, z, value, post) = cohort.mean(
             client, state.clients, weight=cohort.sizes, default=state.server
         )
+        # Each mean learns from the mean logits of all models.
         teachers = public_data.gathered(cohort, z)
-        uniform = mixtures.normalised(jnp.ones(len(teachers.ids)), teachers.here)
-        target = jax.nn.softmax(mixtures.mean(uniform, teachers) / on.temperature)
+        weight = public_data.normalised(jnp.ones(len(teachers.ids)), teachers.here)
+        target = jax.nn.softmax(public_data.mean(weight, teachers) / on.temperature)
         students, gap = distil(key, fused, cohort, index, target)
-        return State(students, own), Metrics(
-            value, post, server={"distillation_loss": gap}
-        )
+        metrics = Metrics(value, post, server={"distillation_loss": gap})
+        return State(students, own), metrics
 
-    def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
-        return averaging.predictor(
-            c.model, split.receive(architectures.select(server, c.architecture), own)
-        )
+    def predict(server, own, c):
+        server = architectures.select(server, c.architecture)
+        return averaging.predictor(c.model, split.receive(server, own))
 
     return Algorithm(init, round, predict, evaluation.classification)
 
@@ -218,7 +169,7 @@ def pfeddf(
     tuned = averaging.Phase(epochs=fine_tune_epochs)
     averaged = averaging.partial_averaging(task, averaging.split(task), fine_tune=tuned)
 
-    def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
+    def predict(server, own, c):
         return averaged.predict(architectures.select(server, c.architecture), own, c)
 
     return feddf(task, **on._asdict())._replace(predict=predict)

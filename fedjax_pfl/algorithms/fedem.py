@@ -5,7 +5,7 @@ Reference: Marfoq et al., Federated multi-task learning under a mixture of distr
 (NeurIPS 2021), Algorithm 1.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +18,15 @@ from fedjax_pfl.types import (
     Algorithm,
     Array,
     Batch,
-    Client,
-    Cohort,
     Data,
-    Metrics,
     Predictor,
     PyTree,
     State,
     Task,
+    Update,
 )
 
+row_loss = optax.losses.softmax_cross_entropy_with_integer_labels
 TINY = 1e-30  # a weight that has underflowed to zero has a logarithm
 
 
@@ -37,7 +36,7 @@ def losses_of_rows(task: Task, components: PyTree, batch: Batch) -> Array:
 
     def one(theta: PyTree) -> Array:
         logits = averaging.predictor(task.model, theta)(batch.x, batch.mask)
-        return optax.losses.softmax_cross_entropy_with_integer_labels(logits, batch.y)
+        return row_loss(logits, batch.y)
 
     return jax.lax.map(one, components).T  # [M, B] -> [B, M]
 
@@ -88,7 +87,6 @@ def fedem(
     task: Task,
     *,
     components: Annotated[int, Interval(ge=1, le=100)] = 3,
-    average: Literal["round", "all"] = "round",
     refit: Annotated[int, Interval(ge=0, le=1000)] = 0,
 ) -> Algorithm:
     """Trains M models on all examples, each weighted by how likely the model made it,
@@ -96,8 +94,6 @@ def fedem(
 
     Args:
       components: models that the clients share (M) in [1, 100]; 3 as in the paper.
-      average: over one of round (its clients), all (those that were absent count with
-        the last model, as in the authors' code).
       refit: E-steps in [0, 1000] before a prediction, which find the weights of a
         client that has never trained.
 
@@ -109,62 +105,39 @@ def fedem(
       after another, clients in parallel.
     """
     model, split = task.model, averaging.split(task)
+    sgd = local_training.bind(task)
 
-    def init(key: Array) -> State:
+    def init(key):
         keys = [key, *(jax.random.fold_in(key, m) for m in range(1, components))]
         theta = jax.tree.map(lambda *x: jnp.stack(x), *map(model.init, keys))
         shared, own = split.send(theta)
-        mine = {"pi": jnp.full(components, 1 / components, jnp.float32), "own": own}
-        return State(shared, trees.replicate(mine, task.num_clients))
+        row = {"pi": jnp.full(components, 1 / components, jnp.float32), "own": own}
+        return State(shared, trees.replicate(row, task.num_clients))
 
-    def m_step(c: Client, theta: PyTree, q: Array) -> tuple[PyTree, Array]:
-        """Trains one component on its responsibilities q [length]."""
-
-        def loss(variables: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
+    def m_step(c, theta, q):
+        # Trains one component on its responsibilities q [length].
+        def loss(w, batch, key):
             logits, stats = model.apply(
-                variables, batch.x, mask=batch.mask, train=True, key=key
+                w, batch.x, mask=batch.mask, train=True, key=key
             )
-            each = optax.losses.softmax_cross_entropy_with_integer_labels(
-                logits, batch.y
-            )
+            each = row_loss(logits, batch.y)
             return losses.masked_mean(q[batch.row] * each, batch.mask), stats
 
-        return local_training.sgd(c.key, c.train, loss, theta, task)
+        return sgd(c, theta, loss=loss)
 
-    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(
-            c: Client, mine: PyTree
-        ) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
-            theta = split.receive(state.server, mine["own"])
-            q, pi = e_step(task, theta, mine["pi"], c.train)
-            theta, value = jax.lax.map(lambda given: m_step(c, *given), (theta, q.T))
-            shared, own = split.send(theta)
-            return (
-                shared,
-                {"pi": pi, "own": own},
-                jnp.sum(value),
-                evaluation.post(cohort, c, mixture(task, theta, pi)),
-            )
+    def client(c, server, row):
+        theta = split.receive(server, row["own"])
+        q, pi = e_step(task, theta, row["pi"], c.train)
+        theta, value = jax.lax.map(lambda given: m_step(c, *given), (theta, q.T))
+        upload, own = split.send(theta)
+        predict = mixture(task, theta, pi)
+        return Update(upload, {"pi": pi, "own": own}, predict, jnp.sum(value))
 
-        mean, (mine, value, post) = cohort.mean(
-            client, state.clients, weight=cohort.sizes, default=state.server
-        )
-        if average == "all":
-            present = jnp.sum(cohort.sizes) / jnp.maximum(1, cohort.total)
-            mean = trees.lerp(present, mean, state.server)
-        return State(mean, mine), Metrics(value, post)
-
-    def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
-        theta, pi = split.receive(server, mine["own"]), mine["pi"]
-        pi = jax.lax.fori_loop(
-            0, refit, lambda _, pi: e_step(task, theta, pi, c.train)[1], pi
-        )
+    def predict(server, row, c):
+        theta = split.receive(server, row["own"])
+        again = lambda _, pi: e_step(task, theta, pi, c.train)[1]
+        pi = jax.lax.fori_loop(0, refit, again, row["pi"])
         return mixture(task, theta, pi)
 
-    return Algorithm(
-        init,
-        round,
-        predict,
-        evaluation.classification,
-        averages=averaging.BODY_AND_HEAD,
-    )
+    averages = averaging.BODY_AND_HEAD
+    return averaging.from_client(init, client, predict, averages=averages)

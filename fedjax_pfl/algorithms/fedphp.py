@@ -1,5 +1,5 @@
-"""FedPHP: a client inherits a moving average of its trained models, which teaches the
-received one the next time.
+"""FedPHP: a client keeps a moving average of its trained models, which teaches the
+received model in the next round.
 
 Reference: Li et al., FedPHP: federated personalization with inherited private models
 (ECML PKDD 2021), Algorithm 1.
@@ -12,44 +12,31 @@ import jax.numpy as jnp
 from annotated_types import Interval
 from chex import Numeric
 
-from fedjax_pfl import averaging, evaluation, local_training, losses, trees
+from fedjax_pfl import averaging, local_training, losses, trees
 from fedjax_pfl.algorithms.registry import register
-from fedjax_pfl.averaging import beside, score_beside
 from fedjax_pfl.errors import needed
-from fedjax_pfl.types import (
-    Algorithm,
-    Array,
-    Batch,
-    Client,
-    Cohort,
-    Metrics,
-    Predictor,
-    PyTree,
-    State,
-    Task,
-)
+from fedjax_pfl.types import Algorithm, Array, PyTree, Task, Update
 
 TEMPERATURE = 4.0  # of the teacher in distillation, as in the authors' code
 
 
 def momentum(count: Array, mu0: Numeric, expected: float) -> Array:
-    """The weight mu [] of the old h_i after `count` [] participations, growing to mu0
-    over the `expected` ones."""
+    """Returns the weight mu [] of the old h_i after `count` [] participations, which
+    grows to mu0 over the `expected` ones."""
     return mu0 * jnp.minimum(1, count / max(1.0, expected))
 
 
 def transfer_loss(
     task: Task, teacher: PyTree, lam: Numeric, regularizer: str
 ) -> local_training.Loss:
-    """(1 - lam) cross entropy + lam R(w, teacher), as `local_training.sgd` takes it;
-    the teacher does not move.
+    """Returns the loss (1 - lam) cross entropy + lam R(w, teacher).
 
     Args:
       regularizer: mmd (of the features), kd (the teacher's softened predictions).
     """
     model = task.model
 
-    def loss(w: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
+    def loss(w, batch, key):
         h, stats = model.features(w, batch.x, mask=batch.mask, train=True, key=key)
         taught, _ = model.features(teacher, batch.x, mask=batch.mask, train=False)
         z = model.head(w["head"], h)
@@ -57,9 +44,8 @@ def transfer_loss(
             r = losses.mmd(h, taught, batch.mask)
         else:
             p = jax.nn.softmax(model.head(teacher["head"], taught) / TEMPERATURE)
-            r = losses.masked_mean(
-                -jnp.sum(p * jax.nn.log_softmax(z), axis=1), batch.mask
-            )
+            r = -jnp.sum(p * jax.nn.log_softmax(z), axis=1)
+            r = losses.masked_mean(r, batch.mask)
         return (1 - lam) * losses.cross_entropy(z, batch.y, batch.mask) + lam * r, stats
 
     return loss
@@ -80,56 +66,44 @@ def fedphp(
       lam: weight of the teacher (λ) in [0, 1]; 0.01 as PFLlib's maintainer advises,
         0.05 to 0.1 in the authors' code.
       mu0: the largest weight (μ) of the old h_i in [0, 1]; 0.9 as in the paper.
-      regularizer: what w is taught, one of mmd (features), kd (predictions).
+      regularizer: the target of w, one of mmd (features), kd (predictions).
 
     Note:
       mu = mu0 min(1, z_i / (expected participations in all rounds)), z_i the
-      participations before this round, as in the authors' code: the first h_i is w_i,
-      and a run's number of rounds is part of the method (PFLlib: mu0 t / T). A client
-      that takes no step (with `drop_last`, one without a whole batch) inherits nothing,
-      and its round is not counted. The MMD has PFLlib's fixed bandwidths
+      participations before this round, as in the authors' code (PFLlib: mu0 t / T). The
+      first h_i is w_i. A client that takes no step (with `drop_last`, one without a
+      whole batch) keeps its h_i and its count. The MMD has PFLlib's fixed bandwidths
       (`losses.mmd`); the authors scale theirs by the batch's mean distance, and clip
-      gradients, which `--clip` does here. The teacher predicts as in a test, by its
-      running statistics, which are averaged as its parameters are. `acc` scores h_i,
-      `global_acc` the received model before local training and the trained w_i after
-      it, as PFLlib does now. PFLlib when FedCP's tables were made (its revisions of
-      2022 and 2023) trained another method, which has no score here: a client began
-      with (1 - mu) times the received model plus mu times its last one, of which
-      accuracy was taken before training, and the received model was the teacher. The
-      reported loss is the weighted sum.
+      gradients (`--clip`).
+      The teacher uses its running statistics, which are averaged as its parameters are.
+      `acc` scores h_i, `global_acc` the received model before local training and the
+      trained w_i after it. The reported loss is the weighted sum.
     """
-    split = averaging.split(task)
+    split, sgd = averaging.split(task), local_training.bind(task)
     rounds = needed("rounds", task.rounds, "which its mixing weight follows")
     expected = sum(task.participation) / 2 * rounds
 
-    def init(key: Array) -> State:
+    def init(key):
         return split.init(key, lambda w: {"h": w, "count": jnp.zeros((), jnp.int32)})
 
-    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(
-            c: Client, mine: PyTree
-        ) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
-            w, loss = (
-                split.receive(state.server, mine["own"]),
-                transfer_loss(task, mine["h"], lam, regularizer),
-            )
-            w, value = local_training.sgd(c.key, c.train, loss, w, task)
-            h = trees.lerp(momentum(mine["count"], mu0, expected), mine["h"], w)
-            # else w is the received model, nothing of its own
-            learned = local_training.count(c.train, task) > 0
-            h, count = trees.choose(learned, h, mine["h"]), mine["count"] + learned
-            post = evaluation.post(cohort, c, beside(task.model, h, w), score_beside)
-            shared, own = split.send(w)
-            return shared, {"h": h, "count": count, "own": own}, value, post
+    def client(c, server, row):
+        w = split.receive(server, row["own"])
+        w, value = sgd(c, w, loss=transfer_loss(task, row["h"], lam, regularizer))
+        h = trees.lerp(momentum(row["count"], mu0, expected), row["h"], w)
+        # Without a step w is the received model.
+        learned = local_training.count(c.train, task) > 0
+        h, count = trees.choose(learned, h, row["h"]), row["count"] + learned
+        upload, own = split.send(w)
+        predict = averaging.beside(c.model, h, w)
+        return Update(upload, {"h": h, "count": count, "own": own}, predict, value)
 
-        w, (mine, value, post) = cohort.mean(
-            client, state.clients, weight=cohort.sizes, default=state.server
-        )
-        return State(w, mine), Metrics(value, post)
+    def predict(server, row, c):
+        return averaging.beside(c.model, row["h"], split.receive(server, row["own"]))
 
-    def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
-        return beside(task.model, mine["h"], split.receive(server, mine["own"]))
-
-    return Algorithm(
-        init, round, predict, score_beside, averages=averaging.BODY_AND_HEAD
+    return averaging.from_client(
+        init,
+        client,
+        predict,
+        score=averaging.score_beside,
+        averages=averaging.BODY_AND_HEAD,
     )

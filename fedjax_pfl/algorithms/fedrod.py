@@ -1,5 +1,5 @@
-"""FedRoD: a generic head trained with the balanced softmax is averaged, a personal head
-beside it corrects its logits.
+"""FedRoD: a shared head trained with the balanced softmax plus a personal head that
+adds a logit correction.
 
 Reference: Chen & Chao, On bridging generic and personalized federated learning for
 image classification (ICLR 2022).
@@ -9,29 +9,16 @@ from typing import Annotated
 
 import jax
 import jax.numpy as jnp
-import optax
 from annotated_types import Ge
-from chex import Numeric
 
-from fedjax_pfl import averaging, evaluation, local_training, losses, optimizers
+from fedjax_pfl import averaging, local_training, losses, optimizers
 from fedjax_pfl.algorithms.registry import register
-from fedjax_pfl.types import (
-    Algorithm,
-    Array,
-    Batch,
-    Client,
-    Cohort,
-    Metrics,
-    Predictor,
-    PyTree,
-    State,
-    Task,
-)
+from fedjax_pfl.types import Algorithm, Array, Batch, PyTree, Task, Update
 
 
 def personal_loss(task: Task, own: PyTree, h: Array, z: Array, batch: Batch) -> Array:
-    """Cross entropy of the two heads' sum, with features h [B, K] and generic logits z
-    [B, C] held fixed, []."""
+    """Computes the cross entropy [] of the two heads' sum; features h [B, K] and
+    generic logits z [B, C] are constants."""
     h, z = jax.lax.stop_gradient((h, z))
     return losses.cross_entropy(z + task.model.head(own, h), batch.y, batch.mask)
 
@@ -46,72 +33,54 @@ def fedrod(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
         in the paper; with 0 body and generic head are FedAvg's.
 
     Note:
-      Both losses of a batch see the same features, those before its step. The personal
+      Both losses of a batch use the same features, those before its step. The personal
       head starts as a copy of the generic one; the paper's variant that generates it by
       a hypernetwork is not built. `global_acc` scores the generic head alone. The
       reported loss is the sum of the two.
     """
-    model, split = task.model, averaging.split(task)
+    model, split, parts = task.model, averaging.split(task), ("generic", "own")
 
-    # two optimizers, so that nothing of one head's gradient reaches the other
-    def separate(lr: Numeric) -> optax.GradientTransformation:
-        return optimizers.per_part(
-            {"generic": task.optimizer(lr), "own": task.optimizer(lr)}
-        )
+    # Two optimizers keep the gradient of one head from the other.
+    def separate(lr):
+        return optimizers.per_part({part: task.optimizer(lr) for part in parts})
 
-    def predictor(variables: PyTree, own: PyTree) -> Predictor:
-        def predict(x: Array, mask: Array) -> Array:
+    sgd = local_training.bind(task._replace(optimizer=separate))
+
+    def predictor(variables, own):
+        def predict(x, mask):
             h, _ = model.features(variables, x, mask=mask, train=False)
             z = model.head(variables["head"], h)
             return jnp.stack([z + model.head(own, h), z], axis=-1)
 
         return predict
 
-    def init(key: Array) -> State:
+    def init(key):
         return split.init(key, lambda w: {"head": w["head"]})
 
-    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(
-            c: Client, mine: PyTree
-        ) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
-            def loss(v: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
-                w = {**v["generic"], "stats": v["stats"]}
-                h, stats = model.features(
-                    w, batch.x, mask=batch.mask, train=True, key=key
-                )
-                z = model.head(w["head"], h)
-                generic = losses.balanced_softmax(
-                    z, batch.y, batch.mask, c.class_counts, gamma
-                )
-                return generic + personal_loss(
-                    task, v["own"]["head"], h, z, batch
-                ), stats
-
-            w = split.receive(state.server, mine["own"])
-            v = {
-                "generic": averaging.params(w),
-                "own": {"head": mine["head"]},
-                "stats": w["stats"],
-            }
-            apart = task._replace(optimizer=separate)
-            v, value = local_training.sgd(
-                c.key, c.train, loss, v, apart, train=("generic", "own")
+    def client(c, server, row):
+        def loss(v, batch, key):
+            w = {**v["generic"], "stats": v["stats"]}
+            h, stats = model.features(w, batch.x, mask=batch.mask, train=True, key=key)
+            z = model.head(w["head"], h)
+            generic = losses.balanced_softmax(
+                z, batch.y, batch.mask, c.class_counts, gamma
             )
-            w, head = {**v["generic"], "stats": v["stats"]}, v["own"]["head"]
-            shared, own = split.send(w)
-            post = evaluation.post(
-                cohort, c, predictor(w, head), averaging.score_beside
-            )
-            return shared, {"head": head, "own": own}, value, post
+            return generic + personal_loss(task, v["own"]["head"], h, z, batch), stats
 
-        w, (mine, value, post) = cohort.mean(
-            client, state.clients, weight=cohort.sizes, default=state.server
-        )
-        return State(w, mine), Metrics(value, post)
+        w, own = split.receive(server, row["own"]), {"head": row["head"]}
+        v = {"generic": averaging.params(w), "own": own, "stats": w["stats"]}
+        v, value = sgd(c, v, loss=loss, train=parts)
+        w, head = {**v["generic"], "stats": v["stats"]}, v["own"]["head"]
+        upload, own = split.send(w)
+        return Update(upload, {"head": head, "own": own}, predictor(w, head), value)
 
-    def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
-        return predictor(split.receive(server, mine["own"]), mine["head"])
+    def predict(server, row, c):
+        return predictor(split.receive(server, row["own"]), row["head"])
 
-    return Algorithm(
-        init, round, predict, averaging.score_beside, averages=averaging.BODY_AND_HEAD
+    return averaging.from_client(
+        init,
+        client,
+        predict,
+        score=averaging.score_beside,
+        averages=averaging.BODY_AND_HEAD,
     )

@@ -5,28 +5,24 @@ Reference: Zhang et al., Parameterized knowledge transfer for personalized feder
 learning (KT-pFL, NeurIPS 2021), Eq. 7 with parameters in place of predictions; MNFL is
 a variant of it."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import optax
 from annotated_types import Ge, Interval
 
-from fedjax_pfl import averaging, evaluation, local_training, losses, traffic, trees
+from fedjax_pfl import averaging, evaluation, local_training, traffic, trees
 from fedjax_pfl.aggregate import descend
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.types import (
     Algorithm,
     Array,
-    Client,
-    Cohort,
     Idle,
     Metrics,
-    Predictor,
     PyTree,
     State,
     Task,
-    Traffic,
 )
 
 EXACT = jax.lax.Precision.HIGHEST  # models are mixed in float32 on every device
@@ -69,11 +65,6 @@ def mnfl(
     rho: Annotated[float, Ge(0)] = 0.7,
     lam: Annotated[float, Ge(0)] = 1.0,
     coef_steps: Annotated[int, Interval(ge=0, le=10_000)] = 1,
-    penalty: Literal["implicit", "explicit"] = "implicit",
-    residual: Literal["sent", "fresh"] = "sent",
-    transfer: Literal["replace", "step"] = "replace",
-    transfer_lr: Annotated[float, Interval(ge=0, le=1)] = 0.01,
-    transfer_steps: Annotated[int, Interval(ge=0, le=10_000)] = 1,
 ) -> Algorithm:
     """Sends v_n = sum_m A[n,m] w_m, trains it to w_n, and moves row n of A so that v_n
     comes nearer to w_n.
@@ -85,22 +76,13 @@ def mnfl(
         of the authors' settings.
       lam: weight of the coefficients' loss (λ) in [0, inf); the paper gives none, so 1.
       coef_steps: steps of the coefficients a round, in [0, 10000]; 1 as in the paper.
-      penalty: how the penalty is stepped, one of implicit (stable for every rho),
-        explicit (the paper's Eq. 7).
-      residual: what the mixture is compared in, one of sent (it is made of the models
-        before the round, as it was sent), fresh (of the models after it, of which the
-        own one fits best).
-      transfer: what a client starts from, one of replace (v_n), step (its own model,
-        moved a part of the way to v_n).
-      transfer_lr: step size (η2) of transfer=step in [0, 1]; 0.01 as in the paper's
-        ablations.
-      transfer_steps: its number (R) in [0, 10000]; 1 as in the paper.
 
     Note:
       The paper describes this version by two lines and has no code: the coefficients'
       loss ||v_n - w_n||^2 / (2 ||w_n||^2), weighted by the client's share of all
       training examples, is ours, as is the projection of every row to the simplex,
-      without which the rows' sums drift. The server keeps all N models; where only some
+      without which the rows' sums drift. The penalty is stepped implicitly, which
+      equals Eq. 7 to first order. The server keeps all N models; where only some
       clients take part, only their rows and columns of A move. Running statistics are
       mixed as the models are, and do not count in the loss. With public examples and
       several architectures it is mnfl_het.
@@ -113,78 +95,53 @@ def mnfl(
       (experiments/README.md, "MNFL's coefficients"). A client predicts with the model
       of its last local training: `pre` is to be compared with FedAvg's `post`.
     """
-    n, split = task.num_clients, averaging.split(task)
-    loss = losses.classification(task.model)
+    n, split, sgd = task.num_clients, averaging.split(task), local_training.bind(task)
 
-    def init(key: Array) -> State:
+    def init(key):
         shared, own = split.send(task.model.init(key))
-        server = {
-            "w": trees.replicate(shared, n),
-            "coefficients": jnp.full((n, n), 1 / n, jnp.float32),
-        }
+        start = jnp.full((n, n), 1 / n, jnp.float32)
+        server = {"w": trees.replicate(shared, n), "coefficients": start}
         return State(server, trees.replicate(own, n))
 
-    def received(server: PyTree, c: Client) -> PyTree:
-        v = mix(server["coefficients"][c.id], server["w"])
-        if transfer == "replace":
-            return v
-        return trees.lerp(
-            (1 - transfer_lr) ** transfer_steps, trees.gather(server["w"], c.id), v
-        )
-
-    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
+    def round(key, state, cohort):
         server = state.server
 
-        # each client trains the mixture that it receives
-        def client(
-            c: Client, own: PyTree
-        ) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
-            start = split.receive(received(server, c), own)
-            w, value = local_training.sgd(c.key, c.train, loss, start, task)
+        # Each client trains the mixture that it receives.
+        def client(c, own):
+            v = mix(server["coefficients"][c.id], server["w"])
+            w, value = sgd(c, split.receive(v, own))
             shared, own = split.send(w)
-            return (
-                shared,
-                own,
-                value,
-                evaluation.post(cohort, c, averaging.predictor(task.model, w)),
-            )
+            post = evaluation.post(cohort, c, averaging.predictor(c.model, w))
+            return shared, own, value, post
 
         w, own, value, post = cohort.map(client, state.clients)
-        # the server keeps the models, and moves the coefficients of those that trained
-        # them (Eq. 7)
+        # The server keeps the models, and moves the coefficients of those that trained
+        # them (Eq. 7).
         models = trees.scatter(server["w"], cohort.ids, w, cohort.trained)
         here = jnp.zeros(n, bool).at[cohort.ids].set(cohort.trained)
-        compared = averaging.params(server["w"] if residual == "sent" else models)
+        compared = averaging.params(server["w"])
 
-        def coefficients(c: Client, w: PyTree) -> tuple[Array, Array]:
+        def coefficients(c, w):
             weight = lam * c.train.size / jnp.maximum(1, cohort.total)
 
-            def step(_: Array, row: Array) -> Array:
-                return descend(
-                    row,
-                    weight * gradient(row, w, compared),
-                    here,
-                    coef_lr,
-                    rho,
-                    penalty,
-                )
+            def step(_, row):
+                slope = weight * gradient(row, w, compared)
+                return descend(row, slope, here, coef_lr, rho)
 
             row = jax.lax.fori_loop(0, coef_steps, step, server["coefficients"][c.id])
             return row, row[c.id]
 
         rows, self_weight = cohort.map(coefficients, averaging.params(w), phase=1)
         rows = trees.scatter(server["coefficients"], cohort.ids, rows, cohort.trained)
-        metrics = Metrics(
-            value, post, {"self_weight": self_weight}, {"coefficients": rows}
-        )
-        return State({"w": models, "coefficients": rows}, own), metrics
+        seen, table = {"self_weight": self_weight}, {"coefficients": rows}
+        server = {"w": models, "coefficients": rows}
+        return State(server, own), Metrics(value, post, seen, table)
 
-    def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
-        return averaging.predictor(
-            task.model, split.receive(trees.gather(server["w"], c.id), own)
-        )
+    def predict(server, own, c):
+        w = split.receive(trees.gather(server["w"], c.id), own)
+        return averaging.predictor(c.model, w)
 
-    def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
+    def sent(state, cohort, metrics):
         return traffic.both_ways(cohort, trees.size(state.server["w"]) // n)
 
     what = (

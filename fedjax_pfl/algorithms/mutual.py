@@ -11,8 +11,7 @@ learning with adaptability to statistical heterogeneity (KDD 2023).
 """
 
 import functools
-from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -38,21 +37,24 @@ from fedjax_pfl.algorithms.shared_model import (
     marked,
     start,
 )
-from fedjax_pfl.averaging import BODY_AND_HEAD, predictor, score_beside
+from fedjax_pfl.averaging import (
+    BODY_AND_HEAD,
+    from_client,
+    predictor,
+    score_beside,
+)
 from fedjax_pfl.errors import needed
 from fedjax_pfl.types import (
     Algorithm,
     Array,
     Batch,
     Client,
-    Cohort,
     Metrics,
-    Model,
     Predictor,
     PyTree,
     State,
     Task,
-    Traffic,
+    Update,
 )
 
 TINY = 1e-6  # the least sum of two task losses that FedKD divides by
@@ -91,9 +93,9 @@ def compress(new: PyTree, old: PyTree, energy: Numeric) -> tuple[PyTree, Array]:
     return jax.tree.unflatten(treedef, leaves), count
 
 
-def predict_own(server: PyTree, mine: PyTree, c: Client) -> Predictor:
-    """The client's own model, by which FML and FedKD are scored."""
-    return predictor(c.model, mine["w"])
+def predict_own(server: PyTree, row: PyTree, c: Client) -> Predictor:
+    """Returns the predictor of the client's own model, which scores FML and FedKD."""
+    return predictor(c.model, row["w"])
 
 
 @register("fml", several_architectures=True)
@@ -103,7 +105,6 @@ def fml(
     alpha: Annotated[float, Interval(ge=0, le=1)] = 0.5,
     beta: Annotated[float, Interval(ge=0, le=1)] = 0.5,
     clip: Annotated[float, Gt(0)] = 10.0,
-    weights: Literal["uniform", "data"] = "uniform",
 ) -> Algorithm:
     """FML: each of the two models fits the labels and the other one's predictions.
 
@@ -113,61 +114,40 @@ def fml(
       beta: weight of the labels for the small model (β) in [0, 1]; 0.5 as in the
         authors' code.
       clip: largest norm of each model's gradient in (0, inf); 10 as in HtFLlib.
-      weights: of the small models, one of uniform (the authors' code), data (training
-        examples).
 
     Note:
-      The divergences are sums over the classes, and each model takes the other's
-      predictions as given. HtFLlib averages over the classes, lets gradients into both,
-      and has α = β = 1. The reported loss is the own model's. A client whose network is
-      the small one begins as its twin, drawn by the same key (the authors draw it
-      apart): until the first mean of the small models they have nothing to teach each
-      other.
+      Small models are averaged uniformly, as in the authors' code. The divergences are
+      sums over the classes, and each model takes the other's predictions as constants.
+      HtFLlib averages over the classes, lets gradients into both, and has α = β = 1.
+      The reported loss is the own model's. A client whose network is the small one
+      starts with the same weights (the authors draw them independently): until the
+      first mean of the small models the two have nothing to teach each other.
     """
-    small = exchanged(task)
+    small, objective = exchanged(task), fml_objective(alpha, beta)
 
-    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(
-            c: Client, mine: PyTree
-        ) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
-            objective = fml_objective(alpha, beta)
-            upload, mine, value = learn(
-                c, c.train, mine, state.server, small, objective, task, clip=clip
-            )
-            return (
-                upload,
-                marked(mine),
-                value,
-                evaluation.post(cohort, c, predictor(c.model, mine["w"])),
-            )
-
-        weight = cohort.sizes if weights == "data" else cohort.trained
-        theta, (mine, value, post) = cohort.mean(
-            client, state.clients, weight=weight, default=state.server
+    def client(c, server, row):
+        upload, row, value = learn(
+            c, c.train, row, server, small, objective, task, clip=clip
         )
-        return State(theta, mine), Metrics(value, post)
+        return Update(upload, marked(row), predictor(c.model, row["w"]), value)
 
-    init = lambda key: start(key, task, small)
-    return Algorithm(
-        init,
-        round,
+    return from_client(
+        lambda key: start(key, task, small),
+        client,
         predict_own,
-        evaluation.classification,
+        weight=lambda cohort: cohort.trained,
         averages=BODY_AND_HEAD,
     )
 
 
 def fml_objective(alpha: Numeric, beta: Numeric) -> Objective:
-    """FML's two losses."""
+    """Returns the sum of FML's two losses, and the own model's."""
 
-    def objective(
-        v: PyTree, own: Outputs, small: Outputs, batch: Batch
-    ) -> tuple[Array, Array]:
-        def loss(weight: Numeric, mine: Array, other: Array) -> Array:
+    def objective(v, own, small, batch):
+        def loss(weight, mine, other):
             fit = losses.cross_entropy(mine, batch.y, batch.mask)
-            return weight * fit + (1 - weight) * divergence(
-                stop(other), mine, batch.mask
-            )
+            taught = divergence(stop(other), mine, batch.mask)
+            return weight * fit + (1 - weight) * taught
 
         private, meme = loss(alpha, own.z, small.z), loss(beta, small.z, own.z)
         return private + meme, private
@@ -179,22 +159,15 @@ def fml_objective(alpha: Numeric, beta: Numeric) -> Objective:
 def fedkd(
     task: Task,
     *,
-    detach: bool = False,
-    reduction: Literal["sum", "mean"] = "sum",
     svd: bool = False,
     energy_start: Annotated[float, Interval(gt=0, le=1)] = 0.95,
     energy_end: Annotated[float, Interval(gt=0, le=1)] = 0.98,
 ) -> Algorithm:
-    """FedKD: two models distil into each other, predictions and features, the more the
-    better both fit the labels.
+    """FedKD: two models distil predictions and features into each other, with a weight
+    that grows as both fit the labels.
 
     Args:
-      detach: whether each model takes the other's outputs, and the weight, as given,
-        true or false.
-      reduction: of the predictions' divergence, one of sum, mean (over the classes;
-        mean as in the code libraries).
-      svd: whether changes of the small model are sent as matrices of low rank, true or
-        false.
+      svd: sends changes of the small model as matrices of low rank, true or false.
       energy_start: share of the squared singular values kept, in (0, 1], from which it
         moves to energy_end in equal steps, the first in round 0; 0.95 as in the
         authors' code.
@@ -203,108 +176,78 @@ def fedkd(
     Note:
       As in the authors' code gradients go through everything, the weight 1 / (CE + CE)
       included, and the loss of the features counts twice; the loss of attention maps
-      has no counterpart here. The own loss is reported. Twins begin as FML's do. With
-      svd a matrix that takes no less room so travels whole, and what is cut off a
-      change is lost, as in the paper; downloads are counted as if every client had
-      received every change before, and without its first copy of the model.
+      has no counterpart here. Divergences are sums over the classes (means in the code
+      libraries). The own loss is reported. A client whose network is the small one
+      starts with the same weights. With svd a matrix that takes no less room so travels
+      whole, and what is cut off a change is lost, as in the paper; downloads are
+      counted as if every client had received every change before, and without its first
+      copy of the model.
     """
-    small = exchanged(task)
-    objective = fedkd_objective(
-        detach, 1 if reduction == "sum" else 1 / task.num_classes
-    )
-    rounds = (
-        max(1, needed("rounds", task.rounds, "over which the share kept moves"))
-        if svd
-        else 1
-    )
+    small, rounds = exchanged(task), 1
+    if svd:
+        rounds = max(
+            1, needed("rounds", task.rounds, "over which the share kept moves")
+        )
 
-    def init(key: Array) -> State:
+    def init(key):
         state, fan_in = start(key, task, small), small.model.num_features
-        draw: Callable[[Model], Array] = lambda model: jax.random.uniform(
-            keys.fold(key, keys.Init.MAP),
-            (model.num_features, fan_in),
-            jnp.float32,
-            minval=-1,
-            maxval=1,
-        )
-        return state._replace(
-            clients={
-                **state.clients,
-                "map": architectures.stack(task, lambda m: draw(m) / fan_in**0.5),
-            }
-        )
 
-    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def squeeze(theta: PyTree) -> tuple[PyTree, Array]:
+        def draw(model):
+            shape, key_map = (model.num_features, fan_in), keys.fold(key, keys.Init.MAP)
+            return jax.random.uniform(key_map, shape, jnp.float32, -1, 1) / fan_in**0.5
+
+        rows = {**state.clients, "map": architectures.stack(task, draw)}
+        return state._replace(clients=rows)
+
+    def round(key, state, cohort):
+        def squeeze(theta):
+            if not svd:
+                return theta, jnp.int32(trees.size(theta))
             passed = jnp.minimum(1, (cohort.round + 1) / rounds)
             energy = energy_start + (energy_end - energy_start) * passed
-            return (
-                compress(theta, state.server, energy)
-                if svd
-                else (theta, jnp.int32(trees.size(theta)))
-            )
+            return compress(theta, state.server, energy)
 
-        def client(
-            c: Client, mine: PyTree
-        ) -> tuple[PyTree, PyTree, Array, dict[str, Array], Array]:
-            upload, mine, value = learn(
-                c, c.train, mine, state.server, small, objective, task, also=("map",)
-            )
+        def client(c, row):
+            both = state.server, small, fedkd_objective, task
+            upload, row, value = learn(c, c.train, row, *both, also=("map",))
             upload, up = squeeze(upload)
-            post = evaluation.post(cohort, c, predictor(c.model, mine["w"]))
-            return upload, marked(mine, ("w", "map")), value, post, up
+            post = evaluation.post(cohort, c, predictor(c.model, row["w"]))
+            return upload, marked(row, ("w", "map")), value, post, up
 
-        theta, (mine, value, post, up) = cohort.mean(
+        theta, (rows, value, post, up) = cohort.mean(
             client, state.clients, weight=cohort.trained, default=state.server
         )
         theta, down = squeeze(theta)
-        scalars: tuple[dict[str, Array], ...] = (
-            ({"scalars_up": up}, {"scalars_down": down}) if svd else ()
-        )
-        return State(theta, mine), Metrics(value, post, *scalars)
+        scalars = ({"scalars_up": up}, {"scalars_down": down}) if svd else ()
+        return State(theta, rows), Metrics(value, post, *scalars)
 
-    def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
+    def sent(state, cohort, metrics):
         up = metrics.clients["scalars_up"]
-        return traffic.both_ways(
-            cohort, jnp.full_like(up, 1) * metrics.server["scalars_down"], up
-        )
+        down = jnp.full_like(up, 1) * metrics.server["scalars_down"]
+        return traffic.both_ways(cohort, down, up)
 
-    # with svd the server sends a change of low rank, and no server optimizer can update
-    # it
-    return Algorithm(
-        init,
-        round,
-        predict_own,
-        evaluation.classification,
-        sent if svd else None,
-        averages=() if svd else BODY_AND_HEAD,
-    )
+    # With svd the server sends a change of low rank, which no server optimizer updates.
+    averages, counted = ((), sent) if svd else (BODY_AND_HEAD, None)
+    score = evaluation.classification
+    return Algorithm(init, round, predict_own, score, counted, averages=averages)
 
 
-def fedkd_objective(detach: bool, scale: float) -> Objective:
-    """FedKD's losses; the divergence of predictions is multiplied by `scale`."""
-    given: Callable[[Array], Array] = stop if detach else lambda x: x
+def fedkd_objective(
+    v: PyTree, own: Outputs, small: Outputs, batch: Batch
+) -> tuple[Array, Array]:
+    """Returns the sum of FedKD's two losses, and the own model's."""
+    fit = functools.partial(losses.cross_entropy, y=batch.y, mask=batch.mask)
+    teacher, student = fit(own.z), fit(small.z)
+    weight = 1 / jnp.maximum(teacher + student, TINY)
+    mapped = jnp.dot(small.h, v["map"].T)
 
-    def objective(
-        v: PyTree, own: Outputs, small: Outputs, batch: Batch
-    ) -> tuple[Array, Array]:
-        teacher, student = (
-            losses.cross_entropy(out.z, batch.y, batch.mask) for out in (own, small)
-        )
-        weight = given(1 / jnp.maximum(teacher + student, TINY))
-        mapped = jnp.dot(small.h, v["map"].T)
+    def from_other(z: Array, h: Array, other_z: Array, other_h: Array) -> Array:
+        gap = losses.masked_mean(jnp.mean((h - other_h) ** 2, axis=1), batch.mask)
+        return weight * (divergence(other_z, z, batch.mask) + gap)
 
-        def from_other(z: Array, h: Array, other_z: Array, other_h: Array) -> Array:
-            gap = losses.masked_mean(
-                jnp.mean((h - given(other_h)) ** 2, axis=1), batch.mask
-            )
-            return weight * (scale * divergence(given(other_z), z, batch.mask) + gap)
-
-        teacher += from_other(own.z, own.h, small.z, mapped)
-        student += from_other(small.z, mapped, own.z, own.h)
-        return teacher + student, teacher
-
-    return objective
+    teacher += from_other(own.z, own.h, small.z, mapped)
+    student += from_other(small.z, mapped, own.z, own.h)
+    return teacher + student, teacher
 
 
 def mixed(lam: Numeric, own: Array, small: Array) -> Array:
@@ -314,25 +257,17 @@ def mixed(lam: Numeric, own: Array, small: Array) -> Array:
 
 
 def fedapen_objective(lam: Array) -> Objective:
-    """FedAPEN's two losses: the labels, the other's predictions, and the labels by the
-    ensemble."""
+    """Returns the sum of FedAPEN's two losses, and the own model's: the labels, the
+    other model's predictions, and the labels by the ensemble."""
 
-    def objective(
-        v: PyTree, own: Outputs, small: Outputs, batch: Batch
-    ) -> tuple[Array, Array]:
-        fit: Callable[[Array], Array] = lambda z: losses.cross_entropy(
-            z, batch.y, batch.mask
-        )
-        private = (
-            fit(own.z)
-            + divergence(stop(small.z), own.z, batch.mask)
-            + fit(mixed(lam, own.z, stop(small.z)))
-        )
-        shared = (
-            fit(small.z)
-            + divergence(stop(own.z), small.z, batch.mask)
-            + fit(mixed(lam, stop(own.z), small.z))
-        )
+    def objective(v, own, small, batch):
+        fit = functools.partial(losses.cross_entropy, y=batch.y, mask=batch.mask)
+
+        def loss(mine, other):
+            return fit(mine) + divergence(stop(other), mine, batch.mask)
+
+        private = loss(own.z, small.z) + fit(mixed(lam, own.z, stop(small.z)))
+        shared = loss(small.z, own.z) + fit(mixed(lam, stop(own.z), small.z))
         return private + shared, private
 
     return objective
@@ -376,63 +311,57 @@ def fedapen(
     small = exchanged(task)
     local_training.check_left(task, held_out)
 
-    def both(server: PyTree, mine: PyTree, c: Client) -> tuple[Predictor, Predictor]:
-        theta = small.split.receive(server, mine["kept"])
-        return predictor(c.model, mine["w"]), predictor(small.model, theta)
+    def both(server, row, c):
+        theta = small.split.receive(server, row["kept"])
+        return predictor(c.model, row["w"]), predictor(small.model, theta)
 
-    def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
-        def run(x: Array, mask: Array) -> Array:
-            own, shared = (f(x, mask) for f in both(server, mine, c))
-            return jnp.stack(
-                [mixed(lam, own, shared) for lam in (mine["lam"], 1, 0, 0.5)], axis=-1
-            )
+    def predict(server, row, c):
+        def run(x, mask):
+            own, shared = (f(x, mask) for f in both(server, row, c))
+            weights = (row["lam"], 1, 0, 0.5)
+            return jnp.stack([mixed(lam, own, shared) for lam in weights], axis=-1)
 
         return run
 
-    def init(key: Array) -> State:
+    def init(key):
         state = start(key, task, small)
         first = trees.replicate(jnp.asarray(lam, jnp.float32), task.num_clients)
         return state._replace(clients={**state.clients, "lam": first})
 
-    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(c: Client, mine: PyTree) -> tuple[PyTree, PyTree, Array]:
+    def round(key, state, cohort):
+        # The two models are trained on the examples that are not held out.
+        def client(c, row):
             data, _ = local_training.holdout(c.train, held_out)
-            upload, mine, value = learn(
-                c, data, mine, state.server, small, fedapen_objective(mine["lam"]), task
+            objective = fedapen_objective(row["lam"])
+            upload, row, value = learn(
+                c, data, row, state.server, small, objective, task
             )
-            return upload, marked(mine), value
+            return upload, marked(row), value
 
-        def adapt(c: Client, mine: PyTree) -> tuple[Array, dict[str, Array]]:
-            own, shared = both(theta, mine, c)
+        # The weight is learned from the others, with the averaged small model.
+        def adapt(c, row):
+            own, shared = both(theta, row, c)
 
-            def step(key: Array, lam: Array, batch: Batch) -> tuple[Array, tuple[()]]:
+            def step(key, lam, batch):
                 z = own(batch.x, batch.mask), shared(batch.x, batch.mask)
-                slope = jax.grad(
-                    lambda lam: losses.cross_entropy(
-                        mixed(lam, *z), batch.y, batch.mask
-                    )
-                )(lam)
-                return jnp.clip(lam - lam_lr * slope, 0, 1), ()
+                fit = lambda lam: losses.cross_entropy(
+                    mixed(lam, *z), batch.y, batch.mask
+                )
+                return jnp.clip(lam - lam_lr * jax.grad(fit)(lam), 0, 1), ()
 
             _, data = local_training.holdout(c.train, held_out)
+            batch, lam = task.batch_size, row["lam"]
             learned, _, _ = local_training.steps(
-                c.key,
-                data,
-                step,
-                mine["lam"],
-                batch_size=task.batch_size,
-                epochs=lam_epochs,
+                c.key, data, step, lam, batch_size=batch, epochs=lam_epochs
             )
-            return learned, evaluation.post(
-                cohort, c, predict(theta, {**mine, "lam": learned}, c), ensemble_scores
-            )
+            predictor = predict(theta, {**row, "lam": learned}, c)
+            return learned, evaluation.post(cohort, c, predictor, ensemble_scores)
 
-        theta, (mine, value) = cohort.mean(
+        theta, (rows, value) = cohort.mean(
             client, state.clients, weight=cohort.trained, default=state.server
         )
-        learned, post = cohort.map(adapt, mine, phase=1)
-        return State(theta, {**mine, "lam": learned}), Metrics(
-            value, post, {"lam": learned}
-        )
+        learned, post = cohort.map(adapt, rows, phase=1)
+        state = State(theta, {**rows, "lam": learned})
+        return state, Metrics(value, post, {"lam": learned})
 
     return Algorithm(init, round, predict, ensemble_scores)

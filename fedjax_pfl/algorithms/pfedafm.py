@@ -7,7 +7,7 @@ Algorithm 1; see also arXiv 2404.17847.
 """
 
 import functools
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from chex import Numeric
 from fedjax_pfl import (
     architectures,
     averaging,
-    evaluation,
     keys,
     local_training,
     losses,
@@ -31,16 +30,13 @@ from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import (
     Algorithm,
     Array,
-    Batch,
-    Client,
-    Cohort,
-    Metrics,
     Model,
     Own,
     Predictor,
     PyTree,
     State,
     Task,
+    Update,
 )
 
 
@@ -84,15 +80,6 @@ def bounded_sgd(
     )
 
 
-def random_one(key: Array, cohort: Cohort) -> Array:
-    """One of the clients that trained, drawn by their ids alone, [S] bool; none where
-    nobody trained."""
-    draws = jax.vmap(
-        lambda id: jax.random.uniform(jax.random.fold_in(key, id), (), jnp.float32)
-    )(cohort.ids)
-    return cohort.trained & (draws == jnp.max(draws, where=cohort.trained, initial=-1))
-
-
 # of the logits [B, C, 3] of mixed features, of own and of shared ones
 score = functools.partial(averaging.score_beside, names=("large", "small"))
 
@@ -122,26 +109,17 @@ def objective(
     """The cross entropy of the head on mixed features, or on those of theta alone where
     only that is `moving`."""
 
-    def loss(v: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
+    def loss(v, batch, key):
+        given = {"mask": batch.mask, "train": "theta" in moving}
         apart = keys.fold(key, keys.Loss.SHARED)
-        r, theirs = features(
-            shared,
-            v,
-            "theta",
-            batch.x,
-            mask=batch.mask,
-            train="theta" in moving,
-            key=apart,
-        )
+        r, theirs = features(shared, v, "theta", batch.x, **given, key=apart)
         stats = {**v["stats"], "theta": theirs}
         if "w" in moving:
-            g, stats["w"] = features(
-                model, v, "w", batch.x, mask=batch.mask, train=True, key=key
-            )
+            given = {"mask": batch.mask, "train": True, "key": key}
+            g, stats["w"] = features(model, v, "w", batch.x, **given)
             r = mixture(v["alpha"], g, r)
-        return losses.cross_entropy(
-            model.head(v["w"]["head"], r), batch.y, batch.mask
-        ), stats
+        z = model.head(v["w"]["head"], r)
+        return losses.cross_entropy(z, batch.y, batch.mask), stats
 
     return loss
 
@@ -167,109 +145,75 @@ def predictor(model: Model, shared: Model, v: PyTree) -> Predictor:
 def pfedafm(
     task: Task,
     *,
-    training: Literal["iterative", "end_to_end"] = "iterative",
-    mix: Literal["vector", "scalar"] = "vector",
+    iterative: bool = True,
     alpha: Annotated[float, Interval(ge=0, le=1)] = 1.0,
     lr_alpha: Annotated[float, Ge(0)] = 0.01,
     wd_alpha: Annotated[float, Ge(0)] = 1e-3,
-    aggregation: Literal["mean", "relay"] = "mean",
 ) -> Algorithm:
     """Trains model and mixing vector on mixed features, then the shared extractor alone
     under the trained head.
 
     Args:
-      training: one of iterative (the paper's two phases), end_to_end (one loss of all
-        at once, the ablation).
-      mix: what is learned, one of vector (a weight for each feature, the paper), scalar
-        (one for all).
+      iterative: true or false; the paper's two phases, or one loss of all parts at
+        once, the ablation of its Figure 9.
       alpha: the first weight (α) of the client's own features in [0, 1]; 1 as in the
         authors' code, purely local.
       lr_alpha: the step size of α in [0, inf); 0.01 as in the authors' code for several
         architectures (0.1 for one; paper 0.001 to 1); 0 freezes it.
       wd_alpha: the weight decay of α in [0, inf); 0.001 as in the authors' code, which
         draws it to 0.
-      aggregation: of the extractors, one of mean (the paper), relay (the last of a
-        random order, as in effect in the authors' code).
 
     Note:
       After each step α is clipped to [0, 1], as in the authors' code. Both phases are
       the task's local work with its optimizer. The frozen extractor uses its running
       statistics and no dropout. `large_acc` and `small_acc` score the head on the
       client's own features and on the shared ones alone. In the authors' code one α and
-      the optimizers' momentum pass from client to client; here each client has its own,
+      the optimizers' momentum pass from client to client, and in effect the last
+      extractor replaces their mean; here each client has its own,
       α's SGD with momentum 0.9. Loss and `post` are of the first phase, after which the
       extractor of iterative training is still as received.
     """
     shared = small_model(task)
-    phases = (
-        [("w", "alpha", "theta")]
-        if training == "end_to_end"
-        else [("w", "alpha"), ("theta",)]
-    )
-    split = upload_split(task, shared)
+    split, phases = upload_split(task, shared), [("w", "alpha"), ("theta",)]
+    if not iterative:
+        phases = [("w", "alpha", "theta")]
 
-    # each part clips its own gradient
-    def optimizer(lr: Numeric) -> optax.GradientTransformation:
-        each = {
-            "w": task.optimizer(lr),
-            "theta": task.optimizer(lr),
-            "alpha": bounded_sgd(lr_alpha, wd_alpha),
-        }
-        return optimizers.per_part(each)
+    # Each part clips its own gradient.
+    def optimizer(lr):
+        alpha = bounded_sgd(lr_alpha, wd_alpha)
+        both = task.optimizer(lr)
+        return optimizers.per_part({"w": both, "theta": both, "alpha": alpha})
 
-    def train(
-        c: Client, key: Array, v: PyTree, moving: tuple[str, ...]
-    ) -> tuple[PyTree, Array]:
-        loss = objective(c.model, shared, moving)
-        return local_training.sgd(
-            key, c.train, loss, v, task._replace(optimizer=optimizer), train=moving
-        )
+    sgd = local_training.bind(task._replace(optimizer=optimizer))
 
-    def init(key: Array) -> State:
+    def init(key):
         theta = shared.init(keys.fold(key, keys.Init.EXTRACTOR))
-        first = jnp.full(
-            shared.num_features if mix == "vector" else 1, alpha, jnp.float32
-        )
+        first = jnp.full(shared.num_features, alpha, jnp.float32)
 
-        def start(model: Model) -> tuple[PyTree, PyTree]:
+        def start(model):
             w = model.init(key)
             stats = {"w": w.pop("stats"), "theta": theta["stats"]}
-            return split.send(
-                {
-                    "w": w,
-                    "theta": {"body": theta["body"]},
-                    "alpha": first,
-                    "stats": stats,
-                }
-            )
+            v = {"w": w, "theta": {"body": theta["body"]}, "alpha": first}
+            return split.send({**v, "stats": stats})
 
-        return State(
-            start(task.models[0])[0],
-            architectures.stack(task, lambda model: start(model)[1]),
-        )
+        rows = architectures.stack(task, lambda model: start(model)[1])
+        return State(start(task.models[0])[0], rows)
 
-    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(
-            c: Client, own: PyTree
-        ) -> tuple[PyTree, Own, Array, dict[str, Array], Array]:
-            # model and mixing vector, on mixed features
-            v, value = train(c, c.key, split.receive(state.server, own), phases[0])
-            post = evaluation.post(cohort, c, predictor(c.model, shared, v), score)
-            # the extractor, under the trained head
-            if phases[1:]:
-                v, _ = train(c, keys.fold(c.key, keys.Client.EXTRACTOR), v, phases[1])
-            upload, own = split.send(v)
-            return upload, Own(own), value, post, jnp.mean(v["alpha"])
+    def client(c, server, own):
+        # Model and mixing vector are trained on mixed features.
+        v, loss = split.receive(server, own), objective(c.model, shared, phases[0])
+        v, value = sgd(c, v, loss=loss, train=phases[0])
+        predict = predictor(c.model, shared, v)
+        # The extractor is trained under the trained head.
+        if iterative:
+            loss = objective(c.model, shared, phases[1])
+            stream = keys.Client.EXTRACTOR
+            v, _ = sgd(c, v, loss=loss, train=phases[1], stream=stream)
+        upload, own = split.send(v)
+        return Update(upload, Own(own), predict, value, {"alpha": jnp.mean(v["alpha"])})
 
-        # the server averages the extractors
-        weight = random_one(key, cohort) if aggregation == "relay" else cohort.sizes
-        server, (own, value, post, mean) = cohort.mean(
-            client, state.clients, weight=weight, default=state.server
-        )
-        return State(server, own), Metrics(value, post, {"alpha": mean})
-
-    def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
+    def predict(server, own, c):
         return predictor(c.model, shared, split.receive(server, own))
 
-    averages = ("theta",) if aggregation == "mean" else ()
-    return Algorithm(init, round, predict, score, averages=averages)
+    averages = ("theta",)
+    return averaging.from_client(init, client, predict, score=score, averages=averages)

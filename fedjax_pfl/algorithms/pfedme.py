@@ -12,24 +12,10 @@ import jax.numpy as jnp
 import optax
 from annotated_types import Ge, Interval
 
-from fedjax_pfl import averaging, evaluation, keys, local_training, losses, trees
+from fedjax_pfl import averaging, keys, local_training, losses, trees
 from fedjax_pfl.algorithms.registry import register
-from fedjax_pfl.averaging import beside, score_beside
-from fedjax_pfl.types import (
-    Algorithm,
-    Array,
-    Batch,
-    Client,
-    Cohort,
-    Metrics,
-    Predictor,
-    PyTree,
-    State,
-    Task,
-)
-
-# theta, its running statistics, the optimizer's state
-Inner = tuple[PyTree, PyTree, PyTree]
+from fedjax_pfl.averaging import beside
+from fedjax_pfl.types import Algorithm, Task, Update
 
 
 @register("pfedme")
@@ -40,7 +26,6 @@ def pfedme(
     inner_lr: Annotated[float, Ge(0)] = 0.01,
     lam: Annotated[float, Ge(0)] = 15.0,
     beta: Annotated[float, Ge(0)] = 1.0,
-    inner_decay: Annotated[float, Ge(0)] = 0.0,
 ) -> Algorithm:
     """Per batch approaches theta in K steps from the last theta, then moves w by lr lam
     (w - theta).
@@ -52,80 +37,67 @@ def pfedme(
         command for CIFAR-10 (their default is 0.09).
       lam: weight of the proximal term (λ) in [0, inf); 15 as in the authors' code.
       beta: the server's mixing weight (β) in [0, inf); 1 is the plain average.
-      inner_decay: weight decay in [0, inf) of theta; the authors' code has 0.001, the
-        paper none.
 
     Note:
       A round's local work is the task's batches, as in PFLlib (the authors take 20
-      batches), of the participants only (the authors' code trains everybody). The
-      personal model is theta, kept as it is; in both codes it is an alias of w. Running
-      statistics are theta's, also in the global model. `global_acc` scores w. The loss
-      is theta's before the last inner step, without the proximal term.
+      batches), for the participants only (the authors' code trains all clients). The
+      authors' code adds weight decay 0.001 to theta. The personal model is theta; in
+      both codes it is an alias of w. Running statistics are theta's, also in the global
+      model. `global_acc` scores w. The loss is theta's before the last inner step,
+      without the proximal term.
     """
     loss, optimizer = losses.classification(task.model), task.optimizer(inner_lr)
     split = averaging.split(task)
 
-    def approach(
-        key: Array, w: PyTree, start: Inner, batch: Batch
-    ) -> tuple[Inner, Array]:
-        """K steps from (theta, running statistics, optimizer state); also the loss
-        before the last of them."""
-
-        def step(i: Array, loop: tuple[Inner, Array]) -> tuple[Inner, Array]:
+    def approach(key, w, start, batch):
+        # K steps from (theta, running statistics, optimizer state).
+        def step(i, loop):
             (theta, stats, opt), _ = loop
-            objective = lambda theta: loss(
-                {**theta, "stats": stats}, batch, keys.fold(key, keys.Loss.INNER, i)
-            )
-            (value, stats), gradient = jax.value_and_grad(objective, has_aux=True)(
-                theta
-            )
-            whole = jax.tree.map(
-                lambda g, t, x: g + lam * (t - x) + inner_decay * t, gradient, theta, w
-            )
+            draw = keys.fold(key, keys.Loss.INNER, i)
+            objective = lambda theta: loss({**theta, "stats": stats}, batch, draw)
+            gradient = jax.value_and_grad(objective, has_aux=True)
+            (value, stats), slope = gradient(theta)
+            whole = trees.add(slope, trees.proximal(w, lam)(theta))
             updates, opt = optimizer.update(whole, opt, theta)
             return (optax.apply_updates(theta, updates), stats, opt), value
 
         value, _ = loss({**start[0], "stats": start[1]}, batch, key)
         return jax.lax.fori_loop(0, inner_steps, step, (start, value))
 
-    def init(key: Array) -> State:
+    def step(key, carry, batch):
+        w, inner = carry
+        inner, value = approach(key, w, inner, batch)
+        moved = jax.tree.map(lambda x, t: x - task.lr * lam * (x - t), w, inner[0])
+        return (optax.tree.cast_like(moved, w), inner), value
+
+    def init(key):
         return split.init(key, lambda w: {"theta": w})
 
-    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def step(key: Array, carry: PyTree, batch: Batch) -> tuple[PyTree, Array]:
-            w, inner = carry
-            inner, value = approach(key, w, inner, batch)
-            moved = jax.tree.map(lambda x, t: x - task.lr * lam * (x - t), w, inner[0])
-            return (optax.tree.cast_like(moved, w), inner), value
-
-        def client(
-            c: Client, mine: PyTree
-        ) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
-            received = split.receive(state.server, mine["own"])
-            w = averaging.params(received)
-            start = (w, (w, received["stats"], optimizer.init(w)))
-            (w, (theta, stats, _)), value, _ = local_training.work(
-                c.key, c.train, step, start, task
-            )
-            w, theta = {**w, "stats": stats}, {**theta, "stats": stats}
-            post = evaluation.post(
-                cohort, c, beside(task.model, theta, w), score_beside
-            )
-            shared, own = split.send(w)
-            return shared, {"theta": theta, "own": own}, value, post
-
-        w, (mine, value, post) = cohort.mean(
-            client, state.clients, weight=cohort.sizes, default=state.server
+    def client(c, server, row):
+        received = split.receive(server, row["own"])
+        w = averaging.params(received)
+        start = (w, (w, received["stats"], optimizer.init(w)))
+        end, value, _ = local_training.work(c.key, c.train, step, start, task)
+        w, (theta, stats, _) = end
+        w, theta = {**w, "stats": stats}, {**theta, "stats": stats}
+        upload, own = split.send(w)
+        return Update(
+            upload, {"theta": theta, "own": own}, beside(c.model, theta, w), value
         )
-        parts = [averaging.params(x) for x in (w, state.server)]
-        mixed = trees.choose(
-            jnp.any(cohort.trained), trees.lerp(beta, *parts), parts[1]
-        )
-        return State({**w, **mixed}, mine), Metrics(value, post)
 
-    def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
-        return beside(task.model, mine["theta"], split.receive(server, mine["own"]))
+    def server_update(server, mean, cohort):
+        new, old = averaging.params(mean), averaging.params(server)
+        mixed = trees.lerp(beta, new, old)
+        return {**mean, **trees.choose(jnp.any(cohort.trained), mixed, old)}
 
-    return Algorithm(
-        init, round, predict, score_beside, averages=averaging.BODY_AND_HEAD
+    def predict(server, row, c):
+        return beside(c.model, row["theta"], split.receive(server, row["own"]))
+
+    return averaging.from_client(
+        init,
+        client,
+        predict,
+        server_update=server_update,
+        score=averaging.score_beside,
+        averages=averaging.BODY_AND_HEAD,
     )

@@ -2,17 +2,27 @@
 and training on predictions."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from chex import Numeric
 
-from fedjax_pfl import evaluation, keys, local_training, losses, trees
-from fedjax_pfl.algorithms.knowledge_transfer.mixtures import Predictions
+from fedjax_pfl import keys, local_training, losses, trees
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Array, Batch, Client, Cohort, Data, Model, PyTree, Task
+
+TINY = 1e-8  # probabilities are at least this before a logarithm
+EXACT = jax.lax.Precision.HIGHEST  # predictions are compared in float32 on every device
+
+
+class Predictions(NamedTuple):
+    """What the clients of a round predict for its public examples, by ascending id: no
+    sum depends on their order."""
+
+    ids: Array  # [S] int32
+    here: Array  # [S] bool: does it take part?
+    outputs: Array  # [S, D, C], zeros where not
 
 
 def count(task: Task, size: int) -> int:
@@ -133,9 +143,6 @@ def distillation(
     model: Model,
     target: Array,
     distance: Callable[[Array, Array], Array],
-    *,
-    frozen: bool = False,
-    by_batch: bool = False,
 ) -> Callable[[PyTree, Batch, Array], tuple[Array, PyTree]]:
     """The loss of training on targets: the mean of `distance` over the valid rows, as
     `local_training.sgd` takes it.
@@ -143,106 +150,37 @@ def distillation(
     Args:
       target: [D, C], for the rows of the data.
       distance: (target [B, C], logits [B, C]) -> [B].
-      frozen: whether running statistics stay as they are, by which the model
-        normalises, and there is no dropout.
-      by_batch: whether a frozen model normalises by the batch nevertheless.
     """
 
-    def loss(variables: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
-        train = not frozen or by_batch
-        z, stats = model.apply(
-            variables,
-            batch.x,
-            mask=batch.mask,
-            train=train,
-            key=None if frozen else key,
-        )
-        value = losses.masked_mean(distance(target[batch.row], z), batch.mask)
-        return value, variables["stats"] if frozen else stats
+    def loss(variables, batch, key):
+        z, stats = model.apply(variables, batch.x, mask=batch.mask, train=True, key=key)
+        return losses.masked_mean(distance(target[batch.row], z), batch.mask), stats
 
     return loss
 
 
-def validation(
-    data: Data, target: Array, fraction: Numeric
-) -> tuple[Data, Data, Array]:
-    """Splits off the last of the examples as `local_training.holdout` does: (the
-    others, those held out, and these' targets).
-
-    Args:
-      target: [D, C], for the rows of the data.
-    """
-    rest, held = local_training.holdout(data, fraction)
-    return rest, held, jnp.roll(target, -rest.size, axis=0)
+def mean(weight: Array, given: Predictions) -> Array:
+    """The mean [D, C] of all predictions with normalised weights [S]."""
+    return jnp.tensordot(weight, given.outputs, 1, precision=EXACT)
 
 
-def early_stopped(
-    key: Array,
-    parts: tuple[Data, Data, Array],
-    loss: Callable[..., local_training.Loss],
-    target: Array,
-    variables: PyTree,
-    task: Task,
-    passes: int,
-    patience: int,
-) -> tuple[PyTree, Array]:
-    """Trains on targets until `patience` passes have brought nothing on the examples
-    held out; the best pass is kept.
+def normalised(weight: Array, here: Array) -> Array:
+    """Weights [S] that sum to 1 over `here` [S]: uniform ones where they hardly weigh
+    anything, 0 if nobody is here."""
+    weight = jnp.where(here, weight, 0)
+    total, alike = jnp.sum(weight), here.astype(weight.dtype)
+    return jnp.where(
+        total > TINY,
+        weight / jnp.maximum(total, TINY),
+        alike / jnp.maximum(jnp.sum(alike), 1),
+    )
 
-    Args:
-      parts: what `validation` returned.
-      loss: `distillation` but for its target [D, C].
 
-    Returns:
-      (variables, the loss of the best pass on the examples held out []: 0 without a
-      pass, inf if none was finite).
-    """
-    data, held, held_target = parts
-    optimizer, fit = task.optimizer(task.lr), loss(target=target)
-    check = loss(target=held_target, frozen=True, by_batch=task.bn_stats == "local")
-    per_pass = (data.size + task.batch_size - 1) // task.batch_size
-
-    def validate(w: PyTree) -> Array:
-        return evaluation.mean(
-            held, lambda batch: check(w, batch, key)[0], task.batch_size
-        )
-
-    def step(key: Array, carry: PyTree, batch: Batch) -> tuple[PyTree, tuple[()]]:
-        return jax.lax.cond(
-            carry["idle"] < patience, lambda: trained(key, carry, batch), lambda: carry
-        ), ()
-
-    def trained(key: Array, carry: PyTree, batch: Batch) -> PyTree:
-        w, count = carry["w"], carry["count"] + 1
-        params = {name: part for name, part in w.items() if name != "stats"}
-        objective = lambda params: fit({**params, "stats": w["stats"]}, batch, key)[:2]
-        (_, stats), grads = jax.value_and_grad(objective, has_aux=True)(params)
-        updates, opt = optimizer.update(grads, carry["opt"], params)
-        w = {**optax.apply_updates(params, updates), "stats": stats}
-        ended = count % per_pass == 0
-        found = jax.lax.cond(ended, validate, lambda _: jnp.full((), jnp.inf), w)
-        better = found < carry["least"]
-        idle = jnp.where(better, 0, carry["idle"] + ended)
-        best, least = (
-            trees.choose(better, w, carry["best"]),
-            jnp.where(better, found, carry["least"]),
-        )
-        return {
-            "w": w,
-            "opt": opt,
-            "count": count,
-            "best": best,
-            "least": least,
-            "idle": idle,
-        }
-
-    params = {name: part for name, part in variables.items() if name != "stats"}
-    start = {
-        "w": variables,
-        "opt": optimizer.init(params),
-        "best": variables,
-        "least": jnp.full((), jnp.inf),
-    }
-    start |= {"count": jnp.int32(0), "idle": jnp.int32(0)}
-    end, _, _ = local_training.work(key, data, step, start, task, epochs=passes)
-    return end["best"], jnp.where(end["count"] > 0, end["least"], 0)
+def divergence(target: Array, z: Array, temperature: Numeric = 1.0) -> Array:
+    """KL(target || softmax(z / T)) of probabilities and logits [B, C] for each row,
+    [B]."""
+    return jnp.sum(
+        target
+        * (jnp.log(jnp.maximum(target, TINY)) - jax.nn.log_softmax(z / temperature)),
+        axis=-1,
+    )

@@ -17,11 +17,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from fedjax_pfl import architectures, local_training, trees
 from fedjax_pfl.errors import InputError, check
 from fedjax_pfl.models.nnx_model import step_flops
-from fedjax_pfl.types import Array, Model, PyTree, State, Task
+from fedjax_pfl.types import Array, PyTree, State, Task
 
 AXIS = "clients"  # of the mesh
-LARGE = 50_000  # parameters from which clients are trained one by one on a CPU
-WIDTH = 32  # clients per vmapped batch on accelerators
 
 
 class Placement(NamedTuple):
@@ -31,28 +29,6 @@ class Placement(NamedTuple):
     client: Array  # [R] int32, the client of each row; N or more: an empty row
     row: Array  # [N] int32, the row of each client
     work: Array  # [N], estimated cost of a client's round in any unit
-
-
-def automatic_width(task: Task, clients: int, devices: int = 1) -> int:
-    """Returns the number of clients per vmapped batch on each device.
-
-    On a CPU 4 for small models without convolutions, else 1: on several cores one
-    client per core is fastest for convolutional networks. WIDTH on other platforms.
-
-    Args:
-      clients: S, the clients of a round.
-      devices: devices that share them.
-    """
-    width = WIDTH
-    if jax.default_backend() == "cpu":
-        width = 4 if all(map(_is_small, task.models)) else 1
-    return min(width, -(-clients // devices))
-
-
-def _is_small(model: Model) -> bool:
-    """Returns True for fewer than LARGE parameters and no convolution."""
-    leaves = jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0)))
-    return sum(x.size for x in leaves) < LARGE and all(x.ndim < 4 for x in leaves)
 
 
 def take(devices: int) -> list[jax.Device]:

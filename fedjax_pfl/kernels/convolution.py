@@ -23,9 +23,14 @@ from fedjax_pfl.kernels.depthwise import depthwise_conv
 from fedjax_pfl.kernels.platform import platform
 from fedjax_pfl.types import Array
 
-FORMS = {"cpu": "winograd", "gpu": "xla", "tpu": "xla"}  # what "auto" stands for
-CONVOLUTIONS = ("auto", "winograd", "fused", "matmul", "xla")
+FORMS = {
+    "cpu": "winograd",
+    "gpu": "winograd",
+    "tpu": "packed",
+}  # what "auto" stands for
+CONVOLUTIONS = ("auto", "winograd", "fused", "matmul", "packed", "xla")
 # channels out up to which the order of the kernel gradient's product matters
+XLA = ("packed", "xla")  # forms whose single convolutions are XLA's own
 NARROW = 128
 LEAST_CHANNELS, LEAST_TILES = 8, 32  # for Winograd: measured, see `winograd_is_faster`
 # of Winograd's polynomials for a tile and a kernel of these sides, besides infinity; 1j
@@ -49,9 +54,10 @@ def convolution(form: str) -> Iterator[None]:
       form: one of matmul: patches and one matrix product; fused: the same, and pooled
         in the product where channels are few, see `layers.conv_pool`; winograd: the
         same, with Winograd's products for the shapes where they are faster, see
-        `winograd_conv`; xla: XLA's own convolution; auto: winograd on a CPU, where
-        XLA's convolution is many times slower inside a loop, xla elsewhere. With matmul
-        and xla dense layers are XLA's, too, see `dense.dot_general`.
+        `winograd_conv`; packed: XLA's own convolution, blocks with pooling in the lanes
+        of a TPU, see `packed`; xla: XLA's own convolution and pooling by slices; auto:
+        that of the platform in `FORMS`. Dense layers are XLA's with matmul, packed and
+        xla, see `dense.dot_general`.
 
     Raises:
       InputError: for another form.
@@ -108,7 +114,7 @@ def conv_general_dilated(
         and not kwargs.get("out_sharding")
     )
     chosen = current_form()
-    if not plain or chosen == "xla" or not _is_nhwc(lhs, rhs, dimension_numbers):
+    if not plain or chosen in XLA or not _is_nhwc(lhs, rhs, dimension_numbers):
         others = (lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count)
         return lax.conv_general_dilated(
             lhs, rhs, window_strides, padding, *others, **kwargs

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from fedjax_pfl.kernels.convolution import current_form
+from fedjax_pfl.kernels.convolution import XLA, current_form
+from fedjax_pfl.kernels.platform import platform
 from fedjax_pfl.types import Array
 
 MOST_ROWS, LEAST_OUT, LEAST_SIZE = 12, 32, 2**18  # see `dot_general`
@@ -45,7 +46,7 @@ def dot_general(
     large = kernel.size >= LEAST_SIZE and kernel.shape[-1] >= LEAST_OUT
     # sums of bfloat16 would lose digits
     few = plain and large and len(x) <= MOST_ROWS and x.dtype.itemsize >= 4
-    if not few or current_form() in ("matmul", "xla"):
+    if not few or platform() != "cpu" or current_form() in ("matmul", *XLA):
         return lax.dot_general(
             x, kernel, dimension_numbers, precision=precision, **kwargs
         )

@@ -10,7 +10,7 @@ import operator
 import jax.numpy as jnp
 from jax import lax
 
-from fedjax_pfl.kernels.convolution import current_form
+from fedjax_pfl.kernels.convolution import XLA, current_form
 from fedjax_pfl.types import Array
 
 
@@ -37,7 +37,7 @@ def conv_transpose(
     Returns:
       [B, (H - 1) * stride + side - 2 * padding, the same of W, O].
     """
-    if current_form() != "xla":
+    if current_form() not in XLA:
         return product_and_add(x, kernel, stride, padding, precision)
     pads = [(len(kernel) - 1 - padding,) * 2] * 2
     numbers = ("NHWC", "HWIO", "NHWC")

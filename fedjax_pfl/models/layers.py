@@ -7,7 +7,6 @@ HWIO.
 
 import contextlib
 import contextvars
-import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,9 +17,10 @@ from flax import nnx
 from jax import lax
 
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.kernels import dense
+from fedjax_pfl.kernels import dense, packed
 from fedjax_pfl.kernels.convolution import (
     CONVOLUTIONS,
+    XLA,
     conv_general_dilated,
     convolution,
     current_form,
@@ -28,6 +28,7 @@ from fedjax_pfl.kernels.convolution import (
     matmul_conv,
     shifts,
 )
+from fedjax_pfl.kernels.pooling import larger, max_pool, max_pool_3
 from fedjax_pfl.kernels.transposed import conv_transpose
 from fedjax_pfl.types import Array
 
@@ -39,6 +40,7 @@ __all__ = [
     "conv",
     "conv_general_dilated",
     "conv_pool",
+    "conv_relu_pool",
     "convolution",
     "form",
     "linear",
@@ -55,30 +57,14 @@ FEW_IN, FEW_OUT = 3, 32
 LEAST_LAST = 16
 
 
-def max_pool(x: Array) -> Array:
-    """Maximum over 2x2 windows with stride 2: [B, H, W, C] -> [B, H // 2, W // 2, C].
-
-    An odd last row or column is left out. The gradient of these slices is much faster
-    than that of `reduce_window`; where values tie, one of them gets it all.
-    """
-    batch, height, width, channels = x.shape
-    x = x[:, : height // 2 * 2, : width // 2 * 2]
-    x = x.reshape(batch, height // 2, 2, width // 2 * 2, channels)
-    x = _larger(x[:, :, 0], x[:, :, 1]).reshape(
-        batch, height // 2, width // 2, 2, channels
-    )
-    return _larger(x[:, :, :, 0], x[:, :, :, 1])
-
-
-def max_pool_3(x: Array) -> Array:
-    """Maximum over 3x3 windows with stride 2 and one pixel of padding: [B, H, W, C] ->
-    [B, ceil(H/2), ceil(W/2), C]."""
-    x = lax.pad(
-        x, jnp.asarray(-jnp.inf, x.dtype), [(0, 0, 0), (1, 1, 0), (1, 1, 0), (0, 0, 0)]
-    )
-    for axis in (2, 1):
-        x = functools.reduce(_larger, shifts(x, axis, 3, 2))
-    return x
+def conv_relu_pool(conv: nnx.Conv, x: Array) -> Array:
+    """Computes relu(max_pool(conv(x))) for a convolution of stride 1 with a bias: [B,
+    H, W, C] -> [B, H' // 2, W' // 2, O]."""
+    if current_form() != "packed" or not isinstance(conv.padding, int):
+        return jax.nn.relu(conv_pool(conv, x))
+    kernel, bias = conv.kernel[...], conv.bias
+    shift = jnp.zeros(kernel.shape[-1], x.dtype) if bias is None else bias[...]
+    return packed.conv_relu_pool(x, kernel, shift, conv.padding)
 
 
 def conv_pool(conv: nnx.Conv, x: Array) -> Array:
@@ -95,7 +81,7 @@ def conv_pool(conv: nnx.Conv, x: Array) -> Array:
     kernel = conv.kernel[...]
     kh, kw, channels, out = kernel.shape
     many = channels > FEW_IN or out > FEW_OUT
-    if many or not isinstance(conv.padding, int) or current_form() in ("matmul", "xla"):
+    if many or not isinstance(conv.padding, int) or current_form() in ("matmul", *XLA):
         return max_pool(conv(x))
     x = jnp.pad(x, ((0, 0), *[(conv.padding,) * 2] * 2, (0, 0)))
     offsets = [((i, 1 - i), (j, 1 - j), (0, 0), (0, 0)) for i in (0, 1) for j in (0, 1)]
@@ -110,7 +96,7 @@ def conv_pool(conv: nnx.Conv, x: Array) -> Array:
         patches = _patches_last(x, kh + 1, kw + 1)
         y = jnp.dot(patches.reshape(-1, len(kernels)), kernels)
         a, b, c, d = lax.split(y, [out] * 4, axis=1)
-        y = _larger(_larger(a, b), _larger(c, d)).reshape(*patches.shape[:3], out)
+        y = larger(larger(a, b), larger(c, d)).reshape(*patches.shape[:3], out)
     return y if conv.bias is None else y + conv.bias[...][None, None, None]
 
 
@@ -134,13 +120,6 @@ def _patches_last(x: Array, kh: int, kw: int) -> Array:
 
 
 @jax.custom_jvp
-def _larger(a: Array, b: Array) -> Array:
-    """The maximum; its gradient is one selection, that of `jnp.maximum` shares ties and
-    so divides."""
-    return jnp.maximum(a, b)
-
-
-@jax.custom_jvp
 def _largest(y: Array) -> Array:
     """The maximum of y [4, ...] over its first axis, differentiated without slices,
     whose gradients pad."""
@@ -156,14 +135,6 @@ def _largest_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, 
     )
     chosen = first[None] == jnp.arange(4).reshape(4, *[1] * top.ndim)
     return top, jnp.sum(jnp.where(chosen, dy, 0), axis=0)
-
-
-@_larger.defjvp
-def _larger_jvp(
-    primals: tuple[Array, Array], tangents: tuple[Array, Array]
-) -> tuple[Array, Array]:
-    (a, b), (da, db) = primals, tangents
-    return jnp.maximum(a, b), jnp.where(b > a, db, da)
 
 
 def uniform(fan_in: int) -> nnx.Initializer:

@@ -82,12 +82,10 @@ class Conv(nnx.Module):
         self, x: Array, mask: Array | None = None, train: bool = False
     ) -> Array:
         for i, conv in enumerate(self.convs):
-            x = (
-                layers.max_pool(self.norms[i](conv(x), mask, train))
-                if self.norms
-                else layers.conv_pool(conv, x)
-            )
-            x = jax.nn.relu(x)  # after the pool: the same, on a quarter of the pixels
+            if self.norms:  # ReLU after the pool: the same, on a quarter of the pixels
+                x = jax.nn.relu(layers.max_pool(self.norms[i](conv(x), mask, train)))
+            else:
+                x = layers.conv_relu_pool(conv, x)
         return self.dense(x)
 
 
@@ -112,7 +110,7 @@ class ConvDropout(nnx.Module):
             return self.drops[i](h, deterministic=not train or rngs is None, rngs=rngs)
 
         x = jax.nn.relu(self.convs[0](x))
-        x = drop(0, jax.nn.relu(layers.conv_pool(self.convs[1], x)))
+        x = drop(0, layers.conv_relu_pool(self.convs[1], x))
         return drop(1, self.dense(x))
 
 

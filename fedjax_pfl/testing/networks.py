@@ -136,29 +136,12 @@ def several_architectures(s: Subject) -> None:
     if s.factory(s.task).one_architecture:
         return
     shape, model = s.task.prepared.shape[1:], s.task.model
+    width = model.num_features
     net = lambda shape, classes, rngs: nets.Net(
-        _Deeper(shape, model.num_features, rngs),
-        layers.linear(model.num_features, classes, rngs),
+        nets.Dense(int(np.prod(shape)), (3, width), rngs),
+        layers.linear(width, classes, rngs),
     )
     other = models.model(net, shape, s.task.num_classes)
     program.program(
         s.factory, s.task._replace(models=(model, other), architecture=TWO_GROUPS)
     )
-
-
-class _Deeper(nnx.Module):
-    """Two layers, of which the first is narrow."""
-
-    def __init__(self, shape: tuple[int, ...], features: int, rngs: nnx.Rngs):
-        self.layers = nnx.List(
-            [
-                layers.linear(int(np.prod(shape)), 3, rngs),
-                layers.linear(3, features, rngs),
-            ]
-        )
-
-    def __call__(self, x: Array) -> Array:
-        h = x.reshape(len(x), -1)
-        for layer in self.layers:
-            h = jax.nn.relu(layer(h))
-        return h

@@ -1,12 +1,13 @@
 """The rules of the contract, each a function of a Subject that raises
 ContractViolation.
 
-The round of a Subject serves most of them, because cohort, state, learning rate, round
-and what masked rows hold are its arguments. A rule's docstring is said where it is
-broken.
+Most of them use the round of a Subject, whose arguments are the cohort, the state, the
+learning rate, the round's number and the values of masked rows. The error message of a
+rule holds its docstring.
 """
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.interpreters import partial_eval
 
 from fedjax_pfl import trees
 from fedjax_pfl.engine import program
@@ -38,9 +40,11 @@ from fedjax_pfl.types import Algorithm, Data, Federation, Model, State, Task
 
 
 def order(s: Subject) -> None:
-    """The order of the cohort's clients changes nothing."""
+    """The same arguments give the same bits, in whatever order the clients are."""
     mixed = np.array([2, 0, 4, 3, 1])
-    same_round(run(s, ids=IDS[mixed], active=ACTIVE[mixed]), run(s), IDS[ACTIVE])
+    wanted = run(s)
+    same_round(run(s), wanted, IDS[ACTIVE])
+    same_round(run(s, ids=IDS[mixed], active=ACTIVE[mixed]), wanted, IDS[ACTIVE])
 
 
 def padding(s: Subject) -> None:
@@ -110,19 +114,18 @@ def _finite(result: tuple[State, Round], clients: np.ndarray) -> None:
 
 
 def absent(s: Subject) -> None:
-    """Absent clients keep their rows bit for bit, and those that train change theirs,
-    where these are floats."""
+    """Absent clients keep their rows bit for bit; of those that train every float leaf
+    of the rows changes."""
     state, _ = run(s)
     gone, here = np.setdiff1d(np.arange(N), IDS), IDS[ACTIVE]
     same("clients", rows_of(state.clients, gone), rows_of(s.start.clients, gone), gone)
-    leaves = zip(
-        *(jax.tree.leaves(rows_of(x.clients, here)) for x in (state, s.start)),
-        strict=True,
-    )
-    # a choice, such as of a cluster, may have settled
-    moved = [np.any(x != y) for x, y in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
-    if moved and not any(moved):
-        raise ContractViolation("no row of State.clients changes in a round")
+    new, old = (rows_of(x.clients, here) for x in (state, s.start))
+    leaves = jax.tree_util.tree_leaves_with_path(new)
+    for (path, x), y in zip(leaves, jax.tree.leaves(old), strict=True):
+        if jnp.issubdtype(x.dtype, jnp.floating) and np.array_equal(x, y) and x.size:
+            raise ContractViolation(
+                f"clients{jax.tree_util.keystr(path)} changes for no client in a round"
+            )
 
 
 def nobody(s: Subject) -> None:
@@ -146,11 +149,6 @@ def nobody(s: Subject) -> None:
                 run(s, federation=empty, state=before, **traced)[0].server,
                 before.server,
             )
-
-
-def determinism(s: Subject) -> None:
-    """The same arguments give the same bits."""
-    same_round(run(s), run(s), IDS[ACTIVE])
 
 
 def compilation(s: Subject) -> None:
@@ -239,28 +237,36 @@ class _Closed:
 
 
 def key(s: Subject) -> None:
-    """Random draws are of the key: another one gives another start, and another
-    round."""
-    drawn: Callable[..., bool] = lambda function, *args: (
-        "random_bits" in str(jax.make_jaxpr(function)(*args))
-    )
-    keys = [jax.random.key(i) for i in (7, 8)]
-    found = {
-        "init": [
-            jax.device_get(s.init(k, s.traced))
-            for k in keys
-            if drawn(s.init, k, s.traced)
-        ],
-        "round": [run(s, key=k)[0] for k in keys if drawn(s.round, *arguments(s))],
+    """Every random draw depends on the key: another one gives another start and another
+    round, and no function makes a key of its own."""
+    functions: dict[str, tuple[Any, tuple[Any, ...]]] = {
+        "init": (s.init, (s.traced,)),
+        "round": (s.round, arguments(s)[1:]),
+        "predict": (s.evaluate, (s.traced, s.federation, s.start, np.int32(2))),
     }
-    for name, states in found.items():
-        if states and all(
-            np.array_equal(*pair)
-            for pair in zip(*map(jax.tree.leaves, states), strict=True)
-        ):
+    for name, (function, given) in functions.items():
+        drawn = _primitives(jax.make_jaxpr(function)(jax.random.key(0), *given))
+        if "random_seed" in drawn:
+            raise ContractViolation(
+                f"`{name}` makes a key of its own: fold its own key, or c.key"
+            )
+        if name == "predict" or "random_bits" not in drawn:
+            continue
+        found = [function(jax.random.key(i), *given) for i in (7, 8)]
+        leaves = [jax.tree.leaves(x if name == "init" else x[0]) for x in found]
+        if all(np.array_equal(*pair) for pair in zip(*leaves, strict=True)):
             raise ContractViolation(
                 f"`{name}` draws the same under any key: fold its own key, or c.key"
             )
+
+
+def _primitives(closed: Any) -> set[str]:
+    """Returns the names of the random operations on which the results depend;
+    "random_seed" also for a constant key."""
+    used, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+    found = set(re.findall(r"random_\w+", str(used)))
+    constant = re.search(r"lambda [^;]*key<", str(used))
+    return found | {"random_seed"} if constant else found
 
 
 def traffic(s: Subject) -> None:
@@ -330,7 +336,6 @@ RULES: dict[str, Callable[[Subject], None]] = {
         inactive,
         absent,
         nobody,
-        determinism,
         compilation,
         scores,
         held_out,

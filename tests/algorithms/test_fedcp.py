@@ -2,7 +2,6 @@
 every ablation."""
 
 import functools
-from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +15,8 @@ from toy import C, assert_close, assert_same, each_bn_stats
 from fedjax_pfl import evaluation, losses, models, simulate, testing, trees
 from fedjax_pfl.algorithms import fedcp as factory
 from fedjax_pfl.algorithms.fedcp import (
-    Ablation,
     Frozen,
+    Parts,
     client_vector,
     gate,
     gated,
@@ -70,11 +69,13 @@ def start(**options):
     return {**variables, "stats": server["stats"]}, frozen
 
 
+WHOLE = Parts()
+
+
 @functools.cache
-def compiled_forward(policy, without, **cpn):
-    off = set(without.split("_"))
-    network = None if "cpn" in off else policy_network(TASK, **cpn)
-    model = gated(TASK, network, policy, off)
+def compiled_forward(policy, on, **cpn):
+    network = policy_network(TASK, **cpn) if on.cpn else None
+    model = gated(TASK, network, policy, on)
     return jax.jit(
         lambda variables, frozen, x, key: model(
             variables, frozen, x, jnp.ones(len(x), bool), False, key
@@ -82,8 +83,8 @@ def compiled_forward(policy, without, **cpn):
     )
 
 
-def forward(variables, frozen, policy="softmax", without="none", key=KEY, x=X, **cpn):
-    return compiled_forward(policy, without, **cpn)(variables, frozen, x, key)
+def forward(variables, frozen, policy="softmax", on=WHOLE, key=KEY, x=X, **cpn):
+    return compiled_forward(policy, on, **cpn)(variables, frozen, x, key)
 
 
 _compiled: dict = {}
@@ -167,7 +168,7 @@ def test_both_extractors_drop_the_same_features():
     w = factory(task).init(KEY).server
     frozen = Frozen(w["body"], w["head"], client_vector(w["head"]))
     apply, batch = (
-        gated(task, policy_network(task), "softmax", set()),
+        gated(task, policy_network(task), "softmax", Parts()),
         Batch(X, np.arange(6) % C, ALL, np.arange(6)),
     )
     value = jax.jit(lambda lam: objective(task, apply, frozen, lam)(w, batch, KEY)[0])
@@ -381,7 +382,7 @@ def test_the_personalisation_ratio_is_the_mean_share():
     frozen = Frozen(w["body"], w["head"], jax.jit(client_vector)(w["head"]))
     x, mask = toy.rows(f.examples.x, f.train.index[1][:16]), np.ones(16, bool)
     shares = jax.jit(
-        lambda w: gated(TASK, policy_network(TASK), "softmax", set())(
+        lambda w: gated(TASK, policy_network(TASK), "softmax", Parts())(
             w, frozen, x, mask, True, KEY
         )[2]
     )
@@ -475,7 +476,7 @@ def test_variants_of_the_policy_network(norm, activation):
         "stats": {"model": w["stats"]["model"], "policy": stats},
     }
     run = jax.jit(
-        lambda w: gated(TASK, network, "softmax", set())(
+        lambda w: gated(TASK, network, "softmax", Parts())(
             w, frozen, X, jnp.asarray(ALL), False, KEY
         )
     )
@@ -523,22 +524,33 @@ def test_a_prediction_is_the_personal_models(policy):
 
 # --- ablations
 
+# the columns of Table 1
+ABLATIONS = [
+    (),
+    ("cs",),
+    ("ss",),
+    ("cs", "ss"),
+    ("gfm",),
+    ("cpn",),
+    ("cpn", "gfm"),
+    ("cpn", "gh"),
+    ("cpn", "gfm", "gh"),
+]
 
-def shares(without, change_sample=False, change_client=False):
-    w, frozen = start(without=without)
+
+def shares(on, change_sample=False, change_client=False):
+    w, frozen = start(**on._asdict())
     frozen = (
         frozen._replace(vector=-np.asarray(frozen.vector)) if change_client else frozen
     )
-    return np.asarray(
-        forward(w, frozen, without=without, x=X[::-1] if change_sample else X)[2]
-    )
+    return np.asarray(forward(w, frozen, on=on, x=X[::-1] if change_sample else X)[2])
 
 
 @pytest.mark.parametrize(
-    "without, sample, client",
-    [("none", 1, 1), ("cs", 1, 0), ("ss", 0, 1), ("cs_ss", 0, 0)],
+    "ss, cs", [(True, True), (True, False), (False, True), (False, False)]
 )
-def test_what_the_policy_sees(without, sample, client):
+def test_what_the_policy_sees(ss, cs):
+    without, sample, client = Parts(ss=ss, cs=cs), ss, cs
     before = shares(without)
     assert np.any(shares(without, change_sample=True) != before) == bool(sample)
     assert np.any(shares(without, change_client=True) != before) == bool(client)
@@ -548,12 +560,12 @@ def test_what_the_policy_sees(without, sample, client):
 
 @pytest.mark.slow
 def test_without_mmd_is_lam_zero():
-    assert_close(train(without="gfm")[1], train(lam=0.0)[1])
+    assert_close(train(gfm=False)[1], train(lam=0.0)[1])
 
 
 def test_without_a_policy_both_heads_see_everything():
-    w, frozen = start(without="cpn")
-    out, h, s, _ = forward(w, frozen, without="cpn")
+    w, frozen = start(cpn=False)
+    out, h, s, _ = forward(w, frozen, on=Parts(cpn=False))
     both = jax.jit(
         lambda h: TASK.model.head(frozen.head, h) + TASK.model.head(w["head"], h)
     )
@@ -562,17 +574,17 @@ def test_without_a_policy_both_heads_see_everything():
 
 
 def test_without_a_global_head_its_bias_goes_too():
-    w, frozen = start(without="cpn_gh")
-    out, h, _, _ = forward(w, frozen, without="cpn_gh")
+    w, frozen = start(cpn=False, gh=False)
+    out, h, _, _ = forward(w, frozen, on=Parts(cpn=False, gh=False))
     assert frozen.head == ()
     assert_same(out, jax.jit(TASK.model.head)(w["head"], h))
 
 
-@pytest.mark.parametrize("without", get_args(Ablation))
+@pytest.mark.parametrize("without", ABLATIONS)
 def test_what_an_ablation_sends(without):
     body, head, policy = 6 * 8 + 8, 8 * C + C, 8 * 16 + 16 + 2 * 16
     sent = body + head * ("gh" not in without) + policy * ("cpn" not in without)
-    method = factory(TASK, without=without)
+    method = factory(TASK, **dict.fromkeys(without, False))
     given = {
         "round": jnp.int32(0),
         "evaluated": jnp.bool(False),
@@ -588,9 +600,9 @@ def test_what_an_ablation_sends(without):
 
 
 @pytest.mark.slow  # test_reductions.py has two of them
-@pytest.mark.parametrize("without", ["cpn", "cs", "cpn_gfm", "cpn_gh"])
+@pytest.mark.parametrize("without", [("cpn",), ("cs",), ("cpn", "gfm"), ("cpn", "gh")])
 def test_an_ablation_trains(without):
-    _, state, metrics = train(without=without)
+    _, state, metrics = train(**dict.fromkeys(without, False))
     _, full, _ = train()
     assert np.isfinite(metrics.loss).all() and ("pir" in metrics.clients) == (
         "cpn" not in without
@@ -607,7 +619,7 @@ def test_an_ablation_trains(without):
         {"lam": -1.0},
         {"depth": 5},
         {"policy": "hard"},
-        {"without": "gh"},
+        {"gh": "no"},
         {"norm": "x"},
         {"activation": "x"},
     ],
@@ -631,7 +643,7 @@ def test_after_training_the_vector_is_still_that_of_the_head_before(monkeypatch)
     monkeypatch.setattr(
         evaluation,
         "post",
-        lambda cohort, c, predictor: {"acc": predictor(X, ALL)[0, 0]},
+        lambda cohort, c, predictor, score: {"acc": predictor(X, ALL)[0, 0]},
     )
     # compiled anew
     begin, state, metrics = train(DECAYED._replace(), alone(), rounds=1)
@@ -652,7 +664,7 @@ def test_an_extractor_as_it_was_received_has_no_distance():
     frozen = Frozen(v["body"], v["head"], client_vector(v["head"]))
     batch = Batch(X, np.arange(6) % C, np.arange(6) < 5, np.arange(6))
     value = lambda lam: objective(
-        NORM, gated(NORM, None, "softmax", {"cpn"}), frozen, lam
+        NORM, gated(NORM, None, "softmax", Parts(cpn=False)), frozen, lam
     )(variables, batch, KEY)[0]
     assert_close(*jax.jit(lambda: (value(50.0), value(0.0)))(), 1e-5)
 

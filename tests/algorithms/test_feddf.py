@@ -12,10 +12,9 @@ import toy
 from toy import SHAPE, SIZES, C, N, assert_close, assert_same
 
 from fedjax_pfl import models, trees
-from fedjax_pfl.algorithms import feddf, pfeddf, public_data
+from fedjax_pfl.algorithms import feddf, pfeddf
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import nets
-from fedjax_pfl.types import Batch, Data, Examples
 
 KEY, MLP = jax.random.key(0), toy.task()
 
@@ -179,74 +178,8 @@ def test_batch_norm(bn_stats):
     )
 
 
-@pytest.mark.parametrize("patience, kept", [(2, 3.0), (9, 9.0)])
-def test_a_student_stops_where_nothing_comes_of_it_and_keeps_its_best_pass(
-    patience, kept
-):
-    """Every step adds 1 to w. Held out, 3 is better than all until 9; two steps a
-    pass."""
-    pool = Examples(jnp.zeros((10, 1)), jnp.zeros(10, jnp.int32))
-    data = Data(pool, jnp.arange(10), jnp.int32(10), lambda x: x)
-
-    def loss(target, frozen=False, by_batch=False):
-        def value(v, batch, key):
-            if frozen:  # rows and targets belong together
-                np.testing.assert_array_equal(target.shape, (10,))
-                gap = jnp.sum(
-                    jnp.where(batch.mask, jnp.abs(target[batch.row] - 8 - batch.row), 0)
-                )
-                return jnp.minimum(
-                    jnp.abs(v["w"] - 3) + 1, jnp.abs(v["w"] - 9)
-                ) + gap, v["stats"]
-            return -v["w"], v["stats"]
-
-        return value
-
-    task = MLP._replace(
-        lr=0.5, optimizer=optax.sgd, batch_size=4, augment=None, drop_last=False
-    )
-    target = jnp.arange(10.0)
-    parts = public_data.validation(data, target, 0.2)
-    assert (int(parts[0].size), int(parts[1].size)) == (8, 2)
-    begin = {"w": jnp.zeros(()), "stats": ()}
-    run = jax.jit(
-        lambda: public_data.early_stopped(
-            KEY, parts, loss, target, begin, task, 12, patience
-        )
-    )
-    w, least = run()
-    assert w["w"] == kept and least == (1 if patience == 2 else 0)
-
-
-@pytest.mark.parametrize("passes, least", [(0, 0), (2, np.inf)])
-def test_without_a_finite_pass_the_student_stays_and_the_divergence_is_infinite(
-    passes, least
-):
-    pool = Examples(jnp.zeros((10, 1)), jnp.zeros(10, jnp.int32))
-    target, begin = jnp.zeros(10), {"w": jnp.ones(()), "stats": ()}
-    parts = public_data.validation(
-        Data(pool, jnp.arange(10), jnp.int32(10), lambda x: x), target, 0.2
-    )
-    loss = lambda **_: lambda v, batch, key: (v["w"] * jnp.nan, v["stats"])
-    w, found = public_data.early_stopped(
-        KEY, parts, loss, target, begin, MLP, passes, 9
-    )
-    assert w["w"] == 1 and found == least
-
-
-@pytest.mark.slow  # when a student stops is above
-def test_a_student_that_is_validated_learns_and_reports_the_divergence_held_out():
-    """Of the last pass, as each is better than the one before."""
-    options = {"passes": 6, "student_lr": 0.02, "patience": 3, "held_out": 0.3}
-    got = toy.train("feddf", MLP, rounds=1, **options)
-    early = toy.train("feddf", MLP, rounds=1, **{**options, "passes": 1})
-    gap = [run.metrics.server["distillation_loss"][0] for run in (got, early)]
-    assert 0 < gap[0] < gap[1]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("held_out", [toy.slow(0.1), 0.5])
-def test_the_rate_decays_over_the_steps_that_are_taken(held_out, monkeypatch):
+def test_the_rate_decays_over_the_steps_that_are_taken(monkeypatch):
     seen, schedule = [], optax.cosine_decay_schedule
 
     def noted(*given):
@@ -254,58 +187,10 @@ def test_the_rate_decays_over_the_steps_that_are_taken(held_out, monkeypatch):
         return lambda t: jax.debug.callback(seen.append, t) or fall(t)
 
     monkeypatch.setattr(optax, "cosine_decay_schedule", noted)
-    options = {"passes": 4, "public_batch": 1, "patience": 100, "held_out": held_out}
+    options = {"passes": 4, "public_batch": 1}
     toy.train(functools.partial(feddf), MLP, rounds=1, **options)
-    steps = 4 * (toy.PUBLIC - round(held_out * toy.PUBLIC))
+    steps = 4 * toy.PUBLIC
     assert np.isclose(max(seen), (steps - 1) / steps)
-
-
-def test_a_frozen_model_normalises_by_its_statistics_or_by_the_batch():
-    task, x = toy.task("norm"), toy.federation().public.x
-    begin = task.model.init(KEY)
-    other = {**begin, "stats": jax.tree.map(lambda s: s + 1, begin["stats"])}
-    batch = Batch(
-        x, jnp.zeros(len(x), jnp.int32), jnp.arange(len(x)) < 9, jnp.arange(len(x))
-    )
-    distance = lambda target, z: jnp.sum((z - target) ** 2, axis=1)
-    for by_batch in (False, True):
-        loss = public_data.distillation(
-            task.model, jnp.zeros((len(x), C)), distance, frozen=True, by_batch=by_batch
-        )
-        (value, stats), (shifted, _) = (loss(w, batch, KEY) for w in (begin, other))
-        assert_same(stats, begin["stats"])
-        assert (value == shifted) == by_batch
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bn_stats", ["aggregate", "local"])
-def test_statistics_that_no_client_sends_do_not_validate_a_student(bn_stats):
-    """At a rate of 0, by the loss on what is held out of students with other running
-    statistics."""
-    task, x = (
-        toy.task("norm", bn_stats=bn_stats)._replace(lr=0.0, drop_last=False),
-        toy.federation().public.x,
-    )
-    data = Data(
-        Examples(x, jnp.zeros(len(x), jnp.int32)),
-        jnp.arange(len(x)),
-        jnp.int32(len(x)),
-        lambda x: x,
-    )
-    target = jax.nn.softmax(x[:, :C])
-    distance = lambda target, z: jnp.sum((z - target) ** 2, axis=1)
-    loss = functools.partial(public_data.distillation, task.model, distance=distance)
-    parts, begin, found = (
-        public_data.validation(data, target, 0.4),
-        task.model.init(KEY),
-        [],
-    )
-    for stats in (begin["stats"], jax.tree.map(lambda s: s + 1, begin["stats"])):
-        w = {**begin, "stats": stats}
-        found.append(
-            public_data.early_stopped(KEY, parts, loss, target, w, task, 1, 9)[1]
-        )
-    assert np.isclose(*found, rtol=1e-6) == (bn_stats == "local")
 
 
 @pytest.mark.parametrize(
@@ -346,28 +231,6 @@ def test_the_reported_divergence_is_the_mean_over_the_architectures():
     np.testing.assert_allclose(
         got.metrics.server["distillation_loss"][0], np.mean(gaps), rtol=1e-4
     )
-
-
-@pytest.mark.slow
-def test_other_examples_are_drawn_and_held_out_in_each_round(monkeypatch):
-    seen, drawn, validation = [], [], public_data.validation
-
-    def noted(*given):
-        parts = validation(*given)
-        note = lambda into, rows: into.append(frozenset(rows.tolist()))
-        jax.debug.callback(
-            lambda rows, size: note(seen, rows[:size]), parts[1].index, parts[1].size
-        )
-        jax.debug.callback(lambda rows: note(drawn, rows), given[0].index)
-        return parts
-
-    monkeypatch.setattr(public_data, "validation", noted)
-    toy.train(
-        functools.partial(feddf), MLP, rounds=3, patience=9, held_out=0.5, public_size=8
-    )
-    jax.effects_barrier()
-    assert {len(rows) for rows in seen} == {4} and len(set(seen)) == 3
-    assert {len(rows) for rows in drawn} == {8} and len(set(drawn)) == 3
 
 
 @pytest.mark.slow  # as FedAvg's, see test_reductions.py

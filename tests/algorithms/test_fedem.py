@@ -34,7 +34,7 @@ def state_of(theta, pi):
 
 
 @functools.cache
-def compiled(net, average="round"):
+def compiled(net):
     task = TASKS[net]
 
     @jax.jit
@@ -47,7 +47,7 @@ def compiled(net, average="round"):
             "width": 1,
         }
         cohort = Cohort(federation, task, ids, ids < N, **here)
-        new, metrics = factory(task, average=average).round(KEY, rows, cohort)
+        new, metrics = factory(task).round(KEY, rows, cohort)
         return State(
             new.server, trees.scatter(state.clients, ids, new.clients, ids < N)
         ), metrics
@@ -55,11 +55,11 @@ def compiled(net, average="round"):
     return run
 
 
-def round_of(state, ids=ALL, federation=F, net="linear", average="round"):
+def round_of(state, ids=ALL, federation=F, net="linear"):
     """The state after a round of the clients `ids`, and their metrics."""
     # every cohort is the same compilation
     places = np.append(ids, N + np.arange(N - len(ids))).astype(np.int32)
-    return jax.device_get(compiled(net, average)(state, federation, places))
+    return jax.device_get(compiled(net)(state, federation, places))
 
 
 @jax.jit
@@ -128,24 +128,19 @@ def train_by_hand(i, head, q):
     return kernel, bias
 
 
-@pytest.mark.parametrize("average", ["round", "all"])
-def test_two_rounds_are_the_plain_loop(average):
+def test_two_rounds_are_the_plain_loop():
     state, ids = state_of(THETA, PI), [3, 0, 1]
     components, pi = heads(THETA), [np.asarray(PI, np.float64)] * N
-    share = {
-        i: SIZES[i] / (SIZES[ids].sum() if average == "round" else SIZES.sum())
-        for i in ids
-    }
+    share = {i: SIZES[i] / SIZES[ids].sum() for i in ids}
     for _ in range(2):
-        state, _ = round_of(state, ids, average=average)
+        state, _ = round_of(state, ids)
         q = {i: q_by_hand(components, pi[i], i) for i in ids}
         for i in ids:
             pi[i] = q[i].mean(0)
-        left = 1 - sum(share.values())  # of the absent, who count with the last models
         for m, head in enumerate(components):
             trained = [(share[i], train_by_hand(i, head, q[i][:, m])) for i in ids]
             components[m] = tuple(
-                left * head[k] + sum(p * new[k] for p, new in trained) for k in range(2)
+                sum(p * new[k] for p, new in trained) for k in range(2)
             )
     for m, head in enumerate(components):
         np.testing.assert_allclose(

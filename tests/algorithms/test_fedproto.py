@@ -53,16 +53,13 @@ def test_without_pull_it_is_local():
     assert_close(got.metrics.loss, expected.metrics.loss)
 
 
-@pytest.mark.parametrize(
-    "net, weight",
-    [("mlp", "uniform"), toy.slow("mlp", "size"), toy.slow("norm", "uniform")],
-)
-def test_prototypes_are_means_over_clients_of_means_over_examples(net, weight):
+@pytest.mark.parametrize("net", ["mlp", toy.slow("norm")])
+def test_prototypes_are_means_over_clients_of_means_over_examples(net):
     """Of features as in a prediction, normalised by running statistics."""
     task, counts = toy.task(net), np.asarray(toy.federation().class_counts)
-    state = toy.train("fedproto", task, 1, proto_weight=weight).state
+    state = toy.train("fedproto", task, 1).state
     means = [class_means(toy.rows(state.clients, i), i, task.model) for i in range(N)]
-    share = counts if weight == "size" else counts > 0
+    share = counts > 0
     assert_close(
         np.asarray(state.server["proto"]),
         np.einsum("nkc,nc->kc", means, share / share.sum(axis=0)),
@@ -151,24 +148,17 @@ def test_classes_that_were_in_no_batch_do_not_go_up():
 
 
 @pytest.mark.parametrize(
-    "collect, dropped, weight",
-    [
-        ("after", False, "uniform"),
-        ("during", True, "size"),
-        toy.slow("after", False, "size"),
-        toy.slow("during", False, "uniform"),
-        toy.slow("during", False, "size"),
-        toy.slow("during", True, "uniform"),
-    ],
+    "collect, dropped",
+    [("after", False), ("during", True), toy.slow("during", False)],
 )
-def test_two_rounds_by_hand(collect, dropped, weight):
+def test_two_rounds_by_hand(collect, dropped):
     """In plain NumPy; in the second round some are absent, and one client never has
     examples.
 
     Where short batches are dropped, some classes that a client holds are in none of its
     batches."""
     task = toy.task(drop_last=True, epochs=1, batch_size=6) if dropped else TASK
-    options = {"lam": 2.0, "collect": collect, "proto_weight": weight}
+    options = {"lam": 2.0, "collect": collect}
     f, (keys, states, _) = oracle.federation(), oracle.run(fedproto, task, **options)
     w = [oracle.variables(toy.rows(states[0].clients, i)) for i in range(N)]
     proto, known, missed = np.zeros((C, 8)), np.zeros(C, bool), 0
@@ -192,16 +182,10 @@ def test_two_rounds_by_hand(collect, dropped, weight):
             missed += len(set(y) - {label for _, label in pairs})
             for label in {label for _, label in pairs}:
                 own = [h for h, k in pairs if k == label]
-                found[label].append(
-                    (np.mean(own, axis=0), len(own) if weight == "size" else 1)
-                )
+                found[label].append(np.mean(own, axis=0))
         for label, means in found.items():
             if means:
-                total = sum(share for _, share in means)
-                proto[label], known[label] = (
-                    sum(share * mean for mean, share in means) / total,
-                    True,
-                )
+                proto[label], known[label] = np.mean(means, axis=0), True
         assert_close(
             np.asarray(states[t + 1].server["proto"]), np.float32(proto.T), 2e-5
         )

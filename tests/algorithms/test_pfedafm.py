@@ -2,7 +2,6 @@
 parts."""
 
 import functools
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from fedjax_pfl import (
     trees,
 )
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.algorithms.pfedafm import mixture, objective, random_one
+from fedjax_pfl.algorithms.pfedafm import mixture, objective
 from fedjax_pfl.averaging import Phase, partial_averaging, split
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Batch, State
@@ -74,13 +73,13 @@ def test_golden_mixture():
     np.testing.assert_allclose(jax.grad(ce)(a), [0.364851, 0.364851], rtol=1e-5)
 
 
-@pytest.mark.parametrize("training", ["iterative", "end_to_end"])
-def test_the_step_of_alpha_is_the_formula(training):
+@pytest.mark.parametrize("iterative", [True, False])
+def test_the_step_of_alpha_is_the_formula(iterative):
     """da = mean over the batch of (g - G) * (p - y) h^T, and of plain SGD at the first
     step."""
     begin = start(FULL, alpha=0.5)
     got = train(
-        FULL, 1, begin=begin, training=training, alpha=0.5, lr_alpha=0.1, wd_alpha=0.0
+        FULL, 1, begin=begin, iterative=iterative, alpha=0.5, lr_alpha=0.1, wd_alpha=0.0
     )
     f, model = toy.federation(), FULL.models[0]
     for i, n in enumerate(toy.SIZES):
@@ -112,22 +111,22 @@ def test_the_step_of_alpha_is_the_formula(training):
 @pytest.mark.slow
 # end to end, and with batch norm, it is FedPer: below
 @pytest.mark.parametrize(
-    "net, training",
+    "net, iterative",
     [
-        ("mlp", "iterative"),
-        toy.slow("mlp", "end_to_end"),
-        toy.slow("norm", "iterative"),
-        toy.slow("norm", "end_to_end"),
+        ("mlp", True),
+        toy.slow("mlp", False),
+        toy.slow("norm", True),
+        toy.slow("norm", False),
     ],
 )
-def test_own_features_alone_are_local(net, training):
+def test_own_features_alone_are_local(net, iterative):
     """Whatever the extractor is; end to end it then learns nothing."""
     task = task_of(net)
     begin = start(task)
     other = begin._replace(server=optax.tree.scale(3.0, begin.server))
     alone = train(task, method="local")
     for first in (begin, other):
-        got = train(task, begin=first, training=training, **FROZEN)
+        got = train(task, begin=first, iterative=iterative, **FROZEN)
         assert_close(local_rows(got.state.clients), alone.state.clients)
         assert_close(got.metrics.loss, alone.metrics.loss)
         for name, score in alone.last.items():
@@ -135,7 +134,7 @@ def test_own_features_alone_are_local(net, training):
         for name in ("acc", "acc_present"):
             assert_same(got.last[f"large_{name}"], alone.last[name])
         assert_same(got.state.clients["alpha"], jnp.ones((N, 8)))
-        if training == "end_to_end":
+        if not iterative:
             assert_close(got.state.server["theta"], first.server["theta"])
         else:
             assert (
@@ -175,7 +174,7 @@ def test_shared_features_alone_end_to_end_are_fedper(net):
         task,
         begin=begin._replace(server=server),
         alpha=0.0,
-        training="end_to_end",
+        iterative=False,
         **FROZEN,
     )
     expected = train(task, method="fedper")
@@ -196,10 +195,10 @@ def test_the_first_phase_moves_the_client_and_the_second_the_extractor():
 
     task = MLP._replace(shared=MLP.models[0]._replace(features=still))
     begin = start(alpha=0.5)
-    run = lambda task, training="iterative": train(
-        task, 1, begin=begin, training=training, alpha=0.5, lr_alpha=0.1
+    run = lambda task, iterative=True: train(
+        task, 1, begin=begin, iterative=iterative, alpha=0.5, lr_alpha=0.1
     )
-    one, two, first_phase = run(task), run(MLP), run(task, "end_to_end")
+    one, two, first_phase = run(task), run(MLP), run(task, False)
     for still_there in (one, first_phase):
         assert_close(still_there.state.server["theta"], begin.server["theta"])
     assert trees.sq_dist(two.state.server["theta"], begin.server["theta"]) > 1e-3
@@ -209,23 +208,14 @@ def test_the_first_phase_moves_the_client_and_the_second_the_extractor():
     assert_same(one.metrics.post, two.metrics.post)
 
 
-@pytest.mark.parametrize("mix, width", [("vector", 8), toy.slow("scalar", 1)])
-def test_alpha_stays_between_0_and_1(mix, width):
-    got = train(mix=mix, alpha=0.5, lr_alpha=10.0)
+def test_alpha_stays_between_0_and_1():
+    got = train(alpha=0.5, lr_alpha=10.0)
     alpha = np.asarray(got.state.clients["alpha"])
-    assert alpha.shape == (N, width)
+    assert alpha.shape == (N, 8)
     assert alpha.min() == 0 and alpha.max() == 1
     np.testing.assert_allclose(
         got.metrics.clients["alpha"][-1], alpha.mean(axis=1), rtol=1e-6
     )
-
-
-def test_a_frozen_scalar_is_a_frozen_vector():
-    scalar, vector = (
-        train(mix=mix, alpha=0.3, **FROZEN) for mix in ("scalar", "vector")
-    )
-    assert_close(scalar.state.server, vector.state.server)
-    assert_close(scalar.state.clients["w"], vector.state.clients["w"])
 
 
 def test_equal_extractors_leave_alpha_to_its_decay():
@@ -265,39 +255,6 @@ def test_the_extractor_of_the_paper_is_counted():
     assert trees.size(state.server) == 665_048
 
 
-@pytest.mark.slow  # two runs; whose it is is drawn below
-def test_the_relayed_extractor_is_one_clients():
-    f = toy.federation()
-
-    def only(i):
-        here = jnp.arange(N) == i
-        return f._replace(train=f.train._replace(size=jnp.where(here, f.train.size, 0)))
-
-    relayed = train(rounds=1, aggregation="relay").state.server["theta"]
-    each = [train(rounds=1, federation=only(i)).state.server["theta"] for i in range(N)]
-    distances = np.array([trees.sq_dist(relayed, theta) for theta in each])
-    assert (distances < 1e-10).sum() == 1 and (distances > 1e-4).sum() == N - 1
-
-
-def test_the_relaying_client_is_drawn_from_those_that_trained():
-    ids, trained = jnp.array([4, 0, 2, 7]), jnp.array([True, False, True, True])
-    cohort = lambda order, on=trained: SimpleNamespace(
-        ids=ids[order], trained=on[order]
-    )
-    drawn, order, chosen = (
-        jax.jit(lambda key, order, on: random_one(key, cohort(order, on))),
-        np.array([2, 3, 0, 1]),
-        set(),
-    )
-    for seed in range(12):
-        one = drawn(jax.random.key(seed), np.arange(4), trained)
-        assert one.sum() == 1 and not one[1]
-        assert_same(drawn(jax.random.key(seed), order, trained), one[order])
-        chosen.add(int(ids[jnp.argmax(one)]))
-    assert chosen == {4, 2, 7}
-    assert not drawn(KEY, order, jnp.zeros(4, bool)).any()
-
-
 @pytest.mark.slow  # as the contract's rule `grouping`
 def test_grouping_does_not_matter():
     model = MLP.models[0]
@@ -317,11 +274,11 @@ def test_grouping_does_not_matter():
 
 
 @pytest.mark.slow  # six rounds; the contract has two architectures
-@pytest.mark.parametrize("training", ["iterative", "end_to_end"])
-def test_clients_of_two_architectures_learn(training):
+@pytest.mark.parametrize("iterative", [True, False])
+def test_clients_of_two_architectures_learn(iterative):
     nets = tuple(models.model(toy.NETS[name], toy.SHAPE, C) for name in ("mlp", "norm"))
     task = task_of(models=nets, architecture=MIXED, shared=nets[0])
-    got = train(task, rounds=6, training=training, lr_alpha=0.1)
+    got = train(task, rounds=6, iterative=iterative, lr_alpha=0.1)
     assert got.metrics.loss[-1].mean() < got.metrics.loss[0].mean() - 0.3
     assert np.mean(got.metrics.post["acc_present"][-1]) > 0.75
     mean = got.metrics.clients["alpha"]  # [rounds, N]

@@ -13,10 +13,10 @@ from toy import C, assert_same
 
 from fedjax_pfl import evaluation, losses, simulate, testing
 from fedjax_pfl.algorithms import pfedc as factory
+from fedjax_pfl.algorithms.pfedc import class_groups, task_maps
+from fedjax_pfl.algorithms.pfedc.class_groups import branch_loss, gram, min_norm_weights
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.numerics import class_groups, task_maps
-from fedjax_pfl.numerics.class_groups import branch_loss, gram, min_norm_weights
 from fedjax_pfl.types import Batch, Client, State
 
 KEY = jax.random.key(0)

@@ -9,7 +9,7 @@ import toy
 from toy import SIZES, C, N
 
 from fedjax_pfl import keys, local_training
-from fedjax_pfl.numerics import class_groups, min_norm, task_maps
+from fedjax_pfl.algorithms.pfedc import class_groups, min_norm, task_maps
 
 KEY = jax.random.key(7)
 TASK_LOSSES = ("class", "batch")

@@ -66,7 +66,6 @@ def test_two_rounds_by_hand():
         inner_lr=inner_lr,
         lam=lam,
         beta=beta,
-        inner_decay=0.2,
     )
     w, f = oracle.variables(states[0].server), oracle.federation()
     own = [w] * toy.N
@@ -78,7 +77,7 @@ def test_two_rounds_by_hand():
                 for _ in range(3):
                     g = oracle.gradient(theta, x, y)
                     theta = [
-                        p - inner_lr * (d + lam * (p - q) + 0.2 * p)
+                        p - inner_lr * (d + lam * (p - q))
                         for p, d, q in zip(theta, g, local, strict=True)
                     ]
                 local = [
@@ -91,15 +90,6 @@ def test_two_rounds_by_hand():
         oracle.close(states[t + 1].server, w)
         for i in range(toy.N):
             oracle.close(toy.rows(states[t + 1].clients["theta"], i), own[i])
-
-
-@pytest.mark.slow  # as the rounds by hand
-def test_weight_decay_of_theta():
-    w, after = round_of(ONE_STEP, [1], inner_steps=1, inner_lr=0.03, inner_decay=0.5)
-    theta = jax.tree.map(
-        lambda w, g: w - 0.03 * (g + 0.5 * np.asarray(w)), w, gradient(w, 1)
-    )
-    assert_close(toy.rows(after.clients["theta"], 1), theta)
 
 
 def test_theta_of_a_quadratic_is_the_proximal_point(monkeypatch):

@@ -1,20 +1,15 @@
 """The properties of sheet 5: what the control variates are, and how they add up."""
 
-import types
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
 import toy
 from toy import SIZES, N, assert_close, assert_same, each_bn_stats
 
-from fedjax_pfl import keys, losses
 from fedjax_pfl.algorithms import scaffold as factory
-from fedjax_pfl.algorithms.scaffold import full_gradient
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import Data, State
+from fedjax_pfl.types import State
 
 KEY = jax.random.key(0)
 TASK = toy.task()
@@ -51,28 +46,20 @@ def round_of(task, state=None, ids=range(N), **hparams):
 
 @pytest.mark.parametrize(
     "task, hparams",
-    [
-        (LONG, {}),
-        (FULL, {"option": 1}),
-        toy.slow(LONG, {"server_lr": 0.1, "weights": "data"}),
-    ],
+    [(LONG, {}), toy.slow(LONG, {"server_lr": 0.1})],
 )
 def test_the_servers_variate_is_the_mean_of_the_clients(task, hparams):
     state = toy.train(factory, task, 3, KEY, **hparams).state
-    weight = SIZES if hparams.get("weights") == "data" else None
-    mean = jax.tree.map(
-        lambda x: np.average(x, axis=0, weights=weight), state.clients["c"]
-    )
+    mean = jax.tree.map(lambda x: np.mean(x, axis=0), state.clients["c"])
     assert_close(mean, state.server["c"], 1e-5)
     assert sum(np.sum(np.square(x)) for x in jax.tree.leaves(state.server["c"])) > 1e-4
 
 
-@pytest.mark.parametrize("weights", ["uniform", "data"])
-def test_two_rounds_by_hand(weights):
+def test_two_rounds_by_hand():
     """Client 3 holds nothing and counts for nothing; clients 0 and 2 miss the second
     round."""
     task, lr, server_lr = TASK, 0.1, 0.7
-    keys, states, _ = oracle.run(factory, task, server_lr=server_lr, weights=weights)
+    keys, states, _ = oracle.run(factory, task, server_lr=server_lr)
     w, f = oracle.variables(states[0].server["w"]), oracle.federation()
     c, own = [0 * x for x in w], [[0 * x for x in w] for _ in range(N)]
     for t, here in enumerate(oracle.ROUNDS):
@@ -92,24 +79,17 @@ def test_two_rounds_by_hand(weights):
             changes.append([a - b for a, b in zip(new, own[i], strict=True)])
             own[i] = new
             models.append(y)
-        weight = [1 if weights == "uniform" else SIZES[i] for i in here]
-        total = N if weights == "uniform" else sum(SIZES) - SIZES[3]
-        target = oracle.mean(models, weight)
+        target = oracle.mean(models, [1] * len(here))
         w = [a + server_lr * (b - a) for a, b in zip(w, target, strict=True)]
-        c = [
-            a + sum(p * x[k] for p, x in zip(weight, changes, strict=True)) / total
-            for k, a in enumerate(c)
-        ]
+        c = [a + sum(x[k] for x in changes) / N for k, a in enumerate(c)]
         oracle.close(states[t + 1].server["w"], w)
         oracle.close(states[t + 1].server["c"], c)
         for i in range(N):
             oracle.close(toy.rows(states[t + 1].clients["c"], i), own[i])
 
 
-@pytest.mark.parametrize("task, hparams", [(FULL, {"option": 1}), (ONE_STEP, {})])
-def test_one_full_batch_makes_the_variate_the_gradient(task, hparams):
-    """With option 1 whatever the steps are."""
-    before, after = round_of(task, **hparams)
+def test_one_full_batch_makes_the_variate_the_gradient():
+    before, after = round_of(ONE_STEP)
     for i in range(N):
         assert_close(
             toy.rows(after.clients["c"], i), gradient(i, before.server["w"]), 1e-5
@@ -166,37 +146,6 @@ def test_batch_norm(bn_stats):
     assert bool(jax.tree.leaves(state.clients["own"])) == (bn_stats == "local")
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"server_lr": -1.0}, {"option": 3}, {"weights": "size"}]
-)
-def test_bad_input(wrong):
+def test_bad_input():
     with pytest.raises(InputError):
-        factory(TASK, **wrong)
-
-
-def test_each_batch_of_the_full_gradient_has_its_own_dropout(monkeypatch):
-    """Of equal batches, whose gradients differ by what is drawn alone."""
-
-    def drawn(model):
-        return lambda w, batch, key: (
-            jax.random.normal(key) * w["head"]["bias"].sum(),
-            (),
-        )
-
-    monkeypatch.setattr(losses, "classification", drawn)
-    data = Data(
-        toy.federation().examples, jnp.zeros(8, jnp.int32), jnp.int32(8), lambda x: x
-    )
-    client = types.SimpleNamespace(key=KEY, train=data)
-    got = jax.jit(lambda w: full_gradient(TASK._replace(batch_size=4), client, w))(
-        TASK.model.init(KEY)
-    )
-    batches = [
-        jax.random.fold_in(keys.fold(KEY, keys.Client.FULL_GRADIENT), row)
-        for row in (0, 4)
-    ]
-    np.testing.assert_allclose(
-        got["head"]["bias"],
-        np.mean([jax.random.normal(key) for key in batches]),
-        rtol=1e-5,
-    )
+        factory(TASK, server_lr=-1.0)

@@ -24,13 +24,11 @@ from fedjax_pfl.types import (
     Algorithm,
     Array,
     Client,
-    Cohort,
-    Metrics,
-    Predictor,
     PyTree,
     Scores,
     State,
     Task,
+    Update,
 )
 
 # the first phase has the client's key
@@ -155,40 +153,30 @@ def feddva(
     )
     stay = tuple(set(start) - set(dva_phases.shared_parts(nets, owner, exchange)))
     split = averaging.split(task, stay, variables=start)
+    sgd = local_training.bind(task)
 
-    def init(key: Array) -> State:
+    def init(key):
         shared, own = split.send(dva_phases.init(nets, key))
         return State(shared, trees.replicate(own, task.num_clients))
 
-    def predictor(variables: PyTree) -> Predictor:
+    def predictor(variables):
         return lambda x, mask: dva_phases.outputs(nets, variables, x, mask)
 
-    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(
-            c: Client, own: PyTree
-        ) -> tuple[PyTree, PyTree, list[Array], dict[str, Array]]:
-            w, losses = split.receive(state.server, own), []
-            streams = (c.key, *(keys.fold(c.key, stream) for stream in LATER))
-            for phase, stream in zip(phases, streams, strict=False):
-                w, loss = local_training.sgd(
-                    stream, c.train, phase.loss, w, task, train=phase.parts
-                )
-                losses.append(loss)
-            shared, own = split.send(w)
-            return shared, own, losses, evaluation.post(cohort, c, predictor(w), score)
+    def client(c, server, own):
+        w, values = split.receive(server, own), {}
+        for phase, stream in zip(phases, (None, *LATER), strict=False):
+            w, value = sgd(c, w, loss=phase.loss, train=phase.parts, stream=stream)
+            values[f"loss_{phase.parts[0]}"] = value
+        *before, last = values
+        upload, own = split.send(w)
+        more = {name: values[name] for name in before}
+        return Update(upload, own, predictor(w), values[last], more)
 
-        server, (own, losses, post) = cohort.mean(
-            client, state.clients, weight=cohort.sizes, default=state.server
-        )
-        before = {
-            f"loss_{phase.parts[0]}": loss
-            for phase, loss in zip(phases, losses[:-1], strict=False)
-        }
-        return State(server, own), Metrics(losses[-1], post, before)
-
-    def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
+    def predict(server, own, c):
         return predictor(split.receive(server, own))
 
     averages = tuple(part for part in start if part not in (*stay, "stats"))
     headline = ("elbo" if head == "none" else "acc", "max")
-    return Algorithm(init, round, predict, score, headline=headline, averages=averages)
+    return averaging.from_client(
+        init, client, predict, score=score, headline=headline, averages=averages
+    )

@@ -22,7 +22,6 @@ from fedjax_pfl import (
     hyperparameters,
     keys,
     local_training,
-    losses,
     traffic,
     trees,
 )
@@ -30,13 +29,13 @@ from fedjax_pfl.algorithms import public_data
 from fedjax_pfl.algorithms.knowledge_transfer import mixtures
 from fedjax_pfl.algorithms.knowledge_transfer.mixtures import (
     Asked,
-    Predictions,
     Rule,
     nearest,
     similar,
     slope,
     uniform,
 )
+from fedjax_pfl.algorithms.public_data import Predictions
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import predictor
 from fedjax_pfl.errors import InputError
@@ -48,7 +47,6 @@ from fedjax_pfl.types import (
     Idle,
     Metrics,
     Own,
-    PyTree,
     State,
     Task,
     Traffic,
@@ -69,11 +67,6 @@ class Exchange(NamedTuple):
         predictions first: as KT-pFL's code and FedMD's authors do).
       warmup_epochs: private epochs in [0, 10000] before round 0 with order=code; 1 as
         there.
-      reduction: of the KL divergence, one of batchmean, mean (over the classes, too, as
-        in KT-pFL's code).
-      distil_stats: batch norm on public examples, one of train (by the batch, and it
-        moves the running statistics), frozen (by the running statistics, which stay,
-        without dropout).
       public_at: where the public examples are, one of clients (who are sent their ids),
         server (and are sent with them in each round: counted as `public_data`).
     """
@@ -85,9 +78,10 @@ class Exchange(NamedTuple):
     temperature: Annotated[float, Gt(0)] = 1.0
     order: Literal["paper", "code"] = "paper"
     warmup_epochs: Annotated[int, Interval(ge=0, le=10_000)] = 1
-    reduction: Literal["batchmean", "mean"] = "batchmean"
-    distil_stats: Literal["train", "frozen"] = "train"
     public_at: Literal["clients", "server"] = "clients"
+
+
+TRANSFER = keys.Client.TRANSFER
 
 
 def transfer(
@@ -104,131 +98,83 @@ def transfer(
     check_sent(task, on, size, public_epochs > 0)
     lr = task.lr if on.public_lr is None else on.public_lr
     distance = functools.partial(
-        mixtures.distance,
-        temperature=on.temperature,
-        space=space,
-        reduction=on.reduction,
+        mixtures.distance, temperature=on.temperature, space=space
     )
     public_task = task._replace(
         lr=lr, batch_size=on.public_batch, drop_last=False, augment=None
     )
+    sgd, learn_public = local_training.bind(task), local_training.bind(public_task)
 
-    def init(key: Array) -> State:
-        server = (
-            {}
-            if rule.start is None
-            else {"coefficients": jnp.full((n, n), rule.start, jnp.float32)}
-        )
+    def init(key):
+        server = {}
+        if rule.start is not None:
+            server["coefficients"] = jnp.full((n, n), rule.start, jnp.float32)
         return State(server, architectures.stack(task, lambda model: model.init(key)))
 
-    def train(
-        c: Client, key: Array, w: PyTree, epochs: Any = None
-    ) -> tuple[PyTree, Array]:
-        return local_training.sgd(
-            key, c.train, losses.classification(c.model), w, task, epochs=epochs
-        )
-
-    def predictions(c: Client, w: PyTree, index: Array) -> Array:
+    def predictions(c, w, index):
         data = public_data.subset(c.public, index, c.train.size > 0)
         z = public_data.logits(c.model, w, data, task.num_classes, on.public_batch)
         return z if space == "logit" else jax.nn.softmax(z / on.temperature)
 
-    def distil(
-        c: Client, w: PyTree, index: Array, target: Array
-    ) -> tuple[PyTree, Array]:
+    def distil(c, w, index, target):
         data = public_data.subset(c.public, index, c.train.size > 0)
-        loss = public_data.distillation(
-            c.model, target, distance, frozen=on.distil_stats == "frozen"
-        )
-        return local_training.sgd(
-            keys.fold(c.key, keys.Client.TRANSFER),
-            data,
-            loss,
-            w,
-            public_task,
-            epochs=on.passes,
-        )
+        loss, stream = public_data.distillation(c.model, target, distance), TRANSFER
+        return learn_public(c, w, loss=loss, data=data, stream=stream, epochs=on.passes)
 
-    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        index, first, start = (
-            public_data.draw(key, task, on.public_size),
-            on.order == "paper",
-            cohort.round == 0,
-        )
+    def round(key, state, cohort):
+        index = public_data.draw(key, task, on.public_size)
+        first, start = on.order == "paper", cohort.round == 0
 
-        # private training, and the predictions of the model for the round's public
-        # examples
-        def teach(c: Client, w: PyTree) -> tuple[Own, Array, Array]:
+        # Private training, and the model's predictions for the round's public examples.
+        def teach(c, w):
             value = jnp.zeros(())
             if public_epochs:
-                w = public_data.pretrain(
-                    c, w, public_task, jnp.where(start, public_epochs, 0)
-                )
+                epochs = jnp.where(start, public_epochs, 0)
+                w = public_data.pretrain(c, w, public_task, epochs)
             if first:
-                w, value = train(c, c.key, w)
+                w, value = sgd(c, w)
             elif on.warmup_epochs:
                 epochs = jnp.where(start, on.warmup_epochs, 0)
-                w, _ = train(c, keys.fold(c.key, keys.Client.WARM_UP), w, epochs)
+                w, _ = sgd(c, w, stream=keys.Client.WARM_UP, epochs=epochs)
             return Own(w), predictions(c, w, index), value
 
-        # the private training has the key of phase 0, as everywhere
+        # The private training has the key of phase 0, as in other methods.
         w, outputs, value = cohort.map(teach, state.clients, phase=0 if first else 1)
         given = public_data.gathered(cohort, outputs)
-        # without a memory, those of clients out of the round are not known
-        a = (
-            jnp.full((n, n), jnp.nan, jnp.float32)
-            if rule.start is None
-            else state.server["coefficients"]
-        )
+        # Without a memory, those of clients out of the round are not known.
+        a = jnp.full((n, n), jnp.nan, jnp.float32)
+        if rule.start is not None:
+            a = state.server["coefficients"]
 
-        # the coefficients of the student's mixture, and training on it
-        def learn(
-            c: Client, w: PyTree, outputs: Array, value: Array
-        ) -> tuple[Any, ...]:
+        # The coefficients of the student's mixture, and training on it.
+        def learn(c, w, outputs, value):
             used, kept = rule.coefficients(asked(c, cohort, a, outputs, given))
-            w, gap = distil(
-                c, w, index, mixtures.mean(mixtures.normalised(used, given.here), given)
-            )
+            weight = public_data.normalised(used, given.here)
+            w, gap = distil(c, w, index, public_data.mean(weight, given))
             if not first:
-                w, value = train(c, c.key, w)
-            return (
-                Own(w),
-                written(a[c.id], kept, given),
-                value,
-                gap,
-                evaluation.post(cohort, c, predictor(c.model, w)),
-            )
+                w, value = sgd(c, w)
+            post = evaluation.post(cohort, c, predictor(c.model, w))
+            return Own(w), written(a[c.id], kept, given), value, gap, post
 
         w, rows, value, gap, post = cohort.map(
             learn, w, outputs, value, phase=1 if first else 0
         )
-        if rule.after:  # the coefficients follow what the models predict in the end
-            outputs = cohort.map(lambda c, w: predictions(c, w, index), w, phase=None)
-            given = public_data.gathered(cohort, outputs)
-            follow = lambda c, out: written(
-                a[c.id], rule.coefficients(asked(c, cohort, a, out, given))[1], given
-            )
-            rows = cohort.map(follow, outputs, phase=None)
         a = trees.scatter(a, cohort.ids, rows, cohort.trained)
         metrics = Metrics(value, post, {"transfer_loss": gap}, {"coefficients": a})
         return State({} if rule.start is None else {"coefficients": a}, w), metrics
 
-    predict = lambda server, w, c: predictor(c.model, w)
+    def predict(server, w, c):
+        return predictor(c.model, w)
 
-    def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
-        # down the ids of the examples, up the predictions, down their mixture, and up
-        # what the models predict then
+    def sent(state, cohort, metrics):
+        # Down the ids of the examples, up the predictions, down their mixture.
         part = cohort.trained.astype(jnp.int32)
-        whole = traffic.both_ways(
-            cohort,
-            *(size * task.num_classes * times * part for times in (1, 1 + rule.after)),
-        )
-        whole = whole._replace(ints=size * part, messages=(3 + rule.after) * part)
-        return (
-            whole
-            if on.public_at == "clients"
-            else with_pool(whole, task, cohort, size, public_epochs > 0)
-        )
+        both = size * task.num_classes * part
+        whole = traffic.both_ways(cohort, both, both)
+        whole = whole._replace(ints=size * part, messages=3 * part)
+        if on.public_at == "clients":
+            return whole
+        return with_pool(whole, task, cohort, size, public_epochs > 0)
 
     alone = (
         "its clients learn from each other's predictions within a round, of which the "
@@ -305,21 +251,15 @@ def mnfl_het(
     task: Task,
     *,
     on: Exchange,
-    coef_rule: Literal["paper", "post", "code"] = "paper",
     coef_lr: Annotated[float, Ge(0)] = 0.01,
     rho: Annotated[float, Ge(0)] = 0.7,
     lam: Annotated[float, Ge(0)] = 1.0,
     coef_steps: Annotated[int, Interval(ge=0, le=10_000)] = 1,
-    penalty: Literal["implicit", "explicit"] = "implicit",
 ) -> Algorithm:
     """FedMD whose mixtures t_n = sum_m A[n,m] s_m have learned coefficients, rows of a
     simplex (KT-pFL, Eq. 7).
 
     Args:
-      coef_rule: how they are learned, one of paper (by the uploaded predictions, from
-        before the training on public examples), post (by those of the models after it,
-        a second upload, as Eq. 7 is printed), code (as the authors' code: squared
-        error, a step of its own size, and the softmax of 5 times each row).
       coef_lr: step size of the coefficients (η3) in [0, inf); 0.01 as in the paper's
         ablations, 0 freezes A at 1/N.
       rho: weight of the penalty ||A - 1/N||^2 (ρ) in [0, inf); 0.7, the value of most
@@ -327,16 +267,13 @@ def mnfl_het(
       lam: weight of the coefficients' loss KL(t_n || s_n) (λ) in [0, inf); the paper
         gives none, so 1.
       coef_steps: steps of the coefficients per round, in [0, 10000]; 1 as in the paper.
-      penalty: how the penalty is stepped, one of implicit (stable for every rho),
-        explicit (the paper's Eq. 7).
 
     Note:
       The projection to the simplex is ours: without it the rows' sums drift. Of a
       round's clients the block of rows and columns moves, normalised in their mixtures,
       and each row keeps what it weighs there. With order=code a mixture has the
-      coefficients after their step, but for coef_rule=post. Of the coefficients'
-      hyperparameters coef_rule=code takes rho, of the mean of the squares, and
-      coef_steps.
+      coefficients after their step. The penalty is stepped implicitly, which equals
+      the paper's Eq. 7 to first order and is stable for every rho.
 
       At the defaults the coefficients hardly leave 1/N, as their gradient is weighted
       by a client's share of all examples, so that this is FedMD, and a run that ends so
@@ -345,24 +282,21 @@ def mnfl_het(
       the public examples: to be compared with FedAvg's `post`.
     """
 
-    def learned(asked: Asked) -> tuple[Array, Array]:
+    mean = 1 / task.num_clients
+
+    def learned(asked):
         here = asked.given.here
 
-        def step(_: Array, row: Array) -> Array:
-            if coef_rule == "code":
-                return mixtures.sharpened(row, asked, rho, 1 / task.num_clients)
-            mass = jnp.maximum(jnp.sum(jnp.where(here, row, 0)), mixtures.TINY)
-            gradient = (
-                lam * asked.share * slope(mixtures.normalised(row, here), asked) / mass
-            )
-            return aggregate.descend(
-                row, gradient, here, coef_lr, rho, penalty, mean=1 / task.num_clients
-            )
+        def step(_, row):
+            mass = jnp.maximum(jnp.sum(jnp.where(here, row, 0)), public_data.TINY)
+            share = slope(public_data.normalised(row, here), asked)
+            gradient = lam * asked.share * share / mass
+            return aggregate.descend(row, gradient, here, coef_lr, rho, mean)
 
         kept = jax.lax.fori_loop(0, coef_steps, step, asked.row)
-        return kept if on.order == "code" and coef_rule != "post" else asked.row, kept
+        return kept if on.order == "code" else asked.row, kept
 
-    return transfer(task, Rule(learned, 1 / task.num_clients, coef_rule == "post"), on)
+    return transfer(task, Rule(learned, mean), on)
 
 
 @register("fedmd", several_architectures=True)
@@ -398,17 +332,10 @@ def fedmd(
 
 @register("sim_pfd", several_architectures=True)
 @hyperparameters.shared(Exchange)
-def sim_pfd(
-    task: Task, *, on: Exchange, sim_norm: Literal["sum", "minmax"] = "sum"
-) -> Algorithm:
-    """FedMD whose clients weigh each other's predictions by how similar they are to
-    their own (Sim-pFD).
-
-    Args:
-      sim_norm: weights proportional to, one of sum (the cosine), minmax (what it
-        exceeds the least similar one's by).
-    """
-    return transfer(task, Rule(functools.partial(similar, norm=sim_norm)), on)
+def sim_pfd(task: Task, *, on: Exchange) -> Algorithm:
+    """FedMD whose clients weigh each other's predictions by their cosine with their own
+    (Sim-pFD)."""
+    return transfer(task, Rule(similar), on)
 
 
 @register("topk_pfd", several_architectures=True)
@@ -418,7 +345,6 @@ def topk_pfd(
     *,
     on: Exchange,
     neighbours: Annotated[int, Ge(1)] = 5,
-    weights: Literal["uniform", "cos"] = "uniform",
 ) -> Algorithm:
     """FedMD among the K clients whose predictions are the most similar, each with its
     own (TopK-pFD).
@@ -426,10 +352,6 @@ def topk_pfd(
     Args:
       neighbours: K in [1, inf), itself included; 5 as in KT-pFL (its code takes half of
         the clients).
-      weights: of these, one of uniform, cos (proportional to the cosine).
     """
-    return transfer(
-        task,
-        Rule(functools.partial(nearest, neighbours=neighbours, weights=weights)),
-        on,
-    )
+    rule = Rule(functools.partial(nearest, neighbours=neighbours))
+    return transfer(task, rule, on)

@@ -30,9 +30,14 @@ from fedjax_pfl import (
     optimizers,
     trees,
 )
+from fedjax_pfl.algorithms.pfedc.class_groups import (
+    branch_loss,
+    class_logits,
+    columns,
+    scores,
+)
+from fedjax_pfl.algorithms.pfedc.task_maps import Branches, branches, inline
 from fedjax_pfl.algorithms.registry import register
-from fedjax_pfl.numerics.class_groups import branch_loss, class_logits, columns, scores
-from fedjax_pfl.numerics.task_maps import Branches, branches, inline
 from fedjax_pfl.privacy import encryption
 from fedjax_pfl.types import (
     Algorithm,

@@ -12,8 +12,8 @@ import numpy as np
 from optax.losses import sigmoid_binary_cross_entropy as binary_cross_entropy
 
 from fedjax_pfl import evaluation, trees
-from fedjax_pfl.numerics import min_norm
-from fedjax_pfl.numerics.task_maps import Branches
+from fedjax_pfl.algorithms.pfedc import min_norm
+from fedjax_pfl.algorithms.pfedc.task_maps import Branches
 from fedjax_pfl.types import Array, Batch, Client, PyTree, Scores, Task
 
 # a task with less than this share of the largest squared gradient norm counts as solved

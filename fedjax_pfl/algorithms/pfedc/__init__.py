@@ -1,0 +1,1 @@
+"""pFedC, its task maps, its losses and the minimum-norm point."""

@@ -1,1 +1,0 @@
-"""Pure numerical kernels of single methods, free of the federation."""

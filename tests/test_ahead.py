@@ -1,0 +1,94 @@
+"""Costs of compiled programs: reading them, and every method's round on a TPU."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from benchmarks import compiled
+from fedjax_pfl.algorithms import ALGORITHMS
+
+PROGRAM = """HloModule jit_round
+
+%body.1 (p: (s32[], f32[8,128])) -> (s32[], f32[8,128]) {
+  %p = (s32[], f32[8,128]{1,0}) parameter(0)
+  %x = f32[8,128]{1,0} get-tuple-element(%p), index=1
+  %fusion.1 = f32[8,128]{1,0} fusion(%x), calls=%f, metadata={op_name="a/loop_over_batches/transpose(jvp())/mul"}, backend_config={"estimated_cycles":"70"}
+  %pool = f32[4,128]{1,0} reduce-window(%fusion.1), metadata={op_name="a/loop_over_batches/max"}
+  %sort = f32[16,128]{1,0} sort(%pool), metadata={op_name="a/loop_over_batches/sort"}
+}
+
+ENTRY %main.2 (x: f32[8,128]) -> f32[8,128] {
+  %x.1 = f32[8,128]{1,0} parameter(0)
+  %while = (s32[], f32[8,128]) while(%x.1), condition=%cond, body=%body.1, backend_config={"known_trip_count":{"n":"5"}}
+  ROOT %copy = f32[8,128]{1,0} copy(%x.1), backend_config={"estimated_cycles":"9"}
+}
+
+%cond (p.1: (s32[], f32[8,128])) -> pred[] {
+  %p.1 = (s32[], f32[8,128]{1,0}) parameter(0)
+}
+"""
+
+BUNDLES = """LB: loop body
+     0   :  { %s1 = smov 0 }
+   0x1 LB: > { %s2 = sphi %s1, %s3 }
+   0x2   : > { %p4 = scmp.ge.s32.totalorder %s3, 6 /* loop exit test */ }
+   0x3   :  {}
+   0x4   :  { %5 = sbr.rel (!%p4) target = $region1 }
+   0x5   :  { %6 = vsyncpa 1 }
+"""
+
+
+def test_parts_of_a_program_and_what_lacks_a_cost(tmp_path):
+    (tmp_path / "17-pool-72-final_bundles.txt").write_text(BUNDLES)
+    counted = compiled.bundles(tmp_path)
+    assert counted == {"pool": 1 + 6 * 4 + 1}
+    round, step = compiled.Costs(PROGRAM, counted, 1e6).parts
+    assert (round.kind, round.cost, round.missing) == ("round", 9, [])
+    assert (step.kind, step.trips, step.cost) == ("local step", 5, 70 + 26)
+    assert step.counted == 26
+    assert compiled.missing([round, step]) == "sort"
+
+
+def test_bytes_count_where_they_take_longer_than_the_bundles():
+    _, step = compiled.Costs(PROGRAM, {"pool": 1}, 8.0).parts
+    assert step.cost == 70 + (4 * 128 + 8 * 128) * 4 / 8
+
+
+COMPILE = """
+import json, sys
+sys.path.insert(0, "tests")
+import toy
+from benchmarks import ahead
+from fedjax_pfl import simulate
+from fedjax_pfl.kernels.platform import on
+failed = {}
+target = ahead.TARGETS["v5e"]
+with on("tpu"), ahead.prepared(target) as (sharding, _):
+    for name in json.loads(sys.argv[1]):
+        try:
+            task = toy.method_task(name)
+            program = simulate.program(toy.METHODS[name], task, width=4, checked=False)
+            ahead.lower(program, toy.federation(), sharding).compile()
+        except Exception as error:
+            failed[name] = str(error).splitlines()[0][:200]
+print(json.dumps(failed))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_every_method_compiles_for_a_tpu():
+    names = json.dumps(sorted(ALGORITHMS))
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, names],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == {}
