@@ -33,6 +33,7 @@ from fedjax_pfl.engine import (
     unseen,
     validate,
 )
+from fedjax_pfl.engine.width import automatic_width
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import config as settings, text
 from fedjax_pfl.experiment.config import Config
@@ -319,7 +320,7 @@ def lay_out(config: Config, task: Task) -> Config:
     if config.devices not in ("auto", "all"):
         local = len(placement.take(int(config.devices))) // processes
     devices = local * processes
-    width = placement.automatic_width(task, cohort, devices)
+    width = automatic_width(task, cohort, devices)
     if config.width != "auto":
         width = min(int(config.width), -(-cohort // devices))
     return config.replace(devices=str(devices), width=str(width))

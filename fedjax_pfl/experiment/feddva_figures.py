@@ -1,5 +1,6 @@
 """Figures of a FedDVA run: reconstructions, and what the two latents hold."""
 
+import textwrap
 from typing import Any
 
 import jax
@@ -92,5 +93,5 @@ def figures(run: Run) -> dict[str, Figure]:
             )
             axes.set(title=f"{latent}, coloured by {colour}", xticks=[], yticks=[])
     found = ", ".join(f"{name} {value:.2f}" for name, value in probes(of).items())
-    latents.suptitle(f"Linear probes: {found}", fontsize=8)
+    latents.suptitle(textwrap.fill(f"Linear probes: {found}", 90), fontsize=8)
     return {"reconstructions": images, "latents": latents}

@@ -82,7 +82,9 @@ class RunDirectory:
                 raise InputError(f"Another process writes {self.path}.") from None
 
     def check_free(self) -> None:
-        """Raises InputError unless a new run can begin here."""
+        """Raises InputError on process 0 unless a new run can begin here."""
+        if not self._writes:
+            return
         if self.begun:
             raise InputError(f"{self.path} holds a run: --resume continues it.")
         found = {file.name for file in self.path.glob("*")}
@@ -100,7 +102,8 @@ class RunDirectory:
         """
         e, hashes, now = experiment, digests(experiment), versions()
         self.lock()
-        if self.begun:
+        # process 0 decides before it writes
+        if distributed.largest(int(self._writes and self.begun)):
             return self._reopen(e, hashes, now)
         self.check_free()
         more = {"moved": e.everybody.moved, "marks": e.marks}

@@ -228,7 +228,7 @@ def execute(
     Raises:
       InputError: the settings are wrong, or several are not one program.
     """
-    show = show or closing
+    show = (show or closing) if jax.process_index() == 0 else str
     for directory in directories:
         directory.lock()
     if all(map(complete, directories, configs)):

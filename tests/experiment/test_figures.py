@@ -1,10 +1,11 @@
 """Figures: what they draw, from made runs."""
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from experiment import made
-from fedjax_pfl.experiment import figures, results
+from fedjax_pfl.experiment import feddva_figures, figures, results
 
 
 def lines(figure, panel=0):
@@ -53,7 +54,7 @@ def test_one_run_has_loss_and_matrices(tmp_path):
     np.save(folder / "00003.npy", np.full((4, 4), np.nan))
     drawn = figures.figures([run])
     np.testing.assert_allclose(
-        drawn["curves"].axes[1].lines[0].get_ydata(), [1, 1 / 2, 1 / 3]
+        drawn["curves"].axes[2].lines[0].get_ydata(), [1, 1 / 2, 1 / 3]
     )
     panels = drawn["coefficients"].axes[:4]
     assert [axes.get_title() for axes in panels] == [f"round {t}" for t in (0, 2, 3, 5)]
@@ -79,3 +80,18 @@ def test_the_command_writes_png_and_pdf(sweep, tmp_path, capsys):
     names = ("curves", "clients", "costs")
     assert written == {f"{x}.{kind}" for x in names for kind in ("png", "pdf")}
     assert "curves.png" in capsys.readouterr().out
+
+
+def test_probes_find_what_each_latent_holds():
+    """z holds the label and c the client."""
+    rng = np.random.default_rng(0)
+    client, label = np.repeat([0, 1, 2], 60), np.tile([0, 1], 90)
+    z = np.stack([label, client * 0], 1) * 5 + rng.normal(size=(180, 2))
+    c = np.eye(3)[client] * 9 + rng.normal(size=(180, 3))
+    kinds = np.array(["a", "b", "a"])[client]
+    columns = {"client": client, "kind": kinds, "label": label}
+    found = feddva_figures.probes(pd.DataFrame(columns).assign(z=list(z), c=list(c)))
+    assert found["label_from_z"] > 0.95 > 0.65 > found["label_from_c"]
+    assert found["kind_from_c"] > 0.95 and found["kind_from_z"] < 0.75
+    assert found["kind_chance"] == pytest.approx(2 / 3) and found["label_chance"] == 0.5
+    assert found["silhouette_c"] > 0.7 > 0.1 > found["silhouette_z"]
