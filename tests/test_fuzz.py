@@ -40,7 +40,7 @@ HPARAMS: dict[str, dict[str, tuple]] = {  # other ways through a method
     "fedala": {"blended": ("none", "head", "all"), "percent": (30.0, 80.0)},
     "fedfomo": {"received": (1, 2, 5), "epsilon": (0.0, 0.5)},
     "pfedhn": {"mode": ("sequential", "batched"), "inner_steps": (None, 3)},
-    "mocha": {"solver": ("sdca", "sgd"), "relate_every": (1, 2)},
+    "mocha": {"relate_every": (1, 2)},
     "mnfl": {"coef_steps": (1, 3)},
     "mnfl_het": {
         "order": ("paper", "code"),

@@ -75,7 +75,7 @@ def test_a_validation_score_chooses(tmp_path, capsys):
 
 
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path, capsys):
-    argv = ["--algo=fedavg", *SMALL, *LENGTH, "--lr=1e30,0.1", f"--root={tmp_path}"]
+    argv = ["--algo=fedavg", *SMALL, *LENGTH, "--lr=3e38,0.1", f"--root={tmp_path}"]
     assert run(*argv, "--runs_at_once=all", command=sweep.sweep) == 3
     text = capsys.readouterr()
     assert "is not finite" in text.err and "lr=0.1-seed0" in text.out

@@ -54,7 +54,7 @@ def killed(path, config, round):
     found = standard_callbacks(directory, config)
     with pytest.raises(SystemError):
         train(e, [*found[:-1], kill, found[-1]], start=start, state=state)
-    directory._lock.release()
+    directory.unlock()
 
 
 @pytest.mark.parametrize("algo", ["pfedc", "scaffold"])
