@@ -150,6 +150,7 @@ def test_a_wrong_value_is_one_sentence_before_anything_is_compiled(method):
 def test_the_docstring_says_the_same_range_and_choices(method, name):
     known, doc = KNOWN[method, name], inspect.getdoc(ALGORITHMS[method])
     text = re.search(rf"^  {name}: (.*?)(?=^ {{0,2}}\w|\Z)", doc, re.M | re.S)[1]
+    text = " ".join(text.split())
     if known.choices:
         assert all(
             re.search(rf"\b(?<!=){re.escape(choice)}(?![\w+])", text)

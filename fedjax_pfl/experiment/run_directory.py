@@ -87,7 +87,9 @@ class RunDirectory:
         self._lock.release(force=True)
 
     def check_free(self) -> None:
-        """Raises InputError unless a new run can begin here."""
+        """Raises InputError on process 0 unless a new run can begin here."""
+        if not self._writes:
+            return
         if self.begun:
             raise InputError(f"{self.path} holds a run: --resume continues it.")
         found = {file.name for file in self.path.glob("*")}
@@ -105,7 +107,8 @@ class RunDirectory:
         """
         e, hashes, now = experiment, digests(experiment), versions()
         self.lock()
-        if self.begun:
+        # process 0 decides before it writes
+        if distributed.largest(int(self._writes and self.begun)):
             return self._reopen(e, hashes, now)
         self.check_free()
         more = {"moved": e.everybody.moved, "marks": e.marks}

@@ -227,7 +227,7 @@ def execute(
     Raises:
       InputError: the settings are wrong, or several are not one program.
     """
-    show = show or closing
+    show = (show or closing) if jax.process_index() == 0 else str
     with contextlib.ExitStack() as stack:
         for directory in directories:
             directory.lock()

@@ -17,7 +17,7 @@ ONE = [*SMALL[:-2], "--width=1"]
 
 
 def together(folder: Path, *flags: str) -> list[tuple[int, str, str]]:
-    """Runs a command in two processes, each with a device and a directory of its own.
+    """Runs a command in two processes of a device each, in one directory.
 
     Returns:
       exit code, stdout and stderr of each.
@@ -30,9 +30,8 @@ def together(folder: Path, *flags: str) -> list[tuple[int, str, str]]:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     both = []
     for i in range(2):
-        (folder / f"host{i}").mkdir(exist_ok=True)
         given = [*command, f"--process_id={i}"]
-        both += [subprocess.Popen(given, cwd=folder / f"host{i}", env=env, **pipes)]
+        both += [subprocess.Popen(given, cwd=folder, env=env, **pipes)]
     try:
         outputs = [process.communicate(timeout=300) for process in both]
     finally:
@@ -51,19 +50,16 @@ def test_two_processes_run_what_one_runs(tmp_path):
     (code, out, error), (other, quiet, _) = together(tmp_path, *flags)
     assert code == other == 0, error
     assert "round 2/2" in out and "round" not in quiet
-    assert not (tmp_path / "host1" / "run" / "config.json").exists()
     assert run(*flags, "--devices=1", f"--workdir={tmp_path / 'alone'}") == 0
     for name in ("metrics.jsonl", "scores.jsonl"):
-        found = rows(tmp_path / "host0" / "run", name)
+        found = rows(tmp_path / "run", name)
         assert_close(found, rows(tmp_path / "alone", name), 1e-5)
 
 
 @pytest.mark.slow
 def test_two_processes_resume_the_run_of_one(tmp_path):
     flags = ["--algo=pfedc", *ONE, "--participation=0.6", "--unseen=0.2"]
-    path = tmp_path / "host0" / "run"
-    path.parent.mkdir()
-    (tmp_path / "host1").symlink_to("host0")  # a shared disk
+    path = tmp_path / "run"
     assert run(*flags, "--rounds=2", "--devices=1", f"--workdir={path}") == 0
     results = together(tmp_path, "--resume", "--rounds=4", "--devices=all")
     for code, _, error in results:
