@@ -352,14 +352,12 @@ def test_a_method_is_checked_by_its_name():
         InputError, match="Unknown algo 'fedavgg': did you mean 'fedavg'"
     ):
         testing.check_algorithm("fedavgg")
-    with pytest.raises(InputError, match="3 is no method"):
+    with pytest.raises(InputError, match="or a name, got 3"):
         testing.check_algorithm(3)
 
 
 def test_a_hyperparameter_that_is_not_given_by_keyword():
-    with pytest.raises(
-        InputError, match=r"mu is no hyperparameter.*write \(task, \*, mu=0\.5\)"
-    ):
+    with pytest.raises(InputError, match="`mu` must be keyword-only"):
         testing.check_algorithm(lambda task, mu=0.5: ALGORITHMS["fedavg"](task))
 
 
