@@ -169,6 +169,9 @@ def run_all(
     Args:
       at_once: runs of one program: a number, "all" or "auto".
       by: validation score that chooses among the values of a method.
+
+    Raises:
+      InputError: a directory holds a run of other settings; nothing was run.
     """
 
     def line(directory: RunDirectory) -> str:
@@ -179,6 +182,7 @@ def run_all(
         columns = [by] if by else [f"pre/{name}", f"post/{name}"]
         return ", ".join(f"{x} {found.get(x, np.nan):.4f}" for x in columns)
 
+    found = [Member(_resumed(member), member.directory) for member in found]
     codes, left = [0], _groups(found, at_once)
     rooms: dict[str, Sequence[int]] = {}
     while left:
@@ -188,7 +192,7 @@ def run_all(
             same = [x.config for x in found if _kind(x.config) == kind]
             rooms[kind] = room(same) if len(same) > 1 else federate.ROOM
         try:
-            configs = list(map(_resumed, group))
+            configs = [member.config for member in group]
             directories = [member.directory for member in group]
             codes.append(execute(directories, configs, rooms[kind], line, by is None))
         except InputError as error:

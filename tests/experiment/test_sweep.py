@@ -18,9 +18,9 @@ def members(**given):
 
 def test_every_combination_is_a_run():
     found = members(algo="local,ditto", lr="0.1,0.2", hparams={"ditto:lam": "1,2"})
-    names = [member.name for member in found]
+    names = [member.directory.path.name for member in found]
     assert names[:2] == ["local-lr=0.1-seed0", "local-lr=0.2-seed0"]
-    assert len(found) == 2 + 4 and names[-1] == "ditto-lr=0.2-lam=2.0-seed0"
+    assert len(found) == 2 + 4 and names[-1] == "ditto-lr=0.2-lam=2-seed0"
     assert found[-1].config.hparams["lam"] == 2.0 and found[-1].config.lr == 0.2
 
 
