@@ -22,7 +22,6 @@ from fedjax_pfl.engine.flops import flops_of_step
 from fedjax_pfl.engine.xla import split_cpu
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment.run_directory import versions
-from fedjax_pfl.experiment.text import columns
 from fedjax_pfl.types import Federation, Model, Task
 
 FLAGS = flags.FLAGS
@@ -188,4 +187,7 @@ def table(rows: list[tuple]) -> str:
         head, *body = cells
         rule = ("---", *["---:"] * (len(head) - 1))
         return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *body))
-    return "\n".join(columns(cells, right=0))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join(x.rjust(w) for x, w in zip(row, widths, strict=True)) for row in cells
+    )

@@ -563,16 +563,6 @@ WRONG = [
     ),
     (
         make_program,
-        {"factory": "scaffold", "hparams": {"weights": 3}},
-        "`weights` must be a string, got 3",
-    ),
-    (
-        make_program,
-        {"factory": "scaffold", "hparams": {"weights": "Dat"}},
-        "did you mean 'data'?",
-    ),
-    (
-        make_program,
         {"factory": "privacy_pfedc", "hparams": {"encrypt_phi": 1}},
         "`encrypt_phi` must be True or False, got 1",
     ),
