@@ -420,7 +420,7 @@ def widened(
 
 
 def _check_variables(module: nnx.Module, *parts: str) -> None:
-    """Raises InputError for arrays other than parameters and running statistics, or
+    """Raises InputError for state other than parameters and running statistics, or
     outside the `parts` of a module."""
     for path, part in nnx.iter_modules(module):
         for name, value in vars(part).items():
@@ -430,20 +430,19 @@ def _check_variables(module: nnx.Module, *parts: str) -> None:
                     f"{full} must not be an array. Make constants in `__call__`."
                 )
     for path, variable in nnx.to_flat_state(nnx.state(module)):
-        name = f"{type(module).__name__}.{'.'.join(map(str, path))}"
-        if not isinstance(variable, nnx.Param | nnx.BatchStat) or (
-            parts and path[0] not in parts
-        ):
+        known = isinstance(variable, nnx.Param | nnx.BatchStat)
+        if not known or (parts and path[0] not in parts):
             where = f" of {' or '.join(parts)}" if parts else ""
             raise InputError(
-                f"{name} must be a parameter or a running statistic{where}, got "
+                f"{type(module).__name__}.{'.'.join(map(str, path))} must be a "
+                f"parameter or a running statistic{where}, got "
                 f"{type(variable).__name__}. Dropout takes `rngs` when called."
             )
 
 
 def _check_parts(module: Any) -> None:
-    """Raises InputError unless a module has a body and a head with variables of their
-    own."""
+    """Raises InputError unless a module has a body and a head, and no other
+    variables."""
     for part in ("body", "head"):
         if not isinstance(getattr(module, part, None), nnx.Module):
             raise InputError(
@@ -451,14 +450,6 @@ def _check_parts(module: Any) -> None:
                 f"x -> h, and a head, h -> logits: it has no `{part}`."
             )
     _check_variables(module, "body", "head")
-    held = [
-        {id(x) for _, x in nnx.iter_graph(part) if isinstance(x, nnx.Variable)}
-        for part in (module.body, module.head)
-    ]
-    if set.intersection(*held):
-        raise InputError(
-            f"Body and head of {type(module).__name__} must not share a variable."
-        )
 
 
 def _check_features(module: Any, h: Any) -> None:
