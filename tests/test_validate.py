@@ -636,7 +636,6 @@ WRONG = [
     ),
     (whole_curve, {"rounds": -1}, "`rounds` must be in"),
     (whole_curve, {"eval_every": -1}, "`eval_every` must be in"),
-    (whole_curve, {"traced": {"lr": -0.1}}, "`lr` must be in"),
     (whole_curve, {"traced": {"lamb": 1.0}}, "Unknown traced hyperparameter 'lamb'"),
     (
         whole_curve,
