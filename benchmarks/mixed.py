@@ -41,7 +41,7 @@ from fedjax_pfl.averaging import predictor
 from fedjax_pfl.data.datasets import Dataset
 from fedjax_pfl.data.federate import federate
 from fedjax_pfl.data.partitioners import partition
-from fedjax_pfl.engine.flops import alone, flops_of_step
+from fedjax_pfl.engine.flops import flops_of_step
 from fedjax_pfl.types import Algorithm, Federation, Metrics, Own, State, Task
 
 FLAGS = flags.FLAGS
@@ -121,6 +121,24 @@ def operations(setting: Setting) -> dict[str, float]:
         "FedProto": count("fedproto") / count("local"),
         "FML": count("fml") / (count("local") + count("local", all_small(task))),
     }
+
+
+def alone(task: Task, federation: Federation, group: int) -> tuple[Task, Federation]:
+    """Returns the clients of one architecture as a federation of their own."""
+    ids = architectures.members(task, group)
+    splits = ("train", "val", "test", "class_counts")
+    rows = {
+        name: jax.tree.map(lambda x: x[ids], getattr(federation, name))
+        for name in splits
+    }
+    fields = {
+        "sizes": task.sizes[ids],
+        "class_counts": task.class_counts[ids],
+        "models": (task.models[group],),
+    }
+    return task._replace(
+        **fields, architecture=np.zeros(len(ids), int)
+    ), federation._replace(**rows)
 
 
 def all_small(task: Task) -> Task:

@@ -15,7 +15,6 @@ import typing
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple
 
-import annotated_types
 import jax
 
 from fedjax_pfl import errors
@@ -143,9 +142,8 @@ def shared(
 def check_value(known: Hyperparameter, value: Any) -> None:
     """Raises InputError unless a value has the hyperparameter's kind and is in its
     range or among its choices; tracers pass."""
-    if isinstance(value, jax.core.Tracer) or known.kind not in NOUNS:
-        return
-    if value is None and known.optional:
+    free = isinstance(value, jax.core.Tracer) or known.kind not in NOUNS
+    if free or (value is None and known.optional):
         return
     plain = errors.plain(value)
     kind = _WIDER.get(known.kind, known.kind)
@@ -192,13 +190,10 @@ def _read(parameter: inspect.Parameter) -> Hyperparameter:
 def _range(constraints: list[Any]) -> dict[str, Any]:
     """Returns the range of the constraints, (-inf, inf) with none of its ends given,
     or {} without constraints."""
+    ends = {"low": -math.inf, "high": math.inf, "open_low": True, "open_high": True}
     found: dict[str, Any] = {}
     for constraint in constraints:
-        group = isinstance(constraint, annotated_types.GroupedMetadata)
-        for one in constraint if group else [constraint]:
-            name = type(one).__name__.lower()
-            if name in _ENDS:
-                end = _ENDS[name]
-                found |= {end: getattr(one, name), f"open_{end}": name[1] == "t"}
-    ends = {"low": -math.inf, "high": math.inf, "open_low": True, "open_high": True}
-    return ends | found if found else {}
+        for name, end in _ENDS.items():
+            if (bound := getattr(constraint, name, None)) is not None:
+                found |= ends | found | {end: bound, f"open_{end}": name[1] == "t"}
+    return found

@@ -1,6 +1,5 @@
 """An experiment from its task to its rounds: the functions for users of the library."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,11 +18,8 @@ from fedjax_pfl.engine.results import Result, record
 from fedjax_pfl.engine.rounds import Compiled, compiled, rounds, rounds_at_once
 from fedjax_pfl.engine.sampling import sample
 from fedjax_pfl.engine.xla import compiler_options
-from fedjax_pfl.errors import DivergenceError, InputError, check, choose
-from fedjax_pfl.hyperparameters import (
-    check as check_hyperparameters,
-    defaults as hyperparameters,
-)
+from fedjax_pfl.errors import DivergenceError, InputError, choose
+from fedjax_pfl.hyperparameters import defaults as hyperparameters
 from fedjax_pfl.types import Array, Federation, Model, State, Task
 
 __all__ = [
@@ -149,12 +145,13 @@ def curve(
       last round, {name: [N]}.
 
     Raises:
-      InputError: numbers of rounds or values of hyperparameters are invalid.
+      InputError: numbers of rounds or names of hyperparameters are invalid.
     """
     validate.rounds(rounds, eval_every, 0, None, 1)
     if program.on_host:
         raise InputError("`curve` needs the clients' rows on the device: use `rounds`.")
-    _check_traced(program, traced)
+    for name in traced:
+        choose("traced hyperparameter", name, program.traced)
     if program.task is not None:  # else of several runs, which have a key each
         validate.key(key)
         validate.federation(program.task, federation)
@@ -177,19 +174,3 @@ def curve(
     start = program.init(key, traced)
     state, (metrics, pre) = jax.lax.scan(step, start, jnp.arange(rounds))
     return state, metrics, pre, run(state, jnp.int32(rounds))
-
-
-def _check_traced(program: Program, values: Traced) -> None:
-    """Raises InputError for values that are not in the range of one of the program's
-    traced hyperparameters; tracers pass."""
-    own = dict(values)
-    for name, value in values.items():
-        choose("traced hyperparameter", name, program.traced)
-        if program.task is not None and np.ndim(value):
-            raise InputError(
-                f"`{name}` must be a scalar, got {list(np.shape(value))}: use jax.vmap."
-            )
-        if name in ("lr", "lr_decay"):
-            check(name, own.pop(name), 0, math.inf, open_low=True)
-    if program.method is not None:
-        check_hyperparameters(program.method, own)

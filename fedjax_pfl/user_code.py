@@ -125,9 +125,5 @@ def _import(place: str) -> Any:
     assert spec is not None and spec.loader is not None
     # dataclasses look their module up there
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
+    spec.loader.exec_module(module)
     return module

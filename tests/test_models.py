@@ -619,12 +619,6 @@ class Deaf(Custom):
         )
 
 
-class Tied(Custom):
-    def __init__(self, input_shape, num_classes, rngs):
-        super().__init__(input_shape, num_classes, rngs)
-        self.body = self.head = layers.linear(6, 6, rngs)
-
-
 class Pair(nnx.Module):
     def __call__(self, x):
         return x, x
@@ -706,7 +700,6 @@ class ScaledByNumPy(Scaled):
             (Deaf, (6,), 3),
             "Sequential.__call__ must take `mask` and `train`: it has batch norm",
         ),
-        ((Tied, (6,), 6), "Body and head of Tied must not share a variable"),
         *(
             (
                 (Foreign, (6,), 3, bn_stats),

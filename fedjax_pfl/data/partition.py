@@ -58,22 +58,15 @@ def save(path: str | Path, p: Partition, dataset: Dataset) -> None:
     atomically."""
     part = Path(f"{path}.part")
     with open(part, "wb") as file:
-        np.savez_compressed(file, **_hashes(dataset), **_contents(p))  # type: ignore[arg-type]  # numpy's stub
+        np.savez_compressed(file, labels=_labels(dataset), **_contents(p))  # type: ignore[arg-type]  # numpy's stub
     os.replace(part, path)
 
 
-def _hashes(dataset: Dataset) -> dict[str, np.ndarray]:
-    """Hashes of the labels and of a thousand inputs, each [1] int64, which identify the
-    data set of the row numbers."""
-    few = np.ascontiguousarray(dataset.x[:: max(1, len(dataset.x) // 1000)])
-    found = {
-        "labels": dataset.y.astype("<i4"),
-        "inputs": few.astype(few.dtype.newbyteorder("<")),
-    }
-    return {
-        name: np.frombuffer(hashlib.sha256(x.tobytes()).digest()[:8], "<i8")
-        for name, x in found.items()
-    }
+def _labels(dataset: Dataset) -> np.ndarray:
+    """Returns a hash of the labels, [1] int64, which identifies the data set of the row
+    numbers."""
+    digest = hashlib.sha256(dataset.y.astype("<i4").tobytes()).digest()
+    return np.frombuffer(digest[:8], "<i8")
 
 
 def load_file(path: str | Path, dataset: Dataset) -> Partition:
@@ -82,8 +75,8 @@ def load_file(path: str | Path, dataset: Dataset) -> Partition:
     Args:
       path: train, train_sizes, test, test_sizes and optionally val, val_sizes; the
         entries of train, test and val are row numbers of the data set's training
-        examples followed by its test examples. `labels` and `inputs`, which `save`
-        writes, are hashes of its labels and of some inputs.
+        examples followed by its test examples. `labels`, which `save` writes, is a
+        hash of its labels.
       dataset: the data set of the row numbers.
 
     Raises:
@@ -92,14 +85,14 @@ def load_file(path: str | Path, dataset: Dataset) -> Partition:
     arrays = read_npz(
         path,
         ("train", "train_sizes", "test", "test_sizes"),
-        ("val", "val_sizes", "labels", "inputs"),
+        ("val", "val_sizes", "labels"),
     )
-    for name, known in _hashes(dataset).items():
-        if not np.array_equal(arrays.pop(name, known), known):
-            raise InputError(
-                f"{path} is a partition of other examples than these "
-                f"{len(dataset.y):,} of {dataset.name}."
-            )
+    known = _labels(dataset)
+    if not np.array_equal(arrays.pop("labels", known), known):
+        raise InputError(
+            f"{path} is a partition of other examples than these {len(dataset.y):,} of "
+            f"{dataset.name}."
+        )
     arrays.setdefault("val", np.zeros(0, np.int32))
     arrays.setdefault("val_sizes", np.zeros_like(arrays["train_sizes"]))
     return _checked(path, arrays, len(dataset.y))
@@ -140,27 +133,16 @@ def of_clients(
     train, arrays = list(train), dict[str, np.ndarray]()
     val = [()] * len(train) if val is None else val
     for part, own in (("train", train), ("test", test), ("val", val)):
-        rows = [_integers(part, each) for each in own]
-        if len(rows) != len(train) or not rows:
+        rows = [np.asarray(list(each)) for each in own]
+        whole = all(each.dtype.kind in "iu" for each in rows if each.size)
+        if len(rows) != len(train) or not rows or not whole:
             raise InputError(
                 f"`{part}` must have a list of row numbers for each of {len(train)} "
-                f"clients, got {len(rows)}."
+                "clients."
             )
         arrays[part] = np.concatenate(rows)
         arrays[f"{part}_sizes"] = np.array([len(each) for each in rows])
     return build(**arrays)  # type: ignore[arg-type]  # `moved` is not among the arrays
-
-
-def _integers(part: str, own: Any) -> np.ndarray:
-    rows = np.asarray(own if isinstance(own, np.ndarray) else list(own))
-    if not rows.size:
-        return np.zeros(0, np.int64)
-    if rows.ndim != 1 or rows.dtype.kind not in "iu":
-        raise InputError(
-            f"`{part}` must have a list of row numbers per client, got "
-            f"{rows.dtype}{list(rows.shape)}."
-        )
-    return rows
 
 
 def build(
@@ -216,7 +198,7 @@ def _contents(p: Partition) -> dict[str, np.ndarray]:
 
 
 def _checked(source: Any, arrays: dict[str, np.ndarray], n: int) -> Partition:
-    """The partition of flat arrays over `n` examples."""
+    """Returns the partition of flat arrays over `n` examples."""
     for name, array in arrays.items():
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise InputError(
@@ -240,16 +222,14 @@ def _checked(source: Any, arrays: dict[str, np.ndarray], n: int) -> Partition:
 def _check_part(name: str, part: str, arrays: dict[str, np.ndarray], n: int) -> None:
     rows, sizes = arrays[part], arrays[f"{part}_sizes"]
     count = len(arrays["train_sizes"])
-    if len(sizes) != count or not count:
-        raise InputError(f"{name}_sizes must have {count} clients, got {len(sizes)}.")
+    if len(sizes) != count or not count or sizes.sum() != len(rows):
+        raise InputError(
+            f"{name}_sizes must have {count} clients and sum to the {len(rows)} rows."
+        )
     if sizes.min() < (part != "val"):
         raise InputError(
             f"{name} must have an example of every client, got none of client "
             f"{sizes.argmin()}."
-        )
-    if sizes.sum() != len(rows):
-        raise InputError(
-            f"{name}_sizes must sum to the {len(rows)} rows, got {sizes.sum()}."
         )
     if len(rows) and not (rows.min() >= 0 and rows.max() < n):
         raise InputError(
@@ -258,7 +238,5 @@ def _check_part(name: str, part: str, arrays: dict[str, np.ndarray], n: int) -> 
         )
     # several clients may be tested on the same examples
     owner = np.repeat(np.arange(count), sizes) if part == "test" else 0
-    found, times = np.unique(owner * n + rows, return_counts=True)
-    if len(found) < len(rows):
-        row = found[times > 1][0] % n
-        raise InputError(f"{name} must hold every row once, got row {row} again.")
+    if len(np.unique(owner * n + rows)) < len(rows):
+        raise InputError(f"{name} must hold every row once.")

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shlex
-import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -65,18 +63,6 @@ _CLASSES = {
     "celeb_a": 4,
 }  # all others: 10
 _CACHE_FORMAT = 1  # of the cache files
-# raised by numpy for files that are damaged or of another format
-DAMAGE = (
-    zipfile.BadZipFile,
-    zlib.error,
-    NotImplementedError,
-    OSError,
-    EOFError,
-    AttributeError,
-    KeyError,
-    TypeError,
-    ValueError,
-)
 
 
 def load(name: str, data_dir: str | None = None) -> dict[str, Any]:
@@ -170,24 +156,16 @@ def _cache_path(source: str, folder: Path) -> Path:
 
 
 def _cached(path: Path, source: str, folder: Path) -> dict[str, np.ndarray]:
-    """The decoded arrays; a missing or damaged cache file is written anew."""
+    """Returns the decoded arrays, which are written to the cache file once."""
     if path.is_file():
-        try:
-            # opened here because np.load leaves a damaged file open
-            with (
-                open(path, "rb") as stream,
-                np.load(stream, allow_pickle=False) as file,
-            ):
-                return {name: file[name] for name in ("x", "y", "coarse", "num_train")}
-        except DAMAGE as error:
-            logging.warning("Cache file %s is damaged (%s).", path, error)
+        with np.load(path) as file:
+            return dict(file)
     arrays = _decode(source, folder)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # renamed, so that no reader ever sees half a file
-        part = path.with_suffix(f".{os.getpid()}.part")
-        with open(part, "wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]  # numpy's stub
+        part = path.with_suffix(f".{os.getpid()}.part.npz")
+        np.savez(part, **arrays)  # type: ignore[arg-type]  # numpy's stub
         os.replace(part, path)
     except OSError as error:
         logging.warning("%s is not cached and will be decoded again: %s", source, error)
@@ -211,22 +189,14 @@ def _decode(source: str, folder: Path) -> dict[str, np.ndarray]:
             f"{source} needs tensorflow_datasets and array_record ({first_line(error)})"
             ": run pip install tensorflow-datasets array_record."
         ) from error
-    except InputError as error:
-        raise InputError(f"Data set {source!r} {error}") from None
-    except Exception as error:
-        # array_record and protobuf raise their own types on damaged files
-        raise InputError(
-            f"Data set {source!r} in {folder} cannot be read ({first_line(error)}): "
-            "prepare it anew."
-        ) from error
 
 
 def _rows(builder: Any, image: type) -> dict[str, np.ndarray]:
     info = builder.info
-    x_name, y_name = _columns(info.features, info.supervised_keys)
+    x_name, y_name = _columns(info)
     names = [split for split in ("train", "test") if split in info.splits]
     if not names:
-        raise InputError("must have a split train or test.")
+        raise InputError(f"{info.name!r} must have a split train or test.")
     splits = [builder.as_data_source(split) for split in names]
     rows = [
         (record[x_name], record[y_name], record.get("coarse_label", -1))
@@ -244,21 +214,18 @@ def _rows(builder: Any, image: type) -> dict[str, np.ndarray]:
     }
 
 
-def _columns(features: Any, supervised: tuple[str, ...] | None) -> tuple[str, str]:
-    """The names of a record's input and label; the message of an error begins after the
-    name of the data set."""
-    x, y = (supervised or ("image", "label"))[:2]
+def _columns(info: Any) -> tuple[str, str]:
+    """Returns the names of a record's input and label."""
+    x, y = (info.supervised_keys or ("image", "label"))[:2]
     for name, kinds in ((x, "biuf"), (y, "iu")):
-        shape = features[name].shape if name in features else None
-        if (
-            not isinstance(shape, tuple)
-            or None in shape
-            or np.dtype(features[name].np_dtype).kind not in kinds
-        ):
-            found = repr(features[name]) if name in features else "missing"
+        feature = dict(info.features).get(name)
+        shape = getattr(feature, "shape", None)
+        fixed = isinstance(shape, tuple) and None not in shape
+        if not fixed or np.dtype(feature.np_dtype).kind not in kinds:
+            found = " ".join(repr(feature or "missing").split())
             raise InputError(
-                "must have images or numbers of one shape with an integer label, but "
-                f"its {name} is {' '.join(found.split())}. Store its arrays as "
+                f"{info.name!r} must have images or numbers of one shape with an "
+                f"integer label, but its {name} is {found}. Store its arrays as "
                 "npz:PATH."
             )
     return x, y

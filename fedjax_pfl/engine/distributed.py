@@ -53,11 +53,6 @@ def several() -> bool:
     return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
-def is_main() -> bool:
-    """Returns True on process 0, which writes."""
-    return not several() or jax.process_index() == 0
-
-
 def largest(number: int) -> int:
     """Returns the largest of the processes' numbers (int32)."""
     if not several():

@@ -44,7 +44,7 @@ def compiled(
     their memory."""
     # these are run without being compiled as a whole
     if program.on_host or jax.config.values["jax_disable_jit"]:
-        unknown = Memory(None, None, None)
+        unknown = Memory(None, None)
         single = _single(program.round)
         return Compiled(program.init, program.evaluate, single, unknown)
     key, traced, federation = _arguments(program, key, federation)

@@ -1,7 +1,6 @@
 """Models of Flax NNX modules: pure functions over nested dicts of variables."""
 
 import contextlib
-import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -23,7 +22,6 @@ from fedjax_pfl.types import Array, Model, Network, PyTree
 
 BN_STATS = ("aggregate", "local", "batch")
 DTYPES = ("float32", "bfloat16")
-WIDTH_BY = ("pool", "linear")
 Path = tuple[Any, ...]  # of a variable in a module: names, and numbers in lists
 
 
@@ -93,7 +91,6 @@ def model(
     conv: str = "auto",
     compute_dtype: str = "float32",
     features: int | None = None,
-    width_by: str = "pool",
     input_dtype: Any = jnp.float32,
 ) -> Model:
     """Makes pure functions of a Flax NNX module.
@@ -113,10 +110,8 @@ def model(
       compute_dtype: in which the body computes, "float32" (whatever the variables and x
         are) or "bfloat16". Variables, gradients, running statistics, features and the
         head are float32 in any case.
-      features: K, where it is not the network's own: its features are mapped to as
-        many, and the head is a new one.
-      width_by: how, "pool" (adaptive average pooling) or "linear" (a trainable layer),
-        see `widened`.
+      features: K, where it is not the network's own: its features are pooled to as
+        many, and the head is a new one (`widened`).
       input_dtype: of a prepared example, such as jnp.int32 for tokens (on the command
         line it is that of the data); networks of MODELS take integers as float32.
 
@@ -132,7 +127,6 @@ def model(
     input_shape = check_shape("input_shape", input_shape)
     check("num_classes", num_classes, 1, math.inf, whole=True)
     _check_options(bn_stats, conv, compute_dtype)
-    choose("width_by", width_by, WIDTH_BY)
     built_in = isinstance(factory, str) and not user_code.named(factory)
     make = _maker(factory, input_shape, num_classes)
     if built_in and jnp.issubdtype(input_dtype, jnp.integer):
@@ -143,7 +137,7 @@ def model(
         module = make(rngs)
         _check_parts(module)
         if features is not None:
-            module = widened(module, example, num_classes, features, width_by, rngs)
+            module = widened(module, num_classes, features, rngs)
         return _normalised(module, bn_stats)
 
     def init(key: Array) -> PyTree:
@@ -354,11 +348,10 @@ def adaptive_average_pool(h: Array, features: int) -> Array:
 
 
 class Widened(nnx.Module):
-    """A body and a map of its features to K: a linear layer or, where it is None,
-    pooling."""
+    """A body whose features are pooled to K."""
 
-    def __init__(self, body: Any, features: int, project: nnx.Linear | None):
-        self.body, self.features, self.project = body, features, project
+    def __init__(self, body: Any, features: int):
+        self.body, self.features = body, features
 
     def __call__(
         self,
@@ -367,60 +360,36 @@ class Widened(nnx.Module):
         train: bool = False,
         rngs: nnx.Rngs | None = None,
     ) -> Array:
-        h = _call_body(self.body, x, mask=mask, train=train, rngs=rngs)
-        return (
-            adaptive_average_pool(h, self.features)
-            if self.project is None
-            else self.project(h)
-        )
+        given = {"mask": mask, "train": train, "rngs": rngs}
+        accepted = inspect.signature(self.body.__call__).parameters
+        h = self.body(x, **{name: given[name] for name in given if name in accepted})
+        return adaptive_average_pool(h, self.features)
 
 
-def _call_body(body: Any, x: Array, **given: Any) -> Array:
-    """The features of x; the body gets the keyword arguments that it names."""
-    accepted = inspect.signature(body.__call__).parameters
-    return body(x, **{name: value for name, value in given.items() if name in accepted})
-
-
-def widened(
-    module: Any,
-    example: jax.ShapeDtypeStruct,
-    num_classes: int,
-    features: int,
-    by: str,
-    rngs: nnx.Rngs,
-) -> Net:
-    """Gives a network another number of features and a new linear head.
+def widened(module: Any, num_classes: int, features: int, rngs: nnx.Rngs) -> Net:
+    """Gives a network another number of features by adaptive average pooling, as
+    HtFLlib does, and a new linear head.
 
     Args:
       module: has a `body`, [B, *input] -> [B, L]; its head is dropped.
-      example: shape and type of a prepared batch of two.
       num_classes: C.
       features: K.
-      by: one of
-        pool: adaptive average pooling, without parameters, as HtFLlib does;
-        linear: a trainable linear layer L -> K without activation.
-      rngs: for the initialisation of the new layers, PyTorch's default.
+      rngs: for the initialisation of the head, PyTorch's default.
 
     Returns:
       A Net whose head is one linear layer, kernel [K, C] and bias [C].
 
     Raises:
-      InputError: for less than one feature, or a body that does not return one array.
+      InputError: for less than one feature.
     """
     check("features", features, 1, 10**6, whole=True)
     _check_call(module.body)
-    body = functools.partial(_call_body, module.body, mask=None, train=False, rngs=None)
-    h = jax.eval_shape(body, example)
-    _check_features(module, h)
-    project = layers.linear(h.shape[-1], features, rngs) if by == "linear" else None
-    return Net(
-        Widened(module.body, features, project),
-        layers.linear(features, num_classes, rngs),
-    )
+    body = Widened(module.body, features)
+    return Net(body, layers.linear(features, num_classes, rngs))
 
 
 def _check_variables(module: nnx.Module, *parts: str) -> None:
-    """Raises InputError for arrays other than parameters and running statistics, or
+    """Raises InputError for state other than parameters and running statistics, or
     outside the `parts` of a module."""
     for path, part in nnx.iter_modules(module):
         for name, value in vars(part).items():
@@ -430,20 +399,19 @@ def _check_variables(module: nnx.Module, *parts: str) -> None:
                     f"{full} must not be an array. Make constants in `__call__`."
                 )
     for path, variable in nnx.to_flat_state(nnx.state(module)):
-        name = f"{type(module).__name__}.{'.'.join(map(str, path))}"
-        if not isinstance(variable, nnx.Param | nnx.BatchStat) or (
-            parts and path[0] not in parts
-        ):
+        known = isinstance(variable, nnx.Param | nnx.BatchStat)
+        if not known or (parts and path[0] not in parts):
             where = f" of {' or '.join(parts)}" if parts else ""
             raise InputError(
-                f"{name} must be a parameter or a running statistic{where}, got "
+                f"{type(module).__name__}.{'.'.join(map(str, path))} must be a "
+                f"parameter or a running statistic{where}, got "
                 f"{type(variable).__name__}. Dropout takes `rngs` when called."
             )
 
 
 def _check_parts(module: Any) -> None:
-    """Raises InputError unless a module has a body and a head with variables of their
-    own."""
+    """Raises InputError unless a module has a body and a head, and no other
+    variables."""
     for part in ("body", "head"):
         if not isinstance(getattr(module, part, None), nnx.Module):
             raise InputError(
@@ -451,14 +419,6 @@ def _check_parts(module: Any) -> None:
                 f"x -> h, and a head, h -> logits: it has no `{part}`."
             )
     _check_variables(module, "body", "head")
-    held = [
-        {id(x) for _, x in nnx.iter_graph(part) if isinstance(x, nnx.Variable)}
-        for part in (module.body, module.head)
-    ]
-    if set.intersection(*held):
-        raise InputError(
-            f"Body and head of {type(module).__name__} must not share a variable."
-        )
 
 
 def _check_features(module: Any, h: Any) -> None:
