@@ -44,7 +44,7 @@ def _page(paper: str, names: list[str]) -> str:
     known = {name: json.loads((FOLDER / f"{name}.json").read_text()) for name in names}
     parts = [f"# Results: {paper}", _NOTE, _INTRO]
     protocols = dict.fromkeys(PRESETS[name].protocol for name in names)
-    parts += [f"In the paper: {text}" for text in protocols if text]
+    parts += [f"Protocol of the paper: {text}" for text in protocols if text]
     for name, content in known.items():
         for table in content["tables"]:
             parts += _section(name, table)
@@ -86,7 +86,7 @@ def _section(name: str, table: dict[str, Any]) -> list[str]:
 
 
 def _published(name: str, table: dict[str, Any], row: dict[str, Any]) -> dict[str, str]:
-    """Returns the cells of a method beside its published number."""
+    """Returns the published and the measured cells of a method."""
     preset, algo, at = PRESETS[name], row["method"], table.get("at", {})
     headline = preset.headline_of(algo)
     config = preset.settings_of(algo) | table["settings"] | row.get("settings", {})

@@ -1,5 +1,6 @@
 """Figures of a FedDVA run: reconstructions, and what the two latents hold."""
 
+import textwrap
 from typing import Any
 
 import jax
@@ -43,15 +44,20 @@ def probes(of: pd.DataFrame) -> dict[str, float]:
 
     Logistic regression on one half of the images, scored on the other: kind_from_z,
     kind_from_c, label_from_z and label_from_c, and the share of the most frequent
-    value, kind_chance and label_chance.
+    value, kind_chance and label_chance; silhouette_z and silhouette_c, of the clusters
+    by client.
     """
     from sklearn.linear_model import LogisticRegression
+    from sklearn.metrics import silhouette_score
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
     order = np.random.default_rng(0).permutation(len(of))
     fit, held = (of.iloc[half] for half in np.array_split(order, 2))
-    found = {}
+    found = {
+        f"silhouette_{x}": float(silhouette_score(np.stack(of[x]), of["client"]))
+        for x in ("z", "c")
+    }
     for name in ("kind", "label"):
         found[f"{name}_chance"] = of[name].value_counts(normalize=True).max()
         for latent in ("z", "c"):
@@ -87,5 +93,5 @@ def figures(run: Run) -> dict[str, Figure]:
             )
             axes.set(title=f"{latent}, coloured by {colour}", xticks=[], yticks=[])
     found = ", ".join(f"{name} {value:.2f}" for name, value in probes(of).items())
-    latents.suptitle(f"Linear probes: {found}", fontsize=8)
+    latents.suptitle(textwrap.fill(f"Linear probes: {found}", 90), fontsize=8)
     return {"reconstructions": images, "latents": latents}

@@ -22,11 +22,11 @@ from fedjax_pfl.experiment import cli, metrics, results
 from fedjax_pfl.experiment.cli import Flag
 from fedjax_pfl.experiment.results import Run
 
-# Okabe and Ito's, which the colour-blind tell apart
+# Okabe and Ito's colours, safe for colour-blind readers
 PALETTE = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"),
 )
-FLAGS = {"output": Flag(str, "folder (default: figures beside the runs)")}
+FLAGS = {"output": Flag(str, "folder (default: figures in the directory of the runs)")}
 LINES = ("-", "--", "-.", ":")
 STYLE: Any = {
     "font.size": 10,
@@ -37,7 +37,11 @@ STYLE: Any = {
     "figure.dpi": 150,
 }
 _BASELINE: Any = {"color": "0.35", "linewidth": 1, "linestyle": (0, (1, 3))}
-_TITLES = {"pre": "Before local training", "post": "After local training"}
+_TITLES = {
+    "pre": "Before local training",
+    "post": "After local training",
+    "train": "Training loss",
+}
 # panels: point, column and its title
 BY_ROUND = (("pre", "completed", "rounds"), ("post", "completed", "rounds"))
 BY_COST = (
@@ -77,66 +81,56 @@ def _finish(figure: Figure, axes: Any, ylabel: str) -> Figure:
     axes.set_ylabel(ylabel)
     handles, labels = axes.get_legend_handles_labels()
     columns = max(1, int(10 * figure.get_figwidth() / (max(map(len, labels)) + 6)))
-    place: Any = {"loc": "outside lower center", "ncols": min(columns, len(labels))}
-    figure.legend(handles, labels, frameon=False, **place)
+    position: Any = {"loc": "outside lower center", "ncols": min(columns, len(labels))}
+    figure.legend(handles, labels, frameon=False, **position)
     return figure
 
 
-def _baseline(axes: Any, table: pd.DataFrame, point: str, score: str) -> None:
-    rows = table[table["score"] == metrics.baseline(score)]
-    values = rows[rows["point"] == point].drop_duplicates("run")["macro"]
-    if len(values):
-        axes.axhline(values.mean(), label=results.FLOOR, **_BASELINE)
-
-
 def curves(table: pd.DataFrame, score: str, panels: Sequence[Any] = BY_ROUND) -> Figure:
-    """Draws the mean over clients, a curve per label; bands are over seeds.
+    """Draws the mean over clients, a curve per label.
+
+    Bands are one standard deviation: over seeds, of a single run over clients.
 
     Args:
-      panels: (point, column of the table, its title) of each, as BY_ROUND and BY_COST.
+      panels: (point, column of the table, its title) of each, as BY_ROUND and BY_COST;
+        point train has the loss.
     """
     figure, every = _panels(len(panels))
     styles = _styles(table["label"].unique())
     for axes, (point, column, xlabel) in zip(every, panels, strict=True):
-        at = table[(table["point"] == point) & (table["score"] == score)]
-        for label, rows in at.groupby("label", sort=False):
-            seeds = rows.groupby("completed")
-            whole = seeds["run"].nunique() == rows["run"].nunique()
-            means = seeds[["macro", *results.COSTS]].mean()[whole]
-            x, std = np.asarray(means[column]), np.asarray(seeds["macro"].std()[whole])
-            _line(axes, x, means["macro"], std, score, label=label, **styles[label])
-        _baseline(axes, table, point, score)
+        here = table[table["point"] == point]
+        name = "loss" if point == "train" else score
+        for label, rows in here[here["score"] == name].groupby("label", sort=False):
+            seeds, runs = rows.groupby("completed"), rows["run"].nunique()
+            means = seeds[["macro", "std", *results.COSTS]].mean()
+            means["std"] = seeds["macro"].std() if runs > 1 else means["std"]
+            means = means[seeds.size() == runs]  # rounds that all have
+            x, mean, std = means[[column, "macro", "std"]].to_numpy().T
+            _line(axes, x, mean, std, name, label=label, **styles[label])
+        floor = here[here["score"] == metrics.baseline(name)].drop_duplicates("run")
+        if len(floor):
+            axes.axhline(floor["macro"].mean(), label=results.FLOOR, **_BASELINE)
         axes.set(title=_TITLES[point], xlabel=xlabel)
     return _finish(figure, every[0], f"test {score}, mean over clients")
 
 
 def of_run(run: Run) -> Figure:
-    """Draws one run's headline and loss by round; bands are over clients.
+    """Draws one run's headline and loss by round.
 
     Clients of several architectures also have a curve for each.
     """
     table, score = results.frame([run]), run.headline[0]
-    figure, (left, right) = _panels(2)
-    names = [x for x in table["score"].unique() if x.partition(metrics.OF)[0] == score]
-    pairs = [(name, point) for name in names for point in _TITLES]
-    for (name, point), style in _styles(pairs).items():
-        rows = table[(table["point"] == point) & (table["score"] == name)]
-        of = rows["completed"], rows["macro"], rows["std"] * (name == score)
-        label = f"{_TITLES[point]} {name.removeprefix(score)}"
-        _line(left, *of, score, label=label, **style)
-    _baseline(left, table, "pre", score)
-    losses = run.metrics.reindex(columns=["round", "loss"]).dropna()
-    right.plot(losses["round"] + 1, losses["loss"], color="0.3")
-    right.set(xlabel="rounds", ylabel="training loss")
-    left.set(xlabel="rounds")
-    return _finish(figure, left, f"test {score}, mean ± std over clients")
+    parts = table[table["score"].str.startswith(score + metrics.OF)]
+    kinds = parts["score"].str.removeprefix(score + metrics.OF)
+    table = pd.concat([table, parts.assign(label=kinds, score=score)])
+    return curves(table, score, (*BY_ROUND, ("train", "completed", "rounds")))
 
 
 def last_scores(run: Run, score: str) -> pd.DataFrame:
     """Returns each client's last value of a score: columns pre and post."""
     rows = run.scores[run.scores["score"] == score]
     last = rows.groupby(["client", "point"])["value"].last().unstack()
-    return last.reindex(columns=list(_TITLES))
+    return last.reindex(columns=["pre", "post"])
 
 
 def clients(runs: Sequence[Run]) -> Figure:
@@ -149,13 +143,13 @@ def clients(runs: Sequence[Run]) -> Figure:
     names, shares = results.labels(runs), np.linspace(0, 1, 101)
     for label, style in _styles(dict.fromkeys(names.values())).items():
         of = [last_scores(x, score) for x in runs if names[str(x.path)] == label]
-        for axes, (point, title) in zip(panels, _TITLES.items(), strict=True):
+        for axes, point in zip(panels, ("pre", "post"), strict=True):
             rows = np.array([scores[point].quantile(shares) for scores in of])
             rows = rows[:, :: 1 if better == "max" else -1]
             spread = rows.std(axis=0, ddof=min(1, len(rows) - 1))
             x = 100 * shares
             _line(axes, x, rows.mean(axis=0), spread, score, label=label, **style)
-            axes.set(title=title, xlabel="clients from worst to best (%)")
+            axes.set(title=_TITLES[point], xlabel="clients from worst to best (%)")
     return _finish(figure, panels[0], f"test {score} of a client")
 
 

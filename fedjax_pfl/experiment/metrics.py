@@ -22,14 +22,20 @@ VAL = "val/"  # prefix of scores on validation examples among `Result.pre`
 Headline = tuple[str, str]  # the deciding score, and "max" or "min"
 ACCURACY: Headline = ("acc", "max")
 POINTS = {
+    "train": "training",
     "pre": "before",
     "post": "after",
     "post_latest": "latest after",
     "val": "validation, before",
     "unseen": "held-out clients, before",
     "unseen_post": "held-out clients, after",
-}  # relative to local training
-AFTER = ("post", "post_latest", "unseen_post")  # scored after a round's local training
+}  # relative to local training; train/loss is the column `loss`
+AFTER = (
+    "train",
+    "post",
+    "post_latest",
+    "unseen_post",
+)  # scored after a round's local training
 STATISTICS = {
     "macro": "",
     "micro": "_micro",

@@ -71,10 +71,11 @@ class Run:
 
     @functools.cached_property
     def experiment(self) -> "Experiment":
-        """What the run computes with; loads its data and builds its networks."""
+        """The experiment of the run; loads its data and builds its networks."""
         from fedjax_pfl.experiment.build import build
 
-        return build(RunDirectory(self.path).config)
+        config = RunDirectory(self.path).config
+        return build(config.replace(devices="1", client_memory="device"))
 
     @functools.cached_property
     def checkpoint(self) -> tuple[int, State]:
@@ -95,11 +96,8 @@ class Run:
     @property
     def headline(self) -> Headline:
         """The score that decides, and the better of its values."""
-        if known := self.summary.get("headline"):
-            return known["score"], known["better"]
-        found = [metrics.column(name) for name in self.metrics]
-        name = next(iter(metrics.ordered(x[1] for x in found if x)), "acc")
-        return name, metrics.better(name)
+        known = self.summary.get("headline", {"score": "acc", "better": "max"})
+        return known["score"], known["better"]
 
     @property
     def status(self) -> str:
@@ -119,14 +117,11 @@ def find(paths: Iterable[str | Path]) -> list[Run]:
     Raises:
       InputError: a path is neither, or there is none.
     """
-    found = []
-    for path in map(Path, paths):
-        inside = sorted(path.expanduser().glob("*/config.json"))
-        own = [] if inside else [path / "config.json"]
-        found += [load(file.parent) for file in (*own, *inside)]
-    if not found:
+    folders = [Path(path).expanduser() for path in paths]
+    if not folders:
         raise InputError("Name run directories, or the directory of a sweep.")
-    return found
+    files = [sorted(x.glob("*/config.json")) or [x / "config.json"] for x in folders]
+    return [load(file.parent) for several in files for file in several]
 
 
 def frame(runs: Iterable[str | Path | Run]) -> pd.DataFrame:
@@ -148,7 +143,7 @@ def frame(runs: Iterable[str | Path | Run]) -> pd.DataFrame:
 
 
 def _tidy(run: Run) -> pd.DataFrame:
-    rows = run.metrics
+    rows = run.metrics.rename(columns={"loss": "train/loss"})
     columns = {name: column for name in rows if (column := metrics.column(name))}
     if not columns:
         return pd.DataFrame()
@@ -342,7 +337,7 @@ def cell(
 
 
 def _published(seeds: pd.DataFrame, label: Any, run: Run) -> dict[str, str]:
-    """Returns the paper's number, what was measured of it, and the differences."""
+    """Returns the published number, the measured one, and the differences."""
     preset = presets.PRESETS.get(run.config.get("preset") or "")
     if preset is None or not (preset.published or preset.cells):
         return {}

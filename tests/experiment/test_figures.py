@@ -1,0 +1,97 @@
+"""Figures: what they draw, from made runs."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from experiment import made
+from fedjax_pfl.experiment import feddva_figures, figures, results
+
+
+def lines(figure, panel=0):
+    """{label: [x, y]} of a panel."""
+    return {
+        x.get_label(): np.array(x.get_data(), float) for x in figure.axes[panel].lines
+    }
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    for seed in (0, 1):
+        made.run(tmp_path / f"a{seed}", seed=seed, gain=0.1 + 0.02 * seed)
+    made.run(tmp_path / "b", "local", gain=0.0)
+    return results.find([tmp_path])
+
+
+def test_curves_are_means_over_seeds(sweep):
+    drawn = figures.figures(sweep)
+    assert set(drawn) == {"curves", "clients", "costs"}
+    before, after = (lines(drawn["curves"], panel) for panel in (0, 1))
+    np.testing.assert_allclose(
+        before["fedavg"], [[0, 1, 2, 3], [0.5, 0.61, 0.72, 0.83]]
+    )
+    np.testing.assert_allclose(after["fedavg"][0], [1, 2, 3])
+    assert before["majority baseline"][1][0] == 0.25
+    assert len(drawn["curves"].axes[0].collections) == 2  # bands
+    np.testing.assert_allclose(lines(drawn["costs"])["fedavg"][0], np.arange(4) * 0.006)
+
+
+def test_clients_are_drawn_from_the_worst_to_the_best(sweep):
+    found = lines(figures.clients(sweep))["local"]
+    np.testing.assert_allclose(found[1][[0, -1]], [0.4, 0.6])
+    for run in sweep:
+        run.summary["headline"]["better"] = "min"
+    found = lines(figures.clients(sweep))["local"]
+    np.testing.assert_allclose(found[1][[0, -1]], [0.6, 0.4])
+
+
+def test_one_run_has_loss_and_matrices(tmp_path):
+    run = made.run(tmp_path / "a", "mnfl")
+    for t in range(6):
+        folder = run.path / "matrices" / "coefficients"
+        folder.mkdir(parents=True, exist_ok=True)
+        np.save(folder / f"{t:05d}.npy", np.eye(4) * 9 + t / 10)
+    np.save(folder / "00003.npy", np.full((4, 4), np.nan))
+    drawn = figures.figures([run])
+    np.testing.assert_allclose(
+        drawn["curves"].axes[2].lines[0].get_ydata(), [1, 1 / 2, 1 / 3]
+    )
+    panels = drawn["coefficients"].axes[:4]
+    assert [axes.get_title() for axes in panels] == [f"round {t}" for t in (0, 2, 3, 5)]
+    assert panels[0].images[0].get_clim() == (0, 0.5)  # without the diagonal
+
+
+def test_equal_matrices_are_one_colour(tmp_path):
+    figure = figures._heat(np.full((1, 3, 3), 0.2) + 1e-6 * np.eye(3), [0], "a")
+    low, high = figure.axes[0].images[0].get_clim()
+    assert high - low == pytest.approx(0.002)
+
+
+def test_the_partition_has_a_bubble_per_client_and_class():
+    figure = figures.partition([[5, 0, 1], [0, 2, 0]], "title")
+    (points,) = figure.axes[0].collections
+    assert points.get_offsets().tolist() == [[0, 0], [0, 2], [1, 1]]
+    np.testing.assert_allclose(points.get_sizes(), [200, 40, 80])
+
+
+def test_the_command_writes_png_and_pdf(sweep, tmp_path, capsys):
+    assert figures.main([str(tmp_path), f"--output={tmp_path / 'drawn'}"]) == 0
+    written = {file.name for file in (tmp_path / "drawn").iterdir()}
+    names = ("curves", "clients", "costs")
+    assert written == {f"{x}.{kind}" for x in names for kind in ("png", "pdf")}
+    assert "curves.png" in capsys.readouterr().out
+
+
+def test_probes_find_what_each_latent_holds():
+    """z holds the label and c the client."""
+    rng = np.random.default_rng(0)
+    client, label = np.repeat([0, 1, 2], 60), np.tile([0, 1], 90)
+    z = np.stack([label, client * 0], 1) * 5 + rng.normal(size=(180, 2))
+    c = np.eye(3)[client] * 9 + rng.normal(size=(180, 3))
+    kinds = np.array(["a", "b", "a"])[client]
+    columns = {"client": client, "kind": kinds, "label": label}
+    found = feddva_figures.probes(pd.DataFrame(columns).assign(z=list(z), c=list(c)))
+    assert found["label_from_z"] > 0.95 > 0.65 > found["label_from_c"]
+    assert found["kind_from_c"] > 0.95 and found["kind_from_z"] < 0.75
+    assert found["kind_chance"] == pytest.approx(2 / 3) and found["label_chance"] == 0.5
+    assert found["silhouette_c"] > 0.7 > 0.1 > found["silhouette_z"]

@@ -1,0 +1,55 @@
+"""Names, order and formatting of scores."""
+
+import pytest
+
+from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.engine.contract import ENDINGS
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.experiment import metrics
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("pre/acc", ("pre", "acc", "macro")),
+        ("post/acc_micro", ("post", "acc", "micro")),
+        ("post_latest/recall_macro_std", ("post_latest", "recall_macro", "std")),
+        ("val/acc@lenet_clients", ("val", "acc@lenet", "clients")),
+        ("traffic/down", None),
+        ("loss", None),
+    ],
+)
+def test_columns_are_read(name, expected):
+    assert metrics.column(name) == expected
+
+
+def test_endings_are_those_that_the_contract_reserves():
+    assert {x for x in metrics.STATISTICS.values() if x} == set(ENDINGS)
+    with pytest.raises(InputError, match="POINT/SCORE"):
+        metrics.split("acc")
+
+
+def test_units_and_directions():
+    shares = ("acc", "task_acc", "recall_macro", "task_bal", "acc@own_loss")
+    assert all(map(metrics.is_share, shares))
+    assert not any(map(metrics.is_share, ("elbo", "global_loss", "kl_z")))
+    assert metrics.better("kl_z") == metrics.better("perplexity") == "min"
+    assert metrics.better("acc") == metrics.better("elbo") == "max"
+    assert metrics.better("acc", ("acc", "min")) == "min"
+    assert metrics.baseline("acc_present") == "acc_majority"
+    assert metrics.baseline("task_acc") == "task_acc_majority"
+
+
+def test_the_headline_and_its_architectures_come_first():
+    found = metrics.ordered(["elbo", "task_acc", "acc", "b", "b@x"], ("b", "max"))
+    assert found == ["b", "b@x", "acc", "task_acc", "elbo"]
+
+
+def test_values_are_formatted():
+    assert metrics.mean_std("acc", 0.9125, 0.01) == "91.2 ± 1.0"
+    assert metrics.mean_std("elbo", -115.6, float("nan")) == "-115.6"
+    assert metrics.text("acc", float("nan")) == "" and metrics.label("acc") == "acc (%)"
+
+
+def test_every_method_has_a_display_name():
+    assert set(metrics.METHODS) == set(ALGORITHMS)

@@ -1,0 +1,54 @@
+"""Measured results and the pages that are generated from them."""
+
+import json
+import re
+
+import pytest
+
+from experiments.results import __main__ as generator
+from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.experiment.presets import PRESETS
+
+FILES = sorted(generator.FOLDER.glob("*.json"))
+
+
+def test_the_pages_are_those_that_the_results_generate():
+    written = {file.name: file.read_text() for file in generator.DOCS.glob("*.md")}
+    assert written == generator.pages(), "run python -m experiments.results"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_results_are_complete(file):
+    """Every table has its circumstances, and every number a method."""
+    assert file.stem in PRESETS
+    for table in json.loads(file.read_text())["tables"]:
+        fields = {"table", "settings", "seeds", "rounds", "share", "machine", "commit"}
+        assert fields | {"command", "rows"} <= set(table)
+        assert all(
+            line.startswith("python -m ") for line in table["command"].split("\n")
+        )
+        assert 0 < table["share"] <= 1 and table["rounds"] > 0 and table["seeds"]
+        for row in table["rows"]:
+            assert row["method"] in ALGORITHMS and row["scores"]
+            several = len(table["seeds"]) > 1
+            for score in row["scores"].values():
+                assert several or score["std"] is None
+
+
+def test_findings_are_five_lines_of_one_sentence_at_most():
+    by_page = {}
+    for file in FILES:
+        found = json.loads(file.read_text())["findings"]
+        by_page.setdefault(PRESETS[file.stem].paper, []).extend(found)
+    assert all(len(found) <= 5 for found in by_page.values())
+    assert all(
+        len(line) < 200 and "\n" not in line for x in by_page.values() for line in x
+    )
+    assert len((generator.DOCS.parent / "findings.md").read_text().split()) <= 600
+
+
+def test_published_numbers_and_differences_stand_beside_the_measured():
+    page = generator.pages()["fedcp.md"]
+    row = re.search(r"^\| FedCP \|.*89\.06 \(249\).*$", page, re.MULTILINE)[0]
+    assert "91.30 ± 0.17" in row and "| -2.2 |" in row
+    assert "rounds 250 of 2000" in page
