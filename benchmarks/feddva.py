@@ -23,12 +23,12 @@ from benchmarks import report
 from benchmarks.runner import Runner
 from benchmarks.setting import CLASSES, dataset
 from fedjax_pfl import averaging, evaluation, local_training, losses, models, simulate
-from fedjax_pfl.algorithms.feddva import feddva
+from fedjax_pfl.algorithms.feddva import dva
+from fedjax_pfl.algorithms.feddva.feddva import feddva
 from fedjax_pfl.data.federate import federate
 from fedjax_pfl.data.partitioners import partition
-from fedjax_pfl.models import strided, vae
-from fedjax_pfl.models.functional import network
-from fedjax_pfl.numerics import dva
+from fedjax_pfl.models import cnn_dva, vae
+from fedjax_pfl.models.nnx_model import network
 from fedjax_pfl.types import (
     Algorithm,
     Array,
@@ -50,7 +50,7 @@ SHAPE, BATCH, LATENT = (28, 28, 1), 256, 8
 def plain_vae(task: Task, *, hidden: int = 512) -> Algorithm:
     """A variational autoencoder under FedAvg: encoder and decoder are trained together
     and averaged."""
-    widths = strided.channels(SHAPE, hidden)
+    widths = cnn_dva.channels(SHAPE, hidden)
     nets = {
         "encoder": network(
             lambda rngs: vae.RepresentationEncoder(SHAPE, LATENT, widths, rngs)

@@ -36,12 +36,12 @@ from fedjax_pfl import (
     simulate,
 )
 from fedjax_pfl.algorithms import ALGORITHMS, public_data
+from fedjax_pfl.algorithms.knowledge_transfer import mixtures
 from fedjax_pfl.averaging import predictor
 from fedjax_pfl.data.datasets import Dataset
 from fedjax_pfl.data.federate import federate
 from fedjax_pfl.data.partitioners import partition
 from fedjax_pfl.engine.flops import alone, flops_of_step
-from fedjax_pfl.numerics import mixtures
 from fedjax_pfl.types import Algorithm, Federation, Metrics, Own, State, Task
 
 FLAGS = flags.FLAGS

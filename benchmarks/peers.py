@@ -49,7 +49,7 @@ from benchmarks import htfllib, pytorch, recipes, report
 from benchmarks.recipes import RECIPES, Cost, Recipe
 from fedjax_pfl import models
 from fedjax_pfl.data.datasets import Dataset
-from fedjax_pfl.data.partitioners import Partition
+from fedjax_pfl.data.partition import Partition
 
 FLAGS = flags.FLAGS
 

@@ -30,7 +30,8 @@ from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.data.datasets import Dataset, prepare_images
 from fedjax_pfl.data.federate import federate
-from fedjax_pfl.data.partitioners import Partition, partition
+from fedjax_pfl.data.partition import Partition
+from fedjax_pfl.data.partitioners import partition
 from fedjax_pfl.engine.autotune import choose_width
 from fedjax_pfl.errors import choose
 

@@ -26,7 +26,8 @@ from benchmarks.report import matmul_peak, table
 from benchmarks.setting import BATCH, CLASSES, SHAPES, dataset
 from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.data import federate, rows
+from fedjax_pfl.data import federate
+from fedjax_pfl.data.partition import Partition, build
 from fedjax_pfl.engine import host_state
 
 FLAGS = flags.FLAGS
@@ -57,7 +58,7 @@ class Cost(NamedTuple):
     account: int | None
 
 
-def partitioned(clients: int) -> rows.Partition:
+def partitioned(clients: int) -> Partition:
     """Random clients with LEAST to MOST training images each, and a third as many to
     test."""
     rng = np.random.default_rng(0)
@@ -65,9 +66,7 @@ def partitioned(clients: int) -> rows.Partition:
     tests = sizes // 3
     order = rng.permutation(_examples(clients))[: sizes.sum() + tests.sum()]
     nothing = np.zeros(0, np.int32), np.zeros(clients, np.int32)
-    return rows.build(
-        order[: sizes.sum()], sizes, order[sizes.sum() :], tests, *nothing
-    )
+    return build(order[: sizes.sum()], sizes, order[sizes.sum() :], tests, *nothing)
 
 
 def _examples(clients: int) -> int:

@@ -38,7 +38,7 @@ MODULES = {  # what a user imports, by topic
         "testing",
     ],
     "Data": ["data.datasets", "data.partitioners", "data.federate"],
-    "Networks": ["models.functional", "models.nets", "models.resnet", "models.work"],
+    "Networks": ["models.nnx_model", "models.nets", "models.resnet"],
     "Privacy": ["privacy.encryption"],
 }
 ELSEWHERE = {  # file of the repository -> page of the site

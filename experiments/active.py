@@ -26,7 +26,7 @@ from experiments import build, entry, flags, scores, settings
 from experiments.files import Row, write_text
 from experiments.presets import PRESETS
 from fedjax_pfl import simulate
-from fedjax_pfl.engine import autotune
+from fedjax_pfl.engine import xla
 from fedjax_pfl.errors import choose
 from fedjax_pfl.models import layers, nets
 
@@ -383,7 +383,7 @@ def _sentence(part: Part, found: Row) -> str:
 
 def main(argv: list[str]) -> str:
     """Renews what is known of the methods named, or of all, and returns it in words."""
-    autotune.keep_compilations()
+    xla.keep_compilations()
     names = [
         choose("method", name, TABLE)
         for name in flags.parse(argv, {}, words=True).words

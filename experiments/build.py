@@ -18,7 +18,8 @@ from experiments.unseen import Unseen
 from fedjax_pfl import server_optimizer, simulate, user_code
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data import datasets, federate, marks, partitioners, tfds
-from fedjax_pfl.engine import host_state, validate, vectorized
+from fedjax_pfl.data.partition import Partition, class_counts, load_file, select
+from fedjax_pfl.engine import batch, host_state, validate
 from fedjax_pfl.engine.unseen import among
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import layers
@@ -33,7 +34,7 @@ class Experiment(NamedTuple):
     # the same without --marks, to which partition files refer
     unmarked: datasets.Dataset
     public: datasets.Dataset | None
-    partition: partitioners.Partition  # of the clients that train, as all that follows
+    partition: Partition  # of the clients that train, as all that follows
     federation: Federation
     task: Task
     # what is made once: programs by layout, so that what was traced is there again;
@@ -50,7 +51,7 @@ class Experiment(NamedTuple):
         return jax.random.key(self.config.seed)
 
     @property
-    def everybody(self) -> partitioners.Partition:
+    def everybody(self) -> Partition:
         """The partition with the clients that do not train."""
         return self.partition if self.unseen is None else self.unseen.everybody
 
@@ -171,7 +172,7 @@ def prepare(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
     if (public := _public(config)) is not None:
         whole = simulate.with_public(whole, public)
     ids, apart = unseen.draw(config, whole.architecture)
-    assigned, task = partitioners.select(everybody, ids), among(whole, ids)
+    assigned, task = select(everybody, ids), among(whole, ids)
     validate.batches(task)
     if config.drop_last:
         _warn_of_short(task.sizes, config.batch_size)
@@ -189,7 +190,7 @@ def prepare(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
     unseen.scorer(config, task, others)  # checks the method
     federation, theirs = (
         federate.federate(dataset, assigned, room, public),
-        partitioners.select(everybody, apart),
+        select(everybody, apart),
     )
     of_others = Unseen(
         apart,
@@ -225,10 +226,10 @@ def room(configs: Sequence[Config]) -> tuple[int, ...]:
     return tuple(map(max, zip(*found, strict=True)))
 
 
-def _partition(config: Config, dataset: datasets.Dataset) -> partitioners.Partition:
+def _partition(config: Config, dataset: datasets.Dataset) -> Partition:
     spec = config.partition
     if config.clients is None:  # the file says it
-        return partitioners.load_file(spec.removeprefix("file:"), dataset)
+        return load_file(spec.removeprefix("file:"), dataset)
     theirs = spec.startswith("file:") or user_code.named(spec)
     how = {} if theirs else {name: getattr(config, name) for name in BY_FILE}
     return partitioners.partition(
@@ -265,13 +266,11 @@ def _is_image(shape: tuple[int, ...]) -> bool:
     return len(shape) == 3 and min(shape[:2]) >= 16
 
 
-def _task(
-    config: Config, dataset: datasets.Dataset, assigned: partitioners.Partition
-) -> Task:
+def _task(config: Config, dataset: datasets.Dataset, assigned: Partition) -> Task:
     models, of, shared = _models(config, dataset, len(assigned.train), config.conv)
     return simulate.task(
         dataset,
-        partitioners.class_counts(assigned, dataset),
+        class_counts(assigned, dataset),
         models,
         architecture=of,
         shared=shared,
@@ -344,7 +343,7 @@ def _source(name: str) -> str:
     if name.startswith("npz:"):
         return os.path.realpath(os.path.expanduser(name.removeprefix("npz:")))
     if user_code.named(name):
-        return user_code.source(name)
+        return os.path.abspath(name)
     if name.startswith("emnist/"):  # all drawn from the same images
         return "emnist"
     return "cifar100" if name == "cifar100_coarse" else name
@@ -369,7 +368,7 @@ def lowered(experiment: Experiment, rounds: int | None = None) -> str:
     program = experiment.program(
         rounds=experiment.config.rounds if rounds is None else rounds
     )
-    return vectorized.lowered(
+    return batch.lowered(
         program, experiment.federation._replace(placement=program.placement)
     )
 

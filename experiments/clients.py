@@ -8,7 +8,7 @@ from rich.console import Console
 from experiments import networks, report, scores
 from experiments.build import Experiment
 from experiments.files import Row, Rows, write_csv
-from fedjax_pfl.data.partitioners import Partition
+from fedjax_pfl.data.partition import Partition
 
 MOST = 40  # lines of the table on the terminal
 # before and after local training

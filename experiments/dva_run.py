@@ -12,8 +12,8 @@ from experiments.files import write_json
 from experiments.plain import plural
 from experiments.records import finite
 from fedjax_pfl import server_optimizer, trees
-from fedjax_pfl.algorithms.feddva import networks
-from fedjax_pfl.numerics import dva_phases
+from fedjax_pfl.algorithms.feddva import phases as dva_phases
+from fedjax_pfl.algorithms.feddva.feddva import networks
 
 PER_CLIENT = 200  # test images of each client, at most
 REFERENCE = 3000  # images that the classifier of the swaps is fitted on, at most

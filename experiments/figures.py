@@ -28,7 +28,7 @@ from experiments.files import Rows
 from experiments.flags import Flag
 from experiments.scores import ACCURACY, Headline
 from fedjax_pfl.data.datasets import Dataset
-from fedjax_pfl.data.partitioners import Partition, class_counts
+from fedjax_pfl.data.partition import Partition, class_counts
 
 _FLAGS = {"output": Flag(str, "the folder of the figures that compare runs")}
 _MAX_CLIENTS, _MAX_POINTS = 200, 2000

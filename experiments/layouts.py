@@ -7,8 +7,8 @@ from experiments.build import Experiment
 from experiments.recorded import Devices, Layout
 from fedjax_pfl import simulate
 from fedjax_pfl.engine import memory, placement
-from fedjax_pfl.engine.autotune import choose_form, choose_width
 from fedjax_pfl.errors import check
+from fedjax_pfl.models import layers
 
 
 def choose(
@@ -22,14 +22,14 @@ def choose(
     """
     conv, given = experiment.config.conv, experiment.config.width
     if conv == "auto":
-        conv = recorded.conv if recorded else _auto_form(experiment, given, spread)
+        conv = recorded.conv if recorded else layers.form("auto")
     if given != "auto":
         width = int(given)
     elif recorded:
         width = recorded.width
     else:
         task = experiment.in_form(experiment.task, conv)
-        width = choose_width(task, experiment.federation, *_part(experiment, spread))
+        width = placement.automatic_width(task, *_part(experiment, spread))
     # more clients at once there are not
     width = min(width, max(experiment.task.cohort_sizes))
     return Layout(
@@ -74,14 +74,6 @@ def check_memory(found: memory.Memory, experiment: Experiment, laid: Layout) -> 
         "take "
         f"{' or '.join(ways) if ways else 'fewer --clients, or a smaller --model'}",
     )
-
-
-def _auto_form(experiment: Experiment, width: str, spread: int) -> str:
-    """Tried as the width is, with no more clients at once than the given width."""
-    cohort, own = _part(experiment, spread)
-    most = cohort if width == "auto" else min(cohort, int(width) * own)
-    model = lambda form: experiment.in_form(experiment.task, form).models[0]
-    return choose_form(experiment.task, model, experiment.federation, most, own)
 
 
 def _part(experiment: Experiment, spread: int) -> tuple[int, int]:

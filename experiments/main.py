@@ -25,7 +25,7 @@ from experiments import (
     values,
 )
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.engine import autotune, multihost
+from fedjax_pfl.engine import multihost, xla
 from fedjax_pfl.errors import InputError
 
 _FLAGS = {
@@ -91,9 +91,8 @@ def start(parsed: flags.Parsed) -> None:
     """Prepares messages, and JAX for this machine, and joins the other processes,
     before JAX looks for devices."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
-    logging.getLogger(autotune.__name__).setLevel(logging.INFO)  # what was tried
-    autotune.split_cpu()
-    autotune.keep_compilations()
+    xla.split_cpu()
+    xla.keep_compilations()
     coordinator, count, number = (parsed.get(name) for name in flags.OF_A_PROCESS)
     if coordinator is None:  # else JAX must not have started
         entry.check_platform()

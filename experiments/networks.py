@@ -13,10 +13,10 @@ from chex import Numeric
 from experiments.config import OWN_NETWORKS, Config
 from fedjax_pfl import user_code
 from fedjax_pfl.data import datasets
-from fedjax_pfl.engine import callables
+from fedjax_pfl.engine import validate
 from fedjax_pfl.engine.contract import ENDINGS
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.models import functional
+from fedjax_pfl.models import nnx_model
 from fedjax_pfl.types import Model
 
 
@@ -101,13 +101,13 @@ def model(config: Config, dataset: datasets.Dataset, conv: str, name: str) -> Mo
     if not user_code.named(name):
         return _known(*arguments, input_dtype=prepared.dtype)
     with user_code.blamed("model", name):
-        made = functional.model(*arguments, input_dtype=prepared.dtype)
-        callables.model(made, dataset)
+        made = nnx_model.model(*arguments, input_dtype=prepared.dtype)
+        validate.model(made, dataset)
     return made
 
 
 # the same in all runs of a sweep: what is traced of it is traced once
-_known = functools.cache(functional.model)
+_known = functools.cache(nnx_model.model)
 
 
 def shared(
@@ -122,7 +122,7 @@ def shared(
 
 def num_parameters(model: Model) -> int:
     """Parameters of a network."""
-    return functional.num_parameters(
+    return nnx_model.num_parameters(
         jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
     )
 

@@ -45,7 +45,7 @@ from experiments.recorded import (
     signed,
 )
 from fedjax_pfl import local_training, simulate
-from fedjax_pfl.data import partitioners
+from fedjax_pfl.data.partition import digest, save
 from fedjax_pfl.engine import checkpoint, results
 from fedjax_pfl.errors import InputError, check
 from fedjax_pfl.types import State
@@ -163,9 +163,7 @@ class RunDirectory:
 
     def _partition(self, experiment: build.Experiment) -> None:
         """Writes who owns what, as numbers and as a picture."""
-        partitioners.save(
-            self.path / "partition.npz", experiment.everybody, experiment.unmarked
-        )
+        save(self.path / "partition.npz", experiment.everybody, experiment.unmarked)
         figures.draw_partition(
             experiment.everybody, experiment.dataset, self.path / "partition.png"
         )
@@ -293,7 +291,7 @@ def digests(experiment: build.Experiment) -> dict[str, str]:
     parts."""
     found = own_files(experiment.config, len(experiment.everybody.train))
     found |= {
-        "partition": partitioners.digest(experiment.everybody),
+        "partition": digest(experiment.everybody),
         "data": build.data_digest(experiment.dataset),
     }
     if experiment.public is not None:

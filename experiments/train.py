@@ -17,7 +17,8 @@ from experiments.recorded import Layout
 from experiments.recorder import Clock, Recorder
 from experiments.runs import RunDirectory
 from fedjax_pfl import simulate, trees
-from fedjax_pfl.engine import multihost, vectorized
+from fedjax_pfl.engine import multihost
+from fedjax_pfl.engine.batch import stack
 from fedjax_pfl.errors import DivergenceError
 from fedjax_pfl.types import Array, Federation, State
 
@@ -186,7 +187,7 @@ def _course(
             program.place(state)
             for program, state in zip(programs, states, strict=True)
         ]
-        options["state"] = vectorized.stack(placed) if len(placed) > 1 else placed[0]
+        options["state"] = stack(placed) if len(placed) > 1 else placed[0]
     if stopping.progress(first.config, first.headline, ()) is not None:
         options["until"] = lambda: bool(ended)
     for found in _rounds(batch, options):

@@ -9,7 +9,7 @@ import numpy as np
 from experiments.config import Config
 from experiments.files import Row
 from fedjax_pfl.algorithms.find import find
-from fedjax_pfl.data.partitioners import Partition
+from fedjax_pfl.data.partition import Partition
 from fedjax_pfl.engine import unseen
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Federation, PyTree, Task

@@ -45,7 +45,6 @@ def typed_all(factory: Callable, texts: dict[str, str]) -> dict[str, Any]:
     """Reads the values of hyperparameters by the types of a factory's arguments."""
     known = hyperparameters.of(factory)
     for name in texts:
-        hyperparameters.check_place(factory, name)
         if not known:
             raise InputError(
                 f"{factory.__name__} has no hyperparameters, so --hparam {name}=... "

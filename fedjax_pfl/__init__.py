@@ -10,7 +10,8 @@ of a `Cohort`; `check_algorithm` checks it against the rules of the contract.
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.data.datasets import Dataset, load
 from fedjax_pfl.data.federate import federate
-from fedjax_pfl.data.partitioners import Partition, partition
+from fedjax_pfl.data.partition import Partition
+from fedjax_pfl.data.partitioners import partition
 from fedjax_pfl.engine.program import Program, program
 from fedjax_pfl.engine.results import Result, record
 from fedjax_pfl.errors import DivergenceError, InputError
@@ -28,6 +29,7 @@ from fedjax_pfl.types import (
     State,
     Task,
     Traffic,
+    Update,
 )
 
 __version__ = "0.1.0"
@@ -50,6 +52,7 @@ __all__ = [
     "State",
     "Task",
     "Traffic",
+    "Update",
     "check_algorithm",
     "curve",
     "federate",

@@ -7,13 +7,13 @@ before a prediction."""
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from chex import Numeric
 
-from fedjax_pfl import architectures, evaluation, keys, local_training, losses, trees
+from fedjax_pfl import architectures, evaluation, keys, local_training, trees
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import (
     Algorithm,
@@ -28,6 +28,7 @@ from fedjax_pfl.types import (
     Scores,
     State,
     Task,
+    Update,
 )
 
 Path = tuple[str, ...]  # of a layer in the variables
@@ -208,6 +209,46 @@ def split_layers(task: Task, shared: Callable[[Model], Sequence[Path]]) -> Split
     return Split(task, tuple(map(mask, task.models)))
 
 
+def from_client(
+    init: Callable[[Array], State],
+    client: Callable[[Client, PyTree, PyTree], Update],
+    predict: Callable[[PyTree, PyTree, Client], Predictor],
+    *,
+    score: evaluation.Score = evaluation.classification,
+    weight: Callable[[Cohort], PyTree] = lambda cohort: cohort.sizes,
+    default: Callable[[PyTree], PyTree] = lambda server: server,
+    server_update: Callable[..., PyTree] = lambda server, mean, cohort: mean,
+    **fields: Any,
+) -> Algorithm:
+    """Makes a method whose round is one weighted mean over the clients.
+
+    Args:
+      init: key -> State.
+      client: (client, State.server, its row of State.clients) -> Update.
+      predict: (State.server, row, client) -> Predictor, before local training.
+      score: of the predictors' outputs, also of `post`.
+      weight: cohort -> weights of the uploads, as `Cohort.mean` takes them; the number
+        of training examples by default.
+      default: State.server -> the mean where all weights are zero.
+      server_update: (State.server, the mean, cohort) -> the next State.server.
+      fields: further fields of `Algorithm`.
+    """
+
+    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
+        def one(c: Client, row: PyTree) -> tuple[PyTree, ...]:
+            upload, row, predictor, loss, metrics = client(c, state.server, row)
+            post = evaluation.post(cohort, c, predictor, score)
+            return upload, row, loss, post, metrics
+
+        mean, (rows, loss, post, metrics) = cohort.mean(
+            one, state.clients, weight=weight(cohort), default=default(state.server)
+        )
+        server = server_update(state.server, mean, cohort)
+        return State(server, rows), Metrics(loss, post, metrics)
+
+    return Algorithm(init, round, predict, score, **fields)
+
+
 def partial_averaging(
     task: Task,
     split: Split,
@@ -217,97 +258,66 @@ def partial_averaging(
     mu: Numeric | None = None,
     fine_tune: Phase | None = None,
     untuned: bool = False,
-    one_architecture: bool = True,
 ) -> Algorithm:
     """Averages the shared leaves of the model over the round's clients, weighted by
     their training examples.
 
     Args:
       split: which leaves are shared.
-      fixed: parts that never move and never travel (FedBABU's head).
-      phases: local training, one stretch after another, each with a fresh optimizer;
-        the loss is the last one's.
+      fixed: parts that are never trained nor sent (FedBABU's head).
+      phases: local training, one phase after another, each with a fresh optimizer; the
+        loss is the last one's.
       mu: weight of the proximal term mu/2 ||w - w^t||^2 over all trained leaves; None:
         without.
-      fine_tune: what a client does with the model before it predicts; discarded
-        afterwards.
-      untuned: whether `pre` also scores the model before that, as `untuned_*`.
-      one_architecture: see `types.Algorithm`.
+      fine_tune: trains the model before a prediction; discarded afterwards.
+      untuned: `pre` also scores the model before fine-tuning, as `untuned_*`.
     """
+    sgd = local_training.bind(task)
 
-    def moving(shared: PyTree) -> PyTree:
+    def moving(shared):
         return {name: part for name, part in shared.items() if name not in fixed}
 
-    def train(
-        key: Array,
-        c: Client,
-        variables: PyTree,
-        phase: Phase,
-        extra: Callable[[PyTree], PyTree] | None = None,
-    ) -> tuple[PyTree, Array]:
-        key = key if phase.stream is None else keys.fold(key, phase.stream)
-        loss = losses.classification(c.model)
-        return local_training.sgd(
-            key,
-            c.train,
-            loss,
-            variables,
-            task,
-            train=phase.train,
-            epochs=phase.epochs,
-            extra=extra,
+    def train(c, variables, phase, extra=None):
+        epochs, stream = phase.epochs, phase.stream
+        return sgd(
+            c, variables, train=phase.train, epochs=epochs, stream=stream, extra=extra
         )
 
-    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(
-            c: Client, own: PyTree
-        ) -> tuple[PyTree, Own, Array, dict[str, Array]]:
-            variables = received = split.receive(state.server, own)
-            value = jnp.zeros(())
-            for phase in phases:
-                extra = (
-                    None
-                    if mu is None
-                    else trees.proximal(
-                        {name: received[name] for name in phase.train}, mu
-                    )
-                )
-                variables, value = train(c.key, c, variables, phase, extra)
-            post = evaluation.post(cohort, c, predictor(c.model, variables))
-            shared, own = split.send(variables, c.architecture)
-            return moving(shared), Own(own), value, post
+    def client(c, server, own):
+        variables = received = split.receive(server, own)
+        value = jnp.zeros(())
+        for phase in phases:
+            extra = None
+            if mu is not None:
+                anchor = {name: received[name] for name in phase.train}
+                extra = trees.proximal(anchor, mu)
+            variables, value = train(c, variables, phase, extra)
+        shared, own = split.send(variables, c.architecture)
+        predict = predictor(c.model, variables)
+        return Update(moving(shared), Own(own), predict, value)
 
-        last = moving(state.server)
-        mean, (own, value, post) = cohort.mean(
-            client, state.clients, weight=cohort.sizes, default=last
-        )
-        return State(state.server | mean, own), Metrics(value, post)
-
-    def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
+    def predict(server, own, c):
         variables = received = split.receive(server, own)
         if fine_tune is not None and fine_tune.epochs != 0:
-            variables, _ = train(c.key, c, variables, fine_tune)
-        return (
-            beside(c.model, variables, received)
-            if untuned
-            else predictor(c.model, variables)
-        )
+            variables, _ = train(c, variables, fine_tune)
+        if untuned:
+            return beside(c.model, variables, received)
+        return predictor(c.model, variables)
 
-    score = (
-        functools.partial(score_beside, names=("untuned",))
-        if untuned
-        else evaluation.classification
-    )
     averages = tuple(
         part
         for part in BODY_AND_HEAD
         if part not in fixed and not all(jax.tree.leaves(split.personal[0][part]))
     )
-    return Algorithm(
+    made = from_client(
         split.init,
-        round,
+        client,
         predict,
-        score,
-        one_architecture=one_architecture,
+        default=moving,
+        server_update=lambda server, mean, _: server | mean,
         averages=averages,
     )
+    if untuned:
+        score = functools.partial(score_beside, names=("untuned",))
+        return made._replace(score=score)
+    return made

@@ -1,4 +1,4 @@
-"""What a user can get wrong, said in one sentence before anything compiles."""
+"""Errors for invalid input, and checks of ranges and names."""
 
 import difflib
 import math
@@ -14,24 +14,23 @@ T = TypeVar("T")
 
 
 class InputError(ValueError):
-    """A value the user gave that cannot work; the message is one sentence for the
-    user."""
+    """An invalid value, found before anything compiles."""
 
 
 class ArchitectureError(InputError):
-    """A method needs clients of one architecture, and there are several."""
+    """A method for clients of one architecture, used with several."""
 
 
 class ContractError(InputError):
-    """A method does not return what the contract asks for."""
+    """A method whose functions return what the contract does not allow."""
 
 
 class NoRoomError(InputError):
-    """A run takes more memory than there is."""
+    """A run that needs more memory than there is."""
 
 
 class DivergenceError(RuntimeError):
-    """A client's loss or state is not finite any more, or the server's."""
+    """A loss or a state that is no longer finite."""
 
 
 def check(
@@ -45,47 +44,40 @@ def check(
     whole: bool = False,
     why: str = "",
 ) -> None:
-    """Raises InputError unless `value` is a number with low <= value <= high; tracers
-    pass.
+    """Raises InputError unless `value` is a number from `low` to `high`; tracers pass.
 
     Args:
-      open_low: `low` itself is outside, as `high` is with `open_high`; infinity always
-        is.
-      whole: only whole numbers will do.
-      why: the reason of the range, for the message.
+      open_low: excludes `low`; `open_high` excludes `high`; infinity is never allowed.
+      whole: allows integers only.
+      why: the reason for the range, added to the message.
     """
     if isinstance(value, jax.core.Tracer):
         return
-    given, value = (
-        value,
-        value.item()
-        if isinstance(value, np.ndarray | jax.Array) and value.ndim == 0
-        else value,
-    )
-    if isinstance(value, bool) or not isinstance(
-        value, numbers.Integral if whole else numbers.Real
-    ):
-        raise InputError(
-            f"{name}={given!r} must be {'a whole number' if whole else 'a number'}."
-        )
-    number: Any = value  # which mypy cannot compare
-    below = low < number if open_low else low <= number
-    if not below or not (
-        number < high if open_high or math.isinf(high) else number <= high
-    ):
+    value = plain(value)
+    kind = numbers.Integral if whole else numbers.Real
+    if isinstance(value, bool) or not isinstance(value, kind):
+        noun = "an integer" if whole else "a number"
+        raise InputError(f"`{name}` must be {noun}, got {value!r}.")
+    number: Any = value  # mypy cannot compare numbers.Real
+    above = low < number if open_low else low <= number
+    below = number < high if open_high or math.isinf(high) else number <= high
+    if not (above and below):
         span = interval(low, high, open_low=open_low, open_high=open_high)
-        raise InputError(
-            f"{name}={value} is outside its range {span}{why and f': {why}'}."
-        )
+        reason = f": {why}" if why else ""
+        raise InputError(f"`{name}` must be in {span}, got {number}{reason}.")
     if not whole and abs(number) > FLOAT32_MAX:
-        raise InputError(
-            f"{name}={value} is infinite in float32, with which it is computed."
-        )
+        raise InputError(f"`{name}` must be finite in float32, got {number}.")
+
+
+def plain(value: Any) -> Any:
+    """Returns the Python scalar of an array of shape [], and any other value
+    unchanged."""
+    array = isinstance(value, np.ndarray | np.generic | jax.Array)
+    return value.item() if array and value.ndim == 0 else value
 
 
 def needed(name: str, value: T | None, why: str) -> T:
-    """Returns a field of the task that may be left out; InputError, which says why the
-    method needs it, if it was."""
+    """Returns an optional field of the task; raises InputError if it is None."""
     if value is None:
         raise InputError(f"This method needs {name}, {why}: give {name}= to `task`.")
     return value
@@ -94,7 +86,7 @@ def needed(name: str, value: T | None, why: str) -> T:
 def interval(
     low: float, high: float, *, open_low: bool = False, open_high: bool = False
 ) -> str:
-    """A range as text, such as [0, inf)."""
+    """Formats a range, such as [0, inf)."""
     bounds = [
         format(x, "g" if isinstance(x, float) or abs(x) < 10**5 else ",")
         for x in (low, high)
@@ -105,48 +97,44 @@ def interval(
 
 
 def choose(name: str, value: str, allowed: Iterable[str]) -> str:
-    """Returns `value` if it is allowed, else raises InputError with the nearest name
-    and the whole list."""
+    """Returns `value` if it is allowed; else raises InputError with the most similar
+    name and all allowed ones."""
     allowed = list(allowed)
     if isinstance(value, str) and value in allowed:
         return value
-    near = _of_file(name, str(value)) or nearest(str(value), allowed)
+    near = nearest(str(value), allowed)
+    if str(value).endswith(".py"):
+        near = f"{value}:NAME"
+    elif str(value).endswith(".npz"):
+        near = {"data set": f"npz:{value}", "partition": f"file:{value}"}.get(name)
     hint = f"did you mean {near!r}? " if near else ""
     known = f"Choose one of {', '.join(allowed)}" if allowed else "There is none"
     raise InputError(f"Unknown {name} {value!r}: {hint}{known}.")
 
 
-def _of_file(name: str, value: str) -> str | None:
-    """How the user's own file is named, where it alone is given for a part of a run."""
-    if value.endswith(".py") and name in ("algo", "model", "data set", "partition"):
-        return f"{value}:NAME"
-    start = {"data set": "npz:", "partition": "file:"}.get(name)
-    return f"{start}{value}" if start and value.endswith(".npz") else None
-
-
 def check_shape(name: str, value: Any) -> tuple[int, ...]:
-    """Returns a shape of one input as a tuple; InputError unless all its lengths are
-    whole numbers from 1 on."""
+    """Returns the shape of one input as a tuple; raises InputError unless it is a
+    sequence of positive integers."""
     lengths = value if isinstance(value, tuple | list) and value else (None,)
     if not all(isinstance(x, int | np.integer) and x > 0 for x in lengths):
-        raise InputError(f"{name}={value!r} must be a shape, such as (28, 28, 1).")
+        raise InputError(
+            f"`{name}` must be a shape, such as (28, 28, 1), got {value!r}."
+        )
     return tuple(value)
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says first; of one that says nothing its name."""
+    """Returns the first line of an exception's message, or its type."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def in_one_line(error: BaseException) -> str:
-    """The type of an exception, and what it says first."""
-    first = next(iter(str(error).strip().splitlines()), "").rstrip(".")
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+    """Returns the type and the first line of an exception's message."""
+    return f"{type(error).__name__}: {first_line(error).rstrip('.')}"
 
 
 def nearest(value: str, allowed: Iterable[str]) -> str | None:
-    """The allowed name that is most like `value`, whatever the case, or None if none
-    is."""
+    """Returns the allowed name most similar to `value`, ignoring case, or None."""
     names = {name.lower(): name for name in reversed(list(allowed))}
     near = difflib.get_close_matches(value.lower(), names, n=1, cutoff=0.5)
     return names[near[0]] if near else None

@@ -10,9 +10,10 @@ import numpy as np
 import optax
 from chex import Numeric
 
-from fedjax_pfl import keys, trees
+from fedjax_pfl import keys, losses, trees
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import Array, Batch, Data, PyTree, Task
+from fedjax_pfl.kernels.platform import platform
+from fedjax_pfl.types import Array, Batch, Client, Data, PyTree, Task
 
 T = TypeVar("T")
 SCOPE = "loop_over_batches"  # in the names of a trace, see `engine.flops`
@@ -37,24 +38,26 @@ def shuffle(key: Array, length: int, size: Array) -> Array:
 
 
 def take(data: Data, row: Array, mask: Array) -> Batch:
-    """The batch of a client's rows `row` [B]; where `mask` [B] is False it holds zeros,
-    or `data.mask_fill`."""
-    index = data.index[jnp.where(mask, row, 0)]
-    index = jnp.where(mask, index, 0)  # an empty client's list holds nothing meaningful
-    x = data.prepare(_rows(data.examples.x, index))
-    empty_x, empty_y = (
-        (0, 0) if data.mask_fill is None else (data.mask_fill.x[None], data.mask_fill.y)
-    )
-    # not a product: 0 * NaN is NaN
-    x = jnp.where(trees.expand(mask, x.ndim), x, empty_x)
-    return Batch(x, jnp.where(mask, _rows(data.examples.y, index), empty_y), mask, row)
+    """Returns the batch of a client's rows `row` [B].
+
+    Where `mask` [B] is False it holds the client's first example, which a network can
+    process as any other, or `data.mask_fill`.
+    """
+    # the list of a client without examples holds nothing meaningful
+    index = jnp.where(data.size > 0, data.index[jnp.where(mask, row, 0)], 0)
+    x, y = data.prepare(_rows(data.examples.x, index)), _rows(data.examples.y, index)
+    if data.mask_fill is not None:
+        # not a product: 0 * NaN is NaN
+        x = jnp.where(trees.expand(mask, x.ndim), x, data.mask_fill.x[None])
+        y = jnp.where(mask, y, data.mask_fill.y)
+    return Batch(x, y, mask, row)
 
 
 def _rows(x: Array, index: Array) -> Array:
     """x [n, ...] and index [B] -> x[index], on a CPU one row after another: a gather
     from a large array XLA splits over its threads, however few the rows, and a small
     step then waits longer for them than it computes."""
-    return _copied_rows(x, index) if jax.default_backend() == "cpu" else x[index]
+    return _copied_rows(x, index) if platform() == "cpu" else x[index]
 
 
 @jax.custom_batching.custom_vmap
@@ -331,6 +334,33 @@ def sgd(
     carry = (params, variables["stats"], optimizer.init(params))
     carry, means, _ = work(key, data, step, carry, task, epochs=epochs)
     return {**fixed, **carry[0], "stats": carry[1]}, means if has_aux else means[0]
+
+
+def bind(task: Task, loss: Loss | None = None) -> Callable[..., tuple[PyTree, Any]]:
+    """Returns `sgd` for the clients of one task, as sgd(c, variables, **options).
+
+    The options are those of `sgd`, and `loss`, `stream` (a `keys.Stream` in place of
+    the client's main key) and `data` (in place of its training examples).
+
+    Args:
+      loss: as of `sgd`; None: the cross entropy of the client's own network.
+    """
+
+    def train(
+        c: Client,
+        variables: dict[str, PyTree],
+        *,
+        loss: Loss | None = loss,
+        stream: keys.Stream | None = None,
+        data: Data | None = None,
+        **options: Any,
+    ) -> tuple[dict[str, PyTree], Any]:
+        key = c.key if stream is None else keys.fold(c.key, stream)
+        data = c.train if data is None else data
+        loss = losses.classification(c.model) if loss is None else loss
+        return sgd(key, data, loss, variables, task, **options)
+
+    return train
 
 
 def fold(data: Data, function: Callable[[T, Batch], T], carry: T, batch_size: int) -> T:

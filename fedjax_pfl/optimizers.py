@@ -1,5 +1,6 @@
-"""Optimizers of a part of what a client trains: of each model apart, of some columns,
-of clipped gradients."""
+"""Optimizers for parts of a client's parameters, and for clipped gradients."""
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,10 @@ from fedjax_pfl.types import Array, PyTree
 def per_part(
     optimizers: dict[str, optax.GradientTransformation],
 ) -> optax.GradientTransformation:
-    """An optimizer for each part of a dict of parameters, which sees that part alone.
+    """Returns an optimizer for a dict of parameters that updates each part by its own.
 
-    So a mask by name, such as of "head", holds for every network of a client, and each
-    norm is that of one part; `optax.multi_transform` would show each optimizer the
+    A mask by name, such as of "head", then holds for every network of a client, and
+    each norm is that of one part. `optax.multi_transform` would show each optimizer the
     outer dict.
     """
 
@@ -28,11 +29,34 @@ def per_part(
             name: optimizers[name].update(part, state[name], params[name])
             for name, part in grads.items()
         }
-        return {name: step for name, (step, _) in done.items()}, {
-            name: new for name, (_, new) in done.items()
-        }
+        steps = {name: step for name, (step, _) in done.items()}
+        return steps, {name: new for name, (_, new) in done.items()}
 
     return optax.GradientTransformation(init, update)
+
+
+def in_param_types(
+    make: Callable[[Numeric], optax.GradientTransformation],
+) -> Callable[[Numeric], optax.GradientTransformation]:
+    """Returns the optimizer with gradients cast to the types of the parameters.
+
+    A traced weight makes a sum of gradients float32; moments kept by the optimizer
+    would then change their type.
+    """
+
+    def cast(lr: Numeric) -> optax.GradientTransformation:
+        inner = make(lr)
+
+        def update(
+            gradient: PyTree, state: PyTree, params: PyTree = None
+        ) -> tuple[PyTree, PyTree]:
+            if params is not None:
+                gradient = optax.tree.cast_like(gradient, params)
+            return inner.update(gradient, state, params)
+
+        return optax.GradientTransformation(inner.init, update)
+
+    return cast
 
 
 def clipped(largest: Numeric) -> optax.GradientTransformation:
@@ -41,9 +65,8 @@ def clipped(largest: Numeric) -> optax.GradientTransformation:
     def clip(gradient: PyTree, _: PyTree) -> PyTree:
         # on a CPU much faster than the sum of squares
         norm = jnp.sqrt(optax.tree.vdot(gradient, gradient))
-        return optax.tree.cast_like(
-            optax.tree.scale(jnp.minimum(1, largest / norm), gradient), gradient
-        )
+        scaled = optax.tree.scale(jnp.minimum(1, largest / norm), gradient)
+        return optax.tree.cast_like(scaled, gradient)
 
     return optax.stateless(clip)
 
@@ -51,19 +74,18 @@ def clipped(largest: Numeric) -> optax.GradientTransformation:
 def without_columns(
     hidden: Array, optimizer: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """The optimizer to which the columns `hidden` [D] of the head are 0, so that their
-    weight decay enters no norm by which the other columns are scaled."""
+    """Returns the optimizer with the columns `hidden` [D] of the head masked as 0, so
+    that their weight decay enters no norm by which other columns are scaled."""
 
     def seen(tree: PyTree) -> PyTree:
-        return {
-            **tree,
-            "head": jax.tree.map(
-                lambda x: jnp.where(trees.align(hidden, x.ndim), 0, x), tree["head"]
-            ),
-        }
+        head = jax.tree.map(
+            lambda x: jnp.where(trees.align(hidden, x.ndim), 0, x), tree["head"]
+        )
+        return {**tree, "head": head}
 
-    init = lambda params: optimizer.init(seen(params))
-    update = lambda gradient, state, params: optimizer.update(
-        seen(gradient), state, seen(params)
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        return optimizer.update(seen(grads), state, seen(params))
+
+    return optax.GradientTransformation(
+        lambda params: optimizer.init(seen(params)), update
     )
-    return optax.GradientTransformation(init, update)

@@ -1,4 +1,4 @@
-"""FedOpt: an optimizer at the server in place of the mean of the clients' weights.
+"""FedOpt: treats the averaged client update as a gradient for a server optimizer.
 
 Reference: Reddi et al., Adaptive federated optimization (ICLR 2021, arXiv 2003.00295),
 Algorithm 2."""
@@ -16,26 +16,26 @@ from chex import Numeric
 
 from fedjax_pfl import local_training, trees
 from fedjax_pfl.averaging import BODY_AND_HEAD
-from fedjax_pfl.engine import callables, validate
+from fedjax_pfl.engine import validate
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.hyperparameters import method_name
+from fedjax_pfl.optimizers import in_param_types
 from fedjax_pfl.types import Algorithm, Array, Cohort, Metrics, PyTree, State, Task
 
-NAME = "A server optimizer"
-RATE = "server_optimizer_lr"  # of the hyperparameter that the factory gets
+RATE = "server_optimizer_lr"  # the hyperparameter that `optimized` adds
 # models of a mean whose rounding, at most 2e-5 of a weight, counts as no change
 MANY = 256
 
 
 class Optimized(NamedTuple):
-    """State.server of a method under a server optimizer."""
+    """State.server of a method with a server optimizer."""
 
     method: PyTree  # the method's own
     optimizer: PyTree  # the optimizer's state
 
 
 def plain(server: PyTree) -> PyTree:
-    """The method's own State.server."""
+    """Returns the method's own State.server."""
     return server.method if isinstance(server, Optimized) else server
 
 
@@ -43,31 +43,30 @@ def optimized(
     factory: Callable[..., Algorithm] | str,
     optimizer: Callable[[Numeric], optax.GradientTransformation] = optax.adam,
 ) -> Callable[..., Algorithm]:
-    """The method whose server takes a step of an optimizer where it would take the
-    mean.
+    """Returns the method with a step of an optimizer in place of the server's mean.
 
     In each round the weights w of the server and their mean after it, w', make a
-    gradient w - w', from which the optimizer moves w (for the weights that
-    `Algorithm.averages` names; all else of the state, running statistics among it,
-    becomes what the method makes it). With plain SGD of rate 1 that is w', but for
-    rounding. An optimizer that selects by name sees the averaged parts, of a single one
-    that holds a model (SCAFFOLD's w) the model's. Where w - w' may be the rounding of a
-    mean of so many models (up to 256) the gradient is 0, else Adam would make steps of
-    full length of it. A round in which nobody takes a step, or no weight of the mean
-    moves, changes neither w nor the optimizer's state.
+    gradient w - w', from which the optimizer moves w. It moves the weights named by
+    `Algorithm.averages`; all else of the state, such as running statistics, is the
+    method's. SGD with rate 1 gives w', up to rounding. An optimizer that selects by
+    name sees the averaged parts, or the parts of the model if the only average is one
+    (SCAFFOLD's w). Where w - w' may be the rounding of a mean of up to 256 models the
+    gradient is 0: Adam would take steps of full length from it. A round in which nobody
+    takes a step, or no weight of the mean moves, changes neither w nor the optimizer's
+    state.
 
     Args:
-      factory: a method, or its name, of which `averages` names at least one part.
+      factory: a method, or its name, with at least one name in `averages`.
       optimizer: learning rate -> transformation; its state is kept in State.server
         (`Optimized`).
 
     Returns:
-      a factory with one hyperparameter more, server_optimizer_lr in (0, inf), which is
-      traced.
+      a factory with the further hyperparameter server_optimizer_lr in (0, inf), which
+      is traced.
 
     Raises:
-      InputError: `factory` is no method, or `optimizer` no function of the learning
-        rate.
+      InputError: the method has no averages, or `optimizer` is no function of the
+        learning rate.
 
     Note:
       optax's Adam corrects the bias of its averages and has eps 1e-8; the paper does
@@ -75,7 +74,8 @@ def optimized(
       eps=1e-3)`).
     """
     factory = validate.method(factory)
-    callables.optimizer(optimizer, NAME, RATE)
+    validate.optimizer(optimizer, "server_optimizer")
+    make_step = in_param_types(optimizer)
 
     @functools.wraps(factory)
     def make(
@@ -85,16 +85,16 @@ def optimized(
         if not method.averages:
             raise InputError(
                 f"{method_name(factory)} cannot have a server optimizer: its Algorithm "
-                "names no means of the clients' "
-                "weights in State.server (`averages`), from which it would step."
+                "names no `averages`."
             )
-        return _wrapped(
-            task, method, callables.guarded(optimizer, NAME)(server_optimizer_lr)
-        )
+        return _wrapped(task, method, make_step(server_optimizer_lr))
 
-    known, kind = inspect.signature(factory), inspect.Parameter.KEYWORD_ONLY
+    known = inspect.signature(factory)
     rate = inspect.Parameter(
-        RATE, kind, default=1.0, annotation=Annotated[float, Gt(0)]
+        RATE,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=1.0,
+        annotation=Annotated[float, Gt(0)],
     )
     make.__signature__ = known.replace(parameters=[*known.parameters.values(), rate])  # type: ignore[attr-defined]
     return make
@@ -103,30 +103,26 @@ def optimized(
 def _wrapped(
     task: Task, method: Algorithm, step: optax.GradientTransformation
 ) -> Algorithm:
-    def weights(server: PyTree) -> tuple[PyTree, PyTree]:
-        """What the optimizer moves, and the rest, each with holes."""
-        return trees.partition(
-            server,
-            jax.tree_util.tree_map_with_path(functools.partial(_moves, method), server),
-        )
-
     whole = _whole(method)
-    shown: Callable[[PyTree], PyTree] = lambda tree: tree[whole] if whole else tree
+
+    def weights(server: PyTree) -> tuple[PyTree, PyTree]:
+        """Splits the server's state into what the optimizer moves and the rest, each
+        with holes."""
+        moves = functools.partial(_moves, method)
+        return trees.partition(server, jax.tree_util.tree_map_with_path(moves, server))
+
+    def shown(tree: PyTree) -> PyTree:
+        return tree[whole] if whole else tree
 
     def inner(state: State) -> State:
         return State(state.server.method, state.clients)
 
     def init(key: Array) -> State:
         state = method.init(key)
-        if missing := [name for name in method.averages if name not in state.server]:
-            raise InputError(
-                f"`Algorithm.averages` names {missing[0]!r}, which is no part of "
-                "State.server."
-            )
-        return State(
-            Optimized(state.server, step.init(shown(weights(state.server)[0]))),
-            state.clients,
-        )
+        if missing := set(method.averages) - set(state.server):
+            raise InputError(f"`averages` must be keys of State.server, got {missing}.")
+        moved, _ = weights(state.server)
+        return State(Optimized(state.server, step.init(shown(moved))), state.clients)
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
         new, metrics = method.round(key, inner(state), cohort)
@@ -137,10 +133,9 @@ def _wrapped(
         updates, kept = step.update(
             shown(gradient), state.server.optimizer, shown(before)
         )
-        new_weights = optax.tree.cast_like(
-            optax.apply_updates(shown(before), updates), shown(before)
-        )
-        moved = ({**before, whole: new_weights} if whole else new_weights, kept)
+        after = optax.apply_updates(shown(before), updates)
+        after = optax.tree.cast_like(after, shown(before))
+        moved = ({**before, whole: after} if whole else after, kept)
         moves = functools.reduce(
             jnp.logical_or, map(jnp.any, jax.tree.leaves(gradient)), jnp.bool(False)
         )
@@ -148,43 +143,41 @@ def _wrapped(
         moved, kept = trees.choose(moves, moved, (before, state.server.optimizer))
         return State(Optimized(trees.merge(moved, rest), kept), new.clients), metrics
 
-    predict = lambda server, row, c: method.predict(server.method, row, c)
-    sent = method.traffic
-    traffic = sent and (
-        lambda state, cohort, metrics: sent(inner(state), cohort, metrics)
-    )
+    def traffic(state: State, cohort: Cohort, metrics: Metrics) -> Any:
+        return method.traffic and method.traffic(inner(state), cohort, metrics)
+
     return method._replace(
-        init=init, round=round, predict=predict, traffic=traffic, averages=()
+        init=init,
+        round=round,
+        predict=lambda server, row, c: method.predict(server.method, row, c),
+        traffic=method.traffic and traffic,
+        averages=(),
     )
 
 
 def _difference(count: Array, before: Array, mean: Array) -> Array:
-    """before - mean, and 0 where it is no more than the rounding of a mean of `count`
-    [] models that are all as before."""
+    """Returns before - mean, and 0 where it is at most the rounding of a mean of
+    `count` [] models that are all `before`."""
     difference = before - mean
-    # their shares, products and sum are each rounded, in float32: by count + 1 half
-    # units in the last place; and methods mix the mean with what was before
-    # (`trees.lerp`). Of many models that would be as much as they move.
-    bound = (
-        (jnp.minimum(count, MANY) + 8) * jnp.finfo(jnp.float32).epsneg * jnp.abs(before)
-    )
+    # shares, products and sum are each rounded in float32, by count + 1 half units in
+    # the last place, and methods mix the mean with what was before (`trees.lerp`); of
+    # many models that would be as much as they move
+    units = (jnp.minimum(count, MANY) + 8) * jnp.finfo(jnp.float32).epsneg
+    bound = units * jnp.abs(before)
     return jnp.where(jnp.abs(difference) <= bound, 0, difference)
 
 
 def _moves(method: Algorithm, path: tuple[Any, ...], leaf: Array) -> bool:
-    """Is a leaf of State.server one of the weights that the server averages?"""
-    names = [getattr(key, "key", None) for key in path]
-    # a module may be called so, too
-    stats = names[1:2] == ["stats"] and names[0] == _whole(method)
-    return (
-        names[0] in method.averages
-        and not stats
-        and jnp.issubdtype(leaf.dtype, jnp.floating)
-    )
+    """Returns True for a leaf of State.server that is an averaged weight."""
+    first, *names = [getattr(key, "key", None) for key in path]
+    # a module may be called "stats", too
+    stats = names[:1] == ["stats"] and first == _whole(method)
+    floats = jnp.issubdtype(leaf.dtype, jnp.floating)
+    return first in method.averages and not stats and floats
 
 
 def _whole(method: Algorithm) -> str:
-    """The only part that the server averages, if it holds the parts of a model
-    (SCAFFOLD, pFedAFM); else nothing."""
+    """Returns the only averaged name if it holds the parts of a model (SCAFFOLD,
+    pFedAFM); else nothing."""
     first, *others = method.averages
     return "" if others or first in BODY_AND_HEAD else first

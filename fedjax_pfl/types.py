@@ -67,7 +67,8 @@ class Data(NamedTuple):
     index: Array  # type: ignore[assignment]  # hides tuple.index; [M] int32
     size: Array  # [] int32
     prepare: Callable[[Array], Array]  # raw [B, *input] -> the model's input [B, ...]
-    # what stands where Batch.mask is False: x prepared [...], y []; None: zeros
+    # content of the rows where Batch.mask is False: x prepared [...], y [];
+    # None: the client's first example
     mask_fill: Examples | None = None
 
 
@@ -235,6 +236,16 @@ class Metrics(NamedTuple):
     post: Any = None
     clients: dict[str, Array] = {}  # noqa: RUF012  # {name: [S]}, ignored where inactive; immutable by convention
     server: dict[str, Array] = {}  # noqa: RUF012  # {name: any shape}, such as mixing weights [N, N]
+
+
+class Update(NamedTuple):
+    """What one client returns from a round, see `averaging.from_client`."""
+
+    upload: PyTree  # of floats; averaged by the server
+    row: PyTree  # the client's entry of State.clients, kept
+    predict: Predictor  # the model that the client would use now, scored as `post`
+    loss: Array  # [] mean training loss
+    metrics: dict[str, Array] = {}  # noqa: RUF012  # {name: []}; immutable by convention
 
 
 class Cohort(Protocol):

@@ -9,7 +9,8 @@ import pytest
 from PIL import Image
 
 from fedjax_pfl.data import celeba, datasets
-from fedjax_pfl.data.partitioners import class_counts, partition
+from fedjax_pfl.data.partition import class_counts
+from fedjax_pfl.data.partitioners import partition
 from fedjax_pfl.errors import InputError
 
 FEATURES = "tensorflow_datasets.core.features."

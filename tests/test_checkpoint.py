@@ -25,7 +25,7 @@ from experiments import (
     settings,
 )
 from fedjax_pfl import simulate
-from fedjax_pfl.engine import checkpoint, loop, memory
+from fedjax_pfl.engine import checkpoint, memory, rounds as rounds_module
 from fedjax_pfl.errors import InputError
 
 FLAGS = [
@@ -384,7 +384,7 @@ def test_ctrl_c_keeps_a_resumable_run(whole, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(simulate, "rounds", interrupted)
         # else it stops after those that were begun with this one
-        patch.setattr(loop, "SECONDS", 0.0)
+        patch.setattr(rounds_module, "SECONDS", 0.0)
         assert main.run([*FLAGS, "--rounds=6", f"--workdir={path}"]) == 130
     said = capsys.readouterr()
     assert (

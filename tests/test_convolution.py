@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fedjax_pfl.models.kernels import convolution
+from fedjax_pfl.kernels import convolution
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 # images, kernels, paddings; odd sizes, tiles that reach over the edge; the error that

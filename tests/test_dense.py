@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fedjax_pfl.models.kernels import convolution, dense
+from fedjax_pfl.kernels import convolution, dense
 
 NUMBERS = (((1,), (0,)), ((), ()))
 ROWS, IN, OUT = 3, 4096, 64

@@ -225,6 +225,38 @@ BENCHMARK_FLAGS = {
 }
 
 
+# Folders and files whose language is checked; the rest of the repository follows.
+CLEAN = [
+    "CONTRIBUTING.md",
+    "docs/comparison.md",
+    "docs/evaluation.md",
+    "docs/faq.md",
+    "docs/methods",
+    "docs/performance.md",
+    "docs/scaling.md",
+]
+BANNED = re.compile(
+    r"\b(?:said|told|beside|apart|lies|stands|courses?|homes|own part|stays|of it|dealt"
+    r"|what comes of|dearest)\b|(?<!\bin[\s-])\bplaces?\b(?! of\b|[(=.`])",
+    re.IGNORECASE,
+)
+OPENING = re.compile(r"(What|Whether|Where|Of|So that|As)\b")
+
+
+@pytest.mark.parametrize("path", CLEAN)
+def test_the_language_is_plain(path):
+    root = ROOT / path
+    for file in [root] if root.is_file() else sorted(root.rglob("*.[mp][dy]")):
+        text = file.read_text()
+        code = r"```.*?```|`[^`]*`" if file.suffix == ".md" else r"\Z"
+        words = BANNED.findall(re.sub(code, "", text, flags=re.DOTALL))
+        assert not words, (file, words)
+        tree = ast.walk(ast.parse(text)) if file.suffix == ".py" else ()
+        for node in tree:
+            doc = isinstance(node, ast.FunctionDef) and ast.get_docstring(node)
+            assert not OPENING.match(doc or ""), (file, doc)
+
+
 # --- slow: everything is run
 
 

@@ -10,10 +10,10 @@ import toy
 from scipy.stats import norm
 
 from fedjax_pfl import local_training, losses
+from fedjax_pfl.algorithms.feddva import dva, phases as dva_phases
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import vae
-from fedjax_pfl.numerics import dva, dva_phases
-from fedjax_pfl.numerics.dva import Gaussian
+from fedjax_pfl.models.vae import Gaussian
 from fedjax_pfl.types import Batch, Data, Examples, Network
 
 MASK = jnp.array([True, True, False, True, True, False])

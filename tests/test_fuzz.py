@@ -60,6 +60,7 @@ HPARAMS: dict[str, dict[str, tuple]] = {  # other ways through a method
     "pfedc": {
         "tasks": ("class", "map:0,1,0,1"),
         "head": ("group_softmax", "group_reject"),
+        "train": ("held", "all"),
         "download": ("bank", "stale"),
     },
     "privacy_pfedc": {

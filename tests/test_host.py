@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.numerics import callbacks
+from fedjax_pfl import host_callback
 
 
 def test_a_step_on_the_host_gets_whole_arrays_that_came_in_small_pieces():
@@ -12,7 +12,7 @@ def test_a_step_on_the_host_gets_whole_arrays_that_came_in_small_pieces():
     the step."""
     rows, number = jnp.arange(90_000.0).reshape(300, 300), jnp.int32(7)
     result = jax.ShapeDtypeStruct((300,), jnp.float32)
-    step = lambda rows, number: callbacks.call(
+    step = lambda rows, number: host_callback.call(
         lambda x, n: x[n] + x.sum(axis=0, dtype=x.dtype), result, rows, number
     )
     np.testing.assert_array_equal(

@@ -290,7 +290,7 @@ def test_a_partition_file_says_how_many_clients(done, tmp_path, monkeypatch, cap
     assert again == config
     with pytest.raises(
         InputError,
-        match=r"p.npz holds 5 clients, not 4: leave their number out, or say 5",
+        match=r"`clients` must be 5, as in partition=file:.*p.npz, got 4",
     ):
         build.prepare(settings.resolve(user | {"clients": 4}))
 
@@ -898,7 +898,10 @@ BAD = [
     ),
     ("--algo=fedavg --val_fraction=1", "val_fraction=1.0 is outside its range [0, 1)"),
     ("--algo=fedavg --test_split=mine", "Unknown test_split 'mine'"),
-    ("--algo=fedavg --test_split=official", "digits has no official test set"),
+    (
+        "--algo=fedavg --test_split=official",
+        "at most 0, the size of the official test set",
+    ),
     ("--algo=fedavg --bn_stats=global", "Unknown bn_stats 'global'"),
     ("--algo=fedavg --model=cnn", "needs images of at least 16x16 pixels, got 8x8"),
     ("--algo=fedavg --dataset=npz:nowhere.npz", "There is no file 'nowhere.npz'"),

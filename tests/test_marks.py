@@ -113,8 +113,3 @@ def test_what_cannot_be_marked_is_said():
     p = partition(data, "iid", num_clients=4, seed=0)
     with pytest.raises(InputError, match="square images of at least 8 pixels"):
         marks.mark(data._replace(x=data.x[:, :20]), p, 0)
-    shared = p._replace(
-        train=np.where(np.arange(4)[:, None] == 1, p.train[:1], p.train)
-    )
-    with pytest.raises(InputError, match="belongs to two clients"):
-        marks.mark(data, shared, 0)

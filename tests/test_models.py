@@ -16,7 +16,7 @@ from jax import lax
 
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import MODELS, flops, layers, model, nets, num_parameters
-from fedjax_pfl.models.functional import BN_STATS
+from fedjax_pfl.models.nnx_model import BN_STATS
 
 
 @pytest.fixture(autouse=True)

@@ -253,7 +253,7 @@ def test_describe_and_list_know_them(here, capsys):
 
 HEAD = (
     "import numpy as np\nimport fedjax_pfl as pfl\nfrom flax import nnx\nfrom "
-    "fedjax_pfl.data import partitioners\n"
+    "fedjax_pfl.data import partition\n"
 )
 MISTAKES = {  # kind, function (or the file's name): what is said
     ("model", "nowhere.py:f"): "there is no such file",
@@ -294,53 +294,51 @@ MISTAKES = {  # kind, function (or the file's name): what is said
         "def f(path): pass",
     ): r"called with \(\) or \(seed\) \(missing a required argument: 'path'\)",
     ("dataset", "def f(): raise KeyError('x')"): r"fails \(KeyError: 'x'\)",
-    ("dataset", "def f(): return 1, 2"): "returns tuple, not a fedjax_pfl.Dataset",
+    ("dataset", "def f(): return 1, 2"): r"x must be \[examples, ...\] and not empty",
     ("dataset", "def f(): return pfl.load('digitts')"): "Unknown data set 'digitts'",
     (
         "dataset",
         "def f(): d = pfl.load('digits'); return d._replace(prepare=None)",
-    ): "prepare=None must be a function",
+    ): "prepare` of .* fails on a batch",
     (
         "dataset",
         "def f(): d = pfl.load('digits'); return d._replace(y=d.y[1:])",
-    ): "1797 inputs x but 1796 labels y",
+    ): "y must be 1797 integer labels",
     (
         "dataset",
         "def f(): d = pfl.load('digits'); return d._replace(num_classes=9)",
-    ): r"9 classes but labels 0\.\.9",
+    ): r"labels must be below num_classes=9, got 9",
     (
         "dataset",
         "def f(): d = pfl.load('digits'); return d._replace(x=d.x * np.nan)",
-    ): "NaN or infinite values",
+    ): "x must be finite",
     (
         "dataset",
         "def f(): d = pfl.load('digits'); return d._replace(prepare=lambda x: x[0])",
     ): "must keep the first axis",
     ("partition", "def f(): pass"): r"called with \(dataset, num_clients, seed\)",
-    ("partition", "def f(d, n, seed): return [1, 2]"): "is list, not a Partition",
     (
         "partition",
-        "def f(d, n, seed): return partitioners.of_clients([[0], [1]], [[2], [3]])",
-    ): ("gives rows to 2 clients, not 5: say clients=2"),
+        "def f(d, n, seed): return [1, 2]",
+    ): "must be a Partition, as .*, got list",
     (
         "partition",
-        "def f(d, n, seed): return partitioners.of_clients([[0]] * n, [[1]] * n)",
-    ): "train more than once",
+        "def f(d, n, seed): return partition.of_clients([[0], [1]], [[2], [3]])",
+    ): ("`clients` must be 2, as in partition=.*, got 5"),
     (
         "partition",
-        "def f(d, n, seed): return partitioners.of_clients([[i] for i in range(n)], "
+        "def f(d, n, seed): return partition.of_clients([[0]] * n, [[1]] * n)",
+    ): "train must hold every row once",
+    (
+        "partition",
+        "def f(d, n, seed): return partition.of_clients([[i] for i in range(n)], "
         "[[0.5]] * n)",
-    ): ("test must have a list of row numbers"),
+    ): ("test` must have a list of row numbers"),
     (
         "partition",
-        "def f(d, n, seed): return partitioners.of_clients([[i] for i in range(n)], "
+        "def f(d, n, seed): return partition.of_clients([[i] for i in range(n)], "
         "[[9999]] * n)",
-    ): ("holds the row 9999"),
-    (
-        "partition",
-        "def f(d, n, seed): return pfl.partition(d, 'iid', num_clients=n, "
-        "seed=0)._replace(test=np.zeros(3))",
-    ): (r"test is float64\[3\] with sizes \[5\]"),
+    ): ("test must hold rows of the data set, 0..1796, got 9999"),
 }
 
 

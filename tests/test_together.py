@@ -11,7 +11,7 @@ from toy import assert_close
 
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.engine import loop
+from fedjax_pfl.engine import rounds
 
 KEY = jax.random.key(3)
 ROUNDS = 8
@@ -29,7 +29,7 @@ ALL = [
 
 @pytest.fixture(autouse=True)
 def never_too_long(monkeypatch):
-    monkeypatch.setattr(loop, "SECONDS", 1e9)
+    monkeypatch.setattr(rounds, "SECONDS", 1e9)
 
 
 def run(program, **options):
@@ -83,7 +83,7 @@ def test_how_many_go_together_is_not_seen(monkeypatch):
     """Bit for bit: what was interrupted goes on with another number."""
     program = program_of("ditto", 1, (0.3, 0.7))
     many = run(program, eval_every=0, state_every=4)
-    monkeypatch.setattr(loop, "SECONDS", 0.0)
+    monkeypatch.setattr(rounds, "SECONDS", 0.0)
     single = run(program, eval_every=0, state_every=4)
     assert [r.round for r in many if r.state is None] == [1, 2, 4, 5, 6]
     assert all(r.state is not None for r in single)
@@ -106,7 +106,7 @@ def test_how_many_go_together_is_not_seen(monkeypatch):
     ],
 )
 def test_rounds_to_the_next_that_is_asked_about(t, eval_every, state_every, count):
-    assert loop._free(t, 20, eval_every, state_every) == count
+    assert rounds._free(t, 20, eval_every, state_every) == count
 
 
 def test_what_diverges_among_them_is_not_given_out():
@@ -135,7 +135,7 @@ def test_the_devices_say_no_more_to_each_other_than_in_one_round():
     )
     lowered = (
         jax.jit(program.round).lower(*args),
-        jax.jit(loop._several(program)).lower(*args, np.int32(3)),
+        jax.jit(rounds._several(program)).lower(*args, np.int32(3)),
     )
     one, several = (collectives(made.compile()) for made in lowered)
     assert one.keys() == several.keys() and all(

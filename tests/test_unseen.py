@@ -26,7 +26,8 @@ from experiments.config import Config
 from experiments.recorded import is_complete
 from fedjax_pfl import models, testing, trees
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.data import datasets, marks, partitioners
+from fedjax_pfl.data import datasets, marks
+from fedjax_pfl.data.partition import load_file, save, select
 from fedjax_pfl.engine import validate
 from fedjax_pfl.engine.unseen import among, obstacle, scorer
 from fedjax_pfl.errors import InputError
@@ -68,16 +69,16 @@ def test_training_does_not_know_of_them(run, tmp_path):
         json.loads((run / "partition.json").read_text()),
     )
     data = datasets.subset(datasets.load("digits"), 0.2, config["seed"])
-    everybody = partitioners.load_file(run / "partition.npz", data)
+    everybody = load_file(run / "partition.npz", data)
     assert config["clients"] == len(everybody.train) == 6 and len(apart["unseen"]) == 2
-    alone = partitioners.select(everybody, np.setdiff1d(np.arange(6), apart["unseen"]))
+    alone = select(everybody, np.setdiff1d(np.arange(6), apart["unseen"]))
     assert "digits (0.2 of it): 6 clients (0.3 of them unseen)" in comparison.title(
         [gather.read(run)]
     )
     toy.assert_same(
         courses.sizes(gather.read(run)), (alone.train_sizes, alone.test_sizes)
     )
-    partitioners.save(tmp_path / "alone.npz", alone, data)
+    save(tmp_path / "alone.npz", alone, data)
     given = [
         f"--partition=file:{tmp_path / 'alone.npz'}",
         "--rounds=2",

@@ -9,10 +9,10 @@ import toy
 from flax import nnx
 
 from fedjax_pfl import trees
+from fedjax_pfl.algorithms.feddva import phases as dva_phases
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.kernels import transposed
 from fedjax_pfl.models import layers, model, num_parameters, vae
-from fedjax_pfl.models.kernels import transposed
-from fedjax_pfl.numerics import dva_phases
 
 WIDE = (32, 64, 128, 256, 512)
 # images, d_z = d_c, hidden widths; both encoders, decoder, classifier of 10

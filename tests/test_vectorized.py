@@ -15,7 +15,7 @@ from toy import assert_close
 
 from fedjax_pfl import models, simulate, trees
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.engine import loop
+from fedjax_pfl.engine import rounds
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import layers, nets
 
@@ -108,7 +108,7 @@ def test_a_run_that_diverges_leaves_the_others_as_they_are():
 
 @pytest.mark.parametrize("intervals", [(1, 3), (3, 1)])
 def test_functions_compiled_for_other_intervals_serve(intervals, monkeypatch):
-    monkeypatch.setattr(loop, "SECONDS", 1e9)  # as many rounds at once as may be
+    monkeypatch.setattr(rounds, "SECONDS", 1e9)  # as many rounds at once as may be
     program, f = runs_of("ditto")[0], federations()[0]
     first, now = ({"eval_every": every, "state_every": every} for every in intervals)
     functions = simulate.compiled(program, KEYS[0], f, **first)

@@ -13,7 +13,7 @@ from flax import nnx
 from fedjax_pfl import models
 from fedjax_pfl.engine import flops
 from fedjax_pfl.engine.flops import parameters
-from fedjax_pfl.models import layers, nets, work
+from fedjax_pfl.models import layers, nets, nnx_model
 
 STEP = models.flops(toy.tiny_mlp, toy.SHAPE, toy.C, 4)  # of the model, batches of 4
 HIDDEN, HEAD = 2 * 4 * 6 * 8, 2 * 4 * 8 * 4  # of its two products, forward
@@ -141,7 +141,7 @@ def test_convolutions_of_another_form_count_about_as_much():
     """XLA's own, by whose gradient for the input the padding is counted, too."""
     x = jax.ShapeDtypeStruct((4, 16, 16, 3), jnp.float32)
     xla, products = (
-        work.step_flops(models.model("lenet", x.shape[1:], 10, conv=form), x)
+        nnx_model.step_flops(models.model("lenet", x.shape[1:], 10, conv=form), x)
         for form in ("xla", "matmul")
     )
     assert (
@@ -182,6 +182,6 @@ def test_convolutions_of_ones_own_network_count():
     x = jax.ShapeDtypeStruct((4, 6, 6, 1), jnp.float32)
     assert (
         flops.flops_of_step(toy.METHODS["local"], task, toy.federation())
-        == work.step_flops(task.model, x)
+        == nnx_model.step_flops(task.model, x)
         > 0
     )

@@ -13,6 +13,7 @@ import optax
 from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, evaluation, keys, local_training, losses, trees
+from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import predictor
 from fedjax_pfl.types import (
     Algorithm,
@@ -62,6 +63,7 @@ def mixture(v: PyTree, a: Array, w: PyTree) -> PyTree:
     }
 
 
+@register("apfl")
 def apfl(
     task: Task,
     *,

@@ -1,5 +1,5 @@
-"""Ditto: FedAvg, and beside it a personal model per client that a proximal term holds
-near the global one.
+"""Ditto: FedAvg plus one personal model per client, regularised towards the global
+model.
 
 Reference: Li et al., Ditto: fair and robust federated learning through personalization
 (ICML 2021), Algorithm 1.
@@ -9,20 +9,12 @@ from typing import Annotated
 
 from annotated_types import Ge, Interval
 
-from fedjax_pfl import averaging, evaluation, local_training, losses, trees
-from fedjax_pfl.types import (
-    Algorithm,
-    Array,
-    Client,
-    Cohort,
-    Metrics,
-    Predictor,
-    PyTree,
-    State,
-    Task,
-)
+from fedjax_pfl import averaging, local_training, trees
+from fedjax_pfl.algorithms.registry import register
+from fedjax_pfl.types import Algorithm, Task, Update
 
 
+@register("ditto")
 def ditto(
     task: Task,
     *,
@@ -41,56 +33,26 @@ def ditto(
     Note:
       The global model is averaged with weights proportional to the training examples;
       the authors average uniformly over clients sampled in proportion to their size. v
-      and w see the same batches in the same order, as far as both go:
-      `local_training.sgd` is given the same key. The reported loss is that of w.
+      and w are trained on the same batches in the same order. The reported loss is that
+      of w.
     """
-    # `split.send` divides variables into (what is uploaded, what stays), as bn_stats
-    # says; `receive` joins them; what stays is the entry "own" of a client's row,
-    # beside v
-    loss, split = losses.classification(task.model), averaging.split(task)
+    sgd, split = local_training.bind(task), averaging.split(task)
 
-    def init(key: Array) -> State:
+    def init(key):
         return split.init(key, lambda w: {"v": w})
 
-    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        proximal = trees.proximal(averaging.params(state.server), lam)
+    def client(c, server, row):
+        # The personal model near w^t: the gradient of Eq. 1.
+        anchor = trees.proximal(averaging.params(server), lam)
+        v, _ = sgd(c, row["v"], extra=anchor, epochs=personal_epochs)
+        # The client's part of the global problem, from w^t.
+        w, loss = sgd(c, split.receive(server, row["own"]))
+        upload, own = split.send(w)
+        predict = averaging.predictor(c.model, v)
+        return Update(upload, {"v": v, "own": own}, predict, loss)
 
-        def client(
-            c: Client, mine: PyTree
-        ) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
-            # the personal model near w^t: the gradient of Eq. 1
-            v, _ = local_training.sgd(
-                c.key,
-                c.train,
-                loss,
-                mine["v"],
-                task,
-                extra=proximal,
-                epochs=personal_epochs,
-            )
-            # the client's part of the global problem, from w^t
-            w = split.receive(state.server, mine["own"])
-            w, value = local_training.sgd(c.key, c.train, loss, w, task)
-            shared, own = split.send(w)
-            return (
-                shared,
-                {"v": v, "own": own},
-                value,
-                evaluation.post(cohort, c, averaging.predictor(task.model, v)),
-            )
+    def predict(server, row, c):
+        return averaging.predictor(c.model, row["v"])
 
-        w, (mine, value, post) = cohort.mean(
-            client, state.clients, weight=cohort.sizes, default=state.server
-        )
-        return State(w, mine), Metrics(value, post)
-
-    def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
-        return averaging.predictor(task.model, mine["v"])
-
-    return Algorithm(
-        init,
-        round,
-        predict,
-        evaluation.classification,
-        averages=averaging.BODY_AND_HEAD,
-    )
+    averages = averaging.BODY_AND_HEAD
+    return averaging.from_client(init, client, predict, averages=averages)

@@ -13,6 +13,7 @@ import optax
 from annotated_types import Ge
 
 from fedjax_pfl import architectures, evaluation, local_training, losses, traffic, trees
+from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import predictor
 from fedjax_pfl.types import (
     Algorithm,
@@ -53,6 +54,7 @@ def teacher(
     return received, mine["known"] | (count > 0)
 
 
+@register("fd", several_architectures=True)
 def fd(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
     """Trains each client's own model on labels, and on the others' mean prediction for
     the label.
@@ -141,6 +143,4 @@ def fd(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
         )
         return count._replace(ints=own)  # which classes
 
-    return Algorithm(
-        init, round, predict, evaluation.classification, sent, one_architecture=False
-    )
+    return Algorithm(init, round, predict, evaluation.classification, sent)

@@ -15,6 +15,7 @@ from annotated_types import Ge, Interval
 from chex import Numeric
 
 from fedjax_pfl import averaging, evaluation, keys, local_training, losses, trees
+from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import BODY_AND_HEAD, predictor
 from fedjax_pfl.types import (
     Algorithm,
@@ -127,6 +128,7 @@ def learn(
     return weights, epochs
 
 
+@register("fedala")
 def fedala(
     task: Task,
     *,

@@ -13,8 +13,8 @@ from annotated_types import Ge, Gt, Interval
 from chex import Numeric
 
 from fedjax_pfl import evaluation, local_training, losses, traffic, trees
+from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import params, predictor
-from fedjax_pfl.numerics.similarity import cosines, square_distances
 from fedjax_pfl.types import (
     Algorithm,
     Array,
@@ -27,6 +27,55 @@ from fedjax_pfl.types import (
     Task,
     Traffic,
 )
+
+TINY = 1e-12
+
+
+def gram(a: PyTree, b: PyTree) -> Array:
+    """Inner products [S, N] of the models a [S, ...] and b [N, ...]."""
+
+    def flat(x: Array) -> Array:
+        return x.reshape(len(x), -1).astype(jnp.float32)
+
+    products = (
+        jnp.dot(flat(x), flat(y).T, precision=jax.lax.Precision.HIGHEST)
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+    return sum(products, jnp.zeros(()))
+
+
+def square_norms(w: PyTree) -> Array:
+    """||w_i||^2 [N] of models w [N, ...]."""
+    squares = (
+        jnp.sum(x.astype(jnp.float32) ** 2, axis=tuple(range(1, x.ndim)))
+        for x in jax.tree.leaves(w)
+    )
+    return sum(squares, jnp.zeros(()))
+
+
+def square_distances(w: PyTree, ids: Array) -> Array:
+    """||w_i - w_j||^2 [S, N] of the models `ids` [S] to all models w [N, ...]."""
+    # one matrix product instead of S passes over all models; centred, so that what they
+    # have in common cannot cancel
+    w = jax.tree.map(
+        lambda x: (
+            x.astype(jnp.float32)
+            - jnp.mean(x.astype(jnp.float32), axis=0, keepdims=True)
+        ),
+        w,
+    )
+    norms = square_norms(w)
+    return jnp.maximum(
+        norms[ids][:, None] + norms[None] - 2 * gram(trees.gather(w, ids), w), 0
+    )
+
+
+def cosines(w: PyTree, ids: Array) -> Array:
+    """cos(w_i, w_j) [S, N] of the models `ids` [S] with all models w [N, ...]."""
+    norms = jnp.sqrt(square_norms(w))
+    return gram(trees.gather(w, ids), w) / jnp.maximum(
+        norms[ids][:, None] * norms[None], TINY
+    )
 
 
 def amp_weights(
@@ -82,6 +131,7 @@ def mixtures(xi: Array, w: PyTree, ids: Array) -> PyTree:
     return jax.tree.map(mix, w)
 
 
+@register("fedamp")
 def fedamp(
     task: Task,
     *,

@@ -10,16 +10,19 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Interval
 
+from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import FINE_TUNED, Phase, partial_averaging, split
 from fedjax_pfl.types import Algorithm, Task
 
 
+@register("fedavg")
 def fedavg(task: Task) -> Algorithm:
     """Averages the clients' models weighted by their numbers of training examples
     (Algorithm 1)."""
     return partial_averaging(task, split(task))
 
 
+@register("fedavg_ft")
 def fedavg_ft(
     task: Task,
     *,
@@ -39,6 +42,7 @@ def fedavg_ft(
     return partial_averaging(task, split(task), fine_tune=phase)
 
 
+@register("fedprox")
 def fedprox(task: Task, *, mu: Annotated[float, Ge(0)] = 0.001) -> Algorithm:
     """FedAvg with the proximal term mu/2 ||w - w^t||^2 in the local loss (Eq. 2).
 

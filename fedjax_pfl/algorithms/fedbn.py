@@ -8,10 +8,12 @@ normalization (ICLR 2021).
 import jax
 from absl import logging
 
+from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import partial_averaging, split
 from fedjax_pfl.types import Algorithm, Task
 
 
+@register("fedbn")
 def fedbn(task: Task) -> Algorithm:
     """Averages all but the batch-norm layers, which are found by module type; equals
     FedAvg where there are none."""

@@ -29,6 +29,7 @@ from fedjax_pfl import (
     models,
     trees,
 )
+from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.models import layers
 from fedjax_pfl.types import (
     Algorithm,
@@ -227,6 +228,7 @@ def objective(
     return loss
 
 
+@register("fedcp")
 def fedcp(
     task: Task,
     *,

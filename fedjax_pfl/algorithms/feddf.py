@@ -23,7 +23,8 @@ from fedjax_pfl import (
     losses,
 )
 from fedjax_pfl.algorithms import public_data
-from fedjax_pfl.numerics import mixtures
+from fedjax_pfl.algorithms.knowledge_transfer import mixtures
+from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.optimizers import clipped
 from fedjax_pfl.types import (
     Algorithm,
@@ -74,6 +75,7 @@ class Students(NamedTuple):
     held_out: Annotated[float, Interval(gt=0, lt=1)] = 0.1
 
 
+@register("feddf", several_architectures=True)
 @hyperparameters.shared(Students)
 def feddf(task: Task, *, on: Students) -> Algorithm:
     """Averages the models within each architecture and distils the mean logits of all
@@ -195,11 +197,10 @@ def feddf(task: Task, *, on: Students) -> Algorithm:
             c.model, split.receive(architectures.select(server, c.architecture), own)
         )
 
-    return Algorithm(
-        init, round, predict, evaluation.classification, one_architecture=False
-    )
+    return Algorithm(init, round, predict, evaluation.classification)
 
 
+@register("pfeddf", several_architectures=True)
 @hyperparameters.shared(Students)
 def pfeddf(
     task: Task,

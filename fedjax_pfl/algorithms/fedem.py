@@ -13,6 +13,7 @@ import optax
 from annotated_types import Interval
 
 from fedjax_pfl import averaging, evaluation, local_training, losses, trees
+from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.types import (
     Algorithm,
     Array,
@@ -82,6 +83,7 @@ def mixture(task: Task, components: PyTree, pi: Array) -> Predictor:
     return predict
 
 
+@register("fedem")
 def fedem(
     task: Task,
     *,

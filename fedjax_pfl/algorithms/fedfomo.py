@@ -14,6 +14,7 @@ from annotated_types import Ge, Interval
 from chex import Numeric
 
 from fedjax_pfl import averaging, evaluation, keys, local_training, losses, trees
+from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import params, predictor
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import (
@@ -120,6 +121,7 @@ def check_room(task: Task, received: int) -> None:
         )
 
 
+@register("fedfomo")
 def fedfomo(
     task: Task,
     *,

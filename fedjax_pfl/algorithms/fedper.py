@@ -15,6 +15,7 @@ from absl import logging
 from annotated_types import Interval
 
 from fedjax_pfl import keys
+from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import (
     FINE_TUNED,
     Path,
@@ -24,7 +25,7 @@ from fedjax_pfl.averaging import (
     split_layers,
 )
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.models.order import layers
+from fedjax_pfl.models.nnx_model import layer_order
 from fedjax_pfl.types import Algorithm, Model, Task
 
 
@@ -37,6 +38,7 @@ def _warn_without_body(task: Task) -> None:
         logging.log_first_n(logging.WARNING, what, 1)
 
 
+@register("fedper")
 def fedper(task: Task) -> Algorithm:
     """Shares the body and keeps the head, the last layer, personal; both are trained
     together.
@@ -49,6 +51,7 @@ def fedper(task: Task) -> Algorithm:
     return partial_averaging(task, split(task, ("head",)))
 
 
+@register("fedrep")
 def fedrep(
     task: Task,
     *,
@@ -75,6 +78,7 @@ def fedrep(
     return partial_averaging(task, split(task, ("head",)), phases=head + body)
 
 
+@register("lg_fedavg", several_architectures=True)
 def lg_fedavg(
     task: Task,
     *,
@@ -97,10 +101,10 @@ def lg_fedavg(
       architecture. A batch norm goes with the layer before it.
     """
     if shared == "head":
-        return partial_averaging(task, split(task, ("body",)), one_architecture=False)
+        return partial_averaging(task, split(task, ("body",)))
 
     def chosen(model: Model) -> list[Path]:
-        found = layers(model, task.prepared)
+        found = layer_order(model, task.prepared)
         convs = [
             layer
             for layer in found
@@ -115,9 +119,10 @@ def lg_fedavg(
         parts["conv1+head"] = [*convs[:1], found[-1]]
         return [path for layer in parts[shared] for path in layer]
 
-    return partial_averaging(task, split_layers(task, chosen), one_architecture=False)
+    return partial_averaging(task, split_layers(task, chosen))
 
 
+@register("fedbabu")
 def fedbabu(
     task: Task,
     *,

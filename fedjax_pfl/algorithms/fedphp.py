@@ -13,6 +13,7 @@ from annotated_types import Interval
 from chex import Numeric
 
 from fedjax_pfl import averaging, evaluation, local_training, losses, trees
+from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import beside, score_beside
 from fedjax_pfl.errors import needed
 from fedjax_pfl.types import (
@@ -64,6 +65,7 @@ def transfer_loss(
     return loss
 
 
+@register("fedphp")
 def fedphp(
     task: Task,
     *,

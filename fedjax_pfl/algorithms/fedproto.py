@@ -21,6 +21,7 @@ from fedjax_pfl import (
     losses,
     traffic,
 )
+from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import (
     Algorithm,
@@ -58,6 +59,7 @@ def predictor(model: Model, w: PyTree, server: PyTree) -> Predictor:
     return predict
 
 
+@register("fedproto", several_architectures=True)
 def fedproto(
     task: Task,
     *,
@@ -181,4 +183,4 @@ def fedproto(
         # which classes
         return traffic.both_ways(cohort, down, widths[0] * own)._replace(ints=own)
 
-    return Algorithm(init, round, predict, score, sent, one_architecture=False)
+    return Algorithm(init, round, predict, score, sent)

@@ -14,6 +14,7 @@ from annotated_types import Ge
 from chex import Numeric
 
 from fedjax_pfl import averaging, evaluation, local_training, losses, optimizers
+from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.types import (
     Algorithm,
     Array,
@@ -35,6 +36,7 @@ def personal_loss(task: Task, own: PyTree, h: Array, z: Array, batch: Batch) -> 
     return losses.cross_entropy(z + task.model.head(own, h), batch.y, batch.mask)
 
 
+@register("fedrod")
 def fedrod(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
     """Trains body and generic head on the balanced loss, and the personal head on the
     sum of both heads' logits.

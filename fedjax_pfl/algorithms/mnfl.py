@@ -14,6 +14,7 @@ from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, evaluation, local_training, losses, traffic, trees
 from fedjax_pfl.aggregate import descend
+from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.types import (
     Algorithm,
     Array,
@@ -60,6 +61,7 @@ def gradient(row: Array, w: PyTree, models: PyTree) -> Array:
     return inner / jnp.where(norm > 0, norm, 1)
 
 
+@register("mnfl")
 def mnfl(
     task: Task,
     *,

@@ -18,6 +18,7 @@ from annotated_types import Ge, Gt, Interval
 from chex import Numeric
 
 from fedjax_pfl import evaluation, local_training, losses, traffic, trees
+from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.errors import InputError, needed
 from fedjax_pfl.types import (
     Algorithm,
@@ -174,6 +175,7 @@ def descend(
     return w, value
 
 
+@register("mocha")
 def mocha(
     task: Task,
     *,

@@ -28,6 +28,7 @@ from fedjax_pfl import (
     traffic,
     trees,
 )
+from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.algorithms.shared_model import (
     Objective,
     Outputs,
@@ -39,7 +40,6 @@ from fedjax_pfl.algorithms.shared_model import (
 )
 from fedjax_pfl.averaging import BODY_AND_HEAD, predictor, score_beside
 from fedjax_pfl.errors import needed
-from fedjax_pfl.numerics.low_rank import compress
 from fedjax_pfl.types import (
     Algorithm,
     Array,
@@ -59,11 +59,44 @@ TINY = 1e-6  # the least sum of two task losses that FedKD divides by
 stop = jax.lax.stop_gradient
 
 
+def low_rank(x: Array, energy: Numeric) -> tuple[Array, Array]:
+    """A leaf's matrix [m, n], n its last axis, of the least rank r that keeps a share
+    `energy` of the squared singular values, and how many scalars are sent: r (m + n +
+    1), or whole and unchanged where that is no more."""
+    matrix = x.reshape(-1, x.shape[-1])
+    u, s, v = jnp.linalg.svd(matrix, full_matrices=False)
+    # else it is rounding
+    s = jnp.where(s > jnp.finfo(s.dtype).eps * max(matrix.shape) * s[0], s, 0)
+    # from the smallest on, so that none is lost beside the sum
+    rest = jnp.cumsum(s[::-1] ** 2)[::-1]
+    # 1 - energy may round to 1
+    kept = (rest > (1 - energy) * rest[0]).at[0].set(s[0] > 0)
+    near = jnp.dot(
+        u * jnp.where(kept, s, 0)[None], v, precision=jax.lax.Precision.HIGHEST
+    )
+    count = jnp.sum(kept, dtype=jnp.int32) * (sum(matrix.shape) + 1)
+    return jnp.where(count < x.size, near.reshape(x.shape), x), jnp.minimum(
+        count, x.size
+    )
+
+
+def compress(new: PyTree, old: PyTree, energy: Numeric) -> tuple[PyTree, Array]:
+    """old + (new - old) with each matrix of the change of low rank, and the scalars
+    that are sent []."""
+    count = jnp.zeros((), jnp.int32)
+    leaves, treedef = jax.tree.flatten(new)
+    for i, (x, y) in enumerate(zip(leaves, jax.tree.leaves(old), strict=True)):
+        change, sent = low_rank(x - y, energy) if x.ndim > 1 else (x - y, x.size)
+        leaves[i], count = y + change, count + sent
+    return jax.tree.unflatten(treedef, leaves), count
+
+
 def predict_own(server: PyTree, mine: PyTree, c: Client) -> Predictor:
     """The client's own model, by which FML and FedKD are scored."""
     return predictor(c.model, mine["w"])
 
 
+@register("fml", several_architectures=True)
 def fml(
     task: Task,
     *,
@@ -120,7 +153,6 @@ def fml(
         round,
         predict_own,
         evaluation.classification,
-        one_architecture=False,
         averages=BODY_AND_HEAD,
     )
 
@@ -143,6 +175,7 @@ def fml_objective(alpha: Numeric, beta: Numeric) -> Objective:
     return objective
 
 
+@register("fedkd", several_architectures=True)
 def fedkd(
     task: Task,
     *,
@@ -244,7 +277,6 @@ def fedkd(
         predict_own,
         evaluation.classification,
         sent if svd else None,
-        one_architecture=False,
         averages=() if svd else BODY_AND_HEAD,
     )
 
@@ -310,6 +342,7 @@ def fedapen_objective(lam: Array) -> Objective:
 ensemble_scores = functools.partial(score_beside, names=("own", "shared", "equal"))
 
 
+@register("fedapen", several_architectures=True)
 def fedapen(
     task: Task,
     *,
@@ -402,4 +435,4 @@ def fedapen(
             value, post, {"lam": learned}
         )
 
-    return Algorithm(init, round, predict, ensemble_scores, one_architecture=False)
+    return Algorithm(init, round, predict, ensemble_scores)

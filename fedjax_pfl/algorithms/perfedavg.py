@@ -16,6 +16,7 @@ from annotated_types import Ge, Gt
 from chex import Numeric
 
 from fedjax_pfl import averaging, evaluation, keys, local_training, losses
+from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.types import (
     Algorithm,
     Array,
@@ -98,6 +99,7 @@ def _warn(short: int, batches: int) -> None:
     logging.warning(text, short, batches)
 
 
+@register("per_fedavg")
 def per_fedavg(
     task: Task,
     *,

@@ -26,6 +26,7 @@ from fedjax_pfl import (
     trees,
 )
 from fedjax_pfl.algorithms import shared_model
+from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import (
     Algorithm,
@@ -162,6 +163,7 @@ def predictor(model: Model, shared: Model, v: PyTree) -> Predictor:
     return predict
 
 
+@register("pfedafm", several_architectures=True)
 def pfedafm(
     task: Task,
     *,
@@ -270,6 +272,4 @@ def pfedafm(
         return predictor(c.model, shared, split.receive(server, own))
 
     averages = ("theta",) if aggregation == "mean" else ()
-    return Algorithm(
-        init, round, predict, score, one_architecture=False, averages=averages
-    )
+    return Algorithm(init, round, predict, score, averages=averages)

@@ -30,6 +30,7 @@ from fedjax_pfl import (
     optimizers,
     trees,
 )
+from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.numerics.class_groups import branch_loss, class_logits, columns, scores
 from fedjax_pfl.numerics.task_maps import Branches, branches, inline
 from fedjax_pfl.privacy import encryption
@@ -61,24 +62,31 @@ class Branching(NamedTuple):
         group_binary (one logit, whether it is one of them).
       task_loss: what the sum over a task's samples in a minibatch is divided by, one of
         class (those of its classes, D_i^c of Eq. 3; a task without one is left out),
-        batch (all of them).
-      weighting: of the task losses, one of mgda_ub (the paper's), mgda (gradients by
-        the body), uniform, sum.
-      solver: of the minimum-norm point, one of fista, fw (the paper's Frank-Wolfe).
-      normalise: gradients before solving, one of none, l2, loss, loss+.
+        balanced (likewise, and the others' losses by their own number), batch (all of
+        them).
+      weighting: of the task losses, one of mgda_ub (the paper's), uniform.
+      weight_scale: of these weights, one of simplex (they sum to 1), mean_one (times
+        the number of tasks that learn from the batch, so that their mean is 1; with
+        uniform the plain sum).
+      normalise: gradients before solving, one of none, loss+ (by their norm and the
+        task's loss).
       head_grad: one of scaled (by alpha, Eq. 5), unscaled (Sener & Koltun's Algorithm
         2).
-      head_weighting: of a branch's holders, one of uniform (Eq. 7), data, task_count.
+      train: the branches a client trains, one of held (of the tasks it holds), all
+        (those of the other open tasks, too: they learn to answer no to the client's
+        samples, at weight 1 and without a gradient by the body, and stay with it).
+      head_weighting: of a branch's holders, one of uniform (Eq. 7), data.
     """
 
     tasks: Annotated[str, hyperparameters.Recorded(inline)] = "class"
     head: Literal["group_softmax", "group_reject", "group_binary"] = "group_softmax"
-    task_loss: Literal["class", "batch"] = "class"
-    weighting: Literal["mgda_ub", "mgda", "uniform", "sum"] = "mgda_ub"
-    solver: Literal["fista", "fw"] = "fista"
-    normalise: Literal["none", "l2", "loss", "loss+"] = "none"
+    task_loss: Literal["class", "balanced", "batch"] = "class"
+    weighting: Literal["mgda_ub", "uniform"] = "mgda_ub"
+    weight_scale: Literal["simplex", "mean_one"] = "simplex"
+    normalise: Literal["none", "loss+"] = "none"
     head_grad: Literal["scaled", "unscaled"] = "scaled"
-    head_weighting: Literal["uniform", "data", "task_count"] = "uniform"
+    train: Literal["held", "all"] = "held"
+    head_weighting: Literal["uniform", "data"] = "uniform"
 
 
 class Branched(NamedTuple):
@@ -99,12 +107,8 @@ class Branched(NamedTuple):
 
     def shares(self, by: str, cohort: Cohort) -> Array:
         """The weights of a branch's holders, [S, T], not normalised."""
-        n = self.held(cohort.class_counts)
-        return {
-            "uniform": n > 0,
-            "data": cohort.sizes[:, None] * (n > 0),
-            "task_count": n,
-        }[by]
+        holds = self.held(cohort.class_counts) > 0
+        return cohort.sizes[:, None] * holds if by == "data" else holds
 
 
 def branched(task: Task, on: Branching) -> Branched:
@@ -128,21 +132,21 @@ def branched(task: Task, on: Branching) -> Branched:
     def train(c: Client, received: PyTree) -> tuple[PyTree, Array, dict[str, Array]]:
         # [T], that the client holds of each task
         classes = jnp.sign(c.class_counts) @ b.member.T
-        holds, how = (
-            classes > 0,
-            (on.weighting, on.solver, on.normalise, on.head_grad, on.task_loss),
-        )
-        loss = branch_loss(task, b, holds, *how, one_class=classes == 1)
+        holds = classes > 0
+        absent = ~holds & b.open if on.train == "all" else None
+        trained = (holds if absent is None else holds | absent)[b.column]
+        how = on.weighting, on.weight_scale, on.normalise, on.head_grad, on.task_loss
+        loss = branch_loss(task, b, holds, *how, classes == 1, absent)
         alone = task._replace(
             optimizer=lambda lr: optimizers.without_columns(
-                ~holds[b.column], task.optimizer(lr)
+                ~trained, task.optimizer(lr)
             )
         )
         w, (value, seen) = local_training.sgd(
             c.key, c.train, loss, received, alone, has_aux=True
         )
         # as they came
-        w["head"] = trees.choose(holds[b.column], w["head"], received["head"])
+        w["head"] = trees.choose(trained, w["head"], received["head"])
         return w, value, seen
 
     def predictor(w: PyTree) -> Predictor:
@@ -155,6 +159,7 @@ def branched(task: Task, on: Branching) -> Branched:
     )
 
 
+@register("pfedc")
 @hyperparameters.shared(Branching)
 def pfedc(
     task: Task,
@@ -180,28 +185,23 @@ def pfedc(
       that T = 1 is an ordinary classifier. Classes of different groups are compared by
       their logits, of group_reject less the reject logit; group_binary is what the
       paper's count of parameters implies, and knows no classes within a group. Branches
-      a client does not hold keep their start. With full participation bank and stale
-      are the same.
+      a client does not hold keep their start, unless train=all. With full participation
+      bank and stale are the same.
 
-      The minimum-norm point lies near the shortest gradients. With task_loss=batch
-      these are of the tasks that only answer "no" to the batch: on the digits at
-      Dirichlet 0.5 the weight on the others (the metric `weight_on_positives`) is 0.37
-      in the first round, 0.05 in the fourth and 0.03 in the fifteenth, and `acc` before
-      local training 2.1 ± 0.9 %, against 87.9 ± 1.8 with task_loss=class (three seeds).
-      With task_loss=batch, normalise=loss+ (as in the public code), head_grad=unscaled
-      or weighting=uniform learn where the default weights do not. group_reject and
-      group_binary follow the same rule, a positive being a sample of the group: five
-      tasks of two digits each have `task_bal` 95.4 and 94.6 with class, 67.1 and 64.0
-      with batch.
+      The minimum-norm point is close to the shortest gradients. With task_loss=batch
+      these belong to tasks that only answer "no" to the batch, so that the other tasks
+      do not learn (metric `weight_on_positives`). group_reject and group_binary follow
+      the same rule: a positive is a sample of the group.
 
-      Groups of group_softmax share no samples, so their gradients are orthogonal, and
-      the weights are in inverse proportion to their squared norms: the largest are of
-      groups already learnt. The reported loss is the weighted one; `unweighted_loss` is
-      the mean of the tasks' losses. On the digits at Dirichlet 0.5 in five groups they
-      are 0.012 and 0.20 in the fifteenth round, the latter 0.016 with
-      weighting=uniform; on CIFAR-100 in ten groups 0.13 and 1.46, which in ten rounds
-      moves from 1.48. `weight_on_one_class` is the weight on groups of which a client
-      holds one class, of tasks of one class each always 1.
+      Weights that sum to 1 divide the learning rate by the number of tasks in the
+      minibatch. weight_scale=mean_one does not; with weighting=uniform every lambda_c
+      of Eq. 3 is then 1.
+
+      Groups of group_softmax share no samples. Their gradients are orthogonal, and the
+      weights are in inverse proportion to the squared norms: the largest weights are
+      those of groups already learnt. The reported loss is the weighted one;
+      `unweighted_loss` is the mean of the tasks' losses. `weight_on_one_class` is the
+      weight on groups of which a client holds one class.
 
       `post`, right after local training, is the paper's evaluation point. Holders'
       presence (T bits each, once) is not counted in the traffic.
@@ -209,16 +209,14 @@ def pfedc(
     of = branched(task, on)
     b, held = of.b, of.held
     split, stale = averaging.split(task), download == "stale"
+    keeps = stale or on.train == "all"  # the client has a head of its own
 
     def compose(server: PyTree, mine: PyTree, c: Client) -> PyTree:
-        """The client's model: the received branches it holds, and the others as they
-        started."""
+        """The client's model: the received branches it holds, and the others as it
+        has them."""
         holds = (held(c.class_counts) > 0)[b.column]
-        branches = (
-            mine["head"]
-            if stale
-            else trees.choose(holds, server["head"], server["start"])
-        )
+        kept = mine["head"] if keeps else server["start"]
+        branches = kept if stale else trees.choose(holds, server["head"], kept)
         return split.receive(
             {"body": server["body"], "head": branches, "stats": server["stats"]},
             mine["own"],
@@ -227,7 +225,7 @@ def pfedc(
     def init(key: Array) -> State:
         w = of.start(key)
         shared, own = split.send(w)
-        mine = {"head": w["head"] if stale else (), "own": own}
+        mine = {"head": w["head"] if keeps else (), "own": own}
         return State(
             shared | {"start": w["head"]}, trees.replicate(mine, task.num_clients)
         )
@@ -242,29 +240,23 @@ def pfedc(
             shared["head"] = trees.choose(
                 (held(c.class_counts) > 0)[b.column], w["head"], state.server["head"]
             )
-            return (
-                shared,
-                own,
-                value,
-                seen,
-                evaluation.post(cohort, c, of.predictor(w), of.score),
-            )
+            after = {"head": w["head"] if keeps else (), "own": own}
+            post = evaluation.post(cohort, c, of.predictor(w), of.score)
+            return shared, after, value, seen, post
 
         # [S, L], of the task of each logit
         by_branch = of.shares(on.head_weighting, cohort)[:, b.column]
         weight = {"body": cohort.sizes, "head": by_branch, "stats": cohort.sizes}
         # what nobody holds keeps its last value
         last = {part: state.server[part] for part in weight}
-        mean, (own, value, seen, post) = cohort.mean(
+        mean, (mine, value, seen, post) = cohort.mean(
             client, state.clients, weight=weight, default=last
         )
-        receive: Callable[[Array, PyTree], PyTree] = jax.vmap(
-            lambda holds, old: trees.choose(holds, mean["head"], old)
-        )
-        mine = {
-            "head": receive(by_branch > 0, state.clients["head"]) if stale else (),
-            "own": own,
-        }
+        if stale:
+            receive: Callable[[Array, PyTree], PyTree] = jax.vmap(
+                lambda holds, own: trees.choose(holds, mean["head"], own)
+            )
+            mine["head"] = receive(by_branch > 0, mine["head"])
         tasks_held = jnp.sum(held(cohort.class_counts) > 0, axis=-1)
         return State(state.server | mean, mine), Metrics(
             value, post, {"tasks": tasks_held, **seen}
@@ -291,6 +283,7 @@ def pfedc(
     return Algorithm(init, round, predict, of.score, sent, averages=("body",))
 
 
+@register("privacy_pfedc")
 @hyperparameters.shared(Branching)
 def privacy_pfedc(
     task: Task,
@@ -375,7 +368,7 @@ def privacy_pfedc(
             lambda holds, old: trees.choose(holds, mean, old)
         )
         mine = {
-            "head": receive(factors["branches"] > 0, state.clients["head"]),
+            "head": receive(factors["branches"] > 0, heads),
             "own": own,
         }
         n = jnp.sum(cohort.sizes)

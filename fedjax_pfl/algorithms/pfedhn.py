@@ -15,6 +15,7 @@ import optax
 from annotated_types import Ge, Gt, Interval
 
 from fedjax_pfl import averaging, evaluation, local_training, losses, traffic, trees
+from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import params, predictor
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models.layers import uniform
@@ -190,6 +191,7 @@ def batched(
     return hyper.descend(h, velocity, gradient, here), results
 
 
+@register("pfedhn")
 def pfedhn(
     task: Task,
     *,

@@ -13,6 +13,7 @@ import optax
 from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, evaluation, keys, local_training, losses, trees
+from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import beside, score_beside
 from fedjax_pfl.types import (
     Algorithm,
@@ -31,6 +32,7 @@ from fedjax_pfl.types import (
 Inner = tuple[PyTree, PyTree, PyTree]
 
 
+@register("pfedme")
 def pfedme(
     task: Task,
     *,

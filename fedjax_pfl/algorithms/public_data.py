@@ -10,8 +10,8 @@ import optax
 from chex import Numeric
 
 from fedjax_pfl import evaluation, keys, local_training, losses, trees
+from fedjax_pfl.algorithms.knowledge_transfer.mixtures import Predictions
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.numerics.mixtures import Predictions
 from fedjax_pfl.types import Array, Batch, Client, Cohort, Data, Model, PyTree, Task
 
 

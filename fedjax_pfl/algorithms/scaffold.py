@@ -13,6 +13,7 @@ import optax
 from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, evaluation, keys, local_training, losses, trees
+from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.types import (
     Algorithm,
     Array,
@@ -46,6 +47,7 @@ def full_gradient(task: Task, c: Client, variables: PyTree) -> PyTree:
     )
 
 
+@register("scaffold")
 def scaffold(
     task: Task,
     *,

@@ -1,5 +1,5 @@
-"""A method to copy and change: clients average the body, each keeps a head that an L2
-term holds small.
+"""A method to copy and change: clients average the body, and each keeps a head under an
+L2 penalty.
 
 It is not in `ALGORITHMS`. Copy it to a file of your own, say own.py;
 `--algo=own.py:small_head` runs the copy, and `testing.check_algorithm(own.small_head)`
@@ -11,19 +11,8 @@ from typing import Annotated
 import optax
 from annotated_types import Ge
 
-from fedjax_pfl import averaging, evaluation, local_training, losses
-from fedjax_pfl.types import (
-    Algorithm,
-    Array,
-    Batch,
-    Client,
-    Cohort,
-    Metrics,
-    Predictor,
-    PyTree,
-    State,
-    Task,
-)
+from fedjax_pfl import averaging, local_training, losses
+from fedjax_pfl.types import Algorithm, Task, Update
 
 
 def small_head(task: Task, *, mu: Annotated[float, Ge(0)] = 0.01) -> Algorithm:
@@ -33,38 +22,20 @@ def small_head(task: Task, *, mu: Annotated[float, Ge(0)] = 0.01) -> Algorithm:
     Args:
       mu: weight of the penalty in [0, inf).
     """
-    split, plain = averaging.split(task, ("head",)), losses.classification(task.model)
+    plain = losses.classification(task.model)
 
-    def loss(w: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
+    def loss(w, batch, key):
         value, stats = plain(w, batch, key)
         return value + mu / 2 * optax.tree.norm(w["head"], squared=True), stats
 
-    def init(key: Array) -> State:
-        return split.init(key)  # what the server holds; a row for each client
+    sgd, split = local_training.bind(task, loss), averaging.split(task, ("head",))
 
-    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(
-            c: Client, own: PyTree
-        ) -> tuple[PyTree, PyTree, Array, dict[str, Array]]:
-            w, value = local_training.sgd(
-                c.key, c.train, loss, split.receive(state.server, own), task
-            )
-            body, own = split.send(w)
-            return (
-                body,
-                own,
-                value,
-                evaluation.post(cohort, c, averaging.predictor(task.model, w)),
-            )
+    def client(c, server, own):
+        w, value = sgd(c, split.receive(server, own))
+        body, own = split.send(w)
+        return Update(body, own, averaging.predictor(c.model, w), value)
 
-        body, (own, value, post) = cohort.mean(
-            client, state.clients, weight=cohort.sizes, default=state.server
-        )
-        return State(body, own), Metrics(value, post)
+    def predict(server, own, c):
+        return averaging.predictor(c.model, split.receive(server, own))
 
-    def predict(server: PyTree, own: PyTree, c: Client) -> Predictor:
-        return averaging.predictor(task.model, split.receive(server, own))
-
-    return Algorithm(
-        init, round, predict, evaluation.classification, averages=("body",)
-    )
+    return averaging.from_client(split.init, client, predict, averages=("body",))

@@ -1,9 +1,11 @@
-"""Data sets as plain arrays: digits, synthetic blobs, a user's .npz, and prepared
-TensorFlow Datasets."""
+"""Data sets as plain arrays: built-in ones, prepared TensorFlow Datasets, and your
+own."""
 
-import math
-from collections.abc import Callable
-from typing import NamedTuple
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,25 +13,26 @@ import numpy as np
 
 from fedjax_pfl import user_code
 from fedjax_pfl.data import tfds
-from fedjax_pfl.data.npz import read_npz
 from fedjax_pfl.errors import InputError, check, check_shape, choose, first_line
+
+ARRAYS = ("x", "y", "x_test", "y_test")
+# columns of a Hugging Face data set that are taken without `columns`
+_INPUTS = ("image", "img", "pixel_values", "x")
+_LABELS = ("label", "labels", "fine_label", "y")
 
 
 class Dataset(NamedTuple):
-    """One labelled data set on the host: training examples first, then the official
-    test examples."""
+    """A labelled data set on the host: training examples, then official test
+    examples."""
 
     name: str
     x: np.ndarray  # [n, *input], raw: uint8 images stay uint8
     y: np.ndarray  # [n] int32, in [0, num_classes)
-    # rows [0, num_train) are the official training set; the rest is the official test
-    # set
-    num_train: int
+    num_train: int  # rows [0, num_train) are the official training set
     num_classes: int
-    # raw [B, *input] -> what a model takes, float32 or int32
+    # raw [B, *input] -> the input of a model, float32 or int32
     prepare: Callable[[jax.Array], jax.Array]
-    # [C] int32: class -> superclass, where the data set has them
-    superclass: np.ndarray | None = None
+    superclass: np.ndarray | None = None  # [C] int32: class -> superclass
 
 
 DATASETS: dict[str, str] = {
@@ -38,51 +41,243 @@ DATASETS: dict[str, str] = {
         "needs no download"
     ),
     "synthetic": (
-        "2,500 Gaussian blobs shaped 8x8, 10 classes: what every method must learn; "
-        "needs no download"
+        "2,500 Gaussian blobs shaped 8x8, 10 classes, for tests; needs no download"
     ),
     **tfds.DESCRIPTIONS,
     "tfds:NAME": (
         "another data set of TFDS: images, or numbers such as tokens, of one shape, "
         "with an integer label"
     ),
-    "npz:PATH": "your own arrays: x and y, optionally x_test and y_test",
+    "npz:PATH": (
+        "your own arrays x and y, optionally x_test and y_test: an .npz, or a folder "
+        "of .npy or .npz files"
+    ),
 }
 
 
-def load(name: str, data_dir: str | None = None, seed: int = 0) -> Dataset:
-    """Loads a data set by its name in `DATASETS`.
+def load(
+    source: Any,
+    data_dir: str | None = None,
+    seed: int = 0,
+    columns: tuple[str, str] | None = None,
+) -> Dataset:
+    """Loads a data set.
 
     Args:
-      name: `digits`, `synthetic`, `npz:PATH`, `tfds:NAME`, one of TensorFlow's data
-        sets such as `mnist`, or a function of your own that makes one, FILE.py:NAME or
-        package.module:NAME.
-      data_dir: where TFDS data sets were prepared; default: the variable TFDS_DATA_DIR,
+      source: one of
+        a name in `DATASETS`, such as `digits`, `mnist`, `tfds:NAME` or `npz:PATH`;
+        a function, or the name of one (FILE.py:NAME or package.module:NAME), that
+        returns any of the following;
+        a `Dataset`;
+        arrays, as a tuple or mapping of the arguments of `from_arrays`;
+        a Hugging Face `datasets` object, one split or a dictionary with `train` and
+        optionally `test`.
+      data_dir: folder of prepared TFDS data sets; default: the variable TFDS_DATA_DIR,
         then ~/tensorflow_datasets.
-      seed: for a function of your own that has an argument of that name.
+      seed: passed to a function that has an argument of this name.
+      columns: names of the input and label columns of a Hugging Face data set.
 
     Raises:
       InputError: the name is unknown, the data set is not prepared (with the command
         that prepares it), or the arrays cannot be learned from.
     """
-    if isinstance(name, str) and name.startswith("npz:"):
-        return _npz(name.removeprefix("npz:"))
-    if user_code.named(name):
-        return _own(name, seed)
-    if not (isinstance(name, str) and name.startswith("tfds:")):
+    if isinstance(source, str) and not user_code.named(source):
+        return _named(source, data_dir)
+    if isinstance(source, str) or callable(source):
+        return _called(source, seed, columns)
+    return _converted(source, "dataset", columns)
+
+
+def from_arrays(
+    x: Any,
+    y: Any,
+    x_test: Any = None,
+    y_test: Any = None,
+    *,
+    name: str = "arrays",
+    num_classes: int | None = None,
+) -> Dataset:
+    """Returns a data set of arrays.
+
+    Args:
+      x: [n, *input]. uint8 inputs are images with pixels in 0..255, which become
+        [-1, 1]; grey images [n, H, W] get a channel axis. Other integers are tokens and
+        become int32, all other numbers float32.
+      y: [n] integer labels, counted from 0.
+      x_test: official test examples, as x; None: there are none.
+      y_test: their labels.
+      name: used in messages and directories.
+      num_classes: C; default: the largest label + 1.
+
+    Raises:
+      InputError: shapes or types do not fit, a value is not finite, or a label is not a
+        class number.
+    """
+    if (x_test is None) != (y_test is None):
+        raise InputError(f"{name} has only one of x_test and y_test.")
+    xs, ys = [_inputs(f"{name}: x", np.asarray(x))], [np.asarray(y)]
+    _check_labels(f"{name}: y", ys[0], len(xs[0]))
+    if x_test is not None:
+        xs.append(_inputs(f"{name}: x_test", np.asarray(x_test)))
+        ys.append(np.asarray(y_test))
+        _check_labels(f"{name}: y_test", ys[1], len(xs[1]))
+    if len({(a.shape[1:], a.dtype) for a in xs}) > 1:
+        kinds = " and ".join(f"{a.dtype}{list(a.shape[1:])}" for a in xs)
+        raise InputError(f"{name}: x and x_test must be alike, got {kinds} per row.")
+    inputs, labels = np.concatenate(xs), np.concatenate(ys)
+    images = inputs.dtype == np.uint8 and inputs.ndim == 3
+    count = int(labels.max()) + 1
+    if num_classes is None and count > max(len(labels), 2):
+        raise InputError(
+            f"{name}: labels must be class numbers counted from 0, got {count - 1} in "
+            f"only {len(labels)} examples."
+        )
+    return checked(
+        Dataset(
+            name,
+            inputs[..., None] if images else inputs,
+            labels.astype(np.int32),
+            len(ys[0]),
+            num_classes or count,
+            _preparation(inputs.dtype),
+        )
+    )
+
+
+def _named(name: str, data_dir: str | None) -> Dataset:
+    if name.startswith("npz:"):
+        return from_arrays(**_read(name.removeprefix("npz:")), name=name)
+    if not name.startswith("tfds:"):
         choose("data set", name, DATASETS)
     if name == "digits":
         return _digits()
     if name == "synthetic":
         return synthetic()
     arrays = tfds.load(name.removeprefix("tfds:"), data_dir)
-    x, y = _inputs(name, "x", arrays.x), arrays.y.astype(np.int32)
-    prepare = _preparation(x.dtype)
-    return checked(
-        Dataset(
-            name, x, y, arrays.num_train, arrays.num_classes, prepare, arrays.superclass
-        )
+    x = arrays["x"] = _inputs(f"{name}: x", arrays["x"])
+    return checked(Dataset(name=name, prepare=_preparation(x.dtype), **arrays))
+
+
+def _called(source: Any, seed: int, columns: tuple[str, str] | None) -> Dataset:
+    """The data set that a function returns."""
+    own = isinstance(source, str)
+    function = user_code.load("dataset", source) if own else source
+    name = source if own else getattr(function, "__name__", "dataset")
+    given = {"seed": seed} if "seed" in user_code.parameters(function) else {}
+    call = user_code.bound(function, "dataset", name, **given)
+    with user_code.blamed("dataset", name):
+        return _converted(call(), name, columns)
+
+
+def _converted(made: Any, name: str, columns: tuple[str, str] | None) -> Dataset:
+    if isinstance(made, Dataset):
+        x, y = _inputs(f"{name}: x", np.asarray(made.x)), np.asarray(made.y)
+        found = checked(made._replace(name=name, x=x, y=y))
+        prepared(found)
+        return found._replace(y=y.astype(np.int32))
+    parts = made.values() if isinstance(made, Mapping) else [made]
+    if any(hasattr(part, "column_names") for part in parts):
+        return _hugging_face(made, name, columns)
+    if isinstance(made, tuple):
+        return from_arrays(*made, name=name)
+    if isinstance(made, Mapping):
+        return from_arrays(**_arrays(name, made), name=name)
+    raise InputError(
+        f"`{name}` must be a fedjax_pfl.Dataset, arrays (x, y) or a Hugging Face data "
+        f"set, got {type(made).__name__}."
     )
+
+
+def _hugging_face(made: Any, name: str, columns: tuple[str, str] | None) -> Dataset:
+    """A data set of the library `datasets`, which is not imported."""
+    splits = made if isinstance(made, Mapping) else {"train": made}
+    if "train" not in splits:
+        raise InputError(f"{name} must have a split train, got {', '.join(splits)}.")
+    found = list(splits["train"].column_names)
+    x, y = columns or (
+        next((name for name in known if name in found), "")
+        for known in (_INPUTS, _LABELS)
+    )
+    if x not in found or y not in found:
+        raise InputError(
+            f"`columns` must name the inputs and the labels of {name}, got "
+            f"{columns}. It has {', '.join(found)}."
+        )
+    arrays: dict[str, np.ndarray] = {}
+    for split, end in (("train", ""), ("test", "_test")):
+        if split in splits:
+            rows = [np.asarray(each) for each in splits[split][x]]
+            if len({row.shape for row in rows}) > 1:
+                raise InputError(f"{name}: {x} must have one shape. Resize it first.")
+            arrays[f"x{end}"] = np.asarray(rows)
+            arrays[f"y{end}"] = np.asarray(list(splits[split][y]))
+    classes = getattr(splits["train"].features[y], "num_classes", None)
+    return from_arrays(**arrays, name=name, num_classes=classes)
+
+
+def _read(path: str) -> dict[str, Any]:
+    """The arrays of an .npz, or of a folder: x.npy and y.npy, or train.npz and
+    test.npz."""
+    folder = Path(os.path.expanduser(path))
+    if not os.path.isdir(folder):
+        return read_npz(path, ARRAYS[:2], ARRAYS[2:])
+    found: dict[str, np.ndarray] = {}
+    for file in sorted(folder.iterdir()):
+        if file.suffix == ".npy":
+            with _reading(file):
+                found[file.stem] = np.load(file, allow_pickle=False)
+        elif file.suffix == ".npz":
+            end = "_test" if file.stem == "test" else ""
+            arrays = read_npz(file, ARRAYS[:2], ARRAYS[2:])
+            found |= {f"{name}{end}": array for name, array in arrays.items()}
+    return _arrays(path, found)
+
+
+def read_npz(
+    path: str | Path, required: tuple[str, ...], optional: tuple[str, ...] = ()
+) -> dict[str, np.ndarray]:
+    """Reads the named arrays of an .npz file.
+
+    Raises:
+      InputError: no such file, not an .npz, or a required array is missing.
+    """
+    path = os.path.expanduser(path)
+    # opened here because numpy leaves a damaged file open
+    with (
+        _reading(path),
+        open(path, "rb") as stream,
+        np.load(stream, allow_pickle=False) as file,
+    ):
+        return _arrays(path, file, required, optional)
+
+
+def _arrays(
+    source: Any,
+    found: Mapping[str, Any],
+    required: tuple[str, ...] = ARRAYS[:2],
+    optional: tuple[str, ...] = ARRAYS[2:],
+) -> dict[str, Any]:
+    for name in required:
+        if name not in found:
+            raise InputError(
+                f"{source} must have the arrays {', '.join(required)}, got "
+                f"{', '.join(found) or 'none'}."
+            )
+    return {name: found[name] for name in (*required, *optional) if name in found}
+
+
+@contextlib.contextmanager
+def _reading(path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise InputError(f"There is no file {str(path)!r}.") from None
+    except InputError:
+        raise
+    except tfds.DAMAGE as error:
+        raise InputError(
+            f"{path} cannot be read ({first_line(error)}): write it with numpy.savez."
+        ) from error
 
 
 def synthetic(
@@ -93,25 +288,16 @@ def synthetic(
 ) -> Dataset:
     """Returns balanced Gaussian blobs, four fifths of them for training.
 
-    Unit noise around class means that lie about 5.7 apart whatever the shape, so that a
-    linear model is right on some 95 % in more than a few dimensions.
+    The noise has variance 1 and the class means are about 5.7 apart for any shape.
 
     Args:
       num_examples: n, training and test examples together.
       num_classes: C.
-      shape: the shape of one input.
+      shape: shape of one input.
       seed: equal seeds give equal arrays.
     """
     check("num_classes", num_classes, 1, 10**6, whole=True)
-    check(
-        "num_examples",
-        num_examples,
-        num_classes,
-        10**8,
-        whole=True,
-        why="each class has one, and memory an end",
-    )
-    check("seed", seed, 0, math.inf, whole=True)
+    check("num_examples", num_examples, num_classes, 10**8, whole=True)
     shape = check_shape("shape", shape)
     rng = np.random.default_rng(seed)
     means = rng.normal(size=(num_classes, *shape)) * 4 / np.sqrt(np.prod(shape))
@@ -123,23 +309,20 @@ def synthetic(
 
 
 def subset(dataset: Dataset, fraction: float, seed: int) -> Dataset:
-    """Returns a stratified random part: of each class, in train and in test apart,
-    `fraction` (at least one example).
+    """Returns a stratified random part of a data set.
 
     Args:
-      dataset: what to take from; the order of its examples is kept.
-      fraction: in (0, 1]; 1 returns the data set itself.
+      dataset: data set whose order of examples is kept.
+      fraction: share of each class in (0, 1], at least one example, in train and in
+        test; 1 returns the data set itself.
       seed: equal seeds give equal parts.
     """
     check("data_fraction", fraction, 0, 1, open_low=True)
     if fraction == 1:
         return dataset
-    rng = np.random.default_rng(seed)
-    train = _stratified(rng, dataset.y[: dataset.num_train], fraction)
-    test = dataset.num_train + _stratified(
-        rng, dataset.y[dataset.num_train :], fraction
-    )
-    rows = np.concatenate([train, test])
+    rng, n = np.random.default_rng(seed), dataset.num_train
+    train = _stratified(rng, dataset.y[:n], fraction)
+    rows = np.append(train, n + _stratified(rng, dataset.y[n:], fraction))
     return dataset._replace(x=dataset.x[rows], y=dataset.y[rows], num_train=len(train))
 
 
@@ -156,28 +339,27 @@ def _stratified(rng: np.random.Generator, y: np.ndarray, fraction: float) -> np.
 
 
 def prepare_images(x: jax.Array) -> jax.Array:
-    """uint8 pixels to [-1, 1]: x / 255, then mean 0.5 and standard deviation 0.5
+    """Maps uint8 pixels to [-1, 1]: x / 255, then mean 0.5 and standard deviation 0.5
     (PFLlib's)."""
     return (x.astype(jnp.float32) / 255 - 0.5) / 0.5
 
 
 def prepare_digits(x: jax.Array) -> jax.Array:
-    """The 17 grey levels 0..16 of scikit-learn's digits to [-1, 1]."""
+    """Maps the 17 grey levels 0..16 of scikit-learn's digits to [-1, 1]."""
     return (x.astype(jnp.float32) / 16 - 0.5) / 0.5
 
 
 def prepare_floats(x: jax.Array) -> jax.Array:
-    """Inputs that are numbers already: float32, unchanged."""
+    """Casts to float32."""
     return x.astype(jnp.float32)
 
 
 def prepare_integers(x: jax.Array) -> jax.Array:
-    """Tokens and other whole numbers: int32, unchanged."""
+    """Casts tokens and other whole numbers to int32."""
     return x.astype(jnp.int32)
 
 
 def _preparation(dtype: np.dtype) -> Callable[[jax.Array], jax.Array]:
-    """uint8 are pixels, other integers stay integers, the rest becomes float32."""
     if dtype == np.uint8:
         return prepare_images
     return prepare_integers if np.issubdtype(dtype, np.integer) else prepare_floats
@@ -192,222 +374,92 @@ def _digits() -> Dataset:
     return Dataset("digits", x, y, len(y), 10, prepare_digits)
 
 
-def _npz(path: str) -> Dataset:
-    """A user's arrays; everything that can be wrong with them is said here."""
-    arrays = read_npz(path, required=("x", "y"), optional=("x_test", "y_test"))
-    if ("x_test" in arrays) != ("y_test" in arrays):
-        raise InputError(
-            f"{path} has only one of x_test and y_test: store both, or neither."
-        )
-    xs, ys = [_inputs(path, "x", arrays["x"])], [_labels(path, "y", arrays["y"])]
-    if "x_test" in arrays:
-        xs.append(_inputs(path, "x_test", arrays["x_test"]))
-        ys.append(_labels(path, "y_test", arrays["y_test"]))
-        if xs[0].shape[1:] != xs[1].shape[1:] or xs[0].dtype != xs[1].dtype:
-            raise InputError(
-                f"{path}: x_test is {_kind(xs[1])} a row but x is {_kind(xs[0])}: "
-                "store both alike."
-            )
-    for x, y, suffix in zip(xs, ys, ("", "_test"), strict=False):
-        if len(x) != len(y):
-            raise InputError(
-                f"{path}: x{suffix} has {len(x)} rows but y{suffix} has {len(y)}: "
-                "store one label a row."
-            )
-    y = np.concatenate(ys)
-    num_classes = int(y.max()) + 1
-    if num_classes > max(len(y), 2):
-        raise InputError(
-            f"{path}: label {num_classes - 1} in only {len(y)} examples cannot be a "
-            "class number: number them from 0."
-        )
-    prepare = _preparation(xs[0].dtype)
-    return Dataset(
-        f"npz:{path}",
-        np.concatenate(xs),
-        y.astype(np.int32),
-        len(ys[0]),
-        num_classes,
-        prepare,
-    )
-
-
-def _own(name: str, seed: int) -> Dataset:
-    """What a user's function returns, checked as the arrays of a file are."""
-    takes = user_code.parameters(user_code.load("dataset", name))
-    made = user_code.call(
-        "dataset", name, **({"seed": seed} if "seed" in takes else {})
-    )
-    with user_code.blamed("dataset", name):
-        if not isinstance(made, Dataset):
-            raise InputError(
-                f"it returns {type(made).__name__}, not a fedjax_pfl.Dataset."
-            )
-        given = np.asarray(made.x)
-        x = given if given.dtype == np.uint8 else _inputs("the data set", "x", given)
-        y = _labels("the data set", "y", np.asarray(made.y))
-        found = checked(made._replace(name=name, x=x, y=y))._replace(
-            y=y.astype(np.int32)
-        )
-        prepared(found)
-        return found
-
-
 def prepared(dataset: Dataset) -> jax.ShapeDtypeStruct:
-    """Returns the shape of a prepared batch of two; InputError unless `prepare` makes
-    one."""
+    """Returns the shape and type of a prepared batch of two.
+
+    Raises:
+      InputError: `prepare` fails on a batch or does not keep its first axis.
+    """
     # on a device: float32 for float64
     kind = jax.dtypes.canonicalize_dtype(dataset.x.dtype)
     batch = jax.ShapeDtypeStruct((2, *dataset.x.shape[1:]), kind)
     try:
         found: jax.ShapeDtypeStruct = jax.eval_shape(dataset.prepare, batch)
     except Exception as error:  # of a user's function
-        start = (
-            f"prepare of {dataset.name} fails on a batch "
-            f"{batch.dtype}{list(batch.shape)}"
-        )
         raise InputError(
-            f"{start} ({first_line(error)}): write it with jax.numpy, raw [B, ...] -> "
-            "input."
+            f"`prepare` of {dataset.name} fails on a batch {kind}{list(batch.shape)} "
+            f"({first_line(error)}): write it with jax.numpy, raw [B, ...] -> input."
         ) from error
     if getattr(found, "shape", ())[:1] != (2,):
         raise InputError(
-            f"prepare makes {found} of a batch of 2: it must keep the first axis."
+            f"`prepare` of {dataset.name} must keep the first axis, got {found} for a "
+            "batch of 2."
         )
     return found
 
 
-def _inputs(path: str, name: str, x: np.ndarray) -> np.ndarray:
-    """Inputs as uint8 (grey images get a channel axis), int32 (other integers) or
-    float32."""
+def _inputs(name: str, x: np.ndarray) -> np.ndarray:
+    """Returns inputs as uint8, int32 (other integers) or float32."""
+    _check_inputs(name, x)
+    if x.dtype == np.uint8:
+        return x
+    if x.dtype.kind not in "iu":
+        return x.astype(np.float32)
+    if max(-int(x.min()) - 1, int(x.max())) >= 2**31:
+        raise InputError(f"{name} must hold integers that fit int32.")
+    return x.astype(np.int32)
+
+
+def _check_inputs(name: str, x: np.ndarray) -> None:
     if x.ndim < 2 or x.size == 0:
         raise InputError(
-            f"{path}: {name} has shape {x.shape}: it must be [examples, ...] and not "
-            "be empty."
+            f"{name} must be [examples, ...] and not empty, got shape {x.shape}."
         )
-    if x.dtype == np.uint8:
-        return x[..., None] if x.ndim == 3 else x
-    _check_values(f"{path}: {name}", x)
-    return x.astype(np.int32 if x.dtype.kind in "iu" else np.float32)
+    whole = x.dtype.kind in "iub"
+    if not whole and not jnp.issubdtype(x.dtype, jnp.floating):
+        raise InputError(f"{name} must be uint8 images or real numbers, got {x.dtype}.")
+    # of a float64 beyond float32, which becomes infinite
+    with np.errstate(over="ignore"):
+        finite = np.ones(1, bool) if whole else np.isfinite(x.astype(np.float32))
+    if not finite.all():
+        row = np.argmin(finite.reshape(len(x), -1).all(axis=1))
+        raise InputError(f"{name} must be finite in float32, row {row} is not.")
 
 
-def _check_values(name: str, x: np.ndarray) -> None:
-    """InputError unless all of x are real numbers that int32 or float32 holds."""
-    if x.dtype.kind in "iu":
-        if np.iinfo(x.dtype).max >= 2**31 and (x.min() < -(2**31) or x.max() >= 2**31):
-            raise InputError(
-                f"{name} has integers that int32 cannot hold: store them smaller, or "
-                "as floats."
-            )
-    elif jnp.issubdtype(x.dtype, jnp.floating):
-        # a float64 beyond float32 becomes infinite, and is said to be below
-        with np.errstate(over="ignore"):
-            finite = np.isfinite(x.astype(np.float32, copy=False))
-        if not finite.all():
-            row = np.argmin(finite.reshape(len(x), -1).all(axis=1))
-            raise InputError(
-                f"{name} has NaN or infinite values in float32, first in row {row}: "
-                "repair it."
-            )
-    elif x.dtype.kind != "b":
+def _check_labels(name: str, y: np.ndarray, count: int) -> None:
+    if y.shape != (count,) or y.dtype.kind not in "iu":
         raise InputError(
-            f"{name} has type {x.dtype}: store uint8 images or real numbers."
-        )
-
-
-def _labels(path: str, name: str, y: np.ndarray) -> np.ndarray:
-    if y.ndim != 1 or y.size == 0:
-        raise InputError(
-            f"{path}: {name} has shape {y.shape}: it must be [examples], one class "
-            "number each, not empty."
-        )
-    if y.dtype.kind not in "iu":
-        raise InputError(
-            f"{path}: {name} has type {y.dtype}: labels must be integers, counted from "
-            "0."
+            f"{name} must be {count} integer labels, one per input, got "
+            f"{y.dtype}{list(y.shape)}."
         )
     if y.min() < 0:
-        raise InputError(
-            f"{path}: {name} holds the label {y.min()}: labels must be 0 or more; "
-            "shift them to start at 0."
-        )
-    return y
+        raise InputError(f"{name} must be labels counted from 0, got {y.min()}.")
 
 
-def _kind(x: np.ndarray) -> str:
-    return f"{x.dtype}{list(x.shape[1:])}"
-
-
-def check_inputs(dataset: Dataset) -> str:
-    """Returns how messages name the data set.
-
-    Raises:
-      InputError: it is none, its parts are no arrays, or its inputs are not real and
-        finite.
-    """
+def check_inputs(dataset: Dataset) -> None:
+    """Raises InputError unless this is a data set with real and finite inputs."""
     if not isinstance(dataset, Dataset):
         raise InputError(
-            f"The data set is {type(dataset).__name__}, not a fedjax_pfl.Dataset."
+            f"`dataset` must be a fedjax_pfl.Dataset, got {type(dataset).__name__}."
         )
-    name = f"Data set {dataset.name}"
-    for part in ("x", "y"):
-        if not isinstance(given := getattr(dataset, part), np.ndarray | jax.Array):
-            raise InputError(
-                f"{name} has {part} as {type(given).__name__}: make it an array, with "
-                "numpy.asarray."
-            )
-    x = np.asarray(dataset.x)
-    if x.ndim < 2 or not x.size:
-        raise InputError(
-            f"{name} has x {_kind(x[None])}: x must be [examples, ...], not empty."
-        )
-    _check_values(f"{name}: x", x)
-    if not callable(dataset.prepare):
-        raise InputError(
-            f"{name}: prepare={dataset.prepare!r} must be a function, raw [B, ...] -> "
-            "what a model takes."
-        )
-    return name
+    _check_inputs(f"{dataset.name}: x", np.asarray(dataset.x))
 
 
 def checked(dataset: Dataset) -> Dataset:
     """Returns the data set.
 
     Raises:
-      InputError: its parts do not fit each other (of a user's program, or of a prepared
-        copy that is damaged).
+      InputError: its inputs, labels, `num_train` and `num_classes` do not fit each
+        other.
     """
-    name = check_inputs(dataset)
-    x, y = np.asarray(dataset.x), np.asarray(dataset.y)
-    if y.ndim != 1 or y.dtype.kind not in "iu" or y.dtype == np.uint64 or not y.size:
+    check_inputs(dataset)
+    name, y = dataset.name, np.asarray(dataset.y)
+    _check_labels(f"{name}: y", y, len(dataset.x))
+    check(f"{name}: num_train", dataset.num_train, 1, len(y), whole=True)
+    check(f"{name}: num_classes", dataset.num_classes, 1, 2**31, whole=True)
+    if y.max() >= dataset.num_classes:
         raise InputError(
-            f"{name} has y {_kind(y[None])}: labels y must be integers [examples], a "
-            "class for each example."
-        )
-    if len(x) != len(y):
-        raise InputError(
-            f"{name} has {len(x)} inputs x but {len(y)} labels y: store one label each."
-        )
-    check(
-        f"{name}: num_train",
-        dataset.num_train,
-        1,
-        len(y),
-        whole=True,
-        why="it has so many examples",
-    )
-    check(f"{name}: num_classes", dataset.num_classes, 1, 2**31 - 1, whole=True)
-    if y.min() < 0 or y.max() >= dataset.num_classes:
-        raise InputError(
-            f"{name} has {dataset.num_classes} classes but labels "
-            f"{y.min()}..{y.max()}: number them from 0, or prepare "
-            "it anew."
-        )
-    if dataset.superclass is not None and np.shape(dataset.superclass) != (
-        dataset.num_classes,
-    ):
-        raise InputError(
-            f"{name} has {dataset.num_classes} classes but {len(dataset.superclass)} "
-            "in superclass."
+            f"{name}: labels must be below num_classes={dataset.num_classes}, got "
+            f"{y.max()}."
         )
     return dataset

@@ -1,5 +1,4 @@
-"""From a data set and a partition on the host to the one big argument of a jitted
-round."""
+"""Federations: a data set and a partition as the device arrays of a jitted round."""
 
 from collections.abc import Sequence
 
@@ -7,11 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl.data.datasets import Dataset, check_inputs, checked
-from fedjax_pfl.data.partitioners import Partition, class_counts
-from fedjax_pfl.data.rows import checked as checked_rows
+from fedjax_pfl.data.partition import Partition, checked as checked_rows, class_counts
 from fedjax_pfl.types import Examples, Federation, Subset
 
-ROOM = (1, 0, 1)  # of a client in train, val and test, at least
+ROOM = (1, 0, 1)  # least widths in train, val and test
 
 
 def federate(
@@ -20,20 +18,20 @@ def federate(
     room: Sequence[int] = ROOM,
     public: Dataset | None = None,
 ) -> Federation:
-    """Puts the examples once on the device, and the clients' rows beside them.
+    """Puts the examples on the device once, and the row numbers of the clients.
 
     Args:
       dataset: n examples; uint8 images stay uint8.
       partition: rows of N clients; their order is kept, so any tail is a random
         holdout.
-      room: the least widths of `index` in train, val and test: partitions of which all
-        have room share a compiled program, and nothing else depends on it.
-      public: whose examples are the public pool, each with y = -1 if they have no
-        labels; None: no pool.
+      room: least widths of `index` in train, val and test. Partitions of equal widths
+        share a compiled program; nothing else depends on it.
+      public: data set of the public pool, each y = -1 if there are no labels; None: no
+        pool.
 
     Returns:
       a Federation whose `val.index` may be [N, 0]. Widths are rounded up by at most an
-      eighth, so that most seeds of a partition have the same.
+      eighth, so that most seeds of a partition have equal ones.
 
     Raises:
       InputError: a client lacks training or test examples, a row is out of range, or
@@ -43,22 +41,16 @@ def federate(
     if public is not None:
         public_classes(public)
     partition = checked_rows("partition", partition, dataset)
-    examples = Examples(jnp.asarray(dataset.x), jnp.asarray(dataset.y, jnp.int32))
-    pool = (
-        None
-        if public is None
-        else Examples(jnp.asarray(public.x), jnp.asarray(public.y, jnp.int32))
-    )
-    return _federation(dataset, partition, room, examples, pool)
+    pool = None if public is None else _examples(public)
+    return _federation(dataset, partition, room, _examples(dataset), pool)
+
+
+def _examples(dataset: Dataset) -> Examples:
+    return Examples(jnp.asarray(dataset.x), jnp.asarray(dataset.y, jnp.int32))
 
 
 def public_classes(public: Dataset) -> int:
-    """Returns the number of a public pool's classes; 0 if it has no labels, which is
-    every y -1.
-
-    Raises:
-      InputError: as of `checked`.
-    """
+    """Returns the number of classes of a public pool, 0 if every y is -1."""
     check_inputs(public)
     if not np.array_equal(public.y, np.full(len(public.x), -1)):
         return checked(public).num_classes
@@ -71,8 +63,8 @@ def others(
     partition: Partition,
     room: Sequence[int] = ROOM,
 ) -> Federation:
-    """The federation of other clients over the same examples, which stay where they
-    are; arguments as of `federate`."""
+    """Returns the federation of other clients over the same device arrays; arguments as
+    of `federate`."""
     partition = checked_rows("partition", partition, dataset)
     return _federation(dataset, partition, room, federation.examples, federation.public)
 

@@ -1,4 +1,4 @@
-"""FedDVA's heterogeneous inputs: every client's images carry marks of one type (Section
+"""Heterogeneous inputs of FedDVA: marks of one type on all images of a client (Section
 5, its released code)."""
 
 from typing import NamedTuple
@@ -6,47 +6,43 @@ from typing import NamedTuple
 import numpy as np
 
 from fedjax_pfl.data.datasets import Dataset
-from fedjax_pfl.data.partitioners import Partition
-from fedjax_pfl.data.rows import flat
+from fedjax_pfl.data.partition import Partition, flat
 from fedjax_pfl.errors import InputError
 
 # client k has type k mod 4
 MARKS = ("plain", "horizontal_sine", "vertical_sine", "ellipse")
 ANGLE = 0.2  # between the points of a curve: 32 of them in a turn
 ECCENTRICITY = 0.9
-SMALLEST = 8  # pixels a side
+SMALLEST = 8  # pixels per side
 
 
 class Marked(NamedTuple):
-    """A data set with marks, and the shift that they are."""
+    """A data set with marks, and the type of each client."""
 
     dataset: Dataset
     marks: tuple[str, ...]  # [N] of MARKS, the type of each client
 
 
 def mark(dataset: Dataset, partition: Partition, seed: int) -> Marked:
-    """Draws a mark over every image: the larger of image and mark, pixel by pixel.
+    """Draws a mark over every image as the maximum of image and mark.
 
-    A mark has the data set's largest value, in all channels. Each example has a mark of
-    its own, which depends on the seed, its row and the type of its client, so that it
-    does not depend on who else holds what.
+    A mark has the data set's largest value in all channels. It depends on the seed, the
+    row of the example and the type of its client.
 
     Args:
       dataset: square images [n, H, W, C].
-      partition: who owns which row; client k gets marks of type k mod 4, on train,
-        validation and test rows alike.
+      partition: client k gets marks of type k mod 4 on its train, validation and test
+        rows. No two clients may share a row.
       seed: equal seeds give equal marks.
 
     Raises:
-      InputError: not square images of at least 8 pixels a side, or a row that two
-        clients own.
+      InputError: not square images of at least 8 pixels per side.
     """
     shape = dataset.x.shape[1:]
     if len(shape) != 3 or shape[0] != shape[1] or shape[0] < SMALLEST:
         raise InputError(
-            f"Marks are drawn on square images of at least {SMALLEST} pixels a side, "
-            f"but data set {dataset.name} has "
-            f"inputs of shape {shape}."
+            f"Marks need square images of at least {SMALLEST} pixels per side, got "
+            f"shape {shape}."
         )
     owner = _owners(partition, len(dataset.y))
     phase = np.random.default_rng(seed).random(len(dataset.y))
@@ -64,7 +60,7 @@ def mark(dataset: Dataset, partition: Partition, seed: int) -> Marked:
 
 
 def draw(kind: str, phase: np.ndarray, side: int) -> np.ndarray:
-    """The pixels of marks: bool [n, side, side], the outermost pixels free.
+    """Returns the pixels of marks, bool [n, side, side], the outermost pixels free.
 
     Args:
       kind: one of MARKS. A sine is one period over the whole width (height); an ellipse
@@ -121,13 +117,5 @@ def _owners(partition: Partition, n: int) -> np.ndarray:
     for part in ("train", "test", "val"):
         sizes = getattr(partition, f"{part}_sizes")
         rows = flat(getattr(partition, part), sizes)
-        client = np.repeat(np.arange(len(sizes)), sizes)
-        taken = (owner[rows] >= 0) & (owner[rows] != client)
-        owner[rows] = client
-        if taken.any() or (owner[rows] != client).any():
-            row = rows[taken | (owner[rows] != client)][0]
-            raise InputError(
-                f"Row {row} belongs to two clients, which would mark it twice: give "
-                "every row one owner."
-            )
+        owner[rows] = np.repeat(np.arange(len(sizes)), sizes)
     return owner

@@ -1,39 +1,31 @@
-"""Which client owns which example: divides a data set among clients and holds their
-test examples out."""
+"""Partitioners: divide a data set among clients and hold test examples out.
 
-import operator
+A rule takes `(rng, totals, num_clients, ...)`, totals [C] being the examples of each
+class, and returns counts [N, C] whose columns sum to `totals`: every example is
+assigned exactly once (except by pathological_subset).
+"""
+
+import heapq
+import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from absl import logging
+from scipy.special import softmax
 
 from fedjax_pfl import user_code
-from fedjax_pfl.data import assignment, rows
 from fedjax_pfl.data.datasets import Dataset, checked
-from fedjax_pfl.data.rows import (
+from fedjax_pfl.data.partition import (
     Partition,
     build,
-    class_counts,
-    digest,
+    checked as checked_partition,
     load_file,
-    of_clients,
-    save,
-    select,
+    tally,
 )
 from fedjax_pfl.errors import InputError, check, choose
 
-__all__ = [
-    "PARTITIONS",
-    "Partition",
-    "class_counts",
-    "digest",
-    "load_file",
-    "of_clients",
-    "partition",
-    "save",
-    "select",
-]
+Rng = np.random.Generator
 
 PARTITIONS: dict[str, str] = {
     "iid": "random parts of equal size",
@@ -87,23 +79,19 @@ def partition(
     val_fraction: float = 0.0,
     min_size: int | None = None,
 ) -> Partition:
-    """Divides a data set among clients; every example goes to exactly one of them, and
-    equal seeds give equal partitions.
+    """Divides a data set among clients, every example to exactly one of them.
 
-    Only pathological_subset may leave examples to nobody: those of all the classes for
-    which the clients have no place.
-
-    Drawn once: while a client is below the minimum, a random example moves to it from
-    the largest client.
+    Only pathological_subset leaves examples to nobody. While a client is below the
+    minimum, a random example moves to it from the largest client.
 
     Args:
-      dataset: what to divide.
-      spec: a key of `PARTITIONS`; a file says everything itself and is only checked
-        against `num_clients`; a function of your own, FILE.py:NAME or
-        package.module:NAME, is given the data set, `num_clients` and `seed`.
+      dataset: the examples to divide.
+      spec: a key of `PARTITIONS`, or a function of your own, FILE.py:NAME or
+        package.module:NAME, called with the data set, `num_clients` and `seed`. A file
+        is only checked against `num_clients`.
       num_clients: N.
-      seed: of the assignment and of the order of every client's rows (so that any tail
-        of them is a random holdout).
+      seed: equal seeds give equal partitions. The rows of every client are shuffled, so
+        that any tail of them is a random holdout.
       alpha: Dirichlet concentration, in [1e-6, 1e6].
       classes_per_client: k, in [1, C] (shards: shards a client, in [1, n]).
       test_split: `pool`: official train and test examples together, each client's rows
@@ -121,56 +109,65 @@ def partition(
         clients.
     """
     checked(dataset)
-    _check_fractions(test_split, test_fraction, val_fraction)
-    rng = np.random.default_rng(_whole("seed", seed, 0, 2**63 - 1))
-    if isinstance(spec, str) and spec.startswith("file:"):
-        return _from_file(spec.removeprefix("file:"), dataset, num_clients)
-    if user_code.named(spec):
-        return _own(spec, dataset, num_clients, seed)
-    _check_spec(spec, test_split, dataset)
+    choose("test_split", test_split, ("pool", "official"))
+    check("test_fraction", test_fraction, 0, 1, open_low=True, open_high=True)
+    check("val_fraction", val_fraction, 0, 1, open_high=True)
+    check("seed", seed, 0, 2**63 - 1, whole=True)
+    if user_code.named(spec) or str(spec).startswith("file:"):
+        return _given(spec, dataset, num_clients, seed)
+    choose("partition", spec, PARTITIONS)
     y = dataset.y[: dataset.num_train] if test_split == "official" else dataset.y
-    num_clients = _whole(
-        "clients", num_clients, 1, len(y), "there are so many examples"
-    )
+    check("clients", num_clients, 1, len(y), whole=True)
     # one example for each part that is cut from these
     need = 1 + (test_split == "pool") + (val_fraction > 0)
-    practical = min(40, len(y) // num_clients // 2)
-    least = practical if min_size is None else _whole("min_size", min_size, 0, len(y))
-    minimum = max(need, least if spec == "dirichlet" or min_size is not None else 0)
-    _check_enough(num_clients, minimum, len(y))
+    least, minimum = min(40, len(y) // num_clients // 2), need
+    if min_size is not None:
+        check("min_size", min_size, 0, len(y), whole=True)
+        least = min_size
+    if spec == "dirichlet" or min_size is not None:
+        minimum = max(need, least)
+    rng = np.random.default_rng(seed)
     totals = np.bincount(y, minlength=dataset.num_classes)
+    _check_enough(num_clients, minimum, len(y))
     counts = _assign(rng, spec, totals, num_clients, alpha, classes_per_client, least)
     _check_enough(num_clients, minimum, int(counts.sum()))
-    counts, moved = assignment.fill_up(rng, counts, minimum)
+    if left_out := int((counts.sum(axis=0) < totals).sum()):
+        logging.warning("%s: %d classes are left out.", spec, left_out)
+    counts, moved = fill_up(rng, counts, minimum)
     train, sizes = _rows(rng, y, counts)
     if test_split == "official":
         test_counts, more = _official_counts(counts, dataset)
         held, held_sizes = _rows(rng, dataset.y[dataset.num_train :], test_counts)
         held, moved = held + dataset.num_train, moved + more
     else:
-        held_sizes = sizes - np.clip(
-            _floor(sizes * (1 - test_fraction)), need - 1, sizes - 1
-        )
-        train, held = _cut(train, sizes, held_sizes)
-        sizes = sizes - held_sizes
+        rest = np.clip(_floor(sizes * (1 - test_fraction)), need - 1, sizes - 1)
+        train, held = _cut(train, sizes, sizes - rest)
+        sizes, held_sizes = rest, sizes - rest
     val_sizes = np.maximum(_floor(sizes * val_fraction), int(val_fraction > 0))
     train, val = _cut(train, sizes, val_sizes)
-    if nobodys := int((counts.sum(axis=0) < totals).sum()):
-        logging.warning(
-            "%s: %d classes have no place in %d clients and are left out.",
-            spec,
-            nobodys,
-            num_clients,
-        )
-    if moved:
-        logging.info(
-            "Partition %s: moved %d examples to clients below the minimum.", spec, moved
-        )
     return build(train, sizes - val_sizes, held, held_sizes, val, val_sizes, moved)
 
 
+def _given(spec: str, dataset: Dataset, num_clients: int, seed: int) -> Partition:
+    """The partition of a file or of a user's function."""
+    if spec.startswith("file:"):
+        p = load_file(spec.removeprefix("file:"), dataset)
+    else:
+        made = user_code.call(
+            "partition", spec, dataset=dataset, num_clients=num_clients, seed=seed
+        )
+        with user_code.blamed("partition", spec):
+            p = checked_partition(f"partition={spec}", made, dataset)
+    if len(p.train) != num_clients:
+        raise InputError(
+            f"`clients` must be {len(p.train)}, as in partition={spec}, got "
+            f"{num_clients}."
+        )
+    return p
+
+
 def _assign(
-    rng: Any,
+    rng: Rng,
     spec: str,
     totals: np.ndarray,
     num_clients: int,
@@ -179,63 +176,48 @@ def _assign(
     least: int,
 ) -> np.ndarray:
     """Counts [N, C] by the named rule."""
-    rule: Callable[..., np.ndarray] = getattr(assignment, spec)
-    if spec in ("iid", "round_robin"):
-        return rule(rng, totals, num_clients)
+    arguments: tuple[Any, ...] = ()
     if spec.startswith("dirichlet"):
         check("alpha", alpha, 1e-6, 1e6)
-        return rule(rng, totals, num_clients, alpha)
-    of = (
-        (int(totals.sum()), "examples")
-        if spec == "shards"
-        else (len(totals), "classes")
-    )
-    k = _whole("classes_per_client", k, 1, of[0], f"there are so many {of[1]}")
-    if spec == "label_groups":
-        return rule(rng, totals, num_clients, k, least)
-    return rule(rng, totals, num_clients, k)
+        arguments = (alpha,)
+    elif spec not in ("iid", "round_robin"):
+        most = int(totals.sum()) if spec == "shards" else len(totals)
+        check("classes_per_client", k, 1, most, whole=True)
+        arguments = (k, least) if spec == "label_groups" else (k,)
+    return RULES[spec](rng, totals, num_clients, *arguments)
 
 
 def _official_counts(counts: np.ndarray, dataset: Dataset) -> tuple[np.ndarray, int]:
     """Test examples per client and class [N, C], in the proportions of the training
     counts, at least one a client."""
-    num_clients, totals = len(counts), counts.sum(axis=0)
-    test_totals = np.bincount(
-        dataset.y[dataset.num_train :], minlength=dataset.num_classes
-    )
-    left_out = (
-        np.bincount(dataset.y[: dataset.num_train], minlength=dataset.num_classes)
-        > totals
-    )
+    n, classes, totals = dataset.num_train, dataset.num_classes, counts.sum(axis=0)
+    test_totals = np.bincount(dataset.y[n:], minlength=classes)
+    left_out = np.bincount(dataset.y[:n], minlength=classes) > totals
     test_totals = np.where(left_out & (totals == 0), 0, test_totals)
-    if test_totals.sum() < num_clients:
+    if test_totals.sum() < len(counts):
         raise InputError(
-            f"{num_clients} clients, but the official test set has only "
-            f"{test_totals.sum()} examples: "
-            "take fewer clients or test_split=pool."
+            f"`clients` must be at most {test_totals.sum()}, the size of the official "
+            f"test set, got {len(counts)}. Use test_split=pool."
         )
     by_size = np.broadcast_to(
         counts.sum(axis=1, keepdims=True) / counts.sum(), counts.shape
     )
     # by size: classes seen only in the test set
     shares = np.where(totals > 0, counts / np.maximum(totals, 1), by_size)
-    return _one_each(assignment.apportion(shares, test_totals), counts)
+    return _one_each(apportion(shares, test_totals), counts)
 
 
 def _one_each(tests: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, int]:
     """Gives clients without a test example one of a class they train on, from the
     client with most of that class."""
-    sizes = tests.sum(axis=1)
-    needy = np.flatnonzero(sizes == 0)
+    needy = np.flatnonzero(tests.sum(axis=1) == 0)
     for client in needy:
-        own = np.flatnonzero(counts[client])
-        spare = np.where(sizes[:, None] > 1, tests[:, own], 0)
-        if not spare.any():  # nobody can spare one of these classes: take any
-            own = np.arange(tests.shape[1])
-            spare = np.where(sizes[:, None] > 1, tests, 0)
-        donor, place = np.unravel_index(np.argmax(spare), spare.shape)
-        tests[[donor, client], own[place]] += [-1, 1]
-        sizes[[donor, client]] += [-1, 1]
+        spare = np.where(tests.sum(axis=1, keepdims=True) > 1, tests, 0)
+        own = spare * (counts[client] > 0)
+        # where nobody can spare one of these classes, any
+        spare = own if own.any() else spare
+        donor, label = np.unravel_index(np.argmax(spare), spare.shape)
+        tests[[donor, client], label] += [-1, 1]
     return tests, len(needy)
 
 
@@ -257,7 +239,7 @@ def _rows(rng: Any, y: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def _floor(x: np.ndarray) -> np.ndarray:
-    """Whole part, taking 0.75 * 4 = 2.9999999999999996 for 3."""
+    # 0.75 * 4 = 2.9999999999999996 counts as 3
     return np.floor(x + 1e-9).astype(np.int64)
 
 
@@ -270,58 +252,271 @@ def _cut(
     return flat[~is_tail], flat[is_tail]
 
 
-def _from_file(path: str, dataset: Dataset, num_clients: int) -> Partition:
-    p = load_file(path, dataset)
-    if len(p.train) != num_clients:
-        raise InputError(
-            f"{path} holds {len(p.train)} clients, not {num_clients}: leave their "
-            f"number out, or say {len(p.train)}."
-        )
-    return p
-
-
-def _own(spec: str, dataset: Dataset, num_clients: int, seed: int) -> Partition:
-    made = user_code.call(
-        "partition", spec, dataset=dataset, num_clients=num_clients, seed=seed
-    )
-    with user_code.blamed("partition", spec):
-        p = rows.checked(f"partition={spec}", made, dataset)
-    if len(p.train) != num_clients:
-        raise InputError(
-            f"partition={spec} gives rows to {len(p.train)} clients, not "
-            f"{num_clients}: say clients={len(p.train)}."
-        )
-    return p
-
-
-def _check_spec(spec: str, test_split: str, dataset: Dataset) -> None:
-    if callable(spec):
-        raise InputError(f"{spec!r} is a function: call it, it returns the Partition.")
-    choose("partition", spec, PARTITIONS)
-    if test_split == "official" and dataset.num_train == len(dataset.y):
-        raise InputError(
-            f"Data set {dataset.name} has no official test set: use test_split=pool."
-        )
-
-
 def _check_enough(num_clients: int, minimum: int, n: int) -> None:
     if num_clients * minimum > n:
         raise InputError(
-            f"{num_clients} clients with at least {minimum} examples each need "
-            f"{num_clients * minimum}, but there "
-            f"are only {n}: take fewer clients or more data."
+            f"{num_clients} clients need at least {minimum} examples each, "
+            f"{num_clients * minimum} in all, got {n}."
         )
 
 
-def _check_fractions(
-    test_split: str, test_fraction: float, val_fraction: float
-) -> None:
-    choose("test_split", test_split, ("pool", "official"))
-    check("test_fraction", test_fraction, 0, 1, open_low=True, open_high=True)
-    check("val_fraction", val_fraction, 0, 1, open_high=True)
+def iid(rng: Rng, totals: np.ndarray, num_clients: int) -> np.ndarray:
+    """Draws random parts of equal size (sizes differ by at most one)."""
+    labels = rng.permutation(np.repeat(np.arange(len(totals)), totals))
+    return tally(_blocks(len(labels), num_clients), labels, num_clients, len(totals))
 
 
-def _whole(name: str, value: Any, low: int, high: int, why: str = "") -> int:
-    """A whole number in [low, high]."""
-    check(name, value, low, high, whole=True, why=why)
-    return operator.index(value)
+def shards(
+    rng: Rng, totals: np.ndarray, num_clients: int, per_client: int
+) -> np.ndarray:
+    """Sorts by class, cuts into N * per_client equal shards and deals them at random
+    (McMahan et al. 2017).
+
+    A shard may straddle two classes, so a client holds about `per_client` classes.
+    """
+    slots = num_clients * per_client
+    _check_enough(slots, 1, totals.sum())
+    labels = np.repeat(np.arange(len(totals)), totals)
+    client_of_shard = rng.permutation(slots) // per_client
+    return tally(
+        client_of_shard[_blocks(len(labels), slots)], labels, num_clients, len(totals)
+    )
+
+
+def pathological(
+    rng: Rng, totals: np.ndarray, num_clients: int, per_client: int
+) -> np.ndarray:
+    """Draws k = `per_client` classes per client, every class in equal parts over floor
+    or ceil(N k / C) clients."""
+    present = _present(totals, num_clients, per_client)
+    capacity = np.full(len(present), num_clients * per_client // len(present))
+    extra = num_clients * per_client - capacity.sum()
+    capacity[rng.permutation(len(present))[:extra]] += 1
+    holds = np.zeros((num_clients, len(totals)))
+    noise = rng.gumbel(size=(num_clients, len(present)))
+    for client in range(num_clients):
+        # The k largest of log(capacity) + Gumbel noise: a draw without replacement,
+        # weighted by the places left.
+        with np.errstate(divide="ignore"):
+            score = np.log(capacity) + noise[client]
+        # A class with as many places as clients are left must be taken now:
+        # with this rule the assignment always succeeds.
+        score[capacity == num_clients - client] = np.inf
+        picked = np.argpartition(-score, per_client - 1)[:per_client]
+        capacity[picked] -= 1
+        holds[client, present[picked]] = 1
+    return apportion(holds / np.maximum(holds.sum(axis=0), 1), totals)
+
+
+def pathological_subset(
+    rng: Rng, totals: np.ndarray, num_clients: int, per_client: int
+) -> np.ndarray:
+    """Draws as `pathological`, but leaves random classes out where N k < C."""
+    present, room = np.flatnonzero(totals), num_clients * per_client
+    if room < len(present):
+        chosen = rng.choice(present, room, replace=False)
+        totals = np.where(np.isin(np.arange(len(totals)), chosen), totals, 0)
+    return pathological(rng, totals, num_clients, per_client)
+
+
+def round_robin(rng: Rng, totals: np.ndarray, num_clients: int) -> np.ndarray:
+    """Assigns class k mod C to client k in equal parts over its clients (FedDVA's
+    CelebA).
+
+    Where there are more classes than clients, class c goes to client c mod N.
+    """
+    present = np.flatnonzero(totals)
+    pair = np.arange(max(num_clients, len(present)))
+    holds = np.zeros((num_clients, len(totals)))
+    holds[pair % num_clients, present[pair % len(present)]] = 1
+    return apportion(holds / np.maximum(holds.sum(axis=0), 1), totals)
+
+
+def label_groups(
+    rng: Rng, totals: np.ndarray, num_clients: int, per_client: int, least: int
+) -> np.ndarray:
+    """Draws PFLlib's unbalanced pathological split, used by FedCP: consecutive clients
+    share classes.
+
+    Class after class goes to the first ceil(N k / C) clients that still want one; all
+    but the last of them get a random number in [max(mean / 10, least / C), mean) of its
+    examples, the last one the rest.
+
+    Note: PFLlib divides by zero where the clients' wishes run out before the classes;
+    here the last classes then have fewer holders, at least one.
+    """
+    present = _present(totals, num_clients, per_client)
+    wanted = np.full(num_clients, per_client)
+    counts = np.zeros((num_clients, len(totals)), np.int64)
+    for place, label in enumerate(present):
+        later = len(present) - place - 1
+        limit = min(
+            math.ceil(num_clients * per_client / len(present)), wanted.sum() - later
+        )
+        holders = np.flatnonzero(wanted)[:limit]
+        wanted[holders] -= 1
+        mean = totals[label] / len(holders)
+        low = int(min(max(mean / 10, least / len(present)), mean))
+        parts = rng.integers(low, max(int(mean), low + 1), size=len(holders) - 1)
+        counts[holders, label] = [*parts, totals[label] - parts.sum()]
+    return counts
+
+
+def dirichlet(
+    rng: Rng, totals: np.ndarray, num_clients: int, alpha: float
+) -> np.ndarray:
+    """Draws the "practical" split of FedCP and PFLlib: per class, shares over clients ~
+    Dir(alpha).
+
+    Before class c is cut, the shares of clients that own n / N examples or more are set
+    to zero and the others renormalised.
+    """
+    counts = np.zeros((num_clients, len(totals)), np.int64)
+    log_gamma = _log_gamma(rng, alpha, (num_clients, len(totals)))
+    for label in np.flatnonzero(totals):
+        open_ = counts.sum(axis=1) < totals.sum() / num_clients
+        shares = softmax(np.where(open_, log_gamma[:, label], -np.inf)[:, None], axis=0)
+        counts[:, [label]] = apportion(shares, totals[[label]])
+    return counts
+
+
+def dirichlet_class(
+    rng: Rng, totals: np.ndarray, num_clients: int, alpha: float
+) -> np.ndarray:
+    """Draws shares over clients ~ Dir(alpha) for every class; client sizes vary
+    freely."""
+    return apportion(
+        softmax(_log_gamma(rng, alpha, (num_clients, len(totals))), axis=0), totals
+    )
+
+
+def dirichlet_total(
+    rng: Rng, totals: np.ndarray, num_clients: int, alpha: float
+) -> np.ndarray:
+    """Draws FedDVA's split: shares over clients ~ Dir(alpha / N) for every class.
+
+    alpha is the total concentration; 10,000 gives the balanced case.
+    """
+    return dirichlet_class(rng, totals, num_clients, alpha / num_clients)
+
+
+def dirichlet_hsu(
+    rng: Rng, totals: np.ndarray, num_clients: int, alpha: float
+) -> np.ndarray:
+    """Draws equal client sizes with class shares of each client ~ Dir(alpha p) (Hsu, Qi
+    and Brown 2019).
+
+    p are the class shares of the whole data set. Clients draw in turn without
+    replacement; where a class runs out, the rest of a client is drawn from the others.
+    """
+    left = totals.copy()
+    concentration = alpha * np.maximum(totals, 1) / totals.sum()
+    log_shares = _log_gamma(rng, concentration, (num_clients, len(totals)))
+    sizes = np.bincount(_blocks(totals.sum(), num_clients), minlength=num_clients)
+    counts = np.zeros((num_clients, len(totals)), np.int64)
+    for client in range(num_clients):
+        missing = sizes[client]
+        # each pass fills the client or empties a class: at most C passes
+        while missing:
+            shares = softmax(np.where(left > 0, log_shares[client], -np.inf))
+            drawn = np.minimum(rng.multinomial(missing, shares), left)
+            counts[client] += drawn
+            left -= drawn
+            missing -= drawn.sum()
+    return counts
+
+
+def apportion(shares: np.ndarray, totals: np.ndarray) -> np.ndarray:
+    """Cuts each class at its cumulative shares: integer counts that sum exactly, each
+    within one of share * total.
+
+    Args:
+      shares: [N, C], columns sum to 1; a column of zeros only where the total is 0.
+      totals: [C] examples of each class.
+
+    Returns:
+      [N, C] int64; a client with share 0 gets none.
+    """
+    # the last one is `totals`, up to 1e-12
+    edges = np.rint(np.cumsum(shares, axis=0) * totals).astype(np.int64)
+    return np.diff(edges, axis=0, prepend=0)
+
+
+def fill_up(rng: Rng, counts: np.ndarray, minimum: int) -> tuple[np.ndarray, int]:
+    """Moves random examples from the largest clients to those with fewer than
+    `minimum`.
+
+    Args:
+      counts: [N, C] with at least N * minimum examples.
+      minimum: examples every client shall have.
+
+    Returns:
+      the new counts [N, C] and the number of examples moved.
+    """
+    counts, sizes = counts.copy(), counts.sum(axis=1)
+    heap = [(-size, client) for client, size in enumerate(sizes.tolist())]
+    heapq.heapify(heap)
+    moved = 0
+    for needy in np.flatnonzero(sizes < minimum):
+        while sizes[needy] < minimum:
+            # a donor has more than the mean, hence more than the minimum
+            size, donor = heap[0]
+            heapq.heapreplace(heap, (size + 1, donor))
+            place = rng.integers(sizes[donor])
+            label = np.searchsorted(np.cumsum(counts[donor]), place, side="right")
+            counts[donor, label] -= 1
+            counts[needy, label] += 1
+            sizes[donor] -= 1
+            sizes[needy] += 1
+            moved += 1
+    return counts, moved
+
+
+def _present(totals: np.ndarray, num_clients: int, per_client: int) -> np.ndarray:
+    """The classes with examples, if the clients can hold them."""
+    present = np.flatnonzero(totals)
+    check("classes_per_client", per_client, 1, len(present))
+    if num_clients * per_client < len(present):
+        raise InputError(
+            f"`classes_per_client` must be at least "
+            f"{math.ceil(len(present) / num_clients)} for {len(present)} classes and "
+            f"{num_clients} clients, got {per_client}."
+        )
+    return present
+
+
+def _blocks(num_items: int, num_blocks: int) -> np.ndarray:
+    """[num_items] block numbers 0, 0, ..., 1, 1, ...: sizes differ by at most one."""
+    return np.arange(num_items) * num_blocks // num_items
+
+
+def _log_gamma(
+    rng: Rng, alpha: float | np.ndarray, shape: tuple[int, ...]
+) -> np.ndarray:
+    """Logarithms of Gamma(alpha) draws: their softmax is Dirichlet, and stays so on a
+    subset however small alpha is.
+
+    In logarithms because at alpha = 0.01 most draws underflow to zero; by Gamma(a) =
+    Gamma(a + 1) * U^(1 / a).
+    """
+    return (
+        np.log(rng.standard_gamma(np.add(alpha, 1), size=shape))
+        + np.log1p(-rng.random(shape)) / alpha
+    )
+
+
+RULES: dict[str, Callable[..., np.ndarray]] = {
+    rule.__name__: rule
+    for rule in (
+        iid,
+        shards,
+        pathological,
+        pathological_subset,
+        round_robin,
+        label_groups,
+        dirichlet,
+        dirichlet_class,
+        dirichlet_total,
+        dirichlet_hsu,
+    )
+}

@@ -1,18 +1,15 @@
 """TensorFlow Datasets prepared on disk, read without TensorFlow and cached as plain
 arrays."""
 
-import contextlib
 import hashlib
 import json
 import os
+import re
 import shlex
-import tempfile
-import time
 import zipfile
 import zlib
-from logging import LogRecord
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from absl import logging
@@ -67,65 +64,70 @@ _CLASSES = {
     "emnist/bymerge": 47,
     "celeb_a": 4,
 }  # all others: 10
-_CACHE_FORMAT = 1  # raised when what the cache holds changes
+_CACHE_FORMAT = 1  # of the cache files
+# raised by numpy for files that are damaged or of another format
+DAMAGE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    NotImplementedError,
+    OSError,
+    EOFError,
+    AttributeError,
+    KeyError,
+    TypeError,
+    ValueError,
+)
 
 
-class Arrays(NamedTuple):
-    """A prepared data set, decoded."""
-
-    x: np.ndarray  # [n, *input]: uint8 images, or numbers as they are
-    y: np.ndarray  # [n]
-    num_train: int
-    num_classes: int
-    superclass: np.ndarray | None = None  # [C] int32
-
-
-def load(name: str, data_dir: str | None = None) -> Arrays:
+def load(name: str, data_dir: str | None = None) -> dict[str, Any]:
     """Reads a prepared data set of images, or of numbers of one shape, from the cache
     where that is fresh.
 
-    Note: TFDS stores EMNIST transposed, as its authors do; it is left so.
+    Note: TFDS stores EMNIST transposed, as its authors do.
 
     Args:
-      name: a key of `DESCRIPTIONS`, or what TFDS calls any other, whose label's classes
+      name: a key of `DESCRIPTIONS`, or the TFDS name of another data set, whose classes
         are counted.
       data_dir: TFDS's data directory; default: TFDS_DATA_DIR, then
         ~/tensorflow_datasets.
 
+    Returns:
+      x [n, *input]: uint8 images, or numbers as they are; y [n]; num_train;
+      num_classes; superclass [C] int32 or None.
+
     Raises:
-      InputError: the data set is not there, not in the array_record format, without
-        such inputs, or cannot be read.
+      InputError: the data set is not prepared, not in the array_record format, has
+        other inputs, or cannot be read.
     """
     # both cifar100s are one decoded copy
     source = "cifar100" if name == "cifar100_coarse" else name
-    root = Path(
-        os.path.expanduser(
-            data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
-        )
-    )
-    folder = _version_folder(root, source)
+    root = data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
+    folder = _version_folder(Path(os.path.expanduser(root)), source)
     arrays = _cached(_cache_path(source, folder), source, folder)
-    x, y, num_train = arrays["x"], arrays["y"], int(arrays["num_train"])
+    y, superclass = arrays["y"], None
     if name == "emnist/letters":
         y = y - 1  # TFDS counts letters from 1
-    superclass = None
     if name == "cifar100":
         superclass = np.zeros(100, np.int32)
         superclass[y] = arrays["coarse"]
     if name == "cifar100_coarse":
         y = arrays["coarse"]
-    num_classes = (
-        _CLASSES.get(name, 10) if name in DESCRIPTIONS else int(y.max(initial=0)) + 1
-    )
-    return Arrays(x, y, num_train, num_classes, superclass)
+    counted = int(y.max(initial=0)) + 1
+    return {
+        "x": arrays["x"],
+        "y": y.astype(np.int32),
+        "num_train": int(arrays["num_train"]),
+        "num_classes": _CLASSES.get(name, 10 if name in DESCRIPTIONS else counted),
+        "superclass": superclass,
+    }
 
 
 def command(source: str, root: Path) -> str:
-    """The shell command that prepares a TFDS data set the way this library reads it."""
-    folder = shlex.quote(str(root))
+    """Returns the shell command that prepares a TFDS data set in the format read
+    here."""
     return (
         f"pip install -e '.[prepare]' && tfds build {source} "
-        f"--file_format=array_record --data_dir={folder}"
+        f"--file_format=array_record --data_dir={shlex.quote(str(root))}"
     )
 
 
@@ -138,26 +140,21 @@ def _version_folder(root: Path, source: str) -> Path:
             f"{command(source, root)}"
         )
     folder = max(
-        found,
-        key=lambda path: [
-            int(part) if part.isdecimal() else -1 for part in path.name.split(".")
-        ],
+        found, key=lambda path: [int(n) for n in re.findall(r"\d+", path.name)]
     )
     if not any(".array_record" in path.name for path in folder.iterdir()):
         raise InputError(
-            f"Data set {source!r} in {folder} is not in the array_record format, the "
-            "only one that is read without "
-            f"TensorFlow: delete that folder and run {command(source, root)}"
+            f"Data set {source!r} in {folder} must be in the array_record format: "
+            f"delete that folder and run {command(source, root)}"
         )
     return folder
 
 
 def cache_dir() -> Path:
-    """Where decoded arrays are kept: the variable FEDJAX_PFL_CACHE, else
+    """Returns the folder of decoded arrays: the variable FEDJAX_PFL_CACHE, else
     ~/.cache/fedjax_pfl."""
-    return Path(
-        os.path.expanduser(os.environ.get("FEDJAX_PFL_CACHE") or "~/.cache/fedjax_pfl")
-    )
+    folder = os.environ.get("FEDJAX_PFL_CACHE") or "~/.cache/fedjax_pfl"
+    return Path(os.path.expanduser(folder))
 
 
 def _cache_path(source: str, folder: Path) -> Path:
@@ -173,67 +170,28 @@ def _cache_path(source: str, folder: Path) -> Path:
 
 
 def _cached(path: Path, source: str, folder: Path) -> dict[str, np.ndarray]:
-    """The decoded arrays, from the cache or decoded now; a corrupt cache file is
-    rebuilt."""
+    """The decoded arrays; a missing or damaged cache file is written anew."""
     if path.is_file():
         try:
-            # Opened here because np.load leaves a damaged file open.
+            # opened here because np.load leaves a damaged file open
             with (
                 open(path, "rb") as stream,
                 np.load(stream, allow_pickle=False) as file,
             ):
                 return {name: file[name] for name in ("x", "y", "coarse", "num_train")}
-        except (
-            zipfile.BadZipFile,
-            zlib.error,
-            OSError,
-            EOFError,
-            KeyError,
-            ValueError,
-        ) as error:
-            logging.warning(
-                "The cache file %s is damaged (%s): decoding %s anew.",
-                path,
-                error,
-                source,
-            )
-    start = time.perf_counter()
+        except DAMAGE as error:
+            logging.warning("Cache file %s is damaged (%s).", path, error)
     arrays = _decode(source, folder)
-    logging.info(
-        "Decoded %s: %d examples in %.1f s.",
-        source,
-        len(arrays["y"]),
-        time.perf_counter() - start,
-    )
     try:
-        _write(path, arrays)
-    except OSError as error:
-        logging.warning(
-            "The decoded %s is not cached, so the next start decodes again: %s",
-            source,
-            error,
-        )
-    return arrays
-
-
-def _write(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Writes to a new name and renames, so that no reader ever sees half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, part = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as file:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # renamed, so that no reader ever sees half a file
+        part = path.with_suffix(f".{os.getpid()}.part")
+        with open(part, "wb") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]  # numpy's stub
         os.replace(part, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(part)
-        raise
-
-
-def _useful(record: LogRecord) -> bool:
-    """Not TFDS's advice to decode with OpenCV, which reads as if something was
-    wrong."""
-    return "OpenCV" not in record.getMessage()
+    except OSError as error:
+        logging.warning("%s is not cached and will be decoded again: %s", source, error)
+    return arrays
 
 
 def _decode(source: str, folder: Path) -> dict[str, np.ndarray]:
@@ -242,40 +200,16 @@ def _decode(source: str, folder: Path) -> dict[str, np.ndarray]:
     try:
         import tensorflow_datasets as tfds
 
-        logging.get_absl_logger().addFilter(_useful)
         # reads the files' own description: any version works
         builder = tfds.builder_from_directory(folder)
-        # which has attributes for labels, and more images than are wanted
         if source == "celeb_a":
             return celeba.decode(builder)
-        x_name, y_name = _columns(builder.info.features, builder.info.supervised_keys)
-        splits = [
-            builder.as_data_source(split)
-            for split in ("train", "test")
-            if split in builder.info.splits
-        ]
-        if not splits:
-            raise InputError(
-                "has neither a split train nor test: prepare it with one of them."
-            )
-        records = (
-            record
-            for split in splits
-            for record in celeba.records(split, range(len(split)))
-        )
-        rows = [
-            (record[x_name], record[y_name], record.get("coarse_label", -1))
-            for record in records
-        ]
-        pixels = isinstance(builder.info.features[x_name], tfds.features.Image)
+        return _rows(builder, tfds.features.Image)
     except ImportError as error:
-        # array_record, which is imported here on first use, is not there on every
-        # system
+        # array_record is imported on first use and not there on every system
         raise InputError(
-            "This data set is read by tensorflow_datasets, which cannot be used "
-            f"({first_line(error)}): "
-            "run pip install tensorflow-datasets array_record, or choose digits, "
-            "synthetic or npz:PATH."
+            f"{source} needs tensorflow_datasets and array_record ({first_line(error)})"
+            ": run pip install tensorflow-datasets array_record."
         ) from error
     except InputError as error:
         raise InputError(f"Data set {source!r} {error}") from None
@@ -285,25 +219,34 @@ def _decode(source: str, folder: Path) -> dict[str, np.ndarray]:
             f"Data set {source!r} in {folder} cannot be read ({first_line(error)}): "
             "prepare it anew."
         ) from error
+
+
+def _rows(builder: Any, image: type) -> dict[str, np.ndarray]:
+    info = builder.info
+    x_name, y_name = _columns(info.features, info.supervised_keys)
+    names = [split for split in ("train", "test") if split in info.splits]
+    if not names:
+        raise InputError("must have a split train or test.")
+    splits = [builder.as_data_source(split) for split in names]
+    rows = [
+        (record[x_name], record[y_name], record.get("coarse_label", -1))
+        for split in splits
+        for record in celeba.records(split, range(len(split)))
+    ]
     x, y, coarse = (np.asarray(column) for column in zip(*rows, strict=True))
-    if x.dtype == np.uint8 and not pixels:
+    if x.dtype == np.uint8 and not isinstance(info.features[x_name], image):
         x = x.astype(np.int32)  # bytes are taken for pixels
-    num_train = np.asarray(len(splits[0]))
     return {
         "x": x,
         "y": y.astype(np.int32),
         "coarse": coarse.astype(np.int32),
-        "num_train": num_train,
+        "num_train": np.asarray(len(splits[0])),
     }
 
 
 def _columns(features: Any, supervised: tuple[str, ...] | None) -> tuple[str, str]:
-    """The names of a record's input and label.
-
-    Raises:
-      InputError: they are not numbers of one shape; its sentence begins after the data
-        set's name.
-    """
+    """The names of a record's input and label; the message of an error begins after the
+    name of the data set."""
     x, y = (supervised or ("image", "label"))[:2]
     for name, kinds in ((x, "biuf"), (y, "iu")):
         shape = features[name].shape if name in features else None
@@ -312,14 +255,10 @@ def _columns(features: Any, supervised: tuple[str, ...] | None) -> tuple[str, st
             or None in shape
             or np.dtype(features[name].np_dtype).kind not in kinds
         ):
-            found = (
-                " ".join(repr(features[name]).split())
-                if name in features
-                else "missing"
-            )
+            found = repr(features[name]) if name in features else "missing"
             raise InputError(
-                f"cannot be used: its {name} is {found}, and what is read are images "
-                "or numbers of one shape with an "
-                "integer label. Store what you make of it as npz:PATH."
+                "must have images or numbers of one shape with an integer label, but "
+                f"its {name} is {' '.join(found.split())}. Store its arrays as "
+                "npz:PATH."
             )
     return x, y

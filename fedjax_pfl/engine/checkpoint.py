@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from fedjax_pfl.engine.contract import said
 from fedjax_pfl.errors import InputError, first_line
 from fedjax_pfl.types import PyTree
 
@@ -30,6 +29,11 @@ KEEP = 2  # checkpoints that stay
 _TRIES = 20  # to read the last one, while a run writes others
 _NOTHING = "nothing"  # what is stored of a state without leaves
 _SLACK = 2**18  # bytes that a checkpoint takes beside its arrays
+
+
+def said(leaf: tuple[tuple[int, ...], Any] | None) -> str:
+    """The shape and the type of a leaf, in words."""
+    return "missing" if leaf is None else f"{leaf[1]}{list(leaf[0])}"
 
 
 def steps(path: str | Path) -> list[int]:

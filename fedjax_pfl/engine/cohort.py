@@ -1,14 +1,13 @@
-"""The clients of a round on devices: the only file that runs methods' functions in
-chunks.
+"""The clients of a round on devices: batches of clients, means and scans.
 
-On each device `width` clients are trained at once (vmap), chunks of as many one after
-another (scan), the clients with the most training examples first. A client's result is
-that of exactly its own steps, though a chunk takes as long as its longest client. A
-mean is accumulated inside the scan, so that `width` models are held, not S. Over
-several devices each trains its own part of the cohort (shard_map), without
+On each device `width` clients are trained at once (`jax.vmap`), and batches of as many
+one after another (`jax.lax.scan`), the clients with the most training examples first. A
+client takes exactly its own steps, though a batch takes as long as its longest client.
+A mean is accumulated inside the scan, so that `width` models are held, not S. Over
+several devices each trains its own segment of the cohort (`jax.shard_map`), without
 communication until the partial means are summed, once. The clients of each architecture
-form a segment of the cohort, and the segments run one after another. The result is the
-same for every layout, to rounding.
+form a segment of the cohort, and the segments run one after another. The results are
+the same for every layout, to rounding.
 """
 
 import functools
@@ -21,9 +20,9 @@ import optax
 from jax.sharding import Mesh, PartitionSpec as P
 
 from fedjax_pfl import aggregate, architectures, keys, trees
-from fedjax_pfl.engine import callables, contract
+from fedjax_pfl.engine import contract
 from fedjax_pfl.engine.placement import AXIS, sharded, slices, without_mesh
-from fedjax_pfl.errors import InputError
+from fedjax_pfl.errors import ContractError, InputError
 from fedjax_pfl.types import (
     Array,
     Client,
@@ -36,18 +35,18 @@ from fedjax_pfl.types import (
     Task,
 )
 
-# (key, upload, default) -> upload, as clipping or noise
+# (key, upload, default) -> upload, such as clipping or noise
 Transform = Callable[[Array, PyTree, PyTree], PyTree]
-# (client, *rows) -> what is summed over the clients, what is not
+# (client, *rows) -> (summed over the clients, not summed)
 Sender = Callable[..., tuple[PyTree, PyTree]]
 
 
 class Cohort:
-    """The cohort of a round, see `types.Cohort`, which is what methods may use of it.
+    """The cohort of a round; `types.Cohort` is its public interface.
 
     Attributes:
-      lengths: [G] places of each architecture's segment, padding included, in the order
-        of Task.models.
+      lengths: [G] clients in each architecture's segment, padding included, in the
+        order of Task.models.
       uploads: for each call of `mean`, in their order, the shapes of the upload per
         architecture; known once traced.
     """
@@ -67,39 +66,23 @@ class Cohort:
         lengths: tuple[int, ...] | None = None,
         transform: Transform | None = None,
     ):
-        """`lengths`: as of the attribute; None: all are of one architecture."""
-        self.ids, self.active, self.round, self.evaluated = (
-            ids,
-            active,
-            round,
-            evaluated,
-        )
+        """Sets the attributes; `lengths` None is one architecture."""
         known = jnp.minimum(ids, federation.train.size.shape[0] - 1)
-        self.sizes = jnp.where(active, federation.train.size[known], 0)
-        self.class_counts = jnp.where(
-            active[:, None], federation.class_counts[known], 0
-        )
-        self.total = jnp.sum(federation.train.size)
+        sizes = jnp.where(active, federation.train.size[known], 0)
+        counts = jnp.where(active[:, None], federation.class_counts[known], 0)
+        total = jnp.sum(federation.train.size)
         # replicated on every device, so that sums over them need no communication
-        here = (self.ids, self.active, self.sizes, self.class_counts, self.total)
-        self.ids, self.active, self.sizes, self.class_counts, self.total = sharded(
-            here, mesh, P()
-        )
+        replicated = sharded((ids, active, sizes, counts, total), mesh, P())
+        self.ids, self.active, self.sizes, self.class_counts, self.total = replicated
+        self.round, self.evaluated = round, evaluated
         self.trained = self.sizes > 0
         self.public = _public(federation, task, jnp.bool(True))
         self.uploads: list[list[PyTree]] = []
-        self._federation, self._task, self._key, self._mesh = (
-            federation,
-            task,
-            key,
-            mesh,
-        )
         self.lengths = lengths or (len(ids),)
+        self._federation, self._task = federation, task
+        self._key, self._mesh = key, mesh
         self._width, self._transform = width, transform
         self._phases: set[int] = set()
-        assert all(
-            length % (1 if mesh is None else mesh.size) == 0 for length in self.lengths
-        )  # by `placement.segments`
 
     def map(
         self, client: Callable[..., PyTree], *rows: PyTree, phase: int | None = 0
@@ -121,30 +104,25 @@ class Cohort:
         self._once(phase)
         contract.check_weight(weight, len(self.ids))
         # then each architecture's clients are averaged separately
-        apart = architectures.is_grouped(default)
-        cut = lambda here: (jax.tree.map(lambda w: w[here], weight), self.active[here])
+        per_group = architectures.is_grouped(default)
+        segments = slices(self.lengths) if per_group else [slice(None)]
         shares = [
-            aggregate.shares(*each)
-            for each in (
-                map(cut, slices(self.lengths)) if apart else [(weight, self.active)]
+            aggregate.shares(
+                jax.tree.map(lambda w, here=here: w[here], weight), self.active[here]
             )
+            for here in segments
         ]
         shares = sharded(shares, self._mesh, P())
         send = self._sender(default, client, len(self.uploads))
         self.uploads.append([])
-        joined = (
-            jax.tree.map(lambda *x: jnp.concatenate(x), *shares) if apart else shares[0]
-        )
+        if not per_group:
+            totals, rest = self._run(send, rows, shares[0], phase)
+            total = functools.reduce(trees.add, totals)
+            return aggregate.filled(shares[0], total, default), rest
+        joined = jax.tree.map(lambda *x: jnp.concatenate(x), *shares)
         totals, rest = self._run(send, rows, joined, phase)
-        if not apart:
-            return aggregate.filled(
-                joined, functools.reduce(trees.add, totals), default
-            ), rest
-        means = [
-            aggregate.filled(*each)
-            for each in zip(shares, totals, default.trees, strict=True)
-        ]
-        return architectures.grouped(means), rest
+        means = map(aggregate.filled, shares, totals, default.trees)
+        return architectures.grouped(list(means)), rest
 
     def scan(
         self,
@@ -155,15 +133,12 @@ class Cohort:
     ) -> tuple[PyTree, PyTree]:
         """See `types.Cohort`.
 
-        Each client's turn comes from a random number of (round, phase, id; None as
-        phase 0), so neither the order of the cohort nor an absent client changes the
-        relative order of the others.
+        The order comes from a random number of (round, phase, id; None as phase 0).
+        Neither the order of the cohort nor an absent client changes the relative order
+        of the others.
         """
         if len(self.lengths) > 1:
-            raise InputError(
-                "cohort.scan is for clients of one architecture, and there are "
-                f"{len(self.lengths)}."
-            )
+            raise InputError("cohort.scan needs clients of one architecture.")
         self._once(phase)
         key = jax.random.fold_in(keys.fold(self._key, keys.Cohort.ORDER), phase or 0)
         draws = jax.vmap(
@@ -187,8 +162,8 @@ class Cohort:
         results = jax.tree.map(
             lambda x: jnp.zeros((len(self.ids), *x.shape), x.dtype), shapes
         )
-        # the trip count is dynamic, so that whoever is inactive costs nothing and the
-        # carry needs no select
+        # the trip count is dynamic: inactive clients cost nothing, and the carry needs
+        # no select
         return jax.lax.fori_loop(0, jnp.sum(self.active), one, (carry, results))
 
     def replicated(self, tree: PyTree) -> PyTree:
@@ -200,34 +175,37 @@ class Cohort:
         random numbers."""
         if phase in self._phases:
             raise InputError(
-                f"Two calls of map, mean or scan in one round have phase={phase}, so "
-                "their clients draw the same "
-                "random numbers: give each its own phase, or phase=None if it draws "
-                "nothing."
+                "Each call of map, mean and scan in a round must have its own `phase`, "
+                f"got {phase} twice: use None if it draws nothing."
             )
         self._phases |= set() if phase is None else {phase}
 
     def _sender(
         self, default: PyTree, client: Callable[..., tuple[PyTree, ...]], call: int
     ) -> Sender:
-        """`client`, whose first result is checked against `default` and then
+        """Returns `client` with its upload checked against `default` and then
         transformed."""
 
         def send(c: Client, *rows: PyTree) -> tuple[PyTree, tuple[PyTree, ...]]:
-            contract.check_sent(results := trees.single(client(c, *rows)))
+            results = trees.single(client(c, *rows))
+            if not isinstance(results, tuple) or not results:
+                raise ContractError(
+                    "the function given to cohort.mean must return a tuple (upload, "
+                    f"...), got {type(results).__name__}."
+                )
             first, *rest = results
             upload = first.tree if isinstance(first, Own) else first
             like = architectures.select(default, c.architecture)
-            contract.check_upload(upload, like)
-            self.uploads[call] = [
-                *self.uploads[call][: c.architecture],
-                contract.shapes(upload),
-            ]
+            contract.check_like("the upload must be like `default`", like, upload)
+            before = self.uploads[call][: c.architecture]
+            self.uploads[call] = [*before, contract.shapes(upload)]
             if self._transform is not None:
-                key = jax.random.fold_in(
-                    keys.fold(self._key, keys.Cohort.UPLOAD, call), c.id
-                )
-                upload = callables.transformed(self._transform, key, upload, like)
+                stream = keys.fold(self._key, keys.Cohort.UPLOAD, call)
+                key = jax.random.fold_in(stream, c.id)
+                made = self._transform(key, upload, like)
+                made = optax.tree.cast_like(made, upload)
+                contract.check_like("`transform` must keep the upload", upload, made)
+                upload = made
             return upload, tuple(rest)
 
         return send
@@ -236,31 +214,21 @@ class Cohort:
         self, f: Federation, id: Array, active: Array, phase: int | None, group: int
     ) -> Client:
         row = jnp.minimum(id, f.train.size.shape[0] - 1)
+        prepare = self._task.prepare
 
         def data(rows: Subset) -> Data:
-            # a split that nobody has
+            # the first axis is empty where no client has examples in this split
             index = rows.index[row] if rows.index.shape[1] else jnp.zeros(1, jnp.int32)
-            return Data(
-                f.examples,
-                index,
-                jnp.where(active, rows.size[row], 0),
-                self._task.prepare,
-                f.mask_fill,
-            )
+            size = jnp.where(active, rows.size[row], 0)
+            return Data(f.examples, index, size, prepare, f.mask_fill)
 
-        key = (
-            None
-            if phase is None
-            else jax.random.fold_in(jax.random.fold_in(self._key, phase), id)
-        )
-        splits, public = (
-            (data(f.train), data(f.val), data(f.test)),
-            _public(f, self._task, active),
-        )
-        counts, model = (
-            jnp.where(active, f.class_counts[row], 0),
-            self._task.models[group],
-        )
+        key = None
+        if phase is not None:
+            key = jax.random.fold_in(jax.random.fold_in(self._key, phase), id)
+        splits = (data(f.train), data(f.val), data(f.test))
+        public = _public(f, self._task, active)
+        counts = jnp.where(active, f.class_counts[row], 0)
+        model = self._task.models[group]
         return Client(id, key, *splits, public, counts, model, group)  # type: ignore[arg-type]  # see Client.key
 
     def _run(
@@ -270,17 +238,14 @@ class Cohort:
         shares: PyTree,
         phase: int | None,
     ) -> tuple[list[PyTree], PyTree]:
-        """Per architecture the weighted sum of the uploads, and all clients' other
-        results in the cohort's order."""
+        """Returns the weighted sum of the uploads per architecture, and all clients'
+        other results in the cohort's order."""
         some = [group for group, length in enumerate(self.lengths) if length]
         arrays = (self.ids, self.active, self.sizes, rows, shares)
-        alone = len(self.lengths) == 1
-        each = [
-            arrays
-            if alone
-            else architectures.rows_of(arrays, group, slices(self.lengths)[group])
-            for group in some
-        ]
+        each = [arrays]
+        if len(self.lengths) > 1:
+            segments = slices(self.lengths)
+            each = [architectures.rows_of(arrays, g, segments[g]) for g in some]
 
         def here(
             federation: Federation, each: list[Any]
@@ -290,8 +255,7 @@ class Cohort:
                 for group, mine in zip(some, each, strict=True)
             )
             totals, results, like = (list(part) for part in zip(*blocks, strict=True))
-            # all at once: a sum after each architecture would have its devices wait for
-            # each other
+            # all at once: with a sum after each architecture devices would wait
             totals = totals if self._mesh is None else jax.lax.psum(totals, AXIS)
             return optax.tree.cast_like(totals, like), results
 
@@ -300,12 +264,11 @@ class Cohort:
         else:
             # check_vma would refuse loops that start from the server's state, which
             # `client` closes over
-            inside, outside = (P(), P(AXIS)), (P(), P(AXIS))
             spread = jax.shard_map(
                 here,
                 mesh=self._mesh,
-                in_specs=inside,
-                out_specs=outside,
+                in_specs=(P(), P(AXIS)),
+                out_specs=(P(), P(AXIS)),
                 check_vma=False,
             )
             totals, results = without_mesh(spread(self._federation, each))
@@ -323,12 +286,15 @@ class Cohort:
         rows: tuple[PyTree, ...],
         shares: PyTree,
     ) -> tuple[PyTree, PyTree, PyTree]:
-        """What one device does with its own clients of an architecture, all arrays with
-        as many rows: the weighted sum of their uploads, their other results, and an
-        upload's shapes and types."""
+        """Runs one device's clients of an architecture; all arrays have as many rows.
+
+        Returns:
+          the weighted sum of the uploads, the other results, and the shapes and types
+          of one upload.
+        """
         count = ids.shape[0]
         width = min(self._width, count)
-        # longest first, ties by id: no chunk and no sum depends on the order of the
+        # longest first, ties by id: no batch and no sum depends on the order of the
         # cohort
         order = jnp.lexsort((ids, -sizes))
         chunks = -(-count // width)
@@ -351,8 +317,7 @@ class Cohort:
             return aggregate.weigh(share, first), rest
 
         def chunk(total: PyTree, positions: Array) -> tuple[PyTree, PyTree]:
-            # no vmap: a batched loop condition copies the carry by a select in every
-            # step
+            # no vmap: a batched loop condition copies the carry by a select per step
             if width == 1:
                 part, rest = weighed(positions[0])
             else:
@@ -362,10 +327,8 @@ class Cohort:
 
         one = trees.traced_once(one)  # for the shape of the sum, and in the loop
         share, first, _ = jax.eval_shape(one, positions[0, 0])
-        zeros = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, x.dtype),
-            jax.eval_shape(aggregate.weigh, share, first),
-        )
+        shapes = jax.eval_shape(aggregate.weigh, share, first)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         total, rest = jax.lax.scan(chunk, zeros, positions)
         if width > 1:
             rest = jax.tree.map(lambda x: x.reshape(chunks * width, *x.shape[2:]), rest)
@@ -373,16 +336,12 @@ class Cohort:
 
 
 def _public(federation: Federation, task: Task, active: Array) -> Data | None:
-    """The public pool; of size 0 where not active."""
+    """Returns the public pool, of size 0 where not active."""
     pool: Examples | None = federation.public
     if pool is None:
         return None
     count = pool.x.shape[0]
     size = jnp.where(active, count, 0).astype(jnp.int32)
-    return Data(
-        pool,
-        jnp.arange(count, dtype=jnp.int32),
-        size,
-        task.prepare_public or task.prepare,
-        federation.mask_fill,
-    )
+    prepare = task.prepare_public or task.prepare
+    rows = jnp.arange(count, dtype=jnp.int32)
+    return Data(pool, rows, size, prepare, federation.mask_fill)

@@ -18,7 +18,7 @@ from jax.extend.core import jaxprs_in_params
 
 from fedjax_pfl import architectures, local_training
 from fedjax_pfl.engine.program import parts
-from fedjax_pfl.models.work import product_flops
+from fedjax_pfl.models.nnx_model import product_flops
 from fedjax_pfl.types import Algorithm, Federation, State, Task
 
 Known = Any  # a NumPy scalar, the value of every element; None where it is not known

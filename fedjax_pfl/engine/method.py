@@ -1,16 +1,14 @@
-"""A method and its hyperparameters: checked, then bound as a function of the traced
-ones and of the round."""
+"""A method as a function of its traced hyperparameters and of the round."""
 
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 
-from fedjax_pfl import hyperparameters
-from fedjax_pfl.algorithms import ANY_ARCHITECTURE
-from fedjax_pfl.engine import callables, contract
-from fedjax_pfl.errors import ArchitectureError, ContractError, InputError, in_one_line
+from fedjax_pfl import hyperparameters, optimizers
+from fedjax_pfl.algorithms import SEVERAL_ARCHITECTURES
+from fedjax_pfl.engine import contract
+from fedjax_pfl.errors import ArchitectureError, ContractError, InputError
 from fedjax_pfl.types import Algorithm, Array, Task
 
 Traced = dict[str, Array]  # the traced hyperparameters by name
@@ -22,69 +20,56 @@ def bound(
     hparams: dict[str, Any],
     lr_decay: float,
 ) -> tuple[Callable[[Traced, Array | int], Algorithm], dict[str, float]]:
-    """The method as a function of its traced hyperparameters and the round, and their
-    values.
+    """Returns the method as a function of its traced hyperparameters and the round, and
+    the values of these hyperparameters.
 
     Raises:
-      InputError: a hyperparameter, the task, or the clients' architectures are not as
-        the method takes them.
+      InputError: the method does not take the hyperparameters, the task, or the
+        clients' architectures.
     """
     hyperparameters.check(factory, hparams)
     known = hyperparameters.of(factory)
     hparams = hyperparameters.defaults(factory) | hparams
-    try:
-        with contract.named(factory):
-            # what depends on the task is checked here, before anything is traced
-            made = _made(factory, task, hparams)
-            contract.check_algorithm(made)
-        if made.one_architecture and len(task.models) > 1:
-            raise ArchitectureError
-    except ArchitectureError:
-        name = hyperparameters.method_name(factory)
-        raise InputError(
-            f"{name} needs clients of one architecture, and there are "
-            f"{len(task.models)}: methods for several are "
-            f"{', '.join(ANY_ARCHITECTURE)}."
-        ) from None
-    task = task._replace(optimizer=callables.guarded(task.optimizer))
+    _check(factory, task, hparams)
+    task = task._replace(optimizer=optimizers.in_param_types(task.optimizer))
     traced = {
         name: float(value)
         for name, value in hparams.items()
         if known[name].traced and value is not None
     }
     static = {name: value for name, value in hparams.items() if name not in traced}
-
     values = traced | {"lr": float(task.lr), "lr_decay": float(lr_decay)}
 
-    def algorithm(traced: Traced, t: Array | int) -> Algorithm:
-        traced = {
-            name: jnp.asarray(value, jnp.float32)
-            for name, value in (values | traced).items()
-        }
+    def algorithm(given: Traced, t: Array | int) -> Algorithm:
         free = {
-            name: value
-            for name, value in traced.items()
-            if name not in ("lr", "lr_decay")
+            name: jnp.asarray(value, jnp.float32)
+            for name, value in (values | given).items()
         }
-        lr = traced["lr"] * traced["lr_decay"] ** jnp.asarray(t, jnp.float32)
-        with contract.named(factory, "the factory"):
+        lr, decay = free.pop("lr"), free.pop("lr_decay")
+        lr = lr * decay ** jnp.asarray(t, jnp.float32)
+        with contract.named(factory):
             return factory(task._replace(lr=lr), **static, **free)
 
     return algorithm, values
 
 
-def _made(
+def _check(
     factory: Callable[..., Algorithm], task: Task, hparams: dict[str, Any]
-) -> Algorithm:
-    """What a factory returns; ContractError where it fails, for it may be the user's
-    own."""
+) -> None:
+    """Raises InputError unless the factory makes an Algorithm for the task; nothing is
+    traced."""
     try:
-        return factory(task, **hparams)
-    except InputError:
-        raise
-    except Exception as error:
-        *_, last = traceback.extract_tb(error.__traceback__)
-        where = contract.own_line(factory, error) or f"{last.filename}:{last.lineno}"
-        raise ContractError(
-            f"the factory fails for this task ({in_one_line(error)}, at {where})."
-        ) from error
+        with contract.named(factory):
+            made = factory(task, **hparams)
+            if not isinstance(made, Algorithm):
+                raise ContractError(
+                    f"the factory must return an Algorithm, got {type(made).__name__}."
+                )
+        if made.one_architecture and len(task.models) > 1:
+            raise ArchitectureError
+    except ArchitectureError:
+        name = hyperparameters.method_name(factory)
+        raise InputError(
+            f"{name} needs clients of one architecture, got {len(task.models)}: "
+            f"methods for several are {', '.join(SEVERAL_ARCHITECTURES)}."
+        ) from None

@@ -19,16 +19,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from fedjax_pfl.engine.distributed import SHUTDOWN, fetch, largest, replicate, several
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import PyTree
 
 PIECE = 2**24  # bytes that are sent at once
-SHUTDOWN = 60  # seconds that a process which ends waits for the others to end
+__all__ = ["fetch", "largest", "replicate", "several"]
 T = TypeVar("T")
 # what each function of `run_on_all` returned in this process, in order
 _own: dict[Callable[..., Any], Any] = {}
@@ -158,67 +156,6 @@ def _check_address(
         ) from None
 
 
-def several() -> bool:
-    """Is this one of several processes? JAX is not started to find out."""
-    return jax.distributed.is_initialized() and jax.process_count() > 1
-
-
-def fetch(tree: PyTree) -> PyTree:
-    """The tree on the host, whole on every one; all processes must call it.
-
-    One leaf after another: on the devices there is never more than one whole.
-    """
-    return jax.device_get(jax.tree.map(_whole, tree) if several() else tree)
-
-
-def _whole(x: Any) -> Any:
-    if not isinstance(x, jax.Array) or x.is_fully_addressable:
-        return x
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(
-            _whole(jax.random.key_data(x)), impl=jax.random.key_impl(x)
-        )
-    return (
-        x.addressable_data(0)
-        if x.is_fully_replicated
-        else multihost_utils.process_allgather(x, tiled=True)
-    )
-
-
-def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
-    """The tree on every device of the mesh; the processes must give the same, which is
-    not checked."""
-    everywhere = NamedSharding(mesh, P())
-    if not several():
-        return jax.device_put(tree, everywhere)
-    _meet(mesh)
-
-    def put(x: Any) -> jax.Array:
-        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return jax.random.wrap_key_data(
-                put(jax.random.key_data(x)), impl=jax.random.key_impl(x)
-            )
-        x = np.asarray(x)
-        return jax.make_array_from_callback(x.shape, everywhere, lambda _: x)
-
-    return jax.tree.map(put, tree)
-
-
-def _meet(mesh: Mesh) -> None:
-    """Lets the devices find each other while the processes are level, before one of
-    them compiles for longer.
-
-    When they speak for the first time they wait for 30 seconds on a CPU, later without
-    a limit (seen with JAX 0.10).
-    """
-    each = NamedSharding(mesh, P(mesh.axis_names))
-    fetch(
-        jax.make_array_from_callback(
-            (mesh.size,), each, lambda _: np.zeros(1, np.float32)
-        )
-    )
-
-
 def left() -> bool:
     """Did this process leave the others in the middle of a step, so that it should end
     at once?"""
@@ -229,15 +166,6 @@ def forget() -> None:
     """Frees what was compiled, and the results that `run_on_all` keeps."""
     jax.clear_caches()
     _own.clear()
-
-
-def largest(number: int) -> int:
-    """The largest of the processes' numbers (int32)."""
-    return (
-        int(multihost_utils.process_allgather(np.int32(number)).max())
-        if several()
-        else number
-    )
 
 
 def run_on_all(function: Callable[..., T], *args: Any) -> T:

@@ -1,8 +1,7 @@
-"""Where clients lie: their rows at rest and their places in a round, by architecture
-and over the devices.
+"""Assignment of clients to devices and of client state to rows.
 
-The rows of State.clients, and the places of a round, are segments of one architecture
-each, one after another; every segment is as long for each device as for the others.
+The rows of State.clients, and the clients of a round, are segments of one architecture
+each; every device has equally many rows of a segment.
 """
 
 import itertools
@@ -17,82 +16,87 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from fedjax_pfl import architectures, local_training, trees
 from fedjax_pfl.errors import InputError, check
-from fedjax_pfl.models.work import step_flops
-from fedjax_pfl.types import Array, PyTree, State, Task
+from fedjax_pfl.models.nnx_model import step_flops
+from fedjax_pfl.types import Array, Model, PyTree, State, Task
 
 AXIS = "clients"  # of the mesh
+LARGE = 50_000  # parameters from which clients are trained one by one on a CPU
+WIDTH = 32  # clients per vmapped batch on accelerators
 
 
 class Placement(NamedTuple):
     """Maps clients to rows of State.clients, which are ordered by architecture and
     distributed over the devices; R rows in all, empty ones included."""
 
-    client: Array  # [R] int32, whose row it is; N or more: an empty row
+    client: Array  # [R] int32, the client of each row; N or more: an empty row
     row: Array  # [N] int32, the row of each client
-    # [N], estimated cost of a client's round in any unit, to balance the load of the
-    # devices
-    work: Array
+    work: Array  # [N], estimated cost of a client's round in any unit
 
 
-def take(devices: int, local: bool = False) -> list[jax.Device]:
-    """The first `devices` devices, of each process equally many; `local`: of this
-    process alone.
+def automatic_width(task: Task, clients: int, devices: int = 1) -> int:
+    """Returns the number of clients per vmapped batch on each device.
+
+    On a CPU 4 for small models without convolutions, else 1: on several cores one
+    client per core is fastest for convolutional networks. WIDTH on other platforms.
+
+    Args:
+      clients: S, the clients of a round.
+      devices: devices that share them.
+    """
+    width = WIDTH
+    if jax.default_backend() == "cpu":
+        width = 4 if all(map(_is_small, task.models)) else 1
+    return min(width, -(-clients // devices))
+
+
+def _is_small(model: Model) -> bool:
+    """Returns True for fewer than LARGE parameters and no convolution."""
+    leaves = jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0)))
+    return sum(x.size for x in leaves) < LARGE and all(x.ndim < 4 for x in leaves)
+
+
+def take(devices: int) -> list[jax.Device]:
+    """Returns the first `devices` devices, equally many of each process.
 
     Raises:
       InputError: there are not that many, or the processes cannot share them.
     """
-    found, processes = (
-        (jax.local_devices(), 1) if local else (jax.devices(), jax.process_count())
-    )
-    kind = found[0].platform
-    more = (
-        '; jax.config.update("jax_num_cpu_devices", n) at the start makes more'
-        if kind == "cpu"
-        else ""
-    )
-    check(
-        "devices",
-        devices,
-        1,
-        len(found),
-        whole=True,
-        why=f"JAX has so many devices of kind {kind}{more}",
-    )
+    found, processes = jax.devices(), jax.process_count()
+    why = "set jax_num_cpu_devices before JAX starts"
+    check("devices", devices, 1, len(found), whole=True, why=why)
     if devices % processes:
         raise InputError(
-            f"devices={devices} cannot be shared by {processes} processes: take a "
-            f"multiple of {processes}."
+            f"`devices` must be a multiple of the {processes} processes, got {devices}."
         )
-    if processes == 1:
-        return found[:devices]
-    own = [
-        [device for device in found if device.process_index == i]
+    each = devices // processes
+    return [
+        device
         for i in range(processes)
+        for device in [x for x in found if x.process_index == i][:each]
     ]
-    return [device for part in own for device in part[: devices // processes]]
 
 
-def make_mesh(devices: int, local: bool = False) -> Mesh | None:
-    """A mesh of the devices that `take` gives; None for a single one, which needs no
-    mesh (of several processes each then computes everything)."""
+def make_mesh(devices: int) -> Mesh | None:
+    """Returns a mesh of several devices; a single one needs none (each of several
+    processes then computes everything)."""
     if devices == 1:
         return None
     return jax.make_mesh(
-        (devices,), (AXIS,), axis_types=(AxisType.Auto,), devices=take(devices, local)
+        (devices,), (AXIS,), axis_types=(AxisType.Auto,), devices=take(devices)
     )
 
 
 def assign(work: Array, devices: int, load: Array | None = None) -> Array:
     """Assigns clients to devices, equally many to each and with balanced load: the
-    longest first, each to the least loaded device that has a place left.
+    longest first, each to the least loaded device that is not full.
 
     Args:
-      work: [S], of any unit.
-      load: [D], the work that the devices have already; None: none.
+      work: [S], in any unit.
+      load: [D], the work that the devices already have; None: none.
 
     Returns:
       [D ceil(S / D)] int32, the positions of the first device's clients, then the
-      second's, ...; what is S or more stands for an empty place. No value occurs twice.
+      second's, ...; S or more is padding. No value occurs twice.
     """
     count = work.shape[0]
     capacity = -(-count // devices)
@@ -117,45 +121,16 @@ def assign(work: Array, devices: int, load: Array | None = None) -> Array:
 
 
 def loaded(load: Array, work: Array, places: Array) -> Array:
-    """The work [D] of each device after those clients, `work` [S], that `assign` gave
-    `places`."""
+    """Returns the work [D] of each device after clients with `work` [S] were assigned
+    to `places` (see `assign`)."""
     real = places < len(work)
     here: Array = jnp.where(real, work[jnp.minimum(places, len(work) - 1)], 0)
     return load + jnp.sum(here.reshape(len(load), -1), axis=1)
 
 
-def padding_overhead(work: np.ndarray, width: int, devices: int = 1) -> float:
-    """How many steps are computed for each that is wanted, where clients are laid out
-    as a Cohort does it: in a chunk all go on until the longest client has ended, and a
-    last chunk has empty places.
-
-    Args:
-      work: [S] steps of each client.
-      width: clients at once on each device.
-
-    Returns:
-      1 or more; over several devices as many as if all had as many as the slowest.
-    """
-    places = (
-        np.asarray(jax.jit(assign, static_argnums=1)(work, devices))
-        if devices > 1
-        else np.arange(len(work))
-    )
-    blocks = np.append(work, np.zeros(len(places) - len(work)))[places].reshape(
-        devices, -1
-    )
-    width = min(width, blocks.shape[1])
-    longest = -np.sort(-blocks)[:, ::width]  # of each chunk
-    return (
-        float(devices * width * longest.sum(axis=1).max() / work.sum())
-        if work.any()
-        else 1.0
-    )
-
-
 def segments(task: Task, count: int, devices: int) -> tuple[int, ...]:
-    """The places [G] per architecture of `count` clients of which any may be drawn,
-    rounded up to the devices."""
+    """Returns the largest number of clients per architecture [G] among `count` drawn
+    ones, rounded up to the devices."""
     sizes = (
         min(count, len(architectures.members(task, group)))
         for group in range(len(task.models))
@@ -164,39 +139,31 @@ def segments(task: Task, count: int, devices: int) -> tuple[int, ...]:
 
 
 def slices(lengths: tuple[int, ...]) -> list[slice]:
-    """Where each of the segments lies, [G]."""
-    return [
-        slice(*ends) for ends in itertools.pairwise([0, *np.cumsum(lengths).tolist()])
-    ]
+    """Returns the slice of each segment, [G]."""
+    ends = [0, *np.cumsum(lengths).tolist()]
+    return [slice(*pair) for pair in itertools.pairwise(ends)]
 
 
 def relative_operations(task: Task) -> np.ndarray:
-    """What a training step of each architecture costs by the cheapest's, [G] float32; 1
-    where it cannot be counted, since only the balance depends on it."""
-    try:
-        x = jax.eval_shape(
-            lambda x: task.prepare(jnp.repeat(x[None], task.batch_size, axis=0)),
-            task.input,
-        )
-        count = np.array([step_flops(model, x) for model in task.models], np.float32)
-    except Exception:
-        # of a network that is somebody's own: the round will say what is wrong with it
-        count = np.zeros(len(task.models), np.float32)
+    """Returns the cost of a training step of each architecture, relative to the
+    cheapest, [G] float32."""
+    x = task.prepared
+    batch = jax.ShapeDtypeStruct((task.batch_size, *x.shape[1:]), x.dtype)
+    count = np.array([step_flops(model, batch) for model in task.models], np.float32)
     return count / count.min() if count.all() else np.ones_like(count)
 
 
 def placement(task: Task, devices: int) -> Placement | None:
-    """The rows of all clients, assigned to the devices by their work: their steps,
-    times the operations of one where there are several architectures; NumPy arrays.
+    """Assigns the rows of all clients to the devices by their work; NumPy arrays.
 
-    None on a single device with one architecture, where row i is client i's.
+    The work is the number of steps, times the operations of one step where there are
+    several architectures. None on a single device with one architecture: row i is
+    client i's.
     """
     if devices == 1 and len(task.models) == 1:
         return None
-    n, work = (
-        task.num_clients,
-        local_training.planned(task, task.sizes)[0].astype(np.float32),
-    )
+    n = task.num_clients
+    work = local_training.planned(task, task.sizes)[0].astype(np.float32)
     if devices > 1 and len(task.models) > 1:
         work *= relative_operations(task)[task.architecture]
     parts: list[np.ndarray] = []
@@ -219,11 +186,11 @@ def placement(task: Task, devices: int) -> Placement | None:
 def arrange(
     task: Task, where: Placement | None, ids: Array, active: Array, devices: int
 ) -> tuple[Array, Array]:
-    """The places of a round's sample: ids and active [S] of `sample`, by architecture
-    and balanced over the devices.
+    """Orders a round's sample, ids and active [S], by architecture and balanced over
+    the devices.
 
-    If the sample is everybody, each client stays where its row lies. Padding has
-    distinct ids from N on.
+    If everybody is sampled, the order is that of the rows. Padding has distinct ids
+    from N on.
     """
     if where is None:
         return ids, active
@@ -245,15 +212,15 @@ def arrange(
             (jnp.where(here, mine, nobody + jnp.arange(len(mine), dtype=jnp.int32)), on)
         )
         nobody += len(mine)
-    joined = (jnp.concatenate(part) for part in zip(*parts, strict=True))
-    return next(joined), next(joined)
+    joined, on = (jnp.concatenate(part) for part in zip(*parts, strict=True))
+    return joined, on
 
 
 def _of_group(
     task: Task, group: int, ids: Array, active: Array
 ) -> tuple[Array, Array, Array]:
-    """Of a sample those of one architecture, padded to the most that can be drawn: ids,
-    active, and whether it is one of them."""
+    """Returns the ids of one architecture's clients in a sample, which of them are
+    active, and which are no padding."""
     if len(task.models) == 1:
         return ids, active, jnp.ones(len(ids), bool)
     own = jnp.asarray(task.architecture == group)[ids]
@@ -264,22 +231,22 @@ def _of_group(
 
 
 class StateRows:
-    """Reading and writing the rows of State.clients at rest.
+    """Reads and writes the rows of State.clients.
 
     Args:
       where: the placement, or None.
     """
 
     def __init__(self, task: Task, where: Placement | None, devices: int):
-        self._task, self._where = task, where
+        self._task, self.where = task, where
         self._parts = slices(segments(task, task.num_clients, devices))
 
     def of(self, ids: Array) -> Array:
-        """The rows of the clients `ids` [S]; some row for padding."""
-        return ids if self._where is None else jnp.asarray(self._where.row)[ids]
+        """Returns the rows of the clients `ids` [S]; any row for padding."""
+        return ids if self.where is None else jnp.asarray(self.where.row)[ids]
 
     def gather(self, clients: PyTree, at: Array, lengths: tuple[int, ...]) -> PyTree:
-        """Rows `at` [S] of a round with segments of these lengths."""
+        """Reads rows `at` [S] of a round with segments of these lengths."""
         inside = lambda g, x: x[jnp.clip(self._part(at, g, lengths), 0, len(x) - 1)]
         return architectures.per_group(lambda x: x[at], inside, clients)
 
@@ -291,7 +258,7 @@ class StateRows:
         active: Array,
         lengths: tuple[int, ...],
     ) -> PyTree:
-        """The rows with those of the active clients of a round replaced."""
+        """Replaces the rows of the active clients of a round."""
 
         def inside(g: int, old: Array, rows: Array) -> PyTree:
             return trees.scatter(
@@ -303,8 +270,8 @@ class StateRows:
         )
 
     def keep(self, new: PyTree, old: PyTree, active: Array) -> PyTree:
-        """Where everybody has a place: the new rows of the active clients, the old ones
-        of the others."""
+        """Returns the new rows of active clients and the old ones of others, where
+        everybody is in the round."""
         inside = lambda g, a, b: trees.where(active[self._parts[g]], a, b)
         return architectures.per_group(
             lambda a, b: trees.where(active, a, b), inside, new, old
@@ -314,13 +281,11 @@ class StateRows:
         return at[slices(lengths)[group]] - self._parts[group].start
 
     def place(self, state: State) -> State:
-        """Rows by client id (Grouped ones by rank within the architecture) -> rows at
-        rest."""
-        if self._where is None:
+        """Orders rows by client id (Grouped ones by rank within the architecture) by
+        the placement."""
+        if self.where is None:
             return state
-        client = jnp.minimum(
-            jnp.asarray(self._where.client), self._task.num_clients - 1
-        )
+        client = jnp.minimum(jnp.asarray(self.where.client), self._task.num_clients - 1)
         slot = jnp.asarray(architectures.slots(self._task))[client]
         inside = lambda g, x: x[jnp.minimum(slot[self._parts[g]], len(x) - 1)]
         return state._replace(
@@ -328,10 +293,10 @@ class StateRows:
         )
 
     def unplace(self, state: State) -> State:
-        """The inverse of `place`."""
-        if self._where is None:
+        """Inverts `place`."""
+        if self.where is None:
             return state
-        row = self._where.row[: self._task.num_clients]
+        row = self.where.row[: self._task.num_clients]
         inside = lambda g, x: x[
             row[architectures.members(self._task, g)] - self._parts[g].start
         ]
@@ -341,7 +306,7 @@ class StateRows:
 
 
 def sharded(tree: PyTree, mesh: Mesh | None, spec: P) -> PyTree:
-    """The tree with a constraint on where its leaves lie; without a mesh, the tree."""
+    """Constrains the sharding of a tree's leaves, if there is a mesh."""
     if mesh is None:
         return tree
     return without_mesh(
@@ -361,10 +326,10 @@ ad.deflinear2(_unmark, lambda ct, _: [ct])
 
 
 def without_mesh(tree: PyTree) -> PyTree:
-    """The same arrays without the mesh in their type.
+    """Returns the same arrays without the mesh in their type.
 
-    What `client` closes over enters the shard_map as it is; some of jax's functions
-    refuse an operand whose type says that the mesh is automatic where they run inside
-    of it (seen with JAX 0.10: indexing, broadcasting).
+    Arrays over which `client` closes enter the shard_map unchanged. Some functions of
+    JAX (indexing and broadcasting in 0.10) refuse operands there whose type has an
+    automatic mesh.
     """
     return jax.tree.map(_unmark.bind, tree)

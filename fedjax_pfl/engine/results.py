@@ -1,5 +1,4 @@
-"""What is known of a round on the host: its results, whether they are finite, and its
-row in a table."""
+"""Per-round results, copied to the host."""
 
 import math
 from typing import Any, NamedTuple
@@ -16,99 +15,89 @@ _NAMED = 10  # clients that an error names
 
 
 class Result(NamedTuple):
-    """What `simulate.rounds` yields: host arrays, and the state after the round, valid
-    until the next is asked for."""
+    """One round of `simulate.rounds`: host arrays, and the state after the round, valid
+    until the next result."""
 
     round: int
-    state: State | None  # None where not wanted, see there
-    metrics: Round | None  # None in the closing row
-    # {name: [N]}, scores before the round, where evaluated
+    state: State | None  # None where not requested, see `state_every`
+    metrics: Round | None  # None in the last result
+    # {name: [N]}, scores before the round, if evaluated
     pre: dict[str, np.ndarray] | None
 
 
 def without_padding(metrics: Round, num_clients: int) -> Round:
-    """What is known of the cohort's clients only, by id."""
+    """Returns the metrics of the cohort's clients without padding, by id."""
     real = np.argsort(metrics.ids)[: np.sum(metrics.ids < num_clients)]
-    return jax.tree.map(lambda x: x[real], metrics._replace(server={}))._replace(
-        server=metrics.server
-    )
+    rows = jax.tree.map(lambda x: x[real], metrics._replace(server={}))
+    return rows._replace(server=metrics.server)
 
 
 def check_finite(t: int, metrics: Round) -> None:
     """Raises DivergenceError if the loss or the state of an active client is not finite
     after round t."""
-    # the loss may be of another model than the one that is kept, as Ditto's is
+    # the loss may be of another model than the one that is kept, as in Ditto
     found: dict[str, Any] = {
         "loss": ~np.isfinite(metrics.loss),
-        "state (or the server's)": ~metrics.finite,
+        "state": ~metrics.finite,
     }
-    for what, bad in found.items():
-        if (bad := bad & metrics.active).any():
+    for name, wrong in found.items():
+        ids = metrics.ids[wrong & metrics.active]
+        if len(ids):
+            more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
             raise DivergenceError(
-                f"The {what} of {_clients(metrics.ids[bad])} is not finite in round "
-                f"{t}: lower the learning rate "
-                "(--lr), or clip gradients (--clip, in Python by the task's optimizer)."
+                f"The {name} is not finite in round {t} for clients "
+                f"{', '.join(map(str, ids[:_NAMED]))}{more}: lower the learning rate "
+                "or clip gradients (--lr, --clip)."
             )
 
 
-def _clients(ids: Any) -> str:
-    shown = ", ".join(map(str, ids[:_NAMED]))
-    more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
-    return f"client{'s' if len(ids) > 1 else ''} {shown}{more}"
-
-
 def record(result: Result, test_sizes: np.ndarray) -> dict[str, Any]:
-    """The row of a metrics table for one round: statistics over clients, without
-    per-client vectors.
+    """Returns the row of a metrics table for one round, with statistics over clients.
 
     Args:
       test_sizes: [N] test examples.
 
     Returns:
-      round, loss (mean over participants; 0 of one that took no step), participants,
+      round, loss (mean over participants; 0 for one that took no step), participants,
       traffic, and for every score pre/NAME (macro), pre/NAME_micro, _std, _worst10 and
       _best10, likewise post/.
     """
     row: dict[str, Any] = {"round": result.round}
     if result.metrics is not None:
-        m = result.metrics
-        active, ids = m.active, m.ids
-        row |= {
-            "loss": float(np.mean(m.loss[active])),
-            "participants": int(active.sum()),
-        }
-        sent = {name: x for name, x in m.traffic._asdict().items() if x is not None}
-        row |= {
-            f"traffic/{name}": int(np.asarray(x, np.int64).sum())
-            for name, x in sent.items()
-        }
-        row |= statistics(
-            "post",
-            {k: np.where(active, v, np.nan) for k, v in m.post.items()},
-            test_sizes[ids],
-        )
-        row |= {name: float(np.mean(x[active])) for name, x in m.clients.items()}
-        row |= {name: float(x) for name, x in m.server.items() if np.ndim(x) == 0}
-        for name, x in m.server.items():
-            if np.ndim(x):
-                row |= {
-                    f"{name}/{what}": float(f(x))
-                    for what, f in (("mean", np.mean), ("min", np.min), ("max", np.max))
-                }
+        row |= _of_round(result.metrics, test_sizes)
     return row | statistics("pre", result.pre or {}, test_sizes)
+
+
+def _of_round(m: Round, test_sizes: np.ndarray) -> dict[str, Any]:
+    active = m.active
+    row = {"loss": float(np.mean(m.loss[active])), "participants": int(active.sum())}
+    for name, x in m.traffic._asdict().items():
+        if x is not None:
+            row[f"traffic/{name}"] = int(np.asarray(x, np.int64).sum())
+    post = {name: np.where(active, x, np.nan) for name, x in m.post.items()}
+    row |= statistics("post", post, test_sizes[m.ids])
+    row |= {name: float(np.mean(x[active])) for name, x in m.clients.items()}
+    for name, x in m.server.items():
+        if np.ndim(x):
+            row |= {
+                f"{name}/mean": float(np.mean(x)),
+                f"{name}/min": float(np.min(x)),
+                f"{name}/max": float(np.max(x)),
+            }
+        else:
+            row[name] = float(x)
+    return row
 
 
 def statistics(
     point: str, scores: dict[str, np.ndarray], weights: np.ndarray
 ) -> dict[str, float]:
-    """Statistics of scores [N], NaN where a client has none, with weights [N], under
-    the names of `record`."""
+    """Returns statistics of scores [N] with weights [N] under the names of `record`;
+    NaN where a client has no score."""
     row = {}
     for name, values in scores.items():
         for statistic, value in evaluation.statistics(values, weights).items():
+            suffix = "" if statistic == "macro" else f"_{statistic}"
             if not math.isnan(value):
-                row[
-                    f"{point}/{name}"
-                    + ("" if statistic == "macro" else f"_{statistic}")
-                ] = value
+                row[f"{point}/{name}{suffix}"] = value
     return row

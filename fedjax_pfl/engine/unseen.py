@@ -1,5 +1,4 @@
-"""Clients that took no part in training: each is personalised by the method's own local
-work, and scored."""
+"""Scores of held-out clients, personalised by the method's own local work."""
 
 import functools
 from collections.abc import Callable
@@ -29,47 +28,49 @@ def scorer(
     width: int = 1,
     rounds: int = 1,
 ) -> Callable[[Array, Federation, PyTree, Array], Scored]:
-    """The scores of U unseen clients as a pure function of (key, their federation, the
-    trained server, round t).
+    """Returns the scores of U held-out clients as a pure function of (key, their
+    federation, the trained server, round t).
 
-    They begin with the rows of `init` and do what the method has a client do in a
-    round, from round t on, while the server stays as it is: whatever they send, a mean
-    is its `default`. So no unseen client influences another. "unseen" scores what is
-    then predicted with the trained server, as before local training, and "unseen_post"
-    the model right after it.
+    They start with the rows of `init` and take the local steps of rounds t, t + 1, ...,
+    while the server does not change: every mean is its `default`, so that no held-out
+    client influences another. "unseen" are the scores of their predictions with the
+    trained server, as before local training; "unseen_post" those right after it.
 
     Args:
-      trained: of the clients that train.
-      unseen: of the others, who are numbered from 0.
-      hparams: as of `program`, with `lr_decay` and `width`.
-      rounds: of personalisation, 1 or more.
+      trained: task of the clients that train.
+      unseen: task of the held-out clients, numbered from 0.
+      hparams: as in `program`, like `lr_decay` and `width`.
+      rounds: rounds of personalisation, 1 or more.
 
     Raises:
-      InputError: the method has no way for such clients (`obstacle`).
+      InputError: the method cannot personalise such clients (`obstacle`).
     """
     factory = validate.method(factory)
     if why := obstacle(factory, trained, hparams):
         raise InputError(
-            f"{method_name(factory)} cannot personalise unseen clients: {why}."
+            f"{method_name(factory)} cannot personalise held-out clients: {why}."
         )
-    stays: Callable[[Array, PyTree, PyTree], PyTree] = lambda key, upload, default: (
-        default
+
+    @functools.wraps(factory)
+    def method(task: Task, **hparams: Any) -> Algorithm:
+        # a method may make a schedule of the participation of those who train
+        return factory(task._replace(participation=shares(trained)), **hparams)
+
+    method.__name__ = method_name(factory)  # of a functools.partial, too
+    on = program(
+        method,
+        unseen._replace(participation=(1.0, 1.0)),
+        hparams,
+        lr_decay=lr_decay,
+        width=width,
+        transform=lambda key, upload, default: default,
+        checked=False,
     )
-    everybody = unseen._replace(participation=(1.0, 1.0))
-    method, options = (
-        _as_drawn(factory, trained),
-        {"lr_decay": lr_decay, "width": width, "transform": stays},
-    )
-    on = program(method, everybody, hparams, checked=False, **options)  # type: ignore[arg-type]
 
     def run(key: Array, federation: Federation, server: PyTree, t: Array) -> Scored:
         validate.number_of_clients(unseen, federation)
         wanted = jax.eval_shape(on.init, key, on.traced).server
-        if difference := contract.difference(wanted, contract.shapes(server)):
-            raise InputError(
-                f"The server is not one that {method_name(factory)} has trained here: "
-                f"{difference}."
-            )
+        contract.check_like("The server must be that of this method", wanted, server)
         traced = {name: jnp.asarray(value, float) for name, value in on.traced.items()}
 
         def one(rows: PyTree, i: Array) -> tuple[PyTree, dict[str, Array]]:
@@ -83,50 +84,30 @@ def scorer(
         found = on.evaluate(
             key, traced, federation, State(server, rows), t + rounds - 1
         )
-        return {
-            "unseen": found,
-            "unseen_post": {name: x[-1] for name, x in post.items()},
-        }
+        last = {name: x[-1] for name, x in post.items()}
+        return {"unseen": found, "unseen_post": last}
 
     return run
-
-
-def _as_drawn(
-    factory: Callable[..., Algorithm], trained: Task
-) -> Callable[..., Algorithm]:
-    """The method with the participation of those who train, of which it may make a
-    schedule."""
-
-    @functools.wraps(factory)
-    def make(task: Task, **hparams: Any) -> Algorithm:
-        return factory(task._replace(participation=shares(trained)), **hparams)
-
-    make.__name__ = method_name(factory)  # of a functools.partial, too
-    return make
 
 
 def obstacle(
     factory: Callable[..., Algorithm], task: Task, hparams: dict[str, Any] | None = None
 ) -> str:
-    """Why clients that took no part cannot be personalised under the trained server;
+    """Returns why held-out clients cannot be personalised with the trained server;
     empty if they can."""
-    one_more = among(
-        task, np.append(np.arange(task.num_clients), np.argmax(task.sizes))
-    )
+    ids = np.arange(task.num_clients)
+    one_more = among(task, np.append(ids, np.argmax(task.sizes)))
     made = [factory(given, **(hparams or {})) for given in (task, one_more)]
-    with contract.named(factory):
-        contract.check_algorithm(made[0])
     servers = [
         contract.shapes(jax.eval_shape(each.init, jax.random.key(0)).server)
         for each in made
     ]
-    return made[0].no_unseen or (
-        "" if servers[0] == servers[1] else "its server keeps a part for each client"
-    )
+    per_client = "" if servers[0] == servers[1] else "its server has a row per client"
+    return made[0].no_unseen or per_client
 
 
 def among(task: Task, ids: np.ndarray) -> Task:
-    """The task of some of its clients."""
+    """Returns the task of some of its clients."""
     fields = ("architecture", "sizes", "class_counts")
     of: dict[str, Any] = {name: np.asarray(getattr(task, name))[ids] for name in fields}
     return task._replace(**of)

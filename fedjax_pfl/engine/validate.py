@@ -1,5 +1,4 @@
-"""What a program hands to the library, checked where it enters: its kinds, its ranges,
-and that it belongs together."""
+"""Checks of data, tasks and values where they enter the library."""
 
 import math
 from collections.abc import Callable
@@ -8,166 +7,177 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from fedjax_pfl.algorithms.find import find
-from fedjax_pfl.engine import callables
-from fedjax_pfl.errors import InputError, check, choose
-from fedjax_pfl.models.functional import BN_STATS
-from fedjax_pfl.types import Algorithm, Array, Examples, Federation, Model, Subset, Task
+from fedjax_pfl.data.datasets import Dataset, prepared
+from fedjax_pfl.engine import contract
+from fedjax_pfl.errors import InputError, check, choose, first_line, in_one_line
+from fedjax_pfl.models.nnx_model import BN_STATS
+from fedjax_pfl.types import Algorithm, Array, Federation, Model, Task
 
 LARGEST = 2**31 - 1  # steps and examples are counted in int32
-_COUNTED = "it is counted in 32 bits"
-_ONE_SOURCE = "make both of one data set and one partition"
+_ONE_SOURCE = "make both from one data set and one partition"
 
 
 def task(given: Task) -> Task:
-    """Returns the task, a single participation as the range that it stands for.
+    """Returns the task with a single participation as a range.
 
     Raises:
-      InputError: a field of a wrong kind or out of its range, or fields that do not fit
-        each other.
+      InputError: a field has a wrong type, is out of range, or contradicts another.
     """
     given = given._replace(
         participation=_participation(given.participation),
         architecture=np.asarray(given.architecture),
     )
-    for name, model in [("model", x) for x in given.models] + [
-        ("shared", given.shared)
-    ] * (given.shared is not None):
-        if not isinstance(model, Model):
-            raise InputError(
-                f"{name}={model!r} must be a Model, as fedjax_pfl.models.model makes "
-                "it."
-            )
-    _architectures(given)
-    _variables(given)
-    check("lr", given.lr, 0, math.inf, open_low=True)
-    check("batch_size", given.batch_size, 1, LARGEST, whole=True, why=_COUNTED)
-    if given.rounds is not None:
-        check("rounds", given.rounds, 0, LARGEST, whole=True, why=_COUNTED)
-    if (given.epochs is None) == (given.steps is None):
-        raise InputError(
-            "Local work is either epochs or steps: give exactly one of the two."
-        )
-    if given.drop_last not in (True, False):
-        raise InputError(f"drop_last={given.drop_last!r} must be True or False.")
-    if not np.array_equal(
-        given.sizes, class_counts(given.class_counts, given.num_classes).sum(axis=1)
-    ):
-        raise InputError(
-            "The task's sizes are not the sums of class_counts over the classes: "
-            f"{_ONE_SOURCE}."
-        )
-    # steps of the largest client's epoch
-    passes = -(-int(max(np.max(given.sizes), 1)) // given.batch_size)
-    why = f"{_COUNTED}, and an epoch of the largest client has {passes:,} steps"
-    epochs, steps = (0 if x is None else x for x in (given.epochs, given.steps))
-    check("epochs", epochs, 0, LARGEST // passes, whole=True, why=why)
-    check(
-        "steps",
-        steps,
-        0,
-        LARGEST // min(given.batch_size, 2**20),
-        whole=True,
-        why=_COUNTED,
-    )
-    callables.optimizer(given.optimizer)
-    callables.augment(given)
-    return given
-
-
-def batches(given: Task) -> None:
-    """Raises InputError where `drop_last` leaves no client a batch."""
-    if given.drop_last and (largest := np.max(given.sizes)) < given.batch_size:
-        raise InputError(
-            f"drop_last with batches of {given.batch_size} leaves nothing to train on: "
-            "the largest client has "
-            f"{largest} examples. Take a smaller batch_size, or leave drop_last out."
-        )
-
-
-def _architectures(given: Task) -> None:
-    """Raises InputError unless every client has one of the task's models, and every
-    model a client."""
-    of = given.architecture
-    if of.dtype.kind not in "iu":
-        raise InputError(
-            f"architecture is of {of.dtype}: it must hold for each client the index of "
-            "its model, [N]."
-        )
-    if of.shape != (given.num_clients,) or sorted(set(of.tolist())) != list(
+    if not all(isinstance(x, Model) for x in (*given.models, given.shared or Model)):
+        raise InputError("`models` and `shared` must be made by fedjax_pfl.model.")
+    groups = given.architecture
+    if groups.shape != (given.num_clients,) or set(groups.tolist()) != set(
         range(len(given.models))
     ):
         raise InputError(
-            f"There are {len(given.models)} architectures and {given.num_clients} "
-            "clients: each client needs one, and "
-            "each architecture a client."
+            f"`architecture` must give each of the {given.num_clients} clients the "
+            f"index of one of the {len(given.models)} models, and use all of them."
         )
-
-
-def _variables(given: Task) -> None:
-    """Raises InputError for variables of 64 bits or running statistics that the task
-    has not."""
     choose("bn_stats", given.bn_stats, BN_STATS)
-    networks = (*given.models, *filter(None, [given.shared]))
-    variables = [jax.eval_shape(model.init, jax.random.key(0)) for model in networks]
-    if any(x.dtype == jnp.float64 for x in jax.tree.leaves(variables)):
+    check("lr", given.lr, 0, math.inf, open_low=True)
+    check("batch_size", given.batch_size, 1, LARGEST, whole=True)
+    if (given.epochs is None) == (given.steps is None):
+        raise InputError("Specify exactly one of `epochs` and `steps`.")
+    for name in ("epochs", "steps", "rounds"):
+        if getattr(given, name) is not None:
+            check(name, getattr(given, name), 0, LARGEST, whole=True)
+    sizes = class_counts(given.class_counts, given.num_classes).sum(axis=1)
+    if not np.array_equal(given.sizes, sizes):
         raise InputError(
-            "A model has variables of float64, and states are float32: build it with "
-            "param_dtype=float32."
+            f"`sizes` must equal `class_counts.sum(axis=1)`: {_ONE_SOURCE}."
         )
-    if given.bn_stats == "batch" and any(
-        jax.tree.leaves(tree["stats"]) for tree in variables
-    ):
+    optimizer(given.optimizer)
+    if given.augment is not None:
+        _augment(given, given.augment)
+    return given
+
+
+def _participation(given: Any) -> tuple[float, float]:
+    """Returns a fraction of the clients as a range."""
+    pair = given if isinstance(given, tuple | list) else (given, given)
+    for value in pair:
+        check("participation", value, 0, 1, open_low=True)
+    if len(pair) != 2 or pair[0] > pair[1]:
         raise InputError(
-            "bn_stats='batch' is of tasks whose models keep no running statistics: "
-            "make them with it too."
+            f"`participation` must be a number or (low, high), got {given!r}."
+        )
+    return float(pair[0]), float(pair[1])
+
+
+def _augment(given: Task, augment: Callable[..., Array]) -> None:
+    """Raises InputError unless the augmentation keeps the shape of a batch."""
+    shape = (given.batch_size, *given.prepared.shape[1:])
+    batch = jax.ShapeDtypeStruct(shape, given.prepared.dtype)
+    try:
+        found = jax.eval_shape(augment, jax.random.key(0), batch)
+    except Exception as error:  # of a user's function
+        raise InputError(
+            f"`augment` must be a JAX function (key, x) -> x ({in_one_line(error)})."
+        ) from error
+    if getattr(found, "shape", None) != shape:
+        raise InputError(
+            f"`augment` must keep the shape {list(shape)} of a batch, got {found}."
+        )
+
+
+def model(given: Model, dataset: Dataset) -> None:
+    """Raises InputError unless the model takes the data set's inputs and has an output
+    per class."""
+    if not isinstance(given, Model):
+        raise InputError(
+            f"`model` must be a Model, got {given!r}: use fedjax_pfl.model(name, "
+            "dataset.x.shape[1:], dataset.num_classes)."
+        )
+    x, wanted = prepared(dataset), (2, dataset.num_classes)
+    variables = jax.eval_shape(given.init, jax.random.key(0))
+    if not isinstance(variables, dict) or set(variables) != {"body", "head", "stats"}:
+        raise InputError(
+            'The model\'s `init` must return {"body": ..., "head": ..., "stats": ...}.'
+        )
+    try:
+        logits, _ = jax.eval_shape(given.apply, variables, x)
+    except Exception as error:  # of a user's network
+        raise InputError(
+            f"The model fails on inputs of {dataset.name}, of shape {x.shape[1:]} "
+            f"({first_line(error)})."
+        ) from error
+    if getattr(logits, "shape", None) != wanted:
+        raise InputError(
+            f"The model must return logits {list(wanted)} for a batch of 2 of "
+            f"{dataset.name}, got {logits}: make it with dataset.num_classes."
+        )
+
+
+def optimizer(given: Any, name: str = "optimizer") -> None:
+    """Raises InputError unless `given` makes a gradient transformation from a traced
+    learning rate."""
+    weights = {part: {"kernel": jnp.zeros((2, 2))} for part in ("body", "head")}
+
+    def step(lr: Any) -> Any:
+        made = given(lr)
+        if not isinstance(made, optax.GradientTransformation):
+            raise TypeError(f"got {type(made).__name__}")
+        return made.update(weights, made.init(weights), weights)
+
+    try:
+        jax.eval_shape(step, 0.1)
+    except contract.TRACED as error:
+        raise InputError(
+            f"`{name}` must not use the value of the learning rate, which is traced "
+            f"({type(error).__name__}): scale a schedule by it, optax.chain("
+            "optax.sgd(lr), optax.scale_by_schedule(schedule))."
+        ) from error
+    except Exception as error:  # of a user's function
+        raise InputError(
+            f"`{name}` must be a function lr -> optax.GradientTransformation, such as "
+            f"optax.sgd ({in_one_line(error)})."
+        ) from error
+
+
+def batches(given: Task) -> None:
+    """Raises InputError if `drop_last` leaves no client a batch."""
+    if given.drop_last and (largest := np.max(given.sizes)) < given.batch_size:
+        raise InputError(
+            f"`batch_size` must be at most {largest}, the size of the largest client, "
+            f"with drop_last, got {given.batch_size}."
         )
 
 
 def class_counts(given: Any, num_classes: int) -> np.ndarray:
-    """Returns training examples per client and class [N, C], on the host; else
-    InputError."""
-    if isinstance(given, tuple) and hasattr(given, "train"):
+    """Returns training examples per client and class [N, C] as a NumPy array; raises
+    InputError if it has another shape or type."""
+    counts = np.asarray(getattr(given, "class_counts", given))
+    wrong = counts.ndim != 2 or counts.dtype.kind not in "iu" or not counts.size
+    if wrong or counts.shape[1] != num_classes or counts.min() < 0:
         raise InputError(
-            f"class_counts is a {type(given).__name__}: give `class_counts` of the "
-            "Federation."
-        )
-    counts = np.asarray(given)
-    if counts.ndim != 2 or counts.dtype.kind not in "iu" or not counts.size:
-        raise InputError(
-            f"class_counts is {counts.dtype}{list(counts.shape)}: it must be [clients, "
-            "classes], integers."
-        )
-    if counts.shape[1] != num_classes or counts.min() < 0:
-        raise InputError(
-            f"class_counts has {counts.shape[1]} classes, the least count "
-            f"{counts.min()}: the data set has "
-            f"{num_classes}, and no count is negative."
+            f"`class_counts` must be counts [clients, {num_classes}], got "
+            f"{counts.dtype}{list(counts.shape)}: use Federation.class_counts."
         )
     return counts
 
 
 def method(factory: Callable[..., Algorithm] | str) -> Callable[..., Algorithm]:
-    """Returns the factory of a method, which may be given by its name, see
-    `algorithms.find`.
-
-    Raises:
-      InputError: there is no method of that name, or what is given is none.
-    """
+    """Returns the factory of a method given by itself or by its name (see
+    `algorithms.find`)."""
     if isinstance(factory, str):
         return find(factory)
     if not callable(factory):
         raise InputError(
-            f"{factory!r} is no method: give a factory, (task, **hyperparameters) -> "
-            "Algorithm, or a name."
+            f"A method must be a factory (task, **hyperparameters) -> Algorithm, or a "
+            f"name, got {factory!r}."
         )
     return factory
 
 
 def layout(lr_decay: Any, width: Any, devices: Any) -> None:
-    """Raises InputError for a decay that is not positive, or a width or a number of
-    devices that is none."""
+    """Raises InputError for a decay, width or number of devices out of range."""
     check("lr_decay", lr_decay, 0, math.inf, open_low=True)
     check("width", width, 1, LARGEST, whole=True)
     check("devices", devices, 1, LARGEST, whole=True)
@@ -176,221 +186,94 @@ def layout(lr_decay: Any, width: Any, devices: Any) -> None:
 def rounds(
     rounds: Any, eval_every: Any, start: Any, state: Any, state_every: Any
 ) -> None:
-    """Raises InputError for numbers that no loop of rounds can have."""
+    """Raises InputError for numbers of rounds out of range."""
     if jax.config.values["jax_debug_nans"] and eval_every != 1:
-        raise InputError(
-            f"jax_debug_nans needs eval_every=1, not {eval_every}: else missing "
-            "scores, NaN, stop it."
-        )
-    check("rounds", rounds, 0, LARGEST, whole=True, why=_COUNTED)
+        raise InputError("jax_debug_nans needs eval_every=1: missing scores are NaN.")
+    check("rounds", rounds, 0, LARGEST, whole=True)
     check("eval_every", eval_every, 0, math.inf, whole=True)
     check("state_every", state_every, 1, math.inf, whole=True)
-    check("start", start, 0, rounds, whole=True, why="so many rounds are asked for")
+    check("start", start, 0, rounds, whole=True)
     if start and state is None:
-        raise InputError(
-            f"start={start} needs the state after so many rounds: give `state`, or "
-            "start at 0."
-        )
+        raise InputError(f"start={start} needs the `state` after {start} rounds.")
 
 
-def client(task: Task, id: Any) -> None:
-    """Raises InputError unless a client has this id; one that is traced cannot choose
-    an architecture."""
-    if isinstance(id, jax.core.Tracer):
-        if len(task.models) > 1:
-            raise InputError(
-                "With several architectures the client id must be a Python integer: it "
-                "chooses the model."
-            )
-    elif (
-        np.ndim(id)
-        or np.asarray(id).dtype.kind not in "iu"
-        or not 0 <= int(id) < task.num_clients
-    ):
-        raise InputError(
-            f"There is no client {id}: ids are 0 to {task.num_clients - 1}."
-        )
-
-
-def inputs(task: Task, x: Any) -> Array:
-    """Returns a batch of raw inputs; InputError unless it is [B, *input]."""
+def client(task: Task, id: Any, x: Any) -> None:
+    """Raises InputError unless a client has this id and x is a batch of raw inputs; a
+    traced id cannot choose an architecture."""
+    if not isinstance(id, jax.core.Tracer):
+        check("client", id, 0, task.num_clients - 1, whole=True)
+    elif len(task.models) > 1:
+        raise InputError("With several architectures the client id must be an integer.")
     if np.shape(x)[1:] != task.input.shape or not np.ndim(x):
-        shape = ", ".join(map(str, ("B", *task.input.shape)))
         raise InputError(
-            f"x is {list(np.shape(x))}: it must be a batch of raw inputs, [{shape}]; "
-            "of one example take x[None]."
+            f"`x` must be a batch of raw inputs, [B, *{list(task.input.shape)}], got "
+            f"{list(np.shape(x))}."
         )
-    return jnp.asarray(x)
 
 
-def key(given: Any) -> None:
-    """Raises InputError unless it is one random key, of a kind that `kind_of_key`
-    takes."""
+def key(given: Any, shape: tuple[int, ...] = ()) -> None:
+    """Raises InputError unless `given` is one key, or keys of this shape, whose draws
+    do not depend on other keys under jax.vmap."""
     typed = jax.dtypes.issubdtype(getattr(given, "dtype", None), jax.dtypes.prng_key)
-    if np.shape(given) != (
-        ()
-        if typed
-        else jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape
-    ):
-        raise InputError("The key must be a single one, as jax.random.key(0) makes it.")
-    kind_of_key(given)
-
-
-def kind_of_key(given: Any) -> None:
-    """Raises InputError for keys, one or several, whose draws depend on what else is
-    vmapped."""
-    typed = jax.dtypes.issubdtype(getattr(given, "dtype", None), jax.dtypes.prng_key)
-    kind = str(
-        jax.random.key_impl(given)
-        if typed
-        else jax.config.values["jax_default_prng_impl"]
-    )
-    # one draw of the first key serves all that are vmapped
+    if (np.shape(given) if typed else np.shape(given)[:-1]) != shape:
+        raise InputError(
+            f"`key` must be made by jax.random.key and have the shape {list(shape)}."
+        )
+    default = jax.config.values["jax_default_prng_impl"]
+    kind = str(jax.random.key_impl(given)) if typed else default
     if kind in ("rbg", "unsafe_rbg"):
         raise InputError(
-            f"The key is of the kind {kind}, whose draws under jax.vmap depend on the "
-            "other keys, so that results "
-            "would depend on the width: take jax.random.key(0, impl='threefry2x32'), "
-            "or unset JAX_DEFAULT_PRNG_IMPL."
+            f"`key` must not be of the kind {kind}, whose draws depend on the width: "
+            "use jax.random.key(0, impl='threefry2x32')."
         )
 
 
 def state(given: Any, wanted: Any) -> None:
-    """Raises InputError unless a state has the structure, shapes and types of the
-    wanted one."""
-    leaves, structures = zip(*map(jax.tree.flatten, (given, wanted)), strict=True)
-    kinds = [
-        [(np.shape(x), getattr(x, "dtype", None)) for x in each] for each in leaves
-    ]
-    if len(set(structures)) > 1 or kinds[0] != kinds[1]:
+    """Raises InputError unless a state has the structure, shapes and types of another
+    one."""
+    different = contract.difference(wanted, contract.shapes(given))
+    if different:
         raise InputError(
-            "The state is not one of this program: take a Result's of the same layout, "
-            "or `place` what `unplace` gives."
+            f"`state` must be one of this program and layout ({different}): `place` "
+            "what `unplace` returns."
         )
 
 
 def federation(task: Task, given: Federation) -> None:
-    """Raises InputError unless these are the clients that the task was made for, whose
-    rows are examples.
-
-    What is traced, or lies on other hosts, is not checked.
-    """
+    """Raises InputError unless the federation has the clients of the task; arrays that
+    are traced or on other hosts are not checked."""
     if not isinstance(given, Federation):
-        raise InputError(
-            f"federation={given!r} must be a Federation, as fedjax_pfl.data.federate "
-            "makes it."
-        )
-    leaves = jax.tree.leaves(given)
+        raise InputError(f"`federation` must be made by federate, got {given!r}.")
     batches(task)
-    if any(
-        isinstance(x, jax.core.Tracer)
-        or (isinstance(x, jax.Array) and not x.is_fully_addressable)
-        for x in leaves
+    number_of_clients(task, given)
+    x, public = given.examples.x, task.public
+    pairs = [("examples", x.shape[1:], x.dtype, task.input)]
+    if public is not None:
+        pool = x[:0] if given.public is None else given.public.x
+        pairs += [("public examples", pool.shape, pool.dtype, public)]
+    for name, shape, dtype, wanted in pairs:
+        if (shape, dtype) != (wanted.shape, wanted.dtype):
+            raise InputError(
+                f"The federation's {name} must be {wanted.dtype}{list(wanted.shape)} "
+                f"as the task's, got {dtype}{list(shape)}: {_ONE_SOURCE}."
+            )
+    counts = given.class_counts
+    if isinstance(counts, jax.core.Tracer) or not getattr(
+        counts, "is_fully_addressable", True
     ):
         return
-    number_of_clients(task, given)
-    if not np.array_equal(given.class_counts, task.class_counts) or not np.array_equal(
-        given.train.size, task.sizes
-    ):
+    if not np.array_equal(counts, task.class_counts):
         raise InputError(
-            "The federation's clients hold other training examples than the task's: "
-            f"{_ONE_SOURCE}."
+            f"The federation's class counts must be those of the task: {_ONE_SOURCE}."
         )
-    _public(task, given.public)
-    x, y = given.examples
-    if (x.shape[1:], x.dtype) != (task.input.shape, task.input.dtype):
-        raise InputError(
-            f"The federation's examples are {x.dtype}{list(x.shape[1:])}, the task's "
-            f"{task.input.dtype}"
-            f"{list(task.input.shape)}: {_ONE_SOURCE}."
-        )
-    if len(x) != len(y):
-        raise InputError(
-            f"The federation's examples have {len(x)} inputs x but {len(y)} labels y: "
-            f"{_ONE_SOURCE}."
-        )
-    for part in ("train", "val", "test"):
-        if len(getattr(given, part).size) != task.num_clients:
-            raise InputError(
-                f"The federation has {task.num_clients} clients in train, and in "
-                f"{part} another number: {_ONE_SOURCE}."
-            )
-        rows = _rows(part, getattr(given, part), len(y))
-        labels = np.asarray(y)[rows]
-        if len(labels) and not (labels.min() >= 0 and labels.max() < task.num_classes):
-            raise InputError(
-                f"The federation has labels {labels.min()}..{labels.max()} in {part}, "
-                "but the task has "
-                f"{task.num_classes} classes: {_ONE_SOURCE}."
-            )
 
 
 def number_of_clients(task: Task, given: Federation) -> None:
     """Raises InputError unless a federation, which may be traced, has as many clients
-    as the task."""
-    if (n := len(given.train.size)) != task.num_clients:
-        raise InputError(
-            f"The federation has {n} clients, but the task was made for "
-            f"{task.num_clients}: {_ONE_SOURCE}."
-        )
-
-
-def _public(task: Task, given: Examples | None) -> None:
-    """Raises InputError unless the public examples are the task's."""
-    wanted = task.public
-    if wanted is None:
-        return
-    if given is None or (given.x.shape, given.x.dtype) != (wanted.shape, wanted.dtype):
-        raise InputError(
-            "The federation's public examples are not the task's "
-            f"{wanted.dtype}{list(wanted.shape)}: make both of one "
-            "pool."
-        )
-    if task.public_classes and not (
-        np.min(given.y) >= 0 and np.max(given.y) < task.public_classes
-    ):
-        raise InputError(
-            "The federation's public examples have labels "
-            f"{np.min(given.y)}..{np.max(given.y)}, but those of the task "
-            f"{task.public_classes} classes: make both of one pool."
-        )
-
-
-def _participation(given: Any) -> tuple[float, float]:
-    """A fraction, or a range of them."""
-    given = given.tolist() if isinstance(given, np.ndarray | jax.Array) else given
-    if len(pair := given if isinstance(given, tuple | list) else (given, given)) != 2:
-        raise InputError(
-            f"participation={given!r} must be a number, or a range of two."
-        )
-    for value in pair:
-        check("participation", value, 0, 1, open_low=True)
-    low, high = map(float, pair)
-    if low > high:
-        raise InputError(
-            f"participation={low}:{high} is a range from high to low: write it as "
-            f"{high}:{low}."
-        )
-    return low, high
-
-
-def _rows(part: str, rows: Subset, n: int) -> np.ndarray:
-    """The rows of one part, client after client."""
-    index, size = np.asarray(rows.index), np.asarray(rows.size)
-    if (
-        index.ndim != 2
-        or len(index) != len(size)
-        or (len(size) and size.max() > index.shape[1])
-    ):
-        raise InputError(
-            f"{part} has {size.max()} examples of a client in an index "
-            f"{list(index.shape)}: it has no room."
-        )
-    valid = index[np.arange(index.shape[1]) < size[:, None]]
-    if len(valid) and not (valid.min() >= 0 and valid.max() < n):
-        wrong = valid.min() if valid.min() < 0 else valid.max()
-        raise InputError(
-            f"{part} holds the row {wrong}, but the examples have rows 0..{n - 1}: is "
-            "it another data set?"
-        )
-    return valid
+    as the task in each split."""
+    for split in (given.train, given.val, given.test):
+        if len(split.size) != task.num_clients:
+            raise InputError(
+                f"The federation must have the task's {task.num_clients} clients, got "
+                f"{len(split.size)}: {_ONE_SOURCE}."
+            )

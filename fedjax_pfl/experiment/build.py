@@ -18,31 +18,34 @@ from chex import Numeric
 from fedjax_pfl import local_training, server_optimizer, simulate, trees, user_code
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data import datasets, federate, marks, partitioners, tfds
+from fedjax_pfl.data.partition import (
+    Partition,
+    class_counts,
+    digest,
+    load_file,
+    select,
+)
 from fedjax_pfl.engine import (
-    callables,
+    batch,
+    distributed,
     host_state,
-    multihost,
     placement,
     unseen,
     validate,
-    vectorized,
 )
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import config as settings, text
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.metrics import VAL
-from fedjax_pfl.models import MODELS, functional
+from fedjax_pfl.models import MODELS, nnx_model
 from fedjax_pfl.types import Algorithm, Array, Federation, Model, PyTree, State, Task
-
-LARGE = 50_000  # parameters from which a CPU trains one client at a time
-WIDTH = 32  # clients per vmapped batch on an accelerator
 
 
 class Unseen(NamedTuple):
     """Clients that do not train."""
 
     ids: np.ndarray  # [U] rows of the whole partition
-    partition: partitioners.Partition
+    partition: Partition
     federation: Federation
     task: Task
 
@@ -68,8 +71,8 @@ class Experiment:
     dataset: datasets.Dataset
     unmarked: datasets.Dataset
     public: datasets.Dataset | None
-    everybody: partitioners.Partition
-    partition: partitioners.Partition
+    everybody: Partition
+    partition: Partition
     federation: Federation
     task: Task
     program: simulate.Program
@@ -105,7 +108,7 @@ class Experiment:
         """Returns the state of a result on every host, rows by client id."""
         if self.member is not None:
             state = trees.gather(state, self.member)
-        return self.program.unplace(multihost.fetch(state))
+        return self.program.unplace(distributed.fetch(state))
 
     def predictor(self, state: State, t: int, client: int) -> Callable[[Any], PyTree]:
         """Returns one client's model after `t` rounds, raw inputs [B, ...] -> outputs.
@@ -149,7 +152,7 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
     if public is not None:
         task = simulate.with_public(task, public)
     trained, others = draw_unseen(config, task.architecture)
-    partition, everyone = partitioners.select(everybody, trained), task
+    partition, everyone = select(everybody, trained), task
     task = unseen.among(everyone, trained)
     validate.batches(task)
     if config.drop_last and (short := int((task.sizes < config.batch_size).sum())):
@@ -159,7 +162,7 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
     federation = federate.federate(dataset, partition, room, public)
     away = None
     if len(others):
-        rows = partitioners.select(everybody, others)
+        rows = select(everybody, others)
         theirs = federate.others(federation, dataset, rows, room)
         away = Unseen(others, rows, theirs, unseen.among(everyone, others))
         unseen_scorer(config, task, away)
@@ -203,11 +206,11 @@ def room(configs: Sequence[Config]) -> tuple[int, ...]:
     return tuple(map(max, zip(*widths, strict=True)))
 
 
-def assign(config: Config, dataset: datasets.Dataset) -> partitioners.Partition:
+def assign(config: Config, dataset: datasets.Dataset) -> Partition:
     """Returns the partition of all clients."""
     spec = config.partition
     if config.clients is None:
-        return partitioners.load_file(spec.removeprefix("file:"), dataset)
+        return load_file(spec.removeprefix("file:"), dataset)
     own = spec.startswith("file:") or user_code.named(spec)
     options = {} if own else {name: getattr(config, name) for name in settings.BY_FILE}
     return partitioners.partition(
@@ -215,9 +218,7 @@ def assign(config: Config, dataset: datasets.Dataset) -> partitioners.Partition:
     )
 
 
-def make_task(
-    config: Config, dataset: datasets.Dataset, partition: partitioners.Partition
-) -> Task:
+def make_task(config: Config, dataset: datasets.Dataset, partition: Partition) -> Task:
     """Returns the task of all clients."""
     names, of = architectures(config.model, len(partition.train))
     models = {name: network(config, dataset, name) for name in dict.fromkeys(names)}
@@ -229,7 +230,7 @@ def make_task(
     )
     return simulate.task(
         dataset,
-        partitioners.class_counts(partition, dataset),
+        class_counts(partition, dataset),
         [models[name] for name in names],
         architecture=of,
         shared=shared,
@@ -274,7 +275,7 @@ def make_program(
 
 
 def with_validation(
-    program: simulate.Program, partition: partitioners.Partition
+    program: simulate.Program, partition: Partition
 ) -> simulate.Program:
     """Returns the program that also scores validation examples, if there are any."""
     inner = program.evaluate
@@ -312,24 +313,15 @@ def unseen_scorer(config: Config, trained: Task, others: Unseen) -> Any:
 
 
 def lay_out(config: Config, task: Task) -> Config:
-    """Returns the settings with the devices and the width that "auto" stands for.
-
-    A CPU trains four clients at once of small networks without convolutions, else one.
-    """
+    """Returns the settings with the devices and the width that "auto" stands for."""
     cohort, processes = max(task.cohort_sizes), jax.process_count()
-    local = -(-min(jax.device_count(), cohort) // processes)
+    devices = -(-min(jax.device_count(), cohort) // processes) * processes
     if config.devices not in ("auto", "all"):
-        local = len(placement.take(int(config.devices))) // processes
-    width = int(config.width) if config.width != "auto" else WIDTH
-    if config.width == "auto" and jax.default_backend() == "cpu":
-        width = 4 if all(map(_is_small, task.models)) else 1
-    width = min(width, -(-cohort // (local * processes)))
-    return config.replace(devices=str(local * processes), width=str(width))
-
-
-def _is_small(model: Model) -> bool:
-    leaves = jax.tree.leaves(_shapes(model))
-    return sum(x.size for x in leaves) < LARGE and all(x.ndim < 4 for x in leaves)
+        devices = len(placement.take(int(config.devices)))
+    width = placement.automatic_width(task, cohort, devices)
+    if config.width != "auto":
+        width = min(int(config.width), cohort)
+    return config.replace(devices=str(devices), width=str(width))
 
 
 def load_public(config: Config) -> datasets.Dataset | None:
@@ -391,17 +383,17 @@ def network(config: Config, dataset: datasets.Dataset, name: str) -> Model:
     if not user_code.named(name):
         return _known(*given, input_dtype=example.dtype)
     with user_code.blamed("model", name):
-        made = functional.model(*given, input_dtype=example.dtype)
-        callables.model(made, dataset)
+        made = nnx_model.model(*given, input_dtype=example.dtype)
+        validate.model(made, dataset)
     return made
 
 
-_known = functools.cache(functional.model)  # one trace for all runs of a sweep
+_known = functools.cache(nnx_model.model)  # one trace for all runs of a sweep
 
 
 def num_parameters(model: Model) -> int:
     """Returns the number of parameters of a network."""
-    return functional.num_parameters(_shapes(model))
+    return nnx_model.num_parameters(_shapes(model))
 
 
 def _shapes(model: Model) -> PyTree:
@@ -435,7 +427,7 @@ def check_growth(e: Experiment, before: int) -> None:
     for rounds in {before, config.rounds}:
         program = make_program(config, e.task._replace(rounds=rounds))
         federation = e.federation._replace(placement=program.placement)
-        texts.add(vectorized.lowered(program, federation))
+        texts.add(batch.lowered(program, federation))
     if len(texts) > 1:
         raise InputError(f"{e.config.algo} has a schedule over --rounds={before}.")
 
@@ -454,7 +446,7 @@ def digests(e: Experiment) -> dict[str, str]:
     code = user_code.digest(
         [c.algo, *names, c.shared_model or "", c.dataset, c.partition]
     )
-    return found | {"partition": partitioners.digest(e.everybody), "code": code or ""}
+    return found | {"partition": digest(e.everybody), "code": code or ""}
 
 
 def _digest(*arrays: Any) -> str:

@@ -27,7 +27,7 @@ import rich.progress
 from flax.training import early_stopping
 
 from fedjax_pfl import server_optimizer
-from fedjax_pfl.engine import multihost
+from fedjax_pfl.engine import distributed
 from fedjax_pfl.engine.results import statistics
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import figures, metrics, results
@@ -160,7 +160,7 @@ class Checkpointer(Callback):
             return
         last, signal = result.metrics is None, 0
         if self._interrupt and not last:
-            signal = multihost.largest(self._interrupt.number)
+            signal = distributed.largest(self._interrupt.number)
         done = result.round + (not last)
         if not (last or signal or done % self._every == 0):
             return

@@ -19,7 +19,7 @@ from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data.datasets import DATASETS
 from fedjax_pfl.data.partitioners import PARTITIONS
-from fedjax_pfl.engine import autotune, multihost
+from fedjax_pfl.engine import distributed, xla
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import text
 from fedjax_pfl.experiment.config import HELP, SETTINGS
@@ -111,9 +111,12 @@ def parse(argv: Sequence[str], known: Mapping[str, Flag], usage: str = "") -> Pa
 
 def start(given: Mapping[str, Any]) -> None:
     """Prepares JAX for this machine and joins the other processes of a run."""
-    autotune.split_cpu()
-    autotune.keep_compilations()
-    multihost.connect(*(given.get(name) for name in PROCESS_FLAGS))
+    xla.split_cpu()
+    xla.keep_compilations()
+    if coordinator := given.get("coordinator"):
+        address = None if coordinator == "auto" else coordinator
+        count, number = given.get("num_processes"), given.get("process_id")
+        distributed.connect(address, count, number)
 
 
 def listing() -> str:

@@ -247,7 +247,6 @@ def typed(factory: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, An
     """Returns hyperparameters with the types of a factory's arguments."""
     known = hyperparameters.of(factory)
     for name in given:
-        hyperparameters.check_place(factory, name)
         text.choose(f"hyperparameter of {factory.__name__}", name, known)
     return {name: _typed(known[name], value) for name, value in given.items()}
 

@@ -9,9 +9,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from fedjax_pfl import server_optimizer, trees
-from fedjax_pfl.algorithms.feddva import networks
+from fedjax_pfl.algorithms.feddva import phases as dva_phases
+from fedjax_pfl.algorithms.feddva.feddva import networks
 from fedjax_pfl.experiment.results import Run
-from fedjax_pfl.numerics import dva_phases
 
 PER_CLIENT, SHOWN = 200, 8  # test images of a client, and clients and images drawn
 

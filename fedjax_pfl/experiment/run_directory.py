@@ -26,8 +26,8 @@ import numpy as np
 from absl import logging
 
 import fedjax_pfl
-from fedjax_pfl.data import partitioners
-from fedjax_pfl.engine import multihost
+from fedjax_pfl.data.partition import save
+from fedjax_pfl.engine import distributed
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment.build import Experiment, check_growth, digests
 from fedjax_pfl.experiment.config import Config, read
@@ -113,7 +113,7 @@ class RunDirectory:
         self.write("partition.json", hashes | more)
         self.write("versions.json", now)
         if self._writes:
-            partitioners.save(self.path / "partition.npz", e.everybody, e.unmarked)
+            save(self.path / "partition.npz", e.everybody, e.unmarked)
         self.write("config.json", vars(e.config))
         return 0, None
 
@@ -129,7 +129,7 @@ class RunDirectory:
         check_growth(experiment, self.config.rounds)
         start, state = self.restore(experiment)
         files = {x: self._rewound(x, start, experiment.config) for x in _ROWS}
-        multihost.largest(0)  # all processes have read
+        distributed.largest(0)  # all processes have read
         for name, rows in files.items():
             self._replace(name, "".join(json.dumps(row) + "\n" for row in rows))
         for row in files[_ROWS[0]]:

@@ -18,8 +18,8 @@ from flax import nnx
 from jax import lax
 
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.models.kernels import dense
-from fedjax_pfl.models.kernels.convolution import (
+from fedjax_pfl.kernels import dense
+from fedjax_pfl.kernels.convolution import (
     CONVOLUTIONS,
     conv_general_dilated,
     convolution,
@@ -28,7 +28,7 @@ from fedjax_pfl.models.kernels.convolution import (
     matmul_conv,
     shifts,
 )
-from fedjax_pfl.models.kernels.transposed import conv_transpose
+from fedjax_pfl.kernels.transposed import conv_transpose
 from fedjax_pfl.types import Array
 
 __all__ = [

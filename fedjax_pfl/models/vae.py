@@ -13,14 +13,20 @@ from flax import nnx
 
 from fedjax_pfl.errors import check
 from fedjax_pfl.models import layers
-from fedjax_pfl.models.functional import network
+from fedjax_pfl.models.cnn_dva import HIDDEN, SIDE, Backbone, first_padding
 from fedjax_pfl.models.nets import Dense, Net, Shape
-from fedjax_pfl.models.strided import HIDDEN, SIDE, Backbone, first_padding
-from fedjax_pfl.numerics.dva import Gaussian
+from fedjax_pfl.models.nnx_model import network
 from fedjax_pfl.types import Array, Network
 
 SMALL = (16, 32, 64, 128)  # a quarter of HIDDEN
 LOG_VARIANCE = 8.0  # log variances are clipped to [-8, 8]
+
+
+class Gaussian(NamedTuple):
+    """A Gaussian with a diagonal covariance for each example."""
+
+    mean: Array  # [B, d]
+    log_var: Array  # [B, d]
 
 
 class DualVAE(NamedTuple):

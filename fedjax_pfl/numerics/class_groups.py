@@ -67,22 +67,26 @@ def task_losses(
     Args:
       z: columns [B, L]; y: labels [B]; mask: [B] bool.
       task_loss: what the sum over a task's samples is divided by: "class", its samples
-        within the group (D_i^c of Eq. 3, per minibatch); "batch", all of them.
-        group_softmax has no others.
+        within the group (D_i^c of Eq. 3, per minibatch); "batch", all of them;
+        "balanced", each side by its own, so that it is the mean over the samples in
+        the group plus that over the others. group_softmax has no others.
 
     Returns:
       losses [T], 0 where there is nothing to divide by; and whether there is, [T] bool.
     """
-    rows = samples(b, y, mask)
-    count = jnp.sum(rows & _inside(b, y) if task_loss == "class" else rows, axis=0)
+    rows, inside = samples(b, y, mask), _inside(b, y)
+    positives, negatives = (jnp.sum(rows & x, axis=0) for x in (inside, ~inside))
+    count = positives + negatives if task_loss == "batch" else positives
     each = (
-        binary_cross_entropy(z, _inside(b, y))
+        binary_cross_entropy(z, inside)
         if b.head == "group_binary"
         else _class_losses(b, z, y)
     )
-    return jnp.sum(jnp.where(rows & (count > 0)[None], each, 0), axis=0) / jnp.maximum(
-        count, 1
-    ), count > 0
+    if task_loss == "balanced":  # divided by `count` below
+        ratio = count / jnp.maximum(negatives, 1)
+        each = jnp.where(inside, each, each * ratio[None])
+    total = jnp.sum(jnp.where(rows & (count > 0)[None], each, 0), axis=0)
+    return total / jnp.maximum(count, 1), count > 0
 
 
 def _class_losses(b: Branches, z: Array, y: Array) -> Array:
@@ -118,24 +122,16 @@ def samples(b: Branches, y: Array, mask: Array) -> Array:
     return (_inside(b, y) | b.open[None]) & mask[:, None]
 
 
-def min_norm_weights(
-    m: Array, losses: Array, active: Array, solver: str, normalise: str
-) -> Array:
+def min_norm_weights(m: Array, losses: Array, active: Array, normalise: str) -> Array:
     """alpha [T] on the simplex over `active` [T]; tasks with a negligible gradient are
     left out (26.2, step 2)."""
     norms = jnp.diag(m)
-    scale = {
-        "none": jnp.ones_like(norms),
-        "l2": jnp.sqrt(norms),
-        "loss": losses,
-        "loss+": losses * jnp.sqrt(norms),
-    }
+    scale = losses * jnp.sqrt(norms) if normalise == "loss+" else jnp.ones_like(norms)
     moving = active & (norms > NEGLIGIBLE * jnp.max(jnp.where(active, norms, 0)))
-    s = jnp.where(moving & (scale[normalise] > 0), scale[normalise], 1)
-    solve = {"fista": min_norm.fista, "fw": min_norm.frank_wolfe}[solver]
+    s = jnp.where(moving & (scale > 0), scale, 1)
     return jnp.where(
         jnp.any(moving),
-        solve(m / (s[:, None] * s[None, :]), moving),
+        min_norm.fista(m / (s[:, None] * s[None, :]), moving),
         min_norm.uniform(active, m.dtype),
     )
 
@@ -156,11 +152,12 @@ def branch_loss(
     b: Branches,
     active: Array,
     weighting: str,
-    solver: str,
+    weight_scale: str,
     normalise: str,
     head_grad: str,
     task_loss: str = "class",
     one_class: Array | bool = False,
+    absent: Array | None = None,
 ) -> Callable[[PyTree, Batch, Array], tuple[Array, PyTree, dict[str, Array]]]:
     """The weighted sum of a client's task losses (Eq. 5 with MGDA-UB's weights), as
     `local_training.sgd` takes it.
@@ -168,6 +165,8 @@ def branch_loss(
     Args:
       active: [T] bool, the tasks the client holds.
       one_class: [T] bool, those of whose classes it holds one.
+      absent: [T] bool, open tasks the client does not hold, whose branches learn to
+        answer no: at weight 1, without a gradient by the body.
 
     Returns:
       (variables, batch, key) -> (loss [], new stats, `weight_shares` and under
@@ -180,22 +179,16 @@ def branch_loss(
 
     # a duality gap of 1e-5 is below the noise of shorter products
     @jax.default_matmul_precision("highest")  # type: ignore[untyped-decorator]  # of JAX, without types
-    def weights(
-        variables: PyTree, batch: Batch, z: Array, key: Array
-    ) -> tuple[Array, Array]:
+    def weights(z: Array, kernel: Array, batch: Batch) -> tuple[Array, Array]:
         """alpha [T], and which tasks learn from this batch, [T] bool."""
         values, usable = each(z, batch)
         on = active & usable
-        if weighting in ("uniform", "sum"):
-            return min_norm.uniform(
-                on, z.dtype
-            ) if weighting == "uniform" else on.astype(z.dtype), on
-        if weighting == "mgda_ub":
-            residual = jax.grad(lambda z: jnp.sum(each(z, batch)[0]))(z)
-            m = gram(b, residual, variables["head"]["kernel"])
+        if weighting == "uniform":
+            alpha = min_norm.uniform(on, z.dtype)
         else:
-            m = _body_gram(task, b, lambda z: each(z, batch)[0], variables, batch, key)
-        return min_norm_weights(m, values, on, solver, normalise), on
+            residual = jax.grad(lambda z: jnp.sum(each(z, batch)[0]))(z)
+            alpha = min_norm_weights(gram(b, residual, kernel), values, on, normalise)
+        return alpha * jnp.sum(on) if weight_scale == "mean_one" else alpha, on
 
     def loss(
         variables: PyTree, batch: Batch, key: Array
@@ -205,46 +198,26 @@ def branch_loss(
         )
         z = columns(variables["head"], h)
         alpha, on = jax.lax.stop_gradient(
-            weights(*jax.lax.stop_gradient((variables, batch, z, key)))
+            weights(*jax.lax.stop_gradient((z, variables["head"]["kernel"])), batch)
         )
         values = each(z, batch)[0]
         seen = weight_shares(
             b, alpha, batch.y, batch.mask, jnp.broadcast_to(one_class, alpha.shape)
         )
         seen["unweighted_loss"] = values @ min_norm.uniform(on, z.dtype)
-        if head_grad == "scaled":
-            return alpha @ values, stats, seen
-        by_body = columns(jax.lax.stop_gradient(variables["head"]), h)
+        value, alone = alpha @ values, jnp.zeros((), z.dtype)
         by_head = columns(variables["head"], jax.lax.stop_gradient(h))
-        apart = each(by_head, batch)[0] @ on.astype(z.dtype)
-        value = alpha @ each(by_body, batch)[0]
-        return value + apart - jax.lax.stop_gradient(apart), stats, seen
+        if head_grad == "unscaled":
+            by_body = columns(jax.lax.stop_gradient(variables["head"]), h)
+            value = alpha @ each(by_body, batch)[0]
+            alone += each(by_head, batch)[0] @ on.astype(z.dtype)
+        if absent is not None:
+            no = task_losses(b, by_head, batch.y, batch.mask, "batch")[0]
+            alone += no @ absent.astype(z.dtype)
+        # `alone` trains the branches, and is no part of the reported loss
+        return value + alone - jax.lax.stop_gradient(alone), stats, seen
 
     return loss
-
-
-def _body_gram(
-    task: Task,
-    b: Branches,
-    each: Callable[[Array], Array],
-    variables: PyTree,
-    batch: Batch,
-    key: Array,
-) -> Array:
-    """<grad l_s, grad l_t> by the body's parameters, [T, T]: MGDA proper, at T backward
-    passes."""
-
-    def by_body(body: PyTree) -> Array:
-        h, _ = task.model.features(
-            {**variables, "body": body}, batch.x, mask=batch.mask, train=True, key=key
-        )
-        return each(columns(variables["head"], h))
-
-    rows = [
-        g.reshape(g.shape[0], -1)
-        for g in jax.tree.leaves(jax.jacrev(by_body)(variables["body"]))
-    ]
-    return sum((g @ g.T for g in rows), jnp.zeros((len(b.member),) * 2))
 
 
 def scores(b: Branches, z: Array, y: Array, mask: Array, c: Client) -> Scores:

@@ -7,17 +7,7 @@ import jax.numpy as jnp
 from fedjax_pfl.types import Array
 
 MAX_ITERATIONS = 250
-TOLERANCE = 1e-5  # relative duality gap at which both solvers stop
-
-
-def two_point(gram: Array) -> Array:
-    """Closed form for two gradients: gram [2, 2] -> alpha [2]."""
-    across = gram[0, 0] + gram[1, 1] - 2 * gram[0, 1]
-    gamma = jnp.where(
-        across > 0, (gram[1, 1] - gram[0, 1]) / jnp.where(across > 0, across, 1), 0.5
-    )
-    gamma = jnp.clip(gamma, 0, 1)
-    return jnp.stack([gamma, 1 - gamma])
+TOLERANCE = 1e-5  # relative duality gap at which the solver stops
 
 
 def gap(gram: Array, mask: Array, alpha: Array) -> Array:
@@ -83,27 +73,6 @@ def fista(gram: Array, mask: Array) -> Array:
     )
     zero = mask & (d <= 0)  # such a gradient is the minimum by itself, and has no scale
     return jnp.where(jnp.any(zero), uniform(zero, gram.dtype), simplex(loop[1]))
-
-
-def frank_wolfe(gram: Array, mask: Array) -> Array:
-    """The paper's solver, Frank-Wolfe with exact line search, from the uniform point;
-    arguments as in `fista`."""
-    gram = _restrict(gram, mask)
-
-    def improve(loop: tuple[Array, Array]) -> tuple[Array, Array]:
-        i, alpha = loop
-        slope = gram @ alpha
-        t = jnp.argmin(jnp.where(mask, slope, jnp.inf))
-        pair = jnp.array([[gram[t, t], slope[t]], [slope[t], alpha @ slope]])
-        step = two_point(pair)[0]
-        return i + 1, (1 - step) * alpha + step * jax.nn.one_hot(
-            t, mask.shape[0], dtype=gram.dtype
-        )
-
-    loop = (jnp.int32(0), uniform(mask, gram.dtype))
-    return jax.lax.while_loop(
-        lambda loop: _unsolved(gram, mask, loop[1], loop[0]), improve, loop
-    )[1]
 
 
 def _restrict(gram: Array, mask: Array) -> Array:

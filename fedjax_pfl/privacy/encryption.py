@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
+from fedjax_pfl import host_callback
 from fedjax_pfl.errors import InputError, choose
-from fedjax_pfl.numerics import callbacks
 from fedjax_pfl.types import Array, PyTree
 
 BACKENDS = ("ckks", "plain")
@@ -173,7 +173,7 @@ def total(
         )
     sizes = jax.ShapeDtypeStruct(ids.shape, jnp.int32)
     shapes = (jax.ShapeDtypeStruct(vectors.shape[1:], vectors.dtype), sizes, sizes)
-    vector, up, down = callbacks.call(_encrypted_total, shapes, vectors, active)
+    vector, up, down = host_callback.call(_encrypted_total, shapes, vectors, active)
     return whole(vector), up, down
 
 

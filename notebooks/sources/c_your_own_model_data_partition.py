@@ -23,16 +23,16 @@ for k, panel in enumerate(panels):
     panel.axis("off")
 plt.show()
 # %% [markdown]
-# **The partition** says which rows of the data set are whose, for training and for testing. `rows.build` makes it
+# **The partition** says which rows of the data set are whose, for training and for testing. `build` makes it
 # of flat lists, clients one after another; from a file, `--partition=file:PATH` takes the same.
 # %%
-from fedjax_pfl.data import rows
+from fedjax_pfl.data.partition import build
 
 own = [np.flatnonzero(owner == k) for k in range(N)]
 train, test = [ids[: 3 * len(ids) // 4] for ids in own], [ids[3 * len(ids) // 4 :] for ids in own]
 sizes = lambda parts: np.array([len(part) for part in parts])
 nobody = np.zeros(0, int), np.zeros(N, int)
-partition = rows.build(np.concatenate(train), sizes(train), np.concatenate(test), sizes(test), *nobody)
+partition = build(np.concatenate(train), sizes(train), np.concatenate(test), sizes(test), *nobody)
 federation = federate.federate(dataset, partition)
 print(f"{N} clients with {sizes(train).min()} to {sizes(train).max()} training images")
 # %% [markdown]

@@ -12,7 +12,8 @@
 # %%
 from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.data import datasets, federate, rows
+from fedjax_pfl.data import datasets, federate
+from fedjax_pfl.data.partition import build
 
 N = 6 if TINY else 12
 digits = datasets.load("digits")
@@ -26,7 +27,7 @@ parts = [np.array_split(halves[k % 2], N // 2)[k // 2] for k in range(N)]  # cli
 train, test = [ids[: len(ids) // 2] for ids in parts], [ids[len(ids) // 2 :] for ids in parts]
 sizes = lambda lists: np.array([len(ids) for ids in lists])
 nobody = np.zeros(0, int), np.zeros(N, int)
-partition = rows.build(np.concatenate(train), sizes(train), np.concatenate(test), sizes(test), *nobody)
+partition = build(np.concatenate(train), sizes(train), np.concatenate(test), sizes(test), *nobody)
 federation = federate.federate(digits, partition, public=public)
 # %% [markdown]
 # Three architectures. Client k has number k // 2 mod 3, so that each occurs in both halves.

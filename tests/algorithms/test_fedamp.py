@@ -12,10 +12,15 @@ from toy import SIZES, C, N, assert_close, assert_same, each_bn_stats
 
 from fedjax_pfl import trees
 from fedjax_pfl.algorithms import fedamp as factory
-from fedjax_pfl.algorithms.fedamp import amp_weights, heur_weights, mixtures
+from fedjax_pfl.algorithms.fedamp import (
+    amp_weights,
+    cosines,
+    heur_weights,
+    mixtures,
+    square_distances,
+)
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.numerics.similarity import cosines, square_distances
 from fedjax_pfl.types import State
 
 KEY = jax.random.key(0)

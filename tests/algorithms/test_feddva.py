@@ -12,11 +12,11 @@ from toy import N, assert_close, assert_same
 
 from fedjax_pfl import keys, local_training, trees
 from fedjax_pfl.algorithms import feddva as factory
-from fedjax_pfl.algorithms.feddva import networks
+from fedjax_pfl.algorithms.feddva import phases as dva_phases
+from fedjax_pfl.algorithms.feddva.feddva import networks
 from fedjax_pfl.data.datasets import prepare_images
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.numerics import dva_phases
 from fedjax_pfl.types import Batch, Data, State
 
 KEY, IDS = jax.random.key(0), np.array([1, 3], np.int32)

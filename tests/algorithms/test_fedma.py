@@ -16,10 +16,10 @@ from toy import SIZES, C, assert_close, assert_same
 
 from fedjax_pfl import local_training, models, simulate, trees
 from fedjax_pfl.algorithms import fedma as factory, pfedma
+from fedjax_pfl.algorithms.fedma import matching
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import layers, nets, registry, resnet
-from fedjax_pfl.numerics import matching
 from fedjax_pfl.types import State
 
 KEY = jax.random.key(0)

@@ -12,12 +12,12 @@ import toy
 from toy import PUBLIC, SHAPE, SIZES, C, N, assert_close, assert_same
 
 from fedjax_pfl import aggregate, models, simulate
-from fedjax_pfl.algorithms import ALGORITHMS, knowledge_transfer as kt, public_data
+from fedjax_pfl.algorithms import ALGORITHMS, public_data
+from fedjax_pfl.algorithms.knowledge_transfer import knowledge_transfer as kt, mixtures
+from fedjax_pfl.algorithms.knowledge_transfer.mixtures import Predictions
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import nets
-from fedjax_pfl.numerics import mixtures
-from fedjax_pfl.numerics.mixtures import Predictions
 from fedjax_pfl.types import Client, Data, Examples, State
 
 MLP, NORM = toy.task(), toy.task("norm")

@@ -12,7 +12,7 @@ from toy import C, N, assert_close, assert_same
 from fedjax_pfl import architectures, models, trees
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.models import layers, nets, order
+from fedjax_pfl.models import layers, nets, nnx_model
 
 KEY = jax.random.key(5)
 MLP = toy.task()
@@ -82,7 +82,7 @@ def test_batch_norms_go_with_their_layer(bn_stats, stats):
 
 def test_layers_are_in_the_order_of_their_use():
     x = jax.ShapeDtypeStruct((1, 32, 32, 3), jnp.float32)
-    found = order.layers(models.model("resnet18", x.shape[1:], 10), x)
+    found = nnx_model.layer_order(models.model("resnet18", x.shape[1:], 10), x)
     paths = [["/".join(path) for path in layer] for layer in found]
     assert paths[:2] == [
         ["body/stem", "body/norm"],
@@ -111,7 +111,9 @@ def test_layers_that_no_prediction_uses_are_none():
         toy.SHAPE,
         C,
     )
-    found = order.layers(model, jax.ShapeDtypeStruct((1, *toy.SHAPE), jnp.float32))
+    found = nnx_model.layer_order(
+        model, jax.ShapeDtypeStruct((1, *toy.SHAPE), jnp.float32)
+    )
     assert [list(layer) for layer in found] == [[("body", "inner")], [("head",)]]
 
 
@@ -126,7 +128,7 @@ def test_the_order_of_layers_does_not_depend_on_the_type_of_computation(name):
         models.model(name, shape, 10, compute_dtype=dtype)
         for dtype in ("float32", "bfloat16")
     ]
-    assert order.layers(made[0], x) == order.layers(made[1], x)
+    assert nnx_model.layer_order(made[0], x) == nnx_model.layer_order(made[1], x)
 
 
 @pytest.mark.parametrize("whole", [jax.jit, jax.checkpoint])
@@ -154,7 +156,7 @@ def test_layers_within_jit_and_remat_are_in_their_order(whole, cast):
         (6,),
         C,
     )
-    found = order.layers(net, jax.ShapeDtypeStruct((1, 6), jnp.float32))
+    found = nnx_model.layer_order(net, jax.ShapeDtypeStruct((1, 6), jnp.float32))
     assert [next(iter(layer)) for layer in found][:3] == [
         ("body", "zfirst"),
         ("body", "asecond"),

@@ -14,9 +14,9 @@ from toy import C, N, assert_close, assert_same
 
 from fedjax_pfl import trees
 from fedjax_pfl.algorithms import ALGORITHMS, fml, mutual
+from fedjax_pfl.algorithms.mutual import compress, low_rank
 from fedjax_pfl.algorithms.shared_model import Outputs, divergence
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.numerics.low_rank import compress, low_rank
 from fedjax_pfl.optimizers import clipped
 from fedjax_pfl.types import Batch, State
 

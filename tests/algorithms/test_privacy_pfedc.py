@@ -159,6 +159,7 @@ OTHERS = {
     "tasks": "consecutive:2",
     "head": "group_reject",
     "head_weighting": "data",
+    "train": "all",
 } | QUICK
 
 

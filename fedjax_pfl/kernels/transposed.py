@@ -10,7 +10,7 @@ import operator
 import jax.numpy as jnp
 from jax import lax
 
-from fedjax_pfl.models.kernels.convolution import current_form
+from fedjax_pfl.kernels.convolution import current_form
 from fedjax_pfl.types import Array
 
 

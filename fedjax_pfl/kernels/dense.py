@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from fedjax_pfl.models.kernels.convolution import current_form
+from fedjax_pfl.kernels.convolution import current_form
 from fedjax_pfl.types import Array
 
 MOST_ROWS, LEAST_OUT, LEAST_SIZE = 12, 32, 2**18  # see `dot_general`

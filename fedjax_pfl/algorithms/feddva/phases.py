@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from chex import Numeric
 
 from fedjax_pfl import losses
+from fedjax_pfl.algorithms.feddva import dva
 from fedjax_pfl.errors import choose
-from fedjax_pfl.models.vae import DualVAE
-from fedjax_pfl.numerics import dva
+from fedjax_pfl.models.vae import DualVAE, Gaussian
 from fedjax_pfl.types import Array, Batch, Network, PyTree, Scores
 
 MODES = ("paper", "code")
@@ -34,8 +34,8 @@ class Phase(NamedTuple):
 class Pass(NamedTuple):
     """What the networks say of a batch."""
 
-    z: dva.Gaussian  # q(z|x)
-    c: dva.Gaussian | None  # q(c|x, z); None where c is drawn from its prior
+    z: Gaussian  # q(z|x)
+    c: Gaussian | None  # q(c|x, z); None where c is drawn from its prior
     latents: Array  # [z; c] [B, d_z + d_c]
     mean: Array  # of p(x|z, c), [B, H, W, C]
     stats: PyTree
@@ -97,14 +97,14 @@ def forward(
         )
         return out
 
-    def draw(key: Array | None, q: dva.Gaussian) -> Array:
+    def draw(key: Array | None, q: Gaussian) -> Array:
         return q.mean if key is None else dva.sample(key, q)
 
     key_z, key_c = (None, None) if key is None else jax.random.split(key)
     q_z = run("z", x)
     z = draw(key_z, q_z)
     q_c = None if prior_c else run("c", (x, z))
-    prior = dva.Gaussian(*[jnp.zeros((len(x), nets.personal), z.dtype)] * 2)
+    prior = Gaussian(*[jnp.zeros((len(x), nets.personal), z.dtype)] * 2)
     latents = jnp.concatenate([z, draw(key_c, prior if q_c is None else q_c)], axis=-1)
     return Pass(q_z, q_c, latents, run("decoder", latents), stats)
 

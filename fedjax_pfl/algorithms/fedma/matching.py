@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fedjax_pfl import host_callback
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.numerics import callbacks
 from fedjax_pfl.types import Array, PyTree
 
 Path = tuple[str, ...]  # of a leaf of the variables, or of a layer's dict
@@ -320,4 +320,6 @@ def _assignment(gain: Array) -> Array:
         _, columns = linear_sum_assignment(np.nan_to_num(gain), maximize=True)
         return np.asarray(columns, np.int32)
 
-    return callbacks.call(solve, jax.ShapeDtypeStruct(gain.shape[:1], jnp.int32), gain)
+    return host_callback.call(
+        solve, jax.ShapeDtypeStruct(gain.shape[:1], jnp.int32), gain
+    )

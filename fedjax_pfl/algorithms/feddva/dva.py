@@ -6,7 +6,6 @@ for each example, in nats.
 """
 
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +13,12 @@ from chex import Numeric
 from jax import lax
 
 from fedjax_pfl.errors import choose
+from fedjax_pfl.models.vae import Gaussian
 from fedjax_pfl.types import Array
 
 REGULARISERS = ("paper_max", "code_hinge")
 RECONSTRUCTIONS = ("gaussian", "focal")
 FOCUS = 5  # gamma of the focal reconstruction, as in the released code
-
-
-class Gaussian(NamedTuple):
-    """A Gaussian with a diagonal covariance for each example."""
-
-    mean: Array  # [B, d]
-    log_var: Array  # [B, d]
 
 
 def sample(key: Array, q: Gaussian) -> Array:

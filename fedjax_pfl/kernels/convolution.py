@@ -19,9 +19,11 @@ import numpy as np
 from jax import lax
 
 from fedjax_pfl.errors import choose
-from fedjax_pfl.models.kernels.depthwise import depthwise_conv
+from fedjax_pfl.kernels.depthwise import depthwise_conv
+from fedjax_pfl.kernels.platform import platform
 from fedjax_pfl.types import Array
 
+FORMS = {"cpu": "winograd", "gpu": "xla", "tpu": "xla"}  # what "auto" stands for
 CONVOLUTIONS = ("auto", "winograd", "fused", "matmul", "xla")
 # channels out up to which the order of the kernel gradient's product matters
 NARROW = 128
@@ -64,11 +66,7 @@ def convolution(form: str) -> Iterator[None]:
 def form(name: str) -> str:
     """The form that a setting stands for on this machine: the setting itself, but for
     "auto"."""
-    return (
-        {"cpu": "winograd"}.get(jax.default_backend(), "xla")
-        if name == "auto"
-        else name
-    )
+    return FORMS[platform()] if name == "auto" else name
 
 
 def current_form() -> str:

@@ -24,7 +24,7 @@ from fedjax_pfl import (
     traffic,
     trees,
 )
-from fedjax_pfl.numerics.matching import (
+from fedjax_pfl.algorithms.fedma.matching import (
     Group,
     Path,
     layers,
@@ -33,6 +33,7 @@ from fedjax_pfl.numerics.matching import (
     neurons,
     permute,
 )
+from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.types import (
     Algorithm,
     Array,
@@ -171,6 +172,7 @@ class Matching(NamedTuple):
     mu0_bias: Annotated[float, Interval(gt=-math.inf, lt=math.inf)] = 0.1
 
 
+@register("fedma")
 @hyperparameters.shared(Matching)
 def fedma(task: Task, *, on: Matching) -> Algorithm:
     """Trains, then layer by layer matches the clients' neurons, averages them, freezes
@@ -297,6 +299,7 @@ def fedma(task: Task, *, on: Matching) -> Algorithm:
     )
 
 
+@register("pfedma")
 @hyperparameters.shared(Matching)
 def pfedma(
     task: Task,

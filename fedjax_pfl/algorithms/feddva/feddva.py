@@ -16,9 +16,10 @@ import jax
 from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, evaluation, keys, local_training, trees
+from fedjax_pfl.algorithms.feddva import phases as dva_phases
+from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.errors import check, choose
-from fedjax_pfl.models import strided, vae
-from fedjax_pfl.numerics import dva_phases
+from fedjax_pfl.models import cnn_dva, vae
 from fedjax_pfl.types import (
     Algorithm,
     Array,
@@ -59,7 +60,7 @@ def networks(
         if choose("head", head, ("none", *dva_phases.HEADS)) == "none"
         else task.num_classes
     )
-    widths = strided.channels(shape, hidden)
+    widths = cnn_dva.channels(shape, hidden)
     why = (
         f"each of {len(widths)} convolutions has half the channels of the next, and "
         "the first needs 2"
@@ -80,6 +81,7 @@ def score(outputs: dict[str, Array], y: Array, mask: Array, c: Client) -> Scores
     )
 
 
+@register("feddva")
 def feddva(
     task: Task,
     *,

@@ -27,10 +27,8 @@ from fedjax_pfl import (
     trees,
 )
 from fedjax_pfl.algorithms import public_data
-from fedjax_pfl.averaging import predictor
-from fedjax_pfl.errors import InputError
-from fedjax_pfl.numerics import mixtures
-from fedjax_pfl.numerics.mixtures import (
+from fedjax_pfl.algorithms.knowledge_transfer import mixtures
+from fedjax_pfl.algorithms.knowledge_transfer.mixtures import (
     Asked,
     Predictions,
     Rule,
@@ -39,6 +37,9 @@ from fedjax_pfl.numerics.mixtures import (
     slope,
     uniform,
 )
+from fedjax_pfl.algorithms.registry import register
+from fedjax_pfl.averaging import predictor
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import (
     Algorithm,
     Array,
@@ -253,7 +254,6 @@ def transfer(
         predict,
         evaluation.classification,
         sent,
-        one_architecture=False,
         **options,
     )
 
@@ -299,73 +299,7 @@ def written(row: Array, kept: Array, given: Predictions) -> Array:
     return row.at[columns].set(kept, mode="drop")
 
 
-@hyperparameters.shared(Exchange)
-def fedmd(
-    task: Task,
-    *,
-    on: Exchange,
-    space: Literal["prob", "logit"] = "prob",
-    public_epochs: Annotated[int, Interval(ge=0, le=10_000)] = 0,
-) -> Algorithm:
-    """Trains each client's own model on its examples, then on the mean prediction of
-    all for public examples.
-
-    Args:
-      space: what is averaged, one of prob (softmax outputs, learnt by KL divergence, as
-        KT-pFL runs it), logit (logits, learnt by absolute error, as the authors' code
-        does).
-      public_epochs: over all public examples with their labels before round 0, in [0,
-        10000]; the authors train until this stops to help, KT-pFL does not, so 0.
-
-    Note:
-      The authors' models have the public classes among their outputs; here these are
-      outputs of the first epochs only, and what is exchanged are the private classes,
-      as in KT-pFL. `post` scores are of the model at the end of the round: with
-      order=paper after the training on public examples. The loss is that of the private
-      training, `transfer_loss` that on the public examples. What is trained before
-      round 0, on public labels (then order=paper goes on with round 0's private
-      training, order=code with its warm-up), is of round 0's clients.
-    """
-    return transfer(task, Rule(uniform), on, space, public_epochs)
-
-
-@hyperparameters.shared(Exchange)
-def sim_pfd(
-    task: Task, *, on: Exchange, sim_norm: Literal["sum", "minmax"] = "sum"
-) -> Algorithm:
-    """FedMD whose clients weigh each other's predictions by how similar they are to
-    their own (Sim-pFD).
-
-    Args:
-      sim_norm: weights proportional to, one of sum (the cosine), minmax (what it
-        exceeds the least similar one's by).
-    """
-    return transfer(task, Rule(functools.partial(similar, norm=sim_norm)), on)
-
-
-@hyperparameters.shared(Exchange)
-def topk_pfd(
-    task: Task,
-    *,
-    on: Exchange,
-    neighbours: Annotated[int, Ge(1)] = 5,
-    weights: Literal["uniform", "cos"] = "uniform",
-) -> Algorithm:
-    """FedMD among the K clients whose predictions are the most similar, each with its
-    own (TopK-pFD).
-
-    Args:
-      neighbours: K in [1, inf), itself included; 5 as in KT-pFL (its code takes half of
-        the clients).
-      weights: of these, one of uniform, cos (proportional to the cosine).
-    """
-    return transfer(
-        task,
-        Rule(functools.partial(nearest, neighbours=neighbours, weights=weights)),
-        on,
-    )
-
-
+@register("mnfl_het", several_architectures=True)
 @hyperparameters.shared(Exchange)
 def mnfl_het(
     task: Task,
@@ -429,3 +363,73 @@ def mnfl_het(
         return kept if on.order == "code" and coef_rule != "post" else asked.row, kept
 
     return transfer(task, Rule(learned, 1 / task.num_clients, coef_rule == "post"), on)
+
+
+@register("fedmd", several_architectures=True)
+@hyperparameters.shared(Exchange)
+def fedmd(
+    task: Task,
+    *,
+    on: Exchange,
+    space: Literal["prob", "logit"] = "prob",
+    public_epochs: Annotated[int, Interval(ge=0, le=10_000)] = 0,
+) -> Algorithm:
+    """Trains each client's own model on its examples, then on the mean prediction of
+    all for public examples.
+
+    Args:
+      space: what is averaged, one of prob (softmax outputs, learnt by KL divergence, as
+        KT-pFL runs it), logit (logits, learnt by absolute error, as the authors' code
+        does).
+      public_epochs: over all public examples with their labels before round 0, in [0,
+        10000]; the authors train until this stops to help, KT-pFL does not, so 0.
+
+    Note:
+      The authors' models have the public classes among their outputs; here these are
+      outputs of the first epochs only, and what is exchanged are the private classes,
+      as in KT-pFL. `post` scores are of the model at the end of the round: with
+      order=paper after the training on public examples. The loss is that of the private
+      training, `transfer_loss` that on the public examples. What is trained before
+      round 0, on public labels (then order=paper goes on with round 0's private
+      training, order=code with its warm-up), is of round 0's clients.
+    """
+    return transfer(task, Rule(uniform), on, space, public_epochs)
+
+
+@register("sim_pfd", several_architectures=True)
+@hyperparameters.shared(Exchange)
+def sim_pfd(
+    task: Task, *, on: Exchange, sim_norm: Literal["sum", "minmax"] = "sum"
+) -> Algorithm:
+    """FedMD whose clients weigh each other's predictions by how similar they are to
+    their own (Sim-pFD).
+
+    Args:
+      sim_norm: weights proportional to, one of sum (the cosine), minmax (what it
+        exceeds the least similar one's by).
+    """
+    return transfer(task, Rule(functools.partial(similar, norm=sim_norm)), on)
+
+
+@register("topk_pfd", several_architectures=True)
+@hyperparameters.shared(Exchange)
+def topk_pfd(
+    task: Task,
+    *,
+    on: Exchange,
+    neighbours: Annotated[int, Ge(1)] = 5,
+    weights: Literal["uniform", "cos"] = "uniform",
+) -> Algorithm:
+    """FedMD among the K clients whose predictions are the most similar, each with its
+    own (TopK-pFD).
+
+    Args:
+      neighbours: K in [1, inf), itself included; 5 as in KT-pFL (its code takes half of
+        the clients).
+      weights: of these, one of uniform, cos (proportional to the cosine).
+    """
+    return transfer(
+        task,
+        Rule(functools.partial(nearest, neighbours=neighbours, weights=weights)),
+        on,
+    )

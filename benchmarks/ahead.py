@@ -1,0 +1,215 @@
+"""Costs of a round on a TPU or GPU, compiled ahead of time on a machine without one.
+
+    pip install -e '.[ahead-tpu]'       # or ahead-cuda
+    python -m benchmarks.ahead --target=v5e --model=cnn --width=20 [--algo=fedavg]
+
+The costs are estimates of the compilers, nothing is measured. Operations to which a
+TPU's compiler gives no estimate are counted by their instruction bundles; what has
+neither is named, and rates are then printed as upper bounds. `by bundles` takes the
+bundles, or the bytes at the memory's rate if they take longer, for every operation:
+a second opinion on the same program. Waits for copies under way are in neither.
+"""
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+from jax.experimental import topologies
+
+from benchmarks import report, setting
+from benchmarks.compiled import Costs, Part, bundles, missing
+from fedjax_pfl import simulate
+from fedjax_pfl.engine.program import Program
+from fedjax_pfl.kernels.platform import on
+from fedjax_pfl.models import work
+from fedjax_pfl.types import Federation, Task
+
+FLAGS = flags.FLAGS
+MODELS = ("mlp", "mlp28", "lenet", "cnn", "resnet18")
+WIDTHS = {"resnet18": 4}  # clients at once, of all others 20
+TPU_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
+
+
+class Target(NamedTuple):
+    """A device, by the maker's numbers."""
+
+    platform: str
+    topology: str  # of a TPU; of a GPU a file that describes it
+    units: float  # of the compiler's estimates per second
+    flops: float  # per second, of matrix products at the default precision
+    bandwidth: float  # bytes per second
+    memory: float  # bytes
+
+
+TARGETS = {
+    # the clock follows from 4 matrix units of 128x128 (v6e: of 256x256) and the peak
+    "v5e": Target("tpu", "v5e:2x2", 1.5e9, 197e12, 819e9, 16e9),
+    "v6e": Target("tpu", "v6e:2x2", 1.75e9, 918e12, 1640e9, 32e9),
+    "h100": Target("cuda", "h100_sxm.txtpb", 1e6, 495e12, 3350e9, 80e9),
+}
+
+
+class Result(NamedTuple):
+    """A compiled round."""
+
+    parts: list[Part]
+    arguments: int  # bytes
+    temporaries: int  # bytes
+    seconds: float  # of compilation
+
+
+@contextmanager
+def prepared(target: Target) -> Iterator[tuple[jax.sharding.Sharding, Path]]:
+    """Yields a sharding for arrays on the target and the folder of its bundles.
+
+    The compilers read their flags once: of a process's targets, the first one's hold.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+        only = "--xla_jf_dump_llo_pass_label_regex=^final_bundles"
+        os.environ.setdefault("LIBTPU_INIT_ARGS", f"{dump} {only}")
+        xla = os.environ.get("XLA_FLAGS", "")
+        if target.platform == "cuda" and "cost_model_stats" not in xla:
+            stats = "--xla_gpu_collect_cost_model_stats=true"
+            os.environ["XLA_FLAGS"] = f"{xla} {stats}"
+        for name, value in TPU_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        yield jax.sharding.SingleDeviceSharding(_device(target)), Path(folder)
+
+
+def _device(target: Target) -> Any:
+    if target.platform == "tpu":
+        options: dict[str, Any] = {"topology_name": target.topology}
+    else:
+        description = Path(__file__).parent / "targets" / target.topology
+        options = {"topology_name": "", "topology": "1x1x1"}
+        options["target_config"] = description.read_text()
+    found = topologies.get_topology_desc(platform=target.platform, **options)
+    return found.devices[0]
+
+
+def lower(
+    program: Program, federation: Federation, sharding: jax.sharding.Sharding
+) -> jax.stages.Lowered:
+    """Lowers a round for a device that this machine need not have."""
+
+    def abstract(x: Any) -> jax.ShapeDtypeStruct:
+        dtype = getattr(x, "dtype", None) or jnp.asarray(x).dtype
+        return jax.ShapeDtypeStruct(jnp.shape(x), dtype, sharding=sharding)
+
+    traced = {name: np.float32(value) for name, value in program.traced.items()}
+    state = jax.eval_shape(program.init, jax.random.key(0), traced)
+    arguments = (jax.random.key(0), traced, federation, state, np.int32(0), np.bool_(0))
+    round = jax.jit(program.round, donate_argnums=3)
+    return round.lower(*jax.tree.map(abstract, arguments))
+
+
+def compiled_round(
+    target: Target, algo: str, task: Task, federation: Federation, width: int
+) -> Result:
+    """Compiles a round of a method with `width` clients at once for the target."""
+    with prepared(target) as (sharding, folder):
+        begin = time.time()
+        program = simulate.program(algo, task, width=width, checked=False)
+        compiled = lower(program, federation, sharding).compile()
+        seconds, memory = time.time() - begin, compiled.memory_analysis()
+        rate = target.bandwidth / target.units
+        parts = Costs(compiled.as_text(), bundles(folder), rate).parts
+    sizes = (memory.argument_size_in_bytes, memory.temp_size_in_bytes)
+    return Result(parts, *sizes, seconds)
+
+
+def floor(target: Target, model: str, task: Task, width: int) -> float:
+    """Returns the least seconds of a local step: the larger of its products at the peak
+    and of weights and gradients once through memory."""
+    shapes = jax.eval_shape(task.model.init, jax.random.key(0))
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+    classes, batch = setting.CLASSES, setting.batch_size(model)
+    flops = work.flops(setting.network(model), setting.SHAPES[model], classes, batch)
+    return width * max(flops / target.flops, 3 * size / target.bandwidth)
+
+
+def client_steps(target: Target, parts: list[Part], width: int) -> float:
+    """Returns steps per second of all clients, one in every loop of local training."""
+    units = sum(part.cost for part in parts if part.kind == "local step")
+    return width * target.units / units if units else float("nan")
+
+
+def row(target: Target, model: str, width: int, result: Result, least: float) -> tuple:
+    """Returns a row of the table."""
+    steps = [part for part in result.parts if part.kind == "local step"]
+    holes = missing(steps)
+    seconds = sum(part.cost for part in steps) / target.units
+    second = sum(part.bundled for part in steps) / target.units
+    counted = sum(part.counted for part in steps) / target.units / seconds
+    rate = f"{width / seconds:,.0f}"
+    return (
+        model,
+        str(width),
+        f"at most {rate}" if holes else rate,
+        f"{width / second:,.0f}" if second else None,
+        f"{seconds * 1e6:,.0f}",
+        f"{counted:.0%}",
+        f"{seconds / least:.1f}",
+        f"{(result.arguments + result.temporaries) / 1e6:,.0f}",
+        f"{result.seconds:.0f}",
+        holes or "nothing",
+    )
+
+
+COLUMNS = ("model", "width", "client steps/s", "by bundles", "step us", "counted")
+COLUMNS += ("times the floor", "memory MB", "compile s", "without a cost")
+
+
+def show(target: Target, result: Result, top: int) -> None:
+    """Prints the parts of a round with their dearest operations."""
+    for part in result.parts:
+        holes = missing([part])
+        total = f"{part.cost / target.units * 1e6:,.1f} us"
+        total += f", and without a cost: {holes}" if holes else ""
+        print(f"{part.kind} (times {part.trips or '?'}): {total}")
+        for cost, op in part.operations[:top]:
+            where = "/".join(op.where.split("/")[-2:])
+            print(f"  {cost / target.units * 1e6:10,.1f}  {op.name:36} {where[-60:]}")
+
+
+def main(argv: list[str]) -> None:
+    """Compiles the rounds that the flags ask for and prints their costs."""
+    del argv
+    jax.config.update("jax_platforms", "cpu")
+    target, rows = TARGETS[FLAGS.target], [COLUMNS]
+    for model in FLAGS.model or MODELS:
+        width = FLAGS.width or WIDTHS.get(model, setting.CLIENTS)
+        with on("tpu" if target.platform == "tpu" else "gpu"):
+            clients = FLAGS.clients or max(width, setting.CLIENTS)
+            task, federation = setting.build(model, clients=clients, conv=FLAGS.conv)
+            result = compiled_round(target, FLAGS.algo, task, federation, width)
+        if FLAGS.top:
+            show(target, result, FLAGS.top)
+        least = floor(target, model, task, width)
+        rows.append(row(target, model, width, result, least))
+    print(f"{FLAGS.target}, {FLAGS.algo}: estimates of the compiler, nothing measured")
+    print(report.table(rows))
+
+
+if __name__ == "__main__":
+    flags.DEFINE_enum("target", "v5e", list(TARGETS), "device to compile for")
+    flags.DEFINE_multi_enum("model", [], MODELS, "networks; all unless given")
+    flags.DEFINE_string("algo", "fedavg", "method")
+    flags.DEFINE_integer("width", None, "clients at once", lower_bound=1)
+    flags.DEFINE_integer("clients", None, "clients of the round; 20, or the width")
+    flags.DEFINE_string("conv", "auto", "form of the convolutions")
+    flags.DEFINE_integer("top", 0, "operations to print of each part", lower_bound=0)
+    report.run(main)

@@ -1,0 +1,1 @@
+"""FedDVA, its losses and its phases."""

@@ -1,0 +1,1 @@
+"""FedMA and its matching of neurons."""

@@ -1,0 +1,1 @@
+"""Methods that exchange predictions on public examples, and their weights."""

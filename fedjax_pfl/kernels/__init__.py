@@ -1,0 +1,1 @@
+"""Convolutions, pooling and dense layers in each platform's fastest form."""

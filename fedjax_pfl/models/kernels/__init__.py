@@ -1,1 +1,0 @@
-"""Forms of convolutions and dense layers that are fast on a CPU."""
