@@ -105,10 +105,6 @@ def choose(name: str, value: str, allowed: Iterable[str]) -> str:
     if isinstance(value, str) and value in allowed:
         return value
     near = nearest(str(value), allowed)
-    if str(value).endswith(".py"):
-        near = f"{value}:NAME"
-    elif str(value).endswith(".npz"):
-        near = {"data set": f"npz:{value}", "partition": f"file:{value}"}.get(name)
     hint = f"did you mean {near!r}? " if near else ""
     known = f"Choose one of {', '.join(allowed)}" if allowed else "There is none"
     raise InputError(f"Unknown {name} {value!r}: {hint}{known}.")

@@ -690,8 +690,8 @@ class ScaledByNumPy(Scaled):
         ((lambda *_: None, (6,), 3), "NoneType must be .* it has no `body`"),
         ((Twofold, (6,), 3), r"body must return one array \[B, K\], got "),
         (("cnnn", (28, 28, 1), 10), "did you mean 'cnn'"),
-        (("cnn", (12, 12, 3), 10), "at least 16x16 pixels, got 12x12"),
-        (("lenet", (60,), 10), "images of shape"),
+        (("cnn", (12, 12, 3), 10), "at least 16x16 pixels, got input shape"),
+        (("lenet", (60,), 10), "needs images"),
         (("mlp", (6,), 3, "bach"), "did you mean 'batch'"),
         (
             ("mlp", (6,), 3, "batch", "fft"),
