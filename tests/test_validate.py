@@ -101,10 +101,6 @@ def on_host():
     return host_state.program("fedavg", given_task()._replace(participation=(0.5, 0.5)))
 
 
-def curve_on_host():
-    return simulate.curve(on_host(), KEYS, {}, federation(), rounds=1)
-
-
 def ask(id=0, x=None):
     program, key = compiled(), jax.random.key(0)
     state = jax.eval_shape(program.init, key, program.traced)
@@ -508,7 +504,6 @@ WRONG = [
         (make_program, {"hparams": {"lam": x}}, "`lam` must be in")
         for x in (-1, NAN, INF)
     ),
-    (make_program, {"hparams": [("lam", 1)]}, "`hparams` must be {name: value}"),
     (
         make_program,
         {"factory": "fedrep", "hparams": {"head_epochs": 1.5}},
@@ -646,7 +641,6 @@ WRONG = [
         {"by": lambda key, upload, _: jax.tree.map(lambda x: x[:1], upload)},
         "fedavg: `transform` must keep the upload",
     ),
-    (curve_on_host, {}, "`curve` needs the clients' rows on the device"),
     *(
         (ask, {"id": x}, "`client` must be")
         for x in (-1, 5, 99, 1.5, 1.0, jnp.float32(1), "1", [1])

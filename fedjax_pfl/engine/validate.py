@@ -160,12 +160,9 @@ def rounds(
 
 
 def client(task: Task, id: Any, x: Any) -> None:
-    """Raises InputError unless a client has this id and x is a batch of raw inputs; a
-    traced id cannot choose an architecture."""
-    if not isinstance(id, jax.core.Tracer):
-        check("client", id, 0, task.num_clients - 1, whole=True)
-    elif len(task.models) > 1:
-        raise InputError("With several architectures the client id must be an integer.")
+    """Raises InputError unless a client has this id, which may be traced, and x is a
+    batch of raw inputs."""
+    check("client", id, 0, task.num_clients - 1, whole=True)
     if np.shape(x)[1:] != task.input.shape or not np.ndim(x):
         raise InputError(
             f"`x` must be a batch of raw inputs, [B, *{task.input.shape}], got "
