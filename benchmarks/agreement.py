@@ -30,12 +30,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from absl import flags
-from experiments.config import same
 
 from benchmarks import htfllib, peers, pytorch, recipes, report
-from experiments import networks, runs
 from fedjax_pfl import keys
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.experiment import results
+from fedjax_pfl.experiment.presets import same
 from fedjax_pfl.models.nets import AFM
 from fedjax_pfl.types import Model
 
@@ -80,11 +80,11 @@ class Case(NamedTuple):
     shuffled: bool = False  # HtFLlib's batches
 
 
-def check(run: runs.Run, mixed: bool = False) -> None:
+def check(run: results.Run, mixed: bool = False) -> None:
     """Raises InputError if PFLlib, or of clients with `mixed` networks HtFLlib, cannot
     do the same."""
     config, methods, nets = (
-        run.config,
+        run.experiment.config,
         htfllib.SERVERS if mixed else METHODS,
         AFM if mixed else pytorch.NETS,
     )
@@ -93,7 +93,7 @@ def check(run: runs.Run, mixed: bool = False) -> None:
             f"--run has the method {config.algo}: it must be one of "
             f"{', '.join(methods)}."
         )
-    if set(networks.names(config, len(run.experiment.task.sizes))) - set(nets):
+    if set(run.experiment.networks) - set(nets):
         raise InputError(
             f"--run has the network {config.model}: it must be one of "
             f"{', '.join(nets)}."
@@ -119,9 +119,9 @@ def check(run: runs.Run, mixed: bool = False) -> None:
         )
 
 
-def options(run: runs.Run, net: Any) -> pytorch.Options:
+def options(run: results.Run, net: Any) -> pytorch.Options:
     """What PFLlib's command line would hand on."""
-    config, classes = run.config, run.experiment.dataset.num_classes
+    config, classes = run.experiment.config, run.experiment.dataset.num_classes
     recipe = recipes.RECIPES["pfllib_20"]._replace(
         classes=classes, clients=len(run.experiment.partition.train_sizes)
     )
@@ -140,21 +140,21 @@ def options(run: runs.Run, net: Any) -> pytorch.Options:
     return made
 
 
-def weights(run: runs.Run, model: Model) -> list[np.ndarray]:
+def weights(run: results.Run, model: Model) -> list[np.ndarray]:
     """The parameters with which a network of the run began, as PyTorch has them."""
     e = run.experiment
     start = jax.device_get(model.init(keys.fold(e.key, keys.Run.INIT)))
     return pytorch.parameters(start, e.dataset.x.shape[-1])
 
 
-def network(run: runs.Run) -> Any:
+def network(run: results.Run) -> Any:
     """The run's network in PyTorch, with the weights with which the run began; body and
     head have PFLlib's names."""
     import torch
 
     e = run.experiment
     layers = pytorch._network(
-        run.config.model, e.dataset.x.shape[1:], e.dataset.num_classes
+        run.experiment.config.model, e.dataset.x.shape[1:], e.dataset.num_classes
     )
     for parameter, value in zip(
         layers.parameters(), weights(run, e.task.model), strict=True
@@ -171,12 +171,12 @@ def theirs(case: Case) -> list[float]:
     """
     import torch
 
-    run = runs.load(case.run)
+    run = results.load(case.run)
     pytorch.import_from(case.checkout)
     peers.write_clients(
         Path(case.folder), run.experiment.dataset, run.experiment.partition
     )
-    module, name = METHODS[run.config.algo]
+    module, name = METHODS[run.experiment.config.algo]
     args = options(run, network(run))
     os.chdir(Path(case.folder) / "system")
     with pytorch.told("PFLlib"), contextlib.redirect_stdout(io.StringIO()):
@@ -187,7 +187,7 @@ def theirs(case: Case) -> list[float]:
         # ids, examples, losses: a pass over all data
         server.train_metrics = lambda: ([0], [1], [0.0])
         for seed in (torch.manual_seed, np.random.seed, random.seed):
-            seed(run.config.seed)
+            seed(run.experiment.config.seed)
         server.train()
     return [float(x) for x in server.rs_test_acc]
 
@@ -200,8 +200,8 @@ def theirs_mixed(case: Case) -> list[float]:
     """
     import torch
 
-    run = runs.load(case.run)
-    config, e = run.config, run.experiment
+    run = results.load(case.run)
+    config, e = run.experiment.config, run.experiment
     peers.write_clients(Path(case.folder), e.dataset, e.partition)
     own, shared = [weights(run, model) for model in e.task.models], e.task.shared
     with pytorch.told("HtFLlib"), contextlib.redirect_stdout(io.StringIO()):
@@ -220,22 +220,22 @@ def theirs_mixed(case: Case) -> list[float]:
     return [float(x) for x in server.rs_test_acc]
 
 
-def mixed_options(run: runs.Run) -> pytorch.Options:
+def mixed_options(run: results.Run) -> pytorch.Options:
     """What HtFLlib's command line would hand on."""
-    config, e = run.config, run.experiment
+    config, e = run.experiment.config, run.experiment
     recipe = recipes.RECIPES["pfllib_20"]._replace(
         classes=e.dataset.num_classes, clients=len(e.task.sizes)
     )
     recipe = recipe._replace(batch=config.batch_size, lr=config.lr)
     made = htfllib.options(htfllib.Case(config.algo, recipe, config.rounds))
     text = lambda name: "network({}, {})".format(*AFM[name])
-    made.models = [text(name) for name in e.network_names]
+    made.models = [text(name) for name in e.networks]
     shared = [
         name
-        for name, g in zip(e.network_names, e.task.architecture, strict=True)
+        for name, g in zip(e.networks, e.task.architecture, strict=True)
         if e.task.models[g] is e.task.shared
     ]
-    made.global_model = text(config.shared_model or (*shared, e.network_names[0])[0])
+    made.global_model = text(config.shared_model or (*shared, e.networks[0])[0])
     made.local_epochs, made.eval_gap = config.epochs, config.eval_every or config.rounds
     for name, value in {"lamda": config.hparams.get("lam"), **config.hparams}.items():
         if value is not None and hasattr(made, name):
@@ -243,17 +243,18 @@ def mixed_options(run: runs.Run) -> pytorch.Options:
     return made
 
 
-def rows(run: runs.Run, found: list[float], library: str = "PFLlib") -> list[tuple]:
+def rows(run: results.Run, found: list[float], library: str = "PFLlib") -> list[tuple]:
     """Of the table: round, ours, the library's and the difference, in %."""
-    gap = run.config.eval_every or run.config.rounds
-    tuned = run.config.algo == "fedbabu"
-    ours = {row["round"]: row for row in run.metrics}
-    score = f"pre/{SCORES.get(run.config.algo, 'acc')}_micro"
+    config = run.experiment.config
+    gap = config.eval_every or config.rounds
+    tuned = config.algo == "fedbabu"
+    ours = run.metrics.set_index("round").to_dict("index")
+    score = f"pre/{SCORES.get(config.algo, 'acc')}_micro"
     marks = [(f"{i * gap}", i * gap, score) for i in range(len(found))]
     if tuned:
         marks[-1] = (
-            f"{run.config.rounds}, fine-tuned",
-            run.config.rounds,
+            f"{config.rounds}, fine-tuned",
+            config.rounds,
             "pre/acc_micro",
         )
     made: list[tuple] = [("rounds", "ours", library, f"ours - {library}")]
@@ -274,9 +275,9 @@ def main(argv) -> None:
     checkout = os.path.abspath(pytorch.check(FLAGS.htfllib or FLAGS.pfllib, library))
     if not FLAGS.run:
         raise InputError("Say which run with --run=DIRECTORY.")
-    run = runs.load(FLAGS.run)
+    run = results.load(FLAGS.run)
     check(run, mixed)
-    if not run.config.drop_last:
+    if not run.experiment.config.drop_last:
         print(f"The run keeps short last batches, {library} drops them (--drop_last).")
     with tempfile.TemporaryDirectory() as folder:
         case = Case(os.path.abspath(FLAGS.run), checkout, folder, FLAGS.shuffled)

@@ -1,6 +1,6 @@
 """Costs of a round on a TPU or GPU, compiled ahead of time on a machine without one.
 
-    pip install -e '.[ahead-tpu]'       # or ahead-cuda
+    pip install -e '.[tpu]'       # or '.[cuda]'
     python -m benchmarks.ahead --target=v5e --model=cnn --width=20 [--algo=fedavg]
 
 The costs are estimates of the compilers, nothing is measured. Operations to which a
@@ -29,13 +29,14 @@ from benchmarks.compiled import Costs, Part, bundles, missing
 from fedjax_pfl import simulate
 from fedjax_pfl.engine.program import Program
 from fedjax_pfl.kernels.platform import on
-from fedjax_pfl.models import work
+from fedjax_pfl.models.nnx_model import flops
 from fedjax_pfl.types import Federation, Task
 
 FLAGS = flags.FLAGS
 MODELS = ("mlp", "mlp28", "lenet", "cnn", "resnet18")
 WIDTHS = {"resnet18": 4}  # clients at once, of all others 20
 TPU_ENVIRONMENT = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -137,14 +138,8 @@ def floor(target: Target, model: str, task: Task, width: int) -> float:
     shapes = jax.eval_shape(task.model.init, jax.random.key(0))
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
     classes, batch = setting.CLASSES, setting.batch_size(model)
-    flops = work.flops(setting.network(model), setting.SHAPES[model], classes, batch)
-    return width * max(flops / target.flops, 3 * size / target.bandwidth)
-
-
-def client_steps(target: Target, parts: list[Part], width: int) -> float:
-    """Returns steps per second of all clients, one in every loop of local training."""
-    units = sum(part.cost for part in parts if part.kind == "local step")
-    return width * target.units / units if units else float("nan")
+    count = flops(setting.network(model), setting.SHAPES[model], classes, batch)
+    return width * max(count / target.flops, 3 * size / target.bandwidth)
 
 
 def row(target: Target, model: str, width: int, result: Result, least: float) -> tuple:

@@ -15,14 +15,13 @@ from typing import Any
 
 import jax
 from absl import app, flags
-from experiments.versions import versions
 
-from experiments import plain
 from fedjax_pfl import local_training
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.engine.flops import flops_of_step
 from fedjax_pfl.engine.xla import split_cpu
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.experiment.run_directory import versions
 from fedjax_pfl.types import Federation, Model, Task
 
 FLAGS = flags.FLAGS
@@ -185,7 +184,9 @@ def table(rows: list[tuple]) -> str:
     """Aligned columns, or Markdown."""
     cells = [tuple(map(cell, row)) for row in rows]
     if FLAGS.markdown:
-        return plain.markdown(cells)
+        head, *body = cells
+        rule = ("---", *["---:"] * (len(head) - 1))
+        return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *body))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join(
         "  ".join(x.rjust(w) for x, w in zip(row, widths, strict=True)) for row in cells

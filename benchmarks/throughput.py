@@ -5,7 +5,7 @@ compile time and memory.
     [--pytorch] [--quick] [--repeats=5]
 
 Medians of the repetitions, fewer where they take over ten seconds; compare ratios, not
-machines. On a CPU every core is a device of its own, as in experiments.main; the rows
+machines. On a CPU every core is a device of its own, as in `fedjax-pfl run`; the rows
 with a plain width use one of them (whose matrix products may still run on all cores),
 `auto (D x W)` uses D. A FLOP count has 2 per multiply-add of the plain product or
 convolution, the forward pass and both gradients, without the input gradient of the
@@ -15,7 +15,7 @@ Memory is XLA's own account of the compiled round (arguments, outputs and tempor
 less what overwrites its arguments), the data apart. With --pytorch the same steps are
 timed in PyTorch, too (see `benchmarks.pytorch`): compare them with the row `auto`,
 which uses the whole machine as they do. On an accelerator there are more clients and a
-row of each form of the convolutions, of which `auto` chooses as experiments.main does;
+row of each form of the convolutions, of which `auto` chooses as fedjax-pfl does;
 Winograd's products have the highest precision.
 """
 

@@ -30,19 +30,8 @@ jax.config.update("jax_num_cpu_devices", 8)  # for the tests of several devices
 
 # Groups of few tests that take long, first: one that began last would keep one worker
 # busy alone.
-LONG = (
-    "feddva",
-    "hosts",
-    "presets",
-    "checkpoint",
-    "devices",
-    "reductions",
-    "benchmarks",
-    "grid",
-    "at_once",
-    "entry",
-)
-LONG += ("dva", "groups", "style", "readme", "notebooks", "offload", "clients_table")
+LONG = ("feddva", "train", "processes", "sweep", "devices", "reductions", "benchmarks")
+LONG += ("dva", "groups", "style", "readme", "notebooks", "offload")
 # Linux allows a process 65,530; each compiled function takes some, and at the limit XLA
 # crashes
 MAPPINGS = 20_000

@@ -3,14 +3,15 @@ settings, which stand-ins show."""
 
 import json
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from benchmarks import agreement
-from experiments import main, runs
 from fedjax_pfl import keys
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.experiment import results, sweep
 
 pytest.importorskip("torch", reason="PyTorch is not installed: PFLlib needs it")
 
@@ -51,7 +52,7 @@ FLAGS = [
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
     folder = tmp_path_factory.mktemp("agreement")
-    assert main.run([*FLAGS, f"--workdir={folder / 'run'}"]) == 0
+    assert sweep.run([*FLAGS, f"--workdir={folder / 'run'}"]) == 0
     servers = folder / "PFLlib" / "system" / "flcore" / "servers"
     servers.mkdir(parents=True)
     (servers / "serverper.py").write_text(SERVER)
@@ -66,8 +67,8 @@ def test_pfllib_begins_where_the_run_began_and_is_given_its_settings(case, monke
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     found = agreement.theirs(case)
-    run = runs.load(case.run)
-    np.testing.assert_allclose(found, run.metrics[0]["pre/acc_micro"], rtol=1e-6)
+    run = results.load(case.run)
+    np.testing.assert_allclose(found, run.metrics["pre/acc_micro"].iloc[0], rtol=1e-6)
     with open(f"{case.folder}/system/args.json") as file:
         assert json.load(file) == {
             "num_classes": 10,
@@ -81,7 +82,7 @@ def test_pfllib_begins_where_the_run_began_and_is_given_its_settings(case, monke
     assert (
         header[1:3] == ("ours", "PFLlib") and start[0] == "0" and float(start[3]) == 0
     )
-    assert end[1] == f"{100 * run.metrics[-1]['pre/acc_micro']:.2f}"
+    assert end[1] == f"{100 * run.metrics['pre/acc_micro'].iloc[-1]:.2f}"
 
 
 MIXED_NETS = """
@@ -153,7 +154,7 @@ def mixed(tmp_path_factory):
         f"--workdir={folder / 'run'}",
     ]
     flags.append(f"--dataset=npz:{folder / 'images.npz'}")
-    assert main.run([*MIXED, *flags]) == 0
+    assert sweep.run([*MIXED, *flags]) == 0
     system = folder / "HtFLlib" / "system" / "flcore"
     texts = {
         "servers/serverfml": MIXED_SERVER,
@@ -183,11 +184,11 @@ def test_htfllib_begins_where_the_run_began_and_is_given_its_settings(
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     for name in [name for name in sys.modules if name.partition(".")[0] == "flcore"]:
         monkeypatch.delitem(sys.modules, name)
-    run = runs.load(mixed.run)
+    run = results.load(mixed.run)
     agreement.check(run, mixed=True)
     own, shared, *given, shuffled, tested_in_order = agreement.theirs_mixed(mixed)
     assert shuffled and tested_in_order
-    np.testing.assert_allclose(own, run.metrics[0]["pre/acc_micro"], rtol=1e-6)
+    np.testing.assert_allclose(own, run.metrics["pre/acc_micro"].iloc[0], rtol=1e-6)
     small, key = (
         run.experiment.task.shared,
         keys.fold(run.experiment.key, keys.Run.INIT),
@@ -200,14 +201,21 @@ def test_htfllib_begins_where_the_run_began_and_is_given_its_settings(
     assert given == [0.25, 0.5, 7, 0.05, 0, 5, 1]
 
 
+def changed(run, **settings):
+    """Returns a run of other settings, for `check`."""
+    e = run.experiment
+    networks = [settings.get("model", "mlp")]
+    config = e.config.replace(**settings)
+    made = {"config": config, "dataset": e.dataset, "networks": networks}
+    return SimpleNamespace(experiment=SimpleNamespace(**made))
+
+
 def test_what_cannot_be_compared_is_one_sentence(case):
-    run = runs.load(case.run)
+    run = results.load(case.run)
     with pytest.raises(
         InputError, match="has the network mlp: it must be one of cnn1, cnn2"
     ):
-        agreement.check(
-            run._replace(config=run.config.replace(algo="local")), mixed=True
-        )
+        agreement.check(changed(run, algo="local"), mixed=True)
     for change, said in (
         (
             {"algo": "pfedc"},
@@ -218,6 +226,6 @@ def test_what_cannot_be_compared_is_one_sentence(case):
         ({"epochs": None}, "--run has local work by --steps"),
     ):
         with pytest.raises(InputError) as error:
-            agreement.check(run._replace(config=run.config.replace(**change)))
+            agreement.check(changed(run, **change))
         assert said in str(error.value)
     agreement.check(run)

@@ -9,7 +9,6 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from experiments.config import Config
 from flax import nnx
 
 from benchmarks import (
@@ -30,6 +29,7 @@ from benchmarks.stock import stock
 from fedjax_pfl import simulate
 from fedjax_pfl.data.federate import federate
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.models import flops, model, num_parameters
 from fedjax_pfl.models.nets import AFM
 from fedjax_pfl.simulate import task
@@ -236,9 +236,9 @@ def test_a_run_that_pfllib_cannot_repeat_is_refused():
         model="mlp",
         hparams={"variant": "fo", "alpha": None, "beta": None},
     )
-    experiment = types.SimpleNamespace(task=types.SimpleNamespace(sizes=np.ones(8)))
-    run = lambda **changes: types.SimpleNamespace(
-        config=plain.replace(**changes), experiment=experiment
+    made = types.SimpleNamespace
+    run = lambda **changes: made(
+        experiment=made(config=plain.replace(**changes), networks=["mlp"])
     )
     check(run(participation="1.0"))
     for changes, said in (

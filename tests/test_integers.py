@@ -99,13 +99,7 @@ def test_what_tfds_has_of_no_fixed_shape_is_refused(tmp_path, monkeypatch):
     )
     features = folder / "features.json"
     features.write_text(features.read_text().replace('"length": "3"', '"length": "-1"'))
-    with pytest.raises(
-        InputError,
-        match=(
-            r"'ragged' cannot be used: its tokens is Sequence\(int64\), and what is "
-            r"read"
-        ),
-    ):
+    with pytest.raises(InputError, match=r"'ragged' must have .* Sequence\(int64\)"):
         datasets.load("tfds:ragged", str(tmp_path))
 
 
@@ -122,29 +116,5 @@ def test_networks_of_the_library_take_integers_as_floats(tokens):
 
 def test_integers_beyond_int32_are_refused(tmp_path):
     np.savez(tmp_path / "large.npz", x=np.full((4, 3), 2**40), y=np.array([0, 1, 0, 1]))
-    with pytest.raises(InputError, match="x has integers that int32 cannot hold"):
+    with pytest.raises(InputError, match="x must hold integers that fit int32"):
         datasets.load(f"npz:{tmp_path / 'large.npz'}")
-
-
-def test_a_network_of_tokens_says_which_argument_it_lacks():
-    said = (
-        "Text.body takes integers, and examples are float32: for tokens give "
-        "input_dtype=jnp.int32"
-    )
-    for options in ({}, {"features": 8}):
-        with pytest.raises(InputError, match=said):
-            models.model(Text, (LENGTH,), CLASSES, **options)
-    # what fails for another reason is the user's to read
-    with pytest.raises(ZeroDivisionError):
-        models.model(lambda *given: Broken(*given), (LENGTH,), CLASSES)
-
-
-class Broken(Text):
-    def __init__(self, input_shape, num_classes, rngs):
-        super().__init__(input_shape, num_classes, rngs)
-        self.body = Fails()
-
-
-class Fails(nnx.Module):
-    def __call__(self, x):
-        return 1 / 0

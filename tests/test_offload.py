@@ -8,10 +8,9 @@ import pytest
 import toy
 from toy import N, assert_same
 
-from experiments import main, runs
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.engine import host_state, multihost
+from fedjax_pfl.engine import distributed, host_state
 from fedjax_pfl.errors import InputError
 
 KEY = jax.random.key(3)
@@ -88,7 +87,7 @@ def test_a_run_goes_on_from_its_state_wherever_it_was():
 def test_the_rows_begin_on_one_cpu_wherever_the_key_is(monkeypatch):
     """All N of them, which the devices of the mesh may have no room for."""
     _, program = programs(2)
-    key, numbers = multihost.replicate(
+    key, numbers = distributed.replicate(
         (KEY, {name: np.float32(x) for name, x in program.traced.items()}), program.mesh
     )
     places, get = [], jax.device_get
@@ -109,42 +108,3 @@ def test_everybody_in_the_round_is_one_sentence():
         InputError, match="client_memory=host needs participation below 1"
     ):
         host_state.program(ALGORITHMS["ditto"], task)
-
-
-@pytest.mark.slow  # five runs
-def test_the_command_line(tmp_path):
-    """A run, its resumes with the state on the host and on the device, and its last
-    state asked for answers."""
-    flags = [
-        "--algo=ditto",
-        "--data_fraction=0.2",
-        "--clients=5",
-        "--epochs=1",
-        "--model=linear",
-        "--width=1",
-    ]
-    flags += ["--participation=0.4", "--devices=1", "--eval_every=3"]
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    assert (
-        main.run([*flags, "--rounds=4", "--client_memory=host", f"--workdir={whole}"])
-        == 0
-    )
-    assert (
-        main.run([*flags, "--rounds=0", "--client_memory=host", f"--workdir={resumed}"])
-        == 0
-    )
-    assert main.run(["--rounds=2", "--resume", f"--workdir={resumed}"]) == 0
-    assert main.run(["--rounds=3", "--resume", f"--workdir={resumed}"]) == 0
-    assert (
-        main.run(
-            ["--rounds=4", "--client_memory=device", "--resume", f"--workdir={resumed}"]
-        )
-        == 0
-    )
-    rows = [runs.read_rows(path / "metrics.jsonl") for path in (whole, resumed)]
-    assert [row["loss"] for row in rows[0][:4]] == [row["loss"] for row in rows[1][:4]]
-    assert rows[0][-1] == rows[1][-1]
-    x = np.zeros((2, 8, 8, 1), np.uint8)
-    answers = [runs.load(path).predictor(1)(x) for path in (whole, resumed)]
-    assert answers[0].shape == (2, 10)
-    assert_same(*answers)

@@ -33,12 +33,11 @@ BESIDE = {
     "energy_start": {"": {"svd": True}},
     "energy_end": {"": {"svd": True}},
     "warmup_epochs": {"": {"order": "code"}},
-    "lr": {"mocha": {"solver": "sgd"}},  # the task's; coordinate ascent has none
 }
 # Options that need another task: {option: its name}; the others have the method's own.
 ON = {"public_epochs": "labelled", "shared": "convolution"}
-# the task's rate is not used, as is documented: it has hyper_lr and inner_lr
-NO_RATE = ("pfedhn",)
+# the task's rate is not used, as is documented
+NO_RATE = ("pfedhn", "mocha")
 # The other value, where it is not the default's neighbour: 5 clients, of which one
 # takes at most 5 models, and 11 public examples; 2 layers.
 OTHER = {

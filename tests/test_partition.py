@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from scipy.special import softmax
 
-from experiments import figures
 from fedjax_pfl.data import datasets, partitioners
 from fedjax_pfl.data.federate import federate
 from fedjax_pfl.data.partition import (
@@ -663,39 +662,6 @@ def test_official_without_official_test_set():
     data = DATA._replace(num_train=2000)
     with pytest.raises(InputError, match="at most 0, the size of the official test"):
         partition(data, "iid", num_clients=10, seed=0, test_split="official")
-
-
-# --- figures
-# ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_clients", [1, 250])
-def test_draw_partition(tmp_path, num_clients):
-    p = partition(DATA, "iid", num_clients=num_clients, seed=0)
-    figures.draw_partition(p, DATA, tmp_path / "p.svg")
-    assert (tmp_path / "p.svg").stat().st_size > 2000
-    title = figures._partition_title(class_counts(p, DATA), "synthetic", 5)
-    assert ("the first 200 drawn" in title) == (num_clients > 200)
-
-
-@pytest.mark.parametrize(
-    "records",
-    [
-        [],
-        [{"round": 0}],
-        [
-            {"round": 0, "loss": 2.0, "pre/acc": 0.1, "pre/acc_std": None},
-            {"round": 1, "loss": None, "post/acc": 0.5},
-        ],
-        [
-            {"round": t, "loss": 1 / (t + 1), "pre/acc": 0.5, "pre/acc_std": 0.1}
-            for t in range(40)
-        ],
-    ],
-)
-def test_draw_curves_with_holes(tmp_path, records):
-    figures.draw_curves(records, tmp_path / "c.png")
-    assert (tmp_path / "c.png").stat().st_size > 2000
 
 
 def test_rows_of_clients_may_come_from_generators():

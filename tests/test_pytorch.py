@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from benchmarks import pytorch
-from experiments import networks
 from fedjax_pfl import keys, local_training, losses, models, testing
+from fedjax_pfl.experiment.build import optimizer
 from fedjax_pfl.types import Data, Examples
 
 torch = pytest.importorskip(
@@ -27,7 +27,7 @@ def ours(x, y, momentum, decay):
     in it."""
     model = models.model("cnn", SHAPE, CLASSES)
     task = testing.task(
-        models=(model,), lr=LR, optimizer=networks.optimizer(momentum, decay, None)
+        models=(model,), lr=LR, optimizer=optimizer("sgd", momentum, decay)
     )
     task = task._replace(batch_size=BATCH, epochs=1)
     start = jax.tree.map(

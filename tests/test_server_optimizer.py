@@ -12,7 +12,6 @@ from documents import ROOT
 from flax import nnx
 from toy import assert_close, assert_same
 
-from experiments import main, runs
 from fedjax_pfl import models, server_optimizer, simulate, testing, trees
 from fedjax_pfl.algorithms import ALGORITHMS, template
 from fedjax_pfl.errors import InputError
@@ -230,66 +229,6 @@ def test_the_documents_name_the_methods():
     text = (ROOT / "docs" / "command-line.md").read_text()
     [listed] = re.findall(r"Methods that average weights: (.*?)\.\n", text, re.DOTALL)
     assert sorted(re.findall(r"`(\w+)`", listed.replace("`svd`", ""))) == AVERAGE
-
-
-TINY = [
-    "--data_fraction=0.2",
-    "--clients=5",
-    "--width=1",
-    "--epochs=1",
-    "--model=linear",
-    "--unseen=0.2",
-]
-ADAM = ["--algo=fedavg", "--server_optimizer=adam", "--server_lr=0.03", *TINY]
-
-
-@pytest.mark.slow  # three runs from the command line; a state is kept whatever it holds
-def test_its_state_is_kept_in_checkpoints(tmp_path, capsys):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert main.run([*ADAM, "--rounds=3", f"--workdir={whole}"]) == 0
-    assert "lr 0.1; at the server adam, lr 0.03" in capsys.readouterr().out
-    assert main.run([*ADAM, "--rounds=1", f"--workdir={parts}"]) == 0
-    assert main.run(["--resume", "--rounds=3", f"--workdir={parts}"]) == 0
-    rows = [runs.read_rows(path / "metrics.jsonl") for path in (whole, parts)]
-    assert rows[0] == rows[1] and "unseen/acc" in rows[0][-1]
-    found = runs.load(parts)
-    assert int(found.state.server.optimizer[0][0].count) == 3 and found.predictor(0)(
-        found.experiment.dataset.x[:2]
-    ).shape == (2, 10)
-    assert main.run(["--resume", "--server_lr=0.1", f"--workdir={parts}"]) == 2
-    assert "server_lr (recorded 0.03, now 0.1)" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        (["--algo=fedavg", "--server_optimizer=adam"], "belong together"),
-        (["--algo=fedavg", "--server_lr=0.1"], "belong together"),
-        (
-            ["--algo=fedavg", "--server_optimizer=adamm", "--server_lr=0.1"],
-            "did you mean 'adam'",
-        ),
-        (
-            ["--algo=fedavg", "--server_optimizer=noisy_sgd", "--server_lr=0.1"],
-            "Unknown server_optimizer",
-        ),
-        (
-            ["--algo=fedavg", "--server_optimizer=adam", "--server_lr=0"],
-            "must be in",
-        ),
-        (
-            ["--algo=local", "--server_optimizer=adam", "--server_lr=0.1"],
-            "local cannot have a server optimizer",
-        ),
-        (
-            ["--algo=fedproto", "--server_optimizer=adam", "--server_lr=0.1"],
-            "fedproto cannot have a server optimizer",
-        ),
-    ],
-)
-def test_what_cannot_be_is_one_sentence(words, said, tmp_path, capsys):
-    assert main.run([*TINY, *words, f"--workdir={tmp_path / 'x'}"]) == 2
-    assert said in capsys.readouterr().err and not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
-"""The package as others install it: a wheel, in an environment that has nothing
-else."""
+"""Tests of the wheel in an empty environment."""
 
 import importlib.util
 import subprocess
@@ -53,10 +52,14 @@ def test_the_wheel_runs_in_an_empty_environment(tmp_path):
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert "fedjax_pfl/py.typed" in names
-    # no tests, no experiments
+    # no tests, no commands of the checkout
     assert {name.split("/")[0].split("-")[0] for name in names} == {"fedjax_pfl"}
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv" / "bin" / "python"
     done(python, "-m", "pip", "install", "--quiet", wheel)
     out = done(python, "-c", RUN, cwd=tmp_path)
     assert out.startswith("True") and str(tmp_path / "venv") in out
+    command = tmp_path / "venv" / "bin" / "fedjax-pfl"
+    words = ["--algo=pfedc", "--rounds=1", "--clients=5", "--data_fraction=0.2"]
+    assert "round 1/1" in done(command, "run", *words, cwd=tmp_path)
+    assert list((tmp_path / "runs").glob("*/summary.json"))

@@ -86,7 +86,7 @@ def _section(name: str, table: dict[str, Any]) -> list[str]:
 
 
 def _published(name: str, table: dict[str, Any], row: dict[str, Any]) -> dict[str, str]:
-    """Returns the cells of a method beside its published number."""
+    """Returns the published and the measured cells of a method."""
     preset, algo, at = PRESETS[name], row["method"], table.get("at", {})
     headline = preset.headline_of(algo)
     config = preset.settings_of(algo) | table["settings"] | row.get("settings", {})

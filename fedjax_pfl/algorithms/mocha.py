@@ -9,7 +9,7 @@ features and a constant 1.
 """
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ import numpy as np
 from annotated_types import Ge, Gt, Interval
 from chex import Numeric
 
-from fedjax_pfl import evaluation, local_training, losses, traffic, trees
+from fedjax_pfl import evaluation, local_training, traffic, trees
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.errors import InputError, needed
 from fedjax_pfl.types import (
@@ -25,13 +25,11 @@ from fedjax_pfl.types import (
     Array,
     Batch,
     Client,
-    Cohort,
     Metrics,
     Predictor,
     PyTree,
     State,
     Task,
-    Traffic,
 )
 
 EXACT = jax.lax.Precision.HIGHEST
@@ -147,34 +145,6 @@ def visits(frac: Numeric, size: Array) -> Array:
     return jnp.ceil(frac * size * (1 - 2e-7)).astype(jnp.int32)
 
 
-def descend(
-    server: PyTree, omega: Array, c: Client, lam: Numeric, task: Task
-) -> tuple[Array, Array]:
-    """SGD on the cross entropy + lam/2 tr(W Omega W') as a function of the client's own
-    model [d, H]: it and the mean cross entropy []."""
-    optimizer, w = task.optimizer(task.lr), server["w"][c.id]
-    # not Omega_tt: all clients move at once, and by it their steps would add up
-    own = jnp.sum(jnp.abs(omega[c.id]))
-    others = jnp.tensordot(omega[c.id], server["w"], 1, precision=EXACT) - own * w
-
-    def step(key: Array, carry: PyTree, batch: Batch) -> tuple[PyTree, Array]:
-        w, opt = carry
-        loss = lambda w: losses.cross_entropy(
-            jnp.dot(inputs(batch.x), w), batch.y, batch.mask
-        )
-        value, gradient = jax.value_and_grad(loss)(w)
-        updates, opt = optimizer.update(gradient, opt, w)
-        return (
-            (w + updates - task.lr * lam * others) / (1 + task.lr * lam * own),
-            opt,
-        ), value
-
-    (w, _), value, _ = local_training.work(
-        c.key, c.train, step, (w, optimizer.init(w)), task
-    )
-    return w, value
-
-
 @register("mocha")
 def mocha(
     task: Task,
@@ -182,7 +152,6 @@ def mocha(
     lam: Annotated[float, Gt(0)] = 1.0,
     frac: Annotated[float, Interval(gt=0, le=1000)] = 0.5,
     relate_every: Annotated[int, Ge(1)] | None = None,
-    solver: Literal["sdca", "sgd"] = "sdca",
 ) -> Algorithm:
     """Each client improves its part of the dual of a multi-task SVM; the server adds
     up, and learns the relations.
@@ -194,102 +163,60 @@ def mocha(
         as in the authors' code.
       relate_every: rounds between updates of Sigma, in [1, inf); default a tenth of the
         run's (the authors: 100).
-      solver: one of sdca (the paper: hinge loss), sgd (cross entropy, by the task's
-        local work).
 
     Note:
       Where every client has exactly two classes its model is one SVM, the lower class
       id is -1; elsewhere every client has one SVM for each class against the rest, and
       all of them share Sigma. A round is one inner step. When Sigma changes, W is made
       anew from the duals: the authors' code keeps the old one, and then its dual
-      objective may exceed its primal one. With sdca the task's lr, optimizer, batch
-      size, epochs, steps, drop_last and augmentation are not used. With sgd there are
-      no duals, and the penalty's step is implicit, by a curvature sum_s |Omega_ts| that
-      bounds what the clients' simultaneous steps add up to. It is of length lr, as the
-      loss's are under plain SGD; momentum or Adam weigh the loss differently.
+      objective may exceed its primal one. The task's lr, optimizer, batch size, epochs,
+      steps, drop_last and augmentation are not used.
     """
-    sdca = solver == "sdca"
     if relate_every is None:
-        relate_every = max(
-            1,
-            needed(
-                "rounds", task.rounds, "a tenth of which lies between updates of Sigma"
-            )
-            // 10,
-        )
+        reason = "a tenth of which lies between updates of Sigma"
+        relate_every = max(1, needed("rounds", task.rounds, reason) // 10)
     check_linear(task)
-    n, d, classes = (
-        task.num_clients,
-        math.prod(task.prepared.shape) + 1,
-        task.num_classes,
-    )
-    pairs = sdca and bool(np.all(np.count_nonzero(task.class_counts, axis=1) == 2))
-    columns = 1 if pairs else classes
+    n, d = task.num_clients, math.prod(task.prepared.shape) + 1
+    pairs = bool(np.all(np.count_nonzero(task.class_counts, axis=1) == 2))
+    columns = 1 if pairs else task.num_classes
 
-    def models(sigma: Array, b: Array) -> Array:
-        # W = B Sigma / lambda, whatever Sigma has been
+    def models(sigma, b):
+        # W = B Sigma / lambda, whatever Sigma has been.
         return jnp.tensordot(sigma, b, 1, precision=EXACT) / lam
 
-    def init(key: Array) -> State:
+    def init(key):
         zero, sigma = jnp.zeros((n, d, columns)), jnp.eye(n) / n
-        if not sdca:
-            return State({"w": zero, "sigma": sigma}, ())
         server = {"w": zero, "b": zero, "sigma": sigma, "rho": aggregation(sigma)}
         return State(server, {"alpha": jnp.zeros((n, int(task.sizes.max()), columns))})
 
-    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
+    def round(key, state, cohort):
         server = state.server
-        omega = None if sdca else jnp.linalg.inv(server["sigma"])
 
-        # each client solves its subproblem approximately: its dual variables and what
-        # they change, or its model
-        def client(
-            c: Client, mine: PyTree
-        ) -> tuple[PyTree, Array, Array, dict[str, Array]]:
-            if omega is None:
-                alpha, db, dw, value = climb(server, mine["alpha"], c, lam, frac, pairs)
-                mine, row, w = (
-                    {"alpha": alpha},
-                    server["b"][c.id] + db,
-                    server["w"][c.id] + dw,
-                )
-            else:
-                w, value = descend(server, omega, c, lam, task)
-                row = w
-            return mine, row, value, evaluation.post(cohort, c, predictor(w, c, pairs))
+        # Each client solves its subproblem approximately (Eq. 4).
+        def client(c, row):
+            alpha, db, dw, value = climb(server, row["alpha"], c, lam, frac, pairs)
+            w = server["w"][c.id] + dw
+            post = evaluation.post(cohort, c, predictor(w, c, pairs))
+            return {"alpha": alpha}, server["b"][c.id] + db, value, post
 
-        mine, rows, value, post = cohort.map(client, state.clients)
-        # the server adds up, and makes the models of the sums
-        name = "b" if sdca else "w"
-        server = {
-            **server,
-            name: trees.scatter(server[name], cohort.ids, rows, cohort.active),
-        }
-        if sdca:
-            server["w"] = models(server["sigma"], server["b"])
-        # where an outer iteration ends it learns Sigma of the models, and rho and the
-        # models follow
+        rows, b, value, post = cohort.map(client, state.clients)
+        # The server adds up, and makes the models of the sums.
+        b = trees.scatter(server["b"], cohort.ids, b, cohort.active)
+        w = models(server["sigma"], b)
+        # At the end of an outer iteration it learns Sigma of the models; rho and the
+        # models follow.
         renew = (cohort.round + 1) % relate_every == 0
-        sigma = jax.lax.cond(
-            renew, lambda: relations(server["w"]), lambda: server["sigma"]
-        )
-        server = {**server, "sigma": sigma}
-        if sdca:
-            server |= {"w": models(sigma, server["b"]), "rho": aggregation(sigma)}
-        # else nothing was learned, of relations neither
-        someone = jnp.any(cohort.trained)
-        return State(trees.choose(someone, server, state.server), mine), Metrics(
-            value, post
-        )
+        sigma = jax.lax.cond(renew, lambda: relations(w), lambda: server["sigma"])
+        new = {"w": models(sigma, b), "b": b, "sigma": sigma, "rho": aggregation(sigma)}
+        # Where no client trained nothing was learned, of relations neither.
+        new = trees.choose(jnp.any(cohort.trained), new, server)
+        return State(new, rows), Metrics(value, post)
 
-    def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
+    def predict(server, row, c):
         return predictor(server["w"][c.id], c, pairs)
 
-    def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
-        # down also Sigma_tt and rho; with sgd the others' part of the gradient and
-        # sum_s |Omega_ts|
-        return traffic.both_ways(
-            cohort, d * columns + 2 if sdca else 2 * d * columns + 1, d * columns
-        )
+    def sent(state, cohort, metrics):
+        # Down also Sigma_tt and rho.
+        return traffic.both_ways(cohort, d * columns + 2, d * columns)
 
     return Algorithm(init, round, predict, evaluation.classification, sent)

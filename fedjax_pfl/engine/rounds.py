@@ -14,7 +14,7 @@ from fedjax_pfl.engine.method import Traced
 from fedjax_pfl.engine.program import Program, Round
 from fedjax_pfl.engine.results import Result, check_finite, without_padding
 from fedjax_pfl.engine.xla import compiler_options, init_options
-from fedjax_pfl.errors import DivergenceError
+from fedjax_pfl.errors import DivergenceError, InputError
 from fedjax_pfl.types import Array, Federation, State
 
 TOGETHER = 16  # most rounds that one call runs
@@ -118,6 +118,8 @@ def rounds(
       DivergenceError: an active client's loss or state, or the server's, is not finite;
         that round is not yielded.
     """
+    if np.ndim(program.traced["lr"]):
+        raise InputError("This program is of several runs: use `rounds_at_once`.")
     if program.task is not None:
         validate.key(key)
         validate.federation(program.task, federation)
@@ -170,6 +172,8 @@ def rounds_at_once(
       for each run its Result, with the state of all (`trees.gather` takes one's), or
       from the round on in which it is no longer finite the error; the others continue.
     """
+    if np.ndim(program.traced["lr"]) != 1:
+        raise InputError("This program is of one run: use `rounds`, or `vectorized`.")
     validate.key(keys, np.shape(program.traced["lr"]))
     # [R, N], or [N] where all runs share them
     num_clients = federation.train.size.shape[-1]

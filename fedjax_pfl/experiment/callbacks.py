@@ -30,7 +30,7 @@ from fedjax_pfl import server_optimizer
 from fedjax_pfl.engine import distributed
 from fedjax_pfl.engine.results import statistics
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.experiment import metrics, results
+from fedjax_pfl.experiment import figures, metrics, results
 from fedjax_pfl.experiment.build import Experiment, unseen_scorer
 from fedjax_pfl.experiment.run_directory import RunDirectory
 from fedjax_pfl.simulate import Result
@@ -115,7 +115,6 @@ class Interrupt:
     number = 0
 
     def start(self, experiment: Experiment, start: int) -> None:
-        """Takes the signals over."""
         self._read, write = os.pipe()
         os.set_blocking(write, False)
         self._handlers = [signal.signal(x, lambda *_: None) for x in self.SIGNALS]
@@ -131,7 +130,6 @@ class Interrupt:
         """Does nothing: `Checkpointer` stops."""
 
     def close(self) -> None:
-        """Gives the signals back."""
         signal.set_wakeup_fd(self._file)
         for number, handler in zip(self.SIGNALS, self._handlers, strict=True):
             signal.signal(number, handler)
@@ -239,14 +237,13 @@ class ProgressBar(Callback):
             name = self.experiment.headline[0]
             self._score = f"  {name} {np.nanmean(result.pre[name]):.4f}"
         loss = np.mean(result.metrics.loss[result.metrics.active])
-        shown = f"loss {loss:.4f}{self._score}"
+        shown = f"loss {loss:.4g}{self._score}"
         self._bar.update(self._task, completed=done, description=shown)
         due = done in (1, rounds) or done % max(1, rounds // 20) == 0
         if due and not self._console.is_terminal:
             self._console.print(f"round {done}/{rounds}  {shown}")
 
     def close(self) -> None:
-        """Ends the bar."""
         self._bar.stop()
 
 
@@ -272,7 +269,6 @@ class TensorBoard(Callback):
     """Writes the rows of metrics.jsonl as events: put it after MetricsWriter."""
 
     def start(self, experiment: Experiment, start: int) -> None:
-        """Opens the events, without those of rounds from `start` on."""
         import tensorboardX
 
         folder, writes = str(self.directory.path), jax.process_index() == 0
@@ -304,7 +300,6 @@ class WandB(Callback):
         self._run.log(self.directory.row, step=result.round)
 
     def close(self) -> None:
-        """Ends the run there."""
         self._run.finish()
 
 
@@ -329,8 +324,11 @@ class ClientTable(Callback):
 
 
 class Curves(Callback):
-    """Draws curves.png after the last round."""
+    """Draws curves.png and partition.png after the last round."""
 
     def __call__(self, result: Result) -> None:
         if result.metrics is None and jax.process_index() == 0:
-            pass
+            run = results.load(self.directory.path)
+            counts = self.experiment.task.class_counts
+            figures.of_run(run).savefig(run.path / "curves.png")
+            figures.partition(counts).savefig(run.path / "partition.png")

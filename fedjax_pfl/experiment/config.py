@@ -160,8 +160,8 @@ def resolve(given: Mapping[str, Any]) -> Config:
     """Returns the given settings over those of a preset and the defaults.
 
     Args:
-      given: settings by name. `hparams` is {name: value or text}; `config` is the path
-        of a config.json that takes the place of the preset.
+      given: settings by name, as values or as text. `hparams` is {name: value or text};
+        `config` is the path of a config.json that takes the place of the preset.
 
     Raises:
       InputError: an unknown name, or a value out of range.
@@ -172,7 +172,9 @@ def resolve(given: Mapping[str, Any]) -> Config:
     preset = PRESETS[text.choose("preset", name, PRESETS)] if name else None
     start = preset.settings_of(given.get("algo")) if preset else {}
     values = dict(vars(base)) if base else dict(start)
-    values |= {key: x for key, x in given.items() if key != "config"}
+    for setting, x in given.items():
+        if setting not in ("config", "hparams"):
+            values[setting] = _typed(SETTINGS[setting], x)
     values["preset"] = name
     if not values.get("algo"):
         raise InputError(f"Choose a method with --algo: {', '.join(ALGORITHMS)}.")
@@ -251,21 +253,19 @@ def typed(factory: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, An
 
 def _typed(known: Hyperparameter, value: Any) -> Any:
     if isinstance(value, str):
-        none = value.lower() == "none" and "none" not in known.choices
-        value = (
-            None if none and known.optional else parse(known.kind, known.name, value)
+        none = (
+            value.lower() == "none" and known.optional and "none" not in known.choices
         )
+        value = None if none else parse(known.kind, known.name, value)
     return value if known.recorded is None else known.recorded.value(value)
 
 
 def parse(kind: Any, name: str, value: str) -> Any:
     """Returns a text as a value of a kind; InputError if it is none."""
     try:
-        return (
-            {"true": True, "false": False}[value.lower()]
-            if kind is bool
-            else kind(value)
-        )
+        if kind is bool:
+            return {"true": True, "false": False}[value.lower()]
+        return kind(value)
     except (ValueError, KeyError):
         raise InputError(f"{name}={value} must be {NOUNS.get(kind, kind)}.") from None
 
@@ -293,11 +293,12 @@ def optimizers() -> tuple[str, ...]:
     for name, thing in vars(optax).items():
         if not inspect.isfunction(thing) or name.startswith("scale_by"):
             continue
-        first, *rest = [*inspect.signature(thing).parameters.values(), None]
-        needed = [
-            p for p in rest if p and p.default is p.empty and p.kind < p.VAR_KEYWORD
-        ]
-        if first and first.name == "learning_rate" and not needed:
+        known = inspect.signature(thing).parameters.values()
+        names = [p.name for p in known]
+        needed = {
+            p.name for p in known if p.default is p.empty and p.kind < p.VAR_KEYWORD
+        }
+        if names[:1] == ["learning_rate"] and needed <= {"learning_rate"}:
             found.append(name)
     # lbfgs also needs the loss; noisy_sgd keeps one random key for all clients
     return tuple(name for name in found if name not in ("lbfgs", "noisy_sgd"))

@@ -17,9 +17,8 @@ from flax import serialization, traverse_util
 
 from fedjax_pfl import architectures, simulate
 from fedjax_pfl.errors import InputError, check
-from fedjax_pfl.experiment import cli
-from fedjax_pfl.experiment.build import Experiment, build, method
-from fedjax_pfl.experiment.run_directory import RunDirectory
+from fedjax_pfl.experiment import cli, results
+from fedjax_pfl.experiment.build import Experiment, method
 from fedjax_pfl.types import Algorithm, Client, PyTree, State, Task
 
 FLAGS = {
@@ -42,6 +41,16 @@ def exported(e: Experiment, state: State, t: int, client: int) -> Exported:
       state: after `t` rounds, as `RunDirectory.restore` returns it.
     """
     check("client", client, 0, e.task.num_clients - 1, whole=True)
+    try:
+        return _exported(e, state, t, client, alone=True)
+    except jax.errors.UnexpectedTracerError:  # several networks in a loop
+        return _exported(e, state, t, client, alone=False)
+
+
+def _exported(
+    e: Experiment, state: State, t: int, client: int, *, alone: bool
+) -> Exported:
+    """Returns what a client predicts with, a network that is used `alone` as such."""
     x = e.dataset.x[e.partition.test[client][:1]]
     seen: list[PyTree] = []
 
@@ -62,7 +71,11 @@ def exported(e: Experiment, state: State, t: int, client: int) -> Exported:
                 seen.clear()  # networks that a method adapted with
                 predictor(x, mask)
                 own = architectures.select(server, c.architecture)
-                return {"networks": list(seen), "server": own, "client": row}
+                return {
+                    "networks": list(seen) if alone else [],
+                    "server": own,
+                    "client": row,
+                }
 
             return run
 
@@ -88,20 +101,18 @@ def exported(e: Experiment, state: State, t: int, client: int) -> Exported:
 
 def write(path: str | Path, client: int, output: str | None = None) -> str:
     """Writes both files and returns the lines that load them."""
-    directory = RunDirectory(path)
-    e = build(directory.config)
-    t, state = directory.restore(e)
-    if state is None:
-        raise InputError(f"{path} has no checkpoint.")
+    run = results.load(path)
+    e, (t, state) = run.experiment, run.checkpoint
     found = exported(e, state, t, client)
-    base = Path(output or directory.path / f"client-{client}").expanduser()
+    base = Path(output or run.path / f"client-{client}").expanduser()
     flat = traverse_util.flatten_dict(found.tree, sep="/")
     np.savez(f"{base}.npz", **flat)
     Path(f"{base}.msgpack").write_bytes(serialization.msgpack_serialize(found.tree))
     count = sum(np.size(x) for x in flat.values())
     lines = [f"# client {client} after {t} rounds: {count:,} numbers"]
-    lines += ["import numpy as np", "from flax.traverse_util import unflatten_dict"]
-    lines += [f"variables = unflatten_dict(dict(np.load('{base}.npz')), sep='/')"]
+    lines += ["from pathlib import Path", "from flax import serialization"]
+    lines += [f"content = Path('{base}.msgpack').read_bytes()"]
+    lines += ["variables = serialization.msgpack_restore(content)"]
     if found.network:
         c, x = e.config, e.task.prepared
         given = f"'{e.networks[client]}', {x.shape[1:]}, {e.task.num_classes}"

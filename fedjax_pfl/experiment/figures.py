@@ -22,11 +22,11 @@ from fedjax_pfl.experiment import cli, metrics, results
 from fedjax_pfl.experiment.cli import Flag
 from fedjax_pfl.experiment.results import Run
 
-# Okabe and Ito's, which the colour-blind tell apart
+# Okabe and Ito's colours, safe for colour-blind readers
 PALETTE = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"),
 )
-FLAGS = {"output": Flag(str, "folder (default: figures beside the runs)")}
+FLAGS = {"output": Flag(str, "folder (default: figures in the directory of the runs)")}
 LINES = ("-", "--", "-.", ":")
 STYLE: Any = {
     "font.size": 10,
@@ -81,8 +81,8 @@ def _finish(figure: Figure, axes: Any, ylabel: str) -> Figure:
     axes.set_ylabel(ylabel)
     handles, labels = axes.get_legend_handles_labels()
     columns = max(1, int(10 * figure.get_figwidth() / (max(map(len, labels)) + 6)))
-    place: Any = {"loc": "outside lower center", "ncols": min(columns, len(labels))}
-    figure.legend(handles, labels, frameon=False, **place)
+    position: Any = {"loc": "outside lower center", "ncols": min(columns, len(labels))}
+    figure.legend(handles, labels, frameon=False, **position)
     return figure
 
 

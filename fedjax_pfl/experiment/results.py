@@ -71,7 +71,7 @@ class Run:
 
     @functools.cached_property
     def experiment(self) -> "Experiment":
-        """What the run computes with; loads its data and builds its networks."""
+        """The experiment of the run; loads its data and builds its networks."""
         from fedjax_pfl.experiment.build import build
 
         config = RunDirectory(self.path).config
@@ -337,7 +337,7 @@ def cell(
 
 
 def _published(seeds: pd.DataFrame, label: Any, run: Run) -> dict[str, str]:
-    """Returns the paper's number, what was measured of it, and the differences."""
+    """Returns the published number, the measured one, and the differences."""
     preset = presets.PRESETS.get(run.config.get("preset") or "")
     if preset is None or not (preset.published or preset.cells):
         return {}

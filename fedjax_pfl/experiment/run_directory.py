@@ -21,6 +21,7 @@ from typing import Any
 
 import filelock
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
@@ -81,8 +82,14 @@ class RunDirectory:
             except filelock.Timeout:
                 raise InputError(f"Another process writes {self.path}.") from None
 
+    def unlock(self) -> None:
+        """Releases the lock."""
+        self._lock.release(force=True)
+
     def check_free(self) -> None:
-        """Raises InputError unless a new run can begin here."""
+        """Raises InputError on process 0 unless a new run can begin here."""
+        if not self._writes:
+            return
         if self.begun:
             raise InputError(f"{self.path} holds a run: --resume continues it.")
         found = {file.name for file in self.path.glob("*")}
@@ -100,7 +107,8 @@ class RunDirectory:
         """
         e, hashes, now = experiment, digests(experiment), versions()
         self.lock()
-        if self.begun:
+        # process 0 decides before it writes
+        if distributed.largest(int(self._writes and self.begun)):
             return self._reopen(e, hashes, now)
         self.check_free()
         more = {"moved": e.everybody.moved, "marks": e.marks}
@@ -173,7 +181,8 @@ class RunDirectory:
         for name in _ROWS:
             with open(self.path / name, "a") as file:
                 os.fsync(file.fileno())
-        leaves = {name: _data(x) for name, x in _named(state) if x.size}
+        named = _named(_without_keys(state))
+        leaves = {name: np.asarray(x) for name, x in named if x.size}
         leaves = leaves or {"empty": np.zeros(1)}  # orbax refuses an empty tree
         try:
             self._checkpoints.save(step, args=ocp().args.StandardSave(leaves))
@@ -187,13 +196,18 @@ class RunDirectory:
         if step is None:
             return 0, None
         like = experiment.state_shapes()
+        wanted = jax.eval_shape(_without_keys, like)
         try:
             found = self._checkpoints.restore(step, args=ocp().args.StandardRestore())
-            leaves = [_restored(x, found.get(name)) for name, x in _named(like)]
+            leaves = [
+                np.asarray(found[name] if x.size else np.zeros(x.shape, x.dtype))
+                for name, x in _named(wanted)
+            ]
+            state = jax.tree.unflatten(jax.tree.structure(like), leaves)
+            return step, jax.tree.map(_restored, like, wanted, state)
         except Exception as error:  # of many types in orbax and tensorstore
             path, why = self.path / "checkpoints" / str(step), str(error)[:200]
             raise InputError(f"{path} cannot be read, delete it: {why}") from error
-        return step, jax.tree.unflatten(jax.tree.structure(like), leaves)
 
     @functools.cached_property
     def _checkpoints(self) -> Any:
@@ -245,24 +259,22 @@ def _named(tree: PyTree) -> list[tuple[str, Any]]:
 
 
 def _is_key(x: Any) -> bool:
-    return bool(jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key))
+    return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
-def _data(x: Any) -> Any:
-    """Returns an array that can be stored, of random keys their data."""
-    return np.asarray(jax.random.key_data(x) if _is_key(x) else x)
+def _without_keys(tree: PyTree) -> PyTree:
+    """Returns the tree with random keys as arrays of their data."""
+    return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
 
 
-def _restored(x: Any, array: Any) -> Any:
-    """Returns a stored array as the leaf x of a state; ValueError if it is another."""
-    wanted = jax.eval_shape(jax.random.key_data, x) if _is_key(x) else x
-    if not wanted.size:
-        return np.zeros(wanted.shape, wanted.dtype)
-    if (array.shape, array.dtype) != (wanted.shape, wanted.dtype):
-        raise ValueError(f"{array.shape} {array.dtype} is not {wanted}")
-    if _is_key(x):
-        return jax.random.wrap_key_data(array, impl=jax.random.key_impl(x))
-    return np.asarray(array)
+def _restored(x: Any, wanted: Any, found: np.ndarray) -> Any:
+    """Returns a stored array as the leaf x; ValueError if shape or dtype differ."""
+    if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
+        raise ValueError(f"{found.shape} {found.dtype} is not {wanted}")
+    if not _is_key(x):
+        return found
+    impl = jax.random.key_impl(jnp.empty((), x.dtype))
+    return jax.random.wrap_key_data(jnp.asarray(found), impl=impl)
 
 
 def versions() -> Row:

@@ -14,11 +14,12 @@ each method, and only the test scores of the chosen ones are shown.
 import itertools
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from fedjax_pfl import hyperparameters, user_code
 from fedjax_pfl.algorithms.find import find
@@ -26,7 +27,7 @@ from fedjax_pfl.data import federate
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import cli, config as settings, metrics, results
 from fedjax_pfl.experiment.build import room
-from fedjax_pfl.experiment.config import FREE, SETTINGS, Config
+from fedjax_pfl.experiment.config import FREE, Config
 from fedjax_pfl.experiment.run_directory import RunDirectory
 from fedjax_pfl.experiment.train import complete, execute, run as run_one
 
@@ -63,9 +64,8 @@ SWEEP_FLAGS = {
 class Member(NamedTuple):
     """One run of several."""
 
-    name: str
     config: Config
-    path: Path
+    directory: RunDirectory
 
 
 def run(argv: Sequence[str]) -> int:
@@ -80,25 +80,24 @@ def run(argv: Sequence[str]) -> int:
         return run_one(user, given.get("workdir"), given.get("resume", False))
     config = settings.resolve(user)
     name = settings.run_name(user, config, "seeds")
-    root = Path(given.get("workdir") or f"runs/{name}").expanduser()
-    seeds = range(config.seed, config.seed + given["seeds"])
-    found = [
-        Member(f"seed{seed}", config.replace(seed=seed), root / f"seed{seed}")
-        for seed in seeds
-    ]
+    root = Path(given.get("workdir") or f"runs/{name}")
+    found = []
+    for seed in range(config.seed, config.seed + given["seeds"]):
+        directory = RunDirectory(root / f"seed{seed}")
+        found.append(Member(config.replace(seed=seed), directory))
     return run_all(found, given.get("runs_at_once", "auto"))
 
 
 def sweep(argv: Sequence[str]) -> int:
     """Runs the command `sweep` and returns its exit code."""
     parsed = cli.parse(argv, SWEEP_FLAGS, __doc__ or "")
-    given, user = parsed.given, parsed.settings()
+    given, user, by = parsed.given, parsed.settings(), parsed.given.get("select")
     name = [
         user.get("preset") or user.get("dataset", "digits"),
         *settings.changes(user),
     ]
-    root = Path(given.get("root") or f"runs/{settings.file_name(name)}").expanduser()
-    found, by = members(user, root, given.get("seeds")), given.get("select")
+    root = Path(given.get("root") or f"runs/{settings.file_name(name)}")
+    found = members(user, root, given.get("seeds"))
     if by and not (by.startswith("val/") and all(m.config.val_fraction for m in found)):
         raise InputError("--select needs a validation score, val/NAME, --val_fraction.")
     cli.start(given)
@@ -116,56 +115,50 @@ def members(given: Mapping[str, Any], root: Path, seeds: int | None) -> list[Mem
     Raises:
       InputError: a value is wrong, or two runs would have the same directory.
     """
-    axes = {name: _values(name, x) for name, x in given.items() if name in SETTINGS}
-    algos, first = axes.pop("algo", [""]), axes.pop("seed", [0])
-    seeded = [first[0] + i for i in range(seeds)] if seeds else first
-    found = []
+    axes = {name: _values(name, x) for name, x in given.items() if name != "hparams"}
+    algos, first = axes.pop("algo", [""]), axes.pop("seed", ["0"])
+    if seeds:
+        first = [str(int(first[0]) + i) for i in range(seeds)]
+    found: dict[str, Member] = {}
     for algo in algos:
         own = dict(axes)
-        for name, text in given["hparams"].items():
+        for name, x in given["hparams"].items():
             method, _, plain = name.rpartition(":")
-            if not method or method == algo:
-                own[f"hparam:{plain}"] = _hparam_values(algo, plain, text)
-        for values in itertools.product(*own.values()):
-            user = dict(zip(own, values, strict=True))
+            if method in ("", algo):
+                own[f"hparam.{plain}"] = _split(x, _is_named(find(algo), plain))
+        for values in itertools.product(*own.values(), first):
+            user = dict(zip([*own, "seed"], values, strict=True)) | {"algo": algo}
             several = [name for name in own if len(own[name]) > 1]
-            words = [f"{x.removeprefix('hparam:')}={user[x]}" for x in several]
-            user["hparams"] = {
-                name.removeprefix("hparam:"): user.pop(name)
-                for name in own
-                if name.startswith("hparam:")
-            }
-            for seed in seeded:
-                config = settings.resolve(user | {"algo": algo, "seed": seed})
-                name = settings.file_name(
-                    [user_code.short(algo), *words, f"seed{seed}"]
-                )
-                found.append(Member(name, config, root / name))
-    if len({member.path for member in found}) < len(found):
-        raise InputError("Two runs would have the same directory: list a value once.")
+            words = [f"{x.removeprefix('hparam.')}={user[x]}" for x in several]
+            hparams = {x: user.pop(x) for x in own if x.startswith("hparam.")}
+            user["hparams"] = {x.removeprefix("hparam."): y for x, y in hparams.items()}
+            words = [user_code.short(algo), *words, f"seed{user['seed']}"]
+            name = settings.file_name(words)
+            if name in found:
+                raise InputError(f"Two runs would be {name}: list each value once.")
+            directory = RunDirectory(root / name)
+            found[name] = Member(settings.resolve(user), directory)
+    return list(found.values())
+
+
+def _values(name: str, value: Any) -> list[Any]:
+    """Returns the values of a setting."""
+    if name == "config" or isinstance(value, bool):
+        return [value]
+    found = _split(value, name in _NAMES or _is_named(Config, name))
+    if len(found) > 1 and name in {*FREE, "preset"}:
+        raise InputError(f"--{name}={value}: a sweep takes one value of it.")
     return found
 
 
-def _values(name: str, text: Any) -> list[Any]:
-    """Returns the values of a setting."""
-    kind = SETTINGS[name].kind
-    if isinstance(text, bool):
-        return [text]
-    named = kind is not str or bool(SETTINGS[name].choices) or name in _NAMES
-    parts = _split(text, named)
-    if len(parts) > 1 and name in {*FREE, "preset"}:
-        raise InputError(f"--{name}={text}: a sweep takes one value of it.")
-    return [settings.parse(kind, name, part) for part in parts]
+def _is_named(factory: Any, name: str) -> bool:
+    """Returns whether the values of an argument have no commas."""
+    known = hyperparameters.of(factory).get(name)
+    return known is not None and (known.kind is not str or bool(known.choices))
 
 
-def _hparam_values(algo: str, name: str, text: str) -> list[Any]:
-    known = hyperparameters.of(find(algo)).get(name)
-    named = known is not None and (known.kind is not str or bool(known.choices))
-    return [settings.typed(find(algo), {name: x})[name] for x in _split(text, named)]
-
-
-def _split(text: str, commas: bool) -> list[str]:
-    return text.split("," if commas and ";" not in text else ";")
+def _split(value: str, commas: bool) -> list[str]:
+    return value.split("," if commas and ";" not in value else ";")
 
 
 def run_all(
@@ -176,7 +169,20 @@ def run_all(
     Args:
       at_once: runs of one program: a number, "all" or "auto".
       by: validation score that chooses among the values of a method.
+
+    Raises:
+      InputError: a directory holds a run of other settings; nothing was run.
     """
+
+    def line(directory: RunDirectory) -> str:
+        name, found = (
+            directory.summary["headline"]["score"],
+            directory.summary["scores"],
+        )
+        columns = [by] if by else [f"pre/{name}", f"post/{name}"]
+        return ", ".join(f"{x} {found.get(x, np.nan):.4f}" for x in columns)
+
+    found = [Member(_resumed(member), member.directory) for member in found]
     codes, left = [0], _groups(found, at_once)
     rooms: dict[str, Sequence[int]] = {}
     while left:
@@ -185,81 +191,71 @@ def run_all(
         if kind not in rooms:
             same = [x.config for x in found if _kind(x.config) == kind]
             rooms[kind] = room(same) if len(same) > 1 else federate.ROOM
-        print(f"{', '.join(member.name for member in group)}:", flush=True)
         try:
-            codes.append(_run(group, rooms[kind], by))
+            configs = [member.config for member in group]
+            directories = [member.directory for member in group]
+            codes.append(execute(directories, configs, rooms[kind], line, by is None))
         except InputError as error:
             print(error, file=sys.stderr)
             codes += [cli.BAD_INPUT] if len(group) == 1 else []
             left = [[member] for member in group if len(group) > 1] + left
         if codes[-1] >= 128:
             return codes[-1]
-    done = [x.path for x in found if complete(RunDirectory(x.path), x.config)]
+    done = [
+        member.directory
+        for member in found
+        if complete(member.directory, member.config)
+    ]
     if done and jax.process_index() == 0:
-        show(done, by)
+        show([results.load(directory.path) for directory in done], by)
     return next(filter(None, codes), 0)
 
 
-def _run(group: Sequence[Member], rows: Sequence[int], by: str | None) -> int:
-    directories = [RunDirectory(member.path) for member in group]
-    configs = []
-    for member, directory in zip(group, directories, strict=True):
-        wanted = {n: x for n, x in vars(member.config).items() if n != "clients" or x}
-        begun = directory.begun
-        configs.append(
-            settings.resumed(directory.config, wanted) if begun else member.config
-        )
-
-    def line(directory: RunDirectory) -> str:
-        name = results.load(directory.path).headline[0]
-        columns = [by] if by else [f"pre/{name}", f"post/{name}"]
-        parts = [f"{x} {directory.summary['scores'].get(x):.4f}" for x in columns]
-        return f"  {', '.join(parts)}"
-
-    return execute(directories, configs, rows, line, progress=by is None)
+def _resumed(member: Member) -> Config:
+    """Returns the settings to go on with; InputError if the run is another one."""
+    if not member.directory.begun:
+        return member.config
+    wanted = {n: x for n, x in vars(member.config).items() if n != "clients" or x}
+    return settings.resumed(member.directory.config, wanted)
 
 
 def _groups(found: Sequence[Member], at_once: str) -> list[list[Member]]:
     """Returns the runs that are one program, those of one kind and round."""
+    one = jax.default_backend() != "cpu" and jax.device_count() == 1
+    most = len(found) if at_once == "all" or (one and at_once == "auto") else 1
     if at_once not in ("auto", "all"):
         most = settings.parse(int, "runs_at_once", at_once)
-    else:
-        one = jax.default_backend() != "cpu" and jax.device_count() == 1
-        most = len(found) if one or at_once == "all" else 1
-    groups: dict[Any, list[list[Member]]] = {}
-    for member in found:
-        c, directory = member.config, RunDirectory(member.path)
-        if complete(directory, c):
-            continue
+    groups: dict[Any, list[Member]] = {}
+    for i, (c, directory) in enumerate(found):
         alone = most == 1 or c.patience or c.client_memory == "host"
-        key = member.path if alone else (_kind(c), directory.summary.get("rounds", 0))
-        parts = groups.setdefault(key, [[]])
-        parts += [[]] if len(parts[-1]) == most else []
-        parts[-1].append(member)
-    return [part for parts in groups.values() for part in parts]
+        key = i if alone else (_kind(c), directory.summary.get("rounds", 0))
+        if not complete(directory, c):
+            groups.setdefault(key, []).append(found[i])
+    return [x[i : i + most] for x in groups.values() for i in range(0, len(x), most)]
 
 
 def _kind(config: Config) -> str:
     """Returns equal texts for runs that differ in arguments of one compiled program."""
     known = hyperparameters.of(find(config.algo))
     static = {
-        name: x
-        for name, x in config.hparams.items()
-        if x is None or not known[name].traced
+        n: x for n, x in config.hparams.items() if x is None or not known[n].traced
     }
     alike = config.replace(seed=0, lr=0.0, lr_decay=1.0, server_lr=None, hparams=static)
     return json.dumps(vars(alike), default=str)
 
 
-def show(paths: Iterable[Path], by: str | None) -> None:
+def show(runs: Sequence[results.Run], by: str | None) -> None:
     """Prints the comparison of finished runs; with `by` of the chosen ones only."""
-    runs = [results.load(path) for path in paths]
     table, headline = results.last(results.frame(runs)), runs[0].headline
     if by:
-        seeds = results.over_seeds(table)
         point, score, _ = metrics.split(by)
-        means = seeds.xs((point, score), level=("point", "score"))["macro"]
-        print(f"\n{by}, mean and standard deviation over seeds:\n{means.to_string()}")
-        table = results.select(table, by)
-        print(f"Chosen: {'; '.join(table['label'].unique())}.")
-    print(f"\n{results.comparison(table, headline).to_string()}")
+        seeds = results.over_seeds(table).xs((point, score), level=("point", "score"))
+        means = seeds["macro", "mean"]
+        print(f"\n{by}, over seeds:\n{seeds['macro'].to_string()}")
+        algos = table.drop_duplicates("label").set_index("label")["algo"]
+        sign = 1 if metrics.better(score, headline) == "max" else -1
+        chosen = (sign * means).groupby(algos.reindex(means.index)).idxmax()
+        print(f"Chosen: {'; '.join(chosen)}.")
+        table = table[table["label"].isin(chosen)]
+        runs = [run for run in runs if str(run.path) in set(table["run"])]
+    print(f"\n{results.comparison(runs, table).to_string()}")

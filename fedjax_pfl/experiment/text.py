@@ -1,7 +1,7 @@
 """Names with a hint, and numbers with their nouns."""
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from fedjax_pfl import user_code
@@ -95,19 +95,6 @@ def choose(kind: str, name: str, known: Iterable[str]) -> str:
 def plural(number: int, noun: str) -> str:
     """Returns a number with its noun, such as `1 round` and `12,000 rounds`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
-
-
-def columns(rows: Sequence[Sequence[str]], right: int = 1) -> list[str]:
-    """Returns rows as lines of columns, aligned right from column `right` on."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if i >= right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines
 
 
 def summary(function: Callable[..., Any]) -> str:

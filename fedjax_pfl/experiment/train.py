@@ -18,7 +18,6 @@ from fedjax_pfl.experiment import (
     callbacks as standard,
     config as settings,
     metrics,
-    presets,
     results,
     text,
 )
@@ -228,12 +227,24 @@ def execute(
     Raises:
       InputError: the settings are wrong, or several are not one program.
     """
-    show = show or closing
-    for directory in directories:
-        directory.lock()
-    if all(map(complete, directories, configs)):
-        say(*map(show, directories))
-        return 0
+    show = (show or closing) if jax.process_index() == 0 else str
+    with contextlib.ExitStack() as stack:
+        for directory in directories:
+            directory.lock()
+            stack.callback(directory.unlock)
+        if all(map(complete, directories, configs)):
+            say(*map(show, directories))
+            return 0
+        return _execute(directories, configs, room, show, progress)
+
+
+def _execute(
+    directories: Sequence[RunDirectory],
+    configs: Sequence[settings.Config],
+    room: Sequence[int],
+    show: Callable[[RunDirectory], str],
+    progress: bool,
+) -> int:
     experiments = build_at_once(configs, room)
     pairs = zip(directories, experiments, strict=True)
     places = [directory.open(experiment) for directory, experiment in pairs]
@@ -318,37 +329,28 @@ def say(*messages: str) -> None:
 
 
 def describe(e: Experiment, directories: Sequence[RunDirectory]) -> str:
-    """Returns two lines about an experiment that begins."""
+    """Returns two lines about experiments that begin."""
     c, n = e.config, e.examples
     part = f" ({n['used']:,} of {n['of']:,} examples)" if n["used"] < n["of"] else ""
-    sizes = [f"{num_parameters(model):,}" for model in e.task.models]
-    names = dict.fromkeys(e.networks)
-    pairs = zip(names, sizes, strict=False)
-    networks = ", ".join(f"{name} with {size} parameters" for name, size in pairs)
+    sizes = ", ".join(f"{num_parameters(model):,}" for model in e.task.models)
     work = text.plural(c.epochs or c.steps or 0, "epoch" if c.epochs else "step")
-    paths = ", ".join(str(directory.path) for directory in directories)
     return (
         f"{c.algo} on {c.dataset}{part}: {text.plural(e.task.num_clients, 'client')} "
-        f"({c.partition}), {networks}, {text.plural(c.rounds, 'round')} of {work}\n"
-        f"{paths}: width {c.width} on {c.devices} x {jax.devices()[0].device_kind}"
+        f"({c.partition}), {c.model} with {sizes} parameters, "
+        f"{text.plural(c.rounds, 'round')} of {work}\n"
+        f"{', '.join(str(directory.path) for directory in directories)}: "
+        f"width {c.width} on {c.devices} x {jax.devices()[0].device_kind}"
     )
 
 
 def closing(directory: RunDirectory) -> str:
     """Returns the headline, its costs and the published number of a finished run."""
     run = results.load(directory.path)
-    table, (name, _) = results.last(results.frame([run])), run.headline
-    shown = table[table["score"].isin([name, metrics.baseline(name)])]
-    rows = results.statistics(shown, run.headline).reset_index()
-    cells = rows.drop(columns=["method", "score"])
-    lines = [f"{run.config['algo']} after {table['completed'].max()} rounds, "]
-    lines[0] += f"{metrics.label(name)} over clients:"
-    lines += text.columns([list(cells.columns), *cells.astype(str).to_numpy().tolist()])
-    seconds, sent = run.summary["seconds"], table["megabytes"].max()
-    costs = ", ".join(f"{spent:.1f} s {what}" for what, spent in seconds.items())
-    lines += [f"Traffic {sent:,.1f} MB; {costs}."]
-    if published := presets.published(run.config):
-        wanted = presets.PRESETS[run.config["preset"]].headline_of(run.config["algo"])
-        differences = presets.deviations(run.config)
-        lines += [f"Published: {published} %, compare {wanted}. {differences}"]
-    return "\n".join([*lines, f"All results: fedjax-pfl report {directory.path}"])
+    table, name = results.last(results.frame([run])), run.headline[0]
+    rows = table[table["score"].isin([name, metrics.baseline(name)])]
+    shown = results.statistics(rows, run.headline).to_string()
+    costs = results.comparison([run], table).drop(results.FLOOR, errors="ignore")
+    kept = [x for x in costs.columns if not x.endswith(("before", "after", "10 %"))]
+    parts = [f"{title}: {costs.iloc[0][title]}" for title in kept]
+    more = f"All results: fedjax-pfl report {directory.path}"
+    return f"\n{shown}\n{'; '.join(parts)}\n{more}"

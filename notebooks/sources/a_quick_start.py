@@ -6,16 +6,16 @@
 # each client a model of its own and still learns from everybody. This notebook trains one such method, pFedC, looks
 # at what the run left behind, and then at the predictions of a single client.
 #
-# The command line does the training; the same flags after `python -m experiments.main` in a terminal do the same.
+# The command line does the training; `fedjax-pfl run` in a terminal takes the same flags.
 # %%
-from experiments import main, runs
+from fedjax_pfl.experiment import load, sweep
 
 SETTINGS = ["--algo=pfedc", "--partition=dirichlet_class", "--alpha=0.3", "--clients=20"]  # of uneven sizes, too
 SIZE = ["--rounds=2", "--data_fraction=0.3", "--epochs=1"] if TINY else ["--rounds=20"]
 WORKDIR = Path("runs/notebook-a")
 shutil.rmtree(WORKDIR, ignore_errors=True)
 
-assert main.run([*SETTINGS, *SIZE, f"--workdir={WORKDIR}"]) == 0
+assert sweep.run([*SETTINGS, *SIZE, f"--workdir={WORKDIR}"]) == 0
 # %% [markdown]
 # Everything that the run was and found is in its directory. `partition.png` shows who holds which class: the area
 # of a bubble is a number of training examples.
@@ -32,9 +32,11 @@ display(Image(WORKDIR / "curves.png"))
 # The scores of all clients are kept, too. Sorted, they show the spread; beside each client stands what it would
 # score by always answering its most frequent class.
 # %%
-run = runs.load(WORKDIR)
+run = load(WORKDIR)
 e = run.experiment
-accuracy = np.array(run.scores[-1]["pre"]["acc"])  # after the last round
+scores = run.scores
+scores = scores[(scores["point"] == "pre") & (scores["score"] == "acc")]
+accuracy = scores[scores["round"] == scores["round"].max()]["value"].to_numpy()  # after the last round
 counts = np.array(e.federation.class_counts)
 majority = np.array(
     [np.mean(e.dataset.y[e.partition.test[i, :n]] == counts[i].argmax()) for i, n in enumerate(e.partition.test_sizes)]

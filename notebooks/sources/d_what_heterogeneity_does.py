@@ -65,4 +65,4 @@ axes.set_title(
 plt.show()
 # %% [markdown]
 # What it does not say: the learning rate is the same for all, nothing was tuned, and the digits are easy.
-# `experiments/README.md` has the papers' settings.
+# `fedjax-pfl run --list` has the papers' settings.

@@ -72,6 +72,6 @@ right.bar(["one program", "in a row"], [seconds, row_seconds], color=["#d55e00",
 right.set(ylabel="seconds for nine runs, compiled", title=f"{devices[0].device_kind}")
 plt.show()
 # %% [markdown]
-# From the command line the same is a flag: `python -m experiments.sweep --algo=ditto --hparam=lam=0.1,1,10 --seeds=3
+# From the command line the same is a flag: `fedjax-pfl sweep --algo=ditto --hparam=lam=0.1,1,10 --seeds=3
 # --runs_at_once=all` trains the nine runs as one program, each seed on a partition of its own and each run in a
 # directory of its own, from which it resumes alone.

@@ -182,17 +182,17 @@ def test_the_headline(head, headline):
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"alpha": -1.0}, "alpha=-1.0"),
+        ({"alpha": -1.0}, "`alpha` must be in"),
         ({"head": "own"}, "Unknown head"),
         ({"mode": "papr"}, "Unknown mode"),
         ({"exchange": "c"}, "Unknown exchange"),
-        ({"latent": 0}, "latent=0"),
+        ({"latent": 0}, "`latent` must be in"),
         (
             {"hidden": 8},
-            "`hidden` must be in .16, inf.: each of 4 convolutions has half "
-            "the channels of the next",
+            "`hidden` must be in .16, inf., got 8: each of 4 convolutions has half the "
+            "channels of the next",
         ),
-        ({"hidden": 1}, "hidden=1"),
+        ({"hidden": 1}, "`hidden` must be in"),
     ],
 )
 def test_a_wrong_value_is_said(options, words):

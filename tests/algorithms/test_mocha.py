@@ -186,26 +186,6 @@ def test_relations_are_learned_in_every_tenth_of_the_rounds():
     np.testing.assert_array_equal(third, second)
 
 
-def test_relations_are_learned_with_sgd_too():
-    run = lambda rounds: (
-        toy.train(
-            factory,
-            REST,
-            rounds,
-            key=KEY,
-            federation_=FEDERATION,
-            solver="sgd",
-            relate_every=2,
-        ).state.server
-    )
-    first, second = run(1), run(2)
-    np.testing.assert_array_equal(first["sigma"], np.float32(np.eye(toy.N) / toy.N))
-    np.testing.assert_allclose(
-        second["sigma"], jax.jit(relations)(second["w"]), atol=1e-5
-    )
-    assert np.abs(second["sigma"] - first["sigma"]).max() > 1e-2
-
-
 def test_relations_are_the_root_of_the_gram_matrix():
     w = np.random.default_rng(0).normal(size=(4, 7, 3))
     of = jax.jit(relations)
@@ -336,80 +316,6 @@ def test_two_classes_are_predicted_by_a_sign():
         assert np.isneginf(np.delete(z, [low, high], axis=1)).all()
 
 
-def test_sgd_is_the_plain_steps():
-    task = toy.task("linear", batch_size=19, epochs=3, rounds=100)
-    algorithm, f, lam = factory(task, lam=0.7, solver="sgd"), FEDERATION, 0.7
-    rng = np.random.default_rng(0)
-    w = rng.normal(size=(toy.N, 7, toy.C))
-    sigma = np.asarray(jax.jit(relations)(w.astype(np.float32)), np.float64)
-    state = State({"w": w.astype(np.float32), "sigma": sigma.astype(np.float32)}, ())
-    ids = jnp.array([3, 0, 4], jnp.int32)
-    nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
-    cohort = Cohort(
-        f, task, ids, jnp.array([True, True, False]), key=KEY, width=1, **nothing
-    )
-    got = jax.jit(lambda state: algorithm.round(KEY, state, cohort))(state)[0].server[
-        "w"
-    ]
-    omega, expected = np.linalg.inv(sigma), w.copy()
-    for i in (3, 0):
-        x, y = examples(task, f, i)
-        for _ in range(3):
-            z = x @ expected[i]
-            p = np.exp(z - z.max(axis=1, keepdims=True))
-            p /= p.sum(axis=1, keepdims=True)
-            bound = np.abs(omega[i]).sum()
-            others = sum(omega[i, s] * w[s] for s in range(toy.N)) - bound * w[i]
-            step = expected[i] - 0.1 * (x.T @ (p - (y > 0)) / len(x) + lam * others)
-            expected[i] = step / (1 + 0.1 * lam * bound)
-    np.testing.assert_allclose(got, expected, atol=1e-3)
-
-
-@pytest.mark.slow  # its steps are above, and another case of stability below
-def test_sgd_learns_and_is_stable():
-    for lam in (0.01, 100.0):
-        got = toy.train(
-            factory, REST, 10, key=KEY, federation_=FEDERATION, solver="sgd", lam=lam
-        )
-        state, metrics = got.state, got.metrics
-        assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics.loss)))
-        assert metrics.loss[-1].mean() < metrics.loss[0].mean()
-    ids = jnp.arange(2)
-    nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
-    cohort = Cohort(
-        FEDERATION, REST, ids, jnp.array([True, False]), key=KEY, width=1, **nothing
-    )
-    sent = factory(REST, solver="sgd").traffic(state, cohort, {})
-    np.testing.assert_array_equal([sent.down, sent.up], [[57, 0], [28, 0]])
-
-
-@pytest.mark.slow
-def test_sgd_is_stable_where_the_clients_share_a_direction():
-    """Along which Sigma has a small eigenvalue: with Omega_tt for the bound it
-    diverges."""
-    n = toy.N
-    shared = np.full((n, n), 1 / n)
-    state = toy.train(
-        factory, REST, 1, key=KEY, federation_=FEDERATION, solver="sgd"
-    ).state
-    state = state._replace(
-        server={
-            **state.server,
-            "sigma": jnp.float32((np.eye(n) - shared) / n + 0.01 * shared),
-        }
-    )
-    program = toy.program(
-        factory, REST, {"solver": "sgd", "lam": 1.0, "relate_every": 100}
-    )
-    run, sizes = jax.jit(program.round), []
-    for t in range(12):
-        state, _ = run(
-            KEY, program.traced, FEDERATION, state, jnp.int32(t), jnp.bool(False)
-        )
-        sizes.append(np.abs(state.server["w"]).max())
-    assert max(sizes) < 1
-
-
 def test_two_class_clients_send_one_column():
     ids = jnp.arange(3)
     nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
@@ -437,9 +343,7 @@ def test_inputs_may_be_prepared_to_another_length():
     )
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"lam": 0.0}, {"frac": 0.0}, {"relate_every": 0}, {"solver": "adam"}]
-)
+@pytest.mark.parametrize("wrong", [{"lam": 0.0}, {"frac": 0.0}, {"relate_every": 0}])
 def test_bad_input(wrong):
     with pytest.raises(InputError):
         factory(REST, **wrong)

@@ -67,7 +67,7 @@ def test_exit_codes(tmp_path, capsys):
 
 def test_diverging_run_names_the_clients(tmp_path, capsys):
     path = tmp_path / "run"
-    argv = ["--algo=fedavg", *SMALL, "--rounds=3", "--lr=1e30", f"--workdir={path}"]
+    argv = ["--algo=fedavg", *SMALL, "--rounds=3", "--lr=3e38", f"--workdir={path}"]
     assert run(*argv) == 3
     assert "is not finite in round" in capsys.readouterr().err
     assert json.loads((path / "summary.json").read_text())["status"] == "diverged"

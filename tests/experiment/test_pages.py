@@ -19,7 +19,7 @@ def test_the_pages_are_those_that_the_results_generate():
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_results_are_complete(file):
-    """Every table says of what, how and where; every number belongs to a method."""
+    """Every table has its circumstances, and every number a method."""
     assert file.stem in PRESETS
     for table in json.loads(file.read_text())["tables"]:
         fields = {"table", "settings", "seeds", "rounds", "share", "machine", "commit"}

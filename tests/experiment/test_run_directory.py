@@ -11,7 +11,7 @@ from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.run_directory import RunDirectory
 
 CONFIG = Config(
-    algo="scaffold", clients=3, data_fraction=0.2, model="linear", width="1"
+    algo="scaffold", clients=5, data_fraction=0.2, model="linear", width="1"
 )
 
 
@@ -67,12 +67,30 @@ def test_a_state_is_the_same_after_a_checkpoint(experiment, begun):
     jax.tree.map(np.testing.assert_array_equal, found, state)
 
 
+def test_a_state_may_hold_random_keys_and_empty_leaves(begun):
+    key = jax.random.key(3)
+    state = {
+        "key": key,
+        "empty": np.zeros((0, 2), np.float32),
+        "x": np.arange(3, dtype=np.int32),
+    }
+
+    class Experiment:
+        def state_shapes(self):
+            return jax.eval_shape(lambda: state)
+
+    begun.save(1, state)
+    _, found = begun.restore(Experiment())
+    assert jax.random.key_data(found["key"]).tolist() == [0, 3]
+    assert found["empty"].shape == (0, 2) and found["x"].tolist() == [0, 1, 2]
+
+
 def test_a_resume_drops_later_rows_and_a_torn_line(experiment, begun):
     program = experiment.program
     begun.save(4, experiment.fetch(program.init(experiment.key, program.traced)))
     with open(begun.path / "metrics.jsonl", "a") as file:
         file.write('{"round": 6, "pre/a')
-    begun._lock.release()
+    begun.unlock()
     directory = RunDirectory(begun.path)
     start, state = directory.open(experiment)
     assert start == 4 and state is not None

@@ -18,9 +18,9 @@ def members(**given):
 
 def test_every_combination_is_a_run():
     found = members(algo="local,ditto", lr="0.1,0.2", hparams={"ditto:lam": "1,2"})
-    names = [member.name for member in found]
+    names = [member.directory.path.name for member in found]
     assert names[:2] == ["local-lr=0.1-seed0", "local-lr=0.2-seed0"]
-    assert len(found) == 2 + 4 and names[-1] == "ditto-lr=0.2-lam=2.0-seed0"
+    assert len(found) == 2 + 4 and names[-1] == "ditto-lr=0.2-lam=2-seed0"
     assert found[-1].config.hparams["lam"] == 2.0 and found[-1].config.lr == 0.2
 
 
@@ -75,7 +75,7 @@ def test_a_validation_score_chooses(tmp_path, capsys):
 
 
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path, capsys):
-    argv = ["--algo=fedavg", *SMALL, *LENGTH, "--lr=1e30,0.1", f"--root={tmp_path}"]
+    argv = ["--algo=fedavg", *SMALL, *LENGTH, "--lr=3e38,0.1", f"--root={tmp_path}"]
     assert run(*argv, "--runs_at_once=all", command=sweep.sweep) == 3
     text = capsys.readouterr()
     assert "is not finite" in text.err and "lr=0.1-seed0" in text.out
