@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-FLOAT32_MAX = float(np.finfo(np.float32).max)
 T = TypeVar("T")
 
 
@@ -67,8 +66,6 @@ def check(
         span = interval(low, high, open_low=open_low, open_high=open_high)
         reason = f": {why}" if why else ""
         raise InputError(f"{name} must be in {span}, got {number}{reason}.")
-    if not whole and abs(number) > FLOAT32_MAX:
-        raise InputError(f"{name} must be finite in float32, got {number}.")
 
 
 def plain(value: Any) -> Any:
@@ -105,10 +102,6 @@ def choose(name: str, value: str, allowed: Iterable[str]) -> str:
     if isinstance(value, str) and value in allowed:
         return value
     near = nearest(str(value), allowed)
-    if str(value).endswith(".py"):
-        near = f"{value}:NAME"
-    elif str(value).endswith(".npz"):
-        near = {"data set": f"npz:{value}", "partition": f"file:{value}"}.get(name)
     hint = f"did you mean {near!r}? " if near else ""
     known = f"Choose one of {', '.join(allowed)}" if allowed else "There is none"
     raise InputError(f"Unknown {name} {value!r}: {hint}{known}.")

@@ -90,8 +90,6 @@ def defaults(factory: Callable[..., Algorithm]) -> dict[str, Any]:
 def check(factory: Callable[..., Algorithm], values: Any) -> None:
     """Raises InputError unless `values`, {name: value}, are hyperparameters of the
     factory of the right kinds and in range; tracers pass."""
-    if not isinstance(values, dict):
-        raise InputError(f"`hparams` must be {{name: value}}, got {values!r}.")
     known = of(factory)
     try:
         for name, value in values.items():

@@ -148,8 +148,6 @@ def curve(
       InputError: numbers of rounds or names of hyperparameters are invalid.
     """
     validate.rounds(rounds, eval_every, 0, None, 1)
-    if program.on_host:
-        raise InputError("`curve` needs the clients' rows on the device: use `rounds`.")
     for name in traced:
         choose("traced hyperparameter", name, program.traced)
     if program.task is not None:  # else of several runs, which have a key each

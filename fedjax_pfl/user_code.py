@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fedjax_pfl.errors import InputError, in_one_line, nearest
+from fedjax_pfl.errors import InputError, in_one_line
 
 CALLS = {  # arguments of a function of each kind
     "algo": "(task, **hyperparameters)",
@@ -48,9 +48,7 @@ def load(kind: str, name: str) -> Callable[..., Any]:
         module = _import(place)
     found: Callable[..., Any] | None = getattr(module, function, None)
     if not callable(found):
-        near = nearest(function, [x for x, y in vars(module).items() if callable(y)])
-        hint = f": did you mean {near!r}?" if near else "."
-        raise InputError(f"{kind}={name}: there is no function {function!r}{hint}")
+        raise InputError(f"{kind}={name}: there is no function {function!r}.")
     return found
 
 

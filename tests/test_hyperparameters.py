@@ -180,16 +180,6 @@ def plain(
     return ALGORITHMS["fedavg"](task)
 
 
-@pytest.mark.parametrize("value", [1e300, np.float64(1e39)])
-def test_a_number_that_is_infinite_in_float32_is_said(value):
-    """It would make the loss NaN, and the learning rate would be blamed."""
-    with pytest.raises(
-        InputError, match=r"ditto: `lam` must be finite in float32, got 1e\+.*"
-    ):
-        simulate.program("ditto", toy.task(), {"lam": value})
-    hyperparameters.check(ALGORITHMS["ditto"], {"lam": 3e38})
-
-
 def test_what_is_traced_follows_the_annotation():
     task = toy.task()
     numbers = lambda **given: (

@@ -52,10 +52,6 @@ MISTAKES = {  # kind, function (or the file's name): what is said
         "no_such_module:f",
     ): r"fails \(ModuleNotFoundError: No module named 'no_such_module'",
     ("model", "g = 1"): "there is no function 'f'",
-    (
-        "model",
-        "def ff(): pass",
-    ): r"there is no function 'f': did you mean 'ff'\?",
     ("model", "f = 1"): "there is no function 'f'",
     ("model", "def f(:"): r"fails \(SyntaxError",
     ("model", "raise SystemExit(0)"): "fails",

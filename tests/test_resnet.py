@@ -291,7 +291,7 @@ def test_fedbn_keeps_all_twenty_norms(bn_stats, scalars):
         (
             (60,),
             {},
-            r"needs images of shape \(height, width, channels\), got input shape \(60,\)",
+            r"needs images .* got input shape \(60,\)",
         ),
         ((8, 8, 1), {"norm": "batc"}, "did you mean 'batch'"),
         ((8, 8, 1), {"stem": "torch"}, "Choose one of cifar, imagenet"),

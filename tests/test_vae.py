@@ -92,11 +92,6 @@ BAD = {
     ),
     "no image": ({"input_shape": (60,)}, "need square images"),
     "too small for four layers": ({"input_shape": (8, 8, 1)}, "got input shape"),
-    "one layer": ({"input_shape": (8, 8, 1), "hidden": (8,)}, "at least two layers"),
-    "no latent": (
-        {"input_shape": (28, 28, 1), "latent": 0},
-        "`latent` must be in",
-    ),
 }
 
 

@@ -416,10 +416,10 @@ def test_all_five_have_the_published_sizes():
     "make, message",
     [
         (lambda: models.model("alexnet", (14, 32, 3), 10), "at least 15x15 pixels"),
-        (lambda: models.model("shufflenet", (60,), 10), "images of shape"),
+        (lambda: models.model("shufflenet", (60,), 10), "needs images"),
         (
             lambda: models.model("cnn2", (12, 12, 3), 10),
-            "'cnn2' needs images of at least 16x16",
+            "'cnn2' needs images .* of at least 16x16",
         ),
         (lambda: models.model("mlp", (6,), 3, features=0), "`features` must be in"),
     ],

@@ -125,19 +125,13 @@ def from_arrays(
         raise InputError(f"{name}: x and x_test must be alike, got {kinds} per row.")
     inputs, labels = np.concatenate(xs), np.concatenate(ys)
     images = inputs.dtype == np.uint8 and inputs.ndim == 3
-    count = int(labels.max()) + 1
-    if num_classes is None and count > max(len(labels), 2):
-        raise InputError(
-            f"{name}: labels must be class numbers counted from 0, got {count - 1} in "
-            f"only {len(labels)} examples."
-        )
     return checked(
         Dataset(
             name,
             inputs[..., None] if images else inputs,
             labels.astype(np.int32),
             len(ys[0]),
-            num_classes or count,
+            num_classes or int(labels.max()) + 1,
             _preparation(inputs.dtype),
         )
     )

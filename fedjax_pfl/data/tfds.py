@@ -218,7 +218,7 @@ def _columns(info: Any) -> tuple[str, str]:
     """Returns the names of a record's input and label."""
     x, y = (info.supervised_keys or ("image", "label"))[:2]
     for name, kinds in ((x, "biuf"), (y, "iu")):
-        feature = dict(info.features).get(name)
+        feature: Any = dict(info.features).get(name)
         shape = getattr(feature, "shape", None)
         fixed = isinstance(shape, tuple) and None not in shape
         if not fixed or np.dtype(feature.np_dtype).kind not in kinds:  # type: ignore[union-attr]

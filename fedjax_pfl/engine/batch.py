@@ -41,11 +41,6 @@ def vectorized(
       InputError: the runs differ in more than arguments (Python callbacks are not
         compared), or there are several devices.
     """
-    if not programs or len(programs) != len(federations):
-        raise InputError(
-            f"Each run must have a program and a federation, got {len(programs)} and "
-            f"{len(federations)}."
-        )
     first = programs[0]
     if first.on_host or first.mesh is not None:
         raise InputError("Several runs at once need one device with the clients' rows.")

@@ -11,7 +11,7 @@ from fedjax_pfl.engine.program import Round
 from fedjax_pfl.errors import DivergenceError
 from fedjax_pfl.types import State
 
-_NAMED = 10  # clients that an error names
+_NAMED = 10  # most client ids in an error
 
 
 class Result(NamedTuple):
@@ -43,12 +43,9 @@ def check_finite(t: int, metrics: Round) -> None:
     for name, wrong in found.items():
         ids = metrics.ids[wrong & metrics.active]
         if len(ids):
-            more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
-            noun = "clients" if len(ids) > 1 else "client"
-            shown = ", ".join(map(str, ids[:_NAMED]))
             raise DivergenceError(
-                f"The {name} of {noun} {shown}{more} is not finite in round {t}: lower "
-                "the learning rate (--lr), or clip gradients (--clip)."
+                f"The {name} of {len(ids)} clients ({ids[:_NAMED]}) is not finite in "
+                f"round {t}: lower the learning rate (--lr) or clip gradients (--clip)."
             )
 
 

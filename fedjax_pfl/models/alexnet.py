@@ -4,9 +4,8 @@ experiments."""
 import jax
 from flax import nnx
 
-from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import layers
-from fedjax_pfl.models.nets import Net, Shape
+from fedjax_pfl.models.nets import Net, Shape, check_images
 from fedjax_pfl.types import Array
 
 CHANNELS = (64, 192, 384, 256, 256)
@@ -60,9 +59,5 @@ def _pooled(size: int) -> int:
 def alexnet(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
     """AlexNet for small images: 3x3 convolutions, two linear layers with dropout 0.5, K
     = 4096."""
-    if len(input_shape) != 3 or not min(map(_pooled, input_shape[:2])):
-        raise InputError(
-            "Model 'alexnet' needs images of at least 15x15 pixels, got shape "
-            f"{tuple(input_shape)}."
-        )
+    check_images("alexnet", input_shape, 15)
     return Net(AlexNet(input_shape, rngs), layers.linear(WIDTH, num_classes, rngs))

@@ -62,11 +62,6 @@ def first_padding(shape: Shape, hidden: Sequence[int]) -> int:
       InputError: not a square image of even side, or a side that these layers do not
         reduce to 4 pixels.
     """
-    if len(hidden) < 2 or min(hidden) < 2:
-        raise InputError(
-            "`hidden` must be at least two layers of at least two channels, got "
-            f"{tuple(hidden)}."
-        )
     full: int = SMALLEST * 2 ** (len(hidden) - 1)
     if (
         len(shape) != 3

@@ -114,28 +114,26 @@ class ConvDropout(nnx.Module):
         return drop(1, self.dense(x))
 
 
+def check_images(name: str, shape: Shape, least: int = 1) -> None:
+    """Raises InputError unless inputs are images of `least` pixels per side or more."""
+    if len(shape) != 3 or min(shape[:2]) < least:
+        raise InputError(
+            f"Model {name!r} needs images [height, width, channels] of at least "
+            f"{least}x{least} pixels, got input shape {tuple(shape)}."
+        )
+
+
 def pooled_size(name: str, shape: Shape, paddings: Shape) -> tuple[int, int]:
     """Returns height and width after blocks of 5x5 convolution and 2x2 pooling, at
     least one pixel."""
-    if len(shape) != 3:
-        raise InputError(
-            f"Model {name!r} needs images of shape (height, width, channels), got "
-            f"input shape {tuple(shape)}."
-        )
 
     def after(size: int) -> int:
         for padding in paddings:
             size = max(size + 2 * padding - 4, 0) // 2
         return size
 
-    height, width = after(shape[0]), after(shape[1])
-    if not height * width:
-        least = next(size for size in range(1, 1000) if after(size))
-        raise InputError(
-            f"Model {name!r} needs images of at least {least}x{least} pixels, got "
-            f"{shape[0]}x{shape[1]}."
-        )
-    return height, width
+    check_images(name, shape, next(size for size in range(1, 1000) if after(size)))
+    return after(shape[0]), after(shape[1])
 
 
 def linear(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
@@ -220,11 +218,7 @@ AFM_NETS = tuple(_afm(name, *sizes) for name, sizes in AFM.items())
 def cnn_dropout(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
     """The CNN with dropout (0.25, 0.5) of Reddi et al., 2021, for EMNIST: 3x3
     convolutions 32 and 64, K = 128."""
-    if len(input_shape) != 3 or min(input_shape[:2]) < 6:
-        raise InputError(
-            "Model 'cnn_dropout' needs images of at least 6x6 pixels, got shape "
-            f"{tuple(input_shape)}."
-        )
+    check_images("cnn_dropout", input_shape, 6)
     return Net(
         ConvDropout(input_shape, 128, (0.25, 0.5), rngs),
         layers.linear(128, num_classes, rngs),

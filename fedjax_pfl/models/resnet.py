@@ -8,9 +8,9 @@ from typing import Any
 import jax
 from flax import nnx
 
-from fedjax_pfl.errors import InputError, choose
+from fedjax_pfl.errors import choose
 from fedjax_pfl.models import layers
-from fedjax_pfl.models.nets import Dense, Net, Shape
+from fedjax_pfl.models.nets import Dense, Net, Shape, check_images
 from fedjax_pfl.types import Array
 
 Norm = Callable[..., nnx.Module]
@@ -133,11 +133,7 @@ def resnet(
     Raises:
       InputError: for inputs that are not images, or an unknown norm or stem.
     """
-    if len(input_shape) != 3:
-        raise InputError(
-            "A residual network needs images of shape (height, width, channels), got "
-            f"input shape {tuple(input_shape)}."
-        )
+    check_images("resnet", input_shape)
     dense = () if feature_dim is None else (feature_dim,)
     body = ResNet(input_shape[-1], widths, rngs, norm, stem, dense)
     return Net(body, layers.linear((*widths, *dense)[-1], num_classes, rngs))

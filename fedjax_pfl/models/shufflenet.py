@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import layers
-from fedjax_pfl.models.nets import Net, Shape
+from fedjax_pfl.models.nets import Net, Shape, check_images
 from fedjax_pfl.types import Array
 
 STEM, LAST = 24, 1024
@@ -131,11 +130,7 @@ def shufflenet(
 ) -> Net:
     """ShuffleNetV2 1x for small images: 3x3 stem of stride 1 without pooling, batch
     norm, K = 1024."""
-    if len(input_shape) != 3:
-        raise InputError(
-            "Model 'shufflenet' needs images of shape (height, width, channels), got "
-            f"input shape {tuple(input_shape)}."
-        )
+    check_images("shufflenet", input_shape)
     return Net(
         ShuffleNet(input_shape[-1], rngs, stem_relu=stem_relu),
         layers.linear(LAST, num_classes, rngs),

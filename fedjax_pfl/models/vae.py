@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from fedjax_pfl.errors import check
 from fedjax_pfl.models import layers
 from fedjax_pfl.models.cnn_dva import HIDDEN, SIDE, Backbone, first_padding
 from fedjax_pfl.models.nets import Dense, Net, Shape
@@ -177,10 +176,8 @@ def dual_vae(
       **options: bn_stats, conv and compute_dtype of `models.network`.
 
     Raises:
-      InputError: the images do not fit the layers, or a latent without dimensions.
+      InputError: the images do not fit the layers.
     """
-    check("latent", latent, 1, 10**6)
-    check("personal", personal, 1, 10**6)
     shape, both = tuple(input_shape), latent + personal
     make: Callable[..., Network] = lambda module, *args: network(
         lambda rngs: module(*args, rngs), **options

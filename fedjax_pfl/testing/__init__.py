@@ -14,7 +14,6 @@ from fedjax_pfl.testing.rounds import (
     ContractViolation,
     Subject,
     evaluate,
-    mistakes,
     run,
     subject,
 )
@@ -74,8 +73,7 @@ def check_algorithm(
             "architecture."
         )
     validate.key(jax.random.key(0))  # the rules draw from keys of the default kind
-    with mistakes(factory):
-        program.program(factory, given)
+    program.program(factory, given)
     made = subject(factory, given)
     for rule in RULES:
         check(rule, made)

@@ -1,20 +1,16 @@
 """A method and its compiled round on the synthetic federation, and how two of its
 rounds are compared."""
 
-import contextlib
 import functools
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.engine import contract, placement, program
+from fedjax_pfl.engine import placement, program
 from fedjax_pfl.engine.method import Traced
-from fedjax_pfl.errors import InputError
-from fedjax_pfl.hyperparameters import method_name
 from fedjax_pfl.testing.synthetic import C, N, federation
 from fedjax_pfl.types import Algorithm, Array, Examples, Federation, PyTree, State, Task
 
@@ -111,10 +107,9 @@ def subject(
     # init's few operations are those of other methods
     functions = (made.init, jax.jit(round), jax.jit(evaluate))
     found = Subject(factory, task, f, traced, *functions, State(None, None), options)
-    with mistakes(factory):
-        # under a trace, where no branch may depend on a value
-        jax.eval_shape(made.init, jax.random.key(1), traced)
-        return found._replace(start=_started(found) if start is None else start)
+    # under a trace, where no branch may depend on a value
+    jax.eval_shape(made.init, jax.random.key(1), traced)
+    return found._replace(start=_started(found) if start is None else start)
 
 
 def _started(s: Subject) -> State:
@@ -248,43 +243,3 @@ def same_round(
         clients,
         tolerance,
     )
-
-
-@contextlib.contextmanager
-def mistakes(factory: Callable[..., Algorithm]) -> Iterator[None]:
-    """Puts what Python and JAX say while a method is traced into the contract's words,
-    with the line of the method."""
-    try:
-        yield
-    except Exception as given:
-        error = given.__cause__ if isinstance(given, InputError) else given
-        if isinstance(error, contract.TRACED):
-            rule, use = (
-                "traced",
-                "so that no Python branch or conversion may depend on it: use "
-                "jnp.where",
-            )
-            said = f"A float hyperparameter is traced, {use}"
-        elif isinstance(
-            error, TypeError
-        ) and "required keyword-only argument: 'default'" in str(error):
-            rule, said = (
-                "default",
-                "cohort.mean needs `default`, what is taken where nobody has a weight",
-            )
-        else:
-            raise
-        raise ContractViolation(
-            f"{method_name(factory)} breaks the rule {rule!r} ({said}): "
-            f"{_line(factory, error)}."
-        ) from error
-
-
-def _line(factory: Any, error: BaseException) -> str:
-    """Where in the method's own file the error arose."""
-    inner = getattr(factory, "func", factory)
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        frame for frame in frames if frame.filename == inner.__code__.co_filename
-    ] or frames
-    return f"line {own[-1].lineno} of {own[-1].filename}: {own[-1].line}"
