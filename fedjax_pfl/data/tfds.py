@@ -221,7 +221,7 @@ def _columns(info: Any) -> tuple[str, str]:
         feature: Any = dict(info.features).get(name)
         shape = getattr(feature, "shape", None)
         fixed = isinstance(shape, tuple) and None not in shape
-        if not fixed or np.dtype(feature.np_dtype).kind not in kinds:  # type: ignore[union-attr]
+        if not fixed or np.dtype(feature.np_dtype).kind not in kinds:
             found = " ".join(repr(feature or "missing").split())
             raise InputError(
                 f"{info.name!r} must have images or numbers of one shape with an "
