@@ -82,11 +82,12 @@ def test_the_gradient_and_a_step_have_the_golden_numbers():
 def test_the_distance_of_a_space_has_the_golden_numbers():
     target, z = jnp.array([[0.75, 0.25]]), jnp.log(GOLDEN[0])
     distance = functools.partial(mixtures.distance, temperature=1.0)
+    for reduction, value in (("batchmean", 0.09233152), ("mean", 0.09233152 / 2)):
+        found = distance(target, z, space="prob", reduction=reduction)
+        np.testing.assert_allclose(found, [value], atol=1e-7)
     np.testing.assert_allclose(
-        distance(target, z, space="prob"), [0.09233152], atol=1e-7
+        distance(moved, z, space="logit", reduction="mean"), [2], rtol=1e-6
     )
-    moved = z + jnp.array([[1, -3]])
-    np.testing.assert_allclose(distance(moved, z, space="logit"), [2], rtol=1e-6)
 
 
 def test_similarities_have_the_golden_numbers():

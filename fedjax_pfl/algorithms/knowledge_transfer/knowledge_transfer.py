@@ -67,6 +67,8 @@ class Exchange(NamedTuple):
         predictions first: as KT-pFL's code and FedMD's authors do).
       warmup_epochs: private epochs in [0, 10000] before round 0 with order=code; 1 as
         there.
+      reduction: of the KL divergence, one of batchmean, mean (over the classes, too, as
+        in KT-pFL's code).
       public_at: where the public examples are, one of clients (who are sent their ids),
         server (and are sent with them in each round: counted as `public_data`).
     """
@@ -78,6 +80,7 @@ class Exchange(NamedTuple):
     temperature: Annotated[float, Gt(0)] = 1.0
     order: Literal["paper", "code"] = "paper"
     warmup_epochs: Annotated[int, Interval(ge=0, le=10_000)] = 1
+    reduction: Literal["batchmean", "mean"] = "batchmean"
     public_at: Literal["clients", "server"] = "clients"
 
 
@@ -98,7 +101,10 @@ def transfer(
     check_sent(task, on, size, public_epochs > 0)
     lr = task.lr if on.public_lr is None else on.public_lr
     distance = functools.partial(
-        mixtures.distance, temperature=on.temperature, space=space
+        mixtures.distance,
+        temperature=on.temperature,
+        space=space,
+        reduction=on.reduction,
     )
     public_task = task._replace(
         lr=lr, batch_size=on.public_batch, drop_last=False, augment=None

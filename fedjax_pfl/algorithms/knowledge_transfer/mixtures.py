@@ -43,17 +43,21 @@ class Rule(NamedTuple):
     start: float | None = None
 
 
-def distance(target: Array, z: Array, temperature: Numeric, space: str) -> Array:
+def distance(
+    target: Array, z: Array, temperature: Numeric, space: str, reduction: str
+) -> Array:
     """Computes the loss of each row, [B]: KL(target || softmax(z / T)), or the absolute
     error.
 
     Args:
       target: [B, C], probabilities, or logits if the space is "logit".
       z: logits [B, C].
+      reduction: "mean" divides the divergence by the number of classes.
     """
     if space == "logit":
         return jnp.mean(jnp.abs(z - target), axis=-1)
-    return divergence(target, z, temperature)
+    kl = divergence(target, z, temperature)
+    return kl / z.shape[-1] if reduction == "mean" else kl
 
 
 def uniform(asked: Asked) -> tuple[Array, Array]:
