@@ -85,6 +85,7 @@ def test_the_distance_of_a_space_has_the_golden_numbers():
     for reduction, value in (("batchmean", 0.09233152), ("mean", 0.09233152 / 2)):
         found = distance(target, z, space="prob", reduction=reduction)
         np.testing.assert_allclose(found, [value], atol=1e-7)
+    moved = z + jnp.array([[1, -3]])
     np.testing.assert_allclose(
         distance(moved, z, space="logit", reduction="mean"), [2], rtol=1e-6
     )
