@@ -316,10 +316,9 @@ def unseen_scorer(config: Config, trained: Task, others: Unseen) -> Any:
 def lay_out(config: Config, task: Task) -> Config:
     """Returns the settings with the devices and the width for "auto"."""
     cohort, processes = max(task.cohort_sizes), jax.process_count()
-    local = -(-min(jax.device_count(), cohort) // processes)
+    devices = -(-min(jax.device_count(), cohort) // processes) * processes
     if config.devices not in ("auto", "all"):
-        local = len(placement.take(int(config.devices))) // processes
-    devices = local * processes
+        devices = len(placement.take(int(config.devices)))
     width = automatic_width(task, cohort, devices)
     if config.width != "auto":
         width = min(int(config.width), -(-cohort // devices))
@@ -327,7 +326,7 @@ def lay_out(config: Config, task: Task) -> Config:
 
 
 def load_public(config: Config) -> datasets.Dataset | None:
-    """Returns the public examples: a data set, or so many of its as NAME:COUNT."""
+    """Returns the public examples: a data set, or a number of them as NAME:COUNT."""
     if config.public is None:
         return None
     name, _, count = config.public.rpartition(":")
