@@ -84,7 +84,7 @@ MISTAKES = {  # kind, function (or the file's name): what is said
     (
         "dataset",
         "def f(): d = pfl.load('digits'); return d._replace(prepare=None)",
-    ): "prepare` of .* fails on a batch",
+    ): r"fails \(TypeError",
     (
         "dataset",
         "def f(): d = pfl.load('digits'); return d._replace(y=d.y[1:])",
