@@ -17,7 +17,6 @@ BADGE = (
 )
 SETUP = """\
 import glob
-import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -25,22 +24,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-REPOSITORY = ""  # outside of a checkout: the address from which git clones the project
 TINY = bool(os.environ.get("TINY"))  # a size at which all cells run in seconds, and show nothing
 
-here = Path.cwd()
-checkouts = (p for p in (here, *here.parents, *map(Path, sys.path)) if (p / "experiments" / "main.py").exists())
-root = next(checkouts, None)
-if root is None:
-    assert REPOSITORY, "Name the project's address in REPOSITORY, or start in a checkout."
-    root = here / "fedjax_pfl_checkout"
-    subprocess.run(["git", "clone", "--quiet", "--depth=1", REPOSITORY, root], check=True)
-sys.path.insert(0, str(root))
-installed = bool(list(importlib.metadata.distributions(name="fedjax_pfl", path=sys.path[1:])))
-if not installed or importlib.util.find_spec("jax") is None:  # what is there may be too old: pip sees to it
+# Install from the checkout that has this notebook, else from the package index.
+folders = (Path.cwd(), *Path.cwd().parents)
+root = next((p for p in folders if (p / "fedjax_pfl" / "types.py").exists()), None)
+if root is not None:
+    sys.path.insert(0, str(root))
+if not all(map(importlib.util.find_spec, ("fedjax_pfl", "jax", "flax", "optax"))):
     tpu = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
-    accelerator = "[cuda]" if shutil.which("nvidia-smi") else "[tpu]" if tpu else ""
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "-e", f"{root}{accelerator}"], check=True)
+    extra = "[cuda]" if shutil.which("nvidia-smi") else "[tpu]" if tpu else ""
+    package = ["fedjax_pfl" + extra] if root is None else ["-e", f"{root}{extra}"]
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *package], check=True)
+    print("Installed", package[-1])
 """
 DEVICE = """\
 import jax
