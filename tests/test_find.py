@@ -25,7 +25,7 @@ def file(tmp_path):
     ("name", "message"),
     [
         ("nowhere.py:mine", "FileNotFoundError"),
-        ("{file}:mime", "did you mean 'mine'"),
+        ("{file}:mime", "there is no function 'mime'"),
         ("no.such.module:mine", "ModuleNotFoundError"),
         ("ditta", "did you mean 'ditto'"),
     ],

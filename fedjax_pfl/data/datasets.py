@@ -371,7 +371,11 @@ def _inputs(name: str, x: np.ndarray) -> np.ndarray:
     _check_inputs(name, x)
     if x.dtype == np.uint8:
         return x
-    return x.astype(np.int32 if x.dtype.kind in "iu" else np.float32)
+    if x.dtype.kind not in "iu":
+        return x.astype(np.float32)
+    if max(-int(x.min()) - 1, int(x.max())) >= 2**31:
+        raise InputError(f"{name} must hold integers that fit int32.")
+    return x.astype(np.int32)
 
 
 def _check_inputs(name: str, x: np.ndarray) -> None:
